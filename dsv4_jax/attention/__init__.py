@@ -1,0 +1,1 @@
+"""The three attention types, on the cache and over a whole history."""

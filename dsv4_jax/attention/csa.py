@@ -1,0 +1,50 @@
+"""A compressed sparse layer on the cache: append, flush, select, attend, project."""
+
+from __future__ import annotations
+
+import jax
+
+from dsv4_jax.attention.compressor import project
+from dsv4_jax.attention.indexer import index_queries
+from dsv4_jax.attention.params import AttentionParams
+from dsv4_jax.attention.projections import output, queries, query_latent, window_entry
+from dsv4_jax.attention.rope import rope_frequencies
+from dsv4_jax.cache.flush import maybe_flush_csa
+from dsv4_jax.cache.handle import LayerCacheHandle
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.layer_schedule import AttentionType
+
+
+def csa_attention(
+    params: AttentionParams, x: jax.Array, handle: LayerCacheHandle, config: DSV4Config
+) -> tuple[LayerCacheHandle, jax.Array]:
+    """One CSA sublayer; arguments and results as in `swa_attention`.
+
+    Source: deepseek_v4.md sections 1.3, 2 and 3.
+    """
+    compressor, indexer = params.compressor, params.indexer
+    assert compressor is not None
+    assert indexer is not None
+    frequencies = rope_frequencies(config, AttentionType.CSA)
+    positions = handle.positions
+    latent = query_latent(params, x, config)
+    q = queries(params, latent, positions, frequencies, config)
+    handle = handle.write_swa(
+        window_entry(params, x, positions, frequencies, config),
+        compressor=project(compressor, x, positions),
+        indexer=project(indexer.compressor, x, positions, "idx"),
+    )
+    handle = maybe_flush_csa(
+        handle,
+        handle.schema,
+        config.csa_compression_ratio,
+        norm=compressor.norm,
+        indexer_norm=indexer.compressor.norm,
+        frequencies=frequencies,
+        eps=config.rms_norm_eps,
+    )
+    selected = handle.select_entries(
+        *index_queries(indexer, x, latent, positions, frequencies, config, handle.schema.format)
+    )
+    attended = handle.attend(q, params.attn_sink, selected).astype(x.dtype)
+    return handle, output(params, attended, positions, frequencies, config)

@@ -1,0 +1,42 @@
+"""A heavily compressed layer on the cache: append, flush, attend to every entry, project."""
+
+from __future__ import annotations
+
+import jax
+
+from dsv4_jax.attention.compressor import project
+from dsv4_jax.attention.params import AttentionParams
+from dsv4_jax.attention.projections import output, queries, query_latent, window_entry
+from dsv4_jax.attention.rope import rope_frequencies
+from dsv4_jax.cache.flush import maybe_flush_hca
+from dsv4_jax.cache.handle import LayerCacheHandle
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.layer_schedule import AttentionType
+
+
+def hca_attention(
+    params: AttentionParams, x: jax.Array, handle: LayerCacheHandle, config: DSV4Config
+) -> tuple[LayerCacheHandle, jax.Array]:
+    """One HCA sublayer; arguments and results as in `swa_attention`.
+
+    Source: deepseek_v4.md sections 1.3 and 2.
+    """
+    compressor = params.compressor
+    assert compressor is not None
+    frequencies = rope_frequencies(config, AttentionType.HCA)
+    positions = handle.positions
+    q = queries(params, query_latent(params, x, config), positions, frequencies, config)
+    handle = handle.write_swa(
+        window_entry(params, x, positions, frequencies, config),
+        compressor=project(compressor, x, positions),
+    )
+    handle = maybe_flush_hca(
+        handle,
+        handle.schema,
+        config.hca_compression_ratio,
+        norm=compressor.norm,
+        frequencies=frequencies,
+        eps=config.rms_norm_eps,
+    )
+    attended = handle.attend(q, params.attn_sink, handle.all_visible()).astype(x.dtype)
+    return handle, output(params, attended, positions, frequencies, config)

@@ -1,0 +1,171 @@
+"""Attention over a whole history at once, without a cache: for training and for checking.
+
+It says the same as the cached layers by other means: plain softmaxes over whole windows, dense
+masks, no rings. Only the formulas of scores and attention are shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from dsv4_jax.attention.compressor import project
+from dsv4_jax.attention.indexer import index_queries
+from dsv4_jax.attention.params import AttentionParams, CompressorParams
+from dsv4_jax.attention.projections import output, queries, query_latent, window_entry
+from dsv4_jax.attention.rope import rope_frequencies
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.layer_schedule import AttentionType
+from pallas_kernels.formats import CacheFormat
+from pallas_kernels.index_topk.reference import index_scores, select_top_k
+from pallas_kernels.rotary import rms_norm, rotate
+from pallas_kernels.sparse_attention.reference import attend
+
+
+class Selection(NamedTuple):
+    """What a selector of CSA entries sees.
+
+    Attributes:
+      scores: f32[B, T, E], index scores, of entries a query may not see too.
+      visible: i32[T], entries each query may see.
+      top_k: entries to select.
+      queries: [B, T, H, C], of the attention.
+      entries: f32[B, E, C], that the attention would read.
+    """
+
+    scores: jax.Array
+    visible: jax.Array
+    top_k: int
+    queries: jax.Array
+    entries: jax.Array
+
+
+Selector = Callable[[Selection], jax.Array]
+"""Gives bool[B, T, E], the entries that each query attends to."""
+
+
+def select_by_score(selection: Selection) -> jax.Array:
+    """The model's own selector: the best index scores."""
+    num_entries = selection.scores.shape[-1]
+    selected = select_top_k(selection.scores, selection.visible, min(selection.top_k, num_entries))
+    selected = checkpoint_name(selected, "idx/topk")
+    spare = jnp.where(selected < 0, num_entries, selected)
+    mask = jnp.zeros((*selected.shape[:-1], num_entries + 1), bool)
+    return jnp.put_along_axis(mask, spare, True, axis=-1, inplace=False)[..., :num_entries]
+
+
+def history_attention(
+    params: AttentionParams,
+    x: jax.Array,
+    attn: AttentionType,
+    config: DSV4Config,
+    fmt: CacheFormat,
+    selector: Selector = select_by_score,
+) -> jax.Array:
+    """One attention sublayer over tokens 0 .. T - 1.
+
+    Args:
+      params: of the layer.
+      x: [B, T, D], normed.
+      attn: type of the layer.
+      config: the model.
+      fmt: rounds what a cache of that format would round.
+      selector: picks the entries of CSA layers.
+
+    Returns:
+      [B, T, D].
+
+    Source: deepseek_v4.md sections 1.3, 2 and 3.
+    """
+    frequencies = rope_frequencies(config, attn)
+    num_tokens = x.shape[1]
+    positions = jnp.arange(num_tokens)
+    latent = query_latent(params, x, config)
+    q = queries(params, latent, positions, frequencies, config)
+    window = fmt.round_entry(
+        window_entry(params, x, positions, frequencies, config), config.rope_dim
+    )
+    age = positions[:, None] - positions
+    keys, valid = [window], [(age >= 0) & (age < config.sliding_window)]
+    if attn != AttentionType.SWA:
+        compressor = params.compressor
+        assert compressor is not None
+        entries = compress_history(compressor, x, frequencies, attn, config)
+        entries = fmt.round_entry(checkpoint_name(entries, "comp/entries"), config.rope_dim)
+        visible = (positions + 1) // config.compression_ratio(attn)
+        mask = jnp.arange(entries.shape[1]) < visible[:, None]
+        if attn == AttentionType.CSA:
+            scores = _scores(params, x, latent, frequencies, config, fmt)
+            mask &= selector(Selection(scores, visible, config.indexer_top_k, q, entries))
+        keys.append(entries)
+        valid.append(mask)
+    batch = x.shape[0]
+    valid = [jnp.broadcast_to(v, (batch, *v.shape[-2:])) for v in valid]
+    attended = attend(
+        q,
+        jnp.concatenate(keys, axis=1)[:, None],
+        jnp.concatenate(valid, axis=-1),
+        params.attn_sink,
+        scale=config.head_dim**-0.5,
+    )
+    return output(params, attended.astype(x.dtype), positions, frequencies, config)
+
+
+def compress_history(
+    params: CompressorParams,
+    x: jax.Array,
+    frequencies: jax.Array,
+    attn: AttentionType,
+    config: DSV4Config,
+    name: str = "comp",
+) -> jax.Array:
+    """Every entry of a history: [B, T, D] -> [B, T // M, C]; tokens of an open window give none."""
+    rate = config.compression_ratio(attn)
+    num_entries = x.shape[1] // rate
+    new = project(params, x, jnp.arange(x.shape[1]), name)
+
+    def windows(array: jax.Array) -> jax.Array:
+        return array[:, : num_entries * rate].reshape(x.shape[0], num_entries, rate, -1)
+
+    values, scores = windows(new.values), windows(new.scores)
+    if attn == AttentionType.CSA:
+        dim = params.norm.shape[0]
+        values = _with_previous(values[..., :dim], values[..., dim:], 0.0)
+        scores = _with_previous(scores[..., :dim], scores[..., dim:], -jnp.inf)
+    mean = jnp.sum(jax.nn.softmax(scores, axis=2) * values, axis=2).astype(x.dtype)
+    normed = rms_norm(mean, params.norm, eps=config.rms_norm_eps)
+    starts = jnp.arange(num_entries) * rate
+    return rotate(checkpoint_name(normed, f"{name}/normed"), starts, frequencies)
+
+
+def _with_previous(b_stream: jax.Array, a_stream: jax.Array, empty: float) -> jax.Array:
+    """Puts the b-stream of window j - 1 before the a-stream of window j: [B, E, 2 * M, C]."""
+    first = jnp.full_like(b_stream[:, :1], empty)
+    previous = jnp.concatenate([first, b_stream[:, :-1]], axis=1)[:, : a_stream.shape[1]]
+    return jnp.concatenate([previous, a_stream], axis=2)
+
+
+def _scores(
+    params: AttentionParams,
+    x: jax.Array,
+    latent: jax.Array,
+    frequencies: jax.Array,
+    config: DSV4Config,
+    fmt: CacheFormat,
+) -> jax.Array:
+    """Index scores; no gradient reaches the layer's input, which the indexer only observes."""
+    indexer = params.indexer
+    assert indexer is not None
+    x, latent = jax.lax.stop_gradient((x, latent))
+    keys = compress_history(
+        indexer.compressor, x, frequencies, AttentionType.CSA, config, name="idx"
+    )
+    keys = fmt.round_index(checkpoint_name(keys, "idx/keys"))
+    index_q, weights = index_queries(
+        indexer, x, latent, jnp.arange(x.shape[1]), frequencies, config, fmt
+    )
+    return checkpoint_name(index_scores(index_q, weights, keys[:, None]), "idx/scores")

@@ -1,0 +1,119 @@
+"""Parameters of an attention sublayer, named after the released checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.layer_schedule import AttentionType
+
+
+@flax.struct.dataclass(kw_only=True)
+class CompressorParams:
+    """The projections of one compressor; width is 2 * C for CSA (b-stream, a-stream), C for HCA.
+
+    Attributes:
+      wkv: [width, D], values.
+      wgate: [width, D], gate scores.
+      ape: f32[M, width], added to the score of the token at position % M.
+      norm: [C], weight of the entry's norm.
+    """
+
+    wkv: jax.Array
+    wgate: jax.Array
+    ape: jax.Array
+    norm: jax.Array
+
+
+@flax.struct.dataclass(kw_only=True)
+class IndexerParams:
+    """The indexer of a CSA layer.
+
+    Attributes:
+      wq_b: [IH * IC, ql], index queries from the query latent.
+      weights_proj: [IH, D], weight of each index head.
+      compressor: the compressor of the index keys.
+    """
+
+    wq_b: jax.Array
+    weights_proj: jax.Array
+    compressor: CompressorParams
+
+
+@flax.struct.dataclass(kw_only=True)
+class AttentionParams:
+    """One attention sublayer.
+
+    Attributes:
+      wq_a: [ql, D], query latent.
+      q_norm: [ql].
+      wq_b: [H * C, ql].
+      wkv: [C, D], the window entry.
+      kv_norm: [C].
+      attn_sink: f32[H], logit of the sink.
+      wo_a: [G * r, H / G * C], output projection of each group of heads.
+      wo_b: [D, G * r].
+      compressor: of CSA and HCA layers.
+      indexer: of CSA layers.
+    """
+
+    wq_a: jax.Array
+    q_norm: jax.Array
+    wq_b: jax.Array
+    wkv: jax.Array
+    kv_norm: jax.Array
+    attn_sink: jax.Array
+    wo_a: jax.Array
+    wo_b: jax.Array
+    compressor: CompressorParams | None
+    indexer: IndexerParams | None
+
+
+def attention_shapes(config: DSV4Config, attn: AttentionType, array: Any) -> AttentionParams:
+    """Shapes of one attention sublayer; `array(*shape)` gives one in the dtype of activations."""
+    d, heads, c, rank = (
+        config.hidden_size,
+        config.num_attention_heads,
+        config.head_dim,
+        config.q_lora_rank,
+    )
+    compressor = indexer = None
+    if attn != AttentionType.SWA:
+        compressor = _compressor_shapes(config, attn, c, array)
+    if attn == AttentionType.CSA:
+        index_width = config.indexer_num_heads * config.indexer_head_dim
+        indexer = IndexerParams(
+            wq_b=array(index_width, rank),
+            weights_proj=array(config.indexer_num_heads, d),
+            compressor=_compressor_shapes(config, attn, config.indexer_head_dim, array),
+        )
+    latent = config.o_groups * config.o_lora_rank
+    return AttentionParams(
+        wq_a=array(rank, d),
+        q_norm=array(rank),
+        wq_b=array(heads * c, rank),
+        wkv=array(c, d),
+        kv_norm=array(c),
+        attn_sink=jax.ShapeDtypeStruct((heads,), jnp.float32),
+        wo_a=array(latent, heads // config.o_groups * c),
+        wo_b=array(d, latent),
+        compressor=compressor,
+        indexer=indexer,
+    )
+
+
+def _compressor_shapes(
+    config: DSV4Config, attn: AttentionType, head_dim: int, array: Any
+) -> CompressorParams:
+    width = head_dim * (2 if attn == AttentionType.CSA else 1)
+    rate = config.compression_ratio(attn)
+    return CompressorParams(
+        wkv=array(width, config.hidden_size),
+        wgate=array(width, config.hidden_size),
+        ape=jax.ShapeDtypeStruct((rate, width), jnp.float32),
+        norm=array(head_dim),
+    )

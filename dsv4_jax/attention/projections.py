@@ -1,0 +1,100 @@
+"""What every attention type computes from a hidden state, and from its result to the output.
+
+Source: deepseek_v4.md section 1.3.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from dsv4_jax.attention.params import AttentionParams
+from dsv4_jax.config import DSV4Config
+from pallas_kernels.rotary import rms_norm, rotate
+
+
+def linear(x: jax.Array, weight: jax.Array, *, dtype: jnp.dtype | None = None) -> jax.Array:
+    """[..., in] times [out, in] -> [..., out], accumulated in f32.
+
+    A product of one row is computed as one of two: on a CPU the two round differently, and a
+    request alone must equal the same request in a batch.
+
+    Args:
+      x: [..., in].
+      weight: [out, in].
+      dtype: of the result; None is that of x.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    alone = rows.shape[0] == 1
+    product = jax.lax.dot_general(
+        jnp.concatenate([rows, rows]) if alone else rows,
+        weight,
+        (((1,), (1,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    product = product[:1] if alone else product
+    return product.reshape(*x.shape[:-1], weight.shape[0]).astype(dtype or x.dtype)
+
+
+def query_latent(params: AttentionParams, x: jax.Array, config: DSV4Config) -> jax.Array:
+    """[..., D] -> [..., ql], normed; the indexer's queries start from it too."""
+    latent = rms_norm(linear(x, params.wq_a), params.q_norm, eps=config.rms_norm_eps)
+    return checkpoint_name(latent, "q_lora")
+
+
+def queries(
+    params: AttentionParams,
+    latent: jax.Array,
+    positions: jax.Array,
+    frequencies: jax.Array,
+    config: DSV4Config,
+) -> jax.Array:
+    """[..., ql] and i32[...] -> [..., H, C], each head normed without a weight, and rotated."""
+    heads = checkpoint_name(linear(latent, params.wq_b), "q_b")
+    heads = heads.reshape(*latent.shape[:-1], config.num_attention_heads, config.head_dim)
+    heads = checkpoint_name(rms_norm(heads, None, eps=config.rms_norm_eps), "q_normed")
+    return checkpoint_name(rotate(heads, positions[..., None], frequencies), "q")
+
+
+def window_entry(
+    params: AttentionParams,
+    x: jax.Array,
+    positions: jax.Array,
+    frequencies: jax.Array,
+    config: DSV4Config,
+) -> jax.Array:
+    """[..., D] and i32[...] -> [..., C], the one head that is key and value; not yet rounded."""
+    kv = checkpoint_name(linear(x, params.wkv), "kv_lin")
+    kv = checkpoint_name(rms_norm(kv, params.kv_norm, eps=config.rms_norm_eps), "kv_normed")
+    return checkpoint_name(rotate(kv, positions, frequencies), "kv")
+
+
+def output(
+    params: AttentionParams,
+    attended: jax.Array,
+    positions: jax.Array,
+    frequencies: jax.Array,
+    config: DSV4Config,
+) -> jax.Array:
+    """Turns the result back by the query's position and projects it, group by group.
+
+    Args:
+      params: of the layer.
+      attended: [..., H, C] in the dtype of activations.
+      positions: i32[...].
+      frequencies: f32[R / 2].
+      config: the model.
+
+    Returns:
+      [..., D].
+    """
+    attended = checkpoint_name(attended, "ctx")
+    turned = rotate(attended, positions[..., None], frequencies, inverse=True)
+    groups, lead = config.o_groups, attended.shape[:-2]
+    turned = checkpoint_name(turned.reshape(*lead, groups, -1), "ctx_derot")
+    weight = params.wo_a.reshape(groups, config.o_lora_rank, -1)
+    latent = [linear(turned[..., g, :], weight[g]) for g in range(groups)]
+    latent = checkpoint_name(jnp.stack(latent, axis=-2), "o_a")
+    return checkpoint_name(linear(latent.reshape(*lead, -1), params.wo_b), "attn_out")

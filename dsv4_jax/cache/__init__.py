@@ -1,0 +1,1 @@
+"""The hybrid cache as a value: schemas, pools, handles, flush, manager."""

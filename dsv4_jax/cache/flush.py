@@ -1,0 +1,138 @@
+"""Compresses the windows that a call closes: tail -> entry -> block, masked, on the device.
+
+Called in every forward with the same call sequence, whether a window closes or not; any number may
+close per request. The tail needs no rotation afterwards: its rows are addressed by position.
+"""
+
+from __future__ import annotations
+
+import jax
+
+import pallas_kernels as pk
+from dsv4_jax.cache.handle import LayerCacheHandle
+from dsv4_jax.cache.schema import LayerCacheSchema
+from dsv4_jax.layer_schedule import AttentionType
+
+
+def maybe_flush_csa(
+    handle: LayerCacheHandle,
+    schema: LayerCacheSchema,
+    m: int,
+    *,
+    norm: jax.Array,
+    indexer_norm: jax.Array,
+    frequencies: jax.Array,
+    eps: float,
+) -> LayerCacheHandle:
+    """Writes the entry and the index key of every CSA window that closes in this call.
+
+    Args:
+      handle: after `write_swa`.
+      schema: of the layer.
+      m: tokens per window; must be the schema's.
+      norm: [C], norm weight of the compressor.
+      indexer_norm: [IC], norm weight of the indexer's compressor.
+      frequencies: f32[R / 2], of the compress table.
+      eps: floor of the norms.
+
+    Returns:
+      The handle with the entries written; `commit` still has to follow.
+
+    Raises:
+      ValueError: the layer is of another type or rate, or `write_swa` has not been called.
+
+    Source: deepseek_v4.md sections 2.2 and 3.
+    """
+    _check(handle, schema, m, AttentionType.CSA)
+    state, rows, call = handle.state, handle.rows, handle.call
+    if rows is None or rows.compressor is None or rows.indexer is None:
+        raise ValueError("the call's projections are not there yet; call write_swa first")
+    if state.tail is None or state.index_tail is None:
+        raise ValueError("the state pool was built for another type of layer than this CSA one")
+    closing = call.closing_tokens(m)
+
+    def compress(tail: pk.Planes, new: pk.Planes, weight: jax.Array) -> jax.Array:
+        return pk.compress_csa(
+            tail,
+            new["values"],
+            new["scores"],
+            weight,
+            frequencies,
+            closing=closing,
+            slots=call.slots,
+            positions=call.positions,
+            lengths=call.lengths,
+            layer=handle.layer,
+            rate=m,
+            eps=eps,
+        )
+
+    main, index = rows.compressor, rows.indexer
+    entries = compress(state.tail, {"values": main.values, "scores": main.scores}, norm)
+    keys = compress(
+        state.index_tail, {"values": index.values, "scores": index.scores}, indexer_norm
+    )
+    return handle.flush_compression(entries, keys)
+
+
+def maybe_flush_hca(
+    handle: LayerCacheHandle,
+    schema: LayerCacheSchema,
+    m_prime: int,
+    *,
+    norm: jax.Array,
+    frequencies: jax.Array,
+    eps: float,
+) -> LayerCacheHandle:
+    """Writes the entry of every HCA window that closes in this call.
+
+    Args:
+      handle: after `write_swa`.
+      schema: of the layer.
+      m_prime: tokens per window; must be the schema's.
+      norm: [C], norm weight of the compressor.
+      frequencies: f32[R / 2], of the compress table.
+      eps: floor of the norm.
+
+    Returns:
+      The handle with the entries written; `commit` still has to follow.
+
+    Raises:
+      ValueError: the layer is of another type or rate, or `write_swa` has not been called.
+
+    Source: deepseek_v4.md section 2.2.
+    """
+    _check(handle, schema, m_prime, AttentionType.HCA)
+    rows, call = handle.rows, handle.call
+    if rows is None or rows.compressor is None:
+        raise ValueError("the call's projections are not there yet; call write_swa first")
+    if handle.state.running is None:
+        raise ValueError("the state pool was built for another type of layer than this HCA one")
+    entries = pk.compress_hca(
+        handle.state.running,
+        rows.compressor.values,
+        rows.compressor.scores,
+        norm,
+        frequencies,
+        closing=call.closing_tokens(m_prime),
+        slots=call.slots,
+        positions=call.positions,
+        lengths=call.lengths,
+        layer=handle.layer,
+        rate=m_prime,
+        eps=eps,
+        max_count=call.max_row_tokens,
+    )
+    return handle.flush_compression(entries)
+
+
+def _check(
+    handle: LayerCacheHandle, schema: LayerCacheSchema, rate: int, attn: AttentionType
+) -> None:
+    if schema.attn_type != attn:
+        raise ValueError(f"layer {schema.layer_idx} is {schema.attn_type}, not {attn}")
+    if rate != schema.compression_ratio or schema != handle.schema:
+        raise ValueError(
+            f"schema and rate must be the handle's, got a rate of {rate} for a layer that "
+            f"compresses {handle.schema.compression_ratio} tokens"
+        )

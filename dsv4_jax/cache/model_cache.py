@@ -1,0 +1,207 @@
+"""ModelCache: all layers' pools, lengths and block tables; the value that a step donates."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv4_jax.cache.handle import LayerCacheHandle
+from dsv4_jax.cache.paged_cache import PagedKVPool, init_paged_pool
+from dsv4_jax.cache.schema import (
+    DEFAULT_CACHE_FORMAT,
+    LayerCacheSchema,
+    blocks_of,
+    build_schema,
+    compute_block_budget,
+)
+from dsv4_jax.cache.state_cache import StateCachePool, init_state_pool, same_sizes
+from dsv4_jax.cache.step_input import CallIndices, StepInput, index_call
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.layer_schedule import AttentionType, draft_layer, layer_schedule
+
+
+@flax.struct.dataclass(kw_only=True)
+class ModelCache:
+    """The hybrid cache of a whole model, layers stacked by attention type.
+
+    Attributes:
+      state: by attention type, the slots of all its layers; only types that have layers.
+      paged: by attention type, CSA and HCA, the blocks of all its layers; likewise.
+      length_tokens: i32[NS], tokens of each slot's request; 0 in a free slot.
+      block_table: i32[NS, LB], physical block of each logical one; -1 where there is none. One
+        table for both compressed types.
+      schemas: of every layer in order, the draft block last.
+    """
+
+    state: dict[str, StateCachePool]
+    paged: dict[str, PagedKVPool]
+    length_tokens: jax.Array
+    block_table: jax.Array
+    schemas: tuple[LayerCacheSchema, ...] = flax.struct.field(pytree_node=False)
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens that a block stands for."""
+        return self.schemas[0].block_tokens
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Tokens that a block table row can address."""
+        return self.block_table.shape[1] * self.block_tokens
+
+    @property
+    def max_requests(self) -> int:
+        """NS, slots."""
+        return self.length_tokens.shape[0]
+
+    def memory_bytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+
+    def index(self, step_input: StepInput, *, max_row_tokens: int | None = None) -> CallIndices:
+        """The indices of a call; `max_row_tokens` is T unless the caller knows better."""
+        return index_call(
+            self.length_tokens,
+            self.block_table,
+            step_input,
+            block_tokens=self.block_tokens,
+            max_row_tokens=max_row_tokens or step_input.token_ids.shape[0],
+        )
+
+    def layer(
+        self, attn: AttentionType, family_idx: jax.Array | int, call: CallIndices
+    ) -> LayerCacheHandle:
+        """The handle of one layer of an attention type, in one call."""
+        state = self.state[attn]
+        return LayerCacheHandle(
+            paged=self.paged.get(attn),
+            state=state,
+            layer=jnp.asarray(family_idx, jnp.int32),
+            call=call,
+            rows=None,
+            schema=state.schema,
+        )
+
+    def with_layer(self, handle: LayerCacheHandle) -> ModelCache:
+        """The cache with what a handle has written."""
+        attn = handle.schema.attn_type
+        paged = self.paged if handle.paged is None else {**self.paged, attn: handle.paged}
+        return dataclasses.replace(self, state={**self.state, attn: handle.state}, paged=paged)
+
+
+def init_cache(
+    config: DSV4Config,
+    *,
+    max_requests: int,
+    max_context_tokens: int,
+    cache_format: str = DEFAULT_CACHE_FORMAT,
+    num_blocks: int | None = None,
+) -> ModelCache:
+    """An empty cache.
+
+    Args:
+      config: the model.
+      max_requests: NS, slots.
+      max_context_tokens: longest context of a request, in tokens; any number.
+      cache_format: name of the storage format.
+      num_blocks: physical blocks. None gives every slot a full context of its own: slot r holds
+        blocks r * LB to (r + 1) * LB - 1, so that it works without a manager. A number leaves
+        the tables empty, for a manager to fill.
+
+    Raises:
+      ValueError: an argument is out of range, or there is no such format.
+    """
+    schedule = (*layer_schedule(config), *([draft_layer(config)] if config.num_mtp_layers else []))
+    budget = compute_block_budget(config, schedule, max_context_tokens, max_requests, headroom=0.0)
+    width = blocks_of(config, max_context_tokens)
+    if num_blocks is None:
+        table = jnp.arange(max_requests * width, dtype=jnp.int32).reshape(max_requests, width)
+    elif num_blocks < 1:
+        raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
+    else:
+        budget = {attn: num_blocks if blocks else 0 for attn, blocks in budget.items()}
+        table = jnp.full((max_requests, width), -1, jnp.int32)
+    schemas = tuple(build_schema(config, spec, cache_format) for spec in schedule)
+    state, paged = {}, {}
+    for attn in AttentionType:
+        family = [schema for schema in schemas if schema.attn_type == attn]
+        if not family:
+            continue
+        shared = same_sizes(family[0])
+        state[attn.value] = init_state_pool(shared, max_requests, num_layers=len(family))
+        if attn != AttentionType.SWA:
+            paged[attn.value] = init_paged_pool(shared, budget[attn], num_layers=len(family))
+    return ModelCache(
+        state=state,
+        paged=paged,
+        length_tokens=jnp.zeros(max_requests, jnp.int32),
+        block_table=table,
+        schemas=schemas,
+    )
+
+
+def update_slots(
+    cache: ModelCache, slots: jax.Array, length_tokens: jax.Array, block_table: jax.Array
+) -> ModelCache:
+    """Sets lengths and tables of some slots: admit, extend, hit, release. Between steps.
+
+    Args:
+      cache: the cache.
+      slots: i32[U]; -1 changes nothing.
+      length_tokens: i32[U], tokens that each slot holds from now on.
+      block_table: i32[U, LB], -1 where there is no block.
+
+    Raises:
+      ValueError: a shape is wrong.
+    """
+    if block_table.shape != (slots.shape[0], cache.block_table.shape[1]):
+        raise ValueError(
+            f"block_table must have shape {(slots.shape[0], cache.block_table.shape[1])}, "
+            f"got {block_table.shape=}"
+        )
+    if length_tokens.shape != slots.shape:
+        raise ValueError(
+            f"slots and length_tokens must agree, got {slots.shape=} and {length_tokens.shape=}"
+        )
+    dropped = jnp.where(jnp.asarray(slots) < 0, cache.max_requests, slots)
+    return dataclasses.replace(
+        cache,
+        length_tokens=cache.length_tokens.at[dropped].set(length_tokens, mode="drop"),
+        block_table=cache.block_table.at[dropped].set(block_table, mode="drop"),
+    )
+
+
+def reset_slots(cache: ModelCache, slots: jax.Array) -> ModelCache:
+    """Empties slots i32[U] (-1 for none): length 0, rings and states as new; tables stay."""
+    slots = jnp.asarray(slots, jnp.int32)
+    dropped = jnp.where(slots < 0, cache.max_requests, slots)
+    return dataclasses.replace(
+        cache,
+        state={attn: pool.reset_slots(slots) for attn, pool in cache.state.items()},
+        length_tokens=cache.length_tokens.at[dropped].set(0, mode="drop"),
+    )
+
+
+def cache_shapes(
+    config: DSV4Config, *, max_requests: int, max_context_tokens: int, cache_format: str
+) -> ModelCache:
+    """What `init_cache` would allocate, as `jax.ShapeDtypeStruct`; nothing is allocated."""
+
+    def build() -> ModelCache:
+        return init_cache(
+            config,
+            max_requests=max_requests,
+            max_context_tokens=max_context_tokens,
+            cache_format=cache_format,
+        )
+
+    return jax.eval_shape(build)
+
+
+def tree_bytes(tree: object) -> int:
+    """Bytes of all arrays, or shapes of arrays, in a tree."""
+    return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

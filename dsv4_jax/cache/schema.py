@@ -1,0 +1,163 @@
+"""Sizes of a layer's cache and of the pools; no arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+import fractions
+import math
+
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.layer_schedule import AttentionType, LayerSpec
+from pallas_kernels.formats import CacheFormat, get_cache_format
+
+BLOCK_SIZE_ORIGINAL_TOKENS = 128
+"""Tokens of a block at the released rates, 4 and 128; `DSV4Config.block_tokens` for any others."""
+
+DEFAULT_CACHE_FORMAT = "fp8_ue8m0"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerCacheSchema:
+    """What one layer keeps.
+
+    Attributes:
+      layer_idx: place in the model.
+      family_idx: place among the layers of its attention type, the index into stacked pools.
+      attn_type: attention type.
+      cache_format: name of the storage format.
+      block_tokens: tokens that a block stands for.
+      entries_per_block: EB; 0 for SWA.
+      entry_head_dim: C.
+      rope_dim: R.
+      num_query_heads: H.
+      indexer_entries_per_block: index keys per block, EB for CSA, else 0.
+      indexer_head_dim: IC for CSA, else 0.
+      indexer_top_k: K for CSA, else 0.
+      swa_window_size: W.
+      tail_buffer_size_a: M, tokens of the open window; 0 for SWA.
+      tail_buffer_size_b: M, tokens of the previous window, for CSA; else 0.
+      needs_inv_scale: the format keeps one f32 scale per entry.
+    """
+
+    layer_idx: int
+    family_idx: int
+    attn_type: AttentionType
+    cache_format: str
+    block_tokens: int
+    entries_per_block: int
+    entry_head_dim: int
+    rope_dim: int
+    num_query_heads: int
+    indexer_entries_per_block: int
+    indexer_head_dim: int
+    indexer_top_k: int
+    swa_window_size: int
+    tail_buffer_size_a: int
+    tail_buffer_size_b: int
+    needs_inv_scale: bool
+
+    @property
+    def tail_buffer_size(self) -> int:
+        """Tokens of both windows that a compressor reads: 2 * M for CSA, M for HCA, 0 for SWA."""
+        return self.tail_buffer_size_a + self.tail_buffer_size_b
+
+    @property
+    def compression_ratio(self) -> int:
+        """M, tokens per entry; 1 for SWA, which has no entries."""
+        return self.tail_buffer_size_a or 1
+
+    @property
+    def format(self) -> CacheFormat:
+        """The storage format itself."""
+        return get_cache_format(self.cache_format)
+
+
+def build_schema(
+    config: DSV4Config, spec: LayerSpec, cache_format: str = DEFAULT_CACHE_FORMAT
+) -> LayerCacheSchema:
+    """Derives one layer's schema.
+
+    Args:
+      config: the model.
+      spec: the layer, of `layer_schedule` or `draft_layer`.
+      cache_format: name of the storage format.
+
+    Raises:
+      ValueError: there is no such format, or the format cannot hold this model's vectors.
+    """
+    fmt = get_cache_format(cache_format)
+    is_csa = spec.attn == AttentionType.CSA
+    index_dim = config.indexer_head_dim
+    if is_csa and fmt.index_key.rotated and index_dim & (index_dim - 1):
+        raise ValueError(
+            f"cache_format {cache_format!r} rotates index keys by a Hadamard matrix, which needs "
+            f"a power of two, got indexer_head_dim={index_dim}; use 'f32' or 'bf16'"
+        )
+    compressed = spec.attn != AttentionType.SWA
+    rate = config.compression_ratio(spec.attn) if compressed else 0
+    entries_per_block = config.block_tokens // rate if compressed else 0
+    return LayerCacheSchema(
+        layer_idx=spec.layer_idx,
+        family_idx=spec.family_idx,
+        attn_type=spec.attn,
+        cache_format=cache_format,
+        block_tokens=config.block_tokens,
+        entries_per_block=entries_per_block,
+        entry_head_dim=config.head_dim,
+        rope_dim=config.rope_dim,
+        num_query_heads=config.num_attention_heads,
+        indexer_entries_per_block=entries_per_block if is_csa else 0,
+        indexer_head_dim=index_dim if is_csa else 0,
+        indexer_top_k=config.indexer_top_k if is_csa else 0,
+        swa_window_size=config.sliding_window,
+        tail_buffer_size_a=rate,
+        tail_buffer_size_b=rate if is_csa else 0,
+        needs_inv_scale="inv_scale" in fmt.entry.plane_shapes(config.head_dim, config.rope_dim),
+    )
+
+
+def blocks_of(config: DSV4Config, tokens: int) -> int:
+    """Blocks that `tokens` tokens need; a started block counts whole."""
+    return -(-tokens // config.block_tokens)
+
+
+def compute_block_budget(
+    config: DSV4Config,
+    schedule: tuple[LayerSpec, ...],
+    max_context_tokens: int,
+    max_concurrent_requests: int,
+    *,
+    headroom: float = 0.1,
+) -> dict[str, int]:
+    """Physical blocks that the pools need.
+
+    Args:
+      config: the model.
+      schedule: its layers.
+      max_context_tokens: longest context of a request.
+      max_concurrent_requests: requests at once.
+      headroom: share of spare blocks, rounded up like everything here.
+
+    Returns:
+      Blocks of the "csa" and of the "hca" pools: equal, since one table serves both; 0 for a
+      family without layers.
+
+    Raises:
+      ValueError: an argument is out of range.
+    """
+    for name, value in (
+        ("max_context_tokens", max_context_tokens),
+        ("max_concurrent_requests", max_concurrent_requests),
+    ):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if headroom < 0:
+        raise ValueError(f"headroom must not be negative, got {headroom}")
+    blocks = blocks_of(config, max_context_tokens) * max_concurrent_requests
+    # The decimal the caller wrote, not its binary neighbour, which would ask for one more block.
+    blocks = math.ceil(blocks * (1 + fractions.Fraction(str(headroom))))
+    families = {spec.attn for spec in schedule}
+    return {
+        attn.value: blocks if attn in families else 0
+        for attn in (AttentionType.CSA, AttentionType.HCA)
+    }

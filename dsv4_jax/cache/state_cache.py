@@ -1,0 +1,108 @@
+"""StateCachePool: what a request keeps besides blocks, one slot for its lifetime."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from dsv4_jax.cache.paged_cache import zeros
+from dsv4_jax.cache.schema import LayerCacheSchema
+from dsv4_jax.layer_schedule import AttentionType
+from pallas_kernels.compress_tail.reference import empty_pool
+from pallas_kernels.formats import Planes
+
+
+@flax.struct.dataclass(kw_only=True)
+class StateCachePool:
+    """The window ring and the compressor states of the layers of one attention type.
+
+    What a slot's rows mean follows from its length: the token at position p is in ring row p % W
+    and tail row p % (2 * M). Nothing else says which rows are live.
+
+    Attributes:
+      window: planes [L, NS, W, ...] of the cache format, the last W raw tokens.
+      tail: CSA: `values` and `scores`, f32[L, NS, 2 * M, 2 * C], the previous and the open window
+        of the compressor, position bias in the scores; else None.
+      index_tail: CSA: the same for the indexer's compressor, 2 * IC wide; else None.
+      running: HCA: f32[L, NS, 3, C], the running softmax of the open window (largest score, sum of
+        exponentials, sum weighted by value); else None.
+      schema: sizes that all L layers share.
+    """
+
+    window: Planes
+    tail: Planes | None
+    index_tail: Planes | None
+    running: jax.Array | None
+    schema: LayerCacheSchema = flax.struct.field(pytree_node=False)
+
+    @property
+    def num_slots(self) -> int:
+        """NS."""
+        return jax.tree.leaves(self.window)[0].shape[1]
+
+    def memory_bytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+
+    def reset_slot(self, slot: jax.Array | int) -> StateCachePool:
+        """Empties one slot."""
+        return self.reset_slots(jnp.asarray(slot, jnp.int32)[None])
+
+    def reset_slots(self, slots: jax.Array) -> StateCachePool:
+        """Empties slots i32[U]; -1 empties nothing."""
+        dropped = jnp.where(slots < 0, self.num_slots, slots)
+        fresh = init_state_pool(self.schema, 1)
+
+        def reset(pool: jax.Array, empty: jax.Array) -> jax.Array:
+            return pool.at[:, dropped].set(empty[:, :1], mode="drop")
+
+        return jax.tree.map(reset, self, fresh)
+
+
+def init_state_pool(
+    schema: LayerCacheSchema, max_requests: int, *, num_layers: int = 1
+) -> StateCachePool:
+    """An empty pool.
+
+    Args:
+      schema: of any layer of the family.
+      max_requests: NS.
+      num_layers: L.
+
+    Raises:
+      ValueError: a size is below 1.
+    """
+    if max_requests < 1 or num_layers < 1:
+        raise ValueError(
+            f"max_requests and num_layers must be at least 1, got {max_requests} and {num_layers}"
+        )
+    lead = (num_layers, max_requests)
+    tail = index_tail = running = None
+    if schema.attn_type == AttentionType.CSA:
+        tail = _tail(lead, schema, schema.entry_head_dim)
+        index_tail = _tail(lead, schema, schema.indexer_head_dim)
+    elif schema.attn_type == AttentionType.HCA:
+        pools = empty_pool(num_layers * max_requests, schema.entry_head_dim)
+        running = pools.reshape(*lead, 3, schema.entry_head_dim)
+    shapes = schema.format.entry.plane_shapes(schema.entry_head_dim, schema.rope_dim)
+    return StateCachePool(
+        window=zeros(shapes, (*lead, schema.swa_window_size)),
+        tail=tail,
+        index_tail=index_tail,
+        running=running,
+        schema=schema,
+    )
+
+
+def _tail(lead: tuple[int, int], schema: LayerCacheSchema, dim: int) -> Planes:
+    row = jax.ShapeDtypeStruct((2 * dim,), jnp.float32)
+    tail = zeros({"values": row, "scores": row}, (*lead, schema.tail_buffer_size))
+    return tail | {"scores": jnp.full_like(tail["scores"], -jnp.inf)}
+
+
+def same_sizes(schema: LayerCacheSchema) -> LayerCacheSchema:
+    """The schema that stands for a whole family: no layer in particular."""
+    return dataclasses.replace(schema, layer_idx=-1, family_idx=-1)

@@ -1,0 +1,148 @@
+"""StepInput, and the indices of one call that follow from it and the lengths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+
+@flax.struct.dataclass(kw_only=True)
+class StepInput:
+    """The whole input of a step, the same for one token and for thousands.
+
+    Attributes:
+      token_ids: i32[T], tokens of all requests, each request's in order and next to each other.
+      request_ids: i32[T], the row, 0 to B - 1, that a token belongs to; -1 is padding.
+      request_slots: i32[B], slot of each row; -1 is an idle row. No slot twice.
+    """
+
+    token_ids: jax.Array
+    request_ids: jax.Array
+    request_slots: jax.Array
+
+
+@flax.struct.dataclass(kw_only=True)
+class CallIndices:
+    """Where the tokens of one call belong; every layer shares it.
+
+    Attributes:
+      request_ids: i32[T], row of each token; -1 for padding and for tokens beyond the context.
+      slots: i32[T], slot of each token, -1 likewise.
+      positions: i32[T], position of each token, 0 for padding.
+      lengths: i32[T], tokens of each token's request before the call.
+      row_slots: i32[B], slot of each row, -1 where idle.
+      row_lengths: i32[B], tokens of each row before the call.
+      row_counts: i32[B], tokens of each row in the call.
+      row_offsets: i32[B], index in T of each row's first token.
+      block_table: i32[B, LB].
+      max_row_tokens: the most tokens a row can have, static.
+    """
+
+    request_ids: jax.Array
+    slots: jax.Array
+    positions: jax.Array
+    lengths: jax.Array
+    row_slots: jax.Array
+    row_lengths: jax.Array
+    row_counts: jax.Array
+    row_offsets: jax.Array
+    block_table: jax.Array
+    max_row_tokens: int = flax.struct.field(pytree_node=False)
+
+    def closing_tokens(self, rate: int) -> jax.Array:
+        """Tokens that close a window of `rate` tokens.
+
+        Returns:
+          i32[n], indices in T, then -1; n = min(T, T // rate + B) is enough for any mix of rows.
+        """
+        num_tokens, num_rows = self.positions.shape[0], self.row_slots.shape[0]
+        closes = (self.request_ids >= 0) & ((self.positions + 1) % rate == 0)
+        size = min(num_tokens, num_tokens // rate + num_rows)
+        return jnp.nonzero(closes, size=size, fill_value=-1)[0].astype(jnp.int32)
+
+    def keep(self, num_tokens: jax.Array) -> CallIndices:
+        """The same call, cut to the first i32[B] tokens of each row; the others are padding."""
+        row = jnp.maximum(self.request_ids, 0)
+        kept = (self.request_ids >= 0) & (self.positions - self.lengths < num_tokens[row])
+        return self.replace(
+            request_ids=jnp.where(kept, self.request_ids, -1),
+            slots=jnp.where(kept, self.slots, -1),
+            row_counts=jnp.clip(num_tokens, 0, self.row_counts),
+        )
+
+
+def check_step_input(step_input: StepInput, vocab_size: int | None = None) -> None:
+    """Shapes and dtypes, and values too where they are at hand (outside jit).
+
+    Raises:
+      ValueError: a field has another shape or dtype, or a value out of range.
+    """
+    fields = ("token_ids", "request_ids", "request_slots")
+    for name in fields:
+        array = getattr(step_input, name)
+        if array.ndim != 1 or array.dtype != jnp.int32:
+            raise ValueError(f"{name} must be i32 of rank 1, got {array.dtype}{list(array.shape)}")
+    if step_input.token_ids.shape != step_input.request_ids.shape:
+        raise ValueError(
+            f"token_ids and request_ids must agree on T, got {step_input.token_ids.shape=} and "
+            f"{step_input.request_ids.shape=}"
+        )
+    if not step_input.token_ids.shape[0] or not step_input.request_slots.shape[0]:
+        raise ValueError("a step needs at least one token and one row; pad with request_ids -1")
+    if any(isinstance(getattr(step_input, name), jax.core.Tracer) for name in fields):
+        return
+    num_rows = step_input.request_slots.shape[0]
+    _check_range("request_ids", step_input.request_ids, -1, num_rows)
+    if vocab_size is not None:
+        _check_range("token_ids", step_input.token_ids, 0, vocab_size)
+
+
+def index_call(
+    length_tokens: jax.Array,
+    block_table: jax.Array,
+    step_input: StepInput,
+    *,
+    block_tokens: int,
+    max_row_tokens: int,
+) -> CallIndices:
+    """Derives a call's indices.
+
+    Args:
+      length_tokens: i32[NS], of the cache.
+      block_table: i32[NS, LB], of the cache.
+      step_input: the call.
+      block_tokens: tokens of a block; LB times this is the longest context.
+      max_row_tokens: the most tokens a row can have.
+    """
+    num_tokens, num_rows = step_input.request_ids.shape[0], step_input.request_slots.shape[0]
+    row = jnp.clip(step_input.request_ids, 0, num_rows - 1)
+    slots = step_input.request_slots
+    num_slots = length_tokens.shape[0]
+    live = (slots >= 0) & (slots < num_slots)
+    safe_slots = jnp.where(live, slots, 0)
+    row_lengths = jnp.where(live, length_tokens[safe_slots], 0)
+    member = (step_input.request_ids[:, None] == jnp.arange(num_rows)) & live
+    place = jnp.cumsum(member, axis=0)[jnp.arange(num_tokens), row] - 1
+    positions = row_lengths[row] + place
+    valid = jnp.any(member, axis=1) & (positions < block_table.shape[1] * block_tokens)
+    return CallIndices(
+        request_ids=jnp.where(valid, row, -1),
+        slots=jnp.where(valid, safe_slots[row], -1),
+        positions=jnp.where(valid, positions, 0),
+        lengths=jnp.where(valid, row_lengths[row], 0),
+        row_slots=jnp.where(live, slots, -1),
+        row_lengths=row_lengths,
+        row_counts=jnp.sum(member & valid[:, None], axis=0, dtype=jnp.int32),
+        row_offsets=jnp.argmax(member, axis=0).astype(jnp.int32),
+        block_table=jnp.where(live[:, None], block_table[safe_slots], -1),
+        max_row_tokens=max_row_tokens,
+    )
+
+
+def _check_range(name: str, values: Any, low: int, high: int) -> None:
+    wrong = values[(values < low) | (values >= high)]
+    if wrong.size:
+        raise ValueError(f"{name} must be in {low}..{high - 1}, got {int(wrong[0])}")

@@ -1,0 +1,26 @@
+"""The command line, `dsv4-jax`: one file a command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from dsv4_jax.cli import generate, plan
+
+_COMMANDS = {"generate": generate, "plan": plan}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; bad input ends it with one clear line and status 2."""
+    parser = argparse.ArgumentParser(prog="dsv4-jax", description="DeepSeek-V4 inference in JAX.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, module in _COMMANDS.items():
+        summary = module.__doc__.split("\n")[0]
+        module.add_arguments(commands.add_parser(name, help=summary, description=summary))
+    args = parser.parse_args(argv)
+    try:
+        return _COMMANDS[args.command].run(args)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"dsv4-jax {args.command}: {error}", file=sys.stderr)
+        return 2

@@ -1,0 +1,86 @@
+"""Completes prompts, from the checkpoint that ships in the package or from a directory."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+import time
+
+import jax.numpy as jnp
+from tqdm import tqdm
+
+from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
+from dsv4_jax.engine.engine import Engine
+from dsv4_jax.engine.text import TextStream
+from pallas_kernels.formats import CACHE_FORMATS
+
+SHIPPED_CHECKPOINT = pathlib.Path(__file__).parents[1] / "data" / "checkpoint"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this command's arguments."""
+    parser.add_argument("prompt", nargs="+", help="text to complete; several run in one batch")
+    parser.add_argument("--checkpoint", type=pathlib.Path, default=SHIPPED_CHECKPOINT)
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--temperature", type=float, default=0.6, help="0 is greedy")
+    parser.add_argument("--top-k", type=int, default=0, help="0 is no limit")
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cache-format", choices=CACHE_FORMATS, default=DEFAULT_CACHE_FORMAT)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Streams one prompt's text to stdout; several are printed one after another when done."""
+    started = time.perf_counter()
+    engine = _build(args)
+    settings = {
+        "max_new_tokens": args.max_new_tokens,
+        "temperature": args.temperature,
+        "top_k": args.top_k,
+        "top_p": args.top_p,
+        "seed": args.seed,
+    }
+    _note(f"compiling for the first tokens ({time.perf_counter() - started:.1f} s to load)")
+    stream = engine.stream(args.prompt, **settings)
+    texts = [TextStream(engine.tokenizer) for _ in args.prompt]
+    pieces: list[list[str]] = [[prompt] for prompt in args.prompt]
+    single = len(args.prompt) == 1
+    bar = tqdm(total=args.max_new_tokens * len(args.prompt), unit="token", disable=single)
+    count, first = 0, 0.0
+    for token in stream:
+        if not count:
+            first = time.perf_counter()
+            if single:
+                print(args.prompt[0], end="", flush=True)
+        count += 1
+        piece = texts[token.prompt_idx].add(token.token_id)
+        pieces[token.prompt_idx].append(piece)
+        bar.update()
+        if single:
+            print(piece, end="", flush=True)
+    bar.close()
+    if single:
+        print()
+    else:
+        for idx, parts in enumerate(pieces):
+            print(f"--- {idx}\n{''.join(parts)}")
+    if count > len(args.prompt):
+        rate = (count - 1) / (time.perf_counter() - first)
+        _note(f"{count} tokens, {rate:.1f} tokens/s, first one after {first - started:.1f} s")
+    return 0
+
+
+def _build(args: argparse.Namespace) -> Engine:
+    engine_options = {"max_requests": len(args.prompt), "cache_format": args.cache_format}
+    engine = Engine.from_checkpoint(
+        args.checkpoint, dtype=jnp.dtype(args.dtype), progress=True, **engine_options
+    )
+    if engine.tokenizer is None:
+        raise ValueError(f"{args.checkpoint} has no tokenizer.json, so text cannot be encoded")
+    return engine
+
+
+def _note(text: str) -> None:
+    print(f"[{text}]", file=sys.stderr, flush=True)

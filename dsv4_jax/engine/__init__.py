@@ -1,0 +1,1 @@
+"""Steps, sampling, and the host loop that drives them."""

@@ -1,0 +1,135 @@
+"""One step on the cache, for one token per request or thousands, taken at once or staged.
+
+Every function here is pure: a cache goes in and a new one comes out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from dsv4_jax.cache.handle import CallRows, commit_rows
+from dsv4_jax.cache.model_cache import ModelCache
+from dsv4_jax.cache.state_cache import StateCachePool
+from dsv4_jax.cache.step_input import CallIndices, StepInput, check_step_input
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.model.params import DSV4Params
+from dsv4_jax.model.transformer import head, run_layers
+
+
+@flax.struct.dataclass(kw_only=True)
+class Staged:
+    """What a staged step will add to rings and states once it is committed.
+
+    Attributes:
+      rows: by attention type, the call's tokens of all its layers, stacked [L, T, ...].
+      call: where the tokens belong.
+    """
+
+    rows: dict[str, CallRows]
+    call: CallIndices
+
+
+def run_step(
+    params: DSV4Params,
+    cache: ModelCache,
+    step_input: StepInput,
+    config: DSV4Config,
+    *,
+    max_row_tokens: int | None = None,
+) -> tuple[ModelCache, CallIndices, jax.Array]:
+    """Runs all layers and commits: the new cache, the call's indices, the streams [T, S, D]."""
+    check_step_input(step_input, config.vocab_size)
+    call = cache.index(step_input, max_row_tokens=max_row_tokens)
+    cache, _, streams = run_layers(params, cache, step_input.token_ids, call, None, config)
+    return _advance(cache, call), call, streams
+
+
+def stage_step(
+    params: DSV4Params, cache: ModelCache, step_input: StepInput, *, config: DSV4Config
+) -> tuple[ModelCache, Staged, jax.Array]:
+    """A step that can be taken back: lengths, rings and states stay as they were.
+
+    Entries of the windows that close are written, beyond the lengths, where nobody sees them until
+    they are committed or overwritten. Blocks must be there for all tokens.
+
+    Args:
+      params: of the model.
+      cache: before the call.
+      step_input: any ragged mix of tokens.
+      config: the model.
+
+    Returns:
+      The cache, what `commit` needs, and f32[T, V], logits of every token; zeros for padding.
+
+    Raises:
+      ValueError: a field of `step_input` has a wrong shape or dtype, or a value out of range.
+    """
+    check_step_input(step_input, config.vocab_size)
+    call = cache.index(step_input)
+    cache, rows, streams = run_layers(
+        params, cache, step_input.token_ids, call, _empty_rows(cache, call), config
+    )
+    assert rows is not None
+    logits = head(params.hc_head, params.norm, params.head, streams, config)
+    return cache, Staged(rows=rows, call=call), mask_rows(logits, call.request_ids >= 0)
+
+
+def commit(cache: ModelCache, staged: Staged, num_tokens: jax.Array) -> ModelCache:
+    """Keeps the first tokens of each row of a staged step, as if only they had been run.
+
+    Args:
+      cache: that `stage_step` returned; nothing else may have been committed in between.
+      staged: likewise.
+      num_tokens: i32[B], tokens to keep of each row, 0 to what it had.
+
+    Raises:
+      ValueError: `num_tokens` has another shape.
+    """
+    call = staged.call
+    num_tokens = jnp.asarray(num_tokens, jnp.int32)
+    if num_tokens.shape != call.row_slots.shape:
+        raise ValueError(
+            f"num_tokens must be i32{list(call.row_slots.shape)}, one per row, "
+            f"got {num_tokens.shape=}"
+        )
+    call = call.keep(num_tokens)
+    state = dict(cache.state)
+    for attn, rows in staged.rows.items():
+        num_layers = jax.tree.leaves(rows)[0].shape[0]
+
+        def commit_layer(
+            layer: jax.Array, pool: StateCachePool, rows: CallRows = rows
+        ) -> StateCachePool:
+            layer_rows = jax.tree.map(lambda leaf: leaf[layer], rows)
+            return commit_rows(pool, layer_rows, call, layer=layer)
+
+        state[attn] = jax.lax.fori_loop(0, num_layers, commit_layer, state[attn])
+    return _advance(dataclasses.replace(cache, state=state), call)
+
+
+def mask_rows(values: jax.Array, live: jax.Array) -> jax.Array:
+    """Zeros where not live: [n, ...] and bool[n]."""
+    return jnp.where(live.reshape(-1, *[1] * (values.ndim - 1)), values, 0)
+
+
+def _advance(cache: ModelCache, call: CallIndices) -> ModelCache:
+    slots = jnp.where(call.row_slots < 0, cache.max_requests, call.row_slots)
+    lengths = cache.length_tokens.at[slots].add(call.row_counts, mode="drop")
+    return dataclasses.replace(cache, length_tokens=lengths)
+
+
+def _empty_rows(cache: ModelCache, call: CallIndices) -> dict[str, CallRows]:
+    """Zeroed rows of the shapes that layers stage."""
+    rows = {}
+    for attn, pool in cache.state.items():
+        handle = cache.layer(pool.schema.attn_type, 0, call)
+        num_layers = jax.tree.leaves(pool.window)[0].shape[0]
+        rows[attn] = jax.tree.map(
+            lambda leaf, n=num_layers: jnp.zeros((n, *leaf.shape), leaf.dtype),
+            handle.empty_rows(call.positions.shape[0]),
+        )
+    return rows

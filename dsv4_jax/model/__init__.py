@@ -1,0 +1,1 @@
+"""Parameters, checkpoints, and the model from token ids to logits."""

@@ -1,0 +1,62 @@
+"""The draft (MTP) block: from the trunk's streams and the next token to the one after it.
+
+Source: deepseek_v4.md section 1.6.
+"""
+
+from __future__ import annotations
+
+import jax
+
+from dsv4_jax.attention.history import history_attention
+from dsv4_jax.attention.projections import linear
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.layer_schedule import AttentionType
+from dsv4_jax.model.params import DraftParams, DSV4Params, LayerParams
+from dsv4_jax.model.transformer import block, head
+from pallas_kernels.formats import get_cache_format
+from pallas_kernels.rotary import rms_norm
+
+
+def forward_draft(
+    params: DSV4Params,
+    streams: jax.Array,
+    next_token_ids: jax.Array,
+    *,
+    config: DSV4Config,
+    cache_format: str = "f32",
+) -> jax.Array:
+    """Draft logits of a whole history, without a cache.
+
+    Args:
+      params: of the model, with a draft block.
+      streams: [B, T, S, D], of `forward_streams`: the trunk's, before its head.
+      next_token_ids: i32[B, T], the token at i + 1 for every position i.
+      config: the model.
+      cache_format: rounds what a cache of that format would round.
+
+    Returns:
+      f32[B, T, V], for the token at i + 2.
+
+    Raises:
+      ValueError: the parameters have no draft block.
+    """
+    draft = params.mtp
+    if draft is None:
+        raise ValueError("params.mtp is None: this checkpoint has no draft (MTP) block")
+    fmt = get_cache_format(cache_format)
+
+    def attention(layer: LayerParams, x: jax.Array) -> jax.Array:
+        return history_attention(layer.attn, x, AttentionType.SWA, config, fmt)
+
+    streams = draft_input(draft, params.embed[next_token_ids], streams, config)
+    streams = block(draft.block, streams, next_token_ids, config, attention)
+    return head(draft.hc_head, draft.norm, params.head, streams, config)
+
+
+def draft_input(
+    draft: DraftParams, embedded: jax.Array, streams: jax.Array, config: DSV4Config
+) -> jax.Array:
+    """Joins the next token's embedding [..., D] to each stream of [..., S, D]."""
+    token = linear(rms_norm(embedded, draft.enorm, eps=config.rms_norm_eps), draft.e_proj)
+    history = linear(rms_norm(streams, draft.hnorm, eps=config.rms_norm_eps), draft.h_proj)
+    return history + token[..., None, :]

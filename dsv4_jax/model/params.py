@@ -1,0 +1,255 @@
+"""Parameters: pytrees named after the released checkpoint, layers of a kind stacked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from dsv4_jax.attention.params import AttentionParams, attention_shapes
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.layer_schedule import AttentionType, LayerSpec, RouterType, layer_schedule
+
+
+@flax.struct.dataclass(kw_only=True)
+class StreamMixParams:
+    """One stream mixing (mHC): of a sublayer, or (first line of sizes) of the head.
+
+    Attributes:
+      fn: f32[S, S * D] in the head, f32[(2 + S) * S, S * D] in a sublayer.
+      base: f32[S], f32[(2 + S) * S].
+      scale: f32[1], f32[3].
+    """
+
+    fn: jax.Array
+    base: jax.Array
+    scale: jax.Array
+
+
+@flax.struct.dataclass(kw_only=True)
+class MoEParams:
+    """One mixture of experts; w1 is the gate, w3 the up and w2 the down projection.
+
+    Attributes:
+      gate: [E, D], router.
+      bias: f32[E], added to a score for selection only; None on hash layers.
+      tid2eid: i32[V, k], experts of each token id; None on learned layers.
+      w1: [E, I, D].
+      w2: [E, D, I].
+      w3: [E, I, D].
+      shared_w1: [I, D].
+      shared_w2: [D, I].
+      shared_w3: [I, D].
+    """
+
+    gate: jax.Array
+    bias: jax.Array | None
+    tid2eid: jax.Array | None
+    w1: jax.Array
+    w2: jax.Array
+    w3: jax.Array
+    shared_w1: jax.Array
+    shared_w2: jax.Array
+    shared_w3: jax.Array
+
+
+@flax.struct.dataclass(kw_only=True)
+class LayerParams:
+    """One decoder block: stream mixing, norm and sublayer, twice; norms are [D]."""
+
+    hc_attn: StreamMixParams
+    attn_norm: jax.Array
+    attn: AttentionParams
+    hc_ffn: StreamMixParams
+    ffn_norm: jax.Array
+    ffn: MoEParams
+
+
+@flax.struct.dataclass(kw_only=True)
+class DraftParams:
+    """The draft (MTP) block, which shares the embedding and the head.
+
+    Attributes:
+      e_proj: [D, D], of the next token's embedding.
+      h_proj: [D, D], of each stream.
+      enorm: [D].
+      hnorm: [D].
+      block: one window layer with learned routing.
+      hc_head: its own collapse of the streams.
+      norm: [D], its own final norm.
+    """
+
+    e_proj: jax.Array
+    h_proj: jax.Array
+    enorm: jax.Array
+    hnorm: jax.Array
+    block: LayerParams
+    hc_head: StreamMixParams
+    norm: jax.Array
+
+
+@flax.struct.dataclass(kw_only=True)
+class DSV4Params:
+    """All parameters of a model.
+
+    Attributes:
+      embed: [V, D].
+      layers: by kind (`LayerSpec.kind`), every leaf stacked over the layers of that kind.
+      hc_head: the collapse of the streams before the head.
+      norm: [D].
+      head: [V, D].
+      mtp: the draft block, or None.
+    """
+
+    embed: jax.Array
+    layers: dict[str, LayerParams]
+    hc_head: StreamMixParams
+    norm: jax.Array
+    head: jax.Array
+    mtp: DraftParams | None
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of activations."""
+        return self.embed.dtype
+
+    def layer(self, spec: LayerSpec) -> LayerParams:
+        """The parameters of one trunk layer."""
+        return jax.tree.map(lambda leaf: leaf[spec.kind_idx], self.layers[spec.kind])
+
+
+def param_shapes(config: DSV4Config, dtype: Any = jnp.float32) -> DSV4Params:
+    """The shapes and dtypes of all parameters, as a tree of `jax.ShapeDtypeStruct`.
+
+    Args:
+      config: the model.
+      dtype: of activations and of the weights released as BF16, FP8 or FP4; the others are f32
+        and i32.
+    """
+    kinds: dict[str, list[LayerSpec]] = {}
+    for spec in layer_schedule(config):
+        kinds.setdefault(spec.kind, []).append(spec)
+
+    def array(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    d = config.hidden_size
+    mtp = None
+    if config.num_mtp_layers:
+        mtp = DraftParams(
+            e_proj=array(d, d),
+            h_proj=array(d, d),
+            enorm=array(d),
+            hnorm=array(d),
+            block=_layer_shapes(config, AttentionType.SWA, RouterType.LEARNED, array),
+            hc_head=_head_mix_shapes(config),
+            norm=array(d),
+        )
+    return DSV4Params(
+        embed=array(config.vocab_size, d),
+        layers={
+            kind: _stack(_layer_shapes(config, specs[0].attn, specs[0].router, array), len(specs))
+            for kind, specs in kinds.items()
+        },
+        hc_head=_head_mix_shapes(config),
+        norm=array(d),
+        head=array(config.vocab_size, d),
+        mtp=mtp,
+    )
+
+
+def init_params(config: DSV4Config, key: jax.Array, dtype: Any = jnp.float32) -> DSV4Params:
+    """Random parameters, for tests and benchmarks: no bias, sink or table is left trivial.
+
+    Args:
+      config: the model.
+      key: a PRNG key.
+      dtype: as in `param_shapes`.
+
+    Returns:
+      Matrices with variance 1 / fan-in, norms near 1, biases and sinks of order 1, hash tables of
+      distinct experts.
+    """
+    leaves, treedef = jax.tree.flatten_with_path(param_shapes(config, dtype))
+    keys = jax.random.split(key, len(leaves))
+    return jax.tree.unflatten(
+        treedef,
+        [
+            _init_leaf(jax.tree_util.keystr(path), leaf, key, config)
+            for (path, leaf), key in zip(leaves, keys, strict=True)
+        ],
+    )
+
+
+def _init_leaf(
+    path: str, leaf: jax.ShapeDtypeStruct, key: jax.Array, config: DSV4Config
+) -> jax.Array:
+    name = path.rsplit(".", 1)[-1]
+    if name == "tid2eid":
+        noise = jax.random.uniform(key, (*leaf.shape[:-1], config.num_routed_experts))
+        return jax.lax.top_k(noise, leaf.shape[-1])[1].astype(leaf.dtype)
+    noise = jax.random.normal(key, leaf.shape, jnp.float32)
+    if "norm" in name:
+        noise = 1.0 + 0.2 * noise
+    elif name in ("base", "attn_sink", "bias"):
+        noise = 0.5 * noise
+    elif name == "scale":
+        noise = 0.5 + jax.random.uniform(key, leaf.shape)
+    elif name not in ("ape", "embed"):
+        noise = noise * leaf.shape[-1] ** -0.5
+    return noise.astype(leaf.dtype)
+
+
+def _stack(shapes: LayerParams, count: int) -> LayerParams:
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype), shapes
+    )
+
+
+def _head_mix_shapes(config: DSV4Config) -> StreamMixParams:
+    return _mix_shapes(config, rows=config.hc_mult, scales=1)
+
+
+def _mix_shapes(config: DSV4Config, *, rows: int, scales: int) -> StreamMixParams:
+    f32 = jnp.float32
+    return StreamMixParams(
+        fn=jax.ShapeDtypeStruct((rows, config.hc_mult * config.hidden_size), f32),
+        base=jax.ShapeDtypeStruct((rows,), f32),
+        scale=jax.ShapeDtypeStruct((scales,), f32),
+    )
+
+
+def _moe_shapes(config: DSV4Config, router: RouterType, array: Any) -> MoEParams:
+    d, width, experts = config.hidden_size, config.moe_intermediate_size, config.num_routed_experts
+    bias = table = None
+    if router == RouterType.LEARNED:
+        bias = jax.ShapeDtypeStruct((experts,), jnp.float32)
+    else:
+        table = jax.ShapeDtypeStruct((config.vocab_size, config.num_experts_per_token), jnp.int32)
+    return MoEParams(
+        gate=array(experts, d),
+        bias=bias,
+        tid2eid=table,
+        w1=array(experts, width, d),
+        w2=array(experts, d, width),
+        w3=array(experts, width, d),
+        shared_w1=array(width, d),
+        shared_w2=array(d, width),
+        shared_w3=array(width, d),
+    )
+
+
+def _layer_shapes(
+    config: DSV4Config, attn: AttentionType, router: RouterType, array: Any
+) -> LayerParams:
+    rows = (2 + config.hc_mult) * config.hc_mult
+    return LayerParams(
+        hc_attn=_mix_shapes(config, rows=rows, scales=3),
+        attn_norm=array(config.hidden_size),
+        attn=attention_shapes(config, attn, array),
+        hc_ffn=_mix_shapes(config, rows=rows, scales=3),
+        ffn_norm=array(config.hidden_size),
+        ffn=_moe_shapes(config, router, array),
+    )

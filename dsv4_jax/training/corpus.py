@@ -1,0 +1,92 @@
+"""English text that ships with Python: `pydoc_data.topics`, and docstrings and comments of modules.
+
+A tenth of it is kept from training, by a checksum of each document's name, so that the split is the
+same wherever the same Python is: modules to choose a checkpoint by, topics to measure it on.
+`python -m dsv4_jax.training.corpus FILE` writes all parts to a file, to train on a machine whose
+Python came without them.
+"""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import re
+import sys
+import sysconfig
+import warnings
+import zlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from pydoc_data.topics import topics
+
+BOS, EOS = 256, 257
+VOCAB_SIZE = 258
+
+
+class Corpus(NamedTuple):
+    """Documents as UTF-8 bytes between BOS and EOS, i32[n] each.
+
+    Attributes:
+      train: most topics and modules.
+      validation: modules, to choose a checkpoint by.
+      held_out: topics, which are prose, to measure on.
+    """
+
+    train: np.ndarray
+    validation: np.ndarray
+    held_out: np.ndarray
+
+
+def read_corpus(path: pathlib.Path | None = None) -> Corpus:
+    """Reads this Python's own text, or a file that this module has written."""
+    if path is not None:
+        with np.load(path) as arrays:
+            return Corpus(*(arrays[name].astype(np.int32) for name in Corpus._fields))
+    train, validation, held_out = [], [], []
+    for name, text in sorted(topics.items()):
+        (held_out if _is_held_out(name) else train).append(text)
+    for name, text in _module_texts():
+        (validation if _is_held_out(name) else train).append(text)
+    return Corpus(_tokens(train), _tokens(validation), _tokens(held_out))
+
+
+def _is_held_out(name: str) -> bool:
+    return zlib.crc32(name.encode()) % 10 == 0
+
+
+def _module_texts() -> Iterator[tuple[str, str]]:
+    """File name, and long docstrings and comments, of every module of the standard library."""
+    root = pathlib.Path(sysconfig.get_path("stdlib"))
+    for path in sorted(root.rglob("*.py")):
+        name = str(path.relative_to(root))
+        if name.startswith(("site-packages", "dist-packages", "pydoc_data", "encodings")):
+            continue
+        try:
+            source = path.read_text(encoding="utf-8")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                tree = ast.parse(source)
+        except (SyntaxError, UnicodeDecodeError, ValueError):
+            continue
+        nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        texts = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, nodes)]
+        comments = re.findall(r"(?:^[ ]*# .*\n)+", source, re.MULTILINE)
+        texts += [re.sub(r"^ *# ", "", comment, flags=re.MULTILINE) for comment in comments]
+        text = "\n\n".join(text.strip() for text in texts if text and len(text) > 80)
+        if text:
+            yield name, text
+
+
+def _tokens(texts: list[str]) -> np.ndarray:
+    pieces = []
+    for text in texts:
+        body = np.frombuffer(text.strip().encode(), np.uint8).astype(np.int32)
+        pieces += [np.array([BOS], np.int32), body, np.array([EOS], np.int32)]
+    return np.concatenate(pieces)
+
+
+if __name__ == "__main__":
+    parts = {name: part.astype(np.uint16) for name, part in read_corpus()._asdict().items()}
+    np.savez_compressed(sys.argv[1], **parts)

@@ -1,0 +1,101 @@
+"""Losses of the shipped checkpoint: next token, draft, and the distillation of the indexer."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from dsv4_jax.attention.history import Selection, Selector, select_by_score
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.model.draft import forward_draft
+from dsv4_jax.model.params import DSV4Params
+from dsv4_jax.model.transformer import forward_streams, head
+
+
+def select_all(selection: Selection) -> jax.Array:
+    """Every visible entry: what top-k is an economy of."""
+    num_entries = selection.scores.shape[-1]
+    mask = jnp.arange(num_entries) < selection.visible[:, None]
+    return jnp.broadcast_to(mask, selection.scores.shape)
+
+
+def select_at_random(selection: Selection) -> jax.Array:
+    """As many entries as the indexer would take, drawn at random."""
+    noise = jax.random.uniform(jax.random.key(0), selection.scores.shape)
+    return select_by_score(selection._replace(scores=noise))
+
+
+def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Nats per token: f32[..., V] and i32[...] -> f32[...]."""
+    picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(logits, axis=-1) - picked
+
+
+def index_divergence(selection: Selection) -> jax.Array:
+    """KL from the attention an entry should get to what the index scores give it; a mean.
+
+    The target is the attention over visible entries alone, averaged over heads. No gradient
+    reaches it, and `history_attention` lets none through to the layer's input: only the indexer
+    learns from this.
+    """
+    num_entries = selection.scores.shape[-1]
+    visible = jnp.arange(num_entries) < selection.visible[:, None]
+    queries, entries = jax.lax.stop_gradient((selection.queries, selection.entries))
+    logits = jnp.einsum("bthc,bec->bthe", queries, entries) * queries.shape[-1] ** -0.5
+    logits = jnp.where(visible[:, None], logits, -1e30)
+    target = jnp.mean(jax.nn.softmax(logits, axis=-1), axis=2)
+    scores = jax.nn.log_softmax(jnp.where(visible, selection.scores, -1e30), axis=-1)
+    terms = jnp.where(visible, target * (jnp.log(target + 1e-9) - scores), 0.0)
+    return jnp.sum(terms) / (terms.shape[0] * jnp.sum(selection.visible > 0) + 1e-9)
+
+
+def training_loss(
+    params: DSV4Params,
+    token_ids: jax.Array,
+    *,
+    config: DSV4Config,
+    dense: bool,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The sum of all losses, and each by name.
+
+    Args:
+      params: of the model.
+      token_ids: i32[B, T + 2].
+      config: the model.
+      dense: CSA layers attend to every entry, not only to the selected ones.
+    """
+    divergences: list[jax.Array] = []
+
+    def selector(selection: Selection) -> jax.Array:
+        divergences.append(index_divergence(selection))
+        return (select_all if dense else select_by_score)(selection)
+
+    inputs, following, after = token_ids[:, :-2], token_ids[:, 1:-1], token_ids[:, 2:]
+    streams = forward_streams(params, inputs, config=config, selector=selector)
+    logits = head(params.hc_head, params.norm, params.head, streams, config)
+    losses = {
+        "next": jnp.mean(cross_entropy(logits, following)),
+        "index": sum(divergences, jnp.float32(0.0)) / max(len(divergences), 1),
+    }
+    total = losses["next"] + losses["index"]
+    if params.mtp is not None:
+        draft = forward_draft(params, streams, following, config=config)
+        losses["draft"] = jnp.mean(cross_entropy(draft, after))
+        total = total + 0.3 * losses["draft"]
+    return total, losses
+
+
+def held_out_loss(
+    params: DSV4Params,
+    token_ids: jax.Array,
+    *,
+    config: DSV4Config,
+    cache_format: str = "f32",
+    selector: Selector = select_by_score,
+) -> jax.Array:
+    """Nats per token of i32[B, T + 1], a mean over the positions of each: f32[T]."""
+    streams = forward_streams(
+        params, token_ids[:, :-1], config=config, cache_format=cache_format, selector=selector
+    )
+    logits = head(params.hc_head, params.norm, params.head, streams, config)
+    return jnp.mean(cross_entropy(logits, token_ids[:, 1:]), axis=0)

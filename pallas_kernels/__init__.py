@@ -1,0 +1,27 @@
+"""The ops under DeepSeek-V4's hybrid cache: arrays in, arrays out; usable without `dsv4_jax`."""
+
+from pallas_kernels.append_window import append_ring, append_running
+from pallas_kernels.backend import Backend
+from pallas_kernels.compress_tail import compress_csa, compress_hca
+from pallas_kernels.flush_write import flush_write
+from pallas_kernels.formats import CACHE_FORMATS, CacheFormat, Planes, get_cache_format
+from pallas_kernels.gather_entries import gather_entries, gather_window
+from pallas_kernels.index_topk import index_topk
+from pallas_kernels.sparse_attention import sparse_attention
+
+__all__ = [
+    "CACHE_FORMATS",
+    "Backend",
+    "CacheFormat",
+    "Planes",
+    "append_ring",
+    "append_running",
+    "compress_csa",
+    "compress_hca",
+    "flush_write",
+    "gather_entries",
+    "gather_window",
+    "get_cache_format",
+    "index_topk",
+    "sparse_attention",
+]

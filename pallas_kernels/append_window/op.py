@@ -1,0 +1,103 @@
+"""Appends a call's tokens to what a layer keeps per request: rings and running pools."""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.append_window import reference
+from pallas_kernels.backend import Backend, resolve
+from pallas_kernels.checks import check_indices, check_planes, check_rank, check_same_length
+from pallas_kernels.formats import Planes
+
+_RING = {Backend.REFERENCE: reference.append_ring}
+_RUNNING = {Backend.REFERENCE: reference.append_running}
+
+
+def append_ring(
+    ring: Planes,
+    rows: Planes,
+    slots: jax.Array,
+    positions: jax.Array,
+    *,
+    layer: jax.Array,
+    backend: Backend | None = None,
+) -> Planes:
+    """Writes tokens to a ring addressed by position: the window, or a CSA compressor's state.
+
+    Args:
+      ring: planes [L, NS, W, ...]; W rows per slot.
+      rows: planes [T, ...], one row per token.
+      slots: i32[T]; -1 writes nothing. No two tokens may share a slot and a ring row.
+      positions: i32[T], position p goes to ring row p % W.
+      layer: i32[], index into L.
+      backend: implementation to use; None picks the fastest one that runs here.
+
+    Returns:
+      The ring with the rows written.
+
+    Raises:
+      ValueError: a shape or dtype is wrong.
+      NotImplementedError: the named backend can't run here.
+
+    Source: deepseek_v4.md section 1.7, steps 2 and 4.
+    """
+    check_planes(ring, rows, stacked_name="ring", rows_name="rows")
+    check_same_length("T", slots=slots, positions=positions, rows=next(iter(rows.values())))
+    check_indices(slots=slots, positions=positions)
+    return resolve("append_ring", backend, _RING)(ring, rows, slots, positions, layer=layer)
+
+
+def append_running(
+    running: jax.Array,
+    values: jax.Array,
+    scores: jax.Array,
+    slots: jax.Array,
+    lengths: jax.Array,
+    counts: jax.Array,
+    offsets: jax.Array,
+    *,
+    layer: jax.Array,
+    rate: int,
+    max_count: int,
+    backend: Backend | None = None,
+) -> jax.Array:
+    """Folds tokens into the running softmax of each request's open HCA window.
+
+    Args:
+      running: f32[L, NS, 3, C]: largest score, sum of exponentials, sum weighted by value.
+      values: f32[T, C], a request's tokens next to each other.
+      scores: f32[T, C], position bias added.
+      slots: i32[B]; -1 writes nothing.
+      lengths: i32[B], tokens of each request before the call.
+      counts: i32[B], tokens of each request in the call; where 0, nothing is written.
+      offsets: i32[B], index in T of each request's first token.
+      layer: i32[], index into L.
+      rate: tokens per window.
+      max_count: the largest count there can be; static.
+      backend: implementation to use; None picks the fastest one that runs here.
+
+    Returns:
+      The pools of the windows that are open after the call.
+
+    Raises:
+      ValueError: a shape or dtype is wrong.
+      NotImplementedError: the named backend can't run here.
+
+    Source: deepseek_v4.md section 2.4, the online form.
+    """
+    check_rank(4, running=running)
+    check_same_length("T", values=values, scores=scores)
+    check_same_length("B", slots=slots, lengths=lengths, counts=counts, offsets=offsets)
+    check_indices(slots=slots, lengths=lengths, counts=counts, offsets=offsets)
+    return resolve("append_running", backend, _RUNNING)(
+        running,
+        values,
+        scores,
+        slots,
+        lengths,
+        counts,
+        offsets,
+        layer=layer,
+        rate=rate,
+        max_count=max_count,
+    )

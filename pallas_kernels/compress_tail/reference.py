@@ -1,0 +1,160 @@
+"""Definition of `compress_csa` and `compress_hca`: a closed window into one entry.
+
+An entry is, channel by channel, the softmax-weighted mean of its window's values:
+
+    e[c] = sum_t exp(z_t[c]) kv_t[c] / sum_t exp(z_t[c])
+
+It is pooled as a running softmax, one token after another in the order of their positions, so that
+its bits do not depend on how the tokens were cut into calls. A pool is f32[..., 3, C]: the largest
+score, the sum of exp(score - largest), and that sum weighted by value.
+
+Source: deepseek_v4.md section 2.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.rotary import rms_norm, rotate
+
+
+def empty_pool(num_windows: int, channels: int) -> jax.Array:
+    """f32[n, 3, C], a pool of no tokens."""
+    pool = jnp.zeros((num_windows, 3, channels), jnp.float32)
+    return pool.at[:, 0].set(-jnp.inf)
+
+
+def fold(pool: jax.Array, value: jax.Array, score: jax.Array, valid: jax.Array) -> jax.Array:
+    """Adds one token to each pool.
+
+    Args:
+      pool: f32[n, 3, C].
+      value: f32[n, C].
+      score: f32[n, C], finite where valid.
+      valid: bool[n]; a pool stays as it was, bit for bit, where False.
+    """
+    largest, total, weighted = pool[:, 0], pool[:, 1], pool[:, 2]
+    new_largest = jnp.maximum(largest, score)
+    keep, add = jnp.exp(largest - new_largest), jnp.exp(score - new_largest)
+    folded = jnp.stack([new_largest, total * keep + add, weighted * keep + value * add], axis=1)
+    return jnp.where(valid[:, None, None], folded, pool)
+
+
+def fold_tokens(
+    pool: jax.Array,
+    values: jax.Array,
+    scores: jax.Array,
+    *,
+    start: jax.Array,
+    count: jax.Array,
+    max_count: int,
+) -> jax.Array:
+    """Folds tokens start .. start + count - 1 of a call into each pool.
+
+    Args:
+      pool: f32[n, 3, C].
+      values: f32[T, C].
+      scores: f32[T, C].
+      start: i32[n], first token of each pool.
+      count: i32[n], tokens of each pool.
+      max_count: the largest count there can be.
+    """
+
+    def body(i: jax.Array, pool: jax.Array) -> jax.Array:
+        token = jnp.clip(start + i, 0, values.shape[0] - 1)
+        return fold(pool, values[token], scores[token], i < count)
+
+    return jax.lax.fori_loop(0, max_count, body, pool)
+
+
+def finish_entry(
+    pool: jax.Array,
+    norm: jax.Array,
+    frequencies: jax.Array,
+    positions: jax.Array,
+    *,
+    eps: float,
+) -> jax.Array:
+    """A pool into an entry: mean, norm, rotation, each rounded to the dtype of `norm`.
+
+    Args:
+      pool: f32[n, 3, C].
+      norm: [C], weight; its dtype is that of activations.
+      frequencies: f32[R / 2].
+      positions: i32[n], first position of each window.
+      eps: floor of the norm.
+    """
+    mean = pool[:, 2] / pool[:, 1]
+    return rotate(rms_norm(mean.astype(norm.dtype), norm, eps=eps), positions, frequencies)
+
+
+def compress_csa(
+    state: dict[str, jax.Array],
+    values: jax.Array,
+    scores: jax.Array,
+    norm: jax.Array,
+    frequencies: jax.Array,
+    *,
+    closing: jax.Array,
+    slots: jax.Array,
+    positions: jax.Array,
+    lengths: jax.Array,
+    layer: jax.Array,
+    rate: int,
+    eps: float,
+) -> jax.Array:
+    """Entry j pools the b-stream of window j - 1 and the a-stream of window j.
+
+    rate 2, closing token at p = 5:   positions  2  3 | 4  5
+                                      streams    b  b | a  a     state row p % 4
+    """
+    token = jnp.maximum(closing, 0)
+    slot, end = slots[token], positions[token]
+    channels = values.shape[-1] // 2
+    pool = empty_pool(closing.shape[0], channels)
+    for back in range(2 * rate - 1, -1, -1):
+        position = end - back
+        in_call = position >= lengths[token]
+        row = (jnp.maximum(slot, 0), jnp.maximum(position, 0) % (2 * rate))
+        source = jnp.maximum(token - back, 0)
+        select = in_call[:, None]
+        value = jnp.where(select, values[source], state["values"][layer, *row])
+        score = jnp.where(select, scores[source], state["scores"][layer, *row])
+        stream = slice(0, channels) if back >= rate else slice(channels, None)
+        pool = fold(pool, value[:, stream], score[:, stream], position >= 0)
+    return finish_entry(pool, norm, frequencies, end - (rate - 1), eps=eps)
+
+
+def compress_hca(
+    running: jax.Array,
+    values: jax.Array,
+    scores: jax.Array,
+    norm: jax.Array,
+    frequencies: jax.Array,
+    *,
+    closing: jax.Array,
+    slots: jax.Array,
+    positions: jax.Array,
+    lengths: jax.Array,
+    layer: jax.Array,
+    rate: int,
+    eps: float,
+    max_count: int,
+) -> jax.Array:
+    """Entry j pools window j: what the running softmax holds of it, then this call's tokens."""
+    token = jnp.maximum(closing, 0)
+    end = positions[token]
+    begin = end - (rate - 1)
+    first = jnp.maximum(begin, lengths[token])
+    carried = (begin < lengths[token])[:, None, None]
+    old = running[layer, jnp.maximum(slots[token], 0)]
+    pool = fold_tokens(
+        jnp.where(carried, old, empty_pool(closing.shape[0], values.shape[-1])),
+        values,
+        scores,
+        start=token - (end - first),
+        count=end - first + 1,
+        max_count=min(max_count, rate),
+    )
+    return finish_entry(pool, norm, frequencies, begin, eps=eps)

@@ -1,0 +1,70 @@
+"""Selects the K entries that a CSA query attends to."""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.backend import Backend, resolve
+from pallas_kernels.checks import check_indices, check_rank, check_same_length
+from pallas_kernels.formats import Codec, Planes
+from pallas_kernels.index_topk import reference
+
+_IMPLEMENTATIONS = {Backend.REFERENCE: reference.index_topk}
+
+
+def index_topk(
+    queries: jax.Array,
+    weights: jax.Array,
+    pool: Planes,
+    block_table: jax.Array,
+    *,
+    request_ids: jax.Array,
+    visible: jax.Array,
+    layer: jax.Array,
+    codec: Codec,
+    k: int,
+    backend: Backend | None = None,
+) -> jax.Array:
+    """Scores every visible index key of a query's request and selects the best.
+
+    Args:
+      queries: f32[T, IH, IC], rotated and rounded as the keys are.
+      weights: f32[T, IH], head weights, may be negative.
+      pool: planes [L, NB, EB, ...] of index keys.
+      block_table: i32[B, LB], physical block of each logical one; -1 where there is none.
+      request_ids: i32[T], row of the table each query reads; -1 sees nothing.
+      visible: i32[T], number of entries each query may see.
+      layer: i32[], index into L.
+      codec: how the planes store a key.
+      k: number to select.
+      backend: implementation to use; None picks the fastest one that runs here.
+
+    Returns:
+      i32[T, k], logical entry numbers, ascending, then -1. By score, the lower index first among
+      equals; +0 and -0 are equal, minus infinity is a score, NaN ranks below it.
+
+    Raises:
+      ValueError: a shape or dtype is wrong.
+      NotImplementedError: the named backend can't run here.
+
+    Source: deepseek_v4.md section 3; architecture.md section 4.
+    """
+    check_rank(3, queries=queries)
+    check_rank(2, weights=weights, block_table=block_table)
+    check_same_length(
+        "T", queries=queries, weights=weights, request_ids=request_ids, visible=visible
+    )
+    check_indices(block_table=block_table, request_ids=request_ids, visible=visible)
+    if k < 1:
+        raise ValueError(f"k must be at least 1, got {k}")
+    return resolve("index_topk", backend, _IMPLEMENTATIONS)(
+        queries,
+        weights,
+        pool,
+        block_table,
+        request_ids=request_ids,
+        visible=visible,
+        layer=layer,
+        codec=codec,
+        k=k,
+    )

@@ -1,0 +1,115 @@
+"""Element types of the cache formats, bit for bit: E4M3, E2M1, UE8M0, and the Hadamard rotation.
+
+Source: deepseek_v4.md section 4.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+E4M3_MAX = 448.0
+_E2M1_VALUES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+
+
+def encode_e4m3(x: jax.Array) -> jax.Array:
+    """f32 -> u8, the E4M3 code: nearest, ties to even, saturating at 448.
+
+    The clamp is not optional: the conversion alone turns values above 464 into NaN on a CPU.
+    """
+    clamped = jnp.clip(x, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
+    return jax.lax.bitcast_convert_type(clamped, jnp.uint8)
+
+
+def decode_e4m3(code: jax.Array) -> jax.Array:
+    """u8 -> f32."""
+    return jax.lax.bitcast_convert_type(code, jnp.float8_e4m3fn).astype(jnp.float32)
+
+
+def encode_e2m1(x: jax.Array) -> jax.Array:
+    """f32 -> u8, the E2M1 code: nearest, ties to the even code, saturating at 6; bit 3 is the sign.
+
+    A negative value that rounds to zero is code 8. Each comparison steps over one midpoint; the
+    ones that belong to the even code above them take the equal sign.
+    """
+    a = jnp.abs(x)
+    steps = (a > 0.25, a >= 0.75, a > 1.25, a >= 1.75, a > 2.5, a >= 3.5, a > 5.0)
+    magnitude = sum(step.astype(jnp.uint8) for step in steps)
+    return magnitude | (jnp.signbit(x).astype(jnp.uint8) << 3)
+
+
+def decode_e2m1(code: jax.Array) -> jax.Array:
+    """u8 in 0..15 -> f32."""
+    values = jnp.concatenate([jnp.asarray(_E2M1_VALUES), -jnp.asarray(_E2M1_VALUES)])
+    return values[code.astype(jnp.int32)]
+
+
+def pack_nibbles(code: jax.Array) -> jax.Array:
+    """u8[..., n] in 0..15 -> u8[..., ceil(n / 2)], the even index in the low nibble."""
+    if code.shape[-1] % 2:
+        code = _pad_last(code, 1)
+    return code[..., 0::2] | (code[..., 1::2] << 4)
+
+
+def unpack_nibbles(packed: jax.Array) -> jax.Array:
+    """u8[..., n] -> u8[..., 2 * n] in 0..15."""
+    pairs = jnp.stack([packed & 15, packed >> 4], axis=-1)
+    return pairs.reshape(*packed.shape[:-1], 2 * packed.shape[-1])
+
+
+def encode_ue8m0(x: jax.Array) -> jax.Array:
+    """f32 > 0 -> u8 b, the smallest power of two 2**(b - 127) that is at least x, from x's bits."""
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    not_a_power = (bits & 0x7FFFFF) != 0
+    return ((bits >> 23) + not_a_power.astype(jnp.uint32)).astype(jnp.uint8)
+
+
+def decode_ue8m0(code: jax.Array) -> jax.Array:
+    """u8 b in 1..254 -> f32 2**(b - 127)."""
+    return jax.lax.bitcast_convert_type(code.astype(jnp.uint32) << 23, jnp.float32)
+
+
+def split_groups(x: jax.Array, size: int) -> jax.Array:
+    """[..., n] -> [..., ceil(n / size), size]; a short last group is filled up with zeros."""
+    padded = _pad_last(x, -x.shape[-1] % size)
+    return padded.reshape(*x.shape[:-1], padded.shape[-1] // size, size)
+
+
+def join_groups(groups: jax.Array, length: int) -> jax.Array:
+    """[..., g, size] -> [..., length], the inverse of `split_groups`."""
+    *lead, num_groups, size = groups.shape
+    return groups.reshape(*lead, num_groups * size)[..., :length]
+
+
+def hadamard_rotate(x: jax.Array) -> jax.Array:
+    """Multiplies the last axis by the normalised Hadamard matrix, in natural (Sylvester) order.
+
+    Butterflies, not a matrix product: their rounding depends on the row alone, whatever the shape.
+
+    Args:
+      x: f32[..., n], n a power of two.
+
+    Returns:
+      f32[..., n].
+
+    Raises:
+      ValueError: n is not a power of two.
+    """
+    n = x.shape[-1]
+    if n & (n - 1):
+        raise ValueError(
+            f"a Hadamard rotation needs a power of two, got a last axis of {n}; "
+            "use a cache format whose index keys are not rotated ('f32' or 'bf16')"
+        )
+    y, half = x.astype(jnp.float32), 1
+    while half < n:
+        pairs = y.reshape(*x.shape[:-1], n // (2 * half), 2, half)
+        low, high = pairs[..., 0, :], pairs[..., 1, :]
+        y = jnp.stack([low + high, low - high], axis=-2).reshape(x.shape)
+        half *= 2
+    return y * np.float32(n**-0.5)
+
+
+def _pad_last(x: jax.Array, count: int) -> jax.Array:
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, count)]) if count else x

@@ -1,0 +1,45 @@
+"""Norm and rotary embedding, the elementwise maths that several ops share."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def rms_norm(x: jax.Array, weight: jax.Array | None, *, eps: float) -> jax.Array:
+    """x / sqrt(mean(x**2) + eps) * weight over the last axis, in f32, in the dtype of x."""
+    wide = x.astype(jnp.float32)
+    scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    if weight is not None:
+        scaled = scaled * weight.astype(jnp.float32)
+    return scaled.astype(x.dtype)
+
+
+def rotate(
+    x: jax.Array, positions: jax.Array, frequencies: jax.Array, *, inverse: bool = False
+) -> jax.Array:
+    """Rotary embedding of the last R dims; dims 2i and 2i + 1 are a pair.
+
+    Args:
+      x: [..., C], any leading axes that `positions` broadcasts to.
+      positions: i32[...], position of each vector.
+      frequencies: f32[R / 2], radians per position.
+      inverse: rotates by minus the angle.
+
+    Returns:
+      [..., C] in the dtype of x: (a, b) -> (a cos - b sin, b cos + a sin), computed in f32 from
+      one f32 product position * frequency, as the released code does.
+
+    Source: deepseek_v4.md section 1.4.
+    """
+    rope_dim = 2 * frequencies.shape[-1]
+    nope_dim = x.shape[-1] - rope_dim
+    angle = positions.astype(jnp.float32)[..., None] * frequencies
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    if inverse:
+        sin = -sin
+    pairs = x[..., nope_dim:].astype(jnp.float32).reshape(*x.shape[:-1], rope_dim // 2, 2)
+    a, b = pairs[..., 0], pairs[..., 1]
+    rotated = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    rotated = rotated.reshape(*x.shape[:-1], rope_dim).astype(x.dtype)
+    return jnp.concatenate([x[..., :nope_dim], rotated], axis=-1)

@@ -1,0 +1,92 @@
+"""Attention of each query token to its window and its compressed entries."""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.backend import Backend, resolve
+from pallas_kernels.checks import check_indices, check_planes, check_rank, check_same_length
+from pallas_kernels.formats import Codec, Planes
+from pallas_kernels.sparse_attention import reference
+
+_IMPLEMENTATIONS = {Backend.REFERENCE: reference.sparse_attention}
+
+
+def sparse_attention(
+    queries: jax.Array,
+    sink: jax.Array,
+    ring: Planes,
+    rows: Planes,
+    pool: Planes | None,
+    block_table: jax.Array,
+    selected: jax.Array | None,
+    *,
+    request_ids: jax.Array,
+    slots: jax.Array,
+    positions: jax.Array,
+    lengths: jax.Array,
+    layer: jax.Array,
+    codec: Codec,
+    scale: float,
+    backend: Backend | None = None,
+) -> jax.Array:
+    """One softmax over window and entries, with a sink; an entry is key and value.
+
+    Args:
+      queries: [T, H, C], normed and rotated.
+      sink: f32[H], a logit that adds to the denominator only.
+      ring: planes [L, NS, W, ...], position p in row p % W, before the call's tokens are written.
+      rows: planes [T, ...], the call's own window entries; a request's tokens next to each other.
+      pool: planes [L, NB, EB, ...] of entries, or None for the window alone.
+      block_table: i32[B, LB], physical block of each logical one; -1 where there is none.
+      selected: i32[T, K], entries each query attends to, -1 for none; None for the window alone.
+      request_ids: i32[T], row of the table of each token; -1 is padding.
+      slots: i32[T]; -1 is padding, and gives zeros.
+      positions: i32[T].
+      lengths: i32[T], tokens of each token's request before the call.
+      layer: i32[], index into L of ring and pool.
+      codec: how the planes store an entry.
+      scale: of the logits.
+      backend: implementation to use; None picks the fastest one that runs here.
+
+    Returns:
+      f32[T, H, C], before the inverse rotation.
+
+    Raises:
+      ValueError: a shape or dtype is wrong.
+      NotImplementedError: the named backend can't run here.
+
+    Source: deepseek_v4.md section 1.3, step 9.
+    """
+    check_rank(3, queries=queries)
+    check_planes(ring, rows, stacked_name="ring", rows_name="rows")
+    check_same_length(
+        "T",
+        queries=queries,
+        request_ids=request_ids,
+        slots=slots,
+        positions=positions,
+        lengths=lengths,
+    )
+    check_indices(request_ids=request_ids, slots=slots, positions=positions, lengths=lengths)
+    if (pool is None) != (selected is None):
+        raise ValueError("pool and selected go together; pass both, or None for both")
+    if selected is not None:
+        check_same_length("T", queries=queries, selected=selected)
+        check_indices(selected=selected, block_table=block_table)
+    return resolve("sparse_attention", backend, _IMPLEMENTATIONS)(
+        queries,
+        sink,
+        ring,
+        rows,
+        pool,
+        block_table,
+        selected,
+        request_ids=request_ids,
+        slots=slots,
+        positions=positions,
+        lengths=lengths,
+        layer=layer,
+        codec=codec,
+        scale=scale,
+    )

@@ -1,0 +1,69 @@
+"""Definition of `sparse_attention`: one softmax over window and entries, with a sink.
+
+    o[h] = sum_i exp(l[h, i]) k_i / (sum_i exp(l[h, i]) + exp(sink[h])),   l[h, i] = q[h] . k_i scale
+
+Source: deepseek_v4.md section 1.3, step 9.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.formats import Codec, Planes
+from pallas_kernels.gather_entries.reference import gather_entries, gather_window
+
+
+def attend(
+    queries: jax.Array, keys: jax.Array, valid: jax.Array, sink: jax.Array, *, scale: float
+) -> jax.Array:
+    """The formula above, on dense keys, which are values too; leading axes broadcast.
+
+    Args:
+      queries: [..., H, C].
+      keys: f32[..., S, C]; finite where not valid too, since 0 * NaN is NaN.
+      valid: bool[..., S].
+      sink: f32[H].
+      scale: of the logits.
+
+    Returns:
+      f32[..., H, C].
+    """
+    highest = jax.lax.Precision.HIGHEST
+    logits = jnp.matmul(queries.astype(jnp.float32), keys.mT, precision=highest)
+    logits = jnp.where(valid[..., None, :], logits * scale, -jnp.inf)
+    largest = jnp.maximum(jnp.max(logits, axis=-1), sink)
+    weights = jnp.exp(logits - largest[..., None])
+    total = jnp.sum(weights, axis=-1) + jnp.exp(sink - largest)
+    return jnp.matmul(weights, keys, precision=highest) / total[..., None]
+
+
+def sparse_attention(
+    queries: jax.Array,
+    sink: jax.Array,
+    ring: Planes,
+    rows: Planes,
+    pool: Planes | None,
+    block_table: jax.Array,
+    selected: jax.Array | None,
+    *,
+    request_ids: jax.Array,
+    slots: jax.Array,
+    positions: jax.Array,
+    lengths: jax.Array,
+    layer: jax.Array,
+    codec: Codec,
+    scale: float,
+) -> jax.Array:
+    """Gathers each token's keys, window first, and attends to them."""
+    dim = queries.shape[-1]
+    keys, valid = gather_window(
+        ring, rows, slots, positions, lengths, layer=layer, codec=codec, dim=dim
+    )
+    if pool is not None and selected is not None:
+        entries, present = gather_entries(
+            pool, block_table, request_ids, selected, layer=layer, codec=codec, dim=dim
+        )
+        keys = jnp.concatenate([keys, entries], axis=1)
+        valid = jnp.concatenate([valid, present], axis=1)
+    return attend(queries, keys, valid, sink, scale=scale)
