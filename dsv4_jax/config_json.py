@@ -79,7 +79,7 @@ def read_config(source: str | os.PathLike[str] | dict[str, Any]) -> DSV4Config:
         rope_dim=_rope_dim(data),
         csa_compression_ratio=rates[CSA],
         hca_compression_ratio=rates[HCA],
-        num_mtp_layers=min(num_mtp, 1),
+        num_mtp_layers=int(num_mtp == 1),
         eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
         **_rope(data),
     )

@@ -1,23 +1,18 @@
 """Collects the values that a function tags with `jax.ad_checkpoint.checkpoint_name`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.extend import core
 
 # Where the primitives that only call a function keep it.
-_INNER = {
+_CALLS = {
     "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "core_call": "call_jaxpr",
+    "remat2": "jaxpr",
     "closed_call": "call_jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
-    "custom_lin": "jaxpr",
-    "remat": "jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
 }
 
 
@@ -27,8 +22,7 @@ def capture(function: Callable[..., Any], *args: Any) -> list[tuple[str, jax.Arr
     Values inside scans, loops and branches are not seen; a tag may come several times.
 
     Args:
-      function: of pytrees of arrays. It is traced afresh, and what it calls should not be
-        jitted in a way that drops tags.
+      function: of pytrees of arrays, not itself jitted.
       *args: its arguments.
     """
     program = jax.make_jaxpr(function)(*args)
@@ -37,7 +31,7 @@ def capture(function: Callable[..., Any], *args: Any) -> list[tuple[str, jax.Arr
     @jax.jit
     def tagged_values(*flat: jax.Array) -> list[jax.Array]:
         seen: list[tuple[str, jax.Array]] = []
-        _evaluate(program.jaxpr, program.consts, flat, seen)
+        _evaluate(program.jaxpr, flat, seen)
         names[:] = [name for name, _ in seen]
         return [value for _, value in seen]
 
@@ -59,26 +53,22 @@ def by_layer(tagged: list[tuple[str, jax.Array]]) -> dict[str, jax.Array]:
     return values
 
 
-def _evaluate(jaxpr: core.Jaxpr, consts: Any, args: Any, seen: list[tuple[str, jax.Array]]) -> list:
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+def _evaluate(
+    jaxpr: core.Jaxpr, args: Sequence[Any], seen: list[tuple[str, jax.Array]]
+) -> list[Any]:
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*jaxpr.consts, *args], strict=True))
 
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, core.Literal) else env[atom]
 
     for eqn in jaxpr.eqns:
-        inputs = [read(atom) for atom in eqn.invars]
-        primitive = eqn.primitive
+        inputs, primitive = [read(atom) for atom in eqn.invars], eqn.primitive
         if primitive.name == "name":
             seen.append((eqn.params["name"], inputs[0]))
-        if primitive.name in _INNER:
-            inner = eqn.params[_INNER[primitive.name]]
-            closed = isinstance(inner, core.ClosedJaxpr)
-            outputs = _evaluate(
-                inner.jaxpr if closed else inner, inner.consts if closed else (), inputs, seen
-            )
+        if primitive.name in _CALLS:
+            outputs = _evaluate(eqn.params[_CALLS[primitive.name]], inputs, seen)
         else:
-            functions, params = primitive.get_bind_params(eqn.params)
-            outputs = primitive.bind(*functions, *inputs, **params)
+            outputs = primitive.bind(*inputs, **primitive.get_bind_params(eqn.params))
             outputs = outputs if primitive.multiple_results else [outputs]
         env |= zip(eqn.outvars, outputs, strict=True)
     return [read(atom) for atom in jaxpr.outvars]

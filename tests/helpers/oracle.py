@@ -110,7 +110,7 @@ def _draw(
     leaf = name.rsplit(".", 1)[-1]
     if leaf == "tid2eid":  # distinct experts of each token id
         order = np.argsort(rng.random((shape[0], config["n_routed_experts"])), axis=-1)
-        return order[:, : shape[1]]
+        return np.ascontiguousarray(order[:, : shape[1]])
     if leaf in ("scale", "hc_scale"):
         return 0.5 + rng.random(shape, dtype=np.float32)
     noise = rng.standard_normal(shape, dtype=np.float32)
@@ -141,7 +141,7 @@ def chosen_entries(tokens: np.ndarray, rate: int) -> np.ndarray:
     return np.unique(np.maximum((tokens + 1) // rate - 1, 0))
 
 
-def sample(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
+def sample(array: np.ndarray, rows: np.ndarray | slice) -> np.ndarray:
     """[B, T, ...] -> [B, P, n]: chosen rows, and of long ones every k-th value (k odd)."""
     picked = np.asarray(array)[:, rows]
     picked = picked.reshape(*picked.shape[:2], -1)

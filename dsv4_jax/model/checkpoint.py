@@ -1,0 +1,305 @@
+"""Checkpoints: safetensors in and out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import save_file
+from tqdm import tqdm
+
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.config_json import write_config
+from dsv4_jax.model.checkpoint_names import (
+    Target,
+    all_targets,
+    canonical_name,
+    get_leaf,
+    saved_name,
+)
+from dsv4_jax.model.params import DSV4Params, param_shapes
+from dsv4_jax.model.weight_files import (
+    StoredTensor,
+    decode_weight,
+    find_weight_files,
+    is_packed_fp4,
+    list_tensors,
+    logical_shape,
+    scale_shape,
+)
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """A canonical tensor in a file: a whole stored one, or a part of one.
+
+    Attributes:
+      tensor: the stored tensor.
+      part: index into it; () for all of it.
+      scale: its scale if it is quantised.
+      name: in the file.
+    """
+
+    tensor: StoredTensor
+    part: tuple[Any, ...]
+    scale: StoredTensor | None
+    name: str
+
+    @property
+    def is_packed(self) -> bool:
+        return self.scale is not None and is_packed_fp4(self.tensor)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = logical_shape(self.tensor, is_packed=self.is_packed)
+        return np.empty(shape, np.bool_)[self.part].shape if self.part else shape
+
+    def read(self) -> np.ndarray:
+        stored = self.tensor.read()
+        if self.scale is not None:
+            return decode_weight(stored, self.scale.read())
+        return stored[self.part] if self.part else stored
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str], *, dtype: Any = jnp.bfloat16, progress: bool = True
+) -> tuple[DSV4Config, DSV4Params]:
+    """Reads a checkpoint directory.
+
+    Files are memory-mapped and tensors read one at a time, so that the host holds little more
+    than one stacked leaf. DeepSeek's names, those that transformers has in memory and those that
+    it writes all load; FP8 and FP4 weights are decoded.
+
+    Args:
+      path: directory with a `config.json` and safetensors, single or sharded with an index.
+      dtype: of activations and of the weights released as BF16, FP8 or FP4.
+      progress: shows a bar on stderr.
+
+    Returns:
+      The config and the parameters. If the files hold no draft (`mtp.`) tensor at all, the config
+      has no draft block, whatever `config.json` says; where `config.json` has none, draft tensors
+      are ignored.
+
+    Raises:
+      FileNotFoundError: there is no config, or no safetensors file, or a shard is missing.
+      ValueError: `dtype` is none of f32, bf16 and f16; a file is truncated; or tensors are
+        missing, unexpected or misshapen, all of which are listed.
+    """
+    if jnp.dtype(dtype).name not in _DTYPES:
+        raise ValueError(f"dtype must be one of {_DTYPES}, got {jnp.dtype(dtype).name}")
+    directory = pathlib.Path(path)
+    if not directory.is_dir():
+        raise FileNotFoundError(f"{directory} is no directory; pass one that holds a config.json")
+    config = DSV4Config.from_hf(directory)
+    stored: dict[str, StoredTensor] = {}
+    for file in find_weight_files(directory):
+        stored |= list_tensors(file)
+    sources = _sources(stored)
+    has_draft = any(name.startswith("mtp.") for name in sources)
+    if not (has_draft and config.num_mtp_layers):
+        config = dataclasses.replace(config, num_mtp_layers=0)
+        sources = {name: s for name, s in sources.items() if not name.startswith("mtp.")}
+    shapes = param_shapes(config, dtype)
+    targets = all_targets(config, shapes)
+    _check(sources, targets, directory)
+    with tqdm(total=len(targets), unit="tensor", disable=not progress, desc="loading") as bar:
+        return config, _read_leaves(shapes, targets, sources, bar.update)
+
+
+def save_checkpoint(
+    config: DSV4Config,
+    params: DSV4Params,
+    path: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int = 5 * 2**30,
+) -> None:
+    """Writes a checkpoint that transformers loads, and `load_checkpoint` too, bit for bit.
+
+    Files are written under other names first and renamed when complete, the config last.
+
+    Args:
+      config: the model.
+      params: of the model.
+      path: directory, made if it is not there; files of the same names are replaced.
+      max_shard_bytes: larger checkpoints are cut into files of at most that size, and an index.
+
+    Raises:
+      ValueError: the parameters are not those of `config`; every difference is listed.
+      NotADirectoryError: `path` is a file.
+    """
+    directory = pathlib.Path(path)
+    if directory.exists() and not directory.is_dir():
+        raise NotADirectoryError(f"{directory} is a file; pass a directory")
+    shapes = param_shapes(config, params.dtype)
+    _check_params(params, shapes)
+    targets = all_targets(config, shapes)
+    shards = _shards(params, targets, max_shard_bytes)
+    directory.mkdir(parents=True, exist_ok=True)
+    single = len(shards) == 1
+    weight_map, written = {}, []
+    for number, names in enumerate(shards, 1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        file = "model.safetensors" if single else file
+        tensors = {saved_name(name): _tensor(params, targets[name]) for name in names}
+        save_file(tensors, directory / f"{file}.partial", metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file)
+        written.append(file)
+    for file in written:
+        os.replace(directory / f"{file}.partial", directory / file)
+    if not single:
+        index = {"metadata": {}, "weight_map": weight_map}
+        _write_json(directory / "model.safetensors.index.json", index)
+    dtype = {"dtype": jnp.dtype(params.dtype).name}
+    _write_json(directory / "config.json", write_config(config) | dtype)
+
+
+def _sources(stored: dict[str, StoredTensor]) -> dict[str, _Source]:
+    """Stored tensors by canonical name; scales join their weights, fused experts come apart."""
+    canonical = {canonical_name(name): name for name in stored}
+    sources = {}
+    for name, original in canonical.items():
+        tensor = stored[original]
+        if re.search(r"\.experts\.gate_up_proj$", name):
+            sources |= dict(_fused_experts(name, original, tensor))
+        elif re.search(r"\.experts\.down_proj$", name):
+            for expert in range(tensor.shape[0]):
+                part = name.replace("down_proj", f"{expert}.w2.weight")
+                sources[part] = _Source(tensor, (expert,), None, original)
+        elif name.endswith(".scale") and name.removesuffix("scale") + "weight" in canonical:
+            continue
+        else:
+            scale = canonical.get(name.removesuffix("weight") + "scale")
+            quantised = tensor.dtype.name == "float8_e4m3fn" or is_packed_fp4(tensor)
+            used = stored[scale] if scale and quantised else None
+            sources[name] = _Source(tensor, (), used, original)
+    return sources
+
+
+def _fused_experts(
+    name: str, original: str, tensor: StoredTensor
+) -> Iterator[tuple[str, _Source]]:
+    """[E, 2 * I, D] into w1 (the first I rows) and w3 of each expert."""
+    num_experts, rows = tensor.shape[:2]
+    for expert in range(num_experts):
+        for w, part in (("w1", slice(0, rows // 2)), ("w3", slice(rows // 2, rows))):
+            split = name.replace("gate_up_proj", f"{expert}.{w}.weight")
+            yield split, _Source(tensor, (expert, part), None, original)
+
+
+def _check(
+    sources: dict[str, _Source], targets: dict[str, Target], directory: pathlib.Path
+) -> None:
+    problems = [f"missing: {name} {list(t.shape)}" for name, t in targets.items()
+                if name not in sources]
+    for name, source in sources.items():
+        if name not in targets:
+            problems.append(f"unexpected: {source.name} {list(source.tensor.shape)}")
+            continue
+        shape = targets[name].shape
+        if source.shape != shape:
+            problems.append(
+                f"wrong shape: {source.name} must be {list(shape)}, is {list(source.shape)}"
+            )
+        elif source.scale is not None:
+            wanted = scale_shape(shape, is_packed=source.is_packed)
+            if source.scale.shape != wanted:
+                problems.append(
+                    f"wrong shape: scale of {source.name} must be {list(wanted)}, "
+                    f"is {list(source.scale.shape)}"
+                )
+        elif source.tensor.dtype.name == "float8_e4m3fn" or is_packed_fp4(source.tensor):
+            problems.append(f"missing: scale of {source.name}, which is {source.tensor.dtype}")
+    if problems:
+        listed = "\n  ".join(problems)
+        raise ValueError(f"{directory} does not fit its config.json:\n  {listed}")
+
+
+def _read_leaves(
+    shapes: DSV4Params,
+    targets: dict[str, Target],
+    sources: dict[str, _Source],
+    advance: Callable[[], Any],
+) -> DSV4Params:
+    """Fills one stacked leaf after another."""
+    by_leaf: dict[str, list[str]] = {}
+    for name, target in targets.items():
+        by_leaf.setdefault(target.leaf, []).append(name)
+    arrays: dict[str, jax.Array] = {}
+    for leaf, names in by_leaf.items():
+        shape = get_leaf(shapes, leaf)
+        stacked = np.empty(shape.shape, shape.dtype)
+        for name in names:
+            values = sources[name].read()
+            if leaf.endswith("tid2eid"):
+                _check_experts(sources[name].name, values, shapes)
+            stacked[targets[name].index] = values.astype(shape.dtype)
+            advance()
+        arrays[leaf] = jnp.asarray(stacked)
+    paths = jax.tree_util.tree_flatten_with_path(shapes)
+    leaves = [arrays[_dotted(path)] for path, _ in paths[0]]
+    return jax.tree.unflatten(paths[1], leaves)
+
+
+def _check_experts(name: str, table: np.ndarray, shapes: DSV4Params) -> None:
+    num_experts = next(iter(shapes.layers.values())).ffn.gate.shape[-2]
+    if table.min() < 0 or table.max() >= num_experts:
+        raise ValueError(
+            f"{name} must hold experts 0..{num_experts - 1}, got {table.min()}..{table.max()}"
+        )
+
+
+def _check_params(params: DSV4Params, shapes: DSV4Params) -> None:
+    found = {_dotted(p): leaf for p, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
+    wanted = {_dotted(p): leaf for p, leaf in jax.tree_util.tree_flatten_with_path(shapes)[0]}
+    problems = [
+        f"{name} must be {list(wanted[name].shape) if name in wanted else 'absent'}, is "
+        f"{list(found[name].shape) if name in found else 'absent'}"
+        for name in sorted(found.keys() | wanted.keys())
+        if name not in found or name not in wanted or found[name].shape != wanted[name].shape
+    ]
+    if problems:
+        raise ValueError("params are not those of config:\n  " + "\n  ".join(problems))
+
+
+def _shards(
+    params: DSV4Params, targets: dict[str, Target], max_shard_bytes: int
+) -> list[list[str]]:
+    """Names in groups of at most that many bytes; a larger tensor has a group of its own."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, target in targets.items():
+        itemsize = get_leaf(params, target.leaf).dtype.itemsize
+        count = int(np.prod(target.shape)) * itemsize
+        if shards[-1] and size + count > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += count
+    return shards
+
+
+def _tensor(params: DSV4Params, target: Target) -> np.ndarray:
+    values = np.asarray(get_leaf(params, target.leaf)[target.index])
+    if target.leaf.endswith("tid2eid"):
+        values = values.astype(np.int64)
+    return np.ascontiguousarray(values)
+
+
+def _dotted(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def _write_json(file: pathlib.Path, data: dict[str, Any]) -> None:
+    partial = file.with_name(f"{file.name}.partial")
+    partial.write_text(json.dumps(data, indent=2) + "\n")
+    os.replace(partial, file)

@@ -1,0 +1,143 @@
+"""Tensors in safetensors files, memory-mapped, and the quantised weights among them decoded.
+
+The `safetensors` package reads no FP8 or UE8M0 into NumPy; the format is a header and a flat body.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import pathlib
+
+import ml_dtypes
+import numpy as np
+
+_DTYPES = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+}
+_FP8_BLOCK, _FP4_GROUP = 128, 32
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_E2M1 = np.concatenate([_E2M1, -_E2M1])
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """One tensor in a file; nothing is read until `read`.
+
+    Attributes:
+      file: where it lies.
+      dtype: as stored.
+      shape: as stored.
+      offset: first byte in the file.
+    """
+
+    file: pathlib.Path
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    def read(self) -> np.ndarray:
+        """A view of the mapped file."""
+        return np.memmap(self.file, self.dtype, "r", self.offset, self.shape)
+
+
+def find_weight_files(path: pathlib.Path) -> list[pathlib.Path]:
+    """The safetensors files of a checkpoint directory: the index's shards, or all there are.
+
+    Raises:
+      FileNotFoundError: there are none, or a shard that the index names is missing.
+    """
+    index = path / "model.safetensors.index.json"
+    if not index.is_file():
+        files = sorted(path.glob("*.safetensors"))
+        if not files:
+            raise FileNotFoundError(f"no *.safetensors in {path}; pass a checkpoint directory")
+        return files
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    missing = [name for name in names if not (path / name).is_file()]
+    if missing:
+        raise FileNotFoundError(f"{index} names files that are not there: {', '.join(missing)}")
+    return [path / name for name in names]
+
+
+def list_tensors(file: pathlib.Path) -> dict[str, StoredTensor]:
+    """Every tensor of one file, by name.
+
+    Raises:
+      ValueError: the file is truncated or is no safetensors file, or a dtype is unknown.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        header_size = int.from_bytes(stream.read(8), "little")
+        if size < 8 or 8 + header_size > size:
+            raise ValueError(f"{file} is truncated, or no safetensors file: its header is cut off")
+        try:
+            header = json.loads(stream.read(header_size))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{file} is no safetensors file: {error}") from error
+    tensors = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        if entry["dtype"] not in _DTYPES:
+            raise ValueError(
+                f"{name} in {file} has dtype {entry['dtype']}; known are {list(_DTYPES)}"
+            )
+        dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
+        begin, end = entry["data_offsets"]
+        if 8 + header_size + end > size:
+            raise ValueError(
+                f"{file} is truncated: {name} ends at byte {8 + header_size + end:,} of {size:,}"
+            )
+        if end - begin != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{file} is damaged: {name} does not fill its bytes")
+        tensors[name] = StoredTensor(file, dtype, shape, 8 + header_size + begin)
+    return tensors
+
+
+def logical_shape(tensor: StoredTensor, *, is_packed: bool) -> tuple[int, ...]:
+    """The shape after decoding: packed FP4 holds two values a byte."""
+    if is_packed:
+        return (*tensor.shape[:-1], 2 * tensor.shape[-1])
+    return tensor.shape
+
+
+def scale_shape(shape: tuple[int, ...], *, is_packed: bool) -> tuple[int, ...]:
+    """The shape that the scale of a weight [out, in] must have."""
+    out, into = shape[-2:]
+    if is_packed:
+        return (out, -(-into // _FP4_GROUP))
+    return (-(-out // _FP8_BLOCK), -(-into // _FP8_BLOCK))
+
+
+def is_packed_fp4(tensor: StoredTensor) -> bool:
+    """Whether it holds E2M1 pairs, the even input in the low nibble."""
+    return tensor.dtype in (np.int8, np.uint8)
+
+
+def decode_weight(weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """A quantised weight to f32[out, in]; a value is code times scale.
+
+    Args:
+      weight: E4M3 [out, in], or E2M1 pairs int8[out, in / 2].
+      scale: of each 128 x 128 block, or of each 32 inputs of a row; UE8M0 or f32.
+
+    Source: deepseek_v4.md section 4.5.
+    """
+    scale = scale.astype(np.float32)
+    if weight.dtype in (np.int8, np.uint8):
+        pairs = weight.view(np.uint8)
+        codes = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(weight.shape[0], -1)
+        return _E2M1[codes] * np.repeat(scale, _FP4_GROUP, axis=1)[:, : codes.shape[1]]
+    out, into = weight.shape
+    blocks = np.repeat(np.repeat(scale, _FP8_BLOCK, axis=0)[:out], _FP8_BLOCK, axis=1)[:, :into]
+    return weight.astype(np.float32) * blocks
