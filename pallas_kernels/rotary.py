@@ -11,7 +11,7 @@ def rms_norm(x: jax.Array, weight: jax.Array | None, *, eps: float) -> jax.Array
     wide = x.astype(jnp.float32)
     scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     if weight is not None:
-        scaled = scaled * weight.astype(jnp.float32)
+        scaled = scaled * jnp.expand_dims(weight.astype(jnp.float32), range(x.ndim - 1))
     return scaled.astype(x.dtype)
 
 
@@ -34,6 +34,8 @@ def rotate(
     """
     rope_dim = 2 * frequencies.shape[-1]
     nope_dim = x.shape[-1] - rope_dim
+    positions = jnp.expand_dims(positions, range(x.ndim - 1 - positions.ndim))
+    frequencies = jnp.expand_dims(frequencies, range(x.ndim - 1))
     angle = positions.astype(jnp.float32)[..., None] * frequencies
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     if inverse:

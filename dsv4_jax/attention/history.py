@@ -82,25 +82,27 @@ def history_attention(
     Source: deepseek_v4.md sections 1.3, 2 and 3.
     """
     frequencies = rope_frequencies(config, attn)
-    num_tokens = x.shape[1]
-    positions = jnp.arange(num_tokens)
+    tokens = jnp.arange(x.shape[1], dtype=jnp.int32)
+    positions = jnp.broadcast_to(tokens[None], x.shape[:2])
     latent = query_latent(params, x, config)
     q = queries(params, latent, positions, frequencies, config)
     window = fmt.round_entry(
         window_entry(params, x, positions, frequencies, config), config.rope_dim
     )
-    age = positions[:, None] - positions
+    age = tokens[:, None] - tokens[None]
     keys, valid = [window], [(age >= 0) & (age < config.sliding_window)]
     if attn != AttentionType.SWA:
         compressor = params.compressor
         assert compressor is not None
         entries = compress_history(compressor, x, frequencies, attn, config)
         entries = fmt.round_entry(checkpoint_name(entries, "comp/entries"), config.rope_dim)
-        visible = (positions + 1) // config.compression_ratio(attn)
-        mask = jnp.arange(entries.shape[1]) < visible[:, None]
+        visible = (tokens + 1) // config.compression_ratio(attn)
+        mask = jnp.arange(entries.shape[1])[None] < visible[:, None]
         if attn == AttentionType.CSA:
-            scores = _scores(params, x, latent, frequencies, config, fmt)
-            mask &= selector(Selection(scores, visible, config.indexer_top_k, q, entries))
+            scores = _scores(params, x, latent, positions, frequencies, config, fmt)
+            mask = mask[None] & selector(
+                Selection(scores, visible, config.indexer_top_k, q, entries)
+            )
         keys.append(entries)
         valid.append(mask)
     batch = x.shape[0]
@@ -126,7 +128,8 @@ def compress_history(
     """Every entry of a history: [B, T, D] -> [B, T // M, C]; tokens of an open window give none."""
     rate = config.compression_ratio(attn)
     num_entries = x.shape[1] // rate
-    new = project(params, x, jnp.arange(x.shape[1]), name)
+    tokens = jnp.arange(x.shape[1], dtype=jnp.int32)
+    new = project(params, x, jnp.broadcast_to(tokens[None], x.shape[:2]), name)
 
     def windows(array: jax.Array) -> jax.Array:
         return array[:, : num_entries * rate].reshape(x.shape[0], num_entries, rate, -1)
@@ -153,6 +156,7 @@ def _scores(
     params: AttentionParams,
     x: jax.Array,
     latent: jax.Array,
+    positions: jax.Array,
     frequencies: jax.Array,
     config: DSV4Config,
     fmt: CacheFormat,
@@ -165,7 +169,5 @@ def _scores(
         indexer.compressor, x, frequencies, AttentionType.CSA, config, name="idx"
     )
     keys = fmt.round_index(checkpoint_name(keys, "idx/keys"))
-    index_q, weights = index_queries(
-        indexer, x, latent, jnp.arange(x.shape[1]), frequencies, config, fmt
-    )
+    index_q, weights = index_queries(indexer, x, latent, positions, frequencies, config, fmt)
     return checkpoint_name(index_scores(index_q, weights, keys[:, None]), "idx/scores")

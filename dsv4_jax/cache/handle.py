@@ -306,7 +306,7 @@ class LayerCacheHandle:
     def all_visible(self) -> jax.Array:
         """i32[T, E], the entries that each token may see, ascending, then -1; E = LB * EB."""
         width = self.call.block_table.shape[1] * self.schema.entries_per_block
-        everything = jnp.arange(width, dtype=jnp.int32)
+        everything = jnp.arange(width, dtype=jnp.int32)[None]
         return jnp.where(everything < self.visible_entries[:, None], everything, -1)
 
     def select_entries(self, queries: jax.Array, weights: jax.Array) -> jax.Array:
@@ -367,7 +367,7 @@ class LayerCacheHandle:
         planes = {name: plane[self.layer] for name, plane in self.state.window.items()}
         length = self.call.row_lengths + (0 if self.rows is not None else self.call.row_counts)
         window = self.schema.swa_window_size
-        age = (length[:, None] - 1 - jnp.arange(window)) % window
+        age = (length[:, None] - 1 - jnp.arange(window)[None]) % window
         position = length[:, None] - 1 - age
         return SWAView(
             fp8=planes.get("nope"),

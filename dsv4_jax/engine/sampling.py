@@ -102,7 +102,7 @@ def _allowed(scaled: jax.Array, sampling: Sampling) -> jax.Array:
     ranked = jnp.take_along_axis(jax.nn.softmax(scaled, axis=-1), order, axis=-1)
     before = jnp.cumsum(ranked, axis=-1) - ranked
     limit = jnp.where(sampling.top_k > 0, sampling.top_k, vocab_size)
-    kept = (jnp.arange(vocab_size) < limit[:, None]) & (before < sampling.top_p[:, None])
+    kept = (jnp.arange(vocab_size)[None] < limit[:, None]) & (before < sampling.top_p[:, None])
     kept = kept.at[:, 0].set(True)
     rank = jnp.argsort(order, axis=-1)
     return jnp.take_along_axis(kept, rank, axis=-1)

@@ -185,9 +185,7 @@ def _sources(stored: dict[str, StoredTensor]) -> dict[str, _Source]:
     return sources
 
 
-def _fused_experts(
-    name: str, original: str, tensor: StoredTensor
-) -> Iterator[tuple[str, _Source]]:
+def _fused_experts(name: str, original: str, tensor: StoredTensor) -> Iterator[tuple[str, _Source]]:
     """[E, 2 * I, D] into w1 (the first I rows) and w3 of each expert."""
     num_experts, rows = tensor.shape[:2]
     for expert in range(num_experts):
@@ -199,8 +197,9 @@ def _fused_experts(
 def _check(
     sources: dict[str, _Source], targets: dict[str, Target], directory: pathlib.Path
 ) -> None:
-    problems = [f"missing: {name} {list(t.shape)}" for name, t in targets.items()
-                if name not in sources]
+    problems = [
+        f"missing: {name} {list(t.shape)}" for name, t in targets.items() if name not in sources
+    ]
     for name, source in sources.items():
         if name not in targets:
             problems.append(f"unexpected: {source.name} {list(source.tensor.shape)}")

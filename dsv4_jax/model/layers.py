@@ -36,11 +36,10 @@ def read_streams(
     """Steps 1 to 8: [..., S, D] -> a `StreamMix`; `name` is what a capture calls it."""
     num = config.hc_mult
     mix = _normed_mix(params, streams, config)
-    pre = jax.nn.sigmoid(mix[..., :num] * params.scale[0] + params.base[:num]) + config.hc_eps
-    post = 2 * jax.nn.sigmoid(
-        mix[..., num : 2 * num] * params.scale[1] + params.base[num : 2 * num]
-    )
-    logits = mix[..., 2 * num :] * params.scale[2] + params.base[2 * num :]
+    base = jnp.expand_dims(params.base, range(mix.ndim - 1))
+    pre = jax.nn.sigmoid(mix[..., :num] * params.scale[0] + base[..., :num]) + config.hc_eps
+    post = 2 * jax.nn.sigmoid(mix[..., num : 2 * num] * params.scale[1] + base[..., num : 2 * num])
+    logits = mix[..., 2 * num :] * params.scale[2] + base[..., 2 * num :]
     comb = _sinkhorn(logits.reshape(*logits.shape[:-1], num, num), config)
     return StreamMix(
         collapsed=checkpoint_name(_collapse(pre, streams), f"{name}/collapsed"),
@@ -67,7 +66,8 @@ def write_streams(mix: StreamMix, streams: jax.Array, output: jax.Array) -> jax.
 def collapse_streams(params: StreamMixParams, streams: jax.Array, config: DSV4Config) -> jax.Array:
     """The collapse before a head: [..., S, D] -> [..., D], without Sinkhorn."""
     mix = _normed_mix(params, streams, config)
-    return _collapse(jax.nn.sigmoid(mix * params.scale + params.base) + config.hc_eps, streams)
+    base = jnp.expand_dims(params.base, range(mix.ndim - 1))
+    return _collapse(jax.nn.sigmoid(mix * params.scale[0] + base) + config.hc_eps, streams)
 
 
 def _normed_mix(params: StreamMixParams, streams: jax.Array, config: DSV4Config) -> jax.Array:

@@ -56,7 +56,7 @@ def route(
         experts = params.tid2eid[token_ids]
     else:
         assert params.bias is not None
-        _, experts = jax.lax.top_k(scores + params.bias, config.num_experts_per_token)
+        _, experts = jax.lax.top_k(scores + params.bias[None], config.num_experts_per_token)
     experts = checkpoint_name(experts, "gate/indices")
     picked = jnp.take_along_axis(scores, experts, axis=-1)
     weights = picked / (jnp.sum(picked, axis=-1, keepdims=True) + 1e-20)

@@ -203,9 +203,7 @@ def _init_leaf(
 
 
 def _stack(shapes: LayerParams, count: int) -> LayerParams:
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype), shapes
-    )
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype), shapes)
 
 
 def _head_mix_shapes(config: DSV4Config) -> StreamMixParams:

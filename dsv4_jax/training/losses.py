@@ -15,7 +15,7 @@ from dsv4_jax.model.transformer import forward_streams, head
 def select_all(selection: Selection) -> jax.Array:
     """Every visible entry: what top-k is an economy of."""
     num_entries = selection.scores.shape[-1]
-    mask = jnp.arange(num_entries) < selection.visible[:, None]
+    mask = jnp.arange(num_entries)[None] < selection.visible[:, None]
     return jnp.broadcast_to(mask, selection.scores.shape)
 
 
@@ -39,7 +39,7 @@ def index_divergence(selection: Selection) -> jax.Array:
     learns from this.
     """
     num_entries = selection.scores.shape[-1]
-    visible = jnp.arange(num_entries) < selection.visible[:, None]
+    visible = jnp.arange(num_entries)[None] < selection.visible[:, None]
     queries, entries = jax.lax.stop_gradient((selection.queries, selection.entries))
     logits = jnp.einsum("bthc,bec->bthe", queries, entries) * queries.shape[-1] ** -0.5
     logits = jnp.where(visible[:, None], logits, -1e30)

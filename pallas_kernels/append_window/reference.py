@@ -41,7 +41,7 @@ def append_running(
     """
     end = lengths + counts
     opened = end // rate * rate
-    carried = (opened <= lengths)[:, None, None]
+    carried = (opened < lengths)[:, None, None]
     first = jnp.maximum(opened, lengths)
     old = running[layer, jnp.maximum(slots, 0)]
     empty = empty_pool(old.shape[0], old.shape[-1])

@@ -50,7 +50,8 @@ def gather_window(
         from       ring   ring   call   call
     """
     window = jax.tree.leaves(ring)[0].shape[2]
-    age = (positions[:, None] - jnp.arange(window)) % window
+    row = jnp.arange(window, dtype=jnp.int32)[None]
+    age = (positions[:, None] - row) % window
     position = positions[:, None] - age
     valid = (position >= 0) & (slots >= 0)[:, None]
     in_call = position >= lengths[:, None]
@@ -59,7 +60,7 @@ def gather_window(
         ring,
         layer,
         jnp.broadcast_to(slots[:, None], age.shape),
-        jnp.broadcast_to(jnp.arange(window), age.shape),
+        jnp.broadcast_to(row, age.shape),
     )
     decoded = jnp.where(
         in_call[..., None],

@@ -49,7 +49,9 @@ def select_top_k(scores: jax.Array, visible: jax.Array, k: int) -> jax.Array:
       i32[..., k].
     """
     num_entries = scores.shape[-1]
-    keys = jnp.where(jnp.arange(num_entries) < visible[..., None], _sortable(scores), _INVISIBLE)
+    index = jnp.expand_dims(jnp.arange(num_entries), range(scores.ndim - 1))
+    visible = jnp.expand_dims(visible, range(scores.ndim - 1 - visible.ndim))
+    keys = jnp.where(index < visible[..., None], _sortable(scores), _INVISIBLE)
     best_keys, best = jax.lax.top_k(keys, k)
     ascending = jnp.sort(jnp.where(best_keys > _INVISIBLE, best, num_entries), axis=-1)
     return jnp.where(ascending < num_entries, ascending, -1).astype(jnp.int32)
@@ -72,7 +74,9 @@ def index_topk(
     Where no query can see more than k entries, all visible ones are selected without scores.
     """
     num_entries = block_table.shape[1] * jax.tree.leaves(pool)[0].shape[2]
-    everything = jnp.broadcast_to(jnp.arange(num_entries), (queries.shape[0], num_entries))
+    everything = jnp.broadcast_to(
+        jnp.arange(num_entries, dtype=jnp.int32)[None], (queries.shape[0], num_entries)
+    )
     if num_entries <= k:
         selected = jnp.where(everything < visible[:, None], everything, -1)
         return jnp.pad(selected, [(0, 0), (0, k - num_entries)], constant_values=-1)

@@ -32,6 +32,7 @@ def attend(
     highest = jax.lax.Precision.HIGHEST
     logits = jnp.matmul(queries.astype(jnp.float32), keys.mT, precision=highest)
     logits = jnp.where(valid[..., None, :], logits * scale, -jnp.inf)
+    sink = jnp.expand_dims(sink, range(queries.ndim - 2))
     largest = jnp.maximum(jnp.max(logits, axis=-1), sink)
     weights = jnp.exp(logits - largest[..., None])
     total = jnp.sum(weights, axis=-1) + jnp.exp(sink - largest)

@@ -377,7 +377,7 @@ def make(preset, seed):
 
 
 # Chosen for margins that no rounding crosses: of greedy tokens, experts and index scores.
-SEEDS = {"tiny": 0, "ratios": 3, "kernel": 2, "flash": 5, "pro": 13}
+SEEDS = {"tiny": 11, "ratios": 8, "kernel": 7, "flash": 13, "pro": 7}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # the tensors are tiny, and two runs are bit for bit alike

@@ -120,7 +120,9 @@ def _draw(
         return np.float32(0.5) * noise
     if leaf == "position_bias" or name.endswith("embed_tokens.weight"):
         return noise
-    return noise * np.float32(shape[-1] ** -0.5)
+    # What a sublayer adds is small, so that streams, and what rounding does to them, hardly grow.
+    gain = 0.5 if "o_b_proj" in name or "down_proj" in name else 1.0
+    return noise * np.float32(gain * shape[-1] ** -0.5)
 
 
 def weight_sums(weights: dict[str, np.ndarray]) -> np.ndarray:

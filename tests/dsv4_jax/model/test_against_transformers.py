@@ -130,7 +130,7 @@ def test_entries_rotate_at_the_start_of_their_block(preset):
 
 
 def mix_streams_untransposed(monkeypatch, config, params):
-    """Appendix C 4: `comb` summed over its second index."""
+    """Appendix C 4; first seen after L0/ffn, since streams are alike before L0/attn."""
     write = transformer.write_streams
 
     def broken(mix, streams, output):
@@ -185,7 +185,7 @@ def window_without_the_query(monkeypatch, config, params):
 @pytest.mark.parametrize(
     ("break_it", "first"),
     [
-        (mix_streams_untransposed, "L0/ffn_hc/collapsed"),
+        (mix_streams_untransposed, "L0/out"),
         (main_table_on_compressed_layers, "L1/q"),
         (compress_table_on_window_layers, "L0/q"),
         (no_yarn, "L1/q"),
