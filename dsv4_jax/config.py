@@ -110,6 +110,9 @@ class DSV4Config:
         """Refuses sizes that contradict each other."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            number = {"int": int, "float": (int, float)}.get(str(field.type))
+            if number and not isinstance(value, number):
+                raise ValueError(f"{field.name} must be a number ({field.type}), got {value!r}")
             if field.type == "int" and field.name != "num_mtp_layers" and value < 1:
                 raise ValueError(f"{field.name} must be at least 1, got {value}")
         if len(self.router_types) != len(self.layer_types):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pathlib
 from typing import Any
@@ -67,7 +68,7 @@ def read_config(source: str | os.PathLike[str] | dict[str, Any]) -> DSV4Config:
                 f"{name} must be {value!r} in a DeepSeek-V4 config, got {data[name]!r}"
             )
     fields = {ours: _require(data, theirs) for theirs, ours in _SAME_NAME.items()}
-    fields |= {ours: data[theirs] for theirs, ours in _OPTIONAL.items() if theirs in data}
+    fields |= {ours: data[name] for name, ours in _OPTIONAL.items() if data.get(name) is not None}
     num_layers = _require(data, "num_hidden_layers")
     num_mtp = data.get("num_nextn_predict_layers") or 0
     layer_types, rates = _layer_types(data, num_layers, num_mtp)
@@ -89,7 +90,7 @@ def write_config(config: DSV4Config) -> dict[str, Any]:
     """The `config.json` of `config`, in the form that transformers writes and reads."""
     types = {attn: name for name, attn in _LAYER_TYPE_NAMES.items()}
     routers = {router: name for name, router in _ROUTER_TYPE_NAMES.items()}
-    partial = config.rope_dim / config.head_dim
+    partial = _partial_factor(config.rope_dim, config.head_dim)
     main = {"rope_type": "default", "rope_theta": config.rope_theta}
     compress: dict[str, Any] = {"rope_type": "default", "rope_theta": config.compress_rope_theta}
     if (scaling := config.rope_scaling) is not None:
@@ -127,6 +128,12 @@ def write_config(config: DSV4Config) -> dict[str, Any]:
     }
 
 
+def _partial_factor(rope_dim: int, head_dim: int) -> float:
+    """The factor from which readers get `rope_dim` back: they truncate, and 44 * (30 / 44) < 30."""
+    partial = rope_dim / head_dim
+    return partial if int(head_dim * partial) == rope_dim else math.nextafter(partial, 1.0)
+
+
 def _load(path: pathlib.Path) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -157,13 +164,15 @@ def _trunk(name: str, values: list[Any], num_layers: int, num_mtp: int, padding:
     """Cuts draft layers off a per-layer list.
 
     A list may name the trunk alone, or the draft blocks too; releases with several draft stages
-    list one window layer each.
+    list one window layer each. The one block that `draft_layer` describes is `padding`.
     """
     extra = values[num_layers:]
-    if len(values) < num_layers or (len(extra) != num_mtp and any(x != padding for x in extra)):
+    unlike = any(value != padding for value in extra)
+    if len(values) < num_layers or (unlike and (num_mtp == 1 or len(extra) != num_mtp)):
         raise ValueError(
-            f"{name} must have num_hidden_layers={num_layers} entries, or those and the "
-            f"num_nextn_predict_layers={num_mtp} of the draft, got {len(values)}"
+            f"{name} must have num_hidden_layers={num_layers} entries, or those and {padding!r} "
+            f"for each of the draft's (num_nextn_predict_layers={num_mtp}), got {len(values)}"
+            + (f", ending in {extra}" if extra else "")
         )
     return values[:num_layers]
 
@@ -210,7 +219,8 @@ def _types_of_ratios(
     known = {CSA: 4, HCA: 128} | rates
     distinct = sorted(set(ratios) - {0})
     by_ratio = {0: SWA} | {rate: attn for attn, rate in known.items()}
-    if all(ratio in by_ratio for ratio in distinct):
+    is_ambiguous = known[CSA] == known[HCA] and known[CSA] in distinct
+    if all(ratio in by_ratio for ratio in distinct) and not is_ambiguous:
         return by_ratio, rates
     if len(distinct) == 2 and not rates:
         return dict(zip((0, *distinct), (SWA, CSA, HCA), strict=True)), dict(
@@ -265,25 +275,32 @@ def _rope_dim(data: dict[str, Any]) -> int:
 def _rope(data: dict[str, Any]) -> dict[str, Any]:
     """Both RoPE bases and the compress table's YaRN, from whichever form holds them."""
     parameters = data.get("rope_parameters") or {}
-    if isinstance(parameters.get("compress"), dict):
-        main, compress = parameters.get("main"), parameters["compress"]
-        if not isinstance(main, dict):
-            raise ValueError(
-                "config.json lacks rope_parameters.main beside rope_parameters.compress"
-            )
+    is_nested = "main" in parameters or "compress" in parameters
+    if is_nested:
+        for label in ("main", "compress"):
+            if not isinstance(parameters.get(label), dict):
+                raise ValueError(
+                    f"config.json lacks rope_parameters.{label} beside the other table"
+                )
+        main, compress = parameters["main"], parameters["compress"]
     else:
-        main, compress = {}, parameters
-        if data.get("rope_scaling"):
-            _agree("rope_parameters", parameters or None, "rope_scaling", data["rope_scaling"])
-            compress = data["rope_scaling"]
+        main, compress = {}, parameters or data.get("rope_scaling") or {}
     thetas = {}
-    for name, table in (("rope_theta", main), ("compress_rope_theta", compress)):
-        nested = table.get("rope_theta") if isinstance(parameters.get("compress"), dict) else None
-        _agree(name, data.get(name), f"rope_parameters.*.{name}", nested)
+    for name, label, table in (
+        ("rope_theta", "main", main),
+        ("compress_rope_theta", "compress", compress),
+    ):
+        nested = table.get("rope_theta") if is_nested else None
+        _agree(name, data.get(name), f"rope_parameters.{label}.rope_theta", nested)
         thetas[name] = float(nested if nested is not None else _require(data, name))
     if main.get("rope_type", "default") != "default":
         raise ValueError(f"rope_parameters.main.rope_type must be 'default', got {main}")
-    return thetas | {"rope_scaling": _yarn(compress)}
+    scaling = _yarn(compress)
+    if (released := data.get("rope_scaling")) and _yarn(released) != scaling:
+        raise ValueError(
+            f"rope_parameters and rope_scaling contradict each other: {compress} and {released}"
+        )
+    return thetas | {"rope_scaling": scaling}
 
 
 def _yarn(table: dict[str, Any]) -> YarnScaling | None:

@@ -114,8 +114,8 @@ def split_into_segments(schedule: tuple[LayerSpec, ...]) -> tuple[Segment, ...]:
     """Cuts a schedule into segments of a repeating pattern, so that layers can be scanned.
 
     Greedy: at each layer, the pattern that covers most layers with at least two copies wins, the
-    shorter one among equals; a layer that starts none is a segment by itself. Flash gives SWA,
-    SWA, CSA, then 20 times (HCA, CSA).
+    shorter one among equals; a layer that starts none is a segment by itself. Flash gives
+    twice SWA, once CSA, then 20 times (HCA, CSA).
     """
     kinds = [spec.kind for spec in schedule]
     segments = []

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 def rms_norm(x: jax.Array, weight: jax.Array | None, *, eps: float) -> jax.Array:
-    """x / sqrt(mean(x**2) + eps) * weight over the last axis, in f32, in the dtype of x."""
+    """RMS norm of the last axis: x / sqrt(mean(x**2) + eps) * weight, in f32, in the dtype of x."""
     wide = x.astype(jnp.float32)
     scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     if weight is not None:

@@ -73,6 +73,11 @@ class AttentionParams:
     indexer: IndexerParams | None
 
 
+def f32_shape(*shape: int) -> Any:
+    """A stand-in for an f32 array, whatever the dtype of activations."""
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
 def attention_shapes(config: DSV4Config, attn: AttentionType, array: Any) -> AttentionParams:
     """Shapes of one attention sublayer; `array(*shape)` gives one in the dtype of activations."""
     d, heads, c, rank = (
@@ -98,7 +103,7 @@ def attention_shapes(config: DSV4Config, attn: AttentionType, array: Any) -> Att
         wq_b=array(heads * c, rank),
         wkv=array(c, d),
         kv_norm=array(c),
-        attn_sink=jax.ShapeDtypeStruct((heads,), jnp.float32),
+        attn_sink=f32_shape(heads),
         wo_a=array(latent, heads // config.o_groups * c),
         wo_b=array(d, latent),
         compressor=compressor,
@@ -114,6 +119,6 @@ def _compressor_shapes(
     return CompressorParams(
         wkv=array(width, config.hidden_size),
         wgate=array(width, config.hidden_size),
-        ape=jax.ShapeDtypeStruct((rate, width), jnp.float32),
+        ape=f32_shape(rate, width),
         norm=array(head_dim),
     )

@@ -8,13 +8,14 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
 from dsv4_jax.attention.params import AttentionParams
 from dsv4_jax.config import DSV4Config
 from pallas_kernels.rotary import rms_norm, rotate
 
 
-def linear(x: jax.Array, weight: jax.Array, *, dtype: jnp.dtype | None = None) -> jax.Array:
+def linear(x: jax.Array, weight: jax.Array, *, dtype: DTypeLike | None = None) -> jax.Array:
     """[..., in] times [out, in] -> [..., out], accumulated in f32.
 
     A product of one row is computed as one of two: on a CPU the two round differently, and a

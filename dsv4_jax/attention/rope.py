@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax.config import DSV4Config, YarnScaling
 from dsv4_jax.layer_schedule import AttentionType
 
 
-def rope_frequencies(config: DSV4Config, attn: AttentionType) -> np.ndarray:
+def rope_frequencies(config: DSV4Config, attn: AttentionType) -> jax.Array:
     """Radians per position of each pair of dims.
 
     Built in NumPy, step by step in f32 as the released code does (the power itself is correctly
@@ -26,13 +28,13 @@ def rope_frequencies(config: DSV4Config, attn: AttentionType) -> np.ndarray:
     Source: deepseek_v4.md section 1.4 and appendix A.
     """
     if attn == AttentionType.SWA:
-        return _plain(config.rope_theta, config.rope_dim)
+        return jnp.asarray(_plain(config.rope_theta, config.rope_dim))
     plain = _plain(config.compress_rope_theta, config.rope_dim)
     if config.rope_scaling is None:
-        return plain
+        return jnp.asarray(plain)
     ramp = _yarn_ramp(config.compress_rope_theta, config.rope_dim, config.rope_scaling)
     stretched = plain / np.float32(config.rope_scaling.factor)
-    return stretched * ramp + plain * (1 - ramp)
+    return jnp.asarray(stretched * ramp + plain * (1 - ramp))
 
 
 def _plain(theta: float, rope_dim: int) -> np.ndarray:

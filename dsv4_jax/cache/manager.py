@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax.cache.handle import LayerCacheHandle
@@ -143,7 +144,8 @@ class KVCacheManager:
         slots[: len(self._changed)] = sorted(self._changed)
         self._changed.clear()
         rows = np.maximum(slots, 0)
-        return update_slots(cache, slots, self.length_tokens[rows], self.block_table[rows])
+        values = (slots, self.length_tokens[rows], self.block_table[rows])
+        return update_slots(cache, *map(jnp.asarray, values))
 
     @staticmethod
     def acquire(cache: ModelCache, step_input: StepInput, *, layer_idx: int) -> LayerCacheHandle:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import flax.struct
 import jax
+import jax.core
 import jax.numpy as jnp
 
 
@@ -67,7 +69,8 @@ class CallIndices:
         """The same call, cut to the first i32[B] tokens of each row; the others are padding."""
         row = jnp.maximum(self.request_ids, 0)
         kept = (self.request_ids >= 0) & (self.positions - self.lengths < num_tokens[row])
-        return self.replace(
+        return dataclasses.replace(
+            self,
             request_ids=jnp.where(kept, self.request_ids, -1),
             slots=jnp.where(kept, self.slots, -1),
             row_counts=jnp.clip(num_tokens, 0, self.row_counts),

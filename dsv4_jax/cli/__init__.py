@@ -16,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="dsv4-jax", description="DeepSeek-V4 inference in JAX.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, module in _COMMANDS.items():
-        summary = module.__doc__.split("\n")[0]
+        summary = (module.__doc__ or "").split("\n")[0]
         module.add_arguments(commands.add_parser(name, help=summary, description=summary))
     args = parser.parse_args(argv)
     try:

@@ -8,6 +8,7 @@ import sys
 import time
 
 import jax.numpy as jnp
+from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Streams one prompt's text to stdout; several are printed one after another when done."""
     started = time.perf_counter()
-    engine = _build(args)
+    engine, tokenizer = _build(args)
     settings = {
         "max_new_tokens": args.max_new_tokens,
         "temperature": args.temperature,
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     }
     _note(f"compiling for the first tokens ({time.perf_counter() - started:.1f} s to load)")
     stream = engine.stream(args.prompt, **settings)
-    texts = [TextStream(engine.tokenizer) for _ in args.prompt]
+    texts = [TextStream(tokenizer) for _ in args.prompt]
     pieces: list[list[str]] = [[prompt] for prompt in args.prompt]
     single = len(args.prompt) == 1
     bar = tqdm(total=args.max_new_tokens * len(args.prompt), unit="token", disable=single)
@@ -72,14 +73,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _build(args: argparse.Namespace) -> Engine:
+def _build(args: argparse.Namespace) -> tuple[Engine, Tokenizer]:
     engine_options = {"max_requests": len(args.prompt), "cache_format": args.cache_format}
     engine = Engine.from_checkpoint(
         args.checkpoint, dtype=jnp.dtype(args.dtype), progress=True, **engine_options
     )
     if engine.tokenizer is None:
         raise ValueError(f"{args.checkpoint} has no tokenizer.json, so text cannot be encoded")
-    return engine
+    return engine, engine.tokenizer
 
 
 def _note(text: str) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
+import jax.core
 import jax.numpy as jnp
 
 from dsv4_jax.cache.model_cache import ModelCache
@@ -87,7 +90,9 @@ def decode_loop(
         carry: tuple[ModelCache, jax.Array, jax.Array], _: None
     ) -> tuple[tuple[ModelCache, jax.Array, jax.Array], jax.Array]:
         cache, token_ids, request_ids = carry
-        step_input_now = step_input.replace(token_ids=token_ids, request_ids=request_ids)
+        step_input_now = dataclasses.replace(
+            step_input, token_ids=token_ids, request_ids=request_ids
+        )
         cache, logits = decode_step(params, cache, step_input_now, config=config)
         slots = jnp.maximum(step_input.request_slots, 0)
         drawn = sample(logits, sampling, cache.length_tokens[slots])

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from tokenizers import Tokenizer
 
 from dsv4_jax.cache.manager import KVCacheManager
@@ -136,9 +137,9 @@ class Engine:
         cls,
         path: str | os.PathLike[str],
         *,
-        dtype: jnp.dtype = jnp.bfloat16,
+        dtype: DTypeLike = jnp.bfloat16,
         progress: bool = False,
-        **options,  # noqa: ANN003
+        **options,
     ) -> Engine:
         """An engine for a checkpoint directory, with its tokenizer if it brings one.
 

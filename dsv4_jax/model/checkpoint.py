@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import re
@@ -37,6 +38,8 @@ from dsv4_jax.model.weight_files import (
 )
 
 _DTYPES = ("float32", "bfloat16", "float16")
+_INDEX = "model.safetensors.index.json"
+_OUR_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +96,7 @@ def load_checkpoint(
     Raises:
       FileNotFoundError: there is no config, or no safetensors file, or a shard is missing.
       ValueError: `dtype` is none of f32, bf16 and f16; a file is truncated; or tensors are
-        missing, unexpected or misshapen, all of which are listed.
+        missing, unexpected, there twice, misshapen or of a wrong dtype, all of which are listed.
     """
     if jnp.dtype(dtype).name not in _DTYPES:
         raise ValueError(f"dtype must be one of {_DTYPES}, got {jnp.dtype(dtype).name}")
@@ -102,16 +105,22 @@ def load_checkpoint(
         raise FileNotFoundError(f"{directory} is no directory; pass one that holds a config.json")
     config = DSV4Config.from_hf(directory)
     stored: dict[str, StoredTensor] = {}
+    problems = []
     for file in find_weight_files(directory):
-        stored |= list_tensors(file)
-    sources = _sources(stored)
+        tensors = list_tensors(file)
+        problems += [
+            f"twice: {name}, in {stored[name].file.name} and {file.name}"
+            for name in sorted(stored.keys() & tensors.keys())
+        ]
+        stored |= tensors
+    sources = _sources(stored, problems)
     has_draft = any(name.startswith("mtp.") for name in sources)
     if not (has_draft and config.num_mtp_layers):
         config = dataclasses.replace(config, num_mtp_layers=0)
         sources = {name: s for name, s in sources.items() if not name.startswith("mtp.")}
     shapes = param_shapes(config, dtype)
     targets = all_targets(config, shapes)
-    _check(sources, targets, directory)
+    _check(sources, targets, problems, directory)
     with tqdm(total=len(targets), unit="tensor", disable=not progress, desc="loading") as bar:
         return config, _read_leaves(shapes, targets, sources, bar.update)
 
@@ -125,13 +134,16 @@ def save_checkpoint(
 ) -> None:
     """Writes a checkpoint that transformers loads, and `load_checkpoint` too, bit for bit.
 
-    Files are written under other names first and renamed when complete, the config last.
+    Files are written under other names first and renamed when complete, the config last. Weight
+    files of an earlier save that the new one does not replace are removed, since readers would
+    find them.
 
     Args:
       config: the model.
       params: of the model.
       path: directory, made if it is not there; files of the same names are replaced.
-      max_shard_bytes: larger checkpoints are cut into files of at most that size, and an index.
+      max_shard_bytes: larger checkpoints are cut into files of at most that many bytes of tensors
+        (a larger tensor has a file of its own), and an index.
 
     Raises:
       ValueError: the parameters are not those of `config`; every difference is listed.
@@ -158,31 +170,47 @@ def save_checkpoint(
         os.replace(directory / f"{file}.partial", directory / file)
     if not single:
         index = {"metadata": {}, "weight_map": weight_map}
-        _write_json(directory / "model.safetensors.index.json", index)
+        _write_json(directory / _INDEX, index)
+        written.append(_INDEX)
+    for old in directory.iterdir():
+        if _OUR_FILES.fullmatch(old.name) and old.name not in written:
+            old.unlink()
     dtype = {"dtype": jnp.dtype(params.dtype).name}
     _write_json(directory / "config.json", write_config(config) | dtype)
 
 
-def _sources(stored: dict[str, StoredTensor]) -> dict[str, _Source]:
-    """Stored tensors by canonical name; scales join their weights, fused experts come apart."""
+def _sources(stored: dict[str, StoredTensor], problems: list[str]) -> dict[str, _Source]:
+    """Stored tensors by canonical name; names that mean the same tensor are problems."""
+    sources: dict[str, _Source] = {}
+    for name, source in _named_sources(stored):
+        if name in sources:
+            problems.append(f"twice: {name}, as {sources[name].name} and {source.name}")
+        sources[name] = source
+    return sources
+
+
+def _named_sources(stored: dict[str, StoredTensor]) -> Iterator[tuple[str, _Source]]:
+    """Scales join their quantised weights, fused experts come apart."""
     canonical = {canonical_name(name): name for name in stored}
-    sources = {}
-    for name, original in canonical.items():
-        tensor = stored[original]
-        if re.search(r"\.experts\.gate_up_proj$", name):
-            sources |= dict(_fused_experts(name, original, tensor))
-        elif re.search(r"\.experts\.down_proj$", name):
+    for original, tensor in stored.items():
+        name = canonical_name(original)
+        weight = canonical.get(name.removesuffix("scale") + "weight")
+        if re.search(r"\.experts\.gate_up_proj$", name) and len(tensor.shape) == 3:
+            yield from _fused_experts(name, original, tensor)
+        elif re.search(r"\.experts\.down_proj$", name) and len(tensor.shape) == 3:
             for expert in range(tensor.shape[0]):
                 part = name.replace("down_proj", f"{expert}.w2.weight")
-                sources[part] = _Source(tensor, (expert,), None, original)
-        elif name.endswith(".scale") and name.removesuffix("scale") + "weight" in canonical:
+                yield part, _Source(tensor, (expert,), None, original)
+        elif name.endswith(".scale") and weight and _is_quantised(stored[weight]):
             continue
         else:
             scale = canonical.get(name.removesuffix("weight") + "scale")
-            quantised = tensor.dtype.name == "float8_e4m3fn" or is_packed_fp4(tensor)
-            used = stored[scale] if scale and quantised else None
-            sources[name] = _Source(tensor, (), used, original)
-    return sources
+            used = stored[scale] if scale and _is_quantised(tensor) else None
+            yield name, _Source(tensor, (), used, original)
+
+
+def _is_quantised(tensor: StoredTensor) -> bool:
+    return tensor.dtype.name == "float8_e4m3fn" or is_packed_fp4(tensor)
 
 
 def _fused_experts(name: str, original: str, tensor: StoredTensor) -> Iterator[tuple[str, _Source]]:
@@ -195,17 +223,29 @@ def _fused_experts(name: str, original: str, tensor: StoredTensor) -> Iterator[t
 
 
 def _check(
-    sources: dict[str, _Source], targets: dict[str, Target], directory: pathlib.Path
+    sources: dict[str, _Source],
+    targets: dict[str, Target],
+    problems: list[str],
+    directory: pathlib.Path,
 ) -> None:
-    problems = [
-        f"missing: {name} {list(t.shape)}" for name, t in targets.items() if name not in sources
+    problems = problems + [
+        f"missing: {name} {list(target.shape)}"
+        for name, target in targets.items()
+        if name not in sources
     ]
     for name, source in sources.items():
         if name not in targets:
             problems.append(f"unexpected: {source.name} {list(source.tensor.shape)}")
             continue
         shape = targets[name].shape
-        if source.shape != shape:
+        if _is_quantised(source.tensor) and (source.scale is None or len(shape) != 2):
+            problem = "missing: scale of" if len(shape) == 2 else "wrong dtype:"
+            problems.append(f"{problem} {source.name}, which is {source.tensor.dtype}")
+        elif name.endswith("tid2eid") != np.issubdtype(source.tensor.dtype, np.integer) and (
+            source.scale is None
+        ):
+            problems.append(f"wrong dtype: {source.name}, which is {source.tensor.dtype}")
+        elif source.shape != shape:
             problems.append(
                 f"wrong shape: {source.name} must be {list(shape)}, is {list(source.shape)}"
             )
@@ -216,8 +256,6 @@ def _check(
                     f"wrong shape: scale of {source.name} must be {list(wanted)}, "
                     f"is {list(source.scale.shape)}"
                 )
-        elif source.tensor.dtype.name == "float8_e4m3fn" or is_packed_fp4(source.tensor):
-            problems.append(f"missing: scale of {source.name}, which is {source.tensor.dtype}")
     if problems:
         listed = "\n  ".join(problems)
         raise ValueError(f"{directory} does not fit its config.json:\n  {listed}")
@@ -260,11 +298,14 @@ def _check_experts(name: str, table: np.ndarray, shapes: DSV4Params) -> None:
 def _check_params(params: DSV4Params, shapes: DSV4Params) -> None:
     found = {_dotted(p): leaf for p, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
     wanted = {_dotted(p): leaf for p, leaf in jax.tree_util.tree_flatten_with_path(shapes)[0]}
+
+    def describe(leaf: Any) -> str:
+        return "absent" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"
+
     problems = [
-        f"{name} must be {list(wanted[name].shape) if name in wanted else 'absent'}, is "
-        f"{list(found[name].shape) if name in found else 'absent'}"
+        f"{name} must be {describe(wanted.get(name))}, is {describe(found.get(name))}"
         for name in sorted(found.keys() | wanted.keys())
-        if name not in found or name not in wanted or found[name].shape != wanted[name].shape
+        if describe(wanted.get(name)) != describe(found.get(name))
     ]
     if problems:
         raise ValueError("params are not those of config:\n  " + "\n  ".join(problems))
@@ -277,8 +318,8 @@ def _shards(
     shards: list[list[str]] = [[]]
     size = 0
     for name, target in targets.items():
-        itemsize = get_leaf(params, target.leaf).dtype.itemsize
-        count = int(np.prod(target.shape)) * itemsize
+        itemsize = 8 if _is_table(target) else get_leaf(params, target.leaf).dtype.itemsize
+        count = math.prod(target.shape) * itemsize
         if shards[-1] and size + count > max_shard_bytes:
             shards.append([])
             size = 0
@@ -289,9 +330,13 @@ def _shards(
 
 def _tensor(params: DSV4Params, target: Target) -> np.ndarray:
     values = np.asarray(get_leaf(params, target.leaf)[target.index])
-    if target.leaf.endswith("tid2eid"):
+    if _is_table(target):
         values = values.astype(np.int64)
     return np.ascontiguousarray(values)
+
+
+def _is_table(target: Target) -> bool:
+    return target.leaf.endswith("tid2eid")
 
 
 def _dotted(path: tuple[Any, ...]) -> str:

@@ -8,9 +8,10 @@ Source: deepseek_v4.md section 6.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.layer_schedule import layer_schedule
@@ -84,7 +85,8 @@ _DRAFT = {
 }
 
 
-class Target(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Target:
     """Where a canonical tensor goes.
 
     Attributes:

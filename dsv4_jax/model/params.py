@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
-from dsv4_jax.attention.params import AttentionParams, attention_shapes
+from dsv4_jax.attention.params import AttentionParams, attention_shapes, f32_shape
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.layer_schedule import AttentionType, LayerSpec, RouterType, layer_schedule
 
@@ -211,11 +211,10 @@ def _head_mix_shapes(config: DSV4Config) -> StreamMixParams:
 
 
 def _mix_shapes(config: DSV4Config, *, rows: int, scales: int) -> StreamMixParams:
-    f32 = jnp.float32
     return StreamMixParams(
-        fn=jax.ShapeDtypeStruct((rows, config.hc_mult * config.hidden_size), f32),
-        base=jax.ShapeDtypeStruct((rows,), f32),
-        scale=jax.ShapeDtypeStruct((scales,), f32),
+        fn=f32_shape(rows, config.hc_mult * config.hidden_size),
+        base=f32_shape(rows),
+        scale=f32_shape(scales),
     )
 
 
@@ -223,9 +222,10 @@ def _moe_shapes(config: DSV4Config, router: RouterType, array: Any) -> MoEParams
     d, width, experts = config.hidden_size, config.moe_intermediate_size, config.num_routed_experts
     bias = table = None
     if router == RouterType.LEARNED:
-        bias = jax.ShapeDtypeStruct((experts,), jnp.float32)
+        bias = f32_shape(experts)
     else:
-        table = jax.ShapeDtypeStruct((config.vocab_size, config.num_experts_per_token), jnp.int32)
+        shape = (config.vocab_size, config.num_experts_per_token)
+        table = cast(Any, jax.ShapeDtypeStruct(shape, jnp.int32))
     return MoEParams(
         gate=array(experts, d),
         bias=bias,

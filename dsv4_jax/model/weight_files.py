@@ -55,6 +55,7 @@ def find_weight_files(path: pathlib.Path) -> list[pathlib.Path]:
 
     Raises:
       FileNotFoundError: there are none, or a shard that the index names is missing.
+      ValueError: the index is broken.
     """
     index = path / "model.safetensors.index.json"
     if not index.is_file():
@@ -62,7 +63,10 @@ def find_weight_files(path: pathlib.Path) -> list[pathlib.Path]:
         if not files:
             raise FileNotFoundError(f"no *.safetensors in {path}; pass a checkpoint directory")
         return files
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is no index with a weight_map: {error!r}") from error
     missing = [name for name in names if not (path / name).is_file()]
     if missing:
         raise FileNotFoundError(f"{index} names files that are not there: {', '.join(missing)}")
@@ -81,8 +85,8 @@ def list_tensors(file: pathlib.Path) -> dict[str, StoredTensor]:
         if size < 8 or 8 + header_size > size:
             raise ValueError(f"{file} is truncated, or no safetensors file: its header is cut off")
         try:
-            header = json.loads(stream.read(header_size))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            header = dict(json.loads(stream.read(header_size)))
+        except (ValueError, TypeError) as error:
             raise ValueError(f"{file} is no safetensors file: {error}") from error
     tensors = {}
     for name, entry in header.items():

@@ -16,10 +16,10 @@ import sysconfig
 import warnings
 import zlib
 from collections.abc import Iterator
+from pydoc_data.topics import topics
 from typing import NamedTuple
 
 import numpy as np
-from pydoc_data.topics import topics
 
 BOS, EOS = 256, 257
 VOCAB_SIZE = 258

@@ -12,6 +12,8 @@ import functools
 import json
 import pathlib
 import time
+from collections.abc import Iterator
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +22,8 @@ import optax
 
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.layer_schedule import AttentionType, RouterType
-
-# SAVE
-from dsv4_jax.model.params import DSV4Params, init_params
+from dsv4_jax.model.checkpoint import save_checkpoint
+from dsv4_jax.model.params import DSV4Params, init_params, param_shapes
 from dsv4_jax.training.corpus import BOS, EOS, VOCAB_SIZE, read_corpus
 from dsv4_jax.training.losses import held_out_loss, training_loss
 
@@ -80,7 +81,7 @@ def starting_params(config: DSV4Config, key: jax.Array) -> DSV4Params:
     return jax.tree_util.tree_map_with_path(neutral, init_params(config, key))
 
 
-def batches(tokens: np.ndarray, batch: int, length: int, seed: int):  # noqa: ANN201
+def batches(tokens: np.ndarray, batch: int, length: int, seed: int) -> Iterator[np.ndarray]:
     """Endless i32[batch, length]: half of them start with a document, half anywhere."""
     rng = np.random.default_rng(seed)
     starts = np.flatnonzero(tokens == BOS)
@@ -91,6 +92,18 @@ def batches(tokens: np.ndarray, batch: int, length: int, seed: int):  # noqa: AN
         yield tokens[begin[:, None] + np.arange(length)]
 
 
+def make_optimizer(params: DSV4Params) -> optax.GradientTransformation:
+    """AdamW at rate 1, for the caller to scale by the rate of the moment; tables stay."""
+    labels = jax.tree.map(lambda leaf: "keep" if leaf.dtype == jnp.int32 else "train", params)
+    adamw = optax.adamw(
+        1.0, b1=0.9, b2=0.95, weight_decay=0.1, mask=lambda tree: jax.tree.map(_is_matrix, tree)
+    )
+    return optax.multi_transform(
+        {"train": optax.chain(optax.clip_by_global_norm(1.0), adamw), "keep": optax.set_to_zero()},
+        cast(Any, labels),
+    )
+
+
 def train(
     config: DSV4Config, *, corpus: pathlib.Path | None, minutes: float, batch: int, length: int
 ) -> DSV4Params:
@@ -98,46 +111,33 @@ def train(
     text = read_corpus(corpus)
     print({name: len(part) for name, part in text._asdict().items()}, flush=True)
     params = starting_params(config, jax.random.key(0))
-    frozen = jax.tree.map(lambda leaf: leaf.dtype == jnp.int32, params)
-    progress = optax.inject_hyperparams(optax.adamw)(
-        learning_rate=0.0,
-        b1=0.9,
-        b2=0.95,
-        weight_decay=0.1,
-        mask=jax.tree.map(lambda leaf: leaf.ndim > 1, params),
-    )
-    optimizer = optax.multi_transform(
-        {
-            "train": optax.chain(optax.clip_by_global_norm(1.0), progress),
-            "keep": optax.set_to_zero(),
-        },
-        jax.tree.map(lambda is_frozen: "keep" if is_frozen else "train", frozen),
-    )
-    state = optimizer.init(params)
+    optimizer = make_optimizer(params)
+    state: Any = optimizer.init(cast(Any, params))
 
     @functools.partial(jax.jit, static_argnames="dense", donate_argnums=(0, 1))
-    def step(params, state, token_ids, rate, *, dense):  # noqa: ANN001, ANN202
-        def loss(trained):  # noqa: ANN001, ANN202
-            merged = jax.tree.map(lambda f, p, t: p if f else t, frozen, params, trained)
-            return training_loss(merged, token_ids, config=config, dense=dense)
+    def step(
+        params: DSV4Params, state: Any, token_ids: jax.Array, rate: jax.Array, *, dense: bool
+    ) -> tuple[DSV4Params, Any, dict[str, jax.Array]]:
+        def loss(params: DSV4Params) -> tuple[jax.Array, dict[str, jax.Array]]:
+            return training_loss(params, token_ids, config=config, dense=dense)
 
-        floats = jax.tree.map(lambda f, p: jnp.zeros(()) if f else p, frozen, params)
-        (_, losses), grads = jax.value_and_grad(loss, has_aux=True)(floats)
-        grads = jax.tree.map(lambda f, p, g: jnp.zeros_like(p) if f else g, frozen, params, grads)
-        updates, state = optimizer.update(grads, state, params)
-        updates = jax.tree.map(lambda u: u * rate, updates)
-        return jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, updates), state, losses
+        grads, losses = jax.grad(loss, has_aux=True, allow_int=True)(params)
+        grads = jax.tree.map(
+            lambda g, p: g if g.dtype == p.dtype else jnp.zeros_like(p), grads, params
+        )
+        updates, state = optimizer.update(grads, state, cast(Any, params))
+        params = jax.tree.map(lambda p, u: p + (u * rate).astype(p.dtype), params, updates)
+        return params, state, losses
 
-    # The rate multiplies Adam's unit steps, so that it can follow the clock instead of a count.
-    state.inner_states["train"].inner_state[1].hyperparams["learning_rate"] = jnp.float32(1.0)
     evaluate = jax.jit(held_out_loss, static_argnames=("config", "cache_format", "selector"))
     validation = next(batches(text.validation, 64, length + 1, seed=1))
     source = batches(text.train, batch, length + 2, seed=0)
-    start, count, best = time.time(), 0, (float("inf"), params)
+    start, count = time.time(), 0
+    best: tuple[float, DSV4Params | None] = (float("inf"), None)
     while (done := (time.time() - start) / (60 * minutes)) < 1:
         rate = 3e-3 * min(1, (count + 1) / 300) * (0.02 + 0.98 * 0.5 * (1 + np.cos(np.pi * done)))
         params, state, losses = step(
-            params, state, next(source), jnp.float32(rate), dense=done < 0.4
+            params, state, jnp.asarray(next(source)), jnp.float32(rate), dense=done < 0.4
         )
         if count % 250 == 0:
             found = {name: round(float(value), 4) for name, value in losses.items()}
@@ -150,14 +150,17 @@ def train(
             jax.block_until_ready(losses)
         count += 1
     print(f"{count} steps, {count * batch * length / 1e6:.0f} M tokens; best {best[0]}", flush=True)
-    params = best[1]
-    keep_f32 = init_params(config, jax.random.key(0), jnp.bfloat16)
-    return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params, keep_f32)
+    shapes = param_shapes(config, jnp.bfloat16)
+    return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), best[1] or params, shapes)
+
+
+def _is_matrix(leaf: jax.Array) -> bool:
+    return leaf.ndim > 1
 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="Trains the shipped checkpoint.")
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--corpus", type=pathlib.Path)
     parser.add_argument("--minutes", type=float, default=9.0)

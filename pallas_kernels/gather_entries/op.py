@@ -1,4 +1,4 @@
-"""Reads stored vectors into dense arrays, for notebooks, for checking, and where dense is faster."""
+"""Reads stored vectors into dense arrays: for notebooks, checking, and where dense is faster."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Definition of `sparse_attention`: one softmax over window and entries, with a sink.
 
-    o[h] = sum_i exp(l[h, i]) k_i / (sum_i exp(l[h, i]) + exp(sink[h])),   l[h, i] = q[h] . k_i scale
+    l[h, i] = q[h] . k_i scale
+    o[h] = sum_i exp(l[h, i]) k_i / (sum_i exp(l[h, i]) + exp(sink[h]))
 
 Source: deepseek_v4.md section 1.3, step 9.
 """

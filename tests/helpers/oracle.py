@@ -41,7 +41,11 @@ def weight_shapes(config: dict) -> dict[str, tuple[int, ...]]:
         parts |= {"input_layernorm.weight": (d,), "post_attention_layernorm.weight": (d,)}
         for mix in ("attn_hc", "ffn_hc"):
             rows = (2 + streams) * streams
-            parts |= {f"{mix}.fn": (rows, streams * d), f"{mix}.base": (rows,), f"{mix}.scale": (3,)}
+            parts |= {
+                f"{mix}.fn": (rows, streams * d),
+                f"{mix}.base": (rows,),
+                f"{mix}.scale": (3,),
+            }
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in parts.items()}
     return shapes
 
@@ -104,9 +108,7 @@ def draw_weights(config: dict, seed: int) -> dict[str, np.ndarray]:
     return {name: _draw(rng, name, shapes[name], config) for name in sorted(shapes)}
 
 
-def _draw(
-    rng: np.random.Generator, name: str, shape: tuple[int, ...], config: dict
-) -> np.ndarray:
+def _draw(rng: np.random.Generator, name: str, shape: tuple[int, ...], config: dict) -> np.ndarray:
     leaf = name.rsplit(".", 1)[-1]
     if leaf == "tid2eid":  # distinct experts of each token id
         order = np.argsort(rng.random((shape[0], config["n_routed_experts"])), axis=-1)

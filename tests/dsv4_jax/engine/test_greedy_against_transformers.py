@@ -37,8 +37,9 @@ def test_a_hundred_greedy_tokens_agree(preset):
     assert completion.finish_reason == "length"
 
 
+@pytest.mark.slow
 def test_a_window_one_token_short_is_noticed():
-    case = oracle.load_case("tiny")
+    case = oracle.load_case("kernel")
     short = dataclasses.replace(case.config, sliding_window=case.config.sliding_window - 1)
     completion, expected = generate(case, short)
     assert completion.token_ids != expected

@@ -162,9 +162,7 @@ def no_yarn(monkeypatch, config, params):
 
 def entries_at_the_end_of_their_block(monkeypatch, config, params):
     """Appendix C 8, B25: the last of the four tokens of a CSA entry."""
-    monkeypatch.setattr(
-        history, "rotate", lambda x, starts, table: rotate(x, starts + 3, table)
-    )
+    monkeypatch.setattr(history, "rotate", lambda x, starts, table: rotate(x, starts + 3, table))
     return config, params
 
 
