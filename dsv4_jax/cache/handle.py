@@ -212,6 +212,9 @@ class LayerCacheHandle:
                 )
         window = self.schema.format.entry.encode(kv, self.schema.rope_dim)
         rows = CallRows(window=window, compressor=compressor, indexer=indexer)
+        # What this call reads must be what a later call finds stored, to the bit: without the
+        # barrier, XLA may compute a row twice and round it differently.
+        rows = jax.lax.optimization_barrier(rows)
         return dataclasses.replace(self, rows=rows)
 
     def flush_compression(
