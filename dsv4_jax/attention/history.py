@@ -132,7 +132,9 @@ def compress_history(
     new = project(params, x, jnp.broadcast_to(tokens[None], x.shape[:2]), name)
 
     def windows(array: jax.Array) -> jax.Array:
-        return array[:, : num_entries * rate].reshape(x.shape[0], num_entries, rate, -1)
+        return array[:, : num_entries * rate].reshape(
+            x.shape[0], num_entries, rate, array.shape[-1]
+        )
 
     values, scores = windows(new.values), windows(new.scores)
     if attn == AttentionType.CSA:

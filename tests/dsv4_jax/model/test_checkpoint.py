@@ -705,7 +705,7 @@ def files_of(folder):
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-@pytest.mark.parametrize("limit", [200_000, 2500])  # the less: a hash table counts as the i64 it is
+@pytest.mark.parametrize("limit", [200_000, 2500])  # 2500: a hash table counts as i64
 def test_sharded_save(tmp_path, limit):
     config, params = tiny_params(jnp.bfloat16)
     ds.save_checkpoint(config, params, tmp_path, max_shard_bytes=limit)

@@ -1,0 +1,109 @@
+"""Engine: prompts of different lengths in one batch, waiting, stopping, and bad input."""
+
+import jax
+import numpy as np
+import pytest
+
+import dsv4_jax as ds
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = ds.DSV4Config.tiny()
+    return config, ds.init_params(config, jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    return ds.Engine(*model, max_requests=3, max_context_tokens=200, prefill_tokens=(16, 48))
+
+
+PROMPTS = [[1, 2, 3], list(range(90)), [50], [7] * 33, [9, 8, 7, 6, 5]]
+
+
+def test_each_prompt_gets_what_it_gets_alone(engine):
+    """More prompts than slots, chunked prefill, rows that come and go."""
+    together = engine.generate(PROMPTS, max_new_tokens=20, stop_token_ids=())
+    for prompt, completion in zip(PROMPTS, together, strict=True):
+        (alone,) = engine.generate([prompt], max_new_tokens=20, stop_token_ids=())
+        assert completion == alone
+        assert len(completion.token_ids) == 20
+        assert completion.finish_reason == "length"
+        assert completion.text is None
+
+
+def test_greedy_tokens_are_those_of_the_whole_history(model):
+    config, params = model
+    engine = ds.Engine(*model, max_requests=2, max_context_tokens=100, cache_format="f32")
+    completions = engine.generate(PROMPTS[:2][::-1], max_new_tokens=10, stop_token_ids=())
+    for prompt, completion in zip(PROMPTS[:2][::-1], completions, strict=True):
+        tokens = [*prompt, *completion.token_ids]
+        logits = ds.forward(params, jax.numpy.asarray([tokens], jax.numpy.int32), config=config)
+        expected = np.argmax(logits[0, len(prompt) - 1 : -1], axis=-1)
+        np.testing.assert_array_equal(completion.token_ids, expected)
+
+
+def test_sampling_depends_on_the_seed_and_on_nothing_else(engine):
+    settings = {"max_new_tokens": 12, "temperature": 1.0, "stop_token_ids": ()}
+    a, b, c = engine.generate([[1, 2], [1, 2], [1, 2]], seed=[3, 4, 3], **settings)
+    assert a == c
+    assert a != b
+    assert engine.generate([[9], [1, 2]], seed=[8, 3], **settings)[1] == a
+
+
+def test_a_stop_token_ends_its_prompt_and_is_returned(engine):
+    (free,) = engine.generate([[1, 2, 3]], max_new_tokens=20, stop_token_ids=())
+    stop = free.token_ids[6]
+    first = free.token_ids.index(stop)
+    (halted,) = engine.generate([[1, 2, 3]], max_new_tokens=20, stop_token_ids=(stop,))
+    assert halted.token_ids == free.token_ids[: first + 1]
+    assert halted.finish_reason == "stop"
+
+
+def test_a_stream_that_is_dropped_gives_its_slots_back(engine):
+    stream = engine.stream(PROMPTS[:3], max_new_tokens=20, stop_token_ids=())
+    next(stream)
+    stream.close()
+    assert engine.generate([[1]], max_new_tokens=2)[0].finish_reason in ("length", "stop")
+    assert engine._manager.num_free_slots == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompts": [[1], []]}, r"prompts\[1\] is empty"),
+        ({"prompts": [[1, 96]]}, r"prompts\[0\] holds token id 96, outside 0\.\.95"),
+        ({"prompts": [[-1]]}, r"prompts\[0\] holds token id -1"),
+        ({"prompts": ["text"]}, "no tokenizer"),
+        ({"prompts": [[1] * 195]}, r"195 tokens, and with max_new_tokens=6 that is 201"),
+        ({"prompts": [[1.5]]}, "list of token ids"),
+        ({"prompts": [[1]], "max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+        ({"prompts": [[1]], "temperature": -1.0}, "temperature"),
+        ({"prompts": [[1]], "top_p": 0.0}, "top_p"),
+        ({"prompts": [[1]], "top_k": -1}, "top_k"),
+        ({"prompts": [[1], [2]], "seed": [1]}, "one per prompt"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(engine, arguments, message):
+    before = jax.tree.map(np.asarray, engine.cache)
+    settings = {"max_new_tokens": 6} | arguments
+    with pytest.raises(ValueError, match=message):
+        engine.generate(settings.pop("prompts"), **settings)
+    jax.tree.map(np.testing.assert_array_equal, engine.cache, before)
+    assert engine._manager.num_free_slots == 3
+
+
+def test_a_context_that_is_filled_to_the_last_token(model):
+    """No multiple of anything: 37 tokens of context, 30 of prompt."""
+    engine = ds.Engine(*model, max_requests=1, max_context_tokens=37, prefill_tokens=(16,))
+    (completion,) = engine.generate([[3] * 30], max_new_tokens=7, stop_token_ids=())
+    assert len(completion.token_ids) == 7
+
+
+def test_bad_engines_are_refused(model):
+    with pytest.raises(ValueError, match="cache_format must be one of"):
+        ds.Engine(*model, cache_format="fp6")
+    with pytest.raises(ValueError, match="max_concurrent_requests|max_requests"):
+        ds.Engine(*model, max_requests=0)
+    with pytest.raises(ValueError, match="prefill_tokens"):
+        ds.Engine(*model, prefill_tokens=(64, 16))

@@ -1,0 +1,193 @@
+"""Split and batch invariance: how a history was cut into calls, and beside what, changes no bit."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dsv4_jax as ds
+from helpers.schedules import (
+    assert_same_bytes,
+    live_rows,
+    poison,
+    random_cuts,
+    run_cuts,
+    step_input,
+)
+
+NUM_TOKENS = 24
+LENGTHS = (150, 61, 97)
+SWA, CSA, HCA = ds.AttentionType.SWA, ds.AttentionType.CSA, ds.AttentionType.HCA
+
+
+def trunk(**changes):
+    config = dataclasses.replace(ds.DSV4Config.tiny(), num_mtp_layers=0)
+    if "layer_types" in changes:
+        hashed = (ds.RouterType.HASH,)
+        rest = (ds.RouterType.LEARNED,) * (len(changes["layer_types"]) - 1)
+        changes["router_types"] = hashed + rest
+    return dataclasses.replace(config, **changes)
+
+
+def make(config, cache_format, max_context_tokens=200):
+    cache = ds.init_cache(
+        config, max_requests=4, max_context_tokens=max_context_tokens, cache_format=cache_format
+    )
+    return ds.init_params(config, jax.random.key(0)), cache
+
+
+def sequences(config, lengths=LENGTHS):
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, config.vocab_size, n).tolist() for n in lengths]
+
+
+@pytest.mark.parametrize("cache_format", ["f32", "fp8_ue8m0", "fp8_per_entry"])
+def test_any_split_in_any_batch_gives_the_bytes_of_serial_decoding(cache_format):
+    """One bucket: random chunks, rows, slots, padding, and poisoned storage; bit for bit.
+
+    Known bugs B1, B8, B19, B32: stale strides and rows, boundary steps, split paths, poison.
+    """
+    config = trunk()
+    params, cache = make(config, cache_format)
+    texts = sequences(config)
+    serial = run_cuts(
+        config, params, cache, texts, [[1] * n for n in LENGTHS], slots=[0, 1, 2],
+        num_tokens=NUM_TOKENS,
+    )  # fmt: skip
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        slots = rng.permutation(4)[:3].tolist()
+        mixed = run_cuts(
+            config, params, poison(cache), texts, [random_cuts(rng, n, 23) for n in LENGTHS],
+            slots=slots, num_tokens=NUM_TOKENS, rng=rng,
+        )  # fmt: skip
+        for i, slot in enumerate(slots):
+            np.testing.assert_array_equal(np.stack(mixed.logits[i]), np.stack(serial.logits[i]))
+            assert_same_bytes(live_rows(mixed.cache, slot), live_rows(serial.cache, i))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(trunk(layer_types=(SWA, SWA)), id="swa-only"),
+        pytest.param(trunk(layer_types=(CSA, CSA)), id="csa-only"),
+        pytest.param(trunk(layer_types=(HCA, HCA)), id="hca-only"),
+        pytest.param(trunk(layer_types=(HCA, HCA, CSA, HCA, CSA)), id="pro-order"),
+        pytest.param(
+            trunk(csa_compression_ratio=3, hca_compression_ratio=20, sliding_window=5),
+            id="odd-rates",
+        ),
+        pytest.param(trunk(sliding_window=130, hca_compression_ratio=128), id="long-window"),
+        pytest.param(trunk(hca_compression_ratio=64, indexer_top_k=64), id="all-selected"),
+    ],
+)
+def test_every_schedule_agrees_with_the_whole_history(config):
+    """Prefill in chunks longer and shorter than the window, then decode, against `forward`.
+
+    Known bugs B20, B28: window roll-over for every kind of layer, and empty families.
+    """
+    params, cache = make(config, "f32")
+    texts = sequences(config, (150, 33))
+    whole = [ds.forward(params, jnp.asarray([ids], jnp.int32), config=config)[0] for ids in texts]
+    cuts = [[40, 37, 30, *[1] * 43], [1, 2, 30]]
+    run = run_cuts(config, params, cache, texts, cuts, slots=[3, 1], num_tokens=80)
+    for got, want in zip(run.logits, whole, strict=True):
+        np.testing.assert_allclose(np.stack(got), want, atol=2e-5, rtol=0)
+
+
+def test_append_and_flush_depend_on_their_rows_alone_across_shapes():
+    """Buckets of 2 and of 150 tokens: products may round otherwise, pooling and storing may not.
+
+    With one layer nothing differs but the projections; where those agree to the bit, so must all
+    that is stored.
+    """
+    config = trunk(layer_types=(CSA,))
+    params, cache = make(config, "fp8_ue8m0")
+    texts = sequences(config, (150,))
+    small = run_cuts(config, params, cache, texts, [[2] * 75], slots=[0], num_tokens=2)
+    large = run_cuts(config, params, cache, texts, [[150]], slots=[0], num_tokens=150)
+    a, b = live_rows(small.cache, 0), live_rows(large.cache, 0)
+    same = {name: np.mean(a[name] == b[name]) for name in a}
+    assert min(same.values()) > 0.98, same
+
+
+def test_a_request_alone_in_a_batch_of_one_equals_itself_in_a_batch():
+    """Decode at B = 1 and B = 3: shapes differ, so within tolerance, and greedy tokens equal."""
+    config = trunk()
+    params, cache = make(config, "f32")
+    text = sequences(config, (70,))[0]
+    alone, _ = ds.prefill(params, cache, step_input([text], [0], [1], num_tokens=70), config=config)
+    for num_rows in (1, 3):
+        slots = [1, -1, -1][:num_rows]
+        call = step_input(
+            [[5]] + [[]] * (num_rows - 1), range(num_rows), slots, num_tokens=num_rows
+        )
+        _, logits = ds.decode_step(params, alone, call, config=config)
+        if num_rows == 1:
+            expected = logits[0]
+        np.testing.assert_allclose(logits[0], expected, atol=2e-5, rtol=0)
+        assert not np.any(np.asarray(logits[1:]))
+
+
+def test_a_batch_of_padding_only_changes_nothing():
+    """Known bug B5: all lengths zero."""
+    config = trunk()
+    params, cache = make(config, "fp8_ue8m0")
+    call = step_input([[], []], [0, 1], [-1, -1], num_tokens=4)
+    after, logits = ds.prefill(params, cache, call, config=config)
+    assert not np.any(np.asarray(logits))
+    jax.tree.map(np.testing.assert_array_equal, after, cache)
+
+
+@pytest.mark.parametrize("start", [0, 1, 2, 3, 30, 31, 63, 127])
+@pytest.mark.parametrize("kept", [0, 1, 2, 3, 5])
+def test_commit_keeps_what_serial_steps_would_have_stored(start, kept):
+    """A staged step of 5 tokens, of which the first `kept` stay.
+
+    Known bugs B14, B15: partial acceptance, at positions of every kind.
+    """
+    config = trunk(sliding_window=4)
+    params, cache = make(config, "fp8_ue8m0")
+    text = sequences(config, (start + 7,))[0]
+    stage, commit, prefill = _jitted()
+    lead = [text[i : i + 5] for i in range(0, start, 5)]
+    for piece in lead:
+        call = step_input([piece], [0], [2], num_tokens=5)
+        cache, _ = prefill(params, cache, call, config=config)
+    wrong = [(token + 1) % config.vocab_size for token in text[start + kept : start + 5]]
+    call = step_input([text[start : start + kept] + wrong], [0], [2], num_tokens=5)
+    staged_cache, staged, logits = stage(params, cache, call, config=config)
+    for family in ("state", "length_tokens"):
+        jax.tree.map(
+            np.testing.assert_array_equal, getattr(staged_cache, family), getattr(cache, family)
+        )
+    committed = commit(staged_cache, staged, jnp.asarray([kept], jnp.int32))
+    serial = cache
+    for token in text[start : start + kept]:
+        call = step_input([[token]], [0], [2], num_tokens=5)
+        serial, expected = prefill(params, serial, call, config=config)
+        np.testing.assert_array_equal(expected[0], logits[int(serial.length_tokens[2]) - start - 1])
+    assert_same_bytes(live_rows(committed, 2), live_rows(serial, 2))
+    # And the next step agrees too: what was rejected is not seen.
+    call = step_input([text[start + kept : start + kept + 2]], [0], [2], num_tokens=5)
+    after, got = prefill(params, committed, call, config=config)
+    again, want = prefill(params, serial, call, config=config)
+    np.testing.assert_array_equal(got, want)
+    assert_same_bytes(live_rows(after, 2), live_rows(again, 2))
+
+
+_JITTED = []
+
+
+def _jitted():
+    if not _JITTED:
+        _JITTED.append(
+            (
+                jax.jit(ds.stage_step, static_argnames="config"),
+                jax.jit(ds.commit),
+                jax.jit(ds.prefill, static_argnames="config"),
+            )
+        )
+    return _JITTED[0]
