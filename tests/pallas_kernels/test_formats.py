@@ -5,11 +5,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import page_reader
-from helpers.page_reader import E2M1, E4M3, ue8m0_values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers import page_reader
+from helpers.page_reader import E2M1, E4M3, ue8m0_values
 from pallas_kernels import CACHE_FORMATS, get_cache_format
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "data" / "quant_vectors.npz"

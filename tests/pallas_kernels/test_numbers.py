@@ -2,8 +2,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.page_reader import E2M1, E4M3
 
+from helpers.page_reader import E2M1, E4M3
 from pallas_kernels import numbers
 
 both_modes = pytest.mark.parametrize("mode", [lambda f: f, jax.jit], ids=["eager", "jit"])

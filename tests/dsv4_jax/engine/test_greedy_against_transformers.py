@@ -4,9 +4,9 @@ import dataclasses
 
 import numpy as np
 import pytest
-from helpers import oracle, tolerance
 
 import dsv4_jax as ds
+from helpers import oracle, tolerance
 
 
 def generate(case, config):

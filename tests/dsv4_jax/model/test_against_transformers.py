@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import capture, oracle, tolerance
 
 import dsv4_jax as ds
 from dsv4_jax.attention import history
 from dsv4_jax.attention.rope import rope_frequencies
 from dsv4_jax.layer_schedule import AttentionType
 from dsv4_jax.model import transformer
+from helpers import capture, oracle, tolerance
 from pallas_kernels.rotary import rotate
 
 ENTRIES = ("comp/normed", "comp/entries", "idx/normed", "idx/keys")

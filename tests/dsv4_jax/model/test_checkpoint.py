@@ -16,12 +16,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from helpers import page_reader, tolerance
 
 import dsv4_jax as ds
 from dsv4_jax.config_json import write_config
 from dsv4_jax.layer_schedule import AttentionType, RouterType
 from dsv4_jax.model import checkpoint
+from helpers import page_reader, tolerance
 
 SAVED = pathlib.Path(__file__).parents[2] / "data" / "hf_saved_tiny"
 NUM_LAYERS, NUM_EXPERTS = 3, 4
