@@ -51,27 +51,29 @@ def index_divergence(selection: Selection) -> jax.Array:
 
 def training_loss(
     params: DSV4Params,
+    read_ids: jax.Array,
     token_ids: jax.Array,
     *,
     config: DSV4Config,
-    dense: bool,
+    dense: jax.Array,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The sum of all losses, and each by name.
 
     Args:
       params: of the model.
-      token_ids: i32[B, T + 2].
+      read_ids: i32[B, T + 2], the text as the model reads it.
+      token_ids: i32[B, T + 2], the text as it should have been.
       config: the model.
-      dense: CSA layers attend to every entry, not only to the selected ones.
+      dense: bool[], CSA layers attend to every entry, not only to the selected ones.
     """
     divergences: list[jax.Array] = []
 
     def selector(selection: Selection) -> jax.Array:
         divergences.append(index_divergence(selection))
-        return (select_all if dense else select_by_score)(selection)
+        return jnp.where(dense, select_all(selection), select_by_score(selection))
 
-    inputs, following, after = token_ids[:, :-2], token_ids[:, 1:-1], token_ids[:, 2:]
-    streams = forward_streams(params, inputs, config=config, selector=selector)
+    following, after = token_ids[:, 1:-1], token_ids[:, 2:]
+    streams = forward_streams(params, read_ids[:, :-2], config=config, selector=selector)
     logits = head(params.hc_head, params.norm, params.head, streams, config)
     losses = {
         "next": jnp.mean(cross_entropy(logits, following)),
@@ -79,7 +81,7 @@ def training_loss(
     }
     total = losses["next"] + losses["index"]
     if params.mtp is not None:
-        draft = forward_draft(params, streams, following, config=config)
+        draft = forward_draft(params, streams, read_ids[:, 1:-1], config=config)
         losses["draft"] = jnp.mean(cross_entropy(draft, after))
         total = total + 0.3 * losses["draft"]
     return total, losses

@@ -1,6 +1,6 @@
 """Trains the shipped checkpoint: `python -m dsv4_jax.training.train --out DIR`, on one GPU.
 
-Dense attention to all entries for the first 40 % of the time, then sparse; the indexer is distilled
+CSA layers attend to all entries at first, then to the selected ones; the indexer is distilled
 throughout. The parameters that do best on the validation part are kept. Needs the extra `train`.
 """
 
@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import math
 import pathlib
 import time
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.layer_schedule import AttentionType, RouterType
 from dsv4_jax.model.checkpoint import save_checkpoint
 from dsv4_jax.model.params import DSV4Params, init_params, param_shapes
-from dsv4_jax.training.corpus import BOS, EOS, VOCAB_SIZE, read_corpus
+from dsv4_jax.training.corpus import BOS, EOS, VOCAB_SIZE, Corpus, read_corpus
 from dsv4_jax.training.losses import held_out_loss, training_loss
 
 SWA, CSA, HCA = AttentionType.SWA, AttentionType.CSA, AttentionType.HCA
@@ -81,81 +82,122 @@ def starting_params(config: DSV4Config, key: jax.Array) -> DSV4Params:
     return jax.tree_util.tree_map_with_path(neutral, init_params(config, key))
 
 
-def batches(tokens: np.ndarray, batch: int, length: int, seed: int) -> Iterator[np.ndarray]:
-    """Endless i32[batch, length]: half of them start with a document, half anywhere."""
+def batches(
+    tokens: np.ndarray, *, batch: int, length: int, noise: float, seed: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Endless pairs of i32[batch, length]: what the model reads, and the text itself.
+
+    Half of the rows start with a document, half anywhere. A share `noise` of the bytes that are
+    read is drawn at random, so that a small text can be gone through often.
+    """
     rng = np.random.default_rng(seed)
     starts = np.flatnonzero(tokens == BOS)
     starts = starts[starts < len(tokens) - length]
     while True:
         anywhere = rng.integers(0, len(tokens) - length, batch)
         begin = np.where(rng.random(batch) < 0.5, rng.choice(starts, batch), anywhere)
-        yield tokens[begin[:, None] + np.arange(length)]
+        text = tokens[begin[:, None] + np.arange(length)]
+        wrong = (rng.random(text.shape) < noise) & (text < BOS)
+        yield np.where(wrong, rng.integers(0, BOS, text.shape, np.int32), text), text
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How long and how fast.
+
+    Attributes:
+      num_steps: of the optimizer.
+      batch: rows of a step.
+      length: bytes of a row.
+      rate: the highest learning rate; warmed up over 100 steps, then a cosine.
+      decay: of matrices, per unit of rate.
+      noise: share of bytes that are read wrong.
+      dense_share: of the steps, at first, in which CSA layers attend to every entry.
+      steps_between_reports: and between looks at the validation text.
+    """
+
+    num_steps: int = 1500
+    batch: int = 32
+    length: int = 1024
+    rate: float = 3e-3
+    decay: float = 0.1
+    noise: float = 0.0
+    dense_share: float = 0.4
+    steps_between_reports: int = 100
 
 
 def make_optimizer(params: DSV4Params) -> optax.GradientTransformation:
-    """AdamW at rate 1, for the caller to scale by the rate of the moment; tables stay."""
+    """Adam at rate 1, for the caller to scale by the rate of the moment; tables stay."""
     labels = jax.tree.map(lambda leaf: "keep" if leaf.dtype == jnp.int32 else "train", params)
-    adamw = optax.adamw(
-        1.0, b1=0.9, b2=0.95, weight_decay=0.1, mask=lambda tree: jax.tree.map(_is_matrix, tree)
+    adam = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.scale_by_adam(b1=0.9, b2=0.95), optax.scale(-1.0)
     )
-    return optax.multi_transform(
-        {"train": optax.chain(optax.clip_by_global_norm(1.0), adamw), "keep": optax.set_to_zero()},
-        cast(Any, labels),
-    )
+    return optax.multi_transform({"train": adam, "keep": optax.set_to_zero()}, cast(Any, labels))
 
 
-def train(
-    config: DSV4Config, *, corpus: pathlib.Path | None, minutes: float, batch: int, length: int
-) -> DSV4Params:
-    """Trains for that long and returns the parameters in bf16 (f32 where the model keeps f32)."""
-    text = read_corpus(corpus)
-    print({name: len(part) for name, part in text._asdict().items()}, flush=True)
+@functools.partial(jax.jit, static_argnames="config", donate_argnums=(0, 1))
+def training_step(
+    params: DSV4Params,
+    state: Any,
+    text: tuple[jax.Array, jax.Array],
+    rate: jax.Array,
+    decay: jax.Array,
+    dense: jax.Array,
+    *,
+    config: DSV4Config,
+) -> tuple[DSV4Params, Any, dict[str, jax.Array]]:
+    """One step; `text` is what is read and what it should have been, i32[B, T + 2] each."""
+
+    def loss(params: DSV4Params) -> tuple[jax.Array, dict[str, jax.Array]]:
+        return training_loss(params, *text, config=config, dense=dense)
+
+    def moved(path: tuple, param: jax.Array, update: jax.Array) -> jax.Array:
+        shrink = decay * param if _is_matrix(path) else jnp.zeros_like(param)
+        return param + (rate * (update - shrink)).astype(param.dtype)
+
+    grads, losses = jax.grad(loss, has_aux=True, allow_int=True)(params)
+    grads = jax.tree.map(lambda g, p: g if g.dtype == p.dtype else jnp.zeros_like(p), grads, params)
+    updates, state = make_optimizer(params).update(grads, state, cast(Any, params))
+    return jax.tree_util.tree_map_with_path(moved, params, updates), state, losses
+
+
+def train(config: DSV4Config, corpus: Corpus, plan: Plan) -> DSV4Params:
+    """Trains as planned; the parameters that did best, in bf16 (f32 where the model keeps f32)."""
     params = starting_params(config, jax.random.key(0))
-    optimizer = make_optimizer(params)
-    state: Any = optimizer.init(cast(Any, params))
-
-    @functools.partial(jax.jit, static_argnames="dense", donate_argnums=(0, 1))
-    def step(
-        params: DSV4Params, state: Any, token_ids: jax.Array, rate: jax.Array, *, dense: bool
-    ) -> tuple[DSV4Params, Any, dict[str, jax.Array]]:
-        def loss(params: DSV4Params) -> tuple[jax.Array, dict[str, jax.Array]]:
-            return training_loss(params, token_ids, config=config, dense=dense)
-
-        grads, losses = jax.grad(loss, has_aux=True, allow_int=True)(params)
-        grads = jax.tree.map(
-            lambda g, p: g if g.dtype == p.dtype else jnp.zeros_like(p), grads, params
-        )
-        updates, state = optimizer.update(grads, state, cast(Any, params))
-        params = jax.tree.map(lambda p, u: p + (u * rate).astype(p.dtype), params, updates)
-        return params, state, losses
-
+    state: Any = make_optimizer(params).init(cast(Any, params))
     evaluate = jax.jit(held_out_loss, static_argnames=("config", "cache_format", "selector"))
-    validation = next(batches(text.validation, 64, length + 1, seed=1))
-    source = batches(text.train, batch, length + 2, seed=0)
-    start, count = time.time(), 0
-    best: tuple[float, DSV4Params | None] = (float("inf"), None)
-    while (done := (time.time() - start) / (60 * minutes)) < 1:
-        rate = 3e-3 * min(1, (count + 1) / 300) * (0.02 + 0.98 * 0.5 * (1 + np.cos(np.pi * done)))
-        params, state, losses = step(
-            params, state, jnp.asarray(next(source)), jnp.float32(rate), dense=done < 0.4
+    sizes = {"batch": plan.batch, "length": plan.length + 2}
+    source = batches(corpus.train, **sizes, noise=plan.noise, seed=0)
+    _, validation = next(batches(corpus.validation, batch=64, length=plan.length, noise=0, seed=1))
+    start, best = time.time(), (float("inf"), params)
+    for count in range(plan.num_steps):
+        done = count / plan.num_steps
+        warm = min(1.0, (count + 1) / 100)
+        rate = plan.rate * warm * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done)))
+        params, state, losses = training_step(
+            params,
+            state,
+            jax.tree.map(jnp.asarray, next(source)),
+            jnp.float32(rate),
+            jnp.float32(plan.decay),
+            jnp.asarray(done < plan.dense_share),
+            config=config,
         )
-        if count % 250 == 0:
+        if (count + 1) % plan.steps_between_reports == 0:
             found = {name: round(float(value), 4) for name, value in losses.items()}
             found["validation"] = float(jnp.mean(evaluate(params, validation, config=config)))
-            found |= {"step": count, "minutes": round((time.time() - start) / 60, 2)}
+            found |= {"step": count + 1, "seconds": round(time.time() - start)}
             print(json.dumps(found), flush=True)
-            if found["validation"] < best[0] and done > 0.4:
+            if found["validation"] < best[0] and done > plan.dense_share:
                 best = (found["validation"], jax.tree.map(jnp.copy, params))
-        elif count % 20 == 0:
-            jax.block_until_ready(losses)
-        count += 1
-    print(f"{count} steps, {count * batch * length / 1e6:.0f} M tokens; best {best[0]}", flush=True)
     shapes = param_shapes(config, jnp.bfloat16)
-    return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), best[1] or params, shapes)
+    return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), best[1], shapes)
 
 
-def _is_matrix(leaf: jax.Array) -> bool:
-    return leaf.ndim > 1
+def _is_matrix(path: tuple) -> bool:
+    """Whether weight decay applies: to what multiplies activations."""
+    name = jax.tree_util.keystr(path).rsplit(".", 1)[-1]
+    return "norm" not in name and name not in ("attn_sink", "bias", "ape", "scale", "base")
 
 
 def main() -> None:
@@ -163,19 +205,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Trains the shipped checkpoint.")
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--corpus", type=pathlib.Path)
-    parser.add_argument("--minutes", type=float, default=9.0)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=Plan.num_steps)
     args = parser.parse_args()
     config = shipped_config()
-    params = train(
-        config,
-        corpus=args.corpus,
-        minutes=args.minutes,
-        batch=args.batch,
-        length=args.length,
-    )
-    save_checkpoint(config, params, args.out)
+    corpus = read_corpus(args.corpus)
+    print({name: len(part) for name, part in corpus._asdict().items()}, flush=True)
+    save_checkpoint(config, train(config, corpus, Plan(num_steps=args.steps)), args.out)
 
 
 if __name__ == "__main__":
