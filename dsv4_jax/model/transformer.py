@@ -207,6 +207,8 @@ def run_block(
 
     def attention(layer: LayerParams, x: jax.Array) -> jax.Array:
         new_handle, y = _CACHED_ATTENTION[handle.schema.attn_type](layer.attn, x, handle, config)
+        # Rings and states are read before and written after: unordered, XLA would copy them whole.
+        new_handle, y = jax.lax.optimization_barrier((new_handle, y))
         after.append(new_handle)
         return y
 

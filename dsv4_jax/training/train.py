@@ -116,14 +116,14 @@ class Plan:
       steps_between_reports: and between looks at the validation text.
     """
 
-    num_steps: int = 1500
+    num_steps: int = 3200
     batch: int = 32
     length: int = 1024
     rate: float = 3e-3
-    decay: float = 0.1
-    noise: float = 0.0
+    decay: float = 1.0
+    noise: float = 0.1
     dense_share: float = 0.4
-    steps_between_reports: int = 100
+    steps_between_reports: int = 200
 
 
 def make_optimizer(params: DSV4Params) -> optax.GradientTransformation:

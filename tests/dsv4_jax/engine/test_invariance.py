@@ -152,7 +152,7 @@ def test_commit_keeps_what_serial_steps_would_have_stored(start, kept):
     params, cache = make(config, "fp8_ue8m0")
     text = sequences(config, (start + 7,))[0]
     stage, commit, prefill = _jitted()
-    lead = [text[i : i + 5] for i in range(0, start, 5)]
+    lead = [text[i : min(i + 5, start)] for i in range(0, start, 5)]
     for piece in lead:
         call = step_input([piece], [0], [2], num_tokens=5)
         cache, _ = prefill(params, cache, call, config=config)
