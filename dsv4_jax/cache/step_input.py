@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import flax.struct
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -95,8 +95,6 @@ def check_step_input(step_input: StepInput, vocab_size: int | None = None) -> No
         )
     if not step_input.token_ids.shape[0] or not step_input.request_slots.shape[0]:
         raise ValueError("a step needs at least one token and one row; pad with request_ids -1")
-    if any(isinstance(getattr(step_input, name), jax.core.Tracer) for name in fields):
-        return
     num_rows = step_input.request_slots.shape[0]
     _check_range("request_ids", step_input.request_ids, -1, num_rows)
     if vocab_size is not None:
@@ -145,7 +143,15 @@ def index_call(
     )
 
 
-def _check_range(name: str, values: Any, low: int, high: int) -> None:
+def known_values(array: jax.Array) -> np.ndarray | None:
+    """The values of an array, or None for one that is being traced."""
+    return None if isinstance(array, jax.core.Tracer) else np.asarray(array)
+
+
+def _check_range(name: str, array: jax.Array, low: int, high: int) -> None:
+    values = known_values(array)
+    if values is None:
+        return
     wrong = values[(values < low) | (values >= high)]
     if wrong.size:
         raise ValueError(f"{name} must be in {low}..{high - 1}, got {int(wrong[0])}")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-import jax.core
 import jax.numpy as jnp
+import numpy as np
 
 from dsv4_jax.cache.model_cache import ModelCache
-from dsv4_jax.cache.step_input import StepInput
+from dsv4_jax.cache.step_input import StepInput, known_values
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.engine.sampling import Sampling, sample
 from dsv4_jax.engine.step import mask_rows, run_step
@@ -40,12 +40,11 @@ def decode_step(
             f"decode_step takes one token per row, got {num_tokens} token_ids for {num_rows} "
             "request_slots; use prefill for several, and request_ids -1 for none"
         )
-    rows = jnp.arange(num_rows, dtype=jnp.int32)
-    request_ids = step_input.request_ids
-    if not isinstance(request_ids, jax.core.Tracer):
-        wrong = (request_ids >= 0) & (request_ids != rows)
-        if wrong.any():
-            raise ValueError(f"request_ids[t] must be t or -1 in decode_step, got {request_ids}")
+    request_ids = known_values(step_input.request_ids)
+    if request_ids is not None and np.any(
+        (request_ids >= 0) & (request_ids != np.arange(num_rows))
+    ):
+        raise ValueError(f"request_ids[t] must be t or -1 in decode_step, got {request_ids}")
     cache, call, streams = run_step(params, cache, step_input, config, max_row_tokens=1)
     logits = head(params.hc_head, params.norm, params.head, streams, config)
     return cache, mask_rows(logits, call.request_ids >= 0)

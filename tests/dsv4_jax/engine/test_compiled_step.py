@@ -18,7 +18,7 @@ def model():
 
 
 def make_cache(config, **changes):
-    sizes = {"max_requests": 3, "max_context_tokens": 512} | changes
+    sizes = {"max_requests": 5, "max_context_tokens": 512} | changes
     return ds.init_cache(config, **sizes)
 
 
@@ -47,7 +47,9 @@ def copied_leaves(executable, cache):
         for leaf in jax.tree.leaves((cache.state, cache.paged, cache.block_table))
     }
     copies = re.findall(r"= (\w+)\[([\d,]*)\]\S* copy\(", executable.as_text())
-    sizes = [(dtype, int(np.prod([int(n) for n in dims.split(",") if n]))) for dtype, dims in copies]
+    sizes = [
+        (dtype, int(np.prod([int(n) for n in dims.split(",") if n]))) for dtype, dims in copies
+    ]
     return [copy for copy in sizes if copy in leaves]
 
 
@@ -104,9 +106,10 @@ def test_one_trace_serves_300_steps_across_every_boundary(model):
             cache, logits = step(params, cache, call)
         if i == 299:
             last = logits
-    np.testing.assert_array_equal(cache.length_tokens, [300, 295, 150])
+    np.testing.assert_array_equal(cache.length_tokens, [300, 295, 150, 0, 0])
     history = jnp.asarray(tokens[None, 5:, 1], jnp.int32)
-    whole = ds.forward(params, history, config=config, cache_format="fp8_ue8m0")
+    forward = jax.jit(ds.forward, static_argnames=("config", "cache_format"))
+    whole = forward(params, history, config=config, cache_format="fp8_ue8m0")
     assert int(jnp.argmax(last[1])) == int(jnp.argmax(whole[0, -1]))
 
 
@@ -141,24 +144,29 @@ def test_same_step_twice_gives_the_same_bits(model):
 
 
 def test_public_results_have_their_shapes_and_dtypes(model):
+    """Traced, not run: nothing in a step depends on values."""
     config, params = model
     cache = make_cache(config, cache_format="bf16")
-    call = decode_input([1, 2, 3])
-    new, logits = ds.decode_step(params, cache, call, config=config)
-    chex.assert_shape(logits, (3, config.vocab_size))
-    chex.assert_type(logits, jnp.float32)
-    chex.assert_trees_all_equal_shapes_and_dtypes(new, cache)
-    chex.assert_type([new.length_tokens, new.block_table], jnp.int32)
-    new, staged, logits = ds.stage_step(params, cache, call, config=config)
-    chex.assert_shape(logits, (3, config.vocab_size))
-    chex.assert_trees_all_equal_shapes_and_dtypes(new, cache)
-    new = ds.commit(new, staged, jnp.asarray([1, 0, 1], jnp.int32))
-    np.testing.assert_array_equal(new.length_tokens, [1, 0, 1])
+    call, num_kept = decode_input([1, 2, 3]), jnp.asarray([1, 0, 1], jnp.int32)
     sampling = ds.make_sampling(3)
-    new, drawn = ds.decode_loop(params, new, call, sampling, num_steps=4, config=config)
-    chex.assert_shape(drawn, (3, 4))
-    chex.assert_type(drawn, jnp.int32)
-    chex.assert_trees_all_equal_shapes_and_dtypes(new, cache)
+
+    def every_step(params, cache):
+        decoded = ds.decode_step(params, cache, call, config=config)
+        filled = ds.prefill(params, cache, call, config=config, all_logits=True)
+        staged_cache, staged, logits = ds.stage_step(params, cache, call, config=config)
+        kept = ds.commit(staged_cache, staged, num_kept)
+        loop = ds.decode_loop(params, cache, call, sampling, num_steps=4, config=config)
+        return decoded, filled, (staged_cache, logits), kept, loop
+
+    decoded, filled, staged, kept, loop = jax.eval_shape(every_step, params, cache)
+    for new, logits in (decoded, filled, staged):
+        chex.assert_shape(logits, (3, config.vocab_size))
+        chex.assert_type(logits, jnp.float32)
+        chex.assert_trees_all_equal_shapes_and_dtypes(new, cache)
+    chex.assert_trees_all_equal_shapes_and_dtypes(kept, cache)
+    chex.assert_trees_all_equal_shapes_and_dtypes(loop[0], cache)
+    chex.assert_shape(loop[1], (3, 4))
+    chex.assert_type([loop[1], cache.length_tokens, cache.block_table], jnp.int32)
 
 
 def test_decode_step_refuses_what_is_not_one_token_per_row(model):
