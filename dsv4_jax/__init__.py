@@ -38,13 +38,14 @@ from dsv4_jax.layer_schedule import (
     draft_layer,
     layer_schedule,
 )
-from dsv4_jax.model.checkpoint import load_checkpoint, save_checkpoint
+from dsv4_jax.model.checkpoint import SHIPPED_CHECKPOINT, load_checkpoint, save_checkpoint
 from dsv4_jax.model.draft import forward_draft
 from dsv4_jax.model.params import DSV4Params, init_params, param_shapes
 from dsv4_jax.model.transformer import forward, forward_streams
 
 __all__ = [
     "BLOCK_SIZE_ORIGINAL_TOKENS",
+    "SHIPPED_CHECKPOINT",
     "AttentionType",
     "CallIndices",
     "ClassicalView",

@@ -14,9 +14,8 @@ from tqdm import tqdm
 from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
 from dsv4_jax.engine.engine import Engine
 from dsv4_jax.engine.text import TextStream
+from dsv4_jax.model.checkpoint import SHIPPED_CHECKPOINT
 from pallas_kernels.formats import CACHE_FORMATS
-
-SHIPPED_CHECKPOINT = pathlib.Path(__file__).parents[1] / "data" / "checkpoint"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

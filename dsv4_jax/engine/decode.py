@@ -40,11 +40,9 @@ def decode_step(
             f"decode_step takes one token per row, got {num_tokens} token_ids for {num_rows} "
             "request_slots; use prefill for several, and request_ids -1 for none"
         )
-    request_ids = known_values(step_input.request_ids)
-    if request_ids is not None and np.any(
-        (request_ids >= 0) & (request_ids != np.arange(num_rows))
-    ):
-        raise ValueError(f"request_ids[t] must be t or -1 in decode_step, got {request_ids}")
+    ids = known_values(step_input.request_ids)
+    if ids is not None and np.any((ids >= 0) & (ids != np.arange(num_rows))):
+        raise ValueError(f"request_ids[t] must be t or -1 in decode_step, got {ids}")
     cache, call, streams = run_step(params, cache, step_input, config, max_row_tokens=1)
     logits = head(params.hc_head, params.norm, params.head, streams, config)
     return cache, mask_rows(logits, call.request_ids >= 0)

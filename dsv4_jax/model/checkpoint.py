@@ -37,6 +37,9 @@ from dsv4_jax.model.weight_files import (
     scale_shape,
 )
 
+SHIPPED_CHECKPOINT = pathlib.Path(__file__).parents[1] / "data" / "checkpoint"
+"""A small trained model that comes with the package: bytes as tokens, every type of layer."""
+
 _DTYPES = ("float32", "bfloat16", "float16")
 _INDEX = "model.safetensors.index.json"
 _OUR_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")

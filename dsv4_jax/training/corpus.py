@@ -20,6 +20,8 @@ from pydoc_data.topics import topics
 from typing import NamedTuple
 
 import numpy as np
+from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
+from tokenizers.models import BPE
 
 BOS, EOS = 256, 257
 VOCAB_SIZE = 258
@@ -50,6 +52,30 @@ def read_corpus(path: pathlib.Path | None = None) -> Corpus:
     for name, text in _module_texts():
         (validation if _is_held_out(name) else train).append(text)
     return Corpus(_tokens(train), _tokens(validation), _tokens(held_out))
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Bytes 0 to 255 as tokens of that number, BOS before a text; `tokenizers` reads its file."""
+    alphabet = bytes_to_characters()
+    tokenizer = Tokenizer(BPE(vocab={alphabet[byte]: byte for byte in range(256)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<bos>", "<eos>"])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", BOS)]
+    )
+    return tokenizer
+
+
+def bytes_to_characters() -> dict[int, str]:
+    """The printable character by which the byte-level convention of `tokenizers` shows each byte.
+
+    Printable bytes stand for themselves; the others, in order, for U+0100 and up.
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    characters = {byte: chr(byte) for byte in printable}
+    return characters | {byte: chr(256 + place) for place, byte in enumerate(others)}
 
 
 def _is_held_out(name: str) -> bool:

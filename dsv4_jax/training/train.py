@@ -25,7 +25,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.layer_schedule import AttentionType, RouterType
 from dsv4_jax.model.checkpoint import save_checkpoint
 from dsv4_jax.model.params import DSV4Params, init_params, param_shapes
-from dsv4_jax.training.corpus import BOS, EOS, VOCAB_SIZE, Corpus, read_corpus
+from dsv4_jax.training.corpus import BOS, EOS, VOCAB_SIZE, Corpus, byte_tokenizer, read_corpus
 from dsv4_jax.training.losses import held_out_loss, training_loss
 
 SWA, CSA, HCA = AttentionType.SWA, AttentionType.CSA, AttentionType.HCA
@@ -211,6 +211,7 @@ def main() -> None:
     corpus = read_corpus(args.corpus)
     print({name: len(part) for name, part in corpus._asdict().items()}, flush=True)
     save_checkpoint(config, train(config, corpus, Plan(num_steps=args.steps)), args.out)
+    byte_tokenizer().save(str(args.out / "tokenizer.json"))
 
 
 if __name__ == "__main__":

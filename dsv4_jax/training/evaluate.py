@@ -1,0 +1,81 @@
+"""Held-out loss of a checkpoint: `python -m dsv4_jax.training.evaluate`.
+
+The text is the documentation topics of this Python that training never saw. Two tables: what each
+cache format costs, and what the indexer's choice is worth against others, on the tokens that see
+more entries than it selects.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from dsv4_jax.attention.history import Selector, select_by_score
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.layer_schedule import AttentionType
+from dsv4_jax.model.checkpoint import SHIPPED_CHECKPOINT, load_checkpoint
+from dsv4_jax.model.params import DSV4Params
+from dsv4_jax.training.corpus import read_corpus
+from dsv4_jax.training.losses import held_out_loss, select_all, select_at_random
+from pallas_kernels.formats import CACHE_FORMATS
+
+_SELECTORS: dict[str, Selector] = {
+    "by the indexer": select_by_score,
+    "every entry": select_all,
+    "at random": select_at_random,
+}
+
+
+def held_out_rows(tokens: np.ndarray, length: int) -> np.ndarray:
+    """Cuts a text into i32[n, length + 1]; each row's last token is the next one's first."""
+    starts = np.arange(0, len(tokens) - length, length)
+    return tokens[starts[:, None] + np.arange(length + 1)]
+
+
+def losses_by_position(
+    params: DSV4Params,
+    rows: np.ndarray,
+    *,
+    config: DSV4Config,
+    cache_format: str = "f32",
+    selector: Selector = select_by_score,
+) -> np.ndarray:
+    """Nats per token at each position, a mean over rows i32[n, T + 1], run one by one: f32[T]."""
+    losses = [
+        _loss(params, row[None], config=config, cache_format=cache_format, selector=selector)
+        for row in tqdm(rows, desc=cache_format, unit="row", leave=False)
+    ]
+    return np.mean(np.stack(losses), axis=0)
+
+
+_loss = jax.jit(held_out_loss, static_argnames=("config", "cache_format", "selector"))
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--checkpoint", type=pathlib.Path, default=SHIPPED_CHECKPOINT)
+    parser.add_argument("--corpus", type=pathlib.Path, help="of dsv4_jax.training.corpus")
+    parser.add_argument("--length", type=int, default=1024)
+    args = parser.parse_args()
+    config, params = load_checkpoint(args.checkpoint, dtype=jnp.float32)
+    rows = held_out_rows(read_corpus(args.corpus).held_out, args.length)
+    print(f"{rows.shape[0]} rows of {args.length} tokens, f32 activations; nats per byte")
+    print(f"\n{'cache format':<24}{'loss':>10}")
+    for cache_format in CACHE_FORMATS:
+        losses = losses_by_position(params, rows, config=config, cache_format=cache_format)
+        print(f"{cache_format:<24}{losses.mean():>10.4f}", flush=True)
+    covered = config.indexer_top_k * config.compression_ratio(AttentionType.CSA)
+    print(f"\n{'entries selected':<24}{'loss':>10}   of tokens beyond position {covered}")
+    for name, selector in _SELECTORS.items():
+        losses = losses_by_position(params, rows, config=config, selector=selector)
+        print(f"{name:<24}{losses[covered:].mean():>10.4f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
