@@ -1,5 +1,6 @@
 """DeepSeek-V4 inference in JAX: the hybrid KV cache as a value, one jitted decode step."""
 
+from dsv4_jax.attention.history import Selection, Selector, select_by_score
 from dsv4_jax.cache.flush import maybe_flush_csa, maybe_flush_hca
 from dsv4_jax.cache.handle import (
     ClassicalView,
@@ -64,6 +65,8 @@ __all__ = [
     "RouterType",
     "SWAView",
     "Sampling",
+    "Selection",
+    "Selector",
     "Staged",
     "StateCachePool",
     "StepInput",
@@ -95,6 +98,7 @@ __all__ = [
     "reset_slots",
     "sample",
     "save_checkpoint",
+    "select_by_score",
     "stage_step",
     "update_slots",
 ]
