@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import pathlib
 import sys
 import time
@@ -13,8 +14,8 @@ from tqdm import tqdm
 
 from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
 from dsv4_jax.engine.engine import Engine
-from dsv4_jax.engine.text import TextStream
-from dsv4_jax.model.checkpoint import SHIPPED_CHECKPOINT
+from dsv4_jax.engine.text import TextStream, load_tokenizer
+from dsv4_jax.model.checkpoint import SHIPPED_CHECKPOINT, load_checkpoint
 from pallas_kernels.formats import CACHE_FORMATS
 
 
@@ -73,13 +74,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _build(args: argparse.Namespace) -> tuple[Engine, Tokenizer]:
-    engine_options = {"max_requests": len(args.prompt), "cache_format": args.cache_format}
-    engine = Engine.from_checkpoint(
-        args.checkpoint, dtype=jnp.dtype(args.dtype), progress=True, **engine_options
-    )
-    if engine.tokenizer is None:
+    """An engine with a context for the longest prompt and its answer, in powers of two."""
+    config, params = load_checkpoint(args.checkpoint, dtype=jnp.dtype(args.dtype), progress=True)
+    tokenizer = load_tokenizer(args.checkpoint)
+    if tokenizer is None:
         raise ValueError(f"{args.checkpoint} has no tokenizer.json, so text cannot be encoded")
-    return engine, engine.tokenizer
+    longest = max(len(tokenizer.encode(prompt).ids) for prompt in args.prompt)
+    context = 2 ** math.ceil(math.log2(longest + max(args.max_new_tokens, 1)))
+    engine = Engine(
+        config,
+        params,
+        max_requests=len(args.prompt),
+        max_context_tokens=min(context, config.max_position_embeddings),
+        cache_format=args.cache_format,
+        tokenizer=tokenizer,
+    )
+    return engine, tokenizer
 
 
 def _note(text: str) -> None:

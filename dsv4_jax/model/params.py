@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dsv4_jax.attention.params import AttentionParams, attention_shapes, f32_shape
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.layer_schedule import AttentionType, LayerSpec, RouterType, layer_schedule
+
+_HOST_SIZE = 2**22  # elements
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -174,32 +178,36 @@ def init_params(config: DSV4Config, key: jax.Array, dtype: Any = jnp.float32) ->
     """
     leaves, treedef = jax.tree.flatten_with_path(param_shapes(config, dtype))
     keys = jax.random.split(key, len(leaves))
-    return jax.tree.unflatten(
-        treedef,
-        [
-            _init_leaf(jax.tree_util.keystr(path), leaf, key, config)
-            for (path, leaf), key in zip(leaves, keys, strict=True)
-        ],
-    )
+    host = np.random.default_rng(np.asarray(jax.random.key_data(key)))
+    params = []
+    for (path, leaf), leaf_key in zip(leaves, keys, strict=True):
+        name = jax.tree_util.keystr(path).rsplit(".", 1)[-1]
+        params.append(_init_leaf(name, leaf, leaf_key, host, config))
+    return jax.tree.unflatten(treedef, params)
 
 
 def _init_leaf(
-    path: str, leaf: jax.ShapeDtypeStruct, key: jax.Array, config: DSV4Config
+    name: str,
+    leaf: jax.ShapeDtypeStruct,
+    key: jax.Array,
+    host: np.random.Generator,
+    config: DSV4Config,
 ) -> jax.Array:
-    name = path.rsplit(".", 1)[-1]
+    """Small leaves are drawn on the host, since on a device every shape compiles for 0.2 s."""
     if name == "tid2eid":
-        noise = jax.random.uniform(key, (*leaf.shape[:-1], config.num_routed_experts))
-        return jax.lax.top_k(noise, leaf.shape[-1])[1].astype(leaf.dtype)
-    noise = jax.random.normal(key, leaf.shape, jnp.float32)
-    if "norm" in name:
-        noise = 1.0 + 0.2 * noise
-    elif name in ("base", "attn_sink", "bias"):
-        noise = 0.5 * noise
-    elif name == "scale":
-        noise = 0.5 + jax.random.uniform(key, leaf.shape)
-    elif name not in ("ape", "embed"):
-        noise = noise * leaf.shape[-1] ** -0.5
-    return noise.astype(leaf.dtype)
+        noise = host.random((*leaf.shape[:-1], config.num_routed_experts), np.float32)
+        return jnp.asarray(np.argsort(noise, axis=-1)[..., : leaf.shape[-1]], leaf.dtype)
+    if name == "scale":
+        return jnp.asarray(host.uniform(0.5, 1.5, leaf.shape), leaf.dtype)
+    mean, spread = (1.0, 0.2) if "norm" in name else (0.0, 1.0)
+    if name in ("base", "attn_sink", "bias"):
+        spread = 0.5
+    elif "norm" not in name and name not in ("ape", "embed"):
+        spread = leaf.shape[-1] ** -0.5
+    if math.prod(leaf.shape) > _HOST_SIZE:
+        return (mean + spread * jax.random.normal(key, leaf.shape)).astype(leaf.dtype)
+    noise = host.standard_normal(leaf.shape, np.float32)
+    return jnp.asarray(mean + np.float32(spread) * noise, leaf.dtype)
 
 
 def _stack(shapes: LayerParams, count: int) -> LayerParams:

@@ -1,0 +1,92 @@
+"""The main job, as a user runs it."""
+
+import json
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+
+import dsv4_jax as ds
+from dsv4_jax.cli import main
+
+
+def run(*arguments, timeout=120):
+    return subprocess.run(
+        [sys.executable, "-m", "dsv4_jax", "generate", *arguments],
+        capture_output=True, text=True, timeout=timeout, check=False,
+    )  # fmt: skip
+
+
+def test_one_prompt_is_continued_in_english_from_the_shipped_checkpoint():
+    result = run("The import statement", "--max-new-tokens", "250")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("The import statement")
+    new = result.stdout.removeprefix("The import statement")
+    common = {"the", "is", "a", "of", "to", "and", "in", "for", "import", "module", "statement"}
+    words = new.lower().split()
+    assert len(common & set(words)) >= 3, new
+    assert "tokens/s" in result.stderr
+    assert "loading" in result.stderr
+
+
+def test_several_prompts_get_what_each_gets_alone(capsys):
+    settings = ["--max-new-tokens", "16", "--temperature", "0.7", "--seed", "3"]
+    settings += ["--cache-format", "bf16"]
+    prompts = ["The for statement", "Python", "A class definition"]
+    assert main(["generate", *prompts, *settings]) == 0
+    together = capsys.readouterr().out
+    parts = [part.split("\n", 1)[1].rstrip("\n") for part in together.split("--- ")[1:]]
+    assert len(parts) == 3
+    for prompt, part in zip(prompts, parts, strict=True):
+        assert part.startswith(prompt)
+    assert main(["generate", prompts[1], *settings]) == 0
+    assert capsys.readouterr().out.rstrip("\n") == parts[1]
+
+
+def test_another_checkpoint_without_a_tokenizer_is_refused(tmp_path, capsys):
+    config = ds.DSV4Config.tiny()
+    ds.save_checkpoint(config, ds.init_params(config, jax.random.key(0)), tmp_path)
+    assert main(["generate", "text", "--checkpoint", str(tmp_path)]) == 2
+    assert "tokenizer.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["x", "--max-new-tokens", "0"], "max_new_tokens must be at least 1"),
+        (["x", "--max-new-tokens", "4096"], "max_context_tokens=4096"),
+        (["x" * 5000], "max_context_tokens=4096"),
+        (["x", "--temperature", "-1"], "temperature"),
+        (["x", "--checkpoint", "/nowhere/at/all"], "/nowhere/at/all"),
+    ],
+)
+def test_bad_input_is_one_clear_line_and_status_2(arguments, message, capsys):
+    assert main(["generate", *arguments]) == 2
+    captured = capsys.readouterr()
+    last = captured.err.strip().splitlines()[-1]
+    assert message in last
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+
+
+def test_a_fresh_process_draws_a_hundred_tokens_within_a_minute():
+    """From import to the last of 100 greedy tokens of a random checkpoint, compiling included."""
+    program = """
+import json
+import jax
+import dsv4_jax as ds
+config = ds.DSV4Config.tiny()
+params = ds.init_params(config, jax.random.key(0))
+engine = ds.Engine(config, params, max_requests=1, max_context_tokens=256)
+(completion,) = engine.generate([[1, 2, 3]], max_new_tokens=100, stop_token_ids=())
+print(json.dumps(completion.token_ids))
+"""
+    started = time.perf_counter()
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert len(json.loads(result.stdout)) == 100
+    assert time.perf_counter() - started < 60
