@@ -33,6 +33,6 @@ def resolve[F: Callable](
         raise ValueError(f"backend must be one of {[b.value for b in Backend]}, got {backend!r}")
     if backend not in implementations:
         raise NotImplementedError(
-            f"{op} has no {backend!r} implementation; it has {[b.value for b in implementations]}"
+            f"{op} has no {str(backend)!r} implementation, it has {list(map(str, implementations))}"
         )
     return implementations[Backend(backend)]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.formats import Planes
+from pallas_kernels.formats import Codec, Planes
 
 
 def check_same_length(axis: str, **arrays: jax.Array) -> int:
@@ -46,3 +49,33 @@ def check_planes(stacked: Planes, rows: Planes, *, stacked_name: str, rows_name:
                 f"{rows_name}[{name!r}] must hold rows of {plane.dtype}{list(plane.shape[3:])} "
                 f"as {stacked_name} does, got {rows[name].dtype}{list(rows[name].shape[1:])}"
             )
+    check_same_length("their number", **{f"{rows_name}[{n!r}]": row for n, row in rows.items()})
+
+
+def first_plane(planes: Planes) -> jax.Array:
+    """Any one plane, for the axes that all share."""
+    return next(iter(planes.values()))
+
+
+def check_shape(name: str, array: jax.Array, shape: tuple[int, ...], letters: str) -> None:
+    """The array has exactly that shape, nothing to broadcast; `letters` spell it in the error."""
+    if array.shape != shape:
+        raise ValueError(
+            f"{name} must be [{letters}] = {list(shape)}, got {name}.shape={array.shape}"
+        )
+
+
+def check_codec(name: str, stacked: Planes, codec: Codec, dim: int) -> None:
+    """The planes [L, A, B, ...] are those in which the codec stores vectors of `dim` dims."""
+    rope_dim = stacked["rope"].shape[-1] if "rope" in stacked else 0
+    wanted = {n: (s.dtype, s.shape) for n, s in codec.plane_shapes(dim, rope_dim).items()}
+    found = {n: (plane.dtype, plane.shape[3:]) for n, plane in stacked.items()}
+    if found != wanted:
+        raise ValueError(
+            f"{name} must hold the planes in which its codec stores {dim} dims, "
+            f"{_spell(wanted)}; got {_spell(found)}"
+        )
+
+
+def _spell(planes: Mapping[str, tuple[Any, tuple[int, ...]]]) -> str:
+    return ", ".join(f"{name} {dtype}{list(shape)}" for name, (dtype, shape) in planes.items())

@@ -13,6 +13,15 @@ E4M3_MAX = 448.0
 _E2M1_VALUES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
 
 
+def rounded(x: jax.Array) -> jax.Array:
+    """f32 -> f32, the same; a product in it is rounded before anything is added to it.
+
+    XLA fuses `a * b + c` into one rounding or not as the shape of the arrays suits it, so the same
+    row would have other bits in a call of another size. It does not look through this.
+    """
+    return jnp.where(jnp.isnan(x), jnp.float32(jnp.nan), x)
+
+
 def encode_e4m3(x: jax.Array) -> jax.Array:
     """f32 -> u8, the E4M3 code: nearest, ties to even, saturating at 448.
 

@@ -5,11 +5,31 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.numbers import rounded
+
 
 def rms_norm(x: jax.Array, weight: jax.Array | None, *, eps: float) -> jax.Array:
     """RMS norm of the last axis: x / sqrt(mean(x**2) + eps) * weight, in f32, in the dtype of x."""
     wide = x.astype(jnp.float32)
-    scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return _scale(x, weight, jnp.mean(wide * wide, axis=-1, keepdims=True), eps)
+
+
+def rms_norm_by_halves(x: jax.Array, weight: jax.Array | None, *, eps: float) -> jax.Array:
+    """As `rms_norm`, but a row's bits depend on the row alone, whatever lies beside it.
+
+    XLA sums rows of small and of large arrays in different orders; here halves are added.
+    """
+    squares = jnp.square(x.astype(jnp.float32))
+    width = 1 << (x.shape[-1] - 1).bit_length()
+    squares = jnp.pad(squares, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
+    while width > 1:
+        width //= 2
+        squares = rounded(squares[..., :width]) + rounded(squares[..., width:])
+    return _scale(x, weight, squares / x.shape[-1], eps)
+
+
+def _scale(x: jax.Array, weight: jax.Array | None, mean_square: jax.Array, eps: float) -> jax.Array:
+    scaled = x.astype(jnp.float32) * jax.lax.rsqrt(mean_square + eps)
     if weight is not None:
         scaled = scaled * jnp.expand_dims(weight.astype(jnp.float32), range(x.ndim - 1))
     return scaled.astype(x.dtype)
@@ -42,6 +62,8 @@ def rotate(
         sin = -sin
     pairs = x[..., nope_dim:].astype(jnp.float32).reshape(*x.shape[:-1], rope_dim // 2, 2)
     a, b = pairs[..., 0], pairs[..., 1]
-    rotated = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    rotated = jnp.stack(
+        [rounded(a * cos) - rounded(b * sin), rounded(b * cos) + rounded(a * sin)], axis=-1
+    )
     rotated = rotated.reshape(*x.shape[:-1], rope_dim).astype(x.dtype)
     return jnp.concatenate([x[..., :nope_dim], rotated], axis=-1)

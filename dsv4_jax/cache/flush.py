@@ -10,7 +10,7 @@ import jax
 
 import pallas_kernels as pk
 from dsv4_jax.cache.handle import LayerCacheHandle
-from dsv4_jax.cache.schema import LayerCacheSchema
+from dsv4_jax.cache.schema import LayerCacheSchema, same_sizes
 from dsv4_jax.layer_schedule import AttentionType
 
 
@@ -131,8 +131,9 @@ def _check(
 ) -> None:
     if schema.attn_type != attn:
         raise ValueError(f"layer {schema.layer_idx} is {schema.attn_type}, not {attn}")
-    if rate != schema.compression_ratio or schema != handle.schema:
+    own = handle.schema
+    if rate != own.compression_ratio or same_sizes(schema) != same_sizes(own):
         raise ValueError(
             f"schema and rate must be the handle's, got a rate of {rate} for a layer that "
-            f"compresses {handle.schema.compression_ratio} tokens"
+            f"compresses {own.compression_ratio} tokens, and {schema} for {own}"
         )

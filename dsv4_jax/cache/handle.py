@@ -120,8 +120,9 @@ class LayerCacheHandle:
       state: the family's slots.
       layer: i32[], index into the family's stacked arrays.
       call: where the call's tokens belong.
-      rows: the call's tokens, None before `write_swa`.
+      rows: the call's tokens, None before `write_swa` and after `commit`.
       schema: sizes of this layer.
+      is_committed: ring and states hold the call's tokens.
     """
 
     paged: PagedKVPool | None
@@ -130,6 +131,7 @@ class LayerCacheHandle:
     call: CallIndices
     rows: CallRows | None
     schema: LayerCacheSchema = flax.struct.field(pytree_node=False)
+    is_committed: bool = flax.struct.field(pytree_node=False, default=False)
 
     @property
     def num_query_heads(self) -> int:
@@ -264,11 +266,8 @@ class LayerCacheHandle:
         Raises:
           ValueError: `write_swa` has not been called.
         """
-        return dataclasses.replace(
-            self,
-            state=commit_rows(self.state, self._rows(), self.call, layer=self.layer),
-            rows=None,
-        )
+        state = commit_rows(self.state, self._rows(), self.call, layer=self.layer)
+        return dataclasses.replace(self, state=state, rows=None, is_committed=True)
 
     def gather_compressed_kv(self, selected: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Entries by logical number, for each token.
@@ -368,7 +367,7 @@ class LayerCacheHandle:
     def read_swa_view(self) -> SWAView:
         """The ring as stored, tokens of this call not included before `commit`."""
         planes = {name: plane[self.layer] for name, plane in self.state.window.items()}
-        length = self.call.row_lengths + (0 if self.rows is not None else self.call.row_counts)
+        length = self.call.row_lengths + (self.call.row_counts if self.is_committed else 0)
         window = self.schema.swa_window_size
         age = (length[:, None] - 1 - jnp.arange(window)[None]) % window
         position = length[:, None] - 1 - age

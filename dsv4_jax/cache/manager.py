@@ -68,7 +68,8 @@ class KVCacheManager:
 
     def can_admit(self, max_tokens: int) -> bool:
         """Whether a request of at most `max_tokens` tokens, prompt and answer, fits right now."""
-        return bool(self._free_slots) and self._blocks_needed(max_tokens) <= self.num_free_blocks
+        needed = self._blocks_needed(max_tokens)
+        return bool(self._free_slots) and needed <= self.num_free_blocks
 
     def admit(self, max_tokens: int) -> int:
         """Gives a request a slot and every block it may need.

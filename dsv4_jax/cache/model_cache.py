@@ -17,8 +17,9 @@ from dsv4_jax.cache.schema import (
     blocks_of,
     build_schema,
     compute_block_budget,
+    same_sizes,
 )
-from dsv4_jax.cache.state_cache import StateCachePool, init_state_pool, same_sizes
+from dsv4_jax.cache.state_cache import StateCachePool, init_state_pool
 from dsv4_jax.cache.step_input import CallIndices, StepInput, index_call
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.layer_schedule import AttentionType, draft_layer, layer_schedule
@@ -115,6 +116,8 @@ def init_cache(
     Raises:
       ValueError: an argument is out of range, or there is no such format.
     """
+    if max_requests < 1:
+        raise ValueError(f"max_requests must be at least 1, got {max_requests}")
     schedule = (*layer_schedule(config), *([draft_layer(config)] if config.num_mtp_layers else []))
     budget = compute_block_budget(config, schedule, max_context_tokens, max_requests, headroom=0.0)
     width = blocks_of(config, max_context_tokens)

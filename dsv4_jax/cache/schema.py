@@ -116,6 +116,11 @@ def build_schema(
     )
 
 
+def same_sizes(schema: LayerCacheSchema) -> LayerCacheSchema:
+    """The schema that stands for a whole family: no layer in particular."""
+    return dataclasses.replace(schema, layer_idx=-1, family_idx=-1)
+
+
 def blocks_of(config: DSV4Config, tokens: int) -> int:
     """Blocks that `tokens` tokens need; a started block counts whole."""
     return -(-tokens // config.block_tokens)

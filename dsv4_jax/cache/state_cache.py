@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -101,8 +99,3 @@ def _tail(lead: tuple[int, int], schema: LayerCacheSchema, dim: int) -> Planes:
     row = jax.ShapeDtypeStruct((2 * dim,), jnp.float32)
     tail = zeros({"values": row, "scores": row}, (*lead, schema.tail_buffer_size))
     return tail | {"scores": jnp.full_like(tail["scores"], -jnp.inf)}
-
-
-def same_sizes(schema: LayerCacheSchema) -> LayerCacheSchema:
-    """The schema that stands for a whole family: no layer in particular."""
-    return dataclasses.replace(schema, layer_idx=-1, family_idx=-1)

@@ -77,7 +77,7 @@ class CallIndices:
         )
 
 
-def check_step_input(step_input: StepInput, vocab_size: int | None = None) -> None:
+def check_step_input(step_input: StepInput, *, vocab_size: int, num_slots: int) -> None:
     """Shapes and dtypes, and values too where they are at hand (outside jit).
 
     Raises:
@@ -97,8 +97,17 @@ def check_step_input(step_input: StepInput, vocab_size: int | None = None) -> No
         raise ValueError("a step needs at least one token and one row; pad with request_ids -1")
     num_rows = step_input.request_slots.shape[0]
     _check_range("request_ids", step_input.request_ids, -1, num_rows)
-    if vocab_size is not None:
-        _check_range("token_ids", step_input.token_ids, 0, vocab_size)
+    _check_range("token_ids", step_input.token_ids, 0, vocab_size)
+    _check_range("request_slots", step_input.request_slots, -1, num_slots)
+    slots, rows = known_values(step_input.request_slots), known_values(step_input.request_ids)
+    if slots is not None and len(set(slots[slots >= 0])) < np.sum(slots >= 0):
+        raise ValueError(f"request_slots must hold no slot twice, got {slots}")
+    if rows is not None:
+        runs = rows[np.flatnonzero(np.diff(rows, prepend=-1))]
+        if len(set(runs[runs >= 0])) < np.sum(runs >= 0):
+            raise ValueError(
+                f"request_ids must keep each row's tokens next to each other, got {rows}"
+            )
 
 
 def index_call(

@@ -219,14 +219,13 @@ class Engine:
         encoded = [self._encode(idx, prompt) for idx, prompt in enumerate(prompts)]
         self._check_lengths(encoded, max_new_tokens)
         stops = self.config.eos_token_ids if stop_token_ids is None else tuple(stop_token_ids)
-        seeds = np.asarray(seed)
-        if seeds.ndim and len(seeds) != len(encoded):
+        seeds = [seed] * len(encoded) if isinstance(seed, int | np.integer) else list(seed)
+        if len(seeds) != len(encoded):
             raise ValueError(
                 f"seed must be one, or one per prompt, got {len(seeds)} for {len(encoded)} prompts"
             )
-        seeds = np.broadcast_to(seeds, (len(encoded),))
         waiting = collections.deque(
-            _Request(prompt_idx=idx, prompt=prompt, seed=int(seeds[idx]))
+            _Request(prompt_idx=idx, prompt=prompt, seed=int(seeds[idx]) % 2**32)
             for idx, prompt in enumerate(encoded)
         )
         settings = functools.partial(

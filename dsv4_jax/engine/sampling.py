@@ -49,8 +49,8 @@ def make_sampling(
         raise ValueError(f"top_k must be 0 (no limit) or more, got {top_k}")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}")
-    seeds = np.asarray(seed, np.int64)
-    if seeds.ndim and seeds.shape != (num_rows,):
+    seeds = [seed] * num_rows if isinstance(seed, int | np.integer) else list(seed)
+    if len(seeds) != num_rows:
         raise ValueError(f"seed must be one, or one per row ({num_rows}), got {len(seeds)}")
     stops = np.asarray(stop_token_ids, np.int32).reshape(1, -1)
     if not stops.size:
@@ -59,7 +59,7 @@ def make_sampling(
         temperature=jnp.full(num_rows, temperature, jnp.float32),
         top_k=jnp.full(num_rows, top_k, jnp.int32),
         top_p=jnp.full(num_rows, top_p, jnp.float32),
-        seed=jnp.asarray(np.broadcast_to(seeds % 2**32, (num_rows,)).astype(np.uint32)),
+        seed=jnp.asarray([int(s) % 2**32 for s in seeds], jnp.uint32),
         stop_token_ids=jnp.asarray(np.repeat(stops, num_rows, axis=0)),
     )
 
@@ -79,7 +79,9 @@ def sample(logits: jax.Array, sampling: Sampling, positions: jax.Array) -> jax.A
     warm = sampling.temperature > 0
 
     def draw() -> jax.Array:
-        scaled = logits / jnp.where(warm, sampling.temperature, 1.0)[:, None]
+        # Below the largest first, so that a small temperature cannot overflow.
+        below = logits - jnp.max(logits, axis=-1, keepdims=True)
+        scaled = below / jnp.where(warm, sampling.temperature, 1.0)[:, None]
         allowed = _allowed(scaled, sampling)
         noisy = scaled + jax.vmap(_noise, in_axes=(0, 0, None))(
             sampling.seed, positions, logits.shape[-1]

@@ -42,7 +42,7 @@ def run_step(
     max_row_tokens: int | None = None,
 ) -> tuple[ModelCache, CallIndices, jax.Array]:
     """Runs all layers and commits: the new cache, the call's indices, the streams [T, S, D]."""
-    check_step_input(step_input, config.vocab_size)
+    check_step_input(step_input, vocab_size=config.vocab_size, num_slots=cache.max_requests)
     call = cache.index(step_input, max_row_tokens=max_row_tokens)
     cache, _, streams = run_layers(params, cache, step_input.token_ids, call, None, config)
     return _advance(cache, call), call, streams
@@ -68,7 +68,7 @@ def stage_step(
     Raises:
       ValueError: a field of `step_input` has a wrong shape or dtype, or a value out of range.
     """
-    check_step_input(step_input, config.vocab_size)
+    check_step_input(step_input, vocab_size=config.vocab_size, num_slots=cache.max_requests)
     call = cache.index(step_input)
     cache, rows, streams = run_layers(
         params, cache, step_input.token_ids, call, _empty_rows(cache, call), config

@@ -6,7 +6,14 @@ import jax
 
 from pallas_kernels.append_window import reference
 from pallas_kernels.backend import Backend, resolve
-from pallas_kernels.checks import check_indices, check_planes, check_rank, check_same_length
+from pallas_kernels.checks import (
+    check_indices,
+    check_planes,
+    check_rank,
+    check_same_length,
+    check_shape,
+    first_plane,
+)
 from pallas_kernels.formats import Planes
 
 _RING = {Backend.REFERENCE: reference.append_ring}
@@ -42,7 +49,7 @@ def append_ring(
     Source: deepseek_v4.md section 1.7, steps 2 and 4.
     """
     check_planes(ring, rows, stacked_name="ring", rows_name="rows")
-    check_same_length("T", slots=slots, positions=positions, rows=next(iter(rows.values())))
+    check_same_length("T", slots=slots, positions=positions, rows=first_plane(rows))
     check_indices(slots=slots, positions=positions)
     return resolve("append_ring", backend, _RING)(ring, rows, slots, positions, layer=layer)
 
@@ -86,7 +93,9 @@ def append_running(
     Source: deepseek_v4.md section 2.4, the online form.
     """
     check_rank(4, running=running)
-    check_same_length("T", values=values, scores=scores)
+    rows = (check_same_length("T", values=values, scores=scores), running.shape[3])
+    check_shape("values", values, rows, "T, C")
+    check_shape("scores", scores, rows, "T, C")
     check_same_length("B", slots=slots, lengths=lengths, counts=counts, offsets=offsets)
     check_indices(slots=slots, lengths=lengths, counts=counts, offsets=offsets)
     return resolve("append_running", backend, _RUNNING)(

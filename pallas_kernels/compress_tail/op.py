@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.backend import Backend, resolve
-from pallas_kernels.checks import check_indices, check_rank, check_same_length
+from pallas_kernels.checks import check_indices, check_rank, check_same_length, check_shape
 from pallas_kernels.compress_tail import reference
 from pallas_kernels.formats import Planes
 
@@ -57,11 +57,14 @@ def compress_csa(
     Source: deepseek_v4.md section 2.2.
     """
     _check(values, scores, closing, slots, positions, lengths)
-    if state["values"].shape[2] != 2 * rate or values.shape[-1] != 2 * norm.shape[-1]:
+    width = 2 * norm.shape[-1]
+    shapes = {name: plane.shape[2:] for name, plane in state.items()}
+    if shapes != dict.fromkeys(("values", "scores"), (2 * rate, width)):
         raise ValueError(
-            f"state must keep 2 * rate rows of 2 * C values, got {state['values'].shape=}, "
-            f"{rate=}, {norm.shape=}"
+            f"state must keep 2 * rate rows of 2 * C values and scores, got {shapes} for {rate=} "
+            f"and {norm.shape=}"
         )
+    _check_width(values, scores, width)
     return resolve("compress_csa", backend, _CSA)(
         state,
         values,
@@ -124,6 +127,11 @@ def compress_hca(
     """
     _check(values, scores, closing, slots, positions, lengths)
     check_rank(4, running=running)
+    if running.shape[2:] != (3, *norm.shape):
+        raise ValueError(
+            f"running must keep 3 rows of C values, norm C, got {running.shape=} and {norm.shape=}"
+        )
+    _check_width(values, scores, norm.shape[0])
     return resolve("compress_hca", backend, _HCA)(
         running,
         values,
@@ -153,3 +161,8 @@ def _check(
         "T", values=values, scores=scores, slots=slots, positions=positions, lengths=lengths
     )
     check_indices(closing=closing, slots=slots, positions=positions, lengths=lengths)
+
+
+def _check_width(values: jax.Array, scores: jax.Array, width: int) -> None:
+    for name, array in (("values", values), ("scores", scores)):
+        check_shape(name, array, (values.shape[0], width), "T, width")

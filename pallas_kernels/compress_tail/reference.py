@@ -16,7 +16,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.rotary import rms_norm, rotate
+from pallas_kernels.numbers import rounded
+from pallas_kernels.rotary import rms_norm_by_halves, rotate
 
 
 def empty_pool(num_windows: int, channels: int) -> jax.Array:
@@ -37,7 +38,9 @@ def fold(pool: jax.Array, value: jax.Array, score: jax.Array, valid: jax.Array) 
     largest, total, weighted = pool[:, 0], pool[:, 1], pool[:, 2]
     new_largest = jnp.maximum(largest, score)
     keep, add = jnp.exp(largest - new_largest), jnp.exp(score - new_largest)
-    folded = jnp.stack([new_largest, total * keep + add, weighted * keep + value * add], axis=1)
+    total = rounded(total * keep) + add
+    weighted = rounded(weighted * keep) + rounded(value * add)
+    folded = jnp.stack([new_largest, total, weighted], axis=1)
     return jnp.where(valid[:, None, None], folded, pool)
 
 
@@ -86,7 +89,9 @@ def finish_entry(
       eps: floor of the norm.
     """
     mean = pool[:, 2] / pool[:, 1]
-    return rotate(rms_norm(mean.astype(norm.dtype), norm, eps=eps), positions, frequencies)
+    return rotate(
+        rms_norm_by_halves(mean.astype(norm.dtype), norm, eps=eps), positions, frequencies
+    )
 
 
 def compress_csa(

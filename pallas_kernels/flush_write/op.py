@@ -5,7 +5,13 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.backend import Backend, resolve
-from pallas_kernels.checks import check_indices, check_planes, check_rank, check_same_length
+from pallas_kernels.checks import (
+    check_indices,
+    check_planes,
+    check_rank,
+    check_same_length,
+    first_plane,
+)
 from pallas_kernels.flush_write import reference
 from pallas_kernels.formats import Planes
 
@@ -44,7 +50,7 @@ def flush_write(
     """
     check_planes(pool, rows, stacked_name="pool", rows_name="rows")
     check_rank(2, block_table=block_table)
-    check_same_length("n", request_ids=request_ids, entries=entries, rows=next(iter(rows.values())))
+    check_same_length("n", request_ids=request_ids, entries=entries, rows=first_plane(rows))
     check_indices(block_table=block_table, request_ids=request_ids, entries=entries)
     return resolve("flush_write", backend, _IMPLEMENTATIONS)(
         pool, rows, block_table, request_ids, entries, layer=layer

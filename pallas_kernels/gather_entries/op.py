@@ -5,7 +5,14 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.backend import Backend, resolve
-from pallas_kernels.checks import check_indices, check_planes, check_rank, check_same_length
+from pallas_kernels.checks import (
+    check_codec,
+    check_indices,
+    check_planes,
+    check_rank,
+    check_same_length,
+    first_plane,
+)
 from pallas_kernels.formats import Codec, Planes
 from pallas_kernels.gather_entries import reference
 
@@ -49,6 +56,7 @@ def gather_entries(
     check_rank(2, block_table=block_table, index=index)
     check_same_length("T", request_ids=request_ids, index=index)
     check_indices(block_table=block_table, request_ids=request_ids, index=index)
+    check_codec("pool", pool, codec, dim)
     return resolve("gather_entries", backend, _ENTRIES)(
         pool, block_table, request_ids, index, layer=layer, codec=codec, dim=dim
     )
@@ -90,7 +98,10 @@ def gather_window(
     Source: original_cache.md, `gather_swa_kv`; deepseek_v4.md section 1.3.
     """
     check_planes(ring, rows, stacked_name="ring", rows_name="rows")
-    check_same_length("T", slots=slots, positions=positions, lengths=lengths)
+    check_same_length(
+        "T", slots=slots, positions=positions, lengths=lengths, rows=first_plane(rows)
+    )
+    check_codec("ring", ring, codec, dim)
     check_indices(slots=slots, positions=positions, lengths=lengths)
     return resolve("gather_window", backend, _WINDOW)(
         ring, rows, slots, positions, lengths, layer=layer, codec=codec, dim=dim

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.backend import Backend, resolve
-from pallas_kernels.checks import check_indices, check_rank, check_same_length
+from pallas_kernels.checks import check_codec, check_indices, check_rank, check_same_length
 from pallas_kernels.formats import Codec, Planes
 from pallas_kernels.index_topk import reference
 
@@ -55,6 +55,11 @@ def index_topk(
         "T", queries=queries, weights=weights, request_ids=request_ids, visible=visible
     )
     check_indices(block_table=block_table, request_ids=request_ids, visible=visible)
+    if weights.shape != queries.shape[:2]:
+        raise ValueError(
+            f"queries and weights must agree on IH, got {queries.shape=} and {weights.shape=}"
+        )
+    check_codec("pool", pool, codec, queries.shape[-1])
     if k < 1:
         raise ValueError(f"k must be at least 1, got {k}")
     return resolve("index_topk", backend, _IMPLEMENTATIONS)(

@@ -73,6 +73,7 @@ def index_topk(
 
     Where no query can see more than k entries, all visible ones are selected without scores.
     """
+    visible = jnp.where(request_ids >= 0, visible, 0)
     num_entries = block_table.shape[1] * jax.tree.leaves(pool)[0].shape[2]
     everything = jnp.broadcast_to(
         jnp.arange(num_entries, dtype=jnp.int32)[None], (queries.shape[0], num_entries)

@@ -5,7 +5,14 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.backend import Backend, resolve
-from pallas_kernels.checks import check_indices, check_planes, check_rank, check_same_length
+from pallas_kernels.checks import (
+    check_codec,
+    check_indices,
+    check_planes,
+    check_rank,
+    check_same_length,
+    first_plane,
+)
 from pallas_kernels.formats import Codec, Planes
 from pallas_kernels.sparse_attention import reference
 
@@ -67,11 +74,17 @@ def sparse_attention(
         slots=slots,
         positions=positions,
         lengths=lengths,
+        rows=first_plane(rows),
     )
+    if sink.shape != queries.shape[1:2]:
+        raise ValueError(f"queries and sink must agree on H, got {queries.shape=}, {sink.shape=}")
+    check_codec("ring", ring, codec, queries.shape[-1])
     check_indices(request_ids=request_ids, slots=slots, positions=positions, lengths=lengths)
     if (pool is None) != (selected is None):
         raise ValueError("pool and selected go together; pass both, or None for both")
-    if selected is not None:
+    if pool is not None and selected is not None:
+        check_rank(2, selected=selected, block_table=block_table)
+        check_codec("pool", pool, codec, queries.shape[-1])
         check_same_length("T", queries=queries, selected=selected)
         check_indices(selected=selected, block_table=block_table)
     return resolve("sparse_attention", backend, _IMPLEMENTATIONS)(

@@ -3,6 +3,8 @@
     l[h, i] = q[h] . k_i scale
     o[h] = sum_i exp(l[h, i]) k_i / (sum_i exp(l[h, i]) + exp(sink[h]))
 
+A sink of minus infinity is none; a query without keys gets zeros.
+
 Source: deepseek_v4.md section 1.3, step 9.
 """
 
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.formats import Codec, Planes
 from pallas_kernels.gather_entries.reference import gather_entries, gather_window
@@ -34,9 +37,11 @@ def attend(
     logits = jnp.matmul(queries.astype(jnp.float32), keys.mT, precision=highest)
     logits = jnp.where(valid[..., None, :], logits * scale, -jnp.inf)
     sink = jnp.expand_dims(sink, range(queries.ndim - 2))
-    largest = jnp.maximum(jnp.max(logits, axis=-1), sink)
+    # Finite even without keys and without a sink, where -inf - -inf would be NaN.
+    largest = jnp.maximum(jnp.max(logits, axis=-1), jnp.maximum(sink, np.finfo(np.float32).min))
     weights = jnp.exp(logits - largest[..., None])
     total = jnp.sum(weights, axis=-1) + jnp.exp(sink - largest)
+    total = jnp.where(total > 0, total, 1.0)
     return jnp.matmul(weights, keys, precision=highest) / total[..., None]
 
 

@@ -1,0 +1,260 @@
+"""Who holds which slot and blocks: nothing is lost, held twice, or refused after admission."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+import dsv4_jax as ds
+from helpers.schedules import step_input
+
+CONFIG = ds.DSV4Config.tiny()  # blocks of 128 tokens
+NUM_SLOTS, CONTEXT, NUM_BLOCKS = 4, 700, 11  # full contexts would take 4 * 6 blocks
+
+
+def make_manager(**changes):
+    sizes = {"max_requests": NUM_SLOTS, "max_context_tokens": CONTEXT, "num_blocks": NUM_BLOCKS}
+    return ds.KVCacheManager(CONFIG, **(sizes | changes))
+
+
+def make_cache():
+    config = dataclasses.replace(CONFIG, num_mtp_layers=0)
+    return ds.init_cache(
+        config, max_requests=NUM_SLOTS, max_context_tokens=CONTEXT, num_blocks=NUM_BLOCKS
+    )
+
+
+def blocks_of(tokens):
+    return -(-tokens // 128)
+
+
+def snapshot(manager):
+    """All that can be seen of a manager."""
+    free = manager.num_free_blocks, manager.num_free_slots
+    return manager.length_tokens.tolist(), manager.block_table.tolist(), free
+
+
+class Manager(RuleBasedStateMachine):
+    """Random requests come, grow and go beside a model of two dicts.
+
+    Known bug B4: an admission that succeeded never fails later.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.manager = make_manager()
+        self.cache = make_cache()
+        self.reserved: dict[int, int] = {}
+        self.lengths: dict[int, int] = {}
+
+    def free_blocks(self):
+        return NUM_BLOCKS - sum(blocks_of(tokens) for tokens in self.reserved.values())
+
+    def refused(self, method, *arguments, error=RuntimeError, message):
+        before = snapshot(self.manager)
+        with pytest.raises(error, match=message):
+            method(*arguments)
+        assert snapshot(self.manager) == before
+
+    @rule(tokens=st.integers(1, CONTEXT))
+    def admit(self, tokens):
+        free_slots = NUM_SLOTS - len(self.reserved)
+        fits = free_slots > 0 and blocks_of(tokens) <= self.free_blocks()
+        assert self.manager.can_admit(tokens) == fits
+        if fits:
+            slot = self.manager.admit(tokens)
+            assert slot not in self.reserved
+            self.reserved[slot], self.lengths[slot] = tokens, 0
+        else:
+            message = "blocks of 128 tokens are needed" if free_slots else "all 4 slots are taken"
+            self.refused(self.manager.admit, tokens, message=message)
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data(), tokens=st.integers(1, CONTEXT))
+    def extend(self, data, tokens):
+        slot = data.draw(st.sampled_from(sorted(self.reserved)))
+        more = blocks_of(tokens) - blocks_of(self.reserved[slot])
+        if more <= self.free_blocks():
+            self.manager.extend(slot, tokens)
+            self.reserved[slot] = max(self.reserved[slot], tokens)
+        else:
+            self.refused(self.manager.extend, slot, tokens, message="release a request first")
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data())
+    def advance(self, data):
+        """A step appends tokens, up to all that were reserved; the device counts by itself."""
+        slot = data.draw(st.sampled_from(sorted(self.reserved)))
+        tokens = data.draw(st.integers(0, self.reserved[slot] - self.lengths[slot]))
+        self.cache = self.manager.apply(self.cache)
+        self.manager.advance(slot, tokens)
+        lengths = np.array(self.cache.length_tokens)
+        lengths[slot] += tokens
+        self.cache = dataclasses.replace(self.cache, length_tokens=jnp.asarray(lengths))
+        self.lengths[slot] += tokens
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data(), beyond=st.integers(1, 200))
+    def advance_too_far(self, data, beyond):
+        slot = data.draw(st.sampled_from(sorted(self.reserved)))
+        room = blocks_of(self.reserved[slot]) * 128 - self.lengths[slot]
+        message = "extend it first"
+        self.refused(self.manager.advance, slot, room + beyond, error=ValueError, message=message)
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data())
+    def release(self, data):
+        slot = data.draw(st.sampled_from(sorted(self.reserved)))
+        self.manager.release(slot)
+        del self.reserved[slot], self.lengths[slot]
+
+    @precondition(lambda self: len(self.reserved) < NUM_SLOTS)
+    @rule(data=st.data())
+    def touch_a_free_slot(self, data):
+        free = sorted(set(range(-1, NUM_SLOTS + 1)) - self.reserved.keys())
+        slot = data.draw(st.sampled_from(free))
+        for method, *arguments in (
+            (self.manager.release,),
+            (self.manager.extend, 1),
+            (self.manager.advance, 0),
+        ):
+            message = f"slot must be one that admit gave .*: {slot}"
+            self.refused(method, slot, *arguments, error=ValueError, message=message)
+
+    @rule()
+    def apply(self):
+        """The device has the manager's copy, and asking again has nothing to do."""
+        self.cache = self.manager.apply(self.cache)
+        np.testing.assert_array_equal(self.cache.length_tokens, self.manager.length_tokens)
+        np.testing.assert_array_equal(self.cache.block_table, self.manager.block_table)
+        assert self.manager.apply(self.cache) is self.cache
+
+    @invariant()
+    def every_block_has_one_owner_or_none(self):
+        table = self.manager.block_table
+        held = table[table >= 0].tolist()
+        assert len(held) == len(set(held)) == NUM_BLOCKS - self.free_blocks()
+        assert set(held) <= set(range(NUM_BLOCKS))
+        assert self.manager.num_free_blocks == self.free_blocks()
+        assert self.manager.num_free_slots == NUM_SLOTS - len(self.reserved)
+
+    @invariant()
+    def every_request_has_its_blocks_in_front(self):
+        for slot in range(NUM_SLOTS):
+            row = self.manager.block_table[slot]
+            count = blocks_of(self.reserved.get(slot, 0))
+            assert np.all(row[:count] >= 0)
+            assert np.all(row[count:] == -1)
+            assert self.manager.length_tokens[slot] == self.lengths.get(slot, 0)
+
+
+TestManager = Manager.TestCase
+TestManager.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+def test_a_full_cache_serves_every_admitted_request_to_its_end():
+    """Known bug B4: fill it, run all to the end, take all back."""
+    manager = make_manager()
+    asked = [700, 300, 129]  # 6 + 3 + 2 blocks
+    slots = [manager.admit(tokens) for tokens in asked]
+    assert manager.num_free_blocks == 0
+    assert not manager.can_admit(1)
+    for slot, tokens in zip(slots, asked, strict=True):
+        for _ in range(tokens):
+            manager.advance(slot, 1)
+    for slot in slots:
+        manager.release(slot)
+    assert (manager.num_free_blocks, manager.num_free_slots) == (NUM_BLOCKS, NUM_SLOTS)
+    assert np.all(manager.block_table == -1)
+
+
+def test_enough_blocks_for_all_contexts_unless_said():
+    manager = make_manager(num_blocks=None)
+    assert manager.num_blocks == manager.num_free_blocks == NUM_SLOTS * 6
+    for _ in range(NUM_SLOTS):
+        manager.admit(CONTEXT)
+    assert manager.num_free_blocks == 0
+
+
+def test_a_model_without_compressed_layers_is_managed_too():
+    """Known bug B28: no family has blocks, but requests still have slots and lengths."""
+    config = dataclasses.replace(
+        CONFIG, layer_types=(ds.AttentionType.SWA,), router_types=(ds.RouterType.LEARNED,)
+    )
+    manager = ds.KVCacheManager(config, max_requests=2, max_context_tokens=300)
+    slots = [manager.admit(300), manager.admit(300)]
+    assert sorted(slots) == [0, 1]
+    manager.advance(slots[0], 300)
+
+
+@pytest.mark.parametrize("tokens", [0, -1, CONTEXT + 1])
+def test_a_request_that_no_context_holds_is_refused_at_once(tokens):
+    manager = make_manager()
+    slot = manager.admit(100)
+    before, message = snapshot(manager), rf"max_tokens must be 1\.\.700 .* got {tokens}"
+    with pytest.raises(ValueError, match=message):
+        manager.admit(tokens)
+    with pytest.raises(ValueError, match=message):
+        manager.extend(slot, tokens)
+    assert snapshot(manager) == before
+
+
+def test_can_admit_says_the_same_of_such_a_request_when_all_slots_are_taken():
+    def answer(manager):
+        try:
+            return manager.can_admit(CONTEXT + 1)
+        except ValueError as error:
+            return str(error)
+
+    full = make_manager(max_requests=1)
+    full.admit(1)
+    assert answer(full) == answer(make_manager(max_requests=1))
+
+
+def test_negative_steps_are_refused():
+    manager = make_manager()
+    slot = manager.admit(300)
+    manager.advance(slot, 10)
+    with pytest.raises(ValueError, match=f"num_tokens must leave slot {slot} within its 384"):
+        manager.advance(slot, -1)
+    assert manager.length_tokens[slot] == 10
+
+
+def test_nothing_reaches_the_device_before_apply():
+    manager, cache = make_manager(), make_cache()
+    slot = manager.admit(300)
+    assert np.all(cache.block_table == -1)
+    applied = manager.apply(cache)
+    np.testing.assert_array_equal(applied.block_table[slot], [0, 1, 2, -1, -1, -1])
+    assert applied.paged is cache.paged
+    manager.release(slot)
+    np.testing.assert_array_equal(manager.apply(applied).block_table, np.full((4, 6), -1))
+
+
+def test_acquire_gives_each_layer_its_place_in_its_family():
+    cache, call = make_cache(), step_input([[1, 2]], [0], [2], num_tokens=3)
+    families = [int(acquire(cache, call, i).layer) for i in range(CONFIG.num_layers)]
+    assert families == [0, 0, 0, 1, 1, 2, 1]
+    for layer_idx, attn in enumerate(CONFIG.layer_types):
+        handle = acquire(cache, call, layer_idx)
+        assert handle.schema.attn_type == attn
+        assert handle.state is cache.state[attn]
+        assert handle.paged is cache.paged.get(attn)
+    traced = jax.jit(acquire, static_argnums=2)(cache, call, 3)
+    jax.tree.map(np.testing.assert_array_equal, traced, acquire(cache, call, 3))
+
+
+def acquire(cache, call, layer_idx):
+    return ds.KVCacheManager.acquire(cache, call, layer_idx=layer_idx)
+
+
+@pytest.mark.parametrize("layer_idx", [-1, 7])
+def test_acquire_refuses_a_layer_that_is_not_there(layer_idx):
+    call = step_input([[1]], [0], [0], num_tokens=2)
+    with pytest.raises(ValueError, match=rf"layer_idx must be 0\.\.6, got {layer_idx}"):
+        acquire(make_cache(), call, layer_idx)

@@ -1,0 +1,152 @@
+"""What `dsv4-jax plan` prints: the numbers of deepseek_v4.md section 7."""
+
+import dataclasses
+import pathlib
+import re
+
+import jax
+import numpy as np
+import pytest
+
+import dsv4_jax as ds
+from dsv4_jax.cli import main
+from pallas_kernels.formats import CACHE_FORMATS
+
+MILLION = 1_048_576
+OFFICIAL, FP8_INDEX = "fp8_ue8m0", "fp8_ue8m0_fp8_index"
+
+
+@pytest.fixture
+def plan(capsys):
+    """Runs the command and gives its table, {row: (MiB per request, bytes per token)}, and text."""
+
+    def run(*arguments):
+        assert main(["plan", *map(str, arguments)]) == 0
+        text = capsys.readouterr().out
+        lines = [line.rsplit(maxsplit=2) for line in text.splitlines()]
+        table = {}
+        for name, *numbers in (line for line in lines if len(line) == 3):
+            if all(number[0].isdigit() and number[-1].isdigit() for number in numbers):
+                table[name] = tuple(float(number.replace(",", "")) for number in numbers)
+        return table, text
+
+    return run
+
+
+def test_flash_at_a_million_tokens(plan):
+    table, text = plan("flash", "--context", MILLION)
+    assert table["csa entries"] == (3066, 3066)  # 21 layers * 2**18 entries * 584 bytes
+    assert table["csa index keys"] == (357, 357)  # 21 * 2**18 * 68
+    assert table["hca entries"] == (91.25, 91.25)  # 20 * 2**13 * 584
+    growing = sum(table[name][1] for name in ("csa entries", "csa index keys", "hca entries"))
+    assert growing == pytest.approx(3514.3, abs=0.0501)
+    windows = sum(table[f"{attn} window"][0] for attn in ("swa", "csa", "hca"))
+    assert windows == pytest.approx(3.07, abs=0.011)
+    assert table["blocks and window"][0] == pytest.approx(3517.3, abs=0.05)
+    states = table["csa compressor state"][0] + table["csa indexer state"][0]
+    assert states == pytest.approx(1.64, abs=0.011)
+    assert table["hca compressor state"][0] == 0.12
+    assert table["compressor states"][0] == 1.76
+    assert "1 request(s) of 1,048,576 tokens, blocks of 128 tokens" in text
+
+
+@pytest.mark.parametrize(
+    ("config", "cache_format", "context", "mib", "published_to"),
+    [
+        ("flash", OFFICIAL, 8192, 30.52, 0.01),
+        ("flash", OFFICIAL, 131_072, 442.4, 0.1),
+        ("flash", FP8_INDEX, MILLION, 3853, 1),
+        ("flash", "bf16", 8192, 59.12, 0.01),
+        ("flash", "bf16", 131_072, 865.4, 0.1),
+        ("flash", "bf16", MILLION, 6885.4, 0.1),
+        ("pro", OFFICIAL, 8192, 43.66, 0.01),
+        ("pro", OFFICIAL, 131_072, 633.3, 0.1),
+        ("pro", OFFICIAL, MILLION, 5035.8, 0.1),
+        ("pro", FP8_INDEX, MILLION, 5516, 1),
+        ("pro", "bf16", MILLION, 9855.6, 0.1),
+    ],
+)
+def test_a_request_takes_the_published_bytes(
+    plan, config, cache_format, context, mib, published_to
+):
+    table, _ = plan(config, "--context", context, "--cache-format", cache_format)
+    assert table["blocks and window"][0] == pytest.approx(mib, abs=published_to / 2 + 0.006)
+    assert table["compressor states"][0] == {"flash": 1.76, "pro": 2.53}[config]
+
+
+@pytest.mark.parametrize("cache_format", CACHE_FORMATS)
+@pytest.mark.parametrize("config", ["flash", "pro", "tiny"])
+def test_every_format_is_planned(plan, config, cache_format):
+    _, text = plan(config, "--context", 4096, "--requests", 3, "--cache-format", cache_format)
+    assert text.startswith(f"{config}, {cache_format}: 3 request(s) of 4,096 tokens")
+    assert "requests that fit" in text
+
+
+@pytest.mark.parametrize("requests", [1, 8])
+def test_numbers_are_those_of_the_arrays(plan, requests):
+    """`tiny` is small enough to allocate."""
+    table, text = plan("tiny", "--context", 20_000, "--requests", requests)
+    config = dataclasses.replace(ds.DSV4Config.tiny(), num_mtp_layers=0)
+    cache = ds.init_cache(config, max_requests=requests, max_context_tokens=20_000)
+    for attn, pool in cache.paged.items():
+        assert table[f"{attn} entries"][0] == mib_per_request(pool.entries, requests)
+    assert table["csa index keys"][0] == mib_per_request(cache.paged["csa"].index_keys, requests)
+    assert table["trunk"][0] == mib_per_request((cache.state, cache.paged), requests)
+    with_draft = ds.init_cache(
+        ds.DSV4Config.tiny(), max_requests=requests, max_context_tokens=20_000
+    )
+    assert f"cache: {with_draft.memory_bytes() / 2**30:,.2f} GiB" in text
+
+
+def mib_per_request(tree, requests):
+    num_bytes = sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(tree))
+    return pytest.approx(num_bytes / 2**20 / requests, abs=0.0051)
+
+
+def test_requests_share_what_the_weights_leave(plan):
+    def fitting(*arguments):
+        _, text = plan("flash", "--context", MILLION, *arguments)
+        return int(text.rsplit(maxsplit=1)[-1].replace(",", ""))
+
+    per_request = 3519.15 / 1024  # GiB: trunk, draft window, table
+    assert fitting("--gpu-gib", 100) == int(100 / per_request)
+    assert fitting("--gpu-gib", 100, "--weights-gib", 60) == int(40 / per_request)
+    assert fitting("--gpu-gib", 100, "--weights-gib", 150) == 0
+    assert fitting("--gpu-gib", 100, "--requests", 4) == int(100 / per_request)
+
+
+def test_a_checkpoint_directory_names_a_config(plan):
+    folder = pathlib.Path(__file__).parents[2] / "data" / "hf_saved_tiny"
+    table, text = plan(folder, "--context", 4096)
+    assert text.startswith(f"{folder}, fp8_ue8m0: 1 request(s)")
+    config = ds.DSV4Config.from_hf(folder)
+    cache = ds.init_cache(config, max_requests=1, max_context_tokens=4096)
+    assert table["trunk"][0] == mib_per_request((cache.state, cache.paged), 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["flsh"], r"config must be one of \['flash', .*\] or a directory, got 'flsh'"),
+        (["flash", "--context", "0"], "max_context_tokens must be at least 1, got 0"),
+        (["flash", "--requests", "-1"], "requests must be at least 1, got -1"),
+        (["{empty}"], "config.json"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(capsys, tmp_path, arguments, message):
+    arguments = [argument.format(empty=tmp_path) for argument in arguments]
+    assert main(["plan", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert re.search(f"^dsv4-jax plan: .*{message}", line)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["flash", "--cache-format", "fp16"], ["flash", "--context", "much"], []]
+)
+def test_arguments_that_do_not_parse_end_with_status_2(capsys, arguments):
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *arguments])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("usage: dsv4-jax plan")

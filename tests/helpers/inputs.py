@@ -1,0 +1,179 @@
+"""Inputs that catch an op reading or writing what it has no business with.
+
+Every such byte is 0xFF, which is NaN in f32, bf16 and E4M3. Layers are stacked and the one in use
+is in the middle. Nobody owns the first or the last slot or block, where an index of -1 ends that
+is clamped or wraps.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import get_cache_format
+
+LAYER, NUM_LAYERS = 1, 3
+CASE_LAYER = jnp.int32(LAYER)
+
+
+def poisoned(*shape, dtype=np.float32):
+    """An array whose every byte is 0xFF."""
+    dtype = np.dtype(dtype)
+    return np.full((*shape, dtype.itemsize), 0xFF, np.uint8).view(dtype)[..., 0]
+
+
+def poison(shapes, *lead):
+    """Planes [*lead, ...] of the given shapes and dtypes, every byte 0xFF."""
+    return {name: poisoned(*lead, *s.shape, dtype=s.dtype) for name, s in shapes.items()}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _encode_and_decode(codec, x, rope_dim):
+    planes = codec.encode(x, rope_dim)
+    return planes, codec.decode(planes, x.shape[-1])
+
+
+def encode(codec, vectors, rope_dim):
+    """Each request's vectors [n, dim] as planes [n, ...], and as a cache would give them back."""
+    flat = jnp.asarray(np.concatenate(vectors), jnp.float32)
+    planes, decoded = jax.tree.map(np.asarray, _encode_and_decode(codec, flat, rope_dim))
+    ends = np.cumsum([len(x) for x in vectors])[:-1]
+    pieces = {name: np.split(plane, ends) for name, plane in planes.items()}
+    per_request = [{name: pieces[name][r] for name in planes} for r in range(len(vectors))]
+    return per_request, np.split(decoded, ends)
+
+
+def shuffled_table(rng, num_blocks, *, num_logical, num_physical):
+    """i32[B, LB]: request r owns num_blocks[r] physical blocks in any order, then -1."""
+    owned = iter(rng.permutation(np.arange(1, num_physical - 1)))
+    table = np.full((len(num_blocks), num_logical), -1, np.int32)
+    for row, count in enumerate(num_blocks):
+        table[row, :count] = [next(owned) for _ in range(count)]
+    return table
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call's tokens and rows, as NumPy arrays; padding may lie anywhere between requests.
+
+    Attributes:
+      request_ids, slots, positions, lengths: i32[T]; a padding token has request and slot -1.
+      row_slots, row_lengths, row_counts, row_offsets: i32[B]; an idle row has slot -1.
+    """
+
+    request_ids: np.ndarray
+    slots: np.ndarray
+    positions: np.ndarray
+    lengths: np.ndarray
+    row_slots: np.ndarray
+    row_lengths: np.ndarray
+    row_counts: np.ndarray
+    row_offsets: np.ndarray
+
+    def rows(self, histories):
+        """[T, ...]: each token's row of its request's history, poison for padding.
+
+        Histories are arrays [n, ...], or planes of them.
+        """
+        if isinstance(histories[0], dict):
+            return {name: self.rows([h[name] for h in histories]) for name in histories[0]}
+        rows = poisoned(len(self.slots), *histories[0].shape[1:], dtype=histories[0].dtype)
+        for token, request in enumerate(self.request_ids):
+            if request >= 0:
+                rows[token] = histories[request][self.positions[token]]
+        return rows
+
+    def last_of_each_row(self, size):
+        """i32[T], slots with -1 for tokens whose row of a ring a later token of the call takes."""
+        ends = dict(zip(self.row_slots, self.row_lengths + self.row_counts, strict=True))
+        last = self.positions >= [ends.get(slot, 0) - size for slot in self.slots]
+        return np.where(last, self.slots, -1)
+
+    def closing(self, rate, size, rng):
+        """i32[size], tokens that close a window among -1, in any order."""
+        closes = (self.slots >= 0) & ((self.positions + 1) % rate == 0)
+        tokens = np.flatnonzero(closes)
+        padded = np.full(size, -1, np.int32)
+        padded[rng.permutation(size)[: len(tokens)]] = tokens
+        return padded
+
+
+def pack_call(rng, slots, lengths, counts, *, num_tokens, num_rows=None):
+    """A call that adds counts[r] tokens to request r of slot slots[r], which holds lengths[r].
+
+    Args:
+      rng: puts the requests in any order, with padding between them.
+      slots: of each request.
+      lengths: tokens of each request before the call.
+      counts: tokens of each request in the call.
+      num_tokens: T.
+      num_rows: B, by default the number of requests.
+    """
+    num_rows = num_rows or len(slots)
+    call = Call(
+        request_ids=np.full(num_tokens, -1, np.int32),
+        slots=np.full(num_tokens, -1, np.int32),
+        positions=rng.integers(0, 9, num_tokens, np.int32),
+        lengths=rng.integers(0, 9, num_tokens, np.int32),
+        row_slots=np.full(num_rows, -1, np.int32),
+        row_lengths=np.zeros(num_rows, np.int32),
+        row_counts=np.zeros(num_rows, np.int32),
+        row_offsets=np.zeros(num_rows, np.int32),
+    )
+    start, spare = 0, num_tokens - sum(counts)
+    rows = rng.permutation(num_rows)
+    for request in rng.permutation(len(slots)):
+        gap = rng.integers(0, spare + 1)
+        start, spare = start + gap, spare - gap
+        tokens = slice(start, start := start + counts[request])
+        call.request_ids[tokens] = request
+        call.slots[tokens] = slots[request]
+        call.positions[tokens] = np.arange(lengths[request], lengths[request] + counts[request])
+        call.lengths[tokens] = lengths[request]
+        row = rows[request]
+        call.row_slots[row] = slots[request]
+        call.row_lengths[row] = lengths[request]
+        call.row_counts[row] = counts[request]
+        call.row_offsets[row] = tokens.start
+    return call
+
+
+def valid_arguments(op):
+    """Small arguments, by name, that the op of that name accepts."""
+
+    def f32(*shape):
+        return jnp.ones(shape, jnp.float32)
+
+    def i32(*shape):
+        return jnp.zeros(shape, jnp.int32)
+
+    tokens, dim, rate = 3, 8, 2
+    ring, rows = {"values": f32(NUM_LAYERS, 3, 4, dim)}, {"values": f32(tokens, dim)}
+    pool, table = {"values": f32(NUM_LAYERS, 4, 2, dim)}, i32(2, 3)
+    place = {name: i32(tokens) for name in ("slots", "positions", "lengths")}
+    per_row = {name: i32(2) for name in ("slots", "lengths", "counts", "offsets")}
+    plain = {"codec": get_cache_format("f32").entry}
+    weights = {"norm": f32(dim), "frequencies": f32(2), "closing": i32(2)}
+    windows = place | weights | {"rate": rate, "eps": 1e-6}
+    state = {name: f32(NUM_LAYERS, 3, 2 * rate, 2 * dim) for name in ("values", "scores")}
+    wide = {"values": f32(tokens, 2 * dim), "scores": f32(tokens, 2 * dim)}
+    narrow = {"values": f32(tokens, dim), "scores": f32(tokens, dim)}
+    running = {"running": f32(NUM_LAYERS, 3, 3, dim), "max_count": tokens}
+    paged = {"pool": pool, "block_table": table, "request_ids": i32(tokens)}
+    query = {"queries": f32(tokens, 2, dim), **plain}
+    return {
+        "append_ring": {"ring": ring, "rows": rows, "slots": i32(tokens), "positions": i32(tokens)},
+        "append_running": running | narrow | per_row | {"rate": rate},
+        "compress_csa": {"state": state} | wide | windows,
+        "compress_hca": running | narrow | windows,
+        "flush_write": paged | {"rows": rows, "entries": i32(tokens)},
+        "gather_entries": paged | plain | {"index": i32(tokens, 3), "dim": dim},
+        "gather_window": {"ring": ring, "rows": rows, "dim": dim} | place | plain,
+        "index_topk": paged | query | {"weights": f32(tokens, 2), "visible": i32(tokens), "k": 3},
+        "sparse_attention": paged
+        | query
+        | place
+        | {"sink": f32(2), "ring": ring, "rows": rows, "selected": i32(tokens, 3), "scale": 1.0},
+    }[op] | {"layer": CASE_LAYER}

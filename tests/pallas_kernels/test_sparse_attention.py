@@ -1,0 +1,243 @@
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from helpers import inputs, token_oracle
+from helpers.inputs import CASE_LAYER, LAYER, NUM_LAYERS, pack_call, poison, shuffled_table
+from pallas_kernels import CACHE_FORMATS, get_cache_format, sparse_attention
+
+C, ROPE, HEADS, W, M, K = 16, 4, 3, 8, 4, 6
+NUM_SLOTS, SLOTS, NUM_TOKENS = 6, [3, 1, 4], 32
+SCALE = C**-0.5
+SINK = np.array([0.5, 2.0, -1.0], np.float32)
+NO_SINK = np.full(HEADS, -np.inf, np.float32)
+MANY_TOKENS = ((300, 9, 0), (7, W + 3, 9))
+ONE_TOKEN = ((M - 1, W, 2 * W - 1), (1, 1, 1))
+F32 = get_cache_format("f32").entry
+MAX_ULPS = 1.0
+"""Between outputs and float64, times the square root of C products in a logit and W + K terms in
+the sums; the unit is an f32 ulp of the largest key. Measured: at most 0.21."""
+
+jit_attention = jax.jit(
+    functools.partial(sparse_attention, layer=CASE_LAYER, scale=SCALE), static_argnames="codec"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call and what is stored; whatever no query may read is poison (known bug B32).
+
+    Attributes:
+      arguments: of the op, but for the sink.
+      call: the tokens.
+      window: each request's history of window entries, as stored.
+      entries: each request's entries, as stored.
+      selected: by request and position, the entries a query attends to.
+    """
+
+    arguments: dict
+    call: inputs.Call
+    window: list
+    entries: list
+    selected: list
+
+    def attend(self, sink=SINK, **changes):
+        return np.asarray(jit_attention(**self.arguments | {"sink": sink} | changes))
+
+    def expected(self, sink=SINK, *, window=W, selected=slice(None)):
+        """The oracle's output, and its broken variants."""
+        queries = self.arguments["queries"]
+        out = np.zeros(queries.shape)
+        for token, request in enumerate(self.call.request_ids):
+            if request >= 0:
+                position = self.call.positions[token]
+                chosen = self.selected[request][position][selected]
+                seen = token_oracle.window_positions(position, window)
+                keys = [*self.window[request][seen], *self.entries[request][chosen]]
+                out[token] = token_oracle.attend(queries[token], keys, sink, scale=SCALE)
+        return out
+
+    def ulps(self, actual, expected):
+        largest = max(abs(x).max(initial=0) for x in (*self.window, *self.entries))
+        unit = 2.0**-23 * (C + W + K) ** 0.5 * largest
+        return np.nan_to_num(abs(actual - expected) / unit, nan=np.inf).max()
+
+
+def draw_case(codec, lengths, counts, *, entries_per_block=2, packing=0):
+    """Requests that add counts to lengths; `packing` changes places, never contents."""
+    rng, places = np.random.default_rng(0), np.random.default_rng(packing)
+    sizes = [n + c for n, c in zip(lengths, counts, strict=True)]
+    encoded, window = inputs.encode(codec, [rng.normal(size=(n, C)) for n in sizes], ROPE)
+    rows, entries = inputs.encode(codec, [rng.normal(size=(n // M, C)) for n in sizes], ROPE)
+    all_queries = [rng.normal(size=(n, HEADS, C)).astype(np.float32) for n in sizes]
+    selected = [
+        [np.sort(rng.permutation((p + 1) // M)[: rng.integers(K + 1)]) for p in range(n)]
+        for n in sizes
+    ]
+    logical = -(-max(sizes) // (M * entries_per_block))
+    num_blocks = [-(-n // (M * entries_per_block)) for n in sizes]
+    table = shuffled_table(
+        places, num_blocks, num_logical=logical, num_physical=sum(num_blocks) + 3
+    )
+    ring = poison(codec.plane_shapes(C, ROPE), NUM_LAYERS, NUM_SLOTS, W)
+    pool = poison(codec.plane_shapes(C, ROPE), NUM_LAYERS, sum(num_blocks) + 3, entries_per_block)
+    for r, n in enumerate(lengths):
+        stored = {name: plane[:n] for name, plane in encoded[r].items()}
+        ring = token_oracle.append_ring(
+            ring, stored, np.full(n, SLOTS[r]), np.arange(n), layer=LAYER
+        )
+        count = len(entries[r])
+        pool = token_oracle.flush_write(
+            pool, rows[r], table, np.full(count, r), np.arange(count), layer=LAYER
+        )
+    call = pack_call(places, SLOTS, lengths, counts, num_tokens=NUM_TOKENS)
+    index = np.full((NUM_TOKENS, K), -1, np.int32)
+    for token, request in enumerate(call.request_ids):
+        if request >= 0:
+            chosen = selected[request][call.positions[token]]
+            index[token, : len(chosen)] = chosen
+    arguments = {
+        "queries": call.rows(all_queries),
+        "ring": ring,
+        "rows": call.rows(encoded),
+        "pool": pool,
+        "block_table": table,
+        "selected": index,
+        "request_ids": call.request_ids,
+        "slots": call.slots,
+        "positions": call.positions,
+        "lengths": call.lengths,
+        "codec": codec,
+    }
+    return Case(arguments, call, window, entries, selected)
+
+
+@pytest.mark.parametrize("tokens", [MANY_TOKENS, ONE_TOKEN], ids=["many tokens", "one token"])
+@pytest.mark.parametrize("name", CACHE_FORMATS)
+def test_window_and_entries_share_one_softmax_in_every_format(name, tokens):
+    case = draw_case(get_cache_format(name).entry, *tokens)
+    assert case.ulps(case.attend(), case.expected()) < MAX_ULPS
+
+
+@pytest.mark.parametrize("length", [0, 1, M - 1, M, W - 1, W, W + 1, 16 * W - 1])
+def test_every_length_round_a_boundary(length):
+    case = draw_case(F32, (length, length + 2, 3 * W), (2, W + 1, 1))
+    assert case.ulps(case.attend(), case.expected()) < MAX_ULPS
+
+
+@pytest.mark.parametrize("entries_per_block", [1, 53, 61, 69])
+def test_b2_blocks_of_any_size_are_addressed_by_their_own_stride(entries_per_block):
+    case = draw_case(F32, *MANY_TOKENS, entries_per_block=entries_per_block)
+    assert case.ulps(case.attend(), case.expected()) < MAX_ULPS
+
+
+def test_the_sink_may_be_off_or_outweigh_everything():
+    case = draw_case(F32, *MANY_TOKENS)
+    live = case.call.request_ids >= 0
+    for sink in (NO_SINK, np.array([-np.inf, 80, -80], np.float32)):
+        assert case.ulps(case.attend(sink)[live], case.expected(sink)[live]) < MAX_ULPS
+
+
+def test_the_bound_rejects_other_definitions():
+    case = draw_case(F32, *MANY_TOKENS)
+    actual = case.attend()
+    rejected = [
+        case.expected(NO_SINK),
+        case.expected(window=W - 1),
+        case.expected(window=W + 1),
+        case.expected(selected=slice(1, None)),
+        case.expected(np.roll(SINK, 1)),
+    ]
+    assert min(case.ulps(actual, expected) for expected in rejected) > 1000 * MAX_ULPS
+
+
+def test_b21_no_selected_entry_is_the_window_alone():
+    """HCA before its first window closes, and CSA likewise: finite, and as without a pool."""
+    case = draw_case(F32, *MANY_TOKENS)
+    nothing = np.full((NUM_TOKENS, K), -1, np.int32)
+    actual = case.attend(selected=nothing)
+    assert case.ulps(actual, case.expected(selected=slice(0))) < MAX_ULPS
+    alone = case.attend(pool=None, selected=None)
+    assert case.ulps(actual, alone) < MAX_ULPS
+
+
+@pytest.mark.parametrize("sink", [SINK, NO_SINK], ids=["sink", "no sink"])
+def test_b21_a_query_without_visible_keys_gives_zeros(sink):
+    """Known bug B5 too: nothing but padding, some of whose queries are NaN."""
+    case = draw_case(F32, *MANY_TOKENS)
+    nobody = np.full(NUM_TOKENS, -1, np.int32)
+    nothing = np.full((NUM_TOKENS, K), -1, np.int32)
+    actual = case.attend(sink, slots=nobody, request_ids=nobody, selected=nothing)
+    np.testing.assert_array_equal(actual, np.zeros_like(actual))
+
+
+@pytest.mark.parametrize("name", ["f32", "fp8_ue8m0"])
+def test_b1_a_request_gets_the_same_bits_in_any_row_and_any_blocks(name):
+    """Other rows, physical blocks and padding; then with the other requests turned to padding."""
+    codec = get_cache_format(name).entry
+    cases = [draw_case(codec, *MANY_TOKENS, packing=i) for i in range(3)]
+    whole = [case.attend() for case in cases]
+    tokens = [[np.flatnonzero(case.call.request_ids == r) for r in range(3)] for case in cases]
+    for request in range(3):
+        expected = whole[0][tokens[0][request]]
+        for out, place in zip(whole[1:], tokens[1:], strict=True):
+            np.testing.assert_array_equal(out[place[request]], expected)
+        mine = cases[0].call.request_ids == request
+        alone = {
+            name: np.where(mine, cases[0].arguments[name], -1) for name in ("slots", "request_ids")
+        }
+        np.testing.assert_array_equal(cases[0].attend(**alone)[mine], expected)
+
+
+def test_the_order_of_selected_entries_does_not_matter():
+    case = draw_case(F32, *MANY_TOKENS)
+    shuffled = np.random.default_rng(0).permuted(case.arguments["selected"], axis=1)
+    assert case.ulps(case.attend(selected=shuffled), case.expected()) < MAX_ULPS
+
+
+def test_bf16_queries_are_widened():
+    case = draw_case(F32, *ONE_TOKEN)
+    queries = case.arguments["queries"].astype(jnp.bfloat16)
+    actual = case.attend(queries=queries)
+    assert actual.dtype == np.float32
+    np.testing.assert_array_equal(actual, case.attend(queries=queries.astype(np.float32)))
+
+
+ERRORS = [
+    ("queries", jnp.ones((3, 8)), "queries must have rank 3"),
+    ("queries", jnp.ones((2, 2, 8)), "queries.* must agree on T"),
+    ("rows", {"other": jnp.ones((3, 8))}, "rows must have the planes of ring"),
+    ("rows", {"values": jnp.ones((3, 7))}, r"rows\['values'\] must hold rows of float32\[8\]"),
+    ("selected", jnp.zeros((3, 3)), "selected must be int32"),
+    ("selected", jnp.zeros((2, 3), jnp.int32), "selected must agree on T"),
+    ("selected", None, "pool and selected go together"),
+    ("pool", None, "pool and selected go together"),
+    ("block_table", jnp.zeros((2, 3)), "block_table must be int32"),
+    ("request_ids", jnp.zeros(3, jnp.int8), "request_ids must be int32"),
+    ("slots", jnp.zeros(2, jnp.int32), "slots.* must agree on T"),
+    ("positions", jnp.zeros(3), "positions must be int32"),
+    ("lengths", jnp.zeros(4, jnp.int32), "lengths.* must agree on T"),
+]
+SILENT = [
+    ("rows", {"values": jnp.ones((2, 8))}),
+    ("sink", jnp.ones(1)),
+    ("queries", jnp.ones((3, 1, 8))),
+    ("block_table", jnp.zeros(3, jnp.int32)),
+    ("pool", {"values": jnp.ones((3, 4, 2, 7))}),
+]
+
+
+@pytest.mark.parametrize(("name", "wrong", "message"), ERRORS)
+def test_an_error_names_the_argument_that_is_wrong(name, wrong, message):
+    with pytest.raises(ValueError, match=message):
+        sparse_attention(**inputs.valid_arguments("sparse_attention") | {name: wrong})
+
+
+@pytest.mark.parametrize(("name", "wrong"), SILENT)
+def test_a_shape_that_would_broadcast_or_clamp_is_refused(name, wrong):
+    with pytest.raises(ValueError, match=name):
+        sparse_attention(**inputs.valid_arguments("sparse_attention") | {name: wrong})
