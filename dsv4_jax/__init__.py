@@ -1,14 +1,9 @@
 """DeepSeek-V4 inference in JAX: the hybrid KV cache as a value, one jitted decode step."""
 
 from dsv4_jax.attention.history import Selection, Selector, select_by_score
+from dsv4_jax.cache.call_rows import Projections
 from dsv4_jax.cache.flush import maybe_flush_csa, maybe_flush_hca
-from dsv4_jax.cache.handle import (
-    ClassicalView,
-    IndexerView,
-    LayerCacheHandle,
-    Projections,
-    SWAView,
-)
+from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.cache.manager import KVCacheManager
 from dsv4_jax.cache.model_cache import (
     ModelCache,
@@ -26,6 +21,7 @@ from dsv4_jax.cache.schema import (
 )
 from dsv4_jax.cache.state_cache import StateCachePool, init_state_pool
 from dsv4_jax.cache.step_input import CallIndices, StepInput
+from dsv4_jax.cache.views import ClassicalView, IndexerView, SWAView
 from dsv4_jax.config import DSV4Config, YarnScaling
 from dsv4_jax.engine.decode import decode_loop, decode_step, jit_decode_loop, jit_decode_step
 from dsv4_jax.engine.engine import Completion, Engine

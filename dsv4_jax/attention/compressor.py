@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from dsv4_jax.attention.params import CompressorParams
 from dsv4_jax.attention.projections import linear
-from dsv4_jax.cache.handle import Projections
+from dsv4_jax.cache.call_rows import Projections
 
 
 def project(

@@ -3,108 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
 import pallas_kernels as pk
+from dsv4_jax.cache.call_rows import CallRows, Projections, commit_rows
 from dsv4_jax.cache.paged_cache import PagedKVPool
 from dsv4_jax.cache.schema import LayerCacheSchema
 from dsv4_jax.cache.state_cache import StateCachePool
 from dsv4_jax.cache.step_input import CallIndices
+from dsv4_jax.cache.views import ClassicalView, IndexerView, SWAView
 from pallas_kernels.formats import Planes
-
-
-class SWAView(NamedTuple):
-    """A layer's window ring; a field that the format does not have is None.
-
-    Attributes:
-      fp8: u8[NS, W, N], E4M3 codes of the nope dims.
-      rope: bf16[NS, W, R].
-      inv_scale: f32[NS, W], of "fp8_per_entry".
-      positions: i32[B, W], position in each ring row of each request row; -1 where empty.
-      head: i32[B], the ring row that the next token goes to.
-      slots: i32[B], slot of each request row.
-      planes: every array of the format, [NS, W, ...].
-    """
-
-    fp8: jax.Array | None
-    rope: jax.Array | None
-    inv_scale: jax.Array | None
-    positions: jax.Array
-    head: jax.Array
-    slots: jax.Array
-    planes: Planes
-
-
-class ClassicalView(NamedTuple):
-    """A layer's entries; a field that the format does not have is None.
-
-    Attributes:
-      entries_fp8: u8[NB, EB, N], E4M3 codes of the nope dims.
-      entries_rope: bf16[NB, EB, R].
-      inv_scale: f32[NB, EB], of "fp8_per_entry".
-      block_table: i32[B, LB].
-      block_lens: i32[B], blocks of each row that hold tokens.
-      planes: every array of the format, [NB, EB, ...].
-    """
-
-    entries_fp8: jax.Array | None
-    entries_rope: jax.Array | None
-    inv_scale: jax.Array | None
-    block_table: jax.Array
-    block_lens: jax.Array
-    planes: Planes
-
-
-class IndexerView(NamedTuple):
-    """A CSA layer's index keys; a field that the format does not have is None.
-
-    Attributes:
-      keys_fp4: u8[NB, EB, IC / 2], E2M1 pairs.
-      scale: scales of the format, u8 or f32 [NB, EB, ...].
-      global_scale: f32[NB], ones, of "fp8_per_entry": derived, not stored.
-      block_table: i32[B, LB].
-      block_lens: i32[B].
-      planes: every array of the format, [NB, EB, ...].
-    """
-
-    keys_fp4: jax.Array | None
-    scale: jax.Array | None
-    global_scale: jax.Array | None
-    block_table: jax.Array
-    block_lens: jax.Array
-    planes: Planes
-
-
-@flax.struct.dataclass(kw_only=True)
-class Projections:
-    """What a call's tokens give to one compressor.
-
-    Attributes:
-      values: f32[T, width].
-      scores: f32[T, width], position bias added.
-    """
-
-    values: jax.Array
-    scores: jax.Array
-
-
-@flax.struct.dataclass(kw_only=True)
-class CallRows:
-    """A call's tokens, as one layer will keep them once they are committed.
-
-    Attributes:
-      window: planes [T, ...], encoded window entries.
-      compressor: projections on CSA and HCA layers, else None.
-      indexer: projections on CSA layers, else None.
-    """
-
-    window: Planes
-    compressor: Projections | None
-    indexer: Projections | None
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -444,46 +355,3 @@ class LayerCacheHandle:
         if self.rows is None:
             raise ValueError("the call's tokens are not there yet; call write_swa first")
         return self.rows
-
-
-def commit_rows(
-    state: StateCachePool, rows: CallRows, call: CallIndices, *, layer: jax.Array
-) -> StateCachePool:
-    """Writes a call's tokens into one layer's ring and compressor states.
-
-    Of several tokens that share a row of a ring, the last one is written.
-    """
-    row = jnp.maximum(call.request_ids, 0)
-    ends = (call.row_lengths + call.row_counts)[row]
-
-    def append(ring: Planes, new: Planes, size: int) -> Planes:
-        last = call.positions >= ends - size
-        slots = jnp.where(last, call.slots, -1)
-        return pk.append_ring(ring, new, slots, call.positions, layer=layer)
-
-    def append_tail(tail: Planes, new: Projections) -> Planes:
-        planes = {"values": new.values, "scores": new.scores}
-        return append(tail, planes, state.schema.tail_buffer_size)
-
-    tail, index_tail, running = state.tail, state.index_tail, state.running
-    if tail is not None and rows.compressor is not None:
-        tail = append_tail(tail, rows.compressor)
-    if index_tail is not None and rows.indexer is not None:
-        index_tail = append_tail(index_tail, rows.indexer)
-    if running is not None and rows.compressor is not None:
-        running = pk.append_running(
-            running,
-            rows.compressor.values,
-            rows.compressor.scores,
-            call.row_slots,
-            call.row_lengths,
-            call.row_counts,
-            call.row_offsets,
-            layer=layer,
-            rate=state.schema.tail_buffer_size_a,
-            max_count=call.max_row_tokens,
-        )
-    window = append(state.window, rows.window, state.schema.swa_window_size)
-    return dataclasses.replace(
-        state, window=window, tail=tail, index_tail=index_tail, running=running
-    )

@@ -11,7 +11,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from dsv4_jax.cache.handle import CallRows, commit_rows
+from dsv4_jax.cache.call_rows import CallRows, commit_rows
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.state_cache import StateCachePool
 from dsv4_jax.cache.step_input import CallIndices, StepInput, check_step_input

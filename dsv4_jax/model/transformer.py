@@ -14,7 +14,8 @@ from dsv4_jax.attention.hca import hca_attention
 from dsv4_jax.attention.history import Selector, history_attention, select_by_score
 from dsv4_jax.attention.projections import linear
 from dsv4_jax.attention.swa import swa_attention
-from dsv4_jax.cache.handle import CallRows, LayerCacheHandle
+from dsv4_jax.cache.call_rows import CallRows
+from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.step_input import CallIndices
 from dsv4_jax.config import DSV4Config
