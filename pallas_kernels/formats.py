@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import numbers, pages
+from pallas_kernels.rounding import divide, round_to
 
 Planes = dict[str, jax.Array]
 PlaneShapes = dict[str, jax.ShapeDtypeStruct]
@@ -80,7 +81,7 @@ class PlainCodec:
 
     def encode(self, x: jax.Array, rope_dim: int) -> Planes:
         """See `Codec`."""
-        return {"values": x.astype(self.dtype)}
+        return {"values": round_to(x, self.dtype)}
 
     def decode(self, planes: Planes, dim: int) -> jax.Array:
         """See `Codec`."""
@@ -120,7 +121,7 @@ class GroupedFP8Codec:
         groups = numbers.split_groups(nope, self.group)
         amax = jnp.maximum(jnp.max(jnp.abs(groups), axis=-1), _AMAX_FLOOR)
         scale = numbers.encode_ue8m0(amax * _INV_448)
-        code = numbers.encode_e4m3(groups / numbers.decode_ue8m0(scale)[..., None])
+        code = numbers.encode_e4m3(groups * numbers.invert_ue8m0(scale)[..., None])
         padding = [(0, 0)] * (scale.ndim - 1) + [(0, -scale.shape[-1] % 8)]
         return {
             "nope": numbers.join_groups(code, nope.shape[-1]),
@@ -178,14 +179,14 @@ class ScaledFP8Codec:
         """See `Codec`; `inv_scale` keeps the original's name: a value is code * inv_scale."""
         nope, rope = _split_rope(x, rope_dim)
         amax = jnp.maximum(jnp.max(jnp.abs(nope), axis=-1), _AMAX_FLOOR)
-        inv_scale = _divide(amax, 448.0)
-        code = numbers.encode_e4m3(_divide(nope, inv_scale[..., None]))
+        inv_scale = divide(amax, jnp.float32(448.0))
+        code = numbers.encode_e4m3(divide(nope, inv_scale[..., None]))
         return {"nope": code, "rope": rope, "inv_scale": inv_scale}
 
     def decode(self, planes: Planes, dim: int) -> jax.Array:
         """See `Codec`; values are rounded to bf16, as the original's kernels do."""
         nope = numbers.decode_e4m3(planes["nope"]) * planes["inv_scale"][..., None]
-        nope = nope.astype(jnp.bfloat16).astype(jnp.float32)
+        nope = round_to(nope, jnp.bfloat16).astype(jnp.float32)
         return jnp.concatenate([nope, planes["rope"].astype(jnp.float32)], axis=-1)
 
     def to_pages(self, planes: Planes) -> jax.Array:
@@ -214,8 +215,9 @@ class FP8KeyCodec:
         """See `Codec`."""
         x = _rotate_and_round(x)
         amax = jnp.maximum(jnp.max(jnp.abs(x), axis=-1), _AMAX_FLOOR)
-        scale = numbers.decode_ue8m0(numbers.encode_ue8m0(amax * _INV_448))
-        return {"codes": numbers.encode_e4m3(x / scale[..., None]), "scale": scale}
+        scale = numbers.encode_ue8m0(amax * _INV_448)
+        code = numbers.encode_e4m3(x * numbers.invert_ue8m0(scale)[..., None])
+        return {"codes": code, "scale": numbers.decode_ue8m0(scale)}
 
     def decode(self, planes: Planes, dim: int) -> jax.Array:
         """See `Codec`."""
@@ -252,11 +254,12 @@ class FP4KeyCodec:
         amax = jnp.max(jnp.abs(groups), axis=-1)
         if self.power_of_two:
             scale = numbers.encode_ue8m0(jnp.maximum(amax, np.float32(6 * 2.0**-126)) * _INV_6)
-            real = numbers.decode_ue8m0(scale)
+            scaled = groups * numbers.invert_ue8m0(scale)[..., None]
         else:
-            scale = numbers.encode_e4m3(jnp.maximum(_divide(amax, 6.0), np.float32(2.0**-9)))
-            real = numbers.decode_e4m3(scale)
-        code = numbers.encode_e2m1(_divide(groups, real[..., None]))
+            amax = divide(amax, jnp.float32(6.0))
+            scale = numbers.encode_e4m3(jnp.maximum(amax, np.float32(2.0**-9)))
+            scaled = divide(groups, numbers.decode_e4m3(scale)[..., None])
+        code = numbers.encode_e2m1(scaled)
         return {
             "codes": numbers.pack_nibbles(numbers.join_groups(code, x.shape[-1])),
             "scale": scale,
@@ -336,22 +339,13 @@ def get_cache_format(name: str) -> CacheFormat:
 
 def _split_rope(x: jax.Array, rope_dim: int) -> tuple[jax.Array, jax.Array]:
     """[..., C] -> nope f32[..., N], rounded to bf16, and rope bf16[..., R]."""
-    x = x.astype(jnp.bfloat16)
+    x = round_to(x, jnp.bfloat16)
     nope_dim = x.shape[-1] - rope_dim
     return x[..., :nope_dim].astype(jnp.float32), x[..., nope_dim:]
 
 
 def _rotate_and_round(x: jax.Array) -> jax.Array:
-    return numbers.hadamard_rotate(x).astype(jnp.bfloat16).astype(jnp.float32)
-
-
-def _divide(x: jax.Array, divisor: jax.Array | float) -> jax.Array:
-    """An IEEE quotient, where a product with the reciprocal would round otherwise.
-
-    XLA makes such a product of every division by a broadcast; a divisor chosen per element stops
-    it. Quotients by powers of two need no such care.
-    """
-    return x / jnp.where(jnp.isnan(x), x, divisor)
+    return round_to(numbers.hadamard_rotate(x), jnp.bfloat16).astype(jnp.float32)
 
 
 def _plane_bytes(shapes: PlaneShapes) -> int:

@@ -13,22 +13,21 @@ E4M3_MAX = 448.0
 _E2M1_VALUES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
 
 
-def rounded(x: jax.Array) -> jax.Array:
-    """f32 -> f32, the same; a product in it is rounded before anything is added to it.
-
-    XLA fuses `a * b + c` into one rounding or not as the shape of the arrays suits it, so the same
-    row would have other bits in a call of another size. It does not look through this.
-    """
-    return jnp.where(jnp.isnan(x), jnp.float32(jnp.nan), x)
-
-
 def encode_e4m3(x: jax.Array) -> jax.Array:
     """f32 -> u8, the E4M3 code: nearest, ties to even, saturating at 448.
 
-    The clamp is not optional: the conversion alone turns values above 464 into NaN on a CPU.
+    From x's bits, since XLA's own conversion rounds twice on a GPU and may be left out.
     """
-    clamped = jnp.clip(x, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
-    return jax.lax.bitcast_convert_type(clamped, jnp.uint8)
+    bits = jax.lax.bitcast_convert_type(jnp.clip(x, -E4M3_MAX, E4M3_MAX), jnp.uint32)
+    magnitude = bits & 0x7FFFFFFF
+    # 20 of 23 mantissa bits go; half an ulp more or, at ties to an even code, a bit less.
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - ((127 - 7) << 3)
+    # Below 2**-6 codes are multiples of 2**-9: adding 2**14 leaves just those bits, nearest even.
+    small = jax.lax.bitcast_convert_type(magnitude, jnp.float32)
+    subnormal = jax.lax.bitcast_convert_type(small + np.float32(2.0**14), jnp.uint32) & 0xF
+    code = jnp.where(magnitude < (127 - 6) << 23, subnormal, normal)
+    code = jnp.where(jnp.isnan(x), 0x7F, code)
+    return (code | (bits >> 31 << 7)).astype(jnp.uint8)
 
 
 def decode_e4m3(code: jax.Array) -> jax.Array:
@@ -77,6 +76,11 @@ def encode_ue8m0(x: jax.Array) -> jax.Array:
 def decode_ue8m0(code: jax.Array) -> jax.Array:
     """u8 b in 1..254 -> f32 2**(b - 127)."""
     return jax.lax.bitcast_convert_type(code.astype(jnp.uint32) << 23, jnp.float32)
+
+
+def invert_ue8m0(code: jax.Array) -> jax.Array:
+    """u8 b in 1..253 -> f32 2**(127 - b): a product with it is the exact quotient by the scale."""
+    return decode_ue8m0(254 - code)
 
 
 def split_groups(x: jax.Array, size: int) -> jax.Array:

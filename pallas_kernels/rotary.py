@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.numbers import rounded
+from pallas_kernels.rounding import round_to, rounded
 
 
 def rms_norm(x: jax.Array, weight: jax.Array | None, *, eps: float) -> jax.Array:
@@ -32,7 +32,7 @@ def _scale(x: jax.Array, weight: jax.Array | None, mean_square: jax.Array, eps: 
     scaled = x.astype(jnp.float32) * jax.lax.rsqrt(mean_square + eps)
     if weight is not None:
         scaled = scaled * jnp.expand_dims(weight.astype(jnp.float32), range(x.ndim - 1))
-    return scaled.astype(x.dtype)
+    return round_to(scaled, x.dtype)
 
 
 def rotate(
@@ -65,5 +65,5 @@ def rotate(
     rotated = jnp.stack(
         [rounded(a * cos) - rounded(b * sin), rounded(b * cos) + rounded(a * sin)], axis=-1
     )
-    rotated = rotated.reshape(*x.shape[:-1], rope_dim).astype(x.dtype)
+    rotated = round_to(rotated.reshape(*x.shape[:-1], rope_dim), x.dtype)
     return jnp.concatenate([x[..., :nope_dim], rotated], axis=-1)

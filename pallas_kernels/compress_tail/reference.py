@@ -16,8 +16,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.numbers import rounded
 from pallas_kernels.rotary import rms_norm_by_halves, rotate
+from pallas_kernels.rounding import round_to, rounded
 
 
 def empty_pool(num_windows: int, channels: int) -> jax.Array:
@@ -90,7 +90,7 @@ def finish_entry(
     """
     mean = pool[:, 2] / pool[:, 1]
     return rotate(
-        rms_norm_by_halves(mean.astype(norm.dtype), norm, eps=eps), positions, frequencies
+        rms_norm_by_halves(round_to(mean, norm.dtype), norm, eps=eps), positions, frequencies
     )
 
 

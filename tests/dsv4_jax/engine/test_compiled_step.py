@@ -113,33 +113,31 @@ def test_one_trace_serves_300_steps_across_every_boundary(model):
     assert int(jnp.argmax(last[1])) == int(jnp.argmax(whole[0, -1]))
 
 
-def test_donated_cache_is_gone(model):
+def test_donated_cache_is_gone(model, compiled):
     config, params = model
     cache = make_cache(config)
-    new, _ = ds.jit_decode_step(params, cache, decode_input([1, 2, 3]), config=config)
+    new, _ = compiled[1](params, cache, decode_input([1, 2, 3]))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((cache.state, cache.paged)))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(new))
 
 
-def test_jitted_and_op_by_op_steps_agree(model):
+def test_jitted_and_op_by_op_steps_agree(model, compiled):
     """Known bug B11: what is compiled is what was written."""
     config, params = model
     call = decode_input([4, 5, 6], (True, False, True))
     plain, expected = ds.decode_step(params, make_cache(config), call, config=config)
-    jitted, logits = ds.jit_decode_step(params, make_cache(config), call, config=config)
+    jitted, logits = compiled[1](params, make_cache(config), call)
     np.testing.assert_allclose(logits, expected, atol=2e-5, rtol=0)
     np.testing.assert_array_equal(plain.length_tokens, jitted.length_tokens)
 
 
-def test_same_step_twice_gives_the_same_bits(model):
+def test_same_step_twice_gives_the_same_bits(model, compiled):
     """Known bug B7: fifty repeats, bitwise equal."""
     config, params = model
-    step = jax.jit(ds.decode_step, static_argnames="config")
-    cache = make_cache(config)
     call = decode_input([4, 5, 6])
-    first = step(params, cache, call, config=config)
+    first = compiled[1](params, make_cache(config), call)
     for _ in range(50):
-        again = step(params, cache, call, config=config)
+        again = compiled[1](params, make_cache(config), call)
         jax.tree.map(np.testing.assert_array_equal, again, first)
 
 

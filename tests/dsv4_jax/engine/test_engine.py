@@ -15,7 +15,13 @@ def model():
 
 @pytest.fixture(scope="module")
 def engine(model):
-    return ds.Engine(*model, max_requests=3, max_context_tokens=200, prefill_tokens=(16, 48))
+    return ds.Engine(
+        *model,
+        max_requests=3,
+        max_context_tokens=200,
+        prefill_tokens=(16, 48),
+        cache_format="f32",
+    )
 
 
 PROMPTS = [[1, 2, 3], list(range(90)), [50], [7] * 33, [9, 8, 7, 6, 5]]
@@ -32,15 +38,16 @@ def test_each_prompt_gets_what_it_gets_alone(engine):
         assert completion.text is None
 
 
-def test_greedy_tokens_are_those_of_the_whole_history(model):
+def test_greedy_tokens_are_those_of_the_whole_history(model, engine):
     config, params = model
-    engine = ds.Engine(*model, max_requests=2, max_context_tokens=100, cache_format="f32")
-    completions = engine.generate(PROMPTS[:2][::-1], max_new_tokens=10, stop_token_ids=())
-    for prompt, completion in zip(PROMPTS[:2][::-1], completions, strict=True):
-        tokens = [*prompt, *completion.token_ids]
-        logits = ds.forward(params, jax.numpy.asarray([tokens], jax.numpy.int32), config=config)
-        expected = np.argmax(logits[0, len(prompt) - 1 : -1], axis=-1)
-        np.testing.assert_array_equal(completion.token_ids, expected)
+    prompts = PROMPTS[:2][::-1]
+    completions = engine.generate(prompts, max_new_tokens=10, stop_token_ids=())
+    histories = [prompt + done.token_ids for prompt, done in zip(prompts, completions, strict=True)]
+    rows = jax.numpy.asarray([ids + [0] * (100 - len(ids)) for ids in histories])
+    logits = jax.jit(ds.forward, static_argnames="config")(params, rows, config=config)
+    for prompt, done, row in zip(prompts, completions, logits, strict=True):
+        expected = np.argmax(row[len(prompt) - 1 :][:10], axis=-1)
+        np.testing.assert_array_equal(done.token_ids, expected)
 
 
 def test_sampling_depends_on_the_seed_and_on_nothing_else(engine):

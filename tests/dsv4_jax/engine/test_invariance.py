@@ -22,7 +22,6 @@ NUM_TOKENS = 24
 LENGTHS = (150, 61, 97)
 jit_stage = jax.jit(ds.stage_step, static_argnames="config")
 jit_commit = jax.jit(ds.commit)
-jit_prefill = jax.jit(ds.prefill, static_argnames="config")
 SWA, CSA, HCA = ds.AttentionType.SWA, ds.AttentionType.CSA, ds.AttentionType.HCA
 
 
@@ -138,34 +137,39 @@ def test_a_batch_of_padding_only_changes_nothing():
 @pytest.mark.parametrize("start", [0, 1, 2, 3, 30, 31, 63, 127])
 @pytest.mark.parametrize("kept", [0, 1, 2, 3, 5])
 def test_commit_keeps_what_serial_steps_would_have_stored(start, kept):
-    """A staged step of 5 tokens, of which the first `kept` stay.
+    """A staged step of 5 tokens, of which the first `kept` stay, against one token at a time.
 
     Known bugs B14, B15: partial acceptance, at positions of every kind.
     """
     config = trunk(sliding_window=4)
-    params, cache = make(config, "fp8_ue8m0")
+    params, empty = make(config, "fp8_ue8m0")
     text = sequences(config, (start + 7,))[0]
-    lead = [text[i : min(i + 5, start)] for i in range(0, start, 5)]
-    for piece in lead:
-        call = step_input([piece], [0], [2], num_tokens=5)
-        cache, _ = jit_prefill(params, cache, call, config=config)
+
+    def stage(cache, tokens):
+        call = step_input([tokens], [0], [2], num_tokens=5)
+        return jit_stage(params, cache, call, config=config)
+
+    def append(cache, tokens):
+        cache, staged, logits = stage(cache, tokens)
+        return jit_commit(cache, staged, jnp.asarray([len(tokens)], jnp.int32)), logits
+
+    before = empty
+    for i in range(0, start, 5):
+        before, _ = append(before, text[i : min(i + 5, start)])
     wrong = [(token + 1) % config.vocab_size for token in text[start + kept : start + 5]]
-    call = step_input([text[start : start + kept] + wrong], [0], [2], num_tokens=5)
-    staged_cache, staged, logits = jit_stage(params, cache, call, config=config)
+    staged_cache, staged, logits = stage(before, text[start : start + kept] + wrong)
     for family in ("state", "length_tokens"):
         jax.tree.map(
-            np.testing.assert_array_equal, getattr(staged_cache, family), getattr(cache, family)
+            np.testing.assert_array_equal, getattr(staged_cache, family), getattr(before, family)
         )
     committed = jit_commit(staged_cache, staged, jnp.asarray([kept], jnp.int32))
-    serial = cache
-    for token in text[start : start + kept]:
-        call = step_input([[token]], [0], [2], num_tokens=5)
-        serial, expected = jit_prefill(params, serial, call, config=config)
-        np.testing.assert_array_equal(expected[0], logits[int(serial.length_tokens[2]) - start - 1])
+    serial = before
+    for i in range(kept):
+        serial, expected = append(serial, text[start + i : start + i + 1])
+        np.testing.assert_array_equal(logits[i], expected[0])
     assert_same_bytes(live_rows(committed, 2), live_rows(serial, 2))
     # And the next step agrees too: what was rejected is not seen.
-    call = step_input([text[start + kept : start + kept + 2]], [0], [2], num_tokens=5)
-    after, got = jit_prefill(params, committed, call, config=config)
-    again, want = jit_prefill(params, serial, call, config=config)
+    after, got = append(committed, text[start + kept : start + kept + 2])
+    again, want = append(serial, text[start + kept : start + kept + 2])
     np.testing.assert_array_equal(got, want)
     assert_same_bytes(live_rows(after, 2), live_rows(again, 2))
