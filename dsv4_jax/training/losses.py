@@ -46,7 +46,8 @@ def index_divergence(selection: Selection) -> jax.Array:
     target = jnp.mean(jax.nn.softmax(logits, axis=-1), axis=2)
     scores = jax.nn.log_softmax(jnp.where(visible, selection.scores, -1e30), axis=-1)
     terms = jnp.where(visible, target * (jnp.log(target + 1e-9) - scores), 0.0)
-    return jnp.sum(terms) / (terms.shape[0] * jnp.sum(selection.visible > 0) + 1e-9)
+    num_queries = jnp.sum(selection.visible > 0, dtype=jnp.float32)
+    return jnp.sum(terms) / (terms.shape[0] * jnp.maximum(num_queries, 1.0))
 
 
 def training_loss(

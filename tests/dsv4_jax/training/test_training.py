@@ -1,0 +1,123 @@
+"""Text, batches, losses: what the shipped checkpoint was made with."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dsv4_jax as ds
+from dsv4_jax.training.corpus import BOS, EOS, byte_tokenizer, read_corpus
+from dsv4_jax.training.evaluate import held_out_rows
+from dsv4_jax.training.losses import select_all, select_at_random, training_loss
+from dsv4_jax.training.train import Plan, batches, shipped_config, starting_params, train
+
+CONFIG = dataclasses.replace(
+    shipped_config(),
+    layer_types=(ds.AttentionType.CSA,),
+    router_types=(ds.RouterType.LEARNED,),
+    hidden_size=32,
+    indexer_top_k=4,
+    num_mtp_layers=0,
+)
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return read_corpus()
+
+
+def test_the_parts_are_documents_of_bytes_and_share_none(corpus):
+    documents = []
+    for part in corpus:
+        starts, ends = np.flatnonzero(part == BOS), np.flatnonzero(part == EOS)
+        assert part.dtype == np.int32
+        assert starts[0] == 0
+        assert ends[-1] == len(part) - 1
+        np.testing.assert_array_equal(starts[1:], ends[:-1] + 1)
+        documents.append({part[a:b].tobytes() for a, b in zip(starts, ends, strict=True)})
+    train_part, validation, held_out = documents
+    assert not held_out & (train_part | validation)
+    assert len(corpus.train) > 5 * len(corpus.validation) > 5 * len(corpus.held_out) > 100_000
+
+
+@pytest.mark.parametrize("text", ["The import statement", "naïve — 🎉\n\t\x00\x7f", ""])
+def test_tokens_are_bytes(text):
+    tokenizer = byte_tokenizer()
+    assert tokenizer.encode(text).ids == [BOS, *text.encode()]
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    assert tokenizer.token_to_id("<eos>") == EOS
+
+
+def test_the_shipped_tokenizer_is_that_one():
+    shipped = (ds.SHIPPED_CHECKPOINT / "tokenizer.json").read_text()
+    assert shipped == byte_tokenizer().to_str(pretty=True)
+
+
+def test_noise_is_in_what_is_read_and_not_in_what_should_be_said(corpus):
+    read, text = next(batches(corpus.train, batch=16, length=512, noise=0.1, seed=0))
+    assert 0.07 < np.mean(read != text) < 0.13
+    assert np.all(read[text >= BOS] == text[text >= BOS])
+    clean, same = next(batches(corpus.train, batch=16, length=512, noise=0.0, seed=0))
+    np.testing.assert_array_equal(clean, same)
+
+
+def test_held_out_rows_follow_one_another():
+    rows = held_out_rows(np.arange(100), 32)
+    assert rows.shape == (3, 33)
+    np.testing.assert_array_equal(rows[1:, 0], rows[:-1, -1])
+
+
+def is_indexer(path):
+    return ".indexer" in jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_the_indexer_learns_from_its_own_loss_alone_and_nothing_else_from_it(dense):
+    params = starting_params(CONFIG, jax.random.key(0))
+    text = jax.random.randint(jax.random.key(1), (2, 42), 0, 256)
+
+    def grads_of(name):
+        def loss(params):
+            losses = training_loss(params, text, text, config=CONFIG, dense=jnp.asarray(dense))[1]
+            return losses[name]
+
+        grads = jax.jit(jax.grad(loss, allow_int=True))(params)
+        leaves = jax.tree_util.tree_leaves_with_path(grads)
+        floats = [(p, g) for p, g in leaves if g.dtype == jnp.float32]
+        inside = [np.abs(g).max() for p, g in floats if is_indexer(p)]
+        outside = [np.abs(g).max() for p, g in floats if not is_indexer(p)]
+        return inside, outside
+
+    inside, outside = grads_of("index")
+    assert min(inside) > 0
+    assert max(outside) == 0
+    inside, outside = grads_of("next")
+    assert max(inside) == 0
+    assert max(outside) > 0
+
+
+def test_selectors_take_as_many_as_the_indexer_or_all():
+    scores = jnp.asarray(np.random.default_rng(0).normal(size=(1, 6, 8)), jnp.float32)
+    visible = jnp.asarray([0, 1, 3, 4, 6, 8])
+    selection = ds.Selection(scores, visible, 4, jnp.zeros((1, 6, 1, 4)), jnp.zeros((1, 8, 4)))
+    for selector, limit in ((ds.select_by_score, 4), (select_at_random, 4), (select_all, 8)):
+        chosen = np.asarray(selector(selection))[0]
+        np.testing.assert_array_equal(chosen.sum(-1), np.minimum(visible, limit))
+        assert not np.any(chosen & (np.arange(8)[None] >= np.asarray(visible)[:, None]))
+
+
+@pytest.mark.slow
+def test_a_few_steps_of_training_lower_the_loss(corpus, capsys):
+    plan = Plan(num_steps=60, batch=8, length=96, rate=1e-2, steps_between_reports=20)
+    with jax.numpy_dtype_promotion("standard"):  # optax adds integers to floats
+        params = train(CONFIG, corpus, plan)
+    reports = capsys.readouterr().out.splitlines()
+    assert len(reports) == 3
+    assert params.embed.dtype == jnp.bfloat16
+    rows = jnp.asarray(corpus.validation[:97])[None]
+    params = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, params)
+    log_p = jax.nn.log_softmax(ds.forward(params, rows[:, :-1], config=CONFIG))
+    loss = -jnp.mean(jnp.take_along_axis(log_p, rows[:, 1:, None], axis=-1))
+    assert loss < 4.5, "uniform is 5.6"
