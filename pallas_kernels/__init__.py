@@ -1,7 +1,7 @@
 """The ops under DeepSeek-V4's hybrid cache: arrays in, arrays out; usable without `dsv4_jax`."""
 
 from pallas_kernels.append_window import append_ring, append_running
-from pallas_kernels.backend import Backend
+from pallas_kernels.backend import Backend, gpu_interpreter
 from pallas_kernels.compress_tail import compress_csa, compress_hca
 from pallas_kernels.flush_write import flush_write
 from pallas_kernels.formats import CACHE_FORMATS, CacheFormat, Planes, get_cache_format
@@ -22,6 +22,7 @@ __all__ = [
     "gather_entries",
     "gather_window",
     "get_cache_format",
+    "gpu_interpreter",
     "index_topk",
     "sparse_attention",
 ]

@@ -1,5 +1,21 @@
+import os
+
+# The wheels that compile for GPUs without one would look for a driver first.
+if not os.path.exists("/dev/nvidiactl"):
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
 import jax
 import pytest
+
+import pallas_kernels as pk
+
+
+def pytest_collection_modifyitems(items):
+    if jax.default_backend() != "gpu":
+        skip = pytest.mark.skip(reason="needs a CUDA device")
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(skip)
 
 
 @pytest.fixture(autouse=True)
@@ -7,3 +23,13 @@ def _strict_promotion():
     """No silent dtype or rank promotion anywhere in the packages."""
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         yield
+
+
+@pytest.fixture(params=["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])
+def lane(request):
+    """Runs a kernel test in the CPU interpreter and, where there is one, on a GPU."""
+    if request.param == "gpu":
+        yield request.param
+    else:
+        with pk.gpu_interpreter():
+            yield request.param

@@ -4,7 +4,7 @@ import pytest
 
 import pallas_kernels as pk
 from helpers import inputs
-from pallas_kernels import Backend
+from pallas_kernels import Backend, backend
 from pallas_kernels.backend import resolve
 
 OPS = [
@@ -55,5 +55,22 @@ def test_every_op_obeys_the_backend_it_is_given(op):
 
 
 def test_every_op_is_covered():
-    ops = {name for name in pk.__all__ if name[0].islower()} - {"get_cache_format"}
+    ops = {name for name in pk.__all__ if name[0].islower()} - {"get_cache_format", "gpu_interpreter"}
     assert ops == set(OPS)
+
+
+def test_a_gpu_kernel_without_a_gpu_says_what_it_needs(monkeypatch):
+    monkeypatch.setattr(backend, "compute_capability", lambda: None)
+    kernels = {Backend.REFERENCE: lambda: "slow", Backend.MOSAIC_GPU: lambda: "fast"}
+    with pytest.raises(NotImplementedError, match=r"need an NVIDIA GPU .*got None; pass backend="):
+        resolve("op", "mosaic_gpu", kernels)
+    with pk.gpu_interpreter():
+        assert resolve("op", "mosaic_gpu", kernels)() == "fast"
+        assert resolve("op", None, kernels, preferred=Backend.MOSAIC_GPU)() == "slow"
+
+
+def test_none_picks_the_preferred_kernel_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(backend, "compute_capability", lambda: (9, 0))
+    kernels = {Backend.REFERENCE: lambda: "slow", Backend.MOSAIC_GPU: lambda: "fast"}
+    assert resolve("op", None, kernels, preferred=Backend.MOSAIC_GPU)() == "fast"
+    assert resolve("op", None, kernels)() == "slow"
