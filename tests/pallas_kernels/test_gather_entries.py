@@ -5,13 +5,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import inputs, token_oracle
+from helpers import gather_cases, inputs, token_oracle
 from helpers.inputs import CASE_LAYER, LAYER, NUM_LAYERS, pack_call, poison, shuffled_table
 from pallas_kernels import CACHE_FORMATS, gather_entries, gather_window, get_cache_format
 
 C, ROPE, IC = 12, 4, 16
 NUM_BLOCKS, LOGICAL = 12, 4
 W, NUM_SLOTS, SLOTS = 8, 6, [3, 1, 4]
+AOT_CASES = [
+    ("selected", gather_cases.dense_entries, gather_cases.entries_specs("csa", 512, 21, 16384)),
+    ("all_hca", gather_cases.dense_entries, gather_cases.entries_specs("hca", 8192, 20, 1 << 20)),
+    ("window", gather_cases.dense_window, gather_cases.window_specs(43)),
+]
 each_format = pytest.mark.parametrize("name", CACHE_FORMATS)
 
 jit_gather_entries = jax.jit(

@@ -1,0 +1,58 @@
+"""Gathers at DeepSeek-V4 Flash's shapes: 64 requests, entries of the released format."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import gather_entries, gather_window, get_cache_format
+
+REQUESTS, DIM, ROPE, WINDOW = 64, 512, 64, 128
+BLOCK_TOKENS, RATES = 128, {"csa": 4, "hca": 128}
+CODEC = get_cache_format("fp8_ue8m0").entry
+
+
+def entries_specs(family, num_selected, num_layers, context_tokens):
+    """Arguments of `dense_entries`: one query of each request, `num_selected` of its entries."""
+    logical = context_tokens // BLOCK_TOKENS
+    entries_per_block = BLOCK_TOKENS // RATES[family]
+    return (
+        _planes(num_layers, REQUESTS * logical, entries_per_block),
+        _i32(REQUESTS, logical),
+        _i32(REQUESTS),
+        _i32(REQUESTS, num_selected),
+        _i32(),
+    )
+
+
+def window_specs(num_layers):
+    """Arguments of `dense_window`: one token of each request."""
+    return (
+        _planes(num_layers, REQUESTS, WINDOW),
+        _planes(REQUESTS),
+        *[_i32(REQUESTS)] * 3,
+        _i32(),
+    )
+
+
+def dense_entries(pool, block_table, request_ids, index, layer):
+    """bf16[T, K, C], and which entries there are: what dense attention would read."""
+    dense, valid = gather_entries(
+        pool, block_table, request_ids, index, layer=layer, codec=CODEC, dim=DIM
+    )
+    return dense.astype(jnp.bfloat16), valid
+
+
+def dense_window(ring, rows, slots, positions, lengths, layer):
+    """bf16[T, W, C], and which rows there are."""
+    dense, valid = gather_window(
+        ring, rows, slots, positions, lengths, layer=layer, codec=CODEC, dim=DIM
+    )
+    return dense.astype(jnp.bfloat16), valid
+
+
+def _planes(*lead):
+    shapes = CODEC.plane_shapes(DIM, ROPE)
+    return {name: jax.ShapeDtypeStruct((*lead, *s.shape), s.dtype) for name, s in shapes.items()}
+
+
+def _i32(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.int32)

@@ -1,0 +1,103 @@
+"""What the compilers make of the kernels for H200 and B200, against recorded figures.
+
+Cases come from the `AOT_CASES` of the modules beside this one; `helpers.aot` says how to add one.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import triton as pltri
+
+from helpers import aot, aot_figures
+
+pytestmark = pytest.mark.skipif(aot.unavailable() is not None, reason=str(aot.unavailable()))
+
+RECORDED = aot.read_recorded()
+SPILLED, OVER_BUDGET = "compiled/spilling", "compiled/over_budget"
+each_target = pytest.mark.parametrize("target", aot.TARGETS)
+
+
+def multiply_in_one_warp(x, y):
+    """A 64 x 256 tile of f32 sums is 512 registers a thread, twice what a thread has."""
+
+    def kernel(x_ref, y_ref, out_ref):
+        out_ref[...] = jnp.dot(x_ref[...], y_ref[...], preferred_element_type=jnp.float32)
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((64, 256), jnp.float32),
+        compiler_params=pltri.CompilerParams(num_warps=1),
+        name="multiply_in_one_warp",
+    )(x, y)
+
+
+def copy_through_shared(x):
+    """Takes the shared memory of the copied array, 256 KiB."""
+
+    def copy_kernel(x_gmem, out_gmem, x_smem, barrier):
+        plgpu.copy_gmem_to_smem(x_gmem, x_smem, barrier)
+        plgpu.barrier_wait(barrier)
+        plgpu.copy_smem_to_gmem(x_smem, out_gmem)
+        plgpu.wait_smem_to_gmem(0)
+
+    return plgpu.kernel(
+        copy_kernel,
+        out_type=x,
+        scratch_types=[plgpu.SMEM(x.shape, x.dtype), plgpu.Barrier()],
+    )(x)
+
+
+AOT_CASES = [
+    (
+        SPILLED.split("/")[1],
+        multiply_in_one_warp,
+        [
+            jax.ShapeDtypeStruct((64, 64), jnp.bfloat16),
+            jax.ShapeDtypeStruct((64, 256), jnp.bfloat16),
+        ],
+    ),
+    (
+        OVER_BUDGET.split("/")[1],
+        copy_through_shared,
+        [jax.ShapeDtypeStruct((256, 256), jnp.float32)],
+    ),
+]
+
+
+@pytest.fixture(scope="session")
+def compiled(request):
+    """Compiles, once per target, the cases that the selected tests ask for; {case: figures}."""
+    selected = [getattr(item, "callspec", None) for item in request.session.items]
+    names = {spec.params["case"] for spec in selected if spec and "case" in spec.params}
+    return functools.cache(functools.partial(aot.figures_of, names=(*names, aot.BROKEN)))
+
+
+@each_target
+def test_every_case_is_recorded(target):
+    cases = [case for case in aot.collect(target) if not case.startswith(aot.BROKEN)]
+    assert cases == list(RECORDED.get(target, {})), "run `python -m helpers.aot --record`"
+
+
+@pytest.mark.parametrize(
+    ("target", "case"), [(target, case) for target, cases in RECORDED.items() for case in cases]
+)
+def test_a_case_compiles_to_nothing_worse_than_recorded(compiled, target, case):
+    assert not aot_figures.complaints(compiled(target)[case], RECORDED[target][case])
+
+
+@each_target
+def test_a_kernel_that_spills_is_seen(compiled, target):
+    found = compiled(target)[SPILLED]
+    ((name, kernel),) = found["kernels"].items()
+    recorded = found | {"kernels": {name: kernel | {"spill_bytes": 0}}}
+    assert "spills" in str(aot_figures.complaints(found, recorded))
+    assert not aot_figures.complaints(found, found)
+
+
+@each_target
+def test_a_kernel_beyond_shared_memory_is_seen(compiled, target):
+    assert "memory" in str(aot_figures.complaints(compiled(target)[OVER_BUDGET], {}))
