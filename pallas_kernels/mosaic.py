@@ -1,0 +1,245 @@
+"""What Mosaic GPU kernels here share: a register layout for gathered rows, and the gathers.
+
+Pallas has no gather from device memory into registers by a vector of indices. These two do it, a
+thread loading the 16 elements of each row that its layout gives it; in the interpreter they are
+indexed reads. A row number of -1 reads nothing and gives zeros, so that what lies there (NaN, or a
+row of somebody else) is never seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.experimental.mosaic.gpu as mgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from pallas_kernels.backend import interpreting
+
+Ref = Any
+
+ROWS = plgpu.Layout.TILED(
+    plgpu.Tiling(((32, 64), (8, 16), (8,))), warp_dims=(-5,), lane_dims=(-3, -4), vector_dim=-1
+)
+"""[32 i, 64 j]: a warp holds 8 rows, 4 lanes a row, a lane 16 neighbouring columns in two vectors.
+
+Loads of 16 bytes and more, and stores of 16 bytes that fill all banks of a 128-byte swizzle.
+"""
+ROW = ROWS.reduce(1)
+"""[32 i]: one value per row of `ROWS`."""
+
+SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+"""Shared memory of 16-bit elements as tensor cores and bulk copies take it."""
+
+
+def gather_rows(
+    sources: Sequence[Ref], source: jax.Array, index: jax.Array, *, start: int, width: int
+) -> jax.Array:
+    """Loads columns start .. start + width - 1 of the named rows.
+
+    Args:
+      sources: refs [R, n] in device memory, of one n and dtype.
+      source: i32[64] in `ROW` layout, number of the source of each row.
+      index: i32[64] in `ROW` layout, number of the row in its source; -1 is none.
+      start: a multiple of 16.
+      width: a multiple of 64.
+
+    Returns:
+      [64, width] in `ROWS` layout; zeros where `index` is -1.
+    """
+    shape, dtype = (index.shape[0], width), sources[0].dtype
+    if interpreting():
+        return _interpret_gather(sources, source, index)[:, start : start + width]
+
+    @plgpu.inline_mgpu(
+        arg_types=([plgpu.RefType()] * len(sources), ROW, ROW),
+        return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=ROWS),
+    )
+    def load(_, refs, source, index):
+        layout = ROWS.to_mgpu()
+        index = index.broadcast_in_dim(shape, (0,), layout).registers
+        source = source.broadcast_in_dim(shape, (0,), layout).registers
+        registers = np.empty(index.shape, dtype=object)
+        columns = layout.thread_idxs(shape)
+        for place, (_, column) in zip(np.ndindex(index.shape), columns, strict=True):
+            *tile, half, _ = place
+            if half:  # loaded together with its left neighbour
+                continue
+            row = _row_address(refs, source[place], index[place])
+            column = arith.addi(column, mgpu.c(start, column.type))
+            both = _load(*row, column, 16)
+            for side in range(2):
+                registers[(*tile, side, 0)] = mgpu.utils.vector_slice(
+                    both, slice(8 * side, 8 * side + 8)
+                )
+        signed = mgpu.utils.is_signed(dtype)
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=signed)
+
+    return load(list(sources), source, index)
+
+
+def gather_words(
+    sources: Sequence[Ref], source: jax.Array, index: jax.Array, *, word: int
+) -> jax.Array:
+    """Loads one 32-bit word of each of the named rows.
+
+    Args:
+      sources: refs [R, n] in device memory, of one n and a dtype of 8 or 32 bits.
+      source: as in `gather_rows`.
+      index: as in `gather_rows`.
+      word: its number in the row.
+
+    Returns:
+      i32[64] in `ROW` layout; zeros where `index` is -1.
+    """
+    size = sources[0].dtype.itemsize
+    count = 4 // size
+    if interpreting():
+        rows = _interpret_gather(sources, source, index)
+        words = rows[:, word * count : (word + 1) * count]
+        return lax.bitcast_convert_type(words[:, 0] if count == 1 else words, jnp.int32)
+
+    @plgpu.inline_mgpu(
+        arg_types=([plgpu.RefType()] * len(sources), ROW, ROW),
+        return_type=plgpu.ShapeDtypeStruct(index.shape, jnp.int32, layout=ROW),
+    )
+    def load(_, refs, source, index):
+        column = mgpu.c(word * count, ir.IndexType.get())
+        one_word = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
+        registers = np.empty(index.registers.shape, dtype=object)
+        for place in np.ndindex(registers.shape):
+            row = _row_address(refs, source.registers[place], index.registers[place])
+            registers[place] = mgpu.utils.bitcast(_load(*row, column, count), one_word)
+        return mgpu.FragmentedArray(_registers=registers, _layout=index.layout, _is_signed=True)
+
+    return load(list(sources), source, index)
+
+
+def store_rows(target: Ref, values: jax.Array) -> None:
+    """Stores [64, 64] of 16 bits, in `ROWS` layout, in swizzled shared memory.
+
+    Unlike an assignment it does not wait for the warpgroup's threads before and after, so that
+    many can follow each other; `commit_smem` makes them visible.
+    """
+    if interpreting():
+        target[...] = values
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED), ROWS))
+    def store(_, target, values):
+        values.store_tiled(target, swizzle=128)
+
+    store(target, values)
+
+
+def multiply_add(total: jax.Array, left: Ref, right: Ref) -> jax.Array:
+    """total + left @ right, in f32, by one warpgroup of a Hopper GPU.
+
+    Args:
+      total: f32[M, N] in WGMMA layout.
+      left: [M, K] in shared memory, swizzled.
+      right: [K, N] in shared memory, swizzled.
+    """
+    if interpreting():  # which has no accumulators that start from a value
+        return total + multiply([(left, right)])
+
+    def product(total_ref: Ref) -> None:
+        plgpu.wgmma(total_ref, left, right)
+
+    return pl.run_state(product)(plgpu.ACC.init(total))
+
+
+def multiply(pairs: Sequence[tuple[Ref, Ref]]) -> jax.Array:
+    """The sum of left @ right over pairs, as `multiply_add` takes them."""
+
+    def product(total_ref: Ref) -> jax.Array:
+        for left, right in pairs:
+            plgpu.wgmma(total_ref, left, right)
+        return total_ref[...]
+
+    shape = pairs[0][0].shape[0], pairs[0][1].shape[1]
+    return pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
+
+
+def _row_address(
+    refs: Sequence[ir.Value], source: ir.Value, index: ir.Value
+) -> tuple[ir.MemRefType, ir.Value, ir.Value, ir.Value]:
+    """Type of the sources, address of the source's first element, row (0 for none), and if any."""
+    i32 = ir.IntegerType.get_signless(32)
+    source, index = (vector.extract(v, [], [0]) for v in (source, index))
+    device_memory = llvm.PointerType.get(1)
+    bases = [llvm.addrspacecast(device_memory, mgpu.utils.memref_ptr(ref)) for ref in refs]
+    base = bases[0]
+    for number, other in enumerate(bases[1:], 1):
+        chosen = arith.cmpi(arith.CmpIPredicate.eq, source, mgpu.c(number, i32))
+        base = arith.select(chosen, other, base)
+    present = arith.cmpi(arith.CmpIPredicate.ne, index, mgpu.c(-1, i32))
+    row = arith.select(present, index, mgpu.c(0, i32))
+    return ir.MemRefType(refs[0].type), base, row, present
+
+
+def _load(
+    ref_type: ir.MemRefType,
+    base: ir.Value,
+    row: ir.Value,
+    present: ir.Value,
+    column: ir.Value,
+    count: int,
+) -> ir.Value:
+    """`count` elements of a row in device memory; zeros where it is not present."""
+    i64 = ir.IntegerType.get_signless(64)
+    size = mgpu.bitwidth(ref_type.element_type) // 8
+    element = arith.addi(
+        arith.muli(arith.extsi(i64, row), mgpu.c(ref_type.shape[1], i64)),
+        arith.index_cast(i64, column),
+    )
+    byte = ir.IntegerType.get_signless(8)
+    address = mgpu.utils.getelementptr(base, [arith.muli(element, mgpu.c(size, i64))], byte)
+    total = count * size // 4
+    words = [
+        _load_words(mgpu.utils.getelementptr(address, [offset], byte), present, min(total, 4))
+        for offset in range(0, 4 * total, 16)
+    ]
+    return mgpu.utils.bitcast(
+        mgpu.utils.vector_concat(words), ir.VectorType.get((count,), ref_type.element_type)
+    )
+
+
+def _load_words(address: ir.Value, present: ir.Value, count: int) -> ir.Value:
+    """One load of 1 or 4 words, or zeros.
+
+    A select after an ordinary load would wait for each before the next is issued.
+    """
+    i32 = ir.IntegerType.get_signless(32)
+    results = [f"${i}" for i in range(count)]
+    target = "{" + ", ".join(results) + "}" if count > 1 else results[0]
+    vector_suffix = f".v{count}" if count > 1 else ""
+    asm = f"""{{
+      .reg .pred present;
+      setp.ne.b32 present, ${count + 1}, 0;
+      {" ".join(f"mov.b32 {r}, 0;" for r in results)}
+      @present ld.global.nc.L1::no_allocate{vector_suffix}.b32 {target}, [${count}];
+    }}"""
+    constraints = ",".join(["=&r"] * count + ["l", "r"])
+    flag = arith.extui(i32, present)
+    result_type = llvm.StructType.get_literal([i32] * count) if count > 1 else i32
+    loaded = llvm.inline_asm(result_type, [address, flag], asm, constraints)
+    parts = [llvm.extractvalue(i32, loaded, [i]) for i in range(count)] if count > 1 else [loaded]
+    one = ir.VectorType.get((1,), i32)
+    return mgpu.utils.vector_concat([vector.broadcast(one, part) for part in parts])
+
+
+def _interpret_gather(sources: Sequence[Ref], source: jax.Array, index: jax.Array) -> jax.Array:
+    arrays = [ref[...] for ref in sources]
+    rows = [a[jnp.clip(index, 0, a.shape[0] - 1)] for a in arrays]
+    chosen = rows[0]
+    for number, other in enumerate(rows[1:], 1):
+        chosen = jnp.where((source == number)[:, None], other, chosen)
+    return jnp.where((index == -1)[:, None], jnp.zeros((), chosen.dtype), chosen)
