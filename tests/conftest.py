@@ -8,6 +8,12 @@ import jax
 import pytest
 
 import pallas_kernels as pk
+from helpers import gpu_results
+
+
+def pytest_configure(config):
+    if gpu_results.VARIABLE in os.environ:
+        config.pluginmanager.register(gpu_results.Counts())
 
 
 def pytest_collection_modifyitems(items):

@@ -1,0 +1,45 @@
+"""A pytest plugin that keeps the outcome of a GPU run: its device, date, jax version and counts.
+
+The path is the environment variable DSV4_GPU_RESULTS. What else the file holds, such as the rows
+of benchmarks, stays.
+"""
+
+import collections
+import datetime
+import json
+import os
+import pathlib
+
+import jax
+
+VARIABLE = "DSV4_GPU_RESULTS"
+
+
+def update(path, **fields):
+    """Sets fields of the results at a path, beside the device, the date and the jax version."""
+    path = pathlib.Path(path)
+    results = json.loads(path.read_text()) if path.exists() else {}
+    results |= {
+        "device": jax.devices()[0].device_kind,
+        "date": datetime.date.today().isoformat(),
+        "jax": jax.__version__,
+    }
+    path.write_text(json.dumps(results | fields, indent=1) + "\n")
+
+
+class Counts:
+    """Counts the tests that ran; in a worker of pytest-xdist it counts nothing."""
+
+    def __init__(self):
+        self.outcomes = collections.Counter()
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" or report.outcome != "passed":
+            self.outcomes[report.outcome] += 1
+
+    def pytest_sessionfinish(self, session):
+        if not hasattr(session.config, "workerinput"):
+            counts = {
+                outcome: self.outcomes[outcome] for outcome in ("passed", "failed", "skipped")
+            }
+            update(os.environ[VARIABLE], tests=counts)
