@@ -1,0 +1,191 @@
+"""The one door to Pallas through Triton: launches in place, byte planes as words, exact products.
+
+That backend is deprecated upstream, so what a kernel needs of it is named here and nowhere else.
+It gathers and scatters by pointer, which suits rows that lie wherever a block table puts them.
+
+Offsets are computed in signed 32 bits for arrays of up to 4 GiB: rows of a byte plane past 2 GiB
+would be written before its beginning. As words of 4 bytes such a plane has at most 2**30 elements,
+and beyond 4 GiB offsets have 64 bits.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import triton as pltri
+
+from pallas_kernels.backend import interpreting
+from pallas_kernels.formats import Planes
+from pallas_kernels.rounding import divide, rounded
+
+warnings.filterwarnings("ignore", "The Pallas Triton backend", DeprecationWarning)
+
+Ref = Any
+_WORD_BYTES = 4
+_ANYWHERE = pl.BlockSpec(memory_space=pl.ANY)
+
+
+def launch(
+    kernel: Callable[..., None],
+    *,
+    grid: tuple[int, ...],
+    inputs: Sequence[jax.Array],
+    in_place: Sequence[jax.Array],
+    num_warps: int,
+    name: str,
+) -> list[jax.Array]:
+    """Runs a kernel that updates arrays in place.
+
+    Args:
+      kernel: called with one list of refs for `inputs` and one for `in_place`; it does not write
+        the former. What it does not write of the latter keeps its content.
+      grid: programs.
+      inputs: arrays of any shape.
+      in_place: arrays; donated by the caller's jit, they are not copied.
+      num_warps: of 32 threads, per program.
+      name: of the kernel in a profile.
+
+    Returns:
+      The arrays of `in_place`, updated.
+
+    Raises:
+      NotImplementedError: an array is of a size whose offsets would be wrong.
+    """
+    for array in (*inputs, *in_place):
+        _check_offsets(array)
+    num_inputs, num_updated = len(inputs), len(in_place)
+
+    def body(*refs: Ref) -> None:
+        kernel(list(refs[:num_inputs]), list(refs[num_inputs + num_updated :]))
+
+    body.__name__ = name
+    # Inside `gpu_interpreter()` a call would go to Mosaic's interpreter, which is not for this one.
+    with plgpu.force_gpu_interpret_mode(None):  # pyright: ignore[reportArgumentType]
+        call = pl.pallas_call(
+            body,
+            grid=grid,
+            in_specs=[_ANYWHERE] * (num_inputs + num_updated),
+            out_specs=[_ANYWHERE] * num_updated,
+            out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in in_place],
+            input_output_aliases={num_inputs + i: i for i in range(num_updated)},
+            compiler_params=pltri.CompilerParams(num_warps=num_warps),
+            interpret=interpreting(),
+            name=name,
+        )
+        return list(call(*inputs, *in_place))
+
+
+def as_words(planes: Planes) -> Planes:
+    """Byte planes whose rows are whole words as u32[..., n / 4]; a view, the others as they are."""
+    return {name: _as_words(plane) for name, plane in planes.items()}
+
+
+def from_words(planes: Planes, shapes: Mapping[str, jax.ShapeDtypeStruct | jax.Array]) -> Planes:
+    """The inverse of `as_words`, given the planes or their shapes before it."""
+    return {
+        name: jax.lax.bitcast_convert_type(plane, jnp.uint8).reshape(shapes[name].shape)
+        if plane.dtype != shapes[name].dtype
+        else plane
+        for name, plane in planes.items()
+    }
+
+
+def exact_product(x: jax.Array, y: jax.Array) -> jax.Array:
+    """f32 product, rounded before anything is added to it; in a kernel.
+
+    ptxas fuses no instruction whose rounding is spelt out.
+    """
+    if interpreting():
+        return rounded(x * y)
+    return _inline("mul.rn.f32 $0, $1, $2;", x, y)
+
+
+def exact_quotient(x: jax.Array, y: jax.Array) -> jax.Array:
+    """The IEEE quotient of f32 arrays of one shape; in a kernel, whose `/` is approximate."""
+    if interpreting():
+        return divide(x, y)
+    return _inline("div.rn.f32 $0, $1, $2;", x, y)
+
+
+def load_row(
+    ref: Ref,
+    index: tuple[jax.Array | int, ...],
+    *,
+    start: int,
+    count: int,
+    width: int,
+    live: jax.Array | None = None,
+) -> jax.Array:
+    """[width], `count` columns from `start` on of a row, and zeros after them.
+
+    Args:
+      ref: [..., n].
+      index: of the row.
+      start: first column.
+      count: columns.
+      width: lanes, a power of two.
+      live: bool[]; where False nothing is read and all lanes are zeros.
+    """
+    if count == width:
+        columns = pl.ds(start, width)
+        mask = None if live is None else jnp.broadcast_to(live, width)
+    else:
+        lane = jnp.arange(width, dtype=jnp.int32)
+        columns, mask = start + lane, lane < count
+        mask = mask if live is None else mask & live
+    other = None if mask is None else 0
+    return pltri.load(ref.at[(*_as_arrays(index), columns)], mask=mask, other=other)
+
+
+def store_row(
+    ref: Ref, index: tuple[jax.Array | int, ...], values: jax.Array, *, first: int, count: int
+) -> None:
+    """Writes lanes first .. first + count - 1 of values [width] to columns 0 .. count - 1 of a row.
+
+    The interpreter writes back what it finds in masked columns: there they lie past the row.
+    """
+    width = values.shape[0]
+    if count == width:
+        ref[(*_as_arrays(index), pl.ds(0, width))] = values
+        return
+    lane = jnp.arange(width, dtype=jnp.int32)
+    mask = (lane >= first) & (lane < first + count)
+    columns = lane - first
+    if interpreting():
+        columns = jnp.where(mask, columns, ref.shape[-1] + lane)
+    pltri.store(ref.at[(*_as_arrays(index), columns)], values, mask=mask)
+
+
+def _as_arrays(index: tuple[jax.Array | int, ...]) -> tuple[jax.Array, ...]:
+    """The interpreter takes no Python int beside a slice."""
+    return tuple(jnp.full((), i, jnp.int32) if isinstance(i, int) else i for i in index)
+
+
+def _as_words(plane: jax.Array) -> jax.Array:
+    if plane.dtype != jnp.uint8 or plane.shape[-1] % _WORD_BYTES:
+        return plane
+    words = (*plane.shape[:-1], plane.shape[-1] // _WORD_BYTES, _WORD_BYTES)
+    return jax.lax.bitcast_convert_type(plane.reshape(words), jnp.uint32)
+
+
+def _check_offsets(array: jax.Array) -> None:
+    num_bytes = math.prod(array.shape) * array.dtype.itemsize
+    if array.size >= 1 << 31 and num_bytes <= 1 << 32:
+        raise NotImplementedError(
+            "Pallas through Triton has wrong offsets in an array of 2**31 elements or more that "
+            f"takes at most 4 GiB, got {array.dtype}{list(array.shape)}; make its rows whole words"
+        )
+
+
+def _inline(asm: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pltri.elementwise_inline_asm(
+        asm, args=[x, y], constraints="=f,f,f", pack=1, result_shape_dtypes=[shape]
+    )[0]
