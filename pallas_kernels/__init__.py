@@ -1,9 +1,9 @@
 """The ops under DeepSeek-V4's hybrid cache: arrays in, arrays out; usable without `dsv4_jax`."""
 
-from pallas_kernels.append_window import append_ring, append_running
+from pallas_kernels.append_window import append_ring, append_running, append_tokens
 from pallas_kernels.backend import Backend, gpu_interpreter
 from pallas_kernels.compress_tail import compress_csa, compress_hca
-from pallas_kernels.flush_write import flush_write
+from pallas_kernels.flush_write import flush_csa, flush_hca, flush_write
 from pallas_kernels.formats import CACHE_FORMATS, CacheFormat, Planes, get_cache_format
 from pallas_kernels.gather_entries import gather_entries, gather_window
 from pallas_kernels.index_topk import index_topk
@@ -16,8 +16,11 @@ __all__ = [
     "Planes",
     "append_ring",
     "append_running",
+    "append_tokens",
     "compress_csa",
     "compress_hca",
+    "flush_csa",
+    "flush_hca",
     "flush_write",
     "gather_entries",
     "gather_window",

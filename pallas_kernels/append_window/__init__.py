@@ -1,5 +1,5 @@
 """New tokens into rings and running pools."""
 
-from pallas_kernels.append_window.op import append_ring, append_running
+from pallas_kernels.append_window.op import append_ring, append_running, append_tokens
 
-__all__ = ["append_ring", "append_running"]
+__all__ = ["append_ring", "append_running", "append_tokens"]

@@ -1,6 +1,8 @@
-"""Definition of `append_ring` and `append_running`: new tokens into what a request keeps."""
+"""Definition of the appends: new tokens into what a request keeps."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -55,3 +57,45 @@ def append_running(
     )
     writes = jnp.where((slots >= 0) & (counts > 0), slots, running.shape[1])
     return running.at[layer, writes].set(pool, mode="drop")
+
+
+def append_tokens(
+    rings: Sequence[Planes],
+    rows: Sequence[Planes],
+    running: jax.Array | None,
+    projections: Planes | None,
+    slots: jax.Array,
+    lengths: jax.Array,
+    counts: jax.Array,
+    offsets: jax.Array,
+    *,
+    layer: jax.Array,
+    rate: int,
+    max_count: int,
+) -> tuple[tuple[Planes, ...], jax.Array | None]:
+    """`append_ring` of each ring, of tokens that share a row the last one, and `append_running`."""
+    tokens = jnp.arange(jax.tree.leaves(rows)[0].shape[0])[:, None]
+    member = (tokens >= offsets[None]) & (tokens < (offsets + counts)[None])
+    row = jnp.argmax(member, axis=1)
+    positions = (lengths - offsets)[row] + tokens[:, 0]
+    live = jnp.where(jnp.any(member, axis=1), slots[row], -1)
+    appended = []
+    for ring, new in zip(rings, rows, strict=True):
+        size = jax.tree.leaves(ring)[0].shape[2]
+        last = positions >= (lengths + counts)[row] - size
+        kept = jnp.where(last, live, -1)
+        appended.append(append_ring(ring, new, kept, positions, layer=layer))
+    if running is not None and projections is not None:
+        running = append_running(
+            running,
+            projections["values"],
+            projections["scores"],
+            slots,
+            lengths,
+            counts,
+            offsets,
+            layer=layer,
+            max_count=max_count,
+            rate=rate,
+        )
+    return tuple(appended), running

@@ -162,12 +162,20 @@ def valid_arguments(op):
     narrow = {"values": f32(tokens, dim), "scores": f32(tokens, dim)}
     running = {"running": f32(NUM_LAYERS, 3, 3, dim), "max_count": tokens}
     paged = {"pool": pool, "block_table": table, "request_ids": i32(tokens)}
+    many = {"pools": [pool], "norms": [f32(dim)], "codecs": [plain["codec"]]}
+    flushed = windows | {"block_table": table, "request_ids": i32(tokens)}
+    flushed = {name: value for name, value in flushed.items() if name != "norm"}
     query = {"queries": f32(tokens, 2, dim), **plain}
     return {
         "append_ring": {"ring": ring, "rows": rows, "slots": i32(tokens), "positions": i32(tokens)},
         "append_running": running | narrow | per_row | {"rate": rate},
+        "append_tokens": {"rings": [ring], "rows": [rows], "projections": narrow, "rate": rate}
+        | running
+        | per_row,
         "compress_csa": {"state": state} | wide | windows,
         "compress_hca": running | narrow | windows,
+        "flush_csa": many | {"states": [state], "rows": [wide]} | flushed,
+        "flush_hca": paged | plain | running | {"rows": narrow, "norm": f32(dim)} | flushed,
         "flush_write": paged | {"rows": rows, "entries": i32(tokens)},
         "gather_entries": paged | plain | {"index": i32(tokens, 3), "dim": dim},
         "gather_window": {"ring": ring, "rows": rows, "dim": dim} | place | plain,

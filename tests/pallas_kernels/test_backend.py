@@ -10,8 +10,11 @@ from pallas_kernels.backend import resolve
 OPS = [
     "append_ring",
     "append_running",
+    "append_tokens",
     "compress_csa",
     "compress_hca",
+    "flush_csa",
+    "flush_hca",
     "flush_write",
     "gather_entries",
     "gather_window",
@@ -55,7 +58,10 @@ def test_every_op_obeys_the_backend_it_is_given(op):
 
 
 def test_every_op_is_covered():
-    ops = {name for name in pk.__all__ if name[0].islower()} - {"get_cache_format", "gpu_interpreter"}
+    ops = {name for name in pk.__all__ if name[0].islower()} - {
+        "get_cache_format",
+        "gpu_interpreter",
+    }
     assert ops == set(OPS)
 
 

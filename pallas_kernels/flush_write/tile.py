@@ -1,0 +1,172 @@
+"""What the codecs of `formats.py` do, on one entry at a time, a dim per lane, in a Triton kernel.
+
+Element types are encoded by `numbers.py` itself, from bits; only what a tile spells differently is
+here: groups, the Hadamard rotation, and bytes packed into the words of `triton.as_words`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import numbers, triton
+from pallas_kernels.compress_tail.tile import round_to
+from pallas_kernels.formats import (
+    Codec,
+    FP4KeyCodec,
+    FP8KeyCodec,
+    GroupedFP8Codec,
+    PlainCodec,
+    ScaledFP8Codec,
+)
+
+Ref = Any
+_INV_448 = np.float32(1.0) / np.float32(448.0)
+_INV_6 = np.float32(1.0) / np.float32(6.0)
+_AMAX_FLOOR = np.float32(1e-4)
+
+
+class Lanes(NamedTuple):
+    """A plane's elements of one entry.
+
+    Attributes:
+      values: [width] in the plane's dtype, or u32 codes.
+      first: the lane of the first element.
+      size: how many there are.
+      bits: of a code; 0 where values are not codes.
+    """
+
+    values: jax.Array
+    first: int
+    size: int
+    bits: int = 0
+
+
+def tile_width(codec: Codec, dim: int) -> int:
+    """Lanes for an entry: a power of two that makes whole groups, and 8 of the grouped entry's."""
+    least = 8 * codec.group if isinstance(codec, GroupedFP8Codec) else 128
+    return max(least, 1 << (dim - 1).bit_length())
+
+
+def encode(codec: Codec, x: jax.Array, *, dim: int, rope_dim: int) -> dict[str, Lanes]:
+    """f32[width] -> the codec's planes; lanes from `dim` on are zeros.
+
+    Raises:
+      NotImplementedError: this codec has no form for a tile.
+    """
+    match codec:
+        case PlainCodec():
+            return {"values": Lanes(x.astype(codec.dtype), 0, dim)}
+        case GroupedFP8Codec():
+            return _encode_grouped(codec, x, dim - rope_dim, rope_dim)
+        case ScaledFP8Codec():
+            return _encode_scaled(x, dim - rope_dim, rope_dim)
+        case FP8KeyCodec():
+            return _encode_fp8_key(x, dim)
+        case FP4KeyCodec():
+            return _encode_fp4_key(codec, x, dim)
+    raise NotImplementedError(f"no kernel encodes {type(codec).__name__}; pass backend='reference'")
+
+
+def store_entry(
+    planes: Mapping[str, Ref], index: tuple[jax.Array, ...], encoded: Mapping[str, Lanes]
+) -> None:
+    """Writes one entry at [index] of planes [L, NB, EB, ...], byte planes as words or not."""
+    for name, lanes in encoded.items():
+        ref, values, count = planes[name], lanes.values, lanes.size
+        if not values.shape:
+            ref[index] = values
+            continue
+        if lanes.bits:
+            per_element = ref.dtype.itemsize * 8 // lanes.bits
+            values = pack(values, lanes.bits, per_element).astype(ref.dtype)
+            count = -(-count // per_element)
+        triton.store_row(ref, index, values, first=lanes.first, count=count)
+
+
+def pack(codes: jax.Array, bits: int, count: int) -> jax.Array:
+    """u32[n] -> u32[n / count]: `count` neighbouring codes in one element, the first one lowest."""
+    if count == 1:
+        return codes
+    shift = jnp.arange(count, dtype=jnp.uint32)[None] * bits
+    shifted = codes.reshape(-1, count) << jnp.broadcast_to(shift, (codes.shape[0] // count, count))
+    return jnp.sum(shifted, axis=1, dtype=jnp.uint32)
+
+
+def hadamard_rotate(x: jax.Array, dim: int) -> jax.Array:
+    """`numbers.hadamard_rotate` of the first `dim` lanes, the others being zeros."""
+    half = 1
+    while half < dim:
+        pairs = x.reshape(x.shape[0] // (2 * half), 2, half)
+        second = jax.lax.broadcasted_iota(jnp.int32, pairs.shape, 1) == 1
+        total = jnp.sum(pairs, axis=1)
+        difference = jnp.sum(jnp.where(second, -pairs, pairs), axis=1)
+        x = jnp.where(second, difference[:, None], total[:, None]).reshape(x.shape)
+        half *= 2
+    return x * np.float32(dim**-0.5)
+
+
+def _encode_grouped(
+    codec: GroupedFP8Codec, x: jax.Array, nope_dim: int, rope_dim: int
+) -> dict[str, Lanes]:
+    x = round_to(x, jnp.bfloat16)
+    nope = jnp.where(jnp.arange(x.shape[0]) < nope_dim, x, 0.0)
+    groups = nope.reshape(-1, codec.group)
+    amax = jnp.maximum(jnp.max(jnp.abs(groups), axis=1), _AMAX_FLOOR)
+    scale = numbers.encode_ue8m0(amax * _INV_448)
+    code = numbers.encode_e4m3(groups * numbers.invert_ue8m0(scale)[:, None])
+    num_groups = -(-nope_dim // codec.group)
+    stored = jnp.where(jnp.arange(scale.shape[0]) < num_groups, scale.astype(jnp.uint32), 0)
+    return {
+        "nope": Lanes(code.reshape(x.shape).astype(jnp.uint32), 0, nope_dim, bits=8),
+        "rope": Lanes(x.astype(jnp.bfloat16), nope_dim, rope_dim),
+        "scale": Lanes(stored, 0, -(-num_groups // 8) * 8, bits=8),
+    }
+
+
+def _encode_scaled(x: jax.Array, nope_dim: int, rope_dim: int) -> dict[str, Lanes]:
+    x = round_to(x, jnp.bfloat16)
+    nope = jnp.where(jnp.arange(x.shape[0]) < nope_dim, x, 0.0)
+    amax = jnp.maximum(jnp.max(jnp.abs(nope)), _AMAX_FLOOR)
+    inv_scale = triton.exact_quotient(
+        jnp.broadcast_to(amax, x.shape), jnp.full(x.shape, 448.0, jnp.float32)
+    )
+    code = numbers.encode_e4m3(triton.exact_quotient(nope, inv_scale))
+    return {
+        "nope": Lanes(code.astype(jnp.uint32), 0, nope_dim, bits=8),
+        "rope": Lanes(x.astype(jnp.bfloat16), nope_dim, rope_dim),
+        "inv_scale": Lanes(jnp.max(inv_scale), 0, 1),
+    }
+
+
+def _encode_fp8_key(x: jax.Array, dim: int) -> dict[str, Lanes]:
+    x = round_to(hadamard_rotate(x, dim), jnp.bfloat16)
+    amax = jnp.maximum(jnp.max(jnp.abs(x)), _AMAX_FLOOR)
+    scale = numbers.encode_ue8m0(amax * _INV_448)
+    code = numbers.encode_e4m3(x * numbers.invert_ue8m0(scale))
+    return {
+        "codes": Lanes(code.astype(jnp.uint32), 0, dim, bits=8),
+        "scale": Lanes(numbers.decode_ue8m0(scale), 0, 1),
+    }
+
+
+def _encode_fp4_key(codec: FP4KeyCodec, x: jax.Array, dim: int) -> dict[str, Lanes]:
+    groups = round_to(hadamard_rotate(x, dim), jnp.bfloat16).reshape(-1, codec.group)
+    amax = jnp.max(jnp.abs(groups), axis=1)
+    if codec.power_of_two:
+        scale = numbers.encode_ue8m0(jnp.maximum(amax, np.float32(6 * 2.0**-126)) * _INV_6)
+        scaled = groups * numbers.invert_ue8m0(scale)[:, None]
+    else:
+        sixth = triton.exact_quotient(amax, jnp.full(amax.shape, 6.0, jnp.float32))
+        scale = numbers.encode_e4m3(jnp.maximum(sixth, np.float32(2.0**-9)))
+        divisor = jnp.broadcast_to(numbers.decode_e4m3(scale)[:, None], groups.shape)
+        scaled = triton.exact_quotient(groups, divisor)
+    code = numbers.encode_e2m1(scaled).reshape(x.shape).astype(jnp.uint32)
+    return {
+        "codes": Lanes(code, 0, dim, bits=4),
+        "scale": Lanes(scale.astype(jnp.uint32), 0, -(-dim // codec.group), bits=8),
+    }
