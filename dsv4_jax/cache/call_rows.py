@@ -6,7 +6,6 @@ import dataclasses
 
 import flax.struct
 import jax
-import jax.numpy as jnp
 
 import pallas_kernels as pk
 from dsv4_jax.cache.state_cache import StateCachePool
@@ -25,6 +24,11 @@ class Projections:
 
     values: jax.Array
     scores: jax.Array
+
+    @property
+    def planes(self) -> Planes:
+        """Both, by name."""
+        return {"values": self.values, "scores": self.scores}
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -49,37 +53,26 @@ def commit_rows(
 
     Of several tokens that share a row of a ring, the last one is written.
     """
-    row = jnp.maximum(call.request_ids, 0)
-    ends = (call.row_lengths + call.row_counts)[row]
-
-    def append(ring: Planes, new: Planes, size: int) -> Planes:
-        last = call.positions >= ends - size
-        slots = jnp.where(last, call.slots, -1)
-        return pk.append_ring(ring, new, slots, call.positions, layer=layer)
-
-    def append_tail(tail: Planes, new: Projections) -> Planes:
-        planes = {"values": new.values, "scores": new.scores}
-        return append(tail, planes, state.schema.tail_buffer_size)
-
-    tail, index_tail, running = state.tail, state.index_tail, state.running
-    if tail is not None and rows.compressor is not None:
-        tail = append_tail(tail, rows.compressor)
-    if index_tail is not None and rows.indexer is not None:
-        index_tail = append_tail(index_tail, rows.indexer)
-    if running is not None and rows.compressor is not None:
-        running = pk.append_running(
-            running,
-            rows.compressor.values,
-            rows.compressor.scores,
-            call.row_slots,
-            call.row_lengths,
-            call.row_counts,
-            call.row_offsets,
-            layer=layer,
-            rate=state.schema.tail_buffer_size_a,
-            max_count=call.max_row_tokens,
-        )
-    window = append(state.window, rows.window, state.schema.swa_window_size)
+    rings, new = [state.window], [rows.window]
+    for tail, projections in ((state.tail, rows.compressor), (state.index_tail, rows.indexer)):
+        if tail is not None and projections is not None:
+            rings.append(tail)
+            new.append(projections.planes)
+    folds = state.running is not None and rows.compressor is not None
+    (window, *tails), running = pk.append_tokens(
+        rings,
+        new,
+        state.running if folds else None,
+        rows.compressor.planes if folds and rows.compressor is not None else None,
+        call.row_slots,
+        call.row_lengths,
+        call.row_counts,
+        call.row_offsets,
+        layer=layer,
+        rate=state.schema.tail_buffer_size_a,
+        max_count=call.max_row_tokens,
+    )
+    tail, index_tail = tails or (state.tail, state.index_tail)
     return dataclasses.replace(
         state, window=window, tail=tail, index_tail=index_tail, running=running
     )

@@ -6,11 +6,15 @@ close per request. The tail needs no rotation afterwards: its rows are addressed
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
+import jax.numpy as jnp
 
 import pallas_kernels as pk
 from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.cache.schema import LayerCacheSchema, same_sizes
+from dsv4_jax.cache.step_input import CallIndices
 from dsv4_jax.layer_schedule import AttentionType
 
 
@@ -44,35 +48,32 @@ def maybe_flush_csa(
     Source: deepseek_v4.md sections 2.2 and 3.
     """
     _check(handle, schema, m, AttentionType.CSA)
-    state, rows, call = handle.state, handle.rows, handle.call
+    state, rows, call, paged = handle.state, handle.rows, handle.call, handle.paged
     if rows is None or rows.compressor is None or rows.indexer is None:
         raise ValueError("the call's projections are not there yet; call write_swa first")
     if state.tail is None or state.index_tail is None:
         raise ValueError("the state pool was built for another type of layer than this CSA one")
-    closing = call.closing_tokens(m)
-
-    def compress(tail: pk.Planes, new: pk.Planes, weight: jax.Array) -> jax.Array:
-        return pk.compress_csa(
-            tail,
-            new["values"],
-            new["scores"],
-            weight,
-            frequencies,
-            closing=closing,
-            slots=call.slots,
-            positions=call.positions,
-            lengths=call.lengths,
-            layer=handle.layer,
-            rate=m,
-            eps=eps,
-        )
-
-    main, index = rows.compressor, rows.indexer
-    entries = compress(state.tail, {"values": main.values, "scores": main.scores}, norm)
-    keys = compress(
-        state.index_tail, {"values": index.values, "scores": index.scores}, indexer_norm
+    assert paged is not None
+    assert paged.index_keys is not None
+    entries, index_keys = pk.flush_csa(
+        (paged.entries, paged.index_keys),
+        (state.tail, state.index_tail),
+        (rows.compressor.planes, rows.indexer.planes),
+        (norm, indexer_norm),
+        frequencies,
+        call.block_table,
+        codecs=(schema.format.entry, schema.format.index_key),
+        closing=_closing_tokens(call, m),
+        request_ids=call.request_ids,
+        slots=call.slots,
+        positions=call.positions,
+        lengths=call.lengths,
+        layer=handle.layer,
+        rate=m,
+        eps=eps,
     )
-    return handle.flush_compression(entries, keys)
+    paged = dataclasses.replace(paged, entries=entries, index_keys=index_keys)
+    return dataclasses.replace(handle, paged=paged)
 
 
 def maybe_flush_hca(
@@ -103,18 +104,22 @@ def maybe_flush_hca(
     Source: deepseek_v4.md section 2.2.
     """
     _check(handle, schema, m_prime, AttentionType.HCA)
-    rows, call = handle.rows, handle.call
+    rows, call, paged = handle.rows, handle.call, handle.paged
     if rows is None or rows.compressor is None:
         raise ValueError("the call's projections are not there yet; call write_swa first")
     if handle.state.running is None:
         raise ValueError("the state pool was built for another type of layer than this HCA one")
-    entries = pk.compress_hca(
+    assert paged is not None
+    entries = pk.flush_hca(
+        paged.entries,
         handle.state.running,
-        rows.compressor.values,
-        rows.compressor.scores,
+        rows.compressor.planes,
         norm,
         frequencies,
-        closing=call.closing_tokens(m_prime),
+        call.block_table,
+        codec=schema.format.entry,
+        closing=_closing_tokens(call, m_prime),
+        request_ids=call.request_ids,
         slots=call.slots,
         positions=call.positions,
         lengths=call.lengths,
@@ -123,7 +128,19 @@ def maybe_flush_hca(
         eps=eps,
         max_count=call.max_row_tokens,
     )
-    return handle.flush_compression(entries)
+    return dataclasses.replace(handle, paged=dataclasses.replace(paged, entries=entries))
+
+
+def _closing_tokens(call: CallIndices, rate: int) -> jax.Array:
+    """`call.closing_tokens`, but where every token has a place anyway, each stays in its own.
+
+    A decode step then compacts nothing.
+    """
+    num_tokens = call.positions.shape[0]
+    if num_tokens > num_tokens // rate + call.row_slots.shape[0]:
+        return call.closing_tokens(rate)
+    closes = (call.request_ids >= 0) & ((call.positions + 1) % rate == 0)
+    return jnp.where(closes, jnp.arange(num_tokens, dtype=jnp.int32), -1)
 
 
 def _check(
