@@ -15,16 +15,20 @@ import jax
 VARIABLE = "DSV4_GPU_RESULTS"
 
 
+def read(path):
+    """What a path holds; {} where there is nothing."""
+    path = pathlib.Path(path)
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
 def update(path, **fields):
     """Sets fields of the results at a path, beside the device, the date and the jax version."""
-    path = pathlib.Path(path)
-    results = json.loads(path.read_text()) if path.exists() else {}
-    results |= {
+    results = read(path) | {
         "device": jax.devices()[0].device_kind,
         "date": datetime.date.today().isoformat(),
         "jax": jax.__version__,
     }
-    path.write_text(json.dumps(results | fields, indent=1) + "\n")
+    pathlib.Path(path).write_text(json.dumps(results | fields, indent=1) + "\n")
 
 
 class Counts:
