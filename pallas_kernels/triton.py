@@ -37,28 +37,30 @@ def launch(
     *,
     grid: tuple[int, ...],
     inputs: Sequence[jax.Array],
-    in_place: Sequence[jax.Array],
+    in_place: Sequence[jax.Array] = (),
+    outputs: Sequence[jax.ShapeDtypeStruct] = (),
     num_warps: int,
     name: str,
 ) -> list[jax.Array]:
-    """Runs a kernel that updates arrays in place.
+    """Runs a kernel that updates arrays in place, or makes new ones.
 
     Args:
-      kernel: called with one list of refs for `inputs` and one for `in_place`; it does not write
-        the former. What it does not write of the latter keeps its content.
+      kernel: called with one list of refs for `inputs` and one for `in_place` and `outputs`; it
+        does not write the former. What it does not write of `in_place` keeps its content.
       grid: programs.
       inputs: arrays of any shape.
       in_place: arrays; donated by the caller's jit, they are not copied.
+      outputs: of new arrays, which the kernel writes all over.
       num_warps: of 32 threads, per program.
       name: of the kernel in a profile.
 
     Returns:
-      The arrays of `in_place`, updated.
+      The arrays of `in_place`, updated, and the new ones.
 
     Raises:
       NotImplementedError: an array is of a size whose offsets would be wrong.
     """
-    for array in (*inputs, *in_place):
+    for array in (*inputs, *in_place, *outputs):
         _check_offsets(array)
     num_inputs, num_updated = len(inputs), len(in_place)
 
@@ -72,8 +74,8 @@ def launch(
             body,
             grid=grid,
             in_specs=[_ANYWHERE] * (num_inputs + num_updated),
-            out_specs=[_ANYWHERE] * num_updated,
-            out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in in_place],
+            out_specs=[_ANYWHERE] * (num_updated + len(outputs)),
+            out_shape=[*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in in_place), *outputs],
             input_output_aliases={num_inputs + i: i for i in range(num_updated)},
             compiler_params=pltri.CompilerParams(num_warps=num_warps),
             interpret=interpreting(),
@@ -112,6 +114,22 @@ def exact_quotient(x: jax.Array, y: jax.Array) -> jax.Array:
     if interpreting():
         return divide(x, y)
     return _inline("div.rn.f32 $0, $1, $2;", x, y)
+
+
+def load_where(
+    ref: Ref, index: tuple[jax.Array, ...], mask: jax.Array, other: float = 0
+) -> jax.Array:
+    """ref[index] where the mask is set, else `other`; indices are broadcast to the mask's shape."""
+    index = tuple(jnp.broadcast_to(i, mask.shape) for i in index)
+    return pltri.load(ref.at[index], mask=mask, other=jnp.asarray(other, ref.dtype))
+
+
+def store_where(ref: Ref, index: tuple[jax.Array, ...], values: jax.Array, mask: jax.Array) -> None:
+    """Writes values to ref[index] where the mask is set; see `store_row` on the interpreter."""
+    *first, last = (jnp.broadcast_to(i, mask.shape) for i in index)
+    if interpreting():
+        last = jnp.where(mask, last, ref.shape[-1])
+    pltri.store(ref.at[(*first, last)], values, mask=mask)
 
 
 def load_row(
@@ -175,7 +193,7 @@ def _as_words(plane: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(plane.reshape(words), jnp.uint32)
 
 
-def _check_offsets(array: jax.Array) -> None:
+def _check_offsets(array: jax.Array | jax.ShapeDtypeStruct) -> None:
     num_bytes = math.prod(array.shape) * array.dtype.itemsize
     if array.size >= 1 << 31 and num_bytes <= 1 << 32:
         raise NotImplementedError(
