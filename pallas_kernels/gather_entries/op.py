@@ -1,8 +1,14 @@
-"""Reads stored vectors into dense arrays: for notebooks, checking, and where dense is faster."""
+"""Reads stored vectors into dense arrays: for notebooks, checking, and where dense is faster.
+
+On a GPU FP8 entries take the Triton kernel, 1.6 times as fast as XLA (`triton_gpu`). Plain values
+and index keys take XLA, which has nothing to decode or little to move.
+"""
 
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.backend import Backend, resolve
 from pallas_kernels.checks import (
@@ -14,10 +20,16 @@ from pallas_kernels.checks import (
     first_plane,
 )
 from pallas_kernels.formats import Codec, Planes
-from pallas_kernels.gather_entries import reference
+from pallas_kernels.gather_entries import reference, triton_gpu
 
-_ENTRIES = {Backend.REFERENCE: reference.gather_entries}
-_WINDOW = {Backend.REFERENCE: reference.gather_window}
+_ENTRIES = {
+    Backend.REFERENCE: reference.gather_entries,
+    Backend.TRITON_GPU: triton_gpu.gather_entries,
+}
+_WINDOW = {
+    Backend.REFERENCE: reference.gather_window,
+    Backend.TRITON_GPU: triton_gpu.gather_window,
+}
 
 
 def gather_entries(
@@ -29,6 +41,7 @@ def gather_entries(
     layer: jax.Array,
     codec: Codec,
     dim: int,
+    dtype: DTypeLike = jnp.float32,
     backend: Backend | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Gathers entries, or index keys, by their logical numbers.
@@ -41,10 +54,11 @@ def gather_entries(
       layer: i32[], index into L.
       codec: how the planes store a vector.
       dim: C, or IC.
+      dtype: of the result.
       backend: implementation to use; None picks the fastest one that runs here.
 
     Returns:
-      f32[T, K, dim] in the order of `index`, zeros where there is no such entry, and bool[T, K],
+      dtype[T, K, dim] in the order of `index`, zeros where there is no such entry, and bool[T, K],
       which says where there is.
 
     Raises:
@@ -57,8 +71,8 @@ def gather_entries(
     check_same_length("T", request_ids=request_ids, index=index)
     check_indices(block_table=block_table, request_ids=request_ids, index=index)
     check_codec("pool", pool, codec, dim)
-    return resolve("gather_entries", backend, _ENTRIES)(
-        pool, block_table, request_ids, index, layer=layer, codec=codec, dim=dim
+    return resolve("gather_entries", backend, _ENTRIES, preferred=_fastest(codec, pool))(
+        pool, block_table, request_ids, index, layer=layer, codec=codec, dim=dim, dtype=dtype
     )
 
 
@@ -72,6 +86,7 @@ def gather_window(
     layer: jax.Array,
     codec: Codec,
     dim: int,
+    dtype: DTypeLike = jnp.float32,
     backend: Backend | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Gathers each token's window, from the ring as it was and the call's own rows.
@@ -85,10 +100,11 @@ def gather_window(
       layer: i32[], index into L.
       codec: how the planes store a vector.
       dim: C.
+      dtype: of the result.
       backend: implementation to use; None picks the fastest one that runs here.
 
     Returns:
-      f32[T, W, dim] in the order of ring rows, zeros where the window has no token yet, and
+      dtype[T, W, dim] in the order of ring rows, zeros where the window has no token yet, and
       bool[T, W], which says where it has one.
 
     Raises:
@@ -103,6 +119,10 @@ def gather_window(
     )
     check_codec("ring", ring, codec, dim)
     check_indices(slots=slots, positions=positions, lengths=lengths)
-    return resolve("gather_window", backend, _WINDOW)(
-        ring, rows, slots, positions, lengths, layer=layer, codec=codec, dim=dim
+    return resolve("gather_window", backend, _WINDOW, preferred=_fastest(codec, ring))(
+        ring, rows, slots, positions, lengths, layer=layer, codec=codec, dim=dim, dtype=dtype
     )
+
+
+def _fastest(codec: Codec, planes: Planes) -> Backend:
+    return Backend.TRITON_GPU if triton_gpu.supports(codec, planes) else Backend.REFERENCE

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.formats import Codec, Planes
 from pallas_kernels.paging import gather_rows, locate_entries
+from pallas_kernels.rounding import round_to
 
 
 def gather_entries(
@@ -18,13 +20,14 @@ def gather_entries(
     layer: jax.Array,
     codec: Codec,
     dim: int,
+    dtype: DTypeLike,
 ) -> tuple[jax.Array, jax.Array]:
     """Dense entries and which of them there are; the others are zeros, whatever storage holds."""
     entries_per_block = jax.tree.leaves(pool)[0].shape[2]
     blocks, offsets = locate_entries(block_table, request_ids, index, entries_per_block)
     valid = blocks >= 0
     decoded = codec.decode(gather_rows(pool, layer, blocks, offsets), dim)
-    return jnp.where(valid[..., None], decoded, 0.0), valid
+    return round_to(jnp.where(valid[..., None], decoded, 0.0), dtype), valid
 
 
 def gather_window(
@@ -37,6 +40,7 @@ def gather_window(
     layer: jax.Array,
     codec: Codec,
     dim: int,
+    dtype: DTypeLike,
 ) -> tuple[jax.Array, jax.Array]:
     """The window of each token, in the order of ring rows.
 
@@ -67,4 +71,4 @@ def gather_window(
         codec.decode({name: plane[token] for name, plane in rows.items()}, dim),
         codec.decode(stored, dim),
     )
-    return jnp.where(valid[..., None], decoded, 0.0), valid
+    return round_to(jnp.where(valid[..., None], decoded, 0.0), dtype), valid

@@ -8,6 +8,7 @@ from pallas_kernels import gather_entries, gather_window, get_cache_format
 REQUESTS, DIM, ROPE, WINDOW = 64, 512, 64, 128
 BLOCK_TOKENS, RATES = 128, {"csa": 4, "hca": 128}
 CODEC = get_cache_format("fp8_ue8m0").entry
+STATIC = {"codec": CODEC, "dim": DIM, "dtype": jnp.bfloat16}
 
 
 def entries_specs(family, num_selected, num_layers, context_tokens):
@@ -33,20 +34,18 @@ def window_specs(num_layers):
     )
 
 
-def dense_entries(pool, block_table, request_ids, index, layer):
+def dense_entries(pool, block_table, request_ids, index, layer, backend=None):
     """bf16[T, K, C], and which entries there are: what dense attention would read."""
-    dense, valid = gather_entries(
-        pool, block_table, request_ids, index, layer=layer, codec=CODEC, dim=DIM
+    return gather_entries(
+        pool, block_table, request_ids, index, layer=layer, **STATIC, backend=backend
     )
-    return dense.astype(jnp.bfloat16), valid
 
 
-def dense_window(ring, rows, slots, positions, lengths, layer):
+def dense_window(ring, rows, slots, positions, lengths, layer, backend=None):
     """bf16[T, W, C], and which rows there are."""
-    dense, valid = gather_window(
-        ring, rows, slots, positions, lengths, layer=layer, codec=CODEC, dim=DIM
+    return gather_window(
+        ring, rows, slots, positions, lengths, layer=layer, **STATIC, backend=backend
     )
-    return dense.astype(jnp.bfloat16), valid
 
 
 def _planes(*lead):

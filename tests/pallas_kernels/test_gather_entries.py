@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import pallas_kernels as pk
 from helpers import gather_cases, inputs, token_oracle
 from helpers.inputs import CASE_LAYER, LAYER, NUM_LAYERS, pack_call, poison, shuffled_table
 from pallas_kernels import CACHE_FORMATS, gather_entries, gather_window, get_cache_format
@@ -17,13 +18,16 @@ AOT_CASES = [
     ("all_hca", gather_cases.dense_entries, gather_cases.entries_specs("hca", 8192, 20, 1 << 20)),
     ("window", gather_cases.dense_window, gather_cases.window_specs(43)),
 ]
+KERNEL = "triton_gpu"
 each_format = pytest.mark.parametrize("name", CACHE_FORMATS)
+each_fp8_format = pytest.mark.parametrize("name", ["fp8_ue8m0", "fp8_per_entry"])
 
+STATIC = ("codec", "dim", "dtype", "backend")
 jit_gather_entries = jax.jit(
-    functools.partial(gather_entries, layer=CASE_LAYER), static_argnames=("codec", "dim")
+    functools.partial(gather_entries, layer=CASE_LAYER), static_argnames=STATIC
 )
 jit_gather_window = jax.jit(
-    functools.partial(gather_window, layer=CASE_LAYER), static_argnames=("codec", "dim")
+    functools.partial(gather_window, layer=CASE_LAYER), static_argnames=STATIC
 )
 
 
@@ -40,7 +44,7 @@ def store_entries(rng, codec, dim, rope_dim, num_entries, entries_per_block):
     return pool, table, decoded
 
 
-def check_gather(codec, dim, rope_dim, entries_per_block, seed=0):
+def check_gather(codec, dim, rope_dim, entries_per_block, seed=0, backend="reference"):
     """Every boundary of the table, queries of all requests and of none, -1 among the indices."""
     rng = np.random.default_rng(seed)
     num_entries = [2 * entries_per_block + 1, 4 * entries_per_block, 0]
@@ -54,7 +58,9 @@ def check_gather(codec, dim, rope_dim, entries_per_block, seed=0):
         beyond = [] if request == 0 else [LOGICAL * entries_per_block, 10**9]
         places = [e for e in edges if e < count] + beyond
         index[token, rng.permutation(10)[: len(places)]] = places
-    gathered, valid = jit_gather_entries(pool, table, request_ids, index, codec=codec, dim=dim)
+    gathered, valid = jit_gather_entries(
+        pool, table, request_ids, index, codec=codec, dim=dim, backend=backend
+    )
     expected = np.zeros((6, 10, dim), np.float32)
     present = np.zeros((6, 10), bool)
     for place in np.ndindex(6, 10):
@@ -94,7 +100,7 @@ def test_gathering_keeps_the_order_of_the_indices_and_their_repetitions():
     np.testing.assert_array_equal(gathered[0], expected)
 
 
-def check_window(codec, lengths, counts, seed=0):
+def check_window(codec, lengths, counts, seed=0, backend="reference"):
     """Each token's window against its history; the ring holds only what it must, then poison."""
     rng = np.random.default_rng(seed)
     history = [rng.normal(size=(n + c, C)) for n, c in zip(lengths, counts, strict=True)]
@@ -107,7 +113,7 @@ def check_window(codec, lengths, counts, seed=0):
     call = pack_call(rng, SLOTS, lengths, counts, num_tokens=40)
     rows = call.rows(encoded)
     tokens = (call.slots, call.positions, call.lengths)
-    gathered, valid = jit_gather_window(ring, rows, *tokens, codec=codec, dim=C)
+    gathered, valid = jit_gather_window(ring, rows, *tokens, codec=codec, dim=C, backend=backend)
     expected, present = np.zeros((40, W, C), np.float32), np.zeros((40, W), bool)
     for token, request in enumerate(call.request_ids):
         if request >= 0:
@@ -138,6 +144,83 @@ def test_b5_a_call_of_padding_alone_reads_nothing():
     gathered, valid = jit_gather_window(ring, rows, nothing, zeros, zeros, codec=codec, dim=C)
     assert not gathered.any()
     assert not valid.any()
+
+
+@pytest.mark.parametrize("entries_per_block", [1, 2, 53])
+@each_fp8_format
+def test_the_entries_kernel_matches_the_oracle(lane, name, entries_per_block):
+    codec = get_cache_format(name).entry
+    check_gather(codec, C, ROPE, entries_per_block, backend=KERNEL)
+
+
+@pytest.mark.parametrize("counts", [(1, 1, 1), (W - 1, W, W + 1), (0, 3 * W, 2)])
+@each_fp8_format
+def test_the_window_kernel_matches_the_oracle(lane, name, counts):
+    codec = get_cache_format(name).entry
+    check_window(codec, [0, 2 * W - 1, W], counts, backend=KERNEL)
+
+
+def real_entries(rng, codec, num_entries):
+    """A pool of blocks of 32 entries of the released size, with the table of three requests."""
+    num_blocks = [-(-n // 32) for n in num_entries]
+    table = shuffled_table(rng, num_blocks, num_logical=max(num_blocks), num_physical=20)
+    pool = poison(codec.plane_shapes(512, 64), NUM_LAYERS, 20, 32)
+    encoded, _ = inputs.encode(codec, [rng.normal(size=(n, 512)) for n in num_entries], 64)
+    for request, (rows, n) in enumerate(zip(encoded, num_entries, strict=True)):
+        everything = np.full(n, request), np.arange(n)
+        pool = token_oracle.flush_write(pool, rows, table, *everything, layer=LAYER)
+    return pool, table
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@each_fp8_format
+def test_the_entries_kernel_gives_the_references_bits_at_the_released_size(lane, name, dtype):
+    rng = np.random.default_rng(0)
+    codec = get_cache_format(name).entry
+    num_entries = [100, 33, 64]
+    pool, table = real_entries(rng, codec, num_entries)
+    index = np.stack([rng.integers(-1, n, 23, np.int32) for n in num_entries])
+    call = (pool, table, np.arange(3, dtype=np.int32), index)
+    same = {"codec": codec, "dim": 512, "dtype": dtype}
+    expected, present = jit_gather_entries(*call, **same, backend="reference")
+    gathered, valid = jit_gather_entries(*call, **same, backend=KERNEL)
+    assert gathered.dtype == dtype
+    np.testing.assert_array_equal(valid, present)
+    np.testing.assert_array_equal(gathered, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gibibytes", [1, 3, 5])
+def test_the_entries_kernel_reaches_the_top_of_a_large_plane(gibibytes):
+    """Known to go wrong: Triton's offsets in byte planes between 2 and 4 GiB."""
+    codec = get_cache_format("fp8_ue8m0").entry
+    num_blocks = gibibytes * 2**30 // (2 * 32 * 448) + 1
+    shapes = codec.plane_shapes(512, 64)
+    pool = {
+        name: fill_by_place((2, num_blocks, 32, *s.shape), s.dtype) for name, s in shapes.items()
+    }
+    blocks = np.array([[num_blocks - 1, 0, num_blocks - 2, num_blocks // 2]], np.int32)
+    call = (pool, blocks, np.zeros(1, np.int32), np.arange(128, dtype=np.int32)[None])
+    same = {"codec": codec, "dim": 512}
+    expected, _ = jit_gather_entries(*call, **same, backend="reference")
+    gathered, valid = jit_gather_entries(*call, **same, backend=KERNEL)
+    assert valid.all()
+    assert len(np.unique(np.asarray(expected[0]), axis=0)) == 128
+    np.testing.assert_array_equal(gathered, expected)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def fill_by_place(shape, dtype):
+    """Ordinary codes and scales, which differ from row to row."""
+    places = [jax.lax.broadcasted_iota(jnp.uint32, shape, axis) for axis in range(len(shape))]
+    mixed = sum(p * jnp.uint32(2654435761 * (2 * n + 1) % 2**32) for n, p in enumerate(places))
+    return ((mixed >> 8) % 63 + 64).astype(dtype)
+
+
+def test_a_codec_without_a_kernel_is_refused_by_name():
+    arguments = inputs.valid_arguments("gather_entries")
+    with pk.gpu_interpreter(), pytest.raises(NotImplementedError, match="backend='reference'"):
+        gather_entries(**arguments, backend=KERNEL)
 
 
 ENTRY_ERRORS = [
