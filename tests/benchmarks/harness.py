@@ -5,6 +5,7 @@ as long less that of the loop is calls alone. Inputs that together exceed the L2
 from memory each time; for smaller ones there is `clear_l2`.
 """
 
+import math
 import statistics
 import time
 
@@ -15,6 +16,7 @@ from helpers import gpu_results
 
 _FLUSH_BYTES = 256 * 2**20
 _COPY_BYTES = 512 * 2**20
+_LEAST_SECONDS = 0.01
 
 
 def median_us(function, inputs, *, state=None, clear_l2=False, rounds=10, repeats=9):
@@ -25,7 +27,8 @@ def median_us(function, inputs, *, state=None, clear_l2=False, rounds=10, repeat
       inputs: tuples of arguments, different ones.
       state: what calls update in place; a copy of it is donated.
       clear_l2: whether 256 MiB are written before each call; that time is taken off.
-      rounds: how often the shorter loop goes through the inputs.
+      rounds: how often the shorter loop goes through the inputs; loops are dispatched until they
+        take 10 ms.
       repeats: measurements that the median is of.
     """
     if clear_l2:
@@ -41,16 +44,24 @@ def median_us(function, inputs, *, state=None, clear_l2=False, rounds=10, repeat
         donate_argnums=1,
         compiler_options={"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"},
     )
-    times = {rounds: [], 2 * rounds: []}
-    for repeat in range(repeats + 1):
-        for length, taken in times.items():
-            donated = jax.block_until_ready(jax.tree.map(jnp.copy, state))
-            start = time.perf_counter()
-            jax.block_until_ready(run(length, donated, inputs))
-            if repeat:  # the first run compiles
-                taken.append(time.perf_counter() - start)
-    difference = statistics.median(times[2 * rounds]) - statistics.median(times[rounds])
-    return difference / (rounds * len(inputs)) * 1e6
+    state = jax.tree.map(jnp.copy, state)
+
+    def seconds(length, dispatches):
+        nonlocal state
+        outs = None
+        start = time.perf_counter()
+        for _ in range(dispatches):
+            _, state, outs = run(length, state, inputs)
+        jax.block_until_ready((state, outs))
+        return time.perf_counter() - start
+
+    for length in (rounds, 2 * rounds, rounds):  # the first run of a length compiles
+        once = seconds(length, 1)
+    dispatches = max(1, math.ceil(_LEAST_SECONDS / once))
+    differences = [
+        seconds(2 * rounds, dispatches) - seconds(rounds, dispatches) for _ in range(repeats)
+    ]
+    return statistics.median(differences) / (dispatches * rounds * len(inputs)) * 1e6
 
 
 def copy_bandwidth():
