@@ -20,7 +20,7 @@ def gather_entries(
     layer: jax.Array,
     codec: Codec,
     dim: int,
-    dtype: DTypeLike,
+    dtype: DTypeLike = jnp.float32,
 ) -> tuple[jax.Array, jax.Array]:
     """Dense entries and which of them there are; the others are zeros, whatever storage holds."""
     entries_per_block = jax.tree.leaves(pool)[0].shape[2]
@@ -40,7 +40,7 @@ def gather_window(
     layer: jax.Array,
     codec: Codec,
     dim: int,
-    dtype: DTypeLike,
+    dtype: DTypeLike = jnp.float32,
 ) -> tuple[jax.Array, jax.Array]:
     """The window of each token, in the order of ring rows.
 
