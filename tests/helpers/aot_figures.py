@@ -200,9 +200,15 @@ def _worse(figures, others):
 
 def _copies(hlo):
     """Bytes of each copy, and of each fusion that does nothing else."""
-    pattern = r"%?(\S+) = \(?([a-z]\w*)\[([\d,]*)\]\S* (copy|copy-start|fusion)\("
-    for name, dtype, shape, kind in re.findall(pattern, hlo):
+    # At the start of a line only: a kernel's code is one word of a megabyte, further on.
+    pattern = r"\s*(?:ROOT )?%?([\w.-]+) = \(?([a-z]\w*)\[([\d,]*)\]\S* (copy|copy-start|fusion)\("
+    for name, dtype, shape, kind in _matches(pattern, hlo):
         if kind != "fusion" or "copy" in name:
             bits = re.match(r"[a-z]+(\d+)", dtype)
             size = max(1, int(bits[1]) // 8) if bits else 1
             yield size * math.prod(int(n) for n in shape.split(",") if n)
+
+
+def _matches(pattern, text):
+    found = (re.match(pattern, line) for line in text.splitlines())
+    return (match.groups() for match in found if match)
