@@ -17,13 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import mosaic_gpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.backend import interpreting
 
 Ref = Any
+Layout = Any
+plgpu: Any = mosaic_gpu  # whose annotations describe its insides and not what callers may do
 
 ROWS = plgpu.Layout.TILED(
     plgpu.Tiling(((32, 64), (8, 16), (8,))), warp_dims=(-5,), lane_dims=(-3, -4), vector_dim=-1
@@ -122,38 +124,70 @@ def gather_words(
     return load(list(sources), source, index)
 
 
-def store_rows(target: Ref, values: jax.Array) -> None:
-    """Stores [64, 64] of 16 bits, in `ROWS` layout, in swizzled shared memory.
+def store(target: Ref, values: jax.Array, layout: Layout) -> None:
+    """Stores an array of the given layout in shared memory.
 
     Unlike an assignment it does not wait for the warpgroup's threads before and after, so that
     many can follow each other; `commit_smem` makes them visible.
+
+    Args:
+      target: f32[n], or 16-bit [M, N] in `SWIZZLED` form.
+      values: of that shape.
+      layout: of `values`.
     """
     if interpreting():
         target[...] = values
         return
+    transforms = SWIZZLED if values.ndim == 2 else ()
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED), ROWS))
-    def store(_, target, values):
-        values.store_tiled(target, swizzle=128)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), layout))
+    def write(_, target, values):
+        if transforms:
+            values.store_tiled(target, swizzle=128)
+        else:
+            values.store_untiled(target, optimized=False)
 
-    store(target, values)
+    write(target, values)
 
 
-def multiply_add(total: jax.Array, left: Ref, right: Ref) -> jax.Array:
-    """total + left @ right, in f32, by one warpgroup of a Hopper GPU.
+def opaque(number: int | jax.Array) -> jax.Array:
+    """The same i32, which the compiler can't know to be the same.
+
+    What is computed from it is computed anew each time around a loop. Descriptors of operands that
+    never move would else be kept, some 60 of them, in registers that there are not.
+    """
+    if interpreting():
+        return jnp.int32(number)
+    layout = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=layout)
+    )
+    def move(_, value):
+        i32 = ir.IntegerType.get_signless(32)
+        [register] = value.registers.flat
+        moved = llvm.inline_asm(i32, [register], "mov.b32 $0, $1;", "=r,r", has_side_effects=True)
+        return mgpu.FragmentedArray.splat(moved, (), is_signed=True)
+
+    return move(jnp.int32(number))
+
+
+def multiply_add(totals: Sequence[jax.Array], left: Ref, rights: Sequence[Ref]) -> list[jax.Array]:
+    """totals[i] + left @ rights[i], in f32, by one warpgroup of a Hopper GPU.
 
     Args:
-      total: f32[M, N] in WGMMA layout.
-      left: [M, K] in shared memory, swizzled.
-      right: [K, N] in shared memory, swizzled.
+      totals: f32[M, N] each, in WGMMA layout.
+      left: [M, K] in shared memory, `SWIZZLED`.
+      rights: [K, N] each, in shared memory, `SWIZZLED`.
     """
     if interpreting():  # which has no accumulators that start from a value
-        return total + multiply([(left, right)])
+        return [t + multiply([(left, r)]) for t, r in zip(totals, rights, strict=True)]
 
-    def product(total_ref: Ref) -> None:
-        plgpu.wgmma(total_ref, left, right)
+    def product(refs: Sequence[Ref]) -> None:
+        for ref, right in zip(refs, rights, strict=True):
+            plgpu.wgmma(ref, left, right)
 
-    return pl.run_state(product)(plgpu.ACC.init(total))
+    return list(pl.run_state(product)([plgpu.ACC.init(total) for total in totals]))
 
 
 def multiply(pairs: Sequence[tuple[Ref, Ref]]) -> jax.Array:

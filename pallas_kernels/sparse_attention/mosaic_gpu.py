@@ -1,18 +1,19 @@
 """Sparse attention through Mosaic GPU, for Hopper.
 
-One program: one query token, 64 of its heads, one split of its keys. Two kinds of warpgroups:
+One program: one query token, 64 of its heads, one split of its keys, in tiles of 64. Warpgroups:
 
-    gatherers    tile of 64 keys: addresses through ring and block table, rows from device memory
-                 into registers, dequantised to bf16, stored swizzled     -> keys_smem [2, 64, C]
-    attender 0   logits Q K^T, online softmax                             -> weights_smem [2, 64, 64]
-                 out[:, : C / 2] += weights keys[:, : C / 2]
-    attender 1   out[:, C / 2 :] += weights keys[:, C / 2 :]
+    gatherer     addresses of a tile through ring and block table; its rows from device memory into
+                 registers, one tile ahead; to bf16, swizzled              -> keys_smem [2, 64, C]
+    attender a   owns tiles a, a + 2, ...: logits Q K^T, softmax           -> weights_smem[a]
+                 all tiles: out[:, a C / 2 :] += weights keys[:, a C / 2 :]
 
-64 x C sums in f32 do not fit one warpgroup's registers at C = 512, so two hold half each. The
-splits are a static number, combined by XLA; a token's result depends on shapes and itself alone.
+64 x C sums in f32 do not fit one warpgroup's registers at C = 512, so two hold half each; that one
+multiplies while the other takes exponentials comes with it. Splits are cut by shape, never by
+lengths, and combined by XLA: a token's result depends on shapes and itself alone.
 
-Bytes: 584 per key and 2 * 64 * C for queries, the same again for the output. Bound by the tensor
-cores above some 32 query tokens, by latency below. Products are bf16 with f32 sums.
+Bytes: those of the keys, and 2 * 64 * C of queries and of output. Bound by the gatherer, which
+spends some 1,000 instructions a tile and thread on fetching and dequantising, and in small calls by
+latency. Products are of bf16 with f32 sums; weights are rounded to bf16.
 
 Source: deepseek_v4.md section 1.3, step 9.
 """
@@ -31,14 +32,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import formats, mosaic
+from pallas_kernels.backend import compute_capability
 from pallas_kernels.formats import Codec, Planes
 
-TILE = 64
-HEADS = 64
-GROUP = 64
+TILE, HEADS, GROUP = 64, 64, 64
+"""Keys of a tile, heads of a program, columns that share a scale and are fetched together."""
+MAX_DIM = 512
 LOG2_E = math.log2(math.e)
-REGISTERS = (216, 160, 128)
-"""Of a thread of attender 0, attender 1 and gatherer, who share the 3 * 168 of the launch."""
+GATHERERS = 1
+REGISTERS = (200, 104)
+"""Of a thread that attends and one that gathers; 2 of each share the 4 * 128 of the launch."""
+DECAY, LARGEST, TOTAL = range(3)
 FLOOR = np.float32(-1e30)
 """Below any logit, and finite: a difference of two such maxima is not NaN."""
 
@@ -61,151 +65,170 @@ def choose_tiling(num_programs: int, num_tiles: int, num_cores: int = 132) -> Ti
     return Tiling(splits=-(-num_tiles // tiles))
 
 
+def find_obstacle(queries: jax.Array, ring: Planes, codec: Codec) -> str | None:
+    """Why this kernel can't serve a call, as the rest of a sentence; None where it can."""
+    num_heads, dim = queries.shape[1:]
+    capability = compute_capability()
+    if queries.dtype != jnp.bfloat16:
+        return f"takes bf16 queries, for its products are of bf16, got {queries.dtype}"
+    if codec == formats.PlainCodec("float32"):
+        return "would round keys of cache format 'f32' to bf16"
+    if num_heads % HEADS or dim % (4 * GROUP):
+        return f"needs H % {HEADS} == 0 and C % {4 * GROUP} == 0, got {queries.shape=}"
+    if dim > MAX_DIM:
+        return f"needs C <= {MAX_DIM} to hold its sums, got {queries.shape=}"
+    if "rope" in ring and ring["rope"].shape[-1] % GROUP:
+        return f"needs R % {GROUP} == 0, got {ring['rope'].shape=}"
+    if capability is not None and capability[0] != 9:
+        return f"is of Hopper's instructions, got compute capability {capability}"
+    return None
+
+
 def _attention_kernel(*refs, shapes: _Shapes, tiling: Tiling):
     s = shapes
     queries, sink, selected, table, request_ids, slots, positions, lengths, layer, *refs = refs
     num_planes = len(s.planes)
     ring, rows, pool = (refs[i * num_planes : (i + 1) * num_planes] for i in range(3))
     refs = refs[3 * num_planes :]
-    outputs, refs = refs[: len(refs) - 10], refs[-10:]
+    outputs, refs = refs[: len(refs) - 11], refs[-11:]
     (
         queries_smem,
         keys_smem,
         weights_smem,
         bias_smem,
-        decay_smem,
+        statistics_smem,
         queries_ready,
         keys_ready,
         keys_free,
         weights_ready,
         weights_free,
+        totals_ready,
     ) = refs
     token, head, split = (lax.axis_index(name) for name in ("token", "head", "split"))
     group = lax.axis_index("warpgroup")
     heads = pl.ds(head * HEADS, HEADS)
     half = s.dim // 2
-    tiles_per_split = -(-s.num_tiles // tiling.splits)
-    first_tile = split * tiles_per_split
-    num_tiles = jnp.minimum(tiles_per_split, s.num_tiles - first_tile)
+    num_tiles = -(-s.num_tiles // tiling.splits)
+    first_tile = split * num_tiles
     by_row, by_column = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
     def columns(which):
         return pl.ds(which * half, half)
 
-    def accumulate(out, decay, slot, which):
-        out = out * lax.broadcast_in_dim(decay, out.shape, [0])
-        return mosaic.multiply_add(
-            out, weights_smem.at[slot], keys_smem.at[slot, :, columns(which)]
-        )
-
-    def wait_for_last(barrier, num_pending):
-        """Waits until the last `num_pending` tiles have been given back."""
-        for age in range(num_pending, 0, -1):
-
-            @pl.when(num_tiles >= age)
-            def _(age=age):
-                plgpu.barrier_wait(barrier.at[lax.rem(num_tiles - age, 2)])
-
-    def no_output():
-        return plgpu.layout_cast(jnp.zeros((HEADS, half), jnp.float32), plgpu.Layout.WGMMA)
-
-    def write(out, which):
-        """Stores what this warpgroup summed, in the output's dtype."""
-        if tiling.splits > 1:
-            outputs[0].at[split, token, heads, columns(which)][...] = out
-            return
-        queries_smem[which] = out.astype(jnp.bfloat16)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(
-            queries_smem.at[which], outputs[0].at[token, heads, columns(which)]
-        )
-        plgpu.wait_smem_to_gmem(0)
-
-    @pl.when(group == 0)
-    def _():
+    def attend(me):
+        """Owns tiles me, me + 2, ...; sums all tiles over columns me * C / 2 and on."""
         plgpu.set_max_registers(REGISTERS[0], action="increase")
-        for which in range(2):
-            source = queries.at[token, heads, columns(which)]
-            plgpu.copy_gmem_to_smem(source, queries_smem.at[which], queries_ready)
-        plgpu.barrier_wait(queries_ready)
+        other = 1 - me
+        quarters = [pl.ds((2 * me + i) * (half // 2), half // 2) for i in range(2)]
 
         def per_row(value):
             return plgpu.layout_cast(jnp.full((HEADS,), value, jnp.float32), by_row)
 
-        def step(i, carry):
-            out, largest, total = carry
-            slot = lax.rem(i, 2)
-            plgpu.barrier_wait(keys_ready.at[slot])
+        def load_statistic(owner, which):
+            return plgpu.load(statistics_smem.at[owner, which], layout=by_row, optimized=False)
 
+        def scaled(out, factor):
+            return [part * lax.broadcast_in_dim(factor, part.shape, [0]) for part in out]
+
+        def add_tile(state, owner, decay, largest):
+            """Takes up a tile's weights and keys, which lie in the slots of its owner."""
+            out, _, total = state
+            slot = mosaic.opaque(owner)
+            keys = [keys_smem.at[slot, :, quarter] for quarter in quarters]
+            out = mosaic.multiply_add(scaled(out, decay), weights_smem.at[slot], keys)
+            plgpu.barrier_arrive(keys_free.at[owner])
+            return out, largest, total * decay
+
+        def add_tile_of_other(state):
+            plgpu.barrier_wait(weights_ready.at[other])
+            decay, largest = load_statistic(other, DECAY), load_statistic(other, LARGEST)
+            state = add_tile(state, other, decay, largest)
+            plgpu.barrier_arrive(weights_free.at[other])
+            return state
+
+        def add_own_tile(turn, state, *, is_first=False):
+            plgpu.barrier_wait(keys_ready.at[me])
+            slot, first = mosaic.opaque(me), mosaic.opaque(0)
             logits = mosaic.multiply(
                 [
-                    (queries_smem.at[w], keys_smem.at[slot, :, columns(w)].transpose((1, 0)))
+                    (
+                        queries_smem.at[first + w],
+                        keys_smem.at[slot, :, columns(w)].transpose((1, 0)),
+                    )
                     for w in range(2)
                 ]
             )
-            bias = plgpu.load(bias_smem.at[slot], layout=by_column, optimized=False)
-            logits = logits * (s.scale * LOG2_E) + lax.broadcast_in_dim(bias, logits.shape, [1])
-            new_largest = jnp.maximum(largest, logits.max(axis=1))
-            decay = jnp.exp2(largest - new_largest)
-            weights = jnp.exp2(logits - lax.broadcast_in_dim(new_largest, logits.shape, [0]))
-            total = total * decay + weights.sum(axis=1)
+            if not is_first:
+                state = add_tile_of_other(state)
+            bias = plgpu.load(bias_smem.at[me], layout=by_column, optimized=False)
+            bias = lax.broadcast_in_dim(bias, logits.shape, [1])
+            logits = jnp.where(bias < 0, bias, logits * (s.scale * LOG2_E))  # a NaN query too
+            largest = jnp.maximum(state[1], logits.max(axis=1))
+            decay = jnp.exp2(state[1] - largest)
+            weights = jnp.exp2(logits - lax.broadcast_in_dim(largest, logits.shape, [0]))
 
-            @pl.when(i >= 2)
+            added = weights.sum(axis=1)
+
+            @pl.when(turn > 0)
             def _():
-                plgpu.barrier_wait(weights_free.at[slot])
+                plgpu.barrier_wait(weights_free.at[me])
 
-            weights_smem[slot] = weights.astype(jnp.bfloat16)
-            decay_smem[slot] = decay
+            mosaic.store(weights_smem.at[me], weights.astype(jnp.bfloat16), plgpu.Layout.WGMMA)
+            mosaic.store(statistics_smem.at[me, DECAY], decay, by_row)
+            mosaic.store(statistics_smem.at[me, LARGEST], largest, by_row)
             plgpu.commit_smem()
-            plgpu.barrier_arrive(weights_ready.at[slot])
-            out = accumulate(out, decay, slot, 0)
-            plgpu.barrier_arrive(keys_free.at[slot])
-            return out, new_largest, total
+            plgpu.barrier_arrive(weights_ready.at[me])
+            out, largest, total = add_tile(state, me, decay, largest)
+            return out, largest, total + added
 
-        out, largest, total = lax.fori_loop(
-            0, num_tiles, step, (no_output(), per_row(FLOOR), per_row(0.0))
-        )
-        slot = lax.rem(num_tiles, 2)
+        if me == 0:
+            for which in range(2):
+                source = queries.at[token, heads, columns(which)]
+                plgpu.copy_gmem_to_smem(source, queries_smem.at[which], queries_ready)
+        plgpu.barrier_wait(queries_ready)
+        zeros = jnp.zeros((HEADS, half // 2), jnp.float32)
+        no_output = [plgpu.layout_cast(zeros, plgpu.Layout.WGMMA) for _ in quarters]
+        state = no_output, per_row(FLOOR), per_row(0.0)
+        turns = (num_tiles + other) // 2
+        if me == 0:
+            state = add_own_tile(0, state, is_first=True)
+        state = lax.fori_loop(other, turns, add_own_tile, state)
+        if num_tiles % 2 == me:  # the last one
+            state = add_tile_of_other(state)
+        out, largest, total = state
+        if turns > 0:
+            plgpu.barrier_wait(weights_free.at[me])
 
-        wait_for_last(weights_free, 2)
-        if tiling.splits > 1:
-            outputs[1].at[split, token, 0, heads][...] = largest
-            outputs[1].at[split, token, 1, heads][...] = total
-            inverse = per_row(1.0)
-        else:
-            inverse = _inverse_total(
-                largest, total, plgpu.load(sink.at[heads], layout=by_row, optimized=False)
-            )
-        decay_smem[slot] = inverse
+        mosaic.store(statistics_smem.at[me, TOTAL], total, by_row)
         plgpu.commit_smem()
-        plgpu.barrier_arrive(weights_ready.at[slot])
-        write(out * lax.broadcast_in_dim(inverse, out.shape, [0]), 0)
+        plgpu.barrier_arrive(totals_ready)
+        plgpu.barrier_wait(totals_ready)
+        total = load_statistic(0, TOTAL) + load_statistic(1, TOTAL)
+        if tiling.splits > 1:
+            for quarter, part in zip(quarters, out, strict=True):
+                outputs[0].at[split, token, heads, quarter][...] = part
+            if me == 0:
+                outputs[1].at[split, token, 0, heads][...] = largest
+                outputs[1].at[split, token, 1, heads][...] = total
+            return
+        own_sink = plgpu.load(sink.at[heads], layout=by_row, optimized=False)
+        out = scaled(out, _inverse_total(largest, total, own_sink))
+        for i, part in enumerate(out):
+            place = pl.ds(i * (half // 2), half // 2)
+            target = queries_smem.at[me, :, place]
+            mosaic.store(target, part.astype(jnp.bfloat16), plgpu.Layout.WGMMA)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(queries_smem.at[me], outputs[0].at[token, heads, columns(me)])
+        plgpu.wait_smem_to_gmem(0)
 
-    @pl.when(group == 1)
-    def _():
+    for me in range(2):
+        pl.when(group == me)(functools.partial(attend, me))
+
+    def gather(share):
+        """Fetches every `GATHERERS`-th chunk of 64 columns of all tiles."""
         plgpu.set_max_registers(REGISTERS[1], action="decrease")
-
-        def decay_of(slot):
-            plgpu.barrier_wait(weights_ready.at[slot])
-            return plgpu.load(decay_smem.at[slot], layout=by_row, optimized=False)
-
-        def step(i, out):
-            slot = lax.rem(i, 2)
-            out = accumulate(out, decay_of(slot), slot, 1)
-            plgpu.barrier_arrive(weights_free.at[slot])
-            plgpu.barrier_arrive(keys_free.at[slot])
-            return out
-
-        out = lax.fori_loop(0, num_tiles, step, no_output())
-        inverse = decay_of(lax.rem(num_tiles, 2))
-        write(out * lax.broadcast_in_dim(inverse, out.shape, [0]), 1)
-
-    @pl.when(group >= 2)
-    def _():
-        plgpu.set_max_registers(REGISTERS[2], action="decrease")
-        place = plgpu.broadcasted_iota(
-            jnp.int32, (TILE, GROUP), 0, layout=mosaic.ROWS
-        ).max(axis=1)
+        chunks = range(share, s.dim // GROUP, GATHERERS)
+        place = plgpu.broadcasted_iota(jnp.int32, (TILE, GROUP), 0, layout=mosaic.ROWS).max(axis=1)
         request, slot_of_token = request_ids[token], slots[token]
         position, length, layer_number = positions[token], lengths[token], layer[0]
         sources = [list(of_plane) for of_plane in zip(ring, rows, pool, strict=True)]
@@ -213,7 +236,7 @@ def _attention_kernel(*refs, shapes: _Shapes, tiling: Tiling):
         def load_entries(i):
             """Entry numbers of tile i of this split; arbitrary in a window tile."""
             first = (first_tile + i - s.window_tiles) * TILE
-            first = jnp.clip(first, 0, s.num_entries - TILE)
+            first = jnp.clip(first, 0, max(s.num_entries - TILE, 0))
             return plgpu.load(
                 selected.at[token, pl.ds(first, TILE)], layout=mosaic.ROW, optimized=False
             )
@@ -245,7 +268,7 @@ def _attention_kernel(*refs, shapes: _Shapes, tiling: Tiling):
             window_tile = tile < s.window_tiles
             source = jnp.where(window_tile, in_call.astype(jnp.int32), 2)
             index = jnp.where(window_tile, window_row, entry_row)
-            return source, jnp.where(i < num_tiles, index, -1)
+            return source, jnp.where((i < num_tiles) & (tile < s.num_tiles), index, -1)
 
         def step(i, carry):
             stored, index, entry, block, later_entry = carry
@@ -255,23 +278,29 @@ def _attention_kernel(*refs, shapes: _Shapes, tiling: Tiling):
             def _():
                 plgpu.barrier_wait(keys_free.at[slot])
 
-            bias_smem[slot] = jnp.where(index == -1, -jnp.inf, 0.0).astype(jnp.float32)
-            for chunk in range(s.dim // GROUP):
+            if share == 0:
+                bias = jnp.where(index == -1, -jnp.inf, 0.0).astype(jnp.float32)
+                mosaic.store(bias_smem.at[slot], bias, mosaic.ROW)
+            for chunk in chunks:
                 target = keys_smem.at[slot, :, pl.ds(chunk * GROUP, GROUP)]
-                mosaic.store_rows(target, s.decode_chunk(stored, chunk))
+                mosaic.store(target, s.decode(stored, chunk), mosaic.ROWS)
             plgpu.commit_smem()
             plgpu.barrier_arrive(keys_ready.at[slot])
             source, index = locate(i + 1, entry, block)
-            stored = s.fetch(sources, source, index)
+            stored = s.fetch(sources, source, index, chunks)
             return stored, index, later_entry, load_blocks(later_entry), load_entries(i + 3)
 
         entries = [load_entries(i) for i in range(3)]
         blocks = [load_blocks(entry) for entry in entries[:2]]
         source, index = locate(0, entries[0], blocks[0])
-        stored = s.fetch(sources, source, index)
+        stored = s.fetch(sources, source, index, chunks)
         carry = stored, index, entries[1], blocks[1], entries[2]
         lax.fori_loop(0, num_tiles, step, carry)
-        wait_for_last(keys_free, 2)
+        for last in range(max(num_tiles - 2, 0), num_tiles):
+            plgpu.barrier_wait(keys_free.at[last % 2])
+
+    for share in range(GATHERERS):
+        pl.when(group == 2 + share)(functools.partial(gather, share))
 
 
 def _inverse_total(largest, total, sink):
@@ -319,36 +348,49 @@ class _Shapes:
     def num_tiles(self) -> int:
         return self.window_tiles + self.num_entries // TILE
 
-    def fetch(self, sources, source, index):
-        """The stored rows: of each plane of values an array, of scales their 32-bit words."""
-        stored = []
-        for (name, length), refs in zip(self.planes, sources, strict=True):
-            if name == "scale":
-                words = range(-(-length // 4))
-                stored += [mosaic.gather_words(refs, source, index, word=w) for w in words]
-            elif name == "inv_scale":
-                stored.append(mosaic.gather_words(refs, source, index, word=0))
-            else:
-                stored.append(mosaic.gather_rows(refs, source, index, start=0, width=length))
+    def fetch(self, sources, source, index, chunks):
+        """What is stored of the rows: chunks of 64 columns, and words of scales, by name."""
+        planes = dict(zip((name for name, _ in self.planes), sources, strict=True))
+        stored = {}
+        for chunk in chunks:
+            name, start = self.place(chunk)
+            rows = mosaic.gather_rows(planes[name], source, index, start=start, width=GROUP)
+            stored[f"chunk {chunk}"] = rows
+            if (word := self.scale_word(chunk)) is not None:
+                name, number = word
+                if f"{name} {number}" not in stored:
+                    words = mosaic.gather_words(planes[name], source, index, word=number)
+                    stored[f"{name} {number}"] = words
         return stored
 
-    def decode_chunk(self, stored, chunk):
-        """bf16[64, 64] in ROWS layout: columns 64 chunk .. 64 chunk + 63 of the stored rows."""
-        columns = slice(chunk * GROUP, (chunk + 1) * GROUP)
+    def place(self, chunk):
+        """Plane and first column in it of columns 64 chunk .. 64 chunk + 63 of a row."""
         if isinstance(self.codec, formats.PlainCodec):
-            return stored[0][:, columns].astype(jnp.bfloat16)
-        named = dict(zip((name for name, _ in self.planes), stored, strict=False))
+            return "values", chunk * GROUP
         nope = dict(self.planes)["nope"]
-        if columns.start >= nope:
-            return named["rope"][:, columns.start - nope : columns.stop - nope]
+        start = chunk * GROUP
+        return ("nope", start) if start < nope else ("rope", start - nope)
+
+    def scale_word(self, chunk):
+        """Plane and 32-bit word of the chunk's scale; None where it has none."""
+        if self.place(chunk)[0] != "nope":
+            return None
         if isinstance(self.codec, formats.GroupedFP8Codec):
-            word = stored[[name for name, _ in self.planes].index("scale") + chunk // 4]
-            scale = ((word >> (8 * (chunk % 4))) & 255) << 23
-        else:
-            scale = named["inv_scale"]
+            return "scale", chunk // 4
+        return "inv_scale", 0
+
+    def decode(self, stored, chunk):
+        """bf16[64, 64] in ROWS layout: a chunk's values."""
+        rows = stored[f"chunk {chunk}"]
+        word = self.scale_word(chunk)
+        if word is None:
+            return rows.astype(jnp.bfloat16)
+        scale = stored[f"{word[0]} {word[1]}"]
+        if word[0] == "scale":
+            scale = ((scale >> (8 * (chunk % 4))) & 255) << 23
         scale = lax.bitcast_convert_type(scale, jnp.float32)
-        codes = lax.bitcast_convert_type(named["nope"][:, columns], jnp.float8_e4m3fn)
-        scale = plgpu.layout_cast(lax.broadcast_in_dim(scale, codes.shape, [0]), mosaic.ROWS)
+        scale = plgpu.layout_cast(lax.broadcast_in_dim(scale, rows.shape, [0]), mosaic.ROWS)
+        codes = lax.bitcast_convert_type(rows, jnp.float8_e4m3fn)
         return (codes.astype(jnp.float32) * scale).astype(jnp.bfloat16)
 
 
@@ -408,25 +450,26 @@ def sparse_attention(
         out_type=out_type,
         grid=(num_tokens, num_heads // HEADS, tiling.splits),
         grid_names=("token", "head", "split"),
-        num_threads=3,
+        num_threads=2 + GATHERERS,
         thread_name="warpgroup",
         scratch_types=[
             bf16_tile((2, HEADS, dim // 2)),
             bf16_tile((2, TILE, dim)),
             bf16_tile((2, HEADS, TILE)),
             plgpu.SMEM((2, TILE), jnp.float32),
-            plgpu.SMEM((2, HEADS), jnp.float32),
+            plgpu.SMEM((2, 3, HEADS), jnp.float32),
             plgpu.Barrier(num_arrivals=2),
-            plgpu.Barrier(num_barriers=2),
+            plgpu.Barrier(num_arrivals=GATHERERS, num_barriers=2),
             plgpu.Barrier(num_arrivals=2, num_barriers=2),
             plgpu.Barrier(num_barriers=2),
             plgpu.Barrier(num_barriers=2),
+            plgpu.Barrier(num_arrivals=2),
         ],
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
     )(
-        queries.astype(jnp.bfloat16),
+        queries,
         sink,
         selected if shapes.num_entries else jnp.zeros((num_tokens, TILE), jnp.int32),
         block_table.reshape(-1, 1),
@@ -439,9 +482,10 @@ def sparse_attention(
         *[_rows_of(rows[name], 1) for name in names],
         *flat(pool),
     )
-    if tiling.splits > 1:
-        out = _combine(*out, sink)
-    return out.astype(queries.dtype)
+    if tiling.splits == 1:
+        return out
+    sums, statistics = out
+    return _combine(sums, statistics, sink).astype(queries.dtype)
 
 
 def _rows_of(plane: jax.Array, lead: int) -> jax.Array:

@@ -14,9 +14,12 @@ from pallas_kernels.checks import (
     first_plane,
 )
 from pallas_kernels.formats import Codec, Planes
-from pallas_kernels.sparse_attention import reference
+from pallas_kernels.sparse_attention import mosaic_gpu, reference
 
-_IMPLEMENTATIONS = {Backend.REFERENCE: reference.sparse_attention}
+_IMPLEMENTATIONS = {
+    Backend.REFERENCE: reference.sparse_attention,
+    Backend.MOSAIC_GPU: mosaic_gpu.sparse_attention,
+}
 
 
 def sparse_attention(
@@ -57,11 +60,11 @@ def sparse_attention(
       backend: implementation to use; None picks the fastest one that runs here.
 
     Returns:
-      f32[T, H, C], before the inverse rotation.
+      [T, H, C] in the dtype of `queries`, before the inverse rotation.
 
     Raises:
       ValueError: a shape or dtype is wrong.
-      NotImplementedError: the named backend can't run here.
+      NotImplementedError: the named backend can't run here, or not at these sizes.
 
     Source: deepseek_v4.md section 1.3, step 9.
     """
@@ -87,7 +90,13 @@ def sparse_attention(
         check_codec("pool", pool, codec, queries.shape[-1])
         check_same_length("T", queries=queries, selected=selected)
         check_indices(selected=selected, block_table=block_table)
-    return resolve("sparse_attention", backend, _IMPLEMENTATIONS)(
+    obstacle = mosaic_gpu.find_obstacle(queries, ring, codec)
+    if backend == Backend.MOSAIC_GPU and obstacle is not None:
+        raise NotImplementedError(
+            f"'mosaic_gpu' sparse_attention {obstacle}; pass backend='reference'"
+        )
+    preferred = Backend.MOSAIC_GPU if obstacle is None else Backend.REFERENCE
+    return resolve("sparse_attention", backend, _IMPLEMENTATIONS, preferred=preferred)(
         queries,
         sink,
         ring,

@@ -16,6 +16,7 @@ import numpy as np
 
 from pallas_kernels.formats import Codec, Planes
 from pallas_kernels.gather_entries.reference import gather_entries, gather_window
+from pallas_kernels.rounding import round_to
 
 
 def attend(
@@ -73,4 +74,4 @@ def sparse_attention(
         )
         keys = jnp.concatenate([keys, entries], axis=1)
         valid = jnp.concatenate([valid, present], axis=1)
-    return attend(queries, keys, valid, sink, scale=scale)
+    return round_to(attend(queries, keys, valid, sink, scale=scale), queries.dtype)

@@ -128,8 +128,12 @@ def best_entries(scores, k):
     return chosen + [-1] * (k - len(chosen))
 
 
-def attend(queries, keys, sink, *, scale):
-    """Section 1.3, step 9: f64[H, C], of queries [H, C], keys [S, C] and sink [H]."""
+def attend(queries, keys, sink, *, scale, values=None):
+    """Section 1.3, step 9: f64[H, C], of queries [H, C], keys [S, C] and sink [H].
+
+    `values` are the keys unless given.
+    """
+    values = keys if values is None else values
     out = np.zeros(queries.shape)
     for head, query in enumerate(np.float64(queries)):
         if not len(keys):
@@ -137,5 +141,5 @@ def attend(queries, keys, sink, *, scale):
         logits = np.array([query @ key for key in np.float64(keys)]) * scale
         largest = max(logits.max(), sink[head])
         weights = np.exp(logits - largest)
-        out[head] = weights @ np.float64(keys) / (weights.sum() + math.exp(sink[head] - largest))
+        out[head] = weights @ np.float64(values) / (weights.sum() + math.exp(sink[head] - largest))
     return out

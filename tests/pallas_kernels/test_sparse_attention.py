@@ -1,18 +1,15 @@
-import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import inputs, token_oracle
-from helpers.inputs import CASE_LAYER, LAYER, NUM_LAYERS, pack_call, poison, shuffled_table
+from helpers import attention_cases, inputs
+from helpers.attention_cases import Sizes
 from pallas_kernels import CACHE_FORMATS, get_cache_format, sparse_attention
 
 C, ROPE, HEADS, W, M, K = 16, 4, 3, 8, 4, 6
-NUM_SLOTS, SLOTS, NUM_TOKENS = 6, [3, 1, 4], 32
-SCALE = C**-0.5
+NUM_TOKENS = 32
 SINK = np.array([0.5, 2.0, -1.0], np.float32)
 NO_SINK = np.full(HEADS, -np.inf, np.float32)
 MANY_TOKENS = ((300, 9, 0), (7, W + 3, 9))
@@ -22,98 +19,10 @@ MAX_ULPS = 1.0
 """Between outputs and float64, times the square root of C products in a logit and W + K terms in
 the sums; the unit is an f32 ulp of the largest key. Measured: at most 0.21."""
 
-jit_attention = jax.jit(
-    functools.partial(sparse_attention, layer=CASE_LAYER, scale=SCALE), static_argnames="codec"
+SIZES = Sizes(
+    dim=C, rope_dim=ROPE, num_heads=HEADS, window=W, rate=M, top_k=K, num_tokens=NUM_TOKENS
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A call and what is stored; whatever no query may read is poison (known bug B32).
-
-    Attributes:
-      arguments: of the op, but for the sink.
-      call: the tokens.
-      window: each request's history of window entries, as stored.
-      entries: each request's entries, as stored.
-      selected: by request and position, the entries a query attends to.
-    """
-
-    arguments: dict
-    call: inputs.Call
-    window: list
-    entries: list
-    selected: list
-
-    def attend(self, sink=SINK, **changes):
-        return np.asarray(jit_attention(**self.arguments | {"sink": sink} | changes))
-
-    def expected(self, sink=SINK, *, window=W, selected=slice(None)):
-        """The oracle's output, and its broken variants."""
-        queries = self.arguments["queries"]
-        out = np.zeros(queries.shape)
-        for token, request in enumerate(self.call.request_ids):
-            if request >= 0:
-                position = self.call.positions[token]
-                chosen = self.selected[request][position][selected]
-                seen = token_oracle.window_positions(position, window)
-                keys = [*self.window[request][seen], *self.entries[request][chosen]]
-                out[token] = token_oracle.attend(queries[token], keys, sink, scale=SCALE)
-        return out
-
-    def ulps(self, actual, expected):
-        largest = max(abs(x).max(initial=0) for x in (*self.window, *self.entries))
-        unit = 2.0**-23 * (C + W + K) ** 0.5 * largest
-        return np.nan_to_num(abs(actual - expected) / unit, nan=np.inf).max()
-
-
-def draw_case(codec, lengths, counts, *, entries_per_block=2, packing=0):
-    """Requests that add counts to lengths; `packing` changes places, never contents."""
-    rng, places = np.random.default_rng(0), np.random.default_rng(packing)
-    sizes = [n + c for n, c in zip(lengths, counts, strict=True)]
-    encoded, window = inputs.encode(codec, [rng.normal(size=(n, C)) for n in sizes], ROPE)
-    rows, entries = inputs.encode(codec, [rng.normal(size=(n // M, C)) for n in sizes], ROPE)
-    all_queries = [rng.normal(size=(n, HEADS, C)).astype(np.float32) for n in sizes]
-    selected = [
-        [np.sort(rng.permutation((p + 1) // M)[: rng.integers(K + 1)]) for p in range(n)]
-        for n in sizes
-    ]
-    logical = -(-max(sizes) // (M * entries_per_block))
-    num_blocks = [-(-n // (M * entries_per_block)) for n in sizes]
-    table = shuffled_table(
-        places, num_blocks, num_logical=logical, num_physical=sum(num_blocks) + 3
-    )
-    ring = poison(codec.plane_shapes(C, ROPE), NUM_LAYERS, NUM_SLOTS, W)
-    pool = poison(codec.plane_shapes(C, ROPE), NUM_LAYERS, sum(num_blocks) + 3, entries_per_block)
-    for r, n in enumerate(lengths):
-        stored = {name: plane[:n] for name, plane in encoded[r].items()}
-        ring = token_oracle.append_ring(
-            ring, stored, np.full(n, SLOTS[r]), np.arange(n), layer=LAYER
-        )
-        count = len(entries[r])
-        pool = token_oracle.flush_write(
-            pool, rows[r], table, np.full(count, r), np.arange(count), layer=LAYER
-        )
-    call = pack_call(places, SLOTS, lengths, counts, num_tokens=NUM_TOKENS)
-    index = np.full((NUM_TOKENS, K), -1, np.int32)
-    for token, request in enumerate(call.request_ids):
-        if request >= 0:
-            chosen = selected[request][call.positions[token]]
-            index[token, : len(chosen)] = chosen
-    arguments = {
-        "queries": call.rows(all_queries),
-        "ring": ring,
-        "rows": call.rows(encoded),
-        "pool": pool,
-        "block_table": table,
-        "selected": index,
-        "request_ids": call.request_ids,
-        "slots": call.slots,
-        "positions": call.positions,
-        "lengths": call.lengths,
-        "codec": codec,
-    }
-    return Case(arguments, call, window, entries, selected)
+draw_case = functools.partial(attention_cases.draw_case, SIZES)
 
 
 @pytest.mark.parametrize("tokens", [MANY_TOKENS, ONE_TOKEN], ids=["many tokens", "one token"])
@@ -199,12 +108,11 @@ def test_the_order_of_selected_entries_does_not_matter():
     assert case.ulps(case.attend(selected=shuffled), case.expected()) < MAX_ULPS
 
 
-def test_bf16_queries_are_widened():
+def test_bf16_queries_are_widened_and_only_the_output_rounded():
     case = draw_case(F32, *ONE_TOKEN)
     queries = case.arguments["queries"].astype(jnp.bfloat16)
-    actual = case.attend(queries=queries)
-    assert actual.dtype == np.float32
-    np.testing.assert_array_equal(actual, case.attend(queries=queries.astype(np.float32)))
+    wide = case.attend(queries=queries.astype(np.float32))
+    np.testing.assert_array_equal(case.attend(queries=queries), wide.astype(jnp.bfloat16))
 
 
 ERRORS = [

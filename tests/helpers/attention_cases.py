@@ -1,0 +1,150 @@
+"""Calls of sparse attention that catch reads of anything a query may not see."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+
+from helpers import inputs, token_oracle
+from helpers.inputs import CASE_LAYER, LAYER, NUM_LAYERS, pack_call, poison, shuffled_table
+from pallas_kernels import sparse_attention
+
+SLOTS, NUM_SLOTS = [3, 1, 4], 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of a model and a call.
+
+    Attributes:
+      dim, rope_dim, num_heads, window: C, R, H, W.
+      rate: tokens per entry.
+      top_k: K.
+      num_tokens: T.
+      dtype: of the queries.
+    """
+
+    dim: int
+    rope_dim: int
+    num_heads: int
+    window: int
+    rate: int
+    top_k: int
+    num_tokens: int
+    dtype: str = "float32"
+
+    @property
+    def scale(self):
+        return self.dim**-0.5
+
+    def sink(self):
+        return np.resize(np.array([0.5, 2.0, -1.0], np.float32), self.num_heads)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call and what is stored; whatever no query may read is poison (known bug B32).
+
+    Attributes:
+      sizes: of the call.
+      arguments: of the op, but for the sink.
+      call: the tokens.
+      window: each request's history of window entries, as stored.
+      entries: each request's entries, as stored.
+      selected: by request and position, the entries a query attends to.
+    """
+
+    sizes: Sizes
+    arguments: dict
+    call: inputs.Call
+    window: list
+    entries: list
+    selected: list
+
+    def attend(self, sink=None, **changes):
+        """The op's output; changes are of its arguments, `backend` among them."""
+        sink = self.sizes.sink() if sink is None else sink
+        arguments = self.arguments | {"sink": sink, "scale": self.sizes.scale} | changes
+        static = ("codec", "scale", "backend")
+        run = jax.jit(functools.partial(sparse_attention, layer=CASE_LAYER), static_argnames=static)
+        return np.asarray(run(**arguments)).astype(np.float32)
+
+    def expected(self, sink=None, *, window=None, selected=slice(None), absolute=False):
+        """The oracle's output, and its broken variants; `absolute` sums sizes of values."""
+        sink = self.sizes.sink() if sink is None else sink
+        window = self.sizes.window if window is None else window
+        queries = np.asarray(self.arguments["queries"], np.float32)
+        out = np.zeros(queries.shape)
+        for token, request in enumerate(self.call.request_ids):
+            if request >= 0:
+                position = self.call.positions[token]
+                chosen = self.selected[request][position][selected]
+                seen = token_oracle.window_positions(position, window)
+                keys = [*self.window[request][seen], *self.entries[request][chosen]]
+                values = np.abs(keys) if absolute else None
+                out[token] = token_oracle.attend(
+                    queries[token], keys, sink, scale=self.sizes.scale, values=values
+                )
+        return out
+
+    def ulps(self, actual, expected):
+        """Of f32: products of C terms in a logit, and sums over W + K keys."""
+        s = self.sizes
+        largest = max(abs(x).max(initial=0) for x in (*self.window, *self.entries))
+        unit = 2.0**-23 * (s.dim + s.window + s.top_k) ** 0.5 * largest
+        return np.nan_to_num(abs(actual - expected) / unit, nan=np.inf).max()
+
+
+def draw_case(sizes, codec, lengths, counts, *, entries_per_block=2, packing=0):
+    """Requests that add counts to lengths; `packing` changes places, never contents."""
+    dim, rope_dim, rate, top_k = sizes.dim, sizes.rope_dim, sizes.rate, sizes.top_k
+    rng, places = np.random.default_rng(0), np.random.default_rng(packing)
+    totals = [n + c for n, c in zip(lengths, counts, strict=True)]
+    encoded, window = inputs.encode(codec, [rng.normal(size=(n, dim)) for n in totals], rope_dim)
+    rows, entries = inputs.encode(
+        codec, [rng.normal(size=(n // rate, dim)) for n in totals], rope_dim
+    )
+    all_queries = [rng.normal(size=(n, sizes.num_heads, dim)).astype(np.float32) for n in totals]
+    selected = [
+        [np.sort(rng.permutation((p + 1) // rate)[: rng.integers(top_k + 1)]) for p in range(n)]
+        for n in totals
+    ]
+    logical = -(-max(totals) // (rate * entries_per_block))
+    num_blocks = [-(-n // (rate * entries_per_block)) for n in totals]
+    table = shuffled_table(
+        places, num_blocks, num_logical=logical, num_physical=sum(num_blocks) + 3
+    )
+    ring = poison(codec.plane_shapes(dim, rope_dim), NUM_LAYERS, NUM_SLOTS, sizes.window)
+    pool = poison(
+        codec.plane_shapes(dim, rope_dim), NUM_LAYERS, sum(num_blocks) + 3, entries_per_block
+    )
+    for r, n in enumerate(lengths):
+        stored = {name: plane[:n] for name, plane in encoded[r].items()}
+        ring = token_oracle.append_ring(
+            ring, stored, np.full(n, SLOTS[r]), np.arange(n), layer=LAYER
+        )
+        count = len(entries[r])
+        pool = token_oracle.flush_write(
+            pool, rows[r], table, np.full(count, r), np.arange(count), layer=LAYER
+        )
+    call = pack_call(places, SLOTS, lengths, counts, num_tokens=sizes.num_tokens)
+    index = np.full((sizes.num_tokens, top_k), -1, np.int32)
+    for token, request in enumerate(call.request_ids):
+        if request >= 0:
+            chosen = selected[request][call.positions[token]]
+            index[token, : len(chosen)] = chosen
+    arguments = {
+        "queries": call.rows(all_queries).astype(sizes.dtype),
+        "ring": ring,
+        "rows": call.rows(encoded),
+        "pool": pool,
+        "block_table": table,
+        "selected": index,
+        "request_ids": call.request_ids,
+        "slots": call.slots,
+        "positions": call.positions,
+        "lengths": call.lengths,
+        "codec": codec,
+    }
+    return Case(sizes, arguments, call, window, entries, selected)

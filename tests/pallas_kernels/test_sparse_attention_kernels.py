@@ -1,0 +1,179 @@
+"""Rungs 2 and 4 of sparse attention, and what rung 3 compiles."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from helpers import attention_cases, inputs
+from helpers.attention_cases import Sizes
+from pallas_kernels import Backend, get_cache_format, sparse_attention
+from pallas_kernels.sparse_attention import mosaic_gpu
+
+SIZES = Sizes(
+    dim=256,
+    rope_dim=64,
+    num_heads=64,
+    window=70,
+    rate=4,
+    top_k=40,
+    num_tokens=5,
+    dtype="bfloat16",
+)
+M, W = SIZES.rate, SIZES.window
+FEW_TOKENS = ((300, 9, 0), (1, 1, 2))
+ONE_TOKEN = ((M - 1, W, 3 * W), (1, 1, 1))
+FORMATS = ["bf16", "fp8_ue8m0", "fp8_per_entry"]
+TOLERANCE = 2.0**-7
+"""Of what an output would be with all values positive.
+
+A weight is rounded to bf16, by 2^-8 of it at most, and so is the output; the exponential of the GPU
+and a logit's sum of C products in f32 add some 2^-20. Keys are exact in bf16, in these formats.
+"""
+
+
+def draw(name="fp8_ue8m0", tokens=FEW_TOKENS, **options):
+    return attention_cases.draw_case(SIZES, get_cache_format(name).entry, *tokens, **options)
+
+
+def error(case, actual, **variant):
+    """The largest deviation from the oracle, in units of the tolerance."""
+    allowed = TOLERANCE * case.expected(absolute=True)
+    deviation = np.abs(actual - case.expected(**variant))
+    return np.nan_to_num(deviation / np.maximum(allowed, 1e-30), nan=np.inf).max()
+
+
+@pytest.mark.parametrize("tokens", [FEW_TOKENS, ONE_TOKEN], ids=["few tokens", "one token"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_kernel_is_the_oracle_in_every_format(lane, name, tokens):
+    case = draw(name, tokens)
+    assert error(case, case.attend(backend="mosaic_gpu")) < 1
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3])
+def test_splits_are_combined(lane, monkeypatch, splits):
+    """Three tiles, so that two splits leave the second one short."""
+    tiling = mosaic_gpu.Tiling(splits=splits)
+    monkeypatch.setattr(mosaic_gpu, "choose_tiling", lambda *_: tiling)
+    case = draw()
+    assert error(case, case.attend(backend="mosaic_gpu")) < 1
+
+
+def test_the_tolerance_rejects_other_definitions(lane):
+    case = draw()
+    actual = case.attend(backend="mosaic_gpu")
+    no_sink = np.full(SIZES.num_heads, -np.inf, np.float32)
+    broken = [{"sink": no_sink}, {"window": W - 1}, {"window": W + 1}, {"selected": slice(1, None)}]
+    assert min(error(case, actual, **variant) for variant in broken) > 3
+
+
+@pytest.mark.parametrize("entries_per_block", [1, 53])
+def test_blocks_of_any_size(lane, entries_per_block):
+    case = draw(entries_per_block=entries_per_block)
+    assert error(case, case.attend(backend="mosaic_gpu")) < 1
+
+
+def test_indices_that_name_nothing_are_not_read(lane):
+    """-1 between real ones, and beyond the table; the pools are poison there."""
+    case = draw()
+    selected = case.arguments["selected"]
+    outside = np.full((SIZES.num_tokens, 3), 10**6, np.int32)
+    scattered = np.insert(selected, [1, 5], -1, axis=1)
+    changed = case.attend(
+        backend="mosaic_gpu", selected=np.concatenate([outside, scattered], axis=1)
+    )
+    assert error(case, changed) < 1
+
+
+def test_nothing_visible_gives_zeros_and_the_window_alone_is_enough(lane):
+    case = draw()
+    nobody = np.full(SIZES.num_tokens, -1, np.int32)
+    for sink in (None, np.full(SIZES.num_heads, -np.inf, np.float32)):
+        out = case.attend(sink, backend="mosaic_gpu", slots=nobody, request_ids=nobody)
+        np.testing.assert_array_equal(out, np.zeros_like(out))
+    alone = case.attend(backend="mosaic_gpu", pool=None, selected=None)
+    assert error(case, alone, selected=slice(0)) < 1
+
+
+def test_a_request_gets_the_same_bits_in_any_row_and_any_blocks(lane):
+    cases = [draw(packing=i) for i in range(2)]
+    out = [case.attend(backend="mosaic_gpu") for case in cases]
+    for request in range(3):
+        first, second = (out[i][case.call.request_ids == request] for i, case in enumerate(cases))
+        np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.gpu
+def test_twenty_runs_give_the_same_bits():
+    case = draw()
+    expected = case.attend(backend="mosaic_gpu")
+    for _ in range(20):
+        np.testing.assert_array_equal(case.attend(backend="mosaic_gpu"), expected)
+
+
+def refused(name="fp8_ue8m0", **changes):
+    case = draw(name)
+    with pytest.raises(NotImplementedError, match="pass backend='reference'") as raised:
+        case.attend(backend="mosaic_gpu", **changes)
+    return str(raised.value)
+
+
+def test_what_the_kernel_cannot_serve_is_refused_by_name():
+    queries = draw().arguments["queries"]
+    assert "takes bf16 queries" in refused(queries=queries.astype(np.float32))
+    assert "would round keys of cache format 'f32'" in refused("f32")
+    assert "needs H % 64 == 0" in refused(queries=queries[:, :3], sink=np.zeros(3, np.float32))
+    arguments = inputs.valid_arguments("sparse_attention")
+    with pytest.raises(NotImplementedError, match=r"takes bf16 queries.*float32"):
+        sparse_attention(**arguments, backend=Backend.MOSAIC_GPU)
+
+
+def flash_specs(num_tokens, num_heads, top_k, name):
+    """Specs of a call at Flash's sizes, 64 slots and 4,096 blocks of 32 entries."""
+    codec = get_cache_format(name).entry
+
+    def planes(*lead):
+        shapes = codec.plane_shapes(512, 64)
+        return {n: jax.ShapeDtypeStruct((*lead, *s.shape), s.dtype) for n, s in shapes.items()}
+
+    def i32(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    indices = dict.fromkeys(("request_ids", "slots", "positions", "lengths"), i32(num_tokens))
+    return {
+        "queries": jax.ShapeDtypeStruct((num_tokens, num_heads, 512), jnp.bfloat16),
+        "sink": jax.ShapeDtypeStruct((num_heads,), jnp.float32),
+        "ring": planes(2, 64, 128),
+        "rows": planes(num_tokens),
+        "pool": planes(2, 4096, 32),
+        "block_table": i32(num_tokens, 512),
+        "selected": i32(num_tokens, top_k),
+        "layer": i32(),
+        **indices,
+    }
+
+
+def _at_flash_sizes(name):
+    codec = get_cache_format(name).entry
+    run = functools.partial(
+        sparse_attention, codec=codec, scale=512**-0.5, backend=Backend.MOSAIC_GPU
+    )
+    return lambda arguments: run(**arguments)
+
+
+SHAPES = [
+    ("fp8_ue8m0", 256, 64, 512),
+    ("fp8_ue8m0", 8, 128, 1024),
+    ("bf16", 256, 64, 512),
+    ("fp8_per_entry", 256, 64, 512),
+]
+AOT_CASES = [
+    (
+        f"{name}_{tokens}x{heads}x{top_k}@sm_90a",
+        _at_flash_sizes(name),
+        [flash_specs(tokens, heads, top_k, name)],
+    )
+    for name, tokens, heads, top_k in SHAPES
+]
