@@ -1,6 +1,11 @@
 """The ops under DeepSeek-V4's hybrid cache: arrays in, arrays out; usable without `dsv4_jax`."""
 
-from pallas_kernels.append_window import append_ring, append_running, append_tokens
+from pallas_kernels.append_window import (
+    append_ring,
+    append_running,
+    append_tokens,
+    encode_window,
+)
 from pallas_kernels.backend import Backend, gpu_interpreter
 from pallas_kernels.compress_tail import compress_csa, compress_hca
 from pallas_kernels.flush_write import flush_csa, flush_hca, flush_write
@@ -19,6 +24,7 @@ __all__ = [
     "append_tokens",
     "compress_csa",
     "compress_hca",
+    "encode_window",
     "flush_csa",
     "flush_hca",
     "flush_write",

@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import triton as pltri
 
+from pallas_kernels import numbers
 from pallas_kernels.backend import interpreting
 from pallas_kernels.formats import Planes
 from pallas_kernels.rounding import divide, rounded
@@ -89,6 +90,11 @@ def as_words(planes: Planes) -> Planes:
     return {name: _as_words(plane) for name, plane in planes.items()}
 
 
+def word_shapes(shapes: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes that `as_words` gives planes of these shapes."""
+    return {name: jax.eval_shape(_as_words, shape) for name, shape in shapes.items()}
+
+
 def from_words(planes: Planes, shapes: Mapping[str, jax.ShapeDtypeStruct | jax.Array]) -> Planes:
     """The inverse of `as_words`, given the planes or their shapes before it."""
     return {
@@ -116,6 +122,68 @@ def exact_quotient(x: jax.Array, y: jax.Array) -> jax.Array:
     return _inline("div.rn.f32 $0, $1, $2;", x, y)
 
 
+def exp(x: jax.Array) -> jax.Array:
+    """e**x of f32 x <= 0, two instructions instead of libdevice's eight; in a kernel.
+
+    Off by 2**-22 of itself and by |x| * 2**-23.5, which as a weight beside 1 is 2**-25 at most.
+    """
+    if interpreting():
+        return jnp.exp(x)
+    asm = "{ .reg .f32 t; mul.rn.f32 t, $1, 0f3FB8AA3B; ex2.approx.ftz.f32 $0, t; }"
+    return _inline(asm, x)
+
+
+def sin_cos(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Sine and cosine of f32 |x| <= 10**6, off by 2**-23 at most, or 2**22, by 2**-21; in a kernel.
+
+    One reduction by multiples of pi / 2 for both, where libdevice has two and a slow path. Fused,
+    x - k * fl(pi / 2) is exact; two more terms of pi / 2 leave an error below 2**-30.
+    """
+    if interpreting():
+        return jnp.sin(x), jnp.cos(x)
+
+    def fma(a: jax.Array, b: jax.Array | float, c: jax.Array | float) -> jax.Array:
+        b, c = (
+            v if isinstance(v, jax.Array) else jnp.full(x.shape, v, jnp.float32) for v in (b, c)
+        )
+        return _inline("fma.rn.f32 $0, $1, $2, $3;", a, b, c)
+
+    shifted = fma(x, 0.63661977, 12582912.0)  # 1.5 * 2**23: what is left of the sum is an integer
+    quadrant = jax.lax.bitcast_convert_type(shifted, jnp.int32)
+    turns = shifted - 12582912.0
+    r = fma(turns, -1.5707963705062866, x)
+    r = fma(turns, 4.371138828673793e-08, r)
+    r = fma(turns, 1.7151245100058819e-15, r)
+    square = exact_product(r, r)
+    sin = fma(fma(square, -1.9515295891e-4, 8.3321608736e-3), square, -1.6666654611e-1)
+    sin = fma(exact_product(sin, square), r, r)
+    cos = fma(fma(square, 2.443315711809948e-5, -1.388731625493765e-3), square, 4.1666645683e-2)
+    cos = fma(fma(cos, square, -0.5), square, 1.0)
+    odd = (quadrant & 1) == 1
+    sine, cosine = jnp.where(odd, cos, sin), jnp.where(odd, sin, cos)
+    sine = jnp.where((quadrant & 2) == 2, -sine, sine)
+    return sine, jnp.where(((quadrant + 1) & 2) == 2, -cosine, cosine)
+
+
+def round_to_bf16(x: jax.Array) -> jax.Array:
+    """f32 -> f32 with the bits of a bf16; in a kernel, where the conversion is done as written.
+
+    XLA may leave it out, so the interpreter adds half an ulp, or a bit less at an even bit.
+    """
+    if not interpreting():
+        return x.astype(jnp.bfloat16).astype(jnp.float32)
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    bits = (bits + jnp.uint32(0x7FFF) + ((bits >> 16) & 1)) & jnp.uint32(0xFFFF0000)
+    return jnp.where(jnp.isnan(x), x, jax.lax.bitcast_convert_type(bits, jnp.float32))
+
+
+def encode_e4m3(x: jax.Array) -> jax.Array:
+    """`numbers.encode_e4m3` in a kernel: the instruction rounds once, and saturates."""
+    if interpreting():
+        return numbers.encode_e4m3(x)
+    return jax.lax.bitcast_convert_type(x.astype(jnp.float8_e4m3fn), jnp.uint8)
+
+
 def load_where(
     ref: Ref, index: tuple[jax.Array, ...], mask: jax.Array, other: float = 0
 ) -> jax.Array:
@@ -136,7 +204,7 @@ def load_row(
     ref: Ref,
     index: tuple[jax.Array | int, ...],
     *,
-    start: int,
+    start: jax.Array | int,
     count: int,
     width: int,
     live: jax.Array | None = None,
@@ -163,19 +231,25 @@ def load_row(
 
 
 def store_row(
-    ref: Ref, index: tuple[jax.Array | int, ...], values: jax.Array, *, first: int, count: int
+    ref: Ref,
+    index: tuple[jax.Array | int, ...],
+    values: jax.Array,
+    *,
+    first: int,
+    count: int,
+    start: jax.Array | int = 0,
 ) -> None:
-    """Writes lanes first .. first + count - 1 of values [width] to columns 0 .. count - 1 of a row.
+    """Writes lanes first .. first + count - 1 of values [width] to a row, from column `start` on.
 
     The interpreter writes back what it finds in masked columns: there they lie past the row.
     """
     width = values.shape[0]
     if count == width:
-        ref[(*_as_arrays(index), pl.ds(0, width))] = values
+        ref[(*_as_arrays(index), pl.ds(start, width))] = values
         return
     lane = jnp.arange(width, dtype=jnp.int32)
     mask = (lane >= first) & (lane < first + count)
-    columns = lane - first
+    columns = lane - first + start
     if interpreting():
         columns = jnp.where(mask, columns, ref.shape[-1] + lane)
     pltri.store(ref.at[(*_as_arrays(index), columns)], values, mask=mask)
@@ -202,8 +276,10 @@ def _check_offsets(array: jax.Array | jax.ShapeDtypeStruct) -> None:
         )
 
 
-def _inline(asm: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+def _inline(asm: str, *arrays: jax.Array) -> jax.Array:
+    """One instruction, or a few, on f32 arrays of one shape."""
+    shape = jax.ShapeDtypeStruct(arrays[0].shape, jnp.float32)
+    constraints = ",".join(["=f"] + ["f"] * len(arrays))
     return pltri.elementwise_inline_asm(
-        asm, args=[x, y], constraints="=f,f,f", pack=1, result_shape_dtypes=[shape]
+        asm, args=arrays, constraints=constraints, pack=1, result_shape_dtypes=[shape]
     )[0]

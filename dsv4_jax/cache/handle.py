@@ -123,7 +123,7 @@ class LayerCacheHandle:
                 raise ValueError(
                     f"{name} must hold projections {(num_tokens, width)}, got {given.values.shape}"
                 )
-        window = self.schema.format.entry.encode(kv, self.schema.rope_dim)
+        window = pk.encode_window(kv, codec=self.schema.format.entry, rope_dim=self.schema.rope_dim)
         rows = CallRows(window=window, compressor=compressor, indexer=indexer)
         # What this call reads must be what a later call finds stored, to the bit: without the
         # barrier, XLA may compute a row twice and round it differently.

@@ -16,14 +16,44 @@ from pallas_kernels.checks import (
     check_shape,
     first_plane,
 )
-from pallas_kernels.formats import Planes
+from pallas_kernels.formats import Codec, Planes
 
+_ENCODE = {
+    Backend.REFERENCE: reference.encode_window,
+    Backend.TRITON_GPU: triton_gpu.encode_window,
+}
 _RING = {Backend.REFERENCE: reference.append_ring}
 _RUNNING = {Backend.REFERENCE: reference.append_running}
 _TOKENS = {
     Backend.REFERENCE: reference.append_tokens,
     Backend.TRITON_GPU: triton_gpu.append_tokens,
 }
+
+
+def encode_window(
+    x: jax.Array, *, codec: Codec, rope_dim: int, backend: Backend | None = None
+) -> Planes:
+    """Encodes a call's window entries, as the ring will keep them.
+
+    Args:
+      x: [T, C], normed and rotated.
+      codec: of the cache format.
+      rope_dim: R, the last dims of C, which rotate.
+      backend: implementation to use; None picks the fastest one that runs here.
+
+    Returns:
+      Planes [T, ...] of the codec.
+
+    Raises:
+      ValueError: `x` has another rank.
+      NotImplementedError: the named backend can't run here.
+
+    Source: deepseek_v4.md section 4.
+    """
+    check_rank(2, x=x)
+    return resolve("encode_window", backend, _ENCODE, preferred=Backend.TRITON_GPU)(
+        x, codec=codec, rope_dim=rope_dim
+    )
 
 
 def append_ring(

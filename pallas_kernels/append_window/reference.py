@@ -8,8 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.compress_tail.reference import empty_pool, fold_tokens
-from pallas_kernels.formats import Planes
+from pallas_kernels.formats import Codec, Planes
 from pallas_kernels.paging import scatter_rows
+
+
+def encode_window(x: jax.Array, *, codec: Codec, rope_dim: int) -> Planes:
+    """The codec's own."""
+    return codec.encode(x, rope_dim)
 
 
 def append_ring(

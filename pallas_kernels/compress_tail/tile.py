@@ -10,7 +10,7 @@ Against the reference, on a GPU, exp, rsqrt, sin, cos and one division may diffe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,17 +28,26 @@ def empty_pool(width: int) -> Pool:
     return jnp.full(width, -jnp.inf, jnp.float32), zeros, zeros
 
 
-def fold(pool: Pool, value: jax.Array, score: jax.Array, valid: jax.Array) -> Pool:
-    """Adds a token, or leaves the pool as it was where `valid`, a scalar, is False."""
+def first_token(value: jax.Array, score: jax.Array) -> Pool:
+    """The pool of one token."""
+    return score, jnp.ones_like(value), value + 0.0
+
+
+def fold(pool: Pool, value: jax.Array, score: jax.Array) -> Pool:
+    """Adds a token.
+
+    Of the reference's two exponentials one is always exp(0) = 1, and a product with 1 is exact.
+    """
     largest, total, weighted = pool
-    new_largest = jnp.maximum(largest, score)
-    keep, add = jnp.exp(largest - new_largest), jnp.exp(score - new_largest)
-    folded = (
-        new_largest,
-        triton.exact_product(total, keep) + add,
-        triton.exact_product(weighted, keep) + triton.exact_product(value, add),
+    rises = score > largest
+    factor = triton.exp(-jnp.abs(score - largest))
+    total_scaled, total_kept = jnp.where(rises, total, 1.0), jnp.where(rises, 1.0, total)
+    scaled, kept = jnp.where(rises, weighted, value), jnp.where(rises, value, weighted)
+    return (
+        jnp.maximum(largest, score),
+        triton.exact_product(factor, total_scaled) + total_kept,
+        triton.exact_product(factor, scaled) + kept,
     )
-    return _select_pool(valid, folded, pool)
 
 
 def select(condition: jax.Array, chosen: jax.Array, other: jax.Array) -> jax.Array:
@@ -46,78 +55,134 @@ def select(condition: jax.Array, chosen: jax.Array, other: jax.Array) -> jax.Arr
     return jnp.where(jnp.broadcast_to(condition, chosen.shape), chosen, other)
 
 
-def _select_pool(condition: jax.Array, chosen: Pool, other: Pool) -> Pool:
+def select_pool(condition: jax.Array, chosen: Pool, other: Pool) -> Pool:
+    """One of two pools, by a scalar."""
     largest, total, weighted = (select(condition, a, b) for a, b in zip(chosen, other, strict=True))
     return largest, total, weighted
 
 
 def continue_pool(
-    ref: Ref, index: tuple[jax.Array, ...], carried: jax.Array, *, width: int
+    ref: Ref,
+    index: tuple[jax.Array, ...],
+    carried: jax.Array,
+    *,
+    start: jax.Array | int,
+    count: int,
+    width: int,
 ) -> Pool:
-    """The pool at [index] of f32[L, NS, 3, C], or the empty one where `carried` is False."""
-    channels = ref.shape[-1]
+    """Channels of the pool at [index] of f32[L, NS, 3, C]; empty where `carried` is False."""
     largest, total, weighted = (
-        triton.load_row(ref, (*index, row), start=0, count=channels, width=width, live=carried)
+        triton.load_row(ref, (*index, row), start=start, count=count, width=width, live=carried)
         for row in range(3)
     )
-    return _select_pool(carried, (largest, total, weighted), empty_pool(width))
+    return select_pool(carried, (largest, total, weighted), empty_pool(width))
 
 
 def fold_tokens(
-    pool: Pool, row_refs: Sequence[Ref], *, start: jax.Array, count: jax.Array, chunk: int
+    pool: Pool,
+    row_refs: Sequence[Ref],
+    *,
+    first: jax.Array,
+    num_tokens: jax.Array,
+    chunk: int,
+    start: jax.Array | int,
+    count: int,
 ) -> Pool:
-    """Folds rows start .. start + count - 1 of values and scores f32[T, C], `chunk` in flight."""
-    num_rows, channels = row_refs[0].shape
-    width = pool[0].shape[0]
+    """Folds rows first .. first + num_tokens - 1 of values and scores f32[T, C] into a pool.
 
-    def fold_chunk(number: jax.Array, pool: Pool) -> Pool:
-        first = number * chunk
+    While a chunk is folded the next one's loads are in flight.
+
+    Args:
+      pool: of `count` channels from `start` on.
+      row_refs: values and scores.
+      first: first row.
+      num_tokens: rows; at most 1 where `chunk` is 1.
+      chunk: rows loaded together.
+      start: first channel.
+      count: channels.
+    """
+    num_rows, width = row_refs[0].shape[0], pool[0].shape[0]
+
+    def load(number: jax.Array | int) -> list[list[jax.Array]]:
         tokens = []
         for place in range(chunk):
-            valid = first + place < count
-            row = (jnp.clip(start + first + place, 0, num_rows - 1),)
-            loaded = (
-                triton.load_row(ref, row, start=0, count=channels, width=width, live=valid)
-                for ref in row_refs
+            token = number * chunk + place
+            row = (jnp.clip(first + token, 0, num_rows - 1),)
+            live = token < num_tokens
+            tokens.append(
+                [
+                    triton.load_row(ref, row, start=start, count=count, width=width, live=live)
+                    for ref in row_refs
+                ]
             )
-            tokens.append((*loaded, valid))
-        for value, score, valid in tokens:
-            pool = fold(pool, value, score, valid)
+        return tokens
+
+    def fold_chunk(number: jax.Array, carry: tuple[Pool, Any]) -> tuple[Pool, Any]:
+        pool, tokens = carry
+        ahead = load(number + 1)
+        for token in tokens:
+            pool = fold(pool, *token)
+        return pool, ahead
+
+    def fold_rest(pool: Pool, tokens: list[list[jax.Array]]) -> Pool:
+        for place, token in enumerate(tokens):
+            pool = select_pool(place < rest, fold(pool, *token), pool)
         return pool
 
-    if chunk == 1:
-        return fold_chunk(jnp.int32(0), pool)
-    return jax.lax.fori_loop(0, (count + chunk - 1) // chunk, fold_chunk, pool)
+    whole, rest = (0, num_tokens) if chunk == 1 else (num_tokens // chunk, num_tokens % chunk)
+    tokens = load(0)
+    if chunk > 1:
+        pool, tokens = jax.lax.fori_loop(0, whole, fold_chunk, (pool, tokens))
+    return jax.lax.cond(rest > 0, fold_rest, lambda pool, _: pool, pool, tokens)
 
 
-def finish_entry(
-    pool: Pool,
-    norm_ref: Ref,
-    frequencies_ref: Ref,
-    position: jax.Array,
-    *,
-    eps: float,
-) -> jax.Array:
-    """f32[width], a pool's mean, normed and rotated, each rounded to the dtype of the norm.
+class Finish(NamedTuple):
+    """What turns a pool into an entry, loaded before the pool so that nobody waits for it.
+
+    Attributes:
+      weight: f32[width], of the norm.
+      frequency: f32[width / 2], per pair of channels; 0 where they do not rotate.
+      dim: C.
+      num_rotated: R / 2, the last pairs of the C channels.
+      dtype: of activations.
+      eps: floor of the norm.
+    """
+
+    weight: jax.Array
+    frequency: jax.Array
+    dim: int
+    num_rotated: int
+    dtype: DTypeLike
+    eps: float
+
+
+def load_finish(norm_ref: Ref, frequencies_ref: Ref, *, width: int, eps: float) -> Finish:
+    """From the norm's weight [C] and f32[R / 2]."""
+    dim, num_rotated = norm_ref.shape[0], frequencies_ref.shape[0]
+    weight = triton.load_row(norm_ref, (), start=0, count=dim, width=width).astype(jnp.float32)
+    pair = jnp.arange(width // 2) - (dim // 2 - num_rotated)
+    frequency = frequencies_ref[jnp.clip(pair, 0, num_rotated - 1)]
+    frequency = jnp.where((pair >= 0) & (pair < num_rotated), frequency, 0.0)
+    return Finish(weight, frequency, dim, num_rotated, norm_ref.dtype, eps)
+
+
+def finish_entry(pool: Pool, finish: Finish, position: jax.Array) -> jax.Array:
+    """f32[width], a pool's mean, normed and rotated, each rounded to the dtype of activations.
 
     Args:
       pool: of the whole window.
-      norm_ref: [C].
-      frequencies_ref: f32[R / 2].
+      finish: weights and frequencies.
       position: i32[], first position of the window.
-      eps: floor of the norm.
     """
     _, total, weighted = pool
-    width, dim, dtype = total.shape[0], norm_ref.shape[0], norm_ref.dtype
-    lane = jnp.arange(width)
+    width, dim = total.shape[0], finish.dim
     mean = weighted / total
     if dim < width:
-        mean = jnp.where(lane < dim, mean, 0.0)
-    mean = round_to(mean, dtype)
+        mean = jnp.where(jnp.arange(width) < dim, mean, 0.0)
+    mean = round_to(mean, finish.dtype)
     mean_square = sum_by_halves(triton.exact_product(mean, mean)) / dim
-    weight = triton.load_row(norm_ref, (), start=0, count=dim, width=width)
-    scaled = mean * jax.lax.rsqrt(mean_square + eps) * weight.astype(jnp.float32)
-    return rotate(round_to(scaled, dtype), frequencies_ref, position, dim=dim, dtype=dtype)
+    scaled = mean * jax.lax.rsqrt(mean_square + finish.eps) * finish.weight
+    return rotate(round_to(scaled, finish.dtype), finish, position)
 
 
 def sum_by_halves(x: jax.Array) -> jax.Array:
@@ -127,33 +192,23 @@ def sum_by_halves(x: jax.Array) -> jax.Array:
     return jnp.sum(x)
 
 
-def rotate(
-    x: jax.Array, frequencies_ref: Ref, position: jax.Array, *, dim: int, dtype: DTypeLike
-) -> jax.Array:
-    """Rotary embedding of channels dim - R .. dim - 1, rounded to `dtype`; the others stay."""
-    pairs, num_rotated = x.shape[0] // 2, frequencies_ref.shape[0]
-    pair = jnp.arange(pairs) - (dim // 2 - num_rotated)
-    frequency = frequencies_ref[jnp.clip(pair, 0, num_rotated - 1)]
-    rotated = (pair >= 0) & (pair < num_rotated)
+def rotate(x: jax.Array, finish: Finish, position: jax.Array) -> jax.Array:
+    """Rotary embedding of the last R of the C channels, rounded; the others stay."""
+    pairs = x.shape[0] // 2
+    pair = jnp.arange(pairs) - (finish.dim // 2 - finish.num_rotated)
+    rotated = (pair >= 0) & (pair < finish.num_rotated)
     angle = triton.exact_product(
-        jnp.broadcast_to(position.astype(jnp.float32), pairs), jnp.where(rotated, frequency, 0.0)
+        jnp.broadcast_to(position.astype(jnp.float32), pairs), finish.frequency
     )
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    sin, cos = triton.sin_cos(angle)
     a, b = (half.reshape(pairs) for half in jax.lax.split(x.reshape(pairs, 2), (1, 1), axis=1))
     product = triton.exact_product
-    turned_a = round_to(product(a, cos) - product(b, sin), dtype)
-    turned_b = round_to(product(b, cos) + product(a, sin), dtype)
+    turned_a = round_to(product(a, cos) - product(b, sin), finish.dtype)
+    turned_b = round_to(product(b, cos) + product(a, sin), finish.dtype)
     both = [jnp.where(rotated, turned_a, a), jnp.where(rotated, turned_b, b)]
     return jnp.stack(both, axis=-1).reshape(x.shape)
 
 
 def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """F32 rounded to f32 or bf16, as f32: from its bits, since conversions there and back may go.
-
-    Half an ulp of bf16 is added, or a bit less where the bit above it is even.
-    """
-    if jnp.dtype(dtype) == jnp.float32:
-        return x
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    bits = (bits + jnp.uint32(0x7FFF) + ((bits >> 16) & 1)) & jnp.uint32(0xFFFF0000)
-    return jnp.where(jnp.isnan(x), x, jax.lax.bitcast_convert_type(bits, jnp.float32))
+    """F32 rounded to f32 or bf16, as f32."""
+    return x if jnp.dtype(dtype) == jnp.float32 else triton.round_to_bf16(x)

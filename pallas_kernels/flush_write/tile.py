@@ -118,7 +118,7 @@ def _encode_grouped(
     groups = nope.reshape(-1, codec.group)
     amax = jnp.maximum(jnp.max(jnp.abs(groups), axis=1), _AMAX_FLOOR)
     scale = numbers.encode_ue8m0(amax * _INV_448)
-    code = numbers.encode_e4m3(groups * numbers.invert_ue8m0(scale)[:, None])
+    code = triton.encode_e4m3(groups * numbers.invert_ue8m0(scale)[:, None])
     num_groups = -(-nope_dim // codec.group)
     stored = jnp.where(jnp.arange(scale.shape[0]) < num_groups, scale.astype(jnp.uint32), 0)
     return {
@@ -135,7 +135,7 @@ def _encode_scaled(x: jax.Array, nope_dim: int, rope_dim: int) -> dict[str, Lane
     inv_scale = triton.exact_quotient(
         jnp.broadcast_to(amax, x.shape), jnp.full(x.shape, 448.0, jnp.float32)
     )
-    code = numbers.encode_e4m3(triton.exact_quotient(nope, inv_scale))
+    code = triton.encode_e4m3(triton.exact_quotient(nope, inv_scale))
     return {
         "nope": Lanes(code.astype(jnp.uint32), 0, nope_dim, bits=8),
         "rope": Lanes(x.astype(jnp.bfloat16), nope_dim, rope_dim),
@@ -147,7 +147,7 @@ def _encode_fp8_key(x: jax.Array, dim: int) -> dict[str, Lanes]:
     x = round_to(hadamard_rotate(x, dim), jnp.bfloat16)
     amax = jnp.maximum(jnp.max(jnp.abs(x)), _AMAX_FLOOR)
     scale = numbers.encode_ue8m0(amax * _INV_448)
-    code = numbers.encode_e4m3(x * numbers.invert_ue8m0(scale))
+    code = triton.encode_e4m3(x * numbers.invert_ue8m0(scale))
     return {
         "codes": Lanes(code.astype(jnp.uint32), 0, dim, bits=8),
         "scale": Lanes(numbers.decode_ue8m0(scale), 0, 1),
@@ -162,7 +162,7 @@ def _encode_fp4_key(codec: FP4KeyCodec, x: jax.Array, dim: int) -> dict[str, Lan
         scaled = groups * numbers.invert_ue8m0(scale)[:, None]
     else:
         sixth = triton.exact_quotient(amax, jnp.full(amax.shape, 6.0, jnp.float32))
-        scale = numbers.encode_e4m3(jnp.maximum(sixth, np.float32(2.0**-9)))
+        scale = triton.encode_e4m3(jnp.maximum(sixth, np.float32(2.0**-9)))
         divisor = jnp.broadcast_to(numbers.decode_e4m3(scale)[:, None], groups.shape)
         scaled = triton.exact_quotient(groups, divisor)
     code = numbers.encode_e2m1(scaled).reshape(x.shape).astype(jnp.uint32)

@@ -2,12 +2,23 @@
 
 One program takes one closing token and one compressor, a channel per lane, so that a window's
 tokens are folded in their order wherever the call was cut. CSA reads its 2M tokens from the call
-or, before it, from the state; HCA goes on from the running pool, a chunk of tokens at a time with
-their loads in flight together. A program without a window ends after one load.
+or, before it, from the state; HCA goes on from the running pool, a chunk of tokens at a time while
+the next one's loads are in flight. A program without a window ends after a few loads.
 
 Bytes: every value and score of the call once (an element belongs to one window), the entries, and
-no intermediate result. What bounds them is memory at thousands of windows, a chain of loads,
-exponentials and reductions at a few.
+no intermediate result. At thousands of windows memory bounds HCA, and CSA the time between a
+program's loads and its stores, of which an SM overlaps five; at a few windows a chain of loads,
+exponentials and reductions does.
+
+H200, microseconds of the kernel alone (fp8_ue8m0, one request from position 0; share of 4.3 TB/s
+for the bytes above): CSA main 24.3 at 8192 tokens (65 %) and 84.2 at 32768 (75 %), index keys 9.0,
+both in one launch 33.8; HCA 15.2 (51 %: 64 windows leave half of the SMs idle) and 35.5 (88 %).
+Decode, all of 64 requests closing: CSA main and index 5.1, HCA 2.5.
+
+Tried for CSA: 2 warps 27.6, 8 warps 24.8. For HCA at 8192 tokens: 4 warps 19.7, 16 warps 15.8, 8
+tokens a chunk 17.8; at 32768, 16 a chunk 39.0. Before one of two exponentials went, libdevice's
+exp, sine and cosine were replaced, and loads of the next chunk were put in front: CSA 47 and HCA 35
+by the clock. It compiles for Blackwell and has not run there.
 """
 
 from __future__ import annotations
@@ -28,7 +39,7 @@ from pallas_kernels.formats import Codec, Planes
 Ref = Any
 _CSA_WARPS = 4
 _HCA_WARPS = 8
-_HCA_CHUNK = 16
+_FEW_WINDOWS = 132  # of an H200's SMs
 
 
 def flush_csa(
@@ -71,6 +82,7 @@ def flush_csa(
                 closes,
                 codec=codec,
                 eps=eps,
+                eager=closing.shape[0] < positions.shape[0],
             )
             pl.when((chosen == number) & closes.is_one)(compress)
 
@@ -105,7 +117,7 @@ def flush_hca(
 ) -> Planes:
     """See `op.flush_hca`."""
     call = [layer.reshape(1), closing, request_ids, slots, positions, lengths, block_table]
-    chunk = min(_HCA_CHUNK, max_count, rate)
+    chunk = min(_hca_chunk(closing.shape[0]), max_count, rate)
 
     def kernel(inputs: list[Ref], stored: list[Ref]) -> None:
         call_refs, arrays = inputs[: len(call)], inputs[len(call) :]
@@ -127,6 +139,11 @@ def flush_hca(
     return written
 
 
+def _hca_chunk(num_windows: int) -> int:
+    """Tokens whose loads are in flight: many while a program has an SM to itself."""
+    return 16 if num_windows <= _FEW_WINDOWS else 8
+
+
 class _Closing:
     """The token with which a program's window ends; if there `is_one`, else only index 0."""
 
@@ -142,13 +159,13 @@ class _Closing:
         self.length = lengths[self.token]
         self.rate = rate
 
-    def locate(self, entries_per_block: int) -> tuple[jax.Array, jax.Array]:
-        """The entry's block, -1 where there is none, and its offset in it."""
+    def locate(self, entries_per_block: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The entry's layer, its block, -1 where there is none, and its offset in it."""
         entry = self.position // self.rate
         logical = entry // entries_per_block
         inside = (self.request >= 0) & (logical < self.table.shape[1])
         block = self.table[jnp.maximum(self.request, 0), jnp.where(inside, logical, 0)]
-        return jnp.where(inside, block, -1), entry % entries_per_block
+        return self.layer, jnp.where(inside, block, -1), entry % entries_per_block
 
 
 def _compress_csa(
@@ -159,32 +176,69 @@ def _compress_csa(
     *,
     codec: Codec,
     eps: float,
+    eager: bool,
 ) -> None:
     """The b-stream of the window before, then the a-stream of the own one: 2M tokens."""
     *sources, norm = arrays
-    channels, rate = norm.shape[0], closes.rate
-    width = entry_tile.tile_width(codec, channels)
+    width = entry_tile.tile_width(codec, norm.shape[0])
+    rows = None
+    if eager:
+        rows = [
+            [
+                triton.load_row(ref, row, start=start, count=norm.shape[0], width=width)
+                for ref in sources[2:]
+            ]
+            for row, start in _window_rows(closes, norm.shape[0])
+        ]
+    store = _prepare_store(planes, codec, norm, frequencies, closes, width=width, eps=eps)
+    merged = functools.partial(_pool_merged, sources, closes, width=width)
+    if rows is None:
+        store(merged())
+        return
+    all_in_call = closes.position - (2 * closes.rate - 1) >= closes.length
+    store(jax.lax.cond(all_in_call, _pool, lambda _: merged(), rows))
+
+
+def _window_rows(closes: _Closing, channels: int) -> list[tuple[tuple[jax.Array], int]]:
+    """Each of a CSA window's 2M tokens, in order: its row of the call, and its first channel."""
+    rate = closes.rate
+    return [
+        ((jnp.maximum(closes.token - back, 0),), 0 if back >= rate else channels)
+        for back in range(2 * rate - 1, -1, -1)
+    ]
+
+
+def _pool(tokens: Sequence[Sequence[jax.Array]]) -> window.Pool:
+    pooled = window.first_token(*tokens[0])
+    for token in tokens[1:]:
+        pooled = window.fold(pooled, *token)
+    return pooled
+
+
+def _pool_merged(sources: Sequence[Ref], closes: _Closing, *, width: int) -> window.Pool:
+    """Pools 2M tokens, of the state where they came before the call; the first window has M."""
+    rate, channels = closes.rate, sources[0].shape[-1] // 2
     load = functools.partial(triton.load_row, count=channels, width=width)
     tokens = []
-    for back in range(2 * rate - 1, -1, -1):
-        position = closes.position - back
+    for number, (row, start) in enumerate(_window_rows(closes, channels)):
+        position = closes.position - (2 * rate - 1) + number
         in_call = position >= closes.length
         kept = (closes.layer, closes.slot, jnp.maximum(position, 0) % (2 * rate))
-        new = (jnp.maximum(closes.token - back, 0),)
-        first = 0 if back >= rate else channels
-        value, score = (
-            window.select(
-                in_call,
-                load(new_ref, new, start=first, live=in_call),
-                load(old_ref, kept, start=first, live=~in_call),
-            )
-            for old_ref, new_ref in zip(sources[:2], sources[2:], strict=True)
+        tokens.append(
+            [
+                window.select(
+                    in_call,
+                    load(new_ref, row, start=start, live=in_call),
+                    load(old_ref, kept, start=start, live=~in_call),
+                )
+                for old_ref, new_ref in zip(sources[:2], sources[2:4], strict=True)
+            ]
         )
-        tokens.append((value, score, position >= 0))
-    pooled = window.empty_pool(width)
-    for token in tokens:
+    before = _pool(tokens[:rate])
+    pooled = window.select_pool(closes.position >= rate, before, window.empty_pool(width))
+    for token in tokens[rate:]:
         pooled = window.fold(pooled, *token)
-    _store(planes, codec, pooled, norm, frequencies, closes, eps=eps)
+    return pooled
 
 
 def _compress_hca(
@@ -199,37 +253,44 @@ def _compress_hca(
     """What the running pool holds of the window, then its tokens of this call."""
     running, values, scores, norm, frequencies = arrays
     width = entry_tile.tile_width(codec, norm.shape[0])
+    store = _prepare_store(planes, codec, norm, frequencies, closes, width=width, eps=eps)
     begin = closes.position - (closes.rate - 1)
     first = jnp.maximum(begin, closes.length)
     at = (closes.layer, closes.slot)
-    pooled = window.fold_tokens(
-        window.continue_pool(running, at, begin < closes.length, width=width),
-        (values, scores),
-        start=closes.token - (closes.position - first),
-        count=closes.position - first + 1,
-        chunk=chunk,
+    channels = {"start": 0, "count": norm.shape[0]}
+    store(
+        window.fold_tokens(
+            window.continue_pool(running, at, begin < closes.length, **channels, width=width),
+            (values, scores),
+            first=closes.token - (closes.position - first),
+            num_tokens=closes.position - first + 1,
+            chunk=chunk,
+            **channels,
+        )
     )
-    _store(planes, codec, pooled, norm, frequencies, closes, eps=eps)
 
 
-def _store(
+def _prepare_store(
     planes: dict[str, Ref],
     codec: Codec,
-    pooled: window.Pool,
     norm: Ref,
     frequencies: Ref,
     closes: _Closing,
     *,
+    width: int,
     eps: float,
-) -> None:
-    """Finishes a pooled window and writes it where the block table says, if anywhere."""
-    begin = closes.position - (closes.rate - 1)
-    entry = window.finish_entry(pooled, norm, frequencies, begin, eps=eps)
+) -> Callable[[window.Pool], None]:
+    """Loads what it takes to finish a window; what it returns does so, and writes the entry."""
+    finish = window.load_finish(norm, frequencies, width=width, eps=eps)
+    index = closes.locate(next(iter(planes.values())).shape[2])
     rope_dim = planes["rope"].shape[-1] if "rope" in planes else 0
-    encoded = entry_tile.encode(codec, entry, dim=norm.shape[0], rope_dim=rope_dim)
-    block, offset = closes.locate(next(iter(planes.values())).shape[2])
-    index = (closes.layer, block, offset)
-    pl.when(block >= 0)(functools.partial(entry_tile.store_entry, planes, index, encoded))
+
+    def store(pooled: window.Pool) -> None:
+        entry = window.finish_entry(pooled, finish, closes.position - (closes.rate - 1))
+        encoded = entry_tile.encode(codec, entry, dim=finish.dim, rope_dim=rope_dim)
+        pl.when(index[1] >= 0)(functools.partial(entry_tile.store_entry, planes, index, encoded))
+
+    return store
 
 
 def _launch(

@@ -174,6 +174,7 @@ def valid_arguments(op):
         | per_row,
         "compress_csa": {"state": state} | wide | windows,
         "compress_hca": running | narrow | windows,
+        "encode_window": plain | {"x": f32(tokens, dim), "rope_dim": 4},
         "flush_csa": many | {"states": [state], "rows": [wide]} | flushed,
         "flush_hca": paged | plain | running | {"rows": narrow, "norm": f32(dim)} | flushed,
         "flush_write": paged | {"rows": rows, "entries": i32(tokens)},
@@ -184,4 +185,4 @@ def valid_arguments(op):
         | query
         | place
         | {"sink": f32(2), "ring": ring, "rows": rows, "selected": i32(tokens, 3), "scale": 1.0},
-    }[op] | {"layer": CASE_LAYER}
+    }[op] | ({} if op == "encode_window" else {"layer": CASE_LAYER})

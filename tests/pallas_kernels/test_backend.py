@@ -13,6 +13,7 @@ OPS = [
     "append_tokens",
     "compress_csa",
     "compress_hca",
+    "encode_window",
     "flush_csa",
     "flush_hca",
     "flush_write",
