@@ -14,12 +14,17 @@ result, since counts are sums and lists are placed by prefix sums.
 
 Bytes: 4 per visible entry (per entry, in rows of exactly one tile, which are read without waiting
 for their length), 16 * k per tile of a longer row, 4 * k per row. Bound by latency up to some 130
-programs, then by atomics on shared memory, one per entry. Takes k up to `MAX_K` and rows of less
-than 2**31 entries. Has not run on a Blackwell card.
+programs: barriers and prefix sums, some 0.6 us a digit; then by instructions, 15 per entry. Takes k
+up to `MAX_K`, any number of entries below 2**29. Has not run on a Blackwell card.
 
-Roads not taken, on an H200, us in kernels: ranks in one warpgroup, all of a tile unrolled, 13.5 for
-64 x 16384 where this takes 5.9 (instructions come from memory too slowly); eight warpgroups 6.1,
-two 7.0. Tiles of 8192 and lists of 16384 5.7 + 6.1 where 16384 and 8192 took 7.6 + 4.8.
+Roads not taken, on one H200, kernels alone, us (this: 64 x 4096 3.4, 64 x 16384 5.9, 1 x 262144 9.4
+for 512 of them):
+- one warpgroup, whose code of 128 entries a thread comes too slowly: 5.4, 13.5, 23.7;
+- eight warpgroups 3.7, 6.1, 9.7; two 3.7, 7.0, 11.3;
+- tiles of 8192 where lists are then as long as a full tile: 9.1 at 1 x 262144, but three launches
+  for 1024 of them (13.3, two take 11.4), and 11.4 for 8 x 262144 where this takes 10.3;
+- Triton, which has no atomics on shared memory: a bisection takes some 20 reductions over the block
+  where this takes two or three counts (a trial: 215 for 1 x 262144, 60 for 64 x 32768).
 
 Source: architecture.md section 4.
 """
@@ -120,8 +125,8 @@ def _launch(
     return plgpu.kernel(
         kernel,
         out_type=[numbers] if stage.num_tiles == 1 else [numbers, ranks],
-        grid=(num_rows, stage.num_tiles),
-        grid_names=("row", "tile"),
+        grid=(stage.num_tiles, num_rows),  # the last may exceed 65535
+        grid_names=("tile", "row"),
         num_threads=num_groups,
         thread_name="group",
         scratch_types=[

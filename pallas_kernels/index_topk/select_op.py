@@ -23,7 +23,7 @@ def select_top_k(
     Args:
       scores: f32[T, E].
       visible: i32[T]; a query sees entries 0 .. visible - 1 and at most E. The others are not read.
-      k: number to select.
+      k: number to select, 1 or more.
       backend: implementation to use; None picks the fastest one that runs here.
 
     Returns:
@@ -31,7 +31,7 @@ def select_top_k(
       +0 and -0 are equal, minus infinity is a score, NaN ranks below it.
 
     Raises:
-      ValueError: a shape or dtype is wrong, or k is not in 1 .. E.
+      ValueError: a shape or dtype is wrong, or k is less than 1.
       NotImplementedError: the named backend can't run here, or not with so large a k.
 
     Source: architecture.md section 4.
@@ -42,8 +42,10 @@ def select_top_k(
     check_indices(visible=visible)
     if scores.dtype != jnp.float32:
         raise ValueError(f"scores must be float32, got {scores.dtype}")
-    if not 1 <= k <= scores.shape[1]:
-        raise ValueError(f"k must be 1 to E = {scores.shape[1]}, got {k}")
-    preferred = Backend.MOSAIC_GPU if k <= select_mosaic_gpu.MAX_K else Backend.REFERENCE
+    if k < 1:
+        raise ValueError(f"k must be at least 1, got {k}")
+    there = min(k, scores.shape[1])
+    preferred = Backend.MOSAIC_GPU if there <= select_mosaic_gpu.MAX_K else Backend.REFERENCE
     implementation = resolve("select_top_k", backend, _IMPLEMENTATIONS, preferred=preferred)
-    return implementation(scores, visible, k)
+    selected = implementation(scores, visible, there)
+    return jnp.pad(selected, [(0, 0), (0, k - there)], constant_values=-1)

@@ -120,7 +120,7 @@ def test_every_pattern_in_several_launches(lane, backend, small_tiles, num_entri
 @pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize("num_entries", [1, 127, 129, 1000])
 def test_any_width(lane, backend, num_entries):
-    k = min(num_entries, 40)
+    k = 40
     scores = np.random.default_rng(num_entries).normal(size=(3, num_entries))
     check(stack(scores), [num_entries, num_entries // 2, 0], k, backend)
 
@@ -196,8 +196,7 @@ ERRORS = [
     ("scores", jnp.ones((3, 8), jnp.bfloat16), "scores must be float32, got bfloat16"),
     ("visible", jnp.zeros((3, 1), jnp.int32), "visible must have rank 1"),
     ("visible", jnp.zeros(3, jnp.uint32), "visible must be int32"),
-    ("k", 0, "k must be 1 to E = 8, got 0"),
-    ("k", 9, "k must be 1 to E = 8, got 9"),
+    ("k", 0, "k must be at least 1, got 0"),
     ("backend", "cuda", "backend must be one of"),
 ]
 
