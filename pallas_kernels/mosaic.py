@@ -36,13 +36,24 @@ Loads of 16 bytes and more, and stores of 16 bytes that fill all banks of a 128-
 """
 ROW = ROWS.reduce(1)
 """[32 i]: one value per row of `ROWS`."""
+WIDE_ROWS = plgpu.Layout.TILED(
+    plgpu.Tiling(((32, 128), (8, 32), (16,))), warp_dims=(-5,), lane_dims=(-3, -4), vector_dim=-1
+)
+"""[32 i, 128 j] of bytes: as `ROWS`, a lane holding 32 neighbouring columns."""
 
+SWIZZLED_BYTES = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 """Shared memory of 16-bit elements as tensor cores and bulk copies take it."""
 
 
 def gather_rows(
-    sources: Sequence[Ref], source: jax.Array, index: jax.Array, *, start: int, width: int
+    sources: Sequence[Ref],
+    source: jax.Array,
+    index: jax.Array,
+    *,
+    start: int,
+    width: int,
+    layout: Layout = ROWS,
 ) -> jax.Array:
     """Loads columns start .. start + width - 1 of the named rows.
 
@@ -51,10 +62,11 @@ def gather_rows(
       source: i32[64] in `ROW` layout, number of the source of each row.
       index: i32[64] in `ROW` layout, number of the row in its source; -1 is none.
       start: a multiple of 16.
-      width: a multiple of 64.
+      width: a multiple of 64, or of 128 for `WIDE_ROWS`.
+      layout: `ROWS` or `WIDE_ROWS`.
 
     Returns:
-      [64, width] in `ROWS` layout; zeros where `index` is -1.
+      [64, width] in `layout`; zeros where `index` is -1.
     """
     shape, dtype = (index.shape[0], width), sources[0].dtype
     if interpreting():
@@ -62,33 +74,39 @@ def gather_rows(
 
     @plgpu.inline_mgpu(
         arg_types=([plgpu.RefType()] * len(sources), ROW, ROW),
-        return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=ROWS),
+        return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=layout),
     )
     def load(_, refs, source, index):
-        layout = ROWS.to_mgpu()
-        index = index.broadcast_in_dim(shape, (0,), layout).registers
-        source = source.broadcast_in_dim(shape, (0,), layout).registers
+        tiled = layout.to_mgpu()
+        index = index.broadcast_in_dim(shape, (0,), tiled).registers
+        source = source.broadcast_in_dim(shape, (0,), tiled).registers
         registers = np.empty(index.shape, dtype=object)
-        columns = layout.thread_idxs(shape)
+        length = tiled.vector_length
+        columns = tiled.thread_idxs(shape)
         for place, (_, column) in zip(np.ndindex(index.shape), columns, strict=True):
             *tile, half, _ = place
             if half:  # loaded together with its left neighbour
                 continue
             row = _row_address(refs, source[place], index[place])
             column = arith.addi(column, mgpu.c(start, column.type))
-            both = _load(*row, column, 16)
+            both = _load(*row, column, 2 * length)
             for side in range(2):
                 registers[(*tile, side, 0)] = mgpu.utils.vector_slice(
-                    both, slice(8 * side, 8 * side + 8)
+                    both, slice(length * side, length * (side + 1))
                 )
         signed = mgpu.utils.is_signed(dtype)
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=signed)
+        return mgpu.FragmentedArray(_registers=registers, _layout=tiled, _is_signed=signed)
 
     return load(list(sources), source, index)
 
 
 def gather_words(
-    sources: Sequence[Ref], source: jax.Array, index: jax.Array, *, word: int
+    sources: Sequence[Ref],
+    source: jax.Array,
+    index: jax.Array,
+    *,
+    word: int,
+    layout: Layout = ROW,
 ) -> jax.Array:
     """Loads one 32-bit word of each of the named rows.
 
@@ -97,9 +115,10 @@ def gather_words(
       source: as in `gather_rows`.
       index: as in `gather_rows`.
       word: its number in the row.
+      layout: of `source` and `index`.
 
     Returns:
-      i32[64] in `ROW` layout; zeros where `index` is -1.
+      i32[64] in `layout`; zeros where `index` is -1.
     """
     size = sources[0].dtype.itemsize
     count = 4 // size
@@ -109,8 +128,8 @@ def gather_words(
         return lax.bitcast_convert_type(words[:, 0] if count == 1 else words, jnp.int32)
 
     @plgpu.inline_mgpu(
-        arg_types=([plgpu.RefType()] * len(sources), ROW, ROW),
-        return_type=plgpu.ShapeDtypeStruct(index.shape, jnp.int32, layout=ROW),
+        arg_types=([plgpu.RefType()] * len(sources), layout, layout),
+        return_type=plgpu.ShapeDtypeStruct(index.shape, jnp.int32, layout=layout),
     )
     def load(_, refs, source, index):
         column = mgpu.c(word * count, ir.IndexType.get())
@@ -131,14 +150,15 @@ def store(target: Ref, values: jax.Array, layout: Layout) -> None:
     many can follow each other; `commit_smem` makes them visible.
 
     Args:
-      target: f32[n], or 16-bit [M, N] in `SWIZZLED` form.
+      target: f32[n], or [M, N] in `SWIZZLED` or `SWIZZLED_BYTES` form.
       values: of that shape.
       layout: of `values`.
     """
     if interpreting():
         target[...] = values
         return
-    transforms = SWIZZLED if values.ndim == 2 else ()
+    swizzled = SWIZZLED if values.dtype.itemsize == 2 else SWIZZLED_BYTES
+    transforms = swizzled if values.ndim == 2 else ()
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), layout))
     def write(_, target, values):

@@ -7,9 +7,12 @@ import jax
 from pallas_kernels.backend import Backend, resolve
 from pallas_kernels.checks import check_codec, check_indices, check_rank, check_same_length
 from pallas_kernels.formats import Codec, Planes
-from pallas_kernels.index_topk import reference
+from pallas_kernels.index_topk import mosaic_gpu, reference, scores_mosaic_gpu
 
-_IMPLEMENTATIONS = {Backend.REFERENCE: reference.index_topk}
+_IMPLEMENTATIONS = {
+    Backend.REFERENCE: reference.index_topk,
+    Backend.MOSAIC_GPU: mosaic_gpu.index_topk,
+}
 
 
 def index_topk(
@@ -45,7 +48,7 @@ def index_topk(
 
     Raises:
       ValueError: a shape or dtype is wrong.
-      NotImplementedError: the named backend can't run here.
+      NotImplementedError: the named backend can't run here, or not at these sizes.
 
     Source: deepseek_v4.md section 3; architecture.md section 4.
     """
@@ -62,6 +65,10 @@ def index_topk(
     check_codec("pool", pool, codec, queries.shape[-1])
     if k < 1:
         raise ValueError(f"k must be at least 1, got {k}")
+    obstacle = scores_mosaic_gpu.find_obstacle(queries, codec)
+    if backend == Backend.MOSAIC_GPU and obstacle is not None:
+        raise NotImplementedError(f"'mosaic_gpu' index_topk {obstacle}; pass backend='reference'")
+    # TODO(#3): prefer the kernels once they have been measured; the reference is exact and slow.
     return resolve("index_topk", backend, _IMPLEMENTATIONS)(
         queries,
         weights,

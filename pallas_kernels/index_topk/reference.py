@@ -57,6 +57,12 @@ def select_top_k(scores: jax.Array, visible: jax.Array, k: int) -> jax.Array:
     return jnp.where(ascending < num_entries, ascending, -1).astype(jnp.int32)
 
 
+def select_all(visible: jax.Array, num_entries: int) -> jax.Array:
+    """i32[T] -> i32[T, E]: every visible entry at its own place, else -1."""
+    everything = jnp.arange(num_entries, dtype=jnp.int32)[None]
+    return jnp.where(everything < visible[:, None], everything, -1)
+
+
 def index_topk(
     queries: jax.Array,
     weights: jax.Array,
@@ -75,17 +81,14 @@ def index_topk(
     """
     visible = jnp.where(request_ids >= 0, visible, 0)
     num_entries = block_table.shape[1] * jax.tree.leaves(pool)[0].shape[2]
-    everything = jnp.broadcast_to(
-        jnp.arange(num_entries, dtype=jnp.int32)[None], (queries.shape[0], num_entries)
-    )
+    seen = select_all(visible, num_entries)
     if num_entries <= k:
-        selected = jnp.where(everything < visible[:, None], everything, -1)
-        return jnp.pad(selected, [(0, 0), (0, k - num_entries)], constant_values=-1)
+        return jnp.pad(seen, [(0, 0), (0, k - num_entries)], constant_values=-1)
     keys, _ = gather_entries(
         pool,
         block_table,
         request_ids,
-        jnp.where(everything < visible[:, None], everything, -1),
+        seen,
         layer=layer,
         codec=codec,
         dim=queries.shape[-1],

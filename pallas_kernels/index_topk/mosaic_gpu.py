@@ -1,0 +1,47 @@
+"""Scores by one kernel, selection by another, for Hopper.
+
+The scores between them, 4 bytes an entry beside the 68 or 132 of its key, stay in the L2 cache for
+all but the largest calls.
+
+Source: deepseek_v4.md section 3; architecture.md section 4.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.formats import Codec, Planes
+from pallas_kernels.index_topk import reference, scores_mosaic_gpu, select_mosaic_gpu
+
+
+def index_topk(
+    queries: jax.Array,
+    weights: jax.Array,
+    pool: Planes,
+    block_table: jax.Array,
+    *,
+    request_ids: jax.Array,
+    visible: jax.Array,
+    layer: jax.Array,
+    codec: Codec,
+    k: int,
+) -> jax.Array:
+    """See `op.index_topk`."""
+    visible = jnp.where(request_ids >= 0, visible, 0)
+    num_entries = block_table.shape[1] * jax.tree.leaves(pool)[0].shape[2]
+    if num_entries <= k:
+        seen = reference.select_all(visible, num_entries)
+        return jnp.pad(seen, [(0, 0), (0, k - num_entries)], constant_values=-1)
+    queries, weights = scores_mosaic_gpu.quantize_queries(queries, weights)
+    scores = scores_mosaic_gpu.index_scores(
+        queries,
+        weights,
+        pool,
+        block_table,
+        request_ids=request_ids,
+        visible=visible,
+        layer=layer,
+        codec=codec,
+    )
+    return select_mosaic_gpu.select_top_k(scores, jnp.minimum(visible, num_entries), k)

@@ -1,0 +1,287 @@
+"""Index scores through Mosaic GPU, for Hopper.
+
+One program: one query token and a run of its request's entries; each of its warpgroups takes every
+fourth tile of 64 keys by itself:
+
+    blocks of a tile, two tiles ahead; its keys from device memory into registers, one tile ahead;
+    MXFP4 unpacked to E4M3             -> keys_smem[warpgroup]
+    [64 keys, 64 heads] = keys Q^T     FP8 tensor cores
+    score = key scale * sum over heads of weight * relu
+
+Keys are the rows of the product, so that heads add up along a row of registers.
+
+Bytes: 68 per visible key (MXFP4) or 132 (FP8), and 4 per score written. Bound by them in large
+calls, by instructions (about 200 per tile and thread) close behind in MXFP4. Sums of the FP8 tensor
+core keep some 14 bits below their largest term.
+
+Source: deepseek_v4.md section 3.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import formats, mosaic, numbers
+from pallas_kernels.backend import compute_capability
+from pallas_kernels.formats import Codec, Planes
+from pallas_kernels.index_topk import unpack_mosaic
+
+TILE, HEADS, DIM = 64, 64, 128
+"""Keys of a tile, index heads and their dims; the last two are the released models'."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """How a token's entries are cut.
+
+    Attributes:
+      tiles: of a program.
+      groups: warpgroups of a program.
+    """
+
+    tiles: int
+    groups: int = 4
+
+
+def choose_tiling(num_tokens: int, num_tiles: int, num_cores: int = 132) -> Tiling:
+    """Programs that fill the cores once, or several times evenly; each warpgroup has a tile."""
+    groups = 4
+    programs = max(1, num_cores // num_tokens)
+    return Tiling(tiles=max(groups, -(-num_tiles // programs)), groups=groups)
+
+
+def find_obstacle(queries: jax.Array, codec: Codec) -> str | None:
+    """Why this kernel can't serve a call, as the rest of a sentence; None where it can."""
+    capability = compute_capability()
+    if not isinstance(codec, formats.FP8KeyCodec) and not _is_mxfp4(codec):
+        return f"takes MXFP4 and FP8 keys, got {codec}"
+    if queries.shape[1:] != (HEADS, DIM):
+        return f"needs queries [T, {HEADS}, {DIM}], got {queries.shape=}"
+    if capability is not None and capability[0] != 9:
+        return f"is of Hopper's instructions, got compute capability {capability}"
+    return None
+
+
+def _is_mxfp4(codec: Codec) -> bool:
+    return isinstance(codec, formats.FP4KeyCodec) and codec.power_of_two
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shapes:
+    """Static sizes of a call.
+
+    Attributes:
+      entries_per_block: EB.
+      num_blocks: NB.
+      table_width: LB.
+      mxfp4: whether keys are; else FP8.
+    """
+
+    entries_per_block: int
+    num_blocks: int
+    table_width: int
+    mxfp4: bool
+
+    @property
+    def num_entries(self) -> int:
+        return self.table_width * self.entries_per_block
+
+
+def _score_kernel(
+    queries,
+    weights,
+    table,
+    request_ids,
+    visible,
+    layer,
+    codes,
+    scales,
+    magnitudes,
+    scores,
+    queries_smem,
+    keys_smem,
+    queries_ready,
+    *,
+    shapes: _Shapes,
+    tiling: Tiling,
+):
+    s = shapes
+    token, program = lax.axis_index("token"), lax.axis_index("program")
+    group = lax.axis_index("warpgroup")
+    by_key, by_head = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+    request = request_ids[token]
+    num_visible = jnp.where(request >= 0, jnp.minimum(visible[token], s.num_entries), 0)
+    layer_number = layer[0]
+    first_tile = program * tiling.tiles
+    last_tile = jnp.minimum(first_tile + tiling.tiles, lax.div(num_visible + TILE - 1, TILE))
+    num_turns = lax.div(
+        jnp.maximum(last_tile - first_tile - group, 0) + tiling.groups - 1, tiling.groups
+    )
+
+    def tile_of(turn):
+        return first_tile + turn * tiling.groups + group
+
+    def places(layout, wide):
+        return plgpu.broadcasted_iota(jnp.int32, (TILE, wide), 0, layout=layout).max(axis=1)
+
+    layouts = ((mosaic.ROW, places(mosaic.ROWS, TILE)), (by_key, places(plgpu.Layout.WGMMA, HEADS)))
+
+    def load_blocks(turn, layout, place):
+        """Physical blocks of a tile's entries; -1 where there are none to see."""
+        entry = tile_of(turn) * TILE + place
+        inside = entry < num_visible
+        where = jnp.where(inside, request * s.table_width + lax.div(entry, s.entries_per_block), -1)
+        block = mosaic.gather_words([table], where * 0, where, word=0, layout=layout)
+        return jnp.where(inside, block, -1)
+
+    def locate(turn, block, place):
+        entry = tile_of(turn) * TILE + place
+        row = (layer_number * s.num_blocks + block) * s.entries_per_block
+        return jnp.where(block >= 0, row + lax.rem(entry, s.entries_per_block), -1)
+
+    def load_keys(turn, blocks):
+        """Codes, and scales as threads want them to unpack and to multiply with."""
+        index = [
+            locate(turn, block, place) for block, (_, place) in zip(blocks, layouts, strict=True)
+        ]
+        layout, width = (mosaic.ROWS, DIM // 2) if s.mxfp4 else (mosaic.WIDE_ROWS, DIM)
+        rows = mosaic.gather_rows(
+            [codes], index[0] * 0, index[0], start=0, width=width, layout=layout
+        )
+        words = [
+            mosaic.gather_words([scales], i * 0, i, word=0, layout=layout)
+            for i, (layout, _) in zip(index, layouts, strict=True)
+        ]
+        return rows, words
+
+    def step(turn, carry):
+        (rows, (unpack_scale, key_scale)), blocks = carry
+        if s.mxfp4:
+            rows = unpack_mosaic.unpack(rows, unpack_scale, magnitudes)
+            exponent = jnp.maximum(unpack_mosaic.largest_scale(key_scale), 7)
+            factor = lax.bitcast_convert_type((exponent - 6) << 23, jnp.float32)
+        else:
+            rows = lax.bitcast_convert_type(rows, jnp.float8_e4m3fn)
+            factor = lax.bitcast_convert_type(key_scale, jnp.float32)
+        mosaic.store(keys_smem.at[group], rows, mosaic.WIDE_ROWS)
+        plgpu.commit_smem()
+        keys = load_keys(turn + 1, blocks)
+        blocks = [load_blocks(turn + 2, *layout) for layout in layouts]
+        products = mosaic.multiply([(keys_smem.at[group], queries_smem.transpose((1, 0)))])
+        score = (jnp.maximum(products, 0.0) * head_weights).sum(axis=1) * factor
+        scores[token, pl.ds(tile_of(turn) * TILE, TILE)] = score
+        return keys, blocks
+
+    @pl.when(group == 0)
+    def _():
+        plgpu.copy_gmem_to_smem(queries.at[token], queries_smem, queries_ready)
+
+    blocks = [load_blocks(0, *layout) for layout in layouts]
+    keys = load_keys(0, blocks)
+    carry = keys, [load_blocks(1, *layout) for layout in layouts]
+    head_weights = plgpu.load(weights.at[token], layout=by_head, optimized=False)
+    head_weights = lax.broadcast_in_dim(head_weights, (TILE, HEADS), [1])
+    plgpu.barrier_wait(queries_ready)
+    lax.fori_loop(0, num_turns, step, carry)
+
+
+def quantize_queries(queries: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Queries as E4M3 codes, and weights that make up for it.
+
+    Args:
+      queries: f32[T, IH, IC], rounded as keys are; exact where a head's group scales lie within a
+        factor of 2^14.
+      weights: f32[T, IH].
+
+    Returns:
+      e4m3[T, IH, IC] and f32[T, IH]: weight * scale / sqrt(IC * IH), scale a power of two.
+    """
+    largest = jnp.maximum(jnp.max(jnp.abs(queries), axis=-1), np.float32(1e-30))
+    code = numbers.encode_ue8m0(largest / np.float32(448))
+    scaled = queries * numbers.invert_ue8m0(code)[..., None]
+    rounded = lax.bitcast_convert_type(numbers.encode_e4m3(scaled), jnp.float8_e4m3fn)
+    norm = np.float32((queries.shape[-1] * queries.shape[-2]) ** -0.5)
+    return rounded, weights * numbers.decode_ue8m0(code) * norm
+
+
+def index_scores(
+    queries: jax.Array,
+    weights: jax.Array,
+    pool: Planes,
+    block_table: jax.Array,
+    *,
+    request_ids: jax.Array,
+    visible: jax.Array,
+    layer: jax.Array,
+    codec: Codec,
+    tiling: Tiling | None = None,
+) -> jax.Array:
+    """Scores of each token's visible entries.
+
+    Args:
+      queries: e4m3[T, 64, 128] of `quantize_queries`.
+      weights: f32[T, 64] of `quantize_queries`.
+      pool: as in `op.index_topk`, and so are the others.
+      block_table: i32[B, LB].
+      request_ids: i32[T].
+      visible: i32[T].
+      layer: i32[].
+      codec: of MXFP4 or FP8 keys.
+      tiling: by default that of `choose_tiling`.
+
+    Returns:
+      f32[T, E], E the entries of a table row and those that fill the last tile; arbitrary where not
+      visible.
+    """
+    num_tokens = queries.shape[0]
+    _, num_blocks, entries_per_block = pool["codes"].shape[:3]
+    shapes = _Shapes(
+        entries_per_block=entries_per_block,
+        num_blocks=num_blocks,
+        table_width=block_table.shape[1],
+        mxfp4=_is_mxfp4(codec),
+    )
+    num_tiles = -(-shapes.num_entries // TILE)
+    tiling = tiling or choose_tiling(num_tokens, num_tiles)
+    swizzled = functools.partial(
+        plgpu.SMEM, dtype=jnp.float8_e4m3fn, transforms=mosaic.SWIZZLED_BYTES
+    )
+
+    def score_kernel(*refs):
+        _score_kernel(*refs, shapes=shapes, tiling=tiling)
+
+    return plgpu.kernel(
+        score_kernel,
+        out_type=jax.ShapeDtypeStruct((num_tokens, num_tiles * TILE), jnp.float32),
+        grid=(num_tokens, -(-num_tiles // tiling.tiles)),
+        grid_names=("token", "program"),
+        num_threads=tiling.groups,
+        thread_name="warpgroup",
+        scratch_types=[
+            swizzled((HEADS, DIM)),
+            swizzled((tiling.groups, TILE, DIM)),
+            plgpu.Barrier(),
+        ],
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+    )(
+        queries,
+        weights,
+        block_table.reshape(-1, 1),
+        request_ids,
+        visible,
+        layer[None],
+        pool["codes"].reshape(-1, pool["codes"].shape[-1]),
+        pool["scale"].reshape(math.prod(pool["scale"].shape[:3]), -1),
+        jnp.asarray(unpack_mosaic.magnitude_bytes()),
+    )
