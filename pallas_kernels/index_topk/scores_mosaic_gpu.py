@@ -1,18 +1,18 @@
-"""Index scores through Mosaic GPU, for Hopper.
+"""Index scores through Mosaic GPU, for Hopper and Blackwell.
 
 One program: one query token and a run of its request's entries; each of its warpgroups takes every
-fourth tile of 64 keys by itself:
+fourth tile of 64 keys (128 on Blackwell) by itself:
 
     blocks of a tile, two tiles ahead; its keys from device memory into registers, one tile ahead;
     MXFP4 unpacked to E4M3             -> keys_smem[warpgroup]
-    [64 keys, 64 heads] = keys Q^T     FP8 tensor cores
+    [64 keys, 64 heads] = keys Q^T     FP8 tensor cores, on Blackwell into tensor memory
     score = key scale * sum over heads of weight * relu
 
 Keys are the rows of the product, so that heads add up along a row of registers.
 
 Bytes: 68 per visible key (MXFP4) or 132 (FP8), and 4 per score written. Bound by them in large
 calls, by instructions (about 200 per tile and thread) close behind in MXFP4. Sums of the FP8 tensor
-core keep some 14 bits below their largest term.
+core keep some 14 bits below their largest term. Has not run on a Blackwell card.
 
 Source: deepseek_v4.md section 3.
 """
@@ -35,8 +35,27 @@ from pallas_kernels.backend import compute_capability
 from pallas_kernels.formats import Codec, Planes
 from pallas_kernels.index_topk import unpack_mosaic
 
-TILE, HEADS, DIM = 64, 64, 128
-"""Keys of a tile, index heads and their dims; the last two are the released models'."""
+HEADS, DIM = 64, 128
+"""Index heads and their dims, the released models'."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorCore:
+    """How a GPU multiplies keys with queries.
+
+    Attributes:
+      tile: keys of one product.
+      layout: of a product in registers.
+      has_memory: whether products arrive in tensor memory (tcgen05), or in registers (wgmma).
+    """
+
+    tile: int
+    layout: plgpu.Layout
+    has_memory: bool
+
+
+HOPPER = TensorCore(tile=64, layout=plgpu.Layout.WGMMA, has_memory=False)
+BLACKWELL = TensorCore(tile=128, layout=plgpu.Layout.TCGEN05, has_memory=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +85,8 @@ def find_obstacle(queries: jax.Array, codec: Codec) -> str | None:
         return f"takes MXFP4 and FP8 keys, got {codec}"
     if queries.shape[1:] != (HEADS, DIM):
         return f"needs queries [T, {HEADS}, {DIM}], got {queries.shape=}"
-    if capability is not None and capability[0] != 9:
-        return f"is of Hopper's instructions, got compute capability {capability}"
+    if capability is not None and capability[0] not in (9, 10):
+        return f"is for Hopper and Blackwell, got compute capability {capability}"
     return None
 
 
@@ -110,19 +129,22 @@ def _score_kernel(
     queries_smem,
     keys_smem,
     queries_ready,
-    *,
+    *tensor_memory,
     shapes: _Shapes,
     tiling: Tiling,
+    core: TensorCore,
 ):
     s = shapes
     token, program = lax.axis_index("token"), lax.axis_index("program")
     group = lax.axis_index("warpgroup")
-    by_key, by_head = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+    by_key, by_head = core.layout.reduce(1), core.layout.reduce(0)
     request = request_ids[token]
     num_visible = jnp.where(request >= 0, jnp.minimum(visible[token], s.num_entries), 0)
     layer_number = layer[0]
     first_tile = program * tiling.tiles
-    last_tile = jnp.minimum(first_tile + tiling.tiles, lax.div(num_visible + TILE - 1, TILE))
+    last_tile = jnp.minimum(
+        first_tile + tiling.tiles, lax.div(num_visible + core.tile - 1, core.tile)
+    )
     num_turns = lax.div(
         jnp.maximum(last_tile - first_tile - group, 0) + tiling.groups - 1, tiling.groups
     )
@@ -131,20 +153,20 @@ def _score_kernel(
         return first_tile + turn * tiling.groups + group
 
     def places(layout, wide):
-        return plgpu.broadcasted_iota(jnp.int32, (TILE, wide), 0, layout=layout).max(axis=1)
+        return plgpu.broadcasted_iota(jnp.int32, (core.tile, wide), 0, layout=layout).max(axis=1)
 
-    layouts = ((mosaic.ROW, places(mosaic.ROWS, TILE)), (by_key, places(plgpu.Layout.WGMMA, HEADS)))
+    layouts = ((mosaic.ROW, places(mosaic.ROWS, DIM // 2)), (by_key, places(core.layout, HEADS)))
 
     def load_blocks(turn, layout, place):
         """Physical blocks of a tile's entries; -1 where there are none to see."""
-        entry = tile_of(turn) * TILE + place
+        entry = tile_of(turn) * core.tile + place
         inside = entry < num_visible
         where = jnp.where(inside, request * s.table_width + lax.div(entry, s.entries_per_block), -1)
         block = mosaic.gather_words([table], where * 0, where, word=0, layout=layout)
         return jnp.where(inside, block, -1)
 
     def locate(turn, block, place):
-        entry = tile_of(turn) * TILE + place
+        entry = tile_of(turn) * core.tile + place
         row = (layer_number * s.num_blocks + block) * s.entries_per_block
         return jnp.where(block >= 0, row + lax.rem(entry, s.entries_per_block), -1)
 
@@ -163,6 +185,24 @@ def _score_kernel(
         ]
         return rows, words
 
+    def multiply(keys):
+        """f32[tile, 64], products of keys and all heads' queries."""
+        if not core.has_memory:
+            return mosaic.multiply([(keys, queries_smem.transpose((1, 0)))])
+        products_tmem, products_ready = tensor_memory
+        mine = products_tmem.at[:, pl.ds(group * HEADS, HEADS)]
+        plgpu.tcgen05_mma(
+            mine,
+            keys,
+            queries_smem.transpose((1, 0)),
+            products_ready.at[group],
+            accumulate=False,
+        )
+        plgpu.barrier_wait(products_ready.at[group])
+        products = plgpu.async_load_tmem(mine, layout=core.layout)
+        plgpu.wait_load_tmem()
+        return products
+
     def step(turn, carry):
         (rows, (unpack_scale, key_scale)), blocks = carry
         if s.mxfp4:
@@ -176,9 +216,9 @@ def _score_kernel(
         plgpu.commit_smem()
         keys = load_keys(turn + 1, blocks)
         blocks = [load_blocks(turn + 2, *layout) for layout in layouts]
-        products = mosaic.multiply([(keys_smem.at[group], queries_smem.transpose((1, 0)))])
+        products = multiply(keys_smem.at[group])
         score = (jnp.maximum(products, 0.0) * head_weights).sum(axis=1) * factor
-        scores[token, pl.ds(tile_of(turn) * TILE, TILE)] = score
+        scores[token, pl.ds(tile_of(turn) * core.tile, core.tile)] = score
         return keys, blocks
 
     @pl.when(group == 0)
@@ -189,7 +229,8 @@ def _score_kernel(
     keys = load_keys(0, blocks)
     carry = keys, [load_blocks(1, *layout) for layout in layouts]
     head_weights = plgpu.load(weights.at[token], layout=by_head, optimized=False)
-    head_weights = lax.broadcast_in_dim(head_weights, (TILE, HEADS), [1])
+    head_weights = lax.broadcast_in_dim(head_weights, (core.tile, HEADS), [1])
+    head_weights = plgpu.layout_cast(head_weights, core.layout)
     plgpu.barrier_wait(queries_ready)
     lax.fori_loop(0, num_turns, step, carry)
 
@@ -224,6 +265,7 @@ def index_scores(
     layer: jax.Array,
     codec: Codec,
     tiling: Tiling | None = None,
+    core: TensorCore | None = None,
 ) -> jax.Array:
     """Scores of each token's visible entries.
 
@@ -237,6 +279,7 @@ def index_scores(
       layer: i32[].
       codec: of MXFP4 or FP8 keys.
       tiling: by default that of `choose_tiling`.
+      core: by default that of the GPU, or Hopper's.
 
     Returns:
       f32[T, E], E the entries of a table row and those that fill the last tile; arbitrary where not
@@ -250,26 +293,39 @@ def index_scores(
         table_width=block_table.shape[1],
         mxfp4=_is_mxfp4(codec),
     )
-    num_tiles = -(-shapes.num_entries // TILE)
+    if core is None:
+        capability = compute_capability()
+        core = BLACKWELL if capability is not None and capability[0] == 10 else HOPPER
+    num_tiles = -(-shapes.num_entries // core.tile)
     tiling = tiling or choose_tiling(num_tokens, num_tiles)
     swizzled = functools.partial(
         plgpu.SMEM, dtype=jnp.float8_e4m3fn, transforms=mosaic.SWIZZLED_BYTES
     )
 
+    tensor_memory = (
+        [
+            plgpu.TMEM((core.tile, tiling.groups * HEADS), jnp.float32),
+            plgpu.Barrier(num_barriers=tiling.groups, orders_tensor_core=True),
+        ]
+        if core.has_memory
+        else []
+    )
+
     def score_kernel(*refs):
-        _score_kernel(*refs, shapes=shapes, tiling=tiling)
+        _score_kernel(*refs, shapes=shapes, tiling=tiling, core=core)
 
     return plgpu.kernel(
         score_kernel,
-        out_type=jax.ShapeDtypeStruct((num_tokens, num_tiles * TILE), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((num_tokens, num_tiles * core.tile), jnp.float32),
         grid=(num_tokens, -(-num_tiles // tiling.tiles)),
         grid_names=("token", "program"),
         num_threads=tiling.groups,
         thread_name="warpgroup",
         scratch_types=[
             swizzled((HEADS, DIM)),
-            swizzled((tiling.groups, TILE, DIM)),
+            swizzled((tiling.groups, core.tile, DIM)),
             plgpu.Barrier(),
+            *tensor_memory,
         ],
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
