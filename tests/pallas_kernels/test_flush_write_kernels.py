@@ -396,7 +396,7 @@ def aot_csa(name, tokens, rows):
     def flush(*args):
         return pk.flush_csa(*args[:-1], **args[-1], codecs=codecs, rate=4, eps=EPS, backend=KERNEL)
 
-    return f"flush_csa {name} {tokens} tokens", flush, specs
+    return f"flush_csa {name} {tokens} tokens", flush, specs, (0,)
 
 
 def aot_hca(name, tokens, rows):
@@ -416,7 +416,7 @@ def aot_hca(name, tokens, rows):
     def flush(*args):
         return pk.flush_hca(*args[:-1], **args[-1], **static, max_count=tokens // rows)
 
-    return f"flush_hca {name} {tokens} tokens", flush, specs
+    return f"flush_hca {name} {tokens} tokens", flush, specs, (0,)
 
 
 def aot_append(kind, name, tokens, rows):
@@ -437,7 +437,7 @@ def aot_append(kind, name, tokens, rows):
         return pk.append_tokens(rings, new, running, projections, *per_row, layer=layer, **static)
 
     specs = ((rings, running), new, projections, _i32(), *per_row)
-    return f"append_tokens {kind} {name} {tokens} tokens", append, specs
+    return f"append_tokens {kind} {name} {tokens} tokens", append, specs, (0,)
 
 
 def aot_encode(name, tokens):
