@@ -7,12 +7,11 @@ and replayed from a CUDA graph; it gives its indices in no order.
 
 import argparse
 import functools
-import statistics
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks import harness
+from benchmarks import harness, rivals
 from pallas_kernels.index_topk.select_op import select_top_k
 
 SHAPES = [(1, 262144), (8, 65536), (8, 262144), (32, 16384), (64, 4096), (64, 16384), (64, 65536)]
@@ -20,7 +19,6 @@ SELECTED = [512, 1024]
 RIVAL = "vLLM persistent_topk"
 _CACHED_BYTES = 40e6
 _WORKSPACE_BYTES = 64 << 20
-_REPLAYS = 20
 
 
 def main():
@@ -42,7 +40,7 @@ def main():
                     f"{k} of {shape[0]} x {shape[1]}",
                     ours_us,
                     rival=RIVAL if time_rival else None,
-                    rival_us=round(time_rival(*shape, k), 2) if time_rival else None,
+                    rival_us=time_rival(*shape, k) if time_rival else None,
                     limit_us=4 * shape[0] * shape[1] / bandwidth * 1e6,
                 )
             )
@@ -70,25 +68,14 @@ def load_rival(library):
         selected = torch.empty(num_rows, k, **device)
         workspace = torch.zeros(_WORKSPACE_BYTES, device="cuda", dtype=torch.uint8)
 
-        def call_each():
-            for x in scores:
-                torch.ops._C.persistent_topk(x, lengths, selected, workspace, k, num_entries)
-
-        call_each()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(_REPLAYS):
-                call_each()
-        times = []
-        for _ in range(9):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3 / (_REPLAYS * len(scores)))
-        return statistics.median(times)
+        return rivals.median_us(
+            [
+                functools.partial(
+                    torch.ops._C.persistent_topk, x, lengths, selected, workspace, k, num_entries
+                )
+                for x in scores
+            ]
+        )
 
     return time_us
 
