@@ -27,10 +27,12 @@ _INTERPRETING = contextvars.ContextVar("interpreting", default=False)
 
 @contextlib.contextmanager
 def gpu_interpreter(*, detect_races: bool = True) -> Iterator[None]:
-    """Runs GPU kernels traced inside on the CPU: slow, exact in its synchronisation, for tests.
+    """Runs GPU kernels traced inside on the CPU: slow, for tests.
+
+    It sees missing waits before loads and copies, and not before the operands of `wgmma`.
 
     Args:
-      detect_races: whether unsynchronised accesses to one address raise.
+      detect_races: whether unsynchronised accesses to one address raise (jax 0.12; 0.11 prints).
     """
     token = _INTERPRETING.set(True)
     params = plgpu.InterpretGPUParams(detect_races=detect_races, inline_mgpu="ignore")

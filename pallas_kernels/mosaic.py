@@ -291,9 +291,17 @@ def _load_words(address: ir.Value, present: ir.Value, count: int) -> ir.Value:
 
 
 def _interpret_gather(sources: Sequence[Ref], source: jax.Array, index: jax.Array) -> jax.Array:
-    arrays = [ref[...] for ref in sources]
-    rows = [a[jnp.clip(index, 0, a.shape[0] - 1)] for a in arrays]
-    chosen = rows[0]
-    for number, other in enumerate(rows[1:], 1):
-        chosen = jnp.where((source == number)[:, None], other, chosen)
+    """Rows as a GPU would load them; one outside its source is all ones, NaN in floats."""
+    chosen = jnp.zeros((), sources[0].dtype)
+    for number, ref in enumerate(sources):
+        rows = ref[...]
+        inside = (index >= 0) & (index < rows.shape[0])
+        loaded = jnp.where(
+            inside[:, None], rows[jnp.where(inside, index, 0)], _all_ones(rows.dtype)
+        )
+        chosen = jnp.where((source == number)[:, None], loaded, chosen)
     return jnp.where((index == -1)[:, None], jnp.zeros((), chosen.dtype), chosen)
+
+
+def _all_ones(dtype: Any) -> jax.Array:
+    return jnp.asarray(np.full(np.dtype(dtype).itemsize, 255, np.uint8).view(dtype)[0])

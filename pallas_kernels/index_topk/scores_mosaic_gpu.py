@@ -171,7 +171,7 @@ def _score_kernel(
         return jnp.where(block >= 0, row + lax.rem(entry, s.entries_per_block), -1)
 
     def load_keys(turn, blocks):
-        """Codes, and scales as threads want them to unpack and to multiply with."""
+        """Codes, and scales twice: a thread unpacks other keys than it has sums of."""
         index = [
             locate(turn, block, place) for block, (_, place) in zip(blocks, layouts, strict=True)
         ]
@@ -207,8 +207,8 @@ def _score_kernel(
         (rows, (unpack_scale, key_scale)), blocks = carry
         if s.mxfp4:
             rows = unpack_mosaic.unpack(rows, unpack_scale, magnitudes)
-            exponent = jnp.maximum(unpack_mosaic.largest_scale(key_scale), 7)
-            factor = lax.bitcast_convert_type((exponent - 6) << 23, jnp.float32)
+            scale = unpack_mosaic.largest_scale(key_scale) << 23  # UE8M0, an f32's exponent
+            factor = lax.bitcast_convert_type(scale, jnp.float32) / unpack_mosaic.HEADROOM
         else:
             rows = lax.bitcast_convert_type(rows, jnp.float8_e4m3fn)
             factor = lax.bitcast_convert_type(key_scale, jnp.float32)

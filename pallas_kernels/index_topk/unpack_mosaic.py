@@ -4,8 +4,8 @@ A key has 4 groups of 32 E2M1 codes with a UE8M0 scale each. With s the largest 
 
     value = e4m3 * s / 64        e4m3 = E2M1 value * 64 * (group's scale / s)
 
-which is exact while the scales lie within a factor of 2^14 of each other; what is smaller is
-rounded to nearest. A group's eight magnitudes are eight bytes, looked up by `prmt`, two
+which is exact while the scales lie within a factor of 2^14 of each other; below, it is rounded to
+nearest, by at most 2^-10 where the key's largest code is 32 or more. A group's eight magnitudes are eight bytes, looked up by `prmt`, two
 instructions for four codes.
 
 Source: deepseek_v4.md section 4.3.
@@ -31,7 +31,7 @@ from pallas_kernels.backend import interpreting
 Ref = Any
 plgpu: Any = mosaic_gpu
 HEADROOM = 64.0
-"""6, the largest E2M1 value, times this is the largest power-of-two multiple below 448."""
+"""6, the largest E2M1 value, times 64 is 384; times 128 it would exceed E4M3's 448."""
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _NUM_STEPS = 20
 """Of group scales below the key's, after which every magnitude rounds to zero."""
@@ -95,7 +95,10 @@ def unpack(codes: jax.Array, words: jax.Array, table: Ref) -> jax.Array:
 
 
 def _magnitudes_of_lane(table: ir.Value, word: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """The two table words for the group that the lane holds of a row with these scales."""
+    """The two table words for the group that the lane holds of a row with these scales.
+
+    A row's four lanes hold 32 columns each, which are its four groups.
+    """
     i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
     word = vector.extract(word, [], [0])
 

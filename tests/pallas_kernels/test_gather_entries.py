@@ -13,12 +13,14 @@ from pallas_kernels import CACHE_FORMATS, gather_entries, gather_window, get_cac
 C, ROPE, IC = 12, 4, 16
 NUM_BLOCKS, LOGICAL = 12, 4
 W, NUM_SLOTS, SLOTS = 8, 6, [3, 1, 4]
-AOT_CASES = [
-    ("selected", gather_cases.dense_entries, gather_cases.entries_specs("csa", 512, 21, 16384)),
-    ("all_hca", gather_cases.dense_entries, gather_cases.entries_specs("hca", 8192, 20, 1 << 20)),
-    ("window", gather_cases.dense_window, gather_cases.window_specs(43)),
-]
 KERNEL = "triton_gpu"
+dense_entries = functools.partial(gather_cases.dense_entries, backend=KERNEL)
+dense_window = functools.partial(gather_cases.dense_window, backend=KERNEL)
+AOT_CASES = [
+    ("selected", dense_entries, gather_cases.entries_specs("csa", 512, 21, 16384)),
+    ("all_hca", dense_entries, gather_cases.entries_specs("hca", 8192, 20, 1 << 20)),
+    ("window", dense_window, gather_cases.window_specs(43)),
+]
 each_format = pytest.mark.parametrize("name", CACHE_FORMATS)
 each_fp8_format = pytest.mark.parametrize("name", ["fp8_ue8m0", "fp8_per_entry"])
 
