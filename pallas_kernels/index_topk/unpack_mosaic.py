@@ -5,8 +5,8 @@ A key has 4 groups of 32 E2M1 codes with a UE8M0 scale each. With s the largest 
     value = e4m3 * s / 64        e4m3 = E2M1 value * 64 * (group's scale / s)
 
 which is exact while the scales lie within a factor of 2^14 of each other; below, it is rounded to
-nearest, by at most 2^-10 where the key's largest code is 32 or more. A group's eight magnitudes are eight bytes, looked up by `prmt`, two
-instructions for four codes.
+nearest, by at most 2^-10 where the key's largest code is 32 or more. A group's eight magnitudes are
+eight bytes, looked up by `prmt`, two instructions for four codes.
 
 Source: deepseek_v4.md section 4.3.
 """
