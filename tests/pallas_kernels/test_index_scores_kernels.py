@@ -117,6 +117,36 @@ def test_blocks_of_any_size(lane, entries_per_block):
     assert max(e.max(initial=0) for e in errors(arguments, keys, scores_of(arguments))) < 1
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("gib", [3, 5])
+def test_blocks_at_the_top_of_a_plane_of_gibibytes(gib):
+    """Where 32-bit offsets would be negative, or wrap."""
+    arguments, _ = draw("fp8_ue8m0")
+    expected = scores_of(arguments)
+    pool, table = arguments["pool"], arguments["block_table"]
+    layers, small, *entry = pool["codes"].shape
+    large = gib * 2**30 // (layers * np.prod(entry))
+    pool = {
+        name: jnp.full((layers, large, *plane.shape[2:]), 255, plane.dtype)
+        .at[:, large - small :]
+        .set(plane)
+        for name, plane in pool.items()
+    }
+    table = np.where(table >= 0, table + np.int32(large - small), -1)
+    actual = scores_of(arguments | {"pool": pool, "block_table": table})
+    for one, other in zip(expected, actual, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.gpu
+def test_twenty_runs_give_the_same_bits():
+    arguments, _ = draw("fp8_ue8m0")
+    expected = scores_of(arguments)
+    for _ in range(20):
+        for one, other in zip(expected, scores_of(arguments), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_selection_is_that_of_the_scores(lane, name):
     """And the reference's, but for entries whose scores lie within the tolerance of the last."""
