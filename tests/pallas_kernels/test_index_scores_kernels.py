@@ -1,6 +1,7 @@
 """Rungs 2 and 4 of the index scores, of them with the selection, and what rung 3 compiles."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -125,7 +126,7 @@ def test_blocks_at_the_top_of_a_plane_of_gibibytes(gib):
     expected = scores_of(arguments)
     pool, table = arguments["pool"], arguments["block_table"]
     layers, small, *entry = pool["codes"].shape
-    large = gib * 2**30 // (layers * np.prod(entry))
+    large = int(gib * 2**30) // (layers * math.prod(entry))
     pool = {
         name: jnp.full((layers, large, *plane.shape[2:]), 255, plane.dtype)
         .at[:, large - small :]
