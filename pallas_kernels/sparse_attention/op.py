@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+from typing import Any
+
 import jax
 
-from pallas_kernels.backend import Backend, resolve
+from pallas_kernels.backend import Backend, compute_capability, resolve
 from pallas_kernels.checks import (
     check_codec,
     check_indices,
@@ -14,11 +17,27 @@ from pallas_kernels.checks import (
     first_plane,
 )
 from pallas_kernels.formats import Codec, Planes
-from pallas_kernels.sparse_attention import mosaic_gpu, reference
+from pallas_kernels.sparse_attention import (
+    mosaic_blackwell,
+    mosaic_gpu,
+    mosaic_shared,
+    reference,
+)
+
+
+def choose_kernel() -> ModuleType:
+    """The Mosaic GPU kernel for the GPU at hand; Hopper's in the interpreter."""
+    capability = compute_capability()
+    return mosaic_blackwell if capability is not None and capability[0] == 10 else mosaic_gpu
+
+
+def _run_kernel(*arguments: Any, **named: Any) -> jax.Array:
+    return choose_kernel().sparse_attention(*arguments, **named)
+
 
 _IMPLEMENTATIONS = {
     Backend.REFERENCE: reference.sparse_attention,
-    Backend.MOSAIC_GPU: mosaic_gpu.sparse_attention,
+    Backend.MOSAIC_GPU: _run_kernel,
 }
 
 
@@ -90,7 +109,7 @@ def sparse_attention(
         check_codec("pool", pool, codec, queries.shape[-1])
         check_same_length("T", queries=queries, selected=selected)
         check_indices(selected=selected, block_table=block_table)
-    obstacle = mosaic_gpu.find_obstacle(queries, ring, codec)
+    obstacle = mosaic_shared.find_obstacle(queries, ring, codec)
     if backend == Backend.MOSAIC_GPU and obstacle is not None:
         raise NotImplementedError(
             f"'mosaic_gpu' sparse_attention {obstacle}; pass backend='reference'"

@@ -1,5 +1,6 @@
 """Rungs 2 and 4 of sparse attention, and what rung 3 compiles."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 from helpers import attention_cases, inputs
 from helpers.attention_cases import Sizes
 from pallas_kernels import Backend, get_cache_format, sparse_attention
-from pallas_kernels.sparse_attention import mosaic_gpu
+from pallas_kernels.sparse_attention import mosaic_blackwell, mosaic_gpu, mosaic_shared, op
 
 SIZES = Sizes(
     dim=256,
@@ -34,6 +35,18 @@ and a logit's sum of C products in f32 add some 2^-20. Keys are exact in bf16, i
 """
 
 
+@pytest.fixture(params=[mosaic_gpu, mosaic_blackwell], ids=["hopper", "blackwell"])
+def kernel(request, lane, monkeypatch):
+    """The kernel for a kind of GPU: in the interpreter, or on a GPU of that kind.
+
+    Tests that take `lane` alone are of what both share.
+    """
+    if lane == "gpu" and op.choose_kernel() is not request.param:
+        pytest.skip("is for another kind of GPU")
+    monkeypatch.setattr(op, "choose_kernel", lambda: request.param)
+    return request.param
+
+
 def draw(name="fp8_ue8m0", tokens=FEW_TOKENS, **options):
     return attention_cases.draw_case(SIZES, get_cache_format(name).entry, *tokens, **options)
 
@@ -45,18 +58,26 @@ def error(case, actual, **variant):
     return np.nan_to_num(deviation / np.maximum(allowed, 1e-30), nan=np.inf).max()
 
 
-@pytest.mark.parametrize("tokens", [FEW_TOKENS, ONE_TOKEN], ids=["few tokens", "one token"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_kernel_is_the_oracle_in_every_format(lane, name, tokens):
-    case = draw(name, tokens)
+def test_the_kernel_is_the_oracle_in_every_format(kernel, name):
+    case = draw(name)
     assert error(case, case.attend(backend="mosaic_gpu")) < 1
 
 
+def test_one_token_of_each_request(kernel):
+    case = draw(tokens=ONE_TOKEN)
+    assert error(case, case.attend(backend="mosaic_gpu")) < 1
+
+
+def split_into(splits, monkeypatch):
+    tiling = mosaic_shared.Tiling(splits=splits)
+    monkeypatch.setattr(mosaic_shared, "choose_tiling", lambda *_: tiling)
+
+
 @pytest.mark.parametrize("splits", [1, 2, 3])
-def test_splits_are_combined(lane, monkeypatch, splits):
+def test_splits_are_combined(kernel, monkeypatch, splits):
     """Three tiles, so that two splits leave the second one short."""
-    tiling = mosaic_gpu.Tiling(splits=splits)
-    monkeypatch.setattr(mosaic_gpu, "choose_tiling", lambda *_: tiling)
+    split_into(splits, monkeypatch)
     case = draw()
     assert error(case, case.attend(backend="mosaic_gpu")) < 1
 
@@ -67,6 +88,17 @@ def test_the_tolerance_rejects_other_definitions(lane):
     no_sink = np.full(SIZES.num_heads, -np.inf, np.float32)
     broken = [{"sink": no_sink}, {"window": W - 1}, {"window": W + 1}, {"selected": slice(1, None)}]
     assert min(error(case, actual, **variant) for variant in broken) > 3
+
+
+def test_maxima_that_grow_from_tile_to_tile(kernel, monkeypatch):
+    split_into(1, monkeypatch)
+    case = draw()
+    queries = case.arguments["queries"] * np.asarray(16, jnp.bfloat16)
+    case = dataclasses.replace(case, arguments=case.arguments | {"queries": queries})
+    assert error(case, case.attend(backend="mosaic_gpu")) < 1
+    if kernel is mosaic_blackwell:  # whose sums need scaling in tensor memory then, and only then
+        monkeypatch.setattr(mosaic_blackwell.plgpu, "async_store_tmem", lambda *_: None)
+        assert error(case, case.attend(backend="mosaic_gpu")) > 100
 
 
 @pytest.mark.parametrize("entries_per_block", [1, 53])
@@ -87,7 +119,7 @@ def test_indices_that_name_nothing_are_not_read(lane):
     assert error(case, changed) < 1
 
 
-def test_nothing_visible_gives_zeros_and_the_window_alone_is_enough(lane):
+def test_nothing_visible_gives_zeros_and_the_window_alone_is_enough(kernel):
     case = draw()
     nobody = np.full(SIZES.num_tokens, -1, np.int32)
     for sink in (None, np.full(SIZES.num_heads, -np.inf, np.float32)):
@@ -97,7 +129,7 @@ def test_nothing_visible_gives_zeros_and_the_window_alone_is_enough(lane):
     assert error(case, alone, selected=slice(0)) < 1
 
 
-def test_a_request_gets_the_same_bits_in_any_row_and_any_blocks(lane):
+def test_a_request_gets_the_same_bits_in_any_row_and_any_blocks(kernel):
     cases = [draw(packing=i) for i in range(2)]
     out = [case.attend(backend="mosaic_gpu") for case in cases]
     for request in range(3):
@@ -171,9 +203,10 @@ SHAPES = [
 ]
 AOT_CASES = [
     (
-        f"{name}_{tokens}x{heads}x{top_k}@sm_90a",
+        f"{name}_{tokens}x{heads}x{top_k}@{target}",
         _at_flash_sizes(name),
         [flash_specs(tokens, heads, top_k, name)],
     )
     for name, tokens, heads, top_k in SHAPES
+    for target in ("sm_90a", "sm_100a")
 ]

@@ -1,0 +1,232 @@
+"""Sparse attention through Mosaic GPU, for Blackwell. It has never run on a card of that kind.
+
+One program: one query token, 64 of its heads, one split of its keys, in tiles of 64. Warpgroups:
+
+    gatherers    each half of a tile's columns, from device memory through registers, one tile
+                 ahead; to bf16, swizzled                                  -> keys_smem [2, 64, C]
+    attender     one of its threads starts the products, all take exponentials:
+                     logits_tmem = Q K^T, softmax                          -> weights_smem
+                     sums_tmem += weights keys
+
+Sums of 64 x 512 in f32 take half of tensor memory. 128 heads would take all of it and leave nothing
+for logits, so that they are two programs. A product of 64 rows lies folded over the lanes, its
+columns in two halves, and half of 64 keys is less than a swizzle of 128 bytes spans: operands have
+one of 64.
+
+A maximum is followed only once one of the 64 outgrew it by 2^8, for all sums pass through registers
+then; sums and total stand relative to the maximum last followed, and their quotient is the same.
+
+Bytes: those of the keys, and 2 * 64 * C of queries and of output. By count of instructions, the
+products of a tile take some 2,000 cycles at C = 512 (the tensor cores give 64 rows half their rate)
+and a tile's share of the memory bandwidth 1,300. Products are of bf16 with f32 sums; weights are
+rounded to bf16.
+
+Source: deepseek_v4.md section 1.3, step 9.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu
+
+from pallas_kernels import mosaic
+from pallas_kernels.backend import interpreting
+from pallas_kernels.sparse_attention.mosaic_shared import (
+    FLOOR,
+    GROUP,
+    HEADS,
+    LOG2_E,
+    TILE,
+    Inputs,
+    Ref,
+    Shapes,
+    gather_keys,
+    inverse_total,
+)
+from pallas_kernels.sparse_attention.mosaic_shared import sparse_attention as shared_attention
+
+plgpu: Any = mosaic_gpu  # whose annotations describe its insides and not what callers may do
+
+SWIZZLE = 64
+SWIZZLED = (plgpu.TilingTransform((8, SWIZZLE // 2)), plgpu.SwizzleTransform(SWIZZLE))
+"""Shared memory of 16-bit elements as these products take it."""
+GATHERERS, CORES = 2, 148
+REGISTERS = (216, 144)
+"""Of a thread that attends and one that gathers; the three warpgroups share 3 * 168."""
+SLACK = 8.0
+"""How far, in powers of 2, a logit may exceed the maximum that weights are relative to."""
+
+
+def _attention_kernel(
+    inputs: Inputs, outputs: Sequence[Ref], scratch: Sequence[Ref], *, shapes: Shapes
+):
+    s = shapes
+    (
+        queries_smem,
+        keys_smem,
+        weights_smem,
+        bias_smem,
+        logits_tmem,
+        *sums_tmem,
+        queries_ready,
+        keys_ready,
+        keys_free,
+        products_ready,
+        weights_ready,
+    ) = scratch
+    token, head, split = (lax.axis_index(name) for name in ("token", "head", "split"))
+    group = lax.axis_index("warpgroup")
+    heads = pl.ds(head * HEADS, HEADS)
+    half = s.dim // 2
+    quarters = [pl.ds(i * (half // 2), half // 2) for i in range(4)]
+    halves = [pl.ds(i * half, half) for i in range(2)]
+    num_tiles = s.tiles_per_split
+    first_tile = split * num_tiles
+    by_row, by_column = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+
+    @pl.when(group == 0)
+    def _attend():
+        plgpu.set_max_registers(REGISTERS[0], action="increase")
+
+        def load_products(tmem):
+            products = plgpu.async_load_tmem(tmem, layout=plgpu.Layout.WGMMA)
+            plgpu.wait_load_tmem()
+            return products
+
+        def scale_sums(factor):
+            for tmem in sums_tmem:
+                sums = load_products(tmem)
+                sums = sums * lax.broadcast_in_dim(factor, sums.shape, [0])
+                plgpu.async_store_tmem(tmem, sums)
+            plgpu.commit_tmem()
+
+        def add_tile(i, state, *, is_first=False):
+            followed, total = state
+            slot, first = lax.rem(i, 2), mosaic.opaque(0)
+            plgpu.barrier_wait(keys_ready.at[slot])
+            for part, columns in enumerate(halves):
+                keys = keys_smem.at[slot, :, columns].transpose((1, 0))
+                plgpu.tcgen05_mma(
+                    logits_tmem, queries_smem.at[first + part], keys, accumulate=part > 0
+                )
+            plgpu.tcgen05_commit_arrive(products_ready)
+            bias = plgpu.load(bias_smem.at[slot], layout=by_column, optimized=False)
+            plgpu.barrier_wait(products_ready)
+            logits = load_products(logits_tmem)
+            bias = lax.broadcast_in_dim(bias, logits.shape, [1])
+            logits = jnp.where(bias < 0, bias, logits * (s.scale * LOG2_E))  # a NaN query too
+            largest = jnp.maximum(followed, logits.max(axis=1))
+            if is_first:
+                followed = largest
+            else:
+                has_outgrown = (largest - followed > SLACK).astype(jnp.int32).max() > 0
+                largest = jnp.where(has_outgrown, largest, followed)
+                decay = jnp.exp2(followed - largest)
+                followed, total = largest, total * decay
+                pl.when(has_outgrown)(functools.partial(scale_sums, decay))
+            weights = jnp.exp2(logits - lax.broadcast_in_dim(followed, logits.shape, [0]))
+            total = total + weights.sum(axis=1)
+            _store(weights_smem, weights.astype(jnp.bfloat16), plgpu.Layout.WGMMA)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(weights_ready)
+            plgpu.barrier_wait(weights_ready)
+            for tmem, columns in zip(sums_tmem, quarters, strict=True):
+                keys = keys_smem.at[slot, :, columns]
+                plgpu.tcgen05_mma(tmem, weights_smem, keys, accumulate=not is_first)
+            plgpu.tcgen05_commit_arrive(keys_free.at[slot])
+            return followed, total
+
+        for i, columns in enumerate(halves):
+            source = inputs.queries.at[token, heads, columns]
+            plgpu.copy_gmem_to_smem(source, queries_smem.at[i], queries_ready)
+        plgpu.barrier_wait(queries_ready)
+        state = tuple(
+            plgpu.layout_cast(jnp.full((HEADS,), value, jnp.float32), by_row)
+            for value in (FLOOR, 0.0)
+        )
+        state = add_tile(0, state, is_first=True)
+        followed, total = lax.fori_loop(1, num_tiles, add_tile, state)
+        plgpu.tcgen05_commit_arrive(products_ready)
+        plgpu.barrier_wait(products_ready)
+        if s.splits > 1:
+            for tmem, columns in zip(sums_tmem, quarters, strict=True):
+                outputs[0].at[split, token, heads, columns][...] = load_products(tmem)
+            outputs[1].at[split, token, 0, heads][...] = followed
+            outputs[1].at[split, token, 1, heads][...] = total
+            return
+        own_sink = plgpu.load(inputs.sink.at[heads], layout=by_row, optimized=False)
+        factor = inverse_total(followed, total, own_sink)
+        for i, tmem in enumerate(sums_tmem):
+            out = load_products(tmem)
+            out = out * lax.broadcast_in_dim(factor, out.shape, [0])
+            target = queries_smem.at[i // 2, :, pl.ds(i % 2 * (half // 2), half // 2)]
+            _store(target, out.astype(jnp.bfloat16), plgpu.Layout.WGMMA)
+        plgpu.commit_smem()
+        for i, columns in enumerate(halves):
+            plgpu.copy_smem_to_gmem(queries_smem.at[i], outputs[0].at[token, heads, columns])
+        plgpu.wait_smem_to_gmem(0)
+
+    def gather(share):
+        plgpu.set_max_registers(REGISTERS[1], action="decrease")
+        gather_keys(
+            inputs,
+            s,
+            token,
+            first_tile,
+            range(share, s.dim // GROUP, GATHERERS),
+            keys_smem=keys_smem,
+            bias_smem=bias_smem if share == 0 else None,
+            keys_ready=keys_ready,
+            keys_free=keys_free,
+            store=_store,
+        )
+
+    for share in range(GATHERERS):
+        pl.when(group == 1 + share)(functools.partial(gather, share))
+
+
+def _store(target: Ref, values: jax.Array, layout: Any) -> None:
+    """Stores an array of the given layout; as `mosaic.store`, but for the swizzle."""
+    if interpreting():
+        target[...] = values
+        return
+    transforms = SWIZZLED if values.ndim == 2 else ()
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), layout))
+    def write(_, target, values):
+        if transforms:
+            values.store_tiled(target, swizzle=SWIZZLE)
+        else:
+            values.store_untiled(target, optimized=False)
+
+    write(target, values)
+
+
+def _scratch_types(dim: int) -> list[Any]:
+    bf16_tile = functools.partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=SWIZZLED)
+    return [
+        bf16_tile((2, HEADS, dim // 2)),
+        bf16_tile((2, TILE, dim)),
+        bf16_tile((HEADS, TILE)),
+        plgpu.SMEM((2, TILE), jnp.float32),
+        plgpu.TMEM((HEADS, TILE), jnp.float32),
+        *[plgpu.TMEM((HEADS, dim // 4), jnp.float32)] * 4,
+        plgpu.Barrier(num_arrivals=2),
+        plgpu.Barrier(num_arrivals=GATHERERS, num_barriers=2),
+        plgpu.Barrier(num_barriers=2, orders_tensor_core=True),
+        plgpu.Barrier(orders_tensor_core=True),
+        plgpu.Barrier(orders_tensor_core=True),
+    ]
+
+
+sparse_attention = functools.partial(
+    shared_attention, _attention_kernel, _scratch_types, 1 + GATHERERS, CORES
+)
+"""See `op.sparse_attention`."""
