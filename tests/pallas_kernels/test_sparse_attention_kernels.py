@@ -47,8 +47,8 @@ def kernel(request, lane, monkeypatch):
     return request.param
 
 
-def draw(name="fp8_ue8m0", tokens=FEW_TOKENS, **options):
-    return attention_cases.draw_case(SIZES, get_cache_format(name).entry, *tokens, **options)
+def draw(name="fp8_ue8m0", tokens=FEW_TOKENS, *, sizes=SIZES, **options):
+    return attention_cases.draw_case(sizes, get_cache_format(name).entry, *tokens, **options)
 
 
 def error(case, actual, **variant):
@@ -66,6 +66,12 @@ def test_the_kernel_is_the_oracle_in_every_format(kernel, name):
 
 def test_one_token_of_each_request(kernel):
     case = draw(tokens=ONE_TOKEN)
+    assert error(case, case.attend(backend="mosaic_gpu")) < 1
+
+
+def test_the_largest_heads_and_two_programs_of_them(kernel):
+    sizes = dataclasses.replace(SIZES, dim=512, num_heads=128, num_tokens=1)
+    case = draw(tokens=((300, 9, 0), (1, 0, 0)), sizes=sizes)
     assert error(case, case.attend(backend="mosaic_gpu")) < 1
 
 
