@@ -144,13 +144,13 @@ def gather_words(
 
 
 def store(target: Ref, values: jax.Array, layout: Layout) -> None:
-    """Stores an array of the given layout in shared memory.
+    """Stores an array of the given layout in shared memory, or in device memory.
 
     Unlike an assignment it does not wait for the warpgroup's threads before and after, so that
-    many can follow each other; `commit_smem` makes them visible.
+    many can follow each other; `commit_smem` makes those in shared memory visible.
 
     Args:
-      target: f32[n], or [M, N] in `SWIZZLED` or `SWIZZLED_BYTES` form.
+      target: f32[n], or in shared memory [M, N] in `SWIZZLED` or `SWIZZLED_BYTES` form.
       values: of that shape.
       layout: of `values`.
     """
@@ -210,15 +210,23 @@ def multiply_add(totals: Sequence[jax.Array], left: Ref, rights: Sequence[Ref]) 
     return list(pl.run_state(product)([plgpu.ACC.init(total) for total in totals]))
 
 
-def multiply(pairs: Sequence[tuple[Ref, Ref]]) -> jax.Array:
-    """The sum of left @ right over pairs, as `multiply_add` takes them."""
+def multiply(pairs: Sequence[tuple[Ref | jax.Array, Ref]]) -> jax.Array:
+    """The sum of left @ right over pairs, in f32, by one warpgroup of a Hopper GPU.
+
+    Args:
+      pairs: [M, K] in shared memory, `SWIZZLED`, or in registers, of a layout that wgmma takes; and
+        [K, N] in shared memory, `SWIZZLED`.
+    """
+    shape = pairs[0][0].shape[0], pairs[0][1].shape[1]
+    if interpreting() and isinstance(pairs[0][0], jax.Array):  # which wants both in memory
+        wide = [(left.astype(jnp.float32), r[...].astype(jnp.float32)) for left, r in pairs]
+        return sum((left @ right for left, right in wide), jnp.zeros(shape, jnp.float32))
 
     def product(total_ref: Ref) -> jax.Array:
         for left, right in pairs:
             plgpu.wgmma(total_ref, left, right)
         return total_ref[...]
 
-    shape = pairs[0][0].shape[0], pairs[0][1].shape[1]
     return pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
 
 
@@ -269,7 +277,8 @@ def _load(
 def _load_words(address: ir.Value, present: ir.Value, count: int) -> ir.Value:
     """One load of 1 or 4 words, or zeros.
 
-    A select after an ordinary load would wait for each before the next is issued.
+    A select after an ordinary load would wait for each before the next is issued. Loads through the
+    non-coherent path (ld.global.nc) would be moved past barriers, to where they are used.
     """
     i32 = ir.IntegerType.get_signless(32)
     results = [f"${i}" for i in range(count)]
@@ -279,12 +288,12 @@ def _load_words(address: ir.Value, present: ir.Value, count: int) -> ir.Value:
       .reg .pred present;
       setp.ne.b32 present, ${count + 1}, 0;
       {" ".join(f"mov.b32 {r}, 0;" for r in results)}
-      @present ld.global.nc.L1::no_allocate{vector_suffix}.b32 {target}, [${count}];
+      @present ld.global.L1::no_allocate{vector_suffix}.b32 {target}, [${count}];
     }}"""
     constraints = ",".join(["=&r"] * count + ["l", "r"])
     flag = arith.extui(i32, present)
     result_type = llvm.StructType.get_literal([i32] * count) if count > 1 else i32
-    loaded = llvm.inline_asm(result_type, [address, flag], asm, constraints)
+    loaded = llvm.inline_asm(result_type, [address, flag], asm, constraints, has_side_effects=True)
     parts = [llvm.extractvalue(i32, loaded, [i]) for i in range(count)] if count > 1 else [loaded]
     one = ir.VectorType.get((1,), i32)
     return mgpu.utils.vector_concat([vector.broadcast(one, part) for part in parts])

@@ -28,6 +28,9 @@ Ref = Any
 TILE, HEADS, GROUP = 64, 64, 64
 """Keys of a tile, heads of a program, columns that share a scale and are fetched together."""
 MAX_DIM = 512
+SECTION = 2
+"""Chunks whose next rows are fetched together, as soon as they are stored: the barrier after them
+keeps the compiler from putting off loads to the end of a tile, where nothing would hide them."""
 LOG2_E = math.log2(math.e)
 FLOOR = np.float32(-1e30)
 """Below any logit, and finite: a difference of two such maxima is not NaN."""
@@ -44,11 +47,26 @@ class Tiling:
     splits: int
 
 
-def choose_tiling(num_programs: int, num_tiles: int, num_cores: int) -> Tiling:
-    """As many splits as fill the cores once; each split at least one tile."""
-    splits = max(1, min(num_tiles, num_cores // max(1, num_programs)))
-    tiles = -(-num_tiles // splits)
-    return Tiling(splits=-(-num_tiles // tiles))
+PROGRAM_US, TILE_US, COMBINE_US = 8.0, 2.8, 3.0
+"""Of a program without keys, of a tile, of a second launch; an H200's."""
+BYTES_PER_US = 4.2e6
+
+
+def choose_tiling(num_programs: int, num_tiles: int, num_cores: int, dim: int) -> Tiling:
+    """The splits of least time: more of them wait for fewer tiles, and write and read more sums."""
+
+    def microseconds(splits: int) -> float:
+        rounds = -(-num_programs * splits // num_cores)
+        time = rounds * (PROGRAM_US + TILE_US * -(-num_tiles // splits))
+        if splits == 1:
+            return time
+        bytes_of_sums = num_programs * splits * HEADS * dim * 4
+        return time + COMBINE_US + 2 * bytes_of_sums / BYTES_PER_US
+
+    most = max(1, min(num_tiles, num_cores // max(1, num_programs)))
+    # Equal tiles per split, so that none is cut for nothing.
+    cuts = {-(-num_tiles // -(-num_tiles // splits)) for splits in range(1, most + 1)}
+    return Tiling(splits=min(sorted(cuts), key=microseconds))
 
 
 def find_obstacle(queries: jax.Array, ring: Planes, codec: Codec) -> str | None:
@@ -115,20 +133,18 @@ class Shapes:
         """The last split's may go beyond those of the token."""
         return -(-self.num_tiles // self.splits)
 
-    def fetch(self, sources, source, index, chunks):
-        """What is stored of the rows: chunks of 64 columns, and words of scales, by name."""
-        planes = dict(zip((name for name, _ in self.planes), sources, strict=True))
-        stored = {}
-        for chunk in chunks:
-            name, start = self.place(chunk)
-            rows = mosaic.gather_rows(planes[name], source, index, start=start, width=GROUP)
-            stored[f"chunk {chunk}"] = rows
-            if (word := self.scale_word(chunk)) is not None:
-                name, number = word
-                if f"{name} {number}" not in stored:
-                    words = mosaic.gather_words(planes[name], source, index, word=number)
-                    stored[f"{name} {number}"] = words
-        return stored
+    def fetch_rows(self, sources, source, index, chunk):
+        """64 stored columns of the named rows."""
+        name, start = self.place(chunk)
+        return mosaic.gather_rows(sources[name], source, index, start=start, width=GROUP)
+
+    def fetch_scales(self, sources, source, index, chunks):
+        """The words of scales that chunks of the named rows need, by plane and number."""
+        words = {self.scale_word(chunk) for chunk in chunks} - {None}
+        return {
+            f"{name} {number}": mosaic.gather_words(sources[name], source, index, word=number)
+            for name, number in sorted(words)
+        }
 
     def place(self, chunk):
         """Plane and first column in it of columns 64 chunk .. 64 chunk + 63 of a row."""
@@ -146,13 +162,12 @@ class Shapes:
             return "scale", chunk // 4
         return "inv_scale", 0
 
-    def decode(self, stored, chunk):
+    def decode(self, rows, scales, chunk):
         """bf16[64, 64] in ROWS layout: a chunk's values."""
-        rows = stored[f"chunk {chunk}"]
         word = self.scale_word(chunk)
         if word is None:
             return rows.astype(jnp.bfloat16)
-        scale = stored[f"{word[0]} {word[1]}"]
+        scale = scales[f"{word[0]} {word[1]}"]
         if word[0] == "scale":
             scale = ((scale >> (8 * (chunk % 4))) & 255) << 23
         scale = lax.bitcast_convert_type(scale, jnp.float32)
@@ -220,9 +235,12 @@ def gather_keys(
     request, slot_of_token = inputs.request_ids[token], inputs.slots[token]
     position, length = inputs.positions[token], inputs.lengths[token]
     layer_number = inputs.layer[0]
-    sources = [
-        list(of_plane) for of_plane in zip(inputs.ring, inputs.rows, inputs.pool, strict=True)
-    ]
+    sources = {
+        name: list(of_plane)
+        for (name, _), *of_plane in zip(
+            s.planes, inputs.ring, inputs.rows, inputs.pool, strict=True
+        )
+    }
 
     def load_entries(i):
         """Entry numbers of tile i of this split; arbitrary in a window tile."""
@@ -262,8 +280,10 @@ def gather_keys(
         return source, jnp.where((i < num_tiles) & (tile < s.num_tiles), index, -1)
 
     def step(i, carry):
-        stored, index, entry, block, later_entry = carry
+        (rows, scales), index, entry, block, later_entry = carry
         slot = lax.rem(i, 2)
+        source, next_index = locate(i + 1, entry, block)
+        next_scales = s.fetch_scales(sources, source, next_index, chunks)
 
         @pl.when(i >= 2)
         def _():
@@ -272,19 +292,25 @@ def gather_keys(
         if bias_smem is not None:
             bias = jnp.where(index == -1, -jnp.inf, 0.0).astype(jnp.float32)
             store(bias_smem.at[slot], bias, mosaic.ROW)
-        for chunk in chunks:
+        next_rows = []
+        for chunk, stored in zip(chunks, rows, strict=True):
             target = keys_smem.at[slot, :, pl.ds(chunk * GROUP, GROUP)]
-            store(target, s.decode(stored, chunk), mosaic.ROWS)
-        plgpu.commit_smem()
+            store(target, s.decode(stored, scales, chunk), mosaic.ROWS)
+            # Into the registers that have just become free.
+            next_rows.append(s.fetch_rows(sources, source, next_index, chunk))
+            if len(next_rows) % SECTION == 0 or len(next_rows) == len(chunks):
+                plgpu.commit_smem()
         plgpu.barrier_arrive(keys_ready.at[slot])
-        source, index = locate(i + 1, entry, block)
-        stored = s.fetch(sources, source, index, chunks)
-        return stored, index, later_entry, load_blocks(later_entry), load_entries(i + 3)
+        later_block = load_blocks(later_entry)
+        return (next_rows, next_scales), next_index, later_entry, later_block, load_entries(i + 3)
 
     entries = [load_entries(i) for i in range(3)]
     blocks = [load_blocks(entry) for entry in entries[:2]]
     source, index = locate(0, entries[0], blocks[0])
-    stored = s.fetch(sources, source, index, chunks)
+    stored = (
+        [s.fetch_rows(sources, source, index, chunk) for chunk in chunks],
+        s.fetch_scales(sources, source, index, chunks),
+    )
     carry = stored, index, entries[1], blocks[1], entries[2]
     lax.fori_loop(0, num_tiles, step, carry)
     for last in range(max(num_tiles - 2, 0), num_tiles):
@@ -350,7 +376,7 @@ def sparse_attention(
         planes=tuple((name, math.prod(ring[name].shape[3:])) for name in names),
     )
     num_programs = num_tokens * num_heads // HEADS
-    tiling = tiling or choose_tiling(num_programs, shapes.num_tiles, num_cores)
+    tiling = tiling or choose_tiling(num_programs, shapes.num_tiles, num_cores, dim)
     shapes = dataclasses.replace(shapes, splits=tiling.splits)
 
     out_type = [jax.ShapeDtypeStruct(queries.shape, jnp.bfloat16)]
