@@ -33,10 +33,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import formats, mosaic, numbers
 from pallas_kernels.backend import compute_capability
 from pallas_kernels.formats import Codec, Planes
-from pallas_kernels.index_topk import unpack_mosaic
+from pallas_kernels.index_topk import left_operand, unpack_mosaic
 
 HEADS, DIM = 64, 128
 """Index heads and their dims, the released models'."""
+AHEAD = 2
+"""Tiles of a warpgroup that are on their way while one is multiplied."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,9 +129,11 @@ def _score_kernel(
     magnitudes,
     scores,
     queries_smem,
-    keys_smem,
     queries_ready,
-    *tensor_memory,
+    keys_smem=None,
+    products_tmem=None,
+    products_ready=None,
+    *,
     shapes: _Shapes,
     tiling: Tiling,
     core: TensorCore,
@@ -137,7 +141,7 @@ def _score_kernel(
     s = shapes
     token, program = lax.axis_index("token"), lax.axis_index("program")
     group = lax.axis_index("warpgroup")
-    by_key, by_head = core.layout.reduce(1), core.layout.reduce(0)
+    by_head = core.layout.reduce(0)
     request = request_ids[token]
     num_visible = jnp.where(request >= 0, jnp.minimum(visible[token], s.num_entries), 0)
     layer_number = layer[0]
@@ -155,7 +159,9 @@ def _score_kernel(
     def places(layout, wide):
         return plgpu.broadcasted_iota(jnp.int32, (core.tile, wide), 0, layout=layout).max(axis=1)
 
-    layouts = ((mosaic.ROW, places(mosaic.ROWS, DIM // 2)), (by_key, places(core.layout, HEADS)))
+    layouts = [(mosaic.ROW, places(mosaic.ROWS, DIM // 2))]
+    if core.has_memory:  # a thread has sums of other keys than it loads
+        layouts.append((core.layout.reduce(1), places(core.layout, HEADS)))
 
     def load_blocks(turn, layout, place):
         """Physical blocks of a tile's entries; -1 where there are none to see."""
@@ -170,8 +176,11 @@ def _score_kernel(
         row = (layer_number * s.num_blocks + block) * s.entries_per_block
         return jnp.where(block >= 0, row + lax.rem(entry, s.entries_per_block), -1)
 
+    def load_all_blocks(turn):
+        return [load_blocks(turn, *layout) for layout in layouts]
+
     def load_keys(turn, blocks):
-        """Codes, and scales twice: a thread unpacks other keys than it has sums of."""
+        """Codes, and scales in each of the layouts."""
         index = [
             locate(turn, block, place) for block, (_, place) in zip(blocks, layouts, strict=True)
         ]
@@ -185,15 +194,20 @@ def _score_kernel(
         ]
         return rows, words
 
-    def multiply(keys):
-        """f32[tile, 64], products of keys and all heads' queries."""
-        if not core.has_memory:
-            return mosaic.multiply([(keys, queries_smem.transpose((1, 0)))])
-        products_tmem, products_ready = tensor_memory
+    def add_heads(products):
+        return (jnp.maximum(products, 0.0) * head_weights).sum(axis=1)
+
+    def score_from_registers(keys):
+        products = mosaic.multiply([(left_operand.from_rows(keys), queries_smem.transpose((1, 0)))])
+        return left_operand.to_rows(add_heads(products))
+
+    def score_from_memory(keys):
+        mosaic.store(keys_smem.at[group], keys, mosaic.WIDE_ROWS)
+        plgpu.commit_smem()
         mine = products_tmem.at[:, pl.ds(group * HEADS, HEADS)]
         plgpu.tcgen05_mma(
             mine,
-            keys,
+            keys_smem.at[group],
             queries_smem.transpose((1, 0)),
             products_ready.at[group],
             accumulate=False,
@@ -201,33 +215,30 @@ def _score_kernel(
         plgpu.barrier_wait(products_ready.at[group])
         products = plgpu.async_load_tmem(mine, layout=core.layout)
         plgpu.wait_load_tmem()
-        return products
+        return add_heads(products)
 
     def step(turn, carry):
-        (rows, (unpack_scale, key_scale)), blocks = carry
+        ((rows, words), *later_keys), blocks = carry
+        later_keys.append(load_keys(turn + AHEAD, blocks))
+        blocks = load_all_blocks(turn + AHEAD + 1)
         if s.mxfp4:
-            rows = unpack_mosaic.unpack(rows, unpack_scale, magnitudes)
-            scale = unpack_mosaic.largest_scale(key_scale) << 23  # UE8M0, an f32's exponent
+            rows = unpack_mosaic.unpack(rows, words[0], magnitudes)
+            scale = unpack_mosaic.largest_scale(words[-1]) << 23  # UE8M0, an f32's exponent
             factor = lax.bitcast_convert_type(scale, jnp.float32) / unpack_mosaic.HEADROOM
         else:
             rows = lax.bitcast_convert_type(rows, jnp.float8_e4m3fn)
-            factor = lax.bitcast_convert_type(key_scale, jnp.float32)
-        mosaic.store(keys_smem.at[group], rows, mosaic.WIDE_ROWS)
-        plgpu.commit_smem()
-        keys = load_keys(turn + 1, blocks)
-        blocks = [load_blocks(turn + 2, *layout) for layout in layouts]
-        products = multiply(keys_smem.at[group])
-        score = (jnp.maximum(products, 0.0) * head_weights).sum(axis=1) * factor
-        scores[token, pl.ds(tile_of(turn) * core.tile, core.tile)] = score
-        return keys, blocks
+            factor = lax.bitcast_convert_type(words[-1], jnp.float32)
+        score = (score_from_memory if core.has_memory else score_from_registers)(rows)
+        target = scores.at[token, pl.ds(tile_of(turn) * core.tile, core.tile)]
+        mosaic.store(target, score * factor, layouts[-1][0])
+        return later_keys, blocks
 
     @pl.when(group == 0)
     def _():
         plgpu.copy_gmem_to_smem(queries.at[token], queries_smem, queries_ready)
 
-    blocks = [load_blocks(0, *layout) for layout in layouts]
-    keys = load_keys(0, blocks)
-    carry = keys, [load_blocks(1, *layout) for layout in layouts]
+    blocks = [load_all_blocks(turn) for turn in range(AHEAD + 1)]
+    carry = [load_keys(turn, blocks[turn]) for turn in range(AHEAD)], blocks[AHEAD]
     head_weights = plgpu.load(weights.at[token], layout=by_head, optimized=False)
     head_weights = lax.broadcast_in_dim(head_weights, (core.tile, HEADS), [1])
     head_weights = plgpu.layout_cast(head_weights, core.layout)
@@ -235,21 +246,32 @@ def _score_kernel(
     lax.fori_loop(0, num_turns, step, carry)
 
 
-def quantize_queries(queries: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+def choose_core() -> TensorCore:
+    """That of the GPU, or Hopper's where there is none."""
+    capability = compute_capability()
+    return BLACKWELL if capability is not None and capability[0] == 10 else HOPPER
+
+
+def quantize_queries(
+    queries: jax.Array, weights: jax.Array, core: TensorCore | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Queries as E4M3 codes, and weights that make up for it.
 
     Args:
       queries: f32[T, IH, IC], rounded as keys are; exact where a head's group scales lie within a
         factor of 2^14.
       weights: f32[T, IH].
+      core: by default `choose_core()`.
 
     Returns:
-      e4m3[T, IH, IC] and f32[T, IH]: weight * scale / sqrt(IC * IH), scale a power of two.
+      e4m3[T, IH, IC], columns in the order that the core wants, and f32[T, IH]: weight * scale / sqrt(IC * IH), scale a power of two.
     """
     largest = jnp.maximum(jnp.max(jnp.abs(queries), axis=-1), np.float32(1e-30))
     code = numbers.encode_ue8m0(largest / np.float32(448))
     scaled = queries * numbers.invert_ue8m0(code)[..., None]
     rounded = lax.bitcast_convert_type(numbers.encode_e4m3(scaled), jnp.float8_e4m3fn)
+    if not (core or choose_core()).has_memory:
+        rounded = left_operand.order_columns(rounded)
     norm = np.float32((queries.shape[-1] * queries.shape[-2]) ** -0.5)
     return rounded, weights * numbers.decode_ue8m0(code) * norm
 
@@ -279,7 +301,7 @@ def index_scores(
       layer: i32[].
       codec: of MXFP4 or FP8 keys.
       tiling: by default that of `choose_tiling`.
-      core: by default that of the GPU, or Hopper's.
+      core: by default `choose_core()`.
 
     Returns:
       f32[T, E], E the entries of a table row and those that fill the last tile; arbitrary where not
@@ -293,17 +315,16 @@ def index_scores(
         table_width=block_table.shape[1],
         mxfp4=_is_mxfp4(codec),
     )
-    if core is None:
-        capability = compute_capability()
-        core = BLACKWELL if capability is not None and capability[0] == 10 else HOPPER
+    core = core or choose_core()
     num_tiles = -(-shapes.num_entries // core.tile)
     tiling = tiling or choose_tiling(num_tokens, num_tiles)
     swizzled = functools.partial(
         plgpu.SMEM, dtype=jnp.float8_e4m3fn, transforms=mosaic.SWIZZLED_BYTES
     )
 
-    tensor_memory = (
+    operands_in_memory = (
         [
+            swizzled((tiling.groups, core.tile, DIM)),
             plgpu.TMEM((core.tile, tiling.groups * HEADS), jnp.float32),
             plgpu.Barrier(num_barriers=tiling.groups, orders_tensor_core=True),
         ]
@@ -323,9 +344,8 @@ def index_scores(
         thread_name="warpgroup",
         scratch_types=[
             swizzled((HEADS, DIM)),
-            swizzled((tiling.groups, core.tile, DIM)),
             plgpu.Barrier(),
-            *tensor_memory,
+            *operands_in_memory,
         ],
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane

@@ -1,0 +1,77 @@
+"""Keys as the left operand of Hopper's FP8 product, without leaving the registers they came into.
+
+`wgmma` takes its left operand from registers if each thread holds the bytes that its place asks
+for. A product's rows may come in any order, and its inner dimension too if both operands agree; so
+what a thread has loaded of a key is given the places it must have, and nothing is moved:
+
+    loaded     warp w, lane 4 r + q, rows 32 h + 8 w + r, bytes 32 q + 4 m + i
+    operand    the same thread,      rows 16 w + 8 h + r, bytes 16 m + 4 q + i
+
+Source: PTX ISA 9.0, section 9.7.15.5.1, fragments of wgmma.mma_async.m64nNk32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.experimental.mosaic.gpu as mgpu
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu
+
+from pallas_kernels import mosaic
+from pallas_kernels.backend import interpreting
+
+plgpu: Any = mosaic_gpu
+DIM = 128
+_ROWS, _COLUMNS = (2, 4, 8), (4, 8, 4)
+"""Sizes of (h, w, r) and of (q, m, i)."""
+
+
+def order_columns(queries: jax.Array) -> jax.Array:
+    """[..., 128] with the columns in the order of an operand's."""
+    split = queries.reshape(*queries.shape[:-1], *_COLUMNS)
+    return split.swapaxes(-3, -2).reshape(queries.shape)
+
+
+def from_rows(keys: jax.Array) -> jax.Array:
+    """e4m3[64, 128] in `mosaic.WIDE_ROWS` layout -> the same bytes as an operand."""
+    if interpreting():
+        split = order_columns(keys).reshape(*_ROWS, DIM)
+        return split.swapaxes(0, 1).reshape(keys.shape)
+
+    @plgpu.inline_mgpu(
+        arg_types=(mosaic.WIDE_ROWS,),
+        return_type=plgpu.ShapeDtypeStruct(keys.shape, keys.dtype, layout=plgpu.Layout.WGMMA_8BIT),
+    )
+    def convert(_, keys):
+        layout = plgpu.Layout.WGMMA_8BIT.to_mgpu()
+        registers = np.empty(layout.registers_shape(keys.shape), dtype=object)
+        loaded = keys.registers.reshape(_ROWS[0], 2)
+        assert registers.size == _ROWS[0] * _COLUMNS[1]
+        flat = registers.reshape(_COLUMNS[1], _ROWS[0])
+        for m, h in np.ndindex(flat.shape):
+            vector, word = loaded[h, m // 4], m % 4
+            flat[m, h] = mgpu.utils.vector_slice(vector, slice(4 * word, 4 * word + 4))
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return convert(keys)
+
+
+def to_rows(values: jax.Array) -> jax.Array:
+    """f32[64] of an operand's rows -> the keys' order, in `mosaic.ROW` layout."""
+    if interpreting():
+        _, warps, rows = _ROWS
+        return values.reshape(warps, -1, rows).swapaxes(0, 1).reshape(values.shape)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA.reduce(1),),
+        return_type=plgpu.ShapeDtypeStruct(values.shape, jnp.float32, layout=mosaic.ROW),
+    )
+    def convert(_, values):
+        layout = mosaic.ROW.to_mgpu()
+        registers = values.registers.reshape(layout.registers_shape(values.shape))
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return convert(values)
