@@ -264,7 +264,8 @@ def quantize_queries(
       core: by default `choose_core()`.
 
     Returns:
-      e4m3[T, IH, IC], columns in the order that the core wants, and f32[T, IH]: weight * scale / sqrt(IC * IH), scale a power of two.
+      e4m3[T, IH, IC], columns in the order that the core wants, and f32[T, IH]: weight * scale /
+      sqrt(IC * IH), scale a power of two.
     """
     largest = jnp.maximum(jnp.max(jnp.abs(queries), axis=-1), np.float32(1e-30))
     code = numbers.encode_ue8m0(largest / np.float32(448))
