@@ -40,6 +40,10 @@ WIDE_ROWS = plgpu.Layout.TILED(
     plgpu.Tiling(((32, 128), (8, 32), (16,))), warp_dims=(-5,), lane_dims=(-3, -4), vector_dim=-1
 )
 """[32 i, 128 j] of bytes: as `ROWS`, a lane holding 32 neighbouring columns."""
+EVEN_ROWS = plgpu.Layout.TILED(
+    plgpu.Tiling(((32, 64), (8, 16))), warp_dims=(-4,), lane_dims=(-2, -3), vector_dim=-1
+)
+"""[32 i, 64 j] of bytes: as `ROWS`, in one vector. Neighbouring lanes load neighbouring bytes."""
 
 SWIZZLED_BYTES = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -54,6 +58,7 @@ def gather_rows(
     start: int,
     width: int,
     layout: Layout = ROWS,
+    all_present: bool = False,
 ) -> jax.Array:
     """Loads columns start .. start + width - 1 of the named rows.
 
@@ -63,7 +68,8 @@ def gather_rows(
       index: i32[64] in `ROW` layout, number of the row in its source; -1 is none.
       start: a multiple of 16.
       width: a multiple of 64, or of 128 for `WIDE_ROWS`.
-      layout: `ROWS` or `WIDE_ROWS`.
+      layout: `ROWS`, `WIDE_ROWS` or `EVEN_ROWS`.
+      all_present: promises that no `index` is -1, which saves looking.
 
     Returns:
       [64, width] in `layout`; zeros where `index` is -1.
@@ -87,12 +93,13 @@ def gather_rows(
             *tile, half, _ = place
             if half:  # loaded together with its left neighbour
                 continue
-            row = _row_address(refs, source[place], index[place])
+            halves = registers.shape[-2]
+            row = _row_address(refs, source[place], index[place], all_present)
             column = arith.addi(column, mgpu.c(start, column.type))
-            both = _load(*row, column, 2 * length)
-            for side in range(2):
+            loaded = _load(*row, column, halves * length)
+            for side in range(halves):
                 registers[(*tile, side, 0)] = mgpu.utils.vector_slice(
-                    both, slice(length * side, length * (side + 1))
+                    loaded, slice(length * side, length * (side + 1))
                 )
         signed = mgpu.utils.is_signed(dtype)
         return mgpu.FragmentedArray(_registers=registers, _layout=tiled, _is_signed=signed)
@@ -107,6 +114,7 @@ def gather_words(
     *,
     word: int,
     layout: Layout = ROW,
+    all_present: bool = False,
 ) -> jax.Array:
     """Loads one 32-bit word of each of the named rows.
 
@@ -116,6 +124,7 @@ def gather_words(
       index: as in `gather_rows`.
       word: its number in the row.
       layout: of `source` and `index`.
+      all_present: as in `gather_rows`.
 
     Returns:
       i32[64] in `layout`; zeros where `index` is -1.
@@ -136,7 +145,7 @@ def gather_words(
         one_word = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
         registers = np.empty(index.registers.shape, dtype=object)
         for place in np.ndindex(registers.shape):
-            row = _row_address(refs, source.registers[place], index.registers[place])
+            row = _row_address(refs, source.registers[place], index.registers[place], all_present)
             registers[place] = mgpu.utils.bitcast(_load(*row, column, count), one_word)
         return mgpu.FragmentedArray(_registers=registers, _layout=index.layout, _is_signed=True)
 
@@ -168,6 +177,13 @@ def store(target: Ref, values: jax.Array, layout: Layout) -> None:
             values.store_untiled(target, optimized=False)
 
     write(target, values)
+
+
+def divide(numbers: jax.Array, divisor: int) -> tuple[jax.Array, jax.Array]:
+    """Quotients and remainders of i32 that are not negative; shifts, where that is enough."""
+    if divisor & (divisor - 1):
+        return lax.div(numbers, divisor), lax.rem(numbers, divisor)
+    return numbers >> (divisor.bit_length() - 1), numbers & (divisor - 1)
 
 
 def opaque(number: int | jax.Array) -> jax.Array:
@@ -231,9 +247,12 @@ def multiply(pairs: Sequence[tuple[Ref | jax.Array, Ref]]) -> jax.Array:
 
 
 def _row_address(
-    refs: Sequence[ir.Value], source: ir.Value, index: ir.Value
-) -> tuple[ir.MemRefType, ir.Value, ir.Value, ir.Value]:
-    """Type of the sources, address of the source's first element, row (0 for none), and if any."""
+    refs: Sequence[ir.Value], source: ir.Value, index: ir.Value, all_present: bool
+) -> tuple[ir.MemRefType, ir.Value, ir.Value, ir.Value | None]:
+    """Type of the sources, address of the source's first element, row (0 for none), and if any.
+
+    The last is None where all are present.
+    """
     i32 = ir.IntegerType.get_signless(32)
     source, index = (vector.extract(v, [], [0]) for v in (source, index))
     device_memory = llvm.PointerType.get(1)
@@ -242,6 +261,8 @@ def _row_address(
     for number, other in enumerate(bases[1:], 1):
         chosen = arith.cmpi(arith.CmpIPredicate.eq, source, mgpu.c(number, i32))
         base = arith.select(chosen, other, base)
+    if all_present:
+        return ir.MemRefType(refs[0].type), base, index, None
     present = arith.cmpi(arith.CmpIPredicate.ne, index, mgpu.c(-1, i32))
     row = arith.select(present, index, mgpu.c(0, i32))
     return ir.MemRefType(refs[0].type), base, row, present
@@ -251,7 +272,7 @@ def _load(
     ref_type: ir.MemRefType,
     base: ir.Value,
     row: ir.Value,
-    present: ir.Value,
+    present: ir.Value | None,
     column: ir.Value,
     count: int,
 ) -> ir.Value:
@@ -274,7 +295,7 @@ def _load(
     )
 
 
-def _load_words(address: ir.Value, present: ir.Value, count: int) -> ir.Value:
+def _load_words(address: ir.Value, present: ir.Value | None, count: int) -> ir.Value:
     """One load of 1 or 4 words, or zeros.
 
     A select after an ordinary load would wait for each before the next is issued. Loads through the
@@ -284,16 +305,20 @@ def _load_words(address: ir.Value, present: ir.Value, count: int) -> ir.Value:
     results = [f"${i}" for i in range(count)]
     target = "{" + ", ".join(results) + "}" if count > 1 else results[0]
     vector_suffix = f".v{count}" if count > 1 else ""
-    asm = f"""{{
-      .reg .pred present;
-      setp.ne.b32 present, ${count + 1}, 0;
-      {" ".join(f"mov.b32 {r}, 0;" for r in results)}
-      @present ld.global.L1::no_allocate{vector_suffix}.b32 {target}, [${count}];
-    }}"""
-    constraints = ",".join(["=&r"] * count + ["l", "r"])
-    flag = arith.extui(i32, present)
+    load = f"ld.global.L1::no_allocate{vector_suffix}.b32 {target}, [${count}];"
+    operands, constraints = [address], ["=&r"] * count + ["l"]
+    if present is not None:
+        load = f"""{{
+          .reg .pred present;
+          setp.ne.b32 present, ${count + 1}, 0;
+          {" ".join(f"mov.b32 {r}, 0;" for r in results)}
+          @present {load}
+        }}"""
+        operands, constraints = [address, arith.extui(i32, present)], [*constraints, "r"]
     result_type = llvm.StructType.get_literal([i32] * count) if count > 1 else i32
-    loaded = llvm.inline_asm(result_type, [address, flag], asm, constraints, has_side_effects=True)
+    loaded = llvm.inline_asm(
+        result_type, operands, load, ",".join(constraints), has_side_effects=True
+    )
     parts = [llvm.extractvalue(i32, loaded, [i]) for i in range(count)] if count > 1 else [loaded]
     one = ir.VectorType.get((1,), i32)
     return mgpu.utils.vector_concat([vector.broadcast(one, part) for part in parts])

@@ -4,8 +4,8 @@
 for. A product's rows may come in any order, and its inner dimension too if both operands agree; so
 what a thread has loaded of a key is given the places it must have, and nothing is moved:
 
-    loaded     warp w, lane 4 r + q, rows 32 h + 8 w + r, bytes 32 q + 4 m + i
-    operand    the same thread,      rows 16 w + 8 h + r, bytes 16 m + 4 q + i
+    loaded     warp w, lane 4 r + q, rows 32 h + 8 w + r, vectors v, words k of 4 bytes i
+    operand    the same thread,      rows 16 w + 8 h + r, bytes 64 v + 16 k + 4 q + i
 
 Source: PTX ISA 9.0, section 9.7.15.5.1, fragments of wgmma.mma_async.m64nNk32.
 """
@@ -25,36 +25,40 @@ from pallas_kernels.backend import interpreting
 
 plgpu: Any = mosaic_gpu
 DIM = 128
-_ROWS, _COLUMNS = (2, 4, 8), (4, 8, 4)
-"""Sizes of (h, w, r) and of (q, m, i)."""
+_ROWS = (2, 4, 8)
+"""Sizes of (h, w, r)."""
+Layout = Any
 
 
-def order_columns(queries: jax.Array) -> jax.Array:
-    """[..., 128] with the columns in the order of an operand's."""
-    split = queries.reshape(*queries.shape[:-1], *_COLUMNS)
+def order_columns(queries: jax.Array, layout: Layout) -> jax.Array:
+    """[..., 128] with the columns in the order of an operand's that was loaded in this layout."""
+    lead = queries.shape[:-1]
+    if layout == mosaic.EVEN_ROWS:  # bytes 64 v + 16 q + 4 k + i
+        split = queries.reshape(*lead, 2, 4, 4, 4)
+    else:  # WIDE_ROWS, bytes 32 q + 16 v + 4 k + i
+        split = queries.reshape(*lead, 4, 2, 4, 4).swapaxes(-4, -3)
     return split.swapaxes(-3, -2).reshape(queries.shape)
 
 
-def from_rows(keys: jax.Array) -> jax.Array:
-    """e4m3[64, 128] in `mosaic.WIDE_ROWS` layout -> the same bytes as an operand."""
+def from_rows(keys: jax.Array, layout: Layout) -> jax.Array:
+    """e4m3[64, 128] in `mosaic.WIDE_ROWS` or `EVEN_ROWS` -> the same bytes as an operand."""
     if interpreting():
-        split = order_columns(keys).reshape(*_ROWS, DIM)
+        split = order_columns(keys, layout).reshape(*_ROWS, DIM)
         return split.swapaxes(0, 1).reshape(keys.shape)
 
     @plgpu.inline_mgpu(
-        arg_types=(mosaic.WIDE_ROWS,),
+        arg_types=(layout,),
         return_type=plgpu.ShapeDtypeStruct(keys.shape, keys.dtype, layout=plgpu.Layout.WGMMA_8BIT),
     )
     def convert(_, keys):
-        layout = plgpu.Layout.WGMMA_8BIT.to_mgpu()
-        registers = np.empty(layout.registers_shape(keys.shape), dtype=object)
-        loaded = keys.registers.reshape(_ROWS[0], 2)
-        assert registers.size == _ROWS[0] * _COLUMNS[1]
-        flat = registers.reshape(_COLUMNS[1], _ROWS[0])
-        for m, h in np.ndindex(flat.shape):
-            vector, word = loaded[h, m // 4], m % 4
-            flat[m, h] = mgpu.utils.vector_slice(vector, slice(4 * word, 4 * word + 4))
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+        operand = plgpu.Layout.WGMMA_8BIT.to_mgpu()
+        registers = np.empty(operand.registers_shape(keys.shape), dtype=object)
+        loaded = keys.registers.reshape(2, 2)
+        flat = registers.reshape(8, 2)
+        for h, v, k in np.ndindex(2, 2, 4):
+            word = mgpu.utils.vector_slice(loaded[h, v], slice(4 * k, 4 * k + 4))
+            flat[4 * v + k, h] = word
+        return mgpu.FragmentedArray(_registers=registers, _layout=operand, _is_signed=None)
 
     return convert(keys)
 

@@ -33,7 +33,7 @@ def index_topk(
     if num_entries <= k:
         seen = reference.select_all(visible, num_entries)
         return jnp.pad(seen, [(0, 0), (0, k - num_entries)], constant_values=-1)
-    queries, weights = scores_mosaic_gpu.quantize_queries(queries, weights)
+    queries, weights = scores_mosaic_gpu.quantize_queries(queries, weights, codec)
     scores = scores_mosaic_gpu.index_scores(
         queries,
         weights,

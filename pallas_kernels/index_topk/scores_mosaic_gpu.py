@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,7 @@ from pallas_kernels.index_topk import left_operand, unpack_mosaic
 
 HEADS, DIM = 64, 128
 """Index heads and their dims, the released models'."""
-AHEAD = 2
+GROUPS, AHEAD = 4, 2
 """Tiles of a warpgroup that are on their way while one is multiplied."""
 
 
@@ -75,7 +76,7 @@ class Tiling:
 
 def choose_tiling(num_tokens: int, num_tiles: int, num_cores: int = 132) -> Tiling:
     """Programs that fill the cores once, or several times evenly; each warpgroup has a tile."""
-    groups = 4
+    groups = GROUPS
     programs = max(1, num_cores // num_tokens)
     return Tiling(tiles=max(groups, -(-num_tiles // programs)), groups=groups)
 
@@ -96,6 +97,10 @@ def _is_mxfp4(codec: Codec) -> bool:
     return isinstance(codec, formats.FP4KeyCodec) and codec.power_of_two
 
 
+def _key_layout(mxfp4: bool) -> Any:
+    return mosaic.WIDE_ROWS if mxfp4 else mosaic.EVEN_ROWS
+
+
 @dataclasses.dataclass(frozen=True)
 class _Shapes:
     """Static sizes of a call.
@@ -111,6 +116,11 @@ class _Shapes:
     num_blocks: int
     table_width: int
     mxfp4: bool
+
+    @property
+    def key_layout(self) -> Any:
+        """In which a thread has a tile's keys, as E4M3 codes."""
+        return _key_layout(self.mxfp4)
 
     @property
     def num_entries(self) -> int:
@@ -163,18 +173,24 @@ def _score_kernel(
     if core.has_memory:  # a thread has sums of other keys than it loads
         layouts.append((core.layout.reduce(1), places(core.layout, HEADS)))
 
+    last_visible = jnp.maximum(num_visible - 1, 0)
+    first_of_table = jnp.maximum(request, 0) * s.table_width
+    first_of_layer = layer_number * s.num_blocks
+
+    def entries_of(turn, place):
+        """Entries of a tile; beyond the last visible one, where scores don't matter, that one."""
+        return jnp.minimum(tile_of(turn) * core.tile + place, last_visible)
+
     def load_blocks(turn, layout, place):
-        """Physical blocks of a tile's entries; -1 where there are none to see."""
-        entry = tile_of(turn) * core.tile + place
-        inside = entry < num_visible
-        where = jnp.where(inside, request * s.table_width + lax.div(entry, s.entries_per_block), -1)
-        block = mosaic.gather_words([table], where * 0, where, word=0, layout=layout)
-        return jnp.where(inside, block, -1)
+        """Physical blocks of a tile's entries; any where none is visible."""
+        logical, _ = mosaic.divide(entries_of(turn, place), s.entries_per_block)
+        return mosaic.gather_words(
+            [table], logical * 0, first_of_table + logical, word=0, layout=layout, all_present=True
+        )
 
     def locate(turn, block, place):
-        entry = tile_of(turn) * core.tile + place
-        row = (layer_number * s.num_blocks + block) * s.entries_per_block
-        return jnp.where(block >= 0, row + lax.rem(entry, s.entries_per_block), -1)
+        _, row = mosaic.divide(entries_of(turn, place), s.entries_per_block)
+        return (first_of_layer + jnp.maximum(block, 0)) * s.entries_per_block + row
 
     def load_all_blocks(turn):
         return [load_blocks(turn, *layout) for layout in layouts]
@@ -184,12 +200,12 @@ def _score_kernel(
         index = [
             locate(turn, block, place) for block, (_, place) in zip(blocks, layouts, strict=True)
         ]
-        layout, width = (mosaic.ROWS, DIM // 2) if s.mxfp4 else (mosaic.WIDE_ROWS, DIM)
+        layout, width = (mosaic.ROWS, DIM // 2) if s.mxfp4 else (s.key_layout, DIM)
         rows = mosaic.gather_rows(
-            [codes], index[0] * 0, index[0], start=0, width=width, layout=layout
+            [codes], index[0] * 0, index[0], start=0, width=width, layout=layout, all_present=True
         )
         words = [
-            mosaic.gather_words([scales], i * 0, i, word=0, layout=layout)
+            mosaic.gather_words([scales], i * 0, i, word=0, layout=layout, all_present=True)
             for i, (layout, _) in zip(index, layouts, strict=True)
         ]
         return rows, words
@@ -198,11 +214,13 @@ def _score_kernel(
         return (jnp.maximum(products, 0.0) * head_weights).sum(axis=1)
 
     def score_from_registers(keys):
-        products = mosaic.multiply([(left_operand.from_rows(keys), queries_smem.transpose((1, 0)))])
+        products = mosaic.multiply(
+            [(left_operand.from_rows(keys, s.key_layout), queries_smem.transpose((1, 0)))]
+        )
         return left_operand.to_rows(add_heads(products))
 
     def score_from_memory(keys):
-        mosaic.store(keys_smem.at[group], keys, mosaic.WIDE_ROWS)
+        mosaic.store(keys_smem.at[group], keys, s.key_layout)
         plgpu.commit_smem()
         mine = products_tmem.at[:, pl.ds(group * HEADS, HEADS)]
         plgpu.tcgen05_mma(
@@ -253,7 +271,7 @@ def choose_core() -> TensorCore:
 
 
 def quantize_queries(
-    queries: jax.Array, weights: jax.Array, core: TensorCore | None = None
+    queries: jax.Array, weights: jax.Array, codec: Codec, core: TensorCore | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Queries as E4M3 codes, and weights that make up for it.
 
@@ -261,18 +279,19 @@ def quantize_queries(
       queries: f32[T, IH, IC], rounded as keys are; exact where a head's group scales lie within a
         factor of 2^14.
       weights: f32[T, IH].
+      codec: of the keys.
       core: by default `choose_core()`.
 
     Returns:
-      e4m3[T, IH, IC], columns in the order that the core wants, and f32[T, IH]: weight * scale /
-      sqrt(IC * IH), scale a power of two.
+      e4m3[T, IH, IC], columns in the order that the core wants for such keys, and f32[T, IH],
+      weight * scale / sqrt(IC * IH), scale a power of two.
     """
     largest = jnp.maximum(jnp.max(jnp.abs(queries), axis=-1), np.float32(1e-30))
     code = numbers.encode_ue8m0(largest / np.float32(448))
     scaled = queries * numbers.invert_ue8m0(code)[..., None]
     rounded = lax.bitcast_convert_type(numbers.encode_e4m3(scaled), jnp.float8_e4m3fn)
     if not (core or choose_core()).has_memory:
-        rounded = left_operand.order_columns(rounded)
+        rounded = left_operand.order_columns(rounded, _key_layout(_is_mxfp4(codec)))
     norm = np.float32((queries.shape[-1] * queries.shape[-2]) ** -0.5)
     return rounded, weights * numbers.decode_ue8m0(code) * norm
 

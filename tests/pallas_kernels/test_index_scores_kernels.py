@@ -63,7 +63,7 @@ def scores_of(arguments, **options):
     codec = arguments["codec"]
     arrays = {name: value for name, value in arguments.items() if name != "codec"}
     rounded = scores_mosaic_gpu.quantize_queries(
-        arrays.pop("queries"), arrays.pop("weights"), options.get("core")
+        arrays.pop("queries"), arrays.pop("weights"), codec, options.get("core")
     )
     scores = jax.jit(
         functools.partial(scores_mosaic_gpu.index_scores, codec=codec, layer=CASE_LAYER, **options)
