@@ -210,16 +210,11 @@ def _score_kernel(
         ]
         return rows, words
 
-    def add_heads(products):
-        return (jnp.maximum(products, 0.0) * head_weights).sum(axis=1)
-
-    def score_from_registers(keys):
-        products = mosaic.multiply(
-            [(left_operand.from_rows(keys, s.key_layout), queries_smem.transpose((1, 0)))]
-        )
-        return left_operand.to_rows(add_heads(products))
-
-    def score_from_memory(keys):
+    def multiply(keys):
+        """f32[tile, 64], products of keys and all heads' queries."""
+        if not core.has_memory:
+            operand = left_operand.from_rows(keys, s.key_layout)
+            return mosaic.multiply([(operand, queries_smem.transpose((1, 0)))])
         mosaic.store(keys_smem.at[group], keys, s.key_layout)
         plgpu.commit_smem()
         mine = products_tmem.at[:, pl.ds(group * HEADS, HEADS)]
@@ -233,12 +228,11 @@ def _score_kernel(
         plgpu.barrier_wait(products_ready.at[group])
         products = plgpu.async_load_tmem(mine, layout=core.layout)
         plgpu.wait_load_tmem()
-        return add_heads(products)
+        return products
 
-    def step(turn, carry):
-        ((rows, words), *later_keys), blocks = carry
-        later_keys.append(load_keys(turn + AHEAD, blocks))
-        blocks = load_all_blocks(turn + AHEAD + 1)
+    def score_tile(turn, state):
+        """Scores a tile and fetches, into the registers it has left, the one `AHEAD` turns on."""
+        (rows, words), blocks = state
         if s.mxfp4:
             rows = unpack_mosaic.unpack(rows, words[0], magnitudes)
             scale = unpack_mosaic.largest_scale(words[-1]) << 23  # UE8M0, an f32's exponent
@@ -246,22 +240,33 @@ def _score_kernel(
         else:
             rows = lax.bitcast_convert_type(rows, jnp.float8_e4m3fn)
             factor = lax.bitcast_convert_type(words[-1], jnp.float32)
-        score = (score_from_memory if core.has_memory else score_from_registers)(rows)
-        target = scores.at[token, pl.ds(tile_of(turn) * core.tile, core.tile)]
-        mosaic.store(target, score * factor, layouts[-1][0])
-        return later_keys, blocks
+        products = multiply(rows)
+        later = load_keys(turn + AHEAD, blocks), load_all_blocks(turn + 2 * AHEAD)
+        score = (jnp.maximum(products, 0.0) * head_weights).sum(axis=1)
+        if not core.has_memory:
+            score = left_operand.to_rows(score)
+
+        @pl.when(turn < num_turns)
+        def _():
+            target = scores.at[token, pl.ds(tile_of(turn) * core.tile, core.tile)]
+            mosaic.store(target, score * factor, layouts[-1][0])
+
+        return later
+
+    def step(i, states):
+        return [score_tile(i * AHEAD + ahead, state) for ahead, state in enumerate(states)]
 
     @pl.when(group == 0)
     def _():
         plgpu.copy_gmem_to_smem(queries.at[token], queries_smem, queries_ready)
 
-    blocks = [load_all_blocks(turn) for turn in range(AHEAD + 1)]
-    carry = [load_keys(turn, blocks[turn]) for turn in range(AHEAD)], blocks[AHEAD]
+    blocks = [load_all_blocks(turn) for turn in range(2 * AHEAD)]
+    states = [(load_keys(turn, blocks[turn]), blocks[AHEAD + turn]) for turn in range(AHEAD)]
     head_weights = plgpu.load(weights.at[token], layout=by_head, optimized=False)
     head_weights = lax.broadcast_in_dim(head_weights, (core.tile, HEADS), [1])
     head_weights = plgpu.layout_cast(head_weights, core.layout)
     plgpu.barrier_wait(queries_ready)
-    lax.fori_loop(0, num_turns, step, carry)
+    lax.fori_loop(0, lax.div(num_turns + AHEAD - 1, AHEAD), step, states)
 
 
 def choose_core() -> TensorCore:
