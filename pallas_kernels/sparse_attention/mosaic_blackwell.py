@@ -3,7 +3,7 @@
 One program: one query token, 64 of its heads, one split of its keys, in tiles of 64. Warpgroups:
 
     gatherers    each half of a tile's columns, from device memory through registers, one tile
-                 ahead; to bf16, swizzled                                  -> keys_smem [2, 64, C]
+                 ahead; to 16 bits, swizzled                                -> keys_smem [2, 64, C]
     attender     one of its threads starts the products, all take exponentials:
                      logits_tmem = Q K^T, softmax                          -> weights_smem
                      sums_tmem += weights keys
@@ -18,8 +18,8 @@ then; sums and total stand relative to the maximum last followed, and their quot
 
 Bytes: those of the keys, and 2 * 64 * C of queries and of output. By count of instructions, the
 products of a tile take some 2,000 cycles at C = 512 (the tensor cores give 64 rows half their rate)
-and a tile's share of the memory bandwidth 1,300. Products are of bf16 with f32 sums; weights are
-rounded to bf16.
+and a tile's share of the memory bandwidth 1,300. Products are of f16 or bf16
+(`Shapes.dtype`), with f32 sums; weights are rounded to it.
 
 Source: deepseek_v4.md section 1.3, step 9.
 """
@@ -47,8 +47,10 @@ from pallas_kernels.sparse_attention.mosaic_shared import (
     Inputs,
     Ref,
     Shapes,
+    as_bf16,
     gather_keys,
     inverse_total,
+    load_queries,
 )
 from pallas_kernels.sparse_attention.mosaic_shared import sparse_attention as shared_attention
 
@@ -75,7 +77,6 @@ def _attention_kernel(
         bias_smem,
         logits_tmem,
         *sums_tmem,
-        queries_ready,
         keys_ready,
         keys_free,
         products_ready,
@@ -84,6 +85,7 @@ def _attention_kernel(
     token, head, split = (lax.axis_index(name) for name in ("token", "head", "split"))
     group = lax.axis_index("warpgroup")
     heads = pl.ds(head * HEADS, HEADS)
+    first_query = token * s.num_heads + head * HEADS
     half = s.dim // 2
     quarters = [pl.ds(i * (half // 2), half // 2) for i in range(4)]
     halves = [pl.ds(i * half, half) for i in range(2)]
@@ -133,7 +135,7 @@ def _attention_kernel(
                 pl.when(has_outgrown)(functools.partial(scale_sums, decay))
             weights = jnp.exp2(logits - lax.broadcast_in_dim(followed, logits.shape, [0]))
             total = total + weights.sum(axis=1)
-            _store(weights_smem, weights.astype(jnp.bfloat16), plgpu.Layout.WGMMA)
+            _store(weights_smem, weights.astype(s.dtype), plgpu.Layout.WGMMA)
             plgpu.commit_smem()
             plgpu.barrier_arrive(weights_ready)
             plgpu.barrier_wait(weights_ready)
@@ -143,10 +145,12 @@ def _attention_kernel(
             plgpu.tcgen05_commit_arrive(keys_free.at[slot])
             return followed, total
 
-        for i, columns in enumerate(halves):
-            source = inputs.queries.at[token, heads, columns]
-            plgpu.copy_gmem_to_smem(source, queries_smem.at[i], queries_ready)
-        plgpu.barrier_wait(queries_ready)
+        def place_of(chunk):
+            part, start = divmod(chunk * GROUP, half)
+            return queries_smem.at[part, :, pl.ds(start, GROUP)]
+
+        chunks = range(s.dim // GROUP)
+        load_queries(inputs, s, first_query, chunks, target_of=place_of, store=_store)
         state = tuple(
             plgpu.layout_cast(jnp.full((HEADS,), value, jnp.float32), by_row)
             for value in (FLOOR, 0.0)
@@ -167,7 +171,7 @@ def _attention_kernel(
             out = load_products(tmem)
             out = out * lax.broadcast_in_dim(factor, out.shape, [0])
             target = queries_smem.at[i // 2, :, pl.ds(i % 2 * (half // 2), half // 2)]
-            _store(target, out.astype(jnp.bfloat16), plgpu.Layout.WGMMA)
+            _store(target, as_bf16(out, s.dtype), plgpu.Layout.WGMMA)
         plgpu.commit_smem()
         for i, columns in enumerate(halves):
             plgpu.copy_smem_to_gmem(queries_smem.at[i], outputs[0].at[token, heads, columns])
@@ -209,16 +213,15 @@ def _store(target: Ref, values: jax.Array, layout: Any) -> None:
     write(target, values)
 
 
-def _scratch_types(dim: int) -> list[Any]:
-    bf16_tile = functools.partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=SWIZZLED)
+def _scratch_types(dim: int, dtype: Any) -> list[Any]:
+    tile = functools.partial(plgpu.SMEM, dtype=dtype, transforms=SWIZZLED)
     return [
-        bf16_tile((2, HEADS, dim // 2)),
-        bf16_tile((2, TILE, dim)),
-        bf16_tile((HEADS, TILE)),
+        tile((2, HEADS, dim // 2)),
+        tile((2, TILE, dim)),
+        tile((HEADS, TILE)),
         plgpu.SMEM((2, TILE), jnp.float32),
         plgpu.TMEM((HEADS, TILE), jnp.float32),
         *[plgpu.TMEM((HEADS, dim // 4), jnp.float32)] * 4,
-        plgpu.Barrier(num_arrivals=2),
         plgpu.Barrier(num_arrivals=GATHERERS, num_barriers=2),
         plgpu.Barrier(num_barriers=2, orders_tensor_core=True),
         plgpu.Barrier(orders_tensor_core=True),

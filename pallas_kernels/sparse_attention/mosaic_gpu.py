@@ -3,7 +3,7 @@
 One program: one query token, 64 of its heads, one split of its keys, in tiles of 64. Warpgroups:
 
     gatherer     addresses of a tile through ring and block table; its rows from device memory into
-                 registers, one tile ahead; to bf16, swizzled              -> keys_smem [2, 64, C]
+                 registers, one tile ahead; to 16 bits, swizzled            -> keys_smem [2, 64, C]
     attender a   owns tiles a, a + 2, ...: logits Q K^T, softmax           -> weights_smem[a]
                  all tiles: out[:, a C / 2 :] += weights keys[:, a C / 2 :]
 
@@ -11,9 +11,9 @@ One program: one query token, 64 of its heads, one split of its keys, in tiles o
 multiplies while the other takes exponentials comes with it. Splits are cut by shape, never by
 lengths, and combined by XLA: a token's result depends on shapes and itself alone.
 
-Bytes: those of the keys, and 2 * 64 * C of queries and of output. Bound by the gatherer, which
-spends some 1,000 instructions a tile and thread on fetching and dequantising, and in small calls by
-latency. Products are of bf16 with f32 sums; weights are rounded to bf16.
+Bytes: those of the keys, and 2 * 64 * C of queries and of output. Bound by the gatherer: the memory's
+latency and some 500 instructions a tile and thread; in small calls by latency alone. Products are
+of f16 or bf16, with f32 sums; weights are rounded to it. `Shapes.dtype` says which and why.
 
 Source: deepseek_v4.md section 1.3, step 9.
 """
@@ -39,8 +39,10 @@ from pallas_kernels.sparse_attention.mosaic_shared import (
     Inputs,
     Ref,
     Shapes,
+    as_bf16,
     gather_keys,
     inverse_total,
+    load_queries,
 )
 from pallas_kernels.sparse_attention.mosaic_shared import sparse_attention as shared_attention
 
@@ -70,6 +72,7 @@ def _attention_kernel(
     token, head, split = (lax.axis_index(name) for name in ("token", "head", "split"))
     group = lax.axis_index("warpgroup")
     heads = pl.ds(head * HEADS, HEADS)
+    first_query = token * s.num_heads + head * HEADS
     half = s.dim // 2
     num_tiles = s.tiles_per_split
     first_tile = split * num_tiles
@@ -136,7 +139,7 @@ def _attention_kernel(
             def _():
                 plgpu.barrier_wait(weights_free.at[me])
 
-            mosaic.store(weights_smem.at[me], weights.astype(jnp.bfloat16), plgpu.Layout.WGMMA)
+            mosaic.store(weights_smem.at[me], weights.astype(s.dtype), plgpu.Layout.WGMMA)
             mosaic.store(statistics_smem.at[me, DECAY], decay, by_row)
             mosaic.store(statistics_smem.at[me, LARGEST], largest, by_row)
             plgpu.commit_smem()
@@ -144,10 +147,12 @@ def _attention_kernel(
             out, largest, total = add_tile(state, me, decay, largest)
             return out, largest, total + added
 
-        if me == 0:
-            for which in range(2):
-                source = inputs.queries.at[token, heads, columns(which)]
-                plgpu.copy_gmem_to_smem(source, queries_smem.at[which], queries_ready)
+        def place_of(chunk):
+            return queries_smem.at[me, :, pl.ds(chunk * GROUP - me * half, GROUP)]
+
+        chunks = range(me * half // GROUP, (me + 1) * half // GROUP)
+        load_queries(inputs, s, first_query, chunks, target_of=place_of, store=mosaic.store)
+        plgpu.barrier_arrive(queries_ready)
         plgpu.barrier_wait(queries_ready)
         zeros = jnp.zeros((HEADS, half // 2), jnp.float32)
         no_output = [plgpu.layout_cast(zeros, plgpu.Layout.WGMMA) for _ in quarters]
@@ -179,7 +184,7 @@ def _attention_kernel(
         for i, part in enumerate(out):
             place = pl.ds(i * (half // 2), half // 2)
             target = queries_smem.at[me, :, place]
-            mosaic.store(target, part.astype(jnp.bfloat16), plgpu.Layout.WGMMA)
+            mosaic.store(target, as_bf16(part, s.dtype), plgpu.Layout.WGMMA)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(queries_smem.at[me], outputs[0].at[token, heads, columns(me)])
         plgpu.wait_smem_to_gmem(0)
@@ -207,12 +212,12 @@ def _attention_kernel(
         pl.when(group == 2 + share)(functools.partial(gather, share))
 
 
-def _scratch_types(dim: int) -> list[Any]:
-    bf16_tile = functools.partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=mosaic.SWIZZLED)
+def _scratch_types(dim: int, dtype: Any) -> list[Any]:
+    tile = functools.partial(plgpu.SMEM, dtype=dtype, transforms=mosaic.SWIZZLED)
     return [
-        bf16_tile((2, HEADS, dim // 2)),
-        bf16_tile((2, TILE, dim)),
-        bf16_tile((2, HEADS, TILE)),
+        tile((2, HEADS, dim // 2)),
+        tile((2, TILE, dim)),
+        tile((2, HEADS, TILE)),
         plgpu.SMEM((2, TILE), jnp.float32),
         plgpu.SMEM((2, 3, HEADS), jnp.float32),
         plgpu.Barrier(num_arrivals=2),

@@ -96,15 +96,21 @@ class Case:
         return np.nan_to_num(abs(actual - expected) / unit, nan=np.inf).max()
 
 
-def draw_case(sizes, codec, lengths, counts, *, entries_per_block=2, packing=0):
-    """Requests that add counts to lengths; `packing` changes places, never contents."""
+def draw_case(sizes, codec, lengths, counts, *, entries_per_block=2, packing=0, magnitude=1.0):
+    """Requests that add counts to lengths; `packing` changes places, never contents.
+
+    Keys are normal, times `magnitude`.
+    """
     dim, rope_dim, rate, top_k = sizes.dim, sizes.rope_dim, sizes.rate, sizes.top_k
     rng, places = np.random.default_rng(0), np.random.default_rng(packing)
     totals = [n + c for n, c in zip(lengths, counts, strict=True)]
-    encoded, window = inputs.encode(codec, [rng.normal(size=(n, dim)) for n in totals], rope_dim)
-    rows, entries = inputs.encode(
-        codec, [rng.normal(size=(n // rate, dim)) for n in totals], rope_dim
-    )
+
+    def draw_keys(counts):
+        keys = [magnitude * rng.normal(size=(n, dim)) for n in counts]
+        return inputs.encode(codec, keys, rope_dim)
+
+    encoded, window = draw_keys(totals)
+    rows, entries = draw_keys([n // rate for n in totals])
     all_queries = [rng.normal(size=(n, sizes.num_heads, dim)).astype(np.float32) for n in totals]
     selected = [
         [np.sort(rng.permutation((p + 1) // rate)[: rng.integers(top_k + 1)]) for p in range(n)]

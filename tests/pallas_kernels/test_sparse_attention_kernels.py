@@ -30,8 +30,8 @@ FORMATS = ["bf16", "fp8_ue8m0", "fp8_per_entry"]
 TOLERANCE = 2.0**-7
 """Of what an output would be with all values positive.
 
-A weight is rounded to bf16, by 2^-8 of it at most, and so is the output; the exponential of the GPU
-and a logit's sum of C products in f32 add some 2^-20. Keys are exact in bf16, in these formats.
+A weight is rounded to bf16, by 2^-8 of it at most, or to f16, and the output to bf16; the
+exponential of the GPU and a logit's sum of C products in f32 add some 2^-20. Keys are exact.
 """
 
 
@@ -105,6 +105,15 @@ def test_maxima_that_grow_from_tile_to_tile(kernel, monkeypatch):
     if kernel is mosaic_blackwell:  # whose sums need scaling in tensor memory then, and only then
         monkeypatch.setattr(mosaic_blackwell.plgpu, "async_store_tmem", lambda *_: None)
         assert error(case, case.attend(backend="mosaic_gpu")) > 100
+
+
+@pytest.mark.parametrize("magnitude", [2.0**-10, 2.0**13])
+def test_keys_near_the_ends_of_f16(lane, magnitude):
+    """Largest ones of 0.004 and of 37,000: products are of f16, where keys are exact in it."""
+    case = draw(magnitude=magnitude)
+    queries = case.arguments["queries"] * np.asarray(1 / magnitude, jnp.bfloat16)
+    case = dataclasses.replace(case, arguments=case.arguments | {"queries": queries})
+    assert error(case, case.attend(backend="mosaic_gpu")) < 1
 
 
 @pytest.mark.parametrize("entries_per_block", [1, 53])
