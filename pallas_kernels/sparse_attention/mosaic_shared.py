@@ -124,8 +124,8 @@ class Shapes:
     def dtype(self) -> Any:
         """Of products.
 
-        f16 holds E4M3 codes times powers of two as bf16 does, of entries up to 65,504, and takes
-        one instruction for two of them in place of six.
+        f16 holds E4M3 codes times powers of two as bf16 does, from steps of 2^-24 to 65,504, far
+        around what a norm leaves of an entry, and takes one instruction for two in place of six.
         """
         exact = isinstance(self.codec, formats.GroupedFP8Codec)
         return jnp.float16 if exact else jnp.bfloat16
