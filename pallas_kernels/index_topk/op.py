@@ -7,7 +7,7 @@ import jax
 from pallas_kernels.backend import Backend, resolve
 from pallas_kernels.checks import check_codec, check_indices, check_rank, check_same_length
 from pallas_kernels.formats import Codec, Planes
-from pallas_kernels.index_topk import mosaic_gpu, reference, scores_mosaic_gpu
+from pallas_kernels.index_topk import mosaic_gpu, reference, scores_mosaic_gpu, select_mosaic_gpu
 
 _IMPLEMENTATIONS = {
     Backend.REFERENCE: reference.index_topk,
@@ -68,8 +68,9 @@ def index_topk(
     obstacle = scores_mosaic_gpu.find_obstacle(queries, codec)
     if backend == Backend.MOSAIC_GPU and obstacle is not None:
         raise NotImplementedError(f"'mosaic_gpu' index_topk {obstacle}; pass backend='reference'")
-    # TODO(#3): prefer the kernels once they have been measured; the reference is exact and slow.
-    return resolve("index_topk", backend, _IMPLEMENTATIONS)(
+    has_kernel = obstacle is None and k <= select_mosaic_gpu.MAX_K
+    preferred = Backend.MOSAIC_GPU if has_kernel else Backend.REFERENCE
+    return resolve("index_topk", backend, _IMPLEMENTATIONS, preferred=preferred)(
         queries,
         weights,
         pool,

@@ -11,9 +11,9 @@ One program: one query token, 64 of its heads, one split of its keys, in tiles o
 multiplies while the other takes exponentials comes with it. Splits are cut by shape, never by
 lengths, and combined by XLA: a token's result depends on shapes and itself alone.
 
-Bytes: those of the keys, and 2 * 64 * C of queries and of output. Bound by the gatherer: the memory's
-latency and some 500 instructions a tile and thread; in small calls by latency alone. Products are
-of f16 or bf16, with f32 sums; weights are rounded to it. `Shapes.dtype` says which and why.
+Bytes: those of the keys, and 2 * 64 * C of queries and of output. Bound by the gatherer: by
+the memory's latency and some 500 instructions a tile and thread; in small calls by latency alone.
+Products are of f16 or bf16 (`Shapes.dtype`), with f32 sums; weights are rounded to it.
 
 Source: deepseek_v4.md section 1.3, step 9.
 """
