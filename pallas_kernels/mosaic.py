@@ -93,7 +93,7 @@ def gather_rows(
             *tile, half, _ = place
             if half:  # loaded together with its left neighbour
                 continue
-            halves = registers.shape[-2]
+            *_, halves, _ = registers.shape
             row = _row_address(refs, source[place], index[place], all_present)
             column = arith.addi(column, mgpu.c(start, column.type))
             loaded = _load(*row, column, halves * length)

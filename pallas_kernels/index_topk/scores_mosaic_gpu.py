@@ -140,10 +140,7 @@ def _score_kernel(
     scores,
     queries_smem,
     queries_ready,
-    keys_smem=None,
-    products_tmem=None,
-    products_ready=None,
-    *,
+    *operands_in_memory,
     shapes: _Shapes,
     tiling: Tiling,
     core: TensorCore,
@@ -215,6 +212,7 @@ def _score_kernel(
         if not core.has_memory:
             operand = left_operand.from_rows(keys, s.key_layout)
             return mosaic.multiply([(operand, queries_smem.transpose((1, 0)))])
+        keys_smem, products_tmem, products_ready = operands_in_memory
         mosaic.store(keys_smem.at[group], keys, s.key_layout)
         plgpu.commit_smem()
         mine = products_tmem.at[:, pl.ds(group * HEADS, HEADS)]

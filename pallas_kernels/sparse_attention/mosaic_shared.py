@@ -152,7 +152,7 @@ class Shapes:
 
     def fetch_scales(self, sources, source, index, chunks):
         """The words of scales that chunks of the named rows need, by plane and number."""
-        words = {self.scale_word(chunk) for chunk in chunks} - {None}
+        words = {word for chunk in chunks if (word := self.scale_word(chunk)) is not None}
         return {
             f"{name} {number}": mosaic.gather_words(sources[name], source, index, word=number)
             for name, number in sorted(words)
