@@ -88,12 +88,12 @@ def gather_rows(
         source = source.broadcast_in_dim(shape, (0,), tiled).registers
         registers = np.empty(index.shape, dtype=object)
         length = tiled.vector_length
+        *_, halves, _ = tiled.registers_shape(shape)
         columns = tiled.thread_idxs(shape)
         for place, (_, column) in zip(np.ndindex(index.shape), columns, strict=True):
             *tile, half, _ = place
             if half:  # loaded together with its left neighbour
                 continue
-            *_, halves, _ = registers.shape
             row = _row_address(refs, source[place], index[place], all_present)
             column = arith.addi(column, mgpu.c(start, column.type))
             loaded = _load(*row, column, halves * length)

@@ -38,21 +38,15 @@ from jax.experimental.pallas import mosaic_gpu
 
 from pallas_kernels import mosaic
 from pallas_kernels.backend import interpreting
-from pallas_kernels.sparse_attention.mosaic_shared import (
+from pallas_kernels.sparse_attention.kernel_launch import (
     FLOOR,
-    GROUP,
-    HEADS,
     LOG2_E,
-    TILE,
-    Inputs,
-    Ref,
-    Shapes,
     as_bf16,
-    gather_keys,
     inverse_total,
-    load_queries,
+    launch,
 )
-from pallas_kernels.sparse_attention.mosaic_shared import sparse_attention as shared_attention
+from pallas_kernels.sparse_attention.kernel_loads import Inputs, Ref, gather_keys, load_queries
+from pallas_kernels.sparse_attention.kernel_shapes import GROUP, HEADS, TILE, Shapes
 
 plgpu: Any = mosaic_gpu  # whose annotations describe its insides and not what callers may do
 
@@ -230,6 +224,6 @@ def _scratch_types(dim: int, dtype: Any) -> list[Any]:
 
 
 sparse_attention = functools.partial(
-    shared_attention, _attention_kernel, _scratch_types, 1 + GATHERERS, CORES
+    launch, _attention_kernel, _scratch_types, 1 + GATHERERS, CORES
 )
 """See `op.sparse_attention`."""

@@ -18,9 +18,9 @@ from pallas_kernels.checks import (
 )
 from pallas_kernels.formats import Codec, Planes
 from pallas_kernels.sparse_attention import (
+    kernel_shapes,
     mosaic_blackwell,
-    mosaic_gpu,
-    mosaic_shared,
+    mosaic_hopper,
     reference,
 )
 
@@ -28,7 +28,7 @@ from pallas_kernels.sparse_attention import (
 def choose_kernel() -> ModuleType:
     """The Mosaic GPU kernel for the GPU at hand; Hopper's in the interpreter."""
     capability = compute_capability()
-    return mosaic_blackwell if capability is not None and capability[0] == 10 else mosaic_gpu
+    return mosaic_blackwell if capability is not None and capability[0] == 10 else mosaic_hopper
 
 
 def _run_kernel(*arguments: Any, **named: Any) -> jax.Array:
@@ -109,7 +109,7 @@ def sparse_attention(
         check_codec("pool", pool, codec, queries.shape[-1])
         check_same_length("T", queries=queries, selected=selected)
         check_indices(selected=selected, block_table=block_table)
-    obstacle = mosaic_shared.find_obstacle(queries, ring, codec)
+    obstacle = kernel_shapes.find_obstacle(queries, ring, codec)
     if backend == Backend.MOSAIC_GPU and obstacle is not None:
         raise NotImplementedError(
             f"'mosaic_gpu' sparse_attention {obstacle}; pass backend='reference'"

@@ -11,7 +11,7 @@ import pytest
 from helpers import attention_cases, inputs
 from helpers.attention_cases import Sizes
 from pallas_kernels import Backend, get_cache_format, sparse_attention
-from pallas_kernels.sparse_attention import mosaic_blackwell, mosaic_gpu, mosaic_shared, op
+from pallas_kernels.sparse_attention import kernel_shapes, mosaic_blackwell, mosaic_hopper, op
 
 SIZES = Sizes(
     dim=256,
@@ -35,7 +35,7 @@ exponential of the GPU and a logit's sum of C products in f32 add some 2^-20. Ke
 """
 
 
-@pytest.fixture(params=[mosaic_gpu, mosaic_blackwell], ids=["hopper", "blackwell"])
+@pytest.fixture(params=[mosaic_hopper, mosaic_blackwell], ids=["hopper", "blackwell"])
 def kernel(request, lane, monkeypatch):
     """The kernel for a kind of GPU: in the interpreter, or on a GPU of that kind.
 
@@ -76,8 +76,8 @@ def test_the_largest_heads_and_two_programs_of_them(kernel):
 
 
 def split_into(splits, monkeypatch):
-    tiling = mosaic_shared.Tiling(splits=splits)
-    monkeypatch.setattr(mosaic_shared, "choose_tiling", lambda *_: tiling)
+    tiling = kernel_shapes.Tiling(splits=splits)
+    monkeypatch.setattr(kernel_shapes, "choose_tiling", lambda *_: tiling)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3])

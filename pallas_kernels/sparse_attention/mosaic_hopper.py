@@ -30,21 +30,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.sparse_attention.mosaic_shared import (
+from pallas_kernels.sparse_attention.kernel_launch import (
     FLOOR,
-    GROUP,
-    HEADS,
     LOG2_E,
-    TILE,
-    Inputs,
-    Ref,
-    Shapes,
     as_bf16,
-    gather_keys,
     inverse_total,
-    load_queries,
+    launch,
 )
-from pallas_kernels.sparse_attention.mosaic_shared import sparse_attention as shared_attention
+from pallas_kernels.sparse_attention.kernel_loads import Inputs, Ref, gather_keys, load_queries
+from pallas_kernels.sparse_attention.kernel_shapes import GROUP, HEADS, TILE, Shapes
 
 GATHERERS, CORES = 1, 132
 REGISTERS = (192, 120)
@@ -230,6 +224,6 @@ def _scratch_types(dim: int, dtype: Any) -> list[Any]:
 
 
 sparse_attention = functools.partial(
-    shared_attention, _attention_kernel, _scratch_types, 2 + GATHERERS, CORES
+    launch, _attention_kernel, _scratch_types, 2 + GATHERERS, CORES
 )
 """See `op.sparse_attention`."""

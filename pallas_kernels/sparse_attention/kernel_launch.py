@@ -1,0 +1,159 @@
+"""How a kernel of sparse attention is launched, and how splits' sums become an output.
+
+Both kinds of GPU share it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.formats import Codec, Planes
+from pallas_kernels.sparse_attention import kernel_shapes
+from pallas_kernels.sparse_attention.kernel_loads import Inputs
+from pallas_kernels.sparse_attention.kernel_shapes import HEADS, TILE, Shapes, Tiling
+
+LOG2_E = math.log2(math.e)
+FLOOR = np.float32(-1e30)
+"""Below any logit, and finite: a difference of two such maxima is not NaN."""
+
+
+def as_bf16(values: jax.Array, dtype: Any) -> jax.Array:
+    """f32 -> the bits of their bf16, as an array of a 16-bit dtype."""
+    rounded = values.astype(jnp.bfloat16)
+    return rounded if dtype == jnp.bfloat16 else lax.bitcast_convert_type(rounded, dtype)
+
+
+def inverse_total(largest: jax.Array, total: jax.Array, sink: jax.Array) -> jax.Array:
+    """1 / (sum of weights and sink), relative to the largest; 0 where there is neither."""
+    sink = sink * LOG2_E
+    top = jnp.maximum(largest, jnp.maximum(sink, FLOOR))
+    scale = jnp.exp2(largest - top)
+    whole = total * scale + jnp.exp2(sink - top)
+    return jnp.where(whole > 0, scale / jnp.where(whole > 0, whole, 1.0), 0.0)
+
+
+def launch(
+    kernel: Callable[..., None],
+    scratch_types: Callable[[int, Any], Sequence[Any]],
+    num_threads: int,
+    num_cores: int,
+    queries: jax.Array,
+    sink: jax.Array,
+    ring: Planes,
+    rows: Planes,
+    pool: Planes | None,
+    block_table: jax.Array,
+    selected: jax.Array | None,
+    *,
+    request_ids: jax.Array,
+    slots: jax.Array,
+    positions: jax.Array,
+    lengths: jax.Array,
+    layer: jax.Array,
+    codec: Codec,
+    scale: float,
+    tiling: Tiling | None = None,
+) -> jax.Array:
+    """Runs a kernel on the arguments of `op.sparse_attention`.
+
+    The kernel has the axes token, head, split and warpgroup, `num_threads` of the last, and takes
+    `Inputs`, outputs, scratch of `scratch_types(C, dtype)` and `shapes=`. Its output is the bits of
+    bf16[T, H, C] in the dtype of products, which is that of shared memory; with more than one split
+    f32[S, T, H, C], sums, and f32[S, T, 2, H], largest logit and sum of weights.
+    """
+    num_tokens, num_heads, dim = queries.shape
+    names = tuple(sorted(ring))
+    num_slots, window = ring[names[0]].shape[1:3]
+    if pool is None or selected is None:
+        pool, selected = ring, jnp.zeros((num_tokens, 0), jnp.int32)
+    num_blocks, entries_per_block = pool[names[0]].shape[1:3]
+    padding = -selected.shape[1] % TILE
+    selected = jnp.pad(selected, ((0, 0), (0, padding)), constant_values=-1)
+    shapes = Shapes(
+        num_heads=num_heads,
+        dim=dim,
+        window=window,
+        num_slots=num_slots,
+        num_entries=selected.shape[1],
+        num_blocks=num_blocks,
+        entries_per_block=entries_per_block,
+        table_width=block_table.shape[1],
+        scale=scale,
+        codec=codec,
+        planes=tuple((name, math.prod(ring[name].shape[3:])) for name in names),
+    )
+    num_programs = num_tokens * num_heads // HEADS
+    tiling = tiling or kernel_shapes.choose_tiling(num_programs, shapes.num_tiles, num_cores, dim)
+    shapes = dataclasses.replace(shapes, splits=tiling.splits)
+
+    out_type = [jax.ShapeDtypeStruct(queries.shape, shapes.dtype)]
+    if tiling.splits > 1:
+        out_type = [
+            jax.ShapeDtypeStruct((tiling.splits, *queries.shape), jnp.float32),
+            jax.ShapeDtypeStruct((tiling.splits, num_tokens, 2, num_heads), jnp.float32),
+        ]
+    planes = [
+        *[_rows_of(ring[name], 3) for name in names],
+        *[_rows_of(rows[name], 1) for name in names],
+        *[_rows_of(pool[name], 3) for name in names],
+    ]
+
+    def sparse_attention_kernel(*refs):
+        arrays, refs = refs[:9], refs[9:]
+        planes = [refs[i * len(names) : (i + 1) * len(names)] for i in range(3)]
+        refs = refs[3 * len(names) :]
+        outputs, scratch = refs[: len(out_type)], refs[len(out_type) :]
+        kernel(Inputs(*arrays, *planes), outputs, scratch, shapes=shapes)
+
+    out = plgpu.kernel(
+        sparse_attention_kernel,
+        out_type=out_type,
+        grid=(num_tokens, num_heads // HEADS, tiling.splits),
+        grid_names=("token", "head", "split"),
+        num_threads=num_threads,
+        thread_name="warpgroup",
+        scratch_types=scratch_types(dim, shapes.dtype),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+    )(
+        queries.reshape(-1, dim),
+        sink,
+        selected if shapes.num_entries else jnp.zeros((num_tokens, TILE), jnp.int32),
+        block_table.reshape(-1, 1),
+        request_ids,
+        slots,
+        positions,
+        lengths,
+        layer[None],
+        *planes,
+    )
+    if tiling.splits == 1:
+        return lax.bitcast_convert_type(out[0], queries.dtype)
+    sums, statistics = out
+    return _combine(sums, statistics, sink).astype(queries.dtype)
+
+
+def _rows_of(plane: jax.Array, lead: int) -> jax.Array:
+    """[..., n], with `lead` leading axes, as [R, n]; n = 1 for a plane of scalars."""
+    return plane.reshape(math.prod(plane.shape[:lead]), -1)
+
+
+def _combine(sums: jax.Array, statistics: jax.Array, sink: jax.Array) -> jax.Array:
+    """Adds up splits: f32[S, T, H, C] and f32[S, T, 2, H], largest logit and sum of weights."""
+    largest, total = statistics[:, :, 0], statistics[:, :, 1]
+    sink = (sink * LOG2_E)[None, :]
+    top = jnp.maximum(jnp.max(largest, axis=0), jnp.maximum(sink, FLOOR))
+    scale = jnp.exp2(largest - top[None])
+    whole = jnp.sum(total * scale, axis=0) + jnp.exp2(sink - top)
+    factor = scale / jnp.where(whole > 0, whole, 1.0)[None]
+    return jnp.sum(sums * factor[..., None], axis=0)
