@@ -214,6 +214,16 @@ class DSV4Config:
         )
 
     @classmethod
+    def flash_slim(cls) -> DSV4Config:
+        """Flash in every layer and shape, but 8 routed experts: one GPU holds it in bf16, 32 GB."""
+        return dataclasses.replace(cls.flash(), num_routed_experts=8)
+
+    @classmethod
+    def pro_slim(cls) -> DSV4Config:
+        """Pro in every layer and shape, but 8 routed experts: one GPU holds it in bf16, 115 GB."""
+        return dataclasses.replace(cls.pro(), num_routed_experts=8)
+
+    @classmethod
     def tiny(cls) -> DSV4Config:
         """Every part of the model at sizes for a laptop and CI: 7 layers, 1 M parameters."""
         return dataclasses.replace(
