@@ -37,12 +37,14 @@ from dsv4_jax.layer_schedule import (
 )
 from dsv4_jax.model.checkpoint import SHIPPED_CHECKPOINT, load_checkpoint, save_checkpoint
 from dsv4_jax.model.draft import forward_draft
-from dsv4_jax.model.params import DSV4Params, init_params, param_shapes
+from dsv4_jax.model.params import DSV4Params, init_params, param_shapes, unstack_layers
 from dsv4_jax.model.transformer import forward, forward_streams
+from dsv4_jax.runtime import XLA_GPU_FLAGS, set_xla_flags, use_compilation_cache
 
 __all__ = [
     "BLOCK_SIZE_ORIGINAL_TOKENS",
     "SHIPPED_CHECKPOINT",
+    "XLA_GPU_FLAGS",
     "AttentionType",
     "CallIndices",
     "ClassicalView",
@@ -95,6 +97,9 @@ __all__ = [
     "sample",
     "save_checkpoint",
     "select_by_score",
+    "set_xla_flags",
     "stage_step",
+    "unstack_layers",
     "update_slots",
+    "use_compilation_cache",
 ]

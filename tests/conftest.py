@@ -12,6 +12,7 @@ from helpers import gpu_results
 
 
 def pytest_configure(config):
+    jax.config.update("jax_enable_compilation_cache", False)  # no test depends on an earlier run
     if gpu_results.VARIABLE in os.environ:
         config.pluginmanager.register(gpu_results.Counts())
 

@@ -4,8 +4,8 @@ import ast
 import pathlib
 
 ROOT = pathlib.Path(__file__).parents[1]
-ROOMS = ["config", "cache", "attention", "model", "engine", "cli"]
-FIRST = {"config", "config_json", "layer_schedule"}
+ROOMS = ["config", "cache", "attention", "model", "engine", "bench", "cli"]
+FIRST = {"config", "config_json", "layer_schedule", "runtime"}
 
 
 def imported_modules(path):

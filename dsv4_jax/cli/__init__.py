@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 
-from dsv4_jax.cli import generate, plan
+from dsv4_jax.cli import bench, generate, plan
+from dsv4_jax.runtime import set_xla_flags, use_compilation_cache
 
-_COMMANDS = {"generate": generate, "plan": plan}
+_COMMANDS = {"generate": generate, "plan": plan, "bench": bench}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,6 +21,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         summary = (module.__doc__ or "").split("\n")[0]
         module.add_arguments(commands.add_parser(name, help=summary, description=summary))
     args = parser.parse_args(argv)
+    use_compilation_cache()
+    with contextlib.suppress(RuntimeError):  # JAX runs already, in the process that calls this
+        set_xla_flags()
     try:
         return _COMMANDS[args.command].run(args)
     except (ValueError, FileNotFoundError) as error:

@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import pathlib
 
 from dsv4_jax.cache.model_cache import ModelCache, cache_shapes, tree_bytes
 from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
-from dsv4_jax.config import DSV4Config
+from dsv4_jax.cli.presets import PRESETS, read_config
 from dsv4_jax.model.params import param_shapes
 from pallas_kernels.formats import CACHE_FORMATS
 
-_PRESETS = {"flash": DSV4Config.flash, "pro": DSV4Config.pro, "tiny": DSV4Config.tiny}
 _MIB = 2**20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
-    parser.add_argument("config", help=f"{', '.join(_PRESETS)}, or a checkpoint directory")
+    parser.add_argument("config", help=f"{', '.join(PRESETS)}, or a checkpoint directory")
     parser.add_argument("--context", type=int, default=131_072, help="tokens per request")
     parser.add_argument("--requests", type=int, default=1, help="requests at once")
     parser.add_argument("--cache-format", choices=CACHE_FORMATS, default=DEFAULT_CACHE_FORMAT)
@@ -33,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan."""
-    config = _config(args.config)
+    config = read_config(args.config)
     size = {"max_requests": args.requests, "max_context_tokens": args.context}
     cache = cache_shapes(config, cache_format=args.cache_format, **size)
     trunk = cache_shapes(
@@ -80,11 +78,3 @@ def family_bytes(cache: ModelCache) -> dict[str, int]:
         sizes[f"{attn} compressor state"] = tree_bytes((pool.tail, pool.running))
         sizes[f"{attn} indexer state"] = tree_bytes(pool.index_tail)
     return sizes
-
-
-def _config(name: str) -> DSV4Config:
-    if name in _PRESETS:
-        return _PRESETS[name]()
-    if not pathlib.Path(name).exists():
-        raise ValueError(f"config must be one of {list(_PRESETS)} or a directory, got {name!r}")
-    return DSV4Config.from_hf(name)

@@ -291,7 +291,7 @@ def _read_leaves(
 
 
 def _check_experts(name: str, table: np.ndarray, shapes: DSV4Params) -> None:
-    num_experts = next(iter(shapes.layers.values())).ffn.gate.shape[-2]
+    num_experts = next(iter(shapes.stacked_layers.values())).ffn.gate.shape[-2]
     if table.min() < 0 or table.max() >= num_experts:
         raise ValueError(
             f"{name} must hold experts 0..{num_experts - 1}, got {table.min()}..{table.max()}"

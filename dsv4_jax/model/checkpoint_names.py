@@ -123,7 +123,7 @@ def all_targets(config: DSV4Config, shapes: DSV4Params) -> dict[str, Target]:
         targets[name] = Target(leaf, (), get_leaf(shapes, leaf).shape)
     for spec in layer_schedule(config):
         prefix = f"layers.{spec.layer_idx}."
-        root, layer = f"layers.{spec.kind}.", shapes.layers[spec.kind]
+        root, layer = f"layers.{spec.kind}.", shapes.stacked_layers[spec.kind]
         for name, leaf, index, shape in _layer_targets(layer, (spec.kind_idx,)):
             targets[prefix + name] = Target(root + leaf, index, shape)
     if shapes.mtp is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, cast
 
@@ -100,7 +101,8 @@ class DSV4Params:
 
     Attributes:
       embed: [V, D].
-      layers: by kind (`LayerSpec.kind`), every leaf stacked over the layers of that kind.
+      layers: by kind (`LayerSpec.kind`), every leaf stacked over the layers of that kind; or, after
+        `unstack_layers`, a tuple of that kind's layers.
       hc_head: the collapse of the streams before the head.
       norm: [D].
       head: [V, D].
@@ -108,7 +110,7 @@ class DSV4Params:
     """
 
     embed: jax.Array
-    layers: dict[str, LayerParams]
+    layers: dict[str, LayerParams | tuple[LayerParams, ...]]
     hc_head: StreamMixParams
     norm: jax.Array
     head: jax.Array
@@ -119,9 +121,67 @@ class DSV4Params:
         """The dtype of activations."""
         return self.embed.dtype
 
+    @property
+    def stacked_layers(self) -> dict[str, LayerParams]:
+        """`layers`, every kind stacked.
+
+        Raises:
+          ValueError: `unstack_layers` has taken them apart.
+        """
+        stacked = {k: v for k, v in self.layers.items() if not isinstance(v, tuple)}
+        if len(stacked) < len(self.layers):
+            raise ValueError("params must have stacked layers; pass them before unstack_layers")
+        return stacked
+
     def layer(self, spec: LayerSpec) -> LayerParams:
         """The parameters of one trunk layer."""
-        return jax.tree.map(lambda leaf: leaf[spec.kind_idx], self.layers[spec.kind])
+        return layer_of(self.layers[spec.kind], spec.kind_idx)
+
+
+def layer_of(layers: LayerParams | tuple[LayerParams, ...], index: int | jax.Array) -> LayerParams:
+    """One layer of a kind; `index` must be static where the layers are a tuple."""
+    if isinstance(layers, tuple):
+        assert isinstance(index, int)
+        return layers[index]
+    return jax.tree.map(lambda leaf: leaf[index], layers)
+
+
+def unstack_layers(params: DSV4Params, *, donate: bool = False) -> DSV4Params:
+    """Gives every layer arrays of its own, so that the step unrolls the layers.
+
+    A matrix product on a GPU reads its weights where they lie, but not out of a stack: XLA copies
+    a layer of a stack first, which trebles the bytes of a decode step. Stacked layers are scanned,
+    which compiles faster, and is what a CPU and small models want.
+
+    Args:
+      params: of the model, or their shapes; layers that are separate already stay.
+      donate: whether the stacks are freed on the way, one leaf after the other, so that no more
+        than one is there twice.
+
+    Returns:
+      The same parameters; `layers` holds tuples.
+    """
+
+    def unstack(stack: Any) -> list[Any]:
+        if isinstance(stack, jax.ShapeDtypeStruct):
+            return [jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype)] * stack.shape[0]
+        layers = [stack[i] for i in range(stack.shape[0])]
+        if donate:
+            jax.block_until_ready(layers)
+            stack.delete()
+        return layers
+
+    layers: dict[str, LayerParams | tuple[LayerParams, ...]] = {}
+    for kind, stacked in params.layers.items():
+        if isinstance(stacked, tuple):
+            layers[kind] = stacked
+            continue
+        leaves, treedef = jax.tree.flatten(stacked)
+        columns = [unstack(leaf) for leaf in leaves]
+        layers[kind] = tuple(
+            jax.tree.unflatten(treedef, list(row)) for row in zip(*columns, strict=True)
+        )
+    return dataclasses.replace(params, layers=layers)
 
 
 def param_shapes(config: DSV4Config, dtype: Any = jnp.float32) -> DSV4Params:
@@ -199,15 +259,22 @@ def _init_leaf(
         return jnp.asarray(np.argsort(noise, axis=-1)[..., : leaf.shape[-1]], leaf.dtype)
     if name == "scale":
         return jnp.asarray(host.uniform(0.5, 1.5, leaf.shape), leaf.dtype)
-    mean, spread = (1.0, 0.2) if "norm" in name else (0.0, 1.0)
-    if name in ("base", "attn_sink", "bias"):
-        spread = 0.5
-    elif "norm" not in name and name not in ("ape", "embed"):
-        spread = leaf.shape[-1] ** -0.5
+    mean, spread = leaf_spread(name, leaf.shape)
     if math.prod(leaf.shape) > _HOST_SIZE:
         return (mean + spread * jax.random.normal(key, leaf.shape)).astype(leaf.dtype)
     noise = host.standard_normal(leaf.shape, np.float32)
     return jnp.asarray(mean + np.float32(spread) * noise, leaf.dtype)
+
+
+def leaf_spread(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
+    """Mean and standard deviation that `init_params` gives a leaf of that name and shape."""
+    if name == "scale":
+        return 1.0, 0.3
+    if "norm" in name:
+        return 1.0, 0.2
+    if name in ("base", "attn_sink", "bias"):
+        return 0.0, 0.5
+    return 0.0, 1.0 if name in ("ape", "embed") else shape[-1] ** -0.5
 
 
 def _stack(shapes: LayerParams, count: int) -> LayerParams:

@@ -22,7 +22,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.layer_schedule import AttentionType, Segment, layer_schedule, split_into_segments
 from dsv4_jax.model.layers import collapse_streams, read_streams, write_streams
 from dsv4_jax.model.moe import mixture_of_experts
-from dsv4_jax.model.params import DSV4Params, LayerParams, StreamMixParams
+from dsv4_jax.model.params import DSV4Params, LayerParams, StreamMixParams, layer_of
 from pallas_kernels.formats import get_cache_format
 from pallas_kernels.rotary import rms_norm
 
@@ -148,7 +148,8 @@ def run_layers(
 ) -> tuple[ModelCache, dict[str, CallRows] | None, jax.Array]:
     """The trunk on a cache: every layer appends, flushes and attends.
 
-    Layers of a repeating pattern are scanned, with the cache in the carry.
+    Layers of a repeating pattern are scanned, with the cache in the carry; layers that have arrays
+    of their own (`unstack_layers`) are unrolled.
 
     Args:
       params: of the model.
@@ -179,11 +180,13 @@ def _run_segment(
     config: DSV4Config,
     carry: Carry,
 ) -> Carry:
+    stacked = not any(isinstance(params.layers[spec.kind], tuple) for spec in segment.pattern)
+
     def run_pattern(carry: Carry, copy: jax.Array | int) -> tuple[Carry, None]:
         for spec in segment.pattern:
             kind_idx = spec.kind_idx + copy * segment.kind_stride(spec)
             family_idx = spec.family_idx + copy * segment.family_stride(spec)
-            layer = jax.tree.map(lambda leaf, i=kind_idx: leaf[i], params.layers[spec.kind])
+            layer = layer_of(params.layers[spec.kind], kind_idx)
             cache, staged, streams = carry
             handle = cache.layer(spec.attn, family_idx, call)
             with jax.named_scope(spec.kind):
@@ -191,8 +194,10 @@ def _run_segment(
             carry = (*keep(cache, staged, handle), streams)
         return carry, None
 
-    if segment.repeats == 1:
-        return run_pattern(carry, 0)[0]
+    if segment.repeats == 1 or not stacked:
+        for copy in range(segment.repeats):
+            carry = run_pattern(carry, copy)[0]
+        return carry
     return jax.lax.scan(run_pattern, carry, jnp.arange(segment.repeats))[0]
 
 

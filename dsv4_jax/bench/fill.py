@@ -1,0 +1,125 @@
+"""Fills a cache to a context without running the model: random contents, valid in every family."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv4_jax.bench.noise import uniform
+from dsv4_jax.cache.model_cache import ModelCache, init_cache
+from dsv4_jax.cache.paged_cache import PagedKVPool
+from dsv4_jax.cache.state_cache import StateCachePool
+from dsv4_jax.config import DSV4Config
+from pallas_kernels.formats import Codec, Planes
+
+_CHUNK_ELEMENTS = 2**26  # f32 elements encoded at once: 256 MiB
+
+
+def filled_cache(
+    config: DSV4Config,
+    *,
+    length_tokens: np.ndarray,
+    max_context_tokens: int,
+    cache_format: str,
+    seed: int = 0,
+) -> ModelCache:
+    """A cache as after `length_tokens` tokens of each request, with random contents.
+
+    Entries and index keys are random vectors, encoded by the cache format itself; so no code is a
+    NaN and scales fit their codes. Blocks of a request lie anywhere in the pool, none twice.
+
+    Args:
+      config: the model.
+      length_tokens: i32[NS], tokens of each slot.
+      max_context_tokens: longest context of a request, in tokens.
+      cache_format: name of the storage format.
+      seed: of all draws.
+
+    Raises:
+      ValueError: a length is below 0 or above `max_context_tokens`.
+    """
+    lengths = np.asarray(length_tokens, np.int32)
+    if lengths.ndim != 1 or lengths.min() < 0 or lengths.max() > max_context_tokens:
+        raise ValueError(
+            f"length_tokens must be i32[NS] in 0..{max_context_tokens}, got {length_tokens}"
+        )
+    cache = init_cache(
+        config,
+        max_requests=lengths.shape[0],
+        max_context_tokens=max_context_tokens,
+        cache_format=cache_format,
+    )
+    table = np.random.default_rng(seed).permutation(cache.block_table.size)
+    state = {attn: _fill_state(pool, np.uint32(seed)) for attn, pool in cache.state.items()}
+    paged = {attn: _fill_paged(pool, np.uint32(seed)) for attn, pool in cache.paged.items()}
+    return dataclasses.replace(
+        cache,
+        state=state,
+        paged=paged,
+        length_tokens=jnp.asarray(lengths),
+        block_table=jnp.asarray(table.reshape(cache.block_table.shape), jnp.int32),
+    )
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _fill_paged(pool: PagedKVPool, seed: jax.Array) -> PagedKVPool:
+    schema = pool.schema
+    fmt = schema.format
+    entries = _fill_planes(
+        pool.entries, fmt.entry, schema.entry_head_dim, schema.rope_dim, seed + np.uint32(1)
+    )
+    index_keys = pool.index_keys
+    if index_keys is not None:
+        index_keys = _fill_planes(
+            index_keys, fmt.index_key, schema.indexer_head_dim, 0, seed + np.uint32(2)
+        )
+    return dataclasses.replace(pool, entries=entries, index_keys=index_keys)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _fill_state(pool: StateCachePool, seed: jax.Array) -> StateCachePool:
+    schema = pool.schema
+    window = _fill_planes(
+        pool.window,
+        schema.format.entry,
+        schema.entry_head_dim,
+        schema.rope_dim,
+        seed + np.uint32(3),
+    )
+
+    def fill(array: jax.Array) -> jax.Array:
+        return uniform(array.shape, seed + np.uint32(array.shape[-1]))
+
+    tails = jax.tree.map(fill, (pool.tail, pool.index_tail))
+    running = pool.running
+    if running is not None:  # largest score, sum of exponentials (1 or more), sum times a value
+        largest, total, value = (fill(running[:, :, row]) for row in range(3))
+        total = 1 + jnp.abs(total)
+        running = jnp.stack([largest, total, total * value], axis=2)
+    return dataclasses.replace(
+        pool, window=window, tail=tails[0], index_tail=tails[1], running=running
+    )
+
+
+def _fill_planes(planes: Planes, codec: Codec, dim: int, rope_dim: int, seed: jax.Array) -> Planes:
+    """Planes [L, A, B, ...] of random vectors, some of the A at a time, in place."""
+    num_layers, count, rows = jax.tree.leaves(planes)[0].shape[:3]
+    chunk = max(1, min(count, _CHUNK_ELEMENTS // (rows * dim)))
+    num_chunks = -(-count // chunk)
+
+    def body(i: jax.Array, planes: Planes) -> Planes:
+        layer, first = i // num_chunks, i % num_chunks * chunk
+        vectors = uniform((chunk, rows, dim), seed * np.uint32(31) + i.astype(jnp.uint32))
+        encoded = codec.encode(vectors, rope_dim)
+
+        def write(plane: jax.Array, new: jax.Array) -> jax.Array:
+            start = (layer, jnp.minimum(first, count - chunk), *[0] * (plane.ndim - 2))
+            return jax.lax.dynamic_update_slice(plane, new[None].astype(plane.dtype), start)
+
+        return {name: write(plane, encoded[name]) for name, plane in planes.items()}
+
+    return jax.lax.fori_loop(0, num_layers * num_chunks, body, planes)

@@ -1,0 +1,161 @@
+"""What a decode step cannot do without: bytes that must move and operations that must be made.
+
+Source: deepseek_v4.md section 7; bytes per entry are those of the arrays that `init_cache` makes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from dsv4_jax.cache.schema import LayerCacheSchema, build_schema
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.layer_schedule import AttentionType, LayerSpec, layer_schedule
+from dsv4_jax.model.params import LayerParams, param_shapes
+
+BANDWIDTH = 4.3e12
+"""Bytes per second that a copy reaches on an H200, read and written together."""
+BF16_FLOPS = 820e12
+"""Operations per second that bf16 matrix products reach on an H200."""
+FP8_FLOPS = 1600e12
+"""Likewise in FP8."""
+LAUNCH_S = 8e-6
+"""Seconds allowed for each launch of our kernels."""
+
+_ACTIVATION = 2  # bytes of bf16
+_F32 = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One op of one layer.
+
+    Attributes:
+      name: of the op.
+      num_bytes: read and written.
+      flops: of its matrix products.
+      rate: operations per second those can reach.
+    """
+
+    name: str
+    num_bytes: float
+    flops: float = 0.0
+    rate: float = BF16_FLOPS
+
+    @property
+    def floor_s(self) -> float:
+        """The larger of what the bytes and what the products take."""
+        return max(self.num_bytes / BANDWIDTH, self.flops / self.rate)
+
+
+def cache_work(
+    config: DSV4Config, spec: LayerSpec, *, batch: int, context: int, cache_format: str
+) -> list[Work]:
+    """The cache-dependent ops of one layer in one decode step, from append to attention.
+
+    Args:
+      config: the model.
+      spec: the layer.
+      batch: B, requests.
+      context: tokens of each request, the step's own included.
+      cache_format: name of the storage format.
+    """
+    schema = build_schema(config, spec, cache_format)
+    entry, key = _entry_bytes(schema)
+    rate, dim = schema.compression_ratio, schema.entry_head_dim
+    streams = 2 if spec.attn == AttentionType.CSA else 1
+    entries = context // rate if spec.attn != AttentionType.SWA else 0
+    selected = min(entries, schema.indexer_top_k) if spec.attn == AttentionType.CSA else entries
+    appended = entry + dim * _ACTIVATION
+    works = []
+    flushed = 0.0
+    if spec.attn == AttentionType.CSA:
+        index_dim = schema.indexer_head_dim
+        appended += 2 * 2 * streams * (dim + index_dim) * _F32  # values and scores, in and out
+        flushed = (2 * 2 * rate * (dim + index_dim) * _F32 + entry + key) / rate
+    elif spec.attn == AttentionType.HCA:
+        appended += (2 + 2 * 3) * dim * _F32  # values and scores in, the pool in and out
+        flushed = (3 * dim * _F32 + entry) / rate
+    works.append(Work("append", batch * appended))
+    if flushed:
+        works.append(Work("flush", batch * flushed))
+    if spec.attn == AttentionType.CSA and entries > schema.indexer_top_k:
+        heads, index_dim = config.indexer_num_heads, schema.indexer_head_dim
+        works.append(
+            Work(
+                "index",
+                batch * (entries * key + heads * index_dim + selected * _F32),
+                batch * entries * (2 * heads * index_dim + 3 * heads),
+                FP8_FLOPS,
+            )
+        )
+    keys = min(context, schema.swa_window_size) + selected
+    queries = 2 * config.num_attention_heads * dim * _ACTIVATION  # and as much output
+    works.append(
+        Work(
+            "attention",
+            batch * (keys * entry + queries),
+            batch * 4 * config.num_attention_heads * dim * keys,
+        )
+    )
+    return works
+
+
+def step_cache_work(
+    config: DSV4Config, *, batch: int, context: int, cache_format: str
+) -> dict[str, Work]:
+    """`cache_work` of all layers, summed by attention type and op: `csa index`."""
+    total: dict[str, Work] = {}
+    for spec in layer_schedule(config):
+        layer = cache_work(config, spec, batch=batch, context=context, cache_format=cache_format)
+        for work in layer:
+            name = f"{spec.attn} {work.name}"
+            before = total.get(name, Work(name, 0.0, 0.0, work.rate))
+            total[name] = Work(
+                name, before.num_bytes + work.num_bytes, before.flops + work.flops, work.rate
+            )
+    return total
+
+
+def step_cache_floor_s(config: DSV4Config, *, batch: int, context: int, cache_format: str) -> float:
+    """Seconds of the cache-dependent part of a step, op by op and layer by layer."""
+    return sum(
+        work.floor_s
+        for spec in layer_schedule(config)
+        for work in cache_work(
+            config, spec, batch=batch, context=context, cache_format=cache_format
+        )
+    )
+
+
+def step_weight_bytes(config: DSV4Config, *, batch: int, dtype: str = "bfloat16") -> float:
+    """Bytes of weights that one step of `batch` tokens reads.
+
+    Of the embedding that is a row for each token, and of the routed experts those that are expected
+    to be picked when each token picks at random.
+    """
+    shapes = param_shapes(config, dtype)
+    picked = config.num_experts_per_token / config.num_routed_experts
+    expected = 1 - (1 - picked) ** batch
+    total = _tree_bytes((shapes.hc_head, shapes.norm, shapes.head))
+    total += batch * shapes.embed.shape[1] * shapes.embed.dtype.itemsize
+    for layers in shapes.layers.values():
+        assert isinstance(layers, LayerParams)
+        routed = _tree_bytes((layers.ffn.w1, layers.ffn.w2, layers.ffn.w3))
+        table = _tree_bytes(layers.ffn.tid2eid)
+        total += _tree_bytes(layers) - table - routed * (1 - expected)
+    return total
+
+
+def _entry_bytes(schema: LayerCacheSchema) -> tuple[int, int]:
+    """Bytes of an entry and of an index key in memory; 0 for a key there is none of."""
+    fmt = schema.format
+    entry = fmt.entry_bytes(schema.entry_head_dim, schema.rope_dim)
+    if not schema.indexer_head_dim:
+        return entry, 0
+    return entry, fmt.index_key_bytes(schema.indexer_head_dim)
+
+
+def _tree_bytes(tree: object) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -1,0 +1,190 @@
+"""Parts of a decode step, for timing: the cache-dependent ops alone, and the layers of one kind."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv4_jax.attention.rope import rope_frequencies
+from dsv4_jax.bench.noise import random_array
+from dsv4_jax.cache.call_rows import Projections
+from dsv4_jax.cache.flush import maybe_flush_csa, maybe_flush_hca
+from dsv4_jax.cache.handle import LayerCacheHandle
+from dsv4_jax.cache.model_cache import ModelCache
+from dsv4_jax.cache.step_input import StepInput
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.layer_schedule import AttentionType, layer_schedule
+from dsv4_jax.model.params import DSV4Params, layer_of
+from dsv4_jax.model.transformer import keep, run_block
+
+
+class AttentionInputs(NamedTuple):
+    """What the projections of a layer hand to its cache-dependent ops.
+
+    Attributes:
+      queries: [B, H, C].
+      kv: [B, C].
+      values: f32[B, 2 * C], the compressor's; HCA layers take the first C.
+      scores: f32[B, 2 * C].
+      index_values: f32[B, 2 * IC].
+      index_scores: f32[B, 2 * IC].
+      index_queries: f32[B, IH, IC].
+      index_weights: f32[B, IH].
+      norm: [C], of the compressor.
+      index_norm: [IC].
+      sink: f32[H].
+    """
+
+    queries: jax.Array
+    kv: jax.Array
+    values: jax.Array
+    scores: jax.Array
+    index_values: jax.Array
+    index_scores: jax.Array
+    index_queries: jax.Array
+    index_weights: jax.Array
+    norm: jax.Array
+    index_norm: jax.Array
+    sink: jax.Array
+
+
+def random_inputs(config: DSV4Config, batch: int, seed: int = 0) -> AttentionInputs:
+    """Inputs of unit variance; activations in bf16."""
+    heads, dim, index_dim = config.num_attention_heads, config.head_dim, config.indexer_head_dim
+    index_heads = config.indexer_num_heads
+    shapes = {
+        "queries": (batch, heads, dim),
+        "kv": (batch, dim),
+        "values": (batch, 2 * dim),
+        "scores": (batch, 2 * dim),
+        "index_values": (batch, 2 * index_dim),
+        "index_scores": (batch, 2 * index_dim),
+        "index_queries": (batch, index_heads, index_dim),
+        "index_weights": (batch, index_heads),
+        "norm": (dim,),
+        "index_norm": (index_dim,),
+        "sink": (heads,),
+    }
+    narrow = {"queries", "kv", "norm", "index_norm"}
+    return AttentionInputs(
+        **{
+            name: random_array(
+                np.uint32(seed * 100 + number),
+                np.float32(0),
+                np.float32(1),
+                shape=shape,
+                dtype=jnp.bfloat16 if name in narrow else jnp.float32,
+            )
+            for number, (name, shape) in enumerate(shapes.items())
+        }
+    )
+
+
+def cache_part(
+    cache: ModelCache, inputs: AttentionInputs, step_input: StepInput, *, config: DSV4Config
+) -> tuple[ModelCache, AttentionInputs]:
+    """All layers of a decode step without what does not touch the cache.
+
+    Each layer appends, flushes, selects and attends as the model's own layers do, but to given
+    inputs. The result of a layer is the next one's queries, so that layers follow one another as
+    in a step; no launch is spent on that.
+
+    Args:
+      cache: donate it.
+      inputs: of every layer.
+      step_input: as for `decode_step`.
+      config: the model.
+
+    Returns:
+      The cache, lengths advanced, and inputs whose queries are the last layer's result.
+    """
+    call = cache.index(step_input, max_row_tokens=1)
+    for spec in layer_schedule(config):
+        handle = cache.layer(spec.attn, spec.family_idx, call)
+        # Ties the inputs to the layer: equal ones would be encoded once for all.
+        handle, inputs = jax.lax.optimization_barrier((handle, inputs))
+        handle, attended = _attend(handle, inputs, config)
+        handle, attended = jax.lax.optimization_barrier((handle, attended))
+        cache = cache.with_layer(handle.commit())
+        inputs = inputs._replace(queries=attended)
+    slots = jnp.where(call.row_slots < 0, cache.max_requests, call.row_slots)
+    lengths = cache.length_tokens.at[slots].add(call.row_counts, mode="drop")
+    return dataclasses.replace(cache, length_tokens=lengths), inputs
+
+
+def layers_of_kind(
+    params: DSV4Params,
+    cache: ModelCache,
+    streams: jax.Array,
+    step_input: StepInput,
+    *,
+    kind: str,
+    count: int,
+    config: DSV4Config,
+) -> tuple[ModelCache, jax.Array]:
+    """The first layers of one kind, one after the other, as in a decode step.
+
+    Args:
+      params: of the model.
+      cache: donate it; its lengths stay.
+      streams: [B, S, D].
+      step_input: as for `decode_step`.
+      kind: as `LayerSpec.kind`.
+      count: how many layers.
+      config: the model.
+
+    Returns:
+      The cache, and the streams after the last of them.
+    """
+    call = cache.index(step_input, max_row_tokens=1)
+    specs = [spec for spec in layer_schedule(config) if spec.kind == kind]
+    for spec in specs[:count]:
+        layer = layer_of(params.layers[kind], spec.kind_idx)
+        handle = cache.layer(spec.attn, spec.family_idx, call)
+        handle, streams = run_block(layer, streams, step_input.token_ids, handle, config)
+        cache, _ = keep(cache, None, handle)
+    return cache, streams
+
+
+def _attend(
+    handle: LayerCacheHandle, inputs: AttentionInputs, config: DSV4Config
+) -> tuple[LayerCacheHandle, jax.Array]:
+    """One layer, from append to attention, as in `dsv4_jax.attention`."""
+    attn = handle.schema.attn_type
+    frequencies = rope_frequencies(config, attn)
+    if attn == AttentionType.SWA:
+        handle = handle.write_swa(inputs.kv)
+        return handle, handle.attend(inputs.queries, inputs.sink, None)
+    if attn == AttentionType.HCA:
+        dim = config.head_dim
+        rows = Projections(values=inputs.values[:, :dim], scores=inputs.scores[:, :dim])
+        handle = handle.write_swa(inputs.kv, compressor=rows)
+        handle = maybe_flush_hca(
+            handle,
+            handle.schema,
+            config.hca_compression_ratio,
+            norm=inputs.norm,
+            frequencies=frequencies,
+            eps=config.rms_norm_eps,
+        )
+        return handle, handle.attend(inputs.queries, inputs.sink, handle.all_visible())
+    handle = handle.write_swa(
+        inputs.kv,
+        compressor=Projections(values=inputs.values, scores=inputs.scores),
+        indexer=Projections(values=inputs.index_values, scores=inputs.index_scores),
+    )
+    handle = maybe_flush_csa(
+        handle,
+        handle.schema,
+        config.csa_compression_ratio,
+        norm=inputs.norm,
+        indexer_norm=inputs.index_norm,
+        frequencies=frequencies,
+        eps=config.rms_norm_eps,
+    )
+    selected = handle.select_entries(inputs.index_queries, inputs.index_weights)
+    return handle, handle.attend(inputs.queries, inputs.sink, selected)

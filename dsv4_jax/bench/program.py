@@ -1,0 +1,179 @@
+"""What a compiled program launches and what memory it takes, read from the compiler's own text."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from typing import Any
+
+import jax
+
+_OURS = ("mosaic_gpu", "__gpu$xla.gpu.triton", "triton_kernel_call")
+_FREE = {
+    "parameter",
+    "constant",
+    "get-tuple-element",
+    "tuple",
+    "bitcast",
+    "opt-barrier",
+    "after-all",
+    "partition-id",
+    "replica-id",
+    "add-dependency",
+    "async-done",
+    "async-update",
+    "copy-done",
+}
+"""Instructions that launch nothing of their own."""
+_CALLS = ("while", "call", "conditional", "async-start")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.-]+ = ")
+_OPCODE = re.compile(r" ([a-z][\w-]*)\(")
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{\s*$")
+
+
+@dataclasses.dataclass(frozen=True)
+class Launches:
+    """Launches of one run of a program, loops counted as often as they go round.
+
+    Attributes:
+      ours: kernels of `pallas_kernels`.
+      products: matrix products, of a library or fused.
+      others: XLA's own kernels and copies.
+    """
+
+    ours: int = 0
+    products: int = 0
+    others: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.ours + self.products + self.others
+
+    def __add__(self, other: Launches) -> Launches:
+        """Both, one after the other."""
+        return Launches(
+            self.ours + other.ours, self.products + other.products, self.others + other.others
+        )
+
+    def times(self, count: int) -> Launches:
+        """`count` rounds."""
+        return Launches(self.ours * count, self.products * count, self.others * count)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled function.
+
+    Attributes:
+      run: calls it.
+      trace_s: seconds to trace and to lower it.
+      compile_s: seconds to compile it, or to read it from the persistent cache.
+      from_cache: whether the persistent compilation cache had it.
+      launches: of one run.
+      temp_bytes: memory it takes beside its arguments and results.
+      alias_bytes: bytes of arguments that results take the place of.
+    """
+
+    run: Any
+    trace_s: float
+    compile_s: float
+    from_cache: bool
+    launches: Launches
+    temp_bytes: int
+    alias_bytes: int
+
+
+def compile_program(function: Any, *arguments: Any, **named: Any) -> Program:
+    """Compiles a jitted function for given arguments, which it neither runs with nor keeps."""
+    hits: list[str] = []
+
+    def listen(event: str, **_: Any) -> None:
+        if event.endswith("cache_hits"):
+            hits.append(event)
+
+    jax.monitoring.register_event_listener(listen)
+    try:
+        start = time.perf_counter()
+        lowered = function.lower(*arguments, **named)
+        traced = time.perf_counter()
+        compiled = lowered.compile()
+        end = time.perf_counter()
+    finally:
+        jax.monitoring.unregister_event_listener(listen)
+    memory = compiled.memory_analysis()
+    return Program(
+        run=compiled,
+        trace_s=traced - start,
+        compile_s=end - traced,
+        from_cache=bool(hits),
+        launches=count_launches(compiled.as_text()),
+        temp_bytes=memory.temp_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+    )
+
+
+def count_launches(hlo: str) -> Launches:
+    """Launches of a program from its optimised HLO text; a loop of unknown length counts once."""
+    bodies, entry = _computations(hlo)
+    counted: dict[str, Launches] = {}
+
+    def count(name: str) -> Launches:
+        if name not in counted:
+            counted[name] = Launches()  # a computation never calls itself
+            total = Launches()
+            for line in bodies.get(name, ()):
+                total = total + _count_instruction(line, count)
+            counted[name] = total
+        return counted[name]
+
+    return count(entry)
+
+
+def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:
+    """Instruction lines of each computation, cut short since a kernel's code may be in them."""
+    bodies: dict[str, list[str]] = {}
+    current, entry = "", ""
+    for line in hlo.splitlines():
+        if found := _COMPUTATION.match(line):
+            current = found[1]
+            bodies[current] = []
+            entry = current if line.startswith("ENTRY") else entry
+        elif current and _INSTRUCTION.match(line):
+            bodies[current].append(_without_code(line))
+    return bodies, entry
+
+
+def _without_code(line: str) -> str:
+    """Without the backend config of a custom call, which holds the kernel."""
+    return line[:10_000] if " custom-call(" in line[:10_000] else line
+
+
+def _count_instruction(line: str, count: Any) -> Launches:
+    head = line.split("metadata=", 1)[0]
+    found = _OPCODE.search(head.split(" = ", 1)[1])
+    opcode = found[1] if found else "parameter"
+    if opcode in _CALLS:
+        rounds = 1
+        if opcode == "while" and (trips := re.search(r'"known_trip_count":\{"n":"(\d+)"', line)):
+            rounds = int(trips[1])
+        called = re.findall(
+            r"(?:body|condition|to_apply|calls|true_computation|false_computation)=%?([\w.-]+)",
+            line,
+        )
+        total = Launches()
+        for name in called:
+            total = total + count(name).times(rounds)
+        return total
+    if opcode in _FREE:
+        return Launches()
+    if opcode == "custom-call":
+        target = re.search(r'custom_call_target="([^"]+)"', line)
+        name = target[1] if target else ""
+        if any(ours in name for ours in _OURS):
+            return Launches(ours=1)
+        return Launches(products=1) if "cublas" in name or "cudnn" in name else Launches(others=1)
+    if opcode == "fusion" and re.search("gemm|__cublas|custom_call", head + line[-2000:]):
+        return Launches(products=1)
+    return Launches(products=1) if opcode == "dot" else Launches(others=1)

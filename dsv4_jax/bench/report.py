@@ -1,0 +1,126 @@
+"""What a benchmark leaves behind: a JSON file, a table, a plot."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+
+class Output:
+    """Figures of a run, written to a file each time that one is added.
+
+    Attributes:
+      fields: what the file holds.
+    """
+
+    def __init__(self, path: pathlib.Path | None, **fields: Any) -> None:
+        """Starts the file with the device, the date and these fields; without a path, nothing."""
+        self._path = path
+        self.fields: dict[str, Any] = {
+            "device": jax.devices()[0].device_kind,
+            "jax": jax.__version__,
+            "date": time.strftime("%Y-%m-%d"),
+        }
+        self.set(**fields)
+
+    def set(self, **fields: Any) -> None:
+        """Adds or replaces fields; the file is replaced whole, so that it is never half written."""
+        self.fields |= fields
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        new = self._path.with_suffix(".new")
+        new.write_text(json.dumps(self.fields, indent=1) + "\n")
+        new.replace(self._path)
+
+
+def decode_line(row: dict[str, Any]) -> str:
+    """One case in words."""
+    words = [f"batch {row['batch']}, context {row['context']:,}:"]
+    for key in ("skipped", "failed"):
+        if key in row:
+            return " ".join([*words, key, row[key]])
+    if "step_ms" in row:
+        words.append(
+            f"{row['step_ms']:.3f} ms ({row['step_ms_least']:.3f} to {row['step_ms_most']:.3f}), "
+            f"{row['tokens_per_s']:,.0f} tokens/s, {row['copy_share']:.0%} of the copy bandwidth, "
+            f"compiled in {row['compile_s']:.1f} s,"
+        )
+    if "cache_part_ms" in row:
+        words.append(
+            f"cache part {row['cache_part_ms']:.3f} ms, floor {row['cache_part_floor_ms']:.3f},"
+        )
+    return " ".join(words).rstrip(",")
+
+
+def decode_table(rows: Sequence[dict[str, Any]]) -> str:
+    """A table of all cases, one line each."""
+    columns = {
+        "batch": lambda r: f"{r['batch']}",
+        "context": lambda r: f"{r['context']:,}",
+        "ms/step": lambda r: f"{r['step_ms']:.3f}",
+        "spread": lambda r: f"{(r['step_ms_most'] - r['step_ms_least']) / r['step_ms']:.1%}",
+        "tokens/s": lambda r: f"{r['tokens_per_s']:,.0f}",
+        "GB moved": lambda r: f"{r['bytes_moved'] / 1e9:.2f}",
+        "of copy": lambda r: f"{r['copy_share']:.0%}",
+        "launches": lambda r: f"{r['launches']['total']:,}",
+        "ours": lambda r: f"{r['launches']['ours']}",
+        "cache ms": lambda r: f"{r['cache_part_ms']:.3f}",
+        "floor ms": lambda r: f"{r['cache_part_floor_ms']:.3f}",
+        "target ms": lambda r: f"{r['cache_part_target_ms']:.3f}",
+        "compile s": lambda r: f"{r['trace_s'] + r['compile_s']:.1f}",
+        "again s": lambda r: f"{r['again_trace_s'] + r['again_compile_s']:.1f}",
+        "temp GiB": lambda r: f"{r['temp_bytes'] / 2**30:.2f}",
+    }
+    lines = [list(columns)]
+    for row in rows:
+        line = []
+        for cell in columns.values():
+            try:
+                line.append(cell(row))
+            except KeyError:  # this part was not timed
+                line.append("-")
+        lines.append(line)
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    text = ["  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in lines]
+    for row in rows:
+        if row.get("layer_ms"):
+            kinds = ", ".join(f"{kind} {ms:.3f}" for kind, ms in row["layer_ms"].items())
+            text.append(f"ms a layer at batch {row['batch']}, {row['context']:,}: {kinds}")
+    return "\n".join(text)
+
+
+def plot_decode(rows: Sequence[dict[str, Any]], path: pathlib.Path, *, title: str) -> None:
+    """Draws ms per step against context, a line for each batch.
+
+    Raises:
+      ValueError: there is no matplotlib.
+    """
+    try:
+        from matplotlib.figure import Figure  # an optional extra
+    except ImportError as error:
+        raise ValueError("a plot needs matplotlib: pip install 'dsv4-jax[bench]'") from error
+    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+    axes = figure.subplots()
+    for batch in dict.fromkeys(row["batch"] for row in rows):
+        timed = [row for row in rows if row["batch"] == batch]
+        for key, style, label in (
+            ("step_ms", "o-", "step"),
+            ("cache_part_ms", "s--", "cache part"),
+            ("cache_part_floor_ms", ":", "its floor"),
+        ):
+            points = [(row["context"], row[key]) for row in timed if key in row]
+            if points:
+                axes.plot(*zip(*points, strict=True), style, label=f"{label}, batch {batch}")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("context, tokens")
+    axes.set_ylabel("ms")
+    axes.set_title(title)
+    axes.legend(fontsize="small")
+    figure.savefig(path)

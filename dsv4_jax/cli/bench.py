@@ -1,0 +1,118 @@
+"""Times decode steps, their cache-dependent part and single ops at a model's real shapes.
+
+Weights are random and made on the device; caches are filled with random contents to the context
+that is asked for. Every figure goes to the JSON file as soon as it is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import time
+from typing import Any
+
+import jax
+
+from dsv4_jax.bench import decode, report
+from dsv4_jax.bench.timing import copy_bandwidth
+from dsv4_jax.bench.weights import random_params
+from dsv4_jax.cache.model_cache import tree_bytes
+from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
+from dsv4_jax.cli.presets import PRESETS, read_config
+from pallas_kernels.formats import CACHE_FORMATS
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this command's arguments."""
+    what = parser.add_subparsers(dest="what", required=True)
+    steps = what.add_parser("decode", help="decode steps, whole and in parts")
+    _add_common(steps)
+    steps.add_argument("--contexts", type=_numbers, default=[4096, 131_072, 1_048_576])
+    steps.add_argument("--batch", type=_numbers, default=[1], help="requests, one number or more")
+    steps.add_argument(
+        "--parts",
+        type=lambda text: tuple(text.split(",")),
+        default=decode.PARTS,
+        help=f"what is timed, of {','.join(decode.PARTS)}; without weights if only cache",
+    )
+    steps.add_argument(
+        "--one-bucket",
+        action="store_true",
+        help="compile once a batch, for the longest context, and use that cache for all",
+    )
+    steps.add_argument("--quick", action="store_true", help="the step alone, compiled once")
+    steps.add_argument("--plot", type=pathlib.Path, help="PNG or SVG of ms against context")
+    steps.add_argument(
+        "--part-limit-s", type=float, default=20.0, help="seconds for each part's measurements"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs what was asked for; a case that runs out of memory is reported and left."""
+    return _run_decode(args)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", default="flash_slim", help=f"{', '.join(PRESETS)} or a folder")
+    parser.add_argument("--cache-format", choices=CACHE_FORMATS, default=DEFAULT_CACHE_FORMAT)
+    parser.add_argument("--json", type=pathlib.Path, help="where the figures go")
+    parser.add_argument(
+        "--budget-s", type=float, default=540.0, help="no case begins later than this"
+    )
+
+
+def _run_decode(args: argparse.Namespace) -> int:
+    begun = time.perf_counter()
+    unknown = set(args.parts) - set(decode.PARTS)
+    if unknown:
+        raise ValueError(f"parts must be of {decode.PARTS}, got {sorted(unknown)}")
+    config = read_config(args.config, draft=False)
+    for context in args.contexts:
+        if not 1 <= context <= config.max_position_embeddings:
+            raise ValueError(
+                f"contexts must be in 1..{config.max_position_embeddings}, got {context}"
+            )
+    parts = ("step",) if args.quick else args.parts
+    output = report.Output(args.json, command="bench decode", config=args.config)
+    output.set(copy_bandwidth=copy_bandwidth())
+    params = None
+    if set(parts) - {"cache"}:
+        start = time.perf_counter()
+        params = jax.block_until_ready(random_params(config))
+        output.set(weight_bytes=tree_bytes(params), weights_s=time.perf_counter() - start)
+    rows: list[dict[str, Any]] = []
+    for batch in args.batch:
+        for context in args.contexts:
+            case = decode.Case(
+                batch=batch,
+                context=context,
+                bucket_context=max(args.contexts) if args.one_bucket else context,
+                cache_format=args.cache_format,
+                parts=parts,
+                recompile=not args.quick,
+                limit_s=args.part_limit_s,
+            )
+            rows.append({"batch": batch, "context": context})
+            if time.perf_counter() - begun > args.budget_s:
+                rows[-1]["skipped"] = f"began later than --budget-s {args.budget_s:g}"
+                output.set(rows=rows)
+                continue
+            try:
+                cases = decode.bench_case(
+                    config, params, case, bandwidth=output.fields["copy_bandwidth"]
+                )
+                for row in cases:
+                    rows[-1] = row
+                    output.set(rows=rows)
+            except jax.errors.JaxRuntimeError as error:
+                rows[-1]["failed"] = str(error).splitlines()[0][:300]
+                output.set(rows=rows)
+            print(report.decode_line(rows[-1]), flush=True)
+    print(report.decode_table(rows))
+    if args.plot:
+        report.plot_decode(rows, args.plot, title=args.config)
+    return 0
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
