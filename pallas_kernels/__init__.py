@@ -13,6 +13,7 @@ from pallas_kernels.formats import CACHE_FORMATS, CacheFormat, Planes, get_cache
 from pallas_kernels.gather_entries import gather_entries, gather_window
 from pallas_kernels.index_topk import index_topk
 from pallas_kernels.sparse_attention import sparse_attention
+from pallas_kernels.stream_mix import mix_streams
 
 __all__ = [
     "CACHE_FORMATS",
@@ -33,5 +34,6 @@ __all__ = [
     "get_cache_format",
     "gpu_interpreter",
     "index_topk",
+    "mix_streams",
     "sparse_attention",
 ]

@@ -5,6 +5,8 @@ Source: deepseek_v4.md section 1.3.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -12,13 +14,14 @@ from jax.typing import DTypeLike
 
 from dsv4_jax.attention.params import AttentionParams
 from dsv4_jax.config import DSV4Config
+from pallas_kernels.backend import compute_capability
 from pallas_kernels.rotary import rms_norm, rotate
 
 
 def linear(x: jax.Array, weight: jax.Array, *, dtype: DTypeLike | None = None) -> jax.Array:
     """[..., in] times [out, in] -> [..., out], accumulated in f32.
 
-    A product of one row is computed as one of two: on a CPU the two round differently, and a
+    On a CPU a product of one row is computed as one of two: the two round differently, and a
     request alone must equal the same request in a batch.
 
     Args:
@@ -26,17 +29,32 @@ def linear(x: jax.Array, weight: jax.Array, *, dtype: DTypeLike | None = None) -
       weight: [out, in].
       dtype: of the result; None is that of x.
     """
-    rows = x.reshape(-1, x.shape[-1])
-    alone = rows.shape[0] == 1
-    product = jax.lax.dot_general(
-        jnp.concatenate([rows, rows]) if alone else rows,
+    grouped = grouped_linear(x[..., None, :], weight[None], dtype=dtype)
+    return grouped[..., 0, :]
+
+
+def grouped_linear(x: jax.Array, weight: jax.Array, *, dtype: DTypeLike | None = None) -> jax.Array:
+    """As `linear`, group by group in one product: [..., G, in], [G, out, in] -> [..., G, out]."""
+    groups, out, _ = weight.shape
+    rows = x.reshape(-1, *x.shape[-2:])
+    alone = rows.shape[0] == 1 and compute_capability() is None
+    rows = jnp.concatenate([rows, rows]) if alone else rows
+    if groups == 1:
+        product = _product(rows[:, 0], weight[0], (((1,), (1,)), ((), ())))[:, None]
+    else:
+        product = _product(rows, weight, (((2,), (2,)), ((1,), (0,)))).swapaxes(0, 1)
+    product = product[:1] if alone else product
+    return product.reshape(*x.shape[:-1], out).astype(dtype or x.dtype)
+
+
+def _product(x: jax.Array, weight: jax.Array, dimensions: Any) -> jax.Array:
+    return jax.lax.dot_general(
+        x,
         weight,
-        (((1,), (1,)), ((), ())),
+        dimensions,
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
-    product = product[:1] if alone else product
-    return product.reshape(*x.shape[:-1], weight.shape[0]).astype(dtype or x.dtype)
 
 
 def query_latent(params: AttentionParams, x: jax.Array, config: DSV4Config) -> jax.Array:
@@ -96,6 +114,5 @@ def output(
     groups, lead = config.o_groups, attended.shape[:-2]
     turned = checkpoint_name(turned.reshape(*lead, groups, -1), "ctx_derot")
     weight = params.wo_a.reshape(groups, config.o_lora_rank, -1)
-    latent = [linear(turned[..., g, :], weight[g]) for g in range(groups)]
-    latent = checkpoint_name(jnp.stack(latent, axis=-2), "o_a")
+    latent = checkpoint_name(grouped_linear(turned, weight), "o_a")
     return checkpoint_name(linear(latent.reshape(*lead, -1), params.wo_b), "attn_out")

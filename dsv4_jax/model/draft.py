@@ -13,6 +13,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.layer_schedule import AttentionType
 from dsv4_jax.model.params import DraftParams, DSV4Params, LayerParams
 from dsv4_jax.model.transformer import block, head
+from pallas_kernels.backend import Backend
 from pallas_kernels.formats import get_cache_format
 from pallas_kernels.rotary import rms_norm
 
@@ -49,7 +50,9 @@ def forward_draft(
         return history_attention(layer.attn, x, AttentionType.SWA, config, fmt)
 
     streams = draft_input(draft, params.embed[next_token_ids], streams, config)
-    streams = block(draft.block, streams, next_token_ids, config, attention)
+    streams = block(
+        draft.block, streams, next_token_ids, config, attention, backend=Backend.REFERENCE
+    )
     return head(draft.hc_head, draft.norm, params.head, streams, config)
 
 

@@ -14,37 +14,61 @@ from jax.ad_checkpoint import checkpoint_name
 from dsv4_jax.attention.projections import linear
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import StreamMixParams
+from pallas_kernels import Backend, mix_streams
+from pallas_kernels.stream_mix.reference import collapse
 
 
 class StreamMix(NamedTuple):
     """One mixing.
 
     Attributes:
-      collapsed: [..., D], what the sublayer reads.
+      normed: [..., D], what the sublayer reads.
       post: f32[..., S], weight of its output in each stream.
       comb: f32[..., S, S], how streams mix; summed over its first index.
     """
 
-    collapsed: jax.Array
+    normed: jax.Array
     post: jax.Array
     comb: jax.Array
 
 
 def read_streams(
-    params: StreamMixParams, streams: jax.Array, config: DSV4Config, name: str
+    params: StreamMixParams,
+    norm: jax.Array,
+    streams: jax.Array,
+    config: DSV4Config,
+    name: str,
+    *,
+    backend: Backend | None = None,
 ) -> StreamMix:
-    """Steps 1 to 8: [..., S, D] -> a `StreamMix`; `name` is what a capture calls it."""
-    num = config.hc_mult
+    """Steps 1 to 8, and the sublayer's norm: [..., S, D] -> a `StreamMix`.
+
+    Args:
+      params: of the mixing.
+      norm: [D], norm weight of the sublayer.
+      streams: [..., S, D].
+      config: the model.
+      name: what a capture of intermediates calls this mixing.
+      backend: of `mix_streams`; only the reference can be differentiated.
+    """
+    lead, (num, dim) = streams.shape[:-2], streams.shape[-2:]
     mix = _normed_mix(params, streams, config)
-    base = jnp.expand_dims(params.base, range(mix.ndim - 1))
-    pre = jax.nn.sigmoid(mix[..., :num] * params.scale[0] + base[..., :num]) + config.hc_eps
-    post = 2 * jax.nn.sigmoid(mix[..., num : 2 * num] * params.scale[1] + base[..., num : 2 * num])
-    logits = mix[..., 2 * num :] * params.scale[2] + base[..., 2 * num :]
-    comb = _sinkhorn(logits.reshape(*logits.shape[:-1], num, num), config)
+    mixed = mix_streams(
+        mix.reshape(-1, mix.shape[-1]),
+        params.scale,
+        params.base,
+        streams.reshape(-1, num, dim),
+        norm,
+        iters=config.hc_sinkhorn_iters,
+        eps=config.hc_eps,
+        norm_eps=config.rms_norm_eps,
+        backend=backend,
+    )
+    checkpoint_name(mixed.collapsed.reshape(*lead, dim), f"{name}/collapsed")
     return StreamMix(
-        collapsed=checkpoint_name(_collapse(pre, streams), f"{name}/collapsed"),
-        post=checkpoint_name(post, f"{name}/post"),
-        comb=checkpoint_name(comb, f"{name}/comb"),
+        normed=mixed.normed.reshape(*lead, dim),
+        post=checkpoint_name(mixed.post.reshape(*lead, num), f"{name}/post"),
+        comb=checkpoint_name(mixed.comb.reshape(*lead, num, num), f"{name}/comb"),
     )
 
 
@@ -65,9 +89,10 @@ def write_streams(mix: StreamMix, streams: jax.Array, output: jax.Array) -> jax.
 
 def collapse_streams(params: StreamMixParams, streams: jax.Array, config: DSV4Config) -> jax.Array:
     """The collapse before a head: [..., S, D] -> [..., D], without Sinkhorn."""
-    mix = _normed_mix(params, streams, config)
-    base = jnp.expand_dims(params.base, range(mix.ndim - 1))
-    return _collapse(jax.nn.sigmoid(mix * params.scale[0] + base) + config.hc_eps, streams)
+    lead, (num, dim) = streams.shape[:-2], streams.shape[-2:]
+    mix = _normed_mix(params, streams, config).reshape(-1, num)
+    weights = jax.nn.sigmoid(mix * params.scale[0] + params.base[None]) + config.hc_eps
+    return collapse(weights, streams.reshape(-1, num, dim)).reshape(*lead, dim)
 
 
 def _normed_mix(params: StreamMixParams, streams: jax.Array, config: DSV4Config) -> jax.Array:
@@ -75,24 +100,3 @@ def _normed_mix(params: StreamMixParams, streams: jax.Array, config: DSV4Config)
     flat = streams.reshape(*streams.shape[:-2], -1).astype(jnp.float32)
     mean_square = jnp.mean(flat * flat, axis=-1, keepdims=True)
     return linear(flat, params.fn) * jax.lax.rsqrt(mean_square + config.rms_norm_eps)
-
-
-def _collapse(weights: jax.Array, streams: jax.Array) -> jax.Array:
-    collapsed = jnp.zeros(streams.shape[:-2] + streams.shape[-1:], jnp.float32)
-    for j in range(streams.shape[-2]):
-        collapsed = collapsed + weights[..., j, None] * streams[..., j, :].astype(jnp.float32)
-    return collapsed.astype(streams.dtype)
-
-
-def _sinkhorn(logits: jax.Array, config: DSV4Config) -> jax.Array:
-    """Softmax of each row, then columns and rows in turn; columns last, so they sum to 1."""
-    eps = config.hc_eps
-
-    def columns(p: jax.Array) -> jax.Array:
-        return p / (jnp.sum(p, axis=-2, keepdims=True) + eps)
-
-    def rows_then_columns(_: jax.Array, p: jax.Array) -> jax.Array:
-        return columns(p / (jnp.sum(p, axis=-1, keepdims=True) + eps))
-
-    start = columns(jax.nn.softmax(logits, axis=-1) + eps)
-    return jax.lax.fori_loop(0, config.hc_sinkhorn_iters - 1, rows_then_columns, start)

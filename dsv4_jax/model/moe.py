@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from dsv4_jax.attention.projections import linear
+from dsv4_jax.attention.projections import grouped_linear, linear
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import MoEParams
 
@@ -70,27 +70,23 @@ def _routed(
     weights: jax.Array,
     config: DSV4Config,
 ) -> jax.Array:
-    """Each expert's tokens in one grouped product; the weight is applied before the last one."""
-    num_tokens, per_token = experts.shape
-    order = jnp.argsort(experts.reshape(-1), stable=True)
-    group_sizes = jnp.bincount(experts.reshape(-1), length=config.num_routed_experts)
-    gathered = x[order // per_token]
+    """Every expert on every token, those that a token did not pick with weight 0.
 
-    def grouped(rows: jax.Array, weight: jax.Array) -> jax.Array:
-        return jax.lax.ragged_dot(
-            rows,
-            weight.mT,
-            group_sizes.astype(jnp.int32),
-            precision=jax.lax.Precision.HIGHEST,
-            preferred_element_type=jnp.float32,
-        )
+    A decode step is bound by reading the experts' weights, once each here; as a grouped product
+    (`jax.lax.ragged_dot`) XLA multiplies as many rows for every expert, k times as many, and
+    copies the weights to turn them round. The weight is applied before the last product.
+    """
+    num_tokens, num_experts = x.shape[0], config.num_routed_experts
+    picked = jax.nn.one_hot(experts, num_experts, dtype=jnp.float32)
+    share = jnp.sum(picked * weights[..., None], axis=1)
 
-    gate = grouped(gathered, params.w1).astype(x.dtype)
-    up = grouped(gathered, params.w3).astype(x.dtype)
-    hidden = _swiglu(gate, up, config) * weights.reshape(-1)[order, None]
-    down = grouped(hidden.astype(x.dtype), params.w2)
-    back = jnp.zeros_like(down).at[order].set(down, unique_indices=True)
-    return jnp.sum(back.reshape(num_tokens, per_token, -1), axis=1).astype(x.dtype)
+    def project(weight: jax.Array) -> jax.Array:
+        rows = linear(x, weight.reshape(-1, x.shape[-1]))
+        return rows.reshape(num_tokens, num_experts, -1)
+
+    hidden = _swiglu(project(params.w1), project(params.w3), config) * share[..., None]
+    down = grouped_linear(hidden.astype(x.dtype), params.w2, dtype=jnp.float32)
+    return jnp.sum(down, axis=1).astype(x.dtype)
 
 
 def _swiglu(gate: jax.Array, up: jax.Array, config: DSV4Config) -> jax.Array:

@@ -23,6 +23,7 @@ from dsv4_jax.layer_schedule import AttentionType, Segment, layer_schedule, spli
 from dsv4_jax.model.layers import collapse_streams, read_streams, write_streams
 from dsv4_jax.model.moe import mixture_of_experts
 from dsv4_jax.model.params import DSV4Params, LayerParams, StreamMixParams, layer_of
+from pallas_kernels.backend import Backend
 from pallas_kernels.formats import get_cache_format
 from pallas_kernels.rotary import rms_norm
 
@@ -87,7 +88,9 @@ def forward_streams(
         ) -> jax.Array:
             return history_attention(layer.attn, x, attn, config, fmt, selector)
 
-        streams = block(params.layer(spec), streams, token_ids, config, attention)
+        streams = block(
+            params.layer(spec), streams, token_ids, config, attention, backend=Backend.REFERENCE
+        )
     return streams
 
 
@@ -105,6 +108,8 @@ def block(
     token_ids: jax.Array,
     config: DSV4Config,
     attention: Callable[[LayerParams, jax.Array], jax.Array],
+    *,
+    backend: Backend | None = None,
 ) -> jax.Array:
     """One decoder block: [..., S, D] -> [..., S, D].
 
@@ -114,14 +119,17 @@ def block(
       token_ids: i32[...].
       config: the model.
       attention: the attention sublayer, from its normed input [..., D] to its output.
+      backend: of stream mixing; only the reference can be differentiated.
     """
     streams = checkpoint_name(streams, "in")
-    mix = read_streams(params.hc_attn, streams, config, "attn_hc")
-    x = rms_norm(mix.collapsed, params.attn_norm, eps=config.rms_norm_eps)
-    streams = write_streams(mix, streams, attention(params, checkpoint_name(x, "attn_in")))
-    mix = read_streams(params.hc_ffn, streams, config, "ffn_hc")
-    x = rms_norm(mix.collapsed, params.ffn_norm, eps=config.rms_norm_eps)
-    y = mixture_of_experts(params.ffn, checkpoint_name(x, "mlp_in"), token_ids, config)
+    mix = read_streams(
+        params.hc_attn, params.attn_norm, streams, config, "attn_hc", backend=backend
+    )
+    y = attention(params, checkpoint_name(mix.normed, "attn_in"))
+    streams = write_streams(mix, streams, y)
+    mix = read_streams(params.hc_ffn, params.ffn_norm, streams, config, "ffn_hc", backend=backend)
+    x = checkpoint_name(mix.normed, "mlp_in")
+    y = mixture_of_experts(params.ffn, x, token_ids, config)
     return checkpoint_name(write_streams(mix, streams, y), "out")
 
 

@@ -1,0 +1,64 @@
+"""From the mixing logits of a token to what its sublayer reads and how it will write."""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.backend import Backend, resolve
+from pallas_kernels.checks import check_rank, check_same_length, check_shape
+from pallas_kernels.stream_mix import reference, triton_gpu
+from pallas_kernels.stream_mix.reference import Mixed
+
+_IMPLEMENTATIONS = {
+    Backend.REFERENCE: reference.mix_streams,
+    Backend.TRITON_GPU: triton_gpu.mix_streams,
+}
+
+
+def mix_streams(
+    mix: jax.Array,
+    scale: jax.Array,
+    base: jax.Array,
+    streams: jax.Array,
+    norm: jax.Array,
+    *,
+    iters: int,
+    eps: float,
+    norm_eps: float,
+    backend: Backend | None = None,
+) -> Mixed:
+    """Steps 2 to 8 of a stream mixing, and the norm of what comes out.
+
+    Args:
+      mix: f32[T, (2 + S) * S], mixing logits: of pre, of post, and of comb, row by row.
+      scale: f32[3], of each of the three.
+      base: f32[(2 + S) * S], added to the scaled logits.
+      streams: [T, S, D].
+      norm: [D], norm weight of the sublayer, in the dtype of `streams`.
+      iters: Sinkhorn iterations of comb.
+      eps: floor inside the mixing.
+      norm_eps: floor inside the norm.
+      backend: implementation to use; None picks the fastest one that runs here.
+
+    Returns:
+      `Mixed`. Only the reference can be differentiated.
+
+    Raises:
+      ValueError: a shape is wrong, or `iters` is below 1.
+      NotImplementedError: the named backend can't run here.
+
+    Source: deepseek_v4.md section 1.2.
+    """
+    check_rank(3, streams=streams)
+    num, dim = streams.shape[1:]
+    count = check_same_length("T", mix=mix, streams=streams)
+    check_shape("mix", mix, (count, (2 + num) * num), "T, (2 + S) * S")
+    check_shape("base", base, ((2 + num) * num,), "(2 + S) * S")
+    check_shape("scale", scale, (3,), "3")
+    check_shape("norm", norm, (dim,), "D")
+    if iters < 1:
+        raise ValueError(f"iters must be at least 1, got {iters}")
+    # XLA takes 80 launches, most of them in a loop that the host drives.
+    return resolve("mix_streams", backend, _IMPLEMENTATIONS, preferred=Backend.TRITON_GPU)(
+        mix, scale, base, streams, norm, iters=iters, eps=eps, norm_eps=norm_eps
+    )
