@@ -15,7 +15,7 @@ from dsv4_jax.attention.projections import linear
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import StreamMixParams
 from pallas_kernels import Backend, mix_streams
-from pallas_kernels.stream_mix.reference import collapse
+from pallas_kernels.stream_mix.reference import collapse, inverse_rms
 
 
 class StreamMix(NamedTuple):
@@ -52,12 +52,12 @@ def read_streams(
       backend: of `mix_streams`; only the reference can be differentiated.
     """
     lead, (num, dim) = streams.shape[:-2], streams.shape[-2:]
-    mix = _normed_mix(params, streams, config)
+    rows = streams.reshape(-1, num, dim)
     mixed = mix_streams(
-        mix.reshape(-1, mix.shape[-1]),
+        _products(params, rows),
         params.scale,
         params.base,
-        streams.reshape(-1, num, dim),
+        rows,
         norm,
         iters=config.hc_sinkhorn_iters,
         eps=config.hc_eps,
@@ -90,13 +90,13 @@ def write_streams(mix: StreamMix, streams: jax.Array, output: jax.Array) -> jax.
 def collapse_streams(params: StreamMixParams, streams: jax.Array, config: DSV4Config) -> jax.Array:
     """The collapse before a head: [..., S, D] -> [..., D], without Sinkhorn."""
     lead, (num, dim) = streams.shape[:-2], streams.shape[-2:]
-    mix = _normed_mix(params, streams, config).reshape(-1, num)
+    rows = streams.reshape(-1, num, dim)
+    mix = _products(params, rows) * inverse_rms(rows, config.rms_norm_eps)
     weights = jax.nn.sigmoid(mix * params.scale[0] + params.base[None]) + config.hc_eps
-    return collapse(weights, streams.reshape(-1, num, dim)).reshape(*lead, dim)
+    return collapse(weights, rows).reshape(*lead, dim)
 
 
-def _normed_mix(params: StreamMixParams, streams: jax.Array, config: DSV4Config) -> jax.Array:
-    """All streams of a token as one vector, through `fn`, over that vector's RMS; f32."""
-    flat = streams.reshape(*streams.shape[:-2], -1).astype(jnp.float32)
-    mean_square = jnp.mean(flat * flat, axis=-1, keepdims=True)
-    return linear(flat, params.fn) * jax.lax.rsqrt(mean_square + config.rms_norm_eps)
+def _products(params: StreamMixParams, streams: jax.Array) -> jax.Array:
+    """All streams of a token as one vector, through `fn`: [T, S, D] -> f32[T, ...]."""
+    flat = streams.reshape(streams.shape[0], -1).astype(jnp.float32)
+    return linear(flat, params.fn)

@@ -1,4 +1,4 @@
-"""From the mixing logits of a token to what its sublayer reads and how it will write."""
+"""From a token's streams to what its sublayer reads and how it will write."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _IMPLEMENTATIONS = {
 
 
 def mix_streams(
-    mix: jax.Array,
+    products: jax.Array,
     scale: jax.Array,
     base: jax.Array,
     streams: jax.Array,
@@ -27,17 +27,18 @@ def mix_streams(
     norm_eps: float,
     backend: Backend | None = None,
 ) -> Mixed:
-    """Steps 2 to 8 of a stream mixing, and the norm of what comes out.
+    """All of a stream mixing but its matrix product, and the norm of what comes out.
 
     Args:
-      mix: f32[T, (2 + S) * S], mixing logits: of pre, of post, and of comb, row by row.
-      scale: f32[3], of each of the three.
+      products: f32[T, (2 + S) * S], the mixing matrix times the streams as one vector: logits of
+        pre, of post, and of comb, row by row, before they are divided by that vector's RMS.
+      scale: f32[3], of each of the three kinds of logits.
       base: f32[(2 + S) * S], added to the scaled logits.
       streams: [T, S, D].
       norm: [D], norm weight of the sublayer, in the dtype of `streams`.
       iters: Sinkhorn iterations of comb.
       eps: floor inside the mixing.
-      norm_eps: floor inside the norm.
+      norm_eps: floor inside the RMS of the streams and of the norm.
       backend: implementation to use; None picks the fastest one that runs here.
 
     Returns:
@@ -51,8 +52,8 @@ def mix_streams(
     """
     check_rank(3, streams=streams)
     num, dim = streams.shape[1:]
-    count = check_same_length("T", mix=mix, streams=streams)
-    check_shape("mix", mix, (count, (2 + num) * num), "T, (2 + S) * S")
+    count = check_same_length("T", products=products, streams=streams)
+    check_shape("products", products, (count, (2 + num) * num), "T, (2 + S) * S")
     check_shape("base", base, ((2 + num) * num,), "(2 + S) * S")
     check_shape("scale", scale, (3,), "3")
     check_shape("norm", norm, (dim,), "D")
@@ -60,5 +61,5 @@ def mix_streams(
         raise ValueError(f"iters must be at least 1, got {iters}")
     # XLA takes 80 launches, most of them in a loop that the host drives.
     return resolve("mix_streams", backend, _IMPLEMENTATIONS, preferred=Backend.TRITON_GPU)(
-        mix, scale, base, streams, norm, iters=iters, eps=eps, norm_eps=norm_eps
+        products, scale, base, streams, norm, iters=iters, eps=eps, norm_eps=norm_eps
     )

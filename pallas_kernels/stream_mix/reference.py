@@ -1,5 +1,6 @@
 """Definition of `mix_streams`.
 
+    m       = products / sqrt(mean(X^2) + norm_eps)
     pre_j   = sigmoid(m_j s_0 + b_j) + eps                 post_j = 2 sigmoid(m_(S+j) s_1 + b_(S+j))
     Z_jk    = m_(2S+Sj+k) s_2 + b_(2S+Sj+k)                comb = Sinkhorn(Z)
     u       = sum_j pre_j X_j, rounded                     normed = rms(u) * norm, rounded
@@ -34,7 +35,7 @@ class Mixed(NamedTuple):
 
 
 def mix_streams(
-    mix: jax.Array,
+    products: jax.Array,
     scale: jax.Array,
     base: jax.Array,
     streams: jax.Array,
@@ -47,6 +48,7 @@ def mix_streams(
     """See `op.mix_streams`."""
     count, num, _ = streams.shape
     base = base[None]
+    mix = products * inverse_rms(streams, norm_eps)
     pre = jax.nn.sigmoid(mix[:, :num] * scale[0] + base[:, :num]) + eps
     post = 2 * jax.nn.sigmoid(mix[:, num : 2 * num] * scale[1] + base[:, num : 2 * num])
     logits = mix[:, 2 * num :] * scale[2] + base[:, 2 * num :]
@@ -57,6 +59,12 @@ def mix_streams(
         post=post,
         comb=sinkhorn(logits.reshape(count, num, num), iters=iters, eps=eps),
     )
+
+
+def inverse_rms(streams: jax.Array, eps: float) -> jax.Array:
+    """[T, S, D] -> f32[T, 1]: one over the RMS of a token's streams as one vector."""
+    flat = streams.reshape(streams.shape[0], -1).astype(jnp.float32)
+    return jax.lax.rsqrt(jnp.mean(flat * flat, axis=-1, keepdims=True) + eps)
 
 
 def collapse(weights: jax.Array, streams: jax.Array) -> jax.Array:

@@ -1,0 +1,123 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import mix_streams
+
+S = 4
+ITERS, EPS, NORM_EPS = 20, 1e-6, 1e-6
+WIDTH = (2 + S) * S
+jit_mix_streams = jax.jit(
+    functools.partial(mix_streams, iters=ITERS, eps=EPS, norm_eps=NORM_EPS),
+    static_argnames="backend",
+)
+
+
+def arguments(num_tokens, dim, dtype, *, spread=1.0, seed=0):
+    rng = np.random.default_rng(seed)
+    return (
+        jnp.asarray(rng.normal(size=(num_tokens, WIDTH)) * spread, jnp.float32),
+        jnp.asarray(rng.uniform(0.5, 1.5, 3), jnp.float32),
+        jnp.asarray(rng.normal(size=WIDTH) * 0.5, jnp.float32),
+        jnp.asarray(rng.normal(size=(num_tokens, S, dim)) * 3, dtype),
+        jnp.asarray(rng.normal(size=dim) * 0.2 + 1, dtype),
+    )
+
+
+def oracle(products, scale, base, streams, norm):
+    """Token by token in float64, from the formulas of deepseek_v4.md section 1.2."""
+    results = []
+    scale, base, norm = (np.asarray(x, np.float64) for x in (scale, base, norm))
+    for product, x in zip(
+        np.asarray(products, np.float64), np.asarray(streams, np.float64), strict=True
+    ):
+        mix = product / np.sqrt(np.mean(x**2) + NORM_EPS)
+        sigmoid = 1 / (1 + np.exp(-(mix[: 2 * S] * scale[:2].repeat(S) + base[: 2 * S])))
+        pre, post = sigmoid[:S] + EPS, 2 * sigmoid[S:]
+        z = (mix[2 * S :] * scale[2] + base[2 * S :]).reshape(S, S)
+        p = np.exp(z) / np.exp(z).sum(1, keepdims=True) + EPS
+        p = p / (p.sum(0, keepdims=True) + EPS)
+        for _ in range(ITERS - 1):
+            p = p / (p.sum(1, keepdims=True) + EPS)
+            p = p / (p.sum(0, keepdims=True) + EPS)
+        u = pre @ x
+        results.append((u, u / np.sqrt(np.mean(u**2) + NORM_EPS) * norm, post, p))
+    return tuple(np.stack(column) for column in zip(*results, strict=True))
+
+
+def assert_close(actual, expected, dtype):
+    """Sums of 4 and of D terms in f32; rows are rounded to their dtype, `normed` twice."""
+    ulp = float(jnp.finfo(dtype).eps)
+    for name, bound in (("collapsed", 8e-6 + ulp), ("normed", 8e-6 + 2 * ulp)):
+        wanted = np.asarray(expected[name], np.float64)
+        off = np.abs(np.asarray(getattr(actual, name), np.float64) - wanted)
+        assert np.max(off) <= bound * np.max(np.abs(wanted)), name
+    for name in ("post", "comb"):  # within 2; forty divisions, each off by an ulp at most
+        np.testing.assert_allclose(getattr(actual, name), expected[name], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton_gpu"])
+@pytest.mark.parametrize(
+    ("num_tokens", "dim", "dtype"),
+    [(1, 64, jnp.float32), (3, 96, jnp.float32), (5, 64, jnp.bfloat16)],
+)
+def test_against_the_formulas_in_float64(lane, backend, num_tokens, dim, dtype):
+    given = arguments(num_tokens, dim, dtype)
+    names = ("collapsed", "normed", "post", "comb")
+    expected = dict(zip(names, oracle(*given), strict=True))
+    assert_close(jit_mix_streams(*given, backend=backend), expected, dtype)
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 30.0])
+def test_columns_of_comb_sum_to_one(lane, spread):
+    """Columns last: they sum to 1 to rounding, even where logits are far apart."""
+    given = arguments(4, 64, jnp.float32, spread=spread)
+    for backend in ("reference", "triton_gpu"):
+        comb = jit_mix_streams(*given, backend=backend).comb
+        np.testing.assert_allclose(jnp.sum(comb, axis=1), 1, atol=3e-6, rtol=0)
+        assert bool(jnp.all(comb >= 0))
+
+
+def test_a_transposed_comb_would_be_seen():
+    """The bound of `assert_close` rejects the mistake that deepseek_v4.md appendix C names."""
+    given = arguments(2, 64, jnp.float32)
+    actual = jit_mix_streams(*given, backend="reference")
+    expected = dict(zip(actual._fields, oracle(*given), strict=True))
+    with pytest.raises(AssertionError):
+        assert_close(actual._replace(comb=actual.comb.mT), expected, jnp.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("num_tokens", "dim"), [(1, 4096), (64, 4096), (2, 7168)])
+def test_kernel_matches_reference_at_real_shapes(num_tokens, dim):
+    given = arguments(num_tokens, dim, jnp.bfloat16)
+    expected = jit_mix_streams(*given, backend="reference")
+    assert_close(jit_mix_streams(*given, backend="triton_gpu"), expected._asdict(), jnp.bfloat16)
+
+
+def test_shapes_are_checked():
+    products, scale, base, streams, norm = arguments(2, 64, jnp.float32)
+    sizes = {"iters": ITERS, "eps": EPS, "norm_eps": NORM_EPS}
+    with pytest.raises(ValueError, match="products"):
+        mix_streams(products[:, 1:], scale, base, streams, norm, **sizes)
+    with pytest.raises(ValueError, match="norm"):
+        mix_streams(products, scale, base, streams, norm[1:], **sizes)
+    with pytest.raises(ValueError, match="iters must be at least 1, got 0"):
+        mix_streams(products, scale, base, streams, norm, **sizes | {"iters": 0})
+
+
+def _aot_case(num_tokens, dim):
+    def call(*given):
+        sizes = {"iters": ITERS, "eps": EPS, "norm_eps": NORM_EPS}
+        return mix_streams(*given, **sizes, backend="triton_gpu")
+
+    shapes = ((num_tokens, WIDTH), (3,), (WIDTH,), (num_tokens, S, dim), (dim,))
+    dtypes = (jnp.float32, jnp.float32, jnp.float32, jnp.bfloat16, jnp.bfloat16)
+    specs = [jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, dtypes, strict=True)]
+    return (f"{num_tokens}x{dim}", call, specs)
+
+
+AOT_CASES = [_aot_case(64, 4096), _aot_case(1, 7168)]
