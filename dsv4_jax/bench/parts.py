@@ -19,7 +19,7 @@ from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.layer_schedule import AttentionType, layer_schedule
 from dsv4_jax.model.params import DSV4Params, layer_of
-from dsv4_jax.model.transformer import keep, run_block
+from dsv4_jax.model.transformer import jit_run_block, keep
 
 
 class AttentionInputs(NamedTuple):
@@ -107,7 +107,7 @@ def cache_part(
         handle = cache.layer(spec.attn, spec.family_idx, call)
         # Ties the inputs to the layer: equal ones would be encoded once for all.
         handle, inputs = jax.lax.optimization_barrier((handle, inputs))
-        handle, attended = _attend(handle, inputs, config)
+        handle, attended = _jit_attend(handle, inputs, config)
         handle, attended = jax.lax.optimization_barrier((handle, attended))
         cache = cache.with_layer(handle.commit())
         inputs = inputs._replace(queries=attended)
@@ -145,7 +145,7 @@ def layers_of_kind(
     for spec in specs[:count]:
         layer = layer_of(params.layers[kind], spec.kind_idx)
         handle = cache.layer(spec.attn, spec.family_idx, call)
-        handle, streams = run_block(layer, streams, step_input.token_ids, handle, config)
+        handle, streams = jit_run_block(layer, streams, step_input.token_ids, handle, config)
         cache, _ = keep(cache, None, handle)
     return cache, streams
 
@@ -188,3 +188,7 @@ def _attend(
     )
     selected = handle.select_entries(inputs.index_queries, inputs.index_weights)
     return handle, handle.attend(inputs.queries, inputs.sink, selected)
+
+
+_jit_attend = jax.jit(_attend, static_argnames="config")
+"""Traced and lowered once for all layers of a kind."""

@@ -198,7 +198,7 @@ def _run_segment(
             cache, staged, streams = carry
             handle = cache.layer(spec.attn, family_idx, call)
             with jax.named_scope(spec.kind):
-                handle, streams = run_block(layer, streams, token_ids, handle, config)
+                handle, streams = jit_run_block(layer, streams, token_ids, handle, config)
             carry = (*keep(cache, staged, handle), streams)
         return carry, None
 
@@ -228,6 +228,10 @@ def run_block(
 
     streams = block(params, streams, token_ids, config, attention)
     return after[0], streams
+
+
+jit_run_block = jax.jit(run_block, static_argnames="config")
+"""`run_block`, traced and lowered once for all layers of a kind; XLA inlines it into the step."""
 
 
 def keep(
