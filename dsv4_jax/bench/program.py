@@ -174,6 +174,8 @@ def _count_instruction(line: str, count: Any) -> Launches:
         if any(ours in name for ours in _OURS):
             return Launches(ours=1)
         return Launches(products=1) if "cublas" in name or "cudnn" in name else Launches(others=1)
-    if opcode == "fusion" and re.search("gemm|__cublas|custom_call", head + line[-2000:]):
+    if opcode == "fusion" and re.search(
+        r'^\s+(ROOT )?%?gemm_fusion|"kind":"__\w*(gemm|cublas)', line
+    ):
         return Launches(products=1)
     return Launches(products=1) if opcode == "dot" else Launches(others=1)

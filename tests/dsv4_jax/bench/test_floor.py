@@ -1,0 +1,91 @@
+"""Floors against the tables of deepseek_v4.md section 7."""
+
+import dataclasses
+
+import pytest
+
+import dsv4_jax as ds
+from dsv4_jax.bench import floor
+from dsv4_jax.cache.model_cache import tree_bytes
+
+MILLION = 1_048_576
+
+
+def works(config, context, batch=1, cache_format="fp8_ue8m0"):
+    return floor.step_cache_work(config, batch=batch, context=context, cache_format=cache_format)
+
+
+def read_bytes(config, context):
+    """What section 7.5 counts: entries and index keys that are read; no queries, no appends."""
+    heads, dim = config.num_attention_heads, config.head_dim
+    found = works(config, context)
+    num_layers = config.num_layers
+    total = sum(w.num_bytes for name, w in found.items() if name.endswith("attention"))
+    total -= num_layers * 2 * heads * dim * 2
+    if "csa index" in found:
+        csa = config.layer_types.count("csa")
+        queries = config.indexer_num_heads * config.indexer_head_dim + 4 * config.indexer_top_k
+        total += found["csa index"].num_bytes - csa * queries
+    return total
+
+
+@pytest.mark.parametrize(
+    ("name", "context", "megabytes"),
+    [
+        ("flash", 8192, 13.2),
+        ("flash", 131_072, 68.3),
+        ("flash", MILLION, 479.5),
+        ("pro", 8192, 27.8),
+        ("pro", 131_072, 107.9),
+        ("pro", MILLION, 705.6),
+    ],
+)
+def test_bytes_read_from_the_cache(name, context, megabytes):
+    config = getattr(ds.DSV4Config, name)()
+    assert read_bytes(config, context) / 1e6 == pytest.approx(
+        megabytes, abs=0.06
+    )  # the table sums rounded terms
+
+
+@pytest.mark.parametrize(("context", "megaflops"), [(8192, 33.9), (131_072, 543), (MILLION, 4345)])
+def test_products_of_index_scores(context, megaflops):
+    config = ds.DSV4Config.flash()
+    index = works(config, context)["csa index"]
+    assert index.flops / 21 / 1e6 == pytest.approx(megaflops, rel=2e-3)
+    assert index.rate == floor.FP8_FLOPS
+
+
+@pytest.mark.parametrize(("name", "megaflops"), [("flash", 83.9), ("pro", 302.0)])
+def test_products_of_attention(name, megaflops):
+    config = getattr(ds.DSV4Config, name)()
+    layers = config.layer_types.count("csa")
+    flops = works(config, 131_072)["csa attention"].flops
+    assert flops / layers / 1e6 == pytest.approx(megaflops, rel=2e-3)
+
+
+def test_everything_selected_needs_no_index():
+    config = ds.DSV4Config.flash()
+    assert "csa index" not in works(config, 2048)
+    assert "csa index" in works(config, 2052)
+
+
+def test_floors_add_up_layer_by_layer_and_grow_with_the_batch():
+    config = ds.DSV4Config.flash()
+    sizes = {"context": 131_072, "cache_format": "fp8_ue8m0"}
+    one = floor.step_cache_floor_s(config, batch=1, **sizes)
+    assert one * 1e6 == pytest.approx(68.3e6 / 4.3e12 * 1e6, rel=0.25)  # beside appends, queries
+    assert floor.step_cache_floor_s(config, batch=8, **sizes) == pytest.approx(8 * one)
+
+
+@pytest.mark.parametrize("name", ["flash_slim", "pro_slim"])
+def test_weights_that_a_step_reads(name):
+    config = dataclasses.replace(getattr(ds.DSV4Config, name)(), num_mtp_layers=0)
+    shapes = ds.param_shapes(config, "bfloat16")
+    tables = sum(tree_bytes(layers.ffn.tid2eid) for layers in shapes.layers.values())
+    everything = tree_bytes(shapes) - tree_bytes(shapes.embed) - tables
+    d, width = config.hidden_size, config.moe_intermediate_size
+    expert = config.num_layers * 3 * d * width * 2
+    one = floor.step_weight_bytes(config, batch=1)
+    assert one == pytest.approx(everything - 2 * expert + 2 * d)
+    many = floor.step_weight_bytes(config, batch=64)
+    assert many == pytest.approx(everything + 64 * 2 * d, rel=1e-6)

@@ -1,0 +1,52 @@
+"""Flags and the compilation cache, each in a process of its own."""
+
+import os
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import pytest
+
+import dsv4_jax as ds
+
+
+def run(code, **environment):
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""} | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_flags_are_known_to_xla_and_the_users_own_win():
+    """XLA ends the process at a flag it does not know."""
+    code = "import dsv4_jax as ds; {call}; import jax.numpy as jnp; jnp.zeros(1); "
+    code += "import os; print(os.environ['XLA_FLAGS'])"
+    added = run(code.format(call="ds.set_xla_flags()"))
+    assert added == [f"--{name}={value}" for name, value in ds.XLA_GPU_FLAGS.items()]
+    (name,) = ds.XLA_GPU_FLAGS
+    kept = run(code.format(call="ds.set_xla_flags()"), XLA_FLAGS=f"--{name}=7")
+    assert kept == [f"--{name}=7"]
+    more = run(code.format(call="ds.set_xla_flags(xla_gpu_graph_min_graph_size='1')"))
+    assert "--xla_gpu_graph_min_graph_size=1" in more
+
+
+def test_flags_are_refused_once_jax_runs():
+    jnp.zeros(1).block_until_ready()
+    with pytest.raises(RuntimeError, match="call set_xla_flags before the first array"):
+        ds.set_xla_flags()
+
+
+def test_the_second_process_finds_what_the_first_compiled(tmp_path):
+    code = (
+        "import dsv4_jax as ds; print(ds.use_compilation_cache()); import jax, jax.numpy as jnp; "
+        "from dsv4_jax.bench.program import compile_program as c; "
+        "print(c(jax.jit(lambda x: x * 3 + 1), jnp.zeros(4)).from_cache)"
+    )
+    for found in ("False", "True"):
+        assert run(code, XDG_CACHE_HOME=str(tmp_path)) == [str(tmp_path / "dsv4-jax/xla"), found]
+    told = run(code, JAX_COMPILATION_CACHE_DIR=str(tmp_path / "told"))
+    assert told == [str(tmp_path / "told"), "False"]
