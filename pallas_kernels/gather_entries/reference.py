@@ -41,8 +41,9 @@ def gather_window(
     codec: Codec,
     dim: int,
     dtype: DTypeLike = jnp.float32,
+    tokens: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The window of each token, in the order of ring rows.
+    """The window of each token, in the order of ring rows; `tokens` i32[n] if not of all of them.
 
     Ring row s holds, for the token at p, position p - (p - s) % W. It lies among the call's own
     rows, that many before the token's, if it is not below the length before the call, else in
@@ -59,7 +60,8 @@ def gather_window(
     position = positions[:, None] - age
     valid = (position >= 0) & (slots >= 0)[:, None]
     in_call = position >= lengths[:, None]
-    token = jnp.maximum(jnp.arange(slots.shape[0])[:, None] - age, 0)
+    tokens = jnp.arange(slots.shape[0]) if tokens is None else tokens
+    token = jnp.maximum(tokens[:, None] - age, 0)
     stored = gather_rows(
         ring,
         layer,

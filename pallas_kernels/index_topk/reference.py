@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.chunks import map_tokens
 from pallas_kernels.formats import Codec, Planes
 from pallas_kernels.gather_entries.reference import gather_entries
 
@@ -81,19 +82,30 @@ def index_topk(
     """
     visible = jnp.where(request_ids >= 0, visible, 0)
     num_entries = block_table.shape[1] * jax.tree.leaves(pool)[0].shape[2]
-    seen = select_all(visible, num_entries)
     if num_entries <= k:
+        seen = select_all(visible, num_entries)
         return jnp.pad(seen, [(0, 0), (0, k - num_entries)], constant_values=-1)
-    keys, _ = gather_entries(
-        pool,
-        block_table,
-        request_ids,
-        seen,
-        layer=layer,
-        codec=codec,
-        dim=queries.shape[-1],
-    )
-    return select_top_k(index_scores(queries, weights, keys), visible, k)
+    places = {
+        "queries": queries,
+        "weights": weights,
+        "request_ids": request_ids,
+        "visible": visible,
+    }
+
+    def select_some(some: dict[str, jax.Array], _: jax.Array) -> jax.Array:
+        keys, _ = gather_entries(
+            pool,
+            block_table,
+            some["request_ids"],
+            select_all(some["visible"], num_entries),
+            layer=layer,
+            codec=codec,
+            dim=queries.shape[-1],
+        )
+        scores = index_scores(some["queries"], some["weights"], keys)
+        return select_top_k(scores, some["visible"], k)
+
+    return map_tokens(select_some, places, elements_per_token=num_entries * queries.shape[-1])
 
 
 def _sortable(scores: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.chunks import map_tokens
 from pallas_kernels.formats import Codec, Planes
 from pallas_kernels.gather_entries.reference import gather_entries, gather_window
 from pallas_kernels.rounding import round_to
@@ -63,15 +64,45 @@ def sparse_attention(
     codec: Codec,
     scale: float,
 ) -> jax.Array:
-    """Gathers each token's keys, window first, and attends to them."""
+    """Gathers each token's keys, window first, and attends to them; some tokens at a time."""
     dim = queries.shape[-1]
-    keys, valid = gather_window(
-        ring, rows, slots, positions, lengths, layer=layer, codec=codec, dim=dim
-    )
+    places = {
+        "queries": queries,
+        "request_ids": request_ids,
+        "slots": slots,
+        "positions": positions,
+        "lengths": lengths,
+    }
+    num_keys = jax.tree.leaves(ring)[0].shape[2]
     if pool is not None and selected is not None:
-        entries, present = gather_entries(
-            pool, block_table, request_ids, selected, layer=layer, codec=codec, dim=dim
+        places["selected"] = selected
+        num_keys += selected.shape[1]
+
+    def attend_some(some: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
+        keys, valid = gather_window(
+            ring,
+            rows,
+            some["slots"],
+            some["positions"],
+            some["lengths"],
+            layer=layer,
+            codec=codec,
+            dim=dim,
+            tokens=tokens,
         )
-        keys = jnp.concatenate([keys, entries], axis=1)
-        valid = jnp.concatenate([valid, present], axis=1)
-    return round_to(attend(queries, keys, valid, sink, scale=scale), queries.dtype)
+        if pool is not None and selected is not None:
+            entries, present = gather_entries(
+                pool,
+                block_table,
+                some["request_ids"],
+                some["selected"],
+                layer=layer,
+                codec=codec,
+                dim=dim,
+            )
+            keys = jnp.concatenate([keys, entries], axis=1)
+            valid = jnp.concatenate([valid, present], axis=1)
+        attended = attend(some["queries"], keys, valid, sink, scale=scale)
+        return round_to(attended, queries.dtype)
+
+    return map_tokens(attend_some, places, elements_per_token=num_keys * dim)
