@@ -13,11 +13,15 @@ import numpy as np
 
 from dsv4_jax.bench import floor
 from dsv4_jax.bench.fill import filled_cache
-from dsv4_jax.bench.parts import cache_part, layers_of_kind, random_inputs
+from dsv4_jax.bench.parts import (
+    cache_part,
+    layers_of_kind,
+    one_token_each,
+    random_inputs,
+)
 from dsv4_jax.bench.program import Program, compile_program
 from dsv4_jax.bench.timing import Timing, time_calls
 from dsv4_jax.cache.model_cache import ModelCache, cache_shapes, tree_bytes
-from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.engine.decode import jit_decode_step
 from dsv4_jax.layer_schedule import layer_schedule
@@ -88,7 +92,7 @@ def bench_case(
     start = time.perf_counter()
     cache = jax.block_until_ready(filled_cache(config, length_tokens=lengths, **sizes))
     row["fill_s"] = time.perf_counter() - start
-    step_input = _step_input(config, case.batch)
+    step_input = one_token_each(config, case.batch)
     work = floor.step_cache_work(
         config, batch=case.batch, context=case.context, cache_format=case.cache_format
     )
@@ -171,12 +175,6 @@ _jit_layers = jax.jit(
     static_argnames=("config", "kind", "count"),
     donate_argnames=("cache", "streams"),
 )
-
-
-def _step_input(config: DSV4Config, batch: int) -> StepInput:
-    rows = jnp.arange(batch, dtype=jnp.int32)
-    tokens = np.random.default_rng(batch).integers(0, config.vocab_size, batch)
-    return StepInput(token_ids=jnp.asarray(tokens, jnp.int32), request_ids=rows, request_slots=rows)
 
 
 def _compile_row(prefix: str, program: Program) -> dict[str, Any]:

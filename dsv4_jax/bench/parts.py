@@ -84,6 +84,13 @@ def random_inputs(config: DSV4Config, batch: int, seed: int = 0) -> AttentionInp
     )
 
 
+def one_token_each(config: DSV4Config, batch: int) -> StepInput:
+    """A decode step's input: row r is slot r, with a random token."""
+    rows = jnp.arange(batch, dtype=jnp.int32)
+    tokens = np.random.default_rng(batch).integers(0, config.vocab_size, batch)
+    return StepInput(token_ids=jnp.asarray(tokens, jnp.int32), request_ids=rows, request_slots=rows)
+
+
 def cache_part(
     cache: ModelCache, inputs: AttentionInputs, step_input: StepInput, *, config: DSV4Config
 ) -> tuple[ModelCache, AttentionInputs]:
@@ -150,43 +157,56 @@ def layers_of_kind(
     return cache, streams
 
 
-def _attend(
+def take_rows(
     handle: LayerCacheHandle, inputs: AttentionInputs, config: DSV4Config
-) -> tuple[LayerCacheHandle, jax.Array]:
-    """One layer, from append to attention, as in `dsv4_jax.attention`."""
-    attn = handle.schema.attn_type
-    frequencies = rope_frequencies(config, attn)
+) -> LayerCacheHandle:
+    """The handle after `write_swa`, with what a layer of its type projects."""
+    attn, dim = handle.schema.attn_type, config.head_dim
     if attn == AttentionType.SWA:
-        handle = handle.write_swa(inputs.kv)
-        return handle, handle.attend(inputs.queries, inputs.sink, None)
+        return handle.write_swa(inputs.kv)
     if attn == AttentionType.HCA:
-        dim = config.head_dim
         rows = Projections(values=inputs.values[:, :dim], scores=inputs.scores[:, :dim])
-        handle = handle.write_swa(inputs.kv, compressor=rows)
-        handle = maybe_flush_hca(
-            handle,
-            handle.schema,
-            config.hca_compression_ratio,
-            norm=inputs.norm,
-            frequencies=frequencies,
-            eps=config.rms_norm_eps,
-        )
-        return handle, handle.attend(inputs.queries, inputs.sink, handle.all_visible())
-    handle = handle.write_swa(
+        return handle.write_swa(inputs.kv, compressor=rows)
+    return handle.write_swa(
         inputs.kv,
         compressor=Projections(values=inputs.values, scores=inputs.scores),
         indexer=Projections(values=inputs.index_values, scores=inputs.index_scores),
     )
-    handle = maybe_flush_csa(
-        handle,
-        handle.schema,
-        config.csa_compression_ratio,
-        norm=inputs.norm,
-        indexer_norm=inputs.index_norm,
-        frequencies=frequencies,
-        eps=config.rms_norm_eps,
-    )
-    selected = handle.select_entries(inputs.index_queries, inputs.index_weights)
+
+
+def flush(
+    handle: LayerCacheHandle, inputs: AttentionInputs, config: DSV4Config
+) -> LayerCacheHandle:
+    """The handle after its closing windows are written; SWA layers have none."""
+    schema = handle.schema
+    shared = {
+        "norm": inputs.norm,
+        "frequencies": rope_frequencies(config, schema.attn_type),
+        "eps": config.rms_norm_eps,
+    }
+    if schema.attn_type == AttentionType.HCA:
+        return maybe_flush_hca(handle, schema, config.hca_compression_ratio, **shared)
+    if schema.attn_type == AttentionType.CSA:
+        return maybe_flush_csa(
+            handle,
+            schema,
+            config.csa_compression_ratio,
+            indexer_norm=inputs.index_norm,
+            **shared,
+        )
+    return handle
+
+
+def _attend(
+    handle: LayerCacheHandle, inputs: AttentionInputs, config: DSV4Config
+) -> tuple[LayerCacheHandle, jax.Array]:
+    """One layer, from append to attention, as in `dsv4_jax.attention`."""
+    handle = flush(take_rows(handle, inputs, config), inputs, config)
+    selected = None
+    if handle.schema.attn_type == AttentionType.HCA:
+        selected = handle.all_visible()
+    elif handle.schema.attn_type == AttentionType.CSA:
+        selected = handle.select_entries(inputs.index_queries, inputs.index_weights)
     return handle, handle.attend(inputs.queries, inputs.sink, selected)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -77,22 +77,55 @@ def decode_table(rows: Sequence[dict[str, Any]]) -> str:
         "again s": lambda r: f"{r['again_trace_s'] + r['again_compile_s']:.1f}",
         "temp GiB": lambda r: f"{r['temp_bytes'] / 2**30:.2f}",
     }
+    text = _lines(columns, rows)
+    for row in rows:
+        if row.get("layer_ms"):
+            kinds = ", ".join(f"{kind} {ms:.3f}" for kind, ms in row["layer_ms"].items())
+            text.append(f"ms a layer at batch {row['batch']}, {row['context']:,}: {kinds}")
+    return "\n".join(text)
+
+
+def kernel_table(rows: Sequence[dict[str, Any]]) -> str:
+    """A table of ops, one line each."""
+    columns = {
+        "op": lambda r: r["op"],
+        "batch": lambda r: f"{r['batch']}",
+        "context": lambda r: f"{r['context']:,}",
+        "us": lambda r: f"{r['us']:.2f}",
+        "spread": lambda r: f"{(r['us_most'] - r['us_least']) / r['us']:.1%}",
+        "floor us": lambda r: f"{r['floor_us']:.2f}",
+        "of floor": lambda r: f"{r['floor_share']:.0%}",
+        "launches": lambda r: f"{r['launches']:.1f}",
+        "ours": lambda r: f"{r['ours']:.1f}",
+    }
+    return "\n".join(_lines(columns, rows))
+
+
+def prefill_line(row: dict[str, Any]) -> str:
+    """One prompt in words."""
+    return (
+        f"{row['tokens']:,} tokens in calls of {row['chunk_tokens']:,}: {row['prefill_s']:.3f} s, "
+        f"{row['tokens_per_s']:,.0f} tokens/s, {row['matrix_share']:.0%} of the matrix rate, "
+        f"{row['temp_bytes'] / 2**30:.2f} GiB beside weights and cache, compiled in "
+        f"{row['trace_s'] + row['compile_s']:.1f} s"
+    )
+
+
+def _lines(
+    columns: dict[str, Callable[[dict[str, Any]], str]], rows: Sequence[dict[str, Any]]
+) -> list[str]:
+    """A head and a line for each row; a dash where a row lacks what a column shows."""
     lines = [list(columns)]
     for row in rows:
         line = []
         for cell in columns.values():
             try:
                 line.append(cell(row))
-            except KeyError:  # this part was not timed
+            except KeyError:
                 line.append("-")
         lines.append(line)
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
-    text = ["  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in lines]
-    for row in rows:
-        if row.get("layer_ms"):
-            kinds = ", ".join(f"{kind} {ms:.3f}" for kind, ms in row["layer_ms"].items())
-            text.append(f"ms a layer at batch {row['batch']}, {row['context']:,}: {kinds}")
-    return "\n".join(text)
+    return ["  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in lines]
 
 
 def plot_decode(rows: Sequence[dict[str, Any]], path: pathlib.Path, *, title: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from dsv4_jax.bench import decode, report
+from dsv4_jax.bench import decode, kernels, prefill, report
 from dsv4_jax.bench.timing import copy_bandwidth
 from dsv4_jax.bench.weights import random_params
 from dsv4_jax.cache.model_cache import tree_bytes
@@ -46,10 +46,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--part-limit-s", type=float, default=20.0, help="seconds for each part's measurements"
     )
 
+    ops = what.add_parser("kernels", help="single ops of one layer each")
+    _add_common(ops)
+    ops.add_argument("--contexts", type=_numbers, default=[16_384])
+    ops.add_argument("--batch", type=_numbers, default=[1, 64])
+    fill = what.add_parser("prefill", help="chunked prefill of one prompt")
+    _add_common(fill)
+    fill.add_argument("--tokens", type=_numbers, default=[8192, 32_768], help="of the prompt")
+    fill.add_argument("--chunk", type=int, default=2048, help="tokens of a call")
+
 
 def run(args: argparse.Namespace) -> int:
     """Runs what was asked for; a case that runs out of memory is reported and left."""
-    return _run_decode(args)
+    return {"decode": _run_decode, "kernels": _run_kernels, "prefill": _run_prefill}[args.what](
+        args
+    )
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
@@ -111,6 +122,53 @@ def _run_decode(args: argparse.Namespace) -> int:
     print(report.decode_table(rows))
     if args.plot:
         report.plot_decode(rows, args.plot, title=args.config)
+    return 0
+
+
+def _run_kernels(args: argparse.Namespace) -> int:
+    begun = time.perf_counter()
+    config = read_config(args.config, draft=False)
+    output = report.Output(args.json, command="bench kernels", config=args.config)
+    output.set(copy_bandwidth=copy_bandwidth())
+    rows: list[dict[str, Any]] = []
+    for context in args.contexts:
+        for batch in args.batch:
+            if time.perf_counter() - begun > args.budget_s:
+                continue
+            for row in kernels.bench_kernels(
+                config,
+                batch=batch,
+                context=context,
+                cache_format=args.cache_format,
+                bandwidth=output.fields["copy_bandwidth"],
+            ):
+                rows.append(row)
+                output.set(rows=rows)
+    print(report.kernel_table(rows))
+    return 0
+
+
+def _run_prefill(args: argparse.Namespace) -> int:
+    begun = time.perf_counter()
+    config = read_config(args.config, draft=False)
+    output = report.Output(args.json, command="bench prefill", config=args.config)
+    params = jax.block_until_ready(random_params(config))
+    output.set(weight_bytes=tree_bytes(params))
+    rows: list[dict[str, Any]] = []
+    for num_tokens in args.tokens:
+        if time.perf_counter() - begun > args.budget_s:
+            continue
+        rows.append({})
+        for row in prefill.bench_prefill(
+            config,
+            params,
+            num_tokens=num_tokens,
+            chunk_tokens=min(args.chunk, num_tokens),
+            cache_format=args.cache_format,
+        ):
+            rows[-1] = row
+            output.set(rows=rows)
+        print(report.prefill_line(rows[-1]), flush=True)
     return 0
 
 

@@ -1,0 +1,166 @@
+"""Times single ops at a model's shapes: one layer's, on a filled cache, against their floors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv4_jax.bench import floor
+from dsv4_jax.bench.fill import filled_cache
+from dsv4_jax.bench.parts import AttentionInputs, flush, one_token_each, random_inputs, take_rows
+from dsv4_jax.bench.program import compile_program
+from dsv4_jax.bench.timing import time_calls
+from dsv4_jax.cache.handle import LayerCacheHandle
+from dsv4_jax.cache.model_cache import ModelCache
+from dsv4_jax.cache.step_input import StepInput
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.layer_schedule import AttentionType, LayerSpec, layer_schedule
+
+_ROUNDS = 16  # of an op in one program, each on another layer where there are several
+
+Op = Callable[[LayerCacheHandle, AttentionInputs, DSV4Config], Any]
+"""Gives the handle and what else it computes."""
+
+
+def bench_kernels(
+    config: DSV4Config,
+    *,
+    batch: int,
+    context: int,
+    cache_format: str,
+    bandwidth: float,
+    limit_s: float = 10.0,
+) -> Iterator[dict[str, Any]]:
+    """Times each op of each attention type that the model has.
+
+    An op runs on one layer after the other in one program, so that a launch is a graph's node and
+    no cache line is met twice soon. The time is that of all launches the op takes, XLA's included.
+
+    Args:
+      config: the model.
+      batch: B, requests.
+      context: tokens of each.
+      cache_format: name of the storage format.
+      bandwidth: bytes per second of a copy on this device.
+      limit_s: seconds for each op's measurements.
+
+    Yields:
+      A row for each op: microseconds, floor, launches, share of the floor.
+    """
+    lengths = np.full(batch, context - 1)
+    cache = filled_cache(
+        config, length_tokens=lengths, max_context_tokens=context, cache_format=cache_format
+    )
+    step_input = one_token_each(config, batch)
+    inputs = random_inputs(config, batch)
+    for attn in dict.fromkeys(spec.attn for spec in layer_schedule(config)):
+        specs = [spec for spec in layer_schedule(config) if spec.attn == attn]
+        work = {
+            w.name: w
+            for w in floor.cache_work(
+                config, specs[0], batch=batch, context=context, cache_format=cache_format
+            )
+        }
+        for name, op in _OPS[attn].items():
+            program = compile_program(
+                _jit_repeat, cache, inputs, step_input, op=op, specs=tuple(specs), config=config
+            )
+            timing, (cache, inputs) = time_calls(
+                lambda state, run=program.run: run(*state, step_input)[:2],
+                (cache, inputs),
+                limit_s=limit_s,
+                least_s=0.05,
+            )
+            row = {
+                "op": f"{attn} {name}",
+                "batch": batch,
+                "context": context,
+                "us": timing.median_s / _ROUNDS * 1e6,
+                "us_least": timing.least_s / _ROUNDS * 1e6,
+                "us_most": timing.most_s / _ROUNDS * 1e6,
+                "launches": program.launches.total / _ROUNDS,
+                "ours": program.launches.ours / _ROUNDS,
+            }
+            if name in work:
+                floor_us = work[name].floor_s * 1e6
+                row |= {
+                    "floor_us": floor_us,
+                    "bytes": work[name].num_bytes,
+                    "flops": work[name].flops,
+                    "floor_share": floor_us / row["us"],
+                    "copy_share": work[name].num_bytes / (row["us"] * 1e-6) / bandwidth,
+                }
+            yield row
+
+
+def _repeat(
+    cache: ModelCache,
+    inputs: AttentionInputs,
+    step_input: StepInput,
+    *,
+    op: Op,
+    specs: tuple[LayerSpec, ...],
+    config: DSV4Config,
+) -> tuple[ModelCache, AttentionInputs, list[Any]]:
+    """The op on one layer after the other; lengths stay as they are."""
+    call = cache.index(step_input, max_row_tokens=1)
+    rows = take_rows(cache.layer(specs[0].attn, 0, call), inputs, config).rows
+    outs = []  # returned, else XLA would take out what gives them
+    for i in range(_ROUNDS):
+        spec = specs[i % len(specs)]
+        handle = dataclasses.replace(cache.layer(spec.attn, spec.family_idx, call), rows=rows)
+        handle, inputs = jax.lax.optimization_barrier((handle, inputs))
+        handle, out = op(handle, inputs, config)
+        # The next round waits for this one.
+        handle, inputs, out = jax.lax.optimization_barrier((handle, inputs, out))
+        cache = cache.with_layer(handle)
+        outs.append(out)
+    return cache, inputs, outs
+
+
+_jit_repeat = jax.jit(
+    _repeat, static_argnames=("op", "specs", "config"), donate_argnames=("cache", "inputs")
+)
+
+
+def _encode(handle: LayerCacheHandle, inputs: AttentionInputs, config: DSV4Config) -> Any:
+    return handle, take_rows(handle, inputs, config).rows
+
+
+def _append(handle: LayerCacheHandle, inputs: AttentionInputs, config: DSV4Config) -> Any:
+    return handle.commit(), ()
+
+
+def _flush(handle: LayerCacheHandle, inputs: AttentionInputs, config: DSV4Config) -> Any:
+    return flush(handle, inputs, config), ()
+
+
+def _index(handle: LayerCacheHandle, inputs: AttentionInputs, config: DSV4Config) -> Any:
+    return handle, handle.select_entries(inputs.index_queries, inputs.index_weights)
+
+
+def _attention(handle: LayerCacheHandle, inputs: AttentionInputs, config: DSV4Config) -> Any:
+    """CSA layers attend to entries spread over the whole context."""
+    selected = None
+    if handle.schema.attn_type == AttentionType.HCA:
+        selected = handle.all_visible()
+    elif handle.schema.attn_type == AttentionType.CSA:
+        place = jnp.arange(config.indexer_top_k, dtype=jnp.int32)[None]
+        visible = handle.visible_entries[:, None]
+        spread = place * (visible // config.indexer_top_k)
+        selected = jnp.where(visible >= config.indexer_top_k, spread, place)
+        selected = jnp.where(selected < visible, selected, -1)
+    return handle, handle.attend(inputs.queries, inputs.sink, selected)
+
+
+_COMMON: dict[str, Op] = {"encode": _encode, "append": _append, "attention": _attention}
+_OPS: dict[AttentionType, dict[str, Op]] = {
+    AttentionType.SWA: _COMMON,
+    AttentionType.CSA: _COMMON | {"flush": _flush, "index": _index},
+    AttentionType.HCA: _COMMON | {"flush": _flush},
+}

@@ -1,0 +1,141 @@
+"""Times chunked prefill of one prompt: tokens per second, share of the matrix rate, memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from dsv4_jax.bench import floor
+from dsv4_jax.bench.decode import peak_bytes
+from dsv4_jax.bench.program import compile_program
+from dsv4_jax.bench.timing import time_calls
+from dsv4_jax.cache.model_cache import ModelCache, init_cache, tree_bytes
+from dsv4_jax.cache.step_input import StepInput
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.engine.prefill import jit_prefill
+from dsv4_jax.layer_schedule import AttentionType, layer_schedule
+from dsv4_jax.model.params import DSV4Params
+
+
+def bench_prefill(
+    config: DSV4Config,
+    params: DSV4Params,
+    *,
+    num_tokens: int,
+    chunk_tokens: int,
+    cache_format: str,
+    repeats: int = 3,
+    limit_s: float = 60.0,
+) -> Iterator[dict[str, Any]]:
+    """Prefills a prompt of random tokens, chunk after chunk.
+
+    Args:
+      config: the model.
+      params: of the model.
+      num_tokens: of the prompt.
+      chunk_tokens: tokens of a call; must divide `num_tokens`.
+      cache_format: name of the storage format.
+      repeats: how often the prompt is prefilled; the median counts.
+      limit_s: no repeat begins later than this after the first.
+
+    Yields:
+      The row after compiling and after timing: seconds, tokens per second, share of the bf16
+      matrix rate, temporary bytes of a call, which do not grow with the prompt but by what is
+      counted per entry of the context.
+
+    Raises:
+      ValueError: `chunk_tokens` does not divide `num_tokens`.
+    """
+    if chunk_tokens < 1 or num_tokens % chunk_tokens:
+        raise ValueError(
+            f"chunk_tokens must divide num_tokens, got {chunk_tokens} and {num_tokens}"
+        )
+    cache = init_cache(
+        config, max_requests=1, max_context_tokens=num_tokens, cache_format=cache_format
+    )
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, num_tokens)
+    zeros = jnp.zeros(chunk_tokens, jnp.int32)
+    chunks = [
+        StepInput(
+            token_ids=jnp.asarray(some, jnp.int32),
+            request_ids=zeros,
+            request_slots=jnp.zeros(1, jnp.int32),
+        )
+        for some in tokens.reshape(-1, chunk_tokens)
+    ]
+    row: dict[str, Any] = {
+        "tokens": num_tokens,
+        "chunk_tokens": chunk_tokens,
+        "cache_bytes": tree_bytes(cache),
+    }
+    program = compile_program(jit_prefill, params, cache, chunks[0], config=config)
+    row |= {
+        "trace_s": program.trace_s,
+        "compile_s": program.compile_s,
+        "from_cache": program.from_cache,
+        "launches": dataclasses.asdict(program.launches) | {"total": program.launches.total},
+        "temp_bytes": program.temp_bytes,
+    }
+    yield row
+
+    def prefill_all(cache: ModelCache) -> ModelCache:
+        for chunk in chunks:
+            cache, _ = program.run(params, cache, chunk)
+        return cache
+
+    def rewind(cache: ModelCache) -> ModelCache:
+        """Length 0; what rings and states hold of the last prompt is not read then."""
+        return dataclasses.replace(cache, length_tokens=jnp.zeros(1, jnp.int32))
+
+    timing, _ = time_calls(
+        prefill_all, cache, rewind=rewind, max_calls=1, repeats=repeats, limit_s=limit_s
+    )
+    flops = prefill_flops(config, num_tokens)
+    yield row | {
+        "prefill_s": timing.median_s,
+        "prefill_s_least": timing.least_s,
+        "prefill_s_most": timing.most_s,
+        "tokens_per_s": num_tokens / timing.median_s,
+        "flops": flops,
+        "matrix_share": flops / timing.median_s / floor.BF16_FLOPS,
+        "peak_bytes": peak_bytes(),
+    }
+
+
+def prefill_flops(config: DSV4Config, num_tokens: int) -> float:
+    """Operations that prefilling a prompt from the start needs: deepseek_v4.md section 7.4.
+
+    Experts that a token did not pick are not counted, and of the head the last token alone.
+    """
+    d, c, heads = config.hidden_size, config.head_dim, config.num_attention_heads
+    ql, latent = config.q_lora_rank, config.o_groups * config.o_lora_rank
+    index_heads, index_dim = config.indexer_num_heads, config.indexer_head_dim
+    positions = np.arange(1, num_tokens + 1, dtype=np.float64)
+    window = np.minimum(positions, config.sliding_window)
+    projections = 2 * (
+        d * ql + ql * heads * c + d * c + heads * c * config.o_lora_rank + latent * d
+    )
+    experts = config.num_experts_per_token + 1
+    moe = experts * 6 * d * config.moe_intermediate_size + 2 * d * config.num_routed_experts
+    mixing = 2 * 2 * (2 + config.hc_mult) * config.hc_mult * config.hc_mult * d
+    total = 2.0 * config.vocab_size * d
+    for spec in layer_schedule(config):
+        entries = positions // config.compression_ratio(spec.attn)
+        per_token = projections + moe + mixing
+        if spec.attn == AttentionType.CSA:
+            selected = np.minimum(entries, config.indexer_top_k)
+            per_token += 2 * d * 4 * c + 2 * (
+                ql * index_heads * index_dim + d * index_heads + d * 4 * index_dim
+            )
+            total += float(np.sum(entries)) * (2 * index_heads * index_dim + 3 * index_heads)
+        elif spec.attn == AttentionType.HCA:
+            selected = entries
+            per_token += 2 * d * 2 * c
+        else:
+            selected = np.zeros_like(entries)
+        total += num_tokens * per_token + 4 * heads * c * float(np.sum(window + selected))
+    return total

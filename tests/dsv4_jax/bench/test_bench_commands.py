@@ -1,0 +1,116 @@
+"""`dsv4-jax bench` from end to end on a tiny model: figures that are there, and consistent."""
+
+import json
+import re
+
+import pytest
+
+from dsv4_jax.bench import prefill, report
+from dsv4_jax.cli import main
+from dsv4_jax.config import DSV4Config
+
+
+def bench(tmp_path, *arguments):
+    path = tmp_path / "figures" / "out.json"
+    assert main(["bench", *arguments, "--config", "tiny", "--json", str(path)]) == 0
+    return json.loads(path.read_text())
+
+
+def test_quick_decode_times_the_step_alone(tmp_path, capsys):
+    plot = tmp_path / "plot.svg"
+    arguments = ("--batch", "2", "--contexts", "64", "--quick", "--plot", str(plot))
+    found = bench(tmp_path, "decode", *arguments)
+    (row,) = found["rows"]
+    assert (row["batch"], row["context"]) == (2, 64)
+    assert row["step_ms_least"] <= row["step_ms"] <= row["step_ms_most"]
+    assert row["tokens_per_s"] == pytest.approx(2 / row["step_ms"] * 1e3)
+    assert row["launches"]["total"] > 100
+    assert row["bytes_moved"] > row["cache_bytes_moved"] > 0
+    assert "cache_part_ms" not in row
+    assert "<svg" in plot.read_text()
+    table = capsys.readouterr().out
+    assert f"{row['step_ms']:.3f}" in table
+
+
+@pytest.mark.slow
+def test_decode_times_every_part(tmp_path, capsys):
+    found = bench(tmp_path, "decode", "--contexts", "64,256", "--one-bucket")
+    assert [row["context"] for row in found["rows"]] == [64, 256]
+    for row in found["rows"]:
+        assert row["bucket_context"] == 256
+        assert row["cache_part_target_ms"] >= 2 * row["cache_part_floor_ms"] > 0
+        assert set(row["layer_ms"]) == {
+            "swa_hash",
+            "csa_hash",
+            "hca_learned",
+            "csa_learned",
+            "swa_learned",
+        }
+        assert row["again_compile_s"] >= 0
+    assert "ms a layer" in capsys.readouterr().out
+
+
+def test_the_cache_part_needs_no_weights(tmp_path):
+    found = bench(tmp_path, "decode", "--contexts", "64", "--parts", "cache")
+    (row,) = found["rows"]
+    assert row["weight_bytes"] == 0
+    assert row["cache_part_ms"] > 0
+    assert "weights_s" not in found
+
+
+@pytest.mark.slow
+def test_kernels_are_all_timed_and_none_is_optimised_away(tmp_path):
+    found = bench(tmp_path, "kernels", "--contexts", "256", "--batch", "2")
+    ops = {row["op"]: row for row in found["rows"]}
+    assert set(ops) == {
+        *(f"{attn} {op}" for attn in ("swa", "csa", "hca") for op in ("encode", "append")),
+        *(f"{attn} attention" for attn in ("swa", "csa", "hca")),
+        "csa flush",
+        "csa index",
+        "hca flush",
+    }
+    for name, row in ops.items():
+        assert row["launches"] >= 1, name
+
+
+@pytest.mark.slow
+def test_prefill_is_timed(tmp_path, capsys):
+    found = bench(tmp_path, "prefill", "--tokens", "64,128", "--chunk", "32")
+    for row, tokens in zip(found["rows"], (64, 128), strict=True):
+        assert row["tokens"] == tokens
+        assert row["tokens_per_s"] == pytest.approx(tokens / row["prefill_s"])
+    assert "64 tokens in calls of 32" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--parts", "step,head"], r"parts must be of .*, got \['head'\]"),
+        (["--contexts", "0"], "contexts must be in 1..1048576, got 0"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(capsys, arguments, message):
+    assert main(["bench", "decode", "--config", "tiny", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(message, line)
+
+
+def test_what_was_not_run_is_said():
+    rows = [
+        {"batch": 1, "context": 64, "skipped": "needs 200.0 GiB of 139.0 GiB"},
+        {"batch": 8, "context": 64, "failed": "RESOURCE_EXHAUSTED"},
+    ]
+    assert report.decode_line(rows[0]).endswith("skipped needs 200.0 GiB of 139.0 GiB")
+    assert report.decode_line(rows[1]).endswith("failed RESOURCE_EXHAUSTED")
+    assert len(report.decode_table(rows).splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "context", "gigaflops"), [("flash", 8192, 29.6), ("pro", 8192, 109.4)]
+)
+def test_operations_of_one_more_token(name, context, gigaflops):
+    """Section 7.4's whole model at a context, as the difference of two prompts; its head apart."""
+    config = getattr(DSV4Config, name)()
+    more = prefill.prefill_flops(config, context) - prefill.prefill_flops(config, context - 1)
+    head = 2 * config.vocab_size * config.hidden_size
+    assert (more + head) / 1e9 == pytest.approx(gigaflops, rel=0.01)
