@@ -1,0 +1,90 @@
+"""Layers with arrays of their own: the same step, unrolled."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dsv4_jax as ds
+from dsv4_jax.bench.parts import cache_part, one_token_each, random_inputs
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Two CSA and two HCA layers that a scan would repeat, and a window layer."""
+    config = dataclasses.replace(ds.DSV4Config.tiny(), num_mtp_layers=0)
+    return config, ds.init_params(config, jax.random.key(0))
+
+
+def make_cache(config):
+    return ds.init_cache(config, max_requests=3, max_context_tokens=512)
+
+
+@pytest.fixture(scope="module")
+def unrolled(model):
+    config, params = model
+    separate = ds.unstack_layers(params)
+    cache = make_cache(config)
+    call = one_token_each(config, 3)
+    return separate, ds.jit_decode_step.lower(separate, cache, call, config=config).compile()
+
+
+def test_scanned_and_unrolled_steps_agree(model, unrolled):
+    config, params = model
+    separate, executable = unrolled
+    call = one_token_each(config, 3)
+    _, expected = ds.jit_decode_step(params, make_cache(config), call, config=config)
+    _, logits = executable(separate, make_cache(config), call)
+    np.testing.assert_allclose(logits, expected, atol=2e-5, rtol=0)
+
+
+def test_every_byte_is_donated_and_no_leaf_copied(model, unrolled):
+    config, _ = model
+    cache = make_cache(config)
+    assert unrolled[1].memory_analysis().alias_size_in_bytes == cache.memory_bytes()
+    assert large_copies(unrolled[1].as_text(), cache) == []
+
+
+def test_the_timed_cache_part_donates_and_copies_nothing(model):
+    """Else the benchmark would time copies that a step does not make."""
+    config, _ = model
+    cache = make_cache(config)
+    inputs = random_inputs(config, 3)
+    call = one_token_each(config, 3)
+    part = jax.jit(cache_part, static_argnames="config", donate_argnames=("cache", "inputs"))
+    executable = part.lower(cache, inputs, call, config=config).compile()
+    assert large_copies(executable.as_text(), cache) == []
+    new, after = executable(cache, inputs, call)
+    np.testing.assert_array_equal(new.length_tokens, [1, 1, 1])
+    assert bool(jnp.all(jnp.isfinite(after.queries.astype(jnp.float32))))
+
+
+def large_copies(hlo, cache):
+    """Copies as large as some plane of a pool."""
+    names = {"float32": "f32", "bfloat16": "bf16", "uint8": "u8", "int32": "s32"}
+    leaves = {
+        (names[leaf.dtype.name], leaf.size) for leaf in jax.tree.leaves((cache.state, cache.paged))
+    }
+    found = re.findall(r"= (\w+)\[([\d,]*)\]\S* copy\(", hlo)
+    sizes = [(kind, int(np.prod([int(n) for n in dims.split(",") if n]))) for kind, dims in found]
+    return [size for size in sizes if size in leaves]
+
+
+def test_unstacking_keeps_every_value_and_frees_the_stacks(model):
+    config, _ = model
+    params = ds.init_params(config, jax.random.key(1))
+    kept = jax.tree.map(np.asarray, params)
+    separate = ds.unstack_layers(params, donate=True)
+    for spec in ds.layer_schedule(config):
+        jax.tree.map(np.testing.assert_array_equal, separate.layer(spec), kept.layer(spec))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(params.layers))
+    again = ds.unstack_layers(separate)
+    assert jax.tree.structure(again) == jax.tree.structure(separate)
+
+
+def test_a_checkpoint_is_saved_from_stacked_layers(model, unrolled, tmp_path):
+    with pytest.raises(ValueError, match="params"):
+        ds.save_checkpoint(model[0], unrolled[0], tmp_path)
