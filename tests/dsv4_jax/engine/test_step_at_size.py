@@ -1,0 +1,41 @@
+"""The step at Flash's sizes, compiled for an H200 without one: nothing large is copied."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from helpers import aot
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(aot.unavailable() is not None, reason=str(aot.unavailable())),
+]
+TESTS = pathlib.Path(__file__).parents[2]
+
+
+def figures(layers, batch):
+    """In a process of its own: Mosaic GPU fixes its architecture at the first compilation."""
+    paths = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+    done = subprocess.run(
+        [sys.executable, "-m", "helpers.step_at_size", str(layers), str(batch)],
+        env=os.environ | aot._ENVIRONMENT | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(("layers", "batch"), [(5, 1), (5, 8), (43, 1)])
+def test_cache_and_weights_are_used_where_they_lie(layers, batch):
+    found = figures(layers, batch)
+    assert found["alias_bytes"] == found["cache_bytes"]
+    assert found["large_copies"] == []
+    assert found["weight_sized"] == []
+    assert found["temp_bytes"] < 2**30
+    assert found["trace_s"] + found["compile_s"] < 300  # a loaded machine of two cores
+    assert sum(found["launches"].values()) < 70 * layers + 60
