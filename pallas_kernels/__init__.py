@@ -1,13 +1,8 @@
 """The ops under DeepSeek-V4's hybrid cache: arrays in, arrays out; usable without `dsv4_jax`."""
 
-from pallas_kernels.append_window import (
-    append_ring,
-    append_running,
-    append_tokens,
-    encode_window,
-)
+from pallas_kernels.append_flush import Appended, Compressor, append_and_flush
+from pallas_kernels.append_window import append_tokens, encode_tokens
 from pallas_kernels.backend import Backend, gpu_interpreter
-from pallas_kernels.compress_tail import compress_csa, compress_hca
 from pallas_kernels.flush_write import flush_csa, flush_hca, flush_write
 from pallas_kernels.formats import CACHE_FORMATS, CacheFormat, Planes, get_cache_format
 from pallas_kernels.gather_entries import gather_entries, gather_window
@@ -17,15 +12,14 @@ from pallas_kernels.stream_mix import mix_streams
 
 __all__ = [
     "CACHE_FORMATS",
+    "Appended",
     "Backend",
     "CacheFormat",
+    "Compressor",
     "Planes",
-    "append_ring",
-    "append_running",
+    "append_and_flush",
     "append_tokens",
-    "compress_csa",
-    "compress_hca",
-    "encode_window",
+    "encode_tokens",
     "flush_csa",
     "flush_hca",
     "flush_write",

@@ -255,6 +255,19 @@ def store_row(
     pltri.store(ref.at[(*_as_arrays(index), columns)], values, mask=mask)
 
 
+def copy_row(
+    source: Ref, row: tuple[jax.Array, ...], target: Ref, at: tuple[jax.Array, ...]
+) -> None:
+    """source[row] to target[at], a scalar or a row of any length."""
+    if len(source.shape) == len(row):
+        target[at] = source[row]
+        return
+    count = source.shape[-1]
+    width = 1 << (count - 1).bit_length()
+    values = load_row(source, row, start=0, count=count, width=width)
+    store_row(target, at, values, first=0, count=count)
+
+
 def _as_arrays(index: tuple[jax.Array | int, ...]) -> tuple[jax.Array, ...]:
     """The interpreter takes no Python int beside a slice."""
     return tuple(jnp.full((), i, jnp.int32) if isinstance(i, int) else i for i in index)

@@ -7,9 +7,9 @@ import jax
 from dsv4_jax.attention.compressor import project
 from dsv4_jax.attention.indexer import index_queries
 from dsv4_jax.attention.params import AttentionParams
-from dsv4_jax.attention.projections import output, queries, query_latent, window_entry
+from dsv4_jax.attention.projections import output, project_kv, project_queries, query_latent
 from dsv4_jax.attention.rope import rope_frequencies
-from dsv4_jax.cache.flush import maybe_flush_csa
+from dsv4_jax.cache.append import LayerNorms, LayerTokens, append_and_flush
 from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.layer_schedule import AttentionType
@@ -28,21 +28,20 @@ def csa_attention(
     frequencies = rope_frequencies(config, AttentionType.CSA)
     positions = handle.positions
     latent = query_latent(params, x, config)
-    q = queries(params, latent, positions, frequencies, config)
-    handle = handle.write_swa(
-        window_entry(params, x, positions, frequencies, config),
+    tokens = LayerTokens(
+        queries=project_queries(params, latent, config),
+        kv=project_kv(params, x),
         compressor=project(compressor, x, positions),
         indexer=project(indexer.compressor, x, positions, "idx"),
     )
-    handle = maybe_flush_csa(
-        handle,
-        handle.schema,
-        config.csa_compression_ratio,
-        norm=compressor.norm,
-        indexer_norm=indexer.compressor.norm,
+    norms = LayerNorms(
+        kv=params.kv_norm,
+        compressor=compressor.norm,
+        indexer=indexer.compressor.norm,
         frequencies=frequencies,
         eps=config.rms_norm_eps,
     )
+    handle, q = append_and_flush(handle, tokens, norms)
     selected = handle.select_entries(
         *index_queries(indexer, x, latent, positions, frequencies, config, handle.schema.format)
     )

@@ -6,9 +6,9 @@ import jax
 
 from dsv4_jax.attention.compressor import project
 from dsv4_jax.attention.params import AttentionParams
-from dsv4_jax.attention.projections import output, queries, query_latent, window_entry
+from dsv4_jax.attention.projections import output, project_kv, project_queries, query_latent
 from dsv4_jax.attention.rope import rope_frequencies
-from dsv4_jax.cache.flush import maybe_flush_hca
+from dsv4_jax.cache.append import LayerNorms, LayerTokens, append_and_flush
 from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.layer_schedule import AttentionType
@@ -25,18 +25,17 @@ def hca_attention(
     assert compressor is not None
     frequencies = rope_frequencies(config, AttentionType.HCA)
     positions = handle.positions
-    q = queries(params, query_latent(params, x, config), positions, frequencies, config)
-    handle = handle.write_swa(
-        window_entry(params, x, positions, frequencies, config),
+    tokens = LayerTokens(
+        queries=project_queries(params, query_latent(params, x, config), config),
+        kv=project_kv(params, x),
         compressor=project(compressor, x, positions),
     )
-    handle = maybe_flush_hca(
-        handle,
-        handle.schema,
-        config.hca_compression_ratio,
-        norm=compressor.norm,
+    norms = LayerNorms(
+        kv=params.kv_norm,
+        compressor=compressor.norm,
         frequencies=frequencies,
         eps=config.rms_norm_eps,
     )
+    handle, q = append_and_flush(handle, tokens, norms)
     attended = handle.attend(q, params.attn_sink, handle.all_visible()).astype(x.dtype)
     return handle, output(params, attended, positions, frequencies, config)

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from dsv4_jax.attention.params import AttentionParams
 from dsv4_jax.config import DSV4Config
 from pallas_kernels.backend import compute_capability
-from pallas_kernels.rotary import rms_norm, rotate
+from pallas_kernels.rotary import rms_norm, rms_norm_by_halves, rotate
 
 
 def linear(x: jax.Array, weight: jax.Array, *, dtype: DTypeLike | None = None) -> jax.Array:
@@ -63,6 +63,17 @@ def query_latent(params: AttentionParams, x: jax.Array, config: DSV4Config) -> j
     return checkpoint_name(latent, "q_lora")
 
 
+def project_queries(params: AttentionParams, latent: jax.Array, config: DSV4Config) -> jax.Array:
+    """[..., ql] -> [..., H, C], neither normed nor rotated."""
+    heads = checkpoint_name(linear(latent, params.wq_b), "q_b")
+    return heads.reshape(*latent.shape[:-1], config.num_attention_heads, config.head_dim)
+
+
+def project_kv(params: AttentionParams, x: jax.Array) -> jax.Array:
+    """[..., D] -> [..., C], the one head that is key and value, neither normed nor rotated."""
+    return checkpoint_name(linear(x, params.wkv), "kv_lin")
+
+
 def queries(
     params: AttentionParams,
     latent: jax.Array,
@@ -71,9 +82,9 @@ def queries(
     config: DSV4Config,
 ) -> jax.Array:
     """[..., ql] and i32[...] -> [..., H, C], each head normed without a weight, and rotated."""
-    heads = checkpoint_name(linear(latent, params.wq_b), "q_b")
-    heads = heads.reshape(*latent.shape[:-1], config.num_attention_heads, config.head_dim)
-    heads = checkpoint_name(rms_norm(heads, None, eps=config.rms_norm_eps), "q_normed")
+    heads = project_queries(params, latent, config)
+    heads = rms_norm_by_halves(heads, None, eps=config.rms_norm_eps)
+    heads = checkpoint_name(heads, "q_normed")
     return checkpoint_name(rotate(heads, positions[..., None], frequencies), "q")
 
 
@@ -84,10 +95,9 @@ def window_entry(
     frequencies: jax.Array,
     config: DSV4Config,
 ) -> jax.Array:
-    """[..., D] and i32[...] -> [..., C], the one head that is key and value; not yet rounded."""
-    kv = checkpoint_name(linear(x, params.wkv), "kv_lin")
-    kv = checkpoint_name(rms_norm(kv, params.kv_norm, eps=config.rms_norm_eps), "kv_normed")
-    return checkpoint_name(rotate(kv, positions, frequencies), "kv")
+    """[..., D] and i32[...] -> [..., C], key and value, normed and rotated; not yet rounded."""
+    kv = rms_norm_by_halves(project_kv(params, x), params.kv_norm, eps=config.rms_norm_eps)
+    return checkpoint_name(rotate(checkpoint_name(kv, "kv_normed"), positions, frequencies), "kv")
 
 
 def output(

@@ -25,6 +25,7 @@ class LayerCacheHandle:
     `write_swa` takes the call's tokens, `flush_compression` writes the entries they complete, the
     gathers see both, and `commit` moves the tokens into the ring and the compressor states. Until
     then those stay as they were, which a token in the middle of a call still needs.
+    `append_and_flush` does the first two from what a layer projects, and `in_place` all three.
 
     Attributes:
       paged: the family's blocks, None for SWA.
@@ -34,6 +35,8 @@ class LayerCacheHandle:
       rows: the call's tokens, None before `write_swa` and after `commit`.
       schema: sizes of this layer.
       is_committed: ring and states hold the call's tokens.
+      in_place: no row has more than one token and the call is not staged, so that tokens may be
+        written before they are attended to.
     """
 
     paged: PagedKVPool | None
@@ -43,6 +46,7 @@ class LayerCacheHandle:
     rows: CallRows | None
     schema: LayerCacheSchema = flax.struct.field(pytree_node=False)
     is_committed: bool = flax.struct.field(pytree_node=False, default=False)
+    in_place: bool = flax.struct.field(pytree_node=False, default=False)
 
     @property
     def num_query_heads(self) -> int:
@@ -123,12 +127,16 @@ class LayerCacheHandle:
                 raise ValueError(
                     f"{name} must hold projections {(num_tokens, width)}, got {given.values.shape}"
                 )
-        window = pk.encode_window(kv, codec=self.schema.format.entry, rope_dim=self.schema.rope_dim)
-        rows = CallRows(window=window, compressor=compressor, indexer=indexer)
-        # What this call reads must be what a later call finds stored, to the bit: without the
-        # barrier, XLA may compute a row twice and round it differently.
-        rows = jax.lax.optimization_barrier(rows)
-        return dataclasses.replace(self, rows=rows)
+        window = self.schema.format.entry.encode(kv, self.schema.rope_dim)
+        return self.with_rows(CallRows(window=window, compressor=compressor, indexer=indexer))
+
+    def with_rows(self, rows: CallRows) -> LayerCacheHandle:
+        """Holds the call's tokens as they are kept.
+
+        What this call reads must be what a later call finds stored, to the bit: without the
+        barrier, XLA may compute a row twice and round it differently.
+        """
+        return dataclasses.replace(self, rows=jax.lax.optimization_barrier(rows))
 
     def flush_compression(
         self,
@@ -172,12 +180,14 @@ class LayerCacheHandle:
         )
 
     def commit(self) -> LayerCacheHandle:
-        """Moves the call's tokens into the ring and the compressor states.
+        """Moves the call's tokens into the ring and the compressor states, unless they are there.
 
         Raises:
           ValueError: `write_swa` has not been called.
         """
-        state = commit_rows(self.state, self._rows(), self.call, layer=self.layer)
+        rows, state = self._rows(), self.state
+        if not self.is_committed:
+            state = commit_rows(state, rows, self.call, layer=self.layer)
         return dataclasses.replace(self, state=state, rows=None, is_committed=True)
 
     def gather_compressed_kv(self, selected: jax.Array) -> tuple[jax.Array, jax.Array]:

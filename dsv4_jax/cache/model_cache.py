@@ -74,9 +74,14 @@ class ModelCache:
         )
 
     def layer(
-        self, attn: AttentionType, family_idx: jax.Array | int, call: CallIndices
+        self,
+        attn: AttentionType,
+        family_idx: jax.Array | int,
+        call: CallIndices,
+        *,
+        in_place: bool = False,
     ) -> LayerCacheHandle:
-        """The handle of one layer of an attention type, in one call."""
+        """The handle of one layer of an attention type, in one call; see there for `in_place`."""
         state = self.state[attn]
         return LayerCacheHandle(
             paged=self.paged.get(attn),
@@ -85,6 +90,7 @@ class ModelCache:
             call=call,
             rows=None,
             schema=state.schema,
+            in_place=in_place,
         )
 
     def with_layer(self, handle: LayerCacheHandle) -> ModelCache:

@@ -196,7 +196,8 @@ def _run_segment(
             family_idx = spec.family_idx + copy * segment.family_stride(spec)
             layer = layer_of(params.layers[spec.kind], kind_idx)
             cache, staged, streams = carry
-            handle = cache.layer(spec.attn, family_idx, call)
+            in_place = staged is None and call.max_row_tokens == 1
+            handle = cache.layer(spec.attn, family_idx, call, in_place=in_place)
             with jax.named_scope(spec.kind):
                 handle, streams = jit_run_block(layer, streams, token_ids, handle, config)
             carry = (*keep(cache, staged, handle), streams)

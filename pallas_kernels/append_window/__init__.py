@@ -1,10 +1,5 @@
 """New tokens into rings and running pools."""
 
-from pallas_kernels.append_window.op import (
-    append_ring,
-    append_running,
-    append_tokens,
-    encode_window,
-)
+from pallas_kernels.append_window.op import append_tokens, encode_tokens
 
-__all__ = ["append_ring", "append_running", "append_tokens", "encode_window"]
+__all__ = ["append_tokens", "encode_tokens"]

@@ -1,4 +1,4 @@
-"""Appends a call's tokens to what a layer keeps per request: rings and running pools."""
+"""A call's tokens as projected to what a layer keeps per request: rings and running pools."""
 
 from __future__ import annotations
 
@@ -19,132 +19,76 @@ from pallas_kernels.checks import (
 from pallas_kernels.formats import Codec, Planes
 
 _ENCODE = {
-    Backend.REFERENCE: reference.encode_window,
-    Backend.TRITON_GPU: triton_gpu.encode_window,
+    Backend.REFERENCE: reference.encode_tokens,
+    Backend.TRITON_GPU: triton_gpu.encode_tokens,
 }
-_RING = {Backend.REFERENCE: reference.append_ring}
-_RUNNING = {Backend.REFERENCE: reference.append_running}
 _TOKENS = {
     Backend.REFERENCE: reference.append_tokens,
     Backend.TRITON_GPU: triton_gpu.append_tokens,
 }
 
 
-def encode_window(
-    x: jax.Array, *, codec: Codec, rope_dim: int, backend: Backend | None = None
-) -> Planes:
-    """Encodes a call's window entries, as the ring will keep them.
-
-    Args:
-      x: [T, C], normed and rotated.
-      codec: of the cache format.
-      rope_dim: R, the last dims of C, which rotate.
-      backend: implementation to use; None picks the fastest one that runs here.
-
-    Returns:
-      Planes [T, ...] of the codec.
-
-    Raises:
-      ValueError: `x` has another rank.
-      NotImplementedError: the named backend can't run here.
-
-    Source: deepseek_v4.md section 4.
-    """
-    check_rank(2, x=x)
-    # TODO(#3): prefer the kernel once it has run on a GPU; without it this is four launches.
-    return resolve("encode_window", backend, _ENCODE)(x, codec=codec, rope_dim=rope_dim)
-
-
-def append_ring(
-    ring: Planes,
-    rows: Planes,
-    slots: jax.Array,
+def encode_tokens(
+    queries: jax.Array,
+    kv: jax.Array,
+    norm: jax.Array,
+    frequencies: jax.Array,
     positions: jax.Array,
     *,
-    layer: jax.Array,
+    codec: Codec,
+    eps: float,
     backend: Backend | None = None,
-) -> Planes:
-    """Writes tokens to a ring addressed by position: the window, or a CSA compressor's state.
+) -> tuple[jax.Array, Planes]:
+    """Norms and rotates a call's queries, and its window entries, which it encodes; one launch.
 
     Args:
-      ring: planes [L, NS, W, ...]; W rows per slot.
-      rows: planes [T, ...], one row per token.
-      slots: i32[T]; -1 writes nothing. No two tokens may share a slot and a ring row.
-      positions: i32[T], position p goes to ring row p % W.
-      layer: i32[], index into L.
+      queries: [T, H, C], as projected; each head is normed without a weight.
+      kv: [T, C], as projected, in the same dtype, that of activations.
+      norm: [C], weight of the entries' norm.
+      frequencies: f32[R / 2], radians per position; the last R dims rotate.
+      positions: i32[T].
+      codec: of the cache format.
+      eps: floor of the norms.
       backend: implementation to use; None picks the fastest one that runs here.
 
     Returns:
-      The ring with the rows written.
+      The queries, [T, H, C] in their dtype, and the entries as the ring will keep them, planes
+      [T, ...] of the codec. Norm and rotation each round to the dtype of activations.
 
     Raises:
       ValueError: a shape or dtype is wrong.
       NotImplementedError: the named backend can't run here.
 
-    Source: deepseek_v4.md section 1.7, steps 2 and 4.
+    Source: deepseek_v4.md section 1.3, steps 3 to 6, and section 4.
     """
-    check_planes(ring, rows, stacked_name="ring", rows_name="rows")
-    check_same_length("T", slots=slots, positions=positions, rows=first_plane(rows))
-    check_indices(slots=slots, positions=positions)
-    return resolve("append_ring", backend, _RING)(ring, rows, slots, positions, layer=layer)
-
-
-def append_running(
-    running: jax.Array,
-    values: jax.Array,
-    scores: jax.Array,
-    slots: jax.Array,
-    lengths: jax.Array,
-    counts: jax.Array,
-    offsets: jax.Array,
-    *,
-    layer: jax.Array,
-    rate: int,
-    max_count: int,
-    backend: Backend | None = None,
-) -> jax.Array:
-    """Folds tokens into the running softmax of each request's open HCA window.
-
-    Args:
-      running: f32[L, NS, 3, C]: largest score, sum of exponentials, sum weighted by value.
-      values: f32[T, C], a request's tokens next to each other.
-      scores: f32[T, C], position bias added.
-      slots: i32[B]; -1 writes nothing.
-      lengths: i32[B], tokens of each request before the call.
-      counts: i32[B], tokens of each request in the call; where 0, nothing is written.
-      offsets: i32[B], index in T of each request's first token.
-      layer: i32[], index into L.
-      rate: tokens per window.
-      max_count: the largest count there can be; static.
-      backend: implementation to use; None picks the fastest one that runs here.
-
-    Returns:
-      The pools of the windows that are open after the call.
-
-    Raises:
-      ValueError: a shape or dtype is wrong.
-      NotImplementedError: the named backend can't run here.
-
-    Source: deepseek_v4.md section 2.4, the online form.
-    """
-    check_rank(4, running=running)
-    rows = (check_same_length("T", values=values, scores=scores), running.shape[3])
-    check_shape("values", values, rows, "T, C")
-    check_shape("scores", scores, rows, "T, C")
-    check_same_length("B", slots=slots, lengths=lengths, counts=counts, offsets=offsets)
-    check_indices(slots=slots, lengths=lengths, counts=counts, offsets=offsets)
-    return resolve("append_running", backend, _RUNNING)(
-        running,
-        values,
-        scores,
-        slots,
-        lengths,
-        counts,
-        offsets,
-        layer=layer,
-        rate=rate,
-        max_count=max_count,
+    check_tokens(queries, kv, norm, frequencies, positions)
+    return resolve("encode_tokens", backend, _ENCODE, preferred=Backend.TRITON_GPU)(
+        queries, kv, norm, frequencies, positions, codec=codec, eps=eps
     )
+
+
+def check_tokens(
+    queries: jax.Array,
+    kv: jax.Array,
+    norm: jax.Array,
+    frequencies: jax.Array,
+    positions: jax.Array,
+) -> None:
+    """A call's queries and entries as projected, and what norms and rotates them."""
+    check_rank(3, queries=queries)
+    check_rank(1, frequencies=frequencies)
+    num_tokens = check_same_length("T", queries=queries, kv=kv, positions=positions)
+    check_indices(positions=positions)
+    dim = queries.shape[2]
+    check_shape("kv", kv, (num_tokens, dim), "T, C")
+    check_shape("norm", norm, (dim,), "C")
+    if kv.dtype != queries.dtype:
+        raise ValueError(f"queries and kv must agree, got {queries.dtype} and {kv.dtype}")
+    if not 2 <= 2 * frequencies.shape[0] <= dim:
+        raise ValueError(
+            f"frequencies must have one for each pair of at most {dim} dims, "
+            f"got {frequencies.shape=}"
+        )
 
 
 def append_tokens(

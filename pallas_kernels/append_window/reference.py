@@ -10,11 +10,27 @@ import jax.numpy as jnp
 from pallas_kernels.compress_tail.reference import empty_pool, fold_tokens
 from pallas_kernels.formats import Codec, Planes
 from pallas_kernels.paging import scatter_rows
+from pallas_kernels.rotary import rms_norm_by_halves, rotate
 
 
-def encode_window(x: jax.Array, *, codec: Codec, rope_dim: int) -> Planes:
-    """The codec's own."""
-    return codec.encode(x, rope_dim)
+def encode_tokens(
+    queries: jax.Array,
+    kv: jax.Array,
+    norm: jax.Array,
+    frequencies: jax.Array,
+    positions: jax.Array,
+    *,
+    codec: Codec,
+    eps: float,
+) -> tuple[jax.Array, Planes]:
+    """Norm, then rotation, each rounded to the dtype of activations; then the codec.
+
+    The norm adds halves, so that an entry's bits depend on its token alone.
+    """
+    heads = rms_norm_by_halves(queries, None, eps=eps)
+    entries = rotate(rms_norm_by_halves(kv, norm, eps=eps), positions, frequencies)
+    planes = codec.encode(entries, 2 * frequencies.shape[0])
+    return rotate(heads, positions[:, None], frequencies), planes
 
 
 def append_ring(

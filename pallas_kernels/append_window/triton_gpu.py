@@ -1,15 +1,17 @@
-"""Triton kernels of `append_tokens`, every ring and running pool in one launch, and its encoder.
+"""Triton kernels of `encode_tokens` and, rings and running pool in one launch, `append_tokens`.
 
-Program (b, i) takes the i-th token from the end of row b and copies its rows to the rings that keep
-it; more programs a row fold the tokens of its open window into tiles of the running pool. Of
-several tokens that share a ring row only the last one has a program, so no order matters. A program
-without a token ends after two loads; there are B * min(max_count, W) of them.
+`encode_tokens` reads and writes a token's queries once, 2 * H * C numbers beside which its entry is
+nothing: memory bounds it.
 
+In `append_tokens` program (b, i) takes the i-th token from the end of row b and copies its rows to
+the rings that keep it; more programs a row fold the tokens of its open window into tiles of the
+running pool. Of several tokens that share a ring row only the last one has a program, so no order
+matters. A program without a token ends after two loads; there are B * min(max_count, W) of them.
 Bytes: the rows that are kept, in and out. What bounds it is the launch and two dependent loads.
 
 H200, microseconds of the kernel alone (fp8_ue8m0): CSA 2.3 for one request and for the 8192 tokens
 of a prefill, 2.8 for 64 requests; HCA 1.7 for 64 requests, 4.0 for a prefill that leaves 126 tokens
-open. `encode_window` has not been timed. Both compile for Blackwell and have not run there.
+open. `encode_tokens` has not been timed. Both compile for Blackwell and have not run there.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import triton
+from pallas_kernels.append_window import tile
 from pallas_kernels.compress_tail import tile as window
 from pallas_kernels.flush_write import tile as entry_tile
 from pallas_kernels.formats import Codec, Planes
@@ -33,30 +36,50 @@ _CHUNK = 16
 _TILE = 128
 
 
-def encode_window(x: jax.Array, *, codec: Codec, rope_dim: int) -> Planes:
-    """See `op.encode_window`: a token per program, a dim per lane; XLA takes four launches."""
-    num_tokens, dim = x.shape
+def encode_tokens(
+    queries: jax.Array,
+    kv: jax.Array,
+    norm: jax.Array,
+    frequencies: jax.Array,
+    positions: jax.Array,
+    *,
+    codec: Codec,
+    eps: float,
+) -> tuple[jax.Array, Planes]:
+    """See `op.encode_tokens`: a token per program, for its entry and for eight of its heads."""
+    num_tokens, num_heads, _ = queries.shape
     shapes = {
         name: jax.ShapeDtypeStruct((num_tokens, *shape.shape), shape.dtype)
-        for name, shape in codec.plane_shapes(dim, rope_dim).items()
+        for name, shape in codec.plane_shapes(kv.shape[1], 2 * frequencies.shape[0]).items()
     }
-    width = entry_tile.tile_width(codec, dim)
 
-    def kernel(inputs: list[Ref], stored: list[Ref]) -> None:
-        token = pl.program_id(0)
-        row = triton.load_row(inputs[0], (token,), start=0, count=dim, width=width)
-        encoded = entry_tile.encode(codec, row.astype(jnp.float32), dim=dim, rope_dim=rope_dim)
-        entry_tile.store_entry(dict(zip(shapes, stored, strict=True)), (token,), encoded)
+    def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
+        queries, kv, norm, frequencies, positions = inputs
+        turned, *planes = outputs
+        token, part = pl.program_id(0), pl.program_id(1)
+        position = positions[token]
 
-    filled = triton.launch(
+        @pl.when(part == 0)
+        def _encode() -> None:
+            entry = tile.encode_entry(kv, norm, frequencies, token, position, codec=codec, eps=eps)
+            entry_tile.store_entry(dict(zip(shapes, planes, strict=True)), (token,), entry)
+
+        @pl.when(part > 0)
+        def _turn() -> None:
+            tile.turn_heads(queries, turned, frequencies, token, part - 1, position, eps=eps)
+
+    turned, *planes = triton.launch(
         kernel,
-        grid=(num_tokens,),
-        inputs=[x],
-        outputs=list(triton.word_shapes(shapes).values()),
+        grid=(num_tokens, 1 + tile.num_head_tiles(num_heads)),
+        inputs=[queries, kv, norm, frequencies, positions],
+        outputs=[
+            jax.ShapeDtypeStruct(queries.shape, queries.dtype),
+            *triton.word_shapes(shapes).values(),
+        ],
         num_warps=_NUM_WARPS,
-        name="encode_window",
+        name="encode_tokens",
     )
-    return triton.from_words(dict(zip(shapes, filled, strict=True)), shapes)
+    return turned, triton.from_words(dict(zip(shapes, planes, strict=True)), shapes)
 
 
 def append_tokens(
@@ -93,7 +116,7 @@ def append_tokens(
         for source, target, limit in zip(copies, stored, limits, strict=False):
             at = (layer, jnp.maximum(slot, 0), position % target.shape[2])
             pl.when((slot >= 0) & (place < jnp.minimum(count, limit)))(
-                functools.partial(_copy_row, source, token, target, at)
+                functools.partial(triton.copy_row, source, (token,), target, at)
             )
         if folded:
             pl.when((slot >= 0) & (count > 0) & (place >= last))(
@@ -127,17 +150,6 @@ def append_tokens(
 def _read(refs: Sequence[Ref], row: jax.Array) -> tuple[jax.Array, ...]:
     layer, *per_row = refs
     return layer[0], *(ref[row] for ref in per_row)
-
-
-def _copy_row(source: Ref, token: jax.Array, target: Ref, at: tuple[jax.Array, ...]) -> None:
-    """source[token] to target[at]: scalars, or a row, in tiles of a power of two."""
-    if len(source.shape) == 1:
-        target[at] = source[token]
-        return
-    count = source.shape[1]
-    width = 1 << (count - 1).bit_length()
-    values = triton.load_row(source, (token,), start=0, count=count, width=width)
-    triton.store_row(target, at, values, first=0, count=count)
 
 
 def _fold_open_window(

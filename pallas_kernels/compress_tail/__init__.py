@@ -1,5 +1,1 @@
-"""A closed window into one entry."""
-
-from pallas_kernels.compress_tail.op import compress_csa, compress_hca
-
-__all__ = ["compress_csa", "compress_hca"]
+"""A closed window into one entry: the definition, and its form in a kernel."""

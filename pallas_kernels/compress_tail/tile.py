@@ -10,13 +10,13 @@ Against the reference, on a GPU, exp, rsqrt, sin, cos and one division may diffe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from pallas_kernels import triton
+from pallas_kernels.rotary_tile import Turn, norm_and_rotate, round_to
 
 Ref = Any
 Pool = tuple[jax.Array, jax.Array, jax.Array]
@@ -48,6 +48,23 @@ def fold(pool: Pool, value: jax.Array, score: jax.Array) -> Pool:
         triton.exact_product(factor, total_scaled) + total_kept,
         triton.exact_product(factor, scaled) + kept,
     )
+
+
+def pool_tokens(tokens: Sequence[Sequence[jax.Array]]) -> Pool:
+    """The pool of tokens, each a value and a score, in that order."""
+    pooled = first_token(*tokens[0])
+    for token in tokens[1:]:
+        pooled = fold(pooled, *token)
+    return pooled
+
+
+def pool_overlapping(tokens: Sequence[Sequence[jax.Array]], has_before: jax.Array) -> Pool:
+    """The pool of 2M tokens, M of the window before and M of the own one, or of the latter M."""
+    rate, width = len(tokens) // 2, tokens[0][0].shape[0]
+    pooled = select_pool(has_before, pool_tokens(tokens[:rate]), empty_pool(width))
+    for token in tokens[rate:]:
+        pooled = fold(pooled, *token)
+    return pooled
 
 
 def select(condition: jax.Array, chosen: jax.Array, other: jax.Array) -> jax.Array:
@@ -136,79 +153,16 @@ def fold_tokens(
     return jax.lax.cond(rest > 0, fold_rest, lambda pool, _: pool, pool, tokens)
 
 
-class Finish(NamedTuple):
-    """What turns a pool into an entry, loaded before the pool so that nobody waits for it.
-
-    Attributes:
-      weight: f32[width], of the norm.
-      frequency: f32[width / 2], per pair of channels; 0 where they do not rotate.
-      dim: C.
-      num_rotated: R / 2, the last pairs of the C channels.
-      dtype: of activations.
-      eps: floor of the norm.
-    """
-
-    weight: jax.Array
-    frequency: jax.Array
-    dim: int
-    num_rotated: int
-    dtype: DTypeLike
-    eps: float
-
-
-def load_finish(norm_ref: Ref, frequencies_ref: Ref, *, width: int, eps: float) -> Finish:
-    """From the norm's weight [C] and f32[R / 2]."""
-    dim, num_rotated = norm_ref.shape[0], frequencies_ref.shape[0]
-    weight = triton.load_row(norm_ref, (), start=0, count=dim, width=width).astype(jnp.float32)
-    pair = jnp.arange(width // 2) - (dim // 2 - num_rotated)
-    frequency = frequencies_ref[jnp.clip(pair, 0, num_rotated - 1)]
-    frequency = jnp.where((pair >= 0) & (pair < num_rotated), frequency, 0.0)
-    return Finish(weight, frequency, dim, num_rotated, norm_ref.dtype, eps)
-
-
-def finish_entry(pool: Pool, finish: Finish, position: jax.Array) -> jax.Array:
+def finish_entry(pool: Pool, turn: Turn, position: jax.Array) -> jax.Array:
     """f32[width], a pool's mean, normed and rotated, each rounded to the dtype of activations.
 
     Args:
       pool: of the whole window.
-      finish: weights and frequencies.
+      turn: norm's weight and frequencies.
       position: i32[], first position of the window.
     """
     _, total, weighted = pool
-    width, dim = total.shape[0], finish.dim
     mean = weighted / total
-    if dim < width:
-        mean = jnp.where(jnp.arange(width) < dim, mean, 0.0)
-    mean = round_to(mean, finish.dtype)
-    mean_square = sum_by_halves(triton.exact_product(mean, mean)) / dim
-    scaled = mean * jax.lax.rsqrt(mean_square + finish.eps) * finish.weight
-    return rotate(round_to(scaled, finish.dtype), finish, position)
-
-
-def sum_by_halves(x: jax.Array) -> jax.Array:
-    """f32[width] -> f32[], adding halves, in the order of `rms_norm_by_halves`."""
-    while x.shape[0] > 1:
-        x = jnp.sum(x.reshape(2, x.shape[0] // 2), axis=0)
-    return jnp.sum(x)
-
-
-def rotate(x: jax.Array, finish: Finish, position: jax.Array) -> jax.Array:
-    """Rotary embedding of the last R of the C channels, rounded; the others stay."""
-    pairs = x.shape[0] // 2
-    pair = jnp.arange(pairs) - (finish.dim // 2 - finish.num_rotated)
-    rotated = (pair >= 0) & (pair < finish.num_rotated)
-    angle = triton.exact_product(
-        jnp.broadcast_to(position.astype(jnp.float32), pairs), finish.frequency
-    )
-    sin, cos = triton.sin_cos(angle)
-    a, b = (half.reshape(pairs) for half in jax.lax.split(x.reshape(pairs, 2), (1, 1), axis=1))
-    product = triton.exact_product
-    turned_a = round_to(product(a, cos) - product(b, sin), finish.dtype)
-    turned_b = round_to(product(b, cos) + product(a, sin), finish.dtype)
-    both = [jnp.where(rotated, turned_a, a), jnp.where(rotated, turned_b, b)]
-    return jnp.stack(both, axis=-1).reshape(x.shape)
-
-
-def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """F32 rounded to f32 or bf16, as f32."""
-    return x if jnp.dtype(dtype) == jnp.float32 else triton.round_to_bf16(x)
+    if turn.dim < total.shape[0]:
+        mean = jnp.where(jnp.arange(total.shape[0]) < turn.dim, mean, 0.0)
+    return norm_and_rotate(round_to(mean, turn.dtype), turn, position)

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import numbers, triton
-from pallas_kernels.compress_tail.tile import round_to
 from pallas_kernels.formats import (
     Codec,
     FP4KeyCodec,
@@ -23,6 +22,7 @@ from pallas_kernels.formats import (
     PlainCodec,
     ScaledFP8Codec,
 )
+from pallas_kernels.rotary_tile import round_to
 
 Ref = Any
 _INV_448 = np.float32(1.0) / np.float32(448.0)

@@ -34,6 +34,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import triton
 from pallas_kernels.compress_tail import tile as window
 from pallas_kernels.flush_write import tile as entry_tile
+from pallas_kernels.flush_write.closing import Closing, prepare_store, read_closing
 from pallas_kernels.formats import Codec, Planes
 
 Ref = Any
@@ -70,7 +71,8 @@ def flush_csa(
     def kernel(inputs: list[Ref], stored: list[Ref]) -> None:
         call_refs, frequencies_ref = inputs[: len(call)], inputs[len(call)]
         refs, stored_refs = iter(inputs[len(call) + 1 :]), iter(stored)
-        closes, chosen = _Closing(call_refs, rate), pl.program_id(1)
+        closes, is_one = read_closing(call_refs, pl.program_id(0), rate)
+        chosen = pl.program_id(1)
         for number, (pool, codec, arrays) in enumerate(
             zip(pools, codecs, compressors, strict=True)
         ):
@@ -84,7 +86,7 @@ def flush_csa(
                 eps=eps,
                 eager=closing.shape[0] < positions.shape[0],
             )
-            pl.when((chosen == number) & closes.is_one)(compress)
+            pl.when((chosen == number) & is_one)(compress)
 
     return _launch(
         kernel,
@@ -122,11 +124,11 @@ def flush_hca(
     def kernel(inputs: list[Ref], stored: list[Ref]) -> None:
         call_refs, arrays = inputs[: len(call)], inputs[len(call) :]
         planes = dict(zip(pool, stored, strict=True))
-        closes = _Closing(call_refs, rate)
+        closes, is_one = read_closing(call_refs, pl.program_id(0), rate)
         compress = functools.partial(
             _compress_hca, planes, arrays, closes, codec=codec, eps=eps, chunk=chunk
         )
-        pl.when(closes.is_one)(compress)
+        pl.when(is_one)(compress)
 
     (written,) = _launch(
         kernel,
@@ -144,35 +146,11 @@ def _hca_chunk(num_windows: int) -> int:
     return 16 if num_windows <= _FEW_WINDOWS else 8
 
 
-class _Closing:
-    """The token with which a program's window ends; if there `is_one`, else only index 0."""
-
-    def __init__(self, call_refs: Sequence[Ref], rate: int) -> None:
-        layer, closing, request_ids, slots, positions, lengths, self.table = call_refs
-        token = closing[pl.program_id(0)]
-        self.is_one = token >= 0
-        self.token = jnp.maximum(token, 0)
-        self.layer = layer[0]
-        self.request = request_ids[self.token]
-        self.slot = jnp.maximum(slots[self.token], 0)
-        self.position = positions[self.token]
-        self.length = lengths[self.token]
-        self.rate = rate
-
-    def locate(self, entries_per_block: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The entry's layer, its block, -1 where there is none, and its offset in it."""
-        entry = self.position // self.rate
-        logical = entry // entries_per_block
-        inside = (self.request >= 0) & (logical < self.table.shape[1])
-        block = self.table[jnp.maximum(self.request, 0), jnp.where(inside, logical, 0)]
-        return self.layer, jnp.where(inside, block, -1), entry % entries_per_block
-
-
 def _compress_csa(
     planes: dict[str, Ref],
     arrays: Sequence[Ref],
     frequencies: Ref,
-    closes: _Closing,
+    closes: Closing,
     *,
     codec: Codec,
     eps: float,
@@ -190,16 +168,16 @@ def _compress_csa(
             ]
             for row, start in _window_rows(closes, norm.shape[0])
         ]
-    store = _prepare_store(planes, codec, norm, frequencies, closes, width=width, eps=eps)
+    store = prepare_store(planes, codec, norm, frequencies, closes, width=width, eps=eps)
     merged = functools.partial(_pool_merged, sources, closes, width=width)
     if rows is None:
         store(merged())
         return
     all_in_call = closes.position - (2 * closes.rate - 1) >= closes.length
-    store(jax.lax.cond(all_in_call, _pool, lambda _: merged(), rows))
+    store(jax.lax.cond(all_in_call, window.pool_tokens, lambda _: merged(), rows))
 
 
-def _window_rows(closes: _Closing, channels: int) -> list[tuple[tuple[jax.Array], int]]:
+def _window_rows(closes: Closing, channels: int) -> list[tuple[tuple[jax.Array], int]]:
     """Each of a CSA window's 2M tokens, in order: its row of the call, and its first channel."""
     rate = closes.rate
     return [
@@ -208,14 +186,7 @@ def _window_rows(closes: _Closing, channels: int) -> list[tuple[tuple[jax.Array]
     ]
 
 
-def _pool(tokens: Sequence[Sequence[jax.Array]]) -> window.Pool:
-    pooled = window.first_token(*tokens[0])
-    for token in tokens[1:]:
-        pooled = window.fold(pooled, *token)
-    return pooled
-
-
-def _pool_merged(sources: Sequence[Ref], closes: _Closing, *, width: int) -> window.Pool:
+def _pool_merged(sources: Sequence[Ref], closes: Closing, *, width: int) -> window.Pool:
     """Pools 2M tokens, of the state where they came before the call; the first window has M."""
     rate, channels = closes.rate, sources[0].shape[-1] // 2
     load = functools.partial(triton.load_row, count=channels, width=width)
@@ -234,17 +205,13 @@ def _pool_merged(sources: Sequence[Ref], closes: _Closing, *, width: int) -> win
                 for old_ref, new_ref in zip(sources[:2], sources[2:4], strict=True)
             ]
         )
-    before = _pool(tokens[:rate])
-    pooled = window.select_pool(closes.position >= rate, before, window.empty_pool(width))
-    for token in tokens[rate:]:
-        pooled = window.fold(pooled, *token)
-    return pooled
+    return window.pool_overlapping(tokens, closes.position >= rate)
 
 
 def _compress_hca(
     planes: dict[str, Ref],
     arrays: Sequence[Ref],
-    closes: _Closing,
+    closes: Closing,
     *,
     codec: Codec,
     eps: float,
@@ -253,7 +220,7 @@ def _compress_hca(
     """What the running pool holds of the window, then its tokens of this call."""
     running, values, scores, norm, frequencies = arrays
     width = entry_tile.tile_width(codec, norm.shape[0])
-    store = _prepare_store(planes, codec, norm, frequencies, closes, width=width, eps=eps)
+    store = prepare_store(planes, codec, norm, frequencies, closes, width=width, eps=eps)
     begin = closes.position - (closes.rate - 1)
     first = jnp.maximum(begin, closes.length)
     at = (closes.layer, closes.slot)
@@ -268,29 +235,6 @@ def _compress_hca(
             **channels,
         )
     )
-
-
-def _prepare_store(
-    planes: dict[str, Ref],
-    codec: Codec,
-    norm: Ref,
-    frequencies: Ref,
-    closes: _Closing,
-    *,
-    width: int,
-    eps: float,
-) -> Callable[[window.Pool], None]:
-    """Loads what it takes to finish a window; what it returns does so, and writes the entry."""
-    finish = window.load_finish(norm, frequencies, width=width, eps=eps)
-    index = closes.locate(next(iter(planes.values())).shape[2])
-    rope_dim = planes["rope"].shape[-1] if "rope" in planes else 0
-
-    def store(pooled: window.Pool) -> None:
-        entry = window.finish_entry(pooled, finish, closes.position - (closes.rate - 1))
-        encoded = entry_tile.encode(codec, entry, dim=finish.dim, rope_dim=rope_dim)
-        pl.when(index[1] >= 0)(functools.partial(entry_tile.store_entry, planes, index, encoded))
-
-    return store
 
 
 def _launch(

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import get_cache_format
+from pallas_kernels import Compressor, get_cache_format
 
 LAYER, NUM_LAYERS = 1, 3
 CASE_LAYER = jnp.int32(LAYER)
@@ -166,15 +166,17 @@ def valid_arguments(op):
     flushed = windows | {"block_table": table, "request_ids": i32(tokens)}
     flushed = {name: value for name, value in flushed.items() if name != "norm"}
     query = {"queries": f32(tokens, 2, dim), **plain}
+    projected = query | {"kv": f32(tokens, dim), "norm": f32(dim), "frequencies": f32(2)}
+    projected |= {"positions": i32(tokens), "eps": 1e-6}
+    compressor = Compressor(state, wide, f32(dim), pool, plain["codec"])
     return {
-        "append_ring": {"ring": ring, "rows": rows, "slots": i32(tokens), "positions": i32(tokens)},
-        "append_running": running | narrow | per_row | {"rate": rate},
+        "append_and_flush": projected
+        | {"ring": ring, "compressors": [compressor], "block_table": table, "rate": rate}
+        | {name: i32(tokens) for name in ("request_ids", "slots")},
         "append_tokens": {"rings": [ring], "rows": [rows], "projections": narrow, "rate": rate}
         | running
         | per_row,
-        "compress_csa": {"state": state} | wide | windows,
-        "compress_hca": running | narrow | windows,
-        "encode_window": plain | {"x": f32(tokens, dim), "rope_dim": 4},
+        "encode_tokens": projected,
         "flush_csa": many | {"states": [state], "rows": [wide]} | flushed,
         "flush_hca": paged | plain | running | {"rows": narrow, "norm": f32(dim)} | flushed,
         "flush_write": paged | {"rows": rows, "entries": i32(tokens)},
@@ -185,4 +187,4 @@ def valid_arguments(op):
         | query
         | place
         | {"sink": f32(2), "ring": ring, "rows": rows, "selected": i32(tokens, 3), "scale": 1.0},
-    }[op] | ({} if op == "encode_window" else {"layer": CASE_LAYER})
+    }[op] | ({} if op == "encode_tokens" else {"layer": CASE_LAYER})

@@ -8,7 +8,9 @@ import pytest
 from helpers import inputs, token_oracle
 from helpers.inputs import CASE_LAYER, LAYER, NUM_LAYERS, pack_call, poison, poisoned
 from helpers.schedules import assert_same_bytes
-from pallas_kernels import CACHE_FORMATS, append_ring, append_running, get_cache_format
+from pallas_kernels import CACHE_FORMATS, append_tokens, encode_tokens, get_cache_format
+from pallas_kernels.append_window.reference import append_ring, append_running
+from pallas_kernels.rotary import rms_norm, rotate
 
 W, RATE, C, ROPE = 8, 6, 12, 4
 NUM_SLOTS, NUM_TOKENS, NUM_ROWS = 6, 32, 4
@@ -124,39 +126,77 @@ def test_the_bound_on_running_pools_rejects_one_token_too_few():
     assert not np.allclose(actual[LAYER, 3, 1:], expected[1:], tolerance, tolerance)
 
 
-RING_ERRORS = [
-    ("rows", {"other": jnp.ones((3, 8))}, "rows must have the planes of ring"),
-    ("rows", {"values": jnp.ones((3, 7))}, r"rows\['values'\] must hold rows of float32\[8\]"),
-    ("rows", {"values": jnp.ones((3, 8), jnp.bfloat16)}, r"rows\['values'\] must hold rows of"),
-    ("rows", {"values": jnp.ones((2, 8))}, "rows must agree on T"),
-    ("slots", jnp.zeros(3, jnp.uint32), "slots must be int32"),
-    ("positions", jnp.zeros(3), "positions must be int32"),
-    ("positions", jnp.zeros(2, jnp.int32), "positions.* must agree on T"),
-]
-RUNNING_ERRORS = [
+@pytest.mark.parametrize("name", CACHE_FORMATS)
+def test_tokens_are_normed_then_rotated_then_encoded(name):
+    """As by three ops, but for the order in which squares are added."""
+    rng, codec = np.random.default_rng(0), get_cache_format(name).entry
+    heads, kv = (jnp.asarray(rng.normal(size=(5, *n, C)), jnp.float32) for n in ((3,), ()))
+    weight, frequencies = jnp.asarray(rng.normal(size=C), jnp.float32), jnp.asarray([1.0, 0.1])
+    positions = jnp.asarray([0, 1, 7, 127, 1_000_000], jnp.int32)
+    queries, rows = encode_tokens(heads, kv, weight, frequencies, positions, codec=codec, eps=1e-6)
+    wanted = rotate(rms_norm(heads, None, eps=1e-6), positions[:, None], frequencies)
+    np.testing.assert_allclose(queries, wanted, atol=4 * 2.0**-23, rtol=4 * 2.0**-23)
+    entries = rotate(rms_norm(kv, weight, eps=1e-6), positions, frequencies)
+    found, expected = (
+        np.asarray(codec.decode(planes, C)) for planes in (rows, codec.encode(entries, ROPE))
+    )
+    np.testing.assert_allclose(found, expected, atol=4 * 2.0**-23, rtol=2.0**-3)
+    assert np.mean(np.abs(found - expected) > 2.0**-18) <= 0.02
+
+
+def test_a_token_is_encoded_alike_in_any_company():
+    rng, codec = np.random.default_rng(1), get_cache_format("f32").entry
+    heads = jnp.asarray(rng.normal(size=(33, 3, C)), jnp.float32)
+    positions = jnp.arange(33, dtype=jnp.int32)
+
+    @jax.jit
+    def encode(heads, positions):
+        return encode_tokens(
+            heads, heads[:, 0], jnp.ones(C), jnp.ones(2), positions, codec=codec, eps=1e-6
+        )
+
+    together = encode(heads, positions)
+    for token in range(0, 33, 8):
+        alone = encode(heads[token : token + 1], positions[token : token + 1])
+        jax.tree.map(
+            lambda a, b, t=token: np.testing.assert_array_equal(a[0], b[t]), alone, together
+        )
+
+
+TOKENS_ERRORS = [
+    ("rings", [], "rings and rows must be as many, got 0 and 1"),
+    ("rows", [{"other": jnp.ones((3, 8))}], "rows must have the planes of rings"),
+    ("rows", [{"values": jnp.ones((3, 7))}], r"rows\['values'\] must hold rows of float32\[8\]"),
+    ("rows", [{"values": jnp.ones((3, 8), jnp.bfloat16)}], r"rows\['values'\] must hold rows of"),
+    ("rows", [{"values": jnp.ones((2, 8))}], r"rows\[0\].* must agree on T"),
     ("running", jnp.ones((3, 3, 8)), "running must have rank 4"),
-    ("values", jnp.ones((2, 8)), "values.* must agree on T"),
-    ("scores", jnp.ones((4, 8)), "scores must agree on T"),
+    ("running", None, "running and projections go together"),
+    ("projections", {"values": jnp.ones((3, 8))}, "projections must be values and scores"),
+    ("projections", dict.fromkeys(("values", "scores"), jnp.ones((3, 1))), "values must be"),
     ("slots", jnp.zeros(2, jnp.int8), "slots must be int32"),
     ("lengths", jnp.zeros(2), "lengths must be int32"),
     ("counts", jnp.zeros(3, jnp.int32), "counts.* must agree on B"),
     ("offsets", jnp.zeros((), jnp.int32), "offsets must agree on B"),
 ]
+ENCODE_ERRORS = [
+    ("queries", jnp.ones((3, 8)), "queries must have rank 3"),
+    ("queries", jnp.ones((3, 2, 8), jnp.bfloat16), "queries and kv must agree"),
+    ("kv", jnp.ones((2, 8)), "kv.* must agree on T"),
+    ("kv", jnp.ones((3, 7)), "kv must be"),
+    ("norm", jnp.ones(1), "norm must be"),
+    ("frequencies", jnp.ones((2, 2)), "frequencies must have rank 1"),
+    ("frequencies", jnp.ones(5), "frequencies must have one for each pair of at most 8 dims"),
+    ("positions", jnp.zeros(3), "positions must be int32"),
+]
 
 
-@pytest.mark.parametrize(("name", "wrong", "message"), RING_ERRORS)
-def test_append_ring_names_the_argument_that_is_wrong(name, wrong, message):
+@pytest.mark.parametrize(("name", "wrong", "message"), TOKENS_ERRORS)
+def test_append_tokens_names_the_argument_that_is_wrong(name, wrong, message):
     with pytest.raises(ValueError, match=message):
-        append_ring(**inputs.valid_arguments("append_ring") | {name: wrong})
+        append_tokens(**inputs.valid_arguments("append_tokens") | {name: wrong})
 
 
-@pytest.mark.parametrize(("name", "wrong", "message"), RUNNING_ERRORS)
-def test_append_running_names_the_argument_that_is_wrong(name, wrong, message):
+@pytest.mark.parametrize(("name", "wrong", "message"), ENCODE_ERRORS)
+def test_encode_tokens_names_the_argument_that_is_wrong(name, wrong, message):
     with pytest.raises(ValueError, match=message):
-        append_running(**inputs.valid_arguments("append_running") | {name: wrong})
-
-
-@pytest.mark.parametrize("name", ["values", "scores"])
-def test_append_running_does_not_broadcast_channels(name):
-    with pytest.raises(ValueError, match=name):
-        append_running(**inputs.valid_arguments("append_running") | {name: jnp.ones((3, 1))})
+        encode_tokens(**inputs.valid_arguments("encode_tokens") | {name: wrong})

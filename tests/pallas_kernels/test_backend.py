@@ -8,12 +8,9 @@ from pallas_kernels import Backend, backend
 from pallas_kernels.backend import resolve
 
 OPS = [
-    "append_ring",
-    "append_running",
+    "append_and_flush",
     "append_tokens",
-    "compress_csa",
-    "compress_hca",
-    "encode_window",
+    "encode_tokens",
     "flush_csa",
     "flush_hca",
     "flush_write",

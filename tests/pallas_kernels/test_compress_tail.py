@@ -6,10 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import inputs, token_oracle
+from helpers import token_oracle
 from helpers.inputs import CASE_LAYER, LAYER, NUM_LAYERS, pack_call, poisoned
 from helpers.schedules import assert_same_bytes, random_cuts
-from pallas_kernels import append_ring, append_running, compress_csa, compress_hca
+from pallas_kernels.append_window.reference import append_ring, append_running
+from pallas_kernels.compress_tail.reference import compress_csa, compress_hca
 
 M, M_HCA, C, EPS = 4, 128, 16, 1e-6
 LENGTHS = (300, 131, 66)
@@ -254,47 +255,3 @@ def test_bits_do_not_depend_on_how_tokens_are_cut_into_calls(kind, channels, sch
         assert_same_bytes(*(dict(enumerate(part)) for part in parts))
     for actual, whole in zip(found, expected, strict=False):
         np.testing.assert_array_equal(actual, whole)
-
-
-ERRORS = [
-    ("values", jnp.ones((2, 16)), "values.* must agree on T"),
-    ("scores", jnp.ones((4, 16)), "scores.* must agree on T"),
-    ("closing", jnp.zeros(2), "closing must be int32"),
-    ("slots", jnp.zeros(3, jnp.int16), "slots must be int32"),
-    ("positions", jnp.zeros(2, jnp.int32), "positions.* must agree on T"),
-    ("lengths", jnp.zeros(3), "lengths must be int32"),
-]
-
-
-@pytest.mark.parametrize(("name", "wrong", "message"), ERRORS)
-@pytest.mark.parametrize("compress", [compress_csa, compress_hca])
-def test_an_error_names_the_argument_that_is_wrong(compress, name, wrong, message):
-    with pytest.raises(ValueError, match=message):
-        compress(**inputs.valid_arguments(compress.__name__) | {name: wrong})
-
-
-def test_states_of_another_rate_or_rank_are_refused():
-    arguments = inputs.valid_arguments("compress_csa")
-    with pytest.raises(ValueError, match=r"state must keep 2 \* rate rows"):
-        compress_csa(**arguments | {"rate": 3})
-    with pytest.raises(ValueError, match=r"state must keep .* rows of 2 \* C values"):
-        compress_csa(**arguments | {"norm": jnp.ones(7)})
-    with pytest.raises(ValueError, match="running must have rank 4"):
-        compress_hca(**inputs.valid_arguments("compress_hca") | {"running": jnp.ones((3, 3, 8))})
-
-
-@pytest.mark.parametrize(
-    ("compress", "name", "wrong"),
-    [
-        (compress_csa, "scores", jnp.ones((3, 1))),
-        (compress_csa, "state", {"other": jnp.ones((3, 3, 4, 16))}),
-        (compress_csa, "state", dict.fromkeys(("values", "scores"), jnp.ones((3, 3, 4, 1)))),
-        (compress_hca, "scores", jnp.ones((3, 1))),
-        (compress_hca, "values", jnp.ones((3, 1))),
-        (compress_hca, "running", jnp.ones((3, 3, 3, 1))),
-        (compress_hca, "norm", jnp.ones(1)),
-    ],
-)
-def test_channels_are_not_broadcast(compress, name, wrong):
-    with pytest.raises(ValueError, match=name):
-        compress(**inputs.valid_arguments(compress.__name__) | {name: wrong})

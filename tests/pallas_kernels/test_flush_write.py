@@ -6,7 +6,14 @@ import pytest
 from helpers import inputs, token_oracle
 from helpers.inputs import CASE_LAYER, LAYER, NUM_LAYERS, poison, shuffled_table
 from helpers.schedules import assert_same_bytes
-from pallas_kernels import CACHE_FORMATS, flush_write, gather_entries, get_cache_format
+from pallas_kernels import (
+    CACHE_FORMATS,
+    flush_csa,
+    flush_hca,
+    flush_write,
+    gather_entries,
+    get_cache_format,
+)
 
 C, ROPE, IC = 12, 4, 16
 NUM_BLOCKS, LOGICAL, OWNED = 12, 4, (3, 4, 0)
@@ -142,3 +149,38 @@ ERRORS = [
 def test_an_error_names_the_argument_that_is_wrong(name, wrong, message):
     with pytest.raises(ValueError, match=message):
         flush_write(**inputs.valid_arguments("flush_write") | {name: wrong})
+
+
+ONES = {"values": jnp.ones((3, 1)), "scores": jnp.ones((3, 1))}
+CLOSING_ERRORS = [
+    ("closing", jnp.zeros(2), "closing must be int32"),
+    ("slots", jnp.zeros(3, jnp.int16), "slots must be int32"),
+    ("positions", jnp.zeros(2, jnp.int32), "positions.* must agree on T"),
+    ("lengths", jnp.zeros(3), "lengths must be int32"),
+    ("block_table", jnp.zeros(3, jnp.int32), "block_table must have rank 2"),
+]
+CSA_ERRORS = [
+    ("rows", [ONES], r"rows\['values'\] must be"),
+    ("rows", [], "must have one item per compressor"),
+    ("states", [dict.fromkeys(("values", "scores"), jnp.ones((3, 3, 4, 1)))], "states must keep"),
+    ("norms", [jnp.ones(7)], "pools must hold the planes"),
+    ("rate", 3, r"states must keep 2 \* rate rows"),
+]
+HCA_ERRORS = [
+    ("rows", ONES, r"rows\['values'\] must be"),
+    ("rows", {"other": jnp.ones((3, 8))}, "rows must have values and scores"),
+    ("running", jnp.ones((3, 3, 8)), "running must have rank 4"),
+    ("running", jnp.ones((3, 3, 3, 1)), "running must keep 3 rows of C values"),
+    ("norm", jnp.ones(1), "pool must hold the planes"),
+]
+
+
+@pytest.mark.parametrize(
+    ("flush", "name", "wrong", "message"),
+    [(flush, *error) for flush in (flush_csa, flush_hca) for error in CLOSING_ERRORS]
+    + [(flush_csa, *error) for error in CSA_ERRORS]
+    + [(flush_hca, *error) for error in HCA_ERRORS],
+)
+def test_an_error_of_a_flush_names_the_argument_that_is_wrong(flush, name, wrong, message):
+    with pytest.raises(ValueError, match=message):
+        flush(**inputs.valid_arguments(flush.__name__) | {name: wrong})

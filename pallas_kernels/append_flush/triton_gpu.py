@@ -1,0 +1,221 @@
+"""Triton kernel of `append_and_flush`: all of a decode step's small work of a layer, one launch.
+
+Programs (t, i) of token t: one for each compressor, which stores the token's projections and, where
+they close a window, pools, norms, rotates, encodes and stores its entry; one for the window entry;
+and one for every eight heads of the queries. None waits for another: a closing window pools older
+rows of the state and the token's own row from the call, and the one row that is written here is
+read by nobody.
+
+Bytes: queries in and out, 4 * H * C, beside which the rest is a few KiB a token, and as many again
+as the 2M pooled rows where a CSA window closes. At few requests a chain of loads, exponentials and
+reductions bounds it, at many the queries.
+
+It has not been timed yet. It compiles for Blackwell and has not run there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels import triton
+from pallas_kernels.append_flush.arrays import Appended, Compressor
+from pallas_kernels.append_window import tile
+from pallas_kernels.compress_tail import tile as window
+from pallas_kernels.flush_write import tile as entry_tile
+from pallas_kernels.flush_write.closing import Closing, prepare_store
+from pallas_kernels.formats import Codec, Planes
+
+Ref = Any
+_NUM_WARPS = 4
+
+
+def append_and_flush(
+    queries: jax.Array,
+    kv: jax.Array,
+    norm: jax.Array,
+    frequencies: jax.Array,
+    ring: Planes,
+    compressors: Sequence[Compressor],
+    block_table: jax.Array | None,
+    *,
+    codec: Codec,
+    request_ids: jax.Array,
+    slots: jax.Array,
+    positions: jax.Array,
+    layer: jax.Array,
+    rate: int,
+    eps: float,
+) -> Appended:
+    """See `op.append_and_flush`."""
+    num_tokens, num_heads, _ = queries.shape
+    shapes = {
+        name: jax.ShapeDtypeStruct((num_tokens, *plane.shape[3:]), plane.dtype)
+        for name, plane in ring.items()
+    }
+    table = [] if block_table is None else [block_table]
+    call = [layer.reshape(1), request_ids, slots, positions, *table]
+    inputs = [*call, queries, kv, norm, frequencies]
+    in_place = [*triton.as_words(ring).values()]
+    for state, rows, weight, pool, _ in compressors:
+        inputs += [rows["values"], rows["scores"], weight]
+        in_place += [*_state_arrays(state), *triton.as_words(pool).values()]
+
+    def kernel(input_refs: list[Ref], stored_refs: list[Ref]) -> None:
+        read, stored = iter(input_refs), iter(stored_refs)
+        call_refs = [next(read) for _ in call]
+        queries_ref, kv_ref, norm_ref, frequencies_ref = (next(read) for _ in range(4))
+        token, part = pl.program_id(0), pl.program_id(1)
+        closes = _read_token(call_refs, token, rate)
+        live = call_refs[2][token] >= 0
+        ring_refs = {name: next(stored) for name in ring}
+        for number, compressor in enumerate(compressors):
+            append = functools.partial(
+                _append_csa if isinstance(compressor.state, dict) else _append_hca,
+                [next(stored) for _ in _state_arrays(compressor.state)],
+                {name: next(stored) for name in compressor.pool},
+                [next(read) for _ in range(3)],
+                frequencies_ref,
+                closes,
+                codec=compressor.codec,
+                eps=eps,
+            )
+            pl.when((part == number) & live)(append)
+        turned_ref = next(stored)
+        row_refs = {name: next(stored) for name in shapes}
+
+        @pl.when(part == len(compressors))
+        def _append_window() -> None:
+            entry = tile.encode_entry(
+                kv_ref, norm_ref, frequencies_ref, token, closes.position, codec=codec, eps=eps
+            )
+            entry_tile.store_entry(row_refs, (token,), entry)
+            size = next(iter(ring.values())).shape[2]
+            at = (closes.layer, closes.slot, closes.position % size)
+            pl.when(live)(functools.partial(entry_tile.store_entry, ring_refs, at, entry))
+
+        @pl.when(part > len(compressors))
+        def _turn() -> None:
+            head_tile = part - (len(compressors) + 1)
+            tile.turn_heads(
+                queries_ref,
+                turned_ref,
+                frequencies_ref,
+                token,
+                head_tile,
+                closes.position,
+                eps=eps,
+            )
+
+    written = iter(
+        triton.launch(
+            kernel,
+            grid=(num_tokens, len(compressors) + 1 + tile.num_head_tiles(num_heads)),
+            inputs=inputs,
+            in_place=in_place,
+            outputs=[
+                jax.ShapeDtypeStruct(queries.shape, queries.dtype),
+                *triton.word_shapes(shapes).values(),
+            ],
+            num_warps=_NUM_WARPS,
+            name="append_and_flush",
+        )
+    )
+
+    def take(planes: Planes) -> Planes:
+        return triton.from_words({name: next(written) for name in planes}, planes)
+
+    new_ring = take(ring)
+    states: list[Planes | jax.Array] = []
+    pools: list[Planes] = []
+    for state, _, _, pool, _ in compressors:
+        if isinstance(state, dict):
+            states.append({name: next(written) for name in ("values", "scores")})
+        else:
+            states.append(next(written))
+        pools.append(take(pool))
+    turned = next(written)
+    rows = triton.from_words({name: next(written) for name in shapes}, shapes)
+    return Appended(turned, rows, new_ring, tuple(states), tuple(pools))
+
+
+def _state_arrays(state: Planes | jax.Array) -> list[jax.Array]:
+    return [state["values"], state["scores"]] if isinstance(state, dict) else [state]
+
+
+def _read_token(call_refs: Sequence[Ref], token: jax.Array, rate: int) -> Closing:
+    """The program's token; whether it closes a window, its position says."""
+    layer, request_ids, slots, positions, *table = call_refs
+    position, slot = positions[token], jnp.maximum(slots[token], 0)
+    return Closing(
+        layer[0], token, request_ids[token], slot, position, position, rate, *(table or [None])
+    )
+
+
+def _append_csa(
+    state: Sequence[Ref],
+    planes: dict[str, Ref],
+    rows: Sequence[Ref],
+    frequencies: Ref,
+    closes: Closing,
+    *,
+    codec: Codec,
+    eps: float,
+) -> None:
+    """Keeps the token's values and scores; a closing window pools 2M - 1 kept rows and them."""
+    *new, norm = rows
+    channels, period = norm.shape[0], 2 * closes.rate
+    width = entry_tile.tile_width(codec, channels)
+
+    @pl.when((closes.position + 1) % closes.rate == 0)
+    def _flush() -> None:
+        tokens = []
+        for back in range(period - 1, -1, -1):
+            kept = jnp.maximum(closes.position - back, 0) % period
+            refs, row = (
+                (state, (closes.layer, closes.slot, kept)) if back else (new, (closes.token,))
+            )
+            start = 0 if back >= closes.rate else channels
+            tokens.append(
+                [triton.load_row(r, row, start=start, count=channels, width=width) for r in refs]
+            )
+        store = prepare_store(planes, codec, norm, frequencies, closes, width=width, eps=eps)
+        store(window.pool_overlapping(tokens, closes.position >= closes.rate))
+
+    for source, target in zip(new, state, strict=True):
+        at = (closes.layer, closes.slot, closes.position % period)
+        triton.copy_row(source, (closes.token,), target, at)
+
+
+def _append_hca(
+    state: Sequence[Ref],
+    planes: dict[str, Ref],
+    rows: Sequence[Ref],
+    frequencies: Ref,
+    closes: Closing,
+    *,
+    codec: Codec,
+    eps: float,
+) -> None:
+    """Folds the token into the running pool; where that closes the window, empties it."""
+    (running,), (*new, norm) = state, rows
+    channels = norm.shape[0]
+    width = entry_tile.tile_width(codec, channels)
+    at, lanes = (closes.layer, closes.slot), {"start": 0, "count": channels, "width": width}
+    ends = (closes.position + 1) % closes.rate == 0
+    pooled = window.fold(
+        window.continue_pool(running, at, closes.position % closes.rate > 0, **lanes),
+        *(triton.load_row(ref, (closes.token,), **lanes) for ref in new),
+    )
+    kept = window.select_pool(ends, window.empty_pool(width), pooled)
+    for number, part in enumerate(kept):
+        triton.store_row(running, (*at, number), part, first=0, count=channels)
+
+    @pl.when(ends)
+    def _flush() -> None:
+        prepare_store(planes, codec, norm, frequencies, closes, width=width, eps=eps)(pooled)

@@ -1,0 +1,95 @@
+"""A token that closes a window, and how its program writes the entry; inside a Triton kernel."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels import rotary_tile
+from pallas_kernels.compress_tail import tile as window
+from pallas_kernels.flush_write import tile as entry_tile
+from pallas_kernels.formats import Codec
+
+Ref = Any
+
+
+class Closing(NamedTuple):
+    """The token with which a program's window ends.
+
+    Attributes:
+      layer: i32[].
+      token: i32[], its index in the call.
+      request: i32[], row of the table, -1 for none.
+      slot: i32[], 0 for none.
+      position: i32[].
+      length: i32[], tokens of its request before the call.
+      rate: tokens per window.
+      table: of blocks, i32[B, LB].
+    """
+
+    layer: jax.Array
+    token: jax.Array
+    request: jax.Array
+    slot: jax.Array
+    position: jax.Array
+    length: jax.Array
+    rate: int
+    table: Ref
+
+    def locate(self, entries_per_block: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The entry's layer, its block, -1 where there is none, and its offset in it."""
+        entry = self.position // self.rate
+        logical = entry // entries_per_block
+        inside = (self.request >= 0) & (logical < self.table.shape[1])
+        block = self.table[jnp.maximum(self.request, 0), jnp.where(inside, logical, 0)]
+        return self.layer, jnp.where(inside, block, -1), entry % entries_per_block
+
+
+def read_closing(
+    call_refs: Sequence[Ref], number: jax.Array, rate: int
+) -> tuple[Closing, jax.Array]:
+    """The closing token of that number, and whether there is one; if not, indices are 0.
+
+    Args:
+      call_refs: layer [1], closing, request_ids, slots, positions, lengths and the table.
+      number: i32[].
+      rate: tokens per window.
+    """
+    layer, closing, request_ids, slots, positions, lengths, table = call_refs
+    token = closing[number]
+    is_one = token >= 0
+    token = jnp.maximum(token, 0)
+    slot = jnp.maximum(slots[token], 0)
+    return Closing(
+        layer[0], token, request_ids[token], slot, positions[token], lengths[token], rate, table
+    ), is_one
+
+
+def prepare_store(
+    planes: dict[str, Ref],
+    codec: Codec,
+    norm: Ref,
+    frequencies: Ref,
+    closes: Closing,
+    *,
+    width: int,
+    eps: float,
+) -> Callable[[window.Pool], None]:
+    """Loads what it takes to finish a window; what it returns does so, and writes the entry."""
+    turn = rotary_tile.load_turn(
+        norm, frequencies, dim=norm.shape[0], width=width, dtype=norm.dtype, eps=eps
+    )
+    index = closes.locate(next(iter(planes.values())).shape[2])
+    rope_dim = planes["rope"].shape[-1] if "rope" in planes else 0
+
+    def store(pooled: window.Pool) -> None:
+        entry = window.finish_entry(pooled, turn, closes.position - (closes.rate - 1))
+        encoded = entry_tile.encode(codec, entry, dim=turn.dim, rope_dim=rope_dim)
+        pl.when(index[1] >= 0)(functools.partial(entry_tile.store_entry, planes, index, encoded))
+
+    return store

@@ -1,0 +1,259 @@
+"""The kernels that norm, rotate and encode a call's tokens, and those that keep them too."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels as pk
+from helpers import inputs
+from helpers.layer_cases import (
+    EPS,
+    FREQUENCIES,
+    KERNEL,
+    LENGTHS,
+    MAX_SHARE,
+    RATES,
+    ROPE,
+    C,
+    assert_stored_alike,
+    differing_share,
+    draw_histories,
+    draw_norms,
+    empty_layer,
+    flat,
+    run,
+)
+from helpers.schedules import assert_same_bytes
+from pallas_kernels import CACHE_FORMATS
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
+
+ONE_BY_ONE = [[1] * n for n in LENGTHS]
+DECODE = {"num_tokens": 5, "fused": True}
+each_kind = pytest.mark.parametrize("kind", RATES)
+
+
+def draw(kind, dtype=jnp.bfloat16):
+    rng = np.random.default_rng(0)
+    return draw_histories(rng, kind, LENGTHS, dtype), draw_norms(rng, kind, dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [(name, jnp.bfloat16) for name in CACHE_FORMATS] + [("f32", jnp.float32)]
+)
+@each_kind
+def test_one_token_per_request_is_stored_as_the_reference_stores_it(lane, name, kind, dtype):
+    """Rings go round, windows close in some rows, blocks are absent, and rows lie idle."""
+    histories, norms = draw(kind, dtype)
+    (actual, queries), (expected, wanted) = (
+        run(name, kind, histories, ONE_BY_ONE, norms, **DECODE, backend=backend)
+        for backend in (KERNEL, "reference")
+    )
+    assert_stored_alike(CACHE_FORMATS[name], actual, expected)
+    assert_same_but_for_roundings(queries, wanted)
+
+
+def assert_same_but_for_roundings(actual, expected):
+    """Of bf16 a step in MAX_SHARE of the values, of f32 a few ulps."""
+    actual, expected = (np.concatenate(a).astype(np.float64) for a in (actual, expected))
+    difference = np.abs(actual - expected)
+    assert np.all(difference <= 2.0**-7 * np.abs(expected).max(axis=-1, keepdims=True))
+    assert np.mean(difference > 2.0**-18) <= MAX_SHARE
+
+
+@each_kind
+def test_one_token_per_request_leaves_the_bits_that_many_leave(lane, kind):
+    """Known bugs B1, B8, B19, through other kernels: a decode step and a prefill agree."""
+    histories, norms = draw(kind)
+    actual, queries = run("fp8_ue8m0", kind, histories, ONE_BY_ONE, norms, **DECODE)
+    whole, wanted = run(
+        "fp8_ue8m0", kind, histories, [[n] for n in LENGTHS], norms, num_tokens=128, seed=1
+    )
+    assert_same_bytes(flat(actual), flat(whole))
+    assert_same_bytes(dict(enumerate(queries)), dict(enumerate(wanted)))
+
+
+@each_kind
+def test_b5_padding_alone_writes_nothing(lane, kind):
+    histories, norms = draw(kind)
+    layer, _ = run("fp8_ue8m0", kind, histories, [[0]], norms, num_tokens=3, fused=True)
+    assert_same_bytes(flat(layer), flat(empty_layer(CACHE_FORMATS["fp8_ue8m0"], kind)))
+
+
+@each_kind
+def test_the_bounds_reject_a_position_that_is_off_by_one(lane, kind):
+    """Such as one of the queries rotates them, and their entries, a little too far."""
+    histories, norms = draw(kind)
+    expected, wanted = run(
+        "fp8_ue8m0", kind, histories, ONE_BY_ONE, norms, **DECODE, backend="reference"
+    )
+    shifted = histories | {
+        key: [np.roll(x, 1, axis=0) for x in histories[key]] for key in ("queries", "kv")
+    }
+    actual, queries = run("fp8_ue8m0", kind, shifted, ONE_BY_ONE, norms, **DECODE)
+    codec = CACHE_FORMATS["fp8_ue8m0"].entry
+    assert differing_share(codec, actual["window"], expected["window"], C) > 5 * MAX_SHARE
+    with pytest.raises(AssertionError):
+        assert_same_but_for_roundings(queries, wanted)
+
+
+def encode(queries, kv, norm, positions, *, codec, backend, eps=EPS):
+    jitted = jax.jit(functools.partial(pk.encode_tokens, codec=codec, eps=eps, backend=backend))
+    return jax.tree.map(np.asarray, jitted(queries, kv, norm, jnp.asarray(FREQUENCIES), positions))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("name", CACHE_FORMATS)
+def test_window_entries_are_encoded_to_the_byte(lane, name, dtype):
+    """Zeros of both signs, subnormal codes, and values halfway between two codes.
+
+    An eps that dwarfs them and a weight that undoes it leave values as they are; position 0 rotates
+    by nothing.
+    """
+    codec, rng = CACHE_FORMATS[name].entry, np.random.default_rng(0)
+    x = rng.normal(size=(7, C)) * 10.0 ** rng.integers(-6, 4, size=(7, 1))
+    x[0], x[1, :4], x[2] = 0.0, [0.0, -0.0, 1e-9, -1e-9], np.arange(C) / 16 + 1.0625
+    x = jnp.asarray(x, dtype)
+    arguments = (x[:, None], x, jnp.full(C, 2.0**32, dtype), jnp.zeros(7, jnp.int32))
+    (_, actual), (_, expected) = (
+        encode(*arguments, codec=codec, backend=backend, eps=2.0**64)
+        for backend in (KERNEL, "reference")
+    )
+    assert_same_bytes(actual, expected)
+    assert_same_bytes(expected, jax.tree.map(np.asarray, codec.encode(x, ROPE)))
+
+
+@pytest.mark.parametrize("num_heads", [1, 8, 11])
+def test_queries_of_any_number_of_heads(lane, num_heads):
+    rng = np.random.default_rng(num_heads)
+    queries = jnp.asarray(rng.normal(size=(3, num_heads, C)), jnp.bfloat16)
+    kv, positions = queries[:, 0], jnp.asarray([0, 5, 1_000_000], jnp.int32)
+    codec = CACHE_FORMATS["fp8_ue8m0"].entry
+    (actual, _), (expected, _) = (
+        encode(queries, kv, jnp.ones(C, jnp.bfloat16), positions, codec=codec, backend=backend)
+        for backend in (KERNEL, "reference")
+    )
+    assert_same_but_for_roundings([actual], [expected])
+
+
+RUNNING = jnp.ones((3, 3, 3, 8))
+NARROW = dict.fromkeys(("values", "scores"), jnp.ones((3, 1)))
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        ("kv", jnp.ones((3, 7)), "kv must be"),
+        ("slots", jnp.zeros(2, jnp.int32), "slots.* must agree on T"),
+        ("request_ids", jnp.zeros(3), "request_ids must be int32"),
+        ("block_table", None, "block_table goes with compressors"),
+        ("block_table", jnp.zeros(3, jnp.int32), "block_table must have rank 2"),
+        ("compressors", (), "block_table goes with compressors"),
+        ("rate", 3, r"compressors\[0\].state must keep"),
+        ("ring", {"values": jnp.ones((3, 3, 4, 7))}, "ring must hold the planes"),
+    ],
+)
+def test_an_error_names_the_argument_that_is_wrong(name, wrong, message):
+    with pytest.raises(ValueError, match=message):
+        pk.append_and_flush(**inputs.valid_arguments("append_and_flush") | {name: wrong})
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"rows": NARROW}, r"compressors\[0\].rows\['values'\] must be"),
+        ({"state": RUNNING}, r"compressors\[0\].rows\['values'\] must be .* = \[3, 8\]"),
+        ({"norm": jnp.ones(7)}, r"compressors\[0\].pool must hold"),
+        ({"norm": jnp.ones((1, 8))}, r"compressors\[0\].norm must have rank 1"),
+    ],
+)
+def test_an_error_names_what_is_wrong_of_a_compressor(changed, message):
+    arguments = inputs.valid_arguments("append_and_flush")
+    arguments["compressors"] = [c._replace(**changed) for c in arguments["compressors"]]
+    with pytest.raises(ValueError, match=message):
+        pk.append_and_flush(**arguments)
+
+
+def test_a_running_pool_has_no_other_compressor_beside_it():
+    arguments = inputs.valid_arguments("append_and_flush")
+    rows = dict.fromkeys(("values", "scores"), jnp.ones((3, 8)))
+    hca = arguments["compressors"][0]._replace(state=RUNNING, rows=rows)
+    with pytest.raises(ValueError, match="only compressor"):
+        pk.append_and_flush(**arguments | {"compressors": [hca, *arguments["compressors"]]})
+
+
+def _planes(codec, dim, *lead):
+    shapes = codec.plane_shapes(dim, 64)
+    return {name: jax.ShapeDtypeStruct((*lead, *s.shape), s.dtype) for name, s in shapes.items()}
+
+
+def _array(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _projected(tokens, heads):
+    bf16 = functools.partial(_array, dtype=jnp.bfloat16)
+    return bf16(tokens, heads, 512), bf16(tokens, 512), bf16(512), _array(32)
+
+
+def aot_encode(name, tokens, heads):
+    """`encode_tokens`; nothing is donated."""
+    codec = CACHE_FORMATS[name].entry
+
+    def encode_tokens(*args):
+        return pk.encode_tokens(*args, codec=codec, eps=EPS, backend=KERNEL)
+
+    specs = (*_projected(tokens, heads), _array(tokens, dtype=jnp.int32))
+    return f"encode_tokens {name} {tokens} tokens {heads} heads", encode_tokens, specs
+
+
+def aot_append_and_flush(kind, name, tokens, heads):
+    """`append_and_flush` of a layer; ring, states and pools, first, are donated."""
+    fmt = CACHE_FORMATS[name]
+    families = {
+        "swa": [],
+        "csa": [(512, fmt.entry), (128, fmt.index_key)],
+        "hca": [(512, fmt.entry)],
+    }
+    width = 2 if kind == "csa" else 1
+
+    def both(*shape):
+        return {"values": _array(*shape), "scores": _array(*shape)}
+
+    states, new, pools, norms, codecs = [], [], [], [], []
+    for dim, codec in families[kind]:
+        states.append(both(2, 64, 8, 2 * dim) if kind == "csa" else _array(2, 64, 3, dim))
+        new.append(both(tokens, width * dim))
+        pools.append(_planes(codec, dim, 2, 4096, 32 if kind == "csa" else 1))
+        norms.append(_array(dim, dtype=jnp.bfloat16))
+        codecs.append(codec)
+    ids = {key: _array(tokens, dtype=jnp.int32) for key in ("request_ids", "slots", "positions")}
+    call = ids | {"layer": _array(dtype=jnp.int32)}
+    table = _array(tokens, 2048, dtype=jnp.int32) if kind != "swa" else None
+
+    def append(kept, projected, new, norms, table, call):
+        ring, states, pools = kept
+        compressors = [
+            pk.Compressor(*arrays) for arrays in zip(states, new, norms, pools, codecs, strict=True)
+        ]
+        static = {"codec": fmt.entry, "rate": 4 if kind == "csa" else 128, "eps": EPS}
+        done = pk.append_and_flush(
+            *projected, ring, compressors, table, **static, **call, backend=KERNEL
+        )
+        return (done.ring, list(done.states), list(done.pools)), done.queries, done.rows
+
+    kept = (_planes(fmt.entry, 512, 2, 64, 128), states, pools)
+    specs = (kept, _projected(tokens, heads), new, norms, table, call)
+    return f"append_and_flush {kind} {name} {tokens} tokens {heads} heads", append, specs, (0,)
+
+
+AOT_CASES = [
+    aot_encode("fp8_ue8m0", 8192, 64),
+    aot_append_and_flush("swa", "fp8_ue8m0", 64, 64),
+    aot_append_and_flush("csa", "fp8_ue8m0", 64, 64),
+    aot_append_and_flush("csa", "fp8_per_entry", 64, 128),
+    aot_append_and_flush("hca", "fp8_ue8m0", 64, 64),
+]
