@@ -61,6 +61,12 @@ def compute_capability() -> tuple[int, int] | None:
     return int(major), int(minor)
 
 
+def device_kind() -> str | None:
+    """The name of the GPU that a function traced now will run on; None where it is no GPU."""
+    device = jax.config.jax_default_device or jax.devices()[0]
+    return str(device.device_kind) if compute_capability() is not None else None
+
+
 def resolve[F: Callable](
     op: str,
     backend: Backend | str | None,

@@ -185,7 +185,8 @@ def _append_csa(
                 [triton.load_row(r, row, start=start, count=channels, width=width) for r in refs]
             )
         store = prepare_store(planes, codec, norm, frequencies, closes, width=width, eps=eps)
-        store(window.pool_overlapping(tokens, closes.position >= closes.rate))
+        pooled = window.pool_overlapping(tokens, closes.position >= closes.rate)
+        store(window.mean(pooled, channels, norm.dtype))
 
     for source, target in zip(new, state, strict=True):
         at = (closes.layer, closes.slot, closes.position % period)
@@ -218,4 +219,5 @@ def _append_hca(
 
     @pl.when(ends)
     def _flush() -> None:
-        prepare_store(planes, codec, norm, frequencies, closes, width=width, eps=eps)(pooled)
+        store = prepare_store(planes, codec, norm, frequencies, closes, width=width, eps=eps)
+        store(window.mean(pooled, channels, norm.dtype))

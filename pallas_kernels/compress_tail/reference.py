@@ -4,16 +4,19 @@ An entry is, channel by channel, the softmax-weighted mean of its window's value
 
     e[c] = sum_t exp(z_t[c]) kv_t[c] / sum_t exp(z_t[c])
 
-It is pooled as a running softmax, one token after another in the order of their positions, so that
-its bits do not depend on how the tokens were cut into calls. A pool is f32[..., 3, C]: the largest
-score, the sum of exp(score - largest), and that sum weighted by value. Against two passes in
-float64 over 128 tokens its mean is off by at most 8.3e-7 of itself (values of one sign; random,
-equal, ascending and spiked scores).
+Sums run over tokens in the order of their positions, so that an entry's bits do not depend on how
+the tokens were cut into calls. A CSA window is pooled in two passes, its largest score first. An
+HCA window is pooled as a running softmax, a token after the other as they come: a pool is
+f32[..., 3, C], the largest score, the sum of exp(score - largest), and that sum weighted by value.
+Against two passes in float64 over 128 tokens its mean is off by at most 8.3e-7 of itself (values of
+one sign; random, equal, ascending and spiked scores).
 
 Source: deepseek_v4.md section 2.
 """
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -119,18 +122,26 @@ def compress_csa(
     token = jnp.maximum(closing, 0)
     slot, end = slots[token], positions[token]
     channels = values.shape[-1] // 2
-    pool = empty_pool(closing.shape[0], channels)
+    tokens = []
     for back in range(2 * rate - 1, -1, -1):
         position = end - back
-        in_call = position >= lengths[token]
         row = (jnp.maximum(slot, 0), jnp.maximum(position, 0) % (2 * rate))
         source = jnp.maximum(token - back, 0)
-        select = in_call[:, None]
-        value = jnp.where(select, values[source], state["values"][layer, *row])
-        score = jnp.where(select, scores[source], state["scores"][layer, *row])
         stream = slice(0, channels) if back >= rate else slice(channels, None)
-        pool = fold(pool, value[:, stream], score[:, stream], position >= 0)
-    return finish_entry(pool, norm, frequencies, end - (rate - 1), eps=eps)
+        in_call, there = ((position >= n)[:, None] for n in (lengths[token], 0))
+        value = jnp.where(in_call, values[source], state["values"][layer, *row])[:, stream]
+        score = jnp.where(in_call, scores[source], state["scores"][layer, *row])[:, stream]
+        tokens.append((jnp.where(there, value, 0.0), jnp.where(there, score, -jnp.inf)))
+    return finish_entry(_pool_at_once(tokens), norm, frequencies, end - (rate - 1), eps=eps)
+
+
+def _pool_at_once(tokens: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
+    """f32[n, 3, C], the pool of tokens of which every value and score f32[n, C] is at hand."""
+    largest = functools.reduce(jnp.maximum, [score for _, score in tokens])
+    weights = [jnp.exp(score - largest) for _, score in tokens]
+    weighted = [rounded(w * value) for w, (value, _) in zip(weights, tokens, strict=True)]
+    total = functools.reduce(jnp.add, weights)
+    return jnp.stack([largest, total, functools.reduce(jnp.add, weighted)], axis=1)
 
 
 def compress_hca(

@@ -9,14 +9,16 @@ Against the reference, on a GPU, exp, rsqrt, sin, cos and one division may diffe
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels import triton
-from pallas_kernels.rotary_tile import Turn, norm_and_rotate, round_to
+from pallas_kernels.rotary_tile import round_to
 
 Ref = Any
 Pool = tuple[jax.Array, jax.Array, jax.Array]
@@ -26,11 +28,6 @@ def empty_pool(width: int) -> Pool:
     """Largest score, sum of exponentials and weighted sum of no tokens."""
     zeros = jnp.zeros(width, jnp.float32)
     return jnp.full(width, -jnp.inf, jnp.float32), zeros, zeros
-
-
-def first_token(value: jax.Array, score: jax.Array) -> Pool:
-    """The pool of one token."""
-    return score, jnp.ones_like(value), value + 0.0
 
 
 def fold(pool: Pool, value: jax.Array, score: jax.Array) -> Pool:
@@ -51,20 +48,26 @@ def fold(pool: Pool, value: jax.Array, score: jax.Array) -> Pool:
 
 
 def pool_tokens(tokens: Sequence[Sequence[jax.Array]]) -> Pool:
-    """The pool of tokens, each a value and a score, in that order."""
-    pooled = first_token(*tokens[0])
-    for token in tokens[1:]:
-        pooled = fold(pooled, *token)
-    return pooled
+    """The pool of tokens, each a value and a score, in that order; in two passes, all at hand."""
+    largest = functools.reduce(jnp.maximum, [score for _, score in tokens])
+    weights = [triton.exp(score - largest) for _, score in tokens]
+    weighted = [
+        triton.exact_product(w, value) for w, (value, _) in zip(weights, tokens, strict=True)
+    ]
+    return largest, functools.reduce(jnp.add, weights), functools.reduce(jnp.add, weighted)
 
 
 def pool_overlapping(tokens: Sequence[Sequence[jax.Array]], has_before: jax.Array) -> Pool:
-    """The pool of 2M tokens, M of the window before and M of the own one, or of the latter M."""
-    rate, width = len(tokens) // 2, tokens[0][0].shape[0]
-    pooled = select_pool(has_before, pool_tokens(tokens[:rate]), empty_pool(width))
-    for token in tokens[rate:]:
-        pooled = fold(pooled, *token)
-    return pooled
+    """The pool of 2M tokens, M of the window before, if there is one, and M of the own one."""
+    rate = len(tokens) // 2
+    absent = [
+        [
+            select(has_before, value, jnp.zeros_like(value)),
+            select(has_before, score, jnp.full_like(score, -jnp.inf)),
+        ]
+        for value, score in tokens[:rate]
+    ]
+    return pool_tokens([*absent, *tokens[rate:]])
 
 
 def select(condition: jax.Array, chosen: jax.Array, other: jax.Array) -> jax.Array:
@@ -153,16 +156,10 @@ def fold_tokens(
     return jax.lax.cond(rest > 0, fold_rest, lambda pool, _: pool, pool, tokens)
 
 
-def finish_entry(pool: Pool, turn: Turn, position: jax.Array) -> jax.Array:
-    """f32[width], a pool's mean, normed and rotated, each rounded to the dtype of activations.
-
-    Args:
-      pool: of the whole window.
-      turn: norm's weight and frequencies.
-      position: i32[], first position of the window.
-    """
+def mean(pool: Pool, channels: int, dtype: DTypeLike) -> jax.Array:
+    """f32[width], a pool's mean rounded to the dtype of activations; zeros past its channels."""
     _, total, weighted = pool
-    mean = weighted / total
-    if turn.dim < total.shape[0]:
-        mean = jnp.where(jnp.arange(total.shape[0]) < turn.dim, mean, 0.0)
-    return norm_and_rotate(round_to(mean, turn.dtype), turn, position)
+    quotient = weighted / total
+    if channels < total.shape[0]:
+        quotient = jnp.where(jnp.arange(total.shape[0]) < channels, quotient, 0.0)
+    return round_to(quotient, dtype)

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import rotary_tile
-from pallas_kernels.compress_tail import tile as window
 from pallas_kernels.flush_write import tile as entry_tile
 from pallas_kernels.formats import Codec
 
@@ -79,16 +78,20 @@ def prepare_store(
     *,
     width: int,
     eps: float,
-) -> Callable[[window.Pool], None]:
-    """Loads what it takes to finish a window; what it returns does so, and writes the entry."""
+) -> Callable[[jax.Array], None]:
+    """Loads what it takes to finish a window; what it returns does so, and writes the entry.
+
+    It is called with the window's mean, f32[width], rounded to the dtype of activations.
+    """
     turn = rotary_tile.load_turn(
         norm, frequencies, dim=norm.shape[0], width=width, dtype=norm.dtype, eps=eps
     )
     index = closes.locate(next(iter(planes.values())).shape[2])
     rope_dim = planes["rope"].shape[-1] if "rope" in planes else 0
 
-    def store(pooled: window.Pool) -> None:
-        entry = window.finish_entry(pooled, turn, closes.position - (closes.rate - 1))
+    def store(mean: jax.Array) -> None:
+        begin = closes.position - (closes.rate - 1)
+        entry = rotary_tile.norm_and_rotate(mean, turn, begin)
         encoded = entry_tile.encode(codec, entry, dim=turn.dim, rope_dim=rope_dim)
         pl.when(index[1] >= 0)(functools.partial(entry_tile.store_entry, planes, index, encoded))
 

@@ -31,7 +31,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import formats, mosaic, numbers
+from pallas_kernels import formats, mosaic, numbers, tilings
 from pallas_kernels.backend import compute_capability
 from pallas_kernels.formats import Codec, Planes
 from pallas_kernels.index_topk import left_operand, unpack_mosaic
@@ -78,7 +78,8 @@ def choose_tiling(num_tokens: int, num_tiles: int, num_cores: int = 132) -> Tili
     """Programs that fill the cores once, or several times evenly; each warpgroup has a tile."""
     groups = GROUPS
     programs = max(1, num_cores // num_tokens)
-    return Tiling(tiles=max(groups, -(-num_tiles // programs)), groups=groups)
+    formula = Tiling(tiles=max(groups, -(-num_tiles // programs)), groups=groups)
+    return tilings.tune("index_scores", formula, tokens=num_tokens, tiles=num_tiles)
 
 
 def find_obstacle(queries: jax.Array, codec: Codec) -> str | None:

@@ -41,6 +41,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import tilings
 from pallas_kernels.backend import interpreting
 from pallas_kernels.index_topk import select_load, select_ptx, select_steps
 
@@ -73,12 +74,30 @@ class Stage:
     num_groups: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """How rows of scores are cut.
+
+    Attributes:
+      tile: entries of a program of the first launch, a power of two, more than k.
+    """
+
+    tile: int
+
+
+def choose_tiling(num_entries: int, k: int) -> Tiling:
+    """The largest tile, or a shorter one whose lists are then no longer than it."""
+    tile = min(MAX_TILE, _power_of_two(num_entries))
+    lists = _ceil_div(num_entries, SHORT_TILE) * _round_up(k, _CHUNK)
+    if num_entries > tile and lists <= SHORT_TILE:
+        tile = SHORT_TILE
+    return tilings.tune("select_top_k", Tiling(tile), entries=num_entries, k=k)
+
+
 def choose_stages(num_entries: int, k: int) -> tuple[Stage, ...]:
     """The launches for rows of `num_entries`: as many as it takes to come to one tile."""
     padded = _round_up(k, _CHUNK)
-    tile = min(MAX_TILE, _power_of_two(num_entries))
-    if num_entries > tile and _ceil_div(num_entries, SHORT_TILE) * padded <= SHORT_TILE:
-        tile = SHORT_TILE
+    tile = choose_tiling(num_entries, k).tile
     stages = [Stage(tile, _ceil_div(num_entries, tile), tile, _num_groups(tile))]
     while (last := stages[-1]).num_tiles > 1:
         lists = min(last.num_tiles, MAX_TILE // padded)

@@ -1,0 +1,139 @@
+import dataclasses
+import functools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels
+from helpers import layer_cases
+from helpers.layer_cases import KERNEL, LENGTHS, RATES, draw_histories, draw_norms, flat, run
+from helpers.schedules import assert_same_bytes
+from pallas_kernels import tilings
+from pallas_kernels.flush_write import tiling as flush_tiling
+from pallas_kernels.flush_write import triton_gpu
+from pallas_kernels.flush_write.tiling import Tiling
+from pallas_kernels.index_topk import scores_mosaic_gpu, select_mosaic_gpu
+
+FILES = sorted((pathlib.Path(pallas_kernels.__file__).parent / "data" / "tilings").glob("*.json"))
+ENTRY = {
+    "op": "flush_hca",
+    "shape": {"windows": 64, "tokens": 8192},
+    "tiling": {"channels": 128},
+    "us": 12.5,
+    "formula_us": 15.0,
+}
+KINDS_OF_TILING = {
+    "flush_csa": flush_tiling.Tiling,
+    "flush_hca": flush_tiling.Tiling,
+    "index_scores": scores_mosaic_gpu.Tiling,
+    "select_top_k": select_mosaic_gpu.Tiling,
+}
+
+
+def file_of(*entries):
+    return json.dumps({"jax": "0.11.2", "date": "2026-01-31", "entries": entries})
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Gives the device tilings, for as long as a test runs."""
+
+    def measure(*entries):
+        monkeypatch.setattr(tilings, "device_kind", lambda: "NVIDIA H200")
+        monkeypatch.setattr(tilings, "_load", lambda device: tilings.parse(file_of(*entries)))
+
+    return measure
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_what_is_shipped_is_valid(path):
+    for (op, _), tiling in tilings.parse(path.read_text()).items():
+        names = {field.name for field in dataclasses.fields(KINDS_OF_TILING[op])}
+        assert tiling.keys() <= names
+
+
+def test_a_measured_tiling_overrides_the_fields_it_names(measured):
+    measured(ENTRY)
+    formula = Tiling(warps=8, chunk=16)
+    assert flush_tiling.choose_hca(64, 8192) == dataclasses.replace(formula, channels=128)
+    assert flush_tiling.choose_csa(64, 8192) == Tiling(warps=4)
+
+
+@pytest.mark.parametrize(
+    ("windows", "tokens", "found"),
+    [(33, 4097, 128), (64, 8192, 128), (65, 8192, 0), (32, 8192, 0), (64, 8193, 0)],
+)
+def test_an_entry_speaks_for_sizes_up_to_its_power_of_two(measured, windows, tokens, found):
+    measured(ENTRY)
+    assert flush_tiling.choose_hca(windows, tokens).channels == found
+
+
+def test_without_a_gpu_or_a_file_the_formula_is_taken(monkeypatch):
+    assert flush_tiling.choose_hca(64, 8192) == Tiling(warps=8, chunk=16)
+    monkeypatch.setattr(tilings, "device_kind", lambda: "NVIDIA Nothing 9")
+    assert flush_tiling.choose_hca(64, 8192) == Tiling(warps=8, chunk=16)
+    assert tilings.file_name("NVIDIA H200") == "nvidia_h200.json"
+
+
+def test_index_scores_and_the_selection_are_tuned_too(measured):
+    measured(
+        ENTRY | {"op": "index_scores", "shape": {"tokens": 1, "tiles": 64}, "tiling": {"tiles": 3}},
+        ENTRY
+        | {"op": "select_top_k", "shape": {"entries": 65536, "k": 512}, "tiling": {"tile": 8192}},
+    )
+    assert scores_mosaic_gpu.choose_tiling(1, 60).tiles == 3
+    assert select_mosaic_gpu.choose_stages(60000, 512)[0].tile == 8192
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"us": 15.0}, "must beat the formula"),
+        ({"us": "fast"}, "us of a tiling must be a float"),
+        ({"shape": {"windows": 1.5}}, "shape of a tiling must hold whole numbers"),
+        ({"device": "H200"}, "a tiling has"),
+    ],
+)
+def test_an_entry_that_is_wrong_is_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        tilings.parse(file_of(ENTRY | change))
+
+
+def test_two_entries_of_one_class_and_unknown_fields_are_refused(measured):
+    with pytest.raises(ValueError, match="two tilings for"):
+        tilings.parse(file_of(ENTRY, ENTRY | {"shape": {"windows": 60, "tokens": 8000}}))
+    measured(ENTRY | {"tiling": {"stages": 2}})
+    with pytest.raises(ValueError, match="tilings of flush_hca for NVIDIA H200"):
+        flush_tiling.choose_hca(64, 8192)
+
+
+TILINGS = {
+    "csa": [Tiling(warps=4, apart=True), Tiling(warps=2, channels=4, pool_warps=1)],
+    "hca": [
+        Tiling(warps=4, chunk=8, channels=4, pool_warps=2),
+        Tiling(warps=4, chunk=3, channels=12, pool_warps=1),
+    ],
+}
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("kind", "tiling"), [(kind, tiling) for kind in RATES for tiling in TILINGS[kind]]
+)
+def test_every_tiling_of_a_flush_gives_the_same_bits(lane, kind, tiling, monkeypatch):
+    """Windows cut by calls, several a call, and absent blocks, in launches of every kind."""
+    rng = np.random.default_rng(0)
+    histories, norms = draw_histories(rng, kind, LENGTHS), draw_norms(rng, kind, jnp.bfloat16)
+    flush = functools.partial(
+        run, "fp8_ue8m0", kind, histories, layer_cases.CUTS, norms, num_tokens=64, backend=KERNEL
+    )
+    expected, _ = flush()
+    layer_cases.step.clear_cache()
+    monkeypatch.setattr(triton_gpu, f"choose_{kind}", lambda *sizes: tiling)
+    actual, _ = flush()
+    layer_cases.step.clear_cache()
+    assert_same_bytes(flat(jax.device_get(actual)), flat(expected))
