@@ -1,185 +1,120 @@
-"""Times `append_tokens` on a GPU: window row and compressor states of a layer, one launch.
+"""Appends beside vLLM's launches for the same work: `python -m benchmarks.bench_append [results]`.
 
-    PYTHONPATH=.:tests python -m benchmarks.bench_append [--json FILE]
-
-Microseconds per layer: 20 layers with buffers of their own, one after the other in one program,
-repeated on the device; the median of repeats, and of the kernel alone as the profiler has it (the
-rest are launches that the host makes). Bytes are what is kept, read and written once.
+A decode step of a CSA or an HCA layer, the whole of it one launch here: norm, rotation and
+encoding, window row, compressor states, and the windows that close, in all requests or in one of M.
+With `--rival FOLDER`, vLLM's launches are summed: window insert, then save and compress of each
+compressor. Its insert norms and rotates queries only in its C++ operator: `--library SO` brings
+that, and without it ours has a single head. Also `encode_tokens` and `append_tokens` of a prefill.
 """
 
 import argparse
 import functools
-import json
-import pathlib
-import statistics
-import tempfile
-import time
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import pytest
 
 import pallas_kernels as pk
-from pallas_kernels import CACHE_FORMATS
+from benchmarks import harness, layer_calls, rival_compressor
+from benchmarks.layer_calls import EPS, FORMAT, WINDOW, C
 
-C, IC, ROPE, WINDOW = 512, 128, 64, 128
-OURS = ("flush_", "append_")
-COPY_BYTES_PER_US = 4.3e6  # of an H200, measured
-
-
-def repeated(step, num_loops):
-    """A jitted function that runs step(donated, shared, rows, layer) for all layers, many times."""
-    step = jax.jit(step)
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def run(donated, shared, rows):
-        def body(_, donated):
-            for layer, layer_rows in enumerate(rows):
-                donated = step(donated, shared, layer_rows, jnp.int32(layer))
-            return donated
-
-        return jax.lax.fori_loop(0, num_loops, body, donated)
-
-    return run
-
-
-def device_time_us(step, donated, shared, rows, *, num_loops=25, repeats=7):
-    """Microseconds of a step per layer, and of a kernel in it; `rows` has an item per layer."""
-    run = repeated(step, num_loops)
-    donated = jax.block_until_ready(run(donated, shared, rows))
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        donated = jax.block_until_ready(run(donated, shared, rows))
-        times.append(time.perf_counter() - start)
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready(run(donated, shared, rows))
-        kernel_us = kernel_time_us(folder)
-    return {"time_us": statistics.median(times) / num_loops / len(rows) * 1e6} | kernel_us
-
-
-def kernel_time_us(folder):
-    """The median microseconds of our kernels in a profile."""
-    durations = []
-    for path in pathlib.Path(folder).rglob("*.xplane.pb"):
-        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-            streams = [
-                line for line in plane.lines if "GPU" in plane.name and "Stream" in line.name
-            ]
-            for line in streams:
-                durations += [e.duration_ns for e in line.events if e.name.startswith(OURS)]
-    return {"kernel_us": statistics.median(durations) / 1e3} if durations else {}
-
-
-def zero_planes(codec, dim, lead):
-    """Planes of zeros."""
-    shapes = codec.plane_shapes(dim, ROPE)
-    return {name: jnp.zeros((*lead, *s.shape), s.dtype) for name, s in shapes.items()}
-
-
-def projections(key, lead, width):
-    """Random values and scores."""
-    keys = jax.random.split(key)
-    return {
-        name: jax.random.normal(k, (*lead, width))
-        for name, k in zip(("values", "scores"), keys, strict=True)
-    }
-
-
-def append_case(kind, rows, tokens_per_row, cache_format, *, layers, length=8192):
-    """A layer type's arrays and one call: every row adds `tokens_per_row` tokens."""
-    codec = CACHE_FORMATS[cache_format].entry
-    key, num_tokens = jax.random.key(0), rows * tokens_per_row
-    rings = [zero_planes(codec, C, (layers, rows, WINDOW))]
-    new = [[zero_planes(codec, C, (num_tokens,))] for _ in range(layers)]
-    running, folded = None, [None] * layers
-    if kind == "csa":
-        for dim in (C, IC):
-            rings.append(projections(key, (layers, rows, 8), 2 * dim))
-            for per_layer in new:
-                per_layer.append(projections(key, (num_tokens,), 2 * dim))
-    else:
-        running = jnp.zeros((layers, rows, 3, C))
-        folded = [projections(key, (num_tokens,), C) for _ in range(layers)]
-    call = {
-        "slots": jnp.asarray(np.random.default_rng(0).permutation(rows), jnp.int32),
-        "lengths": jnp.full(rows, length if tokens_per_row == 1 else 0, jnp.int32),
-        "counts": jnp.full(rows, tokens_per_row, jnp.int32),
-        "offsets": jnp.arange(rows, dtype=jnp.int32) * tokens_per_row,
-    }
-    entry_bytes = CACHE_FORMATS[cache_format].entry_bytes(C, ROPE)
-    kept = min(tokens_per_row, WINDOW) * entry_bytes
-    kept += 16 * (C + IC) * min(tokens_per_row, 8) if kind == "csa" else 16 * C + 12 * C
-    per_layer = list(zip(new, folded, strict=True))
-    return (tuple(rings), running), call, per_layer, 2 * rows * kept
-
-
-def append_step(donated, call, rows, layer, *, max_count, backend=None):
-    """One layer's append."""
-    (rings, running), (new, folded) = donated, rows
-    return pk.append_tokens(
-        rings,
-        new,
-        running,
-        folded,
-        **call,
-        layer=layer,
-        rate=128,
-        max_count=max_count,
-        backend=backend,
-    )
-
-
-def measure(kind, rows, tokens_per_row, cache_format="fp8_ue8m0", backend=None):
-    """A row of the table."""
-    layers = 20 if tokens_per_row == 1 else 4
-    *case, num_bytes = append_case(kind, rows, tokens_per_row, cache_format, layers=layers)
-    step = functools.partial(append_step, max_count=tokens_per_row, backend=backend)
-    times = device_time_us(step, *case)
-    return {
-        "op": f"append {kind}",
-        "rows": rows,
-        "tokens": rows * tokens_per_row,
-        "format": cache_format,
-        "bytes": num_bytes,
-        "share_of_copy": num_bytes / times["time_us"] / COPY_BYTES_PER_US,
-    } | times
-
-
-def print_row(row):
-    print(
-        f"{row['op']:16s} {row['rows']:4d} rows {row['tokens']:6d} tokens {row['format']:20s} "
-        f"{row['time_us']:8.2f} us, kernel {row.get('kernel_us', float('nan')):8.2f} us  "
-        f"{row['bytes'] / 1e6:8.3f} MB  {row['share_of_copy']:6.1%}",
-        flush=True,
-    )
-
-
-def report(results, path):
-    """Writes the rows with the device they were taken on."""
-    device = jax.devices()[0].device_kind
-    with open(path, "w") as file:
-        json.dump({"device": device, "jax": jax.__version__, "rows": results}, file, indent=1)
-
-
-@pytest.mark.bench
-def test_append_tokens(capsys):
-    with capsys.disabled():
-        print_row(measure("csa", 64, 1))
+BATCHES = [1, 8, 64, 256]
+LAYERS = {"decode": 20, "prefill": 4}
+RIVAL = "vLLM insert + save + compress"
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--json", default="bench_append.json")
-    arguments = parser.parse_args()
-    results = []
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("results", nargs="?", help="JSON to keep the rows in")
+    parser.add_argument(
+        "--rival", help="folder of vLLM's Triton ops; without it only ours is timed"
+    )
+    parser.add_argument("--library", help="vLLM's C++ ops, for queries in the rival's insert too")
+    args = parser.parse_args()
+    bandwidth = harness.copy_bandwidth()
+    rival = rival_compressor.load(args.rival, args.library) if args.rival else None
+    num_heads = 1 if rival and not args.library else 64
+    rows = []
     for kind in ("csa", "hca"):
-        for rows, tokens in ((1, 1), (8, 1), (64, 1), (256, 1), (1, 8192), (1, 8190), (8, 1024)):
-            results.append(measure(kind, rows, tokens))
-            print_row(results[-1])
-    report(results, arguments.json)
+        for batch in BATCHES:
+            for closing in ("all", "some") if batch > 1 else ("all",):
+                state, inputs, num_bytes = layer_calls.append_and_flush_case(
+                    kind, batch, closing, num_heads, layers=LAYERS["decode"]
+                )
+                append = functools.partial(layer_calls.append_and_flush, kind=kind)
+                rows.append(
+                    harness.row(
+                        f"append_and_flush {kind}",
+                        f"{batch} requests, {closing} closing, {num_heads} heads",
+                        harness.median_us(append, inputs, state=state),
+                        rival=RIVAL if rival else None,
+                        rival_us=rival and rival.decode_us(kind, batch, closing, num_heads),
+                        limit_us=num_bytes / bandwidth * 1e6,
+                    )
+                )
+    rows += [encode_row(tokens, bandwidth) for tokens in (64, 8192)]
+    rows += [append_row(kind, 8192, bandwidth) for kind in ("csa", "hca")]
+    harness.report(rows, args.results)
+
+
+def encode_row(num_tokens, bandwidth, num_heads=64):
+    """`encode_tokens`."""
+    inputs = []
+    for seed in range(LAYERS["prefill"]):
+        shape = (num_tokens, num_heads, C)
+        queries = jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+        inputs.append((queries, queries[:, 0], jnp.arange(num_tokens, dtype=jnp.int32)))
+    norm, frequencies = jnp.ones(C, jnp.bfloat16), layer_calls.frequencies()
+
+    def encode(queries, kv, positions):
+        return pk.encode_tokens(
+            queries, kv, norm, frequencies, positions, codec=FORMAT.entry, eps=EPS
+        )
+
+    num_bytes = num_tokens * (4 * num_heads * C + 2 * C + layer_calls.FAMILIES["main"][2])
+    return harness.row(
+        "encode_tokens",
+        f"{num_tokens} tokens, {num_heads} heads",
+        harness.median_us(encode, inputs),
+        limit_us=num_bytes / bandwidth * 1e6,
+    )
+
+
+def append_row(kind, num_tokens, bandwidth):
+    """`append_tokens`: what a prompt leaves in ring and states; HCA's last window stays open."""
+    num_tokens, layers = num_tokens - (2 if kind == "hca" else 0), LAYERS["prefill"]
+    rings = [layer_calls.planes(FORMAT.entry, C, layers, 1, WINDOW)]
+    new, running, key = [], None, jax.random.key(0)
+    num_bytes = 2 * WINDOW * layer_calls.FAMILIES["main"][2]
+    if kind == "csa":
+        for dim, _, _ in layer_calls.FAMILIES.values():
+            rings += layer_calls.projections(key, (layers, 1, 8), 2 * dim)
+            new.append(layer_calls.projections(key, (num_tokens,), 2 * dim, layers))
+            num_bytes += 2 * 8 * 16 * dim
+    else:
+        running = jnp.zeros((layers, 1, 3, C))
+        folded = layer_calls.projections(key, (num_tokens,), C, layers)
+        num_bytes += num_tokens % 128 * 8 * C
+    window = layer_calls.planes(FORMAT.entry, C, num_tokens)
+    one, none = jnp.full(1, num_tokens, jnp.int32), jnp.zeros(1, jnp.int32)
+    inputs = [
+        ([window, *(n[i] for n in new)], folded[i] if running is not None else None, jnp.int32(i))
+        for i in range(layers)
+    ]
+
+    def append(state, rows, projected, layer):
+        static = {"layer": layer, "rate": 128, "max_count": num_tokens}
+        rings, running = state
+        rings, running = pk.append_tokens(
+            rings, rows, running, projected, none, none, one, none, **static
+        )
+        return (list(rings), running), ()
+
+    return harness.row(
+        f"append_tokens {kind}",
+        f"{num_tokens} tokens of one request",
+        harness.median_us(append, inputs, state=(rings, running)),
+        limit_us=num_bytes / bandwidth * 1e6,
+    )
 
 
 if __name__ == "__main__":

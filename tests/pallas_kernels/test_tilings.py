@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels
+from benchmarks import tune
 from helpers import layer_cases
 from helpers.layer_cases import KERNEL, LENGTHS, RATES, draw_histories, draw_norms, flat, run
 from helpers.schedules import assert_same_bytes
@@ -109,6 +110,16 @@ def test_two_entries_of_one_class_and_unknown_fields_are_refused(measured):
     measured(ENTRY | {"tiling": {"stages": 2}})
     with pytest.raises(ValueError, match="tilings of flush_hca for NVIDIA H200"):
         flush_tiling.choose_hca(64, 8192)
+
+
+def test_the_tuner_writes_what_is_read(tmp_path):
+    slower = ENTRY | {"us": 13.0, "shape": {"windows": 60, "tokens": 8000}}
+    other = ENTRY | {"op": "flush_csa", "tiling": {"apart": True}}
+    tune.write("NVIDIA H200", [slower], tmp_path)
+    tune.write("NVIDIA H200", [ENTRY, other], tmp_path)
+    found = json.loads((tmp_path / "nvidia_h200.json").read_text())
+    assert found["entries"] == [other, ENTRY]
+    assert len(tilings.parse(json.dumps(found))) == 2
 
 
 TILINGS = {

@@ -1,0 +1,178 @@
+"""A layer's arrays and calls, of the released sizes, for the benchmarks of appends and flushes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_kernels as pk
+from pallas_kernels import get_cache_format
+
+C, IC, ROPE, WINDOW, EPS = 512, 128, 64, 128, 1e-6
+FORMAT = get_cache_format("fp8_ue8m0")
+RATE = {"csa": 4, "hca": 128}
+FAMILIES = {
+    "main": (C, FORMAT.entry, FORMAT.entry_bytes(C, ROPE)),
+    "index": (IC, FORMAT.index_key, FORMAT.index_key_bytes(IC)),
+}
+"""Channels, codec and bytes of an entry."""
+DECODE_LENGTH = 2048
+
+
+def planes(codec, dim, *lead):
+    """Planes of zeros."""
+    shapes = codec.plane_shapes(dim, ROPE)
+    return {name: jnp.zeros((*lead, *s.shape), s.dtype) for name, s in shapes.items()}
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def projections(key, lead, width, count=1):
+    """Random values and scores, as often as said."""
+    keys = jax.random.split(key, (count, 2))
+    return [
+        {
+            name: jax.random.normal(keys[i, j], (*lead, width))
+            for j, name in enumerate(("values", "scores"))
+        }
+        for i in range(count)
+    ]
+
+
+def frequencies():
+    """f32[R / 2]."""
+    return jnp.asarray(160000.0 ** -(np.arange(ROPE // 2) / (ROPE // 2)), jnp.float32)
+
+
+def decode_positions(rate, batch, closing):
+    """i32[B]; `closing` is "all" of the requests, or "some": one in M."""
+    behind = np.arange(batch) if closing == "some" else np.zeros(batch, np.int64)
+    return DECODE_LENGTH + (rate - 1 - behind) % rate
+
+
+def shuffled_table(positions, batch):
+    """i32[B, LB] for tokens at such positions, and how many blocks there are."""
+    logical = int(np.max(positions)) // 128 + 1
+    table = np.random.default_rng(0).permutation(batch * logical).reshape(batch, logical)
+    return jnp.asarray(table, jnp.int32), batch * logical
+
+
+def pooled_bytes(kind, positions, lengths, families):
+    """Bytes that the closing windows pool, and of their entries."""
+    rate = RATE[kind]
+    closes = (positions + 1) % rate == 0
+    end, length = positions[closes], lengths[closes]
+    first = np.maximum(end - (2 * rate if kind == "csa" else rate) + 1, 0)
+    tokens = end + 1 - first
+    if kind == "hca":  # of tokens before the call, the running pool's three rows
+        tokens = end + 1 - np.maximum(first, length) + 1.5 * (first < length)
+    per_token = sum(8 * FAMILIES[f][0] for f in families)
+    return int(tokens.sum() * per_token + closes.sum() * sum(FAMILIES[f][2] for f in families))
+
+
+def append_and_flush_case(kind, batch, closing, num_heads, *, layers):
+    """State, inputs and bytes of `append_and_flush`, a layer each with arrays of its own."""
+    rate, width = RATE[kind], 2 if kind == "csa" else 1
+    families = ("main", "index") if kind == "csa" else ("main",)
+    positions = decode_positions(rate, batch, closing)
+    table, num_blocks = shuffled_table(positions, batch)
+    key = jax.random.key(0)
+    states, pools, new, norms = [], [], [], []
+    for family in families:
+        dim, codec, _ = FAMILIES[family]
+        if kind == "csa":
+            states += projections(key, (layers, batch, 2 * rate), 2 * dim)
+        else:
+            states.append(jnp.ones((layers, batch, 3, dim)))
+        pools.append(planes(codec, dim, layers, num_blocks, 32 if kind == "csa" else 1))
+        new.append(projections(key, (batch,), width * dim, layers))
+        norms.append(jnp.ones(dim, jnp.bfloat16))
+    slots = jnp.asarray(np.random.default_rng(1).permutation(batch), jnp.int32)
+    shared = {
+        "frequencies": frequencies(),
+        "block_table": table,
+        "request_ids": jnp.arange(batch, dtype=jnp.int32),
+        "slots": slots,
+        "positions": jnp.asarray(positions, jnp.int32),
+        "norm": jnp.ones(C, jnp.bfloat16),
+    }
+    inputs = []
+    for layer in range(layers):
+        queries = jax.random.normal(
+            jax.random.fold_in(key, layer), (batch, num_heads, C), jnp.bfloat16
+        )
+        rows = [per_layer[layer] for per_layer in new]
+        inputs.append((queries, queries[:, 0], rows, norms, shared, jnp.int32(layer)))
+    kept = 2 * 16 * (C + IC) if kind == "csa" else 16 * C + 2 * 12 * C
+    kept += 2 * C + 2 * FAMILIES["main"][2] + 4 * num_heads * C
+    num_bytes = batch * kept + pooled_bytes(kind, positions, positions, families)
+    ring = planes(FORMAT.entry, C, layers, batch, WINDOW)
+    return (ring, states, pools), inputs, num_bytes
+
+
+def append_and_flush(kept, queries, kv, new, norms, shared, layer, *, kind):
+    """One layer's decode step."""
+    ring, states, pools = kept
+    codecs = [FORMAT.entry, FORMAT.index_key]
+    compressors = [
+        pk.Compressor(*arrays) for arrays in zip(states, new, norms, pools, codecs, strict=False)
+    ]
+    done = pk.append_and_flush(
+        queries,
+        kv,
+        ring=ring,
+        compressors=compressors,
+        codec=FORMAT.entry,
+        layer=layer,
+        rate=RATE[kind],
+        eps=EPS,
+        **shared,
+    )
+    return (done.ring, list(done.states), list(done.pools)), (done.queries, done.rows)
+
+
+def flush_case(kind, families, num_tokens, *, layers):
+    """State, inputs and bytes of a flush: one request's first tokens."""
+    rate, width = RATE[kind], 2 if kind == "csa" else 1
+    positions = np.arange(num_tokens)
+    table, num_blocks = shuffled_table(positions, 1)
+    closing = np.flatnonzero((positions + 1) % rate == 0)
+    closing = np.pad(closing, (0, num_tokens // rate + 1 - len(closing)), constant_values=-1)
+    key, zeros = jax.random.key(0), jnp.zeros(num_tokens, jnp.int32)
+    pools, states, new, norms = [], [], [], []
+    for family in families:
+        dim, codec, _ = FAMILIES[family]
+        pools.append(planes(codec, dim, layers, num_blocks, 32 if kind == "csa" else 1))
+        if kind == "csa":
+            states += projections(key, (layers, 1, 2 * rate), 2 * dim)
+        else:
+            states.append(jnp.ones((layers, 1, 3, dim)))
+        new.append(projections(key, (num_tokens,), width * dim, layers))
+        norms.append(jnp.ones(dim, jnp.bfloat16))
+    shared = {
+        "frequencies": frequencies(),
+        "block_table": table,
+        "closing": jnp.asarray(closing, jnp.int32),
+        "request_ids": zeros,
+        "slots": zeros,
+        "positions": jnp.asarray(positions, jnp.int32),
+        "lengths": zeros,
+    }
+    inputs = [
+        (states, [per_layer[layer] for per_layer in new], norms, shared, jnp.int32(layer))
+        for layer in range(layers)
+    ]
+    return pools, inputs, pooled_bytes(kind, positions, np.zeros_like(positions), families)
+
+
+def flush(pools, states, new, norms, shared, layer, *, kind, families, run=None):
+    """One layer's flush; `run` stands for the op."""
+    common = shared | {"layer": layer, "rate": RATE[kind], "eps": EPS}
+    codecs = [FAMILIES[family][1] for family in families]
+    if kind == "csa":
+        run = run or pk.flush_csa
+        return list(run(pools, states, new, norms, codecs=codecs, **common)), ()
+    (pool,), (running,), (rows,), (norm,) = pools, states, new, norms
+    count = {"max_count": shared["positions"].shape[0]}
+    run = run or pk.flush_hca
+    return [run(pool, running, rows, norm, codec=codecs[0], **count, **common)], ()

@@ -1,0 +1,303 @@
+"""vLLM's kernels for the work of `append_and_flush` and of the flushes, called through torch.
+
+The folder holds, unmodified, `save_partial_states.py`, `fused_compress_quant_cache.py` and
+`cache_utils.py` of vLLM 0.33's `vllm/models/deepseek_v4/common/ops`; they import a few names of
+vLLM, which are stood in for here. Per compressor vLLM launches two kernels, "save" and "compress";
+for the window one, which in its C++ library also norms and rotates queries.
+"""
+
+import importlib
+import inspect
+import os
+import sys
+import types
+
+import numpy as np
+
+from benchmarks import rivals
+from benchmarks.layer_calls import DECODE_LENGTH, EPS, IC, RATE, ROPE, C, decode_positions
+
+_PACKAGE = "vllm.models.deepseek_v4.common.ops"
+_LAYERS = 20
+_PREFILL_LAYERS = 4
+
+
+def load(folder, library=None):
+    """What times vLLM's launches; `library` holds its C++ operators."""
+    return Rival(folder, library)
+
+
+class Rival:
+    """Times of vLLM's launches on this GPU."""
+
+    def __init__(self, folder, library):
+        import torch
+
+        _stand_in(folder)
+        self.save, self.compress, self.cache = (
+            importlib.import_module(f"{_PACKAGE}.{name}")
+            for name in ("save_partial_states", "fused_compress_quant_cache", "cache_utils")
+        )
+        angle = torch.arange(65536, dtype=torch.float32)[:, None] * (
+            160000.0 ** -(torch.arange(0, ROPE, 2, dtype=torch.float32) / ROPE)
+        )
+        self.cos_sin = torch.cat([angle.cos(), angle.sin()], -1).cuda()
+        self.has_library = library is not None
+        if library:
+            torch.ops.load_library(library)
+
+    def prefill_us(self, kind, families, num_tokens):
+        """Of the compressors of those families, for one request's first tokens."""
+        positions = [np.arange(num_tokens)]
+        return round(
+            sum(self._compress_us(kind, f, positions, _PREFILL_LAYERS) for f in families), 2
+        )
+
+    def decode_us(self, kind, batch, closing, num_heads):
+        """Of the window insert and of each compressor, one after the other."""
+        positions = [p[None] for p in decode_positions(RATE[kind], batch, closing)]
+        families = ("main", "index") if kind == "csa" else ("main",)
+        total = sum(self._compress_us(kind, family, positions, _LAYERS) for family in families)
+        return round(total + self._insert_us(batch, num_heads), 2)
+
+    def _compress_us(self, kind, family, positions, layers):
+        buffers = [_Compressor(kind, family, positions, self.cos_sin) for _ in range(layers)]
+
+        def run(compressor):
+            compressor.save(self.save)
+            compressor.compress(self.compress)
+
+        return rivals.median_us([lambda c=c: run(c) for c in buffers])
+
+    def _insert_us(self, batch, num_heads):
+        import torch
+
+        calls = []
+        for _ in range(_LAYERS):
+            pages = -(-batch // 64)
+            cache = torch.zeros(pages, _round_up(64 * 584, 576), dtype=torch.uint8, device="cuda")
+            cache = cache[:, : 64 * 584]
+            kv = torch.randn(batch, C, device="cuda").bfloat16()
+            slots = torch.randperm(pages * 64, device="cuda")[:batch]
+            if self.has_library:
+                queries = torch.randn(batch, num_heads, C, device="cuda", dtype=torch.bfloat16)
+                place = torch.arange(batch, device="cuda") + DECODE_LENGTH
+                insert = torch.ops._C.fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert
+                arguments = (queries, kv, cache, slots, place, self.cos_sin, num_heads, EPS, 64)
+            else:
+                insert, arguments = self.cache.quantize_and_insert_k_cache, (kv, cache, slots, 64)
+            calls.append(lambda f=insert, a=arguments: f(*a))
+        return rivals.median_us(calls)
+
+
+class _Compressor:
+    """One compressor's buffers in vLLM's layout, for tokens at positions[r] of request r."""
+
+    def __init__(self, kind, family, positions, cos_sin):
+        import torch
+
+        self.dim, self.rate, self.cos_sin = C if family == "main" else IC, RATE[kind], cos_sin
+        self.overlap = kind == "csa"
+        self.width = self.dim * (2 if self.overlap else 1)
+        self.page_tokens = 4 if self.overlap else 8
+        self.page_entries = 256 // self.rate
+        self.group, self.token_bytes, self.scale_bytes = (
+            (64, 576, 8) if family == "main" else (128, 128, 4)
+        )
+        requests = np.repeat(np.arange(len(positions)), [len(p) for p in positions])
+        flat = np.concatenate(positions)
+        tables, num_pages = [], 0
+        span = (2 if self.overlap else 1) * self.rate
+        for place in positions:
+            first = max(int(place[0]) - span + 1, 0) // self.page_tokens
+            last = int(place[-1]) // self.page_tokens
+            table = np.zeros(last + 1, np.int32)
+            table[first:] = np.arange(num_pages, num_pages + last + 1 - first)
+            num_pages += last + 1 - first
+            tables.append(table)
+        table = np.zeros((len(tables), max(map(len, tables))), np.int32)
+        for row, pages in enumerate(tables):
+            table[row, : len(pages)] = pages
+        state_slots = (
+            table[requests, flat // self.page_tokens].astype(np.int64) * self.page_tokens
+            + flat % self.page_tokens
+        )
+        entry = flat // self.rate
+        keys = requests * 2**40 + entry // self.page_entries
+        pages, number = np.unique(keys, return_inverse=True)
+        entry_slots = number * self.page_entries + entry % self.page_entries
+        entry_slots = np.where((flat + 1) % self.rate == 0, entry_slots, -1)
+        stride = _round_up(self.page_tokens * 2 * self.width * 4, 576) // 4
+        state = torch.randn(num_pages, stride, device="cuda")
+        self.state = state.as_strided(
+            (num_pages, self.page_tokens, 2 * self.width), (stride, 2 * self.width, 1)
+        )
+        size = self.token_bytes + self.scale_bytes
+        page_bytes = _round_up(self.page_entries * size, 576)
+        cache = torch.zeros(len(pages), page_bytes, dtype=torch.uint8, device="cuda")
+        self.cache = cache.as_strided((len(pages), self.page_entries, size), (page_bytes, size, 1))
+        both = torch.randn(len(flat), 2 * self.width, device="cuda")
+        self.values, self.scores = both.split([self.width, self.width], dim=-1)
+        self.ape = torch.randn(self.rate, self.width, device="cuda")
+        self.norm = torch.ones(self.dim, device="cuda").bfloat16()
+        self.positions = torch.from_numpy(flat.astype(np.int64)).cuda()
+        self.requests = torch.from_numpy(requests.astype(np.int32)).cuda()
+        self.slots = torch.from_numpy(state_slots).cuda()
+        self.table = torch.from_numpy(table).cuda()
+        self.entry_slots = torch.from_numpy(entry_slots).cuda()
+
+    def save(self, module):
+        module._SAVE_PARTIAL_STATES_KERNEL(
+            kv=self.values,
+            score=self.scores,
+            ape=self.ape,
+            positions=self.positions,
+            state_cache=self.state,
+            slot_mapping=self.slots,
+            block_size=self.page_tokens,
+            state_width=self.width,
+            compress_ratio=self.rate,
+            pdl_kwargs={"launch_pdl": False},
+        )
+
+    def compress(self, module):
+        module.compress_norm_rope_store_triton(
+            state_cache=self.state,
+            num_actual=len(self.positions),
+            token_to_req_indices=self.requests,
+            positions=self.positions,
+            slot_mapping=self.slots,
+            block_table=self.table,
+            block_size=self.page_tokens,
+            state_width=self.width,
+            cos_sin_cache=self.cos_sin,
+            kv_cache=self.cache,
+            k_cache_metadata=types.SimpleNamespace(slot_mapping=self.entry_slots),
+            pdl_kwargs={"launch_pdl": False},
+            head_dim=self.dim,
+            rope_head_dim=ROPE,
+            compress_ratio=self.rate,
+            overlap=self.overlap,
+            use_fp4_cache=False,
+            rms_norm_weight=self.norm,
+            rms_norm_eps=EPS,
+            quant_block=self.group,
+            token_stride=self.token_bytes,
+            scale_dim=self.scale_bytes,
+        )
+
+
+class _Launcher:
+    """Binds a launcher's arguments to its Triton kernel's parameters by name, and launches."""
+
+    def __class_getitem__(cls, _):
+        return cls
+
+    def launch(self, spec, inputs):
+        grid, named = spec[0], dict(spec[1])
+        kernel = named.pop("kernel", None) or self.kernel
+        parameters = kernel.arg_names
+        for name, value in inputs.items():
+            spellings = (name, f"{name}_ptr", name.upper(), f"{name.upper()}_PTR")
+            for spelling in spellings:
+                if spelling in parameters:
+                    named.setdefault(spelling, value)
+                    break
+        for name in parameters:
+            base, stride, axis = name.rpartition("_stride")
+            if name not in named and stride and (not axis or axis.lstrip("_").isdigit()):
+                source = named.get(base, named.get(f"{base}_ptr"))
+                if source is not None:
+                    named[name] = source.stride(int(axis.lstrip("_") or 0))
+        kernel[grid](**named)
+
+
+def _kernel_launcher(function):
+    signature = inspect.signature(function)
+
+    def call(self, *args, **kwargs):
+        spec = function(self, *args, **kwargs)
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        self.launch(spec, {name: v for name, v in bound.arguments.items() if name != "self"})
+
+    return call
+
+
+class _Unused:
+    """Warm-up helpers that matter only inside vLLM."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def __class_getitem__(cls, _):
+        return cls
+
+
+def _stand_in(folder):
+    """Modules of the names that the folder's files import from vLLM."""
+    import torch
+    import triton
+    import triton.language as tl
+
+    def module(name, **attributes):
+        parts = name.split(".")
+        for end in range(1, len(parts) + 1):
+            path = ".".join(parts[:end])
+            if path not in sys.modules:
+                made = types.ModuleType(path)
+                made.__path__ = []
+                sys.modules[path] = made
+                if end > 1:
+                    setattr(sys.modules[".".join(parts[: end - 1])], parts[end - 1], made)
+        vars(sys.modules[name]).update(attributes)
+        return sys.modules[name]
+
+    def no(*_):
+        return False
+
+    @triton.jit
+    def never_called(scale):
+        return scale
+
+    platform = types.SimpleNamespace(
+        is_rocm=no,
+        is_xpu=no,
+        is_cpu=no,
+        is_cuda=lambda: True,
+        is_cuda_alike=lambda: True,
+        is_fp8_fnuz=no,
+        fp8_dtype=lambda: torch.float8_e4m3fn,
+        device_type="cuda",
+        is_device_capability_family=no,
+    )
+    warmup = "vllm.model_executor.warmup.jit_warmup"
+    module("vllm.platforms", current_platform=platform)
+    module("vllm.triton_utils", tl=tl, triton=triton)
+    module(warmup, kernel_launcher=_kernel_launcher, WarmupIntRange=_Unused, zip_inputs=_Unused)
+    module(
+        f"{warmup}_triton_helper",
+        LaunchSpec=tuple,
+        TritonWarmupTensor=_Unused,
+        VllmTritonJitKernel=_Launcher,
+        TritonPointerInputVariant=_Unused,
+        triton_scalar_specialization_rep=_Unused,
+    )
+    module(
+        "vllm.model_executor.layers.quantization.utils.quant_utils",
+        get_fp8_min_max=lambda: (-448.0, 448.0),
+    )
+    module("vllm.transformers_utils.deepseek_v4_utils", get_compress_ratios=lambda *_: [])
+    module("vllm.utils.deep_gemm", mqa_logits_use_mx_scales=no)
+    module("vllm.utils.import_utils", has_cutedsl=no)
+    module(
+        "vllm.utils.math_utils",
+        next_power_of_2=lambda n: 1 if n < 1 else 1 << (n - 1).bit_length(),
+        round_up=_round_up,
+    )
+    module("vllm.v1.attention.ops.common", pack_ue8m0_x4=never_called)
+    module(_PACKAGE).__path__ = [os.path.abspath(folder)]
+
+
+def _round_up(number, multiple):
+    return -(-number // multiple) * multiple
