@@ -19,6 +19,8 @@ class Tiling:
       channels: of a program that pools; 0 pools and finishes a whole window in one program. Else
         means go through memory to a second launch, which finishes them.
       pool_warps: of a program that pools only.
+      programs: of a compressor, without `channels`, each with the next window's loads in flight
+        while it finishes one; 0 for one per window.
       chunk: HCA: tokens whose loads are in flight.
     """
 
@@ -26,6 +28,7 @@ class Tiling:
     apart: bool = False
     channels: int = 0
     pool_warps: int = 4
+    programs: int = 0
     chunk: int = 1
 
 

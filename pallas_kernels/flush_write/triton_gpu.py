@@ -34,18 +34,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.typing import DTypeLike
 
 from pallas_kernels import triton
-from pallas_kernels.compress_tail import tile as window
 from pallas_kernels.flush_write import tile as entry_tile
 from pallas_kernels.flush_write.closing import Closing, prepare_store, read_closing
+from pallas_kernels.flush_write.pooling import Channels, PoolCSA, PoolHCA, Pooling, ReadMean
 from pallas_kernels.flush_write.tiling import Tiling, choose_csa, choose_hca
 from pallas_kernels.formats import Codec, Planes
 
 Ref = Any
-PoolTile = Callable[..., Callable[[], jax.Array]]
-"""pool(refs, closes, start=, count=, width=) starts loads; what it returns gives the mean."""
 _FINISH_WARPS = 4
 
 
@@ -78,7 +75,7 @@ def flush_csa(
             codec,
             [state["values"], state["scores"], new["values"], new["scores"]],
             norm,
-            functools.partial(_pool_csa, dtype=norm.dtype, eager=eager),
+            PoolCSA(norm.dtype, eager),
         )
         for pool, state, new, norm, codec in zip(pools, states, rows, norms, codecs, strict=True)
     ]
@@ -119,9 +116,7 @@ def flush_hca(
     tiling = tiling or choose_hca(closing.shape[0], positions.shape[0])
     chunk = min(tiling.chunk, max_count, rate)
     arrays = [running, rows["values"], rows["scores"]]
-    flush = _Flush(
-        pool, codec, arrays, norm, functools.partial(_pool_hca, dtype=norm.dtype, chunk=chunk)
-    )
+    flush = _Flush(pool, codec, arrays, norm, PoolHCA(norm.dtype, chunk))
     (written,) = _run(
         [flush],
         call=call,
@@ -141,7 +136,7 @@ class _Flush(NamedTuple):
     codec: Codec
     arrays: list[jax.Array]
     norm: jax.Array
-    pool_tile: PoolTile
+    pooling: Pooling
 
 
 def _run(
@@ -154,38 +149,43 @@ def _run(
     tiling: Tiling,
     name: str,
 ) -> tuple[Planes, ...]:
-    """A program per window and compressor; with `tiling.channels` it finds the window's mean."""
+    """Programs of windows, for each compressor, which finish them, and mostly pool them first."""
     means = None
     if tiling.channels:
         means = [_pool_apart(flush, call, rate, tiling, f"{name}_pool") for flush in flushes]
     sources = [f.arrays for f in flushes] if means is None else [[mean] for mean in means]
+    num_windows = call[1].shape[0]
+    num_programs = min(tiling.programs or num_windows, num_windows)
 
     def kernel(inputs: list[Ref], stored: list[Ref]) -> None:
         call_refs, frequencies_ref = inputs[: len(call)], inputs[len(call)]
         refs, stored_refs = iter(inputs[len(call) + 1 :]), iter(stored)
-        window_number, chosen = pl.program_id(0), pl.program_id(1)
-        closes, is_one = read_closing(call_refs, window_number, rate)
+        program, chosen = pl.program_id(0), pl.program_id(1)
         for number, (flush, arrays) in enumerate(zip(flushes, sources, strict=True)):
+            pooling = flush.pooling if means is None else ReadMean(program)
             finish = functools.partial(
                 _finish,
                 {plane: next(stored_refs) for plane in flush.pool},
                 [next(refs) for _ in arrays],
                 next(refs),
                 frequencies_ref,
-                closes,
+                pooling=pooling,
                 codec=flush.codec,
                 eps=eps,
-                pool_tile=flush.pool_tile
-                if means is None
-                else functools.partial(_read_mean, number=window_number),
             )
-            pl.when((chosen == number) & is_one)(finish)
+            if num_programs == num_windows:
+                closes, is_one = read_closing(call_refs, program, rate)
+                pl.when((chosen == number) & is_one)(functools.partial(finish, closes))
+                continue
+            read = functools.partial(read_closing, call_refs, rate=rate)
+            many = functools.partial(_finish_many, finish, read, program, num_programs, num_windows)
+            pl.when(chosen == number)(many)
 
     words = [triton.as_words(flush.pool) for flush in flushes]
     written = iter(
         triton.launch(
             kernel,
-            grid=(call[1].shape[0], len(flushes)),
+            grid=(num_programs, len(flushes)),
             inputs=[
                 *call,
                 frequencies,
@@ -212,14 +212,17 @@ def _pool_apart(
     def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
         number, tile = pl.program_id(0), pl.program_id(1)
         closes, is_one = read_closing(inputs[: len(call)], number, rate)
-        place = {"start": tile * channels, "count": channels}
         width = max(32, 1 << (channels - 1).bit_length())
+        place = Channels(tile * channels, channels, width)
+        refs = inputs[len(call) :]
 
         @pl.when(is_one)
         def _pool() -> None:
-            mean = flush.pool_tile(inputs[len(call) :], closes, **place, width=width)()
-            values = mean.astype(flush.norm.dtype)
-            triton.store_row(outputs[0], (number,), values, first=0, **place)
+            loaded = flush.pooling.load(refs, closes, place)
+            mean = flush.pooling.finish(refs, closes, place, loaded).astype(flush.norm.dtype)
+            triton.store_row(
+                outputs[0], (number,), mean, first=0, start=place.start, count=channels
+            )
 
     (means,) = triton.launch(
         kernel,
@@ -239,118 +242,45 @@ def _finish(
     frequencies: Ref,
     closes: Closing,
     *,
+    pooling: Pooling,
     codec: Codec,
     eps: float,
-    pool_tile: PoolTile,
+    loaded: Any = None,
 ) -> None:
     """Loads of the window and of what finishes it are in flight together."""
-    dim = norm.shape[0]
-    width = entry_tile.tile_width(codec, dim)
-    pool = pool_tile(arrays, closes, start=0, count=dim, width=width)
-    store = prepare_store(planes, codec, norm, frequencies, closes, width=width, eps=eps)
-    store(pool())
+    channels = _all_channels(norm, codec)
+    if loaded is None:
+        loaded = pooling.load(arrays, closes, channels)
+    store = prepare_store(planes, codec, norm, frequencies, closes, width=channels.width, eps=eps)
+    store(pooling.finish(arrays, closes, channels, loaded))
 
 
-def _read_mean(
-    refs: Sequence[Ref], closes: Closing, *, number: jax.Array, start: int, count: int, width: int
-) -> Callable[[], jax.Array]:
-    """A mean that another launch has found."""
-    del closes
-    mean = triton.load_row(refs[0], (number,), start=start, count=count, width=width)
-    return lambda: mean.astype(jnp.float32)
+def _finish_many(
+    finish: functools.partial[None],
+    read: Callable[[jax.Array], tuple[Closing, jax.Array]],
+    program: jax.Array,
+    num_programs: int,
+    num_windows: int,
+) -> None:
+    """Every `num_programs`-th window; while one is finished, the next one's loads are in flight."""
+    _, arrays, norm, _ = finish.args
+    pooling, codec = finish.keywords["pooling"], finish.keywords["codec"]
+    channels = _all_channels(norm, codec)
+
+    def load(number: jax.Array) -> Any:
+        closes, _ = read(jnp.minimum(number, num_windows - 1))
+        return pooling.load(arrays, closes, channels)
+
+    def body(i: jax.Array, loaded: Any) -> Any:
+        number = program + i * num_programs
+        ahead = load(number + num_programs)
+        closes, is_one = read(jnp.minimum(number, num_windows - 1))
+        inside = is_one & (number < num_windows)
+        pl.when(inside)(functools.partial(finish, closes, loaded=loaded))
+        return ahead
+
+    jax.lax.fori_loop(0, -(-num_windows // num_programs), body, load(program))
 
 
-def _pool_csa(
-    refs: Sequence[Ref],
-    closes: Closing,
-    *,
-    dtype: DTypeLike,
-    eager: bool,
-    start: jax.Array | int,
-    count: int,
-    width: int,
-) -> Callable[[], jax.Array]:
-    """The b-stream of the window before, then the a-stream of the own one: 2M tokens.
-
-    Args:
-      refs: values and scores of the state, then of the call.
-      closes: the window.
-      dtype: of activations.
-      eager: whether most windows lie in the call; then its rows are loaded before that is known.
-      start: first channel of the entry.
-      count: channels.
-      width: lanes.
-    """
-    load = functools.partial(triton.load_row, count=count, width=width)
-    rate, channels = closes.rate, refs[0].shape[-1] // 2
-    first = closes.position - (2 * rate - 1)
-    places = []  # of each token: its row of the call, its row of the state, its first channel
-    for back in range(2 * rate - 1, -1, -1):
-        kept = jnp.maximum(closes.position - back, 0) % (2 * rate)
-        places.append(
-            (
-                (jnp.maximum(closes.token - back, 0),),
-                (closes.layer, closes.slot, kept),
-                start + (0 if back >= rate else channels),
-            )
-        )
-
-    def merged() -> window.Pool:
-        """Tokens of the state where they came before the call."""
-        tokens = []
-        for number, (row, kept, column) in enumerate(places):
-            in_call = first + number >= closes.length
-            tokens.append(
-                [
-                    window.select(
-                        in_call,
-                        load(new, row, start=column, live=in_call),
-                        load(old, kept, start=column, live=~in_call),
-                    )
-                    for old, new in zip(refs[:2], refs[2:], strict=True)
-                ]
-            )
-        return window.pool_overlapping(tokens, closes.position >= rate)
-
-    rows = [[load(ref, row, start=at) for ref in refs[2:]] for row, _, at in places if eager]
-
-    def pool() -> window.Pool:
-        if not eager:
-            return merged()
-        all_in_call = first >= closes.length
-        return jax.lax.cond(all_in_call, window.pool_tokens, lambda _: merged(), rows)
-
-    return lambda: window.mean(pool(), count, dtype)
-
-
-def _pool_hca(
-    refs: Sequence[Ref],
-    closes: Closing,
-    *,
-    dtype: DTypeLike,
-    chunk: int,
-    start: jax.Array | int,
-    count: int,
-    width: int,
-) -> Callable[[], jax.Array]:
-    """What the running pool holds of the window, then its tokens of this call; see `_pool_csa`."""
-    running, *rows = refs
-    begin = closes.position - (closes.rate - 1)
-    first = jnp.maximum(begin, closes.length)
-    place = {"start": start, "count": count}
-    carried = window.continue_pool(
-        running, (closes.layer, closes.slot), begin < closes.length, **place, width=width
-    )
-
-    def pool() -> jax.Array:
-        pooled = window.fold_tokens(
-            carried,
-            rows,
-            first=closes.token - (closes.position - first),
-            num_tokens=closes.position - first + 1,
-            chunk=chunk,
-            **place,
-        )
-        return window.mean(pooled, count, dtype)
-
-    return pool
+def _all_channels(norm: Ref, codec: Codec) -> Channels:
+    return Channels(0, norm.shape[0], entry_tile.tile_width(codec, norm.shape[0]))

@@ -31,6 +31,8 @@ CANDIDATES = {
         Tiling(warps=4, apart=True),
         Tiling(warps=8),
         Tiling(warps=8, apart=True),
+        Tiling(warps=4, apart=True, programs=132 * 2),
+        Tiling(warps=8, apart=True, programs=132 * 2),
         Tiling(warps=4, apart=True, channels=512, pool_warps=4),
         Tiling(warps=4, apart=True, channels=128, pool_warps=1),
         Tiling(warps=4, apart=True, channels=256, pool_warps=2),

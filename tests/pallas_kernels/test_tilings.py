@@ -123,7 +123,11 @@ def test_the_tuner_writes_what_is_read(tmp_path):
 
 
 TILINGS = {
-    "csa": [Tiling(warps=4, apart=True), Tiling(warps=2, channels=4, pool_warps=1)],
+    "csa": [
+        Tiling(warps=4, apart=True),
+        Tiling(warps=4, programs=5),
+        Tiling(warps=2, channels=4, pool_warps=1),
+    ],
     "hca": [
         Tiling(warps=4, chunk=8, channels=4, pool_warps=2),
         Tiling(warps=4, chunk=3, channels=12, pool_warps=1),

@@ -1,0 +1,176 @@
+"""Where a window's mean comes from, a tile of its channels at a time; inside a Triton kernel.
+
+Each of these first loads, then finishes, so that a program may do something else in between.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels import triton
+from pallas_kernels.compress_tail import tile as window
+from pallas_kernels.flush_write.closing import Closing
+
+Ref = Any
+Loaded = Any
+
+
+class Channels(NamedTuple):
+    """A tile of a window's channels: `size` from `start` on, in `width` lanes."""
+
+    start: jax.Array | int
+    size: int
+    width: int
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """As `triton.load_row` takes them."""
+        return {"start": self.start, "count": self.size, "width": self.width}
+
+
+class Pooling(Protocol):
+    """Finds means."""
+
+    def load(self, refs: Sequence[Ref], closes: Closing, channels: Channels) -> Loaded:
+        """Starts loads; a tree of arrays."""
+        ...
+
+    def finish(
+        self, refs: Sequence[Ref], closes: Closing, channels: Channels, loaded: Loaded
+    ) -> jax.Array:
+        """f32[width], the mean, rounded to the dtype of activations."""
+        ...
+
+
+class ReadMean(NamedTuple):
+    """A mean that another launch has found.
+
+    Attributes:
+      number: i32[], of the window; refs are the means [n, C].
+    """
+
+    number: jax.Array
+
+    def load(self, refs: Sequence[Ref], closes: Closing, channels: Channels) -> Loaded:
+        """See `Pooling`."""
+        return triton.load_row(refs[0], (self.number,), **channels.columns)
+
+    def finish(
+        self, refs: Sequence[Ref], closes: Closing, channels: Channels, loaded: Loaded
+    ) -> jax.Array:
+        """See `Pooling`."""
+        return loaded.astype(jnp.float32)
+
+
+class PoolCSA(NamedTuple):
+    """The b-stream of the window before, then the a-stream of the own one: 2M tokens.
+
+    Refs are values and scores of the state, then of the call.
+
+    Attributes:
+      dtype: of activations.
+      eager: whether most windows lie in the call; then its rows are loaded before that is known.
+    """
+
+    dtype: DTypeLike
+    eager: bool
+
+    def load(self, refs: Sequence[Ref], closes: Closing, channels: Channels) -> Loaded:
+        """See `Pooling`."""
+        if not self.eager:
+            return None
+        load = functools.partial(triton.load_row, count=channels.size, width=channels.width)
+        return [
+            [load(ref, row, start=start) for ref in refs[2:]]
+            for row, _, start in _csa_places(refs, closes, channels)
+        ]
+
+    def finish(
+        self, refs: Sequence[Ref], closes: Closing, channels: Channels, loaded: Loaded
+    ) -> jax.Array:
+        """See `Pooling`."""
+        if loaded is None:
+            pooled = _pool_merged(refs, closes, channels)
+        else:
+            all_in_call = closes.position - (2 * closes.rate - 1) >= closes.length
+            pooled = jax.lax.cond(
+                all_in_call,
+                window.pool_tokens,
+                lambda _: _pool_merged(refs, closes, channels),
+                loaded,
+            )
+        return window.mean(pooled, channels.size, self.dtype)
+
+
+class PoolHCA(NamedTuple):
+    """What the running pool holds of the window, then its tokens of this call.
+
+    Refs are the running pool, and values and scores of the call.
+
+    Attributes:
+      dtype: of activations.
+      chunk: tokens whose loads are in flight.
+    """
+
+    dtype: DTypeLike
+    chunk: int
+
+    def load(self, refs: Sequence[Ref], closes: Closing, channels: Channels) -> Loaded:
+        """See `Pooling`."""
+        carried = closes.position - (closes.rate - 1) < closes.length
+        at = (closes.layer, closes.slot)
+        return window.continue_pool(refs[0], at, carried, **channels.columns)
+
+    def finish(
+        self, refs: Sequence[Ref], closes: Closing, channels: Channels, loaded: Loaded
+    ) -> jax.Array:
+        """See `Pooling`."""
+        first = jnp.maximum(closes.position - (closes.rate - 1), closes.length)
+        pooled = window.fold_tokens(
+            loaded,
+            refs[1:],
+            first=closes.token - (closes.position - first),
+            num_tokens=closes.position - first + 1,
+            chunk=self.chunk,
+            start=channels.start,
+            count=channels.size,
+        )
+        return window.mean(pooled, channels.size, self.dtype)
+
+
+def _csa_places(
+    refs: Sequence[Ref], closes: Closing, channels: Channels
+) -> list[tuple[tuple[jax.Array], tuple[jax.Array, ...], jax.Array | int]]:
+    """Of each token: its row of the call, its row of the state, its first column in both."""
+    rate, places = closes.rate, []
+    for back in range(2 * rate - 1, -1, -1):
+        row = (jnp.maximum(closes.token - back, 0),)
+        kept = jnp.maximum(closes.position - back, 0) % (2 * rate)
+        start = channels.start + (0 if back >= rate else refs[0].shape[-1] // 2)
+        places.append((row, (closes.layer, closes.slot, kept), start))
+    return places
+
+
+def _pool_merged(refs: Sequence[Ref], closes: Closing, channels: Channels) -> window.Pool:
+    """Pools 2M tokens, of the state where they came before the call; the first window has M."""
+    load = functools.partial(triton.load_row, count=channels.size, width=channels.width)
+    tokens = []
+    for number, (row, kept, start) in enumerate(_csa_places(refs, closes, channels)):
+        in_call = closes.position - (2 * closes.rate - 1) + number >= closes.length
+        tokens.append(
+            [
+                window.select(
+                    in_call,
+                    load(new, row, start=start, live=in_call),
+                    load(old, kept, start=start, live=~in_call),
+                )
+                for old, new in zip(refs[:2], refs[2:], strict=True)
+            ]
+        )
+    return window.pool_overlapping(tokens, closes.position >= closes.rate)
