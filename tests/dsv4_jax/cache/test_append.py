@@ -1,0 +1,80 @@
+"""A layer's tokens into the cache: at once where each row has one, else with the commit."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dsv4_jax as ds
+from dsv4_jax.cache.append import LayerNorms, LayerTokens, append_and_flush
+from helpers.schedules import assert_same_bytes, step_input
+
+CONFIG = ds.DSV4Config.tiny()  # C = 32, IC = 16, W = 16, M = 4 and 32
+LAYERS = {"swa": 0, "csa": 1, "hca": 2}
+HEADS, DIM, INDEX_DIM, T = 4, 32, 16, 4
+SLOTS = [2, 0, -1, 3]
+
+
+def draw(kind, seed):
+    """A call's tokens and a layer's norms; every row of the call has one token at most."""
+    keys = iter(jax.random.split(jax.random.key(seed), 9))
+    width = {"swa": 0, "csa": 2, "hca": 1}[kind]
+
+    def projections(columns):
+        if not columns:
+            return None
+        values, scores = (jax.random.normal(next(keys), (T, columns)) for _ in range(2))
+        return ds.Projections(values=values, scores=scores)
+
+    tokens = LayerTokens(
+        queries=jax.random.normal(next(keys), (T, HEADS, DIM)),
+        kv=jax.random.normal(next(keys), (T, DIM)),
+        compressor=projections(width * DIM),
+        indexer=projections(2 * INDEX_DIM if kind == "csa" else 0),
+    )
+    norms = LayerNorms(
+        kv=jnp.linspace(0.5, 1.5, DIM),
+        compressor=jnp.linspace(1.5, 0.5, DIM) if width else None,
+        indexer=jnp.linspace(1.0, 2.0, INDEX_DIM) if kind == "csa" else None,
+        frequencies=jnp.asarray([1.0, 0.5, 0.25, 0.125]),
+        eps=1e-6,
+    )
+    return tokens, norms
+
+
+@functools.partial(jax.jit, static_argnames=("kind", "in_place"))
+def step(cache, call, tokens, norms, *, kind, in_place):
+    handle = ds.KVCacheManager.acquire(cache, call, layer_idx=LAYERS[kind])
+    handle = dataclasses.replace(handle, in_place=in_place)
+    handle, queries = append_and_flush(handle, tokens, norms)
+    assert handle.is_committed == in_place
+    selected = None if kind == "swa" else handle.all_visible()
+    attended = handle.attend(queries, jnp.zeros(HEADS), selected)
+    cache = cache.with_layer(handle.commit())
+    slots = jnp.where(handle.call.row_slots < 0, cache.max_requests, handle.call.row_slots)
+    lengths = cache.length_tokens.at[slots].add(handle.call.row_counts, mode="drop")
+    return dataclasses.replace(cache, length_tokens=lengths), queries, attended
+
+
+@pytest.mark.parametrize("cache_format", ["fp8_ue8m0", "f32"])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_tokens_in_place_leave_and_see_what_committed_ones_do(kind, cache_format):
+    """Rings go round, windows close in some rows and not in others, and a row lies idle."""
+    cache = ds.init_cache(CONFIG, max_requests=4, max_context_tokens=128, cache_format=cache_format)
+    cache = ds.update_slots(cache, jnp.arange(4), jnp.asarray([0, 5, 14, 28]), cache.block_table)
+    in_place = committed = cache
+    for seed in range(6):
+        rows = [[1], [2], [], [3] if seed % 2 else []]
+        call = step_input(rows, range(4), SLOTS, num_tokens=T)
+        arguments = (call, *draw(kind, seed))
+        in_place, *found = step(in_place, *arguments, kind=kind, in_place=True)
+        committed, *expected = step(committed, *arguments, kind=kind, in_place=False)
+        live = np.asarray(call.request_ids) >= 0
+        for actual, wanted in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(actual[live], wanted[live])
+        leaves = [jax.tree.leaves(c) for c in (in_place, committed)]
+        assert_same_bytes(*(dict(enumerate(map(np.asarray, flat))) for flat in leaves))
+    np.testing.assert_array_equal(in_place.length_tokens, [6, 5, 20, 31])
