@@ -68,7 +68,6 @@ def cache_work(
     entries = context // rate if spec.attn != AttentionType.SWA else 0
     selected = min(entries, schema.indexer_top_k) if spec.attn == AttentionType.CSA else entries
     appended = entry + dim * _ACTIVATION
-    works = []
     flushed = 0.0
     if spec.attn == AttentionType.CSA:
         index_dim = schema.indexer_head_dim
@@ -77,9 +76,8 @@ def cache_work(
     elif spec.attn == AttentionType.HCA:
         appended += (2 + 2 * 3) * dim * _F32  # values and scores in, the pool in and out
         flushed = (3 * dim * _F32 + entry) / rate
-    works.append(Work("append", batch * appended))
-    if flushed:
-        works.append(Work("flush", batch * flushed))
+    queries = 2 * config.num_attention_heads * dim * _ACTIVATION  # in and out, or as much output
+    works = [Work("append", batch * (appended + flushed + queries))]
     if spec.attn == AttentionType.CSA and entries > schema.indexer_top_k:
         heads, index_dim = config.indexer_num_heads, schema.indexer_head_dim
         works.append(
@@ -91,7 +89,6 @@ def cache_work(
             )
         )
     keys = min(context, schema.swa_window_size) + selected
-    queries = 2 * config.num_attention_heads * dim * _ACTIVATION  # and as much output
     works.append(
         Work(
             "attention",

@@ -12,7 +12,7 @@ import numpy as np
 
 from dsv4_jax.bench import floor
 from dsv4_jax.bench.fill import filled_cache
-from dsv4_jax.bench.parts import AttentionInputs, flush, one_token_each, random_inputs, take_rows
+from dsv4_jax.bench.parts import AttentionInputs, append, one_token_each, random_inputs
 from dsv4_jax.bench.program import compile_program
 from dsv4_jax.bench.timing import time_calls
 from dsv4_jax.cache.handle import LayerCacheHandle
@@ -109,11 +109,12 @@ def _repeat(
 ) -> tuple[ModelCache, AttentionInputs, list[Any]]:
     """The op on one layer after the other; lengths stay as they are."""
     call = cache.index(step_input, max_row_tokens=1)
-    rows = take_rows(cache.layer(specs[0].attn, 0, call), inputs, config).rows
+    rows = append(cache.layer(specs[0].attn, 0, call), inputs, config)[0].rows
+    assert rows is not None
     outs = []  # returned, else XLA would take out what gives them
     for i in range(_ROUNDS):
         spec = specs[i % len(specs)]
-        handle = dataclasses.replace(cache.layer(spec.attn, spec.family_idx, call), rows=rows)
+        handle = cache.layer(spec.attn, spec.family_idx, call, in_place=True).with_rows(rows)
         handle, inputs = jax.lax.optimization_barrier((handle, inputs))
         handle, out = op(handle, inputs, config)
         # The next round waits for this one.
@@ -128,16 +129,8 @@ _jit_repeat = jax.jit(
 )
 
 
-def _encode(handle: LayerCacheHandle, inputs: AttentionInputs, config: DSV4Config) -> Any:
-    return handle, take_rows(handle, inputs, config).rows
-
-
 def _append(handle: LayerCacheHandle, inputs: AttentionInputs, config: DSV4Config) -> Any:
-    return handle.commit(), ()
-
-
-def _flush(handle: LayerCacheHandle, inputs: AttentionInputs, config: DSV4Config) -> Any:
-    return flush(handle, inputs, config), ()
+    return append(dataclasses.replace(handle, rows=None), inputs, config)
 
 
 def _index(handle: LayerCacheHandle, inputs: AttentionInputs, config: DSV4Config) -> Any:
@@ -158,9 +151,9 @@ def _attention(handle: LayerCacheHandle, inputs: AttentionInputs, config: DSV4Co
     return handle, handle.attend(inputs.queries, inputs.sink, selected)
 
 
-_COMMON: dict[str, Op] = {"encode": _encode, "append": _append, "attention": _attention}
+_COMMON: dict[str, Op] = {"append": _append, "attention": _attention}
 _OPS: dict[AttentionType, dict[str, Op]] = {
     AttentionType.SWA: _COMMON,
-    AttentionType.CSA: _COMMON | {"flush": _flush, "index": _index},
-    AttentionType.HCA: _COMMON | {"flush": _flush},
+    AttentionType.CSA: _COMMON | {"index": _index},
+    AttentionType.HCA: _COMMON,
 }

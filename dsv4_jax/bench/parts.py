@@ -11,8 +11,8 @@ import numpy as np
 
 from dsv4_jax.attention.rope import rope_frequencies
 from dsv4_jax.bench.noise import random_array
+from dsv4_jax.cache.append import LayerNorms, LayerTokens, append_and_flush
 from dsv4_jax.cache.call_rows import Projections
-from dsv4_jax.cache.flush import maybe_flush_csa, maybe_flush_hca
 from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.step_input import StepInput
@@ -34,6 +34,7 @@ class AttentionInputs(NamedTuple):
       index_scores: f32[B, 2 * IC].
       index_queries: f32[B, IH, IC].
       index_weights: f32[B, IH].
+      kv_norm: [C].
       norm: [C], of the compressor.
       index_norm: [IC].
       sink: f32[H].
@@ -47,6 +48,7 @@ class AttentionInputs(NamedTuple):
     index_scores: jax.Array
     index_queries: jax.Array
     index_weights: jax.Array
+    kv_norm: jax.Array
     norm: jax.Array
     index_norm: jax.Array
     sink: jax.Array
@@ -65,11 +67,12 @@ def random_inputs(config: DSV4Config, batch: int, seed: int = 0) -> AttentionInp
         "index_scores": (batch, 2 * index_dim),
         "index_queries": (batch, index_heads, index_dim),
         "index_weights": (batch, index_heads),
+        "kv_norm": (dim,),
         "norm": (dim,),
         "index_norm": (index_dim,),
         "sink": (heads,),
     }
-    narrow = {"queries", "kv", "norm", "index_norm"}
+    narrow = {"queries", "kv", "kv_norm", "norm", "index_norm"}
     return AttentionInputs(
         **{
             name: random_array(
@@ -96,7 +99,7 @@ def cache_part(
 ) -> tuple[ModelCache, AttentionInputs]:
     """All layers of a decode step without what does not touch the cache.
 
-    Each layer appends, flushes, selects and attends as the model's own layers do, but to given
+    Each layer appends and flushes, selects and attends as the model's own layers do, but to given
     inputs. The result of a layer is the next one's queries, so that layers follow one another as
     in a step; no launch is spent on that.
 
@@ -111,7 +114,7 @@ def cache_part(
     """
     call = cache.index(step_input, max_row_tokens=1)
     for spec in layer_schedule(config):
-        handle = cache.layer(spec.attn, spec.family_idx, call)
+        handle = cache.layer(spec.attn, spec.family_idx, call, in_place=True)
         # Ties the inputs to the layer: equal ones would be encoded once for all.
         handle, inputs = jax.lax.optimization_barrier((handle, inputs))
         handle, attended = _jit_attend(handle, inputs, config)
@@ -151,63 +154,48 @@ def layers_of_kind(
     specs = [spec for spec in layer_schedule(config) if spec.kind == kind]
     for spec in specs[:count]:
         layer = layer_of(params.layers[kind], spec.kind_idx)
-        handle = cache.layer(spec.attn, spec.family_idx, call)
+        handle = cache.layer(spec.attn, spec.family_idx, call, in_place=True)
         handle, streams = jit_run_block(layer, streams, step_input.token_ids, handle, config)
         cache, _ = keep(cache, None, handle)
     return cache, streams
 
 
-def take_rows(
+def append(
     handle: LayerCacheHandle, inputs: AttentionInputs, config: DSV4Config
-) -> LayerCacheHandle:
-    """The handle after `write_swa`, with what a layer of its type projects."""
+) -> tuple[LayerCacheHandle, jax.Array]:
+    """`append_and_flush` of what a layer of the handle's type projects."""
     attn, dim = handle.schema.attn_type, config.head_dim
-    if attn == AttentionType.SWA:
-        return handle.write_swa(inputs.kv)
+    tokens = LayerTokens(queries=inputs.queries, kv=inputs.kv)
+    norms = LayerNorms(
+        kv=inputs.kv_norm,
+        frequencies=rope_frequencies(config, attn),
+        compressor=inputs.norm,
+        indexer=inputs.index_norm,
+        eps=config.rms_norm_eps,
+    )
     if attn == AttentionType.HCA:
         rows = Projections(values=inputs.values[:, :dim], scores=inputs.scores[:, :dim])
-        return handle.write_swa(inputs.kv, compressor=rows)
-    return handle.write_swa(
-        inputs.kv,
-        compressor=Projections(values=inputs.values, scores=inputs.scores),
-        indexer=Projections(values=inputs.index_values, scores=inputs.index_scores),
-    )
-
-
-def flush(
-    handle: LayerCacheHandle, inputs: AttentionInputs, config: DSV4Config
-) -> LayerCacheHandle:
-    """The handle after its closing windows are written; SWA layers have none."""
-    schema = handle.schema
-    shared = {
-        "norm": inputs.norm,
-        "frequencies": rope_frequencies(config, schema.attn_type),
-        "eps": config.rms_norm_eps,
-    }
-    if schema.attn_type == AttentionType.HCA:
-        return maybe_flush_hca(handle, schema, config.hca_compression_ratio, **shared)
-    if schema.attn_type == AttentionType.CSA:
-        return maybe_flush_csa(
-            handle,
-            schema,
-            config.csa_compression_ratio,
-            indexer_norm=inputs.index_norm,
-            **shared,
+        tokens = dataclasses.replace(tokens, compressor=rows)
+    elif attn == AttentionType.CSA:
+        tokens = dataclasses.replace(
+            tokens,
+            compressor=Projections(values=inputs.values, scores=inputs.scores),
+            indexer=Projections(values=inputs.index_values, scores=inputs.index_scores),
         )
-    return handle
+    return append_and_flush(handle, tokens, norms)
 
 
 def _attend(
     handle: LayerCacheHandle, inputs: AttentionInputs, config: DSV4Config
 ) -> tuple[LayerCacheHandle, jax.Array]:
     """One layer, from append to attention, as in `dsv4_jax.attention`."""
-    handle = flush(take_rows(handle, inputs, config), inputs, config)
+    handle, queries = append(handle, inputs, config)
     selected = None
     if handle.schema.attn_type == AttentionType.HCA:
         selected = handle.all_visible()
     elif handle.schema.attn_type == AttentionType.CSA:
         selected = handle.select_entries(inputs.index_queries, inputs.index_weights)
-    return handle, handle.attend(inputs.queries, inputs.sink, selected)
+    return handle, handle.attend(queries, inputs.sink, selected)
 
 
 _jit_attend = jax.jit(_attend, static_argnames="config")

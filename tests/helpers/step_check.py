@@ -21,7 +21,7 @@ import numpy as np
 
 import dsv4_jax as ds
 from dsv4_jax.bench.fill import filled_cache
-from dsv4_jax.bench.parts import flush, one_token_each, random_inputs, take_rows
+from dsv4_jax.bench.parts import append, one_token_each, random_inputs
 from dsv4_jax.bench.weights import random_params
 from pallas_kernels import backend
 
@@ -48,8 +48,8 @@ def compare_ops(config, *, batch, context, cache_format="fp8_ue8m0", references=
     found = {}
     for spec in {spec.attn: spec for spec in ds.layer_schedule(config)}.values():
         with references():
-            expected = _run_ops(config, spec, cache, inputs, step_input, None)
-        actual = _run_ops(config, spec, cache, inputs, step_input, expected)
+            expected, given = _run_ops(config, spec, cache, inputs, step_input, None)
+        actual, _ = _run_ops(config, spec, cache, inputs, step_input, given)
         for name, wanted in expected.items():
             found[f"{spec.attn} {name}"] = _FIGURES[name](actual[name], wanted)
     return found
@@ -79,41 +79,31 @@ def compare_steps(config, *, batch, context, cache_format="fp8_ue8m0", reference
 
 
 def _run_ops(config, spec, cache, inputs, step_input, given):
-    """Every op's result; what an op reads of another comes from `given`, if there is any."""
+    """Every op's result, and what later ops read of earlier ones; `given`, if there is any."""
 
-    def layer_handle(cache, step_input):
+    def appended(cache, inputs, in_place):
         call = cache.index(step_input, max_row_tokens=1)
-        return cache.layer(spec.attn, spec.family_idx, call)
+        handle = cache.layer(spec.attn, spec.family_idx, call, in_place=in_place)
+        handle, queries = append(handle, inputs, config)
+        committed = handle.commit()
+        return handle, queries, (committed.state, committed.paged)
 
-    def encode(cache, inputs):
-        return take_rows(layer_handle(cache, step_input), inputs, config).rows
-
-    def with_rows(cache, rows):
-        return dataclasses.replace(layer_handle(cache, step_input), rows=rows)
-
-    results = {"encode": jax.jit(encode)(cache, inputs)}
-    rows = (given or results)["encode"]
-    results["append"] = jax.jit(lambda c, r: with_rows(c, r).commit().state)(cache, rows)
-    selected = None
-    if spec.attn != ds.AttentionType.SWA:
-        flushed = jax.jit(lambda c, r, i: flush(with_rows(c, r), i, config).paged)
-        results["flush"] = flushed(cache, rows, inputs)
+    results = {}
+    for name, in_place in (("append", False), ("append in place", True)):
+        run = jax.jit(appended, static_argnums=2)
+        handle, queries, results[name] = run(cache, inputs, in_place)
+    results["queries"] = queries
+    own = {"handle": handle, "queries": queries}
+    handle, queries = (given or own)["handle"], (given or own)["queries"]
     if spec.attn == ds.AttentionType.HCA:
-        selected = layer_handle(cache, step_input).all_visible()
+        own["selected"] = handle.all_visible()
     elif spec.attn == ds.AttentionType.CSA:
-
-        def select(cache, inputs):
-            handle = layer_handle(cache, step_input)
-            return handle.select_entries(inputs.index_queries, inputs.index_weights)
-
-        results["select"] = jax.jit(select)(cache, inputs)
-        selected = (given or results)["select"]
-
-    def attend(cache, rows, inputs, selected):
-        return with_rows(cache, rows).attend(inputs.queries, inputs.sink, selected)
-
-    results["attend"] = jax.jit(attend)(cache, rows, inputs, selected)
-    return results
+        select = jax.jit(lambda h, i: h.select_entries(i.index_queries, i.index_weights))
+        own["selected"] = results["select"] = select(handle, inputs)
+    selected = (given or own).get("selected")
+    attend = jax.jit(lambda h, *arguments: h.attend(*arguments))
+    results["attend"] = attend(handle, queries, inputs.sink, selected)
+    return results, own
 
 
 def _stored(actual, expected):
@@ -142,9 +132,9 @@ def _attended(actual, expected):
 
 
 _FIGURES = {
-    "encode": _stored,
     "append": _stored,
-    "flush": _stored,
+    "append in place": _stored,
+    "queries": _attended,
     "select": _selection,
     "attend": _attended,
 }
