@@ -71,7 +71,7 @@ def stage_step(
     check_step_input(step_input, vocab_size=config.vocab_size, num_slots=cache.max_requests)
     call = cache.index(step_input)
     cache, rows, streams = run_layers(
-        params, cache, step_input.token_ids, call, _empty_rows(cache, call), config
+        params, cache, step_input.token_ids, call, empty_rows(cache, call), config
     )
     assert rows is not None
     logits = head(params.hc_head, params.norm, params.head, streams, config)
@@ -122,7 +122,7 @@ def _advance(cache: ModelCache, call: CallIndices) -> ModelCache:
     return dataclasses.replace(cache, length_tokens=lengths)
 
 
-def _empty_rows(cache: ModelCache, call: CallIndices) -> dict[str, CallRows]:
+def empty_rows(cache: ModelCache, call: CallIndices) -> dict[str, CallRows]:
     """Zeroed rows of the shapes that layers stage."""
     rows = {}
     for attn, pool in cache.state.items():
