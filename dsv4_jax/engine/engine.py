@@ -203,6 +203,7 @@ class Engine:
         stop_token_ids: Sequence[int] | None = None,
         stop_texts: Sequence[str] = (),
         salt: str = "",
+        speculate: bool = True,
     ) -> int:
         """Queues a request; `step`, or a `stream` of any request, serves it.
 
@@ -216,6 +217,7 @@ class Engine:
           stop_token_ids: tokens that end the answer; None is the config's, () is none at all.
           stop_texts: texts that end it; needs a tokenizer.
           salt: prefixes are shared among requests of one salt only.
+          speculate: checks drafts, if the engine makes any; it changes speed, never tokens.
 
         Returns:
           The request's id. The engine keeps what the request got until `completion` takes it.
@@ -237,6 +239,7 @@ class Engine:
             stop_token_ids=stop_token_ids,
             stop_texts=stop_texts,
             salt=salt,
+            speculate=speculate,
         )
         request = Request(self._next_id, ids, options, time.perf_counter())
         self._register(request)

@@ -78,6 +78,7 @@ def make_options(
     stop_token_ids: Sequence[int] | None,
     stop_texts: Sequence[str],
     salt: str,
+    speculate: bool,
 ) -> RequestOptions:
     """Options as a value; arguments as in `Engine.submit`.
 
@@ -99,4 +100,5 @@ def make_options(
         stop_token_ids=frozenset(int(token) for token in stops),
         stop_texts=tuple(stop_texts),
         salt=salt.encode(),
+        speculate=speculate,
     )

@@ -53,6 +53,7 @@ class RequestOptions:
     stop_token_ids: frozenset[int]
     stop_texts: tuple[str, ...]
     salt: bytes
+    speculate: bool
 
 
 class Request:

@@ -23,11 +23,11 @@ from dsv4_jax.cache.state_cache import StateCachePool
 from dsv4_jax.cache.step_input import CallIndices, StepInput, check_step_input, index_call
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.engine.sampling import Sampling, sample
-from dsv4_jax.engine.step import Staged, commit, empty_rows, run_step
+from dsv4_jax.engine.step import Staged, commit, empty_rows, pad_tokens, run_step, trunk_logits
 from dsv4_jax.layer_schedule import AttentionType, draft_layer
 from dsv4_jax.model.draft import draft_logits, run_draft
 from dsv4_jax.model.params import DSV4Params
-from dsv4_jax.model.transformer import head, run_layers
+from dsv4_jax.model.transformer import run_layers
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -91,8 +91,10 @@ def serve_step(
     Raises:
       ValueError: a field has a wrong shape or dtype.
     """
-    step_input, num_tokens = serve_input.step, serve_input.step.token_ids.shape[0]
+    step_input = serve_input.step
     check_step_input(step_input, vocab_size=config.vocab_size, num_slots=cache.max_requests)
+    step_input = pad_tokens(step_input)
+    num_tokens = step_input.token_ids.shape[0]
     call = cache.index(step_input)
     cache, rows, streams = run_layers(
         params, cache, step_input.token_ids, call, empty_rows(cache, call), config
@@ -102,9 +104,9 @@ def serve_step(
     checked = jnp.clip(
         first[:, None] + jnp.arange(draft_tokens + 1, dtype=jnp.int32)[None], 0, num_tokens - 1
     )
-    logits = head(params.hc_head, params.norm, params.head, streams[checked], config)
+    logits = trunk_logits(params, streams[checked.reshape(-1)], config)
     drawn, num_accepted = verify_drafts(
-        logits,
+        logits.reshape(*checked.shape, -1),
         step_input.token_ids[checked],
         call.positions[checked],
         serve_input.num_checked,
@@ -155,7 +157,7 @@ def plain_decode_step(
     """`serve_step` of one token per row without drafts and snapshots, committed as it goes."""
     cache, call, streams = run_step(params, cache, serve_input.step, config, max_row_tokens=1)
     last = jnp.maximum(call.row_offsets, 0)
-    logits = head(params.hc_head, params.norm, params.head, streams[last], config)
+    logits = trunk_logits(params, streams[last], config)
     live = (call.row_slots >= 0) & (call.row_counts > 0)
     drawn = sample(logits, serve_input.sampling, call.row_lengths + 1)
     output = ServeOutput(

@@ -194,7 +194,7 @@ class ServingLoop:
         for request in self._by_age():
             length = int(self.manager.length_tokens[request.slot])
             pending = request.num_known - length
-            limit = min(self.runner.draft_tokens, request.num_wanted - 1)
+            limit = request.num_wanted - 1 if request.options.speculate else 0
             request.drafts = request.drafts[:limit]
             needs.append(RowNeed(request.slot, pending, len(request.drafts)))
         return needs

@@ -20,6 +20,7 @@ SIZES = {
     "max_context_tokens": 640,
     "prefill_tokens": (BUCKET,),
     "decode_tokens": BUCKET,
+    "draft_tokens": 3,
     "cache_format": "fp8_ue8m0",
 }
 
@@ -32,6 +33,14 @@ def params():
 def make_engine(**changes):
     """An engine whose steps are all one program, so that results are equal to the bit."""
     return ds.Engine(CONFIG, params(), **(SIZES | changes))
+
+
+def limit(engine, **counts):
+    """Fewer blocks or snapshots than the arrays have, so that no program is compiled for it."""
+    engine._runner.plan = dataclasses.replace(engine._runner.plan, **counts)
+    engine._plan = engine._runner.plan
+    engine._loop.manager = engine._loop._new_manager()
+    return engine
 
 
 def prompt(rng, length):

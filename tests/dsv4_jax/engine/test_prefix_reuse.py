@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from helpers.schedules import assert_same_bytes
-from helpers.serving import make_engine, prompt, rows_at, rows_of, run_to_end, same_tokens
+from helpers.serving import limit, make_engine, prompt, rows_at, rows_of, run_to_end, same_tokens
 
 WANTED = {"max_new_tokens": 6, "stop_token_ids": ()}
 
@@ -18,23 +18,24 @@ def rng():
     return np.random.default_rng(5)
 
 
-@pytest.mark.parametrize("draft_tokens", [0, 3])
+@pytest.mark.parametrize("speculate", [False, True])
 @pytest.mark.parametrize("shared", [128, 256, 384])
-def test_a_hit_is_a_cold_run_bit_for_bit(rng, shared, draft_tokens):
+def test_a_hit_is_a_cold_run_bit_for_bit(rng, shared, speculate):
     """Tokens and every byte that can be read, with the freed storage full of NaN.
 
     Known bugs B13, B26: a window that is not part of the prefix, and nothing shared below 4096.
     """
     head = prompt(rng, shared)
     first, second = head + prompt(rng, 40), head + prompt(rng, 45)
-    warm = make_engine(draft_tokens=draft_tokens, debug=True)
-    run_to_end(warm, warm.submit(first, **WANTED))
+    wanted = WANTED | {"speculate": speculate}
+    warm = make_engine(debug=True)
+    run_to_end(warm, warm.submit(first, **wanted))
     before = hits(warm)
-    again = warm.submit(second, **WANTED)
+    again = warm.submit(second, **wanted)
     warm.step()
     assert hits(warm) - before == shared
-    cold = make_engine(draft_tokens=draft_tokens)
-    alone = cold.submit(second, **WANTED)
+    cold = make_engine()
+    alone = cold.submit(second, **wanted)
     assert_same_bytes(rows_at(warm, again, len(second)), rows_at(cold, alone, len(second)))
     same_tokens(*run_to_end(warm, again), *run_to_end(cold, alone))
 
@@ -70,16 +71,15 @@ def test_a_boundary_inside_a_chunk_is_kept(rng):
         same_tokens(*run_to_end(engine, request), *run_to_end(cold, alone))
 
 
-@pytest.mark.parametrize("draft_tokens", [0, 3])
-def test_an_answer_is_a_prefix_too(rng, draft_tokens):
+def test_an_answer_is_a_prefix_too(rng):
     """The next turn of a conversation resumes at the boundary that the answer reached."""
-    engine = make_engine(draft_tokens=draft_tokens)
+    engine = make_engine()
     text = prompt(rng, 100)
     (first,) = run_to_end(engine, engine.submit(text, max_new_tokens=60, stop_token_ids=()))
     turn = text + first.token_ids + prompt(rng, 10)
     (second,) = run_to_end(engine, engine.submit(turn, **WANTED))
     assert hits(engine) == 128
-    cold = make_engine(draft_tokens=draft_tokens)
+    cold = make_engine()
     same_tokens(second, *run_to_end(cold, cold.submit(turn, **WANTED)))
 
 
@@ -104,7 +104,7 @@ def test_salts_do_not_mix(rng):
 
 
 def test_no_snapshots_share_nothing(rng):
-    engine, text = make_engine(num_snapshots=0), prompt(rng, 200)
+    engine, text = limit(make_engine(), num_snapshots=0), prompt(rng, 200)
     for _ in range(2):
         run_to_end(engine, engine.submit(text, **WANTED))
     assert hits(engine) == 0
@@ -113,7 +113,7 @@ def test_no_snapshots_share_nothing(rng):
 
 def test_the_least_recently_used_snapshot_goes_first_and_blocks_stay(rng):
     """Three prompts and two places: the one not asked for again is the one forgotten."""
-    engine = make_engine(num_snapshots=2)
+    engine = limit(make_engine(), num_snapshots=2)
     texts = [prompt(rng, 140) for _ in range(3)]
 
     def hit(text):
@@ -132,7 +132,7 @@ def test_the_least_recently_used_snapshot_goes_first_and_blocks_stay(rng):
 
 def test_history_gives_way_to_requests_only(rng):
     """A pool of 6 blocks: cached prefixes are evicted when a request needs their blocks."""
-    engine = make_engine(num_blocks=6, max_requests=2, debug=True)
+    engine = limit(make_engine(), num_blocks=6)
     texts = [prompt(rng, 250) for _ in range(3)]
     for text in texts:
         run_to_end(engine, engine.submit(text, max_new_tokens=1))
@@ -143,3 +143,4 @@ def test_history_gives_way_to_requests_only(rng):
     before = hits(engine)
     run_to_end(engine, engine.submit(texts[2], max_new_tokens=1))
     assert hits(engine) - before <= 128
+    assert not engine.verify().problems
