@@ -6,9 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from dsv4_jax.cli import generate, plan
+from dsv4_jax.cli import generate, plan, verify
 
-_COMMANDS = {"generate": generate, "plan": plan}
+_COMMANDS = {"generate": generate, "plan": plan, "verify": verify}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

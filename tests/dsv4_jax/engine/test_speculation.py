@@ -1,6 +1,7 @@
 """Speculation: exact at every position, and a distribution that nobody bends."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -69,8 +70,8 @@ def call_of(tokens):
     )
 
 
-@pytest.fixture(scope="module")
-def serial():
+@functools.cache
+def run_serially():
     """Tokens, and the cache and the logits after each of them, of nine equal rows."""
     text = prompt(np.random.default_rng(0), 160)
     cache = ds.init_cache(TRUNK, max_requests=len(DRAFTS), max_context_tokens=CONTEXT)
@@ -83,6 +84,12 @@ def serial():
         caches.append(cache)
         logits.append(np.asarray(out[0]))
     return text, caches, logits, [np.asarray(live_digests(cache)) for cache in caches]
+
+
+@pytest.fixture
+def serial():
+    """Run inside a test: what a fixture of a module compiles, a test would compile again."""
+    return run_serially()
 
 
 def test_every_draft_length_and_acceptance_at_every_position(serial):
