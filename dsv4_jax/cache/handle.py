@@ -34,6 +34,7 @@ class LayerCacheHandle:
       rows: the call's tokens, None before `write_swa` and after `commit`.
       schema: sizes of this layer.
       is_committed: ring and states hold the call's tokens.
+      selected: i32[T, K], entries that an earlier CSA layer selected for this one; else None.
     """
 
     paged: PagedKVPool | None
@@ -41,6 +42,7 @@ class LayerCacheHandle:
     layer: jax.Array
     call: CallIndices
     rows: CallRows | None
+    selected: jax.Array | None = None
     schema: LayerCacheSchema = flax.struct.field(pytree_node=False)
     is_committed: bool = flax.struct.field(pytree_node=False, default=False)
 
