@@ -4,6 +4,7 @@ from dsv4_jax.attention.history import Selection, Selector, select_by_score
 from dsv4_jax.cache.call_rows import Projections
 from dsv4_jax.cache.flush import maybe_flush_csa, maybe_flush_hca
 from dsv4_jax.cache.handle import LayerCacheHandle
+from dsv4_jax.cache.ledger import Ledger
 from dsv4_jax.cache.manager import KVCacheManager
 from dsv4_jax.cache.model_cache import (
     ModelCache,
@@ -13,20 +14,34 @@ from dsv4_jax.cache.model_cache import (
     update_slots,
 )
 from dsv4_jax.cache.paged_cache import PagedKVPool, init_paged_pool
+from dsv4_jax.cache.pool_plan import PoolPlan, plan_pools
 from dsv4_jax.cache.schema import (
     BLOCK_SIZE_ORIGINAL_TOKENS,
     LayerCacheSchema,
     build_schema,
     compute_block_budget,
 )
+from dsv4_jax.cache.slot_changes import SlotChanges, apply_changes, poison
+from dsv4_jax.cache.snapshots import (
+    SnapshotPlan,
+    SnapshotStore,
+    init_snapshot_store,
+    load_snapshots,
+    save_snapshots,
+)
 from dsv4_jax.cache.state_cache import StateCachePool, init_state_pool
 from dsv4_jax.cache.step_input import CallIndices, StepInput
+from dsv4_jax.cache.verify import Problem, Report, Seals, verify_cache
 from dsv4_jax.cache.views import ClassicalView, IndexerView, SWAView
 from dsv4_jax.config import DSV4Config, YarnScaling
 from dsv4_jax.engine.decode import decode_loop, decode_step, jit_decode_loop, jit_decode_step
-from dsv4_jax.engine.engine import Completion, Engine
+from dsv4_jax.engine.engine import Engine
+from dsv4_jax.engine.metrics import Histogram, Metrics, MetricsCollector
 from dsv4_jax.engine.prefill import jit_prefill, prefill
+from dsv4_jax.engine.request import Completion, Token
 from dsv4_jax.engine.sampling import Sampling, make_sampling, sample
+from dsv4_jax.engine.serve_step import ServeInput, ServeOutput, serve_step, verify_drafts
+from dsv4_jax.engine.serving_loop import CacheError
 from dsv4_jax.engine.step import Staged, commit, stage_step
 from dsv4_jax.layer_schedule import (
     AttentionType,
@@ -46,29 +61,45 @@ __all__ = [
     "SHIPPED_CHECKPOINT",
     "XLA_GPU_FLAGS",
     "AttentionType",
+    "CacheError",
     "CallIndices",
     "ClassicalView",
     "Completion",
     "DSV4Config",
     "DSV4Params",
     "Engine",
+    "Histogram",
     "IndexerView",
     "KVCacheManager",
     "LayerCacheHandle",
     "LayerCacheSchema",
     "LayerSpec",
+    "Ledger",
+    "Metrics",
+    "MetricsCollector",
     "ModelCache",
     "PagedKVPool",
+    "PoolPlan",
+    "Problem",
     "Projections",
+    "Report",
     "RouterType",
     "SWAView",
     "Sampling",
+    "Seals",
     "Selection",
     "Selector",
+    "ServeInput",
+    "ServeOutput",
+    "SlotChanges",
+    "SnapshotPlan",
+    "SnapshotStore",
     "Staged",
     "StateCachePool",
     "StepInput",
+    "Token",
     "YarnScaling",
+    "apply_changes",
     "build_schema",
     "cache_shapes",
     "commit",
@@ -82,24 +113,32 @@ __all__ = [
     "init_cache",
     "init_paged_pool",
     "init_params",
+    "init_snapshot_store",
     "init_state_pool",
     "jit_decode_loop",
     "jit_decode_step",
     "jit_prefill",
     "layer_schedule",
     "load_checkpoint",
+    "load_snapshots",
     "make_sampling",
     "maybe_flush_csa",
     "maybe_flush_hca",
     "param_shapes",
+    "plan_pools",
+    "poison",
     "prefill",
     "reset_slots",
     "sample",
     "save_checkpoint",
+    "save_snapshots",
     "select_by_score",
+    "serve_step",
     "set_xla_flags",
     "stage_step",
     "unstack_layers",
     "update_slots",
     "use_compilation_cache",
+    "verify_cache",
+    "verify_drafts",
 ]

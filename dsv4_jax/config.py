@@ -55,6 +55,9 @@ class DSV4Config:
       moe_intermediate_size: I, of routed and shared experts alike.
       routed_scaling_factor: scale of the routed experts' weights.
       swiglu_limit: clamp of gate and up pre-activations.
+      index_reuse: CSA layers, by place in the model, that select no entries themselves and attend
+        to those that the last CSA layer before them selected (IndexCache); not part of a
+        `config.json`.
       num_mtp_layers: draft (MTP) blocks after the trunk, 0 or 1; not counted in `layer_types`.
       hc_mult: S, residual streams.
       hc_sinkhorn_iters: Sinkhorn iterations of the stream mixing matrix.
@@ -94,6 +97,7 @@ class DSV4Config:
     moe_intermediate_size: int
     routed_scaling_factor: float
     swiglu_limit: float
+    index_reuse: tuple[int, ...] = ()
     num_mtp_layers: int = 0
     hc_mult: int = 4
     hc_sinkhorn_iters: int = 20
@@ -144,6 +148,19 @@ class DSV4Config:
             )
         if self.num_mtp_layers not in (0, 1):
             raise ValueError(f"num_mtp_layers must be 0 or 1, got {self.num_mtp_layers}")
+
+        for layer in self.index_reuse:
+            selecting = [
+                other
+                for other, attn in enumerate(self.layer_types[: max(layer, 0)])
+                if attn == CSA and other not in self.index_reuse
+            ]
+            if not 0 <= layer < len(self.layer_types) or self.layer_types[layer] != CSA:
+                raise ValueError(f"index_reuse must name CSA layers, got layer {layer}")
+            if not selecting:
+                raise ValueError(
+                    f"index_reuse must leave a CSA layer before layer {layer} that selects for it"
+                )
 
     @property
     def num_layers(self) -> int:

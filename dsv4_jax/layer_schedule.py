@@ -43,6 +43,8 @@ class LayerSpec:
         stacked array of that family's pools.
       kind_idx: place among the trunk layers of the same kind: the layer's index into that kind's
         stacked parameters. The draft block, which has parameters of its own, has 0.
+      index_source: the earlier CSA layer whose selected entries this one attends to; None for a
+        layer that selects for itself, or has no indexer.
     """
 
     layer_idx: int
@@ -50,6 +52,7 @@ class LayerSpec:
     router: RouterType
     family_idx: int
     kind_idx: int
+    index_source: int | None = None
 
     @property
     def kind(self) -> str:
@@ -83,10 +86,14 @@ def layer_schedule(config: DSV4Config) -> tuple[LayerSpec, ...]:
     families = {attn: itertools.count() for attn in AttentionType}
     kinds: dict[tuple[AttentionType, RouterType], itertools.count[int]] = {}
     specs = []
+    selecting = None
     for layer_idx, (attn, router) in enumerate(
         zip(config.layer_types, config.router_types, strict=True)
     ):
         kind = kinds.setdefault((attn, router), itertools.count())
+        reuses = layer_idx in config.index_reuse
+        if attn == AttentionType.CSA and not reuses:
+            selecting = layer_idx
         specs.append(
             LayerSpec(
                 layer_idx=layer_idx,
@@ -94,6 +101,7 @@ def layer_schedule(config: DSV4Config) -> tuple[LayerSpec, ...]:
                 router=router,
                 family_idx=next(families[attn]),
                 kind_idx=next(kind),
+                index_source=selecting if reuses else None,
             )
         )
     return tuple(specs)
@@ -117,7 +125,7 @@ def split_into_segments(schedule: tuple[LayerSpec, ...]) -> tuple[Segment, ...]:
     shorter one among equals; a layer that starts none is a segment by itself. Flash gives
     twice SWA, once CSA, then 20 times (HCA, CSA).
     """
-    kinds = [spec.kind for spec in schedule]
+    kinds = [(spec.kind, spec.index_source is not None) for spec in schedule]
     segments = []
     start = 0
     while start < len(kinds):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 
 from dsv4_jax.attention.compressor import project
@@ -19,6 +21,8 @@ def csa_attention(
     params: AttentionParams, x: jax.Array, handle: LayerCacheHandle, config: DSV4Config
 ) -> tuple[LayerCacheHandle, jax.Array]:
     """One CSA sublayer; arguments and results as in `swa_attention`.
+
+    With `index_reuse` the handle brings the selection of an earlier layer, or takes this one's on.
 
     Source: deepseek_v4.md sections 1.3, 2 and 3.
     """
@@ -42,8 +46,12 @@ def csa_attention(
         eps=config.rms_norm_eps,
     )
     handle, q = append_and_flush(handle, tokens, norms)
-    selected = handle.select_entries(
-        *index_queries(indexer, x, latent, positions, frequencies, config, handle.schema.format)
-    )
+    selected = handle.selected
+    if selected is None:
+        selected = handle.select_entries(
+            *index_queries(indexer, x, latent, positions, frequencies, config, handle.schema.format)
+        )
+        if config.index_reuse:
+            handle = dataclasses.replace(handle, selected=selected)
     attended = handle.attend(q, params.attn_sink, selected).astype(x.dtype)
     return handle, output(params, attended, positions, frequencies, config)

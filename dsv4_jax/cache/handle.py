@@ -37,6 +37,7 @@ class LayerCacheHandle:
       is_committed: ring and states hold the call's tokens.
       in_place: no row has more than one token and the call is not staged, so that tokens may be
         written before they are attended to.
+      selected: i32[T, K], entries that an earlier CSA layer selected for this one; else None.
     """
 
     paged: PagedKVPool | None
@@ -44,6 +45,7 @@ class LayerCacheHandle:
     layer: jax.Array
     call: CallIndices
     rows: CallRows | None
+    selected: jax.Array | None = None
     schema: LayerCacheSchema = flax.struct.field(pytree_node=False)
     is_committed: bool = flax.struct.field(pytree_node=False, default=False)
     in_place: bool = flax.struct.field(pytree_node=False, default=False)

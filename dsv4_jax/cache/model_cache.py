@@ -214,3 +214,16 @@ def cache_shapes(
 def tree_bytes(tree: object) -> int:
     """Bytes of all arrays, or shapes of arrays, in a tree."""
     return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def family_bytes(cache: ModelCache) -> dict[str, int]:
+    """Bytes of each family of arrays."""
+    sizes = {}
+    for attn, pool in cache.paged.items():
+        sizes[f"{attn} entries"] = tree_bytes(pool.entries)
+        sizes[f"{attn} index keys"] = tree_bytes(pool.index_keys)
+    for attn, pool in cache.state.items():
+        sizes[f"{attn} window"] = tree_bytes(pool.window)
+        sizes[f"{attn} compressor state"] = tree_bytes((pool.tail, pool.running))
+        sizes[f"{attn} indexer state"] = tree_bytes(pool.index_tail)
+    return sizes

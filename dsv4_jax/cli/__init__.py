@@ -7,10 +7,10 @@ import contextlib
 import sys
 from collections.abc import Sequence
 
-from dsv4_jax.cli import bench, generate, plan
+from dsv4_jax.cli import bench, generate, plan, verify
 from dsv4_jax.runtime import set_xla_flags, use_compilation_cache
 
-_COMMANDS = {"generate": generate, "plan": plan, "bench": bench}
+_COMMANDS = {"generate": generate, "plan": plan, "bench": bench, "verify": verify}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -44,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
         "seed": args.seed,
     }
     _note(f"compiling for the first tokens ({time.perf_counter() - started:.1f} s to load)")
-    stream = engine.stream(args.prompt, **settings)
+    ids = [engine.submit(prompt, **settings) for prompt in args.prompt]
+    stream = engine.stream(*ids)
     texts = [TextStream(tokenizer) for _ in args.prompt]
     pieces: list[list[str]] = [[prompt] for prompt in args.prompt]
     single = len(args.prompt) == 1
@@ -58,8 +59,9 @@ def run(args: argparse.Namespace) -> int:
         count += 1
         if count == 2 * len(args.prompt):
             second = time.perf_counter()  # both programs are compiled by now
-        piece = texts[token.prompt_idx].add(token.token_id)
-        pieces[token.prompt_idx].append(piece)
+        idx = ids.index(token.request_id)
+        piece = texts[idx].add(token.token_id)
+        pieces[idx].append(piece)
         bar.update()
         if single:
             print(piece, end="", flush=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from dsv4_jax.cache.model_cache import ModelCache, cache_shapes, tree_bytes
+from dsv4_jax.cache.model_cache import cache_shapes, family_bytes, tree_bytes
 from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
 from dsv4_jax.cli.presets import PRESETS, read_config
 from dsv4_jax.model.params import param_shapes
@@ -65,16 +65,3 @@ def run(args: argparse.Namespace) -> int:
     fitting = max(int(free // (total / args.requests)), 0)
     print(f"requests that fit {free / 2**30:,.1f} GiB beside the weights: {fitting:,}")
     return 0
-
-
-def family_bytes(cache: ModelCache) -> dict[str, int]:
-    """Bytes of each family of arrays."""
-    sizes = {}
-    for attn, pool in cache.paged.items():
-        sizes[f"{attn} entries"] = tree_bytes(pool.entries)
-        sizes[f"{attn} index keys"] = tree_bytes(pool.index_keys)
-    for attn, pool in cache.state.items():
-        sizes[f"{attn} window"] = tree_bytes(pool.window)
-        sizes[f"{attn} compressor state"] = tree_bytes((pool.tail, pool.running))
-        sizes[f"{attn} indexer state"] = tree_bytes(pool.index_tail)
-    return sizes

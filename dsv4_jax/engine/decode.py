@@ -12,9 +12,8 @@ from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.step_input import StepInput, known_values
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.engine.sampling import Sampling, sample
-from dsv4_jax.engine.step import mask_rows, run_step
+from dsv4_jax.engine.step import mask_rows, run_step, trunk_logits
 from dsv4_jax.model.params import DSV4Params
-from dsv4_jax.model.transformer import head
 
 
 def decode_step(
@@ -44,8 +43,8 @@ def decode_step(
     if ids is not None and np.any((ids >= 0) & (ids != np.arange(num_rows))):
         raise ValueError(f"request_ids[t] must be t or -1 in decode_step, got {ids}")
     cache, call, streams = run_step(params, cache, step_input, config, max_row_tokens=1)
-    logits = head(params.hc_head, params.norm, params.head, streams, config)
-    return cache, mask_rows(logits, call.request_ids >= 0)
+    logits = mask_rows(trunk_logits(params, streams, config), call.request_ids >= 0)
+    return cache, logits[:num_rows]
 
 
 jit_decode_step = jax.jit(decode_step, static_argnames="config", donate_argnames="cache")

@@ -1,94 +1,48 @@
-"""Engine: the host loop that admits requests, steps, streams and releases."""
+"""Engine: requests come, share, speculate, are preempted and end; one step serves them all."""
 
 from __future__ import annotations
 
-import collections
-import dataclasses
-import functools
 import os
+import time
 from collections.abc import Iterator, Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 from tokenizers import Tokenizer
 
-from dsv4_jax.cache.manager import KVCacheManager
-from dsv4_jax.cache.model_cache import ModelCache, init_cache
+from dsv4_jax.cache.model_cache import ModelCache
+from dsv4_jax.cache.pool_plan import device_memory_bytes, plan_pools
 from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
-from dsv4_jax.cache.step_input import StepInput
+from dsv4_jax.cache.verify import Report
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.engine.decode import jit_decode_loop
-from dsv4_jax.engine.prefill import prefill
-from dsv4_jax.engine.sampling import Sampling, make_sampling, sample
+from dsv4_jax.engine.metrics import Metrics, count_compiles
+from dsv4_jax.engine.prompts import check_length, encode_prompt, make_options
+from dsv4_jax.engine.request import Completion, Request, Token
+from dsv4_jax.engine.runner import StepRunner
+from dsv4_jax.engine.serving_loop import ServingLoop
 from dsv4_jax.engine.text import load_tokenizer
 from dsv4_jax.model.checkpoint import load_checkpoint
 from dsv4_jax.model.params import DSV4Params
 
 
-@dataclasses.dataclass(frozen=True)
-class Completion:
-    """What a prompt got.
-
-    Attributes:
-      token_ids: the new tokens, a stop token included.
-      text: of the new tokens without special ones; None without a tokenizer.
-      finish_reason: "stop" (a stop token) or "length".
-    """
-
-    token_ids: list[int]
-    text: str | None
-    finish_reason: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Token:
-    """One token of one prompt, as `Engine.stream` gives them.
-
-    Attributes:
-      prompt_idx: which prompt, from 0.
-      token_id: the token.
-      finish_reason: "stop" or "length" on a prompt's last token, else None.
-    """
-
-    prompt_idx: int
-    token_id: int
-    finish_reason: str | None
-
-
-@dataclasses.dataclass
-class _Request:
-    """A prompt on its way: what is left to prefill, and what it has drawn."""
-
-    prompt_idx: int
-    prompt: np.ndarray
-    seed: int
-    prefilled: int = 0
-    drawn: list[int] = dataclasses.field(default_factory=list)
-
-    @property
-    def is_prefilled(self) -> bool:
-        return self.prefilled == len(self.prompt)
-
-
-@functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
-def _prefill_and_sample(
-    params: DSV4Params,
-    cache: ModelCache,
-    step_input: StepInput,
-    sampling: Sampling,
-    *,
-    config: DSV4Config,
-) -> tuple[ModelCache, jax.Array]:
-    """A prefill call and, for every row in it, the token that follows: i32[B]."""
-    cache, logits = prefill(params, cache, step_input, config=config)
-    slots = jnp.maximum(step_input.request_slots, 0)
-    return cache, sample(logits, sampling, cache.length_tokens[slots])
-
-
 class Engine:
-    """Generates text for prompts of any lengths, in one batch."""
+    """Generates text for prompts of any lengths; they may come and go at any time.
+
+    `submit` queues a request, `step` serves all of them once, `stream` and `completion` give
+    results, `cancel` ends one early, and `generate` does all of that for a list of prompts. One
+    thread at a time.
+
+    A request is admitted when a slot and blocks for its prompt are free, oldest first; it gets
+    further blocks before the steps that need them, and the youngest gives its own back if there
+    are none. What it had drawn is computed again later, from the longest prefix still cached.
+
+    Attributes:
+      config: the model.
+      params: of the model.
+      tokenizer: for text, or None.
+      metrics: counters, and what holds now.
+    """
 
     def __init__(
         self,
@@ -98,7 +52,14 @@ class Engine:
         max_requests: int = 8,
         max_context_tokens: int = 4096,
         cache_format: str = DEFAULT_CACHE_FORMAT,
-        prefill_tokens: Sequence[int] = (64, 256),
+        prefill_tokens: Sequence[int] | None = None,
+        decode_tokens: int | None = None,
+        draft_tokens: int = 0,
+        num_blocks: int | None = None,
+        num_snapshots: int | None = None,
+        memory_bytes: int | None = None,
+        gpu_memory_fraction: float | None = None,
+        debug: bool = False,
         tokenizer: Tokenizer | None = None,
     ) -> None:
         """Allocates the cache.
@@ -106,31 +67,84 @@ class Engine:
         Args:
           config: the model.
           params: of the model.
-          max_requests: prompts that run at once; more wait for a slot.
+          max_requests: requests that run at once; more wait for a slot.
           max_context_tokens: longest prompt and answer together.
           cache_format: name of the storage format.
-          prefill_tokens: sizes of a prefill call, ascending; each compiles once, when first used.
+          prefill_tokens: sizes of a step that holds prompt tokens, ascending; each is a program.
+            The largest must hold a token of every request. None is 64 and 256, and
+            `max_requests` if that is more.
+          decode_tokens: size of a step in which every request only decodes. None is one of
+            `max_requests * (draft_tokens + 1)` tokens; without drafts it is a leaner program. A
+            size of `prefill_tokens` makes one program of both, whose results are then bit for bit
+            the same whatever runs beside a request.
+          draft_tokens: k, tokens that the draft block guesses per step, 0 to 8; 0 is no
+            speculation.
+          num_blocks: physical blocks; None is full contexts in all slots, or what the budget holds.
+          num_snapshots: prefixes that can be resumed at; None is 8 for every slot, or a tenth of
+            the budget; 0 shares no prefixes.
+          memory_bytes: budget of the cache.
+          gpu_memory_fraction: likewise, as a share of the device's memory beside what it holds now.
+          debug: poisons freed storage and verifies the whole cache after every step; slow.
           tokenizer: for prompts that are text, and for the text of completions.
 
         Raises:
           ValueError: an argument is out of range, or there is no such format.
         """
+        if prefill_tokens is None:
+            prefill_tokens = (64, 256) if max_requests <= 256 else (64, 256, max_requests)
         if not prefill_tokens or list(prefill_tokens) != sorted(set(prefill_tokens)):
             raise ValueError(f"prefill_tokens must be ascending sizes, got {prefill_tokens}")
+        if not 0 <= draft_tokens <= 8:
+            raise ValueError(f"draft_tokens must be 0..8, got {draft_tokens}")
+        if draft_tokens and params.mtp is None:
+            raise ValueError(
+                f"draft_tokens={draft_tokens} needs a draft (MTP) block, and params.mtp is None"
+            )
+        if memory_bytes is not None and gpu_memory_fraction is not None:
+            raise ValueError("give memory_bytes or gpu_memory_fraction, not both")
+        if gpu_memory_fraction is not None:
+            memory_bytes = device_memory_bytes(gpu_memory_fraction)
+        if num_snapshots is None and memory_bytes is None:
+            num_snapshots = 8 * max(max_requests, 0)
         self.config = config
         self.params = params
         self.tokenizer = tokenizer
-        self._prefill_tokens = tuple(prefill_tokens)
-        self._max_context_tokens = max_context_tokens
-        self._cache = init_cache(
+        self.metrics = Metrics()
+        self._plan = plan_pools(
             config,
             max_requests=max_requests,
             max_context_tokens=max_context_tokens,
             cache_format=cache_format,
+            num_blocks=num_blocks,
+            num_snapshots=num_snapshots,
+            memory_bytes=memory_bytes,
         )
-        self._manager = KVCacheManager(
-            config, max_requests=max_requests, max_context_tokens=max_context_tokens
+        sizes, self._plain_size = set(prefill_tokens), None
+        if decode_tokens is not None or draft_tokens:
+            sizes.add(decode_tokens or max_requests * (draft_tokens + 1))
+        else:
+            self._plain_size = max_requests
+        self._sizes = tuple(sorted(sizes))
+        if self._sizes[0] < 1 or self._sizes[-1] < max_requests:
+            raise ValueError(
+                f"prefill_tokens must be at least 1, the largest at least max_requests="
+                f"{max_requests}, got {self._sizes}"
+            )
+        self._debug = debug
+        self._compiles_before = count_compiles()
+        self._runner = StepRunner(
+            config, params, self._plan, cache_format=cache_format, draft_tokens=draft_tokens
         )
+        self._loop = ServingLoop(
+            self._runner,
+            sizes=self._sizes,
+            plain_size=self._plain_size,
+            tokenizer=tokenizer,
+            metrics=self.metrics,
+            debug=debug,
+        )
+        self._requests: dict[int, Request] = {}
+        self._next_id = 0
 
     @classmethod
     def from_checkpoint(
@@ -155,7 +169,179 @@ class Engine:
     @property
     def cache(self) -> ModelCache:
         """The cache as it is now, to look into; the next step donates it."""
-        return self._cache
+        return self._runner.cache
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that run or wait."""
+        return len(self._loop.running) + len(self._loop.waiting)
+
+    def warmup(self) -> list[tuple[str, float]]:
+        """Compiles every program that serving can need.
+
+        Returns:
+          What was compiled, and seconds for each; 0.0 or so for one that was there already.
+
+        Raises:
+          RuntimeError: requests are running.
+        """
+        if self._loop.running:
+            raise RuntimeError(f"warmup before requests run; {len(self._loop.running)} do")
+        times = self._runner.warmup(self._sizes, self._plain_size, poisons=self._debug)
+        self.metrics.compiles = count_compiles() - self._compiles_before
+        return times
+
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_new_tokens: int = 64,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop_token_ids: Sequence[int] | None = None,
+        stop_texts: Sequence[str] = (),
+        salt: str = "",
+        speculate: bool = True,
+    ) -> int:
+        """Queues a request; `step`, or a `stream` of any request, serves it.
+
+        Args:
+          prompt: token ids, or text if the engine has a tokenizer.
+          max_new_tokens: most tokens to draw.
+          temperature: 0 takes the most likely token.
+          top_k: draws among that many most likely tokens; 0 is no limit.
+          top_p: draws among the most likely tokens that together have that probability.
+          seed: of the draws.
+          stop_token_ids: tokens that end the answer; None is the config's, () is none at all.
+          stop_texts: texts that end it; needs a tokenizer.
+          salt: prefixes are shared among requests of one salt only.
+          speculate: checks drafts, if the engine makes any; it changes speed, never tokens.
+
+        Returns:
+          The request's id. The engine keeps what the request got until `completion` takes it.
+
+        Raises:
+          ValueError: the prompt is empty, holds an unknown token or can never fit, or a setting is
+            out of range; nothing was queued.
+        """
+        ids = encode_prompt(prompt, self.config, self.tokenizer, name="prompt")
+        check_length(len(ids), max_new_tokens, self._plan, name="prompt")
+        options = make_options(
+            self.config,
+            self.tokenizer,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            stop_token_ids=stop_token_ids,
+            stop_texts=stop_texts,
+            salt=salt,
+            speculate=speculate,
+        )
+        request = Request(self._next_id, ids, options, time.perf_counter())
+        self._register(request)
+        self.metrics.prompt_tokens += len(ids)
+        self._loop.enqueue(request)
+        return request.request_id
+
+    def fork(self, request_id: int, *, seed: int) -> int:
+        """A second request that goes on from what the first has drawn so far.
+
+        A running one shares its full blocks; if there is no room, the new one waits its turn.
+
+        Args:
+          request_id: an unfinished request.
+          seed: of what the new one draws from here on.
+
+        Returns:
+          Id of the new request; what was drawn before is part of its completion.
+
+        Raises:
+          ValueError: there is no such unfinished request.
+        """
+        request = self._find(request_id)
+        if request is None or request.finish_reason is not None:
+            raise ValueError(f"request_id must be of an unfinished request, got {request_id}")
+        new = request.branch(self._next_id, seed % 2**32, time.perf_counter())
+        self._register(new)
+        self._loop.fork(request, new)
+        return new.request_id
+
+    def cancel(self, request_id: int) -> bool:
+        """Ends a request early; its stream ends, its completion has what was drawn so far.
+
+        Returns:
+          Whether it was unfinished.
+
+        Raises:
+          ValueError: no request ever had that id.
+        """
+        request = self._find(request_id)
+        if request is None or request.finish_reason is not None:
+            return False
+        request.finish_reason = "cancelled"
+        self._loop.end(request)
+        return True
+
+    def preempt(self, request_id: int) -> bool:
+        """Makes a running request give its slot and blocks back and wait; whether it was running.
+
+        Raises:
+          ValueError: no request ever had that id.
+        """
+        request = self._find(request_id)
+        if request is None or request.slot < 0:
+            return False
+        self._loop.preempt(request)
+        return True
+
+    def step(self) -> list[Token]:
+        """Serves every running request once, and admits waiting ones.
+
+        Returns:
+          The tokens drawn; none if there is nothing to do.
+
+        Raises:
+          CacheError: in debug mode, the cache is not what it should be.
+          Exception: what the device or the tokenizer raised. Requests it did not concern go on
+            with the next call; if the cache was lost, all are computed again.
+        """
+        try:
+            return self._loop.step()
+        finally:
+            self.metrics.compiles = count_compiles() - self._compiles_before
+
+    def stream(self, *request_ids: int) -> Iterator[Token]:
+        """Tokens of submitted requests as they are drawn, until all have ended.
+
+        It steps the engine, and so serves all requests. Closing it cancels those that have not
+        ended. `completion` takes the results.
+
+        Raises:
+          ValueError: there is no such request.
+        """
+        requests = []
+        for request_id in request_ids:
+            request = self._find(request_id)
+            if request is None:
+                raise ValueError(f"request {request_id} has been taken already")
+            requests.append(request)
+        return self._stream(requests)
+
+    def completion(self, request_id: int) -> Completion:
+        """What a finished request got; it is forgotten.
+
+        Raises:
+          ValueError: there is no such request, or it has not finished.
+        """
+        request = self._find(request_id)
+        if request is None or request.finish_reason is None:
+            raise ValueError(f"request {request_id} has not finished, or has been taken already")
+        del self._requests[request_id]
+        return request.completion(self.tokenizer)
 
     def generate(
         self,
@@ -167,6 +353,7 @@ class Engine:
         top_p: float = 1.0,
         seed: int | Sequence[int] = 0,
         stop_token_ids: Sequence[int] | None = None,
+        stop_texts: Sequence[str] = (),
     ) -> list[Completion]:
         """Completes prompts; a prompt's result does not depend on the others.
 
@@ -178,6 +365,7 @@ class Engine:
           top_p: draws among the most likely tokens that together have that probability.
           seed: of the draws: one, or one per prompt.
           stop_token_ids: tokens that end an answer; None is the config's, () is none at all.
+          stop_texts: texts that end an answer; needs a tokenizer.
 
         Returns:
           One completion per prompt, in order.
@@ -186,203 +374,64 @@ class Engine:
           ValueError: a prompt is empty, too long, or holds an unknown token, or a setting is out
             of range; nothing was started.
         """
-        drawn: list[list[int]] = [[] for _ in prompts]
-        reasons = [""] * len(prompts)
-        for token in self.stream(
-            prompts,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            stop_token_ids=stop_token_ids,
-        ):
-            drawn[token.prompt_idx].append(token.token_id)
-            reasons[token.prompt_idx] = token.finish_reason or ""
-        return [
-            Completion(token_ids=ids, text=self._decode(ids), finish_reason=reason)
-            for ids, reason in zip(drawn, reasons, strict=True)
-        ]
-
-    def stream(
-        self,
-        prompts: Sequence[str] | Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int = 64,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int | Sequence[int] = 0,
-        stop_token_ids: Sequence[int] | None = None,
-    ) -> Iterator[Token]:
-        """As `generate`, token by token as they are drawn."""
-        encoded = [self._encode(idx, prompt) for idx, prompt in enumerate(prompts)]
-        self._check_lengths(encoded, max_new_tokens)
-        stops = self.config.eos_token_ids if stop_token_ids is None else tuple(stop_token_ids)
+        encoded = []
+        for idx, prompt in enumerate(prompts):
+            name = f"prompts[{idx}]"
+            encoded.append(encode_prompt(prompt, self.config, self.tokenizer, name=name))
+            check_length(len(encoded[-1]), max_new_tokens, self._plan, name=name)
         seeds = [seed] * len(encoded) if isinstance(seed, int | np.integer) else list(seed)
         if len(seeds) != len(encoded):
             raise ValueError(
                 f"seed must be one, or one per prompt, got {len(seeds)} for {len(encoded)} prompts"
             )
-        waiting = collections.deque(
-            _Request(prompt_idx=idx, prompt=prompt, seed=int(seeds[idx]) % 2**32)
-            for idx, prompt in enumerate(encoded)
-        )
-        settings = functools.partial(
-            make_sampling,
-            self._cache.max_requests,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            stop_token_ids=stops,
-        )
-        settings()  # Raises here, before anything is started.
-        return self._run(waiting, max_new_tokens, stops, settings)
-
-    def _run(
-        self,
-        waiting: collections.deque[_Request],
-        max_new_tokens: int,
-        stops: tuple[int, ...],
-        settings: functools.partial[Sampling],
-    ) -> Iterator[Token]:
-        running: dict[int, _Request] = {}
-        sampling = settings()
-        try:
-            while waiting or running:
-                if self._admit(waiting, running, max_new_tokens):
-                    seeds = [running[s].seed if s in running else 0 for s in self._slots]
-                    sampling = settings(seed=seeds)
-                self._cache = self._manager.apply(self._cache)
-                if any(not request.is_prefilled for request in running.values()):
-                    drawn = self._prefill(running, sampling)
-                else:
-                    drawn = self._decode_step(running, sampling)
-                for slot, token_id in drawn.items():
-                    request = running[slot]
-                    request.drawn.append(token_id)
-                    reason = None
-                    if token_id in stops:
-                        reason = "stop"
-                    elif len(request.drawn) == max_new_tokens:
-                        reason = "length"
-                    if reason:
-                        self._manager.release(slot)
-                        del running[slot]
-                    yield Token(request.prompt_idx, token_id, reason)
-        finally:
-            for slot in running:
-                self._manager.release(slot)
-
-    @property
-    def _slots(self) -> range:
-        return range(self._cache.max_requests)
-
-    def _admit(
-        self,
-        waiting: collections.deque[_Request],
-        running: dict[int, _Request],
-        max_new_tokens: int,
-    ) -> bool:
-        """Moves waiting requests to free slots, in order; whether any moved."""
-        moved = False
-        while waiting:
-            needed = len(waiting[0].prompt) + max_new_tokens
-            if not self._manager.can_admit(needed):
-                break
-            running[self._manager.admit(needed)] = waiting.popleft()
-            moved = True
-        return moved
-
-    def _prefill(self, running: dict[int, _Request], sampling: Sampling) -> dict[int, int]:
-        """One prefill call over open prompts; the first token of each that it completes."""
-        budget = self._prefill_tokens[-1]
-        chunks: dict[int, int] = {}
-        for slot, request in running.items():
-            chunk = min(len(request.prompt) - request.prefilled, budget)
-            if chunk:
-                chunks[slot] = chunk
-                budget -= chunk
-        total = sum(chunks.values())
-        size = next(size for size in self._prefill_tokens if size >= total)
-        token_ids, request_ids = np.zeros(size, np.int32), np.full(size, -1, np.int32)
-        start = 0
-        for slot, chunk in chunks.items():
-            request = running[slot]
-            piece = request.prompt[request.prefilled : request.prefilled + chunk]
-            token_ids[start : start + chunk], request_ids[start : start + chunk] = piece, slot
-            request.prefilled += chunk
-            self._manager.advance(slot, chunk)
-            start += chunk
-        step_input = self._step_input(token_ids, request_ids, chunks)
-        self._cache, drawn = _prefill_and_sample(
-            self.params, self._cache, step_input, sampling, config=self.config
-        )
-        values = np.asarray(drawn)
-        return {slot: int(values[slot]) for slot in chunks if running[slot].is_prefilled}
-
-    def _decode_step(self, running: dict[int, _Request], sampling: Sampling) -> dict[int, int]:
-        """One decode step of every running request; the token that each drew."""
-        token_ids = np.zeros(len(self._slots), np.int32)
-        request_ids = np.full(len(self._slots), -1, np.int32)
-        for slot, request in running.items():
-            token_ids[slot], request_ids[slot] = request.drawn[-1], slot
-            self._manager.advance(slot, 1)
-        step_input = self._step_input(token_ids, request_ids, running)
-        self._cache, drawn = jit_decode_loop(
-            self.params, self._cache, step_input, sampling, num_steps=1, config=self.config
-        )
-        values = np.asarray(drawn)
-        return {slot: int(values[slot, 0]) for slot in running}
-
-    def _step_input(
-        self, token_ids: np.ndarray, request_ids: np.ndarray, active: dict[int, int] | dict
-    ) -> StepInput:
-        """Row r is slot r, idle unless it is active."""
-        slots = np.array([slot if slot in active else -1 for slot in self._slots], np.int32)
-        return StepInput(
-            token_ids=jnp.asarray(token_ids),
-            request_ids=jnp.asarray(request_ids),
-            request_slots=jnp.asarray(slots),
-        )
-
-    def _encode(self, prompt_idx: int, prompt: str | Sequence[int]) -> np.ndarray:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError(
-                    f"prompts[{prompt_idx}] is text and the engine has no tokenizer; "
-                    "pass token ids, or a checkpoint with a tokenizer.json"
-                )
-            ids = np.asarray(self.tokenizer.encode(prompt).ids, np.int64)
-        else:
-            ids = np.asarray(prompt)
-            if ids.size and (ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer)):
-                raise ValueError(
-                    f"prompts[{prompt_idx}] must be text or a list of token ids, got {prompt!r}"
-                )
-        if not ids.size:
-            raise ValueError(f"prompts[{prompt_idx}] is empty; it needs at least one token")
-        wrong = ids[(ids < 0) | (ids >= self.config.vocab_size)]
-        if wrong.size:
-            raise ValueError(
-                f"prompts[{prompt_idx}] holds token id {int(wrong[0])}, outside "
-                f"0..{self.config.vocab_size - 1} (vocab_size)"
+        ids = [
+            self.submit(
+                prompt,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                seed=one,
+                stop_token_ids=stop_token_ids,
+                stop_texts=stop_texts,
             )
-        return ids.astype(np.int32)
+            for prompt, one in zip(encoded, seeds, strict=True)
+        ]
+        requests = [self._requests[request_id] for request_id in ids]
+        try:
+            while any(request.finish_reason is None for request in requests):
+                self.step()
+            return [request.completion(self.tokenizer) for request in requests]
+        finally:
+            for request in requests:
+                self.cancel(request.request_id)
+                self._requests.pop(request.request_id, None)
 
-    def _check_lengths(self, encoded: list[np.ndarray], max_new_tokens: int) -> None:
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-        for idx, ids in enumerate(encoded):
-            if len(ids) + max_new_tokens > self._max_context_tokens:
-                raise ValueError(
-                    f"prompts[{idx}] has {len(ids)} tokens, and with max_new_tokens="
-                    f"{max_new_tokens} that is {len(ids) + max_new_tokens}, more than "
-                    f"max_context_tokens={self._max_context_tokens}; shorten one, or build the "
-                    "engine with a longer context"
-                )
+    def verify(self) -> Report:
+        """Checks the whole cache now; see `verify_cache`."""
+        return self._loop.verify()
 
-    def _decode(self, token_ids: list[int]) -> str | None:
-        if self.tokenizer is None:
-            return None
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+    def _stream(self, requests: list[Request]) -> Iterator[Token]:
+        try:
+            while any(request.finish_reason is None for request in requests) or any(
+                request.events for request in requests
+            ):
+                for request in requests:
+                    while request.events:
+                        yield request.events.popleft()
+                if any(request.finish_reason is None for request in requests):
+                    self.step()
+        finally:
+            for request in requests:
+                self.cancel(request.request_id)
+
+    def _register(self, request: Request) -> None:
+        self._requests[request.request_id] = request
+        self._next_id = request.request_id + 1
+        self.metrics.submitted += 1
+
+    def _find(self, request_id: int) -> Request | None:
+        """The request, or None if it was taken already."""
+        if not 0 <= request_id < self._next_id:
+            raise ValueError(f"request_id must be one that submit gave, got {request_id}")
+        return self._requests.get(request_id)

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.engine.step import mask_rows, run_step
+from dsv4_jax.engine.step import mask_rows, run_step, trunk_logits
 from dsv4_jax.model.params import DSV4Params
-from dsv4_jax.model.transformer import head
 
 
 def prefill(
@@ -36,13 +35,13 @@ def prefill(
     Raises:
       ValueError: a field of `step_input` has a wrong shape or dtype, or a value out of range.
     """
+    num_rows = step_input.token_ids.shape[0] if all_logits else step_input.request_slots.shape[0]
     cache, call, streams = run_step(params, cache, step_input, config)
     live = call.request_ids >= 0
     if not all_logits:
         last = call.row_offsets + call.row_counts - 1
         streams, live = streams[jnp.maximum(last, 0)], call.row_counts > 0
-    logits = head(params.hc_head, params.norm, params.head, streams, config)
-    return cache, mask_rows(logits, live)
+    return cache, mask_rows(trunk_logits(params, streams, config), live)[:num_rows]
 
 
 jit_prefill = jax.jit(prefill, static_argnames=("config", "all_logits"), donate_argnames="cache")

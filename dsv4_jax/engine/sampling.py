@@ -43,12 +43,7 @@ def make_sampling(
     Raises:
       ValueError: a setting is out of range.
     """
-    if not temperature >= 0:
-        raise ValueError(f"temperature must be 0 (greedy) or more, got {temperature}")
-    if top_k < 0:
-        raise ValueError(f"top_k must be 0 (no limit) or more, got {top_k}")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}")
+    check_sampling(temperature, top_k, top_p)
     seeds = [seed] * num_rows if isinstance(seed, int | np.integer) else list(seed)
     if len(seeds) != num_rows:
         raise ValueError(f"seed must be one, or one per row ({num_rows}), got {len(seeds)}")
@@ -62,6 +57,20 @@ def make_sampling(
         seed=jnp.asarray([int(s) % 2**32 for s in seeds], jnp.uint32),
         stop_token_ids=jnp.asarray(np.repeat(stops, num_rows, axis=0)),
     )
+
+
+def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
+    """Refuses what `make_sampling` does not take.
+
+    Raises:
+      ValueError: a setting is out of range.
+    """
+    if not temperature >= 0:
+        raise ValueError(f"temperature must be 0 (greedy) or more, got {temperature}")
+    if top_k < 0:
+        raise ValueError(f"top_k must be 0 (no limit) or more, got {top_k}")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}")
 
 
 def sample(logits: jax.Array, sampling: Sampling, positions: jax.Array) -> jax.Array:

@@ -6,13 +6,15 @@ Source: deepseek_v4.md section 1.6.
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 from dsv4_jax.attention.history import history_attention
 from dsv4_jax.attention.projections import linear
+from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.layer_schedule import AttentionType
 from dsv4_jax.model.params import DraftParams, DSV4Params, LayerParams
-from dsv4_jax.model.transformer import block, head
+from dsv4_jax.model.transformer import block, head, jit_run_block
 from pallas_kernels.backend import Backend
 from pallas_kernels.formats import get_cache_format
 from pallas_kernels.rotary import rms_norm
@@ -53,6 +55,45 @@ def forward_draft(
     streams = block(
         draft.block, streams, next_token_ids, config, attention, backend=Backend.REFERENCE
     )
+    return draft_logits(params, streams, config)
+
+
+def run_draft(
+    params: DSV4Params,
+    streams: jax.Array,
+    next_token_ids: jax.Array,
+    handle: LayerCacheHandle,
+    config: DSV4Config,
+) -> tuple[LayerCacheHandle, jax.Array]:
+    """The draft block on its window ring.
+
+    The last token of a block takes a zero embedding for its next token. What the ring holds below
+    a block boundary then follows from the tokens before the boundary alone, so that a snapshot of
+    it serves any continuation.
+
+    Args:
+      params: of the model, with a draft block.
+      streams: [T, S, D], of the trunk or, beyond what the trunk has run, of the draft itself.
+      next_token_ids: i32[T], the token after each.
+      handle: the draft layer's cache in this call.
+      config: the model.
+
+    Returns:
+      The handle, holding the call's tokens but not yet committed, and streams [T, S, D], of which
+      `draft_logits` makes logits for the token after the next.
+    """
+    draft = params.mtp
+    assert draft is not None
+    ends_block = (handle.positions + 1) % handle.schema.block_tokens == 0
+    embedded = jnp.where(ends_block[:, None], 0, params.embed[next_token_ids])
+    streams = draft_input(draft, embedded, streams, config)
+    return jit_run_block(draft.block, streams, next_token_ids, handle, config)
+
+
+def draft_logits(params: DSV4Params, streams: jax.Array, config: DSV4Config) -> jax.Array:
+    """[..., S, D] of `run_draft` -> f32[..., V]."""
+    draft = params.mtp
+    assert draft is not None
     return head(draft.hc_head, draft.norm, params.head, streams, config)
 
 

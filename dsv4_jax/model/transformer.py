@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from dsv4_jax.attention.csa import csa_attention
 from dsv4_jax.attention.hca import hca_attention
-from dsv4_jax.attention.history import Selector, history_attention, select_by_score
+from dsv4_jax.attention.history import Selection, Selector, history_attention, select_by_score
 from dsv4_jax.attention.projections import linear
 from dsv4_jax.attention.swa import swa_attention
 from dsv4_jax.cache.call_rows import CallRows
@@ -19,7 +19,13 @@ from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.step_input import CallIndices
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.layer_schedule import AttentionType, Segment, layer_schedule, split_into_segments
+from dsv4_jax.layer_schedule import (
+    AttentionType,
+    LayerSpec,
+    Segment,
+    layer_schedule,
+    split_into_segments,
+)
 from dsv4_jax.model.layers import collapse_streams, read_streams, write_streams
 from dsv4_jax.model.moe import mixture_of_experts
 from dsv4_jax.model.params import DSV4Params, LayerParams, StreamMixParams, layer_of
@@ -81,12 +87,21 @@ def forward_streams(
         )
     fmt = get_cache_format(cache_format)
     streams = embed(params, token_ids, config)
+    masks: list[jax.Array] = []  # of the last CSA layer that selected
     for spec in layer_schedule(config):
 
+        def select(selection: Selection, spec: LayerSpec = spec) -> jax.Array:
+            if spec.index_source is None:
+                masks[:] = [selector(selection)]
+            return masks[0]
+
         def attention(
-            layer: LayerParams, x: jax.Array, attn: AttentionType = spec.attn
+            layer: LayerParams,
+            x: jax.Array,
+            attn: AttentionType = spec.attn,
+            select: Selector = select,
         ) -> jax.Array:
-            return history_attention(layer.attn, x, attn, config, fmt, selector)
+            return history_attention(layer.attn, x, attn, config, fmt, select)
 
         streams = block(
             params.layer(spec), streams, token_ids, config, attention, backend=Backend.REFERENCE
@@ -171,13 +186,17 @@ def run_layers(
     Returns:
       The cache, `staged`, and the streams [T, S, D] before the head. Lengths are not advanced.
     """
-    carry = (cache, staged, embed(params, token_ids, config))
+    selected = None
+    if config.index_reuse:
+        selected = jnp.zeros((token_ids.shape[0], config.indexer_top_k), jnp.int32)
+    carry = (cache, staged, embed(params, token_ids, config), selected)
     for segment in split_into_segments(layer_schedule(config)):
         carry = _run_segment(segment, params, token_ids, call, config, carry)
-    return carry
+    return carry[:3]
 
 
-Carry = tuple[ModelCache, dict[str, CallRows] | None, jax.Array]
+Carry = tuple[ModelCache, dict[str, CallRows] | None, jax.Array, jax.Array | None]
+"""Cache, staged rows, streams and, with `index_reuse`, what the last CSA layer selected."""
 
 
 def _run_segment(
@@ -195,12 +214,16 @@ def _run_segment(
             kind_idx = spec.kind_idx + copy * segment.kind_stride(spec)
             family_idx = spec.family_idx + copy * segment.family_stride(spec)
             layer = layer_of(params.layers[spec.kind], kind_idx)
-            cache, staged, streams = carry
+            cache, staged, streams, selected = carry
             in_place = staged is None and call.max_row_tokens == 1
             handle = cache.layer(spec.attn, family_idx, call, in_place=in_place)
+            if spec.index_source is not None:
+                handle = dataclasses.replace(handle, selected=selected)
             with jax.named_scope(spec.kind):
                 handle, streams = jit_run_block(layer, streams, token_ids, handle, config)
-            carry = (*keep(cache, staged, handle), streams)
+            if handle.selected is not None:
+                selected = handle.selected
+            carry = (*keep(cache, staged, handle), streams, selected)
         return carry, None
 
     if segment.repeats == 1 or not stacked:

@@ -1,13 +1,14 @@
 """Held-out loss of a checkpoint: `python -m dsv4_jax.training.evaluate`.
 
-The text is the documentation topics of this Python that training never saw. Two tables: what each
-cache format costs, and what the indexer's choice is worth against others, on the tokens that see
-more entries than it selects.
+The text is the documentation topics of this Python that training never saw. Three tables: what each
+cache format costs, what the indexer's choice is worth against others, on the tokens that see more
+entries than it selects, and what it costs to reuse a choice in later layers.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import pathlib
 
 import jax
@@ -74,6 +75,13 @@ def main() -> None:
     print(f"\n{'entries selected':<24}{'loss':>10}   of tokens beyond position {covered}")
     for name, selector in _SELECTORS.items():
         losses = losses_by_position(params, rows, config=config, selector=selector)
+        print(f"{name:<24}{losses[covered:].mean():>10.4f}", flush=True)
+    print(f"\n{'layers that reuse':<24}{'loss':>10}   of tokens beyond position {covered}")
+    csa = [i for i, attn in enumerate(config.layer_types) if attn == AttentionType.CSA]
+    for layers in [(), *((layer,) for layer in csa[1:]), *([tuple(csa[1:])] if csa[2:] else [])]:
+        reusing = dataclasses.replace(config, index_reuse=layers)
+        losses = losses_by_position(params, rows, config=reusing)
+        name = ", ".join(map(str, layers)) or "none"
         print(f"{name:<24}{losses[covered:].mean():>10.4f}", flush=True)
 
 

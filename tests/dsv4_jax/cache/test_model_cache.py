@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
-from dsv4_jax.cli.plan import family_bytes
+from dsv4_jax.cache.model_cache import family_bytes
 from helpers.schedules import step_input
 from pallas_kernels.formats import CACHE_FORMATS
 

@@ -68,11 +68,12 @@ def test_a_stop_token_ends_its_prompt_and_is_returned(engine):
 
 
 def test_a_stream_that_is_dropped_gives_its_slots_back(engine):
-    stream = engine.stream(PROMPTS[:3], max_new_tokens=20, stop_token_ids=())
+    ids = [engine.submit(p, max_new_tokens=20, stop_token_ids=()) for p in PROMPTS[:3]]
+    stream = engine.stream(*ids)
     next(stream)
     stream.close()
     assert engine.generate([[1]], max_new_tokens=2)[0].finish_reason in ("length", "stop")
-    assert engine._manager.num_free_slots == 3
+    assert engine._loop.manager.num_free_slots == 3
 
 
 @pytest.mark.parametrize(
@@ -97,7 +98,7 @@ def test_bad_input_is_refused_before_anything_starts(engine, arguments, message)
     with pytest.raises(ValueError, match=message):
         engine.generate(settings.pop("prompts"), **settings)
     jax.tree.map(np.testing.assert_array_equal, engine.cache, before)
-    assert engine._manager.num_free_slots == 3
+    assert engine._loop.manager.num_free_slots == 3
 
 
 def test_a_context_that_is_filled_to_the_last_token(model):

@@ -1,0 +1,179 @@
+"""PoolPlan: how many slots, blocks and snapshots there are, and what a request takes of them.
+
+The same arithmetic sizes the pools at start-up and decides admission, so that the two cannot
+disagree: `PoolPlan.blocks_needed` counts the tokens a request holds and those in flight.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+
+from dsv4_jax.cache.model_cache import ModelCache, init_cache, tree_bytes
+from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT, blocks_of
+from dsv4_jax.cache.snapshots import init_snapshot_store
+from dsv4_jax.config import DSV4Config
+
+_SNAPSHOT_SHARE = 0.1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PoolPlan:
+    """Sizes of the pools.
+
+    Attributes:
+      max_requests: NS, slots.
+      max_context_tokens: most tokens of a request, prompt and answer.
+      block_tokens: tokens of a block.
+      num_blocks: NB, physical blocks.
+      num_snapshots: boundaries that can be resumed at.
+      bytes_per_slot: rings, compressor states, length and table row.
+      bytes_per_block: entries and index keys of all layers.
+      bytes_per_snapshot: likewise of one snapshot.
+    """
+
+    max_requests: int
+    max_context_tokens: int
+    block_tokens: int
+    num_blocks: int
+    num_snapshots: int
+    bytes_per_slot: int
+    bytes_per_block: int
+    bytes_per_snapshot: int
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of all pools."""
+        return (
+            self.max_requests * self.bytes_per_slot
+            + self.num_blocks * self.bytes_per_block
+            + self.num_snapshots * self.bytes_per_snapshot
+        )
+
+    def blocks_needed(self, tokens: int, in_flight_tokens: int = 0) -> int:
+        """Blocks for a request that holds `tokens` and is about to append `in_flight_tokens`.
+
+        Raises:
+          ValueError: no context is that long, or all blocks together are too few.
+        """
+        total = tokens + in_flight_tokens
+        if not 1 <= total <= self.max_context_tokens:
+            raise ValueError(
+                f"max_tokens must be 1..{self.max_context_tokens} (max_context_tokens), "
+                f"got {total}; shorten the request or build a larger cache"
+            )
+        needed = -(-total // self.block_tokens)
+        if needed > self.num_blocks:
+            raise ValueError(
+                f"{total} tokens take {needed} blocks of {self.block_tokens} tokens, and the cache "
+                f"has {self.num_blocks}; shorten the request or build a larger cache"
+            )
+        return needed
+
+
+def plan_pools(
+    config: DSV4Config,
+    *,
+    max_requests: int,
+    max_context_tokens: int,
+    cache_format: str = DEFAULT_CACHE_FORMAT,
+    num_blocks: int | None = None,
+    num_snapshots: int | None = None,
+    memory_bytes: int | None = None,
+) -> PoolPlan:
+    """Sizes the pools, from counts or from a memory budget.
+
+    Args:
+      config: the model.
+      max_requests: NS.
+      max_context_tokens: longest context of a request.
+      cache_format: name of the storage format.
+      num_blocks: NB; None takes what the budget leaves or, without one, full contexts in all
+        slots.
+      num_snapshots: None takes a tenth of what a budget leaves after the slots or, without one,
+        four for every slot.
+      memory_bytes: budget of all pools together; None is no limit.
+
+    Returns:
+      The plan; nothing is allocated.
+
+    Raises:
+      ValueError: a size is out of range, or the budget does not hold one full context.
+    """
+    for name, value, least in (
+        ("max_requests", max_requests, 1),
+        ("max_context_tokens", max_context_tokens, 1),
+        ("num_blocks", num_blocks, 1),
+        ("num_snapshots", num_snapshots, 0),
+    ):
+        if value is not None and value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+    width = blocks_of(config, max_context_tokens)
+    per_slot, per_block, per_snapshot = _unit_bytes(config, max_context_tokens, cache_format)
+    if memory_bytes is not None:
+        left = memory_bytes - max_requests * per_slot
+        if num_snapshots is None:
+            num_snapshots = max(int(left * _SNAPSHOT_SHARE) // per_snapshot, 0)
+        left -= num_snapshots * per_snapshot
+        if num_blocks is None:
+            # A cache without compressed layers has no blocks to pay for.
+            num_blocks = left // per_block if per_block else max_requests * width
+        needed = max(num_blocks, width) * per_block
+        if needed > left:
+            raise ValueError(
+                f"memory_bytes={memory_bytes} is too little: {max_requests} slots of {per_slot} "
+                f"bytes, {num_snapshots} snapshots of {per_snapshot} and "
+                f"{max(num_blocks, width)} blocks of {per_block} take "
+                f"{memory_bytes - left + needed}; give more, or lower max_requests or "
+                "max_context_tokens"
+            )
+    return PoolPlan(
+        max_requests=max_requests,
+        max_context_tokens=max_context_tokens,
+        block_tokens=config.block_tokens,
+        num_blocks=max_requests * width if num_blocks is None else num_blocks,
+        num_snapshots=4 * max_requests if num_snapshots is None else num_snapshots,
+        bytes_per_slot=per_slot,
+        bytes_per_block=per_block,
+        bytes_per_snapshot=per_snapshot,
+    )
+
+
+def device_memory_bytes(fraction: float) -> int:
+    """Bytes that a fraction of the first device's memory leaves beside what is in use now.
+
+    Raises:
+      ValueError: the fraction is out of range, or the device does not say what it has.
+    """
+    if not 0 < fraction <= 1:
+        raise ValueError(f"gpu_memory_fraction must be above 0 and at most 1, got {fraction}")
+    stats = jax.devices()[0].memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        raise ValueError(
+            f"gpu_memory_fraction needs a device that reports its memory, and "
+            f"{jax.devices()[0]} does not; give memory_bytes or num_blocks"
+        )
+    return int(stats["bytes_limit"] * fraction) - int(stats.get("bytes_in_use", 0))
+
+
+@functools.cache
+def _unit_bytes(
+    config: DSV4Config, max_context_tokens: int, cache_format: str
+) -> tuple[int, int, int]:
+    """Bytes of one slot, one block and one snapshot, from the shapes that would be allocated."""
+
+    def build() -> ModelCache:
+        return init_cache(
+            config,
+            max_requests=1,
+            max_context_tokens=max_context_tokens,
+            cache_format=cache_format,
+            num_blocks=1,
+        )
+
+    cache = jax.eval_shape(build)
+    store = jax.eval_shape(lambda: init_snapshot_store(build(), 1))
+    per_slot = tree_bytes((cache.state, cache.length_tokens, cache.block_table))
+    return per_slot, tree_bytes(cache.paged), tree_bytes(store)

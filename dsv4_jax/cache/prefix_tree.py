@@ -1,0 +1,230 @@
+"""PrefixTree: which full blocks hold which tokens, who uses them, and which boundaries resume.
+
+A node is one full block of a history: its tokens, after those of its parents. Its key is a hash
+chained over the history, salted, and its tokens are compared too, so that a collision is a miss
+and never a wrong hit. A node whose boundary has a snapshot can be resumed at; any other only leads
+to those. Who uses a node uses its parents, so that nodes without a user are evicted leaves first.
+
+The tree says what is least recently used; blocks themselves are the manager's.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+import heapq
+import itertools
+
+import numpy as np
+
+_DIGEST_BYTES = 16
+
+
+@dataclasses.dataclass(eq=False)
+class PrefixNode:
+    """One full block of a known history.
+
+    Attributes:
+      key: hash of the history up to the end of this block.
+      parent: the block before; None for a first one.
+      tokens: i32 ids of this block, as bytes.
+      block: physical block that holds its entries.
+      users: requests whose history this is; at most those of the parent.
+      num_children: nodes that follow.
+      snapshot: place in the snapshot store, -1 where the boundary cannot be resumed at.
+      last_used: when a request last used it, on the tree's own clock.
+      is_kept: still part of the tree.
+    """
+
+    key: bytes
+    parent: PrefixNode | None
+    tokens: bytes
+    block: int
+    users: int = 0
+    num_children: int = 0
+    snapshot: int = -1
+    last_used: int = 0
+    is_kept: bool = True
+
+
+class PrefixTree:
+    """Full blocks by content, and the snapshots of their boundaries."""
+
+    def __init__(self, block_tokens: int, num_snapshots: int) -> None:
+        """An empty tree.
+
+        Args:
+          block_tokens: tokens of a block.
+          num_snapshots: places of the snapshot store.
+        """
+        self.block_tokens = block_tokens
+        self.num_snapshots = num_snapshots
+        self._nodes: dict[bytes, PrefixNode] = {}
+        self._num_unused = 0
+        self._free_snapshots = list(range(num_snapshots - 1, -1, -1))
+        self._snapshots: collections.OrderedDict[int, PrefixNode] = collections.OrderedDict()
+        self._leaves: list[tuple[bool, int, int, PrefixNode]] = []
+        self._clock = itertools.count(1)
+
+    @property
+    def num_unused(self) -> int:
+        """Nodes without a user; all of them can be evicted."""
+        return self._num_unused
+
+    @property
+    def num_held_snapshots(self) -> int:
+        """Boundaries that can be resumed at."""
+        return len(self._snapshots)
+
+    @property
+    def nodes(self) -> list[PrefixNode]:
+        """Every node, oldest first."""
+        return list(self._nodes.values())
+
+    def match(self, token_ids: np.ndarray, salt: bytes) -> list[PrefixNode]:
+        """The known nodes that a history starts with.
+
+        Args:
+          token_ids: i32[n], of which full blocks count.
+          salt: histories of different salts never match.
+
+        Returns:
+          Nodes from the first block on, whether or not they can be resumed at.
+        """
+        chain: list[PrefixNode] = []
+        parent, key = None, _root_key(salt)
+        for number in range(len(token_ids) // self.block_tokens):
+            start = number * self.block_tokens
+            tokens = _token_bytes(token_ids[start : start + self.block_tokens])
+            key = _chain(key, tokens)
+            node = self._nodes.get(key)
+            if node is None or node.tokens != tokens or node.parent is not parent:
+                break
+            chain.append(node)
+            parent = node
+        return chain
+
+    def find_child(
+        self, parent: PrefixNode | None, token_ids: np.ndarray, salt: bytes
+    ) -> PrefixNode | None:
+        """The node of one more block after `parent`, if the tree has it."""
+        tokens = _token_bytes(token_ids)
+        node = self._nodes.get(_chain(parent.key if parent else _root_key(salt), tokens))
+        if node is None or node.tokens != tokens or node.parent is not parent:
+            return None
+        return node
+
+    def insert(
+        self, parent: PrefixNode | None, token_ids: np.ndarray, salt: bytes, block: int
+    ) -> PrefixNode | None:
+        """Adds one more block after `parent`, without a user; None if its key is another's."""
+        tokens = _token_bytes(token_ids)
+        key = _chain(parent.key if parent else _root_key(salt), tokens)
+        if key in self._nodes:
+            return None
+        node = PrefixNode(key=key, parent=parent, tokens=tokens, block=block)
+        self._nodes[key] = node
+        self._num_unused += 1
+        if parent is not None:
+            parent.num_children += 1
+        self._touch(node)
+        self._offer(node)
+        return node
+
+    def use(self, node: PrefixNode) -> None:
+        """Counts one more user."""
+        self._num_unused -= node.users == 0
+        node.users += 1
+        self._touch(node)
+        if node.snapshot >= 0:
+            self._snapshots.move_to_end(node.snapshot)
+
+    def leave(self, node: PrefixNode) -> None:
+        """Counts one user less."""
+        assert node.users > 0
+        node.users -= 1
+        self._num_unused += node.users == 0
+        self._touch(node)
+        self._offer(node)
+
+    def evict(self) -> PrefixNode:
+        """Takes the least recently used leaf without a user out; there must be one.
+
+        A leaf that cannot be resumed at leads nowhere and goes before any that can.
+        """
+        while True:
+            resumable, last_used, _, node = heapq.heappop(self._leaves)
+            is_current = (resumable, last_used) == (node.snapshot >= 0, node.last_used)
+            if node.is_kept and not node.users and not node.num_children and is_current:
+                break
+        self.drop_snapshot(node)
+        node.is_kept = False
+        del self._nodes[node.key]
+        self._num_unused -= 1
+        if node.parent is not None:
+            node.parent.num_children -= 1
+            self._offer(node.parent)
+        return node
+
+    def take_snapshot_place(self) -> int:
+        """A place in the store, taken from the least recently used snapshot if none is free.
+
+        Only a snapshot gives way to a snapshot; blocks stay. -1 if there is no place at all.
+        """
+        if not self._free_snapshots:
+            if not self._snapshots:
+                return -1
+            self.drop_snapshot(next(iter(self._snapshots.values())))
+        return self._free_snapshots.pop()
+
+    def return_snapshot_place(self, place: int) -> None:
+        """Gives a place back that holds nothing."""
+        self._free_snapshots.append(place)
+
+    def put_snapshot(self, node: PrefixNode, place: int) -> None:
+        """The place now holds what resumes at the end of `node`."""
+        assert node.snapshot < 0
+        node.snapshot = place
+        self._snapshots[place] = node
+        self._offer(node)
+
+    def drop_snapshot(self, node: PrefixNode) -> None:
+        """The boundary can no longer be resumed at; its place is free."""
+        if node.snapshot >= 0:
+            del self._snapshots[node.snapshot]
+            self._free_snapshots.append(node.snapshot)
+            node.snapshot = -1
+            self._offer(node)
+
+    def _touch(self, node: PrefixNode) -> None:
+        node.last_used = next(self._clock)
+
+    def _offer(self, node: PrefixNode) -> None:
+        """Lists a node for eviction, if it may go; entries that no longer hold are skipped."""
+        if node.is_kept and not node.users and not node.num_children:
+            entry = (node.snapshot >= 0, node.last_used, next(self._clock), node)
+            heapq.heappush(self._leaves, entry)
+        if len(self._leaves) > 64 + 4 * len(self._nodes):
+            fresh = {
+                id(node): (resumable, last_used, order, node)
+                for resumable, last_used, order, node in self._leaves
+                if node.is_kept
+                and (resumable, last_used) == (node.snapshot >= 0, node.last_used)
+                and not node.users
+                and not node.num_children
+            }
+            self._leaves = list(fresh.values())
+            heapq.heapify(self._leaves)
+
+
+def _token_bytes(token_ids: np.ndarray) -> bytes:
+    return np.ascontiguousarray(token_ids, np.int32).tobytes()
+
+
+def _root_key(salt: bytes) -> bytes:
+    return hashlib.blake2b(salt, digest_size=_DIGEST_BYTES, person=b"root").digest()
+
+
+def _chain(key: bytes, tokens: bytes) -> bytes:
+    return hashlib.blake2b(tokens, digest_size=_DIGEST_BYTES, key=key).digest()

@@ -1,0 +1,71 @@
+"""What a cache's arrays hold, reduced to one number and one flag per row; for `verify_cache`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv4_jax.cache.model_cache import ModelCache
+
+
+class RowScan(NamedTuple):
+    """One family of rows, all layers together.
+
+    Attributes:
+      checksums: u32[A, R], of block and offset, or of slot and row.
+      is_poison: bool[A, R], some layer has all bits of the row set, as `poison` leaves them.
+    """
+
+    checksums: jax.Array
+    is_poison: jax.Array
+
+
+@jax.jit
+def scan_rows(cache: ModelCache) -> dict[str, RowScan]:
+    """Every family of a cache: blocks u32[NB, EB] and rings u32[NS, rows] by name.
+
+    A running HCA pool is one row. Of a CSA compressor's state, the halves of a row that belong to
+    the token's own window and to the next are two families, since they live differently long.
+    """
+    families: dict[str, list[jax.Array]] = {}
+    for attn, pool in cache.paged.items():
+        families[f"{attn}.entries"] = list(pool.entries.values())
+        if pool.index_keys is not None:
+            families[f"{attn}.index_keys"] = list(pool.index_keys.values())
+    for attn, pool in cache.state.items():
+        families[f"{attn}.window"] = list(pool.window.values())
+        for name in ("tail", "index_tail"):
+            planes = getattr(pool, name)
+            if planes is not None:
+                half = jax.tree.leaves(planes)[0].shape[-1] // 2
+                families[f"{attn}.{name}.previous"] = [p[..., :half] for p in planes.values()]
+                families[f"{attn}.{name}.own"] = [p[..., half:] for p in planes.values()]
+        if pool.running is not None:
+            families[f"{attn}.running"] = [pool.running[:, :, None]]
+    return {name: _scan(planes) for name, planes in families.items()}
+
+
+def _scan(planes: list[jax.Array]) -> RowScan:
+    """Planes [L, A, R, ...] of one family."""
+    total = jnp.zeros(planes[0].shape[1:3], jnp.uint32)
+    ones = jnp.ones(planes[0].shape[:3], bool)
+    for number, plane in enumerate(planes):
+        bits = _bits(plane)
+        layers, width = bits.shape[0], bits.shape[3]
+        # Odd weights, different for every bit pattern's place, so that swapped values show.
+        place = np.arange(layers * width, dtype=np.uint32).reshape(layers, 1, 1, width)
+        weight = jnp.asarray((place + np.uint32(1 + 7919 * number)) * np.uint32(2654435761) | 1)
+        total += jnp.sum(bits * weight, axis=(0, 3), dtype=jnp.uint32)
+        full = np.uint32(2 ** (8 * plane.dtype.itemsize) - 1)
+        ones &= jnp.all(bits == full, axis=3)
+    return RowScan(total, jnp.any(ones, axis=0))
+
+
+def _bits(plane: jax.Array) -> jax.Array:
+    """[L, A, R, ...] of any dtype -> u32[L, A, R, n]."""
+    width = np.dtype(plane.dtype).itemsize
+    bits = jax.lax.bitcast_convert_type(plane, np.dtype(f"u{width}"))
+    return bits.astype(jnp.uint32).reshape(*plane.shape[:3], -1)

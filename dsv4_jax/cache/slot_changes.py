@@ -1,0 +1,121 @@
+"""What the manager changes on the device between steps: tables, lengths, copies, loads, poison."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv4_jax.cache.model_cache import ModelCache, update_slots
+from dsv4_jax.cache.snapshots import SnapshotStore, load_snapshots
+
+Array = jax.Array | np.ndarray
+
+
+@flax.struct.dataclass(kw_only=True)
+class SlotChanges:
+    """One batch of changes; shapes depend on the cache alone, -1 is no change.
+
+    Copies read the cache as it was; then what was freed is poisoned, if that is asked for; then
+    copies and snapshots are written, last tables and lengths.
+
+    Attributes:
+      slots: i32[NS], whose length and table row are set.
+      length_tokens: i32[NS].
+      block_table: i32[NS, LB].
+      copy_from: i32[NS], slot whose rings and states are copied.
+      copy_to: i32[NS], the slot they go to.
+      block_from: i32[NS], block that is copied with it, -1 where the boundary has none open.
+      block_to: i32[NS].
+      load_slots: i32[NS], slots that a snapshot goes to.
+      load_places: i32[NS], its place in the store.
+      load_ends: i32[NS], its boundary.
+      freed_slots: bool[NS], slots to poison; None poisons nothing.
+      freed_blocks: bool[NB], blocks to poison; None likewise.
+    """
+
+    slots: Array
+    length_tokens: Array
+    block_table: Array
+    copy_from: Array
+    copy_to: Array
+    block_from: Array
+    block_to: Array
+    load_slots: Array
+    load_places: Array
+    load_ends: Array
+    freed_slots: Array | None = None
+    freed_blocks: Array | None = None
+
+
+def apply_changes(cache: ModelCache, store: SnapshotStore, changes: SlotChanges) -> ModelCache:
+    """The cache with a batch of changes.
+
+    Args:
+      cache: between steps.
+      store: the snapshots; not changed.
+      changes: of `KVCacheManager.take_changes`.
+    """
+    source = jnp.maximum(changes.copy_from, 0)
+    copied = jax.tree.map(lambda plane: plane[:, source], cache.state)
+    block_source = jnp.maximum(changes.block_from, 0)
+    copied_blocks = jax.tree.map(lambda plane: plane[:, block_source], cache.paged)
+    cache = poison(cache, changes.freed_slots, changes.freed_blocks)
+
+    def write(targets: Array) -> Callable[[jax.Array, jax.Array], jax.Array]:
+        def put(plane: jax.Array, values: jax.Array) -> jax.Array:
+            dropped = jnp.where(jnp.asarray(targets) < 0, plane.shape[1], targets)
+            return plane.at[:, dropped].set(values, mode="drop")
+
+        return put
+
+    state = jax.tree.map(write(changes.copy_to), cache.state, copied)
+    paged = jax.tree.map(write(changes.block_to), cache.paged, copied_blocks)
+    places = (changes.load_slots, changes.load_places, changes.load_ends)
+    state = load_snapshots(state, store, *map(jnp.asarray, places))
+    cache = dataclasses.replace(cache, state=state, paged=paged)
+    rows = (changes.slots, changes.length_tokens, changes.block_table)
+    return update_slots(cache, *map(jnp.asarray, rows))
+
+
+def set_tables(cache: ModelCache, changes: SlotChanges) -> ModelCache:
+    """Tables and lengths alone; the cache's other arrays are passed on as they are."""
+    rows = (changes.slots, changes.length_tokens, changes.block_table)
+    small = dataclasses.replace(cache, state={}, paged={})
+    small = jit_update_slots(small, *rows)
+    return dataclasses.replace(small, state=cache.state, paged=cache.paged)
+
+
+def poison(cache: ModelCache, slots: Array | None, blocks: Array | None) -> ModelCache:
+    """Sets every bit of some slots bool[NS] and blocks bool[NB]: NaN in every format.
+
+    What is read before it is written then shows, in a result or in `verify_cache`.
+    """
+
+    def fill(mask: Array) -> Callable[[jax.Array], jax.Array]:
+        def one(plane: jax.Array) -> jax.Array:
+            select = jnp.asarray(mask).reshape(1, -1, *[1] * (plane.ndim - 2))
+            return jnp.where(select, poison_of(plane.dtype), plane)
+
+        return one
+
+    state = cache.state if slots is None else jax.tree.map(fill(slots), cache.state)
+    paged = cache.paged if blocks is None else jax.tree.map(fill(blocks), cache.paged)
+    return dataclasses.replace(cache, state=state, paged=paged)
+
+
+def poison_of(dtype: np.dtype) -> jax.Array:
+    """The value of a dtype whose bits are all ones."""
+    width = np.dtype(dtype).itemsize
+    ones = np.asarray([2 ** (8 * width) - 1], f"u{width}")
+    return jnp.asarray(ones.view(dtype)[0])
+
+
+jit_update_slots = jax.jit(update_slots)
+
+jit_apply_changes = jax.jit(apply_changes, donate_argnames="cache")
+"""`apply_changes`, jitted; the old cache is gone."""

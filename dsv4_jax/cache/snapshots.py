@@ -1,0 +1,204 @@
+"""Snapshots: what resumes a request at a block boundary, beside the blocks themselves.
+
+At a boundary every compression window is closed. What is left to know are the rows of the window
+ring and, of both CSA compressors, the b-stream of the last window: half of what its rows hold.
+
+    boundary at 128, W = 16, M = 4        ring rows   112 .. 127
+                                          tail rows   124 .. 127, columns [0, C)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from dsv4_jax.cache.call_rows import CallRows, Projections
+from dsv4_jax.cache.model_cache import ModelCache
+from dsv4_jax.cache.state_cache import StateCachePool
+from dsv4_jax.cache.step_input import CallIndices
+from pallas_kernels.formats import Planes
+
+
+@flax.struct.dataclass(kw_only=True)
+class SnapshotStore:
+    """The snapshots of a cache, layers stacked by attention type.
+
+    Attributes:
+      window: by attention type, planes [L, n, W, ...] of the cache format, in ring order.
+      tail: CSA: `values` and `scores`, f32[L, n, M, C], the b-stream of the last window; else None.
+      index_tail: CSA: the same for the indexer's compressor, IC wide; else None.
+    """
+
+    window: dict[str, Planes]
+    tail: Planes | None
+    index_tail: Planes | None
+
+    @property
+    def num_snapshots(self) -> int:
+        """Places, taken or not."""
+        return jax.tree.leaves(self.window)[0].shape[1]
+
+
+@flax.struct.dataclass(kw_only=True)
+class SnapshotPlan:
+    """Which boundaries a step keeps.
+
+    Attributes:
+      rows: i32[n], row of the call.
+      ends: i32[n], position of the boundary: tokens before it.
+      places: i32[n] in the store; -1 keeps nothing.
+    """
+
+    rows: jax.Array
+    ends: jax.Array
+    places: jax.Array
+
+
+def init_snapshot_store(cache: ModelCache, num_snapshots: int) -> SnapshotStore:
+    """An empty store for the snapshots of a cache.
+
+    Raises:
+      ValueError: the number is negative.
+    """
+    if num_snapshots < 0:
+        raise ValueError(f"num_snapshots must not be negative, got {num_snapshots}")
+
+    def empty(plane: jax.Array, rows: int, width: int | None = None) -> jax.Array:
+        rest = plane.shape[3:] if width is None else (width,)
+        return jnp.zeros((plane.shape[0], num_snapshots, rows, *rest), plane.dtype)
+
+    window = {
+        attn: {name: empty(plane, plane.shape[2]) for name, plane in pool.window.items()}
+        for attn, pool in cache.state.items()
+    }
+    tails: dict[str, Planes | None] = {"tail": None, "index_tail": None}
+    for pool in cache.state.values():
+        for family in tails:
+            planes = getattr(pool, family)
+            if planes is not None:
+                tails[family] = {
+                    name: empty(plane, plane.shape[2] // 2, plane.shape[3] // 2)
+                    for name, plane in planes.items()
+                }
+    return SnapshotStore(window=window, **tails)
+
+
+def save_snapshots(
+    store: SnapshotStore,
+    state: Mapping[str, StateCachePool],
+    rows: Mapping[str, CallRows] | None,
+    call: CallIndices,
+    plan: SnapshotPlan,
+) -> SnapshotStore:
+    """Keeps the boundaries that a call reaches or crosses.
+
+    Args:
+      store: before.
+      state: of the cache; with `rows` as it was before the call, else after it.
+      rows: the call's own tokens, stacked [L, T, ...]; they need not be committed. None takes all
+        from `state`, for boundaries that are the requests' lengths.
+      call: the call.
+      plan: the boundaries. One beyond what the call keeps is not written.
+
+    Returns:
+      The store.
+    """
+    row = jnp.clip(plan.rows, 0, call.row_slots.shape[0] - 1)
+    reached = plan.ends <= call.row_lengths[row] + call.row_counts[row]
+    live = (plan.places >= 0) & (call.row_slots[row] >= 0) & reached
+    target = jnp.where(live, plan.places, store.num_snapshots)
+    slot = jnp.maximum(call.row_slots[row], 0)
+
+    def put(kept: Planes, ring: Planes, new: Planes | None, positions: jax.Array) -> Planes:
+        """Rows at i32[n, R] positions, from the call where they are its own."""
+        size = jax.tree.leaves(ring)[0].shape[2]
+        token = positions - call.row_lengths[row, None] + call.row_offsets[row, None]
+        in_call = positions >= call.row_lengths[row, None]
+
+        def place(name: str, plane: jax.Array) -> jax.Array:
+            width = plane.shape[3:]
+            values = ring[name][:, slot[:, None], jnp.maximum(positions, 0) % size]
+            if new is not None:
+                own = new[name][:, jnp.clip(token, 0, new[name].shape[1] - 1)]
+                select = in_call.reshape(1, *in_call.shape, *[1] * len(width))
+                values = jnp.where(select, own, values)
+            if width:
+                values = values[..., : width[-1]]
+            return plane.at[:, target].set(values, mode="drop")
+
+        return {name: place(name, plane) for name, plane in kept.items()}
+
+    window = dict(store.window)
+    tails: dict[str, Planes | None] = {"tail": store.tail, "index_tail": store.index_tail}
+    for attn, pool in state.items():
+        own = None if rows is None else rows[attn]
+        size = jax.tree.leaves(pool.window)[0].shape[2]
+        ring_row = jnp.arange(size, dtype=jnp.int32)[None]
+        last = plan.ends[:, None] - 1
+        positions = last - (last - ring_row) % size
+        window[attn] = put(window[attn], pool.window, own and own.window, positions)
+        for family, projections in (
+            ("tail", own and own.compressor),
+            ("index_tail", own and own.indexer),
+        ):
+            kept, ring = tails[family], getattr(pool, family)
+            if kept is not None and ring is not None:
+                rate = jax.tree.leaves(kept)[0].shape[2]
+                back = jnp.arange(rate, dtype=jnp.int32)[None]
+                positions = plan.ends[:, None] - rate + back
+                tails[family] = put(kept, ring, _planes(projections), positions)
+    return dataclasses.replace(store, window=window, **tails)
+
+
+def load_snapshots(
+    state: Mapping[str, StateCachePool],
+    store: SnapshotStore,
+    slots: jax.Array,
+    places: jax.Array,
+    ends: jax.Array,
+) -> dict[str, StateCachePool]:
+    """Puts snapshots into slots; lengths and tables are `update_slots`'s.
+
+    Args:
+      state: of the cache.
+      store: the snapshots.
+      slots: i32[U]; -1 loads nothing. No slot twice.
+      places: i32[U], place of each.
+      ends: i32[U], boundary of each.
+
+    Returns:
+      The state of the cache.
+    """
+    loaded = {}
+    place = jnp.maximum(places, 0)
+    for attn, pool in state.items():
+        target = jnp.where(slots < 0, pool.num_slots, slots)
+        window = {
+            name: plane.at[:, target].set(store.window[attn][name][:, place], mode="drop")
+            for name, plane in pool.window.items()
+        }
+        tails = {}
+        for family in ("tail", "index_tail"):
+            kept, ring = getattr(store, family), getattr(pool, family)
+            if kept is None or ring is None:
+                tails[family] = ring
+                continue
+            rate, width = jax.tree.leaves(kept)[0].shape[2:]
+            back = jnp.arange(rate, dtype=jnp.int32)[None]
+            row = jnp.maximum(ends[:, None] - rate + back, 0) % (2 * rate)
+            tails[family] = {
+                name: plane.at[:, target[:, None], row, :width].set(
+                    kept[name][:, place], mode="drop"
+                )
+                for name, plane in ring.items()
+            }
+        loaded[attn] = dataclasses.replace(pool, window=window, **tails)
+    return loaded
+
+
+def _planes(projections: Projections | None) -> Planes | None:
+    return None if projections is None else projections.planes

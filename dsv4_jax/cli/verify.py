@@ -1,0 +1,117 @@
+"""Checks a checkpoint, and a live cache that serves it: every row, owner and length, every step.
+
+Prompts that share heads run through a small engine with drafts, forks, preemptions and prefix
+hits, in each cache format. The whole cache is verified after every step, and every answer is
+compared with that of the same request alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.engine.engine import Engine
+from dsv4_jax.engine.request import Completion
+from dsv4_jax.engine.serving_loop import CacheError
+from dsv4_jax.model.checkpoint import SHIPPED_CHECKPOINT, load_checkpoint
+from dsv4_jax.model.params import DSV4Params
+from pallas_kernels.formats import CACHE_FORMATS
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this command's arguments."""
+    parser.add_argument("--checkpoint", type=pathlib.Path, default=SHIPPED_CHECKPOINT)
+    parser.add_argument(
+        "--cache-format", choices=CACHE_FORMATS, action="append", help="repeatable; default all"
+    )
+    parser.add_argument("--requests", type=int, default=6)
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints one line per check; status 1 if one fails."""
+    if args.requests < 1:
+        raise ValueError(f"requests must be at least 1, got {args.requests}")
+    config, params = load_checkpoint(args.checkpoint, dtype=jnp.bfloat16)
+    bad = _not_finite(params)
+    print(f"{'parameters':<24}{'finite' if not bad else 'NOT FINITE: ' + ', '.join(bad)}")
+    failed = bool(bad)
+    for cache_format in args.cache_format or CACHE_FORMATS:
+        try:
+            steps, hits, problems = _serve(config, params, cache_format, args.requests, args.seed)
+            summary = f"{steps} steps verified, {hits} tokens shared"
+        except CacheError as error:
+            problems, summary = [str(error)], ""
+        print(f"{cache_format:<24}{'; '.join(problems) or 'well'}{', ' * bool(summary)}{summary}")
+        failed |= bool(problems)
+    return int(failed)
+
+
+def _not_finite(params: DSV4Params) -> list[str]:
+    """Names of parameters that hold NaN or infinity."""
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    return [
+        jax.tree_util.keystr(path)
+        for path, leaf in leaves
+        if jnp.issubdtype(leaf.dtype, jnp.floating) and not bool(jnp.all(jnp.isfinite(leaf)))
+    ]
+
+
+def _serve(
+    config: DSV4Config, params: DSV4Params, cache_format: str, num_requests: int, seed: int
+) -> tuple[int, int, list[str]]:
+    """Steps, tokens that hits spared, and what was wrong."""
+    rng, size = np.random.default_rng(seed), config.block_tokens
+    engine = Engine(
+        config,
+        params,
+        max_requests=3,
+        max_context_tokens=4 * size,
+        cache_format=cache_format,
+        prefill_tokens=(48,),
+        decode_tokens=48,
+        draft_tokens=2 if params.mtp is not None else 0,
+        debug=True,
+    )
+    head = rng.integers(0, config.vocab_size, 2 * size)
+    texts = [
+        np.concatenate([head[: rng.integers(1, 2 * size)], rng.integers(0, config.vocab_size, 9)])
+        for _ in range(num_requests)
+    ]
+    together = _complete(engine, texts, rng)
+    problems = []
+    for number, (text, done) in enumerate(zip(texts, together, strict=True)):
+        request = engine.submit(
+            text.tolist(), max_new_tokens=12, stop_token_ids=(), salt=f"alone {number}",
+            speculate=False,
+        )  # fmt: skip
+        for _ in engine.stream(request):
+            pass
+        if engine.completion(request).token_ids != done.token_ids:
+            problems.append(f"request {number} differs from itself alone")
+    problems += [problem.message for problem in engine.verify().problems]
+    return engine.metrics.steps, engine.metrics.hit_tokens, problems
+
+
+def _complete(
+    engine: Engine, texts: list[np.ndarray], rng: np.random.Generator
+) -> list[Completion]:
+    """All at once, with a preemption and a fork now and then."""
+    ids = [engine.submit(t.tolist(), max_new_tokens=12, stop_token_ids=()) for t in texts]
+    while engine.num_unfinished:
+        engine.step()
+        chosen = ids[rng.integers(0, len(ids))]
+        event = rng.random()
+        if event < 0.05:
+            engine.preempt(chosen)
+        elif event < 0.1:
+            try:
+                engine.cancel(engine.fork(chosen, seed=1))
+            except ValueError:
+                continue  # it has finished
+    return [engine.completion(request) for request in ids]

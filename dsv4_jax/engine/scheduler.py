@@ -1,0 +1,107 @@
+"""What the next step runs: a pure function of what every request waits for.
+
+Every request that only decodes is in every step, so that a long prompt never stalls an answer.
+Of the tokens that are left, the oldest prompt gets half and the others share the rest, those with
+least left first: a short prompt behind long ones soon has its first token, and since everyone
+becomes the oldest one day, nobody starves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class RowNeed:
+    """What a running request waits for.
+
+    Attributes:
+      slot: its slot.
+      num_pending: tokens that are known but not in the cache; at least 1.
+      num_drafts: guesses at what follows them.
+    """
+
+    slot: int
+    num_pending: int
+    num_drafts: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RowPlan:
+    """What a step runs of a request.
+
+    Attributes:
+      slot: its slot.
+      num_tokens: known tokens, from the first pending one on.
+      num_drafts: guesses after them; 0 where tokens stay pending.
+      draws: nothing stays pending, so that the step draws the next token.
+    """
+
+    slot: int
+    num_tokens: int
+    num_drafts: int
+    draws: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """One step.
+
+    Attributes:
+      rows: what it runs.
+      size: T, tokens of the step's shape.
+      is_plain: one token of each row, by the program that does nothing else.
+    """
+
+    rows: tuple[RowPlan, ...]
+    size: int
+    is_plain: bool
+
+
+def plan_step(
+    needs: Sequence[RowNeed], *, sizes: Sequence[int], plain_size: int | None
+) -> StepPlan:
+    """Fills one step.
+
+    Args:
+      needs: running requests, the oldest first.
+      sizes: shapes of the general step, ascending; the largest holds at least one token of each.
+      plain_size: of the step that only decodes, one token of each row; None if there is none.
+
+    Returns:
+      The plan; its size is the smallest that holds its rows.
+    """
+    limit = sizes[-1]
+    decoding = [need for need in needs if need.num_pending == 1]
+    prompts = [need for need in needs if need.num_pending > 1]
+    with_drafts = sum(1 + need.num_drafts for need in decoding)
+    # Drafts are worth less than a prompt's progress where both do not fit.
+    keeps_drafts = with_drafts <= (limit // 2 if prompts else limit)
+    rows = {
+        need.slot: RowPlan(need.slot, 1, need.num_drafts if keeps_drafts else 0, True)
+        for need in decoding
+    }
+    left = limit - sum(row.num_tokens + row.num_drafts for row in rows.values())
+    for need, chunk in _share(prompts, left):
+        rows[need.slot] = RowPlan(need.slot, chunk, 0, chunk == need.num_pending)
+    ordered = tuple(rows[need.slot] for need in needs if need.slot in rows)
+    total = sum(row.num_tokens + row.num_drafts for row in ordered)
+    if plain_size is not None and not prompts and total == len(ordered):
+        return StepPlan(ordered, plain_size, True)
+    return StepPlan(ordered, next(size for size in sizes if size >= total), False)
+
+
+def _share(prompts: Sequence[RowNeed], left: int) -> list[tuple[RowNeed, int]]:
+    """Half to the oldest, the rest to the others by what they have left; nothing stays unused."""
+    if not prompts or left < 1:
+        return []
+    chunks = dict.fromkeys((need.slot for need in prompts), 0)
+    first, others = prompts[0], sorted(prompts[1:], key=lambda need: need.num_pending)
+    chunks[first.slot] = min(first.num_pending, left if not others else -(-left // 2))
+    left -= chunks[first.slot]
+    for need in [*others, first]:
+        more = min(need.num_pending - chunks[need.slot], left)
+        chunks[need.slot] += more
+        left -= more
+    return [(need, chunks[need.slot]) for need in prompts if chunks[need.slot]]

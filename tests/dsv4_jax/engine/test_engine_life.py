@@ -1,0 +1,387 @@
+"""Random lives of an engine: whatever else happens, a request gets what it gets alone.
+
+All runs are steps of one program, so that equal means equal to the bit, in tokens and in every
+byte of the cache that a request could read.
+"""
+
+import functools
+import json
+import time
+
+import jax
+import numpy as np
+import pytest
+
+import dsv4_jax as ds
+from helpers.schedules import assert_same_bytes, live_rows
+from helpers.serving import BUCKET, limit, make_engine, prompt, rows_at, run_to_end
+
+
+@functools.cache
+def plain_engine():
+    """Without sharing, speculation or company."""
+    return limit(make_engine(), num_snapshots=0)
+
+
+def alone(text, options):
+    """The completion of a request by itself, without drafts."""
+    engine = plain_engine()
+    return run_to_end(engine, engine.submit(text, **(options | {"speculate": False})))[0]
+
+
+def rows_alone(text, drawn, length, options):
+    """What a request by itself could read once it holds `length` tokens."""
+    engine = plain_engine()
+    request = engine.submit(text, **(options | {"speculate": False}))
+    rows = rows_at(engine, request, length)
+    assert rows["length"] == length
+    assert engine._requests[request].known.tolist()[:length] == [*text, *drawn][:length]
+    engine.cancel(request)
+    return rows
+
+
+class Life:
+    """An engine, and what each of its requests should get."""
+
+    def __init__(self, engine, seed):
+        self.engine = engine
+        self.rng = np.random.default_rng(seed)
+        self.stem = prompt(self.rng, 400)
+        self.texts: dict[int, tuple[list[int], dict]] = {}
+        self.cancelled: set[int] = set()
+        self.counts = dict.fromkeys(
+            ("submit", "step", "cancel", "preempt", "fork", "look", "done"), 0
+        )
+
+    def unfinished(self):
+        return [i for i in self.texts if self.engine._requests[i].finish_reason is None]
+
+    def submit(self):
+        rng = self.rng
+        text = self.stem[: int(rng.integers(1, 400))] if rng.random() < 0.7 else []
+        text = text + prompt(rng, int(rng.integers(1, 60)))
+        options = {
+            "max_new_tokens": int(rng.integers(1, 40)), "temperature": float(rng.integers(0, 2)),
+            "seed": int(rng.integers(0, 100)), "stop_token_ids": (int(rng.integers(0, 96)),),
+            "speculate": bool(rng.random() < 0.7),
+        }  # fmt: skip
+        self.texts[self.engine.submit(text, **options)] = (text, options)
+
+    def fork(self, request_id):
+        """The branch is a request of its own, whose prompt is what had been drawn."""
+        request = self.engine._requests[request_id]
+        known, left = request.known.tolist(), request.num_wanted
+        text, options = self.texts[request_id]
+        seed = int(self.rng.integers(0, 100))
+        new = self.engine.fork(request_id, seed=seed)
+        self.texts[new] = (known, options | {"seed": seed, "max_new_tokens": left})
+        assert text == known[: len(text)]
+
+    def look(self, request_id):
+        """Every byte that a running request could read."""
+        request = self.engine._requests[request_id]
+        text, options = self.texts[request_id]
+        if request.slot < 0 or not request.num_drawn or len(text) < request.prompt_tokens:
+            return False
+        self.engine._runner.apply(self.engine._loop.manager)
+        rows = live_rows(self.engine.cache, request.slot)
+        length = int(rows["length"])
+        if length < len(text) or len(text) > request.prompt_tokens:
+            return False
+        drawn = request.known.tolist()[len(text) :]
+        assert_same_bytes(rows, rows_alone(text, drawn, length, options))
+        return True
+
+    def event(self):
+        unfinished, draw = self.unfinished(), self.rng.random()
+        kind = "step"
+        if not unfinished or (draw < 0.12 and len(unfinished) < 9):
+            self.submit()
+            kind = "submit"
+        elif draw < 0.22:
+            request_id = unfinished[self.rng.integers(0, len(unfinished))]
+            kind = ("cancel", "preempt", "fork", "look")[self.rng.integers(0, 4)]
+            if kind == "cancel":
+                assert self.engine.cancel(request_id)
+                self.cancelled.add(request_id)
+            elif kind == "preempt" and not self.engine.preempt(request_id):
+                return
+            elif kind == "fork":
+                self.fork(request_id)
+            elif kind == "look" and not self.look(request_id):
+                return
+        else:
+            self.engine.step()
+        self.counts[kind] += 1
+
+    def finish(self):
+        while self.engine.num_unfinished:
+            self.engine.step()
+        for request_id, (text, options) in self.texts.items():
+            request = self.engine._requests[request_id]
+            start = len(text) - request.prompt_tokens  # what a fork had already
+            got = self.engine.completion(request_id)
+            want = alone(text, options)
+            if request_id in self.cancelled:
+                assert got.finish_reason == "cancelled"
+                assert got.token_ids[start:] == want.token_ids[: len(got.token_ids) - start]
+            else:
+                assert got.token_ids[start:] == want.token_ids
+                assert got.finish_reason == want.finish_reason
+                self.counts["done"] += 1
+        assert not self.engine.verify().problems
+        metrics = self.engine.metrics
+        assert (metrics.running, metrics.waiting, metrics.used_blocks) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("scarce", [False, True])
+@pytest.mark.parametrize("seed", range(2))
+def test_whatever_happens_a_request_gets_what_it_gets_alone(scarce, seed):
+    """Chunks, batches, forks, preemptions, hits and drafts, mixed at random.
+
+    Plenty of blocks and every freed byte NaN, verified after each step; or so few blocks that
+    requests push each other out. Known bugs B1, B8, B19, B32, B34.
+    """
+    engine = limit(make_engine(), num_blocks=5) if scarce else make_engine(debug=True)
+    life = Life(engine, seed)
+    for _ in range(200):
+        life.event()
+    life.finish()
+    metrics = engine.metrics
+    assert min(life.counts.values()) >= 1, life.counts
+    assert metrics.hit_tokens > 500
+    assert metrics.drafted_tokens > 100
+    assert metrics.snapshots > 2
+    assert not scarce or metrics.evicted_blocks > 0
+
+
+@pytest.mark.slow
+def test_a_long_life():
+    """Twenty thousand events."""
+    for seed in range(20):
+        life = Life(limit(make_engine(), num_blocks=6) if seed % 2 else make_engine(), 100 + seed)
+        for _ in range(1000):
+            life.event()
+        life.finish()
+
+
+def test_what_was_admitted_is_served_when_blocks_run_out():
+    """Four answers of 2 or 3 blocks on 4 blocks: the youngest wait, nobody fails (bug B4)."""
+    engine = limit(make_engine(), num_blocks=4, num_snapshots=0)
+    rng = np.random.default_rng(0)
+    texts = [prompt(rng, n) for n in (120, 125, 100, 90)]
+    options = {"max_new_tokens": 140, "stop_token_ids": ()}
+    ids = [engine.submit(text, **options) for text in texts]
+    for done, text in zip(run_to_end(engine, *ids), texts, strict=True):
+        assert done == alone(text, options)
+    assert engine.metrics.preempted > 0
+    assert engine.metrics.used_blocks == 0
+
+
+def test_a_short_prompt_does_not_wait_for_long_ones():
+    """Three prompts of 500 tokens come first: the short one is answered long before they are."""
+    engine, rng = make_engine(), np.random.default_rng(1)
+    long = [engine.submit(prompt(rng, 500), max_new_tokens=2) for _ in range(3)]
+    short = engine.submit(prompt(rng, 20), max_new_tokens=2)
+    steps = 0
+    while not engine._requests[short].num_drawn:
+        engine.step()
+        steps += 1
+    assert steps <= 3
+    assert all(engine._requests[i].num_drawn == 0 for i in long)
+
+
+def test_an_answer_goes_on_while_long_prompts_are_read():
+    engine, rng = make_engine(), np.random.default_rng(2)
+    answer = engine.submit(prompt(rng, 5), max_new_tokens=30, stop_token_ids=(), speculate=False)
+    engine.step()
+    for _ in range(3):
+        engine.submit(prompt(rng, 500), max_new_tokens=2)
+    for _ in range(10):
+        before = engine._requests[answer].num_drawn
+        engine.step()
+        assert engine._requests[answer].num_drawn == before + 1
+
+
+def test_nothing_compiles_after_warmup():
+    """And what is listed is what serving runs: snapshots, loads, forks and tables too."""
+    engine = make_engine(draft_tokens=0, decode_tokens=None)
+    listed = engine.warmup()
+    assert [name for name, _ in listed] == [
+        "tables", "copies and snapshot loads", "snapshots between steps", "step of 24 tokens",
+        "decode step of 4 tokens",
+    ]  # fmt: skip
+    compiled = engine.metrics.compiles
+    assert compiled >= len(listed) - 1
+    rng = np.random.default_rng(3)
+    text = prompt(rng, 200)
+    for _ in range(2):
+        ids = [engine.submit(text[:n], max_new_tokens=70, temperature=t, stop_token_ids=())
+               for n, t in ((200, 0.0), (130, 1.0), (100, 0.5), (3, 0.0))]  # fmt: skip
+        for _ in range(12):
+            engine.step()
+        engine.preempt(ids[0])
+        ids.append(engine.fork(ids[1], seed=5))
+        run_to_end(engine, *ids)
+    assert engine.metrics.hit_tokens > 0
+    assert engine.metrics.compiles == compiled
+
+
+class Lost(Exception):
+    """What a failing device raises."""
+
+
+@pytest.mark.parametrize("takes_the_cache", [False, True])
+def test_a_step_that_raises_harms_nobody(monkeypatch, takes_the_cache):
+    """The manager has counted nothing, and the requests get what they would have got."""
+    engine, rng = make_engine(debug=True), np.random.default_rng(4)
+    texts = [prompt(rng, n) for n in (140, 30)]
+    options = {"max_new_tokens": 12, "stop_token_ids": ()}
+    ids = [engine.submit(text, **options) for text in texts]
+    for _ in range(9):
+        engine.step()
+    run = engine._runner.run
+
+    def fail(*arguments):
+        if takes_the_cache:
+            for leaf in jax.tree.leaves(engine.cache):
+                leaf.delete()
+        raise Lost
+
+    monkeypatch.setattr(engine._runner, "run", fail)
+    before = engine._loop.manager.length_tokens.copy()
+    with pytest.raises(Lost):
+        engine.step()
+    if not takes_the_cache:
+        np.testing.assert_array_equal(engine._loop.manager.length_tokens, before)
+    monkeypatch.setattr(engine._runner, "run", run)
+    for done, text in zip(run_to_end(engine, *ids), texts, strict=True):
+        assert done == alone(text, options)
+    assert not engine.verify().problems
+
+
+def test_an_error_in_one_request_is_that_requests_alone(monkeypatch):
+    """A text decoder that fails ends its request; the others run on."""
+    engine, rng = make_engine(), np.random.default_rng(6)
+    good, bad = (engine.submit(prompt(rng, 20), max_new_tokens=9, stop_token_ids=())
+                 for _ in range(2))  # fmt: skip
+
+    def fail(token_id, tokenizer):
+        raise Lost
+
+    monkeypatch.setattr(engine._requests[bad], "add", fail)
+    steps = iter(range(100))
+    with pytest.raises(Lost):
+        all(engine.step() is not None for _ in steps)
+    (done,) = run_to_end(engine, good)
+    assert len(done.token_ids) == 9
+    assert engine.completion(bad).finish_reason == "error"
+    assert engine.metrics.finished == {"error": 1, "length": 1}
+    assert engine.metrics.used_blocks == 0
+
+
+def test_cancelling():
+    engine, rng = make_engine(), np.random.default_rng(7)
+    ids = [engine.submit(prompt(rng, 30), max_new_tokens=20, stop_token_ids=()) for _ in range(6)]
+    for _ in range(6):
+        engine.step()
+    assert engine.metrics.waiting == 2
+    assert engine.cancel(ids[0])
+    assert not engine.cancel(ids[0])
+    assert engine.cancel(ids[5])
+    with pytest.raises(ValueError, match="request_id must be one that submit gave, got 6"):
+        engine.cancel(6)
+    with pytest.raises(ValueError, match="request_id must be one that submit gave, got -1"):
+        engine.cancel(-1)
+    got = engine.completion(ids[0])
+    assert got.finish_reason == "cancelled"
+    assert 0 < len(got.token_ids) < 20
+    assert not engine.cancel(ids[0])
+    with pytest.raises(ValueError, match="has not finished, or has been taken already"):
+        engine.completion(ids[0])
+    with pytest.raises(ValueError, match="unfinished request"):
+        engine.fork(ids[0], seed=1)
+    run_to_end(engine, *ids[1:5])
+    assert engine.metrics.finished == {"cancelled": 2, "length": 4}
+
+
+def test_streams_of_several_requests_take_turns():
+    """Two streams of one engine, read a token each: all tokens, in order; one closed early."""
+    engine, rng = make_engine(), np.random.default_rng(8)
+    options = {"max_new_tokens": 10, "stop_token_ids": ()}
+    texts = [prompt(rng, 10) for _ in range(3)]
+    ids = [engine.submit(text, **options) for text in texts]
+    streams = [engine.stream(i) for i in ids]
+    got = [[next(stream).token_id] for stream in streams]
+    streams[2].close()
+    assert engine.completion(ids[2]).finish_reason == "cancelled"
+    for number in (0, 1):
+        got[number] += [token.token_id for token in streams[number]]
+        assert got[number] == alone(texts[number], options).token_ids
+        assert engine.completion(ids[number]).finish_reason == "length"
+
+
+def test_memory_is_flat_over_many_requests():
+    """Hundreds of requests later the engine holds what it held: no request, block or place more."""
+    engine, rng = make_engine(), np.random.default_rng(9)
+    arrays = len(jax.live_arrays())
+    for round_number in range(6):
+        ids = [engine.submit(prompt(rng, int(n)), max_new_tokens=2)
+               for n in rng.integers(1, 200, 20)]  # fmt: skip
+        run_to_end(engine, *ids)
+        if not round_number:
+            arrays = len(jax.live_arrays())
+    assert len(jax.live_arrays()) <= arrays
+    assert not engine._requests
+    tree = engine._loop.manager._tree
+    assert len(tree._leaves) <= 64 + 4 * len(tree.nodes)
+    assert not engine.verify().problems
+
+
+def test_waiting_requests_are_served_in_order():
+    """More requests than slots: first come, first served."""
+    engine, rng = make_engine(), np.random.default_rng(10)
+    ids = [engine.submit(prompt(rng, 20), max_new_tokens=4, stop_token_ids=()) for _ in range(12)]
+    first = []
+    while engine.num_unfinished:
+        first += [t.request_id for t in engine.step() if t.request_id not in first]
+    assert first == ids
+    assert engine.metrics.queue_s.count == 12
+
+
+def test_64_requests_through_the_shipped_checkpoint():
+    """Mixed lengths, shared heads, greedy and sampled, drafts: all equal to their solo runs."""
+    config, params = ds.load_checkpoint(ds.SHIPPED_CHECKPOINT)
+    sizes = {
+        "max_requests": 8, "max_context_tokens": 512, "prefill_tokens": (48,),
+        "decode_tokens": 48, "draft_tokens": 3,
+    }  # fmt: skip
+    engine = ds.Engine(config, params, **sizes)
+    rng = np.random.default_rng(11)
+    document = list((json.__doc__ or "").encode()[:400])  # ids of the shipped tokenizer are bytes
+    texts = [
+        [256, *document[: int(rng.integers(0, 220))], *document[start : start + 40]]
+        for start in rng.integers(0, 360, 64)
+    ]
+    wanted = [
+        {"max_new_tokens": int(rng.integers(1, 12)), "temperature": 0.7 * (i % 2), "seed": i}
+        for i in range(64)
+    ]
+    started = time.perf_counter()
+    ids = [engine.submit(t, **w) for t, w in zip(texts, wanted, strict=True)]
+    together = run_to_end(engine, *ids)
+    seconds, metrics = time.perf_counter() - started, engine.metrics
+    print(
+        f"{metrics.generated_tokens} tokens in {seconds:.1f} s, {metrics.acceptance:.0%} accepted"
+    )
+    assert engine.metrics.hit_tokens > 2000
+    assert engine.metrics.acceptance > 0.3
+    solo = limit(ds.Engine(config, params, **sizes), num_snapshots=0)
+    for text, options, done in zip(texts, wanted, together, strict=True):
+        (one,) = run_to_end(solo, solo.submit(text, speculate=False, **options))
+        assert one == done
+
+
+def test_buckets_are_what_the_tests_assume():
+    assert make_engine()._sizes == (BUCKET,)
+    assert make_engine()._plain_size is None

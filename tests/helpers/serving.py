@@ -1,0 +1,74 @@
+"""One small model and one step shape, for tests of the engine that compare bit for bit."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+
+import dsv4_jax as ds
+from helpers.schedules import live_rows
+
+SWA, CSA, HCA = ds.AttentionType.SWA, ds.AttentionType.CSA, ds.AttentionType.HCA
+ROUTERS = (ds.RouterType.HASH, ds.RouterType.LEARNED, ds.RouterType.LEARNED)
+CONFIG = dataclasses.replace(
+    ds.DSV4Config.tiny(), layer_types=(SWA, CSA, HCA), router_types=ROUTERS
+)  # blocks of 128 tokens
+BUCKET = 24
+SIZES = {
+    "max_requests": 4,
+    "max_context_tokens": 640,
+    "prefill_tokens": (BUCKET,),
+    "decode_tokens": BUCKET,
+    "draft_tokens": 3,
+    "cache_format": "fp8_ue8m0",
+}
+
+
+@functools.cache
+def params():
+    return ds.init_params(CONFIG, jax.random.key(0))
+
+
+def make_engine(**changes):
+    """An engine whose steps are all one program, so that results are equal to the bit."""
+    return ds.Engine(CONFIG, params(), **(SIZES | changes))
+
+
+def limit(engine, **counts):
+    """Fewer blocks or snapshots than the arrays have, so that no program is compiled for it."""
+    engine._runner.plan = dataclasses.replace(engine._runner.plan, **counts)
+    engine._plan = engine._runner.plan
+    engine._loop.manager = engine._loop._new_manager()
+    return engine
+
+
+def prompt(rng, length):
+    return rng.integers(0, CONFIG.vocab_size, length).tolist()
+
+
+def run_to_end(engine, *request_ids):
+    """Steps until these have finished; their completions."""
+    while any(engine._requests[i].finish_reason is None for i in request_ids):
+        engine.step()
+    return [engine.completion(i) for i in request_ids]
+
+
+def rows_of(engine, request_id):
+    """Everything that a running request could read from the cache."""
+    engine._runner.apply(engine._loop.manager)
+    return live_rows(engine.cache, engine._requests[request_id].slot)
+
+
+def rows_at(engine, request_id, length):
+    """Steps until a running request holds at least `length` tokens; what it could read then."""
+    while True:
+        slot = engine._requests[request_id].slot
+        if slot >= 0 and engine._loop.manager.length_tokens[slot] >= length:
+            return rows_of(engine, request_id)
+        engine.step()
+
+
+def same_tokens(actual, expected):
+    np.testing.assert_array_equal(actual.token_ids, expected.token_ids)
+    assert actual.finish_reason == expected.finish_reason
