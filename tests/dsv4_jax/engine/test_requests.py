@@ -1,5 +1,7 @@
 """What ends a request, and what is refused before it is one."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -142,3 +144,21 @@ def test_a_debugged_engine_says_what_is_wrong():
     engine._loop.manager.length_tokens[engine._requests[request_id].slot] += 1
     with pytest.raises(ds.CacheError, match=r"length: slot \d: length \d+, the manager says \d+"):
         engine.step()
+
+
+@pytest.mark.parametrize("layer_types", [(ds.AttentionType.SWA,), (ds.AttentionType.HCA,)])
+def test_a_model_without_one_type_or_snapshots_is_served_too(layer_types):
+    """Known bug B28, in the engine: empty families, no draft block, no place for a snapshot."""
+    config = dataclasses.replace(
+        CONFIG, layer_types=layer_types, router_types=(ds.RouterType.LEARNED,), num_mtp_layers=0
+    )
+    engine = ds.Engine(
+        config, ds.init_params(config, jax.random.key(0)), max_requests=2, max_context_tokens=300,
+        prefill_tokens=(24,), decode_tokens=24, num_snapshots=0,
+        debug=True,
+    )  # fmt: skip
+    texts = [[1, 2, 3] * 50, [4] * 10, [5] * 140]
+    together = engine.generate(texts, max_new_tokens=4, stop_token_ids=())
+    for text, done in zip(texts, together, strict=True):
+        assert engine.generate([text], max_new_tokens=4, stop_token_ids=()) == [done]
+    assert not engine.verify().problems
