@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
 from dsv4_jax.cache.block_owners import BlockOwners
 from dsv4_jax.cache.handle import LayerCacheHandle
+from dsv4_jax.cache.history import History
 from dsv4_jax.cache.ledger import Ledger, PendingChanges
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.pool_plan import PoolPlan, plan_pools
@@ -18,16 +18,6 @@ from dsv4_jax.cache.slot_changes import SlotChanges, jit_apply_changes, set_tabl
 from dsv4_jax.cache.snapshots import SnapshotStore
 from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.config import DSV4Config
-
-
-@dataclasses.dataclass
-class _Held:
-    """What the manager knows of an admitted request beside its table row."""
-
-    salt: bytes
-    hit_tokens: int
-    chain: list[PrefixNode] = dataclasses.field(default_factory=list)
-    is_shareable: bool = True
 
 
 class KVCacheManager:
@@ -87,7 +77,7 @@ class KVCacheManager:
         self._poison = poison
         self._free_slots = list(range(max_requests - 1, -1, -1))
         self._slot_generations = np.zeros(max_requests, np.int32)
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, History] = {}
         self._tree = PrefixTree(self.plan.block_tokens, num_snapshots)
         self._blocks = BlockOwners(self.plan.num_blocks, self._tree)
         self._pending = PendingChanges()
@@ -163,7 +153,7 @@ class KVCacheManager:
         self._check_free(needed - len(chain), chain)
         slot = self._take_slot()
         hit_tokens = len(chain) * self.plan.block_tokens
-        self._held[slot] = _Held(salt=salt, hit_tokens=hit_tokens, chain=chain)
+        self._held[slot] = History(salt=salt, hit_tokens=hit_tokens, chain=chain)
         self.length_tokens[slot] = hit_tokens
         self.block_table[slot] = -1
         for logical, node in enumerate(chain):
@@ -232,7 +222,7 @@ class KVCacheManager:
         if len(chain) < full:
             # Blocks of two tables that the tree does not know could not be evicted once it did.
             held.is_shareable = False
-        self._held[new] = _Held(
+        self._held[new] = History(
             salt=held.salt, hit_tokens=0, chain=chain, is_shareable=held.is_shareable
         )
         self.length_tokens[new] = length
@@ -280,41 +270,14 @@ class KVCacheManager:
             raise ValueError(
                 f"token_ids must be all {length} tokens of slot {slot}, got {len(token_ids)}"
             )
-        held, size = self._held[slot], self.plan.block_tokens
-        if not self._tree.num_snapshots:
-            return
-        while held.is_shareable and (len(held.chain) + 1) * size <= length:
-            logical = len(held.chain)
-            parent = held.chain[-1] if held.chain else None
-            ids = token_ids[logical * size : (logical + 1) * size]
-            block = int(self.block_table[slot, logical])
-            node = self._tree.find_child(parent, ids, held.salt)
-            if node is None:
-                node = self._tree.insert(parent, ids, held.salt, block)
-                if node is None:
-                    held.is_shareable = False
-                    return
-                self._blocks.hold(block)
-            elif not node.users and node.block != block:
-                # Nobody reads the older copy of the same tokens: keep the one in use.
-                old, node.block = node.block, self._blocks.hold(block)
-                self._blocks.drop(old)
-            self._tree.use(node)
-            held.chain.append(node)
+        if self._tree.num_snapshots:
+            row = self.block_table[slot, : length // self.plan.block_tokens]
+            self._held[slot].share(self._tree, self._blocks, row, token_ids)
 
     def is_resumable(self, slot: int, token_ids: np.ndarray) -> bool:
         """Whether the tree has a snapshot at the end of `token_ids`, whole blocks of a request."""
         self._check_held(slot)
-        held, size = self._held[slot], self.plan.block_tokens
-        node = None
-        for logical in range(len(token_ids) // size):
-            if logical < len(held.chain):
-                node = held.chain[logical]
-            else:
-                ids = token_ids[logical * size : (logical + 1) * size]
-                node = self._tree.find_child(node, ids, held.salt)
-                if node is None:
-                    return False
+        node = self._held[slot].find(self._tree, token_ids)
         return node is not None and node.snapshot >= 0
 
     def known_tokens(self, token_ids: np.ndarray, salt: bytes = b"") -> int:

@@ -107,6 +107,8 @@ def save_snapshots(
     Returns:
       The store.
     """
+    if not store.num_snapshots:
+        return store
     row = jnp.clip(plan.rows, 0, call.row_slots.shape[0] - 1)
     reached = plan.ends <= call.row_lengths[row] + call.row_counts[row]
     live = (plan.places >= 0) & (call.row_slots[row] >= 0) & reached
@@ -173,6 +175,8 @@ def load_snapshots(
     Returns:
       The state of the cache.
     """
+    if not store.num_snapshots:
+        return dict(state)
     loaded = {}
     place = jnp.maximum(places, 0)
     for attn, pool in state.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from dsv4_jax.engine.metrics import Metrics, count_compiles
 from dsv4_jax.engine.prompts import check_length, encode_prompt, make_options
 from dsv4_jax.engine.request import Completion, Request, Token
 from dsv4_jax.engine.runner import StepRunner
+from dsv4_jax.engine.scheduler import step_sizes
 from dsv4_jax.engine.serving_loop import ServingLoop
 from dsv4_jax.engine.text import load_tokenizer
 from dsv4_jax.model.checkpoint import load_checkpoint
@@ -90,10 +92,6 @@ class Engine:
         Raises:
           ValueError: an argument is out of range, or there is no such format.
         """
-        if prefill_tokens is None:
-            prefill_tokens = (64, 256) if max_requests <= 256 else (64, 256, max_requests)
-        if not prefill_tokens or list(prefill_tokens) != sorted(set(prefill_tokens)):
-            raise ValueError(f"prefill_tokens must be ascending sizes, got {prefill_tokens}")
         if not 0 <= draft_tokens <= 8:
             raise ValueError(f"draft_tokens must be 0..8, got {draft_tokens}")
         if draft_tokens and params.mtp is None:
@@ -110,8 +108,9 @@ class Engine:
         self.params = params
         self.tokenizer = tokenizer
         self.metrics = Metrics()
+        cached = dataclasses.replace(config, num_mtp_layers=int(draft_tokens > 0))
         self._plan = plan_pools(
-            config,
+            cached,
             max_requests=max_requests,
             max_context_tokens=max_context_tokens,
             cache_format=cache_format,
@@ -119,21 +118,13 @@ class Engine:
             num_snapshots=num_snapshots,
             memory_bytes=memory_bytes,
         )
-        sizes, self._plain_size = set(prefill_tokens), None
-        if decode_tokens is not None or draft_tokens:
-            sizes.add(decode_tokens or max_requests * (draft_tokens + 1))
-        else:
-            self._plain_size = max_requests
-        self._sizes = tuple(sorted(sizes))
-        if self._sizes[0] < 1 or self._sizes[-1] < max_requests:
-            raise ValueError(
-                f"prefill_tokens must be at least 1, the largest at least max_requests="
-                f"{max_requests}, got {self._sizes}"
-            )
+        self._sizes, self._plain_size = step_sizes(
+            prefill_tokens, decode_tokens, max_requests=max_requests, draft_tokens=draft_tokens
+        )
         self._debug = debug
         self._compiles_before = count_compiles()
         self._runner = StepRunner(
-            config, params, self._plan, cache_format=cache_format, draft_tokens=draft_tokens
+            cached, params, self._plan, cache_format=cache_format, draft_tokens=draft_tokens
         )
         self._loop = ServingLoop(
             self._runner,

@@ -70,13 +70,13 @@ class StepRunner:
         """Allocates the pools.
 
         Args:
-          config: the model; its draft block has a window in the cache only if there are drafts.
+          config: the model as the cache sees it: with a draft block only if there are drafts.
           params: of the model.
           plan: sizes of the pools.
           cache_format: name of the storage format.
           draft_tokens: k.
         """
-        self.config = dataclasses.replace(config, num_mtp_layers=int(draft_tokens > 0))
+        self.config = config
         self.params = params
         self.plan = plan
         self.cache_format = cache_format

@@ -194,6 +194,7 @@ class ServingLoop:
         for request in self._by_age():
             length = int(self.manager.length_tokens[request.slot])
             pending = request.num_known - length
+            assert pending > 0, f"slot {request.slot} holds {length} of {request.num_known} tokens"
             limit = request.num_wanted - 1 if request.options.speculate else 0
             request.drafts = request.drafts[:limit]
             needs.append(RowNeed(request.slot, pending, len(request.drafts)))

@@ -1,0 +1,140 @@
+"""Serving under load: `python -m benchmarks.bench_serving CONFIG [options]`.
+
+CONFIG is a checkpoint directory, `shipped`, a preset (`tiny`, `flash`, `pro`), or `flash_slim`: the
+attention and cache of Flash in nine layers with few small experts, which fits one GPU beside a
+real cache. Weights of all but checkpoints are random, prompts are random tokens with common heads:
+what is measured is the machinery. Prints throughput, latency percentiles, acceptance, hits and how
+far memory moved over the run.
+"""
+
+import argparse
+import dataclasses
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dsv4_jax as ds
+
+PRESETS = {
+    "tiny": ds.DSV4Config.tiny,
+    "flash": ds.DSV4Config.flash,
+    "pro": ds.DSV4Config.pro,
+}
+
+
+def flash_slim():
+    """Flash as far as the cache can tell, layer by layer; nine layers and 8 experts of 512."""
+    flash = ds.DSV4Config.flash()
+    return dataclasses.replace(
+        flash,
+        layer_types=flash.layer_types[:9],
+        router_types=flash.router_types[:9],
+        num_routed_experts=8,
+        num_experts_per_token=2,
+        moe_intermediate_size=512,
+        vocab_size=16_384,
+    )
+
+
+def load(name):
+    """Config and parameters, bf16."""
+    if name == "shipped":
+        return ds.load_checkpoint(ds.SHIPPED_CHECKPOINT)
+    if name != "flash_slim" and name not in PRESETS:
+        return ds.load_checkpoint(name)
+    config = flash_slim() if name == "flash_slim" else PRESETS[name]()
+    return config, ds.init_params(config, jax.random.key(0), dtype=jnp.bfloat16)
+
+
+def bytes_in_use():
+    """Of the device; where it does not say, of all live arrays."""
+    stats = jax.devices()[0].memory_stats()
+    if stats and "bytes_in_use" in stats:
+        return stats["bytes_in_use"]
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+def make_prompt(rng, head, longest, vocab_size):
+    """Log-uniform in length; half of them begin with the common head."""
+    length = int(np.exp(rng.uniform(np.log(16), np.log(longest))))
+    own = rng.integers(0, vocab_size, length)
+    if rng.random() < 0.5:
+        own[: min(length // 2, len(head))] = head[: min(length // 2, len(head))]
+    return own.tolist()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("config")
+    parser.add_argument("--requests", type=int, default=64, help="in all")
+    parser.add_argument("--concurrent", type=int, default=32, help="slots")
+    parser.add_argument("--context", type=int, default=32_768)
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--prefill-tokens", type=int, nargs="+", default=[512, 2048])
+    parser.add_argument("--draft-tokens", type=int, default=0)
+    parser.add_argument("--cache-format", default="fp8_ue8m0")
+    parser.add_argument("--steps", type=int, default=0, help="new requests until so many steps")
+    args = parser.parse_args()
+    config, params = load(args.config)
+    engine = ds.Engine(
+        config,
+        params,
+        max_requests=args.concurrent,
+        max_context_tokens=args.context,
+        prefill_tokens=args.prefill_tokens,
+        draft_tokens=args.draft_tokens,
+        cache_format=args.cache_format,
+    )
+    for name, seconds in engine.warmup():
+        print(f"compiled {name:<32}{seconds:>8.1f} s", flush=True)
+    compiled = engine.metrics.compiles
+    rng = np.random.default_rng(0)
+    longest = args.context - args.new_tokens
+    head = rng.integers(0, config.vocab_size, longest)
+    submitted, first, gaps, last, started_at = 0, [], [], {}, {}
+    memory, steps, begun = [], 0, time.perf_counter()
+    while True:
+        wants_more = submitted < args.requests or steps < args.steps
+        while wants_more and engine.num_unfinished < 2 * args.concurrent:
+            request = engine.submit(
+                make_prompt(rng, head, longest, config.vocab_size),
+                max_new_tokens=args.new_tokens,
+                stop_token_ids=(),
+            )
+            started_at[request] = time.perf_counter()
+            submitted += 1
+            wants_more = submitted < args.requests or steps < args.steps
+        if not engine.num_unfinished:
+            break
+        tokens = engine.step()
+        steps, now = steps + 1, time.perf_counter()
+        for token in tokens:
+            if token.request_id not in last:
+                first.append(now - started_at.pop(token.request_id))
+            else:
+                gaps.append(now - last[token.request_id])
+            last[token.request_id] = now
+            if token.finish_reason:
+                del last[token.request_id]
+                engine.completion(token.request_id)
+        if steps % 100 == 0:
+            memory.append(bytes_in_use())
+    seconds, metrics = time.perf_counter() - begun, engine.metrics
+    read = metrics.prompt_tokens - metrics.hit_tokens
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {args}")
+    print(f"{submitted} requests, {steps} steps, {seconds:.1f} s")
+    print(f"prompt tokens   {read / seconds:>12,.0f} per s read, {metrics.hit_tokens:,} shared")
+    print(f"drawn tokens    {metrics.generated_tokens / seconds:>12,.0f} per s")
+    for name, values in (("first token", first), ("between tokens", gaps)):
+        p50, p90, p99 = np.percentile(values, [50, 90, 99]) * 1e3
+        print(f"{name:<16}{p50:>12,.1f} ms p50 {p90:>12,.1f} ms p90 {p99:>12,.1f} ms p99")
+    print(f"accepted        {metrics.acceptance:>12.1%}   preempted {metrics.preempted}")
+    if memory:
+        print(f"memory          {max(memory) - memory[0]:>+12,} bytes of {memory[0]:,}")
+    print(f"compiled while serving: {metrics.compiles - compiled}")
+
+
+if __name__ == "__main__":
+    main()
