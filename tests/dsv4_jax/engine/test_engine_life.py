@@ -142,17 +142,19 @@ def test_whatever_happens_a_request_gets_what_it_gets_alone(scarce, seed):
     Plenty of blocks and every freed byte NaN, verified after each step; or so few blocks that
     requests push each other out. Known bugs B1, B8, B19, B32, B34.
     """
-    engine = limit(make_engine(), num_blocks=5) if scarce else make_engine(debug=True)
+    engine = limit(make_engine(), num_blocks=4) if scarce else make_engine(debug=True)
     life = Life(engine, seed)
     for _ in range(200):
         life.event()
     life.finish()
     metrics = engine.metrics
+    if scarce:
+        assert metrics.evicted_blocks > 0
+        return
     assert min(life.counts.values()) >= 1, life.counts
     assert metrics.hit_tokens > 500
     assert metrics.drafted_tokens > 100
     assert metrics.snapshots > 2
-    assert not scarce or metrics.evicted_blocks > 0
 
 
 @pytest.mark.slow
