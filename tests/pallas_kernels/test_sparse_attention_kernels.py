@@ -35,16 +35,29 @@ exponential of the GPU and a logit's sum of C products in f32 add some 2^-20. Ke
 """
 
 
-@pytest.fixture(params=[mosaic_hopper, mosaic_blackwell], ids=["hopper", "blackwell"])
+_KERNELS = {"hopper": mosaic_hopper, "blackwell": mosaic_blackwell}
+
+
+@pytest.fixture(params=list(_KERNELS))
 def kernel(request, lane, monkeypatch):
     """The kernel for a kind of GPU: in the interpreter, or on a GPU of that kind.
 
     Tests that take `lane` alone are of what both share.
     """
-    if lane == "gpu" and op.choose_kernel() is not request.param:
+    return _choose(_KERNELS[request.param], lane, monkeypatch)
+
+
+@pytest.fixture(params=["hopper", pytest.param("blackwell", marks=pytest.mark.slow)])
+def usual_kernel(request, lane, monkeypatch):
+    """As `kernel`, for what is hardly different on a Blackwell GPU."""
+    return _choose(_KERNELS[request.param], lane, monkeypatch)
+
+
+def _choose(module, lane, monkeypatch):
+    if lane == "gpu" and op.choose_kernel() is not module:
         pytest.skip("is for another kind of GPU")
-    monkeypatch.setattr(op, "choose_kernel", lambda: request.param)
-    return request.param
+    monkeypatch.setattr(op, "choose_kernel", lambda: module)
+    return module
 
 
 def draw(name="fp8_ue8m0", tokens=FEW_TOKENS, *, sizes=SIZES, **options):
@@ -64,12 +77,14 @@ def test_the_kernel_is_the_oracle_in_every_format(kernel, name):
     assert error(case, case.attend(backend="mosaic_gpu")) < 1
 
 
-def test_one_token_of_each_request(kernel):
+@pytest.mark.usefixtures("usual_kernel")
+def test_one_token_of_each_request():
     case = draw(tokens=ONE_TOKEN)
     assert error(case, case.attend(backend="mosaic_gpu")) < 1
 
 
-def test_the_largest_heads_and_two_programs_of_them(kernel):
+@pytest.mark.usefixtures("usual_kernel")
+def test_the_largest_heads_and_two_programs_of_them():
     sizes = dataclasses.replace(SIZES, dim=512, num_heads=128, num_tokens=1)
     case = draw(tokens=((300, 9, 0), (1, 0, 0)), sizes=sizes)
     assert error(case, case.attend(backend="mosaic_gpu")) < 1
@@ -134,7 +149,8 @@ def test_indices_that_name_nothing_are_not_read(lane):
     assert error(case, changed) < 1
 
 
-def test_nothing_visible_gives_zeros_and_the_window_alone_is_enough(kernel):
+@pytest.mark.usefixtures("usual_kernel")
+def test_nothing_visible_gives_zeros_and_the_window_alone_is_enough():
     case = draw()
     nobody = np.full(SIZES.num_tokens, -1, np.int32)
     for sink in (None, np.full(SIZES.num_heads, -np.inf, np.float32)):
@@ -144,7 +160,8 @@ def test_nothing_visible_gives_zeros_and_the_window_alone_is_enough(kernel):
     assert error(case, alone, selected=slice(0)) < 1
 
 
-def test_a_request_gets_the_same_bits_in_any_row_and_any_blocks(kernel):
+@pytest.mark.usefixtures("usual_kernel")
+def test_a_request_gets_the_same_bits_in_any_row_and_any_blocks():
     cases = [draw(packing=i) for i in range(2)]
     out = [case.attend(backend="mosaic_gpu") for case in cases]
     for request in range(3):
