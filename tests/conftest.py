@@ -1,3 +1,4 @@
+import gc
 import os
 
 # The wheels that compile for GPUs without one would look for a driver first.
@@ -23,6 +24,14 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _programs_end_with_their_module():
+    """A process may hold 65,530 mappings of memory, and every compiled program takes some."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(autouse=True)

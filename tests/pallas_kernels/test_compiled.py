@@ -68,11 +68,12 @@ AOT_CASES = [
 ]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def compiled(request):
     """Compiles, once per target, the cases that the selected tests ask for; {case: figures}."""
-    selected = [getattr(item, "callspec", None) for item in request.session.items]
-    names = {spec.params["case"] for spec in selected if spec and "case" in spec.params}
+    here = [item for item in request.session.items if item.path == request.path]
+    selected = [item.callspec.params for item in here if hasattr(item, "callspec")]
+    names = {params["case"] for params in selected if "case" in params}
     return functools.cache(functools.partial(aot.figures_of, names=(*names, aot.BROKEN)))
 
 
