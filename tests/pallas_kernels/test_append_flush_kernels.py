@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels as pk
-from helpers import inputs
+from helpers import inputs, slow
 from helpers.layer_cases import (
     EPS,
     FREQUENCIES,
@@ -42,7 +42,11 @@ def draw(kind, dtype=jnp.bfloat16):
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [(name, jnp.bfloat16) for name in CACHE_FORMATS] + [("f32", jnp.float32)]
+    ("name", "dtype"),
+    slow.all_but(
+        [("fp8_ue8m0", jnp.bfloat16), ("fp8_per_entry", jnp.bfloat16), ("f32", jnp.float32)],
+        [(name, jnp.bfloat16) for name in CACHE_FORMATS] + [("f32", jnp.float32)],
+    ),
 )
 @each_kind
 def test_one_token_per_request_is_stored_as_the_reference_stores_it(lane, name, kind, dtype):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels as pk
+from helpers import slow
 from helpers.layer_cases import (
     CUTS,
     EPS,
@@ -31,7 +32,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend:Deprec
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [(name, jnp.bfloat16) for name in CACHE_FORMATS] + [("f32", jnp.float32)]
+    ("name", "dtype"),
+    slow.all_but(
+        [("fp8_ue8m0", jnp.bfloat16), ("fp8_per_entry", jnp.bfloat16)],
+        [(name, jnp.bfloat16) for name in CACHE_FORMATS] + [("f32", jnp.float32)],
+    ),
 )
 @pytest.mark.parametrize("kind", RATES)
 def test_the_kernels_store_what_the_references_store(lane, name, kind, dtype):
@@ -68,7 +73,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", slow.all_but(["random cuts", "alone"], list(SCHEDULES)))
 @pytest.mark.parametrize("kind", RATES)
 def test_bits_do_not_depend_on_how_tokens_are_cut_into_calls(lane, kind, schedule):
     """Known bugs B1, B8, B19: entries and all that is kept, in buckets of other shapes too."""
