@@ -19,6 +19,7 @@ from dsv4_jax.bench.parts import (
     one_token_each,
     random_inputs,
 )
+from dsv4_jax.bench.profile import profile_launches
 from dsv4_jax.bench.program import Program, compile_program
 from dsv4_jax.bench.report import first_line
 from dsv4_jax.bench.timing import Timing, time_calls
@@ -34,6 +35,7 @@ MARGIN_BYTES = 2 * 2**30
 PARTS = ("step", "cache", "layers")
 _MAX_CALLS = 48  # of one measurement; lengths begin that many tokens below the context
 _LAYERS_OF_A_KIND = 4
+_PROFILED_CALLS = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +49,7 @@ class Case:
       cache_format: name of the storage format.
       parts: what is timed, of `PARTS`.
       recompile: whether the step is compiled twice, to time the persistent cache.
+      profile: whether step and cache part are profiled too, launch by launch.
       limit_s: seconds for the measurements of one part; compiling does not count.
     """
 
@@ -56,6 +59,7 @@ class Case:
     cache_format: str
     parts: tuple[str, ...] = PARTS
     recompile: bool = True
+    profile: bool = False
     limit_s: float = 20.0
 
 
@@ -133,15 +137,28 @@ class _Setup:
 
     def measure(self, call: Callable[[Any], Any], state: Any) -> tuple[Timing, Any]:
         """Times `state = call(state)`, whose first part is a cache; the last state too."""
-
-        def rewind(state: tuple[ModelCache, Any]) -> tuple[ModelCache, Any]:
-            """Lengths as they were, so that no measurement leaves the context."""
-            cache, rest = state
-            lengths = jnp.asarray(self.lengths, jnp.int32)
-            return dataclasses.replace(cache, length_tokens=lengths), rest
-
         limit_s = self.case.limit_s
-        return time_calls(call, state, rewind=rewind, max_calls=self.calls, limit_s=limit_s)
+        return time_calls(call, state, rewind=self.rewind, max_calls=self.calls, limit_s=limit_s)
+
+    def rewind(self, state: tuple[ModelCache, Any]) -> tuple[ModelCache, Any]:
+        """Lengths as they were, so that no measurement leaves the context."""
+        cache, rest = state
+        lengths = jnp.asarray(self.lengths, jnp.int32)
+        return dataclasses.replace(cache, length_tokens=lengths), rest
+
+    def profile(
+        self, compiled: Any, call: Callable[[Any], Any], state: Any
+    ) -> list[dict[str, Any]]:
+        """What a call launches, in which time; the state is used up."""
+        calls, state = min(_PROFILED_CALLS, self.calls), self.rewind(state)
+
+        def run() -> None:
+            left = state
+            for _ in range(calls):
+                left = call(left)
+            jax.block_until_ready(left)
+
+        return profile_launches(compiled, run, calls=calls)
 
 
 def _step_rows(setup: _Setup, params: DSV4Params) -> Iterator[dict[str, Any]]:
@@ -161,16 +178,20 @@ def _step_rows(setup: _Setup, params: DSV4Params) -> Iterator[dict[str, Any]]:
             "again_from_cache": again.from_cache,
         }
     step = program.run
-    timing, (_, logits) = setup.measure(
-        lambda state: step(params, state[0], step_input), (cache, None)
-    )
+
+    def call(state: Any) -> Any:
+        return step(params, state[0], step_input)
+
+    timing, state = setup.measure(call, (cache, None))
     moved = sum(w.num_bytes for w in setup.work.values())
     yield _timing_row("step", timing) | {
         "tokens_per_s": case.batch / timing.median_s,
         "bytes_moved": moved + floor.step_weight_bytes(config, batch=case.batch),
         "peak_bytes": peak_bytes(),
-        "finite": bool(jnp.isfinite(logits).all()),
+        "finite": bool(jnp.isfinite(state[1]).all()),
     }
+    if case.profile:
+        yield {"profile": setup.profile(step, call, state)}
 
 
 def _cache_rows(setup: _Setup) -> Iterator[dict[str, Any]]:
@@ -180,9 +201,15 @@ def _cache_rows(setup: _Setup) -> Iterator[dict[str, Any]]:
     program = compile_program(_jit_cache_part, cache, inputs, step_input, config=config)
     yield _compile_row("cache_part_", program)
     part = program.run
-    timing, (_, left) = setup.measure(lambda state: part(*state, step_input), (cache, inputs))
+
+    def call(state: Any) -> Any:
+        return part(*state, step_input)
+
+    timing, state = setup.measure(call, (cache, inputs))
     yield _timing_row("cache_part", timing) | _floor_row(setup, program, timing)
-    yield {"cache_part_finite": bool(jnp.isfinite(left.queries).all())}
+    yield {"cache_part_finite": bool(jnp.isfinite(state[1].queries).all())}
+    if case.profile:
+        yield {"cache_part_profile": setup.profile(part, call, state)}
 
 
 def _layer_rows(setup: _Setup, params: DSV4Params) -> Iterator[dict[str, Any]]:

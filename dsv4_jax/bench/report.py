@@ -98,6 +98,21 @@ def decode_table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(text)
 
 
+def profile_table(row: dict[str, Any], most: int = 30) -> str:
+    """The launches of a step, or of its cache part, that take longest; "" without a profile."""
+    text = []
+    for name, key in (("step", "profile"), ("cache part", "cache_part_profile")):
+        if found := row.get(key):
+            total = sum(each["us"] for each in found)
+            count = sum(each["launches"] for each in found)
+            text.append(f"{name}: {count:,.0f} launches, {total:,.0f} us one after the other")
+            text += [
+                f"{each['us']:9.1f} us {each['launches']:7.1f} x  {each['what']}"
+                for each in found[:most]
+            ]
+    return "\n".join(text)
+
+
 def kernel_line(row: dict[str, Any]) -> str:
     """One op in words."""
     where = f"{row['op']}, batch {row['batch']}, context {row['context']:,}:"

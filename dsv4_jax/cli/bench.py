@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compile once a batch, for the longest context, and use that cache for all",
     )
     steps.add_argument("--quick", action="store_true", help="the step alone, compiled once")
+    steps.add_argument("--profile", action="store_true", help="which launches take how long")
     steps.add_argument("--plot", type=pathlib.Path, help="PNG or SVG of ms against context")
     steps.add_argument(
         "--part-limit-s", type=float, default=20.0, help="seconds for each part's measurements"
@@ -124,6 +125,7 @@ def _run_decode(args: argparse.Namespace) -> int:
                 cache_format=args.cache_format,
                 parts=parts,
                 recompile=not (args.quick or rows),
+                profile=args.profile,
                 limit_s=args.part_limit_s,
             )
             rows.append({"batch": batch, "context": context})
@@ -138,6 +140,8 @@ def _run_decode(args: argparse.Namespace) -> int:
                 if (line := report.decode_line(row)) != said:
                     print(line, flush=True)
                 said = line
+            if text := report.profile_table(rows[-1]):
+                print(text, flush=True)
     print(report.decode_table(rows))
     if args.plot:
         report.plot_decode(rows, args.plot, title=args.config)
