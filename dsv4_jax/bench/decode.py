@@ -50,6 +50,7 @@ class Case:
       parts: what is timed, of `PARTS`.
       recompile: whether the step is compiled twice, to time the persistent cache.
       profile: whether step and cache part are profiled too, launch by launch.
+      compile_only: nothing is allocated or run; what is compiled stays in the persistent cache.
       limit_s: seconds for the measurements of one part; compiling does not count.
     """
 
@@ -60,6 +61,7 @@ class Case:
     parts: tuple[str, ...] = PARTS
     recompile: bool = True
     profile: bool = False
+    compile_only: bool = False
     limit_s: float = 20.0
 
 
@@ -72,7 +74,7 @@ def bench_case(
 
     Args:
       config: the model.
-      params: of the model; None leaves the cache part alone.
+      params: of the model, or their shapes; None leaves the cache part alone.
       case: what is measured.
       bandwidth: bytes per second of a copy on this device, for shares.
 
@@ -99,6 +101,8 @@ def bench_case(
     for part in PARTS:
         if part not in case.parts or (params is None and part != "cache"):
             continue
+        if part == "layers" and case.compile_only:
+            continue
         try:
             if part == "cache" or params is None:
                 found = _cache_rows(setup)
@@ -121,8 +125,8 @@ class _Setup:
     def __init__(self, config: DSV4Config, case: Case) -> None:
         self.config, self.case = config, case
         self.sizes = {"max_context_tokens": case.bucket_context, "cache_format": case.cache_format}
-        shapes = cache_shapes(config, max_requests=case.batch, **self.sizes)
-        self.cache_bytes = tree_bytes(shapes)
+        self.shapes = cache_shapes(config, max_requests=case.batch, **self.sizes)
+        self.cache_bytes = tree_bytes(self.shapes)
         self.calls = max(1, min(_MAX_CALLS, case.context // 4))
         self.lengths = (case.context - self.calls - np.arange(case.batch) % 4).clip(0)
         self.step_input = one_token_each(config, case.batch)
@@ -131,7 +135,9 @@ class _Setup:
         )
 
     def fill(self) -> ModelCache:
-        """A cache that leaves room for `calls` tokens below the context."""
+        """A cache that leaves room for `calls` tokens below the context, or its shapes."""
+        if self.case.compile_only:
+            return self.shapes
         cache = filled_cache(self.config, length_tokens=self.lengths, **self.sizes)
         return jax.block_until_ready(cache)
 
@@ -169,6 +175,8 @@ def _step_rows(setup: _Setup, params: DSV4Params) -> Iterator[dict[str, Any]]:
     row: dict[str, Any] = {"fill_s": time.perf_counter() - start}
     program = compile_program(jit_decode_step, params, cache, step_input, config=config)
     yield row | _compile_row("", program)
+    if case.compile_only:
+        return
     if case.recompile:
         jax.clear_caches()
         again = compile_program(jit_decode_step, params, cache, step_input, config=config)
@@ -200,6 +208,8 @@ def _cache_rows(setup: _Setup) -> Iterator[dict[str, Any]]:
     cache, inputs = setup.fill(), random_inputs(config, case.batch)
     program = compile_program(_jit_cache_part, cache, inputs, step_input, config=config)
     yield _compile_row("cache_part_", program)
+    if case.compile_only:
+        return
     part = program.run
 
     def call(state: Any) -> Any:

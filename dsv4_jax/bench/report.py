@@ -60,6 +60,9 @@ def decode_line(row: dict[str, Any]) -> str:
             f"{row['step_ms']:.3f} ms ({row['step_ms_least']:.3f} to {row['step_ms_most']:.3f}), "
             f"{row['tokens_per_s']:,.0f} tokens/s, {row['copy_share']:.0%} of the copy bandwidth,"
         )
+    if "cache_part_ms" not in row and "cache_part_compile_s" in row:
+        seconds = row["cache_part_trace_s"] + row["cache_part_compile_s"]
+        words.append(f"cache part compiled in {seconds:.1f} s,")
     if "cache_part_ms" in row:
         words.append(
             f"cache part {row['cache_part_ms']:.3f} ms, floor {row['cache_part_floor_ms']:.3f},"

@@ -13,6 +13,7 @@ import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from dsv4_jax.bench import decode, kernels, prefill, report
 from dsv4_jax.bench.timing import copy_bandwidth
@@ -21,6 +22,7 @@ from dsv4_jax.cache.model_cache import tree_bytes
 from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
 from dsv4_jax.cli.presets import PRESETS, read_config
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.model.params import param_shapes, unstack_layers
 from dsv4_jax.runtime import claim_memory
 from pallas_kernels.formats import CACHE_FORMATS
 
@@ -44,6 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compile once a batch, for the longest context, and use that cache for all",
     )
     steps.add_argument("--quick", action="store_true", help="the step alone, compiled once")
+    steps.add_argument(
+        "--compile-only",
+        action="store_true",
+        help="fill the compilation cache and run nothing; several such may run at once",
+    )
     steps.add_argument("--profile", action="store_true", help="which launches take how long")
     steps.add_argument("--plot", type=pathlib.Path, help="PNG or SVG of ms against context")
     steps.add_argument(
@@ -109,9 +116,15 @@ def _run_decode(args: argparse.Namespace) -> int:
             )
     parts = ("step",) if args.quick else args.parts
     output = report.Output(args.json, command="bench decode", config=args.config)
-    output.set(copy_bandwidth=copy_bandwidth())
     params = None
-    if set(parts) - {"cache"}:
+    if args.compile_only:
+        output.set(copy_bandwidth=None)
+        params = unstack_layers(param_shapes(config, jnp.bfloat16))
+    else:
+        output.set(copy_bandwidth=copy_bandwidth())
+    if set(parts) == {"cache"}:
+        params = None
+    elif params is None:
         start = time.perf_counter()
         params = jax.block_until_ready(random_params(config))
         output.set(weight_bytes=tree_bytes(params), weights_s=time.perf_counter() - start)
@@ -126,6 +139,7 @@ def _run_decode(args: argparse.Namespace) -> int:
                 parts=parts,
                 recompile=not (args.quick or rows),
                 profile=args.profile,
+                compile_only=args.compile_only,
                 limit_s=args.part_limit_s,
             )
             rows.append({"batch": batch, "context": context})

@@ -3,6 +3,7 @@
 import json
 import re
 
+import jax
 import pytest
 
 from dsv4_jax.bench import decode, prefill, report
@@ -56,6 +57,19 @@ def test_the_cache_part_needs_no_weights(tmp_path):
     assert row["weight_bytes"] == 0
     assert row["cache_part_ms"] > 0
     assert "weights_s" not in found
+
+
+@pytest.mark.slow
+def test_what_was_only_compiled_is_found_later(tmp_path):
+    case = ("decode", "--contexts", "64", "--layers", "3", "--parts", "step,cache")
+    first = bench(tmp_path, *case, "--compile-only")["rows"][0]
+    assert first["launches"]["total"] > 100
+    assert "step_ms" not in first
+    jax.clear_caches()
+    second = bench(tmp_path, *case)["rows"][0]
+    assert second["step_ms"] > 0
+    assert second["from_cache"]
+    assert second["cache_part_from_cache"]
 
 
 def test_a_part_that_fails_leaves_the_others(tmp_path, monkeypatch, capsys):
