@@ -3,7 +3,6 @@
 import json
 import re
 
-import jax
 import pytest
 
 from dsv4_jax.bench import decode, prefill, report
@@ -47,7 +46,7 @@ def test_decode_times_every_part(tmp_path, capsys):
             "csa_learned",
             "swa_learned",
         }
-        assert row["again_compile_s"] >= 0
+        assert ("again_compile_s" in row) == (row["context"] == 64)
     assert "ms a layer" in capsys.readouterr().out
 
 
@@ -60,16 +59,13 @@ def test_the_cache_part_needs_no_weights(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_was_only_compiled_is_found_later(tmp_path):
+def test_only_compiling_runs_nothing(tmp_path):
     case = ("decode", "--contexts", "64", "--layers", "3", "--parts", "step,cache")
-    first = bench(tmp_path, *case, "--compile-only")["rows"][0]
-    assert first["launches"]["total"] > 100
-    assert "step_ms" not in first
-    jax.clear_caches()
-    second = bench(tmp_path, *case)["rows"][0]
-    assert second["step_ms"] > 0
-    assert second["from_cache"]
-    assert second["cache_part_from_cache"]
+    (row,) = bench(tmp_path, *case, "--compile-only")["rows"]
+    assert row["launches"]["total"] > 100
+    assert row["cache_part_launches"]["total"] > 0
+    assert "failed" not in row
+    assert not [name for name in row if name.endswith("_ms")]
 
 
 def test_a_part_that_fails_leaves_the_others(tmp_path, monkeypatch, capsys):
