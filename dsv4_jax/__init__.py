@@ -54,7 +54,7 @@ from dsv4_jax.model.checkpoint import SHIPPED_CHECKPOINT, load_checkpoint, save_
 from dsv4_jax.model.draft import forward_draft
 from dsv4_jax.model.params import DSV4Params, init_params, param_shapes, unstack_layers
 from dsv4_jax.model.transformer import forward, forward_streams
-from dsv4_jax.runtime import XLA_GPU_FLAGS, set_xla_flags, use_compilation_cache
+from dsv4_jax.runtime import XLA_GPU_FLAGS, claim_memory, set_xla_flags, use_compilation_cache
 
 __all__ = [
     "BLOCK_SIZE_ORIGINAL_TOKENS",
@@ -102,6 +102,7 @@ __all__ = [
     "apply_changes",
     "build_schema",
     "cache_shapes",
+    "claim_memory",
     "commit",
     "compute_block_budget",
     "decode_loop",

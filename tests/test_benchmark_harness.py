@@ -4,8 +4,9 @@ import json
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from benchmarks import harness
+from benchmarks import bench_decode_rivals, harness
 
 INPUTS = [(jnp.float32(n),) for n in (1, 2, 4)]
 
@@ -51,3 +52,15 @@ def test_a_report_replaces_the_rows_of_its_ops(tmp_path, capsys):
     assert json.loads(path.read_text())["rows"] == [old[1], new]
     assert (old[0]["limit_share"], new["ratio"]) == (0.8, 0.5)
     assert "gather" in capsys.readouterr().out
+
+
+def test_a_rivals_launches_are_summed_over_the_layers_of_flash():
+    us = {"swa append": 5.0, "csa append": 10.0, "csa topk": 2.0, "hca attention": 20.0}
+    found = bench_decode_rivals.summed(us) | {"batch": 64, "context": 16_384}
+    assert found["layers"] == {"swa": 2, "csa": 21, "hca": 20}
+    assert found["rival_ms"] == pytest.approx((2 * 5 + 21 * 12 + 20 * 20) / 1e3)
+    row = {"batch": 64, "context": 16_384, "cache_part_ms": found["rival_ms"] / 2}
+    compared = bench_decode_rivals.compared(found, [{"batch": 8, "context": 16_384}, row])
+    assert compared["times_the_rivals_tokens"] == pytest.approx(2)
+    assert compared["ours_tokens_per_s"] == pytest.approx(64 / row["cache_part_ms"] * 1e3)
+    assert bench_decode_rivals.compared(found, []) == {}

@@ -14,6 +14,7 @@ from dsv4_jax.bench import floor
 from dsv4_jax.bench.fill import filled_cache
 from dsv4_jax.bench.parts import AttentionInputs, append, one_token_each, random_inputs
 from dsv4_jax.bench.program import compile_program
+from dsv4_jax.bench.report import first_line
 from dsv4_jax.bench.timing import time_calls
 from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.cache.model_cache import ModelCache
@@ -50,12 +51,17 @@ def bench_kernels(
       limit_s: seconds for each op's measurements.
 
     Yields:
-      A row for each op: microseconds, floor, launches, share of the floor.
+      A row for each op: microseconds, floor, launches, share of the floor; `failed` says why there
+      are none.
     """
     lengths = np.full(batch, context - 1)
-    cache = filled_cache(
-        config, length_tokens=lengths, max_context_tokens=context, cache_format=cache_format
-    )
+
+    def fill() -> ModelCache:
+        return filled_cache(
+            config, length_tokens=lengths, max_context_tokens=context, cache_format=cache_format
+        )
+
+    cache = fill()
     step_input = one_token_each(config, batch)
     inputs = random_inputs(config, batch)
     for attn in dict.fromkeys(spec.attn for spec in layer_schedule(config)):
@@ -67,19 +73,23 @@ def bench_kernels(
             )
         }
         for name, op in _OPS[attn].items():
-            program = compile_program(
-                _jit_repeat, cache, inputs, step_input, op=op, specs=tuple(specs), config=config
-            )
-            timing, (cache, inputs) = time_calls(
-                lambda state, run=program.run: run(*state, step_input)[:2],
-                (cache, inputs),
-                limit_s=limit_s,
-                least_s=0.05,
-            )
-            row = {
-                "op": f"{attn} {name}",
-                "batch": batch,
-                "context": context,
+            row = {"op": f"{attn} {name}", "batch": batch, "context": context}
+            try:
+                program = compile_program(
+                    _jit_repeat, cache, inputs, step_input, op=op, specs=tuple(specs), config=config
+                )
+                timing, (cache, inputs) = time_calls(
+                    lambda state, run=program.run: run(*state, step_input)[:2],
+                    (cache, inputs),
+                    limit_s=limit_s,
+                    least_s=0.05,
+                )
+            except Exception as error:
+                yield row | {"failed": first_line(error)}
+                cache = inputs = None  # what it donated is gone; freed before it is made anew
+                cache, inputs = fill(), random_inputs(config, batch)
+                continue
+            row |= {
                 "us": timing.median_s / _ROUNDS * 1e6,
                 "us_least": timing.least_s / _ROUNDS * 1e6,
                 "us_most": timing.most_s / _ROUNDS * 1e6,
@@ -116,6 +126,7 @@ def _repeat(
         spec = specs[i % len(specs)]
         handle = cache.layer(spec.attn, spec.family_idx, call, in_place=True).with_rows(rows)
         handle, inputs = jax.lax.optimization_barrier((handle, inputs))
+        handle = dataclasses.replace(handle, call=call)  # computed once, as in a step
         handle, out = op(handle, inputs, config)
         # The next round waits for this one.
         handle, inputs, out = jax.lax.optimization_barrier((handle, inputs, out))

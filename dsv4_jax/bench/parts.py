@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.layer_schedule import AttentionType, layer_schedule
-from dsv4_jax.model.params import DSV4Params, layer_of
+from dsv4_jax.model.params import LayerParams
 from dsv4_jax.model.transformer import jit_run_block, keep
 
 
@@ -28,8 +29,10 @@ class AttentionInputs(NamedTuple):
     Attributes:
       queries: [B, H, C].
       kv: [B, C].
-      values: f32[B, 2 * C], the compressor's; HCA layers take the first C.
+      values: f32[B, 2 * C], a CSA compressor's.
       scores: f32[B, 2 * C].
+      hca_values: f32[B, C], an HCA compressor's.
+      hca_scores: f32[B, C].
       index_values: f32[B, 2 * IC].
       index_scores: f32[B, 2 * IC].
       index_queries: f32[B, IH, IC].
@@ -44,6 +47,8 @@ class AttentionInputs(NamedTuple):
     kv: jax.Array
     values: jax.Array
     scores: jax.Array
+    hca_values: jax.Array
+    hca_scores: jax.Array
     index_values: jax.Array
     index_scores: jax.Array
     index_queries: jax.Array
@@ -63,6 +68,8 @@ def random_inputs(config: DSV4Config, batch: int, seed: int = 0) -> AttentionInp
         "kv": (batch, dim),
         "values": (batch, 2 * dim),
         "scores": (batch, 2 * dim),
+        "hca_values": (batch, dim),
+        "hca_scores": (batch, dim),
         "index_values": (batch, 2 * index_dim),
         "index_scores": (batch, 2 * index_dim),
         "index_queries": (batch, index_heads, index_dim),
@@ -117,6 +124,8 @@ def cache_part(
         handle = cache.layer(spec.attn, spec.family_idx, call, in_place=True)
         # Ties the inputs to the layer: equal ones would be encoded once for all.
         handle, inputs = jax.lax.optimization_barrier((handle, inputs))
+        # All layers share the call, and what follows from it is computed once.
+        handle = dataclasses.replace(handle, call=call)
         handle, attended = _jit_attend(handle, inputs, config)
         handle, attended = jax.lax.optimization_barrier((handle, attended))
         cache = cache.with_layer(handle.commit())
@@ -127,24 +136,22 @@ def cache_part(
 
 
 def layers_of_kind(
-    params: DSV4Params,
+    layers: Sequence[LayerParams],
     cache: ModelCache,
     streams: jax.Array,
     step_input: StepInput,
     *,
     kind: str,
-    count: int,
     config: DSV4Config,
 ) -> tuple[ModelCache, jax.Array]:
     """The first layers of one kind, one after the other, as in a decode step.
 
     Args:
-      params: of the model.
+      layers: parameters of those layers, and of no others: passing a model's takes a while.
       cache: donate it; its lengths stay.
       streams: [B, S, D].
       step_input: as for `decode_step`.
       kind: as `LayerSpec.kind`.
-      count: how many layers.
       config: the model.
 
     Returns:
@@ -152,8 +159,7 @@ def layers_of_kind(
     """
     call = cache.index(step_input, max_row_tokens=1)
     specs = [spec for spec in layer_schedule(config) if spec.kind == kind]
-    for spec in specs[:count]:
-        layer = layer_of(params.layers[kind], spec.kind_idx)
+    for spec, layer in zip(specs, layers, strict=False):
         handle = cache.layer(spec.attn, spec.family_idx, call, in_place=True)
         handle, streams = jit_run_block(layer, streams, step_input.token_ids, handle, config)
         cache, _ = keep(cache, None, handle)
@@ -164,7 +170,7 @@ def append(
     handle: LayerCacheHandle, inputs: AttentionInputs, config: DSV4Config
 ) -> tuple[LayerCacheHandle, jax.Array]:
     """`append_and_flush` of what a layer of the handle's type projects."""
-    attn, dim = handle.schema.attn_type, config.head_dim
+    attn = handle.schema.attn_type
     tokens = LayerTokens(queries=inputs.queries, kv=inputs.kv)
     norms = LayerNorms(
         kv=inputs.kv_norm,
@@ -174,7 +180,7 @@ def append(
         eps=config.rms_norm_eps,
     )
     if attn == AttentionType.HCA:
-        rows = Projections(values=inputs.values[:, :dim], scores=inputs.scores[:, :dim])
+        rows = Projections(values=inputs.hca_values, scores=inputs.hca_scores)
         tokens = dataclasses.replace(tokens, compressor=rows)
     elif attn == AttentionType.CSA:
         tokens = dataclasses.replace(

@@ -39,22 +39,38 @@ class Output:
         new.replace(self._path)
 
 
+def first_line(error: Exception) -> str:
+    """What an error says, in a line."""
+    text = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {text[0][:300]}"
+
+
 def decode_line(row: dict[str, Any]) -> str:
     """One case in words."""
     words = [f"batch {row['batch']}, context {row['context']:,}:"]
-    for key in ("skipped", "failed"):
-        if key in row:
-            return " ".join([*words, key, row[key]])
+    if "skipped" in row:
+        return f"{words[0]} skipped {row['skipped']}"
+    if "compile_s" in row:
+        words.append(
+            f"compiled in {row['trace_s'] + row['compile_s']:.1f} s, "
+            f"{row['launches']['total']:,} launches,"
+        )
     if "step_ms" in row:
         words.append(
             f"{row['step_ms']:.3f} ms ({row['step_ms_least']:.3f} to {row['step_ms_most']:.3f}), "
-            f"{row['tokens_per_s']:,.0f} tokens/s, {row['copy_share']:.0%} of the copy bandwidth, "
-            f"compiled in {row['compile_s']:.1f} s,"
+            f"{row['tokens_per_s']:,.0f} tokens/s, {row['copy_share']:.0%} of the copy bandwidth,"
         )
+    if "cache_part_ms" not in row and "cache_part_compile_s" in row:
+        seconds = row["cache_part_trace_s"] + row["cache_part_compile_s"]
+        words.append(f"cache part compiled in {seconds:.1f} s,")
     if "cache_part_ms" in row:
         words.append(
             f"cache part {row['cache_part_ms']:.3f} ms, floor {row['cache_part_floor_ms']:.3f},"
         )
+    if row.get("layer_ms"):
+        kinds = (f"{kind} {ms:.3f}" for kind, ms in row["layer_ms"].items())
+        words.append(f"ms a layer: {', '.join(kinds)},")
+    words += [f"{part} failed, {error}," for part, error in row.get("failed", {}).items()]
     return " ".join(words).rstrip(",")
 
 
@@ -85,6 +101,30 @@ def decode_table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(text)
 
 
+def profile_table(row: dict[str, Any], most: int = 30) -> str:
+    """The launches of a step, or of its cache part, that take longest; "" without a profile."""
+    text = []
+    for name, key in (("step", "profile"), ("cache part", "cache_part_profile")):
+        if found := row.get(key):
+            total = sum(each["us"] for each in found)
+            count = sum(each["launches"] for each in found)
+            text.append(f"{name}: {count:,.0f} launches, {total:,.0f} us one after the other")
+            text += [
+                f"{each['us']:9.1f} us {each['launches']:7.1f} x  {each['what']}"
+                for each in found[:most]
+            ]
+    return "\n".join(text)
+
+
+def kernel_line(row: dict[str, Any]) -> str:
+    """One op in words."""
+    where = f"{row['op']}, batch {row['batch']}, context {row['context']:,}:"
+    if "failed" in row:
+        return f"{where} failed, {row['failed']}"
+    floor = f", floor {row['floor_us']:.2f}" if "floor_us" in row else ""
+    return f"{where} {row['us']:.2f} us{floor}, {row['launches']:.1f} launches"
+
+
 def kernel_table(rows: Sequence[dict[str, Any]]) -> str:
     """A table of ops, one line each."""
     columns = {
@@ -103,8 +143,13 @@ def kernel_table(rows: Sequence[dict[str, Any]]) -> str:
 
 def prefill_line(row: dict[str, Any]) -> str:
     """One prompt in words."""
+    where = f"{row['tokens']:,} tokens in calls of {row['chunk_tokens']:,}:"
+    if "failed" in row:
+        return f"{where} failed, {row['failed']}"
+    if "prefill_s" not in row:
+        return f"{where} compiled in {row['trace_s'] + row['compile_s']:.1f} s"
     return (
-        f"{row['tokens']:,} tokens in calls of {row['chunk_tokens']:,}: {row['prefill_s']:.3f} s, "
+        f"{where} {row['prefill_s']:.3f} s, "
         f"{row['tokens_per_s']:,.0f} tokens/s, {row['matrix_share']:.0%} of the matrix rate, "
         f"{row['temp_bytes'] / 2**30:.2f} GiB beside weights and cache, compiled in "
         f"{row['trace_s'] + row['compile_s']:.1f} s"

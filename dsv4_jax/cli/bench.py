@@ -7,11 +7,13 @@ that is asked for. Every figure goes to the JSON file as soon as it is there.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import pathlib
 import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from dsv4_jax.bench import decode, kernels, prefill, report
 from dsv4_jax.bench.timing import copy_bandwidth
@@ -19,6 +21,9 @@ from dsv4_jax.bench.weights import random_params
 from dsv4_jax.cache.model_cache import tree_bytes
 from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
 from dsv4_jax.cli.presets import PRESETS, read_config
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.model.params import param_shapes, unstack_layers
+from dsv4_jax.runtime import claim_memory
 from pallas_kernels.formats import CACHE_FORMATS
 
 
@@ -41,6 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compile once a batch, for the longest context, and use that cache for all",
     )
     steps.add_argument("--quick", action="store_true", help="the step alone, compiled once")
+    steps.add_argument(
+        "--compile-only",
+        action="store_true",
+        help="fill the compilation cache and run nothing; several such may run at once",
+    )
+    steps.add_argument("--profile", action="store_true", help="which launches take how long")
     steps.add_argument("--plot", type=pathlib.Path, help="PNG or SVG of ms against context")
     steps.add_argument(
         "--part-limit-s", type=float, default=20.0, help="seconds for each part's measurements"
@@ -57,7 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs what was asked for; a case that runs out of memory is reported and left."""
+    """Runs what was asked for; what fails is reported, and left."""
+    claim_memory()
     return {"decode": _run_decode, "kernels": _run_kernels, "prefill": _run_prefill}[args.what](
         args
     )
@@ -65,10 +77,29 @@ def run(args: argparse.Namespace) -> int:
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", default="flash_slim", help=f"{', '.join(PRESETS)} or a folder")
+    parser.add_argument(
+        "--layers", type=int, help="the first so many of the model's; all if not given"
+    )
+    parser.add_argument("--experts", type=int, help="routed experts, if not the config's")
     parser.add_argument("--cache-format", choices=CACHE_FORMATS, default=DEFAULT_CACHE_FORMAT)
     parser.add_argument("--json", type=pathlib.Path, help="where the figures go")
     parser.add_argument(
         "--budget-s", type=float, default=540.0, help="no case begins later than this"
+    )
+
+
+def _config(args: argparse.Namespace) -> DSV4Config:
+    config = read_config(args.config, draft=False)
+    layers, experts = args.layers or config.num_layers, args.experts or config.num_routed_experts
+    if not 1 <= layers <= config.num_layers:
+        raise ValueError(f"layers must be in 1..{config.num_layers}, got {layers}")
+    if experts < config.num_experts_per_token:
+        raise ValueError(f"experts must be at least {config.num_experts_per_token}, got {experts}")
+    return dataclasses.replace(
+        config,
+        layer_types=config.layer_types[:layers],
+        router_types=config.router_types[:layers],
+        num_routed_experts=experts,
     )
 
 
@@ -77,7 +108,7 @@ def _run_decode(args: argparse.Namespace) -> int:
     unknown = set(args.parts) - set(decode.PARTS)
     if unknown:
         raise ValueError(f"parts must be of {decode.PARTS}, got {sorted(unknown)}")
-    config = read_config(args.config, draft=False)
+    config = _config(args)
     for context in args.contexts:
         if not 1 <= context <= config.max_position_embeddings:
             raise ValueError(
@@ -85,9 +116,15 @@ def _run_decode(args: argparse.Namespace) -> int:
             )
     parts = ("step",) if args.quick else args.parts
     output = report.Output(args.json, command="bench decode", config=args.config)
-    output.set(copy_bandwidth=copy_bandwidth())
     params = None
-    if set(parts) - {"cache"}:
+    if args.compile_only:
+        output.set(copy_bandwidth=None)
+        params = unstack_layers(param_shapes(config, jnp.bfloat16))
+    else:
+        output.set(copy_bandwidth=copy_bandwidth())
+    if set(parts) == {"cache"}:
+        params = None
+    elif params is None:
         start = time.perf_counter()
         params = jax.block_until_ready(random_params(config))
         output.set(weight_bytes=tree_bytes(params), weights_s=time.perf_counter() - start)
@@ -100,7 +137,9 @@ def _run_decode(args: argparse.Namespace) -> int:
                 bucket_context=max(args.contexts) if args.one_bucket else context,
                 cache_format=args.cache_format,
                 parts=parts,
-                recompile=not args.quick,
+                recompile=not (args.quick or rows),
+                profile=args.profile,
+                compile_only=args.compile_only,
                 limit_s=args.part_limit_s,
             )
             rows.append({"batch": batch, "context": context})
@@ -108,17 +147,15 @@ def _run_decode(args: argparse.Namespace) -> int:
                 rows[-1]["skipped"] = f"began later than --budget-s {args.budget_s:g}"
                 output.set(rows=rows)
                 continue
-            try:
-                cases = decode.bench_case(
-                    config, params, case, bandwidth=output.fields["copy_bandwidth"]
-                )
-                for row in cases:
-                    rows[-1] = row
-                    output.set(rows=rows)
-            except jax.errors.JaxRuntimeError as error:
-                rows[-1]["failed"] = str(error).splitlines()[0][:300]
+            bandwidth, said = output.fields["copy_bandwidth"], ""
+            for row in decode.bench_case(config, params, case, bandwidth=bandwidth):
+                rows[-1] = row
                 output.set(rows=rows)
-            print(report.decode_line(rows[-1]), flush=True)
+                if (line := report.decode_line(row)) != said:
+                    print(line, flush=True)
+                said = line
+            if text := report.profile_table(rows[-1]):
+                print(text, flush=True)
     print(report.decode_table(rows))
     if args.plot:
         report.plot_decode(rows, args.plot, title=args.config)
@@ -127,7 +164,7 @@ def _run_decode(args: argparse.Namespace) -> int:
 
 def _run_kernels(args: argparse.Namespace) -> int:
     begun = time.perf_counter()
-    config = read_config(args.config, draft=False)
+    config = _config(args)
     output = report.Output(args.json, command="bench kernels", config=args.config)
     output.set(copy_bandwidth=copy_bandwidth())
     rows: list[dict[str, Any]] = []
@@ -144,13 +181,14 @@ def _run_kernels(args: argparse.Namespace) -> int:
             ):
                 rows.append(row)
                 output.set(rows=rows)
+                print(report.kernel_line(row), flush=True)
     print(report.kernel_table(rows))
     return 0
 
 
 def _run_prefill(args: argparse.Namespace) -> int:
     begun = time.perf_counter()
-    config = read_config(args.config, draft=False)
+    config = _config(args)
     output = report.Output(args.json, command="bench prefill", config=args.config)
     params = jax.block_until_ready(random_params(config))
     output.set(weight_bytes=tree_bytes(params))
@@ -158,17 +196,23 @@ def _run_prefill(args: argparse.Namespace) -> int:
     for num_tokens in args.tokens:
         if time.perf_counter() - begun > args.budget_s:
             continue
-        rows.append({})
-        for row in prefill.bench_prefill(
-            config,
-            params,
-            num_tokens=num_tokens,
-            chunk_tokens=min(args.chunk, num_tokens),
-            cache_format=args.cache_format,
-        ):
-            rows[-1] = row
+        chunk_tokens = min(args.chunk, num_tokens)
+        rows.append({"tokens": num_tokens, "chunk_tokens": chunk_tokens})
+        try:
+            for row in prefill.bench_prefill(
+                config,
+                params,
+                num_tokens=num_tokens,
+                chunk_tokens=chunk_tokens,
+                cache_format=args.cache_format,
+            ):
+                rows[-1] = row
+                output.set(rows=rows)
+                print(report.prefill_line(row), flush=True)
+        except jax.errors.JaxRuntimeError as error:
+            rows[-1]["failed"] = report.first_line(error)
             output.set(rows=rows)
-        print(report.prefill_line(rows[-1]), flush=True)
+            print(report.prefill_line(rows[-1]), flush=True)
     return 0
 
 

@@ -5,17 +5,20 @@ Source: deepseek_v4.md section 1.2.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from dsv4_jax.attention.projections import linear
+from dsv4_jax.attention.projections import grouped_linear
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import StreamMixParams
 from pallas_kernels import Backend, mix_streams
 from pallas_kernels.stream_mix.reference import collapse, inverse_rms
+
+_PARTS = 16
 
 
 class StreamMix(NamedTuple):
@@ -91,12 +94,18 @@ def collapse_streams(params: StreamMixParams, streams: jax.Array, config: DSV4Co
     """The collapse before a head: [..., S, D] -> [..., D], without Sinkhorn."""
     lead, (num, dim) = streams.shape[:-2], streams.shape[-2:]
     rows = streams.reshape(-1, num, dim)
-    mix = _products(params, rows) * inverse_rms(rows, config.rms_norm_eps)
+    mix = jnp.sum(_products(params, rows), axis=1) * inverse_rms(rows, config.rms_norm_eps)
     weights = jax.nn.sigmoid(mix * params.scale[0] + params.base[None]) + config.hc_eps
     return collapse(weights, rows).reshape(*lead, dim)
 
 
 def _products(params: StreamMixParams, streams: jax.Array) -> jax.Array:
-    """All streams of a token as one vector, through `fn`: [T, S, D] -> f32[T, ...]."""
+    """All streams of a token as one vector, through `fn`: [T, S, D] -> f32[T, P, ...], in parts.
+
+    A matrix of 24 rows keeps 24 of a GPU's SMs busy, one a row; cut into parts, all of them.
+    """
     flat = streams.reshape(streams.shape[0], -1).astype(jnp.float32)
-    return linear(flat, params.fn)
+    rows, length = params.fn.shape
+    parts = math.gcd(length, _PARTS)
+    weight = params.fn.reshape(rows, parts, length // parts).swapaxes(0, 1)
+    return grouped_linear(flat.reshape(-1, parts, length // parts), weight)

@@ -29,17 +29,15 @@ def mixture_of_experts(
       [..., D]: the routed experts' weighted sum plus the shared expert.
     """
     rows = x.reshape(-1, x.shape[-1])
-    experts, weights = route(params, rows, token_ids.reshape(-1), config)
-    routed = checkpoint_name(_routed(params, rows, experts, weights, config), "routed")
+    share = route(params, rows, token_ids.reshape(-1), config)
+    routed = checkpoint_name(_routed(params, rows, share, config), "routed")
     hidden = _swiglu(linear(rows, params.shared_w1), linear(rows, params.shared_w3), config)
     shared = checkpoint_name(linear(hidden.astype(x.dtype), params.shared_w2), "shared")
     return checkpoint_name((routed + shared).reshape(x.shape), "mlp_out")
 
 
-def route(
-    params: MoEParams, x: jax.Array, token_ids: jax.Array, config: DSV4Config
-) -> tuple[jax.Array, jax.Array]:
-    """Experts of each token and their weights.
+def route(params: MoEParams, x: jax.Array, token_ids: jax.Array, config: DSV4Config) -> jax.Array:
+    """How much of each expert a token gets.
 
     Args:
       params: of the layer; `tid2eid` makes it a hash layer.
@@ -48,37 +46,42 @@ def route(
       config: the model.
 
     Returns:
-      i32[T, k] and f32[T, k].
+      f32[T, E], weights of the experts that a token picked, 0 for the others.
     """
     logits = checkpoint_name(linear(x, params.gate, dtype=jnp.float32), "gate/logits")
     scores = jnp.sqrt(jax.nn.softplus(logits))
     if params.tid2eid is not None:
-        experts = params.tid2eid[token_ids]
+        number = jnp.arange(config.num_routed_experts, dtype=jnp.int32)
+        table = params.tid2eid[token_ids]
+        picked = jnp.any(table[:, :, None] == number[None, None], axis=1)
     else:
         assert params.bias is not None
-        _, experts = jax.lax.top_k(scores + params.bias[None], config.num_experts_per_token)
-    experts = checkpoint_name(experts, "gate/indices")
-    picked = jnp.take_along_axis(scores, experts, axis=-1)
-    weights = picked / (jnp.sum(picked, axis=-1, keepdims=True) + 1e-20)
-    return experts, checkpoint_name(weights * config.routed_scaling_factor, "gate/weights")
+        picked = _are_best(scores + params.bias[None], config.num_experts_per_token)
+    weights = jnp.where(picked, scores, 0)
+    weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+    return checkpoint_name(weights * config.routed_scaling_factor, "gate/share")
 
 
-def _routed(
-    params: MoEParams,
-    x: jax.Array,
-    experts: jax.Array,
-    weights: jax.Array,
-    config: DSV4Config,
-) -> jax.Array:
+def _are_best(scores: jax.Array, count: int) -> jax.Array:
+    """bool[T, E]: whether fewer than `count` others are better, lower numbers first among equals.
+
+    Of a few hundred experts this fuses with what is around it; `jax.lax.top_k` is a sort.
+    """
+    number = jnp.arange(scores.shape[1], dtype=jnp.int32)
+    mine, other = scores[:, :, None], scores[:, None]
+    earlier = (number[None, :] < number[:, None])[None]
+    better = (other > mine) | ((other == mine) & earlier)
+    return jnp.sum(better, axis=-1, dtype=jnp.int32) < count
+
+
+def _routed(params: MoEParams, x: jax.Array, share: jax.Array, config: DSV4Config) -> jax.Array:
     """Every expert on every token, those that a token did not pick with weight 0.
 
     A decode step is bound by reading the experts' weights, once each here; as a grouped product
     (`jax.lax.ragged_dot`) XLA multiplies as many rows for every expert, k times as many, and
     copies the weights to turn them round. The weight is applied before the last product.
     """
-    num_tokens, num_experts = x.shape[0], config.num_routed_experts
-    picked = jax.nn.one_hot(experts, num_experts, dtype=jnp.float32)
-    share = jnp.sum(picked * weights[..., None], axis=1)
+    num_tokens, num_experts = share.shape
 
     def project(weight: jax.Array) -> jax.Array:
         rows = linear(x, weight.reshape(-1, x.shape[-1]))

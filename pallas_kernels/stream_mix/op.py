@@ -30,8 +30,9 @@ def mix_streams(
     """All of a stream mixing but its matrix product, and the norm of what comes out.
 
     Args:
-      products: f32[T, (2 + S) * S], the mixing matrix times the streams as one vector: logits of
-        pre, of post, and of comb, row by row, before they are divided by that vector's RMS.
+      products: f32[T, P, (2 + S) * S], the mixing matrix times the streams as one vector, in P
+        parts that are added here: logits of pre, of post, and of comb, row by row, before they are
+        divided by that vector's RMS.
       scale: f32[3], of each of the three kinds of logits.
       base: f32[(2 + S) * S], added to the scaled logits.
       streams: [T, S, D].
@@ -50,10 +51,11 @@ def mix_streams(
 
     Source: deepseek_v4.md section 1.2.
     """
-    check_rank(3, streams=streams)
+    check_rank(3, products=products, streams=streams)
     num, dim = streams.shape[1:]
     count = check_same_length("T", products=products, streams=streams)
-    check_shape("products", products, (count, (2 + num) * num), "T, (2 + S) * S")
+    parts = products.shape[1]
+    check_shape("products", products, (count, parts, (2 + num) * num), "T, P, (2 + S) * S")
     check_shape("base", base, ((2 + num) * num,), "(2 + S) * S")
     check_shape("scale", scale, (3,), "3")
     check_shape("norm", norm, (dim,), "D")

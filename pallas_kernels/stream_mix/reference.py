@@ -1,6 +1,6 @@
 """Definition of `mix_streams`.
 
-    m       = products / sqrt(mean(X^2) + norm_eps)
+    m       = sum over parts of products / sqrt(mean(X^2) + norm_eps)
     pre_j   = sigmoid(m_j s_0 + b_j) + eps                 post_j = 2 sigmoid(m_(S+j) s_1 + b_(S+j))
     Z_jk    = m_(2S+Sj+k) s_2 + b_(2S+Sj+k)                comb = Sinkhorn(Z)
     u       = sum_j pre_j X_j, rounded                     normed = rms(u) * norm, rounded
@@ -48,7 +48,7 @@ def mix_streams(
     """See `op.mix_streams`."""
     count, num, _ = streams.shape
     base = base[None]
-    mix = products * inverse_rms(streams, norm_eps)
+    mix = jnp.sum(products, axis=1) * inverse_rms(streams, norm_eps)
     pre = jax.nn.sigmoid(mix[:, :num] * scale[0] + base[:, :num]) + eps
     post = 2 * jax.nn.sigmoid(mix[:, num : 2 * num] * scale[1] + base[:, num : 2 * num])
     logits = mix[:, 2 * num :] * scale[2] + base[:, 2 * num :]

@@ -55,8 +55,11 @@ def mix_streams(
 
         def logits(place: jax.Array, part: int, live: jax.Array) -> jax.Array:
             """Scaled logits at these places of the token's, zeros where not live."""
-            mix = triton.load_where(products, (token, place), live) * inverse_rms
-            return mix * scale[part] + triton.load_where(base, (place,), live)
+            mix = jnp.zeros(place.shape, jnp.float32)
+            for number in range(products.shape[1]):
+                where = (token, jnp.int32(number), place)
+                mix = mix + triton.load_where(products, where, live)
+            return mix * inverse_rms * scale[part] + triton.load_where(base, (place,), live)
 
         lane = jnp.arange(side, dtype=jnp.int32)
         inside = lane < num

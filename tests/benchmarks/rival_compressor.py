@@ -58,7 +58,7 @@ class Rival:
         positions = [p[None] for p in decode_positions(RATE[kind], batch, closing)]
         families = ("main", "index") if kind == "csa" else ("main",)
         total = sum(self._compress_us(kind, family, positions, _LAYERS) for family in families)
-        return round(total + self._insert_us(batch, num_heads), 2)
+        return round(total + self.insert_us(batch, num_heads), 2)
 
     def _compress_us(self, kind, family, positions, layers):
         buffers = [_Compressor(kind, family, positions, self.cos_sin) for _ in range(layers)]
@@ -69,7 +69,7 @@ class Rival:
 
         return rivals.median_us([lambda c=c: run(c) for c in buffers])
 
-    def _insert_us(self, batch, num_heads):
+    def insert_us(self, batch, num_heads):
         import torch
 
         calls = []

@@ -50,3 +50,12 @@ def test_the_second_process_finds_what_the_first_compiled(tmp_path):
         assert run(code, XDG_CACHE_HOME=str(tmp_path)) == [str(tmp_path / "dsv4-jax/xla"), found]
     told = run(code, JAX_COMPILATION_CACHE_DIR=str(tmp_path / "told"))
     assert told == [str(tmp_path / "told"), "False"]
+
+
+def test_memory_is_claimed_unless_the_user_or_jax_was_first():
+    code = "import dsv4_jax as ds; {first}ds.claim_memory(); import os; "
+    code += "print(os.environ.get('XLA_CLIENT_MEM_FRACTION'))"
+    assert run(code.format(first="")) == ["0.95"]
+    assert run(code.format(first=""), XLA_CLIENT_MEM_FRACTION="0.5") == ["0.5"]
+    assert run(code.format(first=""), XLA_PYTHON_CLIENT_MEM_FRACTION="0.5") == ["None"]
+    assert run(code.format(first="import jax; jax.devices(); ")) == ["None"]

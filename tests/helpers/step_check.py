@@ -5,7 +5,8 @@
 Op by op: each op of a layer of each attention type runs both ways on the same filled cache, so
 that an error of one op does not reach the next. Selections are compared as sets and flips counted,
 stored bytes are counted where they differ, and attention is compared in ulps of bf16. Then, with
-`--step`, the whole step: the logits' largest difference and how many rows' best token differs.
+`--step`, the whole step: the logits' largest difference and how many rows' best token differs; of
+references it compiles slowly, so that `--layers 5` is a good idea.
 """
 
 import argparse
@@ -38,21 +39,19 @@ def references_only():
 
 
 def compare_ops(config, *, batch, context, cache_format="fp8_ue8m0", references=references_only):
-    """{op of a layer: figures}, of the last layer of each attention type."""
+    """(op of a layer, figures), one by one, of the last layer of each attention type."""
     lengths = context - 1 - np.arange(batch) % 4
     cache = filled_cache(
         config, length_tokens=lengths, max_context_tokens=context, cache_format=cache_format
     )
     step_input = one_token_each(config, batch)
     inputs = random_inputs(config, batch)
-    found = {}
     for spec in {spec.attn: spec for spec in ds.layer_schedule(config)}.values():
         with references():
             expected, given = _run_ops(config, spec, cache, inputs, step_input, None)
         actual, _ = _run_ops(config, spec, cache, inputs, step_input, given)
-        for name, wanted in expected.items():
-            found[f"{spec.attn} {name}"] = _FIGURES[name](actual[name], wanted)
-    return found
+        for name in list(expected):  # results hold copies of a family: none is kept for long
+            yield f"{spec.attn} {name}", _FIGURES[name](actual.pop(name), expected.pop(name))
 
 
 def compare_steps(config, *, batch, context, cache_format="fp8_ue8m0", references=references_only):
@@ -164,18 +163,36 @@ def main():
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=1_048_576)
     parser.add_argument("--step", action="store_true", help="the whole step too")
+    parser.add_argument("--layers", type=int, help="the first so many; all if not given")
     parser.add_argument("--json", type=pathlib.Path)
     arguments = parser.parse_args()
-    config = dataclasses.replace(getattr(ds.DSV4Config, arguments.config)(), num_mtp_layers=0)
+    ds.claim_memory()
+    ds.set_xla_flags()
+    ds.use_compilation_cache()
+    config = getattr(ds.DSV4Config, arguments.config)()
+    config = dataclasses.replace(
+        config,
+        layer_types=config.layer_types[: arguments.layers],
+        router_types=config.router_types[: arguments.layers],
+        num_mtp_layers=0,
+    )
     sizes = {"batch": arguments.batch, "context": arguments.context}
     results = {"device": jax.devices()[0].device_kind, "config": arguments.config, **sizes}
-    results["ops"] = compare_ops(config, **sizes)
-    results["complaints"] = complaints(results["ops"])
+    results["ops"] = {}
+
+    def keep(**fields):
+        results.update(fields)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+
+    for name, figures in compare_ops(config, **sizes):
+        results["ops"][name] = figures
+        print(name, json.dumps(figures), flush=True)
+        keep(complaints=complaints(results["ops"]))
+    print("complaints:", results["complaints"], flush=True)
     if arguments.step:
-        results["step"] = compare_steps(config, **sizes)
-    print(json.dumps(results, indent=1))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+        keep(step=compare_steps(config, **sizes))
+        print("step", json.dumps(results["step"]), flush=True)
 
 
 if __name__ == "__main__":

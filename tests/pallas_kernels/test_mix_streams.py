@@ -10,6 +10,7 @@ from pallas_kernels import mix_streams
 S = 4
 ITERS, EPS, NORM_EPS = 20, 1e-6, 1e-6
 WIDTH = (2 + S) * S
+PARTS = 3
 jit_mix_streams = jax.jit(
     functools.partial(mix_streams, iters=ITERS, eps=EPS, norm_eps=NORM_EPS),
     static_argnames="backend",
@@ -19,7 +20,7 @@ jit_mix_streams = jax.jit(
 def arguments(num_tokens, dim, dtype, *, spread=1.0, seed=0):
     rng = np.random.default_rng(seed)
     return (
-        jnp.asarray(rng.normal(size=(num_tokens, WIDTH)) * spread, jnp.float32),
+        jnp.asarray(rng.normal(size=(num_tokens, PARTS, WIDTH)) * spread, jnp.float32),
         jnp.asarray(rng.uniform(0.5, 1.5, 3), jnp.float32),
         jnp.asarray(rng.normal(size=WIDTH) * 0.5, jnp.float32),
         jnp.asarray(rng.normal(size=(num_tokens, S, dim)) * 3, dtype),
@@ -34,7 +35,7 @@ def oracle(products, scale, base, streams, norm):
     for product, x in zip(
         np.asarray(products, np.float64), np.asarray(streams, np.float64), strict=True
     ):
-        mix = product / np.sqrt(np.mean(x**2) + NORM_EPS)
+        mix = product.sum(0) / np.sqrt(np.mean(x**2) + NORM_EPS)
         sigmoid = 1 / (1 + np.exp(-(mix[: 2 * S] * scale[:2].repeat(S) + base[: 2 * S])))
         pre, post = sigmoid[:S] + EPS, 2 * sigmoid[S:]
         z = (mix[2 * S :] * scale[2] + base[2 * S :]).reshape(S, S)
@@ -102,7 +103,7 @@ def test_shapes_are_checked():
     products, scale, base, streams, norm = arguments(2, 64, jnp.float32)
     sizes = {"iters": ITERS, "eps": EPS, "norm_eps": NORM_EPS}
     with pytest.raises(ValueError, match="products"):
-        mix_streams(products[:, 1:], scale, base, streams, norm, **sizes)
+        mix_streams(products[:, :, 1:], scale, base, streams, norm, **sizes)
     with pytest.raises(ValueError, match="norm"):
         mix_streams(products, scale, base, streams, norm[1:], **sizes)
     with pytest.raises(ValueError, match="iters must be at least 1, got 0"):
@@ -114,7 +115,7 @@ def _aot_case(num_tokens, dim):
         sizes = {"iters": ITERS, "eps": EPS, "norm_eps": NORM_EPS}
         return mix_streams(*given, **sizes, backend="triton_gpu")
 
-    shapes = ((num_tokens, WIDTH), (3,), (WIDTH,), (num_tokens, S, dim), (dim,))
+    shapes = ((num_tokens, 16, WIDTH), (3,), (WIDTH,), (num_tokens, S, dim), (dim,))
     dtypes = (jnp.float32, jnp.float32, jnp.float32, jnp.bfloat16, jnp.bfloat16)
     specs = [jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, dtypes, strict=True)]
     return (f"{num_tokens}x{dim}", call, specs)

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from dsv4_jax.bench import prefill, report
+from dsv4_jax.bench import decode, prefill, report
 from dsv4_jax.cli import main
 from dsv4_jax.config import DSV4Config
 
@@ -46,7 +46,7 @@ def test_decode_times_every_part(tmp_path, capsys):
             "csa_learned",
             "swa_learned",
         }
-        assert row["again_compile_s"] >= 0
+        assert ("again_compile_s" in row) == (row["context"] == 64)
     assert "ms a layer" in capsys.readouterr().out
 
 
@@ -56,6 +56,30 @@ def test_the_cache_part_needs_no_weights(tmp_path):
     assert row["weight_bytes"] == 0
     assert row["cache_part_ms"] > 0
     assert "weights_s" not in found
+
+
+@pytest.mark.slow
+def test_only_compiling_runs_nothing(tmp_path):
+    case = ("decode", "--contexts", "64", "--layers", "3", "--parts", "step,cache")
+    (row,) = bench(tmp_path, *case, "--compile-only")["rows"]
+    assert row["launches"]["total"] > 100
+    assert row["cache_part_launches"]["total"] > 0
+    assert "failed" not in row
+    assert not [name for name in row if name.endswith("_ms")]
+
+
+def test_a_part_that_fails_leaves_the_others(tmp_path, monkeypatch, capsys):
+    def broken(*_):
+        raise RuntimeError("no such kernel\nand a long story")
+        yield
+
+    monkeypatch.setattr(decode, "_step_rows", broken)
+    found = bench(tmp_path, "decode", "--contexts", "64", "--parts", "step,cache", "--layers", "3")
+    (row,) = found["rows"]
+    assert row["failed"] == {"step": "RuntimeError: no such kernel"}
+    assert row["cache_part_ms"] > 0
+    assert row["cache_part_finite"]
+    assert "step failed, RuntimeError: no such kernel" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -84,6 +108,8 @@ def test_prefill_is_timed(tmp_path, capsys):
     [
         (["--parts", "step,head"], r"parts must be of .*, got \['head'\]"),
         (["--contexts", "0"], "contexts must be in 1..1048576, got 0"),
+        (["--layers", "8"], "layers must be in 1..7, got 8"),
+        (["--experts", "1"], "experts must be at least 3, got 1"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(capsys, arguments, message):
@@ -95,10 +121,10 @@ def test_bad_input_is_one_line_and_status_2(capsys, arguments, message):
 def test_what_was_not_run_is_said():
     rows = [
         {"batch": 1, "context": 64, "skipped": "needs 200.0 GiB of 139.0 GiB"},
-        {"batch": 8, "context": 64, "failed": "RESOURCE_EXHAUSTED"},
+        {"batch": 8, "context": 64, "failed": {"step": "RESOURCE_EXHAUSTED"}},
     ]
     assert report.decode_line(rows[0]).endswith("skipped needs 200.0 GiB of 139.0 GiB")
-    assert report.decode_line(rows[1]).endswith("failed RESOURCE_EXHAUSTED")
+    assert report.decode_line(rows[1]).endswith("step failed, RESOURCE_EXHAUSTED")
     assert len(report.decode_table(rows).splitlines()) == 3
 
 

@@ -38,4 +38,4 @@ def test_cache_and_weights_are_used_where_they_lie(layers, batch):
     assert found["weight_sized"] == []
     assert found["temp_bytes"] < 2**30
     assert found["trace_s"] + found["compile_s"] < 300  # a loaded machine of two cores
-    assert sum(found["launches"].values()) < 70 * layers + 60
+    assert sum(found["launches"].values()) < (37 if batch == 1 else 44) * layers + 20

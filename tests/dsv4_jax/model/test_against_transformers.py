@@ -37,10 +37,12 @@ def run(case, config, params):
         value = np.asarray(value)
         rows = len(value) == batch * num_tokens
         values[name] = value.reshape(batch, num_tokens, -1) if rows else value
-    for name in [name for name in values if name.endswith("gate/indices")]:
-        order = np.argsort(values[name], axis=-1)
-        for each in (name, name.replace("indices", "weights")):
-            values[each] = np.take_along_axis(values[each], order, axis=-1)
+    for name in [name for name in values if name.endswith("gate/share")]:
+        share = values.pop(name)
+        experts = np.argsort(-share, axis=-1)[..., : config.num_experts_per_token]
+        experts = np.sort(experts, axis=-1)
+        values[name.replace("share", "indices")] = experts
+        values[name.replace("share", "weights")] = np.take_along_axis(share, experts, axis=-1)
     return values
 
 
