@@ -262,6 +262,30 @@ def test_a_step_that_raises_harms_nobody(monkeypatch, takes_the_cache):
     assert not engine.verify().problems
 
 
+@pytest.mark.parametrize("place", ["advance", "keep_snapshot"])
+def test_a_step_that_fails_while_it_is_counted_harms_nobody(monkeypatch, place):
+    """The device is ahead of the manager then: all is computed again, to the same tokens."""
+    engine, rng = make_engine(debug=True), np.random.default_rng(12)
+    texts = [prompt(rng, n) for n in (140, 30, 128 + 20)]
+    options = {"max_new_tokens": 12, "stop_token_ids": ()}
+    ids = [engine.submit(text, **options) for text in texts]
+    calls = iter(range(1000))
+
+    def fail(*arguments):
+        if next(calls) == 1:  # one row is counted, the next is not
+            raise Lost
+        return method(*arguments)
+
+    method = getattr(engine._loop.manager, place)
+    monkeypatch.setattr(engine._loop.manager, place, fail)
+    with pytest.raises(Lost):
+        run_to_end(engine, *ids)
+    assert not engine._loop.running
+    for done, text in zip(run_to_end(engine, *ids), texts, strict=True):
+        assert done == alone(text, options)
+    assert not engine.verify().problems
+
+
 def test_an_error_in_one_request_is_that_requests_alone(monkeypatch):
     """A text decoder that fails ends its request; the others run on."""
     engine, rng = make_engine(), np.random.default_rng(6)

@@ -130,6 +130,17 @@ def test_the_least_recently_used_snapshot_goes_first_and_blocks_stay(rng):
     assert hit(texts[1]) == 0
 
 
+def test_a_long_answer_leaves_its_prompt_a_snapshot(rng):
+    """Two places, three boundaries of an answer: its last one and the prompt's stay."""
+    engine, text = limit(make_engine(), num_snapshots=2), prompt(rng, 130)
+    (answer,) = run_to_end(engine, engine.submit(text, max_new_tokens=390, stop_token_ids=()))
+    assert engine.metrics.snapshots == 4  # at 128, 256, 384 and 512
+    run_to_end(engine, engine.submit(text, max_new_tokens=1))
+    assert hits(engine) == 128
+    run_to_end(engine, engine.submit([*text, *answer.token_ids, 1], max_new_tokens=1))
+    assert hits(engine) == 128 + 512
+
+
 def test_history_gives_way_to_requests_only(rng):
     """A pool of 6 blocks: cached prefixes are evicted when a request needs their blocks."""
     engine = limit(make_engine(), num_blocks=6)
