@@ -98,6 +98,11 @@ class KVCacheManager:
         return self._blocks.num_evicted
 
     @property
+    def num_evicted_snapshots(self) -> int:
+        """Snapshots that gave way to others so far."""
+        return self._tree.num_evicted_snapshots
+
+    @property
     def num_cached_blocks(self) -> int:
         """Blocks of cached prefixes that no request holds."""
         return self._tree.num_unused

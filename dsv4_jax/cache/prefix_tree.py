@@ -57,6 +57,7 @@ class PrefixTree:
       block_tokens: tokens of a block.
       num_snapshots: places of the snapshot store.
       snapshot_generations: i32[num_snapshots], how often each place has been written.
+      num_evicted_snapshots: snapshots that gave way to others.
     """
 
     def __init__(self, block_tokens: int, num_snapshots: int) -> None:
@@ -73,6 +74,7 @@ class PrefixTree:
         self._free_snapshots = list(range(num_snapshots - 1, -1, -1))
         self._snapshots: collections.OrderedDict[int, PrefixNode] = collections.OrderedDict()
         self.snapshot_generations = np.zeros(num_snapshots, np.int32)
+        self.num_evicted_snapshots = 0
         self._leaves: list[tuple[bool, int, int, PrefixNode]] = []
         self._clock = itertools.count(1)
 
@@ -194,6 +196,7 @@ class PrefixTree:
             if not self._snapshots:
                 return -1
             self.drop_snapshot(next(iter(self._snapshots.values())))
+            self.num_evicted_snapshots += 1
         return self._free_snapshots.pop()
 
     def return_snapshot_place(self, place: int) -> None:

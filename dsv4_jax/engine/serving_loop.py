@@ -53,7 +53,7 @@ class ServingLoop:
         self._tokenizer = tokenizer
         self._debug = debug
         self._seals: Seals | None = None
-        self._evicted_before = 0
+        self._evicted_before = (0, 0)
         self.manager: KVCacheManager = self._new_manager()
         self._update_gauges()
 
@@ -327,7 +327,7 @@ class ServingLoop:
             else:
                 self.end(request)
         self.runner.rebuild()
-        self._evicted_before += self.manager.num_evicted
+        self._evicted_before = self._evicted()
         self.manager, self._seals = self._new_manager(), None
         self._update_gauges()
 
@@ -337,13 +337,18 @@ class ServingLoop:
         if report.problems:
             raise CacheError(str(report))
 
+    def _evicted(self) -> tuple[int, int]:
+        """Blocks and snapshots, those of managers that were lost included."""
+        blocks, snapshots = self._evicted_before
+        return blocks + self.manager.num_evicted, snapshots + self.manager.num_evicted_snapshots
+
     def _update_gauges(self) -> None:
         metrics, manager, plan = self.metrics, self.manager, self.runner.plan
         metrics.running, metrics.waiting = len(self.running), len(self.waiting)
         metrics.cached_blocks = manager.num_cached_blocks
         metrics.free_blocks = manager.num_free_blocks - manager.num_cached_blocks
         metrics.used_blocks = plan.num_blocks - manager.num_free_blocks
-        metrics.evicted_blocks = self._evicted_before + manager.num_evicted
+        metrics.evicted_blocks, metrics.evicted_snapshots = self._evicted()
         metrics.used_bytes = {
             family: used * metrics.used_blocks
             if family.endswith(("entries", "keys"))

@@ -53,7 +53,7 @@ def test_the_same_request_again_hits_all_but_its_last_block_of_tokens(rng, lengt
 
 def test_a_boundary_inside_a_chunk_is_kept(rng):
     """One chunk of 300 tokens crosses 128 and 256: both can be resumed at."""
-    sizes = {"prefill_tokens": (300,), "decode_tokens": 300}
+    sizes = {"prefill_tokens": (300,), "decode_tokens": 300, "draft_tokens": 0}
     text = prompt(rng, 300)
     engine = make_engine(**sizes)
     run_to_end(engine, engine.submit(text, **WANTED))
@@ -123,8 +123,9 @@ def test_the_least_recently_used_snapshot_goes_first_and_blocks_stay(rng):
 
     assert [hit(texts[0]), hit(texts[1]), hit(texts[0])] == [0, 0, 128]
     cached = engine.metrics.cached_blocks
+    assert engine.metrics.evicted_snapshots == 0
     assert hit(texts[2]) == 0
-    assert engine.metrics.evicted_blocks == 0
+    assert (engine.metrics.evicted_blocks, engine.metrics.evicted_snapshots) == (0, 1)
     assert engine.metrics.cached_blocks == cached + 1
     assert [hit(texts[0]), hit(texts[2])] == [128, 128]
     assert hit(texts[1]) == 0
