@@ -70,12 +70,12 @@ def _serve(
     engine = Engine(
         config,
         params,
-        max_requests=3,
+        max_requests=4,
         max_context_tokens=4 * size,
         cache_format=cache_format,
         prefill_tokens=(48,),
         decode_tokens=48,
-        draft_tokens=2 if params.mtp is not None else 0,
+        draft_tokens=3 if params.mtp is not None else 0,
         debug=True,
     )
     head = rng.integers(0, config.vocab_size, 2 * size)
