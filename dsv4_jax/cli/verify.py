@@ -70,7 +70,7 @@ def _serve(
     engine = Engine(
         config,
         params,
-        max_requests=4,
+        max_requests=3,
         max_context_tokens=4 * size,
         cache_format=cache_format,
         prefill_tokens=(48,),

@@ -1,5 +1,6 @@
 """What the compiled decode step does with memory, traces and the host."""
 
+import dataclasses
 import re
 
 import chex
@@ -13,7 +14,13 @@ import dsv4_jax as ds
 
 @pytest.fixture(scope="module")
 def model():
-    config = ds.DSV4Config.tiny()
+    """A window layer, then one of each compressed type twice, which is scanned."""
+    swa, csa, hca = ds.AttentionType.SWA, ds.AttentionType.CSA, ds.AttentionType.HCA
+    config = dataclasses.replace(
+        ds.DSV4Config.tiny(),
+        layer_types=(swa, hca, csa, hca, csa),
+        router_types=(ds.RouterType.HASH, *(ds.RouterType.LEARNED,) * 4),
+    )
     return config, ds.init_params(config, jax.random.key(0))
 
 

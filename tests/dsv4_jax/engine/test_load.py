@@ -19,7 +19,7 @@ def checkpoint():
 def make_engine(**changes):
     """One program for every step, that of `dsv4-jax verify`."""
     sizes = {
-        "max_requests": 4, "max_context_tokens": 512, "prefill_tokens": (48,),
+        "max_requests": 3, "max_context_tokens": 512, "prefill_tokens": (48,),
         "decode_tokens": 48, "draft_tokens": 3,
     }  # fmt: skip
     return ds.Engine(*checkpoint(), **(sizes | changes))

@@ -15,7 +15,13 @@ from dsv4_jax.bench.parts import cache_part, one_token_each, random_inputs
 @pytest.fixture(scope="module")
 def model():
     """Two CSA and two HCA layers that a scan would repeat, and a window layer."""
-    config = dataclasses.replace(ds.DSV4Config.tiny(), num_mtp_layers=0)
+    swa, csa, hca = ds.AttentionType.SWA, ds.AttentionType.CSA, ds.AttentionType.HCA
+    config = dataclasses.replace(
+        ds.DSV4Config.tiny(),
+        layer_types=(swa, hca, csa, hca, csa),
+        router_types=(ds.RouterType.LEARNED,) * 5,
+        num_mtp_layers=0,
+    )
     return config, ds.init_params(config, jax.random.key(0))
 
 
