@@ -34,10 +34,13 @@ def test_speculation_changes_no_token(temperature):
     assert engine.metrics.accepted_tokens == accepted
 
 
-def test_a_draft_that_is_right_is_accepted(monkeypatch):
-    """Drafts replaced by the true continuation: four tokens a step, the same tokens."""
+def test_a_draft_that_is_right_is_accepted():
+    """Drafts replaced by the true continuation: four tokens a step, the same tokens.
+
+    One step crosses a block boundary with its drafts: blocks are reserved for what is in flight.
+    """
     rng = np.random.default_rng(2)
-    text = prompt(rng, 50)
+    text = prompt(rng, 101)
     engine = make_engine()
     wanted = {"max_new_tokens": 41, "stop_token_ids": ()}
     (plain,) = run_to_end(engine, engine.submit(text, speculate=False, **wanted))
@@ -48,7 +51,7 @@ def test_a_draft_that_is_right_is_accepted(monkeypatch):
         request.drafts = plain.token_ids[request.num_drawn : request.num_drawn + 3]
         engine.step()
         steps += 1
-    assert steps == 3 + 10  # 50 prompt tokens in chunks of 24, then 40 tokens by four
+    assert steps == 5 + 10  # 101 prompt tokens in chunks of 24, then 40 tokens by four
     assert engine.metrics.acceptance == 1.0
     same_tokens(engine.completion(request_id), plain)
 
