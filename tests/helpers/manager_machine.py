@@ -110,7 +110,7 @@ class World:
         self.tenants[slot] = Tenant(prompt[:hit], values[:hit], length + extra, salt, prompt[hit:])
 
     def step(self, slot, num_tokens, rejected, keep):
-        """Appends tokens, of which some are taken back, and keeps the boundaries reached."""
+        """Appends tokens, of which some are taken back; `keep` shares what is there from now on."""
         tenant = self.tenants[slot]
         room = tenant.reserved - len(tenant.tokens)
         tokens = tenant.todo[:num_tokens] or [len(tenant.tokens) % 50 for _ in range(num_tokens)]
@@ -129,7 +129,8 @@ class World:
         tenant.tokens += tokens[:kept]
         tenant.todo = tenant.todo[kept:]
         self.manager.advance(slot, kept)
-        self.manager.share(slot, np.asarray(tenant.tokens, np.int32))
+        if keep:
+            self.manager.share(slot, np.asarray(tenant.tokens, np.int32))
         for boundary, place in boundaries:
             if self.manager.keep_snapshot(slot, boundary, place):
                 self.count("snapshot")

@@ -258,6 +258,31 @@ def test_a_hit_takes_no_more_than_was_asked_for():
         manager.release(slot)
 
 
+def test_tokens_computed_twice_are_held_once():
+    """Known blocks without a snapshot: who computes them again replaces the copy nobody reads."""
+    manager, tokens = make_manager(num_snapshots=1), np.arange(256, dtype=np.int32)
+    for _ in range(3):
+        slot = manager.admit(256, tokens)
+        assert manager.hit_tokens(slot) == 0
+        manager.advance(slot, 256)
+        manager.share(slot, tokens)
+        assert (manager.num_free_blocks, manager.num_cached_blocks) == (NUM_BLOCKS - 2, 0)
+        manager.release(slot)
+        assert (manager.num_free_blocks, manager.num_cached_blocks) == (NUM_BLOCKS, 2)
+
+
+def test_blocks_of_a_fork_that_were_not_shared_before_are_never_evicted():
+    """The tree would count them as its own, and give them away under the other's feet."""
+    manager, tokens = make_manager(num_snapshots=1), np.arange(256, dtype=np.int32)
+    slot = manager.admit(256)
+    manager.advance(slot, 256)
+    fork = manager.fork(slot, 256)
+    manager.share(slot, tokens)
+    manager.release(slot)
+    assert (manager.num_free_blocks, manager.evict(9)) == (NUM_BLOCKS - 2, 0)
+    assert np.all(manager.block_table[fork, :2] >= 0)
+
+
 def test_no_place_is_taken_while_a_hit_may_still_read_it():
     manager = make_manager(num_snapshots=4)
     tokens = known_prompt(manager, 300)

@@ -71,6 +71,18 @@ def test_a_boundary_inside_a_chunk_is_kept(rng):
         same_tokens(*run_to_end(engine, request), *run_to_end(cold, alone))
 
 
+def test_where_two_prompts_part_is_kept_for_a_third(rng):
+    """A prompt may have one place of two, its end's; the second keeps where they part as well."""
+    engine, head = limit(make_engine(), num_snapshots=2), prompt(rng, 256)
+    gained = []
+    for _ in range(3):
+        before = hits(engine)
+        text = head + prompt(rng, 260)  # four whole blocks
+        run_to_end(engine, engine.submit(text, max_new_tokens=1))
+        gained.append((hits(engine) - before, engine.metrics.snapshots))
+    assert gained == [(0, 1), (0, 3), (256, 4)]
+
+
 def test_an_answer_is_a_prefix_too(rng):
     """The next turn of a conversation resumes at the boundary that the answer reached."""
     engine = make_engine()
