@@ -131,8 +131,15 @@ class Life:
         assert (metrics.running, metrics.waiting, metrics.used_blocks) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("scarce", [False, True])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    ("seed", "scarce"),
+    [
+        (0, False),
+        (1, True),
+        pytest.param(1, False, marks=pytest.mark.slow),
+        pytest.param(0, True, marks=pytest.mark.slow),
+    ],
+)
 def test_whatever_happens_a_request_gets_what_it_gets_alone(scarce, seed):
     """Chunks, batches, forks, preemptions, hits and drafts, mixed at random.
 
