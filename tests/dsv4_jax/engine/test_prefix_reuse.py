@@ -1,10 +1,25 @@
 """Prefix reuse: what is shared, and that a hit is a cold run to the bit."""
 
+import dataclasses
+
+import jax
 import numpy as np
 import pytest
 
+import dsv4_jax as ds
 from helpers.schedules import assert_same_bytes
-from helpers.serving import limit, make_engine, prompt, rows_at, rows_of, run_to_end, same_tokens
+from helpers.serving import (
+    CONFIG,
+    CSA,
+    SIZES,
+    limit,
+    make_engine,
+    prompt,
+    rows_at,
+    rows_of,
+    run_to_end,
+    same_tokens,
+)
 
 WANTED = {"max_new_tokens": 6, "stop_token_ids": ()}
 
@@ -52,10 +67,17 @@ def test_the_same_request_again_hits_all_but_its_last_block_of_tokens(rng, lengt
 
 
 def test_a_boundary_inside_a_chunk_is_kept(rng):
-    """One chunk of 300 tokens crosses 128 and 256: both can be resumed at."""
-    sizes = {"prefill_tokens": (300,), "decode_tokens": 300, "draft_tokens": 0}
+    """One chunk of 300 tokens crosses 128 and 256: both can be resumed at.
+
+    A CSA layer alone has all that a snapshot holds.
+    """
+    config = dataclasses.replace(
+        CONFIG, layer_types=(CSA,), router_types=(ds.RouterType.LEARNED,), num_mtp_layers=0
+    )
+    weights = ds.init_params(config, jax.random.key(0))
+    sizes = SIZES | {"prefill_tokens": (300,), "decode_tokens": 300, "draft_tokens": 0}
     text = prompt(rng, 300)
-    engine = make_engine(**sizes)
+    engine = ds.Engine(config, weights, **sizes)
     run_to_end(engine, engine.submit(text, **WANTED))
     assert engine.metrics.snapshots == 2
     for shared in (128, 256):
@@ -64,7 +86,7 @@ def test_a_boundary_inside_a_chunk_is_kept(rng):
         request = engine.submit(other, **WANTED)
         engine.step()
         assert hits(engine) - before == shared
-        cold = make_engine(**sizes)
+        cold = ds.Engine(config, weights, **sizes)
         alone = cold.submit(other, **WANTED)
         cold.step()
         assert_same_bytes(rows_of(engine, request), rows_of(cold, alone))
