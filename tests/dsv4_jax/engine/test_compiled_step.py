@@ -80,9 +80,15 @@ def test_decode_loop_copies_no_leaf_of_the_cache(model):
     assert executable.memory_analysis().alias_size_in_bytes == cache.memory_bytes()
 
 
-def test_copy_audit_would_notice_a_copy(model):
+def test_copy_audit_would_notice_a_copy():
     """The same audit on a step that keeps the old cache alive finds copies."""
-    config, params = model
+    config = dataclasses.replace(
+        ds.DSV4Config.tiny(),
+        layer_types=(ds.AttentionType.CSA,),
+        router_types=(ds.RouterType.LEARNED,),
+        num_mtp_layers=0,
+    )
+    params = ds.init_params(config, jax.random.key(0))
     cache = make_cache(config)
 
     def keeps_both(params, cache, step_input):
