@@ -51,7 +51,9 @@ def scan_rows(cache: ModelCache) -> dict[str, RowScan]:
 
 @jax.jit
 def scan_snapshots(store: SnapshotStore) -> dict[str, RowScan]:
-    """Every family of a snapshot store, u32[n, rows] by name."""
+    """Every family of a snapshot store, u32[n, rows] by name; none of a store without places."""
+    if not store.num_snapshots:
+        return {}
     families = {f"{attn}.window": list(planes.values()) for attn, planes in store.window.items()}
     for name in ("tail", "index_tail"):
         planes = getattr(store, name)

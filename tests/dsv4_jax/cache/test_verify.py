@@ -214,6 +214,19 @@ def test_damage_to_a_snapshot_is_found(case, family):
         assert not check(case, seals, store=free).problems
 
 
+def test_a_store_without_places_is_well(case):
+    empty = ds.init_snapshot_store(case.cache, 0)
+    manager = ds.KVCacheManager(CONFIG, max_requests=3, max_context_tokens=512, num_blocks=9)
+    cache = dataclasses.replace(
+        case.cache,
+        length_tokens=np.zeros_like(case.cache.length_tokens),
+        block_table=np.full_like(case.cache.block_table, -1),
+    )
+    report = ds.verify_cache(cache, manager.ledger(), store=empty)
+    assert not report.problems
+    assert not ds.verify_cache(cache, manager.ledger(), report.seals, empty).problems
+
+
 def test_a_place_that_is_written_again_is_no_longer_sealed(case):
     seals = check(case).seals
     assert case.manager.begin_snapshot() == 1 - case.place  # the free one
