@@ -14,6 +14,7 @@ from dsv4_jax.cache.model_cache import (
     update_slots,
 )
 from dsv4_jax.cache.paged_cache import PagedKVPool, init_paged_pool
+from dsv4_jax.cache.poison import poison
 from dsv4_jax.cache.pool_plan import PoolPlan, plan_pools
 from dsv4_jax.cache.schema import (
     BLOCK_SIZE_ORIGINAL_TOKENS,
@@ -21,7 +22,7 @@ from dsv4_jax.cache.schema import (
     build_schema,
     compute_block_budget,
 )
-from dsv4_jax.cache.slot_changes import SlotChanges, apply_changes, poison
+from dsv4_jax.cache.slot_changes import SlotChanges, apply_changes
 from dsv4_jax.cache.snapshots import (
     SnapshotPlan,
     SnapshotStore,

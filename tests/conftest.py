@@ -1,5 +1,7 @@
 import gc
 import os
+import shutil
+import tempfile
 
 # The wheels that compile for GPUs without one would look for a driver first.
 if not os.path.exists("/dev/nvidiactl"):
@@ -13,7 +15,12 @@ from helpers import gpu_results
 
 
 def pytest_configure(config):
-    jax.config.update("jax_enable_compilation_cache", False)  # no test depends on an earlier run
+    # Files of one run share what took over a second to compile; unless told where to keep it, no
+    # run depends on an earlier one. Every process has its own: entries are not written at once.
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        folder = tempfile.mkdtemp(prefix="dsv4-jax-tests-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        jax.config.update("jax_compilation_cache_dir", folder)
     if gpu_results.VARIABLE in os.environ:
         config.pluginmanager.register(gpu_results.Counts())
 

@@ -23,6 +23,8 @@ class Ledger:
       num_unused: tree nodes that no request uses.
       block_generations: i32[NB], how often each block has been taken from the free ones.
       slot_generations: i32[NS], how often each slot has been given to a request.
+      snapshot_ends: i32[n], boundary of each place in the snapshot store; -1 where it holds none.
+      snapshot_generations: i32[n], how often each place has been written.
     """
 
     length_tokens: np.ndarray
@@ -34,6 +36,8 @@ class Ledger:
     num_unused: int
     block_generations: np.ndarray
     slot_generations: np.ndarray
+    snapshot_ends: np.ndarray
+    snapshot_generations: np.ndarray
 
 
 @dataclasses.dataclass

@@ -98,6 +98,11 @@ class KVCacheManager:
         return self._blocks.num_evicted
 
     @property
+    def num_evicted_snapshots(self) -> int:
+        """Snapshots that gave way to others so far."""
+        return self._tree.num_evicted_snapshots
+
+    @property
     def num_cached_blocks(self) -> int:
         """Blocks of cached prefixes that no request holds."""
         return self._tree.num_unused
@@ -126,7 +131,7 @@ class KVCacheManager:
           ValueError: it never would.
         """
         needed = self.plan.blocks_needed(max_tokens)
-        chain = self._resumable(token_ids, salt)
+        chain = self._resumable(token_ids, salt, max_tokens)
         left = self._blocks.num_beside(chain) - (needed - len(chain))
         return bool(self._free_slots) and left >= spare_blocks
 
@@ -135,8 +140,9 @@ class KVCacheManager:
 
         Args:
           max_tokens: the most tokens it will hold until `extend`.
-          token_ids: i32[n], its prompt: the longest known prefix with a snapshot is shared, but
-            never the last token, which has to be run. `length_tokens[slot]` says how far it goes.
+          token_ids: i32[n], its prompt: the longest known prefix with a snapshot is shared, up to
+            `max_tokens`, but never the last token, which has to be run. `length_tokens[slot]` says
+            how far it goes.
           salt: prefixes are shared among requests of one salt only.
 
         Returns:
@@ -149,7 +155,7 @@ class KVCacheManager:
         needed = self.plan.blocks_needed(max_tokens)
         if not self._free_slots:
             raise RuntimeError(f"all {len(self.length_tokens)} slots are taken; release one first")
-        chain = self._resumable(token_ids, salt)
+        chain = self._resumable(token_ids, salt, max_tokens)
         self._check_free(needed - len(chain), chain)
         slot = self._take_slot()
         hit_tokens = len(chain) * self.plan.block_tokens
@@ -294,8 +300,12 @@ class KVCacheManager:
 
         The least recently used snapshot gives way if it must; blocks never do. The place goes to
         `keep_snapshot` after the step.
+
+        Raises:
+          RuntimeError: a hit has not been applied; nothing was changed.
         """
-        assert not self._pending.loads, "apply first: a load may still read the place"
+        if self._pending.loads:
+            raise RuntimeError("apply the hits first: a pending load may still read the place")
         return self._tree.take_snapshot_place()
 
     def keep_snapshot(self, slot: int, end: int, place: int) -> bool:
@@ -317,6 +327,17 @@ class KVCacheManager:
         self._tree.put_snapshot(held.chain[logical], place)
         return True
 
+    def demote_snapshot(self, slot: int, end: int) -> None:
+        """A boundary that only this request stands on is the next to give way, if places run out.
+
+        Raises:
+          ValueError: the slot is free.
+        """
+        self._check_held(slot)
+        chain, logical = self._held[slot].chain, end // self.plan.block_tokens - 1
+        if 0 <= logical < len(chain) and chain[logical].users == 1:
+            self._tree.demote_snapshot(chain[logical])
+
     def drop_snapshot(self, place: int) -> None:
         """Gives back a place that no step has written."""
         self._tree.return_snapshot_place(place)
@@ -326,7 +347,12 @@ class KVCacheManager:
 
         Returns:
           How many were freed.
+
+        Raises:
+          ValueError: the number is negative.
         """
+        if num_blocks < 0:
+            raise ValueError(f"num_blocks must not be negative, got {num_blocks}")
         return self._blocks.evict(num_blocks)
 
     def take_changes(self) -> SlotChanges | None:
@@ -369,6 +395,8 @@ class KVCacheManager:
             num_unused=self._tree.num_unused,
             block_generations=self._blocks.generations.copy(),
             slot_generations=self._slot_generations.copy(),
+            snapshot_ends=self._tree.snapshot_ends,
+            snapshot_generations=self._tree.snapshot_generations.copy(),
         )
 
     @staticmethod
@@ -383,11 +411,13 @@ class KVCacheManager:
         schema = cache.schemas[layer_idx]
         return cache.layer(schema.attn_type, schema.family_idx, cache.index(step_input))
 
-    def _resumable(self, token_ids: np.ndarray | None, salt: bytes) -> list[PrefixNode]:
+    def _resumable(
+        self, token_ids: np.ndarray | None, salt: bytes, max_tokens: int
+    ) -> list[PrefixNode]:
         """The longest known prefix that ends at a snapshot, the last token left out."""
         if token_ids is None or not self._tree.num_snapshots:
             return []
-        chain = self._tree.match(token_ids[: max(len(token_ids) - 1, 0)], salt)
+        chain = self._tree.match(token_ids[: min(max(len(token_ids) - 1, 0), max_tokens)], salt)
         while chain and chain[-1].snapshot < 0:
             chain.pop()
         return chain

@@ -30,6 +30,7 @@ class PrefixNode:
       parent: the block before; None for a first one.
       tokens: i32 ids of this block, as bytes.
       block: physical block that holds its entries.
+      end: tokens of the history up to the end of this block.
       users: requests whose history this is; at most those of the parent.
       num_children: nodes that follow.
       snapshot: place in the snapshot store, -1 where the boundary cannot be resumed at.
@@ -41,6 +42,7 @@ class PrefixNode:
     parent: PrefixNode | None
     tokens: bytes
     block: int
+    end: int
     users: int = 0
     num_children: int = 0
     snapshot: int = -1
@@ -49,7 +51,14 @@ class PrefixNode:
 
 
 class PrefixTree:
-    """Full blocks by content, and the snapshots of their boundaries."""
+    """Full blocks by content, and the snapshots of their boundaries.
+
+    Attributes:
+      block_tokens: tokens of a block.
+      num_snapshots: places of the snapshot store.
+      snapshot_generations: i32[num_snapshots], how often each place has been written.
+      num_evicted_snapshots: snapshots that gave way to others.
+    """
 
     def __init__(self, block_tokens: int, num_snapshots: int) -> None:
         """An empty tree.
@@ -64,6 +73,8 @@ class PrefixTree:
         self._num_unused = 0
         self._free_snapshots = list(range(num_snapshots - 1, -1, -1))
         self._snapshots: collections.OrderedDict[int, PrefixNode] = collections.OrderedDict()
+        self.snapshot_generations = np.zeros(num_snapshots, np.int32)
+        self.num_evicted_snapshots = 0
         self._leaves: list[tuple[bool, int, int, PrefixNode]] = []
         self._clock = itertools.count(1)
 
@@ -76,6 +87,14 @@ class PrefixTree:
     def num_held_snapshots(self) -> int:
         """Boundaries that can be resumed at."""
         return len(self._snapshots)
+
+    @property
+    def snapshot_ends(self) -> np.ndarray:
+        """i32[num_snapshots], the boundary that each place resumes at; -1 where it holds none."""
+        ends = np.full(self.num_snapshots, -1, np.int32)
+        for place, node in self._snapshots.items():
+            ends[place] = node.end
+        return ends
 
     @property
     def nodes(self) -> list[PrefixNode]:
@@ -123,7 +142,8 @@ class PrefixTree:
         key = _chain(parent.key if parent else _root_key(salt), tokens)
         if key in self._nodes:
             return None
-        node = PrefixNode(key=key, parent=parent, tokens=tokens, block=block)
+        end = (parent.end if parent else 0) + self.block_tokens
+        node = PrefixNode(key=key, parent=parent, tokens=tokens, block=block, end=end)
         self._nodes[key] = node
         self._num_unused += 1
         if parent is not None:
@@ -176,6 +196,7 @@ class PrefixTree:
             if not self._snapshots:
                 return -1
             self.drop_snapshot(next(iter(self._snapshots.values())))
+            self.num_evicted_snapshots += 1
         return self._free_snapshots.pop()
 
     def return_snapshot_place(self, place: int) -> None:
@@ -187,7 +208,13 @@ class PrefixTree:
         assert node.snapshot < 0
         node.snapshot = place
         self._snapshots[place] = node
+        self.snapshot_generations[place] += 1
         self._offer(node)
+
+    def demote_snapshot(self, node: PrefixNode) -> None:
+        """The next snapshot to give way is this one."""
+        if node.snapshot >= 0:
+            self._snapshots.move_to_end(node.snapshot, last=False)
 
     def drop_snapshot(self, node: PrefixNode) -> None:
         """The boundary can no longer be resumed at; its place is free."""

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax.cache.model_cache import ModelCache
+from dsv4_jax.cache.snapshots import SnapshotStore
 
 
 class RowScan(NamedTuple):
@@ -48,6 +49,19 @@ def scan_rows(cache: ModelCache) -> dict[str, RowScan]:
     return {name: _scan(planes) for name, planes in families.items()}
 
 
+@jax.jit
+def scan_snapshots(store: SnapshotStore) -> dict[str, RowScan]:
+    """Every family of a snapshot store, u32[n, rows] by name; none of a store without places."""
+    if not store.num_snapshots:
+        return {}
+    families = {f"{attn}.window": list(planes.values()) for attn, planes in store.window.items()}
+    for name in ("tail", "index_tail"):
+        planes = getattr(store, name)
+        if planes is not None:
+            families[f"csa.{name}"] = list(planes.values())
+    return {name: _scan(planes) for name, planes in families.items()}
+
+
 def _scan(planes: list[jax.Array]) -> RowScan:
     """Planes [L, A, R, ...] of one family."""
     total = jnp.zeros(planes[0].shape[1:3], jnp.uint32)
@@ -55,13 +69,21 @@ def _scan(planes: list[jax.Array]) -> RowScan:
     for number, plane in enumerate(planes):
         bits = _bits(plane)
         layers, width = bits.shape[0], bits.shape[3]
-        # Odd weights, different for every bit pattern's place, so that swapped values show.
+        # Every value is mixed with its place, and the bits of both among each other: in a plain
+        # weighted sum two flipped signs would cancel.
         place = np.arange(layers * width, dtype=np.uint32).reshape(layers, 1, 1, width)
-        weight = jnp.asarray((place + np.uint32(1 + 7919 * number)) * np.uint32(2654435761) | 1)
-        total += jnp.sum(bits * weight, axis=(0, 3), dtype=jnp.uint32)
+        salt = (place + np.uint32(1 + 7919 * number)) * np.uint32(2654435761)
+        total += jnp.sum(_mix(bits ^ jnp.asarray(salt)), axis=(0, 3), dtype=jnp.uint32)
         full = np.uint32(2 ** (8 * plane.dtype.itemsize) - 1)
         ones &= jnp.all(bits == full, axis=3)
     return RowScan(total, jnp.any(ones, axis=0))
+
+
+def _mix(values: jax.Array) -> jax.Array:
+    """A bijection of u32 in which every bit depends on every other (MurmurHash3's last step)."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        values = (values ^ (values >> shift)) * np.uint32(factor)
+    return values ^ (values >> 16)
 
 
 def _bits(plane: jax.Array) -> jax.Array:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from dsv4_jax.cache.call_rows import CallRows, Projections
 from dsv4_jax.cache.model_cache import ModelCache
+from dsv4_jax.cache.poison import poison_of
 from dsv4_jax.cache.state_cache import StateCachePool
 from dsv4_jax.cache.step_input import CallIndices
 from pallas_kernels.formats import Planes
@@ -59,7 +60,7 @@ class SnapshotPlan:
 
 
 def init_snapshot_store(cache: ModelCache, num_snapshots: int) -> SnapshotStore:
-    """An empty store for the snapshots of a cache.
+    """A store without snapshots; every bit of it is set, which is NaN in every format.
 
     Raises:
       ValueError: the number is negative.
@@ -69,7 +70,9 @@ def init_snapshot_store(cache: ModelCache, num_snapshots: int) -> SnapshotStore:
 
     def empty(plane: jax.Array, rows: int, width: int | None = None) -> jax.Array:
         rest = plane.shape[3:] if width is None else (width,)
-        return jnp.zeros((plane.shape[0], num_snapshots, rows, *rest), plane.dtype)
+        return jnp.full(
+            (plane.shape[0], num_snapshots, rows, *rest), poison_of(plane.dtype), plane.dtype
+        )
 
     window = {
         attn: {name: empty(plane, plane.shape[2]) for name, plane in pool.window.items()}

@@ -13,7 +13,8 @@ import numpy as np
 
 from dsv4_jax.cache.ledger import Ledger
 from dsv4_jax.cache.model_cache import ModelCache
-from dsv4_jax.cache.row_scan import RowScan, scan_rows
+from dsv4_jax.cache.row_scan import RowScan, scan_rows, scan_snapshots
+from dsv4_jax.cache.snapshots import SnapshotStore
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +41,14 @@ class Seals:
       slot_generations: i32[NS], which tenant each slot had.
       blocks: by family, {block: (generation, u32[EB])}, of full blocks.
       rings: by family, u32[NS, rows].
+      snapshots: by family, {place: (generation, u32[rows])}, of those that are held.
     """
 
     length_tokens: np.ndarray
     slot_generations: np.ndarray
     blocks: dict[str, dict[int, tuple[int, np.ndarray]]]
     rings: dict[str, np.ndarray]
+    snapshots: dict[str, dict[int, tuple[int, np.ndarray]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,14 +71,18 @@ class Report:
 
 
 def verify_cache(
-    cache: ModelCache, ledger: Ledger | None = None, seals: Seals | None = None
+    cache: ModelCache,
+    ledger: Ledger | None = None,
+    seals: Seals | None = None,
+    store: SnapshotStore | None = None,
 ) -> Report:
-    """Checks lengths, owners, rows and checksums.
+    """Checks lengths, owners, rows and checksums, of the cache and of its snapshots.
 
     Args:
       cache: between steps, with all changes applied.
       ledger: of `KVCacheManager.ledger`; without it, only what the cache itself says is checked.
       seals: of an earlier call, to find full blocks and live rows that have changed since.
+      store: the snapshots, which then are checked too.
 
     Returns:
       The problems and, with a ledger, new seals. Rows of a previous tenant are found where freed
@@ -98,9 +105,11 @@ def verify_cache(
             problems.append(Problem("unwritten", name, message))
     if ledger is None:
         return Report(tuple(problems), None)
+    kept = {} if store is None else jax.device_get(scan_snapshots(store))
+    problems += _check_snapshots(kept, ledger, seals)
     if seals is not None:
         problems += _compare(seals, cache, scans, lengths, ledger, live)
-    return Report(tuple(problems), _seal(cache, scans, lengths, ledger))
+    return Report(tuple(problems), _seal(cache, scans, kept, lengths, ledger))
 
 
 def _check_lengths(
@@ -202,8 +211,34 @@ def _ring_rows(cache: ModelCache, length: int) -> dict[str, tuple[int, int]]:
     return rows
 
 
+def _check_snapshots(
+    scans: dict[str, RowScan], ledger: Ledger, seals: Seals | None
+) -> list[Problem]:
+    """Held places whose rows were never written, or have changed since they were."""
+    problems = []
+    for name, scan in scans.items():
+        sums, num_rows = np.asarray(scan.checksums), scan.checksums.shape[1]
+        sealed = {} if seals is None else seals.snapshots.get(name, {})
+        for place in np.flatnonzero(ledger.snapshot_ends >= 0):
+            # A window longer than the history has rows that nothing is written to.
+            last = ledger.snapshot_ends[place] - 1
+            written = (last - np.arange(num_rows)) % num_rows <= last
+            where = f"{name} snapshot {place}"
+            if np.any(np.asarray(scan.is_poison)[place, written]):
+                problems.append(Problem("unwritten", where, "rows were never written"))
+            generation, expected = sealed.get(int(place), (None, None))
+            is_same = generation == ledger.snapshot_generations[place]
+            if is_same and np.any(sums[place] != expected):
+                problems.append(Problem("checksum", where, "a snapshot has changed"))
+    return problems
+
+
 def _seal(
-    cache: ModelCache, scans: dict[str, RowScan], lengths: np.ndarray, ledger: Ledger
+    cache: ModelCache,
+    scans: dict[str, RowScan],
+    kept: dict[str, RowScan],
+    lengths: np.ndarray,
+    ledger: Ledger,
 ) -> Seals:
     full = set(ledger.cached_blocks.tolist())
     for slot in np.flatnonzero(lengths > 0):
@@ -221,6 +256,16 @@ def _seal(
         slot_generations=ledger.slot_generations.copy(),
         blocks=blocks,
         rings=rings,
+        snapshots={
+            name: {
+                int(place): (
+                    int(ledger.snapshot_generations[place]),
+                    np.asarray(scan.checksums[place]),
+                )
+                for place in np.flatnonzero(ledger.snapshot_ends >= 0)
+            }
+            for name, scan in kept.items()
+        },
     )
 
 

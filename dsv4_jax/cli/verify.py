@@ -75,7 +75,7 @@ def _serve(
         cache_format=cache_format,
         prefill_tokens=(48,),
         decode_tokens=48,
-        draft_tokens=2 if params.mtp is not None else 0,
+        draft_tokens=3 if params.mtp is not None else 0,
         debug=True,
     )
     head = rng.integers(0, config.vocab_size, 2 * size)

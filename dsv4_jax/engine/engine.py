@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
@@ -25,7 +26,7 @@ from dsv4_jax.engine.scheduler import step_sizes
 from dsv4_jax.engine.serving_loop import ServingLoop
 from dsv4_jax.engine.text import load_tokenizer
 from dsv4_jax.model.checkpoint import load_checkpoint
-from dsv4_jax.model.params import DSV4Params
+from dsv4_jax.model.params import DSV4Params, unstack_layers
 
 
 class Engine:
@@ -41,7 +42,7 @@ class Engine:
 
     Attributes:
       config: the model.
-      params: of the model.
+      params: of the model, as the steps take them.
       tokenizer: for text, or None.
       metrics: counters, and what holds now.
     """
@@ -61,6 +62,7 @@ class Engine:
         num_snapshots: int | None = None,
         memory_bytes: int | None = None,
         gpu_memory_fraction: float | None = None,
+        unroll: bool | None = None,
         debug: bool = False,
         tokenizer: Tokenizer | None = None,
     ) -> None:
@@ -86,6 +88,8 @@ class Engine:
             the budget; 0 shares no prefixes.
           memory_bytes: budget of the cache.
           gpu_memory_fraction: likewise, as a share of the device's memory beside what it holds now.
+          unroll: gives every layer arrays of its own (`unstack_layers`), which is what a step on a
+            GPU wants; None is just there. Who keeps stacked `params` has them in memory twice.
           debug: poisons freed storage and verifies the whole cache after every step; slow.
           tokenizer: for prompts that are text, and for the text of completions.
 
@@ -104,6 +108,8 @@ class Engine:
             memory_bytes = device_memory_bytes(gpu_memory_fraction)
         if num_snapshots is None and memory_bytes is None:
             num_snapshots = 8 * max(max_requests, 0)
+        if _unrolls(unroll):
+            params = unstack_layers(params)
         self.config = config
         self.params = params
         self.tokenizer = tokenizer
@@ -144,6 +150,7 @@ class Engine:
         *,
         dtype: DTypeLike = jnp.bfloat16,
         progress: bool = False,
+        unroll: bool | None = None,
         **options,
     ) -> Engine:
         """An engine for a checkpoint directory, with its tokenizer if it brings one.
@@ -152,10 +159,13 @@ class Engine:
           path: the directory.
           dtype: of activations.
           progress: shows a bar while loading.
+          unroll: of `Engine`; nothing is in memory twice.
           **options: of `Engine`.
         """
         config, params = load_checkpoint(path, dtype=dtype, progress=progress)
-        return cls(config, params, tokenizer=load_tokenizer(path), **options)
+        if _unrolls(unroll):
+            params = unstack_layers(params, donate=True)
+        return cls(config, params, tokenizer=load_tokenizer(path), unroll=unroll, **options)
 
     @property
     def cache(self) -> ModelCache:
@@ -178,7 +188,7 @@ class Engine:
         """
         if self._loop.running:
             raise RuntimeError(f"warmup before requests run; {len(self._loop.running)} do")
-        times = self._runner.warmup(self._sizes, self._plain_size, poisons=self._debug)
+        times = self._runner.warmup(self._sizes, self._plain_size, debug=self._debug)
         self.metrics.compiles = count_compiles() - self._compiles_before
         return times
 
@@ -426,3 +436,7 @@ class Engine:
         if not 0 <= request_id < self._next_id:
             raise ValueError(f"request_id must be one that submit gave, got {request_id}")
         return self._requests.get(request_id)
+
+
+def _unrolls(wanted: bool | None) -> bool:
+    return jax.default_backend() == "gpu" if wanted is None else wanted

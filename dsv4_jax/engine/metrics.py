@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import re
 from collections.abc import Iterator
 
 import jax
@@ -92,6 +93,7 @@ class Metrics:
       accepted_tokens: drafts that were what was drawn.
       evicted_blocks: blocks of cached prefixes that gave way.
       snapshots: snapshots kept.
+      evicted_snapshots: snapshots that gave way to others.
       compiles: programs compiled since the engine was built.
       running: requests in a slot.
       waiting: requests in the queue.
@@ -117,6 +119,7 @@ class Metrics:
     accepted_tokens: int = 0
     evicted_blocks: int = 0
     snapshots: int = 0
+    evicted_snapshots: int = 0
     compiles: int = 0
     running: int = 0
     waiting: int = 0
@@ -134,6 +137,7 @@ class Metrics:
         return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
 
 
+_HELP = dict(re.findall(r"^ {6}(\w+): (.+)\.$", Metrics.__doc__ or "", re.MULTILINE))
 _GAUGES = ("running", "waiting", "free_blocks", "cached_blocks", "used_blocks")
 
 
@@ -154,21 +158,22 @@ class MetricsCollector(Collector):
         """One family per attribute."""
         for field in dataclasses.fields(self._metrics):
             name, value = f"{self._prefix}_{field.name}", getattr(self._metrics, field.name)
+            told = _HELP.get(field.name, field.name)
             if isinstance(value, Histogram):
                 seen, buckets = 0, []
                 for bound, count in zip((*value.bounds, "+Inf"), value.counts, strict=True):
                     seen += count
                     buckets.append((str(bound), seen))
                 name = name.removesuffix("_s") + "_seconds"
-                yield HistogramMetricFamily(name, field.name, buckets, value.total)
+                yield HistogramMetricFamily(name, told, buckets, value.total)
             elif isinstance(value, dict):
                 label = "reason" if field.name == "finished" else "family"
                 family = CounterMetricFamily if field.name == "finished" else GaugeMetricFamily
-                metric = family(name, field.name, labels=[label])
+                metric = family(name, told, labels=[label])
                 for key, count in value.items():
                     metric.add_metric([key], count)
                 yield metric
             elif field.name in _GAUGES:
-                yield GaugeMetricFamily(name, field.name, value)
+                yield GaugeMetricFamily(name, told, value)
             else:
-                yield CounterMetricFamily(name, field.name, value)
+                yield CounterMetricFamily(name, told, value)

@@ -91,6 +91,12 @@ def make_options(
     if stop_texts and tokenizer is None:
         raise ValueError("stop_texts need an engine with a tokenizer; use stop_token_ids")
     stops = config.eos_token_ids if stop_token_ids is None else stop_token_ids
+    wrong = [token for token in stops if not 0 <= token < config.vocab_size]
+    if wrong and stop_token_ids is not None:
+        raise ValueError(
+            f"stop_token_ids must be in 0..{config.vocab_size - 1} (vocab_size), got {wrong[0]}; "
+            "pass () for none"
+        )
     return RequestOptions(
         max_new_tokens=max_new_tokens,
         temperature=temperature,

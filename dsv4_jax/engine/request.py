@@ -117,6 +117,7 @@ class Request:
         new = Request(request_id, self.token_ids[: self.prompt_tokens], options, now_s)
         new.token_ids[:] = self.token_ids
         new.num_known = self.num_known
+        new.next_boundary, new.snapshot_spacing = self.next_boundary, self.snapshot_spacing
         return new
 
     def add(self, token_id: int, tokenizer: Tokenizer | None) -> None:

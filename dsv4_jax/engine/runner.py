@@ -14,6 +14,7 @@ from dsv4_jax.cache.ledger import idle_changes
 from dsv4_jax.cache.manager import KVCacheManager
 from dsv4_jax.cache.model_cache import ModelCache, family_bytes, init_cache
 from dsv4_jax.cache.pool_plan import PoolPlan
+from dsv4_jax.cache.row_scan import scan_rows, scan_snapshots
 from dsv4_jax.cache.slot_changes import jit_apply_changes, set_tables
 from dsv4_jax.cache.snapshots import SnapshotPlan, SnapshotStore, init_snapshot_store
 from dsv4_jax.cache.step_input import StepInput
@@ -160,12 +161,12 @@ class StepRunner:
         self.store = jit_save_reached(self.store, self.cache, step, plan)
 
     def warmup(
-        self, sizes: Sequence[int], plain_size: int | None, *, poisons: bool
+        self, sizes: Sequence[int], plain_size: int | None, *, debug: bool
     ) -> list[tuple[str, float]]:
         """Compiles every program by running it idle; names and seconds."""
         num_slots = self.plan.max_requests
         changes = idle_changes(num_slots, self.cache.block_table.shape[1])
-        if poisons:
+        if debug:
             changes = dataclasses.replace(
                 changes,
                 freed_slots=np.zeros(num_slots, bool),
@@ -189,6 +190,10 @@ class StepRunner:
         if plain_size is not None:
             idle = StepPlan((), plain_size, True)
             jobs.append((f"decode step of {plain_size} tokens", lambda: self._idle(idle)))
+        if debug:
+            jobs.append(
+                ("verification", lambda: (scan_rows(self.cache), scan_snapshots(self.store)))
+            )
         times = []
         for name, job in jobs:
             started = time.perf_counter()

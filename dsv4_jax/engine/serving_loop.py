@@ -53,7 +53,7 @@ class ServingLoop:
         self._tokenizer = tokenizer
         self._debug = debug
         self._seals: Seals | None = None
-        self._evicted_before = 0
+        self._evicted_before = (0, 0)
         self.manager: KVCacheManager = self._new_manager()
         self._update_gauges()
 
@@ -116,16 +116,22 @@ class ServingLoop:
             raise
         self.metrics.steps += 1
         try:
-            return self._collect(plan, result, boundaries)
-        finally:
-            self._update_gauges()
-            if self._debug:
-                self._verify()
+            tokens, failure = self._collect(plan, result, boundaries)
+        except BaseException:
+            self._recover([], is_lost=True)  # the device is ahead of what was counted
+            raise
+        self._update_gauges()
+        if self._debug:
+            self._verify()
+        if failure is not None:
+            raise failure
+        return tokens
 
     def verify(self) -> Report:
         """Checks the whole cache, against the last check too; see `verify_cache`."""
         self.runner.apply(self.manager)
-        return verify_cache(self.runner.cache, self.manager.ledger(), self._seals)
+        ledger = self.manager.ledger()
+        return verify_cache(self.runner.cache, ledger, self._seals, self.runner.store)
 
     def _new_manager(self) -> KVCacheManager:
         plan = self.runner.plan
@@ -213,6 +219,9 @@ class ServingLoop:
         size, boundaries = self.runner.plan.block_tokens, []
         for boundary in range((length // size + 1) * size, end + 1, size):
             if self._is_worth_keeping(request, boundary):
+                if boundary - size > request.prompt_tokens:
+                    # Who continues an answer comes in at its end: the prompt's are worth more.
+                    self.manager.demote_snapshot(request.slot, boundary - size)
                 place = self.manager.begin_snapshot()
                 if place >= 0:
                     boundaries.append(Boundary(request.slot, boundary, place))
@@ -236,15 +245,17 @@ class ServingLoop:
 
     def _collect(
         self, plan: StepPlan, result: StepResult, boundaries: list[Boundary]
-    ) -> list[Token]:
-        """Counts what the step did, shares full blocks, and hands out the tokens."""
+    ) -> tuple[list[Token], Exception | None]:
+        """Counts what the step did, shares full blocks, and hands out the tokens.
+
+        Returns:
+          The tokens, and what was raised for one request alone.
+        """
         now, tokens, failure = time.perf_counter(), [], None
         rows = [(row, self.running[row.slot]) for row in plan.rows]
         for row, request in rows:
             self._count(row, request, result)
-        for boundary in boundaries:
-            kept = self.manager.keep_snapshot(*boundary)
-            self.metrics.snapshots += kept
+        self._keep(boundaries)
         if plan.is_plain:
             self._save_reached([request for _, request in rows])
         for row, request in rows:
@@ -259,9 +270,12 @@ class ServingLoop:
                 request.drafts = result.draft_token_ids[row.slot].tolist()
             else:
                 self.end(request)
-        if failure is not None:
-            raise failure
-        return tokens
+        return tokens, failure
+
+    def _keep(self, boundaries: list[Boundary]) -> None:
+        """Snapshots that a step has written, for who comes after."""
+        for boundary in boundaries:
+            self.metrics.snapshots += self.manager.keep_snapshot(*boundary)
 
     def _count(self, row: RowPlan, request: Request, result: StepResult) -> None:
         kept = int(result.num_kept[row.slot])
@@ -282,8 +296,7 @@ class ServingLoop:
             boundaries += self._boundaries_of(request, length - 1, length)
         if boundaries:
             self.runner.save(boundaries)
-            for boundary in boundaries:
-                self.metrics.snapshots += self.manager.keep_snapshot(*boundary)
+            self._keep(boundaries)
 
     def _hand_out(self, request: Request, drawn: list[int], now: float) -> list[Token]:
         tokens = []
@@ -309,9 +322,12 @@ class ServingLoop:
         if not is_lost:
             return
         for request in list(self.running.values()):
-            self.preempt(request)
+            if request.finish_reason is None:
+                self.preempt(request)
+            else:
+                self.end(request)
         self.runner.rebuild()
-        self._evicted_before += self.manager.num_evicted
+        self._evicted_before = self._evicted()
         self.manager, self._seals = self._new_manager(), None
         self._update_gauges()
 
@@ -321,13 +337,18 @@ class ServingLoop:
         if report.problems:
             raise CacheError(str(report))
 
+    def _evicted(self) -> tuple[int, int]:
+        """Blocks and snapshots, those of managers that were lost included."""
+        blocks, snapshots = self._evicted_before
+        return blocks + self.manager.num_evicted, snapshots + self.manager.num_evicted_snapshots
+
     def _update_gauges(self) -> None:
         metrics, manager, plan = self.metrics, self.manager, self.runner.plan
         metrics.running, metrics.waiting = len(self.running), len(self.waiting)
         metrics.cached_blocks = manager.num_cached_blocks
         metrics.free_blocks = manager.num_free_blocks - manager.num_cached_blocks
         metrics.used_blocks = plan.num_blocks - manager.num_free_blocks
-        metrics.evicted_blocks = self._evicted_before + manager.num_evicted
+        metrics.evicted_blocks, metrics.evicted_snapshots = self._evicted()
         metrics.used_bytes = {
             family: used * metrics.used_blocks
             if family.endswith(("entries", "keys"))

@@ -1,14 +1,12 @@
 """Serving under load: `python -m benchmarks.bench_serving CONFIG [options]`.
 
-CONFIG is a checkpoint directory, `shipped`, a preset (`tiny`, `flash`, `pro`), or `flash_slim`: the
-attention and cache of Flash in nine layers with few small experts, which fits one GPU beside a
-real cache. Weights of all but checkpoints are random, prompts are random tokens with common heads:
+CONFIG is a checkpoint directory, `shipped`, or a preset (`tiny`, `flash`, `pro`, `flash_slim`,
+`pro_slim`). Weights of all but checkpoints are random, prompts are random tokens with common heads:
 what is measured is the machinery. Prints throughput, latency percentiles, acceptance, hits and how
 far memory moved over the run.
 """
 
 import argparse
-import dataclasses
 import time
 
 import jax
@@ -16,35 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 
 import dsv4_jax as ds
+from dsv4_jax.bench.weights import random_params
 
-PRESETS = {
-    "tiny": ds.DSV4Config.tiny,
-    "flash": ds.DSV4Config.flash,
-    "pro": ds.DSV4Config.pro,
-}
-
-
-def flash_slim():
-    """Flash as far as the cache can tell, layer by layer; nine layers and 8 experts of 512."""
-    flash = ds.DSV4Config.flash()
-    return dataclasses.replace(
-        flash,
-        layer_types=flash.layer_types[:9],
-        router_types=flash.router_types[:9],
-        num_routed_experts=8,
-        num_experts_per_token=2,
-        moe_intermediate_size=512,
-        vocab_size=16_384,
-    )
+PRESETS = ("tiny", "flash", "pro", "flash_slim", "pro_slim")
 
 
 def load(name):
-    """Config and parameters, bf16."""
-    if name == "shipped":
-        return ds.load_checkpoint(ds.SHIPPED_CHECKPOINT)
-    if name != "flash_slim" and name not in PRESETS:
-        return ds.load_checkpoint(name)
-    config = flash_slim() if name == "flash_slim" else PRESETS[name]()
+    """Config and parameters, bf16, as a step wants them."""
+    if name not in PRESETS:
+        return ds.load_checkpoint(ds.SHIPPED_CHECKPOINT if name == "shipped" else name)
+    config = getattr(ds.DSV4Config, name)()
+    if jax.default_backend() == "gpu":
+        return config, random_params(config)
     return config, ds.init_params(config, jax.random.key(0), dtype=jnp.bfloat16)
 
 

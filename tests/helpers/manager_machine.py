@@ -23,6 +23,15 @@ class Tenant:
     todo: list[int]
 
 
+def hashes(tokens, value):
+    """Of every prefix of these tokens."""
+    values = []
+    for token in tokens:
+        value = extend_hash(value, token)
+        values.append(value)
+    return values
+
+
 class World:
     """The manager, the device, and what should be true of both.
 
@@ -44,6 +53,9 @@ class World:
         stems[1, : 2 * SIZE] = stems[0, : 2 * SIZE]
         stems[2, :SIZE] = stems[0, :SIZE]
         self.stems = stems
+        self.stem_values = {
+            (stem, start): hashes(stems[stem], start) for stem in range(3) for start in range(2)
+        }
 
     def count(self, name):
         self.counts[name] = self.counts.get(name, 0) + 1
@@ -64,10 +76,27 @@ class World:
             self.count("refused")
             return None
 
+    def longest_hit(self, values):
+        """Up to which boundary before the last token some block and snapshot say this history."""
+        nodes = self.manager._tree.nodes
+        known = {int(self.device.blocks[n.block, -1]) for n in nodes if n.snapshot >= 0}
+        ends = range(SIZE, len(values), SIZE)
+        return max((end for end in ends if values[end - 1] in known), default=0)
+
+    def begin_snapshot(self):
+        """A place for a snapshot never costs a block of history."""
+        before = self.manager.num_evicted, len(self.manager._tree.nodes)
+        place = self.manager.begin_snapshot()
+        assert before == (self.manager.num_evicted, len(self.manager._tree.nodes))
+        return place
+
     def admit(self, stem, length, extra, salt):
-        """A request for a prompt of a stem; a hit begins with what the stem begins with."""
+        """A request for a prompt of a stem; it hits all that anybody has left of it."""
         prompt = [int(token) for token in self.stems[stem][:length]]
         token_ids = np.asarray(prompt, np.int32)
+        # Histories of different salts share no value.
+        values = self.stem_values[stem, len(salt)][:length]
+        longest = self.longest_hit(values)
         fits = self.attempt(self.manager.can_admit, length + extra, token_ids, salt)
         slot = self.attempt(self.manager.admit, length + extra, token_ids, salt)
         assert (slot is not None) == bool(fits)
@@ -76,17 +105,12 @@ class World:
         assert slot not in self.tenants
         hit = int(self.manager.length_tokens[slot])
         assert hit == self.manager.hit_tokens(slot)
-        assert hit % SIZE == 0
-        assert hit < length
+        assert hit == longest
         self.count("hit" if hit else "admit")
-        values, value = [], len(salt)  # histories of different salts share no value
-        for token in prompt[:hit]:
-            value = extend_hash(value, token)
-            values.append(value)
-        self.tenants[slot] = Tenant(prompt[:hit], values, length + extra, salt, prompt[hit:])
+        self.tenants[slot] = Tenant(prompt[:hit], values[:hit], length + extra, salt, prompt[hit:])
 
     def step(self, slot, num_tokens, rejected, keep):
-        """Appends tokens, of which some are taken back, and keeps the boundaries reached."""
+        """Appends tokens, of which some are taken back; `keep` shares what is there from now on."""
         tenant = self.tenants[slot]
         room = tenant.reserved - len(tenant.tokens)
         tokens = tenant.todo[:num_tokens] or [len(tenant.tokens) % 50 for _ in range(num_tokens)]
@@ -96,7 +120,7 @@ class World:
         start, end = len(tenant.tokens), len(tenant.tokens) + len(tokens)
         boundaries = []
         for boundary in range((start // SIZE + 1) * SIZE, end + 1, SIZE):
-            place = self.manager.begin_snapshot() if keep else -1
+            place = self.begin_snapshot() if keep else -1
             if place >= 0:
                 boundaries.append((boundary, place))
         tenant.values += self.device.run(
@@ -105,7 +129,8 @@ class World:
         tenant.tokens += tokens[:kept]
         tenant.todo = tenant.todo[kept:]
         self.manager.advance(slot, kept)
-        self.manager.share(slot, np.asarray(tenant.tokens, np.int32))
+        if keep:
+            self.manager.share(slot, np.asarray(tenant.tokens, np.int32))
         for boundary, place in boundaries:
             if self.manager.keep_snapshot(slot, boundary, place):
                 self.count("snapshot")

@@ -225,6 +225,76 @@ def test_negative_steps_are_refused():
     assert manager.length_tokens[slot] == 10
 
 
+def test_a_negative_eviction_is_refused():
+    manager = make_manager()
+    with pytest.raises(ValueError, match="num_blocks must not be negative, got -1"):
+        manager.evict(-1)
+    assert manager.num_evicted == 0
+
+
+def known_prompt(manager, length):
+    """A prompt whose every full block has a snapshot, and nobody uses it."""
+    tokens = np.arange(length, dtype=np.int32) % 90
+    slot = manager.admit(length)
+    manager.take_changes()
+    places = [manager.begin_snapshot() for _ in range(length // 128)]
+    manager.advance(slot, length)
+    manager.share(slot, tokens)
+    for number, place in enumerate(places):
+        assert manager.keep_snapshot(slot, 128 * (number + 1), place)
+    manager.release(slot)
+    manager.take_changes()
+    return tokens
+
+
+def test_a_hit_takes_no_more_than_was_asked_for():
+    """Admitted for its first chunk alone, a request gets the blocks of that chunk, not more."""
+    manager = make_manager(num_snapshots=4)
+    tokens = known_prompt(manager, 600)
+    for asked, hit, blocks in ((1, 0, 1), (128, 128, 1), (200, 128, 2), (600, 512, 5)):
+        slot = manager.admit(asked, tokens)
+        assert manager.length_tokens[slot] == manager.hit_tokens(slot) == hit
+        assert np.count_nonzero(manager.block_table[slot] >= 0) == blocks
+        manager.release(slot)
+
+
+def test_tokens_computed_twice_are_held_once():
+    """Known blocks without a snapshot: who computes them again replaces the copy nobody reads."""
+    manager, tokens = make_manager(num_snapshots=1), np.arange(256, dtype=np.int32)
+    for _ in range(3):
+        slot = manager.admit(256, tokens)
+        assert manager.hit_tokens(slot) == 0
+        manager.advance(slot, 256)
+        manager.share(slot, tokens)
+        assert (manager.num_free_blocks, manager.num_cached_blocks) == (NUM_BLOCKS - 2, 0)
+        manager.release(slot)
+        assert (manager.num_free_blocks, manager.num_cached_blocks) == (NUM_BLOCKS, 2)
+
+
+def test_blocks_of_a_fork_that_were_not_shared_before_are_never_evicted():
+    """The tree would count them as its own, and give them away under the other's feet."""
+    manager, tokens = make_manager(num_snapshots=1), np.arange(256, dtype=np.int32)
+    slot = manager.admit(256)
+    manager.advance(slot, 256)
+    fork = manager.fork(slot, 256)
+    manager.share(slot, tokens)
+    manager.release(slot)
+    assert (manager.num_free_blocks, manager.evict(9)) == (NUM_BLOCKS - 2, 0)
+    assert np.all(manager.block_table[fork, :2] >= 0)
+
+
+def test_no_place_is_taken_while_a_hit_may_still_read_it():
+    manager = make_manager(num_snapshots=4)
+    tokens = known_prompt(manager, 300)
+    manager.admit(300, tokens)
+    before = manager.num_held_snapshots
+    with pytest.raises(RuntimeError, match="apply the hits first"):
+        manager.begin_snapshot()
+    assert manager.num_held_snapshots == before
+    manager.take_changes()
+    assert manager.begin_snapshot() >= 0
+
+
 def test_nothing_reaches_the_device_before_apply():
     manager, cache = make_manager(), make_cache()
     slot = manager.admit(300)

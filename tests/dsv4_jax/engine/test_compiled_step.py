@@ -1,5 +1,6 @@
 """What the compiled decode step does with memory, traces and the host."""
 
+import dataclasses
 import re
 
 import chex
@@ -13,7 +14,13 @@ import dsv4_jax as ds
 
 @pytest.fixture(scope="module")
 def model():
-    config = ds.DSV4Config.tiny()
+    """A window layer, then one of each compressed type twice, which is scanned."""
+    swa, csa, hca = ds.AttentionType.SWA, ds.AttentionType.CSA, ds.AttentionType.HCA
+    config = dataclasses.replace(
+        ds.DSV4Config.tiny(),
+        layer_types=(swa, hca, csa, hca, csa),
+        router_types=(ds.RouterType.HASH, *(ds.RouterType.LEARNED,) * 4),
+    )
     return config, ds.init_params(config, jax.random.key(0))
 
 
@@ -73,9 +80,15 @@ def test_decode_loop_copies_no_leaf_of_the_cache(model):
     assert executable.memory_analysis().alias_size_in_bytes == cache.memory_bytes()
 
 
-def test_copy_audit_would_notice_a_copy(model):
+def test_copy_audit_would_notice_a_copy():
     """The same audit on a step that keeps the old cache alive finds copies."""
-    config, params = model
+    config = dataclasses.replace(
+        ds.DSV4Config.tiny(),
+        layer_types=(ds.AttentionType.CSA,),
+        router_types=(ds.RouterType.LEARNED,),
+        num_mtp_layers=0,
+    )
+    params = ds.init_params(config, jax.random.key(0))
     cache = make_cache(config)
 
     def keeps_both(params, cache, step_input):

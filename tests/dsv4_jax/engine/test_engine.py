@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
+from helpers import serving
 
 
 @pytest.fixture(scope="module")
 def model():
-    config = ds.DSV4Config.tiny()
-    return config, ds.init_params(config, jax.random.key(0))
+    return serving.CONFIG, serving.params()
 
 
 @pytest.fixture(scope="module")
@@ -101,10 +101,9 @@ def test_bad_input_is_refused_before_anything_starts(engine, arguments, message)
     assert engine._loop.manager.num_free_slots == 3
 
 
-def test_a_context_that_is_filled_to_the_last_token(model):
-    """No multiple of anything: 37 tokens of context, 30 of prompt."""
-    engine = ds.Engine(*model, max_requests=1, max_context_tokens=37, prefill_tokens=(16,))
-    (completion,) = engine.generate([[3] * 30], max_new_tokens=7, stop_token_ids=())
+def test_a_context_that_is_filled_to_the_last_token(engine):
+    """No multiple of anything: 200 tokens of context, 193 of prompt."""
+    (completion,) = engine.generate([[3] * 193], max_new_tokens=7, stop_token_ids=())
     assert len(completion.token_ids) == 7
 
 

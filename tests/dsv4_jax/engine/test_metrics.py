@@ -81,6 +81,7 @@ def test_prometheus_says_the_same(engine):
     assert samples["dsv4_first_token_seconds_count",] == metrics.first_token_s.count
     assert samples["dsv4_first_token_seconds_sum",] == pytest.approx(metrics.first_token_s.total)
     assert samples["dsv4_first_token_seconds_bucket", "+Inf"] == metrics.first_token_s.count
+    assert "# HELP dsv4_evicted_blocks_total blocks of cached prefixes that gave way\n" in text
     names = {name for name, *_ in samples}
     for field in dataclasses.fields(metrics):
         assert any(field.name.removesuffix("_s") in name for name in names), field.name

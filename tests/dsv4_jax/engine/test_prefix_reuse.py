@@ -1,10 +1,25 @@
 """Prefix reuse: what is shared, and that a hit is a cold run to the bit."""
 
+import dataclasses
+
+import jax
 import numpy as np
 import pytest
 
+import dsv4_jax as ds
 from helpers.schedules import assert_same_bytes
-from helpers.serving import limit, make_engine, prompt, rows_at, rows_of, run_to_end, same_tokens
+from helpers.serving import (
+    CONFIG,
+    CSA,
+    SIZES,
+    limit,
+    make_engine,
+    prompt,
+    rows_at,
+    rows_of,
+    run_to_end,
+    same_tokens,
+)
 
 WANTED = {"max_new_tokens": 6, "stop_token_ids": ()}
 
@@ -52,10 +67,17 @@ def test_the_same_request_again_hits_all_but_its_last_block_of_tokens(rng, lengt
 
 
 def test_a_boundary_inside_a_chunk_is_kept(rng):
-    """One chunk of 300 tokens crosses 128 and 256: both can be resumed at."""
-    sizes = {"prefill_tokens": (300,), "decode_tokens": 300}
+    """One chunk of 300 tokens crosses 128 and 256: both can be resumed at.
+
+    A CSA layer alone has all that a snapshot holds.
+    """
+    config = dataclasses.replace(
+        CONFIG, layer_types=(CSA,), router_types=(ds.RouterType.LEARNED,), num_mtp_layers=0
+    )
+    weights = ds.init_params(config, jax.random.key(0))
+    sizes = SIZES | {"prefill_tokens": (300,), "decode_tokens": 300, "draft_tokens": 0}
     text = prompt(rng, 300)
-    engine = make_engine(**sizes)
+    engine = ds.Engine(config, weights, **sizes)
     run_to_end(engine, engine.submit(text, **WANTED))
     assert engine.metrics.snapshots == 2
     for shared in (128, 256):
@@ -64,11 +86,23 @@ def test_a_boundary_inside_a_chunk_is_kept(rng):
         request = engine.submit(other, **WANTED)
         engine.step()
         assert hits(engine) - before == shared
-        cold = make_engine(**sizes)
+        cold = ds.Engine(config, weights, **sizes)
         alone = cold.submit(other, **WANTED)
         cold.step()
         assert_same_bytes(rows_of(engine, request), rows_of(cold, alone))
         same_tokens(*run_to_end(engine, request), *run_to_end(cold, alone))
+
+
+def test_where_two_prompts_part_is_kept_for_a_third(rng):
+    """A prompt may have one place of two, its end's; the second keeps where they part as well."""
+    engine, head = limit(make_engine(), num_snapshots=2), prompt(rng, 256)
+    gained = []
+    for _ in range(3):
+        before = hits(engine)
+        text = head + prompt(rng, 260)  # four whole blocks
+        run_to_end(engine, engine.submit(text, max_new_tokens=1))
+        gained.append((hits(engine) - before, engine.metrics.snapshots))
+    assert gained == [(0, 1), (0, 3), (256, 4)]
 
 
 def test_an_answer_is_a_prefix_too(rng):
@@ -123,11 +157,23 @@ def test_the_least_recently_used_snapshot_goes_first_and_blocks_stay(rng):
 
     assert [hit(texts[0]), hit(texts[1]), hit(texts[0])] == [0, 0, 128]
     cached = engine.metrics.cached_blocks
+    assert engine.metrics.evicted_snapshots == 0
     assert hit(texts[2]) == 0
-    assert engine.metrics.evicted_blocks == 0
+    assert (engine.metrics.evicted_blocks, engine.metrics.evicted_snapshots) == (0, 1)
     assert engine.metrics.cached_blocks == cached + 1
     assert [hit(texts[0]), hit(texts[2])] == [128, 128]
     assert hit(texts[1]) == 0
+
+
+def test_a_long_answer_leaves_its_prompt_a_snapshot(rng):
+    """Two places, three boundaries of an answer: its last one and the prompt's stay."""
+    engine, text = limit(make_engine(), num_snapshots=2), prompt(rng, 130)
+    (answer,) = run_to_end(engine, engine.submit(text, max_new_tokens=390, stop_token_ids=()))
+    assert engine.metrics.snapshots == 4  # at 128, 256, 384 and 512
+    run_to_end(engine, engine.submit(text, max_new_tokens=1))
+    assert hits(engine) == 128
+    run_to_end(engine, engine.submit([*text, *answer.token_ids, 1], max_new_tokens=1))
+    assert hits(engine) == 128 + 512
 
 
 def test_history_gives_way_to_requests_only(rng):

@@ -15,7 +15,13 @@ from dsv4_jax.bench.parts import cache_part, one_token_each, random_inputs
 @pytest.fixture(scope="module")
 def model():
     """Two CSA and two HCA layers that a scan would repeat, and a window layer."""
-    config = dataclasses.replace(ds.DSV4Config.tiny(), num_mtp_layers=0)
+    swa, csa, hca = ds.AttentionType.SWA, ds.AttentionType.CSA, ds.AttentionType.HCA
+    config = dataclasses.replace(
+        ds.DSV4Config.tiny(),
+        layer_types=(swa, hca, csa, hca, csa),
+        router_types=(ds.RouterType.LEARNED,) * 5,
+        num_mtp_layers=0,
+    )
     return config, ds.init_params(config, jax.random.key(0))
 
 
@@ -88,3 +94,40 @@ def test_unstacking_keeps_every_value_and_frees_the_stacks(model):
 def test_a_checkpoint_is_saved_from_stacked_layers(model, unrolled, tmp_path):
     with pytest.raises(ValueError, match="params"):
         ds.save_checkpoint(model[0], unrolled[0], tmp_path)
+
+
+@pytest.mark.parametrize("unroll", [False, True])
+def test_an_engine_takes_layers_as_they_serve_it_best(model, monkeypatch, unroll):
+    """On a GPU each has arrays of its own unless told otherwise; elsewhere they stay stacked."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu" if unroll else "cpu")
+    sizes = {"max_requests": 1, "max_context_tokens": 128}
+    assert is_unrolled(ds.Engine(*model, **sizes)) == unroll
+    assert is_unrolled(ds.Engine(*model, unroll=not unroll, **sizes)) != unroll
+    given = ds.Engine(model[0], ds.unstack_layers(model[1]), **sizes)
+    assert is_unrolled(given)
+    assert is_unrolled(ds.Engine.from_checkpoint(ds.SHIPPED_CHECKPOINT, **sizes)) == unroll
+    assert not model[1].embed.is_deleted()
+
+
+def is_unrolled(engine):
+    return all(isinstance(layers, tuple) for layers in engine.params.layers.values())
+
+
+def test_an_engine_of_unrolled_layers_gives_the_same_tokens():
+    """Prompts in chunks and single tokens, layers that would be scanned; in f32, no near ties."""
+    config = dataclasses.replace(
+        ds.DSV4Config.tiny(),
+        layer_types=(ds.AttentionType.HCA,) * 2,
+        router_types=(ds.RouterType.LEARNED,) * 2,
+        num_mtp_layers=0,
+    )
+    params = ds.init_params(config, jax.random.key(0))
+    prompts = [np.random.default_rng(0).integers(0, config.vocab_size, 60).tolist(), [5, 6]]
+    stacked, unrolled = (
+        ds.Engine(
+            config, params, max_requests=2, max_context_tokens=128, prefill_tokens=(24,),
+            decode_tokens=24, cache_format="f32", unroll=unroll,
+        ).generate(prompts, max_new_tokens=12, stop_token_ids=())
+        for unroll in (False, True)
+    )  # fmt: skip
+    assert unrolled == stacked

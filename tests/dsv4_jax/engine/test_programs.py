@@ -1,0 +1,99 @@
+"""The programs that an engine runs: compiled at warm-up, never after, and equal across shapes."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dsv4_jax as ds
+from helpers import tolerance
+from helpers.serving import CSA, SIZES, prompt, run_to_end
+
+CONFIG = dataclasses.replace(
+    ds.DSV4Config.tiny(), layer_types=(CSA,), router_types=(ds.RouterType.LEARNED,)
+)
+GENERAL = ["tables", "copies and snapshot loads", "snapshots between steps", "step of 24 tokens"]
+CASES = {
+    "plain": ({"draft_tokens": 0, "decode_tokens": None}, ["decode step of 4 tokens"]),
+    "drafts, debugged": ({"debug": True}, ["verification"]),
+}
+
+
+@functools.cache
+def params():
+    return ds.init_params(CONFIG, jax.random.key(0))
+
+
+def make_engine(**changes):
+    return ds.Engine(CONFIG, params(), **(SIZES | {"cache_format": "f32"} | changes))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_compiles_after_warmup(case):
+    """And what is listed is what serving runs: snapshots, loads, forks, tables, a lost cache."""
+    options, more = CASES[case]
+    engine = make_engine(**options)
+    listed = dict(engine.warmup())
+    assert list(listed) == GENERAL + more
+    assert listed["step of 24 tokens"] == max(listed.values()) > 0.1
+    assert min(listed.values()) > 0
+    compiled = engine.metrics.compiles
+    assert compiled >= len(listed) - 1
+    rng = np.random.default_rng(3)
+    text = prompt(rng, 200)
+    for is_lost in (False, True):
+        ids = [
+            engine.submit(text[:n], max_new_tokens=70, temperature=t, stop_token_ids=())
+            for n, t in ((200, 0.0), (130, 1.0), (100, 0.5), (3, 0.0))
+        ]
+        for _ in range(12):
+            engine.step()
+        engine.preempt(ids[0])
+        ids.append(engine.fork(ids[1], seed=5))
+        if is_lost:
+            for leaf in jax.tree.leaves(engine.cache):
+                leaf.delete()
+            with pytest.raises(RuntimeError, match="deleted"):
+                engine.step()
+        run_to_end(engine, *ids)
+    assert engine.metrics.hit_tokens > 0
+    assert engine.metrics.compiles == compiled
+
+
+def test_warmup_waits_for_nobody():
+    engine = make_engine()
+    request = engine.submit([1, 2, 3], max_new_tokens=3)
+    engine.step()
+    with pytest.raises(RuntimeError, match="warmup before requests run; 1 do"):
+        engine.warmup()
+    engine.cancel(request)
+    engine.warmup()
+
+
+def test_drafts_change_no_greedy_token_across_shapes():
+    """A draft engine's steps have other shapes: equal where the margin exceeds the rounding."""
+    rng = np.random.default_rng(4)
+    texts = [prompt(rng, n) for n in (150, 61, 7)]
+    wanted = {"max_new_tokens": 30, "stop_token_ids": ()}
+    plain = make_engine(draft_tokens=0, decode_tokens=None)
+    alone = [run_to_end(plain, plain.submit(text, **wanted))[0].token_ids for text in texts]
+    histories = [[*text, *drawn] for text, drawn in zip(texts, alone, strict=True)]
+    padded = jnp.asarray([ids + [0] * (180 - len(ids)) for ids in histories], jnp.int32)
+    logits = jax.jit(ds.forward, static_argnames="config")(params(), padded, config=CONFIG)
+    for text, row in zip(texts, np.asarray(logits), strict=True):
+        best = np.sort(row[len(text) - 1 :][:30], axis=-1)
+        assert np.min(best[:, -1] - best[:, -2]) > 10 * tolerance.INTERMEDIATE
+    drafting = make_engine()
+    ids = [drafting.submit(text, **wanted) for text in texts]
+    while drafting.num_unfinished:
+        # Of every other step's drafts the first two are right.
+        for request_id, tokens in zip(ids, alone, strict=True):
+            request = drafting._requests[request_id]
+            if drafting.metrics.steps % 2 and request.drafts:
+                request.drafts[:2] = tokens[request.num_drawn :][:2]
+        drafting.step()
+    assert [drafting.completion(i).token_ids for i in ids] == alone
+    assert 0.3 < drafting.metrics.acceptance < 1
