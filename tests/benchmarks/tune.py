@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 import pallas_kernels
-from benchmarks import bench_index_scores, bench_topk, harness, layer_calls
+from benchmarks import bench_index_scores, harness, layer_calls
 from pallas_kernels import tilings
 from pallas_kernels.flush_write import triton_gpu
 from pallas_kernels.flush_write.tiling import Tiling, choose_csa, choose_hca
@@ -65,6 +65,8 @@ SHAPES = [
 """Op, compressors, tokens; of a CSA layer only both together are kept."""
 SCORES = [(4, 1), (4, 2), (4, 3), (5, 1), (6, 1)]
 """Warpgroups of a program, tiles on their way to each."""
+SCORE_SHAPES = [(64, 65536), (64, 4096), (8, 65536), (1, 262144)]
+"""Query tokens, entries of each."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +137,7 @@ def flush_cases(args):
 
 
 def score_cases(args):
-    """Index scores of both kinds of keys, at the benchmark's shapes."""
+    """Index scores of both kinds of keys."""
     if args.only not in (None, "index_scores"):
         return
     for keys, (tokens, entries) in itertools.product(bench_index_scores.FORMATS, bench_topk.SHAPES):
