@@ -140,7 +140,7 @@ def score_cases(args):
     """Index scores of both kinds of keys."""
     if args.only not in (None, "index_scores"):
         return
-    for keys, (tokens, entries) in itertools.product(bench_index_scores.FORMATS, bench_topk.SHAPES):
+    for keys, (tokens, entries) in itertools.product(bench_index_scores.FORMATS, SCORE_SHAPES):
         tiles = entries // scores_mosaic_gpu.HOPPER.tile
         formula = scores_mosaic_gpu.choose_tiling(tokens, tiles, keys == "MXFP4")
         codec = bench_index_scores.codec_of(keys)
