@@ -1,10 +1,10 @@
 """Index scores through Mosaic GPU, for Hopper and Blackwell.
 
-One program: one query token and a run of its request's entries; each of its warpgroups takes every
-fourth tile of 64 keys (128 on Blackwell) by itself:
+One program: one query token and a run of its request's entries; its warpgroups take tiles, 64 keys
+or on Blackwell 128, in turn, each by itself:
 
-    blocks of a tile, two tiles ahead; its keys from device memory into registers, one tile ahead;
-    MXFP4 unpacked to E4M3             -> keys_smem[warpgroup]
+    blocks of a tile, two of its tiles ahead; its keys into registers, one tile ahead;
+    MXFP4 unpacked to E4M3             in registers, on Blackwell -> keys_smem[warpgroup]
     [64 keys, 64 heads] = keys Q^T     FP8 tensor cores, on Blackwell into tensor memory
     score = key scale * sum over heads of weight * relu
 
@@ -31,15 +31,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import formats, mosaic, numbers, tilings
+from pallas_kernels import formats, mosaic, mosaic_memory, numbers, tilings
 from pallas_kernels.backend import compute_capability
 from pallas_kernels.formats import Codec, Planes
 from pallas_kernels.index_topk import left_operand, unpack_mosaic
 
 HEADS, DIM = 64, 128
 """Index heads and their dims, the released models'."""
-GROUPS, AHEAD = 5, 1
-"""Tiles of a warpgroup that are on their way while one is multiplied."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,18 +66,24 @@ class Tiling:
     Attributes:
       tiles: of a program.
       groups: warpgroups of a program.
+      ahead: tiles of a warpgroup that are on their way while one is multiplied.
     """
 
     tiles: int
     groups: int = 4
+    ahead: int = 1
 
 
-def choose_tiling(num_tokens: int, num_tiles: int, num_cores: int = 132) -> Tiling:
-    """Programs that fill the cores once, or several times evenly; each warpgroup has a tile."""
-    groups = GROUPS
+def choose_tiling(num_tokens: int, num_tiles: int, mxfp4: bool, num_cores: int = 132) -> Tiling:
+    """Programs that fill the cores once, or several times evenly; each warpgroup has a tile.
+
+    MXFP4 keys need few registers on their way, so that one more warpgroup fits.
+    """
+    groups = 5 if mxfp4 else 4
     programs = max(1, num_cores // num_tokens)
     formula = Tiling(tiles=max(groups, -(-num_tiles // programs)), groups=groups)
-    return tilings.tune("index_scores", formula, tokens=num_tokens, tiles=num_tiles)
+    bits = 4 if mxfp4 else 8
+    return tilings.tune("index_scores", formula, tokens=num_tokens, tiles=num_tiles, bits=bits)
 
 
 def find_obstacle(queries: jax.Array, codec: Codec) -> str | None:
@@ -146,7 +150,7 @@ def _score_kernel(
     tiling: Tiling,
     core: TensorCore,
 ):
-    s = shapes
+    s, ahead = shapes, tiling.ahead
     token, program = lax.axis_index("token"), lax.axis_index("program")
     group = lax.axis_index("warpgroup")
     by_head = core.layout.reduce(0)
@@ -164,47 +168,58 @@ def _score_kernel(
     def tile_of(turn):
         return first_tile + turn * tiling.groups + group
 
-    def places(layout, wide):
-        return plgpu.broadcasted_iota(jnp.int32, (core.tile, wide), 0, layout=layout).max(axis=1)
+    def places(layout):
+        return plgpu.broadcasted_iota(jnp.int32, (core.tile,), 0, layout=layout)
 
-    layouts = [(mosaic.ROW, places(mosaic.ROWS, DIM // 2))]
+    layouts = [(mosaic.ROW, places(mosaic.ROW))]
     if core.has_memory:  # a thread has sums of other keys than it loads
-        layouts.append((core.layout.reduce(1), places(core.layout, HEADS)))
+        layouts.append((core.layout.reduce(1), places(core.layout.reduce(1))))
 
     last_visible = jnp.maximum(num_visible - 1, 0)
+    last_block = mosaic.divide(last_visible, s.entries_per_block)[0]
     first_of_table = jnp.maximum(request, 0) * s.table_width
-    first_of_layer = layer_number * s.num_blocks
+    first_of_layer = layer_number * s.num_blocks * s.entries_per_block
 
-    def entries_of(turn, place):
-        """Entries of a tile; beyond the last visible one, where scores don't matter, that one."""
-        return jnp.minimum(tile_of(turn) * core.tile + place, last_visible)
+    def find(turn, place):
+        """Logical block of a tile's entries, and their row in it.
+
+        Beyond the last visible block, where scores don't matter, the block is that one.
+        """
+        if core.tile % s.entries_per_block == 0:  # so that the row is the same in every tile
+            block, row = mosaic.divide(place, s.entries_per_block)
+            block = block + tile_of(turn) * (core.tile // s.entries_per_block)
+        else:
+            block, row = mosaic.divide(tile_of(turn) * core.tile + place, s.entries_per_block)
+        return jnp.minimum(block, last_block), row
 
     def load_blocks(turn, layout, place):
         """Physical blocks of a tile's entries; any where none is visible."""
-        logical, _ = mosaic.divide(entries_of(turn, place), s.entries_per_block)
-        return mosaic.gather_words(
-            [table], logical * 0, first_of_table + logical, word=0, layout=layout, all_present=True
+        logical, _ = find(turn, place)
+        start = logical * 0 + first_of_table
+        return mosaic_memory.gather_words(
+            [table], logical * 0, logical, word=0, layout=layout, all_present=True, within=start
         )
-
-    def locate(turn, block, place):
-        _, row = mosaic.divide(entries_of(turn, place), s.entries_per_block)
-        return (first_of_layer + jnp.maximum(block, 0)) * s.entries_per_block + row
 
     def load_all_blocks(turn):
         return [load_blocks(turn, *layout) for layout in layouts]
 
     def load_keys(turn, blocks):
         """Codes, and scales in each of the layouts."""
-        index = [
-            locate(turn, block, place) for block, (_, place) in zip(blocks, layouts, strict=True)
+        where = [
+            {
+                "source": block * 0,
+                "index": jnp.maximum(block, 0),
+                "run": s.entries_per_block,
+                "within": first_of_layer + find(turn, place)[1],
+                "all_present": True,
+            }
+            for block, (_, place) in zip(blocks, layouts, strict=True)
         ]
         layout, width = (mosaic.ROWS, DIM // 2) if s.mxfp4 else (s.key_layout, DIM)
-        rows = mosaic.gather_rows(
-            [codes], index[0] * 0, index[0], start=0, width=width, layout=layout, all_present=True
-        )
+        rows = mosaic_memory.gather_rows([codes], **where[0], start=0, width=width, layout=layout)
         words = [
-            mosaic.gather_words([scales], i * 0, i, word=0, layout=layout, all_present=True)
-            for i, (layout, _) in zip(index, layouts, strict=True)
+            mosaic_memory.gather_words([scales], **rows_of, word=0, layout=layout)
+            for rows_of, (layout, _) in zip(where, layouts, strict=True)
         ]
         return rows, words
 
@@ -214,7 +229,7 @@ def _score_kernel(
             operand = left_operand.from_rows(keys, s.key_layout)
             return mosaic.multiply([(operand, queries_smem.transpose((1, 0)))])
         keys_smem, products_tmem, products_ready = operands_in_memory
-        mosaic.store(keys_smem.at[group], keys, s.key_layout)
+        mosaic_memory.store(keys_smem.at[group], keys, s.key_layout)
         plgpu.commit_smem()
         mine = products_tmem.at[:, pl.ds(group * HEADS, HEADS)]
         plgpu.tcgen05_mma(
@@ -230,17 +245,17 @@ def _score_kernel(
         return products
 
     def score_tile(turn, state):
-        """Scores a tile and fetches, into the registers it has left, the one `AHEAD` turns on."""
+        """Scores a tile and fetches, into the registers it has left, the one `ahead` turns on."""
         (rows, words), blocks = state
         if s.mxfp4:
             rows = unpack_mosaic.unpack(rows, words[0], magnitudes)
-            scale = unpack_mosaic.largest_scale(words[-1]) << 23  # UE8M0, an f32's exponent
-            factor = lax.bitcast_convert_type(scale, jnp.float32) / unpack_mosaic.HEADROOM
+            words[-1] = unpack_mosaic.largest_scale(words[-1]) << 23  # UE8M0, an f32's exponent
         else:
-            rows = lax.bitcast_convert_type(rows, jnp.float8_e4m3fn)
-            factor = lax.bitcast_convert_type(words[-1], jnp.float32)
+            rows = lax.bitcast_convert_type(mosaic.copy(rows, s.key_layout), jnp.float8_e4m3fn)
+            words[-1] = mosaic.copy(words[-1], layouts[-1][0])
+        later = load_keys(turn + ahead, blocks), load_all_blocks(turn + 2 * ahead)
         products = multiply(rows)
-        later = load_keys(turn + AHEAD, blocks), load_all_blocks(turn + 2 * AHEAD)
+        factor = lax.bitcast_convert_type(words[-1], jnp.float32)
         twice_relu = products + jnp.abs(products)  # added, for the maximum's unit has more to do
         score = (twice_relu * head_weights).sum(axis=1)
         if not core.has_memory:
@@ -248,25 +263,26 @@ def _score_kernel(
 
         @pl.when(turn < num_turns)
         def _():
-            target = scores.at[token, pl.ds(tile_of(turn) * core.tile, core.tile)]
-            mosaic.store(target, score * factor, layouts[-1][0])
+            first = tile_of(turn) * core.tile
+            mosaic_memory.store_run(scores.at[token], first, score * factor, layouts[-1][0])
 
         return later
 
     def step(i, states):
-        return [score_tile(i * AHEAD + ahead, state) for ahead, state in enumerate(states)]
+        return [score_tile(i * ahead + place, state) for place, state in enumerate(states)]
 
     @pl.when(group == 0)
     def _():
         plgpu.copy_gmem_to_smem(queries.at[token], queries_smem, queries_ready)
 
-    blocks = [load_all_blocks(turn) for turn in range(2 * AHEAD)]
-    states = [(load_keys(turn, blocks[turn]), blocks[AHEAD + turn]) for turn in range(AHEAD)]
+    blocks = [load_all_blocks(turn) for turn in range(2 * ahead)]
+    states = [(load_keys(turn, blocks[turn]), blocks[ahead + turn]) for turn in range(ahead)]
     head_weights = plgpu.load(weights.at[token], layout=by_head, optimized=False)
-    head_weights = lax.broadcast_in_dim(head_weights * 0.5, (core.tile, HEADS), [1])
+    half = 0.5 / unpack_mosaic.HEADROOM if s.mxfp4 else 0.5
+    head_weights = lax.broadcast_in_dim(head_weights * half, (core.tile, HEADS), [1])
     head_weights = plgpu.layout_cast(head_weights, core.layout)
     plgpu.barrier_wait(queries_ready)
-    lax.fori_loop(0, lax.div(num_turns + AHEAD - 1, AHEAD), step, states)
+    lax.fori_loop(0, lax.div(num_turns + ahead - 1, ahead), step, states)
 
 
 def choose_core() -> TensorCore:
@@ -342,7 +358,7 @@ def index_scores(
     )
     core = core or choose_core()
     num_tiles = -(-shapes.num_entries // core.tile)
-    tiling = tiling or choose_tiling(num_tokens, num_tiles)
+    tiling = tiling or choose_tiling(num_tokens, num_tiles, shapes.mxfp4)
     swizzled = functools.partial(
         plgpu.SMEM, dtype=jnp.float8_e4m3fn, transforms=mosaic.SWIZZLED_BYTES
     )

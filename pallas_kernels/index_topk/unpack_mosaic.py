@@ -108,7 +108,9 @@ def _magnitudes_of_lane(table: ir.Value, word: ir.Value) -> tuple[ir.Value, ir.V
     codes = [code(mgpu.c(8 * group, i32)) for group in range(4)]
     largest = arith.maxui(arith.maxui(codes[0], codes[1]), arith.maxui(codes[2], codes[3]))
     lane = arith.remui(mgpu.utils.thread_idx(), mgpu.c(4, i32))
-    steps = arith.subi(largest, code(arith.muli(lane, mgpu.c(8, i32))))
+    select = arith.ori(lane, mgpu.c(0x4440, i32))  # the lane's byte, and bytes of zero
+    asm = "prmt.b32 $0, $1, 0, $2;"
+    steps = arith.subi(largest, llvm.inline_asm(i32, [word, select], asm, "=r,r,r"))
     steps = arith.minui(steps, mgpu.c(_NUM_STEPS - 1, i32))
     pointer = llvm.addrspacecast(llvm.PointerType.get(1), mgpu.utils.memref_ptr(table))
     offset = arith.muli(arith.extui(i64, steps), mgpu.c(8, i64))

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import mosaic
+from pallas_kernels import mosaic, mosaic_memory
 from pallas_kernels.sparse_attention.kernel_shapes import GROUP, HEADS, TILE, Shapes
 
 Ref = Any
@@ -74,7 +74,7 @@ def load_queries(
     place = plgpu.broadcasted_iota(jnp.int32, (HEADS, GROUP), 0, layout=mosaic.ROWS).max(axis=1)
     index = first + place
     for chunk in chunks:
-        rows = mosaic.gather_rows(
+        rows = mosaic_memory.gather_rows(
             [inputs.queries], index * 0, index, start=chunk * GROUP, width=GROUP, all_present=True
         )
         store(target_of(chunk), rows.astype(shapes.dtype), mosaic.ROWS)
@@ -134,7 +134,7 @@ def gather_keys(
         logical = lax.div(jnp.maximum(entry, 0), s.entries_per_block)
         inside = (entry >= 0) & (logical < s.table_width) & (request >= 0)
         where = jnp.where(inside, request * s.table_width + logical, -1)
-        return mosaic.gather_words([inputs.table], where * 0, where, word=0)
+        return mosaic_memory.gather_words([inputs.table], where * 0, where, word=0)
 
     def locate(i, entry, block):
         """Source (ring, call, pool) and row of each key of tile i of this split; -1 is none."""

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import formats, mosaic
+from pallas_kernels import formats, mosaic, mosaic_memory
 from pallas_kernels.backend import compute_capability
 from pallas_kernels.formats import Codec, Planes
 
@@ -131,13 +131,15 @@ class Shapes:
     def fetch_rows(self, sources, source, index, chunk):
         """64 stored columns of the named rows."""
         name, start = self.place(chunk)
-        return mosaic.gather_rows(sources[name], source, index, start=start, width=GROUP)
+        return mosaic_memory.gather_rows(sources[name], source, index, start=start, width=GROUP)
 
     def fetch_scales(self, sources, source, index, chunks):
         """The words of scales that chunks of the named rows need, by plane and number."""
         words = {word for chunk in chunks if (word := self.scale_word(chunk)) is not None}
         return {
-            f"{name} {number}": mosaic.gather_words(sources[name], source, index, word=number)
+            f"{name} {number}": mosaic_memory.gather_words(
+                sources[name], source, index, word=number
+            )
             for name, number in sorted(words)
         }
 

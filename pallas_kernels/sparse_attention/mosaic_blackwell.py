@@ -191,7 +191,7 @@ def _attention_kernel(
 
 
 def _store(target: Ref, values: jax.Array, layout: Any) -> None:
-    """Stores an array of the given layout; as `mosaic.store`, but for the swizzle."""
+    """Stores an array of the given layout; as `mosaic_memory.store`, but for the swizzle."""
     if interpreting():
         target[...] = values
         return

@@ -29,7 +29,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import mosaic
+from pallas_kernels import mosaic, mosaic_memory
 from pallas_kernels.sparse_attention.kernel_launch import (
     FLOOR,
     LOG2_E,
@@ -133,9 +133,9 @@ def _attention_kernel(
             def _():
                 plgpu.barrier_wait(weights_free.at[me])
 
-            mosaic.store(weights_smem.at[me], weights.astype(s.dtype), plgpu.Layout.WGMMA)
-            mosaic.store(statistics_smem.at[me, DECAY], decay, by_row)
-            mosaic.store(statistics_smem.at[me, LARGEST], largest, by_row)
+            mosaic_memory.store(weights_smem.at[me], weights.astype(s.dtype), plgpu.Layout.WGMMA)
+            mosaic_memory.store(statistics_smem.at[me, DECAY], decay, by_row)
+            mosaic_memory.store(statistics_smem.at[me, LARGEST], largest, by_row)
             plgpu.commit_smem()
             plgpu.barrier_arrive(weights_ready.at[me])
             out, largest, total = add_tile(state, me, decay, largest)
@@ -145,7 +145,7 @@ def _attention_kernel(
             return queries_smem.at[me, :, pl.ds(chunk * GROUP - me * half, GROUP)]
 
         chunks = range(me * half // GROUP, (me + 1) * half // GROUP)
-        load_queries(inputs, s, first_query, chunks, target_of=place_of, store=mosaic.store)
+        load_queries(inputs, s, first_query, chunks, target_of=place_of, store=mosaic_memory.store)
         plgpu.barrier_arrive(queries_ready)
         plgpu.barrier_wait(queries_ready)
         zeros = jnp.zeros((HEADS, half // 2), jnp.float32)
@@ -161,7 +161,7 @@ def _attention_kernel(
         if turns > 0:
             plgpu.barrier_wait(weights_free.at[me])
 
-        mosaic.store(statistics_smem.at[me, TOTAL], total, by_row)
+        mosaic_memory.store(statistics_smem.at[me, TOTAL], total, by_row)
         plgpu.commit_smem()
         plgpu.barrier_arrive(totals_ready)
         plgpu.barrier_wait(totals_ready)
@@ -178,7 +178,7 @@ def _attention_kernel(
         for i, part in enumerate(out):
             place = pl.ds(i * (half // 2), half // 2)
             target = queries_smem.at[me, :, place]
-            mosaic.store(target, as_bf16(part, s.dtype), plgpu.Layout.WGMMA)
+            mosaic_memory.store(target, as_bf16(part, s.dtype), plgpu.Layout.WGMMA)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(queries_smem.at[me], outputs[0].at[token, heads, columns(me)])
         plgpu.wait_smem_to_gmem(0)
@@ -199,7 +199,7 @@ def _attention_kernel(
             bias_smem=bias_smem if share == 0 else None,
             keys_ready=keys_ready,
             keys_free=keys_free,
-            store=mosaic.store,
+            store=mosaic_memory.store,
         )
 
     for share in range(GATHERERS):

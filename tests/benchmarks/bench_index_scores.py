@@ -64,8 +64,8 @@ def codec_of(keys):
     return get_cache_format(FORMATS[keys]).index_key
 
 
-def score(codec, arguments):
-    return scores_mosaic_gpu.index_scores(**arguments, codec=codec)
+def score(codec, arguments, **options):
+    return scores_mosaic_gpu.index_scores(**arguments, codec=codec, **options)
 
 
 def score_and_select(codec, arguments):

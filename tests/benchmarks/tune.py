@@ -1,6 +1,7 @@
 """Times tilings against the formula's, and keeps those that beat it: `python -m benchmarks.tune`.
 
-Prefill flushes of the released sizes. Every candidate must leave the bytes that the formula leaves.
+Prefill flushes of the released sizes, and index scores. Every candidate must leave the bytes that
+the formula leaves.
 With `--write`, what is faster by 3 % goes to the device's file in `pallas_kernels/data/tilings`, in
 place of what that says of the same shapes.
 """
@@ -9,17 +10,20 @@ import argparse
 import dataclasses
 import datetime
 import functools
+import itertools
 import json
 import pathlib
+from collections.abc import Callable
 
 import jax
 import numpy as np
 
 import pallas_kernels
-from benchmarks import harness, layer_calls
+from benchmarks import bench_index_scores, harness, layer_calls
 from pallas_kernels import tilings
 from pallas_kernels.flush_write import triton_gpu
 from pallas_kernels.flush_write.tiling import Tiling, choose_csa, choose_hca
+from pallas_kernels.index_topk import scores_mosaic_gpu
 
 FOLDER = pathlib.Path(pallas_kernels.__file__).parent / "data" / "tilings"
 LAYERS = 4
@@ -59,47 +63,121 @@ SHAPES = [
     ("flush_hca", ("main",), 32768),
 ]
 """Op, compressors, tokens; of a CSA layer only both together are kept."""
+SCORES = [(4, 1), (4, 2), (4, 3), (5, 1), (6, 1)]
+"""Warpgroups of a program, tiles on their way to each."""
+SCORE_SHAPES = [(64, 65536), (64, 4096), (8, 65536), (1, 262144)]
+"""Query tokens, entries of each."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """An op at one shape.
+
+    Attributes:
+      op: its name among tilings.
+      label: of the shape, to print.
+      sizes: that the op's tilings depend on; None where nothing is to be kept.
+      formula: its tiling.
+      candidates: tilings that may beat it.
+      make: tiling -> a function for `harness.median_us`.
+      inputs: of the function.
+      state: of the function, or None.
+      num_bytes: that must move.
+    """
+
+    op: str
+    label: str
+    sizes: dict | None
+    formula: object
+    candidates: list
+    make: Callable
+    inputs: list
+    state: object
+    num_bytes: int
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--only", choices=list(FLUSHES))
-    parser.add_argument("--tokens", type=int, help="only shapes of that many tokens")
+    parser.add_argument("--only", choices=[*FLUSHES, "index_scores"])
+    parser.add_argument("--tokens", type=int, help="only flushes of that many tokens")
     args = parser.parse_args()
     bandwidth, found = harness.copy_bandwidth(), []
     print(f"copy {bandwidth / 1e9:.0f} GB/s")
-    for op, families, tokens in SHAPES:
-        if args.only in (None, op) and args.tokens in (None, tokens):
-            entry = tune(op, families, tokens, bandwidth)
-            if entry is not None and (op == "flush_hca" or len(families) == 2):
-                found.append(entry)
+    for case in itertools.chain(flush_cases(args), score_cases(args)):
+        entry = tune(case, bandwidth)
+        if entry is not None and case.sizes is not None:
+            found.append(entry)
     if args.write and found:
         write(jax.devices()[0].device_kind, found)
 
 
-def tune(op, families, tokens, bandwidth):
+def flush_cases(args):
+    """Prefill flushes, of the shapes that were asked for."""
+    for op, families, tokens in SHAPES:
+        if args.only not in (None, op) or args.tokens not in (None, tokens):
+            continue
+        kind = op.removeprefix("flush_")
+        pools, inputs, num_bytes = layer_calls.flush_case(kind, families, tokens, layers=LAYERS)
+        windows = inputs[0][3]["closing"].shape[0]
+        run = functools.partial(layer_calls.flush, kind=kind, families=families)
+        yield Case(
+            op,
+            f"{'+'.join(families)} {tokens} tokens",
+            {"windows": windows, "tokens": tokens} if op == "flush_hca" or families[1:] else None,
+            FORMULAS[op](windows, tokens),
+            CANDIDATES[op],
+            lambda tiling, op=op, run=run: functools.partial(
+                run, run=functools.partial(FLUSHES[op], tiling=tiling)
+            ),
+            inputs,
+            pools,
+            num_bytes,
+        )
+
+
+def score_cases(args):
+    """Index scores of both kinds of keys."""
+    if args.only not in (None, "index_scores"):
+        return
+    for keys, (tokens, entries) in itertools.product(bench_index_scores.FORMATS, SCORE_SHAPES):
+        tiles = entries // scores_mosaic_gpu.HOPPER.tile
+        formula = scores_mosaic_gpu.choose_tiling(tokens, tiles, keys == "MXFP4")
+        codec = bench_index_scores.codec_of(keys)
+        yield Case(
+            "index_scores",
+            f"{keys} {tokens} x {entries}",
+            {"tokens": tokens, "tiles": tiles, "bits": 4 if keys == "MXFP4" else 8},
+            formula,
+            [dataclasses.replace(formula, groups=g, ahead=a) for g, a in SCORES],
+            lambda tiling, codec=codec: functools.partial(
+                bench_index_scores.score, codec, tiling=tiling
+            ),
+            bench_index_scores.inputs(keys, tokens, entries),
+            None,
+            tokens * entries * (bench_index_scores.BYTES[keys] + 4),
+        )
+
+
+def tune(case, bandwidth):
     """The best candidate that beats the formula, as an entry; None if none does."""
-    kind = op.removeprefix("flush_")
-    pools, inputs, num_bytes = layer_calls.flush_case(kind, families, tokens, layers=LAYERS)
-    windows = inputs[0][3]["closing"].shape[0]
-    formula = dataclasses.replace(FORMULAS[op](windows, tokens))
-    run = functools.partial(layer_calls.flush, kind=kind, families=families)
-    limit = num_bytes / bandwidth * 1e6
-    print(f"{op} {'+'.join(families)} {tokens} tokens: {limit:.1f} us of copying", flush=True)
+    limit = case.num_bytes / bandwidth * 1e6
+    print(f"{case.op} {case.label}: {limit:.1f} us of copying", flush=True)
 
     def measure(tiling):
-        flush = functools.partial(run, run=functools.partial(FLUSHES[op], tiling=tiling))
-        stored = jax.tree.map(np.asarray, jax.jit(flush)(pools, *inputs[0])[0])
-        us = harness.median_us(flush, inputs, state=pools, rounds=5)
+        function = case.make(tiling)
+        arguments = case.inputs[0] if case.state is None else (case.state, *case.inputs[0])
+        out = jax.jit(function)(*arguments)
+        stored = jax.tree.map(np.asarray, out if case.state is None else out[0])
+        us = harness.median_us(function, case.inputs, state=case.state, rounds=5)
         share = limit / max(us - 3.0, 0.1)
         print(f"  {us:8.2f} us, {share:.0%} of copying after 3 us  {tiling}", flush=True)
         return us, stored
 
-    formula_us, expected = measure(formula)
+    formula_us, expected = measure(case.formula)
     best_us, best = formula_us, None
-    for tiling in CANDIDATES[op]:
-        if tiling == formula:
+    for tiling in case.candidates:
+        if tiling == case.formula:
             continue
         us, stored = measure(tiling)
         jax.tree.map(np.testing.assert_array_equal, _bytes(stored), _bytes(expected))
@@ -108,10 +186,10 @@ def tune(op, families, tokens, bandwidth):
     if best is None:
         return None
     fields = dataclasses.asdict(best)
-    changed = {name: v for name, v in fields.items() if v != getattr(formula, name)}
+    changed = {name: v for name, v in fields.items() if v != getattr(case.formula, name)}
     return {
-        "op": op,
-        "shape": {"windows": windows, "tokens": tokens},
+        "op": case.op,
+        "shape": case.sizes,
         "tiling": changed,
         "us": round(best_us, 2),
         "formula_us": round(formula_us, 2),

@@ -82,11 +82,16 @@ def test_without_a_gpu_or_a_file_the_formula_is_taken(monkeypatch):
 
 def test_index_scores_and_the_selection_are_tuned_too(measured):
     measured(
-        ENTRY | {"op": "index_scores", "shape": {"tokens": 1, "tiles": 64}, "tiling": {"tiles": 3}},
+        ENTRY
+        | {
+            "op": "index_scores",
+            "shape": {"tokens": 1, "tiles": 64, "bits": 4},
+            "tiling": {"tiles": 3},
+        },
         ENTRY
         | {"op": "select_top_k", "shape": {"entries": 65536, "k": 512}, "tiling": {"tile": 8192}},
     )
-    assert scores_mosaic_gpu.choose_tiling(1, 60).tiles == 3
+    assert scores_mosaic_gpu.choose_tiling(1, 60, mxfp4=True).tiles == 3
     assert select_mosaic_gpu.choose_stages(60000, 512)[0].tile == 8192
 
 
