@@ -148,18 +148,22 @@ def store(target: Ref, values: jax.Array, layout: Layout) -> None:
     many can follow each other; `commit_smem` makes those in shared memory visible.
 
     Args:
-      target: [M, N] in shared memory, in `SWIZZLED` or `SWIZZLED_BYTES` form.
+      target: [n], or [M, N] in `SWIZZLED` or `SWIZZLED_BYTES` form.
       values: of that shape.
       layout: of `values`.
     """
     if interpreting():
         target[...] = values
         return
-    transforms = SWIZZLED if values.dtype.itemsize == 2 else SWIZZLED_BYTES
+    swizzled = SWIZZLED if values.dtype.itemsize == 2 else SWIZZLED_BYTES
+    transforms = swizzled if values.ndim == 2 else ()
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), layout))
     def write(_, target, values):
-        values.store_tiled(target, swizzle=128)
+        if transforms:
+            values.store_tiled(target, swizzle=128)
+        else:
+            values.store_untiled(target, optimized=False)
 
     write(target, values)
 

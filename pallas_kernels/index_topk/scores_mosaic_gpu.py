@@ -74,12 +74,14 @@ class Tiling:
     ahead: int = 1
 
 
-def choose_tiling(num_tokens: int, num_tiles: int, mxfp4: bool, num_cores: int = 132) -> Tiling:
+def choose_tiling(
+    num_tokens: int, num_tiles: int, mxfp4: bool, core: TensorCore = HOPPER, num_cores: int = 132
+) -> Tiling:
     """Programs that fill the cores once, or several times evenly; each warpgroup has a tile.
 
-    MXFP4 keys need few registers on their way, so that one more warpgroup fits.
+    MXFP4 keys need few registers on their way, so that on Hopper one more warpgroup fits.
     """
-    groups = 5 if mxfp4 else 4
+    groups = 5 if mxfp4 and not core.has_memory else 4
     programs = max(1, num_cores // num_tokens)
     formula = Tiling(tiles=max(groups, -(-num_tiles // programs)), groups=groups)
     bits = 4 if mxfp4 else 8
@@ -358,7 +360,7 @@ def index_scores(
     )
     core = core or choose_core()
     num_tiles = -(-shapes.num_entries // core.tile)
-    tiling = tiling or choose_tiling(num_tokens, num_tiles, shapes.mxfp4)
+    tiling = tiling or choose_tiling(num_tokens, num_tiles, shapes.mxfp4, core)
     swizzled = functools.partial(
         plgpu.SMEM, dtype=jnp.float8_e4m3fn, transforms=mosaic.SWIZZLED_BYTES
     )

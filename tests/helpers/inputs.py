@@ -168,6 +168,7 @@ def valid_arguments(op):
     query = {"queries": f32(tokens, 2, dim), **plain}
     projected = query | {"kv": f32(tokens, dim), "norm": f32(dim), "frequencies": f32(2)}
     projected |= {"positions": i32(tokens), "eps": 1e-6}
+    mixed = {"products": f32(tokens, 1, 8), "scale": f32(3), "base": f32(8), "norm": f32(dim)}
     compressor = Compressor(state, wide, f32(dim), pool, plain["codec"])
     return {
         "append_and_flush": projected
@@ -183,8 +184,10 @@ def valid_arguments(op):
         "gather_entries": paged | plain | {"index": i32(tokens, 3), "dim": dim},
         "gather_window": {"ring": ring, "rows": rows, "dim": dim} | place | plain,
         "index_topk": paged | query | {"weights": f32(tokens, 2), "visible": i32(tokens), "k": 3},
+        "mix_streams": mixed
+        | {"streams": f32(tokens, 2, dim), "iters": 2, "eps": 1e-6, "norm_eps": 1e-6},
         "sparse_attention": paged
         | query
         | place
         | {"sink": f32(2), "ring": ring, "rows": rows, "selected": i32(tokens, 3), "scale": 1.0},
-    }[op] | ({} if op == "encode_tokens" else {"layer": CASE_LAYER})
+    }[op] | ({} if op in ("encode_tokens", "mix_streams") else {"layer": CASE_LAYER})

@@ -17,6 +17,7 @@ OPS = [
     "gather_entries",
     "gather_window",
     "index_topk",
+    "mix_streams",
     "sparse_attention",
 ]
 REFERENCE_ONLY = {Backend.REFERENCE: lambda: "the definition"}
