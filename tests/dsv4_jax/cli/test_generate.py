@@ -70,6 +70,7 @@ def test_bad_input_is_one_clear_line_and_status_2(arguments, message, capsys):
     assert captured.out == ""
 
 
+@pytest.mark.slow
 def test_a_fresh_process_draws_a_hundred_tokens_within_a_minute():
     """From import to the last of 100 greedy tokens of a random checkpoint, compiling included.
 
