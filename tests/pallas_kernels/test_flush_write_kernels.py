@@ -73,7 +73,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("schedule", slow.all_but(["random cuts", "alone"], list(SCHEDULES)))
+@pytest.mark.parametrize("schedule", slow.all_but(["random cuts"], list(SCHEDULES)))
 @pytest.mark.parametrize("kind", RATES)
 def test_bits_do_not_depend_on_how_tokens_are_cut_into_calls(lane, kind, schedule):
     """Known bugs B1, B8, B19: entries and all that is kept, in buckets of other shapes too."""

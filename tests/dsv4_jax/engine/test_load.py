@@ -5,6 +5,7 @@ import json
 import time
 
 import numpy as np
+import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.engine.text import load_tokenizer
@@ -25,6 +26,7 @@ def make_engine(**changes):
     return ds.Engine(*checkpoint(), **(sizes | changes))
 
 
+@pytest.mark.slow
 def test_64_requests_through_the_shipped_checkpoint():
     """Mixed lengths, shared heads, greedy and sampled, drafts: all equal to their solo runs."""
     engine = make_engine()

@@ -12,6 +12,7 @@ from dsv4_jax.training.corpus import BOS, EOS, byte_tokenizer, read_corpus
 from dsv4_jax.training.evaluate import held_out_rows
 from dsv4_jax.training.losses import select_all, select_at_random, training_loss
 from dsv4_jax.training.train import Plan, batches, shipped_config, starting_params, train
+from helpers import slow
 
 CONFIG = dataclasses.replace(
     shipped_config(),
@@ -28,6 +29,7 @@ def corpus():
     return read_corpus()
 
 
+@pytest.mark.slow
 def test_the_parts_are_documents_of_bytes_and_share_none(corpus):
     documents = []
     for part in corpus:
@@ -55,6 +57,7 @@ def test_the_shipped_tokenizer_is_that_one():
     assert shipped == byte_tokenizer().to_str(pretty=True)
 
 
+@pytest.mark.slow
 def test_noise_is_in_what_is_read_and_not_in_what_should_be_said(corpus):
     read, text = next(batches(corpus.train, batch=16, length=512, noise=0.1, seed=0))
     assert 0.07 < np.mean(read != text) < 0.13
@@ -73,7 +76,7 @@ def is_indexer(path):
     return ".indexer" in jax.tree_util.keystr(path)
 
 
-@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("dense", slow.all_but([False], [False, True]))
 def test_the_indexer_learns_from_its_own_loss_alone_and_nothing_else_from_it(dense):
     params = starting_params(CONFIG, jax.random.key(0))
     text = jax.random.randint(jax.random.key(1), (2, 42), 0, 256)
