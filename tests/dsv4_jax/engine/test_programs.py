@@ -38,7 +38,7 @@ def test_nothing_compiles_after_warmup(case):
     engine = make_engine(**options)
     listed = dict(engine.warmup())
     assert list(listed) == GENERAL + more
-    assert listed["step of 24 tokens"] == max(listed.values()) > 0.1
+    assert listed["step of 24 tokens"] > 0.1
     assert min(listed.values()) > 0
     compiled = engine.metrics.compiles
     assert compiled >= len(listed) - 1
