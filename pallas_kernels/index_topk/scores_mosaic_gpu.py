@@ -253,8 +253,10 @@ def _score_kernel(
             rows = unpack_mosaic.unpack(rows, words[0], magnitudes)
             words[-1] = unpack_mosaic.largest_scale(words[-1]) << 23  # UE8M0, an f32's exponent
         else:
-            rows = lax.bitcast_convert_type(mosaic.copy(rows, s.key_layout), jnp.float8_e4m3fn)
-            words[-1] = mosaic.copy(words[-1], layouts[-1][0])
+            if not core.has_memory:
+                rows = mosaic.copy(rows, s.key_layout)
+                words[-1] = mosaic.copy(words[-1], layouts[-1][0])
+            rows = lax.bitcast_convert_type(rows, jnp.float8_e4m3fn)
         later = load_keys(turn + ahead, blocks), load_all_blocks(turn + 2 * ahead)
         products = multiply(rows)
         factor = lax.bitcast_convert_type(words[-1], jnp.float32)
