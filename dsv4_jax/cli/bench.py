@@ -90,7 +90,8 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 def _config(args: argparse.Namespace) -> DSV4Config:
     config = read_config(args.config, draft=False)
-    layers, experts = args.layers or config.num_layers, args.experts or config.num_routed_experts
+    layers = config.num_layers if args.layers is None else args.layers
+    experts = config.num_routed_experts if args.experts is None else args.experts
     if not 1 <= layers <= config.num_layers:
         raise ValueError(f"layers must be in 1..{config.num_layers}, got {layers}")
     if experts < config.num_experts_per_token:
@@ -101,6 +102,11 @@ def _config(args: argparse.Namespace) -> DSV4Config:
         router_types=config.router_types[:layers],
         num_routed_experts=experts,
     )
+
+
+def _status(rows: list[dict[str, Any]]) -> int:
+    """1 where something failed; what was skipped for want of memory or time is none of that."""
+    return int(any("failed" in row for row in rows))
 
 
 def _run_decode(args: argparse.Namespace) -> int:
@@ -159,7 +165,7 @@ def _run_decode(args: argparse.Namespace) -> int:
     print(report.decode_table(rows))
     if args.plot:
         report.plot_decode(rows, args.plot, title=args.config)
-    return 0
+    return _status(rows)
 
 
 def _run_kernels(args: argparse.Namespace) -> int:
@@ -183,7 +189,7 @@ def _run_kernels(args: argparse.Namespace) -> int:
                 output.set(rows=rows)
                 print(report.kernel_line(row), flush=True)
     print(report.kernel_table(rows))
-    return 0
+    return _status(rows)
 
 
 def _run_prefill(args: argparse.Namespace) -> int:
@@ -213,7 +219,7 @@ def _run_prefill(args: argparse.Namespace) -> int:
             rows[-1]["failed"] = report.first_line(error)
             output.set(rows=rows)
             print(report.prefill_line(rows[-1]), flush=True)
-    return 0
+    return _status(rows)
 
 
 def _numbers(text: str) -> list[int]:

@@ -10,9 +10,9 @@ from dsv4_jax.cli import main
 from dsv4_jax.config import DSV4Config
 
 
-def bench(tmp_path, *arguments):
+def bench(tmp_path, *arguments, status=0):
     path = tmp_path / "figures" / "out.json"
-    assert main(["bench", *arguments, "--config", "tiny", "--json", str(path)]) == 0
+    assert main(["bench", *arguments, "--config", "tiny", "--json", str(path)]) == status
     return json.loads(path.read_text())
 
 
@@ -74,8 +74,8 @@ def test_a_part_that_fails_leaves_the_others(tmp_path, monkeypatch, capsys):
         yield
 
     monkeypatch.setattr(decode, "_step_rows", broken)
-    found = bench(tmp_path, "decode", "--contexts", "64", "--parts", "step,cache", "--layers", "3")
-    (row,) = found["rows"]
+    case = ("decode", "--contexts", "64", "--parts", "step,cache", "--layers", "3")
+    (row,) = bench(tmp_path, *case, status=1)["rows"]
     assert row["failed"] == {"step": "RuntimeError: no such kernel"}
     assert row["cache_part_ms"] > 0
     assert row["cache_part_finite"]
@@ -109,6 +109,8 @@ def test_prefill_is_timed(tmp_path, capsys):
         (["--parts", "step,head"], r"parts must be of .*, got \['head'\]"),
         (["--contexts", "0"], "contexts must be in 1..1048576, got 0"),
         (["--layers", "8"], "layers must be in 1..7, got 8"),
+        (["--layers", "0"], "layers must be in 1..7, got 0"),
+        (["--experts", "0"], "experts must be at least 3, got 0"),
         (["--experts", "1"], "experts must be at least 3, got 1"),
     ],
 )
