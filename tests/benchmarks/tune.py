@@ -13,6 +13,7 @@ import functools
 import itertools
 import json
 import pathlib
+import unittest.mock
 from collections.abc import Callable
 
 import jax
@@ -104,12 +105,18 @@ def main():
     args = parser.parse_args()
     bandwidth, found = harness.copy_bandwidth(), []
     print(f"copy {bandwidth / 1e9:.0f} GB/s")
-    for case in itertools.chain(flush_cases(args), score_cases(args)):
-        entry = tune(case, bandwidth)
-        if entry is not None and case.sizes is not None:
-            found.append(entry)
+    with formulas_alone():
+        for case in itertools.chain(flush_cases(args), score_cases(args)):
+            entry = tune(case, bandwidth)
+            if entry is not None and case.sizes is not None:
+                found.append(entry)
     if args.write and found:
         write(jax.devices()[0].device_kind, found)
+
+
+def formulas_alone():
+    """What an earlier run has measured is not what candidates have to beat."""
+    return unittest.mock.patch.object(tilings, "device_kind", return_value=None)
 
 
 def flush_cases(args):

@@ -1,3 +1,4 @@
+import argparse
 import dataclasses
 import functools
 import json
@@ -8,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import pallas_kernels
+import pallas_kernels as pk
 from benchmarks import tune
+from benchmarks.bench_index_scores import FORMATS as FORMATS_OF_KEYS
 from helpers import layer_cases, slow
 from helpers.layer_cases import KERNEL, LENGTHS, RATES, draw_histories, draw_norms, flat, run
 from helpers.schedules import assert_same_bytes
@@ -19,7 +21,7 @@ from pallas_kernels.flush_write import triton_gpu
 from pallas_kernels.flush_write.tiling import Tiling
 from pallas_kernels.index_topk import scores_mosaic_gpu, select_mosaic_gpu
 
-FILES = sorted((pathlib.Path(pallas_kernels.__file__).parent / "data" / "tilings").glob("*.json"))
+FILES = sorted((pathlib.Path(pk.__file__).parent / "data" / "tilings").glob("*.json"))
 ENTRY = {
     "op": "flush_hca",
     "shape": {"windows": 64, "tokens": 8192},
@@ -125,6 +127,27 @@ def test_the_tuner_writes_what_is_read(tmp_path):
     found = json.loads((tmp_path / "nvidia_h200.json").read_text())
     assert found["entries"] == [other, ENTRY]
     assert len(tilings.parse(json.dumps(found))) == 2
+
+
+@pytest.mark.parametrize("keys", ["MXFP4", "FP8"])
+def test_the_tuner_compares_scores_with_the_formula_s(keys, measured, monkeypatch):
+    """Not with what it wrote before; its candidates, run on a small call, give the same bits."""
+    sizes = {"tokens": 1, "tiles": 2, "bits": 4 if keys == "MXFP4" else 8}
+    measured(ENTRY | {"op": "index_scores", "shape": sizes, "tiling": {"groups": 2}})
+    monkeypatch.setattr(tune, "SCORE_SHAPES", [(1, 128)])
+    monkeypatch.setattr(tune.bench_index_scores, "FORMATS", {keys: FORMATS_OF_KEYS[keys]})
+    with tune.formulas_alone():
+        (case,) = tune.score_cases(argparse.Namespace(only="index_scores"))
+    assert scores_mosaic_gpu.choose_tiling(1, 2, keys == "MXFP4").groups == 2
+    assert case.formula.groups > 2
+    assert case.sizes == sizes
+    with pk.gpu_interpreter():
+        first, *others = (
+            np.asarray(case.make(tiling)(*case.inputs[0])) for tiling in case.candidates[:2]
+        )
+    assert np.isfinite(first).all()
+    for other in others:
+        np.testing.assert_array_equal(first, other)
 
 
 TILINGS = {
