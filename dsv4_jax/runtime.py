@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
+import re
+from typing import Any
 
 import jax
 from jax._src import xla_bridge  # nothing public says whether backends have started
+from jax.experimental.mosaic.gpu import core as mosaic_core
+from jaxlib.mlir import ir
 
 XLA_GPU_FLAGS = {
     "xla_gpu_dot_merger_threshold_mb": "0",
@@ -75,4 +80,26 @@ def use_compilation_cache(folder: str | os.PathLike[str] | None = None) -> pathl
     jax.config.update("jax_compilation_cache_dir", str(chosen))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    if jax.__version_info__ < (0, 12):
+        _number_no_kernels()
     return pathlib.Path(chosen)
+
+
+@functools.cache
+def _number_no_kernels() -> None:
+    """Takes a process's numbering out of its Mosaic kernels, as jax 0.12 does.
+
+    jax 0.11 counts the kernels of a name that a process has lowered, and keeps the number in the
+    kernel: a program lowered a second time, or after others, is then not found in the cache.
+    """
+    run = mosaic_core._run_serde_pass
+
+    def run_without_number(module: ir.Module, **options: Any) -> ir.Module:
+        name, attributes = "mosaic_gpu.dump_basename", module.operation.attributes
+        if name in attributes:
+            with module.context:
+                bare = re.sub(r"_\d+$", "", ir.StringAttr(attributes[name]).value)
+                attributes[name] = ir.StringAttr.get(bare)
+        return run(module, **options)
+
+    mosaic_core._run_serde_pass = run_without_number

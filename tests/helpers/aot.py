@@ -87,6 +87,12 @@ def unavailable():
     return None if aot_figures.find_ptxas() else "needs ptxas: pip install nvidia-cuda-nvcc"
 
 
+def environment():
+    """Of a process that compiles for a GPU."""
+    paths = [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]
+    return os.environ | _ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
 def read_recorded():
     """{target: {case: figures}} recorded with this series of jax, empty where there are none."""
     return json.loads(RECORDED.read_text()).get(f"jax {SERIES}", {}) if RECORDED.exists() else {}
@@ -94,10 +100,8 @@ def read_recorded():
 
 def figures_of(target, names=()):
     """{case: figures} of the cases whose names begin so, or all, from a process of its own."""
-    paths = [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]
     command = [sys.executable, "-m", "helpers.aot", target, "--only", *names]
-    environment = os.environ | _ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -121,18 +125,22 @@ def record(names):
     RECORDED.write_text(_one_line_a_case(recorded))
 
 
-def compile_case(target, function, specs, donate_argnums=()):
-    """Compiles a function for a target; see `aot_figures.Figures`."""
+def lower_case(target, function, specs, donate_argnums=()):
+    """Lowers a function for a target."""
     device = _device(target)
     sharding = jax.sharding.SingleDeviceSharding(device)
     specs = jax.tree.map(
         lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), tuple(specs)
     )
+    with jax.default_device(device):  # kernels are lowered for the default device
+        return jax.jit(function, donate_argnums=donate_argnums).trace(*specs).lower()
+
+
+def compile_case(target, function, specs, donate_argnums=()):
+    """Compiles a function for a target; see `aot_figures.Figures`."""
     with tempfile.TemporaryDirectory() as folder, aot_figures.captured_output() as output:
         options = {"xla_dump_to": folder, "xla_dump_emitter_re": "ptx"}
-        with jax.default_device(device):  # kernels are lowered for the default device
-            traced = jax.jit(function, donate_argnums=donate_argnums).trace(*specs)
-            lowered = traced.lower()
+        lowered = lower_case(target, function, specs, donate_argnums)
         compiled = lowered.compile(compiler_options=options)
         return aot_figures.gather(target, lowered, compiled, pathlib.Path(folder), output)
 
