@@ -30,6 +30,7 @@ warnings.filterwarnings("ignore", "The Pallas Triton backend", DeprecationWarnin
 
 Ref = Any
 _WORD_BYTES = 4
+_WARPS = (1, 2, 4, 8, 16, 32)
 _ANYWHERE = pl.BlockSpec(memory_space=pl.ANY)
 
 
@@ -52,7 +53,8 @@ def launch(
       inputs: arrays of any shape.
       in_place: arrays; donated by the caller's jit, they are not copied.
       outputs: of new arrays, which the kernel writes all over.
-      num_warps: of 32 threads, per program.
+      num_warps: of 32 threads, per program; a power of two up to 32. Of three, say, Triton
+        does not raise: it ends the process that compiles.
       name: of the kernel in a profile.
 
     Returns:
@@ -60,7 +62,10 @@ def launch(
 
     Raises:
       NotImplementedError: an array is of a size whose offsets would be wrong.
+      ValueError: a program can't have that many warps.
     """
+    if num_warps not in _WARPS:
+        raise ValueError(f"{name} takes {_WARPS} warps a program, got {num_warps}")
     for array in (*inputs, *in_place, *outputs):
         _check_offsets(array)
     num_inputs, num_updated = len(inputs), len(in_place)

@@ -14,11 +14,11 @@ class Tiling:
     """Programs of one flush.
 
     Attributes:
-      warps: of a program that takes a whole window.
-      apart: CSA: whether each compressor has a launch of its own, with warps as its channels need.
+      warps: of a program that takes a whole window; a power of two.
+      apart: CSA: whether each compressor has a launch of its own, with warps as its lanes need.
       channels: of a program that pools; 0 pools and finishes a whole window in one program. Else
         means go through memory to a second launch, which finishes them.
-      pool_warps: of a program that pools only.
+      pool_warps: of a program that pools only; a power of two.
       programs: of a compressor, without `channels`, each with the next window's loads in flight
         while it finishes one; 0 for one per window.
       chunk: HCA: tokens whose loads are in flight.

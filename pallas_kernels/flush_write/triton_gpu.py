@@ -83,10 +83,9 @@ def flush_csa(
     if not tiling.apart:
         return run(flushes, tiling=tiling, name="flush_csa")
     written: list[Planes] = []
-    widest = max(norm.shape[0] for norm in norms)
-    for flush in flushes:
-        warps = max(1, tiling.warps * flush.norm.shape[0] // widest)
-        own = dataclasses.replace(tiling, warps=warps)
+    widths = [_all_channels(flush.norm, flush.codec).width for flush in flushes]
+    for flush, width in zip(flushes, widths, strict=True):
+        own = dataclasses.replace(tiling, warps=max(1, tiling.warps * width // max(widths)))
         written += run([flush], tiling=own, name="flush_csa")
     return tuple(written)
 

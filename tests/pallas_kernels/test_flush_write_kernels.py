@@ -1,6 +1,7 @@
 """The kernels that append, compress and flush, against the references that define them."""
 
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,9 @@ from helpers.layer_cases import (
     run,
 )
 from helpers.schedules import assert_same_bytes, random_cuts
-from pallas_kernels import CACHE_FORMATS
+from pallas_kernels import CACHE_FORMATS, triton
+from pallas_kernels.flush_write import triton_gpu
+from pallas_kernels.flush_write.tiling import Tiling
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 
@@ -172,6 +175,25 @@ def test_twenty_runs_are_bitwise_equal(kind):
         assert_same_bytes(flat(again), first)
 
 
+@pytest.mark.parametrize(("dims", "warps"), [((512, 128), [4, 1]), ((192, 256), [4, 2])])
+def test_launches_apart_have_warps_by_lanes_not_channels(dims, warps, monkeypatch):
+    """An entry of 192 channels takes 512 lanes; by channels it had three warps beside four."""
+    monkeypatch.setattr(triton_gpu, "choose_csa", lambda *sizes: Tiling(warps=4, apart=True))
+    _, flush, specs, _ = aot_csa("fp8_ue8m0", 64, 64, dims)
+    with pk.gpu_interpreter(), mock.patch.object(triton, "launch", wraps=triton.launch) as launch:
+        jax.eval_shape(flush, *specs)
+    assert [call.kwargs["num_warps"] for call in launch.call_args_list] == warps
+
+
+@pytest.mark.parametrize("warps", [0, 3, 64])
+def test_warps_that_no_program_can_have_are_refused(warps, monkeypatch):
+    """Before anything is compiled: given three, LLVM ends the process."""
+    monkeypatch.setattr(triton_gpu, "choose_csa", lambda *sizes: Tiling(warps=warps))
+    _, flush, specs, _ = aot_csa("fp8_ue8m0", 64, 64)
+    with pk.gpu_interpreter(), pytest.raises(ValueError, match=f"warps a program, got {warps}"):
+        jax.eval_shape(flush, *specs)
+
+
 def _planes(codec, dim, *lead):
     shapes = codec.plane_shapes(dim, 64)
     return {name: jax.ShapeDtypeStruct((*lead, *s.shape), s.dtype) for name, s in shapes.items()}
@@ -195,16 +217,14 @@ def _call_specs(tokens, rows, rate):
     return {"closing": _i32(closing), "layer": _i32()} | {name: _i32(tokens) for name in names}
 
 
-def aot_csa(name, tokens, rows):
-    """`flush_csa` of a Flash layer, and the shapes of its arguments; the first is donated."""
+def aot_csa(name, tokens, rows, dims=(512, 128)):
+    """`flush_csa`, of a Flash layer unless told, and its arguments; the first is donated."""
     codecs = (CACHE_FORMATS[name].entry, CACHE_FORMATS[name].index_key)
     specs = (
-        tuple(
-            _planes(codec, dim, 2, 4096, 32) for codec, dim in zip(codecs, (512, 128), strict=True)
-        ),
-        tuple(_both(2, 64, 8, 2 * dim) for dim in (512, 128)),
-        tuple(_both(tokens, 2 * dim) for dim in (512, 128)),
-        tuple(jax.ShapeDtypeStruct((dim,), jnp.bfloat16) for dim in (512, 128)),
+        tuple(_planes(codec, dim, 2, 4096, 32) for codec, dim in zip(codecs, dims, strict=True)),
+        tuple(_both(2, 64, 8, 2 * dim) for dim in dims),
+        tuple(_both(tokens, 2 * dim) for dim in dims),
+        tuple(jax.ShapeDtypeStruct((dim,), jnp.bfloat16) for dim in dims),
         _f32(32),
         _i32(rows, 2048),
         _call_specs(tokens, rows, 4),
