@@ -1,9 +1,13 @@
 """Loads and stores of Mosaic GPU kernels that each thread makes for itself.
 
-Pallas has no gather from device memory into registers by a vector of indices. The two here do it, a
-thread loading the 16 elements of each row that its layout gives it; in the interpreter they are
-indexed reads. A row number of -1 reads nothing and gives zeros, so that what lies there (NaN, or a
-row of somebody else) is never seen.
+Pallas has no gather from device memory by a vector of indices. `gather_rows` and `gather_words` do
+it into registers, a thread loading the 16 elements of each row that its layout gives it; in the
+interpreter they are indexed reads. A row number of -1 reads nothing and gives zeros, so that what
+lies there (NaN, or a row of somebody else) is never seen.
+
+`fetch_rows` and `fetch_words` are those whose results may arrive later: each thread copies what is
+its own to a place of its own in shared memory (`cp.async`), from where `take` reads it after
+`wait_fetched`. As nobody else looks there, no thread waits for another.
 """
 
 from __future__ import annotations
@@ -23,6 +27,9 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.backend import interpreting
 from pallas_kernels.mosaic import ROW, ROWS, SWIZZLED, SWIZZLED_BYTES, Layout, Ref, plgpu
+
+_THREADS = 128
+"""Of a warpgroup."""
 
 
 def gather_rows(
@@ -141,6 +148,114 @@ def gather_words(
     return load(list(sources), source, index, within)
 
 
+def fetch_rows(
+    target: Ref,
+    source: Ref,
+    index: jax.Array,
+    *,
+    layout: Layout,
+    run: int,
+    within: jax.Array,
+) -> None:
+    """Begins to copy the named rows into shared memory, for `take`.
+
+    Args:
+      target: [M, width] in shared memory, M the length of `index`.
+      source: ref [R, width] of bytes in device memory.
+      index: i32[M] in `ROW` layout, number of a run of rows; there is always one.
+      layout: `EVEN_ROWS`, in which `take` will read.
+      run: rows that `index` counts as one.
+      within: i32[M] in `ROW` layout, the row counted from the run's first. What of it stays the
+        same around a loop is added to the address once.
+    """
+    shape = (index.shape[0], source.shape[1])
+    if interpreting():
+        target[...] = _interpret_gather([source], index * 0, index, run, within)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), ROW, ROW))
+    def fetch(_, target, source, index, within):
+        tiled = layout.to_mgpu()
+        index, within = (
+            rows.broadcast_in_dim(shape, (0,), tiled).registers for rows in (index, within)
+        )
+        columns = tiled.thread_idxs(shape)
+        for number, (place, (_, column)) in enumerate(
+            zip(np.ndindex(index.shape), columns, strict=True)
+        ):
+            row = _Row.find([source], None, index[place], True)
+            address = row.address(run, within[place], column)
+            _copy_async(_own_place(target, number, 16), address, 16)
+
+    fetch(target, source, index, within)
+
+
+def fetch_words(
+    target: Ref, source: Ref, index: jax.Array, *, layout: Layout, run: int, within: jax.Array
+) -> None:
+    """Begins to copy the first 32-bit word of each of the named rows into shared memory.
+
+    Args:
+      target: [M, 4] bytes in shared memory, or as many as the layout's replicas need.
+      source: ref [R, n] in device memory, of 8 or 32 bits.
+      index: as in `fetch_rows`, in `layout`.
+      layout: in which `take` will read.
+      run: as in `fetch_rows`.
+      within: as in `fetch_rows`, in `layout`.
+    """
+    if interpreting():
+        words = _interpret_gather([source], index * 0, index, run, within)
+        words = words[:, : 4 // source.dtype.itemsize]
+        target[: index.shape[0]] = lax.bitcast_convert_type(words, jnp.uint8).reshape(-1, 4)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), layout, layout))
+    def fetch(_, target, source, index, within):
+        column = mgpu.c(0, ir.IndexType.get())
+        for number, place in enumerate(np.ndindex(index.registers.shape)):
+            row = _Row.find([source], None, index.registers[place], True)
+            address = row.address(run, within.registers[place], column)
+            _copy_async(_own_place(target, number, 4), address, 4)
+
+    fetch(target, source, index, within)
+
+
+def take_rows(source: Ref, layout: Layout) -> jax.Array:
+    """What `fetch_rows` has put into shared memory, [M, width] in `layout`."""
+    if interpreting():
+        return source[...]
+    result = plgpu.ShapeDtypeStruct(source.shape, source.dtype, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
+    def take(_, source):
+        return _take(source, result, 4)
+
+    return take(source)
+
+
+def take_words(source: Ref, count: int, layout: Layout) -> jax.Array:
+    """What `fetch_words` has put into shared memory, i32[count] in `layout`."""
+    if interpreting():
+        return lax.bitcast_convert_type(source[:count], jnp.int32)
+    result = plgpu.ShapeDtypeStruct((count,), jnp.int32, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
+    def take(_, source):
+        return _take(source, result, 1)
+
+    return take(source)
+
+
+def commit_fetches() -> None:
+    """Ends a group of fetches, begun by this thread since the last."""
+    _asm("cp.async.commit_group;")
+
+
+def wait_fetched(behind: int) -> None:
+    """Waits until at most the last `behind` groups are on their way."""
+    _asm(f"cp.async.wait_group {behind};")
+
+
 def store(target: Ref, values: jax.Array, layout: Layout) -> None:
     """Stores an array of the given layout in shared memory.
 
@@ -216,11 +331,13 @@ class _Row:
 
     @classmethod
     def find(
-        cls, refs: Sequence[ir.Value], source: ir.Value, index: ir.Value, all_present: bool
+        cls, refs: Sequence[ir.Value], source: ir.Value | None, index: ir.Value, all_present: bool
     ) -> _Row:
         """Row `index` of the source of that number, both as vectors of one."""
         i32 = ir.IntegerType.get_signless(32)
-        source, index = (vector.extract(v, [], [0]) for v in (source, index))
+        index = vector.extract(index, [], [0])
+        if source is not None:
+            source = vector.extract(source, [], [0])
         device_memory = llvm.PointerType.get(1)
         bases = [llvm.addrspacecast(device_memory, mgpu.utils.memref_ptr(ref)) for ref in refs]
         base = bases[0]
@@ -233,8 +350,8 @@ class _Row:
         present = arith.cmpi(arith.CmpIPredicate.ne, index, mgpu.c(-1, i32))
         return cls(ref_type, base, arith.select(present, index, mgpu.c(0, i32)), present)
 
-    def load(self, run: int, within: ir.Value, column: ir.Value, count: int) -> ir.Value:
-        """`count` elements from a column on, of row `index * run + within`; zeros where none is."""
+    def address(self, run: int, within: ir.Value, column: ir.Value) -> ir.Value:
+        """Of a column of row `index * run + within`."""
         i64 = ir.IntegerType.get_signless(64)
         byte = ir.IntegerType.get_signless(8)
         size = mgpu.bitwidth(self.ref_type.element_type) // 8
@@ -248,7 +365,13 @@ class _Row:
         address = mgpu.utils.getelementptr(
             self.base, [arith.muli(element, mgpu.c(size, i64))], byte
         )
-        address = mgpu.utils.getelementptr(address, [wide(self.index, run * width * size)], byte)
+        return mgpu.utils.getelementptr(address, [wide(self.index, run * width * size)], byte)
+
+    def load(self, run: int, within: ir.Value, column: ir.Value, count: int) -> ir.Value:
+        """`count` elements from a column on, of row `index * run + within`; zeros where none is."""
+        byte = ir.IntegerType.get_signless(8)
+        size = mgpu.bitwidth(self.ref_type.element_type) // 8
+        address = self.address(run, within, column)
         total = count * size // 4
         words = [
             _load_words(
@@ -289,6 +412,74 @@ def _load_words(address: ir.Value, present: ir.Value | None, count: int) -> ir.V
     parts = [llvm.extractvalue(i32, loaded, [i]) for i in range(count)] if count > 1 else [loaded]
     one = ir.VectorType.get((1,), i32)
     return mgpu.utils.vector_concat([vector.broadcast(one, part) for part in parts])
+
+
+def _own_place(ref: ir.Value, number: int, size: int) -> ir.Value:
+    """Address of the thread's `number`-th piece of `size` bytes in shared memory."""
+    i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
+    thread = arith.remui(mgpu.utils.thread_idx(), mgpu.c(_THREADS, i32))
+    mine = arith.muli(thread, mgpu.c(size, i32))
+    shared = llvm.PointerType.get(3)
+    base = llvm.addrspacecast(shared, mgpu.utils.memref_ptr(ref))
+    base = mgpu.utils.getelementptr(base, [mine], byte)
+    return mgpu.utils.getelementptr(base, [number * size * _THREADS], byte)
+
+
+def _copy_async(target: ir.Value, source: ir.Value, size: int) -> None:
+    """Of 16 bytes past the L1 cache, or of 4 through it: it takes no others past."""
+    level = "cg" if size == 16 else "ca"
+    llvm.inline_asm(
+        None,
+        [target, source],
+        f"cp.async.{level}.shared.global [$0], [$1], {size};",
+        "r,l",
+        has_side_effects=True,
+    )
+
+
+def _take(source: ir.Value, result: Any, count: int) -> Any:
+    """An array whose registers, of `count` words each, lie in the threads' own places."""
+    layout = result.layout.to_mgpu()
+    shape = layout.registers_shape(result.shape)
+    dtype = mgpu.utils.dtype_to_ir_type(result.dtype)
+    element = ir.VectorType.get((count * 32 // mgpu.bitwidth(dtype),), dtype)
+    registers = np.empty(shape, dtype=object)
+    for number, place in enumerate(np.ndindex(shape)):
+        words = _load_shared(_own_place(source, number, 4 * count), count)
+        registers[place] = mgpu.utils.bitcast(words, element)
+    signed = mgpu.utils.is_signed(result.dtype)
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=signed)
+
+
+def _load_shared(address: ir.Value, count: int) -> ir.Value:
+    """1 or 4 words; not an ordinary load, which could move before the wait."""
+    i32 = ir.IntegerType.get_signless(32)
+    results = [f"${i}" for i in range(count)]
+    target = "{" + ", ".join(results) + "}" if count > 1 else results[0]
+    suffix = f".v{count}" if count > 1 else ""
+    result_type = llvm.StructType.get_literal([i32] * count) if count > 1 else i32
+    loaded = llvm.inline_asm(
+        result_type,
+        [address],
+        f"ld.shared{suffix}.b32 {target}, [${count}];",
+        ",".join(["=r"] * count + ["r"]),
+        has_side_effects=True,
+    )
+    parts = [llvm.extractvalue(i32, loaded, [i]) for i in range(count)] if count > 1 else [loaded]
+    one = ir.VectorType.get((1,), i32)
+    return mgpu.utils.vector_concat([vector.broadcast(one, part) for part in parts])
+
+
+def _asm(text: str) -> None:
+    """An instruction without operands, made where it stands; none in the interpreter."""
+    if interpreting():
+        return
+
+    @plgpu.inline_mgpu()
+    def emit(_):
+        llvm.inline_asm(None, [], text, "~{memory}", has_side_effects=True)
+
+    emit()
 
 
 def _interpret_gather(

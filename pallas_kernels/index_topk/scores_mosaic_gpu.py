@@ -3,7 +3,7 @@
 One program: one query token and a run of its request's entries; its warpgroups take tiles, 64 keys
 or on Blackwell 128, in turn, each by itself:
 
-    blocks of a tile, two of its tiles ahead; its keys into registers, one tile ahead;
+    blocks of a tile, then its keys into shared memory, some tiles ahead, from there to registers;
     MXFP4 unpacked to E4M3             in registers, on Blackwell -> keys_smem[warpgroup]
     [64 keys, 64 heads] = keys Q^T     FP8 tensor cores, on Blackwell into tensor memory
     score = key scale * sum over heads of weight * relu
@@ -54,6 +54,11 @@ class TensorCore:
     layout: plgpu.Layout
     has_memory: bool
 
+    @property
+    def word_layouts(self) -> list[Any]:
+        """In which a thread wants keys' scales: of those it loads, and of those it has sums of."""
+        return [mosaic.ROW, self.layout.reduce(1)] if self.has_memory else [mosaic.ROW]
+
 
 HOPPER = TensorCore(tile=64, layout=plgpu.Layout.WGMMA, has_memory=False)
 BLACKWELL = TensorCore(tile=128, layout=plgpu.Layout.TCGEN05, has_memory=True)
@@ -66,24 +71,21 @@ class Tiling:
     Attributes:
       tiles: of a program.
       groups: warpgroups of a program.
-      ahead: tiles of a warpgroup that are on their way while one is multiplied.
+      stages: tiles of a warpgroup that are on their way while one is multiplied.
     """
 
     tiles: int
     groups: int = 4
-    ahead: int = 1
+    stages: int = 3
 
 
 def choose_tiling(
     num_tokens: int, num_tiles: int, mxfp4: bool, core: TensorCore = HOPPER, num_cores: int = 132
 ) -> Tiling:
-    """Programs that fill the cores once, or several times evenly; each warpgroup has a tile.
-
-    MXFP4 keys need few registers on their way, so that on Hopper one more warpgroup fits.
-    """
-    groups = 5 if mxfp4 and not core.has_memory else 4
+    """Programs that fill the cores once, or several times evenly; each warpgroup has a tile."""
+    groups, stages = (4, 2 if mxfp4 else 1) if core.has_memory else (5, 3)
     programs = max(1, num_cores // num_tokens)
-    formula = Tiling(tiles=max(groups, -(-num_tiles // programs)), groups=groups)
+    formula = Tiling(max(groups, -(-num_tiles // programs)), groups, stages)
     bits = 4 if mxfp4 else 8
     return tilings.tune("index_scores", formula, tokens=num_tokens, tiles=num_tiles, bits=bits)
 
@@ -147,12 +149,15 @@ def _score_kernel(
     scores,
     queries_smem,
     queries_ready,
-    *operands_in_memory,
+    codes_smem,
+    *rest,
     shapes: _Shapes,
     tiling: Tiling,
     core: TensorCore,
 ):
-    s, ahead = shapes, tiling.ahead
+    s, stages = shapes, tiling.stages
+    layouts = core.word_layouts
+    words_smem, operands_in_memory = rest[: len(layouts)], rest[len(layouts) :]
     token, program = lax.axis_index("token"), lax.axis_index("program")
     group = lax.axis_index("warpgroup")
     by_head = core.layout.reduce(0)
@@ -166,21 +171,19 @@ def _score_kernel(
     num_turns = lax.div(
         jnp.maximum(last_tile - first_tile - group, 0) + tiling.groups - 1, tiling.groups
     )
-
-    def tile_of(turn):
-        return first_tile + turn * tiling.groups + group
-
-    def places(layout):
-        return plgpu.broadcasted_iota(jnp.int32, (core.tile,), 0, layout=layout)
-
-    layouts = [(mosaic.ROW, places(mosaic.ROW))]
-    if core.has_memory:  # a thread has sums of other keys than it loads
-        layouts.append((core.layout.reduce(1), places(core.layout.reduce(1))))
-
+    places = [
+        plgpu.broadcasted_iota(jnp.int32, (core.tile,), 0, layout=layout) for layout in layouts
+    ]
     last_visible = jnp.maximum(num_visible - 1, 0)
     last_block = mosaic.divide(last_visible, s.entries_per_block)[0]
     first_of_table = jnp.maximum(request, 0) * s.table_width
     first_of_layer = layer_number * s.num_blocks * s.entries_per_block
+
+    def tile_of(turn):
+        return first_tile + turn * tiling.groups + group
+
+    def slot_of(turn):
+        return group * (stages + 1) + mosaic.divide(turn, stages + 1)[1]
 
     def find(turn, place):
         """Logical block of a tile's entries, and their row in it.
@@ -194,36 +197,43 @@ def _score_kernel(
             block, row = mosaic.divide(tile_of(turn) * core.tile + place, s.entries_per_block)
         return jnp.minimum(block, last_block), row
 
-    def load_blocks(turn, layout, place):
-        """Physical blocks of a tile's entries; any where none is visible."""
-        logical, _ = find(turn, place)
-        start = logical * 0 + first_of_table
-        return mosaic_memory.gather_words(
-            [table], logical * 0, logical, word=0, layout=layout, all_present=True, within=start
-        )
-
-    def load_all_blocks(turn):
-        return [load_blocks(turn, *layout) for layout in layouts]
-
-    def load_keys(turn, blocks):
-        """Codes, and scales in each of the layouts."""
-        where = [
-            {
-                "source": block * 0,
-                "index": jnp.maximum(block, 0),
-                "run": s.entries_per_block,
-                "within": first_of_layer + find(turn, place)[1],
-                "all_present": True,
-            }
-            for block, (_, place) in zip(blocks, layouts, strict=True)
+    def load_blocks(turn):
+        """Physical blocks of a tile's entries, in each layout; any where none is visible."""
+        logical = [find(turn, place)[0] for place in places]
+        return [
+            mosaic_memory.gather_words(
+                [table],
+                block * 0,
+                block,
+                word=0,
+                layout=layout,
+                all_present=True,
+                within=block * 0 + first_of_table,
+            )
+            for block, layout in zip(logical, layouts, strict=True)
         ]
-        layout, width = (mosaic.ROWS, DIM // 2) if s.mxfp4 else (s.key_layout, DIM)
-        rows = mosaic_memory.gather_rows([codes], **where[0], start=0, width=width, layout=layout)
-        words = [
-            mosaic_memory.gather_words([scales], **rows_of, word=0, layout=layout)
-            for rows_of, (layout, _) in zip(where, layouts, strict=True)
-        ]
-        return rows, words
+
+    def fetch_tile(turn, blocks):
+        """Begins to copy a tile's codes and scales, if there is such a tile."""
+
+        @pl.when(turn < num_turns)
+        def _():
+            slot = slot_of(turn)
+            where = [
+                {
+                    "index": jnp.maximum(block, 0),
+                    "run": s.entries_per_block,
+                    "within": first_of_layer + find(turn, place)[1],
+                }
+                for block, place in zip(blocks, places, strict=True)
+            ]
+            mosaic_memory.fetch_rows(
+                codes_smem.at[slot], codes, layout=mosaic.EVEN_ROWS, **where[0]
+            )
+            for target, layout, rows in zip(words_smem, layouts, where, strict=True):
+                mosaic_memory.fetch_words(target.at[slot], scales, layout=layout, **rows)
+
+        mosaic_memory.commit_fetches()
 
     def multiply(keys):
         """f32[tile, 64], products of keys and all heads' queries."""
@@ -246,47 +256,43 @@ def _score_kernel(
         plgpu.wait_load_tmem()
         return products
 
-    def score_tile(turn, state):
-        """Scores a tile and fetches, into the registers it has left, the one `ahead` turns on."""
-        (rows, words), blocks = state
+    def score_tile(turn, blocks):
+        """Scores a tile, and has the one `stages` turns on fetched."""
+        mosaic_memory.wait_fetched(stages - 1)
+        rows = mosaic_memory.take_rows(codes_smem.at[slot_of(turn)], mosaic.EVEN_ROWS)
+        words = [
+            mosaic_memory.take_words(source.at[slot_of(turn)], core.tile, layout)
+            for source, layout in zip(words_smem, layouts, strict=True)
+        ]
+        fetch_tile(turn + stages, blocks)
+        blocks = load_blocks(turn + stages + 1)
         if s.mxfp4:
-            rows = unpack_mosaic.unpack(rows, words[0], magnitudes)
-            words[-1] = unpack_mosaic.largest_scale(words[-1]) << 23  # UE8M0, an f32's exponent
+            keys = unpack_mosaic.unpack(rows, words[0], magnitudes)
+            factor = unpack_mosaic.largest_scale(words[-1]) << 23  # UE8M0, an f32's exponent
         else:
-            if not core.has_memory:
-                rows = mosaic.copy(rows, s.key_layout)
-                words[-1] = mosaic.copy(words[-1], layouts[-1][0])
-            rows = lax.bitcast_convert_type(rows, jnp.float8_e4m3fn)
-        later = load_keys(turn + ahead, blocks), load_all_blocks(turn + 2 * ahead)
-        products = multiply(rows)
-        factor = lax.bitcast_convert_type(words[-1], jnp.float32)
+            keys, factor = lax.bitcast_convert_type(rows, jnp.float8_e4m3fn), words[-1]
+        products = multiply(keys)
         twice_relu = products + jnp.abs(products)  # added, for the maximum's unit has more to do
         score = (twice_relu * head_weights).sum(axis=1)
         if not core.has_memory:
             score = left_operand.to_rows(score)
-
-        @pl.when(turn < num_turns)
-        def _():
-            first = tile_of(turn) * core.tile
-            mosaic_memory.store_run(scores.at[token], first, score * factor, layouts[-1][0])
-
-        return later
-
-    def step(i, states):
-        return [score_tile(i * ahead + place, state) for place, state in enumerate(states)]
+        score = score * lax.bitcast_convert_type(factor, jnp.float32)
+        mosaic_memory.store_run(scores.at[token], tile_of(turn) * core.tile, score, layouts[-1])
+        return blocks
 
     @pl.when(group == 0)
     def _():
         plgpu.copy_gmem_to_smem(queries.at[token], queries_smem, queries_ready)
 
-    blocks = [load_all_blocks(turn) for turn in range(2 * ahead)]
-    states = [(load_keys(turn, blocks[turn]), blocks[ahead + turn]) for turn in range(ahead)]
+    blocks = [load_blocks(turn) for turn in range(stages + 1)]
+    for turn in range(stages):
+        fetch_tile(turn, blocks[turn])
     head_weights = plgpu.load(weights.at[token], layout=by_head, optimized=False)
     half = 0.5 / unpack_mosaic.HEADROOM if s.mxfp4 else 0.5
     head_weights = lax.broadcast_in_dim(head_weights * half, (core.tile, HEADS), [1])
     head_weights = plgpu.layout_cast(head_weights, core.layout)
     plgpu.barrier_wait(queries_ready)
-    lax.fori_loop(0, lax.div(num_turns + ahead - 1, ahead), step, states)
+    lax.fori_loop(0, num_turns, score_tile, blocks[stages])
 
 
 def choose_core() -> TensorCore:
@@ -367,6 +373,14 @@ def index_scores(
         plgpu.SMEM, dtype=jnp.float8_e4m3fn, transforms=mosaic.SWIZZLED_BYTES
     )
 
+    num_slots = tiling.groups * (tiling.stages + 1)
+    fetched = [
+        plgpu.SMEM((num_slots, core.tile, pool["codes"].shape[-1]), jnp.uint8),
+        *(
+            plgpu.SMEM((num_slots, core.tile * 4 if layout == mosaic.ROW else 128, 4), jnp.uint8)
+            for layout in core.word_layouts
+        ),
+    ]
     operands_in_memory = (
         [
             swizzled((tiling.groups, core.tile, DIM)),
@@ -390,6 +404,7 @@ def index_scores(
         scratch_types=[
             swizzled((HEADS, DIM)),
             plgpu.Barrier(),
+            *fetched,
             *operands_in_memory,
         ],
         compiler_params=plgpu.CompilerParams(

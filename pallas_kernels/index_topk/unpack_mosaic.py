@@ -56,7 +56,7 @@ def unpack(codes: jax.Array, words: jax.Array, table: Ref) -> jax.Array:
     """E2M1 codes, two a byte, the lower nibble first, into E4M3.
 
     Args:
-      codes: u8[64, 64] in `mosaic.ROWS` layout, a row's 128 codes.
+      codes: u8[64, 64] in `mosaic.EVEN_ROWS` layout, a row's 128 codes.
       words: i32[64] in `mosaic.ROW` layout, a row's four UE8M0 codes.
       table: ref of `magnitude_bytes`.
 
@@ -68,7 +68,7 @@ def unpack(codes: jax.Array, words: jax.Array, table: Ref) -> jax.Array:
     shape = (codes.shape[0], 2 * codes.shape[1])
 
     @plgpu.inline_mgpu(
-        arg_types=(mosaic.ROWS, mosaic.ROW, plgpu.RefType()),
+        arg_types=(mosaic.EVEN_ROWS, mosaic.ROW, plgpu.RefType()),
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.float8_e4m3fn, layout=mosaic.WIDE_ROWS),
     )
     def convert(_, codes, words, table):
@@ -76,14 +76,13 @@ def unpack(codes: jax.Array, words: jax.Array, table: Ref) -> jax.Array:
         registers = np.empty(layout.registers_shape(shape), dtype=object)
         f8 = ir.VectorType.get((16,), ir.Float8E4M3FNType.get())
         i32 = ir.IntegerType.get_signless(32)
-        two_words = ir.VectorType.get((2,), i32)
-        for place in np.ndindex(words.registers.shape):
-            row = place[0]
-            low, high = _magnitudes_of_lane(table, words.registers[place])
+        four_words = ir.VectorType.get((4,), i32)
+        for row, word_of_row in enumerate(words.registers.flat):
+            low, high = _magnitudes_of_lane(table, word_of_row)
+            packed = mgpu.utils.bitcast(codes.registers[row].flat[0], four_words)
             for half in range(2):
-                packed = mgpu.utils.bitcast(codes.registers[row, 0, 0, 0, 0, half, 0], two_words)
                 bytes_of = []
-                for word in range(2):
+                for word in (2 * half, 2 * half + 1):
                     eight = vector.extract(packed, [], [word])
                     bytes_of += _four_and_four(eight, low, high)
                 one = ir.VectorType.get((1,), i32)

@@ -64,7 +64,7 @@ SHAPES = [
     ("flush_hca", ("main",), 32768),
 ]
 """Op, compressors, tokens; of a CSA layer only both together are kept."""
-SCORES = [(4, 1), (4, 2), (4, 3), (5, 1), (6, 1)]
+SCORES = [(4, 3), (6, 3), (5, 1), (4, 1), (4, 7)]
 """Warpgroups of a program, tiles on their way to each."""
 SCORE_SHAPES = [(64, 65536), (64, 4096), (8, 65536), (1, 262144)]
 """Query tokens, entries of each."""
@@ -156,7 +156,7 @@ def score_cases(args):
             f"{keys} {tokens} x {entries}",
             {"tokens": tokens, "tiles": tiles, "bits": 4 if keys == "MXFP4" else 8},
             formula,
-            [dataclasses.replace(formula, groups=g, ahead=a) for g, a in SCORES],
+            [dataclasses.replace(formula, groups=g, stages=n) for g, n in SCORES],
             lambda tiling, codec=codec: functools.partial(
                 bench_index_scores.score, codec, tiling=tiling
             ),
