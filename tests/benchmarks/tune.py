@@ -125,7 +125,7 @@ def flush_cases(args):
         if args.only not in (None, op) or args.tokens not in (None, tokens):
             continue
         kind = op.removeprefix("flush_")
-        pools, inputs, num_bytes = layer_calls.flush_case(kind, families, tokens, layers=LAYERS)
+        pools, inputs = layer_calls.flush_case(kind, families, tokens, layers=LAYERS)
         windows = inputs[0][3]["closing"].shape[0]
         run = functools.partial(layer_calls.flush, kind=kind, families=families)
         yield Case(
@@ -139,7 +139,7 @@ def flush_cases(args):
             ),
             inputs,
             pools,
-            num_bytes,
+            layer_calls.flush_bytes(kind, families, tokens),
         )
 
 
