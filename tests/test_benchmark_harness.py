@@ -1,12 +1,24 @@
-"""What the benchmarks' loop does, and what a report keeps; times are not looked at."""
+"""What the benchmarks' loop does, and what they keep; times are not looked at."""
 
+import functools
 import json
+import weakref
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import bench_decode_rivals, harness
+from benchmarks import (
+    bench_append,
+    bench_compress,
+    bench_decode_rivals,
+    bench_gather,
+    bench_index_scores,
+    bench_sparse_attention,
+    bench_topk,
+    harness,
+)
 
 INPUTS = [(jnp.float32(n),) for n in (1, 2, 4)]
 
@@ -43,15 +55,167 @@ def test_a_state_is_not_the_callers_own_that_is_donated():
     assert state == 3
 
 
-def test_a_report_replaces_the_rows_of_its_ops(tmp_path, capsys):
+def test_a_function_is_traced_once_for_all_inputs_and_both_loops():
+    calls = []
+
+    def function(x):
+        calls.append(x)
+        return x + 1
+
+    harness.median_us(function, INPUTS, rounds=1, repeats=1)
+    assert len(calls) == 1
+
+
+def make_case(op, shape="8 x 8", *, function=add_to_state, make=None, **fields):
+    make = make or (lambda: (jnp.float32(0), INPUTS))
+    return harness.Case(op, shape, function, make, rounds=1, **fields)
+
+
+def kept(path):
+    return [(r["op"], r["shape"]) for r in json.loads(path.read_text())["rows"]]
+
+
+def test_a_row_replaces_that_of_its_op_and_shape(tmp_path):
     path = tmp_path / "results.json"
-    old = [harness.row(op, "8 x 8", 10.0, limit_us=8.0) for op in ("gather", "flush")]
-    harness.report(old, path)
+    old = [
+        harness.row(op, shape, 10.0, limit_us=8.0)
+        for op, shape in (("gather", "1 x 8"), ("gather", "8 x 8"), ("flush", "8 x 8"))
+    ]
     new = harness.row("gather", "8 x 8", 5.0, rival="other", rival_us=10.0)
-    harness.report([new], path)
-    assert json.loads(path.read_text())["rows"] == [old[1], new]
+    for row in (*old, new, last := harness.row("gather", "9 x 9", 5.0)):
+        harness.keep(row, path)
+    assert json.loads(path.read_text())["rows"] == [old[0], new, old[2], last]
     assert (old[0]["limit_share"], new["ratio"]) == (0.8, 0.5)
-    assert "gather" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_run_that_is_cut_off_keeps_its_rows(tmp_path, capsys):
+    path = tmp_path / "results.json"
+    made = []
+
+    def make():
+        made.append(1)
+        if len(made) > 1:  # the first asks for shapes
+            raise KeyboardInterrupt
+        return jnp.float32(0), INPUTS
+
+    with pytest.raises(KeyboardInterrupt):
+        harness.measure([make_case("first"), make_case("second", make=make)], path)
+    assert kept(path) == [("first", "8 x 8")]
+    assert capsys.readouterr().out.splitlines()[-1].startswith("first ")
+
+
+def refuse(*_):
+    raise ValueError("no such kernel\nand more")
+
+
+def fail_at_the_second_call():
+    calls = []
+
+    def make():
+        calls.append(1)
+        return refuse() if len(calls) > 1 else (jnp.float32(0), INPUTS)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"function": refuse}, {"make": refuse}, {"make": fail_at_the_second_call()}],
+    ids=["lowering", "shapes", "inputs"],
+)
+def test_a_row_that_fails_says_why_and_the_others_follow(tmp_path, capsys, fields):
+    path = tmp_path / "results.json"
+    assert harness.measure([make_case("bad", **fields), make_case("good")], path) == 1
+    bad, good = json.loads(path.read_text())["rows"]
+    assert bad["ours_us"] is None
+    assert bad["failed"] == "ValueError: no such kernel"
+    assert good["ours_us"] is not None
+    assert "failed" not in good
+    bad_line, good_line = capsys.readouterr().out.splitlines()[-2:]
+    assert " ".join(bad_line.split()) == "bad 8 x 8 failed, ValueError: no such kernel"
+    assert good_line.startswith("good ")
+
+
+def test_a_rival_that_fails_leaves_ours(tmp_path, capsys):
+    path = tmp_path / "results.json"
+    bad = make_case("bad", rival="theirs", rival_us=refuse)
+    good = make_case("good", rival="theirs", rival_us=lambda: 2.0)
+    assert harness.measure([good]) == 0
+    assert harness.measure([bad, good], path) == 1
+    rows = json.loads(path.read_text())["rows"]
+    assert None not in [row["ours_us"] for row in rows]
+    assert [row["rival_us"] for row in rows] == [None, 2.0]
+    bad_line, good_line = capsys.readouterr().out.splitlines()[-2:]
+    assert bad_line.endswith("rival failed, ValueError: no such kernel")
+    assert "2.0" in good_line
+
+
+def test_all_is_compiled_before_the_first_is_timed_and_one_has_arrays_at_a_time():
+    events, arrays = [], []
+
+    def function(name, x):
+        events.append(f"trace {name}")
+        return x + 1
+
+    def make(name):
+        x = jnp.float32(0)
+        if not isinstance(x, jax.core.Tracer):
+            assert all(array() is None for array in arrays)
+            arrays.append(weakref.ref(x))
+            events.append(f"make {name}")
+        return None, [(x,)]
+
+    cases = [
+        make_case(
+            name,
+            function=functools.partial(function, name),
+            make=functools.partial(make, name),
+            rival_us=lambda: events.append(arrays[-1]() is None),
+        )
+        for name in "ab"
+    ]
+    assert harness.measure(cases) == 0
+    assert events == ["trace a", "trace b", "make a", True, "make b", True]
+
+
+BENCHMARKS = [
+    (bench_append, 18),
+    (bench_compress, 8),
+    (bench_gather, 9),
+    (bench_index_scores, 28),
+    (bench_sparse_attention, 48),
+    (bench_topk, 14),
+]
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "count"), BENCHMARKS, ids=[b.__name__.split(".")[-1] for b, _ in BENCHMARKS]
+)
+def test_a_benchmark_has_a_row_for_each_shape(monkeypatch, benchmark, count):
+    """And its inputs are what its loops are compiled for."""
+    found = []
+
+    def measure(cases, path):
+        found.extend(cases)
+        return path
+
+    monkeypatch.setattr("sys.argv", ["benchmark", "results.json"])
+    monkeypatch.setattr(harness, "copy_bandwidth", lambda: 4e12)
+    monkeypatch.setattr(harness, "measure", measure)
+    assert benchmark.main() == "results.json"
+    assert len({(case.op, case.shape) for case in found}) == len(found) == count
+    specs, made = jax.eval_shape(found[0].make), found[0].make()
+
+    def spec(x):
+        return x.shape, x.dtype
+
+    assert jax.tree.map(spec, specs) == jax.tree.map(spec, made)
+
+
+def test_entries_that_attention_reads_ascend():
+    chosen = bench_sparse_attention.choose(np.random.default_rng(0), 5, 8, 16)
+    assert (np.diff(chosen) > 0).all()
 
 
 def test_a_rivals_launches_are_summed_over_the_layers_of_flash():

@@ -28,6 +28,14 @@ def test_a_row_with_a_rival_and_one_without():
     assert made[-1] == "| `gather` | 64 x 512 | 18.0 | FlashMLA | 45.5 | 0.40 | 71% |"
 
 
+def test_a_row_that_failed_is_left_out_and_a_rival_that_did_is_not_named():
+    failed = ROW | dict.fromkeys([*RIVAL, "ours_us", "limit_share"]) | {"failed": "ValueError"}
+    alone = ROW | RIVAL | {"rival_us": None, "ratio": None, "rival_failed": "ValueError"}
+    made = readme_table.table(RUN | {"tests": COUNTS, "rows": [failed, alone]}).splitlines()
+    assert len(made) == 5
+    assert made[-1] == "| `gather` | 64 x 512 | 18.0 |  |  |  | 71% |"
+
+
 def test_failed_tests_are_not_hidden():
     made = readme_table.table(RUN | {"tests": COUNTS | {"failed": 2}, "rows": []})
     assert "12 GPU tests passed, 2 failed." in made

@@ -9,12 +9,14 @@ that, and without it ours has a single head. Also `encode_tokens` and `append_to
 
 import argparse
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import pallas_kernels as pk
-from benchmarks import harness, layer_calls, rival_compressor
+from benchmarks import draws, harness, layer_calls, rival_compressor
 from benchmarks.layer_calls import EPS, FORMAT, WINDOW, C
 
 BATCHES = [1, 8, 64, 256]
@@ -31,39 +33,49 @@ def main():
     parser.add_argument("--library", help="vLLM's C++ ops, for queries in the rival's insert too")
     args = parser.parse_args()
     bandwidth = harness.copy_bandwidth()
-    rival = rival_compressor.load(args.rival, args.library) if args.rival else None
-    num_heads = 1 if rival and not args.library else 64
-    rows = []
-    for kind in ("csa", "hca"):
-        for batch in BATCHES:
-            for closing in ("all", "some") if batch > 1 else ("all",):
-                state, inputs, num_bytes = layer_calls.append_and_flush_case(
-                    kind, batch, closing, num_heads, layers=LAYERS["decode"]
-                )
-                append = functools.partial(layer_calls.append_and_flush, kind=kind)
-                rows.append(
-                    harness.row(
-                        f"append_and_flush {kind}",
-                        f"{batch} requests, {closing} closing, {num_heads} heads",
-                        harness.median_us(append, inputs, state=state),
-                        rival=RIVAL if rival else None,
-                        rival_us=rival and rival.decode_us(kind, batch, closing, num_heads),
-                        limit_us=num_bytes / bandwidth * 1e6,
-                    )
-                )
-    rows += [encode_row(tokens, bandwidth) for tokens in (64, 8192)]
-    rows += [append_row(kind, 8192, bandwidth) for kind in ("csa", "hca")]
-    harness.report(rows, args.results)
+    cases = [
+        decode_case(kind, batch, closing, bandwidth, args.rival, args.library)
+        for kind in ("csa", "hca")
+        for batch in BATCHES
+        for closing in (("all", "some") if batch > 1 else ("all",))
+    ]
+    cases += [encode_case(tokens, bandwidth) for tokens in (64, 8192)]
+    cases += [append_case(kind, 8192, bandwidth) for kind in ("csa", "hca")]
+    return harness.measure(cases, args.results)
 
 
-def encode_row(num_tokens, bandwidth, num_heads=64):
+def decode_case(kind, batch, closing, bandwidth, folder, library):
+    """`append_and_flush`."""
+    num_heads = 1 if folder and not library else 64
+    shape = (kind, batch, closing, num_heads)
+    return harness.Case(
+        f"append_and_flush {kind}",
+        f"{batch} requests, {closing} closing, {num_heads} heads",
+        functools.partial(layer_calls.append_and_flush, kind=kind),
+        lambda: layer_calls.append_and_flush_case(*shape, layers=LAYERS["decode"]),
+        limit_us=layer_calls.append_and_flush_bytes(*shape) / bandwidth * 1e6,
+        rival=RIVAL if folder else None,
+        rival_us=(lambda: rival_compressor.load(folder, library).decode_us(*shape))
+        if folder
+        else None,
+    )
+
+
+def encode_case(num_tokens, bandwidth, num_heads=64):
     """`encode_tokens`."""
-    inputs = []
-    for seed in range(LAYERS["prefill"]):
-        shape = (num_tokens, num_heads, C)
-        queries = jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
-        inputs.append((queries, queries[:, 0], jnp.arange(num_tokens, dtype=jnp.int32)))
-    norm, frequencies = jnp.ones(C, jnp.bfloat16), layer_calls.frequencies()
+
+    def make():
+        layers = LAYERS["prefill"]
+        queries, kv = draws.make(
+            [
+                [draws.Draw((num_tokens, num_heads, C), jnp.bfloat16)] * layers,
+                [draws.Draw((num_tokens, C), jnp.bfloat16)] * layers,
+            ]
+        )
+        positions = jnp.asarray(np.arange(num_tokens), jnp.int32)
+        return None, [(*each, positions) for each in zip(queries, kv, strict=True)]
+
+    norm, frequencies = jnp.asarray(np.ones(C), jnp.bfloat16), layer_calls.frequencies()
 
     def encode(queries, kv, positions):
         return pk.encode_tokens(
@@ -71,35 +83,40 @@ def encode_row(num_tokens, bandwidth, num_heads=64):
         )
 
     num_bytes = num_tokens * (4 * num_heads * C + 2 * C + layer_calls.FAMILIES["main"][2])
-    return harness.row(
+    return harness.Case(
         "encode_tokens",
         f"{num_tokens} tokens, {num_heads} heads",
-        harness.median_us(encode, inputs),
+        encode,
+        make,
         limit_us=num_bytes / bandwidth * 1e6,
     )
 
 
-def append_row(kind, num_tokens, bandwidth):
+def append_case(kind, num_tokens, bandwidth):
     """`append_tokens`: what a prompt leaves in ring and states; HCA's last window stays open."""
     num_tokens, layers = num_tokens - (2 if kind == "hca" else 0), LAYERS["prefill"]
-    rings = [layer_calls.planes(FORMAT.entry, C, layers, 1, WINDOW)]
-    new, running, key = [], None, jax.random.key(0)
+    dims = [dim for dim, _, _ in layer_calls.FAMILIES.values()] if kind == "csa" else []
     num_bytes = 2 * WINDOW * layer_calls.FAMILIES["main"][2]
-    if kind == "csa":
-        for dim, _, _ in layer_calls.FAMILIES.values():
-            rings += layer_calls.projections(key, (layers, 1, 8), 2 * dim)
-            new.append(layer_calls.projections(key, (num_tokens,), 2 * dim, layers))
-            num_bytes += 2 * 8 * 16 * dim
-    else:
-        running = jnp.zeros((layers, 1, 3, C))
-        folded = layer_calls.projections(key, (num_tokens,), C, layers)
-        num_bytes += num_tokens % 128 * 8 * C
-    window = layer_calls.planes(FORMAT.entry, C, num_tokens)
-    one, none = jnp.full(1, num_tokens, jnp.int32), jnp.zeros(1, jnp.int32)
-    inputs = [
-        ([window, *(n[i] for n in new)], folded[i] if running is not None else None, jnp.int32(i))
-        for i in range(layers)
-    ]
+    num_bytes += sum(2 * 8 * 16 * dim for dim in dims) if dims else num_tokens % 128 * 8 * C
+
+    def make():
+        rings = [layer_calls.planes(FORMAT.entry, C, layers, 1, WINDOW)]
+        for dim in dims:
+            rings += layer_calls.projections((layers, 1, 8), 2 * dim)
+        new = [layer_calls.projections((num_tokens,), 2 * dim, layers) for dim in dims]
+        folded = layer_calls.projections((num_tokens,), C, layers)
+        running = jax.ShapeDtypeStruct((layers, 1, 3, C), jnp.float32)
+        window = layer_calls.planes(FORMAT.entry, C, num_tokens)
+        state, window, new, folded = draws.make(
+            [(rings, None if dims else running), window, new, None if dims else folded]
+        )
+        inputs = [
+            ([window, *(n[i] for n in new)], folded and folded[i], jnp.int32(i))
+            for i in range(layers)
+        ]
+        return state, inputs
+
+    one, none = (jnp.asarray(np.full(1, n), jnp.int32) for n in (num_tokens, 0))
 
     def append(state, rows, projected, layer):
         static = {"layer": layer, "rate": 128, "max_count": num_tokens}
@@ -109,13 +126,14 @@ def append_row(kind, num_tokens, bandwidth):
         )
         return (list(rings), running), ()
 
-    return harness.row(
+    return harness.Case(
         f"append_tokens {kind}",
         f"{num_tokens} tokens of one request",
-        harness.median_us(append, inputs, state=(rings, running)),
+        append,
+        make,
         limit_us=num_bytes / bandwidth * 1e6,
     )
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -8,6 +8,7 @@ projections before they compress them, are timed on the same GPU through torch; 
 
 import argparse
 import functools
+import sys
 
 from benchmarks import harness, layer_calls, rival_compressor
 
@@ -34,23 +35,25 @@ def main():
     )
     args = parser.parse_args()
     bandwidth = harness.copy_bandwidth()
-    rival = rival_compressor.load(args.rival) if args.rival else None
-    rows = []
-    for kind, families, tokens in CASES:
-        pools, inputs, num_bytes = layer_calls.flush_case(kind, families, tokens, layers=LAYERS)
-        flush = functools.partial(layer_calls.flush, kind=kind, families=families)
-        rows.append(
-            harness.row(
-                f"flush_{kind} {' + '.join(families)}",
-                f"{tokens} tokens of one request",
-                harness.median_us(flush, inputs, state=pools),
-                rival=RIVAL if rival else None,
-                rival_us=rival and rival.prefill_us(kind, families, tokens),
-                limit_us=LAUNCH_US + num_bytes / bandwidth * 1e6,
-            )
-        )
-    harness.report(rows, args.results)
+    cases = [case(*shape, bandwidth, args.rival) for shape in CASES]
+    return harness.measure(cases, args.results)
+
+
+def case(kind, families, tokens, bandwidth, folder):
+    """A row."""
+    num_bytes = layer_calls.flush_bytes(kind, families, tokens)
+    return harness.Case(
+        f"flush_{kind} {' + '.join(families)}",
+        f"{tokens} tokens of one request",
+        functools.partial(layer_calls.flush, kind=kind, families=families),
+        lambda: layer_calls.flush_case(kind, families, tokens, layers=LAYERS),
+        limit_us=LAUNCH_US + num_bytes / bandwidth * 1e6,
+        rival=RIVAL if folder else None,
+        rival_us=(lambda: rival_compressor.load(folder).prefill_us(kind, families, tokens))
+        if folder
+        else None,
+    )
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -11,8 +11,9 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from benchmarks import bench_topk, harness, rivals
+from benchmarks import bench_topk, draws, harness, rivals
 from pallas_kernels import get_cache_format
 from pallas_kernels.index_topk import scores_mosaic_gpu, select_mosaic_gpu
 
@@ -31,33 +32,40 @@ def main():
     parser.add_argument("--topk", help="vLLM's library, for its top-k")
     args = parser.parse_args()
     bandwidth = harness.copy_bandwidth()
-    rival = load_rival(args.rival) if args.rival else None
-    rival_topk = bench_topk.load_rival(args.topk) if args.topk else None
-    rows = []
-    for batch, num_entries in bench_topk.SHAPES:
-        rival_us = rival(batch, num_entries) if rival else None
-        both_us = rival_us
-        if rival_us is not None and rival_topk is not None:
-            both_us = round(rival_us + rival_topk(batch, num_entries, K), 2)
-        for keys in FORMATS:
-            size = batch * num_entries
-            limit = max(size * (BYTES[keys] + 4) / bandwidth, 2 * size * HEADS * DIM / FLOPS)
-            calls, codec = inputs(keys, batch, num_entries), codec_of(keys)
-            for op, function, theirs in (
-                ("index_scores", score, rival_us),
-                ("index_topk", score_and_select, both_us),
-            ):
-                rows.append(
-                    harness.row(
-                        f"{op} {keys}",
-                        f"{batch} x {num_entries}",
-                        harness.median_us(jax.jit(functools.partial(function, codec)), calls),
-                        rival=RIVAL + (" + topk" if op == "index_topk" else "") if rival else None,
-                        rival_us=theirs,
-                        limit_us=limit * 1e6,
-                    )
-                )
-    harness.report(rows, args.results)
+    cases = [
+        case
+        for shape in bench_topk.SHAPES
+        for keys in FORMATS
+        for case in cases_of(keys, shape, bandwidth, args.rival, args.topk)
+    ]
+    return harness.measure(cases, args.results)
+
+
+def cases_of(keys, shape, bandwidth, folder, library):
+    """Rows of the scores and of both; `shape` is requests and entries of each."""
+    batch, num_entries = shape
+    size, codec = batch * num_entries, codec_of(keys)
+    limit = max(size * (BYTES[keys] + 4) / bandwidth, 2 * size * HEADS * DIM / FLOPS)
+    for op, function in (("index_scores", score), ("index_topk", score_and_select)):
+        topk = library if op == "index_topk" else None
+        yield harness.Case(
+            f"{op} {keys}",
+            f"{batch} x {num_entries}",
+            functools.partial(function, codec),
+            lambda: (None, inputs(keys, *shape)),
+            limit_us=limit * 1e6,
+            rival=RIVAL + (" + topk" if topk else "") if folder else None,
+            rival_us=functools.partial(rival_us, folder, topk, *shape) if folder else None,
+        )
+
+
+@functools.cache
+def rival_us(folder, library, batch, num_entries):
+    """Of DeepGEMM's scores and, with vLLM's library, of its selection after them."""
+    if library is None:
+        return load_rival(folder)(batch, num_entries)
+    topk_us = bench_topk.load_rival(library)(batch, num_entries, K)
+    return round(rival_us(folder, None, batch, num_entries) + topk_us, 2)
 
 
 def codec_of(keys):
@@ -76,39 +84,38 @@ def score_and_select(codec, arguments):
 def inputs(keys, batch, num_entries):
     """Three calls: different queries of the same keys."""
     logical = num_entries // EB
-    key = jax.random.key(num_entries)
-    table = jax.random.permutation(key, batch * logical).astype(jnp.int32).reshape(batch, logical)
-    cache = {
-        "pool": key_planes(key, keys, batch * logical),
-        "block_table": table,
-        "request_ids": jnp.arange(batch, dtype=jnp.int32),
-        "visible": jnp.full(batch, num_entries, jnp.int32),
-        "layer": jnp.int32(0),
+    made = draws.make(
+        {
+            "pool": key_planes(keys, batch * logical),
+            "queries": [draws.Draw((batch, HEADS, DIM), jnp.float8_e4m3fn)] * NUM_INPUTS,
+            "weights": [draws.Draw((batch, HEADS))] * NUM_INPUTS,
+        }
+    )
+    shared = {
+        "block_table": draws.blocks(np.random.default_rng(num_entries), batch, logical),
+        "request_ids": np.arange(batch, dtype=np.int32),
+        "visible": np.full(batch, num_entries, np.int32),
+        "layer": np.int32(0),
     }
-
-    def call(seed):
-        keys = jax.random.split(jax.random.key(seed), 2)
-        queries = jax.random.normal(keys[0], (batch, HEADS, DIM), jnp.bfloat16)
-        weights = jax.random.normal(keys[1], (batch, HEADS))
-        return ({"queries": queries.astype(jnp.float8_e4m3fn), "weights": weights} | cache,)
-
-    return [call(seed) for seed in range(NUM_INPUTS)]
+    shared = jax.tree.map(jnp.asarray, shared) | {"pool": made["pool"]}
+    return [
+        ({"queries": queries, "weights": weights} | shared,)
+        for queries, weights in zip(made["queries"], made["weights"], strict=True)
+    ]
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def key_planes(key, keys, num_blocks):
+def key_planes(keys, num_blocks):
     """Codes of normal values, scales of 1/4 to 2."""
-    first, second = jax.random.split(key)
     if keys == "MXFP4":
-        codes = jax.random.bits(first, (1, num_blocks, EB, DIM // 2), jnp.uint8)
-        scale = jax.random.randint(second, (1, num_blocks, EB, DIM // 32), 125, 129, jnp.uint8)
+        codes = draws.Draw((1, num_blocks, EB, DIM // 2), jnp.uint8, among=range(256))
+        scale = draws.Draw((1, num_blocks, EB, DIM // 32), jnp.uint8, among=range(125, 129))
     else:
-        values = jax.random.normal(first, (1, num_blocks, EB, DIM), jnp.bfloat16)
-        codes = jax.lax.bitcast_convert_type(values.astype(jnp.float8_e4m3fn), jnp.uint8)
-        scale = jnp.exp2(jax.random.randint(second, (1, num_blocks, EB), -2, 2).astype(jnp.float32))
+        codes = draws.Draw((1, num_blocks, EB, DIM), jnp.float8_e4m3fn, as_bytes=True)
+        scale = draws.Draw((1, num_blocks, EB), among=(0.25, 0.5, 1.0, 2.0))
     return {"codes": codes, "scale": scale}
 
 
+@functools.cache
 def load_rival(folder):
     """A function (requests, entries) -> median us of a call."""
     sys.path.insert(0, folder)
@@ -142,4 +149,4 @@ def load_rival(folder):
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,11 +7,13 @@ and extra cache, is timed on the same GPU through torch.
 
 import argparse
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from benchmarks import harness, rivals
+from benchmarks import draws, harness, rivals
 from pallas_kernels import get_cache_format, sparse_attention
 
 DIM, ROPE, WINDOW = 512, 64, 128
@@ -33,28 +35,31 @@ def main():
     parser.add_argument("--only", choices=["csa", "hca"])
     args = parser.parse_args()
     bandwidth = harness.copy_bandwidth()
-    rival = load_rival(args.rival) if args.rival else None
-    rows = []
-    for family, cases in (("csa", CSA), ("hca", HCA)):
-        for num_heads, num_entries, num_queries in cases if args.only in (None, family) else ():
-            for batch in args.batches:
-                shape = (batch, num_queries, num_heads, num_entries)
-                limit = max(
-                    batch * num_queries * bytes_of(num_heads, num_entries) / bandwidth,
-                    4 * batch * num_queries * num_heads * (WINDOW + num_entries) * DIM / FLOPS,
-                )
-                rows.append(
-                    harness.row(
-                        f"sparse_attention {family}",
-                        f"{batch} x {num_queries} tokens, {num_heads} heads, "
-                        f"{WINDOW} + {num_entries} keys",
-                        harness.median_us(attend, inputs(family, *shape)),
-                        rival=RIVAL if rival else None,
-                        rival_us=rival(*shape) if rival else None,
-                        limit_us=limit * 1e6,
-                    )
-                )
-    harness.report(rows, args.results)
+    cases = [
+        case(family, (batch, num_queries, num_heads, num_entries), bandwidth, args.rival)
+        for family, cases in (("csa", CSA), ("hca", HCA))
+        for num_heads, num_entries, num_queries in (cases if args.only in (None, family) else ())
+        for batch in args.batches
+    ]
+    return harness.measure(cases, args.results)
+
+
+def case(family, shape, bandwidth, library):
+    """A row; `shape` is requests, query tokens of each, heads, entries."""
+    batch, num_queries, num_heads, num_entries = shape
+    limit = max(
+        batch * num_queries * bytes_of(num_heads, num_entries) / bandwidth,
+        4 * batch * num_queries * num_heads * (WINDOW + num_entries) * DIM / FLOPS,
+    )
+    return harness.Case(
+        f"sparse_attention {family}",
+        f"{batch} x {num_queries} tokens, {num_heads} heads, {WINDOW} + {num_entries} keys",
+        attend,
+        lambda: (None, inputs(family, *shape)),
+        limit_us=limit * 1e6,
+        rival=RIVAL if library else None,
+        rival_us=(lambda: load_rival(library)(*shape)) if library else None,
+    )
 
 
 def bytes_of(num_heads, num_entries):
@@ -73,50 +78,51 @@ def inputs(family, batch, num_queries, num_heads, num_entries):
     context = max(16384 // 4 if family == "csa" else 0, num_entries)
     logical = context // entries_per_block
     num_tokens = batch * num_queries
-    key = jax.random.key(num_entries)
-    ring, rows = planes(key, 1, batch, WINDOW), planes(key, num_tokens)
-    pool = planes(key, 1, batch * logical, entries_per_block)
-    table = jax.random.permutation(key, batch * logical).astype(jnp.int32).reshape(batch, logical)
-    requests = jnp.arange(batch, dtype=jnp.int32).repeat(num_queries)
-    lengths = jnp.full(num_tokens, 4 * WINDOW, jnp.int32)
-    places = {
+    rng = np.random.default_rng(num_entries)
+    made = draws.make(
+        {
+            "ring": planes(1, batch, WINDOW),
+            "rows": planes(num_tokens),
+            "pool": planes(1, batch * logical, entries_per_block),
+            "queries": [draws.Draw((num_tokens, num_heads, DIM), jnp.bfloat16)] * NUM_INPUTS,
+            "sink": [draws.Draw((num_heads,))] * NUM_INPUTS,
+        }
+    )
+    requests = np.arange(batch, dtype=np.int32).repeat(num_queries)
+    lengths = np.full(num_tokens, 4 * WINDOW, np.int32)
+    shared = {
+        "block_table": draws.blocks(rng, batch, logical),
         "request_ids": requests,
         "slots": requests,
         "lengths": lengths,
-        "positions": lengths + jnp.tile(jnp.arange(num_queries, dtype=jnp.int32), batch),
-        "layer": jnp.int32(0),
+        "positions": lengths + np.tile(np.arange(num_queries, dtype=np.int32), batch),
+        "layer": np.int32(0),
     }
-    cache = {"ring": ring, "rows": rows, "pool": pool, "block_table": table}
+    shared = jax.tree.map(jnp.asarray, shared) | {n: made[n] for n in ("ring", "rows", "pool")}
 
-    def call(seed):
-        keys = jax.random.split(jax.random.fold_in(key, seed), 3)
-        queries = jax.random.normal(keys[0], (num_tokens, num_heads, DIM), jnp.bfloat16)
-        sink = jax.random.normal(keys[1], (num_heads,))
-        selected = choose(keys[2], num_tokens, num_entries, context)
-        return ({"queries": queries, "sink": sink, "selected": selected} | cache | places,)
+    def call(number):
+        selected = jnp.asarray(choose(rng, num_tokens, num_entries, context))
+        queries, sink = made["queries"][number], made["sink"][number]
+        return ({"queries": queries, "sink": sink, "selected": selected} | shared,)
 
-    return [call(seed) for seed in range(NUM_INPUTS)]
+    return [call(number) for number in range(NUM_INPUTS)]
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def choose(key, num_tokens, num_selected, num_entries):
+def choose(rng, num_tokens, num_selected, num_entries):
     """i32[T, K] of 0 .. E - 1, ascending, none twice."""
-    shuffled = jax.random.uniform(key, (num_tokens, num_entries))
-    return jnp.sort(jnp.argsort(shuffled, axis=1)[:, :num_selected], axis=1).astype(jnp.int32)
+    return np.sort(draws.different(rng, num_tokens, num_selected, num_entries), axis=1)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def planes(key, *lead):
+def planes(*lead):
     """Values of about unit size: normal codes, scales of 1/4 to 2."""
-    keys = jax.random.split(key, 3)
-    codes = jax.random.normal(keys[0], (*lead, DIM - ROPE), jnp.bfloat16)
     return {
-        "nope": jax.lax.bitcast_convert_type(codes.astype(jnp.float8_e4m3fn), jnp.uint8),
-        "rope": jax.random.normal(keys[1], (*lead, ROPE), jnp.bfloat16),
-        "scale": jax.random.randint(keys[2], (*lead, 8), 125, 129, jnp.uint8),
+        "nope": draws.Draw((*lead, DIM - ROPE), jnp.float8_e4m3fn, as_bytes=True),
+        "rope": draws.Draw((*lead, ROPE), jnp.bfloat16),
+        "scale": draws.Draw((*lead, 8), jnp.uint8, among=range(125, 129)),
     }
 
 
+@functools.cache
 def load_rival(library):
     """A function (requests, query tokens, heads, entries) -> median us of a call."""
     import torch
@@ -163,4 +169,4 @@ def load_rival(library):
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

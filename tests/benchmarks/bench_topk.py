@@ -7,9 +7,11 @@ and replayed from a CUDA graph; it gives its indices in no order.
 
 import argparse
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from benchmarks import harness, rivals
 from pallas_kernels.index_topk.select_op import select_top_k
@@ -27,34 +29,34 @@ def main():
     parser.add_argument("--rival", help="vLLM's library; without it only ours is timed")
     args = parser.parse_args()
     bandwidth = harness.copy_bandwidth()
-    time_rival = load_rival(args.rival) if args.rival else None
-    rows = []
-    for k in SELECTED:
-        for shape in SHAPES:
-            ours_us = harness.median_us(
-                jax.jit(functools.partial(select_top_k, k=k)), inputs(*shape), rounds=20
-            )
-            rows.append(
-                harness.row(
-                    "select_top_k",
-                    f"{k} of {shape[0]} x {shape[1]}",
-                    ours_us,
-                    rival=RIVAL if time_rival else None,
-                    rival_us=time_rival(*shape, k) if time_rival else None,
-                    limit_us=4 * shape[0] * shape[1] / bandwidth * 1e6,
-                )
-            )
-    harness.report(rows, args.results)
+    cases = [case(shape, k, bandwidth, args.rival) for k in SELECTED for shape in SHAPES]
+    return harness.measure(cases, args.results)
+
+
+def case(shape, k, bandwidth, library):
+    """A row; `shape` is requests and entries of each."""
+    return harness.Case(
+        "select_top_k",
+        f"{k} of {shape[0]} x {shape[1]}",
+        jax.jit(functools.partial(select_top_k, k=k)),
+        lambda: (None, inputs(*shape)),
+        limit_us=4 * shape[0] * shape[1] / bandwidth * 1e6,
+        rounds=20,
+        rival=RIVAL if library else None,
+        rival_us=(lambda: load_rival(library)(*shape, k)) if library else None,
+    )
 
 
 def inputs(num_rows, num_entries):
     """Two to four different calls whose scores fit the L2 cache together."""
     count = max(2, min(4, int(_CACHED_BYTES / (4 * num_rows * num_entries))))
-    visible = jnp.full(num_rows, num_entries, jnp.int32)
-    shape = (num_rows, num_entries)
-    return [(jax.random.normal(jax.random.key(seed), shape), visible) for seed in range(count)]
+    rng = np.random.default_rng(0)
+    scores = rng.standard_normal((count, num_rows, num_entries), np.float32)  # none repeated
+    visible = jnp.asarray(np.full(num_rows, num_entries, np.int32))
+    return [(jnp.asarray(each), visible) for each in scores]
 
 
+@functools.cache
 def load_rival(library):
     """A function (rows, entries, k) -> median us of a call, of as many different ones as ours."""
     import torch
@@ -81,4 +83,4 @@ def load_rival(library):
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -2,21 +2,109 @@
 
 A loop on the device calls a function on several different inputs, often; the time of a loop twice
 as long less that of the loop is calls alone. Inputs that together exceed the L2 cache are read
-from memory each time; for smaller ones there is `clear_l2`.
+from memory each time; for smaller ones there is `clear_l2`. Of many cases all loops are compiled
+before the first is timed, several at once; each row is printed and kept as soon as it is there.
 """
 
+import concurrent.futures
+import dataclasses
 import math
+import os
 import statistics
 import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
+from dsv4_jax.bench.report import first_line
 from helpers import gpu_results
 
 _FLUSH_BYTES = 256 * 2**20
 _COPY_BYTES = 512 * 2**20
 _LEAST_SECONDS = 0.01
+_WIDTHS = {
+    "op": 24,
+    "shape": 44,
+    "ours_us": 9,
+    "rival": 37,
+    "rival_us": 9,
+    "ratio": 6,
+    "limit_share": 11,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What becomes a row.
+
+    Attributes:
+      op: what is timed.
+      shape: of its calls, in words.
+      function: as for `median_us`.
+      make: () -> (state, inputs) for the function; no state is None.
+      limit_us: what the bytes or the products alone would take, or None.
+      rounds: as for `median_us`.
+      rival: name of another project's kernel, or None.
+      rival_us: () -> its microseconds; called after ours were measured.
+    """
+
+    op: str
+    shape: str
+    function: Callable
+    make: Callable
+    limit_us: float | None = None
+    rounds: int = 10
+    rival: str | None = None
+    rival_us: Callable | None = None
+
+
+class Loops:
+    """A function's loop and the one twice as long, compiled in other threads.
+
+    Args:
+      function: as for `median_us`.
+      inputs: as for `median_us`, or `jax.ShapeDtypeStruct` in place of arrays.
+      state: likewise.
+      rounds: as for `median_us`.
+      pool: executor that compiles; what is lowered is lowered here.
+    """
+
+    def __init__(self, function, inputs, state, *, rounds, pool):
+        run = jax.jit(
+            _loop(function, state is not None),
+            static_argnums=0,
+            donate_argnums=1,
+            compiler_options={"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"},
+        )
+        self._rounds = rounds
+        self._compiled = {
+            length: pool.submit(run.lower(length, state, inputs).compile)
+            for length in (rounds, 2 * rounds)
+        }
+
+    def median_us(self, inputs, state=None, *, repeats=9):
+        """See the function of that name."""
+        compiled = {length: future.result() for length, future in self._compiled.items()}
+        state = None if state is None else _copied(state)
+        rounds = self._rounds
+
+        def seconds(length, dispatches):
+            nonlocal state
+            outs = None
+            start = time.perf_counter()
+            for _ in range(dispatches):
+                _, state, outs = compiled[length](state, inputs)
+            jax.block_until_ready((state, outs))
+            return time.perf_counter() - start
+
+        for length in (rounds, 2 * rounds, rounds):  # the first run of a length loads it
+            once = seconds(length, 1)
+        dispatches = max(1, math.ceil(_LEAST_SECONDS / once))
+        differences = [
+            seconds(2 * rounds, dispatches) - seconds(rounds, dispatches) for _ in range(repeats)
+        ]
+        return statistics.median(differences) / (dispatches * rounds * len(inputs)) * 1e6
 
 
 def median_us(function, inputs, *, state=None, clear_l2=False, rounds=10, repeats=9):
@@ -38,30 +126,9 @@ def median_us(function, inputs, *, state=None, clear_l2=False, rounds=10, repeat
         function = _after_flush(function, has_state=state is not None)
         timed = median_us(function, inputs, state=flushed, rounds=rounds, repeats=repeats)
         return timed - flush
-    run = jax.jit(
-        _loop(function, state is not None),
-        static_argnums=0,
-        donate_argnums=1,
-        compiler_options={"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"},
-    )
-    state = jax.tree.map(jnp.copy, state)
-
-    def seconds(length, dispatches):
-        nonlocal state
-        outs = None
-        start = time.perf_counter()
-        for _ in range(dispatches):
-            _, state, outs = run(length, state, inputs)
-        jax.block_until_ready((state, outs))
-        return time.perf_counter() - start
-
-    for length in (rounds, 2 * rounds, rounds):  # the first run of a length compiles
-        once = seconds(length, 1)
-    dispatches = max(1, math.ceil(_LEAST_SECONDS / once))
-    differences = [
-        seconds(2 * rounds, dispatches) - seconds(rounds, dispatches) for _ in range(repeats)
-    ]
-    return statistics.median(differences) / (dispatches * rounds * len(inputs)) * 1e6
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        loops = Loops(function, inputs, state, rounds=rounds, pool=pool)
+    return loops.median_us(inputs, state, repeats=repeats)
 
 
 def copy_bandwidth():
@@ -70,30 +137,110 @@ def copy_bandwidth():
     return 2 * _COPY_BYTES / (median_us(lambda x: x ^ jnp.uint32(1), arrays) * 1e-6)
 
 
+def measure(cases, path=None):
+    """Prints a row for each case and, with a path, keeps it there, as soon as it is measured.
+
+    A row replaces that of the same op and shape. One that fails says why, and the others follow.
+
+    Returns:
+      The exit status: 1 if a case or a rival failed, else 0.
+    """
+    device = jax.devices()[0].device_kind
+    print(f"{device}, jax {jax.__version__}, {time.strftime('%Y-%m-%d')}", flush=True)
+    start = time.perf_counter()
+    cases = list(cases)
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        ahead = [attempt(_compile_ahead, case, pool) for case in cases]
+    print(f"loops of {len(cases)} rows compiled in {time.perf_counter() - start:.0f} s")
+    print(_line({key: key for key in _WIDTHS}), flush=True)
+    status = 0
+    for case in cases:
+        measured = _measured(case, *ahead.pop(0))
+        print(_line(measured), flush=True)
+        if path is not None:
+            keep(measured, path)
+        if "failed" in measured or "rival_failed" in measured:
+            status = 1
+    return status
+
+
+def attempt(call, *args):
+    """What a call gives and None, or None and the first line of what it raised."""
+    try:
+        return call(*args), None
+    except Exception as error:
+        return None, first_line(error)
+
+
 def row(op, shape, ours_us, *, rival=None, rival_us=None, limit_us=None):
     """One line of a report; `limit_us` is what the bytes or the products alone would take."""
+    share = None if None in (ours_us, limit_us) else round(limit_us / ours_us, 2)
     return {
         "op": op,
         "shape": shape,
-        "ours_us": round(ours_us, 2),
+        "ours_us": None if ours_us is None else round(ours_us, 2),
         "rival": rival,
         "rival_us": rival_us,
-        "ratio": None if rival_us is None else round(ours_us / rival_us, 2),
-        "limit_share": None if limit_us is None else round(limit_us / ours_us, 2),
+        "ratio": None if None in (ours_us, rival_us) else round(ours_us / rival_us, 2),
+        "limit_share": share,
     }
 
 
-def report(rows, path=None):
-    """Prints rows and, with a path, keeps them there in place of their ops' old ones."""
-    device = jax.devices()[0].device_kind
-    print(f"{device}, jax {jax.__version__}, {time.strftime('%Y-%m-%d')}")
-    widths = {key: max(len(key), *(len(str(r[key])) for r in rows)) for key in rows[0]}
-    for line in ({key: key for key in widths}, *rows):
-        print("  ".join(str(line[key]).ljust(width) for key, width in widths.items()))
-    if path is not None:
-        replaced = {r["op"] for r in rows}
-        kept = [r for r in gpu_results.read(path).get("rows", []) if r["op"] not in replaced]
-        gpu_results.update(path, rows=kept + rows)
+def keep(new, path):
+    """Puts a row in place of that of the same op and shape, or behind all others."""
+    rows = {(r["op"], r["shape"]): r for r in gpu_results.read(path).get("rows", [])}
+    rows[new["op"], new["shape"]] = new
+    gpu_results.update(path, rows=list(rows.values()))
+
+
+def _compile_ahead(case, pool):
+    state, inputs = jax.eval_shape(case.make)
+    return Loops(case.function, inputs, state, rounds=case.rounds, pool=pool)
+
+
+def _measured(case, loops, failed):
+    """The row of a case; its arrays are gone when the rival is called."""
+    ours_us = None
+    if failed is None:
+        ours_us, failed = attempt(_time, case, loops)
+    if failed is not None:
+        return row(case.op, case.shape, None) | {"failed": failed}
+    rival_us, failed = attempt(case.rival_us) if case.rival_us else (None, None)
+    made = row(
+        case.op,
+        case.shape,
+        ours_us,
+        rival=case.rival,
+        rival_us=rival_us,
+        limit_us=case.limit_us,
+    )
+    return made if failed is None else made | {"rival_failed": failed}
+
+
+def _time(case, loops):
+    state, inputs = case.make()
+    return loops.median_us(inputs, state)
+
+
+def _line(cells):
+    """A row to be printed."""
+    if "failed" in cells:
+        text = f"{_padded(cells, ['op', 'shape'])}  failed, {cells['failed']}"
+    else:
+        text = _padded(cells, _WIDTHS)
+    if "rival_failed" in cells:
+        text += f"  rival failed, {cells['rival_failed']}"
+    return text.rstrip()
+
+
+def _padded(cells, keys):
+    texts = {key: "" if cells[key] is None else str(cells[key]) for key in keys}
+    return "  ".join(text.ljust(_WIDTHS[key]) for key, text in texts.items())
+
+
+@jax.jit
+def _copied(arrays):
+    return jax.tree.map(jnp.copy, arrays)
 
 
 def _loop(function, has_state):
@@ -101,8 +248,10 @@ def _loop(function, has_state):
 
     The barrier ties inputs to the round, else they could be seen not to change and the calls
     be taken out of the loop. Outputs are carried, so that every one is written, and copied nowhere.
-    The calls of a round become one CUDA graph, which must not run them side by side.
+    The calls of a round become one CUDA graph, which must not run them side by side. The function
+    is jitted, so that it is lowered once and not for each input.
     """
+    function = jax.jit(function)
 
     def loop(length, state, inputs):
         def call_each(state, inputs):

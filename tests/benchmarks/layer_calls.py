@@ -1,12 +1,11 @@
 """A layer's arrays and calls, of the released sizes, for the benchmarks of appends and flushes."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels as pk
+from benchmarks import draws
 from pallas_kernels import get_cache_format
 
 C, IC, ROPE, WINDOW, EPS = 512, 128, 64, 128, 1e-6
@@ -21,22 +20,19 @@ DECODE_LENGTH = 2048
 
 
 def planes(codec, dim, *lead):
-    """Planes of zeros."""
+    """Planes of zeros, for `draws.make`."""
     shapes = codec.plane_shapes(dim, ROPE)
-    return {name: jnp.zeros((*lead, *s.shape), s.dtype) for name, s in shapes.items()}
+    return {n: jax.ShapeDtypeStruct((*lead, *s.shape), s.dtype) for n, s in shapes.items()}
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def projections(key, lead, width, count=1):
-    """Random values and scores, as often as said."""
-    keys = jax.random.split(key, (count, 2))
-    return [
-        {
-            name: jax.random.normal(keys[i, j], (*lead, width))
-            for j, name in enumerate(("values", "scores"))
-        }
-        for i in range(count)
-    ]
+def projections(lead, width, count=1):
+    """Random values and scores, as often as said, for `draws.make`."""
+    return [{name: draws.Draw((*lead, width)) for name in ("values", "scores")}] * count
+
+
+def running_pool(*lead):
+    """HCA's of requests that have read something, for `draws.make`."""
+    return draws.Draw(lead, among=(1.0,))
 
 
 def frequencies():
@@ -71,43 +67,56 @@ def pooled_bytes(kind, positions, lengths, families):
 
 
 def append_and_flush_case(kind, batch, closing, num_heads, *, layers):
-    """State, inputs and bytes of `append_and_flush`, a layer each with arrays of its own."""
+    """State and inputs of `append_and_flush`, a layer each with arrays of its own."""
     rate, width = RATE[kind], 2 if kind == "csa" else 1
-    families = ("main", "index") if kind == "csa" else ("main",)
     positions = decode_positions(rate, batch, closing)
     table, num_blocks = shuffled_table(positions, batch)
-    key = jax.random.key(0)
     states, pools, new, norms = [], [], [], []
-    for family in families:
+    for family in decode_families(kind):
         dim, codec, _ = FAMILIES[family]
         if kind == "csa":
-            states += projections(key, (layers, batch, 2 * rate), 2 * dim)
+            states += projections((layers, batch, 2 * rate), 2 * dim)
         else:
-            states.append(jnp.ones((layers, batch, 3, dim)))
+            states.append(running_pool(layers, batch, 3, dim))
         pools.append(planes(codec, dim, layers, num_blocks, 32 if kind == "csa" else 1))
-        new.append(projections(key, (batch,), width * dim, layers))
-        norms.append(jnp.ones(dim, jnp.bfloat16))
-    slots = jnp.asarray(np.random.default_rng(1).permutation(batch), jnp.int32)
+        new.append(projections((batch,), width * dim, layers))
+        norms.append(jnp.asarray(np.ones(dim), jnp.bfloat16))
+    made = draws.make(
+        {
+            "state": (planes(FORMAT.entry, C, layers, batch, WINDOW), states, pools),
+            "new": new,
+            "queries": [draws.Draw((batch, num_heads, C), jnp.bfloat16)] * layers,
+            "kv": [draws.Draw((batch, C), jnp.bfloat16)] * layers,
+        }
+    )
+    slots = np.random.default_rng(1).permutation(batch)
     shared = {
         "frequencies": frequencies(),
         "block_table": table,
-        "request_ids": jnp.arange(batch, dtype=jnp.int32),
-        "slots": slots,
+        "request_ids": jnp.asarray(np.arange(batch), jnp.int32),
+        "slots": jnp.asarray(slots, jnp.int32),
         "positions": jnp.asarray(positions, jnp.int32),
-        "norm": jnp.ones(C, jnp.bfloat16),
+        "norm": jnp.asarray(np.ones(C), jnp.bfloat16),
     }
     inputs = []
     for layer in range(layers):
-        queries = jax.random.normal(
-            jax.random.fold_in(key, layer), (batch, num_heads, C), jnp.bfloat16
-        )
-        rows = [per_layer[layer] for per_layer in new]
-        inputs.append((queries, queries[:, 0], rows, norms, shared, jnp.int32(layer)))
+        rows = [per_layer[layer] for per_layer in made["new"]]
+        queries, kv = made["queries"][layer], made["kv"][layer]
+        inputs.append((queries, kv, rows, norms, shared, jnp.int32(layer)))
+    return made["state"], inputs
+
+
+def append_and_flush_bytes(kind, batch, closing, num_heads):
+    """That a call of `append_and_flush` must move."""
+    positions = decode_positions(RATE[kind], batch, closing)
     kept = 2 * 16 * (C + IC) if kind == "csa" else 16 * C + 2 * 12 * C
     kept += 2 * C + 2 * FAMILIES["main"][2] + 4 * num_heads * C
-    num_bytes = batch * kept + pooled_bytes(kind, positions, positions, families)
-    ring = planes(FORMAT.entry, C, layers, batch, WINDOW)
-    return (ring, states, pools), inputs, num_bytes
+    return batch * kept + pooled_bytes(kind, positions, positions, decode_families(kind))
+
+
+def decode_families(kind):
+    """Compressors of a layer."""
+    return ("main", "index") if kind == "csa" else ("main",)
 
 
 def append_and_flush(kept, queries, kv, new, norms, shared, layer, *, kind):
@@ -132,23 +141,24 @@ def append_and_flush(kept, queries, kv, new, norms, shared, layer, *, kind):
 
 
 def flush_case(kind, families, num_tokens, *, layers):
-    """State, inputs and bytes of a flush: one request's first tokens."""
+    """State and inputs of a flush: one request's first tokens."""
     rate, width = RATE[kind], 2 if kind == "csa" else 1
     positions = np.arange(num_tokens)
     table, num_blocks = shuffled_table(positions, 1)
     closing = np.flatnonzero((positions + 1) % rate == 0)
     closing = np.pad(closing, (0, num_tokens // rate + 1 - len(closing)), constant_values=-1)
-    key, zeros = jax.random.key(0), jnp.zeros(num_tokens, jnp.int32)
+    zeros = jnp.asarray(np.zeros(num_tokens), jnp.int32)
     pools, states, new, norms = [], [], [], []
     for family in families:
         dim, codec, _ = FAMILIES[family]
         pools.append(planes(codec, dim, layers, num_blocks, 32 if kind == "csa" else 1))
         if kind == "csa":
-            states += projections(key, (layers, 1, 2 * rate), 2 * dim)
+            states += projections((layers, 1, 2 * rate), 2 * dim)
         else:
-            states.append(jnp.ones((layers, 1, 3, dim)))
-        new.append(projections(key, (num_tokens,), width * dim, layers))
-        norms.append(jnp.ones(dim, jnp.bfloat16))
+            states.append(running_pool(layers, 1, 3, dim))
+        new.append(projections((num_tokens,), width * dim, layers))
+        norms.append(jnp.asarray(np.ones(dim), jnp.bfloat16))
+    pools, states, new = draws.make((pools, states, new))
     shared = {
         "frequencies": frequencies(),
         "block_table": table,
@@ -162,7 +172,13 @@ def flush_case(kind, families, num_tokens, *, layers):
         (states, [per_layer[layer] for per_layer in new], norms, shared, jnp.int32(layer))
         for layer in range(layers)
     ]
-    return pools, inputs, pooled_bytes(kind, positions, np.zeros_like(positions), families)
+    return pools, inputs
+
+
+def flush_bytes(kind, families, num_tokens):
+    """That a flush of `flush_case` must move."""
+    positions = np.arange(num_tokens)
+    return pooled_bytes(kind, positions, np.zeros_like(positions), families)
 
 
 def flush(pools, states, new, norms, shared, layer, *, kind, families, run=None):

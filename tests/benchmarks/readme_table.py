@@ -12,7 +12,7 @@ _HEAD = ["op", "shape", "ours, us", "rival", "rival, us", "ratio", "share of the
 
 
 def table(results):
-    """Markdown: what ran, and a line for each row."""
+    """Markdown: what ran, and a line for each row that was measured."""
     counts = results["tests"]
     tests = f"{counts['passed']} GPU tests passed"
     if counts["failed"]:
@@ -22,7 +22,7 @@ def table(results):
         "",
         _line(_HEAD),
         _line(["---"] * len(_HEAD)),
-        *(_line(_cells(row)) for row in results["rows"]),
+        *(_line(_cells(row)) for row in results["rows"] if "failed" not in row),
     ]
     return "\n".join(lines) + "\n"
 
@@ -43,7 +43,7 @@ def _cells(row):
         f"`{row['op']}`",
         row["shape"],
         _number(row["ours_us"], 1),
-        row["rival"] or "",
+        "" if row["rival_us"] is None else row["rival"],
         _number(row["rival_us"], 1),
         _number(row["ratio"], 2),
         "" if share is None else f"{share:.0%}",

@@ -6,6 +6,7 @@ vLLM, which are stood in for here. Per compressor vLLM launches two kernels, "sa
 for the window one, which in its C++ library also norms and rotates queries.
 """
 
+import functools
 import importlib
 import inspect
 import os
@@ -22,6 +23,7 @@ _LAYERS = 20
 _PREFILL_LAYERS = 4
 
 
+@functools.cache
 def load(folder, library=None):
     """What times vLLM's launches; `library` holds its C++ operators."""
     return Rival(folder, library)

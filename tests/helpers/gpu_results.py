@@ -28,7 +28,15 @@ def update(path, **fields):
         "date": datetime.date.today().isoformat(),
         "jax": jax.__version__,
     }
-    pathlib.Path(path).write_text(json.dumps(results | fields, indent=1) + "\n")
+    replace(path, json.dumps(results | fields, indent=1) + "\n")
+
+
+def replace(path, text):
+    """Writes a file whole, so that a run that is cut off leaves the old one or the new one."""
+    path = pathlib.Path(path)
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    new.replace(path)
 
 
 class Counts:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels as pk
-from benchmarks import tune
+from benchmarks import harness, tune
 from benchmarks.bench_index_scores import FORMATS as FORMATS_OF_KEYS
 from helpers import layer_cases, slow
 from helpers.layer_cases import KERNEL, LENGTHS, RATES, draw_histories, draw_norms, flat, run
@@ -127,6 +127,70 @@ def test_the_tuner_writes_what_is_read(tmp_path):
     found = json.loads((tmp_path / "nvidia_h200.json").read_text())
     assert found["entries"] == [other, ENTRY]
     assert len(tilings.parse(json.dumps(found))) == 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A tiling of `made_up_case`: what its calls add, and a name."""
+
+    step: int
+    name: int = 0
+
+
+def made_up_case(formula, *candidates):
+    sizes = {"windows": 64, "tokens": 8192}
+    state, inputs = jnp.float32(0), [(jnp.float32(1),)]
+
+    def make(tiling):
+        if tiling.step == 0:
+            raise ValueError("no such tiling")
+        return lambda state, x: (state + tiling.step * x, ())
+
+    return tune.Case("flush_hca", "one", sizes, formula, candidates, make, inputs, state, 8)
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """Says in turn how long calls take."""
+
+    def say(*us):
+        left = list(us)
+        monkeypatch.setattr(harness.Loops, "median_us", lambda *_: left.pop(0))
+
+    return say
+
+
+def test_the_tuner_passes_by_candidates_that_fail_or_leave_other_bytes(said, capsys):
+    said(10.0, 9.9, 5.0, 6.0)
+    formula, *good = (Step(1, name) for name in range(4))
+    case = made_up_case(formula, Step(0), good[0], Step(2), *good[1:])
+    entry, failed = tune.tune(case, 4e12)
+    assert failed
+    assert entry["tiling"] == {"name": 2}
+    assert (entry["us"], entry["formula_us"]) == (5.0, 10.0)
+    lines = capsys.readouterr().out.splitlines()
+    first_words = " ".join(line.split()[0] for line in lines[1:])
+    assert first_words == "10.00 failed, 9.90 failed, 5.00 6.00"
+    said(10.0, 9.8)
+    assert tune.tune(made_up_case(formula, good[0]), 4e12) == (None, False)
+    assert tune.tune(made_up_case(Step(0), formula), 4e12) == (None, True)
+
+
+def test_the_tuner_writes_after_every_case(said, tmp_path, monkeypatch):
+    def flush_cases(args):
+        yield made_up_case(Step(1), Step(1, name=1))
+        raise KeyboardInterrupt
+
+    said(10.0, 5.0)
+    monkeypatch.setattr("sys.argv", ["tune", "--write"])
+    monkeypatch.setattr(harness, "copy_bandwidth", lambda: 4e12)
+    monkeypatch.setattr(tune, "flush_cases", flush_cases)
+    monkeypatch.setattr(tune, "write", functools.partial(tune.write, folder=tmp_path))
+    with pytest.raises(KeyboardInterrupt):
+        tune.main()
+    (path,) = tmp_path.iterdir()
+    (entry,) = json.loads(path.read_text())["entries"]
+    assert (entry["us"], entry["formula_us"]) == (5.0, 10.0)
 
 
 @pytest.mark.parametrize("keys", ["MXFP4", "FP8"])
