@@ -23,6 +23,9 @@ from helpers import gpu_results
 _FLUSH_BYTES = 256 * 2**20
 _COPY_BYTES = 512 * 2**20
 _LEAST_SECONDS = 0.01
+_LEAST_LOOP_US = 2000.0
+_LEAST_CALL_US = 2.0
+"""So long that a loop takes the device longer than its dispatch takes the host."""
 _WIDTHS = {
     "op": 24,
     "shape": 44,
@@ -44,7 +47,7 @@ class Case:
       function: as for `median_us`.
       make: () -> (state, inputs) for the function; no state is None.
       limit_us: what the bytes or the products alone would take, or None.
-      rounds: as for `median_us`.
+      rounds: as for `median_us`; by default as many as a short call needs for a loop of 2 ms.
       rival: name of another project's kernel, or None.
       rival_us: () -> its microseconds; called after ours were measured.
     """
@@ -54,7 +57,7 @@ class Case:
     function: Callable
     make: Callable
     limit_us: float | None = None
-    rounds: int = 10
+    rounds: int | None = None
     rival: str | None = None
     rival_us: Callable | None = None
 
@@ -195,7 +198,9 @@ def keep(new, path):
 
 def _compile_ahead(case, pool):
     state, inputs = jax.eval_shape(case.make)
-    return Loops(case.function, inputs, state, rounds=case.rounds, pool=pool)
+    call_us = max(case.limit_us or 0.0, _LEAST_CALL_US)
+    rounds = case.rounds or max(10, math.ceil(_LEAST_LOOP_US / (call_us * len(inputs))))
+    return Loops(case.function, inputs, state, rounds=rounds, pool=pool)
 
 
 def _measured(case, loops, failed):
