@@ -1,4 +1,4 @@
-"""What Mosaic GPU kernels here share: register layouts of gathered rows, copies, and products."""
+"""What Mosaic GPU kernels here share: register layouts of gathered rows, and products."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any
 import jax
 import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, nvvm
 
 from pallas_kernels.backend import interpreting
 
@@ -42,39 +41,6 @@ EVEN_ROWS = plgpu.Layout.TILED(
 SWIZZLED_BYTES = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 """Shared memory of 16-bit elements as tensor cores and bulk copies take it."""
-
-
-def copy(values: jax.Array, layout: Layout) -> jax.Array:
-    """The same, in registers of its own.
-
-    Registers that a load fills and those that a product takes may differ in order. If what is
-    loaded for the next turn of a loop is carried around it in the latter, the turn ends by waiting
-    for it. The compiler can't see through this copy, which is made where it stands.
-
-    Args:
-      values: of elements that fill 32-bit words in each thread.
-      layout: of `values`.
-    """
-    if interpreting():
-        return values
-    result = plgpu.ShapeDtypeStruct(values.shape, values.dtype, layout=layout)
-
-    @plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
-    def through_words(_, values):
-        i32 = ir.IntegerType.get_signless(32)
-        number = llvm.inline_asm(i32, [], "mov.u32 $0, %smid;", "=r")
-        zero = arith.shrui(number, mgpu.c(24, i32))  # which no compiler knows it to be
-        registers = np.empty(values.registers.shape, dtype=object)
-        for place, register in np.ndenumerate(values.registers):
-            count = values.layout.vector_length * mgpu.bitwidth(values.mlir_dtype) // 32
-            words = mgpu.utils.bitcast(register, ir.VectorType.get((count,), i32))
-            words = arith.xori(words, vector.broadcast(words.type, zero))
-            registers[place] = mgpu.utils.bitcast(words, register.type)
-        return mgpu.FragmentedArray(
-            _registers=registers, _layout=values.layout, _is_signed=values.is_signed
-        )
-
-    return through_words(values)
 
 
 def divide(numbers: jax.Array, divisor: int) -> tuple[jax.Array, jax.Array]:
@@ -124,17 +90,13 @@ def multiply_add(totals: Sequence[jax.Array], left: Ref, rights: Sequence[Ref]) 
     return list(pl.run_state(product)([plgpu.ACC.init(total) for total in totals]))
 
 
-def multiply(pairs: Sequence[tuple[Ref | jax.Array, Ref]]) -> jax.Array:
+def multiply(pairs: Sequence[tuple[Ref, Ref]]) -> jax.Array:
     """The sum of left @ right over pairs, in f32, by one warpgroup of a Hopper GPU.
 
     Args:
-      pairs: [M, K] in shared memory, `SWIZZLED`, or in registers, of a layout that wgmma takes; and
-        [K, N] in shared memory, `SWIZZLED`.
+      pairs: [M, K] and [K, N], both in shared memory, `SWIZZLED`.
     """
     shape = pairs[0][0].shape[0], pairs[0][1].shape[1]
-    if interpreting() and isinstance(pairs[0][0], jax.Array):  # which wants both in memory
-        wide = [(left.astype(jnp.float32), r[...].astype(jnp.float32)) for left, r in pairs]
-        return sum((left @ right for left, right in wide), jnp.zeros(shape, jnp.float32))
 
     def product(total_ref: Ref) -> jax.Array:
         for left, right in pairs:
@@ -142,3 +104,35 @@ def multiply(pairs: Sequence[tuple[Ref | jax.Array, Ref]]) -> jax.Array:
         return total_ref[...]
 
     return pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
+
+
+def multiply_registers(left: jax.Array, right: Ref) -> jax.Array:
+    """Multiplies left @ right.T in f32, by one warpgroup of a Hopper GPU.
+
+    An accumulator of `ACC` would be fenced when it is made, and the operand once more when it is
+    there: twice a product the four warps would wait for each other.
+
+    Args:
+      left: e4m3[64, K] in `WGMMA_8BIT` layout.
+      right: e4m3[N, K] in shared memory, `SWIZZLED_BYTES`.
+    """
+    shape = left.shape[0], right.shape[0]
+    if interpreting():
+        return left.astype(jnp.float32) @ right[...].astype(jnp.float32).T
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA_8BIT, plgpu.RefType(SWIZZLED_BYTES)),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=plgpu.Layout.WGMMA),
+    )
+    def product(_, left, right):
+        f32 = ir.F32Type.get()
+        zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
+        zeros = mgpu.FragmentedArray.splat(zero, shape, mgpu.WGMMA_LAYOUT)
+        total = mgpu.WGMMAAccumulator.from_registers(zeros, sync=False)
+        right = mgpu.memref_transpose(right, (1, 0, 3, 2))
+        total = mgpu.wgmma(total, left, right, swizzle=128)
+        nvvm.wgmma_commit_group_sync_aligned()
+        nvvm.wgmma_wait_group_sync_aligned(0)
+        return mgpu.optimization_barrier(total.value)
+
+    return product(left, right)

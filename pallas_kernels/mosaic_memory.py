@@ -28,8 +28,10 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from pallas_kernels.backend import interpreting
 from pallas_kernels.mosaic import ROW, ROWS, SWIZZLED, SWIZZLED_BYTES, Layout, Ref, plgpu
 
-_THREADS = 128
-"""Of a warpgroup."""
+_THREADS, _PIECE = 128, 16
+"""Of a warpgroup; bytes that a thread fetches at once."""
+FETCHED_WORDS = _THREADS * _PIECE
+"""Bytes of shared memory for `fetch_words`."""
 
 
 def gather_rows(
@@ -157,20 +159,20 @@ def fetch_rows(
     run: int,
     within: jax.Array,
 ) -> None:
-    """Begins to copy the named rows into shared memory, for `take`.
+    """Begins to copy the named rows into shared memory, for `take_rows`.
 
     Args:
-      target: [M, width] in shared memory, M the length of `index`.
-      source: ref [R, width] of bytes in device memory.
+      target: u8[M * width] in shared memory, M the length of `index`.
+      source: u8[R, width] in device memory.
       index: i32[M] in `ROW` layout, number of a run of rows; there is always one.
-      layout: `EVEN_ROWS`, in which `take` will read.
+      layout: `EVEN_ROWS`, in which `take_rows` will read.
       run: rows that `index` counts as one.
       within: i32[M] in `ROW` layout, the row counted from the run's first. What of it stays the
         same around a loop is added to the address once.
     """
     shape = (index.shape[0], source.shape[1])
     if interpreting():
-        target[...] = _interpret_gather([source], index * 0, index, run, within)
+        target[...] = _interpret_gather([source], index * 0, index, run, within).reshape(-1)
         return
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), ROW, ROW))
@@ -180,12 +182,12 @@ def fetch_rows(
             rows.broadcast_in_dim(shape, (0,), tiled).registers for rows in (index, within)
         )
         columns = tiled.thread_idxs(shape)
-        for number, (place, (_, column)) in enumerate(
+        for piece, (place, (_, column)) in enumerate(
             zip(np.ndindex(index.shape), columns, strict=True)
         ):
             row = _Row.find([source], None, index[place], True)
             address = row.address(run, within[place], column)
-            _copy_async(_own_place(target, number, 16), address, 16)
+            _copy_async(_own_place(target, piece), address, _PIECE)
 
     fetch(target, source, index, within)
 
@@ -196,52 +198,65 @@ def fetch_words(
     """Begins to copy the first 32-bit word of each of the named rows into shared memory.
 
     Args:
-      target: [M, 4] bytes in shared memory, or as many as the layout's replicas need.
-      source: ref [R, n] in device memory, of 8 or 32 bits.
+      target: u8[2048] in shared memory: 16 bytes a thread, for up to four words.
+      source: [R, n] in device memory, of 8 or 32 bits.
       index: as in `fetch_rows`, in `layout`.
-      layout: in which `take` will read.
+      layout: in which `take_words` will read.
       run: as in `fetch_rows`.
       within: as in `fetch_rows`, in `layout`.
     """
     if interpreting():
         words = _interpret_gather([source], index * 0, index, run, within)
         words = words[:, : 4 // source.dtype.itemsize]
-        target[: index.shape[0]] = lax.bitcast_convert_type(words, jnp.uint8).reshape(-1, 4)
+        target[: 4 * index.shape[0]] = lax.bitcast_convert_type(words, jnp.uint8).reshape(-1)
         return
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), layout, layout))
     def fetch(_, target, source, index, within):
         column = mgpu.c(0, ir.IndexType.get())
-        for number, place in enumerate(np.ndindex(index.registers.shape)):
+        byte = ir.IntegerType.get_signless(8)
+        for word, place in enumerate(np.ndindex(index.registers.shape)):
             row = _Row.find([source], None, index.registers[place], True)
             address = row.address(run, within.registers[place], column)
-            _copy_async(_own_place(target, number, 4), address, 4)
+            mine = mgpu.utils.getelementptr(_own_place(target, 0), [4 * word], byte)
+            _copy_async(mine, address, 4)
 
     fetch(target, source, index, within)
 
 
-def take_rows(source: Ref, layout: Layout) -> jax.Array:
-    """What `fetch_rows` has put into shared memory, [M, width] in `layout`."""
+def take_rows(source: Ref, shape: tuple[int, int], layout: Layout) -> jax.Array:
+    """u8[M, width] that `fetch_rows` has put into shared memory."""
     if interpreting():
-        return source[...]
-    result = plgpu.ShapeDtypeStruct(source.shape, source.dtype, layout=layout)
+        return source[...].reshape(shape)
+    result = plgpu.ShapeDtypeStruct(shape, jnp.uint8, layout=layout)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
     def take(_, source):
-        return _take(source, result, 4)
+        tiled = layout.to_mgpu()
+        bytes_of = ir.VectorType.get((_PIECE,), ir.IntegerType.get_signless(8))
+        registers = np.empty(tiled.registers_shape(shape), dtype=object)
+        for piece, place in enumerate(np.ndindex(registers.shape)):
+            words = _load_shared(_own_place(source, piece), _PIECE // 4)
+            registers[place] = mgpu.utils.bitcast(mgpu.utils.vector_concat(words), bytes_of)
+        return mgpu.FragmentedArray(_registers=registers, _layout=tiled, _is_signed=False)
 
     return take(source)
 
 
 def take_words(source: Ref, count: int, layout: Layout) -> jax.Array:
-    """What `fetch_words` has put into shared memory, i32[count] in `layout`."""
+    """i32[count] that `fetch_words` has put into shared memory."""
     if interpreting():
-        return lax.bitcast_convert_type(source[:count], jnp.int32)
+        return lax.bitcast_convert_type(source[: 4 * count].reshape(count, 4), jnp.int32)
     result = plgpu.ShapeDtypeStruct((count,), jnp.int32, layout=layout)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
     def take(_, source):
-        return _take(source, result, 1)
+        tiled = layout.to_mgpu()
+        registers = np.empty(tiled.registers_shape((count,)), dtype=object)
+        words = _load_shared(_own_place(source, 0), registers.size)
+        for word, place in zip(words, np.ndindex(registers.shape), strict=True):
+            registers[place] = word
+        return mgpu.FragmentedArray(_registers=registers, _layout=tiled, _is_signed=True)
 
     return take(source)
 
@@ -391,83 +406,63 @@ def _load_words(address: ir.Value, present: ir.Value | None, count: int) -> ir.V
     A select after an ordinary load would wait for each before the next is issued. Loads through the
     non-coherent path (ld.global.nc) would be moved past barriers, to where they are used.
     """
-    i32 = ir.IntegerType.get_signless(32)
-    results = [f"${i}" for i in range(count)]
-    target = "{" + ", ".join(results) + "}" if count > 1 else results[0]
-    vector_suffix = f".v{count}" if count > 1 else ""
-    load = f"ld.global.L1::no_allocate{vector_suffix}.b32 {target}, [${count}];"
+    target, suffix = _vector_of(count)
+    load = f"ld.global.L1::no_allocate{suffix}.b32 {target}, [${count}];"
     operands, constraints = [address], ["=&r"] * count + ["l"]
     if present is not None:
+        zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(count))
         load = f"""{{
           .reg .pred present;
           setp.ne.b32 present, ${count + 1}, 0;
-          {" ".join(f"mov.b32 {r}, 0;" for r in results)}
+          {zeros}
           @present {load}
         }}"""
-        operands, constraints = [address, arith.extui(i32, present)], [*constraints, "r"]
-    result_type = llvm.StructType.get_literal([i32] * count) if count > 1 else i32
-    loaded = llvm.inline_asm(
-        result_type, operands, load, ",".join(constraints), has_side_effects=True
-    )
-    parts = [llvm.extractvalue(i32, loaded, [i]) for i in range(count)] if count > 1 else [loaded]
-    one = ir.VectorType.get((1,), i32)
-    return mgpu.utils.vector_concat([vector.broadcast(one, part) for part in parts])
+        present = arith.extui(ir.IntegerType.get_signless(32), present)
+        operands, constraints = [address, present], [*constraints, "r"]
+    return mgpu.utils.vector_concat(_words_of(load, operands, constraints, count))
 
 
-def _own_place(ref: ir.Value, number: int, size: int) -> ir.Value:
-    """Address of the thread's `number`-th piece of `size` bytes in shared memory."""
+def _own_place(ref: ir.Value, piece: int) -> ir.Value:
+    """Address of the thread's `piece`-th 16 bytes in shared memory, beside those of others."""
     i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
     thread = arith.remui(mgpu.utils.thread_idx(), mgpu.c(_THREADS, i32))
-    mine = arith.muli(thread, mgpu.c(size, i32))
-    shared = llvm.PointerType.get(3)
-    base = llvm.addrspacecast(shared, mgpu.utils.memref_ptr(ref))
-    base = mgpu.utils.getelementptr(base, [mine], byte)
-    return mgpu.utils.getelementptr(base, [number * size * _THREADS], byte)
+    base = llvm.addrspacecast(llvm.PointerType.get(3), mgpu.utils.memref_ptr(ref))
+    base = mgpu.utils.getelementptr(base, [arith.muli(thread, mgpu.c(_PIECE, i32))], byte)
+    return mgpu.utils.getelementptr(base, [piece * _PIECE * _THREADS], byte)
 
 
 def _copy_async(target: ir.Value, source: ir.Value, size: int) -> None:
     """Of 16 bytes past the L1 cache, or of 4 through it: it takes no others past."""
     level = "cg" if size == 16 else "ca"
-    llvm.inline_asm(
-        None,
-        [target, source],
-        f"cp.async.{level}.shared.global [$0], [$1], {size};",
-        "r,l",
-        has_side_effects=True,
-    )
+    copy = f"cp.async.{level}.shared.global [$0], [$1], {size};"
+    llvm.inline_asm(None, [target, source], copy, "r,l", has_side_effects=True)
 
 
-def _take(source: ir.Value, result: Any, count: int) -> Any:
-    """An array whose registers, of `count` words each, lie in the threads' own places."""
-    layout = result.layout.to_mgpu()
-    shape = layout.registers_shape(result.shape)
-    dtype = mgpu.utils.dtype_to_ir_type(result.dtype)
-    element = ir.VectorType.get((count * 32 // mgpu.bitwidth(dtype),), dtype)
-    registers = np.empty(shape, dtype=object)
-    for number, place in enumerate(np.ndindex(shape)):
-        words = _load_shared(_own_place(source, number, 4 * count), count)
-        registers[place] = mgpu.utils.bitcast(words, element)
-    signed = mgpu.utils.is_signed(result.dtype)
-    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=signed)
+def _load_shared(address: ir.Value, count: int) -> list[ir.Value]:
+    """1, 2 or 4 words, vectors of one; not an ordinary load, which could move before the wait."""
+    target, suffix = _vector_of(count)
+    load = f"ld.shared{suffix}.b32 {target}, [${count}];"
+    return _words_of(load, [address], ["=r"] * count + ["r"], count)
 
 
-def _load_shared(address: ir.Value, count: int) -> ir.Value:
-    """1 or 4 words; not an ordinary load, which could move before the wait."""
-    i32 = ir.IntegerType.get_signless(32)
+def _vector_of(count: int) -> tuple[str, str]:
+    """The first operands of an instruction as its target, and its suffix."""
     results = [f"${i}" for i in range(count)]
-    target = "{" + ", ".join(results) + "}" if count > 1 else results[0]
-    suffix = f".v{count}" if count > 1 else ""
-    result_type = llvm.StructType.get_literal([i32] * count) if count > 1 else i32
-    loaded = llvm.inline_asm(
-        result_type,
-        [address],
-        f"ld.shared{suffix}.b32 {target}, [${count}];",
-        ",".join(["=r"] * count + ["r"]),
-        has_side_effects=True,
+    return ("{" + ", ".join(results) + "}", f".v{count}") if count > 1 else (results[0], "")
+
+
+def _words_of(
+    text: str, operands: Sequence[ir.Value], constraints: Sequence[str], count: int
+) -> list[ir.Value]:
+    """What an instruction gives, made where it stands: `count` vectors of one word."""
+    i32 = ir.IntegerType.get_signless(32)
+    result = llvm.StructType.get_literal([i32] * count) if count > 1 else i32
+    given = llvm.inline_asm(
+        result, list(operands), text, ",".join(constraints), has_side_effects=True
     )
-    parts = [llvm.extractvalue(i32, loaded, [i]) for i in range(count)] if count > 1 else [loaded]
+    parts = [llvm.extractvalue(i32, given, [i]) for i in range(count)] if count > 1 else [given]
     one = ir.VectorType.get((1,), i32)
-    return mgpu.utils.vector_concat([vector.broadcast(one, part) for part in parts])
+    return [vector.broadcast(one, part) for part in parts]
 
 
 def _asm(text: str) -> None:

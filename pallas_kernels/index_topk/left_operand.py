@@ -19,6 +19,8 @@ import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels import mosaic
 from pallas_kernels.backend import interpreting
@@ -28,16 +30,48 @@ DIM = 128
 _ROWS = (2, 4, 8)
 """Sizes of (h, w, r)."""
 Layout = Any
+Ref = Any
 
 
-def order_columns(queries: jax.Array, layout: Layout) -> jax.Array:
-    """[..., 128] with the columns in the order of an operand's that was loaded in this layout."""
-    lead = queries.shape[:-1]
+def order_columns(rows: jax.Array, layout: Layout) -> jax.Array:
+    """[M, 128] with the columns in the order of an operand's that was loaded in this layout."""
     if layout == mosaic.EVEN_ROWS:  # bytes 64 v + 16 q + 4 k + i
-        split = queries.reshape(*lead, 2, 4, 4, 4)
+        split = rows.reshape(-1, 2, 4, 4, 4)
     else:  # WIDE_ROWS, bytes 32 q + 16 v + 4 k + i
-        split = queries.reshape(*lead, 4, 2, 4, 4).swapaxes(-4, -3)
-    return split.swapaxes(-3, -2).reshape(queries.shape)
+        split = rows.reshape(-1, 4, 2, 4, 4).swapaxes(-4, -3)
+    return split.swapaxes(-3, -2).reshape(rows.shape)
+
+
+def store_columns(target: Ref, rows: jax.Array, layout: Layout) -> None:
+    """Stores the other operand's rows with their columns in the order of `from_rows`'.
+
+    Args:
+      target: e4m3[32, 128] in shared memory, `mosaic.SWIZZLED_BYTES`.
+      rows: e4m3[32, 128] in `layout`, `mosaic.WIDE_ROWS` or `EVEN_ROWS`.
+      layout: in which the left operand's rows are loaded.
+    """
+    if interpreting():
+        target[...] = order_columns(rows, layout)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(mosaic.SWIZZLED_BYTES), layout))
+    def store(_, target, rows):
+        i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
+        four_words = ir.VectorType.get((4,), i32)
+        base = llvm.addrspacecast(llvm.PointerType.get(3), mgpu.utils.memref_ptr(target))
+        thread = arith.remui(mgpu.utils.thread_idx(), mgpu.c(128, i32))
+        row, lane = arith.divui(thread, mgpu.c(4, i32)), arith.remui(thread, mgpu.c(4, i32))
+        line = arith.addi(arith.muli(row, mgpu.c(128, i32)), arith.muli(lane, mgpu.c(4, i32)))
+        swizzle = arith.remui(row, mgpu.c(8, i32))
+        for v, register in enumerate(rows.registers.flat):
+            words = mgpu.utils.bitcast(register, four_words)
+            for k in range(4):
+                chunk = arith.xori(swizzle, mgpu.c(4 * v + k, i32))
+                offset = arith.addi(line, arith.muli(chunk, mgpu.c(16, i32)))
+                address = mgpu.utils.getelementptr(base, [offset], byte)
+                llvm.store(vector.extract(words, [], [k]), address, alignment=4)
+
+    store(target, rows)
 
 
 def from_rows(keys: jax.Array, layout: Layout) -> jax.Array:

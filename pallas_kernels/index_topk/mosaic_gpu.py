@@ -33,10 +33,9 @@ def index_topk(
     if num_entries <= k:
         seen = reference.select_all(visible, num_entries)
         return jnp.pad(seen, [(0, 0), (0, k - num_entries)], constant_values=-1)
-    queries, weights = scores_mosaic_gpu.quantize_queries(queries, weights, codec)
     scores = scores_mosaic_gpu.index_scores(
-        queries,
-        weights,
+        queries.astype(jnp.float32),
+        weights.astype(jnp.float32),
         pool,
         block_table,
         request_ids=request_ids,

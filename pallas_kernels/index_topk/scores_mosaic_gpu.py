@@ -3,6 +3,7 @@
 One program: one query token and a run of its request's entries; its warpgroups take tiles, 64 keys
 or on Blackwell 128, in turn, each by itself:
 
+    queries to E4M3, by the first two    -> queries_smem
     blocks of a tile, then its keys into shared memory, some tiles ahead, from there to registers;
     MXFP4 unpacked to E4M3             in registers, on Blackwell -> keys_smem[warpgroup]
     [64 keys, 64 heads] = keys Q^T     FP8 tensor cores, on Blackwell into tensor memory
@@ -26,15 +27,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import formats, mosaic, mosaic_memory, numbers, tilings
+from pallas_kernels import formats, mosaic, mosaic_memory, tilings
 from pallas_kernels.backend import compute_capability
 from pallas_kernels.formats import Codec, Planes
-from pallas_kernels.index_topk import left_operand, unpack_mosaic
+from pallas_kernels.index_topk import left_operand, query_mosaic, unpack_mosaic
 
 HEADS, DIM = 64, 128
 """Index heads and their dims, the released models'."""
@@ -55,8 +55,8 @@ class TensorCore:
     has_memory: bool
 
     @property
-    def word_layouts(self) -> list[Any]:
-        """In which a thread wants keys' scales: of those it loads, and of those it has sums of."""
+    def layouts(self) -> list[Any]:
+        """In which a thread has a number for each key it loads, and for each it has the sum of."""
         return [mosaic.ROW, self.layout.reduce(1)] if self.has_memory else [mosaic.ROW]
 
 
@@ -135,6 +135,20 @@ class _Shapes:
     def num_entries(self) -> int:
         return self.table_width * self.entries_per_block
 
+    @property
+    def width(self) -> int:
+        """Bytes of a key's codes."""
+        return DIM // 2 if self.mxfp4 else DIM
+
+    def num_words(self, core: TensorCore) -> int:
+        """Layouts in which a key's scales are wanted: to unpack it, and to scale its sum."""
+        return len(core.layouts) if self.mxfp4 else 1
+
+    @property
+    def factor(self) -> float:
+        """Of weights: the norm of scores, half of relu's sum, and what unpacked keys are over."""
+        return 0.5 * (HEADS * DIM) ** -0.5 / (unpack_mosaic.HEADROOM if self.mxfp4 else 1.0)
+
 
 def _score_kernel(
     queries,
@@ -148,19 +162,19 @@ def _score_kernel(
     magnitudes,
     scores,
     queries_smem,
+    weights_smem,
     queries_ready,
-    codes_smem,
-    *rest,
+    fetched_smem,
+    *operands_in_memory,
     shapes: _Shapes,
     tiling: Tiling,
     core: TensorCore,
 ):
-    s, stages = shapes, tiling.stages
-    layouts = core.word_layouts
-    words_smem, operands_in_memory = rest[: len(layouts)], rest[len(layouts) :]
+    s, stages, layouts = shapes, tiling.stages, core.layouts
+    num_words = s.num_words(core)
+    word_layouts = layouts[-num_words:]
     token, program = lax.axis_index("token"), lax.axis_index("program")
     group = lax.axis_index("warpgroup")
-    by_head = core.layout.reduce(0)
     request = request_ids[token]
     num_visible = jnp.where(request >= 0, jnp.minimum(visible[token], s.num_entries), 0)
     layer_number = layer[0]
@@ -182,8 +196,12 @@ def _score_kernel(
     def tile_of(turn):
         return first_tile + turn * tiling.groups + group
 
-    def slot_of(turn):
-        return group * (stages + 1) + mosaic.divide(turn, stages + 1)[1]
+    def place_of_codes(slot):
+        return fetched_smem.at[group, slot, pl.ds(0, core.tile * s.width)]
+
+    def place_of_words(slot, number):
+        start = core.tile * s.width + number * mosaic_memory.FETCHED_WORDS
+        return fetched_smem.at[group, slot, pl.ds(start, mosaic_memory.FETCHED_WORDS)]
 
     def find(turn, place):
         """Logical block of a tile's entries, and their row in it.
@@ -213,25 +231,27 @@ def _score_kernel(
             for block, layout in zip(logical, layouts, strict=True)
         ]
 
-    def fetch_tile(turn, blocks):
+    def fetch_tile(turn, blocks, slot):
         """Begins to copy a tile's codes and scales, if there is such a tile."""
 
         @pl.when(turn < num_turns)
         def _():
-            slot = slot_of(turn)
             where = [
                 {
-                    "index": jnp.maximum(block, 0),
+                    "index": block,
                     "run": s.entries_per_block,
                     "within": first_of_layer + find(turn, place)[1],
                 }
                 for block, place in zip(blocks, places, strict=True)
             ]
             mosaic_memory.fetch_rows(
-                codes_smem.at[slot], codes, layout=mosaic.EVEN_ROWS, **where[0]
+                place_of_codes(slot), codes, layout=mosaic.EVEN_ROWS, **where[0]
             )
-            for target, layout, rows in zip(words_smem, layouts, where, strict=True):
-                mosaic_memory.fetch_words(target.at[slot], scales, layout=layout, **rows)
+            for number, (layout, rows) in enumerate(
+                zip(word_layouts, where[-num_words:], strict=True)
+            ):
+                target = place_of_words(slot, number)
+                mosaic_memory.fetch_words(target, scales, layout=layout, **rows)
 
         mosaic_memory.commit_fetches()
 
@@ -239,7 +259,7 @@ def _score_kernel(
         """f32[tile, 64], products of keys and all heads' queries."""
         if not core.has_memory:
             operand = left_operand.from_rows(keys, s.key_layout)
-            return mosaic.multiply([(operand, queries_smem.transpose((1, 0)))])
+            return mosaic.multiply_registers(operand, queries_smem)
         keys_smem, products_tmem, products_ready = operands_in_memory
         mosaic_memory.store(keys_smem.at[group], keys, s.key_layout)
         plgpu.commit_smem()
@@ -256,15 +276,17 @@ def _score_kernel(
         plgpu.wait_load_tmem()
         return products
 
-    def score_tile(turn, blocks):
-        """Scores a tile, and has the one `stages` turns on fetched."""
+    def score_tile(turn, state):
+        """Scores a tile, and has the one `stages` turns on fetched to where the last one was."""
+        blocks, last_slot = state
+        slot = jnp.where(last_slot == stages, 0, last_slot + 1)
         mosaic_memory.wait_fetched(stages - 1)
-        rows = mosaic_memory.take_rows(codes_smem.at[slot_of(turn)], mosaic.EVEN_ROWS)
+        rows = mosaic_memory.take_rows(place_of_codes(slot), (core.tile, s.width), mosaic.EVEN_ROWS)
         words = [
-            mosaic_memory.take_words(source.at[slot_of(turn)], core.tile, layout)
-            for source, layout in zip(words_smem, layouts, strict=True)
+            mosaic_memory.take_words(place_of_words(slot, number), core.tile, layout)
+            for number, layout in enumerate(word_layouts)
         ]
-        fetch_tile(turn + stages, blocks)
+        fetch_tile(turn + stages, blocks, last_slot)
         blocks = load_blocks(turn + stages + 1)
         if s.mxfp4:
             keys = unpack_mosaic.unpack(rows, words[0], magnitudes)
@@ -278,53 +300,37 @@ def _score_kernel(
             score = left_operand.to_rows(score)
         score = score * lax.bitcast_convert_type(factor, jnp.float32)
         mosaic_memory.store_run(scores.at[token], tile_of(turn) * core.tile, score, layouts[-1])
-        return blocks
-
-    @pl.when(group == 0)
-    def _():
-        plgpu.copy_gmem_to_smem(queries.at[token], queries_smem, queries_ready)
+        return blocks, slot
 
     blocks = [load_blocks(turn) for turn in range(stages + 1)]
     for turn in range(stages):
-        fetch_tile(turn, blocks[turn])
-    head_weights = plgpu.load(weights.at[token], layout=by_head, optimized=False)
-    half = 0.5 / unpack_mosaic.HEADROOM if s.mxfp4 else 0.5
-    head_weights = lax.broadcast_in_dim(head_weights * half, (core.tile, HEADS), [1])
-    head_weights = plgpu.layout_cast(head_weights, core.layout)
+        fetch_tile(turn, blocks[turn], turn)
+
+    def quantize_queries(half):
+        """Of 32 heads."""
+        heads = pl.ds(half * (HEADS // 2), HEADS // 2)
+        first, shape = token * HEADS + half * (HEADS // 2), (HEADS // 2, DIM)
+        query, weight = query_mosaic.quantize(queries, weights, first, shape, s.key_layout)
+        store = mosaic_memory.store if core.has_memory else left_operand.store_columns
+        store(queries_smem.at[heads], query, s.key_layout)
+        by_row = s.key_layout.reduce(1)
+        mosaic_memory.store(weights_smem.at[heads], weight * s.factor, by_row)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(queries_ready)
+
+    for half in range(2):
+        pl.when(group == half % tiling.groups)(functools.partial(quantize_queries, half))
     plgpu.barrier_wait(queries_ready)
-    lax.fori_loop(0, num_turns, score_tile, blocks[stages])
+    head_weights = plgpu.load(weights_smem, layout=core.layout.reduce(0), optimized=False)
+    head_weights = lax.broadcast_in_dim(head_weights, (core.tile, HEADS), [1])
+    head_weights = plgpu.layout_cast(head_weights, core.layout)
+    lax.fori_loop(0, num_turns, score_tile, (blocks[stages], jnp.int32(stages)))
 
 
 def choose_core() -> TensorCore:
     """That of the GPU, or Hopper's where there is none."""
     capability = compute_capability()
     return BLACKWELL if capability is not None and capability[0] == 10 else HOPPER
-
-
-def quantize_queries(
-    queries: jax.Array, weights: jax.Array, codec: Codec, core: TensorCore | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """Queries as E4M3 codes, and weights that make up for it.
-
-    Args:
-      queries: f32[T, IH, IC], rounded as keys are; exact where a head's group scales lie within a
-        factor of 2^14.
-      weights: f32[T, IH].
-      codec: of the keys.
-      core: by default `choose_core()`.
-
-    Returns:
-      e4m3[T, IH, IC], columns in the order that the core wants for such keys, and f32[T, IH],
-      weight * scale / sqrt(IC * IH), scale a power of two.
-    """
-    largest = jnp.maximum(jnp.max(jnp.abs(queries), axis=-1), np.float32(1e-30))
-    code = numbers.encode_ue8m0(largest / np.float32(448))
-    scaled = queries * numbers.invert_ue8m0(code)[..., None]
-    rounded = lax.bitcast_convert_type(numbers.encode_e4m3(scaled), jnp.float8_e4m3fn)
-    if not (core or choose_core()).has_memory:
-        rounded = left_operand.order_columns(rounded, _key_layout(_is_mxfp4(codec)))
-    norm = np.float32((queries.shape[-1] * queries.shape[-2]) ** -0.5)
-    return rounded, weights * numbers.decode_ue8m0(code) * norm
 
 
 def index_scores(
@@ -343,8 +349,8 @@ def index_scores(
     """Scores of each token's visible entries.
 
     Args:
-      queries: e4m3[T, 64, 128] of `quantize_queries`.
-      weights: f32[T, 64] of `quantize_queries`.
+      queries: f32[T, 64, 128], rounded as keys are.
+      weights: f32[T, 64].
       pool: as in `op.index_topk`, and so are the others.
       block_table: i32[B, LB].
       request_ids: i32[T].
@@ -373,14 +379,8 @@ def index_scores(
         plgpu.SMEM, dtype=jnp.float8_e4m3fn, transforms=mosaic.SWIZZLED_BYTES
     )
 
-    num_slots = tiling.groups * (tiling.stages + 1)
-    fetched = [
-        plgpu.SMEM((num_slots, core.tile, pool["codes"].shape[-1]), jnp.uint8),
-        *(
-            plgpu.SMEM((num_slots, core.tile * 4 if layout == mosaic.ROW else 128, 4), jnp.uint8)
-            for layout in core.word_layouts
-        ),
-    ]
+    slot_bytes = core.tile * shapes.width
+    slot_bytes += shapes.num_words(core) * mosaic_memory.FETCHED_WORDS
     operands_in_memory = (
         [
             swizzled((tiling.groups, core.tile, DIM)),
@@ -403,16 +403,17 @@ def index_scores(
         thread_name="warpgroup",
         scratch_types=[
             swizzled((HEADS, DIM)),
-            plgpu.Barrier(),
-            *fetched,
+            plgpu.SMEM((HEADS,), jnp.float32),
+            plgpu.Barrier(num_arrivals=2),
+            plgpu.SMEM((tiling.groups, tiling.stages + 1, slot_bytes), jnp.uint8),
             *operands_in_memory,
         ],
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
     )(
-        queries,
-        weights,
+        queries.reshape(-1, DIM),
+        weights.reshape(-1, 1),
         block_table.reshape(-1, 1),
         request_ids,
         visible,

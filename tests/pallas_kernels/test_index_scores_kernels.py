@@ -62,12 +62,9 @@ def scores_of(arguments, **options):
     """The kernel's scores, one array of the visible ones per query."""
     codec = arguments["codec"]
     arrays = {name: value for name, value in arguments.items() if name != "codec"}
-    rounded = scores_mosaic_gpu.quantize_queries(
-        arrays.pop("queries"), arrays.pop("weights"), codec, options.get("core")
-    )
     scores = jax.jit(
         functools.partial(scores_mosaic_gpu.index_scores, codec=codec, layer=CASE_LAYER, **options)
-    )(*rounded, arrays.pop("pool"), arrays.pop("block_table"), **arrays)
+    )(**arrays)
     return [np.asarray(row[:v]) for row, v in zip(scores, arguments["visible"], strict=True)]
 
 

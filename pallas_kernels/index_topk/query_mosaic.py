@@ -1,0 +1,92 @@
+"""Index queries into E4M3 under one scale per head, by a warpgroup of the kernel that wants them.
+
+Queries come rounded as keys are, so that they are exact in E4M3 where a head's group scales lie
+within a factor of 2^14. A head's scale, a power of two, goes into its weight.
+
+Source: deepseek_v4.md section 3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.experimental.mosaic.gpu as mgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm, vector
+
+from pallas_kernels import mosaic_memory
+from pallas_kernels.backend import interpreting
+
+Layout = Any
+Ref = Any
+plgpu: Any = mosaic_gpu
+_ROOM = 0x1FFFFF
+"""Carries into the exponent what has a mantissa above that of 448 = 1.75 * 2^8, E4M3's largest."""
+
+
+def quantize(
+    queries: Ref, weights: Ref, first: jax.Array, shape: tuple[int, int], layout: Layout
+) -> tuple[jax.Array, jax.Array]:
+    """Rows first, first + 1, ... of the queries as codes, and their weights times their scales.
+
+    Args:
+      queries: f32[T * IH, IC] in device memory.
+      weights: f32[T * IH, 1] in device memory.
+      first: i32[].
+      shape: (IH, IC), of the result.
+      layout: of the result, `mosaic.WIDE_ROWS` or `EVEN_ROWS`.
+
+    Returns:
+      e4m3[IH, IC] in `layout` and f32[IH] in `layout.reduce(1)`.
+    """
+    by_row = layout.reduce(1)
+    row = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=by_row) + first
+    values = mosaic_memory.gather_rows(
+        [queries], row * 0, row, start=0, width=shape[1], layout=layout, all_present=True
+    )
+    largest = lax.bitcast_convert_type(jnp.max(jnp.abs(values), axis=1), jnp.int32)
+    scale = jnp.maximum(((largest + _ROOM) >> 23) - 8, 1)  # UE8M0
+    inverse = lax.bitcast_convert_type((254 - scale) << 23, jnp.float32)
+    inverse = plgpu.layout_cast(lax.broadcast_in_dim(inverse, shape, [0]), layout)
+    codes = _to_e4m3(values * inverse, layout)
+    words = mosaic_memory.gather_words(
+        [weights], row * 0, row, word=0, layout=by_row, all_present=True
+    )
+    weight = lax.bitcast_convert_type(words, jnp.float32)
+    return codes, weight * lax.bitcast_convert_type(scale << 23, jnp.float32)
+
+
+def _to_e4m3(values: jax.Array, layout: Layout) -> jax.Array:
+    """f32[M, N] -> e4m3[M, N], to nearest."""
+    if interpreting():
+        return values.astype(jnp.float8_e4m3fn)
+    result = plgpu.ShapeDtypeStruct(values.shape, jnp.float8_e4m3fn, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
+    def convert(_, values):
+        i32 = ir.IntegerType.get_signless(32)
+        f8 = ir.VectorType.get((values.layout.vector_length,), ir.Float8E4M3FNType.get())
+        one = ir.VectorType.get((1,), i32)
+        asm = """{
+          .reg .b16 low, high;
+          cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+          cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+          mov.b32 $0, {low, high};
+        }"""
+        registers = np.empty(values.registers.shape, dtype=object)
+        for place, register in np.ndenumerate(values.registers):
+            numbers = [vector.extract(register, [], [i]) for i in range(f8.shape[0])]
+            words = [
+                llvm.inline_asm(i32, numbers[i : i + 4], asm, "=r,f,f,f,f")
+                for i in range(0, len(numbers), 4)
+            ]
+            packed = mgpu.utils.vector_concat([vector.broadcast(one, word) for word in words])
+            registers[place] = mgpu.utils.bitcast(packed, f8)
+        return mgpu.FragmentedArray(_registers=registers, _layout=values.layout, _is_signed=None)
+
+    return convert(values)
