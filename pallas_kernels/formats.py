@@ -10,9 +10,10 @@ A codec stores a vector as *planes*: a dict of arrays that share their leading a
     index, FP8       codes u8[IC] E4M3 | scale f32[]
     index, NVFP4     codes u8[IC / 2] E2M1 pairs | scale u8[IC / 16] E4M3, global scale 1
 
-`fp8_ue8m0` with its MXFP4 keys is the released model's: 584 and 68 bytes. Entries are rounded to
-bf16 before they are quantised; FP8 and FP4 keys, and the queries that meet them, are Hadamard-
-rotated and rounded to bf16 first.
+`fp8_ue8m0` with its MXFP4 keys is the released model's: 584 and 68 bytes. In memory the signs of
+MXFP4 codes are interleaved, for kernels that unpack them; in published pages they are not. Entries
+are rounded to bf16 before they are quantised; FP8 and FP4 keys, and the queries that meet them, are
+Hadamard-rotated and rounded to bf16 first.
 
 Source: deepseek_v4.md sections 4.2 to 4.4.
 """
@@ -20,6 +21,7 @@ Source: deepseek_v4.md sections 4.2 to 4.4.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Protocol
 
 import jax
@@ -235,7 +237,10 @@ class FP8KeyCodec:
 
 @dataclasses.dataclass(frozen=True)
 class FP4KeyCodec:
-    """Index keys in E2M1: MXFP4 (UE8M0 scale per 32) or NVFP4 (E4M3 per 16, global scale 1)."""
+    """Index keys in E2M1: MXFP4 (UE8M0 scale per 32) or NVFP4 (E4M3 per 16, global scale 1).
+
+    Stored codes are the published pairs, but for the signs of MXFP4: see `interleaves_signs`.
+    """
 
     group: int
     power_of_two: bool
@@ -259,27 +264,48 @@ class FP4KeyCodec:
             amax = divide(amax, jnp.float32(6.0))
             scale = numbers.encode_e4m3(jnp.maximum(amax, np.float32(2.0**-9)))
             scaled = divide(groups, numbers.decode_e4m3(scale)[..., None])
-        code = numbers.encode_e2m1(scaled)
-        return {
-            "codes": numbers.pack_nibbles(numbers.join_groups(code, x.shape[-1])),
-            "scale": scale,
-        }
+        code = numbers.join_groups(numbers.encode_e2m1(scaled), x.shape[-1])
+        return {"codes": self.from_pairs(numbers.pack_nibbles(code)), "scale": scale}
 
     def decode(self, planes: Planes, dim: int) -> jax.Array:
         """See `Codec`."""
-        codes = numbers.unpack_nibbles(planes["codes"])[..., :dim]
+        codes = numbers.unpack_nibbles(self.to_pairs(planes["codes"]))[..., :dim]
         groups = numbers.split_groups(numbers.decode_e2m1(codes), self.group)
         decode = numbers.decode_ue8m0 if self.power_of_two else numbers.decode_e4m3
         return numbers.join_groups(groups * decode(planes["scale"])[..., None], dim)
 
     def to_pages(self, planes: Planes) -> jax.Array:
-        """See `Codec`: all codes, then all scales."""
-        return pages.pack([["codes"], ["scale"]], planes, multiple=1)
+        """See `Codec`: all codes, as plain pairs, then all scales."""
+        published = planes | {"codes": self.to_pairs(planes["codes"])}
+        return pages.pack([["codes"], ["scale"]], published, multiple=1)
 
     def from_pages(self, page_bytes: jax.Array, entries_per_page: int, dim: int) -> Planes:
         """See `Codec`."""
         shapes = self.plane_shapes(dim, 0)
-        return pages.unpack([["codes"], ["scale"]], shapes, page_bytes, entries_per_page)
+        planes = pages.unpack([["codes"], ["scale"]], shapes, page_bytes, entries_per_page)
+        return planes | {"codes": self.from_pairs(planes["codes"])}
+
+    def interleaves_signs(self, dim: int) -> bool:
+        """Whether a key's codes are stored as `numbers.interleave_signs` has it: MXFP4, in eights.
+
+        Keys of 1, 2 or 4 dims, which no model has, fill no word of eight and stay plain pairs.
+        """
+        return self.power_of_two and dim % 8 == 0
+
+    def to_pairs(self, codes: jax.Array) -> jax.Array:
+        """Stored u8[..., IC / 2] -> u8[..., IC / 2], published: the even code in the low nibble."""
+        return self._through_words(numbers.restore_signs, codes)
+
+    def from_pairs(self, pairs: jax.Array) -> jax.Array:
+        """The inverse of `to_pairs`."""
+        return self._through_words(numbers.interleave_signs, pairs)
+
+    def _through_words(self, move: Callable[[jax.Array], jax.Array], codes: jax.Array) -> jax.Array:
+        if not self.interleaves_signs(2 * codes.shape[-1]):
+            return codes
+        words = codes.reshape(*codes.shape[:-1], codes.shape[-1] // 4, 4)
+        moved = move(jax.lax.bitcast_convert_type(words, jnp.uint32))
+        return jax.lax.bitcast_convert_type(moved, jnp.uint8).reshape(codes.shape)
 
 
 @dataclasses.dataclass(frozen=True)

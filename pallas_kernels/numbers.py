@@ -11,6 +11,8 @@ import numpy as np
 
 E4M3_MAX = 448.0
 _E2M1_VALUES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+_SIGN_BITS = (7, 15, 23, 31, 3, 11, 19, 27)
+"""Where `interleave_signs` puts the sign of each of eight codes."""
 
 
 def encode_e4m3(x: jax.Array) -> jax.Array:
@@ -64,6 +66,27 @@ def unpack_nibbles(packed: jax.Array) -> jax.Array:
     """u8[..., n] -> u8[..., 2 * n] in 0..15."""
     pairs = jnp.stack([packed & 15, packed >> 4], axis=-1)
     return pairs.reshape(*packed.shape[:-1], 2 * packed.shape[-1])
+
+
+def interleave_signs(words: jax.Array) -> jax.Array:
+    """u32 -> u32, words of eight E2M1 codes, the first one lowest, whose signs change places.
+
+    The sign of code j goes to bit 8 j + 7 and that of code 4 + j to bit 8 j + 3, for j in 0..3;
+    magnitudes stay. A kernel looks up four magnitudes as the bytes of a word: one mask then gives
+    their signs in bit 7 of each byte, of the upper four codes after a shift by 4.
+    """
+    moved = words & 0x77777777
+    for code, bit in enumerate(_SIGN_BITS):
+        moved |= ((words >> (4 * code + 3)) & 1) << bit
+    return moved
+
+
+def restore_signs(words: jax.Array) -> jax.Array:
+    """The inverse of `interleave_signs`."""
+    restored = words & 0x77777777
+    for code, bit in enumerate(_SIGN_BITS):
+        restored |= ((words >> bit) & 1) << (4 * code + 3)
+    return restored
 
 
 def encode_ue8m0(x: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ from dsv4_jax.cache.schema import LayerCacheSchema
 from dsv4_jax.cache.state_cache import StateCachePool
 from dsv4_jax.cache.step_input import CallIndices
 from dsv4_jax.cache.views import ClassicalView, IndexerView, SWAView
-from pallas_kernels.formats import Planes
+from pallas_kernels.formats import FP4KeyCodec, Planes
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -317,17 +317,15 @@ class LayerCacheHandle:
         )
 
     def read_indexer_view(self) -> IndexerView:
-        """The index keys as stored."""
+        """The index keys as stored, and FP4 ones as published pairs too."""
         index_keys = self._paged().index_keys
         if index_keys is None:
             raise ValueError(f"a layer of type {self.schema.attn_type} has no indexer")
         planes = {name: plane[self.layer] for name, plane in index_keys.items()}
-        packed = planes.get("codes")
-        if packed is not None and packed.shape[-1] == self.schema.indexer_head_dim:
-            packed = None
+        codec = self.schema.format.index_key
         ones = jnp.ones(self._paged().num_blocks, jnp.float32)
         return IndexerView(
-            keys_fp4=packed,
+            keys_fp4=codec.to_pairs(planes["codes"]) if isinstance(codec, FP4KeyCodec) else None,
             scale=planes.get("scale"),
             global_scale=ones if self.schema.needs_inv_scale else None,
             block_table=self.call.block_table,

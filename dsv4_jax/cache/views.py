@@ -55,12 +55,12 @@ class IndexerView(NamedTuple):
     """A CSA layer's index keys; a field that the format does not have is None.
 
     Attributes:
-      keys_fp4: u8[NB, EB, IC / 2], E2M1 pairs.
+      keys_fp4: u8[NB, EB, IC / 2], E2M1 pairs as published, the even code in the low nibble.
       scale: scales of the format, u8 or f32 [NB, EB, ...].
       global_scale: f32[NB], ones, of "fp8_per_entry": derived, not stored.
       block_table: i32[B, LB].
       block_lens: i32[B].
-      planes: every array of the format, [NB, EB, ...].
+      planes: every array of the format as stored, [NB, EB, ...].
     """
 
     keys_fp4: jax.Array | None

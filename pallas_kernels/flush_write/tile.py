@@ -166,7 +166,10 @@ def _encode_fp4_key(codec: FP4KeyCodec, x: jax.Array, dim: int) -> dict[str, Lan
         divisor = jnp.broadcast_to(numbers.decode_e4m3(scale)[:, None], groups.shape)
         scaled = triton.exact_quotient(groups, divisor)
     code = numbers.encode_e2m1(scaled).reshape(x.shape).astype(jnp.uint32)
+    codes = Lanes(code, 0, dim, bits=4)
+    if codec.interleaves_signs(dim):  # of eight codes to a word
+        codes = Lanes(numbers.interleave_signs(pack(code, 4, 8)), 0, dim // 8)
     return {
-        "codes": Lanes(code, 0, dim, bits=4),
+        "codes": codes,
         "scale": Lanes(scale.astype(jnp.uint32), 0, -(-dim // codec.group), bits=8),
     }

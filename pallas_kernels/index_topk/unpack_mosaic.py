@@ -6,7 +6,9 @@ A key has 4 groups of 32 E2M1 codes with a UE8M0 scale each. With s the largest 
 
 which is exact while the scales lie within a factor of 2^14 of each other; below, it is rounded to
 nearest, by at most 2^-10 where the key's largest code is 32 or more. A group's eight magnitudes are
-eight bytes, looked up by `prmt`, two instructions for four codes.
+eight bytes, looked up by `prmt`, four at a time. Signs are stored where a mask, and for half of the
+codes a shift before it, gives them to those four: 7 instructions for eight codes. With signs in
+their own nibbles it took 9, five of them to bring signs to bit 7 of each byte.
 
 Source: deepseek_v4.md section 4.3.
 """
@@ -25,11 +27,12 @@ from jax.experimental.pallas import mosaic_gpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels import mosaic
+from pallas_kernels import formats, mosaic, numbers
 from pallas_kernels.backend import interpreting
 
 Ref = Any
 plgpu: Any = mosaic_gpu
+_MXFP4 = formats.FP4KeyCodec(group=32, power_of_two=True)
 HEADROOM = 64.0
 """6, the largest E2M1 value, times 64 is 384; times 128 it would exceed E4M3's 448."""
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
@@ -53,7 +56,7 @@ def largest_scale(words: jax.Array) -> jax.Array:
 
 
 def unpack(codes: jax.Array, words: jax.Array, table: Ref) -> jax.Array:
-    """E2M1 codes, two a byte, the lower nibble first, into E4M3.
+    """E2M1 codes, two a byte, signs interleaved as `FP4KeyCodec` stores them, into E4M3.
 
     Args:
       codes: u8[64, 64] in `mosaic.EVEN_ROWS` layout, a row's 128 codes.
@@ -120,19 +123,20 @@ def _magnitudes_of_lane(table: ir.Value, word: ir.Value) -> tuple[ir.Value, ir.V
 
 
 def _four_and_four(word: ir.Value, low: ir.Value, high: ir.Value) -> list[ir.Value]:
-    """The eight codes of a word as two words of four E4M3 codes."""
+    """The eight codes of a word as two words of four E4M3 codes.
+
+    Source: `numbers.interleave_signs`.
+    """
     i32 = ir.IntegerType.get_signless(32)
     asm = """{
-      .reg .b32 select, even, first, second, signs;
+      .reg .b32 select, bytes, signs;
       and.b32 select, $2, 0x77777777;
-      shl.b32 even, $2, 4;
-      prmt.b32 first, $3, $4, select;
-      prmt.b32 signs, even, $2, 0xd9c8;
-      lop3.b32 $0, first, signs, 0x80808080, 0xf8;
+      prmt.b32 bytes, $3, $4, select;
+      lop3.b32 $0, bytes, $2, 0x80808080, 0xf8;
       shr.u32 select, select, 16;
-      prmt.b32 second, $3, $4, select;
-      prmt.b32 signs, even, $2, 0xfbea;
-      lop3.b32 $1, second, signs, 0x80808080, 0xf8;
+      prmt.b32 bytes, $3, $4, select;
+      shl.b32 signs, $2, 4;
+      lop3.b32 $1, bytes, signs, 0x80808080, 0xf8;
     }"""
     pair = llvm.StructType.get_literal([i32, i32])
     both = llvm.inline_asm(pair, [word, low, high], asm, "=&r,=&r,r,r,r")
@@ -140,7 +144,7 @@ def _four_and_four(word: ir.Value, low: ir.Value, high: ir.Value) -> list[ir.Val
 
 
 def _interpret(codes: jax.Array, words: jax.Array, table: Ref) -> jax.Array:
-    nibbles = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(codes.shape[0], -1)
+    nibbles = numbers.unpack_nibbles(_MXFP4.to_pairs(codes))
     scales = jnp.stack([(words >> (8 * group)) & 255 for group in range(4)], axis=1)
     steps = jnp.minimum(largest_scale(words)[:, None] - scales, _NUM_STEPS - 1)
     rows = lax.bitcast_convert_type(table[...], jnp.uint8).reshape(-1, 8)

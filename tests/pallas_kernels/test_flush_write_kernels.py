@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
 import pallas_kernels as pk
 from helpers import slow
@@ -28,7 +29,7 @@ from helpers.layer_cases import (
 )
 from helpers.schedules import assert_same_bytes, random_cuts
 from pallas_kernels import CACHE_FORMATS, triton
-from pallas_kernels.flush_write import triton_gpu
+from pallas_kernels.flush_write import tile, triton_gpu
 from pallas_kernels.flush_write.tiling import Tiling
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
@@ -99,6 +100,36 @@ def test_b5_a_call_of_padding_alone_writes_nothing(lane, kind):
         name, kind, histories, [[0]], draw_norms(rng, kind, jnp.bfloat16), num_tokens=5, num_rows=2
     )
     assert_same_bytes(flat(layer), flat(empty_layer(CACHE_FORMATS[name], kind)))
+
+
+@pytest.mark.parametrize("dim", [4, 8, 16, 128])
+@pytest.mark.parametrize("name", ["fp8_ue8m0", "fp8_per_entry", "fp8_ue8m0_fp8_index"])
+def test_index_keys_are_encoded_to_the_byte(lane, name, dim):
+    """Among them zeros of both signs, and keys of too few codes for a word."""
+    codec, rng = CACHE_FORMATS[name].index_key, np.random.default_rng(dim)
+    x = rng.integers(-40, 41, (9, dim)) * 2.0 ** rng.integers(-8, 8, (9, 1))
+    x[0] = 0.0
+    x = jnp.asarray(x, jnp.float32)
+    expected = codec.encode(x, 0)
+
+    def encode_keys(inputs, stored):
+        token, width = pl.program_id(0), tile.tile_width(codec, dim)
+        key = triton.load_row(inputs[0], (token,), start=0, count=dim, width=width)
+        encoded = tile.encode(codec, key, dim=dim, rope_dim=0)
+        tile.store_entry(dict(zip(expected, stored, strict=True)), (token,), encoded)
+
+    empty = {plane: jnp.zeros_like(values) for plane, values in expected.items()}
+    words = triton.as_words(empty)
+    written = triton.launch(
+        encode_keys,
+        grid=(9,),
+        inputs=[x],
+        in_place=list(words.values()),
+        num_warps=4,
+        name="encode_keys",
+    )
+    actual = triton.from_words(dict(zip(expected, written, strict=True)), empty)
+    assert_same_bytes(*(jax.tree.map(np.asarray, planes) for planes in (actual, expected)))
 
 
 def draw_large_call(rng, num_blocks, entries_per_block, dim):

@@ -31,6 +31,7 @@ QUANTISED = {
 }
 KEYS = {"mxfp4": MXFP4, "fp8_key": FP8_KEY, "nvfp4": NVFP4}
 FP4 = ("mxfp4", "nvfp4")
+SIGN_OF_NIBBLE = [4, 0, 5, 1, 6, 2, 7, 3]  # of eight MXFP4 codes, whose sign a nibble has in memory
 both_modes = pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 each_quantised = pytest.mark.parametrize("name", QUANTISED)
 each_format = pytest.mark.parametrize("name", CACHE_FORMATS)
@@ -91,6 +92,16 @@ def by_definition(name, codes, scale):
     return values, real.repeat(group, axis=-1)[:, : values.shape[-1]]
 
 
+def as_stored(name, planes):
+    """Planes as they lie in memory, from published ones."""
+    if name != "mxfp4":
+        return planes
+    pairs = planes["codes"]
+    codes = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(-1, 8)
+    nibbles = (codes & 7) | (codes & 8)[:, SIGN_OF_NIBBLE]
+    return planes | {"codes": (nibbles[:, 0::2] | nibbles[:, 1::2] << 4).reshape(pairs.shape)}
+
+
 def as_bf16(x):
     return np.asarray(x).astype(jnp.bfloat16).astype(np.float32)
 
@@ -106,7 +117,8 @@ def test_bytes_are_the_golden_ones(golden, name, jitted):
     expected = {plane: golden[f"{name}/{plane}"] for plane in planes}
     if rope_dim:
         expected["rope"] = golden["entry/rope"].view(jnp.bfloat16)
-    assert_same_bits(encode(codec, golden[source], rope_dim, jitted=jitted), expected)
+    encoded = encode(codec, golden[source], rope_dim, jitted=jitted)
+    assert_same_bits(encoded, as_stored(name, expected))
 
 
 @both_modes
@@ -121,7 +133,8 @@ def test_golden_bytes_decode_to_code_times_scale(golden, name, jitted):
     if rope_dim:
         stored["rope"] = golden["entry/rope"].view(jnp.bfloat16)
         expected = np.concatenate([expected, stored["rope"].astype(np.float32)], axis=-1)
-    decoded = decode(codec, jax.device_put(stored), expected.shape[-1], jitted=jitted)
+    stored = jax.device_put(as_stored(name, stored))
+    decoded = decode(codec, stored, expected.shape[-1], jitted=jitted)
     np.testing.assert_array_equal(decoded, expected)
 
 
@@ -202,6 +215,25 @@ def test_a_short_group_of_an_entry_is_one_filled_up_with_zeros(codec, dim, rope_
     np.testing.assert_array_equal(decode(codec, short, dim)[:, nope:], as_bf16(x[:, nope:]))
 
 
+@pytest.mark.parametrize("name", FP4)
+def test_pages_hold_the_golden_bytes(golden, name):
+    """Plain pairs, whatever the order in memory."""
+    published = [golden[f"{name}/{plane}"] for plane in ("codes", "scale")]
+    page = KEYS[name].to_pages(encode(KEYS[name], golden["key/x"]))
+    np.testing.assert_array_equal(page, np.concatenate([plane.ravel() for plane in published]))
+
+
+@pytest.mark.parametrize("dim", [4, 8, 16])
+@pytest.mark.parametrize("name", FP4)
+def test_signs_are_interleaved_in_words_of_eight_mxfp4_codes_alone(name, dim):
+    pairs = np.arange(256, dtype=np.uint8).reshape(-1, dim // 2)
+    stored = KEYS[name].from_pairs(jnp.asarray(pairs))
+    expected = as_stored(name if dim >= 8 else "plain", {"codes": pairs})["codes"]
+    np.testing.assert_array_equal(stored, expected)
+    np.testing.assert_array_equal(KEYS[name].to_pairs(stored), pairs)
+    assert KEYS[name].interleaves_signs(dim) == bool(np.any(stored != pairs))
+
+
 @pytest.mark.parametrize("dim", [4, 16])
 @pytest.mark.parametrize("name", KEYS)
 def test_a_short_group_of_a_key_is_one_filled_up_with_zeros(name, dim):
@@ -212,9 +244,13 @@ def test_a_short_group_of_a_key_is_one_filled_up_with_zeros(name, dim):
     full[:, :dim] = x @ sylvester(dim) / dim**0.5
     short = encode(KEYS[name], x)
     whole = encode(KEYS[name], (full @ sylvester(64) / 8).astype(np.float32))
-    num_codes = short["codes"].shape[-1]
-    np.testing.assert_array_equal(short["codes"], whole["codes"][:, :num_codes])
-    np.testing.assert_array_equal(whole["codes"][:, num_codes:], 0)
+    short_codes, whole_codes = (
+        KEYS[name].to_pairs(planes["codes"]) if name in FP4 else planes["codes"]
+        for planes in (short, whole)
+    )
+    num_codes = short_codes.shape[-1]
+    np.testing.assert_array_equal(short_codes, whole_codes[:, :num_codes])
+    np.testing.assert_array_equal(whole_codes[:, num_codes:], 0)
     scale = np.atleast_2d(whole["scale"])[..., : short["scale"].shape[-1]].reshape(-1)
     np.testing.assert_array_equal(np.ravel(short["scale"]), scale)
     decoded = decode(KEYS[name], whole, 64)[:, :dim]

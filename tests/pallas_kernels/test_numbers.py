@@ -134,6 +134,28 @@ def test_nibbles_come_back_and_an_odd_one_is_filled_with_zero(mode, length):
     np.testing.assert_array_equal(unpacked[:, length:], 0)
 
 
+@both_modes
+def test_every_sign_of_a_word_goes_to_its_bit_and_comes_back(mode):
+    for code in range(8):
+        alone = jnp.asarray([8 << (4 * code)], jnp.uint32)
+        expected = 8 * code + 7 if code < 4 else 8 * (code - 4) + 3
+        moved = mode(numbers.interleave_signs)(alone)
+        assert (moved.dtype, int(moved[0])) == (jnp.uint32, 1 << expected)
+        assert int(mode(numbers.restore_signs)(moved)[0]) == int(alone[0])
+
+
+@both_modes
+def test_magnitudes_stay_where_they_are_and_signs_lie_where_two_masks_give_them(mode):
+    code = np.random.default_rng(0).integers(0, 16, (1000, 8), dtype=np.uint32)
+    words = np.sum(code << (4 * np.arange(8, dtype=np.uint32)), axis=1, dtype=np.uint32)
+    moved = np.asarray(mode(numbers.interleave_signs)(jnp.asarray(words)))
+    np.testing.assert_array_equal(moved & 0x77777777, words & 0x77777777)
+    for half, word in ((code[:, :4], moved), (code[:, 4:], moved << 4)):
+        top = (word & 0x80808080).astype("<u4").view(np.uint8).reshape(-1, 4)
+        np.testing.assert_array_equal(top, (half & 8) << 4)
+    np.testing.assert_array_equal(mode(numbers.restore_signs)(jnp.asarray(moved)), words)
+
+
 @pytest.mark.parametrize(("length", "size"), [(448, 64), (24, 64), (48, 64), (100, 64), (16, 16)])
 def test_groups_come_back_and_a_short_one_is_filled_with_zeros(length, size):
     x = np.arange(1, 2 * length + 1, dtype=np.float32).reshape(2, length)

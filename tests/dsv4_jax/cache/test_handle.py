@@ -269,6 +269,20 @@ def test_views_show_the_stored_arrays_and_none_where_the_format_has_none(
         np.testing.assert_array_equal(view.block_lens, [1, 1, 0])
 
 
+@pytest.mark.parametrize("cache_format", ["fp8_ue8m0", "fp8_per_entry"])
+def test_the_indexers_view_shows_plain_pairs_of_codes(cache_format):
+    """As published, whatever their order in memory."""
+    fill = jax.jit(lambda cache: flushed(written(acquire(CSA, cache))).commit())
+    handle = fill(make(cache_format))
+    codec, keys = handle.schema.format.index_key, handle.read_indexer_view()
+    page = codec.to_pages(keys.planes)
+    _, entries, size = keys.keys_fp4.shape
+    assert np.any(page[:, : entries * size])
+    np.testing.assert_array_equal(
+        keys.keys_fp4.reshape(-1, entries * size), page[:, : entries * size]
+    )
+
+
 ONES = jnp.zeros((T, 1), jnp.int32)
 
 
