@@ -176,7 +176,7 @@ def tune(case, bandwidth):
     print(f"{case.op} {case.label}: {limit:.1f} us of copying", flush=True)
     tried = [case.formula, *(tiling for tiling in case.candidates if tiling != case.formula)]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        ahead = [harness.attempt(_compile_ahead, case, tiling, pool) for tiling in tried]
+        ahead = [harness.attempt(_compile_ahead, case, tiling, limit, pool) for tiling in tried]
     expected, ran = None, []
     for tiling in tried:
         programs, failed = ahead.pop(0)
@@ -209,12 +209,13 @@ def tune(case, bandwidth):
     return entry, any_failed
 
 
-def _compile_ahead(case, tiling, pool):
+def _compile_ahead(case, tiling, limit_us, pool):
     """What is compiled of a tiling: one call, and the loops."""
     function = case.make(tiling)
     arguments = case.inputs[0] if case.state is None else (case.state, *case.inputs[0])
     call = pool.submit(jax.jit(function).lower(*arguments).compile)
-    return call, harness.Loops(function, case.inputs, case.state, rounds=5, pool=pool)
+    rounds = harness.enough_rounds(limit_us, len(case.inputs), least=5)
+    return call, harness.Loops(function, case.inputs, case.state, rounds=rounds, pool=pool)
 
 
 def _measure(case, programs, expected):
