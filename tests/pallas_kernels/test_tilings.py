@@ -243,6 +243,49 @@ def test_the_tuner_compares_scores_with_the_formula_s(keys, measured, monkeypatc
         np.testing.assert_array_equal(first, other)
 
 
+def attention_cases(monkeypatch, *shapes):
+    if shapes:
+        monkeypatch.setattr(tune, "ATTENTION_SHAPES", shapes)
+    return tune.attention_cases(argparse.Namespace(only="sparse_attention"))
+
+
+def test_the_tuner_compares_splits_of_attention_with_the_formula_s(measured, monkeypatch):
+    """Its candidates, run on a small call, give nearly the same outputs, and different bits."""
+    sizes = {"programs": 1, "tiles": 3}
+    measured(ENTRY | {"op": "sparse_attention", "shape": sizes, "tiling": {"splits": 2}})
+    with tune.formulas_alone():
+        (case,) = attention_cases(monkeypatch, ("hca", 1, 1, 64, 32))
+    assert splits_of(1, 3) == 2
+    assert (case.sizes, case.formula.splits) == (sizes, 3)
+    assert [tiling.splits for tiling in case.candidates] == [1, 2]
+    with pk.gpu_interpreter():
+        expected, actual = (
+            np.asarray(case.make(tiling)(*case.inputs[0]))
+            for tiling in (case.formula, case.candidates[1])
+        )
+    case.compare(actual, expected)
+    assert not np.array_equal(actual, expected)
+    for wrong in (actual * 1.05, np.roll(actual, 1), np.full_like(actual, np.nan)):
+        with pytest.raises(AssertionError, match="outputs are not those of the formula"):
+            case.compare(wrong, expected)
+
+
+def test_the_tuner_tries_every_equal_cut_or_those_of_most_splits(monkeypatch):
+    monkeypatch.setattr(tune.bench_sparse_attention, "inputs", lambda *shape: shape)
+    cases = list(attention_cases(monkeypatch))
+    tried = {
+        case.inputs: (case.formula.splits, *(tiling.splits for tiling in case.candidates))
+        for case in cases
+    }
+    assert tried["csa", 8, 1, 64, 512] == (10, 1, 2, 3, 4, 5)
+    assert tried["csa", 32, 1, 64, 512] == (4, 1, 2, 3, 5)
+    assert tried["hca", 64, 1, 64, 32] == (1, 2, 3)
+    assert tried["hca", 1, 1, 64, 8192] == (65, 12, 13, 15, 17, 19, 22, 26, 33, 44)
+    assert tried["hca", 8, 1, 64, 8192] == (15, 10, 11, 12, 13, 17, 19, 22, 26, 33)
+    kept = [tilings.classify(case.sizes) for case in cases if case.sizes]
+    assert len(set(kept)) == len(kept) == len(cases) - 1
+
+
 TILINGS = {
     "csa": [
         Tiling(warps=4, apart=True),
