@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import formats, mosaic, mosaic_memory
+from pallas_kernels import formats, mosaic, mosaic_memory, tilings
 from pallas_kernels.backend import compute_capability
 from pallas_kernels.formats import Codec, Planes
 
@@ -30,9 +30,10 @@ class Tiling:
     splits: int
 
 
-PROGRAM_US, TILE_US, COMBINE_US = 8.0, 2.8, 3.0
-"""Of a program without keys, of a tile, of a second launch; an H200's."""
-BYTES_PER_US = 4.2e6
+PROGRAM_US, TILE_US = 8.1, 3.0
+"""Of a program without keys, and of a tile; an H200's."""
+BYTES_PER_US = 3.6e6
+"""Of splits' sums, written and read again; what a second launch takes is in it."""
 
 
 def choose_tiling(num_programs: int, num_tiles: int, num_cores: int, dim: int) -> Tiling:
@@ -40,16 +41,23 @@ def choose_tiling(num_programs: int, num_tiles: int, num_cores: int, dim: int) -
 
     def microseconds(splits: int) -> float:
         rounds = -(-num_programs * splits // num_cores)
-        time = rounds * (PROGRAM_US + TILE_US * -(-num_tiles // splits))
-        if splits == 1:
-            return time
-        bytes_of_sums = num_programs * splits * HEADS * dim * 4
-        return time + COMBINE_US + 2 * bytes_of_sums / BYTES_PER_US
+        bytes_of_sums = num_programs * splits * HEADS * dim * 4 if splits > 1 else 0
+        return (
+            rounds * (PROGRAM_US + TILE_US * -(-num_tiles // splits))
+            + 2 * bytes_of_sums / BYTES_PER_US
+        )
 
-    most = max(1, min(num_tiles, num_cores // max(1, num_programs)))
-    # Equal tiles per split, so that none is cut for nothing.
-    cuts = {-(-num_tiles // -(-num_tiles // splits)) for splits in range(1, most + 1)}
-    return Tiling(splits=min(sorted(cuts), key=microseconds))
+    cuts = equal_cuts(num_tiles, num_cores // max(1, num_programs))
+    formula = Tiling(splits=min(cuts, key=microseconds))
+    found = tilings.tune("sparse_attention", formula, programs=num_programs, tiles=num_tiles)
+    # What was measured speaks for shapes of other numbers of tiles too.
+    return dataclasses.replace(found, splits=equal_cuts(num_tiles, found.splits)[-1])
+
+
+def equal_cuts(num_tiles: int, most: int) -> list[int]:
+    """Numbers of splits up to `most`, ascending, and none that leaves a split idle."""
+    most = max(1, min(num_tiles, most))
+    return sorted({-(-num_tiles // -(-num_tiles // splits)) for splits in range(1, most + 1)})
 
 
 def find_obstacle(queries: jax.Array, ring: Planes, codec: Codec) -> str | None:

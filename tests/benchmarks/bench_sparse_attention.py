@@ -15,6 +15,7 @@ import numpy as np
 
 from benchmarks import draws, harness, rivals
 from pallas_kernels import get_cache_format, sparse_attention
+from pallas_kernels.sparse_attention import op
 
 DIM, ROPE, WINDOW = 512, 64, 128
 BATCHES = [1, 8, 32, 64, 128, 256]
@@ -70,6 +71,12 @@ def bytes_of(num_heads, num_entries):
 @jax.jit
 def attend(arguments):
     return sparse_attention(**arguments, codec=CODEC, scale=DIM**-0.5)
+
+
+def attend_by_tiling(tiling, arguments):
+    """The kernel alone, its keys cut as it is told."""
+    kernel = op.choose_kernel().sparse_attention
+    return kernel(**arguments, codec=CODEC, scale=DIM**-0.5, tiling=tiling)
 
 
 def inputs(family, batch, num_queries, num_heads, num_entries):

@@ -134,6 +134,12 @@ def median_us(function, inputs, *, state=None, clear_l2=False, rounds=10, repeat
     return loops.median_us(inputs, state, repeats=repeats)
 
 
+def enough_rounds(limit_us, num_inputs, *, least=10):
+    """For a loop of 2 ms, of calls that take no less than their limit."""
+    call_us = max(limit_us, _LEAST_CALL_US)
+    return max(least, math.ceil(_LEAST_LOOP_US / (call_us * num_inputs)))
+
+
 def copy_bandwidth():
     """Bytes per second that one kernel reads and writes, together."""
     arrays = [(jnp.full(_COPY_BYTES // 4, n, jnp.uint32),) for n in range(2)]
@@ -198,8 +204,7 @@ def keep(new, path):
 
 def _compile_ahead(case, pool):
     state, inputs = jax.eval_shape(case.make)
-    call_us = max(case.limit_us or 0.0, _LEAST_CALL_US)
-    rounds = case.rounds or max(10, math.ceil(_LEAST_LOOP_US / (call_us * len(inputs))))
+    rounds = case.rounds or enough_rounds(case.limit_us or 0.0, len(inputs))
     return Loops(case.function, inputs, state, rounds=rounds, pool=pool)
 
 

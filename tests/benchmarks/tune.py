@@ -1,7 +1,7 @@
 """Times tilings against the formula's, and keeps those that beat it: `python -m benchmarks.tune`.
 
-Prefill flushes of the released sizes, and index scores. Every candidate must leave the bytes that
-the formula leaves.
+Prefill flushes of the released sizes, index scores and attention. Every candidate must leave the
+bytes that the formula leaves, but for attention's: other splits round otherwise, by a little.
 With `--write`, what is faster by 3 % goes to the device's file in `pallas_kernels/data/tilings`, in
 place of what that says of the same shapes, as soon as its case is done.
 """
@@ -23,12 +23,14 @@ import jax
 import numpy as np
 
 import pallas_kernels
-from benchmarks import bench_index_scores, harness, layer_calls
+from benchmarks import bench_index_scores, bench_sparse_attention, harness, layer_calls
 from helpers import gpu_results
 from pallas_kernels import tilings
 from pallas_kernels.flush_write import triton_gpu
 from pallas_kernels.flush_write.tiling import Tiling, choose_csa, choose_hca
 from pallas_kernels.index_topk import scores_mosaic_gpu
+from pallas_kernels.sparse_attention import kernel_shapes
+from pallas_kernels.sparse_attention.op import choose_kernel
 
 FOLDER = pathlib.Path(pallas_kernels.__file__).parent / "data" / "tilings"
 LAYERS = 4
@@ -72,6 +74,35 @@ SCORES = [(4, 3), (5, 1), (4, 1), (6, 1), (5, 2)]
 """Warpgroups of a program, tiles on their way to each."""
 SCORE_SHAPES = [(64, 65536), (64, 4096), (8, 65536), (1, 262144)]
 """Query tokens, entries of each."""
+ATTENTION_SHAPES = [
+    ("csa", 8, 1, 64, 512),
+    ("csa", 32, 1, 64, 512),
+    ("csa", 8, 2, 64, 512),
+    ("csa", 8, 1, 128, 1024),
+    ("hca", 8, 1, 64, 32),
+    ("hca", 64, 1, 64, 32),
+    ("hca", 8, 2, 64, 1024),
+    ("hca", 1, 1, 64, 8192),
+    ("hca", 8, 1, 64, 8192),
+]
+"""Family, requests, query tokens of each, heads, entries; of a class only the first is kept."""
+MOST_SPLITS, MOST_CUTS = 44, 10
+SAME = 2.0**-6
+"""Of a head's largest output, how far it may be from that of other splits: some 3 ulps of bf16."""
+
+
+def assert_same_bytes(actual, expected):
+    """Of trees of arrays."""
+    jax.tree.map(np.testing.assert_array_equal, _bytes(actual), _bytes(expected))
+
+
+def assert_close(actual, expected):
+    """Of bf16[T, H, C]: weights, sums and outputs are rounded, and so by no more than `SAME`."""
+    actual, expected = (np.asarray(out, np.float32) for out in (actual, expected))
+    allowed = SAME * np.abs(expected).max(axis=-1, keepdims=True)
+    far = ~(np.abs(actual - expected) <= allowed)  # a NaN too
+    if far.any():
+        raise AssertionError(f"{far.sum()} of {far.size} outputs are not those of the formula")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +119,7 @@ class Case:
       inputs: of the function.
       state: of the function, or None.
       num_bytes: that must move.
+      compare: (what a candidate leaves, what the formula leaves) raises where they differ.
     """
 
     op: str
@@ -99,18 +131,19 @@ class Case:
     inputs: list
     state: object
     num_bytes: int
+    compare: Callable = assert_same_bytes
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--only", choices=[*FLUSHES, "index_scores"])
+    parser.add_argument("--only", choices=[*FLUSHES, "index_scores", "sparse_attention"])
     parser.add_argument("--tokens", type=int, help="only flushes of that many tokens")
     args = parser.parse_args()
     bandwidth, status = harness.copy_bandwidth(), 0
     print(f"copy {bandwidth / 1e9:.0f} GB/s", flush=True)
     with formulas_alone():
-        for case in itertools.chain(flush_cases(args), score_cases(args)):
+        for case in itertools.chain(flush_cases(args), score_cases(args), attention_cases(args)):
             entry, failed = tune(case, bandwidth)
             status = max(status, int(failed))
             if args.write and entry is not None and case.sizes is not None:
@@ -170,13 +203,50 @@ def score_cases(args):
         )
 
 
+def attention_cases(args):
+    """Attention of few tokens, where the number of splits is a matter of microseconds."""
+    if args.only not in (None, "sparse_attention"):
+        return
+    classes = set()
+    for family, batch, num_queries, num_heads, num_entries in ATTENTION_SHAPES:
+        shape = batch, num_queries, num_heads, num_entries
+        num_keys = bench_sparse_attention.WINDOW + num_entries
+        programs = batch * num_queries * num_heads // kernel_shapes.HEADS
+        tiles = -(-num_keys // kernel_shapes.TILE)
+        sizes = {"programs": programs, "tiles": tiles}
+        is_first = tilings.classify(sizes) not in classes
+        classes.add(tilings.classify(sizes))
+        formula, candidates = choose_cuts(programs, tiles)
+        yield Case(
+            "sparse_attention",
+            f"{family} {batch} x {num_queries} tokens, {num_heads} heads, {num_keys} keys",
+            sizes if is_first else None,
+            formula,
+            candidates,
+            lambda tiling: functools.partial(bench_sparse_attention.attend_by_tiling, tiling),
+            bench_sparse_attention.inputs(family, *shape),
+            None,
+            batch * num_queries * bench_sparse_attention.bytes_of(num_heads, num_entries),
+            compare=assert_close,
+        )
+
+
+def choose_cuts(programs, tiles):
+    """The formula's splits, and the equal cuts into most splits that fill the cores up to twice."""
+    cores = choose_kernel().CORES
+    formula = kernel_shapes.choose_tiling(programs, tiles, cores, bench_sparse_attention.DIM)
+    cuts = kernel_shapes.equal_cuts(tiles, min(2 * cores // programs, MOST_SPLITS))
+    others = [splits for splits in cuts if splits != formula.splits]
+    return formula, [kernel_shapes.Tiling(splits) for splits in others[1 - MOST_CUTS :]]
+
+
 def tune(case, bandwidth):
     """The best candidate that beats the formula, as an entry, or None; and whether any failed."""
     limit = case.num_bytes / bandwidth * 1e6
     print(f"{case.op} {case.label}: {limit:.1f} us of copying", flush=True)
     tried = [case.formula, *(tiling for tiling in case.candidates if tiling != case.formula)]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        ahead = [harness.attempt(_compile_ahead, case, tiling, pool) for tiling in tried]
+        ahead = [harness.attempt(_compile_ahead, case, tiling, limit, pool) for tiling in tried]
     expected, ran = None, []
     for tiling in tried:
         programs, failed = ahead.pop(0)
@@ -209,22 +279,23 @@ def tune(case, bandwidth):
     return entry, any_failed
 
 
-def _compile_ahead(case, tiling, pool):
+def _compile_ahead(case, tiling, limit_us, pool):
     """What is compiled of a tiling: one call, and the loops."""
     function = case.make(tiling)
     arguments = case.inputs[0] if case.state is None else (case.state, *case.inputs[0])
     call = pool.submit(jax.jit(function).lower(*arguments).compile)
-    return call, harness.Loops(function, case.inputs, case.state, rounds=5, pool=pool)
+    rounds = harness.enough_rounds(limit_us, len(case.inputs), least=5)
+    return call, harness.Loops(function, case.inputs, case.state, rounds=rounds, pool=pool)
 
 
 def _measure(case, programs, expected):
-    """Microseconds, and what a call leaves, which must be the bytes that are expected."""
+    """Microseconds, and what a call leaves, which must be what is expected."""
     call, loops = programs
     arguments = case.inputs[0] if case.state is None else (case.state, *case.inputs[0])
     out = call.result()(*arguments)
-    stored = _bytes(jax.tree.map(np.asarray, out if case.state is None else out[0]))
+    stored = jax.tree.map(np.asarray, out if case.state is None else out[0])
     if expected is not None:
-        jax.tree.map(np.testing.assert_array_equal, stored, expected)
+        case.compare(stored, expected)
     return loops.median_us(case.inputs, case.state), stored
 
 

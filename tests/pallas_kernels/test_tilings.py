@@ -20,6 +20,7 @@ from pallas_kernels.flush_write import tiling as flush_tiling
 from pallas_kernels.flush_write import triton_gpu
 from pallas_kernels.flush_write.tiling import Tiling
 from pallas_kernels.index_topk import scores_mosaic_gpu, select_mosaic_gpu
+from pallas_kernels.sparse_attention import kernel_shapes
 
 FILES = sorted((pathlib.Path(pk.__file__).parent / "data" / "tilings").glob("*.json"))
 ENTRY = {
@@ -34,6 +35,7 @@ KINDS_OF_TILING = {
     "flush_hca": flush_tiling.Tiling,
     "index_scores": scores_mosaic_gpu.Tiling,
     "select_top_k": select_mosaic_gpu.Tiling,
+    "sparse_attention": kernel_shapes.Tiling,
 }
 
 
@@ -95,6 +97,33 @@ def test_index_scores_and_the_selection_are_tuned_too(measured):
     )
     assert scores_mosaic_gpu.choose_tiling(1, 60, mxfp4=True).tiles == 3
     assert select_mosaic_gpu.choose_stages(60000, 512)[0].tile == 8192
+
+
+def splits_of(programs, tiles):
+    return kernel_shapes.choose_tiling(programs, tiles, num_cores=132, dim=512).splits
+
+
+@pytest.mark.parametrize(
+    ("programs", "tiles", "splits"),
+    [
+        *[(1, 2, 2), (16, 2, 2), (32, 2, 1)],
+        *[(1, 3, 3), (16, 3, 3), (32, 3, 1)],
+        *[(1, 10, 10), (8, 10, 10), (32, 10, 4), (64, 10, 2), (128, 10, 1), (256, 10, 1)],
+        *[(1, 18, 18), (16, 18, 6), (128, 18, 1), (1, 130, 65), (64, 130, 2), (0, 1, 1)],
+    ],
+)
+def test_splits_of_attention_fill_the_cores_once(programs, tiles, splits):
+    assert splits_of(programs, tiles) == splits
+
+
+@pytest.mark.parametrize(
+    ("most", "tiles", "splits"),
+    [(4, 12, 4), (4, 10, 4), (4, 9, 3), (7, 16, 6), (100, 9, 9), (0, 16, 1)],
+)
+def test_measured_splits_of_attention_are_cut_evenly(measured, most, tiles, splits):
+    shape = {"programs": 8, "tiles": 16}
+    measured(ENTRY | {"op": "sparse_attention", "shape": shape, "tiling": {"splits": most}})
+    assert splits_of(5, tiles) == splits
 
 
 @pytest.mark.parametrize(
@@ -212,6 +241,49 @@ def test_the_tuner_compares_scores_with_the_formula_s(keys, measured, monkeypatc
     assert np.isfinite(first).all()
     for other in others:
         np.testing.assert_array_equal(first, other)
+
+
+def attention_cases(monkeypatch, *shapes):
+    if shapes:
+        monkeypatch.setattr(tune, "ATTENTION_SHAPES", shapes)
+    return tune.attention_cases(argparse.Namespace(only="sparse_attention"))
+
+
+def test_the_tuner_compares_splits_of_attention_with_the_formula_s(measured, monkeypatch):
+    """Its candidates, run on a small call, give nearly the same outputs, and different bits."""
+    sizes = {"programs": 1, "tiles": 3}
+    measured(ENTRY | {"op": "sparse_attention", "shape": sizes, "tiling": {"splits": 2}})
+    with tune.formulas_alone():
+        (case,) = attention_cases(monkeypatch, ("hca", 1, 1, 64, 32))
+    assert splits_of(1, 3) == 2
+    assert (case.sizes, case.formula.splits) == (sizes, 3)
+    assert [tiling.splits for tiling in case.candidates] == [1, 2]
+    with pk.gpu_interpreter():
+        expected, actual = (
+            np.asarray(case.make(tiling)(*case.inputs[0]))
+            for tiling in (case.formula, case.candidates[1])
+        )
+    case.compare(actual, expected)
+    assert not np.array_equal(actual, expected)
+    for wrong in (actual * 1.05, np.roll(actual, 1), np.full_like(actual, np.nan)):
+        with pytest.raises(AssertionError, match="outputs are not those of the formula"):
+            case.compare(wrong, expected)
+
+
+def test_the_tuner_tries_every_equal_cut_or_those_of_most_splits(monkeypatch):
+    monkeypatch.setattr(tune.bench_sparse_attention, "inputs", lambda *shape: shape)
+    cases = list(attention_cases(monkeypatch))
+    tried = {
+        case.inputs: (case.formula.splits, *(tiling.splits for tiling in case.candidates))
+        for case in cases
+    }
+    assert tried["csa", 8, 1, 64, 512] == (10, 1, 2, 3, 4, 5)
+    assert tried["csa", 32, 1, 64, 512] == (4, 1, 2, 3, 5)
+    assert tried["hca", 64, 1, 64, 32] == (1, 2, 3)
+    assert tried["hca", 1, 1, 64, 8192] == (65, 12, 13, 15, 17, 19, 22, 26, 33, 44)
+    assert tried["hca", 8, 1, 64, 8192] == (15, 10, 11, 12, 13, 17, 19, 22, 26, 33)
+    kept = [tilings.classify(case.sizes) for case in cases if case.sizes]
+    assert len(set(kept)) == len(kept) == len(cases) - 1
 
 
 TILINGS = {
