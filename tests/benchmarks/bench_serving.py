@@ -7,6 +7,7 @@ far memory moved over the run.
 """
 
 import argparse
+import dataclasses
 import time
 
 import jax
@@ -19,11 +20,18 @@ from dsv4_jax.bench.weights import random_params
 PRESETS = ("tiny", "flash", "pro", "flash_slim", "pro_slim")
 
 
-def load(name):
-    """Config and parameters, bf16, as a step wants them."""
+def load(name, num_layers=None):
+    """Config and parameters, bf16, as a step wants them; of a preset the first layers, or all."""
     if name not in PRESETS:
         return ds.load_checkpoint(ds.SHIPPED_CHECKPOINT if name == "shipped" else name)
     config = getattr(ds.DSV4Config, name)()
+    if num_layers is not None:
+        config = dataclasses.replace(
+            config,
+            layer_types=config.layer_types[:num_layers],
+            router_types=config.router_types[:num_layers],
+            num_mtp_layers=0,
+        )
     if jax.default_backend() == "gpu":
         return config, random_params(config)
     return config, ds.init_params(config, jax.random.key(0), dtype=jnp.bfloat16)
@@ -56,9 +64,13 @@ def main():
     parser.add_argument("--prefill-tokens", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--draft-tokens", type=int, default=0)
     parser.add_argument("--cache-format", default="fp8_ue8m0")
+    parser.add_argument("--layers", type=int, help="of a preset, the first so many")
     parser.add_argument("--steps", type=int, default=0, help="new requests until so many steps")
     args = parser.parse_args()
-    config, params = load(args.config)
+    ds.claim_memory()
+    ds.set_xla_flags()
+    ds.use_compilation_cache()
+    config, params = load(args.config, args.layers)
     engine = ds.Engine(
         config,
         params,

@@ -70,7 +70,7 @@ SHAPES = [
     ("flush_hca", ("main",), 32768),
 ]
 """Op, compressors, tokens; of a CSA layer only both together are kept."""
-SCORES = [(4, 3), (5, 1), (4, 1), (6, 1), (5, 2)]
+SCORES = [(5, 1), (4, 3), (4, 1)]
 """Warpgroups of a program, tiles on their way to each."""
 SCORE_SHAPES = [(64, 65536), (64, 4096), (8, 65536), (1, 262144)]
 """Query tokens, entries of each."""
