@@ -30,6 +30,8 @@ def gpu_interpreter(*, detect_races: bool = True) -> Iterator[None]:
     """Runs GPU kernels traced inside on the CPU: slow, for tests.
 
     It sees missing waits before loads and copies, and not before the operands of `wgmma`.
+    Warpgroups wait for each other on XLA's threads, one a core: where there are few, set the
+    environment variable NPROC to 16 before JAX starts, or a kernel of five may wait for ever.
 
     Args:
       detect_races: whether unsynchronised accesses to one address raise (jax 0.12; 0.11 prints).

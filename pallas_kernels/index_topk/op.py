@@ -7,7 +7,7 @@ import jax
 from pallas_kernels.backend import Backend, resolve
 from pallas_kernels.checks import check_codec, check_indices, check_rank, check_same_length
 from pallas_kernels.formats import Codec, Planes
-from pallas_kernels.index_topk import mosaic_gpu, reference, scores_mosaic_gpu, select_mosaic_gpu
+from pallas_kernels.index_topk import mosaic_gpu, reference, scores_tiling, select_mosaic_gpu
 
 _IMPLEMENTATIONS = {
     Backend.REFERENCE: reference.index_topk,
@@ -65,7 +65,7 @@ def index_topk(
     check_codec("pool", pool, codec, queries.shape[-1])
     if k < 1:
         raise ValueError(f"k must be at least 1, got {k}")
-    obstacle = scores_mosaic_gpu.find_obstacle(queries, codec)
+    obstacle = scores_tiling.find_obstacle(queries, codec)
     if backend == Backend.MOSAIC_GPU and obstacle is not None:
         raise NotImplementedError(f"'mosaic_gpu' index_topk {obstacle}; pass backend='reference'")
     has_kernel = obstacle is None and k <= select_mosaic_gpu.MAX_K

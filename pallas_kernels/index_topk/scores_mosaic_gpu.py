@@ -33,83 +33,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import formats, mosaic, mosaic_memory, tilings
-from pallas_kernels.backend import compute_capability
+from pallas_kernels import mosaic, mosaic_memory
 from pallas_kernels.formats import Codec, Planes
 from pallas_kernels.index_topk import left_operand, query_mosaic, unpack_mosaic
-
-HEADS, DIM = 64, 128
-"""Index heads and their dims, the released models'."""
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorCore:
-    """How a GPU multiplies keys with queries.
-
-    Attributes:
-      tile: keys of one product.
-      layout: of a product in registers.
-      has_memory: whether products arrive in tensor memory (tcgen05), or in registers (wgmma).
-    """
-
-    tile: int
-    layout: plgpu.Layout
-    has_memory: bool
-
-    @property
-    def layouts(self) -> list[Any]:
-        """In which a thread has a number for each key it loads, and for each it has the sum of."""
-        return [mosaic.ROW, self.layout.reduce(1)] if self.has_memory else [mosaic.ROW]
-
-
-HOPPER = TensorCore(tile=64, layout=plgpu.Layout.WGMMA, has_memory=False)
-BLACKWELL = TensorCore(tile=128, layout=plgpu.Layout.TCGEN05, has_memory=True)
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiling:
-    """How a token's entries are cut.
-
-    Attributes:
-      tiles: of a program.
-      groups: warpgroups of a program.
-      stages: tiles of a warpgroup that are on their way while one is multiplied.
-    """
-
-    tiles: int
-    groups: int = 4
-    stages: int = 1
-
-
-def choose_tiling(
-    num_tokens: int, num_tiles: int, mxfp4: bool, core: TensorCore = HOPPER, num_cores: int = 132
-) -> Tiling:
-    """Programs that fill the cores once, or several times evenly; each warpgroup has a tile.
-
-    Five warpgroups with a tile each on its way have as much in flight as memory's latency asks for:
-    on an H200 more tiles gain nothing.
-    """
-    groups = 4 if core.has_memory else 5
-    programs = max(1, num_cores // num_tokens)
-    formula = Tiling(tiles=max(groups, -(-num_tiles // programs)), groups=groups)
-    bits = 4 if mxfp4 else 8
-    return tilings.tune("index_scores", formula, tokens=num_tokens, tiles=num_tiles, bits=bits)
-
-
-def find_obstacle(queries: jax.Array, codec: Codec) -> str | None:
-    """Why this kernel can't serve a call, as the rest of a sentence; None where it can."""
-    capability = compute_capability()
-    if not isinstance(codec, formats.FP8KeyCodec) and not _is_mxfp4(codec):
-        return f"takes MXFP4 and FP8 keys, got {codec}"
-    if queries.shape[1:] != (HEADS, DIM):
-        return f"needs queries [T, {HEADS}, {DIM}], got {queries.shape=}"
-    if capability is not None and capability[0] not in (9, 10):
-        return f"is for Hopper and Blackwell, got compute capability {capability}"
-    return None
-
-
-def _is_mxfp4(codec: Codec) -> bool:
-    return isinstance(codec, formats.FP4KeyCodec) and codec.power_of_two
+from pallas_kernels.index_topk.scores_tiling import (
+    DIM,
+    HEADS,
+    TensorCore,
+    Tiling,
+    choose_core,
+    choose_tiling,
+    is_mxfp4,
+)
 
 
 def _key_layout(mxfp4: bool) -> Any:
@@ -333,12 +268,6 @@ def _score_kernel(
     lax.fori_loop(0, num_turns, score_tile, (blocks[stages], jnp.int32(stages)))
 
 
-def choose_core() -> TensorCore:
-    """That of the GPU, or Hopper's where there is none."""
-    capability = compute_capability()
-    return BLACKWELL if capability is not None and capability[0] == 10 else HOPPER
-
-
 def index_scores(
     queries: jax.Array,
     weights: jax.Array,
@@ -376,7 +305,7 @@ def index_scores(
         entries_per_block=entries_per_block,
         num_blocks=num_blocks,
         table_width=block_table.shape[1],
-        mxfp4=_is_mxfp4(codec),
+        mxfp4=is_mxfp4(codec),
     )
     core = core or choose_core()
     num_tiles = -(-shapes.num_entries // core.tile)

@@ -28,7 +28,7 @@ from helpers import gpu_results
 from pallas_kernels import tilings
 from pallas_kernels.flush_write import triton_gpu
 from pallas_kernels.flush_write.tiling import Tiling, choose_csa, choose_hca
-from pallas_kernels.index_topk import scores_mosaic_gpu
+from pallas_kernels.index_topk import scores_tiling
 from pallas_kernels.sparse_attention import kernel_shapes
 from pallas_kernels.sparse_attention.op import choose_kernel
 
@@ -185,8 +185,8 @@ def score_cases(args):
     if args.only not in (None, "index_scores"):
         return
     for keys, (tokens, entries) in itertools.product(bench_index_scores.FORMATS, SCORE_SHAPES):
-        tiles = entries // scores_mosaic_gpu.HOPPER.tile
-        formula = scores_mosaic_gpu.choose_tiling(tokens, tiles, keys == "MXFP4")
+        tiles = entries // scores_tiling.HOPPER.tile
+        formula = scores_tiling.choose_tiling(tokens, tiles, keys == "MXFP4")
         codec = bench_index_scores.codec_of(keys)
         yield Case(
             "index_scores",

@@ -12,7 +12,7 @@ import pytest
 from helpers import inputs
 from helpers.inputs import CASE_LAYER, LAYER, NUM_LAYERS, poison, shuffled_table
 from pallas_kernels import Backend, get_cache_format, gpu_interpreter, index_topk
-from pallas_kernels.index_topk import reference, scores_mosaic_gpu, unpack_mosaic
+from pallas_kernels.index_topk import reference, scores_mosaic_gpu, scores_tiling, unpack_mosaic
 
 HEADS, DIM, EB = 64, 128, 16
 FORMATS = ["fp8_ue8m0", "fp8_ue8m0_fp8_index"]
@@ -93,7 +93,7 @@ def test_blackwell_s_tensor_cores_give_the_same(name):
     """In the interpreter alone: no card of that kind has been here."""
     arguments, keys = draw(name)
     with gpu_interpreter():
-        actual = scores_of(arguments, core=scores_mosaic_gpu.BLACKWELL)
+        actual = scores_of(arguments, core=scores_tiling.BLACKWELL)
     assert max(e.max(initial=0) for e in errors(arguments, keys, actual)) < 1
 
 
@@ -105,8 +105,8 @@ def test_groups_of_very_different_scales(lane):
 @pytest.mark.parametrize("tiling", [(1, 1), (2, 2), (5, 3)])
 def test_any_tiling_gives_the_same_bits(lane, tiling):
     arguments, _ = draw("fp8_ue8m0")
-    expected = scores_of(arguments, tiling=scores_mosaic_gpu.Tiling(4, 4))
-    actual = scores_of(arguments, tiling=scores_mosaic_gpu.Tiling(*tiling))
+    expected = scores_of(arguments, tiling=scores_tiling.Tiling(4, 4))
+    actual = scores_of(arguments, tiling=scores_tiling.Tiling(*tiling))
     for one, other in zip(expected, actual, strict=True):
         np.testing.assert_array_equal(one, other)
 

@@ -19,7 +19,7 @@ from pallas_kernels import tilings
 from pallas_kernels.flush_write import tiling as flush_tiling
 from pallas_kernels.flush_write import triton_gpu
 from pallas_kernels.flush_write.tiling import Tiling
-from pallas_kernels.index_topk import scores_mosaic_gpu, select_mosaic_gpu
+from pallas_kernels.index_topk import scores_tiling, select_mosaic_gpu
 from pallas_kernels.sparse_attention import kernel_shapes
 
 FILES = sorted((pathlib.Path(pk.__file__).parent / "data" / "tilings").glob("*.json"))
@@ -33,7 +33,7 @@ ENTRY = {
 KINDS_OF_TILING = {
     "flush_csa": flush_tiling.Tiling,
     "flush_hca": flush_tiling.Tiling,
-    "index_scores": scores_mosaic_gpu.Tiling,
+    "index_scores": scores_tiling.Tiling,
     "select_top_k": select_mosaic_gpu.Tiling,
     "sparse_attention": kernel_shapes.Tiling,
 }
@@ -95,7 +95,7 @@ def test_index_scores_and_the_selection_are_tuned_too(measured):
         ENTRY
         | {"op": "select_top_k", "shape": {"entries": 65536, "k": 512}, "tiling": {"tile": 8192}},
     )
-    assert scores_mosaic_gpu.choose_tiling(1, 60, mxfp4=True).tiles == 3
+    assert scores_tiling.choose_tiling(1, 60, mxfp4=True).tiles == 3
     assert select_mosaic_gpu.choose_stages(60000, 512)[0].tile == 8192
 
 
@@ -231,7 +231,7 @@ def test_the_tuner_compares_scores_with_the_formula_s(keys, measured, monkeypatc
     monkeypatch.setattr(tune.bench_index_scores, "FORMATS", {keys: FORMATS_OF_KEYS[keys]})
     with tune.formulas_alone():
         (case,) = tune.score_cases(argparse.Namespace(only="index_scores"))
-    assert scores_mosaic_gpu.choose_tiling(1, 2, keys == "MXFP4").groups == 2
+    assert scores_tiling.choose_tiling(1, 2, keys == "MXFP4").groups == 2
     assert case.formula.groups > 2
     assert case.sizes == sizes
     with pk.gpu_interpreter():
