@@ -6,6 +6,8 @@ import tempfile
 # The wheels that compile for GPUs without one would look for a driver first.
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# The warpgroups of an interpreted kernel wait for each other on XLA's threads, one a core.
+os.environ.setdefault("NPROC", "16")
 
 import jax
 import pytest
