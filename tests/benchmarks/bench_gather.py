@@ -1,4 +1,4 @@
-"""Dense gathers against what their bytes take: `python -m benchmarks.bench_gather`.
+"""Dense gathers beside the reference's, compiled by XLA: `python -m benchmarks.bench_gather`.
 
 Requests have different contexts' worth of blocks in any order; scales are of ordinary size.
 """
@@ -18,6 +18,7 @@ SELECTED = [(1, 16384), (32, 16384), (512, 16384), (512, 1 << 17), (1024, 16384)
 ALL_HCA = [32, 1024, 8192]
 NUM_INPUTS = 4
 KERNEL = "triton_gpu"
+RIVAL = "the reference through XLA"
 
 
 def main():
@@ -52,6 +53,8 @@ def entries_case(family, num_selected, context_tokens, bandwidth):
         functools.partial(cases.dense_entries, backend=KERNEL),
         make,
         limit_us=index.size * bytes_moved() / bandwidth * 1e6,
+        rival=RIVAL,
+        rival_us=functools.partial(reference_us, cases.dense_entries, make),
     )
 
 
@@ -72,7 +75,15 @@ def window_case(bandwidth):
         functools.partial(cases.dense_window, backend=KERNEL),
         make,
         limit_us=slots.size * cases.WINDOW * bytes_moved() / bandwidth * 1e6,
+        rival=RIVAL,
+        rival_us=functools.partial(reference_us, cases.dense_window, make),
     )
+
+
+def reference_us(function, make):
+    """Median us of a call that XLA compiles."""
+    function = functools.partial(function, backend="reference")
+    return round(harness.median_us(function, make()[1], rounds=100), 2)
 
 
 def bytes_moved():
