@@ -255,6 +255,20 @@ class FP4KeyCodec:
 
     def encode(self, x: jax.Array, rope_dim: int) -> Planes:
         """See `Codec`."""
+        code, scale = self._quantize(x)
+        return {"codes": self.from_pairs(numbers.pack_nibbles(code)), "scale": scale}
+
+    def decode(self, planes: Planes, dim: int) -> jax.Array:
+        """See `Codec`."""
+        code = numbers.unpack_nibbles(self.to_pairs(planes["codes"]))[..., :dim]
+        return self._values(code, planes["scale"])
+
+    def round(self, x: jax.Array) -> jax.Array:
+        """[..., IC] -> f32[..., IC], as `decode` gives what `encode` makes, but never packed."""
+        return self._values(*self._quantize(x))
+
+    def _quantize(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """E2M1 codes u8[..., IC], one a byte, and the scales of groups."""
         groups = numbers.split_groups(_rotate_and_round(x), self.group)
         amax = jnp.max(jnp.abs(groups), axis=-1)
         if self.power_of_two:
@@ -264,15 +278,12 @@ class FP4KeyCodec:
             amax = divide(amax, jnp.float32(6.0))
             scale = numbers.encode_e4m3(jnp.maximum(amax, np.float32(2.0**-9)))
             scaled = divide(groups, numbers.decode_e4m3(scale)[..., None])
-        code = numbers.join_groups(numbers.encode_e2m1(scaled), x.shape[-1])
-        return {"codes": self.from_pairs(numbers.pack_nibbles(code)), "scale": scale}
+        return numbers.join_groups(numbers.encode_e2m1(scaled), x.shape[-1]), scale
 
-    def decode(self, planes: Planes, dim: int) -> jax.Array:
-        """See `Codec`."""
-        codes = numbers.unpack_nibbles(self.to_pairs(planes["codes"]))[..., :dim]
-        groups = numbers.split_groups(numbers.decode_e2m1(codes), self.group)
+    def _values(self, code: jax.Array, scale: jax.Array) -> jax.Array:
+        groups = numbers.split_groups(numbers.decode_e2m1(code), self.group)
         decode = numbers.decode_ue8m0 if self.power_of_two else numbers.decode_e4m3
-        return numbers.join_groups(groups * decode(planes["scale"])[..., None], dim)
+        return numbers.join_groups(groups * decode(scale)[..., None], code.shape[-1])
 
     def to_pages(self, planes: Planes) -> jax.Array:
         """See `Codec`: all codes, as plain pairs, then all scales."""
@@ -328,7 +339,10 @@ class CacheFormat:
 
     def round_index(self, x: jax.Array) -> jax.Array:
         """[..., IC] -> f32[..., IC], an index key or query as scores see it, rotated where due."""
-        return self.index_key.decode(self.index_key.encode(x, 0), x.shape[-1])
+        key = self.index_key
+        if isinstance(key, FP4KeyCodec):
+            return key.round(x)
+        return key.decode(key.encode(x, 0), x.shape[-1])
 
     def entry_bytes(self, head_dim: int, rope_dim: int) -> int:
         """Bytes of one entry in memory."""
