@@ -249,6 +249,7 @@ def attention_cases(monkeypatch, *shapes):
     return tune.attention_cases(argparse.Namespace(only="sparse_attention"))
 
 
+@pytest.mark.slow
 def test_the_tuner_compares_splits_of_attention_with_the_formula_s(measured, monkeypatch):
     """Its candidates, run on a small call, give nearly the same outputs, and different bits."""
     sizes = {"programs": 1, "tiles": 3}
