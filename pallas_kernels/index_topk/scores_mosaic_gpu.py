@@ -179,7 +179,7 @@ def _score_kernel(
         def _():
             where = [
                 {
-                    "index": block,
+                    "index": jnp.maximum(block, 0),  # -1, none, is no address
                     "run": s.entries_per_block,
                     "within": first_of_layer + find(turn, place)[1],
                 }
