@@ -90,7 +90,7 @@ def main():
     memory, steps, begun = [], 0, time.perf_counter()
     while True:
         wants_more = submitted < args.requests or steps < args.steps
-        while wants_more and engine.num_unfinished < 2 * args.concurrent:
+        while wants_more and engine.num_unfinished < args.concurrent:
             request = engine.submit(
                 make_prompt(rng, head, longest, config.vocab_size),
                 max_new_tokens=args.new_tokens,
