@@ -65,7 +65,7 @@ def index_topk(
     check_codec("pool", pool, codec, queries.shape[-1])
     if k < 1:
         raise ValueError(f"k must be at least 1, got {k}")
-    obstacle = scores_tiling.find_obstacle(queries, codec)
+    obstacle = scores_tiling.find_obstacle(queries, codec, jax.tree.leaves(pool)[0].shape[2])
     if backend == Backend.MOSAIC_GPU and obstacle is not None:
         raise NotImplementedError(f"'mosaic_gpu' index_topk {obstacle}; pass backend='reference'")
     has_kernel = obstacle is None and k <= select_mosaic_gpu.MAX_K

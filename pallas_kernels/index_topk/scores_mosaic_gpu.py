@@ -4,7 +4,7 @@ One program: one query token and a run of its request's entries; its warpgroups 
 or on Blackwell 128, in turn, each by itself:
 
     queries to E4M3, by the first two    -> queries_smem
-    blocks of a tile, then its keys into shared memory, some tiles ahead, from there to registers;
+    codes and scales of a tile, a block's at once, tiles ahead     -> codes_smem, words_smem
     MXFP4 unpacked to E4M3             in registers, on Blackwell -> keys_smem[warpgroup]
     [64 keys, 64 heads] = keys Q^T     FP8 tensor cores, on Blackwell into tensor memory
     score = key scale * sum over heads of weight * relu
@@ -12,10 +12,15 @@ or on Blackwell 128, in turn, each by itself:
 Keys are the rows of the product, so that heads add up along a row of registers.
 
 Bytes: 68 per visible key (MXFP4) or 132 (FP8), and 4 per score written. FP8 keys in large calls are
-bound by them. MXFP4 keys are bound by what a tile costs a thread, some 200 instructions, and by its
-product, while which the registers' ports are taken: of an H200's cycles 58 % issue an instruction
-and 30 % multiply, and 16 % of a warp's time is a stall of the dispatch. Sums of the FP8 tensor
-core keep some 14 bits below their largest term. Has not run on a Blackwell card.
+bound by them. MXFP4 keys are bound by unpacking, adding heads and multiplying, which take each
+other's time: of an H200's cycles the ALU works in 45 %, the tensor core in 30 %, and one product
+more of a tile costs all the cycles it multiplies. The card draws 690 W and is down to 1.7 GHz; keys
+of zeros take 7 % less. Sums of the FP8 tensor core keep some 14 bits below their largest term. Has
+not run on a Blackwell card.
+
+At 64 x 65,536 MXFP4 keys, us: 122.7; 124.1 where each thread copies its own part of a tile
+(cp.async); 118.2 where relus are rounded to f16 and `mma` adds up heads, which no call of 2^20 keys
+or fewer gains from, and which is not exact; 6 warpgroups 120.3, of less than 8 tiles each a loss.
 
 Source: deepseek_v4.md section 3.
 """
@@ -33,7 +38,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import mosaic, mosaic_memory
+from pallas_kernels import mosaic, mosaic_bulk, mosaic_memory
 from pallas_kernels.formats import Codec, Planes
 from pallas_kernels.index_topk import left_operand, query_mosaic, unpack_mosaic
 from pallas_kernels.index_topk.scores_tiling import (
@@ -81,6 +86,10 @@ class _Shapes:
         """Bytes of a key's codes."""
         return DIM // 2 if self.mxfp4 else DIM
 
+    def rows_of_piece(self, core: TensorCore) -> int:
+        """Entries of a tile that lie in one block."""
+        return math.gcd(self.entries_per_block, core.tile)
+
     def num_words(self, core: TensorCore) -> int:
         """Layouts in which a key's scales are wanted: to unpack it, and to scale its sum."""
         return len(core.layouts) if self.mxfp4 else 1
@@ -105,7 +114,9 @@ def _score_kernel(
     queries_smem,
     weights_smem,
     queries_ready,
-    fetched_smem,
+    codes_smem,
+    words_smem,
+    barriers_smem,
     *operands_in_memory,
     shapes: _Shapes,
     tiling: Tiling,
@@ -126,75 +137,52 @@ def _score_kernel(
     num_turns = lax.div(
         jnp.maximum(last_tile - first_tile - group, 0) + tiling.groups - 1, tiling.groups
     )
-    places = [
-        plgpu.broadcasted_iota(jnp.int32, (core.tile,), 0, layout=layout) for layout in layouts
-    ]
     last_visible = jnp.maximum(num_visible - 1, 0)
     last_block = mosaic.divide(last_visible, s.entries_per_block)[0]
     first_of_table = jnp.maximum(request, 0) * s.table_width
     first_of_layer = layer_number * s.num_blocks * s.entries_per_block
+    piece = s.rows_of_piece(core)
+    offset = piece * plgpu.broadcasted_iota(jnp.int32, (32,), 0, layout=mosaic_bulk.LANES)
+    barriers = barriers_smem.at[group]
+    fetching = mosaic_bulk.is_fetching(group)
 
     def tile_of(turn):
         return first_tile + turn * tiling.groups + group
 
-    def place_of_codes(slot):
-        return fetched_smem.at[group, slot, pl.ds(0, core.tile * s.width)]
-
-    def place_of_words(slot, number):
-        start = core.tile * s.width + number * mosaic_memory.FETCHED_WORDS
-        return fetched_smem.at[group, slot, pl.ds(start, mosaic_memory.FETCHED_WORDS)]
-
-    def find(turn, place):
-        """Logical block of a tile's entries, and their row in it.
+    def find(turn):
+        """Logical blocks of a tile's pieces, and their first rows in them: i32[32] each.
 
         Beyond the last visible block, where scores don't matter, the block is that one.
         """
-        if core.tile % s.entries_per_block == 0:  # so that the row is the same in every tile
-            block, row = mosaic.divide(place, s.entries_per_block)
-            block = block + tile_of(turn) * (core.tile // s.entries_per_block)
-        else:
-            block, row = mosaic.divide(tile_of(turn) * core.tile + place, s.entries_per_block)
+        block, row = mosaic.divide(tile_of(turn) * core.tile + offset, s.entries_per_block)
         return jnp.minimum(block, last_block), row
 
     def load_blocks(turn):
-        """Physical blocks of a tile's entries, in each layout; any where none is visible."""
-        logical = [find(turn, place)[0] for place in places]
-        return [
-            mosaic_memory.gather_words(
-                [table],
-                block * 0,
-                block,
-                word=0,
-                layout=layout,
-                all_present=True,
-                within=block * 0 + first_of_table,
-            )
-            for block, layout in zip(logical, layouts, strict=True)
-        ]
+        """Physical blocks of a tile's pieces; any where none is visible."""
+        block, _ = find(turn)
+        return mosaic_memory.gather_words(
+            [table],
+            block * 0,
+            first_of_table + block,
+            word=0,
+            layout=mosaic_bulk.LANES,
+            all_present=True,
+        )
 
     def fetch_tile(turn, blocks, slot):
         """Begins to copy a tile's codes and scales, if there is such a tile."""
 
         @pl.when(turn < num_turns)
         def _():
-            where = [
-                {
-                    "index": jnp.maximum(block, 0),  # -1, none, is no address
-                    "run": s.entries_per_block,
-                    "within": first_of_layer + find(turn, place)[1],
-                }
-                for block, place in zip(blocks, places, strict=True)
-            ]
-            mosaic_memory.fetch_rows(
-                place_of_codes(slot), codes, layout=mosaic.EVEN_ROWS, **where[0]
+            first = jnp.maximum(blocks, 0) * s.entries_per_block  # -1, none, is no address
+            mosaic_bulk.fetch(
+                [codes_smem.at[group, slot], words_smem.at[group, slot]],
+                [codes, scales],
+                first_of_layer + first + find(turn)[1],
+                rows_of_piece=piece,
+                barriers=barriers,
+                slot=slot,
             )
-            for number, (layout, rows) in enumerate(
-                zip(word_layouts, where[-num_words:], strict=True)
-            ):
-                target = place_of_words(slot, number)
-                mosaic_memory.fetch_words(target, scales, layout=layout, **rows)
-
-        mosaic_memory.commit_fetches()
 
     def multiply(keys):
         """f32[tile, 64], products of keys and all heads' queries."""
@@ -218,34 +206,42 @@ def _score_kernel(
         return products
 
     def score_tile(turn, state):
-        """Scores a tile, and has the one `stages` turns on fetched to where the last one was."""
-        blocks, last_slot = state
-        slot = jnp.where(last_slot == stages, 0, last_slot + 1)
-        mosaic_memory.wait_fetched(stages - 1)
-        rows = mosaic_memory.take_rows(place_of_codes(slot), (core.tile, s.width), mosaic.EVEN_ROWS)
+        """Scores a tile, and has the one `stages` turns on fetched to where it was."""
+        blocks, slot, parity = state
+        mosaic_bulk.wait(barriers, slot, parity)
+        rows = plgpu.load(codes_smem.at[group, slot], layout=mosaic.EVEN_ROWS, optimized=False)
         words = [
-            mosaic_memory.take_words(place_of_words(slot, number), core.tile, layout)
-            for number, layout in enumerate(word_layouts)
+            plgpu.load(words_smem.at[group, slot], layout=layout, optimized=False)
+            for layout in word_layouts
         ]
-        fetch_tile(turn + stages, blocks, last_slot)
-        blocks = load_blocks(turn + stages + 1)
         if s.mxfp4:
             keys = unpack_mosaic.unpack(rows, words[0], magnitudes)
             factor = unpack_mosaic.largest_scale(words[-1]) << 23  # UE8M0, an f32's exponent
         else:
             keys, factor = lax.bitcast_convert_type(rows, jnp.float8_e4m3fn), words[-1]
         products = multiply(keys)
+        mosaic_bulk.all_have_read(fetching, group)
+
+        def fetch_next():
+            fetch_tile(turn + stages, blocks, slot)
+            return load_blocks(turn + stages + 1)
+
+        next_blocks = lax.cond(fetching, fetch_next, lambda: blocks)
         twice_relu = products + jnp.abs(products)  # added, for the maximum's unit has more to do
         score = (twice_relu * head_weights).sum(axis=1)
         if not core.has_memory:
             score = left_operand.to_rows(score)
         score = score * lax.bitcast_convert_type(factor, jnp.float32)
         mosaic_memory.store_run(scores.at[token], tile_of(turn) * core.tile, score, layouts[-1])
-        return blocks, slot
+        is_last = slot == stages - 1
+        return next_blocks, jnp.where(is_last, 0, slot + 1), jnp.where(is_last, 1 - parity, parity)
 
-    blocks = [load_blocks(turn) for turn in range(stages + 1)]
-    for turn in range(stages):
-        fetch_tile(turn, blocks[turn], turn)
+    mosaic_bulk.make_barriers(barriers)
+
+    @pl.when(fetching)
+    def _():
+        for turn in range(stages):
+            fetch_tile(turn, load_blocks(turn), jnp.int32(turn))
 
     def quantize_queries(half):
         """Of 32 heads."""
@@ -265,7 +261,8 @@ def _score_kernel(
     head_weights = plgpu.load(weights_smem, layout=core.layout.reduce(0), optimized=False)
     head_weights = lax.broadcast_in_dim(head_weights, (core.tile, HEADS), [1])
     head_weights = plgpu.layout_cast(head_weights, core.layout)
-    lax.fori_loop(0, num_turns, score_tile, (blocks[stages], jnp.int32(stages)))
+    start = (load_blocks(stages), jnp.int32(0), jnp.int32(0))
+    lax.fori_loop(0, num_turns, score_tile, start)
 
 
 def index_scores(
@@ -314,8 +311,6 @@ def index_scores(
         plgpu.SMEM, dtype=jnp.float8_e4m3fn, transforms=mosaic.SWIZZLED_BYTES
     )
 
-    slot_bytes = core.tile * shapes.width
-    slot_bytes += shapes.num_words(core) * mosaic_memory.FETCHED_WORDS
     operands_in_memory = (
         [
             swizzled((tiling.groups, core.tile, DIM)),
@@ -340,7 +335,9 @@ def index_scores(
             swizzled((HEADS, DIM)),
             plgpu.SMEM((HEADS,), jnp.float32),
             plgpu.Barrier(num_arrivals=2),
-            plgpu.SMEM((tiling.groups, tiling.stages + 1, slot_bytes), jnp.uint8),
+            plgpu.SMEM((tiling.groups, tiling.stages, core.tile, shapes.width), jnp.uint8),
+            plgpu.SMEM((tiling.groups, tiling.stages, core.tile), jnp.int32),
+            plgpu.SMEM((tiling.groups, mosaic_bulk.WORDS_OF_BARRIER * tiling.stages), jnp.int32),
             *operands_in_memory,
         ],
         compiler_params=plgpu.CompilerParams(

@@ -70,8 +70,8 @@ SHAPES = [
     ("flush_hca", ("main",), 32768),
 ]
 """Op, compressors, tokens; of a CSA layer only both together are kept."""
-SCORES = [(5, 1), (4, 3), (4, 1)]
-"""Warpgroups of a program, tiles on their way to each."""
+SCORES = [(4, 2), (5, 2), (5, 3), (6, 3)]
+"""Warpgroups of a program, tiles of each in shared memory."""
 SCORE_SHAPES = [(64, 65536), (64, 4096), (8, 65536), (1, 262144)]
 """Query tokens, entries of each."""
 ATTENTION_SHAPES = [
