@@ -8,7 +8,8 @@ import pytest
 import pallas_kernels as pk
 from helpers import gather_cases, inputs, token_oracle
 from helpers.inputs import CASE_LAYER, LAYER, NUM_LAYERS, pack_call, poison, shuffled_table
-from pallas_kernels import CACHE_FORMATS, gather_entries, gather_window, get_cache_format
+from pallas_kernels import CACHE_FORMATS, backend, gather_entries, gather_window, get_cache_format
+from pallas_kernels.gather_entries import op
 
 C, ROPE, IC = 12, 4, 16
 NUM_BLOCKS, LOGICAL = 12, 4
@@ -217,6 +218,20 @@ def fill_by_place(shape, dtype):
     places = [jax.lax.broadcasted_iota(jnp.uint32, shape, axis) for axis in range(len(shape))]
     mixed = sum(p * jnp.uint32(2654435761 * (2 * n + 1) % 2**32) for n, p in enumerate(places))
     return ((mixed >> 8) % 63 + 64).astype(dtype)
+
+
+@each_format
+def test_none_picks_the_kernel_on_a_gpu_where_it_can_decode(monkeypatch, name):
+    monkeypatch.setattr(backend, "compute_capability", lambda: (9, 0))
+    chosen = {b: lambda *_, b=b, **__: b for b in op._ENTRIES}
+    monkeypatch.setattr(op, "_ENTRIES", chosen)
+    codec = get_cache_format(name).entry
+    planes = {
+        n: jnp.zeros((1, 2, 4, *s.shape), s.dtype) for n, s in codec.plane_shapes(C, ROPE).items()
+    }
+    one = jnp.zeros((1, 1), jnp.int32)
+    picked = gather_entries(planes, one, one[0], one, layer=jnp.int32(0), codec=codec, dim=C)
+    assert picked == (KERNEL if "fp8" in name else "reference")
 
 
 def test_a_codec_without_a_kernel_is_refused_by_name():
