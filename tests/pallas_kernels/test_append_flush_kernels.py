@@ -68,7 +68,7 @@ def assert_same_but_for_roundings(actual, expected):
     assert np.mean(difference > 2.0**-18) <= MAX_SHARE
 
 
-@each_kind
+@pytest.mark.parametrize("kind", slow.all_but(["csa"], list(RATES)))
 def test_one_token_per_request_leaves_the_bits_that_many_leave(lane, kind):
     """Known bugs B1, B8, B19, through other kernels: a decode step and a prefill agree."""
     histories, norms = draw(kind)

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend:Deprec
 @pytest.mark.parametrize(
     ("name", "dtype"),
     slow.all_but(
-        [("fp8_ue8m0", jnp.bfloat16), ("fp8_per_entry", jnp.bfloat16)],
+        [("fp8_ue8m0", jnp.bfloat16)],
         [(name, jnp.bfloat16) for name in CACHE_FORMATS] + [("f32", jnp.float32)],
     ),
 )

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
+from helpers import serving
 
 
 @pytest.fixture(scope="module")
 def model():
-    config = ds.DSV4Config.tiny()
-    return config, ds.init_params(config, jax.random.key(0))
+    return serving.CONFIG, serving.params()
 
 
 def start(config):

@@ -22,6 +22,7 @@ def small(name, layers):
     )
 
 
+@pytest.mark.slow
 def test_references_against_themselves_differ_nowhere():
     """Every op of every type is compared, also where nothing but references runs."""
     compared = step_check.compare_ops(

@@ -55,6 +55,7 @@ def test_it_predicts_english_and_the_released_format_costs_little(model, oracle)
     assert abs(losses(model, token_ids, cache_format="fp8_ue8m0").mean() - exact) < 0.02
 
 
+@pytest.mark.slow
 def test_the_indexer_finds_what_a_random_choice_misses(model, oracle):
     """A text that repeats: beyond what top-k covers, the copy of each passage must be found."""
     config, _ = model
