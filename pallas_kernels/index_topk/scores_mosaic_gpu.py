@@ -18,9 +18,9 @@ more of a tile costs all the cycles it multiplies. The card draws 690 W and is d
 of zeros take 7 % less. Sums of the FP8 tensor core keep some 14 bits below their largest term. Has
 not run on a Blackwell card.
 
-At 64 x 65,536 MXFP4 keys, us: 122.7; 124.1 where each thread copies its own part of a tile
-(cp.async); 118.2 where relus are rounded to f16 and `mma` adds up heads, which no call of 2^20 keys
-or fewer gains from, and which is not exact; 6 warpgroups 120.3, of less than 8 tiles each a loss.
+64 requests of 65,536 MXFP4 keys take 120 us there. 123 with five warpgroups; 124 on another card
+where each thread copied its own part of a tile (cp.async); 115 where relus were rounded to f16 and
+`mma` added up heads, 4 %, and nothing in calls of up to 2^19 keys, for scores that are less exact.
 
 Source: deepseek_v4.md section 3.
 """

@@ -11,7 +11,13 @@ import pytest
 from helpers import attention_cases, inputs, slow
 from helpers.attention_cases import Sizes
 from pallas_kernels import Backend, get_cache_format, sparse_attention
-from pallas_kernels.sparse_attention import kernel_shapes, mosaic_blackwell, mosaic_hopper, op
+from pallas_kernels.sparse_attention import (
+    kernel_launch,
+    kernel_shapes,
+    mosaic_blackwell,
+    mosaic_hopper,
+    op,
+)
 
 SIZES = Sizes(
     dim=256,
@@ -101,6 +107,30 @@ def test_splits_are_combined(kernel, monkeypatch, splits):
     split_into(splits, monkeypatch)
     case = draw()
     assert error(case, case.attend(backend="mosaic_gpu")) < 1
+
+
+def test_splits_of_any_size_add_up_and_empty_ones_count_for_nothing():
+    """Logits apart by more than f32's exponents, splits and whole rows without a key, no sink."""
+    rng = np.random.default_rng(0)
+    splits, tokens, heads, dim = 5, 4, 3, 8
+    largest = rng.normal(size=(splits, tokens, heads)) * [[1], [40], [400], [0]]
+    total = rng.uniform(1, 9, largest.shape)
+    sums = rng.normal(size=(*largest.shape, dim)) * total[..., None]
+    is_empty = rng.random(largest.shape) < 0.4
+    is_empty[:, 3] = True
+    largest[is_empty], total[is_empty], sums[is_empty] = kernel_launch.FLOOR, 0, 0
+    sink = np.array([0.5, -np.inf, 30.0])
+    statistics = np.stack([largest, total], axis=2).astype(np.float32)
+    actual = kernel_launch._combine(*map(jnp.float32, (sums, statistics, sink)))
+    base2 = np.float32(sink * kernel_launch.LOG2_E)[None]
+    top = np.maximum(largest.max(axis=0), base2)
+    scale = np.exp2(largest - top)
+    whole = (total * scale).sum(axis=0) + np.exp2(base2 - top)
+    factor = np.where(whole > 0, scale / np.where(whole > 0, whole, 1), 0)
+    expected = (sums * factor[..., None]).sum(axis=0)
+    assert np.abs(expected[:3]).max() > 0.1
+    assert not expected[3].any()
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_the_tolerance_rejects_other_definitions(lane):

@@ -1,6 +1,9 @@
 """The main job, as a user runs it."""
 
+import dataclasses
 import json
+import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -9,6 +12,7 @@ import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.cli import main
+from helpers import serving
 
 
 def run(*arguments, timeout=120):
@@ -30,9 +34,16 @@ def test_one_prompt_is_continued_in_english_from_the_shipped_checkpoint():
     assert "loading" in result.stderr
 
 
-def test_several_prompts_are_printed_one_after_another(capsys):
+def test_several_prompts_are_printed_one_after_another(capsys, tmp_path):
+    """From a small untrained checkpoint, whose tokens are the shipped one's bytes."""
+    shipped = pathlib.Path(ds.SHIPPED_CHECKPOINT)
+    vocab_size = json.loads((shipped / "config.json").read_text())["vocab_size"]
+    config = dataclasses.replace(serving.CONFIG, vocab_size=vocab_size)
+    ds.save_checkpoint(config, ds.init_params(config, jax.random.key(0)), tmp_path)
+    shutil.copy(shipped / "tokenizer.json", tmp_path)
     prompts = ["The for statement", "Python", "The for statement"]
     settings = ["--max-new-tokens", "16", "--temperature", "0.7", "--seed", "3"]
+    settings += ["--checkpoint", str(tmp_path)]
     assert main(["generate", *prompts, *settings, "--cache-format", "bf16"]) == 0
     captured = capsys.readouterr()
     parts = [part.split("\n", 1)[1] for part in captured.out.split("--- ")[1:]]

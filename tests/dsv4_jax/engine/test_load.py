@@ -55,6 +55,7 @@ def test_64_requests_through_the_shipped_checkpoint():
         assert one == done
 
 
+@pytest.mark.slow
 def test_a_stop_text_ends_an_answer_though_drafts_go_on():
     """Of a step's tokens those after the stop text are dropped; blocks and slot are free again."""
     engine = make_engine(tokenizer=load_tokenizer(ds.SHIPPED_CHECKPOINT))
