@@ -5,7 +5,8 @@ two mixings a layer; unrolled, one fusion of them takes 47 s to compile. Here th
 sums of one 4 x 4 tile, and every program has its own.
 
 Bytes: the streams in, once, the collapsed and the normed row out. What bounds it is the launch and
-the chain of divisions. Compiled for Hopper and Blackwell, not timed yet.
+the chain of divisions: in a step of one request on an H200 (jax 0.11.2) 7.3 us a launch. It
+compiles for Blackwell and has not run there.
 """
 
 from __future__ import annotations
