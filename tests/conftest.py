@@ -15,8 +15,20 @@ import pytest
 import pallas_kernels as pk
 from helpers import gpu_results
 
+LONG_FILES = {
+    "test_compiled",
+    "test_notebooks",
+    "test_verify",
+    "test_generate",
+    "test_greedy_against_transformers",
+    "test_bench_commands",
+}
+"""Few tests that take long; the first to be given to a worker, so that none is left with one."""
+
 
 def pytest_configure(config):
+    if hasattr(config.option, "loadscopereorder"):  # of pytest-xdist: files of few tests last
+        config.option.loadscopereorder = False
     # Files of one run share what took over a second to compile; unless told where to keep it, no
     # run depends on an earlier one. Every process has its own: entries are not written at once.
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
@@ -28,6 +40,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.stem not in LONG_FILES)
     if jax.default_backend() != "gpu":
         skip = pytest.mark.skip(reason="needs a CUDA device")
         for item in items:
