@@ -50,6 +50,7 @@ def test_decode_times_every_part(tmp_path, capsys):
     assert "ms a layer" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_cache_part_needs_no_weights(tmp_path):
     found = bench(tmp_path, "decode", "--contexts", "64", "--parts", "cache")
     (row,) = found["rows"]

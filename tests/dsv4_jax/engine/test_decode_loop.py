@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
-from helpers import serving
+from helpers import serving, slow
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def step_by_step(config, params, sampling, num_steps):
     return cache, np.stack(drawn, axis=1)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", slow.all_but([0.8], [0.0, 0.8]))
 def test_loop_draws_what_single_steps_draw(model, temperature):
     config, params = model
     sampling = ds.make_sampling(3, temperature=temperature, top_k=20, top_p=0.9, seed=[5, 6, 7])
