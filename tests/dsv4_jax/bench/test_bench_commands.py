@@ -16,6 +16,7 @@ def bench(tmp_path, *arguments, status=0):
     return json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_quick_decode_times_the_step_alone(tmp_path, capsys):
     plot = tmp_path / "plot.svg"
     arguments = ("--batch", "2", "--contexts", "64", "--quick", "--plot", str(plot))
