@@ -49,7 +49,7 @@ def case():
 
 
 def test_the_cache_and_the_whole_history_agree(case):
-    """Scanned and not, prefill and decode, where fewer entries are selected than there are."""
+    """Prefill and decode, where fewer entries are selected than there are."""
     _, tokens = case
     plain_config = dataclasses.replace(
         CONFIG, layer_types=(CSA, HCA, CSA), router_types=CONFIG.router_types[:3]
