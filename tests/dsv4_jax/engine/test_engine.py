@@ -19,7 +19,7 @@ def engine(model):
         *model,
         max_requests=3,
         max_context_tokens=200,
-        prefill_tokens=(48,),
+        prefill_tokens=(16, 48),  # the one engine here that chooses between two
         cache_format="f32",
     )
 
