@@ -114,6 +114,9 @@ def main():
                 engine.completion(token.request_id)
         if steps % 100 == 0:
             memory.append(bytes_in_use())
+        if steps % 1000 == 0:
+            moved, seconds = memory[-1] - memory[0], time.perf_counter() - begun
+            print(f"step {steps:>6}, {seconds:.0f} s, memory {moved:+,} bytes", flush=True)
     seconds, metrics = time.perf_counter() - begun, engine.metrics
     read = metrics.prompt_tokens - metrics.hit_tokens
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {args}")
