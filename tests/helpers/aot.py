@@ -34,13 +34,12 @@ SERIES = ".".join(jax.__version__.split(".")[:2])
 BROKEN = "compiled/"
 """Cases of this prefix show that the checks can fail, and are not recorded."""
 
-_ENVIRONMENT = {
+WITHOUT_A_GPU = {
     "JAX_PLATFORMS": "cpu",
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # no driver and no cuDNN to check
     "TF_CPP_MIN_LOG_LEVEL": "3",
-    "MOSAIC_GPU_DUMP_PTX": "1",
-    "MOSAIC_GPU_DUMP_PTXAS": "1",
 }
+_ENVIRONMENT = WITHOUT_A_GPU | {"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
 _DESCRIPTION = """
 gpu_device_info {{
   cuda_compute_capability {{ major: {major} minor: 0 feature_extension: ACCELERATED_FEATURES }}

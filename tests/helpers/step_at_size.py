@@ -6,6 +6,7 @@ its arguments, and every copy of a MiB or more. Nothing is allocated: arguments 
 
 import dataclasses
 import json
+import os
 import re
 import sys
 import time
@@ -63,6 +64,7 @@ def _weight_sized(hlo, params):
 
 
 def main():
+    os.environ.update(aot.WITHOUT_A_GPU)
     layers, batch = map(int, sys.argv[1:])
     config = ds.DSV4Config.flash_slim()
     config = dataclasses.replace(

@@ -22,7 +22,7 @@ def figures(layers, batch):
     paths = os.pathsep.join([str(TESTS.parent), str(TESTS)])
     done = subprocess.run(
         [sys.executable, "-m", "helpers.step_at_size", str(layers), str(batch)],
-        env=os.environ | aot._ENVIRONMENT | {"PYTHONPATH": paths},
+        env=os.environ | {"PYTHONPATH": paths},
         capture_output=True,
         text=True,
     )
