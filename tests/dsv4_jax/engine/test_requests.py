@@ -138,7 +138,6 @@ def test_a_budget_sizes_the_engine():
     assert engine._loop.manager.num_blocks > plan.num_blocks
 
 
-@pytest.mark.slow
 def test_a_debugged_engine_says_what_is_wrong():
     """A length that the device does not have is found after the next step."""
     engine = make_engine(debug=True)
