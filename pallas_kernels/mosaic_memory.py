@@ -24,6 +24,9 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from pallas_kernels.backend import interpreting
 from pallas_kernels.mosaic import ROW, ROWS, SWIZZLED, SWIZZLED_BYTES, Layout, Ref, plgpu
 
+LINE_BYTES = 128
+"""Of a cache line."""
+
 
 def gather_rows(
     sources: Sequence[Ref],
@@ -130,6 +133,38 @@ def gather_words(
     return load(list(sources), source, index)
 
 
+def prefetch_rows(planes: Sequence[Sequence[Ref]], source: jax.Array, index: jax.Array) -> None:
+    """Asks for whole rows to come into the L2 cache; waits for nothing and takes no registers.
+
+    Args:
+      planes: of each its sources, as in `gather_rows`.
+      source: as in `gather_rows`.
+      index: as in `gather_rows`.
+    """
+    if interpreting():
+        return
+    shape, lanes = (index.shape[0], 64), 4
+    count = len(planes[0])
+
+    @plgpu.inline_mgpu(arg_types=([plgpu.RefType()] * (count * len(planes)), ROW, ROW))
+    def prefetch(_, refs, source, index):
+        tiled = ROWS.to_mgpu()
+        index, source = (
+            rows.broadcast_in_dim(shape, (0,), tiled).registers for rows in (index, source)
+        )
+        columns = tiled.thread_idxs(shape)
+        for place, (_, column) in zip(np.ndindex(index.shape), columns, strict=True):
+            if place[-2]:  # the right half of what its neighbour stands for
+                continue
+            line = arith.muli(column, mgpu.c(lanes * LINE_BYTES // shape[1], column.type))
+            for first in range(0, len(refs), count):
+                sources = refs[first : first + count]
+                row = _Row.find(sources, source[place], index[place], False)
+                row.prefetch(line, lanes)
+
+    prefetch([ref for sources in planes for ref in sources], source, index)
+
+
 def store(target: Ref, values: jax.Array, layout: Layout) -> None:
     """Stores an array of the given layout in shared memory.
 
@@ -224,15 +259,49 @@ class _Row:
         present = arith.cmpi(arith.CmpIPredicate.ne, index, mgpu.c(-1, i32))
         return cls(ref_type, base, arith.select(present, index, mgpu.c(0, i32)), present)
 
+    @property
+    def element_bytes(self) -> int:
+        """Of one column."""
+        return mgpu.bitwidth(self.ref_type.element_type) // 8
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the row."""
+        return self.ref_type.shape[1] * self.element_bytes
+
+    def address(self, offset: ir.Value) -> ir.Value:
+        """Of the byte at an i64 offset in the row."""
+        i64, byte = ir.IntegerType.get_signless(64), ir.IntegerType.get_signless(8)
+        address = mgpu.utils.getelementptr(self.base, [offset], byte)
+        row = arith.muli(arith.extsi(i64, self.index), mgpu.c(self.num_bytes, i64))
+        return mgpu.utils.getelementptr(address, [row], byte)
+
+    def prefetch(self, line: ir.Value, lanes: int) -> None:
+        """Asks for the line at that byte of the row, and for every `lanes`-th after it."""
+        i64, i32 = (ir.IntegerType.get_signless(bits) for bits in (64, 32))
+        assert self.present is not None
+        for first in range(0, self.num_bytes, lanes * LINE_BYTES):
+            offset = arith.addi(arith.index_cast(i64, line), mgpu.c(first, i64))
+            size = mgpu.c(self.num_bytes, i64)
+            inside = arith.cmpi(arith.CmpIPredicate.slt, offset, size)
+            wanted = arith.extui(i32, arith.andi(inside, self.present))
+            llvm.inline_asm(
+                ir.Type.parse("!llvm.void"),
+                [self.address(offset), wanted],
+                """{
+                  .reg .pred wanted;
+                  setp.ne.b32 wanted, $1, 0;
+                  @wanted prefetch.global.L2 [$0];
+                }""",
+                "l,r",
+                has_side_effects=True,
+            )
+
     def load(self, column: ir.Value, count: int) -> ir.Value:
         """`count` elements from a column on; zeros where there is no row."""
         i64, byte = ir.IntegerType.get_signless(64), ir.IntegerType.get_signless(8)
-        size = mgpu.bitwidth(self.ref_type.element_type) // 8
-        width = mgpu.c(self.ref_type.shape[1] * size, i64)
-        column = arith.muli(arith.index_cast(i64, column), mgpu.c(size, i64))
-        address = mgpu.utils.getelementptr(self.base, [column], byte)
-        row = arith.muli(arith.extsi(i64, self.index), width)
-        address = mgpu.utils.getelementptr(address, [row], byte)
+        size = self.element_bytes
+        address = self.address(arith.muli(arith.index_cast(i64, column), mgpu.c(size, i64)))
         total = count * size // 4
         words = [
             _load_words(

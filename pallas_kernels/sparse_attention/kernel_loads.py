@@ -162,6 +162,8 @@ def gather_keys(
         (rows, scales), index, entry, block, later_entry = carry
         slot = lax.rem(i, 2)
         source, next_index = locate(i + 1, entry, block)
+        # What is loaded last this turn is waited for first in the next.
+        mosaic_memory.prefetch_rows(list(sources.values()), source, next_index)
         next_scales = s.fetch_scales(sources, source, next_index, chunks)
 
         @pl.when(i >= 2)
