@@ -269,25 +269,21 @@ class _Row:
         """Of the row."""
         return self.ref_type.shape[1] * self.element_bytes
 
-    def address(self, offset: ir.Value) -> ir.Value:
-        """Of the byte at an i64 offset in the row."""
-        i64, byte = ir.IntegerType.get_signless(64), ir.IntegerType.get_signless(8)
-        address = mgpu.utils.getelementptr(self.base, [offset], byte)
-        row = arith.muli(arith.extsi(i64, self.index), mgpu.c(self.num_bytes, i64))
-        return mgpu.utils.getelementptr(address, [row], byte)
-
     def prefetch(self, line: ir.Value, lanes: int) -> None:
         """Asks for the line at that byte of the row, and for every `lanes`-th after it."""
-        i64, i32 = (ir.IntegerType.get_signless(bits) for bits in (64, 32))
+        i64, i32, byte = (ir.IntegerType.get_signless(bits) for bits in (64, 32, 8))
         assert self.present is not None
+        start = arith.muli(arith.extsi(i64, self.index), mgpu.c(self.num_bytes, i64))
+        start = mgpu.utils.getelementptr(self.base, [start], byte)
         for first in range(0, self.num_bytes, lanes * LINE_BYTES):
-            offset = arith.addi(arith.index_cast(i64, line), mgpu.c(first, i64))
-            size = mgpu.c(self.num_bytes, i64)
-            inside = arith.cmpi(arith.CmpIPredicate.slt, offset, size)
+            inside = arith.cmpi(
+                arith.CmpIPredicate.slt, line, mgpu.c(self.num_bytes - first, line.type)
+            )
             wanted = arith.extui(i32, arith.andi(inside, self.present))
+            offset = arith.addi(arith.index_cast(i64, line), mgpu.c(first, i64))
             llvm.inline_asm(
                 ir.Type.parse("!llvm.void"),
-                [self.address(offset), wanted],
+                [mgpu.utils.getelementptr(start, [offset], byte), wanted],
                 """{
                   .reg .pred wanted;
                   setp.ne.b32 wanted, $1, 0;
@@ -301,7 +297,10 @@ class _Row:
         """`count` elements from a column on; zeros where there is no row."""
         i64, byte = ir.IntegerType.get_signless(64), ir.IntegerType.get_signless(8)
         size = self.element_bytes
-        address = self.address(arith.muli(arith.index_cast(i64, column), mgpu.c(size, i64)))
+        column = arith.muli(arith.index_cast(i64, column), mgpu.c(size, i64))
+        address = mgpu.utils.getelementptr(self.base, [column], byte)
+        row = arith.muli(arith.extsi(i64, self.index), mgpu.c(self.num_bytes, i64))
+        address = mgpu.utils.getelementptr(address, [row], byte)
         total = count * size // 4
         words = [
             _load_words(
