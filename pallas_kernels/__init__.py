@@ -6,6 +6,7 @@ from pallas_kernels.backend import Backend, gpu_interpreter
 from pallas_kernels.flush_write import flush_csa, flush_hca, flush_write
 from pallas_kernels.formats import CACHE_FORMATS, CacheFormat, Planes, get_cache_format
 from pallas_kernels.gather_entries import gather_entries, gather_window
+from pallas_kernels.index_queries import round_index_queries
 from pallas_kernels.index_topk import index_topk
 from pallas_kernels.sparse_attention import sparse_attention
 from pallas_kernels.stream_mix import mix_streams
@@ -29,5 +30,6 @@ __all__ = [
     "gpu_interpreter",
     "index_topk",
     "mix_streams",
+    "round_index_queries",
     "sparse_attention",
 ]

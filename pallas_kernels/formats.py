@@ -339,10 +339,7 @@ class CacheFormat:
 
     def round_index(self, x: jax.Array) -> jax.Array:
         """[..., IC] -> f32[..., IC], an index key or query as scores see it, rotated where due."""
-        key = self.index_key
-        if isinstance(key, FP4KeyCodec):
-            return key.round(x)
-        return key.decode(key.encode(x, 0), x.shape[-1])
+        return round_through(self.index_key, x)
 
     def entry_bytes(self, head_dim: int, rope_dim: int) -> int:
         """Bytes of one entry in memory."""
@@ -375,6 +372,13 @@ def get_cache_format(name: str) -> CacheFormat:
     if name not in CACHE_FORMATS:
         raise ValueError(f"cache_format must be one of {list(CACHE_FORMATS)}, got {name!r}")
     return CACHE_FORMATS[name]
+
+
+def round_through(codec: Codec, x: jax.Array) -> jax.Array:
+    """[..., IC] -> f32[..., IC], as an index codec would give it back."""
+    if isinstance(codec, FP4KeyCodec):
+        return codec.round(x)
+    return codec.decode(codec.encode(x, 0), x.shape[-1])
 
 
 def _split_rope(x: jax.Array, rope_dim: int) -> tuple[jax.Array, jax.Array]:

@@ -47,9 +47,9 @@ def load_turn(
     dim: int,
     width: int,
     dtype: DTypeLike,
-    eps: float,
+    eps: float = 0.0,
 ) -> Turn:
-    """From the norm's weight [C] and f32[R / 2]."""
+    """From the norm's weight [C] and f32[R / 2]; `rotate` reads neither the weight nor `eps`."""
     num_rotated = frequencies_ref.shape[0]
     weight = None
     if norm_ref is not None:
@@ -64,32 +64,13 @@ def load_turn(
 def norm_and_rotate(x: jax.Array, turn: Turn, position: jax.Array) -> jax.Array:
     """f32[..., width], normed and rotated to i32[], each rounded to the dtype of activations."""
     mean_square = _sum_by_halves(triton.exact_product(x, x)) / turn.dim
-    scaled = x * _beside(jax.lax.rsqrt(mean_square + turn.eps), x.shape)
+    scaled = x * beside(jax.lax.rsqrt(mean_square + turn.eps), x.shape)
     if turn.weight is not None:
         scaled = scaled * jnp.broadcast_to(turn.weight, x.shape)
-    return _rotate(round_to(scaled, turn.dtype), turn, position)
+    return rotate(round_to(scaled, turn.dtype), turn, position)
 
 
-def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """F32 rounded to f32 or bf16, as f32."""
-    return x if jnp.dtype(dtype) == jnp.float32 else triton.round_to_bf16(x)
-
-
-def _sum_by_halves(x: jax.Array) -> jax.Array:
-    """f32[..., width] -> f32[...], adding halves, in the order of `rms_norm_by_halves`."""
-    *lead, width = x.shape
-    while width > 1:
-        width //= 2
-        x = jnp.sum(x.reshape(*lead, 2, width), axis=-2)
-    return jnp.sum(x, axis=-1)
-
-
-def _beside(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """f32[...] for every lane of f32[..., width]; a scalar as it is."""
-    return jnp.broadcast_to(x[..., None], shape) if x.shape else x
-
-
-def _rotate(x: jax.Array, turn: Turn, position: jax.Array) -> jax.Array:
+def rotate(x: jax.Array, turn: Turn, position: jax.Array) -> jax.Array:
     """Rotary embedding of the last R of the C dims, rounded; the others stay."""
     *lead, width = x.shape
     pairs = (*lead, width // 2)
@@ -106,3 +87,22 @@ def _rotate(x: jax.Array, turn: Turn, position: jax.Array) -> jax.Array:
     turned_b = round_to(product(b, cos) + product(a, sin), turn.dtype)
     both = [jnp.where(rotated, turned_a, a), jnp.where(rotated, turned_b, b)]
     return jnp.stack(both, axis=-1).reshape(x.shape)
+
+
+def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """F32 rounded to f32 or bf16, as f32."""
+    return x if jnp.dtype(dtype) == jnp.float32 else triton.round_to_bf16(x)
+
+
+def beside(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """f32[...] for every lane of f32[..., width]; a scalar as it is."""
+    return jnp.broadcast_to(x[..., None], shape) if x.shape else x
+
+
+def _sum_by_halves(x: jax.Array) -> jax.Array:
+    """f32[..., width] -> f32[...], adding halves, in the order of `rms_norm_by_halves`."""
+    *lead, width = x.shape
+    while width > 1:
+        width //= 2
+        x = jnp.sum(x.reshape(*lead, 2, width), axis=-2)
+    return jnp.sum(x, axis=-1)

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import triton
+from pallas_kernels import head_tile, triton
 from pallas_kernels.append_flush.arrays import Appended, Compressor
 from pallas_kernels.append_window import tile
 from pallas_kernels.compress_tail import tile as window
@@ -116,7 +116,7 @@ def append_and_flush(
     written = iter(
         triton.launch(
             kernel,
-            grid=(num_tokens, len(compressors) + 1 + tile.num_head_tiles(num_heads)),
+            grid=(num_tokens, len(compressors) + 1 + head_tile.num_head_tiles(num_heads)),
             inputs=inputs,
             in_place=in_place,
             outputs=[

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import triton
+from pallas_kernels import head_tile, triton
 from pallas_kernels.append_window import tile
 from pallas_kernels.compress_tail import tile as window
 from pallas_kernels.flush_write import tile as entry_tile
@@ -71,7 +71,7 @@ def encode_tokens(
 
     turned, *planes = triton.launch(
         kernel,
-        grid=(num_tokens, 1 + tile.num_head_tiles(num_heads)),
+        grid=(num_tokens, 1 + head_tile.num_head_tiles(num_heads)),
         inputs=[queries, kv, norm, frequencies, positions],
         outputs=[
             jax.ShapeDtypeStruct(queries.shape, queries.dtype),

@@ -22,7 +22,7 @@ from pallas_kernels.formats import (
     PlainCodec,
     ScaledFP8Codec,
 )
-from pallas_kernels.rotary_tile import round_to
+from pallas_kernels.rotary_tile import beside, round_to
 
 Ref = Any
 _INV_448 = np.float32(1.0) / np.float32(448.0)
@@ -97,17 +97,36 @@ def pack(codes: jax.Array, bits: int, count: int) -> jax.Array:
     return jnp.sum(shifted, axis=1, dtype=jnp.uint32)
 
 
+def round_through(codec: Codec, x: jax.Array, *, dim: int) -> jax.Array:
+    """`formats.round_through` of index vectors, f32[n, width]; lanes from `dim` on are zeros.
+
+    Raises:
+      NotImplementedError: this codec has no form for a tile.
+    """
+    match codec:
+        case PlainCodec():
+            return round_to(x, codec.dtype)
+        case FP8KeyCodec():
+            code, scale = _quantize_fp8_key(x, dim)
+            return numbers.decode_e4m3(code) * beside(numbers.decode_ue8m0(scale), x.shape)
+        case FP4KeyCodec():
+            code, scale = _quantize_fp4_key(codec, x, dim)
+            decode = numbers.decode_ue8m0 if codec.power_of_two else numbers.decode_e4m3
+            return (_decode_e2m1(code) * decode(scale)[:, None]).reshape(x.shape)
+    raise NotImplementedError(f"no kernel rounds {type(codec).__name__}; pass backend='reference'")
+
+
 def hadamard_rotate(x: jax.Array, dim: int) -> jax.Array:
-    """`numbers.hadamard_rotate` of the first `dim` lanes, the others being zeros."""
-    half = 1
+    """`numbers.hadamard_rotate` of the first `dim` lanes of f32[..., width], others being zeros."""
+    shape, x, half = x.shape, x.reshape(-1), 1
     while half < dim:
         pairs = x.reshape(x.shape[0] // (2 * half), 2, half)
         second = jax.lax.broadcasted_iota(jnp.int32, pairs.shape, 1) == 1
-        total = jnp.sum(pairs, axis=1)
-        difference = jnp.sum(jnp.where(second, -pairs, pairs), axis=1)
+        total = triton.add_pairs(pairs)
+        difference = triton.add_pairs(jnp.where(second, -pairs, pairs))
         x = jnp.where(second, difference[:, None], total[:, None]).reshape(x.shape)
         half *= 2
-    return x * np.float32(dim**-0.5)
+    return (x * np.float32(dim**-0.5)).reshape(shape)
 
 
 def _encode_grouped(
@@ -144,17 +163,35 @@ def _encode_scaled(x: jax.Array, nope_dim: int, rope_dim: int) -> dict[str, Lane
 
 
 def _encode_fp8_key(x: jax.Array, dim: int) -> dict[str, Lanes]:
-    x = round_to(hadamard_rotate(x, dim), jnp.bfloat16)
-    amax = jnp.maximum(jnp.max(jnp.abs(x)), _AMAX_FLOOR)
-    scale = numbers.encode_ue8m0(amax * _INV_448)
-    code = triton.encode_e4m3(x * numbers.invert_ue8m0(scale))
+    code, scale = _quantize_fp8_key(x, dim)
     return {
         "codes": Lanes(code.astype(jnp.uint32), 0, dim, bits=8),
         "scale": Lanes(numbers.decode_ue8m0(scale), 0, 1),
     }
 
 
+def _quantize_fp8_key(x: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:
+    """f32[..., width] -> E4M3 codes u8[..., width] and scales u8[...]."""
+    x = round_to(hadamard_rotate(x, dim), jnp.bfloat16)
+    amax = jnp.maximum(jnp.max(jnp.abs(x), axis=-1), _AMAX_FLOOR)
+    scale = numbers.encode_ue8m0(amax * _INV_448)
+    return triton.encode_e4m3(x * beside(numbers.invert_ue8m0(scale), x.shape)), scale
+
+
 def _encode_fp4_key(codec: FP4KeyCodec, x: jax.Array, dim: int) -> dict[str, Lanes]:
+    code, scale = _quantize_fp4_key(codec, x, dim)
+    code = code.reshape(x.shape).astype(jnp.uint32)
+    codes = Lanes(code, 0, dim, bits=4)
+    if codec.interleaves_signs(dim):  # of eight codes to a word
+        codes = Lanes(numbers.interleave_signs(pack(code, 4, 8)), 0, dim // 8)
+    return {
+        "codes": codes,
+        "scale": Lanes(scale.astype(jnp.uint32), 0, -(-dim // codec.group), bits=8),
+    }
+
+
+def _quantize_fp4_key(codec: FP4KeyCodec, x: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:
+    """f32[..., width] -> E2M1 codes u8[g, group] of all groups, and their scales u8[g]."""
     groups = round_to(hadamard_rotate(x, dim), jnp.bfloat16).reshape(-1, codec.group)
     amax = jnp.max(jnp.abs(groups), axis=1)
     if codec.power_of_two:
@@ -165,11 +202,15 @@ def _encode_fp4_key(codec: FP4KeyCodec, x: jax.Array, dim: int) -> dict[str, Lan
         scale = triton.encode_e4m3(jnp.maximum(sixth, np.float32(2.0**-9)))
         divisor = jnp.broadcast_to(numbers.decode_e4m3(scale)[:, None], groups.shape)
         scaled = triton.exact_quotient(groups, divisor)
-    code = numbers.encode_e2m1(scaled).reshape(x.shape).astype(jnp.uint32)
-    codes = Lanes(code, 0, dim, bits=4)
-    if codec.interleaves_signs(dim):  # of eight codes to a word
-        codes = Lanes(numbers.interleave_signs(pack(code, 4, 8)), 0, dim // 8)
-    return {
-        "codes": codes,
-        "scale": Lanes(scale.astype(jnp.uint32), 0, -(-dim // codec.group), bits=8),
-    }
+    return numbers.encode_e2m1(scaled), scale
+
+
+def _decode_e2m1(code: jax.Array) -> jax.Array:
+    """`numbers.decode_e2m1` without a table: the three low bits begin an f32 whose bias is 126.
+
+    But for codes 0 and 1, which are subnormal: 0 and 0.5, the latter being that bias alone.
+    """
+    wide = code.astype(jnp.uint32)
+    magnitude, half = wide & 7, np.uint32(126 << 23)
+    bits = jnp.where(magnitude < 2, magnitude * half, (magnitude << 22) + half)
+    return jax.lax.bitcast_convert_type(bits | (wide >> 3 << 31), jnp.float32)

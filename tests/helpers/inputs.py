@@ -170,6 +170,7 @@ def valid_arguments(op):
     projected |= {"positions": i32(tokens), "eps": 1e-6}
     mixed = {"products": f32(tokens, 1, 8), "scale": f32(3), "base": f32(8), "norm": f32(dim)}
     compressor = Compressor(state, wide, f32(dim), pool, plain["codec"])
+    without_layer = ("encode_tokens", "mix_streams", "round_index_queries")
     return {
         "append_and_flush": projected
         | {"ring": ring, "compressors": [compressor], "block_table": table, "rate": rate}
@@ -186,8 +187,9 @@ def valid_arguments(op):
         "index_topk": paged | query | {"weights": f32(tokens, 2), "visible": i32(tokens), "k": 3},
         "mix_streams": mixed
         | {"streams": f32(tokens, 2, dim), "iters": 2, "eps": 1e-6, "norm_eps": 1e-6},
+        "round_index_queries": query | {"frequencies": f32(2), "positions": i32(tokens)},
         "sparse_attention": paged
         | query
         | place
         | {"sink": f32(2), "ring": ring, "rows": rows, "selected": i32(tokens, 3), "scale": 1.0},
-    }[op] | ({} if op in ("encode_tokens", "mix_streams") else {"layer": CASE_LAYER})
+    }[op] | ({} if op in without_layer else {"layer": CASE_LAYER})

@@ -18,6 +18,7 @@ OPS = [
     "gather_window",
     "index_topk",
     "mix_streams",
+    "round_index_queries",
     "sparse_attention",
 ]
 REFERENCE_ONLY = {Backend.REFERENCE: lambda: "the definition"}

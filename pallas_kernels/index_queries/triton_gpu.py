@@ -1,0 +1,47 @@
+"""Triton kernel of `round_index_queries`: a token and eight of its heads per program.
+
+Rotation, butterflies, scales and codes of a head stay in registers; codes are never packed, since
+what meets the keys takes values. Bytes: 6 * IH * IC a token of bf16, in and out, and little else:
+memory bounds a prefill's tokens, the launch a decode step's, which `append_and_flush` takes along.
+
+It compiles for Hopper and Blackwell.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels import head_tile, triton
+from pallas_kernels.formats import Codec
+from pallas_kernels.index_queries import tile
+
+Ref = Any
+_NUM_WARPS = 4
+
+
+def round_index_queries(
+    queries: jax.Array, frequencies: jax.Array, positions: jax.Array, *, codec: Codec
+) -> jax.Array:
+    """See `op.round_index_queries`."""
+    num_tokens, num_heads, _ = queries.shape
+
+    def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
+        queries, frequencies, positions = inputs
+        token, number = pl.program_id(0), pl.program_id(1)
+        tile.round_heads(
+            queries, outputs[0], frequencies, token, number, positions[token], codec=codec
+        )
+
+    (rounded,) = triton.launch(
+        kernel,
+        grid=(num_tokens, head_tile.num_head_tiles(num_heads)),
+        inputs=[queries, frequencies, positions],
+        outputs=[jax.ShapeDtypeStruct(queries.shape, jnp.float32)],
+        num_warps=_NUM_WARPS,
+        name="round_index_queries",
+    )
+    return rounded
