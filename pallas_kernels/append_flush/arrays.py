@@ -37,6 +37,7 @@ class Appended(NamedTuple):
       ring: the updated window.
       states: of each compressor, updated.
       pools: of each compressor, updated.
+      index_queries: f32[T, IH, IC], rotated and rounded; None where there were none.
     """
 
     queries: jax.Array
@@ -44,3 +45,4 @@ class Appended(NamedTuple):
     ring: Planes
     states: tuple[Planes | jax.Array, ...]
     pools: tuple[Planes, ...]
+    index_queries: jax.Array | None

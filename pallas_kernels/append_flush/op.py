@@ -18,6 +18,7 @@ from pallas_kernels.checks import (
     check_shape,
 )
 from pallas_kernels.formats import Codec, Planes
+from pallas_kernels.index_queries.op import check_index_queries
 
 _IMPLEMENTATIONS = {
     Backend.REFERENCE: reference.append_and_flush,
@@ -41,13 +42,16 @@ def append_and_flush(
     layer: jax.Array,
     rate: int,
     eps: float,
+    index_queries: jax.Array | None = None,
+    index_codec: Codec | None = None,
     backend: Backend | None = None,
 ) -> Appended:
     """Everything that a decode step's token leaves in a layer's cache, and its queries.
 
     With one token per request nothing that the call still reads is overwritten: the ring row that
     the token takes is one that no query sees any more, and a closing window takes the token's own
-    projections from the call. With more, see `encode_tokens`, `flush_csa` and `append_tokens`.
+    projections from the call. With more, see `encode_tokens`, `flush_csa` and `append_tokens`, and
+    `round_index_queries` for the index queries, which go along.
 
     Args:
       queries: [T, H, C], as projected; each head is normed without a weight.
@@ -65,6 +69,9 @@ def append_and_flush(
       layer: i32[], index into L.
       rate: M, tokens per window; not read without compressors.
       eps: floor of the norms.
+      index_queries: [T, IH, IC], as projected, in the dtype of `queries`; None on layers that
+        select nothing.
+      index_codec: how index keys are stored; None without `index_queries`.
       backend: implementation to use; None picks the fastest one that runs here.
 
     Returns:
@@ -74,13 +81,14 @@ def append_and_flush(
       ValueError: a shape or dtype is wrong.
       NotImplementedError: the named backend can't run here.
 
-    Source: deepseek_v4.md sections 1.3, 1.7, 2.2, 2.4 and 4.
+    Source: deepseek_v4.md sections 1.3, 1.7, 2.2, 2.4, 3 and 4.
     """
     check_tokens(queries, kv, norm, frequencies, positions)
     num_tokens, dim = kv.shape
     check_same_length("T", kv=kv, request_ids=request_ids, slots=slots)
     check_indices(request_ids=request_ids, slots=slots)
     check_codec("ring", ring, codec, dim)
+    _check_index_queries(index_queries, index_codec, queries, frequencies)
     if (block_table is None) != (not compressors):
         raise ValueError("block_table goes with compressors; pass both, or None and ()")
     if block_table is not None:
@@ -105,7 +113,27 @@ def append_and_flush(
         layer=layer,
         rate=rate,
         eps=eps,
+        index_queries=index_queries,
+        index_codec=index_codec,
     )
+
+
+def _check_index_queries(
+    index_queries: jax.Array | None,
+    codec: Codec | None,
+    queries: jax.Array,
+    frequencies: jax.Array,
+) -> None:
+    if (index_queries is None) != (codec is None):
+        raise ValueError("index_codec goes with index_queries; pass both, or neither")
+    if index_queries is None or codec is None:
+        return
+    check_index_queries("index_queries", index_queries, frequencies, codec)
+    check_same_length("T", queries=queries, index_queries=index_queries)
+    if index_queries.dtype != queries.dtype:
+        raise ValueError(
+            f"queries and index_queries must agree, got {queries.dtype} and {index_queries.dtype}"
+        )
 
 
 def _check_compressor(name: str, compressor: Compressor, num_tokens: int, rate: int) -> None:

@@ -11,6 +11,7 @@ from pallas_kernels.append_flush.arrays import Appended, Compressor
 from pallas_kernels.append_window.reference import append_tokens, encode_tokens
 from pallas_kernels.flush_write.reference import flush_csa, flush_hca
 from pallas_kernels.formats import Codec, Planes
+from pallas_kernels.index_queries.reference import round_index_queries
 
 
 def append_and_flush(
@@ -29,8 +30,10 @@ def append_and_flush(
     layer: jax.Array,
     rate: int,
     eps: float,
+    index_queries: jax.Array | None,
+    index_codec: Codec | None,
 ) -> Appended:
-    """`encode_tokens`, then `flush_csa` or `flush_hca`, then `append_tokens`."""
+    """`encode_tokens`, `flush_csa` or `flush_hca`, `append_tokens`; and `round_index_queries`."""
     encoded = encode_tokens(queries, kv, norm, frequencies, positions, codec=codec, eps=eps)
     # Else XLA may compute a row twice, for the ring and for the call, and round it differently.
     turned, rows = jax.lax.optimization_barrier(encoded)
@@ -83,4 +86,7 @@ def append_and_flush(
         max_count=1,
     )
     kept = tuple(states) if running is None else (running,)
-    return Appended(turned, rows, ring, kept, tuple(pools))
+    rounded = None
+    if index_queries is not None and index_codec is not None:
+        rounded = round_index_queries(index_queries, frequencies, positions, codec=index_codec)
+    return Appended(turned, rows, ring, kept, tuple(pools), rounded)

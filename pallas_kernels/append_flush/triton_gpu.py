@@ -2,14 +2,15 @@
 
 Programs (t, i) of token t: one for each compressor, which stores the token's projections and, where
 they close a window, pools, norms, rotates, encodes and stores its entry; one for the window entry;
-and one for every eight heads of the queries. None waits for another: a closing window pools older
-rows of the state and the token's own row from the call, and the one row that is written here is
-read by nobody.
+one for every eight heads of the queries; and one for every eight of the index queries, where there
+are any. None waits for another: a closing window pools older rows of the state and the token's own
+row from the call, and the one row that is written here is read by nobody.
 
-Bytes: queries in and out, 4 * H * C, beside which the rest is a few KiB a token, and as many again
-as the 2M pooled rows where a CSA window closes. At few requests a chain of loads, exponentials and
-reductions bounds it, at many the queries: on an H200 (jax 0.11.2) 2.7 us for one request of a CSA
-layer, 8.1 for 64 and 21.4, 55 % of the copy bandwidth, for 256.
+Bytes: queries in and out, 4 * H * C, and index queries, 6 * IH * IC, beside which the rest is a few
+KiB a token, and as many again as the 2M pooled rows where a CSA window closes. At few requests a
+chain of loads, exponentials and reductions bounds it, at many the queries: on an H200 (jax 0.11.2),
+without index queries, 2.7 us for one request of a CSA layer, 8.1 for 64 and 21.4, 55 % of the copy
+bandwidth, for 256.
 
 It compiles for Blackwell and has not run there.
 """
@@ -31,6 +32,7 @@ from pallas_kernels.compress_tail import tile as window
 from pallas_kernels.flush_write import tile as entry_tile
 from pallas_kernels.flush_write.closing import Closing, prepare_store
 from pallas_kernels.formats import Codec, Planes
+from pallas_kernels.index_queries import tile as index_tile
 
 Ref = Any
 _NUM_WARPS = 4
@@ -52,9 +54,14 @@ def append_and_flush(
     layer: jax.Array,
     rate: int,
     eps: float,
+    index_queries: jax.Array | None,
+    index_codec: Codec | None,
 ) -> Appended:
     """See `op.append_and_flush`."""
     num_tokens, num_heads, _ = queries.shape
+    num_tiles = head_tile.num_head_tiles(num_heads)
+    to_round = [] if index_queries is None else [index_queries]
+    num_index_tiles = sum(head_tile.num_head_tiles(heads.shape[1]) for heads in to_round)
     shapes = {
         name: jax.ShapeDtypeStruct((num_tokens, *plane.shape[3:]), plane.dtype)
         for name, plane in ring.items()
@@ -66,6 +73,7 @@ def append_and_flush(
     for state, rows, weight, pool, _ in compressors:
         inputs += [rows["values"], rows["scores"], weight]
         in_place += [*_state_arrays(state), *triton.as_words(pool).values()]
+    inputs += to_round
 
     def kernel(input_refs: list[Ref], stored_refs: list[Ref]) -> None:
         read, stored = iter(input_refs), iter(stored_refs)
@@ -89,6 +97,7 @@ def append_and_flush(
             pl.when((part == number) & live)(append)
         turned_ref = next(stored)
         row_refs = {name: next(stored) for name in shapes}
+        turn_part, round_part = len(compressors) + 1, len(compressors) + 1 + num_tiles
 
         @pl.when(part == len(compressors))
         def _append_window() -> None:
@@ -100,28 +109,45 @@ def append_and_flush(
             at = (closes.layer, closes.slot, closes.position % size)
             pl.when(live)(functools.partial(entry_tile.store_entry, ring_refs, at, entry))
 
-        @pl.when(part > len(compressors))
+        turns = part >= turn_part
+        if index_codec is not None:
+            turns &= part < round_part
+
+        @pl.when(turns)
         def _turn() -> None:
-            head_tile = part - (len(compressors) + 1)
             tile.turn_heads(
                 queries_ref,
                 turned_ref,
                 frequencies_ref,
                 token,
-                head_tile,
+                part - turn_part,
                 closes.position,
                 eps=eps,
             )
 
+        if index_codec is not None:
+            round_heads = functools.partial(
+                index_tile.round_heads,
+                next(read),
+                next(stored),
+                frequencies_ref,
+                token,
+                part - round_part,
+                closes.position,
+                codec=index_codec,
+            )
+            pl.when(part >= round_part)(round_heads)
+
     written = iter(
         triton.launch(
             kernel,
-            grid=(num_tokens, len(compressors) + 1 + head_tile.num_head_tiles(num_heads)),
+            grid=(num_tokens, len(compressors) + 1 + num_tiles + num_index_tiles),
             inputs=inputs,
             in_place=in_place,
             outputs=[
                 jax.ShapeDtypeStruct(queries.shape, queries.dtype),
                 *triton.word_shapes(shapes).values(),
+                *(jax.ShapeDtypeStruct(heads.shape, jnp.float32) for heads in to_round),
             ],
             num_warps=_NUM_WARPS,
             name="append_and_flush",
@@ -142,7 +168,7 @@ def append_and_flush(
         pools.append(take(pool))
     turned = next(written)
     rows = triton.from_words({name: next(written) for name in shapes}, shapes)
-    return Appended(turned, rows, new_ring, tuple(states), tuple(pools))
+    return Appended(turned, rows, new_ring, tuple(states), tuple(pools), next(written, None))
 
 
 def _state_arrays(state: Planes | jax.Array) -> list[jax.Array]:

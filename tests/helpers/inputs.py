@@ -174,6 +174,7 @@ def valid_arguments(op):
     return {
         "append_and_flush": projected
         | {"ring": ring, "compressors": [compressor], "block_table": table, "rate": rate}
+        | {"index_queries": f32(tokens, 2, dim), "index_codec": plain["codec"]}
         | {name: i32(tokens) for name in ("request_ids", "slots")},
         "append_tokens": {"rings": [ring], "rows": [rows], "projections": narrow, "rate": rate}
         | running

@@ -1,5 +1,6 @@
 """A layer's arrays and calls, for the kernels that append, compress and flush."""
 
+import collections
 import functools
 
 import jax
@@ -11,7 +12,7 @@ from helpers.inputs import CASE_LAYER, NUM_LAYERS, pack_call, poison, poisoned
 from helpers.schedules import assert_same_bytes
 from pallas_kernels import CACHE_FORMATS
 
-C, IC, ROPE, HEADS, WINDOW, EPS = 12, 16, 4, 3, 8, 1e-6
+C, IC, ROPE, HEADS, INDEX_HEADS, WINDOW, EPS = 12, 16, 4, 3, 9, 8, 1e-6
 RATES = {"csa": 4, "hca": 24}
 NUM_SLOTS, NUM_BLOCKS, LOGICAL, EB = 6, 16, 5, 2
 SLOTS = [3, 1, 4]
@@ -54,7 +55,10 @@ def empty_layer(fmt, kind):
 
 @functools.partial(jax.jit, static_argnames=("name", "kind", "max_count", "backend", "fused"))
 def step(layer, new, call, closing, table, norms, *, name, kind, max_count, backend, fused):
-    """Encodes a call's tokens, flushes what they close and appends them, as a layer does."""
+    """Encodes a call's tokens, flushes what they close and appends them, as a layer does.
+
+    Returns the layer, and the queries as attention and, on CSA layers, as scores see them.
+    """
     fmt, rate = CACHE_FORMATS[name], RATES[kind]
     tokens = {key: call[key] for key in ("request_ids", "slots", "positions", "lengths")}
     common = {"layer": CASE_LAYER, "rate": rate, "eps": EPS, "backend": backend}
@@ -84,7 +88,14 @@ def step(layer, new, call, closing, table, norms, *, name, kind, max_count, back
         rings, _ = pk.append_tokens(rings, rows, None, None, *per_row, **static)
         names = ("window", "tail", "index_tail")
         layer = dict(zip(names, rings, strict=True)) | {"entries": entries, "index_keys": keys}
-        return layer, queries
+        index_queries = pk.round_index_queries(
+            new["index_queries"],
+            frequencies,
+            call["positions"],
+            codec=fmt.index_key,
+            backend=backend,
+        )
+        return layer, {"queries": queries, "index_queries": index_queries}
     entries = pk.flush_hca(
         layer["entries"],
         layer["running"],
@@ -99,7 +110,8 @@ def step(layer, new, call, closing, table, norms, *, name, kind, max_count, back
     (window,), running = pk.append_tokens(
         [layer["window"]], [window], layer["running"], new["main"], *per_row, **static
     )
-    return {"window": window, "running": running, "entries": entries}, queries
+    layer = {"window": window, "running": running, "entries": entries}
+    return layer, {"queries": queries}
 
 
 def append_and_flush(kept, new, projected, norms, table, fmt, **call):
@@ -113,13 +125,16 @@ def append_and_flush(kept, new, projected, norms, table, fmt, **call):
             names, norms, (fmt.entry, fmt.index_key), strict=False
         )
     ]
+    if "index_queries" in new:
+        call |= {"index_queries": new["index_queries"], "index_codec": fmt.index_key}
     done = pk.append_and_flush(
         *projected, kept["window"], compressors, table, codec=fmt.entry, **call
     )
     layer = {"window": done.ring}
     for (state, _, pool), new_state, new_pool in zip(names, done.states, done.pools, strict=True):
         layer |= {state: new_state, pool: new_pool}
-    return layer, done.queries
+    turned = {"queries": done.queries}
+    return layer, turned | ({"index_queries": done.index_queries} if "index" in new else {})
 
 
 def draw_histories(rng, kind, lengths, dtype=jnp.bfloat16):
@@ -134,7 +149,9 @@ def draw_histories(rng, kind, lengths, dtype=jnp.bfloat16):
         return [{"values": 3 * values, "scores": scores} for values, scores in drawn]
 
     histories = {"queries": activations(HEADS, C), "kv": activations(C), "main": projections(C)}
-    return histories | ({"index": projections(IC)} if kind == "csa" else {})
+    if kind == "csa":
+        histories |= {"index": projections(IC), "index_queries": activations(INDEX_HEADS, IC)}
+    return histories
 
 
 def draw_norms(rng, kind, dtype):
@@ -159,7 +176,7 @@ def run(
     """Appends each request's history in pieces of cuts[request]; the layer begins as poison.
 
     Returns:
-      The layer, and each request's queries, as arrays of bytes.
+      The layer, and each request's queries of either kind, {(kind, request): array}.
     """
     rng, rate = np.random.default_rng(seed), RATES[kind]
     layer, lengths = empty_layer(CACHE_FORMATS[name], kind), [0] * len(cuts)
@@ -167,7 +184,7 @@ def run(
     owned = np.random.default_rng(9).permutation(np.arange(1, NUM_BLOCKS - 1))
     for request in range(len(cuts)):
         table[request, : LOGICAL - request] = owned[request * 5 :][: LOGICAL - request]
-    queries = [[] for _ in cuts]
+    queries = collections.defaultdict(list)
     for number in range(max(map(len, cuts))):
         counts = [cut[number] if number < len(cut) else 0 for cut in cuts]
         call = pack_call(
@@ -187,11 +204,13 @@ def run(
             backend=backend,
             fused=fused,
         )
-        turned = np.asarray(turned)
-        for request, found in enumerate(queries):
-            found.append(turned[call.request_ids == request])
+        for which, heads in turned.items():
+            for request in range(len(cuts)):
+                mine = np.asarray(heads)[call.request_ids == request]
+                queries[which, request].append(mine)
         lengths = [n + c for n, c in zip(lengths, counts, strict=True)]
-    return jax.tree.map(np.asarray, layer), [np.concatenate(found) for found in queries]
+    joined = {key: np.concatenate(found) for key, found in queries.items()}
+    return jax.tree.map(np.asarray, layer), joined
 
 
 def flat(layer):
@@ -256,3 +275,11 @@ def assert_stored_alike(fmt, actual, expected):
         running, wanted = actual.pop("running"), expected.pop("running")
         np.testing.assert_allclose(running, wanted, rtol=24 * 2.0**-21, atol=24 * 2.0**-21)
     assert_same_bytes(flat(actual), flat(expected))  # copies
+
+
+def assert_index_queries_alike(actual, expected):
+    """The same but for roundings that MAX_SHARE allows, of at most two steps of E2M1."""
+    largest = np.abs(expected).max(axis=-1, keepdims=True)
+    difference = np.abs(actual - expected)
+    assert np.all(difference <= largest / 2)
+    assert np.mean(difference > 2.0**-18 * largest) <= MAX_SHARE

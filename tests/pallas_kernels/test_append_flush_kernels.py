@@ -18,6 +18,7 @@ from helpers.layer_cases import (
     RATES,
     ROPE,
     C,
+    assert_index_queries_alike,
     assert_stored_alike,
     differing_share,
     draw_histories,
@@ -61,8 +62,15 @@ def test_one_token_per_request_is_stored_as_the_reference_stores_it(lane, name, 
 
 
 def assert_same_but_for_roundings(actual, expected):
-    """Of bf16 a step in MAX_SHARE of the values, of f32 a few ulps."""
-    actual, expected = (np.concatenate(a).astype(np.float64) for a in (actual, expected))
+    """Of bf16 a step in MAX_SHARE of the values, of f32 a few ulps; index queries by a code."""
+    kinds = dict.fromkeys(kind for kind, _ in expected)
+    found, wanted = (
+        {kind: np.concatenate([a for key, a in given.items() if key[0] == kind]) for kind in kinds}
+        for given in (actual, expected)
+    )
+    if "index_queries" in kinds:
+        assert_index_queries_alike(found["index_queries"], wanted["index_queries"])
+    actual, expected = (given["queries"].astype(np.float64) for given in (found, wanted))
     difference = np.abs(actual - expected)
     assert np.all(difference <= 2.0**-7 * np.abs(expected).max(axis=-1, keepdims=True))
     assert np.mean(difference > 2.0**-18) <= MAX_SHARE
@@ -77,7 +85,7 @@ def test_one_token_per_request_leaves_the_bits_that_many_leave(lane, kind):
         "fp8_ue8m0", kind, histories, [[n] for n in LENGTHS], norms, num_tokens=128, seed=1
     )
     assert_same_bytes(flat(actual), flat(whole))
-    assert_same_bytes(dict(enumerate(queries)), dict(enumerate(wanted)))
+    assert_same_bytes(queries, wanted)
 
 
 @each_kind
@@ -95,13 +103,17 @@ def test_the_bounds_reject_a_position_that_is_off_by_one(lane, kind):
         "fp8_ue8m0", kind, histories, ONE_BY_ONE, norms, **DECODE, backend="reference"
     )
     shifted = histories | {
-        key: [np.roll(x, 1, axis=0) for x in histories[key]] for key in ("queries", "kv")
+        key: [np.roll(x, 1, axis=0) for x in histories[key]]
+        for key in {"queries", "kv", "index_queries"} & histories.keys()
     }
     actual, queries = run("fp8_ue8m0", kind, shifted, ONE_BY_ONE, norms, **DECODE)
     codec = CACHE_FORMATS["fp8_ue8m0"].entry
     assert differing_share(codec, actual["window"], expected["window"], C) > 5 * MAX_SHARE
     with pytest.raises(AssertionError):
         assert_same_but_for_roundings(queries, wanted)
+    if kind == "csa":
+        with pytest.raises(AssertionError):
+            assert_index_queries_alike(queries["index_queries", 1], wanted["index_queries", 1])
 
 
 def encode(queries, kv, norm, positions, *, codec, backend, eps=EPS):
@@ -140,7 +152,34 @@ def test_queries_of_any_number_of_heads(lane, num_heads):
         encode(queries, kv, jnp.ones(C, jnp.bfloat16), positions, codec=codec, backend=backend)
         for backend in (KERNEL, "reference")
     )
-    assert_same_but_for_roundings([actual], [expected])
+    assert_same_but_for_roundings({("queries", 0): actual}, {("queries", 0): expected})
+
+
+@pytest.mark.parametrize("name", CACHE_FORMATS)
+@pytest.mark.parametrize("num_heads", [1, 9])
+def test_index_queries_are_rounded_as_they_are_alone(lane, name, num_heads):
+    """To the bit, beside a window that closes, padding and a layer without compressors."""
+    codec, rng = CACHE_FORMATS[name].index_key, np.random.default_rng(num_heads)
+    given = jnp.asarray(rng.normal(size=(3, num_heads, 8)) * 3, jnp.float32)
+    arguments = inputs.valid_arguments("append_and_flush") | {
+        "index_queries": given,
+        "index_codec": codec,
+        "positions": jnp.asarray([0, 5, 1_000_000], jnp.int32),
+        "slots": jnp.asarray([0, -1, 1], jnp.int32),
+    }
+    alone = pk.round_index_queries(
+        given, arguments["frequencies"], arguments["positions"], codec=codec, backend=KERNEL
+    )
+    assert alone.dtype == jnp.float32
+    for without in ({}, {"compressors": (), "block_table": None}):
+        done = pk.append_and_flush(**arguments | without, backend=KERNEL)
+        assert_same_bytes({0: np.asarray(done.index_queries)}, {0: np.asarray(alone)})
+
+
+def test_without_index_queries_there_are_none():
+    nothing = {"index_queries": None, "index_codec": None}
+    done = pk.append_and_flush(**inputs.valid_arguments("append_and_flush") | nothing)
+    assert done.index_queries is None
 
 
 @pytest.mark.gpu
@@ -152,7 +191,7 @@ def test_twenty_runs_are_bitwise_equal(kind):
     for _ in range(19):
         again, turned = run("fp8_ue8m0", kind, histories, cuts, norms, **DECODE)
         assert_same_bytes(flat(again), flat(first))
-        assert_same_bytes(dict(enumerate(turned)), dict(enumerate(queries)))
+        assert_same_bytes(turned, queries)
 
 
 RUNNING = jnp.ones((3, 3, 3, 8))
@@ -170,6 +209,12 @@ NARROW = dict.fromkeys(("values", "scores"), jnp.ones((3, 1)))
         ("compressors", (), "block_table goes with compressors"),
         ("rate", 3, r"compressors\[0\].state must keep"),
         ("ring", {"values": jnp.ones((3, 3, 4, 7))}, "ring must hold the planes"),
+        ("index_queries", None, "index_codec goes with index_queries"),
+        ("index_codec", None, "index_codec goes with index_queries"),
+        ("index_queries", jnp.ones((3, 8)), "index_queries must have rank 3"),
+        ("index_queries", jnp.ones((2, 2, 8)), "index_queries must agree on T"),
+        ("index_queries", jnp.ones((3, 2, 2)), "frequencies must have one for each pair of .* 2"),
+        ("index_queries", jnp.ones((3, 2, 8), jnp.bfloat16), "queries and index_queries must ag"),
     ],
 )
 def test_an_error_names_the_argument_that_is_wrong(name, wrong, message):
@@ -247,7 +292,10 @@ def aot_append_and_flush(kind, name, tokens, heads):
         norms.append(_array(dim, dtype=jnp.bfloat16))
         codecs.append(codec)
     ids = {key: _array(tokens, dtype=jnp.int32) for key in ("request_ids", "slots", "positions")}
-    call = ids | {"layer": _array(dtype=jnp.int32)}
+    index = {}
+    if kind == "csa":
+        index = {"index_queries": _array(tokens, 64, 128, dtype=jnp.bfloat16)}
+    call = ids | index | {"layer": _array(dtype=jnp.int32)}
     table = _array(tokens, 2048, dtype=jnp.int32) if kind != "swa" else None
 
     def append(kept, projected, new, norms, table, call):
@@ -256,10 +304,12 @@ def aot_append_and_flush(kind, name, tokens, heads):
             pk.Compressor(*arrays) for arrays in zip(states, new, norms, pools, codecs, strict=True)
         ]
         static = {"codec": fmt.entry, "rate": 4 if kind == "csa" else 128, "eps": EPS}
+        static |= {"index_codec": fmt.index_key} if index else {}
         done = pk.append_and_flush(
             *projected, ring, compressors, table, **static, **call, backend=KERNEL
         )
-        return (done.ring, list(done.states), list(done.pools)), done.queries, done.rows
+        updated = (done.ring, list(done.states), list(done.pools))
+        return updated, done.queries, done.rows, done.index_queries
 
     kept = (_planes(fmt.entry, 512, 2, 64, 128), states, pools)
     specs = (kept, _projected(tokens, heads), new, norms, table, call)
