@@ -7,7 +7,7 @@ import dataclasses
 import jax
 
 from dsv4_jax.attention.compressor import project
-from dsv4_jax.attention.indexer import index_queries
+from dsv4_jax.attention.indexer import index_weights, project_index_queries
 from dsv4_jax.attention.params import AttentionParams
 from dsv4_jax.attention.projections import output, project_kv, project_queries, query_latent
 from dsv4_jax.attention.rope import rope_frequencies
@@ -32,11 +32,15 @@ def csa_attention(
     frequencies = rope_frequencies(config, AttentionType.CSA)
     positions = handle.positions
     latent = query_latent(params, x, config)
+    selected, index_queries = handle.selected, None
+    if selected is None:
+        index_queries = project_index_queries(indexer, latent, config)
     tokens = LayerTokens(
         queries=project_queries(params, latent, config),
         kv=project_kv(params, x),
         compressor=project(compressor, x, positions),
         indexer=project(indexer.compressor, x, positions, "idx"),
+        index_queries=index_queries,
     )
     norms = LayerNorms(
         kv=params.kv_norm,
@@ -45,12 +49,10 @@ def csa_attention(
         frequencies=frequencies,
         eps=config.rms_norm_eps,
     )
-    handle, q = append_and_flush(handle, tokens, norms)
-    selected = handle.selected
+    handle, q, index_q = append_and_flush(handle, tokens, norms)
     if selected is None:
-        selected = handle.select_entries(
-            *index_queries(indexer, x, latent, positions, frequencies, config, handle.schema.format)
-        )
+        assert index_q is not None
+        selected = handle.select_entries(index_q, index_weights(indexer, x))
         if config.index_reuse:
             handle = dataclasses.replace(handle, selected=selected)
     attended = handle.attend(q, params.attn_sink, selected).astype(x.dtype)

@@ -36,6 +36,6 @@ def hca_attention(
         frequencies=frequencies,
         eps=config.rms_norm_eps,
     )
-    handle, q = append_and_flush(handle, tokens, norms)
+    handle, q, _ = append_and_flush(handle, tokens, norms)
     attended = handle.attend(q, params.attn_sink, handle.all_visible()).astype(x.dtype)
     return handle, output(params, attended, positions, frequencies, config)

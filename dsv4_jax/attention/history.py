@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from dsv4_jax.attention.compressor import project
-from dsv4_jax.attention.indexer import index_queries
+from dsv4_jax.attention.indexer import index_queries, index_weights
 from dsv4_jax.attention.params import AttentionParams, CompressorParams
 from dsv4_jax.attention.projections import output, queries, query_latent, window_entry
 from dsv4_jax.attention.rope import rope_frequencies
@@ -171,5 +171,6 @@ def _scores(
         indexer.compressor, x, frequencies, AttentionType.CSA, config, name="idx"
     )
     keys = fmt.round_index(checkpoint_name(keys, "idx/keys"))
-    index_q, weights = index_queries(indexer, x, latent, positions, frequencies, config, fmt)
-    return checkpoint_name(index_scores(index_q, weights, keys[:, None]), "idx/scores")
+    index_q = index_queries(indexer, latent, positions, frequencies, config, fmt)
+    scores = index_scores(index_q, index_weights(indexer, x), keys[:, None])
+    return checkpoint_name(scores, "idx/scores")

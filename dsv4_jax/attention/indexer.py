@@ -16,31 +16,31 @@ from pallas_kernels.formats import CacheFormat
 from pallas_kernels.rotary import rotate
 
 
+def project_index_queries(
+    params: IndexerParams, latent: jax.Array, config: DSV4Config
+) -> jax.Array:
+    """[..., ql], the attention's query latent -> [..., IH, IC], not rotated; no norm follows."""
+    heads = linear(latent, params.wq_b)
+    return heads.reshape(*latent.shape[:-1], config.indexer_num_heads, config.indexer_head_dim)
+
+
+def index_weights(params: IndexerParams, x: jax.Array) -> jax.Array:
+    """[..., D] -> f32[..., IH], of the index heads; not scaled, `index_scores` does that."""
+    return checkpoint_name(linear(x, params.weights_proj, dtype=jnp.float32), "idx/weights")
+
+
 def index_queries(
     params: IndexerParams,
-    x: jax.Array,
     latent: jax.Array,
     positions: jax.Array,
     frequencies: jax.Array,
     config: DSV4Config,
     fmt: CacheFormat,
-) -> tuple[jax.Array, jax.Array]:
-    """Index queries and the weight of each index head.
+) -> jax.Array:
+    """[..., ql] and i32[...] -> f32[..., IH, IC], what `round_index_queries` gives a cached layer.
 
-    Args:
-      params: of the indexer.
-      x: [..., D].
-      latent: [..., ql], the attention's query latent.
-      positions: i32[...].
-      frequencies: f32[R / 2], of the compress table.
-      config: the model.
-      fmt: its keys are rotated and rounded, or not; so are the queries.
-
-    Returns:
-      f32[..., IH, IC] and f32[..., IH]; weights are not scaled, `index_scores` does that.
+    A format's keys are rotated and rounded, or not; so are the queries.
     """
-    heads = linear(latent, params.wq_b)
-    heads = heads.reshape(*x.shape[:-1], config.indexer_num_heads, config.indexer_head_dim)
+    heads = project_index_queries(params, latent, config)
     heads = checkpoint_name(rotate(heads, positions[..., None], frequencies), "idx/q")
-    weights = checkpoint_name(linear(x, params.weights_proj, dtype=jnp.float32), "idx/weights")
-    return fmt.round_index(heads), weights
+    return fmt.round_index(heads)

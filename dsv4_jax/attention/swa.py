@@ -36,6 +36,6 @@ def swa_attention(
         kv=project_kv(params, x),
     )
     norms = LayerNorms(kv=params.kv_norm, frequencies=frequencies, eps=config.rms_norm_eps)
-    handle, q = append_and_flush(handle, tokens, norms)
+    handle, q, _ = append_and_flush(handle, tokens, norms)
     attended = handle.attend(q, params.attn_sink, None).astype(x.dtype)
     return handle, output(params, attended, positions, frequencies, config)

@@ -24,8 +24,8 @@ from dsv4_jax.layer_schedule import AttentionType, LayerSpec, layer_schedule
 
 _ROUNDS = 16  # of an op in one program, each on another layer where there are several
 
-Op = Callable[[LayerCacheHandle, AttentionInputs, DSV4Config], Any]
-"""Gives the handle and what else it computes."""
+Op = Callable[[LayerCacheHandle, AttentionInputs, jax.Array | None, DSV4Config], Any]
+"""Sees index queries as scores do, too; gives the handle and what else it computes."""
 
 
 def bench_kernels(
@@ -119,7 +119,8 @@ def _repeat(
 ) -> tuple[ModelCache, AttentionInputs, list[Any]]:
     """The op on one layer after the other; lengths stay as they are."""
     call = cache.index(step_input, max_row_tokens=1)
-    rows = append(cache.layer(specs[0].attn, 0, call), inputs, config)[0].rows
+    appended, _, index_queries = append(cache.layer(specs[0].attn, 0, call), inputs, config)
+    rows = appended.rows
     assert rows is not None
     outs = []  # returned, else XLA would take out what gives them
     for i in range(_ROUNDS):
@@ -127,7 +128,7 @@ def _repeat(
         handle = cache.layer(spec.attn, spec.family_idx, call, in_place=True).with_rows(rows)
         handle, inputs = jax.lax.optimization_barrier((handle, inputs))
         handle = dataclasses.replace(handle, call=call)  # computed once, as in a step
-        handle, out = op(handle, inputs, config)
+        handle, out = op(handle, inputs, index_queries, config)
         # The next round waits for this one.
         handle, inputs, out = jax.lax.optimization_barrier((handle, inputs, out))
         cache = cache.with_layer(handle)
@@ -140,15 +141,23 @@ _jit_repeat = jax.jit(
 )
 
 
-def _append(handle: LayerCacheHandle, inputs: AttentionInputs, config: DSV4Config) -> Any:
-    return append(dataclasses.replace(handle, rows=None), inputs, config)
+def _append(
+    handle: LayerCacheHandle, inputs: AttentionInputs, _: jax.Array | None, config: DSV4Config
+) -> Any:
+    handle, *queries = append(dataclasses.replace(handle, rows=None), inputs, config)
+    return handle, queries
 
 
-def _index(handle: LayerCacheHandle, inputs: AttentionInputs, config: DSV4Config) -> Any:
-    return handle, handle.select_entries(inputs.index_queries, inputs.index_weights)
+def _index(
+    handle: LayerCacheHandle, inputs: AttentionInputs, seen: jax.Array | None, config: DSV4Config
+) -> Any:
+    assert seen is not None
+    return handle, handle.select_entries(seen, inputs.index_weights)
 
 
-def _attention(handle: LayerCacheHandle, inputs: AttentionInputs, config: DSV4Config) -> Any:
+def _attention(
+    handle: LayerCacheHandle, inputs: AttentionInputs, _: jax.Array | None, config: DSV4Config
+) -> Any:
     """CSA layers attend to entries spread over the whole context."""
     selected = None
     if handle.schema.attn_type == AttentionType.HCA:

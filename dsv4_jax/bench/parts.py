@@ -24,7 +24,7 @@ from dsv4_jax.model.transformer import jit_run_block, keep
 
 
 class AttentionInputs(NamedTuple):
-    """What the projections of a layer hand to its cache-dependent ops.
+    """What the projections of a layer hand to its cache-dependent ops, index queries unrounded.
 
     Attributes:
       queries: [B, H, C].
@@ -35,7 +35,7 @@ class AttentionInputs(NamedTuple):
       hca_scores: f32[B, C].
       index_values: f32[B, 2 * IC].
       index_scores: f32[B, 2 * IC].
-      index_queries: f32[B, IH, IC].
+      index_queries: [B, IH, IC].
       index_weights: f32[B, IH].
       kv_norm: [C].
       norm: [C], of the compressor.
@@ -79,7 +79,7 @@ def random_inputs(config: DSV4Config, batch: int, seed: int = 0) -> AttentionInp
         "index_norm": (index_dim,),
         "sink": (heads,),
     }
-    narrow = {"queries", "kv", "kv_norm", "norm", "index_norm"}
+    narrow = {"queries", "kv", "index_queries", "kv_norm", "norm", "index_norm"}
     return AttentionInputs(
         **{
             name: random_array(
@@ -106,9 +106,9 @@ def cache_part(
 ) -> tuple[ModelCache, AttentionInputs]:
     """All layers of a decode step without what does not touch the cache.
 
-    Each layer appends and flushes, selects and attends as the model's own layers do, but to given
-    inputs. The result of a layer is the next one's queries, so that layers follow one another as
-    in a step; no launch is spent on that.
+    Each layer appends and flushes, index queries rotated and rounded along with that, selects and
+    attends as the model's own layers do, but to given inputs. The result of a layer is the next
+    one's queries, so that layers follow one another as in a step; no launch is spent on that.
 
     Args:
       cache: donate it.
@@ -168,8 +168,8 @@ def layers_of_kind(
 
 def append(
     handle: LayerCacheHandle, inputs: AttentionInputs, config: DSV4Config
-) -> tuple[LayerCacheHandle, jax.Array]:
-    """`append_and_flush` of what a layer of the handle's type projects."""
+) -> tuple[LayerCacheHandle, jax.Array, jax.Array | None]:
+    """`append_and_flush` of what a layer of the handle's type projects, index queries included."""
     attn = handle.schema.attn_type
     tokens = LayerTokens(queries=inputs.queries, kv=inputs.kv)
     norms = LayerNorms(
@@ -187,6 +187,7 @@ def append(
             tokens,
             compressor=Projections(values=inputs.values, scores=inputs.scores),
             indexer=Projections(values=inputs.index_values, scores=inputs.index_scores),
+            index_queries=inputs.index_queries,
         )
     return append_and_flush(handle, tokens, norms)
 
@@ -195,12 +196,12 @@ def _attend(
     handle: LayerCacheHandle, inputs: AttentionInputs, config: DSV4Config
 ) -> tuple[LayerCacheHandle, jax.Array]:
     """One layer, from append to attention, as in `dsv4_jax.attention`."""
-    handle, queries = append(handle, inputs, config)
+    handle, queries, index_queries = append(handle, inputs, config)
     selected = None
     if handle.schema.attn_type == AttentionType.HCA:
         selected = handle.all_visible()
-    elif handle.schema.attn_type == AttentionType.CSA:
-        selected = handle.select_entries(inputs.index_queries, inputs.index_weights)
+    elif index_queries is not None:
+        selected = handle.select_entries(index_queries, inputs.index_weights)
     return handle, handle.attend(queries, inputs.sink, selected)
 
 

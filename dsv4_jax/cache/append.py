@@ -23,12 +23,14 @@ class LayerTokens:
       kv: [T, C], likewise.
       compressor: projections on CSA and HCA layers, else None.
       indexer: projections on CSA layers, else None.
+      index_queries: [T, IH, IC], not rotated, on CSA layers that select; else None.
     """
 
     queries: jax.Array
     kv: jax.Array
     compressor: Projections | None = None
     indexer: Projections | None = None
+    index_queries: jax.Array | None = None
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -52,7 +54,7 @@ class LayerNorms:
 
 def append_and_flush(
     handle: LayerCacheHandle, tokens: LayerTokens, norms: LayerNorms
-) -> tuple[LayerCacheHandle, jax.Array]:
+) -> tuple[LayerCacheHandle, jax.Array, jax.Array | None]:
     """Takes a call's tokens and writes the entries of the windows that they close.
 
     A handle that is `in_place` takes them into ring and states at once, in one launch; then
@@ -65,9 +67,10 @@ def append_and_flush(
       norms: of the layer.
 
     Returns:
-      The handle, and the queries [T, H, C], normed and rotated.
+      The handle; the queries [T, H, C], normed and rotated; and the index queries f32[T, IH, IC],
+      rotated and rounded as index keys are, None where there were none.
 
-    Source: deepseek_v4.md sections 1.3, 2 and 4.
+    Source: deepseek_v4.md sections 1.3, 2, 3 and 4.
     """
     if handle.in_place:
         return _append_in_place(handle, tokens, norms)
@@ -99,12 +102,20 @@ def append_and_flush(
         handle = maybe_flush_hca(
             handle, schema, schema.compression_ratio, norm=norms.compressor, **shared
         )
-    return handle, queries
+    index_queries = tokens.index_queries
+    if index_queries is not None:
+        index_queries = pk.round_index_queries(
+            index_queries,
+            norms.frequencies,
+            handle.positions,
+            codec=handle.schema.format.index_key,
+        )
+    return handle, queries, index_queries
 
 
 def _append_in_place(
     handle: LayerCacheHandle, tokens: LayerTokens, norms: LayerNorms
-) -> tuple[LayerCacheHandle, jax.Array]:
+) -> tuple[LayerCacheHandle, jax.Array, jax.Array | None]:
     state, paged, fmt = handle.state, handle.paged, handle.schema.format
     compressors = []
     if paged is not None:
@@ -145,6 +156,8 @@ def _append_in_place(
         layer=handle.layer,
         rate=handle.schema.compression_ratio,
         eps=norms.eps,
+        index_queries=tokens.index_queries,
+        index_codec=None if tokens.index_queries is None else fmt.index_key,
     )
     names = ("running",) if state.running is not None else ("tail", "index_tail")
     updated = dict(zip(names, done.states, strict=False))
@@ -154,4 +167,4 @@ def _append_in_place(
         paged = dataclasses.replace(paged, **pools)
     rows = CallRows(window=done.rows, compressor=tokens.compressor, indexer=tokens.indexer)
     handle = dataclasses.replace(handle, state=state, paged=paged, is_committed=True)
-    return handle.with_rows(rows), done.queries
+    return handle.with_rows(rows), done.queries, done.index_queries

@@ -4,7 +4,9 @@ A decode step of a CSA or an HCA layer, the whole of it one launch here: norm, r
 encoding, window row, compressor states, and the windows that close, in all requests or in one of M.
 With `--rival FOLDER`, vLLM's launches are summed: window insert, then save and compress of each
 compressor. Its insert norms and rotates queries only in its C++ operator: `--library SO` brings
-that, and without it ours has a single head. Also `encode_tokens` and `append_tokens` of a prefill.
+that, and without it ours has a single head. They leave index queries out, and so does ours beside
+them: other rows take these along, as a step does. Also `encode_tokens`, `round_index_queries` and
+`append_tokens` of a prefill.
 """
 
 import argparse
@@ -17,7 +19,7 @@ import numpy as np
 
 import pallas_kernels as pk
 from benchmarks import draws, harness, layer_calls, rival_compressor
-from benchmarks.layer_calls import EPS, FORMAT, WINDOW, C
+from benchmarks.layer_calls import EPS, FORMAT, IC, INDEX_HEADS, WINDOW, C
 
 BATCHES = [1, 8, 64, 256]
 LAYERS = {"decode": 20, "prefill": 4}
@@ -39,23 +41,29 @@ def main():
         for batch in BATCHES
         for closing in (("all", "some") if batch > 1 else ("all",))
     ]
+    cases += [
+        decode_case("csa", batch, "all", bandwidth, index_heads=INDEX_HEADS)
+        for batch in (1, 64, 256)
+    ]
     cases += [encode_case(tokens, bandwidth) for tokens in (64, 8192)]
+    cases += [round_case(tokens, bandwidth) for tokens in (64, 8192)]
     cases += [append_case(kind, 8192, bandwidth) for kind in ("csa", "hca")]
     return harness.measure(cases, args.results)
 
 
-def decode_case(kind, batch, closing, bandwidth, folder, library):
+def decode_case(kind, batch, closing, bandwidth, folder=None, library=None, index_heads=0):
     """`append_and_flush`."""
     num_heads = 1 if folder and not library else 64
-    shape = (kind, batch, closing, num_heads)
+    shape = (kind, batch, closing, num_heads, index_heads)
+    index = f", {index_heads} index heads" if index_heads else ""
     return harness.Case(
         f"append_and_flush {kind}",
-        f"{batch} requests, {closing} closing, {num_heads} heads",
+        f"{batch} requests, {closing} closing, {num_heads} heads{index}",
         functools.partial(layer_calls.append_and_flush, kind=kind),
         lambda: layer_calls.append_and_flush_case(*shape, layers=LAYERS["decode"]),
         limit_us=layer_calls.append_and_flush_bytes(*shape) / bandwidth * 1e6,
         rival=RIVAL if folder else None,
-        rival_us=(lambda: rival_compressor.load(folder, library).decode_us(*shape))
+        rival_us=(lambda: rival_compressor.load(folder, library).decode_us(*shape[:4]))
         if folder
         else None,
     )
@@ -89,6 +97,28 @@ def encode_case(num_tokens, bandwidth, num_heads=64):
         encode,
         make,
         limit_us=num_bytes / bandwidth * 1e6,
+    )
+
+
+def round_case(num_tokens, bandwidth):
+    """`round_index_queries`."""
+    heads, layers = INDEX_HEADS, LAYERS["prefill"]
+    frequencies, codec = layer_calls.frequencies(), FORMAT.index_key
+
+    def make():
+        drawn = draws.make(layer_calls.index_queries(num_tokens, heads, layers))
+        positions = jnp.asarray(np.arange(num_tokens), jnp.int32)
+        return None, [(queries, positions) for queries in drawn]
+
+    def round_queries(queries, positions):
+        return pk.round_index_queries(queries, frequencies, positions, codec=codec)
+
+    return harness.Case(
+        "round_index_queries",
+        f"{num_tokens} tokens, {heads} index heads",
+        round_queries,
+        make,
+        limit_us=num_tokens * 6 * heads * IC / bandwidth * 1e6,
     )
 
 

@@ -8,7 +8,7 @@ import pallas_kernels as pk
 from benchmarks import draws
 from pallas_kernels import get_cache_format
 
-C, IC, ROPE, WINDOW, EPS = 512, 128, 64, 128, 1e-6
+C, IC, ROPE, INDEX_HEADS, WINDOW, EPS = 512, 128, 64, 64, 128, 1e-6
 FORMAT = get_cache_format("fp8_ue8m0")
 RATE = {"csa": 4, "hca": 128}
 FAMILIES = {
@@ -66,7 +66,7 @@ def pooled_bytes(kind, positions, lengths, families):
     return int(tokens.sum() * per_token + closes.sum() * sum(FAMILIES[f][2] for f in families))
 
 
-def append_and_flush_case(kind, batch, closing, num_heads, *, layers):
+def append_and_flush_case(kind, batch, closing, num_heads, index_heads=0, *, layers):
     """State and inputs of `append_and_flush`, a layer each with arrays of its own."""
     rate, width = RATE[kind], 2 if kind == "csa" else 1
     positions = decode_positions(rate, batch, closing)
@@ -87,6 +87,7 @@ def append_and_flush_case(kind, batch, closing, num_heads, *, layers):
             "new": new,
             "queries": [draws.Draw((batch, num_heads, C), jnp.bfloat16)] * layers,
             "kv": [draws.Draw((batch, C), jnp.bfloat16)] * layers,
+            "index_queries": index_queries(batch, index_heads, layers),
         }
     )
     slots = np.random.default_rng(1).permutation(batch)
@@ -102,15 +103,22 @@ def append_and_flush_case(kind, batch, closing, num_heads, *, layers):
     for layer in range(layers):
         rows = [per_layer[layer] for per_layer in made["new"]]
         queries, kv = made["queries"][layer], made["kv"][layer]
-        inputs.append((queries, kv, rows, norms, shared, jnp.int32(layer)))
+        index = made["index_queries"][layer] if index_heads else None
+        inputs.append((queries, kv, index, rows, norms, shared, jnp.int32(layer)))
     return made["state"], inputs
 
 
-def append_and_flush_bytes(kind, batch, closing, num_heads):
+def index_queries(num_tokens, num_heads, layers):
+    """As projected, for `draws.make`; none of no heads."""
+    shape = (num_tokens, num_heads, IC)
+    return [draws.Draw(shape, jnp.bfloat16)] * layers if num_heads else []
+
+
+def append_and_flush_bytes(kind, batch, closing, num_heads, index_heads=0):
     """That a call of `append_and_flush` must move."""
     positions = decode_positions(RATE[kind], batch, closing)
     kept = 2 * 16 * (C + IC) if kind == "csa" else 16 * C + 2 * 12 * C
-    kept += 2 * C + 2 * FAMILIES["main"][2] + 4 * num_heads * C
+    kept += 2 * C + 2 * FAMILIES["main"][2] + 4 * num_heads * C + 6 * index_heads * IC
     return batch * kept + pooled_bytes(kind, positions, positions, decode_families(kind))
 
 
@@ -119,7 +127,7 @@ def decode_families(kind):
     return ("main", "index") if kind == "csa" else ("main",)
 
 
-def append_and_flush(kept, queries, kv, new, norms, shared, layer, *, kind):
+def append_and_flush(kept, queries, kv, index, new, norms, shared, layer, *, kind):
     """One layer's decode step."""
     ring, states, pools = kept
     codecs = [FORMAT.entry, FORMAT.index_key]
@@ -135,9 +143,12 @@ def append_and_flush(kept, queries, kv, new, norms, shared, layer, *, kind):
         layer=layer,
         rate=RATE[kind],
         eps=EPS,
+        index_queries=index,
+        index_codec=None if index is None else FORMAT.index_key,
         **shared,
     )
-    return (done.ring, list(done.states), list(done.pools)), (done.queries, done.rows)
+    updated = (done.ring, list(done.states), list(done.pools))
+    return updated, (done.queries, done.rows, done.index_queries)
 
 
 def flush_case(kind, families, num_tokens, *, layers):

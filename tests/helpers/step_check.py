@@ -24,7 +24,7 @@ import dsv4_jax as ds
 from dsv4_jax.bench.fill import filled_cache
 from dsv4_jax.bench.parts import append, one_token_each, random_inputs
 from dsv4_jax.bench.weights import random_params
-from pallas_kernels import backend, get_cache_format
+from pallas_kernels import backend
 
 BF16_ULP = 2.0**-8
 
@@ -46,9 +46,6 @@ def compare_ops(config, *, batch, context, cache_format="fp8_ue8m0", references=
     )
     step_input = one_token_each(config, batch)
     inputs = random_inputs(config, batch)
-    fmt = get_cache_format(cache_format)
-    rounded = fmt.round_index(inputs.index_queries)  # as a model's are: exact in E4M3
-    inputs = inputs._replace(index_queries=rounded)
     for spec in {spec.attn: spec for spec in ds.layer_schedule(config)}.values():
         with references():
             expected, given = _run_ops(config, spec, cache, inputs, step_input, None)
@@ -86,22 +83,24 @@ def _run_ops(config, spec, cache, inputs, step_input, given):
     def appended(cache, inputs, in_place):
         call = cache.index(step_input, max_row_tokens=1)
         handle = cache.layer(spec.attn, spec.family_idx, call, in_place=in_place)
-        handle, queries = append(handle, inputs, config)
+        handle, *queries = append(handle, inputs, config)
         committed = handle.commit()
-        return handle, queries, (committed.state, committed.paged)
+        return handle, *queries, (committed.state, committed.paged)
 
     results = {}
     for name, in_place in (("append", False), ("append in place", True)):
         run = jax.jit(appended, static_argnums=2)
-        handle, queries, results[name] = run(cache, inputs, in_place)
+        handle, queries, index_queries, results[name] = run(cache, inputs, in_place)
     results["queries"] = queries
-    own = {"handle": handle, "queries": queries}
+    own = {"handle": handle, "queries": queries, "index queries": index_queries}
     handle, queries = (given or own)["handle"], (given or own)["queries"]
     if spec.attn == ds.AttentionType.HCA:
         own["selected"] = handle.all_visible()
     elif spec.attn == ds.AttentionType.CSA:
-        select = jax.jit(lambda h, i: h.select_entries(i.index_queries, i.index_weights))
-        own["selected"] = results["select"] = select(handle, inputs)
+        results["index queries"] = index_queries
+        select = jax.jit(lambda h, *arguments: h.select_entries(*arguments))
+        seen = (given or own)["index queries"]
+        own["selected"] = results["select"] = select(handle, seen, inputs.index_weights)
     selected = (given or own).get("selected")
     attend = jax.jit(lambda h, *arguments: h.attend(*arguments))
     results["attend"] = attend(handle, queries, inputs.sink, selected)
@@ -137,6 +136,7 @@ _FIGURES = {
     "append": _stored,
     "append in place": _stored,
     "queries": _attended,
+    "index queries": _stored,
     "select": _selection,
     "attend": _attended,
 }

@@ -11,16 +11,18 @@ import pytest
 import dsv4_jax as ds
 from dsv4_jax.cache.append import LayerNorms, LayerTokens, append_and_flush
 from helpers.schedules import assert_same_bytes, step_input
+from pallas_kernels.rotary import rotate
 
 CONFIG = ds.DSV4Config.tiny()  # C = 32, IC = 16, W = 16, M = 4 and 32
 LAYERS = {"swa": 0, "csa": 1, "hca": 2}
-HEADS, DIM, INDEX_DIM, T = 4, 32, 16, 4
+HEADS, DIM, INDEX_HEADS, INDEX_DIM, T = 4, 32, 8, 16, 4
 SLOTS = [2, 0, -1, 3]
 
 
 def draw(kind, seed):
     """A call's tokens and a layer's norms; every row of the call has one token at most."""
     keys = iter(jax.random.split(jax.random.key(seed), 9))
+    index_shape = (T, INDEX_HEADS, INDEX_DIM)
     width = {"swa": 0, "csa": 2, "hca": 1}[kind]
 
     def projections(columns):
@@ -34,6 +36,7 @@ def draw(kind, seed):
         kv=jax.random.normal(next(keys), (T, DIM)),
         compressor=projections(width * DIM),
         indexer=projections(2 * INDEX_DIM if kind == "csa" else 0),
+        index_queries=jax.random.normal(next(keys), index_shape) if kind == "csa" else None,
     )
     norms = LayerNorms(
         kv=jnp.linspace(0.5, 1.5, DIM),
@@ -49,14 +52,16 @@ def draw(kind, seed):
 def step(cache, call, tokens, norms, *, kind, in_place):
     handle = ds.KVCacheManager.acquire(cache, call, layer_idx=LAYERS[kind])
     handle = dataclasses.replace(handle, in_place=in_place)
-    handle, queries = append_and_flush(handle, tokens, norms)
+    handle, queries, index_queries = append_and_flush(handle, tokens, norms)
     assert handle.is_committed == in_place
+    assert (index_queries is None) == (kind != "csa")
     selected = None if kind == "swa" else handle.all_visible()
     attended = handle.attend(queries, jnp.zeros(HEADS), selected)
     cache = cache.with_layer(handle.commit())
     slots = jnp.where(handle.call.row_slots < 0, cache.max_requests, handle.call.row_slots)
     lengths = cache.length_tokens.at[slots].add(handle.call.row_counts, mode="drop")
-    return dataclasses.replace(cache, length_tokens=lengths), queries, attended
+    seen = [] if index_queries is None else [index_queries]
+    return dataclasses.replace(cache, length_tokens=lengths), queries, attended, *seen
 
 
 @pytest.mark.parametrize("cache_format", ["fp8_ue8m0", "f32"])
@@ -78,3 +83,19 @@ def test_tokens_in_place_leave_and_see_what_committed_ones_do(kind, cache_format
         leaves = [jax.tree.leaves(c) for c in (in_place, committed)]
         assert_same_bytes(*(dict(enumerate(map(np.asarray, flat))) for flat in leaves))
     np.testing.assert_array_equal(in_place.length_tokens, [6, 5, 20, 31])
+
+
+def test_index_queries_meet_keys_of_their_format():
+    """Turned by their positions, rounded as keys are, and not taken where they are not given."""
+    cache = ds.init_cache(CONFIG, max_requests=4, max_context_tokens=128, cache_format="fp8_ue8m0")
+    cache = ds.update_slots(cache, jnp.arange(4), jnp.asarray([0, 5, 14, 28]), cache.block_table)
+    call = step_input([[1], [2], [], [3]], range(4), SLOTS, num_tokens=T)
+    tokens, norms = draw("csa", 0)
+    handle = ds.KVCacheManager.acquire(cache, call, layer_idx=LAYERS["csa"])
+    turned = rotate(tokens.index_queries, handle.positions[:, None], norms.frequencies)
+    wanted = handle.schema.format.round_index(turned)
+    for in_place in (False, True):
+        layer = dataclasses.replace(handle, in_place=in_place)
+        np.testing.assert_array_equal(append_and_flush(layer, tokens, norms)[2], wanted)
+        without = dataclasses.replace(tokens, index_queries=None)
+        assert append_and_flush(layer, without, norms)[2] is None

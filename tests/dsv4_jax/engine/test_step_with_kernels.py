@@ -35,6 +35,7 @@ def test_references_against_themselves_differ_nowhere():
             for attn in ("swa", "csa", "hca")
             for op in ("append", "append in place", "queries", "attend")
         ),
+        "csa index queries",
         "csa select",
     }
     for figures in found.values():
