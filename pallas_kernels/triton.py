@@ -170,16 +170,6 @@ def sin_cos(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return sine, jnp.where(((quadrant + 1) & 2) == 2, -cosine, cosine)
 
 
-def add_pairs(x: jax.Array) -> jax.Array:
-    """f32[n, 2, m] -> f32[n, m], the sum of each two; in a kernel, where -0 + -0 is -0.
-
-    A sum of the interpreter's begins with +0.
-    """
-    if not interpreting():
-        return jnp.sum(x, axis=1)
-    return x[:, 0] + x[:, 1]
-
-
 def round_to_bf16(x: jax.Array) -> jax.Array:
     """f32 -> f32 with the bits of a bf16; in a kernel, where the conversion is done as written.
 

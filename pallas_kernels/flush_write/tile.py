@@ -122,11 +122,16 @@ def hadamard_rotate(x: jax.Array, dim: int) -> jax.Array:
     while half < dim:
         pairs = x.reshape(x.shape[0] // (2 * half), 2, half)
         second = jax.lax.broadcasted_iota(jnp.int32, pairs.shape, 1) == 1
-        total = triton.add_pairs(pairs)
-        difference = triton.add_pairs(jnp.where(second, -pairs, pairs))
-        x = jnp.where(second, difference[:, None], total[:, None]).reshape(x.shape)
+        x = (jnp.where(second, -pairs, pairs) + _partners(pairs)).reshape(x.shape)
         half *= 2
     return (x * np.float32(dim**-0.5)).reshape(shape)
+
+
+def _partners(pairs: jax.Array) -> jax.Array:
+    """f32[n, 2, m], each two in the other's place: the sum of their bits, less their own."""
+    bits = jax.lax.bitcast_convert_type(pairs, jnp.uint32)
+    others = jnp.sum(bits, axis=1, dtype=jnp.uint32)[:, None] - bits
+    return jax.lax.bitcast_convert_type(others, jnp.float32)
 
 
 def _encode_grouped(
