@@ -53,14 +53,23 @@ def set_xla_flags(**flags: str) -> str:
     return os.environ["XLA_FLAGS"]
 
 
-def claim_memory(fraction: float = 0.95) -> None:
+def claim_memory(fraction: float = 0.95, *, at_once: bool = True) -> None:
     """Lets JAX take this share of a GPU's memory, three quarters by default; call it before JAX.
 
-    A share that the user has set wins, and so does a JAX that runs already.
+    What the user has set wins, and so does a JAX that runs already.
+
+    Args:
+      fraction: of the GPU's memory.
+      at_once: whether it is taken when JAX starts, or as it is needed, which leaves room for
+        other processes.
     """
+    if xla_bridge.backends_are_initialized():
+        return
     names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-    if not (xla_bridge.backends_are_initialized() or any(name in os.environ for name in names)):
+    if not any(name in os.environ for name in names):
         os.environ[names[0]] = str(fraction)
+    if not at_once:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def use_compilation_cache(folder: str | os.PathLike[str] | None = None) -> pathlib.Path:

@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs what was asked for; what fails is reported, and left."""
-    claim_memory()
+    claim_memory(at_once=not (args.what == "decode" and args.compile_only))
     return {"decode": _run_decode, "kernels": _run_kernels, "prefill": _run_prefill}[args.what](
         args
     )

@@ -75,3 +75,10 @@ def test_memory_is_claimed_unless_the_user_or_jax_was_first():
     assert run(code.format(first=""), XLA_CLIENT_MEM_FRACTION="0.5") == ["0.5"]
     assert run(code.format(first=""), XLA_PYTHON_CLIENT_MEM_FRACTION="0.5") == ["None"]
     assert run(code.format(first="import jax; jax.devices(); ")) == ["None"]
+
+
+def test_memory_that_is_taken_as_needed_leaves_room_for_others():
+    code = "import dsv4_jax as ds; ds.claim_memory(at_once=False); import os; "
+    code += "print(os.environ.get('XLA_PYTHON_CLIENT_PREALLOCATE'))"
+    assert run(code) == ["false"]
+    assert run(code, XLA_PYTHON_CLIENT_PREALLOCATE="true") == ["true"]
