@@ -72,22 +72,21 @@ def opaque(number: int | jax.Array) -> jax.Array:
     return move(jnp.int32(number))
 
 
-def multiply_add(totals: Sequence[jax.Array], left: Ref, rights: Sequence[Ref]) -> list[jax.Array]:
-    """totals[i] + left @ rights[i], in f32, by one warpgroup of a Hopper GPU.
+def multiply_add(total: jax.Array, left: Ref, right: Ref) -> jax.Array:
+    """The sum of a total and left @ right, in f32, by one warpgroup of a Hopper GPU.
 
     Args:
-      totals: f32[M, N] each, in WGMMA layout.
+      total: f32[M, N], in WGMMA layout.
       left: [M, K] in shared memory, `SWIZZLED`.
-      rights: [K, N] each, in shared memory, `SWIZZLED`.
+      right: [K, N] in shared memory, `SWIZZLED`.
     """
     if interpreting():  # which has no accumulators that start from a value
-        return [t + multiply([(left, r)]) for t, r in zip(totals, rights, strict=True)]
+        return total + multiply([(left, right)])
 
-    def product(refs: Sequence[Ref]) -> None:
-        for ref, right in zip(refs, rights, strict=True):
-            plgpu.wgmma(ref, left, right)
+    def product(total_ref: Ref) -> None:
+        plgpu.wgmma(total_ref, left, right)
 
-    return list(pl.run_state(product)([plgpu.ACC.init(total) for total in totals]))
+    return pl.run_state(product)(plgpu.ACC.init(total))
 
 
 def multiply(pairs: Sequence[tuple[Ref, Ref]]) -> jax.Array:

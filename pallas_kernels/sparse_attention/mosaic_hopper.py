@@ -11,17 +11,19 @@ One program: one query token, 64 of its heads, one split of its keys, in tiles o
 multiplies while the other takes exponentials comes with it. Splits are cut by shape, never by
 lengths, and combined by XLA: a token's result depends on shapes and itself alone.
 
-Bytes: those of the keys, and 2 * 64 * C of queries and of output. Bound by the gatherer: by
-the memory's latency and some 500 instructions a tile and thread; in small calls by latency alone.
-ptxas gives all its loads one scoreboard, so that a turn begins with a wait for what the turn before
-it asked for last. Asked into the L2 cache ahead of that, it comes in 4,500 cycles a tile where it
-took 5,280, of which 2,950 are the gatherer's work (64 requests of 8,192 entries: 195 us, 230).
+Bytes: those of the keys, and 2 * 64 * C of queries and of output. In calls of few tiles latency
+bounds it; in large ones shared memory and the gatherer together. Of 4,790 cycles a tile (64
+requests of 8,192 entries, ncu) the L1 cache, whose ports shared memory has, is busy 76 %: products
+read 1,800 lines of 128 bytes, the gatherer writes 512. It waits a third of its time for loads, since
+ptxas gives all of them one scoreboard and a turn ends with a wait for the last one issued; the
+attenders wait half of theirs for keys. Asking for rows in the L2 cache first took 230 us to 197.
 
 Roads not taken, on one H200, us, beside what they were tried against: splits added up in clusters
-of ten, through each other's shared memory, 20.4 and 42 (1 and 8 x 640 keys: 11.9, 15.8); half a
-tile on its way in shared memory and the rest half a turn ahead, 84 (256 x 640 keys: 76); two
-gatherers, with 64 registers a thread, 108 (74); barriers of a warp between loads, rows of the block
-table a turn earlier, loads in one section or four: within 2 %, or worse.
+of ten, through each other's shared memory, 20.4 and 42 (1 and 8 x 640 keys: 11.9, 15.8); loads half
+a turn ahead, each half with a scoreboard of its own, 220 to 240, or waiting in shared memory; two
+gatherers, each of 32 rows, 197; weights from registers, 197; barriers of a warp between loads, rows
+of the block table a turn earlier, sections of other lengths, within 2 %, or worse (all 64 x 8,192
+entries: 197).
 
 Products are of f16 or bf16 (`Shapes.dtype`), with f32 sums; weights are rounded to it.
 
@@ -89,7 +91,6 @@ def _attention_kernel(
         """Owns tiles me, me + 2, ...; sums all tiles over columns me * C / 2 and on."""
         plgpu.set_max_registers(REGISTERS[0], action="increase")
         other = 1 - me
-        quarters = [pl.ds((2 * me + i) * (half // 2), half // 2) for i in range(2)]
 
         def per_row(value):
             return plgpu.layout_cast(jnp.full((HEADS,), value, jnp.float32), by_row)
@@ -98,13 +99,13 @@ def _attention_kernel(
             return plgpu.load(statistics_smem.at[owner, which], layout=by_row, optimized=False)
 
         def scaled(out, factor):
-            return [part * lax.broadcast_in_dim(factor, part.shape, [0]) for part in out]
+            return out * lax.broadcast_in_dim(factor, out.shape, [0])
 
         def add_tile(state, owner, decay, largest):
             """Takes up a tile's weights and keys, which lie in the slots of its owner."""
             out, _, total = state
             slot = mosaic.opaque(owner)
-            keys = [keys_smem.at[slot, :, quarter] for quarter in quarters]
+            keys = keys_smem.at[slot, :, columns(me)]
             out = mosaic.multiply_add(scaled(out, decay), weights_smem.at[slot], keys)
             plgpu.barrier_arrive(keys_free.at[owner])
             return out, largest, total * decay
@@ -158,9 +159,8 @@ def _attention_kernel(
         load_queries(inputs, s, first_query, chunks, target_of=place_of, store=mosaic_memory.store)
         plgpu.barrier_arrive(queries_ready)
         plgpu.barrier_wait(queries_ready)
-        zeros = jnp.zeros((HEADS, half // 2), jnp.float32)
-        no_output = [plgpu.layout_cast(zeros, plgpu.Layout.WGMMA) for _ in quarters]
-        state = no_output, per_row(FLOOR), per_row(0.0)
+        zeros = plgpu.layout_cast(jnp.zeros((HEADS, half), jnp.float32), plgpu.Layout.WGMMA)
+        state = zeros, per_row(FLOOR), per_row(0.0)
         turns = (num_tiles + other) // 2
         if me == 0:
             state = add_own_tile(0, state, is_first=True)
@@ -177,18 +177,14 @@ def _attention_kernel(
         plgpu.barrier_wait(totals_ready)
         total = load_statistic(0, TOTAL) + load_statistic(1, TOTAL)
         if s.splits > 1:
-            for quarter, part in zip(quarters, out, strict=True):
-                outputs[0].at[split, token, heads, quarter][...] = part
+            outputs[0].at[split, token, heads, columns(me)][...] = out
             if me == 0:
                 outputs[1].at[split, token, 0, heads][...] = largest
                 outputs[1].at[split, token, 1, heads][...] = total
             return
         own_sink = plgpu.load(inputs.sink.at[heads], layout=by_row, optimized=False)
         out = scaled(out, inverse_total(largest, total, own_sink))
-        for i, part in enumerate(out):
-            place = pl.ds(i * (half // 2), half // 2)
-            target = queries_smem.at[me, :, place]
-            mosaic_memory.store(target, as_bf16(part, s.dtype), plgpu.Layout.WGMMA)
+        mosaic_memory.store(queries_smem.at[me], as_bf16(out, s.dtype), plgpu.Layout.WGMMA)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(queries_smem.at[me], outputs[0].at[token, heads, columns(me)])
         plgpu.wait_smem_to_gmem(0)
