@@ -14,7 +14,7 @@ lengths, and combined by XLA: a token's result depends on shapes and itself alon
 Bytes: those of the keys, and 2 * 64 * C of queries and of output. In calls of few tiles latency
 bounds it; in large ones shared memory and the gatherer together. Of 4,790 cycles a tile (64
 requests of 8,192 entries, ncu) the L1 cache, whose ports shared memory has, is busy 76 %: products
-read 1,800 lines of 128 bytes, the gatherer writes 512. It waits a third of its time for loads, since
+read 1,660 lines of 128 bytes, the gatherer writes 512. It waits a third of its time for loads, as
 ptxas gives all of them one scoreboard and a turn ends with a wait for the last one issued; the
 attenders wait half of theirs for keys. Asking for rows in the L2 cache first took 230 us to 197.
 
