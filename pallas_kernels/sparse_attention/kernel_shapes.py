@@ -30,7 +30,7 @@ class Tiling:
     splits: int
 
 
-PROGRAM_US, TILE_US = 8.1, 3.0
+PROGRAM_US, TILE_US = 8.1, 2.5
 """Of a program without keys, and of a tile; an H200's."""
 BYTES_PER_US = 3.6e6
 """Of splits' sums, written and read again; what a second launch takes is in it."""
