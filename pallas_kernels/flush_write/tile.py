@@ -123,7 +123,7 @@ def hadamard_rotate(x: jax.Array, dim: int) -> jax.Array:
         pairs = x.reshape(x.shape[0] // (2 * half), 2, half)
         second = jax.lax.broadcasted_iota(jnp.int32, pairs.shape, 1) == 1
         others = _partners(pairs)
-        # Pallas negates as 0 - x there, which takes the sign of a zero away.
+        # Not a sum with -pairs: Pallas negates as 0 - x for Triton, and of a zero that is 0.
         x = jnp.where(second, others - pairs, pairs + others).reshape(x.shape)
         half *= 2
     return (x * np.float32(dim**-0.5)).reshape(shape)

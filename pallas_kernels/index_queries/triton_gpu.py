@@ -1,10 +1,12 @@
 """Triton kernel of `round_index_queries`: a token and eight of its heads per program.
 
 Rotation, butterflies, scales and codes of a head stay in registers; codes are never packed, since
-what meets the keys takes values. Bytes: 6 * IH * IC a token of bf16, in and out, and little else:
-memory bounds a prefill's tokens, the launch a decode step's, which `append_and_flush` takes along.
+what meets the keys takes values. Bytes: 6 * IH * IC a token of bf16, in and out. On an H200 (jax
+0.11.2) 4.3 us for 64 tokens of 64 heads and 277 for 8,192, 34 % of the copy bandwidth; the
+reference through XLA takes 22 and 1,338. By their count, 1,150 of PTX a thread, instructions bound
+it; that is not profiled. A decode step's queries go along in `append_and_flush`.
 
-It compiles for Hopper and Blackwell.
+It compiles for Blackwell and has not run there.
 """
 
 from __future__ import annotations
