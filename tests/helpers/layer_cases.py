@@ -130,6 +130,7 @@ def append_and_flush(kept, new, projected, norms, table, fmt, **call):
     done = pk.append_and_flush(
         *projected, kept["window"], compressors, table, codec=fmt.entry, **call
     )
+    assert (done.index_queries is None) == ("index_queries" not in new)
     layer = {"window": done.ring}
     for (state, _, pool), new_state, new_pool in zip(names, done.states, done.pools, strict=True):
         layer |= {state: new_state, pool: new_pool}
