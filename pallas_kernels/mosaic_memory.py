@@ -134,7 +134,7 @@ def gather_words(
 
 
 def prefetch_rows(planes: Sequence[Sequence[Ref]], source: jax.Array, index: jax.Array) -> None:
-    """Asks for whole rows to come into the L2 cache; waits for nothing and takes no registers.
+    """Asks for whole rows to come into the L2 cache; waits for nothing and changes nothing.
 
     Args:
       planes: of each its sources, as in `gather_rows`.

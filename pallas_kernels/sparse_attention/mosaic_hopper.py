@@ -12,19 +12,19 @@ multiplies while the other takes exponentials comes with it. Splits are cut by s
 lengths, and combined by XLA: a token's result depends on shapes and itself alone.
 
 Bytes: those of the keys, and 2 * 64 * C of queries and of output. In calls of few tiles latency
-bounds it (8 x 640 keys take 15.5 us, and 13.8 if no key is loaded, decoded or stored); in large
+bounds it (8 x 640 keys take 15.4 us, and 13.9 if no key is loaded, decoded or stored); in large
 ones shared memory and the gatherer together. Of 4,790 cycles a tile (64 requests of 8,192 entries,
-ncu) the L1 cache, whose ports shared memory has, is busy 76 %: products read 1,660 lines of 128
-bytes, the gatherer writes 512. It waits a third of its time for loads, as ptxas gives all of them
-one scoreboard and a turn ends with a wait for the last one issued; the attenders wait half of
-theirs for keys. Asking for rows in the L2 cache first took 230 us to 197.
+ncu) the L1 cache, whose ports shared memory has, was busy 76 %, when products read 1,790 lines of
+128 bytes, 1,660 since; the gatherer writes 512. It waits a third of its time for loads, as ptxas
+gives all of them one scoreboard and a turn ends with a wait for the last one issued; the attenders
+wait half of theirs for keys. Asking for rows in the L2 cache first took 230 us to 197.
 
-Roads not taken, on one H200, us, beside what they were tried against: splits added up in clusters
-of ten, through each other's shared memory, 20.4 and 42 (1 and 8 x 640 keys: 11.9, 15.8); loads half
-a turn ahead, each half with a scoreboard of its own, 220 to 240, or waiting in shared memory; two
-gatherers, each of 32 rows, 197; weights from registers, 197; barriers of a warp between loads, rows
-of the block table a turn earlier, sections of other lengths, within 2 %, or worse (all 64 x 8,192
-entries: 197).
+Roads not taken, on one H200, us. Beside this in one run, at 64 x 8,192 entries, 195 to 200: two
+gatherers, each of 32 rows, 197; weights from registers, 196; barriers of a warp between loads, 195;
+rows of the block table a turn earlier, 201; loads in sections of four, 209. In a run of its own:
+loads half a turn ahead, each half with a scoreboard of its own, 220 to 240. From before the
+prefetch: splits added up in clusters of ten, through each other's shared memory, 20.4 and 42 (1 and
+8 x 640 keys: 11.9, 15.8); half a tile on its way in shared memory, 84 (256 x 640 keys: 76).
 
 Products are of f16 or bf16 (`Shapes.dtype`), with f32 sums; weights are rounded to it.
 
