@@ -37,6 +37,10 @@ EVEN_ROWS = plgpu.Layout.TILED(
     plgpu.Tiling(((32, 64), (8, 16))), warp_dims=(-4,), lane_dims=(-2, -3), vector_dim=-1
 )
 """[32 i, 64 j] of bytes: as `ROWS`, in one vector. Neighbouring lanes load neighbouring bytes."""
+LINES = plgpu.Layout.TILED(
+    plgpu.Tiling(((4, 128), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
+)
+"""[4 i, 128 j] of words: a warp holds a row, its lanes side by side."""
 
 SWIZZLED_BYTES = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))

@@ -42,11 +42,11 @@ def gather_rows(
 
     Args:
       sources: refs [R, n] in device memory, of one n and dtype.
-      source: i32[64] in `ROW` layout, number of the source of each row.
-      index: i32[64] in `ROW` layout, number of the row in its source; -1 is none.
+      source: i32[64] in `layout.reduce(1)`, number of the source of each row.
+      index: i32[64] in `layout.reduce(1)`, number of the row in its source; -1 is none.
       start: a multiple of 16.
-      width: a multiple of 64, or of 128 for `WIDE_ROWS`.
-      layout: `ROWS`, `WIDE_ROWS` or `EVEN_ROWS`.
+      width: a multiple of 64, or of 128 for `WIDE_ROWS` and `LINES`.
+      layout: `ROWS`, `WIDE_ROWS`, `EVEN_ROWS` or `LINES`.
       all_present: promises that no `index` is -1, which saves looking.
 
     Returns:
@@ -58,7 +58,7 @@ def gather_rows(
         return rows[:, start : start + width]
 
     @plgpu.inline_mgpu(
-        arg_types=([plgpu.RefType()] * len(sources), ROW, ROW),
+        arg_types=([plgpu.RefType()] * len(sources), layout.reduce(1), layout.reduce(1)),
         return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=layout),
     )
     def load(_, refs, source, index):

@@ -46,32 +46,44 @@ def store_columns(target: Ref, rows: jax.Array, layout: Layout) -> None:
     """Stores the other operand's rows with their columns in the order of `from_rows`'.
 
     Args:
-      target: e4m3[32, 128] in shared memory, `mosaic.SWIZZLED_BYTES`.
-      rows: e4m3[32, 128] in `layout`, `mosaic.WIDE_ROWS` or `EVEN_ROWS`.
-      layout: in which the left operand's rows are loaded.
+      target: e4m3[16, 128] in shared memory, `mosaic.SWIZZLED_BYTES`.
+      rows: e4m3[16, 128] in `mosaic.LINES` layout.
+      layout: in which the left operand's rows are loaded, `mosaic.WIDE_ROWS` or `EVEN_ROWS`.
     """
     if interpreting():
         target[...] = order_columns(rows, layout)
         return
+    shape = rows.shape
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(mosaic.SWIZZLED_BYTES), layout))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(mosaic.SWIZZLED_BYTES), mosaic.LINES))
     def store(_, target, rows):
         i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
-        four_words = ir.VectorType.get((4,), i32)
         base = llvm.addrspacecast(llvm.PointerType.get(3), mgpu.utils.memref_ptr(target))
-        thread = arith.remui(mgpu.utils.thread_idx(), mgpu.c(128, i32))
-        row, lane = arith.divui(thread, mgpu.c(4, i32)), arith.remui(thread, mgpu.c(4, i32))
-        line = arith.addi(arith.muli(row, mgpu.c(128, i32)), arith.muli(lane, mgpu.c(4, i32)))
-        swizzle = arith.remui(row, mgpu.c(8, i32))
-        for v, register in enumerate(rows.registers.flat):
-            words = mgpu.utils.bitcast(register, four_words)
-            for k in range(4):
-                chunk = arith.xori(swizzle, mgpu.c(4 * v + k, i32))
-                offset = arith.addi(line, arith.muli(chunk, mgpu.c(16, i32)))
-                address = mgpu.utils.getelementptr(base, [offset], byte)
-                llvm.store(vector.extract(words, [], [k]), address, alignment=4)
+        places = rows.layout.thread_idxs(shape)
+        for register, place in zip(rows.registers.flat, places, strict=True):
+            row, column = (arith.index_cast(i32, i) for i in place)
+            v, k, q = _place_of_word(arith.divui(column, mgpu.c(4, i32)), layout)
+            swizzle = arith.remui(row, mgpu.c(8, i32))
+            chunk = arith.xori(swizzle, arith.addi(arith.muli(v, mgpu.c(4, i32)), k))
+            offset = arith.muli(row, mgpu.c(DIM, i32))
+            for number, size in ((chunk, 16), (q, 4)):
+                offset = arith.addi(offset, arith.muli(number, mgpu.c(size, i32)))
+            address = mgpu.utils.getelementptr(base, [offset], byte)
+            llvm.store(mgpu.utils.bitcast(register, i32), address, alignment=4)
 
     store(target, rows)
+
+
+def _place_of_word(word: ir.Value, layout: Layout) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """(v, k, q) of the word of a row that was loaded in this layout."""
+    i32 = ir.IntegerType.get_signless(32)
+
+    def digit(unit: int, count: int) -> ir.Value:
+        return arith.remui(arith.divui(word, mgpu.c(unit, i32)), mgpu.c(count, i32))
+
+    if layout == mosaic.EVEN_ROWS:  # words 16 v + 4 q + k
+        return digit(16, 2), digit(1, 4), digit(4, 4)
+    return digit(4, 2), digit(1, 4), digit(8, 4)  # WIDE_ROWS, words 8 q + 4 v + k
 
 
 def from_rows(keys: jax.Array, layout: Layout) -> jax.Array:

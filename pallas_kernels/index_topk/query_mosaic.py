@@ -19,55 +19,63 @@ from jax.experimental.pallas import mosaic_gpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
-from pallas_kernels import mosaic_memory
+from pallas_kernels import mosaic, mosaic_memory
 from pallas_kernels.backend import interpreting
 
-Layout = Any
 Ref = Any
 plgpu: Any = mosaic_gpu
 _ROOM = 0x1FFFFF
 """Carries into the exponent what has a mantissa above that of 448 = 1.75 * 2^8, E4M3's largest."""
 
 
-def quantize(
-    queries: Ref, weights: Ref, first: jax.Array, shape: tuple[int, int], layout: Layout
-) -> tuple[jax.Array, jax.Array]:
-    """Rows first, first + 1, ... of the queries as codes, and their weights times their scales.
+ROWS = 16
+"""Heads that a warpgroup loads and quantises at a time, each warp four, a whole row at once."""
+_LAYOUT = mosaic.LINES
+BY_ROW = _LAYOUT.reduce(1)
+
+
+def load(queries: Ref, weights: Ref, first: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
+    """Begins to load rows first, first + 1, ..., and waits for none.
 
     Args:
       queries: f32[T * IH, IC] in device memory.
       weights: f32[T * IH, 1] in device memory.
-      first: i32[].
-      shape: (IH, IC), of the result.
-      layout: of the result, `mosaic.WIDE_ROWS` or `EVEN_ROWS`.
+      first: i32[]; -1 loads nothing and gives zeros.
+      width: IC.
 
     Returns:
-      e4m3[IH, IC] in `layout` and f32[IH] in `layout.reduce(1)`.
+      f32[16, IC] in `mosaic.LINES` layout and f32[16] in `BY_ROW` layout.
     """
-    by_row = layout.reduce(1)
-    row = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=by_row) + first
+    row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=BY_ROW)
+    row = jnp.where(first < 0, -1, row + first)
     values = mosaic_memory.gather_rows(
-        [queries], row * 0, row, start=0, width=shape[1], layout=layout, all_present=True
+        [queries], row * 0, row, start=0, width=width, layout=_LAYOUT
     )
+    words = mosaic_memory.gather_words([weights], row * 0, row, word=0, layout=BY_ROW)
+    return values, lax.bitcast_convert_type(words, jnp.float32)
+
+
+def quantize(values: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What was loaded as codes, and weights times scales.
+
+    Returns:
+      e4m3[16, IC] in `mosaic.LINES` layout and f32[16] in `BY_ROW` layout.
+    """
     largest = lax.bitcast_convert_type(jnp.max(jnp.abs(values), axis=1), jnp.int32)
     scale = jnp.maximum(((largest + _ROOM) >> 23) - 8, 1)  # UE8M0
     inverse = lax.bitcast_convert_type((254 - scale) << 23, jnp.float32)
-    inverse = plgpu.layout_cast(lax.broadcast_in_dim(inverse, shape, [0]), layout)
-    codes = _to_e4m3(values * inverse, layout)
-    words = mosaic_memory.gather_words(
-        [weights], row * 0, row, word=0, layout=by_row, all_present=True
-    )
-    weight = lax.bitcast_convert_type(words, jnp.float32)
-    return codes, weight * lax.bitcast_convert_type(scale << 23, jnp.float32)
+    inverse = plgpu.layout_cast(lax.broadcast_in_dim(inverse, values.shape, [0]), _LAYOUT)
+    codes = _to_e4m3(values * inverse)
+    return codes, weights * lax.bitcast_convert_type(scale << 23, jnp.float32)
 
 
-def _to_e4m3(values: jax.Array, layout: Layout) -> jax.Array:
+def _to_e4m3(values: jax.Array) -> jax.Array:
     """f32[M, N] -> e4m3[M, N], to nearest."""
     if interpreting():
         return values.astype(jnp.float8_e4m3fn)
-    result = plgpu.ShapeDtypeStruct(values.shape, jnp.float8_e4m3fn, layout=layout)
+    result = plgpu.ShapeDtypeStruct(values.shape, jnp.float8_e4m3fn, layout=_LAYOUT)
 
-    @plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
+    @plgpu.inline_mgpu(arg_types=(_LAYOUT,), return_type=result)
     def convert(_, values):
         i32 = ir.IntegerType.get_signless(32)
         f8 = ir.VectorType.get((values.layout.vector_length,), ir.Float8E4M3FNType.get())

@@ -3,7 +3,7 @@
 One program: one query token and a run of its request's entries; its warpgroups take tiles, 64 keys
 or on Blackwell 128, in turn, each by itself:
 
-    queries to E4M3, by the first two    -> queries_smem
+    queries to E4M3                      -> queries_smem
     codes and scales of a tile, a block's at once, tiles ahead     -> codes_smem, words_smem
     MXFP4 unpacked to E4M3             in registers, on Blackwell -> keys_smem[warpgroup]
     [64 keys, 64 heads] = keys Q^T     FP8 tensor cores, on Blackwell into tensor memory
@@ -236,32 +236,42 @@ def _score_kernel(
         is_last = slot == stages - 1
         return next_blocks, jnp.where(is_last, 0, slot + 1), jnp.where(is_last, 1 - parity, parity)
 
-    mosaic_bulk.make_barriers(barriers)
+    def load_heads(turn):
+        """Some heads' queries and weights, and whether there are any for this warpgroup."""
+        first = (turn * tiling.groups + group) * query_mosaic.ROWS
+        row = jnp.where(first < HEADS, token * HEADS + first, -1)
+        return first, query_mosaic.load(queries, weights, row, DIM)
 
-    @pl.when(fetching)
-    def _():
+    def store_heads(first, loaded):
+        @pl.when(first < HEADS)
+        def _():
+            heads = pl.ds(first, query_mosaic.ROWS)
+            query, weight = query_mosaic.quantize(*loaded)
+            if core.has_memory:
+                mosaic_memory.store(queries_smem.at[heads], query, mosaic.LINES)
+            else:
+                left_operand.store_columns(queries_smem.at[heads], query, s.key_layout)
+            mosaic_memory.store(weights_smem.at[heads], weight * s.factor, query_mosaic.BY_ROW)
+
+    def fetch_first_tiles():
+        """Returns the blocks of the tile after them."""
+        blocks = [load_blocks(turn) for turn in range(stages + 1)]
         for turn in range(stages):
-            fetch_tile(turn, load_blocks(turn), jnp.int32(turn))
+            fetch_tile(turn, blocks[turn], jnp.int32(turn))
+        return blocks[-1]
 
-    def quantize_queries(half):
-        """Of 32 heads."""
-        heads = pl.ds(half * (HEADS // 2), HEADS // 2)
-        first, shape = token * HEADS + half * (HEADS // 2), (HEADS // 2, DIM)
-        query, weight = query_mosaic.quantize(queries, weights, first, shape, s.key_layout)
-        store = mosaic_memory.store if core.has_memory else left_operand.store_columns
-        store(queries_smem.at[heads], query, s.key_layout)
-        by_row = s.key_layout.reduce(1)
-        mosaic_memory.store(weights_smem.at[heads], weight * s.factor, by_row)
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(queries_ready)
-
-    for half in range(2):
-        pl.when(group == half % tiling.groups)(functools.partial(quantize_queries, half))
+    mosaic_bulk.make_barriers(barriers)
+    loaded = [load_heads(turn) for turn in range(-(-HEADS // (query_mosaic.ROWS * tiling.groups)))]
+    blocks = lax.cond(fetching, fetch_first_tiles, lambda: find(0)[0])
+    for part in loaded:
+        store_heads(*part)
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(queries_ready)
     plgpu.barrier_wait(queries_ready)
     head_weights = plgpu.load(weights_smem, layout=core.layout.reduce(0), optimized=False)
     head_weights = lax.broadcast_in_dim(head_weights, (core.tile, HEADS), [1])
     head_weights = plgpu.layout_cast(head_weights, core.layout)
-    start = (load_blocks(stages), jnp.int32(0), jnp.int32(0))
+    start = (blocks, jnp.int32(0), jnp.int32(0))
     lax.fori_loop(0, num_turns, score_tile, start)
 
 
@@ -334,7 +344,7 @@ def index_scores(
         scratch_types=[
             swizzled((HEADS, DIM)),
             plgpu.SMEM((HEADS,), jnp.float32),
-            plgpu.Barrier(num_arrivals=2),
+            plgpu.Barrier(num_arrivals=tiling.groups),
             plgpu.SMEM((tiling.groups, tiling.stages, core.tile, shapes.width), jnp.uint8),
             plgpu.SMEM((tiling.groups, tiling.stages, core.tile), jnp.int32),
             plgpu.SMEM((tiling.groups, mosaic_bulk.WORDS_OF_BARRIER * tiling.stages), jnp.int32),
