@@ -12,18 +12,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.formats import Codec, Planes
-from pallas_kernels.sparse_attention import kernel_shapes
+from pallas_kernels.sparse_attention import combine_triton, kernel_shapes
 from pallas_kernels.sparse_attention.kernel_loads import Inputs
-from pallas_kernels.sparse_attention.kernel_shapes import HEADS, TILE, Shapes, Tiling
-
-LOG2_E = math.log2(math.e)
-FLOOR = np.float32(-1e30)
-"""Below any logit, and finite: a difference of two such maxima is not NaN."""
+from pallas_kernels.sparse_attention.kernel_shapes import (
+    FLOOR,
+    HEADS,
+    LOG2_E,
+    TILE,
+    Shapes,
+    Tiling,
+)
 
 
 def as_bf16(values: jax.Array, dtype: Any) -> jax.Array:
@@ -139,29 +141,9 @@ def launch(
     )
     if tiling.splits == 1:
         return lax.bitcast_convert_type(out[0], queries.dtype)
-    sums, statistics = out
-    return _combine(sums, statistics, sink).astype(queries.dtype)
+    return combine_triton.combine(*out, sink, positions, None, dtype=queries.dtype)
 
 
 def _rows_of(plane: jax.Array, lead: int) -> jax.Array:
     """[..., n], with `lead` leading axes, as [R, n]; n = 1 for a plane of scalars."""
     return plane.reshape(math.prod(plane.shape[:lead]), -1)
-
-
-def _combine(sums: jax.Array, statistics: jax.Array, sink: jax.Array) -> jax.Array:
-    """Adds up splits: f32[S, T, H, C] and f32[S, T, 2, H], largest logit and sum of weights.
-
-    A split is divided by the sum of all weights relative to its own largest logit, the sink being
-    one split more, of weight 1. Relative to the largest of all, the usual form, XLA would take
-    three to five launches for what takes two here. A sum too large for f32 is that of a split
-    which counts for nothing.
-    """
-    largest, total = statistics[:, :, 0], statistics[:, :, 1]
-    sink = jnp.broadcast_to((sink * LOG2_E)[None, None], (1, *largest.shape[1:]))
-    others, weights = (
-        jnp.concatenate([largest, sink]),
-        jnp.concatenate([total, jnp.ones_like(sink)]),
-    )
-    weights = weights[:, None] * jnp.exp2(others[:, None] - largest[None])  # [S + 1, S, T, H]
-    whole = weights.sum(axis=0)[..., None]
-    return jnp.sum(jnp.where(whole > 0, sums / whole, 0.0), axis=0)

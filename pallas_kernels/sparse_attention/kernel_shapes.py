@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -17,6 +19,9 @@ from pallas_kernels.formats import Codec, Planes
 TILE, HEADS, GROUP = 64, 64, 64
 """Keys of a tile, heads of a program, columns that share a scale and are fetched together."""
 MAX_DIM = 512
+LOG2_E = math.log2(math.e)
+FLOOR = np.float32(-1e30)
+"""Below any logit, and finite: a difference of two such maxima is not NaN."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,14 +44,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic, mosaic_memory
 from pallas_kernels.sparse_attention.kernel_launch import (
-    FLOOR,
-    LOG2_E,
     as_bf16,
     inverse_total,
     launch,
 )
 from pallas_kernels.sparse_attention.kernel_loads import Inputs, Ref, gather_keys, load_queries
-from pallas_kernels.sparse_attention.kernel_shapes import GROUP, HEADS, TILE, Shapes
+from pallas_kernels.sparse_attention.kernel_shapes import (
+    FLOOR,
+    GROUP,
+    HEADS,
+    LOG2_E,
+    TILE,
+    Shapes,
+)
 
 GATHERERS, CORES = 1, 132
 REGISTERS = (192, 120)

@@ -12,7 +12,7 @@ from helpers import attention_cases, inputs, slow
 from helpers.attention_cases import Sizes
 from pallas_kernels import Backend, get_cache_format, sparse_attention
 from pallas_kernels.sparse_attention import (
-    kernel_launch,
+    combine_triton,
     kernel_shapes,
     mosaic_blackwell,
     mosaic_hopper,
@@ -109,20 +109,29 @@ def test_splits_are_combined(kernel, monkeypatch, splits):
     assert error(case, case.attend(backend="mosaic_gpu")) < 1
 
 
-def test_splits_of_any_size_add_up_and_empty_ones_count_for_nothing():
+@pytest.mark.parametrize("splits", [5, 8, 70])
+def test_splits_of_any_size_add_up_and_empty_ones_count_for_nothing(lane, splits):
     """Logits apart by more than f32's exponents, splits and whole rows without a key, no sink."""
-    rng = np.random.default_rng(0)
-    splits, tokens, heads, dim = 5, 4, 3, 8
+    rng = np.random.default_rng(splits)
+    tokens, heads, dim = 4, 3, 16
     largest = rng.normal(size=(splits, tokens, heads)) * [[1], [40], [400], [0]]
     total = rng.uniform(1, 9, largest.shape)
     sums = rng.normal(size=(*largest.shape, dim)) * total[..., None]
     is_empty = rng.random(largest.shape) < 0.4
     is_empty[:, 3] = True
-    largest[is_empty], total[is_empty], sums[is_empty] = kernel_launch.FLOOR, 0, 0
+    largest[is_empty], total[is_empty], sums[is_empty] = kernel_shapes.FLOOR, 0, 0
+    hidden = largest < largest.max(axis=0) - 300
+    assert hidden.any()
     sink = np.array([0.5, -np.inf, 30.0])
     statistics = np.stack([largest, total], axis=2).astype(np.float32)
-    actual = kernel_launch._combine(*map(jnp.float32, (sums, statistics, sink)))
-    base2 = np.float32(sink * kernel_launch.LOG2_E)[None]
+    unseen = np.where(hidden[..., None], np.inf, sums)
+    actual = combine_triton.combine(
+        *map(jnp.float32, (unseen, statistics, sink)),
+        jnp.zeros(tokens, jnp.int32),
+        None,
+        dtype=jnp.float32,
+    )
+    base2 = sink * kernel_shapes.LOG2_E
     top = np.maximum(largest.max(axis=0), base2)
     scale = np.exp2(largest - top)
     whole = (total * scale).sum(axis=0) + np.exp2(base2 - top)

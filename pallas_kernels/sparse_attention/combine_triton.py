@@ -1,0 +1,112 @@
+"""Triton kernel that adds up the splits of sparse attention: a token's head per program.
+
+A split's sums are relative to its own largest logit. With m the largest of all, and of the sink,
+
+    out = sum over splits of sums 2^(largest - m) / (sum of total 2^(largest - m) + 2^(sink - m))
+
+which is rounded, and turned back by the query's position if frequencies are given. XLA takes two
+launches for it, and one more to turn back what is no split's.
+
+Bytes: the sums, which are in the L2 cache, and the output. Latency bounds it: every warp has all
+its loads on their way at once. It compiles for Blackwell and has not run there.
+
+Source: deepseek_v4.md sections 1.3, step 9, and 1.4.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
+
+from pallas_kernels import rotary_tile, triton
+from pallas_kernels.sparse_attention.kernel_shapes import FLOOR, LOG2_E
+
+Ref = Any
+_MOST_ROWS = 64
+"""Splits that a program has in its registers at once."""
+_ROWS_OF_WARPS = 8
+"""That four warps have; more take more warps."""
+_MOST_WARPS = 16
+
+
+def combine(
+    sums: jax.Array,
+    statistics: jax.Array,
+    sink: jax.Array,
+    positions: jax.Array,
+    frequencies: jax.Array | None,
+    *,
+    dtype: DTypeLike,
+) -> jax.Array:
+    """The output of all splits.
+
+    Args:
+      sums: f32[S, T, H, C], relative to the split's largest logit.
+      statistics: f32[S, T, 2, H], largest logit times log2(e), `FLOOR` without keys, and sum of
+        weights.
+      sink: f32[H].
+      positions: i32[T].
+      frequencies: f32[R / 2], to turn the last R dims back; None leaves them.
+      dtype: of the output.
+
+    Returns:
+      [T, H, C]; zeros where there is neither a key nor a sink.
+    """
+    splits, num_tokens, num_heads, dim = sums.shape
+    width, all_splits = _power_of_two(dim), _power_of_two(splits)
+    rows = min(all_splits, _MOST_ROWS)
+
+    def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
+        sums_ref, statistics_ref, sink_ref, positions_ref, *frequencies_ref = inputs
+        token, head = pl.program_id(0), pl.program_id(1)
+        position = positions_ref[token]
+        turn = None
+        if frequencies_ref:
+            turn = rotary_tile.load_turn(
+                None, frequencies_ref[0], dim=dim, width=width, dtype=dtype
+            )
+
+        def load(which: int, first: int, count: int) -> jax.Array:
+            split = first + jnp.arange(count, dtype=jnp.int32)
+            place = (split, token, jnp.int32(which), head)
+            return triton.load_where(statistics_ref, place, split < splits, 0.0 if which else FLOOR)
+
+        column = jnp.arange(width, dtype=jnp.int32)
+        firsts = range(0, splits, rows)
+        parts = []
+        for first in firsts:
+            split = first + jnp.arange(rows, dtype=jnp.int32)
+            inside = (split[:, None] < splits) & (column[None] < dim)
+            place = (split[:, None], token, head, column[None])
+            parts.append(triton.load_where(sums_ref, place, inside))
+        largest, own = load(0, 0, all_splits), sink_ref[head] * LOG2_E
+        top = jnp.maximum(jnp.max(largest), jnp.maximum(own, FLOOR))
+        whole = jnp.sum(load(1, 0, all_splits) * jnp.exp2(largest - top)) + jnp.exp2(own - top)
+        out = jnp.zeros(width, jnp.float32)
+        for first, part in zip(firsts, parts, strict=True):
+            weight = jnp.broadcast_to(jnp.exp2(load(0, first, rows) - top)[:, None], part.shape)
+            # A sum too large for f32 is that of a split which counts for nothing.
+            out = out + jnp.sum(jnp.where(weight == 0, 0.0, part * weight), axis=0)
+        out = out * jnp.where(whole == 0, 0.0, 1 / whole)
+        out = rotary_tile.round_to(out, dtype)
+        if turn is not None:
+            out = rotary_tile.rotate(out, turn, -position)
+        triton.store_row(outputs[0], (token, head), out.astype(dtype), first=0, count=dim)
+
+    [out] = triton.launch(
+        kernel,
+        grid=(num_tokens, num_heads),
+        inputs=[sums, statistics, sink, positions, *([] if frequencies is None else [frequencies])],
+        outputs=[jax.ShapeDtypeStruct(sums.shape[1:], dtype)],
+        num_warps=min(_MOST_WARPS, 4 * max(1, rows // _ROWS_OF_WARPS)),
+        name="combine_splits",
+    )
+    return out
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()
