@@ -1,11 +1,10 @@
-"""Triton kernel that adds up the splits of sparse attention: a token's head per program.
+"""Triton kernel that adds up the splits of sparse attention: a token's head, or part, per program.
 
 A split's sums are relative to its own largest logit. With m the largest of all, and of the sink,
 
     out = sum over splits of sums 2^(largest - m) / (sum of total 2^(largest - m) + 2^(sink - m))
 
-which is rounded, and turned back by the query's position if frequencies are given. XLA takes two
-launches for it, and one more to turn back what is no split's.
+which is rounded, and turned back by the query's position if frequencies are given.
 
 Bytes: the sums, which are in the L2 cache, and the output. Latency bounds it: every warp has all
 its loads on their way at once. It compiles for Blackwell and has not run there.
@@ -31,6 +30,8 @@ _MOST_ROWS = 64
 _ROWS_OF_WARPS = 8
 """That four warps have; more take more warps."""
 _MOST_WARPS = 16
+_FEW_SPLITS, _COLUMNS = 16, 128
+"""Of more splits a program takes so many columns of a head, else all."""
 
 
 def combine(
@@ -57,55 +58,63 @@ def combine(
       [T, H, C]; zeros where there is neither a key nor a sink.
     """
     splits, num_tokens, num_heads, dim = sums.shape
-    width, all_splits = _power_of_two(dim), _power_of_two(splits)
+    all_splits = _power_of_two(splits)
     rows = min(all_splits, _MOST_ROWS)
+    columns = _columns_of_program(splits, dim, frequencies)
 
     def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
         sums_ref, statistics_ref, sink_ref, positions_ref, *frequencies_ref = inputs
-        token, head = pl.program_id(0), pl.program_id(1)
-        position = positions_ref[token]
+        token, head, part = (pl.program_id(axis) for axis in range(3))
+        first_column, position = part * columns, positions_ref[token]
+        column = first_column + jnp.arange(columns, dtype=jnp.int32)
         turn = None
         if frequencies_ref:
             turn = rotary_tile.load_turn(
-                None, frequencies_ref[0], dim=dim, width=width, dtype=dtype
+                None, frequencies_ref[0], dim=dim - first_column, width=columns, dtype=dtype
             )
 
-        def load(which: int, first: int, count: int) -> jax.Array:
+        def load_statistic(which: int, first: int, count: int) -> jax.Array:
             split = first + jnp.arange(count, dtype=jnp.int32)
             place = (split, token, jnp.int32(which), head)
-            return triton.load_where(statistics_ref, place, split < splits, 0.0 if which else FLOOR)
+            return triton.load_where(statistics_ref, place, split < splits, [FLOOR, 0.0][which])
 
-        column = jnp.arange(width, dtype=jnp.int32)
-        firsts = range(0, splits, rows)
-        parts = []
-        for first in firsts:
+        def load_sums(first: int) -> jax.Array:
             split = first + jnp.arange(rows, dtype=jnp.int32)
             inside = (split[:, None] < splits) & (column[None] < dim)
-            place = (split[:, None], token, head, column[None])
-            parts.append(triton.load_where(sums_ref, place, inside))
-        largest, own = load(0, 0, all_splits), sink_ref[head] * LOG2_E
-        top = jnp.maximum(jnp.max(largest), jnp.maximum(own, FLOOR))
-        whole = jnp.sum(load(1, 0, all_splits) * jnp.exp2(largest - top)) + jnp.exp2(own - top)
-        out = jnp.zeros(width, jnp.float32)
-        for first, part in zip(firsts, parts, strict=True):
-            weight = jnp.broadcast_to(jnp.exp2(load(0, first, rows) - top)[:, None], part.shape)
+            return triton.load_where(sums_ref, (split[:, None], token, head, column[None]), inside)
+
+        parts = {first: load_sums(first) for first in range(0, splits, rows)}
+        largest, total = (load_statistic(which, 0, all_splits) for which in range(2))
+        own_sink = sink_ref[head] * LOG2_E
+        top = jnp.maximum(jnp.max(largest), jnp.maximum(own_sink, FLOOR))
+        whole = jnp.sum(total * jnp.exp2(largest - top)) + jnp.exp2(own_sink - top)
+        out = jnp.zeros(columns, jnp.float32)
+        for first, some in parts.items():
+            weight = jnp.exp2(load_statistic(0, first, rows) - top)
+            weight = jnp.broadcast_to(weight[:, None], some.shape)
             # A sum too large for f32 is that of a split which counts for nothing.
-            out = out + jnp.sum(jnp.where(weight == 0, 0.0, part * weight), axis=0)
-        out = out * jnp.where(whole == 0, 0.0, 1 / whole)
-        out = rotary_tile.round_to(out, dtype)
+            out = out + jnp.sum(jnp.where(weight == 0, 0.0, some * weight), axis=0)
+        out = rotary_tile.round_to(out * jnp.where(whole == 0, 0.0, 1 / whole), dtype)
         if turn is not None:
             out = rotary_tile.rotate(out, turn, -position)
-        triton.store_row(outputs[0], (token, head), out.astype(dtype), first=0, count=dim)
+        place = (token, jnp.broadcast_to(head, column.shape), column)
+        triton.store_where(outputs[0], place, out.astype(dtype), column < dim)
 
     [out] = triton.launch(
         kernel,
-        grid=(num_tokens, num_heads),
+        grid=(num_tokens, num_heads, -(-dim // columns)),
         inputs=[sums, statistics, sink, positions, *([] if frequencies is None else [frequencies])],
         outputs=[jax.ShapeDtypeStruct(sums.shape[1:], dtype)],
         num_warps=min(_MOST_WARPS, 4 * max(1, rows // _ROWS_OF_WARPS)),
         name="combine_splits",
     )
     return out
+
+
+def _columns_of_program(splits: int, dim: int, frequencies: jax.Array | None) -> int:
+    rotated = 0 if frequencies is None else 2 * frequencies.shape[0]
+    are_in_one = rotated <= _COLUMNS and dim % _COLUMNS == 0
+    return _COLUMNS if splits > _FEW_SPLITS and are_in_one else _power_of_two(dim)
 
 
 def _power_of_two(count: int) -> int:
