@@ -55,5 +55,5 @@ def csa_attention(
         selected = handle.select_entries(index_q, index_weights(indexer, x))
         if config.index_reuse:
             handle = dataclasses.replace(handle, selected=selected)
-    attended = handle.attend(q, params.attn_sink, selected).astype(x.dtype)
-    return handle, output(params, attended, positions, frequencies, config)
+    attended = handle.attend(q, params.attn_sink, selected, frequencies).astype(x.dtype)
+    return handle, output(params, attended, config)

@@ -37,5 +37,5 @@ def hca_attention(
         eps=config.rms_norm_eps,
     )
     handle, q, _ = append_and_flush(handle, tokens, norms)
-    attended = handle.attend(q, params.attn_sink, handle.all_visible()).astype(x.dtype)
-    return handle, output(params, attended, positions, frequencies, config)
+    attended = handle.attend(q, params.attn_sink, handle.all_visible(), frequencies)
+    return handle, output(params, attended.astype(x.dtype), config)

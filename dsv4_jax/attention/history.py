@@ -16,7 +16,13 @@ from jax.ad_checkpoint import checkpoint_name
 from dsv4_jax.attention.compressor import project
 from dsv4_jax.attention.indexer import index_queries, index_weights
 from dsv4_jax.attention.params import AttentionParams, CompressorParams
-from dsv4_jax.attention.projections import output, queries, query_latent, window_entry
+from dsv4_jax.attention.projections import (
+    output,
+    queries,
+    query_latent,
+    turn_back,
+    window_entry,
+)
 from dsv4_jax.attention.rope import rope_frequencies
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.layer_schedule import AttentionType
@@ -114,7 +120,8 @@ def history_attention(
         params.attn_sink,
         scale=config.head_dim**-0.5,
     )
-    return output(params, attended.astype(x.dtype), positions, frequencies, config)
+    turned = turn_back(attended.astype(x.dtype), positions, frequencies)
+    return output(params, turned, config)
 
 
 def compress_history(

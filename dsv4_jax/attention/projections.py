@@ -100,28 +100,24 @@ def window_entry(
     return checkpoint_name(rotate(checkpoint_name(kv, "kv_normed"), positions, frequencies), "kv")
 
 
-def output(
-    params: AttentionParams,
-    attended: jax.Array,
-    positions: jax.Array,
-    frequencies: jax.Array,
-    config: DSV4Config,
-) -> jax.Array:
-    """Turns the result back by the query's position and projects it, group by group.
+def turn_back(attended: jax.Array, positions: jax.Array, frequencies: jax.Array) -> jax.Array:
+    """[..., H, C] and i32[...] -> [..., H, C], the last R dims rotated by minus the position."""
+    attended = checkpoint_name(attended, "ctx")
+    return rotate(attended, positions[..., None], frequencies, inverse=True)
+
+
+def output(params: AttentionParams, turned: jax.Array, config: DSV4Config) -> jax.Array:
+    """Projects what was attended to, group by group.
 
     Args:
       params: of the layer.
-      attended: [..., H, C] in the dtype of activations.
-      positions: i32[...].
-      frequencies: f32[R / 2].
+      turned: [..., H, C] in the dtype of activations, turned back by each query's position.
       config: the model.
 
     Returns:
       [..., D].
     """
-    attended = checkpoint_name(attended, "ctx")
-    turned = rotate(attended, positions[..., None], frequencies, inverse=True)
-    groups, lead = config.o_groups, attended.shape[:-2]
+    groups, lead = config.o_groups, turned.shape[:-2]
     turned = checkpoint_name(turned.reshape(*lead, groups, -1), "ctx_derot")
     weight = params.wo_a.reshape(groups, config.o_lora_rank, -1)
     latent = checkpoint_name(grouped_linear(turned, weight), "o_a")

@@ -30,12 +30,11 @@ def swa_attention(
     Source: deepseek_v4.md section 1.3.
     """
     frequencies = rope_frequencies(config, AttentionType.SWA)
-    positions = handle.positions
     tokens = LayerTokens(
         queries=project_queries(params, query_latent(params, x, config), config),
         kv=project_kv(params, x),
     )
     norms = LayerNorms(kv=params.kv_norm, frequencies=frequencies, eps=config.rms_norm_eps)
     handle, q, _ = append_and_flush(handle, tokens, norms)
-    attended = handle.attend(q, params.attn_sink, None).astype(x.dtype)
-    return handle, output(params, attended, positions, frequencies, config)
+    attended = handle.attend(q, params.attn_sink, None, frequencies).astype(x.dtype)
+    return handle, output(params, attended, config)

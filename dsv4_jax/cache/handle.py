@@ -259,16 +259,23 @@ class LayerCacheHandle:
             k=self.schema.indexer_top_k,
         )
 
-    def attend(self, queries: jax.Array, sink: jax.Array, selected: jax.Array | None) -> jax.Array:
+    def attend(
+        self,
+        queries: jax.Array,
+        sink: jax.Array,
+        selected: jax.Array | None,
+        frequencies: jax.Array | None = None,
+    ) -> jax.Array:
         """Attends to the window and to the selected entries, read in place.
 
         Args:
           queries: [T, H, C].
           sink: f32[H].
           selected: i32[T, K], or None for the window alone.
+          frequencies: f32[R / 2], to turn the result back by each query's position; None leaves it.
 
         Returns:
-          f32[T, H, C].
+          [T, H, C] in the dtype of `queries`.
         """
         return pk.sparse_attention(
             queries,
@@ -285,6 +292,7 @@ class LayerCacheHandle:
             layer=self.layer,
             codec=self.schema.format.entry,
             scale=self.head_dim**-0.5,
+            frequencies=frequencies,
         )
 
     def read_swa_view(self) -> SWAView:

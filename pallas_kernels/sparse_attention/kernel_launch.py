@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.formats import Codec, Planes
+from pallas_kernels.rotary import rotate
 from pallas_kernels.sparse_attention import combine_triton, kernel_shapes
 from pallas_kernels.sparse_attention.kernel_loads import Inputs
 from pallas_kernels.sparse_attention.kernel_shapes import (
@@ -63,6 +64,7 @@ def launch(
     layer: jax.Array,
     codec: Codec,
     scale: float,
+    frequencies: jax.Array | None = None,
     tiling: Tiling | None = None,
 ) -> jax.Array:
     """Runs a kernel on the arguments of `op.sparse_attention`.
@@ -140,8 +142,14 @@ def launch(
         *planes,
     )
     if tiling.splits == 1:
-        return lax.bitcast_convert_type(out[0], queries.dtype)
-    return combine_triton.combine(*out, sink, positions, None, dtype=queries.dtype)
+        attended = lax.bitcast_convert_type(out[0], queries.dtype)
+        if frequencies is None:
+            return attended
+        return rotate(attended, positions[:, None], frequencies, inverse=True)
+    sums, statistics = out
+    return combine_triton.combine(
+        sums, statistics, sink, positions, frequencies, dtype=queries.dtype
+    )
 
 
 def _rows_of(plane: jax.Array, lead: int) -> jax.Array:

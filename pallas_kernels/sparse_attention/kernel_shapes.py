@@ -35,9 +35,9 @@ class Tiling:
     splits: int
 
 
-PROGRAM_US, TILE_US = 8.1, 2.5
+PROGRAM_US, TILE_US = 8.1, 2.4
 """Of a program without keys, and of a tile; an H200's."""
-BYTES_PER_US = 3.6e6
+BYTES_PER_US = 5e6
 """Of splits' sums, written and read again; what a second launch takes is in it."""
 
 

@@ -57,6 +57,7 @@ def sparse_attention(
     layer: jax.Array,
     codec: Codec,
     scale: float,
+    frequencies: jax.Array | None = None,
     backend: Backend | None = None,
 ) -> jax.Array:
     """One softmax over window and entries, with a sink; an entry is key and value.
@@ -76,16 +77,18 @@ def sparse_attention(
       layer: i32[], index into L of ring and pool.
       codec: how the planes store an entry.
       scale: of the logits.
+      frequencies: f32[R / 2], radians per position, to turn the output back by each query's
+        position; None leaves it as it is.
       backend: implementation to use; None picks the fastest one that runs here.
 
     Returns:
-      [T, H, C] in the dtype of `queries`, before the inverse rotation.
+      [T, H, C] in the dtype of `queries`.
 
     Raises:
       ValueError: a shape or dtype is wrong.
       NotImplementedError: the named backend can't run here, or not at these sizes.
 
-    Source: deepseek_v4.md section 1.3, step 9.
+    Source: deepseek_v4.md sections 1.3, step 9, and 1.4.
     """
     check_rank(3, queries=queries)
     check_planes(ring, rows, stacked_name="ring", rows_name="rows")
@@ -102,6 +105,13 @@ def sparse_attention(
         raise ValueError(f"queries and sink must agree on H, got {queries.shape=}, {sink.shape=}")
     check_codec("ring", ring, codec, queries.shape[-1])
     check_indices(request_ids=request_ids, slots=slots, positions=positions, lengths=lengths)
+    if frequencies is not None:
+        check_rank(1, frequencies=frequencies)
+        if 2 * frequencies.shape[0] > queries.shape[-1]:
+            raise ValueError(
+                "frequencies must turn at most C dims, two each, got "
+                f"{frequencies.shape=} and {queries.shape=}"
+            )
     if (pool is None) != (selected is None):
         raise ValueError("pool and selected go together; pass both, or None for both")
     if pool is not None and selected is not None:
@@ -130,4 +140,5 @@ def sparse_attention(
         layer=layer,
         codec=codec,
         scale=scale,
+        frequencies=frequencies,
     )

@@ -3,7 +3,8 @@
     l[h, i] = q[h] . k_i scale
     o[h] = sum_i exp(l[h, i]) k_i / (sum_i exp(l[h, i]) + exp(sink[h]))
 
-A sink of minus infinity is none; a query without keys gets zeros.
+A sink of minus infinity is none; a query without keys gets zeros. With frequencies, o is rounded,
+and turned back by the query's position.
 
 Source: deepseek_v4.md section 1.3, step 9.
 """
@@ -17,6 +18,7 @@ import numpy as np
 from pallas_kernels.chunks import map_tokens
 from pallas_kernels.formats import Codec, Planes
 from pallas_kernels.gather_entries.reference import gather_entries, gather_window
+from pallas_kernels.rotary import rotate
 from pallas_kernels.rounding import round_to
 
 
@@ -63,6 +65,7 @@ def sparse_attention(
     layer: jax.Array,
     codec: Codec,
     scale: float,
+    frequencies: jax.Array | None = None,
 ) -> jax.Array:
     """Gathers each token's keys, window first, and attends to them; some tokens at a time."""
     dim = queries.shape[-1]
@@ -105,4 +108,7 @@ def sparse_attention(
         attended = attend(some["queries"], keys, valid, sink, scale=scale)
         return round_to(attended, queries.dtype)
 
-    return map_tokens(attend_some, places, elements_per_token=num_keys * dim)
+    attended = map_tokens(attend_some, places, elements_per_token=num_keys * dim)
+    if frequencies is None:
+        return attended
+    return rotate(attended, positions[:, None], frequencies, inverse=True)

@@ -129,6 +129,8 @@ ERRORS = [
     ("slots", jnp.zeros(2, jnp.int32), "slots.* must agree on T"),
     ("positions", jnp.zeros(3), "positions must be int32"),
     ("lengths", jnp.zeros(4, jnp.int32), "lengths.* must agree on T"),
+    ("frequencies", jnp.ones((2, 2)), "frequencies must have rank 1"),
+    ("frequencies", jnp.ones(5), "frequencies must turn at most C dims"),
 ]
 SILENT = [
     ("rows", {"values": jnp.ones((2, 8))}),

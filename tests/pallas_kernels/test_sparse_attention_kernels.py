@@ -11,6 +11,7 @@ import pytest
 from helpers import attention_cases, inputs, slow
 from helpers.attention_cases import Sizes
 from pallas_kernels import Backend, get_cache_format, sparse_attention
+from pallas_kernels.rotary import rotate
 from pallas_kernels.sparse_attention import (
     combine_triton,
     kernel_shapes,
@@ -142,6 +143,28 @@ def test_splits_of_any_size_add_up_and_empty_ones_count_for_nothing(lane, splits
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("splits", slow.all_but([3], [1, 3]))
+def test_the_output_is_turned_back(lane, monkeypatch, splits):
+    """Sines and cosines of kernels and of XLA differ in a last bit, and a rounding to bf16 then."""
+    split_into(splits, monkeypatch)
+    case, rope = draw(), SIZES.rope_dim
+    frequencies = np.float32(100.0 ** -np.linspace(0, 1, rope // 2))
+    plain = case.attend(backend="mosaic_gpu")
+    turned = case.attend(backend="mosaic_gpu", frequencies=frequencies)
+    np.testing.assert_array_equal(turned[..., :-rope], plain[..., :-rope])
+    pairs = plain[..., -rope:].reshape(*plain.shape[:2], -1, 2)
+    length = np.repeat(np.linalg.norm(pairs, axis=-1), 2, axis=-1)
+
+    def deviation(inverse):
+        positions = case.call.positions[:, None]
+        rotated = rotate(jnp.bfloat16(plain), positions, frequencies, inverse=inverse)
+        return np.abs(turned - np.float32(rotated))[..., -rope:]
+
+    assert np.all(deviation(True) <= 2.0**-7 * length)
+    assert np.mean(deviation(True) > 0) < 0.02
+    assert np.mean(deviation(False) > 2.0**-7 * length) > 0.3
+
+
 def test_the_tolerance_rejects_other_definitions(lane):
     case = draw()
     actual = case.attend(backend="mosaic_gpu")
@@ -254,6 +277,7 @@ def flash_specs(num_tokens, num_heads, top_k, name):
         "block_table": i32(num_tokens, 512),
         "selected": i32(num_tokens, top_k),
         "layer": i32(),
+        "frequencies": jax.ShapeDtypeStruct((32,), jnp.float32),
         **indices,
     }
 

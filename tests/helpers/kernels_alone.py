@@ -1,0 +1,168 @@
+"""A small call of every kernel and nothing beside it, for tools that watch a GPU's memory.
+
+    compute-sanitizer --tool racecheck python -m helpers.kernels_alone flush_csa scores_fp8
+    python -m helpers.kernels_alone            names the calls
+
+Inputs are drawn on the CPU, and no reference runs on the GPU: its launches, not the kernels', are
+what made compute-sanitizer itself end with a segmentation fault in the process of a test.
+"""
+
+import argparse
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_kernels as pk
+from helpers import attention_cases, inputs, layer_cases
+from helpers.inputs import CASE_LAYER
+from pallas_kernels import get_cache_format
+from pallas_kernels.index_topk import scores_mosaic_gpu, scores_tiling, select_mosaic_gpu
+from pallas_kernels.sparse_attention import kernel_shapes, op
+
+ATTENTION = attention_cases.Sizes(
+    dim=256,
+    rope_dim=64,
+    num_heads=64,
+    window=70,
+    rate=4,
+    top_k=40,
+    num_tokens=5,
+    dtype="bfloat16",
+)
+TOKENS = ((300, 9, 0), (1, 1, 2))
+FREQUENCIES = np.float32(100.0 ** -np.linspace(0, 1, ATTENTION.rope_dim // 2))
+
+
+def keep_tokens(kind, name, fused):
+    """Appends and flushes: windows close in some rows, blocks are absent, rows lie idle."""
+    rng = np.random.default_rng(0)
+    histories = layer_cases.draw_histories(rng, kind, layer_cases.LENGTHS)
+    norms = layer_cases.draw_norms(rng, kind, jnp.bfloat16)
+    cuts = [[1] * 5] * 3 if fused else [cut[:2] for cut in layer_cases.CUTS]
+    num_tokens = 5 if fused else 64
+    return layer_cases.run(name, kind, histories, cuts, norms, num_tokens=num_tokens, fused=fused)
+
+
+def score(name, tiling=None):
+    """Scores of three tokens, one of which sees nothing."""
+    codec, rng = get_cache_format(name).index_key, np.random.default_rng(0)
+    entries_per_block, visible = 16, np.int32([200, 65, 0])
+    shapes = codec.plane_shapes(scores_tiling.DIM, 0)
+    blocks = -(-visible // entries_per_block)
+    with jax.default_device(jax.devices("cpu")[0]):
+        table = inputs.shuffled_table(rng, blocks, num_logical=max(blocks), num_physical=60)
+        keys = rng.normal(size=(60 * entries_per_block, scores_tiling.DIM))
+        encoded = inputs.encode(codec, [keys], 0)[0][0]
+    pool = {
+        key: np.asarray(encoded[key]).reshape(1, 60, entries_per_block, *shape.shape)
+        for key, shape in shapes.items()
+    }
+    run = functools.partial(scores_mosaic_gpu.index_scores, codec=codec, tiling=tiling)
+    return jax.jit(run)(
+        np.float32(rng.integers(-6, 7, (3, scores_tiling.HEADS, scores_tiling.DIM))),
+        np.float32(rng.normal(size=(3, scores_tiling.HEADS))),
+        pool,
+        table,
+        request_ids=np.arange(3, dtype=np.int32),
+        visible=visible,
+        layer=np.int32(0),
+    )
+
+
+def select(num_scores, k):
+    """Rows of random scores and of equal ones."""
+    scores = np.random.default_rng(0).normal(size=(3, num_scores)).astype(np.float32)
+    scores[2] = 1.0
+    visible = np.int32([num_scores, num_scores // 3, num_scores])
+    run = functools.partial(select_mosaic_gpu.select_top_k, k=k)
+    return jax.jit(run)(scores, visible)
+
+
+def attend(name, splits):
+    """Windows that have gone round, selected entries, and an output that is turned back."""
+    codec = get_cache_format(name).entry
+    with jax.default_device(jax.devices("cpu")[0]):
+        case = attention_cases.draw_case(ATTENTION, codec, *TOKENS)
+    run = functools.partial(
+        op.choose_kernel().sparse_attention,
+        codec=codec,
+        scale=ATTENTION.scale,
+        layer=CASE_LAYER,
+        tiling=kernel_shapes.Tiling(splits=splits),
+    )
+    arguments = {key: value for key, value in case.arguments.items() if key != "codec"}
+    return jax.jit(run)(**arguments, sink=ATTENTION.sink(), frequencies=FREQUENCIES)
+
+
+def gather(name):
+    """Selected entries and the window."""
+    codec = get_cache_format(name).entry
+    with jax.default_device(jax.devices("cpu")[0]):
+        case = attention_cases.draw_case(ATTENTION, codec, *TOKENS)
+    static = {"codec": codec, "dim": ATTENTION.dim, "layer": CASE_LAYER, "backend": "triton_gpu"}
+    given = case.arguments
+    window = jax.jit(functools.partial(pk.gather_window, **static))
+    entries = jax.jit(functools.partial(pk.gather_entries, **static))
+    places = [given[key] for key in ("ring", "rows", "slots", "positions", "lengths")]
+    paged = [given[key] for key in ("pool", "block_table", "request_ids", "selected")]
+    return window(*places), entries(*paged)
+
+
+def round_queries(name):
+    """Of five tokens."""
+    queries = np.random.default_rng(0).normal(size=(5, 9, layer_cases.IC))
+    run = functools.partial(
+        pk.round_index_queries, codec=get_cache_format(name).index_key, backend="triton_gpu"
+    )
+    positions = np.arange(5, dtype=np.int32)
+    queries = queries.astype(jnp.bfloat16)
+    return jax.jit(run)(queries, layer_cases.FREQUENCIES, positions)
+
+
+def mix():
+    """Four streams of two tokens."""
+    rng = np.random.default_rng(0)
+    run = functools.partial(pk.mix_streams, iters=20, eps=1e-6, norm_eps=1e-6, backend="triton_gpu")
+    shapes = ((2, 3, 24), (3,), (24,), (2, 4, 96), (96,))
+    return jax.jit(run)(*(np.float32(rng.normal(size=shape)) for shape in shapes))
+
+
+CALLS = {
+    **{
+        f"{'append' if fused else 'flush'}_{kind}": functools.partial(
+            keep_tokens, kind, "fp8_ue8m0", fused
+        )
+        for fused in (True, False)
+        for kind in layer_cases.RATES
+    },
+    "append_csa_nvfp4": functools.partial(keep_tokens, "csa", "fp8_per_entry", True),
+    "scores_mxfp4": functools.partial(score, "fp8_ue8m0"),
+    "scores_fp8": functools.partial(score, "fp8_ue8m0_fp8_index"),
+    "scores_turns": functools.partial(score, "fp8_ue8m0", scores_tiling.Tiling(tiles=4, groups=1)),
+    "select": functools.partial(select, 5000, 512),
+    "select_in_parts": functools.partial(select, 40000, 512),
+    "attend": functools.partial(attend, "fp8_ue8m0", 1),
+    "attend_in_splits": functools.partial(attend, "fp8_ue8m0", 3),
+    "attend_bf16": functools.partial(attend, "bf16", 3),
+    "gather": functools.partial(gather, "fp8_ue8m0"),
+    "round_queries": functools.partial(round_queries, "fp8_ue8m0"),
+    "mix": mix,
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    names = parser.parse_args().names
+    if unknown := set(names) - set(CALLS):
+        parser.error(f"no such call: {', '.join(sorted(unknown))}; there are {', '.join(CALLS)}")
+    for name in names or CALLS:
+        if names:
+            jax.block_until_ready(CALLS[name]())
+        print(name, flush=True)
+
+
+if __name__ == "__main__":
+    main()
