@@ -9,15 +9,16 @@ One program: one query token, 64 of its heads, one split of its keys, in tiles o
 
 64 x C sums in f32 do not fit one warpgroup's registers at C = 512, so two hold half each; that one
 multiplies while the other takes exponentials comes with it. Splits are cut by shape, never by
-lengths, and combined by XLA: a token's result depends on shapes and itself alone.
+lengths, and added up by `combine_triton`: a token's result depends on shapes and itself alone.
 
 Bytes: those of the keys, and 2 * 64 * C of queries and of output. In calls of few tiles latency
-bounds it (8 x 640 keys take 15.4 us, and 13.9 if no key is loaded, decoded or stored); in large
-ones shared memory and the gatherer together. Of 4,790 cycles a tile (64 requests of 8,192 entries,
-ncu) the L1 cache, whose ports shared memory has, was busy 76 %, when products read 1,790 lines of
-128 bytes, 1,660 since; the gatherer writes 512. It waits a third of its time for loads, as ptxas
-gives all of them one scoreboard and a turn ends with a wait for the last one issued; the attenders
-wait half of theirs for keys. Asking for rows in the L2 cache first took 230 us to 197.
+bounds it: 8 x 640 keys take 14.7 us, of which adding up splits takes 2; when that took 3, and the
+whole 15.4, it was 13.9 without a key loaded, decoded or stored. In large ones shared memory and the
+gatherer bound it together. Of 4,790 cycles a tile (64 requests of 8,192 entries, ncu) the L1 cache,
+whose ports shared memory has, was busy 76 %, when products read 1,790 lines of 128 bytes, 1,660
+since; the gatherer writes 512. It waits a third of its time for loads, as ptxas gives all of them
+one scoreboard and a turn ends with a wait for the last one issued; the attenders wait half of
+theirs for keys. Asking for rows in the L2 cache first took 230 us to 197.
 
 Roads not taken, on one H200, us. Beside this in one run, at 64 x 8,192 entries, 195 to 200: two
 gatherers, each of 32 rows, 197; weights from registers, 196; barriers of a warp between loads, 195;

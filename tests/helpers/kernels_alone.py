@@ -3,8 +3,8 @@
     compute-sanitizer --tool racecheck python -m helpers.kernels_alone flush_csa scores_fp8
     python -m helpers.kernels_alone            names the calls
 
-Inputs are drawn on the CPU, and no reference runs on the GPU: its launches, not the kernels', are
-what made compute-sanitizer itself end with a segmentation fault in the process of a test.
+Inputs are drawn on the CPU, and no reference runs on the GPU: in a process where one does,
+compute-sanitizer itself may end with a segmentation fault.
 """
 
 import argparse
