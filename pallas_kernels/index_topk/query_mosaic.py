@@ -24,14 +24,12 @@ from pallas_kernels.backend import interpreting
 
 Ref = Any
 plgpu: Any = mosaic_gpu
-_ROOM = 0x1FFFFF
-"""Carries into the exponent what has a mantissa above that of 448 = 1.75 * 2^8, E4M3's largest."""
-
-
 ROWS = 16
 """Heads that a warpgroup loads and quantises at a time, each warp four, a whole row at once."""
 _LAYOUT = mosaic.LINES
 BY_ROW = _LAYOUT.reduce(1)
+_ROOM = 0x1FFFFF
+"""Carries into the exponent what has a mantissa above that of 448 = 1.75 * 2^8, E4M3's largest."""
 
 
 def load(queries: Ref, weights: Ref, first: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:

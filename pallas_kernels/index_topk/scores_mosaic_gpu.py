@@ -245,7 +245,7 @@ def _score_kernel(
         return next_blocks, jnp.where(is_last, 0, slot + 1), jnp.where(is_last, 1 - parity, parity)
 
     def load_heads(turn):
-        """Some heads' queries and weights, and whether there are any for this warpgroup."""
+        """The first of some heads, their queries and weights; nothing beyond the last head."""
         first = (turn * tiling.groups + group) * query_mosaic.ROWS
         row = jnp.where(first < HEADS, token * HEADS + first, -1)
         return first, query_mosaic.load(queries, weights, row, DIM)

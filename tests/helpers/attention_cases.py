@@ -42,6 +42,19 @@ class Sizes:
         return np.resize(np.array([0.5, 2.0, -1.0], np.float32), self.num_heads)
 
 
+SMALLEST_FOR_A_KERNEL = Sizes(
+    dim=256,
+    rope_dim=64,
+    num_heads=64,
+    window=70,
+    rate=4,
+    top_k=40,
+    num_tokens=5,
+    dtype="bfloat16",
+)
+"""Of dims and heads; a window and entries that end within a tile."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A call and what is stored; whatever no query may read is poison (known bug B32).

@@ -21,17 +21,7 @@ from pallas_kernels import get_cache_format
 from pallas_kernels.index_topk import scores_mosaic_gpu, scores_tiling, select_mosaic_gpu
 from pallas_kernels.sparse_attention import kernel_shapes, op
 
-ATTENTION = attention_cases.Sizes(
-    dim=256,
-    rope_dim=64,
-    num_heads=64,
-    window=70,
-    rate=4,
-    top_k=40,
-    num_tokens=5,
-    dtype="bfloat16",
-)
-TOKENS = ((300, 9, 0), (1, 1, 2))
+ATTENTION, TOKENS = attention_cases.SMALLEST_FOR_A_KERNEL, ((300, 9, 0), (1, 1, 2))
 FREQUENCIES = np.float32(100.0 ** -np.linspace(0, 1, ATTENTION.rope_dim // 2))
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from helpers import attention_cases, inputs, slow
-from helpers.attention_cases import Sizes
 from pallas_kernels import Backend, get_cache_format, sparse_attention
 from pallas_kernels.rotary import rotate
 from pallas_kernels.sparse_attention import (
@@ -20,16 +19,7 @@ from pallas_kernels.sparse_attention import (
     op,
 )
 
-SIZES = Sizes(
-    dim=256,
-    rope_dim=64,
-    num_heads=64,
-    window=70,
-    rate=4,
-    top_k=40,
-    num_tokens=5,
-    dtype="bfloat16",
-)
+SIZES = attention_cases.SMALLEST_FOR_A_KERNEL
 M, W = SIZES.rate, SIZES.window
 FEW_TOKENS = ((300, 9, 0), (1, 1, 2))
 ONE_TOKEN = ((M - 1, W, 3 * W), (1, 1, 1))
