@@ -10,7 +10,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.formats import Planes
+from pallas_kernels.codecs import Planes
 
 
 def scatter_rows(

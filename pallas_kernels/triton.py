@@ -23,7 +23,7 @@ from jax.experimental.pallas import triton as pltri
 
 from pallas_kernels import numbers
 from pallas_kernels.backend import interpreting
-from pallas_kernels.formats import Planes
+from pallas_kernels.codecs import Planes
 from pallas_kernels.rounding import divide, rounded
 
 warnings.filterwarnings("ignore", "The Pallas Triton backend", DeprecationWarning)

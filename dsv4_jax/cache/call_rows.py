@@ -10,7 +10,7 @@ import jax
 import pallas_kernels as pk
 from dsv4_jax.cache.state_cache import StateCachePool
 from dsv4_jax.cache.step_input import CallIndices
-from pallas_kernels.formats import Planes
+from pallas_kernels.codecs import Planes
 
 
 @flax.struct.dataclass(kw_only=True)

@@ -15,7 +15,7 @@ from dsv4_jax.cache.schema import LayerCacheSchema
 from dsv4_jax.cache.state_cache import StateCachePool
 from dsv4_jax.cache.step_input import CallIndices
 from dsv4_jax.cache.views import ClassicalView, IndexerView, SWAView
-from pallas_kernels.formats import FP4KeyCodec, Planes
+from pallas_kernels.codecs import FP4KeyCodec, Planes
 
 
 @flax.struct.dataclass(kw_only=True)

@@ -21,7 +21,7 @@ from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.poison import poison_of
 from dsv4_jax.cache.state_cache import StateCachePool
 from dsv4_jax.cache.step_input import CallIndices
-from pallas_kernels.formats import Planes
+from pallas_kernels.codecs import Planes
 
 
 @flax.struct.dataclass(kw_only=True)

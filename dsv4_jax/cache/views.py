@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_kernels.formats import Planes
+from pallas_kernels.codecs import Planes
 
 
 class SWAView(NamedTuple):

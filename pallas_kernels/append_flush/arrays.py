@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_kernels.formats import Codec, Planes
+from pallas_kernels.codecs import Codec, Planes
 
 
 class Compressor(NamedTuple):

@@ -17,7 +17,7 @@ from pallas_kernels.checks import (
     check_same_length,
     check_shape,
 )
-from pallas_kernels.formats import Codec, Planes
+from pallas_kernels.codecs import Codec, Planes
 from pallas_kernels.index_queries.op import check_index_queries
 
 _IMPLEMENTATIONS = {

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.append_flush.arrays import Appended, Compressor
 from pallas_kernels.append_window.reference import append_tokens, encode_tokens
+from pallas_kernels.codecs import Codec, Planes
 from pallas_kernels.flush_write.reference import flush_csa, flush_hca
-from pallas_kernels.formats import Codec, Planes
 from pallas_kernels.index_queries.reference import round_index_queries
 
 

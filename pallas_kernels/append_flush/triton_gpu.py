@@ -28,10 +28,10 @@ from jax.experimental import pallas as pl
 from pallas_kernels import head_tile, triton
 from pallas_kernels.append_flush.arrays import Appended, Compressor
 from pallas_kernels.append_window import tile
+from pallas_kernels.codecs import Codec, Planes
 from pallas_kernels.compress_tail import tile as window
 from pallas_kernels.flush_write import tile as entry_tile
 from pallas_kernels.flush_write.closing import Closing, prepare_store
-from pallas_kernels.formats import Codec, Planes
 from pallas_kernels.index_queries import tile as index_tile
 
 Ref = Any

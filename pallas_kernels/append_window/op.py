@@ -16,7 +16,7 @@ from pallas_kernels.checks import (
     check_shape,
     first_plane,
 )
-from pallas_kernels.formats import Codec, Planes
+from pallas_kernels.codecs import Codec, Planes
 
 _ENCODE = {
     Backend.REFERENCE: reference.encode_tokens,

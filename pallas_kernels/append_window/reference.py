@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.codecs import Codec, Planes
 from pallas_kernels.compress_tail.reference import empty_pool, fold_tokens
-from pallas_kernels.formats import Codec, Planes
 from pallas_kernels.paging import scatter_rows
 from pallas_kernels.rotary import rms_norm_by_halves, rotate
 

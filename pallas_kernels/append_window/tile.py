@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import head_tile, rotary_tile, triton
+from pallas_kernels.codecs import Codec
 from pallas_kernels.flush_write import tile as entry_tile
-from pallas_kernels.formats import Codec
 
 Ref = Any
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import rotary_tile
+from pallas_kernels.codecs import Codec
 from pallas_kernels.flush_write import tile as entry_tile
-from pallas_kernels.formats import Codec
 
 Ref = Any
 

@@ -16,8 +16,8 @@ from pallas_kernels.checks import (
     check_shape,
     first_plane,
 )
+from pallas_kernels.codecs import Codec, Planes
 from pallas_kernels.flush_write import reference, triton_gpu
-from pallas_kernels.formats import Codec, Planes
 
 _WRITE = {Backend.REFERENCE: reference.flush_write}
 _CSA = {Backend.REFERENCE: reference.flush_csa, Backend.TRITON_GPU: triton_gpu.flush_csa}

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.codecs import Codec, Planes
 from pallas_kernels.compress_tail.reference import compress_csa, compress_hca
-from pallas_kernels.formats import Codec, Planes
 from pallas_kernels.paging import locate_entries, scatter_rows
 
 

@@ -1,4 +1,4 @@
-"""What the codecs of `formats.py` do, on one entry at a time, a dim per lane, in a Triton kernel.
+"""What `codecs.py` does, on one entry at a time, a dim per lane, in a Triton kernel.
 
 Element types are encoded by `numbers.py` itself, from bits; only what a tile spells differently is
 here: groups, the Hadamard rotation, and bytes packed into the words of `triton.as_words`.
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import numbers, triton
-from pallas_kernels.formats import (
+from pallas_kernels.codecs import (
     Codec,
     FP4KeyCodec,
     FP8KeyCodec,
@@ -98,7 +98,7 @@ def pack(codes: jax.Array, bits: int, count: int) -> jax.Array:
 
 
 def round_through(codec: Codec, x: jax.Array, *, dim: int) -> jax.Array:
-    """`formats.round_through` of index vectors, f32[n, width]; lanes from `dim` on are zeros.
+    """`codecs.round_through` of index vectors, f32[n, width]; lanes from `dim` on are zeros.
 
     Raises:
       NotImplementedError: this codec has no form for a tile.

@@ -36,11 +36,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import triton
+from pallas_kernels.codecs import Codec, Planes
 from pallas_kernels.flush_write import tile as entry_tile
 from pallas_kernels.flush_write.closing import Closing, prepare_store, read_closing
 from pallas_kernels.flush_write.pooling import Channels, PoolCSA, PoolHCA, Pooling, ReadMean
 from pallas_kernels.flush_write.tiling import Tiling, choose_csa, choose_hca
-from pallas_kernels.formats import Codec, Planes
 
 Ref = Any
 _FINISH_WARPS = 4

@@ -20,7 +20,7 @@ from pallas_kernels.checks import (
     check_same_length,
     first_plane,
 )
-from pallas_kernels.formats import Codec, Planes
+from pallas_kernels.codecs import Codec, Planes
 from pallas_kernels.gather_entries import reference, triton_gpu
 
 _ENTRIES = {

@@ -27,7 +27,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import numbers, triton
 from pallas_kernels.checks import first_plane
-from pallas_kernels.formats import Codec, GroupedFP8Codec, Planes, ScaledFP8Codec
+from pallas_kernels.codecs import Codec, GroupedFP8Codec, Planes, ScaledFP8Codec
 
 Ref = Any
 _ROWS = 4

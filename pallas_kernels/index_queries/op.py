@@ -6,7 +6,7 @@ import jax
 
 from pallas_kernels.backend import Backend, resolve
 from pallas_kernels.checks import check_indices, check_rank, check_same_length
-from pallas_kernels.formats import Codec
+from pallas_kernels.codecs import Codec
 from pallas_kernels.index_queries import reference, triton_gpu
 
 _IMPLEMENTATIONS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from pallas_kernels.formats import Codec, round_through
+from pallas_kernels.codecs import Codec, round_through
 from pallas_kernels.rotary import rotate
 
 

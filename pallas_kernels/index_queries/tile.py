@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 from pallas_kernels import head_tile, rotary_tile
+from pallas_kernels.codecs import Codec
 from pallas_kernels.flush_write import tile as entry_tile
-from pallas_kernels.formats import Codec
 
 Ref = Any
 

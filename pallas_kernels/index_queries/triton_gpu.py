@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import head_tile, triton
-from pallas_kernels.formats import Codec
+from pallas_kernels.codecs import Codec
 from pallas_kernels.index_queries import tile
 
 Ref = Any

@@ -11,7 +11,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.formats import Codec, Planes
+from pallas_kernels.codecs import Codec, Planes
 from pallas_kernels.index_topk import reference, scores_mosaic_gpu, select_mosaic_gpu
 
 

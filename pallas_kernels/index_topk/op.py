@@ -6,7 +6,7 @@ import jax
 
 from pallas_kernels.backend import Backend, resolve
 from pallas_kernels.checks import check_codec, check_indices, check_rank, check_same_length
-from pallas_kernels.formats import Codec, Planes
+from pallas_kernels.codecs import Codec, Planes
 from pallas_kernels.index_topk import mosaic_gpu, reference, scores_tiling, select_mosaic_gpu
 
 _IMPLEMENTATIONS = {

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.chunks import map_tokens
-from pallas_kernels.formats import Codec, Planes
+from pallas_kernels.codecs import Codec, Planes
 from pallas_kernels.gather_entries.reference import gather_entries
 
 _INVISIBLE = np.int32(np.iinfo(np.int32).min)

@@ -47,7 +47,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic, mosaic_bulk, mosaic_memory
-from pallas_kernels.formats import Codec, Planes
+from pallas_kernels.codecs import Codec, Planes
 from pallas_kernels.index_topk import left_operand, query_mosaic, unpack_mosaic
 from pallas_kernels.index_topk.scores_tiling import (
     DIM,

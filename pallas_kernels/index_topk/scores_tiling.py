@@ -8,9 +8,9 @@ from typing import Any
 import jax
 from jax.experimental.pallas import mosaic_gpu
 
-from pallas_kernels import formats, mosaic, mosaic_bulk, tilings
+from pallas_kernels import codecs, mosaic, mosaic_bulk, tilings
 from pallas_kernels.backend import compute_capability
-from pallas_kernels.formats import Codec
+from pallas_kernels.codecs import Codec
 
 plgpu: Any = mosaic_gpu
 HEADS, DIM = 64, 128
@@ -77,7 +77,7 @@ def choose_tiling(
 def find_obstacle(queries: jax.Array, codec: Codec, entries_per_block: int) -> str | None:
     """Why this kernel can't serve a call, as the rest of a sentence; None where it can."""
     capability = compute_capability()
-    if not isinstance(codec, formats.FP8KeyCodec) and not is_mxfp4(codec):
+    if not isinstance(codec, codecs.FP8KeyCodec) and not is_mxfp4(codec):
         return f"takes MXFP4 and FP8 keys, got {codec}"
     if queries.shape[1:] != (HEADS, DIM):
         return f"needs queries [T, {HEADS}, {DIM}], got {queries.shape=}"
@@ -90,7 +90,7 @@ def find_obstacle(queries: jax.Array, codec: Codec, entries_per_block: int) -> s
 
 def is_mxfp4(codec: Codec) -> bool:
     """Whether keys are; the kernel's others are FP8."""
-    return isinstance(codec, formats.FP4KeyCodec) and codec.power_of_two
+    return isinstance(codec, codecs.FP4KeyCodec) and codec.power_of_two
 
 
 def choose_core() -> TensorCore:

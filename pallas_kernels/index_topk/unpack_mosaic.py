@@ -27,12 +27,12 @@ from jax.experimental.pallas import mosaic_gpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels import formats, mosaic, numbers
+from pallas_kernels import codecs, mosaic, numbers
 from pallas_kernels.backend import interpreting
 
 Ref = Any
 plgpu: Any = mosaic_gpu
-_MXFP4 = formats.FP4KeyCodec(group=32, power_of_two=True)
+_MXFP4 = codecs.FP4KeyCodec(group=32, power_of_two=True)
 HEADROOM = 64.0
 """6, the largest E2M1 value, times 64 is 384; times 128 it would exceed E4M3's 448."""
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.formats import Codec, Planes
+from pallas_kernels.codecs import Codec, Planes
 from pallas_kernels.rotary import rotate
 from pallas_kernels.sparse_attention import combine_triton, kernel_shapes
 from pallas_kernels.sparse_attention.kernel_loads import Inputs

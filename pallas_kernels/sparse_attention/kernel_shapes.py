@@ -12,9 +12,9 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import formats, mosaic, mosaic_memory, tilings
+from pallas_kernels import codecs, mosaic, mosaic_memory, tilings
 from pallas_kernels.backend import compute_capability
-from pallas_kernels.formats import Codec, Planes
+from pallas_kernels.codecs import Codec, Planes
 
 TILE, HEADS, GROUP = 64, 64, 64
 """Keys of a tile, heads of a program, columns that share a scale and are fetched together."""
@@ -71,7 +71,7 @@ def find_obstacle(queries: jax.Array, ring: Planes, codec: Codec) -> str | None:
     capability = compute_capability()
     if queries.dtype != jnp.bfloat16:
         return f"takes bf16 queries, for its products are of bf16, got {queries.dtype}"
-    if codec == formats.PlainCodec("float32"):
+    if codec == codecs.PlainCodec("float32"):
         return "would round keys of cache format 'f32' to bf16"
     if num_heads % HEADS or dim % (4 * GROUP):
         return f"needs H % {HEADS} == 0 and C % {4 * GROUP} == 0, got {queries.shape=}"
@@ -123,7 +123,7 @@ class Shapes:
         f16 holds E4M3 codes times powers of two as bf16 does, from steps of 2^-24 to 65,504, far
         around what a norm leaves of an entry, and takes one instruction for two in place of six.
         """
-        exact = isinstance(self.codec, formats.GroupedFP8Codec)
+        exact = isinstance(self.codec, codecs.GroupedFP8Codec)
         return jnp.float16 if exact else jnp.bfloat16
 
     @property
@@ -158,7 +158,7 @@ class Shapes:
 
     def place(self, chunk):
         """Plane and first column in it of columns 64 chunk .. 64 chunk + 63 of a row."""
-        if isinstance(self.codec, formats.PlainCodec):
+        if isinstance(self.codec, codecs.PlainCodec):
             return "values", chunk * GROUP
         nope = dict(self.planes)["nope"]
         start = chunk * GROUP
@@ -168,7 +168,7 @@ class Shapes:
         """Plane and 32-bit word of the chunk's scale; None where it has none."""
         if self.place(chunk)[0] != "nope":
             return None
-        if isinstance(self.codec, formats.GroupedFP8Codec):
+        if isinstance(self.codec, codecs.GroupedFP8Codec):
             return "scale", chunk // 4
         return "inv_scale", 0
 

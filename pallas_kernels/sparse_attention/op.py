@@ -16,7 +16,7 @@ from pallas_kernels.checks import (
     check_same_length,
     first_plane,
 )
-from pallas_kernels.formats import Codec, Planes
+from pallas_kernels.codecs import Codec, Planes
 from pallas_kernels.sparse_attention import (
     kernel_shapes,
     mosaic_blackwell,

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.chunks import map_tokens
-from pallas_kernels.formats import Codec, Planes
+from pallas_kernels.codecs import Codec, Planes
 from pallas_kernels.gather_entries.reference import gather_entries, gather_window
 from pallas_kernels.rotary import rotate
 from pallas_kernels.rounding import round_to

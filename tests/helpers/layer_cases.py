@@ -244,13 +244,11 @@ def differing_share(codec, actual, expected, dim):
     a, b = (np.float64(codec.decode(planes, dim)) for planes in rows)
     difference, magnitude = np.abs(a - b), np.maximum(np.abs(a), np.abs(b))
     largest = np.max(magnitude, axis=-1, keepdims=True)
-    if isinstance(codec, pk.formats.PlainCodec) and codec.dtype == "float32":
+    if isinstance(codec, pk.codecs.PlainCodec) and codec.dtype == "float32":
         rounded = np.abs(b - np.float64(jnp.asarray(b, jnp.bfloat16))) > 0
         step = 2.0**-7 * magnitude if not rounded.any() else 2.0**-18 * largest
         return np.inf if np.any(difference > step) else 0.0
-    step = {pk.formats.PlainCodec: 2.0**-7, pk.formats.FP4KeyCodec: 2.0**-1}.get(
-        type(codec), 2.0**-3
-    )
+    step = {pk.codecs.PlainCodec: 2.0**-7, pk.codecs.FP4KeyCodec: 2.0**-1}.get(type(codec), 2.0**-3)
     allowed = step * (magnitude + largest / 8)
     return np.inf if np.any(difference > allowed) else float(np.mean(a != b))
 
