@@ -9,6 +9,7 @@ compute-sanitizer itself may end with a segmentation fault.
 
 import argparse
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -86,13 +87,13 @@ def attend(name, splits):
     return jax.jit(run)(**arguments, sink=ATTENTION.sink(), frequencies=FREQUENCIES)
 
 
-def gather(name):
-    """Selected entries and the window."""
+def gather(name, **changes):
+    """Selected entries and the window; changes are of the arguments."""
     codec = get_cache_format(name).entry
     with jax.default_device(jax.devices("cpu")[0]):
         case = attention_cases.draw_case(ATTENTION, codec, *TOKENS)
     static = {"codec": codec, "dim": ATTENTION.dim, "layer": CASE_LAYER, "backend": "triton_gpu"}
-    given = case.arguments
+    given = case.arguments | changes
     window = jax.jit(functools.partial(pk.gather_window, **static))
     entries = jax.jit(functools.partial(pk.gather_entries, **static))
     places = [given[key] for key in ("ring", "rows", "slots", "positions", "lengths")]
@@ -119,6 +120,18 @@ def mix():
     return jax.jit(run)(*(np.float32(rng.normal(size=shape)) for shape in shapes))
 
 
+def gather_outside():
+    """Blocks of a table far beyond the pool."""
+    table = np.full((len(TOKENS[0]), 256), 10**6, np.int32)
+    return gather("fp8_ue8m0", block_table=table)
+
+
+def score_without_waiting():
+    """Products of queries that other warpgroups may still be storing."""
+    with mock.patch.object(scores_mosaic_gpu.plgpu, "barrier_wait", return_value=None):
+        return score("fp8_ue8m0")
+
+
 CALLS = {
     **{
         f"{'append' if fused else 'flush'}_{kind}": functools.partial(
@@ -142,15 +155,20 @@ CALLS = {
 }
 
 
+PLANTED = {"outside": gather_outside, "without_waiting": score_without_waiting}
+"""Faults that `memcheck` and `racecheck` have to find, one each."""
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME")
     names = parser.parse_args().names
-    if unknown := set(names) - set(CALLS):
-        parser.error(f"no such call: {', '.join(sorted(unknown))}; there are {', '.join(CALLS)}")
-    for name in names or CALLS:
+    calls = CALLS | PLANTED
+    if unknown := set(names) - set(calls):
+        parser.error(f"no such call: {', '.join(sorted(unknown))}; there are {', '.join(calls)}")
+    for name in names or calls:
         if names:
-            jax.block_until_ready(CALLS[name]())
+            jax.block_until_ready(calls[name]())
         print(name, flush=True)
 
 

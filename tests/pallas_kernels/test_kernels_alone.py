@@ -11,3 +11,9 @@ from pallas_kernels import gpu_interpreter
 def test_a_call_alone_runs(name):
     with gpu_interpreter():
         assert all(leaf.size for leaf in jax.tree.leaves(kernels_alone.CALLS[name]()))
+
+
+def test_the_interpreter_sees_a_race_where_nobody_waits():
+    """As racecheck must on a GPU: so the others of these calls have none."""
+    with gpu_interpreter(), pytest.raises(jax.errors.JaxRuntimeError, match=r"(?i)race"):
+        jax.block_until_ready(kernels_alone.PLANTED["without_waiting"]())
