@@ -130,7 +130,7 @@ def launch(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
     )(
-        queries.reshape(-1, dim),
+        lax.bitcast_convert_type(queries, shapes.dtype).reshape(-1, dim),
         sink,
         selected if shapes.num_entries else jnp.zeros((num_tokens, TILE), jnp.int32),
         block_table.reshape(-1, 1),

@@ -30,7 +30,7 @@ class Inputs:
     """A kernel's operands in device memory; see `op.sparse_attention`.
 
     Attributes:
-      queries: bf16[T H, C].
+      queries: [T H, C], bits of bf16 in the dtype of products.
       sink, selected: as there, the last padded to whole tiles.
       table: i32[B LB, 1].
       request_ids, slots, positions, lengths: as there.
@@ -56,28 +56,36 @@ def load_queries(
     inputs: Inputs,
     shapes: Shapes,
     first: jax.Array,
-    chunks: Sequence[int],
+    halves: Sequence[tuple[int | jax.Array, Ref, Ref]],
     *,
-    target_of: Callable[[int], Ref],
     store: Callable[[Ref, jax.Array, Any], None],
 ) -> None:
-    """One warpgroup brings chunks of 64 columns of 64 heads' queries, in the dtype of products.
+    """One warpgroup brings halves of the columns of 64 heads' queries, in the dtype of products.
+
+    In bulk, and turned into that dtype where they lie: as loads of a row's 64 bytes each they would
+    keep those of the first keys waiting.
 
     Args:
       inputs: operands.
       shapes: of the call.
       first: row of the first head.
-      chunks: the columns, in 64s.
-      target_of: the place in shared memory of a chunk, [64, 64].
+      halves: of each its number, its place in shared memory, [64, C / 2], and a barrier of one
+        arrival.
       store: as in `gather_keys`.
     """
-    place = plgpu.broadcasted_iota(jnp.int32, (HEADS, GROUP), 0, layout=mosaic.ROWS).max(axis=1)
-    index = first + place
-    for chunk in chunks:
-        rows = mosaic_memory.gather_rows(
-            [inputs.queries], index * 0, index, start=chunk * GROUP, width=GROUP, all_present=True
-        )
-        store(target_of(chunk), rows.astype(shapes.dtype), mosaic.ROWS)
+    width = shapes.dim // 2
+    for half, target, landed in halves:
+        rows = inputs.queries.at[pl.ds(first, HEADS), pl.ds(half * width, width)]
+        plgpu.copy_gmem_to_smem(rows, target, landed)
+    for _, target, landed in halves:
+        plgpu.barrier_wait(landed)
+        if shapes.dtype == jnp.bfloat16:
+            continue
+        for start in range(0, width, GROUP):
+            place = target.at[:, pl.ds(start, GROUP)]
+            bits = plgpu.load(place, layout=mosaic.ROWS, optimized=False)
+            rows = lax.bitcast_convert_type(bits, jnp.bfloat16)
+            store(place, rows.astype(shapes.dtype), mosaic.ROWS)
     plgpu.commit_smem()
 
 
@@ -88,7 +96,7 @@ def gather_keys(
     first_tile: jax.Array,
     chunks: Sequence[int],
     *,
-    keys_smem: Ref,
+    target_of: Callable[[jax.Array, int], Ref],
     bias_smem: Ref | None,
     keys_ready: Ref,
     keys_free: Ref,
@@ -102,7 +110,8 @@ def gather_keys(
       token: of this program.
       first_tile: of this program.
       chunks: the columns, in 64s.
-      keys_smem: [2, 64, C], where tiles come to lie in turn.
+      target_of: where half a tile comes to lie, [64, C / 2]; takes 0 or 1, of tiles in turn, and
+        the half.
       bias_smem: f32[2, 64], to be filled with 0 for a key and minus infinity for none; or None.
       keys_ready: 2 barriers, arrived at once a tile is there.
       keys_free: 2 barriers, waited for before a place is filled again.
@@ -175,7 +184,8 @@ def gather_keys(
             store(bias_smem.at[slot], bias, mosaic.ROW)
         next_rows = []
         for chunk, stored in zip(chunks, rows, strict=True):
-            target = keys_smem.at[slot, :, pl.ds(chunk * GROUP, GROUP)]
+            half, start = divmod(chunk * GROUP, s.dim // 2)
+            target = target_of(slot, half).at[:, pl.ds(start, GROUP)]
             store(target, s.decode(stored, scales, chunk), mosaic.ROWS)
             # Into the registers that have just become free.
             next_rows.append(s.fetch_rows(sources, source, next_index, chunk))

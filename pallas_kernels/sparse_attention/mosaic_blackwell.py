@@ -76,6 +76,7 @@ def _attention_kernel(
         bias_smem,
         logits_tmem,
         *sums_tmem,
+        queries_landed,
         keys_ready,
         keys_free,
         products_ready,
@@ -144,12 +145,8 @@ def _attention_kernel(
             plgpu.tcgen05_commit_arrive(keys_free.at[slot])
             return followed, total
 
-        def place_of(chunk):
-            part, start = divmod(chunk * GROUP, half)
-            return queries_smem.at[part, :, pl.ds(start, GROUP)]
-
-        chunks = range(s.dim // GROUP)
-        load_queries(inputs, s, first_query, chunks, target_of=place_of, store=_store)
+        parts = [(i, queries_smem.at[i], queries_landed.at[i]) for i in range(2)]
+        load_queries(inputs, s, first_query, parts, store=_store)
         state = tuple(
             plgpu.layout_cast(jnp.full((HEADS,), value, jnp.float32), by_row)
             for value in (FLOOR, 0.0)
@@ -184,7 +181,7 @@ def _attention_kernel(
             token,
             first_tile,
             range(share, s.dim // GROUP, GATHERERS),
-            keys_smem=keys_smem,
+            target_of=lambda slot, i: keys_smem.at[slot, :, halves[i]],
             bias_smem=bias_smem if share == 0 else None,
             keys_ready=keys_ready,
             keys_free=keys_free,
@@ -221,6 +218,7 @@ def _scratch_types(dim: int, dtype: Any) -> list[Any]:
         plgpu.SMEM((2, TILE), jnp.float32),
         plgpu.TMEM((HEADS, TILE), jnp.float32),
         *[plgpu.TMEM((HEADS, dim // 4), jnp.float32)] * 4,
+        plgpu.Barrier(num_barriers=2),
         plgpu.Barrier(num_arrivals=GATHERERS, num_barriers=2),
         plgpu.Barrier(num_barriers=2, orders_tensor_core=True),
         plgpu.Barrier(orders_tensor_core=True),

@@ -3,29 +3,37 @@
 One program: one query token, 64 of its heads, one split of its keys, in tiles of 64. Warpgroups:
 
     gatherer     addresses of a tile through ring and block table; its rows from device memory into
-                 registers, one tile ahead; to 16 bits, swizzled            -> keys_smem [2, 64, C]
+                 registers, one tile ahead; to 16 bits, swizzled            -> keys_smem[slot]
     attender a   owns tiles a, a + 2, ...: logits Q K^T, softmax           -> weights_smem[a]
                  all tiles: out[:, a C / 2 :] += weights keys[:, a C / 2 :]
 
 64 x C sums in f32 do not fit one warpgroup's registers at C = 512, so two hold half each; that one
-multiplies while the other takes exponentials comes with it. Splits are cut by shape, never by
-lengths, and added up by `combine_triton`: a token's result depends on shapes and itself alone.
+multiplies while the other takes exponentials comes with it. Both run the same instructions, which a
+warp of each fetches side by side. Splits are cut by shape, never by lengths, and added up by
+`combine_triton`: a token's result depends on shapes and itself alone.
 
 Bytes: those of the keys, and 2 * 64 * C of queries and of output. In calls of few tiles latency
-bounds it: 8 x 640 keys take 14.7 us, of which adding up splits takes 2; when that took 3, and the
-whole 15.4, it was 13.9 without a key loaded, decoded or stored. In large ones shared memory and the
-gatherer bound it together. Of 4,790 cycles a tile (64 requests of 8,192 entries, ncu) the L1 cache,
-whose ports shared memory has, was busy 76 %, when products read 1,790 lines of 128 bytes, 1,660
-since; the gatherer writes 512. It waits a third of its time for loads, as ptxas gives all of them
-one scoreboard and a turn ends with a wait for the last one issued; the attenders wait half of
-theirs for keys. Asking for rows in the L2 cache first took 230 us to 197.
+bounds it. A program of three tiles (128 requests of 32 HCA entries: 19.1 to 19.8 us), in thousands
+of cycles: 5.5 until its queries are there and 7.7 until its first keys are, as all SMs ask for
+theirs at once; 2.7 to store them, then 4 a tile, 1.5 of them waiting for loads; 9.2 after the last,
+for logits 1.1, exponentials 0.7, both products 1.8, output 1.3 and its way to the L2 cache 2.9. In
+large calls shared memory and the gatherer bound it together. Of 4,790 cycles a tile (64 requests of
+8,192 entries, ncu) the L1 cache, whose ports shared memory has, was busy 76 %, when products read
+1,790 lines of 128 bytes, 1,660 since; the gatherer writes 512. It waits a third of its time for
+loads, as ptxas gives all of them one scoreboard and a turn ends with a wait for the last one
+issued; the attenders wait half of theirs for keys. Asking for rows in the L2 cache first took 230
+us to 197.
 
-Roads not taken, on one H200, us. Beside this in one run, at 64 x 8,192 entries, 195 to 200: two
-gatherers, each of 32 rows, 197; weights from registers, 196; barriers of a warp between loads, 195;
-rows of the block table a turn earlier, 201; loads in sections of four, 209. In a run of its own:
-loads half a turn ahead, each half with a scoreboard of its own, 220 to 240. From before the
-prefetch: splits added up in clusters of ten, through each other's shared memory, 20.4 and 42 (1 and
-8 x 640 keys: 11.9, 15.8); half a tile on its way in shared memory, 84 (256 x 640 keys: 76).
+Roads not taken, on one H200, us, each beside this in one run. 128 requests of 32 entries, 19.1 to
+19.8: both attenders bringing the second tile, 20.0; a first turn of the gatherer without keys, so
+that its instructions are there when they are needed, 20.8; rows of the block table before a tile is
+stored, 19.7; the second tile asked for in the L2 cache at the start, 19.1; queries by loads of each
+thread, 19.4. 64 requests of 8,192, 195 to 200: two gatherers, each of 32 rows, 197; weights from
+registers, 196; barriers of a warp between loads, 195; rows of the block table a turn earlier, 201;
+loads in sections of four, 209. In a run of its own: loads half a turn ahead, each half with a
+scoreboard of its own, 220 to 240. From before the prefetch: splits added up in clusters of ten,
+through each other's shared memory, 20.4 and 42 (1 and 8 x 640 keys: 11.9, 15.8); half a tile on its
+way in shared memory, 84 (256 x 640 keys: 76).
 
 Products are of f16 or bf16 (`Shapes.dtype`), with f32 sums; weights are rounded to it.
 
@@ -59,7 +67,7 @@ from pallas_kernels.sparse_attention.kernel_shapes import (
     Shapes,
 )
 
-GATHERERS, CORES = 1, 132
+CORES = 132
 REGISTERS = (192, 120)
 """Of a thread that attends and one that gathers; 2 + 1 of them share the launch's 3 * 168."""
 DECAY, LARGEST, TOTAL = range(3)
@@ -75,6 +83,7 @@ def _attention_kernel(
         weights_smem,
         bias_smem,
         statistics_smem,
+        queries_landed,
         queries_ready,
         keys_ready,
         keys_free,
@@ -91,13 +100,12 @@ def _attention_kernel(
     first_tile = split * num_tiles
     by_row, by_column = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
-    def columns(which):
-        return pl.ds(which * half, half)
-
-    def attend(me):
+    @pl.when(group < 2)
+    def _attend():
         """Owns tiles me, me + 2, ...; sums all tiles over columns me * C / 2 and on."""
         plgpu.set_max_registers(REGISTERS[0], action="increase")
-        other = 1 - me
+        me, other = group, 1 - group
+        columns = pl.ds(me * half, half)
 
         def per_row(value):
             return plgpu.layout_cast(jnp.full((HEADS,), value, jnp.float32), by_row)
@@ -111,9 +119,9 @@ def _attention_kernel(
         def add_tile(state, owner, decay, largest):
             """Takes up a tile's weights and keys, which lie in the slots of its owner."""
             out, _, total = state
-            slot = mosaic.opaque(owner)
-            keys = keys_smem.at[slot, :, columns(me)]
-            out = mosaic.multiply_add(scaled(out, decay), weights_smem.at[slot], keys)
+            out = mosaic.multiply_add(
+                scaled(out, decay), weights_smem.at[owner], keys_smem.at[owner, me]
+            )
             plgpu.barrier_arrive(keys_free.at[owner])
             return out, largest, total * decay
 
@@ -124,27 +132,23 @@ def _attention_kernel(
             plgpu.barrier_arrive(weights_free.at[other])
             return state
 
-        def add_own_tile(turn, state, *, is_first=False):
+        def add_own_tile(turn, state):
+            has_before = turn + me > 0
+            state = lax.cond(has_before, add_tile_of_other, lambda state: state, state)
             plgpu.barrier_wait(keys_ready.at[me])
-            slot, first = mosaic.opaque(me), mosaic.opaque(0)
+            first = mosaic.opaque(0)
             logits = mosaic.multiply(
                 [
-                    (
-                        queries_smem.at[first + w],
-                        keys_smem.at[slot, :, columns(w)].transpose((1, 0)),
-                    )
+                    (queries_smem.at[first + w], keys_smem.at[me, first + w].transpose((1, 0)))
                     for w in range(2)
                 ]
             )
-            if not is_first:
-                state = add_tile_of_other(state)
             bias = plgpu.load(bias_smem.at[me], layout=by_column, optimized=False)
             bias = lax.broadcast_in_dim(bias, logits.shape, [1])
             logits = jnp.where(bias < 0, bias, logits * (s.scale * LOG2_E))  # a NaN query too
             largest = jnp.maximum(state[1], logits.max(axis=1))
             decay = jnp.exp2(state[1] - largest)
             weights = jnp.exp2(logits - lax.broadcast_in_dim(largest, logits.shape, [0]))
-
             added = weights.sum(axis=1)
 
             @pl.when(turn > 0)
@@ -159,23 +163,21 @@ def _attention_kernel(
             out, largest, total = add_tile(state, me, decay, largest)
             return out, largest, total + added
 
-        def place_of(chunk):
-            return queries_smem.at[me, :, pl.ds(chunk * GROUP - me * half, GROUP)]
+        own_sink = plgpu.load(inputs.sink.at[heads], layout=by_row, optimized=False)
 
-        chunks = range(me * half // GROUP, (me + 1) * half // GROUP)
-        load_queries(inputs, s, first_query, chunks, target_of=place_of, store=mosaic_memory.store)
+        own_half = me, queries_smem.at[me], queries_landed.at[me]
+        load_queries(inputs, s, first_query, [own_half], store=mosaic_memory.store)
         plgpu.barrier_arrive(queries_ready)
         plgpu.barrier_wait(queries_ready)
         zeros = plgpu.layout_cast(jnp.zeros((HEADS, half), jnp.float32), plgpu.Layout.WGMMA)
-        state = zeros, per_row(FLOOR), per_row(0.0)
         turns = (num_tiles + other) // 2
-        if me == 0:
-            state = add_own_tile(0, state, is_first=True)
-        state = lax.fori_loop(other, turns, add_own_tile, state)
-        if num_tiles % 2 == me:  # the last one
-            state = add_tile_of_other(state)
+        state = lax.fori_loop(0, turns, add_own_tile, (zeros, per_row(FLOOR), per_row(0.0)))
+        is_last_of_other = num_tiles % 2 == me
+        state = lax.cond(is_last_of_other, add_tile_of_other, lambda state: state, state)
         out, largest, total = state
-        if turns > 0:
+
+        @pl.when(turns > 0)
+        def _():
             plgpu.barrier_wait(weights_free.at[me])
 
         mosaic_memory.store(statistics_smem.at[me, TOTAL], total, by_row)
@@ -184,51 +186,48 @@ def _attention_kernel(
         plgpu.barrier_wait(totals_ready)
         total = load_statistic(0, TOTAL) + load_statistic(1, TOTAL)
         if s.splits > 1:
-            outputs[0].at[split, token, heads, columns(me)][...] = out
-            if me == 0:
+            outputs[0].at[split, token, heads, columns][...] = out
+
+            @pl.when(me == 0)
+            def _():
                 outputs[1].at[split, token, 0, heads][...] = largest
                 outputs[1].at[split, token, 1, heads][...] = total
+
             return
-        own_sink = plgpu.load(inputs.sink.at[heads], layout=by_row, optimized=False)
         out = scaled(out, inverse_total(largest, total, own_sink))
         mosaic_memory.store(queries_smem.at[me], as_bf16(out, s.dtype), plgpu.Layout.WGMMA)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(queries_smem.at[me], outputs[0].at[token, heads, columns(me)])
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.copy_smem_to_gmem(queries_smem.at[me], outputs[0].at[token, heads, columns])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    for me in range(2):
-        pl.when(group == me)(functools.partial(attend, me))
-
-    def gather(share):
-        """Fetches every `GATHERERS`-th chunk of 64 columns of all tiles."""
+    @pl.when(group == 2)
+    def _gather():
         plgpu.set_max_registers(REGISTERS[1], action="decrease")
         gather_keys(
             inputs,
             s,
             token,
             first_tile,
-            range(share, s.dim // GROUP, GATHERERS),
-            keys_smem=keys_smem,
-            bias_smem=bias_smem if share == 0 else None,
+            range(s.dim // GROUP),
+            target_of=lambda slot, i: keys_smem.at[slot, i],
+            bias_smem=bias_smem,
             keys_ready=keys_ready,
             keys_free=keys_free,
             store=mosaic_memory.store,
         )
-
-    for share in range(GATHERERS):
-        pl.when(group == 2 + share)(functools.partial(gather, share))
 
 
 def _scratch_types(dim: int, dtype: Any) -> list[Any]:
     tile = functools.partial(plgpu.SMEM, dtype=dtype, transforms=mosaic.SWIZZLED)
     return [
         tile((2, HEADS, dim // 2)),
-        tile((2, TILE, dim)),
+        tile((2, 2, TILE, dim // 2)),
         tile((2, HEADS, TILE)),
         plgpu.SMEM((2, TILE), jnp.float32),
         plgpu.SMEM((2, 3, HEADS), jnp.float32),
+        plgpu.Barrier(num_barriers=2),
         plgpu.Barrier(num_arrivals=2),
-        plgpu.Barrier(num_arrivals=GATHERERS, num_barriers=2),
+        plgpu.Barrier(num_barriers=2),
         plgpu.Barrier(num_arrivals=2, num_barriers=2),
         plgpu.Barrier(num_barriers=2),
         plgpu.Barrier(num_barriers=2),
@@ -236,7 +235,5 @@ def _scratch_types(dim: int, dtype: Any) -> list[Any]:
     ]
 
 
-sparse_attention = functools.partial(
-    launch, _attention_kernel, _scratch_types, 2 + GATHERERS, CORES
-)
+sparse_attention = functools.partial(launch, _attention_kernel, _scratch_types, 3, CORES)
 """See `op.sparse_attention`."""
