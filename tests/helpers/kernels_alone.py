@@ -19,7 +19,13 @@ import pallas_kernels as pk
 from helpers import attention_cases, inputs, layer_cases
 from helpers.inputs import CASE_LAYER
 from pallas_kernels import get_cache_format
-from pallas_kernels.index_topk import scores_mosaic_gpu, scores_tiling, select_mosaic_gpu
+from pallas_kernels.index_topk import (
+    scores_mosaic_gpu,
+    scores_tiling,
+    select_mosaic_gpu,
+    select_ptx,
+    select_steps,
+)
 from pallas_kernels.sparse_attention import kernel_shapes, op
 
 ATTENTION, TOKENS = attention_cases.SMALLEST_FOR_A_KERNEL, ((300, 9, 0), (1, 1, 2))
@@ -126,6 +132,15 @@ def gather_outside():
     return gather("fp8_ue8m0", block_table=table)
 
 
+def select_without_barriers():
+    """Sums of counts that other warps may still be storing."""
+    with (
+        mock.patch.object(select_ptx, "BARRIER", ""),
+        mock.patch.object(select_steps, "synchronize", return_value=None),
+    ):
+        return select(5000, 512)
+
+
 def score_without_waiting():
     """Products of queries that other warpgroups may still be storing."""
     with mock.patch.object(scores_mosaic_gpu.plgpu, "barrier_wait", return_value=None):
@@ -155,8 +170,12 @@ CALLS = {
 }
 
 
-PLANTED = {"outside": gather_outside, "without_waiting": score_without_waiting}
-"""Faults that `memcheck` and `racecheck` have to find, one each."""
+PLANTED = {
+    "outside": gather_outside,
+    "without_barriers": select_without_barriers,
+    "without_waiting": score_without_waiting,
+}
+"""Faults that `memcheck`, `racecheck` and the interpreter have to find, one each."""
 
 
 def main():

@@ -15,6 +15,6 @@ def test_a_call_alone_runs(name):
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="jax 0.11 prints a race and goes on")
 def test_the_interpreter_sees_a_race_where_nobody_waits():
-    """As racecheck must on a GPU: so the others of these calls have none."""
+    """As racecheck does not: so the others of these calls have none."""
     with gpu_interpreter(), pytest.raises(jax.errors.JaxRuntimeError, match=r"(?i)race"):
         jax.block_until_ready(kernels_alone.PLANTED["without_waiting"]())
