@@ -24,16 +24,16 @@ loads, as ptxas gives all of them one scoreboard and a turn ends with a wait for
 issued; the attenders wait half of theirs for keys. Asking for rows in the L2 cache first took 230
 us to 197.
 
-Roads not taken, on one H200, us, each beside this in one run. 128 requests of 32 entries, 19.1 to
-19.8: both attenders bringing the second tile, 20.0; a first turn of the gatherer without keys, so
-that its instructions are there when they are needed, 20.8; rows of the block table before a tile is
-stored, 19.7; the second tile asked for in the L2 cache at the start, 19.1; queries by loads of each
-thread, 19.4. 64 requests of 8,192, 195 to 200: two gatherers, each of 32 rows, 197; weights from
-registers, 196; barriers of a warp between loads, 195; rows of the block table a turn earlier, 201;
-loads in sections of four, 209. In a run of its own: loads half a turn ahead, each half with a
-scoreboard of its own, 220 to 240. From before the prefetch: splits added up in clusters of ten,
-through each other's shared memory, 20.4 and 42 (1 and 8 x 640 keys: 11.9, 15.8); half a tile on its
-way in shared memory, 84 (256 x 640 keys: 76).
+Roads not taken, on one H200, us. 128 requests of 32 entries, beside this in one run, 19.1: rows of
+the block table before a tile is stored, 19.7; the second tile asked for in the L2 cache at the
+start, 19.1. Beside the kernel with queries by loads of each thread, 19.2 to 19.6: both attenders
+bringing the second tile as well, 20.0; a first turn of the gatherer without keys, so that its
+instructions are there when they are needed, 20.8. 64 requests of 8,192, beside an earlier one, 195
+to 200: two gatherers, each of 32 rows, 197; weights from registers, 196; barriers of a warp between
+loads, 195; rows of the block table a turn earlier, 201; loads in sections of four, 209. In a run of
+its own: loads half a turn ahead, each half with a scoreboard of its own, 220 to 240. From before
+the prefetch: splits added up in clusters of ten, through each other's shared memory, 20.4 and 42
+(1 and 8 x 640 keys: 11.9, 15.8); half a tile on its way in shared memory, 84 (256 x 640 keys: 76).
 
 Products are of f16 or bf16 (`Shapes.dtype`), with f32 sums; weights are rounded to it.
 
@@ -163,8 +163,8 @@ def _attention_kernel(
             out, largest, total = add_tile(state, me, decay, largest)
             return out, largest, total + added
 
+        # Wanted last; asked for now, it is there by then.
         own_sink = plgpu.load(inputs.sink.at[heads], layout=by_row, optimized=False)
-
         own_half = me, queries_smem.at[me], queries_landed.at[me]
         load_queries(inputs, s, first_query, [own_half], store=mosaic_memory.store)
         plgpu.barrier_arrive(queries_ready)
