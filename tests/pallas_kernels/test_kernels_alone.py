@@ -13,6 +13,16 @@ def test_a_call_alone_runs(name):
         assert all(leaf.size for leaf in jax.tree.leaves(kernels_alone.CALLS[name]()))
 
 
+def test_what_racecheck_has_to_find_can_still_be_planted():
+    """Here barriers are nothing, and left out they change nothing."""
+    with gpu_interpreter():
+        expected, given = (
+            kernels_alone.select(5000, 512),
+            kernels_alone.PLANTED["without_barriers"](),
+        )
+    assert (given == expected).all()
+
+
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="jax 0.11 prints a race and goes on")
 def test_the_interpreter_sees_a_race_where_nobody_waits():
     """As racecheck does not: so the others of these calls have none."""
