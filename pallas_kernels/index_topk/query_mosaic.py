@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
-from pallas_kernels import mosaic, mosaic_memory
+from pallas_kernels import mosaic
 from pallas_kernels.backend import interpreting
 
 Ref = Any
@@ -32,25 +32,18 @@ _ROOM = 0x1FFFFF
 """Carries into the exponent what has a mantissa above that of 448 = 1.75 * 2^8, E4M3's largest."""
 
 
-def load(queries: Ref, weights: Ref, first: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
-    """Begins to load rows first, first + 1, ..., and waits for none.
+def load(queries: Ref, weights: Ref) -> tuple[jax.Array, jax.Array]:
+    """Rows of shared memory into registers.
 
     Args:
-      queries: f32[T * IH, IC] in device memory.
-      weights: f32[T * IH, 1] in device memory.
-      first: i32[]; -1 loads nothing and gives zeros.
-      width: IC.
+      queries: f32[16, IC].
+      weights: f32[16].
 
     Returns:
       f32[16, IC] in `mosaic.LINES` layout and f32[16] in `BY_ROW` layout.
     """
-    row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=BY_ROW)
-    row = jnp.where(first < 0, -1, row + first)
-    values = mosaic_memory.gather_rows(
-        [queries], row * 0, row, start=0, width=width, layout=_LAYOUT
-    )
-    words = mosaic_memory.gather_words([weights], row * 0, row, word=0, layout=BY_ROW)
-    return values, lax.bitcast_convert_type(words, jnp.float32)
+    values = plgpu.load(queries, layout=_LAYOUT, optimized=False)
+    return values, plgpu.load(weights, layout=BY_ROW, optimized=False)
 
 
 def quantize(values: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -3,7 +3,7 @@
 One program: one query token and a run of its request's entries; its warpgroups take tiles, 64 keys
 or on Blackwell 128, in turn, each by itself:
 
-    queries to E4M3                      -> queries_smem
+    queries, in bulk, to E4M3            -> queries_smem
     codes and scales of a tile, a block's at once, tiles ahead     -> codes_smem, words_smem
     MXFP4 unpacked to E4M3             in registers, on Blackwell -> keys_smem[warpgroup]
     [64 keys, 64 heads] = keys Q^T     FP8 tensor cores, on Blackwell into tensor memory
@@ -25,10 +25,16 @@ unpacking the next tile while this one is multiplied, with five warpgroups, 125 
 product 134; weights of heads read for each tile to make room for seven warpgroups or eight, 133 and
 170. 124 on another card where each thread copied its own part of a tile (cp.async); 115 where relus
 were rounded to f16 and `mma` added up heads, 4 %, and nothing in calls of up to 2^19 keys, for
-scores that are less exact. Blocks of 64 entries take 2 to 3 % less than of 32, the cache's.
+scores that are less exact. Blocks of 64 entries take 2 to 3 % less than of 32, the cache's. Five
+warpgroups take 127.7 where six take 125.3. A tile asked for while this one is multiplied: 17.5
+where it takes 17.2 (8 x 65,536), 33.9 where 34.1 (64 x 16,384). A group's magnitudes by arithmetic
+in place of a table: 17.6 where 17.0 (8 x 65,536), 11.0 where 10.6 (64 x 4,096).
 
-64 x 4,096 keys take 10.7 us. Had the queries been there, rounded, it would be 10.2; where each lane
-loaded 128 bytes of a row on its own, in two warpgroups, it was 12.2.
+A line of memory serves one reader after the other. When each warp loaded its heads' weights, 64
+loads of a program, 1 x 262,144 keys took 12.9 us (FP8 12.3): 128 programs want the same line. In
+bulk, one request of a program, they take 10.3 (9.6). Without queries and weights it would be 10.2
+(9.3); queries of a quarter of the bytes gained nothing. That call, and 64 x 4,096 too, would take
+3.5 if nothing were scored: small calls as well are bound by the tiles, 32 of each program.
 
 Source: deepseek_v4.md section 3.
 """
@@ -119,8 +125,10 @@ def _score_kernel(
     scales,
     magnitudes,
     scores,
-    queries_smem,
+    raw_queries_smem,
     weights_smem,
+    landed,
+    queries_smem,
     queries_ready,
     codes_smem,
     words_smem,
@@ -135,6 +143,12 @@ def _score_kernel(
     word_layouts = layouts[-num_words:]
     token, program = lax.axis_index("token"), lax.axis_index("program")
     group = lax.axis_index("warpgroup")
+
+    @pl.when(group == tiling.groups - 1)
+    def _load_queries():
+        plgpu.copy_gmem_to_smem(queries.at[token], raw_queries_smem, landed)
+        plgpu.copy_gmem_to_smem(weights.at[token], weights_smem, landed)
+
     request = request_ids[token]
     num_visible = jnp.where(request >= 0, jnp.minimum(visible[token], s.num_entries), 0)
     layer_number = layer[0]
@@ -244,17 +258,16 @@ def _score_kernel(
         is_last = slot == stages - 1
         return next_blocks, jnp.where(is_last, 0, slot + 1), jnp.where(is_last, 1 - parity, parity)
 
-    def load_heads(turn):
-        """The first of some heads, their queries and weights; nothing beyond the last head."""
+    def quantize_heads(turn):
+        """Some heads' queries into codes, whose scales go into weights; none beyond the last."""
         first = (turn * tiling.groups + group) * query_mosaic.ROWS
-        row = jnp.where(first < HEADS, token * HEADS + first, -1)
-        return first, query_mosaic.load(queries, weights, row, DIM)
 
-    def store_heads(first, loaded):
         @pl.when(first < HEADS)
         def _():
             heads = pl.ds(first, query_mosaic.ROWS)
-            query, weight = query_mosaic.quantize(*loaded)
+            query, weight = query_mosaic.quantize(
+                *query_mosaic.load(raw_queries_smem.at[heads], weights_smem.at[heads])
+            )
             if core.has_memory:
                 mosaic_memory.store(queries_smem.at[heads], query, mosaic.LINES)
             else:
@@ -269,10 +282,10 @@ def _score_kernel(
         return blocks[-1]
 
     mosaic_bulk.make_barriers(barriers)
-    loaded = [load_heads(turn) for turn in range(-(-HEADS // (query_mosaic.ROWS * tiling.groups)))]
     blocks = lax.cond(fetching, fetch_first_tiles, lambda: find(0)[0])
-    for part in loaded:
-        store_heads(*part)
+    plgpu.barrier_wait(landed)
+    for turn in range(-(-HEADS // (query_mosaic.ROWS * tiling.groups))):
+        quantize_heads(turn)
     plgpu.commit_smem()
     plgpu.barrier_arrive(queries_ready)
     plgpu.barrier_wait(queries_ready)
@@ -350,8 +363,10 @@ def index_scores(
         num_threads=tiling.groups,
         thread_name="warpgroup",
         scratch_types=[
-            swizzled((HEADS, DIM)),
+            plgpu.SMEM((HEADS, DIM), jnp.float32),
             plgpu.SMEM((HEADS,), jnp.float32),
+            plgpu.Barrier(num_arrivals=2),
+            swizzled((HEADS, DIM)),
             plgpu.Barrier(num_arrivals=tiling.groups),
             plgpu.SMEM((tiling.groups, tiling.stages, core.tile, shapes.width), jnp.uint8),
             plgpu.SMEM((tiling.groups, tiling.stages, core.tile), jnp.int32),
@@ -362,8 +377,8 @@ def index_scores(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
     )(
-        queries.reshape(-1, DIM),
-        weights.reshape(-1, 1),
+        queries,
+        weights,
         block_table.reshape(-1, 1),
         request_ids,
         visible,

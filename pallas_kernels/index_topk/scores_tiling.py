@@ -65,10 +65,11 @@ def choose_tiling(
 
     Two tiles of each are as much as memory's latency asks for: on an H200 three and six gain 1 % of
     a long run of tiles, and lose 3 to 12 % of a short one. Six warpgroups are as many as have
-    registers for MXFP4 keys, and gain up to 2 % beside five.
+    registers for MXFP4 keys, and gain up to 2 % beside five. On Blackwell, whose tiles are larger
+    and lie in shared memory once more as operands, three are as many as it has room for with FP8.
     """
     tiles = -(-num_tiles // max(1, num_cores // num_tokens))
-    groups = 4 if core.has_memory else 6 if mxfp4 else 5
+    groups = (4 if mxfp4 else 3) if core.has_memory else (6 if mxfp4 else 5)
     formula = Tiling(tiles=max(groups, tiles), groups=groups)
     bits = 4 if mxfp4 else 8
     return tilings.tune("index_scores", formula, tokens=num_tokens, tiles=num_tiles, bits=bits)
