@@ -35,22 +35,18 @@ def gather_rows(
     *,
     start: int,
     width: int,
-    layout: Layout = ROWS,
-    all_present: bool = False,
 ) -> jax.Array:
     """Loads columns start .. start + width - 1 of the named rows.
 
     Args:
       sources: refs [R, n] in device memory, of one n and dtype.
-      source: i32[64] in `layout.reduce(1)`, number of the source of each row.
-      index: i32[64] in `layout.reduce(1)`, number of the row in its source; -1 is none.
+      source: i32[64] in `ROW` layout, number of the source of each row.
+      index: i32[64] in `ROW` layout, number of the row in its source; -1 is none.
       start: a multiple of 16.
-      width: a multiple of 64, or of 128 for `WIDE_ROWS` and `LINES`.
-      layout: `ROWS`, `WIDE_ROWS`, `EVEN_ROWS` or `LINES`.
-      all_present: promises that no `index` is -1, which saves looking.
+      width: a multiple of 64.
 
     Returns:
-      [64, width] in `layout`; zeros where `index` is -1.
+      [64, width] in `ROWS` layout; zeros where `index` is -1.
     """
     shape, dtype = (index.shape[0], width), sources[0].dtype
     if interpreting():
@@ -58,11 +54,11 @@ def gather_rows(
         return rows[:, start : start + width]
 
     @plgpu.inline_mgpu(
-        arg_types=([plgpu.RefType()] * len(sources), layout.reduce(1), layout.reduce(1)),
-        return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=layout),
+        arg_types=([plgpu.RefType()] * len(sources), ROW, ROW),
+        return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=ROWS),
     )
     def load(_, refs, source, index):
-        tiled = layout.to_mgpu()
+        tiled = ROWS.to_mgpu()
         index, source = (
             rows.broadcast_in_dim(shape, (0,), tiled).registers for rows in (index, source)
         )
@@ -75,7 +71,7 @@ def gather_rows(
             if half:  # loaded together with its left neighbour
                 continue
             column = arith.addi(column, mgpu.c(start, column.type))
-            row = _Row.find(refs, source[place], index[place], all_present)
+            row = _Row.find(refs, source[place], index[place], all_present=False)
             loaded = row.load(column, halves * length)
             for side in range(halves):
                 registers[(*tile, side, 0)] = mgpu.utils.vector_slice(
@@ -100,11 +96,11 @@ def gather_words(
 
     Args:
       sources: refs [R, n] in device memory, of one n and a dtype of 8 or 32 bits.
-      source: as in `gather_rows`.
-      index: as in `gather_rows`.
+      source: as in `gather_rows`, in `layout`.
+      index: as in `gather_rows`, in `layout`.
       word: its number in the row.
-      layout: of `source` and `index`.
-      all_present: as in `gather_rows`.
+      layout: of one dim.
+      all_present: promises that no `index` is -1, which saves looking.
 
     Returns:
       i32[64] in `layout`; zeros where `index` is -1.
@@ -125,7 +121,9 @@ def gather_words(
         one_word = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
         registers = np.empty(index.registers.shape, dtype=object)
         for place in np.ndindex(registers.shape):
-            row = _Row.find(refs, source.registers[place], index.registers[place], all_present)
+            row = _Row.find(
+                refs, source.registers[place], index.registers[place], all_present=all_present
+            )
             loaded = row.load(column, count)
             registers[place] = mgpu.utils.bitcast(loaded, one_word)
         return mgpu.FragmentedArray(_registers=registers, _layout=index.layout, _is_signed=True)
@@ -159,7 +157,7 @@ def prefetch_rows(planes: Sequence[Sequence[Ref]], source: jax.Array, index: jax
             line = arith.muli(column, mgpu.c(lanes * LINE_BYTES // shape[1], column.type))
             for first in range(0, len(refs), count):
                 sources = refs[first : first + count]
-                row = _Row.find(sources, source[place], index[place], False)
+                row = _Row.find(sources, source[place], index[place], all_present=False)
                 row.prefetch(line, lanes)
 
     prefetch([ref for sources in planes for ref in sources], source, index)
@@ -240,7 +238,12 @@ class _Row:
 
     @classmethod
     def find(
-        cls, refs: Sequence[ir.Value], source: ir.Value | None, index: ir.Value, all_present: bool
+        cls,
+        refs: Sequence[ir.Value],
+        source: ir.Value | None,
+        index: ir.Value,
+        *,
+        all_present: bool,
     ) -> _Row:
         """Row `index` of the source of that number, both as vectors of one."""
         i32 = ir.IntegerType.get_signless(32)
