@@ -26,9 +26,10 @@ product 134; weights of heads read for each tile to make room for seven warpgrou
 170. 124 on another card where each thread copied its own part of a tile (cp.async); 115 where relus
 were rounded to f16 and `mma` added up heads, 4 %, and nothing in calls of up to 2^19 keys, for
 scores that are less exact. Blocks of 64 entries take 2 to 3 % less than of 32, the cache's. Five
-warpgroups take 127.7 where six take 125.3. A tile asked for while this one is multiplied: 17.5
-where it takes 17.2 (8 x 65,536), 33.9 where 34.1 (64 x 16,384). A group's magnitudes by arithmetic
-in place of a table: 17.6 where 17.0 (8 x 65,536), 11.0 where 10.6 (64 x 4,096).
+warpgroups take 34.6 where six take 33.8 (64 x 16,384). A tile asked for while this one is
+multiplied: 17.5 where it takes 17.2 (8 x 65,536), 33.9 where 34.1 (64 x 16,384). A group's
+magnitudes by arithmetic in place of a table: 17.6 where 17.0 (8 x 65,536), 11.0 where 10.6 (64 x
+4,096).
 
 A line of memory serves one reader after the other. When each warp loaded its heads' weights, 64
 loads of a program, 1 x 262,144 keys took 12.9 us (FP8 12.3): 128 programs want the same line. In
