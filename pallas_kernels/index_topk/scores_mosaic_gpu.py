@@ -127,9 +127,10 @@ def _score_kernel(
     magnitudes,
     scores,
     raw_queries_smem,
-    weights_smem,
+    raw_weights_smem,
     landed,
     queries_smem,
+    weights_smem,
     queries_ready,
     codes_smem,
     words_smem,
@@ -148,7 +149,7 @@ def _score_kernel(
     @pl.when(group == tiling.groups - 1)
     def _load_queries():
         plgpu.copy_gmem_to_smem(queries.at[token], raw_queries_smem, landed)
-        plgpu.copy_gmem_to_smem(weights.at[token], weights_smem, landed)
+        plgpu.copy_gmem_to_smem(weights.at[token], raw_weights_smem, landed)
 
     request = request_ids[token]
     num_visible = jnp.where(request >= 0, jnp.minimum(visible[token], s.num_entries), 0)
@@ -267,7 +268,7 @@ def _score_kernel(
         def _():
             heads = pl.ds(first, query_mosaic.ROWS)
             query, weight = query_mosaic.quantize(
-                *query_mosaic.load(raw_queries_smem.at[heads], weights_smem.at[heads])
+                *query_mosaic.load(raw_queries_smem.at[heads], raw_weights_smem.at[heads])
             )
             if core.has_memory:
                 mosaic_memory.store(queries_smem.at[heads], query, mosaic.LINES)
@@ -368,6 +369,7 @@ def index_scores(
             plgpu.SMEM((HEADS,), jnp.float32),
             plgpu.Barrier(num_arrivals=2),
             swizzled((HEADS, DIM)),
+            plgpu.SMEM((HEADS,), jnp.float32),
             plgpu.Barrier(num_arrivals=tiling.groups),
             plgpu.SMEM((tiling.groups, tiling.stages, core.tile, shapes.width), jnp.uint8),
             plgpu.SMEM((tiling.groups, tiling.stages, core.tile), jnp.int32),
