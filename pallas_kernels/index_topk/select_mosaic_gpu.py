@@ -17,8 +17,13 @@ for their length), 16 * k per tile of a longer row, 4 * k per row. Bound by late
 programs: barriers and prefix sums, some 0.6 us a digit; then by instructions, 15 per entry. Takes k
 up to `MAX_K`, any number of entries below 2**29. Has not run on a Blackwell card.
 
-Roads not taken, on one H200, kernels alone, us (this: 64 x 4096 3.4, 64 x 16384 5.9, 1 x 262144 9.4
-for 512 of them):
+Takes 3.8, 5.6 and 8.7 us for 512 of 64 x 4096, 64 x 16384 and 1 x 262144 on an H200. Roads not
+taken there, in one run each:
+- among up to 32 that agree with the k-th best in 22 bits, comparing instead of the last digit: 3.9,
+  6.0, 9.1;
+- numbers straight to device memory, twice the code: 3.9, 7.1, 11.4;
+and beside an earlier form of this (3.4, 5.9, 9.4 for its kernels alone, before what a digit does not
+count went to a spare word, where a condition had become a branch around each atomic):
 - one warpgroup, whose code of 128 entries a thread comes too slowly: 5.4, 13.5, 23.7;
 - eight warpgroups 3.7, 6.1, 9.7; two 3.7, 7.0, 11.3;
 - tiles of 8192 where lists are then as long as a full tile: 9.1 at 1 x 262144, but three launches
@@ -33,6 +38,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -149,7 +155,7 @@ def _launch(
         num_threads=num_groups,
         thread_name="group",
         scratch_types=[
-            *(plgpu.SMEM((1 << bits,), jnp.int32) for _, bits in _DIGITS),
+            *(plgpu.SMEM(((1 << bits) + select_steps.SPARE,), jnp.int32) for _, bits in _DIGITS),
             plgpu.SMEM((padded,), jnp.int32),
             plgpu.SMEM((2, stage.tile // select_ptx.LANES), jnp.uint32),
             plgpu.SMEM((select_steps.SCRATCH,), jnp.int32),
@@ -182,13 +188,15 @@ def _select_kernel(
         lists = lax.div(visible + (previous.span - 1), jnp.int32(previous.span))
         count = jnp.minimum(lists * padded, width - start)
     everything = visible <= k
-    ranks = _load(source_gmem, row, start, count, stage.tile, num_groups)
+
+    def clear_counts() -> None:
+        for counts in counts_smem:
+            select_steps.clear(counts, num_groups=num_groups)
+
+    ranks = _load(source_gmem, row, start, count, stage.tile, num_groups, meanwhile=clear_counts)
 
     @pl.when(jnp.logical_not(everything))
     def _():
-        for ref in (*counts_smem, listed_smem):
-            value = -1 if ref is listed_smem else 0
-            select_steps.fill(ref, value, num_groups=num_groups)
         select_steps.synchronize()
         limit, need = _search(ranks, counts_smem, scratch_smem, k, num_groups)
         for with_ties in (False, True):
@@ -209,7 +217,8 @@ def _select_kernel(
         if previous is not None:  # of lists that are full, each as long as what it stands for
             list_number = lax.div(entry, jnp.int32(previous.span))
             place = entry + list_number * (padded - previous.span)
-        place = jnp.where(everything, jnp.where(entry < visible, place, -1), listed)
+        place = jnp.where(everything, place, listed)
+        place = jnp.where(entry < jnp.minimum(visible, k), place, -1)
         if previous is None:
             numbers = jnp.where(place >= 0, place + start, -1)
         else:
@@ -233,14 +242,18 @@ def _load(
     count: jax.Array,
     tile: int,
     num_groups: int,
+    *,
+    meanwhile: Callable[[], None],
 ) -> jax.Array:
-    """Ranks of a tile's first `count` entries, `ABSENT` beyond."""
+    """Ranks of a tile's first `count` entries, `ABSENT` beyond; `meanwhile` needs no `count`."""
     load = functools.partial(
         select_load.load_ranks, source_gmem, row, start, n=tile, num_groups=num_groups
     )
     if source_gmem.shape[1] == tile:  # does not wait for `count`
         loaded = load(count=None)
+        meanwhile()
         return lax.cond(count < tile, lambda: select_load.keep_first(loaded, count), lambda: loaded)
+    meanwhile()
     return lax.cond(count < tile, lambda: load(count=count), lambda: load(count=None))
 
 

@@ -20,12 +20,14 @@ Ref = Any
 SCRATCH = ptx.MAX_WARPS + 2
 """Words of shared memory that the steps work in: sums of warps, and two results."""
 _RESULTS = 4 * ptx.MAX_WARPS
+SPARE = 4
+"""Words of a digit's counts beyond them, where what is not counted goes."""
 
 
-def fill(ref: Ref, value: int, *, num_groups: int) -> None:
-    """Stores one value everywhere in i32[n] of shared memory; `synchronize` before it is read."""
+def clear(ref: Ref, *, num_groups: int) -> None:
+    """Stores zeros in i32[n] of shared memory; `synchronize` before it is read."""
     if interpreting():
-        ref[...] = jnp.full(ref.shape, value, jnp.int32)
+        ref[...] = jnp.zeros(ref.shape, jnp.int32)
         return
     (n,) = ref.shape
 
@@ -39,7 +41,7 @@ def fill(ref: Ref, value: int, *, num_groups: int) -> None:
         for i in range(0, n, num_groups * ptx.THREADS):
             ptx.ptx(
                 f".reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.lt.u32 p, t, {n - i};"
-                f"@p st.shared.b32 [$0 + {4 * i}], {value};",
+                f"@p st.shared.b32 [$0 + {4 * i}], 0;",
                 [first],
             )
 
@@ -79,7 +81,7 @@ def narrow(
       ranks: u32[n / G], `strided`.
       limit: u32[], zeros from bit shift + bits down.
       need: i32[], 1 or more, of which there are as many.
-      counts_smem: i32[2**bits], zeros, seen by all threads.
+      counts_smem: i32[2**bits + SPARE], zeros, seen by all threads.
       scratch_smem: i32[SCRATCH].
       shift: lowest bit of the digit.
       bits: of the digit; 2**bits is a multiple of 128 * G.
@@ -101,7 +103,7 @@ def narrow(
     def count_and_find(_, ranks, limit, need, counts, scratch):
         limit, need = ptx.value_of(limit), ptx.value_of(need)
         counts, scratch = ptx.shared_address(counts), ptx.shared_address(scratch)
-        _count(ranks, limit, counts, shift=shift, above=shift + bits)
+        _count(ranks, limit, counts, shift=shift, bits=bits)
         ptx.ptx(ptx.BARRIER)
         _find(limit, need, counts, scratch, shift, per_thread=(1 << bits) // num_groups // 128)
         results = ptx.ptx_many(f"ld.shared.v2.b32 {{$0, $1}}, [$2 + {_RESULTS}];", [scratch], 2)
@@ -176,18 +178,17 @@ def _narrow_in_jnp(
     return limit, jnp.where(all_taken, 0, left)
 
 
-def _count(ranks: mgpu.FragmentedArray, limit: Any, counts: Any, *, shift: int, above: int) -> None:
-    """Counts digits of the ranks that agree with `limit` from bit `above` on."""
-    to_address = f"shr.u32 t, t, {shift}; mad.lo.u32 t, t, 4, $2;"
+def _count(ranks: mgpu.FragmentedArray, limit: Any, counts: Any, *, shift: int, bits: int) -> None:
+    """Counts digits of the ranks that agree with `limit` above them; others go beyond the last.
+
+    A condition would be a branch around each.
+    """
     for rank in ptx.registers_of(ranks):
-        if above == 32:
-            code = f".reg .b32 t; mov.b32 t, $0; {to_address} red.shared.add.u32 [t], 1;"
-        else:
-            code = (
-                ".reg .pred p; .reg .b32 t; sub.u32 t, $0, $1;"
-                f"setp.lt.u32 p, t, {1 << above}; {to_address} @p red.shared.add.u32 [t], 1;"
-            )
-        ptx.ptx(code, [rank, limit, counts])
+        ptx.ptx(
+            f".reg .b32 t; sub.u32 t, $0, $1; shr.u32 t, t, {shift}; min.u32 t, t, {1 << bits};"
+            "mad.lo.u32 t, t, 4, $2; red.shared.add.u32 [t], 1;",
+            [rank, limit, counts],
+        )
 
 
 def _find(limit: Any, need: Any, counts: Any, scratch: Any, shift: int, *, per_thread: int) -> None:
