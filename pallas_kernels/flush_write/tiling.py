@@ -6,7 +6,9 @@ import dataclasses
 
 from pallas_kernels import tilings
 
-_FEW_WINDOWS = 132  # of an H200's SMs
+_CORES = 132  # an H200's SMs
+_MANY_WINDOWS = 2048
+_LONG_WINDOW = 16  # tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,12 +17,10 @@ class Tiling:
 
     Attributes:
       warps: of a program that takes a whole window; a power of two.
-      apart: CSA: whether each compressor has a launch of its own, with warps as its lanes need.
-      channels: of a program that pools; 0 pools and finishes a whole window in one program. Else
-        means go through memory to a second launch, which finishes them.
+      apart: CSA: whether each compressor has a launch of its own, with `warps_apart`.
+      channels: of a program that pools, at most; 0 pools and finishes a whole window in one
+        program. Else means go through memory to a second launch, which finishes them.
       pool_warps: of a program that pools only; a power of two.
-      programs: of a compressor, without `channels`, each with the next window's loads in flight
-        while it finishes one; 0 for one per window.
       chunk: HCA: tokens whose loads are in flight.
     """
 
@@ -28,19 +28,30 @@ class Tiling:
     apart: bool = False
     channels: int = 0
     pool_warps: int = 4
-    programs: int = 0
     chunk: int = 1
 
 
 def choose_csa(num_windows: int, tokens: int) -> Tiling:
-    """For a number of windows, and tokens of the call."""
-    return tilings.tune("flush_csa", Tiling(warps=4), windows=num_windows, tokens=tokens)
+    """For a number of windows, and tokens of the call.
+
+    A launch costs what compressors gain by warps of their own for some 2,000 windows.
+    """
+    formula = Tiling(warps=4, apart=num_windows >= _MANY_WINDOWS)
+    return tilings.tune("flush_csa", formula, windows=num_windows, tokens=tokens)
 
 
 def choose_hca(num_windows: int, tokens: int) -> Tiling:
     """For a number of windows, and tokens of the call.
 
-    Many tokens are in flight while a program has an SM to itself.
+    Many tokens are in flight while a program has an SM to itself. Several SMs take a window where
+    half of them would have none, if windows are long.
     """
-    formula = Tiling(warps=8, chunk=16 if num_windows <= _FEW_WINDOWS else 8)
+    formula = Tiling(warps=8, chunk=16 if num_windows <= _CORES else 8)
+    if num_windows <= _CORES // 2 and tokens >= _LONG_WINDOW * num_windows:
+        formula = dataclasses.replace(formula, channels=128)
     return tilings.tune("flush_hca", formula, windows=num_windows, tokens=tokens)
+
+
+def warps_apart(lanes: int) -> int:
+    """Warps of a program that has a launch to itself: two channels a lane of 512, four of fewer."""
+    return max(1, lanes // 64 if lanes >= 512 else lanes // 128)

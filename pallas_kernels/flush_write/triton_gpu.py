@@ -3,36 +3,38 @@
 One program takes one closing token and one compressor, a channel per lane, so that a window's
 tokens are folded in their order wherever the call was cut. CSA reads its 2M tokens from the call
 or, before it, from the state; HCA goes on from the running pool, a chunk of tokens at a time while
-the next one's loads are in flight. A program without a window ends after a few loads. Other
-tilings pool tiles of a window's channels apart, means going through memory to a second launch, or
-launch each compressor by itself; every one gives the same bits.
+the next one's loads are in flight. A program without a window ends after a few loads. Of many
+windows each CSA compressor has a launch to itself, with warps as its lanes ask for; of few long
+ones HCA pools tiles of channels apart, means going through memory to a second launch. Every tiling
+gives the same bits.
 
 Bytes: every value and score of the call once (an element belongs to one window), the entries, and
-no intermediate result but the means of such a tiling. At thousands of windows memory bounds HCA,
-and CSA the time between a program's loads and its stores, of which an SM overlaps five; at a few
-windows a chain of loads, exponentials and reductions does.
+no intermediate result but the means of such a tiling. At thousands of windows memory bounds both;
+at a few a chain of loads, exponentials and reductions does.
 
-H200, microseconds of the kernel alone (fp8_ue8m0, one request from position 0; share of 4.3 TB/s
-for the bytes above): CSA main 24.3 at 8192 tokens (65 %) and 84.2 at 32768 (75 %), index keys 9.0,
-both in one launch 33.8; HCA 15.2 (51 %: 64 windows leave half of the SMs idle) and 35.5 (88 %).
-Decode, all of 64 requests closing: CSA main and index 5.1, HCA 2.5. CSA was pooled as a running
-softmax then, twice the instructions of two passes.
+H200, microseconds (fp8_ue8m0, one request from position 0; share of 4.27 TB/s for the bytes above,
+after 3 us of launch), at 8192 and 32768 tokens: CSA main 23.0 (80 %) and 78.3 (85 %), index keys
+7.9 (81 %) and 20.3 (91 %), both 30.5 (73 %, 82 % of what two launches leave) and 98.6 (83 %); HCA
+13.9 (72 %, all of what two launches leave) and 35.2 (98 %). At 2048 tokens CSA takes 10.5 for both,
+HCA 7.0.
 
-Tried for CSA: 2 warps 27.6, 8 warps 24.8. For HCA at 8192 tokens: 4 warps 19.7, 16 warps 15.8, 8
-tokens a chunk 17.8; at 32768, 16 a chunk 39.0. Before one of two exponentials went, libdevice's
-exp, sine and cosine were replaced, and loads of the next chunk were put in front: CSA 47 and HCA 35
-by the clock. It compiles for Blackwell and has not run there.
+Tried there for CSA: both in one launch of 4 warps 31.0 and 115 (10.5 at 2048 tokens, where two take
+11.6), of 2 warps 30.7 and 114; main of 4 warps 23.3 and 79.9; index keys of 4 warps 8.6 and 24.0,
+of 2 7.9 and 23.6; pooling apart 35.5 and 118; fewer programs, each with the next window's loads in
+flight while it finishes one, 41.8 to 48 and 137 to 173. For HCA at 8192 tokens: windows whole 15.7
+(11.2 at 2048), with 16 warps 16.1, 32 tokens a chunk 16.4; tiles of 256 channels 14.0, of 64 15.7,
+8 tokens a chunk 18.3. It compiles for Blackwell and has not run there.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import triton
@@ -40,7 +42,7 @@ from pallas_kernels.codecs import Codec, Planes
 from pallas_kernels.flush_write import tile as entry_tile
 from pallas_kernels.flush_write.closing import Closing, prepare_store, read_closing
 from pallas_kernels.flush_write.pooling import Channels, PoolCSA, PoolHCA, Pooling, ReadMean
-from pallas_kernels.flush_write.tiling import Tiling, choose_csa, choose_hca
+from pallas_kernels.flush_write.tiling import Tiling, choose_csa, choose_hca, warps_apart
 
 Ref = Any
 _FINISH_WARPS = 4
@@ -83,9 +85,9 @@ def flush_csa(
     if not tiling.apart:
         return run(flushes, tiling=tiling, name="flush_csa")
     written: list[Planes] = []
-    widths = [_all_channels(flush.norm, flush.codec).width for flush in flushes]
-    for flush, width in zip(flushes, widths, strict=True):
-        own = dataclasses.replace(tiling, warps=max(1, tiling.warps * width // max(widths)))
+    for flush in flushes:
+        warps = warps_apart(_all_channels(flush.norm, flush.codec).width)
+        own = dataclasses.replace(tiling, warps=warps)
         written += run([flush], tiling=own, name="flush_csa")
     return tuple(written)
 
@@ -154,7 +156,6 @@ def _run(
         means = [_pool_apart(flush, call, rate, tiling, f"{name}_pool") for flush in flushes]
     sources = [f.arrays for f in flushes] if means is None else [[mean] for mean in means]
     num_windows = call[1].shape[0]
-    num_programs = min(tiling.programs or num_windows, num_windows)
 
     def kernel(inputs: list[Ref], stored: list[Ref]) -> None:
         call_refs, frequencies_ref = inputs[: len(call)], inputs[len(call)]
@@ -172,19 +173,14 @@ def _run(
                 codec=flush.codec,
                 eps=eps,
             )
-            if num_programs == num_windows:
-                closes, is_one = read_closing(call_refs, program, rate)
-                pl.when((chosen == number) & is_one)(functools.partial(finish, closes))
-                continue
-            read = functools.partial(read_closing, call_refs, rate=rate)
-            many = functools.partial(_finish_many, finish, read, program, num_programs, num_windows)
-            pl.when(chosen == number)(many)
+            closes, is_one = read_closing(call_refs, program, rate)
+            pl.when((chosen == number) & is_one)(functools.partial(finish, closes))
 
     words = [triton.as_words(flush.pool) for flush in flushes]
     written = iter(
         triton.launch(
             kernel,
-            grid=(num_programs, len(flushes)),
+            grid=(num_windows, len(flushes)),
             inputs=[
                 *call,
                 frequencies,
@@ -205,8 +201,7 @@ def _pool_apart(
 ) -> jax.Array:
     """[n, C], the windows' means, by programs of `tiling.channels` channels each."""
     num_windows, dim = call[1].shape[0], flush.norm.shape[0]
-    channels = min(tiling.channels, dim)
-    assert dim % channels == 0
+    channels = math.gcd(tiling.channels, dim)
 
     def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
         number, tile = pl.program_id(0), pl.program_id(1)
@@ -244,41 +239,12 @@ def _finish(
     pooling: Pooling,
     codec: Codec,
     eps: float,
-    loaded: Any = None,
 ) -> None:
     """Loads of the window and of what finishes it are in flight together."""
     channels = _all_channels(norm, codec)
-    if loaded is None:
-        loaded = pooling.load(arrays, closes, channels)
+    loaded = pooling.load(arrays, closes, channels)
     store = prepare_store(planes, codec, norm, frequencies, closes, width=channels.width, eps=eps)
     store(pooling.finish(arrays, closes, channels, loaded))
-
-
-def _finish_many(
-    finish: functools.partial[None],
-    read: Callable[[jax.Array], tuple[Closing, jax.Array]],
-    program: jax.Array,
-    num_programs: int,
-    num_windows: int,
-) -> None:
-    """Every `num_programs`-th window; while one is finished, the next one's loads are in flight."""
-    _, arrays, norm, _ = finish.args
-    pooling, codec = finish.keywords["pooling"], finish.keywords["codec"]
-    channels = _all_channels(norm, codec)
-
-    def load(number: jax.Array) -> Any:
-        closes, _ = read(jnp.minimum(number, num_windows - 1))
-        return pooling.load(arrays, closes, channels)
-
-    def body(i: jax.Array, loaded: Any) -> Any:
-        number = program + i * num_programs
-        ahead = load(number + num_programs)
-        closes, is_one = read(jnp.minimum(number, num_windows - 1))
-        inside = is_one & (number < num_windows)
-        pl.when(inside)(functools.partial(finish, closes, loaded=loaded))
-        return ahead
-
-    jax.lax.fori_loop(0, -(-num_windows // num_programs), body, load(program))
 
 
 def _all_channels(norm: Ref, codec: Codec) -> Channels:

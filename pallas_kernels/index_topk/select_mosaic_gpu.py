@@ -22,7 +22,7 @@ taken there, in one run each:
 - among up to 32 that agree with the k-th best in 22 bits, comparing instead of the last digit: 3.9,
   6.0, 9.1;
 - numbers straight to device memory, twice the code: 3.9, 7.1, 11.4;
-and beside an earlier form of this (3.4, 5.9, 9.4 for its kernels alone, before what a digit does not
+and beside an earlier form of this (3.4, 5.9, 9.4 for its kernels alone, before what a digit doesn't
 count went to a spare word, where a condition had become a branch around each atomic):
 - one warpgroup, whose code of 128 entries a thread comes too slowly: 5.4, 13.5, 23.7;
 - eight warpgroups 3.7, 6.1, 9.7; two 3.7, 7.0, 11.3;

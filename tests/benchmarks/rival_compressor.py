@@ -1,9 +1,9 @@
 """vLLM's kernels for the work of `append_and_flush` and of the flushes, called through torch.
 
-The folder holds, unmodified, `save_partial_states.py`, `fused_compress_quant_cache.py` and
-`cache_utils.py` of vLLM 0.33's `vllm/models/deepseek_v4/common/ops`; they import a few names of
-vLLM, which are stood in for here. Per compressor vLLM launches two kernels, "save" and "compress";
-for the window one, which in its C++ library also norms and rotates queries.
+The folder holds, unmodified, `save_partial_states.py`, `fused_compress_quant_cache.py`,
+`cache_utils.py` and `fused_indexer_q.py` of vLLM 0.33's `vllm/models/deepseek_v4/common/ops`; they
+import a few names of vLLM, which are stood in for here. Per compressor vLLM launches two kernels,
+"save" and "compress"; for the window one, which in its C++ library also norms and rotates queries.
 """
 
 import functools

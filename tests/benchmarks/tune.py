@@ -39,14 +39,13 @@ FLUSHES = {"flush_csa": triton_gpu.flush_csa, "flush_hca": triton_gpu.flush_hca}
 FORMULAS = {"flush_csa": choose_csa, "flush_hca": choose_hca}
 CANDIDATES = {
     "flush_csa": [
+        Tiling(warps=4),
         Tiling(warps=4, apart=True),
+        Tiling(warps=2),
         Tiling(warps=8),
-        Tiling(warps=8, apart=True),
-        Tiling(warps=4, apart=True, programs=132 * 2),
-        Tiling(warps=8, apart=True, programs=132 * 2),
-        Tiling(warps=4, apart=True, channels=512, pool_warps=4),
-        Tiling(warps=4, apart=True, channels=128, pool_warps=1),
-        Tiling(warps=4, apart=True, channels=256, pool_warps=2),
+        Tiling(warps=4, channels=512, pool_warps=4),
+        Tiling(warps=4, channels=256, pool_warps=2),
+        Tiling(warps=4, channels=128, pool_warps=1),
     ],
     "flush_hca": [
         Tiling(warps=8, chunk=16),

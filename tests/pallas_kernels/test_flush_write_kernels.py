@@ -215,7 +215,7 @@ def test_twenty_runs_are_bitwise_equal(kind):
         assert_same_bytes(flat(again), first)
 
 
-@pytest.mark.parametrize(("dims", "warps"), [((512, 128), [4, 1]), ((192, 256), [4, 2])])
+@pytest.mark.parametrize(("dims", "warps"), [((512, 128), [8, 1]), ((192, 256), [8, 2])])
 def test_launches_apart_have_warps_by_lanes_not_channels(dims, warps, monkeypatch):
     """An entry of 192 channels takes 512 lanes; by channels it had three warps beside four."""
     monkeypatch.setattr(triton_gpu, "choose_csa", lambda *sizes: Tiling(warps=4, apart=True))

@@ -26,7 +26,7 @@ FILES = sorted((pathlib.Path(pk.__file__).parent / "data" / "tilings").glob("*.j
 ENTRY = {
     "op": "flush_hca",
     "shape": {"windows": 64, "tokens": 8192},
-    "tiling": {"channels": 128},
+    "tiling": {"channels": 256},
     "us": 12.5,
     "formula_us": 15.0,
 }
@@ -63,14 +63,14 @@ def test_what_is_shipped_is_valid(path):
 
 def test_a_measured_tiling_overrides_the_fields_it_names(measured):
     measured(ENTRY)
-    formula = Tiling(warps=8, chunk=16)
-    assert flush_tiling.choose_hca(64, 8192) == dataclasses.replace(formula, channels=128)
+    formula = Tiling(warps=8, channels=128, chunk=16)
+    assert flush_tiling.choose_hca(64, 8192) == dataclasses.replace(formula, channels=256)
     assert flush_tiling.choose_csa(64, 8192) == Tiling(warps=4)
 
 
 @pytest.mark.parametrize(
     ("windows", "tokens", "found"),
-    [(33, 4097, 128), (64, 8192, 128), (65, 8192, 0), (32, 8192, 0), (64, 8193, 0)],
+    [(33, 4097, 256), (64, 8192, 256), (65, 8192, 128), (32, 8192, 128), (64, 8193, 128)],
 )
 def test_an_entry_speaks_for_sizes_up_to_its_power_of_two(measured, windows, tokens, found):
     measured(ENTRY)
@@ -78,9 +78,9 @@ def test_an_entry_speaks_for_sizes_up_to_its_power_of_two(measured, windows, tok
 
 
 def test_without_a_gpu_or_a_file_the_formula_is_taken(monkeypatch):
-    assert flush_tiling.choose_hca(64, 8192) == Tiling(warps=8, chunk=16)
+    assert flush_tiling.choose_hca(64, 8192) == Tiling(warps=8, channels=128, chunk=16)
     monkeypatch.setattr(tilings, "device_kind", lambda: "NVIDIA Nothing 9")
-    assert flush_tiling.choose_hca(64, 8192) == Tiling(warps=8, chunk=16)
+    assert flush_tiling.choose_hca(64, 8192) == Tiling(warps=8, channels=128, chunk=16)
     assert tilings.file_name("NVIDIA H200") == "nvidia_h200.json"
 
 
@@ -298,7 +298,6 @@ def test_the_tuner_tries_every_equal_cut_or_those_of_most_splits(monkeypatch):
 TILINGS = {
     "csa": [
         Tiling(warps=4, apart=True),
-        Tiling(warps=4, programs=5),
         Tiling(warps=2, channels=4, pool_warps=1),
     ],
     "hca": [
