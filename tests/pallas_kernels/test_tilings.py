@@ -84,6 +84,20 @@ def test_without_a_gpu_or_a_file_the_formula_is_taken(monkeypatch):
     assert tilings.file_name("NVIDIA H200") == "nvidia_h200.json"
 
 
+@pytest.mark.parametrize(("windows", "apart"), [(64, False), (2047, False), (2048, True)])
+def test_compressors_of_many_windows_are_flushed_apart(windows, apart):
+    assert flush_tiling.choose_csa(windows, 4 * windows).apart == apart
+
+
+@pytest.mark.parametrize(
+    ("windows", "tokens", "channels"),
+    [(1, 16, 128), (66, 8448, 128), (67, 8576, 0), (66, 1055, 0), (64, 64, 0)],
+)
+def test_few_long_windows_are_pooled_by_several_programs(windows, tokens, channels):
+    """Not those of a decode step, of a token each."""
+    assert flush_tiling.choose_hca(windows, tokens).channels == channels
+
+
 def test_index_scores_and_the_selection_are_tuned_too(measured):
     measured(
         ENTRY
