@@ -12,11 +12,12 @@ Bytes: every value and score of the call once (an element belongs to one window)
 no intermediate result but the means of such a tiling. At thousands of windows memory bounds both;
 at a few a chain of loads, exponentials and reductions does.
 
-H200, microseconds (fp8_ue8m0, one request from position 0; share of 4.27 TB/s for the bytes above,
-after 3 us of launch), at 8192 and 32768 tokens: CSA main 23.0 (80 %) and 78.3 (85 %), index keys
-7.9 (81 %) and 20.3 (91 %), both 30.5 (73 %, 82 % of what two launches leave) and 98.6 (83 %); HCA
-13.9 (72 %, all of what two launches leave) and 35.2 (98 %). At 2048 tokens CSA takes 10.5 for both,
-HCA 7.0.
+H200, microseconds in several runs (fp8_ue8m0, one request from position 0; share of 4.27 TB/s for
+the bytes above, after 3 us of launch), at 8192 and 32768 tokens: CSA main 23.0 to 23.4 (78 to 80 %)
+and 78.3 to 79.0 (84 to 85 %), index keys 7.9 to 8.6 (72 to 81 %) and 20.3 to 20.6 (90 to 91 %),
+both 30.5 to 31.7 (70 to 73 %) and 98.6 to 99.5 (83 %); HCA 13.8 to 14.9 (66 to 73 %) and 35.2 to
+36.9 (93 to 98 %). What is below 80 % has two launches, but for calls of 8 us and main at 8192
+tokens. At 2048 tokens CSA takes 10.5 for both, HCA 7.0.
 
 Tried there for CSA: both in one launch of 4 warps 31.0 and 115 (10.5 at 2048 tokens, where two take
 11.6), of 2 warps 30.7 and 114; main of 4 warps 23.3 and 79.9; index keys of 4 warps 8.6 and 24.0,

@@ -35,11 +35,12 @@ A line of memory serves one reader after the other. When each warp loaded its he
 loads of a program, 1 x 262,144 keys took 12.9 us (FP8 12.3): 128 programs want the same line. In
 bulk, one request of a program, they take 10.3 (9.6). Without queries and weights it would be 10.2
 (9.3); queries of a quarter of the bytes gained nothing. That call, and 64 x 4,096 too, would take
-3.5 if nothing were scored, and 1.6 if its programs did nothing: small calls as well are bound by
-the tiles, 32 of each program. Four warpgroups, which share 32 evenly, take 2 to 4 % more, with
-three or four tiles of each no less. FP8 rows are 128 bytes, of which four lanes load 64, so that
-neighbouring rows want the same banks. With half a row between the halves of a tile they don't: 9.5
-where it takes 9.7 (64 x 4,096), 42.6 where 42.3, 151.6 where 150.6 (64 x 16,384 and 65,536).
+3.5 to 4.1 if nothing were scored, and 1.5 to 1.8 if its programs did nothing: small calls as well
+are bound by the tiles, 32 of each program. Four warpgroups, which share 32 evenly, take 0 to 4 %
+more, and with three or four tiles of each up to 7 %; three take 15 to 19 %. FP8 rows are 128 bytes,
+of which four lanes load 64, so that neighbouring rows want the same banks. With half a row between
+the halves of a tile they don't: 9.5 where it takes 9.7 (64 x 4,096), 42.6 where 42.3, 151.6 where
+150.6 (64 x 16,384 and 65,536).
 
 Source: deepseek_v4.md section 3.
 """

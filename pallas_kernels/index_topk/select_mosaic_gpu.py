@@ -18,10 +18,11 @@ programs: barriers and prefix sums, some 0.6 us a digit; then by instructions, 1
 up to `MAX_K`, any number of entries below 2**29. Has not run on a Blackwell card.
 
 Takes 3.8, 5.6 and 8.7 us for 512 of 64 x 4096, 64 x 16384 and 1 x 262144 on an H200. Roads not
-taken there, in one run each:
+taken there, in one run beside this but for a list that was cleared first, 3.9, 5.6, 8.9:
 - among up to 32 that agree with the k-th best in 22 bits, comparing instead of the last digit: 3.9,
   6.0, 9.1;
-- numbers straight to device memory, twice the code: 3.9, 7.1, 11.4;
+- that, and numbers straight to device memory, twice the code: 3.9, 7.1, 11.4, though 3.8 where 4.0
+  for 1024 of 64 x 4096;
 and beside an earlier form of this (3.4, 5.9, 9.4 for its kernels alone, before what a digit doesn't
 count went to a spare word, where a condition had become a branch around each atomic):
 - one warpgroup, whose code of 128 entries a thread comes too slowly: 5.4, 13.5, 23.7;
