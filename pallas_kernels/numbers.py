@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 E4M3_MAX = 448.0
+_E2M1_MAX_BITS = np.float32(6.0).view(np.uint32)
 _E2M1_VALUES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
 _SIGN_BITS = (7, 15, 23, 31, 3, 11, 19, 27)
 """Where `interleave_signs` puts the sign of each of eight codes."""
@@ -40,13 +41,17 @@ def decode_e4m3(code: jax.Array) -> jax.Array:
 def encode_e2m1(x: jax.Array) -> jax.Array:
     """f32 -> u8, the E2M1 code: nearest, ties to the even code, saturating at 6; bit 3 is the sign.
 
-    A negative value that rounds to zero is code 8. Each comparison steps over one midpoint; the
-    ones that belong to the even code above them take the equal sign.
+    A negative value that rounds to zero is code 8. From x's bits; a NaN saturates too.
     """
-    a = jnp.abs(x)
-    steps = (a > 0.25, a >= 0.75, a > 1.25, a >= 1.75, a > 2.5, a >= 3.5, a > 5.0)
-    magnitude = sum(step.astype(jnp.uint8) for step in steps)
-    return magnitude | (jnp.signbit(x).astype(jnp.uint8) << 3)
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    magnitude = jnp.minimum(bits & 0x7FFFFFFF, _E2M1_MAX_BITS)
+    # 22 of 23 mantissa bits go; half an ulp more or, at ties to an even code, a bit less.
+    normal = ((magnitude + 0x1FFFFF + ((magnitude >> 22) & 1)) >> 22) - ((127 - 1) << 1)
+    # Below 1 codes are multiples of 0.5: adding 2**22 leaves just those bits, nearest even.
+    small = jax.lax.bitcast_convert_type(magnitude, jnp.float32)
+    subnormal = jax.lax.bitcast_convert_type(small + np.float32(2.0**22), jnp.uint32) & 3
+    code = jnp.where(magnitude < 127 << 23, subnormal, normal)
+    return (code | (bits >> 31 << 3)).astype(jnp.uint8)
 
 
 def decode_e2m1(code: jax.Array) -> jax.Array:
