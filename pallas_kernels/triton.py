@@ -110,6 +110,17 @@ def from_words(planes: Planes, shapes: Mapping[str, jax.ShapeDtypeStruct | jax.A
     }
 
 
+def exp_of_distance(x: jax.Array, y: jax.Array) -> jax.Array:
+    """e**-|x - y| of f32, as `exp` has it; in a kernel."""
+    if interpreting():
+        return jnp.exp(-jnp.abs(x - y))
+    asm = (
+        "{ .reg .f32 t; sub.rn.f32 t, $1, $2; abs.f32 t, t; mul.rn.f32 t, t, 0fBFB8AA3B; "
+        "ex2.approx.ftz.f32 $0, t; }"
+    )
+    return _inline(asm, x, y)
+
+
 def exact_product(x: jax.Array, y: jax.Array) -> jax.Array:
     """f32 product, rounded before anything is added to it; in a kernel.
 

@@ -211,9 +211,10 @@ def _append_csa(
             tokens.append(
                 [triton.load_row(r, row, start=start, count=channels, width=width) for r in refs]
             )
-        store = prepare_store(planes, codec, norm, frequencies, closes, width=width, eps=eps)
+        store = prepare_store(planes, codec, norm, frequencies, width=width, eps=eps)
+        place = closes.locate(planes)
         pooled = window.pool_overlapping(tokens, closes.position >= closes.rate)
-        store(window.mean(pooled, channels, norm.dtype))
+        store(window.mean(pooled, channels, norm.dtype), closes, place)
 
     for source, target in zip(new, state, strict=True):
         at = (closes.layer, closes.slot, closes.position % period)
@@ -246,5 +247,6 @@ def _append_hca(
 
     @pl.when(ends)
     def _flush() -> None:
-        store = prepare_store(planes, codec, norm, frequencies, closes, width=width, eps=eps)
-        store(window.mean(pooled, channels, norm.dtype))
+        store = prepare_store(planes, codec, norm, frequencies, width=width, eps=eps)
+        place = closes.locate(planes)
+        store(window.mean(pooled, channels, norm.dtype), closes, place)

@@ -21,7 +21,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.rotary import rms_norm_by_halves, rotate
+from pallas_kernels.rotary import rms_norm_by_pairs, rotate
 from pallas_kernels.rounding import round_to, rounded
 
 
@@ -95,7 +95,7 @@ def finish_entry(
     """
     mean = pool[:, 2] / pool[:, 1]
     return rotate(
-        rms_norm_by_halves(round_to(mean, norm.dtype), norm, eps=eps), positions, frequencies
+        rms_norm_by_pairs(round_to(mean, norm.dtype), norm, eps=eps), positions, frequencies
     )
 
 

@@ -22,6 +22,7 @@ from pallas_kernels.rotary_tile import round_to
 
 Ref = Any
 Pool = tuple[jax.Array, jax.Array, jax.Array]
+Tokens = list[list[jax.Array]]
 
 
 def empty_pool(width: int) -> Pool:
@@ -37,7 +38,7 @@ def fold(pool: Pool, value: jax.Array, score: jax.Array) -> Pool:
     """
     largest, total, weighted = pool
     rises = score > largest
-    factor = triton.exp(-jnp.abs(score - largest))
+    factor = triton.exp_of_distance(score, largest)
     total_scaled, total_kept = jnp.where(rises, total, 1.0), jnp.where(rises, 1.0, total)
     scaled, kept = jnp.where(rises, weighted, value), jnp.where(rises, value, weighted)
     return (
@@ -96,6 +97,67 @@ def continue_pool(
         for row in range(3)
     )
     return select_pool(carried, (largest, total, weighted), empty_pool(width))
+
+
+def load_tokens(
+    row_refs: Sequence[Ref],
+    row: jax.Array,
+    number: int,
+    *,
+    start: jax.Array | int,
+    count: int,
+    width: int,
+) -> Tokens:
+    """Values and scores of rows row .. row + number - 1 of f32[T, C], moved to where there are any.
+
+    Args:
+      row_refs: values and scores.
+      row: i32[].
+      number: rows; at most T.
+      start: first channel.
+      count: channels.
+      width: lanes.
+    """
+    row = jnp.clip(row, 0, row_refs[0].shape[0] - number)
+    load = functools.partial(triton.load_row, start=start, count=count, width=width)
+    return [[load(ref, (row + n,)) for ref in row_refs] for n in range(number)]
+
+
+def fold_window(
+    tokens: Tokens,
+    row_refs: Sequence[Ref],
+    *,
+    first: jax.Array,
+    num_tokens: int,
+    **columns: Any,
+) -> Pool:
+    """The pool of rows first .. first + num_tokens - 1 of values and scores f32[T, C].
+
+    While a chunk is folded the next one's loads are in flight.
+
+    Args:
+      tokens: the first chunk, by `load_tokens`.
+      row_refs: values and scores.
+      first: first row.
+      num_tokens: rows, no fewer than a chunk's.
+      columns: as `load_tokens` takes them.
+    """
+    chunk = len(tokens)
+    whole, rest = divmod(num_tokens, chunk)
+    load = functools.partial(load_tokens, row_refs, **columns)
+
+    def fold_all(pool: Pool, tokens: Tokens) -> Pool:
+        return functools.reduce(lambda pool, token: fold(pool, *token), tokens, pool)
+
+    def fold_and_load(number: jax.Array, carry: tuple[Pool, Tokens]) -> tuple[Pool, Tokens]:
+        pool, tokens = carry
+        ahead = load(first + number * chunk, chunk)
+        return fold_all(pool, tokens), ahead
+
+    carry = empty_pool(columns["width"]), tokens
+    pool, tokens = jax.lax.fori_loop(1, whole, fold_and_load, carry)
+    ahead = load(first + whole * chunk, rest)
+    return fold_all(fold_all(pool, tokens), ahead)
 
 
 def fold_tokens(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,8 @@ from pallas_kernels.codecs import Codec
 from pallas_kernels.flush_write import tile as entry_tile
 
 Ref = Any
+Place = tuple[jax.Array, jax.Array, jax.Array]
+"""An entry's layer, its block, -1 where there is none, and its offset in it."""
 
 
 class Closing(NamedTuple):
@@ -40,8 +42,9 @@ class Closing(NamedTuple):
     rate: int
     table: Ref
 
-    def locate(self, entries_per_block: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The entry's layer, its block, -1 where there is none, and its offset in it."""
+    def locate(self, planes: Mapping[str, Ref]) -> Place:
+        """Of the entry in planes [L, NB, EB, ...]."""
+        entries_per_block = next(iter(planes.values())).shape[2]
         entry = self.position // self.rate
         logical = entry // entries_per_block
         inside = (self.request >= 0) & (logical < self.table.shape[1])
@@ -49,24 +52,19 @@ class Closing(NamedTuple):
         return self.layer, jnp.where(inside, block, -1), entry % entries_per_block
 
 
-def read_closing(
-    call_refs: Sequence[Ref], number: jax.Array, rate: int
-) -> tuple[Closing, jax.Array]:
-    """The closing token of that number, and whether there is one; if not, indices are 0.
+def read_closing(call_refs: Sequence[Ref], token: jax.Array, rate: int) -> Closing:
+    """What the call says of the token with which a window of `rate` tokens ends.
 
     Args:
       call_refs: layer [1], closing, request_ids, slots, positions, lengths and the table.
-      number: i32[].
+      token: i32[], -1 for none; what is said then is of no request, and otherwise of token 0.
       rate: tokens per window.
     """
-    layer, closing, request_ids, slots, positions, lengths, table = call_refs
-    token = closing[number]
-    is_one = token >= 0
-    token = jnp.maximum(token, 0)
-    slot = jnp.maximum(slots[token], 0)
-    return Closing(
-        layer[0], token, request_ids[token], slot, positions[token], lengths[token], rate, table
-    ), is_one
+    layer, _, request_ids, slots, positions, lengths, table = call_refs
+    row = jnp.maximum(token, 0)
+    request = jnp.where(token >= 0, request_ids[row], -1)
+    slot = jnp.maximum(slots[row], 0)
+    return Closing(layer[0], row, request, slot, positions[row], lengths[row], rate, table)
 
 
 def prepare_store(
@@ -74,25 +72,24 @@ def prepare_store(
     codec: Codec,
     norm: Ref,
     frequencies: Ref,
-    closes: Closing,
     *,
     width: int,
     eps: float,
-) -> Callable[[jax.Array], None]:
+) -> Callable[[jax.Array, Closing, Place], None]:
     """Loads what it takes to finish a window; what it returns does so, and writes the entry.
 
-    It is called with the window's mean, f32[width], rounded to the dtype of activations.
+    It is called with the window's mean, f32[width], rounded to the dtype of activations, the token
+    that closes it, and the entry's place.
     """
     turn = rotary_tile.load_turn(
         norm, frequencies, dim=norm.shape[0], width=width, dtype=norm.dtype, eps=eps
     )
-    index = closes.locate(next(iter(planes.values())).shape[2])
     rope_dim = planes["rope"].shape[-1] if "rope" in planes else 0
 
-    def store(mean: jax.Array) -> None:
+    def store(mean: jax.Array, closes: Closing, place: Place) -> None:
         begin = closes.position - (closes.rate - 1)
-        entry = rotary_tile.norm_and_rotate(mean, turn, begin)
+        entry = rotary_tile.norm_and_rotate(mean, turn, begin, add=rotary_tile.sum_by_pairs)
         encoded = entry_tile.encode(codec, entry, dim=turn.dim, rope_dim=rope_dim)
-        pl.when(index[1] >= 0)(functools.partial(entry_tile.store_entry, planes, index, encoded))
+        pl.when(place[1] >= 0)(functools.partial(entry_tile.store_entry, planes, place, encoded))
 
     return store

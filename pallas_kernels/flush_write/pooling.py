@@ -1,6 +1,7 @@
 """Where a window's mean comes from, a tile of its channels at a time; inside a Triton kernel.
 
-Each of these first loads, then finishes, so that a program may do something else in between.
+Each of these first loads what the token with which the window ends is enough to find, so that a
+program need not wait for what the call says of that token, then finishes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pallas_kernels.flush_write.closing import Closing
 
 Ref = Any
 Loaded = Any
+_CARRIED_CHUNK = 8  # tokens; one window a request at most goes on from an earlier call
 
 
 class Channels(NamedTuple):
@@ -37,8 +39,11 @@ class Channels(NamedTuple):
 class Pooling(Protocol):
     """Finds means."""
 
-    def load(self, refs: Sequence[Ref], closes: Closing, channels: Channels) -> Loaded:
-        """Starts loads; a tree of arrays."""
+    def load(self, refs: Sequence[Ref], token: jax.Array, channels: Channels) -> Loaded:
+        """Starts loads, given the closing token's index in the call, i32[]; a tree of arrays.
+
+        Without a token, -1, they are of no use.
+        """
         ...
 
     def finish(
@@ -57,7 +62,7 @@ class ReadMean(NamedTuple):
 
     number: jax.Array
 
-    def load(self, refs: Sequence[Ref], closes: Closing, channels: Channels) -> Loaded:
+    def load(self, refs: Sequence[Ref], token: jax.Array, channels: Channels) -> Loaded:
         """See `Pooling`."""
         return triton.load_row(refs[0], (self.number,), **channels.columns)
 
@@ -75,20 +80,27 @@ class PoolCSA(NamedTuple):
 
     Attributes:
       dtype: of activations.
+      rate: M.
       eager: whether most windows lie in the call; then its rows are loaded before that is known.
     """
 
     dtype: DTypeLike
+    rate: int
     eager: bool
 
-    def load(self, refs: Sequence[Ref], closes: Closing, channels: Channels) -> Loaded:
+    def load(self, refs: Sequence[Ref], token: jax.Array, channels: Channels) -> Loaded:
         """See `Pooling`."""
-        if not self.eager:
+        period, half = 2 * self.rate, refs[2].shape[-1] // 2
+        if not self.eager or refs[2].shape[0] < period:
             return None
+        first = jnp.clip(token - (period - 1), 0, refs[2].shape[0] - period)
         load = functools.partial(triton.load_row, count=channels.size, width=channels.width)
         return [
-            [load(ref, row, start=start) for ref in refs[2:]]
-            for row, _, start in _csa_places(refs, closes, channels)
+            [
+                load(ref, (first + n,), start=channels.start + (0 if n < self.rate else half))
+                for ref in refs[2:]
+            ]
+            for n in range(period)
         ]
 
     def finish(
@@ -115,32 +127,55 @@ class PoolHCA(NamedTuple):
 
     Attributes:
       dtype: of activations.
+      rate: M.
       chunk: tokens whose loads are in flight.
+      eager: as for CSA, of a window's first chunk.
     """
 
     dtype: DTypeLike
+    rate: int
     chunk: int
+    eager: bool
 
-    def load(self, refs: Sequence[Ref], closes: Closing, channels: Channels) -> Loaded:
+    def load(self, refs: Sequence[Ref], token: jax.Array, channels: Channels) -> Loaded:
         """See `Pooling`."""
-        carried = closes.position - (closes.rate - 1) < closes.length
-        at = (closes.layer, closes.slot)
-        return window.continue_pool(refs[0], at, carried, **channels.columns)
+        if not self.eager:
+            return None
+        first = token - (self.rate - 1)
+        return window.load_tokens(refs[1:], first, self.chunk, **channels.columns)
 
     def finish(
         self, refs: Sequence[Ref], closes: Closing, channels: Channels, loaded: Loaded
     ) -> jax.Array:
         """See `Pooling`."""
-        first = jnp.maximum(closes.position - (closes.rate - 1), closes.length)
-        pooled = window.fold_tokens(
-            loaded,
-            refs[1:],
-            first=closes.token - (closes.position - first),
-            num_tokens=closes.position - first + 1,
-            chunk=self.chunk,
-            start=channels.start,
-            count=channels.size,
-        )
+        begin = closes.position - (closes.rate - 1)
+
+        def fold_window(loaded: Loaded) -> window.Pool:
+            return window.fold_window(
+                loaded,
+                refs[1:],
+                first=closes.token - (closes.rate - 1),
+                num_tokens=closes.rate,
+                **channels.columns,
+            )
+
+        def continue_pool(_: Loaded) -> window.Pool:
+            first = jnp.maximum(begin, closes.length)
+            at, carried = (closes.layer, closes.slot), begin < closes.length
+            return window.fold_tokens(
+                window.continue_pool(refs[0], at, carried, **channels.columns),
+                refs[1:],
+                first=closes.token - (closes.position - first),
+                num_tokens=closes.position - first + 1,
+                chunk=min(self.chunk, _CARRIED_CHUNK) if self.eager else self.chunk,
+                start=channels.start,
+                count=channels.size,
+            )
+
+        if loaded is None:
+            pooled = continue_pool(None)
+        else:
+            pooled = jax.lax.cond(begin >= closes.length, fold_window, continue_pool, loaded)
         return window.mean(pooled, channels.size, self.dtype)
 
 

@@ -3,7 +3,8 @@
 One program takes one closing token and one compressor, a channel per lane, so that a window's
 tokens are folded in their order wherever the call was cut. CSA reads its 2M tokens from the call
 or, before it, from the state; HCA goes on from the running pool, a chunk of tokens at a time while
-the next one's loads are in flight. A program without a window ends after a few loads. Of many
+the next one's loads are in flight. Where most windows lie in the call, its rows are loaded before
+that is known of a window. A program without a window ends after a few loads. Of many
 windows each CSA compressor has a launch to itself, with warps as its lanes ask for; of few long
 ones HCA pools tiles of channels apart, means going through memory to a second launch. Every tiling
 gives the same bits.
@@ -12,19 +13,28 @@ Bytes: every value and score of the call once (an element belongs to one window)
 no intermediate result but the means of such a tiling. At thousands of windows memory bounds both;
 at a few a chain of loads, exponentials and reductions does.
 
-H200, microseconds in several runs (fp8_ue8m0, one request from position 0; share of 4.27 TB/s for
-the bytes above, after 3 us of launch), at 8192 and 32768 tokens: CSA main 23.0 to 23.4 (78 to 80 %)
-and 78.3 to 79.0 (84 to 85 %), index keys 7.9 to 8.6 (72 to 81 %) and 20.3 to 20.6 (90 to 91 %),
-both 30.5 to 31.7 (70 to 73 %) and 98.6 to 99.5 (83 %); HCA 13.8 to 14.9 (66 to 73 %) and 35.2 to
-36.9 (93 to 98 %). What is below 80 % has two launches, but for calls of 8 us and main at 8192
-tokens. At 2048 tokens CSA takes 10.5 for both, HCA 7.0.
+H200, microseconds in two runs (fp8_ue8m0, one request from position 0; share of 4.27 TB/s for the
+bytes above, after 3 us of launch), at 8192 and 32768 tokens: CSA main 21.6 to 21.8 (85 to 86 %) and
+76.1 to 76.2 (87 to 88 %), index keys 7.6 to 8.3 (75 to 87 %) and 19.6 to 20.9 (89 to 96 %), both
+28.9 to 30.1 (74 to 77 %) and 94.3 to 96.5 (85 to 87 %); HCA 14.9 (66 %) and 34.8 to 35.7 (96 to
+99 %). HCA's own range at 8192 begins at 12.8 (80 %), which a form took that waits for the token
+before it loads a mean. At 2048 tokens CSA takes 9.4 for both, HCA 5.9 in that form.
 
-Tried there for CSA: both in one launch of 4 warps 31.0 and 115 (10.5 at 2048 tokens, where two take
-11.6), of 2 warps 30.7 and 114; main of 4 warps 23.3 and 79.9; index keys of 4 warps 8.6 and 24.0,
-of 2 7.9 and 23.6; pooling apart 35.5 and 118; fewer programs, each with the next window's loads in
-flight while it finishes one, 41.8 to 48 and 137 to 173. For HCA at 8192 tokens: windows whole 15.7
-(11.2 at 2048), with 16 warps 16.1, 32 tokens a chunk 16.4; tiles of 256 channels 14.0, of 64 15.7,
-8 tokens a chunk 18.3. It compiles for Blackwell and has not run there.
+Profiles (ncu, rows in L2) of what these were before showed no bound by memory below some 10 us, but
+by instructions and waits: HCA's tiles 8.9 us, 29 instructions a token, where the arithmetic is 14,
+and finishing them 3.3 more; index keys 6.9, a third of it E2M1 codes found by seven comparisons;
+CSA main a tenth of its time waiting for positions before most rows were asked for, and 28 % in sums
+of squares by halves, whose upper ones meet through shared memory. Hence rows are loaded before it
+is known whether they are needed, offsets within a chunk are constants, codes come from bits, and
+neighbours are added. What stays of HCA at 8192 tokens is the second launch.
+
+Tried there for CSA: both in one launch of 4 warps 29.6 and 111 (9.4 at 2048 tokens, where two take
+12.3), of 2 warps 29.3 and 109; main of 4 warps 22.6 and 77.9; index keys of 2 warps 7.8 and 21.6,
+of 4 8.9 and 23.4; before those profiles, pooling apart 35.5 and 118, and fewer programs, each with
+the next window's loads in flight while it finishes one, 41.8 to 48 and 137 to 173. For HCA at 8192
+tokens: windows whole 15.2 (8.3 at 2048), tiles of 128 channels 12.8 (6.2), of 256 12.9 (7.1), half
+as many tokens a chunk 12.9 to 13.1 (5.7 in tiles of 64). It compiles for Blackwell and has not run
+there.
 """
 
 from __future__ import annotations
@@ -41,7 +51,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import triton
 from pallas_kernels.codecs import Codec, Planes
 from pallas_kernels.flush_write import tile as entry_tile
-from pallas_kernels.flush_write.closing import Closing, prepare_store, read_closing
+from pallas_kernels.flush_write.closing import prepare_store, read_closing
 from pallas_kernels.flush_write.pooling import Channels, PoolCSA, PoolHCA, Pooling, ReadMean
 from pallas_kernels.flush_write.tiling import Tiling, choose_csa, choose_hca, warps_apart
 
@@ -78,7 +88,7 @@ def flush_csa(
             codec,
             [state["values"], state["scores"], new["values"], new["scores"]],
             norm,
-            PoolCSA(norm.dtype, eager),
+            PoolCSA(norm.dtype, rate, eager),
         )
         for pool, state, new, norm, codec in zip(pools, states, rows, norms, codecs, strict=True)
     ]
@@ -116,9 +126,11 @@ def flush_hca(
     """See `op.flush_hca`."""
     call = [layer.reshape(1), closing, request_ids, slots, positions, lengths, block_table]
     tiling = tiling or choose_hca(closing.shape[0], positions.shape[0])
-    chunk = min(tiling.chunk, max_count, rate)
+    num_tokens = positions.shape[0]
+    chunk = min(tiling.chunk, max_count, rate, num_tokens)
     arrays = [running, rows["values"], rows["scores"]]
-    flush = _Flush(pool, codec, arrays, norm, PoolHCA(norm.dtype, chunk))
+    eager = closing.shape[0] < num_tokens
+    flush = _Flush(pool, codec, arrays, norm, PoolHCA(norm.dtype, rate, chunk, eager))
     (written,) = _run(
         [flush],
         call=call,
@@ -160,22 +172,27 @@ def _run(
 
     def kernel(inputs: list[Ref], stored: list[Ref]) -> None:
         call_refs, frequencies_ref = inputs[: len(call)], inputs[len(call)]
+        closing_ref = call_refs[1]
         refs, stored_refs = iter(inputs[len(call) + 1 :]), iter(stored)
         program, chosen = pl.program_id(0), pl.program_id(1)
+        token = closing_ref[program]
         for number, (flush, arrays) in enumerate(zip(flushes, sources, strict=True)):
-            pooling = flush.pooling if means is None else ReadMean(program)
             finish = functools.partial(
                 _finish,
                 {plane: next(stored_refs) for plane in flush.pool},
                 [next(refs) for _ in arrays],
                 next(refs),
                 frequencies_ref,
-                pooling=pooling,
+                call_refs,
+                token,
+                pooling=flush.pooling if means is None else ReadMean(program),
                 codec=flush.codec,
+                rate=rate,
                 eps=eps,
             )
-            closes, is_one = read_closing(call_refs, program, rate)
-            pl.when((chosen == number) & is_one)(functools.partial(finish, closes))
+            # Of no window there is no mean either, but nobody waits for the token to load it.
+            live = chosen == number if means is not None else (chosen == number) & (token >= 0)
+            pl.when(live)(finish)
 
     words = [triton.as_words(flush.pool) for flush in flushes]
     written = iter(
@@ -206,14 +223,15 @@ def _pool_apart(
 
     def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
         number, tile = pl.program_id(0), pl.program_id(1)
-        closes, is_one = read_closing(inputs[: len(call)], number, rate)
+        call_refs, refs = inputs[: len(call)], inputs[len(call) :]
+        token = call_refs[1][number]
         width = max(32, 1 << (channels - 1).bit_length())
         place = Channels(tile * channels, channels, width)
-        refs = inputs[len(call) :]
 
-        @pl.when(is_one)
+        @pl.when(token >= 0)
         def _pool() -> None:
-            loaded = flush.pooling.load(refs, closes, place)
+            loaded = flush.pooling.load(refs, token, place)
+            closes = read_closing(call_refs, token, rate)
             mean = flush.pooling.finish(refs, closes, place, loaded).astype(flush.norm.dtype)
             triton.store_row(
                 outputs[0], (number,), mean, first=0, start=place.start, count=channels
@@ -235,17 +253,21 @@ def _finish(
     arrays: Sequence[Ref],
     norm: Ref,
     frequencies: Ref,
-    closes: Closing,
+    call_refs: Sequence[Ref],
+    token: jax.Array,
     *,
     pooling: Pooling,
     codec: Codec,
+    rate: int,
     eps: float,
 ) -> None:
-    """Loads of the window and of what finishes it are in flight together."""
+    """No load waits for another, but the table's, which is there before the entry is encoded."""
     channels = _all_channels(norm, codec)
-    loaded = pooling.load(arrays, closes, channels)
-    store = prepare_store(planes, codec, norm, frequencies, closes, width=channels.width, eps=eps)
-    store(pooling.finish(arrays, closes, channels, loaded))
+    loaded = pooling.load(arrays, token, channels)
+    store = prepare_store(planes, codec, norm, frequencies, width=channels.width, eps=eps)
+    closes = read_closing(call_refs, token, rate)
+    mean = pooling.finish(arrays, closes, channels, loaded)
+    store(mean, closes, closes.locate(planes))
 
 
 def _all_channels(norm: Ref, codec: Codec) -> Channels:

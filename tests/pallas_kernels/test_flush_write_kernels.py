@@ -26,9 +26,10 @@ from helpers.layer_cases import (
     empty_layer,
     flat,
     run,
+    step,
 )
 from helpers.schedules import assert_same_bytes, random_cuts
-from pallas_kernels import CACHE_FORMATS, triton
+from pallas_kernels import CACHE_FORMATS, rotary, rotary_tile, triton
 from pallas_kernels.flush_write import tile, triton_gpu
 from pallas_kernels.flush_write.tiling import Tiling
 
@@ -100,6 +101,45 @@ def test_b5_a_call_of_padding_alone_writes_nothing(lane, kind):
         name, kind, histories, [[0]], draw_norms(rng, kind, jnp.bfloat16), num_tokens=5, num_rows=2
     )
     assert_same_bytes(flat(layer), flat(empty_layer(CACHE_FORMATS[name], kind)))
+
+
+def test_b5_a_program_without_a_window_writes_nothing_where_means_come_from_memory(
+    lane, monkeypatch
+):
+    """Its token, were it the first one, would have an entry."""
+    tiling = Tiling(warps=4, channels=12, pool_warps=1, chunk=3)
+    monkeypatch.setattr(triton_gpu, "choose_hca", lambda *sizes: tiling)
+    name, rng = "fp8_ue8m0", np.random.default_rng(0)
+    histories, norms = draw_histories(rng, "hca", [20]), draw_norms(rng, "hca", jnp.bfloat16)
+    step.clear_cache()
+    layer, _ = run(name, "hca", histories, [[20]], norms, num_tokens=20, num_rows=1)
+    step.clear_cache()
+    empty = empty_layer(CACHE_FORMATS[name], "hca")
+    assert_same_bytes(flat(layer["entries"]), flat(empty["entries"]))
+
+
+@pytest.mark.parametrize("width", [128, 512])
+@pytest.mark.parametrize("order", ["sum_by_halves", "sum_by_pairs"])
+def test_any_number_of_warps_adds_in_the_order_of_the_reference(lane, order, width):
+    x = np.random.default_rng(width).normal(size=(5, width)).astype(np.float32)
+
+    def add(inputs, outputs):
+        row = pl.program_id(0)
+        tile = triton.load_row(inputs[0], (row,), start=0, count=width, width=width)
+        outputs[0][row] = getattr(rotary_tile, order)(tile)
+
+    expected = np.asarray(getattr(rotary, order)(jnp.asarray(x)))[:, 0]
+    assert np.any(expected != x.sum(axis=-1))
+    for num_warps in (1, 2, 4, 8):
+        (actual,) = triton.launch(
+            add,
+            grid=(5,),
+            inputs=[jnp.asarray(x)],
+            outputs=[jax.ShapeDtypeStruct((5,), jnp.float32)],
+            num_warps=num_warps,
+            name="add",
+        )
+        np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize(

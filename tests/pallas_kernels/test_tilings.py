@@ -63,14 +63,14 @@ def test_what_is_shipped_is_valid(path):
 
 def test_a_measured_tiling_overrides_the_fields_it_names(measured):
     measured(ENTRY)
-    formula = Tiling(warps=8, channels=128, chunk=16)
+    formula = Tiling(warps=8, channels=64, pool_warps=2, chunk=32)
     assert flush_tiling.choose_hca(64, 8192) == dataclasses.replace(formula, channels=256)
     assert flush_tiling.choose_csa(64, 8192) == Tiling(warps=4)
 
 
 @pytest.mark.parametrize(
     ("windows", "tokens", "found"),
-    [(33, 4097, 256), (64, 8192, 256), (65, 8192, 128), (32, 8192, 128), (64, 8193, 128)],
+    [(33, 4097, 256), (64, 8192, 256), (65, 8192, 64), (32, 8192, 64), (64, 8193, 64)],
 )
 def test_an_entry_speaks_for_sizes_up_to_its_power_of_two(measured, windows, tokens, found):
     measured(ENTRY)
@@ -78,9 +78,10 @@ def test_an_entry_speaks_for_sizes_up_to_its_power_of_two(measured, windows, tok
 
 
 def test_without_a_gpu_or_a_file_the_formula_is_taken(monkeypatch):
-    assert flush_tiling.choose_hca(64, 8192) == Tiling(warps=8, channels=128, chunk=16)
+    formula = Tiling(warps=8, channels=64, pool_warps=2, chunk=32)
+    assert flush_tiling.choose_hca(64, 8192) == formula
     monkeypatch.setattr(tilings, "device_kind", lambda: "NVIDIA Nothing 9")
-    assert flush_tiling.choose_hca(64, 8192) == Tiling(warps=8, channels=128, chunk=16)
+    assert flush_tiling.choose_hca(64, 8192) == formula
     assert tilings.file_name("NVIDIA H200") == "nvidia_h200.json"
 
 
@@ -91,7 +92,7 @@ def test_compressors_of_many_windows_are_flushed_apart(windows, apart):
 
 @pytest.mark.parametrize(
     ("windows", "tokens", "channels"),
-    [(1, 16, 128), (66, 8448, 128), (67, 8576, 0), (66, 1055, 0), (64, 64, 0)],
+    [(1, 16, 64), (66, 8448, 64), (67, 8576, 0), (66, 1055, 0), (64, 64, 0)],
 )
 def test_few_long_windows_are_pooled_by_several_programs(windows, tokens, channels):
     """Not those of a decode step, of a token each."""
