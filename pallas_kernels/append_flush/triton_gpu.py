@@ -10,7 +10,8 @@ Bytes: queries in and out, 4 * H * C, and index queries, 6 * IH * IC, beside whi
 KiB a token, and as many again as the 2M pooled rows where a CSA window closes. At few requests a
 chain of loads, exponentials and reductions bounds it, at many the queries: on an H200 (jax 0.11.2)
 2.7 us for one request of a CSA layer, 8.1 for 64 and 21.1, 56 % of the copy bandwidth, for 256;
-with 64 index queries a token 2.8, 10.6 and 31.3.
+with 64 index queries a token 2.8, 10.6 and 31.3. So it was while entries' squares, too, were added
+by halves; it has not been timed since.
 
 It compiles for Blackwell and has not run there.
 """

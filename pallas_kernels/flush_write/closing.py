@@ -52,6 +52,11 @@ class Closing(NamedTuple):
         return self.layer, jnp.where(inside, block, -1), entry % entries_per_block
 
 
+def read_token(call_refs: Sequence[Ref], number: jax.Array) -> jax.Array:
+    """i32[], the token that closes the window of that number, -1 for none; see `read_closing`."""
+    return call_refs[1][number]
+
+
 def read_closing(call_refs: Sequence[Ref], token: jax.Array, rate: int) -> Closing:
     """What the call says of the token with which a window of `rate` tokens ends.
 

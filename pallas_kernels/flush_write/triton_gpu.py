@@ -20,13 +20,13 @@ bytes above, after 3 us of launch), at 8192 and 32768 tokens: CSA main 21.6 to 2
 99 %). HCA's own range at 8192 begins at 12.8 (80 %), which a form took that waits for the token
 before it loads a mean. At 2048 tokens CSA takes 9.4 for both, HCA 5.9 in that form.
 
-Profiles (ncu, rows in L2) of what these were before showed no bound by memory below some 10 us, but
-by instructions and waits: HCA's tiles 8.9 us, 29 instructions a token, where the arithmetic is 14,
-and finishing them 3.3 more; index keys 6.9, a third of it E2M1 codes found by seven comparisons;
-CSA main a tenth of its time waiting for positions before most rows were asked for, and 28 % in sums
-of squares by halves, whose upper ones meet through shared memory. Hence rows are loaded before it
-is known whether they are needed, offsets within a chunk are constants, codes come from bits, and
-neighbours are added. What stays of HCA at 8192 tokens is the second launch.
+Profiles (ncu, rows of 8192 tokens in L2) of what these were before showed waits and instructions:
+HCA's tiles took 8.9 us, 29 instructions a token, where the arithmetic is 14, and finishing them 3.3
+more; index keys 6.9, of whose samples a third lay in encoding, with seven comparisons a code; of
+CSA main's, a tenth in waiting for positions before most rows were asked for, and 28 % in sums of
+squares by halves, whose upper ones meet through shared memory. Hence rows are loaded before it is
+known whether they are needed, offsets within a chunk are constants, codes come from bits, and
+neighbours are added. HCA's second launch stays. No profile was taken of what these are now.
 
 Tried there for CSA: both in one launch of 4 warps 29.6 and 111 (9.4 at 2048 tokens, where two take
 12.3), of 2 warps 29.3 and 109; main of 4 warps 22.6 and 77.9; index keys of 2 warps 7.8 and 21.6,
@@ -51,7 +51,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import triton
 from pallas_kernels.codecs import Codec, Planes
 from pallas_kernels.flush_write import tile as entry_tile
-from pallas_kernels.flush_write.closing import prepare_store, read_closing
+from pallas_kernels.flush_write.closing import prepare_store, read_closing, read_token
 from pallas_kernels.flush_write.pooling import Channels, PoolCSA, PoolHCA, Pooling, ReadMean
 from pallas_kernels.flush_write.tiling import Tiling, choose_csa, choose_hca, warps_apart
 
@@ -172,10 +172,9 @@ def _run(
 
     def kernel(inputs: list[Ref], stored: list[Ref]) -> None:
         call_refs, frequencies_ref = inputs[: len(call)], inputs[len(call)]
-        closing_ref = call_refs[1]
         refs, stored_refs = iter(inputs[len(call) + 1 :]), iter(stored)
         program, chosen = pl.program_id(0), pl.program_id(1)
-        token = closing_ref[program]
+        token = read_token(call_refs, program)
         for number, (flush, arrays) in enumerate(zip(flushes, sources, strict=True)):
             finish = functools.partial(
                 _finish,
@@ -224,7 +223,7 @@ def _pool_apart(
     def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
         number, tile = pl.program_id(0), pl.program_id(1)
         call_refs, refs = inputs[: len(call)], inputs[len(call) :]
-        token = call_refs[1][number]
+        token = read_token(call_refs, number)
         width = max(32, 1 << (channels - 1).bit_length())
         place = Channels(tile * channels, channels, width)
 
@@ -261,7 +260,7 @@ def _finish(
     rate: int,
     eps: float,
 ) -> None:
-    """No load waits for another, but the table's, which is there before the entry is encoded."""
+    """Loads wait for the token alone, but for those of the table and of windows cut by the call."""
     channels = _all_channels(norm, codec)
     loaded = pooling.load(arrays, token, channels)
     store = prepare_store(planes, codec, norm, frequencies, width=channels.width, eps=eps)
