@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 
@@ -16,25 +14,15 @@ def rms_norm(x: jax.Array, weight: jax.Array | None, *, eps: float) -> jax.Array
     return _scale(x, weight, jnp.mean(wide * wide, axis=-1, keepdims=True), eps)
 
 
-def rms_norm_by_halves(x: jax.Array, weight: jax.Array | None, *, eps: float) -> jax.Array:
+def rms_norm_by_pairs(x: jax.Array, weight: jax.Array | None, *, eps: float) -> jax.Array:
     """As `rms_norm`, but a row's bits depend on the row alone, whatever lies beside it.
 
-    XLA sums rows of small and of large arrays in different orders; here halves are added, of which
-    a thread of a tile of several heads holds both.
+    XLA sums rows of small and of large arrays in different orders; here neighbours are added.
     """
-    return _norm_in_order(x, weight, eps, sum_by_halves)
-
-
-def rms_norm_by_pairs(x: jax.Array, weight: jax.Array | None, *, eps: float) -> jax.Array:
-    """Likewise, but neighbours are added: those that a thread of a tile of one vector holds."""
-    return _norm_in_order(x, weight, eps, sum_by_pairs)
-
-
-def sum_by_halves(x: jax.Array) -> jax.Array:
-    """f32[..., n] -> f32[..., 1], n a power of two, adding halves, then halves of those sums."""
-    while (width := x.shape[-1] // 2) > 0:
-        x = rounded(x[..., :width]) + rounded(x[..., width:])
-    return x
+    squares = jnp.square(x.astype(jnp.float32))
+    width = 1 << (x.shape[-1] - 1).bit_length()
+    squares = jnp.pad(squares, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
+    return _scale(x, weight, rounded(sum_by_pairs(squares) / x.shape[-1]), eps)
 
 
 def sum_by_pairs(x: jax.Array) -> jax.Array:
@@ -42,18 +30,6 @@ def sum_by_pairs(x: jax.Array) -> jax.Array:
     while x.shape[-1] > 1:
         x = rounded(x[..., 0::2]) + rounded(x[..., 1::2])
     return x
-
-
-def _norm_in_order(
-    x: jax.Array,
-    weight: jax.Array | None,
-    eps: float,
-    add: Callable[[jax.Array], jax.Array],
-) -> jax.Array:
-    squares = jnp.square(x.astype(jnp.float32))
-    width = 1 << (x.shape[-1] - 1).bit_length()
-    squares = jnp.pad(squares, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
-    return _scale(x, weight, rounded(add(squares) / x.shape[-1]), eps)
 
 
 def _scale(x: jax.Array, weight: jax.Array | None, mean_square: jax.Array, eps: float) -> jax.Array:

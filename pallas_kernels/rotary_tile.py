@@ -9,7 +9,6 @@ Against `rotary.py`, on a GPU, rsqrt, sine, cosine and one division may differ i
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -64,22 +63,9 @@ def load_turn(
     return Turn(weight, frequency, dim, num_rotated, dtype, eps)
 
 
-def norm_and_rotate(
-    x: jax.Array,
-    turn: Turn,
-    position: jax.Array,
-    *,
-    add: Callable[[jax.Array], jax.Array],
-) -> jax.Array:
-    """f32[..., width], normed and rotated to i32[], each rounded to the dtype of activations.
-
-    Args:
-      x: vectors.
-      turn: what norms and rotates them.
-      position: to which.
-      add: sums squares, `sum_by_halves` or `sum_by_pairs`.
-    """
-    mean_square = add(triton.exact_product(x, x)) / turn.dim
+def norm_and_rotate(x: jax.Array, turn: Turn, position: jax.Array) -> jax.Array:
+    """f32[..., width], normed and rotated to i32[], each rounded to the dtype of activations."""
+    mean_square = sum_by_pairs(triton.exact_product(x, x)) / turn.dim
     scaled = x * beside(jax.lax.rsqrt(mean_square + turn.eps), x.shape)
     if turn.weight is not None:
         scaled = scaled * jnp.broadcast_to(turn.weight, x.shape)
@@ -115,24 +101,15 @@ def beside(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jnp.broadcast_to(x[..., None], shape) if x.shape else x
 
 
-def sum_by_halves(x: jax.Array) -> jax.Array:
-    """f32[..., width] -> f32[...], in the order of `rotary.sum_by_halves`."""
-    *lead, width = x.shape
-    while width > 1:
-        width //= 2
-        x = _kept(jnp.sum(x.reshape(*lead, 2, width), axis=-2))
-    return jnp.sum(x, axis=-1)
-
-
 def sum_by_pairs(x: jax.Array) -> jax.Array:
-    """f32[..., width] -> f32[...], in the order of `rotary.sum_by_pairs`."""
+    """f32[..., width] -> f32[...], in the order of `rotary.sum_by_pairs`.
+
+    Neighbours lie in one thread or one warp until a warp has one sum left. XLA would make one sum
+    of them all, in an order of its own, were there nothing in between.
+    """
     *lead, width = x.shape
     while width > 1:
         width //= 2
-        x = _kept(jnp.sum(x.reshape(*lead, width, 2), axis=-1))
+        x = jnp.sum(x.reshape(*lead, width, 2), axis=-1)
+        x = rounded(x) if interpreting() else x
     return jnp.sum(x, axis=-1)
-
-
-def _kept(x: jax.Array) -> jax.Array:
-    """A sum of sums, which XLA would make one sum in an order of its own."""
-    return rounded(x) if interpreting() else x

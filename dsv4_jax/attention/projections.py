@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from dsv4_jax.attention.params import AttentionParams
 from dsv4_jax.config import DSV4Config
 from pallas_kernels.backend import compute_capability
-from pallas_kernels.rotary import rms_norm, rms_norm_by_halves, rotate
+from pallas_kernels.rotary import rms_norm, rms_norm_by_pairs, rotate
 
 
 def linear(x: jax.Array, weight: jax.Array, *, dtype: DTypeLike | None = None) -> jax.Array:
@@ -83,7 +83,7 @@ def queries(
 ) -> jax.Array:
     """[..., ql] and i32[...] -> [..., H, C], each head normed without a weight, and rotated."""
     heads = project_queries(params, latent, config)
-    heads = rms_norm_by_halves(heads, None, eps=config.rms_norm_eps)
+    heads = rms_norm_by_pairs(heads, None, eps=config.rms_norm_eps)
     heads = checkpoint_name(heads, "q_normed")
     return checkpoint_name(rotate(heads, positions[..., None], frequencies), "q")
 
@@ -96,7 +96,7 @@ def window_entry(
     config: DSV4Config,
 ) -> jax.Array:
     """[..., D] and i32[...] -> [..., C], key and value, normed and rotated; not yet rounded."""
-    kv = rms_norm_by_halves(project_kv(params, x), params.kv_norm, eps=config.rms_norm_eps)
+    kv = rms_norm_by_pairs(project_kv(params, x), params.kv_norm, eps=config.rms_norm_eps)
     return checkpoint_name(rotate(checkpoint_name(kv, "kv_normed"), positions, frequencies), "kv")
 
 

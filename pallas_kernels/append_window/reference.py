@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from pallas_kernels.codecs import Codec, Planes
 from pallas_kernels.compress_tail.reference import empty_pool, fold_tokens
 from pallas_kernels.paging import scatter_rows
-from pallas_kernels.rotary import rms_norm_by_halves, rotate
+from pallas_kernels.rotary import rms_norm_by_pairs, rotate
 
 
 def encode_tokens(
@@ -25,10 +25,10 @@ def encode_tokens(
 ) -> tuple[jax.Array, Planes]:
     """Norm, then rotation, each rounded to the dtype of activations; then the codec.
 
-    The norm adds halves, so that an entry's bits depend on its token alone.
+    The norm adds neighbours, so that an entry's bits depend on its token alone.
     """
-    heads = rms_norm_by_halves(queries, None, eps=eps)
-    entries = rotate(rms_norm_by_halves(kv, norm, eps=eps), positions, frequencies)
+    heads = rms_norm_by_pairs(queries, None, eps=eps)
+    entries = rotate(rms_norm_by_pairs(kv, norm, eps=eps), positions, frequencies)
     planes = codec.encode(entries, 2 * frequencies.shape[0])
     return rotate(heads, positions[:, None], frequencies), planes
 

@@ -31,7 +31,7 @@ def turn_heads(
         None, frequencies, dim=dim, width=width, dtype=source.dtype, eps=eps
     )
     head_tile.map_heads(
-        lambda x: rotary_tile.norm_and_rotate(x, turn, position, add=rotary_tile.sum_by_halves),
+        lambda x: rotary_tile.norm_and_rotate(x, turn, position),
         source,
         target,
         token,
@@ -55,5 +55,5 @@ def encode_entry(
     width = entry_tile.tile_width(codec, dim)
     turn = rotary_tile.load_turn(norm, frequencies, dim=dim, width=width, dtype=kv.dtype, eps=eps)
     row = triton.load_row(kv, (token,), start=0, count=dim, width=width).astype(jnp.float32)
-    turned = rotary_tile.norm_and_rotate(row, turn, position, add=rotary_tile.sum_by_halves)
+    turned = rotary_tile.norm_and_rotate(row, turn, position)
     return entry_tile.encode(codec, turned, dim=dim, rope_dim=rope_dim)

@@ -93,7 +93,7 @@ def prepare_store(
 
     def store(mean: jax.Array, closes: Closing, place: Place) -> None:
         begin = closes.position - (closes.rate - 1)
-        entry = rotary_tile.norm_and_rotate(mean, turn, begin, add=rotary_tile.sum_by_pairs)
+        entry = rotary_tile.norm_and_rotate(mean, turn, begin)
         encoded = entry_tile.encode(codec, entry, dim=turn.dim, rope_dim=rope_dim)
         pl.when(place[1] >= 0)(functools.partial(entry_tile.store_entry, planes, place, encoded))
 
