@@ -28,6 +28,8 @@ Ref = Any
 _INV_448 = np.float32(1.0) / np.float32(448.0)
 _INV_6 = np.float32(1.0) / np.float32(6.0)
 _AMAX_FLOOR = np.float32(1e-4)
+_NEIGHBOURS = 4
+"""That a thread holds of a row of 128 lanes in a warp."""
 
 
 class Lanes(NamedTuple):
@@ -117,16 +119,47 @@ def round_through(codec: Codec, x: jax.Array, *, dim: int) -> jax.Array:
 
 
 def hadamard_rotate(x: jax.Array, dim: int) -> jax.Array:
-    """`numbers.hadamard_rotate` of the first `dim` lanes of f32[..., width], others being zeros."""
-    shape, x, half = x.shape, x.reshape(-1), 1
-    while half < dim:
-        pairs = x.reshape(x.shape[0] // (2 * half), 2, half)
-        second = jax.lax.broadcasted_iota(jnp.int32, pairs.shape, 1) == 1
-        others = _partners(pairs)
-        # Not a sum with -pairs: Pallas negates as 0 - x for Triton, and of a zero that is 0.
-        x = jnp.where(second, others - pairs, pairs + others).reshape(x.shape)
+    """`numbers.hadamard_rotate` of the first `dim` lanes of f32[..., width], others being zeros.
+
+    The first butterflies join neighbours, which a thread holds; for those it needs no other one.
+    """
+    parts, half = _split_neighbours(x, min(_NEIGHBOURS, dim)), 1
+    while half < len(parts):
+        parts = [
+            parts[i - half] - part if i & half else part + parts[i + half]
+            for i, part in enumerate(parts)
+        ]
         half *= 2
-    return (x * np.float32(dim**-0.5)).reshape(shape)
+    while half < dim:
+        parts = [_butterfly(part, half // len(parts)) for part in parts]
+        half *= 2
+    return _join_neighbours(parts) * np.float32(dim**-0.5)
+
+
+def _split_neighbours(x: jax.Array, count: int) -> list[jax.Array]:
+    """f32[..., n] -> `count` times f32[..., n / count], a power of two: every count-th lane."""
+    if count == 1:
+        return [x]
+    pairs = (*x.shape[:-1], x.shape[-1] // 2)
+    halves = jax.lax.split(x.reshape(*pairs, 2), (1, 1), axis=len(pairs))
+    even, odd = (_split_neighbours(half.reshape(pairs), count // 2) for half in halves)
+    return [part for both in zip(even, odd, strict=True) for part in both]
+
+
+def _join_neighbours(parts: list[jax.Array]) -> jax.Array:
+    """The inverse of `_split_neighbours`."""
+    while len(parts) > 1:
+        pairs = zip(parts[: len(parts) // 2], parts[len(parts) // 2 :], strict=True)
+        parts = [jnp.stack(pair, axis=-1).reshape(*pair[0].shape[:-1], -1) for pair in pairs]
+    return parts[0]
+
+
+def _butterfly(x: jax.Array, half: int) -> jax.Array:
+    """Sums and differences of lanes of f32[..., n] that lie `half` apart."""
+    pairs = x.reshape(-1, 2, half)
+    second = jax.lax.broadcasted_iota(jnp.int32, pairs.shape, 1) == 1
+    # Not -pairs: Pallas negates as 0 - x for Triton, and of a zero that is 0.
+    return (_partners(pairs) + pairs * jnp.where(second, -1.0, 1.0)).reshape(x.shape)
 
 
 def _partners(pairs: jax.Array) -> jax.Array:
