@@ -143,14 +143,15 @@ def test_window_entries_are_encoded_to_the_byte(lane, name, dtype):
     assert_same_bytes(expected, jax.tree.map(np.asarray, codec.encode(x, ROPE)))
 
 
-@pytest.mark.parametrize("num_heads", [1, 8, 11])
-def test_queries_of_any_number_of_heads(lane, num_heads):
+@pytest.mark.parametrize(("num_heads", "dim"), [(1, C), (8, C), (11, C), (16, 128)])
+def test_queries_of_any_number_of_heads_and_dims(lane, num_heads, dim):
+    """The last are tiles without a hole, of which there is a second one."""
     rng = np.random.default_rng(num_heads)
-    queries = jnp.asarray(rng.normal(size=(3, num_heads, C)), jnp.bfloat16)
+    queries = jnp.asarray(rng.normal(size=(3, num_heads, dim)), jnp.bfloat16)
     kv, positions = queries[:, 0], jnp.asarray([0, 5, 1_000_000], jnp.int32)
     codec = CACHE_FORMATS["fp8_ue8m0"].entry
     (actual, _), (expected, _) = (
-        encode(queries, kv, jnp.ones(C, jnp.bfloat16), positions, codec=codec, backend=backend)
+        encode(queries, kv, jnp.ones(dim, jnp.bfloat16), positions, codec=codec, backend=backend)
         for backend in (KERNEL, "reference")
     )
     assert_same_but_for_roundings({("queries", 0): actual}, {("queries", 0): expected})

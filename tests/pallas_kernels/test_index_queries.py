@@ -130,10 +130,10 @@ def test_the_reference_rotates_before_it_rounds(key):
     assert np.mean(unturned[1:] != found[1:]) > 0.1
 
 
-@pytest.mark.parametrize(("num_heads", "dim"), [(1, 8), (8, 16), (9, 64), (3, 256)])
+@pytest.mark.parametrize(("num_heads", "dim"), [(1, 8), (8, 16), (9, 64), (16, 128), (3, 256)])
 @pytest.mark.parametrize("key", slow.all_but(["mxfp4"], list(KEYS)))
 def test_any_number_of_heads_and_dims(lane, key, num_heads, dim):
-    """Short vectors fill no group, and no tile."""
+    """Short vectors fill no group, and no tile; sixteen of 128 fill two tiles."""
     queries = draw(2, num_heads, jnp.bfloat16, dim)
     actual, expected = both(queries, [0, 0], codec_of(key), FREQUENCIES[: dim // 4])
     assert_same_bits(actual, expected)
