@@ -53,7 +53,7 @@ class Closing(NamedTuple):
 
 
 def read_token(call_refs: Sequence[Ref], number: jax.Array) -> jax.Array:
-    """i32[], the token that closes the window of that number, -1 for none; see `read_closing`."""
+    """i32[], the token that closes the window of that number, -1 for none."""
     return call_refs[1][number]
 
 
@@ -62,14 +62,12 @@ def read_closing(call_refs: Sequence[Ref], token: jax.Array, rate: int) -> Closi
 
     Args:
       call_refs: layer [1], closing, request_ids, slots, positions, lengths and the table.
-      token: i32[], -1 for none; what is said then is of no request, and otherwise of token 0.
+      token: i32[], its index in the call.
       rate: tokens per window.
     """
     layer, _, request_ids, slots, positions, lengths, table = call_refs
-    row = jnp.maximum(token, 0)
-    request = jnp.where(token >= 0, request_ids[row], -1)
-    slot = jnp.maximum(slots[row], 0)
-    return Closing(layer[0], row, request, slot, positions[row], lengths[row], rate, table)
+    request, slot = request_ids[token], jnp.maximum(slots[token], 0)
+    return Closing(layer[0], token, request, slot, positions[token], lengths[token], rate, table)
 
 
 def prepare_store(

@@ -40,10 +40,7 @@ class Pooling(Protocol):
     """Finds means."""
 
     def load(self, refs: Sequence[Ref], token: jax.Array, channels: Channels) -> Loaded:
-        """Starts loads, given the closing token's index in the call, i32[]; a tree of arrays.
-
-        Without a token, -1, they are of no use.
-        """
+        """Starts loads, given the closing token's index in the call, i32[]; a tree of arrays."""
         ...
 
     def finish(
@@ -90,18 +87,13 @@ class PoolCSA(NamedTuple):
 
     def load(self, refs: Sequence[Ref], token: jax.Array, channels: Channels) -> Loaded:
         """See `Pooling`."""
-        period, half = 2 * self.rate, refs[2].shape[-1] // 2
-        if not self.eager or refs[2].shape[0] < period:
+        if not self.eager or refs[2].shape[0] < 2 * self.rate:
             return None
-        first = jnp.clip(token - (period - 1), 0, refs[2].shape[0] - period)
-        load = functools.partial(triton.load_row, count=channels.size, width=channels.width)
-        return [
-            [
-                load(ref, (first + n,), start=channels.start + (0 if n < self.rate else half))
-                for ref in refs[2:]
-            ]
-            for n in range(period)
-        ]
+        own, half = token - (self.rate - 1), refs[2].shape[-1] // 2
+        load = functools.partial(window.load_tokens, refs[2:], number=self.rate)
+        b_stream = load(own - self.rate, **channels.columns)
+        a_stream = load(own, **channels._replace(start=channels.start + half).columns)
+        return [*b_stream, *a_stream]
 
     def finish(
         self, refs: Sequence[Ref], closes: Closing, channels: Channels, loaded: Loaded

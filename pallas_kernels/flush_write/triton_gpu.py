@@ -189,9 +189,7 @@ def _run(
                 rate=rate,
                 eps=eps,
             )
-            # Of no window there is no mean either, but nobody waits for the token to load it.
-            live = chosen == number if means is not None else (chosen == number) & (token >= 0)
-            pl.when(live)(finish)
+            pl.when((chosen == number) & (token >= 0))(finish)
 
     words = [triton.as_words(flush.pool) for flush in flushes]
     written = iter(
