@@ -29,7 +29,7 @@ _INV_448 = np.float32(1.0) / np.float32(448.0)
 _INV_6 = np.float32(1.0) / np.float32(6.0)
 _AMAX_FLOOR = np.float32(1e-4)
 _NEIGHBOURS = 4
-"""That a thread holds of a row of 128 lanes in a warp."""
+"""Lanes that a thread holds of 128 in a warp."""
 
 
 class Lanes(NamedTuple):
@@ -121,17 +121,19 @@ def round_through(codec: Codec, x: jax.Array, *, dim: int) -> jax.Array:
 def hadamard_rotate(x: jax.Array, dim: int) -> jax.Array:
     """`numbers.hadamard_rotate` of the first `dim` lanes of f32[..., width], others being zeros.
 
-    The first butterflies join neighbours, which a thread holds; for those it needs no other one.
+    Of several vectors a thread holds neighbours, which the first butterflies join: for those it
+    needs no other one. A lone vector is left in the layout of what encodes it.
     """
-    parts, half = _split_neighbours(x, min(_NEIGHBOURS, dim)), 1
-    while half < len(parts):
+    num_parts = min(_NEIGHBOURS, dim) if x.ndim > 1 else 1
+    parts, half = _split_neighbours(x, num_parts), 1
+    while half < num_parts:
         parts = [
             parts[i - half] - part if i & half else part + parts[i + half]
             for i, part in enumerate(parts)
         ]
         half *= 2
     while half < dim:
-        parts = [_butterfly(part, half // len(parts)) for part in parts]
+        parts = [_butterfly(part, half // num_parts) for part in parts]
         half *= 2
     return _join_neighbours(parts) * np.float32(dim**-0.5)
 

@@ -48,7 +48,7 @@ def choose_hca(num_windows: int, tokens: int) -> Tiling:
     """
     formula = Tiling(warps=8, chunk=16 if num_windows <= _CORES else 8)
     if num_windows <= _CORES // 2 and tokens >= _LONG_WINDOW * num_windows:
-        formula = dataclasses.replace(formula, channels=64, pool_warps=2, chunk=32)
+        formula = dataclasses.replace(formula, channels=64, pool_warps=2, chunk=24)
     return tilings.tune("flush_hca", formula, windows=num_windows, tokens=tokens)
 
 

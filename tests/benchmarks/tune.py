@@ -57,6 +57,7 @@ CANDIDATES = {
         Tiling(warps=8, channels=128, pool_warps=2, chunk=16),
         Tiling(warps=8, channels=64, pool_warps=2, chunk=16),
         Tiling(warps=8, channels=64, pool_warps=2, chunk=32),
+        Tiling(warps=8, channels=128, pool_warps=4, chunk=42),
         Tiling(warps=8, channels=32, pool_warps=1, chunk=32),
     ],
 }

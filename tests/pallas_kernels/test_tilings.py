@@ -63,7 +63,7 @@ def test_what_is_shipped_is_valid(path):
 
 def test_a_measured_tiling_overrides_the_fields_it_names(measured):
     measured(ENTRY)
-    formula = Tiling(warps=8, channels=64, pool_warps=2, chunk=32)
+    formula = Tiling(warps=8, channels=64, pool_warps=2, chunk=24)
     assert flush_tiling.choose_hca(64, 8192) == dataclasses.replace(formula, channels=256)
     assert flush_tiling.choose_csa(64, 8192) == Tiling(warps=4)
 
@@ -78,7 +78,7 @@ def test_an_entry_speaks_for_sizes_up_to_its_power_of_two(measured, windows, tok
 
 
 def test_without_a_gpu_or_a_file_the_formula_is_taken(monkeypatch):
-    formula = Tiling(warps=8, channels=64, pool_warps=2, chunk=32)
+    formula = Tiling(warps=8, channels=64, pool_warps=2, chunk=24)
     assert flush_tiling.choose_hca(64, 8192) == formula
     monkeypatch.setattr(tilings, "device_kind", lambda: "NVIDIA Nothing 9")
     assert flush_tiling.choose_hca(64, 8192) == formula
