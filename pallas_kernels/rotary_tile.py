@@ -82,13 +82,11 @@ def rotate(x: jax.Array, turn: Turn, position: jax.Array) -> jax.Array:
         jnp.broadcast_to(position.astype(jnp.float32), width // 2), turn.frequency
     )
     sin, cos = (jnp.broadcast_to(part, pairs) for part in triton.sin_cos(angle))
-    halves = jax.lax.split(x.reshape(*pairs, 2), (1, 1), axis=len(pairs))
-    a, b = (half.reshape(pairs) for half in halves)
+    a, b = split_neighbours(x, 2)
     product = triton.exact_product
     turned_a = round_to(product(a, cos) - product(b, sin), turn.dtype)
     turned_b = round_to(product(b, cos) + product(a, sin), turn.dtype)
-    both = [jnp.where(rotated, turned_a, a), jnp.where(rotated, turned_b, b)]
-    return jnp.stack(both, axis=-1).reshape(x.shape)
+    return join_neighbours([jnp.where(rotated, turned_a, a), jnp.where(rotated, turned_b, b)])
 
 
 def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -99,6 +97,24 @@ def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 def beside(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """f32[...] for every lane of f32[..., width]; a scalar as it is."""
     return jnp.broadcast_to(x[..., None], shape) if x.shape else x
+
+
+def split_neighbours(x: jax.Array, count: int) -> list[jax.Array]:
+    """f32[..., n] -> `count`, a power of two, of f32[..., n / count]: lanes i, i + count, ..."""
+    if count == 1:
+        return [x]
+    pairs = (*x.shape[:-1], x.shape[-1] // 2)
+    halves = jax.lax.split(x.reshape(*pairs, 2), (1, 1), axis=len(pairs))
+    even, odd = (split_neighbours(half.reshape(pairs), count // 2) for half in halves)
+    return [part for both in zip(even, odd, strict=True) for part in both]
+
+
+def join_neighbours(parts: list[jax.Array]) -> jax.Array:
+    """The inverse of `split_neighbours`."""
+    while len(parts) > 1:
+        pairs = zip(parts[: len(parts) // 2], parts[len(parts) // 2 :], strict=True)
+        parts = [jnp.stack(pair, axis=-1).reshape(*pair[0].shape[:-1], -1) for pair in pairs]
+    return parts[0]
 
 
 def sum_by_pairs(x: jax.Array) -> jax.Array:

@@ -22,7 +22,7 @@ from pallas_kernels.codecs import (
     PlainCodec,
     ScaledFP8Codec,
 )
-from pallas_kernels.rotary_tile import beside, round_to
+from pallas_kernels.rotary_tile import beside, join_neighbours, round_to, split_neighbours
 
 Ref = Any
 _INV_448 = np.float32(1.0) / np.float32(448.0)
@@ -125,7 +125,7 @@ def hadamard_rotate(x: jax.Array, dim: int) -> jax.Array:
     needs no other one. A lone vector is left in the layout of what encodes it.
     """
     num_parts = min(_NEIGHBOURS, dim) if x.ndim > 1 else 1
-    parts, half = _split_neighbours(x, num_parts), 1
+    parts, half = split_neighbours(x, num_parts), 1
     while half < num_parts:
         parts = [
             parts[i - half] - part if i & half else part + parts[i + half]
@@ -135,25 +135,7 @@ def hadamard_rotate(x: jax.Array, dim: int) -> jax.Array:
     while half < dim:
         parts = [_butterfly(part, half // num_parts) for part in parts]
         half *= 2
-    return _join_neighbours(parts) * np.float32(dim**-0.5)
-
-
-def _split_neighbours(x: jax.Array, count: int) -> list[jax.Array]:
-    """f32[..., n] -> `count` times f32[..., n / count], a power of two: every count-th lane."""
-    if count == 1:
-        return [x]
-    pairs = (*x.shape[:-1], x.shape[-1] // 2)
-    halves = jax.lax.split(x.reshape(*pairs, 2), (1, 1), axis=len(pairs))
-    even, odd = (_split_neighbours(half.reshape(pairs), count // 2) for half in halves)
-    return [part for both in zip(even, odd, strict=True) for part in both]
-
-
-def _join_neighbours(parts: list[jax.Array]) -> jax.Array:
-    """The inverse of `_split_neighbours`."""
-    while len(parts) > 1:
-        pairs = zip(parts[: len(parts) // 2], parts[len(parts) // 2 :], strict=True)
-        parts = [jnp.stack(pair, axis=-1).reshape(*pair[0].shape[:-1], -1) for pair in pairs]
-    return parts[0]
+    return join_neighbours(parts) * np.float32(dim**-0.5)
 
 
 def _butterfly(x: jax.Array, half: int) -> jax.Array:
