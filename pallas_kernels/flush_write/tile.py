@@ -6,6 +6,7 @@ here: groups, the Hadamard rotation, and bytes packed into the words of `triton.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -30,6 +31,8 @@ _INV_6 = np.float32(1.0) / np.float32(6.0)
 _AMAX_FLOOR = np.float32(1e-4)
 _NEIGHBOURS = 4
 """Lanes that a thread holds of 128 in a warp."""
+_WORD_CODES = 8
+"""Of four bits; rows of fewer are bytes, which the codes of neighbours together do not divide."""
 
 
 class Lanes(NamedTuple):
@@ -109,22 +112,29 @@ def round_through(codec: Codec, x: jax.Array, *, dim: int) -> jax.Array:
         case PlainCodec():
             return round_to(x, codec.dtype)
         case FP8KeyCodec():
-            code, scale = _quantize_fp8_key(x, dim)
-            return numbers.decode_e4m3(code) * beside(numbers.decode_ue8m0(scale), x.shape)
+            codes, scale = _quantize_fp8_key(x, dim)
+            wide = numbers.decode_ue8m0(scale)
+            parts = [numbers.decode_e4m3(code) * beside(wide, code.shape) for code in codes]
         case FP4KeyCodec():
-            code, scale = _quantize_fp4_key(codec, x, dim)
+            codes, scale = _quantize_fp4_key(codec, x, dim)
             decode = numbers.decode_ue8m0 if codec.power_of_two else numbers.decode_e4m3
-            return (_decode_e2m1(code) * decode(scale)[:, None]).reshape(x.shape)
-    raise NotImplementedError(f"no kernel rounds {type(codec).__name__}; pass backend='reference'")
+            shape = (*x.shape[:-1], x.shape[-1] // len(codes))
+            parts = [(_decode_e2m1(code) * decode(scale)[:, None]).reshape(shape) for code in codes]
+        case _:
+            raise NotImplementedError(
+                f"no kernel rounds {type(codec).__name__}; pass backend='reference'"
+            )
+    return join_neighbours(parts)
 
 
-def hadamard_rotate(x: jax.Array, dim: int) -> jax.Array:
+def hadamard_rotate(x: jax.Array, dim: int) -> list[jax.Array]:
     """`numbers.hadamard_rotate` of the first `dim` lanes of f32[..., width], others being zeros.
 
-    Of several vectors a thread holds neighbours, which the first butterflies join: for those it
-    needs no other one. A lone vector is left in the layout of what encodes it.
+    Returns:
+      Neighbours apart, as by `split_neighbours`. A thread holds them: the first butterflies need no
+      other one, nor does most of what a group's scale and a word's codes come from.
     """
-    num_parts = min(_NEIGHBOURS, dim) if x.ndim > 1 else 1
+    num_parts = _NEIGHBOURS if dim >= _WORD_CODES else 1
     parts, half = split_neighbours(x, num_parts), 1
     while half < num_parts:
         parts = [
@@ -135,7 +145,7 @@ def hadamard_rotate(x: jax.Array, dim: int) -> jax.Array:
     while half < dim:
         parts = [_butterfly(part, half // num_parts) for part in parts]
         half *= 2
-    return join_neighbours(parts) * np.float32(dim**-0.5)
+    return [part * np.float32(dim**-0.5) for part in parts]
 
 
 def _butterfly(x: jax.Array, half: int) -> jax.Array:
@@ -187,46 +197,61 @@ def _encode_scaled(x: jax.Array, nope_dim: int, rope_dim: int) -> dict[str, Lane
 
 
 def _encode_fp8_key(x: jax.Array, dim: int) -> dict[str, Lanes]:
-    code, scale = _quantize_fp8_key(x, dim)
+    codes, scale = _quantize_fp8_key(x, dim)
     return {
-        "codes": Lanes(code.astype(jnp.uint32), 0, dim, bits=8),
+        "codes": _pack_neighbours([code.astype(jnp.uint32) for code in codes], dim, bits=8),
         "scale": Lanes(numbers.decode_ue8m0(scale), 0, 1),
     }
 
 
-def _quantize_fp8_key(x: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:
-    """f32[..., width] -> E4M3 codes u8[..., width] and scales u8[...]."""
-    x = round_to(hadamard_rotate(x, dim), jnp.bfloat16)
-    amax = jnp.maximum(jnp.max(jnp.abs(x), axis=-1), _AMAX_FLOOR)
+def _quantize_fp8_key(x: jax.Array, dim: int) -> tuple[list[jax.Array], jax.Array]:
+    """f32[..., width] -> E4M3 codes u8[..., width / n] of n neighbours, and scales u8[...]."""
+    parts = [round_to(part, jnp.bfloat16) for part in hadamard_rotate(x, dim)]
+    largest = functools.reduce(jnp.maximum, [jnp.abs(part) for part in parts])
+    amax = jnp.maximum(jnp.max(largest, axis=-1), _AMAX_FLOOR)
     scale = numbers.encode_ue8m0(amax * _INV_448)
-    return triton.encode_e4m3(x * beside(numbers.invert_ue8m0(scale), x.shape)), scale
+    inverse = beside(numbers.invert_ue8m0(scale), largest.shape)
+    return [triton.encode_e4m3(part * inverse) for part in parts], scale
 
 
 def _encode_fp4_key(codec: FP4KeyCodec, x: jax.Array, dim: int) -> dict[str, Lanes]:
-    code, scale = _quantize_fp4_key(codec, x, dim)
-    code = code.reshape(x.shape).astype(jnp.uint32)
-    codes = Lanes(code, 0, dim, bits=4)
+    codes, scale = _quantize_fp4_key(codec, x, dim)
+    packed = _pack_neighbours([code.reshape(-1).astype(jnp.uint32) for code in codes], dim, bits=4)
     if codec.interleaves_signs(dim):  # of eight codes to a word
-        codes = Lanes(numbers.interleave_signs(pack(code, 4, 8)), 0, dim // 8)
+        words = pack(packed.values, packed.bits, 32 // packed.bits)
+        packed = Lanes(numbers.interleave_signs(words), 0, dim // 8)
     return {
-        "codes": codes,
+        "codes": packed,
         "scale": Lanes(scale.astype(jnp.uint32), 0, -(-dim // codec.group), bits=8),
     }
 
 
-def _quantize_fp4_key(codec: FP4KeyCodec, x: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:
-    """f32[..., width] -> E2M1 codes u8[g, group] of all groups, and their scales u8[g]."""
-    groups = round_to(hadamard_rotate(x, dim), jnp.bfloat16).reshape(-1, codec.group)
-    amax = jnp.max(jnp.abs(groups), axis=1)
+def _quantize_fp4_key(
+    codec: FP4KeyCodec, x: jax.Array, dim: int
+) -> tuple[list[jax.Array], jax.Array]:
+    """f32[..., width] -> E2M1 codes u8[g, group / n] of n neighbours of groups; scales u8[g]."""
+    turned = hadamard_rotate(x, dim)
+    parts = [
+        round_to(part, jnp.bfloat16).reshape(-1, codec.group // len(turned)) for part in turned
+    ]
+    largest = functools.reduce(jnp.maximum, [jnp.abs(part) for part in parts])
+    amax = jnp.max(largest, axis=1)
     if codec.power_of_two:
         scale = numbers.encode_ue8m0(jnp.maximum(amax, np.float32(6 * 2.0**-126)) * _INV_6)
-        scaled = groups * numbers.invert_ue8m0(scale)[:, None]
+        inverse = numbers.invert_ue8m0(scale)[:, None]
+        scaled = [part * inverse for part in parts]
     else:
         sixth = triton.exact_quotient(amax, jnp.full(amax.shape, 6.0, jnp.float32))
         scale = triton.encode_e4m3(jnp.maximum(sixth, np.float32(2.0**-9)))
-        divisor = jnp.broadcast_to(numbers.decode_e4m3(scale)[:, None], groups.shape)
-        scaled = triton.exact_quotient(groups, divisor)
-    return numbers.encode_e2m1(scaled), scale
+        divisor = jnp.broadcast_to(numbers.decode_e4m3(scale)[:, None], largest.shape)
+        scaled = [triton.exact_quotient(part, divisor) for part in parts]
+    return [numbers.encode_e2m1(part) for part in scaled], scale
+
+
+def _pack_neighbours(codes: list[jax.Array], dim: int, *, bits: int) -> Lanes:
+    """Codes u32[width / n] of n neighbours as codes of n times the bits."""
+    shifted = [code << np.uint32(bits * i) for i, code in enumerate(codes)]
+    return Lanes(functools.reduce(jnp.bitwise_or, shifted), 0, dim // len(codes), bits * len(codes))
 
 
 def _decode_e2m1(code: jax.Array) -> jax.Array:
