@@ -217,7 +217,7 @@ def _append_csa(
         store = prepare_store(planes, codec, norm, frequencies, width=width, eps=eps)
         place = closes.locate(planes)
         pooled = window.pool_overlapping(tokens, closes.position >= closes.rate)
-        store(window.mean(pooled, channels, norm.dtype), closes, place)
+        store(window.mean(pooled, channels, norm.dtype), closes.begin, place)
 
     for source, target in zip(new, state, strict=True):
         at = (closes.layer, closes.slot, closes.position % period)
@@ -252,4 +252,4 @@ def _append_hca(
     def _flush() -> None:
         store = prepare_store(planes, codec, norm, frequencies, width=width, eps=eps)
         place = closes.locate(planes)
-        store(window.mean(pooled, channels, norm.dtype), closes, place)
+        store(window.mean(pooled, channels, norm.dtype), closes.begin, place)

@@ -17,6 +17,8 @@ from pallas_kernels.flush_write import tile as entry_tile
 Ref = Any
 Place = tuple[jax.Array, jax.Array, jax.Array]
 """An entry's layer, its block, -1 where there is none, and its offset in it."""
+PLACE_FIELDS = 4
+"""Of a place in memory, with the position of the window's first token."""
 
 
 class Closing(NamedTuple):
@@ -41,6 +43,11 @@ class Closing(NamedTuple):
     length: jax.Array
     rate: int
     table: Ref
+
+    @property
+    def begin(self) -> jax.Array:
+        """i32[], position of the window's first token."""
+        return self.position - (self.rate - 1)
 
     def locate(self, planes: Mapping[str, Ref]) -> Place:
         """Of the entry in planes [L, NB, EB, ...]."""
@@ -78,21 +85,35 @@ def prepare_store(
     *,
     width: int,
     eps: float,
-) -> Callable[[jax.Array, Closing, Place], None]:
+) -> Callable[[jax.Array, jax.Array, Place], None]:
     """Loads what it takes to finish a window; what it returns does so, and writes the entry.
 
-    It is called with the window's mean, f32[width], rounded to the dtype of activations, the token
-    that closes it, and the entry's place.
+    It is called with the window's mean, f32[width], rounded to the dtype of activations, the
+    position of its first token, and the entry's place.
     """
     turn = rotary_tile.load_turn(
         norm, frequencies, dim=norm.shape[0], width=width, dtype=norm.dtype, eps=eps
     )
     rope_dim = planes["rope"].shape[-1] if "rope" in planes else 0
 
-    def store(mean: jax.Array, closes: Closing, place: Place) -> None:
-        begin = closes.position - (closes.rate - 1)
+    def store(mean: jax.Array, begin: jax.Array, place: Place) -> None:
         entry = rotary_tile.norm_and_rotate(mean, turn, begin)
         encoded = entry_tile.encode(codec, entry, dim=turn.dim, rope_dim=rope_dim)
         pl.when(place[1] >= 0)(functools.partial(entry_tile.store_entry, planes, place, encoded))
 
     return store
+
+
+def store_place(
+    places: Ref, number: jax.Array, live: jax.Array, begin: jax.Array, place: Place
+) -> None:
+    """Leaves a window's place and first position for another launch; none where it is not live."""
+    layer, block, offset = place
+    for column, value in enumerate((layer, jnp.where(live, block, -1), offset, begin)):
+        places[number, column] = value
+
+
+def load_place(places: Ref, number: jax.Array) -> tuple[jax.Array, Place]:
+    """A window's first position and its place, from i32[n, PLACE_FIELDS]."""
+    layer, block, offset, begin = (places[number, column] for column in range(PLACE_FIELDS))
+    return begin, (layer, block, offset)

@@ -50,26 +50,6 @@ class Pooling(Protocol):
         ...
 
 
-class ReadMean(NamedTuple):
-    """A mean that another launch has found.
-
-    Attributes:
-      number: i32[], of the window; refs are the means [n, C].
-    """
-
-    number: jax.Array
-
-    def load(self, refs: Sequence[Ref], token: jax.Array, channels: Channels) -> Loaded:
-        """See `Pooling`."""
-        return triton.load_row(refs[0], (self.number,), **channels.columns)
-
-    def finish(
-        self, refs: Sequence[Ref], closes: Closing, channels: Channels, loaded: Loaded
-    ) -> jax.Array:
-        """See `Pooling`."""
-        return loaded.astype(jnp.float32)
-
-
 class PoolCSA(NamedTuple):
     """The b-stream of the window before, then the a-stream of the own one: 2M tokens.
 
@@ -140,7 +120,7 @@ class PoolHCA(NamedTuple):
         self, refs: Sequence[Ref], closes: Closing, channels: Channels, loaded: Loaded
     ) -> jax.Array:
         """See `Pooling`."""
-        begin = closes.position - (closes.rate - 1)
+        begin = closes.begin
 
         def fold_window(loaded: Loaded) -> window.Pool:
             return window.fold_window(

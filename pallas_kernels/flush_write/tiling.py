@@ -18,9 +18,9 @@ class Tiling:
     Attributes:
       warps: of a program that takes a whole window; a power of two.
       apart: CSA: whether each compressor has a launch of its own, with `warps_apart`.
-      channels: of a program that pools, at most; 0 pools and finishes a whole window in one
+      channels: HCA: of a program that pools, at most; 0 pools and finishes a whole window in one
         program. Else means go through memory to a second launch, which finishes them.
-      pool_warps: of a program that pools only; a power of two.
+      pool_warps: HCA: of a program that pools only; a power of two.
       chunk: HCA: tokens whose loads are in flight.
     """
 

@@ -43,20 +43,27 @@ run there.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import triton
 from pallas_kernels.codecs import Codec, Planes
 from pallas_kernels.flush_write import tile as entry_tile
-from pallas_kernels.flush_write.closing import prepare_store, read_closing, read_token
-from pallas_kernels.flush_write.pooling import Channels, PoolCSA, PoolHCA, Pooling, ReadMean
+from pallas_kernels.flush_write.closing import (
+    PLACE_FIELDS,
+    load_place,
+    prepare_store,
+    read_closing,
+    read_token,
+    store_place,
+)
+from pallas_kernels.flush_write.pooling import Channels, PoolCSA, PoolHCA, Pooling
 from pallas_kernels.flush_write.tiling import Tiling, choose_csa, choose_hca, warps_apart
 
 Ref = Any
@@ -96,14 +103,14 @@ def flush_csa(
         )
         for pool, state, new, norm, codec in zip(pools, states, rows, norms, codecs, strict=True)
     ]
-    run = functools.partial(_run, call=call, frequencies=frequencies, rate=rate, eps=eps)
+    run = functools.partial(
+        _flush_windows, call=call, frequencies=frequencies, rate=rate, eps=eps, name="flush_csa"
+    )
     if not tiling.apart:
-        return run(flushes, tiling=tiling, name="flush_csa")
+        return run(flushes, num_warps=tiling.warps)
     written: list[Planes] = []
     for flush in flushes:
-        warps = warps_apart(_all_channels(flush.norm, flush.codec).width)
-        own = dataclasses.replace(tiling, warps=warps)
-        written += run([flush], tiling=own, name="flush_csa")
+        written += run([flush], num_warps=warps_apart(_all_channels(flush.norm, flush.codec).width))
     return tuple(written)
 
 
@@ -135,13 +142,16 @@ def flush_hca(
     arrays = [running, rows["values"], rows["scores"]]
     eager = closing.shape[0] < num_tokens
     flush = _Flush(pool, codec, arrays, norm, PoolHCA(norm.dtype, rate, chunk, eager))
-    (written,) = _run(
+    if tiling.channels:
+        means, places = _pool_tiles(flush, call, rate, tiling)
+        return _finish_means(flush, means, places, frequencies, eps)
+    (written,) = _flush_windows(
         [flush],
         call=call,
         frequencies=frequencies,
         rate=rate,
         eps=eps,
-        tiling=tiling,
+        num_warps=tiling.warps,
         name="flush_hca",
     )
     return written
@@ -157,56 +167,47 @@ class _Flush(NamedTuple):
     pooling: Pooling
 
 
-def _run(
+def _flush_windows(
     flushes: Sequence[_Flush],
     *,
     call: Sequence[jax.Array],
     frequencies: jax.Array,
     rate: int,
     eps: float,
-    tiling: Tiling,
+    num_warps: int,
     name: str,
 ) -> tuple[Planes, ...]:
-    """Programs of windows, for each compressor, which finish them, and mostly pool them first."""
-    means = None
-    if tiling.channels:
-        means = [_pool_apart(flush, call, rate, tiling, f"{name}_pool") for flush in flushes]
-    sources = [f.arrays for f in flushes] if means is None else [[mean] for mean in means]
-    num_windows = call[1].shape[0]
+    """Programs of whole windows, for each compressor."""
 
     def kernel(inputs: list[Ref], stored: list[Ref]) -> None:
         call_refs, frequencies_ref = inputs[: len(call)], inputs[len(call)]
         refs, stored_refs = iter(inputs[len(call) + 1 :]), iter(stored)
         program, chosen = pl.program_id(0), pl.program_id(1)
         token = read_token(call_refs, program)
-        for number, (flush, arrays) in enumerate(zip(flushes, sources, strict=True)):
-            finish = functools.partial(
-                _finish,
+        for number, flush in enumerate(flushes):
+            flush_window = functools.partial(
+                _flush_window,
                 {plane: next(stored_refs) for plane in flush.pool},
-                [next(refs) for _ in arrays],
+                [next(refs) for _ in flush.arrays],
                 next(refs),
                 frequencies_ref,
                 call_refs,
                 token,
-                pooling=flush.pooling if means is None else ReadMean(program),
+                pooling=flush.pooling,
                 codec=flush.codec,
                 rate=rate,
                 eps=eps,
             )
-            pl.when((chosen == number) & (token >= 0))(finish)
+            pl.when((chosen == number) & (token >= 0))(flush_window)
 
     words = [triton.as_words(flush.pool) for flush in flushes]
     written = iter(
         triton.launch(
             kernel,
-            grid=(num_windows, len(flushes)),
-            inputs=[
-                *call,
-                frequencies,
-                *(a for f, arrays in zip(flushes, sources, strict=True) for a in (*arrays, f.norm)),
-            ],
+            grid=(call[1].shape[0], len(flushes)),
+            inputs=[*call, frequencies, *(x for f in flushes for x in (*f.arrays, f.norm))],
             in_place=[plane for pool in words for plane in pool.values()],
-            num_warps=tiling.warps if means is None else _FINISH_WARPS,
+            num_warps=num_warps,
             name=name,
         )
     )
@@ -215,41 +216,7 @@ def _run(
     )
 
 
-def _pool_apart(
-    flush: _Flush, call: Sequence[jax.Array], rate: int, tiling: Tiling, name: str
-) -> jax.Array:
-    """[n, C], the windows' means, by programs of `tiling.channels` channels each."""
-    num_windows, dim = call[1].shape[0], flush.norm.shape[0]
-    channels = math.gcd(tiling.channels, dim)
-
-    def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
-        number, tile = pl.program_id(0), pl.program_id(1)
-        call_refs, refs = inputs[: len(call)], inputs[len(call) :]
-        token = read_token(call_refs, number)
-        width = max(32, 1 << (channels - 1).bit_length())
-        place = Channels(tile * channels, channels, width)
-
-        @pl.when(token >= 0)
-        def _pool() -> None:
-            loaded = flush.pooling.load(refs, token, place)
-            closes = read_closing(call_refs, token, rate)
-            mean = flush.pooling.finish(refs, closes, place, loaded).astype(flush.norm.dtype)
-            triton.store_row(
-                outputs[0], (number,), mean, first=0, start=place.start, count=channels
-            )
-
-    (means,) = triton.launch(
-        kernel,
-        grid=(num_windows, dim // channels),
-        inputs=[*call, *flush.arrays],
-        outputs=[jax.ShapeDtypeStruct((num_windows, dim), flush.norm.dtype)],
-        num_warps=tiling.pool_warps,
-        name=name,
-    )
-    return means
-
-
-def _finish(
+def _flush_window(
     planes: dict[str, Ref],
     arrays: Sequence[Ref],
     norm: Ref,
@@ -268,7 +235,77 @@ def _finish(
     store = prepare_store(planes, codec, norm, frequencies, width=channels.width, eps=eps)
     closes = read_closing(call_refs, token, rate)
     mean = pooling.finish(arrays, closes, channels, loaded)
-    store(mean, closes, closes.locate(planes))
+    store(mean, closes.begin, closes.locate(planes))
+
+
+def _pool_tiles(
+    flush: _Flush, call: Sequence[jax.Array], rate: int, tiling: Tiling
+) -> tuple[jax.Array, jax.Array]:
+    """The windows' means [n, C], by programs of `tiling.channels` channels each, and their places.
+
+    The program of a window's first tile finds its place while others pool.
+    """
+    num_windows, dim = call[1].shape[0], flush.norm.shape[0]
+    channels = math.gcd(tiling.channels, dim)
+
+    def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
+        number, tile = pl.program_id(0), pl.program_id(1)
+        call_refs, refs = inputs[: len(call)], inputs[len(call) :]
+        means, places = outputs
+        token = read_token(call_refs, number)
+        width = max(32, 1 << (channels - 1).bit_length())
+        own = Channels(tile * channels, channels, width)
+
+        @pl.when(token >= 0)
+        def _pool() -> None:
+            loaded = flush.pooling.load(refs, token, own)
+            closes = read_closing(call_refs, token, rate)
+            mean = flush.pooling.finish(refs, closes, own, loaded).astype(flush.norm.dtype)
+            triton.store_row(means, (number,), mean, first=0, start=own.start, count=channels)
+
+        @pl.when(tile == 0)
+        def _place() -> None:
+            closes = read_closing(call_refs, jnp.maximum(token, 0), rate)
+            store_place(places, number, token >= 0, closes.begin, closes.locate(flush.pool))
+
+    means, places = triton.launch(
+        kernel,
+        grid=(num_windows, dim // channels),
+        inputs=[*call, *flush.arrays],
+        outputs=[
+            jax.ShapeDtypeStruct((num_windows, dim), flush.norm.dtype),
+            jax.ShapeDtypeStruct((num_windows, PLACE_FIELDS), jnp.int32),
+        ],
+        num_warps=tiling.pool_warps,
+        name="flush_hca_pool",
+    )
+    return means, places
+
+
+def _finish_means(
+    flush: _Flush, means: jax.Array, places: jax.Array, frequencies: jax.Array, eps: float
+) -> Planes:
+    """Every load of a program is of its window's number alone: it waits for one, not for three."""
+
+    def kernel(inputs: list[Ref], stored: list[Ref]) -> None:
+        means_ref, places_ref, norm, frequencies_ref = inputs
+        number, channels = pl.program_id(0), _all_channels(norm, flush.codec)
+        planes = dict(zip(flush.pool, stored, strict=True))
+        mean = triton.load_row(means_ref, (number,), **channels.columns).astype(jnp.float32)
+        begin, place = load_place(places_ref, number)
+        width = channels.width
+        store = prepare_store(planes, flush.codec, norm, frequencies_ref, width=width, eps=eps)
+        store(mean, begin, place)
+
+    written = triton.launch(
+        kernel,
+        grid=(means.shape[0],),
+        inputs=[means, places, flush.norm, frequencies],
+        in_place=[*triton.as_words(flush.pool).values()],
+        num_warps=_FINISH_WARPS,
+        name="flush_hca",
+    )
+    return triton.from_words(dict(zip(flush.pool, written, strict=True)), flush.pool)
 
 
 def _all_channels(norm: Ref, codec: Codec) -> Channels:

@@ -43,9 +43,6 @@ CANDIDATES = {
         Tiling(warps=4, apart=True),
         Tiling(warps=2),
         Tiling(warps=8),
-        Tiling(warps=4, channels=512, pool_warps=4),
-        Tiling(warps=4, channels=256, pool_warps=2),
-        Tiling(warps=4, channels=128, pool_warps=1),
     ],
     "flush_hca": [
         Tiling(warps=8, chunk=16),
@@ -56,6 +53,7 @@ CANDIDATES = {
         Tiling(warps=8, channels=128, pool_warps=4, chunk=32),
         Tiling(warps=8, channels=128, pool_warps=2, chunk=16),
         Tiling(warps=8, channels=64, pool_warps=2, chunk=16),
+        Tiling(warps=8, channels=64, pool_warps=2, chunk=20),
         Tiling(warps=8, channels=64, pool_warps=2, chunk=32),
         Tiling(warps=8, channels=128, pool_warps=4, chunk=42),
         Tiling(warps=8, channels=32, pool_warps=1, chunk=32),

@@ -312,8 +312,8 @@ def test_the_tuner_tries_every_equal_cut_or_those_of_most_splits(monkeypatch):
 
 TILINGS = {
     "csa": [
+        Tiling(warps=2),
         Tiling(warps=4, apart=True),
-        Tiling(warps=2, channels=4, pool_warps=1),
     ],
     "hca": [
         Tiling(warps=4, chunk=8, channels=4, pool_warps=2),
