@@ -224,6 +224,7 @@ def load_row(
     count: int,
     width: int,
     live: jax.Array | None = None,
+    last: bool = False,
 ) -> jax.Array:
     """[width], `count` columns from `start` on of a row, and zeros after them.
 
@@ -234,6 +235,7 @@ def load_row(
       count: columns.
       width: lanes, a power of two.
       live: bool[]; where False nothing is read and all lanes are zeros.
+      last: whether hardly anything reads the row again: L2 drops it before what it holds else.
     """
     if count == width:
         columns = pl.ds(start, width)
@@ -243,7 +245,9 @@ def load_row(
         columns, mask = start + lane, lane < count
         mask = mask if live is None else mask & live
     other = None if mask is None else 0
-    return pltri.load(ref.at[(*_as_arrays(index), columns)], mask=mask, other=other)
+    policy = "evict_first" if last else None
+    place = ref.at[(*_as_arrays(index), columns)]
+    return pltri.load(place, mask=mask, other=other, eviction_policy=policy)
 
 
 def store_row(

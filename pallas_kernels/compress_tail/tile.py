@@ -119,7 +119,7 @@ def load_tokens(
       width: lanes.
     """
     row = jnp.clip(row, 0, row_refs[0].shape[0] - number)
-    load = functools.partial(triton.load_row, start=start, count=count, width=width)
+    load = functools.partial(triton.load_row, start=start, count=count, width=width, last=True)
     return [[load(ref, (row + n,)) for ref in row_refs] for n in range(number)]
 
 
