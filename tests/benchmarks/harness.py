@@ -4,6 +4,10 @@ A loop on the device calls a function on several different inputs, often; the ti
 as long less that of the loop is calls alone. Inputs that together exceed the L2 cache are read
 from memory each time; for smaller ones there is `clear_l2`. Of many cases all loops are compiled
 before the first is timed, several at once; each row is printed and kept as soon as it is there.
+
+Rivals are called after all of ours. Some calls of torch, making its streams among them, let every
+later launch of the process take 0.5 us more (H200); a process of JAX alone never does that,
+whatever it copies to the device or from it. So rivals' times are of torch as it is.
 """
 
 import concurrent.futures
@@ -49,7 +53,7 @@ class Case:
       limit_us: what the bytes or the products alone would take, or None.
       rounds: as for `median_us`; by default as many as a short call needs for a loop of 2 ms.
       rival: name of another project's kernel, or None.
-      rival_us: () -> its microseconds; called after ours were measured.
+      rival_us: () -> its microseconds; called after all cases of ours were measured.
     """
 
     op: str
@@ -147,7 +151,7 @@ def copy_bandwidth():
 
 
 def measure(cases, path=None):
-    """Prints a row for each case and, with a path, keeps it there, as soon as it is measured.
+    """Prints a row for each case, again with its rival, and with a path keeps it there.
 
     A row replaces that of the same op and shape. One that fails says why, and the others follow.
 
@@ -162,14 +166,24 @@ def measure(cases, path=None):
         ahead = [attempt(_compile_ahead, case, pool) for case in cases]
     print(f"loops of {len(cases)} rows compiled in {time.perf_counter() - start:.0f} s")
     print(_line({key: key for key in _WIDTHS}), flush=True)
-    status = 0
-    for case in cases:
-        measured = _measured(case, *ahead.pop(0))
+    compared, status = [], 0
+
+    def report(measured, *, complete=True):
+        nonlocal status
         print(_line(measured), flush=True)
-        if path is not None:
+        if complete and path is not None:
             keep(measured, path)
         if "failed" in measured or "rival_failed" in measured:
             status = 1
+
+    for case in cases:
+        measured = _measured(case, *ahead.pop(0))
+        alone = case.rival_us is None or "failed" in measured
+        report(measured, complete=alone)
+        if not alone:
+            compared.append((case, measured["ours_us"]))
+    for case, ours_us in compared:
+        report(_beside_rival(case, ours_us))
     return status
 
 
@@ -209,13 +223,17 @@ def _compile_ahead(case, pool):
 
 
 def _measured(case, loops, failed):
-    """The row of a case; its arrays are gone when the rival is called."""
+    """The row of a case without its rival; its arrays are gone when the next one is made."""
     ours_us = None
     if failed is None:
         ours_us, failed = attempt(_time, case, loops)
-    if failed is not None:
-        return row(case.op, case.shape, None) | {"failed": failed}
-    rival_us, failed = attempt(case.rival_us) if case.rival_us else (None, None)
+    made = row(case.op, case.shape, ours_us, limit_us=case.limit_us)
+    return made if failed is None else made | {"failed": failed}
+
+
+def _beside_rival(case, ours_us):
+    """The row of a case with its rival."""
+    rival_us, failed = attempt(case.rival_us)
     made = row(
         case.op,
         case.shape,
