@@ -18,18 +18,20 @@ H200, microseconds of two processes on one card (fp8_ue8m0, one request from pos
 4.27 TB/s for the bytes above, after 3 us of launch), at 8192 and 32768 tokens: CSA main 19.5 to
 20.1 (93 to 97 %) and 71.1 to 73.0 (91 to 94 %), index keys 6.9 to 7.2 (94 to 102 %) and 18.0 to
 18.3 (104 to 106 %), both 26.0 to 26.8 (84 to 87 %), HCA 11.9 to 12.9 (80 to 88 %) and 33.7 to 35.3
-(97 to 103 %). At 2048 tokens, in turns that no cache holds, CSA takes 8.4 to 8.5 for both
-and HCA 8.1 to 8.4. A launch takes 0.5 more in a process in which torch has made streams.
+(97 to 103 %). At 2048 tokens, in turns that no cache holds, CSA takes 8.4 to 8.5 for both and HCA
+8.1 to 8.4. A launch takes 0.5 more in a process in which torch has made streams.
 
-Without that hint they took 21.3 to 22.3, 75.0 to 77.4, 7.1 to 7.7, 19.9 to 20.9, 27.8 to 29.3, 12.5
-to 13.4, 33.7 to 35.5, 8.8 to 8.9 and 8.6 to 8.7. Profiles (ncu, rows of 8192 tokens in L2) of what these were before showed
-waits and instructions: HCA's tiles took 8.9 us, 29 instructions a token, where the arithmetic is
-14, and finishing them 3.3 more; index keys 6.9, of whose samples a third lay in encoding, with
-seven comparisons a code; of CSA main's, a tenth in waiting for positions before most rows were
-asked for, and 28 % in sums of squares by halves, whose upper ones meet through shared memory. Hence
-rows are loaded before it is known whether they are needed, offsets within a chunk are constants,
-codes come from bits, neighbours are added, and a thread has four neighbours of an index key until
-their codes are words. No profile was taken of what these are now.
+Without that hint, in the same order: 21.3 to 22.3 and 75.0 to 77.4, 7.1 to 7.7 and 19.9 to 20.9,
+27.8 to 29.3, 12.5 to 13.4 and 33.7 to 35.5; 8.8 to 8.9 and 8.6 to 8.7.
+
+Profiles (ncu, rows of 8192 tokens in L2) of what these were before showed waits and instructions:
+HCA's tiles took 8.9 us, 29 instructions a token, where the arithmetic is 14, and finishing them 3.3
+more; index keys 6.9, of whose samples a third lay in encoding, with seven comparisons a code; of
+CSA main's, a tenth in waiting for positions before most rows were asked for, and 28 % in sums of
+squares by halves, whose upper ones meet through shared memory. Hence rows are loaded before it is
+known whether they are needed, offsets within a chunk are constants, codes come from bits,
+neighbours are added, and a thread has four neighbours of an index key until their codes are words.
+No profile was taken of what these are now.
 
 Tried there before that hint, for CSA: both in one launch of 4 warps 29.6 and 111 (9.4 at 2048
 tokens, where two take 12.3), of 2 warps 29.3 and 109; main of 4 warps 22.6 and 77.9; index keys of
