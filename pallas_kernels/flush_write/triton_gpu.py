@@ -14,12 +14,12 @@ no intermediate result but the means of such a tiling. At thousands of windows m
 at a few a chain of loads, exponentials and reductions does. L2 is told to let go of rows first:
 nothing reads them again but what keeps a request's last tokens.
 
-H200, microseconds of two processes on one card (fp8_ue8m0, one request from position 0; share of
-4.27 TB/s for the bytes above, after 3 us of launch), at 8192 and 32768 tokens: CSA main 19.5 to
-20.1 (93 to 97 %) and 71.1 to 73.0 (91 to 94 %), index keys 6.9 to 7.2 (94 to 102 %) and 18.0 to
-18.3 (104 to 106 %), both 26.0 to 26.8 (84 to 87 %), HCA 11.9 to 12.9 (80 to 88 %) and 33.7 to 35.3
-(97 to 103 %). At 2048 tokens, in turns that no cache holds, CSA takes 8.4 to 8.5 for both and HCA
-8.1 to 8.4. A launch takes 0.5 more in a process in which torch has made streams.
+H200, microseconds of two processes (fp8_ue8m0, one request from position 0; share of 4.27 TB/s for
+the bytes above, after 3 us of launch), at 8192 and 32768 tokens: CSA main 19.5 to 20.1 (93 to 97 %)
+and 71.1 to 73.0 (91 to 94 %), index keys 6.9 to 7.2 (94 to 102 %) and 18.0 to 18.3 (104 to 106 %),
+both 26.0 to 26.8 (84 to 87 %), HCA 11.9 to 12.9 (80 to 88 %) and 33.7 to 35.3 (97 to 103 %). At
+2048 tokens, in turns that no cache holds, CSA takes 8.4 to 8.5 for both and HCA 8.1 to 8.4. A
+launch takes 0.5 more in a process in which torch has made streams.
 
 Without that hint, in the same order: 21.3 to 22.3 and 75.0 to 77.4, 7.1 to 7.7 and 19.9 to 20.9,
 27.8 to 29.3, 12.5 to 13.4 and 33.7 to 35.5; 8.8 to 8.9 and 8.6 to 8.7.
