@@ -52,7 +52,7 @@ def launch(
       grid: programs.
       inputs: arrays of any shape.
       in_place: arrays; donated by the caller's jit, they are not copied.
-      outputs: of new arrays, which the kernel writes all over.
+      outputs: of new arrays; what the kernel does not write of them is arbitrary.
       num_warps: of 32 threads, per program; a power of two up to 32. Of three, say, Triton
         does not raise: it ends the process that compiles.
       name: of the kernel in a profile.

@@ -4,10 +4,10 @@ One program takes one closing token and one compressor, a channel per lane, so t
 tokens are folded in their order wherever the call was cut. CSA reads its 2M tokens from the call
 or, before it, from the state; HCA goes on from the running pool, a chunk of tokens at a time while
 the next one's loads are in flight. Where most windows lie in the call, its rows are loaded before
-that is known of a window. A program without a window ends at its token, -1. Of many windows each
-CSA compressor has a launch to itself, with warps as its lanes ask for. Of few long ones HCA pools
-tiles of channels apart; a second launch finishes means that go through memory, with where their
-entries go, so that it waits for one load. Every tiling gives the same bits.
+that is known of a window. A program that pools ends at its token where that is -1, none. Of many
+windows each CSA compressor has a launch to itself, with warps as its lanes ask for. Of few long
+ones HCA pools tiles of channels apart; a second launch finishes means that go through memory, with
+where their entries go, so that it waits for one load. Every tiling gives the same bits.
 
 Bytes: every value and score of the call once (an element belongs to one window), the entries, and
 no intermediate result but the means of such a tiling. At thousands of windows memory bounds both;
@@ -289,7 +289,10 @@ def _pool_tiles(
 def _finish_means(
     flush: _Flush, means: jax.Array, places: jax.Array, frequencies: jax.Array, eps: float
 ) -> Planes:
-    """Every load of a program is of its window's number alone: it waits for one, not for three."""
+    """Every load of a program is of its window's number alone: it waits for one, not for three.
+
+    Without a window it finishes what happens to lie there, and stores nothing.
+    """
 
     def kernel(inputs: list[Ref], stored: list[Ref]) -> None:
         means_ref, places_ref, norm, frequencies_ref = inputs

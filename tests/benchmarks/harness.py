@@ -3,11 +3,12 @@
 A loop on the device calls a function on several different inputs, often; the time of a loop twice
 as long less that of the loop is calls alone. Inputs that together exceed the L2 cache are read
 from memory each time; for smaller ones there is `clear_l2`. Of many cases all loops are compiled
-before the first is timed, several at once; each row is printed and kept as soon as it is there.
+before the first is timed, several at once; each row is printed as soon as it is measured, and kept
+as soon as it is complete.
 
 Rivals are called after all of ours. Some calls of torch, making its streams among them, let every
-later launch of the process take 0.5 us more (H200); a process of JAX alone never does that,
-whatever it copies to the device or from it. So rivals' times are of torch as it is.
+later launch of the process take 0.5 us more (H200); copies that JAX makes to the device and from it
+did not. So rivals' times are of torch as it is.
 """
 
 import concurrent.futures
