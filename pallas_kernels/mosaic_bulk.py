@@ -11,7 +11,7 @@ instruction. A warpgroup has slots of its own, and for each slot a barrier:
 
 In the interpreter a fetch copies at once, and the rest is nothing.
 
-Source: PTX ISA 9.0, cp.async.bulk, mbarrier, and bar.arrive with bar.sync.
+Source: PTX ISA 9.0, cp.async.bulk, createpolicy, mbarrier, and bar.arrive with bar.sync.
 """
 
 from __future__ import annotations
@@ -132,6 +132,7 @@ def fetch(
     rows_of_piece: int,
     barriers: Ref,
     slot: jax.Array,
+    last: bool = False,
 ) -> None:
     """Begins to copy a tile, in the fetching warp alone.
 
@@ -144,6 +145,7 @@ def fetch(
         `first_rows` must be.
       barriers: of the warpgroup.
       slot: i32[], that `targets` are.
+      last: whether hardly anything reads the rows again: L2 drops them before what it holds else.
     """
     num_rows = targets[0].shape[0]
     if interpreting():
@@ -184,10 +186,14 @@ def fetch(
                 to = mgpu.utils.getelementptr(to, [arith.muli(lane, mgpu.c(size, i32))], byte)
                 start = llvm.addrspacecast(llvm.PointerType.get(1), mgpu.utils.memref_ptr(source))
                 start = mgpu.utils.getelementptr(start, [arith.muli(row, mgpu.c(width, i64))], byte)
-                asm = (
-                    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
-                    f"[$0], [$1], {size}, [$2];"
-                )
+                copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                asm = f"{copy} [$0], [$1], {size}, [$2];"
+                if last:
+                    asm = f"""{{
+                      .reg .b64 policy;
+                      createpolicy.fractional.L2::evict_first.b64 policy, 1.0;
+                      {copy}.L2::cache_hint [$0], [$1], {size}, [$2], policy;
+                    }}"""
                 operands = [to, start, barrier.get_ptr()]
                 llvm.inline_asm(None, operands, asm, "r,l,r,~{memory}", has_side_effects=True)
 

@@ -69,6 +69,7 @@ from pallas_kernels.index_topk.scores_tiling import (
     choose_core,
     choose_tiling,
     is_mxfp4,
+    read_once,
 )
 
 
@@ -85,12 +86,14 @@ class _Shapes:
       num_blocks: NB.
       table_width: LB.
       mxfp4: whether keys are; else FP8.
+      last: whether L2 may drop keys first.
     """
 
     entries_per_block: int
     num_blocks: int
     table_width: int
     mxfp4: bool
+    last: bool
 
     @property
     def key_layout(self) -> Any:
@@ -211,6 +214,7 @@ def _score_kernel(
                 rows_of_piece=piece,
                 barriers=barriers,
                 slot=slot,
+                last=s.last,
             )
 
     def multiply(keys):
@@ -336,11 +340,14 @@ def index_scores(
     """
     num_tokens = queries.shape[0]
     _, num_blocks, entries_per_block = pool["codes"].shape[:3]
+    num_requests, table_width = block_table.shape
+    bytes_of_block = sum(math.prod(p.shape[2:]) * p.dtype.itemsize for p in pool.values())
     shapes = _Shapes(
         entries_per_block=entries_per_block,
         num_blocks=num_blocks,
-        table_width=block_table.shape[1],
+        table_width=table_width,
         mxfp4=is_mxfp4(codec),
+        last=read_once(num_tokens, num_requests, table_width * bytes_of_block),
     )
     core = core or choose_core()
     num_tiles = -(-shapes.num_entries // core.tile)

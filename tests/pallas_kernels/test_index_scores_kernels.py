@@ -111,6 +111,27 @@ def test_any_tiling_gives_the_same_bits(lane, tiling):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_keys_that_l2_may_drop_give_the_same_bits(lane, name, monkeypatch):
+    """A call says so of more than L2 holds, of which each key has one reader."""
+    arguments, _ = draw(name)
+    expected = scores_of(arguments)
+    asked = []
+
+    def read_once(*sizes):
+        asked.append(sizes)
+        return True
+
+    monkeypatch.setattr(scores_mosaic_gpu, "read_once", read_once)
+    for one, other in zip(expected, scores_of(arguments), strict=True):
+        np.testing.assert_array_equal(one, other)
+    bytes_of_key = 68 if name == "fp8_ue8m0" else 132
+    assert asked == [(3, 3, 13 * EB * bytes_of_key)]
+    assert scores_tiling.read_once(8, 8, 2**23)
+    assert not scores_tiling.read_once(9, 8, 2**23)
+    assert not scores_tiling.read_once(8, 8, 2**22)
+
+
 @pytest.mark.parametrize("entries_per_block", [4, 52])
 def test_blocks_of_any_size(lane, entries_per_block):
     arguments, keys = draw("fp8_ue8m0", visible=(40, 9, 0), entries_per_block=entries_per_block)
