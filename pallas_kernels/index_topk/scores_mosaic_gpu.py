@@ -19,17 +19,17 @@ has; one product more of a tile costs all the cycles it multiplies. The card dra
 to 1.65 GHz; keys of zeros take 7 % less. Sums of the FP8 tensor core keep some 14 bits below their
 largest term. Has not run on a Blackwell card.
 
-64 requests of 65,536 MXFP4 keys take 121 to 123 us there. Without unpacking they would take 107; of
-a quarter of the keys, 34, 30, and adding up heads then costs nothing. In one run with it each:
-unpacking the next tile while this one is multiplied, with five warpgroups, 125 to 131; two tiles a
-product 134; weights of heads read for each tile to make room for seven warpgroups or eight, 133 and
-170. 124 on another card where each thread copied its own part of a tile (cp.async); 115 where relus
-were rounded to f16 and `mma` added up heads, 4 %, and nothing in calls of up to 2^19 keys, for
-scores that are less exact. Blocks of 64 entries take 2 to 3 % less than of 32, the cache's. Five
-warpgroups take 34.6 where six take 33.8 (64 x 16,384). A tile asked for while this one is
-multiplied: 17.5 where it takes 17.2 (8 x 65,536), 33.9 where 34.1 (64 x 16,384). A group's
-magnitudes by arithmetic in place of a table: 17.6 where 17.0 (8 x 65,536), 11.0 where 10.6 (64 x
-4,096).
+64 requests of 65,536 MXFP4 keys took 121 to 131 us in five runs. In one, without unpacking they
+would take 107; of a quarter of the keys, 34, 30, and adding up heads then costs nothing. Beside it
+in one run each: unpacking the next tile while this one is multiplied, with five warpgroups, 125 to
+131; two tiles a product 134; weights of heads read for each tile to make room for seven warpgroups
+or eight, 133 and 170. 124 on another card where each thread copied its own part of a tile
+(cp.async); 115 where relus were rounded to f16 and `mma` added up heads, 4 %, and nothing in calls
+of up to 2^19 keys, for scores that are less exact. Blocks of 64 entries take up to 3 % less than of
+32, the cache's. Five warpgroups take 34.6 where six take 33.8 (64 x 16,384). A tile asked for while
+this one is multiplied: 17.5 where it takes 17.2 (8 x 65,536), 33.9 where 34.1 (64 x 16,384). A
+group's magnitudes by arithmetic in place of a table: 17.6 where 17.0 (8 x 65,536), 11.0 where 10.6
+(64 x 4,096).
 
 A line of memory serves one reader after the other. When each warp loaded its heads' weights, 64
 loads of a program, 1 x 262,144 keys took 12.9 us (FP8 12.3): 128 programs want the same line. In
@@ -41,6 +41,12 @@ more, and with three or four tiles of each up to 7 %; three take 15 to 19 %. FP8
 of which four lanes load 64, so that neighbouring rows want the same banks. With half a row between
 the halves of a tile they don't: 9.5 where it takes 9.7 (64 x 4,096), 42.6 where 42.3, 151.6 where
 150.6 (64 x 16,384 and 65,536).
+
+FP8 keys of 64 x 65,536 take 149 to 156 us, 0.85 to 0.88 of what their bytes take. In one run each:
+blocks in order 151 where 154, and if all scales came from one place, 147; blocks of 64 entries 155;
+of 128, with scales of one place, 153. Programs of a half, a quarter, an eighth of the tiles 155,
+154, 158 where 156; 8 x 262,144 keys then take 79, 81, 84 where 78. Two or three programs of a core,
+with three warpgroups or two each, 159 to 183; MXFP4 keys so 145 to 172 where 131.
 
 Source: deepseek_v4.md section 3.
 """
