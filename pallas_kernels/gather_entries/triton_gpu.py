@@ -7,7 +7,8 @@ Bytes: a row's planes read and the dense row written, once. Bound by memory at t
 on one H200 (jax 0.11.2) 64 x 8192 HCA entries of `fp8_ue8m0` to bf16 take 244 us, 81 % of what a
 copy of as many bytes reaches. Through XLA they take 397 us: its fusion loads codes and scales one
 by one and finds a row's address for each of them. A kernel that loads codes as bytes took 230 to
-265 us, but is wrong on planes of 2 to 4 GiB (`pallas_kernels.triton`).
+265 us, but is wrong on planes of 2 to 4 GiB (`pallas_kernels.triton`). Rows that L2 may drop first
+gain nothing.
 
 A codec whose values are stored as they are needs no kernel, and index keys are not gathered where
 speed counts: both stay with XLA.

@@ -29,16 +29,17 @@ each adds to the time.
 
 Roads not taken, on one H200, us. 128 requests of 32 entries, beside this in one run, 19.1: rows of
 the block table before a tile is stored, 19.7; the second tile asked for in the L2 cache at the
-start, 19.1. Beside the kernel with queries by loads of each thread, 19.2 to 19.6: both attenders
-bringing the second tile as well, 20.0; a first turn of the gatherer without keys, so that its
-instructions are there when they are needed, 20.8. 64 requests of 8,192, beside an earlier one, 195
-to 200: two gatherers, each of 32 rows, 197; weights from registers, 196; barriers of a warp between
-loads, 195; rows of the block table a turn earlier, 201; loads in sections of four, 209. The output
-by stores of whole lines in place of a bulk copy, with which ptxas spills nothing: 77.3 where this
-takes 74.7 (256 x 640 keys), 62.6 where 60.2 (128 requests of 1,024). In a run of its own: loads
-half a turn ahead, each half with a scoreboard of its own, 220 to 240. From before the prefetch:
-splits added up in clusters of ten, through each other's shared memory, 20.4 and 42 (1 and 8 x 640
-keys: 11.9, 15.8); half a tile on its way in shared memory, 84 (256 x 640 keys: 76).
+start, 19.1. Rows that the L2 cache may drop first: in eight calls 0 to 1 % more. Beside the kernel
+with queries by loads of each thread, 19.2 to 19.6: both attenders bringing the second tile as well,
+20.0; a first turn of the gatherer without keys, so that its instructions are there when they are
+needed, 20.8. 64 requests of 8,192, beside an earlier one, 195 to 200: two gatherers, each of 32
+rows, 197; weights from registers, 196; barriers of a warp between loads, 195; rows of the block
+table a turn earlier, 201; loads in sections of four, 209. The output by stores of whole lines in
+place of a bulk copy, with which ptxas spills nothing: 77.3 where this takes 74.7 (256 x 640 keys),
+62.6 where 60.2 (128 requests of 1,024). In a run of its own: loads half a turn ahead, each half
+with a scoreboard of its own, 220 to 240. From before the prefetch: splits added up in clusters of
+ten, through each other's shared memory, 20.4 and 42 (1 and 8 x 640 keys: 11.9, 15.8); half a tile
+on its way in shared memory, 84 (256 x 640 keys: 76).
 
 Products are of f16 or bf16 (`Shapes.dtype`), with f32 sums; weights are rounded to it.
 
