@@ -53,10 +53,8 @@ Source: deepseek_v4.md section 3.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +68,7 @@ from pallas_kernels.index_topk import left_operand, query_mosaic, unpack_mosaic
 from pallas_kernels.index_topk.scores_tiling import (
     DIM,
     HEADS,
+    Shapes,
     TensorCore,
     Tiling,
     choose_core,
@@ -77,56 +76,6 @@ from pallas_kernels.index_topk.scores_tiling import (
     is_mxfp4,
     read_once,
 )
-
-
-def _key_layout(mxfp4: bool) -> Any:
-    return mosaic.WIDE_ROWS if mxfp4 else mosaic.EVEN_ROWS
-
-
-@dataclasses.dataclass(frozen=True)
-class _Shapes:
-    """Static sizes of a call.
-
-    Attributes:
-      entries_per_block: EB.
-      num_blocks: NB.
-      table_width: LB.
-      mxfp4: whether keys are; else FP8.
-      last: whether L2 may drop keys first.
-    """
-
-    entries_per_block: int
-    num_blocks: int
-    table_width: int
-    mxfp4: bool
-    last: bool
-
-    @property
-    def key_layout(self) -> Any:
-        """In which a thread has a tile's keys, as E4M3 codes."""
-        return _key_layout(self.mxfp4)
-
-    @property
-    def num_entries(self) -> int:
-        return self.table_width * self.entries_per_block
-
-    @property
-    def width(self) -> int:
-        """Bytes of a key's codes."""
-        return DIM // 2 if self.mxfp4 else DIM
-
-    def rows_of_piece(self, core: TensorCore) -> int:
-        """Entries of a tile that lie in one block."""
-        return math.gcd(self.entries_per_block, core.tile)
-
-    def num_words(self, core: TensorCore) -> int:
-        """Layouts in which a key's scales are wanted: to unpack it, and to scale its sum."""
-        return len(core.layouts) if self.mxfp4 else 1
-
-    @property
-    def factor(self) -> float:
-        """Of weights: the norm of scores, half of relu's sum, and what unpacked keys are over."""
-        return 0.5 * (HEADS * DIM) ** -0.5 / (unpack_mosaic.HEADROOM if self.mxfp4 else 1.0)
 
 
 def _score_kernel(
@@ -150,7 +99,7 @@ def _score_kernel(
     words_smem,
     barriers_smem,
     *operands_in_memory,
-    shapes: _Shapes,
+    shapes: Shapes,
     tiling: Tiling,
     core: TensorCore,
 ):
@@ -348,7 +297,7 @@ def index_scores(
     _, num_blocks, entries_per_block = pool["codes"].shape[:3]
     num_requests, table_width = block_table.shape
     bytes_of_block = sum(math.prod(p.shape[2:]) * p.dtype.itemsize for p in pool.values())
-    shapes = _Shapes(
+    shapes = Shapes(
         entries_per_block=entries_per_block,
         num_blocks=num_blocks,
         table_width=table_width,

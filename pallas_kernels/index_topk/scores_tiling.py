@@ -1,8 +1,9 @@
-"""How a call of the index scores is cut, and which calls its kernel serves."""
+"""Static sizes of a call of the index scores, which calls its kernel serves, how they are cut."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu
 from pallas_kernels import codecs, mosaic, mosaic_bulk, tilings
 from pallas_kernels.backend import compute_capability
 from pallas_kernels.codecs import Codec
+from pallas_kernels.index_topk import unpack_mosaic
 
 plgpu: Any = mosaic_gpu
 HEADS, DIM = 64, 128
@@ -43,6 +45,53 @@ class TensorCore:
 
 HOPPER = TensorCore(tile=64, layout=plgpu.Layout.WGMMA, has_memory=False)
 BLACKWELL = TensorCore(tile=128, layout=plgpu.Layout.TCGEN05, has_memory=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """Static sizes of a call.
+
+    Attributes:
+      entries_per_block: EB.
+      num_blocks: NB.
+      table_width: LB.
+      mxfp4: whether keys are; else FP8.
+      last: whether L2 may drop keys first.
+    """
+
+    entries_per_block: int
+    num_blocks: int
+    table_width: int
+    mxfp4: bool
+    last: bool
+
+    @property
+    def key_layout(self) -> Any:
+        """In which a thread has a tile's keys, as E4M3 codes."""
+        return mosaic.WIDE_ROWS if self.mxfp4 else mosaic.EVEN_ROWS
+
+    @property
+    def num_entries(self) -> int:
+        """Of a table row."""
+        return self.table_width * self.entries_per_block
+
+    @property
+    def width(self) -> int:
+        """Bytes of a key's codes."""
+        return DIM // 2 if self.mxfp4 else DIM
+
+    def rows_of_piece(self, core: TensorCore) -> int:
+        """Entries of a tile that lie in one block."""
+        return math.gcd(self.entries_per_block, core.tile)
+
+    def num_words(self, core: TensorCore) -> int:
+        """Layouts in which a key's scales are wanted: to unpack it, and to scale its sum."""
+        return len(core.layouts) if self.mxfp4 else 1
+
+    @property
+    def factor(self) -> float:
+        """Of weights: the norm of scores, half of relu's sum, and what unpacked keys are over."""
+        return 0.5 * (HEADS * DIM) ** -0.5 / (unpack_mosaic.HEADROOM if self.mxfp4 else 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
