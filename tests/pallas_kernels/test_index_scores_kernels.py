@@ -11,7 +11,7 @@ import pytest
 
 from helpers import inputs
 from helpers.inputs import CASE_LAYER, LAYER, NUM_LAYERS, poison, shuffled_table
-from pallas_kernels import Backend, get_cache_format, gpu_interpreter, index_topk
+from pallas_kernels import Backend, get_cache_format, gpu_interpreter, index_topk, mosaic_bulk
 from pallas_kernels.index_topk import reference, scores_mosaic_gpu, scores_tiling, unpack_mosaic
 
 HEADS, DIM, EB = 64, 128, 16
@@ -115,16 +115,25 @@ def test_any_tiling_gives_the_same_bits(lane, tiling):
 def test_keys_that_l2_may_drop_give_the_same_bits(lane, name, monkeypatch):
     """A call says so of more than L2 holds, of which each key has one reader."""
     arguments, _ = draw(name)
-    expected = scores_of(arguments)
-    asked = []
+    fetch, asked, told = mosaic_bulk.fetch, [], []
+
+    def recorded(*args, last, **options):
+        told.append(last)
+        fetch(*args, last=last, **options)
 
     def read_once(*sizes):
         asked.append(sizes)
         return True
 
+    monkeypatch.setattr(mosaic_bulk, "fetch", recorded)
+    expected = scores_of(arguments)
+    assert not any(told)
+    told.clear()
     monkeypatch.setattr(scores_mosaic_gpu, "read_once", read_once)
     for one, other in zip(expected, scores_of(arguments), strict=True):
         np.testing.assert_array_equal(one, other)
+    assert told
+    assert all(told)
     bytes_of_key = 68 if name == "fp8_ue8m0" else 132
     assert asked == [(3, 3, 13 * EB * bytes_of_key)]
     assert scores_tiling.read_once(8, 8, 2**23)
