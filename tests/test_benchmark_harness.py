@@ -184,7 +184,7 @@ BENCHMARKS = [
     (bench_compress, 8),
     (bench_gather, 9),
     (bench_index_scores, 28),
-    (bench_sparse_attention, 48),
+    (bench_sparse_attention, 60),
     (bench_topk, 14),
 ]
 

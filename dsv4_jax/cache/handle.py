@@ -271,7 +271,8 @@ class LayerCacheHandle:
         Args:
           queries: [T, H, C].
           sink: f32[H].
-          selected: i32[T, K], or None for the window alone.
+          selected: i32[T, K] as `select_entries` and `all_visible` give it: of a token that sees n
+            entries only the first n may be one, and -1 follows. None is the window alone.
           frequencies: f32[R / 2], to turn the result back by each query's position; None leaves it.
 
         Returns:
@@ -285,6 +286,7 @@ class LayerCacheHandle:
             None if selected is None else self._paged().entries,
             self.call.block_table,
             selected,
+            visible=None if selected is None else self.visible_entries,
             request_ids=self.call.request_ids,
             slots=self.call.slots,
             positions=self.call.positions,

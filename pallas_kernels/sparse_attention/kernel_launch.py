@@ -57,6 +57,7 @@ def launch(
     block_table: jax.Array,
     selected: jax.Array | None,
     *,
+    visible: jax.Array | None,
     request_ids: jax.Array,
     slots: jax.Array,
     positions: jax.Array,
@@ -80,6 +81,8 @@ def launch(
     if pool is None or selected is None:
         pool, selected = ring, jnp.zeros((num_tokens, 0), jnp.int32)
     num_blocks, entries_per_block = pool[names[0]].shape[1:3]
+    if visible is None:
+        visible = jnp.full(num_tokens, selected.shape[1], jnp.int32)
     padding = -selected.shape[1] % TILE
     selected = jnp.pad(selected, ((0, 0), (0, padding)), constant_values=-1)
     shapes = Shapes(
@@ -112,7 +115,7 @@ def launch(
     ]
 
     def sparse_attention_kernel(*refs):
-        arrays, refs = refs[:9], refs[9:]
+        arrays, refs = refs[:10], refs[10:]
         planes = [refs[i * len(names) : (i + 1) * len(names)] for i in range(3)]
         refs = refs[3 * len(names) :]
         outputs, scratch = refs[: len(out_type)], refs[len(out_type) :]
@@ -134,6 +137,7 @@ def launch(
         sink,
         selected if shapes.num_entries else jnp.zeros((num_tokens, TILE), jnp.int32),
         block_table.reshape(-1, 1),
+        visible,
         request_ids,
         slots,
         positions,

@@ -33,7 +33,7 @@ class Inputs:
       queries: [T H, C], bits of bf16 in the dtype of products.
       sink, selected: as there, the last padded to whole tiles.
       table: i32[B LB, 1].
-      request_ids, slots, positions, lengths: as there.
+      visible, request_ids, slots, positions, lengths: as there.
       layer: i32[1].
       ring, rows, pool: planes as [rows, n], in the order of their names.
     """
@@ -42,6 +42,7 @@ class Inputs:
     sink: Ref
     selected: Ref
     table: Ref
+    visible: Ref
     request_ids: Ref
     slots: Ref
     positions: Ref
@@ -93,12 +94,13 @@ def gather_keys(
     inputs: Inputs,
     shapes: Shapes,
     token: jax.Array,
-    first_tile: jax.Array,
+    split: jax.Array,
+    num_tiles: jax.Array,
     chunks: Sequence[int],
     *,
     target_of: Callable[[jax.Array, int], Ref],
     bias_smem: Ref | None,
-    keys_ready: Ref,
+    keys_ready: Sequence[Ref],
     keys_free: Ref,
     store: Callable[[Ref, jax.Array, Any], None],
 ) -> None:
@@ -108,17 +110,19 @@ def gather_keys(
       inputs: operands.
       shapes: of the call.
       token: of this program.
-      first_tile: of this program.
+      split: of this program.
+      num_tiles: that this program looks at; at least 1.
       chunks: the columns, in 64s.
       target_of: where half a tile comes to lie, [64, C / 2]; takes 0 or 1, of tiles in turn, and
         the half.
       bias_smem: f32[2, 64], to be filled with 0 for a key and minus infinity for none; or None.
-      keys_ready: 2 barriers, arrived at once a tile is there.
+      keys_ready: of each of equal parts of the chunks 2 barriers, arrived at once a tile's part is
+        there.
       keys_free: 2 barriers, waited for before a place is filled again.
       store: to shared memory; takes the target, values and their layout.
     """
     s = shapes
-    num_tiles = s.tiles_per_split
+    chunks_per_part = len(chunks) // len(keys_ready)
     place = plgpu.broadcasted_iota(jnp.int32, (TILE, GROUP), 0, layout=mosaic.ROWS).max(axis=1)
     request, slot_of_token = inputs.request_ids[token], inputs.slots[token]
     position, length = inputs.positions[token], inputs.lengths[token]
@@ -132,7 +136,7 @@ def gather_keys(
 
     def load_entries(i):
         """Entry numbers of tile i of this split; arbitrary in a window tile."""
-        first = (first_tile + i - s.window_tiles) * TILE
+        first = (split + i * s.splits - s.window_tiles) * TILE
         first = jnp.clip(first, 0, max(s.num_entries - TILE, 0))
         return plgpu.load(
             inputs.selected.at[token, pl.ds(first, TILE)], layout=mosaic.ROW, optimized=False
@@ -147,7 +151,7 @@ def gather_keys(
 
     def locate(i, entry, block):
         """Source (ring, call, pool) and row of each key of tile i of this split; -1 is none."""
-        tile = first_tile + i
+        tile = split + i * s.splits
         steps = tile * TILE + place
         p = position - (s.window - 1) + steps
         in_call = p >= length
@@ -165,7 +169,7 @@ def gather_keys(
         window_tile = tile < s.window_tiles
         source = jnp.where(window_tile, in_call.astype(jnp.int32), 2)
         index = jnp.where(window_tile, window_row, entry_row)
-        return source, jnp.where((i < num_tiles) & (tile < s.num_tiles), index, -1)
+        return source, jnp.where(i < num_tiles, index, -1)
 
     def step(i, carry):
         (rows, scales), index, entry, block, later_entry = carry
@@ -191,7 +195,9 @@ def gather_keys(
             next_rows.append(s.fetch_rows(sources, source, next_index, chunk))
             if len(next_rows) % SECTION == 0 or len(next_rows) == len(chunks):
                 plgpu.commit_smem()
-        plgpu.barrier_arrive(keys_ready.at[slot])
+            if len(next_rows) % chunks_per_part == 0:
+                ready = keys_ready[len(next_rows) // chunks_per_part - 1]
+                plgpu.barrier_arrive(ready.at[slot])
         later_block = load_blocks(later_entry)
         return (next_rows, next_scales), next_index, later_entry, later_block, load_entries(i + 3)
 
@@ -204,5 +210,8 @@ def gather_keys(
     )
     carry = stored, index, entries[1], blocks[1], entries[2]
     lax.fori_loop(0, num_tiles, step, carry)
-    for last in range(max(num_tiles - 2, 0), num_tiles):
-        plgpu.barrier_wait(keys_free.at[last % 2])
+    plgpu.barrier_wait(keys_free.at[lax.rem(num_tiles - 1, 2)])
+
+    @pl.when(num_tiles > 1)
+    def _():
+        plgpu.barrier_wait(keys_free.at[lax.rem(num_tiles, 2)])

@@ -138,8 +138,15 @@ class Shapes:
 
     @property
     def tiles_per_split(self) -> int:
-        """The last split's may go beyond those of the token."""
+        """At most; a split has every `splits`-th tile of the token."""
         return -(-self.num_tiles // self.splits)
+
+    def tiles_to_look_at(self, split: jax.Array, visible: jax.Array) -> jax.Array:
+        """How many tiles a split has until none has an entry that is seen; at least 1."""
+        num_entries = jnp.clip(visible, 0, self.num_entries)
+        num_tiles = self.window_tiles + lax.div(num_entries + TILE - 1, TILE)
+        mine = lax.div(num_tiles - split + self.splits - 1, self.splits)
+        return jnp.clip(mine, 1, self.tiles_per_split)
 
     def fetch_rows(self, sources, source, index, chunk):
         """64 stored columns of the named rows."""

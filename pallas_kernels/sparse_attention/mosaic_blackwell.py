@@ -89,8 +89,7 @@ def _attention_kernel(
     half = s.dim // 2
     quarters = [pl.ds(i * (half // 2), half // 2) for i in range(4)]
     halves = [pl.ds(i * half, half) for i in range(2)]
-    num_tiles = s.tiles_per_split
-    first_tile = split * num_tiles
+    num_tiles = s.tiles_to_look_at(split, inputs.visible[token])
     by_row, by_column = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
     @pl.when(group == 0)
@@ -179,11 +178,12 @@ def _attention_kernel(
             inputs,
             s,
             token,
-            first_tile,
+            split,
+            num_tiles,
             range(share, s.dim // GROUP, GATHERERS),
             target_of=lambda slot, i: keys_smem.at[slot, :, halves[i]],
             bias_smem=bias_smem if share == 0 else None,
-            keys_ready=keys_ready,
+            keys_ready=[keys_ready],
             keys_free=keys_free,
             store=_store,
         )

@@ -102,8 +102,7 @@ def _attention_kernel(
     heads = pl.ds(head * HEADS, HEADS)
     first_query = token * s.num_heads + head * HEADS
     half = s.dim // 2
-    num_tiles = s.tiles_per_split
-    first_tile = split * num_tiles
+    num_tiles = s.tiles_to_look_at(split, inputs.visible[token])
     by_row, by_column = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
     @pl.when(group < 2)
@@ -213,11 +212,12 @@ def _attention_kernel(
             inputs,
             s,
             token,
-            first_tile,
+            split,
+            num_tiles,
             range(s.dim // GROUP),
             target_of=lambda slot, i: keys_smem.at[slot, i],
             bias_smem=bias_smem,
-            keys_ready=keys_ready,
+            keys_ready=[keys_ready],
             keys_free=keys_free,
             store=mosaic_memory.store,
         )

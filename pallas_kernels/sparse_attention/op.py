@@ -50,6 +50,7 @@ def sparse_attention(
     block_table: jax.Array,
     selected: jax.Array | None,
     *,
+    visible: jax.Array | None = None,
     request_ids: jax.Array,
     slots: jax.Array,
     positions: jax.Array,
@@ -70,6 +71,8 @@ def sparse_attention(
       pool: planes [L, NB, EB, ...] of entries, or None for the window alone.
       block_table: i32[B, LB], physical block of each logical one; -1 where there is none.
       selected: i32[T, K], entries each query attends to, -1 for none; None for the window alone.
+      visible: i32[T], number of entries each query may see, so that after as many places `selected`
+        must be -1: a kernel does not look there. None looks at all K.
       request_ids: i32[T], row of the table of each token; -1 is padding.
       slots: i32[T]; -1 is padding, and gives zeros.
       positions: i32[T].
@@ -119,6 +122,9 @@ def sparse_attention(
         check_codec("pool", pool, codec, queries.shape[-1])
         check_same_length("T", queries=queries, selected=selected)
         check_indices(selected=selected, block_table=block_table)
+    if visible is not None:
+        check_same_length("T", queries=queries, visible=visible)
+        check_indices(visible=visible)
     obstacle = kernel_shapes.find_obstacle(queries, ring, codec)
     if backend == Backend.MOSAIC_GPU and obstacle is not None:
         raise NotImplementedError(
@@ -133,6 +139,7 @@ def sparse_attention(
         pool,
         block_table,
         selected,
+        visible=visible,
         request_ids=request_ids,
         slots=slots,
         positions=positions,

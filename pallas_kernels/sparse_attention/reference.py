@@ -58,6 +58,7 @@ def sparse_attention(
     block_table: jax.Array,
     selected: jax.Array | None,
     *,
+    visible: jax.Array | None = None,
     request_ids: jax.Array,
     slots: jax.Array,
     positions: jax.Array,
@@ -78,6 +79,9 @@ def sparse_attention(
     }
     num_keys = jax.tree.leaves(ring)[0].shape[2]
     if pool is not None and selected is not None:
+        if visible is not None:
+            place = jnp.arange(selected.shape[1], dtype=jnp.int32)[None]
+            selected = jnp.where(place < visible[:, None], selected, -1)
         places["selected"] = selected
         num_keys += selected.shape[1]
 

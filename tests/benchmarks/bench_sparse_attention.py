@@ -1,8 +1,8 @@
 """Sparse attention beside FlashMLA's: `python -m benchmarks.bench_sparse_attention [results]`.
 
-Requests of full windows; 512 or 1024 random CSA entries each, or all HCA entries; the released
-format. With `--rival SO`, vLLM's `_flashmla_C.abi3.so`, FlashMLA's decode of as many keys, window
-and extra cache, is timed on the same GPU through torch.
+Requests of full windows; 512 or 1024 random CSA entries each, or all HCA entries, also where
+requests have room for more; the released format. With `--rival SO`, vLLM's `_flashmla_C.abi3.so`,
+FlashMLA's decode of as many keys, window and extra cache, is timed on the same GPU through torch.
 """
 
 import argparse
@@ -22,6 +22,8 @@ BATCHES = [1, 8, 32, 64, 128, 256]
 CSA = [(64, 512, 1), (128, 1024, 1), (64, 512, 2), (128, 1024, 2)]
 HCA = [(64, 32, 1), (64, 1024, 1), (64, 8192, 1), (64, 1024, 2)]
 """Heads, entries, query tokens of a request."""
+ROOM = [(64, 128, 1, 8192), (64, 1024, 1, 8192)]
+"""Of HCA; the last is how many entries a request has room for."""
 CODEC = get_cache_format("fp8_ue8m0").entry
 NUM_INPUTS = 4
 FLOPS = 820e12
@@ -37,24 +39,26 @@ def main():
     args = parser.parse_args()
     bandwidth = harness.copy_bandwidth()
     cases = [
-        case(family, (batch, num_queries, num_heads, num_entries), bandwidth, args.rival)
-        for family, cases in (("csa", CSA), ("hca", HCA))
-        for num_heads, num_entries, num_queries in (cases if args.only in (None, family) else ())
+        case(family, (batch, num_queries, num_heads, num_entries, *room), bandwidth, args.rival)
+        for family, cases in (("csa", CSA), ("hca", HCA + ROOM))
+        for num_heads, num_entries, num_queries, *room in cases
         for batch in args.batches
+        if args.only in (None, family)
     ]
     return harness.measure(cases, args.results)
 
 
 def case(family, shape, bandwidth, library):
-    """A row; `shape` is requests, query tokens of each, heads, entries."""
-    batch, num_queries, num_heads, num_entries = shape
+    """A row; `shape` is requests, query tokens of each, heads, entries, and room for more."""
+    batch, num_queries, num_heads, num_entries, *room = shape
+    keys = " of ".join(map(str, [num_entries, *room]))
     limit = max(
         batch * num_queries * bytes_of(num_heads, num_entries) / bandwidth,
         4 * batch * num_queries * num_heads * (WINDOW + num_entries) * DIM / FLOPS,
     )
     return harness.Case(
         f"sparse_attention {family}",
-        f"{batch} x {num_queries} tokens, {num_heads} heads, {WINDOW} + {num_entries} keys",
+        f"{batch} x {num_queries} tokens, {num_heads} heads, {WINDOW} + {keys} keys",
         attend,
         lambda: (None, inputs(family, *shape)),
         limit_us=limit * 1e6,
@@ -79,10 +83,10 @@ def attend_by_tiling(tiling, arguments):
     return kernel(**arguments, codec=CODEC, scale=DIM**-0.5, tiling=tiling)
 
 
-def inputs(family, batch, num_queries, num_heads, num_entries):
+def inputs(family, batch, num_queries, num_heads, num_entries, room=0):
     """Four calls: different queries and entries of the same cache."""
     entries_per_block = 32 if family == "csa" else 1
-    context = max(16384 // 4 if family == "csa" else 0, num_entries)
+    context = max(16384 // 4 if family == "csa" else 0, num_entries, room)
     logical = context // entries_per_block
     num_tokens = batch * num_queries
     rng = np.random.default_rng(num_entries)
@@ -104,11 +108,14 @@ def inputs(family, batch, num_queries, num_heads, num_entries):
         "lengths": lengths,
         "positions": lengths + np.tile(np.arange(num_queries, dtype=np.int32), batch),
         "layer": np.int32(0),
+        "visible": np.full(num_tokens, num_entries if family == "hca" else context, np.int32),
     }
     shared = jax.tree.map(jnp.asarray, shared) | {n: made[n] for n in ("ring", "rows", "pool")}
 
     def call(number):
-        selected = jnp.asarray(choose(rng, num_tokens, num_entries, context))
+        chosen = choose(rng, num_tokens, num_entries, num_entries if room else context)
+        padding = [(0, 0), (0, max(room - num_entries, 0))]
+        selected = jnp.asarray(np.pad(chosen, padding, constant_values=-1))
         queries, sink = made["queries"][number], made["sink"][number]
         return ({"queries": queries, "sink": sink, "selected": selected} | shared,)
 
@@ -131,7 +138,7 @@ def planes(*lead):
 
 @functools.cache
 def load_rival(library):
-    """A function (requests, query tokens, heads, entries) -> median us of a call."""
+    """A function (requests, query tokens, heads, entries, room) -> median us of a call."""
     import torch
 
     torch.ops.load_library(library)
@@ -148,8 +155,8 @@ def load_rival(library):
         rows = raw[:, : page_rows * 584].view(torch.float8_e4m3fn)
         return rows.view(num_pages, page_rows, 1, 584)
 
-    def time_us(batch, num_queries, num_heads, num_entries):
-        context = max(4096, num_entries)
+    def time_us(batch, num_queries, num_heads, num_entries, room=0):
+        context = max(4096, num_entries, room)
         window, extra = pages(batch, 256), pages(batch * context // 64, 64)
         lead = (batch, num_queries)
         first = torch.arange(batch, device="cuda", dtype=torch.int32)[:, None, None]
@@ -158,13 +165,15 @@ def load_rival(library):
             queries = torch.randn(*lead, num_heads, DIM, dtype=torch.bfloat16, **device)
             chosen = [
                 torch.rand(*lead, size, **device).argsort(-1)[..., :count].int() + first * size
-                for size, count in ((256, WINDOW), (context, num_entries))
+                for size, count in ((256, WINDOW), (context, room or num_entries))
             ]
+            length = torch.full((batch,), num_entries, dtype=torch.int32, **device)
+            length = length if room else None
             sink, plan = torch.randn(num_heads, **device), [None, None]
 
             def run():
                 *_, plan[0], plan[1] = torch.ops._flashmla_C.sparse_decode_fwd(
-                    queries, window, chosen[0], None, sink, *plan, extra, chosen[1], None,
+                    queries, window, chosen[0], None, sink, *plan, extra, chosen[1], length,
                     DIM, DIM**-0.5, None, False,
                 )  # fmt: skip
 

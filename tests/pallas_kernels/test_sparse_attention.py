@@ -108,6 +108,14 @@ def test_the_order_of_selected_entries_does_not_matter():
     assert case.ulps(case.attend(selected=shuffled), case.expected()) < MAX_ULPS
 
 
+def test_places_beyond_what_is_visible_are_not_looked_at():
+    case = draw_case(F32, *MANY_TOKENS)
+    selected, visible = case.arguments["selected"], np.arange(NUM_TOKENS, dtype=np.int32) % (K + 2)
+    first = np.where(np.arange(K) < visible[:, None], selected, -1)
+    assert (first != selected).any()
+    np.testing.assert_array_equal(case.attend(visible=visible), case.attend(selected=first))
+
+
 def test_bf16_queries_are_widened_and_only_the_output_rounded():
     case = draw_case(F32, *ONE_TOKEN)
     queries = case.arguments["queries"].astype(jnp.bfloat16)
@@ -124,6 +132,8 @@ ERRORS = [
     ("selected", jnp.zeros((2, 3), jnp.int32), "selected must agree on T"),
     ("selected", None, "pool and selected go together"),
     ("pool", None, "pool and selected go together"),
+    ("visible", jnp.zeros(3), "visible must be int32"),
+    ("visible", jnp.zeros(2, jnp.int32), "visible must agree on T"),
     ("block_table", jnp.zeros((2, 3)), "block_table must be int32"),
     ("request_ids", jnp.zeros(3, jnp.int8), "request_ids must be int32"),
     ("slots", jnp.zeros(2, jnp.int32), "slots.* must agree on T"),

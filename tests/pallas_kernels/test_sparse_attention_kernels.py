@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -98,6 +99,39 @@ def test_splits_are_combined(kernel, monkeypatch, splits):
     split_into(splits, monkeypatch)
     case = draw()
     assert error(case, case.attend(backend="mosaic_gpu")) < 1
+
+
+@pytest.mark.usefixtures("usual_kernel")
+@pytest.mark.parametrize("splits", slow.all_but([3], [1, 2, 3, 5]))
+def test_tiles_without_an_entry_that_is_seen_are_not_looked_at(monkeypatch, splits):
+    """Five tiles, three of which a token of 75 entries may find keys in; others find two.
+
+    Bits are those of looking, and keys hidden in the last tile, against the rules, change nothing.
+    """
+    split_into(splits, monkeypatch)
+    case = draw()
+    selected = case.arguments["selected"]
+    nothing = np.full((SIZES.num_tokens, 3 * kernel_shapes.TILE - SIZES.top_k), -1, np.int32)
+    wide = np.concatenate([selected, nothing], axis=1)
+    looked = case.attend(backend="mosaic_gpu", selected=wide)
+    assert error(case, looked) < 1
+    visible = np.where(case.call.request_ids >= 0, (case.call.positions + 1) // M, 0)
+    visible = np.minimum(visible, kernel_shapes.TILE).astype(np.int32)
+    wide[:, -SIZES.top_k :] = np.roll(selected, 1, axis=1)
+    assert error(case, case.attend(backend="mosaic_gpu", selected=wide)) > 3
+    bounded = case.attend(backend="mosaic_gpu", selected=wide, visible=visible)
+    np.testing.assert_array_equal(bounded, looked)
+
+
+def test_splits_take_the_tiles_to_look_at_in_turn():
+    sizes = dict.fromkeys((f.name for f in dataclasses.fields(kernel_shapes.Shapes)), 1)
+    sizes |= {"window": 70, "num_entries": 1024}
+    for splits, visible in itertools.product((1, 2, 3, 7, 18), (-1, 0, 1, 64, 65, 500, 1024, 9999)):
+        shapes = kernel_shapes.Shapes(**sizes | {"splits": splits})
+        wanted = 2 + -(-min(max(visible, 0), 1024) // kernel_shapes.TILE)
+        for split in range(splits):
+            tiles = shapes.tiles_to_look_at(jnp.int32(split), jnp.int32(visible))
+            assert tiles == max(1, len(range(split, wanted, splits)))
 
 
 @pytest.mark.parametrize("splits", [5, 8, 70])
@@ -257,7 +291,8 @@ def flash_specs(num_tokens, num_heads, top_k, name):
     def i32(*shape):
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
-    indices = dict.fromkeys(("request_ids", "slots", "positions", "lengths"), i32(num_tokens))
+    names = ("visible", "request_ids", "slots", "positions", "lengths")
+    indices = dict.fromkeys(names, i32(num_tokens))
     return {
         "queries": jax.ShapeDtypeStruct((num_tokens, num_heads, 512), jnp.bfloat16),
         "sink": jax.ShapeDtypeStruct((num_heads,), jnp.float32),
