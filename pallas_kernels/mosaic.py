@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -93,16 +94,19 @@ def multiply_add(total: jax.Array, left: Ref, right: Ref) -> jax.Array:
     return pl.run_state(product)(plgpu.ACC.init(total))
 
 
-def multiply(pairs: Sequence[tuple[Ref, Ref]]) -> jax.Array:
+def multiply(pairs: Sequence[tuple[Ref, Ref]], ready: Sequence[Ref] = ()) -> jax.Array:
     """The sum of left @ right over pairs, in f32, by one warpgroup of a Hopper GPU.
 
     Args:
       pairs: [M, K] and [K, N], both in shared memory, `SWIZZLED`.
+      ready: a barrier of each pair, waited for before it is read.
     """
     shape = pairs[0][0].shape[0], pairs[0][1].shape[1]
 
     def product(total_ref: Ref) -> jax.Array:
-        for left, right in pairs:
+        for (left, right), barrier in itertools.zip_longest(pairs, ready):
+            if barrier is not None:
+                plgpu.barrier_wait(barrier)
             plgpu.wgmma(total_ref, left, right)
         return total_ref[...]
 

@@ -9,11 +9,16 @@ One program: one query token, 64 of its heads, one split of its keys, in tiles o
 
 64 x C sums in f32 do not fit one warpgroup's registers at C = 512, so two hold half each; that one
 multiplies while the other takes exponentials comes with it. Both run the same instructions, which a
-warp of each fetches side by side. Splits are cut by shape, never by lengths, and added up by
-`combine_triton`: a token's result depends on shapes and itself alone.
+warp of each fetches side by side. Logits begin when half of a tile's columns are there.
+
+Splits take tiles in turn, their number follows from shapes, and `combine_triton` adds them up: a
+token's result depends on shapes and itself alone. Tiles beyond what a token sees are not looked at;
+a split that has no other looks at one. So requests that have room for more entries pay for its
+splits, and not for its keys: with room for 8,192, 64 requests of 128 entries take 21 us, of 1,024
+40, where looking at all took 145 and 155.
 
 Bytes: those of the keys, and 2 * 64 * C of queries and of output. In calls of few tiles latency
-bounds it. A program of three tiles (128 requests of 32 HCA entries: 19.1 to 19.8 us), in thousands
+bounds it. A program of three tiles (128 requests of 32 HCA entries: 18.7 to 19.8 us), in thousands
 of cycles: 5.5 until its queries are there and 7.7 until its first keys are, as all SMs ask for
 theirs at once; 2.7 to store them, then 4 a tile, 1.5 of them waiting for loads; 9.2 after the last,
 for logits 1.1, exponentials 0.7, both products 1.8, output 1.3 and its way to the L2 cache 2.9. In
@@ -29,7 +34,12 @@ each adds to the time.
 
 Roads not taken, on one H200, us. 128 requests of 32 entries, beside this in one run, 19.1: rows of
 the block table before a tile is stored, 19.7; the second tile asked for in the L2 cache at the
-start, 19.1. Rows that the L2 cache may drop first: in eight calls 0 to 1 % more. Beside the kernel
+start, 19.1. Beside it in another, 19.2: half of the queries asked for after the first keys, 19.0,
+and all of them, 19.2, though of one request 4 and 7 % more; the window's first tile without waiting
+for the block table, 19.4. Rows that the L2 cache may drop first: in eight calls 0 to 1 % more.
+Logits when half of a tile is there take 1 to 3 % less in programs of many tiles, and 0.3 us of 11
+more where there is one, which waits once; in quarters 7 to 13 % more of 128 and 256 requests, and
+places given back to the gatherer in halves, 3 to 8 % more. Beside the kernel
 with queries by loads of each thread, 19.2 to 19.6: both attenders bringing the second tile as well,
 20.0; a first turn of the gatherer without keys, so that its instructions are there when they are
 needed, 20.8. 64 requests of 8,192, beside an earlier one, 195 to 200: two gatherers, each of 32
@@ -91,7 +101,7 @@ def _attention_kernel(
         statistics_smem,
         queries_landed,
         queries_ready,
-        keys_ready,
+        *keys_ready,
         keys_free,
         weights_ready,
         weights_free,
@@ -102,6 +112,7 @@ def _attention_kernel(
     heads = pl.ds(head * HEADS, HEADS)
     first_query = token * s.num_heads + head * HEADS
     half = s.dim // 2
+    keys_ready = keys_ready[: min(s.tiles_per_split, 2)]
     num_tiles = s.tiles_to_look_at(split, inputs.visible[token])
     by_row, by_column = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
@@ -140,13 +151,13 @@ def _attention_kernel(
         def add_own_tile(turn, state):
             has_before = turn + me > 0
             state = lax.cond(has_before, add_tile_of_other, lambda state: state, state)
-            plgpu.barrier_wait(keys_ready.at[me])
             first = mosaic.opaque(0)
             logits = mosaic.multiply(
                 [
                     (queries_smem.at[first + w], keys_smem.at[me, first + w].transpose((1, 0)))
                     for w in range(2)
-                ]
+                ],
+                ready=[ready.at[me] for ready in keys_ready],
             )
             bias = plgpu.load(bias_smem.at[me], layout=by_column, optimized=False)
             bias = lax.broadcast_in_dim(bias, logits.shape, [1])
@@ -217,7 +228,7 @@ def _attention_kernel(
             range(s.dim // GROUP),
             target_of=lambda slot, i: keys_smem.at[slot, i],
             bias_smem=bias_smem,
-            keys_ready=[keys_ready],
+            keys_ready=keys_ready,
             keys_free=keys_free,
             store=mosaic_memory.store,
         )
@@ -233,7 +244,7 @@ def _scratch_types(dim: int, dtype: Any) -> list[Any]:
         plgpu.SMEM((2, 3, HEADS), jnp.float32),
         plgpu.Barrier(num_barriers=2),
         plgpu.Barrier(num_arrivals=2),
-        plgpu.Barrier(num_barriers=2),
+        *[plgpu.Barrier(num_barriers=2)] * 2,
         plgpu.Barrier(num_arrivals=2, num_barriers=2),
         plgpu.Barrier(num_barriers=2),
         plgpu.Barrier(num_barriers=2),
