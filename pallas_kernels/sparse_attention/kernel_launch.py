@@ -100,6 +100,11 @@ def launch(
     )
     num_programs = num_tokens * num_heads // HEADS
     tiling = tiling or kernel_shapes.choose_tiling(num_programs, shapes.num_tiles, num_cores, dim)
+    if tiling.splits > shapes.num_tiles:
+        raise ValueError(
+            f"tiling must cut the keys' {shapes.num_tiles} tiles of {TILE} into no more splits, "
+            f"got {tiling.splits=}; None chooses one"
+        )
     shapes = dataclasses.replace(shapes, splits=tiling.splits)
 
     out_type = [jax.ShapeDtypeStruct(queries.shape, shapes.dtype)]

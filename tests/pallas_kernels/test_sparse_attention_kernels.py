@@ -121,6 +121,13 @@ def test_tiles_without_an_entry_that_is_seen_are_not_looked_at(monkeypatch, spli
     np.testing.assert_array_equal(bounded, looked)
 
 
+def test_more_splits_than_tiles_are_refused(lane, monkeypatch):
+    """The last would have no tile of its own, and read another's again."""
+    split_into(4, monkeypatch)
+    with pytest.raises(ValueError, match=r"the keys' 3 tiles of 64 .*tiling.splits=4"):
+        draw().attend(backend="mosaic_gpu")
+
+
 def test_splits_take_the_tiles_to_look_at_in_turn():
     sizes = dict.fromkeys((f.name for f in dataclasses.fields(kernel_shapes.Shapes)), 1)
     sizes |= {"window": 70, "num_entries": 1024}
