@@ -176,6 +176,20 @@ def test_all_entries_are_those_each_token_may_see():
     np.testing.assert_array_equal(handle.all_visible()[14], [0, 1, 2, 3, *[-1] * 8])
 
 
+@pytest.mark.parametrize("layer_idx", [CSA, HCA])
+def test_attention_looks_at_no_more_places_than_a_token_sees_entries(layer_idx):
+    """Else each layer would pay for all that a request has room for."""
+    handle = flushed(written(acquire(layer_idx, make(lengths=(126, 0, 3, 0)))))
+    queries, sink, first = normal(T, 4, DIM), normal(4), handle.all_visible()
+    assert np.any(first == -1)
+    assert np.any(first[:, 0] == 0)
+    expected = handle.attend(queries, sink, first)
+    filled = jnp.where(first == -1, 0, first)
+    np.testing.assert_array_equal(handle.attend(queries, sink, filled), expected)
+    without = handle.attend(queries, sink, jnp.full_like(first, -1))
+    assert np.any(without != expected)
+
+
 def test_a_method_returns_a_new_handle_and_leaves_the_old_one():
     first = acquire(CSA)
     before = jax.tree.map(np.array, first)
