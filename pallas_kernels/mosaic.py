@@ -99,7 +99,7 @@ def multiply(pairs: Sequence[tuple[Ref, Ref]], ready: Sequence[Ref] = ()) -> jax
 
     Args:
       pairs: [M, K] and [K, N], both in shared memory, `SWIZZLED`.
-      ready: a barrier of each pair, waited for before it is read.
+      ready: barriers of the first pairs, each waited for before its pair is read.
     """
     shape = pairs[0][0].shape[0], pairs[0][1].shape[1]
 

@@ -72,7 +72,7 @@ def sparse_attention(
       block_table: i32[B, LB], physical block of each logical one; -1 where there is none.
       selected: i32[T, K], entries each query attends to, -1 for none; None for the window alone.
       visible: i32[T], number of entries each query may see, so that after as many places `selected`
-        must be -1: a kernel may not look there. None looks at all K.
+        must be -1: a kernel need not look there. None looks at all K.
       request_ids: i32[T], row of the table of each token; -1 is padding.
       slots: i32[T]; -1 is padding, and gives zeros.
       positions: i32[T].
