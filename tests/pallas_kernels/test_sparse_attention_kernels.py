@@ -75,6 +75,7 @@ def test_the_kernel_is_the_oracle_in_every_format(kernel, name):
     assert error(case, case.attend(backend="mosaic_gpu")) < 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("usual_kernel")
 def test_one_token_of_each_request():
     case = draw(tokens=ONE_TOKEN)

@@ -58,7 +58,7 @@ def sequences(config, lengths=LENGTHS):
     ("cache_format", "config"),
     [
         pytest.param("fp8_ue8m0", SMALL, id="fp8_ue8m0"),
-        pytest.param("fp8_per_entry", SMALL, id="fp8_per_entry"),
+        pytest.param("fp8_per_entry", SMALL, id="fp8_per_entry", marks=pytest.mark.slow),
         pytest.param("f32", SMALL, id="f32", marks=pytest.mark.slow),
         # Seven layers, some of them scanned.
         pytest.param("fp8_ue8m0", trunk(), id="fp8_ue8m0-scanned", marks=pytest.mark.slow),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
-from helpers import tolerance
+from helpers import slow, tolerance
 from helpers.serving import CSA, SIZES, prompt, run_to_end
 
 CONFIG = dataclasses.replace(
@@ -31,7 +31,7 @@ def make_engine(**changes):
     return ds.Engine(CONFIG, params(), **(SIZES | {"cache_format": "f32"} | changes))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow.all_but(["drafts, debugged"], list(CASES)))
 def test_nothing_compiles_after_warmup(case):
     """And what is listed is what serving runs: snapshots, loads, forks, tables, a lost cache."""
     options, more = CASES[case]

@@ -43,6 +43,7 @@ def test_references_against_themselves_differ_nowhere():
     assert step_check.complaints(found) == []
 
 
+@pytest.mark.slow
 def test_a_flip_and_a_wrong_result_are_seen(monkeypatch):
     """The other way selects one entry less and attends with shorter queries."""
     config = small("tiny", 3)
