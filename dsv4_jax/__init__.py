@@ -1,11 +1,12 @@
 """DeepSeek-V4 inference in JAX: the hybrid KV cache as a value, one jitted decode step."""
 
-from dsv4_jax.attention.history import Selection, Selector, select_by_score
-from dsv4_jax.cache.call_rows import Projections
-from dsv4_jax.cache.flush import maybe_flush_csa, maybe_flush_hca
+from dsv4_jax.allocator.ledger import Ledger
+from dsv4_jax.allocator.manager import KVCacheManager
+from dsv4_jax.allocator.pool_plan import PoolPlan, plan_pools
+from dsv4_jax.allocator.verify import Problem, Report, Seals, verify_cache
+from dsv4_jax.attention.full_sequence import Selection, Selector, select_by_score
+from dsv4_jax.cache.commit import Staged, commit
 from dsv4_jax.cache.handle import LayerCacheHandle
-from dsv4_jax.cache.ledger import Ledger
-from dsv4_jax.cache.manager import KVCacheManager
 from dsv4_jax.cache.model_cache import (
     ModelCache,
     cache_shapes,
@@ -13,9 +14,10 @@ from dsv4_jax.cache.model_cache import (
     reset_slots,
     update_slots,
 )
+from dsv4_jax.cache.new_tokens import Projections
+from dsv4_jax.cache.original import maybe_flush_csa, maybe_flush_hca
 from dsv4_jax.cache.paged_cache import PagedKVPool, init_paged_pool
 from dsv4_jax.cache.poison import poison
-from dsv4_jax.cache.pool_plan import PoolPlan, plan_pools
 from dsv4_jax.cache.schema import (
     BLOCK_SIZE_ORIGINAL_TOKENS,
     LayerCacheSchema,
@@ -31,31 +33,27 @@ from dsv4_jax.cache.snapshots import (
     save_snapshots,
 )
 from dsv4_jax.cache.state_cache import StateCachePool, init_state_pool
-from dsv4_jax.cache.step_input import CallIndices, StepInput
-from dsv4_jax.cache.verify import Problem, Report, Seals, verify_cache
+from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.cache.views import ClassicalView, IndexerView, SWAView
+from dsv4_jax.checkpoint.load import SHIPPED_CHECKPOINT, load_checkpoint
+from dsv4_jax.checkpoint.save import save_checkpoint
 from dsv4_jax.config import DSV4Config, YarnScaling
-from dsv4_jax.engine.decode import decode_loop, decode_step, jit_decode_loop, jit_decode_step
-from dsv4_jax.engine.engine import Engine
-from dsv4_jax.engine.metrics import Histogram, Metrics, MetricsCollector
-from dsv4_jax.engine.prefill import jit_prefill, prefill
-from dsv4_jax.engine.request import Completion, Token
-from dsv4_jax.engine.sampling import Sampling, make_sampling, sample
-from dsv4_jax.engine.serve_step import ServeInput, ServeOutput, serve_step, verify_drafts
-from dsv4_jax.engine.serving_loop import CacheError
-from dsv4_jax.engine.step import Staged, commit, stage_step
-from dsv4_jax.layer_schedule import (
-    AttentionType,
-    LayerSpec,
-    RouterType,
-    draft_layer,
-    layer_schedule,
-)
-from dsv4_jax.model.checkpoint import SHIPPED_CHECKPOINT, load_checkpoint, save_checkpoint
+from dsv4_jax.config.layer_schedule import LayerSpec, draft_layer, layer_schedule
+from dsv4_jax.config.layer_types import AttentionType, RouterType
 from dsv4_jax.model.draft import forward_draft
+from dsv4_jax.model.forward import forward, forward_streams
 from dsv4_jax.model.params import DSV4Params, init_params, param_shapes, unstack_layers
-from dsv4_jax.model.transformer import forward, forward_streams
 from dsv4_jax.runtime import XLA_GPU_FLAGS, claim_memory, set_xla_flags, use_compilation_cache
+from dsv4_jax.serving.engine import Engine
+from dsv4_jax.serving.loop import CacheError
+from dsv4_jax.serving.metrics import Histogram, Metrics, MetricsCollector
+from dsv4_jax.serving.request import Completion, Token
+from dsv4_jax.step.decode import decode_loop, decode_step, jit_decode_loop, jit_decode_step
+from dsv4_jax.step.prefill import jit_prefill, prefill
+from dsv4_jax.step.sampling import Sampling, make_sampling, sample
+from dsv4_jax.step.serve_step import ServeInput, ServeOutput, serve_step, verify_drafts
+from dsv4_jax.step.step import stage_step
+from pallas_kernels.common.call import CallIndices
 
 __all__ = [
     "BLOCK_SIZE_ORIGINAL_TOKENS",

@@ -11,15 +11,16 @@ from dsv4_jax.attention.indexer import index_weights, project_index_queries
 from dsv4_jax.attention.params import AttentionParams
 from dsv4_jax.attention.projections import output, project_kv, project_queries, query_latent
 from dsv4_jax.attention.rope import rope_frequencies
-from dsv4_jax.cache.append import LayerNorms, LayerTokens, append_and_flush
+from dsv4_jax.cache.append import LayerNorms, LayerTokens
 from dsv4_jax.cache.handle import LayerCacheHandle
+from dsv4_jax.cache.new_tokens import NewTokens
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.layer_schedule import AttentionType
+from dsv4_jax.config.layer_types import AttentionType
 
 
 def csa_attention(
     params: AttentionParams, x: jax.Array, handle: LayerCacheHandle, config: DSV4Config
-) -> tuple[LayerCacheHandle, jax.Array]:
+) -> tuple[LayerCacheHandle, NewTokens | None, jax.Array]:
     """One CSA sublayer; arguments and results as in `swa_attention`.
 
     With `index_reuse` the handle brings the selection of an earlier layer, or takes this one's on.
@@ -49,11 +50,11 @@ def csa_attention(
         frequencies=frequencies,
         eps=config.rms_norm_eps,
     )
-    handle, q, index_q = append_and_flush(handle, tokens, norms)
+    handle, appended = handle.append(tokens, norms)
     if selected is None:
-        assert index_q is not None
-        selected = handle.select_entries(index_q, index_weights(indexer, x))
+        assert appended.index_queries is not None
+        selected = handle.select(appended.index_queries, index_weights(indexer, x))
         if config.index_reuse:
             handle = dataclasses.replace(handle, selected=selected)
-    attended = handle.attend(q, params.attn_sink, selected, frequencies).astype(x.dtype)
-    return handle, output(params, attended, config)
+    attended = handle.attend(appended.queries, params.attn_sink, selected, frequencies)
+    return handle, appended.new_tokens, output(params, attended.astype(x.dtype), config)

@@ -8,15 +8,16 @@ from dsv4_jax.attention.compressor import project
 from dsv4_jax.attention.params import AttentionParams
 from dsv4_jax.attention.projections import output, project_kv, project_queries, query_latent
 from dsv4_jax.attention.rope import rope_frequencies
-from dsv4_jax.cache.append import LayerNorms, LayerTokens, append_and_flush
+from dsv4_jax.cache.append import LayerNorms, LayerTokens
 from dsv4_jax.cache.handle import LayerCacheHandle
+from dsv4_jax.cache.new_tokens import NewTokens
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.layer_schedule import AttentionType
+from dsv4_jax.config.layer_types import AttentionType
 
 
 def hca_attention(
     params: AttentionParams, x: jax.Array, handle: LayerCacheHandle, config: DSV4Config
-) -> tuple[LayerCacheHandle, jax.Array]:
+) -> tuple[LayerCacheHandle, NewTokens | None, jax.Array]:
     """One HCA sublayer; arguments and results as in `swa_attention`.
 
     Source: deepseek_v4.md sections 1.3 and 2.
@@ -36,6 +37,6 @@ def hca_attention(
         frequencies=frequencies,
         eps=config.rms_norm_eps,
     )
-    handle, q, _ = append_and_flush(handle, tokens, norms)
-    attended = handle.attend(q, params.attn_sink, handle.all_visible(), frequencies)
-    return handle, output(params, attended.astype(x.dtype), config)
+    handle, appended = handle.append(tokens, norms)
+    attended = handle.attend(appended.queries, params.attn_sink, handle.all_visible(), frequencies)
+    return handle, appended.new_tokens, output(params, attended.astype(x.dtype), config)

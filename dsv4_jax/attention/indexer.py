@@ -12,8 +12,8 @@ from jax.ad_checkpoint import checkpoint_name
 from dsv4_jax.attention.params import IndexerParams
 from dsv4_jax.attention.projections import linear
 from dsv4_jax.config import DSV4Config
-from pallas_kernels.formats import CacheFormat
-from pallas_kernels.rotary import rotate
+from pallas_kernels.common.formats import CacheFormat
+from pallas_kernels.common.norm_rope import rotate
 
 
 def project_index_queries(

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.layer_schedule import AttentionType
+from dsv4_jax.config.layer_types import AttentionType
 
 
 @flax.struct.dataclass(kw_only=True)

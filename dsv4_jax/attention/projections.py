@@ -14,8 +14,8 @@ from jax.typing import DTypeLike
 
 from dsv4_jax.attention.params import AttentionParams
 from dsv4_jax.config import DSV4Config
-from pallas_kernels.backend import compute_capability
-from pallas_kernels.rotary import rms_norm, rms_norm_by_pairs, rotate
+from pallas_kernels.common.backend import compute_capability
+from pallas_kernels.common.norm_rope import rms_norm, rms_norm_by_pairs, rotate
 
 
 def linear(x: jax.Array, weight: jax.Array, *, dtype: DTypeLike | None = None) -> jax.Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax.config import DSV4Config, YarnScaling
-from dsv4_jax.layer_schedule import AttentionType
+from dsv4_jax.config.layer_types import AttentionType
 
 
 def rope_frequencies(config: DSV4Config, attn: AttentionType) -> jax.Array:

@@ -7,25 +7,26 @@ import jax
 from dsv4_jax.attention.params import AttentionParams
 from dsv4_jax.attention.projections import output, project_kv, project_queries, query_latent
 from dsv4_jax.attention.rope import rope_frequencies
-from dsv4_jax.cache.append import LayerNorms, LayerTokens, append_and_flush
+from dsv4_jax.cache.append import LayerNorms, LayerTokens
 from dsv4_jax.cache.handle import LayerCacheHandle
+from dsv4_jax.cache.new_tokens import NewTokens
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.layer_schedule import AttentionType
+from dsv4_jax.config.layer_types import AttentionType
 
 
 def swa_attention(
     params: AttentionParams, x: jax.Array, handle: LayerCacheHandle, config: DSV4Config
-) -> tuple[LayerCacheHandle, jax.Array]:
+) -> tuple[LayerCacheHandle, NewTokens | None, jax.Array]:
     """One SWA sublayer.
 
     Args:
-      params: of the layer.
+      params: parameters of the layer.
       x: [T, D], normed.
       handle: the layer's cache in this call.
       config: the model.
 
     Returns:
-      The handle, holding the call's tokens, whose commit still has to follow, and [T, D].
+      The handle, what is still to be committed (None if nothing), and [T, D].
 
     Source: deepseek_v4.md section 1.3.
     """
@@ -35,6 +36,6 @@ def swa_attention(
         kv=project_kv(params, x),
     )
     norms = LayerNorms(kv=params.kv_norm, frequencies=frequencies, eps=config.rms_norm_eps)
-    handle, q, _ = append_and_flush(handle, tokens, norms)
-    attended = handle.attend(q, params.attn_sink, None, frequencies).astype(x.dtype)
-    return handle, output(params, attended, config)
+    handle, appended = handle.append(tokens, norms)
+    attended = handle.attend(appended.queries, params.attn_sink, None, frequencies)
+    return handle, appended.new_tokens, output(params, attended.astype(x.dtype), config)

@@ -13,22 +13,17 @@ import numpy as np
 
 from dsv4_jax.bench import floor
 from dsv4_jax.bench.fill import filled_cache
-from dsv4_jax.bench.parts import (
-    cache_part,
-    layers_of_kind,
-    one_token_each,
-    random_inputs,
-)
+from dsv4_jax.bench.parts import cache_part, layers_of_kind, one_token_each, random_inputs
 from dsv4_jax.bench.profile import profile_launches
 from dsv4_jax.bench.program import Program, compile_program
 from dsv4_jax.bench.report import first_line
 from dsv4_jax.bench.timing import Timing, time_calls
 from dsv4_jax.cache.model_cache import ModelCache, cache_shapes, tree_bytes
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.engine.decode import jit_decode_step
-from dsv4_jax.layer_schedule import layer_schedule
+from dsv4_jax.config.layer_schedule import layer_schedule
+from dsv4_jax.model.block import embed
 from dsv4_jax.model.params import DSV4Params, layer_of
-from dsv4_jax.model.transformer import embed
+from dsv4_jax.step.decode import jit_decode_step
 
 MARGIN_BYTES = 2 * 2**30
 """What a step may take beside weights and one cache."""

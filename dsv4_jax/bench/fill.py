@@ -14,7 +14,7 @@ from dsv4_jax.cache.model_cache import ModelCache, init_cache
 from dsv4_jax.cache.paged_cache import PagedKVPool
 from dsv4_jax.cache.state_cache import StateCachePool
 from dsv4_jax.config import DSV4Config
-from pallas_kernels.codecs import Codec, Planes
+from pallas_kernels.common.codecs import Codec, Planes
 
 _CHUNK_ELEMENTS = 2**26  # f32 elements encoded at once: 256 MiB
 

@@ -11,7 +11,8 @@ import jax
 
 from dsv4_jax.cache.schema import LayerCacheSchema, build_schema
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.layer_schedule import AttentionType, LayerSpec, layer_schedule
+from dsv4_jax.config.layer_schedule import LayerSpec, layer_schedule
+from dsv4_jax.config.layer_types import AttentionType
 from dsv4_jax.model.params import LayerParams, param_shapes
 
 BANDWIDTH = 4.3e12

@@ -20,7 +20,8 @@ from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.layer_schedule import AttentionType, LayerSpec, layer_schedule
+from dsv4_jax.config.layer_schedule import LayerSpec, layer_schedule
+from dsv4_jax.config.layer_types import AttentionType
 
 _ROUNDS = 16  # of an op in one program, each on another layer where there are several
 
@@ -119,16 +120,15 @@ def _repeat(
 ) -> tuple[ModelCache, AttentionInputs, list[Any]]:
     """The op on one layer after the other; lengths stay as they are."""
     call = cache.index(step_input, max_row_tokens=1)
-    appended, _, index_queries = append(cache.layer(specs[0].attn, 0, call), inputs, config)
-    rows = appended.rows
-    assert rows is not None
+    _, appended = append(cache.layer(specs[0].attn, 0, call), inputs, config)
     outs = []  # returned, else XLA would take out what gives them
     for i in range(_ROUNDS):
         spec = specs[i % len(specs)]
-        handle = cache.layer(spec.attn, spec.family_idx, call, in_place=True).with_rows(rows)
+        handle = cache.layer(spec.attn, spec.family_idx, call, in_place=True)
+        handle = dataclasses.replace(handle, window=appended.window)
         handle, inputs = jax.lax.optimization_barrier((handle, inputs))
         handle = dataclasses.replace(handle, call=call)  # computed once, as in a step
-        handle, out = op(handle, inputs, index_queries, config)
+        handle, out = op(handle, inputs, appended.index_queries, config)
         # The next round waits for this one.
         handle, inputs, out = jax.lax.optimization_barrier((handle, inputs, out))
         cache = cache.with_layer(handle)
@@ -144,15 +144,15 @@ _jit_repeat = jax.jit(
 def _append(
     handle: LayerCacheHandle, inputs: AttentionInputs, _: jax.Array | None, config: DSV4Config
 ) -> Any:
-    handle, *queries = append(dataclasses.replace(handle, rows=None), inputs, config)
-    return handle, queries
+    handle, appended = append(handle, inputs, config)
+    return handle, (appended.queries, appended.index_queries)
 
 
 def _index(
     handle: LayerCacheHandle, inputs: AttentionInputs, seen: jax.Array | None, config: DSV4Config
 ) -> Any:
     assert seen is not None
-    return handle, handle.select_entries(seen, inputs.index_weights)
+    return handle, handle.select(seen, inputs.index_weights)
 
 
 def _attention(

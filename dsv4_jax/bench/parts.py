@@ -12,15 +12,16 @@ import numpy as np
 
 from dsv4_jax.attention.rope import rope_frequencies
 from dsv4_jax.bench.noise import random_array
-from dsv4_jax.cache.append import LayerNorms, LayerTokens, append_and_flush
-from dsv4_jax.cache.call_rows import Projections
+from dsv4_jax.cache.append import Appended, LayerNorms, LayerTokens
 from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.cache.model_cache import ModelCache
+from dsv4_jax.cache.new_tokens import Projections
 from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.layer_schedule import AttentionType, layer_schedule
+from dsv4_jax.config.layer_schedule import layer_schedule
+from dsv4_jax.config.layer_types import AttentionType
 from dsv4_jax.model.params import LayerParams
-from dsv4_jax.model.transformer import jit_run_block, keep
+from dsv4_jax.model.trunk import jit_run_block, keep
 
 
 class AttentionInputs(NamedTuple):
@@ -128,7 +129,7 @@ def cache_part(
         handle = dataclasses.replace(handle, call=call)
         handle, attended = _jit_attend(handle, inputs, config)
         handle, attended = jax.lax.optimization_barrier((handle, attended))
-        cache = cache.with_layer(handle.commit())
+        cache = cache.with_layer(handle)
         inputs = inputs._replace(queries=attended)
     slots = jnp.where(call.row_slots < 0, cache.max_requests, call.row_slots)
     lengths = cache.length_tokens.at[slots].add(call.row_counts, mode="drop")
@@ -161,15 +162,15 @@ def layers_of_kind(
     specs = [spec for spec in layer_schedule(config) if spec.kind == kind]
     for spec, layer in zip(specs, layers, strict=False):
         handle = cache.layer(spec.attn, spec.family_idx, call, in_place=True)
-        handle, streams = jit_run_block(layer, streams, step_input.token_ids, handle, config)
-        cache, _ = keep(cache, None, handle)
+        handle, new, streams = jit_run_block(layer, streams, step_input.token_ids, handle, config)
+        cache, _ = keep(cache, None, handle, new)
     return cache, streams
 
 
 def append(
     handle: LayerCacheHandle, inputs: AttentionInputs, config: DSV4Config
-) -> tuple[LayerCacheHandle, jax.Array, jax.Array | None]:
-    """`append_and_flush` of what a layer of the handle's type projects, index queries included."""
+) -> tuple[LayerCacheHandle, Appended]:
+    """Appends what a layer of the handle's type projects, index queries included."""
     attn = handle.schema.attn_type
     tokens = LayerTokens(queries=inputs.queries, kv=inputs.kv)
     norms = LayerNorms(
@@ -189,20 +190,20 @@ def append(
             indexer=Projections(values=inputs.index_values, scores=inputs.index_scores),
             index_queries=inputs.index_queries,
         )
-    return append_and_flush(handle, tokens, norms)
+    return handle.append(tokens, norms)
 
 
 def _attend(
     handle: LayerCacheHandle, inputs: AttentionInputs, config: DSV4Config
 ) -> tuple[LayerCacheHandle, jax.Array]:
     """One layer, from append to attention, as in `dsv4_jax.attention`."""
-    handle, queries, index_queries = append(handle, inputs, config)
+    handle, appended = append(handle, inputs, config)
     selected = None
     if handle.schema.attn_type == AttentionType.HCA:
         selected = handle.all_visible()
-    elif index_queries is not None:
-        selected = handle.select_entries(index_queries, inputs.index_weights)
-    return handle, handle.attend(queries, inputs.sink, selected)
+    elif appended.index_queries is not None:
+        selected = handle.select(appended.index_queries, inputs.index_weights)
+    return handle, handle.attend(appended.queries, inputs.sink, selected)
 
 
 _jit_attend = jax.jit(_attend, static_argnames="config")

@@ -16,9 +16,10 @@ from dsv4_jax.bench.timing import time_calls
 from dsv4_jax.cache.model_cache import ModelCache, init_cache, tree_bytes
 from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.engine.prefill import jit_prefill
-from dsv4_jax.layer_schedule import AttentionType, layer_schedule
+from dsv4_jax.config.layer_schedule import layer_schedule
+from dsv4_jax.config.layer_types import AttentionType
 from dsv4_jax.model.params import DSV4Params
+from dsv4_jax.step.prefill import jit_prefill
 
 
 def bench_prefill(

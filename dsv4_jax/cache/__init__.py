@@ -1,1 +1,1 @@
-"""The hybrid cache as a value: schemas, pools, handles, flush, manager."""
+"""The hybrid cache: pytrees, and pure functions on them."""

@@ -1,17 +1,26 @@
-"""What attention does first in every layer: its tokens and the entries they complete, appended."""
+"""Append: a call's tokens, and the entries of the windows that they close, into one layer.
+
+There are two ways, with one result. Where no row of the call has more than one token, everything
+is written in place, in one launch. Else the entries are written, and ring and compressor states
+stay as they were, since a query in the middle of the call still reads them: the call's tokens are
+returned, to be committed later (`commit.py`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import flax.struct
 import jax
+import jax.numpy as jnp
 
 import pallas_kernels as pk
-from dsv4_jax.cache.call_rows import CallRows, Projections
-from dsv4_jax.cache.flush import maybe_flush_csa, maybe_flush_hca
-from dsv4_jax.cache.handle import LayerCacheHandle
-from dsv4_jax.layer_schedule import AttentionType
+from dsv4_jax.cache.new_tokens import NewTokens, Projections
+from dsv4_jax.cache.paged_cache import PagedKVPool
+from dsv4_jax.cache.state_cache import StateCachePool
+from pallas_kernels.common.call import CallIndices
+from pallas_kernels.common.codecs import Planes
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -35,13 +44,13 @@ class LayerTokens:
 
 @flax.struct.dataclass(kw_only=True)
 class LayerNorms:
-    """What norms and rotates a layer's tokens and entries.
+    """The norms of a layer's tokens and entries, and its RoPE table.
 
     Attributes:
       kv: [C], norm weight of the window entries.
-      compressor: [C], of the compressor, None where there is none.
-      indexer: [IC], of the indexer's compressor, None where there is none.
-      frequencies: f32[R / 2], of the layer's table.
+      compressor: [C], norm weight of the entries; None where there are none.
+      indexer: [IC], norm weight of the index keys; None where there are none.
+      frequencies: f32[R / 2], radians per position.
       eps: floor of the norms.
     """
 
@@ -52,71 +61,42 @@ class LayerNorms:
     eps: float = flax.struct.field(pytree_node=False)
 
 
-def append_and_flush(
-    handle: LayerCacheHandle, tokens: LayerTokens, norms: LayerNorms
-) -> tuple[LayerCacheHandle, jax.Array, jax.Array | None]:
-    """Takes a call's tokens and writes the entries of the windows that they close.
+class Appended(NamedTuple):
+    """What an append gives back beside the updated pools.
 
-    A handle that is `in_place` takes them into ring and states at once, in one launch; then
-    `commit` has nothing left to do. Else they become its rows, and ring and states stay as they
-    were, which a token in the middle of a call still needs.
+    Attributes:
+      queries: [T, H, C], normed and rotated.
+      index_queries: f32[T, IH, IC], rotated and rounded as index keys are; None where there were
+        none.
+      window: planes [T, ...], the call's window entries as stored.
+      new_tokens: what ring and states still have to take; None where they have taken it.
+    """
+
+    queries: jax.Array
+    index_queries: jax.Array | None
+    window: Planes
+    new_tokens: NewTokens | None
+
+
+Pools = tuple[StateCachePool, PagedKVPool | None]
+
+
+def append_in_place(
+    pools: Pools, tokens: LayerTokens, norms: LayerNorms, call: CallIndices, *, layer: jax.Array
+) -> tuple[Pools, Appended]:
+    """Appends at most one token per row: ring, states and entries in one launch.
 
     Args:
-      handle: of the layer, without rows.
-      tokens: as projected.
+      pools: state pool, and blocks or None.
+      tokens: the call's tokens.
       norms: of the layer.
-
-    Returns:
-      The handle; the queries [T, H, C], normed and rotated; and the index queries f32[T, IH, IC],
-      rotated and rounded as index keys are, None where there were none.
+      call: the call's indices; no row has more than one token.
+      layer: i32[], index into the pools' stacked arrays.
 
     Source: deepseek_v4.md sections 1.3, 2, 3 and 4.
     """
-    if handle.in_place:
-        return _append_in_place(handle, tokens, norms)
-    queries, window = pk.encode_tokens(
-        tokens.queries,
-        tokens.kv,
-        norms.kv,
-        norms.frequencies,
-        handle.positions,
-        codec=handle.schema.format.entry,
-        eps=norms.eps,
-    )
-    rows = CallRows(window=window, compressor=tokens.compressor, indexer=tokens.indexer)
-    handle = handle.with_rows(rows)
-    schema, shared = handle.schema, {"frequencies": norms.frequencies, "eps": norms.eps}
-    if schema.attn_type == AttentionType.CSA:
-        assert norms.compressor is not None
-        assert norms.indexer is not None
-        handle = maybe_flush_csa(
-            handle,
-            schema,
-            schema.compression_ratio,
-            norm=norms.compressor,
-            indexer_norm=norms.indexer,
-            **shared,
-        )
-    elif schema.attn_type == AttentionType.HCA:
-        assert norms.compressor is not None
-        handle = maybe_flush_hca(
-            handle, schema, schema.compression_ratio, norm=norms.compressor, **shared
-        )
-    index_queries = tokens.index_queries
-    if index_queries is not None:
-        index_queries = pk.round_index_queries(
-            index_queries,
-            norms.frequencies,
-            handle.positions,
-            codec=handle.schema.format.index_key,
-        )
-    return handle, queries, index_queries
-
-
-def _append_in_place(
-    handle: LayerCacheHandle, tokens: LayerTokens, norms: LayerNorms
-) -> tuple[LayerCacheHandle, jax.Array, jax.Array | None]:
-    state, paged, fmt = handle.state, handle.paged, handle.schema.format
+    state, paged = pools
+    fmt = state.schema.format
     compressors = []
     if paged is not None:
         kept = state.tail if state.running is None else state.running
@@ -148,23 +128,138 @@ def _append_in_place(
         norms.frequencies,
         state.window,
         compressors,
-        handle.block_table,
+        None if paged is None else call.block_table,
         codec=fmt.entry,
-        request_ids=handle.call.request_ids,
-        slots=handle.call.slots,
-        positions=handle.call.positions,
-        layer=handle.layer,
-        rate=handle.schema.compression_ratio,
+        request_ids=call.segment_ids,
+        slots=call.slots,
+        positions=call.positions,
+        layer=layer,
+        rate=state.schema.compression_ratio,
         eps=norms.eps,
         index_queries=tokens.index_queries,
         index_codec=None if tokens.index_queries is None else fmt.index_key,
     )
     names = ("running",) if state.running is not None else ("tail", "index_tail")
-    updated = dict(zip(names, done.states, strict=False))
-    state = dataclasses.replace(state, window=done.ring, **updated)
+    state = dataclasses.replace(
+        state, window=done.ring, **dict(zip(names, done.states, strict=False))
+    )
     if paged is not None:
-        pools = dict(zip(("entries", "index_keys"), done.pools, strict=False))
-        paged = dataclasses.replace(paged, **pools)
-    rows = CallRows(window=done.rows, compressor=tokens.compressor, indexer=tokens.indexer)
-    handle = dataclasses.replace(handle, state=state, paged=paged, is_committed=True)
-    return handle.with_rows(rows), done.queries, done.index_queries
+        families = dict(zip(("entries", "index_keys"), done.pools, strict=False))
+        paged = dataclasses.replace(paged, **families)
+    window = jax.lax.optimization_barrier(done.rows)
+    return (state, paged), Appended(done.queries, done.index_queries, window, None)
+
+
+def append_uncommitted(
+    pools: Pools, tokens: LayerTokens, norms: LayerNorms, call: CallIndices, *, layer: jax.Array
+) -> tuple[Pools, Appended]:
+    """Appends any number of tokens per row: entries now, ring and states when they are committed.
+
+    Arguments as in `append_in_place`.
+    """
+    state, paged = pools
+    fmt = state.schema.format
+    queries, window = pk.encode_tokens(
+        tokens.queries,
+        tokens.kv,
+        norms.kv,
+        norms.frequencies,
+        call.positions,
+        codec=fmt.entry,
+        eps=norms.eps,
+    )
+    new = hold(NewTokens(window=window, compressor=tokens.compressor, indexer=tokens.indexer))
+    if paged is not None:
+        paged = flush_windows((state, paged), new, norms, call, layer=layer)
+    index_queries = tokens.index_queries
+    if index_queries is not None:
+        index_queries = pk.round_index_queries(
+            index_queries, norms.frequencies, call.positions, codec=fmt.index_key
+        )
+    return (state, paged), Appended(queries, index_queries, new.window, new)
+
+
+def hold(new: NewTokens) -> NewTokens:
+    """The same tokens, computed once.
+
+    What this call reads must be what a later call finds stored, to the bit: without the barrier,
+    XLA may compute a row twice and round it differently.
+    """
+    return jax.lax.optimization_barrier(new)
+
+
+def flush_windows(
+    pools: tuple[StateCachePool, PagedKVPool],
+    new: NewTokens,
+    norms: LayerNorms,
+    call: CallIndices,
+    *,
+    layer: jax.Array,
+) -> PagedKVPool:
+    """Compresses the windows that a call closes, and writes their entries and index keys.
+
+    Args:
+      pools: of a CSA or HCA layer, state as it was before the call.
+      new: the call's tokens.
+      norms: of the layer.
+      call: the call's indices.
+      layer: i32[], index into the pools' stacked arrays.
+
+    Source: deepseek_v4.md sections 2.2 and 3.
+    """
+    state, paged = pools
+    schema = state.schema
+    ratio, fmt = schema.compression_ratio, schema.format
+    indices = {
+        "closing": _closing_tokens(call, ratio),
+        "request_ids": call.segment_ids,
+        "slots": call.slots,
+        "positions": call.positions,
+        "lengths": call.lengths,
+        "layer": layer,
+        "rate": ratio,
+        "eps": norms.eps,
+    }
+    assert new.compressor is not None
+    assert norms.compressor is not None
+    if state.running is not None:
+        entries = pk.flush_hca(
+            paged.entries,
+            state.running,
+            new.compressor.planes,
+            norms.compressor,
+            norms.frequencies,
+            call.block_table,
+            codec=fmt.entry,
+            max_count=call.max_row_tokens,
+            **indices,
+        )
+        return dataclasses.replace(paged, entries=entries)
+    assert state.tail is not None
+    assert state.index_tail is not None
+    assert new.indexer is not None
+    assert norms.indexer is not None
+    assert paged.index_keys is not None
+    entries, index_keys = pk.flush_csa(
+        (paged.entries, paged.index_keys),
+        (state.tail, state.index_tail),
+        (new.compressor.planes, new.indexer.planes),
+        (norms.compressor, norms.indexer),
+        norms.frequencies,
+        call.block_table,
+        codecs=(fmt.entry, fmt.index_key),
+        **indices,
+    )
+    return dataclasses.replace(paged, entries=entries, index_keys=index_keys)
+
+
+def _closing_tokens(call: CallIndices, ratio: int) -> jax.Array:
+    """`call.closing_tokens`, but where every token has a place anyway, each stays in its own.
+
+    A decode step then compacts nothing.
+    """
+    num_tokens = call.positions.shape[0]
+    if num_tokens > num_tokens // ratio + call.row_slots.shape[0]:
+        return call.closing_tokens(ratio)
+    closes = (call.segment_ids >= 0) & ((call.positions + 1) % ratio == 0)
+    return jnp.where(closes, jnp.arange(num_tokens, dtype=jnp.int32), -1)

@@ -20,9 +20,11 @@ from dsv4_jax.cache.schema import (
     same_sizes,
 )
 from dsv4_jax.cache.state_cache import StateCachePool, init_state_pool
-from dsv4_jax.cache.step_input import CallIndices, StepInput, index_call
+from dsv4_jax.cache.step_input import StepInput, index_call
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.layer_schedule import AttentionType, draft_layer, layer_schedule
+from dsv4_jax.config.layer_schedule import draft_layer, layer_schedule
+from dsv4_jax.config.layer_types import AttentionType
+from pallas_kernels.common.call import CallIndices
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -88,7 +90,6 @@ class ModelCache:
             state=state,
             layer=jnp.asarray(family_idx, jnp.int32),
             call=call,
-            rows=None,
             schema=state.schema,
             in_place=in_place,
         )

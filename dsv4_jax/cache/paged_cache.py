@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv4_jax.cache.schema import LayerCacheSchema
-from pallas_kernels.codecs import Planes, PlaneShapes
+from pallas_kernels.common.codecs import Planes, PlaneShapes
 
 
 @flax.struct.dataclass(kw_only=True)

@@ -7,8 +7,9 @@ import fractions
 import math
 
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.layer_schedule import AttentionType, LayerSpec
-from pallas_kernels.formats import CacheFormat, get_cache_format
+from dsv4_jax.config.layer_schedule import LayerSpec
+from dsv4_jax.config.layer_types import AttentionType
+from pallas_kernels.common.formats import CacheFormat, get_cache_format
 
 BLOCK_SIZE_ORIGINAL_TOKENS = 128
 """Tokens of a block at the released rates, 4 and 128; `DSV4Config.block_tokens` for any others."""

@@ -16,12 +16,12 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from dsv4_jax.cache.call_rows import CallRows, Projections
 from dsv4_jax.cache.model_cache import ModelCache
+from dsv4_jax.cache.new_tokens import NewTokens, Projections
 from dsv4_jax.cache.poison import poison_of
 from dsv4_jax.cache.state_cache import StateCachePool
-from dsv4_jax.cache.step_input import CallIndices
-from pallas_kernels.codecs import Planes
+from pallas_kernels.common.call import CallIndices
+from pallas_kernels.common.codecs import Planes
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -93,7 +93,7 @@ def init_snapshot_store(cache: ModelCache, num_snapshots: int) -> SnapshotStore:
 def save_snapshots(
     store: SnapshotStore,
     state: Mapping[str, StateCachePool],
-    rows: Mapping[str, CallRows] | None,
+    rows: Mapping[str, NewTokens] | None,
     call: CallIndices,
     plan: SnapshotPlan,
 ) -> SnapshotStore:

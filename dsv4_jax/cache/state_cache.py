@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 from dsv4_jax.cache.paged_cache import zeros
 from dsv4_jax.cache.schema import LayerCacheSchema
-from dsv4_jax.layer_schedule import AttentionType
-from pallas_kernels.codecs import Planes
-from pallas_kernels.compress_tail.reference import empty_pool
+from dsv4_jax.config.layer_types import AttentionType
+from pallas_kernels.common.codecs import Planes
+from pallas_kernels.compressor.pooling import empty_pool
 
 
 @flax.struct.dataclass(kw_only=True)

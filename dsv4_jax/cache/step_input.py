@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import flax.struct
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+
+from pallas_kernels.common.call import CallIndices
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -24,57 +24,6 @@ class StepInput:
     token_ids: jax.Array
     request_ids: jax.Array
     request_slots: jax.Array
-
-
-@flax.struct.dataclass(kw_only=True)
-class CallIndices:
-    """Where the tokens of one call belong; every layer shares it.
-
-    Attributes:
-      request_ids: i32[T], row of each token; -1 for padding and for tokens beyond the context.
-      slots: i32[T], slot of each token, -1 likewise.
-      positions: i32[T], position of each token, 0 for padding.
-      lengths: i32[T], tokens of each token's request before the call.
-      row_slots: i32[B], slot of each row, -1 where idle.
-      row_lengths: i32[B], tokens of each row before the call.
-      row_counts: i32[B], tokens of each row in the call.
-      row_offsets: i32[B], index in T of each row's first token.
-      block_table: i32[B, LB].
-      max_row_tokens: the most tokens a row can have, static.
-    """
-
-    request_ids: jax.Array
-    slots: jax.Array
-    positions: jax.Array
-    lengths: jax.Array
-    row_slots: jax.Array
-    row_lengths: jax.Array
-    row_counts: jax.Array
-    row_offsets: jax.Array
-    block_table: jax.Array
-    max_row_tokens: int = flax.struct.field(pytree_node=False)
-
-    def closing_tokens(self, rate: int) -> jax.Array:
-        """Tokens that close a window of `rate` tokens.
-
-        Returns:
-          i32[n], indices in T, then -1; n = min(T, T // rate + B) is enough for any mix of rows.
-        """
-        num_tokens, num_rows = self.positions.shape[0], self.row_slots.shape[0]
-        closes = (self.request_ids >= 0) & ((self.positions + 1) % rate == 0)
-        size = min(num_tokens, num_tokens // rate + num_rows)
-        return jnp.nonzero(closes, size=size, fill_value=-1)[0].astype(jnp.int32)
-
-    def keep(self, num_tokens: jax.Array) -> CallIndices:
-        """The same call, cut to the first i32[B] tokens of each row; the others are padding."""
-        row = jnp.maximum(self.request_ids, 0)
-        kept = (self.request_ids >= 0) & (self.positions - self.lengths < num_tokens[row])
-        return dataclasses.replace(
-            self,
-            request_ids=jnp.where(kept, self.request_ids, -1),
-            slots=jnp.where(kept, self.slots, -1),
-            row_counts=jnp.clip(num_tokens, 0, self.row_counts),
-        )
 
 
 def check_step_input(step_input: StepInput, *, vocab_size: int, num_slots: int) -> None:
@@ -139,7 +88,7 @@ def index_call(
     positions = row_lengths[row] + place
     valid = jnp.any(member, axis=1) & (positions < block_table.shape[1] * block_tokens)
     return CallIndices(
-        request_ids=jnp.where(valid, row, -1),
+        segment_ids=jnp.where(valid, row, -1),
         slots=jnp.where(valid, safe_slots[row], -1),
         positions=jnp.where(valid, positions, 0),
         lengths=jnp.where(valid, row_lengths[row], 0),

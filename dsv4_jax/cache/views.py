@@ -1,12 +1,14 @@
-"""What a layer stores, as plain arrays: the views that a handle reads out."""
+"""What a layer stores, as plain arrays: the original cache's views, and how they are read."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from pallas_kernels.codecs import Planes
+from dsv4_jax.cache.handle import LayerCacheHandle
+from pallas_kernels.common.codecs import FP4KeyCodec, Planes
 
 
 class SWAView(NamedTuple):
@@ -69,3 +71,71 @@ class IndexerView(NamedTuple):
     block_table: jax.Array
     block_lens: jax.Array
     planes: Planes
+
+
+def read_swa_view(handle: LayerCacheHandle, *, counts_call: bool) -> SWAView:
+    """The ring of a layer as stored.
+
+    Args:
+      handle: the layer.
+      counts_call: the ring holds the call's tokens already.
+    """
+    call, window = handle.call, handle.schema.swa_window_size
+    planes = {name: plane[handle.layer] for name, plane in handle.state.window.items()}
+    length = call.row_lengths + (call.row_counts if counts_call else 0)
+    age = (length[:, None] - 1 - jnp.arange(window)[None]) % window
+    position = length[:, None] - 1 - age
+    return SWAView(
+        fp8=planes.get("nope"),
+        rope=planes.get("rope"),
+        inv_scale=planes.get("inv_scale"),
+        positions=jnp.where(position >= 0, position, -1),
+        head=length % window,
+        slots=call.row_slots,
+        planes=planes,
+    )
+
+
+def read_classical_view(handle: LayerCacheHandle) -> ClassicalView:
+    """The entries of a layer as stored.
+
+    Raises:
+      ValueError: the layer has none.
+    """
+    planes = {name: plane[handle.layer] for name, plane in handle.blocks.entries.items()}
+    return ClassicalView(
+        entries_fp8=planes.get("nope"),
+        entries_rope=planes.get("rope"),
+        inv_scale=planes.get("inv_scale"),
+        block_table=handle.call.block_table,
+        block_lens=block_lens(handle),
+        planes=planes,
+    )
+
+
+def read_indexer_view(handle: LayerCacheHandle) -> IndexerView:
+    """The index keys of a layer as stored, and FP4 ones as published pairs too.
+
+    Raises:
+      ValueError: the layer has none.
+    """
+    blocks, schema = handle.blocks, handle.schema
+    if blocks.index_keys is None:
+        raise ValueError(f"a layer of type {schema.attn_type} has no indexer")
+    planes = {name: plane[handle.layer] for name, plane in blocks.index_keys.items()}
+    codec = schema.format.index_key
+    ones = jnp.ones(blocks.num_blocks, jnp.float32)
+    return IndexerView(
+        keys_fp4=codec.to_pairs(planes["codes"]) if isinstance(codec, FP4KeyCodec) else None,
+        scale=planes.get("scale"),
+        global_scale=ones if schema.needs_inv_scale else None,
+        block_table=handle.call.block_table,
+        block_lens=block_lens(handle),
+        planes=planes,
+    )
+
+
+def block_lens(handle: LayerCacheHandle) -> jax.Array:
+    """i32[B], blocks of each row that hold tokens, the call's included."""
+    tokens = handle.call.row_lengths + handle.call.row_counts
+    return -(-tokens // handle.schema.block_tokens)

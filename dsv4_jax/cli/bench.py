@@ -24,7 +24,7 @@ from dsv4_jax.cli.presets import PRESETS, read_config
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import param_shapes, unstack_layers
 from dsv4_jax.runtime import claim_memory
-from pallas_kernels.formats import CACHE_FORMATS
+from pallas_kernels.common.formats import CACHE_FORMATS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,10 +13,10 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
-from dsv4_jax.engine.engine import Engine
-from dsv4_jax.engine.text import TextStream, load_tokenizer
-from dsv4_jax.model.checkpoint import SHIPPED_CHECKPOINT, load_checkpoint
-from pallas_kernels.formats import CACHE_FORMATS
+from dsv4_jax.checkpoint.load import SHIPPED_CHECKPOINT, load_checkpoint
+from dsv4_jax.serving.engine import Engine
+from dsv4_jax.serving.text import TextStream, load_tokenizer
+from pallas_kernels.common.formats import CACHE_FORMATS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

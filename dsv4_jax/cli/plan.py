@@ -12,7 +12,7 @@ from dsv4_jax.cache.model_cache import cache_shapes, family_bytes, tree_bytes
 from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
 from dsv4_jax.cli.presets import PRESETS, read_config
 from dsv4_jax.model.params import param_shapes
-from pallas_kernels.formats import CACHE_FORMATS
+from pallas_kernels.common.formats import CACHE_FORMATS
 
 _MIB = 2**20
 

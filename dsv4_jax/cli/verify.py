@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dsv4_jax.checkpoint.load import SHIPPED_CHECKPOINT, load_checkpoint
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.engine.engine import Engine
-from dsv4_jax.engine.request import Completion
-from dsv4_jax.engine.serving_loop import CacheError
-from dsv4_jax.model.checkpoint import SHIPPED_CHECKPOINT, load_checkpoint
 from dsv4_jax.model.params import DSV4Params
-from pallas_kernels.formats import CACHE_FORMATS
+from dsv4_jax.serving.engine import Engine
+from dsv4_jax.serving.loop import CacheError
+from dsv4_jax.serving.request import Completion
+from pallas_kernels.common.formats import CACHE_FORMATS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,16 +8,18 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from dsv4_jax.attention.history import history_attention
+from dsv4_jax.attention.full_sequence import attend_full_sequence
 from dsv4_jax.attention.projections import linear
 from dsv4_jax.cache.handle import LayerCacheHandle
+from dsv4_jax.cache.new_tokens import NewTokens
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.layer_schedule import AttentionType
+from dsv4_jax.config.layer_types import AttentionType
+from dsv4_jax.model.block import block, head
 from dsv4_jax.model.params import DraftParams, DSV4Params, LayerParams
-from dsv4_jax.model.transformer import block, head, jit_run_block
-from pallas_kernels.backend import Backend
-from pallas_kernels.formats import get_cache_format
-from pallas_kernels.rotary import rms_norm
+from dsv4_jax.model.trunk import jit_run_block
+from pallas_kernels.common.backend import Backend
+from pallas_kernels.common.formats import get_cache_format
+from pallas_kernels.common.norm_rope import rms_norm
 
 
 def forward_draft(
@@ -48,11 +50,11 @@ def forward_draft(
         raise ValueError("params.mtp is None: this checkpoint has no draft (MTP) block")
     fmt = get_cache_format(cache_format)
 
-    def attention(layer: LayerParams, x: jax.Array) -> jax.Array:
-        return history_attention(layer.attn, x, AttentionType.SWA, config, fmt)
+    def attention(layer: LayerParams, x: jax.Array) -> tuple[jax.Array | None, jax.Array]:
+        return attend_full_sequence(layer.attn, x, AttentionType.SWA, config, fmt)
 
     streams = draft_input(draft, params.embed[next_token_ids], streams, config)
-    streams = block(
+    _, streams = block(
         draft.block, streams, next_token_ids, config, attention, backend=Backend.REFERENCE
     )
     return draft_logits(params, streams, config)
@@ -64,7 +66,7 @@ def run_draft(
     next_token_ids: jax.Array,
     handle: LayerCacheHandle,
     config: DSV4Config,
-) -> tuple[LayerCacheHandle, jax.Array]:
+) -> tuple[LayerCacheHandle, NewTokens | None, jax.Array]:
     """The draft block on its window ring.
 
     The last token of a block takes a zero embedding for its next token. What the ring holds below
@@ -79,8 +81,8 @@ def run_draft(
       config: the model.
 
     Returns:
-      The handle, holding the call's tokens but not yet committed, and streams [T, S, D], of which
-      `draft_logits` makes logits for the token after the next.
+      The handle, what is still to be committed, and streams [T, S, D], of which `draft_logits`
+      makes logits for the token after the next.
     """
     draft = params.mtp
     assert draft is not None

@@ -13,7 +13,8 @@ import numpy as np
 
 from dsv4_jax.attention.params import AttentionParams, attention_shapes, f32_shape
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.layer_schedule import AttentionType, LayerSpec, RouterType, layer_schedule
+from dsv4_jax.config.layer_schedule import LayerSpec, layer_schedule
+from dsv4_jax.config.layer_types import AttentionType, RouterType
 
 _HOST_SIZE = 2**22  # elements
 

@@ -16,14 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from dsv4_jax.attention.history import Selector, select_by_score
+from dsv4_jax.attention.full_sequence import Selector, select_by_score
+from dsv4_jax.checkpoint.load import SHIPPED_CHECKPOINT, load_checkpoint
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.layer_schedule import AttentionType
-from dsv4_jax.model.checkpoint import SHIPPED_CHECKPOINT, load_checkpoint
+from dsv4_jax.config.layer_types import AttentionType
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.training.corpus import read_corpus
 from dsv4_jax.training.losses import held_out_loss, select_all, select_at_random
-from pallas_kernels.formats import CACHE_FORMATS
+from pallas_kernels.common.formats import CACHE_FORMATS
 
 _SELECTORS: dict[str, Selector] = {
     "by the indexer": select_by_score,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from dsv4_jax.attention.history import Selection, Selector, select_by_score
+from dsv4_jax.attention.full_sequence import Selection, Selector, select_by_score
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.model.block import head
 from dsv4_jax.model.draft import forward_draft
+from dsv4_jax.model.forward import forward_streams
 from dsv4_jax.model.params import DSV4Params
-from dsv4_jax.model.transformer import forward_streams, head
 
 
 def select_all(selection: Selection) -> jax.Array:
@@ -35,7 +36,7 @@ def index_divergence(selection: Selection) -> jax.Array:
     """KL from the attention an entry should get to what the index scores give it; a mean.
 
     The target is the attention over visible entries alone, averaged over heads. No gradient
-    reaches it, and `history_attention` lets none through to the layer's input: only the indexer
+    reaches it, and `attend_full_sequence` lets none through to the layer's input: only the indexer
     learns from this.
     """
     num_entries = selection.scores.shape[-1]

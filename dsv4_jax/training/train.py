@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from dsv4_jax.checkpoint.save import save_checkpoint
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.layer_schedule import AttentionType, RouterType
-from dsv4_jax.model.checkpoint import save_checkpoint
+from dsv4_jax.config.layer_types import AttentionType, RouterType
 from dsv4_jax.model.params import DSV4Params, init_params, param_shapes
 from dsv4_jax.training.corpus import BOS, EOS, VOCAB_SIZE, Corpus, byte_tokenizer, read_corpus
 from dsv4_jax.training.losses import held_out_loss, training_loss

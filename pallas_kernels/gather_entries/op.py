@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.backend import Backend, resolve
-from pallas_kernels.checks import (
+from pallas_kernels.common.backend import Backend, resolve
+from pallas_kernels.common.checks import (
     check_codec,
     check_indices,
     check_planes,
@@ -20,7 +20,7 @@ from pallas_kernels.checks import (
     check_same_length,
     first_plane,
 )
-from pallas_kernels.codecs import Codec, Planes
+from pallas_kernels.common.codecs import Codec, Planes
 from pallas_kernels.gather_entries import reference, triton_gpu
 
 _ENTRIES = {

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.codecs import Codec, Planes
-from pallas_kernels.paging import gather_rows, locate_entries
-from pallas_kernels.rounding import round_to
+from pallas_kernels.common.addressing import gather_rows, locate_entries
+from pallas_kernels.common.codecs import Codec, Planes
+from pallas_kernels.common.rounding import round_to
 
 
 def gather_entries(

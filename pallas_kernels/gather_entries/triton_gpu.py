@@ -26,9 +26,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_kernels import numbers, triton
-from pallas_kernels.checks import first_plane
-from pallas_kernels.codecs import Codec, GroupedFP8Codec, Planes, ScaledFP8Codec
+from pallas_kernels.common import numbers
+from pallas_kernels.common.checks import first_plane
+from pallas_kernels.common.codecs import Codec, GroupedFP8Codec, Planes, ScaledFP8Codec
+from pallas_kernels.gpu import triton
 
 Ref = Any
 _ROWS = 4

@@ -11,8 +11,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.codecs import Codec, Planes
-from pallas_kernels.index_topk import reference, scores_mosaic_gpu, select_mosaic_gpu
+from pallas_kernels.common.codecs import Codec, Planes
+from pallas_kernels.index_scores import mosaic_gpu as scores_kernel
+from pallas_kernels.select_top_k import mosaic_gpu as select_kernel
+from pallas_kernels.select_top_k.reference import select_all
 
 
 def index_topk(
@@ -31,9 +33,9 @@ def index_topk(
     visible = jnp.where(request_ids >= 0, visible, 0)
     num_entries = block_table.shape[1] * jax.tree.leaves(pool)[0].shape[2]
     if num_entries <= k:
-        seen = reference.select_all(visible, num_entries)
+        seen = select_all(visible, num_entries)
         return jnp.pad(seen, [(0, 0), (0, k - num_entries)], constant_values=-1)
-    scores = scores_mosaic_gpu.index_scores(
+    scores = scores_kernel.index_scores(
         queries.astype(jnp.float32),
         weights.astype(jnp.float32),
         pool,
@@ -43,4 +45,4 @@ def index_topk(
         layer=layer,
         codec=codec,
     )
-    return select_mosaic_gpu.select_top_k(scores, jnp.minimum(visible, num_entries), k)
+    return select_kernel.select_top_k(scores, jnp.minimum(visible, num_entries), k)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import jax
 
-from pallas_kernels.backend import Backend, resolve
-from pallas_kernels.checks import check_codec, check_indices, check_rank, check_same_length
-from pallas_kernels.codecs import Codec, Planes
-from pallas_kernels.index_topk import mosaic_gpu, reference, scores_tiling, select_mosaic_gpu
+from pallas_kernels.common.backend import Backend, resolve
+from pallas_kernels.common.checks import check_codec, check_indices, check_rank, check_same_length
+from pallas_kernels.common.codecs import Codec, Planes
+from pallas_kernels.index_scores import tiling as scores_tiling
+from pallas_kernels.index_topk import mosaic_gpu, reference
+from pallas_kernels.select_top_k import mosaic_gpu as select_kernel
 
 _IMPLEMENTATIONS = {
     Backend.REFERENCE: reference.index_topk,
@@ -68,7 +70,7 @@ def index_topk(
     obstacle = scores_tiling.find_obstacle(queries, codec, jax.tree.leaves(pool)[0].shape[2])
     if backend == Backend.MOSAIC_GPU and obstacle is not None:
         raise NotImplementedError(f"'mosaic_gpu' index_topk {obstacle}; pass backend='reference'")
-    has_kernel = obstacle is None and k <= select_mosaic_gpu.MAX_K
+    has_kernel = obstacle is None and k <= select_kernel.MAX_K
     preferred = Backend.MOSAIC_GPU if has_kernel else Backend.REFERENCE
     return resolve("index_topk", backend, _IMPLEMENTATIONS, preferred=preferred)(
         queries,

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_kernels import rotary_tile, triton
-from pallas_kernels.sparse_attention.kernel_shapes import FLOOR, LOG2_E
+from pallas_kernels.gpu import triton, triton_rope
+from pallas_kernels.sparse_attention.call_shapes import FLOOR, LOG2_E
 
 Ref = Any
 _MOST_ROWS = 64
@@ -68,7 +68,7 @@ def combine(
         column = jnp.arange(width, dtype=jnp.int32)
         turn = None
         if frequencies_ref:
-            turn = rotary_tile.load_turn(
+            turn = triton_rope.load_turn(
                 None, frequencies_ref[0], dim=dim, width=width, dtype=dtype
             )
 
@@ -93,9 +93,9 @@ def combine(
             weight = jnp.broadcast_to(weight[:, None], some.shape)
             # A sum too large for f32 is that of a split which counts for nothing.
             out = out + jnp.sum(jnp.where(weight == 0, 0.0, some * weight), axis=0)
-        out = rotary_tile.round_to(out * jnp.where(whole == 0, 0.0, 1 / whole), dtype)
+        out = triton_rope.round_to(out * jnp.where(whole == 0, 0.0, 1 / whole), dtype)
         if turn is not None:
-            out = rotary_tile.rotate(out, turn, -position)
+            out = triton_rope.rotate(out, turn, -position)
         triton.store_row(outputs[0], (token, head), out.astype(dtype), first=0, count=dim)
 
     [out] = triton.launch(

@@ -36,22 +36,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
-from pallas_kernels import mosaic
-from pallas_kernels.backend import interpreting
-from pallas_kernels.sparse_attention.kernel_launch import (
-    as_bf16,
-    inverse_total,
-    launch,
-)
-from pallas_kernels.sparse_attention.kernel_loads import Inputs, Ref, gather_keys, load_queries
-from pallas_kernels.sparse_attention.kernel_shapes import (
-    FLOOR,
-    GROUP,
-    HEADS,
-    LOG2_E,
-    TILE,
-    Shapes,
-)
+from pallas_kernels.common.backend import interpreting
+from pallas_kernels.gpu import mosaic
+from pallas_kernels.sparse_attention.call_shapes import FLOOR, GROUP, HEADS, LOG2_E, TILE, Shapes
+from pallas_kernels.sparse_attention.launch import as_bf16, inverse_total, launch
+from pallas_kernels.sparse_attention.loads import Inputs, Ref, gather_keys, load_queries
 
 plgpu: Any = mosaic_gpu  # whose annotations describe its insides and not what callers may do
 

@@ -67,21 +67,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import mosaic, mosaic_memory
-from pallas_kernels.sparse_attention.kernel_launch import (
-    as_bf16,
-    inverse_total,
-    launch,
-)
-from pallas_kernels.sparse_attention.kernel_loads import Inputs, Ref, gather_keys, load_queries
-from pallas_kernels.sparse_attention.kernel_shapes import (
-    FLOOR,
-    GROUP,
-    HEADS,
-    LOG2_E,
-    TILE,
-    Shapes,
-)
+from pallas_kernels.gpu import mosaic, mosaic_memory
+from pallas_kernels.sparse_attention.call_shapes import FLOOR, GROUP, HEADS, LOG2_E, TILE, Shapes
+from pallas_kernels.sparse_attention.launch import as_bf16, inverse_total, launch
+from pallas_kernels.sparse_attention.loads import Inputs, Ref, gather_keys, load_queries
 
 CORES = 132
 REGISTERS = (192, 120)

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.backend import Backend, compute_capability, resolve
-from pallas_kernels.checks import (
+from pallas_kernels.common.backend import Backend, compute_capability, resolve
+from pallas_kernels.common.checks import (
     check_codec,
     check_indices,
     check_planes,
@@ -16,13 +16,8 @@ from pallas_kernels.checks import (
     check_same_length,
     first_plane,
 )
-from pallas_kernels.codecs import Codec, Planes
-from pallas_kernels.sparse_attention import (
-    kernel_shapes,
-    mosaic_blackwell,
-    mosaic_hopper,
-    reference,
-)
+from pallas_kernels.common.codecs import Codec, Planes
+from pallas_kernels.sparse_attention import call_shapes, mosaic_blackwell, mosaic_hopper, reference
 
 
 def choose_kernel() -> ModuleType:
@@ -125,7 +120,7 @@ def sparse_attention(
     if visible is not None:
         check_same_length("T", queries=queries, visible=visible)
         check_indices(visible=visible)
-    obstacle = kernel_shapes.find_obstacle(queries, ring, codec)
+    obstacle = call_shapes.find_obstacle(queries, ring, codec)
     if backend == Backend.MOSAIC_GPU and obstacle is not None:
         raise NotImplementedError(
             f"'mosaic_gpu' sparse_attention {obstacle}; pass backend='reference'"

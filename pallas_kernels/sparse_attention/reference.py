@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.chunks import map_tokens
-from pallas_kernels.codecs import Codec, Planes
+from pallas_kernels.common.chunks import map_tokens
+from pallas_kernels.common.codecs import Codec, Planes
+from pallas_kernels.common.norm_rope import rotate
+from pallas_kernels.common.rounding import round_to
 from pallas_kernels.gather_entries.reference import gather_entries, gather_window
-from pallas_kernels.rotary import rotate
-from pallas_kernels.rounding import round_to
 
 
 def attend(

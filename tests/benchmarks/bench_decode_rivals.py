@@ -16,7 +16,8 @@ import json
 import pathlib
 
 from benchmarks import bench_index_scores, bench_sparse_attention, bench_topk, rival_compressor
-from dsv4_jax import AttentionType, DSV4Config, layer_schedule
+from dsv4_jax import AttentionType, DSV4Config
+from dsv4_jax.config import layer_schedule
 
 HEADS, K = 64, 512
 

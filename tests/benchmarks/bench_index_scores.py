@@ -15,7 +15,8 @@ import numpy as np
 
 from benchmarks import bench_topk, draws, harness, rivals
 from pallas_kernels import get_cache_format
-from pallas_kernels.index_topk import scores_mosaic_gpu, select_mosaic_gpu
+from pallas_kernels.index_scores import mosaic_gpu as scores_kernel
+from pallas_kernels.select_top_k import mosaic_gpu as select_kernel
 
 HEADS, DIM, EB, K = 64, 128, 32, 512
 FORMATS = {"MXFP4": "fp8_ue8m0", "FP8": "fp8_ue8m0_fp8_index"}
@@ -73,12 +74,12 @@ def codec_of(keys):
 
 
 def score(codec, arguments, **options):
-    return scores_mosaic_gpu.index_scores(**arguments, codec=codec, **options)
+    return scores_kernel.index_scores(**arguments, codec=codec, **options)
 
 
 def score_and_select(codec, arguments):
     scores = score(codec, arguments)
-    return select_mosaic_gpu.select_top_k(scores, arguments["visible"], K)
+    return select_kernel.select_top_k(scores, arguments["visible"], K)
 
 
 def inputs(keys, batch, num_entries):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import harness, rivals
-from pallas_kernels.index_topk.select_op import select_top_k
+from pallas_kernels.select_top_k.op import select_top_k
 
 SHAPES = [(1, 262144), (8, 65536), (8, 262144), (32, 16384), (64, 4096), (64, 16384), (64, 65536)]
 SELECTED = [512, 1024]

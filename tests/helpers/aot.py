@@ -147,7 +147,7 @@ def compile_case(target, function, specs, donate_argnums=()):
 def collect(target, names=()):
     """{case: (function, specs, ...)} for a target, of the cases whose names begin so, or of all."""
     cases = {}
-    for path in sorted((TESTS / "pallas_kernels").glob("test_*.py")):
+    for path in sorted((TESTS / "pallas_kernels").rglob("test_*.py")):
         module = path.stem.removeprefix("test_")
         wanted = not names or any(
             n.startswith(f"{module}/") or f"{module}/".startswith(n) for n in names

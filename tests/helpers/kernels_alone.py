@@ -20,14 +20,11 @@ import pallas_kernels as pk
 from helpers import attention_cases, inputs, layer_cases
 from helpers.inputs import CASE_LAYER
 from pallas_kernels import get_cache_format
-from pallas_kernels.index_topk import (
-    scores_mosaic_gpu,
-    scores_tiling,
-    select_mosaic_gpu,
-    select_ptx,
-    select_steps,
-)
-from pallas_kernels.sparse_attention import kernel_shapes, op
+from pallas_kernels.index_scores import mosaic_gpu as scores_kernel
+from pallas_kernels.index_scores import tiling as scores_tiling
+from pallas_kernels.select_top_k import mosaic_gpu as select_kernel
+from pallas_kernels.select_top_k import ptx, radix_steps
+from pallas_kernels.sparse_attention import call_shapes, op
 
 ATTENTION, TOKENS = attention_cases.SMALLEST_FOR_A_KERNEL, ((300, 9, 0), (1, 1, 2))
 FREQUENCIES = np.float32(100.0 ** -np.linspace(0, 1, ATTENTION.rope_dim // 2))
@@ -57,7 +54,7 @@ def score(name, tiling=None):
         key: np.asarray(encoded[key]).reshape(1, 60, entries_per_block, *shape.shape)
         for key, shape in shapes.items()
     }
-    run = functools.partial(scores_mosaic_gpu.index_scores, codec=codec, tiling=tiling)
+    run = functools.partial(scores_kernel.index_scores, codec=codec, tiling=tiling)
     return jax.jit(run)(
         np.float32(rng.integers(-6, 7, (3, scores_tiling.HEADS, scores_tiling.DIM))),
         np.float32(rng.normal(size=(3, scores_tiling.HEADS))),
@@ -74,7 +71,7 @@ def select(num_scores, k):
     scores = np.random.default_rng(0).normal(size=(3, num_scores)).astype(np.float32)
     scores[2] = 1.0
     visible = np.int32([num_scores, num_scores // 3, num_scores])
-    run = functools.partial(select_mosaic_gpu.select_top_k, k=k)
+    run = functools.partial(select_kernel.select_top_k, k=k)
     return jax.jit(run)(scores, visible)
 
 
@@ -88,7 +85,7 @@ def attend(name, splits):
         codec=codec,
         scale=ATTENTION.scale,
         layer=CASE_LAYER,
-        tiling=kernel_shapes.Tiling(splits=splits),
+        tiling=call_shapes.Tiling(splits=splits),
     )
     arguments = {key: value for key, value in case.arguments.items() if key != "codec"}
     return jax.jit(run)(**arguments, sink=ATTENTION.sink(), frequencies=FREQUENCIES)
@@ -136,18 +133,18 @@ def gather_outside():
 def select_without_barriers():
     """Sums of counts that other warps may still be storing."""
     with (
-        mock.patch.object(select_ptx, "BARRIER", ""),
-        mock.patch.object(select_steps, "synchronize", return_value=None),
+        mock.patch.object(ptx, "BARRIER", ""),
+        mock.patch.object(radix_steps, "synchronize", return_value=None),
     ):
         return select(5000, 512)
 
 
 def score_without_waiting():
     """Products of queries that other warpgroups may still be storing; they have all landed."""
-    wait = scores_mosaic_gpu.plgpu.barrier_wait
+    wait = scores_kernel.plgpu.barrier_wait
     waits = itertools.chain([wait], itertools.repeat(lambda barrier: None))
     leave_out = mock.patch.object(
-        scores_mosaic_gpu.plgpu, "barrier_wait", side_effect=lambda barrier: next(waits)(barrier)
+        scores_kernel.plgpu, "barrier_wait", side_effect=lambda barrier: next(waits)(barrier)
     )
     with leave_out:
         return score("fp8_ue8m0")

@@ -177,7 +177,7 @@ def load_case(preset: str) -> OracleCase:
     # Imported here, since make_oracle.py runs where there is no JAX.
     import safetensors.numpy
 
-    from dsv4_jax.model.checkpoint import load_checkpoint
+    from dsv4_jax.checkpoint.load import load_checkpoint
 
     with np.load(path(preset)) as file:
         data = dict(file)

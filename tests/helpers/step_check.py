@@ -24,7 +24,8 @@ import dsv4_jax as ds
 from dsv4_jax.bench.fill import filled_cache
 from dsv4_jax.bench.parts import append, one_token_each, random_inputs
 from dsv4_jax.bench.weights import random_params
-from pallas_kernels import backend
+from dsv4_jax.model.trunk import keep
+from pallas_kernels.common import backend
 
 BF16_ULP = 2.0**-8
 
@@ -83,9 +84,10 @@ def _run_ops(config, spec, cache, inputs, step_input, given):
     def appended(cache, inputs, in_place):
         call = cache.index(step_input, max_row_tokens=1)
         handle = cache.layer(spec.attn, spec.family_idx, call, in_place=in_place)
-        handle, *queries = append(handle, inputs, config)
-        committed = handle.commit()
-        return handle, *queries, (committed.state, committed.paged)
+        handle, done = append(handle, inputs, config)
+        kept, _ = keep(cache, None, handle, done.new_tokens)
+        stored = kept.state[spec.attn], kept.paged.get(spec.attn)
+        return handle, done.queries, done.index_queries, stored
 
     results = {}
     for name, in_place in (("append", False), ("append in place", True)):
@@ -98,7 +100,7 @@ def _run_ops(config, spec, cache, inputs, step_input, given):
         own["selected"] = handle.all_visible()
     elif spec.attn == ds.AttentionType.CSA:
         results["index queries"] = index_queries
-        select = jax.jit(lambda h, *arguments: h.select_entries(*arguments))
+        select = jax.jit(lambda h, *arguments: h.select(*arguments))
         seen = (given or own)["index queries"]
         own["selected"] = results["select"] = select(handle, seen, inputs.index_weights)
     selected = (given or own).get("selected")

@@ -6,8 +6,8 @@ import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.attention import rope
-from dsv4_jax.layer_schedule import AttentionType
-from pallas_kernels.rotary import rotate
+from dsv4_jax.config.layer_types import AttentionType
+from pallas_kernels.common.norm_rope import rotate
 
 FLASH = ds.DSV4Config.flash()
 # deepseek_v4.md appendix A: the released code's tables, as bits of f32.

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
-from dsv4_jax.cache.append import LayerNorms, LayerTokens, append_and_flush
+from dsv4_jax.cache.append import LayerNorms, LayerTokens
+from dsv4_jax.cache.commit import advance
+from dsv4_jax.model.trunk import keep
 from helpers.schedules import assert_same_bytes, step_input
-from pallas_kernels.rotary import rotate
+from pallas_kernels.common.norm_rope import rotate
 
 CONFIG = ds.DSV4Config.tiny()  # C = 32, IC = 16, W = 16, M = 4 and 32
 LAYERS = {"swa": 0, "csa": 1, "hca": 2}
@@ -52,16 +54,15 @@ def draw(kind, seed):
 def step(cache, call, tokens, norms, *, kind, in_place):
     handle = ds.KVCacheManager.acquire(cache, call, layer_idx=LAYERS[kind])
     handle = dataclasses.replace(handle, in_place=in_place)
-    handle, queries, index_queries = append_and_flush(handle, tokens, norms)
-    assert handle.is_committed == in_place
+    handle, appended = handle.append(tokens, norms)
+    queries, index_queries = appended.queries, appended.index_queries
+    assert (appended.new_tokens is None) == in_place
     assert (index_queries is None) == (kind != "csa")
     selected = None if kind == "swa" else handle.all_visible()
     attended = handle.attend(queries, jnp.zeros(HEADS), selected)
-    cache = cache.with_layer(handle.commit())
-    slots = jnp.where(handle.call.row_slots < 0, cache.max_requests, handle.call.row_slots)
-    lengths = cache.length_tokens.at[slots].add(handle.call.row_counts, mode="drop")
+    cache, _ = keep(cache, None, handle, appended.new_tokens)
     seen = [] if index_queries is None else [index_queries]
-    return dataclasses.replace(cache, length_tokens=lengths), queries, attended, *seen
+    return advance(cache, handle.call), queries, attended, *seen
 
 
 @pytest.mark.parametrize("cache_format", ["fp8_ue8m0", "f32"])
@@ -96,6 +97,6 @@ def test_index_queries_meet_keys_of_their_format():
     wanted = handle.schema.format.round_index(turned)
     for in_place in (False, True):
         layer = dataclasses.replace(handle, in_place=in_place)
-        np.testing.assert_array_equal(append_and_flush(layer, tokens, norms)[2], wanted)
+        np.testing.assert_array_equal(layer.append(tokens, norms)[1].index_queries, wanted)
         without = dataclasses.replace(tokens, index_queries=None)
-        assert append_and_flush(layer, without, norms)[2] is None
+        assert layer.append(without, norms)[1].index_queries is None

@@ -13,7 +13,7 @@ import pytest
 
 import dsv4_jax as ds
 from helpers.schedules import poison, random_cuts, step_input
-from pallas_kernels.formats import CACHE_FORMATS
+from pallas_kernels.common.formats import CACHE_FORMATS
 
 RATE = {"csa": 2, "hca": 8}
 CONFIG = dataclasses.replace(
@@ -217,7 +217,7 @@ def test_another_type_rate_or_schema_is_refused(attn, other):
 def test_a_handle_without_tokens_or_with_another_state_is_refused(attn, other):
     handle = given_handle(attn)
     with pytest.raises(ValueError, match="call write_swa first"):
-        flush(dataclasses.replace(handle, rows=None), handle.schema, RATE[attn])
+        flush(dataclasses.replace(handle, new_tokens=None), handle.schema, RATE[attn])
     foreign = dataclasses.replace(handle, state=given_handle(other).state)
     with pytest.raises(ValueError, match="state pool was built for another type"):
         flush(foreign, handle.schema, RATE[attn])

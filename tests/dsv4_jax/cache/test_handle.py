@@ -10,7 +10,8 @@ import pytest
 
 import dsv4_jax as ds
 from helpers.schedules import step_input
-from pallas_kernels.formats import CACHE_FORMATS
+from pallas_kernels.append_tokens import reference
+from pallas_kernels.common.formats import CACHE_FORMATS
 
 CONFIG = ds.DSV4Config.tiny()  # C = 32, IC = 16, W = 16, M = 4 and 32, blocks of 128 tokens
 SWA, CSA, HCA = 0, 1, 4  # layers; the last one is the second of its family
@@ -196,15 +197,15 @@ def test_a_method_returns_a_new_handle_and_leaves_the_old_one():
     second = written(first)
     third = flushed(second)
     fourth = third.commit()
-    assert first.rows is None
-    assert second.rows is not None
+    assert first.new_tokens is None
+    assert second.new_tokens is not None
     chex.assert_trees_all_equal(first, before)
     chex.assert_trees_all_equal(second.paged, first.paged)
     chex.assert_trees_all_equal(third.state, first.state)
     assert np.any(third.paged.entries["values"])
     chex.assert_trees_all_equal(fourth.paged, third.paged)
     assert np.any(fourth.state.window["values"])
-    assert fourth.rows is None
+    assert fourth.new_tokens is None
 
 
 def test_the_ring_shows_tokens_once_they_are_committed():
@@ -240,7 +241,7 @@ def test_no_two_tokens_of_a_call_race_for_one_ring_row(layer_idx, monkeypatch):
         written_rows.append((size, len(at)))
         return ring
 
-    monkeypatch.setattr("pallas_kernels.append_window.reference.append_ring", append_ring)
+    monkeypatch.setattr(reference, "append_ring", append_ring)
     written(acquire(layer_idx, make(lengths=(5, 0, 0, 0)), call_of([0, 3], [22, 2]))).commit()
     rings = {SWA: [WINDOW], CSA: [WINDOW, 8, 8]}[layer_idx]
     assert written_rows == [(size, size + 2) for size in rings]
@@ -309,11 +310,11 @@ ONES = jnp.zeros((T, 1), jnp.int32)
         (SWA, lambda h: h.read_classical_view(), "type swa has no entries"),
         (SWA, lambda h: h.read_indexer_view(), "type swa has no entries"),
         (HCA, lambda h: h.read_indexer_view(), "type hca has no indexer"),
-        (HCA, lambda h: h.select_entries(normal(T, 2, 16), normal(T, 2)), "hca has no indexer"),
+        (HCA, lambda h: h.select(normal(T, 2, 16), normal(T, 2)), "hca has no indexer"),
         (CSA, lambda h: h.commit(), "call write_swa first"),
-        (CSA, lambda h: h.gather_swa_kv(), "call write_swa first"),
-        (SWA, lambda h: h.attend(normal(T, 4, DIM), normal(4), None), "call write_swa first"),
-        (CSA, lambda h: written(h).commit().gather_swa_kv(), "call write_swa first"),
+        (CSA, lambda h: h.gather_swa_kv(), "append them first"),
+        (SWA, lambda h: h.attend(normal(T, 4, DIM), normal(4), None), "append them first"),
+        (CSA, lambda h: written(h).commit().gather_swa_kv(), "append them first"),
         (CSA, lambda h: written(h).commit().commit(), "call write_swa first"),
     ],
 )

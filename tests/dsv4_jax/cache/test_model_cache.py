@@ -11,7 +11,7 @@ import pytest
 import dsv4_jax as ds
 from dsv4_jax.cache.model_cache import family_bytes
 from helpers.schedules import step_input
-from pallas_kernels.formats import CACHE_FORMATS
+from pallas_kernels.common.formats import CACHE_FORMATS
 
 TINY = ds.DSV4Config.tiny()  # 3 window layers with the draft block, 3 CSA, 2 HCA
 SWA, CSA, HCA = ds.AttentionType.SWA, ds.AttentionType.CSA, ds.AttentionType.HCA

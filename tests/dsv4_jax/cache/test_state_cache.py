@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
-from pallas_kernels.formats import CACHE_FORMATS
+from pallas_kernels.common.formats import CACHE_FORMATS
 
 CONFIG = ds.DSV4Config.tiny()
 SWA, CSA, HCA = ds.AttentionType.SWA, ds.AttentionType.CSA, ds.AttentionType.HCA

@@ -16,7 +16,7 @@ from helpers.schedules import step_input
 T, B, NUM_SLOTS, BLOCK_TOKENS = 14, 4, 6, 8
 TABLE = np.array([[3, 9], [0, -1], [7, 1], [-1, -1], [5, 2], [4, 6]], np.int32)
 CONTEXT = TABLE.shape[1] * BLOCK_TOKENS
-TOKEN_FIELDS = ("request_ids", "slots", "positions", "lengths")
+TOKEN_FIELDS = ("segment_ids", "slots", "positions", "lengths")
 ROW_FIELDS = ("row_slots", "row_lengths", "row_counts", "row_offsets", "block_table")
 
 jit_index = jax.jit(functools.partial(index_call, block_tokens=BLOCK_TOKENS, max_row_tokens=T))
@@ -30,7 +30,7 @@ def index(lengths, call):
 def expected_indices(lengths, call):
     """Token by token."""
     request_ids, row_slots = np.asarray(call.request_ids), np.asarray(call.request_slots)
-    want = {name: np.full(T, -1) for name in ("request_ids", "slots")}
+    want = {name: np.full(T, -1) for name in ("segment_ids", "slots")}
     want |= {name: np.zeros(T, int) for name in ("positions", "lengths")}
     want |= {name: np.zeros(B, int) for name in ("row_lengths", "row_counts", "row_offsets")}
     want |= {"row_slots": row_slots, "block_table": np.full((B, 2), -1)}
@@ -45,7 +45,7 @@ def expected_indices(lengths, call):
         if not place:
             want["row_offsets"][row] = t
         if length + place < CONTEXT:
-            want["request_ids"][t], want["slots"][t] = row, row_slots[row]
+            want["segment_ids"][t], want["slots"][t] = row, row_slots[row]
             want["positions"][t], want["lengths"][t] = length + place, length
             want["row_counts"][row] += 1
     return want
@@ -98,7 +98,7 @@ def test_tokens_beyond_the_context_become_padding():
     lengths = [0, 0, CONTEXT - 3, 0, CONTEXT, 0]
     indices = index(lengths, ragged([2, 4, 0, 1], [5, 2, 1, 1]))
     np.testing.assert_array_equal(indices.positions[:5], [13, 14, 15, 0, 0])
-    np.testing.assert_array_equal(indices.request_ids[:9], [0, 0, 0, -1, -1, -1, -1, 2, 3])
+    np.testing.assert_array_equal(indices.segment_ids[:9], [0, 0, 0, -1, -1, -1, -1, 2, 3])
     np.testing.assert_array_equal(indices.row_counts, [3, 0, 1, 1])
 
 
@@ -120,7 +120,7 @@ def test_every_closing_token_is_found_in_order(case, rate):
     indices = index(lengths, call)
     closing = np.asarray(jit_closing(indices, rate=rate))
     assert closing.shape == (min(T, T // rate + B),)
-    live = np.asarray(indices.request_ids) >= 0
+    live = np.asarray(indices.segment_ids) >= 0
     (expected,) = np.nonzero(live & ((np.asarray(indices.positions) + 1) % rate == 0))
     np.testing.assert_array_equal(closing[: len(expected)], expected)
     assert np.all(closing[len(expected) :] == -1)
@@ -141,12 +141,12 @@ def test_keep_leaves_the_first_tokens_of_each_row(case, num_tokens):
     kept = indices.keep(jnp.asarray(num_tokens, jnp.int32))
     counts = np.clip(num_tokens, 0, indices.row_counts)
     np.testing.assert_array_equal(kept.row_counts, counts)
-    row = np.asarray(indices.request_ids)
+    row = np.asarray(indices.segment_ids)
     place = np.asarray(indices.positions - indices.lengths)
     stays = (row >= 0) & (place < counts[row])
-    np.testing.assert_array_equal(kept.request_ids, np.where(stays, row, -1))
+    np.testing.assert_array_equal(kept.segment_ids, np.where(stays, row, -1))
     np.testing.assert_array_equal(kept.slots, np.where(stays, indices.slots, -1))
-    for name in set(TOKEN_FIELDS + ROW_FIELDS) - {"request_ids", "slots", "row_counts"}:
+    for name in set(TOKEN_FIELDS + ROW_FIELDS) - {"segment_ids", "slots", "row_counts"}:
         np.testing.assert_array_equal(getattr(kept, name), getattr(indices, name))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.cli import main
-from pallas_kernels.formats import CACHE_FORMATS
+from pallas_kernels.common.formats import CACHE_FORMATS
 
 MILLION = 1_048_576
 OFFICIAL, FP8_INDEX = "fp8_ue8m0", "fp8_ue8m0_fp8_index"

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import dsv4_jax as ds
-from dsv4_jax.cache.ledger import PendingChanges
+from dsv4_jax.allocator.pending_changes import PendingChanges
 from dsv4_jax.cli import main
 
 

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
-from dsv4_jax.attention import history
+from dsv4_jax.attention import compressor, full_sequence
 from dsv4_jax.attention.rope import rope_frequencies
-from dsv4_jax.layer_schedule import AttentionType
-from dsv4_jax.model import transformer
+from dsv4_jax.config.layer_types import AttentionType
+from dsv4_jax.model import block
 from helpers import capture, oracle, tolerance
-from pallas_kernels.rotary import rotate
+from pallas_kernels.common.norm_rope import rotate
 
 ENTRIES = ("comp/normed", "comp/entries", "idx/normed", "idx/keys")
 
@@ -133,19 +133,21 @@ def test_entries_rotate_at_the_start_of_their_block(preset):
 
 def mix_streams_untransposed(monkeypatch, config, params):
     """Appendix C 4; first seen after L0/ffn, since streams are alike before L0/attn."""
-    write = transformer.write_streams
+    write = block.write_streams
 
     def broken(mix, streams, output):
         return write(mix._replace(comb=mix.comb.mT), streams, output)
 
-    monkeypatch.setattr(transformer, "write_streams", broken)
+    monkeypatch.setattr(block, "write_streams", broken)
     return config, params
 
 
 def main_table_on_compressed_layers(monkeypatch, config, params):
     """Appendix C 6."""
     monkeypatch.setattr(
-        history, "rope_frequencies", lambda config, _: rope_frequencies(config, AttentionType.SWA)
+        full_sequence,
+        "rope_frequencies",
+        lambda config, _: rope_frequencies(config, AttentionType.SWA),
     )
     return config, params
 
@@ -153,7 +155,9 @@ def main_table_on_compressed_layers(monkeypatch, config, params):
 def compress_table_on_window_layers(monkeypatch, config, params):
     """Appendix C 6."""
     monkeypatch.setattr(
-        history, "rope_frequencies", lambda config, _: rope_frequencies(config, AttentionType.CSA)
+        full_sequence,
+        "rope_frequencies",
+        lambda config, _: rope_frequencies(config, AttentionType.CSA),
     )
     return config, params
 
@@ -164,7 +168,7 @@ def no_yarn(monkeypatch, config, params):
 
 def entries_at_the_end_of_their_block(monkeypatch, config, params):
     """Appendix C 8, B25: the last of the four tokens of a CSA entry."""
-    monkeypatch.setattr(history, "rotate", lambda x, starts, table: rotate(x, starts + 3, table))
+    monkeypatch.setattr(compressor, "rotate", lambda x, starts, table: rotate(x, starts + 3, table))
     return config, params
 
 

@@ -1,0 +1,1 @@
+"""What the host knows of a cache: who holds which slot and block, and whether it is sound."""

@@ -1,0 +1,446 @@
+"""KVCacheManager: who holds which slot and blocks, on the host, in numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dsv4_jax.allocator.block_pool import BlockOwners
+from dsv4_jax.allocator.ledger import Ledger
+from dsv4_jax.allocator.pending_changes import PendingChanges
+from dsv4_jax.allocator.pool_plan import PoolPlan, plan_pools
+from dsv4_jax.allocator.prefix_tree import PrefixNode, PrefixTree
+from dsv4_jax.allocator.shared_prefix import History
+from dsv4_jax.cache.model_cache import ModelCache
+from dsv4_jax.cache.original import OriginalHandle, acquire
+from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
+from dsv4_jax.cache.slot_changes import SlotChanges, jit_apply_changes, set_tables
+from dsv4_jax.cache.snapshots import SnapshotStore
+from dsv4_jax.cache.step_input import StepInput
+from dsv4_jax.config import DSV4Config
+
+
+class KVCacheManager:
+    """Admits, extends, forks, shares, evicts and releases.
+
+    It keeps its own lengths and tables by arithmetic and never reads the device. A request holds
+    the blocks that `admit` and `extend` gave it, so that no step needs to allocate and none can
+    fail for lack of blocks. Every method plans first: one that raises has changed nothing. Changes
+    reach the device through `apply`, between steps.
+
+    A block is held by the tables it is in and by the prefix tree, and is free when nobody holds
+    it. Blocks that only the tree holds are a cache of prefixes and give way to requests, least
+    recently used first.
+
+    Attributes:
+      plan: sizes of the pools.
+      length_tokens: i32[NS], tokens of each slot's request.
+      block_table: i32[NS, LB], as the device has it after `apply`.
+    """
+
+    def __init__(
+        self,
+        config: DSV4Config,
+        *,
+        max_requests: int,
+        max_context_tokens: int,
+        num_blocks: int | None = None,
+        num_snapshots: int = 0,
+        cache_format: str = DEFAULT_CACHE_FORMAT,
+        poison: bool = False,
+    ) -> None:
+        """Starts with every slot and block free.
+
+        Args:
+          config: the model.
+          max_requests: NS, slots.
+          max_context_tokens: longest context of a request.
+          num_blocks: physical blocks; None is enough for `max_requests` full contexts.
+          num_snapshots: boundaries that can be resumed at; 0 shares no prefixes.
+          cache_format: name of the storage format; only `plan` reads it, for its bytes.
+          poison: `apply` fills freed slots and blocks with NaN patterns, for tests and debugging.
+
+        Raises:
+          ValueError: a size is out of range.
+        """
+        self.plan: PoolPlan = plan_pools(
+            config,
+            max_requests=max_requests,
+            max_context_tokens=max_context_tokens,
+            num_blocks=num_blocks,
+            num_snapshots=num_snapshots,
+            cache_format=cache_format,
+        )
+        width = -(-max_context_tokens // self.plan.block_tokens)
+        self.length_tokens = np.zeros(max_requests, np.int32)
+        self.block_table = np.full((max_requests, width), -1, np.int32)
+        self._poison = poison
+        self._free_slots = list(range(max_requests - 1, -1, -1))
+        self._slot_generations = np.zeros(max_requests, np.int32)
+        self._held: dict[int, History] = {}
+        self._tree = PrefixTree(self.plan.block_tokens, num_snapshots)
+        self._blocks = BlockOwners(self.plan.num_blocks, self._tree)
+        self._pending = PendingChanges()
+
+    @property
+    def num_blocks(self) -> int:
+        """NB."""
+        return self.plan.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that no request holds, those of cached prefixes included."""
+        return self._blocks.num_free
+
+    @property
+    def num_evicted(self) -> int:
+        """Blocks of cached prefixes that gave way so far."""
+        return self._blocks.num_evicted
+
+    @property
+    def num_evicted_snapshots(self) -> int:
+        """Snapshots that gave way to others so far."""
+        return self._tree.num_evicted_snapshots
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks of cached prefixes that no request holds."""
+        return self._tree.num_unused
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots that no request holds."""
+        return len(self._free_slots)
+
+    @property
+    def num_held_snapshots(self) -> int:
+        """Boundaries that can be resumed at."""
+        return self._tree.num_held_snapshots
+
+    def can_admit(
+        self,
+        max_tokens: int,
+        token_ids: np.ndarray | None = None,
+        salt: bytes = b"",
+        *,
+        spare_blocks: int = 0,
+    ) -> bool:
+        """Whether `admit` would succeed right now, and leave `spare_blocks` free.
+
+        Raises:
+          ValueError: it never would.
+        """
+        needed = self.plan.blocks_needed(max_tokens)
+        chain = self._resumable(token_ids, salt, max_tokens)
+        left = self._blocks.num_beside(chain) - (needed - len(chain))
+        return bool(self._free_slots) and left >= spare_blocks
+
+    def admit(self, max_tokens: int, token_ids: np.ndarray | None = None, salt: bytes = b"") -> int:
+        """Gives a request a slot and every block it may need.
+
+        Args:
+          max_tokens: the most tokens it will hold until `extend`.
+          token_ids: i32[n], its prompt: the longest known prefix with a snapshot is shared, up to
+            `max_tokens`, but never the last token, which has to be run. `length_tokens[slot]` says
+            how far it goes.
+          salt: prefixes are shared among requests of one salt only.
+
+        Returns:
+          Its slot.
+
+        Raises:
+          ValueError: no context is that long; nothing was changed.
+          RuntimeError: no slot, or too few blocks, are free now; nothing was changed.
+        """
+        needed = self.plan.blocks_needed(max_tokens)
+        if not self._free_slots:
+            raise RuntimeError(f"all {len(self.length_tokens)} slots are taken; release one first")
+        chain = self._resumable(token_ids, salt, max_tokens)
+        self._check_free(needed - len(chain), chain)
+        slot = self._take_slot()
+        hit_tokens = len(chain) * self.plan.block_tokens
+        self._held[slot] = History(salt=salt, hit_tokens=hit_tokens, chain=chain)
+        self.length_tokens[slot] = hit_tokens
+        self.block_table[slot] = -1
+        for logical, node in enumerate(chain):
+            self._tree.use(node)
+            self.block_table[slot, logical] = self._blocks.hold(node.block)
+        if chain:
+            self._pending.loads[slot] = (chain[-1].snapshot, hit_tokens)
+        self._take(slot, len(chain), needed)
+        return slot
+
+    def extend(self, slot: int, max_tokens: int) -> None:
+        """Raises the most tokens that an admitted request may hold.
+
+        Raises:
+          ValueError: the slot is free, or no context is that long; nothing was changed.
+          RuntimeError: too few blocks are free now; nothing was changed.
+        """
+        self._check_held(slot)
+        held = self._num_blocks_of(slot)
+        needed = self.plan.blocks_needed(max_tokens)
+        self._check_free(needed - held)
+        if needed > held:
+            self._take(slot, held, needed)
+
+    def advance(self, slot: int, num_tokens: int) -> None:
+        """Counts tokens that a step has appended; the device counts them by itself.
+
+        Raises:
+          ValueError: the slot is free, or its blocks do not hold that many tokens.
+        """
+        self._check_held(slot)
+        length = int(self.length_tokens[slot]) + num_tokens
+        capacity = self._num_blocks_of(slot) * self.plan.block_tokens
+        if not 0 <= num_tokens <= length <= capacity:
+            raise ValueError(
+                f"num_tokens must leave slot {slot} within its {capacity} reserved tokens, got "
+                f"{num_tokens} for a length of {length - num_tokens}; extend it first"
+            )
+        self.length_tokens[slot] = length
+
+    def fork(self, slot: int, max_tokens: int) -> int:
+        """A second request with the same history: full blocks shared, the open one copied.
+
+        Args:
+          slot: the request.
+          max_tokens: the most tokens that the new one will hold, its history included.
+
+        Returns:
+          Slot of the new request.
+
+        Raises:
+          ValueError: the slot is free, or `max_tokens` is out of range; nothing was changed.
+          RuntimeError: no slot, or too few blocks, are free now; nothing was changed.
+        """
+        self._check_held(slot)
+        length = int(self.length_tokens[slot])
+        full, open_tokens = divmod(length, self.plan.block_tokens)
+        needed = self.plan.blocks_needed(max_tokens)
+        if max_tokens < length:
+            raise ValueError(f"max_tokens must be at least the length, {length}, got {max_tokens}")
+        if not self._free_slots:
+            raise RuntimeError(f"all {len(self.length_tokens)} slots are taken; release one first")
+        self._check_free(needed - full)
+        held, new = self._held[slot], self._take_slot()
+        chain = held.chain[:full]
+        if len(chain) < full:
+            # Blocks of two tables that the tree does not know could not be evicted once it did.
+            held.is_shareable = False
+        self._held[new] = History(
+            salt=held.salt, hit_tokens=0, chain=chain, is_shareable=held.is_shareable
+        )
+        self.length_tokens[new] = length
+        self.block_table[new] = -1
+        for node in chain:
+            self._tree.use(node)
+        for logical in range(full):
+            block = int(self.block_table[slot, logical])
+            self.block_table[new, logical] = self._blocks.hold(block)
+        self._take(new, full, needed)
+        if length:
+            blocks = self.block_table[[slot, new], full] if open_tokens else (-1, -1)
+            self._pending.copy(slot, new, int(blocks[0]), int(blocks[1]))
+        return new
+
+    def release(self, slot: int) -> None:
+        """Takes a request's slot and blocks back; blocks of a known prefix stay cached.
+
+        Raises:
+          ValueError: the slot is free already.
+        """
+        self._check_held(slot)
+        for node in reversed(self._held.pop(slot).chain):
+            self._tree.leave(node)
+        for block in self.block_table[slot, : self._num_blocks_of(slot)][::-1]:
+            self._blocks.drop(int(block))
+        self.block_table[slot] = -1
+        self.length_tokens[slot] = 0
+        self._free_slots.append(slot)
+        self._pending.release(slot)
+
+    def share(self, slot: int, token_ids: np.ndarray) -> None:
+        """Makes a request's full blocks known, for others to share.
+
+        Args:
+          slot: the request.
+          token_ids: i32[n], its tokens; at least `length_tokens[slot]`.
+
+        Raises:
+          ValueError: the slot is free, or there are too few tokens; nothing was changed.
+        """
+        self._check_held(slot)
+        length = int(self.length_tokens[slot])
+        if len(token_ids) < length:
+            raise ValueError(
+                f"token_ids must be all {length} tokens of slot {slot}, got {len(token_ids)}"
+            )
+        if self._tree.num_snapshots:
+            row = self.block_table[slot, : length // self.plan.block_tokens]
+            self._held[slot].share(self._tree, self._blocks, row, token_ids)
+
+    def is_resumable(self, slot: int, token_ids: np.ndarray) -> bool:
+        """Whether the tree has a snapshot at the end of `token_ids`, whole blocks of a request."""
+        self._check_held(slot)
+        node = self._held[slot].find(self._tree, token_ids)
+        return node is not None and node.snapshot >= 0
+
+    def known_tokens(self, token_ids: np.ndarray, salt: bytes = b"") -> int:
+        """How many of these tokens, in whole blocks, the tree knows, resumable or not."""
+        return len(self._tree.match(token_ids, salt)) * self.plan.block_tokens
+
+    def hit_tokens(self, slot: int) -> int:
+        """Tokens that a request was admitted with."""
+        self._check_held(slot)
+        return self._held[slot].hit_tokens
+
+    def begin_snapshot(self) -> int:
+        """A place in the store for a step to write; -1 if there is none.
+
+        The least recently used snapshot gives way if it must; blocks never do. The place goes to
+        `keep_snapshot` after the step.
+
+        Raises:
+          RuntimeError: a hit has not been applied; nothing was changed.
+        """
+        if self._pending.loads:
+            raise RuntimeError("apply the hits first: a pending load may still read the place")
+        return self._tree.take_snapshot_place()
+
+    def keep_snapshot(self, slot: int, end: int, place: int) -> bool:
+        """The step has written a place: a request's state at the boundary `end`.
+
+        Args:
+          slot: the request, its blocks shared up to `end`.
+          end: tokens before the boundary.
+          place: of `begin_snapshot`.
+
+        Returns:
+          Whether it is kept. It is given back if the blocks are not known to the tree, or if the
+          boundary has one already, or if the step has not reached it.
+        """
+        held, logical = self._held.get(slot), end // self.plan.block_tokens - 1
+        if held is None or len(held.chain) <= logical or held.chain[logical].snapshot >= 0:
+            self._tree.return_snapshot_place(place)
+            return False
+        self._tree.put_snapshot(held.chain[logical], place)
+        return True
+
+    def demote_snapshot(self, slot: int, end: int) -> None:
+        """A boundary that only this request stands on is the next to give way, if places run out.
+
+        Raises:
+          ValueError: the slot is free.
+        """
+        self._check_held(slot)
+        chain, logical = self._held[slot].chain, end // self.plan.block_tokens - 1
+        if 0 <= logical < len(chain) and chain[logical].users == 1:
+            self._tree.demote_snapshot(chain[logical])
+
+    def drop_snapshot(self, place: int) -> None:
+        """Gives back a place that no step has written."""
+        self._tree.return_snapshot_place(place)
+
+    def evict(self, num_blocks: int) -> int:
+        """Frees up to so many blocks of cached prefixes, least recently used first.
+
+        Returns:
+          How many were freed.
+
+        Raises:
+          ValueError: the number is negative.
+        """
+        if num_blocks < 0:
+            raise ValueError(f"num_blocks must not be negative, got {num_blocks}")
+        return self._blocks.evict(num_blocks)
+
+    def take_changes(self) -> SlotChanges | None:
+        """What the device has to be told, once; None if nothing."""
+        freed, self._blocks.freed = self._blocks.freed, set()
+        return self._pending.take(
+            self.length_tokens, self.block_table, freed if self._poison else None, self.num_blocks
+        )
+
+    def apply(self, cache: ModelCache, store: SnapshotStore | None = None) -> ModelCache:
+        """Brings the device up to date; no wait, one shape for any change.
+
+        Where only tables and lengths change, the cache's other arrays are passed on; copies, loads
+        and poison donate them.
+
+        Args:
+          cache: between steps.
+          store: the snapshots; needed where `num_snapshots` is not 0.
+        """
+        moves = bool(self._poison or self._pending.loads or self._pending.copies)
+        if moves and store is None:
+            raise ValueError("store must be given: forks, prefix hits and poison need it")
+        changes = self.take_changes()
+        if changes is None:
+            return cache
+        if store is None or not moves:
+            return set_tables(cache, changes)
+        return jit_apply_changes(cache, store, changes)
+
+    def ledger(self) -> Ledger:
+        """Who holds what, as a value, for `verify_cache`."""
+        nodes = self._tree.nodes
+        return Ledger(
+            length_tokens=self.length_tokens.copy(),
+            block_table=self.block_table.copy(),
+            held_slots=np.isin(np.arange(len(self.length_tokens)), list(self._held)),
+            free_blocks=np.array(sorted(self._blocks.free), np.int32),
+            cached_blocks=np.array([node.block for node in nodes], np.int32),
+            owners=self._blocks.owners.copy(),
+            num_unused=self._tree.num_unused,
+            block_generations=self._blocks.generations.copy(),
+            slot_generations=self._slot_generations.copy(),
+            snapshot_ends=self._tree.snapshot_ends,
+            snapshot_generations=self._tree.snapshot_generations.copy(),
+        )
+
+    @staticmethod
+    def acquire(cache: ModelCache, step_input: StepInput, *, layer_idx: int) -> OriginalHandle:
+        """The handle of one layer in one call; pure, for use inside a traced step.
+
+        Raises:
+          ValueError: there is no such layer.
+        """
+        return acquire(cache, cache.index(step_input), layer_idx=layer_idx)
+
+    def _resumable(
+        self, token_ids: np.ndarray | None, salt: bytes, max_tokens: int
+    ) -> list[PrefixNode]:
+        """The longest known prefix that ends at a snapshot, the last token left out."""
+        if token_ids is None or not self._tree.num_snapshots:
+            return []
+        chain = self._tree.match(token_ids[: min(max(len(token_ids) - 1, 0), max_tokens)], salt)
+        while chain and chain[-1].snapshot < 0:
+            chain.pop()
+        return chain
+
+    def _check_free(self, needed: int, chain: Sequence[PrefixNode] = ()) -> None:
+        if needed > self._blocks.num_beside(chain):
+            raise RuntimeError(
+                f"{needed} blocks of {self.plan.block_tokens} tokens are needed and "
+                f"{self._blocks.num_beside(chain)} of {self.num_blocks} are free; "
+                "release a request first"
+            )
+
+    def _check_held(self, slot: int) -> None:
+        if slot not in self._held:
+            raise ValueError(f"slot must be one that admit gave and release did not end: {slot}")
+
+    def _num_blocks_of(self, slot: int) -> int:
+        return int(np.count_nonzero(self.block_table[slot] >= 0))
+
+    def _take_slot(self) -> int:
+        slot = self._free_slots.pop()
+        self._slot_generations[slot] += 1
+        return slot
+
+    def _take(self, slot: int, held: int, needed: int) -> None:
+        for logical in range(held, needed):
+            self.block_table[slot, logical] = self._blocks.take()
+        self._pending.changed.add(slot)

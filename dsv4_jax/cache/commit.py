@@ -1,0 +1,103 @@
+"""Commit: a call's tokens into rings and compressor states, and into the lengths.
+
+`commit_tokens` does it for one layer, `commit` for all layers of a staged step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+import pallas_kernels as pk
+from dsv4_jax.cache.model_cache import ModelCache
+from dsv4_jax.cache.new_tokens import NewTokens
+from dsv4_jax.cache.state_cache import StateCachePool
+from pallas_kernels.common.call import CallIndices
+
+
+@flax.struct.dataclass(kw_only=True)
+class Staged:
+    """What a staged step will add to rings and states once it is committed.
+
+    Attributes:
+      new_tokens: by attention type, the call's tokens of all its layers, stacked [L, T, ...].
+      call: where the tokens belong.
+    """
+
+    new_tokens: dict[str, NewTokens]
+    call: CallIndices
+
+
+def commit(cache: ModelCache, staged: Staged, num_tokens: jax.Array) -> ModelCache:
+    """Keeps the first tokens of each row of a staged step, as if only they had been run.
+
+    Args:
+      cache: the cache that `stage_step` returned; nothing else may have been committed in between.
+      staged: what it returned beside the cache.
+      num_tokens: i32[B], tokens to keep of each row, 0 to what it had.
+
+    Raises:
+      ValueError: `num_tokens` has another shape.
+    """
+    call = staged.call
+    num_tokens = jnp.asarray(num_tokens, jnp.int32)
+    if num_tokens.shape != call.row_slots.shape:
+        raise ValueError(
+            f"num_tokens must be i32{list(call.row_slots.shape)}, one per row, "
+            f"got {num_tokens.shape=}"
+        )
+    call = call.keep(num_tokens)
+    state = dict(cache.state)
+    for attn, new in staged.new_tokens.items():
+        num_layers = jax.tree.leaves(new)[0].shape[0]
+
+        def commit_layer(
+            layer: jax.Array, pool: StateCachePool, new: NewTokens = new
+        ) -> StateCachePool:
+            of_layer = jax.tree.map(lambda leaf: leaf[layer], new)
+            return commit_tokens(pool, of_layer, call, layer=layer)
+
+        state[attn] = jax.lax.fori_loop(0, num_layers, commit_layer, state[attn])
+    return advance(dataclasses.replace(cache, state=state), call)
+
+
+def commit_tokens(
+    state: StateCachePool, new: NewTokens, call: CallIndices, *, layer: jax.Array
+) -> StateCachePool:
+    """Writes a call's tokens into one layer's ring and compressor states.
+
+    Of several tokens that share a row of a ring, the last one is written.
+    """
+    rings, rows = [state.window], [new.window]
+    for tail, projections in ((state.tail, new.compressor), (state.index_tail, new.indexer)):
+        if tail is not None and projections is not None:
+            rings.append(tail)
+            rows.append(projections.planes)
+    folds = state.running is not None and new.compressor is not None
+    (window, *tails), running = pk.append_tokens(
+        rings,
+        rows,
+        state.running if folds else None,
+        new.compressor.planes if folds and new.compressor is not None else None,
+        call.row_slots,
+        call.row_lengths,
+        call.row_counts,
+        call.row_offsets,
+        layer=layer,
+        rate=state.schema.tail_buffer_size_a,
+        max_count=call.max_row_tokens,
+    )
+    tail, index_tail = tails or (state.tail, state.index_tail)
+    return dataclasses.replace(
+        state, window=window, tail=tail, index_tail=index_tail, running=running
+    )
+
+
+def advance(cache: ModelCache, call: CallIndices) -> ModelCache:
+    """Counts a call's tokens into the lengths."""
+    slots = jnp.where(call.row_slots < 0, cache.max_requests, call.row_slots)
+    lengths = cache.length_tokens.at[slots].add(call.row_counts, mode="drop")
+    return dataclasses.replace(cache, length_tokens=lengths)

@@ -1,0 +1,69 @@
+"""NewTokens: a call's tokens as one layer will keep them, before they are committed."""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from dsv4_jax.cache.schema import LayerCacheSchema
+from pallas_kernels.common.codecs import Planes
+
+
+@flax.struct.dataclass(kw_only=True)
+class Projections:
+    """What a call's tokens give to one compressor.
+
+    Attributes:
+      values: f32[T, width].
+      scores: f32[T, width], gate scores with the position bias added.
+    """
+
+    values: jax.Array
+    scores: jax.Array
+
+    @property
+    def planes(self) -> Planes:
+        """Both, by name."""
+        return {"values": self.values, "scores": self.scores}
+
+
+@flax.struct.dataclass(kw_only=True)
+class NewTokens:
+    """A call's tokens, as one layer will keep them once they are committed.
+
+    Attributes:
+      window: planes [T, ...], encoded window entries.
+      compressor: projections on CSA and HCA layers, else None.
+      indexer: projections on CSA layers, else None.
+    """
+
+    window: Planes
+    compressor: Projections | None
+    indexer: Projections | None
+
+
+def projection_widths(schema: LayerCacheSchema) -> tuple[int, int]:
+    """Widths of the projections of a layer's two compressors; 0 where there is none."""
+    streams = 2 if schema.tail_buffer_size_b else 1
+    width = streams * schema.entry_head_dim if schema.tail_buffer_size_a else 0
+    return width, 2 * schema.indexer_head_dim
+
+
+def empty_new_tokens(schema: LayerCacheSchema, num_tokens: int, *, num_layers: int) -> NewTokens:
+    """Zeroed tokens of all layers of a family, stacked [L, T, ...]."""
+    lead = (num_layers, num_tokens)
+    shapes = schema.format.entry.plane_shapes(schema.entry_head_dim, schema.rope_dim)
+
+    def projections(width: int) -> Projections | None:
+        if not width:
+            return None
+        zeros = jnp.zeros((*lead, width), jnp.float32)
+        return Projections(values=zeros, scores=zeros)
+
+    width, index_width = projection_widths(schema)
+    return NewTokens(
+        window={name: jnp.zeros((*lead, *s.shape), s.dtype) for name, s in shapes.items()},
+        compressor=projections(width),
+        indexer=projections(index_width),
+    )

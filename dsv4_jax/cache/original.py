@@ -1,0 +1,314 @@
+"""The interface of the original cache, as thin functions over this one.
+
+`KVCacheManager.acquire` gives an `OriginalHandle`. Its calls follow one another so:
+
+    handle = handle.write_swa(kv, compressor, indexer)        the call's tokens
+    handle = maybe_flush_csa(handle, schema, m, ...)          the entries that they complete
+    ... handle.gather_swa_kv(), handle.gather_compressed_kv(selected) ...
+    cache = cache.with_layer(handle.commit())                 tokens into ring and states
+
+Source: original_cache.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+import pallas_kernels as pk
+from dsv4_jax.cache import views
+from dsv4_jax.cache.append import LayerNorms, flush_windows, hold
+from dsv4_jax.cache.commit import commit_tokens
+from dsv4_jax.cache.handle import LayerCacheHandle
+from dsv4_jax.cache.model_cache import ModelCache
+from dsv4_jax.cache.new_tokens import NewTokens, Projections, projection_widths
+from dsv4_jax.cache.schema import LayerCacheSchema, same_sizes
+from dsv4_jax.config.layer_types import AttentionType
+from pallas_kernels.common.call import CallIndices
+from pallas_kernels.common.codecs import Planes
+
+
+@flax.struct.dataclass(kw_only=True)
+class OriginalHandle(LayerCacheHandle):
+    """A `LayerCacheHandle` with the methods of the original cache.
+
+    Attributes:
+      new_tokens: the call's tokens between `write_swa` and `commit`; else None.
+      is_committed: ring and states hold the call's tokens.
+    """
+
+    new_tokens: NewTokens | None = None
+    is_committed: bool = flax.struct.field(pytree_node=False, default=False)
+
+    @property
+    def num_query_heads(self) -> int:
+        """H."""
+        return self.schema.num_query_heads
+
+    @property
+    def head_dim(self) -> int:
+        """C."""
+        return self.schema.entry_head_dim
+
+    @property
+    def request_slots(self) -> jax.Array:
+        """i32[B], -1 where idle."""
+        return self.call.row_slots
+
+    @property
+    def request_ids(self) -> jax.Array:
+        """i32[T], row of each token in the call; -1 for padding."""
+        return self.call.segment_ids
+
+    @property
+    def block_table(self) -> jax.Array | None:
+        """i32[B, LB]; None for SWA."""
+        return None if self.paged is None else self.call.block_table
+
+    @property
+    def block_lens(self) -> jax.Array:
+        """i32[B], blocks of each row that hold tokens, this call's included."""
+        return views.block_lens(self)
+
+    @property
+    def tail_len(self) -> jax.Array:
+        """i32[B], tokens of each row's open window before the call."""
+        return self.call.row_lengths % self.schema.compression_ratio
+
+    def write_swa(
+        self,
+        kv: jax.Array,
+        compressor: Projections | None = None,
+        indexer: Projections | None = None,
+    ) -> OriginalHandle:
+        """Takes the call's tokens.
+
+        Args:
+          kv: [T, C], window entries, normed and rotated; they are rounded to the cache format.
+          compressor: projections [T, width] of a CSA or HCA layer.
+          indexer: projections [T, 2 * IC] of a CSA layer.
+
+        Raises:
+          ValueError: a shape is wrong, or projections are missing or not wanted.
+        """
+        num_tokens, dim = self.call.positions.shape[0], self.head_dim
+        if kv.shape != (num_tokens, dim):
+            raise ValueError(f"kv must have shape {(num_tokens, dim)}, got {kv.shape=}")
+        widths = projection_widths(self.schema)
+        for name, given, width in zip(
+            ("compressor", "indexer"), (compressor, indexer), widths, strict=True
+        ):
+            if (given is None) != (width == 0):
+                need = f"must be projections [T, {width}]" if width else "must be None"
+                raise ValueError(f"{name} {need} on a layer of type {self.schema.attn_type}")
+            if given is not None and given.values.shape != (num_tokens, width):
+                raise ValueError(
+                    f"{name} must hold projections {(num_tokens, width)}, got {given.values.shape}"
+                )
+        window = self.schema.format.entry.encode(kv, self.schema.rope_dim)
+        new = hold(NewTokens(window=window, compressor=compressor, indexer=indexer))
+        return dataclasses.replace(self, window=new.window, new_tokens=new)
+
+    def flush_compression(
+        self, compressed: jax.Array, indexer_keys: jax.Array | None = None
+    ) -> OriginalHandle:
+        """Writes finished entries of the windows that this call closes.
+
+        Args:
+          compressed: [n, C], one per `call.closing_tokens(M)`, in that order; normed and rotated.
+          indexer_keys: [n, IC] on a CSA layer.
+
+        Raises:
+          ValueError: a shape is wrong, or the layer has no entries.
+        """
+        paged = self.blocks
+        closing = self.call.closing_tokens(self.schema.compression_ratio)
+        if compressed.shape != (closing.shape[0], self.head_dim):
+            raise ValueError(
+                f"compressed must have shape {(closing.shape[0], self.head_dim)}, one row per "
+                f"closing token, got {compressed.shape=}"
+            )
+        if (indexer_keys is None) != (paged.index_keys is None):
+            raise ValueError("indexer_keys go with a CSA layer, and only with one")
+        token = jnp.maximum(closing, 0)
+        segments = jnp.where(closing >= 0, self.call.segment_ids[token], -1)
+        entries = self.call.positions[token] // self.schema.compression_ratio
+        fmt = self.schema.format
+
+        def write(pool: Planes, encoded: Planes) -> Planes:
+            return pk.flush_write(
+                pool, encoded, self.call.block_table, segments, entries, layer=self.layer
+            )
+
+        written = write(paged.entries, fmt.entry.encode(compressed, self.schema.rope_dim))
+        index_keys = paged.index_keys
+        if index_keys is not None and indexer_keys is not None:
+            index_keys = write(index_keys, fmt.index_key.encode(indexer_keys, 0))
+        return dataclasses.replace(
+            self, paged=dataclasses.replace(paged, entries=written, index_keys=index_keys)
+        )
+
+    def commit(self) -> OriginalHandle:
+        """Moves the call's tokens into the ring and the compressor states.
+
+        Raises:
+          ValueError: `write_swa` has not been called.
+        """
+        state = commit_tokens(self.state, _written(self), self.call, layer=self.layer)
+        return dataclasses.replace(
+            self, state=state, window=None, new_tokens=None, is_committed=True
+        )
+
+    def gather_compressed_kv(self, selected: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Entries by logical number, for each token.
+
+        Args:
+          selected: i32[T, K], -1 selects nothing.
+
+        Returns:
+          f32[T, K, C], K and V in one, zeros where there is none; bool[T, K].
+
+        Raises:
+          ValueError: the layer has no entries.
+        """
+        return pk.gather_entries(
+            self.blocks.entries,
+            self.call.block_table,
+            self.call.segment_ids,
+            selected,
+            layer=self.layer,
+            codec=self.schema.format.entry,
+            dim=self.head_dim,
+        )
+
+    def gather_all_compressed_kv(self) -> tuple[jax.Array, jax.Array]:
+        """All entries that each token may see: f32[T, E, C] and bool[T, E], E = LB * EB."""
+        return self.gather_compressed_kv(self.all_visible())
+
+    def gather_swa_kv(self) -> tuple[jax.Array, jax.Array]:
+        """The window of each token: f32[T, W, C] in the order of ring rows, and bool[T, W].
+
+        Raises:
+          ValueError: `write_swa` has not been called.
+        """
+        return pk.gather_window(
+            self.state.window,
+            self.own_window,
+            self.call.slots,
+            self.call.positions,
+            self.call.lengths,
+            layer=self.layer,
+            codec=self.schema.format.entry,
+            dim=self.head_dim,
+        )
+
+    def read_swa_view(self) -> views.SWAView:
+        """The ring as stored, tokens of this call not included before `commit`."""
+        return views.read_swa_view(self, counts_call=self.is_committed)
+
+    def read_classical_view(self) -> views.ClassicalView:
+        """The entries as stored."""
+        return views.read_classical_view(self)
+
+    def read_indexer_view(self) -> views.IndexerView:
+        """The index keys as stored, and FP4 ones as published pairs too."""
+        return views.read_indexer_view(self)
+
+
+def acquire(cache: ModelCache, call: CallIndices, *, layer_idx: int) -> OriginalHandle:
+    """The handle of one layer in one call; pure, for use inside a traced step.
+
+    Raises:
+      ValueError: there is no such layer.
+    """
+    if not 0 <= layer_idx < len(cache.schemas):
+        raise ValueError(f"layer_idx must be 0..{len(cache.schemas) - 1}, got {layer_idx}")
+    schema = cache.schemas[layer_idx]
+    handle = cache.layer(schema.attn_type, schema.family_idx, call)
+    fields = {field.name: getattr(handle, field.name) for field in dataclasses.fields(handle)}
+    return OriginalHandle(**fields)
+
+
+def maybe_flush_csa(
+    handle: OriginalHandle,
+    schema: LayerCacheSchema,
+    m: int,
+    *,
+    norm: jax.Array,
+    indexer_norm: jax.Array,
+    frequencies: jax.Array,
+    eps: float,
+) -> OriginalHandle:
+    """Writes the entry and the index key of every CSA window that closes in this call.
+
+    Called in every forward with the same call sequence, whether a window closes or not.
+
+    Args:
+      handle: after `write_swa`.
+      schema: of the layer.
+      m: tokens per window; must be the schema's.
+      norm: [C], norm weight of the compressor.
+      indexer_norm: [IC], norm weight of the indexer's compressor.
+      frequencies: f32[R / 2], of the compress table.
+      eps: floor of the norms.
+
+    Returns:
+      The handle with the entries written; `commit` still has to follow.
+
+    Raises:
+      ValueError: the layer is of another type or ratio, or `write_swa` has not been called.
+
+    Source: deepseek_v4.md sections 2.2 and 3.
+    """
+    _check(handle, schema, m, AttentionType.CSA)
+    norms = LayerNorms(
+        kv=norm, compressor=norm, indexer=indexer_norm, frequencies=frequencies, eps=eps
+    )
+    return _flush(handle, norms)
+
+
+def maybe_flush_hca(
+    handle: OriginalHandle,
+    schema: LayerCacheSchema,
+    m_prime: int,
+    *,
+    norm: jax.Array,
+    frequencies: jax.Array,
+    eps: float,
+) -> OriginalHandle:
+    """Writes the entry of every HCA window that closes in this call; see `maybe_flush_csa`."""
+    _check(handle, schema, m_prime, AttentionType.HCA)
+    return _flush(handle, LayerNorms(kv=norm, compressor=norm, frequencies=frequencies, eps=eps))
+
+
+def _flush(handle: OriginalHandle, norms: LayerNorms) -> OriginalHandle:
+    new, pools = _written(handle), (handle.state, handle.blocks)
+    own = handle.schema.attn_type
+    if (handle.state.running is None) == (own == AttentionType.HCA):
+        raise ValueError(
+            f"the state pool was built for another type of layer than this {own.upper()} one"
+        )
+    paged = flush_windows(pools, new, norms, handle.call, layer=handle.layer)
+    return dataclasses.replace(handle, paged=paged)
+
+
+def _written(handle: OriginalHandle) -> NewTokens:
+    if handle.new_tokens is None:
+        raise ValueError("the call's tokens are not there yet; call write_swa first")
+    return handle.new_tokens
+
+
+def _check(
+    handle: OriginalHandle, schema: LayerCacheSchema, ratio: int, attn: AttentionType
+) -> None:
+    if schema.attn_type != attn:
+        raise ValueError(f"layer {schema.layer_idx} is {schema.attn_type}, not {attn}")
+    own = handle.schema
+    if ratio != own.compression_ratio or same_sizes(schema) != same_sizes(own):
+        raise ValueError(
+            f"schema and rate must be the handle's, got a rate of {ratio} for a layer that "
+            f"compresses {own.compression_ratio} tokens, and {schema} for {own}"
+        )

@@ -1,0 +1,1 @@
+"""Checkpoints: safetensors in and out."""

@@ -1,0 +1,273 @@
+"""DSV4Config: every size of the model, and its presets."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from typing import Any
+
+from dsv4_jax.config.layer_types import AttentionType, RouterType
+from dsv4_jax.config.read_json import read_fields
+from dsv4_jax.config.yarn import YarnScaling
+
+SWA, CSA, HCA = AttentionType.SWA, AttentionType.CSA, AttentionType.HCA
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DSV4Config:
+    """Sizes of a DeepSeek-V4 model; hashable, so it can be a static argument of `jit`.
+
+    Attributes:
+      vocab_size: V.
+      hidden_size: D.
+      layer_types: attention type of each trunk layer.
+      router_types: router type of each trunk layer.
+      num_attention_heads: H.
+      head_dim: C, of which the last `rope_dim` dims rotate; one KV head serves as K and V.
+      rope_dim: R, shared by the indexer.
+      q_lora_rank: width of the query latent.
+      o_groups: groups of heads in the output projection.
+      o_lora_rank: output width of each group.
+      sliding_window: W, tokens a query sees raw, itself included.
+      csa_compression_ratio: tokens per CSA entry.
+      hca_compression_ratio: tokens per HCA entry.
+      indexer_num_heads: IH.
+      indexer_head_dim: IC.
+      indexer_top_k: K, entries a CSA query attends to.
+      num_routed_experts: E.
+      num_experts_per_token: experts picked for a token.
+      moe_intermediate_size: I, of routed and shared experts alike.
+      routed_scaling_factor: scale of the routed experts' weights.
+      swiglu_limit: clamp of gate and up pre-activations.
+      index_reuse: CSA layers, by place in the model, that select no entries themselves and attend
+        to those that the last CSA layer before them selected (IndexCache); not part of a
+        `config.json`.
+      num_mtp_layers: draft (MTP) blocks after the trunk, 0 or 1; not counted in `layer_types`.
+      hc_mult: S, residual streams.
+      hc_sinkhorn_iters: Sinkhorn iterations of the stream mixing matrix.
+      hc_eps: floor inside the stream mixing.
+      rms_norm_eps: floor inside every norm.
+      rope_theta: base of the main table (SWA layers and the draft block).
+      compress_rope_theta: base of the compress table (all of CSA and HCA).
+      rope_scaling: YaRN of the compress table, or None.
+      max_position_embeddings: longest context the model is meant for, in tokens.
+      bos_token_id: first token of a text, or None.
+      eos_token_ids: tokens that end a text.
+
+    Raises:
+      ValueError: sizes that contradict each other; the message names the field.
+
+    Source: deepseek_v4.md section 5.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    layer_types: tuple[AttentionType, ...]
+    router_types: tuple[RouterType, ...]
+    num_attention_heads: int
+    head_dim: int
+    rope_dim: int
+    q_lora_rank: int
+    o_groups: int
+    o_lora_rank: int
+    sliding_window: int
+    csa_compression_ratio: int = 4
+    hca_compression_ratio: int = 128
+    indexer_num_heads: int
+    indexer_head_dim: int
+    indexer_top_k: int
+    num_routed_experts: int
+    num_experts_per_token: int
+    moe_intermediate_size: int
+    routed_scaling_factor: float
+    swiglu_limit: float
+    index_reuse: tuple[int, ...] = ()
+    num_mtp_layers: int = 0
+    hc_mult: int = 4
+    hc_sinkhorn_iters: int = 20
+    hc_eps: float = 1e-6
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    compress_rope_theta: float = 160_000.0
+    rope_scaling: YarnScaling | None = None
+    max_position_embeddings: int = 1_048_576
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuses sizes that contradict each other."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            number = {"int": int, "float": (int, float)}.get(str(field.type))
+            if number and not isinstance(value, number):
+                raise ValueError(f"{field.name} must be a number ({field.type}), got {value!r}")
+            if field.type == "int" and field.name != "num_mtp_layers" and value < 1:
+                raise ValueError(f"{field.name} must be at least 1, got {value}")
+        if len(self.router_types) != len(self.layer_types):
+            raise ValueError(
+                f"router_types must have one entry per layer, got {len(self.router_types)} for "
+                f"{len(self.layer_types)} layer_types"
+            )
+        if not self.layer_types:
+            raise ValueError("layer_types must name at least one layer, got none")
+        for small, large in (("rope_dim", "head_dim"), ("rope_dim", "indexer_head_dim")):
+            if getattr(self, small) > getattr(self, large):
+                raise ValueError(
+                    f"{small} must be at most {large}, got {getattr(self, small)} and "
+                    f"{getattr(self, large)}"
+                )
+        if self.rope_dim % 2:
+            raise ValueError(f"rope_dim must be even, since dims rotate in pairs: {self.rope_dim}")
+        if self.rope_dim == self.head_dim:
+            raise ValueError(f"rope_dim must leave dims unrotated, got head_dim={self.head_dim}")
+        if self.num_attention_heads % self.o_groups:
+            raise ValueError(
+                f"o_groups must divide num_attention_heads, got {self.o_groups} and "
+                f"{self.num_attention_heads}"
+            )
+        if self.num_experts_per_token > self.num_routed_experts:
+            raise ValueError(
+                f"num_experts_per_token must be at most num_routed_experts, got "
+                f"{self.num_experts_per_token} and {self.num_routed_experts}"
+            )
+        if self.num_mtp_layers not in (0, 1):
+            raise ValueError(f"num_mtp_layers must be 0 or 1, got {self.num_mtp_layers}")
+
+        for layer in self.index_reuse:
+            selecting = [
+                other
+                for other, attn in enumerate(self.layer_types[: max(layer, 0)])
+                if attn == CSA and other not in self.index_reuse
+            ]
+            if not 0 <= layer < len(self.layer_types) or self.layer_types[layer] != CSA:
+                raise ValueError(f"index_reuse must name CSA layers, got layer {layer}")
+            if not selecting:
+                raise ValueError(
+                    f"index_reuse must leave a CSA layer before layer {layer} that selects for it"
+                )
+
+    @property
+    def num_layers(self) -> int:
+        """Trunk layers, without the draft block."""
+        return len(self.layer_types)
+
+    @property
+    def nope_dim(self) -> int:
+        """N, the dims of a head that do not rotate."""
+        return self.head_dim - self.rope_dim
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens that one cache block stands for: the least common multiple of 128 and the rates.
+
+        A rate of a family without layers does not count.
+        """
+        return math.lcm(128, *(self.compression_ratio(attn) for attn in set(self.layer_types)))
+
+    def compression_ratio(self, attn: AttentionType) -> int:
+        """Tokens per entry of an attention type; 1 for SWA, which has none."""
+        return {SWA: 1, CSA: self.csa_compression_ratio, HCA: self.hca_compression_ratio}[attn]
+
+    @classmethod
+    def flash(cls) -> DSV4Config:
+        """DeepSeek-V4-Flash: 43 layers, 284 B parameters."""
+        return cls(
+            vocab_size=129_280,
+            hidden_size=4096,
+            layer_types=(SWA, SWA, CSA) + (HCA, CSA) * 20,
+            router_types=_routers(43, num_hash=3),
+            num_attention_heads=64,
+            head_dim=512,
+            rope_dim=64,
+            q_lora_rank=1024,
+            o_groups=8,
+            o_lora_rank=1024,
+            sliding_window=128,
+            indexer_num_heads=64,
+            indexer_head_dim=128,
+            indexer_top_k=512,
+            num_routed_experts=256,
+            num_experts_per_token=6,
+            moe_intermediate_size=2048,
+            routed_scaling_factor=1.5,
+            swiglu_limit=10.0,
+            num_mtp_layers=1,
+            rope_scaling=YarnScaling(factor=16.0, original_max_positions=65_536),
+            bos_token_id=0,
+            eos_token_ids=(1,),
+        )
+
+    @classmethod
+    def pro(cls) -> DSV4Config:
+        """DeepSeek-V4-Pro: 61 layers, 1.57 T parameters."""
+        return dataclasses.replace(
+            cls.flash(),
+            hidden_size=7168,
+            layer_types=(HCA, HCA, CSA) + (HCA, CSA) * 29,
+            router_types=_routers(61, num_hash=3),
+            num_attention_heads=128,
+            q_lora_rank=1536,
+            o_groups=16,
+            indexer_top_k=1024,
+            num_routed_experts=384,
+            moe_intermediate_size=3072,
+            routed_scaling_factor=2.5,
+        )
+
+    @classmethod
+    def flash_slim(cls) -> DSV4Config:
+        """Flash in every layer and shape, but 8 routed experts: one GPU holds it in bf16, 32 GB."""
+        return dataclasses.replace(cls.flash(), num_routed_experts=8)
+
+    @classmethod
+    def pro_slim(cls) -> DSV4Config:
+        """Pro in every layer and shape, but 8 routed experts: one GPU holds it in bf16, 115 GB."""
+        return dataclasses.replace(cls.pro(), num_routed_experts=8)
+
+    @classmethod
+    def tiny(cls) -> DSV4Config:
+        """Every part of the model at sizes for a laptop and CI: 7 layers, 1 M parameters."""
+        return dataclasses.replace(
+            cls.flash(),
+            vocab_size=96,
+            hidden_size=64,
+            layer_types=(SWA, CSA, HCA, CSA, HCA, CSA, SWA),
+            router_types=_routers(7, num_hash=2),
+            num_attention_heads=4,
+            head_dim=32,
+            rope_dim=8,
+            q_lora_rank=24,
+            o_groups=2,
+            o_lora_rank=16,
+            sliding_window=16,
+            csa_compression_ratio=4,
+            hca_compression_ratio=32,
+            indexer_num_heads=32,
+            indexer_head_dim=16,
+            indexer_top_k=8,
+            num_routed_experts=8,
+            num_experts_per_token=3,
+            moe_intermediate_size=48,
+        )
+
+    @classmethod
+    def from_hf(cls, source: str | os.PathLike[str] | dict[str, Any]) -> DSV4Config:
+        """Reads a `config.json`, the released form or the one that transformers writes.
+
+        Args:
+          source: a `config.json`, a directory that holds one, or its parsed contents.
+
+        Returns:
+          The config; draft (MTP) layers listed in the schedule are not trunk layers.
+
+        Raises:
+          FileNotFoundError: there is no such file.
+          ValueError: a field is missing, unsupported, or contradicts another; it is named.
+        """
+        return cls(**read_fields(source))
+
+
+def _routers(num_layers: int, *, num_hash: int) -> tuple[RouterType, ...]:
+    hashed = min(num_hash, num_layers)
+    return (RouterType.HASH,) * hashed + (RouterType.LEARNED,) * (num_layers - hashed)

@@ -1,0 +1,283 @@
+"""Reads `config.json`: the released form and the one that transformers writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from typing import Any
+
+from dsv4_jax.config.layer_types import AttentionType, RouterType
+from dsv4_jax.config.yarn import YarnScaling
+
+SWA, CSA, HCA = AttentionType.SWA, AttentionType.CSA, AttentionType.HCA
+
+
+LAYER_TYPE_NAMES = {
+    "sliding_attention": SWA,
+    "compressed_sparse_attention": CSA,
+    "heavily_compressed_attention": HCA,
+}
+
+
+ROUTER_TYPE_NAMES = {"moe": RouterType.LEARNED, "hash_moe": RouterType.HASH}
+
+
+# Fields that have one name in both forms: theirs, ours.
+SAME_NAME = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "head_dim": "head_dim",
+    "q_lora_rank": "q_lora_rank",
+    "o_groups": "o_groups",
+    "o_lora_rank": "o_lora_rank",
+    "sliding_window": "sliding_window",
+    "index_n_heads": "indexer_num_heads",
+    "index_head_dim": "indexer_head_dim",
+    "index_topk": "indexer_top_k",
+    "n_routed_experts": "num_routed_experts",
+    "num_experts_per_tok": "num_experts_per_token",
+    "moe_intermediate_size": "moe_intermediate_size",
+    "routed_scaling_factor": "routed_scaling_factor",
+    "swiglu_limit": "swiglu_limit",
+    "max_position_embeddings": "max_position_embeddings",
+}
+
+
+OPTIONAL = {
+    "hc_mult": "hc_mult",
+    "hc_sinkhorn_iters": "hc_sinkhorn_iters",
+    "hc_eps": "hc_eps",
+    "rms_norm_eps": "rms_norm_eps",
+    "bos_token_id": "bos_token_id",
+}
+
+
+# The one value of each that this model family has; anything else is another model.
+FIXED = {
+    "model_type": "deepseek_v4",
+    "scoring_func": "sqrtsoftplus",
+    "norm_topk_prob": True,
+    "num_key_value_heads": 1,
+    "n_shared_experts": 1,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+
+
+def read_fields(source: str | os.PathLike[str] | dict[str, Any]) -> dict[str, Any]:
+    """The fields of a `DSV4Config`, by name; see `DSV4Config.from_hf`."""
+    data = source if isinstance(source, dict) else _load(pathlib.Path(source))
+    for name, value in FIXED.items():
+        if data.get(name, value) != value:
+            raise ValueError(
+                f"{name} must be {value!r} in a DeepSeek-V4 config, got {data[name]!r}"
+            )
+    fields = {ours: _require(data, theirs) for theirs, ours in SAME_NAME.items()}
+    fields |= {ours: data[name] for name, ours in OPTIONAL.items() if data.get(name) is not None}
+    num_layers = _require(data, "num_hidden_layers")
+    num_mtp = data.get("num_nextn_predict_layers") or 0
+    layer_types, rates = _layer_types(data, num_layers, num_mtp)
+    eos = data.get("eos_token_id")
+    return {
+        **fields,
+        "layer_types": layer_types,
+        "router_types": _router_types(data, num_layers, num_mtp),
+        "rope_dim": _rope_dim(data),
+        "csa_compression_ratio": rates[CSA],
+        "hca_compression_ratio": rates[HCA],
+        "num_mtp_layers": int(num_mtp == 1),
+        "eos_token_ids": () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+        **_rope(data),
+    }
+
+
+def _load(path: pathlib.Path) -> dict[str, Any]:
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"no config.json at {file}; pass a checkpoint directory, a config.json, or its contents"
+        )
+    try:
+        data = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"{file} must hold a JSON object, got {type(data).__name__}")
+    return data
+
+
+def _require(data: dict[str, Any], name: str) -> Any:
+    if data.get(name) is None:
+        raise ValueError(f"config.json lacks {name}, which a DeepSeek-V4 config must have")
+    return data[name]
+
+
+def _agree(name: str, value: Any, other_name: str, other: Any) -> None:
+    if value is not None and other is not None and value != other:
+        raise ValueError(f"{name} and {other_name} contradict each other: {value} and {other}")
+
+
+def _trunk(name: str, values: list[Any], num_layers: int, num_mtp: int, padding: Any) -> list[Any]:
+    """Cuts draft layers off a per-layer list.
+
+    A list may name the trunk alone, or the draft blocks too; releases with several draft stages
+    list one window layer each. The one block that `draft_layer` describes is `padding`.
+    """
+    extra = values[num_layers:]
+    unlike = any(value != padding for value in extra)
+    if len(values) < num_layers or (unlike and (num_mtp == 1 or len(extra) != num_mtp)):
+        raise ValueError(
+            f"{name} must have num_hidden_layers={num_layers} entries, or those and {padding!r} "
+            f"for each of the draft's (num_nextn_predict_layers={num_mtp}), got {len(values)}"
+            + (f", ending in {extra}" if extra else "")
+        )
+    return values[:num_layers]
+
+
+def _layer_types(
+    data: dict[str, Any], num_layers: int, num_mtp: int
+) -> tuple[tuple[AttentionType, ...], dict[AttentionType, int]]:
+    """The attention type of each trunk layer, and the rate of each compressed type."""
+    rates = _rates(data)
+    listed = ratios = None
+    if (names := data.get("layer_types")) is not None:
+        if unknown := sorted(set(names) - set(LAYER_TYPE_NAMES)):
+            raise ValueError(f"layer_types must be among {list(LAYER_TYPE_NAMES)}, got {unknown}")
+        types = [LAYER_TYPE_NAMES[name] for name in names]
+        listed = tuple(_trunk("layer_types", types, num_layers, num_mtp, SWA))
+    if (numbers := data.get("compress_ratios")) is not None:
+        trunk = _trunk("compress_ratios", numbers, num_layers, num_mtp, 0)
+        by_ratio, rates = _types_of_ratios(trunk, rates)
+        ratios = tuple(by_ratio[number] for number in trunk)
+    _agree("layer_types", listed, "compress_ratios", ratios)
+    layer_types = listed or ratios
+    if layer_types is None:
+        raise ValueError("config.json lacks layer_types (or compress_ratios), one per layer")
+    return layer_types, {CSA: 4, HCA: 128} | rates
+
+
+def _rates(data: dict[str, Any]) -> dict[AttentionType, int]:
+    rates: dict[AttentionType, int] = {}
+    for name, rate in (data.get("compress_rates") or {}).items():
+        if name not in LAYER_TYPE_NAMES:
+            raise ValueError(f"compress_rates must name layer types, got {name!r}")
+        rates[LAYER_TYPE_NAMES[name]] = rate
+    for attn, name in ((CSA, "compress_rate_csa"), (HCA, "compress_rate_hca")):
+        if (rate := data.get(name)) is not None:
+            _agree(name, rate, "compress_rates", rates.get(attn))
+            rates[attn] = rate
+    return rates
+
+
+def _types_of_ratios(
+    ratios: list[int], rates: dict[AttentionType, int]
+) -> tuple[dict[int, AttentionType], dict[AttentionType, int]]:
+    """What each number of `compress_ratios` means: 0 SWA, the smaller rate CSA, the larger HCA."""
+    known = {CSA: 4, HCA: 128} | rates
+    distinct = sorted(set(ratios) - {0})
+    by_ratio = {0: SWA} | {rate: attn for attn, rate in known.items()}
+    is_ambiguous = known[CSA] == known[HCA] and known[CSA] in distinct
+    if all(ratio in by_ratio for ratio in distinct) and not is_ambiguous:
+        return by_ratio, rates
+    if len(distinct) == 2 and not rates:
+        return dict(zip((0, *distinct), (SWA, CSA, HCA), strict=True)), dict(
+            zip((CSA, HCA), distinct, strict=True)
+        )
+    raise ValueError(
+        f"compress_ratios holds {distinct}, which do not tell CSA from HCA; "
+        f"add compress_rates with the rate of each layer type (known: {known})"
+    )
+
+
+def _router_types(data: dict[str, Any], num_layers: int, num_mtp: int) -> tuple[RouterType, ...]:
+    names, num_hash = data.get("mlp_layer_types"), data.get("num_hash_layers")
+    counted = None
+    if num_hash is not None:
+        if not 0 <= num_hash <= num_layers:
+            raise ValueError(f"num_hash_layers must be 0 to {num_layers}, got {num_hash}")
+        counted = (RouterType.HASH,) * num_hash + (RouterType.LEARNED,) * (num_layers - num_hash)
+    if names is None:
+        if counted is None:
+            raise ValueError("config.json lacks mlp_layer_types (or num_hash_layers)")
+        return counted
+    if unknown := sorted(set(names) - set(ROUTER_TYPE_NAMES)):
+        raise ValueError(f"mlp_layer_types must be among {list(ROUTER_TYPE_NAMES)}, got {unknown}")
+    listed = tuple(
+        ROUTER_TYPE_NAMES[name]
+        for name in _trunk("mlp_layer_types", names, num_layers, num_mtp, "moe")
+    )
+    _agree("mlp_layer_types", listed, "num_hash_layers", counted)
+    return listed
+
+
+def _rope_dim(data: dict[str, Any]) -> int:
+    head_dim = _require(data, "head_dim")
+    dims = {"qk_rope_head_dim": data.get("qk_rope_head_dim")}
+    factors = {"partial_rotary_factor": data.get("partial_rotary_factor")}
+    nested = data.get("rope_parameters") or {}
+    for label in ("main", "compress"):
+        if isinstance(nested.get(label), dict):
+            name = f"rope_parameters.{label}.partial_rotary_factor"
+            factors[name] = nested[label].get("partial_rotary_factor")
+    dims |= {name: int(head_dim * f) for name, f in factors.items() if f is not None}
+    given = {name: dim for name, dim in dims.items() if dim is not None}
+    if not given:
+        raise ValueError("config.json lacks qk_rope_head_dim (or partial_rotary_factor)")
+    first = next(iter(given))
+    for name, dim in given.items():
+        _agree(first, given[first], name, dim)
+    return given[first]
+
+
+def _rope(data: dict[str, Any]) -> dict[str, Any]:
+    """Both RoPE bases and the compress table's YaRN, from whichever form holds them."""
+    parameters = data.get("rope_parameters") or {}
+    is_nested = "main" in parameters or "compress" in parameters
+    if is_nested:
+        for label in ("main", "compress"):
+            if not isinstance(parameters.get(label), dict):
+                raise ValueError(
+                    f"config.json lacks rope_parameters.{label} beside the other table"
+                )
+        main, compress = parameters["main"], parameters["compress"]
+    else:
+        main, compress = {}, parameters or data.get("rope_scaling") or {}
+    thetas = {}
+    for name, label, table in (
+        ("rope_theta", "main", main),
+        ("compress_rope_theta", "compress", compress),
+    ):
+        nested = table.get("rope_theta") if is_nested else None
+        _agree(name, data.get(name), f"rope_parameters.{label}.rope_theta", nested)
+        thetas[name] = float(nested if nested is not None else _require(data, name))
+    if main.get("rope_type", "default") != "default":
+        raise ValueError(f"rope_parameters.main.rope_type must be 'default', got {main}")
+    scaling = _yarn(compress)
+    if (released := data.get("rope_scaling")) and _yarn(released) != scaling:
+        raise ValueError(
+            f"rope_parameters and rope_scaling contradict each other: {compress} and {released}"
+        )
+    return thetas | {"rope_scaling": scaling}
+
+
+def _yarn(table: dict[str, Any]) -> YarnScaling | None:
+    kind = table.get("rope_type", table.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind != "yarn":
+        raise ValueError(f"rope_type must be 'yarn' or 'default', got {kind!r}")
+    for name in ("factor", "original_max_position_embeddings"):
+        if table.get(name) is None:
+            raise ValueError(f"the yarn rope_scaling lacks {name}")
+    if table.get("attention_factor", 1.0) != 1.0:
+        raise ValueError(f"attention_factor must be 1.0, got {table['attention_factor']}")
+    return YarnScaling(
+        factor=float(table["factor"]),
+        original_max_positions=int(table["original_max_position_embeddings"]),
+        beta_fast=float(table.get("beta_fast", 32.0)),
+        beta_slow=float(table.get("beta_slow", 1.0)),
+    )

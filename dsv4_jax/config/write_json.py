@@ -1,0 +1,65 @@
+"""Writes `config.json` in the form that transformers writes and reads."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from dsv4_jax.config.model_config import DSV4Config
+from dsv4_jax.config.read_json import (
+    CSA,
+    FIXED,
+    HCA,
+    LAYER_TYPE_NAMES,
+    OPTIONAL,
+    ROUTER_TYPE_NAMES,
+    SAME_NAME,
+)
+
+
+def write_config(config: DSV4Config) -> dict[str, Any]:
+    """The `config.json` of `config`, in the form that transformers writes and reads."""
+    types = {attn: name for name, attn in LAYER_TYPE_NAMES.items()}
+    routers = {router: name for name, router in ROUTER_TYPE_NAMES.items()}
+    partial = _partial_factor(config.rope_dim, config.head_dim)
+    main = {"rope_type": "default", "rope_theta": config.rope_theta}
+    compress: dict[str, Any] = {"rope_type": "default", "rope_theta": config.compress_rope_theta}
+    if (scaling := config.rope_scaling) is not None:
+        compress |= {
+            "rope_type": "yarn",
+            "factor": scaling.factor,
+            "original_max_position_embeddings": scaling.original_max_positions,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "attention_factor": 1.0,
+        }
+    fields = {theirs: getattr(config, ours) for theirs, ours in (SAME_NAME | OPTIONAL).items()}
+    eos = config.eos_token_ids
+    return {
+        "architectures": ["DeepseekV4ForCausalLM"],
+        **FIXED,
+        **fields,
+        "num_hidden_layers": config.num_layers,
+        "num_nextn_predict_layers": config.num_mtp_layers,
+        "layer_types": [types[attn] for attn in config.layer_types],
+        "mlp_layer_types": [routers[router] for router in config.router_types],
+        "compress_rates": {
+            types[CSA]: config.csa_compression_ratio,
+            types[HCA]: config.hca_compression_ratio,
+        },
+        "qk_rope_head_dim": config.rope_dim,
+        "partial_rotary_factor": partial,
+        "rope_theta": config.rope_theta,
+        "compress_rope_theta": config.compress_rope_theta,
+        "rope_parameters": {
+            "main": main | {"partial_rotary_factor": partial},
+            "compress": compress | {"partial_rotary_factor": partial},
+        },
+        "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
+    }
+
+
+def _partial_factor(rope_dim: int, head_dim: int) -> float:
+    """The factor from which readers get `rope_dim` back: they truncate, and 44 * (30 / 44) < 30."""
+    partial = rope_dim / head_dim
+    return partial if int(head_dim * partial) == rope_dim else math.nextafter(partial, 1.0)

@@ -1,1 +1,0 @@
-"""Steps, sampling, and the host loop that drives them."""

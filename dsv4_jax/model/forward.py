@@ -1,0 +1,80 @@
+"""From token ids to logits over whole sequences, without a cache."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from dsv4_jax.attention.full_sequence import Selector, attend_full_sequence, select_by_score
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.config.layer_schedule import layer_schedule
+from dsv4_jax.config.layer_types import AttentionType
+from dsv4_jax.model.block import block, embed, head
+from dsv4_jax.model.params import DSV4Params, LayerParams
+from pallas_kernels.common.backend import Backend
+from pallas_kernels.common.formats import get_cache_format
+
+
+def forward(
+    params: DSV4Params,
+    token_ids: jax.Array,
+    *,
+    config: DSV4Config,
+    cache_format: str = "f32",
+    selector: Selector = select_by_score,
+) -> jax.Array:
+    """Logits of a whole history, without a cache.
+
+    Args:
+      params: of the model.
+      token_ids: i32[B, T].
+      config: the model.
+      cache_format: rounds what a cache of that format would round.
+      selector: picks the entries that CSA layers attend to.
+
+    Returns:
+      f32[B, T, V].
+
+    Raises:
+      ValueError: `token_ids` has another rank or dtype, or there is no such format.
+
+    Source: deepseek_v4.md section 1.1.
+    """
+    streams = forward_streams(
+        params, token_ids, config=config, cache_format=cache_format, selector=selector
+    )
+    return head(params.hc_head, params.norm, params.head, streams, config)
+
+
+def forward_streams(
+    params: DSV4Params,
+    token_ids: jax.Array,
+    *,
+    config: DSV4Config,
+    cache_format: str = "f32",
+    selector: Selector = select_by_score,
+) -> jax.Array:
+    """The residual streams [B, T, S, D] before the head; arguments as in `forward`."""
+    if token_ids.ndim != 2 or not jnp.issubdtype(token_ids.dtype, jnp.integer):
+        raise ValueError(
+            f"token_ids must be i32[B, T], got {token_ids.dtype}{list(token_ids.shape)}; "
+            "add a batch axis"
+        )
+    fmt = get_cache_format(cache_format)
+    streams = embed(params, token_ids, config)
+    chosen = None  # entries that the last CSA layer selected
+    for spec in layer_schedule(config):
+
+        def attention(
+            layer: LayerParams,
+            x: jax.Array,
+            attn: AttentionType = spec.attn,
+            reused: jax.Array | None = chosen if spec.index_source is not None else None,
+        ) -> tuple[jax.Array | None, jax.Array]:
+            return attend_full_sequence(layer.attn, x, attn, config, fmt, selector, reused)
+
+        selected, streams = block(
+            params.layer(spec), streams, token_ids, config, attention, backend=Backend.REFERENCE
+        )
+        chosen = chosen if selected is None else selected
+    return streams

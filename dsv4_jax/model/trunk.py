@@ -1,0 +1,156 @@
+"""The trunk on a cache: every layer appends, selects and attends."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from dsv4_jax.attention.csa import csa_attention
+from dsv4_jax.attention.hca import hca_attention
+from dsv4_jax.attention.swa import swa_attention
+from dsv4_jax.cache.commit import commit_tokens
+from dsv4_jax.cache.handle import LayerCacheHandle
+from dsv4_jax.cache.model_cache import ModelCache
+from dsv4_jax.cache.new_tokens import NewTokens
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.config.layer_schedule import Segment, layer_schedule, split_into_segments
+from dsv4_jax.config.layer_types import AttentionType
+from dsv4_jax.model.block import block, embed
+from dsv4_jax.model.params import DSV4Params, LayerParams, layer_of
+from pallas_kernels.common.call import CallIndices
+
+_CACHED_ATTENTION = {
+    AttentionType.SWA: swa_attention,
+    AttentionType.CSA: csa_attention,
+    AttentionType.HCA: hca_attention,
+}
+
+
+def run_layers(
+    params: DSV4Params,
+    cache: ModelCache,
+    token_ids: jax.Array,
+    call: CallIndices,
+    staged: dict[str, NewTokens] | None,
+    config: DSV4Config,
+) -> tuple[ModelCache, dict[str, NewTokens] | None, jax.Array]:
+    """The trunk on a cache: every layer appends, flushes and attends.
+
+    Layers of a repeating pattern are scanned, with the cache in the carry; layers that have arrays
+    of their own (`unstack_layers`) are unrolled.
+
+    Args:
+      params: model parameters.
+      cache: before the call.
+      token_ids: i32[T].
+      call: the call's indices.
+      staged: None commits the call's tokens layer by layer. Else it receives them, by attention
+        type, stacked [L, ...], and rings and states stay as they were.
+      config: the model.
+
+    Returns:
+      The cache, `staged`, and the streams [T, S, D] before the head. Lengths are not advanced.
+    """
+    selected = None
+    if config.index_reuse:
+        selected = jnp.zeros((token_ids.shape[0], config.indexer_top_k), jnp.int32)
+    carry = (cache, staged, embed(params, token_ids, config), selected)
+    for segment in split_into_segments(layer_schedule(config)):
+        carry = _run_segment(segment, params, token_ids, call, config, carry)
+    return carry[:3]
+
+
+Carry = tuple[ModelCache, dict[str, NewTokens] | None, jax.Array, jax.Array | None]
+"""Cache, staged rows, streams and, with `index_reuse`, what the last CSA layer selected."""
+
+
+def _run_segment(
+    segment: Segment,
+    params: DSV4Params,
+    token_ids: jax.Array,
+    call: CallIndices,
+    config: DSV4Config,
+    carry: Carry,
+) -> Carry:
+    stacked = not any(isinstance(params.layers[spec.kind], tuple) for spec in segment.pattern)
+
+    def run_pattern(carry: Carry, copy: jax.Array | int) -> tuple[Carry, None]:
+        for spec in segment.pattern:
+            kind_idx = spec.kind_idx + copy * segment.kind_stride(spec)
+            family_idx = spec.family_idx + copy * segment.family_stride(spec)
+            layer = layer_of(params.layers[spec.kind], kind_idx)
+            cache, staged, streams, selected = carry
+            in_place = staged is None and call.max_row_tokens == 1
+            handle = cache.layer(spec.attn, family_idx, call, in_place=in_place)
+            if spec.index_source is not None:
+                handle = dataclasses.replace(handle, selected=selected)
+            with jax.named_scope(spec.kind):
+                handle, new, streams = jit_run_block(layer, streams, token_ids, handle, config)
+            if handle.selected is not None:
+                selected = handle.selected
+            carry = (*keep(cache, staged, handle, new), streams, selected)
+        return carry, None
+
+    if segment.repeats == 1 or not stacked:
+        for copy in range(segment.repeats):
+            carry = run_pattern(carry, copy)[0]
+        return carry
+    return jax.lax.scan(run_pattern, carry, jnp.arange(segment.repeats))[0]
+
+
+def run_block(
+    params: LayerParams,
+    streams: jax.Array,
+    token_ids: jax.Array,
+    handle: LayerCacheHandle,
+    config: DSV4Config,
+) -> tuple[LayerCacheHandle, NewTokens | None, jax.Array]:
+    """One decoder block on the cache.
+
+    Args:
+      params: parameters of the layer.
+      streams: [T, S, D].
+      token_ids: i32[T].
+      handle: the layer's cache in this call.
+      config: the model.
+
+    Returns:
+      The handle after attention, what is still to be committed, and the streams [T, S, D].
+    """
+
+    def attention(
+        layer: LayerParams, x: jax.Array
+    ) -> tuple[tuple[LayerCacheHandle, NewTokens | None], jax.Array]:
+        new_handle, new, y = _CACHED_ATTENTION[handle.schema.attn_type](
+            layer.attn, x, handle, config
+        )
+        # Rings and states are read before and written after: unordered, XLA would copy them whole.
+        return jax.lax.optimization_barrier(((new_handle, new), y))
+
+    (after, new), streams = block(params, streams, token_ids, config, attention)
+    return after, new, streams
+
+
+jit_run_block = jax.jit(run_block, static_argnames="config")
+"""`run_block`, traced and lowered once for all layers of a kind; XLA inlines it into the step."""
+
+
+def keep(
+    cache: ModelCache,
+    staged: dict[str, NewTokens] | None,
+    handle: LayerCacheHandle,
+    new: NewTokens | None,
+) -> tuple[ModelCache, dict[str, NewTokens] | None]:
+    """Commits a layer's new tokens, or stages them for a later commit; None has nothing to keep."""
+    if new is None:
+        return cache.with_layer(handle), staged
+    if staged is None:
+        state = commit_tokens(handle.state, new, handle.call, layer=handle.layer)
+        return cache.with_layer(dataclasses.replace(handle, state=state)), None
+    attn = handle.schema.attn_type
+    family = jax.tree.map(
+        lambda stack, tokens: stack.at[handle.layer].set(tokens), staged[attn], new
+    )
+    return cache.with_layer(handle), {**staged, attn: family}

@@ -1,0 +1,1 @@
+"""The engine: requests come and go, and steps serve them."""

@@ -1,0 +1,150 @@
+"""A request on its way through the engine, and what its caller sees of it."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from dsv4_jax.serving.text import TextStream
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """What a prompt got.
+
+    Attributes:
+      token_ids: the new tokens, a stop token included.
+      text: of the new tokens without special ones, up to a stop text; None without a tokenizer.
+      finish_reason: "stop" (a stop token or text), "length", "cancelled" or "error".
+    """
+
+    token_ids: list[int]
+    text: str | None
+    finish_reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Token:
+    """One token of one request.
+
+    Attributes:
+      request_id: of `Engine.submit`.
+      token_id: the token.
+      finish_reason: why the request ended with this token; None if it goes on.
+    """
+
+    request_id: int
+    token_id: int
+    finish_reason: str | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RequestOptions:
+    """What a request asks for; see `Engine.submit`."""
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    stop_token_ids: frozenset[int]
+    stop_texts: tuple[str, ...]
+    salt: bytes
+    speculate: bool
+
+
+class Request:
+    """The host's state of a request.
+
+    Attributes:
+      request_id: of `Engine.submit`; a lower one is older.
+      options: what it asks for.
+      prompt_tokens: length of the prompt.
+      token_ids: i32[prompt + max_new_tokens], the prompt and what was drawn.
+      num_known: how many of those are known.
+      slot: -1 while it waits.
+      drafts: guesses at what follows the known tokens.
+      next_boundary: end of the known shared prefix at admission, worth a snapshot; 0 if none.
+      snapshot_spacing: blocks between kept boundaries of the prompt.
+      finish_reason: None while it is on its way.
+      events: tokens that its stream has not given yet.
+      submitted_s: when; likewise `admitted_s` and `last_token_s`, None before.
+    """
+
+    def __init__(
+        self, request_id: int, prompt: np.ndarray, options: RequestOptions, submitted_s: float
+    ) -> None:
+        """A request that waits."""
+        self.request_id = request_id
+        self.options = options
+        self.prompt_tokens = len(prompt)
+        self.token_ids = np.zeros(len(prompt) + options.max_new_tokens, np.int32)
+        self.token_ids[: len(prompt)] = prompt
+        self.num_known = len(prompt)
+        self.slot = -1
+        self.drafts: list[int] = []
+        self.next_boundary = 0
+        self.snapshot_spacing = 1
+        self.finish_reason: str | None = None
+        self.events: collections.deque[Token] = collections.deque()
+        self.submitted_s = submitted_s
+        self.admitted_s: float | None = None
+        self.last_token_s: float | None = None
+        self._text = ""
+        self._stream: TextStream | None = None
+
+    @property
+    def known(self) -> np.ndarray:
+        """i32[n], the prompt and what was drawn."""
+        return self.token_ids[: self.num_known]
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens drawn so far."""
+        return self.num_known - self.prompt_tokens
+
+    @property
+    def num_wanted(self) -> int:
+        """Tokens still to be drawn."""
+        return self.options.max_new_tokens - self.num_drawn
+
+    def branch(self, request_id: int, seed: int, now_s: float) -> Request:
+        """A copy that waits, with another seed for what it has yet to draw."""
+        options = dataclasses.replace(self.options, seed=seed)
+        new = Request(request_id, self.token_ids[: self.prompt_tokens], options, now_s)
+        new.token_ids[:] = self.token_ids
+        new.num_known = self.num_known
+        new.next_boundary, new.snapshot_spacing = self.next_boundary, self.snapshot_spacing
+        return new
+
+    def add(self, token_id: int, tokenizer: Tokenizer | None) -> None:
+        """Appends a drawn token, and sets `finish_reason` if it is the last one."""
+        self.token_ids[self.num_known] = token_id
+        self.num_known += 1
+        if token_id in self.options.stop_token_ids:
+            self.finish_reason = "stop"
+        elif self.options.stop_texts and tokenizer is not None:
+            if self._stream is None:
+                self._stream = TextStream(tokenizer)
+                for earlier in self.token_ids[self.prompt_tokens : self.num_known - 1]:
+                    self._text += self._stream.add(int(earlier))
+            piece = self._stream.add(token_id)
+            start = max(len(self._text) - max(map(len, self.options.stop_texts)) + 1, 0)
+            self._text += piece
+            if any(self._text.find(stop, start) >= 0 for stop in self.options.stop_texts):
+                self.finish_reason = "stop"
+        if self.finish_reason is None and not self.num_wanted:
+            self.finish_reason = "length"
+
+    def completion(self, tokenizer: Tokenizer | None) -> Completion:
+        """What it got so far."""
+        ids = self.token_ids[self.prompt_tokens : self.num_known].tolist()
+        text = None
+        if tokenizer is not None:
+            text = tokenizer.decode(ids, skip_special_tokens=True)
+            found = [at for at in map(text.find, self.options.stop_texts) if at >= 0]
+            text = text[: min(found)] if found else text
+        return Completion(token_ids=ids, text=text, finish_reason=self.finish_reason or "cancelled")

@@ -1,0 +1,252 @@
+"""StepRunner: the device's side of the engine: cache, snapshots, and the programs that run them."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from dsv4_jax.allocator.checksums import scan_rows, scan_snapshots
+from dsv4_jax.allocator.manager import KVCacheManager
+from dsv4_jax.allocator.pending_changes import idle_changes
+from dsv4_jax.allocator.pool_plan import PoolPlan
+from dsv4_jax.cache.model_cache import ModelCache, family_bytes, init_cache
+from dsv4_jax.cache.slot_changes import jit_apply_changes, set_tables
+from dsv4_jax.cache.snapshots import SnapshotPlan, SnapshotStore, init_snapshot_store
+from dsv4_jax.cache.step_input import StepInput
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.model.params import DSV4Params
+from dsv4_jax.serving.request import Request, RequestOptions
+from dsv4_jax.serving.scheduler import StepPlan
+from dsv4_jax.step.sampling import Sampling
+from dsv4_jax.step.serve_step import (
+    ServeInput,
+    jit_plain_decode_step,
+    jit_save_reached,
+    jit_serve_step,
+)
+
+
+class Boundary(NamedTuple):
+    """A block boundary that a step keeps: slot, tokens before it, place in the store."""
+
+    slot: int
+    end: int
+    place: int
+
+
+class StepResult(NamedTuple):
+    """What a step gave, in NumPy; fields as in `ServeOutput`."""
+
+    token_ids: np.ndarray
+    num_kept: np.ndarray
+    draft_token_ids: np.ndarray
+
+
+class StepRunner:
+    """Owns the arrays, and turns plans into calls. Row r of every call is slot r.
+
+    Attributes:
+      plan: sizes of the pools.
+      cache_format: name of the storage format.
+      draft_tokens: k.
+      unit_bytes: by family, bytes of one block or one slot.
+      cache: as it is now; the next call donates it.
+      store: likewise, the snapshots.
+    """
+
+    def __init__(
+        self,
+        config: DSV4Config,
+        params: DSV4Params,
+        plan: PoolPlan,
+        *,
+        cache_format: str,
+        draft_tokens: int,
+    ) -> None:
+        """Allocates the pools.
+
+        Args:
+          config: the model as the cache sees it: with a draft block only if there are drafts.
+          params: of the model.
+          plan: sizes of the pools.
+          cache_format: name of the storage format.
+          draft_tokens: k.
+        """
+        self.config = config
+        self.params = params
+        self.plan = plan
+        self.cache_format = cache_format
+        self.draft_tokens = draft_tokens
+        self.cache: ModelCache
+        self.store: SnapshotStore
+        self.rebuild()
+        num_units = {"paged": plan.num_blocks, "state": plan.max_requests}
+        self.unit_bytes = {
+            name: size // num_units["paged" if name.endswith(("entries", "keys")) else "state"]
+            for name, size in family_bytes(self.cache).items()
+            if size
+        }
+
+    def rebuild(self) -> None:
+        """Empty pools, in place of those that were there."""
+        self.cache = init_cache(
+            self.config,
+            max_requests=self.plan.max_requests,
+            max_context_tokens=self.plan.max_context_tokens,
+            cache_format=self.cache_format,
+            num_blocks=self.plan.num_blocks,
+        )
+        self.store = init_snapshot_store(self.cache, self.plan.num_snapshots)
+
+    @property
+    def is_lost(self) -> bool:
+        """A call that failed took the arrays with it."""
+        leaves = jax.tree.leaves((self.cache, self.store))
+        return any(leaf.is_deleted() for leaf in leaves)
+
+    def apply(self, manager: KVCacheManager) -> None:
+        """Brings tables, lengths, copies and loads to the device."""
+        self.cache = manager.apply(self.cache, self.store)
+
+    def run(
+        self,
+        plan: StepPlan,
+        requests: dict[int, Request],
+        lengths: np.ndarray,
+        boundaries: Sequence[Boundary],
+    ) -> StepResult:
+        """One step.
+
+        Args:
+          plan: what to run.
+          requests: by slot.
+          lengths: i32[NS], tokens of each slot before the step.
+          boundaries: what to keep; none in a plain step, see `save`.
+        """
+        num_slots = self.plan.max_requests
+        token_ids, request_ids = np.zeros(plan.size, np.int32), np.full(plan.size, -1, np.int32)
+        slots, checked = np.full(num_slots, -1, np.int32), np.ones(num_slots, np.int32)
+        following = np.full(num_slots, -1, np.int32)
+        start = 0
+        for row in plan.rows:
+            request, length = requests[row.slot], int(lengths[row.slot])
+            end = length + row.num_tokens
+            ids = [*request.token_ids[length:end], *request.drafts[: row.num_drafts]]
+            token_ids[start : start + len(ids)] = ids
+            request_ids[start : start + len(ids)] = row.slot
+            start += len(ids)
+            slots[row.slot], checked[row.slot] = row.slot, 1 + row.num_drafts
+            if not row.draws:
+                following[row.slot] = request.token_ids[end]
+        step = StepInput(token_ids=token_ids, request_ids=request_ids, request_slots=slots)  # type: ignore[arg-type]
+        serve_input = ServeInput(
+            step=step,
+            num_checked=checked,  # type: ignore[arg-type]
+            next_token_ids=following,  # type: ignore[arg-type]
+            sampling=_sampling({s: r.options for s, r in requests.items()}, num_slots),
+            snapshots=self._snapshot_plan(boundaries, self._max_boundaries(plan.size)),
+        )
+        return self._call(serve_input, plan.is_plain)
+
+    def save(self, boundaries: Sequence[Boundary]) -> None:
+        """Keeps boundaries that requests stand at, between steps."""
+        slots = np.arange(self.plan.max_requests, dtype=np.int32)
+        step = StepInput(token_ids=slots, request_ids=slots, request_slots=slots)  # type: ignore[arg-type]
+        plan = self._snapshot_plan(boundaries, self.plan.max_requests)
+        self.store = jit_save_reached(self.store, self.cache, step, plan)
+
+    def warmup(
+        self, sizes: Sequence[int], plain_size: int | None, *, debug: bool
+    ) -> list[tuple[str, float]]:
+        """Compiles every program by running it idle; names and seconds."""
+        num_slots = self.plan.max_requests
+        changes = idle_changes(num_slots, self.cache.block_table.shape[1])
+        if debug:
+            changes = dataclasses.replace(
+                changes,
+                freed_slots=np.zeros(num_slots, bool),
+                freed_blocks=np.zeros(self.plan.num_blocks, bool),
+            )
+
+        def apply_all() -> None:
+            self.cache = jit_apply_changes(self.cache, self.store, changes)
+
+        def apply_tables() -> None:
+            self.cache = set_tables(self.cache, changes)
+
+        jobs: list[tuple[str, Callable[[], object]]] = [
+            ("tables", apply_tables),
+            ("copies and snapshot loads", apply_all),
+            ("snapshots between steps", lambda: self.save([])),
+        ]
+        for size in sizes:
+            idle = StepPlan((), size, False)
+            jobs.append((f"step of {size} tokens", lambda idle=idle: self._idle(idle)))
+        if plain_size is not None:
+            idle = StepPlan((), plain_size, True)
+            jobs.append((f"decode step of {plain_size} tokens", lambda: self._idle(idle)))
+        if debug:
+            jobs.append(
+                ("verification", lambda: (scan_rows(self.cache), scan_snapshots(self.store)))
+            )
+        times = []
+        for name, job in jobs:
+            started = time.perf_counter()
+            job()
+            jax.block_until_ready((self.cache, self.store))
+            times.append((name, time.perf_counter() - started))
+        return times
+
+    def _idle(self, plan: StepPlan) -> None:
+        self.run(plan, {}, np.zeros(self.plan.max_requests, np.int32), [])
+
+    def _call(self, serve_input: ServeInput, is_plain: bool) -> StepResult:
+        if is_plain:
+            cache, output = jit_plain_decode_step(
+                self.params, self.cache, serve_input, config=self.config
+            )
+            store = self.store
+        else:
+            cache, store, output = jit_serve_step(
+                self.params,
+                self.cache,
+                self.store,
+                serve_input,
+                config=self.config,
+                draft_tokens=self.draft_tokens,
+            )
+        result = jax.device_get(output)  # a failure on the device shows here
+        self.cache, self.store = cache, store
+        return StepResult(result.token_ids, result.num_kept, result.draft_token_ids)
+
+    def _max_boundaries(self, size: int) -> int:
+        """No call of that many tokens can cross more."""
+        return self.plan.max_requests + size // self.plan.block_tokens
+
+    def _snapshot_plan(self, boundaries: Sequence[Boundary], count: int) -> SnapshotPlan:
+        fields = np.full((3, count), -1, np.int32)
+        for i, boundary in enumerate(boundaries):
+            fields[:, i] = boundary
+        return SnapshotPlan(rows=fields[0], ends=fields[1], places=fields[2])  # type: ignore[arg-type]
+
+
+def _sampling(options: dict[int, RequestOptions], num_rows: int) -> Sampling:
+    """Each slot's settings; stop tokens are the host's."""
+    temperature, top_p = np.zeros(num_rows, np.float32), np.ones(num_rows, np.float32)
+    top_k, seed = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.uint32)
+    for slot, option in options.items():
+        temperature[slot], top_p[slot] = option.temperature, option.top_p
+        top_k[slot], seed[slot] = option.top_k, option.seed
+    stops = np.full((num_rows, 1), -1, np.int32)
+    return Sampling(
+        temperature=temperature,  # type: ignore[arg-type]
+        top_k=top_k,  # type: ignore[arg-type]
+        top_p=top_p,  # type: ignore[arg-type]
+        seed=seed,  # type: ignore[arg-type]
+        stop_token_ids=stops,  # type: ignore[arg-type]
+    )

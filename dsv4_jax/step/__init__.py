@@ -1,0 +1,1 @@
+"""One step as a pure function: prefill, decode, staged steps, and the step of the engine."""

@@ -1,0 +1,216 @@
+"""serve_step: the one step of the engine, for prompts, decoding, drafts and snapshots alike.
+
+A row's tokens are prompt tokens, or its last drawn token followed by drafts. The step runs them
+all, draws what comes after each token that asks for it, keeps drafts as far as they are what was
+drawn, and takes back the rest. A draft is kept exactly when it equals the token that would have
+been drawn without it, so that speculation changes neither tokens nor their distribution: the
+noise of a draw follows from the request's seed and the token's position.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from dsv4_jax.cache.commit import Staged, commit
+from dsv4_jax.cache.model_cache import ModelCache
+from dsv4_jax.cache.snapshots import SnapshotPlan, SnapshotStore, save_snapshots
+from dsv4_jax.cache.step_input import StepInput, check_step_input
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.model.params import DSV4Params
+from dsv4_jax.model.trunk import run_layers
+from dsv4_jax.step.draft_ahead import draft_ahead
+from dsv4_jax.step.sampling import Sampling, sample
+from dsv4_jax.step.step import empty_staged, pad_tokens, run_step, trunk_logits
+
+
+@flax.struct.dataclass(kw_only=True)
+class ServeInput:
+    """The whole input of `serve_step`.
+
+    Attributes:
+      step: the tokens.
+      num_checked: i32[B], a row's last tokens after which one is drawn: 1 and its drafts; at most
+        draft_tokens + 1.
+      next_token_ids: i32[B], the token after a row's last one where it is known, of a prompt that
+        goes on; -1 where the drawn one is next.
+      sampling: of each row.
+      snapshots: boundaries to keep.
+    """
+
+    step: StepInput
+    num_checked: jax.Array
+    next_token_ids: jax.Array
+    sampling: Sampling
+    snapshots: SnapshotPlan
+
+
+@flax.struct.dataclass(kw_only=True)
+class ServeOutput:
+    """What a step gives back to the host.
+
+    Attributes:
+      token_ids: i32[B, k + 1], drawn tokens in order; -1 after the last one.
+      num_kept: i32[B], tokens of the call that stay in the cache.
+      draft_token_ids: i32[B, k], guesses at what follows the last drawn token.
+    """
+
+    token_ids: jax.Array
+    num_kept: jax.Array
+    draft_token_ids: jax.Array
+
+
+def serve_step(
+    params: DSV4Params,
+    cache: ModelCache,
+    store: SnapshotStore,
+    serve_input: ServeInput,
+    *,
+    config: DSV4Config,
+    draft_tokens: int,
+) -> tuple[ModelCache, SnapshotStore, ServeOutput]:
+    """One step of any mix of rows.
+
+    Args:
+      params: of the model.
+      cache: before the step; blocks must be there for all tokens.
+      store: snapshots.
+      serve_input: what to run.
+      config: the model; with a draft block if `draft_tokens` is above 0.
+      draft_tokens: k, the most drafts of a row; static.
+
+    Returns:
+      The cache, the store and what was drawn.
+
+    Raises:
+      ValueError: a field has a wrong shape or dtype.
+    """
+    step_input = serve_input.step
+    check_step_input(step_input, vocab_size=config.vocab_size, num_slots=cache.max_requests)
+    step_input = pad_tokens(step_input)
+    num_tokens = step_input.token_ids.shape[0]
+    call = cache.index(step_input)
+    cache, new_tokens, streams = run_layers(
+        params, cache, step_input.token_ids, call, empty_staged(cache, call), config
+    )
+    assert new_tokens is not None
+    first = call.row_offsets + call.row_counts - serve_input.num_checked
+    checked = jnp.clip(
+        first[:, None] + jnp.arange(draft_tokens + 1, dtype=jnp.int32)[None], 0, num_tokens - 1
+    )
+    logits = trunk_logits(params, streams[checked.reshape(-1)], config)
+    drawn, num_accepted = verify_drafts(
+        logits.reshape(*checked.shape, -1),
+        step_input.token_ids[checked],
+        call.positions[checked],
+        serve_input.num_checked,
+        serve_input.sampling,
+    )
+    live = (call.row_slots >= 0) & (call.row_counts > 0)
+    num_kept = call.row_counts - serve_input.num_checked + 1 + num_accepted
+    num_kept = jnp.where(live, num_kept, 0)
+    kept = call.keep(num_kept)
+    drafts = jnp.zeros((call.row_slots.shape[0], 0), jnp.int32)
+    if draft_tokens:
+        last_drawn = jnp.take_along_axis(drawn, num_accepted[:, None], axis=1)[:, 0]
+        follows = serve_input.next_token_ids
+        following = jnp.where(follows >= 0, follows, last_drawn)
+        row = jnp.maximum(kept.segment_ids, 0)
+        is_last = kept.positions - kept.lengths == kept.row_counts[row] - 1
+        next_ids = jnp.where(is_last, following[row], jnp.roll(step_input.token_ids, -1))
+        new_tokens, drafts = draft_ahead(
+            params,
+            cache,
+            new_tokens,
+            kept,
+            jnp.clip(next_ids, 0, config.vocab_size - 1),
+            streams,
+            serve_input.sampling,
+            config=config,
+            draft_tokens=draft_tokens,
+        )
+    store = save_snapshots(store, cache.state, new_tokens, kept, serve_input.snapshots)
+    cache = commit(cache, Staged(new_tokens=new_tokens, call=call), num_kept)
+    order = jnp.arange(draft_tokens + 1, dtype=jnp.int32)[None]
+    shown = (order <= num_accepted[:, None]) & live[:, None]
+    output = ServeOutput(
+        token_ids=jnp.where(shown, drawn, -1), num_kept=num_kept, draft_token_ids=drafts
+    )
+    return cache, store, output
+
+
+jit_serve_step = jax.jit(
+    serve_step,
+    static_argnames=("config", "draft_tokens"),
+    donate_argnames=("cache", "store"),
+)
+"""`serve_step`, jitted; the old cache and store are gone."""
+
+
+def plain_decode_step(
+    params: DSV4Params, cache: ModelCache, serve_input: ServeInput, *, config: DSV4Config
+) -> tuple[ModelCache, ServeOutput]:
+    """`serve_step` of one token per row without drafts and snapshots, committed as it goes."""
+    cache, call, streams = run_step(params, cache, serve_input.step, config, max_row_tokens=1)
+    last = jnp.maximum(call.row_offsets, 0)
+    logits = trunk_logits(params, streams[last], config)
+    live = (call.row_slots >= 0) & (call.row_counts > 0)
+    drawn = sample(logits, serve_input.sampling, call.row_lengths + 1)
+    output = ServeOutput(
+        token_ids=jnp.where(live, drawn, -1)[:, None],
+        num_kept=call.row_counts,
+        draft_token_ids=jnp.zeros((call.row_slots.shape[0], 0), jnp.int32),
+    )
+    return cache, output
+
+
+jit_plain_decode_step = jax.jit(
+    plain_decode_step, static_argnames="config", donate_argnames="cache"
+)
+"""`plain_decode_step`, jitted; the old cache is gone."""
+
+
+def save_reached(
+    store: SnapshotStore, cache: ModelCache, step_input: StepInput, plan: SnapshotPlan
+) -> SnapshotStore:
+    """Keeps boundaries that requests stand at, between steps; `step_input` names the rows."""
+    call = dataclasses.replace(
+        cache.index(step_input), row_counts=jnp.zeros_like(step_input.request_slots)
+    )
+    return save_snapshots(store, cache.state, None, call, plan)
+
+
+jit_save_reached = jax.jit(save_reached, donate_argnames="store")
+"""`save_reached`, jitted; the old store is gone."""
+
+
+def verify_drafts(
+    logits: jax.Array,
+    token_ids: jax.Array,
+    positions: jax.Array,
+    num_checked: jax.Array,
+    sampling: Sampling,
+) -> tuple[jax.Array, jax.Array]:
+    """Draws after each checked token, and counts the drafts that were drawn.
+
+    Args:
+      logits: f32[B, k + 1, V], after each checked token.
+      token_ids: i32[B, k + 1], the checked tokens: the last one known, then drafts.
+      positions: i32[B, k + 1], of those tokens.
+      num_checked: i32[B], how many count.
+      sampling: of each row.
+
+    Returns:
+      i32[B, k + 1], the drawn tokens, and i32[B], how many drafts are kept: the first n of the
+      drawn tokens are the first n drafts, and the one after them is drawn too.
+    """
+    num_rows, width = token_ids.shape
+    per_token = jax.tree.map(lambda leaf: jnp.repeat(leaf, width, axis=0), sampling)
+    drawn = sample(logits.reshape(num_rows * width, -1), per_token, positions.reshape(-1) + 1)
+    drawn = drawn.reshape(num_rows, width)
+    order = jnp.arange(width - 1, dtype=jnp.int32)[None]
+    agrees = (drawn[:, :-1] == token_ids[:, 1:]) & (order < num_checked[:, None] - 1)
+    return drawn, jnp.sum(jnp.cumprod(agrees.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)

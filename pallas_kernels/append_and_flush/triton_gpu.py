@@ -1,0 +1,254 @@
+"""Triton kernel of `append_and_flush`: all of a decode step's small work of a layer, one launch.
+
+Programs (t, i) of token t: one for each compressor, which stores the token's projections and, where
+they close a window, pools, norms, rotates, encodes and stores its entry; one for the window entry;
+one for every eight heads of the queries; and one for every eight of the index queries, where there
+are any. None waits for another: a closing window pools older rows of the state and the token's own
+row from the call, and the one row that is written here is read by nobody.
+
+Bytes: queries in and out, 4 * H * C, and index queries, 6 * IH * IC, beside which the rest is a few
+KiB a token, and as many again as the 2M pooled rows where a CSA window closes. At few requests a
+chain of loads, exponentials and reductions bounds it, at many the queries: on an H200 (jax 0.11.2)
+2.5 us for one request of a CSA layer, 6.6 to 6.9 for 64 and 16.1 to 16.5, 71 to 73 % of the copy
+bandwidth, for 256; with 64 index queries a token 2.6, 7.4 to 7.7 and 23.3; of an HCA layer 2.0, 5.4
+and 13.6 to 14.1. Tried there: four heads a program, 7.1 and 17.5, but HCA 5.1 and 13.0; sixteen
+heads 7.0 and 17.9; programs of two warps 7.3 and 17.4, of eight 7.0 and 17.5.
+
+It compiles for Blackwell and has not run there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.append_and_flush.arrays import Appended, Compressor
+from pallas_kernels.common.codecs import Codec, Planes
+from pallas_kernels.compressor import triton_pool as window
+from pallas_kernels.compressor.triton_closing import Closing, prepare_store
+from pallas_kernels.encode_tokens import triton_token
+from pallas_kernels.gpu import triton, triton_heads
+from pallas_kernels.gpu import triton_codecs as entry_tile
+from pallas_kernels.round_index_queries import triton_heads_rounding as index_tile
+
+Ref = Any
+_NUM_WARPS = 4
+
+
+def append_and_flush(
+    queries: jax.Array,
+    kv: jax.Array,
+    norm: jax.Array,
+    frequencies: jax.Array,
+    ring: Planes,
+    compressors: Sequence[Compressor],
+    block_table: jax.Array | None,
+    *,
+    codec: Codec,
+    request_ids: jax.Array,
+    slots: jax.Array,
+    positions: jax.Array,
+    layer: jax.Array,
+    rate: int,
+    eps: float,
+    index_queries: jax.Array | None,
+    index_codec: Codec | None,
+) -> Appended:
+    """See `op.append_and_flush`."""
+    num_tokens, num_heads, _ = queries.shape
+    num_tiles = triton_heads.num_head_tiles(num_heads)
+    to_round = [] if index_queries is None else [index_queries]
+    num_index_tiles = sum(triton_heads.num_head_tiles(heads.shape[1]) for heads in to_round)
+    shapes = {
+        name: jax.ShapeDtypeStruct((num_tokens, *plane.shape[3:]), plane.dtype)
+        for name, plane in ring.items()
+    }
+    table = [] if block_table is None else [block_table]
+    call = [layer.reshape(1), request_ids, slots, positions, *table]
+    inputs = [*call, queries, kv, norm, frequencies]
+    in_place = [*triton.as_words(ring).values()]
+    for state, rows, weight, pool, _ in compressors:
+        inputs += [rows["values"], rows["scores"], weight]
+        in_place += [*_state_arrays(state), *triton.as_words(pool).values()]
+    inputs += to_round
+
+    def kernel(input_refs: list[Ref], stored_refs: list[Ref]) -> None:
+        read, stored = iter(input_refs), iter(stored_refs)
+        call_refs = [next(read) for _ in call]
+        queries_ref, kv_ref, norm_ref, frequencies_ref = (next(read) for _ in range(4))
+        token, part = pl.program_id(0), pl.program_id(1)
+        closes = _read_token(call_refs, token, rate)
+        live = call_refs[2][token] >= 0
+        ring_refs = {name: next(stored) for name in ring}
+        for number, compressor in enumerate(compressors):
+            append = functools.partial(
+                _append_csa if isinstance(compressor.state, dict) else _append_hca,
+                [next(stored) for _ in _state_arrays(compressor.state)],
+                {name: next(stored) for name in compressor.pool},
+                [next(read) for _ in range(3)],
+                frequencies_ref,
+                closes,
+                codec=compressor.codec,
+                eps=eps,
+            )
+            pl.when((part == number) & live)(append)
+        turned_ref = next(stored)
+        row_refs = {name: next(stored) for name in shapes}
+        turn_part, round_part = len(compressors) + 1, len(compressors) + 1 + num_tiles
+
+        @pl.when(part == len(compressors))
+        def _append_window() -> None:
+            entry = triton_token.encode_entry(
+                kv_ref, norm_ref, frequencies_ref, token, closes.position, codec=codec, eps=eps
+            )
+            entry_tile.store_entry(row_refs, (token,), entry)
+            size = next(iter(ring.values())).shape[2]
+            at = (closes.layer, closes.slot, closes.position % size)
+            pl.when(live)(functools.partial(entry_tile.store_entry, ring_refs, at, entry))
+
+        turns = part >= turn_part
+        if index_codec is not None:
+            turns &= part < round_part
+
+        @pl.when(turns)
+        def _turn() -> None:
+            triton_token.turn_heads(
+                queries_ref,
+                turned_ref,
+                frequencies_ref,
+                token,
+                part - turn_part,
+                closes.position,
+                eps=eps,
+            )
+
+        if index_codec is not None:
+            round_heads = functools.partial(
+                index_tile.round_heads,
+                next(read),
+                next(stored),
+                frequencies_ref,
+                token,
+                part - round_part,
+                closes.position,
+                codec=index_codec,
+            )
+            pl.when(part >= round_part)(round_heads)
+
+    written = iter(
+        triton.launch(
+            kernel,
+            grid=(num_tokens, len(compressors) + 1 + num_tiles + num_index_tiles),
+            inputs=inputs,
+            in_place=in_place,
+            outputs=[
+                jax.ShapeDtypeStruct(queries.shape, queries.dtype),
+                *triton.word_shapes(shapes).values(),
+                *(jax.ShapeDtypeStruct(heads.shape, jnp.float32) for heads in to_round),
+            ],
+            num_warps=_NUM_WARPS,
+            name="append_and_flush",
+        )
+    )
+
+    def take(planes: Planes) -> Planes:
+        return triton.from_words({name: next(written) for name in planes}, planes)
+
+    new_ring = take(ring)
+    states: list[Planes | jax.Array] = []
+    pools: list[Planes] = []
+    for state, _, _, pool, _ in compressors:
+        if isinstance(state, dict):
+            states.append({name: next(written) for name in ("values", "scores")})
+        else:
+            states.append(next(written))
+        pools.append(take(pool))
+    turned = next(written)
+    rows = triton.from_words({name: next(written) for name in shapes}, shapes)
+    return Appended(turned, rows, new_ring, tuple(states), tuple(pools), next(written, None))
+
+
+def _state_arrays(state: Planes | jax.Array) -> list[jax.Array]:
+    return [state["values"], state["scores"]] if isinstance(state, dict) else [state]
+
+
+def _read_token(call_refs: Sequence[Ref], token: jax.Array, rate: int) -> Closing:
+    """The program's token; whether it closes a window, its position says."""
+    layer, request_ids, slots, positions, *table = call_refs
+    position, slot = positions[token], jnp.maximum(slots[token], 0)
+    return Closing(
+        layer[0], token, request_ids[token], slot, position, position, rate, *(table or [None])
+    )
+
+
+def _append_csa(
+    state: Sequence[Ref],
+    planes: dict[str, Ref],
+    rows: Sequence[Ref],
+    frequencies: Ref,
+    closes: Closing,
+    *,
+    codec: Codec,
+    eps: float,
+) -> None:
+    """Keeps the token's values and scores; a closing window pools 2M - 1 kept rows and them."""
+    *new, norm = rows
+    channels, period = norm.shape[0], 2 * closes.rate
+    width = entry_tile.tile_width(codec, channels)
+
+    @pl.when((closes.position + 1) % closes.rate == 0)
+    def _flush() -> None:
+        tokens = []
+        for back in range(period - 1, -1, -1):
+            kept = jnp.maximum(closes.position - back, 0) % period
+            refs, row = (
+                (state, (closes.layer, closes.slot, kept)) if back else (new, (closes.token,))
+            )
+            start = 0 if back >= closes.rate else channels
+            tokens.append(
+                [triton.load_row(r, row, start=start, count=channels, width=width) for r in refs]
+            )
+        store = prepare_store(planes, codec, norm, frequencies, width=width, eps=eps)
+        place = closes.locate(planes)
+        pooled = window.pool_overlapping(tokens, closes.position >= closes.rate)
+        store(window.mean(pooled, channels, norm.dtype), closes.begin, place)
+
+    for source, target in zip(new, state, strict=True):
+        at = (closes.layer, closes.slot, closes.position % period)
+        triton.copy_row(source, (closes.token,), target, at)
+
+
+def _append_hca(
+    state: Sequence[Ref],
+    planes: dict[str, Ref],
+    rows: Sequence[Ref],
+    frequencies: Ref,
+    closes: Closing,
+    *,
+    codec: Codec,
+    eps: float,
+) -> None:
+    """Folds the token into the running pool; where that closes the window, empties it."""
+    (running,), (*new, norm) = state, rows
+    channels = norm.shape[0]
+    width = entry_tile.tile_width(codec, channels)
+    at, lanes = (closes.layer, closes.slot), {"start": 0, "count": channels, "width": width}
+    ends = (closes.position + 1) % closes.rate == 0
+    pooled = window.fold(
+        window.continue_pool(running, at, closes.position % closes.rate > 0, **lanes),
+        *(triton.load_row(ref, (closes.token,), **lanes) for ref in new),
+    )
+    kept = window.select_pool(ends, window.empty_pool(width), pooled)
+    for number, part in enumerate(kept):
+        triton.store_row(running, (*at, number), part, first=0, count=channels)
+
+    @pl.when(ends)
+    def _flush() -> None:
+        store = prepare_store(planes, codec, norm, frequencies, width=width, eps=eps)
+        place = closes.locate(planes)
+        store(window.mean(pooled, channels, norm.dtype), closes.begin, place)

@@ -1,0 +1,98 @@
+"""A call's new tokens into what a layer keeps per request: rings and running pools."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+
+from pallas_kernels.append_tokens import reference, triton_gpu
+from pallas_kernels.common.backend import Backend, resolve
+from pallas_kernels.common.checks import (
+    check_indices,
+    check_planes,
+    check_rank,
+    check_same_length,
+    check_shape,
+    first_plane,
+)
+from pallas_kernels.common.codecs import Planes
+
+_TOKENS = {
+    Backend.REFERENCE: reference.append_tokens,
+    Backend.TRITON_GPU: triton_gpu.append_tokens,
+}
+
+
+def append_tokens(
+    rings: Sequence[Planes],
+    rows: Sequence[Planes],
+    running: jax.Array | None,
+    projections: Planes | None,
+    slots: jax.Array,
+    lengths: jax.Array,
+    counts: jax.Array,
+    offsets: jax.Array,
+    *,
+    layer: jax.Array,
+    rate: int,
+    max_count: int,
+    backend: Backend | None = None,
+) -> tuple[tuple[Planes, ...], jax.Array | None]:
+    """Appends a call's tokens to all that a layer keeps per request, in one launch.
+
+    Args:
+      rings: planes [L, NS, W, ...] each, the window and on CSA layers the compressors' states;
+        W may differ.
+      rows: planes [T, ...] for each ring, a request's tokens next to each other. Of tokens that
+        share a ring row the last one is written.
+      running: f32[L, NS, 3, C], HCA: pools of the open windows; None on other layers.
+      projections: `values` and `scores`, f32[T, C], that go into `running`; None without it.
+      slots: i32[B]; -1 writes nothing. No slot twice.
+      lengths: i32[B], tokens of each request before the call.
+      counts: i32[B], tokens of each request in the call; where 0, nothing is written.
+      offsets: i32[B], index in T of each request's first token.
+      layer: i32[], index into L.
+      rate: tokens per window of `running`; not read without it.
+      max_count: the largest count there can be; static.
+      backend: implementation to use; None picks the fastest one that runs here.
+
+    Returns:
+      The rings, and `running`, with the tokens in them.
+
+    Raises:
+      ValueError: a shape or dtype is wrong.
+      NotImplementedError: the named backend can't run here.
+
+    Source: deepseek_v4.md sections 1.7, steps 2 and 4, and 2.4.
+    """
+    if len(rings) != len(rows) or not rings:
+        raise ValueError(f"rings and rows must be as many, got {len(rings)} and {len(rows)}")
+    for ring, new in zip(rings, rows, strict=True):
+        check_planes(ring, new, stacked_name="rings", rows_name="rows")
+    if (running is None) != (projections is None):
+        raise ValueError("running and projections go together")
+    arrays = {f"rows[{i}]": first_plane(new) for i, new in enumerate(rows)}
+    if running is not None and projections is not None:
+        check_rank(4, running=running)
+        if projections.keys() != {"values", "scores"}:
+            raise ValueError(f"projections must be values and scores, got {sorted(projections)}")
+        for name, array in projections.items():
+            arrays[name] = array
+            check_shape(name, array, (array.shape[0], running.shape[3]), "T, C")
+    check_same_length("T", **arrays)
+    check_same_length("B", slots=slots, lengths=lengths, counts=counts, offsets=offsets)
+    check_indices(slots=slots, lengths=lengths, counts=counts, offsets=offsets)
+    return resolve("append_tokens", backend, _TOKENS, preferred=Backend.TRITON_GPU)(
+        rings,
+        rows,
+        running,
+        projections,
+        slots,
+        lengths,
+        counts,
+        offsets,
+        layer=layer,
+        rate=rate,
+        max_count=max_count,
+    )

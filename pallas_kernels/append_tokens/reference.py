@@ -1,0 +1,101 @@
+"""Definition of `append_tokens`: new tokens into what a request keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.common.addressing import scatter_rows
+from pallas_kernels.common.codecs import Planes
+from pallas_kernels.compressor.pooling import empty_pool, fold_tokens
+
+
+def append_ring(
+    ring: Planes, rows: Planes, slots: jax.Array, positions: jax.Array, *, layer: jax.Array
+) -> Planes:
+    """Token at position p of a slot goes to ring row p % W.
+
+    W = 4, positions 5 6 7 8 of one request:   row 1 2 3 0
+    """
+    num_rows = jax.tree.leaves(ring)[0].shape[2]
+    return scatter_rows(ring, rows, layer, slots, positions % num_rows)
+
+
+def append_running(
+    running: jax.Array,
+    values: jax.Array,
+    scores: jax.Array,
+    slots: jax.Array,
+    lengths: jax.Array,
+    counts: jax.Array,
+    offsets: jax.Array,
+    *,
+    layer: jax.Array,
+    max_count: int,
+    rate: int,
+) -> jax.Array:
+    """Folds each request's new tokens into the running softmax of its open window.
+
+    The window open after the call starts at `(lengths + counts) // rate * rate`; what lies before
+    it has been flushed.
+    """
+    end = lengths + counts
+    opened = end // rate * rate
+    carried = (opened < lengths)[:, None, None]
+    first = jnp.maximum(opened, lengths)
+    old = running[layer, jnp.maximum(slots, 0)]
+    empty = empty_pool(old.shape[0], old.shape[-1])
+    pool = fold_tokens(
+        jnp.where(carried, old, empty),
+        values,
+        scores,
+        start=offsets + first - lengths,
+        count=end - first,
+        max_count=min(max_count, rate),
+    )
+    writes = jnp.where((slots >= 0) & (counts > 0), slots, running.shape[1])
+    return running.at[layer, writes].set(pool, mode="drop")
+
+
+def append_tokens(
+    rings: Sequence[Planes],
+    rows: Sequence[Planes],
+    running: jax.Array | None,
+    projections: Planes | None,
+    slots: jax.Array,
+    lengths: jax.Array,
+    counts: jax.Array,
+    offsets: jax.Array,
+    *,
+    layer: jax.Array,
+    rate: int,
+    max_count: int,
+) -> tuple[tuple[Planes, ...], jax.Array | None]:
+    """`append_ring` of each ring, of tokens that share a row the last one, and `append_running`."""
+    tokens = jnp.arange(jax.tree.leaves(rows)[0].shape[0])[:, None]
+    member = (tokens >= offsets[None]) & (tokens < (offsets + counts)[None])
+    row = jnp.argmax(member, axis=1)
+    positions = (lengths - offsets)[row] + tokens[:, 0]
+    live = jnp.where(jnp.any(member, axis=1), slots[row], -1)
+    appended = []
+    for ring, new in zip(rings, rows, strict=True):
+        size = jax.tree.leaves(ring)[0].shape[2]
+        last = positions >= (lengths + counts)[row] - size
+        kept = jnp.where(last, live, -1)
+        appended.append(append_ring(ring, new, kept, positions, layer=layer))
+    if running is not None and projections is not None:
+        running = append_running(
+            running,
+            projections["values"],
+            projections["scores"],
+            slots,
+            lengths,
+            counts,
+            offsets,
+            layer=layer,
+            max_count=max_count,
+            rate=rate,
+        )
+    return tuple(appended), running

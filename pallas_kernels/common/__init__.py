@@ -1,0 +1,1 @@
+"""What every op shares: codecs, formats, rounding, addressing, checks."""

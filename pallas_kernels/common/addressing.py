@@ -1,0 +1,65 @@
+"""Index arithmetic that ops share: stacked planes, ring rows, entries through block tables.
+
+An array family is stacked by layer: [L, ...]. Ops take the stacked array and a layer number, so
+that one buffer serves all layers and a scatter is in place. An index of -1 selects or writes
+nothing; since -1 wraps in JAX even with `mode="drop"`, every function here masks first.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.common.codecs import Planes
+
+
+def scatter_rows(
+    stacked: Planes, rows: Planes, layer: jax.Array, first: jax.Array, second: jax.Array
+) -> Planes:
+    """Writes rows[i] to stacked[layer, first[i], second[i]]; rows with first -1 write nothing.
+
+    Args:
+      stacked: planes [L, A, B, ...].
+      rows: planes [n, ...].
+      layer: i32[].
+      first: i32[n].
+      second: i32[n].
+    """
+
+    def write(plane: jax.Array, row: jax.Array) -> jax.Array:
+        dropped = jnp.where(first < 0, plane.shape[1], first)
+        return plane.at[layer, dropped, second].set(row.astype(plane.dtype), mode="drop")
+
+    return {name: write(plane, rows[name]) for name, plane in stacked.items()}
+
+
+def gather_rows(stacked: Planes, layer: jax.Array, first: jax.Array, second: jax.Array) -> Planes:
+    """stacked[layer, first, second] for i32 indices of any shape; what first -1 gives is arbitrary.
+
+    The caller masks it: the rows come from index 0 and may hold anything, NaN included.
+    """
+    safe = jnp.maximum(first, 0)
+    return {name: plane[layer, safe, second] for name, plane in stacked.items()}
+
+
+def locate_entries(
+    block_table: jax.Array, request_ids: jax.Array, entries: jax.Array, entries_per_block: int
+) -> tuple[jax.Array, jax.Array]:
+    """Where logical entries lie.
+
+    Args:
+      block_table: i32[B, LB], -1 where there is no block.
+      request_ids: i32[n], row of the table, -1 for none.
+      entries: i32[n, ...], logical entry numbers, -1 for none.
+      entries_per_block: EB.
+
+    Returns:
+      Physical blocks i32[n, ...], -1 where the request, the entry or its block is absent, and
+      offsets i32[n, ...] in the block.
+    """
+    extra = (1,) * (entries.ndim - request_ids.ndim)
+    rows = request_ids.reshape(*request_ids.shape, *extra)
+    logical = entries // entries_per_block
+    inside = (rows >= 0) & (entries >= 0) & (logical < block_table.shape[1])
+    blocks = block_table[jnp.maximum(rows, 0), jnp.where(inside, logical, 0)]
+    return jnp.where(inside, blocks, -1), jnp.where(inside, entries % entries_per_block, 0)

@@ -1,0 +1,81 @@
+"""Shape checks that ops share; each error names the argument, the rule and the value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.common.codecs import Codec, Planes
+
+
+def check_same_length(axis: str, **arrays: jax.Array) -> int:
+    """All arrays have the same first axis; returns it."""
+    lengths = {name: array.shape[:1] for name, array in arrays.items()}
+    if len(set(lengths.values())) != 1 or () in lengths.values():
+        shapes = ", ".join(f"{name}.shape={array.shape}" for name, array in arrays.items())
+        raise ValueError(
+            f"{', '.join(arrays)} must agree on {axis}, their first axis; got {shapes}"
+        )
+    return next(iter(lengths.values()))[0]
+
+
+def check_rank(rank: int, **arrays: jax.Array) -> None:
+    """Every array has that rank."""
+    for name, array in arrays.items():
+        if array.ndim != rank:
+            raise ValueError(f"{name} must have rank {rank}, got {name}.shape={array.shape}")
+
+
+def check_indices(**arrays: jax.Array) -> None:
+    """Every array is i32."""
+    for name, array in arrays.items():
+        if array.dtype != jnp.int32:
+            raise ValueError(f"{name} must be int32, got {array.dtype}")
+
+
+def check_planes(stacked: Planes, rows: Planes, *, stacked_name: str, rows_name: str) -> None:
+    """The rows have the planes of the stacked family [L, A, B, ...], one row per first index."""
+    if stacked.keys() != rows.keys():
+        raise ValueError(
+            f"{rows_name} must have the planes of {stacked_name}, {sorted(stacked)}; "
+            f"got {sorted(rows)}"
+        )
+    for name, plane in stacked.items():
+        if plane.shape[3:] != rows[name].shape[1:] or plane.dtype != rows[name].dtype:
+            raise ValueError(
+                f"{rows_name}[{name!r}] must hold rows of {plane.dtype}{list(plane.shape[3:])} "
+                f"as {stacked_name} does, got {rows[name].dtype}{list(rows[name].shape[1:])}"
+            )
+    check_same_length("their number", **{f"{rows_name}[{n!r}]": row for n, row in rows.items()})
+
+
+def first_plane(planes: Planes) -> jax.Array:
+    """Any one plane, for the axes that all share."""
+    return next(iter(planes.values()))
+
+
+def check_shape(name: str, array: jax.Array, shape: tuple[int, ...], letters: str) -> None:
+    """The array has exactly that shape, nothing to broadcast; `letters` spell it in the error."""
+    if array.shape != shape:
+        raise ValueError(
+            f"{name} must be [{letters}] = {list(shape)}, got {name}.shape={array.shape}"
+        )
+
+
+def check_codec(name: str, stacked: Planes, codec: Codec, dim: int) -> None:
+    """The planes [L, A, B, ...] are those in which the codec stores vectors of `dim` dims."""
+    rope_dim = stacked["rope"].shape[-1] if "rope" in stacked else 0
+    wanted = {n: (s.dtype, s.shape) for n, s in codec.plane_shapes(dim, rope_dim).items()}
+    found = {n: (plane.dtype, plane.shape[3:]) for n, plane in stacked.items()}
+    if found != wanted:
+        raise ValueError(
+            f"{name} must hold the planes in which its codec stores {dim} dims, "
+            f"{_spell(wanted)}; got {_spell(found)}"
+        )
+
+
+def _spell(planes: Mapping[str, tuple[Any, tuple[int, ...]]]) -> str:
+    return ", ".join(f"{name} {dtype}{list(shape)}" for name, (dtype, shape) in planes.items())

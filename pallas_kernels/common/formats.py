@@ -1,0 +1,85 @@
+"""Cache formats: a codec for entries, of window, CSA and HCA alike, and one for index keys.
+
+    f32, bf16              plain entries and keys
+    fp8_ue8m0              grouped FP8 entries, MXFP4 keys; the released model's, 584 and 68 bytes
+    fp8_ue8m0_fp8_index    the same entries, FP8 keys
+    fp8_per_entry          scaled FP8 entries, NVFP4 keys
+
+Source: deepseek_v4.md section 4.4.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from pallas_kernels.common.codecs import (
+    Codec,
+    FP4KeyCodec,
+    FP8KeyCodec,
+    GroupedFP8Codec,
+    PlainCodec,
+    PlaneShapes,
+    ScaledFP8Codec,
+    round_through,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheFormat:
+    """How a cache stores its entries and its index keys.
+
+    Attributes:
+      name: what `cache_format` arguments call it.
+      entry: codec of window, CSA and HCA entries.
+      index_key: codec of index keys.
+    """
+
+    name: str
+    entry: Codec
+    index_key: Codec
+
+    def round_entry(self, x: jax.Array, rope_dim: int) -> jax.Array:
+        """[..., C] -> f32[..., C] as the cache would give it back."""
+        return self.entry.decode(self.entry.encode(x, rope_dim), x.shape[-1])
+
+    def round_index(self, x: jax.Array) -> jax.Array:
+        """[..., IC] -> f32[..., IC], an index key or query as scores see it, rotated where due."""
+        return round_through(self.index_key, x)
+
+    def entry_bytes(self, head_dim: int, rope_dim: int) -> int:
+        """Bytes of one entry in memory."""
+        return _plane_bytes(self.entry.plane_shapes(head_dim, rope_dim))
+
+    def index_key_bytes(self, index_dim: int) -> int:
+        """Bytes of one index key in memory."""
+        return _plane_bytes(self.index_key.plane_shapes(index_dim, 0))
+
+
+_GROUPED = GroupedFP8Codec()
+CACHE_FORMATS: dict[str, CacheFormat] = {
+    fmt.name: fmt
+    for fmt in (
+        CacheFormat("f32", PlainCodec("float32"), PlainCodec("float32")),
+        CacheFormat("bf16", PlainCodec("bfloat16"), PlainCodec("bfloat16")),
+        CacheFormat("fp8_ue8m0", _GROUPED, FP4KeyCodec(group=32, power_of_two=True)),
+        CacheFormat("fp8_ue8m0_fp8_index", _GROUPED, FP8KeyCodec()),
+        CacheFormat("fp8_per_entry", ScaledFP8Codec(), FP4KeyCodec(group=16, power_of_two=False)),
+    )
+}
+
+
+def get_cache_format(name: str) -> CacheFormat:
+    """The format of that name.
+
+    Raises:
+      ValueError: there is none.
+    """
+    if name not in CACHE_FORMATS:
+        raise ValueError(f"cache_format must be one of {list(CACHE_FORMATS)}, got {name!r}")
+    return CACHE_FORMATS[name]
+
+
+def _plane_bytes(shapes: PlaneShapes) -> int:
+    return sum(s.size * s.dtype.itemsize for s in shapes.values())

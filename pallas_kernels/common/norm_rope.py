@@ -1,0 +1,73 @@
+"""Norm and rotary embedding, the elementwise maths that several ops share."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.common.rounding import round_to, rounded
+
+
+def rms_norm(x: jax.Array, weight: jax.Array | None, *, eps: float) -> jax.Array:
+    """RMS norm of the last axis: x / sqrt(mean(x**2) + eps) * weight, in f32, in the dtype of x."""
+    wide = x.astype(jnp.float32)
+    return _scale(x, weight, jnp.mean(wide * wide, axis=-1, keepdims=True), eps)
+
+
+def rms_norm_by_pairs(x: jax.Array, weight: jax.Array | None, *, eps: float) -> jax.Array:
+    """As `rms_norm`, but a row's bits depend on the row alone, whatever lies beside it.
+
+    XLA sums rows of small and of large arrays in different orders; here neighbours are added.
+    """
+    squares = jnp.square(x.astype(jnp.float32))
+    width = 1 << (x.shape[-1] - 1).bit_length()
+    squares = jnp.pad(squares, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
+    return _scale(x, weight, rounded(sum_by_pairs(squares) / x.shape[-1]), eps)
+
+
+def sum_by_pairs(x: jax.Array) -> jax.Array:
+    """f32[..., n] -> f32[..., 1], n a power of two, adding neighbours, then neighbouring sums."""
+    while x.shape[-1] > 1:
+        x = rounded(x[..., 0::2]) + rounded(x[..., 1::2])
+    return x
+
+
+def _scale(x: jax.Array, weight: jax.Array | None, mean_square: jax.Array, eps: float) -> jax.Array:
+    scaled = x.astype(jnp.float32) * jax.lax.rsqrt(mean_square + eps)
+    if weight is not None:
+        scaled = scaled * jnp.expand_dims(weight.astype(jnp.float32), range(x.ndim - 1))
+    return round_to(scaled, x.dtype)
+
+
+def rotate(
+    x: jax.Array, positions: jax.Array, frequencies: jax.Array, *, inverse: bool = False
+) -> jax.Array:
+    """Rotary embedding of the last R dims; dims 2i and 2i + 1 are a pair.
+
+    Args:
+      x: [..., C], any leading axes that `positions` broadcasts to.
+      positions: i32[...], position of each vector.
+      frequencies: f32[R / 2], radians per position.
+      inverse: rotates by minus the angle.
+
+    Returns:
+      [..., C] in the dtype of x: (a, b) -> (a cos - b sin, b cos + a sin), computed in f32 from
+      one f32 product position * frequency, as the released code does.
+
+    Source: deepseek_v4.md section 1.4.
+    """
+    rope_dim = 2 * frequencies.shape[-1]
+    nope_dim = x.shape[-1] - rope_dim
+    positions = jnp.expand_dims(positions, range(x.ndim - 1 - positions.ndim))
+    frequencies = jnp.expand_dims(frequencies, range(x.ndim - 1))
+    angle = positions.astype(jnp.float32)[..., None] * frequencies
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    if inverse:
+        sin = -sin
+    pairs = x[..., nope_dim:].astype(jnp.float32).reshape(*x.shape[:-1], rope_dim // 2, 2)
+    a, b = pairs[..., 0], pairs[..., 1]
+    rotated = jnp.stack(
+        [rounded(a * cos) - rounded(b * sin), rounded(b * cos) + rounded(a * sin)], axis=-1
+    )
+    rotated = round_to(rotated.reshape(*x.shape[:-1], rope_dim), x.dtype)
+    return jnp.concatenate([x[..., :nope_dim], rotated], axis=-1)

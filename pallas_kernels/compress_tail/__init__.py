@@ -1,1 +1,0 @@
-"""A closed window into one entry: the definition, and its form in a kernel."""

@@ -1,0 +1,119 @@
+"""A token that closes a window, and how its program writes the entry; inside a Triton kernel."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.common.codecs import Codec
+from pallas_kernels.gpu import triton_codecs as entry_tile
+from pallas_kernels.gpu import triton_rope
+
+Ref = Any
+Place = tuple[jax.Array, jax.Array, jax.Array]
+"""An entry's layer, its block, -1 where there is none, and its offset in it."""
+PLACE_FIELDS = 4
+"""Of a place in memory, with the position of the window's first token."""
+
+
+class Closing(NamedTuple):
+    """The token with which a program's window ends.
+
+    Attributes:
+      layer: i32[].
+      token: i32[], its index in the call.
+      request: i32[], row of the table, -1 for none.
+      slot: i32[], 0 for none.
+      position: i32[].
+      length: i32[], tokens of its request before the call.
+      rate: tokens per window.
+      table: of blocks, i32[B, LB].
+    """
+
+    layer: jax.Array
+    token: jax.Array
+    request: jax.Array
+    slot: jax.Array
+    position: jax.Array
+    length: jax.Array
+    rate: int
+    table: Ref
+
+    @property
+    def begin(self) -> jax.Array:
+        """i32[], position of the window's first token."""
+        return self.position - (self.rate - 1)
+
+    def locate(self, planes: Mapping[str, Ref]) -> Place:
+        """Of the entry in planes [L, NB, EB, ...]."""
+        entries_per_block = next(iter(planes.values())).shape[2]
+        entry = self.position // self.rate
+        logical = entry // entries_per_block
+        inside = (self.request >= 0) & (logical < self.table.shape[1])
+        block = self.table[jnp.maximum(self.request, 0), jnp.where(inside, logical, 0)]
+        return self.layer, jnp.where(inside, block, -1), entry % entries_per_block
+
+
+def read_token(call_refs: Sequence[Ref], number: jax.Array) -> jax.Array:
+    """i32[], the token that closes the window of that number, -1 for none."""
+    return call_refs[1][number]
+
+
+def read_closing(call_refs: Sequence[Ref], token: jax.Array, rate: int) -> Closing:
+    """What the call says of the token with which a window of `rate` tokens ends.
+
+    Args:
+      call_refs: layer [1], closing, request_ids, slots, positions, lengths and the table.
+      token: i32[], its index in the call.
+      rate: tokens per window.
+    """
+    layer, _, request_ids, slots, positions, lengths, table = call_refs
+    request, slot = request_ids[token], jnp.maximum(slots[token], 0)
+    return Closing(layer[0], token, request, slot, positions[token], lengths[token], rate, table)
+
+
+def prepare_store(
+    planes: dict[str, Ref],
+    codec: Codec,
+    norm: Ref,
+    frequencies: Ref,
+    *,
+    width: int,
+    eps: float,
+) -> Callable[[jax.Array, jax.Array, Place], None]:
+    """Loads what it takes to finish a window; what it returns does so, and writes the entry.
+
+    It is called with the window's mean, f32[width], rounded to the dtype of activations, the
+    position of its first token, and the entry's place.
+    """
+    turn = triton_rope.load_turn(
+        norm, frequencies, dim=norm.shape[0], width=width, dtype=norm.dtype, eps=eps
+    )
+    rope_dim = planes["rope"].shape[-1] if "rope" in planes else 0
+
+    def store(mean: jax.Array, begin: jax.Array, place: Place) -> None:
+        entry = triton_rope.norm_and_rotate(mean, turn, begin)
+        encoded = entry_tile.encode(codec, entry, dim=turn.dim, rope_dim=rope_dim)
+        pl.when(place[1] >= 0)(functools.partial(entry_tile.store_entry, planes, place, encoded))
+
+    return store
+
+
+def store_place(
+    places: Ref, number: jax.Array, live: jax.Array, begin: jax.Array, place: Place
+) -> None:
+    """Leaves a window's place and first position for another launch; none where it is not live."""
+    layer, block, offset = place
+    for column, value in enumerate((layer, jnp.where(live, block, -1), offset, begin)):
+        places[number, column] = value
+
+
+def load_place(places: Ref, number: jax.Array) -> tuple[jax.Array, Place]:
+    """A window's first position and its place, from i32[n, PLACE_FIELDS]."""
+    layer, block, offset, begin = (places[number, column] for column in range(PLACE_FIELDS))
+    return begin, (layer, block, offset)

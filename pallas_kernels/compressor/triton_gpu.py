@@ -1,0 +1,319 @@
+"""Triton kernels of `flush_csa` and `flush_hca`: pool, norm, rotate, quantise and store in place.
+
+One program takes one closing token and one compressor, a channel per lane, so that a window's
+tokens are folded in their order wherever the call was cut. CSA reads its 2M tokens from the call
+or, before it, from the state; HCA goes on from the running pool, a chunk of tokens at a time while
+the next one's loads are in flight. Where most windows lie in the call, its rows are loaded before
+that is known of a window. A program that pools ends at its token where that is -1, none. Of many
+windows each CSA compressor has a launch to itself, with warps as its lanes ask for. Of few long
+ones HCA pools tiles of channels apart; a second launch finishes means that go through memory, with
+where their entries go, so that it waits for one load. Every tiling gives the same bits.
+
+Bytes: every value and score of the call once (an element belongs to one window), the entries, and
+no intermediate result but the means of such a tiling. At thousands of windows memory bounds both;
+at a few a chain of loads, exponentials and reductions does. L2 is told to let go of rows first:
+nothing reads them again but what keeps a request's last tokens.
+
+H200, microseconds of two processes (fp8_ue8m0, one request from position 0; share of 4.27 TB/s for
+the bytes above, after 3 us of launch), at 8192 and 32768 tokens: CSA main 19.5 to 20.1 (93 to 97 %)
+and 71.1 to 73.0 (91 to 94 %), index keys 6.9 to 7.2 (94 to 102 %) and 18.0 to 18.3 (104 to 106 %),
+both 26.0 to 26.8 (84 to 87 %), HCA 11.9 to 12.9 (80 to 88 %) and 33.7 to 35.3 (97 to 103 %). At
+2048 tokens, in turns that no cache holds, CSA takes 8.4 to 8.5 for both and HCA 8.1 to 8.4. A
+launch takes 0.5 more in a process in which torch has made streams.
+
+Without that hint, in the same order: 21.3 to 22.3 and 75.0 to 77.4, 7.1 to 7.7 and 19.9 to 20.9,
+27.8 to 29.3, 12.5 to 13.4 and 33.7 to 35.5; 8.8 to 8.9 and 8.6 to 8.7.
+
+Profiles (ncu, rows of 8192 tokens in L2) of what these were before showed waits and instructions:
+HCA's tiles took 8.9 us, 29 instructions a token, where the arithmetic is 14, and finishing them 3.3
+more; index keys 6.9, of whose samples a third lay in encoding, with seven comparisons a code; of
+CSA main's, a tenth in waiting for positions before most rows were asked for, and 28 % in sums of
+squares by halves, whose upper ones meet through shared memory. Hence rows are loaded before it is
+known whether they are needed, offsets within a chunk are constants, codes come from bits,
+neighbours are added, and a thread has four neighbours of an index key until their codes are words.
+No profile was taken of what these are now.
+
+Tried there before that hint, for CSA: both in one launch of 4 warps 29.6 and 111 (9.4 at 2048
+tokens, where two take 12.3), of 2 warps 29.3 and 109; main of 4 warps 22.6 and 77.9; index keys of
+2 warps 7.8 and 21.6, of 4 8.9 and 23.4; pooling apart 35.5 and 118, and fewer programs, each with
+the next window's loads in flight while it finishes one, 41.8 to 48 and 137 to 173. For HCA at 8192
+tokens, in one run: 24 tokens a chunk 13.0, 16 13.4, 26 and 28 13.0, 18 to 25 else 13.2 to 13.6, 30
+13.7; tiles of 128 channels 13.0, of 32 13.1; one warp a tile 13.8; a window's tiles next to each
+other 13.9; finishing by one warp 13.4, two 13.2, eight 13.0. In others: 43 and 64 tokens a chunk
+0.1 to 0.2 less than 24, and 28 s of compiling in place of 4; windows whole 15.4 to 16.2; a second
+launch that finds entries' places itself 13.1 and 13.3 where it took 12.8. It compiles for Blackwell
+and has not run there.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.common.codecs import Codec, Planes
+from pallas_kernels.compressor.tiling import Tiling, choose_csa, choose_hca, warps_apart
+from pallas_kernels.compressor.triton_closing import (
+    PLACE_FIELDS,
+    load_place,
+    prepare_store,
+    read_closing,
+    read_token,
+    store_place,
+)
+from pallas_kernels.compressor.triton_means import Channels, PoolCSA, PoolHCA, Pooling
+from pallas_kernels.gpu import triton
+from pallas_kernels.gpu import triton_codecs as entry_tile
+
+Ref = Any
+_FINISH_WARPS = 4
+
+
+def flush_csa(
+    pools: Sequence[Planes],
+    states: Sequence[Planes],
+    rows: Sequence[Planes],
+    norms: Sequence[jax.Array],
+    frequencies: jax.Array,
+    block_table: jax.Array,
+    *,
+    codecs: Sequence[Codec],
+    closing: jax.Array,
+    request_ids: jax.Array,
+    slots: jax.Array,
+    positions: jax.Array,
+    lengths: jax.Array,
+    layer: jax.Array,
+    rate: int,
+    eps: float,
+    tiling: Tiling | None = None,
+) -> tuple[Planes, ...]:
+    """See `op.flush_csa`."""
+    call = [layer.reshape(1), closing, request_ids, slots, positions, lengths, block_table]
+    tiling = tiling or choose_csa(closing.shape[0])
+    eager = closing.shape[0] < positions.shape[0]
+    flushes = [
+        _Flush(
+            pool,
+            codec,
+            [state["values"], state["scores"], new["values"], new["scores"]],
+            norm,
+            PoolCSA(norm.dtype, rate, eager),
+        )
+        for pool, state, new, norm, codec in zip(pools, states, rows, norms, codecs, strict=True)
+    ]
+    run = functools.partial(
+        _flush_windows, call=call, frequencies=frequencies, rate=rate, eps=eps, name="flush_csa"
+    )
+    if not tiling.apart:
+        return run(flushes, num_warps=tiling.warps)
+    written: list[Planes] = []
+    for flush in flushes:
+        written += run([flush], num_warps=warps_apart(_all_channels(flush.norm, flush.codec).width))
+    return tuple(written)
+
+
+def flush_hca(
+    pool: Planes,
+    running: jax.Array,
+    rows: Planes,
+    norm: jax.Array,
+    frequencies: jax.Array,
+    block_table: jax.Array,
+    *,
+    codec: Codec,
+    closing: jax.Array,
+    request_ids: jax.Array,
+    slots: jax.Array,
+    positions: jax.Array,
+    lengths: jax.Array,
+    layer: jax.Array,
+    rate: int,
+    eps: float,
+    max_count: int,
+    tiling: Tiling | None = None,
+) -> Planes:
+    """See `op.flush_hca`."""
+    call = [layer.reshape(1), closing, request_ids, slots, positions, lengths, block_table]
+    tiling = tiling or choose_hca(closing.shape[0], positions.shape[0])
+    num_tokens = positions.shape[0]
+    chunk = min(tiling.chunk, max_count, rate, num_tokens)
+    arrays = [running, rows["values"], rows["scores"]]
+    eager = closing.shape[0] < num_tokens
+    flush = _Flush(pool, codec, arrays, norm, PoolHCA(norm.dtype, rate, chunk, eager))
+    if tiling.channels:
+        means, places = _pool_tiles(flush, call, rate, tiling)
+        return _finish_means(flush, means, places, frequencies, eps)
+    (written,) = _flush_windows(
+        [flush],
+        call=call,
+        frequencies=frequencies,
+        rate=rate,
+        eps=eps,
+        num_warps=tiling.warps,
+        name="flush_hca",
+    )
+    return written
+
+
+class _Flush(NamedTuple):
+    """One compressor's share of a launch: where entries go, and what they are pooled from."""
+
+    pool: Planes
+    codec: Codec
+    arrays: list[jax.Array]
+    norm: jax.Array
+    pooling: Pooling
+
+
+def _flush_windows(
+    flushes: Sequence[_Flush],
+    *,
+    call: Sequence[jax.Array],
+    frequencies: jax.Array,
+    rate: int,
+    eps: float,
+    num_warps: int,
+    name: str,
+) -> tuple[Planes, ...]:
+    """Programs of whole windows, for each compressor."""
+
+    def kernel(inputs: list[Ref], stored: list[Ref]) -> None:
+        call_refs, frequencies_ref = inputs[: len(call)], inputs[len(call)]
+        refs, stored_refs = iter(inputs[len(call) + 1 :]), iter(stored)
+        program, chosen = pl.program_id(0), pl.program_id(1)
+        token = read_token(call_refs, program)
+        for number, flush in enumerate(flushes):
+            flush_window = functools.partial(
+                _flush_window,
+                {plane: next(stored_refs) for plane in flush.pool},
+                [next(refs) for _ in flush.arrays],
+                next(refs),
+                frequencies_ref,
+                call_refs,
+                token,
+                pooling=flush.pooling,
+                codec=flush.codec,
+                rate=rate,
+                eps=eps,
+            )
+            pl.when((chosen == number) & (token >= 0))(flush_window)
+
+    words = [triton.as_words(flush.pool) for flush in flushes]
+    written = iter(
+        triton.launch(
+            kernel,
+            grid=(call[1].shape[0], len(flushes)),
+            inputs=[*call, frequencies, *(x for f in flushes for x in (*f.arrays, f.norm))],
+            in_place=[plane for pool in words for plane in pool.values()],
+            num_warps=num_warps,
+            name=name,
+        )
+    )
+    return tuple(
+        triton.from_words({plane: next(written) for plane in f.pool}, f.pool) for f in flushes
+    )
+
+
+def _flush_window(
+    planes: dict[str, Ref],
+    arrays: Sequence[Ref],
+    norm: Ref,
+    frequencies: Ref,
+    call_refs: Sequence[Ref],
+    token: jax.Array,
+    *,
+    pooling: Pooling,
+    codec: Codec,
+    rate: int,
+    eps: float,
+) -> None:
+    """Loads wait for the token alone, but for those of the table and of windows cut by the call."""
+    channels = _all_channels(norm, codec)
+    loaded = pooling.load(arrays, token, channels)
+    store = prepare_store(planes, codec, norm, frequencies, width=channels.width, eps=eps)
+    closes = read_closing(call_refs, token, rate)
+    mean = pooling.finish(arrays, closes, channels, loaded)
+    store(mean, closes.begin, closes.locate(planes))
+
+
+def _pool_tiles(
+    flush: _Flush, call: Sequence[jax.Array], rate: int, tiling: Tiling
+) -> tuple[jax.Array, jax.Array]:
+    """The windows' means [n, C], by programs of `tiling.channels` channels each, and their places.
+
+    The program of a window's first tile finds its place while others pool.
+    """
+    num_windows, dim = call[1].shape[0], flush.norm.shape[0]
+    channels = math.gcd(tiling.channels, dim)
+
+    def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
+        number, tile = pl.program_id(0), pl.program_id(1)
+        call_refs, refs = inputs[: len(call)], inputs[len(call) :]
+        means, places = outputs
+        token = read_token(call_refs, number)
+        width = max(32, 1 << (channels - 1).bit_length())
+        own = Channels(tile * channels, channels, width)
+
+        @pl.when(token >= 0)
+        def _pool() -> None:
+            loaded = flush.pooling.load(refs, token, own)
+            closes = read_closing(call_refs, token, rate)
+            mean = flush.pooling.finish(refs, closes, own, loaded).astype(flush.norm.dtype)
+            triton.store_row(means, (number,), mean, first=0, start=own.start, count=channels)
+
+        @pl.when(tile == 0)
+        def _place() -> None:
+            closes = read_closing(call_refs, jnp.maximum(token, 0), rate)
+            store_place(places, number, token >= 0, closes.begin, closes.locate(flush.pool))
+
+    means, places = triton.launch(
+        kernel,
+        grid=(num_windows, dim // channels),
+        inputs=[*call, *flush.arrays],
+        outputs=[
+            jax.ShapeDtypeStruct((num_windows, dim), flush.norm.dtype),
+            jax.ShapeDtypeStruct((num_windows, PLACE_FIELDS), jnp.int32),
+        ],
+        num_warps=tiling.pool_warps,
+        name="flush_hca_pool",
+    )
+    return means, places
+
+
+def _finish_means(
+    flush: _Flush, means: jax.Array, places: jax.Array, frequencies: jax.Array, eps: float
+) -> Planes:
+    """Every load of a program is of its window's number alone: it waits for one, not for three.
+
+    Without a window it finishes what happens to lie there, and stores nothing.
+    """
+
+    def kernel(inputs: list[Ref], stored: list[Ref]) -> None:
+        means_ref, places_ref, norm, frequencies_ref = inputs
+        number, channels = pl.program_id(0), _all_channels(norm, flush.codec)
+        planes = dict(zip(flush.pool, stored, strict=True))
+        mean = triton.load_row(means_ref, (number,), **channels.columns).astype(jnp.float32)
+        begin, place = load_place(places_ref, number)
+        width = channels.width
+        store = prepare_store(planes, flush.codec, norm, frequencies_ref, width=width, eps=eps)
+        store(mean, begin, place)
+
+    written = triton.launch(
+        kernel,
+        grid=(means.shape[0],),
+        inputs=[means, places, flush.norm, frequencies],
+        in_place=[*triton.as_words(flush.pool).values()],
+        num_warps=_FINISH_WARPS,
+        name="flush_hca",
+    )
+    return triton.from_words(dict(zip(flush.pool, written, strict=True)), flush.pool)
+
+
+def _all_channels(norm: Ref, codec: Codec) -> Channels:
+    return Channels(0, norm.shape[0], entry_tile.tile_width(codec, norm.shape[0]))

@@ -1,0 +1,183 @@
+"""Where a window's mean comes from, a tile of its channels at a time; inside a Triton kernel.
+
+Each of these first loads what the token with which the window ends is enough to find, so that a
+program need not wait for what the call says of that token, then finishes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels.compressor import triton_pool as window
+from pallas_kernels.compressor.triton_closing import Closing
+from pallas_kernels.gpu import triton
+
+Ref = Any
+Loaded = Any
+_CARRIED_CHUNK = 8  # tokens; one window a request at most goes on from an earlier call
+
+
+class Channels(NamedTuple):
+    """A tile of a window's channels: `size` from `start` on, in `width` lanes."""
+
+    start: jax.Array | int
+    size: int
+    width: int
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """As `triton.load_row` takes them."""
+        return {"start": self.start, "count": self.size, "width": self.width}
+
+
+class Pooling(Protocol):
+    """Finds means."""
+
+    def load(self, refs: Sequence[Ref], token: jax.Array, channels: Channels) -> Loaded:
+        """Starts loads, given the closing token's index in the call, i32[]; a tree of arrays."""
+        ...
+
+    def finish(
+        self, refs: Sequence[Ref], closes: Closing, channels: Channels, loaded: Loaded
+    ) -> jax.Array:
+        """f32[width], the mean, rounded to the dtype of activations."""
+        ...
+
+
+class PoolCSA(NamedTuple):
+    """The b-stream of the window before, then the a-stream of the own one: 2M tokens.
+
+    Refs are values and scores of the state, then of the call.
+
+    Attributes:
+      dtype: of activations.
+      rate: M.
+      eager: whether most windows lie in the call; then its rows are loaded before that is known.
+    """
+
+    dtype: DTypeLike
+    rate: int
+    eager: bool
+
+    def load(self, refs: Sequence[Ref], token: jax.Array, channels: Channels) -> Loaded:
+        """See `Pooling`."""
+        if not self.eager or refs[2].shape[0] < 2 * self.rate:
+            return None
+        own, half = token - (self.rate - 1), refs[2].shape[-1] // 2
+        load = functools.partial(window.load_tokens, refs[2:], number=self.rate)
+        b_stream = load(own - self.rate, **channels.columns)
+        a_stream = load(own, **channels._replace(start=channels.start + half).columns)
+        return [*b_stream, *a_stream]
+
+    def finish(
+        self, refs: Sequence[Ref], closes: Closing, channels: Channels, loaded: Loaded
+    ) -> jax.Array:
+        """See `Pooling`."""
+        if loaded is None:
+            pooled = _pool_merged(refs, closes, channels)
+        else:
+            all_in_call = closes.position - (2 * closes.rate - 1) >= closes.length
+            pooled = jax.lax.cond(
+                all_in_call,
+                window.pool_tokens,
+                lambda _: _pool_merged(refs, closes, channels),
+                loaded,
+            )
+        return window.mean(pooled, channels.size, self.dtype)
+
+
+class PoolHCA(NamedTuple):
+    """What the running pool holds of the window, then its tokens of this call.
+
+    Refs are the running pool, and values and scores of the call.
+
+    Attributes:
+      dtype: of activations.
+      rate: M.
+      chunk: tokens whose loads are in flight.
+      eager: as for CSA, of a window's first chunk.
+    """
+
+    dtype: DTypeLike
+    rate: int
+    chunk: int
+    eager: bool
+
+    def load(self, refs: Sequence[Ref], token: jax.Array, channels: Channels) -> Loaded:
+        """See `Pooling`."""
+        if not self.eager:
+            return None
+        first = token - (self.rate - 1)
+        return window.load_tokens(refs[1:], first, self.chunk, **channels.columns)
+
+    def finish(
+        self, refs: Sequence[Ref], closes: Closing, channels: Channels, loaded: Loaded
+    ) -> jax.Array:
+        """See `Pooling`."""
+        begin = closes.begin
+
+        def fold_window(loaded: Loaded) -> window.Pool:
+            return window.fold_window(
+                loaded,
+                refs[1:],
+                first=closes.token - (closes.rate - 1),
+                num_tokens=closes.rate,
+                **channels.columns,
+            )
+
+        def continue_pool(_: Loaded) -> window.Pool:
+            first = jnp.maximum(begin, closes.length)
+            at, carried = (closes.layer, closes.slot), begin < closes.length
+            return window.fold_tokens(
+                window.continue_pool(refs[0], at, carried, **channels.columns),
+                refs[1:],
+                first=closes.token - (closes.position - first),
+                num_tokens=closes.position - first + 1,
+                chunk=min(self.chunk, _CARRIED_CHUNK) if self.eager else self.chunk,
+                start=channels.start,
+                count=channels.size,
+            )
+
+        if loaded is None:
+            pooled = continue_pool(None)
+        else:
+            pooled = jax.lax.cond(begin >= closes.length, fold_window, continue_pool, loaded)
+        return window.mean(pooled, channels.size, self.dtype)
+
+
+def _csa_places(
+    refs: Sequence[Ref], closes: Closing, channels: Channels
+) -> list[tuple[tuple[jax.Array], tuple[jax.Array, ...], jax.Array | int]]:
+    """Of each token: its row of the call, its row of the state, its first column in both."""
+    rate, places = closes.rate, []
+    for back in range(2 * rate - 1, -1, -1):
+        row = (jnp.maximum(closes.token - back, 0),)
+        kept = jnp.maximum(closes.position - back, 0) % (2 * rate)
+        start = channels.start + (0 if back >= rate else refs[0].shape[-1] // 2)
+        places.append((row, (closes.layer, closes.slot, kept), start))
+    return places
+
+
+def _pool_merged(refs: Sequence[Ref], closes: Closing, channels: Channels) -> window.Pool:
+    """Pools 2M tokens, of the state where they came before the call; the first window has M."""
+    load = functools.partial(triton.load_row, count=channels.size, width=channels.width)
+    tokens = []
+    for number, (row, kept, start) in enumerate(_csa_places(refs, closes, channels)):
+        in_call = closes.position - (2 * closes.rate - 1) + number >= closes.length
+        tokens.append(
+            [
+                window.select(
+                    in_call,
+                    load(new, row, start=start, live=in_call),
+                    load(old, kept, start=start, live=~in_call),
+                )
+                for old, new in zip(refs[:2], refs[2:], strict=True)
+            ]
+        )
+    return window.pool_overlapping(tokens, closes.position >= closes.rate)

@@ -1,0 +1,83 @@
+"""A call's queries and window entries as projected, normed, rotated and encoded."""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.common.backend import Backend, resolve
+from pallas_kernels.common.checks import (
+    check_indices,
+    check_rank,
+    check_same_length,
+    check_shape,
+)
+from pallas_kernels.common.codecs import Codec, Planes
+from pallas_kernels.encode_tokens import reference, triton_gpu
+
+_ENCODE = {
+    Backend.REFERENCE: reference.encode_tokens,
+    Backend.TRITON_GPU: triton_gpu.encode_tokens,
+}
+
+
+def encode_tokens(
+    queries: jax.Array,
+    kv: jax.Array,
+    norm: jax.Array,
+    frequencies: jax.Array,
+    positions: jax.Array,
+    *,
+    codec: Codec,
+    eps: float,
+    backend: Backend | None = None,
+) -> tuple[jax.Array, Planes]:
+    """Norms and rotates a call's queries, and its window entries, which it encodes; one launch.
+
+    Args:
+      queries: [T, H, C], as projected; each head is normed without a weight.
+      kv: [T, C], as projected, in the same dtype, that of activations.
+      norm: [C], weight of the entries' norm.
+      frequencies: f32[R / 2], radians per position; the last R dims rotate.
+      positions: i32[T].
+      codec: of the cache format.
+      eps: floor of the norms.
+      backend: implementation to use; None picks the fastest one that runs here.
+
+    Returns:
+      The queries, [T, H, C] in their dtype, and the entries as the ring will keep them, planes
+      [T, ...] of the codec. Norm and rotation each round to the dtype of activations.
+
+    Raises:
+      ValueError: a shape or dtype is wrong.
+      NotImplementedError: the named backend can't run here.
+
+    Source: deepseek_v4.md section 1.3, steps 3 to 6, and section 4.
+    """
+    check_tokens(queries, kv, norm, frequencies, positions)
+    return resolve("encode_tokens", backend, _ENCODE, preferred=Backend.TRITON_GPU)(
+        queries, kv, norm, frequencies, positions, codec=codec, eps=eps
+    )
+
+
+def check_tokens(
+    queries: jax.Array,
+    kv: jax.Array,
+    norm: jax.Array,
+    frequencies: jax.Array,
+    positions: jax.Array,
+) -> None:
+    """A call's queries and entries as projected, and what norms and rotates them."""
+    check_rank(3, queries=queries)
+    check_rank(1, frequencies=frequencies)
+    num_tokens = check_same_length("T", queries=queries, kv=kv, positions=positions)
+    check_indices(positions=positions)
+    dim = queries.shape[2]
+    check_shape("kv", kv, (num_tokens, dim), "T, C")
+    check_shape("norm", norm, (dim,), "C")
+    if kv.dtype != queries.dtype:
+        raise ValueError(f"queries and kv must agree, got {queries.dtype} and {kv.dtype}")
+    if not 2 <= 2 * frequencies.shape[0] <= dim:
+        raise ValueError(
+            f"frequencies must have one for each pair of at most {dim} dims, "
+            f"got {frequencies.shape=}"
+        )

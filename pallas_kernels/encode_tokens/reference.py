@@ -1,0 +1,28 @@
+"""Definition of `encode_tokens`."""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.common.codecs import Codec, Planes
+from pallas_kernels.common.norm_rope import rms_norm_by_pairs, rotate
+
+
+def encode_tokens(
+    queries: jax.Array,
+    kv: jax.Array,
+    norm: jax.Array,
+    frequencies: jax.Array,
+    positions: jax.Array,
+    *,
+    codec: Codec,
+    eps: float,
+) -> tuple[jax.Array, Planes]:
+    """Norm, then rotation, each rounded to the dtype of activations; then the codec.
+
+    The norm adds neighbours, so that an entry's bits depend on its token alone.
+    """
+    heads = rms_norm_by_pairs(queries, None, eps=eps)
+    entries = rotate(rms_norm_by_pairs(kv, norm, eps=eps), positions, frequencies)
+    planes = codec.encode(entries, 2 * frequencies.shape[0])
+    return rotate(heads, positions[:, None], frequencies), planes

@@ -1,0 +1,1 @@
+"""What GPU kernels share: Mosaic, Triton, and a table of devices."""

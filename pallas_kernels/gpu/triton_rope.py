@@ -1,0 +1,131 @@
+"""`rotary.py` on a tile, a dim per lane, inside a Triton kernel: the same roundings in that order.
+
+A tile is f32[..., width], width a power of two; lanes past the C dims hold zeros. Nothing is
+summed in an order that a layout chooses, so the bits of a vector are the same whatever the number
+of warps, the vectors beside it or the shape of the call.
+
+Against `rotary.py`, on a GPU, rsqrt, sine, cosine and one division may differ in their last bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels.common.backend import interpreting
+from pallas_kernels.common.rounding import rounded
+from pallas_kernels.gpu import triton
+
+Ref = Any
+
+
+class Turn(NamedTuple):
+    """What norms and rotates vectors, loaded before them so that nobody waits for it.
+
+    Attributes:
+      weight: f32[width], of the norm; None for a norm without one.
+      frequency: f32[width / 2], per pair of dims; 0 where they do not rotate.
+      dim: C.
+      num_rotated: R / 2, the last pairs of the C dims.
+      dtype: of activations.
+      eps: floor of the norm.
+    """
+
+    weight: jax.Array | None
+    frequency: jax.Array
+    dim: int
+    num_rotated: int
+    dtype: DTypeLike
+    eps: float
+
+
+def load_turn(
+    norm_ref: Ref | None,
+    frequencies_ref: Ref,
+    *,
+    dim: int,
+    width: int,
+    dtype: DTypeLike,
+    eps: float = 0.0,
+) -> Turn:
+    """From the norm's weight [C] and f32[R / 2]; `rotate` reads neither the weight nor `eps`."""
+    num_rotated = frequencies_ref.shape[0]
+    weight = None
+    if norm_ref is not None:
+        weight = triton.load_row(norm_ref, (), start=0, count=dim, width=width)
+        weight = weight.astype(jnp.float32)
+    pair = jnp.arange(width // 2) - (dim // 2 - num_rotated)
+    frequency = frequencies_ref[jnp.clip(pair, 0, num_rotated - 1)]
+    frequency = jnp.where((pair >= 0) & (pair < num_rotated), frequency, 0.0)
+    return Turn(weight, frequency, dim, num_rotated, dtype, eps)
+
+
+def norm_and_rotate(x: jax.Array, turn: Turn, position: jax.Array) -> jax.Array:
+    """f32[..., width], normed and rotated to i32[], each rounded to the dtype of activations."""
+    mean_square = sum_by_pairs(triton.exact_product(x, x)) / turn.dim
+    scaled = x * beside(jax.lax.rsqrt(mean_square + turn.eps), x.shape)
+    if turn.weight is not None:
+        scaled = scaled * jnp.broadcast_to(turn.weight, x.shape)
+    return rotate(round_to(scaled, turn.dtype), turn, position)
+
+
+def rotate(x: jax.Array, turn: Turn, position: jax.Array) -> jax.Array:
+    """Rotary embedding of the last R of the C dims, rounded; the others stay."""
+    *lead, width = x.shape
+    pairs = (*lead, width // 2)
+    pair = jnp.arange(width // 2) - (turn.dim // 2 - turn.num_rotated)
+    rotated = jnp.broadcast_to((pair >= 0) & (pair < turn.num_rotated), pairs)
+    angle = triton.exact_product(
+        jnp.broadcast_to(position.astype(jnp.float32), width // 2), turn.frequency
+    )
+    sin, cos = (jnp.broadcast_to(part, pairs) for part in triton.sin_cos(angle))
+    a, b = split_neighbours(x, 2)
+    product = triton.exact_product
+    turned_a = round_to(product(a, cos) - product(b, sin), turn.dtype)
+    turned_b = round_to(product(b, cos) + product(a, sin), turn.dtype)
+    return join_neighbours([jnp.where(rotated, turned_a, a), jnp.where(rotated, turned_b, b)])
+
+
+def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """F32 rounded to f32 or bf16, as f32."""
+    return x if jnp.dtype(dtype) == jnp.float32 else triton.round_to_bf16(x)
+
+
+def beside(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """f32[...] for every lane of f32[..., width]; a scalar as it is."""
+    return jnp.broadcast_to(x[..., None], shape) if x.shape else x
+
+
+def split_neighbours(x: jax.Array, count: int) -> list[jax.Array]:
+    """f32[..., n] -> `count`, a power of two, of f32[..., n / count]: lanes i, i + count, ..."""
+    if count == 1:
+        return [x]
+    pairs = (*x.shape[:-1], x.shape[-1] // 2)
+    halves = jax.lax.split(x.reshape(*pairs, 2), (1, 1), axis=len(pairs))
+    even, odd = (split_neighbours(half.reshape(pairs), count // 2) for half in halves)
+    return [part for both in zip(even, odd, strict=True) for part in both]
+
+
+def join_neighbours(parts: list[jax.Array]) -> jax.Array:
+    """The inverse of `split_neighbours`."""
+    while len(parts) > 1:
+        pairs = zip(parts[: len(parts) // 2], parts[len(parts) // 2 :], strict=True)
+        parts = [jnp.stack(pair, axis=-1).reshape(*pair[0].shape[:-1], -1) for pair in pairs]
+    return parts[0]
+
+
+def sum_by_pairs(x: jax.Array) -> jax.Array:
+    """f32[..., width] -> f32[...], in the order of `rotary.sum_by_pairs`.
+
+    Neighbours lie in one thread or one warp until a warp has one sum left. XLA would make one sum
+    of them all, in an order of its own, were there nothing in between.
+    """
+    *lead, width = x.shape
+    while width > 1:
+        width //= 2
+        x = jnp.sum(x.reshape(*lead, width, 2), axis=-1)
+        x = rounded(x) if interpreting() else x
+    return jnp.sum(x, axis=-1)

@@ -1,0 +1,67 @@
+"""From a token's streams to what its sublayer reads and how it will write."""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.common.backend import Backend, resolve
+from pallas_kernels.common.checks import check_rank, check_same_length, check_shape
+from pallas_kernels.hyper_connections import reference, triton_gpu
+from pallas_kernels.hyper_connections.reference import Mixed
+
+_IMPLEMENTATIONS = {
+    Backend.REFERENCE: reference.mix_streams,
+    Backend.TRITON_GPU: triton_gpu.mix_streams,
+}
+
+
+def mix_streams(
+    products: jax.Array,
+    scale: jax.Array,
+    base: jax.Array,
+    streams: jax.Array,
+    norm: jax.Array,
+    *,
+    iters: int,
+    eps: float,
+    norm_eps: float,
+    backend: Backend | None = None,
+) -> Mixed:
+    """All of a stream mixing but its matrix product, and the norm of what comes out.
+
+    Args:
+      products: f32[T, P, (2 + S) * S], the mixing matrix times the streams as one vector, in P
+        parts that are added here: logits of pre, of post, and of comb, row by row, before they are
+        divided by that vector's RMS.
+      scale: f32[3], of each of the three kinds of logits.
+      base: f32[(2 + S) * S], added to the scaled logits.
+      streams: [T, S, D].
+      norm: [D], norm weight of the sublayer, in the dtype of `streams`.
+      iters: Sinkhorn iterations of comb.
+      eps: floor inside the mixing.
+      norm_eps: floor inside the RMS of the streams and of the norm.
+      backend: implementation to use; None picks the fastest one that runs here.
+
+    Returns:
+      `Mixed`. Only the reference can be differentiated.
+
+    Raises:
+      ValueError: a shape is wrong, or `iters` is below 1.
+      NotImplementedError: the named backend can't run here.
+
+    Source: deepseek_v4.md section 1.2.
+    """
+    check_rank(3, products=products, streams=streams)
+    num, dim = streams.shape[1:]
+    count = check_same_length("T", products=products, streams=streams)
+    parts = products.shape[1]
+    check_shape("products", products, (count, parts, (2 + num) * num), "T, P, (2 + S) * S")
+    check_shape("base", base, ((2 + num) * num,), "(2 + S) * S")
+    check_shape("scale", scale, (3,), "3")
+    check_shape("norm", norm, (dim,), "D")
+    if iters < 1:
+        raise ValueError(f"iters must be at least 1, got {iters}")
+    # XLA takes 80 launches, most of them in a loop that the host drives.
+    return resolve("mix_streams", backend, _IMPLEMENTATIONS, preferred=Backend.TRITON_GPU)(
+        products, scale, base, streams, norm, iters=iters, eps=eps, norm_eps=norm_eps
+    )

@@ -1,0 +1,94 @@
+"""Definition of `mix_streams`.
+
+    m       = sum over parts of products / sqrt(mean(X^2) + norm_eps)
+    pre_j   = sigmoid(m_j s_0 + b_j) + eps                 post_j = 2 sigmoid(m_(S+j) s_1 + b_(S+j))
+    Z_jk    = m_(2S+Sj+k) s_2 + b_(2S+Sj+k)                comb = Sinkhorn(Z)
+    u       = sum_j pre_j X_j, rounded                     normed = rms(u) * norm, rounded
+
+Source: deepseek_v4.md section 1.2.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.common.norm_rope import rms_norm
+
+
+class Mixed(NamedTuple):
+    """What `mix_streams` gives.
+
+    Attributes:
+      collapsed: [T, D], the weighted sum of the streams.
+      normed: [T, D], that normed: the sublayer's input.
+      post: f32[T, S], weight of the sublayer's output in each stream.
+      comb: f32[T, S, S], how streams mix; summed over its first index.
+    """
+
+    collapsed: jax.Array
+    normed: jax.Array
+    post: jax.Array
+    comb: jax.Array
+
+
+def mix_streams(
+    products: jax.Array,
+    scale: jax.Array,
+    base: jax.Array,
+    streams: jax.Array,
+    norm: jax.Array,
+    *,
+    iters: int,
+    eps: float,
+    norm_eps: float,
+) -> Mixed:
+    """See `op.mix_streams`."""
+    count, num, _ = streams.shape
+    base = base[None]
+    mix = jnp.sum(products, axis=1) * inverse_rms(streams, norm_eps)
+    pre = jax.nn.sigmoid(mix[:, :num] * scale[0] + base[:, :num]) + eps
+    post = 2 * jax.nn.sigmoid(mix[:, num : 2 * num] * scale[1] + base[:, num : 2 * num])
+    logits = mix[:, 2 * num :] * scale[2] + base[:, 2 * num :]
+    collapsed = collapse(pre, streams)
+    return Mixed(
+        collapsed=collapsed,
+        normed=rms_norm(collapsed, norm, eps=norm_eps),
+        post=post,
+        comb=sinkhorn(logits.reshape(count, num, num), iters=iters, eps=eps),
+    )
+
+
+def inverse_rms(streams: jax.Array, eps: float) -> jax.Array:
+    """[T, S, D] -> f32[T, 1]: one over the RMS of a token's streams as one vector."""
+    flat = streams.reshape(streams.shape[0], -1).astype(jnp.float32)
+    return jax.lax.rsqrt(jnp.mean(flat * flat, axis=-1, keepdims=True) + eps)
+
+
+def collapse(weights: jax.Array, streams: jax.Array) -> jax.Array:
+    """f32[T, S] and [T, S, D] -> [T, D]: the weighted sum of the streams, in f32, rounded once."""
+    collapsed = jnp.zeros((streams.shape[0], streams.shape[2]), jnp.float32)
+    for j in range(streams.shape[1]):
+        collapsed = collapsed + weights[:, j, None] * streams[:, j].astype(jnp.float32)
+    return collapsed.astype(streams.dtype)
+
+
+def sinkhorn(logits: jax.Array, *, iters: int, eps: float) -> jax.Array:
+    """Softmax of each row, then columns and rows in turn; columns last, so they sum to 1.
+
+    Args:
+      logits: f32[T, S, S].
+      iters: how often columns are normalised.
+      eps: added to the softmax and to every sum.
+    """
+
+    def columns(p: jax.Array) -> jax.Array:
+        return p / (jnp.sum(p, axis=-2, keepdims=True) + eps)
+
+    def rows_then_columns(_: jax.Array, p: jax.Array) -> jax.Array:
+        return columns(p / (jnp.sum(p, axis=-1, keepdims=True) + eps))
+
+    start = columns(jax.nn.softmax(logits, axis=-1) + eps)
+    return jax.lax.fori_loop(0, iters - 1, rows_then_columns, start)

@@ -1,0 +1,1 @@
+"""Scores of index keys for each query."""

@@ -1,0 +1,165 @@
+"""Static sizes of a call of the index scores, which calls its kernel serves, how they are cut."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from jax.experimental.pallas import mosaic_gpu
+
+from pallas_kernels.common import codecs
+from pallas_kernels.common.backend import compute_capability
+from pallas_kernels.common.codecs import Codec
+from pallas_kernels.gpu import mosaic, mosaic_bulk
+from pallas_kernels.index_scores import unpack_mxfp4
+
+plgpu: Any = mosaic_gpu
+HEADS, DIM = 64, 128
+"""Index heads and their dims, the released models'."""
+L2_BYTES = 50 * 2**20
+"""An H200's; Blackwell's is larger."""
+_ENTRIES_ALIGNED = mosaic_bulk.ALIGNMENT // 4
+"""Entries whose scales, 4 bytes each, are copied together."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorCore:
+    """How a GPU multiplies keys with queries.
+
+    Attributes:
+      tile: keys of one product.
+      layout: of a product in registers.
+      has_memory: whether products arrive in tensor memory (tcgen05), or in registers (wgmma).
+    """
+
+    tile: int
+    layout: Any
+    has_memory: bool
+
+    @property
+    def layouts(self) -> list[Any]:
+        """In which a thread has a number for each key it loads, and for each it has the sum of."""
+        return [mosaic.ROW, self.layout.reduce(1)] if self.has_memory else [mosaic.ROW]
+
+
+HOPPER = TensorCore(tile=64, layout=plgpu.Layout.WGMMA, has_memory=False)
+BLACKWELL = TensorCore(tile=128, layout=plgpu.Layout.TCGEN05, has_memory=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """Static sizes of a call.
+
+    Attributes:
+      entries_per_block: EB.
+      num_blocks: NB.
+      table_width: LB.
+      mxfp4: whether keys are; else FP8.
+      last: whether L2 may drop keys first.
+    """
+
+    entries_per_block: int
+    num_blocks: int
+    table_width: int
+    mxfp4: bool
+    last: bool
+
+    @property
+    def key_layout(self) -> Any:
+        """In which a thread has a tile's keys, as E4M3 codes."""
+        return mosaic.WIDE_ROWS if self.mxfp4 else mosaic.EVEN_ROWS
+
+    @property
+    def num_entries(self) -> int:
+        """Of a table row."""
+        return self.table_width * self.entries_per_block
+
+    @property
+    def width(self) -> int:
+        """Bytes of a key's codes."""
+        return DIM // 2 if self.mxfp4 else DIM
+
+    def rows_of_piece(self, core: TensorCore) -> int:
+        """Entries of a tile that lie in one block."""
+        return math.gcd(self.entries_per_block, core.tile)
+
+    def num_words(self, core: TensorCore) -> int:
+        """Layouts in which a key's scales are wanted: to unpack it, and to scale its sum."""
+        return len(core.layouts) if self.mxfp4 else 1
+
+    @property
+    def factor(self) -> float:
+        """Of weights: the norm of scores, half of relu's sum, and what unpacked keys are over."""
+        return 0.5 * (HEADS * DIM) ** -0.5 / (unpack_mxfp4.HEADROOM if self.mxfp4 else 1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """How a token's entries are cut.
+
+    Attributes:
+      tiles: of a program.
+      groups: warpgroups of a program.
+      stages: tiles of a warpgroup in shared memory, there or on their way.
+    """
+
+    tiles: int
+    groups: int = 4
+    stages: int = 2
+
+
+def choose_tiling(
+    num_tokens: int, num_tiles: int, mxfp4: bool, core: TensorCore = HOPPER, num_cores: int = 132
+) -> Tiling:
+    """Programs that fill the cores once, or several times evenly; each warpgroup has a tile.
+
+    Two tiles of each are as much as memory's latency asks for: on an H200 three and six gain 1 % of
+    a long run of tiles, and lose 3 to 12 % of a short one. Six warpgroups are as many as have
+    registers for MXFP4 keys, and gain up to 2 % beside five. On Blackwell, whose tiles are larger
+    and lie in shared memory once more as operands, three are as many as it has room for with FP8.
+    """
+    tiles = -(-num_tiles // max(1, num_cores // num_tokens))
+    groups = (4 if mxfp4 else 3) if core.has_memory else (6 if mxfp4 else 5)
+    return Tiling(tiles=max(groups, tiles), groups=groups)
+
+
+def read_once(num_tokens: int, num_requests: int, bytes_of_request: int) -> bool:
+    """Whether L2 may as well drop a call's keys: it can't hold them all, and each has one reader.
+
+    With the selection, calls of an H200 then take 2 to 9 % less, whether the next call has the same
+    keys or another layer's; scores alone up to 9 % less, or of 2^21 FP8 keys and more up to 4 %
+    more. Requests that share keys lose nothing. Keys that fit into L2 are left there for a call
+    that repeats them: 1 x 262,144 FP8 keys take 9.8 us, and would take 11.7; those of a layer that
+    L2 has forgotten take 13.0, and would take 12.0.
+
+    With half of the keys, 8 x 65,536 FP8 ones would take 17.9 us in place of 21.3, if they were
+    scored again and again: the other half stays in L2. No step does that.
+    """
+    return num_tokens <= num_requests and num_requests * bytes_of_request > L2_BYTES
+
+
+def find_obstacle(queries: jax.Array, codec: Codec, entries_per_block: int) -> str | None:
+    """Why this kernel can't serve a call, as the rest of a sentence; None where it can."""
+    capability = compute_capability()
+    if not isinstance(codec, codecs.FP8KeyCodec) and not is_mxfp4(codec):
+        return f"takes MXFP4 and FP8 keys, got {codec}"
+    if queries.shape[1:] != (HEADS, DIM):
+        return f"needs queries [T, {HEADS}, {DIM}], got {queries.shape=}"
+    if entries_per_block % _ENTRIES_ALIGNED:
+        return f"needs blocks of a multiple of {_ENTRIES_ALIGNED}, got {entries_per_block} entries"
+    if capability is not None and capability[0] not in (9, 10):
+        return f"is for Hopper and Blackwell, got compute capability {capability}"
+    return None
+
+
+def is_mxfp4(codec: Codec) -> bool:
+    """Whether keys are; the kernel's others are FP8."""
+    return isinstance(codec, codecs.FP4KeyCodec) and codec.power_of_two
+
+
+def choose_core() -> TensorCore:
+    """That of the GPU, or Hopper's where there is none."""
+    capability = compute_capability()
+    return BLACKWELL if capability is not None and capability[0] == 10 else HOPPER

@@ -1,0 +1,154 @@
+"""MXFP4 keys into E4M3 under one scale per key, in registers.
+
+A key has 4 groups of 32 E2M1 codes with a UE8M0 scale each. With s the largest of its scales,
+
+    value = e4m3 * s / 64        e4m3 = E2M1 value * 64 * (group's scale / s)
+
+which is exact while the scales lie within a factor of 2^14 of each other; below, it is rounded to
+nearest, by at most 2^-10 where the key's largest code is 32 or more. A group's eight magnitudes are
+eight bytes, looked up by `prmt`, four at a time. Signs are stored where a mask, and for half of the
+codes a shift before it, gives them to those four: 7 instructions for eight codes. With signs in
+their own nibbles it took 9, five of them to bring signs to bit 7 of each byte.
+
+Source: deepseek_v4.md section 4.3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.experimental.mosaic.gpu as mgpu
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from pallas_kernels.common import codecs, numbers
+from pallas_kernels.common.backend import interpreting
+from pallas_kernels.gpu import mosaic
+
+Ref = Any
+plgpu: Any = mosaic_gpu
+_MXFP4 = codecs.FP4KeyCodec(group=32, power_of_two=True)
+HEADROOM = 64.0
+"""6, the largest E2M1 value, times 64 is 384; times 128 it would exceed E4M3's 448."""
+_MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_NUM_STEPS = 20
+"""Of group scales below the key's, after which every magnitude rounds to zero."""
+
+
+def magnitude_bytes() -> np.ndarray:
+    """i32[20, 2]: E4M3 codes of the eight magnitudes, each row at half the scale of the last."""
+    scales = np.exp2(-np.arange(_NUM_STEPS, dtype=np.float32))[:, None]
+    codes = (_MAGNITUDES * np.float32(HEADROOM) * scales).astype(ml_dtypes.float8_e4m3fn)
+    return codes.view(np.uint8).copy().view(np.int32)
+
+
+def largest_scale(words: jax.Array) -> jax.Array:
+    """i32[n] of four UE8M0 codes each -> i32[n], the largest."""
+    return jnp.maximum(
+        jnp.maximum(words & 255, (words >> 8) & 255),
+        jnp.maximum((words >> 16) & 255, (words >> 24) & 255),
+    )
+
+
+def unpack(codes: jax.Array, words: jax.Array, table: Ref) -> jax.Array:
+    """E2M1 codes, two a byte, signs interleaved as `FP4KeyCodec` stores them, into E4M3.
+
+    Args:
+      codes: u8[64, 64] in `mosaic.EVEN_ROWS` layout, a row's 128 codes.
+      words: i32[64] in `mosaic.ROW` layout, a row's four UE8M0 codes.
+      table: ref of `magnitude_bytes`.
+
+    Returns:
+      e4m3[64, 128] in `mosaic.WIDE_ROWS` layout.
+    """
+    if interpreting():
+        return _interpret(codes, words, table)
+    shape = (codes.shape[0], 2 * codes.shape[1])
+
+    @plgpu.inline_mgpu(
+        arg_types=(mosaic.EVEN_ROWS, mosaic.ROW, plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.float8_e4m3fn, layout=mosaic.WIDE_ROWS),
+    )
+    def convert(_, codes, words, table):
+        layout = mosaic.WIDE_ROWS.to_mgpu()
+        registers = np.empty(layout.registers_shape(shape), dtype=object)
+        f8 = ir.VectorType.get((16,), ir.Float8E4M3FNType.get())
+        i32 = ir.IntegerType.get_signless(32)
+        four_words = ir.VectorType.get((4,), i32)
+        for row, word_of_row in enumerate(words.registers.flat):
+            low, high = _magnitudes_of_lane(table, word_of_row)
+            packed = mgpu.utils.bitcast(codes.registers[row].flat[0], four_words)
+            for half in range(2):
+                bytes_of = []
+                for word in (2 * half, 2 * half + 1):
+                    eight = vector.extract(packed, [], [word])
+                    bytes_of += _four_and_four(eight, low, high)
+                one = ir.VectorType.get((1,), i32)
+                whole = mgpu.utils.vector_concat([vector.broadcast(one, b) for b in bytes_of])
+                registers[row, 0, 0, 0, 0, half, 0] = mgpu.utils.bitcast(whole, f8)
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return convert(codes, words, table)
+
+
+def _magnitudes_of_lane(table: ir.Value, word: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """The two table words for the group that the lane holds of a row with these scales.
+
+    A row's four lanes hold 32 columns each, which are its four groups.
+    """
+    i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+    word = vector.extract(word, [], [0])
+
+    def code(shift: ir.Value) -> ir.Value:
+        return arith.andi(arith.shrui(word, shift), mgpu.c(255, i32))
+
+    codes = [code(mgpu.c(8 * group, i32)) for group in range(4)]
+    largest = arith.maxui(arith.maxui(codes[0], codes[1]), arith.maxui(codes[2], codes[3]))
+    lane = arith.remui(mgpu.utils.thread_idx(), mgpu.c(4, i32))
+    select = arith.ori(lane, mgpu.c(0x4440, i32))  # the lane's byte, and bytes of zero
+    asm = "prmt.b32 $0, $1, 0, $2;"
+    steps = arith.subi(largest, llvm.inline_asm(i32, [word, select], asm, "=r,r,r"))
+    steps = arith.minui(steps, mgpu.c(_NUM_STEPS - 1, i32))
+    pointer = llvm.addrspacecast(llvm.PointerType.get(1), mgpu.utils.memref_ptr(table))
+    offset = arith.muli(arith.extui(i64, steps), mgpu.c(8, i64))
+    byte = ir.IntegerType.get_signless(8)
+    address = mgpu.utils.getelementptr(pointer, [offset], byte)
+    both = llvm.load(ir.VectorType.get((2,), i32), address, alignment=8, invariant=True)
+    return vector.extract(both, [], [0]), vector.extract(both, [], [1])
+
+
+def _four_and_four(word: ir.Value, low: ir.Value, high: ir.Value) -> list[ir.Value]:
+    """The eight codes of a word as two words of four E4M3 codes.
+
+    Source: `numbers.interleave_signs`.
+    """
+    i32 = ir.IntegerType.get_signless(32)
+    asm = """{
+      .reg .b32 select, bytes, signs;
+      and.b32 select, $2, 0x77777777;
+      prmt.b32 bytes, $3, $4, select;
+      lop3.b32 $0, bytes, $2, 0x80808080, 0xf8;
+      shr.u32 select, select, 16;
+      prmt.b32 bytes, $3, $4, select;
+      shl.b32 signs, $2, 4;
+      lop3.b32 $1, bytes, signs, 0x80808080, 0xf8;
+    }"""
+    pair = llvm.StructType.get_literal([i32, i32])
+    both = llvm.inline_asm(pair, [word, low, high], asm, "=&r,=&r,r,r,r")
+    return [llvm.extractvalue(i32, both, [i]) for i in range(2)]
+
+
+def _interpret(codes: jax.Array, words: jax.Array, table: Ref) -> jax.Array:
+    nibbles = numbers.unpack_nibbles(_MXFP4.to_pairs(codes))
+    scales = jnp.stack([(words >> (8 * group)) & 255 for group in range(4)], axis=1)
+    steps = jnp.minimum(largest_scale(words)[:, None] - scales, _NUM_STEPS - 1)
+    rows = lax.bitcast_convert_type(table[...], jnp.uint8).reshape(-1, 8)
+    per_code = jnp.repeat(rows[steps], nibbles.shape[1] // 4, axis=1)
+    magnitude = jnp.take_along_axis(per_code, (nibbles & 7).astype(jnp.int32)[..., None], axis=2)
+    return lax.bitcast_convert_type(magnitude[..., 0] | ((nibbles & 8) << 4), jnp.float8_e4m3fn)

@@ -1,0 +1,192 @@
+"""Static sizes of a call of the kernels of sparse attention, what they can serve, how it is cut."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.common import codecs
+from pallas_kernels.common.backend import compute_capability
+from pallas_kernels.common.codecs import Codec, Planes
+from pallas_kernels.gpu import mosaic, mosaic_memory
+
+TILE, HEADS, GROUP = 64, 64, 64
+"""Keys of a tile, heads of a program, columns that share a scale and are fetched together."""
+MAX_DIM = 512
+LOG2_E = math.log2(math.e)
+FLOOR = np.float32(-1e30)
+"""Below any logit, and finite: a difference of two such maxima is not NaN."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """How the work of one token and 64 heads is cut.
+
+    Attributes:
+      splits: programs that share the keys.
+    """
+
+    splits: int
+
+
+PROGRAM_US, TILE_US = 8.1, 2.4
+"""Of a program without keys, and of a tile; an H200's."""
+BYTES_PER_US = 5e6
+"""Of splits' sums, written and read again; what a second launch takes is in it."""
+
+
+def choose_tiling(num_programs: int, num_tiles: int, num_cores: int, dim: int) -> Tiling:
+    """The splits of least time: more of them wait for fewer tiles, and write and read more sums."""
+
+    def microseconds(splits: int) -> float:
+        rounds = -(-num_programs * splits // num_cores)
+        bytes_of_sums = num_programs * splits * HEADS * dim * 4 if splits > 1 else 0
+        return (
+            rounds * (PROGRAM_US + TILE_US * -(-num_tiles // splits))
+            + 2 * bytes_of_sums / BYTES_PER_US
+        )
+
+    cuts = equal_cuts(num_tiles, num_cores // max(1, num_programs))
+    return Tiling(splits=min(cuts, key=microseconds))
+
+
+def equal_cuts(num_tiles: int, most: int) -> list[int]:
+    """Numbers of splits up to `most`, ascending, and none that leaves a split idle."""
+    most = max(1, min(num_tiles, most))
+    return sorted({-(-num_tiles // -(-num_tiles // splits)) for splits in range(1, most + 1)})
+
+
+def find_obstacle(queries: jax.Array, ring: Planes, codec: Codec) -> str | None:
+    """Why these kernels can't serve a call, as the rest of a sentence; None where they can."""
+    num_heads, dim = queries.shape[1:]
+    capability = compute_capability()
+    if queries.dtype != jnp.bfloat16:
+        return f"takes bf16 queries, for its products are of bf16, got {queries.dtype}"
+    if codec == codecs.PlainCodec("float32"):
+        return "would round keys of cache format 'f32' to bf16"
+    if num_heads % HEADS or dim % (4 * GROUP):
+        return f"needs H % {HEADS} == 0 and C % {4 * GROUP} == 0, got {queries.shape=}"
+    if dim > MAX_DIM:
+        return f"needs C <= {MAX_DIM} to hold its sums, got {queries.shape=}"
+    if "rope" in ring and ring["rope"].shape[-1] % GROUP:
+        return f"needs R % {GROUP} == 0, got {ring['rope'].shape=}"
+    if capability is not None and capability[0] not in (9, 10):
+        return f"is for Hopper and Blackwell, got compute capability {capability}"
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """Static sizes of a call, its format and its tiling.
+
+    Attributes:
+      num_heads: H.
+      dim: C.
+      window: W.
+      num_slots: NS.
+      num_entries: K, a multiple of the tile.
+      num_blocks: NB.
+      entries_per_block: EB.
+      table_width: LB.
+      scale: of the logits.
+      codec: of the planes.
+      planes: their names and lengths, in order.
+      splits: programs that share the keys.
+    """
+
+    num_heads: int
+    dim: int
+    window: int
+    num_slots: int
+    num_entries: int
+    num_blocks: int
+    entries_per_block: int
+    table_width: int
+    scale: float
+    codec: Codec
+    planes: tuple[tuple[str, int], ...]
+    splits: int = 1
+
+    @property
+    def dtype(self) -> Any:
+        """Of products.
+
+        f16 holds E4M3 codes times powers of two as bf16 does, from steps of 2^-24 to 65,504, far
+        around what a norm leaves of an entry, and takes one instruction for two in place of six.
+        """
+        exact = isinstance(self.codec, codecs.GroupedFP8Codec)
+        return jnp.float16 if exact else jnp.bfloat16
+
+    @property
+    def window_tiles(self) -> int:
+        """Of a token; its entries' tiles come after."""
+        return -(-self.window // TILE)
+
+    @property
+    def num_tiles(self) -> int:
+        """Of a token."""
+        return self.window_tiles + self.num_entries // TILE
+
+    @property
+    def tiles_per_split(self) -> int:
+        """At most; a split has every `splits`-th tile of the token."""
+        return -(-self.num_tiles // self.splits)
+
+    def tiles_to_look_at(self, split: jax.Array, visible: jax.Array) -> jax.Array:
+        """How many tiles a split has until none has an entry that is seen; at least 1."""
+        num_entries = jnp.clip(visible, 0, self.num_entries)
+        num_tiles = self.window_tiles + lax.div(num_entries + TILE - 1, TILE)
+        mine = lax.div(num_tiles - split + self.splits - 1, self.splits)
+        return jnp.clip(mine, 1, self.tiles_per_split)
+
+    def fetch_rows(self, sources, source, index, chunk):
+        """64 stored columns of the named rows."""
+        name, start = self.place(chunk)
+        return mosaic_memory.gather_rows(sources[name], source, index, start=start, width=GROUP)
+
+    def fetch_scales(self, sources, source, index, chunks):
+        """The words of scales that chunks of the named rows need, by plane and number."""
+        words = {word for chunk in chunks if (word := self.scale_word(chunk)) is not None}
+        return {
+            f"{name} {number}": mosaic_memory.gather_words(
+                sources[name], source, index, word=number
+            )
+            for name, number in sorted(words)
+        }
+
+    def place(self, chunk):
+        """Plane and first column in it of columns 64 chunk .. 64 chunk + 63 of a row."""
+        if isinstance(self.codec, codecs.PlainCodec):
+            return "values", chunk * GROUP
+        nope = dict(self.planes)["nope"]
+        start = chunk * GROUP
+        return ("nope", start) if start < nope else ("rope", start - nope)
+
+    def scale_word(self, chunk):
+        """Plane and 32-bit word of the chunk's scale; None where it has none."""
+        if self.place(chunk)[0] != "nope":
+            return None
+        if isinstance(self.codec, codecs.GroupedFP8Codec):
+            return "scale", chunk // 4
+        return "inv_scale", 0
+
+    def decode(self, rows, scales, chunk):
+        """[64, 64] in ROWS layout: a chunk's values."""
+        word = self.scale_word(chunk)
+        if word is None:
+            return rows.astype(self.dtype)
+        scale = scales[f"{word[0]} {word[1]}"]
+        if word[0] == "scale":
+            scale = ((scale >> (8 * (chunk % 4))) & 255) << 23
+        wide = self.dtype if self.dtype == jnp.float16 else jnp.float32
+        scale = lax.bitcast_convert_type(scale, jnp.float32).astype(wide)
+        scale = plgpu.layout_cast(lax.broadcast_in_dim(scale, rows.shape, [0]), mosaic.ROWS)
+        codes = lax.bitcast_convert_type(rows, jnp.float8_e4m3fn)
+        return (codes.astype(wide) * scale).astype(self.dtype)

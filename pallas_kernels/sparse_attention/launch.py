@@ -1,0 +1,159 @@
+"""How a kernel of sparse attention is launched, and how splits' sums become an output.
+
+Both kinds of GPU share it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.common.codecs import Codec, Planes
+from pallas_kernels.common.norm_rope import rotate
+from pallas_kernels.sparse_attention import call_shapes, combine_triton
+from pallas_kernels.sparse_attention.call_shapes import FLOOR, HEADS, LOG2_E, TILE, Shapes, Tiling
+from pallas_kernels.sparse_attention.loads import Inputs
+
+
+def as_bf16(values: jax.Array, dtype: Any) -> jax.Array:
+    """f32 -> the bits of their bf16, as an array of a 16-bit dtype."""
+    rounded = values.astype(jnp.bfloat16)
+    return rounded if dtype == jnp.bfloat16 else lax.bitcast_convert_type(rounded, dtype)
+
+
+def inverse_total(largest: jax.Array, total: jax.Array, sink: jax.Array) -> jax.Array:
+    """1 / (sum of weights and sink), relative to the largest; 0 where there is neither."""
+    sink = sink * LOG2_E
+    top = jnp.maximum(largest, jnp.maximum(sink, FLOOR))
+    scale = jnp.exp2(largest - top)
+    whole = total * scale + jnp.exp2(sink - top)
+    return jnp.where(whole > 0, scale / jnp.where(whole > 0, whole, 1.0), 0.0)
+
+
+def launch(
+    kernel: Callable[..., None],
+    scratch_types: Callable[[int, Any], Sequence[Any]],
+    num_threads: int,
+    num_cores: int,
+    queries: jax.Array,
+    sink: jax.Array,
+    ring: Planes,
+    rows: Planes,
+    pool: Planes | None,
+    block_table: jax.Array,
+    selected: jax.Array | None,
+    *,
+    visible: jax.Array | None,
+    request_ids: jax.Array,
+    slots: jax.Array,
+    positions: jax.Array,
+    lengths: jax.Array,
+    layer: jax.Array,
+    codec: Codec,
+    scale: float,
+    frequencies: jax.Array | None = None,
+    tiling: Tiling | None = None,
+) -> jax.Array:
+    """Runs a kernel on the arguments of `op.sparse_attention`.
+
+    The kernel has the axes token, head, split and warpgroup, `num_threads` of the last, and takes
+    `Inputs`, outputs, scratch of `scratch_types(C, dtype)` and `shapes=`. Its output is the bits of
+    bf16[T, H, C] in the dtype of products, which is that of shared memory; with more than one split
+    f32[S, T, H, C], sums, and f32[S, T, 2, H], largest logit and sum of weights.
+    """
+    num_tokens, num_heads, dim = queries.shape
+    names = tuple(sorted(ring))
+    num_slots, window = ring[names[0]].shape[1:3]
+    if pool is None or selected is None:
+        pool, selected = ring, jnp.zeros((num_tokens, 0), jnp.int32)
+    num_blocks, entries_per_block = pool[names[0]].shape[1:3]
+    if visible is None:
+        visible = jnp.full(num_tokens, selected.shape[1], jnp.int32)
+    padding = -selected.shape[1] % TILE
+    selected = jnp.pad(selected, ((0, 0), (0, padding)), constant_values=-1)
+    shapes = Shapes(
+        num_heads=num_heads,
+        dim=dim,
+        window=window,
+        num_slots=num_slots,
+        num_entries=selected.shape[1],
+        num_blocks=num_blocks,
+        entries_per_block=entries_per_block,
+        table_width=block_table.shape[1],
+        scale=scale,
+        codec=codec,
+        planes=tuple((name, math.prod(ring[name].shape[3:])) for name in names),
+    )
+    num_programs = num_tokens * num_heads // HEADS
+    tiling = tiling or call_shapes.choose_tiling(num_programs, shapes.num_tiles, num_cores, dim)
+    if tiling.splits > shapes.num_tiles:
+        raise ValueError(
+            f"tiling must cut the keys' {shapes.num_tiles} tiles of {TILE} into no more splits, "
+            f"got {tiling.splits=}; None chooses one"
+        )
+    shapes = dataclasses.replace(shapes, splits=tiling.splits)
+
+    out_type = [jax.ShapeDtypeStruct(queries.shape, shapes.dtype)]
+    if tiling.splits > 1:
+        out_type = [
+            jax.ShapeDtypeStruct((tiling.splits, *queries.shape), jnp.float32),
+            jax.ShapeDtypeStruct((tiling.splits, num_tokens, 2, num_heads), jnp.float32),
+        ]
+    planes = [
+        *[_rows_of(ring[name], 3) for name in names],
+        *[_rows_of(rows[name], 1) for name in names],
+        *[_rows_of(pool[name], 3) for name in names],
+    ]
+
+    def sparse_attention_kernel(*refs):
+        arrays, refs = refs[:10], refs[10:]
+        planes = [refs[i * len(names) : (i + 1) * len(names)] for i in range(3)]
+        refs = refs[3 * len(names) :]
+        outputs, scratch = refs[: len(out_type)], refs[len(out_type) :]
+        kernel(Inputs(*arrays, *planes), outputs, scratch, shapes=shapes)
+
+    out = plgpu.kernel(
+        sparse_attention_kernel,
+        out_type=out_type,
+        grid=(num_tokens, num_heads // HEADS, tiling.splits),
+        grid_names=("token", "head", "split"),
+        num_threads=num_threads,
+        thread_name="warpgroup",
+        scratch_types=scratch_types(dim, shapes.dtype),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+    )(
+        lax.bitcast_convert_type(queries, shapes.dtype).reshape(-1, dim),
+        sink,
+        selected if shapes.num_entries else jnp.zeros((num_tokens, TILE), jnp.int32),
+        block_table.reshape(-1, 1),
+        visible,
+        request_ids,
+        slots,
+        positions,
+        lengths,
+        layer[None],
+        *planes,
+    )
+    if tiling.splits == 1:
+        attended = lax.bitcast_convert_type(out[0], queries.dtype)
+        if frequencies is None:
+            return attended
+        return rotate(attended, positions[:, None], frequencies, inverse=True)
+    sums, statistics = out
+    return combine_triton.combine(
+        sums, statistics, sink, positions, frequencies, dtype=queries.dtype
+    )
+
+
+def _rows_of(plane: jax.Array, lead: int) -> jax.Array:
+    """[..., n], with `lead` leading axes, as [R, n]; n = 1 for a plane of scalars."""
+    return plane.reshape(math.prod(plane.shape[:lead]), -1)

@@ -1,0 +1,217 @@
+"""How queries and keys come through registers into shared memory, for both kinds of GPU.
+
+A key lies in the ring, among the call's own rows or in the pool.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.gpu import mosaic, mosaic_memory
+from pallas_kernels.sparse_attention.call_shapes import GROUP, HEADS, TILE, Shapes
+
+Ref = Any
+
+SECTION = 2
+"""Chunks whose next rows are fetched together, as soon as they are stored: the barrier after them
+keeps the compiler from putting off loads to the end of a tile, where nothing would hide them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """A kernel's operands in device memory; see `op.sparse_attention`.
+
+    Attributes:
+      queries: [T H, C], bits of bf16 in the dtype of products.
+      sink, selected: as there, the last padded to whole tiles.
+      table: i32[B LB, 1].
+      visible, request_ids, slots, positions, lengths: as there.
+      layer: i32[1].
+      ring, rows, pool: planes as [rows, n], in the order of their names.
+    """
+
+    queries: Ref
+    sink: Ref
+    selected: Ref
+    table: Ref
+    visible: Ref
+    request_ids: Ref
+    slots: Ref
+    positions: Ref
+    lengths: Ref
+    layer: Ref
+    ring: Sequence[Ref]
+    rows: Sequence[Ref]
+    pool: Sequence[Ref]
+
+
+def load_queries(
+    inputs: Inputs,
+    shapes: Shapes,
+    first: jax.Array,
+    halves: Sequence[tuple[int | jax.Array, Ref, Ref]],
+    *,
+    store: Callable[[Ref, jax.Array, Any], None],
+) -> None:
+    """One warpgroup brings halves of the columns of 64 heads' queries, in the dtype of products.
+
+    In bulk, and turned into that dtype where they lie: as loads of a row's 64 bytes each they would
+    keep those of the first keys waiting.
+
+    Args:
+      inputs: operands.
+      shapes: of the call.
+      first: row of the first head.
+      halves: of each its number, its place in shared memory, [64, C / 2], and a barrier of one
+        arrival.
+      store: as in `gather_keys`.
+    """
+    width = shapes.dim // 2
+    for half, target, landed in halves:
+        rows = inputs.queries.at[pl.ds(first, HEADS), pl.ds(half * width, width)]
+        plgpu.copy_gmem_to_smem(rows, target, landed)
+    for _, target, landed in halves:
+        plgpu.barrier_wait(landed)
+        if shapes.dtype == jnp.bfloat16:
+            continue
+        for start in range(0, width, GROUP):
+            place = target.at[:, pl.ds(start, GROUP)]
+            bits = plgpu.load(place, layout=mosaic.ROWS, optimized=False)
+            rows = lax.bitcast_convert_type(bits, jnp.bfloat16)
+            store(place, rows.astype(shapes.dtype), mosaic.ROWS)
+    plgpu.commit_smem()
+
+
+def gather_keys(
+    inputs: Inputs,
+    shapes: Shapes,
+    token: jax.Array,
+    split: jax.Array,
+    num_tiles: jax.Array,
+    chunks: Sequence[int],
+    *,
+    target_of: Callable[[jax.Array, int], Ref],
+    bias_smem: Ref | None,
+    keys_ready: Sequence[Ref],
+    keys_free: Ref,
+    store: Callable[[Ref, jax.Array, Any], None],
+) -> None:
+    """One warpgroup brings chunks of 64 columns of all keys of a split, one tile ahead.
+
+    Args:
+      inputs: operands.
+      shapes: of the call.
+      token: of this program.
+      split: of this program.
+      num_tiles: that this program looks at; at least 1.
+      chunks: the columns, in 64s.
+      target_of: where half a tile comes to lie, [64, C / 2]; takes 0 or 1, of tiles in turn, and
+        the half.
+      bias_smem: f32[2, 64], to be filled with 0 for a key and minus infinity for none; or None.
+      keys_ready: of each of equal parts of the chunks 2 barriers, arrived at once a tile's part is
+        there.
+      keys_free: 2 barriers, waited for before a place is filled again.
+      store: to shared memory; takes the target, values and their layout.
+    """
+    s = shapes
+    chunks_per_part = len(chunks) // len(keys_ready)
+    place = plgpu.broadcasted_iota(jnp.int32, (TILE, GROUP), 0, layout=mosaic.ROWS).max(axis=1)
+    request, slot_of_token = inputs.request_ids[token], inputs.slots[token]
+    position, length = inputs.positions[token], inputs.lengths[token]
+    layer_number = inputs.layer[0]
+    sources = {
+        name: list(of_plane)
+        for (name, _), *of_plane in zip(
+            s.planes, inputs.ring, inputs.rows, inputs.pool, strict=True
+        )
+    }
+
+    def load_entries(i):
+        """Entry numbers of tile i of this split; arbitrary in a window tile."""
+        first = (split + i * s.splits - s.window_tiles) * TILE
+        first = jnp.clip(first, 0, max(s.num_entries - TILE, 0))
+        return plgpu.load(
+            inputs.selected.at[token, pl.ds(first, TILE)], layout=mosaic.ROW, optimized=False
+        )
+
+    def load_blocks(entry):
+        """Physical blocks of entries; 0 where there is no table row to look at."""
+        logical = lax.div(jnp.maximum(entry, 0), s.entries_per_block)
+        inside = (entry >= 0) & (logical < s.table_width) & (request >= 0)
+        where = jnp.where(inside, request * s.table_width + logical, -1)
+        return mosaic_memory.gather_words([inputs.table], where * 0, where, word=0)
+
+    def locate(i, entry, block):
+        """Source (ring, call, pool) and row of each key of tile i of this split; -1 is none."""
+        tile = split + i * s.splits
+        steps = tile * TILE + place
+        p = position - (s.window - 1) + steps
+        in_call = p >= length
+        ring_row = (layer_number * s.num_slots + slot_of_token) * s.window
+        ring_row = ring_row + lax.rem(jnp.maximum(p, 0), s.window)
+        window_row = jnp.where(in_call, token - (position - p), ring_row)
+        in_window = (p >= 0) & (steps < s.window) & (slot_of_token >= 0)
+        window_row = jnp.where(in_window, window_row, -1)
+
+        entry_row = (layer_number * s.num_blocks + block) * s.entries_per_block
+        entry_row = entry_row + lax.rem(jnp.maximum(entry, 0), s.entries_per_block)
+        stored = (entry >= 0) & (entry < s.table_width * s.entries_per_block)
+        entry_row = jnp.where(stored & (block >= 0) & (request >= 0), entry_row, -1)
+
+        window_tile = tile < s.window_tiles
+        source = jnp.where(window_tile, in_call.astype(jnp.int32), 2)
+        index = jnp.where(window_tile, window_row, entry_row)
+        return source, jnp.where(i < num_tiles, index, -1)
+
+    def step(i, carry):
+        (rows, scales), index, entry, block, later_entry = carry
+        slot = lax.rem(i, 2)
+        source, next_index = locate(i + 1, entry, block)
+        # What is loaded last this turn is waited for first in the next.
+        mosaic_memory.prefetch_rows(list(sources.values()), source, next_index)
+        next_scales = s.fetch_scales(sources, source, next_index, chunks)
+
+        @pl.when(i >= 2)
+        def _():
+            plgpu.barrier_wait(keys_free.at[slot])
+
+        if bias_smem is not None:
+            bias = jnp.where(index == -1, -jnp.inf, 0.0).astype(jnp.float32)
+            store(bias_smem.at[slot], bias, mosaic.ROW)
+        next_rows = []
+        for chunk, stored in zip(chunks, rows, strict=True):
+            half, start = divmod(chunk * GROUP, s.dim // 2)
+            target = target_of(slot, half).at[:, pl.ds(start, GROUP)]
+            store(target, s.decode(stored, scales, chunk), mosaic.ROWS)
+            # Into the registers that have just become free.
+            next_rows.append(s.fetch_rows(sources, source, next_index, chunk))
+            if len(next_rows) % SECTION == 0 or len(next_rows) == len(chunks):
+                plgpu.commit_smem()
+            if len(next_rows) % chunks_per_part == 0:
+                ready = keys_ready[len(next_rows) // chunks_per_part - 1]
+                plgpu.barrier_arrive(ready.at[slot])
+        later_block = load_blocks(later_entry)
+        return (next_rows, next_scales), next_index, later_entry, later_block, load_entries(i + 3)
+
+    entries = [load_entries(i) for i in range(3)]
+    blocks = [load_blocks(entry) for entry in entries[:2]]
+    source, index = locate(0, entries[0], blocks[0])
+    stored = (
+        [s.fetch_rows(sources, source, index, chunk) for chunk in chunks],
+        s.fetch_scales(sources, source, index, chunks),
+    )
+    carry = stored, index, entries[1], blocks[1], entries[2]
+    lax.fori_loop(0, num_tiles, step, carry)
+    plgpu.barrier_wait(keys_free.at[lax.rem(num_tiles - 1, 2)])
+
+    @pl.when(num_tiles > 1)
+    def _():
+        plgpu.barrier_wait(keys_free.at[lax.rem(num_tiles, 2)])

@@ -1,0 +1,90 @@
+"""The compiled serving step: everything donated, nothing copied, nothing written by idle rows."""
+
+import contextlib
+import re
+from unittest import mock
+
+import jax
+import numpy as np
+
+import dsv4_jax as ds
+from dsv4_jax.serving import runner
+from dsv4_jax.serving.scheduler import StepPlan
+from dsv4_jax.step.serve_step import jit_serve_step
+from helpers.serving import BUCKET, make_engine, params, prompt, rows_at
+
+
+def idle_call(engine):
+    """The arguments of a step without rows."""
+    patch = mock.patch.object(runner, "jit_serve_step", side_effect=InterruptedError)
+    with patch as step, contextlib.suppress(InterruptedError):
+        engine._runner._idle(StepPlan((), BUCKET, False))
+    return step.call_args.args, step.call_args.kwargs
+
+
+def test_the_serving_step_donates_all_and_copies_no_leaf():
+    """Known bugs B12, B22: also with drafts, staged rows and snapshots in the step."""
+    engine = make_engine(num_snapshots=29)  # so that no weight has the size of a leaf
+    args, options = idle_call(engine)
+    compiled = jit_serve_step.lower(*args, **options).compile()
+    pools = (engine.cache, engine._runner.store)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(pools))
+    assert compiled.memory_analysis().alias_size_in_bytes == size
+    names = {"float32": "f32", "bfloat16": "bf16", "uint8": "u8", "int32": "s32"}
+    leaves = {
+        (names[leaf.dtype.name], leaf.size)
+        for leaf in jax.tree.leaves((engine.cache.paged, engine._runner.store))
+    }
+    copies = re.findall(r"= (\w+)\[([\d,]*)\]\S* copy\(", compiled.as_text())
+    sizes = [
+        (dtype, int(np.prod([int(n) for n in dims.split(",") if n]))) for dtype, dims in copies
+    ]
+    assert not [copy for copy in sizes if copy in leaves]
+
+
+def test_an_idle_step_changes_nothing():
+    engine, rng = make_engine(), np.random.default_rng(0)
+    engine.submit(prompt(rng, 30), max_new_tokens=3)
+    engine.step()
+
+    def everything():
+        """Bytes: places of the store that nobody has written hold NaN."""
+        leaves = jax.tree.leaves((engine.cache, engine._runner.store))
+        return [np.array(leaf).tobytes() for leaf in leaves]
+
+    before = everything()
+    engine._runner._idle(StepPlan((), BUCKET, False))
+    assert everything() == before
+
+
+def test_draft_rows_follow_from_the_tokens_before_a_boundary_alone():
+    """The ring of the draft block below 128 is the same whatever the token at 128 is."""
+    rng = np.random.default_rng(1)
+    text, rows = prompt(rng, 128), []
+    for token in (1, 2):
+        engine = make_engine()
+        request = engine.submit([*text, token, 5, 6], max_new_tokens=9, stop_token_ids=())
+        rope = rows_at(engine, request, 129)["swa.window.rope"][-1]  # positions 115 .. 130
+        rows.append(np.asarray(rope, np.float32))
+    np.testing.assert_array_equal(rows[0][:13], rows[1][:13])
+    assert np.all(np.any(rows[0][13:] != rows[1][13:], axis=1))
+
+
+def test_the_draft_is_that_of_the_whole_history():
+    """`forward_draft` over the same history gives the first guess."""
+    engine = make_engine(cache_format="fp8_ue8m0")
+    rng = np.random.default_rng(2)
+    text = prompt(rng, 20)
+    request_id = engine.submit(text, max_new_tokens=9, stop_token_ids=())
+    engine.step()
+    request = engine._requests[request_id]
+    ids = jax.numpy.asarray([text], jax.numpy.int32)
+    options = {"config": engine.config, "cache_format": "fp8_ue8m0"}
+    streams = jax.jit(ds.forward_streams, static_argnames=("config", "cache_format"))(
+        params(), ids, **options
+    )
+    following = jax.numpy.asarray([[*text[1:], int(request.known[-1])]], jax.numpy.int32)
+    logits = jax.jit(ds.forward_draft, static_argnames=("config", "cache_format"))(
+        params(), streams, following, **options
+    )
+    assert request.drafts[0] == int(np.argmax(logits[0, -1]))

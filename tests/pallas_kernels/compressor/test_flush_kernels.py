@@ -1,0 +1,370 @@
+"""The kernels that append, compress and flush, against the references that define them."""
+
+import functools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+
+import pallas_kernels as pk
+from helpers import slow
+from helpers.layer_cases import (
+    CUTS,
+    EPS,
+    KERNEL,
+    LENGTHS,
+    MAX_SHARE,
+    RATES,
+    C,
+    assert_stored_alike,
+    differing_share,
+    draw_histories,
+    draw_norms,
+    empty_layer,
+    flat,
+    run,
+    step,
+)
+from helpers.schedules import assert_same_bytes, random_cuts
+from pallas_kernels import CACHE_FORMATS
+from pallas_kernels.common import norm_rope
+from pallas_kernels.compressor import triton_gpu
+from pallas_kernels.compressor.tiling import Tiling
+from pallas_kernels.gpu import triton, triton_codecs, triton_rope
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    slow.all_but(
+        [("fp8_ue8m0", jnp.bfloat16)],
+        [(name, jnp.bfloat16) for name in CACHE_FORMATS] + [("f32", jnp.float32)],
+    ),
+)
+@pytest.mark.parametrize("kind", RATES)
+def test_the_kernels_store_what_the_references_store(lane, name, kind, dtype):
+    """Among them: windows cut anywhere, several a call, blocks that are absent, idle rows."""
+    rng = np.random.default_rng(0)
+    histories, norms = draw_histories(rng, kind, LENGTHS, dtype), draw_norms(rng, kind, dtype)
+    (actual, _), (expected, _) = (
+        run(name, kind, histories, CUTS, norms, num_tokens=64, backend=backend)
+        for backend in (KERNEL, "reference")
+    )
+    assert_stored_alike(CACHE_FORMATS[name], actual, expected)
+
+
+@pytest.mark.parametrize("kind", RATES)
+def test_the_bound_rejects_a_window_shifted_by_a_token_and_a_wrong_weight(lane, kind):
+    name = "fp8_ue8m0"
+    fmt, rng = CACHE_FORMATS[name], np.random.default_rng(0)
+    histories, norms = draw_histories(rng, kind, LENGTHS), draw_norms(rng, kind, jnp.bfloat16)
+    shifted = histories | {
+        "main": [{part: np.roll(x, 1, axis=0) for part, x in h.items()} for h in histories["main"]]
+    }
+    weights = (norms[0], *(jnp.roll(norm, 1) for norm in norms[1:]))
+    expected, _ = run(name, kind, histories, CUTS, norms, num_tokens=64, backend="reference")
+    for broken in ((shifted, norms), (histories, weights)):
+        actual, _ = run(name, kind, broken[0], CUTS, broken[1], num_tokens=64)
+        share = differing_share(fmt.entry, actual["entries"], expected["entries"], C)
+        assert share > 5 * MAX_SHARE
+
+
+SCHEDULES = {
+    "single tokens": ([[1] * n for n in LENGTHS], {"num_tokens": 3, "num_rows": 3}),
+    "random cuts": ([random_cuts(np.random.default_rng(n), n, 16) for n in LENGTHS], {}),
+    "alone": ([[5] * (LENGTHS[0] // 5) + [LENGTHS[0] % 5]], {"num_tokens": 5, "num_rows": 1}),
+}
+
+
+@pytest.mark.parametrize("schedule", slow.all_but(["random cuts"], list(SCHEDULES)))
+@pytest.mark.parametrize("kind", RATES)
+def test_bits_do_not_depend_on_how_tokens_are_cut_into_calls(lane, kind, schedule):
+    """Known bugs B1, B8, B19: entries and all that is kept, in buckets of other shapes too."""
+    name, rng = "fp8_ue8m0", np.random.default_rng(0)
+    cuts, shapes = SCHEDULES[schedule]
+    histories = draw_histories(rng, kind, LENGTHS)
+    norms = draw_norms(rng, kind, jnp.bfloat16)
+    whole, _ = run(
+        name, kind, histories, [[n] for n in LENGTHS[: len(cuts)]], norms, num_tokens=128, seed=1
+    )
+    actual, _ = run(name, kind, histories, cuts, norms, **{"num_tokens": 64} | shapes)
+    assert_same_bytes(flat(actual), flat(whole))
+
+
+@pytest.mark.parametrize("kind", RATES)
+def test_b5_a_call_of_padding_alone_writes_nothing(lane, kind):
+    name, rng = "fp8_ue8m0", np.random.default_rng(0)
+    histories = draw_histories(rng, kind, [1])
+    layer, _ = run(
+        name, kind, histories, [[0]], draw_norms(rng, kind, jnp.bfloat16), num_tokens=5, num_rows=2
+    )
+    assert_same_bytes(flat(layer), flat(empty_layer(CACHE_FORMATS[name], kind)))
+
+
+def test_b5_a_program_without_a_window_writes_nothing_where_means_come_from_memory(
+    lane, monkeypatch
+):
+    """Its token, were it the first one, would have an entry."""
+    tiling = Tiling(warps=4, channels=12, pool_warps=1, chunk=3)
+    monkeypatch.setattr(triton_gpu, "choose_hca", lambda *sizes: tiling)
+    name, rng = "fp8_ue8m0", np.random.default_rng(0)
+    histories, norms = draw_histories(rng, "hca", [17]), draw_norms(rng, "hca", jnp.bfloat16)
+    step.clear_cache()
+    layer, _ = run(name, "hca", histories, [[17]], norms, num_tokens=17, num_rows=1)
+    step.clear_cache()
+    empty = empty_layer(CACHE_FORMATS[name], "hca")
+    assert_same_bytes(flat(layer["entries"]), flat(empty["entries"]))
+
+
+@pytest.mark.parametrize("width", [128, 512])
+def test_any_number_of_warps_adds_in_the_order_of_the_reference(lane, width):
+    x = np.random.default_rng(width).normal(size=(5, width)).astype(np.float32)
+
+    def add(inputs, outputs):
+        row = pl.program_id(0)
+        triton_codecs = triton.load_row(inputs[0], (row,), start=0, count=width, width=width)
+        outputs[0][row] = triton_rope.sum_by_pairs(triton_codecs)
+
+    expected = np.asarray(norm_rope.sum_by_pairs(jnp.asarray(x)))[:, 0]
+    assert np.any(expected != x.sum(axis=-1))
+    for num_warps in (1, 2, 4, 8):
+        (actual,) = triton.launch(
+            add,
+            grid=(5,),
+            inputs=[jnp.asarray(x)],
+            outputs=[jax.ShapeDtypeStruct((5,), jnp.float32)],
+            num_warps=num_warps,
+            name="add",
+        )
+        np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "dim"),
+    slow.all_but(
+        [("fp8_ue8m0", 4), ("fp8_ue8m0", 128)],
+        [
+            (name, dim)
+            for name in ("fp8_ue8m0", "fp8_per_entry", "fp8_ue8m0_fp8_index")
+            for dim in (4, 8, 16, 128)
+        ],
+    ),
+)
+def test_index_keys_are_encoded_to_the_byte(lane, name, dim):
+    """Among them zeros of both signs, and keys of too few codes for a word."""
+    codec, rng = CACHE_FORMATS[name].index_key, np.random.default_rng(dim)
+    x = rng.integers(-40, 41, (9, dim)) * 2.0 ** rng.integers(-8, 8, (9, 1))
+    x[0] = 0.0
+    x = jnp.asarray(x, jnp.float32)
+    expected = codec.encode(x, 0)
+
+    def encode_keys(inputs, stored):
+        token, width = pl.program_id(0), triton_codecs.tile_width(codec, dim)
+        key = triton.load_row(inputs[0], (token,), start=0, count=dim, width=width)
+        encoded = triton_codecs.encode(codec, key, dim=dim, rope_dim=0)
+        triton_codecs.store_entry(dict(zip(expected, stored, strict=True)), (token,), encoded)
+
+    empty = {plane: jnp.zeros_like(values) for plane, values in expected.items()}
+    words = triton.as_words(empty)
+    written = triton.launch(
+        encode_keys,
+        grid=(9,),
+        inputs=[x],
+        in_place=list(words.values()),
+        num_warps=4,
+        name="encode_keys",
+    )
+    actual = triton.from_words(dict(zip(expected, written, strict=True)), empty)
+    assert_same_bytes(*(jax.tree.map(np.asarray, planes) for planes in (actual, expected)))
+
+
+def draw_large_call(rng, num_blocks, entries_per_block, dim):
+    """A decode call of 32 requests that all close a CSA window, in the last blocks there are."""
+    num_rows, rate = 32, RATES["csa"]
+    positions = np.full(num_rows, 8 * rate - 1, np.int32)
+    table = np.full((num_rows, 32), -1, np.int32)
+    block = (8 - 1) // entries_per_block
+    table[:, block] = num_blocks - 1 - rng.permutation(num_rows)
+    state = {
+        part: rng.normal(size=(1, num_rows, 2 * rate, 2 * dim)) for part in ("values", "scores")
+    }
+    new = {part: rng.normal(size=(num_rows, 2 * dim)) for part in ("values", "scores")}
+    call = {
+        "closing": np.arange(num_rows, dtype=np.int32),
+        "request_ids": np.arange(num_rows, dtype=np.int32),
+        "slots": np.arange(num_rows, dtype=np.int32),
+        "positions": positions,
+        "lengths": positions,
+    }
+    arrays = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (state, new))
+    return *arrays, jnp.asarray(table), jax.tree.map(jnp.asarray, call)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def flush_large(pool, state, new, table, call):
+    return pk.flush_csa(
+        (pool,),
+        (state,),
+        (new,),
+        (jnp.ones(512, jnp.bfloat16),),
+        jnp.ones(32, jnp.float32),
+        table,
+        codecs=(CACHE_FORMATS["fp8_ue8m0"].entry,),
+        layer=jnp.int32(0),
+        rate=RATES["csa"],
+        eps=EPS,
+        backend=KERNEL,
+        **call,
+    )[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gibibytes", [3, 5])
+def test_planes_past_2_and_4_gib_are_exact(gibibytes):
+    """Pallas through Triton has offsets of 32 bits: bytes past 2 GiB are reached as words."""
+    shapes = CACHE_FORMATS["fp8_ue8m0"].entry.plane_shapes(512, 64)
+    num_blocks = (gibibytes << 30) // (32 * 448)
+
+    def flush(count):
+        state, new, table, call = draw_large_call(np.random.default_rng(0), count, 32, 512)
+        pool = {n: jnp.zeros((1, count, 32, *s.shape), s.dtype) for n, s in shapes.items()}
+        flushed = flush_large(pool, state, new, table, call)
+        untouched = {name: int(jnp.max(plane[:, : count - 32])) for name, plane in flushed.items()}
+        return {
+            name: np.asarray(plane[:, count - 32 :]) for name, plane in flushed.items()
+        }, untouched
+
+    (large, untouched), (small, _) = flush(num_blocks), flush(64)
+    assert_same_bytes(large, small)
+    assert untouched == {"nope": 0, "rope": 0, "scale": 0}
+    assert np.any(small["nope"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", RATES)
+def test_twenty_runs_are_bitwise_equal(kind):
+    name, rng = "fp8_ue8m0", np.random.default_rng(0)
+    histories = draw_histories(rng, kind, LENGTHS)
+    norms = draw_norms(rng, kind, jnp.bfloat16)
+    first = flat(run(name, kind, histories, CUTS, norms, num_tokens=64)[0])
+    for _ in range(19):
+        again, _ = run(name, kind, histories, CUTS, norms, num_tokens=64)
+        assert_same_bytes(flat(again), first)
+
+
+@pytest.mark.parametrize(("dims", "warps"), [((512, 128), [8, 1]), ((192, 256), [8, 2])])
+def test_launches_apart_have_warps_by_lanes_not_channels(dims, warps, monkeypatch):
+    """An entry of 192 channels takes 512 lanes; by channels it had three warps beside four."""
+    monkeypatch.setattr(triton_gpu, "choose_csa", lambda *sizes: Tiling(warps=4, apart=True))
+    _, flush, specs, _ = aot_csa("fp8_ue8m0", 64, 64, dims)
+    with pk.gpu_interpreter(), mock.patch.object(triton, "launch", wraps=triton.launch) as launch:
+        jax.eval_shape(flush, *specs)
+    assert [call.kwargs["num_warps"] for call in launch.call_args_list] == warps
+
+
+@pytest.mark.parametrize("warps", [0, 3, 64])
+def test_warps_that_no_program_can_have_are_refused(warps, monkeypatch):
+    """Before anything is compiled: given three, LLVM ends the process."""
+    monkeypatch.setattr(triton_gpu, "choose_csa", lambda *sizes: Tiling(warps=warps))
+    _, flush, specs, _ = aot_csa("fp8_ue8m0", 64, 64)
+    with pk.gpu_interpreter(), pytest.raises(ValueError, match=f"warps a program, got {warps}"):
+        jax.eval_shape(flush, *specs)
+
+
+def _planes(codec, dim, *lead):
+    shapes = codec.plane_shapes(dim, 64)
+    return {name: jax.ShapeDtypeStruct((*lead, *s.shape), s.dtype) for name, s in shapes.items()}
+
+
+def _f32(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def _i32(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _both(*shape):
+    return {"values": _f32(*shape), "scores": _f32(*shape)}
+
+
+def _call_specs(tokens, rows, rate):
+    closing = min(tokens, tokens // rate + rows)
+    names = ("request_ids", "slots", "positions", "lengths")
+    return {"closing": _i32(closing), "layer": _i32()} | {name: _i32(tokens) for name in names}
+
+
+def aot_csa(name, tokens, rows, dims=(512, 128)):
+    """`flush_csa`, of a Flash layer unless told, and its arguments; the first is donated."""
+    codecs = (CACHE_FORMATS[name].entry, CACHE_FORMATS[name].index_key)
+    specs = (
+        tuple(_planes(codec, dim, 2, 4096, 32) for codec, dim in zip(codecs, dims, strict=True)),
+        tuple(_both(2, 64, 8, 2 * dim) for dim in dims),
+        tuple(_both(tokens, 2 * dim) for dim in dims),
+        tuple(jax.ShapeDtypeStruct((dim,), jnp.bfloat16) for dim in dims),
+        _f32(32),
+        _i32(rows, 2048),
+        _call_specs(tokens, rows, 4),
+    )
+
+    def flush(*args):
+        return pk.flush_csa(*args[:-1], **args[-1], codecs=codecs, rate=4, eps=EPS, backend=KERNEL)
+
+    return f"flush_csa {name} {tokens} tokens", flush, specs, (0,)
+
+
+def aot_hca(name, tokens, rows):
+    """`flush_hca` likewise."""
+    codec = CACHE_FORMATS[name].entry
+    specs = (
+        _planes(codec, 512, 2, 4096, 1),
+        _f32(2, 64, 3, 512),
+        _both(tokens, 512),
+        jax.ShapeDtypeStruct((512,), jnp.bfloat16),
+        _f32(32),
+        _i32(rows, 2048),
+        _call_specs(tokens, rows, 128),
+    )
+    static = {"codec": codec, "rate": 128, "eps": EPS, "backend": KERNEL}
+
+    def flush(*args):
+        return pk.flush_hca(*args[:-1], **args[-1], **static, max_count=tokens // rows)
+
+    return f"flush_hca {name} {tokens} tokens", flush, specs, (0,)
+
+
+def aot_append(kind, name, tokens, rows):
+    """`append_tokens` of a CSA or an HCA layer; the rings and the pool, first, are donated."""
+    codec = CACHE_FORMATS[name].entry
+    rings, new = [_planes(codec, 512, 2, 64, 128)], [_planes(codec, 512, tokens)]
+    running = projections = None
+    if kind == "csa":
+        rings += [_both(2, 64, 8, 2 * dim) for dim in (512, 128)]
+        new += [_both(tokens, 2 * dim) for dim in (512, 128)]
+    else:
+        running, projections = _f32(2, 64, 3, 512), _both(tokens, 512)
+    per_row = [_i32(rows)] * 4
+    static = {"rate": 128, "max_count": tokens // rows, "backend": KERNEL}
+
+    def append(state, new, projections, layer, *per_row):
+        rings, running = state
+        return pk.append_tokens(rings, new, running, projections, *per_row, layer=layer, **static)
+
+    specs = ((rings, running), new, projections, _i32(), *per_row)
+    return f"append_tokens {kind} {name} {tokens} tokens", append, specs, (0,)
+
+
+AOT_CASES = [
+    aot_csa("fp8_ue8m0", 64, 64),
+    aot_csa("fp8_ue8m0_fp8_index", 8192, 1),
+    aot_csa("fp8_per_entry", 64, 64),
+    aot_hca("fp8_ue8m0", 64, 64),
+    aot_hca("fp8_ue8m0", 8192, 1),
+    aot_append("csa", "fp8_ue8m0", 64, 64),
+    aot_append("hca", "fp8_ue8m0", 8192, 1),
+]
+"""Name, function and argument shapes, to compile for each GPU; argument 0 is donated."""

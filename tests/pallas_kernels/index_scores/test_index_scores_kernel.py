@@ -1,0 +1,259 @@
+"""Rungs 2 and 4 of the index scores, of them with the selection, and what rung 3 compiles."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from helpers import inputs
+from helpers.inputs import CASE_LAYER, LAYER, NUM_LAYERS, poison, shuffled_table
+from pallas_kernels import Backend, get_cache_format, gpu_interpreter, index_topk
+from pallas_kernels.gpu import mosaic_bulk
+from pallas_kernels.index_scores import mosaic_gpu as scores_kernel
+from pallas_kernels.index_scores import tiling as scores_tiling
+from pallas_kernels.index_scores import unpack_mxfp4
+from pallas_kernels.index_scores.reference import index_scores
+from pallas_kernels.select_top_k.reference import select_top_k
+
+HEADS, DIM, EB = 64, 128, 16
+FORMATS = ["fp8_ue8m0", "fp8_ue8m0_fp8_index"]
+TOLERANCE = 2.0**-12
+"""Of the score that all products of |query| and |key|, and all |weight|, would give.
+
+The FP8 tensor core drops what is 2^-13 of the largest term when it adds 32 products, four times;
+in the interpreter the sums are f32.
+"""
+
+
+def draw(name, *, visible=(200, 65, 0), spread=0, entries_per_block=EB):
+    """Arguments by name, whose pools are poison wherever no query may look, and the f32 keys."""
+    codec = get_cache_format(name).index_key
+    rng = np.random.default_rng(len(name))
+    num_blocks = [-(-v // entries_per_block) for v in visible]
+    table = shuffled_table(
+        rng, num_blocks, num_logical=-(-max(visible) // entries_per_block), num_physical=60
+    )
+    pool = poison(codec.plane_shapes(DIM, 0), NUM_LAYERS, 60, entries_per_block)
+    vectors = [
+        rng.normal(size=(v, DIM))
+        * np.exp2(rng.integers(-spread, spread + 1, (v, DIM // 32)).repeat(32, 1))
+        for v in visible
+    ]
+    encoded, decoded = inputs.encode(codec, vectors, 0)
+    for request, planes in enumerate(encoded):
+        for entry in range(visible[request]):
+            block = table[request, entry // entries_per_block]
+            for plane, rows in planes.items():
+                pool[plane][LAYER, block, entry % entries_per_block] = rows[entry]
+    queries = inputs.encode(codec, [rng.normal(size=(3 * HEADS, DIM))], 0)[1][0]
+    order = np.array([2, 0, 1], np.int32)
+    arguments = {
+        "queries": queries.reshape(3, HEADS, DIM),
+        "weights": rng.normal(size=(3, HEADS)).astype(np.float32),
+        "pool": pool,
+        "block_table": table,
+        "request_ids": order,
+        "visible": np.int32(visible)[order],
+        "codec": codec,
+    }
+    return arguments, [decoded[request] for request in order]
+
+
+def scores_of(arguments, **options):
+    """The kernel's scores, one array of the visible ones per query."""
+    codec = arguments["codec"]
+    arrays = {name: value for name, value in arguments.items() if name != "codec"}
+    scores = jax.jit(
+        functools.partial(scores_kernel.index_scores, codec=codec, layer=CASE_LAYER, **options)
+    )(**arrays)
+    return [np.asarray(row[:v]) for row, v in zip(scores, arguments["visible"], strict=True)]
+
+
+def errors(arguments, keys, actual):
+    """Deviations from the definition, in units of the tolerance; one array per query."""
+    norm = (HEADS * DIM) ** -0.5
+    for query, weight, key, row in zip(
+        arguments["queries"], arguments["weights"], keys, actual, strict=True
+    ):
+        expected = index_scores(query, weight, key)
+        allowed = (np.abs(key) @ np.abs(query).T) @ np.abs(weight) * norm * TOLERANCE
+        yield np.nan_to_num(np.abs(row - expected) / allowed, nan=np.inf)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_scores_are_the_reference_s(lane, name):
+    arguments, keys = draw(name)
+    actual = scores_of(arguments)
+    assert max(e.max(initial=0) for e in errors(arguments, keys, actual)) < 1
+    shifted = [np.roll(row, 1) for row in actual]
+    assert max(e.max(initial=0) for e in errors(arguments, keys, shifted)) > 100
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_blackwell_s_tensor_cores_give_the_same(name):
+    """In the interpreter alone: no card of that kind has been here."""
+    arguments, keys = draw(name)
+    with gpu_interpreter():
+        actual = scores_of(arguments, core=scores_tiling.BLACKWELL)
+    assert max(e.max(initial=0) for e in errors(arguments, keys, actual)) < 1
+
+
+def test_groups_of_very_different_scales(lane):
+    arguments, keys = draw("fp8_ue8m0", visible=(64, 10, 0), spread=9)
+    assert max(e.max(initial=0) for e in errors(arguments, keys, scores_of(arguments))) < 1
+
+
+@pytest.mark.parametrize("tiling", [(1, 1), (2, 2), (5, 3)])
+def test_any_tiling_gives_the_same_bits(lane, tiling):
+    arguments, _ = draw("fp8_ue8m0")
+    expected = scores_of(arguments, tiling=scores_tiling.Tiling(4, 4))
+    actual = scores_of(arguments, tiling=scores_tiling.Tiling(*tiling))
+    for one, other in zip(expected, actual, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_keys_that_l2_may_drop_give_the_same_bits(lane, name, monkeypatch):
+    """A call says so of more than L2 holds, of which each key has one reader."""
+    arguments, _ = draw(name)
+    fetch, asked, told = mosaic_bulk.fetch, [], []
+
+    def recorded(*args, last, **options):
+        told.append(last)
+        fetch(*args, last=last, **options)
+
+    def read_once(*sizes):
+        asked.append(sizes)
+        return True
+
+    monkeypatch.setattr(mosaic_bulk, "fetch", recorded)
+    expected = scores_of(arguments)
+    assert not any(told)
+    told.clear()
+    monkeypatch.setattr(scores_kernel, "read_once", read_once)
+    for one, other in zip(expected, scores_of(arguments), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert told
+    assert all(told)
+    bytes_of_key = 68 if name == "fp8_ue8m0" else 132
+    assert asked == [(3, 3, 13 * EB * bytes_of_key)]
+    assert scores_tiling.read_once(8, 8, 2**23)
+    assert not scores_tiling.read_once(9, 8, 2**23)
+    assert not scores_tiling.read_once(8, 8, 2**22)
+
+
+@pytest.mark.parametrize("entries_per_block", [4, 52])
+def test_blocks_of_any_size(lane, entries_per_block):
+    arguments, keys = draw("fp8_ue8m0", visible=(40, 9, 0), entries_per_block=entries_per_block)
+    assert max(e.max(initial=0) for e in errors(arguments, keys, scores_of(arguments))) < 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gib", [3, 5])
+def test_blocks_at_the_top_of_a_plane_of_gibibytes(gib):
+    """Where 32-bit offsets would be negative, or wrap."""
+    arguments, _ = draw("fp8_ue8m0")
+    expected = scores_of(arguments)
+    pool, table = arguments["pool"], arguments["block_table"]
+    layers, small, *entry = pool["codes"].shape
+    large = int(gib * 2**30) // (layers * math.prod(entry))
+    pool = {
+        name: jnp.full((layers, large, *plane.shape[2:]), 255, plane.dtype)
+        .at[:, large - small :]
+        .set(plane)
+        for name, plane in pool.items()
+    }
+    table = np.where(table >= 0, table + np.int32(large - small), -1)
+    actual = scores_of(arguments | {"pool": pool, "block_table": table})
+    for one, other in zip(expected, actual, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.gpu
+def test_twenty_runs_give_the_same_bits():
+    arguments, _ = draw("fp8_ue8m0")
+    expected = scores_of(arguments)
+    for _ in range(20):
+        for one, other in zip(expected, scores_of(arguments), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_selection_is_that_of_the_scores(lane, name):
+    """And the reference's, but for entries whose scores lie within the tolerance of the last."""
+    arguments, _ = draw(name)
+    actual = scores_of(arguments)
+    run = functools.partial(index_topk, **arguments, layer=CASE_LAYER, k=40)
+    selected = np.asarray(run(backend="mosaic_gpu"))
+    for row, chosen, expected in zip(actual, selected, run(backend="reference"), strict=True):
+        best = select_top_k(np.pad(row, (0, 40)), np.int32(len(row)), 40)
+        np.testing.assert_array_equal(chosen, best)
+        assert len(np.setdiff1d(chosen, expected)) <= 1
+
+
+def test_fewer_entries_than_wanted_need_no_scores(lane):
+    arguments, _ = draw("fp8_ue8m0")
+    run = functools.partial(index_topk, **arguments, layer=CASE_LAYER, k=300)
+    np.testing.assert_array_equal(run(backend="mosaic_gpu"), run(backend="reference"))
+
+
+def test_magnitudes_are_exact_down_to_2_to_the_minus_14():
+    table = unpack_mxfp4.magnitude_bytes().view(np.uint8).view(ml_dtypes.float8_e4m3fn)
+    magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    for steps in range(15):
+        expected = magnitudes * 64 * 2.0**-steps
+        np.testing.assert_array_equal(table.reshape(-1, 8)[steps].astype(np.float64), expected)
+    assert not table.reshape(-1, 8)[-1].astype(np.float32).any()
+
+
+def test_what_the_kernel_cannot_serve_is_refused_by_name():
+    arguments = inputs.valid_arguments("index_topk")
+    with pytest.raises(NotImplementedError, match=r"takes MXFP4 and FP8 keys.*backend='reference'"):
+        index_topk(**arguments, backend="mosaic_gpu")
+    arguments, _ = draw("fp8_ue8m0")
+    few = arguments | {
+        "queries": arguments["queries"][:, :3],
+        "weights": arguments["weights"][:, :3],
+    }
+    with pytest.raises(NotImplementedError, match=r"needs queries \[T, 64, 128\]"):
+        index_topk(**few, layer=CASE_LAYER, k=3, backend="mosaic_gpu")
+    odd, _ = draw("fp8_ue8m0", entries_per_block=53)
+    with pytest.raises(NotImplementedError, match=r"blocks of a multiple of 4, got 53 entries"):
+        index_topk(**odd, layer=CASE_LAYER, k=3, backend="mosaic_gpu")
+
+
+def _specs(name, num_tokens, num_entries):
+    codec = get_cache_format(name).index_key
+    shapes = codec.plane_shapes(DIM, 0)
+
+    def i32(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    return {
+        "queries": jax.ShapeDtypeStruct((num_tokens, HEADS, DIM), jnp.float32),
+        "weights": jax.ShapeDtypeStruct((num_tokens, HEADS), jnp.float32),
+        "pool": {
+            n: jax.ShapeDtypeStruct((2, 16384, 32, *s.shape), s.dtype) for n, s in shapes.items()
+        },
+        "block_table": i32(num_tokens, num_entries // 32),
+        "request_ids": i32(num_tokens),
+        "visible": i32(num_tokens),
+        "layer": i32(),
+    }
+
+
+def _at_flash_sizes(name):
+    codec = get_cache_format(name).index_key
+    run = functools.partial(index_topk, codec=codec, k=512, backend=Backend.MOSAIC_GPU)
+    return lambda arguments: run(**arguments)
+
+
+AOT_CASES = [
+    (f"{name}_{tokens}x{entries}", _at_flash_sizes(name), [_specs(name, tokens, entries)])
+    for name in FORMATS
+    for tokens, entries in [(64, 16384), (1, 262144)]
+]
