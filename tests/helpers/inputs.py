@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import Compressor, get_cache_format
+from pallas_kernels.common.call import CallIndices
 
 LAYER, NUM_LAYERS = 1, 3
 CASE_LAYER = jnp.int32(LAYER)
@@ -84,6 +85,20 @@ class Call:
             if request >= 0:
                 rows[token] = histories[request][self.positions[token]]
         return rows
+
+    def indices(self, block_table=None, visible=None):
+        """`CallIndices` as an op takes them; without a table, of one block that no row has."""
+        if block_table is None:
+            block_table = np.full((len(self.row_slots), 1), -1, np.int32)
+        fields = self._asdict()
+        fields["segment_ids"] = fields.pop("request_ids")
+        arrays = {name: jnp.asarray(array, jnp.int32) for name, array in fields.items()}
+        return CallIndices(
+            **arrays,
+            block_table=jnp.asarray(block_table, jnp.int32),
+            visible=None if visible is None else jnp.asarray(visible, jnp.int32),
+            max_row_tokens=max(1, int(max(self.row_counts, default=1))),
+        )
 
     def last_of_each_row(self, size):
         """i32[T], slots with -1 for tokens whose row of a ring a later token of the call takes."""
