@@ -90,7 +90,7 @@ class Call:
         """`CallIndices` as an op takes them; without a table, of one block that no row has."""
         if block_table is None:
             block_table = np.full((len(self.row_slots), 1), -1, np.int32)
-        fields = self._asdict()
+        fields = dataclasses.asdict(self)
         fields["segment_ids"] = fields.pop("request_ids")
         arrays = {name: jnp.asarray(array, jnp.int32) for name, array in fields.items()}
         return CallIndices(
