@@ -1,1 +1,1 @@
-"""The three attention types, on the cache and over a whole history."""
+"""The three attention types, on the cache and over whole sequences."""
