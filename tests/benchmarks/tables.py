@@ -23,7 +23,8 @@ def tables(results):
     parts = [_tests(results["tests"])] if "tests" in results else []
     for name, run in results["runs"].items():
         rows = [row for row in results["rows"] if row["run"] == name and "failed" not in row]
-        parts.append("\n".join([f"### {_ops(rows)}", "", _described(run), "", *table(rows)]))
+        heading = f"### {_ops(rows)} (run {name})"
+        parts.append("\n".join([heading, "", _described(run), "", *table(rows)]))
     return "\n" + "\n\n".join(parts) + "\n\n"
 
 
