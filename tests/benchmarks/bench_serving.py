@@ -67,7 +67,7 @@ def main():
     parser.add_argument("--layers", type=int, help="of a preset, the first so many")
     parser.add_argument("--steps", type=int, default=0, help="new requests until so many steps")
     args = parser.parse_args()
-    ds.claim_memory()
+    ds.runtime.claim_memory()
     ds.set_xla_flags()
     ds.use_compilation_cache()
     config, params = load(args.config, args.layers)
