@@ -8,7 +8,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from dsv4_jax.allocator.manager import KVCacheManager
-from dsv4_jax.allocator.verify import Report, Seals, verify_cache
+from dsv4_jax.allocator.seals import Seals
+from dsv4_jax.allocator.verify import Report, verify_cache
 from dsv4_jax.serving.metrics import Metrics
 from dsv4_jax.serving.request import Request, Token
 from dsv4_jax.serving.request_queue import RequestQueue
@@ -195,7 +196,7 @@ class ServingLoop:
     def _keep(self, boundaries: list[Boundary]) -> None:
         """Snapshots that a step has written, for who comes after."""
         for boundary in boundaries:
-            self.metrics.snapshots += self.manager.keep_snapshot(*boundary)
+            self.metrics.snapshots += self.manager.prefixes.keep_snapshot(*boundary)
 
     def _count(self, row: RowPlan, request: Request, result: StepResult) -> None:
         kept = int(result.num_kept[row.slot])
@@ -238,7 +239,7 @@ class ServingLoop:
     def _recover(self, boundaries: list[Boundary], *, is_lost: bool) -> None:
         """After a call that raised: nothing was counted; what was lost is computed again."""
         for boundary in boundaries:
-            self.manager.drop_snapshot(boundary.place)
+            self.manager.prefixes.drop_snapshot(boundary.place)
         if not is_lost:
             return
         for request in list(self.queue.running.values()):
@@ -260,7 +261,10 @@ class ServingLoop:
     def _evicted(self) -> tuple[int, int]:
         """Blocks and snapshots, those of managers that were lost included."""
         blocks, snapshots = self._evicted_before
-        return blocks + self.manager.num_evicted, snapshots + self.manager.num_evicted_snapshots
+        return (
+            blocks + self.manager.num_evicted,
+            snapshots + self.manager.prefixes.num_evicted_snapshots,
+        )
 
     def _update_gauges(self) -> None:
         metrics = self.metrics

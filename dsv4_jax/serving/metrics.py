@@ -143,7 +143,7 @@ class Metrics:
         self.used_bytes = {
             family: used * (self.used_blocks if is_paged(family) else self.running)
             for family, used in unit_bytes.items()
-        } | {"snapshots": manager.num_held_snapshots * plan.bytes_per_snapshot}
+        } | {"snapshots": manager.prefixes.num_held_snapshots * plan.bytes_per_snapshot}
 
 
 def is_paged(family: str) -> bool:

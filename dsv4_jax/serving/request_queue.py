@@ -78,12 +78,12 @@ class RequestQueue:
             prefix = (request.known, request.salt)
             if not self.manager.can_admit(wanted, *prefix, spare_blocks=len(self.running)):
                 return
-            known_tokens = self.manager.known_tokens(*prefix)
+            known_tokens = self.manager.prefixes.known_tokens(*prefix)
             slot = self.manager.admit(wanted, *prefix)
             del self.waiting[0]
             self._start(request, slot)
             plan_request(request, self.manager, known_tokens)
-            hit = self.manager.hit_tokens(slot)
+            hit = self.manager.prefixes.hit_tokens(slot)
             self._metrics.hit_tokens += hit
             self._metrics.prefix_hits += hit > 0
             self._metrics.prefix_misses += hit == 0

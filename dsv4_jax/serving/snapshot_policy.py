@@ -24,7 +24,7 @@ def plan_request(request: Request, manager: KVCacheManager, known_tokens: int) -
       manager: the cache's.
       known_tokens: how much of it the prefix tree knew before, resumable or not.
     """
-    plan, hit = manager.plan, manager.hit_tokens(request.slot)
+    plan, hit = manager.plan, manager.prefixes.hit_tokens(request.slot)
     request.next_boundary = known_tokens if known_tokens > hit else 0
     blocks = request.num_known // plan.block_tokens
     places = max(plan.num_snapshots // 2, 1)
@@ -40,8 +40,8 @@ def take_boundaries(
         if _is_worth_keeping(request, manager, boundary):
             if boundary - size > request.prompt_tokens:
                 # Who continues an answer comes in at its end: the prompt's are worth more.
-                manager.demote_snapshot(request.slot, boundary - size)
-            place = manager.begin_snapshot()
+                manager.prefixes.demote_snapshot(request.slot, boundary - size)
+            place = manager.prefixes.begin_snapshot()
             if place >= 0:
                 boundaries.append(Boundary(request.slot, boundary, place))
     return boundaries
@@ -61,4 +61,4 @@ def _is_worth_keeping(request: Request, manager: KVCacheManager, boundary: int) 
     if not (is_last or is_spaced or boundary == request.next_boundary):
         return False
     known = request.known[:boundary]
-    return len(known) < boundary or not manager.is_resumable(request.slot, known)
+    return len(known) < boundary or not manager.prefixes.is_resumable(request.slot, known)

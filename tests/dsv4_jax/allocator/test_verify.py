@@ -56,10 +56,10 @@ def case(request):
     cache = dataclasses.replace(cache, state=state, paged=paged)
     first = manager.admit(400)
     tokens = np.arange(LENGTH, dtype=np.int32)
-    place = manager.begin_snapshot()
+    place = manager.prefixes.begin_snapshot()
     manager.advance(first, LENGTH)
     manager.share(first, tokens)
-    assert manager.keep_snapshot(first, 256, place)
+    assert manager.prefixes.keep_snapshot(first, 256, place)
     second = manager.fork(first, 400)
     cache = jax.tree.map(np.asarray, manager.apply(cache, store))
     return Case(manager, cache, store, [first, second], place)
@@ -229,9 +229,9 @@ def test_a_store_without_places_is_well(case):
 
 def test_a_place_that_is_written_again_is_no_longer_sealed(case):
     seals = check(case).seals
-    assert case.manager.begin_snapshot() == 1 - case.place  # the free one
-    assert case.manager.begin_snapshot() == case.place  # the held one gives way
-    assert case.manager.keep_snapshot(case.slots[0], 128, case.place)
+    assert case.manager.prefixes.begin_snapshot() == 1 - case.place  # the free one
+    assert case.manager.prefixes.begin_snapshot() == case.place  # the held one gives way
+    assert case.manager.prefixes.keep_snapshot(case.slots[0], 128, case.place)
     new = changed_store(case, "csa.tail", case.place, flip)
     assert not check(case, seals, store=new).problems
 
