@@ -35,7 +35,7 @@ class PoolPlan:
       num_snapshots: boundaries that can be resumed at.
       bytes_per_slot: rings, compressor states, length and table row.
       bytes_per_block: entries and index keys of all layers.
-      bytes_per_snapshot: likewise of one snapshot.
+      bytes_per_snapshot: window rows and compressor states of one snapshot.
     """
 
     max_requests: int

@@ -174,7 +174,7 @@ class PrefixCache:
         Args:
           slot: the request, its blocks shared up to `end`.
           end: tokens before the boundary.
-          place: of `begin_snapshot`.
+          place: what `begin_snapshot` gave.
 
         Returns:
           Whether it is kept. It is given back if the blocks are not known to the tree, or if the

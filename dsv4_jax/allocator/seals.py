@@ -41,7 +41,7 @@ def check_snapshots(
         sums, num_rows = np.asarray(scan.checksums), scan.checksums.shape[1]
         sealed = {} if seals is None else seals.snapshots.get(name, {})
         for place in np.flatnonzero(ledger.snapshot_ends >= 0):
-            # A window longer than the history has rows that nothing is written to.
+            # A window longer than the prefix has rows that nothing is written to.
             last = ledger.snapshot_ends[place] - 1
             written = (last - np.arange(num_rows)) % num_rows <= last
             where = f"{name} snapshot {place}"

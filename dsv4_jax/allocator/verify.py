@@ -26,7 +26,7 @@ class Report:
 
     Attributes:
       problems: empty if all is well.
-      seals: for the next call, which then also finds what has changed.
+      seals: what the next call needs to find what has changed.
     """
 
     problems: tuple[Problem, ...]
@@ -49,9 +49,10 @@ def verify_cache(
 
     Args:
       cache: between steps, with all changes applied.
-      ledger: of `KVCacheManager.ledger`; without it, only what the cache itself says is checked.
-      seals: of an earlier call, to find full blocks and live rows that have changed since.
-      store: the snapshots, which then are checked too.
+      ledger: what `KVCacheManager.ledger` gives; without it, only what the cache itself says is
+        checked.
+      seals: seals of an earlier call, to find full blocks and live rows that have changed since.
+      store: the snapshots, if they are to be checked too.
 
     Returns:
       The problems and, with a ledger, new seals. Rows of a previous tenant are found where freed

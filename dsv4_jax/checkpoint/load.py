@@ -42,7 +42,7 @@ class _Source:
       tensor: the stored tensor.
       part: index into it; () for all of it.
       scale: its scale if it is quantised.
-      name: in the file.
+      name: its name in the file.
     """
 
     tensor: StoredTensor
@@ -77,7 +77,7 @@ def load_checkpoint(
 
     Args:
       path: directory with a `config.json` and safetensors, single or sharded with an index.
-      dtype: of activations and of the weights released as BF16, FP8 or FP4.
+      dtype: dtype of activations and of the weights released as BF16, FP8 or FP4.
       progress: shows a bar on stderr.
 
     Returns:

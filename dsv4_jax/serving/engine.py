@@ -77,9 +77,10 @@ class Engine(EngineCore):
           num_snapshots: prefixes that can be resumed at; None is `SNAPSHOTS_PER_SLOT` for every
             slot, or a tenth of the budget; 0 shares no prefixes.
           memory_bytes: budget of the cache.
-          gpu_memory_fraction: likewise, as a share of the device's memory beside what it holds now.
+          gpu_memory_fraction: the same as a share of the device's memory, less what is in use.
           unroll: gives every layer arrays of its own (`unstack_layers`), which is what a step on a
-            GPU wants; None is just there. Who keeps stacked `params` has them in memory twice.
+            GPU wants; None does so on a GPU alone. If you keep stacked `params`, they are in memory
+            twice.
           debug: poisons freed storage and verifies the whole cache after every step; slow.
           tokenizer: for prompts that are text, and for the text of completions.
 
@@ -119,7 +120,7 @@ class Engine(EngineCore):
 
         Args:
           path: the directory.
-          dtype: of activations.
+          dtype: dtype of activations.
           progress: shows a bar while loading.
           unroll: as in `Engine`, but nothing is in memory twice.
           **options: further arguments of `Engine`.

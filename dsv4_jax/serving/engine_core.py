@@ -137,7 +137,7 @@ class EngineCore:
 
         Args:
           request_id: an unfinished request.
-          seed: of what the new one draws from here on.
+          seed: seed of what the new one draws from here on.
 
         Returns:
           Id of the new request; what was drawn before is part of its completion.
@@ -154,7 +154,7 @@ class EngineCore:
         return new.request_id
 
     def cancel(self, request_id: int) -> bool:
-        """Ends a request early; its stream ends, its completion has what was drawn so far.
+        """Ends a request early; its stream ends, and its completion has what was drawn so far.
 
         Returns:
           Whether it was unfinished.

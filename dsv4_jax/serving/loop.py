@@ -49,7 +49,7 @@ class ServingLoop:
           runner: the device's side, of the same plan.
           plan: sizes of the engine.
           tokenizer: for stop texts, or None.
-          metrics: to count in.
+          metrics: counters of the engine.
         """
         self.runner = runner
         self.metrics = metrics

@@ -27,7 +27,7 @@ class MetricsCollector(Collector):
         """Collects from one engine's metrics.
 
         Args:
-          metrics: the engine's.
+          metrics: metrics of the engine.
           prefix: first part of every name.
         """
         self._metrics = metrics

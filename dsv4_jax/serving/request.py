@@ -18,7 +18,8 @@ class Completion:
 
     Attributes:
       token_ids: the new tokens, a stop token included.
-      text: of the new tokens without special ones, up to a stop text; None without a tokenizer.
+      text: text of the new tokens without special ones, up to a stop text; None without a
+        tokenizer.
       finish_reason: "stop" (a stop token or text), "length", "cancelled" or "error".
     """
 
@@ -32,7 +33,7 @@ class Token:
     """One token of one request.
 
     Attributes:
-      request_id: of `Engine.submit`.
+      request_id: what `Engine.submit` gave.
       token_id: the token.
       finish_reason: why the request ended with this token; None if it goes on.
     """
@@ -46,7 +47,7 @@ class Request:
     """The host's state of a request.
 
     Attributes:
-      request_id: of `Engine.submit`; a lower one is older.
+      request_id: what `Engine.submit` gave; a lower one is older.
       sampling: how it draws and what ends it; its stop tokens are known.
       salt: prefixes are shared among requests of one salt only.
       speculate: drafts are checked.
@@ -59,7 +60,8 @@ class Request:
       snapshot_spacing: blocks between kept boundaries of the prompt.
       finish_reason: None while it is on its way.
       events: tokens that its stream has not given yet.
-      submitted_s: when; likewise `admitted_s` and `last_token_s`, None before.
+      submitted_s: time of submission, in seconds; `admitted_s` and `last_token_s` are None before
+        their time.
     """
 
     def __init__(

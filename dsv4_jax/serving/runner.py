@@ -50,8 +50,8 @@ class StepRunner:
       cache_format: name of the storage format.
       draft_tokens: k.
       unit_bytes: by family, bytes of one block or one slot.
-      cache: as it is now; the next call donates it.
-      store: likewise, the snapshots.
+      cache: the cache as it is now; the next call donates it.
+      store: the snapshots as they are now; the next call may donate them.
     """
 
     def __init__(self, params: DSV4Params, plan: EnginePlan) -> None:

@@ -67,7 +67,8 @@ def plan_step(
     Args:
       needs: running requests, the oldest first.
       sizes: shapes of the general step, ascending; the largest holds at least one token of each.
-      plain_size: of the step that only decodes, one token of each row; None if there is none.
+      plain_size: size of the step that only decodes, one token of each row; None if there is
+        none.
 
     Returns:
       The plan; its size is the smallest that holds its rows.

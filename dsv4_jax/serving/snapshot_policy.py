@@ -1,4 +1,4 @@
-"""Which block boundaries are worth a snapshot: where somebody may resume one day."""
+"""Which block boundaries are worth a snapshot: where a later request may resume."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def plan_request(request: Request, manager: KVCacheManager, known_tokens: int) -
     """Spreads the snapshots of a request that has just been admitted.
 
     Args:
-      request: in its slot.
+      request: the request, in its slot.
       manager: the cache's.
       known_tokens: how much of it the prefix tree knew before, resumable or not.
     """

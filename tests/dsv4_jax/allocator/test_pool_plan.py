@@ -29,8 +29,18 @@ def allocated(config, plan, cache_format):
 @pytest.mark.parametrize("cache_format", ["f32", "fp8_ue8m0"])
 def test_the_plan_has_the_bytes_of_the_arrays(cache_format):
     plan = ds.allocator.plan_pools(CONFIG, cache_format=cache_format, **SIZES)
-    assert (plan.num_blocks, plan.num_snapshots) == (12, SNAPSHOTS_PER_SLOT * 3)
+    assert (plan.num_blocks, plan.num_snapshots) == (12, 24)
     assert plan.memory_bytes == allocated(CONFIG, plan, cache_format)
+
+
+def test_every_default_number_of_snapshots_is_the_same():
+    """Of the plan, of a manager and of an engine."""
+    expected = 3 * pool_plan.SNAPSHOTS_PER_SLOT
+    assert ds.allocator.plan_pools(CONFIG, **SIZES).num_snapshots == expected
+    assert ds.KVCacheManager(CONFIG, **SIZES).plan.num_snapshots == expected
+    config = dataclasses.replace(CONFIG, num_mtp_layers=0)
+    engine = ds.Engine(config, ds.init_params(config, jax.random.key(0)), **SIZES)
+    assert engine._loop.manager.plan.num_snapshots == expected
 
 
 @settings(max_examples=60, deadline=None)
