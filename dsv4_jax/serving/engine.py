@@ -7,12 +7,11 @@ from collections.abc import Iterator, Sequence
 from typing import Unpack
 
 import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 from tokenizers import Tokenizer
 
 from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
-from dsv4_jax.checkpoint.load import load_checkpoint
+from dsv4_jax.checkpoint.load import DEFAULT_DTYPE, load_checkpoint
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import DSV4Params, unstack_layers
 from dsv4_jax.serving.engine_core import EngineCore
@@ -111,7 +110,7 @@ class Engine(EngineCore):
         cls,
         path: str | os.PathLike[str],
         *,
-        dtype: DTypeLike = jnp.bfloat16,
+        dtype: DTypeLike = DEFAULT_DTYPE,
         progress: bool = False,
         unroll: bool | None = None,
         **options,
