@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import dsv4_jax as ds
-from helpers import aot
+from programs import aot
 
 
 def run(code, **environment):
@@ -58,7 +58,7 @@ def test_the_second_process_finds_what_the_first_compiled(tmp_path):
 def test_a_kernel_lowered_again_is_the_same_program():
     """To jax 0.11 it has another number, and a cache that knows programs by their text misses."""
     code = (
-        "import dsv4_jax as ds; {call}from helpers import aot; "
+        "import dsv4_jax as ds; {call}from programs import aot; "
         "[case] = aot.collect('sm_90a', ('select_top_k/top 512 of 64 x 4096',)).values(); "
         "print(len({{aot.lower_case('sm_90a', lambda *x: case[0](*x), *case[1:]).as_text() "
         "for _ in range(2)}}))"

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import dsv4_jax as ds
 from dsv4_jax.bench.program import count_launches
 from dsv4_jax.cache.model_cache import tree_bytes
-from helpers import aot, aot_figures
+from programs import aot, aot_figures
 
 
 def compile_step(config, *, batch, context, cache_format="fp8_ue8m0"):
