@@ -23,10 +23,10 @@ def forward(
     cache_format: str = "f32",
     selector: Selector = select_by_score,
 ) -> jax.Array:
-    """Logits of a whole history, without a cache.
+    """Logits of whole sequences, without a cache.
 
     Args:
-      params: of the model.
+      params: model parameters.
       token_ids: i32[B, T].
       config: the model.
       cache_format: rounds what a cache of that format would round.

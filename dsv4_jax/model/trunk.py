@@ -36,14 +36,14 @@ def run_layers(
     staged: dict[str, NewTokens] | None,
     config: DSV4Config,
 ) -> tuple[ModelCache, dict[str, NewTokens] | None, jax.Array]:
-    """The trunk on a cache: every layer appends, flushes and attends.
+    """The trunk on a cache: every layer appends, selects and attends.
 
     Layers of a repeating pattern are scanned, with the cache in the carry; layers that have arrays
     of their own (`unstack_layers`) are unrolled.
 
     Args:
       params: model parameters.
-      cache: before the call.
+      cache: the cache before the call.
       token_ids: i32[T].
       call: the call's indices.
       staged: None commits the call's tokens layer by layer. Else it receives them, by attention

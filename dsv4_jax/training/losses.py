@@ -14,7 +14,7 @@ from dsv4_jax.model.params import DSV4Params
 
 
 def select_all(selection: Selection) -> jax.Array:
-    """Every visible entry: what top-k is an economy of."""
+    """Every visible entry, without top-k."""
     num_entries = selection.scores.shape[-1]
     mask = jnp.arange(num_entries)[None] < selection.visible[:, None]
     return jnp.broadcast_to(mask, selection.scores.shape)
@@ -62,7 +62,7 @@ def training_loss(
     """The sum of all losses, and each by name.
 
     Args:
-      params: of the model.
+      params: model parameters.
       read_ids: i32[B, T + 2], the text as the model reads it.
       token_ids: i32[B, T + 2], the text as it should have been.
       config: the model.

@@ -109,8 +109,8 @@ MUTATIONS = [
         (
             "snapshot_into_the_wrong_tail_rows",
             "snapshots.py",
-            "jnp.maximum(ends[:, None] - rate + back, 0) % (2 * rate)",
-            "jnp.maximum(ends[:, None] - rate + back, 0) % rate",
+            "jnp.maximum(ends[:, None] - ratio + back, 0) % (2 * ratio)",
+            "jnp.maximum(ends[:, None] - ratio + back, 0) % ratio",
             "dsv4_jax/serving/test_prefix_reuse.py",
         ),
         (
@@ -167,7 +167,7 @@ MUTATIONS = [
         ),
         (
             "manager_hits_the_last_token",
-            "manager.py",
+            "prefix_cache.py",
             "min(max(len(token_ids) - 1, 0), max_tokens)",
             "min(len(token_ids), max_tokens)",
             "dsv4_jax/allocator",
@@ -205,16 +205,16 @@ MUTATIONS = [
         ),
         (
             "no_blocks_for_drafts",
-            "loop.py",
-            "request.num_known + self.runner.draft_tokens + 1",
+            "request_queue.py",
+            "request.num_known + self._draft_tokens + 1",
             "request.num_known + 1",
             "dsv4_jax/serving",
         ),
         (
             "preempts_the_oldest",
-            "loop.py",
-            "self.preempt(self._by_age()[-1])",
-            "self.preempt(self._by_age()[0])",
+            "request_queue.py",
+            "self.preempt(self.by_age()[-1])",
+            "self.preempt(self.by_age()[0])",
             "dsv4_jax/serving/test_engine_life.py",
         ),
         (

@@ -171,7 +171,7 @@ def main():
     parser.add_argument("--layers", type=int, help="the first so many; all if not given")
     parser.add_argument("--json", type=pathlib.Path)
     arguments = parser.parse_args()
-    ds.claim_memory()
+    ds.runtime.claim_memory()
     ds.set_xla_flags()
     ds.use_compilation_cache()
     config = getattr(ds.DSV4Config, arguments.config)()
