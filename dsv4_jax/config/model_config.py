@@ -45,8 +45,8 @@ class DSV4Config:
         `config.json`.
       num_mtp_layers: draft (MTP) blocks after the trunk, 0 or 1; not counted in `layer_types`.
       hc_mult: S, residual streams.
-      hc_sinkhorn_iters: Sinkhorn iterations of the stream mixing matrix.
-      hc_eps: floor inside the stream mixing.
+      hc_sinkhorn_iters: Sinkhorn iterations of the hyper-connections.
+      hc_eps: floor inside the hyper-connections.
       rms_norm_eps: floor inside every norm.
       rope_theta: base of the main table (SWA layers and the draft block).
       compress_rope_theta: base of the compress table (all of CSA and HCA).

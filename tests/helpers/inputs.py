@@ -185,7 +185,7 @@ def valid_arguments(op):
     projected |= {"positions": i32(tokens), "eps": 1e-6}
     mixed = {"products": f32(tokens, 1, 8), "scale": f32(3), "base": f32(8), "norm": f32(dim)}
     compressor = Compressor(state, wide, f32(dim), pool, plain["codec"])
-    without_layer = ("encode_tokens", "mix_streams", "round_index_queries")
+    without_layer = ("encode_tokens", "hyper_connections", "round_index_queries")
     return {
         "append_and_flush": projected
         | {"ring": ring, "compressors": [compressor], "block_table": table, "rate": rate}
@@ -201,7 +201,7 @@ def valid_arguments(op):
         "gather_entries": paged | plain | {"index": i32(tokens, 3), "dim": dim},
         "gather_window": {"ring": ring, "rows": rows, "dim": dim} | place | plain,
         "index_topk": paged | query | {"weights": f32(tokens, 2), "visible": i32(tokens), "k": 3},
-        "mix_streams": mixed
+        "hyper_connections": mixed
         | {"streams": f32(tokens, 2, dim), "iters": 2, "eps": 1e-6, "norm_eps": 1e-6},
         "round_index_queries": query | {"frequencies": f32(2), "positions": i32(tokens)},
         "sparse_attention": paged

@@ -119,7 +119,9 @@ def round_queries(name):
 def mix():
     """Four streams of two tokens."""
     rng = np.random.default_rng(0)
-    run = functools.partial(pk.mix_streams, iters=20, eps=1e-6, norm_eps=1e-6, backend="triton_gpu")
+    run = functools.partial(
+        pk.hyper_connections, iters=20, eps=1e-6, norm_eps=1e-6, backend="triton_gpu"
+    )
     shapes = ((2, 3, 24), (3,), (24,), (2, 4, 96), (96,))
     return jax.jit(run)(*(np.float32(rng.normal(size=shape)) for shape in shapes))
 

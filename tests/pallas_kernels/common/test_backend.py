@@ -18,7 +18,7 @@ OPS = [
     "gather_entries",
     "gather_window",
     "index_topk",
-    "mix_streams",
+    "hyper_connections",
     "round_index_queries",
     "sparse_attention",
 ]
