@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.common.addressing import gather_rows, locate_entries
+from pallas_kernels.common.addressing import read_rows, locate_entries
 from pallas_kernels.common.codecs import Codec, Planes
 from pallas_kernels.common.rounding import round_to
 
@@ -26,7 +26,7 @@ def gather_entries(
     entries_per_block = jax.tree.leaves(pool)[0].shape[2]
     blocks, offsets = locate_entries(block_table, request_ids, index, entries_per_block)
     valid = blocks >= 0
-    decoded = codec.decode(gather_rows(pool, layer, blocks, offsets), dim)
+    decoded = codec.decode(read_rows(pool, layer, blocks, offsets), dim)
     return round_to(jnp.where(valid[..., None], decoded, 0.0), dtype), valid
 
 
@@ -62,7 +62,7 @@ def gather_window(
     in_call = position >= lengths[:, None]
     tokens = jnp.arange(slots.shape[0]) if tokens is None else tokens
     token = jnp.maximum(tokens[:, None] - age, 0)
-    stored = gather_rows(
+    stored = read_rows(
         ring,
         layer,
         jnp.broadcast_to(slots[:, None], age.shape),

@@ -51,7 +51,7 @@ def combine(
         weights.
       sink: f32[H].
       positions: i32[T].
-      frequencies: f32[R / 2], to turn the last R dims back; None leaves them.
+      frequencies: f32[R / 2], for inverse RoPE of the last R dims; None leaves it out.
       dtype: of the output.
 
     Returns:
@@ -66,9 +66,9 @@ def combine(
         token, head = pl.program_id(0), pl.program_id(1)
         position = positions_ref[token]
         column = jnp.arange(width, dtype=jnp.int32)
-        turn = None
+        table = None
         if frequencies_ref:
-            turn = triton_rope.load_turn(
+            table = triton_rope.load_rope_table(
                 None, frequencies_ref[0], dim=dim, width=width, dtype=dtype
             )
 
@@ -93,9 +93,9 @@ def combine(
             weight = jnp.broadcast_to(weight[:, None], some.shape)
             # A sum too large for f32 is that of a split which counts for nothing.
             out = out + jnp.sum(jnp.where(weight == 0, 0.0, some * weight), axis=0)
-        out = triton_rope.round_to(out * jnp.where(whole == 0, 0.0, 1 / whole), dtype)
-        if turn is not None:
-            out = triton_rope.rotate(out, turn, -position)
+        out = triton_rope.round_to_dtype(out * jnp.where(whole == 0, 0.0, 1 / whole), dtype)
+        if table is not None:
+            out = triton_rope.rotate(out, table, -position)
         triton.store_row(outputs[0], (token, head), out.astype(dtype), first=0, count=dim)
 
     [out] = triton.launch(
