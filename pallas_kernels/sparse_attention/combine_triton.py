@@ -1,15 +1,14 @@
-"""Triton kernel that adds up the splits of sparse attention: a token's head per program.
+"""Triton kernel that adds up the splits of sparse attention: a token's head per CTA.
 
 A split's sums are relative to its own largest logit. With m the largest of all, and of the sink,
 
     out = sum over splits of sums 2^(largest - m) / (sum of total 2^(largest - m) + 2^(sink - m))
 
-which is rounded, and turned back by the query's position if frequencies are given.
+which is rounded, and inverse RoPE follows, by the query's position, if frequencies are given.
 
-Bytes: the sums, which are in the L2 cache, and the output. Latency bounds it: every warp has all
-its loads on their way at once. On an H200 1.3 us for the 10 splits of a token of 64 heads, 3.6 for
-65, beside 2.2 and 5.6 in two launches of XLA's; in programs of 128 columns 65 took 0.4 more, and 10
-splits of 8 tokens 3.7 more. It compiles for Blackwell and has not run there.
+One CTA takes one head of one token. Bytes: the sums, which are in the L2 cache, and the output.
+Latency bounds it: every warp has all its loads on their way at once. It compiles for Blackwell and
+has not run there. Measurements and roads not taken: docs/kernels/sparse_attention.md.
 
 Source: deepseek_v4.md sections 1.3, step 9, and 1.4.
 """
@@ -28,9 +27,9 @@ from pallas_kernels.sparse_attention.call_shapes import FLOOR, LOG2_E
 
 Ref = Any
 _MOST_ROWS = 64
-"""Splits that a program has in its registers at once."""
+"""Splits that a CTA has in its registers at once."""
 _ROWS_OF_WARPS = 8
-"""That four warps have; more take more warps."""
+"""Splits that four warps have; more take more warps."""
 _MOST_WARPS = 16
 
 
