@@ -12,7 +12,7 @@ from dsv4_jax.attention.projections import linear
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.hyper_connections import collapse_streams, read_streams, write_streams
 from dsv4_jax.model.moe import mixture_of_experts
-from dsv4_jax.model.params import DSV4Params, LayerParams, StreamMixParams
+from dsv4_jax.model.params import DSV4Params, HyperConnectionParams, LayerParams
 from pallas_kernels.common.backend import Backend
 from pallas_kernels.common.norm_rope import rms_norm
 
@@ -61,7 +61,7 @@ def block[State](
 
 
 def head(
-    hc_head: StreamMixParams,
+    hc_head: HyperConnectionParams,
     norm: jax.Array,
     weight: jax.Array,
     streams: jax.Array,

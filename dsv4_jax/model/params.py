@@ -20,7 +20,7 @@ _HOST_SIZE = 2**22  # elements
 
 
 @flax.struct.dataclass(kw_only=True)
-class StreamMixParams:
+class HyperConnectionParams:
     """Hyper-connections (mHC) of the head, or of a sublayer: the second size of each.
 
     Attributes:
@@ -63,12 +63,12 @@ class MoEParams:
 
 @flax.struct.dataclass(kw_only=True)
 class LayerParams:
-    """One decoder block: hyper-connections, norm and sublayer, twice; norms are [D]."""
+    """One decoder block: hyper-connection, norm and sublayer, twice; norms are [D]."""
 
-    hc_attn: StreamMixParams
+    hc_attn: HyperConnectionParams
     attn_norm: jax.Array
     attn: AttentionParams
-    hc_ffn: StreamMixParams
+    hc_ffn: HyperConnectionParams
     ffn_norm: jax.Array
     ffn: MoEParams
 
@@ -92,7 +92,7 @@ class DraftParams:
     enorm: jax.Array
     hnorm: jax.Array
     block: LayerParams
-    hc_head: StreamMixParams
+    hc_head: HyperConnectionParams
     norm: jax.Array
 
 
@@ -112,7 +112,7 @@ class DSV4Params:
 
     embed: jax.Array
     layers: dict[str, LayerParams | tuple[LayerParams, ...]]
-    hc_head: StreamMixParams
+    hc_head: HyperConnectionParams
     norm: jax.Array
     head: jax.Array
     mtp: DraftParams | None
@@ -209,7 +209,7 @@ def param_shapes(config: DSV4Config, dtype: Any = jnp.float32) -> DSV4Params:
             enorm=array(d),
             hnorm=array(d),
             block=_layer_shapes(config, AttentionType.SWA, RouterType.LEARNED, array),
-            hc_head=_head_mix_shapes(config),
+            hc_head=_head_connection_shapes(config),
             norm=array(d),
         )
     return DSV4Params(
@@ -218,7 +218,7 @@ def param_shapes(config: DSV4Config, dtype: Any = jnp.float32) -> DSV4Params:
             kind: _stack(_layer_shapes(config, specs[0].attn, specs[0].router, array), len(specs))
             for kind, specs in kinds.items()
         },
-        hc_head=_head_mix_shapes(config),
+        hc_head=_head_connection_shapes(config),
         norm=array(d),
         head=array(config.vocab_size, d),
         mtp=mtp,
@@ -282,12 +282,12 @@ def _stack(shapes: LayerParams, count: int) -> LayerParams:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype), shapes)
 
 
-def _head_mix_shapes(config: DSV4Config) -> StreamMixParams:
-    return _mix_shapes(config, rows=config.hc_mult, scales=1)
+def _head_connection_shapes(config: DSV4Config) -> HyperConnectionParams:
+    return _connection_shapes(config, rows=config.hc_mult, scales=1)
 
 
-def _mix_shapes(config: DSV4Config, *, rows: int, scales: int) -> StreamMixParams:
-    return StreamMixParams(
+def _connection_shapes(config: DSV4Config, *, rows: int, scales: int) -> HyperConnectionParams:
+    return HyperConnectionParams(
         fn=f32_shape(rows, config.hc_mult * config.hidden_size),
         base=f32_shape(rows),
         scale=f32_shape(scales),
@@ -320,10 +320,10 @@ def _layer_shapes(
 ) -> LayerParams:
     rows = (2 + config.hc_mult) * config.hc_mult
     return LayerParams(
-        hc_attn=_mix_shapes(config, rows=rows, scales=3),
+        hc_attn=_connection_shapes(config, rows=rows, scales=3),
         attn_norm=array(config.hidden_size),
         attn=attention_shapes(config, attn, array),
-        hc_ffn=_mix_shapes(config, rows=rows, scales=3),
+        hc_ffn=_connection_shapes(config, rows=rows, scales=3),
         ffn_norm=array(config.hidden_size),
         ffn=_moe_shapes(config, router, array),
     )

@@ -29,12 +29,11 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.append_and_flush.arrays import Appended, Compressor
 from pallas_kernels.common.codecs import Codec, Planes
-from pallas_kernels.compressor import triton_pool as window
+from pallas_kernels.compressor import triton_pool
 from pallas_kernels.compressor.triton_closing import Closing, prepare_store
 from pallas_kernels.encode_tokens import triton_token
-from pallas_kernels.gpu import triton, triton_heads
-from pallas_kernels.gpu import triton_codecs as entry_tile
-from pallas_kernels.round_index_queries import triton_heads_rounding as index_tile
+from pallas_kernels.gpu import triton, triton_codecs, triton_heads
+from pallas_kernels.round_index_queries import triton_heads_rounding
 
 Ref = Any
 _NUM_WARPS = 4
@@ -106,10 +105,10 @@ def append_and_flush(
             entry = triton_token.encode_entry(
                 kv_ref, norm_ref, frequencies_ref, token, closes.position, codec=codec, eps=eps
             )
-            entry_tile.store_entry(row_refs, (token,), entry)
+            triton_codecs.store_entry(row_refs, (token,), entry)
             size = next(iter(ring.values())).shape[2]
             at = (closes.layer, closes.slot, closes.position % size)
-            pl.when(live)(functools.partial(entry_tile.store_entry, ring_refs, at, entry))
+            pl.when(live)(functools.partial(triton_codecs.store_entry, ring_refs, at, entry))
 
         turns = part >= turn_part
         if index_codec is not None:
@@ -117,7 +116,7 @@ def append_and_flush(
 
         @pl.when(turns)
         def _turn() -> None:
-            triton_token.turn_heads(
+            triton_token.rotate_heads(
                 queries_ref,
                 turned_ref,
                 frequencies_ref,
@@ -129,7 +128,7 @@ def append_and_flush(
 
         if index_codec is not None:
             round_heads = functools.partial(
-                index_tile.round_heads,
+                triton_heads_rounding.round_heads,
                 next(read),
                 next(stored),
                 frequencies_ref,
@@ -199,7 +198,7 @@ def _append_csa(
     """Keeps the token's values and scores; a closing window pools 2M - 1 kept rows and them."""
     *new, norm = rows
     channels, period = norm.shape[0], 2 * closes.rate
-    width = entry_tile.tile_width(codec, channels)
+    width = triton_codecs.tile_width(codec, channels)
 
     @pl.when((closes.position + 1) % closes.rate == 0)
     def _flush() -> None:
@@ -215,8 +214,8 @@ def _append_csa(
             )
         store = prepare_store(planes, codec, norm, frequencies, width=width, eps=eps)
         place = closes.locate(planes)
-        pooled = window.pool_overlapping(tokens, closes.position >= closes.rate)
-        store(window.mean(pooled, channels, norm.dtype), closes.begin, place)
+        pooled = triton_pool.pool_overlapping(tokens, closes.position >= closes.rate)
+        store(triton_pool.mean(pooled, channels, norm.dtype), closes.begin, place)
 
     for source, target in zip(new, state, strict=True):
         at = (closes.layer, closes.slot, closes.position % period)
@@ -236,14 +235,14 @@ def _append_hca(
     """Folds the token into the running pool; where that closes the window, empties it."""
     (running,), (*new, norm) = state, rows
     channels = norm.shape[0]
-    width = entry_tile.tile_width(codec, channels)
+    width = triton_codecs.tile_width(codec, channels)
     at, lanes = (closes.layer, closes.slot), {"start": 0, "count": channels, "width": width}
     ends = (closes.position + 1) % closes.rate == 0
-    pooled = window.fold(
-        window.continue_pool(running, at, closes.position % closes.rate > 0, **lanes),
+    pooled = triton_pool.fold(
+        triton_pool.continue_pool(running, at, closes.position % closes.rate > 0, **lanes),
         *(triton.load_row(ref, (closes.token,), **lanes) for ref in new),
     )
-    kept = window.select_pool(ends, window.empty_pool(width), pooled)
+    kept = triton_pool.select_pool(ends, triton_pool.empty_pool(width), pooled)
     for number, part in enumerate(kept):
         triton.store_row(running, (*at, number), part, first=0, count=channels)
 
@@ -251,4 +250,4 @@ def _append_hca(
     def _flush() -> None:
         store = prepare_store(planes, codec, norm, frequencies, width=width, eps=eps)
         place = closes.locate(planes)
-        store(window.mean(pooled, channels, norm.dtype), closes.begin, place)
+        store(triton_pool.mean(pooled, channels, norm.dtype), closes.begin, place)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.addressing import scatter_rows
+from pallas_kernels.common.addressing import write_rows
 from pallas_kernels.common.codecs import Planes
 from pallas_kernels.compressor.pooling import empty_pool, fold_tokens
 
@@ -20,7 +20,7 @@ def append_ring(
     W = 4, positions 5 6 7 8 of one request:   row 1 2 3 0
     """
     num_rows = jax.tree.leaves(ring)[0].shape[2]
-    return scatter_rows(ring, rows, layer, slots, positions % num_rows)
+    return write_rows(ring, rows, layer, slots, positions % num_rows)
 
 
 def append_running(

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.common.codecs import Planes
-from pallas_kernels.compressor import triton_pool as window
+from pallas_kernels.compressor import triton_pool
 from pallas_kernels.gpu import triton
 
 Ref = Any
@@ -123,8 +123,8 @@ def _fold_open_window(
     first = jnp.maximum(opened, length)
     num_channels, width = _channel_tile(running.shape[-1])
     channels = {"start": tile * width, "count": num_channels}
-    pool = window.fold_tokens(
-        window.continue_pool(running, at, opened < length, **channels, width=width),
+    pool = triton_pool.fold_tokens(
+        triton_pool.continue_pool(running, at, opened < length, **channels, width=width),
         row_refs,
         first=offset + first - length,
         num_tokens=end - first,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from pallas_kernels.common.codecs import Planes
 
 
-def scatter_rows(
+def write_rows(
     stacked: Planes, rows: Planes, layer: jax.Array, first: jax.Array, second: jax.Array
 ) -> Planes:
     """Writes rows[i] to stacked[layer, first[i], second[i]]; rows with first -1 write nothing.
@@ -33,7 +33,7 @@ def scatter_rows(
     return {name: write(plane, rows[name]) for name, plane in stacked.items()}
 
 
-def gather_rows(stacked: Planes, layer: jax.Array, first: jax.Array, second: jax.Array) -> Planes:
+def read_rows(stacked: Planes, layer: jax.Array, first: jax.Array, second: jax.Array) -> Planes:
     """stacked[layer, first, second] for i32 indices of any shape; what first -1 gives is arbitrary.
 
     The caller masks it: the rows come from index 0 and may hold anything, NaN included.

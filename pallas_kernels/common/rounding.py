@@ -29,7 +29,7 @@ def rounded(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(x), jnp.float32(jnp.nan), x)
 
 
-def divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
+def exact_divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
     """The IEEE quotient of f32 arrays, from an approximate one.
 
     A step of Newton's brings the quotient within an ulp; of it and its neighbour the one with the

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.addressing import locate_entries, scatter_rows
+from pallas_kernels.common.addressing import locate_entries, write_rows
 from pallas_kernels.common.codecs import Codec, Planes
 from pallas_kernels.compressor.pooling import compress_csa, compress_hca
 
@@ -24,7 +24,7 @@ def flush_write(
     """Entry j of a request goes to block `table[j // EB]`, offset `j % EB`."""
     entries_per_block = jax.tree.leaves(pool)[0].shape[2]
     blocks, offsets = locate_entries(block_table, request_ids, entries, entries_per_block)
-    return scatter_rows(pool, rows, layer, blocks, offsets)
+    return write_rows(pool, rows, layer, blocks, offsets)
 
 
 def flush_csa(

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.common.codecs import Codec
-from pallas_kernels.gpu import triton_codecs as entry_tile
-from pallas_kernels.gpu import triton_rope
+from pallas_kernels.gpu import triton_codecs, triton_rope
 
 Ref = Any
 Place = tuple[jax.Array, jax.Array, jax.Array]
@@ -91,15 +90,15 @@ def prepare_store(
     It is called with the window's mean, f32[width], rounded to the dtype of activations, the
     position of its first token, and the entry's place.
     """
-    turn = triton_rope.load_turn(
+    table = triton_rope.load_rope_table(
         norm, frequencies, dim=norm.shape[0], width=width, dtype=norm.dtype, eps=eps
     )
     rope_dim = planes["rope"].shape[-1] if "rope" in planes else 0
 
     def store(mean: jax.Array, begin: jax.Array, place: Place) -> None:
-        entry = triton_rope.norm_and_rotate(mean, turn, begin)
-        encoded = entry_tile.encode(codec, entry, dim=turn.dim, rope_dim=rope_dim)
-        pl.when(place[1] >= 0)(functools.partial(entry_tile.store_entry, planes, place, encoded))
+        entry = triton_rope.norm_and_rotate(mean, table, begin)
+        encoded = triton_codecs.encode(codec, entry, dim=table.dim, rope_dim=rope_dim)
+        pl.when(place[1] >= 0)(functools.partial(triton_codecs.store_entry, planes, place, encoded))
 
     return store
 

@@ -67,8 +67,7 @@ from pallas_kernels.compressor.triton_closing import (
     store_place,
 )
 from pallas_kernels.compressor.triton_means import Channels, PoolCSA, PoolHCA, Pooling
-from pallas_kernels.gpu import triton
-from pallas_kernels.gpu import triton_codecs as entry_tile
+from pallas_kernels.gpu import triton, triton_codecs
 
 Ref = Any
 _FINISH_WARPS = 4
@@ -316,4 +315,4 @@ def _finish_means(
 
 
 def _all_channels(norm: Ref, codec: Codec) -> Channels:
-    return Channels(0, norm.shape[0], entry_tile.tile_width(codec, norm.shape[0]))
+    return Channels(0, norm.shape[0], triton_codecs.tile_width(codec, norm.shape[0]))

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.gpu import triton
-from pallas_kernels.gpu.triton_rope import round_to
+from pallas_kernels.gpu.triton_rope import round_to_dtype
 
 Ref = Any
 Pool = tuple[jax.Array, jax.Array, jax.Array]
@@ -224,4 +224,4 @@ def mean(pool: Pool, channels: int, dtype: DTypeLike) -> jax.Array:
     quotient = weighted / total
     if channels < total.shape[0]:
         quotient = jnp.where(jnp.arange(total.shape[0]) < channels, quotient, 0.0)
-    return round_to(quotient, dtype)
+    return round_to_dtype(quotient, dtype)

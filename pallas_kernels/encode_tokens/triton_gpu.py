@@ -25,8 +25,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.common.codecs import Codec, Planes
 from pallas_kernels.encode_tokens import triton_token
-from pallas_kernels.gpu import triton, triton_heads
-from pallas_kernels.gpu import triton_codecs as entry_tile
+from pallas_kernels.gpu import triton, triton_codecs, triton_heads
 
 Ref = Any
 _NUM_WARPS = 4
@@ -60,11 +59,11 @@ def encode_tokens(
             entry = triton_token.encode_entry(
                 kv, norm, frequencies, token, position, codec=codec, eps=eps
             )
-            entry_tile.store_entry(dict(zip(shapes, planes, strict=True)), (token,), entry)
+            triton_codecs.store_entry(dict(zip(shapes, planes, strict=True)), (token,), entry)
 
         @pl.when(part > 0)
         def _turn() -> None:
-            triton_token.turn_heads(
+            triton_token.rotate_heads(
                 queries, turned, frequencies, token, part - 1, position, eps=eps
             )
 

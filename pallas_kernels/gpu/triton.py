@@ -24,7 +24,7 @@ from jax.experimental.pallas import triton as pltri
 from pallas_kernels.common import numbers
 from pallas_kernels.common.backend import interpreting
 from pallas_kernels.common.codecs import Planes
-from pallas_kernels.common.rounding import divide, rounded
+from pallas_kernels.common.rounding import exact_divide, rounded
 
 warnings.filterwarnings("ignore", "The Pallas Triton backend", DeprecationWarning)
 
@@ -134,7 +134,7 @@ def exact_product(x: jax.Array, y: jax.Array) -> jax.Array:
 def exact_quotient(x: jax.Array, y: jax.Array) -> jax.Array:
     """The IEEE quotient of f32 arrays of one shape; in a kernel, whose `/` is approximate."""
     if interpreting():
-        return divide(x, y)
+        return exact_divide(x, y)
     return _inline("div.rn.f32 $0, $1, $2;", x, y)
 
 

@@ -22,7 +22,7 @@ from pallas_kernels.gpu import triton
 Ref = Any
 
 
-class Turn(NamedTuple):
+class RopeTable(NamedTuple):
     """What norms and rotates vectors, loaded before them so that nobody waits for it.
 
     Attributes:
@@ -42,7 +42,7 @@ class Turn(NamedTuple):
     eps: float
 
 
-def load_turn(
+def load_rope_table(
     norm_ref: Ref | None,
     frequencies_ref: Ref,
     *,
@@ -50,7 +50,7 @@ def load_turn(
     width: int,
     dtype: DTypeLike,
     eps: float = 0.0,
-) -> Turn:
+) -> RopeTable:
     """From the norm's weight [C] and f32[R / 2]; `rotate` reads neither the weight nor `eps`."""
     num_rotated = frequencies_ref.shape[0]
     weight = None
@@ -60,36 +60,36 @@ def load_turn(
     pair = jnp.arange(width // 2) - (dim // 2 - num_rotated)
     frequency = frequencies_ref[jnp.clip(pair, 0, num_rotated - 1)]
     frequency = jnp.where((pair >= 0) & (pair < num_rotated), frequency, 0.0)
-    return Turn(weight, frequency, dim, num_rotated, dtype, eps)
+    return RopeTable(weight, frequency, dim, num_rotated, dtype, eps)
 
 
-def norm_and_rotate(x: jax.Array, turn: Turn, position: jax.Array) -> jax.Array:
+def norm_and_rotate(x: jax.Array, table: RopeTable, position: jax.Array) -> jax.Array:
     """f32[..., width], normed and rotated to i32[], each rounded to the dtype of activations."""
-    mean_square = sum_by_pairs(triton.exact_product(x, x)) / turn.dim
-    scaled = x * beside(jax.lax.rsqrt(mean_square + turn.eps), x.shape)
-    if turn.weight is not None:
-        scaled = scaled * jnp.broadcast_to(turn.weight, x.shape)
-    return rotate(round_to(scaled, turn.dtype), turn, position)
+    mean_square = sum_by_pairs(triton.exact_product(x, x)) / table.dim
+    scaled = x * beside(jax.lax.rsqrt(mean_square + table.eps), x.shape)
+    if table.weight is not None:
+        scaled = scaled * jnp.broadcast_to(table.weight, x.shape)
+    return rotate(round_to_dtype(scaled, table.dtype), table, position)
 
 
-def rotate(x: jax.Array, turn: Turn, position: jax.Array) -> jax.Array:
+def rotate(x: jax.Array, table: RopeTable, position: jax.Array) -> jax.Array:
     """Rotary embedding of the last R of the C dims, rounded; the others stay."""
     *lead, width = x.shape
     pairs = (*lead, width // 2)
-    pair = jnp.arange(width // 2) - (turn.dim // 2 - turn.num_rotated)
-    rotated = jnp.broadcast_to((pair >= 0) & (pair < turn.num_rotated), pairs)
+    pair = jnp.arange(width // 2) - (table.dim // 2 - table.num_rotated)
+    rotated = jnp.broadcast_to((pair >= 0) & (pair < table.num_rotated), pairs)
     angle = triton.exact_product(
-        jnp.broadcast_to(position.astype(jnp.float32), width // 2), turn.frequency
+        jnp.broadcast_to(position.astype(jnp.float32), width // 2), table.frequency
     )
     sin, cos = (jnp.broadcast_to(part, pairs) for part in triton.sin_cos(angle))
     a, b = split_neighbours(x, 2)
     product = triton.exact_product
-    turned_a = round_to(product(a, cos) - product(b, sin), turn.dtype)
-    turned_b = round_to(product(b, cos) + product(a, sin), turn.dtype)
-    return join_neighbours([jnp.where(rotated, turned_a, a), jnp.where(rotated, turned_b, b)])
+    rotated_a = round_to_dtype(product(a, cos) - product(b, sin), table.dtype)
+    rotated_b = round_to_dtype(product(b, cos) + product(a, sin), table.dtype)
+    return join_neighbours([jnp.where(rotated, rotated_a, a), jnp.where(rotated, rotated_b, b)])
 
 
-def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+def round_to_dtype(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """F32 rounded to f32 or bf16, as f32."""
     return x if jnp.dtype(dtype) == jnp.float32 else triton.round_to_bf16(x)
 

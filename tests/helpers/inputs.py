@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import Compressor, get_cache_format
-from pallas_kernels.common.call import CallIndices
+from pallas_kernels import CallIndices, Compressor, LayerPlanes, get_cache_format
 
 LAYER, NUM_LAYERS = 1, 3
 CASE_LAYER = jnp.int32(LAYER)
@@ -155,6 +154,24 @@ def pack_call(rng, slots, lengths, counts, *, num_tokens, num_rows=None):
     return call
 
 
+def small_call():
+    """Two segments of one token each, and a token of padding; T = 3, B = 2."""
+    per_token = {"segment_ids": [0, 1, -1], "slots": [0, 1, -1]}
+    per_token |= {name: [0, 0, 0] for name in ("positions", "lengths")}
+    per_row = {"slots": [0, 1], "lengths": [0, 0], "counts": [1, 1], "offsets": [0, 1]}
+    fields = per_token | {f"row_{name}": value for name, value in per_row.items()}
+    arrays = {name: jnp.asarray(value, jnp.int32) for name, value in fields.items()}
+    return CallIndices(**arrays, block_table=jnp.zeros((2, 3), jnp.int32), max_row_tokens=3)
+
+
+def replace_argument(arguments, name, value):
+    """The arguments with one exchanged; "call.slots" is a field of one of them."""
+    name, _, field = name.partition(".")
+    return arguments | {
+        name: dataclasses.replace(arguments[name], **{field: value}) if field else value
+    }
+
+
 def valid_arguments(op):
     """Small arguments, by name, that the op of that name accepts."""
 
@@ -185,7 +202,11 @@ def valid_arguments(op):
     projected |= {"positions": i32(tokens), "eps": 1e-6}
     mixed = {"products": f32(tokens, 1, 8), "scale": f32(3), "base": f32(8), "norm": f32(dim)}
     compressor = Compressor(state, wide, f32(dim), pool, plain["codec"])
-    without_layer = ("encode_tokens", "mix_streams", "round_index_queries")
+    stored = {"pool": LayerPlanes(pool, CASE_LAYER, plain["codec"]), "call": small_call()}
+    attended = {"ring": LayerPlanes(ring, CASE_LAYER, plain["codec"]), "rows": rows}
+    attended |= {"call": small_call()}
+    without_layer = ("encode_tokens", "hyper_connections", "round_index_queries")
+    without_layer += ("gather_entries", "gather_window", "index_topk", "sparse_attention")
     return {
         "append_and_flush": projected
         | {"ring": ring, "compressors": [compressor], "block_table": table, "rate": rate}
@@ -198,14 +219,16 @@ def valid_arguments(op):
         "flush_csa": many | {"states": [state], "rows": [wide]} | flushed,
         "flush_hca": paged | plain | running | {"rows": narrow, "norm": f32(dim)} | flushed,
         "flush_write": paged | {"rows": rows, "entries": i32(tokens)},
-        "gather_entries": paged | plain | {"index": i32(tokens, 3), "dim": dim},
-        "gather_window": {"ring": ring, "rows": rows, "dim": dim} | place | plain,
-        "index_topk": paged | query | {"weights": f32(tokens, 2), "visible": i32(tokens), "k": 3},
-        "mix_streams": mixed
+        "gather_entries": stored | {"index": i32(tokens, 3), "dim": dim},
+        "gather_window": attended | {"dim": dim},
+        "index_topk": stored
+        | {"queries": f32(tokens, 2, dim), "weights": f32(tokens, 2), "k": 3}
+        | {"call": dataclasses.replace(small_call(), visible=i32(tokens))},
+        "hyper_connections": mixed
         | {"streams": f32(tokens, 2, dim), "iters": 2, "eps": 1e-6, "norm_eps": 1e-6},
         "round_index_queries": query | {"frequencies": f32(2), "positions": i32(tokens)},
-        "sparse_attention": paged
-        | query
-        | place
-        | {"sink": f32(2), "ring": ring, "rows": rows, "selected": i32(tokens, 3), "scale": 1.0},
+        "sparse_attention": stored
+        | attended
+        | {"queries": f32(tokens, 2, dim), "sink": f32(2)}
+        | {"selected": i32(tokens, 3), "scale": 1.0},
     }[op] | ({} if op in without_layer else {"layer": CASE_LAYER})

@@ -41,7 +41,7 @@ def _bytes_by_hand(config):
         attention += groups * rank * (heads // groups * c) + d * groups * rank
         experts_of = (experts + 1) * 3 * d * width + experts * d
         yield 2 * (attention + experts_of + 2 * d) + 4 * heads
-        yield 2 * 4 * (24 * 4 * d + 24 + 3)  # two stream mixings
+        yield 2 * 4 * (24 * 4 * d + 24 + 3)  # two hyper-connections
         yield 4 * vocab * 6 if number < 3 else 4 * experts  # hash table, or router bias
         if attn == "csa":
             yield 2 * (2 * 2 * c * d + c) + 4 * 4 * 2 * c

@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 
 from helpers import inputs, token_oracle
+from helpers.calls import make_call
 from helpers.inputs import CASE_LAYER, LAYER, NUM_LAYERS, poison, shuffled_table
 from helpers.schedules import assert_same_bytes
 from pallas_kernels import (
     CACHE_FORMATS,
+    LayerPlanes,
     compressor,
     flush_csa,
     flush_hca,
@@ -120,12 +122,9 @@ def test_a_later_call_overwrites_an_entry_and_no_other():
     for plane in expected:
         expected[plane][3] = second[plane][3]
     read, valid = gather_entries(
-        stored,
-        table,
-        np.zeros(1, np.int32),
+        LayerPlanes(stored, CASE_LAYER, codec),
+        make_call(table, [0]),
         np.arange(5, dtype=np.int32)[None],
-        layer=CASE_LAYER,
-        codec=codec,
         dim=C,
     )
     assert valid.all()
