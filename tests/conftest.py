@@ -1,5 +1,6 @@
 import gc
 import os
+import pathlib
 import shutil
 import tempfile
 
@@ -15,32 +16,60 @@ import pytest
 import pallas_kernels as pk
 from helpers import gpu_results
 
-LONG_FILES = {
-    "test_compiled",
-    "test_notebooks",
-    "test_verify",
-    "test_generate",
-    "test_greedy_against_transformers",
-    "test_bench_commands",
-}
+TESTS = pathlib.Path(__file__).parent
+LONG_FILES = {"test_compiled", "test_notebooks", "test_generate", "test_bench_commands"}
 """Few tests that take long; the first to be given to a worker, so that none is left with one."""
+QUICKLY_COMPILED = {
+    "dsv4_jax/attention/test_csa.py",
+    "dsv4_jax/attention/test_hca.py",
+    "dsv4_jax/attention/test_index_reuse.py",
+    "dsv4_jax/attention/test_swa.py",
+    "dsv4_jax/bench/test_bench_commands.py",
+    "dsv4_jax/bench/test_fill.py",
+    "dsv4_jax/checkpoint/test_checkpoint.py",
+    "dsv4_jax/checkpoint/test_shipped_checkpoint.py",
+    "dsv4_jax/cli/test_generate.py",
+    "dsv4_jax/cli/test_verify.py",
+    "dsv4_jax/model/test_against_transformers.py",
+    "dsv4_jax/model/test_draft.py",
+    "dsv4_jax/serving/test_engine.py",
+    "dsv4_jax/serving/test_programs.py",
+    "dsv4_jax/step/test_compiled_step.py",
+    "dsv4_jax/step/test_decode_loop.py",
+    "dsv4_jax/step/test_greedy_against_transformers.py",
+    "dsv4_jax/step/test_schedules.py",
+    "dsv4_jax/step/test_serve_step.py",
+    "dsv4_jax/step/test_unstacked_layers.py",
+    "dsv4_jax/training/test_training.py",
+    "test_notebooks.py",
+}
+"""What these compile on a CPU is not optimised by LLVM, which halves the time that it takes.
+
+They compare with a tolerance, or runs of one program. Where bits of different programs are
+compared, the compiler has to have its freedom to round them differently.
+"""
+
+
+MAX_MAPPINGS = 25_000
+"""At the end of a file, of memory; beyond them compiled programs are dropped."""
 
 
 def pytest_configure(config):
     if hasattr(config.option, "loadscopereorder"):  # of pytest-xdist: files of few tests last
         config.option.loadscopereorder = False
-    # Files of one run share what took over a second to compile; unless told where to keep it, no
-    # run depends on an earlier one. Every process has its own: entries are not written at once.
+    # Files of one run share what was compiled; unless told where to keep it, no run depends on an
+    # earlier one. Every process has a folder of its own: entries are not written at once.
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         folder = tempfile.mkdtemp(prefix="dsv4-jax-tests-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
         jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     if gpu_results.VARIABLE in os.environ:
         config.pluginmanager.register(gpu_results.Counts())
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.path.stem not in LONG_FILES)
+    items.sort(key=lambda item: (item.path.stem not in LONG_FILES, not is_quickly_compiled(item)))
     if jax.default_backend() != "gpu":
         skip = pytest.mark.skip(reason="needs a CUDA device")
         for item in items:
@@ -48,12 +77,38 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(skip)
 
 
+def is_quickly_compiled(item):
+    path = item.path.relative_to(TESTS).as_posix()
+    return jax.default_backend() == "cpu" and path in QUICKLY_COMPILED
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _optimised_as_far_as_it_matters(request):
+    """In this process and in those that its tests start; the two kinds share no program."""
+    is_quick = is_quickly_compiled(request.node)
+    if jax.config.read("jax_disable_most_optimizations") != is_quick:
+        jax.clear_caches()
+        jax.config.update("jax_disable_most_optimizations", is_quick)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", str(int(is_quick)))
+        yield
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _programs_end_with_their_module():
-    """A process may hold 65,530 mappings of memory, and every compiled program takes some."""
+    """A process may hold 65,530 mappings of memory, and every compiled program takes some.
+
+    Until then files share what was compiled.
+    """
     yield
-    jax.clear_caches()
-    gc.collect()
+    if count_mappings() > MAX_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
+
+
+def count_mappings():
+    maps = pathlib.Path("/proc/self/maps")
+    return len(maps.read_bytes().splitlines()) if maps.exists() else MAX_MAPPINGS + 1
 
 
 @pytest.fixture(autouse=True)

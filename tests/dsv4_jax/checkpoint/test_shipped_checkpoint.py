@@ -47,6 +47,7 @@ def losses(model, token_ids, **options):
     return -np.asarray(picked[:, 0])
 
 
+@pytest.mark.slow
 def test_it_predicts_english_and_the_released_format_costs_little(model, oracle):
     """Bytes at random cost log(258) = 5.6 nats each."""
     token_ids = jnp.asarray(oracle["token_ids"])

@@ -1,4 +1,4 @@
-"""`dsv4-jax verify`: well on the shipped checkpoint, status 1 on damage."""
+"""`dsv4-jax verify`: well on a checkpoint, the shipped one among them; status 1 on damage."""
 
 import dataclasses
 
@@ -8,35 +8,46 @@ import pytest
 import dsv4_jax as ds
 from dsv4_jax.allocator.pending_changes import PendingChanges
 from dsv4_jax.cli import main
+from helpers import serving
 
 
-def test_the_shipped_checkpoint_is_well(capsys):
-    assert main(["verify", "--cache-format", "fp8_ue8m0", "--requests", "5"]) == 0
+@pytest.fixture(scope="module")
+def model():
+    """A small one of every type of layer; the shipped one compiles for longer."""
+    return serving.CONFIG, serving.params()
+
+
+def arguments_for(tmp_path, config, params):
+    ds.save_checkpoint(config, params, tmp_path)
+    small = ["--checkpoint", str(tmp_path), "--cache-format", "fp8_ue8m0", "--requests", "5"]
+    return ["verify", *small]
+
+
+def test_a_checkpoint_is_well(model, capsys, tmp_path):
+    assert main(arguments_for(tmp_path, *model)) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["parameters", "finite"]
     assert lines[1].startswith("fp8_ue8m0               well, ")
     assert int(lines[1].split()[-3]) >= 128  # tokens shared
 
 
-def test_damage_is_found_and_status_1(capsys, monkeypatch, tmp_path):
+def test_damage_is_found_and_status_1(model, capsys, monkeypatch, tmp_path):
     """A parameter that is NaN; and, in the same run, snapshots that are never loaded."""
-    config, params = ds.load_checkpoint(ds.SHIPPED_CHECKPOINT)
+    config, params = model
     head = params.mtp.norm.at[3].set(jnp.nan)
     broken = dataclasses.replace(params, mtp=dataclasses.replace(params.mtp, norm=head))
-    ds.save_checkpoint(config, broken, tmp_path)
     take = PendingChanges.take
     monkeypatch.setattr(
         PendingChanges, "take", lambda self, *args: (self.loads.clear(), take(self, *args))[1]
     )
-    arguments = ["--checkpoint", str(tmp_path), "--cache-format", "fp8_ue8m0", "--requests", "5"]
-    assert main(["verify", *arguments]) == 1
+    assert main(arguments_for(tmp_path, config, broken)) == 1
     lines = capsys.readouterr().out.splitlines()
     assert "NOT FINITE: .mtp.norm" in lines[0]
     assert any("unwritten: " in line for line in lines[1:])
 
 
 @pytest.mark.slow
-def test_every_format_is_well(capsys):
+def test_the_shipped_checkpoint_is_well_in_every_format(capsys):
     assert main(["verify"]) == 0
     assert capsys.readouterr().out.count("well") == 5
 

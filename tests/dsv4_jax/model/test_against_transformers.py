@@ -18,9 +18,12 @@ from dsv4_jax.attention import compressor, full_sequence
 from dsv4_jax.attention.rope import rope_frequencies
 from dsv4_jax.config.layer_types import AttentionType
 from dsv4_jax.model import block
-from helpers import capture, oracle, tolerance
+from helpers import capture, oracle, slow, tolerance
 from pallas_kernels.common.norm_rope import rotate
 
+each_preset = pytest.mark.parametrize(
+    "preset", slow.all_but(["tiny", "kernel", "ratios"], list(oracle.PRESETS))
+)
 ENTRIES = ("comp/normed", "comp/entries", "idx/normed", "idx/keys")
 
 
@@ -73,7 +76,7 @@ def layer_of(name):
     return int(name[1 : name.index("/")])
 
 
-@pytest.mark.parametrize("preset", oracle.PRESETS)
+@each_preset
 def test_every_intermediate_agrees(preset):
     case = oracle.load_case(preset)
     recorded = {name for name, array in case.data.items() if array.ndim == 3}
@@ -86,7 +89,7 @@ def test_every_intermediate_agrees(preset):
     assert not beyond, f"first {list(itertools.islice(beyond.items(), 3))}, worst {worst}"
 
 
-@pytest.mark.parametrize("preset", oracle.PRESETS)
+@each_preset
 def test_selected_entries_agree_as_sets(preset):
     case, values = oracle.load_case(preset), computed(preset)
     layers = [name for name in values if name.endswith("idx/topk")]
@@ -102,7 +105,7 @@ def test_selected_entries_agree_as_sets(preset):
     assert cut > queries // 10, "hardly any query had entries to leave out"
 
 
-@pytest.mark.parametrize("preset", oracle.PRESETS)
+@each_preset
 def test_entries_rotate_at_the_start_of_their_block(preset):
     """Appendix C 6 and 8, B25: on their values, by our tables; no other position or table fits."""
     case = oracle.load_case(preset)

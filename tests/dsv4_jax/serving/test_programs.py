@@ -73,6 +73,7 @@ def test_warmup_waits_for_nobody():
     engine.warmup()
 
 
+@pytest.mark.slow
 def test_drafts_change_no_greedy_token_across_shapes():
     """A draft engine's steps have other shapes: equal where the margin exceeds the rounding."""
     rng = np.random.default_rng(4)

@@ -71,6 +71,7 @@ def test_no_leaf_of_the_cache_is_copied(compiled):
     assert copied_leaves(executable, cache) == []
 
 
+@pytest.mark.slow
 def test_decode_loop_copies_no_leaf_of_the_cache(model):
     config, params = model
     cache = make_cache(config)

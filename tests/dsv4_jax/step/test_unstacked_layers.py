@@ -113,6 +113,7 @@ def is_unrolled(engine):
     return all(isinstance(layers, tuple) for layers in engine.params.layers.values())
 
 
+@pytest.mark.slow
 def test_an_engine_of_unrolled_layers_gives_the_same_tokens():
     """Prompts in chunks and single tokens, layers that would be scanned; in f32, no near ties."""
     config = dataclasses.replace(

@@ -122,7 +122,7 @@ def encode(queries, kv, norm, positions, *, codec, backend, eps=EPS):
     return jax.tree.map(np.asarray, jitted(queries, kv, norm, jnp.asarray(FREQUENCIES), positions))
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("dtype", slow.all_but([jnp.bfloat16], [jnp.bfloat16, jnp.float32]))
 @pytest.mark.parametrize("name", CACHE_FORMATS)
 def test_window_entries_are_encoded_to_the_byte(lane, name, dtype):
     """Zeros of both signs, subnormal codes, and values halfway between two codes.

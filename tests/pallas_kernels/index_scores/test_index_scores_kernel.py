@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from helpers import inputs
+from helpers import inputs, slow
 from helpers.calls import call_specs, make_call
 from helpers.inputs import CASE_LAYER, LAYER, NUM_LAYERS, poison, shuffled_table
 from pallas_kernels import Backend, LayerPlanes, get_cache_format, gpu_interpreter, index_topk
@@ -111,7 +111,7 @@ def test_any_tiling_gives_the_same_bits(lane, tiling):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", slow.all_but(["fp8_ue8m0"], FORMATS))
 def test_keys_that_l2_may_drop_give_the_same_bits(lane, name, monkeypatch):
     """A call says so of more than L2 holds, of which each key has one reader."""
     arguments, _ = draw(name)

@@ -131,7 +131,10 @@ def test_the_reference_rotates_before_it_rounds(key):
     assert np.mean(unturned[1:] != found[1:]) > 0.1
 
 
-@pytest.mark.parametrize(("num_heads", "dim"), [(1, 8), (8, 16), (9, 64), (16, 128), (3, 256)])
+@pytest.mark.parametrize(
+    ("num_heads", "dim"),
+    slow.all_but([(1, 8), (9, 64)], [(1, 8), (8, 16), (9, 64), (16, 128), (3, 256)]),
+)
 @pytest.mark.parametrize("key", slow.all_but(["mxfp4"], list(KEYS)))
 def test_any_number_of_heads_and_dims(lane, key, num_heads, dim):
     """Short vectors fill no group, and no tile; sixteen of 128 fill two tiles."""

@@ -69,7 +69,7 @@ def error(case, actual, **variant):
     return np.nan_to_num(deviation / np.maximum(allowed, 1e-30), nan=np.inf).max()
 
 
-@pytest.mark.parametrize("name", slow.all_but(["fp8_ue8m0", "fp8_per_entry"], FORMATS))
+@pytest.mark.parametrize("name", slow.all_but(["fp8_ue8m0"], FORMATS))
 def test_the_kernel_is_the_oracle_in_every_format(kernel, name):
     case = draw(name)
     assert error(case, case.attend(backend="mosaic_gpu")) < 1
@@ -82,6 +82,7 @@ def test_one_token_of_each_request():
     assert error(case, case.attend(backend="mosaic_gpu")) < 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("usual_kernel")
 def test_the_largest_heads_and_two_programs_of_them():
     sizes = dataclasses.replace(SIZES, dim=512, num_heads=128, num_tokens=1)
@@ -214,7 +215,7 @@ def test_maxima_that_grow_from_tile_to_tile(kernel, monkeypatch):
         assert error(case, case.attend(backend="mosaic_gpu")) > 100
 
 
-@pytest.mark.parametrize("magnitude", [2.0**-6, 2.0**13])
+@pytest.mark.parametrize("magnitude", slow.all_but([2.0**13], [2.0**-6, 2.0**13]))
 def test_small_keys_and_large_ones(lane, magnitude):
     """Largest ones of 0.06 and of 37,000: f16 holds no more than 65,504, and steps of 2^-24."""
     case = draw(magnitude=magnitude)
