@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.codecs import Planes
 from pallas_kernels.compressor import triton_pool
 from pallas_kernels.gpu import triton
@@ -41,17 +42,15 @@ def append_tokens(
     rows: Sequence[Planes],
     running: jax.Array | None,
     projections: Planes | None,
-    slots: jax.Array,
-    lengths: jax.Array,
-    counts: jax.Array,
-    offsets: jax.Array,
+    call: CallIndices,
     *,
     layer: jax.Array,
     rate: int,
-    max_count: int,
 ) -> tuple[tuple[Planes, ...], jax.Array | None]:
     """See `op.append_tokens`."""
-    call = [layer.reshape(1), slots, lengths, counts, offsets]
+    per_row = [call.row_slots, call.row_lengths, call.row_counts, call.row_offsets]
+    indices = [layer.reshape(1), *per_row]
+    max_count = call.max_row_tokens
     ring_words = [triton.as_words(ring) for ring in rings]
     row_words = [triton.as_words(new) for new in rows]
     num_tokens = [min(max_count, next(iter(ring.values())).shape[2]) for ring in rings]
@@ -64,9 +63,9 @@ def append_tokens(
 
     def kernel(inputs: list[Ref], stored: list[Ref]) -> None:
         row, place = pl.program_id(0), pl.program_id(1)
-        layer, slot, length, count, offset = _read(inputs[: len(call)], row)
+        layer, slot, length, count, offset = _read(inputs[: len(indices)], row)
         token, position = offset + count - 1 - place, length + count - 1 - place
-        copies = inputs[len(call) + len(folded) :]
+        copies = inputs[len(indices) + len(folded) :]
         for source, target, limit in zip(copies, stored, limits, strict=False):
             at = (layer, jnp.maximum(slot, 0), position % target.shape[2])
             pl.when((slot >= 0) & (place < jnp.minimum(count, limit)))(
@@ -78,7 +77,7 @@ def append_tokens(
                     _fold_open_window,
                     stored[-1],
                     (layer, jnp.maximum(slot, 0)),
-                    inputs[len(call) : len(call) + 2],
+                    inputs[len(indices) : len(indices) + 2],
                     (length, count, offset),
                     place - last,
                     rate=rate,
@@ -88,8 +87,8 @@ def append_tokens(
 
     written = triton.launch(
         kernel,
-        grid=(slots.shape[0], last + num_tiles),
-        inputs=[*call, *folded, *sources],
+        grid=(call.row_slots.shape[0], last + num_tiles),
+        inputs=[*indices, *folded, *sources],
         in_place=[*targets, *([] if running is None else [running])],
         num_warps=_NUM_WARPS,
         name="append_tokens",

@@ -56,7 +56,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.codecs import Codec, Planes
+from pallas_kernels.compressor.arrays import Compressor
 from pallas_kernels.compressor.tiling import Tiling, choose_csa, choose_hca, warps_apart
 from pallas_kernels.compressor.triton_closing import (
     PLACE_FIELDS,
@@ -74,40 +76,36 @@ _FINISH_WARPS = 4
 
 
 def flush_csa(
-    pools: Sequence[Planes],
-    states: Sequence[Planes],
-    rows: Sequence[Planes],
-    norms: Sequence[jax.Array],
+    compressors: Sequence[Compressor],
+    call: CallIndices,
     frequencies: jax.Array,
-    block_table: jax.Array,
     *,
-    codecs: Sequence[Codec],
     closing: jax.Array,
-    request_ids: jax.Array,
-    slots: jax.Array,
-    positions: jax.Array,
-    lengths: jax.Array,
     layer: jax.Array,
     rate: int,
     eps: float,
     tiling: Tiling | None = None,
 ) -> tuple[Planes, ...]:
-    """See `op.flush_csa`."""
-    call = [layer.reshape(1), closing, request_ids, slots, positions, lengths, block_table]
+    """See `op.flush_csa`; `closing` as in `reference.flush_csa`."""
     tiling = tiling or choose_csa(closing.shape[0])
-    eager = closing.shape[0] < positions.shape[0]
+    eager = closing.shape[0] < call.positions.shape[0]
     flushes = [
         _Flush(
-            pool,
-            codec,
-            [state["values"], state["scores"], new["values"], new["scores"]],
-            norm,
-            PoolCSA(norm.dtype, rate, eager),
+            compressor.pool,
+            compressor.codec,
+            _state_and_rows(compressor),
+            compressor.norm,
+            PoolCSA(compressor.norm.dtype, rate, eager),
         )
-        for pool, state, new, norm, codec in zip(pools, states, rows, norms, codecs, strict=True)
+        for compressor in compressors
     ]
     run = functools.partial(
-        _flush_windows, call=call, frequencies=frequencies, rate=rate, eps=eps, name="flush_csa"
+        _flush_windows,
+        call=_call_arrays(call, closing, layer),
+        frequencies=frequencies,
+        rate=rate,
+        eps=eps,
+        name="flush_csa",
     )
     if not tiling.apart:
         return run(flushes, num_warps=tiling.warps)
@@ -118,39 +116,34 @@ def flush_csa(
 
 
 def flush_hca(
-    pool: Planes,
-    running: jax.Array,
-    rows: Planes,
-    norm: jax.Array,
+    compressor: Compressor,
+    call: CallIndices,
     frequencies: jax.Array,
-    block_table: jax.Array,
     *,
-    codec: Codec,
     closing: jax.Array,
-    request_ids: jax.Array,
-    slots: jax.Array,
-    positions: jax.Array,
-    lengths: jax.Array,
     layer: jax.Array,
     rate: int,
     eps: float,
-    max_count: int,
     tiling: Tiling | None = None,
 ) -> Planes:
-    """See `op.flush_hca`."""
-    call = [layer.reshape(1), closing, request_ids, slots, positions, lengths, block_table]
-    tiling = tiling or choose_hca(closing.shape[0], positions.shape[0])
-    num_tokens = positions.shape[0]
-    chunk = min(tiling.chunk, max_count, rate, num_tokens)
-    arrays = [running, rows["values"], rows["scores"]]
-    eager = closing.shape[0] < num_tokens
-    flush = _Flush(pool, codec, arrays, norm, PoolHCA(norm.dtype, rate, chunk, eager))
+    """See `op.flush_hca`; `closing` as in `reference.flush_csa`."""
+    num_windows, num_tokens = closing.shape[0], call.positions.shape[0]
+    tiling = tiling or choose_hca(num_windows, num_tokens)
+    chunk = min(tiling.chunk, call.max_row_tokens, rate, num_tokens)
+    flush = _Flush(
+        compressor.pool,
+        compressor.codec,
+        _state_and_rows(compressor),
+        compressor.norm,
+        PoolHCA(compressor.norm.dtype, rate, chunk, eager=num_windows < num_tokens),
+    )
+    call_arrays = _call_arrays(call, closing, layer)
     if tiling.channels:
-        means, places = _pool_tiles(flush, call, rate, tiling)
+        means, places = _pool_tiles(flush, call_arrays, rate, tiling)
         return _finish_means(flush, means, places, frequencies, eps)
     (written,) = _flush_windows(
         [flush],
-        call=call,
+        call=call_arrays,
         frequencies=frequencies,
         rate=rate,
         eps=eps,
@@ -158,6 +151,18 @@ def flush_hca(
         name="flush_hca",
     )
     return written
+
+
+def _call_arrays(call: CallIndices, closing: jax.Array, layer: jax.Array) -> list[jax.Array]:
+    """What programs read of the call, in the order of `triton_closing.read_closing`."""
+    per_token = [call.segment_ids, call.slots, call.positions, call.lengths]
+    return [layer.reshape(1), closing, *per_token, call.block_table]
+
+
+def _state_and_rows(compressor: Compressor) -> list[jax.Array]:
+    state, rows = compressor.state, compressor.rows
+    kept = [state["values"], state["scores"]] if isinstance(state, dict) else [state]
+    return [*kept, rows["values"], rows["scores"]]
 
 
 class _Flush(NamedTuple):

@@ -50,7 +50,7 @@ def encode_tokens(
 
     def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
         queries, kv, norm, frequencies, positions = inputs
-        turned, *planes = outputs
+        rotated, *planes = outputs
         token, part = pl.program_id(0), pl.program_id(1)
         position = positions[token]
 
@@ -62,12 +62,12 @@ def encode_tokens(
             triton_codecs.store_entry(dict(zip(shapes, planes, strict=True)), (token,), entry)
 
         @pl.when(part > 0)
-        def _turn() -> None:
+        def _rotate() -> None:
             triton_token.rotate_heads(
-                queries, turned, frequencies, token, part - 1, position, eps=eps
+                queries, rotated, frequencies, token, part - 1, position, eps=eps
             )
 
-    turned, *planes = triton.launch(
+    rotated, *planes = triton.launch(
         kernel,
         grid=(num_tokens, 1 + triton_heads.num_head_tiles(num_heads)),
         inputs=[queries, kv, norm, frequencies, positions],
@@ -78,4 +78,4 @@ def encode_tokens(
         num_warps=_NUM_WARPS,
         name="encode_tokens",
     )
-    return turned, triton.from_words(dict(zip(shapes, planes, strict=True)), shapes)
+    return rotated, triton.from_words(dict(zip(shapes, planes, strict=True)), shapes)

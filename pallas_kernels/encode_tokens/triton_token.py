@@ -56,5 +56,5 @@ def encode_entry(
         norm, frequencies, dim=dim, width=width, dtype=kv.dtype, eps=eps
     )
     row = triton.load_row(kv, (token,), start=0, count=dim, width=width).astype(jnp.float32)
-    turned = triton_rope.norm_and_rotate(row, table, position)
-    return triton_codecs.encode(codec, turned, dim=dim, rope_dim=rope_dim)
+    rotated = triton_rope.norm_and_rotate(row, table, position)
+    return triton_codecs.encode(codec, rotated, dim=dim, rope_dim=rope_dim)

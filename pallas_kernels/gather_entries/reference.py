@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.common.addressing import read_rows, locate_entries
+from pallas_kernels.common.addressing import locate_entries, read_rows
 from pallas_kernels.common.codecs import Codec, Planes
 from pallas_kernels.common.rounding import round_to
 
