@@ -11,6 +11,7 @@ import pallas_kernels as pk
 from helpers.inputs import CASE_LAYER, NUM_LAYERS, pack_call, poison, poisoned
 from helpers.schedules import assert_same_bytes
 from pallas_kernels import CACHE_FORMATS
+from pallas_kernels.common import codecs
 
 C, IC, ROPE, HEADS, INDEX_HEADS, WINDOW, EPS = 12, 16, 4, 3, 9, 8, 1e-6
 RATES = {"csa": 4, "hca": 18}
@@ -239,11 +240,11 @@ def differing_share(codec, actual, expected, dim):
     a, b = (np.float64(codec.decode(planes, dim)) for planes in rows)
     difference, magnitude = np.abs(a - b), np.maximum(np.abs(a), np.abs(b))
     largest = np.max(magnitude, axis=-1, keepdims=True)
-    if isinstance(codec, pk.codecs.PlainCodec) and codec.dtype == "float32":
+    if isinstance(codec, codecs.PlainCodec) and codec.dtype == "float32":
         rounded = np.abs(b - np.float64(jnp.asarray(b, jnp.bfloat16))) > 0
         step = 2.0**-7 * magnitude if not rounded.any() else 2.0**-18 * largest
         return np.inf if np.any(difference > step) else 0.0
-    step = {pk.codecs.PlainCodec: 2.0**-7, pk.codecs.FP4KeyCodec: 2.0**-1}.get(type(codec), 2.0**-3)
+    step = {codecs.PlainCodec: 2.0**-7, codecs.FP4KeyCodec: 2.0**-1}.get(type(codec), 2.0**-3)
     allowed = step * (magnitude + largest / 8)
     return np.inf if np.any(difference > allowed) else float(np.mean(a != b))
 
@@ -271,12 +272,12 @@ LENGTHS = [sum(cut) for cut in CUTS]
 def assert_stored_alike(fmt, actual, expected):
     """The layers hold the same but for roundings that MAX_SHARE and the pools' bound allow."""
     actual, expected = dict(actual), dict(expected)
-    codecs = {
+    families = {
         "window": (fmt.entry, C),
         "entries": (fmt.entry, C),
         "index_keys": (fmt.index_key, IC),
     }
-    for family, (codec, dim) in codecs.items():
+    for family, (codec, dim) in families.items():
         if family in expected:
             share = differing_share(codec, actual.pop(family), expected.pop(family), dim)
             assert share <= MAX_SHARE, family

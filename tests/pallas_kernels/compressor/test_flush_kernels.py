@@ -319,7 +319,10 @@ def _both(*shape):
 
 
 def aot_csa(name, tokens, rows, dims=(512, 128)):
-    """`flush_csa`, of a Flash layer unless told, and its arguments; the first is donated."""
+    """The kernel of `flush_csa`, of a Flash layer unless told, and its arguments.
+
+    The first is donated. Which tokens close a window is given, so that the kernel is all there is.
+    """
     codecs = (CACHE_FORMATS[name].entry, CACHE_FORMATS[name].index_key)
     specs = (
         tuple(_planes(codec, dim, 2, 4096, 32) for codec, dim in zip(codecs, dims, strict=True)),
@@ -328,23 +331,24 @@ def aot_csa(name, tokens, rows, dims=(512, 128)):
         tuple(jax.ShapeDtypeStruct((dim,), jnp.bfloat16) for dim in dims),
         _f32(32),
         call_specs(tokens, rows),
+        _i32(min(tokens, tokens // 4 + rows)),
         _i32(),
     )
 
-    def flush(pools, states, rows, norms, frequencies, call, layer):
+    def flush(pools, states, rows, norms, frequencies, call, closing, layer):
         compressors = [
             pk.Compressor(*arrays)
             for arrays in zip(states, rows, norms, pools, codecs, strict=True)
         ]
-        return pk.flush_csa(
-            compressors, call, frequencies, layer=layer, rate=4, eps=EPS, backend=KERNEL
+        return triton_gpu.flush_csa(
+            compressors, call, frequencies, closing=closing, layer=layer, rate=4, eps=EPS
         )
 
     return f"flush_csa {name} {tokens} tokens", flush, specs, (0,)
 
 
 def aot_hca(name, tokens, rows):
-    """`flush_hca` likewise."""
+    """The kernel of `flush_hca` likewise."""
     codec = CACHE_FORMATS[name].entry
     specs = (
         _planes(codec, 512, 2, 4096, 1),
@@ -353,13 +357,14 @@ def aot_hca(name, tokens, rows):
         jax.ShapeDtypeStruct((512,), jnp.bfloat16),
         _f32(32),
         call_specs(tokens, rows),
+        _i32(min(tokens, tokens // 128 + rows)),
         _i32(),
     )
 
-    def flush(pool, running, rows, norm, frequencies, call, layer):
+    def flush(pool, running, rows, norm, frequencies, call, closing, layer):
         compressor = pk.Compressor(running, rows, norm, pool, codec)
-        return pk.flush_hca(
-            compressor, call, frequencies, layer=layer, rate=128, eps=EPS, backend=KERNEL
+        return triton_gpu.flush_hca(
+            compressor, call, frequencies, closing=closing, layer=layer, rate=128, eps=EPS
         )
 
     return f"flush_hca {name} {tokens} tokens", flush, specs, (0,)
