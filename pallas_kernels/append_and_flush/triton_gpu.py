@@ -8,13 +8,10 @@ row from the call, and the one row that is written here is read by nobody.
 
 Bytes: queries in and out, 4 * H * C, and index queries, 6 * IH * IC, beside which the rest is a few
 KiB a token, and as many again as the 2M pooled rows where a CSA window closes. At few requests a
-chain of loads, exponentials and reductions bounds it, at many the queries: on an H200 (jax 0.11.2)
-2.5 us for one request of a CSA layer, 6.6 to 6.9 for 64 and 16.1 to 16.5, 71 to 73 % of the copy
-bandwidth, for 256; with 64 index queries a token 2.6, 7.4 to 7.7 and 23.3; of an HCA layer 2.0, 5.4
-and 13.6 to 14.1. Tried there: four heads a program, 7.1 and 17.5, but HCA 5.1 and 13.0; sixteen
-heads 7.0 and 17.9; programs of two warps 7.3 and 17.4, of eight 7.0 and 17.5.
+chain of loads, exponentials and reductions bounds it; at many memory does, by the queries.
 
-It compiles for Blackwell and has not run there.
+Limits: one token per segment, and no slot twice. It compiles for Blackwell and has not run there.
+Figures and roads not taken: docs/kernels/append_and_flush.md.
 """
 
 from __future__ import annotations

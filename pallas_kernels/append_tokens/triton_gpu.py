@@ -1,19 +1,17 @@
-"""Triton kernels of `encode_tokens` and, rings and running pool in one launch, `append_tokens`.
+"""Triton kernel of `append_tokens`: rings and running pool in one launch.
 
-`encode_tokens` reads and writes a token's queries once, 2 * H * C numbers beside which its entry is
-nothing: memory bounds it.
+Program (b, i) takes the i-th token from the end of segment b and copies its rows to the rings that
+keep it. Of several tokens that share a ring row only the last one has a program, so the order of
+programs does not matter. Further programs of a segment fold the tokens of its open window into
+tiles of 128 channels of the running pool, a chunk of tokens while the next one's loads are in
+flight; they go on from the pool before the call, or begin with an empty one. A program without a
+token ends after two loads; there are B * min(max_row_tokens, W) of them.
 
-In `append_tokens` program (b, i) takes the i-th token from the end of row b and copies its rows to
-the rings that keep it; more programs a row fold the tokens of its open window into tiles of the
-running pool. Of several tokens that share a ring row only the last one has a program, so no order
-matters. A program without a token ends after two loads; there are B * min(max_count, W) of them.
-Bytes: the rows that are kept, in and out. What bounds it is the launch and two dependent loads.
+Bytes: the rows that are kept, in and out. The launch and two dependent loads, the call's indices
+and then the row, bound it.
 
-H200, microseconds of the kernel alone (fp8_ue8m0): CSA 2.3 for one request and for the 8192 tokens
-of a prefill, 2.8 for 64 requests; HCA 1.7 for 64 requests, 4.0 for a prefill that leaves 126 tokens
-open. `encode_tokens` of 64 heads takes 4.2 us for 64 tokens and 301 for 8192, 85 % of the copy
-bandwidth; 413 where heads were read by masked indices, two bytes a load. Both compile for Blackwell
-and have not run there.
+Limits: no slot twice in a call, and the tokens of a segment lie next to each other. It compiles for
+Blackwell and has not run there. Figures: docs/kernels/append_tokens.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Index arithmetic that ops share: stacked planes, ring rows, entries through block tables.
+"""Index arithmetic that references share: stacked planes, ring rows, entries through block tables.
 
 An array family is stacked by layer: [L, ...]. Ops take the stacked array and a layer number, so
 that one buffer serves all layers and a scatter is in place. An index of -1 selects or writes

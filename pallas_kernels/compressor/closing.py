@@ -1,4 +1,4 @@
-"""Which tokens of a call close a window, as the flushes take them."""
+"""Which tokens of a call close a window, found with jnp before a flush is launched."""
 
 from __future__ import annotations
 

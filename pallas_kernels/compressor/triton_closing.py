@@ -1,4 +1,7 @@
-"""A token that closes a window, and how its program writes the entry; inside a Triton kernel."""
+"""The token that closes a window, and how its program stores the entry, inside a Triton kernel.
+
+`closing.py` finds these tokens in a call; `triton_means.py` pools their windows.
+"""
 
 from __future__ import annotations
 

@@ -225,13 +225,13 @@ def flush(pools, states, new, norms, shared, layer, *, kind, families, run=None)
 
     Which tokens close a window is given: a step finds that beside the kernels.
     """
-    call, table, closing = shared
+    call, rope_frequencies, closing = shared
     codecs = [FAMILIES[family][1] for family in families]
     compressors = [
         pk.Compressor(*arrays) for arrays in zip(states, new, norms, pools, codecs, strict=True)
     ]
     where = {"closing": closing, "layer": layer, "rate": RATE[kind], "eps": EPS}
     if kind == "csa":
-        return list((run or triton_gpu.flush_csa)(compressors, call, table, **where)), ()
+        return list((run or triton_gpu.flush_csa)(compressors, call, rope_frequencies, **where)), ()
     (compressor,) = compressors
-    return [(run or triton_gpu.flush_hca)(compressor, call, table, **where)], ()
+    return [(run or triton_gpu.flush_hca)(compressor, call, rope_frequencies, **where)], ()

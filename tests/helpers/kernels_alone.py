@@ -76,7 +76,7 @@ def select(num_scores, k):
 
 
 def attend(name, splits):
-    """Windows that have gone round, selected entries, and an output that is turned back."""
+    """Windows that have gone round, selected entries, and inverse RoPE of the output."""
     codec = get_cache_format(name).entry
     with jax.default_device(jax.devices("cpu")[0]):
         case = attention_cases.draw_case(ATTENTION, codec, *TOKENS)
