@@ -1,8 +1,8 @@
 """Where a window's mean comes from, the call, the state or both, inside a Triton kernel.
 
 Each class first loads what the token with which the window ends is enough to find, so that a
-program need not wait for what the call says of that token; then it finishes
-the mean, which `triton_pool.py` pools.
+program need not wait for what the call says of that token; then it finishes the mean, which
+`triton_pool.py` pools.
 """
 
 from __future__ import annotations
