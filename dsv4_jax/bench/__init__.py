@@ -1,1 +1,1 @@
-"""Measures the model at full size: random weights, filled caches, timed steps, and their floors."""
+"""Benchmarks: full-size models with random weights, and kernels beside other projects' kernels."""

@@ -1,83 +1,52 @@
-"""Times decode steps of a model at given contexts and batches, whole and in parts."""
+"""Times decode steps at given contexts and batches, whole and in parts."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from dsv4_jax.bench import floor
-from dsv4_jax.bench.fill import filled_cache
-from dsv4_jax.bench.parts import cache_part, layers_of_kind, one_token_each, random_inputs
-from dsv4_jax.bench.profile import profile_launches
+from dsv4_jax.bench import roofline
+from dsv4_jax.bench.decode_case import PARTS, CaseSetup, DecodeCase
+from dsv4_jax.bench.memory import memory_limit, peak_bytes
+from dsv4_jax.bench.parts import cache_part, layers_of_kind, random_inputs
 from dsv4_jax.bench.program import Program, compile_program
 from dsv4_jax.bench.report import first_line
-from dsv4_jax.bench.timing import Timing, time_calls
-from dsv4_jax.cache.model_cache import ModelCache, cache_shapes, tree_bytes
+from dsv4_jax.bench.timing import Timing
+from dsv4_jax.cache.model_cache import tree_bytes
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import layer_schedule
-from dsv4_jax.model.block import embed
 from dsv4_jax.model.params import DSV4Params, layer_of
+from dsv4_jax.model.trunk import embed
 from dsv4_jax.step.decode import jit_decode_step
 
 MARGIN_BYTES = 2 * 2**30
-"""What a step may take beside weights and one cache."""
-PARTS = ("step", "cache", "layers")
-_MAX_CALLS = 48  # of one measurement; lengths begin that many tokens below the context
+"""Memory that a step may take beside weights and one cache."""
 _LAYERS_OF_A_KIND = 4
-_PROFILED_CALLS = 4
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
-    """One point of the benchmark.
-
-    Attributes:
-      batch: B, requests decoded at once.
-      context: tokens of each request.
-      bucket_context: longest context that the cache is made for; the shapes follow from it.
-      cache_format: name of the storage format.
-      parts: what is timed, of `PARTS`.
-      recompile: whether the step is compiled twice, to time the persistent cache.
-      profile: whether step and cache part are profiled too, launch by launch.
-      compile_only: nothing is allocated or run; what is compiled stays in the persistent cache.
-      limit_s: seconds for the measurements of one part; compiling does not count.
-    """
-
-    batch: int
-    context: int
-    bucket_context: int
-    cache_format: str
-    parts: tuple[str, ...] = PARTS
-    recompile: bool = True
-    profile: bool = False
-    compile_only: bool = False
-    limit_s: float = 20.0
 
 
 def bench_case(
-    config: DSV4Config, params: DSV4Params | None, case: Case, *, bandwidth: float
+    config: DSV4Config, params: DSV4Params | None, case: DecodeCase, *, bandwidth: float
 ) -> Iterator[dict[str, Any]]:
-    """Runs one case and yields its row, once after each part, so that little is ever lost.
+    """Runs one case and yields its row again after each part, so that a crash loses little.
 
-    Each part fills a cache of its own: what one leaves behind, or breaks, is not the next one's.
+    Each part fills its own cache, so that no part can break the next.
 
     Args:
       config: the model.
-      params: of the model, or their shapes; None leaves the cache part alone.
-      case: what is measured.
-      bandwidth: bytes per second of a copy on this device, for shares.
+      params: model parameters or their shapes; None runs only the cache part.
+      case: the point to measure.
+      bandwidth: bytes per second of a copy on this device, for `copy_share`.
 
     Yields:
-      The row so far: times in ms, bytes, launches, shares; `skipped` says why there are none, and
-      `failed` which parts ended in which error.
+      The row so far: times in ms, bytes, launches, shares. `skipped` gives the reason if the case
+      was not run, and `failed` the error of each part that failed.
     """
-    setup = _Setup(config, case)
+    setup = CaseSetup(config, case)
     weight_bytes = 0 if params is None else tree_bytes(params)
     row: dict[str, Any] = {
         "batch": case.batch,
@@ -114,56 +83,8 @@ def bench_case(
             yield dict(row)
 
 
-class _Setup:
-    """What all parts of a case begin with."""
-
-    def __init__(self, config: DSV4Config, case: Case) -> None:
-        self.config, self.case = config, case
-        self.sizes = {"max_context_tokens": case.bucket_context, "cache_format": case.cache_format}
-        self.shapes = cache_shapes(config, max_requests=case.batch, **self.sizes)
-        self.cache_bytes = tree_bytes(self.shapes)
-        self.calls = max(1, min(_MAX_CALLS, case.context // 4))
-        self.lengths = (case.context - self.calls - np.arange(case.batch) % 4).clip(0)
-        self.step_input = one_token_each(config, case.batch)
-        self.work = floor.step_cache_work(
-            config, batch=case.batch, context=case.context, cache_format=case.cache_format
-        )
-
-    def fill(self) -> ModelCache:
-        """A cache that leaves room for `calls` tokens below the context, or its shapes."""
-        if self.case.compile_only:
-            return self.shapes
-        cache = filled_cache(self.config, length_tokens=self.lengths, **self.sizes)
-        return jax.block_until_ready(cache)
-
-    def measure(self, call: Callable[[Any], Any], state: Any) -> tuple[Timing, Any]:
-        """Times `state = call(state)`, whose first part is a cache; the last state too."""
-        limit_s = self.case.limit_s
-        return time_calls(call, state, rewind=self.rewind, max_calls=self.calls, limit_s=limit_s)
-
-    def rewind(self, state: tuple[ModelCache, Any]) -> tuple[ModelCache, Any]:
-        """Lengths as they were, so that no measurement leaves the context."""
-        cache, rest = state
-        lengths = jnp.asarray(self.lengths, jnp.int32)
-        return dataclasses.replace(cache, length_tokens=lengths), rest
-
-    def profile(
-        self, compiled: Any, call: Callable[[Any], Any], state: Any
-    ) -> list[dict[str, Any]]:
-        """What a call launches, in which time; the state is used up."""
-        calls, state = min(_PROFILED_CALLS, self.calls), self.rewind(state)
-
-        def run() -> None:
-            left = state
-            for _ in range(calls):
-                left = call(left)
-            jax.block_until_ready(left)
-
-        return profile_launches(compiled, run, calls=calls)
-
-
-def _step_rows(setup: _Setup, params: DSV4Params) -> Iterator[dict[str, Any]]:
-    """The whole step: how it compiles, then how fast it is."""
+def _step_rows(setup: CaseSetup, params: DSV4Params) -> Iterator[dict[str, Any]]:
+    """Compiles and times the whole step."""
     config, case, step_input = setup.config, setup.case, setup.step_input
     start = time.perf_counter()
     cache = setup.fill()
@@ -189,7 +110,7 @@ def _step_rows(setup: _Setup, params: DSV4Params) -> Iterator[dict[str, Any]]:
     moved = sum(w.num_bytes for w in setup.work.values())
     yield _timing_row("step", timing) | {
         "tokens_per_s": case.batch / timing.median_s,
-        "bytes_moved": moved + floor.step_weight_bytes(config, batch=case.batch),
+        "bytes_moved": moved + roofline.step_weight_bytes(config, batch=case.batch),
         "peak_bytes": peak_bytes(),
         "finite": bool(jnp.isfinite(state[1]).all()),
     }
@@ -197,8 +118,8 @@ def _step_rows(setup: _Setup, params: DSV4Params) -> Iterator[dict[str, Any]]:
         yield {"profile": setup.profile(step, call, state)}
 
 
-def _cache_rows(setup: _Setup) -> Iterator[dict[str, Any]]:
-    """Append to attention of all layers, without weights."""
+def _cache_rows(setup: CaseSetup) -> Iterator[dict[str, Any]]:
+    """Compiles and times all layers from append to attention, without weights."""
     config, case, step_input = setup.config, setup.case, setup.step_input
     cache, inputs = setup.fill(), random_inputs(config, case.batch)
     program = compile_program(_jit_cache_part, cache, inputs, step_input, config=config)
@@ -211,14 +132,14 @@ def _cache_rows(setup: _Setup) -> Iterator[dict[str, Any]]:
         return part(*state, step_input)
 
     timing, state = setup.measure(call, (cache, inputs))
-    yield _timing_row("cache_part", timing) | _floor_row(setup, program, timing)
+    yield _timing_row("cache_part", timing) | _roofline_row(setup, program, timing)
     yield {"cache_part_finite": bool(jnp.isfinite(state[1].queries).all())}
     if case.profile:
         yield {"cache_part_profile": setup.profile(part, call, state)}
 
 
-def _layer_rows(setup: _Setup, params: DSV4Params) -> Iterator[dict[str, Any]]:
-    """Layers of each kind, a few in a row."""
+def _layer_rows(setup: CaseSetup, params: DSV4Params) -> Iterator[dict[str, Any]]:
+    """Times a few layers of each kind in a row."""
     config, step_input = setup.config, setup.step_input
     row: dict[str, Any] = {"layer_ms": {}, "layer_launches": {}}
     cache = setup.fill()
@@ -239,16 +160,6 @@ def _layer_rows(setup: _Setup, params: DSV4Params) -> Iterator[dict[str, Any]]:
             name: count / number for name, count in dataclasses.asdict(program.launches).items()
         }
         yield dict(row)
-
-
-def memory_limit() -> int | None:
-    """Bytes that the device's allocator may take; None where it does not say."""
-    return (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
-
-
-def peak_bytes() -> int | None:
-    """The most bytes that were in use on the device so far; None where it does not say."""
-    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
 _jit_cache_part = jax.jit(cache_part, static_argnames="config", donate_argnames=("cache", "inputs"))
@@ -279,16 +190,18 @@ def _timing_row(name: str, timing: Timing) -> dict[str, Any]:
     }
 
 
-def _floor_row(setup: _Setup, program: Program, timing: Timing) -> dict[str, Any]:
-    """The floor of the cache part, and how near the time came to twice it and the launches."""
+def _roofline_row(setup: CaseSetup, program: Program, timing: Timing) -> dict[str, Any]:
+    """The roofline of the cache part, its target, and the time as a multiple of the target."""
     case = setup.case
-    floor_s = floor.step_cache_floor_s(
+    roofline_s = roofline.step_cache_roofline_s(
         setup.config, batch=case.batch, context=case.context, cache_format=case.cache_format
     )
-    allowed = 2 * floor_s + floor.LAUNCH_S * program.launches.ours
+    allowed = 2 * roofline_s + roofline.LAUNCH_S * program.launches.ours
     return {
-        "cache_part_floor_ms": floor_s * 1e3,
-        "cache_part_floor_us_by_op": {name: w.floor_s * 1e6 for name, w in setup.work.items()},
+        "cache_part_roofline_ms": roofline_s * 1e3,
+        "cache_part_roofline_us_by_op": {
+            name: w.roofline_s * 1e6 for name, w in setup.work.items()
+        },
         "cache_part_target_ms": allowed * 1e3,
         "cache_part_of_target": timing.median_s / allowed,
         "cache_part_tokens_per_s": case.batch / timing.median_s,

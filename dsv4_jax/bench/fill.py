@@ -1,4 +1,4 @@
-"""Fills a cache to a context without running the model: random contents, valid in every family."""
+"""Fills a cache with random, valid contents up to a context, without running the model."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def filled_cache(
     cache_format: str,
     seed: int = 0,
 ) -> ModelCache:
-    """A cache as after `length_tokens` tokens of each request, with random contents.
+    """Makes a cache that holds `length_tokens` random tokens of each request.
 
-    Entries and index keys are random vectors, encoded by the cache format itself; so no code is a
-    NaN and scales fit their codes. Blocks of a request lie anywhere in the pool, none twice.
+    Entries and index keys are random vectors encoded by the cache format, so that no code is a NaN
+    and scales fit their codes. The block table is a random permutation of the pool.
 
     Args:
       config: the model.
-      length_tokens: i32[NS], tokens of each slot.
+      length_tokens: i32[NS], number of tokens of each slot.
       max_context_tokens: longest context of a request, in tokens.
       cache_format: name of the storage format.
-      seed: of all draws.
+      seed: seed of all draws.
 
     Raises:
       ValueError: a length is below 0 or above `max_context_tokens`.
@@ -106,7 +106,7 @@ def _fill_state(pool: StateCachePool, seed: jax.Array) -> StateCachePool:
 
 
 def _fill_planes(planes: Planes, codec: Codec, dim: int, rope_dim: int, seed: jax.Array) -> Planes:
-    """Planes [L, A, B, ...] of random vectors, some of the A at a time, in place."""
+    """Fills planes [L, A, B, ...] with random vectors in place, a chunk of A at a time."""
     num_layers, count, rows = jax.tree.leaves(planes)[0].shape[:3]
     chunk = max(1, min(count, _CHUNK_ELEMENTS // (rows * dim)))
     num_chunks = -(-count // chunk)

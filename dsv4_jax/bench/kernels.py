@@ -1,4 +1,4 @@
-"""Times single ops at a model's shapes: one layer's, on a filled cache, against their floors."""
+"""Times single ops at a model's shapes on a filled cache, beside their rooflines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv4_jax.bench import floor
+from dsv4_jax.bench import roofline
 from dsv4_jax.bench.fill import filled_cache
 from dsv4_jax.bench.parts import AttentionInputs, append, one_token_each, random_inputs
 from dsv4_jax.bench.program import compile_program
@@ -23,10 +23,10 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import LayerSpec, layer_schedule
 from dsv4_jax.config.layer_types import AttentionType
 
-_ROUNDS = 16  # of an op in one program, each on another layer where there are several
+_ROUNDS = 16  # calls of an op in one program, on different layers where there are several
 
 Op = Callable[[LayerCacheHandle, AttentionInputs, jax.Array | None, DSV4Config], Any]
-"""Sees index queries as scores do, too; gives the handle and what else it computes."""
+"""op(handle, inputs, rounded index queries, config) -> (handle, other results)."""
 
 
 def bench_kernels(
@@ -38,22 +38,22 @@ def bench_kernels(
     bandwidth: float,
     limit_s: float = 10.0,
 ) -> Iterator[dict[str, Any]]:
-    """Times each op of each attention type that the model has.
+    """Times each op of each attention type of the model.
 
-    An op runs on one layer after the other in one program, so that a launch is a graph's node and
-    no cache line is met twice soon. The time is that of all launches the op takes, XLA's included.
+    One program runs an op on many layers in turn, so that its launches are nodes of a CUDA graph
+    and no layer's data is still in L2. The time includes the launches that XLA adds to the op.
 
     Args:
       config: the model.
-      batch: B, requests.
-      context: tokens of each.
+      batch: B, number of requests.
+      context: tokens of each request.
       cache_format: name of the storage format.
       bandwidth: bytes per second of a copy on this device.
       limit_s: seconds for each op's measurements.
 
     Yields:
-      A row for each op: microseconds, floor, launches, share of the floor; `failed` says why there
-      are none.
+      A row for each op: microseconds, launches, roofline and the share of it that was reached;
+      `failed` gives the error of an op that failed.
     """
     lengths = np.full(batch, context - 1)
 
@@ -69,7 +69,7 @@ def bench_kernels(
         specs = [spec for spec in layer_schedule(config) if spec.attn == attn]
         work = {
             w.name: w
-            for w in floor.cache_work(
+            for w in roofline.cache_work(
                 config, specs[0], batch=batch, context=context, cache_format=cache_format
             )
         }
@@ -87,7 +87,7 @@ def bench_kernels(
                 )
             except Exception as error:
                 yield row | {"failed": first_line(error)}
-                cache = inputs = None  # what it donated is gone; freed before it is made anew
+                cache = inputs = None  # donated and gone; drop them before making new ones
                 cache, inputs = fill(), random_inputs(config, batch)
                 continue
             row |= {
@@ -98,12 +98,12 @@ def bench_kernels(
                 "ours": program.launches.ours / _ROUNDS,
             }
             if name in work:
-                floor_us = work[name].floor_s * 1e6
+                roofline_us = work[name].roofline_s * 1e6
                 row |= {
-                    "floor_us": floor_us,
+                    "roofline_us": roofline_us,
                     "bytes": work[name].num_bytes,
                     "flops": work[name].flops,
-                    "floor_share": floor_us / row["us"],
+                    "roofline_share": roofline_us / row["us"],
                     "copy_share": work[name].num_bytes / (row["us"] * 1e-6) / bandwidth,
                 }
             yield row
@@ -118,10 +118,10 @@ def _repeat(
     specs: tuple[LayerSpec, ...],
     config: DSV4Config,
 ) -> tuple[ModelCache, AttentionInputs, list[Any]]:
-    """The op on one layer after the other; lengths stay as they are."""
+    """Runs the op on one layer after the other; lengths do not change."""
     call = cache.index(step_input, max_row_tokens=1)
     _, appended = append(cache.layer(specs[0].attn, 0, call), inputs, config)
-    outs = []  # returned, else XLA would take out what gives them
+    outs = []  # returned, so that XLA does not remove their computation
     for i in range(_ROUNDS):
         spec = specs[i % len(specs)]
         handle = cache.layer(spec.attn, spec.family_idx, call, in_place=True)
@@ -149,16 +149,16 @@ def _append(
 
 
 def _index(
-    handle: LayerCacheHandle, inputs: AttentionInputs, seen: jax.Array | None, config: DSV4Config
+    handle: LayerCacheHandle, inputs: AttentionInputs, rounded: jax.Array | None, config: DSV4Config
 ) -> Any:
-    assert seen is not None
-    return handle, handle.select(seen, inputs.index_weights)
+    assert rounded is not None
+    return handle, handle.select(rounded, inputs.index_weights)
 
 
 def _attention(
     handle: LayerCacheHandle, inputs: AttentionInputs, _: jax.Array | None, config: DSV4Config
 ) -> Any:
-    """CSA layers attend to entries spread over the whole context."""
+    """Attends; CSA layers to entries spread over the whole context."""
     selected = None
     if handle.schema.attn_type == AttentionType.HCA:
         selected = handle.all_visible()

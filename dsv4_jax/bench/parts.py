@@ -1,4 +1,4 @@
-"""Parts of a decode step, for timing: the cache-dependent ops alone, and the layers of one kind."""
+"""Parts of a decode step to be timed: the cache-dependent ops alone, and the layers of one kind."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from dsv4_jax.model.trunk import jit_run_block, keep
 
 
 class AttentionInputs(NamedTuple):
-    """What the projections of a layer hand to its cache-dependent ops, index queries unrounded.
+    """The projections of a layer that its cache-dependent ops take; index queries are not rounded.
 
     Attributes:
       queries: [B, H, C].
       kv: [B, C].
-      values: f32[B, 2 * C], a CSA compressor's.
-      scores: f32[B, 2 * C].
-      hca_values: f32[B, C], an HCA compressor's.
-      hca_scores: f32[B, C].
-      index_values: f32[B, 2 * IC].
-      index_scores: f32[B, 2 * IC].
+      values: f32[B, 2 * C], of the CSA compressor.
+      scores: f32[B, 2 * C], of the CSA compressor.
+      hca_values: f32[B, C], of the HCA compressor.
+      hca_scores: f32[B, C], of the HCA compressor.
+      index_values: f32[B, 2 * IC], of the indexer's compressor.
+      index_scores: f32[B, 2 * IC], of the indexer's compressor.
       index_queries: [B, IH, IC].
       index_weights: f32[B, IH].
-      kv_norm: [C].
-      norm: [C], of the compressor.
-      index_norm: [IC].
-      sink: f32[H].
+      kv_norm: [C], weights of the norm of `kv`.
+      norm: [C], weights of the compressor's norm.
+      index_norm: [IC], weights of the norm of the indexer's compressor.
+      sink: f32[H], attention sinks.
     """
 
     queries: jax.Array
@@ -61,7 +61,7 @@ class AttentionInputs(NamedTuple):
 
 
 def random_inputs(config: DSV4Config, batch: int, seed: int = 0) -> AttentionInputs:
-    """Inputs of unit variance; activations in bf16."""
+    """Random inputs of unit variance."""
     heads, dim, index_dim = config.num_attention_heads, config.head_dim, config.indexer_head_dim
     index_heads = config.indexer_num_heads
     shapes = {
@@ -96,7 +96,7 @@ def random_inputs(config: DSV4Config, batch: int, seed: int = 0) -> AttentionInp
 
 
 def one_token_each(config: DSV4Config, batch: int) -> StepInput:
-    """A decode step's input: row r is slot r, with a random token."""
+    """The input of a decode step: segment r is slot r, with one random token."""
     rows = jnp.arange(batch, dtype=jnp.int32)
     tokens = np.random.default_rng(batch).integers(0, config.vocab_size, batch)
     return StepInput(token_ids=jnp.asarray(tokens, jnp.int32), request_ids=rows, request_slots=rows)
@@ -105,27 +105,27 @@ def one_token_each(config: DSV4Config, batch: int) -> StepInput:
 def cache_part(
     cache: ModelCache, inputs: AttentionInputs, step_input: StepInput, *, config: DSV4Config
 ) -> tuple[ModelCache, AttentionInputs]:
-    """All layers of a decode step without what does not touch the cache.
+    """Runs the cache-dependent part of a decode step: all layers, each from append to attention.
 
-    Each layer appends and flushes, index queries rotated and rounded along with that, selects and
-    attends as the model's own layers do, but to given inputs. The result of a layer is the next
-    one's queries, so that layers follow one another as in a step; no launch is spent on that.
+    Each layer appends and flushes (which also rotates and rounds index queries), selects and
+    attends as the model's layers do, but all take the given inputs. The result of a layer becomes
+    the queries of the next, so that layers depend on each other as in a step, without a launch.
 
     Args:
-      cache: donate it.
-      inputs: of every layer.
-      step_input: as for `decode_step`.
+      cache: the cache; donate it.
+      inputs: inputs of every layer.
+      step_input: see `decode_step`.
       config: the model.
 
     Returns:
-      The cache, lengths advanced, and inputs whose queries are the last layer's result.
+      The cache with advanced lengths, and the inputs with the last layer's result as queries.
     """
     call = cache.index(step_input, max_row_tokens=1)
     for spec in layer_schedule(config):
         handle = cache.layer(spec.attn, spec.family_idx, call, in_place=True)
-        # Ties the inputs to the layer: equal ones would be encoded once for all.
+        # Ties the inputs to the layer; without it XLA would encode them once for all layers.
         handle, inputs = jax.lax.optimization_barrier((handle, inputs))
-        # All layers share the call, and what follows from it is computed once.
+        # All layers share the call, so its derived indices are computed once.
         handle = dataclasses.replace(handle, call=call)
         handle, attended = _jit_attend(handle, inputs, config)
         handle, attended = jax.lax.optimization_barrier((handle, attended))
@@ -145,18 +145,18 @@ def layers_of_kind(
     kind: str,
     config: DSV4Config,
 ) -> tuple[ModelCache, jax.Array]:
-    """The first layers of one kind, one after the other, as in a decode step.
+    """Runs the first layers of one kind, one after the other, as a decode step does.
 
     Args:
-      layers: parameters of those layers, and of no others: passing a model's takes a while.
-      cache: donate it; its lengths stay.
-      streams: [B, S, D].
-      step_input: as for `decode_step`.
-      kind: as `LayerSpec.kind`.
+      layers: parameters of those layers only; passing those of all layers takes long.
+      cache: the cache; donate it. Its lengths do not change.
+      streams: [B, S, D], the residual streams.
+      step_input: see `decode_step`.
+      kind: a `LayerSpec.kind`.
       config: the model.
 
     Returns:
-      The cache, and the streams after the last of them.
+      The cache, and the streams after the last layer.
     """
     call = cache.index(step_input, max_row_tokens=1)
     specs = [spec for spec in layer_schedule(config) if spec.kind == kind]
@@ -170,7 +170,7 @@ def layers_of_kind(
 def append(
     handle: LayerCacheHandle, inputs: AttentionInputs, config: DSV4Config
 ) -> tuple[LayerCacheHandle, Appended]:
-    """Appends what a layer of the handle's type projects, index queries included."""
+    """Appends the inputs that a layer of the handle's type projects, index queries included."""
     attn = handle.schema.attn_type
     tokens = LayerTokens(queries=inputs.queries, kv=inputs.kv)
     norms = LayerNorms(
@@ -196,7 +196,7 @@ def append(
 def _attend(
     handle: LayerCacheHandle, inputs: AttentionInputs, config: DSV4Config
 ) -> tuple[LayerCacheHandle, jax.Array]:
-    """One layer, from append to attention, as in `dsv4_jax.attention`."""
+    """Runs one layer from append to attention, as `dsv4_jax.attention` does."""
     handle, appended = append(handle, inputs, config)
     selected = None
     if handle.schema.attn_type == AttentionType.HCA:
@@ -207,4 +207,4 @@ def _attend(
 
 
 _jit_attend = jax.jit(_attend, static_argnames="config")
-"""Traced and lowered once for all layers of a kind."""
+"""Jitted, so that layers of a kind share one trace."""

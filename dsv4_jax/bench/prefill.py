@@ -1,4 +1,4 @@
-"""Times chunked prefill of one prompt: tokens per second, share of the matrix rate, memory."""
+"""Times the chunked prefill of one prompt."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from dsv4_jax.bench import floor
-from dsv4_jax.bench.decode import peak_bytes
+from dsv4_jax.bench import roofline
+from dsv4_jax.bench.memory import peak_bytes
 from dsv4_jax.bench.program import compile_program
 from dsv4_jax.bench.timing import time_calls
 from dsv4_jax.cache.model_cache import ModelCache, init_cache, tree_bytes
@@ -32,21 +32,21 @@ def bench_prefill(
     repeats: int = 3,
     limit_s: float = 60.0,
 ) -> Iterator[dict[str, Any]]:
-    """Prefills a prompt of random tokens, chunk after chunk.
+    """Prefills a prompt of random tokens, chunk by chunk.
 
     Args:
       config: the model.
-      params: of the model.
-      num_tokens: of the prompt.
-      chunk_tokens: tokens of a call; must divide `num_tokens`.
+      params: model parameters.
+      num_tokens: length of the prompt.
+      chunk_tokens: tokens per call; must divide `num_tokens`.
       cache_format: name of the storage format.
-      repeats: how often the prompt is prefilled; the median counts.
-      limit_s: no repeat begins later than this after the first.
+      repeats: how often the prompt is prefilled; the median is reported.
+      limit_s: no repeat starts later than this after the first.
 
     Yields:
-      The row after compiling and after timing: seconds, tokens per second, share of the bf16
-      matrix rate, temporary bytes of a call, which do not grow with the prompt but by what is
-      counted per entry of the context.
+      The row after compiling, and again after timing: seconds, tokens per second, share of the
+      bf16 matrix rate, and temporary bytes of a call. Those grow with the prompt only by what
+      each cached entry needs.
 
     Raises:
       ValueError: `chunk_tokens` does not divide `num_tokens`.
@@ -89,7 +89,7 @@ def bench_prefill(
         return cache
 
     def rewind(cache: ModelCache) -> ModelCache:
-        """Length 0; what rings and states hold of the last prompt is not read then."""
+        """Sets the length to 0; the rings and states of the last prompt are then not read."""
         return dataclasses.replace(cache, length_tokens=jnp.zeros(1, jnp.int32))
 
     timing, _ = time_calls(
@@ -102,15 +102,15 @@ def bench_prefill(
         "prefill_s_most": timing.most_s,
         "tokens_per_s": num_tokens / timing.median_s,
         "flops": flops,
-        "matrix_share": flops / timing.median_s / floor.BF16_FLOPS,
+        "matrix_share": flops / timing.median_s / roofline.BF16_FLOPS,
         "peak_bytes": peak_bytes(),
     }
 
 
 def prefill_flops(config: DSV4Config, num_tokens: int) -> float:
-    """Operations that prefilling a prompt from the start needs: deepseek_v4.md section 7.4.
+    """Operations needed to prefill a prompt from the start: deepseek_v4.md section 7.4.
 
-    Experts that a token did not pick are not counted, and of the head the last token alone.
+    Counts only the experts that a token picks, and the head of the last token only.
     """
     d, c, heads = config.hidden_size, config.head_dim, config.num_attention_heads
     ql, latent = config.q_lora_rank, config.o_groups * config.o_lora_rank

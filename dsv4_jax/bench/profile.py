@@ -1,4 +1,4 @@
-"""Where a program's time goes on a GPU, launch by launch, as JAX's profiler records it."""
+"""Profiles a program on a GPU, launch by launch, with JAX's profiler."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-_STREAM = "Stream"  # lines of a device's plane that hold what ran, not what was made of it
+_STREAM = "Stream"  # lines of a device plane that hold launches; other lines group them
 _FUSION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = .*? (?:fusion|copy|sort)\((.*)")
 _WEIGHT = re.compile(r"%params_(?:layers__\w+?___\d+__)?(\w+?)(?:\.\d+)*[,)]")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
@@ -20,18 +20,18 @@ _OP_NAME = re.compile(r'op_name="([^"]*)"')
 def profile_launches(
     compiled: Any, run: Callable[[], object], *, calls: int
 ) -> list[dict[str, Any]]:
-    """What one call of a compiled program launches, and how long that takes.
+    """Lists the launches of one call of a compiled program, and their times.
 
-    Kernels may run side by side, so that the sum can exceed the time of a call.
+    Kernels may run concurrently, so the sum of the times can exceed the time of a call.
 
     Args:
-      compiled: the program, whose text says what its kernels do.
-      run: calls it `calls` times and waits for the last.
-      calls: how often.
+      compiled: the program; its HLO text says what its kernels do.
+      run: calls the program `calls` times and waits for the last call.
+      calls: number of calls.
 
     Returns:
-      {what, launches, us} of each kind of launch, per call, the longest first; [] where the
-      profiler saw no GPU.
+      {what, launches, us} per call for each kind of launch, the longest first; [] if the profiler
+      saw no GPU.
     """
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -44,7 +44,7 @@ def profile_launches(
 def summarise(
     events: list[tuple[str, float]], labels: dict[str, str], *, calls: int
 ) -> list[dict[str, Any]]:
-    """Events (kernel, us) of so many calls, joined by what the kernels do."""
+    """Averages events (kernel, us) over the calls, grouped by what the kernels do."""
     times: dict[str, list[float]] = collections.defaultdict(list)
     for kernel, us in events:
         times[labels.get(kernel) or re.sub(r"(_+\d+)+$", "", kernel)].append(us)
@@ -56,7 +56,7 @@ def summarise(
 
 
 def kernel_labels(hlo: str) -> dict[str, str]:
-    """{kernel: the weights that it reads, or else the last of its op's name}, of XLA's kernels."""
+    """{kernel: names of the weights that it reads, or else of its op}, for XLA's kernels."""
     labels = {}
     for line in hlo.splitlines():
         if " fusion(" not in line[:1000] and " copy(" not in line[:1000]:
@@ -72,7 +72,7 @@ def kernel_labels(hlo: str) -> dict[str, str]:
 
 
 def _events(serialised: bytes) -> list[tuple[str, float]]:
-    """(name, us) of everything that ran on a GPU's streams."""
+    """(name, us) of every launch on a GPU's streams."""
     data = jax.profiler.ProfileData.from_serialized_xspace(serialised)
     return [
         (event.name, event.duration_ns / 1e3)

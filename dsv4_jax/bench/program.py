@@ -1,4 +1,4 @@
-"""What a compiled program launches and what memory it takes, read from the compiler's own text."""
+"""Compiles a program and reports its launches and its memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FREE = {
     "async-update",
     "copy-done",
 }
-"""Instructions that launch nothing of their own."""
+"""Instructions that launch nothing."""
 _CALLS = ("while", "call", "conditional", "async-start")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.-]+ = ")
 _OPCODE = re.compile(r" ([a-z][\w-]*)\(")
@@ -34,12 +34,12 @@ _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{\s*$")
 
 @dataclasses.dataclass(frozen=True)
 class Launches:
-    """Launches of one run of a program, loops counted as often as they go round.
+    """Number of launches in one run of a program; the body of a loop counts once per iteration.
 
     Attributes:
       ours: kernels of `pallas_kernels`.
-      products: matrix products, of a library or fused.
-      others: XLA's own kernels and copies.
+      products: matrix products by a library or a fusion.
+      others: all other kernels and copies, made by XLA.
     """
 
     ours: int = 0
@@ -48,17 +48,17 @@ class Launches:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum of all three."""
         return self.ours + self.products + self.others
 
     def __add__(self, other: Launches) -> Launches:
-        """Both, one after the other."""
+        """Launches of two programs, one after the other."""
         return Launches(
             self.ours + other.ours, self.products + other.products, self.others + other.others
         )
 
     def times(self, count: int) -> Launches:
-        """`count` rounds."""
+        """Launches of `count` runs."""
         return Launches(self.ours * count, self.products * count, self.others * count)
 
 
@@ -67,13 +67,13 @@ class Program:
     """A compiled function.
 
     Attributes:
-      run: calls it.
-      trace_s: seconds to trace and to lower it.
-      compile_s: seconds to compile it, or to read it from the persistent cache.
+      run: the function.
+      trace_s: seconds to trace and lower it.
+      compile_s: seconds to compile it, or to read it from the persistent compilation cache.
       from_cache: whether the persistent compilation cache had it.
-      launches: of one run.
-      temp_bytes: memory it takes beside its arguments and results.
-      alias_bytes: bytes of arguments that results take the place of.
+      launches: launches of one run.
+      temp_bytes: memory that it takes beside its arguments and results.
+      alias_bytes: bytes of arguments whose memory the results reuse.
     """
 
     run: Any
@@ -86,7 +86,7 @@ class Program:
 
 
 def compile_program(function: Any, *arguments: Any, **named: Any) -> Program:
-    """Compiles a jitted function for given arguments, which it neither runs with nor keeps."""
+    """Compiles a jitted function for these arguments, or shapes, without running it."""
     hits: list[str] = []
 
     def listen(event: str, **_: Any) -> None:
@@ -115,7 +115,7 @@ def compile_program(function: Any, *arguments: Any, **named: Any) -> Program:
 
 
 def count_launches(hlo: str) -> Launches:
-    """Launches of a program from its optimised HLO text; a loop of unknown length counts once."""
+    """Counts launches in optimised HLO text; the body of a loop of unknown length counts once."""
     bodies, entry = _computations(hlo)
     counted: dict[str, Launches] = {}
 
@@ -132,7 +132,7 @@ def count_launches(hlo: str) -> Launches:
 
 
 def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:
-    """Instruction lines of each computation, cut short since a kernel's code may be in them."""
+    """Instruction lines of each computation, and the name of the entry computation."""
     bodies: dict[str, list[str]] = {}
     current, entry = "", ""
     for line in hlo.splitlines():
@@ -146,7 +146,7 @@ def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:
 
 
 def _without_code(line: str) -> str:
-    """Without the backend config of a custom call, which holds the kernel."""
+    """The line without the backend config of a custom call, which holds the kernel's code."""
     return line[:10_000] if " custom-call(" in line[:10_000] else line
 
 

@@ -1,52 +1,20 @@
-"""What a benchmark leaves behind: a JSON file, a table, a plot."""
+"""Results of benchmarks as text and as a plot."""
 
 from __future__ import annotations
 
-import json
 import pathlib
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
-
-class Output:
-    """Figures of a run, written to a file each time that one is added.
-
-    Attributes:
-      fields: what the file holds.
-    """
-
-    def __init__(self, path: pathlib.Path | None, **fields: Any) -> None:
-        """Starts the file with the device, the date and these fields; without a path, nothing."""
-        self._path = path
-        self.fields: dict[str, Any] = {
-            "device": jax.devices()[0].device_kind,
-            "jax": jax.__version__,
-            "date": time.strftime("%Y-%m-%d"),
-        }
-        self.set(**fields)
-
-    def set(self, **fields: Any) -> None:
-        """Adds or replaces fields; the file is replaced whole, so that it is never half written."""
-        self.fields |= fields
-        if self._path is None:
-            return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        new = self._path.with_suffix(".new")
-        new.write_text(json.dumps(self.fields, indent=1) + "\n")
-        new.replace(self._path)
-
 
 def first_line(error: Exception) -> str:
-    """What an error says, in a line."""
+    """The type of an error and the first line of its message."""
     text = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {text[0][:300]}"
 
 
 def decode_line(row: dict[str, Any]) -> str:
-    """One case in words."""
+    """One case of `bench decode` as a line of text."""
     words = [f"batch {row['batch']}, context {row['context']:,}:"]
     if "skipped" in row:
         return f"{words[0]} skipped {row['skipped']}"
@@ -65,7 +33,8 @@ def decode_line(row: dict[str, Any]) -> str:
         words.append(f"cache part compiled in {seconds:.1f} s,")
     if "cache_part_ms" in row:
         words.append(
-            f"cache part {row['cache_part_ms']:.3f} ms, floor {row['cache_part_floor_ms']:.3f},"
+            f"cache part {row['cache_part_ms']:.3f} ms, "
+            f"roofline {row['cache_part_roofline_ms']:.3f},"
         )
     if row.get("layer_ms"):
         kinds = (f"{kind} {ms:.3f}" for kind, ms in row["layer_ms"].items())
@@ -75,7 +44,7 @@ def decode_line(row: dict[str, Any]) -> str:
 
 
 def decode_table(rows: Sequence[dict[str, Any]]) -> str:
-    """A table of all cases, one line each."""
+    """A table of `bench decode`, one line per case."""
     columns = {
         "batch": lambda r: f"{r['batch']}",
         "context": lambda r: f"{r['context']:,}",
@@ -87,7 +56,7 @@ def decode_table(rows: Sequence[dict[str, Any]]) -> str:
         "launches": lambda r: f"{r['launches']['total']:,}",
         "ours": lambda r: f"{r['launches']['ours']}",
         "cache ms": lambda r: f"{r['cache_part_ms']:.3f}",
-        "floor ms": lambda r: f"{r['cache_part_floor_ms']:.3f}",
+        "roofline ms": lambda r: f"{r['cache_part_roofline_ms']:.3f}",
         "target ms": lambda r: f"{r['cache_part_target_ms']:.3f}",
         "compile s": lambda r: f"{r['trace_s'] + r['compile_s']:.1f}",
         "again s": lambda r: f"{r['again_trace_s'] + r['again_compile_s']:.1f}",
@@ -102,7 +71,7 @@ def decode_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def profile_table(row: dict[str, Any], most: int = 30) -> str:
-    """The launches of a step, or of its cache part, that take longest; "" without a profile."""
+    """The longest launches of a step and of its cache part; "" without a profile."""
     text = []
     for name, key in (("step", "profile"), ("cache part", "cache_part_profile")):
         if found := row.get(key):
@@ -117,24 +86,24 @@ def profile_table(row: dict[str, Any], most: int = 30) -> str:
 
 
 def kernel_line(row: dict[str, Any]) -> str:
-    """One op in words."""
+    """One op of `bench kernels` as a line of text."""
     where = f"{row['op']}, batch {row['batch']}, context {row['context']:,}:"
     if "failed" in row:
         return f"{where} failed, {row['failed']}"
-    floor = f", floor {row['floor_us']:.2f}" if "floor_us" in row else ""
-    return f"{where} {row['us']:.2f} us{floor}, {row['launches']:.1f} launches"
+    roofline = f", roofline {row['roofline_us']:.2f}" if "roofline_us" in row else ""
+    return f"{where} {row['us']:.2f} us{roofline}, {row['launches']:.1f} launches"
 
 
 def kernel_table(rows: Sequence[dict[str, Any]]) -> str:
-    """A table of ops, one line each."""
+    """A table of `bench kernels`, one line per op."""
     columns = {
         "op": lambda r: r["op"],
         "batch": lambda r: f"{r['batch']}",
         "context": lambda r: f"{r['context']:,}",
         "us": lambda r: f"{r['us']:.2f}",
         "spread": lambda r: f"{(r['us_most'] - r['us_least']) / r['us']:.1%}",
-        "floor us": lambda r: f"{r['floor_us']:.2f}",
-        "of floor": lambda r: f"{r['floor_share']:.0%}",
+        "roofline us": lambda r: f"{r['roofline_us']:.2f}",
+        "of roofline": lambda r: f"{r['roofline_share']:.0%}",
         "launches": lambda r: f"{r['launches']:.1f}",
         "ours": lambda r: f"{r['ours']:.1f}",
     }
@@ -142,7 +111,7 @@ def kernel_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def prefill_line(row: dict[str, Any]) -> str:
-    """One prompt in words."""
+    """One prompt of `bench prefill` as a line of text."""
     where = f"{row['tokens']:,} tokens in calls of {row['chunk_tokens']:,}:"
     if "failed" in row:
         return f"{where} failed, {row['failed']}"
@@ -159,7 +128,7 @@ def prefill_line(row: dict[str, Any]) -> str:
 def _lines(
     columns: dict[str, Callable[[dict[str, Any]], str]], rows: Sequence[dict[str, Any]]
 ) -> list[str]:
-    """A head and a line for each row; a dash where a row lacks what a column shows."""
+    """A heading and a line per row, with a dash where a row lacks the value of a column."""
     lines = [list(columns)]
     for row in rows:
         line = []
@@ -174,10 +143,10 @@ def _lines(
 
 
 def plot_decode(rows: Sequence[dict[str, Any]], path: pathlib.Path, *, title: str) -> None:
-    """Draws ms per step against context, a line for each batch.
+    """Plots ms per step against context, one curve per batch.
 
     Raises:
-      ValueError: there is no matplotlib.
+      ValueError: matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure  # an optional extra
@@ -190,7 +159,7 @@ def plot_decode(rows: Sequence[dict[str, Any]], path: pathlib.Path, *, title: st
         for key, style, label in (
             ("step_ms", "o-", "step"),
             ("cache_part_ms", "s--", "cache part"),
-            ("cache_part_floor_ms", ":", "its floor"),
+            ("cache_part_roofline_ms", ":", "its roofline"),
         ):
             points = [(row["context"], row[key]) for row in timed if key in row]
             if points:

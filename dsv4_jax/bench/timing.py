@@ -1,4 +1,4 @@
-"""Times work on a device: dispatched in a row and waited for once."""
+"""Times calls from the host: dispatched one after the other, and waited for once."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _COPY_BYTES = 512 * 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Seconds of one call, of several measurements.
+    """Seconds of one call, over several measurements.
 
     Attributes:
-      median_s: the middle one.
+      median_s: the median.
       least_s: the smallest.
       most_s: the largest.
-      calls: how many calls each measurement is the mean of.
+      calls: number of calls that each measurement averages.
     """
 
     median_s: float
@@ -44,42 +44,43 @@ def time_calls(
 ) -> tuple[Timing, Any]:
     """Times `state = call(state)`.
 
-    Each measurement dispatches calls one after the other and waits for the last; as many as take
-    `least_s`, so that waiting, some 50 us, does not count.
+    Each measurement dispatches as many calls as take `least_s`, so that the wait for the last of
+    them, about 50 us, does not count. For calls shorter than their dispatch see `loops`.
 
     Args:
-      call: what is timed, compiled already; it may donate its argument.
-      state: what the first call takes.
-      rewind: makes the state that a measurement begins with from the one that the last left.
-      max_calls: the most calls of a measurement, and the calls that `rewind` must leave room for.
+      call: a compiled function; it may donate its argument.
+      state: the argument of the first call.
+      rewind: makes the state that a measurement starts from, out of the last one's result.
+      max_calls: limit on the calls of a measurement; `rewind` must leave room for that many.
       least_s: seconds that a measurement should take.
-      repeats: measurements.
-      limit_s: no measurement begins later than this after the first.
+      repeats: number of measurements.
+      limit_s: no measurement starts later than this after the first.
 
     Returns:
-      The timing, and the state that the last call left.
+      The timing, and the state after the last call.
     """
-
-    def measure(state: Any, calls: int) -> tuple[float, Any]:
-        state = jax.block_until_ready(rewind(state))
-        start = time.perf_counter()
-        for _ in range(calls):
-            state = call(state)
-        jax.block_until_ready(state)
-        return time.perf_counter() - start, state
-
-    _, state = measure(state, 1)  # graphs and libraries are set up here
-    once, state = measure(state, 2)
+    _, state = dispatch(call, rewind(state), 1)  # sets up graphs and libraries
+    once, state = dispatch(call, rewind(state), 2)
     calls = min(max_calls, max(2, math.ceil(least_s / (once / 2))))
     begun, samples = time.perf_counter(), []
     while len(samples) < repeats and (not samples or time.perf_counter() - begun < limit_s):
-        seconds, state = measure(state, calls)
+        seconds, state = dispatch(call, rewind(state), calls)
         samples.append(seconds / calls)
     return Timing(statistics.median(samples), min(samples), max(samples), calls), state
 
 
+def dispatch(call: Callable[[Any], Any], state: Any, times: int) -> tuple[float, Any]:
+    """Calls `state = call(state)` so many times; returns seconds and last state."""
+    state = jax.block_until_ready(state)
+    start = time.perf_counter()
+    for _ in range(times):
+        state = call(state)
+    jax.block_until_ready(state)
+    return time.perf_counter() - start, state
+
+
 def copy_bandwidth(repeats: int = 7) -> float:
-    """Bytes per second of one kernel that reads and writes 512 MiB each, in place."""
+    """Bytes per second of a kernel that reads 512 MiB and writes them in place, both counted."""
     flip = jax.jit(lambda x: x ^ jnp.uint32(1), donate_argnums=0)
     array = jnp.zeros(_COPY_BYTES // 4, jnp.uint32)
     timing, _ = time_calls(flip, array, repeats=repeats, least_s=0.05, max_calls=256)

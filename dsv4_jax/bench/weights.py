@@ -1,4 +1,4 @@
-"""Random parameters of a model of any size, made on the device in their own dtype."""
+"""Random parameters of any size, made on the device in their final dtype."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from dsv4_jax.model.params import DSV4Params, leaf_spread, param_shapes, unstack
 
 
 def random_params(config: DSV4Config, seed: int = 0, dtype: Any = jnp.bfloat16) -> DSV4Params:
-    """Parameters with the statistics of `init_params`, layer by layer, without a host copy.
+    """Makes parameters with the statistics of `init_params`, layer by layer, without a host copy.
 
     Args:
-      config: the model; its draft block is made too.
-      seed: of all draws.
+      config: the model; its draft block is included.
+      seed: seed of all draws.
       dtype: as in `param_shapes`.
 
     Returns:
-      Parameters in the form of `unstack_layers`; nothing beside them was ever allocated.
+      Parameters in the form of `unstack_layers`. Nothing else is allocated on the way.
     """
     shapes = unstack_layers(param_shapes(config, dtype))
     leaves, treedef = jax.tree.flatten_with_path(shapes)
@@ -49,7 +49,7 @@ def random_params(config: DSV4Config, seed: int = 0, dtype: Any = jnp.bfloat16) 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _expert_table(seed: jax.Array, shape: tuple[int, ...], num_experts: int) -> jax.Array:
-    """i32[V, k]: neighbours on the circle of experts, so that a token's are distinct."""
+    """i32[V, k]: consecutive experts (modulo their number), so that a token's are distinct."""
     first = random_bits((*shape[:-1], 1), seed) >> 8
     place = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
     return ((first + place) % num_experts).astype(jnp.int32)

@@ -1,7 +1,7 @@
-"""Times decode steps, their cache-dependent part and single ops at a model's real shapes.
+"""Times decode steps, their cache-dependent part, single ops and prefill at a model's real shapes.
 
-Weights are random and made on the device; caches are filled with random contents to the context
-that is asked for. Every figure goes to the JSON file as soon as it is there.
+Weights are random and made on the device. Caches are filled with random contents up to the given
+context. Every figure is written to the JSON file as soon as it is measured.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from dsv4_jax.bench import decode, kernels, prefill, report
+from dsv4_jax.bench.decode_case import PARTS, DecodeCase
+from dsv4_jax.bench.results import Output
 from dsv4_jax.bench.timing import copy_bandwidth
 from dsv4_jax.bench.weights import random_params
 from dsv4_jax.cache.model_cache import tree_bytes
@@ -37,24 +39,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     steps.add_argument(
         "--parts",
         type=lambda text: tuple(text.split(",")),
-        default=decode.PARTS,
-        help=f"what is timed, of {','.join(decode.PARTS)}; without weights if only cache",
+        default=PARTS,
+        help=f"parts to time, out of {','.join(PARTS)}; cache alone needs no weights",
     )
     steps.add_argument(
         "--one-bucket",
         action="store_true",
-        help="compile once a batch, for the longest context, and use that cache for all",
+        help="compile once per batch, for the longest context, and use that cache for all contexts",
     )
-    steps.add_argument("--quick", action="store_true", help="the step alone, compiled once")
+    steps.add_argument(
+        "--quick", action="store_true", help="time only the step, and compile it once"
+    )
     steps.add_argument(
         "--compile-only",
         action="store_true",
-        help="fill the compilation cache and run nothing; several such may run at once",
+        help="fill the compilation cache without running; several processes may do so at once",
     )
-    steps.add_argument("--profile", action="store_true", help="which launches take how long")
-    steps.add_argument("--plot", type=pathlib.Path, help="PNG or SVG of ms against context")
+    steps.add_argument("--profile", action="store_true", help="list the launches with their times")
+    steps.add_argument("--plot", type=pathlib.Path, help="PNG or SVG file for ms against context")
     steps.add_argument(
-        "--part-limit-s", type=float, default=20.0, help="seconds for each part's measurements"
+        "--part-limit-s", type=float, default=20.0, help="seconds for the measurements of each part"
     )
 
     ops = what.add_parser("kernels", help="single ops of one layer each")
@@ -63,12 +67,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ops.add_argument("--batch", type=_numbers, default=[1, 64])
     fill = what.add_parser("prefill", help="chunked prefill of one prompt")
     _add_common(fill)
-    fill.add_argument("--tokens", type=_numbers, default=[8192, 32_768], help="of the prompt")
-    fill.add_argument("--chunk", type=int, default=2048, help="tokens of a call")
+    fill.add_argument(
+        "--tokens",
+        type=_numbers,
+        default=[8192, 32_768],
+        help="length of the prompt, one number or more",
+    )
+    fill.add_argument("--chunk", type=int, default=2048, help="tokens per call")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs what was asked for; what fails is reported, and left."""
+    """Runs the benchmark; a case that fails is reported, and the others run."""
     claim_memory(at_once=not (args.what == "decode" and args.compile_only))
     return {"decode": _run_decode, "kernels": _run_kernels, "prefill": _run_prefill}[args.what](
         args
@@ -77,14 +86,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", default="flash_slim", help=f"{', '.join(PRESETS)} or a folder")
+    parser.add_argument("--layers", type=int, help="use only the first so many layers of the model")
     parser.add_argument(
-        "--layers", type=int, help="the first so many of the model's; all if not given"
+        "--experts", type=int, help="number of routed experts, in place of the config's"
     )
-    parser.add_argument("--experts", type=int, help="routed experts, if not the config's")
     parser.add_argument("--cache-format", choices=CACHE_FORMATS, default=DEFAULT_CACHE_FORMAT)
-    parser.add_argument("--json", type=pathlib.Path, help="where the figures go")
+    parser.add_argument("--json", type=pathlib.Path, help="JSON file for the figures")
     parser.add_argument(
-        "--budget-s", type=float, default=540.0, help="no case begins later than this"
+        "--budget-s", type=float, default=540.0, help="start no case later than this"
     )
 
 
@@ -105,15 +114,15 @@ def _config(args: argparse.Namespace) -> DSV4Config:
 
 
 def _status(rows: list[dict[str, Any]]) -> int:
-    """1 where something failed; what was skipped for want of memory or time is none of that."""
+    """1 if a case failed, else 0; a case skipped for lack of memory or time has not failed."""
     return int(any("failed" in row for row in rows))
 
 
 def _run_decode(args: argparse.Namespace) -> int:
     begun = time.perf_counter()
-    unknown = set(args.parts) - set(decode.PARTS)
+    unknown = set(args.parts) - set(PARTS)
     if unknown:
-        raise ValueError(f"parts must be of {decode.PARTS}, got {sorted(unknown)}")
+        raise ValueError(f"parts must be of {PARTS}, got {sorted(unknown)}")
     config = _config(args)
     for context in args.contexts:
         if not 1 <= context <= config.max_position_embeddings:
@@ -121,7 +130,7 @@ def _run_decode(args: argparse.Namespace) -> int:
                 f"contexts must be in 1..{config.max_position_embeddings}, got {context}"
             )
     parts = ("step",) if args.quick else args.parts
-    output = report.Output(args.json, command="bench decode", config=args.config)
+    output = Output(args.json, command="bench decode", config=args.config)
     params = None
     if args.compile_only:
         output.set(copy_bandwidth=None)
@@ -137,7 +146,7 @@ def _run_decode(args: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] = []
     for batch in args.batch:
         for context in args.contexts:
-            case = decode.Case(
+            case = DecodeCase(
                 batch=batch,
                 context=context,
                 bucket_context=max(args.contexts) if args.one_bucket else context,
@@ -150,7 +159,7 @@ def _run_decode(args: argparse.Namespace) -> int:
             )
             rows.append({"batch": batch, "context": context})
             if time.perf_counter() - begun > args.budget_s:
-                rows[-1]["skipped"] = f"began later than --budget-s {args.budget_s:g}"
+                rows[-1]["skipped"] = f"would start later than --budget-s {args.budget_s:g}"
                 output.set(rows=rows)
                 continue
             bandwidth, said = output.fields["copy_bandwidth"], ""
@@ -171,7 +180,7 @@ def _run_decode(args: argparse.Namespace) -> int:
 def _run_kernels(args: argparse.Namespace) -> int:
     begun = time.perf_counter()
     config = _config(args)
-    output = report.Output(args.json, command="bench kernels", config=args.config)
+    output = Output(args.json, command="bench kernels", config=args.config)
     output.set(copy_bandwidth=copy_bandwidth())
     rows: list[dict[str, Any]] = []
     for context in args.contexts:
@@ -195,7 +204,7 @@ def _run_kernels(args: argparse.Namespace) -> int:
 def _run_prefill(args: argparse.Namespace) -> int:
     begun = time.perf_counter()
     config = _config(args)
-    output = report.Output(args.json, command="bench prefill", config=args.config)
+    output = Output(args.json, command="bench prefill", config=args.config)
     params = jax.block_until_ready(random_params(config))
     output.set(weight_bytes=tree_bytes(params))
     rows: list[dict[str, Any]] = []

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from dsv4_jax.attention.projections import grouped_linear
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.linear import grouped_linear
 from dsv4_jax.model.params import HyperConnectionParams
 from pallas_kernels import Backend, hyper_connections
 from pallas_kernels.hyper_connections.reference import collapse, inverse_rms

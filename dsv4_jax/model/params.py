@@ -21,7 +21,7 @@ _HOST_SIZE = 2**22  # elements
 
 @flax.struct.dataclass(kw_only=True)
 class HyperConnectionParams:
-    """One hyper-connection (mHC): of a sublayer, or (first line of sizes) of the head.
+    """Hyper-connections (mHC) of the head, or of a sublayer: the second size of each.
 
     Attributes:
       fn: f32[S, S * D] in the head, f32[(2 + S) * S, S * D] in a sublayer.
@@ -83,7 +83,7 @@ class DraftParams:
       enorm: [D].
       hnorm: [D].
       block: one window layer with learned routing.
-      hc_head: its own collapse of the streams.
+      hc_head: hyper-connections that collapse its streams.
       norm: [D], its own final norm.
     """
 
@@ -104,7 +104,7 @@ class DSV4Params:
       embed: [V, D].
       layers: by kind (`LayerSpec.kind`), every leaf stacked over the layers of that kind; or, after
         `unstack_layers`, a tuple of that kind's layers.
-      hc_head: the collapse of the streams before the head.
+      hc_head: hyper-connections that collapse the streams before the head.
       norm: [D].
       head: [V, D].
       mtp: the draft block, or None.
@@ -155,9 +155,9 @@ def unstack_layers(params: DSV4Params, *, donate: bool = False) -> DSV4Params:
     which compiles faster, and is what a CPU and small models want.
 
     Args:
-      params: of the model, or their shapes; layers that are separate already stay.
+      params: model parameters, or their shapes; layers that are separate already stay.
       donate: whether the stacks are freed on the way, one leaf after the other, so that no more
-        than one is there twice.
+        than one is in memory twice.
 
     Returns:
       The same parameters; `layers` holds tuples.
@@ -190,7 +190,7 @@ def param_shapes(config: DSV4Config, dtype: Any = jnp.float32) -> DSV4Params:
 
     Args:
       config: the model.
-      dtype: of activations and of the weights released as BF16, FP8 or FP4; the others are f32
+      dtype: dtype of activations and of the weights released as BF16, FP8 or FP4; others are f32
         and i32.
     """
     kinds: dict[str, list[LayerSpec]] = {}
@@ -231,7 +231,7 @@ def init_params(config: DSV4Config, key: jax.Array, dtype: Any = jnp.float32) ->
     Args:
       config: the model.
       key: a PRNG key.
-      dtype: as in `param_shapes`.
+      dtype: dtype as in `param_shapes`.
 
     Returns:
       Matrices with variance 1 / fan-in, norms near 1, biases and sinks of order 1, hash tables of

@@ -1,12 +1,12 @@
 """Appends beside vLLM's launches for the same work: `python -m benchmarks.bench_append [results]`.
 
-A decode step of a CSA or an HCA layer, the whole of it one launch here: norm, rotation and
-encoding, window row, compressor states, and the windows that close, in all requests or in one of M.
-With `--rival FOLDER`, vLLM's launches are summed: window insert, then save and compress of each
-compressor. Its insert norms and rotates queries only in its C++ operator: `--library SO` brings
-that, and without it ours has a single head. They leave index queries out, and so does ours beside
-them: other rows take these along, as a step does. Also `encode_tokens`, `round_index_queries` and
-`append_tokens` of a prefill.
+In a decode step the append of a CSA or HCA layer is one launch: norm, RoPE, encoding, the window
+row, the compressor states, and the windows that close, in all requests or in one of M. With
+`--baseline FOLDER`, vLLM's launches for it are summed: the window insert, then save and compress of
+each compressor. Only the insert of its C++ library (`--library SO`) also norms and rotates queries;
+without the library our op gets a single head. vLLM's launches leave index queries out, so the rows
+with a baseline do too; other rows include them, as a step does. Also times `encode_tokens`,
+`round_index_queries` and `append_tokens` of a prefill.
 """
 
 import argparse
@@ -18,25 +18,26 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels as pk
-from benchmarks import draws, harness, layer_calls, rival_compressor
+from benchmarks import draws, layer_calls, vllm_compressor
 from benchmarks.layer_calls import EPS, FORMAT, IC, INDEX_HEADS, WINDOW, C
+from dsv4_jax.bench import compare, timing
 
 BATCHES = [1, 8, 64, 256]
 LAYERS = {"decode": 20, "prefill": 4}
-RIVAL = "vLLM insert + save + compress"
+BASELINE = "vLLM insert + save + compress"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", nargs="?", help="JSON to keep the rows in")
+    parser.add_argument("results", nargs="?", help="JSON file that keeps the rows")
     parser.add_argument(
-        "--rival", help="folder of vLLM's Triton ops; without it only ours is timed"
+        "--baseline", help="folder of vLLM's Triton ops; without it only our op is timed"
     )
-    parser.add_argument("--library", help="vLLM's C++ ops, for queries in the rival's insert too")
+    parser.add_argument("--library", help="vLLM's C++ ops, whose insert includes queries")
     args = parser.parse_args()
-    bandwidth = harness.copy_bandwidth()
+    bandwidth = timing.copy_bandwidth()
     cases = [
-        decode_case(kind, batch, closing, bandwidth, args.rival, args.library)
+        decode_case(kind, batch, closing, bandwidth, args.baseline, args.library)
         for kind in ("csa", "hca")
         for batch in BATCHES
         for closing in (("all", "some") if batch > 1 else ("all",))
@@ -48,7 +49,7 @@ def main():
     cases += [encode_case(tokens, bandwidth) for tokens in (64, 8192)]
     cases += [round_case(tokens, bandwidth) for tokens in (64, 8192)]
     cases += [append_case(kind, 8192, bandwidth) for kind in ("csa", "hca")]
-    return harness.measure(cases, args.results)
+    return compare.measure(cases, args.results)
 
 
 def decode_case(kind, batch, closing, bandwidth, folder=None, library=None, index_heads=0):
@@ -56,14 +57,14 @@ def decode_case(kind, batch, closing, bandwidth, folder=None, library=None, inde
     num_heads = 1 if folder and not library else 64
     shape = (kind, batch, closing, num_heads, index_heads)
     index = f", {index_heads} index heads" if index_heads else ""
-    return harness.Case(
+    return compare.Case(
         f"append_and_flush {kind}",
         f"{batch} requests, {closing} closing, {num_heads} heads{index}",
         functools.partial(layer_calls.append_and_flush, kind=kind),
         lambda: layer_calls.append_and_flush_case(*shape, layers=LAYERS["decode"]),
-        limit_us=layer_calls.append_and_flush_bytes(*shape) / bandwidth * 1e6,
-        rival=RIVAL if folder else None,
-        rival_us=(lambda: rival_compressor.load(folder, library).decode_us(*shape[:4]))
+        roofline_us=layer_calls.append_and_flush_bytes(*shape) / bandwidth * 1e6,
+        baseline=BASELINE if folder else None,
+        baseline_us=(lambda: vllm_compressor.load(folder, library).decode_us(*shape[:4]))
         if folder
         else None,
     )
@@ -91,12 +92,12 @@ def encode_case(num_tokens, bandwidth, num_heads=64):
         )
 
     num_bytes = num_tokens * (4 * num_heads * C + 2 * C + layer_calls.FAMILIES["main"][2])
-    return harness.Case(
+    return compare.Case(
         "encode_tokens",
         f"{num_tokens} tokens, {num_heads} heads",
         encode,
         make,
-        limit_us=num_bytes / bandwidth * 1e6,
+        roofline_us=num_bytes / bandwidth * 1e6,
     )
 
 
@@ -113,12 +114,12 @@ def round_case(num_tokens, bandwidth):
     def round_queries(queries, positions):
         return pk.round_index_queries(queries, frequencies, positions, codec=codec)
 
-    return harness.Case(
+    return compare.Case(
         "round_index_queries",
         f"{num_tokens} tokens, {heads} index heads",
         round_queries,
         make,
-        limit_us=num_tokens * 6 * heads * IC / bandwidth * 1e6,
+        roofline_us=num_tokens * 6 * heads * IC / bandwidth * 1e6,
     )
 
 
@@ -156,12 +157,12 @@ def append_case(kind, num_tokens, bandwidth):
         )
         return (list(rings), running), ()
 
-    return harness.Case(
+    return compare.Case(
         f"append_tokens {kind}",
         f"{num_tokens} tokens of one request",
         append,
         make,
-        limit_us=num_bytes / bandwidth * 1e6,
+        roofline_us=num_bytes / bandwidth * 1e6,
     )
 
 

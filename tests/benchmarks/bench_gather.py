@@ -1,6 +1,6 @@
-"""Dense gathers beside the reference's, compiled by XLA: `python -m benchmarks.bench_gather`.
+"""Dense gathers beside the reference through XLA: `python -m benchmarks.bench_gather [results]`.
 
-Requests have different contexts' worth of blocks in any order; scales are of ordinary size.
+The blocks of each request lie in any order, and scales are of ordinary size.
 """
 
 import argparse
@@ -10,7 +10,8 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import draws, harness
+from benchmarks import draws
+from dsv4_jax.bench import compare, loops, timing
 from helpers import gather_cases as cases
 from helpers.calls import make_call
 from pallas_kernels import LayerPlanes
@@ -20,19 +21,19 @@ SELECTED = [(1, 16384), (32, 16384), (512, 16384), (512, 1 << 17), (1024, 16384)
 ALL_HCA = [32, 1024, 8192]
 NUM_INPUTS = 4
 KERNEL = "triton_gpu"
-RIVAL = "the reference through XLA"
+BASELINE = "the reference through XLA"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", nargs="?", help="JSON to keep the rows in")
+    parser.add_argument("results", nargs="?", help="JSON file that keeps the rows")
     args = parser.parse_args()
-    bandwidth = harness.copy_bandwidth()
+    bandwidth = timing.copy_bandwidth()
     print(f"copy {bandwidth / 1e12:.2f} TB/s")
     rows = [("csa", num_selected, context) for num_selected, context in SELECTED]
     rows += [("hca", n, n * cases.BLOCK_TOKENS) for n in ALL_HCA]
     measured = [entries_case(*row, bandwidth) for row in rows]
-    return harness.measure([*measured, window_case(bandwidth)], args.results)
+    return compare.measure([*measured, window_case(bandwidth)], args.results)
 
 
 def entries_case(family, num_selected, context_tokens, bandwidth):
@@ -51,14 +52,14 @@ def entries_case(family, num_selected, context_tokens, bandwidth):
         return None, [(stored, queries, each) for each in chosen]
 
     what = "all" if num_selected == num_entries else f"{num_selected} of"
-    return harness.Case(
+    return compare.Case(
         "gather_entries",
         f"{requests.size} x {what} {num_entries} {family.upper()} entries",
         functools.partial(cases.dense_entries, backend=KERNEL),
         make,
-        limit_us=index.size * bytes_moved() / bandwidth * 1e6,
-        rival=RIVAL,
-        rival_us=functools.partial(reference_us, cases.dense_entries, make),
+        roofline_us=index.size * bytes_moved() / bandwidth * 1e6,
+        baseline=BASELINE,
+        baseline_us=functools.partial(reference_us, cases.dense_entries, make),
     )
 
 
@@ -80,21 +81,21 @@ def window_case(bandwidth):
         ]
         return None, [(stored, new, call) for call in calls]
 
-    return harness.Case(
+    return compare.Case(
         "gather_window",
         f"{slots.size} x {cases.WINDOW} tokens",
         functools.partial(cases.dense_window, backend=KERNEL),
         make,
-        limit_us=slots.size * cases.WINDOW * bytes_moved() / bandwidth * 1e6,
-        rival=RIVAL,
-        rival_us=functools.partial(reference_us, cases.dense_window, make),
+        roofline_us=slots.size * cases.WINDOW * bytes_moved() / bandwidth * 1e6,
+        baseline=BASELINE,
+        baseline_us=functools.partial(reference_us, cases.dense_window, make),
     )
 
 
 def reference_us(function, make):
     """Median us of a call that XLA compiles."""
     function = functools.partial(function, backend="reference")
-    return round(harness.median_us(function, make()[1], rounds=100), 2)
+    return round(loops.median_us(function, make()[1], rounds=100), 2)
 
 
 def bytes_moved():

@@ -1,8 +1,8 @@
-"""Index scores, and scores with the selection: `python -m benchmarks.bench_index_scores [results]`.
+"""Index scores, alone and with the selection: `python -m benchmarks.bench_index_scores [results]`.
 
-Keys of MXFP4 and FP8, all visible, blocks of 32 in any order, queries already quantised. With
-`--rival DIR`, a folder that holds vLLM's `deep_gemm` package, DeepGEMM's paged FP8 logits are timed
-on the same GPU; with `--topk SO` too, vLLM's top-k after them.
+Keys are MXFP4 or FP8, all visible, in blocks of 32 in any order, and queries are already quantised.
+With `--baseline DIR`, the folder of vLLM's `deep_gemm` package, DeepGEMM's paged FP8 logits are
+timed on the same GPU; with `--topk SO` too, vLLM's top-k after them.
 """
 
 import argparse
@@ -12,7 +12,9 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import bench_topk, draws, harness, rivals
+from benchmarks import baselines, bench_topk, draws
+from dsv4_jax.bench import compare, timing
+from dsv4_jax.bench.roofline import FP8_FLOPS
 from helpers.calls import make_call
 from pallas_kernels import LayerPlanes, get_cache_format
 from pallas_kernels.gpu.devices import H200
@@ -23,51 +25,52 @@ HEADS, DIM, EB, K = 64, 128, 32, 512
 FORMATS = {"MXFP4": "fp8_ue8m0", "FP8": "fp8_ue8m0_fp8_index"}
 BYTES = {"MXFP4": 68, "FP8": 132}
 NUM_INPUTS = 3
-FLOPS = 1600e12
-RIVAL = "DeepGEMM fp8_paged_mqa_logits"
+BASELINE = "DeepGEMM fp8_paged_mqa_logits"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", nargs="?", help="JSON to keep the rows in")
-    parser.add_argument("--rival", help="folder of deep_gemm; without it only ours is timed")
+    parser.add_argument("results", nargs="?", help="JSON file that keeps the rows")
+    parser.add_argument(
+        "--baseline", help="folder of deep_gemm; without it only our kernel is timed"
+    )
     parser.add_argument("--topk", help="vLLM's library, for its top-k")
     args = parser.parse_args()
-    bandwidth = harness.copy_bandwidth()
+    bandwidth = timing.copy_bandwidth()
     cases = [
         case
         for shape in bench_topk.SHAPES
         for keys in FORMATS
-        for case in cases_of(keys, shape, bandwidth, args.rival, args.topk)
+        for case in cases_of(keys, shape, bandwidth, args.baseline, args.topk)
     ]
-    return harness.measure(cases, args.results)
+    return compare.measure(cases, args.results)
 
 
 def cases_of(keys, shape, bandwidth, folder, library):
     """Rows of the scores and of both; `shape` is requests and entries of each."""
     batch, num_entries = shape
     size = batch * num_entries
-    limit = max(size * (BYTES[keys] + 4) / bandwidth, 2 * size * HEADS * DIM / FLOPS)
+    limit = max(size * (BYTES[keys] + 4) / bandwidth, 2 * size * HEADS * DIM / FP8_FLOPS)
     for op, function in (("index_scores", score), ("index_topk", score_and_select)):
         topk = library if op == "index_topk" else None
-        yield harness.Case(
+        yield compare.Case(
             f"{op} {keys}",
             f"{batch} x {num_entries}",
             function,
             lambda: (None, inputs(keys, *shape)),
-            limit_us=limit * 1e6,
-            rival=RIVAL + (" + topk" if topk else "") if folder else None,
-            rival_us=functools.partial(rival_us, folder, topk, *shape) if folder else None,
+            roofline_us=limit * 1e6,
+            baseline=BASELINE + (" + topk" if topk else "") if folder else None,
+            baseline_us=functools.partial(baseline_us, folder, topk, *shape) if folder else None,
         )
 
 
 @functools.cache
-def rival_us(folder, library, batch, num_entries):
-    """Of DeepGEMM's scores and, with vLLM's library, of its selection after them."""
+def baseline_us(folder, library, batch, num_entries):
+    """Microseconds of DeepGEMM's scores and, with vLLM's library, of the selection after them."""
     if library is None:
-        return load_rival(folder)(batch, num_entries)
-    topk_us = bench_topk.load_rival(library)(batch, num_entries, K)
-    return round(rival_us(folder, None, batch, num_entries) + topk_us, 2)
+        return load_baseline(folder)(batch, num_entries)
+    topk_us = bench_topk.load_baseline(library)(batch, num_entries, K)
+    return round(baseline_us(folder, None, batch, num_entries) + topk_us, 2)
 
 
 def codec_of(keys):
@@ -116,7 +119,7 @@ def key_planes(keys, num_blocks):
 
 
 @functools.cache
-def load_rival(folder):
+def load_baseline(folder):
     """A function (requests, entries) -> median us of a call."""
     sys.path.insert(0, folder)
     import deep_gemm
@@ -143,7 +146,7 @@ def load_rival(folder):
                 (queries, None), pages, weights, lengths, table, plan, num_entries
             )
 
-        return rivals.median_us([call() for _ in range(NUM_INPUTS)])
+        return baselines.median_us([call() for _ in range(NUM_INPUTS)])
 
     return time_us
 

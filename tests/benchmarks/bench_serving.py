@@ -1,9 +1,8 @@
 """Serving under load: `python -m benchmarks.bench_serving CONFIG [options]`.
 
 CONFIG is a checkpoint directory, `shipped`, or a preset (`tiny`, `flash`, `pro`, `flash_slim`,
-`pro_slim`). Weights of all but checkpoints are random, prompts are random tokens with common heads:
-what is measured is the machinery. Prints throughput, latency percentiles, acceptance, hits and how
-far memory moved over the run.
+`pro_slim`). The weights of a preset are random, and prompts are random tokens of which half share a
+head. Prints throughput, latency percentiles, acceptance, prefix hits and how much memory grew.
 """
 
 import argparse
@@ -15,13 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import dsv4_jax as ds
+from dsv4_jax.bench.memory import bytes_in_use
 from dsv4_jax.bench.weights import random_params
 
 PRESETS = ("tiny", "flash", "pro", "flash_slim", "pro_slim")
 
 
 def load(name, num_layers=None):
-    """Config and parameters, bf16, as a step wants them; of a preset the first layers, or all."""
+    """Config and bf16 parameters; of a preset only the first `num_layers`, if given."""
     if name not in PRESETS:
         return ds.load_checkpoint(ds.SHIPPED_CHECKPOINT if name == "shipped" else name)
     config = getattr(ds.DSV4Config, name)()
@@ -37,16 +37,8 @@ def load(name, num_layers=None):
     return config, ds.init_params(config, jax.random.key(0), dtype=jnp.bfloat16)
 
 
-def bytes_in_use():
-    """Of the device; where it does not say, of all live arrays."""
-    stats = jax.devices()[0].memory_stats()
-    if stats and "bytes_in_use" in stats:
-        return stats["bytes_in_use"]
-    return sum(array.nbytes for array in jax.live_arrays())
-
-
 def make_prompt(rng, head, longest, vocab_size):
-    """Log-uniform in length; half of them begin with the common head."""
+    """A prompt of log-uniform length; half of them start with the common head."""
     length = int(np.exp(rng.uniform(np.log(16), np.log(longest))))
     own = rng.integers(0, vocab_size, length)
     if rng.random() < 0.5:
@@ -57,17 +49,19 @@ def make_prompt(rng, head, longest, vocab_size):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("config")
-    parser.add_argument("--requests", type=int, default=64, help="in all")
-    parser.add_argument("--concurrent", type=int, default=32, help="slots")
+    parser.add_argument("--requests", type=int, default=64, help="number of requests")
+    parser.add_argument("--concurrent", type=int, default=32, help="requests at a time")
     parser.add_argument("--context", type=int, default=32_768)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--prefill-tokens", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--draft-tokens", type=int, default=0)
     parser.add_argument("--cache-format", default="fp8_ue8m0")
-    parser.add_argument("--layers", type=int, help="of a preset, the first so many")
-    parser.add_argument("--steps", type=int, default=0, help="new requests until so many steps")
+    parser.add_argument("--layers", type=int, help="use only the first so many layers of a preset")
+    parser.add_argument(
+        "--steps", type=int, default=0, help="submit new requests until so many steps"
+    )
     args = parser.parse_args()
-    ds.claim_memory()
+    ds.runtime.claim_memory()
     ds.set_xla_flags()
     ds.use_compilation_cache()
     config, params = load(args.config, args.layers)

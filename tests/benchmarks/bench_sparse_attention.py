@@ -1,8 +1,9 @@
-"""Sparse attention beside FlashMLA's: `python -m benchmarks.bench_sparse_attention [results]`.
+"""Sparse attention beside FlashMLA: `python -m benchmarks.bench_sparse_attention [results]`.
 
-Requests of full windows; 512 or 1024 random CSA entries each, or all HCA entries, also where
-requests have room for more; the released format. With `--rival SO`, vLLM's `_flashmla_C.abi3.so`,
-FlashMLA's decode of as many keys, window and extra cache, is timed on the same GPU through torch.
+Each request has a full window and either 512 or 1024 random CSA entries or all HCA entries, some
+also in a cache with room for more, in the released format. With `--baseline SO`, vLLM's
+`_flashmla_C.abi3.so`, FlashMLA's decode of as many keys (window and extra cache) is timed on the
+same GPU through torch.
 """
 
 import argparse
@@ -13,7 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import draws, harness, rivals
+from benchmarks import baselines, draws
+from dsv4_jax.bench import compare, timing
+from dsv4_jax.bench.roofline import BF16_FLOPS
 from helpers.calls import make_call
 from pallas_kernels import LayerPlanes, get_cache_format, sparse_attention
 from pallas_kernels.sparse_attention import op
@@ -27,26 +30,27 @@ ROOM = [(64, 128, 1, 8192), (64, 1024, 1, 8192)]
 """Of HCA; the last is how many entries a request has room for."""
 CODEC = get_cache_format("fp8_ue8m0").entry
 NUM_INPUTS = 4
-FLOPS = 820e12
-RIVAL = "FlashMLA sparse_decode_fwd"
+BASELINE = "FlashMLA sparse_decode_fwd"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", nargs="?", help="JSON to keep the rows in")
-    parser.add_argument("--rival", help="FlashMLA's library; without it only ours is timed")
+    parser.add_argument("results", nargs="?", help="JSON file that keeps the rows")
+    parser.add_argument(
+        "--baseline", help="FlashMLA's library; without it only our kernel is timed"
+    )
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES)
     parser.add_argument("--only", choices=["csa", "hca"])
     args = parser.parse_args()
-    bandwidth = harness.copy_bandwidth()
+    bandwidth = timing.copy_bandwidth()
     cases = [
-        case(family, (batch, num_queries, num_heads, num_entries, *room), bandwidth, args.rival)
+        case(family, (batch, num_queries, num_heads, num_entries, *room), bandwidth, args.baseline)
         for family, cases in (("csa", CSA), ("hca", HCA + ROOM))
         for num_heads, num_entries, num_queries, *room in cases
         for batch in args.batches
         if args.only in (None, family)
     ]
-    return harness.measure(cases, args.results)
+    return compare.measure(cases, args.results)
 
 
 def case(family, shape, bandwidth, library):
@@ -55,21 +59,21 @@ def case(family, shape, bandwidth, library):
     keys = " of ".join(map(str, [num_entries, *room]))
     limit = max(
         batch * num_queries * bytes_of(num_heads, num_entries) / bandwidth,
-        4 * batch * num_queries * num_heads * (WINDOW + num_entries) * DIM / FLOPS,
+        4 * batch * num_queries * num_heads * (WINDOW + num_entries) * DIM / BF16_FLOPS,
     )
-    return harness.Case(
+    return compare.Case(
         f"sparse_attention {family}",
         f"{batch} x {num_queries} tokens, {num_heads} heads, {WINDOW} + {keys} keys",
         attend,
         lambda: (None, inputs(family, *shape)),
-        limit_us=limit * 1e6,
-        rival=RIVAL if library else None,
-        rival_us=(lambda: load_rival(library)(*shape)) if library else None,
+        roofline_us=limit * 1e6,
+        baseline=BASELINE if library else None,
+        baseline_us=(lambda: load_baseline(library)(*shape)) if library else None,
     )
 
 
 def bytes_of(num_heads, num_entries):
-    """Of a query token: its keys, its queries and its output."""
+    """Bytes of a query token: its keys, its queries and its output."""
     return 584 * (WINDOW + num_entries) + 2 * 2 * num_heads * DIM
 
 
@@ -139,7 +143,7 @@ def planes(*lead):
 
 
 @functools.cache
-def load_rival(library):
+def load_baseline(library):
     """A function (requests, query tokens, heads, entries, room) -> median us of a call."""
     import torch
 
@@ -181,7 +185,7 @@ def load_rival(library):
 
             return run
 
-        return rivals.median_us([call() for _ in range(NUM_INPUTS)])
+        return baselines.median_us([call() for _ in range(NUM_INPUTS)])
 
     return time_us
 

@@ -1,8 +1,8 @@
-"""Selection of the K best against vLLM's: `python -m benchmarks.bench_topk [results] [--rival so]`.
+"""Selection of the K best scores beside vLLM's: `python -m benchmarks.bench_topk [results]`.
 
-Scores are normal, all visible, and lie in the L2 cache as they do just after they were computed.
-The rival is the op `persistent_topk` of vLLM's `_C_stable_libtorch.abi3.so`, called through torch
-and replayed from a CUDA graph; it gives its indices in no order.
+Scores are normal, all visible, and lie in the L2 cache, as they do just after they were computed.
+With `--baseline SO`, vLLM's `_C_stable_libtorch.abi3.so`, its op `persistent_topk` is called from
+torch and replayed from a CUDA graph; it returns its indices in no particular order.
 """
 
 import argparse
@@ -13,37 +13,38 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import harness, rivals
+from benchmarks import baselines
+from dsv4_jax.bench import compare, timing
 from pallas_kernels.select_top_k.op import select_top_k
 
 SHAPES = [(1, 262144), (8, 65536), (8, 262144), (32, 16384), (64, 4096), (64, 16384), (64, 65536)]
 SELECTED = [512, 1024]
-RIVAL = "vLLM persistent_topk"
+BASELINE = "vLLM persistent_topk"
 _CACHED_BYTES = 40e6
 _WORKSPACE_BYTES = 64 << 20
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", nargs="?", help="JSON to keep the rows in")
-    parser.add_argument("--rival", help="vLLM's library; without it only ours is timed")
+    parser.add_argument("results", nargs="?", help="JSON file that keeps the rows")
+    parser.add_argument("--baseline", help="vLLM's library; without it only our kernel is timed")
     args = parser.parse_args()
-    bandwidth = harness.copy_bandwidth()
-    cases = [case(shape, k, bandwidth, args.rival) for k in SELECTED for shape in SHAPES]
-    return harness.measure(cases, args.results)
+    bandwidth = timing.copy_bandwidth()
+    cases = [case(shape, k, bandwidth, args.baseline) for k in SELECTED for shape in SHAPES]
+    return compare.measure(cases, args.results)
 
 
 def case(shape, k, bandwidth, library):
     """A row; `shape` is requests and entries of each."""
-    return harness.Case(
+    return compare.Case(
         "select_top_k",
         f"{k} of {shape[0]} x {shape[1]}",
         jax.jit(functools.partial(select_top_k, k=k)),
         lambda: (None, inputs(*shape)),
-        limit_us=4 * shape[0] * shape[1] / bandwidth * 1e6,
+        roofline_us=4 * shape[0] * shape[1] / bandwidth * 1e6,
         rounds=20,
-        rival=RIVAL if library else None,
-        rival_us=(lambda: load_rival(library)(*shape, k)) if library else None,
+        baseline=BASELINE if library else None,
+        baseline_us=(lambda: load_baseline(library)(*shape, k)) if library else None,
     )
 
 
@@ -57,7 +58,7 @@ def inputs(num_rows, num_entries):
 
 
 @functools.cache
-def load_rival(library):
+def load_baseline(library):
     """A function (rows, entries, k) -> median us of a call, of as many different ones as ours."""
     import torch
 
@@ -70,7 +71,7 @@ def load_rival(library):
         selected = torch.empty(num_rows, k, **device)
         workspace = torch.zeros(_WORKSPACE_BYTES, device="cuda", dtype=torch.uint8)
 
-        return rivals.median_us(
+        return baselines.median_us(
             [
                 functools.partial(
                     torch.ops._C.persistent_topk, x, lengths, selected, workspace, k, num_entries

@@ -1,42 +1,15 @@
 """A pytest plugin that keeps the outcome of a GPU run: its device, date, jax version and counts.
 
-The path is the environment variable DSV4_GPU_RESULTS. What else the file holds, such as the rows
-of benchmarks, stays.
+The environment variable DSV4_GPU_RESULTS is the path of the file. The rows of benchmarks in it are
+left alone.
 """
 
 import collections
-import datetime
-import json
 import os
-import pathlib
 
-import jax
+from dsv4_jax.bench.results import describe_device, read_json, write_json
 
 VARIABLE = "DSV4_GPU_RESULTS"
-
-
-def read(path):
-    """What a path holds; {} where there is nothing."""
-    path = pathlib.Path(path)
-    return json.loads(path.read_text()) if path.exists() else {}
-
-
-def update(path, **fields):
-    """Sets fields of the results at a path, beside the device, the date and the jax version."""
-    results = read(path) | {
-        "device": jax.devices()[0].device_kind,
-        "date": datetime.date.today().isoformat(),
-        "jax": jax.__version__,
-    }
-    replace(path, json.dumps(results | fields, indent=1) + "\n")
-
-
-def replace(path, text):
-    """Writes a file whole, so that a run that is cut off leaves the old one or the new one."""
-    path = pathlib.Path(path)
-    new = path.with_suffix(".new")
-    new.write_text(text)
-    new.replace(path)
 
 
 class Counts:
@@ -54,4 +27,5 @@ class Counts:
             counts = {
                 outcome: self.outcomes[outcome] for outcome in ("passed", "failed", "skipped")
             }
-            update(os.environ[VARIABLE], tests=counts)
+            path = os.environ[VARIABLE]
+            write_json(path, read_json(path) | {"tests": describe_device() | counts})

@@ -39,7 +39,7 @@ def test_decode_times_every_part(tmp_path, capsys):
     assert [row["context"] for row in found["rows"]] == [64, 256]
     for row in found["rows"]:
         assert row["bucket_context"] == 256
-        assert row["cache_part_target_ms"] >= 2 * row["cache_part_floor_ms"] > 0
+        assert row["cache_part_target_ms"] >= 2 * row["cache_part_roofline_ms"] > 0
         assert set(row["layer_ms"]) == {
             "swa_hash",
             "csa_hash",

@@ -31,7 +31,7 @@ def draw(kind, seed):
         if not columns:
             return None
         values, scores = (jax.random.normal(next(keys), (T, columns)) for _ in range(2))
-        return ds.Projections(values=values, scores=scores)
+        return ds.cache.Projections(values=values, scores=scores)
 
     tokens = LayerTokens(
         queries=jax.random.normal(next(keys), (T, HEADS, DIM)),

@@ -25,7 +25,7 @@ def test_only_the_number_of_experts_differs(slim, full):
 def test_weights_in_bf16(name, trunk_gb):
     """By deepseek_v4.md section 6 layer by layer: matrices in bf16, mHC, sinks and ape in f32."""
     config = dataclasses.replace(getattr(ds.DSV4Config, name)(), num_mtp_layers=0)
-    total = tree_bytes(ds.param_shapes(config, "bfloat16"))
+    total = tree_bytes(ds.model.param_shapes(config, "bfloat16"))
     assert total / 1e9 == pytest.approx(trunk_gb, abs=0.005)
     assert total == sum(count for count in _bytes_by_hand(config))
 

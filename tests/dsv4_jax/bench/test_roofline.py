@@ -1,18 +1,18 @@
-"""Floors against the tables of deepseek_v4.md section 7."""
+"""Rooflines against the tables of deepseek_v4.md section 7."""
 
 import dataclasses
 
 import pytest
 
 import dsv4_jax as ds
-from dsv4_jax.bench import floor
+from dsv4_jax.bench import roofline
 from dsv4_jax.cache.model_cache import tree_bytes
 
 MILLION = 1_048_576
 
 
 def works(config, context, batch=1, cache_format="fp8_ue8m0"):
-    return floor.step_cache_work(config, batch=batch, context=context, cache_format=cache_format)
+    return roofline.step_cache_work(config, batch=batch, context=context, cache_format=cache_format)
 
 
 def read_bytes(config, context):
@@ -52,7 +52,7 @@ def test_products_of_index_scores(context, megaflops):
     config = ds.DSV4Config.flash()
     index = works(config, context)["csa index"]
     assert index.flops / 21 / 1e6 == pytest.approx(megaflops, rel=2e-3)
-    assert index.rate == floor.FP8_FLOPS
+    assert index.rate == roofline.FP8_FLOPS
 
 
 @pytest.mark.parametrize(("name", "megaflops"), [("flash", 83.9), ("pro", 302.0)])
@@ -69,23 +69,23 @@ def test_everything_selected_needs_no_index():
     assert "csa index" in works(config, 2052)
 
 
-def test_floors_add_up_layer_by_layer_and_grow_with_the_batch():
+def test_rooflines_add_up_layer_by_layer_and_grow_with_the_batch():
     config = ds.DSV4Config.flash()
     sizes = {"context": 131_072, "cache_format": "fp8_ue8m0"}
-    one = floor.step_cache_floor_s(config, batch=1, **sizes)
+    one = roofline.step_cache_roofline_s(config, batch=1, **sizes)
     assert one * 1e6 == pytest.approx(68.3e6 / 4.3e12 * 1e6, rel=0.25)  # beside appends, queries
-    assert floor.step_cache_floor_s(config, batch=8, **sizes) == pytest.approx(8 * one)
+    assert roofline.step_cache_roofline_s(config, batch=8, **sizes) == pytest.approx(8 * one)
 
 
 @pytest.mark.parametrize("name", ["flash_slim", "pro_slim"])
 def test_weights_that_a_step_reads(name):
     config = dataclasses.replace(getattr(ds.DSV4Config, name)(), num_mtp_layers=0)
-    shapes = ds.param_shapes(config, "bfloat16")
+    shapes = ds.model.param_shapes(config, "bfloat16")
     tables = sum(tree_bytes(layers.ffn.tid2eid) for layers in shapes.layers.values())
     everything = tree_bytes(shapes) - tree_bytes(shapes.embed) - tables
     d, width = config.hidden_size, config.moe_intermediate_size
     expert = config.num_layers * 3 * d * width * 2
-    one = floor.step_weight_bytes(config, batch=1)
+    one = roofline.step_weight_bytes(config, batch=1)
     assert one == pytest.approx(everything - 2 * expert + 2 * d)
-    many = floor.step_weight_bytes(config, batch=64)
+    many = roofline.step_weight_bytes(config, batch=64)
     assert many == pytest.approx(everything + 64 * 2 * d, rel=1e-6)

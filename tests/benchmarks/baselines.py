@@ -1,4 +1,4 @@
-"""Times other projects' kernels, called through torch, as ours are: device time of a call."""
+"""Device times of other projects' kernels, called through torch."""
 
 import statistics
 
@@ -6,7 +6,7 @@ _REPLAYS = 20
 
 
 def median_us(calls):
-    """Median of one call's time, in microseconds; `calls` are functions, replayed as one graph."""
+    """Median device time of one call, in microseconds; one CUDA graph replays all of the calls."""
     import torch
 
     def call_each():

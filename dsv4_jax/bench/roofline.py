@@ -1,6 +1,6 @@
-"""What a decode step cannot do without: bytes that must move and operations that must be made.
+"""The roofline of a decode step: the bytes that must move and the operations that must be done.
 
-Source: deepseek_v4.md section 7; bytes per entry are those of the arrays that `init_cache` makes.
+Source: deepseek_v4.md section 7. Bytes per entry are those of the arrays that `init_cache` makes.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from dsv4_jax.config.layer_types import AttentionType
 from dsv4_jax.model.params import LayerParams, param_shapes
 
 BANDWIDTH = 4.3e12
-"""Bytes per second that a copy reaches on an H200, read and written together."""
+"""Bytes per second, read and written together, that a copy reaches on an H200."""
 BF16_FLOPS = 820e12
 """Operations per second that bf16 matrix products reach on an H200."""
 FP8_FLOPS = 1600e12
-"""Likewise in FP8."""
+"""Operations per second that FP8 matrix products reach on an H200."""
 LAUNCH_S = 8e-6
-"""Seconds allowed for each launch of our kernels."""
+"""Seconds that the target of the cache part allows for each launch of our kernels."""
 
 _ACTIVATION = 2  # bytes of bf16
 _F32 = 4
@@ -30,13 +30,13 @@ _F32 = 4
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """One op of one layer.
+    """The least work of one op.
 
     Attributes:
-      name: of the op.
-      num_bytes: read and written.
-      flops: of its matrix products.
-      rate: operations per second those can reach.
+      name: name of the op.
+      num_bytes: bytes read and written.
+      flops: operations of its matrix products.
+      rate: operations per second that those can reach.
     """
 
     name: str
@@ -45,21 +45,21 @@ class Work:
     rate: float = BF16_FLOPS
 
     @property
-    def floor_s(self) -> float:
-        """The larger of what the bytes and what the products take."""
+    def roofline_s(self) -> float:
+        """Seconds that the bytes or the products take, whichever is longer."""
         return max(self.num_bytes / BANDWIDTH, self.flops / self.rate)
 
 
 def cache_work(
     config: DSV4Config, spec: LayerSpec, *, batch: int, context: int, cache_format: str
 ) -> list[Work]:
-    """The cache-dependent ops of one layer in one decode step, from append to attention.
+    """The work of one layer's cache-dependent ops in one decode step, from append to attention.
 
     Args:
       config: the model.
       spec: the layer.
-      batch: B, requests.
-      context: tokens of each request, the step's own included.
+      batch: B, number of requests.
+      context: tokens of each request, including the one of the step.
       cache_format: name of the storage format.
     """
     schema = build_schema(config, spec, cache_format)
@@ -103,7 +103,7 @@ def cache_work(
 def step_cache_work(
     config: DSV4Config, *, batch: int, context: int, cache_format: str
 ) -> dict[str, Work]:
-    """`cache_work` of all layers, summed by attention type and op: `csa index`."""
+    """`cache_work` summed over all layers; keys are attention type and op, like `csa index`."""
     total: dict[str, Work] = {}
     for spec in layer_schedule(config):
         layer = cache_work(config, spec, batch=batch, context=context, cache_format=cache_format)
@@ -116,10 +116,12 @@ def step_cache_work(
     return total
 
 
-def step_cache_floor_s(config: DSV4Config, *, batch: int, context: int, cache_format: str) -> float:
+def step_cache_roofline_s(
+    config: DSV4Config, *, batch: int, context: int, cache_format: str
+) -> float:
     """Seconds of the cache-dependent part of a step, op by op and layer by layer."""
     return sum(
-        work.floor_s
+        work.roofline_s
         for spec in layer_schedule(config)
         for work in cache_work(
             config, spec, batch=batch, context=context, cache_format=cache_format
@@ -130,8 +132,8 @@ def step_cache_floor_s(config: DSV4Config, *, batch: int, context: int, cache_fo
 def step_weight_bytes(config: DSV4Config, *, batch: int, dtype: str = "bfloat16") -> float:
     """Bytes of weights that one step of `batch` tokens reads.
 
-    Of the embedding that is a row for each token, and of the routed experts those that are expected
-    to be picked when each token picks at random.
+    Counts one row of the embedding per token, and the expected number of routed experts if each
+    token picks its experts at random.
     """
     shapes = param_shapes(config, dtype)
     picked = config.num_experts_per_token / config.num_routed_experts
@@ -147,7 +149,7 @@ def step_weight_bytes(config: DSV4Config, *, batch: int, dtype: str = "bfloat16"
 
 
 def _entry_bytes(schema: LayerCacheSchema) -> tuple[int, int]:
-    """Bytes of an entry and of an index key in memory; 0 for a key there is none of."""
+    """Bytes of an entry and of an index key in memory; the latter is 0 without an indexer."""
     fmt = schema.format
     entry = fmt.entry_bytes(schema.entry_head_dim, schema.rope_dim)
     if not schema.indexer_head_dim:

@@ -1,7 +1,7 @@
 """A small call of every kernel and nothing beside it, for tools that watch a GPU's memory.
 
-    compute-sanitizer --tool racecheck python -m helpers.kernels_alone flush_csa scores_fp8
-    python -m helpers.kernels_alone            names the calls
+    compute-sanitizer --tool racecheck python -m programs.kernels_alone flush_csa scores_fp8
+    python -m programs.kernels_alone            names the calls
 
 Inputs are drawn on the CPU, and no reference runs on the GPU: in a process where one does,
 compute-sanitizer itself may end with a segmentation fault.

@@ -2,42 +2,40 @@
 
 The folder holds, unmodified, `save_partial_states.py`, `fused_compress_quant_cache.py`,
 `cache_utils.py` and `fused_indexer_q.py` of vLLM 0.33's `vllm/models/deepseek_v4/common/ops`; they
-import a few names of vLLM, which are stood in for here. Per compressor vLLM launches two kernels,
-"save" and "compress"; for the window one, which in its C++ library also norms and rotates queries.
+import a few names of vLLM, which `vllm_stand_in` provides. vLLM launches two kernels for each
+compressor, "save" and "compress", and one for the window, which in its C++ library also norms and
+rotates queries.
 """
 
 import functools
 import importlib
-import inspect
-import os
-import sys
 import types
 
 import numpy as np
 
-from benchmarks import rivals
+from benchmarks import baselines
 from benchmarks.layer_calls import DECODE_LENGTH, EPS, IC, RATE, ROPE, C, decode_positions
+from benchmarks.vllm_stand_in import PACKAGE, round_up, stand_in
 
-_PACKAGE = "vllm.models.deepseek_v4.common.ops"
 _LAYERS = 20
 _PREFILL_LAYERS = 4
 
 
 @functools.cache
 def load(folder, library=None):
-    """What times vLLM's launches; `library` holds its C++ operators."""
-    return Rival(folder, library)
+    """The `Launches` of a folder; `library` holds vLLM's C++ operators."""
+    return Launches(folder, library)
 
 
-class Rival:
-    """Times of vLLM's launches on this GPU."""
+class Launches:
+    """Times vLLM's launches on this GPU."""
 
     def __init__(self, folder, library):
         import torch
 
-        _stand_in(folder)
+        stand_in(folder)
         self.save, self.compress, self.cache = (
-            importlib.import_module(f"{_PACKAGE}.{name}")
+            importlib.import_module(f"{PACKAGE}.{name}")
             for name in ("save_partial_states", "fused_compress_quant_cache", "cache_utils")
         )
         angle = torch.arange(65536, dtype=torch.float32)[:, None] * (
@@ -49,14 +47,14 @@ class Rival:
             torch.ops.load_library(library)
 
     def prefill_us(self, kind, families, num_tokens):
-        """Of the compressors of those families, for one request's first tokens."""
+        """Microseconds of these compressors for the first tokens of one request."""
         positions = [np.arange(num_tokens)]
         return round(
             sum(self._compress_us(kind, f, positions, _PREFILL_LAYERS) for f in families), 2
         )
 
     def decode_us(self, kind, batch, closing, num_heads):
-        """Of the window insert and of each compressor, one after the other."""
+        """Microseconds of the window insert and of each compressor, summed."""
         positions = [p[None] for p in decode_positions(RATE[kind], batch, closing)]
         families = ("main", "index") if kind == "csa" else ("main",)
         total = sum(self._compress_us(kind, family, positions, _LAYERS) for family in families)
@@ -69,15 +67,16 @@ class Rival:
             compressor.save(self.save)
             compressor.compress(self.compress)
 
-        return rivals.median_us([lambda c=c: run(c) for c in buffers])
+        return baselines.median_us([lambda c=c: run(c) for c in buffers])
 
     def insert_us(self, batch, num_heads):
+        """Microseconds of the window insert."""
         import torch
 
         calls = []
         for _ in range(_LAYERS):
             pages = -(-batch // 64)
-            cache = torch.zeros(pages, _round_up(64 * 584, 576), dtype=torch.uint8, device="cuda")
+            cache = torch.zeros(pages, round_up(64 * 584, 576), dtype=torch.uint8, device="cuda")
             cache = cache[:, : 64 * 584]
             kv = torch.randn(batch, C, device="cuda").bfloat16()
             slots = torch.randperm(pages * 64, device="cuda")[:batch]
@@ -89,7 +88,7 @@ class Rival:
             else:
                 insert, arguments = self.cache.quantize_and_insert_k_cache, (kv, cache, slots, 64)
             calls.append(lambda f=insert, a=arguments: f(*a))
-        return rivals.median_us(calls)
+        return baselines.median_us(calls)
 
 
 class _Compressor:
@@ -129,13 +128,13 @@ class _Compressor:
         pages, number = np.unique(keys, return_inverse=True)
         entry_slots = number * self.page_entries + entry % self.page_entries
         entry_slots = np.where((flat + 1) % self.rate == 0, entry_slots, -1)
-        stride = _round_up(self.page_tokens * 2 * self.width * 4, 576) // 4
+        stride = round_up(self.page_tokens * 2 * self.width * 4, 576) // 4
         state = torch.randn(num_pages, stride, device="cuda")
         self.state = state.as_strided(
             (num_pages, self.page_tokens, 2 * self.width), (stride, 2 * self.width, 1)
         )
         size = self.token_bytes + self.scale_bytes
-        page_bytes = _round_up(self.page_entries * size, 576)
+        page_bytes = round_up(self.page_entries * size, 576)
         cache = torch.zeros(len(pages), page_bytes, dtype=torch.uint8, device="cuda")
         self.cache = cache.as_strided((len(pages), self.page_entries, size), (page_bytes, size, 1))
         both = torch.randn(len(flat), 2 * self.width, device="cuda")
@@ -187,119 +186,3 @@ class _Compressor:
             token_stride=self.token_bytes,
             scale_dim=self.scale_bytes,
         )
-
-
-class _Launcher:
-    """Binds a launcher's arguments to its Triton kernel's parameters by name, and launches."""
-
-    def __class_getitem__(cls, _):
-        return cls
-
-    def launch(self, spec, inputs):
-        grid, named = spec[0], dict(spec[1])
-        kernel = named.pop("kernel", None) or self.kernel
-        parameters = kernel.arg_names
-        for name, value in inputs.items():
-            spellings = (name, f"{name}_ptr", name.upper(), f"{name.upper()}_PTR")
-            for spelling in spellings:
-                if spelling in parameters:
-                    named.setdefault(spelling, value)
-                    break
-        for name in parameters:
-            base, stride, axis = name.rpartition("_stride")
-            if name not in named and stride and (not axis or axis.lstrip("_").isdigit()):
-                source = named.get(base, named.get(f"{base}_ptr"))
-                if source is not None:
-                    named[name] = source.stride(int(axis.lstrip("_") or 0))
-        kernel[grid](**named)
-
-
-def _kernel_launcher(function):
-    signature = inspect.signature(function)
-
-    def call(self, *args, **kwargs):
-        spec = function(self, *args, **kwargs)
-        bound = signature.bind(self, *args, **kwargs)
-        bound.apply_defaults()
-        self.launch(spec, {name: v for name, v in bound.arguments.items() if name != "self"})
-
-    return call
-
-
-class _Unused:
-    """Warm-up helpers that matter only inside vLLM."""
-
-    def __init__(self, *args, **kwargs):
-        pass
-
-    def __class_getitem__(cls, _):
-        return cls
-
-
-def _stand_in(folder):
-    """Modules of the names that the folder's files import from vLLM."""
-    import torch
-    import triton
-    import triton.language as tl
-
-    def module(name, **attributes):
-        parts = name.split(".")
-        for end in range(1, len(parts) + 1):
-            path = ".".join(parts[:end])
-            if path not in sys.modules:
-                made = types.ModuleType(path)
-                made.__path__ = []
-                sys.modules[path] = made
-                if end > 1:
-                    setattr(sys.modules[".".join(parts[: end - 1])], parts[end - 1], made)
-        vars(sys.modules[name]).update(attributes)
-        return sys.modules[name]
-
-    def no(*_):
-        return False
-
-    @triton.jit
-    def never_called(scale):
-        return scale
-
-    platform = types.SimpleNamespace(
-        is_rocm=no,
-        is_xpu=no,
-        is_cpu=no,
-        is_cuda=lambda: True,
-        is_cuda_alike=lambda: True,
-        is_fp8_fnuz=no,
-        fp8_dtype=lambda: torch.float8_e4m3fn,
-        device_type="cuda",
-        is_device_capability_family=no,
-    )
-    warmup = "vllm.model_executor.warmup.jit_warmup"
-    module("vllm.platforms", current_platform=platform)
-    module("vllm.triton_utils", tl=tl, triton=triton)
-    module(warmup, kernel_launcher=_kernel_launcher, WarmupIntRange=_Unused, zip_inputs=_Unused)
-    module(
-        f"{warmup}_triton_helper",
-        LaunchSpec=tuple,
-        TritonWarmupTensor=_Unused,
-        VllmTritonJitKernel=_Launcher,
-        TritonPointerInputVariant=_Unused,
-        triton_scalar_specialization_rep=_Unused,
-    )
-    module(
-        "vllm.model_executor.layers.quantization.utils.quant_utils",
-        get_fp8_min_max=lambda: (-448.0, 448.0),
-    )
-    module("vllm.transformers_utils.deepseek_v4_utils", get_compress_ratios=lambda *_: [])
-    module("vllm.utils.deep_gemm", mqa_logits_use_mx_scales=no)
-    module("vllm.utils.import_utils", has_cutedsl=no)
-    module(
-        "vllm.utils.math_utils",
-        next_power_of_2=lambda n: 1 if n < 1 else 1 << (n - 1).bit_length(),
-        round_up=_round_up,
-    )
-    module("vllm.v1.attention.ops.common", pack_ue8m0_x4=never_called)
-    module(_PACKAGE).__path__ = [os.path.abspath(folder)]
-
-
-def _round_up(number, multiple):
-    return -(-number // multiple) * multiple

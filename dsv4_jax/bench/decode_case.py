@@ -1,0 +1,92 @@
+"""One point of the decode benchmark: its sizes, and the cache and inputs that its parts share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv4_jax.bench import roofline
+from dsv4_jax.bench.fill import filled_cache
+from dsv4_jax.bench.parts import one_token_each
+from dsv4_jax.bench.profile import profile_launches
+from dsv4_jax.bench.timing import Timing, dispatch, time_calls
+from dsv4_jax.cache.model_cache import ModelCache, cache_shapes, tree_bytes
+from dsv4_jax.config import DSV4Config
+
+PARTS = ("step", "cache", "layers")
+_MAX_CALLS = 48  # of one measurement; lengths start that many tokens below the context
+_PROFILED_CALLS = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeCase:
+    """One point of the benchmark.
+
+    Attributes:
+      batch: B, requests decoded at once.
+      context: tokens of each request.
+      bucket_context: longest context that the cache has room for; it determines the shapes.
+      cache_format: name of the storage format.
+      parts: the timed parts, out of `PARTS`.
+      recompile: whether the step is compiled twice, to time the persistent compilation cache.
+      profile: whether the step and the cache part are also profiled, launch by launch.
+      compile_only: whether programs are only compiled, into the persistent compilation cache.
+      limit_s: seconds for the measurements of one part, without compiling.
+    """
+
+    batch: int
+    context: int
+    bucket_context: int
+    cache_format: str
+    parts: tuple[str, ...] = PARTS
+    recompile: bool = True
+    profile: bool = False
+    compile_only: bool = False
+    limit_s: float = 20.0
+
+
+class CaseSetup:
+    """The shapes, inputs and bytes of a case, for all of its parts."""
+
+    def __init__(self, config: DSV4Config, case: DecodeCase) -> None:
+        """Computes sizes; no cache is allocated before `fill`."""
+        self.config, self.case = config, case
+        self.sizes = {"max_context_tokens": case.bucket_context, "cache_format": case.cache_format}
+        self.shapes = cache_shapes(config, max_requests=case.batch, **self.sizes)
+        self.cache_bytes = tree_bytes(self.shapes)
+        self.calls = max(1, min(_MAX_CALLS, case.context // 4))
+        self.lengths = (case.context - self.calls - np.arange(case.batch) % 4).clip(0)
+        self.step_input = one_token_each(config, case.batch)
+        self.work = roofline.step_cache_work(
+            config, batch=case.batch, context=case.context, cache_format=case.cache_format
+        )
+
+    def fill(self) -> ModelCache:
+        """Makes a cache that is `calls` tokens short of the context, or only its shapes."""
+        if self.case.compile_only:
+            return self.shapes
+        cache = filled_cache(self.config, length_tokens=self.lengths, **self.sizes)
+        return jax.block_until_ready(cache)
+
+    def measure(self, call: Callable[[Any], Any], state: Any) -> tuple[Timing, Any]:
+        """Times `state = call(state)`, where a state is (cache, rest); returns the last one too."""
+        limit_s = self.case.limit_s
+        return time_calls(call, state, rewind=self.rewind, max_calls=self.calls, limit_s=limit_s)
+
+    def rewind(self, state: tuple[ModelCache, Any]) -> tuple[ModelCache, Any]:
+        """Restores the lengths of the cache, so that no measurement exceeds the context."""
+        cache, rest = state
+        lengths = jnp.asarray(self.lengths, jnp.int32)
+        return dataclasses.replace(cache, length_tokens=lengths), rest
+
+    def profile(
+        self, compiled: Any, call: Callable[[Any], Any], state: Any
+    ) -> list[dict[str, Any]]:
+        """Lists the launches of a call and their times; donates the state."""
+        calls, state = min(_PROFILED_CALLS, self.calls), self.rewind(state)
+        return profile_launches(compiled, lambda: dispatch(call, state, calls), calls=calls)

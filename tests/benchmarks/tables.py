@@ -1,0 +1,83 @@
+"""Writes the kernel tables of docs/benchmarks.md: `python -m benchmarks.tables`.
+
+They are made from tests/data/gpu_results.json, one table for each run.
+"""
+
+import json
+import pathlib
+
+ROOT = pathlib.Path(__file__).parents[2]
+DOCUMENT = ROOT / "docs" / "benchmarks.md"
+RESULTS = ROOT / "tests" / "data" / "gpu_results.json"
+BEGIN = "<!-- kernel tables: made by tests/benchmarks/tables.py -->\n"
+END = "<!-- end -->\n"
+_HEAD = ["op", "shape", "ours, us", "baseline", "baseline, us", "ratio", "share of the roofline"]
+
+
+def main():
+    DOCUMENT.write_text(splice(DOCUMENT.read_text(), tables(json.loads(RESULTS.read_text()))))
+
+
+def tables(results):
+    """Markdown: the outcome of the GPU tests, then a heading and a table for each run."""
+    parts = [_tests(results["tests"])] if "tests" in results else []
+    for name, run in results["runs"].items():
+        rows = [row for row in results["rows"] if row["run"] == name and "failed" not in row]
+        heading = f"### {_ops(rows)} (run {name})"
+        parts.append("\n".join([heading, "", _described(run), "", *table(rows)]))
+    return "\n" + "\n\n".join(parts) + "\n\n"
+
+
+def table(rows):
+    """The lines of a table."""
+    return [_line(_HEAD), _line(["---"] * len(_HEAD)), *map(line, rows)]
+
+
+def line(row):
+    """A row of the results as a line of a table; a baseline that failed is not named."""
+    share = row["roofline_share"]
+    return _line(
+        [
+            f"`{row['op']}`",
+            row["shape"],
+            _number(row["ours_us"], 1),
+            "" if row["baseline_us"] is None else row["baseline"],
+            _number(row["baseline_us"], 1),
+            _number(row["ratio"], 2),
+            "" if share is None else f"{share:.0%}",
+        ]
+    )
+
+
+def splice(document, text):
+    """The document with the text between its markers."""
+    before, rest = document.split(BEGIN)
+    return before + BEGIN + text + END + rest.split(END, 1)[1]
+
+
+def _tests(tests):
+    counts = f"{tests['passed']} GPU tests passed"
+    if tests["failed"]:
+        counts += f", {tests['failed']} failed"
+    return f"{counts}: {tests['device']}, jax {tests['jax']}, {tests['date']}, `pytest -m gpu`."
+
+
+def _described(run):
+    return f"{run['device']}, jax {run['jax']}, {run['date']}: `{run['command']}`"
+
+
+def _ops(rows):
+    """The ops of a run, each once and without its variants."""
+    return ", ".join(dict.fromkeys(row["op"].split()[0] for row in rows))
+
+
+def _number(value, digits):
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _line(cells):
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    main()

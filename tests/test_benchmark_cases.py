@@ -1,0 +1,66 @@
+"""The benchmarks' cases, each a row; nothing is timed."""
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks import (
+    bench_append,
+    bench_compress,
+    bench_decode_baselines,
+    bench_gather,
+    bench_index_scores,
+    bench_sparse_attention,
+    bench_topk,
+)
+from dsv4_jax.bench import compare, timing
+
+BENCHMARKS = [
+    (bench_append, 23),
+    (bench_compress, 8),
+    (bench_gather, 9),
+    (bench_index_scores, 28),
+    (bench_sparse_attention, 60),
+    (bench_topk, 14),
+]
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "count"), BENCHMARKS, ids=[b.__name__.split(".")[-1] for b, _ in BENCHMARKS]
+)
+def test_a_benchmark_has_a_row_for_each_shape(monkeypatch, benchmark, count):
+    """And its inputs are what its loops are compiled for."""
+    found = []
+
+    def measure(cases, path):
+        found.extend(cases)
+        return path
+
+    monkeypatch.setattr("sys.argv", ["benchmark", "results.json"])
+    monkeypatch.setattr(timing, "copy_bandwidth", lambda: 4e12)
+    monkeypatch.setattr(compare, "measure", measure)
+    assert benchmark.main() == "results.json"
+    assert len({(case.op, case.shape) for case in found}) == len(found) == count
+    specs, made = jax.eval_shape(found[0].make), found[0].make()
+
+    def spec(x):
+        return x.shape, x.dtype
+
+    assert jax.tree.map(spec, specs) == jax.tree.map(spec, made)
+
+
+def test_entries_that_attention_reads_ascend():
+    chosen = bench_sparse_attention.choose(np.random.default_rng(0), 5, 8, 16)
+    assert (np.diff(chosen) > 0).all()
+
+
+def test_launches_of_a_baseline_are_summed_over_the_layers_of_flash():
+    us = {"swa append": 5.0, "csa append": 10.0, "csa topk": 2.0, "hca attention": 20.0}
+    found = bench_decode_baselines.summed(us) | {"batch": 64, "context": 16_384}
+    assert found["layers"] == {"swa": 2, "csa": 21, "hca": 20}
+    assert found["baseline_ms"] == pytest.approx((2 * 5 + 21 * 12 + 20 * 20) / 1e3)
+    row = {"batch": 64, "context": 16_384, "cache_part_ms": found["baseline_ms"] / 2}
+    compared = bench_decode_baselines.compared(found, [{"batch": 8, "context": 16_384}, row])
+    assert compared["times_the_baselines_tokens"] == pytest.approx(2)
+    assert compared["ours_tokens_per_s"] == pytest.approx(64 / row["cache_part_ms"] * 1e3)
+    assert bench_decode_baselines.compared(found, []) == {}

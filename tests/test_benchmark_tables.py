@@ -1,0 +1,153 @@
+"""The tables of docs/benchmarks.md are those of the results, and the README's rows occur there."""
+
+import json
+import pathlib
+import re
+
+import pytest
+
+from benchmarks import tables
+
+README = pathlib.Path(__file__).parents[1] / "README.md"
+ROW = {
+    "op": "gather",
+    "shape": "64 x 512",
+    "ours_us": 18.04,
+    "baseline": None,
+    "baseline_us": None,
+    "ratio": None,
+    "roofline_share": 0.71,
+}
+BASELINE = {"baseline": "FlashMLA", "baseline_us": 45.5, "ratio": 0.4}
+RUN = {"device": "NVIDIA H200", "jax": "0.11.2", "date": "2026-11-21", "command": "python -m a"}
+TESTS = {"device": "NVIDIA H200", "jax": "0.11.2", "date": "2026-11-22", "passed": 12, "failed": 0}
+
+
+@pytest.fixture(scope="module")
+def results():
+    return json.loads(tables.RESULTS.read_text())
+
+
+def test_the_document_has_the_tables_of_the_results(results):
+    document = tables.DOCUMENT.read_text()
+    made = tables.tables(results)
+    assert document == tables.splice(document, made), "run `python -m benchmarks.tables`"
+    assert [line for line in made.splitlines() if line.startswith("| `")] == [
+        tables.line(row)
+        for name in results["runs"]
+        for row in results["rows"]
+        if row["run"] == name
+    ]
+
+
+def test_every_row_is_of_a_known_run_and_every_run_has_rows(results):
+    assert {row["run"] for row in results["rows"]} == set(results["runs"])
+    assert len({(row["op"], row["shape"]) for row in results["rows"]}) == len(results["rows"])
+
+
+def test_rows_of_two_runs_do_not_share_a_table():
+    runs = {"a": RUN, "b": RUN | {"date": "2026-11-23", "command": "python -m b"}}
+    rows = [
+        ROW | {"run": run, "shape": shape} for run, shape in (("a", "1"), ("b", "2"), ("a", "3"))
+    ]
+    made = tables.tables({"tests": TESTS, "runs": runs, "rows": rows}).splitlines()
+    first = made.index("NVIDIA H200, jax 0.11.2, 2026-11-21: `python -m a`")
+    second = made.index("NVIDIA H200, jax 0.11.2, 2026-11-23: `python -m b`")
+    shapes = [(i, line.split(" | ")[1]) for i, line in enumerate(made) if line.startswith("| `")]
+    assert [shape for _, shape in shapes] == ["1", "3", "2"]
+    assert first < shapes[0][0] < shapes[1][0] < second < shapes[2][0]
+    assert made[1] == "12 GPU tests passed: NVIDIA H200, jax 0.11.2, 2026-11-22, `pytest -m gpu`."
+
+
+def test_failed_tests_are_not_hidden():
+    made = tables.tables({"tests": TESTS | {"failed": 2}, "runs": {}, "rows": []})
+    assert "12 GPU tests passed, 2 failed: " in made
+
+
+@pytest.mark.parametrize(
+    ("row", "line"),
+    [
+        (ROW, "| `gather` | 64 x 512 | 18.0 |  |  |  | 71% |"),
+        (ROW | BASELINE, "| `gather` | 64 x 512 | 18.0 | FlashMLA | 45.5 | 0.40 | 71% |"),
+        (
+            ROW | {"baseline": "FlashMLA", "baseline_failed": "ValueError"},
+            "| `gather` | 64 x 512 | 18.0 |  |  |  | 71% |",
+        ),
+    ],
+    ids=["alone", "beside a baseline", "beside one that failed"],
+)
+def test_a_row_is_a_line(row, line):
+    assert tables.line(row) == line
+
+
+def test_a_row_that_failed_is_left_out():
+    failed = ROW | {"run": "a", "ours_us": None, "failed": "ValueError"}
+    made = tables.tables({"runs": {"a": RUN}, "rows": [failed, ROW | {"run": "a"}]})
+    assert made.count("| `gather`") == 1
+
+
+def test_only_the_text_between_the_markers_is_replaced():
+    document = f"# a\n{tables.BEGIN}old\n{tables.END}\n## b\n"
+    spliced = tables.splice(document, "new\n")
+    assert spliced == document.replace("old", "new")
+    assert tables.splice(spliced, "new\n") == spliced
+
+
+# What the README's rows are called in docs/benchmarks.md and in the results.
+FROM_DOCUMENT = {
+    "decode step, 1 request of 4,096 tokens": "| 4,096 | {0} (",
+    "decode step, 1 request of 1,048,576 tokens": "| 1,048,576 | {0} (",
+    "append to attention of all layers, 32 requests of 131,072 tokens": (
+        "| 32 requests | 1.061 (1.379) | {0} ("
+    ),
+    "prefill of 8,192 tokens": "| 8,192 | {0} | {1} |",
+    "serving, 32 requests at a time, 10,364 steps": "tokens drawn per s | {1} and {0} |",
+}
+FROM_RESULTS = {
+    "`index_topk`, 512 of 65,536 MXFP4 keys, 8 requests": ("index_topk MXFP4", "8 x 65536"),
+    "`sparse_attention`, 64 requests, 64 heads, 128 + 512 keys": (
+        "sparse_attention csa",
+        "64 x 1 tokens, 64 heads, 128 + 512 keys",
+    ),
+    "`append_and_flush`, 64 CSA requests, all closing a window": (
+        "append_and_flush csa",
+        "64 requests, all closing, 64 heads",
+    ),
+}
+
+
+def readme_rows():
+    """{first cell: the other cells} of the table under "Measured"."""
+    section = README.read_text().split("## Measured")[1]
+    lines = section.split("| --- |", 1)[1].split("\n\n")[0].splitlines()[1:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {what: cells for what, *cells in rows}
+
+
+def numbers(text):
+    return re.findall(r"[\d][\d,]*(?:\.\d+)?", text)
+
+
+def test_the_rows_of_the_readme_are_known():
+    assert list(readme_rows()) == [*FROM_DOCUMENT, *FROM_RESULTS]
+
+
+@pytest.mark.parametrize("what", FROM_DOCUMENT)
+def test_a_row_of_the_readme_occurs_in_the_document(what):
+    result, _, date, _ = readme_rows()[what]
+    document = tables.DOCUMENT.read_text()
+    found = FROM_DOCUMENT[what].format(*numbers(result))
+    assert document.count(found) == 1, found
+    before = document[: document.index(found)]
+    assert date == re.findall(r"2026-\d\d-\d\d", before)[-1], "the run named last before the table"
+
+
+@pytest.mark.parametrize("what", FROM_RESULTS)
+def test_a_row_of_the_readme_is_a_row_of_the_results(results, what):
+    ours, baseline, date, command = readme_rows()[what]
+    (row,) = (r for r in results["rows"] if (r["op"], r["shape"]) == FROM_RESULTS[what])
+    run = results["runs"][row["run"]]
+    assert numbers(ours) == [f"{row['ours_us']:.1f}"]
+    assert numbers(baseline)[-1] == f"{row['baseline_us']:.1f}"
+    assert date == run["date"]
+    assert run["command"].startswith(command.strip("`"))
