@@ -247,8 +247,8 @@ MUTATIONS = [
         (
             "hyper_connections_transposed",
             "hyper_connections.py",
-            "mix.comb[..., j, :, None]",
-            "mix.comb[..., :, j, None]",
+            "connection.comb[..., j, :, None]",
+            "connection.comb[..., :, j, None]",
             "dsv4_jax/model/test_against_transformers.py",
         ),
         (
