@@ -35,7 +35,7 @@ def main():
 
 
 def case(shape, k, bandwidth, library):
-    """A row; `shape` is requests and entries of each."""
+    """One row; `shape` is (requests, entries of each)."""
     return compare.Case(
         "select_top_k",
         f"{k} of {shape[0]} x {shape[1]}",
@@ -49,7 +49,7 @@ def case(shape, k, bandwidth, library):
 
 
 def inputs(num_rows, num_entries):
-    """Two to four different calls whose scores fit the L2 cache together."""
+    """Two to four different calls whose scores together fit the L2 cache."""
     count = max(2, min(4, int(_CACHED_BYTES / (4 * num_rows * num_entries))))
     rng = np.random.default_rng(0)
     scores = rng.standard_normal((count, num_rows, num_entries), np.float32)  # none repeated
@@ -59,7 +59,7 @@ def inputs(num_rows, num_entries):
 
 @functools.cache
 def load_baseline(library):
-    """A function (rows, entries, k) -> median us of a call, of as many different ones as ours."""
+    """Returns a function (rows, entries, k) -> median microseconds of calls with our inputs."""
     import torch
 
     torch.ops.load_library(library)
