@@ -59,7 +59,7 @@ def claim_memory(fraction: float = 0.95, *, at_once: bool = True) -> None:
     What the user has set wins, and so does a JAX that runs already.
 
     Args:
-      fraction: of the GPU's memory.
+      fraction: share of the GPU's memory.
       at_once: whether it is taken when JAX starts, or as it is needed, which leaves room for
         other processes.
     """
@@ -76,8 +76,8 @@ def use_compilation_cache(folder: str | os.PathLike[str] | None = None) -> pathl
     """Keeps compiled programs on disk, so that the next process reads them instead of compiling.
 
     Args:
-      folder: where; None is the folder that JAX was told (`JAX_COMPILATION_CACHE_DIR`), else
-        `dsv4-jax/xla` in `$XDG_CACHE_HOME` or `~/.cache`.
+      folder: where to keep them; None is the folder that JAX was told
+        (`JAX_COMPILATION_CACHE_DIR`), else `dsv4-jax/xla` in `$XDG_CACHE_HOME` or `~/.cache`.
 
     Returns:
       The folder.

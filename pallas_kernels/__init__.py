@@ -1,14 +1,22 @@
 """The ops under DeepSeek-V4's hybrid cache: arrays in, arrays out; usable without `dsv4_jax`."""
 
-from pallas_kernels.append_and_flush import Appended, Compressor, append_and_flush
+from pallas_kernels.append_and_flush import Appended, append_and_flush
 from pallas_kernels.append_tokens import append_tokens
-from pallas_kernels.common.backend import Backend, gpu_interpreter
+from pallas_kernels.common.backend import (
+    Backend,
+    FallbackWarning,
+    forbid_fallbacks,
+    gpu_interpreter,
+)
+from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.codecs import Planes
 from pallas_kernels.common.formats import CACHE_FORMATS, CacheFormat, get_cache_format
-from pallas_kernels.compressor import flush_csa, flush_hca, flush_write
+from pallas_kernels.common.layer_planes import LayerPlanes
+from pallas_kernels.common.norm_rope import NormRope
+from pallas_kernels.compressor import Compressor, flush_csa, flush_hca, flush_write
 from pallas_kernels.encode_tokens import encode_tokens
 from pallas_kernels.gather_entries import gather_entries, gather_window
-from pallas_kernels.hyper_connections import mix_streams
+from pallas_kernels.hyper_connections import hyper_connections
 from pallas_kernels.index_topk import index_topk
 from pallas_kernels.round_index_queries import round_index_queries
 from pallas_kernels.sparse_attention import sparse_attention
@@ -18,7 +26,11 @@ __all__ = [
     "Appended",
     "Backend",
     "CacheFormat",
+    "CallIndices",
     "Compressor",
+    "FallbackWarning",
+    "LayerPlanes",
+    "NormRope",
     "Planes",
     "append_and_flush",
     "append_tokens",
@@ -26,12 +38,13 @@ __all__ = [
     "flush_csa",
     "flush_hca",
     "flush_write",
+    "forbid_fallbacks",
     "gather_entries",
     "gather_window",
     "get_cache_format",
     "gpu_interpreter",
+    "hyper_connections",
     "index_topk",
-    "mix_streams",
     "round_index_queries",
     "sparse_attention",
 ]

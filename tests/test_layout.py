@@ -1,24 +1,60 @@
 """Imports run in one direction, and kernels know only arrays."""
 
 import ast
+import dataclasses
 import pathlib
+
+from dsv4_jax import cache
 
 ROOT = pathlib.Path(__file__).parents[1]
 ROOMS = {
     "runtime": set(),
+    "linear": set(),
     "config": set(),
     "cache": {"config"},
     "allocator": {"config", "cache"},
-    "attention": {"config", "cache"},
-    "model": {"config", "cache", "attention"},
+    "attention": {"linear", "config", "cache"},
+    "model": {"linear", "config", "cache", "attention"},
     "checkpoint": {"config", "model"},
     "step": {"config", "cache", "attention", "model"},
     "training": {"config", "cache", "attention", "model", "checkpoint", "step"},
     "serving": {"config", "cache", "allocator", "model", "checkpoint", "step"},
     "bench": {"runtime", "config", "cache", "allocator", "attention", "model", "step"},
-    "cli": {"runtime", "config", "cache", "allocator", "model", "checkpoint", "serving", "bench"},
+    "cli": {
+        "runtime",
+        "config",
+        "cache",
+        "allocator",
+        "model",
+        "checkpoint",
+        "step",
+        "serving",
+        "bench",
+    },
 }
 """What each room of `dsv4_jax` imports besides `pallas_kernels`; no room may import back."""
+
+POOL_ARRAYS = {"entries", "index_keys", "window", "tail", "index_tail", "running"}
+"""Attributes of `PagedKVPool` and `StateCachePool` that are arrays."""
+
+OPEN_POOLS = {
+    "cache/paged_cache.py",  # their own modules
+    "cache/state_cache.py",
+    "cache/handle.py",  # what a layer reads and writes in a step
+    "cache/append.py",
+    "cache/commit.py",
+    "cache/snapshots.py",
+    "cache/views.py",  # what the original interface shows
+    "cache/original.py",
+    "allocator/checksums.py",  # what the verifier reads
+    "allocator/live_rows.py",
+    "bench/fill.py",  # what a benchmark fills and takes apart
+    "bench/kernels.py",
+}
+"""Who opens a pool's arrays; everyone else passes pools on, or maps over the whole tree."""
+
+NAMESAKES = {"serving": {"running"}, "training": {"entries"}}
+"""Attributes of other objects, in rooms that see no pool."""
 
 
 def imported_modules(path):
@@ -56,3 +92,25 @@ def test_torch_is_no_dependency():
     for path in [*ROOT.glob("dsv4_jax/**/*.py"), *ROOT.glob("pallas_kernels/**/*.py")]:
         roots = {module.split(".")[0] for module in imported_modules(path)}
         assert not roots & {"torch", "transformers"}, path
+
+
+def pool_arrays(source):
+    """Attributes in a source text that are called as a pool's arrays are."""
+    nodes = ast.walk(ast.parse(source))
+    return {node.attr for node in nodes if isinstance(node, ast.Attribute)} & POOL_ARRAYS
+
+
+def test_few_modules_open_the_arrays_of_a_pool():
+    opening = set()
+    for path in ROOT.glob("dsv4_jax/*/**/*.py"):
+        name = path.relative_to(ROOT / "dsv4_jax").as_posix()
+        if pool_arrays(path.read_text()) - NAMESAKES.get(name.split("/")[0], set()):
+            opening.add(name)
+    assert opening == OPEN_POOLS
+
+
+def test_the_arrays_of_pools_have_these_names():
+    pools = (cache.PagedKVPool, cache.StateCachePool)
+    names = {field.name for pool in pools for field in dataclasses.fields(pool)}
+    assert names - {"schema"} == POOL_ARRAYS
+    assert pool_arrays("def read(pool): return pool.window, pool.schema") == {"window"}

@@ -1,4 +1,4 @@
-"""BlockOwners: how often each block is held, which are free, and what gives way for a new one."""
+"""BlockPool: how often each block is held, which are free, and what gives way for a new one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from dsv4_jax.allocator.prefix_tree import PrefixNode, PrefixTree
 
 
-class BlockOwners:
+class BlockPool:
     """Physical blocks, each held by block tables and by the prefix tree, or free.
 
     Attributes:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dsv4_jax.allocator.block_pool import BlockOwners
+from dsv4_jax.allocator.block_pool import BlockPool
 from dsv4_jax.allocator.ledger import Ledger
 from dsv4_jax.allocator.pending_changes import PendingChanges
 from dsv4_jax.allocator.pool_plan import PoolPlan, plan_pools
+from dsv4_jax.allocator.prefix_cache import PrefixCache, RequestPrefix
 from dsv4_jax.allocator.prefix_tree import PrefixNode, PrefixTree
-from dsv4_jax.allocator.shared_prefix import History
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.original import OriginalHandle, acquire
 from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
@@ -37,6 +37,7 @@ class KVCacheManager:
       plan: sizes of the pools.
       length_tokens: i32[NS], tokens of each slot's request.
       block_table: i32[NS, LB], as the device has it after `apply`.
+      prefixes: what requests share, and where they can be resumed.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class KVCacheManager:
         max_requests: int,
         max_context_tokens: int,
         num_blocks: int | None = None,
-        num_snapshots: int = 0,
+        num_snapshots: int | None = None,
         cache_format: str = DEFAULT_CACHE_FORMAT,
         poison: bool = False,
     ) -> None:
@@ -57,7 +58,8 @@ class KVCacheManager:
           max_requests: NS, slots.
           max_context_tokens: longest context of a request.
           num_blocks: physical blocks; None is enough for `max_requests` full contexts.
-          num_snapshots: boundaries that can be resumed at; 0 shares no prefixes.
+          num_snapshots: boundaries that can be resumed at, as in `plan_pools`; 0 shares no
+            prefixes.
           cache_format: name of the storage format; only `plan` reads it, for its bytes.
           poison: `apply` fills freed slots and blocks with NaN patterns, for tests and debugging.
 
@@ -78,10 +80,10 @@ class KVCacheManager:
         self._poison = poison
         self._free_slots = list(range(max_requests - 1, -1, -1))
         self._slot_generations = np.zeros(max_requests, np.int32)
-        self._held: dict[int, History] = {}
-        self._tree = PrefixTree(self.plan.block_tokens, num_snapshots)
-        self._blocks = BlockOwners(self.plan.num_blocks, self._tree)
+        tree = PrefixTree(self.plan.block_tokens, self.plan.num_snapshots)
+        self._blocks = BlockPool(self.plan.num_blocks, tree)
         self._pending = PendingChanges()
+        self.prefixes = PrefixCache(tree, self._blocks, self._pending)
 
     @property
     def num_blocks(self) -> int:
@@ -99,24 +101,14 @@ class KVCacheManager:
         return self._blocks.num_evicted
 
     @property
-    def num_evicted_snapshots(self) -> int:
-        """Snapshots that gave way to others so far."""
-        return self._tree.num_evicted_snapshots
-
-    @property
     def num_cached_blocks(self) -> int:
         """Blocks of cached prefixes that no request holds."""
-        return self._tree.num_unused
+        return self.prefixes.tree.num_unused
 
     @property
     def num_free_slots(self) -> int:
         """Slots that no request holds."""
         return len(self._free_slots)
-
-    @property
-    def num_held_snapshots(self) -> int:
-        """Boundaries that can be resumed at."""
-        return self._tree.num_held_snapshots
 
     def can_admit(
         self,
@@ -132,7 +124,7 @@ class KVCacheManager:
           ValueError: it never would.
         """
         needed = self.plan.blocks_needed(max_tokens)
-        chain = self._resumable(token_ids, salt, max_tokens)
+        chain = self.prefixes.find_resumable(token_ids, salt, max_tokens)
         left = self._blocks.num_beside(chain) - (needed - len(chain))
         return bool(self._free_slots) and left >= spare_blocks
 
@@ -156,15 +148,15 @@ class KVCacheManager:
         needed = self.plan.blocks_needed(max_tokens)
         if not self._free_slots:
             raise RuntimeError(f"all {len(self.length_tokens)} slots are taken; release one first")
-        chain = self._resumable(token_ids, salt, max_tokens)
+        chain = self.prefixes.find_resumable(token_ids, salt, max_tokens)
         self._check_free(needed - len(chain), chain)
         slot = self._take_slot()
         hit_tokens = len(chain) * self.plan.block_tokens
-        self._held[slot] = History(salt=salt, hit_tokens=hit_tokens, chain=chain)
+        prefix = RequestPrefix(salt=salt, hit_tokens=hit_tokens, chain=chain)
         self.length_tokens[slot] = hit_tokens
         self.block_table[slot] = -1
+        self.prefixes.start(slot, prefix)
         for logical, node in enumerate(chain):
-            self._tree.use(node)
             self.block_table[slot, logical] = self._blocks.hold(node.block)
         if chain:
             self._pending.loads[slot] = (chain[-1].snapshot, hit_tokens)
@@ -202,11 +194,11 @@ class KVCacheManager:
         self.length_tokens[slot] = length
 
     def fork(self, slot: int, max_tokens: int) -> int:
-        """A second request with the same history: full blocks shared, the open one copied.
+        """A second request with the same tokens: full blocks shared, the open one copied.
 
         Args:
           slot: the request.
-          max_tokens: the most tokens that the new one will hold, its history included.
+          max_tokens: the most tokens that the new one will hold, those it starts with included.
 
         Returns:
           Slot of the new request.
@@ -224,18 +216,10 @@ class KVCacheManager:
         if not self._free_slots:
             raise RuntimeError(f"all {len(self.length_tokens)} slots are taken; release one first")
         self._check_free(needed - full)
-        held, new = self._held[slot], self._take_slot()
-        chain = held.chain[:full]
-        if len(chain) < full:
-            # Blocks of two tables that the tree does not know could not be evicted once it did.
-            held.is_shareable = False
-        self._held[new] = History(
-            salt=held.salt, hit_tokens=0, chain=chain, is_shareable=held.is_shareable
-        )
+        new = self._take_slot()
         self.length_tokens[new] = length
         self.block_table[new] = -1
-        for node in chain:
-            self._tree.use(node)
+        self.prefixes.start(new, self.prefixes.branch(slot, full))
         for logical in range(full):
             block = int(self.block_table[slot, logical])
             self.block_table[new, logical] = self._blocks.hold(block)
@@ -252,8 +236,7 @@ class KVCacheManager:
           ValueError: the slot is free already.
         """
         self._check_held(slot)
-        for node in reversed(self._held.pop(slot).chain):
-            self._tree.leave(node)
+        self.prefixes.end(slot)
         for block in self.block_table[slot, : self._num_blocks_of(slot)][::-1]:
             self._blocks.drop(int(block))
         self.block_table[slot] = -1
@@ -277,71 +260,8 @@ class KVCacheManager:
             raise ValueError(
                 f"token_ids must be all {length} tokens of slot {slot}, got {len(token_ids)}"
             )
-        if self._tree.num_snapshots:
-            row = self.block_table[slot, : length // self.plan.block_tokens]
-            self._held[slot].share(self._tree, self._blocks, row, token_ids)
-
-    def is_resumable(self, slot: int, token_ids: np.ndarray) -> bool:
-        """Whether the tree has a snapshot at the end of `token_ids`, whole blocks of a request."""
-        self._check_held(slot)
-        node = self._held[slot].find(self._tree, token_ids)
-        return node is not None and node.snapshot >= 0
-
-    def known_tokens(self, token_ids: np.ndarray, salt: bytes = b"") -> int:
-        """How many of these tokens, in whole blocks, the tree knows, resumable or not."""
-        return len(self._tree.match(token_ids, salt)) * self.plan.block_tokens
-
-    def hit_tokens(self, slot: int) -> int:
-        """Tokens that a request was admitted with."""
-        self._check_held(slot)
-        return self._held[slot].hit_tokens
-
-    def begin_snapshot(self) -> int:
-        """A place in the store for a step to write; -1 if there is none.
-
-        The least recently used snapshot gives way if it must; blocks never do. The place goes to
-        `keep_snapshot` after the step.
-
-        Raises:
-          RuntimeError: a hit has not been applied; nothing was changed.
-        """
-        if self._pending.loads:
-            raise RuntimeError("apply the hits first: a pending load may still read the place")
-        return self._tree.take_snapshot_place()
-
-    def keep_snapshot(self, slot: int, end: int, place: int) -> bool:
-        """The step has written a place: a request's state at the boundary `end`.
-
-        Args:
-          slot: the request, its blocks shared up to `end`.
-          end: tokens before the boundary.
-          place: of `begin_snapshot`.
-
-        Returns:
-          Whether it is kept. It is given back if the blocks are not known to the tree, or if the
-          boundary has one already, or if the step has not reached it.
-        """
-        held, logical = self._held.get(slot), end // self.plan.block_tokens - 1
-        if held is None or len(held.chain) <= logical or held.chain[logical].snapshot >= 0:
-            self._tree.return_snapshot_place(place)
-            return False
-        self._tree.put_snapshot(held.chain[logical], place)
-        return True
-
-    def demote_snapshot(self, slot: int, end: int) -> None:
-        """A boundary that only this request stands on is the next to give way, if places run out.
-
-        Raises:
-          ValueError: the slot is free.
-        """
-        self._check_held(slot)
-        chain, logical = self._held[slot].chain, end // self.plan.block_tokens - 1
-        if 0 <= logical < len(chain) and chain[logical].users == 1:
-            self._tree.demote_snapshot(chain[logical])
-
-    def drop_snapshot(self, place: int) -> None:
-        """Gives back a place that no step has written."""
-        self._tree.return_snapshot_place(place)
+        full_blocks = self.block_table[slot, : length // self.plan.block_tokens]
+        self.prefixes.share(slot, full_blocks, token_ids)
 
     def evict(self, num_blocks: int) -> int:
         """Frees up to so many blocks of cached prefixes, least recently used first.
@@ -371,11 +291,21 @@ class KVCacheManager:
 
         Args:
           cache: between steps.
-          store: the snapshots; needed where `num_snapshots` is not 0.
+          store: the snapshots; forks, prefix hits and poison need it.
+
+        Raises:
+          ValueError: there is no store, or too small a one, where it is needed; nothing was
+            changed.
         """
         moves = bool(self._poison or self._pending.loads or self._pending.copies)
         if moves and store is None:
             raise ValueError("store must be given: forks, prefix hits and poison need it")
+        num_places = 0 if store is None else store.num_snapshots
+        if self._pending.loads and num_places < self.plan.num_snapshots:
+            raise ValueError(
+                f"store must have num_snapshots={self.plan.num_snapshots} places, which prefix "
+                f"hits load from, got {num_places}"
+            )
         changes = self.take_changes()
         if changes is None:
             return cache
@@ -385,19 +315,19 @@ class KVCacheManager:
 
     def ledger(self) -> Ledger:
         """Who holds what, as a value, for `verify_cache`."""
-        nodes = self._tree.nodes
+        tree = self.prefixes.tree
         return Ledger(
             length_tokens=self.length_tokens.copy(),
             block_table=self.block_table.copy(),
-            held_slots=np.isin(np.arange(len(self.length_tokens)), list(self._held)),
+            held_slots=np.isin(np.arange(len(self.length_tokens)), self.prefixes.slots),
             free_blocks=np.array(sorted(self._blocks.free), np.int32),
-            cached_blocks=np.array([node.block for node in nodes], np.int32),
+            cached_blocks=np.array([node.block for node in tree.nodes], np.int32),
             owners=self._blocks.owners.copy(),
-            num_unused=self._tree.num_unused,
+            num_unused=tree.num_unused,
             block_generations=self._blocks.generations.copy(),
             slot_generations=self._slot_generations.copy(),
-            snapshot_ends=self._tree.snapshot_ends,
-            snapshot_generations=self._tree.snapshot_generations.copy(),
+            snapshot_ends=tree.snapshot_ends,
+            snapshot_generations=tree.snapshot_generations.copy(),
         )
 
     @staticmethod
@@ -409,17 +339,6 @@ class KVCacheManager:
         """
         return acquire(cache, cache.index(step_input), layer_idx=layer_idx)
 
-    def _resumable(
-        self, token_ids: np.ndarray | None, salt: bytes, max_tokens: int
-    ) -> list[PrefixNode]:
-        """The longest known prefix that ends at a snapshot, the last token left out."""
-        if token_ids is None or not self._tree.num_snapshots:
-            return []
-        chain = self._tree.match(token_ids[: min(max(len(token_ids) - 1, 0), max_tokens)], salt)
-        while chain and chain[-1].snapshot < 0:
-            chain.pop()
-        return chain
-
     def _check_free(self, needed: int, chain: Sequence[PrefixNode] = ()) -> None:
         if needed > self._blocks.num_beside(chain):
             raise RuntimeError(
@@ -429,8 +348,7 @@ class KVCacheManager:
             )
 
     def _check_held(self, slot: int) -> None:
-        if slot not in self._held:
-            raise ValueError(f"slot must be one that admit gave and release did not end: {slot}")
+        self.prefixes.of(slot)  # raises for a slot that no request has
 
     def _num_blocks_of(self, slot: int) -> int:
         return int(np.count_nonzero(self.block_table[slot] >= 0))

@@ -16,7 +16,11 @@ from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT, blocks_of
 from dsv4_jax.cache.snapshots import init_snapshot_store
 from dsv4_jax.config import DSV4Config
 
-_SNAPSHOT_SHARE = 0.1
+SNAPSHOTS_PER_SLOT = 8
+"""Boundaries that can be resumed at, for every slot, where no number and no budget is given."""
+
+SNAPSHOT_SHARE = 0.1
+"""What they take of a budget, beside the slots, where no number is given."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +35,7 @@ class PoolPlan:
       num_snapshots: boundaries that can be resumed at.
       bytes_per_slot: rings, compressor states, length and table row.
       bytes_per_block: entries and index keys of all layers.
-      bytes_per_snapshot: likewise of one snapshot.
+      bytes_per_snapshot: window rows and compressor states of one snapshot.
     """
 
     max_requests: int
@@ -92,8 +96,8 @@ def plan_pools(
       cache_format: name of the storage format.
       num_blocks: NB; None takes what the budget leaves or, without one, full contexts in all
         slots.
-      num_snapshots: None takes a tenth of what a budget leaves after the slots or, without one,
-        four for every slot.
+      num_snapshots: None takes `SNAPSHOT_SHARE` of what a budget leaves after the slots or,
+        without one, `SNAPSHOTS_PER_SLOT` for every slot.
       memory_bytes: budget of all pools together; None is no limit.
 
     Returns:
@@ -115,7 +119,7 @@ def plan_pools(
     if memory_bytes is not None:
         left = memory_bytes - max_requests * per_slot
         if num_snapshots is None:
-            num_snapshots = max(int(left * _SNAPSHOT_SHARE) // per_snapshot, 0)
+            num_snapshots = max(int(left * SNAPSHOT_SHARE) // per_snapshot, 0)
         left -= num_snapshots * per_snapshot
         if num_blocks is None:
             # A cache without compressed layers has no blocks to pay for.
@@ -134,7 +138,7 @@ def plan_pools(
         max_context_tokens=max_context_tokens,
         block_tokens=config.block_tokens,
         num_blocks=max_requests * width if num_blocks is None else num_blocks,
-        num_snapshots=4 * max_requests if num_snapshots is None else num_snapshots,
+        num_snapshots=SNAPSHOTS_PER_SLOT * max_requests if num_snapshots is None else num_snapshots,
         bytes_per_slot=per_slot,
         bytes_per_block=per_block,
         bytes_per_snapshot=per_snapshot,

@@ -1,11 +1,12 @@
 """PrefixTree: which full blocks hold which tokens, who uses them, and which boundaries resume.
 
-A node is one full block of a history: its tokens, after those of its parents. Its key is a hash
-chained over the history, salted, and its tokens are compared too, so that a collision is a miss
-and never a wrong hit. A node whose boundary has a snapshot can be resumed at; any other only leads
-to those. Who uses a node uses its parents, so that nodes without a user are evicted leaves first.
+A node is one full block of a sequence: its tokens, after those of its parents. Its key is a salted
+hash, chained over the prefix that ends with it, and its tokens are compared too, so that a
+collision is a miss and never a wrong hit. A request can resume at a node whose boundary has a
+snapshot; any other node only leads to those. Who uses a node uses its parents, so that nodes
+without a user are evicted leaves first.
 
-The tree says what is least recently used; blocks themselves are the manager's.
+The tree says what was used least recently; the block pool owns the blocks.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ _DIGEST_BYTES = 16
 
 @dataclasses.dataclass(eq=False)
 class PrefixNode:
-    """One full block of a known history.
+    """One full block of a known prefix.
 
     Attributes:
-      key: hash of the history up to the end of this block.
+      key: hash of the prefix up to the end of this block.
       parent: the block before; None for a first one.
       tokens: i32 ids of this block, as bytes.
       block: physical block that holds its entries.
-      end: tokens of the history up to the end of this block.
-      users: requests whose history this is; at most those of the parent.
+      end: tokens of the prefix up to the end of this block.
+      users: requests that start with this prefix; at most those of the parent.
       num_children: nodes that follow.
       snapshot: place in the snapshot store, -1 where the boundary cannot be resumed at.
       last_used: when a request last used it, on the tree's own clock.
@@ -102,11 +103,11 @@ class PrefixTree:
         return list(self._nodes.values())
 
     def match(self, token_ids: np.ndarray, salt: bytes) -> list[PrefixNode]:
-        """The known nodes that a history starts with.
+        """The known nodes that a sequence starts with.
 
         Args:
           token_ids: i32[n], of which full blocks count.
-          salt: histories of different salts never match.
+          salt: sequences of different salts never match.
 
         Returns:
           Nodes from the first block on, whether or not they can be resumed at.

@@ -1,4 +1,4 @@
-"""A compressed sparse layer on the cache: append, flush, select, attend, project."""
+"""A CSA (compressed sparse attention) layer on the cache: append, select, attend."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def csa_attention(
 ) -> tuple[LayerCacheHandle, NewTokens | None, jax.Array]:
     """One CSA sublayer; arguments and results as in `swa_attention`.
 
-    With `index_reuse` the handle brings the selection of an earlier layer, or takes this one's on.
+    With `index_reuse`, the handle brings an earlier layer's selection or takes this one's along.
 
     Source: deepseek_v4.md sections 1.3, 2 and 3.
     """

@@ -16,7 +16,13 @@ from jax.ad_checkpoint import checkpoint_name
 from dsv4_jax.attention.compressor import compress_sequence
 from dsv4_jax.attention.indexer import index_queries, index_weights
 from dsv4_jax.attention.params import AttentionParams
-from dsv4_jax.attention.projections import output, queries, query_latent, turn_back, window_entry
+from dsv4_jax.attention.projections import (
+    inverse_rope,
+    output,
+    query_latent,
+    rotated_queries,
+    window_entry,
+)
 from dsv4_jax.attention.rope import rope_frequencies
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_types import AttentionType
@@ -30,11 +36,11 @@ class Selection(NamedTuple):
     """What a selector of CSA entries sees.
 
     Attributes:
-      scores: f32[B, T, E], index scores, of entries a query may not see too.
+      scores: f32[B, T, E], index scores of every entry, those a query may not see included.
       visible: i32[T], entries each query may see.
       top_k: entries to select.
-      queries: [B, T, H, C], of the attention.
-      entries: f32[B, E, C], that the attention would read.
+      queries: [B, T, H, C], queries of the attention.
+      entries: f32[B, E, C], entries that the attention would read.
     """
 
     scores: jax.Array
@@ -87,7 +93,7 @@ def attend_full_sequence(
     tokens = jnp.arange(x.shape[1], dtype=jnp.int32)
     positions = jnp.broadcast_to(tokens[None], x.shape[:2])
     latent = query_latent(params, x, config)
-    q = queries(params, latent, positions, frequencies, config)
+    q = rotated_queries(params, latent, positions, frequencies, config)
     window = fmt.round_entry(
         window_entry(params, x, positions, frequencies, config), config.rope_dim
     )
@@ -116,8 +122,8 @@ def attend_full_sequence(
         params.attn_sink,
         scale=config.head_dim**-0.5,
     )
-    turned = turn_back(attended.astype(x.dtype), positions, frequencies)
-    return reused, output(params, turned, config)
+    attended = inverse_rope(attended.astype(x.dtype), positions, frequencies)
+    return reused, output(params, attended, config)
 
 
 def _scores(
@@ -129,7 +135,7 @@ def _scores(
     config: DSV4Config,
     fmt: CacheFormat,
 ) -> jax.Array:
-    """Index scores; no gradient reaches the layer's input, which the indexer only observes."""
+    """Index scores [B, T, E]; no gradient reaches the layer's input, which the indexer observes."""
     indexer = params.indexer
     assert indexer is not None
     x, latent = jax.lax.stop_gradient((x, latent))

@@ -1,4 +1,4 @@
-"""A heavily compressed layer on the cache: append, flush, attend to every entry, project."""
+"""An HCA (heavily compressed attention) layer on the cache: append, attend to every entry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The query side of entry selection.
+"""The query side of the indexer, which selects the entries of a CSA layer.
 
 Source: deepseek_v4.md section 3.
 """
@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from dsv4_jax.attention.params import IndexerParams
-from dsv4_jax.attention.projections import linear
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.linear import linear
 from pallas_kernels.common.formats import CacheFormat
 from pallas_kernels.common.norm_rope import rotate
 
@@ -19,13 +19,13 @@ from pallas_kernels.common.norm_rope import rotate
 def project_index_queries(
     params: IndexerParams, latent: jax.Array, config: DSV4Config
 ) -> jax.Array:
-    """[..., ql], the attention's query latent -> [..., IH, IC], not rotated; no norm follows."""
+    """Index queries before RoPE, [..., ql] -> [..., IH, IC]; no norm follows."""
     heads = linear(latent, params.wq_b)
     return heads.reshape(*latent.shape[:-1], config.indexer_num_heads, config.indexer_head_dim)
 
 
 def index_weights(params: IndexerParams, x: jax.Array) -> jax.Array:
-    """[..., D] -> f32[..., IH], of the index heads; not scaled, `index_scores` does that."""
+    """The weight of each index head, [..., D] -> f32[..., IH]; `index_scores` scales it."""
     return checkpoint_name(linear(x, params.weights_proj, dtype=jnp.float32), "idx/weights")
 
 
@@ -37,9 +37,9 @@ def index_queries(
     config: DSV4Config,
     fmt: CacheFormat,
 ) -> jax.Array:
-    """[..., ql] and i32[...] -> f32[..., IH, IC], what `round_index_queries` gives a cached layer.
+    """Index queries as `round_index_queries` gives them to a cached layer.
 
-    A format's keys are rotated and rounded, or not; so are the queries.
+    [..., ql] and positions i32[...] -> f32[..., IH, IC], rounded as the format rounds index keys.
     """
     heads = project_index_queries(params, latent, config)
     heads = checkpoint_name(rotate(heads, positions[..., None], frequencies), "idx/q")

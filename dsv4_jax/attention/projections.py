@@ -1,87 +1,44 @@
-"""What every attention type computes from a hidden state, and from its result to the output.
+"""The projections of every attention type, and its output projection.
 
 Source: deepseek_v4.md section 1.3.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.typing import DTypeLike
 
 from dsv4_jax.attention.params import AttentionParams
 from dsv4_jax.config import DSV4Config
-from pallas_kernels.common.backend import compute_capability
+from dsv4_jax.linear import grouped_linear, linear
 from pallas_kernels.common.norm_rope import rms_norm, rms_norm_by_pairs, rotate
 
 
-def linear(x: jax.Array, weight: jax.Array, *, dtype: DTypeLike | None = None) -> jax.Array:
-    """[..., in] times [out, in] -> [..., out], accumulated in f32.
-
-    On a CPU a product of one row is computed as one of two: the two round differently, and a
-    request alone must equal the same request in a batch.
-
-    Args:
-      x: [..., in].
-      weight: [out, in].
-      dtype: of the result; None is that of x.
-    """
-    grouped = grouped_linear(x[..., None, :], weight[None], dtype=dtype)
-    return grouped[..., 0, :]
-
-
-def grouped_linear(x: jax.Array, weight: jax.Array, *, dtype: DTypeLike | None = None) -> jax.Array:
-    """As `linear`, group by group in one product: [..., G, in], [G, out, in] -> [..., G, out]."""
-    groups, out, _ = weight.shape
-    rows = x.reshape(-1, *x.shape[-2:])
-    alone = rows.shape[0] == 1 and compute_capability() is None
-    rows = jnp.concatenate([rows, rows]) if alone else rows
-    if groups == 1:
-        product = _product(rows[:, 0], weight[0], (((1,), (1,)), ((), ())))[:, None]
-    else:
-        product = _product(rows, weight, (((2,), (2,)), ((1,), (0,)))).swapaxes(0, 1)
-    product = product[:1] if alone else product
-    return product.reshape(*x.shape[:-1], out).astype(dtype or x.dtype)
-
-
-def _product(x: jax.Array, weight: jax.Array, dimensions: Any) -> jax.Array:
-    return jax.lax.dot_general(
-        x,
-        weight,
-        dimensions,
-        precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
-
-
 def query_latent(params: AttentionParams, x: jax.Array, config: DSV4Config) -> jax.Array:
-    """[..., D] -> [..., ql], normed; the indexer's queries start from it too."""
+    """The normed query latent, [..., D] -> [..., ql]; the indexer's queries start from it too."""
     latent = rms_norm(linear(x, params.wq_a), params.q_norm, eps=config.rms_norm_eps)
     return checkpoint_name(latent, "q_lora")
 
 
 def project_queries(params: AttentionParams, latent: jax.Array, config: DSV4Config) -> jax.Array:
-    """[..., ql] -> [..., H, C], neither normed nor rotated."""
+    """The queries before norm and RoPE: [..., ql] -> [..., H, C]."""
     heads = checkpoint_name(linear(latent, params.wq_b), "q_b")
     return heads.reshape(*latent.shape[:-1], config.num_attention_heads, config.head_dim)
 
 
 def project_kv(params: AttentionParams, x: jax.Array) -> jax.Array:
-    """[..., D] -> [..., C], the one head that is key and value, neither normed nor rotated."""
+    """The window entry before norm and RoPE: [..., D] -> [..., C], key and value in one."""
     return checkpoint_name(linear(x, params.wkv), "kv_lin")
 
 
-def queries(
+def rotated_queries(
     params: AttentionParams,
     latent: jax.Array,
     positions: jax.Array,
     frequencies: jax.Array,
     config: DSV4Config,
 ) -> jax.Array:
-    """[..., ql] and i32[...] -> [..., H, C], each head normed without a weight, and rotated."""
+    """Each head normed without a weight, then RoPE: [..., ql], i32[...] -> [..., H, C]."""
     heads = project_queries(params, latent, config)
     heads = rms_norm_by_pairs(heads, None, eps=config.rms_norm_eps)
     heads = checkpoint_name(heads, "q_normed")
@@ -95,30 +52,30 @@ def window_entry(
     frequencies: jax.Array,
     config: DSV4Config,
 ) -> jax.Array:
-    """[..., D] and i32[...] -> [..., C], key and value, normed and rotated; not yet rounded."""
+    """Norm and RoPE, not yet rounded to a format: [..., D], positions i32[...] -> [..., C]."""
     kv = rms_norm_by_pairs(project_kv(params, x), params.kv_norm, eps=config.rms_norm_eps)
     return checkpoint_name(rotate(checkpoint_name(kv, "kv_normed"), positions, frequencies), "kv")
 
 
-def turn_back(attended: jax.Array, positions: jax.Array, frequencies: jax.Array) -> jax.Array:
-    """[..., H, C] and i32[...] -> [..., H, C], the last R dims rotated by minus the position."""
+def inverse_rope(attended: jax.Array, positions: jax.Array, frequencies: jax.Array) -> jax.Array:
+    """Rotates the last R dims by minus the position: [..., H, C], positions i32[...]."""
     attended = checkpoint_name(attended, "ctx")
     return rotate(attended, positions[..., None], frequencies, inverse=True)
 
 
-def output(params: AttentionParams, turned: jax.Array, config: DSV4Config) -> jax.Array:
-    """Projects what was attended to, group by group.
+def output(params: AttentionParams, attended: jax.Array, config: DSV4Config) -> jax.Array:
+    """The output projection, group by group.
 
     Args:
-      params: of the layer.
-      turned: [..., H, C] in the dtype of activations, turned back by each query's position.
+      params: parameters of the layer.
+      attended: [..., H, C] in the dtype of activations, after inverse RoPE.
       config: the model.
 
     Returns:
       [..., D].
     """
-    groups, lead = config.o_groups, turned.shape[:-2]
-    turned = checkpoint_name(turned.reshape(*lead, groups, -1), "ctx_derot")
+    groups, lead = config.o_groups, attended.shape[:-2]
+    heads = checkpoint_name(attended.reshape(*lead, groups, -1), "ctx_derot")
     weight = params.wo_a.reshape(groups, config.o_lora_rank, -1)
-    latent = checkpoint_name(grouped_linear(turned, weight), "o_a")
+    latent = checkpoint_name(grouped_linear(heads, weight), "o_a")
     return checkpoint_name(linear(latent.reshape(*lead, -1), params.wo_b), "attn_out")

@@ -1,4 +1,4 @@
-"""A window layer on the cache: append, attend to the window, project."""
+"""An SWA (sliding window attention) layer on the cache: append, attend to the window."""
 
 from __future__ import annotations
 

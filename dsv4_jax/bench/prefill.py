@@ -122,11 +122,11 @@ def prefill_flops(config: DSV4Config, num_tokens: int) -> float:
     )
     experts = config.num_experts_per_token + 1
     moe = experts * 6 * d * config.moe_intermediate_size + 2 * d * config.num_routed_experts
-    hyper = 2 * 2 * (2 + config.hc_mult) * config.hc_mult * config.hc_mult * d
+    hyper_connections = 2 * 2 * (2 + config.hc_mult) * config.hc_mult * config.hc_mult * d
     total = 2.0 * config.vocab_size * d
     for spec in layer_schedule(config):
         entries = positions // config.compression_ratio(spec.attn)
-        per_token = projections + moe + hyper
+        per_token = projections + moe + hyper_connections
         if spec.attn == AttentionType.CSA:
             selected = np.minimum(entries, config.indexer_top_k)
             per_token += 2 * d * 4 * c + 2 * (

@@ -1,1 +1,69 @@
 """The hybrid cache: pytrees, and pure functions on them."""
+
+from dsv4_jax.cache.commit import Staged
+from dsv4_jax.cache.handle import LayerCacheHandle
+from dsv4_jax.cache.model_cache import (
+    ModelCache,
+    cache_shapes,
+    family_bytes,
+    init_cache,
+    reset_slots,
+    update_slots,
+)
+from dsv4_jax.cache.new_tokens import NewTokens, Projections
+from dsv4_jax.cache.original import OriginalHandle, maybe_flush_csa, maybe_flush_hca
+from dsv4_jax.cache.paged_cache import PagedKVPool, init_paged_pool
+from dsv4_jax.cache.schema import (
+    BLOCK_SIZE_ORIGINAL_TOKENS,
+    DEFAULT_CACHE_FORMAT,
+    LayerCacheSchema,
+    build_schema,
+    compute_block_budget,
+)
+from dsv4_jax.cache.slot_changes import SlotChanges, apply_changes
+from dsv4_jax.cache.snapshots import (
+    SnapshotPlan,
+    SnapshotStore,
+    init_snapshot_store,
+    load_snapshots,
+    save_snapshots,
+)
+from dsv4_jax.cache.state_cache import StateCachePool, init_state_pool
+from dsv4_jax.cache.step_input import StepInput
+from dsv4_jax.cache.views import ClassicalView, IndexerView, SWAView
+
+__all__ = [
+    "BLOCK_SIZE_ORIGINAL_TOKENS",
+    "DEFAULT_CACHE_FORMAT",
+    "ClassicalView",
+    "IndexerView",
+    "LayerCacheHandle",
+    "LayerCacheSchema",
+    "ModelCache",
+    "NewTokens",
+    "OriginalHandle",
+    "PagedKVPool",
+    "Projections",
+    "SWAView",
+    "SlotChanges",
+    "SnapshotPlan",
+    "SnapshotStore",
+    "Staged",
+    "StateCachePool",
+    "StepInput",
+    "apply_changes",
+    "build_schema",
+    "cache_shapes",
+    "compute_block_budget",
+    "family_bytes",
+    "init_cache",
+    "init_paged_pool",
+    "init_snapshot_store",
+    "init_state_pool",
+    "load_snapshots",
+    "maybe_flush_csa",
+    "maybe_flush_hca",
+    "reset_slots",
+    "save_snapshots",
+    "update_slots",
+]

@@ -21,6 +21,7 @@ from dsv4_jax.cache.schema import LayerCacheSchema
 from dsv4_jax.cache.state_cache import StateCachePool
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.codecs import Planes
+from pallas_kernels.common.layer_planes import LayerPlanes
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -125,17 +126,9 @@ class LayerCacheHandle:
         index_keys = self.blocks.index_keys
         if index_keys is None:
             raise ValueError(f"a layer of type {self.schema.attn_type} has no indexer")
-        return pk.index_topk(
-            queries,
-            weights,
-            index_keys,
-            self.call.block_table,
-            request_ids=self.call.segment_ids,
-            visible=self.visible_entries,
-            layer=self.layer,
-            codec=self.schema.format.index_key,
-            k=self.schema.indexer_top_k,
-        )
+        pool = LayerPlanes(index_keys, self.layer, self.schema.format.index_key)
+        call = dataclasses.replace(self.call, visible=self.visible_entries)
+        return pk.index_topk(queries, weights, pool, call, k=self.schema.indexer_top_k)
 
     def all_visible(self) -> jax.Array:
         """i32[T, E], the entries that each token may see, ascending, then -1; E = LB * EB."""
@@ -166,21 +159,18 @@ class LayerCacheHandle:
         Raises:
           ValueError: the call's tokens have not been appended.
         """
+        codec, pool, visible = self.schema.format.entry, None, None
+        if selected is not None:
+            pool = LayerPlanes(self.blocks.entries, self.layer, codec)
+            visible = self.visible_entries
         return pk.sparse_attention(
             queries,
             sink,
-            self.state.window,
+            LayerPlanes(self.state.window, self.layer, codec),
             self.own_window,
-            None if selected is None else self.blocks.entries,
-            self.call.block_table,
+            pool,
             selected,
-            visible=None if selected is None else self.visible_entries,
-            request_ids=self.call.segment_ids,
-            slots=self.call.slots,
-            positions=self.call.positions,
-            lengths=self.call.lengths,
-            layer=self.layer,
-            codec=self.schema.format.entry,
+            dataclasses.replace(self.call, visible=visible),
             scale=self.schema.entry_head_dim**-0.5,
             frequencies=frequencies,
         )

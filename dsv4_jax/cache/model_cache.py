@@ -33,11 +33,12 @@ class ModelCache:
 
     Attributes:
       state: by attention type, the slots of all its layers; only types that have layers.
-      paged: by attention type, CSA and HCA, the blocks of all its layers; likewise.
+      paged: by attention type, CSA and HCA, the blocks of all its layers; only types that have
+        layers.
       length_tokens: i32[NS], tokens of each slot's request; 0 in a free slot.
       block_table: i32[NS, LB], physical block of each logical one; -1 where there is none. One
         table for both compressed types.
-      schemas: of every layer in order, the draft block last.
+      schemas: schemas of every layer in order, the draft block last.
     """
 
     state: dict[str, StateCachePool]
@@ -83,7 +84,7 @@ class ModelCache:
         *,
         in_place: bool = False,
     ) -> LayerCacheHandle:
-        """The handle of one layer of an attention type, in one call; see there for `in_place`."""
+        """The handle of one layer of an attention type, for one call; `in_place` as there."""
         state = self.state[attn]
         return LayerCacheHandle(
             paged=self.paged.get(attn),
@@ -219,12 +220,9 @@ def tree_bytes(tree: object) -> int:
 
 def family_bytes(cache: ModelCache) -> dict[str, int]:
     """Bytes of each family of arrays."""
-    sizes = {}
-    for attn, pool in cache.paged.items():
-        sizes[f"{attn} entries"] = tree_bytes(pool.entries)
-        sizes[f"{attn} index keys"] = tree_bytes(pool.index_keys)
-    for attn, pool in cache.state.items():
-        sizes[f"{attn} window"] = tree_bytes(pool.window)
-        sizes[f"{attn} compressor state"] = tree_bytes((pool.tail, pool.running))
-        sizes[f"{attn} indexer state"] = tree_bytes(pool.index_tail)
-    return sizes
+    pools = [*cache.paged.items(), *cache.state.items()]
+    return {
+        f"{attn} {name}": tree_bytes(arrays)
+        for attn, pool in pools
+        for name, arrays in pool.families().items()
+    }

@@ -29,6 +29,7 @@ from dsv4_jax.cache.schema import LayerCacheSchema, same_sizes
 from dsv4_jax.config.layer_types import AttentionType
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.codecs import Planes
+from pallas_kernels.common.layer_planes import LayerPlanes
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -174,15 +175,8 @@ class OriginalHandle(LayerCacheHandle):
         Raises:
           ValueError: the layer has no entries.
         """
-        return pk.gather_entries(
-            self.blocks.entries,
-            self.call.block_table,
-            self.call.segment_ids,
-            selected,
-            layer=self.layer,
-            codec=self.schema.format.entry,
-            dim=self.head_dim,
-        )
+        pool = LayerPlanes(self.blocks.entries, self.layer, self.schema.format.entry)
+        return pk.gather_entries(pool, self.call, selected, dim=self.head_dim)
 
     def gather_all_compressed_kv(self) -> tuple[jax.Array, jax.Array]:
         """All entries that each token may see: f32[T, E, C] and bool[T, E], E = LB * EB."""
@@ -194,16 +188,8 @@ class OriginalHandle(LayerCacheHandle):
         Raises:
           ValueError: `write_swa` has not been called.
         """
-        return pk.gather_window(
-            self.state.window,
-            self.own_window,
-            self.call.slots,
-            self.call.positions,
-            self.call.lengths,
-            layer=self.layer,
-            codec=self.schema.format.entry,
-            dim=self.head_dim,
-        )
+        ring = LayerPlanes(self.state.window, self.layer, self.schema.format.entry)
+        return pk.gather_window(ring, self.own_window, self.call, dim=self.head_dim)
 
     def read_swa_view(self) -> views.SWAView:
         """The ring as stored, tokens of this call not included before `commit`."""

@@ -29,6 +29,10 @@ class PagedKVPool:
         """NB."""
         return jax.tree.leaves(self.entries)[0].shape[1]
 
+    def families(self) -> dict[str, object]:
+        """Arrays by what they are for; no leaves where there are none."""
+        return {"entries": self.entries, "index keys": self.index_keys}
+
     def memory_bytes(self) -> int:
         """Bytes of all arrays."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
@@ -40,7 +44,7 @@ def init_paged_pool(
     """An empty pool.
 
     Args:
-      schema: of any layer of the family.
+      schema: schema of any layer of the family.
       num_blocks: NB.
       num_layers: L.
 

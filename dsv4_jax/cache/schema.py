@@ -12,7 +12,7 @@ from dsv4_jax.config.layer_types import AttentionType
 from pallas_kernels.common.formats import CacheFormat, get_cache_format
 
 BLOCK_SIZE_ORIGINAL_TOKENS = 128
-"""Tokens of a block at the released rates, 4 and 128; `DSV4Config.block_tokens` for any others."""
+"""Tokens of a block at the released ratios, 4 and 128; `DSV4Config.block_tokens` for any others."""
 
 DEFAULT_CACHE_FORMAT = "fp8_ue8m0"
 
@@ -80,7 +80,7 @@ def build_schema(
 
     Args:
       config: the model.
-      spec: the layer, of `layer_schedule` or `draft_layer`.
+      spec: the layer, from `layer_schedule` or `draft_layer`.
       cache_format: name of the storage format.
 
     Raises:
@@ -95,8 +95,8 @@ def build_schema(
             f"a power of two, got indexer_head_dim={index_dim}; use 'f32' or 'bf16'"
         )
     compressed = spec.attn != AttentionType.SWA
-    rate = config.compression_ratio(spec.attn) if compressed else 0
-    entries_per_block = config.block_tokens // rate if compressed else 0
+    ratio = config.compression_ratio(spec.attn) if compressed else 0
+    entries_per_block = config.block_tokens // ratio if compressed else 0
     return LayerCacheSchema(
         layer_idx=spec.layer_idx,
         family_idx=spec.family_idx,
@@ -111,8 +111,8 @@ def build_schema(
         indexer_head_dim=index_dim if is_csa else 0,
         indexer_top_k=config.indexer_top_k if is_csa else 0,
         swa_window_size=config.sliding_window,
-        tail_buffer_size_a=rate,
-        tail_buffer_size_b=rate if is_csa else 0,
+        tail_buffer_size_a=ratio,
+        tail_buffer_size_b=ratio if is_csa else 0,
         needs_inv_scale="inv_scale" in fmt.entry.plane_shapes(config.head_dim, config.rope_dim),
     )
 
@@ -139,7 +139,7 @@ def compute_block_budget(
 
     Args:
       config: the model.
-      schedule: its layers.
+      schedule: the model's layers.
       max_context_tokens: longest context of a request.
       max_concurrent_requests: requests at once.
       headroom: share of spare blocks, rounded up like everything here.

@@ -29,14 +29,14 @@ class SlotChanges:
       length_tokens: i32[NS].
       block_table: i32[NS, LB].
       copy_from: i32[NS], slot whose rings and states are copied.
-      copy_to: i32[NS], the slot they go to.
-      block_from: i32[NS], block that is copied with it, -1 where the boundary has none open.
-      block_to: i32[NS].
+      copy_to: i32[NS], slot that they go to.
+      block_from: i32[NS], open block that is copied too; -1 where there is none.
+      block_to: i32[NS], block that it is copied to.
       load_slots: i32[NS], slots that a snapshot goes to.
-      load_places: i32[NS], its place in the store.
-      load_ends: i32[NS], its boundary.
+      load_places: i32[NS], that snapshot's place in the store.
+      load_ends: i32[NS], that snapshot's boundary.
       freed_slots: bool[NS], slots to poison; None poisons nothing.
-      freed_blocks: bool[NB], blocks to poison; None likewise.
+      freed_blocks: bool[NB], blocks to poison; None poisons nothing.
     """
 
     slots: Array
@@ -59,7 +59,7 @@ def apply_changes(cache: ModelCache, store: SnapshotStore, changes: SlotChanges)
     Args:
       cache: between steps.
       store: the snapshots; not changed.
-      changes: of `KVCacheManager.take_changes`.
+      changes: what `KVCacheManager.take_changes` gave.
     """
     source = jnp.maximum(changes.copy_from, 0)
     copied = jax.tree.map(lambda plane: plane[:, source], cache.state)

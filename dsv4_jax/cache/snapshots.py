@@ -100,12 +100,12 @@ def save_snapshots(
     """Keeps the boundaries that a call reaches or crosses.
 
     Args:
-      store: before.
-      state: of the cache; with `rows` as it was before the call, else after it.
+      store: the snapshots before the call.
+      state: the cache's state pools; with `rows`, as they were before the call, else after it.
       rows: the call's own tokens, stacked [L, T, ...]; they need not be committed. None takes all
         from `state`, for boundaries that are the requests' lengths.
       call: the call.
-      plan: the boundaries. One beyond what the call keeps is not written.
+      plan: boundaries to keep. One beyond what the call keeps is not written.
 
     Returns:
       The store.
@@ -152,9 +152,9 @@ def save_snapshots(
         ):
             kept, ring = tails[family], getattr(pool, family)
             if kept is not None and ring is not None:
-                rate = jax.tree.leaves(kept)[0].shape[2]
-                back = jnp.arange(rate, dtype=jnp.int32)[None]
-                positions = plan.ends[:, None] - rate + back
+                ratio = jax.tree.leaves(kept)[0].shape[2]
+                back = jnp.arange(ratio, dtype=jnp.int32)[None]
+                positions = plan.ends[:, None] - ratio + back
                 tails[family] = put(kept, ring, _planes(projections), positions)
     return dataclasses.replace(store, window=window, **tails)
 
@@ -166,17 +166,17 @@ def load_snapshots(
     places: jax.Array,
     ends: jax.Array,
 ) -> dict[str, StateCachePool]:
-    """Puts snapshots into slots; lengths and tables are `update_slots`'s.
+    """Puts snapshots into slots; `update_slots` sets lengths and tables.
 
     Args:
-      state: of the cache.
+      state: the cache's state pools.
       store: the snapshots.
       slots: i32[U]; -1 loads nothing. No slot twice.
       places: i32[U], place of each.
       ends: i32[U], boundary of each.
 
     Returns:
-      The state of the cache.
+      The cache's state pools.
     """
     if not store.num_snapshots:
         return dict(state)
@@ -194,9 +194,9 @@ def load_snapshots(
             if kept is None or ring is None:
                 tails[family] = ring
                 continue
-            rate, width = jax.tree.leaves(kept)[0].shape[2:]
-            back = jnp.arange(rate, dtype=jnp.int32)[None]
-            row = jnp.maximum(ends[:, None] - rate + back, 0) % (2 * rate)
+            ratio, width = jax.tree.leaves(kept)[0].shape[2:]
+            back = jnp.arange(ratio, dtype=jnp.int32)[None]
+            row = jnp.maximum(ends[:, None] - ratio + back, 0) % (2 * ratio)
             tails[family] = {
                 name: plane.at[:, target[:, None], row, :width].set(
                     kept[name][:, place], mode="drop"

@@ -41,6 +41,19 @@ class StateCachePool:
         """NS."""
         return jax.tree.leaves(self.window)[0].shape[1]
 
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return jax.tree.leaves(self.window)[0].shape[0]
+
+    def families(self) -> dict[str, object]:
+        """Arrays by what they are for; no leaves where there are none."""
+        return {
+            "window": self.window,
+            "compressor state": (self.tail, self.running),
+            "indexer state": self.index_tail,
+        }
+
     def memory_bytes(self) -> int:
         """Bytes of all arrays."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
@@ -66,7 +79,7 @@ def init_state_pool(
     """An empty pool.
 
     Args:
-      schema: of any layer of the family.
+      schema: schema of any layer of the family.
       max_requests: NS.
       num_layers: L.
 

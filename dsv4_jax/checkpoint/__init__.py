@@ -1,1 +1,6 @@
 """Checkpoints: safetensors in and out."""
+
+from dsv4_jax.checkpoint.load import SHIPPED_CHECKPOINT, load_checkpoint
+from dsv4_jax.checkpoint.save import save_checkpoint
+
+__all__ = ["SHIPPED_CHECKPOINT", "load_checkpoint", "save_checkpoint"]

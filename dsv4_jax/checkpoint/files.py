@@ -34,10 +34,10 @@ class StoredTensor:
     """One tensor in a file; nothing is read until `read`.
 
     Attributes:
-      file: where it lies.
-      dtype: as stored.
-      shape: as stored.
-      offset: first byte in the file.
+      file: path of the file.
+      dtype: stored dtype.
+      shape: stored shape.
+      offset: place of its first byte in the file.
     """
 
     file: pathlib.Path
@@ -133,7 +133,7 @@ def decode_weight(weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
     Args:
       weight: E4M3 [out, in], or E2M1 pairs int8[out, in / 2].
-      scale: of each 128 x 128 block, or of each 32 inputs of a row; UE8M0 or f32.
+      scale: scale of each 128 x 128 block, or of each 32 inputs of a row; UE8M0 or f32.
 
     Source: deepseek_v4.md section 4.5.
     """

@@ -30,6 +30,8 @@ from dsv4_jax.model.params import DSV4Params, param_shapes
 SHIPPED_CHECKPOINT = pathlib.Path(__file__).parents[1] / "data" / "checkpoint"
 """A small trained model that comes with the package: bytes as tokens, every type of layer."""
 
+DEFAULT_DTYPE = jnp.bfloat16
+"""Dtype of activations unless another one is given."""
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -42,7 +44,7 @@ class _Source:
       tensor: the stored tensor.
       part: index into it; () for all of it.
       scale: its scale if it is quantised.
-      name: in the file.
+      name: its name in the file.
     """
 
     tensor: StoredTensor
@@ -67,7 +69,7 @@ class _Source:
 
 
 def load_checkpoint(
-    path: str | os.PathLike[str], *, dtype: Any = jnp.bfloat16, progress: bool = True
+    path: str | os.PathLike[str], *, dtype: Any = DEFAULT_DTYPE, progress: bool = True
 ) -> tuple[DSV4Config, DSV4Params]:
     """Reads a checkpoint directory.
 
@@ -77,7 +79,7 @@ def load_checkpoint(
 
     Args:
       path: directory with a `config.json` and safetensors, single or sharded with an index.
-      dtype: of activations and of the weights released as BF16, FP8 or FP4.
+      dtype: dtype of activations and of the weights released as BF16, FP8 or FP4.
       progress: shows a bar on stderr.
 
     Returns:

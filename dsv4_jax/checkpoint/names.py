@@ -93,8 +93,8 @@ class Target:
 
     Attributes:
       leaf: dotted path in `DSV4Params`.
-      index: of the tensor in the stacked leaf.
-      shape: of the tensor.
+      index: the tensor's index in the stacked leaf.
+      shape: the tensor's shape.
     """
 
     leaf: str

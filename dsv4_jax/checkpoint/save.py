@@ -38,7 +38,7 @@ def save_checkpoint(
 
     Args:
       config: the model.
-      params: of the model.
+      params: model parameters.
       path: directory, made if it is not there; files of the same names are replaced.
       max_shard_bytes: larger checkpoints are cut into files of at most that many bytes of tensors
         (a larger tensor has a file of its own), and an index.

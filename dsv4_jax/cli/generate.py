@@ -16,6 +16,7 @@ from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
 from dsv4_jax.checkpoint.load import SHIPPED_CHECKPOINT, load_checkpoint
 from dsv4_jax.serving.engine import Engine
 from dsv4_jax.serving.text import TextStream, load_tokenizer
+from dsv4_jax.step.sampling import SamplingParams
 from pallas_kernels.common.formats import CACHE_FORMATS
 
 
@@ -25,9 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", type=pathlib.Path, default=SHIPPED_CHECKPOINT)
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--temperature", type=float, default=0.6, help="0 is greedy")
-    parser.add_argument("--top-k", type=int, default=0, help="0 is no limit")
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--top-k", type=int, default=SamplingParams.top_k, help="0 is no limit")
+    parser.add_argument("--top-p", type=float, default=SamplingParams.top_p)
+    parser.add_argument("--seed", type=int, default=SamplingParams.seed)
     parser.add_argument("--cache-format", choices=CACHE_FORMATS, default=DEFAULT_CACHE_FORMAT)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
 
@@ -35,16 +36,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Streams one prompt's text to stdout; several are printed one after another when done."""
     started = time.perf_counter()
+    sampling = SamplingParams(
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        seed=args.seed,
+    )
     engine, tokenizer = _build(args)
-    settings = {
-        "max_new_tokens": args.max_new_tokens,
-        "temperature": args.temperature,
-        "top_k": args.top_k,
-        "top_p": args.top_p,
-        "seed": args.seed,
-    }
     _note(f"compiling for the first tokens ({time.perf_counter() - started:.1f} s to load)")
-    ids = [engine.submit(prompt, **settings) for prompt in args.prompt]
+    ids = [engine.submit(prompt, sampling=sampling) for prompt in args.prompt]
     stream = engine.stream(*ids)
     texts = [TextStream(tokenizer) for _ in args.prompt]
     pieces: list[list[str]] = [[prompt] for prompt in args.prompt]
@@ -85,7 +86,7 @@ def _build(args: argparse.Namespace) -> tuple[Engine, Tokenizer]:
     if tokenizer is None:
         raise ValueError(f"{args.checkpoint} has no tokenizer.json, so text cannot be encoded")
     longest = max(len(tokenizer.encode(prompt).ids) for prompt in args.prompt)
-    context = 2 ** math.ceil(math.log2(longest + max(args.max_new_tokens, 1)))
+    context = 2 ** math.ceil(math.log2(longest + args.max_new_tokens))
     engine = Engine(
         config,
         params,

@@ -45,8 +45,8 @@ class DSV4Config:
         `config.json`.
       num_mtp_layers: draft (MTP) blocks after the trunk, 0 or 1; not counted in `layer_types`.
       hc_mult: S, residual streams.
-      hc_sinkhorn_iters: Sinkhorn iterations of the stream mixing matrix.
-      hc_eps: floor inside the stream mixing.
+      hc_sinkhorn_iters: Sinkhorn iterations of the hyper-connections' mixing matrix.
+      hc_eps: floor inside the hyper-connections.
       rms_norm_eps: floor inside every norm.
       rope_theta: base of the main table (SWA layers and the draft block).
       compress_rope_theta: base of the compress table (all of CSA and HCA).
@@ -159,9 +159,9 @@ class DSV4Config:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens that one cache block stands for: the least common multiple of 128 and the rates.
+        """Tokens that one cache block stands for: the least common multiple of 128 and the ratios.
 
-        A rate of a family without layers does not count.
+        The compression ratio of a type without layers does not count.
         """
         return math.lcm(128, *(self.compression_ratio(attn) for attn in set(self.layer_types)))
 

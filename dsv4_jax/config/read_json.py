@@ -141,7 +141,7 @@ def _trunk(name: str, values: list[Any], num_layers: int, num_mtp: int, padding:
 def _layer_types(
     data: dict[str, Any], num_layers: int, num_mtp: int
 ) -> tuple[tuple[AttentionType, ...], dict[AttentionType, int]]:
-    """The attention type of each trunk layer, and the rate of each compressed type."""
+    """The attention type of each trunk layer, and the compression ratio of each compressed type."""
     rates = _rates(data)
     listed = ratios = None
     if (names := data.get("layer_types")) is not None:
@@ -176,7 +176,7 @@ def _rates(data: dict[str, Any]) -> dict[AttentionType, int]:
 def _types_of_ratios(
     ratios: list[int], rates: dict[AttentionType, int]
 ) -> tuple[dict[int, AttentionType], dict[AttentionType, int]]:
-    """What each number of `compress_ratios` means: 0 SWA, the smaller rate CSA, the larger HCA."""
+    """What each number of `compress_ratios` means: 0 SWA, the smaller ratio CSA, the larger HCA."""
     known = {CSA: 4, HCA: 128} | rates
     distinct = sorted(set(ratios) - {0})
     by_ratio = {0: SWA} | {rate: attn for attn, rate in known.items()}

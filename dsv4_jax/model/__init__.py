@@ -1,1 +1,14 @@
-"""Parameters, checkpoints, and the model from token ids to logits."""
+"""Parameters, and the model from token ids to logits."""
+
+from dsv4_jax.model.draft import forward_draft
+from dsv4_jax.model.forward import forward_streams
+from dsv4_jax.model.params import DSV4Params, init_params, param_shapes, unstack_layers
+
+__all__ = [
+    "DSV4Params",
+    "forward_draft",
+    "forward_streams",
+    "init_params",
+    "param_shapes",
+    "unstack_layers",
+]

@@ -9,14 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from dsv4_jax.attention.full_sequence import attend_full_sequence
-from dsv4_jax.attention.projections import linear
 from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.cache.new_tokens import NewTokens
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_types import AttentionType
-from dsv4_jax.model.block import block, head
+from dsv4_jax.linear import linear
 from dsv4_jax.model.params import DraftParams, DSV4Params, LayerParams
-from dsv4_jax.model.trunk import jit_run_block
+from dsv4_jax.model.trunk import block, head, jit_run_block
 from pallas_kernels.common.backend import Backend
 from pallas_kernels.common.formats import get_cache_format
 from pallas_kernels.common.norm_rope import rms_norm
@@ -30,11 +29,11 @@ def forward_draft(
     config: DSV4Config,
     cache_format: str = "f32",
 ) -> jax.Array:
-    """Draft logits of a whole history, without a cache.
+    """Draft logits of whole sequences, without a cache.
 
     Args:
-      params: of the model, with a draft block.
-      streams: [B, T, S, D], of `forward_streams`: the trunk's, before its head.
+      params: model parameters, with a draft block.
+      streams: [B, T, S, D], the trunk's residual streams (`forward_streams`).
       next_token_ids: i32[B, T], the token at i + 1 for every position i.
       config: the model.
       cache_format: rounds what a cache of that format would round.
@@ -74,8 +73,9 @@ def run_draft(
     it serves any continuation.
 
     Args:
-      params: of the model, with a draft block.
-      streams: [T, S, D], of the trunk or, beyond what the trunk has run, of the draft itself.
+      params: model parameters, with a draft block.
+      streams: [T, S, D], residual streams of the trunk or, beyond what the trunk has run, of the
+        draft block itself.
       next_token_ids: i32[T], the token after each.
       handle: the draft layer's cache in this call.
       config: the model.
@@ -104,5 +104,5 @@ def draft_input(
 ) -> jax.Array:
     """Joins the next token's embedding [..., D] to each stream of [..., S, D]."""
     token = linear(rms_norm(embedded, draft.enorm, eps=config.rms_norm_eps), draft.e_proj)
-    history = linear(rms_norm(streams, draft.hnorm, eps=config.rms_norm_eps), draft.h_proj)
-    return history + token[..., None, :]
+    hidden = linear(rms_norm(streams, draft.hnorm, eps=config.rms_norm_eps), draft.h_proj)
+    return hidden + token[..., None, :]

@@ -1,4 +1,4 @@
-"""Stream mixing (mHC): how a sublayer reads the residual streams and writes to them.
+"""Hyper-connections (mHC): how a sublayer reads the residual streams and writes to them.
 
 Source: deepseek_v4.md section 1.2.
 """
@@ -12,22 +12,22 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from dsv4_jax.attention.projections import grouped_linear
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.model.params import StreamMixParams
-from pallas_kernels import Backend, mix_streams
+from dsv4_jax.linear import grouped_linear
+from dsv4_jax.model.params import HyperConnectionParams
+from pallas_kernels import Backend, hyper_connections
 from pallas_kernels.hyper_connections.reference import collapse, inverse_rms
 
 _PARTS = 16
 
 
-class StreamMix(NamedTuple):
-    """One mixing.
+class HyperConnection(NamedTuple):
+    """How one sublayer is connected to the streams.
 
     Attributes:
       normed: [..., D], what the sublayer reads.
       post: f32[..., S], weight of its output in each stream.
-      comb: f32[..., S, S], how streams mix; summed over its first index.
+      comb: f32[..., S, S], from stream to stream; summed over its first index.
     """
 
     normed: jax.Array
@@ -36,27 +36,27 @@ class StreamMix(NamedTuple):
 
 
 def read_streams(
-    params: StreamMixParams,
+    params: HyperConnectionParams,
     norm: jax.Array,
     streams: jax.Array,
     config: DSV4Config,
     name: str,
     *,
     backend: Backend | None = None,
-) -> StreamMix:
-    """Steps 1 to 8, and the sublayer's norm: [..., S, D] -> a `StreamMix`.
+) -> HyperConnection:
+    """Steps 1 to 8, and the sublayer's norm: [..., S, D] -> a `HyperConnection`.
 
     Args:
-      params: of the mixing.
+      params: parameters of the hyper-connection.
       norm: [D], norm weight of the sublayer.
       streams: [..., S, D].
       config: the model.
-      name: what a capture of intermediates calls this mixing.
-      backend: of `mix_streams`; only the reference can be differentiated.
+      name: what a capture of intermediates calls it.
+      backend: route of the op; only the reference can be differentiated.
     """
     lead, (num, dim) = streams.shape[:-2], streams.shape[-2:]
     rows = streams.reshape(-1, num, dim)
-    mixed = mix_streams(
+    reading = hyper_connections(
         _products(params, rows),
         params.scale,
         params.base,
@@ -67,30 +67,32 @@ def read_streams(
         norm_eps=config.rms_norm_eps,
         backend=backend,
     )
-    checkpoint_name(mixed.collapsed.reshape(*lead, dim), f"{name}/collapsed")
-    return StreamMix(
-        normed=mixed.normed.reshape(*lead, dim),
-        post=checkpoint_name(mixed.post.reshape(*lead, num), f"{name}/post"),
-        comb=checkpoint_name(mixed.comb.reshape(*lead, num, num), f"{name}/comb"),
+    checkpoint_name(reading.collapsed.reshape(*lead, dim), f"{name}/collapsed")
+    return HyperConnection(
+        normed=reading.normed.reshape(*lead, dim),
+        post=checkpoint_name(reading.post.reshape(*lead, num), f"{name}/post"),
+        comb=checkpoint_name(reading.comb.reshape(*lead, num, num), f"{name}/comb"),
     )
 
 
-def write_streams(mix: StreamMix, streams: jax.Array, output: jax.Array) -> jax.Array:
+def write_streams(connection: HyperConnection, streams: jax.Array, output: jax.Array) -> jax.Array:
     """Step 9: X'_k = post_k y + sum_j comb_jk X_j, in f32, rounded once.
 
     Args:
-      mix: of the sublayer.
+      connection: what `read_streams` gave the sublayer.
       streams: [..., S, D] that the sublayer read.
-      output: [..., D] of the sublayer.
+      output: [..., D], output of the sublayer.
     """
-    mixed = mix.post[..., None] * output.astype(jnp.float32)[..., None, :]
+    written = connection.post[..., None] * output.astype(jnp.float32)[..., None, :]
     for j in range(streams.shape[-2]):
         stream = streams[..., j, None, :].astype(jnp.float32)
-        mixed = mixed + mix.comb[..., j, :, None] * stream
-    return mixed.astype(streams.dtype)
+        written = written + connection.comb[..., j, :, None] * stream
+    return written.astype(streams.dtype)
 
 
-def collapse_streams(params: StreamMixParams, streams: jax.Array, config: DSV4Config) -> jax.Array:
+def collapse_streams(
+    params: HyperConnectionParams, streams: jax.Array, config: DSV4Config
+) -> jax.Array:
     """The collapse before a head: [..., S, D] -> [..., D], without Sinkhorn."""
     lead, (num, dim) = streams.shape[:-2], streams.shape[-2:]
     rows = streams.reshape(-1, num, dim)
@@ -99,7 +101,7 @@ def collapse_streams(params: StreamMixParams, streams: jax.Array, config: DSV4Co
     return collapse(weights, rows).reshape(*lead, dim)
 
 
-def _products(params: StreamMixParams, streams: jax.Array) -> jax.Array:
+def _products(params: HyperConnectionParams, streams: jax.Array) -> jax.Array:
     """All streams of a token as one vector, through `fn`: [T, S, D] -> f32[T, P, ...], in parts.
 
     A matrix of 24 rows keeps 24 of a GPU's SMs busy, one a row; cut into parts, all of them.

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from dsv4_jax.attention.projections import grouped_linear, linear
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.linear import grouped_linear, linear
 from dsv4_jax.model.params import MoEParams
 
 
@@ -20,7 +20,7 @@ def mixture_of_experts(
     """One feed-forward sublayer.
 
     Args:
-      params: of the layer.
+      params: parameters of the layer.
       x: [..., D], normed.
       token_ids: i32[...], which hash layers route by.
       config: the model.
@@ -40,7 +40,7 @@ def route(params: MoEParams, x: jax.Array, token_ids: jax.Array, config: DSV4Con
     """How much of each expert a token gets.
 
     Args:
-      params: of the layer; `tid2eid` makes it a hash layer.
+      params: parameters of the layer; `tid2eid` makes it a hash layer.
       x: [T, D].
       token_ids: i32[T].
       config: the model.
@@ -79,7 +79,7 @@ def _routed(params: MoEParams, x: jax.Array, share: jax.Array, config: DSV4Confi
 
     A decode step is bound by reading the experts' weights, once each here; as a grouped product
     (`jax.lax.ragged_dot`) XLA multiplies as many rows for every expert, k times as many, and
-    copies the weights to turn them round. The weight is applied before the last product.
+    copies the weights to transpose them. The weight is applied before the last product.
     """
     num_tokens, num_experts = share.shape
 

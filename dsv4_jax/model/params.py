@@ -20,8 +20,8 @@ _HOST_SIZE = 2**22  # elements
 
 
 @flax.struct.dataclass(kw_only=True)
-class StreamMixParams:
-    """One stream mixing (mHC): of a sublayer, or (first line of sizes) of the head.
+class HyperConnectionParams:
+    """Hyper-connections (mHC) of the head, or of a sublayer: the second size of each.
 
     Attributes:
       fn: f32[S, S * D] in the head, f32[(2 + S) * S, S * D] in a sublayer.
@@ -63,12 +63,12 @@ class MoEParams:
 
 @flax.struct.dataclass(kw_only=True)
 class LayerParams:
-    """One decoder block: stream mixing, norm and sublayer, twice; norms are [D]."""
+    """One decoder block: hyper-connection, norm and sublayer, twice; norms are [D]."""
 
-    hc_attn: StreamMixParams
+    hc_attn: HyperConnectionParams
     attn_norm: jax.Array
     attn: AttentionParams
-    hc_ffn: StreamMixParams
+    hc_ffn: HyperConnectionParams
     ffn_norm: jax.Array
     ffn: MoEParams
 
@@ -83,7 +83,7 @@ class DraftParams:
       enorm: [D].
       hnorm: [D].
       block: one window layer with learned routing.
-      hc_head: its own collapse of the streams.
+      hc_head: hyper-connections that collapse its streams.
       norm: [D], its own final norm.
     """
 
@@ -92,7 +92,7 @@ class DraftParams:
     enorm: jax.Array
     hnorm: jax.Array
     block: LayerParams
-    hc_head: StreamMixParams
+    hc_head: HyperConnectionParams
     norm: jax.Array
 
 
@@ -104,7 +104,7 @@ class DSV4Params:
       embed: [V, D].
       layers: by kind (`LayerSpec.kind`), every leaf stacked over the layers of that kind; or, after
         `unstack_layers`, a tuple of that kind's layers.
-      hc_head: the collapse of the streams before the head.
+      hc_head: hyper-connections that collapse the streams before the head.
       norm: [D].
       head: [V, D].
       mtp: the draft block, or None.
@@ -112,7 +112,7 @@ class DSV4Params:
 
     embed: jax.Array
     layers: dict[str, LayerParams | tuple[LayerParams, ...]]
-    hc_head: StreamMixParams
+    hc_head: HyperConnectionParams
     norm: jax.Array
     head: jax.Array
     mtp: DraftParams | None
@@ -155,9 +155,9 @@ def unstack_layers(params: DSV4Params, *, donate: bool = False) -> DSV4Params:
     which compiles faster, and is what a CPU and small models want.
 
     Args:
-      params: of the model, or their shapes; layers that are separate already stay.
+      params: model parameters, or their shapes; layers that are separate already stay.
       donate: whether the stacks are freed on the way, one leaf after the other, so that no more
-        than one is there twice.
+        than one is in memory twice.
 
     Returns:
       The same parameters; `layers` holds tuples.
@@ -190,7 +190,7 @@ def param_shapes(config: DSV4Config, dtype: Any = jnp.float32) -> DSV4Params:
 
     Args:
       config: the model.
-      dtype: of activations and of the weights released as BF16, FP8 or FP4; the others are f32
+      dtype: dtype of activations and of the weights released as BF16, FP8 or FP4; others are f32
         and i32.
     """
     kinds: dict[str, list[LayerSpec]] = {}
@@ -209,7 +209,7 @@ def param_shapes(config: DSV4Config, dtype: Any = jnp.float32) -> DSV4Params:
             enorm=array(d),
             hnorm=array(d),
             block=_layer_shapes(config, AttentionType.SWA, RouterType.LEARNED, array),
-            hc_head=_head_mix_shapes(config),
+            hc_head=_head_connection_shapes(config),
             norm=array(d),
         )
     return DSV4Params(
@@ -218,7 +218,7 @@ def param_shapes(config: DSV4Config, dtype: Any = jnp.float32) -> DSV4Params:
             kind: _stack(_layer_shapes(config, specs[0].attn, specs[0].router, array), len(specs))
             for kind, specs in kinds.items()
         },
-        hc_head=_head_mix_shapes(config),
+        hc_head=_head_connection_shapes(config),
         norm=array(d),
         head=array(config.vocab_size, d),
         mtp=mtp,
@@ -231,7 +231,7 @@ def init_params(config: DSV4Config, key: jax.Array, dtype: Any = jnp.float32) ->
     Args:
       config: the model.
       key: a PRNG key.
-      dtype: as in `param_shapes`.
+      dtype: dtype as in `param_shapes`.
 
     Returns:
       Matrices with variance 1 / fan-in, norms near 1, biases and sinks of order 1, hash tables of
@@ -282,12 +282,12 @@ def _stack(shapes: LayerParams, count: int) -> LayerParams:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype), shapes)
 
 
-def _head_mix_shapes(config: DSV4Config) -> StreamMixParams:
-    return _mix_shapes(config, rows=config.hc_mult, scales=1)
+def _head_connection_shapes(config: DSV4Config) -> HyperConnectionParams:
+    return _connection_shapes(config, rows=config.hc_mult, scales=1)
 
 
-def _mix_shapes(config: DSV4Config, *, rows: int, scales: int) -> StreamMixParams:
-    return StreamMixParams(
+def _connection_shapes(config: DSV4Config, *, rows: int, scales: int) -> HyperConnectionParams:
+    return HyperConnectionParams(
         fn=f32_shape(rows, config.hc_mult * config.hidden_size),
         base=f32_shape(rows),
         scale=f32_shape(scales),
@@ -320,10 +320,10 @@ def _layer_shapes(
 ) -> LayerParams:
     rows = (2 + config.hc_mult) * config.hc_mult
     return LayerParams(
-        hc_attn=_mix_shapes(config, rows=rows, scales=3),
+        hc_attn=_connection_shapes(config, rows=rows, scales=3),
         attn_norm=array(config.hidden_size),
         attn=attention_shapes(config, attn, array),
-        hc_ffn=_mix_shapes(config, rows=rows, scales=3),
+        hc_ffn=_connection_shapes(config, rows=rows, scales=3),
         ffn_norm=array(config.hidden_size),
         ffn=_moe_shapes(config, router, array),
     )

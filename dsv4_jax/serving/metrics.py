@@ -1,20 +1,13 @@
-"""Metrics: what an operator wants to know, as a plain object and for Prometheus."""
+"""Metrics: what an operator wants to know, as a plain object."""
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
-import re
-from collections.abc import Iterator
 
 import jax
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
-from prometheus_client.registry import Collector
+
+from dsv4_jax.allocator.manager import KVCacheManager
 
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 """Upper bounds of the histograms, in seconds."""
@@ -136,44 +129,23 @@ class Metrics:
         """Share of drafts that were kept; 0 before any."""
         return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
 
-
-_HELP = dict(re.findall(r"^ {6}(\w+): (.+)\.$", Metrics.__doc__ or "", re.MULTILINE))
-_GAUGES = ("running", "waiting", "free_blocks", "cached_blocks", "used_blocks")
-
-
-class MetricsCollector(Collector):
-    """Reads a `Metrics` when Prometheus scrapes: `REGISTRY.register(MetricsCollector(...))`."""
-
-    def __init__(self, metrics: Metrics, prefix: str = "dsv4") -> None:
-        """Collects from one engine's metrics.
+    def count_cache(self, manager: KVCacheManager, unit_bytes: dict[str, int]) -> None:
+        """Brings the gauges of the cache up to date.
 
         Args:
-          metrics: of the engine.
-          prefix: of every name.
+          manager: who holds which slot and blocks.
+          unit_bytes: by family, bytes of one block or one slot.
         """
-        self._metrics = metrics
-        self._prefix = prefix
+        plan = manager.plan
+        self.cached_blocks = manager.num_cached_blocks
+        self.free_blocks = manager.num_free_blocks - manager.num_cached_blocks
+        self.used_blocks = plan.num_blocks - manager.num_free_blocks
+        self.used_bytes = {
+            family: used * (self.used_blocks if is_paged(family) else self.running)
+            for family, used in unit_bytes.items()
+        } | {"snapshots": manager.prefixes.num_held_snapshots * plan.bytes_per_snapshot}
 
-    def collect(self) -> Iterator[Metric]:
-        """One family per attribute."""
-        for field in dataclasses.fields(self._metrics):
-            name, value = f"{self._prefix}_{field.name}", getattr(self._metrics, field.name)
-            told = _HELP.get(field.name, field.name)
-            if isinstance(value, Histogram):
-                seen, buckets = 0, []
-                for bound, count in zip((*value.bounds, "+Inf"), value.counts, strict=True):
-                    seen += count
-                    buckets.append((str(bound), seen))
-                name = name.removesuffix("_s") + "_seconds"
-                yield HistogramMetricFamily(name, told, buckets, value.total)
-            elif isinstance(value, dict):
-                label = "reason" if field.name == "finished" else "family"
-                family = CounterMetricFamily if field.name == "finished" else GaugeMetricFamily
-                metric = family(name, told, labels=[label])
-                for key, count in value.items():
-                    metric.add_metric([key], count)
-                yield metric
-            elif field.name in _GAUGES:
-                yield GaugeMetricFamily(name, told, value)
-            else:
-                yield CounterMetricFamily(name, told, value)
+
+def is_paged(family: str) -> bool:
+    """Whether a family of arrays grows by block; others are there once for every slot."""
+    return family.endswith(("entries", "keys"))

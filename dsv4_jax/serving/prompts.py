@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,8 +10,7 @@ from tokenizers import Tokenizer
 
 from dsv4_jax.allocator.pool_plan import PoolPlan
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.serving.request import RequestOptions
-from dsv4_jax.step.sampling import check_sampling
+from dsv4_jax.step.sampling import SamplingParams
 
 
 def encode_prompt(
@@ -49,8 +49,6 @@ def check_length(prompt_tokens: int, max_new_tokens: int, plan: PoolPlan, *, nam
     Raises:
       ValueError: with the arithmetic, and `name`, in the message.
     """
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     total = prompt_tokens + max_new_tokens
     asked = f"{name} has {prompt_tokens} tokens, and with max_new_tokens={max_new_tokens} that is"
     if total > plan.max_context_tokens:
@@ -66,45 +64,22 @@ def check_length(prompt_tokens: int, max_new_tokens: int, plan: PoolPlan, *, nam
         )
 
 
-def make_options(
-    config: DSV4Config,
-    tokenizer: Tokenizer | None,
-    *,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    seed: int,
-    stop_token_ids: Sequence[int] | None,
-    stop_texts: Sequence[str],
-    salt: str,
-    speculate: bool,
-) -> RequestOptions:
-    """Options as a value; arguments as in `Engine.submit`.
+def resolve_sampling(
+    sampling: SamplingParams, config: DSV4Config, tokenizer: Tokenizer | None
+) -> SamplingParams:
+    """Settings that this model can obey, its own stop tokens where none are given.
 
     Raises:
-      ValueError: one is out of range, or stop texts come without a tokenizer.
+      ValueError: a stop token is outside the vocabulary, or stop texts come without a tokenizer.
     """
-    check_sampling(temperature, top_k, top_p)
-    if isinstance(stop_texts, str) or any(not text for text in stop_texts):
-        raise ValueError(f"stop_texts must be a list of texts, none empty, got {stop_texts!r}")
-    if stop_texts and tokenizer is None:
+    if sampling.stop_texts and tokenizer is None:
         raise ValueError("stop_texts need an engine with a tokenizer; use stop_token_ids")
-    stops = config.eos_token_ids if stop_token_ids is None else stop_token_ids
-    wrong = [token for token in stops if not 0 <= token < config.vocab_size]
-    if wrong and stop_token_ids is not None:
+    if sampling.stop_token_ids is None:
+        return dataclasses.replace(sampling, stop_token_ids=config.eos_token_ids)
+    wrong = [token for token in sampling.stop_token_ids if not 0 <= token < config.vocab_size]
+    if wrong:
         raise ValueError(
             f"stop_token_ids must be in 0..{config.vocab_size - 1} (vocab_size), got {wrong[0]}; "
             "pass () for none"
         )
-    return RequestOptions(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=int(seed) % 2**32,
-        stop_token_ids=frozenset(int(token) for token in stops),
-        stop_texts=tuple(stop_texts),
-        salt=salt.encode(),
-        speculate=speculate,
-    )
+    return sampling

@@ -9,6 +9,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from dsv4_jax.serving.text import TextStream
+from dsv4_jax.step.sampling import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +18,8 @@ class Completion:
 
     Attributes:
       token_ids: the new tokens, a stop token included.
-      text: of the new tokens without special ones, up to a stop text; None without a tokenizer.
+      text: text of the new tokens without special ones, up to a stop text; None without a
+        tokenizer.
       finish_reason: "stop" (a stop token or text), "length", "cancelled" or "error".
     """
 
@@ -31,7 +33,7 @@ class Token:
     """One token of one request.
 
     Attributes:
-      request_id: of `Engine.submit`.
+      request_id: what `Engine.submit` gave.
       token_id: the token.
       finish_reason: why the request ended with this token; None if it goes on.
     """
@@ -41,27 +43,14 @@ class Token:
     finish_reason: str | None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RequestOptions:
-    """What a request asks for; see `Engine.submit`."""
-
-    max_new_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
-    stop_token_ids: frozenset[int]
-    stop_texts: tuple[str, ...]
-    salt: bytes
-    speculate: bool
-
-
 class Request:
     """The host's state of a request.
 
     Attributes:
-      request_id: of `Engine.submit`; a lower one is older.
-      options: what it asks for.
+      request_id: what `Engine.submit` gave; a lower one is older.
+      sampling: how it draws and what ends it; its stop tokens are known.
+      salt: prefixes are shared among requests of one salt only.
+      speculate: drafts are checked.
       prompt_tokens: length of the prompt.
       token_ids: i32[prompt + max_new_tokens], the prompt and what was drawn.
       num_known: how many of those are known.
@@ -71,17 +60,27 @@ class Request:
       snapshot_spacing: blocks between kept boundaries of the prompt.
       finish_reason: None while it is on its way.
       events: tokens that its stream has not given yet.
-      submitted_s: when; likewise `admitted_s` and `last_token_s`, None before.
+      submitted_s: time of submission, in seconds; `admitted_s` and `last_token_s` are None before
+        their time.
     """
 
     def __init__(
-        self, request_id: int, prompt: np.ndarray, options: RequestOptions, submitted_s: float
+        self,
+        request_id: int,
+        prompt: np.ndarray,
+        sampling: SamplingParams,
+        submitted_s: float,
+        *,
+        salt: bytes = b"",
+        speculate: bool = True,
     ) -> None:
         """A request that waits."""
         self.request_id = request_id
-        self.options = options
+        self.sampling = sampling
+        self.salt = salt
+        self.speculate = speculate
         self.prompt_tokens = len(prompt)
-        self.token_ids = np.zeros(len(prompt) + options.max_new_tokens, np.int32)
+        self.token_ids = np.zeros(len(prompt) + sampling.max_new_tokens, np.int32)
         self.token_ids[: len(prompt)] = prompt
         self.num_known = len(prompt)
         self.slot = -1
@@ -109,12 +108,18 @@ class Request:
     @property
     def num_wanted(self) -> int:
         """Tokens still to be drawn."""
-        return self.options.max_new_tokens - self.num_drawn
+        return self.sampling.max_new_tokens - self.num_drawn
 
     def branch(self, request_id: int, seed: int, now_s: float) -> Request:
         """A copy that waits, with another seed for what it has yet to draw."""
-        options = dataclasses.replace(self.options, seed=seed)
-        new = Request(request_id, self.token_ids[: self.prompt_tokens], options, now_s)
+        new = Request(
+            request_id,
+            self.token_ids[: self.prompt_tokens],
+            dataclasses.replace(self.sampling, seed=seed),
+            now_s,
+            salt=self.salt,
+            speculate=self.speculate,
+        )
         new.token_ids[:] = self.token_ids
         new.num_known = self.num_known
         new.next_boundary, new.snapshot_spacing = self.next_boundary, self.snapshot_spacing
@@ -124,17 +129,17 @@ class Request:
         """Appends a drawn token, and sets `finish_reason` if it is the last one."""
         self.token_ids[self.num_known] = token_id
         self.num_known += 1
-        if token_id in self.options.stop_token_ids:
+        if token_id in (self.sampling.stop_token_ids or ()):
             self.finish_reason = "stop"
-        elif self.options.stop_texts and tokenizer is not None:
+        elif self.sampling.stop_texts and tokenizer is not None:
             if self._stream is None:
                 self._stream = TextStream(tokenizer)
                 for earlier in self.token_ids[self.prompt_tokens : self.num_known - 1]:
                     self._text += self._stream.add(int(earlier))
             piece = self._stream.add(token_id)
-            start = max(len(self._text) - max(map(len, self.options.stop_texts)) + 1, 0)
+            start = max(len(self._text) - max(map(len, self.sampling.stop_texts)) + 1, 0)
             self._text += piece
-            if any(self._text.find(stop, start) >= 0 for stop in self.options.stop_texts):
+            if any(self._text.find(stop, start) >= 0 for stop in self.sampling.stop_texts):
                 self.finish_reason = "stop"
         if self.finish_reason is None and not self.num_wanted:
             self.finish_reason = "length"
@@ -145,6 +150,6 @@ class Request:
         text = None
         if tokenizer is not None:
             text = tokenizer.decode(ids, skip_special_tokens=True)
-            found = [at for at in map(text.find, self.options.stop_texts) if at >= 0]
+            found = [at for at in map(text.find, self.sampling.stop_texts) if at >= 0]
             text = text[: min(found)] if found else text
         return Completion(token_ids=ids, text=text, finish_reason=self.finish_reason or "cancelled")

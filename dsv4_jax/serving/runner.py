@@ -13,16 +13,17 @@ import numpy as np
 from dsv4_jax.allocator.checksums import scan_rows, scan_snapshots
 from dsv4_jax.allocator.manager import KVCacheManager
 from dsv4_jax.allocator.pending_changes import idle_changes
-from dsv4_jax.allocator.pool_plan import PoolPlan
 from dsv4_jax.cache.model_cache import ModelCache, family_bytes, init_cache
 from dsv4_jax.cache.slot_changes import jit_apply_changes, set_tables
 from dsv4_jax.cache.snapshots import SnapshotPlan, SnapshotStore, init_snapshot_store
 from dsv4_jax.cache.step_input import StepInput
-from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import DSV4Params
-from dsv4_jax.serving.request import Request, RequestOptions
+from dsv4_jax.serving.metrics import is_paged
+from dsv4_jax.serving.request import Request
 from dsv4_jax.serving.scheduler import StepPlan
-from dsv4_jax.step.sampling import Sampling
+from dsv4_jax.serving.sizing import EnginePlan
+from dsv4_jax.serving.snapshot_policy import Boundary
+from dsv4_jax.step.sampling import SamplingParams, stack_sampling
 from dsv4_jax.step.serve_step import (
     ServeInput,
     jit_plain_decode_step,
@@ -30,13 +31,7 @@ from dsv4_jax.step.serve_step import (
     jit_serve_step,
 )
 
-
-class Boundary(NamedTuple):
-    """A block boundary that a step keeps: slot, tokens before it, place in the store."""
-
-    slot: int
-    end: int
-    place: int
+_IDLE = SamplingParams()
 
 
 class StepResult(NamedTuple):
@@ -55,39 +50,28 @@ class StepRunner:
       cache_format: name of the storage format.
       draft_tokens: k.
       unit_bytes: by family, bytes of one block or one slot.
-      cache: as it is now; the next call donates it.
-      store: likewise, the snapshots.
+      cache: the cache as it is now; the next call donates it.
+      store: the snapshots as they are now; the next call may donate them.
     """
 
-    def __init__(
-        self,
-        config: DSV4Config,
-        params: DSV4Params,
-        plan: PoolPlan,
-        *,
-        cache_format: str,
-        draft_tokens: int,
-    ) -> None:
+    def __init__(self, params: DSV4Params, plan: EnginePlan) -> None:
         """Allocates the pools.
 
         Args:
-          config: the model as the cache sees it: with a draft block only if there are drafts.
-          params: of the model.
-          plan: sizes of the pools.
-          cache_format: name of the storage format.
-          draft_tokens: k.
+          params: model parameters.
+          plan: sizes of the engine.
         """
-        self.config = config
+        self.config = plan.config
         self.params = params
-        self.plan = plan
-        self.cache_format = cache_format
-        self.draft_tokens = draft_tokens
+        self.plan = plan.pools
+        self.cache_format = plan.cache_format
+        self.draft_tokens = plan.draft_tokens
+        self._engine_plan = plan
         self.cache: ModelCache
         self.store: SnapshotStore
         self.rebuild()
-        num_units = {"paged": plan.num_blocks, "state": plan.max_requests}
         self.unit_bytes = {
-            name: size // num_units["paged" if name.endswith(("entries", "keys")) else "state"]
+            name: size // (self.plan.num_blocks if is_paged(name) else self.plan.max_requests)
             for name, size in family_bytes(self.cache).items()
             if size
         }
@@ -148,7 +132,10 @@ class StepRunner:
             step=step,
             num_checked=checked,  # type: ignore[arg-type]
             next_token_ids=following,  # type: ignore[arg-type]
-            sampling=_sampling({s: r.options for s, r in requests.items()}, num_slots),
+            sampling=stack_sampling(
+                [requests[s].sampling if s in requests else _IDLE for s in range(num_slots)],
+                with_stops=False,  # they are the host's
+            ),
             snapshots=self._snapshot_plan(boundaries, self._max_boundaries(plan.size)),
         )
         return self._call(serve_input, plan.is_plain)
@@ -160,10 +147,10 @@ class StepRunner:
         plan = self._snapshot_plan(boundaries, self.plan.max_requests)
         self.store = jit_save_reached(self.store, self.cache, step, plan)
 
-    def warmup(
-        self, sizes: Sequence[int], plain_size: int | None, *, debug: bool
-    ) -> list[tuple[str, float]]:
+    def warmup(self) -> list[tuple[str, float]]:
         """Compiles every program by running it idle; names and seconds."""
+        sizes, plain_size = self._engine_plan.step_sizes, self._engine_plan.plain_size
+        debug = self._engine_plan.debug
         num_slots = self.plan.max_requests
         changes = idle_changes(num_slots, self.cache.block_table.shape[1])
         if debug:
@@ -233,20 +220,3 @@ class StepRunner:
         for i, boundary in enumerate(boundaries):
             fields[:, i] = boundary
         return SnapshotPlan(rows=fields[0], ends=fields[1], places=fields[2])  # type: ignore[arg-type]
-
-
-def _sampling(options: dict[int, RequestOptions], num_rows: int) -> Sampling:
-    """Each slot's settings; stop tokens are the host's."""
-    temperature, top_p = np.zeros(num_rows, np.float32), np.ones(num_rows, np.float32)
-    top_k, seed = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.uint32)
-    for slot, option in options.items():
-        temperature[slot], top_p[slot] = option.temperature, option.top_p
-        top_k[slot], seed[slot] = option.top_k, option.seed
-    stops = np.full((num_rows, 1), -1, np.int32)
-    return Sampling(
-        temperature=temperature,  # type: ignore[arg-type]
-        top_k=top_k,  # type: ignore[arg-type]
-        top_p=top_p,  # type: ignore[arg-type]
-        seed=seed,  # type: ignore[arg-type]
-        stop_token_ids=stops,  # type: ignore[arg-type]
-    )

@@ -2,8 +2,8 @@
 
 Every request that only decodes is in every step, so that a long prompt never stalls an answer.
 Of the tokens that are left, the oldest prompt gets half and the others share the rest, those with
-least left first: a short prompt behind long ones soon has its first token, and since everyone
-becomes the oldest one day, nobody starves.
+least left first: a short prompt behind long ones soon has its first token, and since every prompt
+becomes the oldest in time, none starves.
 """
 
 from __future__ import annotations
@@ -59,40 +59,6 @@ class StepPlan:
     is_plain: bool
 
 
-def step_sizes(
-    prefill_tokens: Sequence[int] | None,
-    decode_tokens: int | None,
-    *,
-    max_requests: int,
-    draft_tokens: int,
-) -> tuple[tuple[int, ...], int | None]:
-    """The shapes that steps have; arguments as in `Engine`.
-
-    Returns:
-      Sizes of the general step, ascending, and that of the step that only decodes, or None.
-
-    Raises:
-      ValueError: sizes are not ascending, or the largest does not hold a token of every request.
-    """
-    if prefill_tokens is None:
-        prefill_tokens = (64, 256) if max_requests <= 256 else (64, 256, max_requests)
-    if not prefill_tokens or list(prefill_tokens) != sorted(set(prefill_tokens)):
-        raise ValueError(f"prefill_tokens must be ascending sizes, got {prefill_tokens}")
-    sizes, plain_size = set(prefill_tokens), None
-    if decode_tokens is not None:
-        sizes.add(decode_tokens)
-    elif draft_tokens:
-        sizes.add(max_requests * (draft_tokens + 1))
-    else:
-        plain_size = max_requests
-    if min(sizes) < 1 or max(sizes) < max_requests:
-        raise ValueError(
-            f"prefill_tokens and decode_tokens must be at least 1, the largest at least "
-            f"max_requests={max_requests}, got {sorted(sizes)}"
-        )
-    return tuple(sorted(sizes)), plain_size
-
-
 def plan_step(
     needs: Sequence[RowNeed], *, sizes: Sequence[int], plain_size: int | None
 ) -> StepPlan:
@@ -101,7 +67,8 @@ def plan_step(
     Args:
       needs: running requests, the oldest first.
       sizes: shapes of the general step, ascending; the largest holds at least one token of each.
-      plain_size: of the step that only decodes, one token of each row; None if there is none.
+      plain_size: size of the step that only decodes, one token of each row; None if there is
+        none.
 
     Returns:
       The plan; its size is the smallest that holds its rows.

@@ -22,8 +22,8 @@ def decode_step(
     """Appends one token per request.
 
     Args:
-      params: of the model.
-      cache: before the call.
+      params: model parameters.
+      cache: the cache before the call.
       step_input: T = B, and `request_ids[t]` is t, or -1 for an idle row.
       config: the model.
 
@@ -66,10 +66,10 @@ def decode_loop(
     nor anything after it is appended to the cache.
 
     Args:
-      params: of the model.
-      cache: before the call; blocks must be there for `num_steps` more tokens.
+      params: model parameters.
+      cache: the cache before the call; its tables hold blocks for `num_steps` more tokens.
       step_input: the last drawn token of each row, not in the cache yet; as in `decode_step`.
-      sampling: of each row.
+      sampling: settings of each row.
       num_steps: n, static.
       config: the model.
 

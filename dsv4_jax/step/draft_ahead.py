@@ -44,8 +44,8 @@ def draft_ahead(
       new_tokens: staged tokens, by attention type.
       kept: the call, cut to the tokens that are kept.
       next_token_ids: i32[T], the token after each of the call's tokens.
-      streams: [T, S, D], of the trunk.
-      sampling: of each row.
+      streams: [T, S, D], the trunk's residual streams.
+      sampling: settings of each row.
       config: the model.
       draft_tokens: k, 1 or more; static.
 

@@ -23,8 +23,8 @@ def prefill(
     """Appends any ragged mix of tokens: whole prompts, chunks of them, single tokens.
 
     Args:
-      params: of the model.
-      cache: before the call.
+      params: model parameters.
+      cache: the cache before the call.
       step_input: the tokens.
       config: the model.
       all_logits: logits of every token instead of each row's last.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from typing import TypedDict, Unpack
 
 import flax.struct
 import jax
@@ -10,9 +12,110 @@ import jax.numpy as jnp
 import numpy as np
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How a request draws its tokens, and what ends it.
+
+    Attributes:
+      max_new_tokens: most tokens to draw.
+      temperature: 0 takes the most likely token.
+      top_k: draws among that many most likely tokens; 0 is no limit.
+      top_p: draws among the most likely tokens that together have that probability.
+      seed: seed of the noise; kept modulo 2**32.
+      stop_token_ids: tokens that end the answer; None is the config's, () is none at all.
+      stop_texts: texts that end the answer; they need a tokenizer.
+
+    Raises:
+      ValueError: a setting is out of range.
+    """
+
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    stop_token_ids: Sequence[int] | None = None
+    stop_texts: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        """Checks every setting; sequences become tuples."""
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be 0 (no limit) or more, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        if isinstance(self.stop_texts, str) or any(not text for text in self.stop_texts):
+            raise ValueError(
+                f"stop_texts must be a list of texts, none empty, got {self.stop_texts!r}"
+            )
+        object.__setattr__(self, "seed", int(self.seed) % 2**32)
+        object.__setattr__(self, "stop_texts", tuple(self.stop_texts))
+        if self.stop_token_ids is not None:
+            stops = tuple(int(token) for token in self.stop_token_ids)
+            object.__setattr__(self, "stop_token_ids", stops)
+
+
+class DrawFields(TypedDict, total=False):
+    """Keyword arguments that stand for fields of `SamplingParams`; `seed` may be one per row."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int | Sequence[int]
+    stop_token_ids: Sequence[int] | None
+
+
+class SamplingFields(DrawFields, total=False):
+    """The same, with what only the host can obey."""
+
+    max_new_tokens: int
+    stop_texts: Sequence[str]
+
+
+def sampling_of_rows(
+    num_rows: int,
+    sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    *,
+    row_name: str = "row",
+    **fields: Unpack[SamplingFields],
+) -> list[SamplingParams]:
+    """Settings of each row.
+
+    Args:
+      num_rows: rows, or prompts.
+      sampling: settings of all rows or of each; None is the defaults.
+      row_name: what a row is called in an error.
+      **fields: fields that replace those of `sampling`; `seed` may be one per row.
+
+    Raises:
+      ValueError: a setting is out of range, or there are not `num_rows` of them.
+      TypeError: there is no such field.
+    """
+    if sampling is None:
+        sampling = SamplingParams()
+    rows = [sampling] * num_rows if isinstance(sampling, SamplingParams) else list(sampling)
+    if len(rows) != num_rows:
+        raise ValueError(
+            f"sampling must be one, or one per {row_name} ({num_rows}), got {len(rows)}"
+        )
+    changes: list[dict] = [dict(fields) for _ in rows]
+    seed = fields.get("seed")
+    if seed is not None and not isinstance(seed, int | np.integer):
+        if len(seed) != num_rows:
+            raise ValueError(
+                f"seed must be one, or one per {row_name} ({num_rows}), got {len(seed)}"
+            )
+        for change, one in zip(changes, seed, strict=True):
+            change["seed"] = one
+    return [dataclasses.replace(row, **change) for row, change in zip(rows, changes, strict=True)]
+
+
 @flax.struct.dataclass(kw_only=True)
 class Sampling:
-    """How each row draws its tokens.
+    """The `SamplingParams` of a call's rows, as a step takes them.
 
     Attributes:
       temperature: f32[B]; 0 takes the most likely token.
@@ -31,46 +134,39 @@ class Sampling:
 
 def make_sampling(
     num_rows: int,
-    *,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int | Sequence[int] = 0,
-    stop_token_ids: Sequence[int] = (),
+    sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    **fields: Unpack[DrawFields],
 ) -> Sampling:
-    """The same settings for every row; `seed` may be one per row.
+    """Settings of a call's rows, for a loop of one's own.
+
+    Args:
+      num_rows: B.
+      sampling: settings of all rows or of each; None is the defaults. `max_new_tokens` is up to
+        the loop, and there is no config here: `stop_token_ids` of None is no stop token.
+      **fields: fields that replace those of `sampling`; `seed` may be one per row.
 
     Raises:
-      ValueError: a setting is out of range.
+      ValueError: a setting is out of range, or a step cannot obey it.
     """
-    check_sampling(temperature, top_k, top_p)
-    seeds = [seed] * num_rows if isinstance(seed, int | np.integer) else list(seed)
-    if len(seeds) != num_rows:
-        raise ValueError(f"seed must be one, or one per row ({num_rows}), got {len(seeds)}")
-    stops = np.asarray(stop_token_ids, np.int32).reshape(1, -1)
-    if not stops.size:
-        stops = np.full((1, 1), -1, np.int32)
+    rows = sampling_of_rows(num_rows, sampling, **fields)
+    if any(row.stop_texts for row in rows):
+        raise ValueError("stop_texts need an Engine: a step knows tokens and no text")
+    return jax.tree.map(jnp.asarray, stack_sampling(rows))
+
+
+def stack_sampling(rows: Sequence[SamplingParams], *, with_stops: bool = True) -> Sampling:
+    """Settings of each row, as NumPy arrays; without stops, their width does not vary."""
+    stops = [list(row.stop_token_ids or ()) if with_stops else [] for row in rows]
+    width = max([1, *map(len, stops)])
     return Sampling(
-        temperature=jnp.full(num_rows, temperature, jnp.float32),
-        top_k=jnp.full(num_rows, top_k, jnp.int32),
-        top_p=jnp.full(num_rows, top_p, jnp.float32),
-        seed=jnp.asarray([int(s) % 2**32 for s in seeds], jnp.uint32),
-        stop_token_ids=jnp.asarray(np.repeat(stops, num_rows, axis=0)),
+        temperature=np.array([row.temperature for row in rows], np.float32),  # type: ignore[arg-type]
+        top_k=np.array([row.top_k for row in rows], np.int32),  # type: ignore[arg-type]
+        top_p=np.array([row.top_p for row in rows], np.float32),  # type: ignore[arg-type]
+        seed=np.array([row.seed for row in rows], np.uint32),  # type: ignore[arg-type]
+        stop_token_ids=np.array(  # type: ignore[arg-type]
+            [stop + [-1] * (width - len(stop)) for stop in stops], np.int32
+        ).reshape(len(rows), width),
     )
-
-
-def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
-    """Refuses what `make_sampling` does not take.
-
-    Raises:
-      ValueError: a setting is out of range.
-    """
-    if not temperature >= 0:
-        raise ValueError(f"temperature must be 0 (greedy) or more, got {temperature}")
-    if top_k < 0:
-        raise ValueError(f"top_k must be 0 (no limit) or more, got {top_k}")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}")
 
 
 def sample(logits: jax.Array, sampling: Sampling, positions: jax.Array) -> jax.Array:
@@ -78,7 +174,7 @@ def sample(logits: jax.Array, sampling: Sampling, positions: jax.Array) -> jax.A
 
     Args:
       logits: f32[B, V].
-      sampling: of each row.
+      sampling: settings of each row.
       positions: i32[B], position that each drawn token will have.
 
     Returns:

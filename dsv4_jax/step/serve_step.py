@@ -37,7 +37,7 @@ class ServeInput:
         draft_tokens + 1.
       next_token_ids: i32[B], the token after a row's last one where it is known, of a prompt that
         goes on; -1 where the drawn one is next.
-      sampling: of each row.
+      sampling: settings of each row.
       snapshots: boundaries to keep.
     """
 
@@ -75,8 +75,8 @@ def serve_step(
     """One step of any mix of rows.
 
     Args:
-      params: of the model.
-      cache: before the step; blocks must be there for all tokens.
+      params: model parameters.
+      cache: the cache before the step; its tables hold blocks for all tokens.
       store: snapshots.
       serve_input: what to run.
       config: the model; with a draft block if `draft_tokens` is above 0.
@@ -201,7 +201,7 @@ def verify_drafts(
       token_ids: i32[B, k + 1], the checked tokens: the last one known, then drafts.
       positions: i32[B, k + 1], of those tokens.
       num_checked: i32[B], how many count.
-      sampling: of each row.
+      sampling: settings of each row.
 
     Returns:
       i32[B, k + 1], the drawn tokens, and i32[B], how many drafts are kept: the first n of the

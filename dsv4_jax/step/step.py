@@ -15,9 +15,8 @@ from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.new_tokens import NewTokens, empty_new_tokens
 from dsv4_jax.cache.step_input import StepInput, check_step_input
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.model.block import head
 from dsv4_jax.model.params import DSV4Params
-from dsv4_jax.model.trunk import run_layers
+from dsv4_jax.model.trunk import head, run_layers
 from pallas_kernels.common.call import CallIndices
 
 _ROW_MULTIPLE = 8
@@ -53,11 +52,11 @@ def stage_step(
     """A step that can be taken back: lengths, rings and states stay as they were.
 
     Entries of the windows that close are written, beyond the lengths, where nobody sees them until
-    they are committed or overwritten. Blocks must be there for all tokens.
+    they are committed or overwritten. The tables must hold blocks for all tokens.
 
     Args:
-      params: of the model.
-      cache: before the call.
+      params: model parameters.
+      cache: the cache before the call.
       step_input: any ragged mix of tokens.
       config: the model.
 
@@ -110,8 +109,6 @@ def empty_staged(cache: ModelCache, call: CallIndices) -> dict[str, NewTokens]:
     """Zeroed tokens by attention type, of the shapes that layers stage."""
     num_tokens = call.positions.shape[0]
     return {
-        attn: empty_new_tokens(
-            pool.schema, num_tokens, num_layers=jax.tree.leaves(pool.window)[0].shape[0]
-        )
+        attn: empty_new_tokens(pool.schema, num_tokens, num_layers=pool.num_layers)
         for attn, pool in cache.state.items()
     }

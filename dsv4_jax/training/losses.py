@@ -7,14 +7,14 @@ import jax.numpy as jnp
 
 from dsv4_jax.attention.full_sequence import Selection, Selector, select_by_score
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.model.block import head
 from dsv4_jax.model.draft import forward_draft
 from dsv4_jax.model.forward import forward_streams
 from dsv4_jax.model.params import DSV4Params
+from dsv4_jax.model.trunk import head
 
 
 def select_all(selection: Selection) -> jax.Array:
-    """Every visible entry: what top-k is an economy of."""
+    """Every visible entry, without top-k."""
     num_entries = selection.scores.shape[-1]
     mask = jnp.arange(num_entries)[None] < selection.visible[:, None]
     return jnp.broadcast_to(mask, selection.scores.shape)
@@ -62,7 +62,7 @@ def training_loss(
     """The sum of all losses, and each by name.
 
     Args:
-      params: of the model.
+      params: model parameters.
       read_ids: i32[B, T + 2], the text as the model reads it.
       token_ids: i32[B, T + 2], the text as it should have been.
       config: the model.

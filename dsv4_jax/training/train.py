@@ -103,17 +103,17 @@ def batches(
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How long and how fast.
+    """How long the training is and how fast it learns.
 
     Attributes:
-      num_steps: of the optimizer.
+      num_steps: steps of the optimizer.
       batch: rows of a step.
       length: bytes of a row.
-      rate: the highest learning rate; warmed up over 100 steps, then a cosine.
-      decay: of matrices, per unit of rate.
+      rate: the highest learning rate, after a warm-up of 100 steps; a cosine follows.
+      decay: weight decay of matrices, per unit of the learning rate.
       noise: share of bytes that are read wrong.
-      dense_share: of the steps, at first, in which CSA layers attend to every entry.
-      steps_between_reports: and between looks at the validation text.
+      dense_share: share of the steps, the first ones, in which CSA layers attend to every entry.
+      steps_between_reports: steps between reports, each with a validation loss.
     """
 
     num_steps: int = 3200

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import enum
+import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 
 import jax
@@ -22,6 +24,21 @@ class Backend(enum.StrEnum):
     """Pallas through Triton: Hopper and Blackwell."""
 
 
+class FallbackWarning(UserWarning):
+    """An op with `backend=None` takes its reference on a GPU: its kernel can't serve the call.
+
+    Said once for each op, shapes and reason, when a call is traced. A filter of `warnings` silences
+    it or makes it an error; so does `forbid_fallbacks`, for what is traced inside.
+    """
+
+
+FORBID_VARIABLE = "PALLAS_KERNELS_FORBID_FALLBACKS"
+"""Environment variable; 1 is `forbid_fallbacks` for the whole process."""
+_FORBIDDING = contextvars.ContextVar(
+    "forbidding", default=os.environ.get(FORBID_VARIABLE, "0") not in ("", "0")
+)
+_SAID: set[str] = set()
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _INTERPRETING = contextvars.ContextVar("interpreting", default=False)
 
 
@@ -46,6 +63,20 @@ def gpu_interpreter(*, detect_races: bool = True) -> Iterator[None]:
             yield
     finally:
         _INTERPRETING.reset(token)
+
+
+@contextlib.contextmanager
+def forbid_fallbacks() -> Iterator[None]:
+    """Raises `NotImplementedError` where an op traced inside would fall back to its reference.
+
+    What was traced before is not looked at again. Without a GPU nothing raises: there the reference
+    is what `backend=None` means.
+    """
+    token = _FORBIDDING.set(True)
+    try:
+        yield
+    finally:
+        _FORBIDDING.reset(token)
 
 
 def interpreting() -> bool:
@@ -75,32 +106,61 @@ def resolve[F: Callable](
     implementations: Mapping[Backend, F],
     *,
     preferred: Backend = Backend.REFERENCE,
+    obstacle: str | None = None,
+    arguments: Mapping[str, jax.Array] | None = None,
 ) -> F:
     """Picks an op's implementation.
 
+    On a GPU of this decade, None picks `preferred`. Where an obstacle, or an older GPU, leaves the
+    reference, that is said once, as a `FallbackWarning`. Without a GPU None is the reference.
+
     Args:
-      op: the op's name, for errors.
-      backend: the one to use; None picks `preferred` on a GPU of this decade, else the reference.
+      op: the op's name, for errors and the warning.
+      backend: the one to use; None chooses.
       implementations: what the op has.
       preferred: the fastest one for these shapes, by measurement.
+      obstacle: why the kernels can't serve this call, as the rest of a sentence of which they are
+        the subject; None where they can.
+      arguments: arrays by name, whose shapes the warning gives.
 
     Raises:
       ValueError: there is no backend of that name.
-      NotImplementedError: the op has no implementation for it, or it can't run here.
+      NotImplementedError: the op has no implementation for it, or it can't run here or not at these
+        sizes, or a fallback is forbidden.
     """
     capability = compute_capability()
     on_gpu = capability is not None and capability >= (9, 0)
     if backend is None:
-        return implementations[preferred if on_gpu else Backend.REFERENCE]
+        if capability is None or preferred == Backend.REFERENCE:
+            return implementations[Backend.REFERENCE]
+        if not on_gpu:
+            obstacle = f"needs compute capability 9.0 or more, got {capability}"
+        if obstacle is None:
+            return implementations[preferred]
+        _report_fallback(f"'{preferred}' {op} {obstacle}", op, arguments or {})
+        return implementations[Backend.REFERENCE]
     if backend not in list(Backend):
         raise ValueError(f"backend must be one of {[b.value for b in Backend]}, got {backend!r}")
     if backend not in implementations:
         raise NotImplementedError(
             f"{op} has no {str(backend)!r} implementation, it has {list(map(str, implementations))}"
         )
+    if backend != Backend.REFERENCE and obstacle is not None:
+        raise NotImplementedError(f"{str(backend)!r} {op} {obstacle}; pass backend='reference'")
     if backend != Backend.REFERENCE and not (on_gpu or interpreting()):
         raise NotImplementedError(
             f"{str(backend)!r} kernels of {op} need an NVIDIA GPU of compute capability 9.0 or "
             f"more, got {capability}; pass backend='reference', or trace inside gpu_interpreter()"
         )
     return implementations[Backend(backend)]
+
+
+def _report_fallback(reason: str, op: str, arguments: Mapping[str, jax.Array]) -> None:
+    shapes = ", ".join(f"{name} {a.dtype}{list(a.shape)}" for name, a in arguments.items())
+    call = f"{op} of {shapes}" if shapes else op
+    text = f"{call} runs as its reference on a GPU, which is slow: {reason}"
+    if _FORBIDDING.get():
+        raise NotImplementedError(f"{text}; fallbacks are forbidden")
+    if text not in _SAID:
+        warnings.warn(text, FallbackWarning, skip_file_prefixes=(_PACKAGE,))
+        _SAID.add(text)  # not where a filter makes it an error, which is one each time

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.codecs import Codec, Planes
 
 
@@ -34,6 +35,21 @@ def check_indices(**arrays: jax.Array) -> None:
     for name, array in arrays.items():
         if array.dtype != jnp.int32:
             raise ValueError(f"{name} must be int32, got {array.dtype}")
+
+
+def check_call(call: CallIndices) -> None:
+    """The indices are i32, and each kind agrees on its axes."""
+    per_token, per_row = (
+        {f"call.{name}": getattr(call, name) for name in names}
+        for names in (
+            ("segment_ids", "slots", "positions", "lengths"),
+            ("row_slots", "row_lengths", "row_counts", "row_offsets", "block_table"),
+        )
+    )
+    check_rank(2, **{"call.block_table": call.block_table})
+    check_same_length("T", **per_token)
+    check_same_length("B", **per_row)
+    check_indices(**per_token, **per_row)
 
 
 def check_planes(stacked: Planes, rows: Planes, *, stacked_name: str, rows_name: str) -> None:

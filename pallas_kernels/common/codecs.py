@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.common import numbers, pages
-from pallas_kernels.common.rounding import divide, round_to
+from pallas_kernels.common.rounding import exact_divide, round_to
 
 Planes = dict[str, jax.Array]
 PlaneShapes = dict[str, jax.ShapeDtypeStruct]
@@ -179,8 +179,8 @@ class ScaledFP8Codec:
         """See `Codec`; `inv_scale` keeps the original's name: a value is code * inv_scale."""
         nope, rope = _split_rope(x, rope_dim)
         amax = jnp.maximum(jnp.max(jnp.abs(nope), axis=-1), _AMAX_FLOOR)
-        inv_scale = divide(amax, jnp.float32(448.0))
-        code = numbers.encode_e4m3(divide(nope, inv_scale[..., None]))
+        inv_scale = exact_divide(amax, jnp.float32(448.0))
+        code = numbers.encode_e4m3(exact_divide(nope, inv_scale[..., None]))
         return {"nope": code, "rope": rope, "inv_scale": inv_scale}
 
     def decode(self, planes: Planes, dim: int) -> jax.Array:
@@ -273,9 +273,9 @@ class FP4KeyCodec:
             scale = numbers.encode_ue8m0(jnp.maximum(amax, np.float32(6 * 2.0**-126)) * _INV_6)
             scaled = groups * numbers.invert_ue8m0(scale)[..., None]
         else:
-            amax = divide(amax, jnp.float32(6.0))
+            amax = exact_divide(amax, jnp.float32(6.0))
             scale = numbers.encode_e4m3(jnp.maximum(amax, np.float32(2.0**-9)))
-            scaled = divide(groups, numbers.decode_e4m3(scale)[..., None])
+            scaled = exact_divide(groups, numbers.decode_e4m3(scale)[..., None])
         return numbers.join_groups(numbers.encode_e2m1(scaled), x.shape[-1]), scale
 
     def _values(self, code: jax.Array, scale: jax.Array) -> jax.Array:

@@ -1,10 +1,11 @@
-"""How the flush kernels are cut into programs and launches."""
+"""How a flush is cut into programs and launches."""
 
 from __future__ import annotations
 
 import dataclasses
 
-_CORES = 132  # an H200's SMs
+from pallas_kernels.gpu.devices import H200
+
 _MANY_WINDOWS = 2048
 _LONG_WINDOW = 16  # tokens
 
@@ -43,8 +44,8 @@ def choose_hca(num_windows: int, tokens: int) -> Tiling:
     Many tokens are in flight while a program has an SM to itself. Several SMs take a window where
     half of them would have none, if windows are long.
     """
-    formula = Tiling(warps=8, chunk=16 if num_windows <= _CORES else 8)
-    if num_windows <= _CORES // 2 and tokens >= _LONG_WINDOW * num_windows:
+    formula = Tiling(warps=8, chunk=16 if num_windows <= H200.num_sms else 8)
+    if num_windows <= H200.num_sms // 2 and tokens >= _LONG_WINDOW * num_windows:
         formula = dataclasses.replace(formula, channels=64, pool_warps=2, chunk=24)
     return formula
 

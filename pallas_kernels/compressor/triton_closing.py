@@ -1,4 +1,7 @@
-"""A token that closes a window, and how its program writes the entry; inside a Triton kernel."""
+"""The token that closes a window, and how its program stores the entry, inside a Triton kernel.
+
+`closing.py` finds these tokens in a call; `triton_means.py` pools their windows.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.common.codecs import Codec
-from pallas_kernels.gpu import triton_codecs as entry_tile
-from pallas_kernels.gpu import triton_rope
+from pallas_kernels.gpu import triton_codecs, triton_rope
 
 Ref = Any
 Place = tuple[jax.Array, jax.Array, jax.Array]
@@ -27,7 +29,7 @@ class Closing(NamedTuple):
     Attributes:
       layer: i32[].
       token: i32[], its index in the call.
-      request: i32[], row of the table, -1 for none.
+      segment: i32[], row of the table, -1 for none.
       slot: i32[], 0 for none.
       position: i32[].
       length: i32[], tokens of its request before the call.
@@ -37,7 +39,7 @@ class Closing(NamedTuple):
 
     layer: jax.Array
     token: jax.Array
-    request: jax.Array
+    segment: jax.Array
     slot: jax.Array
     position: jax.Array
     length: jax.Array
@@ -54,8 +56,8 @@ class Closing(NamedTuple):
         entries_per_block = next(iter(planes.values())).shape[2]
         entry = self.position // self.rate
         logical = entry // entries_per_block
-        inside = (self.request >= 0) & (logical < self.table.shape[1])
-        block = self.table[jnp.maximum(self.request, 0), jnp.where(inside, logical, 0)]
+        inside = (self.segment >= 0) & (logical < self.table.shape[1])
+        block = self.table[jnp.maximum(self.segment, 0), jnp.where(inside, logical, 0)]
         return self.layer, jnp.where(inside, block, -1), entry % entries_per_block
 
 
@@ -68,13 +70,13 @@ def read_closing(call_refs: Sequence[Ref], token: jax.Array, rate: int) -> Closi
     """What the call says of the token with which a window of `rate` tokens ends.
 
     Args:
-      call_refs: layer [1], closing, request_ids, slots, positions, lengths and the table.
+      call_refs: layer [1], closing, segment_ids, slots, positions, lengths and the table.
       token: i32[], its index in the call.
       rate: tokens per window.
     """
-    layer, _, request_ids, slots, positions, lengths, table = call_refs
-    request, slot = request_ids[token], jnp.maximum(slots[token], 0)
-    return Closing(layer[0], token, request, slot, positions[token], lengths[token], rate, table)
+    layer, _, segment_ids, slots, positions, lengths, table = call_refs
+    segment, slot = segment_ids[token], jnp.maximum(slots[token], 0)
+    return Closing(layer[0], token, segment, slot, positions[token], lengths[token], rate, table)
 
 
 def prepare_store(
@@ -91,15 +93,15 @@ def prepare_store(
     It is called with the window's mean, f32[width], rounded to the dtype of activations, the
     position of its first token, and the entry's place.
     """
-    turn = triton_rope.load_turn(
+    table = triton_rope.load_rope_table(
         norm, frequencies, dim=norm.shape[0], width=width, dtype=norm.dtype, eps=eps
     )
     rope_dim = planes["rope"].shape[-1] if "rope" in planes else 0
 
     def store(mean: jax.Array, begin: jax.Array, place: Place) -> None:
-        entry = triton_rope.norm_and_rotate(mean, turn, begin)
-        encoded = entry_tile.encode(codec, entry, dim=turn.dim, rope_dim=rope_dim)
-        pl.when(place[1] >= 0)(functools.partial(entry_tile.store_entry, planes, place, encoded))
+        entry = triton_rope.norm_and_rotate(mean, table, begin)
+        encoded = triton_codecs.encode(codec, entry, dim=table.dim, rope_dim=rope_dim)
+        pl.when(place[1] >= 0)(functools.partial(triton_codecs.store_entry, planes, place, encoded))
 
     return store
 

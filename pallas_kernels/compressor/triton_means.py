@@ -1,7 +1,8 @@
-"""Where a window's mean comes from, a tile of its channels at a time; inside a Triton kernel.
+"""Where a window's mean comes from, the call, the state or both, inside a Triton kernel.
 
-Each of these first loads what the token with which the window ends is enough to find, so that a
-program need not wait for what the call says of that token, then finishes.
+Each class first loads what the token with which the window ends is enough to find, so that a
+program need not wait for what the call says of that token; then it finishes
+the mean, which `triton_pool.py` pools.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.compressor import triton_pool as window
+from pallas_kernels.compressor import triton_pool
 from pallas_kernels.compressor.triton_closing import Closing
 from pallas_kernels.gpu import triton
 
@@ -70,7 +71,7 @@ class PoolCSA(NamedTuple):
         if not self.eager or refs[2].shape[0] < 2 * self.rate:
             return None
         own, half = token - (self.rate - 1), refs[2].shape[-1] // 2
-        load = functools.partial(window.load_tokens, refs[2:], number=self.rate)
+        load = functools.partial(triton_pool.load_tokens, refs[2:], number=self.rate)
         b_stream = load(own - self.rate, **channels.columns)
         a_stream = load(own, **channels._replace(start=channels.start + half).columns)
         return [*b_stream, *a_stream]
@@ -85,11 +86,11 @@ class PoolCSA(NamedTuple):
             all_in_call = closes.position - (2 * closes.rate - 1) >= closes.length
             pooled = jax.lax.cond(
                 all_in_call,
-                window.pool_tokens,
+                triton_pool.pool_tokens,
                 lambda _: _pool_merged(refs, closes, channels),
                 loaded,
             )
-        return window.mean(pooled, channels.size, self.dtype)
+        return triton_pool.mean(pooled, channels.size, self.dtype)
 
 
 class PoolHCA(NamedTuple):
@@ -114,7 +115,7 @@ class PoolHCA(NamedTuple):
         if not self.eager:
             return None
         first = token - (self.rate - 1)
-        return window.load_tokens(refs[1:], first, self.chunk, **channels.columns)
+        return triton_pool.load_tokens(refs[1:], first, self.chunk, **channels.columns)
 
     def finish(
         self, refs: Sequence[Ref], closes: Closing, channels: Channels, loaded: Loaded
@@ -122,8 +123,8 @@ class PoolHCA(NamedTuple):
         """See `Pooling`."""
         begin = closes.begin
 
-        def fold_window(loaded: Loaded) -> window.Pool:
-            return window.fold_window(
+        def fold_window(loaded: Loaded) -> triton_pool.Pool:
+            return triton_pool.fold_window(
                 loaded,
                 refs[1:],
                 first=closes.token - (closes.rate - 1),
@@ -131,11 +132,11 @@ class PoolHCA(NamedTuple):
                 **channels.columns,
             )
 
-        def continue_pool(_: Loaded) -> window.Pool:
+        def continue_pool(_: Loaded) -> triton_pool.Pool:
             first = jnp.maximum(begin, closes.length)
             at, carried = (closes.layer, closes.slot), begin < closes.length
-            return window.fold_tokens(
-                window.continue_pool(refs[0], at, carried, **channels.columns),
+            return triton_pool.fold_tokens(
+                triton_pool.continue_pool(refs[0], at, carried, **channels.columns),
                 refs[1:],
                 first=closes.token - (closes.position - first),
                 num_tokens=closes.position - first + 1,
@@ -148,7 +149,7 @@ class PoolHCA(NamedTuple):
             pooled = continue_pool(None)
         else:
             pooled = jax.lax.cond(begin >= closes.length, fold_window, continue_pool, loaded)
-        return window.mean(pooled, channels.size, self.dtype)
+        return triton_pool.mean(pooled, channels.size, self.dtype)
 
 
 def _csa_places(
@@ -164,7 +165,7 @@ def _csa_places(
     return places
 
 
-def _pool_merged(refs: Sequence[Ref], closes: Closing, channels: Channels) -> window.Pool:
+def _pool_merged(refs: Sequence[Ref], closes: Closing, channels: Channels) -> triton_pool.Pool:
     """Pools 2M tokens, of the state where they came before the call; the first window has M."""
     load = functools.partial(triton.load_row, count=channels.size, width=channels.width)
     tokens = []
@@ -172,7 +173,7 @@ def _pool_merged(refs: Sequence[Ref], closes: Closing, channels: Channels) -> wi
         in_call = closes.position - (2 * closes.rate - 1) + number >= closes.length
         tokens.append(
             [
-                window.select(
+                triton_pool.select(
                     in_call,
                     load(new, row, start=start, live=in_call),
                     load(old, kept, start=start, live=~in_call),
@@ -180,4 +181,4 @@ def _pool_merged(refs: Sequence[Ref], closes: Closing, channels: Channels) -> wi
                 for old, new in zip(refs[:2], refs[2:], strict=True)
             ]
         )
-    return window.pool_overlapping(tokens, closes.position >= closes.rate)
+    return triton_pool.pool_overlapping(tokens, closes.position >= closes.rate)

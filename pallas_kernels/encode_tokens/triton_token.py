@@ -1,4 +1,7 @@
-"""What a token's program does with its queries and its window entry, inside a Triton kernel."""
+"""What one program does with a token's query heads or its window entry, inside a Triton kernel.
+
+`encode_tokens` and `append_and_flush` share it.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.codecs import Codec
-from pallas_kernels.gpu import triton, triton_heads, triton_rope
-from pallas_kernels.gpu import triton_codecs as entry_tile
+from pallas_kernels.gpu import triton, triton_codecs, triton_heads, triton_rope
 
 Ref = Any
 
 
-def turn_heads(
+def rotate_heads(
     source: Ref,
     target: Ref,
     frequencies: Ref,
@@ -24,14 +26,14 @@ def turn_heads(
     *,
     eps: float,
 ) -> None:
-    """Norms and rotates a few heads of a token: from [T, H, C] to the same place."""
+    """Norm and RoPE of a few heads of a token: from [T, H, C] to the same place of `target`."""
     dim = source.shape[2]
     width = max(128, 1 << (dim - 1).bit_length())
-    turn = triton_rope.load_turn(
+    table = triton_rope.load_rope_table(
         None, frequencies, dim=dim, width=width, dtype=source.dtype, eps=eps
     )
     triton_heads.map_heads(
-        lambda x: triton_rope.norm_and_rotate(x, turn, position),
+        lambda x: triton_rope.norm_and_rotate(x, table, position),
         source,
         target,
         token,
@@ -49,11 +51,13 @@ def encode_entry(
     *,
     codec: Codec,
     eps: float,
-) -> dict[str, entry_tile.Lanes]:
+) -> dict[str, triton_codecs.Lanes]:
     """A token's window entry: kv [T, C], normed with a weight [C], rotated and encoded."""
     dim, rope_dim = kv.shape[1], 2 * frequencies.shape[0]
-    width = entry_tile.tile_width(codec, dim)
-    turn = triton_rope.load_turn(norm, frequencies, dim=dim, width=width, dtype=kv.dtype, eps=eps)
+    width = triton_codecs.tile_width(codec, dim)
+    table = triton_rope.load_rope_table(
+        norm, frequencies, dim=dim, width=width, dtype=kv.dtype, eps=eps
+    )
     row = triton.load_row(kv, (token,), start=0, count=dim, width=width).astype(jnp.float32)
-    turned = triton_rope.norm_and_rotate(row, turn, position)
-    return entry_tile.encode(codec, turned, dim=dim, rope_dim=rope_dim)
+    rotated = triton_rope.norm_and_rotate(row, table, position)
+    return triton_codecs.encode(codec, rotated, dim=dim, rope_dim=rope_dim)

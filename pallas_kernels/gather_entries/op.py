@@ -1,8 +1,7 @@
 """Reads stored vectors into dense arrays: for notebooks, checking, and where dense is faster.
 
-For FP8 entries there is a Triton kernel, which takes 0.4 to 0.75 of XLA's time on an H200 at every
-shape measured, from one entry a request (2.1 us, 2.8) to 8,192 (244 us, 397; 64 requests, to bf16).
-Plain values and index keys take XLA, which has nothing to decode or little to move.
+FP8 entries have a Triton kernel, which is faster than XLA at every shape measured. Plain values and
+index keys take XLA by choice: there is nothing to decode, or little to move.
 """
 
 from __future__ import annotations
@@ -12,7 +11,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.common.backend import Backend, resolve
+from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.checks import (
+    check_call,
     check_codec,
     check_indices,
     check_planes,
@@ -21,6 +22,7 @@ from pallas_kernels.common.checks import (
     first_plane,
 )
 from pallas_kernels.common.codecs import Codec, Planes
+from pallas_kernels.common.layer_planes import LayerPlanes
 from pallas_kernels.gather_entries import reference, triton_gpu
 
 _ENTRIES = {
@@ -34,13 +36,10 @@ _WINDOW = {
 
 
 def gather_entries(
-    pool: Planes,
-    block_table: jax.Array,
-    request_ids: jax.Array,
+    pool: LayerPlanes,
+    call: CallIndices,
     index: jax.Array,
     *,
-    layer: jax.Array,
-    codec: Codec,
     dim: int,
     dtype: DTypeLike = jnp.float32,
     backend: Backend | None = None,
@@ -48,12 +47,10 @@ def gather_entries(
     """Gathers entries, or index keys, by their logical numbers.
 
     Args:
-      pool: planes [L, NB, EB, ...].
-      block_table: i32[B, LB], physical block of each logical one; -1 where there is none.
-      request_ids: i32[T], row of the table each query reads; -1 reads nothing.
+      pool: planes [L, NB, EB, ...] of entries or index keys.
+      call: where the tokens belong; a token reads the row of `block_table` of its segment, and
+        nothing where that is -1.
       index: i32[T, K], logical entry numbers (entries, not tokens); -1 selects nothing.
-      layer: i32[], index into L.
-      codec: how the planes store a vector.
       dim: C, or IC.
       dtype: of the result.
       backend: implementation to use; None picks the fastest one that runs here.
@@ -68,25 +65,27 @@ def gather_entries(
 
     Source: original_cache.md, `gather_compressed_kv`.
     """
-    check_rank(2, block_table=block_table, index=index)
-    check_same_length("T", request_ids=request_ids, index=index)
-    check_indices(block_table=block_table, request_ids=request_ids, index=index)
-    check_codec("pool", pool, codec, dim)
-    preferred = _preferred(codec, pool)
-    return resolve("gather_entries", backend, _ENTRIES, preferred=preferred)(
-        pool, block_table, request_ids, index, layer=layer, codec=codec, dim=dim, dtype=dtype
+    check_call(call)
+    check_rank(2, index=index)
+    check_same_length("T", segment_ids=call.segment_ids, index=index)
+    check_indices(index=index)
+    check_codec("pool", pool.planes, pool.codec, dim)
+    implementation = resolve(
+        "gather_entries",
+        backend,
+        _ENTRIES,
+        preferred=_preferred(pool.codec),
+        obstacle=triton_gpu.find_obstacle(pool.codec, pool.planes),
+        arguments={"index": index} | pool.planes,
     )
+    return implementation(pool, call, index, dim=dim, dtype=dtype)
 
 
 def gather_window(
-    ring: Planes,
+    ring: LayerPlanes,
     rows: Planes,
-    slots: jax.Array,
-    positions: jax.Array,
-    lengths: jax.Array,
+    call: CallIndices,
     *,
-    layer: jax.Array,
-    codec: Codec,
     dim: int,
     dtype: DTypeLike = jnp.float32,
     backend: Backend | None = None,
@@ -95,12 +94,8 @@ def gather_window(
 
     Args:
       ring: planes [L, NS, W, ...], position p in row p % W, before the call's tokens are written.
-      rows: planes [T, ...], the call's tokens; a request's next to each other, in order.
-      slots: i32[T]; -1 reads nothing.
-      positions: i32[T].
-      lengths: i32[T], tokens of each token's request before the call.
-      layer: i32[], index into L.
-      codec: how the planes store a vector.
+      rows: planes [T, ...], the call's tokens.
+      call: where they belong; a token without a slot reads nothing.
       dim: C.
       dtype: of the result.
       backend: implementation to use; None picks the fastest one that runs here.
@@ -115,17 +110,21 @@ def gather_window(
 
     Source: original_cache.md, `gather_swa_kv`; deepseek_v4.md section 1.3.
     """
-    check_planes(ring, rows, stacked_name="ring", rows_name="rows")
-    check_same_length(
-        "T", slots=slots, positions=positions, lengths=lengths, rows=first_plane(rows)
+    check_call(call)
+    check_planes(ring.planes, rows, stacked_name="ring", rows_name="rows")
+    check_same_length("T", slots=call.slots, rows=first_plane(rows))
+    check_codec("ring", ring.planes, ring.codec, dim)
+    implementation = resolve(
+        "gather_window",
+        backend,
+        _WINDOW,
+        preferred=_preferred(ring.codec),
+        obstacle=triton_gpu.find_obstacle(ring.codec, ring.planes),
+        arguments={"slots": call.slots} | ring.planes,
     )
-    check_codec("ring", ring, codec, dim)
-    check_indices(slots=slots, positions=positions, lengths=lengths)
-    preferred = _preferred(codec, ring)
-    return resolve("gather_window", backend, _WINDOW, preferred=preferred)(
-        ring, rows, slots, positions, lengths, layer=layer, codec=codec, dim=dim, dtype=dtype
-    )
+    return implementation(ring, rows, call, dim=dim, dtype=dtype)
 
 
-def _preferred(codec: Codec, planes: Planes) -> Backend:
-    return Backend.TRITON_GPU if triton_gpu.supports(codec, planes) else Backend.REFERENCE
+def _preferred(codec: Codec) -> Backend:
+    fp8 = isinstance(codec, triton_gpu.DECODED)
+    return Backend.TRITON_GPU if fp8 else Backend.REFERENCE

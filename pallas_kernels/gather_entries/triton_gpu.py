@@ -1,17 +1,12 @@
 """Triton kernel of `gather_entries` and `gather_window`: rows to dense vectors, decoded on the way.
 
-One program takes a few rows of one token: it finds where they lie, loads each plane's row once,
-decodes four codes per loaded word, and stores. A row that is absent loads nothing and stores zeros.
+One CTA takes a few rows of one token: it finds where they lie, loads each plane's row once, decodes
+four codes per loaded word, and stores. A row that is absent loads nothing and stores zeros.
 
-Bytes: a row's planes read and the dense row written, once. Bound by memory at thousands of rows:
-on one H200 (jax 0.11.2) 64 x 8192 HCA entries of `fp8_ue8m0` to bf16 take 244 us, 81 % of what a
-copy of as many bytes reaches. Through XLA they take 397 us: its fusion loads codes and scales one
-by one and finds a row's address for each of them. A kernel that loads codes as bytes took 230 to
-265 us, but is wrong on planes of 2 to 4 GiB (`pallas_kernels.triton`). Rows that L2 may drop first
-gain nothing.
-
-A codec whose values are stored as they are needs no kernel, and index keys are not gathered where
-speed counts: both stay with XLA.
+Bytes: a row's planes read and the dense row written, once. Bound by memory at thousands of rows.
+It decodes FP8 entries whose nope dims and groups are multiples of four; codes are loaded as words,
+since Triton's offsets are wrong on planes of bytes of 2 to 4 GiB (`pallas_kernels.gpu.triton`).
+Measurements and roads not taken: docs/kernels/gather_entries.md.
 """
 
 from __future__ import annotations
@@ -27,14 +22,37 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_kernels.common import numbers
+from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.checks import first_plane
 from pallas_kernels.common.codecs import Codec, GroupedFP8Codec, Planes, ScaledFP8Codec
+from pallas_kernels.common.layer_planes import LayerPlanes
 from pallas_kernels.gpu import triton
 
 Ref = Any
+PlaneRefs = Mapping[str, Ref]
+DECODED = (GroupedFP8Codec, ScaledFP8Codec)
+"""Codecs of entries that the kernel decodes."""
 _ROWS = 4
 _WARPS = 2
 _CODES_PER_WORD = 4
+
+
+class _EntryIndices(NamedTuple):
+    """What `gather_entries` finds rows by: arrays, and refs in the kernel; the layer is i32[1]."""
+
+    layer: Any
+    block_table: Any
+    segment_ids: Any
+    index: Any
+
+
+class _WindowIndices(NamedTuple):
+    """What `gather_window` finds rows by; likewise."""
+
+    layer: Any
+    slots: Any
+    positions: Any
+    lengths: Any
 
 
 class Source(NamedTuple):
@@ -46,87 +64,90 @@ class Source(NamedTuple):
       present: bool[_ROWS], which rows to read.
     """
 
-    planes: Mapping[str, Ref]
+    planes: PlaneRefs
     row: tuple[jax.Array, ...]
     present: jax.Array
 
 
-def supports(codec: Codec, planes: Planes) -> bool:
-    """Whether the kernel can decode these planes."""
-    if isinstance(codec, GroupedFP8Codec):
-        whole = codec.group % _CODES_PER_WORD == 0
-    else:
-        whole = isinstance(codec, ScaledFP8Codec)
-    return whole and planes["nope"].shape[-1] % _CODES_PER_WORD == 0
+def find_obstacle(codec: Codec, planes: Planes) -> str | None:
+    """Why the kernel can't decode these planes, as the rest of a sentence; None where it can."""
+    whole = False
+    if isinstance(codec, DECODED):
+        group = codec.group if isinstance(codec, GroupedFP8Codec) else _CODES_PER_WORD
+        nope_dim = planes["nope"].shape[-1]
+        whole = group % _CODES_PER_WORD == 0 and nope_dim % _CODES_PER_WORD == 0
+    if whole:
+        return None
+    shapes = {name: list(plane.shape[3:]) for name, plane in planes.items()}
+    return (
+        f"decodes FP8 entries whose nope dims and groups are multiples of {_CODES_PER_WORD}, got "
+        f"{codec} and planes of {shapes}"
+    )
 
 
 def gather_entries(
-    pool: Planes,
-    block_table: jax.Array,
-    request_ids: jax.Array,
-    index: jax.Array,
-    *,
-    layer: jax.Array,
-    codec: Codec,
-    dim: int,
-    dtype: DTypeLike,
+    pool: LayerPlanes, call: CallIndices, index: jax.Array, *, dim: int, dtype: DTypeLike
 ) -> tuple[jax.Array, jax.Array]:
     """See `op.gather_entries`."""
-    entries_per_block = first_plane(pool).shape[2]
-    num_logical = block_table.shape[1]
+    entries_per_block = first_plane(pool.planes).shape[2]
+    num_logical = call.block_table.shape[1]
+    inputs = _EntryIndices(
+        layer=pool.layer.reshape(1),
+        block_table=call.block_table,
+        segment_ids=call.segment_ids,
+        index=index,
+    )
 
-    def locate(call: Sequence[Ref], stored: Sequence[Mapping[str, Ref]], token, place, inside):
-        layer_ref, table, requests, index_ref = call
-        request = requests[token]
-        entry = triton.load_where(index_ref, (token, place), inside, -1)
-        present = (entry >= 0) & (request >= 0) & (entry < num_logical * entries_per_block)
+    def locate(indices: _EntryIndices, stored: Sequence[PlaneRefs], token, place, inside):
+        segment = indices.segment_ids[token]
+        entry = triton.load_where(indices.index, (token, place), inside, -1)
+        present = (entry >= 0) & (segment >= 0) & (entry < num_logical * entries_per_block)
         entry = jnp.where(present, entry, 0)
         logical = lax.div(entry, entries_per_block)
-        block = triton.load_where(table, (jnp.maximum(request, 0), logical), present, -1)
+        at = (jnp.maximum(segment, 0), logical)
+        block = triton.load_where(indices.block_table, at, present, -1)
         present &= block >= 0
-        where = (layer_ref[0], jnp.maximum(block, 0), lax.rem(entry, entries_per_block))
+        where = (indices.layer[0], jnp.maximum(block, 0), lax.rem(entry, entries_per_block))
         return [Source(stored[0], where, present)]
 
-    call = [layer.reshape(1), block_table, request_ids, index]
-    return _gather(locate, call, [pool], index.shape, codec, dim, dtype, "gather_entries")
+    return _gather(
+        locate, inputs, [pool.planes], index.shape, pool.codec, dim, dtype, "gather_entries"
+    )
 
 
 def gather_window(
-    ring: Planes,
-    rows: Planes,
-    slots: jax.Array,
-    positions: jax.Array,
-    lengths: jax.Array,
-    *,
-    layer: jax.Array,
-    codec: Codec,
-    dim: int,
-    dtype: DTypeLike,
+    ring: LayerPlanes, rows: Planes, call: CallIndices, *, dim: int, dtype: DTypeLike
 ) -> tuple[jax.Array, jax.Array]:
     """See `op.gather_window`; `reference` pictures which rows come from the call."""
-    window = first_plane(ring).shape[2]
+    window = first_plane(ring.planes).shape[2]
+    inputs = _WindowIndices(
+        layer=ring.layer.reshape(1),
+        slots=call.slots,
+        positions=call.positions,
+        lengths=call.lengths,
+    )
 
-    def locate(call: Sequence[Ref], stored: Sequence[Mapping[str, Ref]], token, place, inside):
-        layer_ref, slots_ref, positions_ref, lengths_ref = call
-        slot, newest = slots_ref[token], positions_ref[token]
+    def locate(indices: _WindowIndices, stored: Sequence[PlaneRefs], token, place, inside):
+        slot, newest = indices.slots[token], indices.positions[token]
         age = lax.rem(jnp.maximum(newest, 0) - place + window, window)
         position = newest - age
         present = inside & (position >= 0) & (slot >= 0)
-        in_call = position >= lengths_ref[token]
-        where = (layer_ref[0], jnp.maximum(slot, 0), jnp.where(inside, place, 0))
+        in_call = position >= indices.lengths[token]
+        where = (indices.layer[0], jnp.maximum(slot, 0), jnp.where(inside, place, 0))
         return [
             Source(stored[0], where, present & ~in_call),
             Source(stored[1], (jnp.maximum(token - age, 0),), present & in_call),
         ]
 
-    call = [layer.reshape(1), slots, positions, lengths]
-    shape = (slots.shape[0], window)
-    return _gather(locate, call, [ring, rows], shape, codec, dim, dtype, "gather_window")
+    shape = (call.slots.shape[0], window)
+    return _gather(
+        locate, inputs, [ring.planes, rows], shape, ring.codec, dim, dtype, "gather_window"
+    )
 
 
 def _gather(
     locate: Callable[..., Sequence[Source]],
-    call: Sequence[jax.Array],
+    indices: _EntryIndices | _WindowIndices,
     stored: Sequence[Planes],
     shape: tuple[int, ...],
     codec: Codec,
@@ -135,11 +156,6 @@ def _gather(
     name: str,
 ) -> tuple[jax.Array, jax.Array]:
     """Dense rows `dtype`[T, K, dim] and bool[T, K], for a function that says where they lie."""
-    if not supports(codec, stored[0]):
-        raise NotImplementedError(
-            f"the kernel of {name} decodes FP8 entries whose nope dims and groups are multiples of "
-            f"{_CODES_PER_WORD}, got {codec} and {dim=}; pass backend='reference'"
-        )
     num_tokens, num_places = shape
     planes = [triton.as_words(p) for p in stored]
     names = list(planes[0])
@@ -148,9 +164,10 @@ def _gather(
         tile, token = pl.program_id(0), pl.program_id(1)
         place = tile * _ROWS + jnp.arange(_ROWS, dtype=jnp.int32)
         inside = place < num_places
-        refs = iter(inputs[len(call) :])
+        indices_refs = type(indices)(*inputs[: len(indices)])
+        refs = iter(inputs[len(indices) :])
         stored_refs = [{n: next(refs) for n in names} for _ in planes]
-        sources = locate(inputs[: len(call)], stored_refs, token, place, inside)
+        sources = locate(indices_refs, stored_refs, token, place, inside)
 
         def store(values: jax.Array, start: int, count: int) -> None:
             column = lax.broadcasted_iota(jnp.int32, values.shape, 1)
@@ -169,7 +186,7 @@ def _gather(
     dense, present = triton.launch(
         kernel,
         grid=(-(-num_places // _ROWS), num_tokens),
-        inputs=[*call, *(p[n] for p in planes for n in names)],
+        inputs=[*indices, *(p[n] for p in planes for n in names)],
         outputs=[
             jax.ShapeDtypeStruct((*shape, dim), dtype),
             jax.ShapeDtypeStruct(shape, jnp.bool_),

@@ -48,7 +48,7 @@ SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 """Shared memory of 16-bit elements as tensor cores and bulk copies take it."""
 
 
-def divide(numbers: jax.Array, divisor: int) -> tuple[jax.Array, jax.Array]:
+def quotient_and_remainder(numbers: jax.Array, divisor: int) -> tuple[jax.Array, jax.Array]:
     """Quotients and remainders of i32 that are not negative; shifts, where that is enough."""
     if divisor & (divisor - 1):
         return lax.div(numbers, divisor), lax.rem(numbers, divisor)

@@ -1,9 +1,9 @@
 """Loads and stores of Mosaic GPU kernels that each thread makes for itself.
 
-Pallas has no gather from device memory by a vector of indices. `gather_rows` and `gather_words` do
-it into registers, a thread loading the 16 elements of each row that its layout gives it; in the
-interpreter they are indexed reads. A row number of -1 reads nothing and gives zeros, so that what
-lies there (NaN, or a row of somebody else) is never seen.
+Pallas has no gather from device memory by a vector of indices. `load_indexed_rows` and
+`load_indexed_words` do it into registers, a thread loading the 16 elements of each row that its
+layout gives it; in the interpreter they are indexed reads. A row number of -1 reads nothing and
+gives zeros, so that what lies there (NaN, or a row of somebody else) is never seen.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LINE_BYTES = 128
 """Of a cache line."""
 
 
-def gather_rows(
+def load_indexed_rows(
     sources: Sequence[Ref],
     source: jax.Array,
     index: jax.Array,
@@ -83,7 +83,7 @@ def gather_rows(
     return load(list(sources), source, index)
 
 
-def gather_words(
+def load_indexed_words(
     sources: Sequence[Ref],
     source: jax.Array,
     index: jax.Array,
@@ -96,8 +96,8 @@ def gather_words(
 
     Args:
       sources: refs [R, n] in device memory, of one n and a dtype of 8 or 32 bits.
-      source: as in `gather_rows`, in `layout`.
-      index: as in `gather_rows`, in `layout`.
+      source: as in `load_indexed_rows`, in `layout`.
+      index: as in `load_indexed_rows`, in `layout`.
       word: its number in the row.
       layout: of one dim.
       all_present: promises that no `index` is -1, which saves looking.
@@ -135,9 +135,9 @@ def prefetch_rows(planes: Sequence[Sequence[Ref]], source: jax.Array, index: jax
     """Asks for whole rows to come into the L2 cache; waits for nothing and changes nothing.
 
     Args:
-      planes: of each its sources, as in `gather_rows`.
-      source: as in `gather_rows`.
-      index: as in `gather_rows`.
+      planes: of each its sources, as in `load_indexed_rows`.
+      source: as in `load_indexed_rows`.
+      index: as in `load_indexed_rows`.
     """
     if interpreting():
         return
@@ -163,7 +163,7 @@ def prefetch_rows(planes: Sequence[Sequence[Ref]], source: jax.Array, index: jax
     prefetch([ref for sources in planes for ref in sources], source, index)
 
 
-def store(target: Ref, values: jax.Array, layout: Layout) -> None:
+def store_shared(target: Ref, values: jax.Array, layout: Layout) -> None:
     """Stores an array of the given layout in shared memory.
 
     Unlike an assignment it does not wait for the warpgroup's threads before and after, so that

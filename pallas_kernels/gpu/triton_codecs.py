@@ -1,6 +1,6 @@
 """What `codecs.py` does, on one entry at a time, a dim per lane, in a Triton kernel.
 
-Element types are encoded by `numbers.py` itself, from bits; only what a tile spells differently is
+Element types are encoded by `numbers.py` itself, from bits. Only what a tile spells differently is
 here: groups, the Hadamard rotation, and bytes packed into the words of `triton.as_words`.
 """
 
@@ -24,7 +24,7 @@ from pallas_kernels.common.codecs import (
     ScaledFP8Codec,
 )
 from pallas_kernels.gpu import triton
-from pallas_kernels.gpu.triton_rope import beside, join_neighbours, round_to, split_neighbours
+from pallas_kernels.gpu.triton_rope import beside, join_neighbours, round_to_dtype, split_neighbours
 
 Ref = Any
 _INV_448 = np.float32(1.0) / np.float32(448.0)
@@ -111,7 +111,7 @@ def round_through(codec: Codec, x: jax.Array, *, dim: int) -> jax.Array:
     """
     match codec:
         case PlainCodec():
-            return round_to(x, codec.dtype)
+            return round_to_dtype(x, codec.dtype)
         case FP8KeyCodec():
             codes, scale = _quantize_fp8_key(x, dim)
             wide = numbers.decode_ue8m0(scale)
@@ -167,7 +167,7 @@ def _partners(pairs: jax.Array) -> jax.Array:
 def _encode_grouped(
     codec: GroupedFP8Codec, x: jax.Array, nope_dim: int, rope_dim: int
 ) -> dict[str, Lanes]:
-    x = round_to(x, jnp.bfloat16)
+    x = round_to_dtype(x, jnp.bfloat16)
     nope = jnp.where(jnp.arange(x.shape[0]) < nope_dim, x, 0.0)
     groups = nope.reshape(-1, codec.group)
     amax = jnp.maximum(jnp.max(jnp.abs(groups), axis=1), _AMAX_FLOOR)
@@ -183,7 +183,7 @@ def _encode_grouped(
 
 
 def _encode_scaled(x: jax.Array, nope_dim: int, rope_dim: int) -> dict[str, Lanes]:
-    x = round_to(x, jnp.bfloat16)
+    x = round_to_dtype(x, jnp.bfloat16)
     nope = jnp.where(jnp.arange(x.shape[0]) < nope_dim, x, 0.0)
     amax = jnp.maximum(jnp.max(jnp.abs(nope)), _AMAX_FLOOR)
     inv_scale = triton.exact_quotient(
@@ -207,7 +207,7 @@ def _encode_fp8_key(x: jax.Array, dim: int) -> dict[str, Lanes]:
 
 def _quantize_fp8_key(x: jax.Array, dim: int) -> tuple[list[jax.Array], jax.Array]:
     """f32[..., width] -> E4M3 codes u8[..., width / n] of n neighbours, and scales u8[...]."""
-    parts = [round_to(part, jnp.bfloat16) for part in hadamard_rotate(x, dim)]
+    parts = [round_to_dtype(part, jnp.bfloat16) for part in hadamard_rotate(x, dim)]
     largest = functools.reduce(jnp.maximum, [jnp.abs(part) for part in parts])
     amax = jnp.maximum(jnp.max(largest, axis=-1), _AMAX_FLOOR)
     scale = numbers.encode_ue8m0(amax * _INV_448)
@@ -231,9 +231,10 @@ def _quantize_fp4_key(
     codec: FP4KeyCodec, x: jax.Array, dim: int
 ) -> tuple[list[jax.Array], jax.Array]:
     """f32[..., width] -> E2M1 codes u8[g, group / n] of n neighbours of groups; scales u8[g]."""
-    turned = hadamard_rotate(x, dim)
+    rotated = hadamard_rotate(x, dim)
     parts = [
-        round_to(part, jnp.bfloat16).reshape(-1, codec.group // len(turned)) for part in turned
+        round_to_dtype(part, jnp.bfloat16).reshape(-1, codec.group // len(rotated))
+        for part in rotated
     ]
     largest = functools.reduce(jnp.maximum, [jnp.abs(part) for part in parts])
     amax = jnp.max(largest, axis=1)

@@ -1,10 +1,10 @@
-"""`rotary.py` on a tile, a dim per lane, inside a Triton kernel: the same roundings in that order.
+"""`norm_rope.py` on a tile, a dim per lane, inside a Triton kernel: same roundings, same order.
 
 A tile is f32[..., width], width a power of two; lanes past the C dims hold zeros. Nothing is
 summed in an order that a layout chooses, so the bits of a vector are the same whatever the number
 of warps, the vectors beside it or the shape of the call.
 
-Against `rotary.py`, on a GPU, rsqrt, sine, cosine and one division may differ in their last bit.
+Against `norm_rope.py`, on a GPU, rsqrt, sine, cosine and one division may differ in their last bit.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from pallas_kernels.gpu import triton
 Ref = Any
 
 
-class Turn(NamedTuple):
-    """What norms and rotates vectors, loaded before them so that nobody waits for it.
+class RopeTable(NamedTuple):
+    """The norm and RoPE of vectors, loaded before them so that nobody waits for it.
 
     Attributes:
-      weight: f32[width], of the norm; None for a norm without one.
+      weight: f32[width], norm weight; None for a norm without one.
       frequency: f32[width / 2], per pair of dims; 0 where they do not rotate.
       dim: C.
       num_rotated: R / 2, the last pairs of the C dims.
@@ -42,7 +42,7 @@ class Turn(NamedTuple):
     eps: float
 
 
-def load_turn(
+def load_rope_table(
     norm_ref: Ref | None,
     frequencies_ref: Ref,
     *,
@@ -50,8 +50,8 @@ def load_turn(
     width: int,
     dtype: DTypeLike,
     eps: float = 0.0,
-) -> Turn:
-    """From the norm's weight [C] and f32[R / 2]; `rotate` reads neither the weight nor `eps`."""
+) -> RopeTable:
+    """Loads a norm weight [C] and f32[R / 2]; `rotate` reads neither the weight nor `eps`."""
     num_rotated = frequencies_ref.shape[0]
     weight = None
     if norm_ref is not None:
@@ -60,37 +60,37 @@ def load_turn(
     pair = jnp.arange(width // 2) - (dim // 2 - num_rotated)
     frequency = frequencies_ref[jnp.clip(pair, 0, num_rotated - 1)]
     frequency = jnp.where((pair >= 0) & (pair < num_rotated), frequency, 0.0)
-    return Turn(weight, frequency, dim, num_rotated, dtype, eps)
+    return RopeTable(weight, frequency, dim, num_rotated, dtype, eps)
 
 
-def norm_and_rotate(x: jax.Array, turn: Turn, position: jax.Array) -> jax.Array:
-    """f32[..., width], normed and rotated to i32[], each rounded to the dtype of activations."""
-    mean_square = sum_by_pairs(triton.exact_product(x, x)) / turn.dim
-    scaled = x * beside(jax.lax.rsqrt(mean_square + turn.eps), x.shape)
-    if turn.weight is not None:
-        scaled = scaled * jnp.broadcast_to(turn.weight, x.shape)
-    return rotate(round_to(scaled, turn.dtype), turn, position)
+def norm_and_rotate(x: jax.Array, table: RopeTable, position: jax.Array) -> jax.Array:
+    """f32[..., width], norm and RoPE at a position i32[], each rounded to activations' dtype."""
+    mean_square = sum_by_pairs(triton.exact_product(x, x)) / table.dim
+    scaled = x * beside(jax.lax.rsqrt(mean_square + table.eps), x.shape)
+    if table.weight is not None:
+        scaled = scaled * jnp.broadcast_to(table.weight, x.shape)
+    return rotate(round_to_dtype(scaled, table.dtype), table, position)
 
 
-def rotate(x: jax.Array, turn: Turn, position: jax.Array) -> jax.Array:
-    """Rotary embedding of the last R of the C dims, rounded; the others stay."""
+def rotate(x: jax.Array, table: RopeTable, position: jax.Array) -> jax.Array:
+    """RoPE of the last R of the C dims, rounded; the others stay. -position is inverse RoPE."""
     *lead, width = x.shape
     pairs = (*lead, width // 2)
-    pair = jnp.arange(width // 2) - (turn.dim // 2 - turn.num_rotated)
-    rotated = jnp.broadcast_to((pair >= 0) & (pair < turn.num_rotated), pairs)
+    pair = jnp.arange(width // 2) - (table.dim // 2 - table.num_rotated)
+    rotated = jnp.broadcast_to((pair >= 0) & (pair < table.num_rotated), pairs)
     angle = triton.exact_product(
-        jnp.broadcast_to(position.astype(jnp.float32), width // 2), turn.frequency
+        jnp.broadcast_to(position.astype(jnp.float32), width // 2), table.frequency
     )
     sin, cos = (jnp.broadcast_to(part, pairs) for part in triton.sin_cos(angle))
     a, b = split_neighbours(x, 2)
     product = triton.exact_product
-    turned_a = round_to(product(a, cos) - product(b, sin), turn.dtype)
-    turned_b = round_to(product(b, cos) + product(a, sin), turn.dtype)
-    return join_neighbours([jnp.where(rotated, turned_a, a), jnp.where(rotated, turned_b, b)])
+    rotated_a = round_to_dtype(product(a, cos) - product(b, sin), table.dtype)
+    rotated_b = round_to_dtype(product(b, cos) + product(a, sin), table.dtype)
+    return join_neighbours([jnp.where(rotated, rotated_a, a), jnp.where(rotated, rotated_b, b)])
 
 
-def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """F32 rounded to f32 or bf16, as f32."""
+def round_to_dtype(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """f32 rounded to f32 or bf16, as f32; `rounding.round_to` gives the dtype itself."""
     return x if jnp.dtype(dtype) == jnp.float32 else triton.round_to_bf16(x)
 
 
@@ -118,7 +118,7 @@ def join_neighbours(parts: list[jax.Array]) -> jax.Array:
 
 
 def sum_by_pairs(x: jax.Array) -> jax.Array:
-    """f32[..., width] -> f32[...], in the order of `rotary.sum_by_pairs`.
+    """f32[..., width] -> f32[...], in the order of `norm_rope.sum_by_pairs`.
 
     Neighbours lie in one thread or one warp until a warp has one sum left. XLA would make one sum
     of them all, in an order of its own, were there nothing in between.

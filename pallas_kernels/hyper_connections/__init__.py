@@ -1,5 +1,5 @@
 """Hyper-connections: how a sublayer reads the residual streams."""
 
-from pallas_kernels.hyper_connections.op import mix_streams
+from pallas_kernels.hyper_connections.op import hyper_connections
 
-__all__ = ["mix_streams"]
+__all__ = ["hyper_connections"]

@@ -7,15 +7,15 @@ import jax
 from pallas_kernels.common.backend import Backend, resolve
 from pallas_kernels.common.checks import check_rank, check_same_length, check_shape
 from pallas_kernels.hyper_connections import reference, triton_gpu
-from pallas_kernels.hyper_connections.reference import Mixed
+from pallas_kernels.hyper_connections.reference import Reading
 
 _IMPLEMENTATIONS = {
-    Backend.REFERENCE: reference.mix_streams,
-    Backend.TRITON_GPU: triton_gpu.mix_streams,
+    Backend.REFERENCE: reference.hyper_connections,
+    Backend.TRITON_GPU: triton_gpu.hyper_connections,
 }
 
 
-def mix_streams(
+def hyper_connections(
     products: jax.Array,
     scale: jax.Array,
     base: jax.Array,
@@ -26,24 +26,26 @@ def mix_streams(
     eps: float,
     norm_eps: float,
     backend: Backend | None = None,
-) -> Mixed:
-    """All of a stream mixing but its matrix product, and the norm of what comes out.
+) -> Reading:
+    """Reads the residual streams of a hyper-connection, and norms what the sublayer reads.
+
+    The matrix product comes before it: `products` are its parts.
 
     Args:
-      products: f32[T, P, (2 + S) * S], the mixing matrix times the streams as one vector, in P
+      products: f32[T, P, (2 + S) * S], the matrix `hc_fn` times the streams as one vector, in P
         parts that are added here: logits of pre, of post, and of comb, row by row, before they are
         divided by that vector's RMS.
-      scale: f32[3], of each of the three kinds of logits.
+      scale: f32[3], scale of each of the three kinds of logits.
       base: f32[(2 + S) * S], added to the scaled logits.
       streams: [T, S, D].
       norm: [D], norm weight of the sublayer, in the dtype of `streams`.
       iters: Sinkhorn iterations of comb.
-      eps: floor inside the mixing.
+      eps: floor of pre and of the Sinkhorn sums.
       norm_eps: floor inside the RMS of the streams and of the norm.
       backend: implementation to use; None picks the fastest one that runs here.
 
     Returns:
-      `Mixed`. Only the reference can be differentiated.
+      `Reading`. Only the reference can be differentiated.
 
     Raises:
       ValueError: a shape is wrong, or `iters` is below 1.
@@ -62,6 +64,13 @@ def mix_streams(
     if iters < 1:
         raise ValueError(f"iters must be at least 1, got {iters}")
     # XLA takes 80 launches, most of them in a loop that the host drives.
-    return resolve("mix_streams", backend, _IMPLEMENTATIONS, preferred=Backend.TRITON_GPU)(
+    implementation = resolve(
+        "hyper_connections",
+        backend,
+        _IMPLEMENTATIONS,
+        preferred=Backend.TRITON_GPU,
+        arguments={"streams": streams},
+    )
+    return implementation(
         products, scale, base, streams, norm, iters=iters, eps=eps, norm_eps=norm_eps
     )

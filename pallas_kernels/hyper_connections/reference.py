@@ -1,4 +1,4 @@
-"""Definition of `mix_streams`.
+"""Definition of `hyper_connections`.
 
     m       = sum over parts of products / sqrt(mean(X^2) + norm_eps)
     pre_j   = sigmoid(m_j s_0 + b_j) + eps                 post_j = 2 sigmoid(m_(S+j) s_1 + b_(S+j))
@@ -18,14 +18,14 @@ import jax.numpy as jnp
 from pallas_kernels.common.norm_rope import rms_norm
 
 
-class Mixed(NamedTuple):
-    """What `mix_streams` gives.
+class Reading(NamedTuple):
+    """What `hyper_connections` gives.
 
     Attributes:
       collapsed: [T, D], the weighted sum of the streams.
       normed: [T, D], that normed: the sublayer's input.
       post: f32[T, S], weight of the sublayer's output in each stream.
-      comb: f32[T, S, S], how streams mix; summed over its first index.
+      comb: f32[T, S, S], from stream to stream; summed over its first index.
     """
 
     collapsed: jax.Array
@@ -34,7 +34,7 @@ class Mixed(NamedTuple):
     comb: jax.Array
 
 
-def mix_streams(
+def hyper_connections(
     products: jax.Array,
     scale: jax.Array,
     base: jax.Array,
@@ -44,8 +44,8 @@ def mix_streams(
     iters: int,
     eps: float,
     norm_eps: float,
-) -> Mixed:
-    """See `op.mix_streams`."""
+) -> Reading:
+    """See `op.hyper_connections`."""
     count, num, _ = streams.shape
     base = base[None]
     mix = jnp.sum(products, axis=1) * inverse_rms(streams, norm_eps)
@@ -53,7 +53,7 @@ def mix_streams(
     post = 2 * jax.nn.sigmoid(mix[:, num : 2 * num] * scale[1] + base[:, num : 2 * num])
     logits = mix[:, 2 * num :] * scale[2] + base[:, 2 * num :]
     collapsed = collapse(pre, streams)
-    return Mixed(
+    return Reading(
         collapsed=collapsed,
         normed=rms_norm(collapsed, norm, eps=norm_eps),
         post=post,

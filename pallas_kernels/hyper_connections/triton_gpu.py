@@ -1,12 +1,11 @@
-"""Triton kernel of `mix_streams`: a token per program, its Sinkhorn in registers.
+"""Triton kernel of `hyper_connections`: a token per CTA, its Sinkhorn in registers.
 
-As XLA has it, the iterations are a loop of four launches each that the host drives, 76 for each of
-two mixings a layer; unrolled, one fusion of them takes 47 s to compile. Here they are forty small
-sums of one 4 x 4 tile, and every program has its own.
+A CTA loads the streams of its token once, sums their squares and weighs them, and stores the
+collapsed and the normed row. The Sinkhorn iterations are some forty small sums of one 4 x 4 tile.
 
-Bytes: the streams in, once, the collapsed and the normed row out. What bounds it is the launch and
-the chain of divisions: in a step of one request on an H200 (jax 0.11.2) 7.3 us a launch. It
-compiles for Blackwell and has not run there.
+Bytes: the streams in, once; the collapsed and the normed row out. The launch and the chain of
+divisions bound it. It compiles for Blackwell and has not run there. Measurements and roads not
+taken: docs/kernels/hyper_connections.md.
 """
 
 from __future__ import annotations
@@ -18,14 +17,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.gpu import triton
-from pallas_kernels.hyper_connections.reference import Mixed
+from pallas_kernels.hyper_connections.reference import Reading
 
 Ref = Any
 _NUM_WARPS = 8
-_LEAST = -1e30  # below any logit, and finite
+_LEAST = -1e30
+"""Below any logit, and finite."""
 
 
-def mix_streams(
+def hyper_connections(
     products: jax.Array,
     scale: jax.Array,
     base: jax.Array,
@@ -35,8 +35,8 @@ def mix_streams(
     iters: int,
     eps: float,
     norm_eps: float,
-) -> Mixed:
-    """See `op.mix_streams`."""
+) -> Reading:
+    """See `op.hyper_connections`."""
     count, num, dim = streams.shape
     width = 1 << (dim - 1).bit_length()
     side = 1 << (num - 1).bit_length()
@@ -69,11 +69,11 @@ def mix_streams(
         for j, row in enumerate(rows):
             weight = jnp.sum(jnp.where(lane == j, pre, 0.0))
             collapsed = collapsed + row.astype(jnp.float32) * weight
-        collapsed = _rounded(collapsed, dtype)
+        collapsed = _round_in_f32(collapsed, dtype)
         mean_square = jnp.sum(collapsed * collapsed) / dim
         weight = triton.load_row(norm, (), start=0, count=dim, width=width)
         normed = collapsed * jax.lax.rsqrt(mean_square + norm_eps) * weight.astype(jnp.float32)
-        for ref, row in ((collapsed_ref, collapsed), (normed_ref, _rounded(normed, dtype))):
+        for ref, row in ((collapsed_ref, collapsed), (normed_ref, _round_in_f32(normed, dtype))):
             triton.store_row(ref, (token,), row.astype(dtype), first=0, count=dim)
         post = 2 * jax.nn.sigmoid(logits(num + lane, 1, inside))
         triton.store_where(post_ref, (token, lane), post, inside)
@@ -94,31 +94,31 @@ def mix_streams(
             jax.ShapeDtypeStruct((count, num * num), jnp.float32),
         ],
         num_warps=_NUM_WARPS,
-        name="mix_streams",
+        name="hyper_connections",
     )
-    return Mixed(collapsed, normed, post, comb.reshape(count, num, num))
+    return Reading(collapsed, normed, post, comb.reshape(count, num, num))
 
 
 def _sinkhorn(logits: jax.Array, live: jax.Array, *, iters: int, eps: float) -> jax.Array:
     """`reference.sinkhorn` of one tile [S, S]; what is not live stays 0 and adds nothing."""
 
-    def divide(p: jax.Array, total: jax.Array) -> jax.Array:
+    def normalise(p: jax.Array, total: jax.Array) -> jax.Array:
         return triton.exact_quotient(p, jnp.broadcast_to(total, p.shape))
 
     def columns(p: jax.Array) -> jax.Array:
-        return divide(p, jnp.sum(p, axis=0, keepdims=True) + eps)
+        return normalise(p, jnp.sum(p, axis=0, keepdims=True) + eps)
 
     def rows_then_columns(_: jax.Array, p: jax.Array) -> jax.Array:
-        return columns(divide(p, jnp.sum(p, axis=1, keepdims=True) + eps))
+        return columns(normalise(p, jnp.sum(p, axis=1, keepdims=True) + eps))
 
     largest = jnp.max(jnp.where(live, logits, -jnp.inf), axis=1, keepdims=True)
     weights = jnp.where(live, jnp.exp(logits - jnp.maximum(largest, _LEAST)), 0.0)
     total = jnp.sum(weights, axis=1, keepdims=True)
-    softmax = divide(weights, jnp.where(total > 0, total, 1.0))
+    softmax = normalise(weights, jnp.where(total > 0, total, 1.0))
     start = columns(jnp.where(live, softmax + eps, 0.0))
     return jax.lax.fori_loop(0, iters - 1, rows_then_columns, start)
 
 
-def _rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """f32 with the values of another dtype."""
+def _round_in_f32(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The values of another dtype, as f32."""
     return triton.round_to_bf16(x) if dtype == jnp.bfloat16 else x

@@ -32,7 +32,7 @@ _ROOM = 0x1FFFFF
 """Carries into the exponent what has a mantissa above that of 448 = 1.75 * 2^8, E4M3's largest."""
 
 
-def load(queries: Ref, weights: Ref) -> tuple[jax.Array, jax.Array]:
+def load_heads(queries: Ref, weights: Ref) -> tuple[jax.Array, jax.Array]:
     """Rows of shared memory into registers.
 
     Args:

@@ -12,14 +12,14 @@ from jax.experimental.pallas import mosaic_gpu
 from pallas_kernels.common import codecs
 from pallas_kernels.common.backend import compute_capability
 from pallas_kernels.common.codecs import Codec
-from pallas_kernels.gpu import mosaic, mosaic_bulk
+from pallas_kernels.gpu import devices, mosaic, mosaic_bulk
 from pallas_kernels.index_scores import unpack_mxfp4
 
 plgpu: Any = mosaic_gpu
 HEADS, DIM = 64, 128
 """Index heads and their dims, the released models'."""
-L2_BYTES = 50 * 2**20
-"""An H200's; Blackwell's is larger."""
+_DEVICE = devices.H200
+"""That calls are cut for, on Blackwell too, where nothing has been measured."""
 _ENTRIES_ALIGNED = mosaic_bulk.ALIGNMENT // 4
 """Entries whose scales, 4 bytes each, are copied together."""
 
@@ -30,7 +30,7 @@ class TensorCore:
 
     Attributes:
       tile: keys of one product.
-      layout: of a product in registers.
+      layout: in which a product comes into registers.
       has_memory: whether products arrive in tensor memory (tcgen05), or in registers (wgmma).
     """
 
@@ -100,8 +100,8 @@ class Tiling:
     """How a token's entries are cut.
 
     Attributes:
-      tiles: of a program.
-      groups: warpgroups of a program.
+      tiles: tiles of a CTA.
+      groups: warpgroups of a CTA.
       stages: tiles of a warpgroup in shared memory, there or on their way.
     """
 
@@ -111,16 +111,15 @@ class Tiling:
 
 
 def choose_tiling(
-    num_tokens: int, num_tiles: int, mxfp4: bool, core: TensorCore = HOPPER, num_cores: int = 132
+    num_tokens: int, num_tiles: int, mxfp4: bool, core: TensorCore = HOPPER
 ) -> Tiling:
-    """Programs that fill the cores once, or several times evenly; each warpgroup has a tile.
+    """CTAs that fill the SMs once, or several times evenly; each warpgroup has a tile.
 
-    Two tiles of each are as much as memory's latency asks for: on an H200 three and six gain 1 % of
-    a long run of tiles, and lose 3 to 12 % of a short one. Six warpgroups are as many as have
-    registers for MXFP4 keys, and gain up to 2 % beside five. On Blackwell, whose tiles are larger
-    and lie in shared memory once more as operands, three are as many as it has room for with FP8.
+    Two tiles of each are as much as memory's latency asks for. Six warpgroups are as many as have
+    registers for MXFP4 keys. On Blackwell, whose tiles are larger and lie in shared memory once
+    more as operands, three are as many as it has room for with FP8.
     """
-    tiles = -(-num_tiles // max(1, num_cores // num_tokens))
+    tiles = -(-num_tiles // max(1, _DEVICE.num_sms // num_tokens))
     groups = (4 if mxfp4 else 3) if core.has_memory else (6 if mxfp4 else 5)
     return Tiling(tiles=max(groups, tiles), groups=groups)
 
@@ -128,16 +127,11 @@ def choose_tiling(
 def read_once(num_tokens: int, num_requests: int, bytes_of_request: int) -> bool:
     """Whether L2 may as well drop a call's keys: it can't hold them all, and each has one reader.
 
-    With the selection, calls of an H200 then take 2 to 9 % less, whether the next call has the same
-    keys or another layer's; scores alone up to 9 % less, or of 2^21 FP8 keys and more up to 4 %
-    more. Requests that share keys lose nothing. Keys that fit into L2 are left there for a call
-    that repeats them: 1 x 262,144 FP8 keys take 9.8 us, and would take 11.7; those of a layer that
-    L2 has forgotten take 13.0, and would take 12.0.
-
-    With half of the keys, 8 x 65,536 FP8 ones would take 17.9 us in place of 21.3, if they were
-    scored again and again: the other half stays in L2. No step does that.
+    Keys that fit into L2 are left there for a call that repeats them. What either gains is in
+    docs/kernels/index_scores.md.
     """
-    return num_tokens <= num_requests and num_requests * bytes_of_request > L2_BYTES
+    all_bytes = num_requests * bytes_of_request
+    return num_tokens <= num_requests and all_bytes > _DEVICE.l2_bytes
 
 
 def find_obstacle(queries: jax.Array, codec: Codec, entries_per_block: int) -> str | None:
@@ -149,7 +143,7 @@ def find_obstacle(queries: jax.Array, codec: Codec, entries_per_block: int) -> s
         return f"needs queries [T, {HEADS}, {DIM}], got {queries.shape=}"
     if entries_per_block % _ENTRIES_ALIGNED:
         return f"needs blocks of a multiple of {_ENTRIES_ALIGNED}, got {entries_per_block} entries"
-    if capability is not None and capability[0] not in (9, 10):
+    if capability is not None and devices.find_device(capability) is None:
         return f"is for Hopper and Blackwell, got compute capability {capability}"
     return None
 
@@ -161,5 +155,4 @@ def is_mxfp4(codec: Codec) -> bool:
 
 def choose_core() -> TensorCore:
     """That of the GPU, or Hopper's where there is none."""
-    capability = compute_capability()
-    return BLACKWELL if capability is not None and capability[0] == 10 else HOPPER
+    return BLACKWELL if devices.find_device(compute_capability()) == devices.B200 else HOPPER

@@ -5,8 +5,16 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.common.backend import Backend, resolve
-from pallas_kernels.common.checks import check_codec, check_indices, check_rank, check_same_length
-from pallas_kernels.common.codecs import Codec, Planes
+from pallas_kernels.common.call import CallIndices
+from pallas_kernels.common.checks import (
+    check_call,
+    check_codec,
+    check_indices,
+    check_rank,
+    check_same_length,
+    first_plane,
+)
+from pallas_kernels.common.layer_planes import LayerPlanes
 from pallas_kernels.index_scores import tiling as scores_tiling
 from pallas_kernels.index_topk import mosaic_gpu, reference
 from pallas_kernels.select_top_k import mosaic_gpu as select_kernel
@@ -20,13 +28,9 @@ _IMPLEMENTATIONS = {
 def index_topk(
     queries: jax.Array,
     weights: jax.Array,
-    pool: Planes,
-    block_table: jax.Array,
+    pool: LayerPlanes,
+    call: CallIndices,
     *,
-    request_ids: jax.Array,
-    visible: jax.Array,
-    layer: jax.Array,
-    codec: Codec,
     k: int,
     backend: Backend | None = None,
 ) -> jax.Array:
@@ -36,11 +40,8 @@ def index_topk(
       queries: f32[T, IH, IC], rotated and rounded as the keys are.
       weights: f32[T, IH], head weights, may be negative.
       pool: planes [L, NB, EB, ...] of index keys.
-      block_table: i32[B, LB], physical block of each logical one; -1 where there is none.
-      request_ids: i32[T], row of the table each query reads; -1 sees nothing.
-      visible: i32[T], number of entries each query may see.
-      layer: i32[], index into L.
-      codec: how the planes store a key.
+      call: where the queries belong. A query sees the first `visible` entries of the row of
+        `block_table` of its segment, and none where that is -1.
       k: number to select.
       backend: implementation to use; None picks the fastest one that runs here.
 
@@ -49,37 +50,45 @@ def index_topk(
       equals; +0 and -0 are equal, minus infinity is a score, NaN ranks below it.
 
     Raises:
-      ValueError: a shape or dtype is wrong.
+      ValueError: a shape or dtype is wrong, or the call does not say what is visible.
       NotImplementedError: the named backend can't run here, or not at these sizes.
 
     Source: deepseek_v4.md section 3; architecture.md section 4.
     """
     check_rank(3, queries=queries)
-    check_rank(2, weights=weights, block_table=block_table)
+    check_rank(2, weights=weights)
+    check_call(call)
+    if call.visible is None:
+        raise ValueError(
+            "call.visible must say how many entries each query may see, got None; pass "
+            "dataclasses.replace(call, visible=...)"
+        )
+    check_indices(visible=call.visible)
     check_same_length(
-        "T", queries=queries, weights=weights, request_ids=request_ids, visible=visible
+        "T",
+        queries=queries,
+        weights=weights,
+        segment_ids=call.segment_ids,
+        visible=call.visible,
     )
-    check_indices(block_table=block_table, request_ids=request_ids, visible=visible)
     if weights.shape != queries.shape[:2]:
         raise ValueError(
             f"queries and weights must agree on IH, got {queries.shape=} and {weights.shape=}"
         )
-    check_codec("pool", pool, codec, queries.shape[-1])
+    check_codec("pool", pool.planes, pool.codec, queries.shape[-1])
     if k < 1:
         raise ValueError(f"k must be at least 1, got {k}")
-    obstacle = scores_tiling.find_obstacle(queries, codec, jax.tree.leaves(pool)[0].shape[2])
-    if backend == Backend.MOSAIC_GPU and obstacle is not None:
-        raise NotImplementedError(f"'mosaic_gpu' index_topk {obstacle}; pass backend='reference'")
-    has_kernel = obstacle is None and k <= select_kernel.MAX_K
-    preferred = Backend.MOSAIC_GPU if has_kernel else Backend.REFERENCE
-    return resolve("index_topk", backend, _IMPLEMENTATIONS, preferred=preferred)(
-        queries,
-        weights,
-        pool,
-        block_table,
-        request_ids=request_ids,
-        visible=visible,
-        layer=layer,
-        codec=codec,
-        k=k,
+    entries_per_block = first_plane(pool.planes).shape[2]
+    obstacle = scores_tiling.find_obstacle(queries, pool.codec, entries_per_block)
+    scores_all = call.block_table.shape[1] * entries_per_block > k  # else all that is visible
+    if scores_all and obstacle is None:
+        obstacle = select_kernel.find_obstacle(k)
+    implementation = resolve(
+        "index_topk",
+        backend,
+        _IMPLEMENTATIONS,
+        preferred=Backend.MOSAIC_GPU if scores_all else Backend.REFERENCE,
+        obstacle=obstacle,
+        arguments={"queries": queries, "block_table": call.block_table} | pool.planes,
     )
+    return implementation(queries, weights, pool, call, k=k)

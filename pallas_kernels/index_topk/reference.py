@@ -5,11 +5,15 @@ Source: deepseek_v4.md section 3.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.common.call import CallIndices
+from pallas_kernels.common.checks import first_plane
 from pallas_kernels.common.chunks import map_tokens
-from pallas_kernels.common.codecs import Codec, Planes
+from pallas_kernels.common.layer_planes import LayerPlanes
 from pallas_kernels.gather_entries.reference import gather_entries
 from pallas_kernels.index_scores.reference import index_scores
 from pallas_kernels.select_top_k.reference import select_all, select_top_k
@@ -18,39 +22,33 @@ from pallas_kernels.select_top_k.reference import select_all, select_top_k
 def index_topk(
     queries: jax.Array,
     weights: jax.Array,
-    pool: Planes,
-    block_table: jax.Array,
+    pool: LayerPlanes,
+    call: CallIndices,
     *,
-    request_ids: jax.Array,
-    visible: jax.Array,
-    layer: jax.Array,
-    codec: Codec,
     k: int,
 ) -> jax.Array:
     """Scores each token against the keys of its own request and selects the k best.
 
     Where no query can see more than k entries, all visible ones are selected without scores.
     """
-    visible = jnp.where(request_ids >= 0, visible, 0)
-    num_entries = block_table.shape[1] * jax.tree.leaves(pool)[0].shape[2]
+    assert call.visible is not None  # the op checks
+    visible = jnp.where(call.segment_ids >= 0, call.visible, 0)
+    num_entries = call.block_table.shape[1] * first_plane(pool.planes).shape[2]
     if num_entries <= k:
         seen = select_all(visible, num_entries)
         return jnp.pad(seen, [(0, 0), (0, k - num_entries)], constant_values=-1)
     places = {
         "queries": queries,
         "weights": weights,
-        "request_ids": request_ids,
+        "segment_ids": call.segment_ids,
         "visible": visible,
     }
 
     def select_some(some: dict[str, jax.Array], _: jax.Array) -> jax.Array:
         keys, _ = gather_entries(
             pool,
-            block_table,
-            some["request_ids"],
+            dataclasses.replace(call, segment_ids=some["segment_ids"]),
             select_all(some["visible"], num_entries),
-            layer=layer,
-            codec=codec,
             dim=queries.shape[-1],
         )
         scores = index_scores(some["queries"], some["weights"], keys)

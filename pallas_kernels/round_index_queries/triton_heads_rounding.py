@@ -7,8 +7,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.common.codecs import Codec
-from pallas_kernels.gpu import triton_codecs as entry_tile
-from pallas_kernels.gpu import triton_heads, triton_rope
+from pallas_kernels.gpu import triton_codecs, triton_heads, triton_rope
 
 Ref = Any
 
@@ -25,10 +24,12 @@ def round_heads(
 ) -> None:
     """Rotates and rounds: from [T, IH, IC] to the same place of f32[T, IH, IC]."""
     dim = source.shape[2]
-    width = entry_tile.tile_width(codec, dim)
-    turn = triton_rope.load_turn(None, frequencies, dim=dim, width=width, dtype=source.dtype)
+    width = triton_codecs.tile_width(codec, dim)
+    table = triton_rope.load_rope_table(None, frequencies, dim=dim, width=width, dtype=source.dtype)
     triton_heads.map_heads(
-        lambda x: entry_tile.round_through(codec, triton_rope.rotate(x, turn, position), dim=dim),
+        lambda x: triton_codecs.round_through(
+            codec, triton_rope.rotate(x, table, position), dim=dim
+        ),
         source,
         target,
         token,

@@ -1,8 +1,8 @@
 """How a selection reads device memory: ranks of a row's entries, and single entries by number.
 
-Functions of a program of G warpgroups, called by all of them. n entries are a multiple of 128 * G,
+Functions of a CTA of G warpgroups, called by all of them. n entries are a multiple of 128 * G,
 of which warpgroup g holds the n / G from g * n / G on, and thread t of it those at t, t + 128, ...
-of these (`select_ptx.strided`). In the interpreter G is 1 and each is the same in jnp.
+of these (`ptx.strided`). In the interpreter G is 1 and each is the same in jnp.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def load_ranks(
 
 
 def keep_first(ranks: jax.Array, count: jax.Array) -> jax.Array:
-    """The ranks of a program's first `count` entries, and `ABSENT` for the others.
+    """The ranks of a CTA's first `count` entries, and `ABSENT` for the others.
 
     Args:
       ranks: u32[n / G], `strided`.
@@ -113,7 +113,7 @@ def keep_first(ranks: jax.Array, count: jax.Array) -> jax.Array:
     return keep(ranks, count)
 
 
-def gather(source: Ref, row: jax.Array, start: jax.Array, index: jax.Array) -> jax.Array:
+def load_listed(source: Ref, row: jax.Array, start: jax.Array, index: jax.Array) -> jax.Array:
     """Entries start + index of a row, scores as ranks; `ABSENT` where the index is -1.
 
     Args:
@@ -162,7 +162,7 @@ def gather(source: Ref, row: jax.Array, start: jax.Array, index: jax.Array) -> j
 
 
 def _rank(loaded: jax.Array) -> jax.Array:
-    """What `select_ptx.rank_of` makes of scores; other bits as they are."""
+    """What `ptx.rank_of` makes of scores; other bits as they are."""
     bits = jax.lax.bitcast_convert_type(loaded, jnp.uint32)
     if loaded.dtype != jnp.float32:
         return bits

@@ -46,7 +46,13 @@ def select_top_k(
     if k < 1:
         raise ValueError(f"k must be at least 1, got {k}")
     there = min(k, scores.shape[1])
-    preferred = Backend.MOSAIC_GPU if there <= select_kernel.MAX_K else Backend.REFERENCE
-    implementation = resolve("select_top_k", backend, _IMPLEMENTATIONS, preferred=preferred)
+    implementation = resolve(
+        "select_top_k",
+        backend,
+        _IMPLEMENTATIONS,
+        preferred=Backend.MOSAIC_GPU,
+        obstacle=select_kernel.find_obstacle(there),
+        arguments={"scores": scores},
+    )
     selected = implementation(scores, visible, there)
     return jnp.pad(selected, [(0, 0), (0, k - there)], constant_values=-1)

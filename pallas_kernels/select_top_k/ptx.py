@@ -1,6 +1,6 @@
 """Instructions that Pallas does not have: what the steps of a selection are built of.
 
-Values here are MLIR's, of one thread; `select_steps.py` gives them meaning.
+Values here are MLIR's, of one thread; `radix_steps.py` gives them meaning.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
 THREADS = 128
-"""Of a warpgroup."""
+"""Threads of a warpgroup."""
 WARPS = 4
-"""Of a warpgroup."""
+"""Warps of a warpgroup."""
 LANES = 32
 MAX_WARPS = 32
-"""Of a program."""
+"""Warps that a CTA can have."""
 BARRIER = "bar.sync 0;"
-"""All threads of the program."""
+"""Where all threads of the CTA wait for each other."""
 
 REF, SCALAR = plgpu.RefType(), plgpu.Layout.WG_SPLAT(())
 
@@ -113,7 +113,7 @@ def add(values: Sequence[ir.Value]) -> ir.Value:
 
 
 def own_entry(share: int) -> ir.Value:
-    """The first entry of this thread, in a program whose warpgroups hold `share` each."""
+    """The first entry of this thread, in a CTA whose warpgroups hold `share` each."""
     return ptx(
         ".reg .b32 t, g; mov.u32 t, %tid.x; shr.u32 g, t, 7; and.b32 t, t, 127;"
         f"mad.lo.u32 $0, g, {share}, t;",

@@ -1,6 +1,6 @@
 """The steps of a selection in shared memory: narrow it by a digit of the ranks, list it in order.
 
-Called by all warpgroups of a program, each with its share of the ranks as `select_load.py` lays
+Called by all warpgroups of a CTA, each with its share of the ranks as `load_ranks.py` lays
 them out: a warp's vote on a register is 32 neighbouring bits of a bitmap. Ranks are u32, the least
 is the best. In the interpreter there is one warpgroup, and each step is the same in jnp.
 """
@@ -49,7 +49,7 @@ def clear(ref: Ref, *, num_groups: int) -> None:
 
 
 def synchronize() -> None:
-    """Waits until all threads of the program come here; what they stored is seen by all."""
+    """Waits until all threads of the CTA come here; what they stored is seen by all."""
     if interpreting():
         return
 

@@ -14,11 +14,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import codecs
 from pallas_kernels.common.backend import compute_capability
-from pallas_kernels.common.codecs import Codec, Planes
+from pallas_kernels.common.codecs import Codec
+from pallas_kernels.common.layer_planes import LayerPlanes
 from pallas_kernels.gpu import mosaic, mosaic_memory
+from pallas_kernels.gpu.devices import find_device
 
 TILE, HEADS, GROUP = 64, 64, 64
-"""Keys of a tile, heads of a program, columns that share a scale and are fetched together."""
+"""Keys of a tile, heads of a CTA, columns that share a scale and are fetched together."""
 MAX_DIM = 512
 LOG2_E = math.log2(math.e)
 FLOOR = np.float32(-1e30)
@@ -30,30 +32,29 @@ class Tiling:
     """How the work of one token and 64 heads is cut.
 
     Attributes:
-      splits: programs that share the keys.
+      splits: CTAs that share the keys.
     """
 
     splits: int
 
 
-PROGRAM_US, TILE_US = 8.1, 2.4
-"""Of a program without keys, and of a tile; an H200's."""
+CTA_US, TILE_US = 8.1, 2.4
+"""Microseconds of a CTA without keys, and of a tile; an H200's."""
 BYTES_PER_US = 5e6
-"""Of splits' sums, written and read again; what a second launch takes is in it."""
+"""At which splits' sums are written and read again; what a second launch takes is in it."""
 
 
-def choose_tiling(num_programs: int, num_tiles: int, num_cores: int, dim: int) -> Tiling:
+def choose_tiling(num_ctas: int, num_tiles: int, num_sms: int, dim: int) -> Tiling:
     """The splits of least time: more of them wait for fewer tiles, and write and read more sums."""
 
     def microseconds(splits: int) -> float:
-        rounds = -(-num_programs * splits // num_cores)
-        bytes_of_sums = num_programs * splits * HEADS * dim * 4 if splits > 1 else 0
+        rounds = -(-num_ctas * splits // num_sms)
+        bytes_of_sums = num_ctas * splits * HEADS * dim * 4 if splits > 1 else 0
         return (
-            rounds * (PROGRAM_US + TILE_US * -(-num_tiles // splits))
-            + 2 * bytes_of_sums / BYTES_PER_US
+            rounds * (CTA_US + TILE_US * -(-num_tiles // splits)) + 2 * bytes_of_sums / BYTES_PER_US
         )
 
-    cuts = equal_cuts(num_tiles, num_cores // max(1, num_programs))
+    cuts = equal_cuts(num_tiles, num_sms // max(1, num_ctas))
     return Tiling(splits=min(cuts, key=microseconds))
 
 
@@ -63,21 +64,22 @@ def equal_cuts(num_tiles: int, most: int) -> list[int]:
     return sorted({-(-num_tiles // -(-num_tiles // splits)) for splits in range(1, most + 1)})
 
 
-def find_obstacle(queries: jax.Array, ring: Planes, codec: Codec) -> str | None:
+def find_obstacle(queries: jax.Array, ring: LayerPlanes) -> str | None:
     """Why these kernels can't serve a call, as the rest of a sentence; None where they can."""
     num_heads, dim = queries.shape[1:]
     capability = compute_capability()
     if queries.dtype != jnp.bfloat16:
         return f"takes bf16 queries, for its products are of bf16, got {queries.dtype}"
-    if codec == codecs.PlainCodec("float32"):
+    if ring.codec == codecs.PlainCodec("float32"):
         return "would round keys of cache format 'f32' to bf16"
     if num_heads % HEADS or dim % (4 * GROUP):
         return f"needs H % {HEADS} == 0 and C % {4 * GROUP} == 0, got {queries.shape=}"
     if dim > MAX_DIM:
         return f"needs C <= {MAX_DIM} to hold its sums, got {queries.shape=}"
-    if "rope" in ring and ring["rope"].shape[-1] % GROUP:
-        return f"needs R % {GROUP} == 0, got {ring['rope'].shape=}"
-    if capability is not None and capability[0] not in (9, 10):
+    rope = ring.planes.get("rope")
+    if rope is not None and rope.shape[-1] % GROUP:
+        return f"needs R % {GROUP} == 0, got {rope.shape=}"
+    if capability is not None and find_device(capability) is None:
         return f"is for Hopper and Blackwell, got compute capability {capability}"
     return None
 
@@ -98,7 +100,7 @@ class Shapes:
       scale: of the logits.
       codec: of the planes.
       planes: their names and lengths, in order.
-      splits: programs that share the keys.
+      splits: CTAs that share the keys.
     """
 
     num_heads: int
@@ -149,13 +151,15 @@ class Shapes:
     def fetch_rows(self, sources, source, index, chunk):
         """64 stored columns of the named rows."""
         name, start = self.place(chunk)
-        return mosaic_memory.gather_rows(sources[name], source, index, start=start, width=GROUP)
+        return mosaic_memory.load_indexed_rows(
+            sources[name], source, index, start=start, width=GROUP
+        )
 
     def fetch_scales(self, sources, source, index, chunks):
         """The words of scales that chunks of the named rows need, by plane and number."""
         words = {word for chunk in chunks if (word := self.scale_word(chunk)) is not None}
         return {
-            f"{name} {number}": mosaic_memory.gather_words(
+            f"{name} {number}": mosaic_memory.load_indexed_words(
                 sources[name], source, index, word=number
             )
             for name, number in sorted(words)

@@ -1,15 +1,14 @@
-"""Triton kernel that adds up the splits of sparse attention: a token's head per program.
+"""Triton kernel that adds up the splits of sparse attention: a token's head per CTA.
 
 A split's sums are relative to its own largest logit. With m the largest of all, and of the sink,
 
     out = sum over splits of sums 2^(largest - m) / (sum of total 2^(largest - m) + 2^(sink - m))
 
-which is rounded, and turned back by the query's position if frequencies are given.
+which is rounded, and inverse RoPE follows, by the query's position, if frequencies are given.
 
-Bytes: the sums, which are in the L2 cache, and the output. Latency bounds it: every warp has all
-its loads on their way at once. On an H200 1.3 us for the 10 splits of a token of 64 heads, 3.6 for
-65, beside 2.2 and 5.6 in two launches of XLA's; in programs of 128 columns 65 took 0.4 more, and 10
-splits of 8 tokens 3.7 more. It compiles for Blackwell and has not run there.
+One CTA takes one head of one token. Bytes: the sums, which are in the L2 cache, and the output.
+Latency bounds it: every warp has all its loads on their way at once. It compiles for Blackwell and
+has not run there. Measurements and roads not taken: docs/kernels/sparse_attention.md.
 
 Source: deepseek_v4.md sections 1.3, step 9, and 1.4.
 """
@@ -28,9 +27,9 @@ from pallas_kernels.sparse_attention.call_shapes import FLOOR, LOG2_E
 
 Ref = Any
 _MOST_ROWS = 64
-"""Splits that a program has in its registers at once."""
+"""Splits that a CTA has in its registers at once."""
 _ROWS_OF_WARPS = 8
-"""That four warps have; more take more warps."""
+"""Splits that four warps have; more take more warps."""
 _MOST_WARPS = 16
 
 
@@ -51,7 +50,7 @@ def combine(
         weights.
       sink: f32[H].
       positions: i32[T].
-      frequencies: f32[R / 2], to turn the last R dims back; None leaves them.
+      frequencies: f32[R / 2], for inverse RoPE of the last R dims; None leaves it out.
       dtype: of the output.
 
     Returns:
@@ -66,9 +65,9 @@ def combine(
         token, head = pl.program_id(0), pl.program_id(1)
         position = positions_ref[token]
         column = jnp.arange(width, dtype=jnp.int32)
-        turn = None
+        table = None
         if frequencies_ref:
-            turn = triton_rope.load_turn(
+            table = triton_rope.load_rope_table(
                 None, frequencies_ref[0], dim=dim, width=width, dtype=dtype
             )
 
@@ -93,9 +92,9 @@ def combine(
             weight = jnp.broadcast_to(weight[:, None], some.shape)
             # A sum too large for f32 is that of a split which counts for nothing.
             out = out + jnp.sum(jnp.where(weight == 0, 0.0, some * weight), axis=0)
-        out = triton_rope.round_to(out * jnp.where(whole == 0, 0.0, 1 / whole), dtype)
-        if turn is not None:
-            out = triton_rope.rotate(out, turn, -position)
+        out = triton_rope.round_to_dtype(out * jnp.where(whole == 0, 0.0, 1 / whole), dtype)
+        if table is not None:
+            out = triton_rope.rotate(out, table, -position)
         triton.store_row(outputs[0], (token, head), out.astype(dtype), first=0, count=dim)
 
     [out] = triton.launch(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,11 +15,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.common.codecs import Codec, Planes
+from pallas_kernels.common.call import CallIndices
+from pallas_kernels.common.codecs import Planes
+from pallas_kernels.common.layer_planes import LayerPlanes
 from pallas_kernels.common.norm_rope import rotate
+from pallas_kernels.gpu.devices import Device
 from pallas_kernels.sparse_attention import call_shapes, combine_triton
 from pallas_kernels.sparse_attention.call_shapes import FLOOR, HEADS, LOG2_E, TILE, Shapes, Tiling
-from pallas_kernels.sparse_attention.loads import Inputs
+from pallas_kernels.sparse_attention.loads import Operands, Outputs
 
 
 def as_bf16(values: jax.Array, dtype: Any) -> jax.Array:
@@ -39,41 +42,35 @@ def inverse_total(largest: jax.Array, total: jax.Array, sink: jax.Array) -> jax.
 
 def launch(
     kernel: Callable[..., None],
-    scratch_types: Callable[[int, Any], Sequence[Any]],
-    num_threads: int,
-    num_cores: int,
+    scratch_of: Callable[[int, Any], Any],
+    num_warpgroups: int,
+    device: Device,
     queries: jax.Array,
     sink: jax.Array,
-    ring: Planes,
+    ring: LayerPlanes,
     rows: Planes,
-    pool: Planes | None,
-    block_table: jax.Array,
+    pool: LayerPlanes | None,
     selected: jax.Array | None,
+    call: CallIndices,
     *,
-    visible: jax.Array | None,
-    request_ids: jax.Array,
-    slots: jax.Array,
-    positions: jax.Array,
-    lengths: jax.Array,
-    layer: jax.Array,
-    codec: Codec,
     scale: float,
     frequencies: jax.Array | None = None,
     tiling: Tiling | None = None,
 ) -> jax.Array:
     """Runs a kernel on the arguments of `op.sparse_attention`.
 
-    The kernel has the axes token, head, split and warpgroup, `num_threads` of the last, and takes
-    `Inputs`, outputs, scratch of `scratch_types(C, dtype)` and `shapes=`. Its output is the bits of
-    bf16[T, H, C] in the dtype of products, which is that of shared memory; with more than one split
-    f32[S, T, H, C], sums, and f32[S, T, 2, H], largest logit and sum of weights.
+    The kernel has the axes token, head, split and warpgroup, `num_warpgroups` of the last, and is
+    called as kernel(`Operands`, `Outputs`, scratch_of(C, dtype), shapes=), refs all of them. Its
+    output is the bits of bf16[T, H, C] in the dtype of products, which is that of shared memory;
+    with more than one split f32[S, T, H, C], sums, with their `statistics`.
     """
     num_tokens, num_heads, dim = queries.shape
-    names = tuple(sorted(ring))
-    num_slots, window = ring[names[0]].shape[1:3]
+    names = tuple(sorted(ring.planes))
+    num_slots, window = ring.planes[names[0]].shape[1:3]
     if pool is None or selected is None:
         pool, selected = ring, jnp.zeros((num_tokens, 0), jnp.int32)
-    num_blocks, entries_per_block = pool[names[0]].shape[1:3]
+    num_blocks, entries_per_block = pool.planes[names[0]].shape[1:3]
+    visible = call.visible
     if visible is None:
         visible = jnp.full(num_tokens, selected.shape[1], jnp.int32)
     padding = -selected.shape[1] % TILE
@@ -86,13 +83,13 @@ def launch(
         num_entries=selected.shape[1],
         num_blocks=num_blocks,
         entries_per_block=entries_per_block,
-        table_width=block_table.shape[1],
+        table_width=call.block_table.shape[1],
         scale=scale,
-        codec=codec,
-        planes=tuple((name, math.prod(ring[name].shape[3:])) for name in names),
+        codec=ring.codec,
+        planes=tuple((name, math.prod(ring.planes[name].shape[3:])) for name in names),
     )
-    num_programs = num_tokens * num_heads // HEADS
-    tiling = tiling or call_shapes.choose_tiling(num_programs, shapes.num_tiles, num_cores, dim)
+    num_ctas = num_tokens * num_heads // HEADS
+    tiling = tiling or call_shapes.choose_tiling(num_ctas, shapes.num_tiles, device.num_sms, dim)
     if tiling.splits > shapes.num_tiles:
         raise ValueError(
             f"tiling must cut the keys' {shapes.num_tiles} tiles of {TILE} into no more splits, "
@@ -100,57 +97,53 @@ def launch(
         )
     shapes = dataclasses.replace(shapes, splits=tiling.splits)
 
-    out_type = [jax.ShapeDtypeStruct(queries.shape, shapes.dtype)]
-    if tiling.splits > 1:
-        out_type = [
-            jax.ShapeDtypeStruct((tiling.splits, *queries.shape), jnp.float32),
-            jax.ShapeDtypeStruct((tiling.splits, num_tokens, 2, num_heads), jnp.float32),
-        ]
-    planes = [
-        *[_rows_of(ring[name], 3) for name in names],
-        *[_rows_of(rows[name], 1) for name in names],
-        *[_rows_of(pool[name], 3) for name in names],
-    ]
+    if tiling.splits == 1:
+        out_type = Outputs(sums=jax.ShapeDtypeStruct(queries.shape, shapes.dtype))
+    else:
+        per_split = tiling.splits, num_tokens
+        out_type = Outputs(
+            sums=jax.ShapeDtypeStruct((tiling.splits, *queries.shape), jnp.float32),
+            statistics=jax.ShapeDtypeStruct((*per_split, 2, num_heads), jnp.float32),
+        )
 
-    def sparse_attention_kernel(*refs):
-        arrays, refs = refs[:10], refs[10:]
-        planes = [refs[i * len(names) : (i + 1) * len(names)] for i in range(3)]
-        refs = refs[3 * len(names) :]
-        outputs, scratch = refs[: len(out_type)], refs[len(out_type) :]
-        kernel(Inputs(*arrays, *planes), outputs, scratch, shapes=shapes)
+    def sparse_attention_kernel(inputs: Operands, outputs: Outputs, scratch: Any) -> None:
+        kernel(inputs, outputs, scratch, shapes=shapes)
 
-    out = plgpu.kernel(
+    [out] = plgpu.kernel(
         sparse_attention_kernel,
-        out_type=out_type,
+        out_type=[out_type],
         grid=(num_tokens, num_heads // HEADS, tiling.splits),
         grid_names=("token", "head", "split"),
-        num_threads=num_threads,
+        num_threads=num_warpgroups,
         thread_name="warpgroup",
-        scratch_types=scratch_types(dim, shapes.dtype),
+        scratch_types=[scratch_of(dim, shapes.dtype)],
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
     )(
-        lax.bitcast_convert_type(queries, shapes.dtype).reshape(-1, dim),
-        sink,
-        selected if shapes.num_entries else jnp.zeros((num_tokens, TILE), jnp.int32),
-        block_table.reshape(-1, 1),
-        visible,
-        request_ids,
-        slots,
-        positions,
-        lengths,
-        layer[None],
-        *planes,
+        Operands(
+            queries=lax.bitcast_convert_type(queries, shapes.dtype).reshape(-1, dim),
+            sink=sink,
+            selected=selected if shapes.num_entries else jnp.zeros((num_tokens, TILE), jnp.int32),
+            table=call.block_table.reshape(-1, 1),
+            visible=visible,
+            segment_ids=call.segment_ids,
+            slots=call.slots,
+            positions=call.positions,
+            lengths=call.lengths,
+            layer=ring.layer[None],
+            ring={name: _rows_of(ring.planes[name], 3) for name in names},
+            rows={name: _rows_of(rows[name], 1) for name in names},
+            pool={name: _rows_of(pool.planes[name], 3) for name in names},
+        )
     )
     if tiling.splits == 1:
-        attended = lax.bitcast_convert_type(out[0], queries.dtype)
+        attended = lax.bitcast_convert_type(out.sums, queries.dtype)
         if frequencies is None:
             return attended
-        return rotate(attended, positions[:, None], frequencies, inverse=True)
-    sums, statistics = out
+        return rotate(attended, call.positions[:, None], frequencies, inverse=True)
     return combine_triton.combine(
-        sums, statistics, sink, positions, frequencies, dtype=queries.dtype
+        out.sums, out.statistics, sink, call.positions, frequencies, dtype=queries.dtype
     )
 
 

@@ -5,9 +5,8 @@ A key lies in the ring, among the call's own rows or in the pool.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,41 +24,52 @@ SECTION = 2
 keeps the compiler from putting off loads to the end of a tile, where nothing would hide them."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Inputs:
-    """A kernel's operands in device memory; see `op.sparse_attention`.
+class Operands(NamedTuple):
+    """Arrays that a kernel reads, and in it their refs in device memory; see `op.sparse_attention`.
 
     Attributes:
       queries: [T H, C], bits of bf16 in the dtype of products.
       sink, selected: as there, the last padded to whole tiles.
       table: i32[B LB, 1].
-      visible, request_ids, slots, positions, lengths: as there.
+      visible, segment_ids, slots, positions, lengths: i32[T], as in `CallIndices`.
       layer: i32[1].
-      ring, rows, pool: planes as [rows, n], in the order of their names.
+      ring, rows, pool: planes as [rows, n].
     """
 
-    queries: Ref
-    sink: Ref
-    selected: Ref
-    table: Ref
-    visible: Ref
-    request_ids: Ref
-    slots: Ref
-    positions: Ref
-    lengths: Ref
-    layer: Ref
-    ring: Sequence[Ref]
-    rows: Sequence[Ref]
-    pool: Sequence[Ref]
+    queries: Any
+    sink: Any
+    selected: Any
+    table: Any
+    visible: Any
+    segment_ids: Any
+    slots: Any
+    positions: Any
+    lengths: Any
+    layer: Any
+    ring: Mapping[str, Any]
+    rows: Mapping[str, Any]
+    pool: Mapping[str, Any]
+
+
+class Outputs(NamedTuple):
+    """Arrays that a kernel writes, and in it their refs.
+
+    Attributes:
+      sums: [T, H, C], the output in the dtype of products; f32[S, T, H, C] with splits.
+      statistics: f32[S, T, 2, H], largest logit and sum of weights of each split; None without.
+    """
+
+    sums: Any
+    statistics: Any = None
 
 
 def load_queries(
-    inputs: Inputs,
+    inputs: Operands,
     shapes: Shapes,
     first: jax.Array,
     halves: Sequence[tuple[int | jax.Array, Ref, Ref]],
     *,
-    store: Callable[[Ref, jax.Array, Any], None],
+    store_shared: Callable[[Ref, jax.Array, Any], None],
 ) -> None:
     """One warpgroup brings halves of the columns of 64 heads' queries, in the dtype of products.
 
@@ -68,11 +78,11 @@ def load_queries(
 
     Args:
       inputs: operands.
-      shapes: of the call.
+      shapes: sizes of the call.
       first: row of the first head.
       halves: of each its number, its place in shared memory, [64, C / 2], and a barrier of one
         arrival.
-      store: as in `gather_keys`.
+      store_shared: as in `gather_keys`.
     """
     width = shapes.dim // 2
     for half, target, landed in halves:
@@ -86,12 +96,12 @@ def load_queries(
             place = target.at[:, pl.ds(start, GROUP)]
             bits = plgpu.load(place, layout=mosaic.ROWS, optimized=False)
             rows = lax.bitcast_convert_type(bits, jnp.bfloat16)
-            store(place, rows.astype(shapes.dtype), mosaic.ROWS)
+            store_shared(place, rows.astype(shapes.dtype), mosaic.ROWS)
     plgpu.commit_smem()
 
 
 def gather_keys(
-    inputs: Inputs,
+    inputs: Operands,
     shapes: Shapes,
     token: jax.Array,
     split: jax.Array,
@@ -102,16 +112,16 @@ def gather_keys(
     bias_smem: Ref | None,
     keys_ready: Sequence[Ref],
     keys_free: Ref,
-    store: Callable[[Ref, jax.Array, Any], None],
+    store_shared: Callable[[Ref, jax.Array, Any], None],
 ) -> None:
     """One warpgroup brings chunks of 64 columns of all keys of a split, one tile ahead.
 
     Args:
       inputs: operands.
-      shapes: of the call.
-      token: of this program.
-      split: of this program.
-      num_tiles: that this program looks at; at least 1.
+      shapes: sizes of the call.
+      token: token of this CTA.
+      split: split of this CTA.
+      num_tiles: tiles that this CTA looks at; at least 1.
       chunks: the columns, in 64s.
       target_of: where half a tile comes to lie, [64, C / 2]; takes 0 or 1, of tiles in turn, and
         the half.
@@ -119,19 +129,16 @@ def gather_keys(
       keys_ready: of each of equal parts of the chunks 2 barriers, arrived at once a tile's part is
         there.
       keys_free: 2 barriers, waited for before a place is filled again.
-      store: to shared memory; takes the target, values and their layout.
+      store_shared: takes the target, values and their layout.
     """
     s = shapes
     chunks_per_part = len(chunks) // len(keys_ready)
     place = plgpu.broadcasted_iota(jnp.int32, (TILE, GROUP), 0, layout=mosaic.ROWS).max(axis=1)
-    request, slot_of_token = inputs.request_ids[token], inputs.slots[token]
+    segment, slot_of_token = inputs.segment_ids[token], inputs.slots[token]
     position, length = inputs.positions[token], inputs.lengths[token]
     layer_number = inputs.layer[0]
     sources = {
-        name: list(of_plane)
-        for (name, _), *of_plane in zip(
-            s.planes, inputs.ring, inputs.rows, inputs.pool, strict=True
-        )
+        name: [inputs.ring[name], inputs.rows[name], inputs.pool[name]] for name, _ in s.planes
     }
 
     def load_entries(i):
@@ -145,9 +152,9 @@ def gather_keys(
     def load_blocks(entry):
         """Physical blocks of entries; 0 where there is no table row to look at."""
         logical = lax.div(jnp.maximum(entry, 0), s.entries_per_block)
-        inside = (entry >= 0) & (logical < s.table_width) & (request >= 0)
-        where = jnp.where(inside, request * s.table_width + logical, -1)
-        return mosaic_memory.gather_words([inputs.table], where * 0, where, word=0)
+        inside = (entry >= 0) & (logical < s.table_width) & (segment >= 0)
+        where = jnp.where(inside, segment * s.table_width + logical, -1)
+        return mosaic_memory.load_indexed_words([inputs.table], where * 0, where, word=0)
 
     def locate(i, entry, block):
         """Source (ring, call, pool) and row of each key of tile i of this split; -1 is none."""
@@ -164,7 +171,7 @@ def gather_keys(
         entry_row = (layer_number * s.num_blocks + block) * s.entries_per_block
         entry_row = entry_row + lax.rem(jnp.maximum(entry, 0), s.entries_per_block)
         stored = (entry >= 0) & (entry < s.table_width * s.entries_per_block)
-        entry_row = jnp.where(stored & (block >= 0) & (request >= 0), entry_row, -1)
+        entry_row = jnp.where(stored & (block >= 0) & (segment >= 0), entry_row, -1)
 
         window_tile = tile < s.window_tiles
         source = jnp.where(window_tile, in_call.astype(jnp.int32), 2)
@@ -175,7 +182,7 @@ def gather_keys(
         (rows, scales), index, entry, block, later_entry = carry
         slot = lax.rem(i, 2)
         source, next_index = locate(i + 1, entry, block)
-        # What is loaded last this turn is waited for first in the next.
+        # What is loaded last in an iteration is waited for first in the next.
         mosaic_memory.prefetch_rows(list(sources.values()), source, next_index)
         next_scales = s.fetch_scales(sources, source, next_index, chunks)
 
@@ -185,12 +192,12 @@ def gather_keys(
 
         if bias_smem is not None:
             bias = jnp.where(index == -1, -jnp.inf, 0.0).astype(jnp.float32)
-            store(bias_smem.at[slot], bias, mosaic.ROW)
+            store_shared(bias_smem.at[slot], bias, mosaic.ROW)
         next_rows = []
         for chunk, stored in zip(chunks, rows, strict=True):
             half, start = divmod(chunk * GROUP, s.dim // 2)
             target = target_of(slot, half).at[:, pl.ds(start, GROUP)]
-            store(target, s.decode(stored, scales, chunk), mosaic.ROWS)
+            store_shared(target, s.decode(stored, scales, chunk), mosaic.ROWS)
             # Into the registers that have just become free.
             next_rows.append(s.fetch_rows(sources, source, next_index, chunk))
             if len(next_rows) % SECTION == 0 or len(next_rows) == len(chunks):

@@ -1,34 +1,27 @@
 """Sparse attention through Mosaic GPU, for Blackwell. It has never run on a card of that kind.
 
-One program: one query token, 64 of its heads, one split of its keys, in tiles of 64. Warpgroups:
+One CTA: one query token, 64 of its heads, one split of its keys, in tiles of 64. Warpgroups:
 
-    gatherers    each half of a tile's columns, from device memory through registers, one tile
+    producers    each half of a tile's columns, from device memory through registers, one tile
                  ahead; to 16 bits, swizzled                                -> keys_smem [2, 64, C]
-    attender     one of its threads starts the products, all take exponentials:
+    consumer     one of its threads starts the products, all take exponentials:
                      logits_tmem = Q K^T, softmax                          -> weights_smem
                      sums_tmem += weights keys
 
-Sums of 64 x 512 in f32 take half of tensor memory. 128 heads would take all of it and leave nothing
-for logits, so that they are two programs. A product of 64 rows lies folded over the lanes, its
-columns in two halves, and half of 64 keys is less than a swizzle of 128 bytes spans: operands have
-one of 64.
+Sums of 64 x 512 in f32 take half of tensor memory; 128 heads would leave nothing for logits. A
+product of 64 rows lies folded over the lanes, its columns in two halves, and half of 64 keys is
+less than a swizzle of 128 bytes spans: operands have one of 64.
 
 A maximum is followed only once one of the 64 outgrew it by 2^8, for all sums pass through registers
-then; sums and total stand relative to the maximum last followed, and their quotient is the same.
-
-Bytes: those of the keys, and 2 * 64 * C of queries and of output. By count of instructions, the
-products of a tile take some 2,000 cycles at C = 512 (the tensor cores give 64 rows half their rate)
-and a tile's share of the memory bandwidth 1,300. Products are of f16 or bf16
-(`Shapes.dtype`), with f32 sums; weights are rounded to it.
-
-Source: deepseek_v4.md section 1.3, step 9.
+then. Bytes: those of the keys, and 2 * 64 * C of queries and of output; by count of instructions
+the products bound it. Products are of f16 or bf16 (`Shapes.dtype`), with f32 sums. More:
+docs/kernels/sparse_attention.md. Source: deepseek_v4.md section 1.3, step 9.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,39 +31,56 @@ from jax.experimental.pallas import mosaic_gpu
 
 from pallas_kernels.common.backend import interpreting
 from pallas_kernels.gpu import mosaic
+from pallas_kernels.gpu.devices import B200
 from pallas_kernels.sparse_attention.call_shapes import FLOOR, GROUP, HEADS, LOG2_E, TILE, Shapes
 from pallas_kernels.sparse_attention.launch import as_bf16, inverse_total, launch
-from pallas_kernels.sparse_attention.loads import Inputs, Ref, gather_keys, load_queries
+from pallas_kernels.sparse_attention.loads import (
+    Operands,
+    Outputs,
+    Ref,
+    gather_keys,
+    load_queries,
+)
 
 plgpu: Any = mosaic_gpu  # whose annotations describe its insides and not what callers may do
 
 SWIZZLE = 64
 SWIZZLED = (plgpu.TilingTransform((8, SWIZZLE // 2)), plgpu.SwizzleTransform(SWIZZLE))
 """Shared memory of 16-bit elements as these products take it."""
-GATHERERS, CORES = 2, 148
+PRODUCERS = 2
 REGISTERS = (216, 144)
-"""Of a thread that attends and one that gathers; the three warpgroups share 3 * 168."""
+"""Registers of a consumer's thread and a producer's; the three warpgroups share 3 * 168."""
 SLACK = 8.0
 """How far, in powers of 2, a logit may exceed the maximum that weights are relative to."""
 
 
-def _attention_kernel(
-    inputs: Inputs, outputs: Sequence[Ref], scratch: Sequence[Ref], *, shapes: Shapes
-):
+class Scratch(NamedTuple):
+    """What a CTA has to itself: shared memory, tensor memory, barriers.
+
+    Of two, one is for each half of the queries' columns, or for each slot of tiles in turn;
+    `sums_tmem` are a quarter of the columns each.
+    """
+
+    queries_smem: Any
+    keys_smem: Any
+    weights_smem: Any
+    bias_smem: Any
+    logits_tmem: Any
+    sums_tmem: Any
+    queries_landed: Any
+    keys_ready: Any
+    keys_free: Any
+    products_ready: Any
+    weights_ready: Any
+
+
+def _attention_kernel(inputs: Operands, outputs: Outputs, scratch: Scratch, *, shapes: Shapes):
     s = shapes
-    (
-        queries_smem,
-        keys_smem,
-        weights_smem,
-        bias_smem,
-        logits_tmem,
-        *sums_tmem,
-        queries_landed,
-        keys_ready,
-        keys_free,
-        products_ready,
-        weights_ready,
-    ) = scratch
+    queries_smem, keys_smem = scratch.queries_smem, scratch.keys_smem
+    weights_smem, bias_smem = scratch.weights_smem, scratch.bias_smem
+    logits_tmem, sums_tmem = scratch.logits_tmem, scratch.sums_tmem
+    keys_ready, keys_free = scratch.keys_ready, scratch.keys_free
+    products_ready, weights_ready = scratch.products_ready, scratch.weights_ready
     token, head, split = (lax.axis_index(name) for name in ("token", "head", "split"))
     group = lax.axis_index("warpgroup")
     heads = pl.ds(head * HEADS, HEADS)
@@ -82,7 +92,7 @@ def _attention_kernel(
     by_row, by_column = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
     @pl.when(group == 0)
-    def _attend():
+    def _consume():
         plgpu.set_max_registers(REGISTERS[0], action="increase")
 
         def load_products(tmem):
@@ -123,7 +133,7 @@ def _attention_kernel(
                 pl.when(has_outgrown)(functools.partial(scale_sums, decay))
             weights = jnp.exp2(logits - lax.broadcast_in_dim(followed, logits.shape, [0]))
             total = total + weights.sum(axis=1)
-            _store(weights_smem, weights.astype(s.dtype), plgpu.Layout.WGMMA)
+            _store_shared(weights_smem, weights.astype(s.dtype), plgpu.Layout.WGMMA)
             plgpu.commit_smem()
             plgpu.barrier_arrive(weights_ready)
             plgpu.barrier_wait(weights_ready)
@@ -133,8 +143,8 @@ def _attention_kernel(
             plgpu.tcgen05_commit_arrive(keys_free.at[slot])
             return followed, total
 
-        parts = [(i, queries_smem.at[i], queries_landed.at[i]) for i in range(2)]
-        load_queries(inputs, s, first_query, parts, store=_store)
+        parts = [(i, queries_smem.at[i], scratch.queries_landed.at[i]) for i in range(2)]
+        load_queries(inputs, s, first_query, parts, store_shared=_store_shared)
         state = tuple(
             plgpu.layout_cast(jnp.full((HEADS,), value, jnp.float32), by_row)
             for value in (FLOOR, 0.0)
@@ -145,9 +155,9 @@ def _attention_kernel(
         plgpu.barrier_wait(products_ready)
         if s.splits > 1:
             for tmem, columns in zip(sums_tmem, quarters, strict=True):
-                outputs[0].at[split, token, heads, columns][...] = load_products(tmem)
-            outputs[1].at[split, token, 0, heads][...] = followed
-            outputs[1].at[split, token, 1, heads][...] = total
+                outputs.sums.at[split, token, heads, columns][...] = load_products(tmem)
+            outputs.statistics.at[split, token, 0, heads][...] = followed
+            outputs.statistics.at[split, token, 1, heads][...] = total
             return
         own_sink = plgpu.load(inputs.sink.at[heads], layout=by_row, optimized=False)
         factor = inverse_total(followed, total, own_sink)
@@ -155,13 +165,13 @@ def _attention_kernel(
             out = load_products(tmem)
             out = out * lax.broadcast_in_dim(factor, out.shape, [0])
             target = queries_smem.at[i // 2, :, pl.ds(i % 2 * (half // 2), half // 2)]
-            _store(target, as_bf16(out, s.dtype), plgpu.Layout.WGMMA)
+            _store_shared(target, as_bf16(out, s.dtype), plgpu.Layout.WGMMA)
         plgpu.commit_smem()
         for i, columns in enumerate(halves):
-            plgpu.copy_smem_to_gmem(queries_smem.at[i], outputs[0].at[token, heads, columns])
+            plgpu.copy_smem_to_gmem(queries_smem.at[i], outputs.sums.at[token, heads, columns])
         plgpu.wait_smem_to_gmem(0)
 
-    def gather(share):
+    def produce(share):
         plgpu.set_max_registers(REGISTERS[1], action="decrease")
         gather_keys(
             inputs,
@@ -169,20 +179,20 @@ def _attention_kernel(
             token,
             split,
             num_tiles,
-            range(share, s.dim // GROUP, GATHERERS),
+            range(share, s.dim // GROUP, PRODUCERS),
             target_of=lambda slot, i: keys_smem.at[slot, :, halves[i]],
             bias_smem=bias_smem if share == 0 else None,
             keys_ready=[keys_ready],
             keys_free=keys_free,
-            store=_store,
+            store_shared=_store_shared,
         )
 
-    for share in range(GATHERERS):
-        pl.when(group == 1 + share)(functools.partial(gather, share))
+    for share in range(PRODUCERS):
+        pl.when(group == 1 + share)(functools.partial(produce, share))
 
 
-def _store(target: Ref, values: jax.Array, layout: Any) -> None:
-    """Stores an array of the given layout; as `mosaic_memory.store`, but for the swizzle."""
+def _store_shared(target: Ref, values: jax.Array, layout: Any) -> None:
+    """Stores an array of the given layout; as `mosaic_memory.store_shared`, but for the swizzle."""
     if interpreting():
         target[...] = values
         return
@@ -198,24 +208,22 @@ def _store(target: Ref, values: jax.Array, layout: Any) -> None:
     write(target, values)
 
 
-def _scratch_types(dim: int, dtype: Any) -> list[Any]:
+def _scratch(dim: int, dtype: Any) -> Scratch:
     tile = functools.partial(plgpu.SMEM, dtype=dtype, transforms=SWIZZLED)
-    return [
-        tile((2, HEADS, dim // 2)),
-        tile((2, TILE, dim)),
-        tile((HEADS, TILE)),
-        plgpu.SMEM((2, TILE), jnp.float32),
-        plgpu.TMEM((HEADS, TILE), jnp.float32),
-        *[plgpu.TMEM((HEADS, dim // 4), jnp.float32)] * 4,
-        plgpu.Barrier(num_barriers=2),
-        plgpu.Barrier(num_arrivals=GATHERERS, num_barriers=2),
-        plgpu.Barrier(num_barriers=2, orders_tensor_core=True),
-        plgpu.Barrier(orders_tensor_core=True),
-        plgpu.Barrier(orders_tensor_core=True),
-    ]
+    return Scratch(
+        queries_smem=tile((2, HEADS, dim // 2)),
+        keys_smem=tile((2, TILE, dim)),
+        weights_smem=tile((HEADS, TILE)),
+        bias_smem=plgpu.SMEM((2, TILE), jnp.float32),
+        logits_tmem=plgpu.TMEM((HEADS, TILE), jnp.float32),
+        sums_tmem=[plgpu.TMEM((HEADS, dim // 4), jnp.float32)] * 4,
+        queries_landed=plgpu.Barrier(num_barriers=2),
+        keys_ready=plgpu.Barrier(num_arrivals=PRODUCERS, num_barriers=2),
+        keys_free=plgpu.Barrier(num_barriers=2, orders_tensor_core=True),
+        products_ready=plgpu.Barrier(orders_tensor_core=True),
+        weights_ready=plgpu.Barrier(orders_tensor_core=True),
+    )
 
 
-sparse_attention = functools.partial(
-    launch, _attention_kernel, _scratch_types, 1 + GATHERERS, CORES
-)
+sparse_attention = functools.partial(launch, _attention_kernel, _scratch, 1 + PRODUCERS, B200)
 """See `op.sparse_attention`."""

@@ -4,19 +4,24 @@
     o[h] = sum_i exp(l[h, i]) k_i / (sum_i exp(l[h, i]) + exp(sink[h]))
 
 A sink of minus infinity is none; a query without keys gets zeros. With frequencies, o is rounded,
-and turned back by the query's position.
+and inverse RoPE follows, by the query's position.
 
 Source: deepseek_v4.md section 1.3, step 9.
 """
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.common.call import CallIndices
+from pallas_kernels.common.checks import first_plane
 from pallas_kernels.common.chunks import map_tokens
-from pallas_kernels.common.codecs import Codec, Planes
+from pallas_kernels.common.codecs import Planes
+from pallas_kernels.common.layer_planes import LayerPlanes
 from pallas_kernels.common.norm_rope import rotate
 from pallas_kernels.common.rounding import round_to
 from pallas_kernels.gather_entries.reference import gather_entries, gather_window
@@ -52,19 +57,12 @@ def attend(
 def sparse_attention(
     queries: jax.Array,
     sink: jax.Array,
-    ring: Planes,
+    ring: LayerPlanes,
     rows: Planes,
-    pool: Planes | None,
-    block_table: jax.Array,
+    pool: LayerPlanes | None,
     selected: jax.Array | None,
+    call: CallIndices,
     *,
-    visible: jax.Array | None = None,
-    request_ids: jax.Array,
-    slots: jax.Array,
-    positions: jax.Array,
-    lengths: jax.Array,
-    layer: jax.Array,
-    codec: Codec,
     scale: float,
     frequencies: jax.Array | None = None,
 ) -> jax.Array:
@@ -72,41 +70,30 @@ def sparse_attention(
     dim = queries.shape[-1]
     places = {
         "queries": queries,
-        "request_ids": request_ids,
-        "slots": slots,
-        "positions": positions,
-        "lengths": lengths,
+        "segment_ids": call.segment_ids,
+        "slots": call.slots,
+        "positions": call.positions,
+        "lengths": call.lengths,
     }
-    num_keys = jax.tree.leaves(ring)[0].shape[2]
+    num_keys = first_plane(ring.planes).shape[2]
     if pool is not None and selected is not None:
-        if visible is not None:
+        if call.visible is not None:
             place = jnp.arange(selected.shape[1], dtype=jnp.int32)[None]
-            selected = jnp.where(place < visible[:, None], selected, -1)
+            selected = jnp.where(place < call.visible[:, None], selected, -1)
         places["selected"] = selected
         num_keys += selected.shape[1]
 
     def attend_some(some: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
-        keys, valid = gather_window(
-            ring,
-            rows,
-            some["slots"],
-            some["positions"],
-            some["lengths"],
-            layer=layer,
-            codec=codec,
-            dim=dim,
-            tokens=tokens,
+        here = dataclasses.replace(
+            call,
+            segment_ids=some["segment_ids"],
+            slots=some["slots"],
+            positions=some["positions"],
+            lengths=some["lengths"],
         )
+        keys, valid = gather_window(ring, rows, here, dim=dim, tokens=tokens)
         if pool is not None and selected is not None:
-            entries, present = gather_entries(
-                pool,
-                block_table,
-                some["request_ids"],
-                some["selected"],
-                layer=layer,
-                codec=codec,
-                dim=dim,
-            )
+            entries, present = gather_entries(pool, here, some["selected"], dim=dim)
             keys = jnp.concatenate([keys, entries], axis=1)
             valid = jnp.concatenate([valid, present], axis=1)
         attended = attend(some["queries"], keys, valid, sink, scale=scale)
@@ -115,4 +102,4 @@ def sparse_attention(
     attended = map_tokens(attend_some, places, elements_per_token=num_keys * dim)
     if frequencies is None:
         return attended
-    return rotate(attended, positions[:, None], frequencies, inverse=True)
+    return rotate(attended, call.positions[:, None], frequencies, inverse=True)

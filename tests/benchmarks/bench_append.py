@@ -147,13 +147,12 @@ def append_case(kind, num_tokens, bandwidth):
         ]
         return state, inputs
 
-    one, none = (jnp.asarray(np.full(1, n), jnp.int32) for n in (num_tokens, 0))
+    call = layer_calls.prefill_call(num_tokens, jnp.asarray(np.full((1, 1), -1), jnp.int32))
 
     def append(state, rows, projected, layer):
-        static = {"layer": layer, "rate": 128, "max_count": num_tokens}
         rings, running = state
         rings, running = pk.append_tokens(
-            rings, rows, running, projected, none, none, one, none, **static
+            rings, rows, running, projected, call, layer=layer, rate=128
         )
         return (list(rings), running), ()
 

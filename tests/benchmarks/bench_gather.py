@@ -13,6 +13,8 @@ import numpy as np
 from benchmarks import draws
 from dsv4_jax.bench import compare, loops, timing
 from helpers import gather_cases as cases
+from helpers.calls import make_call
+from pallas_kernels import LayerPlanes
 
 NUM_LAYERS = 2
 SELECTED = [(1, 16384), (32, 16384), (512, 16384), (512, 1 << 17), (1024, 16384)]
@@ -37,15 +39,17 @@ def main():
 def entries_case(family, num_selected, context_tokens, bandwidth):
     """64 requests with so many selected entries each, in any order, or all of them in order."""
     specs = cases.entries_specs(family, num_selected, NUM_LAYERS, context_tokens)
-    pool, table, requests, index, _ = specs
+    pool, call, index = specs
+    table, requests = call.block_table, call.segment_ids
     num_entries = context_tokens // cases.RATES[family]
 
     def make():
         rng = np.random.default_rng(0)
-        planes, blocks = draws.make(planes_of(pool)), jnp.asarray(draws.blocks(rng, *table.shape))
-        request_ids = jnp.asarray(np.arange(requests.size, dtype=np.int32))
+        planes, blocks = draws.make(planes_of(pool.planes)), draws.blocks(rng, *table.shape)
+        stored = LayerPlanes(planes, jnp.int32(1), cases.CODEC)
+        queries = make_call(blocks, np.arange(requests.size))
         chosen = [choose(rng, index.shape, num_entries) for _ in range(NUM_INPUTS)]
-        return None, [(planes, blocks, request_ids, each, jnp.int32(1)) for each in chosen]
+        return None, [(stored, queries, each) for each in chosen]
 
     what = "all" if num_selected == num_entries else f"{num_selected} of"
     return compare.Case(
@@ -61,14 +65,21 @@ def entries_case(family, num_selected, context_tokens, bandwidth):
 
 def window_case(bandwidth):
     """64 requests with full windows, one token each."""
-    ring, rows, slots, *_ = cases.window_specs(NUM_LAYERS)
+    ring, rows, call = cases.window_specs(NUM_LAYERS)
+    slots = call.slots
 
     def make():
         rng = np.random.default_rng(0)
-        planes, new = draws.make([planes_of(ring), planes_of(rows)])
-        positions = jnp.asarray(np.arange(1000, 1000 + slots.size, dtype=np.int32))
-        orders = [jnp.asarray(draws.blocks(rng, slots.size)) for _ in range(NUM_INPUTS)]
-        return None, [(planes, new, order, positions, positions, jnp.int32(1)) for order in orders]
+        planes, new = draws.make([planes_of(ring.planes), planes_of(rows)])
+        stored = LayerPlanes(planes, jnp.int32(1), cases.CODEC)
+        positions = np.arange(1000, 1000 + slots.size)
+        tokens = {"positions": positions, "lengths": positions}
+        table, segments = np.full((slots.size, 1), -1), np.arange(slots.size)
+        calls = [
+            make_call(table, segments, slots=draws.blocks(rng, slots.size), **tokens)
+            for _ in range(NUM_INPUTS)
+        ]
+        return None, [(stored, new, call) for call in calls]
 
     return compare.Case(
         "gather_window",

@@ -9,14 +9,15 @@ import argparse
 import functools
 import sys
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import baselines, bench_topk, draws
 from dsv4_jax.bench import compare, timing
 from dsv4_jax.bench.roofline import FP8_FLOPS
-from pallas_kernels import get_cache_format
+from helpers.calls import make_call
+from pallas_kernels import LayerPlanes, get_cache_format
+from pallas_kernels.gpu.devices import H200
 from pallas_kernels.index_scores import mosaic_gpu as scores_kernel
 from pallas_kernels.select_top_k import mosaic_gpu as select_kernel
 
@@ -48,14 +49,14 @@ def main():
 def cases_of(keys, shape, bandwidth, folder, library):
     """The rows of scores and of scores with selection; `shape` is (requests, entries of each)."""
     batch, num_entries = shape
-    size, codec = batch * num_entries, codec_of(keys)
+    size = batch * num_entries
     limit = max(size * (BYTES[keys] + 4) / bandwidth, 2 * size * HEADS * DIM / FP8_FLOPS)
     for op, function in (("index_scores", score), ("index_topk", score_and_select)):
         topk = library if op == "index_topk" else None
         yield compare.Case(
             f"{op} {keys}",
             f"{batch} x {num_entries}",
-            functools.partial(function, codec),
+            function,
             lambda: (None, inputs(keys, *shape)),
             roofline_us=limit * 1e6,
             baseline=BASELINE + (" + topk" if topk else "") if folder else None,
@@ -76,13 +77,13 @@ def codec_of(keys):
     return get_cache_format(FORMATS[keys]).index_key
 
 
-def score(codec, arguments, **options):
-    return scores_kernel.index_scores(**arguments, codec=codec, **options)
+def score(arguments, **options):
+    return scores_kernel.index_scores(**arguments, **options)
 
 
-def score_and_select(codec, arguments):
-    scores = score(codec, arguments)
-    return select_kernel.select_top_k(scores, arguments["visible"], K)
+def score_and_select(arguments):
+    scores = score(arguments)
+    return select_kernel.select_top_k(scores, arguments["call"].visible, K)
 
 
 def inputs(keys, batch, num_entries):
@@ -95,13 +96,11 @@ def inputs(keys, batch, num_entries):
             "weights": [draws.Draw((batch, HEADS))] * NUM_INPUTS,
         }
     )
+    table = draws.blocks(np.random.default_rng(num_entries), batch, logical)
     shared = {
-        "block_table": draws.blocks(np.random.default_rng(num_entries), batch, logical),
-        "request_ids": np.arange(batch, dtype=np.int32),
-        "visible": np.full(batch, num_entries, np.int32),
-        "layer": np.int32(0),
+        "pool": LayerPlanes(made["pool"], jnp.int32(0), codec_of(keys)),
+        "call": make_call(table, np.arange(batch), visible=np.full(batch, num_entries)),
     }
-    shared = jax.tree.map(jnp.asarray, shared) | {"pool": made["pool"]}
     return [
         ({"queries": queries, "weights": weights} | shared,)
         for queries, weights in zip(made["queries"], made["weights"], strict=True)
@@ -138,7 +137,7 @@ def load_baseline(folder):
         flat[:, page * DIM :] = torch.ones(num_pages, page, **device).view(torch.uint8)
         lengths = torch.full((batch, 1), num_entries, dtype=torch.int32, **device)
         table = torch.randperm(num_pages, **device).int().view(batch, -1)
-        plan = deep_gemm.get_paged_mqa_logits_metadata(lengths, page, 132)
+        plan = deep_gemm.get_paged_mqa_logits_metadata(lengths, page, H200.num_sms)
 
         def call():
             queries = torch.randn(batch, 1, HEADS, DIM, **device).to(torch.float8_e4m3fn)

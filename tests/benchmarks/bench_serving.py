@@ -61,7 +61,7 @@ def main():
         "--steps", type=int, default=0, help="submit new requests until so many steps"
     )
     args = parser.parse_args()
-    ds.claim_memory()
+    ds.runtime.claim_memory()
     ds.set_xla_flags()
     ds.use_compilation_cache()
     config, params = load(args.config, args.layers)

@@ -17,7 +17,8 @@ import numpy as np
 from benchmarks import baselines, draws
 from dsv4_jax.bench import compare, timing
 from dsv4_jax.bench.roofline import BF16_FLOPS
-from pallas_kernels import get_cache_format, sparse_attention
+from helpers.calls import make_call
+from pallas_kernels import LayerPlanes, get_cache_format, sparse_attention
 from pallas_kernels.sparse_attention import op
 
 DIM, ROPE, WINDOW = 512, 64, 128
@@ -78,13 +79,13 @@ def bytes_of(num_heads, num_entries):
 
 @jax.jit
 def attend(arguments):
-    return sparse_attention(**arguments, codec=CODEC, scale=DIM**-0.5)
+    return sparse_attention(**arguments, scale=DIM**-0.5)
 
 
 def attend_by_tiling(tiling, arguments):
     """The kernel alone, its keys cut as it is told."""
     kernel = op.choose_kernel().sparse_attention
-    return kernel(**arguments, codec=CODEC, scale=DIM**-0.5, tiling=tiling)
+    return kernel(**arguments, scale=DIM**-0.5, tiling=tiling)
 
 
 def inputs(family, batch, num_queries, num_heads, num_entries, room=0):
@@ -105,16 +106,17 @@ def inputs(family, batch, num_queries, num_heads, num_entries, room=0):
     )
     requests = np.arange(batch, dtype=np.int32).repeat(num_queries)
     lengths = np.full(num_tokens, 4 * WINDOW, np.int32)
-    shared = {
-        "block_table": draws.blocks(rng, batch, logical),
-        "request_ids": requests,
-        "slots": requests,
-        "lengths": lengths,
-        "positions": lengths + np.tile(np.arange(num_queries, dtype=np.int32), batch),
-        "layer": np.int32(0),
-        "visible": np.full(num_tokens, num_entries if family == "hca" else context, np.int32),
-    }
-    shared = jax.tree.map(jnp.asarray, shared) | {n: made[n] for n in ("ring", "rows", "pool")}
+    call_indices = make_call(
+        draws.blocks(rng, batch, logical),
+        requests,
+        slots=requests,
+        lengths=lengths,
+        positions=lengths + np.tile(np.arange(num_queries, dtype=np.int32), batch),
+        visible=np.full(num_tokens, num_entries if family == "hca" else context),
+    )
+    layer = jnp.int32(0)
+    shared = {name: LayerPlanes(made[name], layer, CODEC) for name in ("ring", "pool")}
+    shared |= {"rows": made["rows"], "call": call_indices}
 
     def call(number):
         chosen = choose(rng, num_tokens, num_entries, num_entries if room else context)

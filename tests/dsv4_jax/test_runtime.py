@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import dsv4_jax as ds
-from helpers import aot
+from programs import aot
 
 
 def run(code, **environment):
@@ -28,8 +28,8 @@ def test_flags_are_known_to_xla_and_the_users_own_win():
     code = "import dsv4_jax as ds; {call}; import jax.numpy as jnp; jnp.zeros(1); "
     code += "import os; print(os.environ['XLA_FLAGS'])"
     added = run(code.format(call="ds.set_xla_flags()"))
-    assert added == [f"--{name}={value}" for name, value in ds.XLA_GPU_FLAGS.items()]
-    (name,) = ds.XLA_GPU_FLAGS
+    assert added == [f"--{name}={value}" for name, value in ds.runtime.XLA_GPU_FLAGS.items()]
+    (name,) = ds.runtime.XLA_GPU_FLAGS
     kept = run(code.format(call="ds.set_xla_flags()"), XLA_FLAGS=f"--{name}=7")
     assert kept == [f"--{name}=7"]
     more = run(code.format(call="ds.set_xla_flags(xla_gpu_graph_min_graph_size='1')"))
@@ -58,7 +58,7 @@ def test_the_second_process_finds_what_the_first_compiled(tmp_path):
 def test_a_kernel_lowered_again_is_the_same_program():
     """To jax 0.11 it has another number, and a cache that knows programs by their text misses."""
     code = (
-        "import dsv4_jax as ds; {call}from helpers import aot; "
+        "import dsv4_jax as ds; {call}from programs import aot; "
         "[case] = aot.collect('sm_90a', ('select_top_k/top 512 of 64 x 4096',)).values(); "
         "print(len({{aot.lower_case('sm_90a', lambda *x: case[0](*x), *case[1:]).as_text() "
         "for _ in range(2)}}))"
@@ -69,7 +69,7 @@ def test_a_kernel_lowered_again_is_the_same_program():
 
 
 def test_memory_is_claimed_unless_the_user_or_jax_was_first():
-    code = "import dsv4_jax as ds; {first}ds.claim_memory(); import os; "
+    code = "import dsv4_jax as ds; {first}ds.runtime.claim_memory(); import os; "
     code += "print(os.environ.get('XLA_CLIENT_MEM_FRACTION'))"
     assert run(code.format(first="")) == ["0.95"]
     assert run(code.format(first=""), XLA_CLIENT_MEM_FRACTION="0.5") == ["0.5"]
@@ -78,7 +78,7 @@ def test_memory_is_claimed_unless_the_user_or_jax_was_first():
 
 
 def test_memory_that_is_taken_as_needed_leaves_room_for_others():
-    code = "import dsv4_jax as ds; ds.claim_memory(at_once=False); import os; "
+    code = "import dsv4_jax as ds; ds.runtime.claim_memory(at_once=False); import os; "
     code += "print(os.environ.get('XLA_PYTHON_CLIENT_PREALLOCATE'))"
     assert run(code) == ["false"]
     assert run(code, XLA_PYTHON_CLIENT_PREALLOCATE="true") == ["true"]

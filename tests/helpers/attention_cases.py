@@ -1,16 +1,16 @@
 """Calls of sparse attention that catch reads of anything a query may not see."""
 
 import dataclasses
-import functools
 
 import jax
 import numpy as np
 
 from helpers import inputs, token_oracle
 from helpers.inputs import CASE_LAYER, LAYER, NUM_LAYERS, pack_call, poison, shuffled_table
-from pallas_kernels import sparse_attention
+from pallas_kernels import LayerPlanes, sparse_attention
 
 SLOTS, NUM_SLOTS = [3, 1, 4], 6
+INDICES = ("segment_ids", "slots", "visible")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,12 +76,13 @@ class Case:
     selected: list
 
     def attend(self, sink=None, **changes):
-        """The op's output; changes are of its arguments, `backend` among them."""
+        """The op's output; changes are of its arguments, `backend` among them, or of the call's."""
         sink = self.sizes.sink() if sink is None else sink
-        arguments = self.arguments | {"sink": sink, "scale": self.sizes.scale} | changes
-        static = ("codec", "scale", "backend")
-        run = jax.jit(functools.partial(sparse_attention, layer=CASE_LAYER), static_argnames=static)
-        return np.asarray(run(**arguments)).astype(np.float32)
+        indices = {name: changes.pop(name) for name in INDICES if name in changes}
+        call = dataclasses.replace(self.arguments["call"], **indices)
+        arguments = self.arguments | {"sink": sink, "scale": self.sizes.scale, "call": call}
+        run = jax.jit(sparse_attention, static_argnames=("scale", "backend"))
+        return np.asarray(run(**arguments | changes)).astype(np.float32)
 
     def expected(self, sink=None, *, window=None, selected=slice(None), absolute=False):
         """The oracle's output, and its broken variants; `absolute` sums sizes of values."""
@@ -155,16 +156,12 @@ def draw_case(sizes, codec, lengths, counts, *, entries_per_block=2, packing=0, 
             index[token, : len(chosen)] = chosen
     arguments = {
         "queries": call.rows(all_queries).astype(sizes.dtype),
-        "ring": ring,
+        "ring": LayerPlanes(ring, CASE_LAYER, codec),
         "rows": call.rows(encoded),
-        "pool": pool,
-        "block_table": table,
+        "pool": LayerPlanes(pool, CASE_LAYER, codec),
         "selected": index,
-        "visible": np.where(call.request_ids >= 0, (call.positions + 1) // rate, 0),
-        "request_ids": call.request_ids,
-        "slots": call.slots,
-        "positions": call.positions,
-        "lengths": call.lengths,
-        "codec": codec,
+        "call": call.indices(
+            table, np.where(call.request_ids >= 0, (call.positions + 1) // rate, 0)
+        ),
     }
     return Case(sizes, arguments, call, window, entries, selected)

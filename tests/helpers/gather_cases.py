@@ -3,12 +3,13 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import gather_entries, gather_window, get_cache_format
+from helpers.calls import call_specs
+from pallas_kernels import LayerPlanes, gather_entries, gather_window, get_cache_format
 
 REQUESTS, DIM, ROPE, WINDOW = 64, 512, 64, 128
 BLOCK_TOKENS, RATES = 128, {"csa": 4, "hca": 128}
 CODEC = get_cache_format("fp8_ue8m0").entry
-STATIC = {"codec": CODEC, "dim": DIM, "dtype": jnp.bfloat16}
+STATIC = {"dim": DIM, "dtype": jnp.bfloat16}
 
 
 def entries_specs(family, num_selected, num_layers, context_tokens):
@@ -16,36 +17,29 @@ def entries_specs(family, num_selected, num_layers, context_tokens):
     logical = context_tokens // BLOCK_TOKENS
     entries_per_block = BLOCK_TOKENS // RATES[family]
     return (
-        _planes(num_layers, REQUESTS * logical, entries_per_block),
-        _i32(REQUESTS, logical),
-        _i32(REQUESTS),
+        LayerPlanes(_planes(num_layers, REQUESTS * logical, entries_per_block), _i32(), CODEC),
+        call_specs(REQUESTS, logical, has_visible=False),
         _i32(REQUESTS, num_selected),
-        _i32(),
     )
 
 
 def window_specs(num_layers):
     """Arguments of `dense_window`: one token of each request."""
     return (
-        _planes(num_layers, REQUESTS, WINDOW),
+        LayerPlanes(_planes(num_layers, REQUESTS, WINDOW), _i32(), CODEC),
         _planes(REQUESTS),
-        *[_i32(REQUESTS)] * 3,
-        _i32(),
+        call_specs(REQUESTS, 1, has_visible=False),
     )
 
 
-def dense_entries(pool, block_table, request_ids, index, layer, backend=None):
+def dense_entries(pool, call, index, backend=None):
     """bf16[T, K, C], and which entries there are: what dense attention would read."""
-    return gather_entries(
-        pool, block_table, request_ids, index, layer=layer, **STATIC, backend=backend
-    )
+    return gather_entries(pool, call, index, **STATIC, backend=backend)
 
 
-def dense_window(ring, rows, slots, positions, lengths, layer, backend=None):
+def dense_window(ring, rows, call, backend=None):
     """bf16[T, W, C], and which rows there are."""
-    return gather_window(
-        ring, rows, slots, positions, lengths, layer=layer, **STATIC, backend=backend
-    )
+    return gather_window(ring, rows, call, **STATIC, backend=backend)
 
 
 def _planes(*lead):

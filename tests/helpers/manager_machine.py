@@ -78,16 +78,16 @@ class World:
 
     def longest_hit(self, values):
         """Up to which boundary before the last token some block and snapshot say this history."""
-        nodes = self.manager._tree.nodes
+        nodes = self.manager.prefixes.tree.nodes
         known = {int(self.device.blocks[n.block, -1]) for n in nodes if n.snapshot >= 0}
         ends = range(SIZE, len(values), SIZE)
         return max((end for end in ends if values[end - 1] in known), default=0)
 
     def begin_snapshot(self):
         """A place for a snapshot never costs a block of history."""
-        before = self.manager.num_evicted, len(self.manager._tree.nodes)
-        place = self.manager.begin_snapshot()
-        assert before == (self.manager.num_evicted, len(self.manager._tree.nodes))
+        before = self.manager.num_evicted, len(self.manager.prefixes.tree.nodes)
+        place = self.manager.prefixes.begin_snapshot()
+        assert before == (self.manager.num_evicted, len(self.manager.prefixes.tree.nodes))
         return place
 
     def admit(self, stem, length, extra, salt):
@@ -104,7 +104,7 @@ class World:
             return
         assert slot not in self.tenants
         hit = int(self.manager.length_tokens[slot])
-        assert hit == self.manager.hit_tokens(slot)
+        assert hit == self.manager.prefixes.hit_tokens(slot)
         assert hit == longest
         self.count("hit" if hit else "admit")
         self.tenants[slot] = Tenant(prompt[:hit], values[:hit], length + extra, salt, prompt[hit:])
@@ -132,7 +132,7 @@ class World:
         if keep:
             self.manager.share(slot, np.asarray(tenant.tokens, np.int32))
         for boundary, place in boundaries:
-            if self.manager.keep_snapshot(slot, boundary, place):
+            if self.manager.prefixes.keep_snapshot(slot, boundary, place):
                 self.count("snapshot")
         self.count("step")
 
@@ -202,14 +202,15 @@ class World:
         np.testing.assert_array_equal(free, ledger.owners == 0)
         assert cached.max(initial=0) <= 1
         # A node that a request stands on is no cache, even where its table has a copy of its own.
-        nodes = self.manager._tree.nodes
+        nodes = self.manager.prefixes.tree.nodes
         unused = [node.block for node in nodes if not node.users]
         assert ledger.num_unused == self.manager.num_cached_blocks == len(unused)
         assert not np.any(held[unused])
         assert self.manager.num_free_blocks == np.sum(free) + len(unused)
         for node in nodes:
             assert node.parent is None or node.users <= node.parent.users
-        places = len(self.manager._tree._free_snapshots) + self.manager.num_held_snapshots
+        tree = self.manager.prefixes.tree
+        places = len(tree._free_snapshots) + tree.num_held_snapshots
         assert places == NUM_SNAPSHOTS
         assert self.manager.num_free_slots == NUM_SLOTS - len(self.tenants)
         for slot, tenant in self.tenants.items():

@@ -38,8 +38,8 @@ def make_engine(**changes):
 def limit(engine, **counts):
     """Fewer blocks or snapshots than the arrays have, so that no program is compiled for it."""
     engine._runner.plan = dataclasses.replace(engine._runner.plan, **counts)
-    engine._plan = engine._runner.plan
-    engine._loop.manager = engine._loop._new_manager()
+    engine._plan = dataclasses.replace(engine._plan, pools=engine._runner.plan)
+    engine._loop.queue.manager = engine._loop._new_manager()
     return engine
 
 

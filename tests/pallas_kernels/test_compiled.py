@@ -1,6 +1,6 @@
 """What the compilers make of the kernels for H200 and B200, against recorded figures.
 
-Cases come from the `AOT_CASES` of the modules beside this one; `helpers.aot` says how to add one.
+Cases come from the `AOT_CASES` of the modules beside this one; `programs.aot` says how to add one.
 """
 
 import functools
@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import triton as pltri
 
-from helpers import aot, aot_figures
+from programs import aot, aot_figures
 
 pytestmark = pytest.mark.skipif(aot.unavailable() is not None, reason=str(aot.unavailable()))
 
@@ -80,7 +80,7 @@ def compiled(request):
 @each_target
 def test_every_case_is_recorded(target):
     cases = [case for case in aot.collect(target) if not case.startswith(aot.BROKEN)]
-    assert cases == list(RECORDED.get(target, {})), "run `python -m helpers.aot --record`"
+    assert cases == list(RECORDED.get(target, {})), "run `python -m programs.aot --record`"
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,9 @@
 import jax
 import pytest
 
-from helpers import kernels_alone, slow
+from helpers import slow
 from pallas_kernels import gpu_interpreter
+from programs import kernels_alone
 
 
 @pytest.mark.parametrize("name", slow.all_but(["gather"], list(kernels_alone.CALLS)))

@@ -237,11 +237,11 @@ def known_prompt(manager, length):
     tokens = np.arange(length, dtype=np.int32) % 90
     slot = manager.admit(length)
     manager.take_changes()
-    places = [manager.begin_snapshot() for _ in range(length // 128)]
+    places = [manager.prefixes.begin_snapshot() for _ in range(length // 128)]
     manager.advance(slot, length)
     manager.share(slot, tokens)
     for number, place in enumerate(places):
-        assert manager.keep_snapshot(slot, 128 * (number + 1), place)
+        assert manager.prefixes.keep_snapshot(slot, 128 * (number + 1), place)
     manager.release(slot)
     manager.take_changes()
     return tokens
@@ -253,7 +253,7 @@ def test_a_hit_takes_no_more_than_was_asked_for():
     tokens = known_prompt(manager, 600)
     for asked, hit, blocks in ((1, 0, 1), (128, 128, 1), (200, 128, 2), (600, 512, 5)):
         slot = manager.admit(asked, tokens)
-        assert manager.length_tokens[slot] == manager.hit_tokens(slot) == hit
+        assert manager.length_tokens[slot] == manager.prefixes.hit_tokens(slot) == hit
         assert np.count_nonzero(manager.block_table[slot] >= 0) == blocks
         manager.release(slot)
 
@@ -263,7 +263,7 @@ def test_tokens_computed_twice_are_held_once():
     manager, tokens = make_manager(num_snapshots=1), np.arange(256, dtype=np.int32)
     for _ in range(3):
         slot = manager.admit(256, tokens)
-        assert manager.hit_tokens(slot) == 0
+        assert manager.prefixes.hit_tokens(slot) == 0
         manager.advance(slot, 256)
         manager.share(slot, tokens)
         assert (manager.num_free_blocks, manager.num_cached_blocks) == (NUM_BLOCKS - 2, 0)
@@ -287,12 +287,12 @@ def test_no_place_is_taken_while_a_hit_may_still_read_it():
     manager = make_manager(num_snapshots=4)
     tokens = known_prompt(manager, 300)
     manager.admit(300, tokens)
-    before = manager.num_held_snapshots
+    before = manager.prefixes.num_held_snapshots
     with pytest.raises(RuntimeError, match="apply the hits first"):
-        manager.begin_snapshot()
-    assert manager.num_held_snapshots == before
+        manager.prefixes.begin_snapshot()
+    assert manager.prefixes.num_held_snapshots == before
     manager.take_changes()
-    assert manager.begin_snapshot() >= 0
+    assert manager.prefixes.begin_snapshot() >= 0
 
 
 def test_nothing_reaches_the_device_before_apply():
@@ -304,6 +304,18 @@ def test_nothing_reaches_the_device_before_apply():
     assert applied.paged is cache.paged
     manager.release(slot)
     np.testing.assert_array_equal(manager.apply(applied).block_table, np.full((4, 6), -1))
+
+
+def test_a_hit_without_a_place_to_load_from_is_refused():
+    """A store that is missing or too small would leave the request's window as it was."""
+    manager, cache = make_manager(num_snapshots=4), make_cache()
+    slot = manager.admit(300, known_prompt(manager, 300))
+    with pytest.raises(ValueError, match="store must be given"):
+        manager.apply(cache)
+    with pytest.raises(ValueError, match=r"store must have num_snapshots=4 places.* got 3"):
+        manager.apply(cache, ds.cache.init_snapshot_store(cache, 3))
+    applied = manager.apply(cache, ds.cache.init_snapshot_store(cache, 4))
+    assert applied.length_tokens[slot] == 256
 
 
 def test_acquire_gives_each_layer_its_place_in_its_family():

@@ -118,7 +118,7 @@ def soak(events, seed):
     world.evict(NUM_BLOCKS)
     assert world.manager.num_free_blocks == NUM_BLOCKS
     assert world.manager.num_cached_blocks == 0
-    assert world.manager.num_held_snapshots == 0
+    assert world.manager.prefixes.num_held_snapshots == 0
     world.check()
     return world.counts | {"evicted": world.manager.num_evicted}
 

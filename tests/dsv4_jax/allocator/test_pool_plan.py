@@ -21,16 +21,26 @@ def allocated(config, plan, cache_format):
             config, max_requests=plan.max_requests, max_context_tokens=plan.max_context_tokens,
             num_blocks=plan.num_blocks, cache_format=cache_format,
         )  # fmt: skip
-        return cache, ds.init_snapshot_store(cache, plan.num_snapshots)
+        return cache, ds.cache.init_snapshot_store(cache, plan.num_snapshots)
 
     return tree_bytes(jax.eval_shape(build))
 
 
 @pytest.mark.parametrize("cache_format", ["f32", "fp8_ue8m0"])
 def test_the_plan_has_the_bytes_of_the_arrays(cache_format):
-    plan = ds.plan_pools(CONFIG, cache_format=cache_format, **SIZES)
-    assert (plan.num_blocks, plan.num_snapshots) == (12, 12)
+    plan = ds.allocator.plan_pools(CONFIG, cache_format=cache_format, **SIZES)
+    assert (plan.num_blocks, plan.num_snapshots) == (12, 24)
     assert plan.memory_bytes == allocated(CONFIG, plan, cache_format)
+
+
+def test_every_default_number_of_snapshots_is_the_same():
+    """Of the plan, of a manager and of an engine."""
+    expected = 3 * pool_plan.SNAPSHOTS_PER_SLOT
+    assert ds.allocator.plan_pools(CONFIG, **SIZES).num_snapshots == expected
+    assert ds.KVCacheManager(CONFIG, **SIZES).plan.num_snapshots == expected
+    config = dataclasses.replace(CONFIG, num_mtp_layers=0)
+    engine = ds.Engine(config, ds.init_params(config, jax.random.key(0)), **SIZES)
+    assert engine._loop.manager.plan.num_snapshots == expected
 
 
 @settings(max_examples=60, deadline=None)
@@ -38,11 +48,12 @@ def test_the_plan_has_the_bytes_of_the_arrays(cache_format):
 def test_a_budget_is_filled_and_never_passed(memory_bytes, num_snapshots, num_blocks):
     counts = {"num_snapshots": num_snapshots, "num_blocks": num_blocks}
     try:
-        plan = ds.plan_pools(CONFIG, memory_bytes=memory_bytes, **counts, **SIZES)
+        plan = ds.allocator.plan_pools(CONFIG, memory_bytes=memory_bytes, **counts, **SIZES)
     except ValueError as error:
         assert f"memory_bytes={memory_bytes} is too little" in str(error)  # noqa: PT017
-        least = ds.plan_pools(CONFIG, num_blocks=num_blocks or 4, num_snapshots=num_snapshots or 0,
-                              **SIZES)  # fmt: skip
+        least = ds.allocator.plan_pools(
+            CONFIG, num_blocks=num_blocks or 4, num_snapshots=num_snapshots or 0, **SIZES
+        )
         # A tenth may go to snapshots: refused only where the rest is too little.
         assert 0.9 * memory_bytes < least.memory_bytes
         return
@@ -55,7 +66,7 @@ def test_a_budget_is_filled_and_never_passed(memory_bytes, num_snapshots, num_bl
 def test_flash_snapshots_have_the_published_size():
     """3.5 MiB: the window and half a CSA window of both compressors."""
     trunk = dataclasses.replace(ds.DSV4Config.flash(), num_mtp_layers=0)
-    plan = ds.plan_pools(trunk, max_requests=1, max_context_tokens=4096)
+    plan = ds.allocator.plan_pools(trunk, max_requests=1, max_context_tokens=4096)
     window, half = 43 * 128 * 584, 21 * 4 * (512 + 128) * 2 * 4
     assert plan.bytes_per_snapshot == window + half
     assert plan.bytes_per_snapshot / 2**20 == pytest.approx(3.5, abs=0.05)
@@ -85,7 +96,7 @@ def test_admission_uses_the_plans_arithmetic():
 )
 def test_sizes_out_of_range_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        ds.plan_pools(CONFIG, **(SIZES | changes))
+        ds.allocator.plan_pools(CONFIG, **(SIZES | changes))
 
 
 class FakeDevice:

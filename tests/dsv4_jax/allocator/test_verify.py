@@ -32,7 +32,7 @@ class Case:
 
     manager: ds.KVCacheManager
     cache: ds.ModelCache
-    store: ds.SnapshotStore
+    store: ds.cache.SnapshotStore
     slots: list[int]
     place: int
 
@@ -49,17 +49,17 @@ def case(request):
     manager = ds.KVCacheManager(CONFIG, num_snapshots=2, poison=True, **sizes)
     cache = ds.init_cache(CONFIG, cache_format=request.param, **sizes)
     rng = np.random.default_rng(0)
-    store = ds.init_snapshot_store(cache, 2)
+    store = ds.cache.init_snapshot_store(cache, 2)
     state, paged, store = jax.tree.map(
         lambda leaf: random_bytes(leaf, rng), (cache.state, cache.paged, store)
     )
     cache = dataclasses.replace(cache, state=state, paged=paged)
     first = manager.admit(400)
     tokens = np.arange(LENGTH, dtype=np.int32)
-    place = manager.begin_snapshot()
+    place = manager.prefixes.begin_snapshot()
     manager.advance(first, LENGTH)
     manager.share(first, tokens)
-    assert manager.keep_snapshot(first, 256, place)
+    assert manager.prefixes.keep_snapshot(first, 256, place)
     second = manager.fork(first, 400)
     cache = jax.tree.map(np.asarray, manager.apply(cache, store))
     return Case(manager, cache, store, [first, second], place)
@@ -67,7 +67,7 @@ def case(request):
 
 def check(case, seals=None, store=None, **changes):
     cache = dataclasses.replace(case.cache, **changes)
-    return ds.verify_cache(cache, case.manager.ledger(), seals, store or case.store)
+    return ds.allocator.verify_cache(cache, case.manager.ledger(), seals, store or case.store)
 
 
 def kinds(report):
@@ -128,7 +128,7 @@ def test_a_cache_that_is_well_has_no_problems(case):
     report = check(case)
     assert not report.problems, str(report)
     assert not check(case, report.seals).problems
-    assert not ds.verify_cache(case.cache).problems
+    assert not ds.allocator.verify_cache(case.cache).problems
     assert str(report) == "no problems"
 
 
@@ -215,23 +215,23 @@ def test_damage_to_a_snapshot_is_found(case, family):
 
 
 def test_a_store_without_places_is_well(case):
-    empty = ds.init_snapshot_store(case.cache, 0)
+    empty = ds.cache.init_snapshot_store(case.cache, 0)
     manager = ds.KVCacheManager(CONFIG, max_requests=3, max_context_tokens=512, num_blocks=9)
     cache = dataclasses.replace(
         case.cache,
         length_tokens=np.zeros_like(case.cache.length_tokens),
         block_table=np.full_like(case.cache.block_table, -1),
     )
-    report = ds.verify_cache(cache, manager.ledger(), store=empty)
+    report = ds.allocator.verify_cache(cache, manager.ledger(), store=empty)
     assert not report.problems
-    assert not ds.verify_cache(cache, manager.ledger(), report.seals, empty).problems
+    assert not ds.allocator.verify_cache(cache, manager.ledger(), report.seals, empty).problems
 
 
 def test_a_place_that_is_written_again_is_no_longer_sealed(case):
     seals = check(case).seals
-    assert case.manager.begin_snapshot() == 1 - case.place  # the free one
-    assert case.manager.begin_snapshot() == case.place  # the held one gives way
-    assert case.manager.keep_snapshot(case.slots[0], 128, case.place)
+    assert case.manager.prefixes.begin_snapshot() == 1 - case.place  # the free one
+    assert case.manager.prefixes.begin_snapshot() == case.place  # the held one gives way
+    assert case.manager.prefixes.keep_snapshot(case.slots[0], 128, case.place)
     new = changed_store(case, "csa.tail", case.place, flip)
     assert not check(case, seals, store=new).problems
 
@@ -264,8 +264,8 @@ def test_a_block_owned_twice_is_found(case):
     first, second = case.slots
     twice = with_value(table, (second, 2), table[first, 2])  # both still write to it
     assert ("owner", "block") in kinds(check(case, block_table=twice))
-    assert {k for k, _ in kinds(ds.verify_cache(dataclasses.replace(case.cache, block_table=twice)))
-            } == {"owner"}  # fmt: skip
+    report = ds.allocator.verify_cache(dataclasses.replace(case.cache, block_table=twice))
+    assert {kind for kind, _ in kinds(report)} == {"owner"}
     moved = with_value(table, (second, 0), table[first, 1])
     assert ("owner", "block") in kinds(check(case, block_table=moved))
     assert ("owner", "slot") in kinds(check(case, block_table=with_value(table, (first, 1), -1)))
@@ -274,18 +274,22 @@ def test_a_block_owned_twice_is_found(case):
 def test_leaks_are_found(case):
     ledger = case.manager.ledger()
     lost = dataclasses.replace(ledger, free_blocks=ledger.free_blocks[1:])
-    (problem,) = ds.verify_cache(case.cache, lost).problems
+    (problem,) = ds.allocator.verify_cache(case.cache, lost).problems
     assert problem.kind == "leak"
     assert problem.where == f"block {ledger.free_blocks[0]}"
     double = np.concatenate([ledger.free_blocks, ledger.free_blocks[:1]])
-    (problem,) = ds.verify_cache(
+    (problem,) = ds.allocator.verify_cache(
         case.cache, dataclasses.replace(ledger, free_blocks=double)
     ).problems
     assert problem.message == "free 2 times"
     used = np.concatenate([ledger.free_blocks, ledger.block_table[case.slots[0], :1]])
-    (problem,) = ds.verify_cache(case.cache, dataclasses.replace(ledger, free_blocks=used)).problems
+    (problem,) = ds.allocator.verify_cache(
+        case.cache, dataclasses.replace(ledger, free_blocks=used)
+    ).problems
     assert problem.message == "free and in use"
     owners = ledger.owners.copy()
     owners[ledger.block_table[case.slots[0], 0]] += 1
-    (problem,) = ds.verify_cache(case.cache, dataclasses.replace(ledger, owners=owners)).problems
+    (problem,) = ds.allocator.verify_cache(
+        case.cache, dataclasses.replace(ledger, owners=owners)
+    ).problems
     assert problem.message.startswith("4 owners, 3 found")

@@ -80,7 +80,7 @@ def test_rooflines_add_up_layer_by_layer_and_grow_with_the_batch():
 @pytest.mark.parametrize("name", ["flash_slim", "pro_slim"])
 def test_weights_that_a_step_reads(name):
     config = dataclasses.replace(getattr(ds.DSV4Config, name)(), num_mtp_layers=0)
-    shapes = ds.param_shapes(config, "bfloat16")
+    shapes = ds.model.param_shapes(config, "bfloat16")
     tables = sum(tree_bytes(layers.ffn.tid2eid) for layers in shapes.layers.values())
     everything = tree_bytes(shapes) - tree_bytes(shapes.embed) - tables
     d, width = config.hidden_size, config.moe_intermediate_size

@@ -57,7 +57,7 @@ def flush(handle, schema, rate, table=MAIN):
 def write(attn, cache, call, rows):
     """The layer's handle with a call's tokens in it."""
     handle = ds.KVCacheManager.acquire(cache, call, layer_idx=LAYER[attn])
-    given = [ds.Projections(values=jnp.asarray(v), scores=jnp.asarray(z)) for v, z in rows]
+    given = [ds.cache.Projections(values=jnp.asarray(v), scores=jnp.asarray(z)) for v, z in rows]
     return handle.write_swa(jnp.ones((T, 32)), *given)
 
 

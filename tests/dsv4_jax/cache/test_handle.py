@@ -46,7 +46,7 @@ def normal(*shape, seed=0):
 
 
 def projections(width):
-    return ds.Projections(values=normal(T, width, seed=1), scores=normal(T, width, seed=2))
+    return ds.cache.Projections(values=normal(T, width, seed=1), scores=normal(T, width, seed=2))
 
 
 def written(handle, kv=None):

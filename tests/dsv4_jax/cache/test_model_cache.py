@@ -32,11 +32,11 @@ def test_every_family_is_stacked_once(cache_format):
     schemas = {schema.attn_type: schema for schema in cache.schemas}
     assert [schema.attn_type for schema in cache.schemas] == [*TINY.layer_types, SWA]
     expected_state = {
-        attn: ds.init_state_pool(schemas[attn], 4, num_layers=count)
+        attn: ds.cache.init_state_pool(schemas[attn], 4, num_layers=count)
         for attn, count in {"swa": 3, "csa": 3, "hca": 2}.items()
     }
     expected_paged = {
-        attn: ds.init_paged_pool(schemas[attn], 12, num_layers=count)
+        attn: ds.cache.init_paged_pool(schemas[attn], 12, num_layers=count)
         for attn, count in {"csa": 3, "hca": 2}.items()
     }
     for pools, expected in ((cache.state, expected_state), (cache.paged, expected_paged)):
@@ -52,7 +52,7 @@ def test_every_family_is_stacked_once(cache_format):
 
 @pytest.mark.parametrize("cache_format", CACHE_FORMATS)
 def test_shapes_are_those_of_the_cache_and_allocate_nothing(cache_format):
-    shapes = ds.cache_shapes(TINY, cache_format=cache_format, **SIZE)
+    shapes = ds.cache.cache_shapes(TINY, cache_format=cache_format, **SIZE)
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(shapes))
     cache = ds.init_cache(TINY, cache_format=cache_format, **SIZE)
     chex.assert_trees_all_equal_shapes_and_dtypes(shapes, cache)
@@ -118,7 +118,7 @@ def test_a_context_of_a_million_tokens_takes_the_published_bytes(
     """deepseek_v4.md section 7, HCA states as running softmaxes; nothing is allocated."""
     trunk = dataclasses.replace(config, num_mtp_layers=0)
     size = {"max_requests": 1, "max_context_tokens": MIB}
-    sizes = family_bytes(ds.cache_shapes(trunk, cache_format="fp8_ue8m0", **size))
+    sizes = family_bytes(ds.cache.cache_shapes(trunk, cache_format="fp8_ue8m0", **size))
     swa, csa, hca = layers
     expected = {
         "csa entries": csa * MIB // 4 * 584,
@@ -140,7 +140,7 @@ def test_a_context_of_a_million_tokens_takes_the_published_bytes(
     assert paged / MIB == pytest.approx(growing, abs=0.0501)
     assert (paged + window) / MIB == pytest.approx(with_window, abs=0.0501)
     assert (sum(expected.values()) - paged - window) / MIB == pytest.approx(state, abs=0.005)
-    with_draft = ds.cache_shapes(config, cache_format="fp8_ue8m0", **size)
+    with_draft = ds.cache.cache_shapes(config, cache_format="fp8_ue8m0", **size)
     assert sum(family_bytes(with_draft).values()) == sum(expected.values()) + 74_752
 
 

@@ -38,7 +38,7 @@ def stacked(planes, *lead):
 @pytest.mark.parametrize("cache_format", FORMATS)
 @pytest.mark.parametrize(("attn", "entries_per_block"), [(CSA, 32), (HCA, 4)])
 def test_planes_have_their_shapes_and_start_at_zero(cache_format, attn, entries_per_block):
-    pool = ds.init_paged_pool(schema_of(attn, cache_format), 5, num_layers=3)
+    pool = ds.cache.init_paged_pool(schema_of(attn, cache_format), 5, num_layers=3)
     entry, key = FORMATS[cache_format]
     lead = (3, 5, entries_per_block)
     expected = (stacked(entry, *lead), stacked(key, *lead) if attn == CSA else None)
@@ -50,7 +50,7 @@ def test_planes_have_their_shapes_and_start_at_zero(cache_format, attn, entries_
 @pytest.mark.parametrize("cache_format", FORMATS)
 def test_memory_is_that_of_the_arrays(cache_format):
     schema = schema_of(CSA, cache_format)
-    pool = ds.init_paged_pool(schema, 5, num_layers=3)
+    pool = ds.cache.init_paged_pool(schema, 5, num_layers=3)
     assert pool.memory_bytes() == sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(pool))
     per_entry = schema.format.entry_bytes(32, 8) + schema.format.index_key_bytes(16)
     assert pool.memory_bytes() == 3 * 5 * 32 * per_entry
@@ -67,23 +67,23 @@ def test_memory_is_that_of_the_arrays(cache_format):
 )
 def test_a_block_of_the_released_model_has_its_published_bytes(cache_format, csa_bytes, hca_bytes):
     flash = ds.DSV4Config.flash()
-    csa = ds.init_paged_pool(schema_of(CSA, cache_format, flash), 2)
-    hca = ds.init_paged_pool(schema_of(HCA, cache_format, flash), 2)
+    csa = ds.cache.init_paged_pool(schema_of(CSA, cache_format, flash), 2)
+    hca = ds.cache.init_paged_pool(schema_of(HCA, cache_format, flash), 2)
     assert csa.memory_bytes() == 2 * 32 * csa_bytes
     assert hca.memory_bytes() == 2 * hca_bytes
 
 
 def test_a_pool_is_one_layer_unless_said():
-    assert ds.init_paged_pool(schema_of(CSA), 2).entries["nope"].shape == (1, 2, 32, 24)
+    assert ds.cache.init_paged_pool(schema_of(CSA), 2).entries["nope"].shape == (1, 2, 32, 24)
 
 
 @pytest.mark.parametrize(("num_blocks", "num_layers"), [(0, 1), (4, 0), (-1, 1)])
 def test_sizes_below_one_are_refused(num_blocks, num_layers):
     message = f"num_blocks and num_layers must be at least 1, got {num_blocks} and {num_layers}"
     with pytest.raises(ValueError, match=message):
-        ds.init_paged_pool(schema_of(CSA), num_blocks, num_layers=num_layers)
+        ds.cache.init_paged_pool(schema_of(CSA), num_blocks, num_layers=num_layers)
 
 
 def test_a_window_layer_has_no_pool():
     with pytest.raises(ValueError, match="layer 0 is swa: it has no entries"):
-        ds.init_paged_pool(schema_of(SWA), 4)
+        ds.cache.init_paged_pool(schema_of(SWA), 4)

@@ -89,7 +89,7 @@ def test_the_draft_layer_is_a_window_layer(config):
     schema = ds.build_schema(config, ds.draft_layer(config))
     assert (schema.layer_idx, schema.attn_type) == (config.num_layers, SWA)
     assert (schema.entries_per_block, schema.tail_buffer_size, schema.indexer_top_k) == (0, 0, 0)
-    cache = ds.cache_shapes(
+    cache = ds.cache.cache_shapes(
         config, max_requests=1, max_context_tokens=128, cache_format="fp8_ue8m0"
     )
     assert cache.schemas[-1] == schema
@@ -116,7 +116,7 @@ def test_what_the_views_show_is_what_is_allocated(rates, cache_format):
         CSA, HCA, SWA, CSA, csa_compression_ratio=rates[0], hca_compression_ratio=rates[1]
     )
     tokens, requests = 4096, 2
-    cache = ds.cache_shapes(
+    cache = ds.cache.cache_shapes(
         config, max_requests=requests, max_context_tokens=tokens, cache_format=cache_format
     )
     one = ds.StepInput(

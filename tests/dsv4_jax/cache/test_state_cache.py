@@ -19,7 +19,7 @@ NUM_SLOTS, NUM_LAYERS = 4, 2
 def make(attn, cache_format="fp8_ue8m0", config=CONFIG, num_slots=NUM_SLOTS):
     spec = next(spec for spec in ds.layer_schedule(config) if spec.attn == attn)
     schema = ds.build_schema(config, spec, cache_format)
-    return ds.init_state_pool(schema, num_slots, num_layers=NUM_LAYERS)
+    return ds.cache.init_state_pool(schema, num_slots, num_layers=NUM_LAYERS)
 
 
 def used(pool):
@@ -120,4 +120,4 @@ def test_the_old_pool_stays_as_it_was():
 def test_sizes_below_one_are_refused(max_requests, num_layers):
     message = f"max_requests and num_layers must be at least 1, got {max_requests} and {num_layers}"
     with pytest.raises(ValueError, match=message):
-        ds.init_state_pool(make(SWA).schema, max_requests, num_layers=num_layers)
+        ds.cache.init_state_pool(make(SWA).schema, max_requests, num_layers=num_layers)

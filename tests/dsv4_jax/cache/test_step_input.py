@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import dsv4_jax as ds
 from dsv4_jax.cache.step_input import check_step_input, index_call
 from helpers.schedules import step_input
+from pallas_kernels.common.call import CallIndices
 
 T, B, NUM_SLOTS, BLOCK_TOKENS = 14, 4, 6, 8
 TABLE = np.array([[3, 9], [0, -1], [7, 1], [-1, -1], [5, 2], [4, 6]], np.int32)
@@ -20,7 +21,7 @@ TOKEN_FIELDS = ("segment_ids", "slots", "positions", "lengths")
 ROW_FIELDS = ("row_slots", "row_lengths", "row_counts", "row_offsets", "block_table")
 
 jit_index = jax.jit(functools.partial(index_call, block_tokens=BLOCK_TOKENS, max_row_tokens=T))
-jit_closing = jax.jit(ds.CallIndices.closing_tokens, static_argnames="rate")
+jit_closing = jax.jit(CallIndices.closing_tokens, static_argnames="rate")
 
 
 def index(lengths, call):

@@ -194,7 +194,7 @@ def random_params(config, dtype=jnp.float32, seed=2):
             return jnp.asarray(rng.integers(0, config.num_routed_experts, leaf.shape, np.int32))
         return jnp.asarray(rng.standard_normal(leaf.shape, np.float32).astype(leaf.dtype))
 
-    return jax.tree.map_with_path(draw, ds.param_shapes(config, dtype))
+    return jax.tree.map_with_path(draw, ds.model.param_shapes(config, dtype))
 
 
 def assert_same(actual, expected):
@@ -327,7 +327,7 @@ def test_dtypes(tmp_path, fixture_params, stored, dtype):
         for name, array in saved_tensors().items()
     }
     _, params = load(write_checkpoint(tmp_path / "x", tensors), dtype)
-    shapes = ds.param_shapes(fixture_params[0], jnp.bfloat16)
+    shapes = ds.model.param_shapes(fixture_params[0], jnp.bfloat16)
 
     def expected(leaf, shape):
         leaf = np.asarray(leaf)

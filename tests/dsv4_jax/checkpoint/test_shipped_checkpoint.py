@@ -63,7 +63,7 @@ def test_the_indexer_finds_what_a_random_choice_misses(model, oracle):
     covered = config.indexer_top_k * config.csa_compression_ratio
     chosen, everything, random = (
         losses(model, token_ids, selector=selector)[2 * covered :].mean()
-        for selector in (ds.select_by_score, select_all, select_at_random)
+        for selector in (ds.attention.select_by_score, select_all, select_at_random)
     )
     assert chosen < random
     assert abs(chosen - everything) < 0.5 * (random - everything)

@@ -25,7 +25,7 @@ def test_only_the_number_of_experts_differs(slim, full):
 def test_weights_in_bf16(name, trunk_gb):
     """By deepseek_v4.md section 6 layer by layer: matrices in bf16, mHC, sinks and ape in f32."""
     config = dataclasses.replace(getattr(ds.DSV4Config, name)(), num_mtp_layers=0)
-    total = tree_bytes(ds.param_shapes(config, "bfloat16"))
+    total = tree_bytes(ds.model.param_shapes(config, "bfloat16"))
     assert total / 1e9 == pytest.approx(trunk_gb, abs=0.005)
     assert total == sum(count for count in _bytes_by_hand(config))
 
@@ -41,7 +41,7 @@ def _bytes_by_hand(config):
         attention += groups * rank * (heads // groups * c) + d * groups * rank
         experts_of = (experts + 1) * 3 * d * width + experts * d
         yield 2 * (attention + experts_of + 2 * d) + 4 * heads
-        yield 2 * 4 * (24 * 4 * d + 24 + 3)  # two stream mixings
+        yield 2 * 4 * (24 * 4 * d + 24 + 3)  # two hyper-connections
         yield 4 * vocab * 6 if number < 3 else 4 * experts  # hash table, or router bias
         if attn == "csa":
             yield 2 * (2 * 2 * c * d + c) + 4 * 4 * 2 * c

@@ -18,7 +18,7 @@ CONFIG = dataclasses.replace(ds.DSV4Config.tiny(), swiglu_limit=1.0)
 BATCH, T = 2, 24
 EPS = 1e-6
 
-jit_forward_draft = jax.jit(ds.forward_draft, static_argnames=("config", "cache_format"))
+jit_forward_draft = jax.jit(ds.model.forward_draft, static_argnames=("config", "cache_format"))
 
 
 @pytest.fixture(scope="module")
@@ -232,6 +232,6 @@ def test_a_later_token_changes_no_earlier_logits(case, logits):
 def test_a_model_without_a_draft_block_is_refused(case):
     params, streams, token_ids = case
     with pytest.raises(ValueError, match=r"params\.mtp is None"):
-        ds.forward_draft(
+        ds.model.forward_draft(
             dataclasses.replace(params, mtp=None), streams, token_ids[:, 1:], config=CONFIG
         )

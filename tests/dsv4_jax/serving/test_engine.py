@@ -1,5 +1,7 @@
 """Engine: prompts of different lengths in one batch, waiting, stopping, and bad input."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -58,6 +60,20 @@ def test_sampling_depends_on_the_seed_and_on_nothing_else(engine):
     assert engine.generate([[9], [1, 2]], seed=[8, 3], **settings)[1] == a
 
 
+def test_a_sampling_value_is_what_its_fields_are(engine):
+    """One value for all prompts or one for each; keywords replace its fields."""
+    warm = ds.SamplingParams(max_new_tokens=9, temperature=1.0, seed=5, stop_token_ids=())
+    prompts = [[1, 2], [3]]
+    fields = {"max_new_tokens": 9, "temperature": 1.0, "seed": [5, 6], "stop_token_ids": ()}
+    expected = engine.generate(prompts, **fields)
+    assert engine.generate(prompts, sampling=warm, seed=[5, 6]) == expected
+    each = [warm, dataclasses.replace(warm, seed=6)]
+    assert engine.generate(prompts, sampling=each) == expected
+    request = engine.submit(prompts[1], sampling=warm, seed=6)
+    drawn = [token.token_id for token in engine.stream(request)]
+    assert drawn == engine.completion(request).token_ids == expected[1].token_ids
+
+
 def test_a_stop_token_ends_its_prompt_and_is_returned(engine):
     (free,) = engine.generate([[1, 2, 3]], max_new_tokens=20, stop_token_ids=())
     stop = free.token_ids[6]
@@ -89,7 +105,11 @@ def test_a_stream_that_is_dropped_gives_its_slots_back(engine):
         ({"prompts": [[1]], "temperature": -1.0}, "temperature"),
         ({"prompts": [[1]], "top_p": 0.0}, "top_p"),
         ({"prompts": [[1]], "top_k": -1}, "top_k"),
-        ({"prompts": [[1], [2]], "seed": [1]}, "one per prompt"),
+        ({"prompts": [[1], [2]], "seed": [1]}, r"seed must be one, or one per prompt \(2\), got 1"),
+        (
+            {"prompts": [[1], [2]], "sampling": [ds.SamplingParams()]},
+            r"one per prompt \(2\), got 1",
+        ),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(engine, arguments, message):

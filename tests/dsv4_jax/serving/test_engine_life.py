@@ -276,11 +276,13 @@ def test_a_step_that_fails_while_it_is_counted_harms_nobody(monkeypatch, place):
             raise Lost
         return method(*arguments)
 
-    method = getattr(engine._loop.manager, place)
-    monkeypatch.setattr(engine._loop.manager, place, fail)
+    manager = engine._loop.manager
+    owner = manager if place == "advance" else manager.prefixes
+    method = getattr(owner, place)
+    monkeypatch.setattr(owner, place, fail)
     with pytest.raises(Lost):
         run_to_end(engine, *ids)
-    assert not engine._loop.running
+    assert not engine._loop.queue.running
     for done, text in zip(run_to_end(engine, *ids), texts, strict=True):
         assert done == alone(text, options)
     assert not engine.verify().problems
@@ -359,7 +361,7 @@ def test_memory_is_flat_over_many_requests():
             arrays = len(jax.live_arrays())
     assert len(jax.live_arrays()) <= arrays
     assert not engine._requests
-    tree = engine._loop.manager._tree
+    tree = engine._loop.manager.prefixes.tree
     assert len(tree._leaves) <= 64 + 4 * len(tree.nodes)
     assert not engine.verify().problems
 
@@ -376,5 +378,5 @@ def test_waiting_requests_are_served_in_order():
 
 
 def test_buckets_are_what_the_tests_assume():
-    assert make_engine()._sizes == (BUCKET,)
-    assert make_engine()._plain_size is None
+    assert make_engine()._plan.step_sizes == (BUCKET,)
+    assert make_engine()._plan.plain_size is None

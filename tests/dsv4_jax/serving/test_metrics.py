@@ -47,13 +47,13 @@ def test_counters_add_up(engine):
     assert 0 <= metrics.accepted_tokens <= metrics.drafted_tokens
     assert metrics.acceptance == metrics.accepted_tokens / metrics.drafted_tokens
     assert metrics.used_blocks == 0
-    assert metrics.free_blocks + metrics.cached_blocks == engine._plan.num_blocks
+    assert metrics.free_blocks + metrics.cached_blocks == engine._plan.pools.num_blocks
 
 
 def test_bytes_are_those_of_the_arrays(engine):
     request = engine.submit([1, 2, 3], max_new_tokens=4)
     engine.step()
-    used, plan = engine.metrics.used_bytes, engine._plan
+    used, plan = engine.metrics.used_bytes, engine._plan.pools
     cache = engine.cache
     entries = sum(leaf.nbytes for leaf in cache.paged["csa"].entries.values())
     assert used["csa entries"] * plan.num_blocks == entries
@@ -67,7 +67,7 @@ def test_bytes_are_those_of_the_arrays(engine):
 
 def test_prometheus_says_the_same(engine):
     registry = CollectorRegistry()
-    registry.register(ds.MetricsCollector(engine.metrics))
+    registry.register(ds.serving.MetricsCollector(engine.metrics))
     text = generate_latest(registry).decode()
     samples = {}
     for family in text_string_to_metric_families(text):
@@ -88,7 +88,7 @@ def test_prometheus_says_the_same(engine):
 
 
 def test_a_histogram_counts_and_finds_quantiles():
-    histogram = ds.Histogram(bounds=(1.0, 2.0, 4.0))
+    histogram = ds.serving.Histogram(bounds=(1.0, 2.0, 4.0))
     for value in (0.5, 1.0, 1.5, 3.0, 9.0):
         histogram.add(value)
     assert histogram.counts == [2, 1, 1, 1]

@@ -7,19 +7,16 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
-from dsv4_jax.serving.request import Request, RequestOptions
+from dsv4_jax.serving.request import Request
 from dsv4_jax.serving.text import load_tokenizer
 from helpers.serving import CONFIG, limit, make_engine, params, prompt
 
 TOKENIZER = load_tokenizer(ds.SHIPPED_CHECKPOINT)
 
 
-def request(**changes):
-    options = {
-        "max_new_tokens": 50, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0,
-        "stop_token_ids": frozenset(), "stop_texts": (), "salt": b"", "speculate": True,
-    } | changes  # fmt: skip
-    return Request(0, np.array([256, 65], np.int32), RequestOptions(**options), 0.0)
+def request(**fields):
+    sampling = ds.SamplingParams(**({"max_new_tokens": 50, "stop_token_ids": ()} | fields))
+    return Request(0, np.array([256, 65], np.int32), sampling, 0.0)
 
 
 def feed(one, text):
@@ -56,7 +53,7 @@ def test_length_and_stop_tokens():
     one = request(max_new_tokens=3)
     assert feed(one, "abcdef") == 3
     assert one.finish_reason == "length"
-    one = request(max_new_tokens=3, stop_token_ids=frozenset([ord("c")]))
+    one = request(max_new_tokens=3, stop_token_ids=[ord("c")])
     assert feed(one, "abcdef") == 3
     assert one.finish_reason == "stop"  # the last token there is room for is a stop token
 
@@ -69,7 +66,7 @@ def test_a_branch_goes_on_from_the_same_text():
     assert feed(two, "nd of it") == 2
     assert two.completion(TOKENIZER).text == "the "
     assert one.finish_reason is None
-    assert (two.options.seed, two.num_wanted) == (5, 43)
+    assert (two.sampling.seed, two.num_wanted) == (5, 43)
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +126,7 @@ def test_engines_that_cannot_be_are_refused(monkeypatch, options, message):
 
 def test_a_budget_sizes_the_engine():
     counts = {"max_requests": 2, "max_context_tokens": 300}
-    plan = ds.plan_pools(dataclasses.replace(CONFIG, num_mtp_layers=0), **counts)
+    plan = ds.allocator.plan_pools(dataclasses.replace(CONFIG, num_mtp_layers=0), **counts)
     engine = ds.Engine(CONFIG, params(), memory_bytes=4 * plan.memory_bytes, **counts)
     total = engine.cache.memory_bytes() + sum(
         leaf.nbytes for leaf in jax.tree.leaves(engine._runner.store)
@@ -144,7 +141,9 @@ def test_a_debugged_engine_says_what_is_wrong():
     request_id = engine.submit(prompt(np.random.default_rng(0), 40), max_new_tokens=5)
     engine.step()
     engine._loop.manager.length_tokens[engine._requests[request_id].slot] += 1
-    with pytest.raises(ds.CacheError, match=r"length: slot \d: length \d+, the manager says \d+"):
+    with pytest.raises(
+        ds.serving.CacheError, match=r"length: slot \d: length \d+, the manager says \d+"
+    ):
         engine.step()
 
 

@@ -1,6 +1,7 @@
 """Logits to tokens: which tokens may be drawn, how often, and what the noise depends on."""
 
 import dataclasses
+import typing
 
 import chex
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
+from dsv4_jax.step.sampling import SamplingFields
 
 V = 8
 LOGITS = np.array([0.3, 2.0, -1.0, 1.1, 2.5, 0.0, -3.0, 1.7], np.float32)
@@ -177,9 +179,47 @@ def test_settings_are_given_to_every_row():
     }
 
 
+def test_a_value_and_keywords_say_the_same():
+    """Keywords replace fields of the value, for all rows; a value may be one per row."""
+    params = ds.SamplingParams(temperature=0.5, top_k=4, seed=7, stop_token_ids=[9])
+    chex.assert_trees_all_equal(
+        ds.make_sampling(2, params), ds.make_sampling(2, temperature=0.5, top_k=4, seed=7,
+                                                      stop_token_ids=(9,))
+    )  # fmt: skip
+    other = ds.SamplingParams(seed=8, stop_token_ids=(1, 2))
+    mixed = ds.make_sampling(2, [params, other], top_k=3)
+    np.testing.assert_array_equal(mixed.temperature, np.float32([0.5, 0]))
+    np.testing.assert_array_equal(mixed.top_k, [3, 3])
+    np.testing.assert_array_equal(mixed.seed, [7, 8])
+    np.testing.assert_array_equal(mixed.stop_token_ids, [[9, -1], [1, 2]])
+    with pytest.raises(ValueError, match=r"sampling must be one, or one per row \(3\), got 2"):
+        ds.make_sampling(3, [params, other])
+
+
+def test_sampling_params_are_values():
+    """Equal where they mean the same, usable as keys, and checked when a field is replaced."""
+    params = ds.SamplingParams(seed=2**32 + 5, stop_token_ids=[3], stop_texts=["end"])
+    assert params == ds.SamplingParams(seed=5, stop_token_ids=(3,), stop_texts=("end",))
+    assert {params: 1}[params] == 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.seed = 1
+    with pytest.raises(ValueError, match="top_k must be 0"):
+        dataclasses.replace(params, top_k=-1)
+    with pytest.raises(TypeError, match="temprature"):
+        ds.make_sampling(1, temprature=1.0)
+
+
+def test_keyword_arguments_are_the_fields_of_sampling_params():
+    fields = {field.name for field in dataclasses.fields(ds.SamplingParams)}
+    assert set(typing.get_type_hints(SamplingFields)) == fields
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"stop_texts": "end"}, "stop_texts must be a list of texts, none empty, got 'end'"),
+        ({"stop_texts": ["end"]}, "stop_texts need an Engine"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
         ({"temperature": -0.1}, r"temperature must be 0 \(greedy\) or more, got -0.1"),
         ({"temperature": float("nan")}, "temperature must be 0 .* got nan"),
         ({"top_k": -1}, r"top_k must be 0 \(no limit\) or more, got -1"),

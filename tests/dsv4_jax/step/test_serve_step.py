@@ -80,11 +80,11 @@ def test_the_draft_is_that_of_the_whole_history():
     request = engine._requests[request_id]
     ids = jax.numpy.asarray([text], jax.numpy.int32)
     options = {"config": engine.config, "cache_format": "fp8_ue8m0"}
-    streams = jax.jit(ds.forward_streams, static_argnames=("config", "cache_format"))(
+    streams = jax.jit(ds.model.forward_streams, static_argnames=("config", "cache_format"))(
         params(), ids, **options
     )
     following = jax.numpy.asarray([[*text[1:], int(request.known[-1])]], jax.numpy.int32)
-    logits = jax.jit(ds.forward_draft, static_argnames=("config", "cache_format"))(
+    logits = jax.jit(ds.model.forward_draft, static_argnames=("config", "cache_format"))(
         params(), streams, following, **options
     )
     assert request.drafts[0] == int(np.argmax(logits[0, -1]))

@@ -10,6 +10,7 @@ import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.allocator.checksums import scan_rows
+from dsv4_jax.step.serve_step import verify_drafts
 from helpers.serving import CONFIG, params, prompt
 
 TRUNK = dataclasses.replace(
@@ -189,13 +190,13 @@ def draws(verify, temperature, num_rows=60_000):
 
 
 def accept_always(logits, token_ids, positions, num_checked, sampling):
-    drawn, _ = ds.verify_drafts(logits, token_ids, positions, num_checked, sampling)
+    drawn, _ = verify_drafts(logits, token_ids, positions, num_checked, sampling)
     return drawn.at[:, 0].set(token_ids[:, 1]), jnp.ones_like(num_checked)
 
 
 def accept_too_often(logits, token_ids, positions, num_checked, sampling):
     """Of the drafts that were not drawn, one in ten is kept."""
-    drawn, kept = ds.verify_drafts(logits, token_ids, positions, num_checked, sampling)
+    drawn, kept = verify_drafts(logits, token_ids, positions, num_checked, sampling)
     chosen = (sampling.seed % 10 == 0) & (kept == 0)
     first = jnp.where(chosen, token_ids[:, 1], drawn[:, 0])
     return drawn.at[:, 0].set(first), jnp.where(chosen, 1, kept)
@@ -206,7 +207,7 @@ CHI_SQUARED_35 = 66.6  # exceeded once in a thousand times with 35 degrees of fr
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_sampled_tokens_keep_their_distribution(temperature):
-    statistic, acceptance = draws(ds.verify_drafts, temperature)
+    statistic, acceptance = draws(verify_drafts, temperature)
     assert statistic < CHI_SQUARED_35
     assert 0.2 < acceptance < 0.95
 

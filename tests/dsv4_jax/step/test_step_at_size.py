@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from helpers import aot
+from programs import aot
 
 pytestmark = [
     pytest.mark.slow,
@@ -21,7 +21,7 @@ def figures(layers, batch):
     """In a process of its own: Mosaic GPU fixes its architecture at the first compilation."""
     paths = os.pathsep.join([str(TESTS.parent), str(TESTS)])
     done = subprocess.run(
-        [sys.executable, "-m", "helpers.step_at_size", str(layers), str(batch)],
+        [sys.executable, "-m", "programs.step_at_size", str(layers), str(batch)],
         env=os.environ | {"PYTHONPATH": paths},
         capture_output=True,
         text=True,

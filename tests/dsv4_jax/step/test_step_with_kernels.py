@@ -9,7 +9,7 @@ import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.cache.handle import LayerCacheHandle
-from helpers import step_check
+from programs import step_check
 
 
 def small(name, layers):
@@ -82,7 +82,7 @@ def test_a_flip_and_a_wrong_result_are_seen(monkeypatch):
 def test_op_by_op(name, layers, batch, context):
     config = small(name, layers)
     if context == 1_048_576:
-        shapes = ds.cache_shapes(
+        shapes = ds.cache.cache_shapes(
             config, max_requests=batch, max_context_tokens=context, cache_format="fp8_ue8m0"
         )
         assert math.prod(shapes.paged["csa"].entries["nope"].shape) > 2**31

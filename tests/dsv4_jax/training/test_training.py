@@ -104,8 +104,14 @@ def test_the_indexer_learns_from_its_own_loss_alone_and_nothing_else_from_it(den
 def test_selectors_take_as_many_as_the_indexer_or_all():
     scores = jnp.asarray(np.random.default_rng(0).normal(size=(1, 6, 8)), jnp.float32)
     visible = jnp.asarray([0, 1, 3, 4, 6, 8])
-    selection = ds.Selection(scores, visible, 4, jnp.zeros((1, 6, 1, 4)), jnp.zeros((1, 8, 4)))
-    for selector, limit in ((ds.select_by_score, 4), (select_at_random, 4), (select_all, 8)):
+    selection = ds.attention.Selection(
+        scores, visible, 4, jnp.zeros((1, 6, 1, 4)), jnp.zeros((1, 8, 4))
+    )
+    for selector, limit in (
+        (ds.attention.select_by_score, 4),
+        (select_at_random, 4),
+        (select_all, 8),
+    ):
         chosen = np.asarray(selector(selection))[0]
         np.testing.assert_array_equal(chosen.sum(-1), np.minimum(visible, limit))
         assert not np.any(chosen & (np.arange(8)[None] >= np.asarray(visible)[:, None]))

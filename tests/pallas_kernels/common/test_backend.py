@@ -1,4 +1,10 @@
+import os
+import subprocess
+import sys
+import warnings
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -18,7 +24,7 @@ OPS = [
     "gather_entries",
     "gather_window",
     "index_topk",
-    "mix_streams",
+    "hyper_connections",
     "round_index_queries",
     "sparse_attention",
 ]
@@ -60,6 +66,7 @@ def test_every_op_obeys_the_backend_it_is_given(op):
 
 def test_every_op_is_covered():
     ops = {name for name in pk.__all__ if name[0].islower()} - {
+        "forbid_fallbacks",
         "get_cache_format",
         "gpu_interpreter",
     }
@@ -81,3 +88,108 @@ def test_none_picks_the_preferred_kernel_on_a_gpu(monkeypatch):
     kernels = {Backend.REFERENCE: lambda: "slow", Backend.MOSAIC_GPU: lambda: "fast"}
     assert resolve("op", None, kernels, preferred=Backend.MOSAIC_GPU)() == "fast"
     assert resolve("op", None, kernels)() == "slow"
+
+
+KERNELS = {Backend.REFERENCE: lambda: "slow", Backend.MOSAIC_GPU: lambda: "fast"}
+ARRAYS = {"queries": jnp.zeros((2, 3)), "index": jnp.zeros(4, jnp.int32)}
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(backend, "compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(backend, "_SAID", set())
+
+
+def fall_back(op="gather", obstacle="takes bf16 queries", arguments=ARRAYS, **options):
+    options = {"preferred": Backend.MOSAIC_GPU} | options
+    return resolve(op, None, KERNELS, obstacle=obstacle, arguments=arguments, **options)()
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_fallback_on_a_gpu_is_said_once_with_op_shapes_and_reason():
+    with pytest.warns(pk.FallbackWarning, match="gather of queries") as said:
+        assert fall_back() == fall_back() == "slow"
+    (warning,) = said
+    assert "'mosaic_gpu' gather takes bf16 queries" in str(warning.message)
+    assert "queries float32[2, 3], index int32[4]" in str(warning.message)
+    assert warning.filename == __file__, "the caller's line is shown, not one of the package"
+    others = [
+        {"op": "scatter"},
+        {"obstacle": "needs R"},
+        {"arguments": {"queries": jnp.zeros((2, 4))}},
+    ]
+    for other in others:
+        with pytest.warns(pk.FallbackWarning) as said:
+            fall_back(**other)
+        assert len(said) == 1
+
+
+def test_a_gpu_that_is_too_old_is_a_reason(monkeypatch, hopper):
+    monkeypatch.setattr(backend, "compute_capability", lambda: (8, 0))
+    with pytest.warns(pk.FallbackWarning, match=r"needs compute capability 9.0 .*got \(8, 0\)"):
+        assert fall_back(obstacle=None) == "slow"
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_filter_makes_every_fallback_an_error():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", pk.FallbackWarning)
+        for _ in range(2):
+            with pytest.raises(pk.FallbackWarning, match="takes bf16 queries"):
+                fall_back()
+
+
+@pytest.mark.usefixtures("hopper")
+def test_fallbacks_can_be_forbidden():
+    with pytest.warns(pk.FallbackWarning):
+        fall_back()
+    with pk.forbid_fallbacks(), pytest.raises(NotImplementedError, match="fallbacks are forbidden"):
+        fall_back()  # also one that has been said
+    assert fall_back() == "slow"
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_reference_that_is_preferred_or_named_is_no_fallback():
+    with pk.forbid_fallbacks():
+        assert fall_back(preferred=Backend.REFERENCE) == "slow"
+        assert resolve("gather", "reference", KERNELS, obstacle="is slow")() == "slow"
+
+
+def test_without_a_gpu_nothing_is_said(monkeypatch):
+    monkeypatch.setattr(backend, "compute_capability", lambda: None)
+    with pk.forbid_fallbacks():
+        assert fall_back() == "slow"
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_named_kernel_raises_with_the_same_reason():
+    with pytest.raises(NotImplementedError, match=r"'mosaic_gpu' op needs R; pass backend="):
+        resolve("op", "mosaic_gpu", KERNELS, preferred=Backend.MOSAIC_GPU, obstacle="needs R")
+
+
+REFUSED = {
+    "sparse_attention": "takes bf16 queries",
+    "index_topk": "takes MXFP4 and FP8 keys",
+}
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("op", REFUSED)
+def test_ops_say_why_their_kernel_is_not_taken(op):
+    with pytest.warns(pk.FallbackWarning, match=rf"{op} of queries.*{REFUSED[op]}"):
+        getattr(pk, op)(**inputs.valid_arguments(op))
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("op", ["gather_entries", "gather_window"])
+def test_gathers_of_plain_values_take_xla_by_choice(op):
+    with pk.forbid_fallbacks():
+        getattr(pk, op)(**inputs.valid_arguments(op))
+
+
+def test_a_variable_forbids_fallbacks_of_a_process():
+    code = "from pallas_kernels.common import backend; print(backend._FORBIDDING.get())"
+    for value, expected in (("1", "True"), ("0", "False")):
+        environment = os.environ | {backend.FORBID_VARIABLE: value}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+        assert done.stdout.decode().strip() == expected

@@ -7,26 +7,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import get_cache_format, index_topk, sparse_attention
+from helpers.inputs import pack_call
+from pallas_kernels import LayerPlanes, get_cache_format, index_topk, sparse_attention
 from pallas_kernels.common import chunks
 
 T, B, W, H, C, ROPE, K, EB, LB, IH, IC = 37, 3, 8, 2, 32, 8, 6, 4, 5, 4, 16
 FORMAT = get_cache_format("bf16")
 
 
-def places():
-    """Ragged: rows of 20, 10 and 5 tokens, two of padding, at different lengths."""
-    counts, lengths = [20, 10, 5], [3, 40, 0]
-    row = np.repeat(np.arange(B), counts)
-    offset = np.concatenate([np.arange(n) for n in counts])
-    before = np.asarray(lengths)[row]
-    pad = T - len(row)
-    return {
-        "request_ids": jnp.asarray(np.pad(row, (0, pad), constant_values=-1), jnp.int32),
-        "slots": jnp.asarray(np.pad(row, (0, pad), constant_values=-1), jnp.int32),
-        "positions": jnp.asarray(np.pad(before + offset, (0, pad)), jnp.int32),
-        "lengths": jnp.asarray(np.pad(before, (0, pad)), jnp.int32),
-    }
+def ragged_call(rng, visible):
+    """Rows of 20, 10 and 5 tokens, two of padding, at different lengths."""
+    call = pack_call(rng, [0, 1, 2], [3, 40, 0], [20, 10, 5], num_tokens=T)
+    table = rng.permutation(B * LB).reshape(B, LB)
+    return call.indices(table, (call.positions + 1) // 3 if visible else None)
+
+
+def layer_planes(rng, codec, *lead, dim, rope):
+    return LayerPlanes(planes(rng, codec, 1, *lead, dim=dim, rope=rope), jnp.int32(0), codec)
 
 
 def planes(rng, codec, *lead, dim, rope):
@@ -36,37 +33,27 @@ def planes(rng, codec, *lead, dim, rope):
 
 def attention_case(rng):
     selected = np.sort(rng.permuted(np.tile(np.arange(LB * EB), (T, 1)), axis=1)[:, :K], axis=1)
-    table = rng.permutation(B * LB).reshape(B, LB)
     return functools.partial(
         sparse_attention,
         jnp.asarray(rng.normal(size=(T, H, C)), jnp.float32),
         jnp.asarray(rng.normal(size=H), jnp.float32),
-        planes(rng, FORMAT.entry, 1, B, W, dim=C, rope=ROPE),
+        layer_planes(rng, FORMAT.entry, B, W, dim=C, rope=ROPE),
         planes(rng, FORMAT.entry, T, dim=C, rope=ROPE),
-        planes(rng, FORMAT.entry, 1, B * LB, EB, dim=C, rope=ROPE),
-        jnp.asarray(table, jnp.int32),
+        layer_planes(rng, FORMAT.entry, B * LB, EB, dim=C, rope=ROPE),
         jnp.asarray(selected, jnp.int32),
-        **places(),
-        layer=jnp.int32(0),
-        codec=FORMAT.entry,
+        ragged_call(rng, visible=False),
         scale=C**-0.5,
         backend="reference",
     ), (W + K) * C
 
 
 def index_case(rng):
-    where = places()
-    visible = np.asarray(where["positions"] + 1) // 3
     return functools.partial(
         index_topk,
         jnp.asarray(rng.normal(size=(T, IH, IC)), jnp.float32),
         jnp.asarray(rng.normal(size=(T, IH)), jnp.float32),
-        planes(rng, FORMAT.index_key, 1, B * LB, EB, dim=IC, rope=0),
-        jnp.asarray(rng.permutation(B * LB).reshape(B, LB), jnp.int32),
-        request_ids=where["request_ids"],
-        visible=jnp.asarray(visible, jnp.int32),
-        layer=jnp.int32(0),
-        codec=FORMAT.index_key,
+        layer_planes(rng, FORMAT.index_key, B * LB, EB, dim=IC, rope=0),
+        ragged_call(rng, visible=True),
         k=K,
         backend="reference",
     ), LB * EB * IC

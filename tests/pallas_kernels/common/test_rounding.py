@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.common.rounding import divide, round_to, rounded
+from pallas_kernels.common.rounding import exact_divide, round_to, rounded
 
 
 def draw(spread, count=500_000, seed=0):
@@ -15,21 +15,21 @@ def draw(spread, count=500_000, seed=0):
 
 
 @pytest.mark.parametrize("spread", [1, 30])
-def test_divide_is_the_ieee_quotient(spread):
+def test_exact_divide_is_the_ieee_quotient(spread):
     x, divisor = draw(spread), np.abs(draw(spread, seed=1)) + np.float32(1e-9)
-    np.testing.assert_array_equal(jax.jit(divide)(x, divisor), x / divisor)
-    np.testing.assert_array_equal(jax.jit(divide)(x, -divisor), x / -divisor)
+    np.testing.assert_array_equal(jax.jit(exact_divide)(x, divisor), x / divisor)
+    np.testing.assert_array_equal(jax.jit(exact_divide)(x, -divisor), x / -divisor)
 
 
 def test_a_zero_keeps_its_sign():
-    quotients = divide(jnp.asarray([0.0, -0.0]), jnp.asarray([3.0, 3.0]))
+    quotients = exact_divide(jnp.asarray([0.0, -0.0]), jnp.asarray([3.0, 3.0]))
     np.testing.assert_array_equal(np.signbit(quotients), [False, True])
 
 
 @pytest.mark.parametrize("divisor", [448.0, 6.0, 3.0, 2.0**-9])
-def test_divide_by_one_number_is_no_product_with_its_reciprocal(divisor):
+def test_exact_divide_by_one_number_is_no_product_with_its_reciprocal(divisor):
     x, divisor = draw(8), np.float32(divisor)
-    np.testing.assert_array_equal(jax.jit(lambda x: divide(x, divisor))(x), x / divisor)
+    np.testing.assert_array_equal(jax.jit(lambda x: exact_divide(x, divisor))(x), x / divisor)
     if divisor > 1:
         assert np.any(x * (np.float32(1) / divisor) != x / divisor), "the inputs can tell"
 

@@ -7,8 +7,15 @@ import pytest
 
 import pallas_kernels as pk
 from helpers import gather_cases, inputs, token_oracle
+from helpers.calls import make_call
 from helpers.inputs import CASE_LAYER, LAYER, NUM_LAYERS, pack_call, poison, shuffled_table
-from pallas_kernels import CACHE_FORMATS, gather_entries, gather_window, get_cache_format
+from pallas_kernels import (
+    CACHE_FORMATS,
+    LayerPlanes,
+    gather_entries,
+    gather_window,
+    get_cache_format,
+)
 from pallas_kernels.common import backend
 from pallas_kernels.gather_entries import op
 
@@ -26,17 +33,13 @@ AOT_CASES = [
 each_format = pytest.mark.parametrize("name", CACHE_FORMATS)
 each_fp8_format = pytest.mark.parametrize("name", ["fp8_ue8m0", "fp8_per_entry"])
 
-STATIC = ("codec", "dim", "dtype", "backend")
-jit_gather_entries = jax.jit(
-    functools.partial(gather_entries, layer=CASE_LAYER), static_argnames=STATIC
-)
-jit_gather_window = jax.jit(
-    functools.partial(gather_window, layer=CASE_LAYER), static_argnames=STATIC
-)
+STATIC = ("dim", "dtype", "backend")
+jit_gather_entries = jax.jit(gather_entries, static_argnames=STATIC)
+jit_gather_window = jax.jit(gather_window, static_argnames=STATIC)
 
 
 def store_entries(rng, codec, dim, rope_dim, num_entries, entries_per_block):
-    """Requests with that many entries: planes, block table, and the entries as they decode."""
+    """Requests with that many entries: the pool, its block table, and entries as they decode."""
     num_blocks = [-(-n // entries_per_block) for n in num_entries]
     table = shuffled_table(rng, num_blocks, num_logical=LOGICAL, num_physical=NUM_BLOCKS)
     pool = poison(codec.plane_shapes(dim, rope_dim), NUM_LAYERS, NUM_BLOCKS, entries_per_block)
@@ -45,7 +48,7 @@ def store_entries(rng, codec, dim, rope_dim, num_entries, entries_per_block):
     for request, (rows, n) in enumerate(zip(encoded, num_entries, strict=True)):
         everything = np.full(n, request), np.arange(n)
         pool = token_oracle.flush_write(pool, rows, table, *everything, layer=LAYER)
-    return pool, table, decoded
+    return LayerPlanes(pool, CASE_LAYER, codec), table, decoded
 
 
 def check_gather(codec, dim, rope_dim, entries_per_block, seed=0, backend="reference"):
@@ -54,21 +57,20 @@ def check_gather(codec, dim, rope_dim, entries_per_block, seed=0, backend="refer
     num_entries = [2 * entries_per_block + 1, 4 * entries_per_block, 0]
     stored = store_entries(rng, codec, dim, rope_dim, num_entries, entries_per_block)
     pool, table, vectors = stored
-    request_ids = np.array([1, 0, -1, 2, 1, 0], np.int32)
+    segment_ids = np.array([1, 0, -1, 2, 1, 0], np.int32)
     index = np.full((6, 10), -1, np.int32)
-    for token, request in enumerate(request_ids):
+    for token, request in enumerate(segment_ids):
         count = max(num_entries[request] if request >= 0 else 3, 1)
         edges = [0, entries_per_block - 1, entries_per_block, count - 1, count // 2]
         beyond = [] if request == 0 else [LOGICAL * entries_per_block, 10**9]
         places = [e for e in edges if e < count] + beyond
         index[token, rng.permutation(10)[: len(places)]] = places
-    gathered, valid = jit_gather_entries(
-        pool, table, request_ids, index, codec=codec, dim=dim, backend=backend
-    )
+    call = make_call(table, segment_ids)
+    gathered, valid = jit_gather_entries(pool, call, index, dim=dim, backend=backend)
     expected = np.zeros((6, 10, dim), np.float32)
     present = np.zeros((6, 10), bool)
     for place in np.ndindex(6, 10):
-        request, entry = request_ids[place[0]], index[place]
+        request, entry = segment_ids[place[0]], index[place]
         if token_oracle.locate(table, request, entry, entries_per_block):
             expected[place], present[place] = vectors[request][entry], True
     np.testing.assert_array_equal(valid, present)
@@ -97,8 +99,7 @@ def test_gathering_keeps_the_order_of_the_indices_and_their_repetitions():
     codec = get_cache_format("bf16").entry
     pool, table, vectors = store_entries(rng, codec, C, ROPE, [12, 5, 3], 3)
     index = np.array([[11, 0, 5, 5, -1, 0]], np.int32)
-    request_ids = np.zeros(1, np.int32)
-    gathered, _ = jit_gather_entries(pool, table, request_ids, index, codec=codec, dim=C)
+    gathered, _ = jit_gather_entries(pool, make_call(table, [0]), index, dim=C)
     expected = vectors[0][index[0]]
     expected[4] = 0
     np.testing.assert_array_equal(gathered[0], expected)
@@ -116,8 +117,8 @@ def check_window(codec, lengths, counts, seed=0, backend="reference"):
         ring = token_oracle.append_ring(ring, stored, *places, layer=LAYER)
     call = pack_call(rng, SLOTS, lengths, counts, num_tokens=40)
     rows = call.rows(encoded)
-    tokens = (call.slots, call.positions, call.lengths)
-    gathered, valid = jit_gather_window(ring, rows, *tokens, codec=codec, dim=C, backend=backend)
+    ring = LayerPlanes(ring, CASE_LAYER, codec)
+    gathered, valid = jit_gather_window(ring, rows, call.indices(), dim=C, backend=backend)
     expected, present = np.zeros((40, W, C), np.float32), np.zeros((40, W), bool)
     for token, request in enumerate(call.request_ids):
         if request >= 0:
@@ -144,8 +145,8 @@ def test_b5_a_call_of_padding_alone_reads_nothing():
     codec = get_cache_format("fp8_ue8m0").entry
     ring = poison(codec.plane_shapes(C, ROPE), NUM_LAYERS, NUM_SLOTS, W)
     rows = poison(codec.plane_shapes(C, ROPE), 40)
-    nothing, zeros = np.full(40, -1, np.int32), np.zeros(40, np.int32)
-    gathered, valid = jit_gather_window(ring, rows, nothing, zeros, zeros, codec=codec, dim=C)
+    call = make_call(np.full((1, 1), -1), np.full(40, -1))
+    gathered, valid = jit_gather_window(LayerPlanes(ring, CASE_LAYER, codec), rows, call, dim=C)
     assert not gathered.any()
     assert not valid.any()
 
@@ -173,7 +174,7 @@ def real_entries(rng, codec, num_entries):
     for request, (rows, n) in enumerate(zip(encoded, num_entries, strict=True)):
         everything = np.full(n, request), np.arange(n)
         pool = token_oracle.flush_write(pool, rows, table, *everything, layer=LAYER)
-    return pool, table
+    return LayerPlanes(pool, CASE_LAYER, codec), table
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -184,8 +185,8 @@ def test_the_entries_kernel_gives_the_references_bits_at_the_released_size(lane,
     num_entries = [100, 33, 64]
     pool, table = real_entries(rng, codec, num_entries)
     index = np.stack([rng.integers(-1, n, 23, np.int32) for n in num_entries])
-    call = (pool, table, np.arange(3, dtype=np.int32), index)
-    same = {"codec": codec, "dim": 512, "dtype": dtype}
+    call = (pool, make_call(table, np.arange(3)), index)
+    same = {"dim": 512, "dtype": dtype}
     expected, present = jit_gather_entries(*call, **same, backend="reference")
     gathered, valid = jit_gather_entries(*call, **same, backend=KERNEL)
     assert gathered.dtype == dtype
@@ -204,8 +205,9 @@ def test_the_entries_kernel_reaches_the_top_of_a_large_plane(gibibytes):
         name: fill_by_place((2, num_blocks, 32, *s.shape), s.dtype) for name, s in shapes.items()
     }
     blocks = np.array([[num_blocks - 1, 0, num_blocks - 2, num_blocks // 2]], np.int32)
-    call = (pool, blocks, np.zeros(1, np.int32), np.arange(128, dtype=np.int32)[None])
-    same = {"codec": codec, "dim": 512}
+    pool = LayerPlanes(pool, CASE_LAYER, codec)
+    call = (pool, make_call(blocks, [0]), np.arange(128, dtype=np.int32)[None])
+    same = {"dim": 512}
     expected, _ = jit_gather_entries(*call, **same, backend="reference")
     gathered, valid = jit_gather_entries(*call, **same, backend=KERNEL)
     assert valid.all()
@@ -231,7 +233,8 @@ def test_none_picks_the_kernel_on_a_gpu_where_it_can_decode(monkeypatch, name):
         n: jnp.zeros((1, 2, 4, *s.shape), s.dtype) for n, s in codec.plane_shapes(C, ROPE).items()
     }
     one = jnp.zeros((1, 1), jnp.int32)
-    picked = gather_entries(planes, one, one[0], one, layer=jnp.int32(0), codec=codec, dim=C)
+    pool, call = LayerPlanes(planes, jnp.int32(0), codec), make_call(one, one[0])
+    picked = gather_entries(pool, call, one, dim=C)
     assert picked == (KERNEL if "fp8" in name else "reference")
 
 
@@ -242,32 +245,36 @@ def test_a_codec_without_a_kernel_is_refused_by_name():
 
 
 ENTRY_ERRORS = [
-    ("block_table", jnp.zeros(3, jnp.int32), "block_table must have rank 2"),
-    ("block_table", jnp.zeros((2, 3), jnp.uint32), "block_table must be int32"),
+    ("call.block_table", jnp.zeros(3, jnp.int32), "block_table must have rank 2"),
+    ("call.block_table", jnp.zeros((2, 3), jnp.uint32), "block_table must be int32"),
     ("index", jnp.zeros(3, jnp.int32), "index must have rank 2"),
     ("index", jnp.zeros((3, 3)), "index must be int32"),
     ("index", jnp.zeros((2, 3), jnp.int32), "index must agree on T"),
-    ("request_ids", jnp.zeros(3), "request_ids must be int32"),
-    ("pool", {"other": jnp.ones((3, 4, 2, 8))}, "pool"),
-    ("pool", {"values": jnp.ones((3, 4, 2, 7))}, "pool"),
+    ("call.segment_ids", jnp.zeros(3), "segment_ids must be int32"),
+    ("pool.planes", {"other": jnp.ones((3, 4, 2, 8))}, "pool"),
+    ("pool.planes", {"values": jnp.ones((3, 4, 2, 7))}, "pool"),
 ]
 WINDOW_ERRORS = [
     ("rows", {"other": jnp.ones((3, 8))}, "rows must have the planes of ring"),
     ("rows", {"values": jnp.ones((3, 1))}, r"rows\['values'\] must hold rows of float32\[8\]"),
     ("rows", {"values": jnp.ones((2, 8))}, "rows"),
-    ("slots", jnp.zeros(2, jnp.int32), "slots.* must agree on T"),
-    ("positions", jnp.zeros(3), "positions must be int32"),
-    ("lengths", jnp.zeros(3, jnp.int8), "lengths must be int32"),
+    ("call.slots", jnp.zeros(2, jnp.int32), "slots.* must agree on T"),
+    ("call.positions", jnp.zeros(3), "positions must be int32"),
+    ("call.lengths", jnp.zeros(3, jnp.int8), "lengths must be int32"),
 ]
 
 
 @pytest.mark.parametrize(("name", "wrong", "message"), ENTRY_ERRORS)
 def test_gather_entries_names_the_argument_that_is_wrong(name, wrong, message):
     with pytest.raises(ValueError, match=message):
-        gather_entries(**inputs.valid_arguments("gather_entries") | {name: wrong})
+        gather_entries(
+            **inputs.replace_argument(inputs.valid_arguments("gather_entries"), name, wrong)
+        )
 
 
 @pytest.mark.parametrize(("name", "wrong", "message"), WINDOW_ERRORS)
 def test_gather_window_names_the_argument_that_is_wrong(name, wrong, message):
     with pytest.raises(ValueError, match=message):
-        gather_window(**inputs.valid_arguments("gather_window") | {name: wrong})
+        gather_window(
+            **inputs.replace_argument(inputs.valid_arguments("gather_window"), name, wrong)
+        )

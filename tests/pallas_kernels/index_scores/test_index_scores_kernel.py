@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from helpers import inputs
+from helpers.calls import call_specs, make_call
 from helpers.inputs import CASE_LAYER, LAYER, NUM_LAYERS, poison, shuffled_table
-from pallas_kernels import Backend, get_cache_format, gpu_interpreter, index_topk
+from pallas_kernels import Backend, LayerPlanes, get_cache_format, gpu_interpreter, index_topk
 from pallas_kernels.gpu import mosaic_bulk
 from pallas_kernels.index_scores import mosaic_gpu as scores_kernel
 from pallas_kernels.index_scores import tiling as scores_tiling
@@ -54,23 +55,17 @@ def draw(name, *, visible=(200, 65, 0), spread=0, entries_per_block=EB):
     arguments = {
         "queries": queries.reshape(3, HEADS, DIM),
         "weights": rng.normal(size=(3, HEADS)).astype(np.float32),
-        "pool": pool,
-        "block_table": table,
-        "request_ids": order,
-        "visible": np.int32(visible)[order],
-        "codec": codec,
+        "pool": LayerPlanes(pool, CASE_LAYER, codec),
+        "call": make_call(table, order, visible=np.int32(visible)[order]),
     }
     return arguments, [decoded[request] for request in order]
 
 
 def scores_of(arguments, **options):
     """The kernel's scores, one array of the visible ones per query."""
-    codec = arguments["codec"]
-    arrays = {name: value for name, value in arguments.items() if name != "codec"}
-    scores = jax.jit(
-        functools.partial(scores_kernel.index_scores, codec=codec, layer=CASE_LAYER, **options)
-    )(**arrays)
-    return [np.asarray(row[:v]) for row, v in zip(scores, arguments["visible"], strict=True)]
+    run = jax.jit(functools.partial(scores_kernel.index_scores, **options))
+    visible = np.asarray(arguments["call"].visible)
+    return [np.asarray(row[:v]) for row, v in zip(run(**arguments), visible, strict=True)]
 
 
 def errors(arguments, keys, actual):
@@ -158,7 +153,7 @@ def test_blocks_at_the_top_of_a_plane_of_gibibytes(gib):
     """Where 32-bit offsets would be negative, or wrap."""
     arguments, _ = draw("fp8_ue8m0")
     expected = scores_of(arguments)
-    pool, table = arguments["pool"], arguments["block_table"]
+    pool, table = arguments["pool"].planes, arguments["call"].block_table
     layers, small, *entry = pool["codes"].shape
     large = int(gib * 2**30) // (layers * math.prod(entry))
     pool = {
@@ -167,8 +162,9 @@ def test_blocks_at_the_top_of_a_plane_of_gibibytes(gib):
         .set(plane)
         for name, plane in pool.items()
     }
-    table = np.where(table >= 0, table + np.int32(large - small), -1)
-    actual = scores_of(arguments | {"pool": pool, "block_table": table})
+    table = jnp.where(table >= 0, table + np.int32(large - small), -1)
+    changed = inputs.replace_argument(arguments, "pool.planes", pool)
+    actual = scores_of(inputs.replace_argument(changed, "call.block_table", table))
     for one, other in zip(expected, actual, strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -187,7 +183,7 @@ def test_the_selection_is_that_of_the_scores(lane, name):
     """And the reference's, but for entries whose scores lie within the tolerance of the last."""
     arguments, _ = draw(name)
     actual = scores_of(arguments)
-    run = functools.partial(index_topk, **arguments, layer=CASE_LAYER, k=40)
+    run = functools.partial(index_topk, **arguments, k=40)
     selected = np.asarray(run(backend="mosaic_gpu"))
     for row, chosen, expected in zip(actual, selected, run(backend="reference"), strict=True):
         best = select_top_k(np.pad(row, (0, 40)), np.int32(len(row)), 40)
@@ -197,7 +193,7 @@ def test_the_selection_is_that_of_the_scores(lane, name):
 
 def test_fewer_entries_than_wanted_need_no_scores(lane):
     arguments, _ = draw("fp8_ue8m0")
-    run = functools.partial(index_topk, **arguments, layer=CASE_LAYER, k=300)
+    run = functools.partial(index_topk, **arguments, k=300)
     np.testing.assert_array_equal(run(backend="mosaic_gpu"), run(backend="reference"))
 
 
@@ -220,40 +216,30 @@ def test_what_the_kernel_cannot_serve_is_refused_by_name():
         "weights": arguments["weights"][:, :3],
     }
     with pytest.raises(NotImplementedError, match=r"needs queries \[T, 64, 128\]"):
-        index_topk(**few, layer=CASE_LAYER, k=3, backend="mosaic_gpu")
+        index_topk(**few, k=3, backend="mosaic_gpu")
     odd, _ = draw("fp8_ue8m0", entries_per_block=53)
     with pytest.raises(NotImplementedError, match=r"blocks of a multiple of 4, got 53 entries"):
-        index_topk(**odd, layer=CASE_LAYER, k=3, backend="mosaic_gpu")
+        index_topk(**odd, k=3, backend="mosaic_gpu")
 
 
 def _specs(name, num_tokens, num_entries):
     codec = get_cache_format(name).index_key
     shapes = codec.plane_shapes(DIM, 0)
-
-    def i32(*shape):
-        return jax.ShapeDtypeStruct(shape, jnp.int32)
-
+    planes = {n: jax.ShapeDtypeStruct((2, 16384, 32, *s.shape), s.dtype) for n, s in shapes.items()}
     return {
         "queries": jax.ShapeDtypeStruct((num_tokens, HEADS, DIM), jnp.float32),
         "weights": jax.ShapeDtypeStruct((num_tokens, HEADS), jnp.float32),
-        "pool": {
-            n: jax.ShapeDtypeStruct((2, 16384, 32, *s.shape), s.dtype) for n, s in shapes.items()
-        },
-        "block_table": i32(num_tokens, num_entries // 32),
-        "request_ids": i32(num_tokens),
-        "visible": i32(num_tokens),
-        "layer": i32(),
+        "pool": LayerPlanes(planes, jax.ShapeDtypeStruct((), jnp.int32), codec),
+        "call": call_specs(num_tokens, num_entries // 32),
     }
 
 
-def _at_flash_sizes(name):
-    codec = get_cache_format(name).index_key
-    run = functools.partial(index_topk, codec=codec, k=512, backend=Backend.MOSAIC_GPU)
-    return lambda arguments: run(**arguments)
+def _at_flash_sizes(arguments):
+    return index_topk(**arguments, k=512, backend=Backend.MOSAIC_GPU)
 
 
 AOT_CASES = [
-    (f"{name}_{tokens}x{entries}", _at_flash_sizes(name), [_specs(name, tokens, entries)])
+    (f"{name}_{tokens}x{entries}", _at_flash_sizes, [_specs(name, tokens, entries)])
     for name in FORMATS
     for tokens, entries in [(64, 16384), (1, 262144)]
 ]

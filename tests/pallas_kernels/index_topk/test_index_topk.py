@@ -1,5 +1,3 @@
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +7,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from helpers import inputs, token_oracle
+from helpers.calls import make_call
 from helpers.inputs import CASE_LAYER, LAYER, NUM_LAYERS, poison, shuffled_table
-from pallas_kernels import CACHE_FORMATS, get_cache_format, index_topk
+from pallas_kernels import CACHE_FORMATS, LayerPlanes, get_cache_format, index_topk
 from pallas_kernels.select_top_k.reference import select_top_k
 
 E, K, EB = 24, 5, 2
@@ -18,9 +17,7 @@ VISIBLE = (0, 1, K - 1, K, K + 1, E - 1, E)
 INF, NAN = np.inf, np.nan
 F32 = get_cache_format("f32").index_key
 
-jit_index_topk = jax.jit(
-    functools.partial(index_topk, layer=CASE_LAYER), static_argnames=("codec", "k")
-)
+jit_index_topk = jax.jit(index_topk, static_argnames="k")
 jit_select_top_k = jax.jit(select_top_k, static_argnums=2)
 
 
@@ -60,11 +57,8 @@ def select(scores, visible, k=K, entries_per_block=EB):
         jit_index_topk(
             np.tile(np.float32([[1, 0], [-1, 0]]), (num_queries, 1, 1)),
             np.tile(np.float32([2, -2]), (num_queries, 1)),
-            pool,
-            table,
-            request_ids=np.arange(num_queries, dtype=np.int32),
-            visible=np.asarray(visible, np.int32),
-            codec=F32,
+            LayerPlanes(pool, CASE_LAYER, F32),
+            make_call(table, np.arange(num_queries), visible=visible),
             k=k,
         )
     )
@@ -146,7 +140,7 @@ def test_scores_are_those_of_the_formula_in_every_format(name):
     """Several queries of one request, head weights of both signs, queries of no request."""
     rng = np.random.default_rng(0)
     codec, heads, dim = get_cache_format(name).index_key, 4, 16
-    counts, request_ids = [E, E // 2, E - 3], np.array([2, 0, -1, 0, 1, 2], np.int32)
+    counts, segment_ids = [E, E // 2, E - 3], np.array([2, 0, -1, 0, 1, 2], np.int32)
     pool, table, keys = store_keys(rng, codec, rng.normal(size=(3, E, dim)), counts, EB)
     queries, weights = draw_queries(rng, codec, 6, heads, dim)
     visible = np.array([E - 3, E, 0, E // 2, E // 2, 7], np.int32)
@@ -154,15 +148,12 @@ def test_scores_are_those_of_the_formula_in_every_format(name):
     selected = jit_index_topk(
         queries,
         weights.astype(np.float32),
-        pool,
-        table,
-        request_ids=request_ids,
-        visible=visible,
-        codec=codec,
+        LayerPlanes(pool, CASE_LAYER, codec),
+        make_call(table, segment_ids, visible=visible),
         k=K,
     )
     unsigned = []
-    for query, request in enumerate(request_ids):
+    for query, request in enumerate(segment_ids):
         args = queries[query], weights[query], keys[request][: visible[query]]
         scores = token_oracle.index_scores(*args)
         np.testing.assert_array_equal(selected[query], token_oracle.best_entries(scores, K))
@@ -176,11 +167,9 @@ def test_scores_are_those_of_the_formula_in_every_format(name):
 
 @pytest.mark.parametrize("k", [3, 6], ids=["scored", "short path"])
 def test_a_query_of_no_request_sees_nothing(k):
-    arguments = inputs.valid_arguments("index_topk") | {
-        "request_ids": jnp.array([0, -1, 1], jnp.int32),
-        "visible": jnp.full(3, 5, jnp.int32),
-        "k": k,
-    }
+    table = np.zeros((2, 3), np.int32)
+    call = make_call(table, [0, -1, 1], visible=np.full(3, 5))
+    arguments = inputs.valid_arguments("index_topk") | {"call": call, "k": k}
     np.testing.assert_array_equal(index_topk(**arguments)[1], np.full(k, -1))
 
 
@@ -196,12 +185,13 @@ ERRORS = [
     ("queries", jnp.ones((3, 8)), "queries must have rank 3"),
     ("queries", jnp.ones((2, 2, 8)), "queries.* must agree on T"),
     ("weights", jnp.ones(3), "weights must have rank 2"),
-    ("block_table", jnp.zeros(3, jnp.int32), "block_table must have rank 2"),
-    ("block_table", jnp.zeros((2, 3)), "block_table must be int32"),
-    ("request_ids", jnp.zeros(2, jnp.int32), "request_ids.* must agree on T"),
-    ("visible", jnp.zeros(3, jnp.uint32), "visible must be int32"),
+    ("call.block_table", jnp.zeros(3, jnp.int32), "block_table must have rank 2"),
+    ("call.block_table", jnp.zeros((2, 3)), "block_table must be int32"),
+    ("call.segment_ids", jnp.zeros(2, jnp.int32), "segment_ids.* must agree on T"),
+    ("call.visible", jnp.zeros(3, jnp.uint32), "visible must be int32"),
+    ("call.visible", None, r"call\.visible must say how many entries .* got None"),
     ("k", 0, "k must be at least 1, got 0"),
-    ("pool", {"other": jnp.ones((3, 4, 2, 8))}, "pool"),
+    ("pool.planes", {"other": jnp.ones((3, 4, 2, 8))}, "pool"),
     ("queries", jnp.ones((3, 1, 8)), "queries"),
     ("weights", jnp.ones((3, 1)), "weights"),
 ]
@@ -210,4 +200,4 @@ ERRORS = [
 @pytest.mark.parametrize(("name", "wrong", "message"), ERRORS)
 def test_an_error_names_the_argument_that_is_wrong(name, wrong, message):
     with pytest.raises(ValueError, match=message):
-        index_topk(**inputs.valid_arguments("index_topk") | {name: wrong})
+        index_topk(**inputs.replace_argument(inputs.valid_arguments("index_topk"), name, wrong))

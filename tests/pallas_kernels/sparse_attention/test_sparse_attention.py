@@ -80,7 +80,7 @@ def test_b21_a_query_without_visible_keys_gives_zeros(sink):
     case = draw_case(F32, *MANY_TOKENS)
     nobody = np.full(NUM_TOKENS, -1, np.int32)
     nothing = np.full((NUM_TOKENS, K), -1, np.int32)
-    actual = case.attend(sink, slots=nobody, request_ids=nobody, selected=nothing)
+    actual = case.attend(sink, slots=nobody, segment_ids=nobody, selected=nothing)
     np.testing.assert_array_equal(actual, np.zeros_like(actual))
 
 
@@ -96,8 +96,9 @@ def test_b1_a_request_gets_the_same_bits_in_any_row_and_any_blocks(name):
         for out, place in zip(whole[1:], tokens[1:], strict=True):
             np.testing.assert_array_equal(out[place[request]], expected)
         mine = cases[0].call.request_ids == request
+        indices = cases[0].arguments["call"]
         alone = {
-            name: np.where(mine, cases[0].arguments[name], -1) for name in ("slots", "request_ids")
+            name: np.where(mine, getattr(indices, name), -1) for name in ("slots", "segment_ids")
         }
         np.testing.assert_array_equal(cases[0].attend(**alone)[mine], expected)
 
@@ -133,32 +134,36 @@ ERRORS = [
     ("selected", jnp.zeros((2, 3), jnp.int32), "selected must agree on T"),
     ("selected", None, "pool and selected go together"),
     ("pool", None, "pool and selected go together"),
-    ("visible", jnp.zeros(3), "visible must be int32"),
-    ("visible", jnp.zeros(2, jnp.int32), "visible must agree on T"),
-    ("block_table", jnp.zeros((2, 3)), "block_table must be int32"),
-    ("request_ids", jnp.zeros(3, jnp.int8), "request_ids must be int32"),
-    ("slots", jnp.zeros(2, jnp.int32), "slots.* must agree on T"),
-    ("positions", jnp.zeros(3), "positions must be int32"),
-    ("lengths", jnp.zeros(4, jnp.int32), "lengths.* must agree on T"),
+    ("call.visible", jnp.zeros(3), "visible must be int32"),
+    ("call.visible", jnp.zeros(2, jnp.int32), "visible must agree on T"),
+    ("call.block_table", jnp.zeros((2, 3)), "block_table must be int32"),
+    ("call.segment_ids", jnp.zeros(3, jnp.int8), "segment_ids must be int32"),
+    ("call.slots", jnp.zeros(2, jnp.int32), "slots.* must agree on T"),
+    ("call.positions", jnp.zeros(3), "positions must be int32"),
+    ("call.lengths", jnp.zeros(4, jnp.int32), "lengths.* must agree on T"),
     ("frequencies", jnp.ones((2, 2)), "frequencies must have rank 1"),
-    ("frequencies", jnp.ones(5), "frequencies must turn at most C dims"),
+    ("frequencies", jnp.ones(5), "frequencies must rotate at most C dims"),
+    ("pool.layer", jnp.int32(0), "pool must be of the ring's layer, 1, got 0"),
+    ("pool.codec", get_cache_format("bf16").entry, "pool must"),
 ]
 SILENT = [
     ("rows", {"values": jnp.ones((2, 8))}),
     ("sink", jnp.ones(1)),
     ("queries", jnp.ones((3, 1, 8))),
-    ("block_table", jnp.zeros(3, jnp.int32)),
-    ("pool", {"values": jnp.ones((3, 4, 2, 7))}),
+    ("call.block_table", jnp.zeros(3, jnp.int32)),
+    ("pool.planes", {"values": jnp.ones((3, 4, 2, 7))}),
 ]
 
 
 @pytest.mark.parametrize(("name", "wrong", "message"), ERRORS)
 def test_an_error_names_the_argument_that_is_wrong(name, wrong, message):
+    arguments = inputs.valid_arguments("sparse_attention")
     with pytest.raises(ValueError, match=message):
-        sparse_attention(**inputs.valid_arguments("sparse_attention") | {name: wrong})
+        sparse_attention(**inputs.replace_argument(arguments, name, wrong))
 
 
 @pytest.mark.parametrize(("name", "wrong"), SILENT)
 def test_a_shape_that_would_broadcast_or_clamp_is_refused(name, wrong):
-    with pytest.raises(ValueError, match=name):
-        sparse_attention(**inputs.valid_arguments("sparse_attention") | {name: wrong})
+    arguments = inputs.valid_arguments("sparse_attention")
+    with pytest.raises(ValueError, match=name.split(".")[0 if "pool" in name else -1]):
+        sparse_attention(**inputs.replace_argument(arguments, name, wrong))

@@ -1,7 +1,6 @@
 """Rungs 2 and 4 of sparse attention, and what rung 3 compiles."""
 
 import dataclasses
-import functools
 import itertools
 
 import jax
@@ -10,7 +9,8 @@ import numpy as np
 import pytest
 
 from helpers import attention_cases, inputs, slow
-from pallas_kernels import Backend, get_cache_format, sparse_attention
+from helpers.calls import call_specs
+from pallas_kernels import Backend, LayerPlanes, get_cache_format, sparse_attention
 from pallas_kernels.common.norm_rope import rotate
 from pallas_kernels.sparse_attention import (
     call_shapes,
@@ -174,7 +174,7 @@ def test_splits_of_any_size_add_up_and_empty_ones_count_for_nothing(lane, splits
 
 
 @pytest.mark.parametrize("splits", slow.all_but([3], [1, 3]))
-def test_the_output_is_turned_back(lane, monkeypatch, splits):
+def test_inverse_rope_follows(lane, monkeypatch, splits):
     """Sines and cosines of kernels and of XLA differ in a last bit, and a rounding to bf16 then."""
     split_into(splits, monkeypatch)
     case, rope = draw(), SIZES.rope_dim
@@ -245,7 +245,7 @@ def test_nothing_visible_gives_zeros_and_the_window_alone_is_enough():
     case = draw()
     nobody = np.full(SIZES.num_tokens, -1, np.int32)
     for sink in (None, np.full(SIZES.num_heads, -np.inf, np.float32)):
-        out = case.attend(sink, backend="mosaic_gpu", slots=nobody, request_ids=nobody)
+        out = case.attend(sink, backend="mosaic_gpu", slots=nobody, segment_ids=nobody)
         np.testing.assert_array_equal(out, np.zeros_like(out))
     alone = case.attend(backend="mosaic_gpu", pool=None, selected=None)
     assert error(case, alone, selected=slice(0)) < 1
@@ -293,31 +293,21 @@ def flash_specs(num_tokens, num_heads, top_k, name):
         shapes = codec.plane_shapes(512, 64)
         return {n: jax.ShapeDtypeStruct((*lead, *s.shape), s.dtype) for n, s in shapes.items()}
 
-    def i32(*shape):
-        return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-    names = ("visible", "request_ids", "slots", "positions", "lengths")
-    indices = dict.fromkeys(names, i32(num_tokens))
+    layer = jax.ShapeDtypeStruct((), jnp.int32)
     return {
         "queries": jax.ShapeDtypeStruct((num_tokens, num_heads, 512), jnp.bfloat16),
         "sink": jax.ShapeDtypeStruct((num_heads,), jnp.float32),
-        "ring": planes(2, 64, 128),
+        "ring": LayerPlanes(planes(2, 64, 128), layer, codec),
         "rows": planes(num_tokens),
-        "pool": planes(2, 4096, 32),
-        "block_table": i32(num_tokens, 512),
-        "selected": i32(num_tokens, top_k),
-        "layer": i32(),
+        "pool": LayerPlanes(planes(2, 4096, 32), layer, codec),
+        "selected": jax.ShapeDtypeStruct((num_tokens, top_k), jnp.int32),
+        "call": call_specs(num_tokens, 512),
         "frequencies": jax.ShapeDtypeStruct((32,), jnp.float32),
-        **indices,
     }
 
 
-def _at_flash_sizes(name):
-    codec = get_cache_format(name).entry
-    run = functools.partial(
-        sparse_attention, codec=codec, scale=512**-0.5, backend=Backend.MOSAIC_GPU
-    )
-    return lambda arguments: run(**arguments)
+def _at_flash_sizes(arguments):
+    return sparse_attention(**arguments, scale=512**-0.5, backend=Backend.MOSAIC_GPU)
 
 
 SHAPES = [
@@ -329,7 +319,7 @@ SHAPES = [
 AOT_CASES = [
     (
         f"{name}_{tokens}x{heads}x{top_k}@{target}",
-        _at_flash_sizes(name),
+        _at_flash_sizes,
         [flash_specs(tokens, heads, top_k, name)],
     )
     for name, tokens, heads, top_k in SHAPES

@@ -8,8 +8,8 @@ A test module registers cases by exporting
 "@sm_90a" is compiled for that target alone. Mosaic GPU fixes its architecture at the first
 compilation, so that a process compiles for one target.
 
-    python -m helpers.aot sm_90a [--only gather_entries]    prints figures
-    python -m helpers.aot --record [--only gather_entries]  writes them to tests/data/compiled.json
+    python -m programs.aot sm_90a [--only gather_entries]    prints figures
+    python -m programs.aot --record [--only gather_entries]  writes them to tests/data/compiled.json
 """
 
 import argparse
@@ -26,7 +26,8 @@ import tempfile
 import jax
 from jax.experimental import topologies
 
-from helpers import aot_figures
+from pallas_kernels.gpu import devices
+from programs import aot_figures
 
 TESTS = pathlib.Path(__file__).parents[1]
 RECORDED = TESTS / "data" / "compiled.json"
@@ -42,19 +43,22 @@ WITHOUT_A_GPU = {
 _ENVIRONMENT = WITHOUT_A_GPU | {"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
 _DESCRIPTION = """
 gpu_device_info {{
-  cuda_compute_capability {{ major: {major} minor: 0 feature_extension: ACCELERATED_FEATURES }}
+  cuda_compute_capability {{
+    major: {device.capability_major} minor: 0 feature_extension: ACCELERATED_FEATURES
+  }}
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: {device.shared_memory_bytes}
   shared_memory_per_core: 233472 registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  core_count: {cores} fpus_per_core: 128 clock_rate_ghz: {clock_ghz}
+  core_count: {device.num_sms} fpus_per_core: 128 clock_rate_ghz: {clock_ghz}
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-  memory_bandwidth: {bandwidth} l2_cache_size: {l2_bytes} device_memory_size: {memory_bytes}
-  device_address_bits: 64 device_vendor: "NVIDIA Corporation" name: "{name}"
+  memory_bandwidth: {bandwidth} l2_cache_size: {device.l2_bytes} device_memory_size: {memory_bytes}
+  device_address_bits: 64 device_vendor: "NVIDIA Corporation" name: "{device.kind}"
   driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
   dnn_version: "9.10.0"
 }}
-platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} device_description_str: "{name}"
+platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }}
+device_description_str: "{device.kind}"
 """
 
 
@@ -62,18 +66,15 @@ platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} device_descripti
 class GPU:
     """What a compiler asks of a card."""
 
-    name: str
-    major: int
-    cores: int
+    device: devices.Device
     clock_ghz: float
     bandwidth: int
-    l2_bytes: int
     memory_bytes: int
 
 
 TARGETS = {
-    "sm_90a": GPU("NVIDIA H200", 9, 132, 1.98, 4_800_000_000_000, 52_428_800, 150_000_000_000),
-    "sm_100a": GPU("NVIDIA B200", 10, 148, 1.965, 7_672_000_000_000, 132_644_864, 190_000_000_000),
+    "sm_90a": GPU(devices.H200, 1.98, 4_800_000_000_000, 150_000_000_000),
+    "sm_100a": GPU(devices.B200, 1.965, 7_672_000_000_000, 190_000_000_000),
 }
 
 
@@ -99,7 +100,7 @@ def read_recorded():
 
 def figures_of(target, names=()):
     """{case: figures} of the cases whose names begin so, or all, from a process of its own."""
-    command = [sys.executable, "-m", "helpers.aot", target, "--only", *names]
+    command = [sys.executable, "-m", "programs.aot", target, "--only", *names]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
@@ -167,7 +168,7 @@ def collect(target, names=()):
 
 @functools.cache
 def _device(target):
-    description = _DESCRIPTION.format(**dataclasses.asdict(TARGETS[target]))
+    description = _DESCRIPTION.format(**vars(TARGETS[target]))
     topology = topologies.get_topology_desc(
         "1x1x1", "cuda", target_config=description, topology="1x1x1"
     )

@@ -5,14 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import mix_streams
+from pallas_kernels import hyper_connections
 
 S = 4
 ITERS, EPS, NORM_EPS = 20, 1e-6, 1e-6
 WIDTH = (2 + S) * S
 PARTS = 3
-jit_mix_streams = jax.jit(
-    functools.partial(mix_streams, iters=ITERS, eps=EPS, norm_eps=NORM_EPS),
+jit_hyper_connections = jax.jit(
+    functools.partial(hyper_connections, iters=ITERS, eps=EPS, norm_eps=NORM_EPS),
     static_argnames="backend",
 )
 
@@ -69,7 +69,7 @@ def test_against_the_formulas_in_float64(lane, backend, num_tokens, dim, dtype):
     given = arguments(num_tokens, dim, dtype)
     names = ("collapsed", "normed", "post", "comb")
     expected = dict(zip(names, oracle(*given), strict=True))
-    assert_close(jit_mix_streams(*given, backend=backend), expected, dtype)
+    assert_close(jit_hyper_connections(*given, backend=backend), expected, dtype)
 
 
 @pytest.mark.parametrize("spread", [0.0, 1.0, 30.0])
@@ -77,7 +77,7 @@ def test_columns_of_comb_sum_to_one(lane, spread):
     """Columns last: they sum to 1 to rounding, even where logits are far apart."""
     given = arguments(4, 64, jnp.float32, spread=spread)
     for backend in ("reference", "triton_gpu"):
-        comb = jit_mix_streams(*given, backend=backend).comb
+        comb = jit_hyper_connections(*given, backend=backend).comb
         np.testing.assert_allclose(jnp.sum(comb, axis=1), 1, atol=3e-6, rtol=0)
         assert bool(jnp.all(comb >= 0))
 
@@ -85,7 +85,7 @@ def test_columns_of_comb_sum_to_one(lane, spread):
 def test_a_transposed_comb_would_be_seen():
     """The bound of `assert_close` rejects the mistake that deepseek_v4.md appendix C names."""
     given = arguments(2, 64, jnp.float32)
-    actual = jit_mix_streams(*given, backend="reference")
+    actual = jit_hyper_connections(*given, backend="reference")
     expected = dict(zip(actual._fields, oracle(*given), strict=True))
     with pytest.raises(AssertionError):
         assert_close(actual._replace(comb=actual.comb.mT), expected, jnp.float32)
@@ -95,25 +95,27 @@ def test_a_transposed_comb_would_be_seen():
 @pytest.mark.parametrize(("num_tokens", "dim"), [(1, 4096), (64, 4096), (2, 7168)])
 def test_kernel_matches_reference_at_real_shapes(num_tokens, dim):
     given = arguments(num_tokens, dim, jnp.bfloat16)
-    expected = jit_mix_streams(*given, backend="reference")
-    assert_close(jit_mix_streams(*given, backend="triton_gpu"), expected._asdict(), jnp.bfloat16)
+    expected = jit_hyper_connections(*given, backend="reference")
+    assert_close(
+        jit_hyper_connections(*given, backend="triton_gpu"), expected._asdict(), jnp.bfloat16
+    )
 
 
 def test_shapes_are_checked():
     products, scale, base, streams, norm = arguments(2, 64, jnp.float32)
     sizes = {"iters": ITERS, "eps": EPS, "norm_eps": NORM_EPS}
     with pytest.raises(ValueError, match="products"):
-        mix_streams(products[:, :, 1:], scale, base, streams, norm, **sizes)
+        hyper_connections(products[:, :, 1:], scale, base, streams, norm, **sizes)
     with pytest.raises(ValueError, match="norm"):
-        mix_streams(products, scale, base, streams, norm[1:], **sizes)
+        hyper_connections(products, scale, base, streams, norm[1:], **sizes)
     with pytest.raises(ValueError, match="iters must be at least 1, got 0"):
-        mix_streams(products, scale, base, streams, norm, **sizes | {"iters": 0})
+        hyper_connections(products, scale, base, streams, norm, **sizes | {"iters": 0})
 
 
 def _aot_case(num_tokens, dim):
     def call(*given):
         sizes = {"iters": ITERS, "eps": EPS, "norm_eps": NORM_EPS}
-        return mix_streams(*given, **sizes, backend="triton_gpu")
+        return hyper_connections(*given, **sizes, backend="triton_gpu")
 
     shapes = ((num_tokens, 16, WIDTH), (3,), (WIDTH,), (num_tokens, S, dim), (dim,))
     dtypes = (jnp.float32, jnp.float32, jnp.float32, jnp.bfloat16, jnp.bfloat16)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import dsv4_jax as ds
 from dsv4_jax.bench.program import count_launches
 from dsv4_jax.cache.model_cache import tree_bytes
-from helpers import aot, aot_figures
+from programs import aot, aot_figures
 
 
 def compile_step(config, *, batch, context, cache_format="fp8_ue8m0"):
@@ -31,15 +31,15 @@ def compile_step(config, *, batch, context, cache_format="fp8_ue8m0"):
         )
 
     sizes = {"max_requests": batch, "max_context_tokens": context, "cache_format": cache_format}
-    cache = placed(ds.cache_shapes(config, **sizes))
-    params = placed(ds.unstack_layers(ds.param_shapes(config, jnp.bfloat16)))
+    cache = placed(ds.cache.cache_shapes(config, **sizes))
+    params = placed(ds.unstack_layers(ds.model.param_shapes(config, jnp.bfloat16)))
     row = placed(jax.ShapeDtypeStruct((batch,), jnp.int32))
     call = ds.StepInput(token_ids=row, request_ids=row, request_slots=row)
     start = time.perf_counter()
     with jax.default_device(device):
         lowered = ds.jit_decode_step.lower(params, cache, call, config=config)
     traced = time.perf_counter()
-    compiled = lowered.compile(compiler_options=ds.XLA_GPU_FLAGS)
+    compiled = lowered.compile(compiler_options=ds.runtime.XLA_GPU_FLAGS)
     memory, hlo = compiled.memory_analysis(), compiled.as_text()
     return {
         "trace_s": traced - start,

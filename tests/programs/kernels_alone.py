@@ -1,13 +1,14 @@
 """A small call of every kernel and nothing beside it, for tools that watch a GPU's memory.
 
-    compute-sanitizer --tool racecheck python -m helpers.kernels_alone flush_csa scores_fp8
-    python -m helpers.kernels_alone            names the calls
+    compute-sanitizer --tool racecheck python -m programs.kernels_alone flush_csa scores_fp8
+    python -m programs.kernels_alone            names the calls
 
 Inputs are drawn on the CPU, and no reference runs on the GPU: in a process where one does,
 compute-sanitizer itself may end with a segmentation fault.
 """
 
 import argparse
+import dataclasses
 import functools
 import itertools
 from unittest import mock
@@ -18,7 +19,7 @@ import numpy as np
 
 import pallas_kernels as pk
 from helpers import attention_cases, inputs, layer_cases
-from helpers.inputs import CASE_LAYER
+from helpers.calls import make_call
 from pallas_kernels import get_cache_format
 from pallas_kernels.index_scores import mosaic_gpu as scores_kernel
 from pallas_kernels.index_scores import tiling as scores_tiling
@@ -54,15 +55,14 @@ def score(name, tiling=None):
         key: np.asarray(encoded[key]).reshape(1, 60, entries_per_block, *shape.shape)
         for key, shape in shapes.items()
     }
-    run = functools.partial(scores_kernel.index_scores, codec=codec, tiling=tiling)
+    run = functools.partial(scores_kernel.index_scores, tiling=tiling)
+    with jax.default_device(jax.devices("cpu")[0]):
+        call = make_call(table, np.arange(3), visible=visible)
     return jax.jit(run)(
         np.float32(rng.integers(-6, 7, (3, scores_tiling.HEADS, scores_tiling.DIM))),
         np.float32(rng.normal(size=(3, scores_tiling.HEADS))),
-        pool,
-        table,
-        request_ids=np.arange(3, dtype=np.int32),
-        visible=visible,
-        layer=np.int32(0),
+        pk.LayerPlanes(pool, np.int32(0), codec),
+        call,
     )
 
 
@@ -76,33 +76,32 @@ def select(num_scores, k):
 
 
 def attend(name, splits):
-    """Windows that have gone round, selected entries, and an output that is turned back."""
+    """Windows that have gone round, selected entries, and inverse RoPE of the output."""
     codec = get_cache_format(name).entry
     with jax.default_device(jax.devices("cpu")[0]):
         case = attention_cases.draw_case(ATTENTION, codec, *TOKENS)
     run = functools.partial(
         op.choose_kernel().sparse_attention,
-        codec=codec,
         scale=ATTENTION.scale,
-        layer=CASE_LAYER,
         tiling=call_shapes.Tiling(splits=splits),
     )
-    arguments = {key: value for key, value in case.arguments.items() if key != "codec"}
-    return jax.jit(run)(**arguments, sink=ATTENTION.sink(), frequencies=FREQUENCIES)
+    return jax.jit(run)(**case.arguments, sink=ATTENTION.sink(), frequencies=FREQUENCIES)
 
 
 def gather(name, **changes):
-    """Selected entries and the window; changes are of the arguments."""
+    """Selected entries and the window; changes are of the call."""
     codec = get_cache_format(name).entry
     with jax.default_device(jax.devices("cpu")[0]):
         case = attention_cases.draw_case(ATTENTION, codec, *TOKENS)
-    static = {"codec": codec, "dim": ATTENTION.dim, "layer": CASE_LAYER, "backend": "triton_gpu"}
-    given = case.arguments | changes
+    static = {"dim": ATTENTION.dim, "backend": "triton_gpu"}
+    given = case.arguments
+    call = dataclasses.replace(given["call"], **changes)
     window = jax.jit(functools.partial(pk.gather_window, **static))
     entries = jax.jit(functools.partial(pk.gather_entries, **static))
-    places = [given[key] for key in ("ring", "rows", "slots", "positions", "lengths")]
-    paged = [given[key] for key in ("pool", "block_table", "request_ids", "selected")]
-    return window(*places), entries(*paged)
+    return (
+        window(given["ring"], given["rows"], call),
+        entries(given["pool"], call, given["selected"]),
+    )
 
 
 def round_queries(name):
@@ -119,14 +118,16 @@ def round_queries(name):
 def mix():
     """Four streams of two tokens."""
     rng = np.random.default_rng(0)
-    run = functools.partial(pk.mix_streams, iters=20, eps=1e-6, norm_eps=1e-6, backend="triton_gpu")
+    run = functools.partial(
+        pk.hyper_connections, iters=20, eps=1e-6, norm_eps=1e-6, backend="triton_gpu"
+    )
     shapes = ((2, 3, 24), (3,), (24,), (2, 4, 96), (96,))
     return jax.jit(run)(*(np.float32(rng.normal(size=shape)) for shape in shapes))
 
 
 def gather_outside():
     """Blocks of a table far beyond the pool."""
-    table = np.full((len(TOKENS[0]), 256), 10**6, np.int32)
+    table = jnp.full((len(TOKENS[0]), 256), 10**6, jnp.int32)
     return gather("fp8_ue8m0", block_table=table)
 
 

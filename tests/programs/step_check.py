@@ -1,6 +1,6 @@
 """A step with kernels against the same step with references, on one device and equal inputs.
 
-    python -m helpers.step_check --config flash_slim --context 1048576 --json out.json
+    python -m programs.step_check --config flash_slim --context 1048576 --json out.json
 
 Op by op: each op of a layer of each attention type runs both ways on the same filled cache, so
 that an error of one op does not reach the next. Selections are compared as sets and flips counted,
@@ -171,7 +171,7 @@ def main():
     parser.add_argument("--layers", type=int, help="the first so many; all if not given")
     parser.add_argument("--json", type=pathlib.Path)
     arguments = parser.parse_args()
-    ds.claim_memory()
+    ds.runtime.claim_memory()
     ds.set_xla_flags()
     ds.use_compilation_cache()
     config = getattr(ds.DSV4Config, arguments.config)()

@@ -1,0 +1,207 @@
+"""PrefixCache: what admitted requests have in common with the prefix tree, and its snapshots."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from dsv4_jax.allocator.block_pool import BlockPool
+from dsv4_jax.allocator.pending_changes import PendingChanges
+from dsv4_jax.allocator.prefix_tree import PrefixNode, PrefixTree
+
+
+@dataclasses.dataclass
+class RequestPrefix:
+    """The part of an admitted request that the tree knows.
+
+    Attributes:
+      salt: prefixes are shared among requests of one salt only.
+      hit_tokens: tokens that the request was admitted with.
+      chain: nodes of its first full blocks, which it uses.
+      is_shareable: further blocks may become known.
+    """
+
+    salt: bytes
+    hit_tokens: int
+    chain: list[PrefixNode] = dataclasses.field(default_factory=list)
+    is_shareable: bool = True
+
+
+class PrefixCache:
+    """Prefixes that requests share, by content, and the boundaries where they can be resumed.
+
+    Attributes:
+      tree: which full blocks hold which tokens.
+    """
+
+    def __init__(self, tree: PrefixTree, blocks: BlockPool, pending: PendingChanges) -> None:
+        """Starts without requests.
+
+        Args:
+          tree: empty.
+          blocks: who holds which block.
+          pending: what the device has not been told yet.
+        """
+        self.tree = tree
+        self._blocks = blocks
+        self._pending = pending
+        self._requests: dict[int, RequestPrefix] = {}
+
+    @property
+    def slots(self) -> list[int]:
+        """Slots of admitted requests."""
+        return list(self._requests)
+
+    @property
+    def num_held_snapshots(self) -> int:
+        """Boundaries that can be resumed at."""
+        return self.tree.num_held_snapshots
+
+    @property
+    def num_evicted_snapshots(self) -> int:
+        """Snapshots that gave way to others so far."""
+        return self.tree.num_evicted_snapshots
+
+    def find_resumable(
+        self, token_ids: np.ndarray | None, salt: bytes, max_tokens: int
+    ) -> list[PrefixNode]:
+        """The longest known prefix that ends at a snapshot, the last token left out."""
+        if token_ids is None or not self.tree.num_snapshots:
+            return []
+        chain = self.tree.match(token_ids[: min(max(len(token_ids) - 1, 0), max_tokens)], salt)
+        while chain and chain[-1].snapshot < 0:
+            chain.pop()
+        return chain
+
+    def known_tokens(self, token_ids: np.ndarray, salt: bytes = b"") -> int:
+        """How many of these tokens, in whole blocks, the tree knows, resumable or not."""
+        return len(self.tree.match(token_ids, salt)) * self.tree.block_tokens
+
+    def hit_tokens(self, slot: int) -> int:
+        """Tokens that a request was admitted with."""
+        return self.of(slot).hit_tokens
+
+    def is_resumable(self, slot: int, token_ids: np.ndarray) -> bool:
+        """Whether the tree has a snapshot at the end of `token_ids`, whole blocks of a request."""
+        prefix, size, node = self.of(slot), self.tree.block_tokens, None
+        for logical in range(len(token_ids) // size):
+            if logical < len(prefix.chain):
+                node = prefix.chain[logical]
+                continue
+            ids = token_ids[logical * size : (logical + 1) * size]
+            node = self.tree.find_child(node, ids, prefix.salt)
+            if node is None:
+                return False
+        return node is not None and node.snapshot >= 0
+
+    def of(self, slot: int) -> RequestPrefix:
+        """What an admitted request has in common with the tree.
+
+        Raises:
+          ValueError: the slot is free.
+        """
+        if slot not in self._requests:
+            raise ValueError(f"slot must be one that admit gave and release did not end: {slot}")
+        return self._requests[slot]
+
+    def start(self, slot: int, prefix: RequestPrefix) -> None:
+        """A request has got a slot, and uses the nodes of its prefix."""
+        self._requests[slot] = prefix
+        for node in prefix.chain:
+            self.tree.use(node)
+
+    def branch(self, slot: int, num_full: int) -> RequestPrefix:
+        """What a fork of a request, with so many full blocks, has in common with the tree."""
+        prefix = self.of(slot)
+        chain = prefix.chain[:num_full]
+        if len(chain) < num_full:
+            # Blocks of two tables that the tree does not know could not be evicted once it did.
+            prefix.is_shareable = False
+        return dataclasses.replace(prefix, hit_tokens=0, chain=chain)
+
+    def end(self, slot: int) -> None:
+        """A request gives its slot back; what the tree knows of it stays."""
+        for node in reversed(self._requests.pop(slot).chain):
+            self.tree.leave(node)
+
+    def share(self, slot: int, table_row: np.ndarray, token_ids: np.ndarray) -> None:
+        """Makes full blocks of a request known.
+
+        Args:
+          slot: the request.
+          table_row: i32[n], its full blocks.
+          token_ids: i32[m], tokens of at least those blocks.
+        """
+        if not self.tree.num_snapshots:
+            return
+        prefix, size = self.of(slot), self.tree.block_tokens
+        while prefix.is_shareable and len(prefix.chain) < len(table_row):
+            logical = len(prefix.chain)
+            parent = prefix.chain[-1] if prefix.chain else None
+            block = int(table_row[logical])
+            ids = token_ids[logical * size : (logical + 1) * size]
+            node = self.tree.find_child(parent, ids, prefix.salt)
+            if node is None:
+                node = self.tree.insert(parent, ids, prefix.salt, block)
+                if node is None:
+                    prefix.is_shareable = False
+                    return
+                self._blocks.hold(block)
+            elif not node.users and node.block != block:
+                # Nobody reads the older copy of the same tokens: keep the one in use.
+                old, node.block = node.block, self._blocks.hold(block)
+                self._blocks.drop(old)
+            self.tree.use(node)
+            prefix.chain.append(node)
+
+    def begin_snapshot(self) -> int:
+        """A place in the store for a step to write; -1 if there is none.
+
+        The least recently used snapshot gives way if it must; blocks never do. The place goes to
+        `keep_snapshot` after the step.
+
+        Raises:
+          RuntimeError: a hit has not been applied; nothing was changed.
+        """
+        if self._pending.loads:
+            raise RuntimeError("apply the hits first: a pending load may still read the place")
+        return self.tree.take_snapshot_place()
+
+    def keep_snapshot(self, slot: int, end: int, place: int) -> bool:
+        """The step has written a place: a request's state at the boundary `end`.
+
+        Args:
+          slot: the request, its blocks shared up to `end`.
+          end: tokens before the boundary.
+          place: what `begin_snapshot` gave.
+
+        Returns:
+          Whether it is kept. It is given back if the blocks are not known to the tree, or if the
+          boundary has one already, or if the step has not reached it.
+        """
+        node = self._node_at(slot, end) if slot in self._requests else None
+        if node is None or node.snapshot >= 0:
+            self.tree.return_snapshot_place(place)
+            return False
+        self.tree.put_snapshot(node, place)
+        return True
+
+    def demote_snapshot(self, slot: int, end: int) -> None:
+        """A boundary that only this request stands on is the next to give way, if places run out.
+
+        Raises:
+          ValueError: the slot is free.
+        """
+        node = self._node_at(slot, end)
+        if node is not None and node.users == 1:
+            self.tree.demote_snapshot(node)
+
+    def drop_snapshot(self, place: int) -> None:
+        """Gives back a place that no step has written."""
+        self.tree.return_snapshot_place(place)
+
+    def _node_at(self, slot: int, end: int) -> PrefixNode | None:
+        """The node of a request's chain that ends at a boundary."""
+        chain, logical = self.of(slot).chain, end // self.tree.block_tokens - 1
+        return chain[logical] if 0 <= logical < len(chain) else None

@@ -1,0 +1,225 @@
+"""EngineCore: requests are queued, served by steps, forked, cancelled and taken."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Unpack
+
+from tokenizers import Tokenizer
+
+from dsv4_jax.allocator.verify import Report
+from dsv4_jax.cache.model_cache import ModelCache
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.model.params import DSV4Params
+from dsv4_jax.serving.loop import ServingLoop
+from dsv4_jax.serving.metrics import Metrics, count_compiles
+from dsv4_jax.serving.prompts import check_length, encode_prompt, resolve_sampling
+from dsv4_jax.serving.request import Completion, Request, Token
+from dsv4_jax.serving.runner import StepRunner
+from dsv4_jax.serving.sizing import EnginePlan
+from dsv4_jax.step.sampling import SamplingFields, SamplingParams, sampling_of_rows
+
+
+class EngineCore:
+    """Serves requests on a cache of planned sizes. One thread at a time.
+
+    A request is admitted when a slot and blocks for its prompt are free, oldest first; it gets
+    further blocks before the steps that need them, and the youngest gives its own back if there
+    are none. What it had drawn is computed again later, from the longest prefix still cached.
+
+    Attributes:
+      config: the model.
+      params: model parameters, as the steps take them.
+      tokenizer: for text, or None.
+      metrics: counters, and what holds now.
+    """
+
+    def __init__(
+        self,
+        config: DSV4Config,
+        params: DSV4Params,
+        plan: EnginePlan,
+        *,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        """Allocates the cache.
+
+        Args:
+          config: the model.
+          params: model parameters.
+          plan: sizes of the engine.
+          tokenizer: for prompts that are text, and for the text of completions.
+        """
+        self.config = config
+        self.params = params
+        self.tokenizer = tokenizer
+        self.metrics = Metrics()
+        self._plan = plan
+        self._compiles_before = count_compiles()
+        self._runner = StepRunner(params, plan)
+        self._loop = ServingLoop(self._runner, plan, tokenizer=tokenizer, metrics=self.metrics)
+        self._requests: dict[int, Request] = {}
+        self._next_id = 0
+
+    @property
+    def cache(self) -> ModelCache:
+        """The cache as it is now, to look into; the next step donates it."""
+        return self._runner.cache
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that run or wait."""
+        return len(self._loop.queue.running) + len(self._loop.queue.waiting)
+
+    def warmup(self) -> list[tuple[str, float]]:
+        """Compiles every program that serving can need.
+
+        Returns:
+          What was compiled, and seconds for each; 0.0 or so for one that was there already.
+
+        Raises:
+          RuntimeError: requests are running.
+        """
+        if self._loop.queue.running:
+            raise RuntimeError(f"warmup before requests run; {len(self._loop.queue.running)} do")
+        times = self._runner.warmup()
+        self.metrics.compiles = count_compiles() - self._compiles_before
+        return times
+
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        sampling: SamplingParams | None = None,
+        salt: str = "",
+        speculate: bool = True,
+        **fields: Unpack[SamplingFields],
+    ) -> int:
+        """Queues a request; `step`, or a `stream` of any request, serves it.
+
+        Args:
+          prompt: token ids, or text if the engine has a tokenizer.
+          sampling: how it draws and what ends it; None is the defaults.
+          salt: prefixes are shared among requests of one salt only.
+          speculate: checks drafts, if the engine makes any; it changes speed, never tokens.
+          **fields: fields of `SamplingParams`, such as `max_new_tokens=64` or `temperature=0.7`,
+            that replace those of `sampling`.
+
+        Returns:
+          The request's id. The engine keeps what the request got until `completion` takes it.
+
+        Raises:
+          ValueError: the prompt is empty, holds an unknown token or can never fit, or a setting is
+            out of range; nothing was queued.
+        """
+        ids = encode_prompt(prompt, self.config, self.tokenizer, name="prompt")
+        (sampling,) = sampling_of_rows(1, sampling, row_name="prompt", **fields)
+        check_length(len(ids), sampling.max_new_tokens, self._plan.pools, name="prompt")
+        sampling = resolve_sampling(sampling, self.config, self.tokenizer)
+        request = Request(
+            self._next_id,
+            ids,
+            sampling,
+            time.perf_counter(),
+            salt=salt.encode(),
+            speculate=speculate,
+        )
+        self._register(request)
+        self.metrics.prompt_tokens += len(ids)
+        self._loop.enqueue(request)
+        return request.request_id
+
+    def fork(self, request_id: int, *, seed: int) -> int:
+        """A second request that goes on from what the first has drawn so far.
+
+        A running one shares its full blocks; if there is no room, the new one waits its turn.
+
+        Args:
+          request_id: an unfinished request.
+          seed: seed of what the new one draws from here on.
+
+        Returns:
+          Id of the new request; what was drawn before is part of its completion.
+
+        Raises:
+          ValueError: there is no such unfinished request.
+        """
+        request = self._find(request_id)
+        if request is None or request.finish_reason is not None:
+            raise ValueError(f"request_id must be of an unfinished request, got {request_id}")
+        new = request.branch(self._next_id, seed, time.perf_counter())
+        self._register(new)
+        self._loop.fork(request, new)
+        return new.request_id
+
+    def cancel(self, request_id: int) -> bool:
+        """Ends a request early; its stream ends, and its completion has what was drawn so far.
+
+        Returns:
+          Whether it was unfinished.
+
+        Raises:
+          ValueError: no request ever had that id.
+        """
+        request = self._find(request_id)
+        if request is None or request.finish_reason is not None:
+            return False
+        request.finish_reason = "cancelled"
+        self._loop.end(request)
+        return True
+
+    def preempt(self, request_id: int) -> bool:
+        """Makes a running request give its slot and blocks back and wait; whether it was running.
+
+        Raises:
+          ValueError: no request ever had that id.
+        """
+        request = self._find(request_id)
+        if request is None or request.slot < 0:
+            return False
+        self._loop.preempt(request)
+        return True
+
+    def step(self) -> list[Token]:
+        """Serves every running request once, and admits waiting ones.
+
+        Returns:
+          The tokens drawn; none if there is nothing to do.
+
+        Raises:
+          CacheError: in debug mode, the cache is not what it should be.
+          Exception: what the device or the tokenizer raised. Requests it did not concern go on
+            with the next call; if the cache was lost, all are computed again.
+        """
+        try:
+            return self._loop.step()
+        finally:
+            self.metrics.compiles = count_compiles() - self._compiles_before
+
+    def completion(self, request_id: int) -> Completion:
+        """What a finished request got; it is forgotten.
+
+        Raises:
+          ValueError: there is no such request, or it has not finished.
+        """
+        request = self._find(request_id)
+        if request is None or request.finish_reason is None:
+            raise ValueError(f"request {request_id} has not finished, or has been taken already")
+        del self._requests[request_id]
+        return request.completion(self.tokenizer)
+
+    def verify(self) -> Report:
+        """Checks the whole cache now; see `verify_cache`."""
+        return self._loop.verify()
+
+    def _register(self, request: Request) -> None:
+        self._requests[request.request_id] = request
+        self._next_id = request.request_id + 1
+        self.metrics.submitted += 1
+
+    def _find(self, request_id: int) -> Request | None:
+        """The request, or None if it was taken already."""
+        if not 0 <= request_id < self._next_id:
+            raise ValueError(f"request_id must be one that submit gave, got {request_id}")
+        return self._requests.get(request_id)

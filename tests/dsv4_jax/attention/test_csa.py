@@ -1,0 +1,39 @@
+"""CSA layers: the window, and the entries that the indexer selects."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from helpers import attention_layers, tolerance
+
+ATOL = {"f32": tolerance.INTERMEDIATE, "fp8_ue8m0": 1e-2}
+"""A code of E4M3 may round to its neighbour where two ways of summing differ in their last bit."""
+
+
+@pytest.mark.parametrize("cache_format", ["f32", "fp8_ue8m0"])
+def test_the_layer_on_a_cache_is_the_layer_over_the_sequence(cache_format):
+    """Whatever the calls are: pieces of prompts, single tokens, windows cut by calls."""
+    params, _, x = attention_layers.case("csa")
+    expected = attention_layers.over_sequence(params, x, kind="csa", cache_format=cache_format)
+    actual = attention_layers.on_cache("csa", cache_format)
+    np.testing.assert_allclose(actual, expected, atol=ATOL[cache_format], rtol=0)
+
+
+def test_what_the_indexer_selects_decides_the_result():
+    """With other weights of index heads, other entries are attended to, on both ways alike."""
+    params, _, x = attention_layers.case("csa")
+    indexer = params.indexer
+    turned = dataclasses.replace(indexer, weights_proj=-indexer.weights_proj)
+    other = dataclasses.replace(params, indexer=turned)
+    first, second = (
+        attention_layers.over_sequence(given, x, kind="csa", cache_format="f32")
+        for given in (params, other)
+    )
+    window, top_k = attention_layers.CONFIG.sliding_window, attention_layers.CONFIG.indexer_top_k
+    early = 4 * top_k  # until then every visible entry is selected
+    assert early > window
+    np.testing.assert_array_equal(first[:, :early], second[:, :early])
+    assert np.any(first[:, early + 16 :] != second[:, early + 16 :])
+    actual = attention_layers.on_cache("csa", "f32", params=other)
+    np.testing.assert_allclose(actual, second, atol=ATOL["f32"], rtol=0)

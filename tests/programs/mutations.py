@@ -1,0 +1,533 @@
+"""Plants one fault at a time and runs the default tests of its room, which have to fail.
+
+    python -m programs.mutations --list
+    python -m programs.mutations                             all of them, about half an hour
+    python -m programs.mutations --only commit_wraps sink    some
+    python -m programs.mutations --only kernel_              those whose names begin so
+
+Each fault is an edit of one line in a temporary copy of the tree. It is caught if a test fails; if
+none does it survives, and the exit status is 1. It is 1 too if the tests can't be collected: then
+they say nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).parents[2]
+LEFT_OUT = (".git", ".venv", "build", "__pycache__", "*.egg-info", ".pytest_cache", ".hypothesis")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    """One fault.
+
+    Attributes:
+      name: what the command line calls it.
+      file: path from the root of the repository.
+      old: text that occurs in the file once.
+      new: what takes its place.
+      tests: files or folders below `tests/`, of which some default test has to fail.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+def _mutations(folder: str, *rows: tuple[str, str, str, str, str]) -> list[Mutation]:
+    """Rows are name, file in the folder, old text, new text, and tests, separated by spaces."""
+    return [
+        Mutation(name, f"{folder}/{file}", old, new, tuple(tests.split()))
+        for name, file, old, new, tests in rows
+    ]
+
+
+MUTATIONS = [
+    *_mutations(
+        "dsv4_jax/cache",
+        (
+            "append_closes_a_token_early",
+            "append.py",
+            "(call.positions + 1) % ratio == 0",
+            "call.positions % ratio == 0",
+            "dsv4_jax/cache/test_append.py dsv4_jax/step/test_schedules.py",
+        ),
+        (
+            "commit_wraps",
+            "commit.py",
+            "jnp.where(call.row_slots < 0, cache.max_requests, call.row_slots)",
+            "call.row_slots",
+            "dsv4_jax/cache dsv4_jax/step/test_invariance.py",
+        ),
+        (
+            "handle_sees_an_entry_late",
+            "handle.py",
+            "(self.call.positions + 1) // self.schema.compression_ratio",
+            "self.call.positions // self.schema.compression_ratio",
+            "dsv4_jax/cache/test_handle.py",
+        ),
+        (
+            "handle_selects_one_too_many",
+            "handle.py",
+            "everything < self.visible_entries[:, None]",
+            "everything <= self.visible_entries[:, None]",
+            "dsv4_jax/cache/test_handle.py",
+        ),
+        (
+            "views_are_one_row_off",
+            "views.py",
+            "(length[:, None] - 1 - jnp.arange(window)[None]) % window",
+            "(length[:, None] - jnp.arange(window)[None]) % window",
+            "dsv4_jax/cache/test_handle.py",
+        ),
+        (
+            "views_drop_the_open_block",
+            "views.py",
+            "return -(-tokens // handle.schema.block_tokens)",
+            "return tokens // handle.schema.block_tokens",
+            "dsv4_jax/cache/test_handle.py",
+        ),
+        (
+            "snapshot_of_the_wrong_rows",
+            "snapshots.py",
+            "last - (last - ring_row) % size",
+            "last - (last + ring_row) % size",
+            "dsv4_jax/serving/test_prefix_reuse.py",
+        ),
+        (
+            "snapshot_into_the_wrong_tail_rows",
+            "snapshots.py",
+            "jnp.maximum(ends[:, None] - ratio + back, 0) % (2 * ratio)",
+            "jnp.maximum(ends[:, None] - ratio + back, 0) % ratio",
+            "dsv4_jax/serving/test_prefix_reuse.py",
+        ),
+        (
+            "changes_wrap",
+            "slot_changes.py",
+            "jnp.where(jnp.asarray(targets) < 0, plane.shape[1], targets)",
+            "jnp.asarray(targets)",
+            "dsv4_jax/allocator dsv4_jax/serving/test_engine_life.py",
+        ),
+        (
+            "a_token_beyond_the_context",
+            "step_input.py",
+            "(positions < block_table.shape[1] * block_tokens)",
+            "(positions <= block_table.shape[1] * block_tokens)",
+            "dsv4_jax/cache/test_step_input.py",
+        ),
+    ),
+    *_mutations(
+        "dsv4_jax/allocator",
+        (
+            "block_freed_under_its_last_owner",
+            "block_pool.py",
+            "        if not self.owners[block]:",
+            "        if self.owners[block] <= 1:",
+            "dsv4_jax/allocator",
+        ),
+        (
+            "tree_ignores_the_salt",
+            "prefix_tree.py",
+            "hashlib.blake2b(salt, digest_size=_DIGEST_BYTES, person=",
+            'hashlib.blake2b(b"", digest_size=_DIGEST_BYTES, person=',
+            "dsv4_jax/allocator",
+        ),
+        (
+            "tree_evicts_the_newest_snapshot",
+            "prefix_tree.py",
+            "next(iter(self._snapshots.values()))",
+            "next(reversed(self._snapshots.values()))",
+            "dsv4_jax/allocator",
+        ),
+        (
+            "tree_forgets_its_parent",
+            "prefix_tree.py",
+            "            node.parent.num_children -= 1\n",
+            "            node.parent.num_children -= 0\n",
+            "dsv4_jax/allocator",
+        ),
+        (
+            "plan_rounds_blocks_down",
+            "pool_plan.py",
+            "-(-total // self.block_tokens)",
+            "max(total // self.block_tokens, 1)",
+            "dsv4_jax/allocator",
+        ),
+        (
+            "manager_hits_the_last_token",
+            "prefix_cache.py",
+            "min(max(len(token_ids) - 1, 0), max_tokens)",
+            "min(len(token_ids), max_tokens)",
+            "dsv4_jax/allocator",
+        ),
+        (
+            "manager_forks_without_the_open_block",
+            "manager.py",
+            "if open_tokens else (-1, -1)",
+            "if not open_tokens else (-1, -1)",
+            "dsv4_jax/allocator",
+        ),
+        (
+            "changes_forget_a_pending_load",
+            "pending_changes.py",
+            "        if source in self.loads:",
+            "        if source in ():",
+            "dsv4_jax/allocator",
+        ),
+    ),
+    *_mutations(
+        "dsv4_jax/serving",
+        (
+            "oldest_prompt_takes_all",
+            "scheduler.py",
+            "left if not others else -(-left // 2)",
+            "left",
+            "dsv4_jax/serving/test_scheduler.py",
+        ),
+        (
+            "draws_before_the_prompt_ends",
+            "scheduler.py",
+            "chunk == need.num_pending)",
+            "True)",
+            "dsv4_jax/serving/test_scheduler.py",
+        ),
+        (
+            "no_blocks_for_drafts",
+            "request_queue.py",
+            "request.num_known + self._draft_tokens + 1",
+            "request.num_known + 1",
+            "dsv4_jax/serving",
+        ),
+        (
+            "preempts_the_oldest",
+            "request_queue.py",
+            "self.preempt(self.by_age()[-1])",
+            "self.preempt(self.by_age()[0])",
+            "dsv4_jax/serving/test_engine_life.py",
+        ),
+        (
+            "shares_rejected_drafts",
+            "loop.py",
+            "request.drafts[: kept - row.num_tokens]",
+            "request.drafts[:0]",
+            "dsv4_jax/serving",
+        ),
+    ),
+    *_mutations(
+        "dsv4_jax/step",
+        (
+            "noise_without_the_position",
+            "sampling.py",
+            "jax.random.fold_in(jax.random.key(seed), position)",
+            "jax.random.key(seed)",
+            "dsv4_jax/step/test_sampling.py",
+        ),
+        (
+            "top_p_takes_one_less",
+            "sampling.py",
+            "before = jnp.cumsum(ranked, axis=-1) - ranked",
+            "before = jnp.cumsum(ranked, axis=-1)",
+            "dsv4_jax/step/test_sampling.py",
+        ),
+    ),
+    *_mutations(
+        "dsv4_jax/model",
+        (
+            "hyper_connections_transposed",
+            "hyper_connections.py",
+            "mix.comb[..., j, :, None]",
+            "mix.comb[..., :, j, None]",
+            "dsv4_jax/model/test_against_transformers.py",
+        ),
+        (
+            "router_without_its_bias",
+            "moe.py",
+            "_are_best(scores + params.bias[None], ",
+            "_are_best(scores, ",
+            "dsv4_jax/model/test_against_transformers.py",
+        ),
+        (
+            "router_breaks_ties_upwards",
+            "moe.py",
+            "earlier = (number[None, :] < number[:, None])[None]",
+            "earlier = (number[None, :] > number[:, None])[None]",
+            "dsv4_jax/model",
+        ),
+        (
+            "swiglu_clamps_one_side",
+            "moe.py",
+            "jnp.clip(up.astype(jnp.float32), -limit, limit)",
+            "jnp.minimum(up.astype(jnp.float32), limit)",
+            "dsv4_jax/model/test_against_transformers.py",
+        ),
+    ),
+    *_mutations(
+        "dsv4_jax/attention",
+        (
+            "main_table_for_all",
+            "rope.py",
+            "if attn == AttentionType.SWA:",
+            "if attn in AttentionType:",
+            "dsv4_jax/attention/test_rope.py",
+        ),
+        (
+            "yarn_the_wrong_way_round",
+            "rope.py",
+            "stretched * ramp + plain * (1 - ramp)",
+            "stretched * (1 - ramp) + plain * ramp",
+            "dsv4_jax/attention/test_rope.py",
+        ),
+        (
+            "first_window_sees_zeros",
+            "compressor.py",
+            "scores[..., dim:], -jnp.inf)",
+            "scores[..., dim:], 0.0)",
+            "dsv4_jax/model/test_against_transformers.py",
+        ),
+    ),
+    *_mutations(
+        "dsv4_jax",
+        (
+            "up_projection_loaded_as_gate",
+            "checkpoint/load.py",
+            '(("w1", slice(0, rows // 2)), ("w3", slice(rows // 2, rows)))',
+            '(("w3", slice(0, rows // 2)), ("w1", slice(rows // 2, rows)))',
+            "dsv4_jax/checkpoint/test_checkpoint.py",
+        ),
+        (
+            "weights_with_swapped_nibbles",
+            "checkpoint/files.py",
+            "np.stack([pairs & 15, pairs >> 4], axis=-1)",
+            "np.stack([pairs >> 4, pairs & 15], axis=-1)",
+            "dsv4_jax/checkpoint/test_checkpoint.py",
+        ),
+        (
+            "name_of_the_key_norm",
+            "checkpoint/names.py",
+            'r"\\.attn\\.kv_norm\\.", ".attn.norm."',
+            'r"\\.attn\\.kv_norm\\.", ".attn.kv_norm."',
+            "dsv4_jax/checkpoint/test_checkpoint.py",
+        ),
+        (
+            "config_swaps_its_ratios",
+            "config/read_json.py",
+            "(SWA, CSA, HCA), strict=True",
+            "(SWA, HCA, CSA), strict=True",
+            "dsv4_jax/config",
+        ),
+        (
+            "draft_layer_has_a_layers_place",
+            "config/layer_schedule.py",
+            "family_idx=config.layer_types.count(AttentionType.SWA)",
+            "family_idx=config.layer_types.count(AttentionType.SWA) - 1",
+            "dsv4_jax/config",
+        ),
+    ),
+    *_mutations(
+        "pallas_kernels",
+        (
+            "e4m3_exponent",
+            "common/numbers.py",
+            "((127 - 7) << 3)",
+            "((127 - 8) << 3)",
+            "pallas_kernels/common/test_numbers.py",
+        ),
+        (
+            "e2m1_ties_go_up",
+            "common/numbers.py",
+            "magnitude + 0x1FFFFF + ((magnitude >> 22) & 1)",
+            "magnitude + 0x200000",
+            "pallas_kernels/common/test_numbers.py",
+        ),
+        (
+            "scale_rounded_down",
+            "common/numbers.py",
+            "(bits >> 23) + not_a_power.astype(jnp.uint32)",
+            "bits >> 23",
+            "pallas_kernels/common/test_numbers.py",
+        ),
+        (
+            "absent_entries_wrap",
+            "common/addressing.py",
+            "jnp.where(inside, blocks, -1)",
+            "blocks",
+            "pallas_kernels/gather_entries",
+        ),
+        (
+            "inverse_rope_forwards",
+            "common/norm_rope.py",
+            "        sin = -sin\n",
+            "        sin = +sin\n",
+            "pallas_kernels/sparse_attention/test_sparse_attention.py "
+            "dsv4_jax/model/test_against_transformers.py",
+        ),
+        (
+            "ring_keeps_the_first_of_two",
+            "append_tokens/reference.py",
+            "[row] - size",
+            "[row] - size - 1",
+            "pallas_kernels/append_tokens",
+        ),
+        (
+            "b_stream_one_token_short",
+            "compressor/pooling.py",
+            "if back >= rate else",
+            "if back > rate else",
+            "pallas_kernels/compressor/test_pooling.py",
+        ),
+        (
+            "entry_at_the_end_of_its_window",
+            "compressor/pooling.py",
+            "frequencies, end - (rate - 1), eps=eps",
+            "frequencies, end, eps=eps",
+            "pallas_kernels/compressor/test_pooling.py",
+        ),
+        (
+            "nan_scores_rank_first",
+            "select_top_k/reference.py",
+            "jnp.where(jnp.isnan(scores), _NAN, ordered)",
+            "ordered",
+            "pallas_kernels/select_top_k pallas_kernels/index_topk",
+        ),
+        (
+            "ties_go_to_the_higher_index",
+            "select_top_k/reference.py",
+            "best_keys, best = jax.lax.top_k(keys, k)",
+            "best_keys, best = jax.lax.top_k(keys[..., ::-1], k); best = num_entries - 1 - best",
+            "pallas_kernels/select_top_k pallas_kernels/index_topk",
+        ),
+        (
+            "scores_without_relu",
+            "index_scores/reference.py",
+            "jax.nn.relu(jnp.matmul(keys, queries.mT, precision=highest))",
+            "jnp.matmul(keys, queries.mT, precision=highest)",
+            "pallas_kernels/index_topk",
+        ),
+        (
+            "no_sink",
+            "sparse_attention/reference.py",
+            "jnp.sum(weights, axis=-1) + jnp.exp(sink - largest)",
+            "jnp.sum(weights, axis=-1)",
+            "pallas_kernels/sparse_attention/test_sparse_attention.py",
+        ),
+        (
+            "window_of_one_more",
+            "gather_entries/reference.py",
+            "valid = (position >= 0)",
+            "valid = (position >= -1)",
+            "pallas_kernels/gather_entries",
+        ),
+        (
+            "sinkhorn_one_turn_short",
+            "hyper_connections/reference.py",
+            "jax.lax.fori_loop(0, iters - 1, ",
+            "jax.lax.fori_loop(0, iters - 2, ",
+            "pallas_kernels/hyper_connections",
+        ),
+        (
+            "kernel_hyper_connections_post",
+            "hyper_connections/triton_gpu.py",
+            "post = 2 * jax.nn.sigmoid(",
+            "post = jax.nn.sigmoid(",
+            "pallas_kernels/hyper_connections",
+        ),
+        (
+            "kernel_gather_window_age",
+            "gather_entries/triton_gpu.py",
+            "- place + window, window)",
+            "- place + window - 1, window)",
+            "pallas_kernels/gather_entries",
+        ),
+        (
+            "kernel_selection_takes_all_of_a_digit",
+            "select_top_k/radix_steps.py",
+            "all_taken = left == counts[digit]",
+            "all_taken = left <= counts[digit]",
+            "pallas_kernels/select_top_k",
+        ),
+        (
+            "kernel_attention_decays_nothing",
+            "sparse_attention/mosaic_hopper.py",
+            "jnp.exp2(state[1] - largest)",
+            "jnp.exp2(0 * (state[1] - largest))",
+            "pallas_kernels/sparse_attention",
+        ),
+    ),
+]
+
+
+def apply(mutation: Mutation, root: pathlib.Path) -> None:
+    """Makes the edit in a copy of the tree.
+
+    Raises:
+      ValueError: the old text does not occur exactly once.
+    """
+    file = root / mutation.file
+    text = file.read_text()
+    if text.count(mutation.old) != 1:
+        raise ValueError(f"{mutation.name}: {mutation.file} must hold {mutation.old!r} once")
+    file.write_text(text.replace(mutation.old, mutation.new))
+
+
+def judge(mutation: Mutation) -> tuple[bool, str]:
+    """Runs the tests on a mutated copy: whether it is caught, and by which test or why not."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = pathlib.Path(folder) / "tree"
+        shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(*LEFT_OUT), symlinks=True)
+        apply(mutation, root)
+        paths = os.pathsep.join([str(root), str(root / "tests")])
+        tests = [str(root / "tests" / test) for test in mutation.tests]
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests],
+            cwd=root,
+            env=os.environ | {"PYTHONPATH": paths},
+            capture_output=True,
+            text=True,
+        )
+    if done.returncode == 0:
+        return False, "survived"
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)
+    if done.returncode == 1 and failed:
+        return True, failed[1]
+    return False, f"no verdict: {(done.stdout + done.stderr).strip()[-500:]}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="*", metavar="NAME", help="names, or how they begin")
+    parser.add_argument("--list", action="store_true")
+    arguments = parser.parse_args()
+    begin = tuple(arguments.only or [""])
+    chosen = [mutation for mutation in MUTATIONS if mutation.name.startswith(begin)]
+    if not chosen:
+        parser.error(f"no such mutation: {', '.join(begin)}")
+    if arguments.list:
+        for mutation in chosen:
+            print(f"{mutation.name:40}{mutation.file:46}{' '.join(mutation.tests)}")
+        return 0
+    survivors = 0
+    for mutation in chosen:
+        start = time.perf_counter()
+        caught, why = judge(mutation)
+        survivors += not caught
+        seconds = time.perf_counter() - start
+        print(f"{'caught' if caught else 'SURVIVED':9}{mutation.name:40}{seconds:5.0f} s  {why}")
+        sys.stdout.flush()
+    print(f"{len(chosen) - survivors} of {len(chosen)} caught")
+    return int(survivors > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
