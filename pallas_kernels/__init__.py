@@ -1,6 +1,6 @@
 """The ops under DeepSeek-V4's hybrid cache: arrays in, arrays out; usable without `dsv4_jax`."""
 
-from pallas_kernels.append_and_flush import Appended, Compressor, append_and_flush
+from pallas_kernels.append_and_flush import Appended, append_and_flush
 from pallas_kernels.append_tokens import append_tokens
 from pallas_kernels.common.backend import (
     Backend,
@@ -12,7 +12,8 @@ from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.codecs import Planes
 from pallas_kernels.common.formats import CACHE_FORMATS, CacheFormat, get_cache_format
 from pallas_kernels.common.layer_planes import LayerPlanes
-from pallas_kernels.compressor import flush_csa, flush_hca, flush_write
+from pallas_kernels.common.norm_rope import NormRope
+from pallas_kernels.compressor import Compressor, flush_csa, flush_hca, flush_write
 from pallas_kernels.encode_tokens import encode_tokens
 from pallas_kernels.gather_entries import gather_entries, gather_window
 from pallas_kernels.hyper_connections import hyper_connections
@@ -29,6 +30,7 @@ __all__ = [
     "Compressor",
     "FallbackWarning",
     "LayerPlanes",
+    "NormRope",
     "Planes",
     "append_and_flush",
     "append_tokens",

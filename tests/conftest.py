@@ -50,6 +50,8 @@ compared, the compiler has to have its freedom to round them differently.
 """
 
 
+PROGRAMS = "DSV4_TEST_PROGRAMS"
+"""Tells the workers of a run where it keeps compiled programs."""
 MAX_MAPPINGS = 25_000
 """At the end of a file, of memory; beyond them compiled programs are dropped."""
 
@@ -57,13 +59,15 @@ MAX_MAPPINGS = 25_000
 def pytest_configure(config):
     if hasattr(config.option, "loadscopereorder"):  # of pytest-xdist: files of few tests last
         config.option.loadscopereorder = False
-    # Files of one run share what was compiled; unless told where to keep it, no run depends on an
-    # earlier one. Every process has a folder of its own: entries are not written at once.
+    # The workers of one run share what took long to compile; unless told where to keep it, no run
+    # depends on an earlier one. With a size jax locks the folder, since it writes entries in parts.
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        folder = tempfile.mkdtemp(prefix="dsv4-jax-tests-")
-        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-        jax.config.update("jax_compilation_cache_dir", folder)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        if PROGRAMS not in os.environ:
+            os.environ[PROGRAMS] = folder = tempfile.mkdtemp(prefix="dsv4-jax-tests-")
+            config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        jax.config.update("jax_compilation_cache_dir", os.environ[PROGRAMS])
+        jax.config.update("jax_compilation_cache_max_size", 8 << 30)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     if gpu_results.VARIABLE in os.environ:
         config.pluginmanager.register(gpu_results.Counts())
 

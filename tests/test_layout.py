@@ -9,11 +9,12 @@ from dsv4_jax import cache
 ROOT = pathlib.Path(__file__).parents[1]
 ROOMS = {
     "runtime": set(),
+    "linear": set(),
     "config": set(),
     "cache": {"config"},
     "allocator": {"config", "cache"},
-    "attention": {"config", "cache"},
-    "model": {"config", "cache", "attention"},
+    "attention": {"linear", "config", "cache"},
+    "model": {"linear", "config", "cache", "attention"},
     "checkpoint": {"config", "model"},
     "step": {"config", "cache", "attention", "model"},
     "training": {"config", "cache", "attention", "model", "checkpoint", "step"},

@@ -170,7 +170,7 @@ class KVCacheManager:
           ValueError: the slot is free, or no context is that long; nothing was changed.
           RuntimeError: too few blocks are free now; nothing was changed.
         """
-        self.prefixes.of(slot)
+        self._check_held(slot)
         held = self._num_blocks_of(slot)
         needed = self.plan.blocks_needed(max_tokens)
         self._check_free(needed - held)
@@ -183,7 +183,7 @@ class KVCacheManager:
         Raises:
           ValueError: the slot is free, or its blocks do not hold that many tokens.
         """
-        self.prefixes.of(slot)
+        self._check_held(slot)
         length = int(self.length_tokens[slot]) + num_tokens
         capacity = self._num_blocks_of(slot) * self.plan.block_tokens
         if not 0 <= num_tokens <= length <= capacity:
@@ -207,7 +207,7 @@ class KVCacheManager:
           ValueError: the slot is free, or `max_tokens` is out of range; nothing was changed.
           RuntimeError: no slot, or too few blocks, are free now; nothing was changed.
         """
-        self.prefixes.of(slot)
+        self._check_held(slot)
         length = int(self.length_tokens[slot])
         full, open_tokens = divmod(length, self.plan.block_tokens)
         needed = self.plan.blocks_needed(max_tokens)
@@ -235,7 +235,7 @@ class KVCacheManager:
         Raises:
           ValueError: the slot is free already.
         """
-        self.prefixes.of(slot)
+        self._check_held(slot)
         self.prefixes.end(slot)
         for block in self.block_table[slot, : self._num_blocks_of(slot)][::-1]:
             self._blocks.drop(int(block))
@@ -254,7 +254,7 @@ class KVCacheManager:
         Raises:
           ValueError: the slot is free, or there are too few tokens; nothing was changed.
         """
-        self.prefixes.of(slot)
+        self._check_held(slot)
         length = int(self.length_tokens[slot])
         if len(token_ids) < length:
             raise ValueError(
@@ -291,15 +291,20 @@ class KVCacheManager:
 
         Args:
           cache: between steps.
-          store: the snapshots; needed where `num_snapshots` is not 0.
+          store: the snapshots; forks, prefix hits and poison need it.
+
+        Raises:
+          ValueError: there is no store, or too small a one, where it is needed; nothing was
+            changed.
         """
         moves = bool(self._poison or self._pending.loads or self._pending.copies)
         if moves and store is None:
             raise ValueError("store must be given: forks, prefix hits and poison need it")
-        if self._pending.loads and store is not None and not store.num_snapshots:
+        num_places = 0 if store is None else store.num_snapshots
+        if self._pending.loads and num_places < self.plan.num_snapshots:
             raise ValueError(
-                f"store must have num_snapshots={self.plan.num_snapshots} places, got none: a "
-                "prefix hit loads from it"
+                f"store must have num_snapshots={self.plan.num_snapshots} places, which prefix "
+                f"hits load from, got {num_places}"
             )
         changes = self.take_changes()
         if changes is None:
@@ -341,6 +346,9 @@ class KVCacheManager:
                 f"{self._blocks.num_beside(chain)} of {self.num_blocks} are free; "
                 "release a request first"
             )
+
+    def _check_held(self, slot: int) -> None:
+        self.prefixes.of(slot)  # raises for a slot that no request has
 
     def _num_blocks_of(self, slot: int) -> int:
         return int(np.count_nonzero(self.block_table[slot] >= 0))

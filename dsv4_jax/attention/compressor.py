@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from dsv4_jax.attention.params import CompressorParams
-from dsv4_jax.attention.projections import linear
 from dsv4_jax.cache.new_tokens import Projections
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_types import AttentionType
+from dsv4_jax.linear import linear
 from pallas_kernels.common.norm_rope import rms_norm, rotate
 
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from dsv4_jax.attention.params import IndexerParams
-from dsv4_jax.attention.projections import linear
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.linear import linear
 from pallas_kernels.common.formats import CacheFormat
 from pallas_kernels.common.norm_rope import rotate
 

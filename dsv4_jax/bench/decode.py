@@ -20,8 +20,8 @@ from dsv4_jax.bench.timing import Timing
 from dsv4_jax.cache.model_cache import tree_bytes
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import layer_schedule
-from dsv4_jax.model.block import embed
 from dsv4_jax.model.params import DSV4Params, layer_of
+from dsv4_jax.model.trunk import embed
 from dsv4_jax.step.decode import jit_decode_step
 
 MARGIN_BYTES = 2 * 2**30

@@ -64,12 +64,13 @@ class Loops:
     ) -> float:
         """See the function of that name."""
         compiled = {length: future.result() for length, future in self._compiled.items()}
-        carry = (None, None if state is None else _copied(state), None)
+        carry: Any = (None, None if state is None else _copied(state), None)
         rounds = self._rounds
 
         def seconds(length: int, dispatches: int) -> float:
             nonlocal carry
-            taken, carry = dispatch(lambda c: compiled[length](c[1], inputs), carry, dispatches)
+            start, carry = (None, carry[1], None), None  # frees the last outputs
+            taken, carry = dispatch(lambda c: compiled[length](c[1], inputs), start, dispatches)
             return taken
 
         once = math.nan

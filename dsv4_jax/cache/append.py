@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import flax.struct
 import jax
-import jax.numpy as jnp
 
 import pallas_kernels as pk
 from dsv4_jax.cache.new_tokens import NewTokens, Projections
@@ -97,45 +96,15 @@ def append_in_place(
     """
     state, paged = pools
     fmt = state.schema.format
-    compressors = []
-    if paged is not None:
-        kept = state.tail if state.running is None else state.running
-        assert kept is not None
-        assert tokens.compressor is not None
-        assert norms.compressor is not None
-        compressors.append(
-            pk.Compressor(
-                kept, tokens.compressor.planes, norms.compressor, paged.entries, fmt.entry
-            )
-        )
-        if tokens.indexer is not None:
-            assert state.index_tail is not None
-            assert norms.indexer is not None
-            assert paged.index_keys is not None
-            compressors.append(
-                pk.Compressor(
-                    state.index_tail,
-                    tokens.indexer.planes,
-                    norms.indexer,
-                    paged.index_keys,
-                    fmt.index_key,
-                )
-            )
+    projections = (tokens.compressor, tokens.indexer)
     done = pk.append_and_flush(
         tokens.queries,
         tokens.kv,
-        norms.kv,
-        norms.frequencies,
-        state.window,
-        compressors,
-        None if paged is None else call.block_table,
-        codec=fmt.entry,
-        request_ids=call.segment_ids,
-        slots=call.slots,
-        positions=call.positions,
-        layer=layer,
+        pk.LayerPlanes(state.window, layer, fmt.entry),
+        [] if paged is None else _compressors((state, paged), projections, norms),
+        call,
+        pk.NormRope(norms.kv, norms.frequencies, norms.eps),
         rate=state.schema.compression_ratio,
-        eps=norms.eps,
         index_queries=tokens.index_queries,
         index_codec=None if tokens.index_queries is None else fmt.index_key,
     )
@@ -208,58 +177,37 @@ def flush_windows(
     Source: deepseek_v4.md sections 2.2 and 3.
     """
     state, paged = pools
-    schema = state.schema
-    ratio, fmt = schema.compression_ratio, schema.format
-    indices = {
-        "closing": _closing_tokens(call, ratio),
-        "request_ids": call.segment_ids,
-        "slots": call.slots,
-        "positions": call.positions,
-        "lengths": call.lengths,
-        "layer": layer,
-        "rate": ratio,
-        "eps": norms.eps,
-    }
-    assert new.compressor is not None
-    assert norms.compressor is not None
+    compressors = _compressors(pools, (new.compressor, new.indexer), norms)
+    where = {"layer": layer, "rate": state.schema.compression_ratio, "eps": norms.eps}
     if state.running is not None:
-        entries = pk.flush_hca(
-            paged.entries,
-            state.running,
-            new.compressor.planes,
-            norms.compressor,
-            norms.frequencies,
-            call.block_table,
-            codec=fmt.entry,
-            max_count=call.max_row_tokens,
-            **indices,
-        )
+        (compressor,) = compressors
+        entries = pk.flush_hca(compressor, call, norms.frequencies, **where)
         return dataclasses.replace(paged, entries=entries)
-    assert state.tail is not None
-    assert state.index_tail is not None
-    assert new.indexer is not None
-    assert norms.indexer is not None
-    assert paged.index_keys is not None
-    entries, index_keys = pk.flush_csa(
-        (paged.entries, paged.index_keys),
-        (state.tail, state.index_tail),
-        (new.compressor.planes, new.indexer.planes),
-        (norms.compressor, norms.indexer),
-        norms.frequencies,
-        call.block_table,
-        codecs=(fmt.entry, fmt.index_key),
-        **indices,
-    )
+    entries, index_keys = pk.flush_csa(compressors, call, norms.frequencies, **where)
     return dataclasses.replace(paged, entries=entries, index_keys=index_keys)
 
 
-def _closing_tokens(call: CallIndices, ratio: int) -> jax.Array:
-    """`call.closing_tokens`, but where every token has a place anyway, each stays in its own.
-
-    A decode step then compacts nothing.
-    """
-    num_tokens = call.positions.shape[0]
-    if num_tokens > num_tokens // ratio + call.row_slots.shape[0]:
-        return call.closing_tokens(ratio)
-    closes = (call.segment_ids >= 0) & ((call.positions + 1) % ratio == 0)
-    return jnp.where(closes, jnp.arange(num_tokens, dtype=jnp.int32), -1)
+def _compressors(
+    pools: tuple[StateCachePool, PagedKVPool],
+    projections: tuple[Projections | None, Projections | None],
+    norms: LayerNorms,
+) -> list[pk.Compressor]:
+    """The main compressor of a CSA or HCA layer and, on a CSA layer, the indexer's."""
+    state, paged = pools
+    main, indexer = projections
+    fmt = state.schema.format
+    kept = state.tail if state.running is None else state.running
+    assert kept is not None
+    assert main is not None
+    assert norms.compressor is not None
+    compressors = [pk.Compressor(kept, main.planes, norms.compressor, paged.entries, fmt.entry)]
+    if indexer is not None:
+        assert state.index_tail is not None
+        assert norms.indexer is not None
+        assert paged.index_keys is not None
+        compressors.append(
+            pk.Compressor(
+                state.index_tail, indexer.planes, norms.indexer, paged.index_keys, fmt.index_key
+            )
+        )
+    return compressors

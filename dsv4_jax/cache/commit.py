@@ -82,13 +82,9 @@ def commit_tokens(
         rows,
         state.running if folds else None,
         new.compressor.planes if folds and new.compressor is not None else None,
-        call.row_slots,
-        call.row_lengths,
-        call.row_counts,
-        call.row_offsets,
+        call,
         layer=layer,
         rate=state.schema.tail_buffer_size_a,
-        max_count=call.max_row_tokens,
     )
     tail, index_tail = tails or (state.tail, state.index_tail)
     return dataclasses.replace(

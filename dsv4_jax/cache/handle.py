@@ -95,7 +95,7 @@ class LayerCacheHandle:
 
         Args:
           tokens: the call's tokens as projected.
-          norms: of the layer.
+          norms: norms of the layer.
 
         Returns:
           The handle, which can be attended through, and what was appended. Where

@@ -33,7 +33,8 @@ class ModelCache:
 
     Attributes:
       state: by attention type, the slots of all its layers; only types that have layers.
-      paged: by attention type, CSA and HCA, the blocks of all its layers; likewise.
+      paged: by attention type, CSA and HCA, the blocks of all its layers; only types that have
+        layers.
       length_tokens: i32[NS], tokens of each slot's request; 0 in a free slot.
       block_table: i32[NS, LB], physical block of each logical one; -1 where there is none. One
         table for both compressed types.

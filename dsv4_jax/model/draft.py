@@ -9,14 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from dsv4_jax.attention.full_sequence import attend_full_sequence
-from dsv4_jax.attention.projections import linear
 from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.cache.new_tokens import NewTokens
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_types import AttentionType
-from dsv4_jax.model.block import block, head
+from dsv4_jax.linear import linear
 from dsv4_jax.model.params import DraftParams, DSV4Params, LayerParams
-from dsv4_jax.model.trunk import jit_run_block
+from dsv4_jax.model.trunk import block, head, jit_run_block
 from pallas_kernels.common.backend import Backend
 from pallas_kernels.common.formats import get_cache_format
 from pallas_kernels.common.norm_rope import rms_norm

@@ -9,8 +9,8 @@ from dsv4_jax.attention.full_sequence import Selector, attend_full_sequence, sel
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import layer_schedule
 from dsv4_jax.config.layer_types import AttentionType
-from dsv4_jax.model.block import block, embed, head
 from dsv4_jax.model.params import DSV4Params, LayerParams
+from dsv4_jax.model.trunk import block, embed, head
 from pallas_kernels.common.backend import Backend
 from pallas_kernels.common.formats import get_cache_format
 

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from dsv4_jax.attention.projections import grouped_linear
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.linear import grouped_linear
 from dsv4_jax.model.params import HyperConnectionParams
 from pallas_kernels import Backend, hyper_connections
 from pallas_kernels.hyper_connections.reference import collapse, inverse_rms
@@ -51,7 +51,7 @@ def read_streams(
       norm: [D], norm weight of the sublayer.
       streams: [..., S, D].
       config: the model.
-      name: what a capture of intermediates calls it.
+      name: name of the connection in a capture of intermediates.
       backend: route of the op; only the reference can be differentiated.
     """
     lead, (num, dim) = streams.shape[:-2], streams.shape[-2:]
@@ -79,7 +79,7 @@ def write_streams(connection: HyperConnection, streams: jax.Array, output: jax.A
     """Step 9: X'_k = post_k y + sum_j comb_jk X_j, in f32, rounded once.
 
     Args:
-      connection: what `read_streams` gave the sublayer.
+      connection: result of `read_streams`.
       streams: [..., S, D] that the sublayer read.
       output: [..., D], output of the sublayer.
     """

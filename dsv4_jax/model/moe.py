@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from dsv4_jax.attention.projections import grouped_linear, linear
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.linear import grouped_linear, linear
 from dsv4_jax.model.params import MoEParams
 
 

@@ -2,8 +2,8 @@
 
 Every request that only decodes is in every step, so that a long prompt never stalls an answer.
 Of the tokens that are left, the oldest prompt gets half and the others share the rest, those with
-least left first: a short prompt behind long ones soon has its first token, and since everyone
-becomes the oldest one day, nobody starves.
+least left first: a short prompt behind long ones soon has its first token, and since every prompt
+becomes the oldest in time, none starves.
 """
 
 from __future__ import annotations

@@ -15,9 +15,8 @@ from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.new_tokens import NewTokens, empty_new_tokens
 from dsv4_jax.cache.step_input import StepInput, check_step_input
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.model.block import head
 from dsv4_jax.model.params import DSV4Params
-from dsv4_jax.model.trunk import run_layers
+from dsv4_jax.model.trunk import head, run_layers
 from pallas_kernels.common.call import CallIndices
 
 _ROW_MULTIPLE = 8

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 
 from dsv4_jax.attention.full_sequence import Selection, Selector, select_by_score
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.model.block import head
 from dsv4_jax.model.draft import forward_draft
 from dsv4_jax.model.forward import forward_streams
 from dsv4_jax.model.params import DSV4Params
+from dsv4_jax.model.trunk import head
 
 
 def select_all(selection: Selection) -> jax.Array:

@@ -1,4 +1,4 @@
-"""One token per request: norm, rotate, encode, keep, and compress what closes, in one launch."""
+"""One token per request: norm, RoPE, encode, keep, and compress what closes, in one launch."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from collections.abc import Sequence
 import jax
 
 from pallas_kernels.append_and_flush import reference, triton_gpu
-from pallas_kernels.append_and_flush.arrays import Appended, Compressor
+from pallas_kernels.append_and_flush.arrays import Appended
 from pallas_kernels.common.backend import Backend, resolve
-from pallas_kernels.common.checks import (
-    check_codec,
-    check_indices,
-    check_rank,
-    check_same_length,
-    check_shape,
-)
-from pallas_kernels.common.codecs import Codec, Planes
+from pallas_kernels.common.call import CallIndices
+from pallas_kernels.common.checks import check_call, check_codec, check_same_length
+from pallas_kernels.common.codecs import Codec
+from pallas_kernels.common.layer_planes import LayerPlanes
+from pallas_kernels.common.norm_rope import NormRope
+from pallas_kernels.compressor.arrays import Compressor
+from pallas_kernels.compressor.op import check_compressor
 from pallas_kernels.encode_tokens.op import check_tokens
 from pallas_kernels.round_index_queries.op import check_index_queries
 
@@ -29,19 +28,12 @@ _IMPLEMENTATIONS = {
 def append_and_flush(
     queries: jax.Array,
     kv: jax.Array,
-    norm: jax.Array,
-    frequencies: jax.Array,
-    ring: Planes,
+    ring: LayerPlanes,
     compressors: Sequence[Compressor],
-    block_table: jax.Array | None,
+    call: CallIndices,
+    norm_rope: NormRope,
     *,
-    codec: Codec,
-    request_ids: jax.Array,
-    slots: jax.Array,
-    positions: jax.Array,
-    layer: jax.Array,
     rate: int,
-    eps: float,
     index_queries: jax.Array | None = None,
     index_codec: Codec | None = None,
     backend: Backend | None = None,
@@ -56,19 +48,12 @@ def append_and_flush(
     Args:
       queries: [T, H, C], as projected; each head is normed without a weight.
       kv: [T, C], as projected, in the same dtype, that of activations.
-      norm: [C], weight of the window entries' norm.
-      frequencies: f32[R / 2], of the layer's table.
-      ring: planes [L, NS, W, ...] of the codec, the window.
+      ring: the window, planes [L, NS, W, ...]; its layer is that of states and pools too.
       compressors: none on SWA layers; on CSA layers the main one and the indexer's; one on HCA.
-      block_table: i32[B, LB], physical block of each logical one, -1 where there is none; None
-        without compressors.
-      codec: how window entries are stored.
-      request_ids: i32[T], row of the table; an entry of row -1 is not written.
-      slots: i32[T]; -1 writes nothing. No slot twice.
-      positions: i32[T], also how many tokens each request has kept.
-      layer: i32[], index into L.
+      call: where the call's tokens belong. A segment has one token at most, and a position is also
+        how many tokens its request has kept.
+      norm_rope: norm of the window entries, and the layer's RoPE.
       rate: M, tokens per window; not read without compressors.
-      eps: floor of the norms.
       index_queries: [T, IH, IC], as projected, in the dtype of `queries`; None on layers that
         select nothing.
       index_codec: how index keys are stored; None without `index_queries`.
@@ -83,36 +68,23 @@ def append_and_flush(
 
     Source: deepseek_v4.md sections 1.3, 1.7, 2.2, 2.4, 3 and 4.
     """
-    check_tokens(queries, kv, norm, frequencies, positions)
+    check_call(call)
+    check_tokens(queries, kv, norm_rope.weight, norm_rope.frequencies, call.positions)
     num_tokens, dim = kv.shape
-    check_same_length("T", kv=kv, request_ids=request_ids, slots=slots)
-    check_indices(request_ids=request_ids, slots=slots)
-    check_codec("ring", ring, codec, dim)
-    _check_index_queries(index_queries, index_codec, queries, frequencies)
-    if (block_table is None) != (not compressors):
-        raise ValueError("block_table goes with compressors; pass both, or None and ()")
-    if block_table is not None:
-        check_rank(2, block_table=block_table)
-        check_indices(block_table=block_table)
+    check_codec("ring", ring.planes, ring.codec, dim)
+    _check_index_queries(index_queries, index_codec, queries, norm_rope.frequencies)
     for number, compressor in enumerate(compressors):
-        _check_compressor(f"compressors[{number}]", compressor, num_tokens, rate)
+        check_compressor(f"compressors[{number}]", compressor, num_tokens, rate)
     if len(compressors) > 1 and not all(isinstance(c.state, dict) for c in compressors):
         raise ValueError("a running pool is the state of a layer's only compressor")
     return resolve("append_and_flush", backend, _IMPLEMENTATIONS, preferred=Backend.TRITON_GPU)(
         queries,
         kv,
-        norm,
-        frequencies,
         ring,
         compressors,
-        block_table,
-        codec=codec,
-        request_ids=request_ids,
-        slots=slots,
-        positions=positions,
-        layer=layer,
+        call,
+        norm_rope,
         rate=rate,
-        eps=eps,
         index_queries=index_queries,
         index_codec=index_codec,
     )
@@ -134,20 +106,3 @@ def _check_index_queries(
         raise ValueError(
             f"queries and index_queries must agree, got {queries.dtype} and {index_queries.dtype}"
         )
-
-
-def _check_compressor(name: str, compressor: Compressor, num_tokens: int, rate: int) -> None:
-    state, rows, norm, pool, codec = compressor
-    check_rank(1, **{f"{name}.norm": norm})
-    dim = norm.shape[0]
-    check_codec(f"{name}.pool", pool, codec, dim)
-    for part, array in rows.items():
-        width = 2 * dim if isinstance(state, dict) else dim
-        check_shape(f"{name}.rows[{part!r}]", array, (num_tokens, width), "T, width")
-    if isinstance(state, dict):
-        found = {part: plane.shape[2:] for part, plane in state.items()}
-        wanted = dict.fromkeys(("values", "scores"), (2 * rate, 2 * dim))
-    else:
-        found, wanted = {"running": state.shape[2:]}, {"running": (3, dim)}
-    if found != wanted:
-        raise ValueError(f"{name}.state must keep {wanted} per slot, got {found}")

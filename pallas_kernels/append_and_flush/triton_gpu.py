@@ -8,13 +8,10 @@ row from the call, and the one row that is written here is read by nobody.
 
 Bytes: queries in and out, 4 * H * C, and index queries, 6 * IH * IC, beside which the rest is a few
 KiB a token, and as many again as the 2M pooled rows where a CSA window closes. At few requests a
-chain of loads, exponentials and reductions bounds it, at many the queries: on an H200 (jax 0.11.2)
-2.5 us for one request of a CSA layer, 6.6 to 6.9 for 64 and 16.1 to 16.5, 71 to 73 % of the copy
-bandwidth, for 256; with 64 index queries a token 2.6, 7.4 to 7.7 and 23.3; of an HCA layer 2.0, 5.4
-and 13.6 to 14.1. Tried there: four heads a program, 7.1 and 17.5, but HCA 5.1 and 13.0; sixteen
-heads 7.0 and 17.9; programs of two warps 7.3 and 17.4, of eight 7.0 and 17.5.
+chain of loads, exponentials and reductions bounds it; at many memory does, by the queries.
 
-It compiles for Blackwell and has not run there.
+Limits: one token per segment, and no slot twice. It compiles for Blackwell and has not run there.
+Figures and roads not taken: docs/kernels/append_and_flush.md.
 """
 
 from __future__ import annotations
@@ -27,9 +24,13 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.append_and_flush.arrays import Appended, Compressor
+from pallas_kernels.append_and_flush.arrays import Appended
+from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.codecs import Codec, Planes
+from pallas_kernels.common.layer_planes import LayerPlanes
+from pallas_kernels.common.norm_rope import NormRope
 from pallas_kernels.compressor import triton_pool
+from pallas_kernels.compressor.arrays import Compressor
 from pallas_kernels.compressor.triton_closing import Closing, prepare_store
 from pallas_kernels.encode_tokens import triton_token
 from pallas_kernels.gpu import triton, triton_codecs, triton_heads
@@ -42,52 +43,46 @@ _NUM_WARPS = 4
 def append_and_flush(
     queries: jax.Array,
     kv: jax.Array,
-    norm: jax.Array,
-    frequencies: jax.Array,
-    ring: Planes,
+    ring: LayerPlanes,
     compressors: Sequence[Compressor],
-    block_table: jax.Array | None,
+    call: CallIndices,
+    norm_rope: NormRope,
     *,
-    codec: Codec,
-    request_ids: jax.Array,
-    slots: jax.Array,
-    positions: jax.Array,
-    layer: jax.Array,
     rate: int,
-    eps: float,
     index_queries: jax.Array | None,
     index_codec: Codec | None,
 ) -> Appended:
     """See `op.append_and_flush`."""
     num_tokens, num_heads, _ = queries.shape
+    window, eps = ring.planes, norm_rope.eps
     num_tiles = triton_heads.num_head_tiles(num_heads)
     to_round = [] if index_queries is None else [index_queries]
     num_index_tiles = sum(triton_heads.num_head_tiles(heads.shape[1]) for heads in to_round)
     shapes = {
         name: jax.ShapeDtypeStruct((num_tokens, *plane.shape[3:]), plane.dtype)
-        for name, plane in ring.items()
+        for name, plane in window.items()
     }
-    table = [] if block_table is None else [block_table]
-    call = [layer.reshape(1), request_ids, slots, positions, *table]
-    inputs = [*call, queries, kv, norm, frequencies]
-    in_place = [*triton.as_words(ring).values()]
-    for state, rows, weight, pool, _ in compressors:
-        inputs += [rows["values"], rows["scores"], weight]
-        in_place += [*_state_arrays(state), *triton.as_words(pool).values()]
+    table = [call.block_table] if compressors else []
+    indices = [ring.layer.reshape(1), call.segment_ids, call.slots, call.positions, *table]
+    inputs = [*indices, queries, kv, norm_rope.weight, norm_rope.frequencies]
+    in_place = [*triton.as_words(window).values()]
+    for compressor in compressors:
+        inputs += [compressor.rows["values"], compressor.rows["scores"], compressor.norm]
+        in_place += [*_state_arrays(compressor), *triton.as_words(compressor.pool).values()]
     inputs += to_round
 
     def kernel(input_refs: list[Ref], stored_refs: list[Ref]) -> None:
         read, stored = iter(input_refs), iter(stored_refs)
-        call_refs = [next(read) for _ in call]
+        call_refs = [next(read) for _ in indices]
         queries_ref, kv_ref, norm_ref, frequencies_ref = (next(read) for _ in range(4))
         token, part = pl.program_id(0), pl.program_id(1)
         closes = _read_token(call_refs, token, rate)
         live = call_refs[2][token] >= 0
-        ring_refs = {name: next(stored) for name in ring}
+        ring_refs = {name: next(stored) for name in window}
         for number, compressor in enumerate(compressors):
             append = functools.partial(
                 _append_csa if isinstance(compressor.state, dict) else _append_hca,
-                [next(stored) for _ in _state_arrays(compressor.state)],
+                [next(stored) for _ in _state_arrays(compressor)],
                 {name: next(stored) for name in compressor.pool},
                 [next(read) for _ in range(3)],
                 frequencies_ref,
@@ -96,32 +91,39 @@ def append_and_flush(
                 eps=eps,
             )
             pl.when((part == number) & live)(append)
-        turned_ref = next(stored)
+        rotated_ref = next(stored)
         row_refs = {name: next(stored) for name in shapes}
-        turn_part, round_part = len(compressors) + 1, len(compressors) + 1 + num_tiles
+        rotate_part = len(compressors) + 1
+        round_part = rotate_part + num_tiles
 
         @pl.when(part == len(compressors))
         def _append_window() -> None:
             entry = triton_token.encode_entry(
-                kv_ref, norm_ref, frequencies_ref, token, closes.position, codec=codec, eps=eps
+                kv_ref,
+                norm_ref,
+                frequencies_ref,
+                token,
+                closes.position,
+                codec=ring.codec,
+                eps=eps,
             )
             triton_codecs.store_entry(row_refs, (token,), entry)
-            size = next(iter(ring.values())).shape[2]
+            size = next(iter(window.values())).shape[2]
             at = (closes.layer, closes.slot, closes.position % size)
             pl.when(live)(functools.partial(triton_codecs.store_entry, ring_refs, at, entry))
 
-        turns = part >= turn_part
+        rotates = part >= rotate_part
         if index_codec is not None:
-            turns &= part < round_part
+            rotates &= part < round_part
 
-        @pl.when(turns)
-        def _turn() -> None:
+        @pl.when(rotates)
+        def _rotate() -> None:
             triton_token.rotate_heads(
                 queries_ref,
-                turned_ref,
+                rotated_ref,
                 frequencies_ref,
                 token,
-                part - turn_part,
+                part - rotate_part,
                 closes.position,
                 eps=eps,
             )
@@ -158,30 +160,31 @@ def append_and_flush(
     def take(planes: Planes) -> Planes:
         return triton.from_words({name: next(written) for name in planes}, planes)
 
-    new_ring = take(ring)
+    new_window = take(window)
     states: list[Planes | jax.Array] = []
     pools: list[Planes] = []
-    for state, _, _, pool, _ in compressors:
-        if isinstance(state, dict):
+    for compressor in compressors:
+        if isinstance(compressor.state, dict):
             states.append({name: next(written) for name in ("values", "scores")})
         else:
             states.append(next(written))
-        pools.append(take(pool))
-    turned = next(written)
+        pools.append(take(compressor.pool))
+    rotated = next(written)
     rows = triton.from_words({name: next(written) for name in shapes}, shapes)
-    return Appended(turned, rows, new_ring, tuple(states), tuple(pools), next(written, None))
+    return Appended(rotated, rows, new_window, tuple(states), tuple(pools), next(written, None))
 
 
-def _state_arrays(state: Planes | jax.Array) -> list[jax.Array]:
+def _state_arrays(compressor: Compressor) -> list[jax.Array]:
+    state = compressor.state
     return [state["values"], state["scores"]] if isinstance(state, dict) else [state]
 
 
 def _read_token(call_refs: Sequence[Ref], token: jax.Array, rate: int) -> Closing:
     """The program's token; whether it closes a window, its position says."""
-    layer, request_ids, slots, positions, *table = call_refs
+    layer, segment_ids, slots, positions, *table = call_refs
     position, slot = positions[token], jnp.maximum(slots[token], 0)
     return Closing(
-        layer[0], token, request_ids[token], slot, position, position, rate, *(table or [None])
+        layer[0], token, segment_ids[token], slot, position, position, rate, *(table or [None])
     )
 
 

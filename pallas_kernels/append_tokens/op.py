@@ -8,8 +8,9 @@ import jax
 
 from pallas_kernels.append_tokens import reference, triton_gpu
 from pallas_kernels.common.backend import Backend, resolve
+from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.checks import (
-    check_indices,
+    check_call,
     check_planes,
     check_rank,
     check_same_length,
@@ -29,14 +30,10 @@ def append_tokens(
     rows: Sequence[Planes],
     running: jax.Array | None,
     projections: Planes | None,
-    slots: jax.Array,
-    lengths: jax.Array,
-    counts: jax.Array,
-    offsets: jax.Array,
+    call: CallIndices,
     *,
     layer: jax.Array,
     rate: int,
-    max_count: int,
     backend: Backend | None = None,
 ) -> tuple[tuple[Planes, ...], jax.Array | None]:
     """Appends a call's tokens to all that a layer keeps per request, in one launch.
@@ -44,17 +41,13 @@ def append_tokens(
     Args:
       rings: planes [L, NS, W, ...] each, the window and on CSA layers the compressors' states;
         W may differ.
-      rows: planes [T, ...] for each ring, a request's tokens next to each other. Of tokens that
-        share a ring row the last one is written.
+      rows: planes [T, ...] for each ring. Of tokens that share a ring row the last one is written.
       running: f32[L, NS, 3, C], HCA: pools of the open windows; None on other layers.
       projections: `values` and `scores`, f32[T, C], that go into `running`; None without it.
-      slots: i32[B]; -1 writes nothing. No slot twice.
-      lengths: i32[B], tokens of each request before the call.
-      counts: i32[B], tokens of each request in the call; where 0, nothing is written.
-      offsets: i32[B], index in T of each request's first token.
+      call: where the call's tokens belong; its `row_*` and `max_row_tokens` are read. A segment
+        that is idle or has no token writes nothing.
       layer: i32[], index into L.
-      rate: tokens per window of `running`; not read without it.
-      max_count: the largest count there can be; static.
+      rate: M, tokens per window of `running`; not read without it.
       backend: implementation to use; None picks the fastest one that runs here.
 
     Returns:
@@ -80,19 +73,8 @@ def append_tokens(
         for name, array in projections.items():
             arrays[name] = array
             check_shape(name, array, (array.shape[0], running.shape[3]), "T, C")
-    check_same_length("T", **arrays)
-    check_same_length("B", slots=slots, lengths=lengths, counts=counts, offsets=offsets)
-    check_indices(slots=slots, lengths=lengths, counts=counts, offsets=offsets)
+    check_call(call)
+    check_same_length("T", **arrays, **{"call.positions": call.positions})
     return resolve("append_tokens", backend, _TOKENS, preferred=Backend.TRITON_GPU)(
-        rings,
-        rows,
-        running,
-        projections,
-        slots,
-        lengths,
-        counts,
-        offsets,
-        layer=layer,
-        rate=rate,
-        max_count=max_count,
+        rings, rows, running, projections, call, layer=layer, rate=rate
     )

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.addressing import write_rows
+from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.codecs import Planes
 from pallas_kernels.compressor.pooling import empty_pool, fold_tokens
 
@@ -24,24 +25,15 @@ def append_ring(
 
 
 def append_running(
-    running: jax.Array,
-    values: jax.Array,
-    scores: jax.Array,
-    slots: jax.Array,
-    lengths: jax.Array,
-    counts: jax.Array,
-    offsets: jax.Array,
-    *,
-    layer: jax.Array,
-    max_count: int,
-    rate: int,
+    running: jax.Array, projections: Planes, call: CallIndices, *, layer: jax.Array, rate: int
 ) -> jax.Array:
     """Folds each request's new tokens into the running softmax of its open window.
 
-    The window open after the call starts at `(lengths + counts) // rate * rate`; what lies before
+    The window open after the call starts at `(length + count) // rate * rate`; what lies before
     it has been flushed.
     """
-    end = lengths + counts
+    slots, lengths = call.row_slots, call.row_lengths
+    end = lengths + call.row_counts
     opened = end // rate * rate
     carried = (opened < lengths)[:, None, None]
     first = jnp.maximum(opened, lengths)
@@ -49,13 +41,13 @@ def append_running(
     empty = empty_pool(old.shape[0], old.shape[-1])
     pool = fold_tokens(
         jnp.where(carried, old, empty),
-        values,
-        scores,
-        start=offsets + first - lengths,
+        projections["values"],
+        projections["scores"],
+        start=call.row_offsets + first - lengths,
         count=end - first,
-        max_count=min(max_count, rate),
+        max_count=min(call.max_row_tokens, rate),
     )
-    writes = jnp.where((slots >= 0) & (counts > 0), slots, running.shape[1])
+    writes = jnp.where((slots >= 0) & (call.row_counts > 0), slots, running.shape[1])
     return running.at[layer, writes].set(pool, mode="drop")
 
 
@@ -64,21 +56,18 @@ def append_tokens(
     rows: Sequence[Planes],
     running: jax.Array | None,
     projections: Planes | None,
-    slots: jax.Array,
-    lengths: jax.Array,
-    counts: jax.Array,
-    offsets: jax.Array,
+    call: CallIndices,
     *,
     layer: jax.Array,
     rate: int,
-    max_count: int,
 ) -> tuple[tuple[Planes, ...], jax.Array | None]:
     """`append_ring` of each ring, of tokens that share a row the last one, and `append_running`."""
+    lengths, counts, offsets = call.row_lengths, call.row_counts, call.row_offsets
     tokens = jnp.arange(jax.tree.leaves(rows)[0].shape[0])[:, None]
     member = (tokens >= offsets[None]) & (tokens < (offsets + counts)[None])
     row = jnp.argmax(member, axis=1)
     positions = (lengths - offsets)[row] + tokens[:, 0]
-    live = jnp.where(jnp.any(member, axis=1), slots[row], -1)
+    live = jnp.where(jnp.any(member, axis=1), call.row_slots[row], -1)
     appended = []
     for ring, new in zip(rings, rows, strict=True):
         size = jax.tree.leaves(ring)[0].shape[2]
@@ -86,16 +75,5 @@ def append_tokens(
         kept = jnp.where(last, live, -1)
         appended.append(append_ring(ring, new, kept, positions, layer=layer))
     if running is not None and projections is not None:
-        running = append_running(
-            running,
-            projections["values"],
-            projections["scores"],
-            slots,
-            lengths,
-            counts,
-            offsets,
-            layer=layer,
-            max_count=max_count,
-            rate=rate,
-        )
+        running = append_running(running, projections, call, layer=layer, rate=rate)
     return tuple(appended), running

@@ -1,19 +1,17 @@
-"""Triton kernels of `encode_tokens` and, rings and running pool in one launch, `append_tokens`.
+"""Triton kernel of `append_tokens`: rings and running pool in one launch.
 
-`encode_tokens` reads and writes a token's queries once, 2 * H * C numbers beside which its entry is
-nothing: memory bounds it.
+Program (b, i) takes the i-th token from the end of segment b and copies its rows to the rings that
+keep it. Of several tokens that share a ring row only the last one has a program, so the order of
+programs does not matter. Further programs of a segment fold the tokens of its open window into
+tiles of 128 channels of the running pool, a chunk of tokens while the next one's loads are in
+flight; they go on from the pool before the call, or begin with an empty one. A program without a
+token ends after two loads; there are B * min(max_row_tokens, W) of them.
 
-In `append_tokens` program (b, i) takes the i-th token from the end of row b and copies its rows to
-the rings that keep it; more programs a row fold the tokens of its open window into tiles of the
-running pool. Of several tokens that share a ring row only the last one has a program, so no order
-matters. A program without a token ends after two loads; there are B * min(max_count, W) of them.
-Bytes: the rows that are kept, in and out. What bounds it is the launch and two dependent loads.
+Bytes: the rows that are kept, in and out. The launch and two dependent loads, the call's indices
+and then the row, bound it.
 
-H200, microseconds of the kernel alone (fp8_ue8m0): CSA 2.3 for one request and for the 8192 tokens
-of a prefill, 2.8 for 64 requests; HCA 1.7 for 64 requests, 4.0 for a prefill that leaves 126 tokens
-open. `encode_tokens` of 64 heads takes 4.2 us for 64 tokens and 301 for 8192, 85 % of the copy
-bandwidth; 413 where heads were read by masked indices, two bytes a load. Both compile for Blackwell
-and have not run there.
+Limits: no slot twice in a call, and the tokens of a segment lie next to each other. It compiles for
+Blackwell and has not run there. Figures: docs/kernels/append_tokens.md.
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.codecs import Planes
 from pallas_kernels.compressor import triton_pool
 from pallas_kernels.gpu import triton
@@ -41,17 +40,15 @@ def append_tokens(
     rows: Sequence[Planes],
     running: jax.Array | None,
     projections: Planes | None,
-    slots: jax.Array,
-    lengths: jax.Array,
-    counts: jax.Array,
-    offsets: jax.Array,
+    call: CallIndices,
     *,
     layer: jax.Array,
     rate: int,
-    max_count: int,
 ) -> tuple[tuple[Planes, ...], jax.Array | None]:
     """See `op.append_tokens`."""
-    call = [layer.reshape(1), slots, lengths, counts, offsets]
+    per_row = [call.row_slots, call.row_lengths, call.row_counts, call.row_offsets]
+    indices = [layer.reshape(1), *per_row]
+    max_count = call.max_row_tokens
     ring_words = [triton.as_words(ring) for ring in rings]
     row_words = [triton.as_words(new) for new in rows]
     num_tokens = [min(max_count, next(iter(ring.values())).shape[2]) for ring in rings]
@@ -64,9 +61,9 @@ def append_tokens(
 
     def kernel(inputs: list[Ref], stored: list[Ref]) -> None:
         row, place = pl.program_id(0), pl.program_id(1)
-        layer, slot, length, count, offset = _read(inputs[: len(call)], row)
+        layer, slot, length, count, offset = _read(inputs[: len(indices)], row)
         token, position = offset + count - 1 - place, length + count - 1 - place
-        copies = inputs[len(call) + len(folded) :]
+        copies = inputs[len(indices) + len(folded) :]
         for source, target, limit in zip(copies, stored, limits, strict=False):
             at = (layer, jnp.maximum(slot, 0), position % target.shape[2])
             pl.when((slot >= 0) & (place < jnp.minimum(count, limit)))(
@@ -78,7 +75,7 @@ def append_tokens(
                     _fold_open_window,
                     stored[-1],
                     (layer, jnp.maximum(slot, 0)),
-                    inputs[len(call) : len(call) + 2],
+                    inputs[len(indices) : len(indices) + 2],
                     (length, count, offset),
                     place - last,
                     rate=rate,
@@ -88,8 +85,8 @@ def append_tokens(
 
     written = triton.launch(
         kernel,
-        grid=(slots.shape[0], last + num_tiles),
-        inputs=[*call, *folded, *sources],
+        grid=(call.row_slots.shape[0], last + num_tiles),
+        inputs=[*indices, *folded, *sources],
         in_place=[*targets, *([] if running is None else [running])],
         num_warps=_NUM_WARPS,
         name="append_tokens",

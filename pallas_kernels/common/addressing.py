@@ -1,4 +1,4 @@
-"""Index arithmetic that ops share: stacked planes, ring rows, entries through block tables.
+"""Index arithmetic that references share: stacked planes, ring rows, entries through block tables.
 
 An array family is stacked by layer: [L, ...]. Ops take the stacked array and a layer number, so
 that one buffer serves all layers and a scatter is in place. An index of -1 selects or writes
@@ -43,22 +43,22 @@ def read_rows(stacked: Planes, layer: jax.Array, first: jax.Array, second: jax.A
 
 
 def locate_entries(
-    block_table: jax.Array, request_ids: jax.Array, entries: jax.Array, entries_per_block: int
+    block_table: jax.Array, segment_ids: jax.Array, entries: jax.Array, entries_per_block: int
 ) -> tuple[jax.Array, jax.Array]:
     """Where logical entries lie.
 
     Args:
       block_table: i32[B, LB], -1 where there is no block.
-      request_ids: i32[n], row of the table, -1 for none.
+      segment_ids: i32[n], row of the table, -1 for none.
       entries: i32[n, ...], logical entry numbers, -1 for none.
       entries_per_block: EB.
 
     Returns:
-      Physical blocks i32[n, ...], -1 where the request, the entry or its block is absent, and
+      Physical blocks i32[n, ...], -1 where the segment, the entry or its block is absent, and
       offsets i32[n, ...] in the block.
     """
-    extra = (1,) * (entries.ndim - request_ids.ndim)
-    rows = request_ids.reshape(*request_ids.shape, *extra)
+    extra = (1,) * (entries.ndim - segment_ids.ndim)
+    rows = segment_ids.reshape(*segment_ids.shape, *extra)
     logical = entries // entries_per_block
     inside = (rows >= 0) & (entries >= 0) & (logical < block_table.shape[1])
     blocks = block_table[jnp.maximum(rows, 0), jnp.where(inside, logical, 0)]

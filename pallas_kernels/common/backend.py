@@ -85,7 +85,7 @@ def interpreting() -> bool:
 
 
 def compute_capability() -> tuple[int, int] | None:
-    """Of the GPU that a function traced now will run on; None where it is no NVIDIA GPU."""
+    """That of the NVIDIA GPU that a function traced now runs on; None where there is none."""
     device = jax.config.jax_default_device or jax.devices()[0]
     capability = getattr(device, "compute_capability", None)
     if capability is None or device.platform not in ("gpu", "cuda"):
@@ -95,7 +95,7 @@ def compute_capability() -> tuple[int, int] | None:
 
 
 def device_kind() -> str | None:
-    """The name of the GPU that a function traced now will run on; None where it is no GPU."""
+    """The name of the GPU that a function traced now runs on; None where it is no GPU."""
     device = jax.config.jax_default_device or jax.devices()[0]
     return str(device.device_kind) if compute_capability() is not None else None
 
@@ -117,7 +117,7 @@ def resolve[F: Callable](
     Args:
       op: the op's name, for errors and the warning.
       backend: the one to use; None chooses.
-      implementations: what the op has.
+      implementations: those that the op has.
       preferred: the fastest one for these shapes, by measurement.
       obstacle: why the kernels can't serve this call, as the rest of a sentence of which they are
         the subject; None where they can.

@@ -17,10 +17,10 @@ def map_tokens[Tree](
     """function(arrays, arange(T)), in chunks if its intermediates would be large.
 
     Args:
-      function: of arrays [n, ...] and their tokens i32[n], giving [n, ...]; a token's result
+      function: takes arrays [n, ...] and their tokens i32[n], and gives [n, ...]; a token's result
         depends on nothing else of `arrays`.
       arrays: tree of arrays [T, ...].
-      elements_per_token: of the largest intermediate; decides how many tokens go together.
+      elements_per_token: elements of the largest intermediate; decides how many tokens go together.
     """
     num_tokens = jax.tree.leaves(arrays)[0].shape[0]
     chunk = max(2, CHUNK_ELEMENTS // elements_per_token)  # one row alone rounds differently

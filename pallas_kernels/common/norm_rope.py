@@ -1,11 +1,29 @@
-"""Norm and rotary embedding, the elementwise maths that several ops share."""
+"""RMS norm and RoPE (rotary embedding), the elementwise maths that several ops share."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.rounding import round_to, rounded
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NormRope:
+    """The norm of a layer's window entries, and the RoPE of its vectors.
+
+    Attributes:
+      weight: [C], weight of the norm.
+      frequencies: f32[R / 2], radians per position; the last R dims rotate.
+      eps: floor of the layer's norms; static.
+    """
+
+    weight: jax.Array
+    frequencies: jax.Array
+    eps: float = dataclasses.field(metadata={"static": True})
 
 
 def rms_norm(x: jax.Array, weight: jax.Array | None, *, eps: float) -> jax.Array:
@@ -42,13 +60,13 @@ def _scale(x: jax.Array, weight: jax.Array | None, mean_square: jax.Array, eps: 
 def rotate(
     x: jax.Array, positions: jax.Array, frequencies: jax.Array, *, inverse: bool = False
 ) -> jax.Array:
-    """Rotary embedding of the last R dims; dims 2i and 2i + 1 are a pair.
+    """RoPE of the last R dims; dims 2i and 2i + 1 are a pair.
 
     Args:
       x: [..., C], any leading axes that `positions` broadcasts to.
       positions: i32[...], position of each vector.
       frequencies: f32[R / 2], radians per position.
-      inverse: rotates by minus the angle.
+      inverse: rotates by minus the angle, which undoes it.
 
     Returns:
       [..., C] in the dtype of x: (a, b) -> (a cos - b sin, b cos + a sin), computed in f32 from

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 
 def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """X in that dtype, rounded to it even where a later conversion takes it back to f32."""
+    """Values in that dtype, rounded even where a later conversion takes them back to f32."""
     info = jnp.finfo(dtype)
     if info.bits >= jnp.finfo(x.dtype).bits:
         return x.astype(dtype)
@@ -30,9 +30,9 @@ def rounded(x: jax.Array) -> jax.Array:
 
 
 def exact_divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
-    """The IEEE quotient of f32 arrays, from an approximate one.
+    """The IEEE quotient of f32 arrays, from XLA's approximate one.
 
-    A step of Newton's brings the quotient within an ulp; of it and its neighbour the one with the
+    A Newton step brings the quotient within an ulp; of it and its neighbour the one with the
     smaller remainder is the nearest, since a quotient never lies halfway.
     """
     approximate = x / divisor

@@ -1,4 +1,4 @@
-"""Writes entries to their blocks: finished ones, or whatever windows a call closes."""
+"""Writes entries to their blocks: finished ones, or those of the windows that a call closes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import jax
 
 from pallas_kernels.common.backend import Backend, resolve
+from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.checks import (
+    check_call,
     check_codec,
     check_indices,
     check_planes,
@@ -16,8 +18,10 @@ from pallas_kernels.common.checks import (
     check_shape,
     first_plane,
 )
-from pallas_kernels.common.codecs import Codec, Planes
+from pallas_kernels.common.codecs import Planes
 from pallas_kernels.compressor import reference, triton_gpu
+from pallas_kernels.compressor.arrays import Compressor
+from pallas_kernels.compressor.closing import find_closing
 
 _WRITE = {Backend.REFERENCE: reference.flush_write}
 _CSA = {Backend.REFERENCE: reference.flush_csa, Backend.TRITON_GPU: triton_gpu.flush_csa}
@@ -28,19 +32,19 @@ def flush_write(
     pool: Planes,
     rows: Planes,
     block_table: jax.Array,
-    request_ids: jax.Array,
+    segment_ids: jax.Array,
     entries: jax.Array,
     *,
     layer: jax.Array,
     backend: Backend | None = None,
 ) -> Planes:
-    """Scatters encoded entries, or index keys, through the block table.
+    """Writes encoded entries, or index keys, through the block table.
 
     Args:
       pool: planes [L, NB, EB, ...].
       rows: planes [n, ...].
       block_table: i32[B, LB], physical block of each logical one; -1 where there is none.
-      request_ids: i32[n], row of the table; -1 writes nothing.
+      segment_ids: i32[n], row of the table; -1 writes nothing.
       entries: i32[n], logical entry numbers; -1, or one without a block, writes nothing.
       layer: i32[], index into L.
       backend: implementation to use; None picks the fastest one that runs here.
@@ -56,27 +60,18 @@ def flush_write(
     """
     check_planes(pool, rows, stacked_name="pool", rows_name="rows")
     check_rank(2, block_table=block_table)
-    check_same_length("n", request_ids=request_ids, entries=entries, rows=first_plane(rows))
-    check_indices(block_table=block_table, request_ids=request_ids, entries=entries)
+    check_same_length("n", segment_ids=segment_ids, entries=entries, rows=first_plane(rows))
+    check_indices(block_table=block_table, segment_ids=segment_ids, entries=entries)
     return resolve("flush_write", backend, _WRITE)(
-        pool, rows, block_table, request_ids, entries, layer=layer
+        pool, rows, block_table, segment_ids, entries, layer=layer
     )
 
 
 def flush_csa(
-    pools: Sequence[Planes],
-    states: Sequence[Planes],
-    rows: Sequence[Planes],
-    norms: Sequence[jax.Array],
+    compressors: Sequence[Compressor],
+    call: CallIndices,
     frequencies: jax.Array,
-    block_table: jax.Array,
     *,
-    codecs: Sequence[Codec],
-    closing: jax.Array,
-    request_ids: jax.Array,
-    slots: jax.Array,
-    positions: jax.Array,
-    lengths: jax.Array,
     layer: jax.Array,
     rate: int,
     eps: float,
@@ -84,31 +79,20 @@ def flush_csa(
 ) -> tuple[Planes, ...]:
     """Compresses the CSA windows that a call closes and writes their entries.
 
-    Several compressors of one layer, the main one and the indexer's, share the call and the table;
-    pools, states, rows, norms and codecs have one item for each.
-
     Args:
-      pools: planes [L, NB, EB, ...] of the codec.
-      states: `values` and `scores`, f32[L, NS, 2 * M, 2 * C], as before the call.
-      rows: `values` and `scores`, f32[T, 2 * C], the call's projections, position bias added; a
-        request's tokens next to each other.
-      norms: [C], in the dtype of activations.
-      frequencies: f32[R / 2], of the compress table.
-      block_table: i32[B, LB], physical block of each logical one; -1 where there is none.
-      codecs: how entries are stored.
-      closing: i32[n], tokens of the call that close a window, in any order; -1 writes nothing.
-      request_ids: i32[T], row of the table; an entry of row -1 is not written.
-      slots: i32[T].
-      positions: i32[T].
-      lengths: i32[T], tokens of each token's request before the call.
+      compressors: one or more of a layer, which share the call and its block table: the main one
+        and the indexer's. Their states are as they were before the call.
+      call: where the call's tokens belong.
+      frequencies: f32[R / 2], radians per position, of the compressors' RoPE.
       layer: i32[], index into L.
       rate: M, tokens per window.
-      eps: floor of the norm.
+      eps: floor of the norms.
       backend: implementation to use; None picks the fastest one that runs here.
 
     Returns:
-      The pools with the entries written: pooled, normed, rotated to the window's first position,
-      rounded after each, and encoded. An entry without a block writes nothing.
+      The pool of each compressor with the entries written: pooled, normed, rotated to the window's
+      first position, rounded after each of these, and encoded. An entry without a block is not
+      written.
 
     Raises:
       ValueError: a shape or dtype is wrong.
@@ -116,37 +100,19 @@ def flush_csa(
 
     Source: deepseek_v4.md sections 2.2, 2.4 and 4.
     """
-    _check_call(block_table, closing, request_ids, slots, positions, lengths)
-    count = len(pools)
-    if not count or {len(states), len(rows), len(norms), len(codecs)} != {count}:
-        raise ValueError(
-            "pools, states, rows, norms and codecs must have one item per compressor, got "
-            f"{count}, {len(states)}, {len(rows)}, {len(norms)} and {len(codecs)}"
-        )
-    for pool, state, new, norm, codec in zip(pools, states, rows, norms, codecs, strict=True):
-        check_rank(1, norms=norm)
-        width = 2 * norm.shape[0]
-        check_codec("pools", pool, codec, norm.shape[0])
-        _check_projections(new, (positions.shape[0], width))
-        shapes = {name: plane.shape[2:] for name, plane in state.items()}
-        if shapes != dict.fromkeys(("values", "scores"), (2 * rate, width)):
-            raise ValueError(
-                "states must keep 2 * rate rows of 2 * C values and scores, got "
-                f"{shapes} for {rate=} and {norm.shape=}"
-            )
+    check_call(call)
+    if not compressors:
+        raise ValueError("compressors must hold one or more, got none")
+    for number, compressor in enumerate(compressors):
+        name = f"compressors[{number}]"
+        check_compressor(name, compressor, call.positions.shape[0], rate)
+        if not isinstance(compressor.state, dict):
+            raise ValueError(f"{name}.state must be values and scores on a CSA layer")
     return resolve("flush_csa", backend, _CSA, preferred=Backend.TRITON_GPU)(
-        pools,
-        states,
-        rows,
-        norms,
+        compressors,
+        call,
         frequencies,
-        block_table,
-        codecs=codecs,
-        closing=closing,
-        request_ids=request_ids,
-        slots=slots,
-        positions=positions,
-        lengths=lengths,
+        closing=find_closing(call, rate),
         layer=layer,
         rate=rate,
         eps=eps,
@@ -154,49 +120,28 @@ def flush_csa(
 
 
 def flush_hca(
-    pool: Planes,
-    running: jax.Array,
-    rows: Planes,
-    norm: jax.Array,
+    compressor: Compressor,
+    call: CallIndices,
     frequencies: jax.Array,
-    block_table: jax.Array,
     *,
-    codec: Codec,
-    closing: jax.Array,
-    request_ids: jax.Array,
-    slots: jax.Array,
-    positions: jax.Array,
-    lengths: jax.Array,
     layer: jax.Array,
     rate: int,
     eps: float,
-    max_count: int,
     backend: Backend | None = None,
 ) -> Planes:
     """Compresses the HCA windows that a call closes and writes their entries.
 
     Args:
-      pool: planes [L, NB, EB, ...] of the codec.
-      running: f32[L, NS, 3, C], pools of the open windows as they were before the call.
-      rows: `values` and `scores`, f32[T, C], as in `flush_csa`, and so are all arguments not
-        named here.
-      norm: [C].
-      frequencies: f32[R / 2].
-      block_table: i32[B, LB].
-      codec: how entries are stored.
-      closing: i32[n].
-      request_ids: i32[T].
-      slots: i32[T].
-      positions: i32[T].
-      lengths: i32[T].
-      layer: i32[].
+      compressor: the layer's only one, its state as it was before the call.
+      call: where the call's tokens belong.
+      frequencies: f32[R / 2], radians per position, of the compressor's RoPE.
+      layer: i32[], index into L.
       rate: M, tokens per window.
       eps: floor of the norm.
-      max_count: the most tokens of one request there can be in the call; static.
       backend: implementation to use; None picks the fastest one that runs here.
 
     Returns:
-      The pool with the entries written.
+      The pool with the entries written, as by `flush_csa`.
 
     Raises:
       ValueError: a shape or dtype is wrong.
@@ -204,57 +149,36 @@ def flush_hca(
 
     Source: deepseek_v4.md sections 2.2, 2.4 and 4.
     """
-    _check_call(block_table, closing, request_ids, slots, positions, lengths)
-    check_rank(1, norm=norm)
-    check_rank(4, running=running)
-    check_codec("pool", pool, codec, norm.shape[0])
-    _check_projections(rows, (positions.shape[0], norm.shape[0]))
-    if running.shape[2:] != (3, *norm.shape):
-        raise ValueError(
-            f"running must keep 3 rows of C values, norm C, got {running.shape=} and {norm.shape=}"
-        )
+    check_call(call)
+    check_compressor("compressor", compressor, call.positions.shape[0], rate)
+    if isinstance(compressor.state, dict):
+        raise ValueError("compressor.state must be a running pool on an HCA layer")
     return resolve("flush_hca", backend, _HCA, preferred=Backend.TRITON_GPU)(
-        pool,
-        running,
-        rows,
-        norm,
+        compressor,
+        call,
         frequencies,
-        block_table,
-        codec=codec,
-        closing=closing,
-        request_ids=request_ids,
-        slots=slots,
-        positions=positions,
-        lengths=lengths,
+        closing=find_closing(call, rate),
         layer=layer,
         rate=rate,
         eps=eps,
-        max_count=max_count,
     )
 
 
-def _check_call(
-    block_table: jax.Array,
-    closing: jax.Array,
-    request_ids: jax.Array,
-    slots: jax.Array,
-    positions: jax.Array,
-    lengths: jax.Array,
-) -> None:
-    check_rank(2, block_table=block_table)
-    check_rank(1, closing=closing)
-    per_token = {
-        "request_ids": request_ids,
-        "slots": slots,
-        "positions": positions,
-        "lengths": lengths,
-    }
-    check_same_length("T", **per_token)
-    check_indices(block_table=block_table, closing=closing, **per_token)
-
-
-def _check_projections(rows: Planes, shape: tuple[int, int]) -> None:
-    if rows.keys() != {"values", "scores"}:
-        raise ValueError(f"rows must have values and scores, got {sorted(rows)}")
-    for name, array in rows.items():
-        check_shape(f"rows[{name!r}]", array, shape, "T, width")
+def check_compressor(name: str, compressor: Compressor, num_tokens: int, rate: int) -> None:
+    """The arrays of a compressor fit each other, T tokens and windows of `rate` tokens."""
+    state, norm = compressor.state, compressor.norm
+    check_rank(1, **{f"{name}.norm": norm})
+    dim = norm.shape[0]
+    check_codec(f"{name}.pool", compressor.pool, compressor.codec, dim)
+    if compressor.rows.keys() != {"values", "scores"}:
+        raise ValueError(f"{name}.rows must be values and scores, got {sorted(compressor.rows)}")
+    width = 2 * dim if isinstance(state, dict) else dim
+    for part, array in compressor.rows.items():
+        check_shape(f"{name}.rows[{part!r}]", array, (num_tokens, width), "T, width")
+    if isinstance(state, dict):
+        found = {part: plane.shape[2:] for part, plane in state.items()}
+        wanted = dict.fromkeys(("values", "scores"), (2 * rate, width))
+    else:
+        found, wanted = {"running": state.shape[2:]}, {"running": (3, dim)}
+    if found != wanted:
+        raise ValueError(f"{name}.state must keep {wanted} per slot, got {found}")

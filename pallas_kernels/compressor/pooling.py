@@ -1,4 +1,6 @@
-"""Definition of `compress_csa` and `compress_hca`: a closed window into one entry.
+"""Definition in jnp of `compress_csa` and `compress_hca`: closed windows into entries.
+
+This is the maths of a compressor. `triton_pool.py` spells it for one window inside a kernel.
 
 An entry is, channel by channel, the softmax-weighted mean of its window's values:
 
@@ -21,8 +23,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.norm_rope import rms_norm_by_pairs, rotate
 from pallas_kernels.common.rounding import round_to, rounded
+from pallas_kernels.compressor.arrays import Compressor
 
 
 def empty_pool(num_windows: int, channels: int) -> jax.Array:
@@ -100,16 +104,11 @@ def finish_entry(
 
 
 def compress_csa(
-    state: dict[str, jax.Array],
-    values: jax.Array,
-    scores: jax.Array,
-    norm: jax.Array,
+    compressor: Compressor,
+    call: CallIndices,
     frequencies: jax.Array,
     *,
     closing: jax.Array,
-    slots: jax.Array,
-    positions: jax.Array,
-    lengths: jax.Array,
     layer: jax.Array,
     rate: int,
     eps: float,
@@ -118,9 +117,23 @@ def compress_csa(
 
     rate 2, closing token at p = 5:   positions  2  3 | 4  5
                                       streams    b  b | a  a     state row p % 4
+
+    Args:
+      compressor: its state as it was before the call; `pool` and `codec` are not read.
+      call: where the call's tokens belong.
+      frequencies: f32[R / 2].
+      closing: i32[n], tokens of the call that close a window, in any order; -1 is none.
+      layer: i32[], index into the state.
+      rate: M, tokens per window.
+      eps: floor of the norm.
+
+    Returns:
+      [n, C] in the dtype of the norm's weight; what -1 gives is arbitrary.
     """
+    state, (values, scores) = compressor.state, _values_and_scores(compressor)
+    assert isinstance(state, dict)
     token = jnp.maximum(closing, 0)
-    slot, end = slots[token], positions[token]
+    slot, end = call.slots[token], call.positions[token]
     channels = values.shape[-1] // 2
     tokens = []
     for back in range(2 * rate - 1, -1, -1):
@@ -128,11 +141,12 @@ def compress_csa(
         row = (jnp.maximum(slot, 0), jnp.maximum(position, 0) % (2 * rate))
         source = jnp.maximum(token - back, 0)
         stream = slice(0, channels) if back >= rate else slice(channels, None)
-        in_call, there = ((position >= n)[:, None] for n in (lengths[token], 0))
+        in_call, there = ((position >= n)[:, None] for n in (call.lengths[token], 0))
         value = jnp.where(in_call, values[source], state["values"][layer, *row])[:, stream]
         score = jnp.where(in_call, scores[source], state["scores"][layer, *row])[:, stream]
         tokens.append((jnp.where(there, value, 0.0), jnp.where(there, score, -jnp.inf)))
-    return finish_entry(_pool_at_once(tokens), norm, frequencies, end - (rate - 1), eps=eps)
+    begin = end - (rate - 1)
+    return finish_entry(_pool_at_once(tokens), compressor.norm, frequencies, begin, eps=eps)
 
 
 def _pool_at_once(tokens: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
@@ -145,34 +159,37 @@ def _pool_at_once(tokens: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
 
 
 def compress_hca(
-    running: jax.Array,
-    values: jax.Array,
-    scores: jax.Array,
-    norm: jax.Array,
+    compressor: Compressor,
+    call: CallIndices,
     frequencies: jax.Array,
     *,
     closing: jax.Array,
-    slots: jax.Array,
-    positions: jax.Array,
-    lengths: jax.Array,
     layer: jax.Array,
     rate: int,
     eps: float,
-    max_count: int,
 ) -> jax.Array:
-    """Entry j pools window j: what the running softmax holds of it, then this call's tokens."""
+    """Entry j pools window j: what the running softmax holds of it, then this call's tokens.
+
+    Arguments and result as in `compress_csa`.
+    """
+    running, (values, scores) = compressor.state, _values_and_scores(compressor)
+    assert not isinstance(running, dict)
     token = jnp.maximum(closing, 0)
-    end = positions[token]
+    end, length = call.positions[token], call.lengths[token]
     begin = end - (rate - 1)
-    first = jnp.maximum(begin, lengths[token])
-    carried = (begin < lengths[token])[:, None, None]
-    old = running[layer, jnp.maximum(slots[token], 0)]
+    first = jnp.maximum(begin, length)
+    carried = (begin < length)[:, None, None]
+    old = running[layer, jnp.maximum(call.slots[token], 0)]
     pool = fold_tokens(
         jnp.where(carried, old, empty_pool(closing.shape[0], values.shape[-1])),
         values,
         scores,
         start=token - (end - first),
         count=end - first + 1,
-        max_count=min(max_count, rate),
+        max_count=min(call.max_row_tokens, rate),
     )
-    return finish_entry(pool, norm, frequencies, begin, eps=eps)
+    return finish_entry(pool, compressor.norm, frequencies, begin, eps=eps)
+
+
+def _values_and_scores(compressor: Compressor) -> tuple[jax.Array, jax.Array]:
+    return compressor.rows["values"], compressor.rows["scores"]

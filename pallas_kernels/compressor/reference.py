@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.addressing import locate_entries, write_rows
-from pallas_kernels.common.codecs import Codec, Planes
+from pallas_kernels.common.call import CallIndices
+from pallas_kernels.common.codecs import Planes
+from pallas_kernels.compressor.arrays import Compressor
 from pallas_kernels.compressor.pooling import compress_csa, compress_hca
 
 
@@ -16,111 +18,66 @@ def flush_write(
     pool: Planes,
     rows: Planes,
     block_table: jax.Array,
-    request_ids: jax.Array,
+    segment_ids: jax.Array,
     entries: jax.Array,
     *,
     layer: jax.Array,
 ) -> Planes:
     """Entry j of a request goes to block `table[j // EB]`, offset `j % EB`."""
     entries_per_block = jax.tree.leaves(pool)[0].shape[2]
-    blocks, offsets = locate_entries(block_table, request_ids, entries, entries_per_block)
+    blocks, offsets = locate_entries(block_table, segment_ids, entries, entries_per_block)
     return write_rows(pool, rows, layer, blocks, offsets)
 
 
 def flush_csa(
-    pools: Sequence[Planes],
-    states: Sequence[Planes],
-    rows: Sequence[Planes],
-    norms: Sequence[jax.Array],
+    compressors: Sequence[Compressor],
+    call: CallIndices,
     frequencies: jax.Array,
-    block_table: jax.Array,
     *,
-    codecs: Sequence[Codec],
     closing: jax.Array,
-    request_ids: jax.Array,
-    slots: jax.Array,
-    positions: jax.Array,
-    lengths: jax.Array,
     layer: jax.Array,
     rate: int,
     eps: float,
 ) -> tuple[Planes, ...]:
-    """`compress_csa`, the codec and `flush_write`, for each compressor by itself."""
-    written = []
-    for pool, state, new, norm, codec in zip(pools, states, rows, norms, codecs, strict=True):
-        entries = compress_csa(
-            state,
-            new["values"],
-            new["scores"],
-            norm,
-            frequencies,
-            closing=closing,
-            slots=slots,
-            positions=positions,
-            lengths=lengths,
-            layer=layer,
-            rate=rate,
-            eps=eps,
-        )
-        place = _place(closing, request_ids, positions, rate)
-        written.append(_encode_and_write(pool, entries, codec, block_table, place, layer))
-    return tuple(written)
+    """`compress_csa`, the codec and `flush_write`, for each compressor by itself.
+
+    The order of `closing`, i32[n] with -1 for no token, does not matter.
+    """
+    where = {"closing": closing, "layer": layer, "rate": rate}
+    return tuple(
+        _encode_and_write(c, compress_csa(c, call, frequencies, **where, eps=eps), call, **where)
+        for c in compressors
+    )
 
 
 def flush_hca(
-    pool: Planes,
-    running: jax.Array,
-    rows: Planes,
-    norm: jax.Array,
+    compressor: Compressor,
+    call: CallIndices,
     frequencies: jax.Array,
-    block_table: jax.Array,
     *,
-    codec: Codec,
     closing: jax.Array,
-    request_ids: jax.Array,
-    slots: jax.Array,
-    positions: jax.Array,
-    lengths: jax.Array,
     layer: jax.Array,
     rate: int,
     eps: float,
-    max_count: int,
 ) -> Planes:
-    """`compress_hca`, the codec and `flush_write`."""
-    entries = compress_hca(
-        running,
-        rows["values"],
-        rows["scores"],
-        norm,
-        frequencies,
-        closing=closing,
-        slots=slots,
-        positions=positions,
-        lengths=lengths,
-        layer=layer,
-        rate=rate,
-        eps=eps,
-        max_count=max_count,
-    )
-    place = _place(closing, request_ids, positions, rate)
-    return _encode_and_write(pool, entries, codec, block_table, place, layer)
-
-
-def _place(
-    closing: jax.Array, request_ids: jax.Array, positions: jax.Array, rate: int
-) -> tuple[jax.Array, jax.Array]:
-    """Each closing token's row of the table, -1 for none, and its entry's number."""
-    token = jnp.maximum(closing, 0)
-    return jnp.where(closing >= 0, request_ids[token], -1), positions[token] // rate
+    """`compress_hca`, the codec and `flush_write`; `closing` as in `flush_csa`."""
+    where = {"closing": closing, "layer": layer, "rate": rate}
+    entries = compress_hca(compressor, call, frequencies, **where, eps=eps)
+    return _encode_and_write(compressor, entries, call, **where)
 
 
 def _encode_and_write(
-    pool: Planes,
+    compressor: Compressor,
     entries: jax.Array,
-    codec: Codec,
-    block_table: jax.Array,
-    place: tuple[jax.Array, jax.Array],
+    call: CallIndices,
+    *,
+    closing: jax.Array,
     layer: jax.Array,
+    rate: int,
 ) -> Planes:
+    """The pool with [n, C], the entry of the window that each token of `closing` closes."""
+    pool, token = compressor.pool, jnp.maximum(closing, 0)
+    segment_ids = jnp.where(closing >= 0, call.segment_ids[token], -1)
     rope_dim = pool["rope"].shape[-1] if "rope" in pool else 0
-    return flush_write(pool, codec.encode(entries, rope_dim), block_table, *place, layer=layer)
+    encoded, numbers = compressor.codec.encode(entries, rope_dim), call.positions[token] // rate
+    return flush_write(pool, encoded, call.block_table, segment_ids, numbers, layer=layer)

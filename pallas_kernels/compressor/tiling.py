@@ -1,4 +1,4 @@
-"""How the flush kernels are cut into programs and launches."""
+"""How a flush is cut into programs and launches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A token that closes a window, and how its program writes the entry; inside a Triton kernel."""
+"""The token that closes a window, and how its program stores the entry, inside a Triton kernel.
+
+`closing.py` finds these tokens in a call; `triton_means.py` pools their windows.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ class Closing(NamedTuple):
     Attributes:
       layer: i32[].
       token: i32[], its index in the call.
-      request: i32[], row of the table, -1 for none.
+      segment: i32[], row of the table, -1 for none.
       slot: i32[], 0 for none.
       position: i32[].
       length: i32[], tokens of its request before the call.
@@ -36,7 +39,7 @@ class Closing(NamedTuple):
 
     layer: jax.Array
     token: jax.Array
-    request: jax.Array
+    segment: jax.Array
     slot: jax.Array
     position: jax.Array
     length: jax.Array
@@ -53,8 +56,8 @@ class Closing(NamedTuple):
         entries_per_block = next(iter(planes.values())).shape[2]
         entry = self.position // self.rate
         logical = entry // entries_per_block
-        inside = (self.request >= 0) & (logical < self.table.shape[1])
-        block = self.table[jnp.maximum(self.request, 0), jnp.where(inside, logical, 0)]
+        inside = (self.segment >= 0) & (logical < self.table.shape[1])
+        block = self.table[jnp.maximum(self.segment, 0), jnp.where(inside, logical, 0)]
         return self.layer, jnp.where(inside, block, -1), entry % entries_per_block
 
 
@@ -67,13 +70,13 @@ def read_closing(call_refs: Sequence[Ref], token: jax.Array, rate: int) -> Closi
     """What the call says of the token with which a window of `rate` tokens ends.
 
     Args:
-      call_refs: layer [1], closing, request_ids, slots, positions, lengths and the table.
+      call_refs: layer [1], closing, segment_ids, slots, positions, lengths and the table.
       token: i32[], its index in the call.
       rate: tokens per window.
     """
-    layer, _, request_ids, slots, positions, lengths, table = call_refs
-    request, slot = request_ids[token], jnp.maximum(slots[token], 0)
-    return Closing(layer[0], token, request, slot, positions[token], lengths[token], rate, table)
+    layer, _, segment_ids, slots, positions, lengths, table = call_refs
+    segment, slot = segment_ids[token], jnp.maximum(slots[token], 0)
+    return Closing(layer[0], token, segment, slot, positions[token], lengths[token], rate, table)
 
 
 def prepare_store(

@@ -1,48 +1,19 @@
-"""Triton kernels of `flush_csa` and `flush_hca`: pool, norm, rotate, quantise and store in place.
+"""Triton kernels of `flush_csa` and `flush_hca`: pool, norm, rotate, encode and store in place.
 
 One program takes one closing token and one compressor, a channel per lane, so that a window's
-tokens are folded in their order wherever the call was cut. CSA reads its 2M tokens from the call
+tokens are pooled in their order wherever the call was cut. CSA reads its 2M tokens from the call
 or, before it, from the state; HCA goes on from the running pool, a chunk of tokens at a time while
 the next one's loads are in flight. Where most windows lie in the call, its rows are loaded before
-that is known of a window. A program that pools ends at its token where that is -1, none. Of many
-windows each CSA compressor has a launch to itself, with warps as its lanes ask for. Of few long
-ones HCA pools tiles of channels apart; a second launch finishes means that go through memory, with
-where their entries go, so that it waits for one load. Every tiling gives the same bits.
+it is known whether a window needs them. A program whose token is -1 ends at once. `tiling.py` says
+when each CSA compressor has a launch to itself, and when HCA pools tiles of channels, whose means
+go through memory to a second launch. Every tiling gives the same bits.
 
-Bytes: every value and score of the call once (an element belongs to one window), the entries, and
-no intermediate result but the means of such a tiling. At thousands of windows memory bounds both;
-at a few a chain of loads, exponentials and reductions does. L2 is told to let go of rows first:
-nothing reads them again but what keeps a request's last tokens.
+Bytes: every value and score of the call once, the entries, and no intermediate result but the means
+of such tiles; L2 drops rows first. At thousands of windows memory bounds both, at a few a chain of
+loads, exponentials and reductions.
 
-H200, microseconds of two processes (fp8_ue8m0, one request from position 0; share of 4.27 TB/s for
-the bytes above, after 3 us of launch), at 8192 and 32768 tokens: CSA main 19.5 to 20.1 (93 to 97 %)
-and 71.1 to 73.0 (91 to 94 %), index keys 6.9 to 7.2 (94 to 102 %) and 18.0 to 18.3 (104 to 106 %),
-both 26.0 to 26.8 (84 to 87 %), HCA 11.9 to 12.9 (80 to 88 %) and 33.7 to 35.3 (97 to 103 %). At
-2048 tokens, in turns that no cache holds, CSA takes 8.4 to 8.5 for both and HCA 8.1 to 8.4. A
-launch takes 0.5 more in a process in which torch has made streams.
-
-Without that hint, in the same order: 21.3 to 22.3 and 75.0 to 77.4, 7.1 to 7.7 and 19.9 to 20.9,
-27.8 to 29.3, 12.5 to 13.4 and 33.7 to 35.5; 8.8 to 8.9 and 8.6 to 8.7.
-
-Profiles (ncu, rows of 8192 tokens in L2) of what these were before showed waits and instructions:
-HCA's tiles took 8.9 us, 29 instructions a token, where the arithmetic is 14, and finishing them 3.3
-more; index keys 6.9, of whose samples a third lay in encoding, with seven comparisons a code; of
-CSA main's, a tenth in waiting for positions before most rows were asked for, and 28 % in sums of
-squares by halves, whose upper ones meet through shared memory. Hence rows are loaded before it is
-known whether they are needed, offsets within a chunk are constants, codes come from bits,
-neighbours are added, and a thread has four neighbours of an index key until their codes are words.
-No profile was taken of what these are now.
-
-Tried there before that hint, for CSA: both in one launch of 4 warps 29.6 and 111 (9.4 at 2048
-tokens, where two take 12.3), of 2 warps 29.3 and 109; main of 4 warps 22.6 and 77.9; index keys of
-2 warps 7.8 and 21.6, of 4 8.9 and 23.4; pooling apart 35.5 and 118, and fewer programs, each with
-the next window's loads in flight while it finishes one, 41.8 to 48 and 137 to 173. For HCA at 8192
-tokens, in one run: 24 tokens a chunk 13.0, 16 13.4, 26 and 28 13.0, 18 to 25 else 13.2 to 13.6, 30
-13.7; tiles of 128 channels 13.0, of 32 13.1; one warp a tile 13.8; a window's tiles next to each
-other 13.9; finishing by one warp 13.4, two 13.2, eight 13.0. In others: 43 and 64 tokens a chunk
-0.1 to 0.2 less than 24, and 28 s of compiling in place of 4; windows whole 15.4 to 16.2; a second
-launch that finds entries' places itself 13.1 and 13.3 where it took 12.8. It compiles for Blackwell
-and has not run there.
+Limits: a codec without a form for a tile raises `NotImplementedError`. The kernels compile for
+Blackwell and have not run there. Figures and roads not taken: docs/kernels/compressor.md.
 """
 
 from __future__ import annotations
@@ -56,7 +27,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.codecs import Codec, Planes
+from pallas_kernels.compressor.arrays import Compressor
 from pallas_kernels.compressor.tiling import Tiling, choose_csa, choose_hca, warps_apart
 from pallas_kernels.compressor.triton_closing import (
     PLACE_FIELDS,
@@ -74,40 +47,36 @@ _FINISH_WARPS = 4
 
 
 def flush_csa(
-    pools: Sequence[Planes],
-    states: Sequence[Planes],
-    rows: Sequence[Planes],
-    norms: Sequence[jax.Array],
+    compressors: Sequence[Compressor],
+    call: CallIndices,
     frequencies: jax.Array,
-    block_table: jax.Array,
     *,
-    codecs: Sequence[Codec],
     closing: jax.Array,
-    request_ids: jax.Array,
-    slots: jax.Array,
-    positions: jax.Array,
-    lengths: jax.Array,
     layer: jax.Array,
     rate: int,
     eps: float,
     tiling: Tiling | None = None,
 ) -> tuple[Planes, ...]:
-    """See `op.flush_csa`."""
-    call = [layer.reshape(1), closing, request_ids, slots, positions, lengths, block_table]
+    """See `op.flush_csa`; `closing` as in `reference.flush_csa`."""
     tiling = tiling or choose_csa(closing.shape[0])
-    eager = closing.shape[0] < positions.shape[0]
+    eager = closing.shape[0] < call.positions.shape[0]
     flushes = [
         _Flush(
-            pool,
-            codec,
-            [state["values"], state["scores"], new["values"], new["scores"]],
-            norm,
-            PoolCSA(norm.dtype, rate, eager),
+            compressor.pool,
+            compressor.codec,
+            _state_and_rows(compressor),
+            compressor.norm,
+            PoolCSA(compressor.norm.dtype, rate, eager),
         )
-        for pool, state, new, norm, codec in zip(pools, states, rows, norms, codecs, strict=True)
+        for compressor in compressors
     ]
     run = functools.partial(
-        _flush_windows, call=call, frequencies=frequencies, rate=rate, eps=eps, name="flush_csa"
+        _flush_windows,
+        call=_call_arrays(call, closing, layer),
+        frequencies=frequencies,
+        rate=rate,
+        eps=eps,
+        name="flush_csa",
     )
     if not tiling.apart:
         return run(flushes, num_warps=tiling.warps)
@@ -118,39 +87,34 @@ def flush_csa(
 
 
 def flush_hca(
-    pool: Planes,
-    running: jax.Array,
-    rows: Planes,
-    norm: jax.Array,
+    compressor: Compressor,
+    call: CallIndices,
     frequencies: jax.Array,
-    block_table: jax.Array,
     *,
-    codec: Codec,
     closing: jax.Array,
-    request_ids: jax.Array,
-    slots: jax.Array,
-    positions: jax.Array,
-    lengths: jax.Array,
     layer: jax.Array,
     rate: int,
     eps: float,
-    max_count: int,
     tiling: Tiling | None = None,
 ) -> Planes:
-    """See `op.flush_hca`."""
-    call = [layer.reshape(1), closing, request_ids, slots, positions, lengths, block_table]
-    tiling = tiling or choose_hca(closing.shape[0], positions.shape[0])
-    num_tokens = positions.shape[0]
-    chunk = min(tiling.chunk, max_count, rate, num_tokens)
-    arrays = [running, rows["values"], rows["scores"]]
-    eager = closing.shape[0] < num_tokens
-    flush = _Flush(pool, codec, arrays, norm, PoolHCA(norm.dtype, rate, chunk, eager))
+    """See `op.flush_hca`; `closing` as in `reference.flush_csa`."""
+    num_windows, num_tokens = closing.shape[0], call.positions.shape[0]
+    tiling = tiling or choose_hca(num_windows, num_tokens)
+    chunk = min(tiling.chunk, call.max_row_tokens, rate, num_tokens)
+    flush = _Flush(
+        compressor.pool,
+        compressor.codec,
+        _state_and_rows(compressor),
+        compressor.norm,
+        PoolHCA(compressor.norm.dtype, rate, chunk, eager=num_windows < num_tokens),
+    )
+    call_arrays = _call_arrays(call, closing, layer)
     if tiling.channels:
-        means, places = _pool_tiles(flush, call, rate, tiling)
+        means, places = _pool_tiles(flush, call_arrays, rate, tiling)
         return _finish_means(flush, means, places, frequencies, eps)
     (written,) = _flush_windows(
         [flush],
-        call=call,
+        call=call_arrays,
         frequencies=frequencies,
         rate=rate,
         eps=eps,
@@ -158,6 +122,18 @@ def flush_hca(
         name="flush_hca",
     )
     return written
+
+
+def _call_arrays(call: CallIndices, closing: jax.Array, layer: jax.Array) -> list[jax.Array]:
+    """What programs read of the call, in the order of `triton_closing.read_closing`."""
+    per_token = [call.segment_ids, call.slots, call.positions, call.lengths]
+    return [layer.reshape(1), closing, *per_token, call.block_table]
+
+
+def _state_and_rows(compressor: Compressor) -> list[jax.Array]:
+    state, rows = compressor.state, compressor.rows
+    kept = [state["values"], state["scores"]] if isinstance(state, dict) else [state]
+    return [*kept, rows["values"], rows["scores"]]
 
 
 class _Flush(NamedTuple):

@@ -1,7 +1,8 @@
-"""Where a window's mean comes from, a tile of its channels at a time; inside a Triton kernel.
+"""Where a window's mean comes from, the call, the state or both, inside a Triton kernel.
 
-Each of these first loads what the token with which the window ends is enough to find, so that a
-program need not wait for what the call says of that token, then finishes.
+Each class first loads what the token with which the window ends is enough to find, so that a
+program need not wait for what the call says of that token; then it finishes the mean, which
+`triton_pool.py` pools.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""The maths of `reference.py` on one window at a time, a channel per lane, inside a Triton kernel.
+"""Pooling of one window, the maths of `pooling.py`, a channel per lane, inside a Triton kernel.
 
 A tile is f32[width], width a power of two; lanes past the entry's C channels hold zeros. Every
-step rounds as the reference does and none sums in an order that a layout chooses, so the bits of
-an entry are the same whatever the number of warps or the shape of the call.
-
-Against the reference, on a GPU, exp, rsqrt, sin, cos and one division may differ in their last bit.
+step rounds as `pooling.py` does and none sums in an order that a layout chooses, so the bits of
+an entry are the same whatever the number of warps or the shape of the call. On a GPU, exp, rsqrt,
+sine, cosine and one division may differ from the reference in their last bit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Queries and window entries as projected into what attention and ring take."""
+"""Norm and RoPE of queries and window entries, and the encoding of the latter."""
 
 from pallas_kernels.encode_tokens.op import encode_tokens
 

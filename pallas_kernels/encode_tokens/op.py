@@ -1,4 +1,4 @@
-"""A call's queries and window entries as projected, normed, rotated and encoded."""
+"""A call's projected queries and window entries: normed, rotated and, the entries, encoded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def encode_tokens(
     eps: float,
     backend: Backend | None = None,
 ) -> tuple[jax.Array, Planes]:
-    """Norms and rotates a call's queries, and its window entries, which it encodes; one launch.
+    """Applies norm and RoPE to a call's queries and window entries, and encodes the latter.
 
     Args:
       queries: [T, H, C], as projected; each head is normed without a weight.
@@ -39,7 +39,7 @@ def encode_tokens(
       norm: [C], weight of the entries' norm.
       frequencies: f32[R / 2], radians per position; the last R dims rotate.
       positions: i32[T].
-      codec: of the cache format.
+      codec: how window entries are stored.
       eps: floor of the norms.
       backend: implementation to use; None picks the fastest one that runs here.
 
@@ -66,7 +66,7 @@ def check_tokens(
     frequencies: jax.Array,
     positions: jax.Array,
 ) -> None:
-    """A call's queries and entries as projected, and what norms and rotates them."""
+    """A call's projected queries and entries, their norm and their RoPE fit each other."""
     check_rank(3, queries=queries)
     check_rank(1, frequencies=frequencies)
     num_tokens = check_same_length("T", queries=queries, kv=kv, positions=positions)

@@ -1,19 +1,14 @@
-"""Triton kernels of `encode_tokens` and, rings and running pool in one launch, `append_tokens`.
+"""Triton kernel of `encode_tokens`: a window entry or eight query heads per program.
 
-`encode_tokens` reads and writes a token's queries once, 2 * H * C numbers beside which its entry is
-nothing: memory bounds it.
+Program (t, i), i > 0, loads eight query heads of token t, applies norm and RoPE in registers and
+stores them. Program (t, 0) does the same with the window entry, with a norm weight, and encodes it.
+No program waits for another, and the bits of a vector depend on that vector alone.
 
-In `append_tokens` program (b, i) takes the i-th token from the end of row b and copies its rows to
-the rings that keep it; more programs a row fold the tokens of its open window into tiles of the
-running pool. Of several tokens that share a ring row only the last one has a program, so no order
-matters. A program without a token ends after two loads; there are B * min(max_count, W) of them.
-Bytes: the rows that are kept, in and out. What bounds it is the launch and two dependent loads.
+Bytes: 4 * H * C a token of bf16 queries, in and out, beside which the entry is nothing. Memory
+bounds it: 8192 tokens of 64 heads take 85 % of an H200's copy bandwidth.
 
-H200, microseconds of the kernel alone (fp8_ue8m0): CSA 2.3 for one request and for the 8192 tokens
-of a prefill, 2.8 for 64 requests; HCA 1.7 for 64 requests, 4.0 for a prefill that leaves 126 tokens
-open. `encode_tokens` of 64 heads takes 4.2 us for 64 tokens and 301 for 8192, 85 % of the copy
-bandwidth; 413 where heads were read by masked indices, two bytes a load. Both compile for Blackwell
-and have not run there.
+Limits: a codec without a form for a tile raises `NotImplementedError`. It compiles for Blackwell
+and has not run there. Figures and roads not taken: docs/kernels/encode_tokens.md.
 """
 
 from __future__ import annotations
@@ -50,7 +45,7 @@ def encode_tokens(
 
     def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
         queries, kv, norm, frequencies, positions = inputs
-        turned, *planes = outputs
+        rotated, *planes = outputs
         token, part = pl.program_id(0), pl.program_id(1)
         position = positions[token]
 
@@ -62,12 +57,12 @@ def encode_tokens(
             triton_codecs.store_entry(dict(zip(shapes, planes, strict=True)), (token,), entry)
 
         @pl.when(part > 0)
-        def _turn() -> None:
+        def _rotate() -> None:
             triton_token.rotate_heads(
-                queries, turned, frequencies, token, part - 1, position, eps=eps
+                queries, rotated, frequencies, token, part - 1, position, eps=eps
             )
 
-    turned, *planes = triton.launch(
+    rotated, *planes = triton.launch(
         kernel,
         grid=(num_tokens, 1 + triton_heads.num_head_tiles(num_heads)),
         inputs=[queries, kv, norm, frequencies, positions],
@@ -78,4 +73,4 @@ def encode_tokens(
         num_warps=_NUM_WARPS,
         name="encode_tokens",
     )
-    return turned, triton.from_words(dict(zip(shapes, planes, strict=True)), shapes)
+    return rotated, triton.from_words(dict(zip(shapes, planes, strict=True)), shapes)

@@ -1,4 +1,7 @@
-"""What a token's program does with its queries and its window entry, inside a Triton kernel."""
+"""What one program does with a token's query heads or its window entry, inside a Triton kernel.
+
+`encode_tokens` and `append_and_flush` share it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ def rotate_heads(
     *,
     eps: float,
 ) -> None:
-    """Norms and rotates a few heads of a token: from [T, H, C] to the same place."""
+    """Norm and RoPE of a few heads of a token: from [T, H, C] to the same place of `target`."""
     dim = source.shape[2]
     width = max(128, 1 << (dim - 1).bit_length())
     table = triton_rope.load_rope_table(
@@ -56,5 +59,5 @@ def encode_entry(
         norm, frequencies, dim=dim, width=width, dtype=kv.dtype, eps=eps
     )
     row = triton.load_row(kv, (token,), start=0, count=dim, width=width).astype(jnp.float32)
-    turned = triton_rope.norm_and_rotate(row, table, position)
-    return triton_codecs.encode(codec, turned, dim=dim, rope_dim=rope_dim)
+    rotated = triton_rope.norm_and_rotate(row, table, position)
+    return triton_codecs.encode(codec, rotated, dim=dim, rope_dim=rope_dim)

@@ -52,7 +52,7 @@ def gather_entries(
         nothing where that is -1.
       index: i32[T, K], logical entry numbers (entries, not tokens); -1 selects nothing.
       dim: C, or IC.
-      dtype: of the result.
+      dtype: dtype of the result.
       backend: implementation to use; None picks the fastest one that runs here.
 
     Returns:
@@ -97,7 +97,7 @@ def gather_window(
       rows: planes [T, ...], the call's tokens.
       call: where they belong; a token without a slot reads nothing.
       dim: C.
-      dtype: of the result.
+      dtype: dtype of the result.
       backend: implementation to use; None picks the fastest one that runs here.
 
     Returns:

@@ -143,7 +143,7 @@ def fetch(
         beyond them are nothing.
       rows_of_piece: rows that lie together. With a row's bytes a multiple of `ALIGNMENT`, as
         `first_rows` must be.
-      barriers: of the warpgroup.
+      barriers: the warpgroup's.
       slot: i32[], that `targets` are.
       last: whether hardly anything reads the rows again: L2 drops them before what it holds else.
     """

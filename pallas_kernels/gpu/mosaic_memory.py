@@ -25,7 +25,7 @@ from pallas_kernels.common.backend import interpreting
 from pallas_kernels.gpu.mosaic import ROW, ROWS, SWIZZLED, SWIZZLED_BYTES, Layout, Ref, plgpu
 
 LINE_BYTES = 128
-"""Of a cache line."""
+"""Bytes of a cache line."""
 
 
 def load_indexed_rows(
@@ -99,7 +99,7 @@ def load_indexed_words(
       source: as in `load_indexed_rows`, in `layout`.
       index: as in `load_indexed_rows`, in `layout`.
       word: its number in the row.
-      layout: of one dim.
+      layout: a layout of one dim.
       all_present: promises that no `index` is -1, which saves looking.
 
     Returns:
@@ -135,7 +135,7 @@ def prefetch_rows(planes: Sequence[Sequence[Ref]], source: jax.Array, index: jax
     """Asks for whole rows to come into the L2 cache; waits for nothing and changes nothing.
 
     Args:
-      planes: of each its sources, as in `load_indexed_rows`.
+      planes: for each plane its sources, as in `load_indexed_rows`.
       source: as in `load_indexed_rows`.
       index: as in `load_indexed_rows`.
     """
@@ -171,8 +171,8 @@ def store_shared(target: Ref, values: jax.Array, layout: Layout) -> None:
 
     Args:
       target: [n], or [M, N] in `SWIZZLED` or `SWIZZLED_BYTES` form.
-      values: of that shape.
-      layout: of `values`.
+      values: values of that shape.
+      layout: layout of `values`.
     """
     if interpreting():
         target[...] = values
@@ -196,8 +196,8 @@ def store_run(target: Ref, first: jax.Array, values: jax.Array, layout: Layout) 
     Args:
       target: [N] of 32-bit elements.
       first: i32[].
-      values: of the target's dtype, one vector of 1 per thread and row.
-      layout: of `values`.
+      values: values of the target's dtype, one vector of 1 per thread and row.
+      layout: layout of `values`.
     """
     if interpreting():
         target[pl.ds(first, values.shape[0])] = values
@@ -225,7 +225,7 @@ class _Row:
     """Where a thread finds a row in device memory.
 
     Attributes:
-      ref_type: of the sources.
+      ref_type: type of the sources.
       base: address of its source's first element.
       index: i32, of the row; 0 where there is none.
       present: i1, whether there is one; None where there always is.
@@ -264,12 +264,12 @@ class _Row:
 
     @property
     def element_bytes(self) -> int:
-        """Of one column."""
+        """Bytes of one column."""
         return mgpu.bitwidth(self.ref_type.element_type) // 8
 
     @property
     def num_bytes(self) -> int:
-        """Of the row."""
+        """Bytes of the row."""
         return self.ref_type.shape[1] * self.element_bytes
 
     def prefetch(self, line: ir.Value, lanes: int) -> None:

@@ -166,10 +166,10 @@ def sin_cos(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     shifted = fma(x, 0.63661977, 12582912.0)  # 1.5 * 2**23: what is left of the sum is an integer
     quadrant = jax.lax.bitcast_convert_type(shifted, jnp.int32)
-    turns = shifted - 12582912.0
-    r = fma(turns, -1.5707963705062866, x)
-    r = fma(turns, 4.371138828673793e-08, r)
-    r = fma(turns, 1.7151245100058819e-15, r)
+    quarters = shifted - 12582912.0
+    r = fma(quarters, -1.5707963705062866, x)
+    r = fma(quarters, 4.371138828673793e-08, r)
+    r = fma(quarters, 1.7151245100058819e-15, r)
     square = exact_product(r, r)
     sin = fma(fma(square, -1.9515295891e-4, 8.3321608736e-3), square, -1.6666654611e-1)
     sin = fma(exact_product(sin, square), r, r)

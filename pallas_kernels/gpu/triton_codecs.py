@@ -1,6 +1,6 @@
 """What `codecs.py` does, on one entry at a time, a dim per lane, in a Triton kernel.
 
-Element types are encoded by `numbers.py` itself, from bits; only what a tile spells differently is
+Element types are encoded by `numbers.py` itself, from bits. Only what a tile spells differently is
 here: groups, the Hadamard rotation, and bytes packed into the words of `triton.as_words`.
 """
 
@@ -231,10 +231,10 @@ def _quantize_fp4_key(
     codec: FP4KeyCodec, x: jax.Array, dim: int
 ) -> tuple[list[jax.Array], jax.Array]:
     """f32[..., width] -> E2M1 codes u8[g, group / n] of n neighbours of groups; scales u8[g]."""
-    turned = hadamard_rotate(x, dim)
+    rotated = hadamard_rotate(x, dim)
     parts = [
-        round_to_dtype(part, jnp.bfloat16).reshape(-1, codec.group // len(turned))
-        for part in turned
+        round_to_dtype(part, jnp.bfloat16).reshape(-1, codec.group // len(rotated))
+        for part in rotated
     ]
     largest = functools.reduce(jnp.maximum, [jnp.abs(part) for part in parts])
     amax = jnp.max(largest, axis=1)

@@ -1,4 +1,4 @@
-"""A few heads of one token, a dim per lane, inside a Triton kernel."""
+"""Moves a few heads of one token through registers, a dim per lane, inside a Triton kernel."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""`rotary.py` on a tile, a dim per lane, inside a Triton kernel: the same roundings in that order.
+"""`norm_rope.py` on a tile, a dim per lane, inside a Triton kernel: same roundings, same order.
 
 A tile is f32[..., width], width a power of two; lanes past the C dims hold zeros. Nothing is
 summed in an order that a layout chooses, so the bits of a vector are the same whatever the number
 of warps, the vectors beside it or the shape of the call.
 
-Against `rotary.py`, on a GPU, rsqrt, sine, cosine and one division may differ in their last bit.
+Against `norm_rope.py`, on a GPU, rsqrt, sine, cosine and one division may differ in their last bit.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Ref = Any
 
 
 class RopeTable(NamedTuple):
-    """What norms and rotates vectors, loaded before them so that nobody waits for it.
+    """The norm and RoPE of vectors, loaded before them so that nobody waits for it.
 
     Attributes:
-      weight: f32[width], of the norm; None for a norm without one.
+      weight: f32[width], norm weight; None for a norm without one.
       frequency: f32[width / 2], per pair of dims; 0 where they do not rotate.
       dim: C.
       num_rotated: R / 2, the last pairs of the C dims.
@@ -51,7 +51,7 @@ def load_rope_table(
     dtype: DTypeLike,
     eps: float = 0.0,
 ) -> RopeTable:
-    """From the norm's weight [C] and f32[R / 2]; `rotate` reads neither the weight nor `eps`."""
+    """Loads a norm weight [C] and f32[R / 2]; `rotate` reads neither the weight nor `eps`."""
     num_rotated = frequencies_ref.shape[0]
     weight = None
     if norm_ref is not None:
@@ -64,7 +64,7 @@ def load_rope_table(
 
 
 def norm_and_rotate(x: jax.Array, table: RopeTable, position: jax.Array) -> jax.Array:
-    """f32[..., width], normed and rotated to i32[], each rounded to the dtype of activations."""
+    """f32[..., width], norm and RoPE at a position i32[], each rounded to activations' dtype."""
     mean_square = sum_by_pairs(triton.exact_product(x, x)) / table.dim
     scaled = x * beside(jax.lax.rsqrt(mean_square + table.eps), x.shape)
     if table.weight is not None:
@@ -73,7 +73,7 @@ def norm_and_rotate(x: jax.Array, table: RopeTable, position: jax.Array) -> jax.
 
 
 def rotate(x: jax.Array, table: RopeTable, position: jax.Array) -> jax.Array:
-    """Rotary embedding of the last R of the C dims, rounded; the others stay."""
+    """RoPE of the last R of the C dims, rounded; the others stay. -position is inverse RoPE."""
     *lead, width = x.shape
     pairs = (*lead, width // 2)
     pair = jnp.arange(width // 2) - (table.dim // 2 - table.num_rotated)
@@ -90,7 +90,7 @@ def rotate(x: jax.Array, table: RopeTable, position: jax.Array) -> jax.Array:
 
 
 def round_to_dtype(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """F32 rounded to f32 or bf16, as f32."""
+    """f32 rounded to f32 or bf16, as f32; `rounding.round_to` gives the dtype itself."""
     return x if jnp.dtype(dtype) == jnp.float32 else triton.round_to_bf16(x)
 
 
@@ -118,7 +118,7 @@ def join_neighbours(parts: list[jax.Array]) -> jax.Array:
 
 
 def sum_by_pairs(x: jax.Array) -> jax.Array:
-    """f32[..., width] -> f32[...], in the order of `rotary.sum_by_pairs`.
+    """f32[..., width] -> f32[...], in the order of `norm_rope.sum_by_pairs`.
 
     Neighbours lie in one thread or one warp until a warp has one sum left. XLA would make one sum
     of them all, in an order of its own, were there nothing in between.

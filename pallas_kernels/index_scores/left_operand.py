@@ -48,7 +48,7 @@ def store_columns(target: Ref, rows: jax.Array, layout: Layout) -> None:
     Args:
       target: e4m3[16, 128] in shared memory, `mosaic.SWIZZLED_BYTES`.
       rows: e4m3[16, 128] in `mosaic.LINES` layout.
-      layout: in which the left operand's rows are loaded, `mosaic.WIDE_ROWS` or `EVEN_ROWS`.
+      layout: layout in which the left operand's rows are loaded, `mosaic.WIDE_ROWS` or `EVEN_ROWS`.
     """
     if interpreting():
         target[...] = order_columns(rows, layout)

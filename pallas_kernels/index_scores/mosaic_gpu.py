@@ -104,7 +104,7 @@ def _score_kernel(
     s, stages, layouts = shapes, tiling.stages, core.layouts
     num_words = s.num_words(core)
     word_layouts = layouts[-num_words:]
-    token, program = lax.axis_index("token"), lax.axis_index("program")
+    token, run = lax.axis_index("token"), lax.axis_index("run")
     group = lax.axis_index("warpgroup")
 
     @pl.when(group == tiling.groups - 1)
@@ -116,7 +116,7 @@ def _score_kernel(
     segment = inputs.segment_ids[token]
     num_visible = jnp.where(segment >= 0, jnp.minimum(inputs.visible[token], s.num_entries), 0)
     layer_number = inputs.layer[0]
-    first_tile = program * tiling.tiles
+    first_tile = run * tiling.tiles
     last_tile = jnp.minimum(
         first_tile + tiling.tiles, lax.div(num_visible + core.tile - 1, core.tile)
     )
@@ -281,10 +281,10 @@ def index_scores(
     Args:
       queries: f32[T, 64, 128], rounded as keys are.
       weights: f32[T, 64].
-      pool: as in `op.index_topk`, of MXFP4 or FP8 keys.
-      call: as there.
-      tiling: by default that of `choose_tiling`.
-      core: by default `choose_core()`.
+      pool: planes of MXFP4 or FP8 keys; see `op.index_topk`.
+      call: where the queries belong, with `visible`; see `op.index_topk`.
+      tiling: how entries are cut; None asks `choose_tiling`.
+      core: the tensor core; None asks `choose_core`.
 
     Returns:
       f32[T, E], E the entries of a table row and those that fill the last tile; arbitrary where not
@@ -336,7 +336,7 @@ def index_scores(
         score_kernel,
         out_type=jax.ShapeDtypeStruct((num_tokens, num_tiles * core.tile), jnp.float32),
         grid=(num_tokens, -(-num_tiles // tiling.tiles)),
-        grid_names=("token", "program"),
+        grid_names=("token", "run"),
         num_threads=tiling.groups,
         thread_name="warpgroup",
         scratch_types=[scratch],

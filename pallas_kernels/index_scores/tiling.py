@@ -19,7 +19,7 @@ plgpu: Any = mosaic_gpu
 HEADS, DIM = 64, 128
 """Index heads and their dims, the released models'."""
 _DEVICE = devices.H200
-"""That calls are cut for, on Blackwell too, where nothing has been measured."""
+"""Calls are cut for it, on Blackwell too, where nothing has been measured."""
 _ENTRIES_ALIGNED = mosaic_bulk.ALIGNMENT // 4
 """Entries whose scales, 4 bytes each, are copied together."""
 
@@ -30,7 +30,7 @@ class TensorCore:
 
     Attributes:
       tile: keys of one product.
-      layout: in which a product comes into registers.
+      layout: layout in which a product comes into registers.
       has_memory: whether products arrive in tensor memory (tcgen05), or in registers (wgmma).
     """
 
@@ -40,7 +40,7 @@ class TensorCore:
 
     @property
     def layouts(self) -> list[Any]:
-        """In which a thread has a number for each key it loads, and for each it has the sum of."""
+        """Layouts of a number for each key that a thread loads, and for each whose sum it has."""
         return [mosaic.ROW, self.layout.reduce(1)] if self.has_memory else [mosaic.ROW]
 
 
@@ -56,7 +56,7 @@ class Shapes:
       entries_per_block: EB.
       num_blocks: NB.
       table_width: LB.
-      mxfp4: whether keys are; else FP8.
+      mxfp4: whether keys are MXFP4; else they are FP8.
       last: whether L2 may drop keys first.
     """
 
@@ -68,12 +68,12 @@ class Shapes:
 
     @property
     def key_layout(self) -> Any:
-        """In which a thread has a tile's keys, as E4M3 codes."""
+        """Layout in which a thread has a tile's keys, as E4M3 codes."""
         return mosaic.WIDE_ROWS if self.mxfp4 else mosaic.EVEN_ROWS
 
     @property
     def num_entries(self) -> int:
-        """Of a table row."""
+        """Entries that a table row has room for."""
         return self.table_width * self.entries_per_block
 
     @property
@@ -91,7 +91,7 @@ class Shapes:
 
     @property
     def factor(self) -> float:
-        """Of weights: the norm of scores, half of relu's sum, and what unpacked keys are over."""
+        """Of weights: norm of scores, 1/2 for twice the ReLU, and the scale of unpacked keys."""
         return 0.5 * (HEADS * DIM) ** -0.5 / (unpack_mxfp4.HEADROOM if self.mxfp4 else 1.0)
 
 
@@ -154,5 +154,5 @@ def is_mxfp4(codec: Codec) -> bool:
 
 
 def choose_core() -> TensorCore:
-    """That of the GPU, or Hopper's where there is none."""
+    """The tensor core of the GPU at hand, or Hopper's where there is none."""
     return BLACKWELL if devices.find_device(compute_capability()) == devices.B200 else HOPPER

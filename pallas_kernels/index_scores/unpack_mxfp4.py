@@ -7,8 +7,7 @@ A key has 4 groups of 32 E2M1 codes with a UE8M0 scale each. With s the largest 
 which is exact while the scales lie within a factor of 2^14 of each other; below, it is rounded to
 nearest, by at most 2^-10 where the key's largest code is 32 or more. A group's eight magnitudes are
 eight bytes, looked up by `prmt`, four at a time. Signs are stored where a mask, and for half of the
-codes a shift before it, gives them to those four: 7 instructions for eight codes. With signs in
-their own nibbles it took 9, five of them to bring signs to bit 7 of each byte.
+codes a shift before it, gives them to those four: 7 instructions for eight codes.
 
 Source: deepseek_v4.md section 4.3.
 """
@@ -38,7 +37,7 @@ HEADROOM = 64.0
 """6, the largest E2M1 value, times 64 is 384; times 128 it would exceed E4M3's 448."""
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _NUM_STEPS = 20
-"""Of group scales below the key's, after which every magnitude rounds to zero."""
+"""Powers of two between a key's scale and a group's, after which every magnitude rounds to 0."""
 
 
 def magnitude_bytes() -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Index queries, rotated and rounded as index keys are."""
+"""Index queries: RoPE, then rounding as index keys are rounded."""
 
 from pallas_kernels.round_index_queries.op import round_index_queries
 

@@ -1,4 +1,4 @@
-"""Index queries as projected to what scores see: rotated, and rounded as the keys are."""
+"""A call's projected index queries: rotated, and rounded as the index keys are."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def round_index_queries(
     codec: Codec,
     backend: Backend | None = None,
 ) -> jax.Array:
-    """Rotates a call's index queries and rounds them as index keys are rounded; one launch.
+    """Rotates a call's index queries and rounds them as index keys are rounded.
 
     Args:
       queries: [T, IH, IC], as projected, in the dtype of activations.
       frequencies: f32[R / 2], radians per position; the last R dims rotate.
       positions: i32[T].
-      codec: of index keys.
+      codec: how index keys are stored.
       backend: implementation to use; None picks the fastest one that runs here.
 
     Returns:
       f32[T, IH, IC], as the codec would give them back. The rotation rounds to the dtype of
-      activations before the codec, which may turn by a Hadamard matrix, sees them.
+      activations before the codec, which may rotate by a Hadamard matrix, sees them.
 
     Raises:
       ValueError: a shape or dtype is wrong.
@@ -64,6 +64,6 @@ def check_index_queries(
         )
     if codec.rotated and dim & (dim - 1):
         raise ValueError(
-            f"{name} must have a power of two of dims for a codec that turns them by a Hadamard "
+            f"{name} must have a power of two of dims for a codec that rotates them by a Hadamard "
             f"matrix, got {name}.shape={queries.shape}"
         )

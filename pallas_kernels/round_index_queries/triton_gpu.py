@@ -1,15 +1,14 @@
 """Triton kernel of `round_index_queries`: a token and eight of its heads per program.
 
-Rotation, butterflies, scales and codes of a head stay in registers; codes are never packed, since
-what meets the keys takes values. Bytes: 6 * IH * IC a token of bf16, in and out. On an H200 (jax
-0.11.2) 2.9 us for 64 tokens of 64 heads and 165 for 8,192, 57 % of the copy bandwidth; the
-reference through XLA takes 22 and 1,338. By their count, 508 a thread, instructions bound it; that
-is not profiled. It was 280 with 756 of them, when all butterflies went through reductions over
-pairs. Sixteen heads a program take 147 and 3.6, four 177 and 2.8; bf16 rounded two at a time 162,
-but queries of the attention 316 where they take 301. A decode step's queries go along in
+RoPE, the butterflies of the Hadamard rotation, scales and codes of a head stay in registers. Codes
+are never packed, since what meets the keys takes values. A decode step's queries go along in
 `append_and_flush`.
 
-It compiles for Blackwell and has not run there.
+Bytes: 6 * IH * IC a token, bf16 in and f32 out. By their count, 508 a thread, instructions bound it
+(57 % of the copy bandwidth); that is not profiled.
+
+Limits: a codec with a Hadamard rotation needs IC to be a power of two. It compiles for Blackwell
+and has not run there. Figures and roads not taken: docs/kernels/round_index_queries.md.
 """
 
 from __future__ import annotations

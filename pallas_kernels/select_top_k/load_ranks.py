@@ -34,7 +34,7 @@ def load_ranks(
     """Ranks of the first `count` entries of a row from `start` on; `ABSENT` for the others.
 
     Args:
-      source: in device memory, scores f32[T, E] or ranks u32[T, E].
+      source: scores f32[T, E] or ranks u32[T, E] in device memory.
       row: i32[].
       start: i32[].
       count: i32[], start + count is at most E; None takes all n, which are there.
@@ -117,7 +117,7 @@ def load_listed(source: Ref, row: jax.Array, start: jax.Array, index: jax.Array)
     """Entries start + index of a row, scores as ranks; `ABSENT` where the index is -1.
 
     Args:
-      source: in device memory, scores f32[T, E], or u32 or i32[T, E].
+      source: scores f32[T, E], or u32 or i32[T, E], in device memory.
       row: i32[].
       start: i32[].
       index: i32[n], `strided`.

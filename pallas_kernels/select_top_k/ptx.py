@@ -177,10 +177,10 @@ def scalar_of(value: ir.Value, *, signed: bool) -> mgpu.FragmentedArray:
 
 
 def i32() -> ir.Type:
-    """Of MLIR, for signed and unsigned."""
+    """MLIR's type of 32 bits, signed or unsigned."""
     return ir.IntegerType.get_signless(32)
 
 
 def i64() -> ir.Type:
-    """Of MLIR."""
+    """MLIR's type of 64 bits."""
     return ir.IntegerType.get_signless(64)

@@ -84,7 +84,7 @@ def narrow(
       counts_smem: i32[2**bits + SPARE], zeros, seen by all threads.
       scratch_smem: i32[SCRATCH].
       shift: lowest bit of the digit.
-      bits: of the digit; 2**bits is a multiple of 128 * G.
+      bits: width of the digit; 2**bits is a multiple of 128 * G.
       num_groups: G.
 
     Returns:

@@ -97,8 +97,8 @@ class Shapes:
       num_blocks: NB.
       entries_per_block: EB.
       table_width: LB.
-      scale: of the logits.
-      codec: of the planes.
+      scale: factor of the logits.
+      codec: how the planes store a vector.
       planes: their names and lengths, in order.
       splits: CTAs that share the keys.
     """
@@ -118,7 +118,7 @@ class Shapes:
 
     @property
     def dtype(self) -> Any:
-        """Of products.
+        """Dtype of products.
 
         f16 holds E4M3 codes times powers of two as bf16 does, from steps of 2^-24 to 65,504, far
         around what a norm leaves of an entry, and takes one instruction for two in place of six.
@@ -128,12 +128,12 @@ class Shapes:
 
     @property
     def window_tiles(self) -> int:
-        """Of a token; its entries' tiles come after."""
+        """Tiles of a token's window; its entries' come after."""
         return -(-self.window // TILE)
 
     @property
     def num_tiles(self) -> int:
-        """Of a token."""
+        """Tiles of a token."""
         return self.window_tiles + self.num_entries // TILE
 
     @property

@@ -51,7 +51,7 @@ def combine(
       sink: f32[H].
       positions: i32[T].
       frequencies: f32[R / 2], for inverse RoPE of the last R dims; None leaves it out.
-      dtype: of the output.
+      dtype: dtype of the output.
 
     Returns:
       [T, H, C]; zeros where there is neither a key nor a sink.

@@ -29,7 +29,8 @@ class Operands(NamedTuple):
 
     Attributes:
       queries: [T H, C], bits of bf16 in the dtype of products.
-      sink, selected: as there, the last padded to whole tiles.
+      sink: f32[H].
+      selected: i32[T, K], padded to whole tiles.
       table: i32[B LB, 1].
       visible, segment_ids, slots, positions, lengths: i32[T], as in `CallIndices`.
       layer: i32[1].
@@ -80,9 +81,9 @@ def load_queries(
       inputs: operands.
       shapes: sizes of the call.
       first: row of the first head.
-      halves: of each its number, its place in shared memory, [64, C / 2], and a barrier of one
+      halves: for each its number, its place in shared memory, [64, C / 2], and a barrier of one
         arrival.
-      store_shared: as in `gather_keys`.
+      store_shared: stores to shared memory; see `gather_keys`.
     """
     width = shapes.dim // 2
     for half, target, landed in halves:
@@ -126,7 +127,7 @@ def gather_keys(
       target_of: where half a tile comes to lie, [64, C / 2]; takes 0 or 1, of tiles in turn, and
         the half.
       bias_smem: f32[2, 64], to be filled with 0 for a key and minus infinity for none; or None.
-      keys_ready: of each of equal parts of the chunks 2 barriers, arrived at once a tile's part is
+      keys_ready: for each of equal parts of the chunks 2 barriers, arrived at once a tile's part is
         there.
       keys_free: 2 barriers, waited for before a place is filled again.
       store_shared: takes the target, values and their layout.

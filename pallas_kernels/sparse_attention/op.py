@@ -80,7 +80,7 @@ def sparse_attention(
       call: where the tokens belong. A token without a slot is padding, and gives zeros. Of
         `selected` only the first `visible` places of a token may hold an entry: a kernel need not
         look at the others. `visible` None looks at all K.
-      scale: of the logits.
+      scale: factor of the logits.
       frequencies: f32[R / 2], radians per position, for inverse RoPE of the output by each query's
         position; None leaves it out.
       backend: implementation to use; None picks the fastest one that runs here.

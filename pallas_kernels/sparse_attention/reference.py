@@ -37,7 +37,7 @@ def attend(
       keys: f32[..., S, C]; finite where not valid too, since 0 * NaN is NaN.
       valid: bool[..., S].
       sink: f32[H].
-      scale: of the logits.
+      scale: factor of the logits.
 
     Returns:
       f32[..., H, C].

@@ -53,7 +53,7 @@ def main():
 
 
 def decode_case(kind, batch, closing, bandwidth, folder=None, library=None, index_heads=0):
-    """`append_and_flush`."""
+    """A decode step's `append_and_flush` of one layer kind."""
     num_heads = 1 if folder and not library else 64
     shape = (kind, batch, closing, num_heads, index_heads)
     index = f", {index_heads} index heads" if index_heads else ""
@@ -71,7 +71,7 @@ def decode_case(kind, batch, closing, bandwidth, folder=None, library=None, inde
 
 
 def encode_case(num_tokens, bandwidth, num_heads=64):
-    """`encode_tokens`."""
+    """`encode_tokens` of a call."""
 
     def make():
         layers = LAYERS["prefill"]
@@ -102,7 +102,7 @@ def encode_case(num_tokens, bandwidth, num_heads=64):
 
 
 def round_case(num_tokens, bandwidth):
-    """`round_index_queries`."""
+    """`round_index_queries` of a call."""
     heads, layers = INDEX_HEADS, LAYERS["prefill"]
     frequencies, codec = layer_calls.frequencies(), FORMAT.index_key
 
@@ -124,7 +124,7 @@ def round_case(num_tokens, bandwidth):
 
 
 def append_case(kind, num_tokens, bandwidth):
-    """`append_tokens`: what a prompt leaves in ring and states; HCA's last window stays open."""
+    """`append_tokens` of a prompt: its rows in ring and states; HCA's last window stays open."""
     num_tokens, layers = num_tokens - (2 if kind == "hca" else 0), LAYERS["prefill"]
     dims = [dim for dim, _, _ in layer_calls.FAMILIES.values()] if kind == "csa" else []
     num_bytes = 2 * WINDOW * layer_calls.FAMILIES["main"][2]
@@ -147,13 +147,12 @@ def append_case(kind, num_tokens, bandwidth):
         ]
         return state, inputs
 
-    one, none = (jnp.asarray(np.full(1, n), jnp.int32) for n in (num_tokens, 0))
+    call = layer_calls.prefill_call(num_tokens, jnp.asarray(np.full((1, 1), -1), jnp.int32))
 
     def append(state, rows, projected, layer):
-        static = {"layer": layer, "rate": 128, "max_count": num_tokens}
         rings, running = state
         rings, running = pk.append_tokens(
-            rings, rows, running, projected, none, none, one, none, **static
+            rings, rows, running, projected, call, layer=layer, rate=128
         )
         return (list(rings), running), ()
 

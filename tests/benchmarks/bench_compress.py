@@ -41,7 +41,7 @@ def main():
 
 
 def case(kind, families, tokens, bandwidth, folder):
-    """A row."""
+    """The flush of a prompt's windows, as one row."""
     num_bytes = layer_calls.flush_bytes(kind, families, tokens)
     return compare.Case(
         f"flush_{kind} {' + '.join(families)}",

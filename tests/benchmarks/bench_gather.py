@@ -37,7 +37,7 @@ def main():
 
 
 def entries_case(family, num_selected, context_tokens, bandwidth):
-    """64 requests, that many of the entries of each, in any order, or all HCA entries in order."""
+    """64 requests with so many selected entries each, in any order, or all of them in order."""
     specs = cases.entries_specs(family, num_selected, NUM_LAYERS, context_tokens)
     pool, call, index = specs
     table, requests = call.block_table, call.segment_ids
@@ -64,7 +64,7 @@ def entries_case(family, num_selected, context_tokens, bandwidth):
 
 
 def window_case(bandwidth):
-    """64 requests, one token each, whose window is full."""
+    """64 requests with full windows, one token each."""
     ring, rows, call = cases.window_specs(NUM_LAYERS)
     slots = call.slots
 
@@ -93,19 +93,19 @@ def window_case(bandwidth):
 
 
 def reference_us(function, make):
-    """Median us of a call that XLA compiles."""
+    """Median microseconds of the reference, compiled by XLA."""
     function = functools.partial(function, backend="reference")
     return round(loops.median_us(function, make()[1], rounds=100), 2)
 
 
 def bytes_moved():
-    """Of one vector: its planes read, bf16 written, an index read, a flag written."""
+    """Bytes per vector: planes and an index are read, bf16 and a flag are written."""
     stored = cases.CODEC.plane_shapes(cases.DIM, cases.ROPE).values()
     return sum(s.size * s.dtype.itemsize for s in stored) + 2 * cases.DIM + 4 + 1
 
 
 def choose(rng, shape, num_entries):
-    """i32[T, K], different entries in any order; all of them in order if there are no more."""
+    """i32[T, K], distinct entries in any order; if K is all of them, in ascending order."""
     if shape[1] == num_entries:
         every = np.arange(num_entries, dtype=np.int32)
         return jnp.asarray(np.broadcast_to(every, shape))
@@ -113,7 +113,7 @@ def choose(rng, shape, num_entries):
 
 
 def planes_of(shapes):
-    """Codes of any value but NaN, scales between 2^-7 and 1, rope dims of the order of 1."""
+    """Draws of codes without NaN, scales between 2^-7 and 1, and rope dims of about 1."""
 
     def draw(name, spec):
         if spec.dtype != jnp.uint8:

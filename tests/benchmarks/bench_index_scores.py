@@ -47,7 +47,7 @@ def main():
 
 
 def cases_of(keys, shape, bandwidth, folder, library):
-    """Rows of the scores and of both; `shape` is requests and entries of each."""
+    """The rows of scores and of scores with selection; `shape` is (requests, entries of each)."""
     batch, num_entries = shape
     size = batch * num_entries
     limit = max(size * (BYTES[keys] + 4) / bandwidth, 2 * size * HEADS * DIM / FP8_FLOPS)
@@ -87,7 +87,7 @@ def score_and_select(arguments):
 
 
 def inputs(keys, batch, num_entries):
-    """Three calls: different queries of the same keys."""
+    """Three calls with different queries on the same keys."""
     logical = num_entries // EB
     made = draws.make(
         {
@@ -108,7 +108,7 @@ def inputs(keys, batch, num_entries):
 
 
 def key_planes(keys, num_blocks):
-    """Codes of normal values, scales of 1/4 to 2."""
+    """Draws of codes of normal values and of scales from 1/4 to 2."""
     if keys == "MXFP4":
         codes = draws.Draw((1, num_blocks, EB, DIM // 2), jnp.uint8, among=range(256))
         scale = draws.Draw((1, num_blocks, EB, DIM // 32), jnp.uint8, among=range(125, 129))
@@ -120,7 +120,7 @@ def key_planes(keys, num_blocks):
 
 @functools.cache
 def load_baseline(folder):
-    """A function (requests, entries) -> median us of a call."""
+    """Returns a function (requests, entries) -> median microseconds of a call."""
     sys.path.insert(0, folder)
     import deep_gemm
     import torch

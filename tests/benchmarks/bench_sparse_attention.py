@@ -25,9 +25,9 @@ DIM, ROPE, WINDOW = 512, 64, 128
 BATCHES = [1, 8, 32, 64, 128, 256]
 CSA = [(64, 512, 1), (128, 1024, 1), (64, 512, 2), (128, 1024, 2)]
 HCA = [(64, 32, 1), (64, 1024, 1), (64, 8192, 1), (64, 1024, 2)]
-"""Heads, entries, query tokens of a request."""
+"""(heads, entries, query tokens of a request)."""
 ROOM = [(64, 128, 1, 8192), (64, 1024, 1, 8192)]
-"""Of HCA; the last is how many entries a request has room for."""
+"""HCA, with a fourth number: the entries that a request has room for."""
 CODEC = get_cache_format("fp8_ue8m0").entry
 NUM_INPUTS = 4
 BASELINE = "FlashMLA sparse_decode_fwd"
@@ -54,7 +54,7 @@ def main():
 
 
 def case(family, shape, bandwidth, library):
-    """A row; `shape` is requests, query tokens of each, heads, entries, and room for more."""
+    """One row; `shape` is (requests, query tokens of each, heads, entries, room for entries)."""
     batch, num_queries, num_heads, num_entries, *room = shape
     keys = " of ".join(map(str, [num_entries, *room]))
     limit = max(
@@ -129,12 +129,12 @@ def inputs(family, batch, num_queries, num_heads, num_entries, room=0):
 
 
 def choose(rng, num_tokens, num_selected, num_entries):
-    """i32[T, K] of 0 .. E - 1, ascending, none twice."""
+    """i32[T, K], distinct numbers of 0 .. E - 1 in ascending order."""
     return np.sort(draws.different(rng, num_tokens, num_selected, num_entries), axis=1)
 
 
 def planes(*lead):
-    """Values of about unit size: normal codes, scales of 1/4 to 2."""
+    """Draws of values of about unit size: normal codes, scales from 1/4 to 2."""
     return {
         "nope": draws.Draw((*lead, DIM - ROPE), jnp.float8_e4m3fn, as_bytes=True),
         "rope": draws.Draw((*lead, ROPE), jnp.bfloat16),
@@ -144,7 +144,7 @@ def planes(*lead):
 
 @functools.cache
 def load_baseline(library):
-    """A function (requests, query tokens, heads, entries, room) -> median us of a call."""
+    """Returns a function (requests, query tokens, heads, entries, room) -> median microseconds."""
     import torch
 
     torch.ops.load_library(library)

@@ -1,4 +1,4 @@
-"""Random arrays for benchmarks, cheap to make: few values drawn by numpy, repeated on the device.
+"""Random arrays that are cheap to make: NumPy draws a few values, and the device repeats them.
 
 A device that drew them itself would compile, for every shape, a program that takes seconds. Here
 each array of a shape goes through one list of values as often as it takes, from a place of its
@@ -22,10 +22,10 @@ class Draw:
     """An array to be drawn.
 
     Attributes:
-      shape: of the array.
-      dtype: of its values.
-      among: the values there are, each as likely; None for normal ones.
-      as_bytes: whether the array holds the bytes of the values, u8.
+      shape: shape of the array.
+      dtype: dtype of its values.
+      among: the possible values, equally likely; None for normally distributed ones.
+      as_bytes: whether the array holds the bytes of the values, as u8.
     """
 
     shape: tuple
@@ -35,7 +35,7 @@ class Draw:
 
 
 def make(tree):
-    """Arrays in place of a tree's `Draw`s, zeros in place of each `jax.ShapeDtypeStruct`."""
+    """Replaces each `Draw` of a tree by an array, and each `jax.ShapeDtypeStruct` by zeros."""
     leaves, structure = jax.tree.flatten(tree)
     values = [
         _values(leaf.dtype, leaf.among, leaf.as_bytes) if isinstance(leaf, Draw) else None
@@ -46,26 +46,19 @@ def make(tree):
 
 
 def different(rng, num_rows, count, total):
-    """i32[num_rows, count], in each row different numbers of 0 .. total - 1 in any order.
-
-    Args:
-      rng: numpy's generator.
-      num_rows: of them.
-      count: numbers of a row.
-      total: that there are.
-    """
+    """i32[num_rows, count]: in each row distinct numbers of 0 .. total - 1 in any order."""
     numbers = np.broadcast_to(np.arange(total, dtype=np.int32), (num_rows, total))
     return rng.permuted(numbers, axis=1)[:, :count]
 
 
 def blocks(rng, *shape):
-    """i32[shape], every number once: a block table."""
+    """i32[shape], a random permutation: a block table."""
     return rng.permutation(math.prod(shape)).astype(np.int32).reshape(shape)
 
 
 @functools.cache
 def _values(dtype, among, as_bytes):
-    """The list of values, on the device."""
+    """The repeated values, on the device."""
     rng = np.random.default_rng(list(repr((np.dtype(dtype), among)).encode()))
     if among is None:
         drawn = rng.standard_normal(_COUNT, np.float32).astype(dtype)
@@ -77,7 +70,7 @@ def _values(dtype, among, as_bytes):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _fill(leaves, values, first):
-    """First places are arguments, so that arrays of one shape share a kernel."""
+    """Start offsets are arguments, so that arrays of one shape share a kernel."""
 
     def fill(leaf, drawn, start):
         if drawn is None:

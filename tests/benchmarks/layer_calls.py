@@ -7,6 +7,7 @@ import numpy as np
 import pallas_kernels as pk
 from benchmarks import draws
 from pallas_kernels import get_cache_format
+from pallas_kernels.compressor import triton_gpu
 
 C, IC, ROPE, INDEX_HEADS, WINDOW, EPS = 512, 128, 64, 64, 128, 1e-6
 FORMAT = get_cache_format("fp8_ue8m0")
@@ -53,6 +54,40 @@ def shuffled_table(positions, batch):
     return jnp.asarray(table, jnp.int32), batch * logical
 
 
+def call_of(positions, lengths, table, *, slots, counts, offsets, max_row_tokens):
+    """`CallIndices` of tokens and rows; the rows' lengths are those of their first tokens."""
+    per_token = {
+        "segment_ids": np.repeat(np.arange(len(counts)), counts),
+        "slots": np.repeat(slots, counts),
+        "positions": positions,
+        "lengths": lengths,
+    }
+    per_row = {
+        "row_slots": slots,
+        "row_lengths": np.asarray(lengths)[offsets],
+        "row_counts": counts,
+        "row_offsets": offsets,
+    }
+    return pk.CallIndices(
+        **{name: jnp.asarray(value, jnp.int32) for name, value in (per_token | per_row).items()},
+        block_table=table,
+        max_row_tokens=max_row_tokens,
+    )
+
+
+def prefill_call(num_tokens, table):
+    """One request's first tokens."""
+    return call_of(
+        np.arange(num_tokens),
+        np.zeros(num_tokens),
+        table,
+        slots=[0],
+        counts=[num_tokens],
+        offsets=[0],
+        max_row_tokens=num_tokens,
+    )
+
+
 def pooled_bytes(kind, positions, lengths, families):
     """Bytes that the closing windows pool, and of their entries."""
     rate = RATE[kind]
@@ -91,14 +126,18 @@ def append_and_flush_case(kind, batch, closing, num_heads, index_heads=0, *, lay
         }
     )
     slots = np.random.default_rng(1).permutation(batch)
-    shared = {
-        "frequencies": frequencies(),
-        "block_table": table,
-        "request_ids": jnp.asarray(np.arange(batch), jnp.int32),
-        "slots": jnp.asarray(slots, jnp.int32),
-        "positions": jnp.asarray(positions, jnp.int32),
-        "norm": jnp.asarray(np.ones(C), jnp.bfloat16),
-    }
+    each = np.arange(batch)
+    call = call_of(
+        positions,
+        positions,
+        table,
+        slots=slots,
+        counts=np.ones_like(each),
+        offsets=each,
+        max_row_tokens=1,
+    )
+    norm_rope = pk.NormRope(jnp.asarray(np.ones(C), jnp.bfloat16), frequencies(), EPS)
+    shared = (call, norm_rope)
     inputs = []
     for layer in range(layers):
         rows = [per_layer[layer] for per_layer in made["new"]]
@@ -137,15 +176,12 @@ def append_and_flush(kept, queries, kv, index, new, norms, shared, layer, *, kin
     done = pk.append_and_flush(
         queries,
         kv,
-        ring=ring,
-        compressors=compressors,
-        codec=FORMAT.entry,
-        layer=layer,
+        pk.LayerPlanes(ring, layer, FORMAT.entry),
+        compressors,
+        *shared,
         rate=RATE[kind],
-        eps=EPS,
         index_queries=index,
         index_codec=None if index is None else FORMAT.index_key,
-        **shared,
     )
     updated = (done.ring, list(done.states), list(done.pools))
     return updated, (done.queries, done.rows, done.index_queries)
@@ -158,7 +194,6 @@ def flush_case(kind, families, num_tokens, *, layers):
     table, num_blocks = shuffled_table(positions, 1)
     closing = np.flatnonzero((positions + 1) % rate == 0)
     closing = np.pad(closing, (0, num_tokens // rate + 1 - len(closing)), constant_values=-1)
-    zeros = jnp.asarray(np.zeros(num_tokens), jnp.int32)
     pools, states, new, norms = [], [], [], []
     for family in families:
         dim, codec, _ = FAMILIES[family]
@@ -170,15 +205,8 @@ def flush_case(kind, families, num_tokens, *, layers):
         new.append(projections((num_tokens,), width * dim, layers))
         norms.append(jnp.asarray(np.ones(dim), jnp.bfloat16))
     pools, states, new = draws.make((pools, states, new))
-    shared = {
-        "frequencies": frequencies(),
-        "block_table": table,
-        "closing": jnp.asarray(closing, jnp.int32),
-        "request_ids": zeros,
-        "slots": zeros,
-        "positions": jnp.asarray(positions, jnp.int32),
-        "lengths": zeros,
-    }
+    call = prefill_call(num_tokens, table)
+    shared = (call, frequencies(), jnp.asarray(closing, jnp.int32))
     inputs = [
         (states, [per_layer[layer] for per_layer in new], norms, shared, jnp.int32(layer))
         for layer in range(layers)
@@ -193,13 +221,17 @@ def flush_bytes(kind, families, num_tokens):
 
 
 def flush(pools, states, new, norms, shared, layer, *, kind, families, run=None):
-    """One layer's flush; `run` stands for the op."""
-    common = shared | {"layer": layer, "rate": RATE[kind], "eps": EPS}
+    """One layer's flush, by the op's kernel; `run` stands for it.
+
+    Which tokens close a window is given: a step finds that beside the kernels.
+    """
+    call, rope_frequencies, closing = shared
     codecs = [FAMILIES[family][1] for family in families]
+    compressors = [
+        pk.Compressor(*arrays) for arrays in zip(states, new, norms, pools, codecs, strict=True)
+    ]
+    where = {"closing": closing, "layer": layer, "rate": RATE[kind], "eps": EPS}
     if kind == "csa":
-        run = run or pk.flush_csa
-        return list(run(pools, states, new, norms, codecs=codecs, **common)), ()
-    (pool,), (running,), (rows,), (norm,) = pools, states, new, norms
-    count = {"max_count": shared["positions"].shape[0]}
-    run = run or pk.flush_hca
-    return [run(pool, running, rows, norm, codec=codecs[0], **count, **common)], ()
+        return list((run or triton_gpu.flush_csa)(compressors, call, rope_frequencies, **where)), ()
+    (compressor,) = compressors
+    return [(run or triton_gpu.flush_hca)(compressor, call, rope_frequencies, **where)], ()

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import CallIndices, Compressor, LayerPlanes, get_cache_format
+from pallas_kernels import CallIndices, Compressor, LayerPlanes, NormRope, get_cache_format
 
 LAYER, NUM_LAYERS = 1, 3
 CASE_LAYER = jnp.int32(LAYER)
@@ -85,8 +85,11 @@ class Call:
                 rows[token] = histories[request][self.positions[token]]
         return rows
 
-    def indices(self, block_table=None, visible=None):
-        """`CallIndices` as an op takes them; without a table, of one block that no row has."""
+    def indices(self, block_table=None, visible=None, *, max_row_tokens=None):
+        """`CallIndices` as an op takes them; without a table, of one block that no row has.
+
+        `max_row_tokens` is that of this call, unless a larger one lets calls share a program.
+        """
         if block_table is None:
             block_table = np.full((len(self.row_slots), 1), -1, np.int32)
         fields = dataclasses.asdict(self)
@@ -96,7 +99,7 @@ class Call:
             **arrays,
             block_table=jnp.asarray(block_table, jnp.int32),
             visible=None if visible is None else jnp.asarray(visible, jnp.int32),
-            max_row_tokens=max(1, int(max(self.row_counts, default=1))),
+            max_row_tokens=max_row_tokens or max(1, int(max(self.row_counts, default=1))),
         )
 
     def last_of_each_row(self, size):
@@ -106,7 +109,7 @@ class Call:
         return np.where(last, self.slots, -1)
 
     def closing(self, rate, size, rng):
-        """i32[size], tokens that close a window among -1, in any order."""
+        """i32[size], tokens that close a window among -1, in any order, as definitions take it."""
         closes = (self.slots >= 0) & ((self.positions + 1) % rate == 0)
         tokens = np.flatnonzero(closes)
         padded = np.full(size, -1, np.int32)
@@ -184,41 +187,39 @@ def valid_arguments(op):
     tokens, dim, rate = 3, 8, 2
     ring, rows = {"values": f32(NUM_LAYERS, 3, 4, dim)}, {"values": f32(tokens, dim)}
     pool, table = {"values": f32(NUM_LAYERS, 4, 2, dim)}, i32(2, 3)
-    place = {name: i32(tokens) for name in ("slots", "positions", "lengths")}
-    per_row = {name: i32(2) for name in ("slots", "lengths", "counts", "offsets")}
     plain = {"codec": get_cache_format("f32").entry}
-    weights = {"norm": f32(dim), "frequencies": f32(2), "closing": i32(2)}
-    windows = place | weights | {"rate": rate, "eps": 1e-6}
     state = {name: f32(NUM_LAYERS, 3, 2 * rate, 2 * dim) for name in ("values", "scores")}
     wide = {"values": f32(tokens, 2 * dim), "scores": f32(tokens, 2 * dim)}
     narrow = {"values": f32(tokens, dim), "scores": f32(tokens, dim)}
-    running = {"running": f32(NUM_LAYERS, 3, 3, dim), "max_count": tokens}
-    paged = {"pool": pool, "block_table": table, "request_ids": i32(tokens)}
-    many = {"pools": [pool], "norms": [f32(dim)], "codecs": [plain["codec"]]}
-    flushed = windows | {"block_table": table, "request_ids": i32(tokens)}
-    flushed = {name: value for name, value in flushed.items() if name != "norm"}
+    running = f32(NUM_LAYERS, 3, 3, dim)
+    windows = {"call": small_call(), "rate": rate}
+    flushed = windows | {"frequencies": f32(2), "eps": 1e-6}
     query = {"queries": f32(tokens, 2, dim), **plain}
-    projected = query | {"kv": f32(tokens, dim), "norm": f32(dim), "frequencies": f32(2)}
-    projected |= {"positions": i32(tokens), "eps": 1e-6}
+    projected = {"queries": f32(tokens, 2, dim), "kv": f32(tokens, dim)}
     mixed = {"products": f32(tokens, 1, 8), "scale": f32(3), "base": f32(8), "norm": f32(dim)}
-    compressor = Compressor(state, wide, f32(dim), pool, plain["codec"])
+    csa = Compressor(state, wide, f32(dim), pool, plain["codec"])
+    hca = Compressor(running, narrow, f32(dim), pool, plain["codec"])
     stored = {"pool": LayerPlanes(pool, CASE_LAYER, plain["codec"]), "call": small_call()}
     attended = {"ring": LayerPlanes(ring, CASE_LAYER, plain["codec"]), "rows": rows}
     attended |= {"call": small_call()}
-    without_layer = ("encode_tokens", "hyper_connections", "round_index_queries")
-    without_layer += ("gather_entries", "gather_window", "index_topk", "sparse_attention")
+    without_layer = ("append_and_flush", "encode_tokens", "hyper_connections")
+    without_layer += ("round_index_queries", "gather_entries", "gather_window")
+    without_layer += ("index_topk", "sparse_attention")
     return {
         "append_and_flush": projected
-        | {"ring": ring, "compressors": [compressor], "block_table": table, "rate": rate}
-        | {"index_queries": f32(tokens, 2, dim), "index_codec": plain["codec"]}
-        | {name: i32(tokens) for name in ("request_ids", "slots")},
-        "append_tokens": {"rings": [ring], "rows": [rows], "projections": narrow, "rate": rate}
-        | running
-        | per_row,
-        "encode_tokens": projected,
-        "flush_csa": many | {"states": [state], "rows": [wide]} | flushed,
-        "flush_hca": paged | plain | running | {"rows": narrow, "norm": f32(dim)} | flushed,
-        "flush_write": paged | {"rows": rows, "entries": i32(tokens)},
+        | windows
+        | {"ring": LayerPlanes(ring, CASE_LAYER, plain["codec"]), "compressors": [csa]}
+        | {"norm_rope": NormRope(f32(dim), f32(2), 1e-6)}
+        | {"index_queries": f32(tokens, 2, dim), "index_codec": plain["codec"]},
+        "append_tokens": windows
+        | {"rings": [ring], "rows": [rows], "running": running, "projections": narrow},
+        "encode_tokens": projected
+        | plain
+        | {"norm": f32(dim), "frequencies": f32(2), "positions": i32(tokens), "eps": 1e-6},
+        "flush_csa": flushed | {"compressors": [csa]},
+        "flush_hca": flushed | {"compressor": hca},
+        "flush_write": {"pool": pool, "rows": rows, "block_table": table}
+        | {"segment_ids": i32(tokens), "entries": i32(tokens)},
         "gather_entries": stored | {"index": i32(tokens, 3), "dim": dim},
         "gather_window": attended | {"dim": dim},
         "index_topk": stored

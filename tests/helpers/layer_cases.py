@@ -11,6 +11,7 @@ import pallas_kernels as pk
 from helpers.inputs import CASE_LAYER, NUM_LAYERS, pack_call, poison, poisoned
 from helpers.schedules import assert_same_bytes
 from pallas_kernels import CACHE_FORMATS
+from pallas_kernels.common import codecs
 
 C, IC, ROPE, HEADS, INDEX_HEADS, WINDOW, EPS = 12, 16, 4, 3, 9, 8, 1e-6
 RATES = {"csa": 4, "hca": 18}
@@ -53,89 +54,88 @@ def empty_layer(fmt, kind):
     return jax.tree.map(jnp.asarray, layer | empty_state(kind))
 
 
-@functools.partial(jax.jit, static_argnames=("name", "kind", "max_count", "backend", "fused"))
-def step(layer, new, call, closing, table, norms, *, name, kind, max_count, backend, fused):
+def compressor_names(kind):
+    """Of each compressor of a layer: its state and its pool in a layer, its rows in the tokens."""
+    if kind == "hca":
+        return [("running", "entries", "main")]
+    return [("tail", "entries", "main"), ("index_tail", "index_keys", "index")]
+
+
+@functools.partial(jax.jit, static_argnames=("name", "kind", "backend", "fused"))
+def step(layer, new, call, norms, *, name, kind, backend, fused):
     """Encodes a call's tokens, flushes what they close and appends them, as a layer does.
 
     Returns the layer, and the queries as attention and, on CSA layers, as scores see them.
     """
-    fmt, rate = CACHE_FORMATS[name], RATES[kind]
-    tokens = {key: call[key] for key in ("request_ids", "slots", "positions", "lengths")}
-    common = {"layer": CASE_LAYER, "rate": rate, "eps": EPS, "backend": backend}
-    kv_norm, *norms = norms
-    projected = (new["queries"], new["kv"], kv_norm, jnp.asarray(FREQUENCIES))
-    if fused:
-        del tokens["lengths"]
-        return append_and_flush(layer, new, projected, norms, table, fmt, **tokens, **common)
-    encoding = {"codec": fmt.entry, "eps": EPS, "backend": backend}
-    queries, window = pk.encode_tokens(*projected, call["positions"], **encoding)
-    frequencies, flushed = projected[3], tokens | common | {"closing": closing}
-    per_row = [call[f"row_{key}"] for key in ("slots", "lengths", "counts", "offsets")]
-    static = {"layer": CASE_LAYER, "rate": rate, "max_count": max_count, "backend": backend}
-    if kind == "csa":
-        entries, keys = pk.flush_csa(
-            (layer["entries"], layer["index_keys"]),
-            (layer["tail"], layer["index_tail"]),
-            (new["main"], new["index"]),
-            norms,
-            frequencies,
-            table,
-            codecs=(fmt.entry, fmt.index_key),
-            **flushed,
-        )
-        rings = [layer[key] for key in ("window", "tail", "index_tail")]
-        rows = [window, new["main"], new["index"]]
-        rings, _ = pk.append_tokens(rings, rows, None, None, *per_row, **static)
-        names = ("window", "tail", "index_tail")
-        layer = dict(zip(names, rings, strict=True)) | {"entries": entries, "index_keys": keys}
-        index_queries = pk.round_index_queries(
-            new["index_queries"],
-            frequencies,
-            call["positions"],
-            codec=fmt.index_key,
-            backend=backend,
-        )
-        return layer, {"queries": queries, "index_queries": index_queries}
-    entries = pk.flush_hca(
-        layer["entries"],
-        layer["running"],
-        new["main"],
-        norms[0],
-        frequencies,
-        table,
-        codec=fmt.entry,
-        max_count=max_count,
-        **flushed,
-    )
-    (window,), running = pk.append_tokens(
-        [layer["window"]], [window], layer["running"], new["main"], *per_row, **static
-    )
-    layer = {"window": window, "running": running, "entries": entries}
-    return layer, {"queries": queries}
-
-
-def append_and_flush(kept, new, projected, norms, table, fmt, **call):
-    """The same for one token per request, by one op."""
-    names = [("tail", "main", "entries"), ("index_tail", "index", "index_keys")]
-    if "running" in kept:
-        names = [("running", "main", "entries")]
+    fmt, names, (kv_norm, *norms) = CACHE_FORMATS[name], compressor_names(kind), norms
     compressors = [
-        pk.Compressor(kept[state], new[rows], norm, kept[pool], codec)
-        for (state, rows, pool), norm, codec in zip(
+        pk.Compressor(layer[state], new[rows], norm, layer[pool], codec)
+        for (state, pool, rows), norm, codec in zip(
             names, norms, (fmt.entry, fmt.index_key), strict=False
         )
     ]
-    if "index_queries" in new:
-        call |= {"index_queries": new["index_queries"], "index_codec": fmt.index_key}
-    done = pk.append_and_flush(
-        *projected, kept["window"], compressors, table, codec=fmt.entry, **call
+    norm_rope = pk.NormRope(kv_norm, jnp.asarray(FREQUENCIES), EPS)
+    run = append_and_flush if fused else encode_flush_and_append
+    window, states, pools, queries = run(
+        layer["window"], compressors, new, call, norm_rope, fmt, rate=RATES[kind], backend=backend
     )
-    assert (done.index_queries is None) == ("index_queries" not in new)
-    layer = {"window": done.ring}
-    for (state, _, pool), new_state, new_pool in zip(names, done.states, done.pools, strict=True):
+    layer = {"window": window}
+    for (state, pool, _), new_state, new_pool in zip(names, states, pools, strict=True):
         layer |= {state: new_state, pool: new_pool}
-    turned = {"queries": done.queries}
-    return layer, turned | ({"index_queries": done.index_queries} if "index" in new else {})
+    return layer, queries
+
+
+def encode_flush_and_append(window, compressors, new, call, norm_rope, fmt, *, rate, backend):
+    """Window, states and pools after a call of any tokens, and its queries, by four ops."""
+    where, frequencies = {"layer": CASE_LAYER, "rate": rate}, norm_rope.frequencies
+    queries, rows = pk.encode_tokens(
+        new["queries"],
+        new["kv"],
+        norm_rope.weight,
+        frequencies,
+        call.positions,
+        codec=fmt.entry,
+        eps=norm_rope.eps,
+        backend=backend,
+    )
+    rotated, flushed = {"queries": queries}, where | {"eps": norm_rope.eps, "backend": backend}
+    if "index_queries" in new:
+        rotated["index_queries"] = pk.round_index_queries(
+            new["index_queries"], frequencies, call.positions, codec=fmt.index_key, backend=backend
+        )
+    if len(compressors) == 1:
+        (hca,) = compressors
+        entries = pk.flush_hca(hca, call, frequencies, **flushed)
+        (window,), running = pk.append_tokens(
+            [window], [rows], hca.state, hca.rows, call, **where, backend=backend
+        )
+        return window, [running], [entries], rotated
+    pools = pk.flush_csa(compressors, call, frequencies, **flushed)
+    rings, rows = [window, *(c.state for c in compressors)], [rows, *(c.rows for c in compressors)]
+    (window, *states), _ = pk.append_tokens(rings, rows, None, None, call, **where, backend=backend)
+    return window, states, pools, rotated
+
+
+def append_and_flush(window, compressors, new, call, norm_rope, fmt, *, rate, backend):
+    """The same for one token per request, by one op."""
+    index_queries = new.get("index_queries")
+    done = pk.append_and_flush(
+        new["queries"],
+        new["kv"],
+        pk.LayerPlanes(window, CASE_LAYER, fmt.entry),
+        compressors,
+        call,
+        norm_rope,
+        rate=rate,
+        index_queries=index_queries,
+        index_codec=None if index_queries is None else fmt.index_key,
+        backend=backend,
+    )
+    assert (done.index_queries is None) == (index_queries is None)
+    rotated = {"queries": done.queries}
+    if index_queries is not None:
+        rotated["index_queries"] = done.index_queries
+    return done.ring, done.states, done.pools, rotated
 
 
 def draw_histories(rng, kind, lengths, dtype=jnp.bfloat16):
@@ -179,7 +179,7 @@ def run(
     Returns:
       The layer, and each request's queries of either kind, {(kind, request): array}.
     """
-    rng, rate = np.random.default_rng(seed), RATES[kind]
+    rng = np.random.default_rng(seed)
     layer, lengths = empty_layer(CACHE_FORMATS[name], kind), [0] * len(cuts)
     table = np.full((num_rows, LOGICAL), -1, np.int32)
     owned = np.random.default_rng(9).permutation(np.arange(1, NUM_BLOCKS - 1))
@@ -191,21 +191,17 @@ def run(
         call = pack_call(
             rng, SLOTS[: len(cuts)], lengths, counts, num_tokens=num_tokens, num_rows=num_rows
         )
-        closing = call.closing(rate, min(num_tokens, num_tokens // rate + num_rows), rng)
-        layer, turned = step(
+        layer, rotated = step(
             layer,
             {key: call.rows(history[: len(cuts)]) for key, history in histories.items()},
-            {key: jnp.asarray(value) for key, value in vars(call).items()},
-            jnp.asarray(closing),
-            jnp.asarray(table),
+            call.indices(table, max_row_tokens=num_tokens),
             norms,
             name=name,
             kind=kind,
-            max_count=num_tokens,
             backend=backend,
             fused=fused,
         )
-        for which, heads in turned.items():
+        for which, heads in rotated.items():
             for request in range(len(cuts)):
                 mine = np.asarray(heads)[call.request_ids == request]
                 queries[which, request].append(mine)
@@ -244,13 +240,29 @@ def differing_share(codec, actual, expected, dim):
     a, b = (np.float64(codec.decode(planes, dim)) for planes in rows)
     difference, magnitude = np.abs(a - b), np.maximum(np.abs(a), np.abs(b))
     largest = np.max(magnitude, axis=-1, keepdims=True)
-    if isinstance(codec, pk.codecs.PlainCodec) and codec.dtype == "float32":
+    if isinstance(codec, codecs.PlainCodec) and codec.dtype == "float32":
         rounded = np.abs(b - np.float64(jnp.asarray(b, jnp.bfloat16))) > 0
         step = 2.0**-7 * magnitude if not rounded.any() else 2.0**-18 * largest
         return np.inf if np.any(difference > step) else 0.0
-    step = {pk.codecs.PlainCodec: 2.0**-7, pk.codecs.FP4KeyCodec: 2.0**-1}.get(type(codec), 2.0**-3)
+    step = {codecs.PlainCodec: 2.0**-7, codecs.FP4KeyCodec: 2.0**-1}.get(type(codec), 2.0**-3)
     allowed = step * (magnitude + largest / 8)
     return np.inf if np.any(difference > allowed) else float(np.mean(a != b))
+
+
+def call_specs(num_tokens, num_rows, *, num_logical=2048):
+    """`CallIndices` of shapes alone, to compile for; rows are of one size."""
+
+    def i32(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    per_token = ("segment_ids", "slots", "positions", "lengths")
+    per_row = ("row_slots", "row_lengths", "row_counts", "row_offsets")
+    return pk.CallIndices(
+        **{name: i32(num_tokens) for name in per_token},
+        **{name: i32(num_rows) for name in per_row},
+        block_table=i32(num_rows, num_logical),
+        max_row_tokens=num_tokens // num_rows,
+    )
 
 
 CUTS = ([13, 20, 1, 5], [30], [4, 1, 1, 9])
@@ -260,12 +272,12 @@ LENGTHS = [sum(cut) for cut in CUTS]
 def assert_stored_alike(fmt, actual, expected):
     """The layers hold the same but for roundings that MAX_SHARE and the pools' bound allow."""
     actual, expected = dict(actual), dict(expected)
-    codecs = {
+    families = {
         "window": (fmt.entry, C),
         "entries": (fmt.entry, C),
         "index_keys": (fmt.index_key, IC),
     }
-    for family, (codec, dim) in codecs.items():
+    for family, (codec, dim) in families.items():
         if family in expected:
             share = differing_share(codec, actual.pop(family), expected.pop(family), dim)
             assert share <= MAX_SHARE, family

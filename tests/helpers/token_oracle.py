@@ -18,20 +18,20 @@ def append_ring(ring, rows, slots, positions, *, layer):
     return ring
 
 
-def locate(table, request, entry, entries_per_block):
+def locate(table, segment, entry, entries_per_block):
     """An entry's physical block and its place there, None if there is no such entry."""
     logical = entry // entries_per_block
-    if request < 0 or entry < 0 or logical >= table.shape[1] or table[request, logical] < 0:
+    if segment < 0 or entry < 0 or logical >= table.shape[1] or table[segment, logical] < 0:
         return None
-    return int(table[request, logical]), int(entry % entries_per_block)
+    return int(table[segment, logical]), int(entry % entries_per_block)
 
 
-def flush_write(pool, rows, table, request_ids, entries, *, layer):
+def flush_write(pool, rows, table, segment_ids, entries, *, layer):
     """Section 2.4: entry j of a request at index j of its blocks."""
     pool = {name: plane.copy() for name, plane in pool.items()}
     entries_per_block = next(iter(pool.values())).shape[2]
-    for i, (request, entry) in enumerate(zip(request_ids, entries, strict=True)):
-        place = locate(table, request, entry, entries_per_block)
+    for i, (segment, entry) in enumerate(zip(segment_ids, entries, strict=True)):
+        place = locate(table, segment, entry, entries_per_block)
         if place is not None:
             for name, plane in pool.items():
                 plane[layer, *place] = rows[name][i]

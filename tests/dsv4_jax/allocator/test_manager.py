@@ -306,6 +306,18 @@ def test_nothing_reaches_the_device_before_apply():
     np.testing.assert_array_equal(manager.apply(applied).block_table, np.full((4, 6), -1))
 
 
+def test_a_hit_without_a_place_to_load_from_is_refused():
+    """A store that is missing or too small would leave the request's window as it was."""
+    manager, cache = make_manager(num_snapshots=4), make_cache()
+    slot = manager.admit(300, known_prompt(manager, 300))
+    with pytest.raises(ValueError, match="store must be given"):
+        manager.apply(cache)
+    with pytest.raises(ValueError, match=r"store must have num_snapshots=4 places.* got 3"):
+        manager.apply(cache, ds.cache.init_snapshot_store(cache, 3))
+    applied = manager.apply(cache, ds.cache.init_snapshot_store(cache, 4))
+    assert applied.length_tokens[slot] == 256
+
+
 def test_acquire_gives_each_layer_its_place_in_its_family():
     cache, call = make_cache(), step_input([[1, 2]], [0], [2], num_tokens=3)
     families = [int(acquire(cache, call, i).layer) for i in range(CONFIG.num_layers)]

@@ -87,14 +87,14 @@ def test_tokens_in_place_leave_and_see_what_committed_ones_do(kind, cache_format
 
 
 def test_index_queries_meet_keys_of_their_format():
-    """Turned by their positions, rounded as keys are, and not taken where they are not given."""
+    """Rotated by their positions, rounded as keys are, and not taken where they are not given."""
     cache = ds.init_cache(CONFIG, max_requests=4, max_context_tokens=128, cache_format="fp8_ue8m0")
     cache = ds.update_slots(cache, jnp.arange(4), jnp.asarray([0, 5, 14, 28]), cache.block_table)
     call = step_input([[1], [2], [], [3]], range(4), SLOTS, num_tokens=T)
     tokens, norms = draw("csa", 0)
     handle = ds.KVCacheManager.acquire(cache, call, layer_idx=LAYERS["csa"])
-    turned = rotate(tokens.index_queries, handle.positions[:, None], norms.frequencies)
-    wanted = handle.schema.format.round_index(turned)
+    rotated = rotate(tokens.index_queries, handle.positions[:, None], norms.frequencies)
+    wanted = handle.schema.format.round_index(rotated)
     for in_place in (False, True):
         layer = dataclasses.replace(handle, in_place=in_place)
         np.testing.assert_array_equal(layer.append(tokens, norms)[1].index_queries, wanted)

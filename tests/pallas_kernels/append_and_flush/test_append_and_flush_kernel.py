@@ -1,5 +1,6 @@
 """The kernels that norm, rotate and encode a call's tokens, and those that keep them too."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -21,6 +22,7 @@ from helpers.layer_cases import (
     C,
     assert_index_queries_alike,
     assert_stored_alike,
+    call_specs,
     differing_share,
     draw_histories,
     draw_norms,
@@ -168,17 +170,15 @@ def test_index_queries_are_rounded_as_they_are_alone(lane, name, num_heads):
     """To the bit, beside a window that closes, padding and a layer without compressors."""
     codec, rng = CACHE_FORMATS[name].index_key, np.random.default_rng(num_heads)
     given = jnp.asarray(rng.normal(size=(3, num_heads, 8)) * 3, jnp.float32)
-    arguments = inputs.valid_arguments("append_and_flush") | {
-        "index_queries": given,
-        "index_codec": codec,
-        "positions": jnp.asarray([0, 5, 1_000_000], jnp.int32),
-        "slots": jnp.asarray([0, -1, 1], jnp.int32),
-    }
-    alone = pk.round_index_queries(
-        given, arguments["frequencies"], arguments["positions"], codec=codec, backend=KERNEL
-    )
+    positions = jnp.asarray([0, 5, 1_000_000], jnp.int32)
+    arguments = inputs.valid_arguments("append_and_flush")
+    arguments |= {"index_queries": given, "index_codec": codec}
+    slots = jnp.asarray([0, -1, 1], jnp.int32)
+    arguments["call"] = dataclasses.replace(arguments["call"], positions=positions, slots=slots)
+    frequencies = arguments["norm_rope"].frequencies
+    alone = pk.round_index_queries(given, frequencies, positions, codec=codec, backend=KERNEL)
     assert alone.dtype == jnp.float32
-    for without in ({}, {"compressors": (), "block_table": None}):
+    for without in ({}, {"compressors": ()}):
         done = pk.append_and_flush(**arguments | without, backend=KERNEL)
         assert_same_bytes({0: np.asarray(done.index_queries)}, {0: np.asarray(alone)})
 
@@ -190,9 +190,9 @@ def test_twenty_runs_are_bitwise_equal(kind):
     cuts = [[1] * 9 for _ in LENGTHS]
     first, queries = run("fp8_ue8m0", kind, histories, cuts, norms, **DECODE)
     for _ in range(19):
-        again, turned = run("fp8_ue8m0", kind, histories, cuts, norms, **DECODE)
+        again, same = run("fp8_ue8m0", kind, histories, cuts, norms, **DECODE)
         assert_same_bytes(flat(again), flat(first))
-        assert_same_bytes(turned, queries)
+        assert_same_bytes(same, queries)
 
 
 RUNNING = jnp.ones((3, 3, 3, 8))
@@ -203,13 +203,14 @@ NARROW = dict.fromkeys(("values", "scores"), jnp.ones((3, 1)))
     ("name", "wrong", "message"),
     [
         ("kv", jnp.ones((3, 7)), "kv must be"),
-        ("slots", jnp.zeros(2, jnp.int32), "slots.* must agree on T"),
-        ("request_ids", jnp.zeros(3), "request_ids must be int32"),
-        ("block_table", None, "block_table goes with compressors"),
-        ("block_table", jnp.zeros(3, jnp.int32), "block_table must have rank 2"),
-        ("compressors", (), "block_table goes with compressors"),
+        ("call.slots", jnp.zeros(2, jnp.int32), "call.slots.* must agree on T"),
+        ("call.segment_ids", jnp.zeros(3), "call.segment_ids must be int32"),
+        ("call.block_table", jnp.zeros(3, jnp.int32), "call.block_table must have rank 2"),
+        ("call.block_table", jnp.zeros((3, 3), jnp.int32), "call.block_table must agree on B"),
+        ("norm_rope.weight", jnp.ones(1), "norm must be"),
+        ("norm_rope.frequencies", jnp.ones((2, 2)), "frequencies must have rank 1"),
         ("rate", 3, r"compressors\[0\].state must keep"),
-        ("ring", {"values": jnp.ones((3, 3, 4, 7))}, "ring must hold the planes"),
+        ("ring.planes", {"values": jnp.ones((3, 3, 4, 7))}, "ring must hold the planes"),
         ("index_queries", None, "index_codec goes with index_queries"),
         ("index_codec", None, "index_codec goes with index_queries"),
         ("index_queries", jnp.ones((3, 8)), "index_queries must have rank 3"),
@@ -220,7 +221,9 @@ NARROW = dict.fromkeys(("values", "scores"), jnp.ones((3, 1)))
 )
 def test_an_error_names_the_argument_that_is_wrong(name, wrong, message):
     with pytest.raises(ValueError, match=message):
-        pk.append_and_flush(**inputs.valid_arguments("append_and_flush") | {name: wrong})
+        pk.append_and_flush(
+            **inputs.replace_argument(inputs.valid_arguments("append_and_flush"), name, wrong)
+        )
 
 
 @pytest.mark.parametrize(
@@ -230,11 +233,12 @@ def test_an_error_names_the_argument_that_is_wrong(name, wrong, message):
         ({"state": RUNNING}, r"compressors\[0\].rows\['values'\] must be .* = \[3, 8\]"),
         ({"norm": jnp.ones(7)}, r"compressors\[0\].pool must hold"),
         ({"norm": jnp.ones((1, 8))}, r"compressors\[0\].norm must have rank 1"),
+        ({"rows": {"other": jnp.ones((3, 8))}}, r"compressors\[0\].rows must be values and scores"),
     ],
 )
 def test_an_error_names_what_is_wrong_of_a_compressor(changed, message):
     arguments = inputs.valid_arguments("append_and_flush")
-    arguments["compressors"] = [c._replace(**changed) for c in arguments["compressors"]]
+    arguments["compressors"] = [dataclasses.replace(c, **changed) for c in arguments["compressors"]]
     with pytest.raises(ValueError, match=message):
         pk.append_and_flush(**arguments)
 
@@ -242,7 +246,7 @@ def test_an_error_names_what_is_wrong_of_a_compressor(changed, message):
 def test_a_running_pool_has_no_other_compressor_beside_it():
     arguments = inputs.valid_arguments("append_and_flush")
     rows = dict.fromkeys(("values", "scores"), jnp.ones((3, 8)))
-    hca = arguments["compressors"][0]._replace(state=RUNNING, rows=rows)
+    hca = dataclasses.replace(arguments["compressors"][0], state=RUNNING, rows=rows)
     with pytest.raises(ValueError, match="only compressor"):
         pk.append_and_flush(**arguments | {"compressors": [hca, *arguments["compressors"]]})
 
@@ -292,28 +296,35 @@ def aot_append_and_flush(kind, name, tokens, heads):
         pools.append(_planes(codec, dim, 2, 4096, 32 if kind == "csa" else 1))
         norms.append(_array(dim, dtype=jnp.bfloat16))
         codecs.append(codec)
-    ids = {key: _array(tokens, dtype=jnp.int32) for key in ("request_ids", "slots", "positions")}
     index = {}
     if kind == "csa":
         index = {"index_queries": _array(tokens, 64, 128, dtype=jnp.bfloat16)}
-    call = ids | index | {"layer": _array(dtype=jnp.int32)}
-    table = _array(tokens, 2048, dtype=jnp.int32) if kind != "swa" else None
 
-    def append(kept, projected, new, norms, table, call):
+    def append(kept, projected, new, norms, call, layer, index):
         ring, states, pools = kept
+        queries, kv, weight, frequencies = projected
         compressors = [
             pk.Compressor(*arrays) for arrays in zip(states, new, norms, pools, codecs, strict=True)
         ]
-        static = {"codec": fmt.entry, "rate": 4 if kind == "csa" else 128, "eps": EPS}
-        static |= {"index_codec": fmt.index_key} if index else {}
+        static = {"rate": 4 if kind == "csa" else 128, "backend": KERNEL}
         done = pk.append_and_flush(
-            *projected, ring, compressors, table, **static, **call, backend=KERNEL
+            queries,
+            kv,
+            pk.LayerPlanes(ring, layer, fmt.entry),
+            compressors,
+            call,
+            pk.NormRope(weight, frequencies, EPS),
+            **static,
+            **index,
+            index_codec=fmt.index_key if index else None,
         )
         updated = (done.ring, list(done.states), list(done.pools))
         return updated, done.queries, done.rows, done.index_queries
 
     kept = (_planes(fmt.entry, 512, 2, 64, 128), states, pools)
-    specs = (kept, _projected(tokens, heads), new, norms, table, call)
+    call = call_specs(tokens, tokens)
+    layer = _array(dtype=jnp.int32)
+    specs = (kept, _projected(tokens, heads), new, norms, call, layer, index)
     return f"append_and_flush {kind} {name} {tokens} tokens {heads} heads", append, specs, (0,)
 
 

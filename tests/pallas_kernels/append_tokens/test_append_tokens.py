@@ -18,9 +18,7 @@ SLOTS = [3, 1, 4]  # 0, 2 and the last are nobody's
 PLAIN = get_cache_format("f32").entry
 
 jit_append_ring = jax.jit(append_ring)
-jit_append_running = jax.jit(
-    functools.partial(append_running, rate=RATE, max_count=NUM_TOKENS, layer=CASE_LAYER)
-)
+jit_append_running = jax.jit(functools.partial(append_running, rate=RATE, layer=CASE_LAYER))
 
 
 def histories(rng, lengths, counts, width=C):
@@ -85,8 +83,8 @@ def test_b5_a_call_of_padding_alone_writes_nothing():
 
 
 def append_running_call(running, call, values, scores):
-    per_row = (call.row_slots, call.row_lengths, call.row_counts, call.row_offsets)
-    return jit_append_running(running, values, scores, *per_row)
+    indices = call.indices(max_row_tokens=NUM_TOKENS)
+    return jit_append_running(running, {"values": values, "scores": scores}, indices)
 
 
 @pytest.mark.parametrize("count", [0, 1, RATE - 1, RATE, RATE + 1, 2 * RATE + 1])
@@ -182,10 +180,10 @@ TOKENS_ERRORS = [
     ("running", None, "running and projections go together"),
     ("projections", {"values": jnp.ones((3, 8))}, "projections must be values and scores"),
     ("projections", dict.fromkeys(("values", "scores"), jnp.ones((3, 1))), "values must be"),
-    ("slots", jnp.zeros(2, jnp.int8), "slots must be int32"),
-    ("lengths", jnp.zeros(2), "lengths must be int32"),
-    ("counts", jnp.zeros(3, jnp.int32), "counts.* must agree on B"),
-    ("offsets", jnp.zeros((), jnp.int32), "offsets must agree on B"),
+    ("call.row_slots", jnp.zeros(2, jnp.int8), "call.row_slots must be int32"),
+    ("call.row_lengths", jnp.zeros(2), "call.row_lengths must be int32"),
+    ("call.row_counts", jnp.zeros(3, jnp.int32), "call.row_counts.* must agree on B"),
+    ("call.row_offsets", jnp.zeros((), jnp.int32), "call.row_offsets.* must agree on B"),
 ]
 ENCODE_ERRORS = [
     ("queries", jnp.ones((3, 8)), "queries must have rank 3"),
@@ -202,7 +200,9 @@ ENCODE_ERRORS = [
 @pytest.mark.parametrize(("name", "wrong", "message"), TOKENS_ERRORS)
 def test_append_tokens_names_the_argument_that_is_wrong(name, wrong, message):
     with pytest.raises(ValueError, match=message):
-        append_tokens(**inputs.valid_arguments("append_tokens") | {name: wrong})
+        append_tokens(
+            **inputs.replace_argument(inputs.valid_arguments("append_tokens"), name, wrong)
+        )
 
 
 @pytest.mark.parametrize(("name", "wrong", "message"), ENCODE_ERRORS)

@@ -23,8 +23,8 @@ OPS = [
     "flush_write",
     "gather_entries",
     "gather_window",
-    "index_topk",
     "hyper_connections",
+    "index_topk",
     "round_index_queries",
     "sparse_attention",
 ]
@@ -189,7 +189,6 @@ def test_gathers_of_plain_values_take_xla_by_choice(op):
 
 def test_a_variable_forbids_fallbacks_of_a_process():
     code = "from pallas_kernels.common import backend; print(backend._FORBIDDING.get())"
-    for value, expected in (("1", "True"), ("0", "False")):
-        environment = os.environ | {backend.FORBID_VARIABLE: value}
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
-        assert done.stdout.decode().strip() == expected
+    environment = os.environ | {backend.FORBID_VARIABLE: "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+    assert done.stdout.decode().strip() == "True"

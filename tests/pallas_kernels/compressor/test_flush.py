@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,12 +12,13 @@ from helpers.schedules import assert_same_bytes
 from pallas_kernels import (
     CACHE_FORMATS,
     LayerPlanes,
-    compressor,
     flush_csa,
     flush_hca,
+    flush_write,
     gather_entries,
     get_cache_format,
 )
+from pallas_kernels.compressor.closing import find_closing
 
 C, ROPE, IC = 12, 4, 16
 NUM_BLOCKS, LOGICAL, OWNED = 12, 4, (3, 4, 0)
@@ -26,7 +29,7 @@ CODECS = {
     for part, codec in (("entry", fmt.entry), ("index key", fmt.index_key))
 }
 
-jit_flush_write = jax.jit(compressor)
+jit_flush_write = jax.jit(flush_write)
 
 
 def draw_rows(rng, codec):
@@ -45,10 +48,10 @@ def draw_table(rng):
 
 
 def boundary_entries(entries_per_block):
-    """First, last and neighbouring entries of every block, ones past it and a -1: (request, entry).
+    """First, last and neighbouring entries of every block, ones past it and a -1: (segment, entry).
 
     Request 1 fills its table, so its first entry past the end would be the row's neighbour; request
-    2 owns nothing, and -1 is no request.
+    2 owns nothing, and -1 is no segment.
     """
     places = [(0, -1), (-1, -1), (2, 0), (-1, 0), (-1, entries_per_block)]
     for request, count in ((0, 3), (1, 4)):
@@ -66,10 +69,10 @@ def test_entries_go_to_their_place_and_nothing_else_changes(name, entries_per_bl
     codec, table = CODECS[name], draw_table(rng)
     places = boundary_entries(entries_per_block)
     places += [(-1, -1)] * (NUM_ROWS - len(places))
-    request_ids, entries = rng.permutation(places).T.astype(np.int32)
+    segment_ids, entries = rng.permutation(places).T.astype(np.int32)
     rows, pool = draw_rows(rng, codec), empty_pool(codec, entries_per_block)
-    expected = token_oracle.flush_write(pool, rows, table, request_ids, entries, layer=LAYER)
-    actual = jit_flush_write(pool, rows, table, request_ids, entries, layer=CASE_LAYER)
+    expected = token_oracle.flush_write(pool, rows, table, segment_ids, entries, layer=LAYER)
+    actual = jit_flush_write(pool, rows, table, segment_ids, entries, layer=CASE_LAYER)
     assert_same_bytes(actual, expected)
 
 
@@ -79,9 +82,9 @@ def test_b17_a_full_request_leaves_no_plane_unwritten(name):
     rng = np.random.default_rng(0)
     codec, table = CODECS[name], draw_table(rng)
     entries = rng.permutation(4 * 6).astype(np.int32)
-    request_ids = np.ones_like(entries)
+    segment_ids = np.ones_like(entries)
     rows, pool = draw_rows(rng, codec), empty_pool(codec, 6)
-    actual = jit_flush_write(pool, rows, table, request_ids, entries, layer=CASE_LAYER)
+    actual = jit_flush_write(pool, rows, table, segment_ids, entries, layer=CASE_LAYER)
     in_order = {plane: row[np.argsort(entries)] for plane, row in rows.items()}
     for plane, stored in actual.items():
         stored = np.asarray(stored)
@@ -99,8 +102,8 @@ def test_b5_a_call_that_closes_no_window_writes_nothing():
     codec = get_cache_format("fp8_ue8m0").entry
     rows, pool, table = draw_rows(rng, codec), empty_pool(codec, 2), draw_table(rng)
     nothing, zeros = np.full(NUM_ROWS, -1, np.int32), np.zeros(NUM_ROWS, np.int32)
-    for request_ids, entries in ((nothing, zeros), (zeros, nothing), (nothing, nothing)):
-        actual = jit_flush_write(pool, rows, table, request_ids, entries, layer=CASE_LAYER)
+    for segment_ids, entries in ((nothing, zeros), (zeros, nothing), (nothing, nothing)):
+        actual = jit_flush_write(pool, rows, table, segment_ids, entries, layer=CASE_LAYER)
         assert_same_bytes(actual, pool)
     absent = jit_flush_write(pool, rows, -np.ones_like(table), zeros, zeros, layer=CASE_LAYER)
     assert_same_bytes(absent, pool)
@@ -110,14 +113,14 @@ def test_a_later_call_overwrites_an_entry_and_no_other():
     """As a rejected token's entry is overwritten."""
     rng = np.random.default_rng(0)
     codec, table = get_cache_format("fp8_ue8m0").entry, draw_table(rng)
-    request_ids, entries = np.zeros(NUM_ROWS, np.int32), np.full(NUM_ROWS, -1, np.int32)
+    segment_ids, entries = np.zeros(NUM_ROWS, np.int32), np.full(NUM_ROWS, -1, np.int32)
     entries[:5] = 0, 1, 2, 3, 4
     first, second = draw_rows(rng, codec), draw_rows(rng, codec)
     stored = jit_flush_write(
-        empty_pool(codec, 2), first, table, request_ids, entries, layer=CASE_LAYER
+        empty_pool(codec, 2), first, table, segment_ids, entries, layer=CASE_LAYER
     )
     only_3 = np.where(entries == 3, 3, -1).astype(np.int32)
-    stored = jit_flush_write(stored, second, table, request_ids, only_3, layer=CASE_LAYER)
+    stored = jit_flush_write(stored, second, table, segment_ids, only_3, layer=CASE_LAYER)
     expected = {plane: first[plane].copy() for plane in first}
     for plane in expected:
         expected[plane][3] = second[plane][3]
@@ -138,8 +141,8 @@ ERRORS = [
     ("rows", {"values": jnp.ones((4, 8))}, "rows must agree on n"),
     ("block_table", jnp.zeros(3, jnp.int32), "block_table must have rank 2"),
     ("block_table", jnp.zeros((2, 3)), "block_table must be int32"),
-    ("request_ids", jnp.zeros(2, jnp.int32), "request_ids.* must agree on n"),
-    ("request_ids", jnp.zeros(3, jnp.uint8), "request_ids must be int32"),
+    ("segment_ids", jnp.zeros(2, jnp.int32), "segment_ids.* must agree on n"),
+    ("segment_ids", jnp.zeros(3, jnp.uint8), "segment_ids must be int32"),
     ("entries", jnp.zeros(3, jnp.int16), "entries must be int32"),
 ]
 
@@ -147,39 +150,75 @@ ERRORS = [
 @pytest.mark.parametrize(("name", "wrong", "message"), ERRORS)
 def test_an_error_names_the_argument_that_is_wrong(name, wrong, message):
     with pytest.raises(ValueError, match=message):
-        compressor(**inputs.valid_arguments("flush_write") | {name: wrong})
+        flush_write(**inputs.valid_arguments("flush_write") | {name: wrong})
 
 
 ONES = {"values": jnp.ones((3, 1)), "scores": jnp.ones((3, 1))}
-CLOSING_ERRORS = [
-    ("closing", jnp.zeros(2), "closing must be int32"),
-    ("slots", jnp.zeros(3, jnp.int16), "slots must be int32"),
-    ("positions", jnp.zeros(2, jnp.int32), "positions.* must agree on T"),
-    ("lengths", jnp.zeros(3), "lengths must be int32"),
-    ("block_table", jnp.zeros(3, jnp.int32), "block_table must have rank 2"),
+NARROW = {"values": jnp.ones((3, 1)), "scores": jnp.ones((3, 1))}
+STATE = dict.fromkeys(("values", "scores"), jnp.ones((3, 3, 4, 1)))
+CALL_ERRORS = [
+    ("call.slots", jnp.zeros(3, jnp.int16), "call.slots must be int32"),
+    ("call.positions", jnp.zeros(2, jnp.int32), "call.positions.* must agree on T"),
+    ("call.lengths", jnp.zeros(3), "call.lengths must be int32"),
+    ("call.block_table", jnp.zeros(3, jnp.int32), "call.block_table must have rank 2"),
 ]
 CSA_ERRORS = [
-    ("rows", [ONES], r"rows\['values'\] must be"),
-    ("rows", [], "must have one item per compressor"),
-    ("states", [dict.fromkeys(("values", "scores"), jnp.ones((3, 3, 4, 1)))], "states must keep"),
-    ("norms", [jnp.ones(7)], "pools must hold the planes"),
-    ("rate", 3, r"states must keep 2 \* rate rows"),
+    ("rows", NARROW, r"compressors\[0\].rows\['values'\] must be"),
+    ("state", STATE, r"compressors\[0\].state must keep"),
+    ("state", jnp.ones((3, 3, 4, 8)), r"compressors\[0\].rows\['values'\] must be .* = \[3, 8\]"),
+    ("norm", jnp.ones(7), r"compressors\[0\].pool must hold the planes"),
 ]
 HCA_ERRORS = [
-    ("rows", ONES, r"rows\['values'\] must be"),
-    ("rows", {"other": jnp.ones((3, 8))}, "rows must have values and scores"),
-    ("running", jnp.ones((3, 3, 8)), "running must have rank 4"),
-    ("running", jnp.ones((3, 3, 3, 1)), "running must keep 3 rows of C values"),
-    ("norm", jnp.ones(1), "pool must hold the planes"),
+    ("compressor.rows", NARROW, r"compressor.rows\['values'\] must be"),
+    ("compressor.rows", {"other": jnp.ones((3, 8))}, "compressor.rows must be values and scores"),
+    ("compressor.state", jnp.ones((3, 3, 8)), "compressor.state must keep"),
+    ("compressor.state", jnp.ones((3, 3, 3, 1)), "compressor.state must keep"),
+    ("compressor.norm", jnp.ones(1), "compressor.pool must hold the planes"),
 ]
 
 
 @pytest.mark.parametrize(
     ("flush", "name", "wrong", "message"),
-    [(flush, *error) for flush in (flush_csa, flush_hca) for error in CLOSING_ERRORS]
-    + [(flush_csa, *error) for error in CSA_ERRORS]
+    [(flush, *error) for flush in (flush_csa, flush_hca) for error in CALL_ERRORS]
     + [(flush_hca, *error) for error in HCA_ERRORS],
 )
 def test_an_error_of_a_flush_names_the_argument_that_is_wrong(flush, name, wrong, message):
+    arguments = inputs.valid_arguments(flush.__name__)
     with pytest.raises(ValueError, match=message):
-        flush(**inputs.valid_arguments(flush.__name__) | {name: wrong})
+        flush(**inputs.replace_argument(arguments, name, wrong))
+
+
+@pytest.mark.parametrize(("field", "wrong", "message"), CSA_ERRORS)
+def test_an_error_of_flush_csa_names_the_compressor_that_is_wrong(field, wrong, message):
+    arguments = inputs.valid_arguments("flush_csa")
+    (right,) = arguments["compressors"]
+    with pytest.raises(ValueError, match=message):
+        flush_csa(
+            **arguments | {"compressors": [dataclasses.replace(right, **{field: wrong}), right]}
+        )
+
+
+def test_flushes_need_a_compressor_of_their_type():
+    csa, hca = (inputs.valid_arguments(op) for op in ("flush_csa", "flush_hca"))
+    with pytest.raises(ValueError, match="compressors must hold one or more"):
+        flush_csa(**csa | {"compressors": []})
+    with pytest.raises(ValueError, match=r"compressors\[1\].state must be values and scores"):
+        flush_csa(**csa | {"compressors": [*csa["compressors"], hca["compressor"]]})
+    with pytest.raises(ValueError, match=r"compressor\.state must be a running pool"):
+        flush_hca(**hca | {"compressor": csa["compressors"][0]})
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "lengths", "counts", "num_closing"),
+    [(40, [0, 5, 3], [14, 3, 9], 7), (3, [0, 7, 3], [1, 1, 1], 2)],
+)
+def test_closing_tokens_of_a_call_are_found(num_tokens, lengths, counts, num_closing):
+    """Compacted where that is shorter; else each token in its own place."""
+    rng, rate = np.random.default_rng(0), 4
+    call = inputs.pack_call(rng, [3, 1, 4], lengths, counts, num_tokens=num_tokens)
+    found = np.asarray(find_closing(call.indices(), rate))
+    expected = np.flatnonzero((call.slots >= 0) & ((call.positions + 1) % rate == 0))
+    assert len(expected) == num_closing
+    wanted = np.full(min(num_tokens, num_tokens // rate + 3), -1)
+    wanted[expected if num_tokens == 3 else slice(num_closing)] = expected
+    np.testing.assert_array_equal(found, wanted)

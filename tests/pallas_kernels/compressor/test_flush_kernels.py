@@ -20,6 +20,7 @@ from helpers.layer_cases import (
     RATES,
     C,
     assert_stored_alike,
+    call_specs,
     differing_share,
     draw_histories,
     draw_norms,
@@ -31,7 +32,8 @@ from helpers.layer_cases import (
 from helpers.schedules import assert_same_bytes, random_cuts
 from pallas_kernels import CACHE_FORMATS
 from pallas_kernels.common import norm_rope
-from pallas_kernels.compressor import triton_gpu
+from pallas_kernels.compressor import op, triton_gpu
+from pallas_kernels.compressor.closing import find_closing
 from pallas_kernels.compressor.tiling import Tiling
 from pallas_kernels.gpu import triton, triton_codecs, triton_rope
 
@@ -96,6 +98,28 @@ def test_bits_do_not_depend_on_how_tokens_are_cut_into_calls(lane, kind, schedul
 
 
 @pytest.mark.parametrize("kind", RATES)
+def test_windows_may_close_in_any_order(lane, kind, monkeypatch):
+    """The definitions and kernels take the closing tokens, and -1, as they come."""
+    rng = np.random.default_rng(0)
+    histories, norms = draw_histories(rng, kind, LENGTHS), draw_norms(rng, kind, jnp.bfloat16)
+    arguments = ("fp8_ue8m0", kind, histories, CUTS, norms)
+    expected, _ = run(*arguments, num_tokens=64)
+
+    def find_in_any_order(call, rate):
+        closing = find_closing(call, rate)
+        return closing[np.random.default_rng(1).permutation(closing.shape[0])]
+
+    monkeypatch.setattr(op, "find_closing", find_in_any_order)
+    for backend in (KERNEL, "reference"):
+        step.clear_cache()
+        actual, _ = run(*arguments, num_tokens=64, backend=backend)
+        step.clear_cache()
+        if backend == KERNEL:
+            assert_same_bytes(flat(actual), flat(expected))
+        assert_stored_alike(CACHE_FORMATS["fp8_ue8m0"], actual, expected)
+
+
+@pytest.mark.parametrize("kind", RATES)
 def test_b5_a_call_of_padding_alone_writes_nothing(lane, kind):
     name, rng = "fp8_ue8m0", np.random.default_rng(0)
     histories, norms = draw_histories(rng, kind, LENGTHS), draw_norms(rng, kind, jnp.bfloat16)
@@ -125,8 +149,8 @@ def test_any_number_of_warps_adds_in_the_order_of_the_reference(lane, width):
 
     def add(inputs, outputs):
         row = pl.program_id(0)
-        triton_codecs = triton.load_row(inputs[0], (row,), start=0, count=width, width=width)
-        outputs[0][row] = triton_rope.sum_by_pairs(triton_codecs)
+        tile = triton.load_row(inputs[0], (row,), start=0, count=width, width=width)
+        outputs[0][row] = triton_rope.sum_by_pairs(tile)
 
     expected = np.asarray(norm_rope.sum_by_pairs(jnp.asarray(x)))[:, 0]
     assert np.any(expected != x.sum(axis=-1))
@@ -192,32 +216,34 @@ def draw_large_call(rng, num_blocks, entries_per_block, dim):
         part: rng.normal(size=(1, num_rows, 2 * rate, 2 * dim)) for part in ("values", "scores")
     }
     new = {part: rng.normal(size=(num_rows, 2 * dim)) for part in ("values", "scores")}
-    call = {
-        "closing": np.arange(num_rows, dtype=np.int32),
-        "request_ids": np.arange(num_rows, dtype=np.int32),
-        "slots": np.arange(num_rows, dtype=np.int32),
-        "positions": positions,
-        "lengths": positions,
-    }
+    each = np.arange(num_rows, dtype=np.int32)
+    call = pk.CallIndices(
+        segment_ids=each,
+        slots=each,
+        positions=positions,
+        lengths=positions,
+        row_slots=each,
+        row_lengths=positions,
+        row_counts=np.ones_like(each),
+        row_offsets=each,
+        block_table=table,
+        max_row_tokens=1,
+    )
     arrays = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (state, new))
-    return *arrays, jnp.asarray(table), jax.tree.map(jnp.asarray, call)
+    return *arrays, jax.tree.map(jnp.asarray, call)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def flush_large(pool, state, new, table, call):
+def flush_large(pool, state, new, call):
+    norm, codec = jnp.ones(512, jnp.bfloat16), CACHE_FORMATS["fp8_ue8m0"].entry
     return pk.flush_csa(
-        (pool,),
-        (state,),
-        (new,),
-        (jnp.ones(512, jnp.bfloat16),),
+        [pk.Compressor(state, new, norm, pool, codec)],
+        call,
         jnp.ones(32, jnp.float32),
-        table,
-        codecs=(CACHE_FORMATS["fp8_ue8m0"].entry,),
         layer=jnp.int32(0),
         rate=RATES["csa"],
         eps=EPS,
         backend=KERNEL,
-        **call,
     )[0]
 
 
@@ -229,9 +255,9 @@ def test_planes_past_2_and_4_gib_are_exact(gibibytes):
     num_blocks = (gibibytes << 30) // (32 * 448)
 
     def flush(count):
-        state, new, table, call = draw_large_call(np.random.default_rng(0), count, 32, 512)
+        state, new, call = draw_large_call(np.random.default_rng(0), count, 32, 512)
         pool = {n: jnp.zeros((1, count, 32, *s.shape), s.dtype) for n, s in shapes.items()}
-        flushed = flush_large(pool, state, new, table, call)
+        flushed = flush_large(pool, state, new, call)
         untouched = {name: int(jnp.max(plane[:, : count - 32])) for name, plane in flushed.items()}
         return {
             name: np.asarray(plane[:, count - 32 :]) for name, plane in flushed.items()
@@ -291,14 +317,11 @@ def _both(*shape):
     return {"values": _f32(*shape), "scores": _f32(*shape)}
 
 
-def _call_specs(tokens, rows, rate):
-    closing = min(tokens, tokens // rate + rows)
-    names = ("request_ids", "slots", "positions", "lengths")
-    return {"closing": _i32(closing), "layer": _i32()} | {name: _i32(tokens) for name in names}
-
-
 def aot_csa(name, tokens, rows, dims=(512, 128)):
-    """`flush_csa`, of a Flash layer unless told, and its arguments; the first is donated."""
+    """The kernel of `flush_csa`, of a Flash layer unless told, and its arguments.
+
+    The first is donated. Which tokens close a window is given, so that the kernel is all there is.
+    """
     codecs = (CACHE_FORMATS[name].entry, CACHE_FORMATS[name].index_key)
     specs = (
         tuple(_planes(codec, dim, 2, 4096, 32) for codec, dim in zip(codecs, dims, strict=True)),
@@ -306,18 +329,25 @@ def aot_csa(name, tokens, rows, dims=(512, 128)):
         tuple(_both(tokens, 2 * dim) for dim in dims),
         tuple(jax.ShapeDtypeStruct((dim,), jnp.bfloat16) for dim in dims),
         _f32(32),
-        _i32(rows, 2048),
-        _call_specs(tokens, rows, 4),
+        call_specs(tokens, rows),
+        _i32(min(tokens, tokens // 4 + rows)),
+        _i32(),
     )
 
-    def flush(*args):
-        return pk.flush_csa(*args[:-1], **args[-1], codecs=codecs, rate=4, eps=EPS, backend=KERNEL)
+    def flush(pools, states, rows, norms, frequencies, call, closing, layer):
+        compressors = [
+            pk.Compressor(*arrays)
+            for arrays in zip(states, rows, norms, pools, codecs, strict=True)
+        ]
+        return triton_gpu.flush_csa(
+            compressors, call, frequencies, closing=closing, layer=layer, rate=4, eps=EPS
+        )
 
     return f"flush_csa {name} {tokens} tokens", flush, specs, (0,)
 
 
 def aot_hca(name, tokens, rows):
-    """`flush_hca` likewise."""
+    """The kernel of `flush_hca` likewise."""
     codec = CACHE_FORMATS[name].entry
     specs = (
         _planes(codec, 512, 2, 4096, 1),
@@ -325,13 +355,16 @@ def aot_hca(name, tokens, rows):
         _both(tokens, 512),
         jax.ShapeDtypeStruct((512,), jnp.bfloat16),
         _f32(32),
-        _i32(rows, 2048),
-        _call_specs(tokens, rows, 128),
+        call_specs(tokens, rows),
+        _i32(min(tokens, tokens // 128 + rows)),
+        _i32(),
     )
-    static = {"codec": codec, "rate": 128, "eps": EPS, "backend": KERNEL}
 
-    def flush(*args):
-        return pk.flush_hca(*args[:-1], **args[-1], **static, max_count=tokens // rows)
+    def flush(pool, running, rows, norm, frequencies, call, closing, layer):
+        compressor = pk.Compressor(running, rows, norm, pool, codec)
+        return triton_gpu.flush_hca(
+            compressor, call, frequencies, closing=closing, layer=layer, rate=128, eps=EPS
+        )
 
     return f"flush_hca {name} {tokens} tokens", flush, specs, (0,)
 
@@ -346,14 +379,14 @@ def aot_append(kind, name, tokens, rows):
         new += [_both(tokens, 2 * dim) for dim in (512, 128)]
     else:
         running, projections = _f32(2, 64, 3, 512), _both(tokens, 512)
-    per_row = [_i32(rows)] * 4
-    static = {"rate": 128, "max_count": tokens // rows, "backend": KERNEL}
 
-    def append(state, new, projections, layer, *per_row):
+    def append(state, new, projections, call, layer):
         rings, running = state
-        return pk.append_tokens(rings, new, running, projections, *per_row, layer=layer, **static)
+        return pk.append_tokens(
+            rings, new, running, projections, call, layer=layer, rate=128, backend=KERNEL
+        )
 
-    specs = ((rings, running), new, projections, _i32(), *per_row)
+    specs = ((rings, running), new, projections, call_specs(tokens, rows), _i32())
     return f"append_tokens {kind} {name} {tokens} tokens", append, specs, (0,)
 
 

@@ -9,6 +9,7 @@ import pytest
 from helpers import token_oracle
 from helpers.inputs import CASE_LAYER, LAYER, NUM_LAYERS, pack_call, poisoned
 from helpers.schedules import assert_same_bytes, random_cuts
+from pallas_kernels import Compressor, get_cache_format
 from pallas_kernels.append_tokens.reference import append_ring, append_running
 from pallas_kernels.compressor.pooling import compress_csa, compress_hca
 
@@ -39,20 +40,16 @@ def draw_case(kind, channels=C):
 
 
 @functools.partial(jax.jit, static_argnames=("kind", "rate", "eps"))
-def jit_step(state, rows, norm, frequencies, call, closing, *, kind, rate, eps):
-    """Compresses what a call closes, then appends its tokens."""
-    tokens = {name: call[name] for name in ("slots", "positions", "lengths")}
-    static = {"layer": CASE_LAYER, "rate": rate}
-    new = rows["values"], rows["scores"]
-    windows = tokens | static | {"closing": closing, "eps": eps}
+def jit_step(state, rows, norm, frequencies, call, last, closing, *, kind, rate, eps):
+    """Compresses what a call closes, then appends its tokens; of `last` the slots of a ring."""
+    compressor = Compressor(state, rows, norm, {}, get_cache_format("f32").entry)
+    where = {"layer": CASE_LAYER, "rate": rate}
+    windows = where | {"closing": closing, "eps": eps}
     if kind == "csa":
-        entries = compress_csa(state, *new, norm, frequencies, **windows)
-        state = append_ring(state, rows, call["last"], call["positions"], layer=CASE_LAYER)
-        return state, entries
-    static |= {"max_count": len(rows["values"])}
-    entries = compress_hca(state, *new, norm, frequencies, **windows | static)
-    per_row = [call[f"row_{name}"] for name in ("slots", "lengths", "counts", "offsets")]
-    return append_running(state, *new, *per_row, **static), entries
+        entries = compress_csa(compressor, call, frequencies, **windows)
+        return append_ring(state, rows, last, call.positions, layer=CASE_LAYER), entries
+    entries = compress_hca(compressor, call, frequencies, **windows)
+    return append_running(state, rows, call, **where), entries
 
 
 def run(kind, histories, ape, cuts, *, num_tokens, num_rows=4, norm, eps=EPS, frequencies=None):
@@ -80,7 +77,8 @@ def run(kind, histories, ape, cuts, *, num_tokens, num_rows=4, norm, eps=EPS, fr
             {"values": call.rows(values), "scores": call.rows(scores)},
             norm,
             FREQUENCIES if frequencies is None else frequencies,
-            vars(call) | {"last": call.last_of_each_row(2 * rate)},
+            call.indices(max_row_tokens=num_tokens),
+            call.last_of_each_row(2 * rate),
             closing,
             kind=kind,
             rate=rate,

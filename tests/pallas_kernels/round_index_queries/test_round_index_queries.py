@@ -59,7 +59,7 @@ def draw(num_tokens, num_heads, dtype, dim=IC, seed=0):
 
 
 @each_key_and_dtype
-def test_turned_queries_are_rounded_as_the_reference_rounds_them(lane, key, dtype):
+def test_rotated_queries_are_rounded_as_the_reference_rounds_them(lane, key, dtype):
     """On a GPU sine and cosine may differ in their last bit; then a code may, by a step."""
     queries, codec = draw(len(POSITIONS), 11, dtype), codec_of(key)
     actual, expected = both(queries, POSITIONS, codec)
@@ -109,7 +109,7 @@ def adversarial(key):
 
 @each_key_and_dtype
 def test_ties_zeros_and_extremes_are_rounded_to_the_bit(lane, key, dtype):
-    """At position 0 nothing turns, so that a GPU has no sine to differ in."""
+    """At position 0 nothing rotates, so that a GPU has no sine to differ in."""
     codec, rows = codec_of(key), jnp.asarray(adversarial(key), dtype)
     queries = jnp.stack([rows, -rows, rows / 3], axis=1)
     positions = np.zeros(len(rows), np.int32)
@@ -125,10 +125,10 @@ def test_the_reference_rotates_before_it_rounds(key):
     queries, positions = draw(len(POSITIONS), 3, jnp.float32), jnp.asarray(POSITIONS, jnp.int32)
     static = {"codec": codec, "backend": "reference"}
     found = round_queries(queries, frequencies, positions, **static)
-    turned = jax.jit(rotate)(queries, positions[:, None], frequencies)
-    np.testing.assert_array_equal(found, codec.decode(codec.encode(turned, 0), IC))
-    unturned = round_queries(queries, frequencies, jnp.zeros_like(positions), **static)
-    assert np.mean(unturned[1:] != found[1:]) > 0.1
+    rotated = jax.jit(rotate)(queries, positions[:, None], frequencies)
+    np.testing.assert_array_equal(found, codec.decode(codec.encode(rotated, 0), IC))
+    unrotated = round_queries(queries, frequencies, jnp.zeros_like(positions), **static)
+    assert np.mean(unrotated[1:] != found[1:]) > 0.1
 
 
 @pytest.mark.parametrize(
