@@ -58,13 +58,6 @@ MUTATIONS = [
     *_mutations(
         "dsv4_jax/cache",
         (
-            "append_closes_a_token_early",
-            "append.py",
-            "(call.positions + 1) % ratio == 0",
-            "call.positions % ratio == 0",
-            "dsv4_jax/cache/test_append.py dsv4_jax/step/test_schedules.py",
-        ),
-        (
             "commit_wraps",
             "commit.py",
             "jnp.where(call.row_slots < 0, cache.max_requests, call.row_slots)",
@@ -359,6 +352,13 @@ MUTATIONS = [
             "pallas_kernels/common/test_numbers.py",
         ),
         (
+            "windows_close_a_token_early",
+            "common/call.py",
+            "((self.positions + 1) % rate == 0)",
+            "(self.positions % rate == 0)",
+            "dsv4_jax/cache/test_flush.py dsv4_jax/cache/test_step_input.py",
+        ),
+        (
             "absent_entries_wrap",
             "common/addressing.py",
             "jnp.where(inside, blocks, -1)",
@@ -390,8 +390,8 @@ MUTATIONS = [
         (
             "entry_at_the_end_of_its_window",
             "compressor/pooling.py",
-            "frequencies, end - (rate - 1), eps=eps",
-            "frequencies, end, eps=eps",
+            "finish_entry(_pool_at_once(tokens), compressor.norm, frequencies, begin, eps=eps)",
+            "finish_entry(_pool_at_once(tokens), compressor.norm, frequencies, end, eps=eps)",
             "pallas_kernels/compressor/test_pooling.py",
         ),
         (
