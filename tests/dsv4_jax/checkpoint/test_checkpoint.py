@@ -18,7 +18,7 @@ import pytest
 import safetensors.numpy
 
 import dsv4_jax as ds
-from dsv4_jax.checkpoint import load as checkpoint_load
+from dsv4_jax.checkpoint import save as checkpoint_save
 from dsv4_jax.config.layer_types import AttentionType, RouterType
 from dsv4_jax.config.write_json import write_config
 from helpers import page_reader, tolerance
@@ -805,7 +805,7 @@ def fail_at(monkeypatch, number):
             file.write_bytes(file.read_bytes()[:100])
             raise DiskFullError
 
-    monkeypatch.setattr(checkpoint_load, "save_file", save_file)
+    monkeypatch.setattr(checkpoint_save, "save_file", save_file)
 
 
 def test_a_failing_save_leaves_no_file_that_readers_take(tmp_path, monkeypatch):
