@@ -82,9 +82,8 @@ class Case:
         indices = {name: changes.pop(name) for name in INDICES if name in changes}
         call = dataclasses.replace(self.arguments["call"], **indices)
         arguments = self.arguments | {"sink": sink, "scale": self.sizes.scale, "call": call}
-        # A new function each time, so that what a test exchanges inside is traced.
-        attend = functools.partial(sparse_attention)
-        run = jax.jit(attend, static_argnames=("scale", "backend"))
+        fresh = functools.partial(sparse_attention)  # traced anew: tests exchange what it calls
+        run = jax.jit(fresh, static_argnames=("scale", "backend"))
         return np.asarray(run(**arguments | changes)).astype(np.float32)
 
     def expected(self, sink=None, *, window=None, selected=slice(None), absolute=False):
