@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import hyper_connections
+from pallas_kernels.hyper_connections.reference import sinkhorn
 
 S = 4
 ITERS, EPS, NORM_EPS = 20, 1e-6, 1e-6
