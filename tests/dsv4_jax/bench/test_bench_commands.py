@@ -70,6 +70,7 @@ def test_only_compiling_runs_nothing(tmp_path):
     assert not [name for name in row if name.endswith("_ms")]
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_leaves_the_others(tmp_path, monkeypatch, capsys):
     def broken(*_):
         raise RuntimeError("no such kernel\nand a long story")

@@ -54,6 +54,7 @@ def test_every_byte_is_donated_and_no_leaf_copied(model, unrolled):
     assert large_copies(unrolled[1].as_text(), cache) == []
 
 
+@pytest.mark.slow
 def test_the_timed_cache_part_donates_and_copies_nothing(model):
     """Else the benchmark would time copies that a step does not make."""
     config, _ = model

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import hyper_connections
+from pallas_kernels.hyper_connections.reference import sinkhorn
 
 S = 4
 ITERS, EPS, NORM_EPS = 20, 1e-6, 1e-6
@@ -124,3 +125,16 @@ def _aot_case(num_tokens, dim):
 
 
 AOT_CASES = [_aot_case(64, 4096), _aot_case(1, 7168)]
+
+
+@pytest.mark.parametrize("iters", [1, 2, 3])
+def test_sinkhorn_takes_as_many_turns_as_it_is_told(iters):
+    """Few: after twenty, one more or less hardly shows."""
+    eps, logits = 1e-6, np.random.default_rng(0).normal(size=(5, 4, 4)) * 3
+    p = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True) + eps
+    p /= p.sum(axis=-2, keepdims=True) + eps
+    for _ in range(iters - 1):
+        p /= p.sum(axis=-1, keepdims=True) + eps
+        p /= p.sum(axis=-2, keepdims=True) + eps
+    actual = sinkhorn(jnp.asarray(logits, jnp.float32), iters=iters, eps=eps)
+    np.testing.assert_allclose(actual, p, rtol=1e-5)

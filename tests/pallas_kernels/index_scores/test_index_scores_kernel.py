@@ -102,7 +102,10 @@ def test_groups_of_very_different_scales(lane):
     assert max(e.max(initial=0) for e in errors(arguments, keys, scores_of(arguments))) < 1
 
 
-@pytest.mark.parametrize("tiling", [(1, 1), (2, 2), (5, 3)])
+@pytest.mark.parametrize(
+    "tiling",
+    [pytest.param(t, marks=[pytest.mark.slow] * (t != (5, 3))) for t in [(1, 1), (2, 2), (5, 3)]],
+)
 def test_any_tiling_gives_the_same_bits(lane, tiling):
     arguments, _ = draw("fp8_ue8m0")
     expected = scores_of(arguments, tiling=scores_tiling.Tiling(4, 4))

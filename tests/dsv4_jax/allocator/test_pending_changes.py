@@ -1,0 +1,25 @@
+"""What the device has not been told yet: forks of requests that are not there themselves."""
+
+from dsv4_jax.allocator.pending_changes import PendingChanges
+
+
+def test_a_fork_before_its_parents_snapshot_is_loaded_loads_the_same():
+    """A copy would read what the device has there before the load."""
+    pending = PendingChanges(loads={0: (5, 128)})
+    pending.copy(0, 1, -1, -1)
+    assert pending.loads == {0: (5, 128), 1: (5, 128)}
+    assert not pending.copies
+
+
+def test_a_fork_of_a_fork_that_is_not_copied_yet_copies_the_first():
+    pending = PendingChanges()
+    pending.copy(0, 1, 7, 8)
+    pending.copy(1, 2, 8, 9)
+    assert pending.copies == {1: (0, 7, 8), 2: (0, 7, 9)}
+
+
+def test_a_release_forgets_what_the_slot_waited_for():
+    pending = PendingChanges(loads={0: (5, 128)})
+    pending.copy(0, 1, -1, -1)
+    pending.release(1)
+    assert (pending.loads, pending.changed, pending.freed_slots) == ({0: (5, 128)}, {1}, {1})

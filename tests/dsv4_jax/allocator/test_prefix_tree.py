@@ -1,0 +1,41 @@
+"""The prefix tree by itself: what gives way first."""
+
+import numpy as np
+
+from dsv4_jax.allocator.prefix_tree import PrefixTree
+
+
+def grown(num_nodes):
+    """A tree of first blocks, of one token each, that all have a snapshot."""
+    tree = PrefixTree(1, num_nodes)
+    nodes = [tree.insert(None, np.int32([token]), b"", token) for token in range(num_nodes)]
+    for node in nodes:
+        tree.put_snapshot(node, tree.take_snapshot_place())
+    return tree, nodes
+
+
+def test_the_least_recently_used_snapshot_gives_way():
+    tree, nodes = grown(3)
+    tree.use(nodes[0])
+    for expected in (1, 2, 0):
+        place = nodes[expected].snapshot
+        assert tree.take_snapshot_place() == place
+        assert nodes[expected].snapshot == -1
+    assert tree.take_snapshot_place() == -1
+    assert tree.num_evicted_snapshots == 3
+
+
+def test_a_snapshot_that_was_demoted_gives_way_first():
+    tree, nodes = grown(3)
+    tree.demote_snapshot(nodes[2])
+    assert tree.take_snapshot_place() == 2
+    assert [node.snapshot >= 0 for node in nodes] == [True, True, False]
+
+
+def test_the_least_recently_used_leaf_is_evicted_and_one_in_use_is_not():
+    tree, nodes = grown(3)
+    tree.use(nodes[1])
+    tree.use(nodes[0])
+    tree.leave(nodes[0])
+    assert [tree.evict(), tree.evict()] == [nodes[2], nodes[0]]
+    assert tree.num_unused == 0
