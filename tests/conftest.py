@@ -12,6 +12,7 @@ os.environ.setdefault("NPROC", "16")
 
 import jax
 import pytest
+from jax._src import lru_cache
 
 import pallas_kernels as pk
 from helpers import gpu_results
@@ -60,13 +61,15 @@ def pytest_configure(config):
     if hasattr(config.option, "loadscopereorder"):  # of pytest-xdist: files of few tests last
         config.option.loadscopereorder = False
     # The workers of one run share what took long to compile; unless told where to keep it, no run
-    # depends on an earlier one. With a size jax locks the folder, since it writes entries in parts.
+    # depends on an earlier one. With a size jax locks the folder, since it writes entries in parts;
+    # looking through all entries at each write, to evict some, would take longer than compiling.
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         if PROGRAMS not in os.environ:
             os.environ[PROGRAMS] = folder = tempfile.mkdtemp(prefix="dsv4-jax-tests-")
             config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
         jax.config.update("jax_compilation_cache_dir", os.environ[PROGRAMS])
         jax.config.update("jax_compilation_cache_max_size", 8 << 30)
+        lru_cache.LRUCache._evict_if_needed = lambda self, **_: None
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     if gpu_results.VARIABLE in os.environ:
         config.pluginmanager.register(gpu_results.Counts())

@@ -47,14 +47,14 @@ def test_references_against_themselves_differ_nowhere():
 def test_a_flip_and_a_wrong_result_are_seen(monkeypatch):
     """The other way selects one entry less and attends with shorter queries."""
     config = small("tiny", 3)
-    select, attend = LayerCacheHandle.select_entries, LayerCacheHandle.attend
+    select, attend = LayerCacheHandle.select, LayerCacheHandle.attend
 
     @contextlib.contextmanager
     def broken():
         with monkeypatch.context() as patch:
             patch.setattr(
                 LayerCacheHandle,
-                "select_entries",
+                "select",
                 lambda *given: select(*given).at[:, 0].set(-1),
             )
             patch.setattr(
