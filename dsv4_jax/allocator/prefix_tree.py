@@ -174,11 +174,7 @@ class PrefixTree:
 
         A leaf that cannot be resumed at leads nowhere and goes before any that can.
         """
-        while True:
-            resumable, last_used, _, node = heapq.heappop(self._leaves)
-            is_current = (resumable, last_used) == (node.snapshot >= 0, node.last_used)
-            if node.is_kept and not node.users and not node.num_children and is_current:
-                break
+        node = self._pop_oldest_leaf()
         self.drop_snapshot(node)
         node.is_kept = False
         del self._nodes[node.key]
@@ -227,6 +223,14 @@ class PrefixTree:
 
     def _touch(self, node: PrefixNode) -> None:
         node.last_used = next(self._clock)
+
+    def _pop_oldest_leaf(self) -> PrefixNode:
+        """The leaf that goes next, off the list; entries that no longer hold are dropped."""
+        while True:
+            resumable, last_used, _, node = heapq.heappop(self._leaves)
+            is_current = (resumable, last_used) == (node.snapshot >= 0, node.last_used)
+            if node.is_kept and not node.users and not node.num_children and is_current:
+                return node
 
     def _offer(self, node: PrefixNode) -> None:
         """Lists a node for eviction, if it may go; entries that no longer hold are skipped."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from dsv4_jax.attention.compressor import compress_sequence
-from dsv4_jax.attention.indexer import index_queries, index_weights
+from dsv4_jax.attention.indexer import index_weights, project_index_queries
 from dsv4_jax.attention.params import AttentionParams
 from dsv4_jax.attention.projections import (
     inverse_rope,
@@ -27,6 +27,7 @@ from dsv4_jax.attention.rope import rope_frequencies
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_types import AttentionType
 from pallas_kernels.common.formats import CacheFormat
+from pallas_kernels.common.norm_rope import rotate
 from pallas_kernels.index_scores.reference import index_scores
 from pallas_kernels.select_top_k.reference import select_top_k
 from pallas_kernels.sparse_attention.reference import attend
@@ -143,6 +144,8 @@ def _scores(
         indexer.compressor, x, frequencies, AttentionType.CSA, config, name="idx"
     )
     keys = fmt.round_index(checkpoint_name(keys, "idx/keys"))
-    index_q = index_queries(indexer, latent, positions, frequencies, config, fmt)
+    heads = project_index_queries(indexer, latent, config)
+    heads = checkpoint_name(rotate(heads, positions[..., None], frequencies), "idx/q")
+    index_q = fmt.round_index(heads)  # as `round_index_queries` gives them to a cached layer
     scores = index_scores(index_q, index_weights(indexer, x), keys[:, None])
     return checkpoint_name(scores, "idx/scores")

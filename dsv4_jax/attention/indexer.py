@@ -12,8 +12,6 @@ from jax.ad_checkpoint import checkpoint_name
 from dsv4_jax.attention.params import IndexerParams
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.linear import linear
-from pallas_kernels.common.formats import CacheFormat
-from pallas_kernels.common.norm_rope import rotate
 
 
 def project_index_queries(
@@ -27,20 +25,3 @@ def project_index_queries(
 def index_weights(params: IndexerParams, x: jax.Array) -> jax.Array:
     """The weight of each index head, [..., D] -> f32[..., IH]; `index_scores` scales it."""
     return checkpoint_name(linear(x, params.weights_proj, dtype=jnp.float32), "idx/weights")
-
-
-def index_queries(
-    params: IndexerParams,
-    latent: jax.Array,
-    positions: jax.Array,
-    frequencies: jax.Array,
-    config: DSV4Config,
-    fmt: CacheFormat,
-) -> jax.Array:
-    """Index queries as `round_index_queries` gives them to a cached layer.
-
-    [..., ql] and positions i32[...] -> f32[..., IH, IC], rounded as the format rounds index keys.
-    """
-    heads = project_index_queries(params, latent, config)
-    heads = checkpoint_name(rotate(heads, positions[..., None], frequencies), "idx/q")
-    return fmt.round_index(heads)

@@ -41,10 +41,10 @@ class PagedKVPool:
 def init_paged_pool(
     schema: LayerCacheSchema, num_blocks: int, *, num_layers: int = 1
 ) -> PagedKVPool:
-    """An empty pool.
+    """An empty pool of entries, for all layers of a family.
 
     Args:
-      schema: schema of any layer of the family.
+      schema: of any of the layers, which must have entries: CSA or HCA.
       num_blocks: NB.
       num_layers: L.
 

@@ -27,12 +27,7 @@ class EngineCore:
     A request is admitted when a slot and blocks for its prompt are free, oldest first; it gets
     further blocks before the steps that need them, and the youngest gives its own back if there
     are none. What it had drawn is computed again later, from the longest prefix still cached.
-
-    Attributes:
-      config: the model.
-      params: model parameters, as the steps take them.
-      tokenizer: for text, or None.
-      metrics: counters, and what holds now.
+    Its attributes are those that `Engine` lists.
     """
 
     def __init__(

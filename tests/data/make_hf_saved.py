@@ -54,13 +54,7 @@ CONFIG = {
     "swiglu_limit": 1.5,
     "hc_mult": 2,
     "compress_rope_theta": 160_000.0,
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "factor": 16.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "original_max_position_embeddings": 65_536,
-    },
+    "rope_parameters": oracle.yarn(16.0, 65_536),
     "eos_token_id": [1, 5],
     "attn_implementation": "eager",
 }

@@ -60,125 +60,66 @@ COMMON = {
     "swiglu_limit": 10.0,
     "rope_theta": 10_000.0,
     "compress_rope_theta": 160_000.0,
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "factor": 16.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "original_max_position_embeddings": 65_536,
-    },
+    "rope_parameters": oracle.yarn(16.0, 65_536),
     "num_nextn_predict_layers": 0,
     "attn_implementation": "eager",
 }
 
 
-def routers(num_hash, num_layers):
-    return ["hash_moe"] * num_hash + ["moe"] * (num_layers - num_hash)
+def preset(tokens, prompt, layers, *, heads, num_hash, rates, window, top_k, experts, **more):
+    """What a preset adds to COMMON, with its [B, T] and the length of its greedy prompt.
+
+    `heads` are those of attention and the groups of them; `rates` those of CSA and HCA; `experts`
+    all of them and those of a token.
+    """
+    config = {
+        "num_attention_heads": heads[0],
+        "o_groups": heads[1],
+        "layer_types": layers,
+        "mlp_layer_types": ["hash_moe"] * num_hash + ["moe"] * (len(layers) - num_hash),
+        "compress_rates": dict(zip((CSA, HCA), rates, strict=True)),
+        "sliding_window": window,
+        "index_topk": top_k,
+        "n_routed_experts": experts[0],
+        "num_experts_per_tok": experts[1],
+    }
+    return {"config": config | more, "tokens": tokens, "prompt": prompt}
 
 
-# What each adds to COMMON; `tokens` is [B, T] and `prompt` the length of the greedy prompt.
+# fmt: off
 PRESETS = {
     # Every attention type twice, a ring that wraps often, a clamp that is really hit.
-    "tiny": {
-        "config": {
-            "num_attention_heads": 4,
-            "o_groups": 2,
-            "layer_types": [SWA, CSA, HCA, CSA, HCA, SWA],
-            "mlp_layer_types": routers(2, 6),
-            "compress_rates": {CSA: 4, HCA: 8},
-            "sliding_window": 8,
-            "index_topk": 4,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 48,
-            "swiglu_limit": 1.5,
-        },
-        "tokens": (2, 53),
-        "prompt": 29,
-    },
+    "tiny": preset(
+        (2, 53), 29, [SWA, CSA, HCA, CSA, HCA, SWA],
+        heads=(4, 2), num_hash=2, rates=(4, 8), window=8, top_k=4, experts=(8, 3),
+        moe_intermediate_size=48, swiglu_limit=1.5,
+    ),
     # The released rates and window.
-    "ratios": {
-        "config": {
-            "num_attention_heads": 4,
-            "o_groups": 2,
-            "layer_types": [SWA, HCA, CSA, HCA, CSA],
-            "mlp_layer_types": routers(1, 5),
-            "compress_rates": {CSA: 4, HCA: 128},
-            "sliding_window": 128,
-            "index_topk": 16,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 2,
-        },
-        "tokens": (1, 390),
-        "prompt": 250,
-    },
+    "ratios": preset(
+        (1, 390), 250, [SWA, HCA, CSA, HCA, CSA],
+        heads=(4, 2), num_hash=1, rates=(4, 128), window=128, top_k=16, experts=(8, 2),
+    ),
     # The released sizes of a head and of an index head.
-    "kernel": {
-        "config": {
-            "num_attention_heads": 4,
-            "head_dim": 512,
-            "partial_rotary_factor": 0.125,
-            "q_lora_rank": 32,
-            "o_groups": 2,
-            "o_lora_rank": 32,
-            "layer_types": [SWA, CSA, HCA],
-            "mlp_layer_types": routers(1, 3),
-            "compress_rates": {CSA: 4, HCA: 128},
-            "sliding_window": 128,
-            "index_n_heads": 64,
-            "index_head_dim": 128,
-            "index_topk": 16,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-        },
-        "tokens": (1, 170),
-        "prompt": 140,
-    },
+    "kernel": preset(
+        (1, 170), 140, [SWA, CSA, HCA],
+        heads=(4, 2), num_hash=1, rates=(4, 128), window=128, top_k=16, experts=(4, 2),
+        head_dim=512, partial_rotary_factor=0.125, q_lora_rank=32, o_lora_rank=32,
+        index_n_heads=64, index_head_dim=128,
+    ),
     # Flash's order of layers with rates, a window and lengths that share no factor.
-    "flash": {
-        "config": {
-            "num_attention_heads": 8,
-            "o_groups": 4,
-            "layer_types": [SWA, SWA, CSA, HCA, CSA, HCA, CSA],
-            "mlp_layer_types": routers(5, 7),
-            "compress_rates": {CSA: 3, HCA: 20},
-            "sliding_window": 5,
-            "index_topk": 7,
-            "n_routed_experts": 6,
-            "num_experts_per_tok": 4,
-        },
-        "tokens": (1, 61),
-        "prompt": 37,
-    },
+    "flash": preset(
+        (1, 61), 37, [SWA, SWA, CSA, HCA, CSA, HCA, CSA],
+        heads=(8, 4), num_hash=5, rates=(3, 20), window=5, top_k=7, experts=(6, 4),
+    ),
     # Pro's order of layers, a wide top-k, other tables, streams and groups; two tokens end a text.
-    "pro": {
-        "config": {
-            "num_attention_heads": 8,
-            "o_groups": 8,
-            "layer_types": [HCA, HCA, CSA, HCA, CSA],
-            "mlp_layer_types": routers(3, 5),
-            "compress_rates": {CSA: 4, HCA: 16},
-            "sliding_window": 16,
-            "index_topk": 24,
-            "n_routed_experts": 12,
-            "num_experts_per_tok": 5,
-            "routed_scaling_factor": 2.5,
-            "hc_mult": 2,
-            "hc_sinkhorn_iters": 7,
-            "compress_rope_theta": 40_000.0,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "factor": 4.0,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "original_max_position_embeddings": 4096,
-            },
-            "eos_token_id": [1, 5],
-        },
-        "tokens": (1, 201),
-        "prompt": 115,
-    },
+    "pro": preset(
+        (1, 201), 115, [HCA, HCA, CSA, HCA, CSA],
+        heads=(8, 8), num_hash=3, rates=(4, 16), window=16, top_k=24, experts=(12, 5),
+        routed_scaling_factor=2.5, hc_mult=2, hc_sinkhorn_iters=7, compress_rope_theta=40_000.0,
+        rope_parameters=oracle.yarn(4.0, 4096), eos_token_id=[1, 5],
+    ),
 }
+# fmt: on
 
 
 class Recorder:

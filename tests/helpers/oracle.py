@@ -19,6 +19,17 @@ _DATA = pathlib.Path(__file__).parent.parent / "data"
 _CSA, _HCA = "compressed_sparse_attention", "heavily_compressed_attention"
 
 
+def yarn(factor: float, original_positions: int) -> dict:
+    """The `rope_parameters` of a transformers config."""
+    return {
+        "rope_type": "yarn",
+        "factor": factor,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": original_positions,
+    }
+
+
 def path(preset: str) -> pathlib.Path:
     return _DATA / f"oracle_{preset}.npz"
 

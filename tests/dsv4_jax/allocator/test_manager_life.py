@@ -175,17 +175,10 @@ def _match_by_tokens(self, token_ids, salt):
 def break_eviction(monkeypatch):
     """Nodes with users are evicted too."""
 
-    def evict(self):
-        node = next(node for node in self._nodes.values() if not node.num_children)
-        self.drop_snapshot(node)
-        node.is_kept = False
-        del self._nodes[node.key]
-        self._num_unused -= 1
-        if node.parent is not None:
-            node.parent.num_children -= 1
-        return node
+    def any_leaf(self):
+        return next(node for node in self._nodes.values() if not node.num_children)
 
-    monkeypatch.setattr(PrefixTree, "evict", evict)
+    monkeypatch.setattr(PrefixTree, "_pop_oldest_leaf", any_leaf)
 
 
 def break_returned_places(monkeypatch):

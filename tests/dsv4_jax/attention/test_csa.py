@@ -5,19 +5,12 @@ import dataclasses
 import numpy as np
 import pytest
 
-from helpers import attention_layers, tolerance
-
-ATOL = {"f32": tolerance.INTERMEDIATE, "fp8_ue8m0": 1e-2}
-"""A code of E4M3 may round to its neighbour where two ways of summing differ in their last bit."""
+from helpers import attention_layers
 
 
-@pytest.mark.parametrize("cache_format", ["f32", "fp8_ue8m0"])
+@pytest.mark.parametrize("cache_format", list(attention_layers.ATOL))
 def test_the_layer_on_a_cache_is_the_layer_over_the_sequence(cache_format):
-    """Whatever the calls are: pieces of prompts, single tokens, windows cut by calls."""
-    params, _, x = attention_layers.case("csa")
-    expected = attention_layers.over_sequence(params, x, kind="csa", cache_format=cache_format)
-    actual = attention_layers.on_cache("csa", cache_format)
-    np.testing.assert_allclose(actual, expected, atol=ATOL[cache_format], rtol=0)
+    attention_layers.check_on_cache("csa", cache_format)
 
 
 def test_what_the_indexer_selects_decides_the_result():
@@ -36,4 +29,4 @@ def test_what_the_indexer_selects_decides_the_result():
     np.testing.assert_array_equal(first[:, :early], second[:, :early])
     assert np.any(first[:, early + 16 :] != second[:, early + 16 :])
     actual = attention_layers.on_cache("csa", "f32", params=other)
-    np.testing.assert_allclose(actual, second, atol=ATOL["f32"], rtol=0)
+    np.testing.assert_allclose(actual, second, atol=attention_layers.ATOL["f32"], rtol=0)

@@ -26,22 +26,15 @@ def summary(segments):
     return [([spec.kind for spec in segment.pattern], segment.repeats) for segment in segments]
 
 
-def test_flash_segments():
-    segments = split_into_segments(layer_schedule(DSV4Config.flash()))
-    assert summary(segments) == [
-        (["swa_hash"], 2),
-        (["csa_hash"], 1),
-        (["hca_learned", "csa_learned"], 20),
-    ]
-
-
-def test_pro_segments():
-    segments = split_into_segments(layer_schedule(DSV4Config.pro()))
-    assert summary(segments) == [
-        (["hca_hash"], 2),
-        (["csa_hash"], 1),
-        (["hca_learned", "csa_learned"], 29),
-    ]
+@pytest.mark.parametrize(
+    ("config", "first", "repeats"),
+    [(DSV4Config.flash(), "swa_hash", 20), (DSV4Config.pro(), "hca_hash", 29)],
+    ids=["flash", "pro"],
+)
+def test_segments_of_released_models(config, first, repeats):
+    segments = split_into_segments(layer_schedule(config))
+    repeated = (["hca_learned", "csa_learned"], repeats)
+    assert summary(segments) == [([first], 2), (["csa_hash"], 1), repeated]
 
 
 def test_indices_of_flash():

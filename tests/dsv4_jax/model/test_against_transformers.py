@@ -145,23 +145,20 @@ def mix_streams_untransposed(monkeypatch, config, params):
     return config, params
 
 
-def main_table_on_compressed_layers(monkeypatch, config, params):
-    """Appendix C 6."""
+def one_table_everywhere(monkeypatch, attn):
+    """Appendix C 6: every layer turns by the table of one attention type."""
     monkeypatch.setattr(
-        full_sequence,
-        "rope_frequencies",
-        lambda config, _: rope_frequencies(config, AttentionType.SWA),
+        full_sequence, "rope_frequencies", lambda config, _: rope_frequencies(config, attn)
     )
+
+
+def main_table_on_compressed_layers(monkeypatch, config, params):
+    one_table_everywhere(monkeypatch, AttentionType.SWA)
     return config, params
 
 
 def compress_table_on_window_layers(monkeypatch, config, params):
-    """Appendix C 6."""
-    monkeypatch.setattr(
-        full_sequence,
-        "rope_frequencies",
-        lambda config, _: rope_frequencies(config, AttentionType.CSA),
-    )
+    one_table_everywhere(monkeypatch, AttentionType.CSA)
     return config, params
 
 

@@ -10,17 +10,12 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
+from helpers import configs
 
 
 @pytest.fixture(scope="module")
 def model():
-    """A window layer, then one of each compressed type twice, which is scanned."""
-    swa, csa, hca = ds.AttentionType.SWA, ds.AttentionType.CSA, ds.AttentionType.HCA
-    config = dataclasses.replace(
-        ds.DSV4Config.tiny(),
-        layer_types=(swa, hca, csa, hca, csa),
-        router_types=(ds.RouterType.HASH, *(ds.RouterType.LEARNED,) * 4),
-    )
+    config = configs.scanned()
     return config, ds.init_params(config, jax.random.key(0))
 
 

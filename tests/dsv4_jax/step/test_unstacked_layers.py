@@ -10,18 +10,13 @@ import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.bench.parts import cache_part, one_token_each, random_inputs
+from helpers import configs
 
 
 @pytest.fixture(scope="module")
 def model():
     """Two CSA and two HCA layers that a scan would repeat, and a window layer."""
-    swa, csa, hca = ds.AttentionType.SWA, ds.AttentionType.CSA, ds.AttentionType.HCA
-    config = dataclasses.replace(
-        ds.DSV4Config.tiny(),
-        layer_types=(swa, hca, csa, hca, csa),
-        router_types=(ds.RouterType.LEARNED,) * 5,
-        num_mtp_layers=0,
-    )
+    config = configs.scanned(router_types=(ds.RouterType.LEARNED,) * 5, num_mtp_layers=0)
     return config, ds.init_params(config, jax.random.key(0))
 
 
