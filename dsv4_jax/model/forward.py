@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Required, TypedDict, Unpack
-
 import jax
 import jax.numpy as jnp
 
@@ -17,29 +15,22 @@ from pallas_kernels.common.backend import Backend
 from pallas_kernels.common.formats import get_cache_format
 
 
-class ForwardOptions(TypedDict, total=False):
-    """Keyword arguments of `forward`, and of functions that pass them on to it.
-
-    Attributes:
-      config: the model.
-      cache_format: rounds what a cache of that format would round; "f32" rounds nothing.
-      selector: picks the entries that CSA layers attend to; the model's own by default.
-    """
-
-    config: Required[DSV4Config]
-    cache_format: str
-    selector: Selector
-
-
 def forward(
-    params: DSV4Params, token_ids: jax.Array, **options: Unpack[ForwardOptions]
+    params: DSV4Params,
+    token_ids: jax.Array,
+    *,
+    config: DSV4Config,
+    cache_format: str = "f32",
+    selector: Selector = select_by_score,
 ) -> jax.Array:
     """Logits of whole sequences, without a cache.
 
     Args:
       params: model parameters.
       token_ids: i32[B, T].
-      **options: `config`, and if wanted `cache_format` and `selector`; see `ForwardOptions`.
+      config: the model.
+      cache_format: rounds what a cache of that format would round.
+      selector: picks the entries that CSA layers attend to.
 
     Returns:
       f32[B, T, V].
@@ -49,8 +40,10 @@ def forward(
 
     Source: deepseek_v4.md section 1.1.
     """
-    streams = forward_streams(params, token_ids, **options)
-    return head(params.hc_head, params.norm, params.head, streams, options["config"])
+    streams = forward_streams(
+        params, token_ids, config=config, cache_format=cache_format, selector=selector
+    )
+    return head(params.hc_head, params.norm, params.head, streams, config)
 
 
 def forward_streams(

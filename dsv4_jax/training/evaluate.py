@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import pathlib
-from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +18,8 @@ from tqdm import tqdm
 
 from dsv4_jax.attention.full_sequence import Selector, select_by_score
 from dsv4_jax.checkpoint.load import SHIPPED_CHECKPOINT, load_checkpoint
+from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_types import AttentionType
-from dsv4_jax.model.forward import ForwardOptions
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.training.corpus import read_corpus
 from dsv4_jax.training.losses import held_out_loss, select_all, select_at_random
@@ -40,12 +39,17 @@ def held_out_rows(tokens: np.ndarray, length: int) -> np.ndarray:
 
 
 def losses_by_position(
-    params: DSV4Params, rows: np.ndarray, **options: Unpack[ForwardOptions]
+    params: DSV4Params,
+    rows: np.ndarray,
+    *,
+    config: DSV4Config,
+    cache_format: str = "f32",
+    selector: Selector = select_by_score,
 ) -> np.ndarray:
     """Nats per token at each position, a mean over rows i32[n, T + 1], run one by one: f32[T]."""
     losses = [
-        _loss(params, row[None], **options)
-        for row in tqdm(rows, desc=options.get("cache_format", "f32"), unit="row", leave=False)
+        _loss(params, row[None], config=config, cache_format=cache_format, selector=selector)
+        for row in tqdm(rows, desc=cache_format, unit="row", leave=False)
     ]
     return np.mean(np.stack(losses), axis=0)
 

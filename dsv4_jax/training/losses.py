@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Unpack
-
 import jax
 import jax.numpy as jnp
 
-from dsv4_jax.attention.full_sequence import Selection, select_by_score
+from dsv4_jax.attention.full_sequence import Selection, Selector, select_by_score
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.draft import forward_draft
-from dsv4_jax.model.forward import ForwardOptions, forward, forward_streams
+from dsv4_jax.model.forward import forward_streams
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.model.trunk import head
 
@@ -92,8 +90,16 @@ def training_loss(
 
 
 def held_out_loss(
-    params: DSV4Params, token_ids: jax.Array, **options: Unpack[ForwardOptions]
+    params: DSV4Params,
+    token_ids: jax.Array,
+    *,
+    config: DSV4Config,
+    cache_format: str = "f32",
+    selector: Selector = select_by_score,
 ) -> jax.Array:
     """Nats per token of i32[B, T + 1], a mean over the positions of each: f32[T]."""
-    logits = forward(params, token_ids[:, :-1], **options)
+    streams = forward_streams(
+        params, token_ids[:, :-1], config=config, cache_format=cache_format, selector=selector
+    )
+    logits = head(params.hc_head, params.norm, params.head, streams, config)
     return jnp.mean(cross_entropy(logits, token_ids[:, 1:]), axis=0)
