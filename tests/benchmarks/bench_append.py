@@ -84,12 +84,11 @@ def encode_case(num_tokens, bandwidth, num_heads=64):
         positions = jnp.asarray(np.arange(num_tokens), jnp.int32)
         return None, [(*each, positions) for each in zip(queries, kv, strict=True)]
 
-    norm, frequencies = jnp.asarray(np.ones(C), jnp.bfloat16), layer_calls.frequencies()
+    norm = jnp.asarray(np.ones(C), jnp.bfloat16)
+    norm_rope = pk.NormRope(norm, layer_calls.frequencies(), EPS)
 
     def encode(queries, kv, positions):
-        return pk.encode_tokens(
-            queries, kv, norm, frequencies, positions, codec=FORMAT.entry, eps=EPS
-        )
+        return pk.encode_tokens(queries, kv, norm_rope, positions, codec=FORMAT.entry)
 
     num_bytes = num_tokens * (4 * num_heads * C + 2 * C + layer_calls.FAMILIES["main"][2])
     return compare.Case(

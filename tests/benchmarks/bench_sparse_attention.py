@@ -20,6 +20,7 @@ from dsv4_jax.bench.roofline import BF16_FLOPS
 from helpers.calls import make_call
 from pallas_kernels import LayerPlanes, get_cache_format, sparse_attention
 from pallas_kernels.sparse_attention import op
+from pallas_kernels.sparse_attention.arguments import Arguments
 
 DIM, ROPE, WINDOW = 512, 64, 128
 BATCHES = [1, 8, 32, 64, 128, 256]
@@ -85,7 +86,7 @@ def attend(arguments):
 def attend_by_tiling(tiling, arguments):
     """The kernel alone, its keys cut as it is told."""
     kernel = op.choose_kernel().sparse_attention
-    return kernel(**arguments, scale=DIM**-0.5, tiling=tiling)
+    return kernel(Arguments(**arguments, scale=DIM**-0.5), tiling=tiling)
 
 
 def inputs(family, batch, num_queries, num_heads, num_entries, room=0):

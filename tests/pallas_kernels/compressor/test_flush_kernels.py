@@ -33,6 +33,7 @@ from helpers.schedules import assert_same_bytes, random_cuts
 from pallas_kernels import CACHE_FORMATS
 from pallas_kernels.common import norm_rope
 from pallas_kernels.compressor import op, triton_gpu
+from pallas_kernels.compressor.arguments import Windows
 from pallas_kernels.compressor.closing import find_closing
 from pallas_kernels.compressor.tiling import Tiling
 from pallas_kernels.gpu import triton, triton_codecs, triton_rope
@@ -339,9 +340,7 @@ def aot_csa(name, tokens, rows, dims=(512, 128)):
             pk.Compressor(*arrays)
             for arrays in zip(states, rows, norms, pools, codecs, strict=True)
         ]
-        return triton_gpu.flush_csa(
-            compressors, call, frequencies, closing=closing, layer=layer, rate=4, eps=EPS
-        )
+        return triton_gpu.flush_csa(compressors, Windows(call, frequencies, closing, layer, 4, EPS))
 
     return f"flush_csa {name} {tokens} tokens", flush, specs, (0,)
 
@@ -363,7 +362,7 @@ def aot_hca(name, tokens, rows):
     def flush(pool, running, rows, norm, frequencies, call, closing, layer):
         compressor = pk.Compressor(running, rows, norm, pool, codec)
         return triton_gpu.flush_hca(
-            compressor, call, frequencies, closing=closing, layer=layer, rate=128, eps=EPS
+            compressor, Windows(call, frequencies, closing, layer, 128, EPS)
         )
 
     return f"flush_hca {name} {tokens} tokens", flush, specs, (0,)
