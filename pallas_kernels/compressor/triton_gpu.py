@@ -119,7 +119,7 @@ def _flush_windows(
     flushes: Sequence[_Flush], *, windows: Windows, num_warps: int, name: str
 ) -> tuple[Planes, ...]:
     """Programs of whole windows, for each compressor."""
-    call = _call_arrays(windows)
+    call, rate, eps = _call_arrays(windows), windows.rate, windows.eps
 
     def kernel(inputs: list[Ref], stored: list[Ref]) -> None:
         call_refs, frequencies_ref = inputs[: len(call)], inputs[len(call)]
@@ -137,8 +137,8 @@ def _flush_windows(
                 token,
                 pooling=flush.pooling,
                 codec=flush.codec,
-                rate=windows.rate,
-                eps=windows.eps,
+                rate=rate,
+                eps=eps,
             )
             pl.when((chosen == number) & (token >= 0))(flush_window)
 

@@ -6,7 +6,6 @@ also in a cache with room for more, in the released format. With `--baseline SO`
 same GPU through torch.
 """
 
-import argparse
 import functools
 import sys
 
@@ -35,11 +34,7 @@ BASELINE = "FlashMLA sparse_decode_fwd"
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", nargs="?", help="JSON file that keeps the rows")
-    parser.add_argument(
-        "--baseline", help="FlashMLA's library; without it only our kernel is timed"
-    )
+    parser = baselines.make_parser(__doc__, "FlashMLA's library")
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES)
     parser.add_argument("--only", choices=["csa", "hca"])
     args = parser.parse_args()

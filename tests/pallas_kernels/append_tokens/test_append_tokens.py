@@ -203,17 +203,12 @@ ENCODE_ERRORS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "wrong", "message"), TOKENS_ERRORS)
-def test_append_tokens_names_the_argument_that_is_wrong(name, wrong, message):
+@pytest.mark.parametrize(
+    ("op", "name", "wrong", "message"),
+    [(append_tokens, *error) for error in TOKENS_ERRORS]
+    + [(encode_tokens, *error) for error in ENCODE_ERRORS],
+)
+def test_an_error_names_the_argument_that_is_wrong(op, name, wrong, message):
+    arguments = inputs.valid_arguments(op.__name__)
     with pytest.raises(ValueError, match=message):
-        append_tokens(
-            **inputs.replace_argument(inputs.valid_arguments("append_tokens"), name, wrong)
-        )
-
-
-@pytest.mark.parametrize(("name", "wrong", "message"), ENCODE_ERRORS)
-def test_encode_tokens_names_the_argument_that_is_wrong(name, wrong, message):
-    with pytest.raises(ValueError, match=message):
-        encode_tokens(
-            **inputs.replace_argument(inputs.valid_arguments("encode_tokens"), name, wrong)
-        )
+        op(**inputs.replace_argument(arguments, name, wrong))
