@@ -131,11 +131,9 @@ def append_uncommitted(
     queries, window = pk.encode_tokens(
         tokens.queries,
         tokens.kv,
-        norms.kv,
-        norms.frequencies,
+        pk.NormRope(norms.kv, norms.frequencies, norms.eps),
         call.positions,
         codec=fmt.entry,
-        eps=norms.eps,
     )
     new = hold(NewTokens(window=window, compressor=tokens.compressor, indexer=tokens.indexer))
     if paged is not None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import jax
 
 from pallas_kernels.append_and_flush import reference, triton_gpu
+from pallas_kernels.append_and_flush.arguments import Arguments
 from pallas_kernels.append_and_flush.arrays import Appended
 from pallas_kernels.common.backend import Backend, resolve
 from pallas_kernels.common.call import CallIndices
@@ -69,7 +70,7 @@ def append_and_flush(
     Source: deepseek_v4.md sections 1.3, 1.7, 2.2, 2.4, 3 and 4.
     """
     check_call(call)
-    check_tokens(queries, kv, norm_rope.weight, norm_rope.frequencies, call.positions)
+    check_tokens(queries, kv, norm_rope, call.positions)
     num_tokens, dim = kv.shape
     check_codec("ring", ring.planes, ring.codec, dim)
     _check_index_queries(index_queries, index_codec, queries, norm_rope.frequencies)
@@ -78,15 +79,7 @@ def append_and_flush(
     if len(compressors) > 1 and not all(isinstance(c.state, dict) for c in compressors):
         raise ValueError("a running pool is the state of a layer's only compressor")
     return resolve("append_and_flush", backend, _IMPLEMENTATIONS, preferred=Backend.TRITON_GPU)(
-        queries,
-        kv,
-        ring,
-        compressors,
-        call,
-        norm_rope,
-        rate=rate,
-        index_queries=index_queries,
-        index_codec=index_codec,
+        Arguments(queries, kv, ring, compressors, call, norm_rope, rate, index_queries, index_codec)
     )
 
 

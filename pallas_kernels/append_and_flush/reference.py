@@ -3,50 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import jax
 
+from pallas_kernels.append_and_flush.arguments import Arguments
 from pallas_kernels.append_and_flush.arrays import Appended
-from pallas_kernels.append_tokens.reference import append_tokens
-from pallas_kernels.common.call import CallIndices
-from pallas_kernels.common.codecs import Codec
-from pallas_kernels.common.layer_planes import LayerPlanes
-from pallas_kernels.common.norm_rope import NormRope
-from pallas_kernels.compressor.arrays import Compressor
+from pallas_kernels.append_tokens import reference as tokens
+from pallas_kernels.compressor.arguments import Windows
 from pallas_kernels.compressor.closing import find_closing
 from pallas_kernels.compressor.reference import flush_csa, flush_hca
 from pallas_kernels.encode_tokens.reference import encode_tokens
 from pallas_kernels.round_index_queries.reference import round_index_queries
 
 
-def append_and_flush(
-    queries: jax.Array,
-    kv: jax.Array,
-    ring: LayerPlanes,
-    compressors: Sequence[Compressor],
-    call: CallIndices,
-    norm_rope: NormRope,
-    *,
-    rate: int,
-    index_queries: jax.Array | None,
-    index_codec: Codec | None,
-) -> Appended:
+def append_and_flush(arguments: Arguments) -> Appended:
     """`encode_tokens`, `flush_csa` or `flush_hca`, `append_tokens`; and `round_index_queries`."""
+    queries, kv, ring, compressors, call, norm_rope, rate, index_queries, index_codec = arguments
     call = dataclasses.replace(call, max_row_tokens=1)
     layer, frequencies, eps = ring.layer, norm_rope.frequencies, norm_rope.eps
-    encoded = encode_tokens(
-        queries, kv, norm_rope.weight, frequencies, call.positions, codec=ring.codec, eps=eps
-    )
+    encoded = encode_tokens(queries, kv, norm_rope, call.positions, codec=ring.codec)
     # Else XLA may compute a row twice, for the ring and for the call, and round it differently.
     rotated, rows = jax.lax.optimization_barrier(encoded)
     pools = []
     for compressor in compressors:
-        windows = {"closing": find_closing(call, rate), "layer": layer, "rate": rate, "eps": eps}
+        windows = Windows(call, frequencies, find_closing(call, rate), layer, rate, eps)
         if isinstance(compressor.state, dict):
-            pools += flush_csa([compressor], call, frequencies, **windows)
+            pools += flush_csa([compressor], windows)
         else:
-            pools.append(flush_hca(compressor, call, frequencies, **windows))
+            pools.append(flush_hca(compressor, windows))
     # States are read before they are written: unordered, XLA would copy them whole.
     states, pools = jax.lax.optimization_barrier(([c.state for c in compressors], pools))
     rings, new_rows, running, projections = [ring.planes], [rows], None, None
@@ -56,9 +40,8 @@ def append_and_flush(
             new_rows.append(compressor.rows)
         else:
             running, projections = state, compressor.rows
-    (window, *states), running = append_tokens(
-        rings, new_rows, running, projections, call, layer=layer, rate=rate
-    )
+    appended = tokens.Arguments(rings, new_rows, running, projections, call, layer, rate)
+    (window, *states), running = tokens.append_tokens(appended)
     kept = tuple(states) if running is None else (running,)
     rounded = None
     if index_queries is not None and index_codec is not None:

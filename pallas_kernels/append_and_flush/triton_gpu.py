@@ -18,17 +18,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.append_and_flush.arguments import Arguments
 from pallas_kernels.append_and_flush.arrays import Appended
-from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.codecs import Codec, Planes
-from pallas_kernels.common.layer_planes import LayerPlanes
-from pallas_kernels.common.norm_rope import NormRope
 from pallas_kernels.compressor import triton_pool
 from pallas_kernels.compressor.arrays import Compressor
 from pallas_kernels.compressor.triton_closing import Closing, prepare_store
@@ -40,19 +38,9 @@ Ref = Any
 _NUM_WARPS = 4
 
 
-def append_and_flush(
-    queries: jax.Array,
-    kv: jax.Array,
-    ring: LayerPlanes,
-    compressors: Sequence[Compressor],
-    call: CallIndices,
-    norm_rope: NormRope,
-    *,
-    rate: int,
-    index_queries: jax.Array | None,
-    index_codec: Codec | None,
-) -> Appended:
+def append_and_flush(arguments: Arguments) -> Appended:
     """See `op.append_and_flush`."""
+    queries, kv, ring, compressors, call, norm_rope, rate, index_queries, index_codec = arguments
     num_tokens, num_heads, _ = queries.shape
     window, eps = ring.planes, norm_rope.eps
     num_tiles = triton_heads.num_head_tiles(num_heads)
@@ -82,10 +70,12 @@ def append_and_flush(
         for number, compressor in enumerate(compressors):
             append = functools.partial(
                 _append_csa if isinstance(compressor.state, dict) else _append_hca,
-                [next(stored) for _ in _state_arrays(compressor)],
-                {name: next(stored) for name in compressor.pool},
-                [next(read) for _ in range(3)],
-                frequencies_ref,
+                _Refs(
+                    [next(stored) for _ in _state_arrays(compressor)],
+                    {name: next(stored) for name in compressor.pool},
+                    [next(read) for _ in range(3)],
+                    frequencies_ref,
+                ),
                 closes,
                 codec=compressor.codec,
                 eps=eps,
@@ -188,18 +178,25 @@ def _read_token(call_refs: Sequence[Ref], token: jax.Array, rate: int) -> Closin
     )
 
 
-def _append_csa(
-    state: Sequence[Ref],
-    planes: dict[str, Ref],
-    rows: Sequence[Ref],
-    frequencies: Ref,
-    closes: Closing,
-    *,
-    codec: Codec,
-    eps: float,
-) -> None:
+class _Refs(NamedTuple):
+    """What a program of a compressor reads and writes.
+
+    Attributes:
+      state: values and scores of CSA, the running pool of HCA.
+      planes: the pool's.
+      rows: the call's values and scores, and the norm's weight.
+      frequencies: f32[R / 2].
+    """
+
+    state: Sequence[Ref]
+    planes: dict[str, Ref]
+    rows: Sequence[Ref]
+    frequencies: Ref
+
+
+def _append_csa(compressor: _Refs, closes: Closing, *, codec: Codec, eps: float) -> None:
     """Keeps the token's values and scores; a closing window pools 2M - 1 kept rows and them."""
-    *new, norm = rows
+    state, planes, (*new, norm), frequencies = compressor
     channels, period = norm.shape[0], 2 * closes.rate
     width = triton_codecs.tile_width(codec, channels)
 
@@ -225,18 +222,9 @@ def _append_csa(
         triton.copy_row(source, (closes.token,), target, at)
 
 
-def _append_hca(
-    state: Sequence[Ref],
-    planes: dict[str, Ref],
-    rows: Sequence[Ref],
-    frequencies: Ref,
-    closes: Closing,
-    *,
-    codec: Codec,
-    eps: float,
-) -> None:
+def _append_hca(compressor: _Refs, closes: Closing, *, codec: Codec, eps: float) -> None:
     """Folds the token into the running pool; where that closes the window, empties it."""
-    (running,), (*new, norm) = state, rows
+    (running,), planes, (*new, norm), frequencies = compressor
     channels = norm.shape[0]
     width = triton_codecs.tile_width(codec, channels)
     at, lanes = (closes.layer, closes.slot), {"start": 0, "count": channels, "width": width}

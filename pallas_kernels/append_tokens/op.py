@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import jax
 
 from pallas_kernels.append_tokens import reference, triton_gpu
+from pallas_kernels.append_tokens.arguments import Arguments
 from pallas_kernels.common.backend import Backend, resolve
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.checks import (
@@ -76,5 +77,5 @@ def append_tokens(
     check_call(call)
     check_same_length("T", **arrays, **{"call.positions": call.positions})
     return resolve("append_tokens", backend, _TOKENS, preferred=Backend.TRITON_GPU)(
-        rings, rows, running, projections, call, layer=layer, rate=rate
+        Arguments(rings, rows, running, projections, call, layer, rate)
     )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.append_tokens.arguments import Arguments
 from pallas_kernels.common.addressing import write_rows
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.codecs import Planes
@@ -51,17 +50,9 @@ def append_running(
     return running.at[layer, writes].set(pool, mode="drop")
 
 
-def append_tokens(
-    rings: Sequence[Planes],
-    rows: Sequence[Planes],
-    running: jax.Array | None,
-    projections: Planes | None,
-    call: CallIndices,
-    *,
-    layer: jax.Array,
-    rate: int,
-) -> tuple[tuple[Planes, ...], jax.Array | None]:
+def append_tokens(arguments: Arguments) -> tuple[tuple[Planes, ...], jax.Array | None]:
     """`append_ring` of each ring, of tokens that share a row the last one, and `append_running`."""
+    rings, rows, running, projections, call, layer, rate = arguments
     lengths, counts, offsets = call.row_lengths, call.row_counts, call.row_offsets
     tokens = jnp.arange(jax.tree.leaves(rows)[0].shape[0])[:, None]
     member = (tokens >= offsets[None]) & (tokens < (offsets + counts)[None])

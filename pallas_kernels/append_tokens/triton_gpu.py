@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.common.call import CallIndices
+from pallas_kernels.append_tokens.arguments import Arguments
 from pallas_kernels.common.codecs import Planes
 from pallas_kernels.compressor import triton_pool
 from pallas_kernels.gpu import triton
@@ -35,17 +35,9 @@ _CHUNK = 16
 _TILE = 128
 
 
-def append_tokens(
-    rings: Sequence[Planes],
-    rows: Sequence[Planes],
-    running: jax.Array | None,
-    projections: Planes | None,
-    call: CallIndices,
-    *,
-    layer: jax.Array,
-    rate: int,
-) -> tuple[tuple[Planes, ...], jax.Array | None]:
+def append_tokens(arguments: Arguments) -> tuple[tuple[Planes, ...], jax.Array | None]:
     """See `op.append_tokens`."""
+    rings, rows, running, projections, call, layer, rate = arguments
     per_row = [call.row_slots, call.row_lengths, call.row_counts, call.row_offsets]
     indices = [layer.reshape(1), *per_row]
     max_count = call.max_row_tokens

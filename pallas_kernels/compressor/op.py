@@ -20,6 +20,7 @@ from pallas_kernels.common.checks import (
 )
 from pallas_kernels.common.codecs import Planes
 from pallas_kernels.compressor import reference, triton_gpu
+from pallas_kernels.compressor.arguments import Entries, Windows
 from pallas_kernels.compressor.arrays import Compressor
 from pallas_kernels.compressor.closing import find_closing
 
@@ -63,7 +64,7 @@ def flush_write(
     check_same_length("n", segment_ids=segment_ids, entries=entries, rows=first_plane(rows))
     check_indices(block_table=block_table, segment_ids=segment_ids, entries=entries)
     return resolve("flush_write", backend, _WRITE)(
-        pool, rows, block_table, segment_ids, entries, layer=layer
+        Entries(pool, rows, block_table, segment_ids, entries, layer)
     )
 
 
@@ -109,13 +110,7 @@ def flush_csa(
         if not isinstance(compressor.state, dict):
             raise ValueError(f"{name}.state must be values and scores on a CSA layer")
     return resolve("flush_csa", backend, _CSA, preferred=Backend.TRITON_GPU)(
-        compressors,
-        call,
-        frequencies,
-        closing=find_closing(call, rate),
-        layer=layer,
-        rate=rate,
-        eps=eps,
+        compressors, Windows(call, frequencies, find_closing(call, rate), layer, rate, eps)
     )
 
 
@@ -154,13 +149,7 @@ def flush_hca(
     if isinstance(compressor.state, dict):
         raise ValueError("compressor.state must be a running pool on an HCA layer")
     return resolve("flush_hca", backend, _HCA, preferred=Backend.TRITON_GPU)(
-        compressor,
-        call,
-        frequencies,
-        closing=find_closing(call, rate),
-        layer=layer,
-        rate=rate,
-        eps=eps,
+        compressor, Windows(call, frequencies, find_closing(call, rate), layer, rate, eps)
     )
 
 

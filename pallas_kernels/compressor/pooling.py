@@ -23,9 +23,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.norm_rope import rms_norm_by_pairs, rotate
 from pallas_kernels.common.rounding import round_to, rounded
+from pallas_kernels.compressor.arguments import Windows
 from pallas_kernels.compressor.arrays import Compressor
 
 
@@ -103,16 +103,7 @@ def finish_entry(
     )
 
 
-def compress_csa(
-    compressor: Compressor,
-    call: CallIndices,
-    frequencies: jax.Array,
-    *,
-    closing: jax.Array,
-    layer: jax.Array,
-    rate: int,
-    eps: float,
-) -> jax.Array:
+def compress_csa(compressor: Compressor, windows: Windows) -> jax.Array:
     """Entry j pools the b-stream of window j - 1 and the a-stream of window j.
 
     rate 2, closing token at p = 5:   positions  2  3 | 4  5
@@ -120,16 +111,12 @@ def compress_csa(
 
     Args:
       compressor: its state as it was before the call; `pool` and `codec` are not read.
-      call: where the call's tokens belong.
-      frequencies: f32[R / 2].
-      closing: i32[n], tokens of the call that close a window, in any order; -1 is none.
-      layer: i32[], index into the state.
-      rate: M, tokens per window.
-      eps: floor of the norm.
+      windows: those that the call closes.
 
     Returns:
       [n, C] in the dtype of the norm's weight; what -1 gives is arbitrary.
     """
+    call, frequencies, closing, layer, rate, eps = windows
     state, (values, scores) = compressor.state, _values_and_scores(compressor)
     assert isinstance(state, dict)
     token = jnp.maximum(closing, 0)
@@ -158,20 +145,12 @@ def _pool_at_once(tokens: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
     return jnp.stack([largest, total, functools.reduce(jnp.add, weighted)], axis=1)
 
 
-def compress_hca(
-    compressor: Compressor,
-    call: CallIndices,
-    frequencies: jax.Array,
-    *,
-    closing: jax.Array,
-    layer: jax.Array,
-    rate: int,
-    eps: float,
-) -> jax.Array:
+def compress_hca(compressor: Compressor, windows: Windows) -> jax.Array:
     """Entry j pools window j: what the running softmax holds of it, then this call's tokens.
 
     Arguments and result as in `compress_csa`.
     """
+    call, frequencies, closing, layer, rate, eps = windows
     running, (values, scores) = compressor.state, _values_and_scores(compressor)
     assert not isinstance(running, dict)
     token = jnp.maximum(closing, 0)

@@ -27,8 +27,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.codecs import Codec, Planes
+from pallas_kernels.compressor.arguments import Windows
 from pallas_kernels.compressor.arrays import Compressor
 from pallas_kernels.compressor.tiling import Tiling, choose_csa, choose_hca, warps_apart
 from pallas_kernels.compressor.triton_closing import (
@@ -47,37 +47,23 @@ _FINISH_WARPS = 4
 
 
 def flush_csa(
-    compressors: Sequence[Compressor],
-    call: CallIndices,
-    frequencies: jax.Array,
-    *,
-    closing: jax.Array,
-    layer: jax.Array,
-    rate: int,
-    eps: float,
-    tiling: Tiling | None = None,
+    compressors: Sequence[Compressor], windows: Windows, *, tiling: Tiling | None = None
 ) -> tuple[Planes, ...]:
-    """See `op.flush_csa`; `closing` as in `reference.flush_csa`."""
-    tiling = tiling or choose_csa(closing.shape[0])
-    eager = closing.shape[0] < call.positions.shape[0]
+    """See `op.flush_csa`."""
+    num_windows = windows.closing.shape[0]
+    tiling = tiling or choose_csa(num_windows)
+    eager = num_windows < windows.call.positions.shape[0]
     flushes = [
         _Flush(
             compressor.pool,
             compressor.codec,
             _state_and_rows(compressor),
             compressor.norm,
-            PoolCSA(compressor.norm.dtype, rate, eager),
+            PoolCSA(compressor.norm.dtype, windows.rate, eager),
         )
         for compressor in compressors
     ]
-    run = functools.partial(
-        _flush_windows,
-        call=_call_arrays(call, closing, layer),
-        frequencies=frequencies,
-        rate=rate,
-        eps=eps,
-        name="flush_csa",
-    )
+    run = functools.partial(_flush_windows, windows=windows, name="flush_csa")
     if not tiling.apart:
         return run(flushes, num_warps=tiling.warps)
     written: list[Planes] = []
@@ -86,19 +72,10 @@ def flush_csa(
     return tuple(written)
 
 
-def flush_hca(
-    compressor: Compressor,
-    call: CallIndices,
-    frequencies: jax.Array,
-    *,
-    closing: jax.Array,
-    layer: jax.Array,
-    rate: int,
-    eps: float,
-    tiling: Tiling | None = None,
-) -> Planes:
-    """See `op.flush_hca`; `closing` as in `reference.flush_csa`."""
-    num_windows, num_tokens = closing.shape[0], call.positions.shape[0]
+def flush_hca(compressor: Compressor, windows: Windows, *, tiling: Tiling | None = None) -> Planes:
+    """See `op.flush_hca`."""
+    call, rate = windows.call, windows.rate
+    num_windows, num_tokens = windows.closing.shape[0], call.positions.shape[0]
     tiling = tiling or choose_hca(num_windows, num_tokens)
     chunk = min(tiling.chunk, call.max_row_tokens, rate, num_tokens)
     flush = _Flush(
@@ -108,26 +85,18 @@ def flush_hca(
         compressor.norm,
         PoolHCA(compressor.norm.dtype, rate, chunk, eager=num_windows < num_tokens),
     )
-    call_arrays = _call_arrays(call, closing, layer)
     if tiling.channels:
-        means, places = _pool_tiles(flush, call_arrays, rate, tiling)
-        return _finish_means(flush, means, places, frequencies, eps)
-    (written,) = _flush_windows(
-        [flush],
-        call=call_arrays,
-        frequencies=frequencies,
-        rate=rate,
-        eps=eps,
-        num_warps=tiling.warps,
-        name="flush_hca",
-    )
+        means, places = _pool_tiles(flush, _call_arrays(windows), rate, tiling)
+        return _finish_means(flush, means, places, windows.frequencies, windows.eps)
+    (written,) = _flush_windows([flush], windows=windows, num_warps=tiling.warps, name="flush_hca")
     return written
 
 
-def _call_arrays(call: CallIndices, closing: jax.Array, layer: jax.Array) -> list[jax.Array]:
+def _call_arrays(windows: Windows) -> list[jax.Array]:
     """What programs read of the call, in the order of `triton_closing.read_closing`."""
+    call = windows.call
     per_token = [call.segment_ids, call.slots, call.positions, call.lengths]
-    return [layer.reshape(1), closing, *per_token, call.block_table]
+    return [windows.layer.reshape(1), windows.closing, *per_token, call.block_table]
 
 
 def _state_and_rows(compressor: Compressor) -> list[jax.Array]:
@@ -147,16 +116,10 @@ class _Flush(NamedTuple):
 
 
 def _flush_windows(
-    flushes: Sequence[_Flush],
-    *,
-    call: Sequence[jax.Array],
-    frequencies: jax.Array,
-    rate: int,
-    eps: float,
-    num_warps: int,
-    name: str,
+    flushes: Sequence[_Flush], *, windows: Windows, num_warps: int, name: str
 ) -> tuple[Planes, ...]:
     """Programs of whole windows, for each compressor."""
+    call, rate, eps = _call_arrays(windows), windows.rate, windows.eps
 
     def kernel(inputs: list[Ref], stored: list[Ref]) -> None:
         call_refs, frequencies_ref = inputs[: len(call)], inputs[len(call)]
@@ -184,7 +147,7 @@ def _flush_windows(
         triton.launch(
             kernel,
             grid=(call[1].shape[0], len(flushes)),
-            inputs=[*call, frequencies, *(x for f in flushes for x in (*f.arrays, f.norm))],
+            inputs=[*call, windows.frequencies, *(x for f in flushes for x in (*f.arrays, f.norm))],
             in_place=[plane for pool in words for plane in pool.values()],
             num_warps=num_warps,
             name=name,

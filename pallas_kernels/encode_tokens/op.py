@@ -12,6 +12,7 @@ from pallas_kernels.common.checks import (
     check_shape,
 )
 from pallas_kernels.common.codecs import Codec, Planes
+from pallas_kernels.common.norm_rope import NormRope
 from pallas_kernels.encode_tokens import reference, triton_gpu
 
 _ENCODE = {
@@ -23,12 +24,10 @@ _ENCODE = {
 def encode_tokens(
     queries: jax.Array,
     kv: jax.Array,
-    norm: jax.Array,
-    frequencies: jax.Array,
+    norm_rope: NormRope,
     positions: jax.Array,
     *,
     codec: Codec,
-    eps: float,
     backend: Backend | None = None,
 ) -> tuple[jax.Array, Planes]:
     """Applies norm and RoPE to a call's queries and window entries, and encodes the latter.
@@ -36,11 +35,10 @@ def encode_tokens(
     Args:
       queries: [T, H, C], as projected; each head is normed without a weight.
       kv: [T, C], as projected, in the same dtype, that of activations.
-      norm: [C], weight of the entries' norm.
-      frequencies: f32[R / 2], radians per position; the last R dims rotate.
+      norm_rope: norm of the entries, and the RoPE of both; its `eps` is that of the queries' norm
+        too.
       positions: i32[T].
       codec: how window entries are stored.
-      eps: floor of the norms.
       backend: implementation to use; None picks the fastest one that runs here.
 
     Returns:
@@ -53,27 +51,24 @@ def encode_tokens(
 
     Source: deepseek_v4.md section 1.3, steps 3 to 6, and section 4.
     """
-    check_tokens(queries, kv, norm, frequencies, positions)
+    check_tokens(queries, kv, norm_rope, positions)
     return resolve("encode_tokens", backend, _ENCODE, preferred=Backend.TRITON_GPU)(
-        queries, kv, norm, frequencies, positions, codec=codec, eps=eps
+        queries, kv, norm_rope, positions, codec=codec
     )
 
 
 def check_tokens(
-    queries: jax.Array,
-    kv: jax.Array,
-    norm: jax.Array,
-    frequencies: jax.Array,
-    positions: jax.Array,
+    queries: jax.Array, kv: jax.Array, norm_rope: NormRope, positions: jax.Array
 ) -> None:
     """A call's projected queries and entries, their norm and their RoPE fit each other."""
+    frequencies = norm_rope.frequencies
     check_rank(3, queries=queries)
     check_rank(1, frequencies=frequencies)
     num_tokens = check_same_length("T", queries=queries, kv=kv, positions=positions)
     check_indices(positions=positions)
     dim = queries.shape[2]
     check_shape("kv", kv, (num_tokens, dim), "T, C")
-    check_shape("norm", norm, (dim,), "C")
+    check_shape("norm", norm_rope.weight, (dim,), "C")
     if kv.dtype != queries.dtype:
         raise ValueError(f"queries and kv must agree, got {queries.dtype} and {kv.dtype}")
     if not 2 <= 2 * frequencies.shape[0] <= dim:

@@ -5,24 +5,18 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.common.codecs import Codec, Planes
-from pallas_kernels.common.norm_rope import rms_norm_by_pairs, rotate
+from pallas_kernels.common.norm_rope import NormRope, rms_norm_by_pairs, rotate
 
 
 def encode_tokens(
-    queries: jax.Array,
-    kv: jax.Array,
-    norm: jax.Array,
-    frequencies: jax.Array,
-    positions: jax.Array,
-    *,
-    codec: Codec,
-    eps: float,
+    queries: jax.Array, kv: jax.Array, norm_rope: NormRope, positions: jax.Array, *, codec: Codec
 ) -> tuple[jax.Array, Planes]:
     """Norm, then rotation, each rounded to the dtype of activations; then the codec.
 
     The norm adds neighbours, so that an entry's bits depend on its token alone.
     """
+    frequencies, eps = norm_rope.frequencies, norm_rope.eps
     heads = rms_norm_by_pairs(queries, None, eps=eps)
-    entries = rotate(rms_norm_by_pairs(kv, norm, eps=eps), positions, frequencies)
+    entries = rotate(rms_norm_by_pairs(kv, norm_rope.weight, eps=eps), positions, frequencies)
     planes = codec.encode(entries, 2 * frequencies.shape[0])
     return rotate(heads, positions[:, None], frequencies), planes

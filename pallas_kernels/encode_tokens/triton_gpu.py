@@ -19,6 +19,7 @@ import jax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.common.codecs import Codec, Planes
+from pallas_kernels.common.norm_rope import NormRope
 from pallas_kernels.encode_tokens import triton_token
 from pallas_kernels.gpu import triton, triton_codecs, triton_heads
 
@@ -27,17 +28,11 @@ _NUM_WARPS = 4
 
 
 def encode_tokens(
-    queries: jax.Array,
-    kv: jax.Array,
-    norm: jax.Array,
-    frequencies: jax.Array,
-    positions: jax.Array,
-    *,
-    codec: Codec,
-    eps: float,
+    queries: jax.Array, kv: jax.Array, norm_rope: NormRope, positions: jax.Array, *, codec: Codec
 ) -> tuple[jax.Array, Planes]:
     """See `op.encode_tokens`: a token per program, for its entry and for eight of its heads."""
     num_tokens, num_heads, _ = queries.shape
+    frequencies, eps = norm_rope.frequencies, norm_rope.eps
     shapes = {
         name: jax.ShapeDtypeStruct((num_tokens, *shape.shape), shape.dtype)
         for name, shape in codec.plane_shapes(kv.shape[1], 2 * frequencies.shape[0]).items()
@@ -65,7 +60,7 @@ def encode_tokens(
     rotated, *planes = triton.launch(
         kernel,
         grid=(num_tokens, 1 + triton_heads.num_head_tiles(num_heads)),
-        inputs=[queries, kv, norm, frequencies, positions],
+        inputs=[queries, kv, norm_rope.weight, frequencies, positions],
         outputs=[
             jax.ShapeDtypeStruct(queries.shape, queries.dtype),
             *triton.word_shapes(shapes).values(),

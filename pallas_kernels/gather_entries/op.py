@@ -6,6 +6,8 @@ index keys take XLA by choice: there is nothing to decode, or little to move.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -21,7 +23,7 @@ from pallas_kernels.common.checks import (
     check_same_length,
     first_plane,
 )
-from pallas_kernels.common.codecs import Codec, Planes
+from pallas_kernels.common.codecs import Planes
 from pallas_kernels.common.layer_planes import LayerPlanes
 from pallas_kernels.gather_entries import reference, triton_gpu
 
@@ -70,14 +72,7 @@ def gather_entries(
     check_same_length("T", segment_ids=call.segment_ids, index=index)
     check_indices(index=index)
     check_codec("pool", pool.planes, pool.codec, dim)
-    implementation = resolve(
-        "gather_entries",
-        backend,
-        _ENTRIES,
-        preferred=_preferred(pool.codec),
-        obstacle=triton_gpu.find_obstacle(pool.codec, pool.planes),
-        arguments={"index": index} | pool.planes,
-    )
+    implementation = _resolve("gather_entries", backend, _ENTRIES, pool, index=index)
     return implementation(pool, call, index, dim=dim, dtype=dtype)
 
 
@@ -114,17 +109,24 @@ def gather_window(
     check_planes(ring.planes, rows, stacked_name="ring", rows_name="rows")
     check_same_length("T", slots=call.slots, rows=first_plane(rows))
     check_codec("ring", ring.planes, ring.codec, dim)
-    implementation = resolve(
-        "gather_window",
-        backend,
-        _WINDOW,
-        preferred=_preferred(ring.codec),
-        obstacle=triton_gpu.find_obstacle(ring.codec, ring.planes),
-        arguments={"slots": call.slots} | ring.planes,
-    )
+    implementation = _resolve("gather_window", backend, _WINDOW, ring, slots=call.slots)
     return implementation(ring, rows, call, dim=dim, dtype=dtype)
 
 
-def _preferred(codec: Codec) -> Backend:
-    fp8 = isinstance(codec, triton_gpu.DECODED)
-    return Backend.TRITON_GPU if fp8 else Backend.REFERENCE
+def _resolve[F: Callable](
+    op: str,
+    backend: Backend | None,
+    implementations: Mapping[Backend, F],
+    stored: LayerPlanes,
+    **index: jax.Array,
+) -> F:
+    """`resolve` for rows of these planes, which `index`, by name, locates."""
+    fp8 = isinstance(stored.codec, triton_gpu.DECODED)
+    return resolve(
+        op,
+        backend,
+        implementations,
+        preferred=Backend.TRITON_GPU if fp8 else Backend.REFERENCE,
+        obstacle=triton_gpu.find_obstacle(stored.codec, stored.planes),
+        arguments=index | stored.planes,
+    )

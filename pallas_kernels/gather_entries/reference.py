@@ -15,12 +15,7 @@ from pallas_kernels.common.rounding import round_to
 
 
 def gather_entries(
-    pool: LayerPlanes,
-    call: CallIndices,
-    index: jax.Array,
-    *,
-    dim: int,
-    dtype: DTypeLike = jnp.float32,
+    pool: LayerPlanes, call: CallIndices, index: jax.Array, *, dim: int, dtype: DTypeLike
 ) -> tuple[jax.Array, jax.Array]:
     """Dense entries and which of them there are; the others are zeros, whatever storage holds."""
     entries_per_block = first_plane(pool.planes).shape[2]
@@ -36,9 +31,9 @@ def gather_window(
     rows: Planes,
     call: CallIndices,
     *,
-    dim: int,
-    dtype: DTypeLike = jnp.float32,
     tokens: jax.Array | None = None,
+    dim: int,
+    dtype: DTypeLike,
 ) -> tuple[jax.Array, jax.Array]:
     """The window of each token, in the order of ring rows.
 

@@ -7,6 +7,7 @@ import jax
 from pallas_kernels.common.backend import Backend, resolve
 from pallas_kernels.common.checks import check_rank, check_same_length, check_shape
 from pallas_kernels.hyper_connections import reference, triton_gpu
+from pallas_kernels.hyper_connections.arguments import Arguments
 from pallas_kernels.hyper_connections.reference import Reading
 
 _IMPLEMENTATIONS = {
@@ -71,6 +72,4 @@ def hyper_connections(
         preferred=Backend.TRITON_GPU,
         arguments={"streams": streams},
     )
-    return implementation(
-        products, scale, base, streams, norm, iters=iters, eps=eps, norm_eps=norm_eps
-    )
+    return implementation(Arguments(products, scale, base, streams, norm, iters, eps, norm_eps))

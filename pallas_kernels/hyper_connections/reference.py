@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.norm_rope import rms_norm
+from pallas_kernels.hyper_connections.arguments import Arguments
 
 
 class Reading(NamedTuple):
@@ -34,18 +35,9 @@ class Reading(NamedTuple):
     comb: jax.Array
 
 
-def hyper_connections(
-    products: jax.Array,
-    scale: jax.Array,
-    base: jax.Array,
-    streams: jax.Array,
-    norm: jax.Array,
-    *,
-    iters: int,
-    eps: float,
-    norm_eps: float,
-) -> Reading:
+def hyper_connections(arguments: Arguments) -> Reading:
     """See `op.hyper_connections`."""
+    products, scale, base, streams, norm, iters, eps, norm_eps = arguments
     count, num, _ = streams.shape
     base = base[None]
     mix = jnp.sum(products, axis=1) * inverse_rms(streams, norm_eps)

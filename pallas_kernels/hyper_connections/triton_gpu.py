@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.gpu import triton
+from pallas_kernels.hyper_connections.arguments import Arguments
 from pallas_kernels.hyper_connections.reference import Reading
 
 Ref = Any
@@ -25,18 +26,9 @@ _LEAST = -1e30
 """Below any logit, and finite."""
 
 
-def hyper_connections(
-    products: jax.Array,
-    scale: jax.Array,
-    base: jax.Array,
-    streams: jax.Array,
-    norm: jax.Array,
-    *,
-    iters: int,
-    eps: float,
-    norm_eps: float,
-) -> Reading:
+def hyper_connections(arguments: Arguments) -> Reading:
     """See `op.hyper_connections`."""
+    products, scale, base, streams, norm, iters, eps, norm_eps = arguments
     count, num, dim = streams.shape
     width = 1 << (dim - 1).bit_length()
     side = 1 << (num - 1).bit_length()

@@ -14,28 +14,19 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.call import CallIndices
-from pallas_kernels.common.checks import first_plane
 from pallas_kernels.common.layer_planes import LayerPlanes
 from pallas_kernels.index_scores import mosaic_gpu as scores_kernel
+from pallas_kernels.index_topk.reference import count_entries, select_visible
 from pallas_kernels.select_top_k import mosaic_gpu as select_kernel
-from pallas_kernels.select_top_k.reference import select_all
 
 
 def index_topk(
-    queries: jax.Array,
-    weights: jax.Array,
-    pool: LayerPlanes,
-    call: CallIndices,
-    *,
-    k: int,
+    queries: jax.Array, weights: jax.Array, pool: LayerPlanes, call: CallIndices, *, k: int
 ) -> jax.Array:
     """See `op.index_topk`."""
-    assert call.visible is not None  # the op checks
-    visible = jnp.where(call.segment_ids >= 0, call.visible, 0)
-    num_entries = call.block_table.shape[1] * first_plane(pool.planes).shape[2]
+    visible, num_entries = count_entries(pool, call)
     if num_entries <= k:
-        seen = select_all(visible, num_entries)
-        return jnp.pad(seen, [(0, 0), (0, k - num_entries)], constant_values=-1)
+        return select_visible(visible, num_entries, k)
     scores = scores_kernel.index_scores(
         queries.astype(jnp.float32),
         weights.astype(jnp.float32),

@@ -15,12 +15,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.common.call import CallIndices
-from pallas_kernels.common.codecs import Planes
-from pallas_kernels.common.layer_planes import LayerPlanes
 from pallas_kernels.common.norm_rope import rotate
 from pallas_kernels.gpu.devices import Device
 from pallas_kernels.sparse_attention import call_shapes, combine_triton
+from pallas_kernels.sparse_attention.arguments import Arguments
 from pallas_kernels.sparse_attention.call_shapes import FLOOR, HEADS, LOG2_E, TILE, Shapes, Tiling
 from pallas_kernels.sparse_attention.loads import Operands, Outputs
 
@@ -45,16 +43,8 @@ def launch(
     scratch_of: Callable[[int, Any], Any],
     num_warpgroups: int,
     device: Device,
-    queries: jax.Array,
-    sink: jax.Array,
-    ring: LayerPlanes,
-    rows: Planes,
-    pool: LayerPlanes | None,
-    selected: jax.Array | None,
-    call: CallIndices,
+    arguments: Arguments,
     *,
-    scale: float,
-    frequencies: jax.Array | None = None,
     tiling: Tiling | None = None,
 ) -> jax.Array:
     """Runs a kernel on the arguments of `op.sparse_attention`.
@@ -64,6 +54,7 @@ def launch(
     output is the bits of bf16[T, H, C] in the dtype of products, which is that of shared memory;
     with more than one split f32[S, T, H, C], sums, with their `statistics`.
     """
+    queries, sink, ring, rows, pool, selected, call, scale, frequencies = arguments
     num_tokens, num_heads, dim = queries.shape
     names = tuple(sorted(ring.planes))
     num_slots, window = ring.planes[names[0]].shape[1:3]

@@ -22,6 +22,7 @@ from pallas_kernels.common.codecs import Planes
 from pallas_kernels.common.layer_planes import LayerPlanes
 from pallas_kernels.gpu import devices
 from pallas_kernels.sparse_attention import call_shapes, mosaic_blackwell, mosaic_hopper, reference
+from pallas_kernels.sparse_attention.arguments import Arguments
 
 
 def choose_kernel() -> ModuleType:
@@ -30,22 +31,8 @@ def choose_kernel() -> ModuleType:
     return mosaic_blackwell if is_blackwell else mosaic_hopper
 
 
-def _run_kernel(
-    queries: jax.Array,
-    sink: jax.Array,
-    ring: LayerPlanes,
-    rows: Planes,
-    pool: LayerPlanes | None,
-    selected: jax.Array | None,
-    call: CallIndices,
-    *,
-    scale: float,
-    frequencies: jax.Array | None,
-) -> jax.Array:
-    kernel = choose_kernel().sparse_attention
-    return kernel(
-        queries, sink, ring, rows, pool, selected, call, scale=scale, frequencies=frequencies
-    )
+def _run_kernel(arguments: Arguments) -> jax.Array:
+    return choose_kernel().sparse_attention(arguments)
 
 
 _IMPLEMENTATIONS = {
@@ -128,7 +115,7 @@ def sparse_attention(
         arguments={"queries": queries} | ({} if selected is None else {"selected": selected}),
     )
     return implementation(
-        queries, sink, ring, rows, pool, selected, call, scale=scale, frequencies=frequencies
+        Arguments(queries, sink, ring, rows, pool, selected, call, scale, frequencies)
     )
 
 

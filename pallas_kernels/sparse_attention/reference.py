@@ -17,14 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.checks import first_plane
 from pallas_kernels.common.chunks import map_tokens
-from pallas_kernels.common.codecs import Planes
-from pallas_kernels.common.layer_planes import LayerPlanes
 from pallas_kernels.common.norm_rope import rotate
 from pallas_kernels.common.rounding import round_to
 from pallas_kernels.gather_entries.reference import gather_entries, gather_window
+from pallas_kernels.sparse_attention.arguments import Arguments
 
 
 def attend(
@@ -54,19 +52,9 @@ def attend(
     return jnp.matmul(weights, keys, precision=highest) / total[..., None]
 
 
-def sparse_attention(
-    queries: jax.Array,
-    sink: jax.Array,
-    ring: LayerPlanes,
-    rows: Planes,
-    pool: LayerPlanes | None,
-    selected: jax.Array | None,
-    call: CallIndices,
-    *,
-    scale: float,
-    frequencies: jax.Array | None = None,
-) -> jax.Array:
+def sparse_attention(arguments: Arguments) -> jax.Array:
     """Gathers each token's keys, window first, and attends to them; some tokens at a time."""
+    queries, sink, ring, rows, pool, selected, call, scale, frequencies = arguments
     dim = queries.shape[-1]
     places = {
         "queries": queries,
@@ -83,6 +71,8 @@ def sparse_attention(
         places["selected"] = selected
         num_keys += selected.shape[1]
 
+    dense = {"dim": dim, "dtype": jnp.float32}
+
     def attend_some(some: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
         here = dataclasses.replace(
             call,
@@ -91,9 +81,9 @@ def sparse_attention(
             positions=some["positions"],
             lengths=some["lengths"],
         )
-        keys, valid = gather_window(ring, rows, here, dim=dim, tokens=tokens)
+        keys, valid = gather_window(ring, rows, here, tokens=tokens, **dense)
         if pool is not None and selected is not None:
-            entries, present = gather_entries(pool, here, some["selected"], dim=dim)
+            entries, present = gather_entries(pool, here, some["selected"], **dense)
             keys = jnp.concatenate([keys, entries], axis=1)
             valid = jnp.concatenate([valid, present], axis=1)
         attended = attend(some["queries"], keys, valid, sink, scale=scale)

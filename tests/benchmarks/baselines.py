@@ -1,8 +1,17 @@
-"""Device times of other projects' kernels, called through torch."""
+"""What benchmarks beside other projects' kernels share: options, and those kernels' times."""
 
+import argparse
 import statistics
 
 _REPLAYS = 20
+
+
+def make_parser(doc, baseline):
+    """The parser of a benchmark with this docstring; `baseline` describes its option."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("results", nargs="?", help="JSON file that keeps the rows")
+    parser.add_argument("--baseline", help=f"{baseline}; without it only ours is timed")
+    return parser
 
 
 def median_us(calls):

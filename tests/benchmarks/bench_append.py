@@ -9,7 +9,6 @@ with a baseline do too; other rows include them, as a step does. Also times `enc
 `round_index_queries` and `append_tokens` of a prefill.
 """
 
-import argparse
 import functools
 import sys
 
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels as pk
-from benchmarks import draws, layer_calls, vllm_compressor
+from benchmarks import baselines, draws, layer_calls, vllm_compressor
 from benchmarks.layer_calls import EPS, FORMAT, IC, INDEX_HEADS, WINDOW, C
 from dsv4_jax.bench import compare, timing
 
@@ -28,11 +27,7 @@ BASELINE = "vLLM insert + save + compress"
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", nargs="?", help="JSON file that keeps the rows")
-    parser.add_argument(
-        "--baseline", help="folder of vLLM's Triton ops; without it only our op is timed"
-    )
+    parser = baselines.make_parser(__doc__, "folder of vLLM's Triton ops")
     parser.add_argument("--library", help="vLLM's C++ ops, whose insert includes queries")
     args = parser.parse_args()
     bandwidth = timing.copy_bandwidth()
@@ -84,12 +79,11 @@ def encode_case(num_tokens, bandwidth, num_heads=64):
         positions = jnp.asarray(np.arange(num_tokens), jnp.int32)
         return None, [(*each, positions) for each in zip(queries, kv, strict=True)]
 
-    norm, frequencies = jnp.asarray(np.ones(C), jnp.bfloat16), layer_calls.frequencies()
+    norm = jnp.asarray(np.ones(C), jnp.bfloat16)
+    norm_rope = pk.NormRope(norm, layer_calls.frequencies(), EPS)
 
     def encode(queries, kv, positions):
-        return pk.encode_tokens(
-            queries, kv, norm, frequencies, positions, codec=FORMAT.entry, eps=EPS
-        )
+        return pk.encode_tokens(queries, kv, norm_rope, positions, codec=FORMAT.entry)
 
     num_bytes = num_tokens * (4 * num_heads * C + 2 * C + layer_calls.FAMILIES["main"][2])
     return compare.Case(

@@ -6,11 +6,10 @@ on the same GPU through torch; they save a call's projections before they compre
 `vllm_compressor`. The roofline here is 3 us of launch and the bytes that must move.
 """
 
-import argparse
 import functools
 import sys
 
-from benchmarks import layer_calls, vllm_compressor
+from benchmarks import baselines, layer_calls, vllm_compressor
 from dsv4_jax.bench import compare, timing
 
 CASES = [
@@ -29,12 +28,7 @@ BASELINE = "vLLM save + compress (Triton)"
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", nargs="?", help="JSON file that keeps the rows")
-    parser.add_argument(
-        "--baseline", help="folder of vLLM's Triton ops; without it only our kernel is timed"
-    )
-    args = parser.parse_args()
+    args = baselines.make_parser(__doc__, "folder of vLLM's Triton ops").parse_args()
     bandwidth = timing.copy_bandwidth()
     cases = [case(*shape, bandwidth, args.baseline) for shape in CASES]
     return compare.measure(cases, args.results)

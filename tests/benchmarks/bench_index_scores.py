@@ -5,7 +5,6 @@ With `--baseline DIR`, the folder of vLLM's `deep_gemm` package, DeepGEMM's page
 timed on the same GPU; with `--topk SO` too, vLLM's top-k after them.
 """
 
-import argparse
 import functools
 import sys
 
@@ -29,11 +28,7 @@ BASELINE = "DeepGEMM fp8_paged_mqa_logits"
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", nargs="?", help="JSON file that keeps the rows")
-    parser.add_argument(
-        "--baseline", help="folder of deep_gemm; without it only our kernel is timed"
-    )
+    parser = baselines.make_parser(__doc__, "folder of deep_gemm")
     parser.add_argument("--topk", help="vLLM's library, for its top-k")
     args = parser.parse_args()
     bandwidth = timing.copy_bandwidth()

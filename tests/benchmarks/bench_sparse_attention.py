@@ -6,7 +6,6 @@ also in a cache with room for more, in the released format. With `--baseline SO`
 same GPU through torch.
 """
 
-import argparse
 import functools
 import sys
 
@@ -20,6 +19,7 @@ from dsv4_jax.bench.roofline import BF16_FLOPS
 from helpers.calls import make_call
 from pallas_kernels import LayerPlanes, get_cache_format, sparse_attention
 from pallas_kernels.sparse_attention import op
+from pallas_kernels.sparse_attention.arguments import Arguments
 
 DIM, ROPE, WINDOW = 512, 64, 128
 BATCHES = [1, 8, 32, 64, 128, 256]
@@ -34,11 +34,7 @@ BASELINE = "FlashMLA sparse_decode_fwd"
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", nargs="?", help="JSON file that keeps the rows")
-    parser.add_argument(
-        "--baseline", help="FlashMLA's library; without it only our kernel is timed"
-    )
+    parser = baselines.make_parser(__doc__, "FlashMLA's library")
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES)
     parser.add_argument("--only", choices=["csa", "hca"])
     args = parser.parse_args()
@@ -85,7 +81,7 @@ def attend(arguments):
 def attend_by_tiling(tiling, arguments):
     """The kernel alone, its keys cut as it is told."""
     kernel = op.choose_kernel().sparse_attention
-    return kernel(**arguments, scale=DIM**-0.5, tiling=tiling)
+    return kernel(Arguments(**arguments, scale=DIM**-0.5), tiling=tiling)
 
 
 def inputs(family, batch, num_queries, num_heads, num_entries, room=0):

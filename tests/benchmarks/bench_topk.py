@@ -5,7 +5,6 @@ With `--baseline SO`, vLLM's `_C_stable_libtorch.abi3.so`, its op `persistent_to
 torch and replayed from a CUDA graph; it returns its indices in no particular order.
 """
 
-import argparse
 import functools
 import sys
 
@@ -26,10 +25,7 @@ _WORKSPACE_BYTES = 64 << 20
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", nargs="?", help="JSON file that keeps the rows")
-    parser.add_argument("--baseline", help="vLLM's library; without it only our kernel is timed")
-    args = parser.parse_args()
+    args = baselines.make_parser(__doc__, "vLLM's library").parse_args()
     bandwidth = timing.copy_bandwidth()
     cases = [case(shape, k, bandwidth, args.baseline) for k in SELECTED for shape in SHAPES]
     return compare.measure(cases, args.results)

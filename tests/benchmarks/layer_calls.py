@@ -8,6 +8,7 @@ import pallas_kernels as pk
 from benchmarks import draws
 from pallas_kernels import get_cache_format
 from pallas_kernels.compressor import triton_gpu
+from pallas_kernels.compressor.arguments import Windows
 
 C, IC, ROPE, INDEX_HEADS, WINDOW, EPS = 512, 128, 64, 64, 128, 1e-6
 FORMAT = get_cache_format("fp8_ue8m0")
@@ -225,13 +226,12 @@ def flush(pools, states, new, norms, shared, layer, *, kind, families, run=None)
 
     Which tokens close a window is given: a step finds that beside the kernels.
     """
-    call, rope_frequencies, closing = shared
     codecs = [FAMILIES[family][1] for family in families]
     compressors = [
         pk.Compressor(*arrays) for arrays in zip(states, new, norms, pools, codecs, strict=True)
     ]
-    where = {"closing": closing, "layer": layer, "rate": RATE[kind], "eps": EPS}
+    windows = Windows(*shared, layer, RATE[kind], EPS)
     if kind == "csa":
-        return list((run or triton_gpu.flush_csa)(compressors, call, rope_frequencies, **where)), ()
+        return list((run or triton_gpu.flush_csa)(compressors, windows)), ()
     (compressor,) = compressors
-    return [(run or triton_gpu.flush_hca)(compressor, call, rope_frequencies, **where)], ()
+    return [(run or triton_gpu.flush_hca)(compressor, windows)], ()

@@ -149,35 +149,20 @@ class _Compressor:
 
     def save(self, module):
         module._SAVE_PARTIAL_STATES_KERNEL(
-            kv=self.values,
-            score=self.scores,
-            ape=self.ape,
-            positions=self.positions,
-            state_cache=self.state,
-            slot_mapping=self.slots,
-            block_size=self.page_tokens,
-            state_width=self.width,
-            compress_ratio=self.rate,
-            pdl_kwargs={"launch_pdl": False},
+            kv=self.values, score=self.scores, ape=self.ape, **self._call_and_state()
         )
 
     def compress(self, module):
         module.compress_norm_rope_store_triton(
-            state_cache=self.state,
+            **self._call_and_state(),
             num_actual=len(self.positions),
             token_to_req_indices=self.requests,
-            positions=self.positions,
-            slot_mapping=self.slots,
             block_table=self.table,
-            block_size=self.page_tokens,
-            state_width=self.width,
             cos_sin_cache=self.cos_sin,
             kv_cache=self.cache,
             k_cache_metadata=types.SimpleNamespace(slot_mapping=self.entry_slots),
-            pdl_kwargs={"launch_pdl": False},
             head_dim=self.dim,
             rope_head_dim=ROPE,
-            compress_ratio=self.rate,
             overlap=self.overlap,
             use_fp4_cache=False,
             rms_norm_weight=self.norm,
@@ -186,3 +171,10 @@ class _Compressor:
             token_stride=self.token_bytes,
             scale_dim=self.scale_bytes,
         )
+
+    def _call_and_state(self):
+        """Arguments of both launches."""
+        state = {"state_cache": self.state, "state_width": self.width, "compress_ratio": self.rate}
+        places = {"positions": self.positions, "slot_mapping": self.slots}
+        places |= {"block_size": self.page_tokens}
+        return state | places | {"pdl_kwargs": {"launch_pdl": False}}

@@ -195,6 +195,7 @@ def valid_arguments(op):
     windows = {"call": small_call(), "rate": rate}
     flushed = windows | {"frequencies": f32(2), "eps": 1e-6}
     query = {"queries": f32(tokens, 2, dim), **plain}
+    norm_rope = NormRope(f32(dim), f32(2), 1e-6)
     projected = {"queries": f32(tokens, 2, dim), "kv": f32(tokens, dim)}
     mixed = {"products": f32(tokens, 1, 8), "scale": f32(3), "base": f32(8), "norm": f32(dim)}
     csa = Compressor(state, wide, f32(dim), pool, plain["codec"])
@@ -209,13 +210,11 @@ def valid_arguments(op):
         "append_and_flush": projected
         | windows
         | {"ring": LayerPlanes(ring, CASE_LAYER, plain["codec"]), "compressors": [csa]}
-        | {"norm_rope": NormRope(f32(dim), f32(2), 1e-6)}
+        | {"norm_rope": norm_rope}
         | {"index_queries": f32(tokens, 2, dim), "index_codec": plain["codec"]},
         "append_tokens": windows
         | {"rings": [ring], "rows": [rows], "running": running, "projections": narrow},
-        "encode_tokens": projected
-        | plain
-        | {"norm": f32(dim), "frequencies": f32(2), "positions": i32(tokens), "eps": 1e-6},
+        "encode_tokens": projected | plain | {"norm_rope": norm_rope, "positions": i32(tokens)},
         "flush_csa": flushed | {"compressors": [csa]},
         "flush_hca": flushed | {"compressor": hca},
         "flush_write": {"pool": pool, "rows": rows, "block_table": table}

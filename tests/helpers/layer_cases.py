@@ -91,11 +91,9 @@ def encode_flush_and_append(window, compressors, new, call, norm_rope, fmt, *, r
     queries, rows = pk.encode_tokens(
         new["queries"],
         new["kv"],
-        norm_rope.weight,
-        frequencies,
+        norm_rope,
         call.positions,
         codec=fmt.entry,
-        eps=norm_rope.eps,
         backend=backend,
     )
     rotated, flushed = {"queries": queries}, where | {"eps": norm_rope.eps, "backend": backend}

@@ -26,6 +26,7 @@ from pallas_kernels.index_scores import tiling as scores_tiling
 from pallas_kernels.select_top_k import mosaic_gpu as select_kernel
 from pallas_kernels.select_top_k import ptx, radix_steps
 from pallas_kernels.sparse_attention import call_shapes, op
+from pallas_kernels.sparse_attention.arguments import Arguments
 
 ATTENTION, TOKENS = attention_cases.SMALLEST_FOR_A_KERNEL, ((300, 9, 0), (1, 1, 2))
 FREQUENCIES = np.float32(100.0 ** -np.linspace(0, 1, ATTENTION.rope_dim // 2))
@@ -80,11 +81,11 @@ def attend(name, splits):
     codec = get_cache_format(name).entry
     with jax.default_device(jax.devices("cpu")[0]):
         case = attention_cases.draw_case(ATTENTION, codec, *TOKENS)
-    run = functools.partial(
-        op.choose_kernel().sparse_attention,
-        scale=ATTENTION.scale,
-        tiling=call_shapes.Tiling(splits=splits),
-    )
+    kernel, tiling = op.choose_kernel().sparse_attention, call_shapes.Tiling(splits=splits)
+
+    def run(**arguments):
+        return kernel(Arguments(**arguments, scale=ATTENTION.scale), tiling=tiling)
+
     return jax.jit(run)(**case.arguments, sink=ATTENTION.sink(), frequencies=FREQUENCIES)
 
 

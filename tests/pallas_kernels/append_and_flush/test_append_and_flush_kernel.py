@@ -120,8 +120,9 @@ def test_the_bounds_reject_a_position_that_is_off_by_one(lane, kind):
 
 
 def encode(queries, kv, norm, positions, *, codec, backend, eps=EPS):
-    jitted = jax.jit(functools.partial(pk.encode_tokens, codec=codec, eps=eps, backend=backend))
-    return jax.tree.map(np.asarray, jitted(queries, kv, norm, jnp.asarray(FREQUENCIES), positions))
+    jitted = jax.jit(functools.partial(pk.encode_tokens, codec=codec, backend=backend))
+    norm_rope = pk.NormRope(norm, jnp.asarray(FREQUENCIES), eps)
+    return jax.tree.map(np.asarray, jitted(queries, kv, norm_rope, positions))
 
 
 @pytest.mark.parametrize("dtype", slow.all_but([jnp.bfloat16], [jnp.bfloat16, jnp.float32]))
@@ -269,8 +270,9 @@ def aot_encode(name, tokens, heads):
     """`encode_tokens`; nothing is donated."""
     codec = CACHE_FORMATS[name].entry
 
-    def encode_tokens(*args):
-        return pk.encode_tokens(*args, codec=codec, eps=EPS, backend=KERNEL)
+    def encode_tokens(queries, kv, norm, frequencies, positions):
+        norm_rope = pk.NormRope(norm, frequencies, EPS)
+        return pk.encode_tokens(queries, kv, norm_rope, positions, codec=codec, backend=KERNEL)
 
     specs = (*_projected(tokens, heads), _array(tokens, dtype=jnp.int32))
     return f"encode_tokens {name} {tokens} tokens {heads} heads", encode_tokens, specs

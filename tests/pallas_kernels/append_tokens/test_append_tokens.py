@@ -8,7 +8,13 @@ import pytest
 from helpers import inputs, token_oracle
 from helpers.inputs import CASE_LAYER, LAYER, NUM_LAYERS, pack_call, poison, poisoned
 from helpers.schedules import assert_same_bytes
-from pallas_kernels import CACHE_FORMATS, append_tokens, encode_tokens, get_cache_format
+from pallas_kernels import (
+    CACHE_FORMATS,
+    NormRope,
+    append_tokens,
+    encode_tokens,
+    get_cache_format,
+)
 from pallas_kernels.append_tokens.reference import append_ring, append_running
 from pallas_kernels.common.norm_rope import rms_norm, rms_norm_by_pairs, rotate
 
@@ -131,7 +137,8 @@ def test_tokens_are_normed_then_rotated_then_encoded(name):
     heads, kv = (jnp.asarray(rng.normal(size=(5, *n, C)), jnp.float32) for n in ((3,), ()))
     weight, frequencies = jnp.asarray(rng.normal(size=C), jnp.float32), jnp.asarray([1.0, 0.1])
     positions = jnp.asarray([0, 1, 7, 127, 1_000_000], jnp.int32)
-    queries, rows = encode_tokens(heads, kv, weight, frequencies, positions, codec=codec, eps=1e-6)
+    norm_rope = NormRope(weight, frequencies, 1e-6)
+    queries, rows = encode_tokens(heads, kv, norm_rope, positions, codec=codec)
     wanted = rotate(rms_norm(heads, None, eps=1e-6), positions[:, None], frequencies)
     np.testing.assert_allclose(queries, wanted, atol=4 * 2.0**-23, rtol=4 * 2.0**-23)
     entries = rotate(rms_norm(kv, weight, eps=1e-6), positions, frequencies)
@@ -149,9 +156,8 @@ def test_a_token_is_encoded_alike_in_any_company():
 
     @jax.jit
     def encode(heads, positions):
-        return encode_tokens(
-            heads, heads[:, 0], jnp.ones(C), jnp.ones(2), positions, codec=codec, eps=1e-6
-        )
+        norm_rope = NormRope(jnp.ones(C), jnp.ones(2), 1e-6)
+        return encode_tokens(heads, heads[:, 0], norm_rope, positions, codec=codec)
 
     together = encode(heads, positions)
     for token in range(0, 33, 8):
@@ -190,22 +196,19 @@ ENCODE_ERRORS = [
     ("queries", jnp.ones((3, 2, 8), jnp.bfloat16), "queries and kv must agree"),
     ("kv", jnp.ones((2, 8)), "kv.* must agree on T"),
     ("kv", jnp.ones((3, 7)), "kv must be"),
-    ("norm", jnp.ones(1), "norm must be"),
-    ("frequencies", jnp.ones((2, 2)), "frequencies must have rank 1"),
-    ("frequencies", jnp.ones(5), "frequencies must have one for each pair of at most 8 dims"),
+    ("norm_rope.weight", jnp.ones(1), "norm must be"),
+    ("norm_rope.frequencies", jnp.ones((2, 2)), "frequencies must have rank 1"),
+    ("norm_rope.frequencies", jnp.ones(5), "frequencies must have one for each pair of at most 8"),
     ("positions", jnp.zeros(3), "positions must be int32"),
 ]
 
 
-@pytest.mark.parametrize(("name", "wrong", "message"), TOKENS_ERRORS)
-def test_append_tokens_names_the_argument_that_is_wrong(name, wrong, message):
+@pytest.mark.parametrize(
+    ("op", "name", "wrong", "message"),
+    [(append_tokens, *error) for error in TOKENS_ERRORS]
+    + [(encode_tokens, *error) for error in ENCODE_ERRORS],
+)
+def test_an_error_names_the_argument_that_is_wrong(op, name, wrong, message):
+    arguments = inputs.valid_arguments(op.__name__)
     with pytest.raises(ValueError, match=message):
-        append_tokens(
-            **inputs.replace_argument(inputs.valid_arguments("append_tokens"), name, wrong)
-        )
-
-
-@pytest.mark.parametrize(("name", "wrong", "message"), ENCODE_ERRORS)
-def test_encode_tokens_names_the_argument_that_is_wrong(name, wrong, message):
-    with pytest.raises(ValueError, match=message):
-        encode_tokens(**inputs.valid_arguments("encode_tokens") | {name: wrong})
+        op(**inputs.replace_argument(arguments, name, wrong))

@@ -10,7 +10,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 import pallas_kernels as pk
-from helpers import slow
+from helpers import layer_cases, slow
 from helpers.layer_cases import (
     CUTS,
     EPS,
@@ -19,12 +19,8 @@ from helpers.layer_cases import (
     MAX_SHARE,
     RATES,
     C,
-    assert_stored_alike,
-    call_specs,
-    differing_share,
     draw_histories,
     draw_norms,
-    empty_layer,
     flat,
     run,
     step,
@@ -33,6 +29,7 @@ from helpers.schedules import assert_same_bytes, random_cuts
 from pallas_kernels import CACHE_FORMATS
 from pallas_kernels.common import norm_rope
 from pallas_kernels.compressor import op, triton_gpu
+from pallas_kernels.compressor.arguments import Windows
 from pallas_kernels.compressor.closing import find_closing
 from pallas_kernels.compressor.tiling import Tiling
 from pallas_kernels.gpu import triton, triton_codecs, triton_rope
@@ -56,7 +53,7 @@ def test_the_kernels_store_what_the_references_store(lane, name, kind, dtype):
         run(name, kind, histories, CUTS, norms, num_tokens=64, backend=backend)
         for backend in (KERNEL, "reference")
     )
-    assert_stored_alike(CACHE_FORMATS[name], actual, expected)
+    layer_cases.assert_stored_alike(CACHE_FORMATS[name], actual, expected)
 
 
 @pytest.mark.parametrize("kind", RATES)
@@ -71,7 +68,7 @@ def test_the_bound_rejects_a_window_shifted_by_a_token_and_a_wrong_weight(lane, 
     expected, _ = run(name, kind, histories, CUTS, norms, num_tokens=64, backend="reference")
     for broken in ((shifted, norms), (histories, weights)):
         actual, _ = run(name, kind, broken[0], CUTS, broken[1], num_tokens=64)
-        share = differing_share(fmt.entry, actual["entries"], expected["entries"], C)
+        share = layer_cases.differing_share(fmt.entry, actual["entries"], expected["entries"], C)
         assert share > 5 * MAX_SHARE
 
 
@@ -116,7 +113,7 @@ def test_windows_may_close_in_any_order(lane, kind, monkeypatch):
         step.clear_cache()
         if backend == KERNEL:
             assert_same_bytes(flat(actual), flat(expected))
-        assert_stored_alike(CACHE_FORMATS["fp8_ue8m0"], actual, expected)
+        layer_cases.assert_stored_alike(CACHE_FORMATS["fp8_ue8m0"], actual, expected)
 
 
 @pytest.mark.parametrize("kind", RATES)
@@ -124,7 +121,7 @@ def test_b5_a_call_of_padding_alone_writes_nothing(lane, kind):
     name, rng = "fp8_ue8m0", np.random.default_rng(0)
     histories, norms = draw_histories(rng, kind, LENGTHS), draw_norms(rng, kind, jnp.bfloat16)
     layer, _ = run(name, kind, histories, [[0]] * len(LENGTHS), norms, num_tokens=64)
-    assert_same_bytes(flat(layer), flat(empty_layer(CACHE_FORMATS[name], kind)))
+    assert_same_bytes(flat(layer), flat(layer_cases.empty_layer(CACHE_FORMATS[name], kind)))
 
 
 @pytest.mark.slow
@@ -139,7 +136,7 @@ def test_b5_a_program_without_a_window_writes_nothing_where_means_come_from_memo
     step.clear_cache()
     layer, _ = run(name, "hca", histories, [[17]], norms, num_tokens=17, num_rows=1)
     step.clear_cache()
-    empty = empty_layer(CACHE_FORMATS[name], "hca")
+    empty = layer_cases.empty_layer(CACHE_FORMATS[name], "hca")
     assert_same_bytes(flat(layer["entries"]), flat(empty["entries"]))
 
 
@@ -329,7 +326,7 @@ def aot_csa(name, tokens, rows, dims=(512, 128)):
         tuple(_both(tokens, 2 * dim) for dim in dims),
         tuple(jax.ShapeDtypeStruct((dim,), jnp.bfloat16) for dim in dims),
         _f32(32),
-        call_specs(tokens, rows),
+        layer_cases.call_specs(tokens, rows),
         _i32(min(tokens, tokens // 4 + rows)),
         _i32(),
     )
@@ -339,9 +336,7 @@ def aot_csa(name, tokens, rows, dims=(512, 128)):
             pk.Compressor(*arrays)
             for arrays in zip(states, rows, norms, pools, codecs, strict=True)
         ]
-        return triton_gpu.flush_csa(
-            compressors, call, frequencies, closing=closing, layer=layer, rate=4, eps=EPS
-        )
+        return triton_gpu.flush_csa(compressors, Windows(call, frequencies, closing, layer, 4, EPS))
 
     return f"flush_csa {name} {tokens} tokens", flush, specs, (0,)
 
@@ -355,7 +350,7 @@ def aot_hca(name, tokens, rows):
         _both(tokens, 512),
         jax.ShapeDtypeStruct((512,), jnp.bfloat16),
         _f32(32),
-        call_specs(tokens, rows),
+        layer_cases.call_specs(tokens, rows),
         _i32(min(tokens, tokens // 128 + rows)),
         _i32(),
     )
@@ -363,7 +358,7 @@ def aot_hca(name, tokens, rows):
     def flush(pool, running, rows, norm, frequencies, call, closing, layer):
         compressor = pk.Compressor(running, rows, norm, pool, codec)
         return triton_gpu.flush_hca(
-            compressor, call, frequencies, closing=closing, layer=layer, rate=128, eps=EPS
+            compressor, Windows(call, frequencies, closing, layer, 128, EPS)
         )
 
     return f"flush_hca {name} {tokens} tokens", flush, specs, (0,)
@@ -386,7 +381,7 @@ def aot_append(kind, name, tokens, rows):
             rings, new, running, projections, call, layer=layer, rate=128, backend=KERNEL
         )
 
-    specs = ((rings, running), new, projections, call_specs(tokens, rows), _i32())
+    specs = ((rings, running), new, projections, layer_cases.call_specs(tokens, rows), _i32())
     return f"append_tokens {kind} {name} {tokens} tokens", append, specs, (0,)
 
 

@@ -11,6 +11,7 @@ from helpers.inputs import CASE_LAYER, LAYER, NUM_LAYERS, pack_call, poisoned
 from helpers.schedules import assert_same_bytes, random_cuts
 from pallas_kernels import Compressor, get_cache_format
 from pallas_kernels.append_tokens.reference import append_ring, append_running
+from pallas_kernels.compressor.arguments import Windows
 from pallas_kernels.compressor.pooling import compress_csa, compress_hca
 
 M, M_HCA, C, EPS = 4, 128, 16, 1e-6
@@ -43,13 +44,12 @@ def draw_case(kind, channels=C):
 def jit_step(state, rows, norm, frequencies, call, last, closing, *, kind, rate, eps):
     """Compresses what a call closes, then appends its tokens; of `last` the slots of a ring."""
     compressor = Compressor(state, rows, norm, {}, get_cache_format("f32").entry)
-    where = {"layer": CASE_LAYER, "rate": rate}
-    windows = where | {"closing": closing, "eps": eps}
+    windows = Windows(call, frequencies, closing, CASE_LAYER, rate, eps)
     if kind == "csa":
-        entries = compress_csa(compressor, call, frequencies, **windows)
+        entries = compress_csa(compressor, windows)
         return append_ring(state, rows, last, call.positions, layer=CASE_LAYER), entries
-    entries = compress_hca(compressor, call, frequencies, **windows)
-    return append_running(state, rows, call, **where), entries
+    entries = compress_hca(compressor, windows)
+    return append_running(state, rows, call, layer=CASE_LAYER, rate=rate), entries
 
 
 def run(kind, histories, ape, cuts, *, num_tokens, num_rows=4, norm, eps=EPS, frequencies=None):
