@@ -2,7 +2,7 @@
 
     python -m programs.mutations --list
     python -m programs.mutations                             all of them, about half an hour
-    python -m programs.mutations --only commit_wraps sink    some
+    python -m programs.mutations --only commit_counts sink   some
     python -m programs.mutations --only kernel_              those whose names begin so
 
 Each fault is an edit of one line in a temporary copy of the tree. It is caught if a test fails; if
@@ -58,11 +58,11 @@ MUTATIONS = [
     *_mutations(
         "dsv4_jax/cache",
         (
-            "commit_wraps",
+            "commit_counts_afresh",
             "commit.py",
-            "jnp.where(call.row_slots < 0, cache.max_requests, call.row_slots)",
-            "call.row_slots",
-            "dsv4_jax/cache dsv4_jax/step/test_invariance.py",
+            "cache.length_tokens.at[slots].add(call.row_counts",
+            "cache.length_tokens.at[slots].set(call.row_counts",
+            "dsv4_jax/cache/test_append.py",
         ),
         (
             "handle_sees_an_entry_late",
