@@ -108,24 +108,14 @@ def append_and_flush(arguments: Arguments) -> Appended:
 
         @pl.when(rotates)
         def _rotate() -> None:
-            triton_token.rotate_heads(
-                queries_ref,
-                rotated_ref,
-                frequencies_ref,
-                token,
-                part - rotate_part,
-                closes.position,
-                eps=eps,
-            )
+            heads = triton_heads.Heads(queries_ref, rotated_ref, token, part - rotate_part)
+            triton_token.rotate_heads(heads, frequencies_ref, closes.position, eps=eps)
 
         if index_codec is not None:
             round_heads = functools.partial(
                 triton_heads_rounding.round_heads,
-                next(read),
-                next(stored),
+                triton_heads.Heads(next(read), next(stored), token, part - round_part),
                 frequencies_ref,
-                token,
-                part - round_part,
                 closes.position,
                 codec=index_codec,
             )

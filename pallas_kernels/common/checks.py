@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.codecs import Codec, Planes
+from pallas_kernels.common.layer_planes import LayerPlanes
 
 
 def check_same_length(axis: str, **arrays: jax.Array) -> int:
@@ -95,3 +96,9 @@ def check_codec(name: str, stacked: Planes, codec: Codec, dim: int) -> None:
 
 def _spell(planes: Mapping[str, tuple[Any, tuple[int, ...]]]) -> str:
     return ", ".join(f"{name} {dtype}{list(shape)}" for name, (dtype, shape) in planes.items())
+
+
+def check_ring(ring: LayerPlanes, rows: Planes, dim: int) -> None:
+    """A ring has the planes of its codec for vectors of C dims, and the call's rows fit it."""
+    check_planes(ring.planes, rows, stacked_name="ring", rows_name="rows")
+    check_codec("ring", ring.planes, ring.codec, dim)

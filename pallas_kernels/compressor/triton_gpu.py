@@ -63,7 +63,8 @@ def flush_csa(
         )
         for compressor in compressors
     ]
-    run = functools.partial(_flush_windows, windows=windows, name="flush_csa")
+    call = _call_arrays(windows)
+    run = functools.partial(_flush_windows, call=call, windows=windows, name="flush_csa")
     if not tiling.apart:
         return run(flushes, num_warps=tiling.warps)
     written: list[Planes] = []
@@ -85,10 +86,13 @@ def flush_hca(compressor: Compressor, windows: Windows, *, tiling: Tiling | None
         compressor.norm,
         PoolHCA(compressor.norm.dtype, rate, chunk, eager=num_windows < num_tokens),
     )
+    call_arrays = _call_arrays(windows)
     if tiling.channels:
-        means, places = _pool_tiles(flush, _call_arrays(windows), rate, tiling)
+        means, places = _pool_tiles(flush, call_arrays, rate, tiling)
         return _finish_means(flush, means, places, windows.frequencies, windows.eps)
-    (written,) = _flush_windows([flush], windows=windows, num_warps=tiling.warps, name="flush_hca")
+    (written,) = _flush_windows(
+        [flush], call=call_arrays, windows=windows, num_warps=tiling.warps, name="flush_hca"
+    )
     return written
 
 
@@ -116,10 +120,15 @@ class _Flush(NamedTuple):
 
 
 def _flush_windows(
-    flushes: Sequence[_Flush], *, windows: Windows, num_warps: int, name: str
+    flushes: Sequence[_Flush],
+    *,
+    call: Sequence[jax.Array],
+    windows: Windows,
+    num_warps: int,
+    name: str,
 ) -> tuple[Planes, ...]:
     """Programs of whole windows, for each compressor."""
-    call, rate, eps = _call_arrays(windows), windows.rate, windows.eps
+    rate, eps = windows.rate, windows.eps
 
     def kernel(inputs: list[Ref], stored: list[Ref]) -> None:
         call_refs, frequencies_ref = inputs[: len(call)], inputs[len(call)]

@@ -53,9 +53,8 @@ def encode_tokens(
 
         @pl.when(part > 0)
         def _rotate() -> None:
-            triton_token.rotate_heads(
-                queries, rotated, frequencies, token, part - 1, position, eps=eps
-            )
+            heads = triton_heads.Heads(queries, rotated, token, part - 1)
+            triton_token.rotate_heads(heads, frequencies, position, eps=eps)
 
     rotated, *planes = triton.launch(
         kernel,

@@ -17,28 +17,16 @@ Ref = Any
 
 
 def rotate_heads(
-    source: Ref,
-    target: Ref,
-    frequencies: Ref,
-    token: jax.Array,
-    number: jax.Array,
-    position: jax.Array,
-    *,
-    eps: float,
+    heads: triton_heads.Heads, frequencies: Ref, position: jax.Array, *, eps: float
 ) -> None:
-    """Norm and RoPE of a few heads of a token: from [T, H, C] to the same place of `target`."""
-    dim = source.shape[2]
+    """Norm and RoPE of a few heads of a token: from [T, H, C] to the same place of the target."""
+    dim, dtype = heads.source.shape[2], heads.source.dtype
     width = max(128, 1 << (dim - 1).bit_length())
     table = triton_rope.load_rope_table(
-        None, frequencies, dim=dim, width=width, dtype=source.dtype, eps=eps
+        None, frequencies, dim=dim, width=width, dtype=dtype, eps=eps
     )
     triton_heads.map_heads(
-        lambda x: triton_rope.norm_and_rotate(x, table, position),
-        source,
-        target,
-        token,
-        number,
-        width=width,
+        lambda x: triton_rope.norm_and_rotate(x, table, position), heads, width=width
     )
 
 

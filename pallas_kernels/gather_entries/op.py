@@ -18,8 +18,8 @@ from pallas_kernels.common.checks import (
     check_call,
     check_codec,
     check_indices,
-    check_planes,
     check_rank,
+    check_ring,
     check_same_length,
     first_plane,
 )
@@ -106,9 +106,8 @@ def gather_window(
     Source: original_cache.md, `gather_swa_kv`; deepseek_v4.md section 1.3.
     """
     check_call(call)
-    check_planes(ring.planes, rows, stacked_name="ring", rows_name="rows")
+    check_ring(ring, rows, dim)
     check_same_length("T", slots=call.slots, rows=first_plane(rows))
-    check_codec("ring", ring.planes, ring.codec, dim)
     implementation = _resolve("gather_window", backend, _WINDOW, ring, slots=call.slots)
     return implementation(ring, rows, call, dim=dim, dtype=dtype)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,30 +16,36 @@ _HEADS = 8
 """Of a program: at 64 heads and one token the programs still spread over the SMs."""
 
 
+class Heads(NamedTuple):
+    """A few heads of a token, and where they go.
+
+    Attributes:
+      source: [T, H, C].
+      target: [T, H, C].
+      token: i32[].
+      number: i32[], which of `num_head_tiles`.
+    """
+
+    source: Ref
+    target: Ref
+    token: jax.Array
+    number: jax.Array
+
+
 def num_head_tiles(num_heads: int) -> int:
     """Programs that a token's heads take."""
     return -(-num_heads // _HEADS)
 
 
-def map_heads(
-    function: Callable[[jax.Array], jax.Array],
-    source: Ref,
-    target: Ref,
-    token: jax.Array,
-    number: jax.Array,
-    *,
-    width: int,
-) -> None:
+def map_heads(function: Callable[[jax.Array], jax.Array], heads: Heads, *, width: int) -> None:
     """From [T, H, C] to the same place of another array, by a function of f32[heads, width].
 
     Args:
       function: sees zeros in lanes past the C dims, and in heads past the last one.
-      source: [T, H, C].
-      target: [T, H, C].
-      token: i32[].
-      number: i32[], which of `num_head_tiles`.
+      heads: those to map.
       width: lanes, a power of two.
     """
+    source, target, token, number = heads
     num_heads, dim = source.shape[1:]
     shape, first = (_HEADS, width), number * _HEADS
     if dim == width and num_heads % _HEADS == 0:  # whole tiles are moved in wide words

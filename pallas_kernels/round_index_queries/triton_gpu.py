@@ -36,9 +36,8 @@ def round_index_queries(
     def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
         queries, frequencies, positions = inputs
         token, number = pl.program_id(0), pl.program_id(1)
-        triton_heads_rounding.round_heads(
-            queries, outputs[0], frequencies, token, number, positions[token], codec=codec
-        )
+        heads = triton_heads.Heads(queries, outputs[0], token, number)
+        triton_heads_rounding.round_heads(heads, frequencies, positions[token], codec=codec)
 
     (rounded,) = triton.launch(
         kernel,

@@ -13,26 +13,16 @@ Ref = Any
 
 
 def round_heads(
-    source: Ref,
-    target: Ref,
-    frequencies: Ref,
-    token: jax.Array,
-    number: jax.Array,
-    position: jax.Array,
-    *,
-    codec: Codec,
+    heads: triton_heads.Heads, frequencies: Ref, position: jax.Array, *, codec: Codec
 ) -> None:
     """Rotates and rounds: from [T, IH, IC] to the same place of f32[T, IH, IC]."""
-    dim = source.shape[2]
+    dim, dtype = heads.source.shape[2], heads.source.dtype
     width = triton_codecs.tile_width(codec, dim)
-    table = triton_rope.load_rope_table(None, frequencies, dim=dim, width=width, dtype=source.dtype)
+    table = triton_rope.load_rope_table(None, frequencies, dim=dim, width=width, dtype=dtype)
     triton_heads.map_heads(
         lambda x: triton_codecs.round_through(
             codec, triton_rope.rotate(x, table, position), dim=dim
         ),
-        source,
-        target,
-        token,
-        number,
+        heads,
         width=width,
     )

@@ -13,8 +13,8 @@ from pallas_kernels.common.checks import (
     check_call,
     check_codec,
     check_indices,
-    check_planes,
     check_rank,
+    check_ring,
     check_same_length,
     first_plane,
 )
@@ -83,11 +83,10 @@ def sparse_attention(
     """
     check_rank(3, queries=queries)
     check_call(call)
-    check_planes(ring.planes, rows, stacked_name="ring", rows_name="rows")
+    check_ring(ring, rows, queries.shape[-1])
     check_same_length("T", queries=queries, slots=call.slots, rows=first_plane(rows))
     if sink.shape != queries.shape[1:2]:
         raise ValueError(f"queries and sink must agree on H, got {queries.shape=}, {sink.shape=}")
-    check_codec("ring", ring.planes, ring.codec, queries.shape[-1])
     if frequencies is not None:
         check_rank(1, frequencies=frequencies)
         if 2 * frequencies.shape[0] > queries.shape[-1]:

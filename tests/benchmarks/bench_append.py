@@ -27,8 +27,8 @@ BASELINE = "vLLM insert + save + compress"
 
 
 def main():
-    parser = baselines.make_parser(__doc__, "folder of vLLM's Triton ops")
-    parser.add_argument("--library", help="vLLM's C++ ops, whose insert includes queries")
+    library = "vLLM's C++ ops, whose insert includes queries"
+    parser = baselines.make_parser(__doc__, "folder of vLLM's Triton ops", library=library)
     args = parser.parse_args()
     bandwidth = timing.copy_bandwidth()
     cases = [

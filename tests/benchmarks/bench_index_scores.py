@@ -28,9 +28,8 @@ BASELINE = "DeepGEMM fp8_paged_mqa_logits"
 
 
 def main():
-    parser = baselines.make_parser(__doc__, "folder of deep_gemm")
-    parser.add_argument("--topk", help="vLLM's library, for its top-k")
-    args = parser.parse_args()
+    topk = "vLLM's library, for its top-k"
+    args = baselines.make_parser(__doc__, "folder of deep_gemm", topk=topk).parse_args()
     bandwidth = timing.copy_bandwidth()
     cases = [
         case

@@ -153,6 +153,9 @@ class _Compressor:
         )
 
     def compress(self, module):
+        norm = {"rms_norm_weight": self.norm, "rms_norm_eps": EPS}
+        sizes = {"head_dim": self.dim, "rope_head_dim": ROPE, "quant_block": self.group}
+        sizes |= {"token_stride": self.token_bytes, "scale_dim": self.scale_bytes}
         module.compress_norm_rope_store_triton(
             **self._call_and_state(),
             num_actual=len(self.positions),
@@ -161,15 +164,10 @@ class _Compressor:
             cos_sin_cache=self.cos_sin,
             kv_cache=self.cache,
             k_cache_metadata=types.SimpleNamespace(slot_mapping=self.entry_slots),
-            head_dim=self.dim,
-            rope_head_dim=ROPE,
             overlap=self.overlap,
             use_fp4_cache=False,
-            rms_norm_weight=self.norm,
-            rms_norm_eps=EPS,
-            quant_block=self.group,
-            token_stride=self.token_bytes,
-            scale_dim=self.scale_bytes,
+            **norm,
+            **sizes,
         )
 
     def _call_and_state(self):
