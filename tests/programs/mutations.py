@@ -249,14 +249,14 @@ MUTATIONS = [
             "moe.py",
             "_are_best(scores + params.bias[None], ",
             "_are_best(scores, ",
-            "dsv4_jax/model/test_against_transformers.py",
+            "dsv4_jax/model/test_moe.py",
         ),
         (
             "router_breaks_ties_upwards",
             "moe.py",
             "earlier = (number[None, :] < number[:, None])[None]",
             "earlier = (number[None, :] > number[:, None])[None]",
-            "dsv4_jax/model",
+            "dsv4_jax/model/test_moe.py",
         ),
         (
             "swiglu_clamps_one_side",
