@@ -208,7 +208,7 @@ MUTATIONS = [
             "request_queue.py",
             "self.preempt(self.by_age()[-1])",
             "self.preempt(self.by_age()[0])",
-            "dsv4_jax/serving/test_engine_life.py",
+            "dsv4_jax/serving/test_request_queue.py",
         ),
         (
             "shares_rejected_drafts",
