@@ -1,0 +1,53 @@
+"""Activations as quantised weights take them: rows of E4M3 with a scale for each 128 inputs.
+
+Source: deepseek_v4.md section 4.5.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.common import numbers
+
+GROUP = 128
+"""Inputs of a row that share a scale."""
+_INV_448 = np.float32(1.0) / np.float32(448.0)
+_AMAX_FLOOR = np.float32(1e-4)
+
+
+class QuantizedRows(NamedTuple):
+    """Rows in E4M3.
+
+    Attributes:
+      codes: u8[..., ceil(in / 128), 128]; a short last group is filled up with zeros.
+      scale: u8[..., ceil(in / 128)], UE8M0.
+    """
+
+    codes: jax.Array
+    scale: jax.Array
+
+
+def quantize_rows(x: jax.Array) -> QuantizedRows:
+    """[..., in] to E4M3: the least power of two at which no code exceeds 448, floored.
+
+    NaN makes a NaN code and does not reach the scale; infinities make the scale's largest finite
+    value and codes of 448.
+    """
+    groups = numbers.split_groups(x.astype(jnp.float32), GROUP)
+    magnitude = jnp.where(jnp.isnan(groups), 0, jnp.abs(groups))
+    amax = jnp.clip(jnp.max(magnitude, axis=-1), _AMAX_FLOOR, jnp.finfo(jnp.float32).max)
+    scale = numbers.encode_ue8m0(amax * _INV_448)
+    return QuantizedRows(
+        numbers.encode_e4m3(groups * numbers.invert_ue8m0(scale)[..., None]), scale
+    )
+
+
+def round_rows(x: jax.Array) -> jax.Array:
+    """[..., in] -> the same dtype: what E4M3 keeps of it, exact in bf16 and f32."""
+    rows = quantize_rows(x)
+    values = numbers.decode_e4m3(rows.codes) * numbers.decode_ue8m0(rows.scale)[..., None]
+    return numbers.join_groups(values, x.shape[-1]).astype(x.dtype)
