@@ -5,11 +5,14 @@ from __future__ import annotations
 import jax
 from jax.typing import DTypeLike
 
-from pallas_kernels.block_linear import reference
+from pallas_kernels.block_linear import call_shapes, mosaic_gpu, reference
 from pallas_kernels.common.backend import Backend, resolve
-from pallas_kernels.common.weights import Weight
+from pallas_kernels.common.weights import Weight, is_quantized
 
-_IMPLEMENTATIONS = {Backend.REFERENCE: reference.block_linear}
+_IMPLEMENTATIONS = {
+    Backend.REFERENCE: reference.block_linear,
+    Backend.MOSAIC_GPU: mosaic_gpu.block_linear,
+}
 
 
 def block_linear(
@@ -51,6 +54,13 @@ def block_linear(
     grouped = x.ndim == 3
     if not grouped:
         x, weight = x[None], jax.tree.map(lambda leaf: leaf[None], weight)
-    implementation = resolve("block_linear", backend, _IMPLEMENTATIONS, arguments={"x": x})
+    implementation = resolve(
+        "block_linear",
+        backend,
+        _IMPLEMENTATIONS,
+        preferred=Backend.MOSAIC_GPU if is_quantized(weight) else Backend.REFERENCE,
+        obstacle=call_shapes.find_obstacle(x, weight),
+        arguments={"x": x},
+    )
     product = implementation(x, weight).astype(dtype or x.dtype)
     return product if grouped else product[0]

@@ -17,6 +17,9 @@ GROUP = 128
 """Inputs of a row that share a scale."""
 _INV_448 = np.float32(1.0) / np.float32(448.0)
 _AMAX_FLOOR = np.float32(1e-4)
+_REST_BITS = 4
+_REST = 2.0**_REST_BITS
+"""What E4M3 leaves of a value is at most 16 where the value is at most 448."""
 
 
 class QuantizedRows(NamedTuple):
@@ -51,3 +54,16 @@ def round_rows(x: jax.Array) -> jax.Array:
     rows = quantize_rows(x)
     values = numbers.decode_e4m3(rows.codes) * numbers.decode_ue8m0(rows.scale)[..., None]
     return numbers.join_groups(values, x.shape[-1]).astype(x.dtype)
+
+
+def split_rows(x: jax.Array) -> list[QuantizedRows]:
+    """Two rows of E4M3 that add up to x, bf16[..., in]: what E4M3 keeps of it, and what that lacks.
+
+    E4M3 has 4 bits of a significand and bf16 8, so the sum is exact where a value is at least
+    2^-14 of the largest in its group; below that it is off by at most 2^-22 of the largest.
+    """
+    groups = numbers.split_groups(x.astype(jnp.float32), GROUP)
+    first = quantize_rows(x)
+    scaled = groups * numbers.invert_ue8m0(first.scale)[..., None]
+    rest = (scaled - numbers.decode_e4m3(first.codes)) * np.float32(_REST)
+    return [first, QuantizedRows(numbers.encode_e4m3(rest), first.scale - np.uint8(_REST_BITS))]

@@ -5,13 +5,17 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.block_linear import call_shapes
 from pallas_kernels.common.backend import Backend, resolve
 from pallas_kernels.common.checks import check_indices, check_rank, check_same_length, check_shape
 from pallas_kernels.common.weights import Weight
-from pallas_kernels.expert_mlp import reference
+from pallas_kernels.expert_mlp import mosaic_gpu, reference
 from pallas_kernels.expert_mlp.arguments import Arguments
 
-_IMPLEMENTATIONS = {Backend.REFERENCE: reference.expert_mlp}
+_IMPLEMENTATIONS = {
+    Backend.REFERENCE: reference.expert_mlp,
+    Backend.MOSAIC_GPU: mosaic_gpu.expert_mlp,
+}
 
 
 def expert_mlp(
@@ -68,6 +72,8 @@ def expert_mlp(
         "expert_mlp",
         backend,
         _IMPLEMENTATIONS,
+        preferred=Backend.MOSAIC_GPU,
+        obstacle=call_shapes.find_obstacle(x, w1, w3, w2),
         arguments={"x": x, "expert_ids": expert_ids},
     )
     return implementation(Arguments(x, expert_ids, expert_weights, w1, w3, w2, limit))

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+_ALIGNMENT = 8
+"""Of an expert's first row: bulk copies take eight rows together."""
 _FEW_PAIRS = 1024
 """Pairs up to which comparing each with each is faster than sorting: a launch or two."""
 
@@ -14,10 +16,11 @@ _FEW_PAIRS = 1024
 class Worklist(NamedTuple):
     """Pairs of a token and an expert that it picked, sorted by expert, and cut into tiles.
 
-    A row is a place in that order. Ids outside 0 .. E - 1 come last and are in no tile.
+    A row is a place in that order; an expert's rows begin at a multiple of eight, so that some are
+    nobody's. Ids outside 0 .. E - 1 come last and are in no tile.
 
     Attributes:
-      token: i32[P], token of each row.
+      token: i32[R], token of each row; 0 of nobody's. R is `max_rows`.
       row: i32[T, k], row of each pair.
       expert: i32[N], expert of each tile; E - 1 where there is no tile.
       first: i32[N], its first row.
@@ -31,6 +34,11 @@ class Worklist(NamedTuple):
     first: jax.Array
     num_rows: jax.Array
     tile: jax.Array
+
+
+def max_rows(num_pairs: int, num_experts: int) -> int:
+    """Rows that P pairs can take at most, whatever the routing."""
+    return num_pairs + (_ALIGNMENT - 1) * min(num_experts + 1, num_pairs)
 
 
 def max_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
@@ -59,14 +67,17 @@ def make_worklist(expert_ids: jax.Array, num_experts: int, tile_rows: int) -> Wo
     if num_pairs <= _FEW_PAIRS:
         mine, other = keys[:, None], keys[None]
         before = (other < mine) | ((other == mine) & (pairs[None] < pairs[:, None]))
-        row = jnp.sum(before, axis=1, dtype=jnp.int32)
-        first_row = jnp.sum(keys[None] < experts[:, None], axis=1, dtype=jnp.int32)
+        place = jnp.sum(before, axis=1, dtype=jnp.int32)
+        starts = jnp.sum(keys[None] < experts[:, None], axis=1, dtype=jnp.int32)
     else:
         order = jnp.argsort(keys, stable=True).astype(jnp.int32)
-        row = jnp.zeros(num_pairs, jnp.int32).at[order].set(pairs)
-        first_row = jnp.searchsorted(keys[order], experts).astype(jnp.int32)
-    token = jnp.zeros(num_pairs, jnp.int32).at[row].set(pairs // picks)
-    counts = first_row[1:] - first_row[:-1]
+        place = jnp.zeros(num_pairs, jnp.int32).at[order].set(pairs)
+        starts = jnp.searchsorted(keys[order], experts).astype(jnp.int32)
+    counts = starts[1:] - starts[:-1]
+    ends = jnp.cumsum(-(-counts // _ALIGNMENT) * _ALIGNMENT)
+    first_row = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+    row = first_row[keys] + place - starts[keys]
+    token = jnp.zeros(max_rows(num_pairs, num_experts), jnp.int32).at[row].set(pairs // picks)
     tiles_of = -(-counts // tile_rows)
     first_tile = jnp.cumsum(tiles_of) - tiles_of
     num_tiles = max_tiles(num_pairs, num_experts, tile_rows)
