@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels.block_linear import call_shapes
 from pallas_kernels.block_linear.call_shapes import Tiling
 from pallas_kernels.block_linear.mosaic_hopper import Items, multiply_items
-from pallas_kernels.block_linear.operands import make_rows
+from pallas_kernels.block_linear.triton_rows import make_rows
 from pallas_kernels.common.weights import QuantizedWeight
 
 
@@ -30,7 +30,7 @@ def block_linear(
     )
     spare = call_shapes.scale_columns(tiling.columns)
     x = jnp.pad(x, ((0, 0), (0, rows_of_group - num_tokens), (0, 0)))
-    rows = make_rows(x.reshape(-1, dim), weight, spare)
+    rows = make_rows(x.reshape(-1, dim), weight, num_spare=spare)
     sums = multiply_items(rows, [weight], items, shapes=shapes, tiling=tiling)
     sums = jnp.sum(sums, axis=0)[: num_groups * rows_of_group]
     return sums.reshape(num_groups, rows_of_group, -1)[:, :num_tokens]

@@ -27,14 +27,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import mosaic_gpu
 
 from pallas_kernels.block_linear.call_shapes import CONSUMERS, Shapes, Tiling, scale_columns
-from pallas_kernels.block_linear.operands import Rows
+from pallas_kernels.block_linear.triton_rows import Rows
 from pallas_kernels.common.weights import INPUTS, MXFP4, ROWS, QuantizedWeight
 from pallas_kernels.gpu import left_operand, mosaic, mosaic_memory, unpack_mxfp4
 from pallas_kernels.gpu.store_transposed import store_transposed
 
+plgpu: Any = mosaic_gpu
 REGISTERS = (232, 40)
 """Registers of a consumer's thread and a producer's; 2 + 1 warpgroups share 3 * 168."""
 
@@ -58,7 +59,7 @@ class Operands(NamedTuple):
 
     Attributes:
       items: see `Items`.
-      rows: see `operands.Rows`.
+      rows: see `triton_rows.Rows`.
       codes: of each weight.
       scales: of each weight.
       magnitudes: i32[20, 2], the table of `unpack_mxfp4`.
@@ -175,13 +176,13 @@ def _kernel(
             """f32[]: FP8's, of 128 outputs; asked for a turn ahead."""
             block = jnp.minimum(block, s.num_blocks - 1)
             outputs = lax.div(tile_of(group), INPUTS // ROWS)
-            values = [scales[weight, outputs, block] for scales in inputs.scales]
-            value = values[0]
-            if s.num_weights == 2:
-                value = jnp.where(which == 0, values[0], values[1])
-            if value.dtype == jnp.float32:
-                return value
-            return lax.bitcast_convert_type(value.astype(jnp.int32) << 23, jnp.float32)
+            values = []
+            for scales in inputs.scales:
+                value = scales[weight, outputs, block]
+                if value.dtype != jnp.float32:
+                    value = lax.bitcast_convert_type(value.astype(jnp.int32) << 23, jnp.float32)
+                values.append(value)
+            return values[0] if s.num_weights == 1 else jnp.where(which == 0, *values)
 
         def multiply(slot: jax.Array, b: int) -> list[jax.Array]:
             """f32[64, columns] for each part of x, scaled by row."""

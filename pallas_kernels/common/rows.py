@@ -15,10 +15,11 @@ from pallas_kernels.common import numbers
 
 GROUP = 128
 """Inputs of a row that share a scale."""
-_INV_448 = np.float32(1.0) / np.float32(448.0)
+INV_448 = np.float32(1.0) / np.float32(448.0)
 _AMAX_FLOOR = np.float32(1e-4)
-_REST_BITS = 4
-_REST = 2.0**_REST_BITS
+_LARGEST = np.finfo(np.float32).max
+REST_BITS = 4
+REST = 2.0**REST_BITS
 """What E4M3 leaves of a value is at most 16 where the value is at most 448."""
 
 
@@ -41,12 +42,17 @@ def quantize_rows(x: jax.Array) -> QuantizedRows:
     value and codes of 448.
     """
     groups = numbers.split_groups(x.astype(jnp.float32), GROUP)
-    magnitude = jnp.where(jnp.isnan(groups), 0, jnp.abs(groups))
-    amax = jnp.clip(jnp.max(magnitude, axis=-1), _AMAX_FLOOR, jnp.finfo(jnp.float32).max)
-    scale = numbers.encode_ue8m0(amax * _INV_448)
+    scale = numbers.encode_ue8m0(group_maximum(groups) * INV_448)
     return QuantizedRows(
         numbers.encode_e4m3(groups * numbers.invert_ue8m0(scale)[..., None]), scale
     )
+
+
+def group_maximum(groups: jax.Array) -> jax.Array:
+    """f32[..., 128] -> f32[...], the largest magnitude that counts for the scale."""
+    magnitude = jnp.where(groups == groups, jnp.abs(groups), 0.0)
+    largest = jnp.max(magnitude, axis=-1)
+    return jnp.minimum(jnp.maximum(largest, _AMAX_FLOOR), _LARGEST)
 
 
 def round_rows(x: jax.Array) -> jax.Array:
@@ -65,5 +71,5 @@ def split_rows(x: jax.Array) -> list[QuantizedRows]:
     groups = numbers.split_groups(x.astype(jnp.float32), GROUP)
     first = quantize_rows(x)
     scaled = groups * numbers.invert_ue8m0(first.scale)[..., None]
-    rest = (scaled - numbers.decode_e4m3(first.codes)) * np.float32(_REST)
-    return [first, QuantizedRows(numbers.encode_e4m3(rest), first.scale - np.uint8(_REST_BITS))]
+    rest = (scaled - numbers.decode_e4m3(first.codes)) * np.float32(REST)
+    return [first, QuantizedRows(numbers.encode_e4m3(rest), first.scale - np.uint8(REST_BITS))]

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from pallas_kernels.block_linear import call_shapes
 from pallas_kernels.block_linear.call_shapes import Tiling
 from pallas_kernels.block_linear.mosaic_hopper import Items, SwiGLU, multiply_items
-from pallas_kernels.block_linear.operands import make_rows
+from pallas_kernels.block_linear.triton_rows import make_rows
 from pallas_kernels.common.weights import MXFP4, BlockFP8
+from pallas_kernels.expert_mlp import triton_worklist
 from pallas_kernels.expert_mlp.arguments import Arguments
 from pallas_kernels.expert_mlp.worklist import make_worklist, max_tiles
 
@@ -40,13 +41,13 @@ def expert_mlp(arguments: Arguments, *, tilings: tuple[Tiling, Tiling] | None = 
         )
     else:
         gate_tiling, down_tiling = tilings
-    work = make_worklist(expert_ids, num_experts, gate_tiling.columns)
-    items = Items(work.expert, work.first, work.num_rows)
     spare = call_shapes.scale_columns(gate_tiling.columns)
-    num_rows = work.token.shape[0]
-    share = jnp.zeros(num_rows + spare, jnp.float32).at[work.row].set(expert_weights)
+    token, row, expert, first, num_rows, share = _sort(
+        expert_ids, expert_weights, num_experts, gate_tiling.columns, spare
+    )
+    items = Items(expert, first, num_rows)
     hidden = multiply_items(
-        make_rows(x[work.token], w1, spare),
+        make_rows(x, w1, num_spare=spare, token=token),
         [w1, w3],
         items,
         shapes=gate_shapes,
@@ -56,15 +57,28 @@ def expert_mlp(arguments: Arguments, *, tilings: tuple[Tiling, Tiling] | None = 
         dtype=x.dtype,
     )
     down = multiply_items(
-        make_rows(hidden[0, :num_rows], w2, spare),
+        make_rows(hidden[0], w2, num_spare=spare, num_rows=token.shape[0]),
         [w2],
         items,
         shapes=down_shapes,
         tiling=down_tiling,
     )
     is_pair = (expert_ids >= 0) & (expert_ids < num_experts)
-    of_pairs = jnp.where(is_pair[..., None], down[0, work.row], 0)
+    of_pairs = jnp.where(is_pair[..., None], down[0, row], 0)
     return jnp.sum(of_pairs, axis=1).astype(x.dtype)
+
+
+def _sort(
+    expert_ids: jax.Array, expert_weights: jax.Array, num_experts: int, tile_rows: int, spare: int
+) -> tuple[jax.Array, ...]:
+    """See `triton_worklist.make_worklist`, for any number of pairs."""
+    if expert_ids.size <= triton_worklist.MAX_PAIRS:
+        return triton_worklist.make_worklist(
+            expert_ids, expert_weights, num_experts, tile_rows, spare
+        )
+    work = make_worklist(expert_ids, num_experts, tile_rows)
+    share = jnp.zeros(work.token.shape[0] + spare, jnp.float32).at[work.row].set(expert_weights)
+    return work.token, work.row, work.expert, work.first, work.num_rows, share
 
 
 def _expected_rows(expert_ids: jax.Array, num_experts: int) -> int:

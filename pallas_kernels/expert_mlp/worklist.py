@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-_ALIGNMENT = 8
+ALIGNMENT = 8
 """Of an expert's first row: bulk copies take eight rows together."""
 _FEW_PAIRS = 1024
 """Pairs up to which comparing each with each is faster than sorting: a launch or two."""
@@ -38,7 +38,7 @@ class Worklist(NamedTuple):
 
 def max_rows(num_pairs: int, num_experts: int) -> int:
     """Rows that P pairs can take at most, whatever the routing."""
-    return num_pairs + (_ALIGNMENT - 1) * min(num_experts + 1, num_pairs)
+    return num_pairs + (ALIGNMENT - 1) * min(num_experts + 1, num_pairs)
 
 
 def max_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
@@ -74,7 +74,7 @@ def make_worklist(expert_ids: jax.Array, num_experts: int, tile_rows: int) -> Wo
         place = jnp.zeros(num_pairs, jnp.int32).at[order].set(pairs)
         starts = jnp.searchsorted(keys[order], experts).astype(jnp.int32)
     counts = starts[1:] - starts[:-1]
-    ends = jnp.cumsum(-(-counts // _ALIGNMENT) * _ALIGNMENT)
+    ends = jnp.cumsum(-(-counts // ALIGNMENT) * ALIGNMENT)
     first_row = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
     row = first_row[keys] + place - starts[keys]
     token = jnp.zeros(max_rows(num_pairs, num_experts), jnp.int32).at[row].set(pairs // picks)
