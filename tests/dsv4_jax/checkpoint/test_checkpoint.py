@@ -130,8 +130,8 @@ def write_checkpoint(folder, tensors, config=None):
     return folder
 
 
-def load(folder, dtype=jnp.float32):
-    return ds.load_checkpoint(folder, dtype=dtype, progress=False)
+def load(folder, dtype=jnp.float32, weights="stored"):
+    return ds.load_checkpoint(folder, dtype=dtype, weights=weights, progress=False)
 
 
 def released_names(saved, num_layers=NUM_LAYERS, num_experts=NUM_EXPERTS):
@@ -411,10 +411,10 @@ def test_fp8_blocks(tmp_path, unquantised, kind, suffix):
         expected[leaf] = slow_fp8(codes, scale)
     assert any(array.shape[0] > 128 and array.shape[1] > 128 for array in expected.values())
     folder = write_checkpoint(tmp_path / "x", tensors, write_config(QUANTISED))
-    attn = load(folder)[1].layers["swa_learned"].attn
+    attn = load(folder, weights="float32")[1].layers["swa_learned"].attn
     for leaf, values in expected.items():
         np.testing.assert_array_equal(getattr(attn, leaf)[0], values)
-    rounded = load(folder, jnp.bfloat16)[1].layers["swa_learned"].attn
+    rounded = load(folder, jnp.bfloat16, "bfloat16")[1].layers["swa_learned"].attn
     for leaf, values in expected.items():
         np.testing.assert_array_equal(getattr(rounded, leaf)[0], values.astype(jnp.bfloat16))
 
@@ -433,7 +433,7 @@ def test_packed_fp4_experts(tmp_path, unquantised, packed):
             tensors |= {f"{name}.weight": pairs.view(packed), f"{name}.scale": scale}
             expected[w].append(slow_fp4(pairs, scale))
     folder = write_checkpoint(tmp_path / "x", tensors, write_config(QUANTISED))
-    ffn = load(folder)[1].layers["swa_learned"].ffn
+    ffn = load(folder, weights="float32")[1].layers["swa_learned"].ffn
     for w, values in expected.items():
         np.testing.assert_array_equal(getattr(ffn, w)[0], np.stack(values))
 
