@@ -80,8 +80,9 @@ def list_arrays(target: Target, leaf: Any) -> list[np.ndarray]:
 
 def as_stored(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """An array in the dtype that a file has: codes keep their bits, numbers their value."""
-    is_code = array.dtype == np.uint8
-    return np.ascontiguousarray(array).view(dtype) if is_code else array.astype(dtype)
+    if array.dtype == np.uint8:
+        return np.ascontiguousarray(array).view(dtype)
+    return np.ascontiguousarray(array.astype(dtype, copy=False))
 
 
 @jax.jit

@@ -93,7 +93,8 @@ def load_checkpoint(
                 if not problems:
                     reader.add(target.index, source)
                 bar.update()
-            filled[leaf] = reader.finish()
+            filled[leaf] = jax.block_until_ready(reader.finish())
+            del reader  # the next one's memory must not come on top
     if problems:
         raise ValueError(list_problems(directory, problems))
     leaves, treedef = jax.tree.flatten_with_path(shapes)
@@ -149,7 +150,7 @@ class _FP4Reader:
         self._weight = _put_mxfp4(self._weight, np.asarray(index, np.int32), *matrix)
 
     def finish(self) -> MXFP4:
-        return jax.block_until_ready(self._weight)
+        return self._weight
 
 
 def _reader(

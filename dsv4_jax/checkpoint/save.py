@@ -25,7 +25,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.write_json import write_config
 from dsv4_jax.model.params import DSV4Params, param_shapes
 from dsv4_jax.model.released import quantized_shape, released_format
-from pallas_kernels.common.weights import BlockFP8, is_quantized
+from pallas_kernels.common.weights import MXFP4, BlockFP8, is_quantized
 
 
 def save_checkpoint(
@@ -96,7 +96,7 @@ def _shapes_like(params: DSV4Params, config: DSV4Config) -> DSV4Params:
 
     def change(path: Any, shape: jax.ShapeDtypeStruct) -> Any:
         leaf = found.get(name := dotted_path(path))
-        if released_format(name) is None or not is_quantized(leaf):
+        if released_format(name) is None or not isinstance(leaf, BlockFP8 | MXFP4):
             return shape
         scale = leaf.scale.dtype if isinstance(leaf, BlockFP8) else jnp.uint8
         return quantized_shape(type(leaf), shape.shape, shape.dtype, scale_dtype=scale)

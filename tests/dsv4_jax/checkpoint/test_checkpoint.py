@@ -22,6 +22,7 @@ from dsv4_jax.checkpoint import save as checkpoint_save
 from dsv4_jax.config.layer_types import AttentionType, RouterType
 from dsv4_jax.config.write_json import write_config
 from helpers import page_reader, tolerance
+from helpers.checkpoints import random_fp8, random_scale, write_tensors
 
 SAVED = pathlib.Path(__file__).parents[2] / "data" / "hf_saved_tiny"
 NUM_LAYERS, NUM_EXPERTS = 3, 4
@@ -85,19 +86,6 @@ LAYER_NAMES = [
 ]
 # fmt: on
 
-SAFETENSORS_DTYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e8m0fnu": "F8_E8M0",
-    "int64": "I64",
-    "int32": "I32",
-    "int8": "I8",
-    "uint8": "U8",
-}
-
 
 def saved_tensors():
     return safetensors.numpy.load_file(SAVED / "model.safetensors")
@@ -105,22 +93,6 @@ def saved_tensors():
 
 def saved_config():
     return json.loads((SAVED / "config.json").read_text())
-
-
-def write_tensors(file, tensors):
-    """The format by its description: length and JSON of the header, then all bytes."""
-    header, body = {}, b""
-    for name, array in tensors.items():
-        data = np.ascontiguousarray(array).tobytes()
-        header[name] = {
-            "dtype": SAFETENSORS_DTYPES[array.dtype.name],
-            "shape": list(array.shape),
-            "data_offsets": [len(body), len(body) + len(data)],
-        }
-        body += data
-    header["__metadata__"] = {"format": "pt"}
-    text = json.dumps(header).encode()
-    file.write_bytes(len(text).to_bytes(8, "little") + text + body)
 
 
 def write_checkpoint(folder, tensors, config=None):
@@ -360,17 +332,6 @@ def unquantised(tmp_path_factory):
     ds.save_checkpoint(QUANTISED, random_params(QUANTISED), folder)
     saved = safetensors.numpy.load_file(folder / "model.safetensors")
     return released_names(saved, num_layers=1, num_experts=2)
-
-
-def random_fp8(rng, shape):
-    codes = rng.integers(0, 256, shape, dtype=np.uint8)
-    return np.where(codes & 0x7F == 0x7F, 0, codes).astype(np.uint8)  # no NaN
-
-
-def random_scale(rng, shape, kind):
-    if kind == "F32":
-        return rng.uniform(1e-3, 3, shape).astype(np.float32)
-    return rng.integers(115, 136, shape, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu)
 
 
 def scale_value(scale):
