@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
 from dsv4_jax.checkpoint.load import SHIPPED_CHECKPOINT, load_checkpoint
+from dsv4_jax.cli.arguments import add_activations
 from dsv4_jax.serving.engine import Engine
 from dsv4_jax.serving.text import TextStream, load_tokenizer
 from dsv4_jax.step.sampling import SamplingParams
@@ -31,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=SamplingParams.seed)
     parser.add_argument("--cache-format", choices=CACHE_FORMATS, default=DEFAULT_CACHE_FORMAT)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add_activations(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -93,6 +95,8 @@ def _build(args: argparse.Namespace) -> tuple[Engine, Tokenizer]:
         max_requests=len(args.prompt),
         max_context_tokens=min(context, config.max_position_embeddings),
         cache_format=args.cache_format,
+        activations=args.activations,
+        prefill_activations=args.prefill_activations,
         tokenizer=tokenizer,
     )
     return engine, tokenizer
