@@ -7,6 +7,9 @@ import argparse
 from dsv4_jax.linear import DEFAULT_ACTIVATIONS
 from pallas_kernels.common.weights import ACTIVATIONS
 
+WEIGHTS = {"released": "released", "bfloat16": "dense"}
+"""`--weights` and what `param_shapes` calls them: FP8 and FP4 as the release, or all bfloat16."""
+
 
 def add_activations(parser: argparse.ArgumentParser, *, prefill: bool = True) -> None:
     """Adds what multiplies quantised weights, with `prefill` for decode and prefill apart."""

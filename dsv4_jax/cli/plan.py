@@ -11,6 +11,7 @@ import dataclasses
 
 from dsv4_jax.cache.model_cache import cache_shapes, family_bytes, tree_bytes
 from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
+from dsv4_jax.cli.arguments import WEIGHTS
 from dsv4_jax.cli.presets import PRESETS, read_config
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import param_shapes
@@ -18,8 +19,6 @@ from dsv4_jax.model.weight_sizes import FORMATS, bytes_by_family
 from pallas_kernels.common.formats import CACHE_FORMATS
 
 _MIB = 2**20
-_WEIGHTS = {"released": "released", "bfloat16": "dense"}
-"""Names as `param_shapes` has them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu-gib", type=float, default=141 * 1e9 / 2**30, help="GPU memory")
     parser.add_argument(
         "--weights",
-        choices=tuple(_WEIGHTS),
+        choices=tuple(WEIGHTS),
         default="released",
         help="FP8 and FP4 as the release stores them, or all decoded to bfloat16",
     )
@@ -85,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _print_weights(config: DSV4Config, weights: str) -> int:
     """Prints a table of families and formats; all bytes."""
-    shapes = param_shapes(config, "bfloat16", weights=_WEIGHTS[weights])
+    shapes = param_shapes(config, "bfloat16", weights=WEIGHTS[weights])
     families = bytes_by_family(shapes)
     formats = [name for name in FORMATS if any(name in sizes for sizes in families.values())]
     print(f"\n{f'weights, {weights}':<28}{''.join(f'{f"{name} MiB":>14}' for name in formats)}")

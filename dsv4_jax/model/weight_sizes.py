@@ -17,7 +17,8 @@ FORMATS = ("BF16", "F32", "FP8", "MXFP4", "I32")
 _DENSE_FORMATS = {"bfloat16": "BF16", "float32": "F32", "int32": "I32"}
 _FAMILIES = (
     ("draft block", r"^mtp\."),
-    ("embedding and head", r"^(embed|head)$"),
+    ("embedding", r"^embed$"),
+    ("head", r"^head$"),
     ("hyper-connections", r"(^|\.)hc_(attn|ffn|head)\."),
     ("norms", r"norm$"),
     ("compressors", r"\.compressor\."),
@@ -25,7 +26,8 @@ _FAMILIES = (
     ("attention", r"\.attn\."),
     ("routed experts", r"\.ffn\.w[123]$"),
     ("shared expert", r"\.ffn\.shared_w[123]$"),
-    ("routing", r"\.ffn\.(gate|bias|tid2eid)$"),
+    ("routing", r"\.ffn\.(gate|bias)$"),
+    ("hash tables", r"\.ffn\.tid2eid$"),
 )
 """The first whose expression is found in a leaf's dotted path."""
 

@@ -34,6 +34,28 @@ def test_quick_decode_times_the_step_alone(tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("activations", ["fp8", "bfloat16"])
+def test_weights_of_the_release_are_measured_and_counted(tmp_path, activations):
+    """Also with other experts than the config has; floors count those that a batch picks."""
+    arguments = ("--weights", "released", "--activations", activations, "--experts", "12")
+    few = ("--layers", "3", *arguments)
+    found = bench(tmp_path, "decode", "--batch", "2", "--contexts", "64", "--quick", *few)
+    (row,) = found["rows"]
+    assert (found["weights"], found["experts"]) == ("released", 12)
+    assert row["activations"] == activations
+    assert row["finite"]
+    assert row["expected_experts"] == pytest.approx(12 * (1 - (9 / 12) ** 2))
+    assert set(row["weight_bytes_read"]) == {"BF16", "F32", "FP8", "MXFP4"}
+    read = sum(row["weight_bytes_read"].values())
+    assert row["bytes_moved"] == row["cache_bytes_moved"] + read
+    assert read < row["weight_bytes"]
+    found = bench(tmp_path, "prefill", "--tokens", "64", "--chunk", "32", *few)
+    (row,) = found["rows"]
+    assert row["activations"] == activations
+    assert row["weight_bytes_read"]["MXFP4"] > 0
+
+
+@pytest.mark.slow
 def test_decode_times_every_part(tmp_path, capsys):
     found = bench(tmp_path, "decode", "--contexts", "64,256", "--one-bucket")
     assert [row["context"] for row in found["rows"]] == [64, 256]
