@@ -33,6 +33,7 @@ QUICKLY_COMPILED = {
     "dsv4_jax/cli/test_verify.py",
     "dsv4_jax/model/test_against_transformers.py",
     "dsv4_jax/model/test_draft.py",
+    "dsv4_jax/model/test_released.py",
     "dsv4_jax/serving/test_engine.py",
     "dsv4_jax/serving/test_programs.py",
     "dsv4_jax/serving/test_quantised_weights.py",
