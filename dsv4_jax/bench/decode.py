@@ -112,9 +112,11 @@ def _step_rows(setup: CaseSetup, params: DSV4Params) -> Iterator[dict[str, Any]]
     timing, state = setup.measure(call, (cache, None))
     moved = sum(w.num_bytes for w in setup.work.values())
     weights_read = roofline.step_weight_bytes(config, params, batch=case.batch)
+    moved += sum(weights_read.values())
     yield _timing_row("step", timing) | {
         "tokens_per_s": case.batch / timing.median_s,
-        "bytes_moved": moved + sum(weights_read.values()),
+        "bytes_moved": moved,
+        "floor_ms": moved / roofline.BANDWIDTH * 1e3,
         "weight_bytes_read": weights_read,
         "expected_experts": roofline.expected_experts(config, batch=case.batch),
         "peak_bytes": peak_bytes(),

@@ -145,6 +145,18 @@ def test_bad_input_is_one_line_and_status_2(capsys, arguments, message):
     assert re.search(message, line)
 
 
+def test_weights_that_were_read_are_said():
+    row = {"batch": 1, "context": 64, "expected_experts": 6.0, "floor_ms": 2.609}
+    row["weight_bytes_read"] = {"BF16": 1.77e9, "MXFP4": 3.45e9}
+    heading, line, _, said = report.decode_table([row, row]).splitlines()
+    assert "floor ms" in heading
+    assert "2.609" in line
+    assert said == (
+        "at batch 1 a step reads weights of BF16 1.77, MXFP4 3.45 GB, 6.0 experts of each layer "
+        "among them"
+    )
+
+
 def test_what_was_not_run_is_said():
     rows = [
         {"batch": 1, "context": 64, "skipped": "needs 200.0 GiB of 139.0 GiB"},

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
-from dsv4_jax.bench.weights import _random_weight, random_params
+from dsv4_jax.bench.weights import _random_bytes, _random_scales, _random_weight, random_params
 from dsv4_jax.model.released import quantized_shape
 from dsv4_jax.model.weight_sizes import walk_weights
 from helpers import serving
@@ -69,3 +69,11 @@ def test_a_sharp_mean_of_squares_over_many_blocks():
     assert np.abs(codes).max() > 400
     scale = 2.0 ** (np.asarray(weight.scale, np.float64) - 127)
     assert 256 * np.sqrt(np.mean(scale**2)) == pytest.approx(0.02, rel=0.02)
+
+
+@pytest.mark.parametrize("make", [_random_bytes, _random_scales])
+def test_nothing_dense_is_made_on_the_way(make):
+    seeds = [jnp.uint32(1)] * (1 if make is _random_bytes else 3)
+    memory = make.lower(*seeds, shape=(8, 4, 4, 64, 64)).compile().memory_analysis()
+    assert memory.output_size_in_bytes == 8 * 4 * 4 * 64 * 64
+    assert memory.temp_size_in_bytes < 4096
