@@ -8,9 +8,6 @@ from jax.typing import DTypeLike
 from pallas_kernels import block_linear
 from pallas_kernels.common.weights import Weight
 
-DEFAULT_ACTIVATIONS = "fp8"
-"""What multiplies quantised weights unless said otherwise: rows rounded as the release does it."""
-
 
 def linear(x: jax.Array, weight: Weight, *, dtype: DTypeLike | None = None) -> jax.Array:
     """[..., in] times [out, in] -> [..., out], accumulated in f32.

@@ -17,7 +17,7 @@ from dsv4_jax.bench.profile import profile_launches
 from dsv4_jax.bench.timing import Timing, dispatch, time_calls
 from dsv4_jax.cache.model_cache import ModelCache, cache_shapes, tree_bytes
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.linear import DEFAULT_ACTIVATIONS
+from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 
 PARTS = ("step", "cache", "layers")
 _MAX_CALLS = 48  # of one measurement; lengths start that many tokens below the context

@@ -18,7 +18,7 @@ from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import layer_schedule
 from dsv4_jax.config.layer_types import AttentionType
-from dsv4_jax.linear import DEFAULT_ACTIVATIONS
+from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.step.prefill import jit_prefill
 

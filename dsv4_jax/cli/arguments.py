@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from dsv4_jax.linear import DEFAULT_ACTIVATIONS
+from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from pallas_kernels.common.weights import ACTIVATIONS
 
 WEIGHTS = {"released": "released", "bfloat16": "dense"}

@@ -13,7 +13,8 @@ from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.cache.new_tokens import NewTokens
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_types import AttentionType
-from dsv4_jax.linear import DEFAULT_ACTIVATIONS, linear
+from dsv4_jax.linear import linear
+from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.params import DraftParams, DSV4Params, LayerParams
 from dsv4_jax.model.trunk import block, head, jit_run_block
 from pallas_kernels.common.backend import Backend

@@ -9,7 +9,7 @@ from dsv4_jax.attention.full_sequence import Selector, attend_full_sequence, sel
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import layer_schedule
 from dsv4_jax.config.layer_types import AttentionType
-from dsv4_jax.linear import DEFAULT_ACTIVATIONS
+from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.params import DSV4Params, LayerParams
 from dsv4_jax.model.trunk import block, embed, head
 from pallas_kernels.common.backend import Backend

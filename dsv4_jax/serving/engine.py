@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
 from dsv4_jax.checkpoint.load import DEFAULT_DTYPE, load_checkpoint
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.linear import DEFAULT_ACTIVATIONS
+from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.params import DSV4Params, unstack_layers
 from dsv4_jax.serving.engine_core import EngineCore
 from dsv4_jax.serving.prompts import check_length, encode_prompt, resolve_sampling

@@ -11,7 +11,7 @@ import numpy as np
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.step_input import StepInput, known_values
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.linear import DEFAULT_ACTIVATIONS
+from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.step.sampling import Sampling, sample
 from dsv4_jax.step.step import mask_rows, run_step, trunk_logits

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.linear import DEFAULT_ACTIVATIONS
+from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.step.step import mask_rows, run_step, trunk_logits
 from pallas_kernels.common.weights import with_activations

@@ -20,7 +20,7 @@ from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.snapshots import SnapshotPlan, SnapshotStore, save_snapshots
 from dsv4_jax.cache.step_input import StepInput, check_step_input
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.linear import DEFAULT_ACTIVATIONS
+from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.model.trunk import run_layers
 from dsv4_jax.step.draft_ahead import draft_ahead

@@ -15,7 +15,7 @@ from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.new_tokens import NewTokens, empty_new_tokens
 from dsv4_jax.cache.step_input import StepInput, check_step_input
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.linear import DEFAULT_ACTIVATIONS
+from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.model.trunk import head, run_layers
 from pallas_kernels.common.call import CallIndices

@@ -10,8 +10,8 @@ import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.cache.snapshots import SnapshotPlan
-from dsv4_jax.linear import DEFAULT_ACTIVATIONS
 from dsv4_jax.model import draft, forward
+from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.step import decode, prefill, serve_step, step
 from helpers import serving, tolerance
 from pallas_kernels.common.weights import ACTIVATIONS, decode_weight, is_quantized
