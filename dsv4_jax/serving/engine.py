@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from tokenizers import Tokenizer
 
 from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
-from dsv4_jax.checkpoint.load import DEFAULT_DTYPE, load_checkpoint
+from dsv4_jax.checkpoint.load import load_checkpoint
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.params import DSV4Params, unstack_layers
@@ -121,7 +121,8 @@ class Engine(EngineCore):
         cls,
         path: str | os.PathLike[str],
         *,
-        dtype: DTypeLike = DEFAULT_DTYPE,
+        weights: str = "stored",
+        dtype: DTypeLike | None = None,
         progress: bool = False,
         unroll: bool | None = None,
         **options,
@@ -130,12 +131,14 @@ class Engine(EngineCore):
 
         Args:
           path: the directory.
-          dtype: dtype of activations.
+          weights: "stored" keeps FP8 and FP4 weights as they are, "bfloat16" and "float32" decode
+            them.
+          dtype: dtype of activations; None is that of decoded weights, or else bf16.
           progress: shows a bar while loading.
           unroll: as in `Engine`, but nothing is in memory twice.
           **options: further arguments of `Engine`.
         """
-        config, params = load_checkpoint(path, dtype=dtype, progress=progress)
+        config, params = load_checkpoint(path, weights=weights, dtype=dtype, progress=progress)
         if _unrolls(unroll):
             params = unstack_layers(params, donate=True)
         return cls(config, params, tokenizer=load_tokenizer(path), unroll=unroll, **options)

@@ -12,6 +12,7 @@ import dsv4_jax as ds
 from dsv4_jax.serving.runner import StepResult
 from helpers import serving
 from helpers.serving import prompt, run_to_end
+from pallas_kernels.common.weights import MXFP4, BlockFP8
 
 CONFIG = dataclasses.replace(
     serving.CONFIG,
@@ -123,3 +124,12 @@ def test_another_form_is_refused(name):
     message = rf"^{name} must be one of \('fp8', 'bfloat16'\), got 'int8'"
     with pytest.raises(ValueError, match=message):
         ds.Engine(CONFIG, shapes(), **SIZES, **{name: "int8"})
+
+
+def test_a_checkpoint_keeps_its_formats_unless_told_otherwise(tmp_path):
+    ds.save_checkpoint(CONFIG, params(), tmp_path)
+    stored = ds.Engine.from_checkpoint(tmp_path, **SIZES, unroll=True)
+    (layer,) = stored.params.layers["csa_learned"]
+    assert [type(w) for w in (layer.ffn.w1, layer.attn.wq_a)] == [MXFP4, BlockFP8]
+    decoded = ds.Engine.from_checkpoint(tmp_path, **SIZES, weights="float32")
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(decoded.params)} == {"float32"}
