@@ -37,6 +37,8 @@ QUICKLY_COMPILED = {
     "dsv4_jax/model/test_released.py",
     "dsv4_jax/serving/test_engine.py",
     "dsv4_jax/serving/test_programs.py",
+    "dsv4_jax/serving/test_quantised_weights.py",
+    "dsv4_jax/step/test_activations.py",
     "dsv4_jax/step/test_compiled_step.py",
     "dsv4_jax/step/test_decode_loop.py",
     "dsv4_jax/step/test_greedy_against_transformers.py",
