@@ -102,7 +102,7 @@ def choose_tiling(shapes: Shapes, num_rows: int, num_groups: int, *, may_split: 
     columns = 8
     while columns < min(num_rows, 128 // shapes.num_parts):
         columns *= 2
-    blocks = 2 if shapes.is_mxfp4 and shapes.num_blocks % 2 == 0 and columns <= 64 else 1
+    blocks = 2 if shapes.num_blocks % 2 == 0 and columns <= 64 else 1
     splits = 1
     num_ctas = shapes.num_ctas * num_groups * -(-num_rows // columns)
     while (

@@ -13,7 +13,10 @@ from pallas_kernels.block_linear import call_shapes
 from pallas_kernels.block_linear.call_shapes import Shapes, Tiling
 from pallas_kernels.block_linear.mosaic_hopper import Items, SwiGLU, multiply_items
 from pallas_kernels.block_linear.triton_rows import make_rows, padded
-from pallas_kernels.common.weights import QuantizedWeight
+from pallas_kernels.common.swiglu import swiglu as swiglu_of
+from pallas_kernels.common.weights import ROWS, QuantizedWeight
+
+_FEW_ROWS = 64
 
 
 def block_linear(
@@ -45,9 +48,15 @@ def swiglu_linear(
     limit: float,
     tiling: Tiling | None = None,
 ) -> jax.Array:
-    """[T, in], [out, in] twice -> [T, out]; see `op.swiglu_linear`."""
+    """[T, in], [out, in] twice -> [T, out]; see `op.swiglu_linear`.
+
+    Few rows are a product whose inputs are split, so that all SMs read, and SwiGLU is XLA's.
+    """
     weights = [jax.tree.map(lambda leaf: leaf[None], weight) for weight in (gate, up)]
     shapes = call_shapes.shapes_of(*weights, is_gated=True)
+    if tiling is None and x.shape[0] <= _FEW_ROWS and gate.shape[-2] % ROWS == 0:
+        gated, raised = block_linear(x[None], weights, dtype=x.dtype)
+        return swiglu_of(gated[0], raised[0], limit).astype(x.dtype)
     tiling = tiling or call_shapes.choose_tiling(shapes, x.shape[0], 1, may_split=False)
     swiglu = SwiGLU(limit, x.dtype)
     return _multiply(x[None], weights, shapes, tiling, dtype=x.dtype, swiglu=swiglu)[0]
