@@ -50,7 +50,7 @@ class _Tensor(NamedTuple):
     source: Source
     target: Target
     leaf: Any  # a shape, or a quantised weight of shapes
-    entries: list[Entry]
+    stored: list[Entry]
 
 
 def convert_checkpoint(
@@ -91,7 +91,7 @@ def convert_checkpoint(
     tensors = _plan(source, weights)
     journal = _describe_conversion(source, weights, max_shard_bytes)
     _check_destination(destination, journal)
-    entries = {name: tensor.entries for name, tensor in tensors.items()}
+    entries = {name: tensor.stored for name, tensor in tensors.items()}
     shards = split_into_shards(entries, max_shard_bytes)
     rename = saved_name if weights == "bfloat16" else str
     todo = {
