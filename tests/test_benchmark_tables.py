@@ -95,15 +95,15 @@ def test_only_the_text_between_the_markers_is_replaced():
 
 # What the README's rows are called in docs/benchmarks.md and in the results.
 FROM_DOCUMENT = {
-    "decode step, 1 request of 4,096 tokens": "| 4,096 | {0} (",
-    "decode step, 1 request of 1,048,576 tokens": "| 1,048,576 | {0} (",
+    "decode step, 1 request of 4,096 tokens": "| 4,096 | {0} (14 %)",
+    "decode step, 1 request of 1,048,576 tokens": "| 1,048,576 | {0} (18 %)",
+    "decode step, 64 requests of 16,384 tokens": "| 16,384 | {0} (7 %) | 24.54 | 2,231, 966 | {1} |",
     "append to attention of all layers, 32 requests of 131,072 tokens": (
         "| 32 requests | 1.061 (1.379) | {0} ("
     ),
-    "prefill of 8,192 tokens": "| 8,192 | {0} | {1} |",
-    "serving, 32 requests at a time, 10,364 steps": "tokens drawn per s | {1} and {0} |",
 }
 FROM_RESULTS = {
+    "experts of one layer in MXFP4, 64 tokens": ("expert_mlp Flash, uniform", "64 x 6 of 256"),
     "`index_topk`, 512 of 65,536 MXFP4 keys, 8 requests": ("index_topk MXFP4", "8 x 65536"),
     "`sparse_attention`, 64 requests, 64 heads, 128 + 512 keys": (
         "sparse_attention csa",
