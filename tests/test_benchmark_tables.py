@@ -101,9 +101,11 @@ FROM_DOCUMENT = {
     "append to attention of all layers, 32 requests of 131,072 tokens": (
         "| 32 requests | 1.061 (1.379) | {0} ("
     ),
+    "experts of one layer in MXFP4, 64 tokens": (
+        "| `expert_mlp Flash, uniform` | 64 x 6 of 256 | {0} |"
+    ),
 }
 FROM_RESULTS = {
-    "experts of one layer in MXFP4, 64 tokens": ("expert_mlp Flash, uniform", "64 x 6 of 256"),
     "`index_topk`, 512 of 65,536 MXFP4 keys, 8 requests": ("index_topk MXFP4", "8 x 65536"),
     "`sparse_attention`, 64 requests, 64 heads, 128 + 512 keys": (
         "sparse_attention csa",
