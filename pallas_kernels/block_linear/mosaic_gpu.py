@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
 from pallas_kernels.block_linear import call_shapes
 from pallas_kernels.block_linear.call_shapes import Shapes, Tiling
-from pallas_kernels.block_linear.mosaic_hopper import Items, SwiGLU, multiply_items
+from pallas_kernels.block_linear.mosaic_hopper import EvenItems, SwiGLU, multiply_items
 from pallas_kernels.block_linear.triton_rows import make_rows, padded
 from pallas_kernels.common.swiglu import swiglu as swiglu_of
 from pallas_kernels.common.weights import ROWS, QuantizedWeight
@@ -73,16 +72,7 @@ def _multiply(
 ) -> jax.Array:
     """[S, G * T, out]; groups are the weights of a stack."""
     num_groups, num_tokens, dim = x.shape
-    tiles = -(-num_tokens // tiling.columns)
-    number = np.arange(num_groups * tiles, dtype=np.int32)
-    inside = number % tiles * tiling.columns
-    of_group = padded(num_tokens) if num_groups > 1 else num_tokens
-    items = Items(
-        weight=jnp.asarray(number // tiles),
-        first=jnp.asarray(number // tiles * of_group + inside),
-        target=jnp.asarray(number // tiles * num_tokens + inside),
-        num_rows=jnp.asarray(np.minimum(num_tokens - inside, tiling.columns)),
-    )
+    spread = padded(num_tokens) if num_groups > 1 else num_tokens
     rows = make_rows(
         x.reshape(-1, dim),
         weights[0],
@@ -92,7 +82,7 @@ def _multiply(
     return multiply_items(
         rows,
         weights,
-        items,
+        EvenItems(num_groups, num_tokens, spread),
         shapes=shapes,
         tiling=tiling,
         num_rows=num_groups * num_tokens,

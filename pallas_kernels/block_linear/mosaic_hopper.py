@@ -20,6 +20,7 @@ Source: deepseek_v4.md sections 1.5 and 4.5.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -42,8 +43,35 @@ REGISTERS = (232, 40)
 """Registers of a consumer's thread and a producer's; 2 + 1 warpgroups share 3 * 168."""
 
 
+@dataclasses.dataclass(frozen=True)
+class EvenItems:
+    """Items that follow from their number: each weight of a stack multiplies a group of rows.
+
+    Attributes:
+      num_groups: weights of the stack.
+      num_tokens: rows of a group.
+      spread: rows from the beginning of a group to that of the next, in x.
+    """
+
+    num_groups: int
+    num_tokens: int
+    spread: int
+
+    def of(self, item: jax.Array, columns: int) -> tuple[jax.Array, ...]:
+        """The fields of `Items` of one item."""
+        tiles = self.count(columns) // self.num_groups
+        weight = lax.div(item, tiles)
+        inside = lax.rem(item, tiles) * columns
+        num_rows = jnp.minimum(self.num_tokens - inside, columns)
+        return weight, weight * self.spread + inside, weight * self.num_tokens + inside, num_rows
+
+    def count(self, columns: int) -> int:
+        """Items in all."""
+        return self.num_groups * -(-self.num_tokens // columns)
+
+
 class Items(NamedTuple):
-    """Which weight multiplies which rows.
+    """Which weight multiplies which rows, for each item.
 
     Attributes:
       weight: i32[N], number in the stack.
@@ -57,12 +85,22 @@ class Items(NamedTuple):
     target: jax.Array
     num_rows: jax.Array
 
+    def of(self, item: jax.Array, columns: int) -> tuple[jax.Array, ...]:
+        """The fields of one item."""
+        del columns
+        return self.weight[item], self.first[item], self.target[item], self.num_rows[item]
+
+    def count(self, columns: int) -> int:
+        """Items in all."""
+        del columns
+        return self.weight.shape[0]
+
 
 class Operands(NamedTuple):
     """Arrays that the kernel reads, and in it their refs in device memory.
 
     Attributes:
-      items: see `Items`.
+      items: see `Items`; None where they follow from their number.
       rows: see `triton_rows.Rows`.
       codes: of each weight.
       scales: of each weight.
@@ -70,7 +108,7 @@ class Operands(NamedTuple):
       share: f32[R], factor of each row after SwiGLU, or None.
     """
 
-    items: Items
+    items: Items | None
     rows: Rows
     codes: Any
     scales: Any
@@ -110,13 +148,15 @@ def _kernel(
     *,
     shapes: Shapes,
     tiling: Tiling,
+    even: EvenItems | None,
     swiglu: SwiGLU | None,
 ) -> None:
     s, columns = shapes, tiling.columns
     split, item, place = (lax.axis_index(name) for name in ("split", "item", "out"))
     group = lax.axis_index("warpgroup")
-    weight, first = inputs.items.weight[item], inputs.items.first[item]
-    num_rows = inputs.items.num_rows[item]
+    items = even or inputs.items
+    assert items is not None
+    weight, first, target_row, num_rows = items.of(item, columns)
     turns = s.num_blocks // (tiling.blocks * tiling.splits)
     first_block = split * turns * tiling.blocks
     last_tile = s.num_tiles - 1
@@ -253,7 +293,7 @@ def _kernel(
             store_transposed(
                 out_gmem.at[split],
                 values.astype(out_gmem.dtype),
-                first_row=inputs.items.target[item],
+                first_row=target_row,
                 num_rows=num_rows,
                 first_column=tile_of(group) * ROWS,
                 operand_order=s.is_mxfp4,
@@ -294,7 +334,7 @@ def _kernel(
 def multiply_items(
     rows: Rows,
     weights: Sequence[QuantizedWeight],
-    items: Items,
+    items: Items | EvenItems,
     *,
     shapes: Shapes,
     tiling: Tiling,
@@ -344,15 +384,16 @@ def multiply_items(
         up_ready=plgpu.Barrier() if swiglu else None,
     )
 
+    even = items if isinstance(items, EvenItems) else None
     out = weights[0].shape[-2] if swiglu else sum(weight.shape[-2] for weight in weights)
 
     def product_kernel(inputs: Operands, out_gmem: Any, scratch: Scratch) -> None:
-        _kernel(inputs, out_gmem, scratch, shapes=shapes, tiling=tiling, swiglu=swiglu)
+        _kernel(inputs, out_gmem, scratch, shapes=shapes, tiling=tiling, even=even, swiglu=swiglu)
 
     return plgpu.kernel(
         product_kernel,
         out_type=jax.ShapeDtypeStruct((tiling.splits, num_rows, out), dtype),
-        grid=(tiling.splits, items.weight.shape[0], shapes.num_ctas),
+        grid=(tiling.splits, items.count(columns), shapes.num_ctas),
         grid_names=("split", "item", "out"),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
@@ -362,7 +403,7 @@ def multiply_items(
         ),
     )(
         Operands(
-            items=items,
+            items=items if isinstance(items, Items) else None,
             rows=rows,
             codes=[weight.codes for weight in weights],
             scales=[weight.scale for weight in weights],

@@ -24,6 +24,8 @@ _CHUNK = 32
 _TABLE = 8192
 """Comparisons that a program holds in registers at once."""
 _NUM_WARPS = 8
+_MANY_WARPS = 32
+"""For more than `_TABLE` comparisons, whose registers 8 warps do not have."""
 
 
 def make_worklist(
@@ -116,7 +118,7 @@ def make_worklist(
             *[integers(num_tiles)] * 3,
             jax.ShapeDtypeStruct((num_rows + spare,), jnp.float32),
         ],
-        num_warps=_NUM_WARPS,
+        num_warps=_MANY_WARPS if pairs_width * chunk_width > _TABLE else _NUM_WARPS,
         name="sort_by_expert",
     )
     return token, row.reshape(expert_ids.shape), *items, share
