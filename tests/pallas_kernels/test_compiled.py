@@ -22,6 +22,8 @@ RECORDED = aot.read_recorded()
 SPILLED, OVER_BUDGET = "compiled/spilling", "compiled/over_budget"
 LONG = re.compile(r"csa fp8_per_entry|flush_hca .* 8192|/(bf16|fp8_per_entry)_256x|/fp8_ue8m0_8x")
 """Cases that take seconds to compile; the default run has their like in another format or shape."""
+ONCE = re.compile(r"append_and_flush [csh]|flush_kernels|round_index_queries/(?!mx)|_1x|/top 512")
+"""Triton kernels, and second shapes, of which the default run compiles one target's."""
 each_target = pytest.mark.parametrize("target", aot.TARGETS)
 
 
@@ -81,6 +83,10 @@ def compiled(request):
     return functools.cache(functools.partial(aot.figures_of, names=(*names, aot.BROKEN)))
 
 
+def usual(target, case):
+    return not LONG.search(case) and (target == "sm_90a" or not ONCE.search(case))
+
+
 @each_target
 def test_every_case_is_recorded(target):
     cases = [case for case in aot.collect(target) if not case.startswith(aot.BROKEN)]
@@ -90,7 +96,7 @@ def test_every_case_is_recorded(target):
 @pytest.mark.parametrize(
     ("target", "case"),
     slow.all_but(
-        [(t, case) for t, cases in RECORDED.items() for case in cases if not LONG.search(case)],
+        [(target, case) for target, cases in RECORDED.items() for case in cases if usual(target, case)],
         [(target, case) for target, cases in RECORDED.items() for case in cases],
     ),
 )
