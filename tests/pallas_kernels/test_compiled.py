@@ -79,8 +79,13 @@ def compiled(request):
     """Compiles, once per target, the cases that the selected tests ask for; {case: figures}."""
     here = [item for item in request.session.items if item.path == request.path]
     selected = [item.callspec.params for item in here if hasattr(item, "callspec")]
-    names = {params["case"] for params in selected if "case" in params}
-    return functools.cache(functools.partial(aot.figures_of, names=(*names, aot.BROKEN)))
+
+    @functools.cache
+    def figures(target):
+        names = [p["case"] for p in selected if "case" in p and p["target"] == target]
+        return aot.figures_of(target, names=(*names, aot.BROKEN))
+
+    return figures
 
 
 def usual(target, case):
