@@ -45,7 +45,6 @@ QUICKLY_COMPILED = (
     "dsv4_jax/step/test_decode_loop.py",
     "dsv4_jax/step/test_greedy_against_transformers.py",
     "dsv4_jax/step/test_schedules.py",
-    "dsv4_jax/step/test_serve_step.py",
     "dsv4_jax/step/test_unstacked_layers.py",
     "dsv4_jax/training/test_training.py",
     "pallas_kernels/append_and_flush/",
