@@ -48,6 +48,8 @@ QUICKLY_COMPILED = (
     "dsv4_jax/step/test_unstacked_layers.py",
     "dsv4_jax/training/test_training.py",
     "pallas_kernels/append_and_flush/",
+    "pallas_kernels/common/test_backend.py",
+    "pallas_kernels/common/test_chunks.py",
     "pallas_kernels/compressor/test_flush_kernels.py",
     "pallas_kernels/compressor/test_tiling.py",
     "pallas_kernels/gather_entries/",

@@ -12,7 +12,6 @@ import pytest
 import dsv4_jax as ds
 from programs import aot
 
-
 FORKED = """
 import json, os, sys, traceback
 import jax, jax.numpy, dsv4_jax, dsv4_jax.runtime

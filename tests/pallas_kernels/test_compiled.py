@@ -101,7 +101,12 @@ def test_every_case_is_recorded(target):
 @pytest.mark.parametrize(
     ("target", "case"),
     slow.all_but(
-        [(target, case) for target, cases in RECORDED.items() for case in cases if usual(target, case)],
+        [
+            (target, case)
+            for target, cases in RECORDED.items()
+            for case in cases
+            if usual(target, case)
+        ],
         [(target, case) for target, cases in RECORDED.items() for case in cases],
     ),
 )

@@ -94,7 +94,7 @@ def test_one_token_per_request_leaves_the_bits_that_many_leave(lane, kind):
 @each_kind
 def test_b5_padding_alone_writes_nothing(lane, kind):
     histories, norms = draw(kind)
-    layer, _ = run("fp8_ue8m0", kind, histories, [[0]], norms, num_tokens=3, fused=True)
+    layer, _ = run("fp8_ue8m0", kind, histories, [[0]], norms, **DECODE)
     assert_same_bytes(flat(layer), flat(empty_layer(CACHE_FORMATS["fp8_ue8m0"], kind)))
 
 

@@ -72,6 +72,14 @@ def test_the_bound_rejects_a_window_shifted_by_a_token_and_a_wrong_weight(lane, 
         assert share > 5 * MAX_SHARE
 
 
+@pytest.mark.parametrize("kind", RATES)
+def test_b5_a_call_of_padding_alone_writes_nothing(lane, kind):
+    name, rng = "fp8_ue8m0", np.random.default_rng(0)
+    histories, norms = draw_histories(rng, kind, LENGTHS), draw_norms(rng, kind, jnp.bfloat16)
+    layer, _ = run(name, kind, histories, [[0]] * len(LENGTHS), norms, num_tokens=64)
+    assert_same_bytes(flat(layer), flat(layer_cases.empty_layer(CACHE_FORMATS[name], kind)))
+
+
 SCHEDULES = {
     "single tokens": ([[1] * n for n in LENGTHS], {"num_tokens": 3, "num_rows": 3}),
     "random cuts": ([random_cuts(np.random.default_rng(n), n, 16) for n in LENGTHS], {}),
@@ -114,14 +122,6 @@ def test_windows_may_close_in_any_order(lane, kind, monkeypatch):
         if backend == KERNEL:
             assert_same_bytes(flat(actual), flat(expected))
         layer_cases.assert_stored_alike(CACHE_FORMATS["fp8_ue8m0"], actual, expected)
-
-
-@pytest.mark.parametrize("kind", RATES)
-def test_b5_a_call_of_padding_alone_writes_nothing(lane, kind):
-    name, rng = "fp8_ue8m0", np.random.default_rng(0)
-    histories, norms = draw_histories(rng, kind, LENGTHS), draw_norms(rng, kind, jnp.bfloat16)
-    layer, _ = run(name, kind, histories, [[0]] * len(LENGTHS), norms, num_tokens=64)
-    assert_same_bytes(flat(layer), flat(layer_cases.empty_layer(CACHE_FORMATS[name], kind)))
 
 
 @pytest.mark.slow
