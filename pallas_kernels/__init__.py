@@ -2,6 +2,7 @@
 
 from pallas_kernels.append_and_flush import Appended, append_and_flush
 from pallas_kernels.append_tokens import append_tokens
+from pallas_kernels.block_linear import block_linear
 from pallas_kernels.common.backend import (
     Backend,
     FallbackWarning,
@@ -13,8 +14,10 @@ from pallas_kernels.common.codecs import Planes
 from pallas_kernels.common.formats import CACHE_FORMATS, CacheFormat, get_cache_format
 from pallas_kernels.common.layer_planes import LayerPlanes
 from pallas_kernels.common.norm_rope import NormRope
+from pallas_kernels.common.weights import MXFP4, BlockFP8
 from pallas_kernels.compressor import Compressor, flush_csa, flush_hca, flush_write
 from pallas_kernels.encode_tokens import encode_tokens
+from pallas_kernels.expert_mlp import expert_mlp
 from pallas_kernels.gather_entries import gather_entries, gather_window
 from pallas_kernels.hyper_connections import hyper_connections
 from pallas_kernels.index_topk import index_topk
@@ -23,8 +26,10 @@ from pallas_kernels.sparse_attention import sparse_attention
 
 __all__ = [
     "CACHE_FORMATS",
+    "MXFP4",
     "Appended",
     "Backend",
+    "BlockFP8",
     "CacheFormat",
     "CallIndices",
     "Compressor",
@@ -34,7 +39,9 @@ __all__ = [
     "Planes",
     "append_and_flush",
     "append_tokens",
+    "block_linear",
     "encode_tokens",
+    "expert_mlp",
     "flush_csa",
     "flush_hca",
     "flush_write",

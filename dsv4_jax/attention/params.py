@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_types import AttentionType
+from pallas_kernels.common.weights import Weight
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -39,7 +40,7 @@ class IndexerParams:
       compressor: the compressor of the index keys.
     """
 
-    wq_b: jax.Array
+    wq_b: Weight
     weights_proj: jax.Array
     compressor: CompressorParams
 
@@ -61,14 +62,14 @@ class AttentionParams:
       indexer: of CSA layers.
     """
 
-    wq_a: jax.Array
+    wq_a: Weight
     q_norm: jax.Array
-    wq_b: jax.Array
-    wkv: jax.Array
+    wq_b: Weight
+    wkv: Weight
     kv_norm: jax.Array
     attn_sink: jax.Array
-    wo_a: jax.Array
-    wo_b: jax.Array
+    wo_a: Weight
+    wo_b: Weight
     compressor: CompressorParams | None
     indexer: IndexerParams | None
 

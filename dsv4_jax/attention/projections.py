@@ -12,6 +12,14 @@ from dsv4_jax.attention.params import AttentionParams
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.linear import grouped_linear, linear
 from pallas_kernels.common.norm_rope import rms_norm, rms_norm_by_pairs, rotate
+from pallas_kernels.common.weights import (
+    FP8_BLOCK,
+    BlockFP8,
+    Weight,
+    decode_weight,
+    is_quantized,
+    with_activations,
+)
 
 
 def query_latent(params: AttentionParams, x: jax.Array, config: DSV4Config) -> jax.Array:
@@ -76,6 +84,17 @@ def output(params: AttentionParams, attended: jax.Array, config: DSV4Config) -> 
     """
     groups, lead = config.o_groups, attended.shape[:-2]
     heads = checkpoint_name(attended.reshape(*lead, groups, -1), "ctx_derot")
-    weight = params.wo_a.reshape(groups, config.o_lora_rank, -1)
-    latent = checkpoint_name(grouped_linear(heads, weight), "o_a")
+    latent = checkpoint_name(grouped_linear(heads, _by_group(params.wo_a, groups)), "o_a")
     return checkpoint_name(linear(latent.reshape(*lead, -1), params.wo_b), "attn_out")
+
+
+def _by_group(weight: Weight, groups: int) -> Weight:
+    """[G * r, in] -> [G, r, in]. The release computes this product in BF16, whatever the others."""
+    rank = weight.shape[0] // groups
+    if isinstance(weight, BlockFP8) and rank % FP8_BLOCK == 0:
+        grouped = jax.tree.map(lambda leaf: leaf.reshape(groups, -1, leaf.shape[-1]), weight)
+        return with_activations(grouped, "bfloat16")
+    if is_quantized(weight):  # small models: a block of scales spans groups
+        weight = decode_weight(weight).astype(weight.dtype)
+    assert isinstance(weight, jax.Array)
+    return weight.reshape(groups, rank, -1)

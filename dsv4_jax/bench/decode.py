@@ -23,6 +23,7 @@ from dsv4_jax.config.layer_schedule import layer_schedule
 from dsv4_jax.model.params import DSV4Params, layer_of
 from dsv4_jax.model.trunk import embed
 from dsv4_jax.step.decode import jit_decode_step
+from pallas_kernels.common.weights import with_activations
 
 MARGIN_BYTES = 2 * 2**30
 """Memory that a step may take beside weights and one cache."""
@@ -53,6 +54,7 @@ def bench_case(
         "context": case.context,
         "bucket_context": case.bucket_context,
         "cache_format": case.cache_format,
+        "activations": case.activations,
         "weight_bytes": weight_bytes,
         "cache_bytes": setup.cache_bytes,
         "cache_bytes_moved": sum(w.num_bytes for w in setup.work.values()),
@@ -89,13 +91,14 @@ def _step_rows(setup: CaseSetup, params: DSV4Params) -> Iterator[dict[str, Any]]
     start = time.perf_counter()
     cache = setup.fill()
     row: dict[str, Any] = {"fill_s": time.perf_counter() - start}
-    program = compile_program(jit_decode_step, params, cache, step_input, config=config)
+    static = {"config": config, "activations": case.activations}
+    program = compile_program(jit_decode_step, params, cache, step_input, **static)
     yield row | _compile_row("", program)
     if case.compile_only:
         return
     if case.recompile:
         jax.clear_caches()
-        again = compile_program(jit_decode_step, params, cache, step_input, config=config)
+        again = compile_program(jit_decode_step, params, cache, step_input, **static)
         yield {
             "again_trace_s": again.trace_s,
             "again_compile_s": again.compile_s,
@@ -108,9 +111,14 @@ def _step_rows(setup: CaseSetup, params: DSV4Params) -> Iterator[dict[str, Any]]
 
     timing, state = setup.measure(call, (cache, None))
     moved = sum(w.num_bytes for w in setup.work.values())
+    weights_read = roofline.step_weight_bytes(config, params, batch=case.batch)
+    moved += sum(weights_read.values())
     yield _timing_row("step", timing) | {
         "tokens_per_s": case.batch / timing.median_s,
-        "bytes_moved": moved + roofline.step_weight_bytes(config, batch=case.batch),
+        "bytes_moved": moved,
+        "floor_ms": moved / roofline.BANDWIDTH * 1e3,
+        "weight_bytes_read": weights_read,
+        "expected_experts": roofline.expected_experts(config, batch=case.batch),
         "peak_bytes": peak_bytes(),
         "finite": bool(jnp.isfinite(state[1]).all()),
     }
@@ -148,6 +156,7 @@ def _layer_rows(setup: CaseSetup, params: DSV4Params) -> Iterator[dict[str, Any]
         layers = [
             layer_of(params.layers[kind], spec.kind_idx) for spec in specs[:_LAYERS_OF_A_KIND]
         ]
+        layers = with_activations(layers, setup.case.activations)
         streams = embed(params, step_input.token_ids, config)
         static = {"kind": kind, "config": config}
         program = compile_program(_jit_layers, layers, cache, streams, step_input, **static)

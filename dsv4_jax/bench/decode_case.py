@@ -17,6 +17,7 @@ from dsv4_jax.bench.profile import profile_launches
 from dsv4_jax.bench.timing import Timing, dispatch, time_calls
 from dsv4_jax.cache.model_cache import ModelCache, cache_shapes, tree_bytes
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 
 PARTS = ("step", "cache", "layers")
 _MAX_CALLS = 48  # of one measurement; lengths start that many tokens below the context
@@ -32,6 +33,7 @@ class DecodeCase:
       context: tokens of each request.
       bucket_context: longest context that the cache has room for; it determines the shapes.
       cache_format: name of the storage format.
+      activations: what multiplies quantised weights.
       parts: the timed parts, out of `PARTS`.
       recompile: whether the step is compiled twice, to time the persistent compilation cache.
       profile: whether the step and the cache part are also profiled, launch by launch.
@@ -43,6 +45,7 @@ class DecodeCase:
     context: int
     bucket_context: int
     cache_format: str
+    activations: str = DEFAULT_ACTIVATIONS
     parts: tuple[str, ...] = PARTS
     recompile: bool = True
     profile: bool = False

@@ -18,6 +18,7 @@ from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import layer_schedule
 from dsv4_jax.config.layer_types import AttentionType
+from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.step.prefill import jit_prefill
 
@@ -29,6 +30,7 @@ def bench_prefill(
     num_tokens: int,
     chunk_tokens: int,
     cache_format: str,
+    activations: str = DEFAULT_ACTIVATIONS,
     repeats: int = 3,
     limit_s: float = 60.0,
 ) -> Iterator[dict[str, Any]]:
@@ -40,13 +42,14 @@ def bench_prefill(
       num_tokens: length of the prompt.
       chunk_tokens: tokens per call; must divide `num_tokens`.
       cache_format: name of the storage format.
+      activations: what multiplies quantised weights.
       repeats: how often the prompt is prefilled; the median is reported.
       limit_s: no repeat starts later than this after the first.
 
     Yields:
       The row after compiling, and again after timing: seconds, tokens per second, share of the
-      bf16 matrix rate, and temporary bytes of a call. Those grow with the prompt only by what
-      each cached entry needs.
+      bf16 matrix rate, the bytes of weights that all calls must read, by number format, and
+      temporary bytes of a call. Those grow with the prompt only by what each cached entry needs.
 
     Raises:
       ValueError: `chunk_tokens` does not divide `num_tokens`.
@@ -71,9 +74,12 @@ def bench_prefill(
     row: dict[str, Any] = {
         "tokens": num_tokens,
         "chunk_tokens": chunk_tokens,
+        "activations": activations,
         "cache_bytes": tree_bytes(cache),
     }
-    program = compile_program(jit_prefill, params, cache, chunks[0], config=config)
+    program = compile_program(
+        jit_prefill, params, cache, chunks[0], config=config, activations=activations
+    )
     row |= {
         "trace_s": program.trace_s,
         "compile_s": program.compile_s,
@@ -96,6 +102,7 @@ def bench_prefill(
         prefill_all, cache, rewind=rewind, max_calls=1, repeats=repeats, limit_s=limit_s
     )
     flops = prefill_flops(config, num_tokens)
+    weights_read = roofline.step_weight_bytes(config, params, batch=chunk_tokens)
     yield row | {
         "prefill_s": timing.median_s,
         "prefill_s_least": timing.least_s,
@@ -103,6 +110,8 @@ def bench_prefill(
         "tokens_per_s": num_tokens / timing.median_s,
         "flops": flops,
         "matrix_share": flops / timing.median_s / roofline.BF16_FLOPS,
+        "weight_bytes_read": {name: len(chunks) * n for name, n in weights_read.items()},
+        "expected_experts": roofline.expected_experts(config, batch=chunk_tokens),
         "peak_bytes": peak_bytes(),
     }
 

@@ -53,6 +53,7 @@ def decode_table(rows: Sequence[dict[str, Any]]) -> str:
         "tokens/s": lambda r: f"{r['tokens_per_s']:,.0f}",
         "GB moved": lambda r: f"{r['bytes_moved'] / 1e9:.2f}",
         "of copy": lambda r: f"{r['copy_share']:.0%}",
+        "floor ms": lambda r: f"{r['floor_ms']:.3f}",
         "launches": lambda r: f"{r['launches']['total']:,}",
         "ours": lambda r: f"{r['launches']['ours']}",
         "cache ms": lambda r: f"{r['cache_part_ms']:.3f}",
@@ -63,11 +64,20 @@ def decode_table(rows: Sequence[dict[str, Any]]) -> str:
         "temp GiB": lambda r: f"{r['temp_bytes'] / 2**30:.2f}",
     }
     text = _lines(columns, rows)
+    for row in {r["batch"]: r for r in rows if "weight_bytes_read" in r}.values():
+        text.append(f"at batch {row['batch']} a step reads {_weights_read(row)}")
     for row in rows:
         if row.get("layer_ms"):
             kinds = ", ".join(f"{kind} {ms:.3f}" for kind, ms in row["layer_ms"].items())
             text.append(f"ms a layer at batch {row['batch']}, {row['context']:,}: {kinds}")
     return "\n".join(text)
+
+
+def _weights_read(row: dict[str, Any]) -> str:
+    """The weights that a step or a prompt must read, by format."""
+    sizes = (f"{name} {count / 1e9:.2f}" for name, count in row["weight_bytes_read"].items())
+    experts = row["expected_experts"]
+    return f"weights of {', '.join(sizes)} GB, {experts:.1f} experts of each layer among them"
 
 
 def profile_table(row: dict[str, Any], most: int = 30) -> str:
@@ -121,7 +131,7 @@ def prefill_line(row: dict[str, Any]) -> str:
         f"{where} {row['prefill_s']:.3f} s, "
         f"{row['tokens_per_s']:,.0f} tokens/s, {row['matrix_share']:.0%} of the matrix rate, "
         f"{row['temp_bytes'] / 2**30:.2f} GiB beside weights and cache, compiled in "
-        f"{row['trace_s'] + row['compile_s']:.1f} s"
+        f"{row['trace_s'] + row['compile_s']:.1f} s, reads {_weights_read(row)}"
     )
 
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
-
 from dsv4_jax.cache.schema import LayerCacheSchema, build_schema
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import LayerSpec, layer_schedule
 from dsv4_jax.config.layer_types import AttentionType
-from dsv4_jax.model.params import LayerParams, param_shapes
+from dsv4_jax.model.params import DSV4Params
+from dsv4_jax.model.weight_sizes import FORMATS, walk_weights, weight_family, weight_format
+from pallas_kernels.common.weights import weight_bytes
 
 BANDWIDTH = 4.3e12
 """Bytes per second, read and written together, that a copy reaches on an H200."""
@@ -129,23 +129,33 @@ def step_cache_roofline_s(
     )
 
 
-def step_weight_bytes(config: DSV4Config, *, batch: int, dtype: str = "bfloat16") -> float:
-    """Bytes of weights that one step of `batch` tokens reads.
-
-    Counts one row of the embedding per token, and the expected number of routed experts if each
-    token picks its experts at random.
-    """
-    shapes = param_shapes(config, dtype)
+def expected_experts(config: DSV4Config, *, batch: int) -> float:
+    """Experts of a layer that `batch` tokens pick, if each picks its own at random."""
     picked = config.num_experts_per_token / config.num_routed_experts
-    expected = 1 - (1 - picked) ** batch
-    total = _tree_bytes((shapes.hc_head, shapes.norm, shapes.head))
-    total += batch * shapes.embed.shape[1] * shapes.embed.dtype.itemsize
-    for layers in shapes.layers.values():
-        assert isinstance(layers, LayerParams)
-        routed = _tree_bytes((layers.ffn.w1, layers.ffn.w2, layers.ffn.w3))
-        table = _tree_bytes(layers.ffn.tid2eid)
-        total += _tree_bytes(layers) - table - routed * (1 - expected)
-    return total
+    return config.num_routed_experts * (1 - (1 - picked) ** batch)
+
+
+def step_weight_bytes(config: DSV4Config, params: DSV4Params, *, batch: int) -> dict[str, float]:
+    """Bytes of weights that one step of `batch` tokens reads, by number format.
+
+    Counts one row of the embedding per token, `expected_experts` of each layer, no rows of hash
+    tables and no draft block.
+
+    Args:
+      config: the model.
+      params: model parameters, or their shapes.
+      batch: tokens of the step.
+    """
+    read_share = {
+        "embedding": batch / config.vocab_size,
+        "routed experts": expected_experts(config, batch=batch) / config.num_routed_experts,
+        "hash tables": 0.0,
+    }
+    total: dict[str, float] = {name: 0.0 for name in FORMATS}
+    for path, weight in walk_weights(dataclasses.replace(params, mtp=None)):
+        share = read_share.get(weight_family(path), 1.0)
+        total[weight_format(weight)] += share * weight_bytes(weight)
+    return {name: count for name, count in total.items() if count}
 
 
 def _entry_bytes(schema: LayerCacheSchema) -> tuple[int, int]:
@@ -155,7 +165,3 @@ def _entry_bytes(schema: LayerCacheSchema) -> tuple[int, int]:
     if not schema.indexer_head_dim:
         return entry, 0
     return entry, fmt.index_key_bytes(schema.indexer_head_dim)
-
-
-def _tree_bytes(tree: object) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

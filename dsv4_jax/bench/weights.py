@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -12,39 +14,102 @@ import numpy as np
 from dsv4_jax.bench.noise import random_array, random_bits
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import DSV4Params, leaf_spread, param_shapes, unstack_layers
+from dsv4_jax.model.weight_sizes import walk_weights
+from pallas_kernels.common.weights import (
+    INPUTS,
+    MXFP4,
+    MXFP4_GROUP,
+    ROWS,
+    BlockFP8,
+    Weight,
+    is_quantized,
+)
+
+_E4M3_SPREAD = 256.0
+"""Of codes: uniform noise, so that the largest are 448."""
+_E2M1_SPREAD = (137 / 16) ** 0.5
+"""Of codes, all 16 alike: 0, 0.5, 1, 1.5, 2, 3, 4 and 6 of either sign."""
 
 
-def random_params(config: DSV4Config, seed: int = 0, dtype: Any = jnp.bfloat16) -> DSV4Params:
+def random_params(
+    config: DSV4Config, seed: int = 0, dtype: Any = jnp.bfloat16, *, weights: str = "dense"
+) -> DSV4Params:
     """Makes parameters with the statistics of `init_params`, layer by layer, without a host copy.
 
     Args:
       config: the model; its draft block is included.
       seed: seed of all draws.
       dtype: as in `param_shapes`.
+      weights: as in `param_shapes`; quantised ones are drawn as codes and scales, none is NaN.
 
     Returns:
       Parameters in the form of `unstack_layers`. Nothing else is allocated on the way.
     """
-    shapes = unstack_layers(param_shapes(config, dtype))
-    leaves, treedef = jax.tree.flatten_with_path(shapes)
+    shapes = unstack_layers(param_shapes(config, dtype, weights=weights))
     made = []
-    for number, (path, leaf) in enumerate(leaves):
-        name = jax.tree_util.keystr(path).rsplit(".", 1)[-1]
+    for number, (path, leaf) in enumerate(walk_weights(shapes)):
+        name = path.rsplit(".", 1)[-1]
         leaf_seed = np.uint32(seed * 1_000_003 + number)
         if name == "tid2eid":
             made.append(_expert_table(leaf_seed, leaf.shape, config.num_routed_experts))
             continue
         mean, spread = leaf_spread(name, leaf.shape)
-        made.append(
-            random_array(
-                leaf_seed,
-                np.float32(mean),
-                np.float32(spread),
-                shape=leaf.shape,
-                dtype=leaf.dtype,
-            )
-        )
-    return jax.tree.unflatten(treedef, made)
+        made.append(_random_weight(leaf_seed, mean, spread, leaf))
+    return jax.tree.unflatten(jax.tree.structure(shapes, is_leaf=is_quantized), made)
+
+
+def _random_weight(seed: np.uint32, mean: float, spread: float, shapes: Weight) -> Weight:
+    """One weight of those shapes; quantised ones have mean 0."""
+    scale_seed = seed ^ np.uint32(1 << 31)
+    if isinstance(shapes, BlockFP8):
+        exponents = _mixed_exponents(spread / _E4M3_SPREAD)
+        codes = _dense(seed, 0.0, _E4M3_SPREAD, shapes.codes)
+        scale = _random_scales(scale_seed, *exponents, shape=shapes.scale.shape)
+        return dataclasses.replace(shapes, codes=codes, scale=scale)
+    if isinstance(shapes, MXFP4):
+        exponents = _mixed_exponents(spread / _E2M1_SPREAD)
+        *lead, out, into = shapes.shape
+        if out % ROWS or into % INPUTS:  # small models: tiles are filled up with zeros
+            pairs = _random_bytes(seed, shape=(*lead, out, into // 2))
+            shape = (*lead, out, -(-into // MXFP4_GROUP))
+            scale = _random_scales(scale_seed, *exponents, shape=shape)
+            return MXFP4.from_stored(pairs, scale, dtype=shapes.dtype)
+        codes = _random_bytes(seed, shape=shapes.codes.shape)
+        groups = (*shapes.scale.shape, INPUTS // MXFP4_GROUP)
+        scale = _random_scales(scale_seed, *exponents, shape=groups)
+        scale = jax.lax.bitcast_convert_type(scale, jnp.int32)
+        return dataclasses.replace(shapes, codes=codes, scale=scale)
+    return _dense(seed, mean, spread, shapes)
+
+
+def _dense(seed: np.uint32, mean: float, spread: float, leaf: jax.Array) -> jax.Array:
+    return random_array(
+        seed, np.float32(mean), np.float32(spread), shape=leaf.shape, dtype=leaf.dtype
+    )
+
+
+def _mixed_exponents(factor: float) -> tuple[np.uint32, np.uint32]:
+    """UE8M0 of a power of two, and how many of 2**24 scales are half of it.
+
+    The mean of their squares is that of the factor.
+    """
+    exponent = math.ceil(math.log2(factor))
+    halved = (1 - (factor / 2.0**exponent) ** 2) * 4 / 3
+    return np.uint32(exponent + 127), np.uint32(halved * 2**24)
+
+
+@functools.partial(jax.jit, static_argnames="shape")
+def _random_scales(
+    seed: jax.Array, exponent: jax.Array, halved: jax.Array, *, shape: tuple[int, ...]
+) -> jax.Array:
+    """u8[shape]; exponents as of `_mixed_exponents`."""
+    is_halved = (random_bits(shape, seed) >> 8) < halved
+    return (exponent - is_halved.astype(jnp.uint32)).astype(jnp.uint8)
+
+
+@functools.partial(jax.jit, static_argnames="shape")
+def _random_bytes(seed: jax.Array, *, shape: tuple[int, ...]) -> jax.Array:
+    return (random_bits(shape, seed) >> 24).astype(jnp.uint8)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

@@ -108,39 +108,19 @@ def list_tensors(file: pathlib.Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def logical_shape(tensor: StoredTensor, *, is_packed: bool) -> tuple[int, ...]:
-    """The shape after decoding: packed FP4 holds two values a byte."""
-    if is_packed:
-        return (*tensor.shape[:-1], 2 * tensor.shape[-1])
-    return tensor.shape
-
-
-def scale_shape(shape: tuple[int, ...], *, is_packed: bool) -> tuple[int, ...]:
-    """The shape that the scale of a weight [out, in] must have."""
-    out, into = shape[-2:]
-    if is_packed:
-        return (out, -(-into // _FP4_GROUP))
-    return (-(-out // _FP8_BLOCK), -(-into // _FP8_BLOCK))
-
-
-def is_packed_fp4(tensor: StoredTensor) -> bool:
-    """Whether it holds E2M1 pairs, the even input in the low nibble."""
-    return tensor.dtype in (np.int8, np.uint8)
-
-
 def decode_weight(weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """A quantised weight to f32[out, in]; a value is code times scale.
 
     Args:
-      weight: E4M3 [out, in], or E2M1 pairs int8[out, in / 2].
-      scale: scale of each 128 x 128 block, or of each 32 inputs of a row; UE8M0 or f32.
+      weight: E4M3 [out, in], or E2M1 pairs u8[out, in / 2].
+      scale: scale of each 128 x 128 block, or of each 32 inputs of a row; UE8M0 as u8, or f32.
 
     Source: deepseek_v4.md section 4.5.
     """
-    scale = scale.astype(np.float32)
-    if weight.dtype in (np.int8, np.uint8):
-        pairs = weight.view(np.uint8)
-        codes = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(weight.shape[0], -1)
+    if scale.dtype == np.uint8:
+        scale = scale.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+    if weight.dtype == np.uint8:
+        codes = np.stack([weight & 15, weight >> 4], axis=-1).reshape(weight.shape[0], -1)
         return _E2M1[codes] * np.repeat(scale, _FP4_GROUP, axis=1)[:, : codes.shape[1]]
     out, into = weight.shape
     blocks = np.repeat(np.repeat(scale, _FP8_BLOCK, axis=0)[:out], _FP8_BLOCK, axis=1)[:, :into]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import os
 import pathlib
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,18 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from dsv4_jax.checkpoint.files import (
-    StoredTensor,
-    decode_weight,
-    find_weight_files,
-    is_packed_fp4,
-    list_tensors,
-    logical_shape,
-    scale_shape,
-)
-from dsv4_jax.checkpoint.names import Target, all_targets, canonical_name, dotted_path, get_leaf
+from dsv4_jax.checkpoint.names import Target, all_targets, dotted_path, get_leaf
+from dsv4_jax.checkpoint.sources import Source, check_sources, list_problems, open_checkpoint
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import DSV4Params, param_shapes
+from dsv4_jax.model.released import quantized_shape
+from pallas_kernels.common.weights import MXFP4, BlockFP8
 
 SHIPPED_CHECKPOINT = pathlib.Path(__file__).parents[1] / "data" / "checkpoint"
 """A small trained model that comes with the package: bytes as tokens, every type of layer."""
@@ -33,53 +26,29 @@ SHIPPED_CHECKPOINT = pathlib.Path(__file__).parents[1] / "data" / "checkpoint"
 DEFAULT_DTYPE = jnp.bfloat16
 """Dtype of activations unless another one is given."""
 
+WEIGHTS = ("stored", "bfloat16", "float32")
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Source:
-    """A canonical tensor in a file: a whole stored one, or a part of one.
-
-    Attributes:
-      tensor: the stored tensor.
-      part: index into it; () for all of it.
-      scale: its scale if it is quantised.
-      name: its name in the file.
-    """
-
-    tensor: StoredTensor
-    part: tuple[Any, ...]
-    scale: StoredTensor | None
-    name: str
-
-    @property
-    def is_packed(self) -> bool:
-        return self.scale is not None and is_packed_fp4(self.tensor)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        shape = logical_shape(self.tensor, is_packed=self.is_packed)
-        return np.empty(shape, np.bool_)[self.part].shape if self.part else shape
-
-    def read(self) -> np.ndarray:
-        stored = self.tensor.read()
-        if self.scale is not None:
-            return decode_weight(stored, self.scale.read())
-        return stored[self.part] if self.part else stored
-
-
 def load_checkpoint(
-    path: str | os.PathLike[str], *, dtype: Any = DEFAULT_DTYPE, progress: bool = True
+    path: str | os.PathLike[str],
+    *,
+    weights: str = "stored",
+    dtype: Any = None,
+    progress: bool = True,
 ) -> tuple[DSV4Config, DSV4Params]:
     """Reads a checkpoint directory.
 
-    Files are memory-mapped and tensors read one at a time, so that the host holds little more
-    than one stacked leaf. DeepSeek's names, those that transformers has in memory and those that
-    it writes all load; FP8 and FP4 weights are decoded.
+    Files are memory-mapped and tensors read one at a time, so that the host holds no more than one
+    stacked leaf beside what it has loaded. DeepSeek's names, those that transformers has in memory
+    and those that it writes all load.
 
     Args:
       path: directory with a `config.json` and safetensors, single or sharded with an index.
-      dtype: dtype of activations and of the weights released as BF16, FP8 or FP4.
+      weights: "stored" keeps the bytes of FP8 and FP4 weights, as `BlockFP8` and `MXFP4`;
+        "bfloat16" and "float32" decode them.
+      dtype: dtype of activations and of the weights that are dense; what the release has in f32
+        stays f32. None is that of decoded weights, or else bf16.
       progress: shows a bar on stderr.
 
     Returns:
@@ -89,147 +58,113 @@ def load_checkpoint(
 
     Raises:
       FileNotFoundError: there is no config, or no safetensors file, or a shard is missing.
-      ValueError: `dtype` is none of f32, bf16 and f16; a file is truncated; or tensors are
-        missing, unexpected, there twice, misshapen or of a wrong dtype, all of which are listed.
+      ValueError: there are no such `weights`, or `dtype` is none of f32, bf16 and f16 or not that
+        of decoded weights; a file is truncated; or tensors are missing, unexpected, there twice,
+        misshapen, of a wrong dtype or damaged, or a kind of layer stores a weight in two formats.
+        All of that is listed.
     """
-    if jnp.dtype(dtype).name not in _DTYPES:
-        raise ValueError(f"dtype must be one of {_DTYPES}, got {jnp.dtype(dtype).name}")
+    if weights not in WEIGHTS:
+        raise ValueError(f"weights must be one of {WEIGHTS}, got {weights!r}")
+    keep = weights == "stored"
+    dtype = jnp.dtype((DEFAULT_DTYPE if keep else weights) if dtype is None else dtype)
+    if dtype.name not in _DTYPES:
+        raise ValueError(f"dtype must be one of {_DTYPES}, got {dtype.name}")
+    if not keep and dtype.name != weights:
+        raise ValueError(
+            f"dtype must be that of the decoded weights, {weights}, got {dtype.name}; leave it out"
+        )
     directory = pathlib.Path(path)
-    if not directory.is_dir():
-        raise FileNotFoundError(f"{directory} is no directory; pass one that holds a config.json")
-    config = DSV4Config.from_hf(directory)
-    stored: dict[str, StoredTensor] = {}
-    problems = []
-    for file in find_weight_files(directory):
-        tensors = list_tensors(file)
-        problems += [
-            f"twice: {name}, in {stored[name].file.name} and {file.name}"
-            for name in sorted(stored.keys() & tensors.keys())
-        ]
-        stored |= tensors
-    sources = _sources(stored, problems)
-    has_draft = any(name.startswith("mtp.") for name in sources)
-    if not (has_draft and config.num_mtp_layers):
-        config = dataclasses.replace(config, num_mtp_layers=0)
-        sources = {name: s for name, s in sources.items() if not name.startswith("mtp.")}
+    config, sources, problems = open_checkpoint(directory)
     shapes = param_shapes(config, dtype)
     targets = all_targets(config, shapes)
-    _check(sources, targets, problems, directory)
-    with tqdm(total=len(targets), unit="tensor", disable=not progress, desc="loading") as bar:
-        return config, _read_leaves(shapes, targets, sources, bar.update)
-
-
-def _sources(stored: dict[str, StoredTensor], problems: list[str]) -> dict[str, _Source]:
-    """Stored tensors by canonical name; names that mean the same tensor are problems."""
-    sources: dict[str, _Source] = {}
-    for name, source in _named_sources(stored):
-        if name in sources:
-            problems.append(f"twice: {name}, as {sources[name].name} and {source.name}")
-        sources[name] = source
-    return sources
-
-
-def _named_sources(stored: dict[str, StoredTensor]) -> Iterator[tuple[str, _Source]]:
-    """Scales join their quantised weights, fused experts come apart."""
-    canonical = {canonical_name(name): name for name in stored}
-    for original, tensor in stored.items():
-        name = canonical_name(original)
-        weight = canonical.get(name.removesuffix("scale") + "weight")
-        if re.search(r"\.experts\.gate_up_proj$", name) and len(tensor.shape) == 3:
-            yield from _fused_experts(name, original, tensor)
-        elif re.search(r"\.experts\.down_proj$", name) and len(tensor.shape) == 3:
-            for expert in range(tensor.shape[0]):
-                part = name.replace("down_proj", f"{expert}.w2.weight")
-                yield part, _Source(tensor, (expert,), None, original)
-        elif name.endswith(".scale") and weight and _is_quantised(stored[weight]):
-            continue
-        else:
-            scale = canonical.get(name.removesuffix("weight") + "scale")
-            used = stored[scale] if scale and _is_quantised(tensor) else None
-            yield name, _Source(tensor, (), used, original)
-
-
-def _is_quantised(tensor: StoredTensor) -> bool:
-    return tensor.dtype.name == "float8_e4m3fn" or is_packed_fp4(tensor)
-
-
-def _fused_experts(name: str, original: str, tensor: StoredTensor) -> Iterator[tuple[str, _Source]]:
-    """[E, 2 * I, D] into w1 (the first I rows) and w3 of each expert."""
-    num_experts, rows = tensor.shape[:2]
-    for expert in range(num_experts):
-        for w, part in (("w1", slice(0, rows // 2)), ("w3", slice(rows // 2, rows))):
-            split = name.replace("gate_up_proj", f"{expert}.{w}.weight")
-            yield split, _Source(tensor, (expert, part), None, original)
-
-
-def _check(
-    sources: dict[str, _Source],
-    targets: dict[str, Target],
-    problems: list[str],
-    directory: pathlib.Path,
-) -> None:
-    problems = problems + [
-        f"missing: {name} {list(target.shape)}"
-        for name, target in targets.items()
-        if name not in sources
-    ]
-    for name, source in sources.items():
-        if name not in targets:
-            problems.append(f"unexpected: {source.name} {list(source.tensor.shape)}")
-            continue
-        shape = targets[name].shape
-        if _is_quantised(source.tensor) and (source.scale is None or len(shape) != 2):
-            problem = "missing: scale of" if len(shape) == 2 else "wrong dtype:"
-            problems.append(f"{problem} {source.name}, which is {source.tensor.dtype}")
-        elif name.endswith("tid2eid") != np.issubdtype(source.tensor.dtype, np.integer) and (
-            source.scale is None
-        ):
-            problems.append(f"wrong dtype: {source.name}, which is {source.tensor.dtype}")
-        elif source.shape != shape:
-            problems.append(
-                f"wrong shape: {source.name} must be {list(shape)}, is {list(source.shape)}"
-            )
-        elif source.scale is not None:
-            wanted = scale_shape(shape, is_packed=source.is_packed)
-            if source.scale.shape != wanted:
-                problems.append(
-                    f"wrong shape: scale of {source.name} must be {list(wanted)}, "
-                    f"is {list(source.scale.shape)}"
-                )
-    if problems:
-        listed = "\n  ".join(problems)
-        raise ValueError(f"{directory} does not fit its config.json:\n  {listed}")
-
-
-def _read_leaves(
-    shapes: DSV4Params,
-    targets: dict[str, Target],
-    sources: dict[str, _Source],
-    advance: Callable[[], Any],
-) -> DSV4Params:
-    """Fills one stacked leaf after another."""
-    by_leaf: dict[str, list[str]] = {}
+    check_sources(sources, targets, problems, directory, keep=keep)
+    by_leaf: dict[str, list[tuple[Target, Source]]] = {}
     for name, target in targets.items():
-        by_leaf.setdefault(target.leaf, []).append(name)
-    arrays: dict[str, jax.Array] = {}
-    for leaf, names in by_leaf.items():
-        shape = get_leaf(shapes, leaf)
-        stacked = np.empty(shape.shape, shape.dtype)
-        for name in names:
-            values = sources[name].read()
-            if leaf.endswith("tid2eid"):
-                _check_experts(sources[name].name, values, shapes)
-            stacked[targets[name].index] = values.astype(shape.dtype)
-            advance()
-        arrays[leaf] = jnp.asarray(stacked)
-    paths = jax.tree_util.tree_flatten_with_path(shapes)
-    leaves = [arrays[dotted_path(path)] for path, _ in paths[0]]
-    return jax.tree.unflatten(paths[1], leaves)
+        by_leaf.setdefault(target.leaf, []).append((target, sources[name]))
+    filled: dict[str, Any] = {}
+    num_experts = config.num_routed_experts
+    with tqdm(total=len(targets), unit="tensor", disable=not progress, desc="loading") as bar:
+        for leaf, tensors in by_leaf.items():
+            reader = _reader(get_leaf(shapes, leaf), tensors[0][1], keep=keep)
+            for target, source in tensors:
+                problems += source.damage()
+                if target.is_hash_table:
+                    problems += _unknown_experts(source, num_experts)
+                if not problems:
+                    reader.add(target.index, source)
+                bar.update()
+            filled[leaf] = jax.block_until_ready(reader.finish())
+            del reader  # the next one's memory must not come on top
+    if problems:
+        raise ValueError(list_problems(directory, problems))
+    leaves, treedef = jax.tree.flatten_with_path(shapes)
+    return config, jax.tree.unflatten(treedef, [filled[dotted_path(path)] for path, _ in leaves])
 
 
-def _check_experts(name: str, table: np.ndarray, shapes: DSV4Params) -> None:
-    num_experts = next(iter(shapes.stacked_layers.values())).ffn.gate.shape[-2]
+def _unknown_experts(source: Source, num_experts: int) -> Iterator[str]:
+    table = source.read()
     if table.min() < 0 or table.max() >= num_experts:
-        raise ValueError(
-            f"{name} must hold experts 0..{num_experts - 1}, got {table.min()}..{table.max()}"
+        yield (
+            f"{source.name} must hold experts 0..{num_experts - 1}, "
+            f"got {table.min()}..{table.max()}"
         )
+
+
+class _DenseReader:
+    """Stacks a dense leaf on the host; quantised weights are decoded."""
+
+    def __init__(self, shape: jax.ShapeDtypeStruct):
+        self._stack = np.empty(shape.shape, shape.dtype)
+
+    def add(self, index: tuple[int, ...], source: Source) -> None:
+        self._stack[index] = source.decode().astype(self._stack.dtype)
+
+    def finish(self) -> jax.Array:
+        return jnp.asarray(self._stack)
+
+
+class _FP8Reader:
+    """Stacks codes and scales on the host."""
+
+    def __init__(self, shape: jax.ShapeDtypeStruct, scale_dtype: type[np.generic]):
+        wanted = quantized_shape(BlockFP8, shape.shape, shape.dtype, scale_dtype=scale_dtype)
+        self._weight = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), wanted)
+
+    def add(self, index: tuple[int, ...], source: Source) -> None:
+        self._weight.codes[index] = source.read()
+        self._weight.scale[index] = source.read_scale()
+
+    def finish(self) -> BlockFP8:
+        return jax.tree.map(jnp.asarray, self._weight)
+
+
+class _FP4Reader:
+    """Rearranges one matrix after the other on the device, into a stack that lies there."""
+
+    def __init__(self, shape: jax.ShapeDtypeStruct):
+        wanted = quantized_shape(MXFP4, shape.shape, shape.dtype)
+        self._weight = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), wanted)
+
+    def add(self, index: tuple[int, ...], source: Source) -> None:
+        matrix = np.ascontiguousarray(source.read()), np.ascontiguousarray(source.read_scale())
+        self._weight = _put_mxfp4(self._weight, np.asarray(index, np.int32), *matrix)
+
+    def finish(self) -> MXFP4:
+        return self._weight
+
+
+def _reader(
+    shape: jax.ShapeDtypeStruct, source: Source, *, keep: bool
+) -> _DenseReader | _FP8Reader | _FP4Reader:
+    """What fills a leaf of tensors that are stored like this one."""
+    if keep and source.weight_format is BlockFP8:
+        return _FP8Reader(shape, source.scale_dtype)
+    return _FP4Reader(shape) if keep and source.weight_format is MXFP4 else _DenseReader(shape)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put_mxfp4(stack: MXFP4, index: jax.Array, pairs: jax.Array, scale: jax.Array) -> MXFP4:
+    """Writes a matrix, in the released order, into a stack."""
+    matrix = MXFP4.from_stored(pairs, scale, dtype=stack.dtype, activations=stack.activations)
+    place = tuple(index[i] for i in range(index.shape[0]))
+    return jax.tree.map(lambda leaf, one: leaf.at[place].set(one), stack, matrix)

@@ -47,6 +47,7 @@ _TO_CANONICAL = [
     (r"\.(shared_experts|experts\.\d+)\.up_proj\.", r".\1.w3."),
     (r"\.(shared_experts|experts\.\d+)\.down_proj\.", r".\1.w2."),
     (r"\.weight_scale_inv$", ".scale"),
+    (r"\.experts\.(gate_up|down)_proj[._]scale(_inv)?$", r".experts.\1_proj.scale"),
 ]
 _STREAM_MIX = ("fn", "base", "scale")
 _LAYER = {

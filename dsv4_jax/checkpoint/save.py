@@ -1,26 +1,31 @@
-"""Saves a checkpoint as safetensors, in the naming that transformers loads."""
+"""Saves a checkpoint as safetensors, in a naming that transformers loads."""
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import pathlib
-import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from safetensors.numpy import save_file
 
-from dsv4_jax.checkpoint.names import Target, all_targets, dotted_path, get_leaf, saved_name
+from dsv4_jax.checkpoint.layout import (
+    INDEX,
+    MAX_SHARD_BYTES,
+    OUR_FILES,
+    format_fields,
+    list_arrays,
+    list_entries,
+    split_into_shards,
+    write_json,
+)
+from dsv4_jax.checkpoint.names import all_targets, dotted_path, get_leaf, saved_name
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.write_json import write_config
 from dsv4_jax.model.params import DSV4Params, param_shapes
-
-_INDEX = "model.safetensors.index.json"
-_OUR_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+from dsv4_jax.model.released import quantized_shape, released_format
+from pallas_kernels.common.weights import MXFP4, BlockFP8, is_quantized
 
 
 def save_checkpoint(
@@ -28,9 +33,12 @@ def save_checkpoint(
     params: DSV4Params,
     path: str | os.PathLike[str],
     *,
-    max_shard_bytes: int = 5 * 2**30,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Writes a checkpoint that transformers loads, and `load_checkpoint` too, bit for bit.
+
+    A dense model gets the names that transformers writes. Where weights are quantised, all tensors
+    get DeepSeek's own names, and those weights the bytes that the release has.
 
     Files are written under other names first and renamed when complete, the config last. Weight
     files of an earlier save that the new one does not replace are removed, since readers would
@@ -50,38 +58,60 @@ def save_checkpoint(
     directory = pathlib.Path(path)
     if directory.exists() and not directory.is_dir():
         raise NotADirectoryError(f"{directory} is a file; pass a directory")
-    shapes = param_shapes(config, params.dtype)
+    shapes = _shapes_like(params, config)
     _check_params(params, shapes)
     targets = all_targets(config, shapes)
-    shards = _shards(params, targets, max_shard_bytes)
+    entries = {
+        name: list_entries(name, target, get_leaf(shapes, target.leaf))
+        for name, target in targets.items()
+    }
+    formats = format_fields(jax.tree.leaves(shapes, is_leaf=is_quantized))
+    shards = split_into_shards(entries, max_shard_bytes)
     directory.mkdir(parents=True, exist_ok=True)
-    single = len(shards) == 1
-    weight_map, written = {}, []
-    for number, names in enumerate(shards, 1):
-        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        file = "model.safetensors" if single else file
-        tensors = {saved_name(name): _tensor(params, targets[name]) for name in names}
+    weight_map = {}
+    for file, names in shards.items():
+        tensors = {}
+        for name in names:
+            arrays = list_arrays(targets[name], get_leaf(params, targets[name].leaf))
+            for entry, array in zip(entries[name], arrays, strict=True):
+                tensors[entry.name if formats else saved_name(entry.name)] = array
         save_file(tensors, directory / f"{file}.partial", metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
-        written.append(file)
+    written = [*shards]
     for file in written:
         os.replace(directory / f"{file}.partial", directory / file)
-    if not single:
-        index = {"metadata": {}, "weight_map": weight_map}
-        _write_json(directory / _INDEX, index)
-        written.append(_INDEX)
+    if len(shards) > 1:
+        write_json(directory / INDEX, {"metadata": {}, "weight_map": weight_map})
+        written.append(INDEX)
     for old in directory.iterdir():
-        if _OUR_FILES.fullmatch(old.name) and old.name not in written:
+        if OUR_FILES.fullmatch(old.name) and old.name not in written:
             old.unlink()
     dtype = {"dtype": jnp.dtype(params.dtype).name}
-    _write_json(directory / "config.json", write_config(config) | dtype)
+    write_json(directory / "config.json", write_config(config) | dtype | formats)
+
+
+def _shapes_like(params: DSV4Params, config: DSV4Config) -> DSV4Params:
+    """The shapes of `config`, quantised where the parameters are and may be."""
+    found = {dotted_path(p): leaf for p, leaf in _leaves(params)}
+
+    def change(path: Any, shape: jax.ShapeDtypeStruct) -> Any:
+        leaf = found.get(name := dotted_path(path))
+        if released_format(name) is None or not isinstance(leaf, BlockFP8 | MXFP4):
+            return shape
+        scale = leaf.scale.dtype if isinstance(leaf, BlockFP8) else jnp.uint8
+        return quantized_shape(type(leaf), shape.shape, shape.dtype, scale_dtype=scale)
+
+    return jax.tree.map_with_path(change, param_shapes(config, params.dtype))
 
 
 def _check_params(params: DSV4Params, shapes: DSV4Params) -> None:
-    found = {dotted_path(p): leaf for p, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
-    wanted = {dotted_path(p): leaf for p, leaf in jax.tree_util.tree_flatten_with_path(shapes)[0]}
+    found = {dotted_path(path): leaf for path, leaf in _leaves(params)}
+    wanted = {dotted_path(path): leaf for path, leaf in _leaves(shapes)}
 
     def describe(leaf: Any) -> str:
+        if is_quantized(leaf):
+            arrays = ", ".join(describe(array) for array in jax.tree.leaves(leaf))
+            return f"{type(leaf).__name__}{list(leaf.shape)} of {arrays}"
         return "absent" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"
 
     problems = [
@@ -93,31 +123,5 @@ def _check_params(params: DSV4Params, shapes: DSV4Params) -> None:
         raise ValueError("params are not those of config:\n  " + "\n  ".join(problems))
 
 
-def _shards(
-    params: DSV4Params, targets: dict[str, Target], max_shard_bytes: int
-) -> list[list[str]]:
-    """Names in groups of at most that many bytes; a larger tensor has a group of its own."""
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name, target in targets.items():
-        itemsize = 8 if target.is_hash_table else get_leaf(params, target.leaf).dtype.itemsize
-        count = math.prod(target.shape) * itemsize
-        if shards[-1] and size + count > max_shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += count
-    return shards
-
-
-def _tensor(params: DSV4Params, target: Target) -> np.ndarray:
-    values = np.asarray(get_leaf(params, target.leaf)[target.index])
-    if target.is_hash_table:
-        values = values.astype(np.int64)
-    return np.ascontiguousarray(values)
-
-
-def _write_json(file: pathlib.Path, data: dict[str, Any]) -> None:
-    partial = file.with_name(f"{file.name}.partial")
-    partial.write_text(json.dumps(data, indent=2) + "\n")
-    os.replace(partial, file)
+def _leaves(params: DSV4Params) -> list[tuple[Any, Any]]:
+    return jax.tree.leaves_with_path(params, is_leaf=is_quantized)

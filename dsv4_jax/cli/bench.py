@@ -22,6 +22,7 @@ from dsv4_jax.bench.timing import copy_bandwidth
 from dsv4_jax.bench.weights import random_params
 from dsv4_jax.cache.model_cache import tree_bytes
 from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
+from dsv4_jax.cli.arguments import WEIGHTS, add_activations
 from dsv4_jax.cli.presets import PRESETS, read_config
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import param_shapes, unstack_layers
@@ -34,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_subparsers(dest="what", required=True)
     steps = what.add_parser("decode", help="decode steps, whole and in parts")
     _add_common(steps)
+    _add_weights(steps)
     steps.add_argument("--contexts", type=_numbers, default=[4096, 131_072, 1_048_576])
     steps.add_argument("--batch", type=_numbers, default=[1], help="requests, one number or more")
     steps.add_argument(
@@ -67,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ops.add_argument("--batch", type=_numbers, default=[1, 64])
     fill = what.add_parser("prefill", help="chunked prefill of one prompt")
     _add_common(fill)
+    _add_weights(fill)
     fill.add_argument(
         "--tokens",
         type=_numbers,
@@ -95,6 +98,16 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budget-s", type=float, default=540.0, help="start no case later than this"
     )
+
+
+def _add_weights(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--weights",
+        choices=tuple(WEIGHTS),
+        default="bfloat16",
+        help="all weights in bfloat16, or FP8 and FP4 where the release has them",
+    )
+    add_activations(parser, prefill=False)
 
 
 def _config(args: argparse.Namespace) -> DSV4Config:
@@ -131,17 +144,19 @@ def _run_decode(args: argparse.Namespace) -> int:
             )
     parts = ("step",) if args.quick else args.parts
     output = Output(args.json, command="bench decode", config=args.config)
+    output.set(weights=args.weights, experts=config.num_routed_experts)
     params = None
     if args.compile_only:
         output.set(copy_bandwidth=None)
-        params = unstack_layers(param_shapes(config, jnp.bfloat16))
+        params = param_shapes(config, jnp.bfloat16, weights=WEIGHTS[args.weights])
+        params = unstack_layers(params)
     else:
         output.set(copy_bandwidth=copy_bandwidth())
     if set(parts) == {"cache"}:
         params = None
     elif params is None:
         start = time.perf_counter()
-        params = jax.block_until_ready(random_params(config))
+        params = jax.block_until_ready(random_params(config, weights=WEIGHTS[args.weights]))
         output.set(weight_bytes=tree_bytes(params), weights_s=time.perf_counter() - start)
     rows: list[dict[str, Any]] = []
     for batch in args.batch:
@@ -151,6 +166,7 @@ def _run_decode(args: argparse.Namespace) -> int:
                 context=context,
                 bucket_context=max(args.contexts) if args.one_bucket else context,
                 cache_format=args.cache_format,
+                activations=args.activations,
                 parts=parts,
                 recompile=not (args.quick or rows),
                 profile=args.profile,
@@ -205,7 +221,8 @@ def _run_prefill(args: argparse.Namespace) -> int:
     begun = time.perf_counter()
     config = _config(args)
     output = Output(args.json, command="bench prefill", config=args.config)
-    params = jax.block_until_ready(random_params(config))
+    output.set(weights=args.weights, experts=config.num_routed_experts)
+    params = jax.block_until_ready(random_params(config, weights=WEIGHTS[args.weights]))
     output.set(weight_bytes=tree_bytes(params))
     rows: list[dict[str, Any]] = []
     for num_tokens in args.tokens:
@@ -220,6 +237,7 @@ def _run_prefill(args: argparse.Namespace) -> int:
                 num_tokens=num_tokens,
                 chunk_tokens=chunk_tokens,
                 cache_format=args.cache_format,
+                activations=args.activations,
             ):
                 rows[-1] = row
                 output.set(rows=rows)

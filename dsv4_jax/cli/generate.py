@@ -8,12 +8,12 @@ import pathlib
 import sys
 import time
 
-import jax.numpy as jnp
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
 from dsv4_jax.checkpoint.load import SHIPPED_CHECKPOINT, load_checkpoint
+from dsv4_jax.cli.arguments import add_activations
 from dsv4_jax.serving.engine import Engine
 from dsv4_jax.serving.text import TextStream, load_tokenizer
 from dsv4_jax.step.sampling import SamplingParams
@@ -30,7 +30,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, default=SamplingParams.top_p)
     parser.add_argument("--seed", type=int, default=SamplingParams.seed)
     parser.add_argument("--cache-format", choices=CACHE_FORMATS, default=DEFAULT_CACHE_FORMAT)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument(
+        "--weights",
+        choices=("stored", "bfloat16", "float32"),
+        default="stored",
+        help="FP8 and FP4 weights as they are stored, or decoded",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        help="of activations; if not given, that of decoded weights, or else bfloat16",
+    )
+    add_activations(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -81,7 +92,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _build(args: argparse.Namespace) -> tuple[Engine, Tokenizer]:
     """An engine with a context for the longest prompt and its answer, in powers of two."""
-    config, params = load_checkpoint(args.checkpoint, dtype=jnp.dtype(args.dtype), progress=True)
+    config, params = load_checkpoint(
+        args.checkpoint, weights=args.weights, dtype=args.dtype, progress=True
+    )
     tokenizer = load_tokenizer(args.checkpoint)
     if tokenizer is None:
         raise ValueError(f"{args.checkpoint} has no tokenizer.json, so text cannot be encoded")
@@ -93,6 +106,8 @@ def _build(args: argparse.Namespace) -> tuple[Engine, Tokenizer]:
         max_requests=len(args.prompt),
         max_context_tokens=min(context, config.max_position_embeddings),
         cache_format=args.cache_format,
+        activations=args.activations,
+        prefill_activations=args.prefill_activations,
         tokenizer=tokenizer,
     )
     return engine, tokenizer

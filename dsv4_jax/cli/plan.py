@@ -1,17 +1,21 @@
-"""Prints what a cache takes: bytes per family, per token and per request, and what fits a GPU.
+"""Prints what a cache and the weights take, family by family, and what fits a GPU.
 
-The numbers are those of the arrays that `init_cache` would allocate.
+The numbers are those of the arrays that `init_cache` and `load_checkpoint` would allocate.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 
 from dsv4_jax.cache.model_cache import cache_shapes, family_bytes, tree_bytes
 from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
+from dsv4_jax.cli.arguments import WEIGHTS
 from dsv4_jax.cli.presets import PRESETS, read_config
+from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import param_shapes
+from dsv4_jax.model.weight_sizes import FORMATS, bytes_by_family
 from pallas_kernels.common.formats import CACHE_FORMATS
 
 _MIB = 2**20
@@ -25,7 +29,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cache-format", choices=CACHE_FORMATS, default=DEFAULT_CACHE_FORMAT)
     parser.add_argument("--gpu-gib", type=float, default=141 * 1e9 / 2**30, help="GPU memory")
     parser.add_argument(
-        "--weights-gib", type=float, default=None, help="GPU memory that weights take; else 0"
+        "--weights",
+        choices=tuple(WEIGHTS),
+        default="released",
+        help="FP8 and FP4 as the release stores them, or all decoded to bfloat16",
+    )
+    parser.add_argument(
+        "--weights-gib",
+        type=float,
+        default=None,
+        help="GPU memory that weights take, in place of what they are computed to",
     )
 
 
@@ -60,8 +73,28 @@ def run(args: argparse.Namespace) -> int:
     print(f"{'draft block window':<28}{draft / _MIB:>18,.2f}")
     total = tree_bytes(cache)
     print(f"\ncache: {total / 2**30:,.2f} GiB, tables and lengths included")
-    print(f"bf16 weights: {tree_bytes(param_shapes(config, 'bfloat16')) / 2**30:,.1f} GiB")
-    free = (args.gpu_gib - (args.weights_gib or 0.0)) * 2**30
-    fitting = max(int(free // (total / args.requests)), 0)
+    weights_gib = _print_weights(config, args.weights) / 2**30
+    if args.weights_gib is not None:
+        weights_gib = args.weights_gib
+    free = max(args.gpu_gib - weights_gib, 0.0) * 2**30
+    fitting = int(free // (total / args.requests))
     print(f"requests that fit {free / 2**30:,.1f} GiB beside the weights: {fitting:,}")
     return 0
+
+
+def _print_weights(config: DSV4Config, weights: str) -> int:
+    """Prints a table of families and formats; all bytes."""
+    shapes = param_shapes(config, "bfloat16", weights=WEIGHTS[weights])
+    families = bytes_by_family(shapes)
+    formats = [name for name in FORMATS if any(name in sizes for sizes in families.values())]
+    print(f"\n{f'weights, {weights}':<28}{''.join(f'{f"{name} MiB":>14}' for name in formats)}")
+    total = collections.Counter[str]()
+    for sizes in families.values():
+        total.update(sizes)
+    for family, sizes in [*families.items(), ("all", total)]:
+        cells = (f"{sizes[name] / _MIB:,.2f}" if name in sizes else "-" for name in formats)
+        print(f"{family:<28}{''.join(f'{cell:>14}' for cell in cells)}")
+    count = total.total()
+    draft = ", draft block included" if config.num_mtp_layers else ""
+    print(f"\nweights: {count / 2**30:,.2f} GiB, {count:,} bytes{draft}")
+    return count

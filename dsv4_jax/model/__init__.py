@@ -2,7 +2,13 @@
 
 from dsv4_jax.model.draft import forward_draft
 from dsv4_jax.model.forward import forward_streams
-from dsv4_jax.model.params import DSV4Params, init_params, param_shapes, unstack_layers
+from dsv4_jax.model.params import (
+    DSV4Params,
+    init_params,
+    param_shapes,
+    quantize_params,
+    unstack_layers,
+)
 
 __all__ = [
     "DSV4Params",
@@ -10,5 +16,6 @@ __all__ = [
     "forward_streams",
     "init_params",
     "param_shapes",
+    "quantize_params",
     "unstack_layers",
 ]

@@ -14,11 +14,13 @@ from dsv4_jax.cache.new_tokens import NewTokens
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_types import AttentionType
 from dsv4_jax.linear import linear
+from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.params import DraftParams, DSV4Params, LayerParams
 from dsv4_jax.model.trunk import block, head, jit_run_block
 from pallas_kernels.common.backend import Backend
 from pallas_kernels.common.formats import get_cache_format
 from pallas_kernels.common.norm_rope import rms_norm
+from pallas_kernels.common.weights import with_activations
 
 
 def forward_draft(
@@ -28,6 +30,7 @@ def forward_draft(
     *,
     config: DSV4Config,
     cache_format: str = "f32",
+    activations: str = DEFAULT_ACTIVATIONS,
 ) -> jax.Array:
     """Draft logits of whole sequences, without a cache.
 
@@ -37,13 +40,15 @@ def forward_draft(
       next_token_ids: i32[B, T], the token at i + 1 for every position i.
       config: the model.
       cache_format: rounds what a cache of that format would round.
+      activations: as in `forward`.
 
     Returns:
       f32[B, T, V], for the token at i + 2.
 
     Raises:
-      ValueError: the parameters have no draft block.
+      ValueError: the parameters have no draft block, or there is no such format or form.
     """
+    params = with_activations(params, activations)
     draft = params.mtp
     if draft is None:
         raise ValueError("params.mtp is None: this checkpoint has no draft (MTP) block")

@@ -9,10 +9,12 @@ from dsv4_jax.attention.full_sequence import Selector, attend_full_sequence, sel
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import layer_schedule
 from dsv4_jax.config.layer_types import AttentionType
+from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.params import DSV4Params, LayerParams
 from dsv4_jax.model.trunk import block, embed, head
 from pallas_kernels.common.backend import Backend
 from pallas_kernels.common.formats import get_cache_format
+from pallas_kernels.common.weights import with_activations
 
 
 def forward(
@@ -22,6 +24,7 @@ def forward(
     config: DSV4Config,
     cache_format: str = "f32",
     selector: Selector = select_by_score,
+    activations: str = DEFAULT_ACTIVATIONS,
 ) -> jax.Array:
     """Logits of whole sequences, without a cache.
 
@@ -31,17 +34,25 @@ def forward(
       config: the model.
       cache_format: rounds what a cache of that format would round.
       selector: picks the entries that CSA layers attend to.
+      activations: what multiplies quantised weights: "fp8" rounds rows to E4M3 first, as the
+        release does, "bfloat16" takes them as they are; static. Dense weights ignore it.
 
     Returns:
       f32[B, T, V].
 
     Raises:
-      ValueError: `token_ids` has another rank or dtype, or there is no such format.
+      ValueError: `token_ids` has another rank or dtype, or there is no such format or form.
 
     Source: deepseek_v4.md section 1.1.
     """
+    params = with_activations(params, activations)
     streams = forward_streams(
-        params, token_ids, config=config, cache_format=cache_format, selector=selector
+        params,
+        token_ids,
+        config=config,
+        cache_format=cache_format,
+        selector=selector,
+        activations=activations,
     )
     return head(params.hc_head, params.norm, params.head, streams, config)
 
@@ -53,8 +64,10 @@ def forward_streams(
     config: DSV4Config,
     cache_format: str = "f32",
     selector: Selector = select_by_score,
+    activations: str = DEFAULT_ACTIVATIONS,
 ) -> jax.Array:
     """The residual streams [B, T, S, D] before the head; arguments as in `forward`."""
+    params = with_activations(params, activations)
     if token_ids.ndim != 2 or not jnp.issubdtype(token_ids.dtype, jnp.integer):
         raise ValueError(
             f"token_ids must be i32[B, T], got {token_ids.dtype}{list(token_ids.shape)}; "

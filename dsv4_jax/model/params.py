@@ -15,6 +15,8 @@ from dsv4_jax.attention.params import AttentionParams, attention_shapes, f32_sha
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import LayerSpec, layer_schedule
 from dsv4_jax.config.layer_types import AttentionType, RouterType
+from dsv4_jax.model.released import quantize_leaves, released_shapes
+from pallas_kernels.common.weights import Weight, is_quantized
 
 _HOST_SIZE = 2**22  # elements
 
@@ -53,12 +55,12 @@ class MoEParams:
     gate: jax.Array
     bias: jax.Array | None
     tid2eid: jax.Array | None
-    w1: jax.Array
-    w2: jax.Array
-    w3: jax.Array
-    shared_w1: jax.Array
-    shared_w2: jax.Array
-    shared_w3: jax.Array
+    w1: Weight
+    w2: Weight
+    w3: Weight
+    shared_w1: Weight
+    shared_w2: Weight
+    shared_w3: Weight
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -87,8 +89,8 @@ class DraftParams:
       norm: [D], its own final norm.
     """
 
-    e_proj: jax.Array
-    h_proj: jax.Array
+    e_proj: Weight
+    h_proj: Weight
     enorm: jax.Array
     hnorm: jax.Array
     block: LayerParams
@@ -185,14 +187,40 @@ def unstack_layers(params: DSV4Params, *, donate: bool = False) -> DSV4Params:
     return dataclasses.replace(params, layers=layers)
 
 
-def param_shapes(config: DSV4Config, dtype: Any = jnp.float32) -> DSV4Params:
+def param_shapes(
+    config: DSV4Config, dtype: Any = jnp.float32, *, weights: str = "dense"
+) -> DSV4Params:
     """The shapes and dtypes of all parameters, as a tree of `jax.ShapeDtypeStruct`.
 
     Args:
       config: the model.
       dtype: dtype of activations and of the weights released as BF16, FP8 or FP4; others are f32
         and i32.
+      weights: "dense", or "released" for block FP8 and MXFP4 where the release has them.
+
+    Raises:
+      ValueError: there are no such weights.
     """
+    if weights not in ("dense", "released"):
+        raise ValueError(f"weights must be dense or released, got {weights!r}")
+    shapes = _dense_shapes(config, dtype)
+    return shapes if weights == "dense" else released_shapes(shapes)
+
+
+def quantize_params(config: DSV4Config, params: DSV4Params) -> DSV4Params:
+    """Dense parameters in the formats of the release; what is quantised already stays.
+
+    Raises:
+      ValueError: the parameters are not those of `config`, or an expert has an odd number of
+        inputs, which MXFP4 cannot store.
+    """
+    found = [leaf.shape for leaf in jax.tree.leaves(params, is_leaf=is_quantized)]
+    if found != [leaf.shape for leaf in jax.tree.leaves(_dense_shapes(config, params.dtype))]:
+        raise ValueError("params must be those of config, stacked; their shapes differ")
+    return quantize_leaves(params)
+
+
+def _dense_shapes(config: DSV4Config, dtype: Any) -> DSV4Params:
     kinds: dict[str, list[LayerSpec]] = {}
     for spec in layer_schedule(config):
         kinds.setdefault(spec.kind, []).append(spec)

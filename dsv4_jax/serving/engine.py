@@ -11,8 +11,9 @@ from jax.typing import DTypeLike
 from tokenizers import Tokenizer
 
 from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
-from dsv4_jax.checkpoint.load import DEFAULT_DTYPE, load_checkpoint
+from dsv4_jax.checkpoint.load import load_checkpoint
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.params import DSV4Params, unstack_layers
 from dsv4_jax.serving.engine_core import EngineCore
 from dsv4_jax.serving.prompts import check_length, encode_prompt, resolve_sampling
@@ -47,6 +48,8 @@ class Engine(EngineCore):
         prefill_tokens: Sequence[int] | None = None,
         decode_tokens: int | None = None,
         draft_tokens: int = 0,
+        activations: str = DEFAULT_ACTIVATIONS,
+        prefill_activations: str | None = None,
         num_blocks: int | None = None,
         num_snapshots: int | None = None,
         memory_bytes: int | None = None,
@@ -72,6 +75,12 @@ class Engine(EngineCore):
             the same whatever runs beside a request.
           draft_tokens: k, tokens that the draft block guesses per step, 0 to 8; 0 is no
             speculation.
+          activations: what multiplies quantised weights: "fp8" rounds rows to E4M3 first, as the
+            release does, "bfloat16" takes them as they are. Dense weights ignore it.
+          prefill_activations: the same in steps that hold prompt tokens, and for all that runs
+            beside them; None is `activations`. With two forms, results depend on which steps a
+            token came in: on how a prompt is cut, on what a prefix hit or a preemption left to
+            compute, and on the prompts beside a request. Each form of a size is a program.
           num_blocks: physical blocks; None is full contexts in all slots, or what the budget holds.
           num_snapshots: prefixes that can be resumed at; None is `SNAPSHOTS_PER_SLOT` for every
             slot, or a tenth of the budget; 0 shares no prefixes.
@@ -84,7 +93,7 @@ class Engine(EngineCore):
           tokenizer: for prompts that are text, and for the text of completions.
 
         Raises:
-          ValueError: an argument is out of range, or there is no such format.
+          ValueError: an argument is out of range, or there is no such format or form.
         """
         plan = plan_engine(
             config,
@@ -95,6 +104,8 @@ class Engine(EngineCore):
             prefill_tokens=prefill_tokens,
             decode_tokens=decode_tokens,
             draft_tokens=draft_tokens,
+            activations=activations,
+            prefill_activations=prefill_activations,
             num_blocks=num_blocks,
             num_snapshots=num_snapshots,
             memory_bytes=memory_bytes,
@@ -110,7 +121,8 @@ class Engine(EngineCore):
         cls,
         path: str | os.PathLike[str],
         *,
-        dtype: DTypeLike = DEFAULT_DTYPE,
+        weights: str = "stored",
+        dtype: DTypeLike | None = None,
         progress: bool = False,
         unroll: bool | None = None,
         **options,
@@ -119,12 +131,14 @@ class Engine(EngineCore):
 
         Args:
           path: the directory.
-          dtype: dtype of activations.
+          weights: "stored" keeps FP8 and FP4 weights as they are, "bfloat16" and "float32" decode
+            them.
+          dtype: dtype of activations; None is that of decoded weights, or else bf16.
           progress: shows a bar while loading.
           unroll: as in `Engine`, but nothing is in memory twice.
           **options: further arguments of `Engine`.
         """
-        config, params = load_checkpoint(path, dtype=dtype, progress=progress)
+        config, params = load_checkpoint(path, weights=weights, dtype=dtype, progress=progress)
         if _unrolls(unroll):
             params = unstack_layers(params, donate=True)
         return cls(config, params, tokenizer=load_tokenizer(path), unroll=unroll, **options)

@@ -30,6 +30,7 @@ from dsv4_jax.step.serve_step import (
     jit_save_reached,
     jit_serve_step,
 )
+from pallas_kernels.common.weights import is_quantized
 
 _IDLE = SamplingParams()
 
@@ -67,6 +68,9 @@ class StepRunner:
         self.cache_format = plan.cache_format
         self.draft_tokens = plan.draft_tokens
         self._engine_plan = plan
+        self._activations = self._prefill_activations = plan.activations
+        if any(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized))):
+            self._prefill_activations = plan.prefill_activations
         self.cache: ModelCache
         self.store: SnapshotStore
         self.rebuild()
@@ -138,7 +142,8 @@ class StepRunner:
             ),
             snapshots=self._snapshot_plan(boundaries, self._max_boundaries(plan.size)),
         )
-        return self._call(serve_input, plan.is_plain)
+        activations = self._prefill_activations if plan.holds_prompts else self._activations
+        return self._call(serve_input, plan.is_plain, activations)
 
     def save(self, boundaries: Sequence[Boundary]) -> None:
         """Keeps boundaries that requests stand at, between steps."""
@@ -172,8 +177,12 @@ class StepRunner:
             ("snapshots between steps", lambda: self.save([])),
         ]
         for size in sizes:
-            idle = StepPlan((), size, False)
+            idle = StepPlan((), size, False, holds_prompts=True)
             jobs.append((f"step of {size} tokens", lambda idle=idle: self._idle(idle)))
+            if plain_size is None and self._activations != self._prefill_activations:
+                idle = StepPlan((), size, False)
+                name = f"step of {size} tokens without prompts"
+                jobs.append((name, lambda idle=idle: self._idle(idle)))
         if plain_size is not None:
             idle = StepPlan((), plain_size, True)
             jobs.append((f"decode step of {plain_size} tokens", lambda: self._idle(idle)))
@@ -192,10 +201,14 @@ class StepRunner:
     def _idle(self, plan: StepPlan) -> None:
         self.run(plan, {}, np.zeros(self.plan.max_requests, np.int32), [])
 
-    def _call(self, serve_input: ServeInput, is_plain: bool) -> StepResult:
+    def _call(self, serve_input: ServeInput, is_plain: bool, activations: str) -> StepResult:
         if is_plain:
             cache, output = jit_plain_decode_step(
-                self.params, self.cache, serve_input, config=self.config
+                self.params,
+                self.cache,
+                serve_input,
+                config=self.config,
+                activations=activations,
             )
             store = self.store
         else:
@@ -206,6 +219,7 @@ class StepRunner:
                 serve_input,
                 config=self.config,
                 draft_tokens=self.draft_tokens,
+                activations=activations,
             )
         result = jax.device_get(output)  # a failure on the device shows here
         self.cache, self.store = cache, store

@@ -52,11 +52,13 @@ class StepPlan:
       rows: what it runs.
       size: T, tokens of the step's shape.
       is_plain: one token of each row, by the program that does nothing else.
+      holds_prompts: some of its tokens are of requests that wait for more than one.
     """
 
     rows: tuple[RowPlan, ...]
     size: int
     is_plain: bool
+    holds_prompts: bool = False
 
 
 def plan_step(
@@ -90,7 +92,8 @@ def plan_step(
     total = sum(row.num_tokens + row.num_drafts for row in ordered)
     if plain_size is not None and not prompts and total == len(ordered):
         return StepPlan(ordered, plain_size, True)
-    return StepPlan(ordered, next(size for size in sizes if size >= total), False)
+    size = next(size for size in sizes if size >= total)
+    return StepPlan(ordered, size, False, holds_prompts=bool(prompts))
 
 
 def _share(prompts: Sequence[RowNeed], left: int) -> list[tuple[RowNeed, int]]:

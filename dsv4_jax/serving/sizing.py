@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from dsv4_jax.allocator.pool_plan import PoolPlan, device_memory_bytes, plan_pools
 from dsv4_jax.config import DSV4Config
+from pallas_kernels.common.weights import ACTIVATIONS
 
 MAX_DRAFT_TOKENS = 8
 
@@ -22,6 +23,8 @@ class EnginePlan:
       plain_size: tokens of the step that only decodes; None if a general step does that.
       cache_format: name of the storage format.
       draft_tokens: k, tokens that the draft block guesses per step.
+      activations: what multiplies quantised weights in steps without prompt tokens.
+      prefill_activations: the same in steps that hold some.
       debug: poisons freed storage and verifies the cache after every step.
     """
 
@@ -31,6 +34,8 @@ class EnginePlan:
     plain_size: int | None
     cache_format: str
     draft_tokens: int
+    activations: str
+    prefill_activations: str
     debug: bool
 
 
@@ -44,6 +49,8 @@ def plan_engine(
     prefill_tokens: Sequence[int] | None,
     decode_tokens: int | None,
     draft_tokens: int,
+    activations: str,
+    prefill_activations: str | None,
     num_blocks: int | None,
     num_snapshots: int | None,
     memory_bytes: int | None,
@@ -53,8 +60,16 @@ def plan_engine(
     """Works an engine's sizes out; arguments as in `Engine`, which has their defaults.
 
     Raises:
-      ValueError: an argument is out of range, or there is no such format.
+      ValueError: an argument is out of range, or there is no such format or form.
     """
+    if prefill_activations is None:
+        prefill_activations = activations
+    for name, form in (
+        ("activations", activations),
+        ("prefill_activations", prefill_activations),
+    ):
+        if form not in ACTIVATIONS:
+            raise ValueError(f"{name} must be one of {ACTIVATIONS}, got {form!r}")
     if not 0 <= draft_tokens <= MAX_DRAFT_TOKENS:
         raise ValueError(f"draft_tokens must be 0..{MAX_DRAFT_TOKENS}, got {draft_tokens}")
     if draft_tokens and not has_draft_block:
@@ -85,6 +100,8 @@ def plan_engine(
         plain_size=plain_size,
         cache_format=cache_format,
         draft_tokens=draft_tokens,
+        activations=activations,
+        prefill_activations=prefill_activations,
         debug=debug,
     )
 

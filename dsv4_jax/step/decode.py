@@ -11,13 +11,20 @@ import numpy as np
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.step_input import StepInput, known_values
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.step.sampling import Sampling, sample
 from dsv4_jax.step.step import mask_rows, run_step, trunk_logits
+from pallas_kernels.common.weights import with_activations
 
 
 def decode_step(
-    params: DSV4Params, cache: ModelCache, step_input: StepInput, *, config: DSV4Config
+    params: DSV4Params,
+    cache: ModelCache,
+    step_input: StepInput,
+    *,
+    config: DSV4Config,
+    activations: str = DEFAULT_ACTIVATIONS,
 ) -> tuple[ModelCache, jax.Array]:
     """Appends one token per request.
 
@@ -26,13 +33,17 @@ def decode_step(
       cache: the cache before the call.
       step_input: T = B, and `request_ids[t]` is t, or -1 for an idle row.
       config: the model.
+      activations: what multiplies quantised weights: "fp8" rounds rows to E4M3 first, as the
+        release does, "bfloat16" takes them as they are; static. Dense weights ignore it.
 
     Returns:
       The cache, and f32[B, V], zeros for idle rows.
 
     Raises:
-      ValueError: T is not B, a field has a wrong shape or dtype, or a value is out of range.
+      ValueError: T is not B, a field has a wrong shape or dtype, a value is out of range, or there
+        are no such activations.
     """
+    params = with_activations(params, activations)
     num_tokens, num_rows = step_input.token_ids.shape[0], step_input.request_slots.shape[0]
     if num_tokens != num_rows:
         raise ValueError(
@@ -47,7 +58,9 @@ def decode_step(
     return cache, logits[:num_rows]
 
 
-jit_decode_step = jax.jit(decode_step, static_argnames="config", donate_argnames="cache")
+jit_decode_step = jax.jit(
+    decode_step, static_argnames=("config", "activations"), donate_argnames="cache"
+)
 """`decode_step`, jitted: it traces once per shape and donates the cache. The old cache is gone."""
 
 
@@ -59,6 +72,7 @@ def decode_loop(
     *,
     num_steps: int,
     config: DSV4Config,
+    activations: str = DEFAULT_ACTIVATIONS,
 ) -> tuple[ModelCache, jax.Array]:
     """Decodes several tokens per request in one call, on the device.
 
@@ -72,6 +86,7 @@ def decode_loop(
       sampling: settings of each row.
       num_steps: n, static.
       config: the model.
+      activations: as in `decode_step`.
 
     Returns:
       The cache, and i32[B, n], the drawn tokens; -1 in idle rows and after a stop.
@@ -89,7 +104,9 @@ def decode_loop(
         step_input_now = dataclasses.replace(
             step_input, token_ids=token_ids, request_ids=request_ids
         )
-        cache, logits = decode_step(params, cache, step_input_now, config=config)
+        cache, logits = decode_step(
+            params, cache, step_input_now, config=config, activations=activations
+        )
         slots = jnp.maximum(step_input.request_slots, 0)
         drawn = sample(logits, sampling, cache.length_tokens[slots])
         live = (request_ids >= 0) & (step_input.request_slots >= 0)
@@ -104,6 +121,8 @@ def decode_loop(
 
 
 jit_decode_loop = jax.jit(
-    decode_loop, static_argnames=("config", "num_steps"), donate_argnames="cache"
+    decode_loop,
+    static_argnames=("config", "num_steps", "activations"),
+    donate_argnames="cache",
 )
 """`decode_loop`, jitted; the old cache is gone."""

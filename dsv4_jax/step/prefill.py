@@ -8,8 +8,10 @@ import jax.numpy as jnp
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.step.step import mask_rows, run_step, trunk_logits
+from pallas_kernels.common.weights import with_activations
 
 
 def prefill(
@@ -19,6 +21,7 @@ def prefill(
     *,
     config: DSV4Config,
     all_logits: bool = False,
+    activations: str = DEFAULT_ACTIVATIONS,
 ) -> tuple[ModelCache, jax.Array]:
     """Appends any ragged mix of tokens: whole prompts, chunks of them, single tokens.
 
@@ -28,13 +31,16 @@ def prefill(
       step_input: the tokens.
       config: the model.
       all_logits: logits of every token instead of each row's last.
+      activations: as in `decode_step`.
 
     Returns:
       The cache, and f32[B, V], zeros for rows without tokens; or f32[T, V], zeros for padding.
 
     Raises:
-      ValueError: a field of `step_input` has a wrong shape or dtype, or a value out of range.
+      ValueError: a field of `step_input` has a wrong shape or dtype, a value is out of range, or
+        there are no such activations.
     """
+    params = with_activations(params, activations)
     num_rows = step_input.token_ids.shape[0] if all_logits else step_input.request_slots.shape[0]
     cache, call, streams = run_step(params, cache, step_input, config)
     live = call.segment_ids >= 0
@@ -44,5 +50,9 @@ def prefill(
     return cache, mask_rows(trunk_logits(params, streams, config), live)[:num_rows]
 
 
-jit_prefill = jax.jit(prefill, static_argnames=("config", "all_logits"), donate_argnames="cache")
+jit_prefill = jax.jit(
+    prefill,
+    static_argnames=("config", "all_logits", "activations"),
+    donate_argnames="cache",
+)
 """`prefill`, jitted; the old cache is gone."""

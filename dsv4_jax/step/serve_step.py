@@ -20,11 +20,13 @@ from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.snapshots import SnapshotPlan, SnapshotStore, save_snapshots
 from dsv4_jax.cache.step_input import StepInput, check_step_input
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.model.trunk import run_layers
 from dsv4_jax.step.draft_ahead import draft_ahead
 from dsv4_jax.step.sampling import Sampling, sample
 from dsv4_jax.step.step import empty_staged, pad_tokens, run_step, trunk_logits
+from pallas_kernels.common.weights import with_activations
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -71,6 +73,7 @@ def serve_step(
     *,
     config: DSV4Config,
     draft_tokens: int,
+    activations: str = DEFAULT_ACTIVATIONS,
 ) -> tuple[ModelCache, SnapshotStore, ServeOutput]:
     """One step of any mix of rows.
 
@@ -81,13 +84,15 @@ def serve_step(
       serve_input: what to run.
       config: the model; with a draft block if `draft_tokens` is above 0.
       draft_tokens: k, the most drafts of a row; static.
+      activations: as in `decode_step`.
 
     Returns:
       The cache, the store and what was drawn.
 
     Raises:
-      ValueError: a field has a wrong shape or dtype.
+      ValueError: a field has a wrong shape or dtype, or there are no such activations.
     """
+    params = with_activations(params, activations)
     step_input = serve_input.step
     check_step_input(step_input, vocab_size=config.vocab_size, num_slots=cache.max_requests)
     step_input = pad_tokens(step_input)
@@ -144,16 +149,22 @@ def serve_step(
 
 jit_serve_step = jax.jit(
     serve_step,
-    static_argnames=("config", "draft_tokens"),
+    static_argnames=("config", "draft_tokens", "activations"),
     donate_argnames=("cache", "store"),
 )
 """`serve_step`, jitted; the old cache and store are gone."""
 
 
 def plain_decode_step(
-    params: DSV4Params, cache: ModelCache, serve_input: ServeInput, *, config: DSV4Config
+    params: DSV4Params,
+    cache: ModelCache,
+    serve_input: ServeInput,
+    *,
+    config: DSV4Config,
+    activations: str = DEFAULT_ACTIVATIONS,
 ) -> tuple[ModelCache, ServeOutput]:
     """`serve_step` of one token per row without drafts and snapshots, committed as it goes."""
+    params = with_activations(params, activations)
     cache, call, streams = run_step(params, cache, serve_input.step, config, max_row_tokens=1)
     last = jnp.maximum(call.row_offsets, 0)
     logits = trunk_logits(params, streams[last], config)
@@ -168,7 +179,7 @@ def plain_decode_step(
 
 
 jit_plain_decode_step = jax.jit(
-    plain_decode_step, static_argnames="config", donate_argnames="cache"
+    plain_decode_step, static_argnames=("config", "activations"), donate_argnames="cache"
 )
 """`plain_decode_step`, jitted; the old cache is gone."""
 

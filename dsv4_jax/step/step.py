@@ -15,9 +15,11 @@ from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.new_tokens import NewTokens, empty_new_tokens
 from dsv4_jax.cache.step_input import StepInput, check_step_input
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.model.trunk import head, run_layers
 from pallas_kernels.common.call import CallIndices
+from pallas_kernels.common.weights import with_activations
 
 _ROW_MULTIPLE = 8
 """On a CPU, XLA's loops round the rows after the last whole eight otherwise than the others.
@@ -47,7 +49,12 @@ def run_step(
 
 
 def stage_step(
-    params: DSV4Params, cache: ModelCache, step_input: StepInput, *, config: DSV4Config
+    params: DSV4Params,
+    cache: ModelCache,
+    step_input: StepInput,
+    *,
+    config: DSV4Config,
+    activations: str = DEFAULT_ACTIVATIONS,
 ) -> tuple[ModelCache, Staged, jax.Array]:
     """A step that can be taken back: lengths, rings and states stay as they were.
 
@@ -59,13 +66,16 @@ def stage_step(
       cache: the cache before the call.
       step_input: any ragged mix of tokens.
       config: the model.
+      activations: as in `decode_step`.
 
     Returns:
       The cache, what `commit` needs, and f32[T, V], logits of every token; zeros for padding.
 
     Raises:
-      ValueError: a field of `step_input` has a wrong shape or dtype, or a value out of range.
+      ValueError: a field of `step_input` has a wrong shape or dtype, a value is out of range, or
+        there are no such activations.
     """
+    params = with_activations(params, activations)
     check_step_input(step_input, vocab_size=config.vocab_size, num_slots=cache.max_requests)
     num_tokens, step_input = step_input.token_ids.shape[0], pad_tokens(step_input)
     call = cache.index(step_input)

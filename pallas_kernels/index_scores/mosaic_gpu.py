@@ -31,8 +31,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.layer_planes import LayerPlanes
-from pallas_kernels.gpu import mosaic, mosaic_bulk, mosaic_memory
-from pallas_kernels.index_scores import left_operand, quantize_queries, unpack_mxfp4
+from pallas_kernels.gpu import left_operand, mosaic, mosaic_bulk, mosaic_memory, unpack_mxfp4
+from pallas_kernels.index_scores import quantize_queries
 from pallas_kernels.index_scores.tiling import (
     DIM,
     HEADS,

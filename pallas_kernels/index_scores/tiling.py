@@ -12,8 +12,7 @@ from jax.experimental.pallas import mosaic_gpu
 from pallas_kernels.common import codecs
 from pallas_kernels.common.backend import compute_capability
 from pallas_kernels.common.codecs import Codec
-from pallas_kernels.gpu import devices, mosaic, mosaic_bulk
-from pallas_kernels.index_scores import unpack_mxfp4
+from pallas_kernels.gpu import devices, mosaic, mosaic_bulk, unpack_mxfp4
 
 plgpu: Any = mosaic_gpu
 HEADS, DIM = 64, 128

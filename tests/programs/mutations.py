@@ -247,8 +247,8 @@ MUTATIONS = [
         (
             "router_without_its_bias",
             "moe.py",
-            "_are_best(scores + params.bias[None], ",
-            "_are_best(scores, ",
+            "_best(scores + params.bias[None], ",
+            "_best(scores, ",
             "dsv4_jax/model/test_moe.py",
         ),
         (
@@ -257,13 +257,6 @@ MUTATIONS = [
             "earlier = (number[None, :] < number[:, None])[None]",
             "earlier = (number[None, :] > number[:, None])[None]",
             "dsv4_jax/model/test_moe.py",
-        ),
-        (
-            "swiglu_clamps_one_side",
-            "moe.py",
-            "jnp.clip(up.astype(jnp.float32), -limit, limit)",
-            "jnp.minimum(up.astype(jnp.float32), limit)",
-            "dsv4_jax/model/test_against_transformers.py",
         ),
     ),
     *_mutations(
@@ -435,6 +428,34 @@ MUTATIONS = [
             "jax.lax.fori_loop(0, iters - 1, ",
             "jax.lax.fori_loop(0, iters - 2, ",
             "pallas_kernels/hyper_connections",
+        ),
+        (
+            "swiglu_clamps_one_side",
+            "expert_mlp/reference.py",
+            "jnp.clip(up.astype(jnp.float32), -limit, limit)",
+            "jnp.minimum(up.astype(jnp.float32), limit)",
+            "pallas_kernels/expert_mlp",
+        ),
+        (
+            "experts_lose_the_last_tile",
+            "expert_mlp/worklist.py",
+            "tiles_of = -(-counts // tile_rows)",
+            "tiles_of = jnp.maximum(counts // tile_rows, jnp.minimum(counts, 1))",
+            "pallas_kernels/expert_mlp",
+        ),
+        (
+            "fp8_scales_cross_blocks",
+            "common/weights.py",
+            "jnp.repeat(_scale_values(self.scale), FP8_BLOCK, axis=-2)",
+            "jnp.repeat(_scale_values(self.scale[..., ::-1, :]), FP8_BLOCK, axis=-2)",
+            "pallas_kernels/common/test_weights.py",
+        ),
+        (
+            "activations_have_another_floor",
+            "common/rows.py",
+            "_AMAX_FLOOR = np.float32(1e-4)",
+            "_AMAX_FLOOR = np.float32(1e-6)",
+            "pallas_kernels/common/test_rows.py",
         ),
         (
             "kernel_hyper_connections_post",

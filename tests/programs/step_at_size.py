@@ -1,27 +1,47 @@
-"""Compiles a decode step of real sizes for an H200 that is not there: `python -m ... LAYERS BATCH`.
+"""Compiles a step of real sizes for an H200 that is not there: `python -m ... LAYERS BATCH`.
 
-Prints, as JSON, the seconds it took, its launches, bytes that it updates in place and takes beside
-its arguments, and every copy of a MiB or more. Nothing is allocated: arguments are shapes.
+Prints, as JSON, the seconds it took, its launches, bytes of its arguments, bytes that it updates in
+place and takes beside them, and every copy of a MiB or more. Nothing is allocated: arguments are
+shapes. With `--drafts` it is the engine's step, draft block included, else a decode step. Flash
+with all its experts, as the release stores them:
+
+    python -m programs.step_at_size 43 1 --config flash --weights released --drafts 1
 """
 
+import argparse
+import collections
 import dataclasses
 import json
 import os
 import re
-import sys
 import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import dsv4_jax as ds
 from dsv4_jax.bench.program import count_launches
 from dsv4_jax.cache.model_cache import tree_bytes
+from dsv4_jax.cache.snapshots import SnapshotPlan, init_snapshot_store
+from dsv4_jax.cli.arguments import WEIGHTS, add_activations
+from dsv4_jax.model.weight_sizes import FORMATS, walk_weights, weight_format
+from dsv4_jax.step.serve_step import ServeInput, jit_serve_step
+from pallas_kernels.common.weights import weight_bytes
 from programs import aot, aot_figures
 
 
-def compile_step(config, *, batch, context, cache_format="fp8_ue8m0"):
-    """The figures above, of `jit_decode_step` with unrolled layers."""
+def compile_step(
+    config,
+    *,
+    batch,
+    context,
+    cache_format="fp8_ue8m0",
+    weights="dense",
+    activations="fp8",
+    draft_tokens=0,
+):
+    """The figures above, with unrolled layers."""
     device = aot._device("sm_90a")
     sharding = jax.sharding.SingleDeviceSharding(device)
 
@@ -32,20 +52,36 @@ def compile_step(config, *, batch, context, cache_format="fp8_ue8m0"):
 
     sizes = {"max_requests": batch, "max_context_tokens": context, "cache_format": cache_format}
     cache = placed(ds.cache.cache_shapes(config, **sizes))
-    params = placed(ds.unstack_layers(ds.model.param_shapes(config, jnp.bfloat16)))
-    row = placed(jax.ShapeDtypeStruct((batch,), jnp.int32))
-    call = ds.StepInput(token_ids=row, request_ids=row, request_slots=row)
+    params = ds.model.param_shapes(config, jnp.bfloat16, weights=weights)
+    params = placed(ds.unstack_layers(params))
+    static = {"config": config, "activations": activations}
+    if draft_tokens:
+        store = placed(jax.eval_shape(lambda c: init_snapshot_store(c, batch), cache))
+        serve_input = placed(_serve_input(batch, draft_tokens))
+        step, arguments = jit_serve_step, (params, cache, store, serve_input)
+        static["draft_tokens"] = draft_tokens
+    else:
+        row = placed(jax.ShapeDtypeStruct((batch,), jnp.int32))
+        call = ds.StepInput(token_ids=row, request_ids=row, request_slots=row)
+        step, arguments = ds.jit_decode_step, (params, cache, call)
     start = time.perf_counter()
     with jax.default_device(device):
-        lowered = ds.jit_decode_step.lower(params, cache, call, config=config)
+        lowered = step.lower(*arguments, **static)
     traced = time.perf_counter()
     compiled = lowered.compile(compiler_options=ds.runtime.XLA_GPU_FLAGS)
     memory, hlo = compiled.memory_analysis(), compiled.as_text()
+    formats = collections.Counter()
+    for _, weight in walk_weights(params):
+        formats[weight_format(weight)] += weight_bytes(weight)
     return {
         "trace_s": traced - start,
         "compile_s": time.perf_counter() - traced,
         "launches": dataclasses.asdict(count_launches(hlo)),
+        "kernels": _kernels(hlo),
+        "weight_bytes": {name: formats[name] for name in FORMATS if name in formats},
         "cache_bytes": tree_bytes(cache),
+        "argument_bytes": memory.argument_size_in_bytes,
+        "argument_bytes_of_weights": memory.argument_size_in_bytes - tree_bytes(arguments[1:]),
         "alias_bytes": memory.alias_size_in_bytes,
         "temp_bytes": memory.temp_size_in_bytes,
         "large_copies": [size for size in aot_figures._copies(hlo) if size >= 2**20],
@@ -53,27 +89,70 @@ def compile_step(config, *, batch, context, cache_format="fp8_ue8m0"):
     }
 
 
+def _serve_input(batch, draft_tokens):
+    """Shapes of a step in which every request decodes and all its drafts are checked."""
+
+    def build():
+        tokens = jnp.zeros(batch * (draft_tokens + 1), jnp.int32)
+        row = jnp.zeros(batch, jnp.int32)
+        return ServeInput(
+            step=ds.StepInput(token_ids=tokens, request_ids=tokens, request_slots=row),
+            num_checked=row,
+            next_token_ids=row,
+            sampling=ds.make_sampling(batch),
+            snapshots=SnapshotPlan(rows=row, ends=row, places=row),
+        )
+
+    return jax.eval_shape(build)
+
+
+def _kernels(hlo):
+    """Launches of our kernels in the program's text, by name."""
+    ours = r'custom_call_target="(?:__gpu\$xla\.gpu\.triton|mosaic_gpu\w*)"'
+    named = re.findall(ours + r'.*?op_name="[^"]*?([^"/]+)/[^"/]+"', hlo)
+    return collections.Counter(named)
+
+
 def _weight_sized(hlo, params):
-    """Results of XLA's own kernels that have the shape of a large weight: slices, transposes."""
-    shapes = {
-        ",".join(map(str, leaf.shape)) for leaf in jax.tree.leaves(params) if leaf.size > 2**20
-    }
+    """Results of XLA's own kernels that have the shape of a large weight: slices, transposes.
+
+    Of a quantised weight it is that of its codes, or of the matrix that they stand for.
+    """
+    sizes = [leaf.shape for leaf in jax.tree.leaves(params)]
+    sizes += [weight.shape for _, weight in walk_weights(params)]
+    shapes = {",".join(map(str, size)) for size in sizes if np.prod(size) > 2**20}
     entry = hlo[hlo.index("\nENTRY") :]
-    found = re.findall(r"= bf16\[([\d,]+)\]\S* (?:fusion|copy|transpose)\(", entry)
+    found = re.findall(r"= \w+\[([\d,]+)\]\S* (?:fusion|copy|transpose)\(", entry)
     return [shape for shape in found if shape in shapes]
 
 
 def main():
     os.environ.update(aot.WITHOUT_A_GPU)
-    layers, batch = map(int, sys.argv[1:])
-    config = ds.DSV4Config.flash_slim()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("layers", type=int, help="the first so many")
+    parser.add_argument("batch", type=int)
+    parser.add_argument("--config", default="flash_slim")
+    parser.add_argument("--context", type=int, default=131_072)
+    parser.add_argument("--weights", choices=tuple(WEIGHTS), default="bfloat16")
+    parser.add_argument("--drafts", type=int, default=0, help="tokens of the draft block")
+    add_activations(parser, prefill=False)
+    arguments = parser.parse_args()
+    config = getattr(ds.DSV4Config, arguments.config)()
     config = dataclasses.replace(
         config,
-        layer_types=config.layer_types[:layers],
-        router_types=config.router_types[:layers],
-        num_mtp_layers=0,
+        layer_types=config.layer_types[: arguments.layers],
+        router_types=config.router_types[: arguments.layers],
+        num_mtp_layers=int(arguments.drafts > 0),
     )
-    print(json.dumps(compile_step(config, batch=batch, context=131_072)))
+    found = compile_step(
+        config,
+        batch=arguments.batch,
+        context=arguments.context,
+        weights=WEIGHTS[arguments.weights],
+        activations=arguments.activations,
+        draft_tokens=arguments.drafts,
+    )
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -34,6 +34,28 @@ def test_quick_decode_times_the_step_alone(tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("activations", ["fp8", "bfloat16"])
+def test_weights_of_the_release_are_measured_and_counted(tmp_path, activations):
+    """Also with other experts than the config has; floors count those that a batch picks."""
+    arguments = ("--weights", "released", "--activations", activations, "--experts", "12")
+    few = ("--layers", "3", *arguments)
+    found = bench(tmp_path, "decode", "--batch", "2", "--contexts", "64", "--quick", *few)
+    (row,) = found["rows"]
+    assert (found["weights"], found["experts"]) == ("released", 12)
+    assert row["activations"] == activations
+    assert row["finite"]
+    assert row["expected_experts"] == pytest.approx(12 * (1 - (9 / 12) ** 2))
+    assert set(row["weight_bytes_read"]) == {"BF16", "F32", "FP8", "MXFP4"}
+    read = sum(row["weight_bytes_read"].values())
+    assert row["bytes_moved"] == row["cache_bytes_moved"] + read
+    assert read < row["weight_bytes"]
+    found = bench(tmp_path, "prefill", "--tokens", "64", "--chunk", "32", *few)
+    (row,) = found["rows"]
+    assert row["activations"] == activations
+    assert row["weight_bytes_read"]["MXFP4"] > 0
+
+
+@pytest.mark.slow
 def test_decode_times_every_part(tmp_path, capsys):
     found = bench(tmp_path, "decode", "--contexts", "64,256", "--one-bucket")
     assert [row["context"] for row in found["rows"]] == [64, 256]
@@ -121,6 +143,18 @@ def test_bad_input_is_one_line_and_status_2(capsys, arguments, message):
     assert main(["bench", "decode", "--config", "tiny", *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(message, line)
+
+
+def test_weights_that_were_read_are_said():
+    row = {"batch": 1, "context": 64, "expected_experts": 6.0, "floor_ms": 2.609}
+    row["weight_bytes_read"] = {"BF16": 1.77e9, "MXFP4": 3.45e9}
+    heading, line, _, said = report.decode_table([row, row]).splitlines()
+    assert "floor ms" in heading
+    assert "2.609" in line
+    assert said == (
+        "at batch 1 a step reads weights of BF16 1.77, MXFP4 3.45 GB, 6.0 experts of each layer "
+        "among them"
+    )
 
 
 def test_what_was_not_run_is_said():

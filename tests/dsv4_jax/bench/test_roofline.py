@@ -85,7 +85,25 @@ def test_weights_that_a_step_reads(name):
     everything = tree_bytes(shapes) - tree_bytes(shapes.embed) - tables
     d, width = config.hidden_size, config.moe_intermediate_size
     expert = config.num_layers * 3 * d * width * 2
-    one = roofline.step_weight_bytes(config, batch=1)
-    assert one == pytest.approx(everything - 2 * expert + 2 * d)
-    many = roofline.step_weight_bytes(config, batch=64)
-    assert many == pytest.approx(everything + 64 * 2 * d, rel=1e-6)
+    one = roofline.step_weight_bytes(config, shapes, batch=1)
+    assert set(one) == {"BF16", "F32"}
+    assert sum(one.values()) == pytest.approx(everything - 2 * expert + 2 * d)
+    many = roofline.step_weight_bytes(config, ds.unstack_layers(shapes), batch=64)
+    assert sum(many.values()) == pytest.approx(everything + 64 * 2 * d, rel=1e-6)
+
+
+def test_released_weights_that_a_step_reads():
+    """One token of Flash reads 11.3 GB and one of Pro 40; 32 tokens of Flash pick 136 experts."""
+    shapes = {}
+    for name, gigabytes in (("flash", 11.3), ("pro", 40)):
+        config = getattr(ds.DSV4Config, name)()
+        shapes[name] = ds.model.param_shapes(config, "bfloat16", weights="released")
+        found = roofline.step_weight_bytes(config, shapes[name], batch=1)
+        assert set(found) == {"BF16", "F32", "FP8", "MXFP4"}
+        assert sum(found.values()) / 1e9 == pytest.approx(gigabytes, rel=0.01)
+    flash = ds.DSV4Config.flash()
+    assert roofline.expected_experts(flash, batch=1) == pytest.approx(6)
+    assert roofline.expected_experts(flash, batch=32) == pytest.approx(136, abs=1)
+    expert = flash.num_layers * 3 * 2048 * 4096 * (1 / 2 + 1 / 32)
+    found = roofline.step_weight_bytes(flash, shapes["flash"], batch=32)
+    assert found["MXFP4"] == pytest.approx(roofline.expected_experts(flash, batch=32) * expert)

@@ -22,6 +22,7 @@ from dsv4_jax.checkpoint import save as checkpoint_save
 from dsv4_jax.config.layer_types import AttentionType, RouterType
 from dsv4_jax.config.write_json import write_config
 from helpers import page_reader, tolerance
+from helpers.checkpoints import random_fp8, random_scale, write_tensors
 
 SAVED = pathlib.Path(__file__).parents[2] / "data" / "hf_saved_tiny"
 NUM_LAYERS, NUM_EXPERTS = 3, 4
@@ -85,19 +86,6 @@ LAYER_NAMES = [
 ]
 # fmt: on
 
-SAFETENSORS_DTYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e8m0fnu": "F8_E8M0",
-    "int64": "I64",
-    "int32": "I32",
-    "int8": "I8",
-    "uint8": "U8",
-}
-
 
 def saved_tensors():
     return safetensors.numpy.load_file(SAVED / "model.safetensors")
@@ -107,22 +95,6 @@ def saved_config():
     return json.loads((SAVED / "config.json").read_text())
 
 
-def write_tensors(file, tensors):
-    """The format by its description: length and JSON of the header, then all bytes."""
-    header, body = {}, b""
-    for name, array in tensors.items():
-        data = np.ascontiguousarray(array).tobytes()
-        header[name] = {
-            "dtype": SAFETENSORS_DTYPES[array.dtype.name],
-            "shape": list(array.shape),
-            "data_offsets": [len(body), len(body) + len(data)],
-        }
-        body += data
-    header["__metadata__"] = {"format": "pt"}
-    text = json.dumps(header).encode()
-    file.write_bytes(len(text).to_bytes(8, "little") + text + body)
-
-
 def write_checkpoint(folder, tensors, config=None):
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config or saved_config()))
@@ -130,8 +102,8 @@ def write_checkpoint(folder, tensors, config=None):
     return folder
 
 
-def load(folder, dtype=jnp.float32):
-    return ds.load_checkpoint(folder, dtype=dtype, progress=False)
+def load(folder, dtype=jnp.float32, weights="stored"):
+    return ds.load_checkpoint(folder, dtype=dtype, weights=weights, progress=False)
 
 
 def released_names(saved, num_layers=NUM_LAYERS, num_experts=NUM_EXPERTS):
@@ -362,17 +334,6 @@ def unquantised(tmp_path_factory):
     return released_names(saved, num_layers=1, num_experts=2)
 
 
-def random_fp8(rng, shape):
-    codes = rng.integers(0, 256, shape, dtype=np.uint8)
-    return np.where(codes & 0x7F == 0x7F, 0, codes).astype(np.uint8)  # no NaN
-
-
-def random_scale(rng, shape, kind):
-    if kind == "F32":
-        return rng.uniform(1e-3, 3, shape).astype(np.float32)
-    return rng.integers(115, 136, shape, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu)
-
-
 def scale_value(scale):
     """f64; UE8M0 by its bits."""
     if scale.dtype == np.float32:
@@ -411,10 +372,10 @@ def test_fp8_blocks(tmp_path, unquantised, kind, suffix):
         expected[leaf] = slow_fp8(codes, scale)
     assert any(array.shape[0] > 128 and array.shape[1] > 128 for array in expected.values())
     folder = write_checkpoint(tmp_path / "x", tensors, write_config(QUANTISED))
-    attn = load(folder)[1].layers["swa_learned"].attn
+    attn = load(folder, weights="float32")[1].layers["swa_learned"].attn
     for leaf, values in expected.items():
         np.testing.assert_array_equal(getattr(attn, leaf)[0], values)
-    rounded = load(folder, jnp.bfloat16)[1].layers["swa_learned"].attn
+    rounded = load(folder, jnp.bfloat16, "bfloat16")[1].layers["swa_learned"].attn
     for leaf, values in expected.items():
         np.testing.assert_array_equal(getattr(rounded, leaf)[0], values.astype(jnp.bfloat16))
 
@@ -433,7 +394,7 @@ def test_packed_fp4_experts(tmp_path, unquantised, packed):
             tensors |= {f"{name}.weight": pairs.view(packed), f"{name}.scale": scale}
             expected[w].append(slow_fp4(pairs, scale))
     folder = write_checkpoint(tmp_path / "x", tensors, write_config(QUANTISED))
-    ffn = load(folder)[1].layers["swa_learned"].ffn
+    ffn = load(folder, weights="float32")[1].layers["swa_learned"].ffn
     for w, values in expected.items():
         np.testing.assert_array_equal(getattr(ffn, w)[0], np.stack(values))
 

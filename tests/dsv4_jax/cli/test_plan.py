@@ -106,13 +106,48 @@ def mib_per_request(tree, requests):
 def test_requests_share_what_the_weights_leave(plan):
     def fitting(*arguments):
         _, text = plan("flash", "--context", MILLION, *arguments)
-        return int(text.rsplit(maxsplit=1)[-1].replace(",", ""))
+        (said,) = re.findall(r"requests that fit ([\d,.]+) GiB beside the weights: ([\d,]+)", text)
+        return tuple(float(number.replace(",", "")) for number in said)
 
     per_request = 3519.15 / 1024  # GiB: trunk, draft window, table
-    assert fitting("--gpu-gib", 100) == int(100 / per_request)
-    assert fitting("--gpu-gib", 100, "--weights-gib", 60) == int(40 / per_request)
-    assert fitting("--gpu-gib", 100, "--weights-gib", 150) == 0
-    assert fitting("--gpu-gib", 100, "--requests", 4) == int(100 / per_request)
+    assert fitting("--gpu-gib", 100, "--weights-gib", 0) == (100, int(100 / per_request))
+    assert fitting("--gpu-gib", 100, "--weights-gib", 60) == (40, int(40 / per_request))
+    assert fitting("--gpu-gib", 100, "--weights-gib", 150) == (0, 0)
+    assert fitting("--gpu-gib", 200) == (51.4, int(51.36 / per_request))
+    assert fitting("--gpu-gib", 200, "--requests", 4) == (51.4, int(51.36 / per_request))
+    assert fitting("--gpu-gib", 600, "--weights", "bfloat16") == (58.0, int(58.0 / per_request))
+    assert fitting() == fitting("--weights", "bfloat16") == (0, 0)  # the default is an H200
+
+
+@pytest.mark.parametrize(
+    ("config", "published"), [("flash", 159_609_485_896), ("pro", 864_704_792_696)]
+)
+def test_released_weights_take_the_published_bytes(plan, config, published):
+    """But for hash tables, which the release has in i64 and we in i32."""
+    _, text = plan(config)
+    (said,) = re.findall(r"^weights: .* GiB, ([\d,]+) bytes, draft block included$", text, re.M)
+    model = getattr(ds.DSV4Config, config)()
+    tables = 3 * model.vocab_size * model.num_experts_per_token * 4
+    assert int(said.replace(",", "")) == published - tables
+    assert tables < published / 100
+
+
+def test_weights_are_listed_by_family_and_format(plan):
+    """Flash: 43 layers and the draft block; its numbers are those of the released shapes."""
+    _, text = plan("flash")
+    rows = {line[:28].rstrip(): line[28:].split() for line in text.splitlines()}
+    assert rows["weights, released"] == [
+        word for name in ("BF16", "F32", "FP8", "MXFP4", "I32") for word in (name, "MiB")
+    ]
+    assert rows["embedding"] == rows["head"] == [f"{129_280 * 4096 * 2 / 2**20:,.2f}", *"----"]
+    expert = 3 * 2048 * 4096 * (1 / 2 + 1 / 32)
+    assert rows["routed experts"] == [*"---", f"{43 * 256 * expert / 2**20:,.2f}", "-"]
+    shared = 43 * 3 * 2048 * 4096 * (1 + 1 / 128**2)
+    assert rows["shared expert"] == [*"--", f"{shared / 2**20:,.2f}", *"--"]
+    assert rows["draft block"][3] == f"{256 * expert / 2**20:,.2f}"
+    _, text = plan("flash", "--weights", "bfloat16")
+    assert "FP8 MiB" not in text
+    assert "542.00 GiB" in text
 
 
 def test_a_checkpoint_directory_names_a_config(plan):

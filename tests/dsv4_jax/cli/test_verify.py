@@ -7,8 +7,9 @@ import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.allocator.pending_changes import PendingChanges
-from dsv4_jax.cli import main
+from dsv4_jax.cli import main, verify
 from helpers import serving
+from pallas_kernels.common.weights import quantize_block_fp8, quantize_mxfp4
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +45,24 @@ def test_damage_is_found_and_status_1(model, capsys, monkeypatch, tmp_path):
     lines = capsys.readouterr().out.splitlines()
     assert "NOT FINITE: .mtp.norm" in lines[0]
     assert any("unwritten: " in line for line in lines[1:])
+
+
+def test_nan_in_codes_and_scales_is_found():
+    values = jnp.ones((128, 128))
+    well = {"fp8": quantize_block_fp8(values, dtype="float32")}
+    well["fp4"] = quantize_mxfp4(values, dtype="float32")
+    well["f32 scales"] = dataclasses.replace(well["fp8"], scale=jnp.ones((1, 1)))
+    assert verify._not_finite(well) == []
+    codes = well["fp8"].codes.at[3, 5].set(jnp.nan)
+    broken = {
+        "codes": dataclasses.replace(well["fp8"], codes=codes),
+        "scale": dataclasses.replace(well["fp8"], scale=jnp.full((1, 1), 255, jnp.uint8)),
+        "f32": dataclasses.replace(well["fp8"], scale=jnp.full((1, 1), jnp.inf)),
+        "fp4": dataclasses.replace(
+            well["fp4"], scale=well["fp4"].scale.at[0, 0, 3].set(0x7FFF7F7F)
+        ),
+    }
+    assert verify._not_finite(broken) == [f"['{name}']" for name in sorted(broken)]
 
 
 @pytest.mark.slow

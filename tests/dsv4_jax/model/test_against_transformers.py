@@ -41,11 +41,10 @@ def run(case, config, params):
         rows = len(value) == batch * num_tokens
         values[name] = value.reshape(batch, num_tokens, -1) if rows else value
     for name in [name for name in values if name.endswith("gate/share")]:
-        share = values.pop(name)
-        experts = np.argsort(-share, axis=-1)[..., : config.num_experts_per_token]
-        experts = np.sort(experts, axis=-1)
-        values[name.replace("share", "indices")] = experts
-        values[name.replace("share", "weights")] = np.take_along_axis(share, experts, axis=-1)
+        share, picked = values.pop(name), values.pop(name.replace("share", "picked"))
+        order = np.argsort(picked, axis=-1)
+        values[name.replace("share", "indices")] = np.take_along_axis(picked, order, axis=-1)
+        values[name.replace("share", "weights")] = np.take_along_axis(share, order, axis=-1)
     return values
 
 

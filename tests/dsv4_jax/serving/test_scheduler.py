@@ -76,6 +76,7 @@ def test_every_plan_keeps_the_rules(pairs, sizes, has_plain):
             assert row.draws == (row.num_tokens == need.num_pending)
             assert row.num_drafts in (0, need.num_drafts)
     prompts = [need for need in needs if need.num_pending > 1]
+    assert plan.holds_prompts == bool(prompts)
     if prompts:
         assert prompts[0].slot in rows  # the oldest always goes on
         unread = sum(n.num_pending - rows[n.slot].num_tokens if n.slot in rows else n.num_pending

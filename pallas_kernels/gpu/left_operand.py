@@ -125,3 +125,25 @@ def to_rows(values: jax.Array) -> jax.Array:
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
     return convert(values)
+
+
+def to_operand(values: jax.Array) -> jax.Array:
+    """f32[64] of rows as they were loaded, in `mosaic.ROW` layout -> in the operand's order.
+
+    The inverse of `to_rows`: the layout of a product's rows, `WGMMA.reduce(1)`.
+    """
+    layout = plgpu.Layout.WGMMA.reduce(1)
+    if interpreting():
+        heights, warps, rows = _ROWS
+        return values.reshape(heights, warps, rows).swapaxes(0, 1).reshape(values.shape)
+
+    @plgpu.inline_mgpu(
+        arg_types=(mosaic.ROW,),
+        return_type=plgpu.ShapeDtypeStruct(values.shape, jnp.float32, layout=layout),
+    )
+    def convert(_, values):
+        tiled = layout.to_mgpu()
+        registers = values.registers.reshape(tiled.registers_shape(values.shape))
+        return mgpu.FragmentedArray(_registers=registers, _layout=tiled, _is_signed=None)
+
+    return convert(values)

@@ -1,0 +1,297 @@
+"""The tensors of a checkpoint by DeepSeek's names: fused ones apart, quantised ones with scales."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from dsv4_jax.checkpoint.files import StoredTensor, decode_weight, find_weight_files, list_tensors
+from dsv4_jax.checkpoint.names import Target, canonical_name
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.model.released import released_format
+from pallas_kernels.common.weights import FP8_BLOCK, MXFP4, MXFP4_GROUP, BlockFP8
+
+_E4M3 = "float8_e4m3fn"
+_PACKED = ("int8", "uint8")
+_UE8M0 = ("float8_e8m0fnu", "uint8")
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A canonical tensor in a file: a whole stored one, or a part of one.
+
+    Attributes:
+      tensor: the stored tensor.
+      name: its name in the file.
+      part: index into it; () for all of it.
+      scale: its stored scale, if it is quantised.
+      scale_part: index into that.
+      halves: matrices that the stored tensor holds one above the other.
+    """
+
+    tensor: StoredTensor
+    name: str
+    part: tuple[Any, ...] = ()
+    scale: StoredTensor | None = None
+    scale_part: tuple[Any, ...] = ()
+    halves: int = 1
+
+    @property
+    def weight_format(self) -> type[BlockFP8] | type[MXFP4] | None:
+        """How it is quantised; None is dense."""
+        if self.tensor.dtype.name == _E4M3:
+            return BlockFP8
+        return MXFP4 if self.tensor.dtype.name in _PACKED else None
+
+    @property
+    def scale_dtype(self) -> type[np.generic]:
+        """The dtype of scales in memory: u8 for UE8M0."""
+        assert self.scale is not None
+        return np.uint8 if self.scale.dtype.name in _UE8M0 else np.float32
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The logical shape: packed FP4 holds two values a byte."""
+        shape = np.broadcast_to(False, self.tensor.shape)[self.part].shape
+        return (*shape[:-1], 2 * shape[-1]) if self.weight_format is MXFP4 else shape
+
+    def wanted_scale_shape(self) -> tuple[int, ...]:
+        """The shape that the stored scale must have, fused as the weight is."""
+        *lead, out, into = self.tensor.shape
+        if self.weight_format is MXFP4:
+            return (*lead, out, -(-2 * into // MXFP4_GROUP))
+        rows = self.halves * -(-(out // self.halves) // FP8_BLOCK)
+        return (*lead, rows, -(-into // FP8_BLOCK))
+
+    def read(self) -> np.ndarray:
+        """The stored values, a view of the mapped file; packed FP4 as u8."""
+        stored = self.tensor.read()[self.part]
+        return stored.view(np.uint8) if self.weight_format is MXFP4 else stored
+
+    def read_scale(self) -> np.ndarray:
+        """Its scales, f32 or UE8M0 as u8."""
+        assert self.scale is not None
+        scale = self.scale.read()[self.scale_part]
+        is_code = self.scale_dtype is np.uint8
+        return scale.view(np.uint8) if is_code else scale.astype(np.float32)
+
+    def decode(self) -> np.ndarray:
+        """Its values; of a quantised one, f32."""
+        stored = self.read()
+        return stored if self.scale is None else decode_weight(stored, self.read_scale())
+
+    def damage(self) -> Iterator[str]:
+        """What is wrong with the values of a quantised weight whose shapes and dtypes are right."""
+        if self.scale is None:
+            return
+        scale, where = self.read_scale(), f"{self.name}{_index(self.part)}"
+        if scale.dtype == np.uint8:
+            bad, rule = (scale == 0) | (scale == 255), "UE8M0 codes of 0 or 255"
+        else:
+            bad, rule = ~(np.isfinite(scale) & (scale > 0)), "values that are not positive numbers"
+        if bad.any():
+            yield f"damaged: scale of {where} has {int(bad.sum())} {rule}"
+        if self.weight_format is BlockFP8:
+            count = int(np.count_nonzero((self.read().view(np.uint8) & 0x7F) == 0x7F))
+            if count:
+                yield f"damaged: {where} has {count} codes of NaN"
+
+
+def open_checkpoint(
+    directory: pathlib.Path,
+) -> tuple[DSV4Config, dict[str, Source], list[str]]:
+    """The config of a checkpoint, its tensors by canonical name, and what was found to be wrong.
+
+    If the files hold no draft tensor, the config has no draft block; where the config has none,
+    draft tensors are left out.
+
+    Raises:
+      FileNotFoundError: there is no config, or no safetensors file, or a shard is missing.
+      ValueError: the config or a file cannot be read.
+    """
+    if not directory.is_dir():
+        raise FileNotFoundError(f"{directory} is no directory; pass one that holds a config.json")
+    config = DSV4Config.from_hf(directory)
+    stored: dict[str, StoredTensor] = {}
+    problems = []
+    for file in find_weight_files(directory):
+        tensors = list_tensors(file)
+        problems += [
+            f"twice: {name}, in {stored[name].file.name} and {file.name}"
+            for name in sorted(stored.keys() & tensors.keys())
+        ]
+        stored |= tensors
+    scales: dict[str, str] = {}
+    for name in stored:
+        if (scale := canonical_name(name)).endswith(".scale"):
+            if scale in scales:
+                problems.append(f"twice: {scale}, as {scales[scale]} and {name}")
+            scales[scale] = name
+    sources: dict[str, Source] = {}
+    for name, source in _named_sources(stored):
+        if name in sources:
+            problems.append(f"twice: {name}, as {sources[name].name} and {source.name}")
+        sources[name] = source
+    has_draft = any(name.startswith("mtp.") for name in sources)
+    if not (has_draft and config.num_mtp_layers):
+        config = dataclasses.replace(config, num_mtp_layers=0)
+        sources = {name: s for name, s in sources.items() if not name.startswith("mtp.")}
+    return config, sources, problems
+
+
+def _named_sources(stored: dict[str, StoredTensor]) -> Iterator[tuple[str, Source]]:
+    """Scales join their quantised weights, fused experts come apart."""
+    by_name = {canonical_name(name): tensor for name, tensor in stored.items()}
+    for original, tensor in stored.items():
+        name = canonical_name(original)
+        base, _, kind = name.rpartition(".")
+        if kind == "scale":
+            weights = [by_name[n] for n in (f"{base}.weight", base) if n in by_name]
+            if weights and _may_be_quantised(weights[0]):
+                continue
+        fused = re.search(r"\.experts\.(gate_up|down)_proj$", name) and len(tensor.shape) == 3
+        scale = by_name.get(f"{name if fused else base}.scale")
+        scale = scale if _may_be_quantised(tensor) else None
+        if fused:
+            yield from _fused_experts(name, Source(tensor, original, scale=scale))
+        else:
+            yield name, Source(tensor, original, scale=scale)
+
+
+def _may_be_quantised(tensor: StoredTensor) -> bool:
+    return tensor.dtype.name in (_E4M3, *_PACKED)
+
+
+def _fused_experts(name: str, whole: Source) -> Iterator[tuple[str, Source]]:
+    """[E, D, I] into w2 of each expert; [E, 2 * I, D] into w1, the first I rows, and w3."""
+    num_experts, rows = whole.tensor.shape[:2]
+    scale_rows = whole.scale.shape[1] if whole.scale and len(whole.scale.shape) == 3 else 0
+    names = ("w1", "w3") if name.endswith("gate_up_proj") else ("w2",)
+    count = len(names)
+    stem = name.rpartition(".")[0]
+    for expert in range(num_experts):
+        for i, w in enumerate(names):
+            yield (
+                f"{stem}.{expert}.{w}.weight",
+                dataclasses.replace(
+                    whole,
+                    part=(expert, slice(i * rows // count, (i + 1) * rows // count)),
+                    scale_part=(
+                        expert,
+                        slice(i * scale_rows // count, (i + 1) * scale_rows // count),
+                    ),
+                    halves=count,
+                ),
+            )
+
+
+def check_sources(
+    sources: dict[str, Source],
+    targets: dict[str, Target],
+    problems: list[str],
+    directory: pathlib.Path,
+    *,
+    keep: bool,
+) -> None:
+    """Compares what is there with what the model has.
+
+    Args:
+      sources: tensors by canonical name.
+      targets: what the model wants.
+      problems: those that are known already.
+      directory: for the message.
+      keep: whether quantised weights are to stay as they are, which not every tensor may.
+
+    Raises:
+      ValueError: something does not fit; all of it is listed, damaged values too.
+    """
+    problems = problems + [
+        f"missing: {name} {list(target.shape)}"
+        for name, target in targets.items()
+        if name not in sources
+    ]
+    sound: list[Source] = []
+    formats: dict[str, dict[str, str]] = {}  # of each leaf, with the first tensor that has it
+    for name, source in sources.items():
+        if name not in targets:
+            problems.append(f"unexpected: {source.name} {list(source.tensor.shape)}")
+            continue
+        found = list(_misfits(source, targets[name], keep=keep))
+        problems += found
+        if not found:
+            sound.append(source)
+            found_formats = formats.setdefault(targets[name].leaf, {})
+            found_formats.setdefault(_describe(source), source.name)
+    if keep:
+        problems += [
+            f"mixed formats: layers of a kind must store {leaf} alike, but "
+            + ", ".join(f"{name} is {text}" for text, name in found.items())
+            + '; load it with weights="bfloat16"'
+            for leaf, found in formats.items()
+            if len(found) > 1
+        ]
+    if problems:
+        for source in sound:
+            problems += source.damage()
+        raise ValueError(list_problems(directory, problems))
+
+
+def list_problems(directory: pathlib.Path, problems: list[str]) -> str:
+    """The message of an error about all of them."""
+    listed = "\n  ".join(dict.fromkeys(problems))
+    return f"{directory} does not fit its config.json:\n  {listed}"
+
+
+def _misfits(source: Source, target: Target, *, keep: bool) -> Iterator[str]:
+    """What does not fit about dtypes and shapes."""
+    tensor, scale, name, shape = source.tensor, source.scale, source.name, target.shape
+    quantised = source.weight_format is not None
+    if quantised and len(shape) != 2:
+        yield f"wrong dtype: {name}, which is {tensor.dtype}"
+    elif quantised and scale is None:
+        yield f"missing: scale of {name}, which is {tensor.dtype}"
+    elif not quantised and target.is_hash_table != np.issubdtype(tensor.dtype, np.integer):
+        yield f"wrong dtype: {name}, which is {tensor.dtype}"
+    elif source.weight_format is MXFP4 and shape[-1] % 2:
+        yield f"odd width: {name} must have {shape[-1]} inputs, and packed FP4 stores pairs"
+    elif source.shape != shape:
+        yield f"wrong shape: {name} must be {list(shape)}, is {list(source.shape)}"
+    elif scale is not None:
+        if scale.shape != (wanted := source.wanted_scale_shape()):
+            yield f"wrong shape: scale of {name} must be {list(wanted)}, is {list(scale.shape)}"
+        elif not _is_scale_dtype(source, keep=keep):
+            yield f"wrong dtype: scale of {name}, which is {scale.dtype}"
+        elif keep and released_format(target.leaf) is None:
+            yield (
+                f"wrong dtype: {name}, which is {tensor.dtype}, but the model takes it dense; "
+                'load it with weights="bfloat16"'
+            )
+
+
+def _is_scale_dtype(source: Source, *, keep: bool) -> bool:
+    """UE8M0 or f32; of FP4 that is to stay as it is, UE8M0."""
+    assert source.scale is not None
+    is_code = source.scale.dtype.name in _UE8M0
+    return is_code or (
+        source.scale.dtype == np.float32 and not (keep and source.weight_format is MXFP4)
+    )
+
+
+def _describe(source: Source) -> str:
+    if source.weight_format is None:
+        return "dense"
+    name = "FP8" if source.weight_format is BlockFP8 else "FP4"
+    return f"{name} with {'UE8M0' if source.scale_dtype is np.uint8 else 'f32'} scales"
+
+
+def _index(part: tuple[Any, ...]) -> str:
+    """The part of a fused tensor, for a message."""
+    if not part:
+        return ""
+    expert, rows = part
+    return f"[{expert}, {rows.start}:{rows.stop}]"

@@ -1,0 +1,51 @@
+"""Definition of the product of rows with a weight.
+
+Source: deepseek_v4.md section 4.5.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.common.backend import compute_capability
+from pallas_kernels.common.rows import round_rows
+from pallas_kernels.common.weights import Weight, decode_weight, is_quantized
+
+
+def block_linear(x: jax.Array, weight: Weight) -> jax.Array:
+    """[G, T, in] times [G, out, in] -> f32[G, T, out].
+
+    A quantised weight is decoded, and takes x rounded if it is so marked; the product is f32's.
+
+    On a CPU a product of one row is computed as one of two: the two round differently, and a
+    request alone must equal the same request in a batch.
+    """
+    alone = x.shape[1] == 1 and compute_capability() is None
+    x = jnp.concatenate([x, x], axis=1) if alone else x
+    if is_quantized(weight):
+        x = as_operand(x, weight).astype(jnp.float32)
+    matrix = decode_weight(weight)
+    if x.shape[0] == 1:
+        product = _product(x[0], matrix[0], (((1,), (1,)), ((), ())))[None]
+    else:
+        product = _product(x, matrix, (((2,), (2,)), ((0,), (0,))))
+    return product[:, :1] if alone else product
+
+
+def as_operand(x: jax.Array, weight: Weight) -> jax.Array:
+    """The rows as this weight takes them: rounded to E4M3, or left alone."""
+    rounds = not isinstance(weight, jax.Array) and weight.activations == "fp8"
+    return round_rows(x) if rounds else x
+
+
+def _product(x: jax.Array, weight: jax.Array, dimensions: Any) -> jax.Array:
+    return jax.lax.dot_general(
+        x,
+        weight,
+        dimensions,
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )

@@ -1,0 +1,134 @@
+"""Triton kernel that makes a product's rows: some groups of 128 inputs of one row per program.
+
+A row may be any of x's rows, so that an expert's tokens are gathered on the way. Bytes: those of x
+and of the codes, once each.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+
+from pallas_kernels.common import numbers, rows
+from pallas_kernels.common.rows import GROUP
+from pallas_kernels.common.weights import MXFP4, QuantizedWeight
+from pallas_kernels.gpu import triton, triton_codecs
+
+Ref = Any
+_GROUPS = 4
+_NUM_WARPS = 4
+_WORDS = GROUP // 4
+
+
+class Rows(NamedTuple):
+    """Rows in E4M3, whose parts add up.
+
+    Attributes:
+      codes: e4m3[P, R, B * 128], one part if rows are rounded, two if they are as they were.
+      scale: f32[P, B, R].
+    """
+
+    codes: jax.Array
+    scale: jax.Array
+
+    @property
+    def num_parts(self) -> int:
+        """P."""
+        return self.codes.shape[0]
+
+
+def make_rows(
+    x: jax.Array,
+    weight: QuantizedWeight,
+    *,
+    num_spare: int,
+    num_rows: int | None = None,
+    token: jax.Array | None = None,
+) -> Rows:
+    """Rows as this weight takes them, and some that are arbitrary behind them.
+
+    Args:
+      x: [N, in].
+      weight: its `activations` say how many parts there are, its format how inputs are ordered.
+      num_spare: rows that a kernel may read beyond the last.
+      num_rows: R; None is all of x, or of `token`.
+      token: i32[R], the row of x that each is, clamped; None is x's own.
+    """
+    num_rows = num_rows or (x if token is None else token).shape[0]
+    return _launch(
+        x,
+        token,
+        num_rows=num_rows,
+        num_spare=num_spare + -(num_rows + num_spare) % 8,
+        num_parts=1 if weight.activations == "fp8" else 2,
+        reorders=isinstance(weight, MXFP4),
+    )
+
+
+def _launch(
+    x: jax.Array,
+    token: jax.Array | None,
+    *,
+    num_rows: int,
+    num_spare: int,
+    num_parts: int,
+    reorders: bool,
+) -> Rows:
+    dim = x.shape[1]
+    num_groups = -(-dim // GROUP)
+    programs = -(-num_groups // _GROUPS)
+    total = num_rows + num_spare
+    is_whole = dim % (_GROUPS * GROUP) == 0
+
+    def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
+        codes, scales = outputs
+        row, program = pl.program_id(0), pl.program_id(1)
+        source = row if token is None else jnp.clip(inputs[1][row], 0, x.shape[0] - 1)
+        first = program * _GROUPS * GROUP
+        lane = jnp.arange(_GROUPS * GROUP, dtype=jnp.int32)
+        if is_whole:
+            values = inputs[0][source, pl.ds(first, _GROUPS * GROUP)]
+        else:
+            values = triton.load_where(inputs[0], (source, first + lane), first + lane < dim)
+        groups = values.astype(jnp.float32).reshape(_GROUPS, GROUP)
+        scale = numbers.encode_ue8m0(rows.group_maximum(groups) * rows.INV_448)
+        scaled = groups * numbers.invert_ue8m0(scale)[:, None]
+        group = program * _GROUPS + jnp.arange(_GROUPS, dtype=jnp.int32)
+        word = jnp.arange(_GROUPS * _WORDS, dtype=jnp.int32)
+        place = program * _GROUPS * _WORDS + (_reordered(word) if reorders else word)
+        for part in range(num_parts):
+            code = triton.encode_e4m3(scaled)
+            packed = triton_codecs.pack(code.reshape(-1).astype(jnp.uint32), 8, 4)
+            here = jnp.full(word.shape, part, jnp.int32), jnp.broadcast_to(row, word.shape)
+            triton.store_where(codes, (*here, place), packed, place < num_groups * _WORDS)
+            value = numbers.decode_ue8m0(scale)
+            inside = group < num_groups
+            part_of = jnp.full(group.shape, part, jnp.int32)
+            here = part_of, group, jnp.broadcast_to(row, group.shape)
+            triton.store_where(scales, here, value, inside)
+            scaled = (scaled - numbers.decode_e4m3(code)) * np.float32(rows.REST)
+            scale = scale - np.uint8(rows.REST_BITS)
+
+    codes, scale = triton.launch(
+        kernel,
+        grid=(num_rows, programs),
+        inputs=[x] if token is None else [x, token],
+        outputs=[
+            jax.ShapeDtypeStruct((num_parts, total, num_groups * _WORDS), jnp.uint32),
+            jax.ShapeDtypeStruct((num_parts, num_groups, total), jnp.float32),
+        ],
+        num_warps=_NUM_WARPS,
+        name="quantize_rows",
+    )
+    codes = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
+    return Rows(codes.reshape(num_parts, total, num_groups * GROUP), scale)
+
+
+def _reordered(word: jax.Array) -> jax.Array:
+    """Words 8 q + 4 v + k of a group -> 16 v + 4 k + q, as `left_operand.order_columns` has it."""
+    group, q, v, k = word & ~31, (word >> 3) & 3, (word >> 2) & 1, word & 3
+    return group | (v << 4) | (k << 2) | q

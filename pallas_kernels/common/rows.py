@@ -1,0 +1,75 @@
+"""Activations as quantised weights take them: rows of E4M3 with a scale for each 128 inputs.
+
+Source: deepseek_v4.md section 4.5.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.common import numbers
+
+GROUP = 128
+"""Inputs of a row that share a scale."""
+INV_448 = np.float32(1.0) / np.float32(448.0)
+_AMAX_FLOOR = np.float32(1e-4)
+_LARGEST = np.finfo(np.float32).max
+REST_BITS = 4
+REST = 2.0**REST_BITS
+"""What E4M3 leaves of a value is at most 16 where the value is at most 448."""
+
+
+class QuantizedRows(NamedTuple):
+    """Rows in E4M3.
+
+    Attributes:
+      codes: u8[..., ceil(in / 128), 128]; a short last group is filled up with zeros.
+      scale: u8[..., ceil(in / 128)], UE8M0.
+    """
+
+    codes: jax.Array
+    scale: jax.Array
+
+
+def quantize_rows(x: jax.Array) -> QuantizedRows:
+    """[..., in] to E4M3: the least power of two at which no code exceeds 448, floored.
+
+    NaN makes a NaN code and does not reach the scale; infinities make the scale's largest finite
+    value and codes of 448.
+    """
+    groups = numbers.split_groups(x.astype(jnp.float32), GROUP)
+    scale = numbers.encode_ue8m0(group_maximum(groups) * INV_448)
+    return QuantizedRows(
+        numbers.encode_e4m3(groups * numbers.invert_ue8m0(scale)[..., None]), scale
+    )
+
+
+def group_maximum(groups: jax.Array) -> jax.Array:
+    """f32[..., 128] -> f32[...], the largest magnitude that counts for the scale."""
+    magnitude = jnp.where(groups == groups, jnp.abs(groups), 0.0)
+    largest = jnp.max(magnitude, axis=-1)
+    return jnp.minimum(jnp.maximum(largest, _AMAX_FLOOR), _LARGEST)
+
+
+def round_rows(x: jax.Array) -> jax.Array:
+    """[..., in] -> the same dtype: what E4M3 keeps of it, exact in bf16 and f32."""
+    rows = quantize_rows(x)
+    values = numbers.decode_e4m3(rows.codes) * numbers.decode_ue8m0(rows.scale)[..., None]
+    return numbers.join_groups(values, x.shape[-1]).astype(x.dtype)
+
+
+def split_rows(x: jax.Array) -> list[QuantizedRows]:
+    """Two rows of E4M3 that add up to x, bf16[..., in]: what E4M3 keeps of it, and what that lacks.
+
+    E4M3 has 4 bits of a significand and bf16 8, so the sum is exact where a value is at least
+    2^-14 of the largest in its group; below that it is off by at most 2^-22 of the largest.
+    """
+    groups = numbers.split_groups(x.astype(jnp.float32), GROUP)
+    first = quantize_rows(x)
+    scaled = groups * numbers.invert_ue8m0(first.scale)[..., None]
+    rest = (scaled - numbers.decode_e4m3(first.codes)) * np.float32(REST)
+    return [first, QuantizedRows(numbers.encode_e4m3(rest), first.scale - np.uint8(REST_BITS))]

@@ -1,0 +1,87 @@
+"""The experts that tokens picked, in two launches of the kernel that multiplies items.
+
+    rows      each pair's token, sorted by expert                               XLA
+    hidden    share * SwiGLU of gate and up, tile by tile of an expert's rows   first launch
+    down      the product with w2                                               second launch
+    sum       of a token's pairs, in the order in which it picked them          XLA
+
+Bytes: the weights of experts that were picked. An expert with more rows than a tile is read again
+for the next, out of L2. Measurements: docs/kernels/expert_mlp.md.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.block_linear import call_shapes
+from pallas_kernels.block_linear.call_shapes import Tiling
+from pallas_kernels.block_linear.mosaic_hopper import Items, SwiGLU, multiply_items
+from pallas_kernels.block_linear.triton_rows import make_rows
+from pallas_kernels.common.weights import MXFP4, BlockFP8
+from pallas_kernels.expert_mlp import triton_worklist
+from pallas_kernels.expert_mlp.arguments import Arguments
+from pallas_kernels.expert_mlp.worklist import make_worklist, max_tiles
+
+
+def expert_mlp(arguments: Arguments, *, tilings: tuple[Tiling, Tiling] | None = None) -> jax.Array:
+    """See `op.expert_mlp`."""
+    x, expert_ids, expert_weights, w1, w3, w2, limit = arguments
+    assert isinstance(w1, BlockFP8 | MXFP4)
+    assert isinstance(w3, BlockFP8 | MXFP4)
+    assert isinstance(w2, BlockFP8 | MXFP4)
+    num_experts, num_pairs = w1.shape[0], expert_ids.size
+    gate_shapes, down_shapes = call_shapes.shapes_of(w1, 2), call_shapes.shapes_of(w2)
+    if tilings is None:
+        rows_of_expert = _expected_rows(expert_ids, num_experts)
+        num_items = max_tiles(num_pairs, num_experts, rows_of_expert)
+        gate_tiling, down_tiling = (
+            call_shapes.choose_tiling(shapes, rows_of_expert, num_items, may_split=False)
+            for shapes in (gate_shapes, down_shapes)
+        )
+    else:
+        gate_tiling, down_tiling = tilings
+    spare = call_shapes.scale_columns(gate_tiling.columns)
+    token, row, expert, first, num_rows, share = _sort(
+        expert_ids, expert_weights, num_experts, gate_tiling.columns, spare
+    )
+    items = Items(expert, first, num_rows)
+    hidden = multiply_items(
+        make_rows(x, w1, num_spare=spare, token=token),
+        [w1, w3],
+        items,
+        shapes=gate_shapes,
+        tiling=gate_tiling,
+        swiglu=SwiGLU(limit, x.dtype),
+        share=share,
+        dtype=x.dtype,
+    )
+    down = multiply_items(
+        make_rows(hidden[0], w2, num_spare=spare, num_rows=token.shape[0]),
+        [w2],
+        items,
+        shapes=down_shapes,
+        tiling=down_tiling,
+    )
+    is_pair = (expert_ids >= 0) & (expert_ids < num_experts)
+    of_pairs = jnp.where(is_pair[..., None], down[0, row], 0)
+    return jnp.sum(of_pairs, axis=1).astype(x.dtype)
+
+
+def _sort(
+    expert_ids: jax.Array, expert_weights: jax.Array, num_experts: int, tile_rows: int, spare: int
+) -> tuple[jax.Array, ...]:
+    """See `triton_worklist.make_worklist`, for any number of pairs."""
+    if expert_ids.size <= triton_worklist.MAX_PAIRS:
+        return triton_worklist.make_worklist(
+            expert_ids, expert_weights, num_experts, tile_rows, spare
+        )
+    work = make_worklist(expert_ids, num_experts, tile_rows)
+    share = jnp.zeros(work.token.shape[0] + spare, jnp.float32).at[work.row].set(expert_weights)
+    return work.token, work.row, work.expert, work.first, work.num_rows, share
+
+
+def _expected_rows(expert_ids: jax.Array, num_experts: int) -> int:
+    """Rows of a tile: twice what an expert gets if all are picked alike, at most all tokens."""
+    num_tokens, picks = expert_ids.shape
+    return min(num_tokens, max(8, 2 * -(-num_tokens * picks // num_experts)))

@@ -1,0 +1,79 @@
+"""The weighted sum of the experts that each token picked."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.block_linear import call_shapes
+from pallas_kernels.common.backend import Backend, resolve
+from pallas_kernels.common.checks import check_indices, check_rank, check_same_length, check_shape
+from pallas_kernels.common.weights import Weight
+from pallas_kernels.expert_mlp import mosaic_gpu, reference
+from pallas_kernels.expert_mlp.arguments import Arguments
+
+_IMPLEMENTATIONS = {
+    Backend.REFERENCE: reference.expert_mlp,
+    Backend.MOSAIC_GPU: mosaic_gpu.expert_mlp,
+}
+
+
+def expert_mlp(
+    x: jax.Array,
+    expert_ids: jax.Array,
+    expert_weights: jax.Array,
+    w1: Weight,
+    w3: Weight,
+    w2: Weight,
+    *,
+    limit: float,
+    backend: Backend | None = None,
+) -> jax.Array:
+    """Runs each token through the experts that it picked, and adds them up.
+
+    An expert's weights are read if a token picked it. No token is dropped, and none is added to
+    fill up an expert, whatever the routing.
+
+    Args:
+      x: [T, D].
+      expert_ids: i32[T, k]; the experts of a token are distinct. One outside 0 .. E - 1 counts as
+        none.
+      expert_weights: f32[T, k], share of each; applied before the last product.
+      w1: [E, I, D], gate projections, dense or quantised.
+      w3: [E, I, D], up projections.
+      w2: [E, D, I], down projections.
+      limit: clamp of gate (from above) and up (both sides) before SwiGLU.
+      backend: implementation to use; None picks the fastest one that runs here.
+
+    Returns:
+      [T, D].
+
+    Raises:
+      ValueError: a shape or dtype is wrong.
+      NotImplementedError: the named backend can't run here, or not at these sizes.
+
+    Source: deepseek_v4.md section 1.5.
+    """
+    check_rank(2, x=x, expert_ids=expert_ids, expert_weights=expert_weights)
+    check_indices(expert_ids=expert_ids)
+    check_same_length("T", x=x, expert_ids=expert_ids)
+    check_shape("expert_weights", expert_weights, expert_ids.shape, "T, k")
+    if expert_weights.dtype != jnp.float32:
+        raise ValueError(f"expert_weights must be float32, got {expert_weights.dtype}")
+    num_experts, width, dim = w1.shape
+    for name, weight, shape in (
+        ("w1", w1, (num_experts, width, x.shape[1])),
+        ("w3", w3, (num_experts, width, dim)),
+        ("w2", w2, (num_experts, dim, width)),
+    ):
+        if weight.shape != shape:
+            raise ValueError(f"{name} must be {list(shape)}, got {name}.shape={weight.shape}")
+    implementation = resolve(
+        "expert_mlp",
+        backend,
+        _IMPLEMENTATIONS,
+        preferred=Backend.MOSAIC_GPU,
+        obstacle=call_shapes.find_obstacle(x, w1, w3, w2),
+        arguments={"x": x, "expert_ids": expert_ids},
+    )
+    return implementation(Arguments(x, expert_ids, expert_weights, w1, w3, w2, limit))

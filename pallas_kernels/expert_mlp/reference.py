@@ -1,0 +1,66 @@
+"""Definition of the experts that tokens picked.
+
+Source: deepseek_v4.md section 1.5.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.block_linear.reference import block_linear
+from pallas_kernels.common.weights import Weight
+from pallas_kernels.expert_mlp.arguments import Arguments
+from pallas_kernels.expert_mlp.worklist import make_worklist
+
+_SMALLEST_TILE, _LARGEST_TILE = 8, 512
+"""Rows of a tile; multiples of eight, of which a CPU rounds every row alike."""
+_TILES_AT_ONCE = 8
+"""Tiles that are one product, whose experts' weights are copied for it."""
+
+
+def expert_mlp(arguments: Arguments) -> jax.Array:
+    """For each expert, in tiles of the tokens that picked it: w2 (share * swiglu(w1 x, w3 x))."""
+    x, expert_ids, expert_weights, w1, w3, w2, limit = arguments
+    num_experts = w1.shape[0]
+    tile_rows = _choose_tile(expert_ids.size, num_experts)
+    work = make_worklist(expert_ids, num_experts, tile_rows)
+    place = work.row - work.first[work.tile]  # of each pair in its tile
+    is_pair = (expert_ids >= 0) & (expert_ids < num_experts)
+    slot = jnp.where(is_pair, work.tile * tile_rows + place, work.first.size * tile_rows)
+    tokens = jnp.broadcast_to(jnp.arange(x.shape[0])[:, None], slot.shape)
+
+    def in_tiles(values: jax.Array) -> jax.Array:
+        empty = jnp.zeros((work.first.size * tile_rows, *values.shape[2:]), values.dtype)
+        filled = empty.at[slot].set(values, mode="drop")
+        return filled.reshape(work.first.size, tile_rows, *values.shape[2:])
+
+    def run_tile(tile: tuple[jax.Array, ...]) -> jax.Array:
+        expert, rows, share = tile
+
+        def multiply(rows: jax.Array, weights: Weight) -> jax.Array:
+            one = jax.tree.map(lambda leaf: leaf[expert][None], weights)
+            return block_linear(rows[None], one)[0]
+
+        gate, up = (multiply(rows, w).astype(x.dtype) for w in (w1, w3))
+        hidden = swiglu(gate, up, limit) * share[:, None]
+        return multiply(hidden.astype(x.dtype), w2)
+
+    tiles = work.expert, in_tiles(x[tokens]), in_tiles(expert_weights)
+    down = jax.lax.map(run_tile, tiles, batch_size=_TILES_AT_ONCE)
+    down = down.reshape(-1, down.shape[-1]).at[slot].get(mode="fill", fill_value=0)
+    return jnp.sum(down, axis=1).astype(x.dtype)
+
+
+def swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
+    """silu(min(gate, L)) * clip(up, -L, L), in f32."""
+    gate = jnp.minimum(gate.astype(jnp.float32), limit)
+    return jax.nn.silu(gate) * jnp.clip(up.astype(jnp.float32), -limit, limit)
+
+
+def _choose_tile(num_pairs: int, num_experts: int) -> int:
+    """Rows of a tile: an expert's tokens fill a few."""
+    tile = _SMALLEST_TILE
+    while tile < _LARGEST_TILE and tile * 4 * num_experts < num_pairs:
+        tile *= 2
+    return tile

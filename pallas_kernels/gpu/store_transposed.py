@@ -1,0 +1,124 @@
+"""A product's columns as rows of device memory, stored by the threads that hold them.
+
+Eight neighbouring rows of a product lie in eight lanes of a warp, so that a store of f32 fills a
+sector of 32 bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.experimental.mosaic.gpu as mgpu
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from pallas_kernels.common.backend import interpreting
+from pallas_kernels.gpu import left_operand
+
+Ref = Any
+plgpu: Any = mosaic_gpu
+_SCALAR = plgpu.Layout.WG_SPLAT(())
+
+
+def store_transposed(
+    target: Ref,
+    values: jax.Array,
+    *,
+    first_row: jax.Array,
+    num_rows: jax.Array,
+    first_column: jax.Array,
+    operand_order: bool,
+) -> None:
+    """Stores target[first_row + n, first_column + m] = values[m, n] for n below `num_rows`.
+
+    Args:
+      target: [R, C] in device memory, of 16 or 32 bits; columns beyond C are dropped.
+      values: [64, N] of its dtype, in `WGMMA` layout.
+      first_row: i32[].
+      num_rows: i32[], at most N.
+      first_column: i32[].
+      operand_order: whether rows of `values` are in the order of `left_operand.from_rows`.
+    """
+    if interpreting():
+        _interpret(target, values, first_row, num_rows, first_column, operand_order)
+        return
+    size = values.dtype.itemsize
+    is_ragged = target.shape[1] % values.shape[0] != 0
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, _SCALAR, _SCALAR, _SCALAR))
+    def write(_, target, values, first_row, num_rows, first_column):
+        i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+        byte = ir.IntegerType.get_signless(8)
+        width = ir.MemRefType(target.type).shape[1]
+        base = llvm.addrspacecast(llvm.PointerType.get(1), mgpu.utils.memref_ptr(target))
+        first_row, num_rows, first_column = (
+            number.registers.flat[0] for number in (first_row, num_rows, first_column)
+        )
+        kind = ir.IntegerType.get_signless(8 * size)
+        places = values.layout.thread_idxs(values.shape)
+        for register, (row, column) in zip(values.registers.flat, places, strict=True):
+            row, column = arith.index_cast(i32, row), arith.index_cast(i32, column)
+            if operand_order:
+                row = _loaded_row(row)
+            to_column = arith.addi(first_column, row)
+            for i in range(ir.VectorType(register.type).shape[0]):
+                n = arith.addi(column, mgpu.c(i, i32))
+                present = arith.cmpi(arith.CmpIPredicate.slt, n, num_rows)
+                if is_ragged:
+                    inside = arith.cmpi(arith.CmpIPredicate.slt, to_column, mgpu.c(width, i32))
+                    present = arith.andi(present, inside)
+                to_row = arith.extsi(i64, arith.addi(first_row, n))
+                offset = arith.muli(to_row, mgpu.c(width, i64))
+                offset = arith.addi(offset, arith.extsi(i64, to_column))
+                offset = arith.muli(offset, mgpu.c(size, i64))
+                address = mgpu.utils.getelementptr(base, [offset], byte)
+                value = mgpu.utils.bitcast(vector.extract(register, [], [i]), kind)
+                asm = f"""{{
+                  .reg .pred present;
+                  setp.ne.b32 present, $2, 0;
+                  @present st.global.b{8 * size} [$0], $1;
+                }}"""
+                letter = "h" if size == 2 else "r"
+                operands = [address, value, arith.extui(i32, present)]
+                llvm.inline_asm(
+                    ir.Type.parse("!llvm.void"),
+                    operands,
+                    asm,
+                    f"l,{letter},r",
+                    has_side_effects=True,
+                )
+
+    write(target, values, first_row, num_rows, first_column)
+
+
+def _loaded_row(row: ir.Value) -> ir.Value:
+    """16 w + 8 h + r -> 32 h + 8 w + r."""
+    i32 = ir.IntegerType.get_signless(32)
+
+    def bits(value: ir.Value, shift: int, mask: int, to: int) -> ir.Value:
+        value = arith.andi(arith.shrui(value, mgpu.c(shift, i32)), mgpu.c(mask, i32))
+        return arith.shli(value, mgpu.c(to, i32))
+
+    return arith.ori(arith.ori(bits(row, 0, 7, 0), bits(row, 3, 1, 5)), bits(row, 4, 3, 3))
+
+
+def _interpret(
+    target: Ref,
+    values: jax.Array,
+    first_row: jax.Array,
+    num_rows: jax.Array,
+    first_column: jax.Array,
+    operand_order: bool,
+) -> None:
+    height, width = values.shape
+    if operand_order:
+        values = jax.vmap(left_operand.to_rows, in_axes=1, out_axes=1)(values)
+    height = min(height, target.shape[1])  # of the one tile of a narrow target
+    for n in range(width):
+
+        @pl.when(n < num_rows)
+        def _(n: int = n) -> None:
+            target[first_row + n, pl.ds(first_column, height)] = values[:height, n]

@@ -1,0 +1,63 @@
+"""Rounding of activations, bit for bit against the released rule in float64."""
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels.common import rows
+
+TIES = np.array([1.0625, 1.1875, 17 / 512, 2.0**-10, 3 * 2.0**-10, 447, 448, 0.4375, -1.0625])
+
+
+def expected(x):
+    """Values of [..., n], n at most 128, by the rule: E4M3 of x over a power of two, times it."""
+    x = np.asarray(x, np.float32)
+    finite = np.where(np.isnan(x), 0, np.abs(x))
+    amax = np.minimum(
+        np.maximum(finite.max(axis=-1, keepdims=True), np.float32(1e-4)), 3.4028235e38
+    )
+    ratio = amax.astype(np.float32) * (np.float32(1) / np.float32(448))
+    scale = np.exp2(np.ceil(np.log2(ratio.astype(np.float64))))
+    codes = np.clip(x.astype(np.float64) / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    return codes.astype(np.float64) * scale
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("size", [1e-7, 1e-4, 1.0, 300.0, 1e20])
+def test_values_are_those_of_the_rule(size, dtype):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(50, 128)) * size, dtype)
+    np.testing.assert_array_equal(np.asarray(rows.round_rows(x), np.float64), expected(x))
+
+
+@pytest.mark.parametrize("power", [-20, -3, 0, 5])
+def test_ties_go_to_the_even_code(power):
+    x = np.zeros((1, 128), np.float32)
+    x[0, : len(TIES)] = TIES
+    x[0, 100] = 448
+    x = np.ldexp(x, power)
+    np.testing.assert_array_equal(np.asarray(rows.round_rows(jnp.asarray(x))), expected(x))
+
+
+def test_rows_of_zeros_nan_and_infinities():
+    x = np.zeros((4, 256), np.float32)
+    x[1, 3], x[2, 200], x[3, 130] = np.nan, np.inf, -0.0
+    x[1, 4] = 2.0
+    rounded = np.asarray(rows.round_rows(jnp.asarray(x)))
+    np.testing.assert_array_equal(rounded[0], 0)
+    assert np.isnan(rounded[1, 3])
+    assert rounded[1, 4] == 2.0
+    assert np.isnan(rounded[1]).sum() == 1
+    assert rounded[2, 200] > 1e38
+    np.testing.assert_array_equal(rounded[2, :200], 0)
+    scale = np.asarray(rows.quantize_rows(jnp.asarray(x)).scale)
+    assert scale[0].tolist() == [105, 105]  # 1e-4 / 448, rounded up to a power of two
+
+
+def test_groups_are_of_128_inputs_and_a_short_one_is_filled_up():
+    x = np.full((1, 200), 1e-3, np.float32)
+    x[0, 5] = 448.0
+    rounded = np.asarray(rows.round_rows(jnp.asarray(x)))
+    np.testing.assert_array_equal(rounded[0, :128], expected(x[:, :128])[0])
+    np.testing.assert_array_equal(rounded[0, 128:], expected(x[:, 128:])[0])
+    assert rows.quantize_rows(jnp.asarray(x)).codes.shape == (1, 2, 128)
