@@ -13,10 +13,9 @@ from helpers import inputs, slow
 from helpers.calls import call_specs, make_call
 from helpers.inputs import CASE_LAYER, LAYER, NUM_LAYERS, poison, shuffled_table
 from pallas_kernels import Backend, LayerPlanes, get_cache_format, gpu_interpreter, index_topk
-from pallas_kernels.gpu import mosaic_bulk
+from pallas_kernels.gpu import mosaic_bulk, unpack_mxfp4
 from pallas_kernels.index_scores import mosaic_gpu as scores_kernel
 from pallas_kernels.index_scores import tiling as scores_tiling
-from pallas_kernels.index_scores import unpack_mxfp4
 from pallas_kernels.index_scores.reference import index_scores
 from pallas_kernels.select_top_k.reference import select_top_k
 
