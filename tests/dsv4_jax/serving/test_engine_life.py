@@ -135,7 +135,7 @@ class Life:
     ("seed", "scarce"),
     [
         (0, False),
-        (1, True),
+        pytest.param(1, True, marks=pytest.mark.slow),
         pytest.param(1, False, marks=pytest.mark.slow),
         pytest.param(0, True, marks=pytest.mark.slow),
     ],

@@ -2,12 +2,14 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers import slow
 from pallas_kernels import block_linear
 from pallas_kernels.block_linear import call_shapes, mosaic_gpu, reference
 from pallas_kernels.block_linear.call_shapes import Tiling
@@ -38,8 +40,13 @@ def run(x, weight, tiling=None):
     return mosaic_gpu.block_linear(x, weight, tiling=tiling)
 
 
-@pytest.mark.parametrize("activations", weights.ACTIVATIONS)
-@pytest.mark.parametrize("kind", QUANTIZE)
+@pytest.mark.parametrize(
+    ("kind", "activations"),
+    slow.all_but(
+        [("fp8", "bfloat16"), ("mxfp4", "fp8")],
+        list(itertools.product(QUANTIZE, weights.ACTIVATIONS)),
+    ),
+)
 def test_products_are_the_reference_s(lane, kind, activations):
     weight = make(kind, (192, 512), activations)
     x = jax.random.normal(jax.random.key(1), (5, 512)).astype(jnp.bfloat16)
@@ -48,19 +55,26 @@ def test_products_are_the_reference_s(lane, kind, activations):
     close(lane, found, expected)
 
 
+TILINGS = [Tiling(8, 1, 2), Tiling(16, 2, 2), Tiling(8, 2, 3, splits=2), Tiling(32, 1, 4, splits=4)]
+
+
 @pytest.mark.parametrize(
-    "tiling",
-    [Tiling(8, 1, 2), Tiling(16, 2, 2), Tiling(8, 2, 3, splits=2), Tiling(32, 1, 4, splits=4)],
+    ("kind", "tiling"),
+    slow.all_but(
+        [("fp8", TILINGS[2]), ("mxfp4", TILINGS[1])],
+        list(itertools.product(QUANTIZE, TILINGS)),
+    ),
     ids=str,
 )
-@pytest.mark.parametrize("kind", QUANTIZE)
 def test_any_tiling_gives_the_products_of_every_group(lane, kind, tiling):
     weight = make(kind, (2, 128, 512))
     x = jax.random.normal(jax.random.key(1), (2, 11, 512)).astype(jnp.bfloat16)
     close(lane, run(x, weight, tiling), reference.block_linear(x, weight))
 
 
-@pytest.mark.parametrize("shape", [(40, 96), (200, 130)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(200, 130), pytest.param((40, 96), marks=pytest.mark.slow)], ids=str
+)
 def test_mxfp4_of_any_width(lane, shape):
     weight = make("mxfp4", shape)
     x = jax.random.normal(jax.random.key(1), (3, shape[1])).astype(jnp.bfloat16)

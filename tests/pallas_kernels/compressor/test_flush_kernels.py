@@ -102,7 +102,8 @@ def test_bits_do_not_depend_on_how_tokens_are_cut_into_calls(lane, kind, schedul
     assert_same_bytes(flat(actual), flat(whole))
 
 
-@pytest.mark.parametrize("kind", slow.all_but(["hca"], list(RATES)))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", RATES)
 def test_windows_may_close_in_any_order(lane, kind, monkeypatch):
     """The definitions and kernels take the closing tokens, and -1, as they come."""
     rng = np.random.default_rng(0)
@@ -140,7 +141,7 @@ def test_b5_a_program_without_a_window_writes_nothing_where_means_come_from_memo
     assert_same_bytes(flat(layer["entries"]), flat(empty["entries"]))
 
 
-@pytest.mark.parametrize("width", [128, 512])
+@pytest.mark.parametrize("width", slow.all_but([512], [128, 512]))
 def test_any_number_of_warps_adds_in_the_order_of_the_reference(lane, width):
     x = np.random.default_rng(width).normal(size=(5, width)).astype(np.float32)
 

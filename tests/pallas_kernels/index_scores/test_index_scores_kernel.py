@@ -87,7 +87,7 @@ def test_scores_are_the_reference_s(lane, name):
     assert max(e.max(initial=0) for e in errors(arguments, keys, shifted)) > 100
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", slow.all_but(["fp8_ue8m0"], FORMATS))
 def test_blackwell_s_tensor_cores_give_the_same(name):
     """In the interpreter alone: no card of that kind has been here."""
     arguments, keys = draw(name)
@@ -143,7 +143,7 @@ def test_keys_that_l2_may_drop_give_the_same_bits(lane, name, monkeypatch):
     assert not scores_tiling.read_once(8, 8, 2**22)
 
 
-@pytest.mark.parametrize("entries_per_block", [4, 52])
+@pytest.mark.parametrize("entries_per_block", slow.all_but([52], [4, 52]))
 def test_blocks_of_any_size(lane, entries_per_block):
     arguments, keys = draw("fp8_ue8m0", visible=(40, 9, 0), entries_per_block=entries_per_block)
     assert max(e.max(initial=0) for e in errors(arguments, keys, scores_of(arguments))) < 1
@@ -180,7 +180,7 @@ def test_twenty_runs_give_the_same_bits():
             np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", slow.all_but(["fp8_ue8m0"], FORMATS))
 def test_the_selection_is_that_of_the_scores(lane, name):
     """And the reference's, but for entries whose scores lie within the tolerance of the last."""
     arguments, _ = draw(name)
