@@ -52,6 +52,7 @@ def checkpoint(request, tmp_path, monkeypatch):
         monkeypatch.setattr(ds, "SHIPPED_CHECKPOINT", tmp_path)
 
 
+@pytest.mark.slow
 def test_the_example_of_the_readme_runs(checkpoint, capsys):
     (example,) = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
     exec(compile(example, "README.md", "exec"), {})

@@ -49,6 +49,7 @@ def projections(width):
     return ds.cache.Projections(values=normal(T, width, seed=1), scores=normal(T, width, seed=2))
 
 
+@jax.jit
 def written(handle, kv=None):
     """The handle after `write_swa` with the projections that its layer wants."""
     width = {"swa": 0, "csa": 2 * DIM, "hca": DIM}[handle.schema.attn_type]
@@ -60,6 +61,7 @@ def written(handle, kv=None):
     )
 
 
+@jax.jit
 def flushed(handle):
     """Entry i of the call holds i + 1 everywhere, its index key -(i + 1)."""
     count = handle.call.closing_tokens(handle.schema.compression_ratio).shape[0]
