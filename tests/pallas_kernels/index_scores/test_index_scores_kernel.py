@@ -113,7 +113,8 @@ def test_any_tiling_gives_the_same_bits(lane, tiling):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("name", slow.all_but(["fp8_ue8m0"], FORMATS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORMATS)
 def test_keys_that_l2_may_drop_give_the_same_bits(lane, name, monkeypatch):
     """A call says so of more than L2 holds, of which each key has one reader."""
     arguments, _ = draw(name)
@@ -143,7 +144,8 @@ def test_keys_that_l2_may_drop_give_the_same_bits(lane, name, monkeypatch):
     assert not scores_tiling.read_once(8, 8, 2**22)
 
 
-@pytest.mark.parametrize("entries_per_block", slow.all_but([52], [4, 52]))
+@pytest.mark.slow
+@pytest.mark.parametrize("entries_per_block", [4, 52])
 def test_blocks_of_any_size(lane, entries_per_block):
     arguments, keys = draw("fp8_ue8m0", visible=(40, 9, 0), entries_per_block=entries_per_block)
     assert max(e.max(initial=0) for e in errors(arguments, keys, scores_of(arguments))) < 1
