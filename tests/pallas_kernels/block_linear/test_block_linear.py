@@ -42,6 +42,7 @@ def test_against_float64(lead, kind, activations):
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_row_alone_has_the_bits_that_it_has_among_others():
     weight, x = make("mxfp4", (96, 256)), jax.random.normal(jax.random.key(3), (8, 256))
     together = block_linear(x, weight)
@@ -49,6 +50,7 @@ def test_a_row_alone_has_the_bits_that_it_has_among_others():
         np.testing.assert_array_equal(block_linear(x[row : row + 1], weight)[0], together[row])
 
 
+@pytest.mark.slow
 def test_the_result_has_the_dtype_that_is_asked_for():
     x = jnp.ones((2, 64), jnp.bfloat16)
     assert block_linear(x, make("fp8", (8, 64))).dtype == jnp.bfloat16
