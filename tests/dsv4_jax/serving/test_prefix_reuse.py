@@ -74,6 +74,7 @@ def test_the_same_request_again_hits_all_but_its_last_block_of_tokens(rng, lengt
     assert hits(engine) == (length - 1) // 128 * 128
 
 
+@pytest.mark.slow
 def test_a_boundary_inside_a_chunk_is_kept(rng):
     """One chunk of 300 tokens crosses 128 and 256: both can be resumed at.
 
@@ -173,6 +174,7 @@ def test_the_least_recently_used_snapshot_goes_first_and_blocks_stay(rng):
     assert hit(texts[1]) == 0
 
 
+@pytest.mark.slow
 def test_a_long_answer_leaves_its_prompt_a_snapshot(rng):
     """Two places, three boundaries of an answer: its last one and the prompt's stay."""
     engine, text = limit(make_engine(), num_snapshots=2), prompt(rng, 130)
