@@ -187,6 +187,7 @@ def window_without_the_query(monkeypatch, config, params):
     ("break_it", "first"),
     slow.all_but(
         [
+            (mix_streams_untransposed, "L0/out"),
             (position_bias_one_row_off, "L1/comp/normed"),
         ],
         [
