@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 from jax.typing import DTypeLike
 
-from pallas_kernels import block_linear
+from pallas_kernels import block_linear, block_linears
 from pallas_kernels.common.weights import Weight
 
 
@@ -19,6 +21,12 @@ def linear(x: jax.Array, weight: Weight, *, dtype: DTypeLike | None = None) -> j
     """
     product = block_linear(x.reshape(-1, x.shape[-1]), weight, dtype=dtype)
     return product.reshape(*x.shape[:-1], product.shape[-1])
+
+
+def linears(x: jax.Array, weights: Sequence[Weight]) -> list[jax.Array]:
+    """`linear` of the same rows with several weights, in one launch where they are quantised."""
+    products = block_linears(x.reshape(-1, x.shape[-1]), weights)
+    return [product.reshape(*x.shape[:-1], product.shape[-1]) for product in products]
 
 
 def grouped_linear(x: jax.Array, weight: Weight, *, dtype: DTypeLike | None = None) -> jax.Array:

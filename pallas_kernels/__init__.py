@@ -2,7 +2,7 @@
 
 from pallas_kernels.append_and_flush import Appended, append_and_flush
 from pallas_kernels.append_tokens import append_tokens
-from pallas_kernels.block_linear import block_linear
+from pallas_kernels.block_linear import block_linear, block_linears, swiglu_linear
 from pallas_kernels.common.backend import (
     Backend,
     FallbackWarning,
@@ -40,6 +40,7 @@ __all__ = [
     "append_and_flush",
     "append_tokens",
     "block_linear",
+    "block_linears",
     "encode_tokens",
     "expert_mlp",
     "flush_csa",
@@ -54,4 +55,5 @@ __all__ = [
     "index_topk",
     "round_index_queries",
     "sparse_attention",
+    "swiglu_linear",
 ]

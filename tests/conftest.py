@@ -36,6 +36,7 @@ QUICKLY_COMPILED = (
     "dsv4_jax/checkpoint/test_checkpoint.py",
     "dsv4_jax/checkpoint/test_shipped_checkpoint.py",
     "dsv4_jax/checkpoint/test_stored_weights.py",
+    "dsv4_jax/cli/test_convert.py",
     "dsv4_jax/cli/test_generate.py",
     "dsv4_jax/cli/test_verify.py",
     "dsv4_jax/model/test_against_transformers.py",

@@ -6,8 +6,10 @@ import pytest
 
 from benchmarks import (
     bench_append,
+    bench_block_linear,
     bench_compress,
     bench_decode_baselines,
+    bench_expert_mlp,
     bench_gather,
     bench_index_scores,
     bench_sparse_attention,
@@ -17,6 +19,8 @@ from dsv4_jax.bench import compare, timing
 
 BENCHMARKS = [
     (bench_append, 23),
+    (bench_block_linear, 45),
+    (bench_expert_mlp, 16),
     (bench_compress, 8),
     (bench_gather, 9),
     (bench_index_scores, 28),

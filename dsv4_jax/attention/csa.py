@@ -7,9 +7,9 @@ import dataclasses
 import jax
 
 from dsv4_jax.attention.compressor import project
-from dsv4_jax.attention.indexer import index_weights, project_index_queries
+from dsv4_jax.attention.indexer import index_weights
 from dsv4_jax.attention.params import AttentionParams
-from dsv4_jax.attention.projections import output, project_kv, project_queries, query_latent
+from dsv4_jax.attention.projections import output, project_input, project_queries
 from dsv4_jax.attention.rope import rope_frequencies
 from dsv4_jax.cache.append import LayerNorms, LayerTokens
 from dsv4_jax.cache.handle import LayerCacheHandle
@@ -32,13 +32,14 @@ def csa_attention(
     assert indexer is not None
     frequencies = rope_frequencies(config, AttentionType.CSA)
     positions = handle.positions
-    latent = query_latent(params, x, config)
-    selected, index_queries = handle.selected, None
-    if selected is None:
-        index_queries = project_index_queries(indexer, latent, config)
+    latent, kv = project_input(params, x, config)
+    selected = handle.selected
+    queries, index_queries = project_queries(
+        params, latent, config, indexer if selected is None else None
+    )
     tokens = LayerTokens(
-        queries=project_queries(params, latent, config),
-        kv=project_kv(params, x),
+        queries=queries,
+        kv=kv,
         compressor=project(compressor, x, positions),
         indexer=project(indexer.compressor, x, positions, "idx"),
         index_queries=index_queries,

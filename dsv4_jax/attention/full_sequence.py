@@ -19,7 +19,7 @@ from dsv4_jax.attention.params import AttentionParams
 from dsv4_jax.attention.projections import (
     inverse_rope,
     output,
-    query_latent,
+    project_input,
     rotated_queries,
     window_entry,
 )
@@ -93,10 +93,10 @@ def attend_full_sequence(
     frequencies = rope_frequencies(config, attn)
     tokens = jnp.arange(x.shape[1], dtype=jnp.int32)
     positions = jnp.broadcast_to(tokens[None], x.shape[:2])
-    latent = query_latent(params, x, config)
+    latent, kv = project_input(params, x, config)
     q = rotated_queries(params, latent, positions, frequencies, config)
     window = fmt.round_entry(
-        window_entry(params, x, positions, frequencies, config), config.rope_dim
+        window_entry(params, kv, positions, frequencies, config), config.rope_dim
     )
     age = tokens[:, None] - tokens[None]
     keys, valid = [window], [(age >= 0) & (age < config.sliding_window)]

@@ -6,7 +6,7 @@ import jax
 
 from dsv4_jax.attention.compressor import project
 from dsv4_jax.attention.params import AttentionParams
-from dsv4_jax.attention.projections import output, project_kv, project_queries, query_latent
+from dsv4_jax.attention.projections import output, project_input, project_queries
 from dsv4_jax.attention.rope import rope_frequencies
 from dsv4_jax.cache.append import LayerNorms, LayerTokens
 from dsv4_jax.cache.handle import LayerCacheHandle
@@ -26,9 +26,11 @@ def hca_attention(
     assert compressor is not None
     frequencies = rope_frequencies(config, AttentionType.HCA)
     positions = handle.positions
+    latent, kv = project_input(params, x, config)
+    queries, _ = project_queries(params, latent, config)
     tokens = LayerTokens(
-        queries=project_queries(params, query_latent(params, x, config), config),
-        kv=project_kv(params, x),
+        queries=queries,
+        kv=kv,
         compressor=project(compressor, x, positions),
     )
     norms = LayerNorms(

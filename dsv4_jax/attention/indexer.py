@@ -18,8 +18,12 @@ def project_index_queries(
     params: IndexerParams, latent: jax.Array, config: DSV4Config
 ) -> jax.Array:
     """Index queries before RoPE, [..., ql] -> [..., IH, IC]; no norm follows."""
-    heads = linear(latent, params.wq_b)
-    return heads.reshape(*latent.shape[:-1], config.indexer_num_heads, config.indexer_head_dim)
+    return split_index_heads(linear(latent, params.wq_b), config)
+
+
+def split_index_heads(heads: jax.Array, config: DSV4Config) -> jax.Array:
+    """[..., IH * IC] -> [..., IH, IC]."""
+    return heads.reshape(*heads.shape[:-1], config.indexer_num_heads, config.indexer_head_dim)
 
 
 def index_weights(params: IndexerParams, x: jax.Array) -> jax.Array:

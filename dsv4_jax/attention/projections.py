@@ -8,9 +8,10 @@ from __future__ import annotations
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from dsv4_jax.attention.params import AttentionParams
+from dsv4_jax.attention.indexer import split_index_heads
+from dsv4_jax.attention.params import AttentionParams, IndexerParams
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.linear import grouped_linear, linear
+from dsv4_jax.linear import grouped_linear, linear, linears
 from pallas_kernels.common.norm_rope import rms_norm, rms_norm_by_pairs, rotate
 from pallas_kernels.common.weights import (
     FP8_BLOCK,
@@ -22,21 +23,37 @@ from pallas_kernels.common.weights import (
 )
 
 
-def query_latent(params: AttentionParams, x: jax.Array, config: DSV4Config) -> jax.Array:
-    """The normed query latent, [..., D] -> [..., ql]; the indexer's queries start from it too."""
-    latent = rms_norm(linear(x, params.wq_a), params.q_norm, eps=config.rms_norm_eps)
-    return checkpoint_name(latent, "q_lora")
+def project_input(
+    params: AttentionParams, x: jax.Array, config: DSV4Config
+) -> tuple[jax.Array, jax.Array]:
+    """What every attention makes of its input [..., D].
+
+    Returns:
+      The normed query latent [..., ql], from which the indexer's queries start too, and the window
+      entry before norm and RoPE, [..., C], key and value in one.
+    """
+    latent, kv = linears(x, [params.wq_a, params.wkv])
+    latent = rms_norm(latent, params.q_norm, eps=config.rms_norm_eps)
+    return checkpoint_name(latent, "q_lora"), checkpoint_name(kv, "kv_lin")
 
 
-def project_queries(params: AttentionParams, latent: jax.Array, config: DSV4Config) -> jax.Array:
-    """The queries before norm and RoPE: [..., ql] -> [..., H, C]."""
-    heads = checkpoint_name(linear(latent, params.wq_b), "q_b")
-    return heads.reshape(*latent.shape[:-1], config.num_attention_heads, config.head_dim)
+def project_queries(
+    params: AttentionParams,
+    latent: jax.Array,
+    config: DSV4Config,
+    indexer: IndexerParams | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """The queries before norm and RoPE: [..., ql] -> [..., H, C].
 
-
-def project_kv(params: AttentionParams, x: jax.Array) -> jax.Array:
-    """The window entry before norm and RoPE: [..., D] -> [..., C], key and value in one."""
-    return checkpoint_name(linear(x, params.wkv), "kv_lin")
+    With an indexer also its queries before RoPE, [..., IH, IC]; no norm follows those.
+    """
+    weights = [params.wq_b] if indexer is None else [params.wq_b, indexer.wq_b]
+    heads, *index_heads = linears(latent, weights)
+    heads = checkpoint_name(heads, "q_b")
+    heads = heads.reshape(*latent.shape[:-1], config.num_attention_heads, config.head_dim)
+    if not index_heads:
+        return heads, None
+    return heads, split_index_heads(index_heads[0], config)
 
 
 def rotated_queries(
@@ -47,7 +64,7 @@ def rotated_queries(
     config: DSV4Config,
 ) -> jax.Array:
     """Each head normed without a weight, then RoPE: [..., ql], i32[...] -> [..., H, C]."""
-    heads = project_queries(params, latent, config)
+    heads, _ = project_queries(params, latent, config)
     heads = rms_norm_by_pairs(heads, None, eps=config.rms_norm_eps)
     heads = checkpoint_name(heads, "q_normed")
     return checkpoint_name(rotate(heads, positions[..., None], frequencies), "q")
@@ -55,13 +72,13 @@ def rotated_queries(
 
 def window_entry(
     params: AttentionParams,
-    x: jax.Array,
+    kv: jax.Array,
     positions: jax.Array,
     frequencies: jax.Array,
     config: DSV4Config,
 ) -> jax.Array:
-    """Norm and RoPE, not yet rounded to a format: [..., D], positions i32[...] -> [..., C]."""
-    kv = rms_norm_by_pairs(project_kv(params, x), params.kv_norm, eps=config.rms_norm_eps)
+    """Norm and RoPE, not yet rounded to a format: [..., C], positions i32[...] -> [..., C]."""
+    kv = rms_norm_by_pairs(kv, params.kv_norm, eps=config.rms_norm_eps)
     return checkpoint_name(rotate(checkpoint_name(kv, "kv_normed"), positions, frequencies), "kv")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from dsv4_jax.attention.params import AttentionParams
-from dsv4_jax.attention.projections import output, project_kv, project_queries, query_latent
+from dsv4_jax.attention.projections import output, project_input, project_queries
 from dsv4_jax.attention.rope import rope_frequencies
 from dsv4_jax.cache.append import LayerNorms, LayerTokens
 from dsv4_jax.cache.handle import LayerCacheHandle
@@ -31,9 +31,11 @@ def swa_attention(
     Source: deepseek_v4.md section 1.3.
     """
     frequencies = rope_frequencies(config, AttentionType.SWA)
+    latent, kv = project_input(params, x, config)
+    queries, _ = project_queries(params, latent, config)
     tokens = LayerTokens(
-        queries=project_queries(params, query_latent(params, x, config), config),
-        kv=project_kv(params, x),
+        queries=queries,
+        kv=kv,
     )
     norms = LayerNorms(kv=params.kv_norm, frequencies=frequencies, eps=config.rms_norm_eps)
     handle, appended = handle.append(tokens, norms)

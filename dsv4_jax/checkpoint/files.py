@@ -8,7 +8,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import pathlib
+from collections.abc import Iterable
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -106,6 +109,36 @@ def list_tensors(file: pathlib.Path) -> dict[str, StoredTensor]:
             raise ValueError(f"{file} is damaged: {name} does not fill its bytes")
         tensors[name] = StoredTensor(file, dtype, shape, 8 + header_size + begin)
     return tensors
+
+
+def write_tensors(
+    file: pathlib.Path,
+    header: Iterable[tuple[str, np.dtype, tuple[int, ...]]],
+    arrays: Iterable[np.ndarray],
+) -> None:
+    """Writes a file tensor by tensor, under another name until it is complete.
+
+    Args:
+      file: its path.
+      header: name, dtype and shape of every tensor.
+      arrays: their contents, in that order; each is made when it is written.
+    """
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    names = {dtype: name for name, dtype in _DTYPES.items()}
+    end = 0
+    for name, dtype, shape in header:
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        offsets = [begin, end]
+        entries[name] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": offsets}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    partial = file.with_name(f"{file.name}.partial")
+    with partial.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for array in arrays:
+            stream.write(np.ascontiguousarray(array).view(np.uint8).data)
+        assert stream.tell() == 8 + len(text) + end
+    os.replace(partial, file)
 
 
 def decode_weight(weight: np.ndarray, scale: np.ndarray) -> np.ndarray:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,11 +13,17 @@ import numpy as np
 from tqdm import tqdm
 
 from dsv4_jax.checkpoint.names import Target, all_targets, dotted_path, get_leaf
-from dsv4_jax.checkpoint.sources import Source, check_sources, list_problems, open_checkpoint
+from dsv4_jax.checkpoint.sources import (
+    Source,
+    check_sources,
+    find_damage,
+    list_problems,
+    open_checkpoint,
+)
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import DSV4Params, param_shapes
 from dsv4_jax.model.released import quantized_shape
-from pallas_kernels.common.weights import MXFP4, BlockFP8
+from pallas_kernels.common.weights import MXFP4, BlockFP8, weight_bytes
 
 SHIPPED_CHECKPOINT = pathlib.Path(__file__).parents[1] / "data" / "checkpoint"
 """A small trained model that comes with the package: bytes as tokens, every type of layer."""
@@ -27,6 +32,8 @@ DEFAULT_DTYPE = jnp.bfloat16
 """Dtype of activations unless another one is given."""
 
 WEIGHTS = ("stored", "bfloat16", "float32")
+_LARGE_BYTES = 2**26
+"""Leaves up to this size are stacked on the host. JAX may keep such a stack until its next call."""
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -77,94 +84,99 @@ def load_checkpoint(
     config, sources, problems = open_checkpoint(directory)
     shapes = param_shapes(config, dtype)
     targets = all_targets(config, shapes)
-    check_sources(sources, targets, problems, directory, keep=keep)
+    num_experts = config.num_routed_experts
+    check_sources(sources, targets, problems, directory, num_experts=num_experts, keep=keep)
     by_leaf: dict[str, list[tuple[Target, Source]]] = {}
     for name, target in targets.items():
         by_leaf.setdefault(target.leaf, []).append((target, sources[name]))
     filled: dict[str, Any] = {}
-    num_experts = config.num_routed_experts
     with tqdm(total=len(targets), unit="tensor", disable=not progress, desc="loading") as bar:
         for leaf, tensors in by_leaf.items():
-            reader = _reader(get_leaf(shapes, leaf), tensors[0][1], keep=keep)
+            stack = _open_stack(get_leaf(shapes, leaf), tensors[0][1], keep=keep)
             for target, source in tensors:
-                problems += source.damage()
-                if target.is_hash_table:
-                    problems += _unknown_experts(source, num_experts)
+                problems += find_damage(source, target, num_experts)
                 if not problems:
-                    reader.add(target.index, source)
+                    stack.add(target.index, source)
                 bar.update()
-            filled[leaf] = jax.block_until_ready(reader.finish())
-            del reader  # the next one's memory must not come on top
+            filled[leaf] = jax.block_until_ready(stack.finish())
+            del stack  # the next one must not come on top
     if problems:
         raise ValueError(list_problems(directory, problems))
     leaves, treedef = jax.tree.flatten_with_path(shapes)
     return config, jax.tree.unflatten(treedef, [filled[dotted_path(path)] for path, _ in leaves])
 
 
-def _unknown_experts(source: Source, num_experts: int) -> Iterator[str]:
-    table = source.read()
-    if table.min() < 0 or table.max() >= num_experts:
-        yield (
-            f"{source.name} must hold experts 0..{num_experts - 1}, "
-            f"got {table.min()}..{table.max()}"
+def _read(source: Source, wanted: Any) -> tuple[np.ndarray, ...]:
+    """A tensor for a leaf like `wanted`: its values, or codes and scales as they are stored."""
+    if isinstance(wanted, BlockFP8 | MXFP4):
+        return source.read(), source.read_scale()
+    return (source.decode().astype(wanted.dtype, copy=False),)
+
+
+class _HostStack:
+    """Fills a leaf on the host: nothing is compiled for it."""
+
+    def __init__(self, wanted: Any):
+        self._wanted = wanted
+        self._stack = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), wanted)
+
+    def add(self, index: tuple[int, ...], source: Source) -> None:
+        arrays = _read(source, self._wanted)
+        for stack, array in zip(jax.tree.leaves(self._stack), arrays, strict=True):
+            stack[index] = array
+
+    def finish(self) -> Any:
+        return jax.tree.map(jnp.asarray, self._stack)
+
+
+class _DeviceStack:
+    """Fills a leaf on the device, so that the host holds one tensor; MXFP4 is rearranged there."""
+
+    def __init__(self, wanted: Any):
+        self._wanted = wanted
+        self._stack = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, _bits(leaf.dtype)), wanted)
+
+    def add(self, index: tuple[int, ...], source: Source) -> None:
+        arrays = tuple(
+            np.ascontiguousarray(array).view(_bits(array.dtype))
+            for array in _read(source, self._wanted)
         )
+        self._stack = _put(self._stack, np.asarray(index, np.int32), arrays)
+
+    def finish(self) -> Any:
+        def restore(bits: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+            return bits if bits.dtype == wanted.dtype else bits.view(wanted.dtype)
+
+        return jax.tree.map(restore, self._stack, self._wanted)
 
 
-class _DenseReader:
-    """Stacks a dense leaf on the host; quantised weights are decoded."""
-
-    def __init__(self, shape: jax.ShapeDtypeStruct):
-        self._stack = np.empty(shape.shape, shape.dtype)
-
-    def add(self, index: tuple[int, ...], source: Source) -> None:
-        self._stack[index] = source.decode().astype(self._stack.dtype)
-
-    def finish(self) -> jax.Array:
-        return jnp.asarray(self._stack)
+def _bits(dtype: Any) -> Any:
+    """U8 for E4M3, of which XLA converts a whole stack on a CPU to write one tensor."""
+    return np.uint8 if dtype == jnp.float8_e4m3fn else dtype
 
 
-class _FP8Reader:
-    """Stacks codes and scales on the host."""
-
-    def __init__(self, shape: jax.ShapeDtypeStruct, scale_dtype: type[np.generic]):
-        wanted = quantized_shape(BlockFP8, shape.shape, shape.dtype, scale_dtype=scale_dtype)
-        self._weight = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), wanted)
-
-    def add(self, index: tuple[int, ...], source: Source) -> None:
-        self._weight.codes[index] = source.read()
-        self._weight.scale[index] = source.read_scale()
-
-    def finish(self) -> BlockFP8:
-        return jax.tree.map(jnp.asarray, self._weight)
-
-
-class _FP4Reader:
-    """Rearranges one matrix after the other on the device, into a stack that lies there."""
-
-    def __init__(self, shape: jax.ShapeDtypeStruct):
-        wanted = quantized_shape(MXFP4, shape.shape, shape.dtype)
-        self._weight = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), wanted)
-
-    def add(self, index: tuple[int, ...], source: Source) -> None:
-        matrix = np.ascontiguousarray(source.read()), np.ascontiguousarray(source.read_scale())
-        self._weight = _put_mxfp4(self._weight, np.asarray(index, np.int32), *matrix)
-
-    def finish(self) -> MXFP4:
-        return self._weight
-
-
-def _reader(
-    shape: jax.ShapeDtypeStruct, source: Source, *, keep: bool
-) -> _DenseReader | _FP8Reader | _FP4Reader:
-    """What fills a leaf of tensors that are stored like this one."""
-    if keep and source.weight_format is BlockFP8:
-        return _FP8Reader(shape, source.scale_dtype)
-    return _FP4Reader(shape) if keep and source.weight_format is MXFP4 else _DenseReader(shape)
+def _open_stack(shape: jax.ShapeDtypeStruct, source: Source, *, keep: bool) -> Any:
+    """What fills a leaf whose tensors are stored like this one."""
+    wanted: Any = shape
+    if keep and source.weight_format is not None:
+        wanted = quantized_shape(
+            source.weight_format, shape.shape, shape.dtype, scale_dtype=source.scale_dtype
+        )
+    on_device = isinstance(wanted, MXFP4) or weight_bytes(wanted) > _LARGE_BYTES
+    return _DeviceStack(wanted) if on_device else _HostStack(wanted)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _put_mxfp4(stack: MXFP4, index: jax.Array, pairs: jax.Array, scale: jax.Array) -> MXFP4:
-    """Writes a matrix, in the released order, into a stack."""
-    matrix = MXFP4.from_stored(pairs, scale, dtype=stack.dtype, activations=stack.activations)
-    place = tuple(index[i] for i in range(index.shape[0]))
-    return jax.tree.map(lambda leaf, one: leaf.at[place].set(one), stack, matrix)
+def _put(stack: Any, index: jax.Array, arrays: tuple[jax.Array, ...]) -> Any:
+    """Writes a tensor, as it is stored, into a stack."""
+    if isinstance(stack, MXFP4):
+        one = MXFP4.from_stored(*arrays, dtype=stack.dtype, activations=stack.activations)
+        arrays = tuple(jax.tree.leaves(one))
+    stacks, treedef = jax.tree.flatten(stack)
+    place = [index[i] for i in range(index.shape[0])]
+
+    def write(stack: jax.Array, array: jax.Array) -> jax.Array:
+        start = [*place, *[0] * array.ndim]
+        return jax.lax.dynamic_update_slice(stack, array[(None,) * len(place)], start)
+
+    return jax.tree.unflatten(treedef, map(write, stacks, arrays))

@@ -85,22 +85,6 @@ class Source:
         stored = self.read()
         return stored if self.scale is None else decode_weight(stored, self.read_scale())
 
-    def damage(self) -> Iterator[str]:
-        """What is wrong with the values of a quantised weight whose shapes and dtypes are right."""
-        if self.scale is None:
-            return
-        scale, where = self.read_scale(), f"{self.name}{_index(self.part)}"
-        if scale.dtype == np.uint8:
-            bad, rule = (scale == 0) | (scale == 255), "UE8M0 codes of 0 or 255"
-        else:
-            bad, rule = ~(np.isfinite(scale) & (scale > 0)), "values that are not positive numbers"
-        if bad.any():
-            yield f"damaged: scale of {where} has {int(bad.sum())} {rule}"
-        if self.weight_format is BlockFP8:
-            count = int(np.count_nonzero((self.read().view(np.uint8) & 0x7F) == 0x7F))
-            if count:
-                yield f"damaged: {where} has {count} codes of NaN"
-
 
 def open_checkpoint(
     directory: pathlib.Path,
@@ -196,6 +180,7 @@ def check_sources(
     problems: list[str],
     directory: pathlib.Path,
     *,
+    num_experts: int,
     keep: bool,
 ) -> None:
     """Compares what is there with what the model has.
@@ -205,6 +190,7 @@ def check_sources(
       targets: what the model wants.
       problems: those that are known already.
       directory: for the message.
+      num_experts: experts that tables may name.
       keep: whether quantised weights are to stay as they are, which not every tensor may.
 
     Raises:
@@ -215,7 +201,7 @@ def check_sources(
         for name, target in targets.items()
         if name not in sources
     ]
-    sound: list[Source] = []
+    sound: list[tuple[Target, Source]] = []
     formats: dict[str, dict[str, str]] = {}  # of each leaf, with the first tensor that has it
     for name, source in sources.items():
         if name not in targets:
@@ -224,7 +210,7 @@ def check_sources(
         found = list(_misfits(source, targets[name], keep=keep))
         problems += found
         if not found:
-            sound.append(source)
+            sound.append((targets[name], source))
             found_formats = formats.setdefault(targets[name].leaf, {})
             found_formats.setdefault(_describe(source), source.name)
     if keep:
@@ -236,9 +222,33 @@ def check_sources(
             if len(found) > 1
         ]
     if problems:
-        for source in sound:
-            problems += source.damage()
+        for target, source in sound:
+            problems += find_damage(source, target, num_experts)
         raise ValueError(list_problems(directory, problems))
+
+
+def find_damage(source: Source, target: Target, num_experts: int) -> Iterator[str]:
+    """What is wrong with the values of a tensor whose shapes and dtypes are right."""
+    if target.is_hash_table:
+        table = source.read()
+        if table.min() < 0 or table.max() >= num_experts:
+            yield (
+                f"{source.name} must hold experts 0..{num_experts - 1}, "
+                f"got {table.min()}..{table.max()}"
+            )
+    if source.scale is None:
+        return
+    scale, where = source.read_scale(), f"{source.name}{_index(source.part)}"
+    if scale.dtype == np.uint8:
+        bad, rule = (scale == 0) | (scale == 255), "UE8M0 codes of 0 or 255"
+    else:
+        bad, rule = ~(np.isfinite(scale) & (scale > 0)), "values that are not positive numbers"
+    if bad.any():
+        yield f"damaged: scale of {where} has {int(bad.sum())} {rule}"
+    if source.weight_format is BlockFP8:
+        count = int(np.count_nonzero((source.read().view(np.uint8) & 0x7F) == 0x7F))
+        if count:
+            yield f"damaged: {where} has {count} codes of NaN"
 
 
 def list_problems(directory: pathlib.Path, problems: list[str]) -> str:

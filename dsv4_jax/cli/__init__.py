@@ -7,10 +7,16 @@ import contextlib
 import sys
 from collections.abc import Sequence
 
-from dsv4_jax.cli import bench, generate, plan, verify
+from dsv4_jax.cli import bench, convert, generate, plan, verify
 from dsv4_jax.runtime import set_xla_flags, use_compilation_cache
 
-_COMMANDS = {"generate": generate, "plan": plan, "bench": bench, "verify": verify}
+_COMMANDS = {
+    "generate": generate,
+    "plan": plan,
+    "bench": bench,
+    "verify": verify,
+    "convert": convert,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

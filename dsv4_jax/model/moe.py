@@ -12,8 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.linear import linear
 from dsv4_jax.model.params import MoEParams
-from pallas_kernels import expert_mlp
-from pallas_kernels.expert_mlp import swiglu
+from pallas_kernels import expert_mlp, swiglu_linear
 
 
 def mixture_of_experts(
@@ -34,8 +33,8 @@ def mixture_of_experts(
     expert_ids, expert_weights = route(params, rows, token_ids.reshape(-1), config)
     experts = params.w1, params.w3, params.w2
     routed = expert_mlp(rows, expert_ids, expert_weights, *experts, limit=limit)
-    hidden = swiglu(linear(rows, params.shared_w1), linear(rows, params.shared_w3), limit)
-    shared = checkpoint_name(linear(hidden.astype(x.dtype), params.shared_w2), "shared")
+    hidden = swiglu_linear(rows, params.shared_w1, params.shared_w3, limit=limit)
+    shared = checkpoint_name(linear(hidden, params.shared_w2), "shared")
     routed = checkpoint_name(routed, "routed")
     return checkpoint_name((routed + shared).reshape(x.shape), "mlp_out")
 

@@ -1,8 +1,9 @@
 """Held-out loss of a checkpoint: `python -m dsv4_jax.training.evaluate`.
 
-The text is the documentation topics of this Python that training never saw. Three tables: what each
-cache format costs, what the indexer's choice is worth against others, on the tokens that see more
-entries than it selects, and what it costs to reuse a choice in later layers.
+The text is the documentation topics of this Python that training never saw. Four tables: what each
+cache format costs, what the formats of the release cost for weights and for activations, what the
+indexer's choice is worth against others, on the tokens that see more entries than it selects, and
+what it costs to reuse a choice in later layers.
 """
 
 from __future__ import annotations
@@ -17,19 +18,23 @@ import numpy as np
 from tqdm import tqdm
 
 from dsv4_jax.attention.full_sequence import Selector, select_by_score
+from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
 from dsv4_jax.checkpoint.load import SHIPPED_CHECKPOINT, load_checkpoint
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_types import AttentionType
-from dsv4_jax.model.params import DSV4Params
+from dsv4_jax.model.params import DSV4Params, quantize_params
 from dsv4_jax.training.corpus import read_corpus
 from dsv4_jax.training.losses import held_out_loss, select_all, select_at_random
 from pallas_kernels.common.formats import CACHE_FORMATS
+from pallas_kernels.common.weights import with_activations
 
 _SELECTORS: dict[str, Selector] = {
     "by the indexer": select_by_score,
     "every entry": select_all,
     "at random": select_at_random,
 }
+_FORMATS = ("f32", DEFAULT_CACHE_FORMAT)
+"""Cache formats of the table of weights."""
 
 
 def held_out_rows(tokens: np.ndarray, length: int) -> np.ndarray:
@@ -71,6 +76,18 @@ def main() -> None:
     for cache_format in CACHE_FORMATS:
         losses = losses_by_position(params, rows, config=config, cache_format=cache_format)
         print(f"{cache_format:<24}{losses.mean():>10.4f}", flush=True)
+    print(f"\n{'weights':<12}{'rows':<16}" + "".join(f"{name:>12}" for name in _FORMATS))
+    released = quantize_params(config, params)
+    for weights, rounding, stored in [
+        ("as stored", "as they are", with_activations(params, "bfloat16")),
+        ("released", "as they are", with_activations(released, "bfloat16")),
+        ("released", "rounded to FP8", with_activations(released, "fp8")),
+    ]:
+        print(f"{weights:<12}{rounding:<16}", end="")
+        for cache_format in _FORMATS:
+            losses = losses_by_position(stored, rows, config=config, cache_format=cache_format)
+            print(f"{losses.mean():>12.4f}", end="", flush=True)
+        print()
     covered = config.indexer_top_k * config.compression_ratio(AttentionType.CSA)
     print(f"\n{'entries selected':<24}{'loss':>10}   of tokens beyond position {covered}")
     for name, selector in _SELECTORS.items():

@@ -1,5 +1,5 @@
-"""Products of rows with a dense or quantised weight."""
+"""Products of rows with dense or quantised weights."""
 
-from pallas_kernels.block_linear.op import block_linear
+from pallas_kernels.block_linear.op import block_linear, block_linears, swiglu_linear
 
-__all__ = ["block_linear"]
+__all__ = ["block_linear", "block_linears", "swiglu_linear"]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.backend import compute_capability
-from pallas_kernels.common.weights import INPUTS, MXFP4, ROWS, BlockFP8, Weight
+from pallas_kernels.common.weights import INPUTS, MXFP4, ROWS, BlockFP8, QuantizedWeight, Weight
 from pallas_kernels.gpu import devices
 
 CONSUMERS = 2
@@ -42,22 +43,28 @@ class Shapes:
 
     Attributes:
       num_blocks: groups of 128 inputs.
-      num_tiles: tiles of 64 outputs of one weight.
+      tiles: tiles of 64 outputs of each weight.
       num_parts: parts of a row of x.
-      num_weights: 1, or 2 for gate and up projections, which share rows.
+      is_gated: whether the weights are a gate and an up projection, a consumer each; else their
+        tiles follow each other.
       is_mxfp4: the weights' format; else block FP8.
     """
 
     num_blocks: int
-    num_tiles: int
+    tiles: tuple[int, ...]
     num_parts: int
-    num_weights: int
+    is_gated: bool
     is_mxfp4: bool
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of 64 outputs of the result."""
+        return self.tiles[0] if self.is_gated else sum(self.tiles)
 
     @property
     def num_ctas(self) -> int:
         """CTAs along the outputs."""
-        return -(-self.num_tiles * self.num_weights // CONSUMERS)
+        return -(-sum(self.tiles) // CONSUMERS)
 
     def stage_bytes(self, tiling: Tiling) -> int:
         """Of shared memory: codes and scales of the weights, and of x."""
@@ -71,34 +78,33 @@ def scale_columns(columns: int) -> int:
     return max(columns, 32)
 
 
-def shapes_of(weight: Weight, num_weights: int = 1) -> Shapes:
-    """Sizes of a product with weights of this shape and format."""
-    assert isinstance(weight, BlockFP8 | MXFP4)
-    out, into = weight.shape[-2:]
+def shapes_of(*weights: QuantizedWeight, is_gated: bool = False) -> Shapes:
+    """Sizes of a product with these weights."""
+    weight = weights[0]
     return Shapes(
-        num_blocks=-(-into // INPUTS),
-        num_tiles=-(-out // ROWS),
+        num_blocks=-(-weight.shape[-1] // INPUTS),
+        tiles=tuple(-(-w.shape[-2] // ROWS) for w in weights),
         num_parts=1 if weight.activations == "fp8" else 2,
-        num_weights=num_weights,
+        is_gated=is_gated,
         is_mxfp4=isinstance(weight, MXFP4),
     )
 
 
-def choose_tiling(shapes: Shapes, num_rows: int, num_items: int, *, may_split: bool) -> Tiling:
+def choose_tiling(shapes: Shapes, num_rows: int, num_groups: int, *, may_split: bool) -> Tiling:
     """Stages that keep enough bytes on their way, and CTAs that fill the SMs.
 
     Args:
       shapes: sizes of the call.
-      num_rows: rows of x that one weight multiplies, as far as they are known.
-      num_items: tiles of such rows, of all weights.
+      num_rows: rows of x that a weight of the stack multiplies, as far as they are known.
+      num_groups: weights of the stack that multiply any.
       may_split: whether sums of several CTAs may be added up afterwards.
     """
     columns = 8
     while columns < min(num_rows, 128 // shapes.num_parts):
         columns *= 2
-    blocks = 2 if shapes.is_mxfp4 and shapes.num_blocks % 2 == 0 and columns <= 64 else 1
+    blocks = 2 if shapes.num_blocks % 2 == 0 and columns <= 64 else 1
     splits = 1
-    num_ctas = shapes.num_ctas * num_items
+    num_ctas = shapes.num_ctas * num_groups * -(-num_rows // columns)
     while (
         may_split
         and num_ctas * splits < devices.H200.num_sms
@@ -110,11 +116,17 @@ def choose_tiling(shapes: Shapes, num_rows: int, num_items: int, *, may_split: b
     tiling = Tiling(columns=columns, blocks=blocks, stages=2, splits=splits)
     ctas_of_sm = 1 if columns > 64 else 2
     room = devices.H200.shared_memory_bytes // ctas_of_sm - _SPARE_BYTES
-    if shapes.num_weights == 2:
+    if shapes.is_gated:
         room -= 4 * ROWS * columns
     stages = room // shapes.stage_bytes(tiling)
     turns = shapes.num_blocks // (blocks * splits)
     return dataclasses.replace(tiling, stages=max(2, min(stages, turns, 12)))
+
+
+def can_join(weights: Sequence[Weight]) -> bool:
+    """Whether one launch can serve them all, where the kernel serves each."""
+    kinds = {(type(w), getattr(w, "activations", None)) for w in weights}
+    return len(kinds) == 1 and all(weight.shape[-2] % ROWS == 0 for weight in weights[:-1])
 
 
 def find_obstacle(x: jax.Array, *weights: Weight) -> str | None:

@@ -1,36 +1,101 @@
-"""The product of rows with a quantised weight, as items of the kernel for Hopper."""
+"""Products of rows with quantised weights, as items of the kernel for Hopper."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 
 from pallas_kernels.block_linear import call_shapes
-from pallas_kernels.block_linear.call_shapes import Tiling
-from pallas_kernels.block_linear.mosaic_hopper import Items, multiply_items
-from pallas_kernels.block_linear.triton_rows import make_rows
-from pallas_kernels.common.weights import QuantizedWeight
+from pallas_kernels.block_linear.call_shapes import Shapes, Tiling
+from pallas_kernels.block_linear.mosaic_hopper import Items, SwiGLU, multiply_items
+from pallas_kernels.block_linear.triton_rows import make_rows, padded
+from pallas_kernels.common.swiglu import swiglu as swiglu_of
+from pallas_kernels.common.weights import ROWS, QuantizedWeight
+
+_FEW_ROWS = 64
 
 
 def block_linear(
-    x: jax.Array, weight: QuantizedWeight, *, tiling: Tiling | None = None
-) -> jax.Array:
-    """[G, T, in] times [G, out, in] -> f32[G, T, out]; see `op.block_linear`."""
-    num_groups, num_tokens, dim = x.shape
-    shapes = call_shapes.shapes_of(weight)
+    x: jax.Array,
+    weights: Sequence[QuantizedWeight],
+    *,
+    dtype: DTypeLike = jnp.float32,
+    tiling: Tiling | None = None,
+) -> list[jax.Array]:
+    """[G, T, in] times [G, out, in] -> [G, T, out] for each weight; see `op.block_linear`."""
+    num_groups, num_tokens, _ = x.shape
+    shapes = call_shapes.shapes_of(*weights)
     tiling = tiling or call_shapes.choose_tiling(shapes, num_tokens, num_groups, may_split=True)
-    rows_of_group = -(-num_tokens // 8) * 8  # bulk copies take eight rows together
+    sums = _multiply(x, weights, shapes, tiling, dtype=dtype if tiling.splits == 1 else jnp.float32)
+    joined = sums[0] if tiling.splits == 1 else jnp.sum(sums, axis=0).astype(dtype)
+    joined = joined.reshape(num_groups, num_tokens, -1)
+    results, first = [], 0
+    for weight in weights:
+        results.append(joined[..., first : first + weight.shape[-2]])
+        first += weight.shape[-2]
+    return results
+
+
+def swiglu_linear(
+    x: jax.Array,
+    gate: QuantizedWeight,
+    up: QuantizedWeight,
+    *,
+    limit: float,
+    tiling: Tiling | None = None,
+) -> jax.Array:
+    """[T, in], [out, in] twice -> [T, out]; see `op.swiglu_linear`.
+
+    Few rows are a product whose inputs are split, so that all SMs read, and SwiGLU is XLA's.
+    """
+    weights = [jax.tree.map(lambda leaf: leaf[None], weight) for weight in (gate, up)]
+    shapes = call_shapes.shapes_of(*weights, is_gated=True)
+    if tiling is None and x.shape[0] <= _FEW_ROWS and gate.shape[-2] % ROWS == 0:
+        gated, raised = block_linear(x[None], weights, dtype=x.dtype)
+        return swiglu_of(gated[0], raised[0], limit).astype(x.dtype)
+    tiling = tiling or call_shapes.choose_tiling(shapes, x.shape[0], 1, may_split=False)
+    swiglu = SwiGLU(limit, x.dtype)
+    return _multiply(x[None], weights, shapes, tiling, dtype=x.dtype, swiglu=swiglu)[0]
+
+
+def _multiply(
+    x: jax.Array,
+    weights: Sequence[QuantizedWeight],
+    shapes: Shapes,
+    tiling: Tiling,
+    *,
+    dtype: DTypeLike,
+    swiglu: SwiGLU | None = None,
+) -> jax.Array:
+    """[S, G * T, out]; groups are the weights of a stack."""
+    num_groups, num_tokens, dim = x.shape
     tiles = -(-num_tokens // tiling.columns)
-    number = jnp.arange(num_groups * tiles, dtype=jnp.int32)
+    number = np.arange(num_groups * tiles, dtype=np.int32)
     inside = number % tiles * tiling.columns
+    of_group = padded(num_tokens) if num_groups > 1 else num_tokens
     items = Items(
-        weight=number // tiles,
-        first=number // tiles * rows_of_group + inside,
-        num_rows=jnp.minimum(num_tokens - inside, tiling.columns),
+        weight=jnp.asarray(number // tiles),
+        first=jnp.asarray(number // tiles * of_group + inside),
+        target=jnp.asarray(number // tiles * num_tokens + inside),
+        num_rows=jnp.asarray(np.minimum(num_tokens - inside, tiling.columns)),
     )
-    spare = call_shapes.scale_columns(tiling.columns)
-    x = jnp.pad(x, ((0, 0), (0, rows_of_group - num_tokens), (0, 0)))
-    rows = make_rows(x.reshape(-1, dim), weight, num_spare=spare)
-    sums = multiply_items(rows, [weight], items, shapes=shapes, tiling=tiling)
-    sums = jnp.sum(sums, axis=0)[: num_groups * rows_of_group]
-    return sums.reshape(num_groups, rows_of_group, -1)[:, :num_tokens]
+    rows = make_rows(
+        x.reshape(-1, dim),
+        weights[0],
+        num_spare=call_shapes.scale_columns(tiling.columns),
+        num_groups=num_groups,
+    )
+    return multiply_items(
+        rows,
+        weights,
+        items,
+        shapes=shapes,
+        tiling=tiling,
+        num_rows=num_groups * num_tokens,
+        swiglu=swiglu,
+        dtype=dtype,
+    )

@@ -21,6 +21,7 @@ Source: deepseek_v4.md sections 1.5 and 4.5.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +32,7 @@ from jax.experimental.pallas import mosaic_gpu
 
 from pallas_kernels.block_linear.call_shapes import CONSUMERS, Shapes, Tiling, scale_columns
 from pallas_kernels.block_linear.triton_rows import Rows
+from pallas_kernels.common.backend import interpreting
 from pallas_kernels.common.weights import INPUTS, MXFP4, ROWS, QuantizedWeight
 from pallas_kernels.gpu import left_operand, mosaic, mosaic_memory, unpack_mxfp4
 from pallas_kernels.gpu.store_transposed import store_transposed
@@ -45,12 +47,14 @@ class Items(NamedTuple):
 
     Attributes:
       weight: i32[N], number in the stack.
-      first: i32[N], first row.
+      first: i32[N], first row, a multiple of eight.
+      target: i32[N], row of the result that it becomes.
       num_rows: i32[N], rows; 0 where there is nothing to do.
     """
 
     weight: jax.Array
     first: jax.Array
+    target: jax.Array
     num_rows: jax.Array
 
 
@@ -63,7 +67,7 @@ class Operands(NamedTuple):
       codes: of each weight.
       scales: of each weight.
       magnitudes: i32[20, 2], the table of `unpack_mxfp4`.
-      share: f32[R], factor of each row after SwiGLU.
+      share: f32[R], factor of each row after SwiGLU, or None.
     """
 
     items: Items
@@ -119,14 +123,38 @@ def _kernel(
 
     def tile_of(consumer: int | jax.Array) -> jax.Array:
         """The 64 outputs of a consumer; the last ones again beyond the last."""
-        if s.num_weights == 2:
-            return place
-        return jnp.minimum(place * CONSUMERS + consumer, last_tile)
+        return place if s.is_gated else jnp.minimum(place * CONSUMERS + consumer, last_tile)
+
+    def tiles_of_weights(consumer: int | jax.Array) -> list[tuple[Any, jax.Array]]:
+        """For each weight whether it has the consumer's tile, and that tile in it or any other."""
+        tile, found, first_tile = tile_of(consumer), [], 0
+        if s.is_gated:
+            return [(consumer == which, tile) for which in range(len(s.tiles))]
+        for count in s.tiles:
+            inside = tile - first_tile
+            owns = (inside >= 0) & (inside < count)
+            found.append((owns, jnp.clip(inside, 0, count - 1)))
+            first_tile += count
+        return found
 
     @pl.when((num_rows > 0) & (group == CONSUMERS))
     def _produce():
         if columns > 64:
             plgpu.set_max_registers(REGISTERS[1], action="decrease")
+
+        def fetch_weight(which: int, tile: Any, block: Any, slot: Any, consumer: int) -> None:
+            codes, scales = inputs.codes[which], inputs.scales[which]
+            target, ready = scratch.codes_smem.at[slot, consumer], scratch.ready.at[slot]
+            if s.is_mxfp4:
+                run = weight, tile, pl.ds(block, tiling.blocks)
+                plgpu.copy_gmem_to_smem(codes.at[run], target, ready)
+                target = scratch.words_smem.at[slot, consumer]
+                plgpu.copy_gmem_to_smem(scales.at[run], target, ready)
+                return
+            for b in range(tiling.blocks):
+                inner = pl.ds((block + b) * INPUTS, INPUTS)
+                source = codes.at[weight, pl.ds(tile * ROWS, ROWS), inner]
+                plgpu.copy_gmem_to_smem(source, target.at[b], ready)
 
         def fetch(turn: jax.Array, _: None) -> None:
             slot = lax.rem(turn, tiling.stages)
@@ -138,22 +166,12 @@ def _kernel(
             ready = scratch.ready.at[slot]
             block = first_block + turn * tiling.blocks
             for consumer in range(CONSUMERS):
-                which = consumer if s.num_weights == 2 else 0
-                codes: Any = inputs.codes[which]
-                words: Any = inputs.scales[which]
-                tile = tile_of(consumer)
-                if s.is_mxfp4:
-                    run: Any = (weight, tile, pl.ds(block, tiling.blocks))
-                    source, target = codes.at[run], scratch.codes_smem.at[slot, consumer]
-                    plgpu.copy_gmem_to_smem(source, target, ready)
-                    source, target = words.at[run], scratch.words_smem.at[slot, consumer]
-                    plgpu.copy_gmem_to_smem(source, target, ready)
-                    continue
-                for b in range(tiling.blocks):
-                    inner = pl.ds((block + b) * INPUTS, INPUTS)
-                    source = codes.at[weight, pl.ds(tile * ROWS, ROWS), inner]
-                    target = scratch.codes_smem.at[slot, consumer, b]
-                    plgpu.copy_gmem_to_smem(source, target, ready)
+                for which, (owns, tile) in enumerate(tiles_of_weights(consumer)):
+                    copy = functools.partial(fetch_weight, which, tile, block, slot, consumer)
+                    if len(s.tiles) == 1 or owns is True:
+                        copy()
+                    elif owns is not False:
+                        pl.when(owns)(copy)
             for part in range(s.num_parts):
                 for b in range(tiling.blocks):
                     inner = pl.ds((block + b) * INPUTS, INPUTS)
@@ -170,19 +188,17 @@ def _kernel(
     def _consume():
         if columns > 64:
             plgpu.set_max_registers(REGISTERS[0], action="increase")
-        which = group if s.num_weights == 2 else 0
 
         def scale_of_tile(block: jax.Array) -> jax.Array:
             """f32[]: FP8's, of 128 outputs; asked for a turn ahead."""
             block = jnp.minimum(block, s.num_blocks - 1)
-            outputs = lax.div(tile_of(group), INPUTS // ROWS)
-            values = []
-            for scales in inputs.scales:
-                value = scales[weight, outputs, block]
+            found = jnp.float32(0)
+            for scales, (owns, tile) in zip(inputs.scales, tiles_of_weights(group), strict=True):
+                value = scales[weight, lax.div(tile, INPUTS // ROWS), block]
                 if value.dtype != jnp.float32:
                     value = lax.bitcast_convert_type(value.astype(jnp.int32) << 23, jnp.float32)
-                values.append(value)
-            return values[0] if s.num_weights == 1 else jnp.where(which == 0, *values)
+                found = value if len(s.tiles) == 1 else jnp.where(owns, value, found)
+            return found
 
         def multiply(slot: jax.Array, b: int) -> list[jax.Array]:
             """f32[64, columns] for each part of x, scaled by row."""
@@ -222,6 +238,8 @@ def _kernel(
                     if not s.is_mxfp4:
                         scale = scale * tile_scales[b]
                     total = total + product * lax.broadcast_in_dim(scale, product.shape, [1])
+            if interpreting():  # which wants loads fenced from later copies; a GPU's are done here
+                plgpu.commit_smem()
             plgpu.barrier_arrive(scratch.free.at[slot])
             return total, next_scales
 
@@ -235,7 +253,7 @@ def _kernel(
             store_transposed(
                 out_gmem.at[split],
                 values.astype(out_gmem.dtype),
-                first_row=first,
+                first_row=inputs.items.target[item],
                 num_rows=num_rows,
                 first_column=tile_of(group) * ROWS,
                 operand_order=s.is_mxfp4,
@@ -262,23 +280,25 @@ def _kernel(
         def _():
             gate = jnp.minimum(total, limit)
             gate = gate / (1 + jnp.exp(-gate))
-            share = plgpu.load(
-                inputs.share.at[pl.ds(first, columns)],
-                layout=plgpu.Layout.WGMMA.reduce(0),
-                optimized=False,
-            )
+            if inputs.share is not None:
+                share = plgpu.load(
+                    inputs.share.at[pl.ds(first, columns)],
+                    layout=plgpu.Layout.WGMMA.reduce(0),
+                    optimized=False,
+                )
+                gate = gate * lax.broadcast_in_dim(share, gate.shape, [1])
             plgpu.barrier_wait(scratch.up_ready)
-            up = mosaic_memory.load_exchanged(scratch.up_smem, total.shape)
-            store(gate * up * lax.broadcast_in_dim(share, gate.shape, [1]))
+            store(gate * mosaic_memory.load_exchanged(scratch.up_smem, total.shape))
 
 
 def multiply_items(
     rows: Rows,
-    weights: list[QuantizedWeight],
+    weights: Sequence[QuantizedWeight],
     items: Items,
     *,
     shapes: Shapes,
     tiling: Tiling,
+    num_rows: int,
     swiglu: SwiGLU | None = None,
     share: jax.Array | None = None,
     dtype: Any = jnp.float32,
@@ -287,18 +307,20 @@ def multiply_items(
 
     Args:
       rows: of R rows, `max(columns, 32)` of them beyond the last that an item names.
-      weights: one, or a gate and an up projection; stacks [E, out, in].
+      weights: stacks [E, out, in] of one format, with the same inputs.
       items: what is multiplied; no row is in two.
       shapes: sizes of the call.
       tiling: how it is cut.
-      swiglu: what follows gate and up; None where there is one weight.
-      share: f32[R], factor of each row after SwiGLU.
+      num_rows: rows of the result.
+      swiglu: what follows a gate and an up projection; None elsewhere.
+      share: f32[R], factor of each row after SwiGLU; None is 1.
       dtype: of the result.
 
     Returns:
-      [S, R, out], sums of each split; arbitrary in rows of no item.
+      [S, num_rows, out], sums of each split; arbitrary in rows of no item. The outputs of several
+      weights follow each other, all of which but the last's must be multiples of 64.
     """
-    num_rows, columns = rows.codes.shape[1], tiling.columns
+    columns = tiling.columns
     per_stage = tiling.stages, CONSUMERS, tiling.blocks
     is_mxfp4 = isinstance(weights[0], MXFP4)
     swizzled = functools.partial(
@@ -322,12 +344,14 @@ def multiply_items(
         up_ready=plgpu.Barrier() if swiglu else None,
     )
 
+    out = weights[0].shape[-2] if swiglu else sum(weight.shape[-2] for weight in weights)
+
     def product_kernel(inputs: Operands, out_gmem: Any, scratch: Scratch) -> None:
         _kernel(inputs, out_gmem, scratch, shapes=shapes, tiling=tiling, swiglu=swiglu)
 
     return plgpu.kernel(
         product_kernel,
-        out_type=jax.ShapeDtypeStruct((tiling.splits, num_rows, weights[0].shape[-2]), dtype),
+        out_type=jax.ShapeDtypeStruct((tiling.splits, num_rows, out), dtype),
         grid=(tiling.splits, items.weight.shape[0], shapes.num_ctas),
         grid_names=("split", "item", "out"),
         num_threads=CONSUMERS + 1,
@@ -343,6 +367,6 @@ def multiply_items(
             codes=[weight.codes for weight in weights],
             scales=[weight.scale for weight in weights],
             magnitudes=jnp.asarray(unpack_mxfp4.magnitude_bytes()),
-            share=jnp.zeros(1, jnp.float32) if share is None else share,
+            share=share,
         )
     )

@@ -1,6 +1,9 @@
-"""Multiplies rows with a dense or quantised weight."""
+"""Multiplies rows with dense or quantised weights."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.typing import DTypeLike
@@ -9,9 +12,13 @@ from pallas_kernels.block_linear import call_shapes, mosaic_gpu, reference
 from pallas_kernels.common.backend import Backend, resolve
 from pallas_kernels.common.weights import Weight, is_quantized
 
-_IMPLEMENTATIONS = {
-    Backend.REFERENCE: reference.block_linear,
+_LINEAR: dict[Backend, Any] = {
+    Backend.REFERENCE: reference.block_linears,
     Backend.MOSAIC_GPU: mosaic_gpu.block_linear,
+}
+_SWIGLU: dict[Backend, Any] = {
+    Backend.REFERENCE: reference.swiglu_linear,
+    Backend.MOSAIC_GPU: mosaic_gpu.swiglu_linear,
 }
 
 
@@ -41,6 +48,73 @@ def block_linear(
 
     Source: deepseek_v4.md section 4.5.
     """
+    [product] = block_linears(x, [weight], dtype=dtype, backend=backend)
+    return product
+
+
+def block_linears(
+    x: jax.Array,
+    weights: Sequence[Weight],
+    *,
+    dtype: DTypeLike | None = None,
+    backend: Backend | None = None,
+) -> list[jax.Array]:
+    """`block_linear` of the same rows with several weights; of one format, in one launch."""
+    for weight in weights:
+        _check(x, weight)
+    if not call_shapes.can_join(weights):
+        return [block_linear(x, weight, dtype=dtype, backend=backend) for weight in weights]
+    grouped = x.ndim == 3
+    if not grouped:
+        x = x[None]
+        weights = [jax.tree.map(lambda leaf: leaf[None], weight) for weight in weights]
+    implementation = resolve(
+        "block_linear",
+        backend,
+        _LINEAR,
+        preferred=Backend.MOSAIC_GPU if any(map(is_quantized, weights)) else Backend.REFERENCE,
+        obstacle=call_shapes.find_obstacle(x, *weights),
+        arguments={"x": x},
+    )
+    products = implementation(x, weights, dtype=dtype or x.dtype)
+    return products if grouped else [product[0] for product in products]
+
+
+def swiglu_linear(
+    x: jax.Array, gate: Weight, up: Weight, *, limit: float, backend: Backend | None = None
+) -> jax.Array:
+    """SwiGLU of a gate and an up projection of the same rows.
+
+    Args:
+      x: [T, in].
+      gate: [out, in]; see `block_linear`.
+      up: [out, in].
+      limit: clamp of both, from above and from both sides, once rounded to the dtype of x.
+      backend: see `block_linear`.
+
+    Returns:
+      [T, out], in the dtype of x.
+
+    Raises:
+      ValueError: shapes do not fit.
+      NotImplementedError: as `block_linear`.
+
+    Source: deepseek_v4.md section 1.5.
+    """
+    for weight in (gate, up):
+        _check(x, weight)
+    implementation = resolve(
+        "swiglu_linear",
+        backend,
+        _SWIGLU,
+        preferred=Backend.MOSAIC_GPU if is_quantized(gate) else Backend.REFERENCE,
+        obstacle=call_shapes.find_obstacle(x, gate, up),
+        arguments={"x": x},
+    )
+    return implementation(x, gate, up, limit=limit)
+
+
+def _check(x: jax.Array, weight: Weight) -> None:
     if x.ndim not in (2, 3) or x.ndim != weight.ndim:
         raise ValueError(
             f"x must be [T, in] for a weight [out, in], or [G, T, in] for [G, out, in]; "
@@ -51,16 +125,3 @@ def block_linear(
             f"x and weight must agree on their inputs and groups; got {x.shape=} and "
             f"{weight.shape=}"
         )
-    grouped = x.ndim == 3
-    if not grouped:
-        x, weight = x[None], jax.tree.map(lambda leaf: leaf[None], weight)
-    implementation = resolve(
-        "block_linear",
-        backend,
-        _IMPLEMENTATIONS,
-        preferred=Backend.MOSAIC_GPU if is_quantized(weight) else Backend.REFERENCE,
-        obstacle=call_shapes.find_obstacle(x, weight),
-        arguments={"x": x},
-    )
-    product = implementation(x, weight).astype(dtype or x.dtype)
-    return product if grouped else product[0]

@@ -5,13 +5,16 @@ Source: deepseek_v4.md section 4.5.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.common.backend import compute_capability
 from pallas_kernels.common.rows import round_rows
+from pallas_kernels.common.swiglu import swiglu
 from pallas_kernels.common.weights import Weight, decode_weight, is_quantized
 
 
@@ -33,6 +36,18 @@ def block_linear(x: jax.Array, weight: Weight) -> jax.Array:
     else:
         product = _product(x, matrix, (((2,), (2,)), ((0,), (0,))))
     return product[:, :1] if alone else product
+
+
+def block_linears(x: jax.Array, weights: Sequence[Weight], *, dtype: DTypeLike) -> list[jax.Array]:
+    """`block_linear` with each weight, rounded once."""
+    return [block_linear(x, weight).astype(dtype) for weight in weights]
+
+
+def swiglu_linear(x: jax.Array, gate: Weight, up: Weight, *, limit: float) -> jax.Array:
+    """See `op.swiglu_linear`."""
+    weights = [jax.tree.map(lambda leaf: leaf[None], weight) for weight in (gate, up)]
+    gated, raised = block_linears(x[None], weights, dtype=x.dtype)
+    return swiglu(gated[0], raised[0], limit).astype(x.dtype)
 
 
 def as_operand(x: jax.Array, weight: Weight) -> jax.Array:

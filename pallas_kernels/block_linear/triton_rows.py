@@ -46,8 +46,8 @@ def make_rows(
     weight: QuantizedWeight,
     *,
     num_spare: int,
-    num_rows: int | None = None,
     token: jax.Array | None = None,
+    num_groups: int = 1,
 ) -> Rows:
     """Rows as this weight takes them, and some that are arbitrary behind them.
 
@@ -55,18 +55,26 @@ def make_rows(
       x: [N, in].
       weight: its `activations` say how many parts there are, its format how inputs are ordered.
       num_spare: rows that a kernel may read beyond the last.
-      num_rows: R; None is all of x, or of `token`.
       token: i32[R], the row of x that each is, clamped; None is x's own.
+      num_groups: groups of rows, each of which begins at a multiple of eight.
     """
-    num_rows = num_rows or (x if token is None else token).shape[0]
+    num_rows = (x if token is None else token).shape[0]
+    of_group = num_rows // num_groups
+    spread = padded(of_group) if num_groups > 1 else of_group
     return _launch(
         x,
         token,
         num_rows=num_rows,
-        num_spare=num_spare + -(num_rows + num_spare) % 8,
+        of_group=(of_group, spread),
+        total=padded(num_groups * spread + num_spare),
         num_parts=1 if weight.activations == "fp8" else 2,
         reorders=isinstance(weight, MXFP4),
     )
+
+
+def padded(num_rows: int) -> int:
+    """Rows up to a multiple of eight, which bulk copies take together."""
+    return -(-num_rows // 8) * 8
 
 
 def _launch(
@@ -74,20 +82,22 @@ def _launch(
     token: jax.Array | None,
     *,
     num_rows: int,
-    num_spare: int,
+    of_group: tuple[int, int],
+    total: int,
     num_parts: int,
     reorders: bool,
 ) -> Rows:
     dim = x.shape[1]
     num_groups = -(-dim // GROUP)
     programs = -(-num_groups // _GROUPS)
-    total = num_rows + num_spare
     is_whole = dim % (_GROUPS * GROUP) == 0
 
     def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
         codes, scales = outputs
         row, program = pl.program_id(0), pl.program_id(1)
         source = row if token is None else jnp.clip(inputs[1][row], 0, x.shape[0] - 1)
+        size, spread = of_group
+        row = row // size * spread + row % size if spread > size else row
         first = program * _GROUPS * GROUP
         lane = jnp.arange(_GROUPS * GROUP, dtype=jnp.int32)
         if is_whole:

@@ -21,7 +21,7 @@ from pallas_kernels.block_linear.triton_rows import make_rows
 from pallas_kernels.common.weights import MXFP4, BlockFP8
 from pallas_kernels.expert_mlp import triton_worklist
 from pallas_kernels.expert_mlp.arguments import Arguments
-from pallas_kernels.expert_mlp.worklist import make_worklist, max_tiles
+from pallas_kernels.expert_mlp.worklist import make_worklist
 
 
 def expert_mlp(arguments: Arguments, *, tilings: tuple[Tiling, Tiling] | None = None) -> jax.Array:
@@ -31,12 +31,13 @@ def expert_mlp(arguments: Arguments, *, tilings: tuple[Tiling, Tiling] | None = 
     assert isinstance(w3, BlockFP8 | MXFP4)
     assert isinstance(w2, BlockFP8 | MXFP4)
     num_experts, num_pairs = w1.shape[0], expert_ids.size
-    gate_shapes, down_shapes = call_shapes.shapes_of(w1, 2), call_shapes.shapes_of(w2)
+    gate_shapes = call_shapes.shapes_of(w1, w3, is_gated=True)
+    down_shapes = call_shapes.shapes_of(w2)
     if tilings is None:
         rows_of_expert = _expected_rows(expert_ids, num_experts)
-        num_items = max_tiles(num_pairs, num_experts, rows_of_expert)
+        num_picked = min(num_pairs, num_experts)
         gate_tiling, down_tiling = (
-            call_shapes.choose_tiling(shapes, rows_of_expert, num_items, may_split=False)
+            call_shapes.choose_tiling(shapes, rows_of_expert, num_picked, may_split=False)
             for shapes in (gate_shapes, down_shapes)
         )
     else:
@@ -45,23 +46,25 @@ def expert_mlp(arguments: Arguments, *, tilings: tuple[Tiling, Tiling] | None = 
     token, row, expert, first, num_rows, share = _sort(
         expert_ids, expert_weights, num_experts, gate_tiling.columns, spare
     )
-    items = Items(expert, first, num_rows)
+    items = Items(expert, first, first, num_rows)
     hidden = multiply_items(
         make_rows(x, w1, num_spare=spare, token=token),
         [w1, w3],
         items,
         shapes=gate_shapes,
         tiling=gate_tiling,
+        num_rows=token.shape[0],
         swiglu=SwiGLU(limit, x.dtype),
         share=share,
         dtype=x.dtype,
     )
     down = multiply_items(
-        make_rows(hidden[0], w2, num_spare=spare, num_rows=token.shape[0]),
+        make_rows(hidden[0], w2, num_spare=spare),
         [w2],
         items,
         shapes=down_shapes,
         tiling=down_tiling,
+        num_rows=token.shape[0],
     )
     is_pair = (expert_ids >= 0) & (expert_ids < num_experts)
     of_pairs = jnp.where(is_pair[..., None], down[0, row], 0)

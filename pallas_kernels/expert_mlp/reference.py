@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.block_linear.reference import block_linear
+from pallas_kernels.common.swiglu import swiglu
 from pallas_kernels.common.weights import Weight
 from pallas_kernels.expert_mlp.arguments import Arguments
 from pallas_kernels.expert_mlp.worklist import make_worklist
@@ -50,12 +51,6 @@ def expert_mlp(arguments: Arguments) -> jax.Array:
     down = jax.lax.map(run_tile, tiles, batch_size=_TILES_AT_ONCE)
     down = down.reshape(-1, down.shape[-1]).at[slot].get(mode="fill", fill_value=0)
     return jnp.sum(down, axis=1).astype(x.dtype)
-
-
-def swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
-    """silu(min(gate, L)) * clip(up, -L, L), in f32."""
-    gate = jnp.minimum(gate.astype(jnp.float32), limit)
-    return jax.nn.silu(gate) * jnp.clip(up.astype(jnp.float32), -limit, limit)
 
 
 def _choose_tile(num_pairs: int, num_experts: int) -> int:

@@ -1,6 +1,6 @@
 """Triton kernel that sorts a few pairs by expert: one program, in place of a dozen launches.
 
-    counts of 32 experts at a time: the pairs that picked each, out of registers
+    counts of some experts at a time: the pairs that picked each, out of registers
     running sums                     first row and first tile of each expert
     per pair, per tile               sums over experts of what is theirs, by comparison
 
@@ -21,6 +21,8 @@ from pallas_kernels.gpu import triton
 Ref = Any
 MAX_PAIRS = 512
 _CHUNK = 32
+_TABLE = 8192
+"""Comparisons that a program holds in registers at once."""
 _NUM_WARPS = 8
 
 
@@ -38,6 +40,10 @@ def make_worklist(
     num_rows = max_rows(num_pairs, num_experts)
     pairs_width = max(_CHUNK, 1 << (num_pairs - 1).bit_length())
     tiles_width = max(16, 1 << (num_tiles - 1).bit_length())
+
+    chunk_width = max(
+        _CHUNK, min(1 << num_experts.bit_length(), _TABLE // max(pairs_width, tiles_width))
+    )
 
     def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
         ids, weights = inputs
@@ -65,7 +71,7 @@ def make_worklist(
 
         def add_experts(chunk: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             rows_before, tiles_before, first_of_pair, *of_tile = carry
-            number = chunk * _CHUNK + jnp.arange(_CHUNK, dtype=jnp.int32)
+            number = chunk * chunk_width + jnp.arange(chunk_width, dtype=jnp.int32)
             picked = (keys[:, None] == number[None]).astype(jnp.int32)
             counts = jnp.sum(picked, axis=0)
             taken = (counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
@@ -88,7 +94,7 @@ def make_worklist(
 
         none = jnp.zeros(tiles_width, jnp.int32)
         start = (jnp.int32(0), jnp.int32(0), zeros, none, none, none)
-        chunks = -(-(num_experts + 1) // _CHUNK)
+        chunks = -(-(num_experts + 1) // chunk_width)
         _, _, first_of_pair, *of_tile = jax.lax.fori_loop(0, chunks, add_experts, start)
         place = first_of_pair + before
         triton.store_where(row, (pair,), place, is_pair)

@@ -116,9 +116,11 @@ def _interpret(
     height, width = values.shape
     if operand_order:
         values = jax.vmap(left_operand.to_rows, in_axes=1, out_axes=1)(values)
-    height = min(height, target.shape[1])  # of the one tile of a narrow target
+    rest = target.shape[1] % height
+    is_last = first_column + height > target.shape[1]
     for n in range(width):
+        for count, is_this in ((height, ~is_last), (rest, is_last)):
 
-        @pl.when(n < num_rows)
-        def _(n: int = n) -> None:
-            target[first_row + n, pl.ds(first_column, height)] = values[:height, n]
+            @pl.when((n < num_rows) & is_this)
+            def _(n: int = n, count: int = count) -> None:
+                target[first_row + n, pl.ds(first_column, count)] = values[:count, n]

@@ -6,11 +6,12 @@ import statistics
 _REPLAYS = 20
 
 
-def make_parser(doc, baseline, **options):
+def make_parser(doc, baseline=None, **options):
     """The parser of a benchmark with this docstring; `baseline` and others describe its options."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("results", nargs="?", help="JSON file that keeps the rows")
-    parser.add_argument("--baseline", help=f"{baseline}; without it only ours is timed")
+    if baseline is not None:
+        parser.add_argument("--baseline", help=f"{baseline}; without it only ours is timed")
     for name, text in options.items():
         parser.add_argument(f"--{name}", help=text)
     return parser

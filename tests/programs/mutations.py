@@ -287,16 +287,16 @@ MUTATIONS = [
         "dsv4_jax",
         (
             "up_projection_loaded_as_gate",
-            "checkpoint/load.py",
-            '(("w1", slice(0, rows // 2)), ("w3", slice(rows // 2, rows)))',
-            '(("w3", slice(0, rows // 2)), ("w1", slice(rows // 2, rows)))',
+            "checkpoint/sources.py",
+            'names = ("w1", "w3") if',
+            'names = ("w3", "w1") if',
             "dsv4_jax/checkpoint/test_checkpoint.py",
         ),
         (
             "weights_with_swapped_nibbles",
             "checkpoint/files.py",
-            "np.stack([pairs & 15, pairs >> 4], axis=-1)",
-            "np.stack([pairs >> 4, pairs & 15], axis=-1)",
+            "np.stack([weight & 15, weight >> 4], axis=-1)",
+            "np.stack([weight >> 4, weight & 15], axis=-1)",
             "dsv4_jax/checkpoint/test_checkpoint.py",
         ),
         (
@@ -431,7 +431,7 @@ MUTATIONS = [
         ),
         (
             "swiglu_clamps_one_side",
-            "expert_mlp/reference.py",
+            "common/swiglu.py",
             "jnp.clip(up.astype(jnp.float32), -limit, limit)",
             "jnp.minimum(up.astype(jnp.float32), limit)",
             "pallas_kernels/expert_mlp",

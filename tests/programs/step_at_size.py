@@ -55,10 +55,12 @@ def compile_step(
     params = ds.model.param_shapes(config, jnp.bfloat16, weights=weights)
     params = placed(ds.unstack_layers(params))
     static = {"config": config, "activations": activations}
+    donated = [cache]
     if draft_tokens:
         store = placed(jax.eval_shape(lambda c: init_snapshot_store(c, batch), cache))
         serve_input = placed(_serve_input(batch, draft_tokens))
         step, arguments = jit_serve_step, (params, cache, store, serve_input)
+        donated.append(store)
         static["draft_tokens"] = draft_tokens
     else:
         row = placed(jax.ShapeDtypeStruct((batch,), jnp.int32))
@@ -79,7 +81,7 @@ def compile_step(
         "launches": dataclasses.asdict(count_launches(hlo)),
         "kernels": _kernels(hlo),
         "weight_bytes": {name: formats[name] for name in FORMATS if name in formats},
-        "cache_bytes": tree_bytes(cache),
+        "cache_bytes": tree_bytes(donated),
         "argument_bytes": memory.argument_size_in_bytes,
         "argument_bytes_of_weights": memory.argument_size_in_bytes - tree_bytes(arguments[1:]),
         "alias_bytes": memory.alias_size_in_bytes,

@@ -194,7 +194,8 @@ def test_logits_of_a_checkpoint_that_transformers_saved(fixture_params):
     config, params = fixture_params
     with np.load(SAVED / "logits.npz") as data:
         token_ids, expected = data["token_ids"], data["logits"]
-    logits = ds.forward(params, jnp.asarray(token_ids), config=config)
+    forward = jax.jit(ds.forward, static_argnames="config")
+    logits = forward(params, jnp.asarray(token_ids), config=config)
     np.testing.assert_allclose(logits, expected, rtol=0, atol=tolerance.INTERMEDIATE)
     # What the bound would not let pass: two experts' gates exchanged.
     ffn = params.layers["hca_learned"].ffn
@@ -202,7 +203,7 @@ def test_logits_of_a_checkpoint_that_transformers_saved(fixture_params):
     layers = dict(params.layers)
     layers["hca_learned"] = dataclasses.replace(layers["hca_learned"], ffn=swapped)
     broken = dataclasses.replace(params, layers=layers)
-    wrong = ds.forward(broken, jnp.asarray(token_ids), config=config)
+    wrong = forward(broken, jnp.asarray(token_ids), config=config)
     assert np.max(np.abs(wrong - expected)) > 100 * tolerance.INTERMEDIATE
 
 

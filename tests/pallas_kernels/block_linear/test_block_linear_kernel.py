@@ -37,7 +37,7 @@ def close(lane, found, expected):
 
 @functools.partial(jax.jit, static_argnames="tiling")
 def run(x, weight, tiling=None):
-    return mosaic_gpu.block_linear(x, weight, tiling=tiling)
+    return mosaic_gpu.block_linear(x, [weight], tiling=tiling)[0]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,9 @@ def test_what_the_kernel_cannot_serve_is_refused_by_name():
 def test_every_tiling_fits_shared_memory(rows, is_mxfp4, num_weights):
     for num_blocks, num_tiles in ((32, 8), (8, 512), (64, 64), (32, 16), (12, 1024)):
         for parts in (1, 2):
-            shapes = call_shapes.Shapes(num_blocks, num_tiles, parts, num_weights, is_mxfp4)
+            is_gated = num_weights == 2
+            tiles = (num_tiles,) * num_weights
+            shapes = call_shapes.Shapes(num_blocks, tiles, parts, is_gated, is_mxfp4)
             tiling = call_shapes.choose_tiling(shapes, rows, 1, may_split=num_weights == 1)
             used = tiling.stages * shapes.stage_bytes(tiling) + 256 * tiling.columns
             assert used < 230_000

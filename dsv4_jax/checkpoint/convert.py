@@ -1,0 +1,272 @@
+"""Converts a checkpoint to the formats of the release, or to BF16, one tensor at a time."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from dsv4_jax.checkpoint.files import find_weight_files, list_tensors, write_tensors
+from dsv4_jax.checkpoint.layout import (
+    INDEX,
+    MAX_SHARD_BYTES,
+    Entry,
+    as_stored,
+    format_fields,
+    list_entries,
+    split_into_shards,
+    write_json,
+)
+from dsv4_jax.checkpoint.names import Target, all_targets, get_leaf, saved_name
+from dsv4_jax.checkpoint.sources import (
+    Source,
+    check_sources,
+    find_damage,
+    list_problems,
+    open_checkpoint,
+)
+from dsv4_jax.model.params import param_shapes
+from dsv4_jax.model.released import quantize_weight, quantized_shape, released_format
+from pallas_kernels.common.weights import MXFP4, BlockFP8
+
+CONVERSIONS = ("released", "bfloat16")
+_JOURNAL = "conversion.json"
+"""Says what an unfinished conversion is of; gone when it is complete."""
+_COPIED = ("tokenizer*", "generation_config.json", "*.jinja")
+
+
+class _Tensor(NamedTuple):
+    """One canonical tensor: where it comes from, and what is to be written."""
+
+    source: Source
+    target: Target
+    leaf: Any  # a shape, or a quantised weight of shapes
+    stored: list[Entry]
+
+
+def convert_checkpoint(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    weights: str,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: bool = True,
+) -> None:
+    """Writes a checkpoint in other formats.
+
+    Only one tensor is in memory at a time. A conversion that was interrupted goes on where it
+    stopped if it is started again: files that are complete are kept. The config is written last.
+    The tokenizer, if there is one, is copied.
+
+    Args:
+      source: directory of the checkpoint.
+      destination: directory to write, which must not hold a model.
+      weights: "released" quantises what the release quantises, and keeps the bytes of what is
+        quantised already; "bfloat16" decodes. What the release has in f32 stays f32.
+      max_shard_bytes: as in `save_checkpoint`.
+      progress: shows a bar on stderr.
+
+    Raises:
+      FileNotFoundError: there is no such checkpoint.
+      ValueError: there are no such weights; the checkpoint does not fit its config or is damaged,
+        all of which is listed; the destination is the source, a file, holds another model or has
+        too little space. Nothing has been written then.
+    """
+    if weights not in CONVERSIONS:
+        raise ValueError(f"weights must be one of {CONVERSIONS}, got {weights!r}")
+    source, destination = pathlib.Path(source), pathlib.Path(destination)
+    if destination.resolve() == source.resolve():
+        raise ValueError(f"the destination must be another directory than the source, {source}")
+    if destination.exists() and not destination.is_dir():
+        raise ValueError(f"{destination} is a file; pass a directory")
+    tensors = _plan(source, weights)
+    journal = _describe_conversion(source, weights, max_shard_bytes)
+    _check_destination(destination, journal)
+    entries = {name: tensor.stored for name, tensor in tensors.items()}
+    shards = split_into_shards(entries, max_shard_bytes)
+    rename = saved_name if weights == "bfloat16" else str
+    todo = {
+        file: names
+        for file, names in shards.items()
+        if not _is_complete(destination / file, [e for n in names for e in entries[n]], rename)
+    }
+    _check_space(
+        destination, [entry for names in todo.values() for n in names for entry in entries[n]]
+    )
+
+    destination.mkdir(parents=True, exist_ok=True)
+    write_json(destination / _JOURNAL, journal)
+    with tqdm(total=len(tensors), unit="tensor", disable=not progress, desc="converting") as bar:
+        for file, names in shards.items():
+            if file not in todo:
+                bar.update(len(names))
+                continue
+            header = [
+                (rename(entry.name), entry.dtype, entry.shape)
+                for name in names
+                for entry in entries[name]
+            ]
+            write_tensors(destination / file, header, _contents(tensors, names, bar.update))
+    if len(shards) > 1:
+        weight_map = {
+            rename(entry.name): file
+            for file, names in shards.items()
+            for name in names
+            for entry in entries[name]
+        }
+        write_json(destination / INDEX, {"metadata": {}, "weight_map": weight_map})
+    for pattern in _COPIED:
+        for file in source.glob(pattern):
+            shutil.copyfile(file, destination / file.name)
+    write_json(destination / "config.json", _config(source, tensors))
+    (destination / _JOURNAL).unlink()
+
+
+def _plan(source: pathlib.Path, weights: str) -> dict[str, _Tensor]:
+    """Every tensor by canonical name, checked."""
+    config, sources, problems = open_checkpoint(source)
+    shapes = param_shapes(config, jnp.bfloat16)
+    targets = all_targets(config, shapes)
+    num_experts = config.num_routed_experts
+    check_sources(sources, targets, problems, source, num_experts=num_experts, keep=False)
+    for name, target in targets.items():
+        problems += find_damage(sources[name], target, num_experts)
+    if problems:
+        raise ValueError(list_problems(source, problems))
+    by_leaf: dict[str, list[Source]] = {}
+    for name, target in targets.items():
+        by_leaf.setdefault(target.leaf, []).append(sources[name])
+    leaves = {}
+    for leaf, tensors in by_leaf.items():
+        shape = get_leaf(shapes, leaf)
+        leaves[leaf] = _released_leaf(leaf, shape, tensors) if weights == "released" else shape
+    return {
+        name: _Tensor(
+            sources[name], target, leaves[target.leaf],
+            list_entries(name, target, leaves[target.leaf]),
+        )
+        for name, target in targets.items()
+    }  # fmt: skip
+
+
+def _released_leaf(leaf: str, shape: jax.ShapeDtypeStruct, sources: list[Source]) -> Any:
+    """What is quantised alike stays so; else the format of the release."""
+    wanted, scale_dtype = released_format(leaf), np.uint8
+    if wanted is None:
+        return shape
+    found = {(s.weight_format, s.scale_dtype if s.scale else None) for s in sources}
+    if len(found) == 1:
+        ((stored, stored_scale),) = found
+        if stored is not None and (stored is BlockFP8 or stored_scale is np.uint8):
+            wanted, scale_dtype = stored, stored_scale
+    if wanted is MXFP4 and shape.shape[-1] % 2:
+        raise ValueError(
+            f"{leaf} has {shape.shape[-1]} inputs, and MXFP4, which stores pairs, needs an even "
+            "number"
+        )
+    return quantized_shape(wanted, shape.shape, shape.dtype, scale_dtype=scale_dtype)
+
+
+def _contents(
+    tensors: dict[str, _Tensor], names: list[str], advance: Callable[[], Any]
+) -> Iterator[np.ndarray]:
+    """The arrays of a file, made one after the other."""
+    for name in names:
+        source, _, leaf, entries = tensors[name]
+        for entry, array in zip(entries, _convert(source, leaf), strict=True):
+            yield as_stored(array, entry.dtype)
+        advance()
+
+
+def _convert(source: Source, leaf: Any) -> list[np.ndarray]:
+    """A tensor in the format of its leaf, codes before scales."""
+    if not isinstance(leaf, BlockFP8 | MXFP4):
+        return [source.decode()]
+    if isinstance(leaf, source.weight_format or ()) and _has_scale_of(source, leaf):
+        return [source.read(), source.read_scale()]
+    values = source.decode().astype(np.float32)
+    return [np.asarray(array) for array in _quantize(values, type(leaf))]
+
+
+def _has_scale_of(source: Source, leaf: BlockFP8 | MXFP4) -> bool:
+    is_code = isinstance(leaf, MXFP4) or leaf.scale.dtype == jnp.uint8
+    return (source.scale_dtype is np.uint8) == is_code
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _quantize(
+    values: jax.Array, weight_format: type[BlockFP8] | type[MXFP4]
+) -> tuple[jax.Array, jax.Array]:
+    weight = quantize_weight(values, weight_format)
+    return weight.to_stored() if isinstance(weight, MXFP4) else (weight.codes, weight.scale)
+
+
+def _describe_conversion(
+    source: pathlib.Path, weights: str, max_shard_bytes: int
+) -> dict[str, Any]:
+    files = [source / "config.json", *find_weight_files(source)]
+    return {
+        "source": str(source.resolve()),
+        "weights": weights,
+        "max_shard_bytes": max_shard_bytes,
+        "files": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files],
+    }
+
+
+def _check_destination(destination: pathlib.Path, journal: dict[str, Any]) -> None:
+    """It holds no model, or an unfinished conversion of just this one."""
+    file = destination / _JOURNAL
+    if file.is_file():
+        if json.loads(file.read_text()) != journal:
+            raise ValueError(
+                f"{destination} holds an unfinished conversion of another checkpoint, or with "
+                "other options; remove it or pass another directory"
+            )
+        return
+    held = [p.name for p in destination.glob("*") if p.name == "config.json"]
+    held += sorted(p.name for p in destination.glob("*.safetensors"))
+    if held:
+        raise ValueError(
+            f"{destination} holds a model already ({held[0]}); remove it or pass another directory"
+        )
+
+
+def _is_complete(file: pathlib.Path, entries: list[Entry], rename: Callable[[str], str]) -> bool:
+    """Files get their names when they are whole, but a disk may have lost their ends since."""
+    if not file.is_file():
+        return False
+    try:
+        found = {name: (t.dtype, t.shape) for name, t in list_tensors(file).items()}
+    except ValueError:
+        return False
+    return found == {rename(entry.name): (entry.dtype, entry.shape) for entry in entries}
+
+
+def _check_space(destination: pathlib.Path, entries: list[Entry]) -> None:
+    existing = destination.resolve()
+    while not existing.exists():
+        existing = existing.parent
+    free, needed = shutil.disk_usage(existing).free, sum(entry.num_bytes for entry in entries)
+    if free < needed:
+        raise ValueError(
+            f"{destination} has {free / 2**30:,.1f} GiB of free space, and {needed / 2**30:,.1f} "
+            "GiB are still to be written"
+        )
+
+
+def _config(source: pathlib.Path, tensors: dict[str, _Tensor]) -> dict[str, Any]:
+    """The config of the source, which says how the weights are stored now."""
+    fields = json.loads((source / "config.json").read_text())
+    for name in ("quantization_config", "expert_dtype", "torch_dtype"):
+        fields.pop(name, None)
+    leaves = [tensor.leaf for tensor in tensors.values()]
+    return fields | {"dtype": "bfloat16"} | format_fields(leaves)

@@ -1,0 +1,38 @@
+"""Converts a checkpoint to the formats of the release (FP8 and FP4), or to BF16.
+
+One tensor is in memory at a time. Started again after an interruption, it goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+
+from dsv4_jax.checkpoint.convert import CONVERSIONS, convert_checkpoint
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this command's arguments."""
+    parser.add_argument("source", type=pathlib.Path, help="checkpoint directory")
+    parser.add_argument("destination", type=pathlib.Path, help="directory to write")
+    parser.add_argument(
+        "--weights",
+        choices=CONVERSIONS,
+        required=True,
+        help="released: block FP8, and MXFP4 for routed experts; what is quantised already stays",
+    )
+    parser.add_argument(
+        "--shard-gib", type=float, default=5.0, help="GiB of tensors that a file holds at most"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Converts, and says what was written."""
+    if args.shard_gib <= 0:
+        raise ValueError(f"shard-gib must be positive, got {args.shard_gib:g}")
+    limit = int(args.shard_gib * 2**30)
+    convert_checkpoint(args.source, args.destination, weights=args.weights, max_shard_bytes=limit)
+    files = list(args.destination.glob("*.safetensors"))
+    written = sum(file.stat().st_size for file in files)
+    print(f"{args.destination}: {written / 2**30:,.3f} GiB in {len(files)} file(s)")
+    return 0
