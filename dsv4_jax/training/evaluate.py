@@ -22,11 +22,11 @@ from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
 from dsv4_jax.checkpoint.load import SHIPPED_CHECKPOINT, load_checkpoint
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_types import AttentionType
+from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.params import DSV4Params, quantize_params
 from dsv4_jax.training.corpus import read_corpus
 from dsv4_jax.training.losses import held_out_loss, select_all, select_at_random
 from pallas_kernels.common.formats import CACHE_FORMATS
-from pallas_kernels.common.weights import with_activations
 
 _SELECTORS: dict[str, Selector] = {
     "by the indexer": select_by_score,
@@ -50,16 +50,26 @@ def losses_by_position(
     config: DSV4Config,
     cache_format: str = "f32",
     selector: Selector = select_by_score,
+    activations: str = DEFAULT_ACTIVATIONS,
 ) -> np.ndarray:
     """Nats per token at each position, a mean over rows i32[n, T + 1], run one by one: f32[T]."""
     losses = [
-        _loss(params, row[None], config=config, cache_format=cache_format, selector=selector)
+        _loss(
+            params,
+            row[None],
+            config=config,
+            cache_format=cache_format,
+            selector=selector,
+            activations=activations,
+        )
         for row in tqdm(rows, desc=cache_format, unit="row", leave=False)
     ]
     return np.mean(np.stack(losses), axis=0)
 
 
-_loss = jax.jit(held_out_loss, static_argnames=("config", "cache_format", "selector"))
+_loss = jax.jit(
+    held_out_loss, static_argnames=("config", "cache_format", "selector", "activations")
+)
 
 
 def main() -> None:
@@ -76,16 +86,18 @@ def main() -> None:
     for cache_format in CACHE_FORMATS:
         losses = losses_by_position(params, rows, config=config, cache_format=cache_format)
         print(f"{cache_format:<24}{losses.mean():>10.4f}", flush=True)
-    print(f"\n{'weights':<12}{'rows':<16}" + "".join(f"{name:>12}" for name in _FORMATS))
+    print(f"\n{'weights':<12}{'activations':<16}" + "".join(f"{name:>12}" for name in _FORMATS))
     released = quantize_params(config, params)
-    for weights, rounding, stored in [
-        ("as stored", "as they are", with_activations(params, "bfloat16")),
-        ("released", "as they are", with_activations(released, "bfloat16")),
-        ("released", "rounded to FP8", with_activations(released, "fp8")),
+    for weights, activations, stored in [
+        ("as stored", "bfloat16", params),
+        ("released", "bfloat16", released),
+        ("released", "fp8", released),
     ]:
-        print(f"{weights:<12}{rounding:<16}", end="")
+        print(f"{weights:<12}{activations:<16}", end="")
         for cache_format in _FORMATS:
-            losses = losses_by_position(stored, rows, config=config, cache_format=cache_format)
+            losses = losses_by_position(
+                stored, rows, config=config, cache_format=cache_format, activations=activations
+            )
             print(f"{losses.mean():>12.4f}", end="", flush=True)
         print()
     covered = config.indexer_top_k * config.compression_ratio(AttentionType.CSA)

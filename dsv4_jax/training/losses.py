@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from dsv4_jax.attention.full_sequence import Selection, Selector, select_by_score
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.draft import forward_draft
 from dsv4_jax.model.forward import forward_streams
 from dsv4_jax.model.params import DSV4Params
@@ -96,10 +97,16 @@ def held_out_loss(
     config: DSV4Config,
     cache_format: str = "f32",
     selector: Selector = select_by_score,
+    activations: str = DEFAULT_ACTIVATIONS,
 ) -> jax.Array:
     """Nats per token of i32[B, T + 1], a mean over the positions of each: f32[T]."""
     streams = forward_streams(
-        params, token_ids[:, :-1], config=config, cache_format=cache_format, selector=selector
+        params,
+        token_ids[:, :-1],
+        config=config,
+        cache_format=cache_format,
+        selector=selector,
+        activations=activations,
     )
     logits = head(params.hc_head, params.norm, params.head, streams, config)
     return jnp.mean(cross_entropy(logits, token_ids[:, 1:]), axis=0)

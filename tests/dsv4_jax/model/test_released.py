@@ -21,7 +21,6 @@ from pallas_kernels.common.weights import (
     quantize_block_fp8,
     quantize_mxfp4,
     weight_bytes,
-    with_activations,
 )
 
 FP8 = {
@@ -45,8 +44,8 @@ def formats(params):
 
 
 def released(config, params):
-    """In released formats with rows left alone, and the same decoded to f32."""
-    quantised = with_activations(quantize_params(config, params), "bfloat16")
+    """In released formats, and the same decoded to f32."""
+    quantised = quantize_params(config, params)
     return quantised, jit_decode(quantised)
 
 
@@ -135,12 +134,13 @@ def test_params_that_cannot_be_quantised(model):
 def check_intermediates(config, params, token_ids):
     """Of the trunk, and of the draft block where there is one."""
     quantised, decoded = released(config, params)
+    options = {"config": config, "activations": "bfloat16"}
 
     def run(params, token_ids):
         if params.mtp is None:
-            return ds.forward(params, token_ids, config=config)
-        streams = forward_streams(params, token_ids[:, :-1], config=config)
-        return forward_draft(params, streams, token_ids[:, 1:], config=config)
+            return ds.forward(params, token_ids, **options)
+        streams = forward_streams(params, token_ids[:, :-1], **options)
+        return forward_draft(params, streams, token_ids[:, 1:], **options)
 
     actual, expected = (
         capture.by_layer(capture.capture(run, weights, token_ids))
@@ -188,7 +188,9 @@ def test_prefill_and_decode_are_those_of_decoded_weights(model):
         cache = ds.init_cache(config, max_requests=2, max_context_tokens=64, cache_format="f32")
         texts, drawn = prompts, []
         for _ in range(12):
-            cache, row_logits = ds.jit_prefill(weights, cache, step_input(texts), config=config)
+            cache, row_logits = ds.jit_prefill(
+                weights, cache, step_input(texts), config=config, activations="bfloat16"
+            )
             texts = np.argmax(row_logits, axis=-1)[:, None].tolist()
             drawn.append(texts)
             logits.append(np.asarray(row_logits))
@@ -220,6 +222,7 @@ def test_a_hundred_greedy_tokens_are_those_of_decoded_weights(preset):
         engine = ds.Engine(
             case.config, weights, max_requests=2, max_context_tokens=len(prompt) + 100,
             cache_format="f32", prefill_tokens=(16,), decode_tokens=16,
+            activations="bfloat16",
         )  # fmt: skip
         (completion,) = engine.generate(
             [prompt], max_new_tokens=100, temperature=0.0, stop_token_ids=()
