@@ -12,11 +12,11 @@ from helpers import serving
 
 @pytest.fixture(scope="module")
 def model():
-    """Of two layers: each engine here compiles three programs."""
+    """Of one layer: the engine here compiles three programs."""
     config = dataclasses.replace(
         serving.CONFIG,
-        layer_types=(serving.CSA, serving.HCA),
-        router_types=serving.ROUTERS[:2],
+        layer_types=(serving.CSA,),
+        router_types=(ds.RouterType.LEARNED,),
         num_mtp_layers=0,
     )
     return config, ds.init_params(config, jax.random.key(0))

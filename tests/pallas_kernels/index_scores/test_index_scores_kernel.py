@@ -96,6 +96,7 @@ def test_blackwell_s_tensor_cores_give_the_same(name):
     assert max(e.max(initial=0) for e in errors(arguments, keys, actual)) < 1
 
 
+@pytest.mark.slow
 def test_groups_of_very_different_scales(lane):
     arguments, keys = draw("fp8_ue8m0", visible=(64, 10, 0), spread=9)
     assert max(e.max(initial=0) for e in errors(arguments, keys, scores_of(arguments))) < 1

@@ -200,6 +200,7 @@ def test_inverse_rope_follows(lane, monkeypatch, splits):
     assert np.mean(deviation(False) > 2.0**-7 * length) > 0.3
 
 
+@pytest.mark.slow
 def test_the_tolerance_rejects_other_definitions(lane):
     case = draw()
     actual = case.attend(backend="mosaic_gpu")
