@@ -97,6 +97,7 @@ def test_copy_audit_would_notice_a_copy():
     assert len(copied_leaves(lowered.compile(), cache)) >= planes
 
 
+@pytest.mark.slow
 def test_one_trace_serves_300_steps_across_every_boundary(model):
     """First traced at position 0, where nothing closes (known bug B8); nothing goes to the host."""
     config, params = model
