@@ -4,7 +4,6 @@ Cases come from the `AOT_CASES` of the modules beside this one; `programs.aot` s
 """
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +19,28 @@ pytestmark = pytest.mark.skipif(aot.unavailable() is not None, reason=str(aot.un
 
 RECORDED = aot.read_recorded()
 SPILLED, OVER_BUDGET = "compiled/spilling", "compiled/over_budget"
-LONG = re.compile(r"csa fp8_per_entry|flush_hca .* 8192|/(bf16|fp8_per_entry)_256x|/fp8_ue8m0_8x")
-"""Cases that take seconds to compile; the default run has their like in another format or shape."""
+USUAL = {
+    "sm_90a": (
+        "append_and_flush_kernel/append_and_flush csa fp8_ue8m0 64 tokens 64 heads",
+        "block_linear_kernel/fp8 1x32768x1024 fp8@sm_90a",
+        "expert_mlp_kernel/flash 1 fp8@sm_90a",
+        "flush_kernels/append_tokens csa fp8_ue8m0 64 tokens",
+        "flush_kernels/flush_hca fp8_ue8m0 64 tokens",
+        "gather_entries/selected",
+        "hyper_connections/64x4096",
+        "index_scores_kernel/fp8_ue8m0_fp8_index_64x16384",
+        "round_index_queries/mxfp4 8192 tokens 64 heads",
+        "select_top_k/top 512 of 64 x 4096",
+        "sparse_attention_kernels/fp8_ue8m0_256x64x512@sm_90a",
+    ),
+    "sm_100a": (
+        "index_scores_kernel/fp8_ue8m0_64x16384",
+        "sparse_attention_kernels/fp8_ue8m0_256x64x512@sm_100a",
+    ),
+}
+"""Of each kernel one case, and for Blackwell those that have code of their own for it."""
 each_target = pytest.mark.parametrize("target", aot.TARGETS)
+usually_one_target = pytest.mark.parametrize("target", slow.all_but(["sm_90a"], aot.TARGETS))
 
 
 def multiply_in_one_warp(x, y):
@@ -77,8 +95,13 @@ def compiled(request):
     """Compiles, once per target, the cases that the selected tests ask for; {case: figures}."""
     here = [item for item in request.session.items if item.path == request.path]
     selected = [item.callspec.params for item in here if hasattr(item, "callspec")]
-    names = {params["case"] for params in selected if "case" in params}
-    return functools.cache(functools.partial(aot.figures_of, names=(*names, aot.BROKEN)))
+
+    @functools.cache
+    def figures(target):
+        names = [p["case"] for p in selected if "case" in p and p["target"] == target]
+        return aot.figures_of(target, names=(*names, aot.BROKEN))
+
+    return figures
 
 
 @each_target
@@ -90,7 +113,12 @@ def test_every_case_is_recorded(target):
 @pytest.mark.parametrize(
     ("target", "case"),
     slow.all_but(
-        [(t, case) for t, cases in RECORDED.items() for case in cases if not LONG.search(case)],
+        [
+            (target, case)
+            for target, cases in RECORDED.items()
+            for case in USUAL[target]
+            if case in cases
+        ],
         [(target, case) for target, cases in RECORDED.items() for case in cases],
     ),
 )
@@ -98,7 +126,7 @@ def test_a_case_compiles_to_nothing_worse_than_recorded(compiled, target, case):
     assert not aot_figures.complaints(compiled(target)[case], RECORDED[target][case])
 
 
-@each_target
+@usually_one_target
 def test_a_kernel_that_spills_is_seen(compiled, target):
     found = compiled(target)[SPILLED]
     ((name, kernel),) = found["kernels"].items()
@@ -107,6 +135,6 @@ def test_a_kernel_that_spills_is_seen(compiled, target):
     assert not aot_figures.complaints(found, found)
 
 
-@each_target
+@usually_one_target
 def test_a_kernel_beyond_shared_memory_is_seen(compiled, target):
     assert "memory" in str(aot_figures.complaints(compiled(target)[OVER_BUDGET], {}))

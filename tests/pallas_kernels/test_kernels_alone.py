@@ -14,6 +14,7 @@ def test_a_call_alone_runs(name):
         assert all(leaf.size for leaf in jax.tree.leaves(kernels_alone.CALLS[name]()))
 
 
+@pytest.mark.slow
 def test_what_racecheck_has_to_find_can_still_be_planted():
     """Here barriers are nothing, and left out they change nothing."""
     with gpu_interpreter():

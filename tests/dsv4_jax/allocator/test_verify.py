@@ -8,6 +8,7 @@ import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.cache.poison import poison_of
+from helpers import slow
 
 CONFIG = dataclasses.replace(ds.DSV4Config.tiny(), num_mtp_layers=0)
 FAMILIES = {
@@ -43,7 +44,7 @@ def random_bytes(leaf, rng):
     return noise.astype(f"u{width}").view(leaf.dtype)
 
 
-@pytest.fixture(params=["fp8_ue8m0", "f32", "fp8_per_entry"])
+@pytest.fixture(params=slow.all_but(["fp8_ue8m0"], ["fp8_ue8m0", "f32", "fp8_per_entry"]))
 def case(request):
     sizes = {"max_requests": 3, "max_context_tokens": 512, "num_blocks": 9}
     manager = ds.KVCacheManager(CONFIG, num_snapshots=2, poison=True, **sizes)

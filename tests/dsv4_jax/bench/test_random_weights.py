@@ -1,6 +1,7 @@
 """Random parameters of the benchmarks: the shapes, formats and statistics of real ones."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import dsv4_jax as ds
 from dsv4_jax.bench.weights import _random_bytes, _random_scales, _random_weight, random_params
 from dsv4_jax.model.released import quantized_shape
 from dsv4_jax.model.weight_sizes import walk_weights
-from helpers import serving
+from helpers import serving, slow
 from pallas_kernels.common.weights import MXFP4, BlockFP8, is_quantized
 
 
@@ -41,10 +42,19 @@ def test_dense_leaves_are_drawn_alike_beside_quantised_ones():
         np.testing.assert_array_equal(leaf, dense[path], err_msg=path)
 
 
-@pytest.mark.parametrize("shape", [(3, 256, 512), (2, 192, 96)], ids=["whole tiles", "filled up"])
+SHAPES = {"whole tiles": (3, 256, 512), "filled up": (2, 192, 96)}
+
+
 @pytest.mark.parametrize("weight_format", [BlockFP8, MXFP4])
-@pytest.mark.parametrize("spread", [512**-0.5, 0.03, 1.0])
-def test_values_are_finite_and_have_the_spread(weight_format, shape, spread):
+@pytest.mark.parametrize(
+    ("kind", "spread"),
+    slow.all_but(
+        [("whole tiles", 0.03), ("filled up", 1.0)],
+        list(itertools.product(SHAPES, [512**-0.5, 0.03, 1.0])),
+    ),
+)
+def test_values_are_finite_and_have_the_spread(weight_format, kind, spread):
+    shape = SHAPES[kind]
     shapes = quantized_shape(weight_format, shape, jnp.bfloat16)
     weight = _random_weight(np.uint32(7), 0.0, spread, shapes)
     assert jax.tree.structure(weight) == jax.tree.structure(shapes)
@@ -62,6 +72,7 @@ def test_values_are_finite_and_have_the_spread(weight_format, shape, spread):
     assert not np.array_equal(matrices[0], matrices[1])
 
 
+@pytest.mark.slow
 def test_a_sharp_mean_of_squares_over_many_blocks():
     shapes = quantized_shape(BlockFP8, (40, 1280, 1280), jnp.bfloat16)
     weight = _random_weight(np.uint32(7), 0.0, 0.02, shapes)

@@ -5,6 +5,7 @@ The oracle pools whole windows in float64, as deepseek_v4.md section 2.2 writes 
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
+from helpers import slow
 from helpers.schedules import poison, random_cuts, step_input
 from pallas_kernels.common.formats import CACHE_FORMATS
 
@@ -139,8 +141,13 @@ def test_entries_are_pooled_windows_rotated_to_their_first_position(attn, theta)
                 assert off > 1000 * TOLERANCE
 
 
-@pytest.mark.parametrize("cache_format", CACHE_FORMATS)
-@pytest.mark.parametrize("attn", ["csa", "hca"])
+@pytest.mark.parametrize(
+    ("attn", "cache_format"),
+    slow.all_but(
+        [("csa", "fp8_ue8m0"), ("csa", "fp8_per_entry"), ("hca", "fp8_ue8m0")],
+        list(itertools.product(RATE, CACHE_FORMATS)),
+    ),
+)
 def test_exactly_the_closed_windows_are_written(attn, cache_format):
     """Known bug B17: entries and index keys both written, in every layout.
 
@@ -182,9 +189,10 @@ def test_nothing_is_written_where_nothing_closes(attn):
 CALL = step_input([[1] * T], [0], [0], num_tokens=T)
 
 
+@functools.cache
 def given_handle(attn):
     rows = projections(attn, T, np.random.default_rng(0))
-    return write(attn, make(), CALL, rows)
+    return jax.jit(write, static_argnames="attn")(attn, make(), CALL, rows)
 
 
 @pytest.mark.parametrize("attn", ["csa", "hca"])
@@ -192,7 +200,8 @@ def test_the_layers_own_schema_is_taken(attn):
     """The one that `build_schema` gives for the layer, as well as the handle's."""
     spec = ds.layer_schedule(CONFIG)[LAYER[attn]]
     handle = given_handle(attn)
-    flushed = flush(handle, ds.build_schema(CONFIG, spec, "f32"), RATE[attn])
+    own = ds.build_schema(CONFIG, spec, "f32")
+    flushed = jax.jit(lambda handle: flush(handle, own, RATE[attn]))(handle)
     assert np.any(flushed.paged.entries["values"])
 
 

@@ -22,6 +22,7 @@ def run(*arguments, timeout=120):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_one_prompt_is_continued_in_english_from_the_shipped_checkpoint():
     result = run("The import statement", "--max-new-tokens", "250")
     assert result.returncode == 0, result.stderr
@@ -38,7 +39,13 @@ def test_several_prompts_are_printed_one_after_another(capsys, tmp_path):
     """From a small untrained checkpoint, whose tokens are the shipped one's bytes."""
     shipped = pathlib.Path(ds.SHIPPED_CHECKPOINT)
     vocab_size = json.loads((shipped / "config.json").read_text())["vocab_size"]
-    config = dataclasses.replace(serving.CONFIG, vocab_size=vocab_size)
+    config = dataclasses.replace(
+        serving.CONFIG,
+        vocab_size=vocab_size,
+        layer_types=(serving.CSA,),
+        router_types=(ds.RouterType.LEARNED,),
+        num_mtp_layers=0,
+    )
     ds.save_checkpoint(config, ds.init_params(config, jax.random.key(0)), tmp_path)
     shutil.copy(shipped / "tokenizer.json", tmp_path)
     prompts = ["The for statement", "Python", "The for statement"]

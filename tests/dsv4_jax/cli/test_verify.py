@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -14,8 +15,14 @@ from pallas_kernels.common.weights import quantize_block_fp8, quantize_mxfp4
 
 @pytest.fixture(scope="module")
 def model():
-    """A small one of every type of layer; its window is longer than a step of `verify`."""
-    return dataclasses.replace(serving.CONFIG, sliding_window=64), serving.params()
+    """A layer and the draft block, whose window is longer than a step of `verify`."""
+    config = dataclasses.replace(
+        serving.CONFIG,
+        layer_types=(serving.CSA,),
+        router_types=(ds.RouterType.LEARNED,),
+        sliding_window=64,
+    )
+    return config, ds.init_params(config, jax.random.key(0))
 
 
 def arguments_for(tmp_path, config, params):

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
+from helpers import slow
 from helpers.serving import CONFIG, make_engine, params, prompt, run_to_end, same_tokens
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", slow.all_but([0.8], [0.0, 0.8]))
 def test_speculation_changes_no_token(temperature):
     """In one program: with drafts and without, eight prompts on four slots. Known bug B15."""
     rng = np.random.default_rng(1)

@@ -12,7 +12,14 @@ from helpers import serving
 
 @pytest.fixture(scope="module")
 def model():
-    return serving.CONFIG, serving.params()
+    """Of one layer: the engine here compiles three programs."""
+    config = dataclasses.replace(
+        serving.CONFIG,
+        layer_types=(serving.CSA,),
+        router_types=(ds.RouterType.LEARNED,),
+        num_mtp_layers=0,
+    )
+    return config, ds.init_params(config, jax.random.key(0))
 
 
 @pytest.fixture(scope="module")

@@ -135,7 +135,7 @@ class Life:
     ("seed", "scarce"),
     [
         (0, False),
-        (1, True),
+        pytest.param(1, True, marks=pytest.mark.slow),
         pytest.param(1, False, marks=pytest.mark.slow),
         pytest.param(0, True, marks=pytest.mark.slow),
     ],
@@ -349,6 +349,7 @@ def test_streams_of_several_requests_take_turns():
         assert engine.completion(ids[number]).finish_reason == "length"
 
 
+@pytest.mark.slow
 def test_memory_is_flat_over_many_requests():
     """Hundreds of requests later the engine holds what it held: no request, block or place more."""
     engine, rng = make_engine(), np.random.default_rng(9)

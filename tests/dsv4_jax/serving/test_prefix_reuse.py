@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
+from helpers import slow
 from helpers.schedules import assert_same_bytes
 from helpers.serving import (
     CONFIG,
@@ -33,8 +34,13 @@ def rng():
     return np.random.default_rng(5)
 
 
-@pytest.mark.parametrize("speculate", [False, True])
-@pytest.mark.parametrize("shared", [128, 256, 384])
+@pytest.mark.parametrize(
+    ("shared", "speculate"),
+    slow.all_but(
+        [(128, False), (256, True)],
+        [(shared, speculate) for shared in (128, 256, 384) for speculate in (False, True)],
+    ),
+)
 def test_a_hit_is_a_cold_run_bit_for_bit(rng, shared, speculate):
     """Tokens and every byte that can be read, with the freed storage full of NaN.
 
@@ -55,7 +61,9 @@ def test_a_hit_is_a_cold_run_bit_for_bit(rng, shared, speculate):
     same_tokens(*run_to_end(warm, again), *run_to_end(cold, alone))
 
 
-@pytest.mark.parametrize("length", [1, 127, 128, 129, 255, 256, 257, 300])
+@pytest.mark.parametrize(
+    "length", slow.all_but([128, 129, 300], [1, 127, 128, 129, 255, 256, 257, 300])
+)
 def test_the_same_request_again_hits_all_but_its_last_block_of_tokens(rng, length):
     """Known bug B27: a resend has at least every whole block before its last token."""
     engine, text = make_engine(), prompt(rng, length)
@@ -66,6 +74,7 @@ def test_the_same_request_again_hits_all_but_its_last_block_of_tokens(rng, lengt
     assert hits(engine) == (length - 1) // 128 * 128
 
 
+@pytest.mark.slow
 def test_a_boundary_inside_a_chunk_is_kept(rng):
     """One chunk of 300 tokens crosses 128 and 256: both can be resumed at.
 
@@ -165,6 +174,7 @@ def test_the_least_recently_used_snapshot_goes_first_and_blocks_stay(rng):
     assert hit(texts[1]) == 0
 
 
+@pytest.mark.slow
 def test_a_long_answer_leaves_its_prompt_a_snapshot(rng):
     """Two places, three boundaries of an answer: its last one and the prompt's stay."""
     engine, text = limit(make_engine(), num_snapshots=2), prompt(rng, 130)

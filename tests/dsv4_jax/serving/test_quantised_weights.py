@@ -42,6 +42,7 @@ def by_hand(text, count):
     return drawn
 
 
+@pytest.mark.slow
 def test_the_engine_serves_what_decode_steps_give():
     engine = ds.Engine(CONFIG, params(), **SIZES, decode_tokens=8)
     rng = np.random.default_rng(0)

@@ -76,6 +76,7 @@ def test_decode_loop_copies_no_leaf_of_the_cache(model):
     assert executable.memory_analysis().alias_size_in_bytes == cache.memory_bytes()
 
 
+@pytest.mark.slow
 def test_copy_audit_would_notice_a_copy():
     """The same audit on a step that keeps the old cache alive finds copies."""
     config = dataclasses.replace(
@@ -96,6 +97,7 @@ def test_copy_audit_would_notice_a_copy():
     assert len(copied_leaves(lowered.compile(), cache)) >= planes
 
 
+@pytest.mark.slow
 def test_one_trace_serves_300_steps_across_every_boundary(model):
     """First traced at position 0, where nothing closes (known bug B8); nothing goes to the host."""
     config, params = model
@@ -130,6 +132,7 @@ def test_donated_cache_is_gone(model, compiled):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(new))
 
 
+@pytest.mark.slow
 def test_jitted_and_op_by_op_steps_agree(model, compiled):
     """Known bug B11: what is compiled is what was written."""
     config, params = model

@@ -1,5 +1,7 @@
 """decode_loop against decode_step and sample, called one by one."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,14 @@ from helpers import serving, slow
 
 @pytest.fixture(scope="module")
 def model():
-    return serving.CONFIG, serving.params()
+    """Of one layer: what a loop does lies around them."""
+    config = dataclasses.replace(
+        serving.CONFIG,
+        layer_types=(serving.CSA,),
+        router_types=(ds.RouterType.LEARNED,),
+        num_mtp_layers=0,
+    )
+    return config, ds.init_params(config, jax.random.key(0))
 
 
 def start(config):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
-from helpers import oracle, slow, tolerance
+from helpers import oracle, tolerance
 
 
 def generate(case, config, **sizes):
@@ -26,7 +26,8 @@ def generate(case, config, **sizes):
     return completion, expected
 
 
-@pytest.mark.parametrize("preset", slow.all_but(["pro"], list(oracle.PRESETS)))
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", oracle.PRESETS)
 def test_a_hundred_greedy_tokens_agree(preset):
     case = oracle.load_case(preset)
     margin = np.min(case.data["greedy/margin"])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
+from helpers import slow
 from helpers.schedules import (
     assert_same_bytes,
     jit_prefill_all,
@@ -75,7 +76,7 @@ def test_any_split_in_any_batch_gives_the_bytes_of_serial_decoding(cache_format,
         config, params, cache, texts, [[1] * n for n in LENGTHS], slots=[0, 1, 2],
         num_tokens=NUM_TOKENS,
     )  # fmt: skip
-    for seed in range(6):
+    for seed in range(3):
         rng = np.random.default_rng(seed)
         slots = rng.permutation(4)[:3].tolist()
         mixed = run_cuts(
@@ -121,8 +122,13 @@ def test_a_batch_of_padding_only_changes_nothing():
     jax.tree.map(np.testing.assert_array_equal, after, cache)
 
 
-@pytest.mark.parametrize("start", [0, 1, 2, 3, 30, 31, 63, 127])
-@pytest.mark.parametrize("kept", [0, 1, 2, 3, 5])
+@pytest.mark.parametrize(
+    ("kept", "start"),
+    slow.all_but(
+        [(0, 127), (1, 3), (2, 30), (3, 0), (5, 63)],
+        [(kept, start) for kept in (0, 1, 2, 3, 5) for start in (0, 1, 2, 3, 30, 31, 63, 127)],
+    ),
+)
 def test_commit_keeps_what_serial_steps_would_have_stored(start, kept):
     """A staged step of 5 tokens, of which the first `kept` stay, against one token at a time.
 

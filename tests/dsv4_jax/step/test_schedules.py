@@ -31,8 +31,8 @@ TINY = ds.DSV4Config.tiny().layer_types
     "config",
     [
         schedule("window-beyond-a-block", SWA, sliding_window=130),
-        schedule("csa-odd-rate", CSA, csa_compression_ratio=3, sliding_window=5),
-        schedule("hca-odd-rate", HCA, hca_compression_ratio=20, sliding_window=5),
+        schedule("csa-odd-rate", CSA, csa_compression_ratio=3, sliding_window=5, slow=True),
+        schedule("hca-odd-rate", HCA, hca_compression_ratio=20, sliding_window=5, slow=True),
         schedule("swa-only", SWA, SWA, slow=True),
         schedule("csa-only", CSA, CSA, slow=True),
         schedule("hca-only", HCA, HCA, slow=True),

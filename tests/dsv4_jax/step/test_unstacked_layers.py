@@ -15,8 +15,12 @@ from helpers import configs
 
 @pytest.fixture(scope="module")
 def model():
-    """Two CSA and two HCA layers that a scan would repeat, and a window layer."""
-    config = configs.scanned(router_types=(ds.RouterType.LEARNED,) * 5, num_mtp_layers=0)
+    """Two layers that a scan would repeat."""
+    config = configs.scanned(
+        layer_types=(ds.AttentionType.HCA,) * 2,
+        router_types=(ds.RouterType.LEARNED,) * 2,
+        num_mtp_layers=0,
+    )
     return config, ds.init_params(config, jax.random.key(0))
 
 

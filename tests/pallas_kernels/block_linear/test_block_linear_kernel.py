@@ -2,12 +2,14 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers import slow
 from pallas_kernels import block_linear
 from pallas_kernels.block_linear import call_shapes, mosaic_gpu, reference
 from pallas_kernels.block_linear.call_shapes import Tiling
@@ -38,8 +40,13 @@ def run(x, weight, tiling=None):
     return mosaic_gpu.block_linear(x, [weight], tiling=tiling)[0]
 
 
-@pytest.mark.parametrize("activations", weights.ACTIVATIONS)
-@pytest.mark.parametrize("kind", QUANTIZE)
+@pytest.mark.parametrize(
+    ("kind", "activations"),
+    slow.all_but(
+        [("fp8", "bfloat16"), ("mxfp4", "fp8")],
+        list(itertools.product(QUANTIZE, weights.ACTIVATIONS)),
+    ),
+)
 def test_products_are_the_reference_s(lane, kind, activations):
     weight = make(kind, (192, 512), activations)
     x = jax.random.normal(jax.random.key(1), (5, 512)).astype(jnp.bfloat16)
@@ -48,19 +55,26 @@ def test_products_are_the_reference_s(lane, kind, activations):
     close(lane, found, expected)
 
 
+TILINGS = [Tiling(8, 1, 2), Tiling(16, 2, 2), Tiling(8, 2, 3, splits=2), Tiling(32, 1, 4, splits=4)]
+
+
 @pytest.mark.parametrize(
-    "tiling",
-    [Tiling(8, 1, 2), Tiling(16, 2, 2), Tiling(8, 2, 3, splits=2), Tiling(32, 1, 4, splits=4)],
+    ("kind", "tiling"),
+    slow.all_but(
+        [("fp8", TILINGS[2])],
+        list(itertools.product(QUANTIZE, TILINGS)),
+    ),
     ids=str,
 )
-@pytest.mark.parametrize("kind", QUANTIZE)
 def test_any_tiling_gives_the_products_of_every_group(lane, kind, tiling):
     weight = make(kind, (2, 128, 512))
     x = jax.random.normal(jax.random.key(1), (2, 11, 512)).astype(jnp.bfloat16)
     close(lane, run(x, weight, tiling), reference.block_linear(x, weight))
 
 
-@pytest.mark.parametrize("shape", [(40, 96), (200, 130)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(200, 130), pytest.param((40, 96), marks=pytest.mark.slow)], ids=str
+)
 def test_mxfp4_of_any_width(lane, shape):
     weight = make("mxfp4", shape)
     x = jax.random.normal(jax.random.key(1), (3, shape[1])).astype(jnp.bfloat16)
@@ -68,6 +82,7 @@ def test_mxfp4_of_any_width(lane, shape):
     close(lane, found, block_linear(x, weight, dtype=jnp.float32, backend="reference"))
 
 
+@pytest.mark.slow
 def test_fp8_scales_may_be_any_f32(lane):
     weight = make("fp8", (128, 256))
     scale = jax.random.uniform(jax.random.key(5), weight.scale.shape, minval=0.5, maxval=2)
@@ -94,6 +109,7 @@ def test_a_nan_stays_in_its_row(lane):
     np.testing.assert_array_equal(found[0, rest], np.asarray(clean)[0, rest])
 
 
+@pytest.mark.slow
 def test_a_row_has_the_same_bits_in_any_place(lane):
     weight = weight_stack(make("fp8", (128, 512), "bfloat16"))
     x = jax.random.normal(jax.random.key(1), (1, 12, 512)).astype(jnp.bfloat16)

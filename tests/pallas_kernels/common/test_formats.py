@@ -32,7 +32,9 @@ QUANTISED = {
 KEYS = {"mxfp4": MXFP4, "fp8_key": FP8_KEY, "nvfp4": NVFP4}
 FP4 = ("mxfp4", "nvfp4")
 SIGN_OF_NIBBLE = [4, 0, 5, 1, 6, 2, 7, 3]  # of eight MXFP4 codes, whose sign a nibble has in memory
-both_modes = pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+both_modes = pytest.mark.parametrize(
+    "jitted", [pytest.param(False, marks=pytest.mark.slow), True], ids=["eager", "jit"]
+)
 each_quantised = pytest.mark.parametrize("name", QUANTISED)
 each_format = pytest.mark.parametrize("name", CACHE_FORMATS)
 
@@ -201,7 +203,9 @@ def test_a_key_rounded_twice_is_the_key_rounded_once(name):
     np.testing.assert_array_equal(again, rotated)
 
 
-@pytest.mark.parametrize(("dim", "rope_dim"), [(32, 8), (56, 8), (104, 8), (160, 32)])
+@pytest.mark.parametrize(
+    ("dim", "rope_dim"), slow.all_but([(104, 8)], [(32, 8), (56, 8), (104, 8), (160, 32)])
+)
 @pytest.mark.parametrize("codec", [GROUPED, SCALED], ids=["fp8_ue8m0", "fp8_per_entry"])
 def test_a_short_group_of_an_entry_is_one_filled_up_with_zeros(codec, dim, rope_dim):
     x = ordinary(5, dim)
@@ -309,7 +313,7 @@ def spacing(q, mantissa_bits, lowest_exponent):
 
 
 @given(seed=st.integers(0, 2**32 - 1), exponent=st.integers(-30, 30), spread=st.integers(0, 12))
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @each_quantised
 def test_the_rounding_error_is_at_most_half_a_step_of_the_groups_grid(name, seed, exponent, spread):
     codec, _, rope_dim, planes = QUANTISED[name]
@@ -329,7 +333,7 @@ def test_the_rounding_error_is_at_most_half_a_step_of_the_groups_grid(name, seed
     assert np.all(error <= half_step)
 
 
-@pytest.mark.parametrize("num_entries", [1, 2, 53, 61, 64, 256])
+@pytest.mark.parametrize("num_entries", slow.all_but([2, 61], [1, 2, 53, 61, 64, 256]))
 def test_an_entry_page_reads_as_its_entries_and_comes_back(num_entries):
     x = ordinary(3, num_entries, HEAD)
     planes = encode(GROUPED, x, ROPE)
@@ -348,7 +352,7 @@ def test_an_entry_page_has_the_published_size(num_entries, size):
     assert page.shape == (size,) == (page_reader.entry_page_bytes(num_entries),)
 
 
-@pytest.mark.parametrize("num_keys", slow.all_but([1, 53], [1, 2, 53, 61, 64]))
+@pytest.mark.parametrize("num_keys", slow.all_but([53], [1, 2, 53, 61, 64]))
 @pytest.mark.parametrize("name", KEYS)
 def test_a_key_page_reads_as_its_keys_and_comes_back(name, num_keys):
     planes = encode(KEYS[name], ordinary(2, num_keys, INDEX))
@@ -364,7 +368,7 @@ def test_a_key_page_reads_as_its_keys_and_comes_back(name, num_keys):
     assert_same_bits(KEYS[name].from_pages(jnp.asarray(pages), num_keys, INDEX), planes)
 
 
-@pytest.mark.parametrize("num_entries", [2, 53, 61])
+@pytest.mark.parametrize("num_entries", slow.all_but([61], [2, 53, 61]))
 def test_b2_poison_in_a_pages_padding_reaches_no_entry(num_entries):
     planes = encode(GROUPED, ordinary(4, num_entries, HEAD), ROPE)
     pages = np.array(GROUPED.to_pages(planes))

@@ -72,6 +72,7 @@ def test_scales_are_the_least_at_which_no_code_saturates():
         assert int(scale[1, 1]) == code
 
 
+@pytest.mark.slow
 def test_a_layer_of_a_stack_is_a_weight():
     stack = weights.quantize_mxfp4(
         jax.random.normal(jax.random.key(0), (3, 4, 96, 64)), dtype="float32"

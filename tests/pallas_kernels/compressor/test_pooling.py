@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import token_oracle
+from helpers import slow, token_oracle
 from helpers.inputs import CASE_LAYER, LAYER, NUM_LAYERS, pack_call, poisoned
 from helpers.schedules import assert_same_bytes, random_cuts
 from pallas_kernels import Compressor, get_cache_format
@@ -236,8 +236,13 @@ def in_one_call(kind, channels):
     return run(kind, histories, ape, [[n] for n in LENGTHS], num_tokens=512, norm=norm)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("channels", [16, 512])
+@pytest.mark.parametrize(
+    ("channels", "schedule"),
+    slow.all_but(
+        [(16, "single tokens, padded"), (16, "random cuts")],
+        list(itertools.product([16, 512], SCHEDULES)),
+    ),
+)
 @pytest.mark.parametrize("kind", ["csa", "hca"])
 def test_bits_do_not_depend_on_how_tokens_are_cut_into_calls(kind, channels, schedule):
     """Known bugs B1, B8, B19: in buckets of other shapes too, for entries and all of the state."""

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers import slow
 from pallas_kernels import hyper_connections
 from pallas_kernels.hyper_connections.reference import sinkhorn
 
@@ -64,7 +65,10 @@ def assert_close(actual, expected, dtype):
 @pytest.mark.parametrize("backend", ["reference", "triton_gpu"])
 @pytest.mark.parametrize(
     ("num_tokens", "dim", "dtype"),
-    [(1, 64, jnp.float32), (3, 96, jnp.float32), (5, 64, jnp.bfloat16)],
+    slow.all_but(
+        [(3, 96, jnp.float32), (5, 64, jnp.bfloat16)],
+        [(1, 64, jnp.float32), (3, 96, jnp.float32), (5, 64, jnp.bfloat16)],
+    ),
 )
 def test_against_the_formulas_in_float64(lane, backend, num_tokens, dim, dtype):
     given = arguments(num_tokens, dim, dtype)
@@ -73,7 +77,7 @@ def test_against_the_formulas_in_float64(lane, backend, num_tokens, dim, dtype):
     assert_close(jit_hyper_connections(*given, backend=backend), expected, dtype)
 
 
-@pytest.mark.parametrize("spread", [0.0, 1.0, 30.0])
+@pytest.mark.parametrize("spread", slow.all_but([30.0], [0.0, 1.0, 30.0]))
 def test_columns_of_comb_sum_to_one(lane, spread):
     """Columns last: they sum to 1 to rounding, even where logits are far apart."""
     given = arguments(4, 64, jnp.float32, spread=spread)
@@ -136,5 +140,6 @@ def test_sinkhorn_takes_as_many_turns_as_it_is_told(iters):
     for _ in range(iters - 1):
         p /= p.sum(axis=-1, keepdims=True) + eps
         p /= p.sum(axis=-2, keepdims=True) + eps
-    actual = sinkhorn(jnp.asarray(logits, jnp.float32), iters=iters, eps=eps)
+    turns = jax.jit(functools.partial(sinkhorn, iters=iters, eps=eps))
+    actual = turns(jnp.asarray(logits, jnp.float32))
     np.testing.assert_allclose(actual, p, rtol=1e-5)

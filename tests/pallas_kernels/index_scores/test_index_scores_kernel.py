@@ -87,7 +87,7 @@ def test_scores_are_the_reference_s(lane, name):
     assert max(e.max(initial=0) for e in errors(arguments, keys, shifted)) > 100
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", slow.all_but(["fp8_ue8m0"], FORMATS))
 def test_blackwell_s_tensor_cores_give_the_same(name):
     """In the interpreter alone: no card of that kind has been here."""
     arguments, keys = draw(name)
@@ -96,6 +96,7 @@ def test_blackwell_s_tensor_cores_give_the_same(name):
     assert max(e.max(initial=0) for e in errors(arguments, keys, actual)) < 1
 
 
+@pytest.mark.slow
 def test_groups_of_very_different_scales(lane):
     arguments, keys = draw("fp8_ue8m0", visible=(64, 10, 0), spread=9)
     assert max(e.max(initial=0) for e in errors(arguments, keys, scores_of(arguments))) < 1
@@ -113,7 +114,8 @@ def test_any_tiling_gives_the_same_bits(lane, tiling):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("name", slow.all_but(["fp8_ue8m0"], FORMATS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORMATS)
 def test_keys_that_l2_may_drop_give_the_same_bits(lane, name, monkeypatch):
     """A call says so of more than L2 holds, of which each key has one reader."""
     arguments, _ = draw(name)
@@ -143,6 +145,7 @@ def test_keys_that_l2_may_drop_give_the_same_bits(lane, name, monkeypatch):
     assert not scores_tiling.read_once(8, 8, 2**22)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entries_per_block", [4, 52])
 def test_blocks_of_any_size(lane, entries_per_block):
     arguments, keys = draw("fp8_ue8m0", visible=(40, 9, 0), entries_per_block=entries_per_block)
@@ -180,7 +183,7 @@ def test_twenty_runs_give_the_same_bits():
             np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", slow.all_but(["fp8_ue8m0"], FORMATS))
 def test_the_selection_is_that_of_the_scores(lane, name):
     """And the reference's, but for entries whose scores lie within the tolerance of the last."""
     arguments, _ = draw(name)

@@ -25,7 +25,7 @@ each_key = pytest.mark.parametrize("key", KEYS)
 each_key_and_dtype = pytest.mark.parametrize(
     ("key", "dtype"),
     slow.all_but(
-        [("mxfp4", jnp.bfloat16), ("fp8", jnp.bfloat16), ("nvfp4", jnp.float32)],
+        [("mxfp4", jnp.bfloat16), ("nvfp4", jnp.float32)],
         [(key, dtype) for key in KEYS for dtype in (jnp.bfloat16, jnp.float32)],
     ),
 )
@@ -58,7 +58,13 @@ def draw(num_tokens, num_heads, dtype, dim=IC, seed=0):
     return jnp.asarray(rng.normal(size=(num_tokens, num_heads, dim)) * magnitude, dtype)
 
 
-@each_key_and_dtype
+@pytest.mark.parametrize(
+    ("key", "dtype"),
+    slow.all_but(
+        [("fp8", jnp.bfloat16)],
+        [(key, dtype) for key in KEYS for dtype in (jnp.bfloat16, jnp.float32)],
+    ),
+)
 def test_rotated_queries_are_rounded_as_the_reference_rounds_them(lane, key, dtype):
     """On a GPU sine and cosine may differ in their last bit; then a code may, by a step."""
     queries, codec = draw(len(POSITIONS), 11, dtype), codec_of(key)
@@ -133,7 +139,7 @@ def test_the_reference_rotates_before_it_rounds(key):
 
 @pytest.mark.parametrize(
     ("num_heads", "dim"),
-    slow.all_but([(1, 8), (9, 64)], [(1, 8), (8, 16), (9, 64), (16, 128), (3, 256)]),
+    slow.all_but([(9, 64)], [(1, 8), (8, 16), (9, 64), (16, 128), (3, 256)]),
 )
 @pytest.mark.parametrize("key", slow.all_but(["mxfp4"], list(KEYS)))
 def test_any_number_of_heads_and_dims(lane, key, num_heads, dim):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import token_oracle
+from helpers import slow, token_oracle
 from pallas_kernels import gpu_interpreter
 from pallas_kernels.select_top_k import mosaic_gpu as select_kernel
 from pallas_kernels.select_top_k.op import select_top_k
@@ -97,7 +97,7 @@ def test_the_long_oracle_agrees_with_the_short_one():
 
 
 @pytest.mark.parametrize("backend", KERNELS)
-@pytest.mark.parametrize("k", [1, 64, 130])
+@pytest.mark.parametrize("k", slow.all_but([64], [1, 64, 130]))
 def test_every_pattern_in_one_launch(lane, backend, k):
     rows = patterns(256)
     assert len(select_kernel.choose_stages(256, k)) == 1
@@ -106,7 +106,9 @@ def test_every_pattern_in_one_launch(lane, backend, k):
 
 
 @pytest.mark.parametrize("backend", KERNELS)
-@pytest.mark.parametrize(("num_entries", "num_launches"), [(700, 2), (2100, 3)])
+@pytest.mark.parametrize(
+    ("num_entries", "num_launches"), slow.all_but([(700, 2)], [(700, 2), (2100, 3)])
+)
 def test_every_pattern_in_several_launches(lane, backend, small_tiles, num_entries, num_launches):
     k = 100
     assert len(select_kernel.choose_stages(num_entries, k)) == num_launches
@@ -118,7 +120,7 @@ def test_every_pattern_in_several_launches(lane, backend, small_tiles, num_entri
 
 
 @pytest.mark.parametrize("backend", KERNELS)
-@pytest.mark.parametrize("num_entries", [1, 127, 129, 1000])
+@pytest.mark.parametrize("num_entries", slow.all_but([129], [1, 127, 129, 1000]))
 def test_any_width(lane, backend, num_entries):
     k = 40
     scores = np.random.default_rng(num_entries).normal(size=(3, num_entries))

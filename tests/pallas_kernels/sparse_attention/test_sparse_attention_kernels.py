@@ -95,8 +95,10 @@ def split_into(splits, monkeypatch):
     monkeypatch.setattr(call_shapes, "choose_tiling", lambda *_: tiling)
 
 
-@pytest.mark.parametrize("splits", slow.all_but([2], [1, 2, 3]))
-def test_splits_are_combined(kernel, monkeypatch, splits):
+@pytest.mark.slow
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("splits", [1, 2, 3])
+def test_splits_are_combined(monkeypatch, splits):
     """Three tiles, so that two splits leave the second one short."""
     split_into(splits, monkeypatch)
     case = draw()
@@ -142,7 +144,7 @@ def test_splits_take_the_tiles_to_look_at_in_turn():
             assert tiles == max(1, len(range(split, wanted, splits)))
 
 
-@pytest.mark.parametrize("splits", [5, 8, 70])
+@pytest.mark.parametrize("splits", slow.all_but([5], [5, 8, 70]))
 def test_splits_of_any_size_add_up_and_empty_ones_count_for_nothing(lane, splits):
     """Logits apart by more than f32's exponents, splits and whole rows without a key, no sink."""
     rng = np.random.default_rng(splits)
@@ -182,6 +184,7 @@ def test_inverse_rope_follows(lane, monkeypatch, splits):
     case, rope = draw(), SIZES.rope_dim
     frequencies = np.float32(100.0 ** -np.linspace(0, 1, rope // 2))
     plain = case.attend(backend="mosaic_gpu")
+    assert error(case, plain) < 1
     turned = case.attend(backend="mosaic_gpu", frequencies=frequencies)
     np.testing.assert_array_equal(turned[..., :-rope], plain[..., :-rope])
     pairs = plain[..., -rope:].reshape(*plain.shape[:2], -1, 2)
@@ -197,6 +200,7 @@ def test_inverse_rope_follows(lane, monkeypatch, splits):
     assert np.mean(deviation(False) > 2.0**-7 * length) > 0.3
 
 
+@pytest.mark.slow
 def test_the_tolerance_rejects_other_definitions(lane):
     case = draw()
     actual = case.attend(backend="mosaic_gpu")
@@ -205,18 +209,21 @@ def test_the_tolerance_rejects_other_definitions(lane):
     assert min(error(case, actual, **variant) for variant in broken) > 3
 
 
-def test_maxima_that_grow_from_tile_to_tile(kernel, monkeypatch):
+def test_maxima_that_grow_from_tile_to_tile(usual_kernel, monkeypatch):
     split_into(1, monkeypatch)
     case = draw()
     queries = case.arguments["queries"] * np.asarray(16, jnp.bfloat16)
     case = dataclasses.replace(case, arguments=case.arguments | {"queries": queries})
     assert error(case, case.attend(backend="mosaic_gpu")) < 1
-    if kernel is mosaic_blackwell:  # whose sums need scaling in tensor memory then, and only then
+    if (
+        usual_kernel is mosaic_blackwell
+    ):  # whose sums need scaling in tensor memory then, and only then
         monkeypatch.setattr(mosaic_blackwell.plgpu, "async_store_tmem", lambda *_: None)
         assert error(case, case.attend(backend="mosaic_gpu")) > 100
 
 
-@pytest.mark.parametrize("magnitude", slow.all_but([2.0**13], [2.0**-6, 2.0**13]))
+@pytest.mark.slow
+@pytest.mark.parametrize("magnitude", [2.0**-6, 2.0**13])
 def test_small_keys_and_large_ones(lane, magnitude):
     """Largest ones of 0.06 and of 37,000: f16 holds no more than 65,504, and steps of 2^-24."""
     case = draw(magnitude=magnitude)
@@ -225,7 +232,8 @@ def test_small_keys_and_large_ones(lane, magnitude):
     assert error(case, case.attend(backend="mosaic_gpu")) < 1
 
 
-@pytest.mark.parametrize("entries_per_block", slow.all_but([53], [1, 53]))
+@pytest.mark.slow
+@pytest.mark.parametrize("entries_per_block", [1, 53])
 def test_blocks_of_any_size(lane, entries_per_block):
     case = draw(entries_per_block=entries_per_block)
     assert error(case, case.attend(backend="mosaic_gpu")) < 1
@@ -246,13 +254,14 @@ def test_indices_that_name_nothing_are_not_read(lane):
 def test_nothing_visible_gives_zeros_and_the_window_alone_is_enough():
     case = draw()
     nobody = np.full(SIZES.num_tokens, -1, np.int32)
-    for sink in (None, np.full(SIZES.num_heads, -np.inf, np.float32)):
-        out = case.attend(sink, backend="mosaic_gpu", slots=nobody, segment_ids=nobody)
-        np.testing.assert_array_equal(out, np.zeros_like(out))
+    no_sink = np.full(SIZES.num_heads, -np.inf, np.float32)
+    out = case.attend(no_sink, backend="mosaic_gpu", slots=nobody, segment_ids=nobody)
+    np.testing.assert_array_equal(out, np.zeros_like(out))
     alone = case.attend(backend="mosaic_gpu", pool=None, selected=None)
     assert error(case, alone, selected=slice(0)) < 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("usual_kernel")
 def test_a_request_gets_the_same_bits_in_any_row_and_any_blocks():
     cases = [draw(packing=i) for i in range(2)]
