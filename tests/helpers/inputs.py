@@ -205,7 +205,9 @@ def valid_arguments(op):
     attended |= {"call": small_call()}
     without_layer = ("append_and_flush", "encode_tokens", "hyper_connections")
     without_layer += ("round_index_queries", "gather_entries", "gather_window")
-    without_layer += ("index_topk", "sparse_attention")
+    without_layer += ("index_topk", "sparse_attention", "expert_mlp")
+    without_layer += ("block_linear", "block_linears", "swiglu_linear")
+    experts = {"w1": f32(4, 6, dim), "w3": f32(4, 6, dim), "w2": f32(4, dim, 6)}
     return {
         "append_and_flush": projected
         | windows
@@ -214,7 +216,12 @@ def valid_arguments(op):
         | {"index_queries": f32(tokens, 2, dim), "index_codec": plain["codec"]},
         "append_tokens": windows
         | {"rings": [ring], "rows": [rows], "running": running, "projections": narrow},
+        "block_linear": {"x": f32(tokens, dim), "weight": f32(6, dim)},
+        "block_linears": {"x": f32(tokens, dim), "weights": [f32(6, dim), f32(5, dim)]},
         "encode_tokens": projected | plain | {"norm_rope": norm_rope, "positions": i32(tokens)},
+        "expert_mlp": {"x": f32(tokens, dim), "expert_ids": i32(tokens, 2), "limit": 1.0}
+        | {"expert_weights": f32(tokens, 2)}
+        | experts,
         "flush_csa": flushed | {"compressors": [csa]},
         "flush_hca": flushed | {"compressor": hca},
         "flush_write": {"pool": pool, "rows": rows, "block_table": table}
@@ -227,6 +234,8 @@ def valid_arguments(op):
         "hyper_connections": mixed
         | {"streams": f32(tokens, 2, dim), "iters": 2, "eps": 1e-6, "norm_eps": 1e-6},
         "round_index_queries": query | {"frequencies": f32(2), "positions": i32(tokens)},
+        "swiglu_linear": {"x": f32(tokens, dim), "gate": f32(6, dim), "up": f32(6, dim)}
+        | {"limit": 1.0},
         "sparse_attention": stored
         | attended
         | {"queries": f32(tokens, 2, dim), "sink": f32(2)}
