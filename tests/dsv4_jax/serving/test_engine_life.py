@@ -148,7 +148,7 @@ def test_whatever_happens_a_request_gets_what_it_gets_alone(scarce, seed):
     """
     engine = limit(make_engine(), num_blocks=4) if scarce else make_engine(debug=True)
     life = Life(engine, seed)
-    for _ in range(200):
+    for _ in range(120):
         life.event()
     life.finish()
     metrics = engine.metrics

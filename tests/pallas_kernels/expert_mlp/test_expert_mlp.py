@@ -21,25 +21,27 @@ QUANTIZE = {
 
 
 def make_experts(kind="dense", activations="bfloat16"):
-    keys = jax.random.split(jax.random.key(0), 3)
+    rng = np.random.default_rng(0)
     shapes = (E, WIDTH, D), (E, WIDTH, D), (E, D, WIDTH)
+    values = [rng.normal(size=shape) * 3 * shape[-1] ** -0.5 for shape in shapes]
+    quantize = jax.jit(QUANTIZE[kind], static_argnames=("dtype", "activations"))
     return [
-        QUANTIZE[kind](
-            3 * jax.random.normal(key, shape) * shape[-1] ** -0.5,
-            dtype="float32",
-            activations=activations,
-        )
-        for key, shape in zip(keys, shapes, strict=True)
+        quantize(jnp.asarray(v, jnp.float32), dtype="float32", activations=activations)
+        for v in values
     ]
+
+
+jit_round_rows = jax.jit(rows.round_rows)
+jit_expert_mlp = jax.jit(expert_mlp, static_argnames=("limit", "backend"))
 
 
 def float64(x, ids, share, experts, rounds):
     """The formula, one pair after the other."""
-    w1, w3, w2 = (np.asarray(weights.decode_weight(w), np.float64) for w in experts)
+    w1, w3, w2 = (np.asarray(jax.jit(weights.decode_weight)(w), np.float64) for w in experts)
 
     def taken(row):
         row = jnp.asarray(row, jnp.float32)
-        return np.asarray(rows.round_rows(row) if rounds else row, np.float64)
+        return np.asarray(jit_round_rows(row) if rounds else row, np.float64)
 
     out = np.zeros(x.shape)
     for token, (picked, weight) in enumerate(zip(ids, share, strict=True)):
@@ -77,7 +79,7 @@ def test_against_float64(name, num_tokens):
     ids, share = routing(name, num_tokens)
     x = jax.random.normal(jax.random.key(2), (num_tokens, D))
     experts = make_experts()
-    found = jax.jit(expert_mlp, static_argnames="limit")(x, ids, share, *experts, limit=LIMIT)
+    found = jit_expert_mlp(x, ids, share, *experts, limit=LIMIT)
     expected = float64(np.asarray(x), ids, share, experts, rounds=False)
     np.testing.assert_allclose(found, expected, atol=2e-5)
 
@@ -92,7 +94,7 @@ def test_quantised_experts_against_float64(kind, activations):
     ids, share = routing("random", 9)
     x = jax.random.normal(jax.random.key(2), (9, D))
     experts = make_experts(kind, activations)
-    found = expert_mlp(x, ids, share, *experts, limit=LIMIT)
+    found = jit_expert_mlp(x, ids, share, *experts, limit=LIMIT)
     expected = float64(np.asarray(x), ids, share, experts, rounds=activations == "fp8")
     # Of what is rounded to E4M3 between the products, f32's last bit can decide a tie.
     assert np.quantile(np.abs(found - expected), 0.99) < 2e-5
@@ -103,8 +105,8 @@ def test_an_expert_that_nobody_picked_is_never_seen():
     x = jax.random.normal(jax.random.key(2), (5, D))
     experts = make_experts()
     poisoned = [w.at[jnp.array([1, 3, 4])].set(jnp.nan) for w in experts]
-    clean = expert_mlp(x, ids, share, *experts, limit=LIMIT)
-    np.testing.assert_array_equal(expert_mlp(x, ids, share, *poisoned, limit=LIMIT), clean)
+    clean = jit_expert_mlp(x, ids, share, *experts, limit=LIMIT)
+    np.testing.assert_array_equal(jit_expert_mlp(x, ids, share, *poisoned, limit=LIMIT), clean)
 
 
 def test_a_token_gets_the_same_bits_whatever_else_is_in_the_call():

@@ -14,7 +14,7 @@ from pallas_kernels.common import weights
 from pallas_kernels.expert_mlp import mosaic_gpu
 from pallas_kernels.expert_mlp.arguments import Arguments
 
-E, WIDTH, D, K, LIMIT = 5, 192, 256, 2, 2.0
+E, WIDTH, D, K, LIMIT = 4, 96, 256, 2, 2.0
 BOUND = {"interpreter": 1e-2, "gpu": 2e-2}
 """Relative to the largest result: hidden values are rounded to bf16 and E4M3 between the products,
 where a last bit of f32 decides a tie."""
@@ -23,14 +23,12 @@ where a last bit of f32 decides a tie."""
 @functools.cache
 def make(kind="mxfp4", activations="fp8"):
     quantize = {"mxfp4": weights.quantize_mxfp4, "fp8": weights.quantize_block_fp8}[kind]
-    keys = jax.random.split(jax.random.key(0), 3)
+    quantize = jax.jit(quantize, static_argnames=("dtype", "activations"))
+    rng, shapes = np.random.default_rng(0), ((E, WIDTH, D), (E, WIDTH, D), (E, D, WIDTH))
+    values = [rng.normal(size=shape) * 3 * shape[-1] ** -0.5 for shape in shapes]
     return [
-        quantize(
-            3 * jax.random.normal(key, shape) * shape[-1] ** -0.5,
-            dtype="bfloat16",
-            activations=activations,
-        )
-        for key, shape in zip(keys, ((E, WIDTH, D), (E, WIDTH, D), (E, D, WIDTH)), strict=True)
+        quantize(jnp.asarray(v, jnp.float32), dtype="bfloat16", activations=activations)
+        for v in values
     ]
 
 
@@ -51,7 +49,7 @@ def run(x, ids, share, w1, w3, w2, tilings=None):
 
 
 def rows(num_tokens):
-    return jax.random.normal(jax.random.key(2), (num_tokens, D)).astype(jnp.bfloat16)
+    return jnp.asarray(np.random.default_rng(2).normal(size=(num_tokens, D)), jnp.bfloat16)
 
 
 def close(lane, found, expected):
@@ -111,7 +109,7 @@ def test_an_expert_that_nobody_picked_is_never_seen(lane):
     poisoned = [
         weights.MXFP4(
             codes=w.codes,
-            scale=w.scale.at[jnp.array([1, 2, 4])].set(-1),
+            scale=w.scale.at[jnp.array([1, 2])].set(-1),
             size=w.size,
             dtype=w.dtype,
             activations=w.activations,
