@@ -21,7 +21,7 @@ RECORDED = aot.read_recorded()
 SPILLED, OVER_BUDGET = "compiled/spilling", "compiled/over_budget"
 USUAL = {
     "sm_90a": (
-        "append_and_flush_kernel/append_and_flush csa fp8_ue8m0 64 tokens 64 heads",
+        "append_and_flush_kernel/append_and_flush swa fp8_ue8m0 64 tokens 64 heads",
         "block_linear_kernel/fp8 1x32768x1024 fp8@sm_90a",
         "expert_mlp_kernel/flash 1 fp8@sm_90a",
         "flush_kernels/append_tokens csa fp8_ue8m0 64 tokens",

@@ -31,6 +31,7 @@ def arguments_for(tmp_path, config, params):
     return ["verify", *small]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_well(model, capsys, tmp_path):
     assert main(arguments_for(tmp_path, *model)) == 0
     lines = capsys.readouterr().out.splitlines()

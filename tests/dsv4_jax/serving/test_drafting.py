@@ -12,15 +12,15 @@ from helpers.serving import CONFIG, make_engine, params, prompt, run_to_end, sam
 
 @pytest.mark.parametrize("temperature", slow.all_but([0.8], [0.0, 0.8]))
 def test_speculation_changes_no_token(temperature):
-    """In one program: with drafts and without, eight prompts on four slots. Known bug B15."""
+    """In one program: with drafts and without, five prompts on four slots. Known bug B15."""
     rng = np.random.default_rng(1)
-    texts = [prompt(rng, int(n)) for n in rng.integers(1, 200, 8)]
+    texts = [prompt(rng, int(n)) for n in rng.integers(1, 200, 5)]
     engine = make_engine(debug=True)
     results = {}
     for speculate in (True, False):
         ids = [
             engine.submit(
-                text, max_new_tokens=40, stop_token_ids=(), seed=i, temperature=temperature,
+                text, max_new_tokens=30, stop_token_ids=(), seed=i, temperature=temperature,
                 speculate=speculate, salt=str(speculate),
             )
             for i, text in enumerate(texts)
@@ -28,7 +28,7 @@ def test_speculation_changes_no_token(temperature):
         results[speculate] = run_to_end(engine, *ids)
         if speculate:
             drafted, accepted = engine.metrics.drafted_tokens, engine.metrics.accepted_tokens
-            assert drafted > 300
+            assert drafted > 100
     for one, other in zip(results[True], results[False], strict=True):
         same_tokens(one, other)
     assert engine.metrics.drafted_tokens == drafted

@@ -42,7 +42,7 @@ TILINGS = {
 @pytest.mark.parametrize(
     ("kind", "tiling"),
     slow.all_but(
-        [("hca", TILINGS["hca"][-1])],
+        [],
         [(kind, tiling) for kind in RATES for tiling in TILINGS[kind]],
     ),
 )
