@@ -10,7 +10,8 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.block_linear import call_shapes
 from pallas_kernels.block_linear.call_shapes import Shapes, Tiling
-from pallas_kernels.block_linear.mosaic_hopper import EvenItems, SwiGLU, multiply_items
+from pallas_kernels.block_linear.items import EvenItems
+from pallas_kernels.block_linear.mosaic_hopper import SwiGLU, multiply_items
 from pallas_kernels.block_linear.triton_rows import make_rows, padded
 from pallas_kernels.common.swiglu import swiglu as swiglu_of
 from pallas_kernels.common.weights import ROWS, QuantizedWeight

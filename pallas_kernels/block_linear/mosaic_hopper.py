@@ -20,7 +20,6 @@ Source: deepseek_v4.md sections 1.5 and 4.5.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -32,68 +31,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from pallas_kernels.block_linear.call_shapes import CONSUMERS, Shapes, Tiling, scale_columns
+from pallas_kernels.block_linear.items import EvenItems, Items
 from pallas_kernels.block_linear.triton_rows import Rows
 from pallas_kernels.common.backend import interpreting
 from pallas_kernels.common.weights import INPUTS, MXFP4, ROWS, QuantizedWeight
-from pallas_kernels.gpu import left_operand, mosaic, mosaic_memory, unpack_mxfp4
+from pallas_kernels.gpu import exchange, left_operand, mosaic, unpack_mxfp4
 from pallas_kernels.gpu.store_transposed import store_transposed
 
 plgpu: Any = mosaic_gpu
 REGISTERS = (232, 40)
 """Registers of a consumer's thread and a producer's; 2 + 1 warpgroups share 3 * 168."""
-
-
-@dataclasses.dataclass(frozen=True)
-class EvenItems:
-    """Items that follow from their number: each weight of a stack multiplies a group of rows.
-
-    Attributes:
-      num_groups: weights of the stack.
-      num_tokens: rows of a group.
-      spread: rows from the beginning of a group to that of the next, in x.
-    """
-
-    num_groups: int
-    num_tokens: int
-    spread: int
-
-    def of(self, item: jax.Array, columns: int) -> tuple[jax.Array, ...]:
-        """The fields of `Items` of one item."""
-        tiles = self.count(columns) // self.num_groups
-        weight = lax.div(item, tiles)
-        inside = lax.rem(item, tiles) * columns
-        num_rows = jnp.minimum(self.num_tokens - inside, columns)
-        return weight, weight * self.spread + inside, weight * self.num_tokens + inside, num_rows
-
-    def count(self, columns: int) -> int:
-        """Items in all."""
-        return self.num_groups * -(-self.num_tokens // columns)
-
-
-class Items(NamedTuple):
-    """Which weight multiplies which rows, for each item.
-
-    Attributes:
-      weight: i32[N], number in the stack.
-      first: i32[N], first row, a multiple of eight.
-      target: i32[N], row of the result that it becomes.
-      num_rows: i32[N], rows; 0 where there is nothing to do.
-    """
-
-    weight: jax.Array
-    first: jax.Array
-    target: jax.Array
-    num_rows: jax.Array
-
-    def of(self, item: jax.Array, columns: int) -> tuple[jax.Array, ...]:
-        """The fields of one item."""
-        del columns
-        return self.weight[item], self.first[item], self.target[item], self.num_rows[item]
-
-    def count(self, columns: int) -> int:
-        """Items in all."""
-        del columns
-        return self.weight.shape[0]
 
 
 class Operands(NamedTuple):
@@ -312,7 +259,7 @@ def _kernel(
         @pl.when(group == 1)
         def _():
             up = jnp.clip(total, -limit, limit)
-            mosaic_memory.store_exchanged(scratch.up_smem, up)
+            exchange.store(scratch.up_smem, up)
             plgpu.commit_smem()
             plgpu.barrier_arrive(scratch.up_ready)
 
@@ -328,7 +275,7 @@ def _kernel(
                 )
                 gate = gate * lax.broadcast_in_dim(share, gate.shape, [1])
             plgpu.barrier_wait(scratch.up_ready)
-            store(gate * mosaic_memory.load_exchanged(scratch.up_smem, total.shape))
+            store(gate * exchange.load(scratch.up_smem, total.shape))
 
 
 def multiply_items(

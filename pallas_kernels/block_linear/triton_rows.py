@@ -105,7 +105,7 @@ def _launch(
         else:
             values = triton.load_where(inputs[0], (source, first + lane), first + lane < dim)
         groups = values.astype(jnp.float32).reshape(_GROUPS, GROUP)
-        scale = numbers.encode_ue8m0(rows.group_maximum(groups) * rows.INV_448)
+        scale = numbers.encode_ue8m0(rows.group_maximum(groups) * numbers.INV_448)
         scaled = groups * numbers.invert_ue8m0(scale)[:, None]
         group = program * _GROUPS + jnp.arange(_GROUPS, dtype=jnp.int32)
         word = jnp.arange(_GROUPS * _WORDS, dtype=jnp.int32)

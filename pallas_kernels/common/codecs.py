@@ -32,9 +32,6 @@ from pallas_kernels.common.rounding import exact_divide, round_to
 Planes = dict[str, jax.Array]
 PlaneShapes = dict[str, jax.ShapeDtypeStruct]
 
-# Products with these, not quotients, are what the released quantisers compute.
-_INV_448 = np.float32(1.0) / np.float32(448.0)
-_INV_6 = np.float32(1.0) / np.float32(6.0)
 _AMAX_FLOOR = np.float32(1e-4)
 _PAGE_ROPE_DIM = 64  # of the released models, whose page layout is the published one
 
@@ -120,7 +117,7 @@ class GroupedFP8Codec:
         nope, rope = _split_rope(x, rope_dim)
         groups = numbers.split_groups(nope, self.group)
         amax = jnp.maximum(jnp.max(jnp.abs(groups), axis=-1), _AMAX_FLOOR)
-        scale = numbers.encode_ue8m0(amax * _INV_448)
+        scale = numbers.encode_ue8m0(amax * numbers.INV_448)
         code = numbers.encode_e4m3(groups * numbers.invert_ue8m0(scale)[..., None])
         padding = [(0, 0)] * (scale.ndim - 1) + [(0, -scale.shape[-1] % 8)]
         return {
@@ -215,7 +212,7 @@ class FP8KeyCodec:
         """See `Codec`."""
         x = _rotate_and_round(x)
         amax = jnp.maximum(jnp.max(jnp.abs(x), axis=-1), _AMAX_FLOOR)
-        scale = numbers.encode_ue8m0(amax * _INV_448)
+        scale = numbers.encode_ue8m0(amax * numbers.INV_448)
         code = numbers.encode_e4m3(x * numbers.invert_ue8m0(scale)[..., None])
         return {"codes": code, "scale": numbers.decode_ue8m0(scale)}
 
@@ -270,7 +267,9 @@ class FP4KeyCodec:
         groups = numbers.split_groups(_rotate_and_round(x), self.group)
         amax = jnp.max(jnp.abs(groups), axis=-1)
         if self.power_of_two:
-            scale = numbers.encode_ue8m0(jnp.maximum(amax, np.float32(6 * 2.0**-126)) * _INV_6)
+            scale = numbers.encode_ue8m0(
+                jnp.maximum(amax, np.float32(6 * 2.0**-126)) * numbers.INV_6
+            )
             scaled = groups * numbers.invert_ue8m0(scale)[..., None]
         else:
             amax = exact_divide(amax, jnp.float32(6.0))

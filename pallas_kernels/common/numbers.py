@@ -10,6 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 E4M3_MAX = 448.0
+# Products with these, not quotients, are what the released quantisers compute.
+INV_448 = np.float32(1.0) / np.float32(448.0)
+INV_6 = np.float32(1.0) / np.float32(6.0)
 _E2M1_MAX_BITS = np.float32(6.0).view(np.uint32)
 _E2M1_VALUES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
 _SIGN_BITS = (7, 15, 23, 31, 3, 11, 19, 27)

@@ -15,7 +15,6 @@ from pallas_kernels.common import numbers
 
 GROUP = 128
 """Inputs of a row that share a scale."""
-INV_448 = np.float32(1.0) / np.float32(448.0)
 _AMAX_FLOOR = np.float32(1e-4)
 _LARGEST = np.finfo(np.float32).max
 REST_BITS = 4
@@ -42,7 +41,7 @@ def quantize_rows(x: jax.Array) -> QuantizedRows:
     value and codes of 448.
     """
     groups = numbers.split_groups(x.astype(jnp.float32), GROUP)
-    scale = numbers.encode_ue8m0(group_maximum(groups) * INV_448)
+    scale = numbers.encode_ue8m0(group_maximum(groups) * numbers.INV_448)
     return QuantizedRows(
         numbers.encode_e4m3(groups * numbers.invert_ue8m0(scale)[..., None]), scale
     )

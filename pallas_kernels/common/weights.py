@@ -25,8 +25,6 @@ MXFP4_GROUP = 32
 ROWS, INPUTS = 64, 128
 """A tile of MXFP4 codes: one product of a tensor core, four groups wide."""
 ACTIVATIONS = ("fp8", "bfloat16")
-_INV_6 = np.float32(1.0) / np.float32(6.0)
-_INV_448 = np.float32(1.0) / np.float32(448.0)
 
 
 @jax.tree_util.register_dataclass
@@ -181,7 +179,7 @@ def quantize_block_fp8(values: jax.Array, *, dtype: str, activations: str = "fp8
     padded = jnp.pad(values.astype(jnp.float32), padding)
     blocks = padded.reshape(*lead, rows, FP8_BLOCK, columns, FP8_BLOCK)
     amax = jnp.max(jnp.abs(blocks), axis=(-3, -1))
-    scale = numbers.encode_ue8m0(jnp.maximum(amax, np.float32(448 * 2.0**-126)) * _INV_448)
+    scale = numbers.encode_ue8m0(jnp.maximum(amax, np.float32(448 * 2.0**-126)) * numbers.INV_448)
     codes = numbers.encode_e4m3(blocks * numbers.invert_ue8m0(scale)[..., :, None, :, None])
     codes = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).reshape(padded.shape)
     codes = codes[..., :out, :into]
@@ -192,7 +190,7 @@ def quantize_mxfp4(values: jax.Array, *, dtype: str, activations: str = "fp8") -
     """As the release does; see `quantize_block_fp8`. The number of inputs must be even."""
     groups = numbers.split_groups(values.astype(jnp.float32), MXFP4_GROUP)
     amax = jnp.maximum(jnp.max(jnp.abs(groups), axis=-1), np.float32(6 * 2.0**-126))
-    scale = numbers.encode_ue8m0(amax * _INV_6)
+    scale = numbers.encode_ue8m0(amax * numbers.INV_6)
     codes = numbers.encode_e2m1(groups * numbers.invert_ue8m0(scale)[..., None])
     pairs = numbers.pack_nibbles(numbers.join_groups(codes, values.shape[-1]))
     return MXFP4.from_stored(pairs, scale, dtype=dtype, activations=activations)

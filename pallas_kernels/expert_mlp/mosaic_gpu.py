@@ -1,9 +1,10 @@
 """The experts that tokens picked, in two launches of the kernel that multiplies items.
 
-    rows      each pair's token, sorted by expert                               XLA
-    hidden    share * SwiGLU of gate and up, tile by tile of an expert's rows   first launch
-    down      the product with w2                                               second launch
-    sum       of a token's pairs, in the order in which it picked them          XLA
+    order     pairs sorted by expert, tiles of an expert's rows      `triton_worklist`, XLA for many
+    rows      each pair's token, then the hidden values, in E4M3     `block_linear/triton_rows`
+    hidden    share * SwiGLU of gate and up, tile by tile            `block_linear/mosaic_hopper`
+    down      the product with w2, tile by tile                      the same
+    sum       of a token's pairs, in the order in which it picked    XLA
 
 Bytes: the weights of experts that were picked. An expert with more rows than a tile is read again
 for the next, out of L2. Measurements: docs/kernels/expert_mlp.md.
@@ -16,7 +17,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.block_linear import call_shapes
 from pallas_kernels.block_linear.call_shapes import Tiling
-from pallas_kernels.block_linear.mosaic_hopper import Items, SwiGLU, multiply_items
+from pallas_kernels.block_linear.items import Items
+from pallas_kernels.block_linear.mosaic_hopper import SwiGLU, multiply_items
 from pallas_kernels.block_linear.triton_rows import make_rows
 from pallas_kernels.common.weights import MXFP4, BlockFP8
 from pallas_kernels.expert_mlp import triton_worklist

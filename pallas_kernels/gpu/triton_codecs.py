@@ -27,8 +27,6 @@ from pallas_kernels.gpu import triton
 from pallas_kernels.gpu.triton_rope import beside, join_neighbours, round_to_dtype, split_neighbours
 
 Ref = Any
-_INV_448 = np.float32(1.0) / np.float32(448.0)
-_INV_6 = np.float32(1.0) / np.float32(6.0)
 _AMAX_FLOOR = np.float32(1e-4)
 _NEIGHBOURS = 4
 """Lanes that a thread holds of 128 in a warp."""
@@ -171,7 +169,7 @@ def _encode_grouped(
     nope = jnp.where(jnp.arange(x.shape[0]) < nope_dim, x, 0.0)
     groups = nope.reshape(-1, codec.group)
     amax = jnp.maximum(jnp.max(jnp.abs(groups), axis=1), _AMAX_FLOOR)
-    scale = numbers.encode_ue8m0(amax * _INV_448)
+    scale = numbers.encode_ue8m0(amax * numbers.INV_448)
     code = triton.encode_e4m3(groups * numbers.invert_ue8m0(scale)[:, None])
     num_groups = -(-nope_dim // codec.group)
     stored = jnp.where(jnp.arange(scale.shape[0]) < num_groups, scale.astype(jnp.uint32), 0)
@@ -210,7 +208,7 @@ def _quantize_fp8_key(x: jax.Array, dim: int) -> tuple[list[jax.Array], jax.Arra
     parts = [round_to_dtype(part, jnp.bfloat16) for part in hadamard_rotate(x, dim)]
     largest = functools.reduce(jnp.maximum, [jnp.abs(part) for part in parts])
     amax = jnp.maximum(jnp.max(largest, axis=-1), _AMAX_FLOOR)
-    scale = numbers.encode_ue8m0(amax * _INV_448)
+    scale = numbers.encode_ue8m0(amax * numbers.INV_448)
     inverse = beside(numbers.invert_ue8m0(scale), largest.shape)
     return [triton.encode_e4m3(part * inverse) for part in parts], scale
 
@@ -239,7 +237,7 @@ def _quantize_fp4_key(
     largest = functools.reduce(jnp.maximum, [jnp.abs(part) for part in parts])
     amax = jnp.max(largest, axis=1)
     if codec.power_of_two:
-        scale = numbers.encode_ue8m0(jnp.maximum(amax, np.float32(6 * 2.0**-126)) * _INV_6)
+        scale = numbers.encode_ue8m0(jnp.maximum(amax, np.float32(6 * 2.0**-126)) * numbers.INV_6)
         inverse = numbers.invert_ue8m0(scale)[:, None]
         scaled = [part * inverse for part in parts]
     else:

@@ -1,0 +1,63 @@
+"""The items of a product: which weight of a stack multiplies which rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@dataclasses.dataclass(frozen=True)
+class EvenItems:
+    """Items that follow from their number: each weight of a stack multiplies a group of rows.
+
+    Attributes:
+      num_groups: weights of the stack.
+      num_tokens: rows of a group.
+      spread: rows from the beginning of a group to that of the next, in x.
+    """
+
+    num_groups: int
+    num_tokens: int
+    spread: int
+
+    def of(self, item: jax.Array, columns: int) -> tuple[jax.Array, ...]:
+        """The fields of `Items` of one item."""
+        tiles = self.count(columns) // self.num_groups
+        weight = lax.div(item, tiles)
+        inside = lax.rem(item, tiles) * columns
+        num_rows = jnp.minimum(self.num_tokens - inside, columns)
+        return weight, weight * self.spread + inside, weight * self.num_tokens + inside, num_rows
+
+    def count(self, columns: int) -> int:
+        """Items in all."""
+        return self.num_groups * -(-self.num_tokens // columns)
+
+
+class Items(NamedTuple):
+    """Which weight multiplies which rows, for each item.
+
+    Attributes:
+      weight: i32[N], number in the stack.
+      first: i32[N], first row, a multiple of eight.
+      target: i32[N], row of the result that it becomes.
+      num_rows: i32[N], rows; 0 where there is nothing to do.
+    """
+
+    weight: jax.Array
+    first: jax.Array
+    target: jax.Array
+    num_rows: jax.Array
+
+    def of(self, item: jax.Array, columns: int) -> tuple[jax.Array, ...]:
+        """The fields of one item."""
+        del columns
+        return self.weight[item], self.first[item], self.target[item], self.num_rows[item]
+
+    def count(self, columns: int) -> int:
+        """Items in all."""
+        del columns
+        return self.weight.shape[0]
