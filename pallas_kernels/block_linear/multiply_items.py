@@ -33,7 +33,7 @@ from pallas_kernels.block_linear.call_shapes import (
 from pallas_kernels.block_linear.items import EvenItems, Items
 from pallas_kernels.block_linear.triton_rows import Rows
 from pallas_kernels.block_linear.work import Operands, Scratch, SwiGLU, Work
-from pallas_kernels.common.weights import INPUTS, ROWS, Weight
+from pallas_kernels.common.weights import INPUTS, MXFP4, ROWS, BlockFP8, Weight
 from pallas_kernels.gpu import mosaic, unpack_mxfp4
 
 plgpu: Any = mosaic_gpu
@@ -134,7 +134,7 @@ def multiply_items(
     """
     even = items if isinstance(items, EvenItems) else None
     out = weights[0].shape[-2] if swiglu else sum(weight.shape[-2] for weight in weights)
-    quantized = [w for w in weights if not isinstance(w, jax.Array)]
+    quantized = [weight for weight in weights if isinstance(weight, BlockFP8 | MXFP4)]
 
     def product_kernel(inputs: Operands, out_gmem: Any, scratch: Scratch) -> None:
         _kernel(Work.find(inputs, scratch, shapes, tiling, even), out_gmem, swiglu)

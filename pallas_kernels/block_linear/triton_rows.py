@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.common import numbers, rows
 from pallas_kernels.common.rows import GROUP
-from pallas_kernels.common.weights import MXFP4, Weight, is_quantized
+from pallas_kernels.common.weights import MXFP4, BlockFP8, Weight
 from pallas_kernels.gpu import triton, triton_codecs
 
 Ref = Any
@@ -64,12 +64,13 @@ def make_rows(
     num_rows = (x if token is None else token).shape[0]
     of_group = num_rows // num_groups
     spread = padded(of_group) if num_groups > 1 else of_group
-    if not is_quantized(weight):
+    if not isinstance(weight, BlockFP8 | MXFP4):
         taken = x if token is None else x.at[token].get(mode="clip")
         groups = taken.reshape(num_groups, of_group, -1)
         groups = jnp.pad(groups, ((0, 0), (0, spread - of_group), (0, 0)))
-        codes = jnp.pad(groups.reshape(1, -1, x.shape[1]), ((0, 0), (0, num_spare), (0, 0)))
-        return Rows(codes, None)
+        codes = groups.reshape(1, num_groups * spread, -1)
+        spare = padded(codes.shape[1] + num_spare) - codes.shape[1]
+        return Rows(jnp.pad(codes, ((0, 0), (0, spare), (0, 0))), None)
     return _launch(
         x,
         token,

@@ -223,7 +223,7 @@ class Work:
                     source = inputs.rows.codes.at[part, pl.ds(self.first, tiling.columns), inner]
                     target = scratch.rows_smem.at[slot, part, b]
                     plgpu.copy_gmem_to_smem(source, target, ready)
-                if s.is_dense:
+                if inputs.rows.scale is None:
                     continue
                 width = pl.ds(self.first, scale_columns(tiling.columns))
                 source = inputs.rows.scale.at[part, pl.ds(block, tiling.blocks), width]

@@ -19,7 +19,7 @@ from pallas_kernels.block_linear import call_shapes
 from pallas_kernels.block_linear.call_shapes import TensorCore, Tiling
 from pallas_kernels.block_linear.items import Items
 from pallas_kernels.block_linear.multiply_items import multiply_items
-from pallas_kernels.block_linear.triton_rows import make_rows
+from pallas_kernels.block_linear.triton_rows import make_rows, padded
 from pallas_kernels.block_linear.work import SwiGLU
 from pallas_kernels.expert_mlp import triton_worklist
 from pallas_kernels.expert_mlp.arguments import Arguments
@@ -51,19 +51,20 @@ def expert_mlp(
         expert_ids, expert_weights, num_experts, gate_tiling.columns, spare
     )
     items = Items(expert, first, first, num_rows)
+    is_dense = gate_shapes.is_dense  # then hidden values are the next rows as they are
     hidden = multiply_items(
         make_rows(x, w1, num_spare=spare, token=token),
         [w1, w3],
         items,
         shapes=gate_shapes,
         tiling=gate_tiling,
-        num_rows=token.shape[0],
+        num_rows=padded(token.shape[0] + spare) if is_dense else token.shape[0],
         swiglu=SwiGLU(limit, x.dtype),
         share=share,
         dtype=x.dtype,
     )
     down = multiply_items(
-        make_rows(hidden[0], w2, num_spare=spare),
+        make_rows(hidden[0], w2, num_spare=0 if is_dense else spare),
         [w2],
         items,
         shapes=down_shapes,

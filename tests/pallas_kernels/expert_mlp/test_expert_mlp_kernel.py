@@ -160,11 +160,15 @@ def test_a_token_gets_the_same_bits_whatever_else_is_in_the_call(lane):
     np.testing.assert_array_equal(run(spoilt, others, share, *make())[7], together[7])
 
 
-def _specs(num_tokens, num_experts, dim, width, activations="fp8"):
+def _specs(num_tokens, num_experts, dim, width, activations):
+    """Of experts in MXFP4, or dense ones where activations are "dense"."""
+
     def shape(*size, dtype):
         return jax.ShapeDtypeStruct(size, dtype)
 
     def weight(out, into):
+        if activations == "dense":
+            return shape(num_experts, out, into, dtype=jnp.bfloat16)
         return weights.MXFP4(
             codes=shape(num_experts, out // 64, into // 128, 64, 64, dtype=jnp.uint8),
             scale=shape(num_experts, out // 64, into // 128, 64, dtype=jnp.int32),
@@ -189,10 +193,16 @@ def _experts(*arguments):
 
 AOT_CASES = [
     (
-        f"flash {num_tokens} {activations}@{target}",
+        f"{name} {num_tokens} {activations}@{target}",
         _experts,
-        _specs(num_tokens, 256, 4096, 2048, activations),
+        _specs(num_tokens, num_experts, 4096, 2048, activations),
     )
     for target in ("sm_90a", "sm_100a")
-    for num_tokens, activations in ((1, "fp8"), (64, "bfloat16"), (8192, "fp8"))
+    for name, num_experts, num_tokens, activations in (
+        ("flash", 256, 1, "fp8"),
+        ("flash", 256, 64, "bfloat16"),
+        ("flash", 256, 8192, "fp8"),
+        ("slim", 8, 64, "dense"),
+        ("slim", 8, 8192, "dense"),
+    )
 ]
