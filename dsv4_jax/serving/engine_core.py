@@ -6,18 +6,26 @@ import time
 from collections.abc import Sequence
 from typing import Unpack
 
+import numpy as np
 from tokenizers import Tokenizer
 
+from dsv4_jax import checks
 from dsv4_jax.allocator.verify import Report
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.serving.loop import ServingLoop
 from dsv4_jax.serving.metrics import Metrics, count_compiles
-from dsv4_jax.serving.prompts import check_length, encode_prompt, resolve_sampling
+from dsv4_jax.serving.prompts import (
+    MAX_SALT_CHARS,
+    check_length,
+    encode_prompt,
+    resolve_sampling,
+)
 from dsv4_jax.serving.request import Completion, Request, Token
 from dsv4_jax.serving.runner import StepRunner
 from dsv4_jax.serving.sizing import EnginePlan
+from dsv4_jax.serving.suspects import Suspects
 from dsv4_jax.step.sampling import SamplingFields, SamplingParams, sampling_of_rows
 
 
@@ -55,6 +63,7 @@ class EngineCore:
         self._runner = StepRunner(params, plan)
         self._loop = ServingLoop(self._runner, plan, tokenizer=tokenizer, metrics=self.metrics)
         self._requests: dict[int, Request] = {}
+        self._suspects = Suspects()
         self._next_id = 0
 
     @property
@@ -96,7 +105,7 @@ class EngineCore:
         Args:
           prompt: token ids, or text if the engine has a tokenizer.
           sampling: how it draws and what ends it; None is the defaults.
-          salt: prefixes are shared among requests of one salt only.
+          salt: prefixes are shared among requests of one salt only; at most 1,024 characters.
           speculate: checks drafts, if the engine makes any; it changes speed, never tokens.
           **fields: fields of `SamplingParams`, such as `max_new_tokens=64` or `temperature=0.7`,
             that replace those of `sampling`.
@@ -108,22 +117,15 @@ class EngineCore:
           ValueError: the prompt is empty, holds an unknown token or can never fit, or a setting is
             out of range; nothing was queued.
         """
-        ids = encode_prompt(prompt, self.config, self.tokenizer, name="prompt")
-        (sampling,) = sampling_of_rows(1, sampling, row_name="prompt", **fields)
-        check_length(len(ids), sampling.max_new_tokens, self._plan.pools, name="prompt")
-        sampling = resolve_sampling(sampling, self.config, self.tokenizer)
-        request = Request(
-            self._next_id,
-            ids,
-            sampling,
-            time.perf_counter(),
-            salt=salt.encode(),
-            speculate=speculate,
-        )
-        self._register(request)
-        self.metrics.prompt_tokens += len(ids)
-        self._loop.enqueue(request)
-        return request.request_id
+        if sampling is not None:
+            checks.instance("sampling", sampling, SamplingParams)
+        if not isinstance(fields.get("seed", 0), int | np.integer):
+            checks.refuse("seed", "an integer", fields.get("seed"))
+        salt = checks.text("salt", salt, max_chars=MAX_SALT_CHARS)
+        speculate = checks.flag("speculate", speculate)
+        (row,) = sampling_of_rows(1, sampling, row_name="prompt", **fields)
+        ids, row = self._check(prompt, row, name="prompt")
+        return self._submit(ids, row, salt=salt.encode(), speculate=speculate)
 
     def fork(self, request_id: int, *, seed: int) -> int:
         """A second request that goes on from what the first has drawn so far.
@@ -138,8 +140,9 @@ class EngineCore:
           Id of the new request; what was drawn before is part of its completion.
 
         Raises:
-          ValueError: there is no such unfinished request.
+          ValueError: there is no such unfinished request, or the seed is no integer.
         """
+        seed = checks.integer("seed", seed, high=None)
         request = self._find(request_id)
         if request is None or request.finish_reason is not None:
             raise ValueError(f"request_id must be of an unfinished request, got {request_id}")
@@ -184,13 +187,25 @@ class EngineCore:
 
         Raises:
           CacheError: in debug mode, the cache is not what it should be.
-          Exception: what the device or the tokenizer raised. Requests it did not concern go on
-            with the next call; if the cache was lost, all are computed again.
+          Exception: what the device raised; all requests go on with the next call, and if the
+            cache was lost, they are computed again. If that fails too, the next steps serve the
+            running requests one by one, and who fails alone ends with "error". What a tokenizer
+            or a stop text raises ends its request at once, and is in `Completion.error`.
         """
+        suspect = self._suspects.next()
         try:
-            return self._loop.step()
+            tokens = self._loop.step(suspect)
+        except Exception as error:
+            failed = self._suspects.fail(error, suspect, self._loop.queue)
+            if failed is not None:
+                self._loop.end(failed)
+            elif not self._suspects:
+                raise
+            return []
         finally:
             self.metrics.compiles = count_compiles() - self._compiles_before
+        self._suspects.clear(suspect)
+        return tokens
 
     def completion(self, request_id: int) -> Completion:
         """What a finished request got; it is forgotten.
@@ -200,13 +215,37 @@ class EngineCore:
         """
         request = self._find(request_id)
         if request is None or request.finish_reason is None:
-            raise ValueError(f"request {request_id} has not finished, or has been taken already")
-        del self._requests[request_id]
-        return request.completion(self.tokenizer)
+            raise ValueError(
+                f"request_id must be of a request that can be taken, and {request_id} has not "
+                "finished, or has been taken already"
+            )
+        done = request.completion(self.tokenizer)
+        del self._requests[request.request_id]
+        return done
 
     def verify(self) -> Report:
         """Checks the whole cache now; see `verify_cache`."""
         return self._loop.verify()
+
+    def _check(
+        self, prompt: str | Sequence[int], row: SamplingParams, *, name: str
+    ) -> tuple[np.ndarray, SamplingParams]:
+        """A prompt's ids and settings that this engine can serve; else a `ValueError`."""
+        ids = encode_prompt(prompt, self.config, self.tokenizer, name=name)
+        check_length(len(ids), row.max_new_tokens, self._plan.pools, name=name)
+        return ids, resolve_sampling(row, self.config, self.tokenizer)
+
+    def _submit(
+        self, ids: np.ndarray, row: SamplingParams, *, salt: bytes = b"", speculate: bool = True
+    ) -> int:
+        """Queues what `_check` has passed."""
+        request = Request(
+            self._next_id, ids, row, time.perf_counter(), salt=salt, speculate=speculate
+        )
+        self._register(request)
+        self.metrics.prompt_tokens += len(ids)
+        self._loop.enqueue(request)
+        return request.request_id
 
     def _register(self, request: Request) -> None:
         self._requests[request.request_id] = request
@@ -215,6 +254,6 @@ class EngineCore:
 
     def _find(self, request_id: int) -> Request | None:
         """The request, or None if it was taken already."""
-        if not 0 <= request_id < self._next_id:
-            raise ValueError(f"request_id must be one that submit gave, got {request_id}")
+        rule = "one that submit gave"
+        request_id = checks.integer("request_id", request_id, 0, self._next_id - 1, rule=rule)
         return self._requests.get(request_id)

@@ -89,16 +89,18 @@ class ServingLoop:
         self.queue.preempt(request)
         self._update_gauges()
 
-    def step(self) -> list[Token]:
-        """Serves every running request once; see `Engine.step`."""
+    def step(self, alone: Request | None = None) -> list[Token]:
+        """Serves every running request once, or one alone if it runs; see `Engine.step`."""
         self.queue.admit()
         self.queue.reserve()
         self._update_gauges()
         running = self.queue.running
         if not running:
             return []
+        if alone is not None and alone.slot >= 0:
+            running = {alone.slot: alone}
         plan = plan_step(
-            self._needs(), sizes=self._plan.step_sizes, plain_size=self._plan.plain_size
+            self._needs(running), sizes=self._plan.step_sizes, plain_size=self._plan.plain_size
         )
         boundaries: list[Boundary] = []
         is_applied = False
@@ -114,15 +116,13 @@ class ServingLoop:
             raise
         self.metrics.steps += 1
         try:
-            tokens, failure = self._collect(plan, result, boundaries)
+            tokens = self._collect(plan, result, boundaries)
         except BaseException:
             self._recover([], is_lost=True)  # the device is ahead of what was counted
             raise
         self._update_gauges()
         if self._plan.debug:
             self._verify()
-        if failure is not None:
-            raise failure
         return tokens
 
     def verify(self) -> Report:
@@ -143,9 +143,9 @@ class ServingLoop:
             poison=self._plan.debug,
         )
 
-    def _needs(self) -> list[RowNeed]:
+    def _needs(self, running: dict[int, Request]) -> list[RowNeed]:
         needs = []
-        for request in self.queue.by_age():
+        for request in sorted(running.values(), key=lambda request: request.request_id):
             length = int(self.manager.length_tokens[request.slot])
             pending = request.num_known - length
             assert pending > 0, f"slot {request.slot} holds {length} of {request.num_known} tokens"
@@ -166,13 +166,9 @@ class ServingLoop:
 
     def _collect(
         self, plan: StepPlan, result: StepResult, boundaries: list[Boundary]
-    ) -> tuple[list[Token], Exception | None]:
-        """Counts what the step did, shares full blocks, and hands out the tokens.
-
-        Returns:
-          The tokens, and what was raised for one request alone.
-        """
-        now, tokens, failure = time.perf_counter(), [], None
+    ) -> list[Token]:
+        """Counts what the step did, shares full blocks, and hands out the tokens."""
+        now, tokens = time.perf_counter(), []
         rows = [(row, self.queue.running[row.slot]) for row in plan.rows]
         for row, request in rows:
             self._count(row, request, result)
@@ -186,12 +182,12 @@ class ServingLoop:
             try:
                 tokens += self._hand_out(request, drawn, now)
             except Exception as error:
-                request.finish_reason, failure = "error", error
+                request.fail(error)  # what was raised for its sake ends it alone
             if request.finish_reason is None:
                 request.drafts = result.draft_token_ids[row.slot].tolist()
             else:
                 self.end(request)
-        return tokens, failure
+        return tokens
 
     def _keep(self, boundaries: list[Boundary]) -> None:
         """Snapshots that a step has written, for who comes after."""

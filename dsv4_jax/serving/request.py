@@ -21,11 +21,13 @@ class Completion:
       text: text of the new tokens without special ones, up to a stop text; None without a
         tokenizer.
       finish_reason: "stop" (a stop token or text), "length", "cancelled" or "error".
+      error: what was raised for this request's sake, as text; else None.
     """
 
     token_ids: list[int]
     text: str | None
     finish_reason: str
+    error: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Request:
       next_boundary: end of the known shared prefix at admission, worth a snapshot; 0 if none.
       snapshot_spacing: blocks between kept boundaries of the prompt.
       finish_reason: None while it is on its way.
+      error: what ended it, where that is "error".
       events: tokens that its stream has not given yet.
       submitted_s: time of submission, in seconds; `admitted_s` and `last_token_s` are None before
         their time.
@@ -88,6 +91,7 @@ class Request:
         self.next_boundary = 0
         self.snapshot_spacing = 1
         self.finish_reason: str | None = None
+        self.error: Exception | None = None
         self.events: collections.deque[Token] = collections.deque()
         self.submitted_s = submitted_s
         self.admitted_s: float | None = None
@@ -144,12 +148,24 @@ class Request:
         if self.finish_reason is None and not self.num_wanted:
             self.finish_reason = "length"
 
+    def fail(self, error: Exception) -> None:
+        """Ends it with an error that was raised for its sake."""
+        self.finish_reason, self.error = "error", error
+
     def completion(self, tokenizer: Tokenizer | None) -> Completion:
         """What it got so far."""
         ids = self.token_ids[self.prompt_tokens : self.num_known].tolist()
-        text = None
-        if tokenizer is not None:
-            text = tokenizer.decode(ids, skip_special_tokens=True)
-            found = [at for at in map(text.find, self.sampling.stop_texts) if at >= 0]
-            text = text[: min(found)] if found else text
-        return Completion(token_ids=ids, text=text, finish_reason=self.finish_reason or "cancelled")
+        text, error = None, self.error
+        try:
+            if tokenizer is not None:
+                text = tokenizer.decode(ids, skip_special_tokens=True)
+                found = [at for at in map(text.find, self.sampling.stop_texts) if at >= 0]
+                text = text[: min(found)] if found else text
+        except Exception as raised:  # its tokens are good all the same
+            error = error or raised
+        return Completion(
+            token_ids=ids,
+            text=text,
+            finish_reason=self.finish_reason or "cancelled",
+            error=None if error is None else f"{type(error).__name__}: {error}",
+        )

@@ -10,9 +10,20 @@ from tokenizers.decoders import DecodeStream
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
-    """The tokenizer of a checkpoint directory, or None if it has none."""
+    """The tokenizer of a checkpoint directory, or None if it has none.
+
+    Raises:
+      ValueError: its `tokenizer.json` is none that can be read.
+    """
     file = pathlib.Path(path) / "tokenizer.json"
-    return Tokenizer.from_file(str(file)) if file.is_file() else None
+    if not file.is_file():
+        return None
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare ones
+        raise ValueError(
+            f"{file} must be a tokenizer of the tokenizers library: {error}"
+        ) from error
 
 
 class TextStream:

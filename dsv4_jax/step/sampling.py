@@ -190,7 +190,10 @@ def make_sampling(
     num_rows = checks.integer("num_rows", num_rows, 1, _MAX_ROWS)
     rows = sampling_of_rows(num_rows, sampling, **fields)
     if any(row.stop_texts for row in rows):
-        raise ValueError("stop_texts need an Engine: a step knows tokens and no text")
+        raise ValueError(
+            "stop_texts need an Engine, since a step knows tokens and no text, got "
+            f"{checks.shown(rows[0].stop_texts)}; use stop_token_ids"
+        )
     return jax.tree.map(jnp.asarray, stack_sampling(rows))
 
 
