@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Unpack
 
 import jax
@@ -17,9 +17,10 @@ from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.params import DSV4Params, unstack_layers
 from dsv4_jax.serving.engine_core import EngineCore
 from dsv4_jax.serving.prompts import check_length, encode_prompt, resolve_sampling
-from dsv4_jax.serving.request import Completion, Request, Token
+from dsv4_jax.serving.request import Completion
 from dsv4_jax.serving.sizing import plan_engine
 from dsv4_jax.serving.text import load_tokenizer
+from dsv4_jax.serving.token_stream import TokenStream
 from dsv4_jax.step.sampling import SamplingFields, SamplingParams, sampling_of_rows
 
 
@@ -27,8 +28,9 @@ class Engine(EngineCore):
     """Generates text for prompts of any lengths; they may come and go at any time.
 
     `submit` queues a request, `step` serves all of them once, `stream` and `completion` give
-    results, `cancel` ends one early, and `generate` does all of that for a list of prompts. One
-    thread at a time. `EngineCore` says when a request is admitted and when it gives way.
+    results, `cancel` ends one early, and `generate` does all of that for a list of prompts.
+    `EngineCore` says when a request is admitted and when it gives way, that there is one call at a
+    time, and what holds after one that raised.
 
     Attributes:
       config: the model.
@@ -143,11 +145,11 @@ class Engine(EngineCore):
             params = unstack_layers(params, donate=True)
         return cls(config, params, tokenizer=load_tokenizer(path), unroll=unroll, **options)
 
-    def stream(self, *request_ids: int) -> Iterator[Token]:
+    def stream(self, *request_ids: int) -> TokenStream:
         """Tokens of submitted requests as they are drawn, until all have ended.
 
         It steps the engine, and so serves all requests. Closing it cancels those that have not
-        ended. `completion` takes the results.
+        ended. `completion` takes the results. See `TokenStream`.
 
         Raises:
           ValueError: there is no such request.
@@ -158,7 +160,7 @@ class Engine(EngineCore):
             if request is None:
                 raise ValueError(f"request {request_id} has been taken already")
             requests.append(request)
-        return self._stream(requests)
+        return TokenStream(self, requests)
 
     def generate(
         self,
@@ -199,18 +201,6 @@ class Engine(EngineCore):
             for request in requests:
                 self.cancel(request.request_id)
                 self._requests.pop(request.request_id, None)
-
-    def _stream(self, requests: Sequence[Request]) -> Iterator[Token]:
-        try:
-            while any(request.finish_reason is None or request.events for request in requests):
-                for request in requests:
-                    while request.events:
-                        yield request.events.popleft()
-                if any(request.finish_reason is None for request in requests):
-                    self.step()
-        finally:
-            for request in requests:
-                self.cancel(request.request_id)
 
 
 def _unrolls(wanted: bool | None) -> bool:

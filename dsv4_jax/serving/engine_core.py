@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import threading
 import time
 from collections.abc import Sequence
 from typing import Unpack
@@ -12,6 +14,7 @@ from dsv4_jax.allocator.verify import Report
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import DSV4Params
+from dsv4_jax.serving.calls import UndoLog, exclusive
 from dsv4_jax.serving.loop import ServingLoop
 from dsv4_jax.serving.metrics import Metrics, count_compiles
 from dsv4_jax.serving.prompts import check_length, encode_prompt, resolve_sampling
@@ -22,7 +25,14 @@ from dsv4_jax.step.sampling import SamplingFields, SamplingParams, sampling_of_r
 
 
 class EngineCore:
-    """Serves requests on a cache of planned sizes. One thread at a time.
+    """Serves requests on a cache of planned sizes.
+
+    One call at a time: a second one, from another thread, a signal handler or a tokenizer, raises
+    `RuntimeError` and has touched nothing. Each call does all or nothing: where one raises, be it
+    `KeyboardInterrupt` at any place, requests and metrics are as they were before it. The next call
+    then empties the cache, and what ran is computed again from the tokens it has, to the same
+    tokens. Only an interrupt in the few instructions between the end of a call and its caller finds
+    the call done and its result lost.
 
     A request is admitted when a slot and blocks for its prompt are free, oldest first; it gets
     further blocks before the steps that need them, and the youngest gives its own back if there
@@ -53,20 +63,27 @@ class EngineCore:
         self._plan = plan
         self._compiles_before = count_compiles()
         self._runner = StepRunner(params, plan)
-        self._loop = ServingLoop(self._runner, plan, tokenizer=tokenizer, metrics=self.metrics)
+        self._undo = UndoLog(self.metrics, *self.metrics.histograms)
+        self._loop = ServingLoop(
+            self._runner, plan, tokenizer=tokenizer, metrics=self.metrics, undo=self._undo
+        )
         self._requests: dict[int, Request] = {}
         self._next_id = 0
+        self._lock = threading.Lock()
+        self._dropped: collections.deque[int] = collections.deque()
 
     @property
     def cache(self) -> ModelCache:
-        """The cache as it is now, to look into; the next step donates it."""
+        """The cache as it is now, to look into; the next call may take it."""
         return self._runner.cache
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that run or wait."""
-        return len(self._loop.queue.running) + len(self._loop.queue.waiting)
+        """Requests that run or wait; while a call is in progress, those there were before it."""
+        metrics = self._undo.before(self.metrics)
+        return metrics["running"] + metrics["waiting"]
 
+    @exclusive
     def warmup(self) -> list[tuple[str, float]]:
         """Compiles every program that serving can need.
 
@@ -78,10 +95,12 @@ class EngineCore:
         """
         if self._loop.queue.running:
             raise RuntimeError(f"warmup before requests run; {len(self._loop.queue.running)} do")
-        times = self._runner.warmup()
-        self.metrics.compiles = count_compiles() - self._compiles_before
-        return times
+        with self._undo:
+            times = self._runner.warmup()
+            self._count_compiles()
+            return times
 
+    @exclusive
     def submit(
         self,
         prompt: str | Sequence[int],
@@ -112,19 +131,21 @@ class EngineCore:
         (sampling,) = sampling_of_rows(1, sampling, row_name="prompt", **fields)
         check_length(len(ids), sampling.max_new_tokens, self._plan.pools, name="prompt")
         sampling = resolve_sampling(sampling, self.config, self.tokenizer)
-        request = Request(
-            self._next_id,
-            ids,
-            sampling,
-            time.perf_counter(),
-            salt=salt.encode(),
-            speculate=speculate,
-        )
-        self._register(request)
-        self.metrics.prompt_tokens += len(ids)
-        self._loop.enqueue(request)
-        return request.request_id
+        with self._undo:
+            request = Request(
+                self._next_id,
+                ids,
+                sampling,
+                time.perf_counter(),
+                salt=salt.encode(),
+                speculate=speculate,
+            )
+            self._register(request)
+            self.metrics.prompt_tokens += len(ids)
+            self._loop.enqueue(request)
+            return request.request_id
 
+    @exclusive
     def fork(self, request_id: int, *, seed: int) -> int:
         """A second request that goes on from what the first has drawn so far.
 
@@ -143,11 +164,13 @@ class EngineCore:
         request = self._find(request_id)
         if request is None or request.finish_reason is not None:
             raise ValueError(f"request_id must be of an unfinished request, got {request_id}")
-        new = request.branch(self._next_id, seed, time.perf_counter())
-        self._register(new)
-        self._loop.fork(request, new)
-        return new.request_id
+        with self._undo:
+            new = request.branch(self._next_id, seed, time.perf_counter())
+            self._register(new)
+            self._loop.fork(request, new)
+            return new.request_id
 
+    @exclusive
     def cancel(self, request_id: int) -> bool:
         """Ends a request early; its stream ends, and its completion has what was drawn so far.
 
@@ -160,10 +183,10 @@ class EngineCore:
         request = self._find(request_id)
         if request is None or request.finish_reason is not None:
             return False
-        request.finish_reason = "cancelled"
-        self._loop.end(request)
+        self._cancel(request)
         return True
 
+    @exclusive
     def preempt(self, request_id: int) -> bool:
         """Makes a running request give its slot and blocks back and wait; whether it was running.
 
@@ -173,9 +196,11 @@ class EngineCore:
         request = self._find(request_id)
         if request is None or request.slot < 0:
             return False
-        self._loop.preempt(request)
-        return True
+        with self._undo:
+            self._loop.preempt(request)
+            return True
 
+    @exclusive
     def step(self) -> list[Token]:
         """Serves every running request once, and admits waiting ones.
 
@@ -184,14 +209,34 @@ class EngineCore:
 
         Raises:
           CacheError: in debug mode, the cache is not what it should be.
-          Exception: what the device or the tokenizer raised. Requests it did not concern go on
-            with the next call; if the cache was lost, all are computed again.
+          Exception: what the device raised; nothing was drawn. Or what the tokenizer raised for one
+            request, which has ended with "error"; streams and completions of the others have their
+            tokens.
         """
-        try:
-            return self._loop.step()
-        finally:
-            self.metrics.compiles = count_compiles() - self._compiles_before
+        return self._step()
 
+    @exclusive
+    def _next_token(self, requests: Sequence[Request]) -> Token | None:
+        """The next token that no stream has given, of the first request that has one.
+
+        It steps until there is one; None if all have ended.
+        """
+        while True:
+            for request in requests:
+                if request.num_given < request.num_drawn:
+                    with self._undo:
+                        self._undo.save(request)
+                        request.num_given += 1
+                        return request.token(request.num_given - 1)
+            if all(request.finish_reason is not None for request in requests):
+                return None
+            self._step()
+
+    def _drop(self, request_id: int) -> None:
+        """Cancels a request when the engine is called next; from any thread, at any time."""
+        self._dropped.append(request_id)
+
+    @exclusive
     def completion(self, request_id: int) -> Completion:
         """What a finished request got; it is forgotten.
 
@@ -201,14 +246,51 @@ class EngineCore:
         request = self._find(request_id)
         if request is None or request.finish_reason is None:
             raise ValueError(f"request {request_id} has not finished, or has been taken already")
-        del self._requests[request_id]
-        return request.completion(self.tokenizer)
+        completion = request.completion(self.tokenizer)
+        with self._undo:
+            self._undo.save_item(self._requests, request_id)
+            del self._requests[request_id]
+            return completion
 
+    @exclusive
     def verify(self) -> Report:
         """Checks the whole cache now; see `verify_cache`."""
-        return self._loop.verify()
+        with self._undo:
+            return self._loop.verify()
+
+    def _settle(self) -> None:
+        """What is left of calls that raised, and of streams that were dropped."""
+        if self._undo.stands:
+            self._undo.roll_back()
+            unfinished = [one for one in self._requests.values() if one.finish_reason is None]
+            self._loop.restart(unfinished)
+            self._undo.forget()
+        while self._dropped:
+            request = self._requests.get(self._dropped[0])
+            if request is not None and request.finish_reason is None:
+                self._cancel(request)
+            self._dropped.popleft()
+
+    def _step(self) -> list[Token]:
+        with self._undo:
+            tokens, failure = self._loop.step()
+            self._count_compiles()
+            if failure is None:
+                return tokens
+        raise failure
+
+    def _cancel(self, request: Request) -> None:
+        with self._undo:
+            self._undo.save(request)
+            request.finish_reason = "cancelled"
+            self._loop.end(request)
+
+    def _count_compiles(self) -> None:
+        self.metrics.compiles = count_compiles() - self._compiles_before
 
     def _register(self, request: Request) -> None:
+        self._undo.save_item(vars(self), "_next_id")
+        self._undo.save_item(self._requests, request.request_id)
         self._requests[request.request_id] = request
         self._next_id = request.request_id + 1
         self.metrics.submitted += 1
