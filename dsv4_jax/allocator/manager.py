@@ -21,6 +21,10 @@ from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.config import DSV4Config
 
 
+class NoRoomError(RuntimeError):
+    """No slot, or too few blocks, are free now; nothing was changed."""
+
+
 class KVCacheManager:
     """Admits, extends, forks, shares, evicts and releases.
 
@@ -143,11 +147,11 @@ class KVCacheManager:
 
         Raises:
           ValueError: no context is that long; nothing was changed.
-          RuntimeError: no slot, or too few blocks, are free now; nothing was changed.
+          NoRoomError: no slot, or too few blocks, are free now; nothing was changed.
         """
         needed = self.plan.blocks_needed(max_tokens)
         if not self._free_slots:
-            raise RuntimeError(f"all {len(self.length_tokens)} slots are taken; release one first")
+            raise NoRoomError(f"all {len(self.length_tokens)} slots are taken; release one first")
         chain = self.prefixes.find_resumable(token_ids, salt, max_tokens)
         self._check_free(needed - len(chain), chain)
         slot = self._take_slot()
@@ -168,7 +172,7 @@ class KVCacheManager:
 
         Raises:
           ValueError: the slot is free, or no context is that long; nothing was changed.
-          RuntimeError: too few blocks are free now; nothing was changed.
+          NoRoomError: too few blocks are free now; nothing was changed.
         """
         self._check_held(slot)
         held = self._num_blocks_of(slot)
@@ -205,7 +209,7 @@ class KVCacheManager:
 
         Raises:
           ValueError: the slot is free, or `max_tokens` is out of range; nothing was changed.
-          RuntimeError: no slot, or too few blocks, are free now; nothing was changed.
+          NoRoomError: no slot, or too few blocks, are free now; nothing was changed.
         """
         self._check_held(slot)
         length = int(self.length_tokens[slot])
@@ -214,7 +218,7 @@ class KVCacheManager:
         if max_tokens < length:
             raise ValueError(f"max_tokens must be at least the length, {length}, got {max_tokens}")
         if not self._free_slots:
-            raise RuntimeError(f"all {len(self.length_tokens)} slots are taken; release one first")
+            raise NoRoomError(f"all {len(self.length_tokens)} slots are taken; release one first")
         self._check_free(needed - full)
         new = self._take_slot()
         self.length_tokens[new] = length
@@ -341,7 +345,7 @@ class KVCacheManager:
 
     def _check_free(self, needed: int, chain: Sequence[PrefixNode] = ()) -> None:
         if needed > self._blocks.num_beside(chain):
-            raise RuntimeError(
+            raise NoRoomError(
                 f"{needed} blocks of {self.plan.block_tokens} tokens are needed and "
                 f"{self._blocks.num_beside(chain)} of {self.num_blocks} are free; "
                 "release a request first"

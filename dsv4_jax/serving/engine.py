@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator, Sequence
-from typing import Unpack, cast
+from collections.abc import Sequence
+from typing import Unpack
 
 import jax
 from jax.typing import DTypeLike
@@ -20,9 +20,10 @@ from dsv4_jax.model.check_params import check_params
 from dsv4_jax.model.params import DSV4Params, unstack_layers
 from dsv4_jax.serving.engine_core import EngineCore
 from dsv4_jax.serving.prompts import list_prompts
-from dsv4_jax.serving.request import Completion, Request, Token
+from dsv4_jax.serving.request import Completion
 from dsv4_jax.serving.sizing import plan_engine
 from dsv4_jax.serving.text import load_tokenizer
+from dsv4_jax.serving.token_stream import TokenStream
 from dsv4_jax.step.sampling import SamplingFields, SamplingParams, sampling_of_rows
 
 
@@ -30,8 +31,9 @@ class Engine(EngineCore):
     """Generates text for prompts of any lengths; they may come and go at any time.
 
     `submit` queues a request, `step` serves all of them once, `stream` and `completion` give
-    results, `cancel` ends one early, and `generate` does all of that for a list of prompts. One
-    thread at a time. `EngineCore` says when a request is admitted and when it gives way.
+    results, `cancel` ends one early, and `generate` does all of that for a list of prompts.
+    `EngineCore` says when a request is admitted and when it gives way, that there is one call at a
+    time, and what holds after one that raised.
 
     Attributes:
       config: the model.
@@ -160,12 +162,11 @@ class Engine(EngineCore):
             params = unstack_layers(params, donate=True)
         return cls(config, params, tokenizer=load_tokenizer(path), unroll=unroll, **options)
 
-    def stream(self, *request_ids: int) -> Iterator[Token]:
+    def stream(self, *request_ids: int) -> TokenStream:
         """Tokens of submitted requests as they are drawn, until all have ended.
 
-        It steps the engine, and so serves all requests. Closing or dropping it, before its first
-        token too, cancels those that have not ended. If a step raises, they go on: stream them
-        again. `completion` takes the results.
+        It steps the engine, and so serves all requests. Closing it cancels those that have not
+        ended. `completion` takes the results. See `TokenStream`.
 
         Raises:
           ValueError: there is no such request.
@@ -179,9 +180,7 @@ class Engine(EngineCore):
                     f"got {checks.shown(request_id)}"
                 )
             requests.append(request)
-        stream = self._stream(requests)
-        next(stream)  # into its `try`, so that closing it cancels from now on
-        return cast(Iterator[Token], stream)
+        return TokenStream(self, requests)
 
     def generate(
         self,
@@ -212,10 +211,8 @@ class Engine(EngineCore):
             self._check(prompt, row, name=f"prompts[{idx}]")
             for idx, (prompt, row) in enumerate(zip(prompts, rows, strict=True))
         ]
-        requests: list[Request] = []
+        requests = self._submit_all(checked)
         try:
-            for ids, row in checked:
-                requests.append(self._requests[self._submit(ids, row)])
             while any(request.finish_reason is None for request in requests):
                 self.step()
             return [request.completion(self.tokenizer) for request in requests]
@@ -223,26 +220,6 @@ class Engine(EngineCore):
             for request in requests:
                 self.cancel(request.request_id)
                 self._requests.pop(request.request_id, None)
-
-    def _stream(self, requests: Sequence[Request]) -> Iterator[Token | None]:
-        """The tokens, behind a None that says that closing it cancels."""
-        failed = False
-        try:
-            yield None
-            while any(request.finish_reason is None or request.events for request in requests):
-                for request in requests:
-                    while request.events:
-                        yield request.events.popleft()
-                if any(request.finish_reason is None for request in requests):
-                    try:
-                        self.step()
-                    except Exception:
-                        failed = True
-                        raise
-        finally:
-            if not failed:
-                for request in requests:
-                    self.cancel(request.request_id)
 
 
 def _unrolls(wanted: bool | None) -> bool:

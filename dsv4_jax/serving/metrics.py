@@ -54,8 +54,10 @@ class Histogram:
         return sum(self.counts)
 
     def add(self, value: float) -> None:
-        """Counts a value."""
-        self.counts[bisect.bisect_left(self.bounds, value)] += 1
+        """Counts a value; `counts` is a new list then."""
+        counts = list(self.counts)
+        counts[bisect.bisect_left(self.bounds, value)] += 1
+        self.counts = counts
         self.total += value
 
     def quantile(self, share: float) -> float:
@@ -128,6 +130,11 @@ class Metrics:
     def acceptance(self) -> float:
         """Share of drafts that were kept; 0 before any."""
         return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
+
+    @property
+    def histograms(self) -> tuple[Histogram, ...]:
+        """Those of its attributes that are histograms."""
+        return tuple(value for value in vars(self).values() if isinstance(value, Histogram))
 
     def count_cache(self, manager: KVCacheManager, unit_bytes: dict[str, int]) -> None:
         """Brings the gauges of the cache up to date.

@@ -73,7 +73,7 @@ class StepRunner:
             self._prefill_activations = plan.prefill_activations
         self.cache: ModelCache
         self.store: SnapshotStore
-        self.rebuild()
+        self._allocate()
         self.unit_bytes = {
             name: size // (self.plan.num_blocks if is_paged(name) else self.plan.max_requests)
             for name, size in family_bytes(self.cache).items()
@@ -81,21 +81,11 @@ class StepRunner:
         }
 
     def rebuild(self) -> None:
-        """Empty pools, in place of those that were there."""
-        self.cache = init_cache(
-            self.config,
-            max_requests=self.plan.max_requests,
-            max_context_tokens=self.plan.max_context_tokens,
-            cache_format=self.cache_format,
-            num_blocks=self.plan.num_blocks,
-        )
-        self.store = init_snapshot_store(self.cache, self.plan.num_snapshots)
-
-    @property
-    def is_lost(self) -> bool:
-        """A call that failed took the arrays with it."""
-        leaves = jax.tree.leaves((self.cache, self.store))
-        return any(leaf.is_deleted() for leaf in leaves)
+        """Empty pools, in place of those that were there, whose memory is free first."""
+        for leaf in jax.tree.leaves((self.cache, self.store)):
+            if not leaf.is_deleted():
+                leaf.delete()
+        self._allocate()
 
     def apply(self, manager: KVCacheManager) -> None:
         """Brings tables, lengths, copies and loads to the device."""
@@ -194,6 +184,17 @@ class StepRunner:
             jax.block_until_ready((self.cache, self.store))
             times.append((name, time.perf_counter() - started))
         return times
+
+    def _allocate(self) -> None:
+        pools = self._engine_plan.pools
+        self.cache = init_cache(
+            self.config,
+            max_requests=pools.max_requests,
+            max_context_tokens=pools.max_context_tokens,
+            cache_format=self.cache_format,
+            num_blocks=pools.num_blocks,
+        )
+        self.store = init_snapshot_store(self.cache, pools.num_snapshots)
 
     def _idle(self, plan: StepPlan) -> None:
         self.run(plan, {}, np.zeros(self.plan.max_requests, np.int32), [])

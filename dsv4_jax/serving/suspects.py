@@ -1,18 +1,19 @@
-"""Suspects: which request makes steps fail, found by serving the running ones one by one."""
+"""Suspects: which request makes steps fail, found by serving them one by one."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from dsv4_jax.serving.request import Request
-from dsv4_jax.serving.request_queue import RequestQueue
 
 
 class Suspects:
-    """Requests that were served when a second step in a row raised.
+    """Requests that were there when a second step in a row raised.
 
     A first error is the caller's to see: nothing says whom it concerns, and the next step may go
-    well. After a second one every running request is served once alone, the oldest first. Who
-    fails alone ends with the error; the others have been cleared and go on together. So no error
-    comes back for ever.
+    well. After a second one every request is served once alone, the oldest first. Who fails alone
+    ends with the error; the others have been cleared and go on together. So no error comes back
+    for ever.
     """
 
     def __init__(self) -> None:
@@ -20,39 +21,29 @@ class Suspects:
         self._requests: list[Request] = []
         self._has_failed = False
 
-    def __bool__(self) -> bool:
-        """Whether anybody is to be served alone."""
-        return bool(self._requests)
-
     def next(self) -> Request | None:
         """Whom the next step serves alone; None if it serves all."""
-        while self._requests and self._requests[0].finish_reason is not None:
-            del self._requests[0]
+        self._requests = [one for one in self._requests if one.finish_reason is None]
         return self._requests[0] if self._requests else None
 
     def clear(self, served: Request | None) -> None:
-        """A step went well."""
+        """A step went well, one for all or for one alone."""
         self._has_failed = False
-        self._requests = [request for request in self._requests if request is not served]
+        self._requests = [one for one in self._requests if one is not served]
 
-    def fail(self, error: Exception, served: Request | None, queue: RequestQueue) -> Request | None:
-        """A step raised.
+    def fail(self, requests: Iterable[Request]) -> bool:
+        """A step for all raised.
 
         Args:
-          error: what it raised.
-          served: whom it served alone; None if it served all.
-          queue: who runs and waits, after the step.
+          requests: those there are, finished ones too.
 
         Returns:
-          The request that the error has ended, which has still to leave its slot or the queue.
+          Whether the last one raised too, and the next steps serve one alone.
         """
-        if served is not None:
-            if served.finish_reason is not None:
-                return None
-            served.fail(error)
-            return served
         if self._has_failed:
-            # Where no request runs, the oldest that waits is what the step could not admit.
-            self._requests = queue.by_age() or queue.waiting[:1]
+            self._requests = sorted(
+                (one for one in requests if one.finish_reason is None),
+                key=lambda request: request.request_id,
+            )
         self._has_failed = True
-        return None
+        return bool(self._requests)

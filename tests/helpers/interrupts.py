@@ -1,0 +1,209 @@
+"""A short scripted life of an engine, and interrupts at chosen lines of it.
+
+What a request gets does not depend on when the others are served, so that the life gives the same
+answers whatever interrupts it, as long as each call either does all or nothing.
+"""
+
+import contextlib
+import dataclasses
+import pathlib
+import sys
+
+import numpy as np
+
+import dsv4_jax
+from dsv4_jax.serving.text import load_tokenizer
+from helpers.serving import limit, make_engine, prompt
+
+PACKAGE = pathlib.Path(dsv4_jax.__file__).parent
+SOURCES = {str(path) for room in ("serving", "allocator") for path in PACKAGE.glob(f"{room}/*.py")}
+"""Files whose lines are interrupted."""
+
+
+class Interrupt(KeyboardInterrupt):
+    """What a line raises."""
+
+
+class Failure(Exception):
+    """The same as an error that code may catch, such as a signal handler's."""
+
+
+class Lines:
+    """Counts the lines that run while it traces, and raises at those that are chosen.
+
+    Attributes:
+      counts: by (file, function, line), how often it ran.
+      raised: the lines at which it raised, in order.
+    """
+
+    def __init__(self, choose=lambda line, count: False, error=Interrupt):
+        """Raises at a line for which `choose(line, how often it ran)` holds."""
+        self.counts = {}
+        self.raised = []
+        self._choose = choose
+        self._error = error
+
+    @contextlib.contextmanager
+    def tracing(self):
+        before = sys.gettrace()
+        sys.settrace(self._enter)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+    def _enter(self, frame, event, argument):
+        return self._at if frame.f_code.co_filename in SOURCES else None
+
+    def _at(self, frame, event, argument):
+        if event == "line":
+            code = frame.f_code
+            line = (pathlib.Path(code.co_filename).name, code.co_qualname, frame.f_lineno)
+            self.counts[line] = self.counts.get(line, 0) + 1
+            if self._choose(line, self.counts[line]):
+                self.raised.append(line)
+                raise self._error(*line)
+        return self._at
+
+
+def scarce_engine():
+    """Few blocks and snapshots, so that blocks are evicted and requests give way."""
+    tokenizer = load_tokenizer(dsv4_jax.SHIPPED_CHECKPOINT)
+    return limit(make_engine(tokenizer=tokenizer), num_blocks=6, num_snapshots=3)
+
+
+def truth(engine):
+    """What the engine knows of requests, and its metrics."""
+    metrics = dataclasses.asdict(engine.metrics)
+    del metrics["compiles"]
+    requests = {
+        i: (one.known.tolist(), one.finish_reason, getattr(one, "num_given", None))
+        for i, one in engine._requests.items()
+    }
+    return metrics, requests, engine._next_id
+
+
+class Life:
+    """Submits, streams, forks, cancels, preempts, verifies and takes, one call at a time.
+
+    Attributes:
+      engine: the engine.
+      answers: by name, the tokens and finish reason that a request got, in the order of the life.
+      num_interrupts: calls that raised.
+    """
+
+    def __init__(self, engine, lines, *, strict=True):
+        """A life in which `lines` may raise.
+
+        Args:
+          engine: without requests.
+          lines: what traces each call.
+          strict: checks that a call that raised has changed nothing.
+        """
+        self.engine = engine
+        self.answers = {}
+        self.num_interrupts = 0
+        self._lines = lines
+        self._strict = strict
+        self._salt = str(engine._next_id)  # lives of one engine share no prefixes
+
+    def call(self, name, *arguments, before=lambda: None, **options):
+        """Calls a method until it does not raise; `before` comes before each try."""
+        while True:
+            before()
+            known = truth(self.engine)
+            try:
+                with self._lines.tracing():
+                    return getattr(self.engine, name)(*arguments, **options)
+            except (Interrupt, Failure):
+                self.num_interrupts += 1
+                if self._strict:
+                    assert truth(self.engine) == known, self._lines.raised[-1]
+
+    def submit(self, text, **options):
+        options = {"max_new_tokens": 6, "stop_token_ids": (), "salt": self._salt} | options
+        return self.call("submit", text, **options)
+
+    def drawn(self, request_id):
+        return self.engine._requests[request_id].num_drawn
+
+    def running(self, request_id, num_drawn=0):
+        """Steps until a request runs and has drawn so many tokens."""
+        for _ in range(3000):
+            if self.engine._requests[request_id].finish_reason is not None:
+                return
+            if (
+                self.engine.num_unfinished
+                and self.engine._requests[request_id].slot >= 0
+                and self.drawn(request_id) >= num_drawn
+            ):
+                return
+            self.call("step")
+        raise AssertionError("the engine does not go on")
+
+    def take(self, name, request_id):
+        for _ in range(3000):
+            if self.engine._requests[request_id].finish_reason is not None:
+                break
+            self.call("step")
+        done = self.call("completion", request_id)
+        self.answers[name] = (done.token_ids, done.finish_reason)
+
+    def run(self):
+        rng = np.random.default_rng(5)
+        stem = prompt(rng, 130)
+        cold = self.submit(stem, max_new_tokens=4, speculate=False)
+        waits = self.submit(prompt(rng, 9))
+        self.call("cancel", waits)
+        self.take("waits", waits)
+        text = self.submit(prompt(rng, 5), max_new_tokens=12, stop_texts=("no such text",))
+        self.running(cold, 3)
+        # A greedy fork gets the rest of its parent, wherever it starts.
+        fork = self.call("fork", cold, seed=2, before=lambda: self.running(cold, 3))
+        hit = self.submit([*stem, 1, 2], max_new_tokens=5, temperature=1.0, seed=3)
+        self.call("preempt", hit, before=lambda: self.running(hit))
+        self.take("cold", cold)
+        self.take("fork", fork)
+        self.take("hit", hit)
+        cut = self.submit(prompt(rng, 30))
+        self.call("cancel", cut, before=lambda: self.running(cut))
+        self.call("verify")
+        self.take("text", text)
+        # Three that outgrow their blocks together: one gives way, and what is cached is evicted.
+        grown = [self.submit(prompt(rng, 250 + n), max_new_tokens=8) for n in range(3)]
+        stream = self.engine.stream(grown[0])
+        self.answers["stream"] = list(self.tokens(stream))
+        for number, request_id in enumerate(grown):
+            self.take(f"grown {number}", request_id)
+        self.answers["cut"] = self.engine._requests[cut].known.tolist()[:30]
+        self.take("cut drawn", cut)
+        self.answers.pop("cut drawn")
+        self.check()
+        return self.answers
+
+    def tokens(self, stream):
+        while True:
+            try:
+                with self._lines.tracing():
+                    token = next(stream)
+            except (Interrupt, Failure):
+                self.num_interrupts += 1
+                continue
+            except StopIteration:
+                return
+            yield token.token_id
+
+    def check(self):
+        """Nothing is wrong, held or counted wrong, and no request is left."""
+        engine, metrics = self.engine, self.engine.metrics
+        report = engine.verify()
+        assert not report.problems, str(report)
+        assert not engine._requests
+        assert engine.num_unfinished == metrics.running == metrics.waiting == 0
+        assert metrics.submitted == sum(metrics.finished.values()) == engine._next_id
+        assert metrics.used_blocks == 0
+        manager = engine._loop.manager
+        assert manager.num_free_slots == len(manager.length_tokens)
+        assert manager.num_free_blocks == manager.num_blocks
+        tree = manager.prefixes.tree
+        assert len(tree._free_snapshots) + len(tree._snapshots) == tree.num_snapshots
