@@ -273,6 +273,7 @@ def tree_bytes(tree: object) -> int:
 
 def family_bytes(cache: ModelCache) -> dict[str, int]:
     """Bytes of each family of arrays."""
+    checks.instance("cache", cache, ModelCache)
     pools = [*cache.paged.items(), *cache.state.items()]
     return {
         f"{attn} {name}": tree_bytes(arrays)

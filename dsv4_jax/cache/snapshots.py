@@ -16,6 +16,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from dsv4_jax import checks
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.new_tokens import NewTokens, Projections
 from dsv4_jax.cache.poison import poison_of
@@ -65,8 +66,8 @@ def init_snapshot_store(cache: ModelCache, num_snapshots: int) -> SnapshotStore:
     Raises:
       ValueError: the number is negative.
     """
-    if num_snapshots < 0:
-        raise ValueError(f"num_snapshots must not be negative, got {num_snapshots}")
+    checks.instance("cache", cache, ModelCache)
+    num_snapshots = checks.integer("num_snapshots", num_snapshots, 0)
 
     def empty(plane: jax.Array, rows: int, width: int | None = None) -> jax.Array:
         rest = plane.shape[3:] if width is None else (width,)

@@ -227,7 +227,7 @@ def test_negative_steps_are_refused():
 
 def test_a_negative_eviction_is_refused():
     manager = make_manager()
-    with pytest.raises(ValueError, match="num_blocks must not be negative, got -1"):
+    with pytest.raises(ValueError, match="num_blocks must be 0 or more, got -1"):
         manager.evict(-1)
     assert manager.num_evicted == 0
 
