@@ -195,7 +195,7 @@ def array(name: str, value: Any, shape: tuple[int | None, ...], kinds: str = "i"
     Raises:
       ValueError: it is something else.
     """
-    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+    if isinstance(value, np.generic) or not (hasattr(value, "shape") and hasattr(value, "dtype")):
         refuse(name, "an array", value, "pass it through jnp.asarray")
     sizes = tuple(value.shape)
     fits = len(sizes) == len(shape) and all(

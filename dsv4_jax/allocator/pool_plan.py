@@ -65,11 +65,11 @@ class PoolPlan:
           ValueError: no context is that long, or all blocks together are too few.
         """
         total = checks.integer("max_tokens", tokens, high=None)
-        total += checks.integer("in_flight_tokens", in_flight_tokens, high=None)
+        total += checks.integer("in_flight_tokens", in_flight_tokens, 0, None)
         if not 1 <= total <= self.max_context_tokens:
             raise ValueError(
                 f"max_tokens must be 1..{self.max_context_tokens} (max_context_tokens), "
-                f"got {total}; shorten the request or build a larger cache"
+                f"got {checks.shown(total)}; shorten the request or build a larger cache"
             )
         needed = -(-total // self.block_tokens)
         if needed > self.num_blocks:
@@ -117,7 +117,7 @@ def plan_pools(
     if num_snapshots is not None:
         num_snapshots = checks.integer("num_snapshots", num_snapshots, 0)
     if memory_bytes is not None:
-        memory_bytes = checks.integer("memory_bytes", memory_bytes, high=None)
+        memory_bytes = checks.integer("memory_bytes", memory_bytes, 0, 2**62)
     cache_format = checks.choice("cache_format", cache_format, tuple(CACHE_FORMATS))
     width = blocks_of(config, max_context_tokens)
     # Block ids are i32; a budget may still ask for fewer blocks than full contexts take.

@@ -26,6 +26,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import draft_layer, layer_schedule
 from dsv4_jax.config.layer_types import AttentionType
 from pallas_kernels.common.call import CallIndices
+from pallas_kernels.common.formats import CACHE_FORMATS
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -158,6 +159,7 @@ def init_cache(
     checks.instance("config", config, DSV4Config)
     max_requests = checks.integer("max_requests", max_requests, 1)
     max_context_tokens = checks.integer("max_context_tokens", max_context_tokens, 1)
+    checks.choice("cache_format", cache_format, tuple(CACHE_FORMATS))
     schedule = (*layer_schedule(config), *([draft_layer(config)] if config.num_mtp_layers else []))
     budget = compute_block_budget(config, schedule, max_context_tokens, max_requests, headroom=0.0)
     width = blocks_of(config, max_context_tokens)
@@ -204,6 +206,19 @@ def update_slots(
         block is beyond the pool, or a length beyond the context.
     """
     checks.instance("cache", cache, ModelCache)
+    check_rows(cache, slots, length_tokens, block_table)
+    dropped = jnp.where(jnp.asarray(slots) < 0, cache.max_requests, slots)
+    return dataclasses.replace(
+        cache,
+        length_tokens=cache.length_tokens.at[dropped].set(length_tokens, mode="drop"),
+        block_table=cache.block_table.at[dropped].set(block_table, mode="drop"),
+    )
+
+
+def check_rows(
+    cache: ModelCache, slots: jax.Array, length_tokens: jax.Array, block_table: jax.Array
+) -> None:
+    """Refuses what `update_slots` cannot set; arguments and errors as there."""
     checks.array("slots", slots, (None,))
     checks.array("length_tokens", length_tokens, (None,))
     checks.array("block_table", block_table, (None, None))
@@ -224,12 +239,6 @@ def update_slots(
         high = cache.max_context_tokens + 1
         checks.in_range("length_tokens", length_tokens, 0, high, where=live)
         checks.in_range("block_table", block_table, -1, cache.num_blocks, where=live[:, None])
-    dropped = jnp.where(jnp.asarray(slots) < 0, cache.max_requests, slots)
-    return dataclasses.replace(
-        cache,
-        length_tokens=cache.length_tokens.at[dropped].set(length_tokens, mode="drop"),
-        block_table=cache.block_table.at[dropped].set(block_table, mode="drop"),
-    )
 
 
 def reset_slots(cache: ModelCache, slots: jax.Array) -> ModelCache:

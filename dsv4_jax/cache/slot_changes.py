@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax import checks
-from dsv4_jax.cache.model_cache import ModelCache, update_slots
+from dsv4_jax.cache.model_cache import ModelCache, check_rows, update_slots
 from dsv4_jax.cache.poison import poison
 from dsv4_jax.cache.snapshots import SnapshotStore, load_snapshots
 
@@ -69,6 +69,7 @@ def apply_changes(cache: ModelCache, store: SnapshotStore, changes: SlotChanges)
     checks.instance("cache", cache, ModelCache)
     checks.instance("store", store, SnapshotStore)
     checks.instance("changes", changes, SlotChanges)
+    check_rows(cache, changes.slots, changes.length_tokens, changes.block_table)  # type: ignore
     slots, blocks = cache.max_requests, cache.num_blocks
     for name, high in (
         ("copy_from", slots),

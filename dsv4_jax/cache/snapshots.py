@@ -110,7 +110,21 @@ def save_snapshots(
 
     Returns:
       The store.
+
+    Raises:
+      ValueError: an argument has another type, shape or dtype or, outside jit, `plan` names a place
+        that is not there.
     """
+    checks.instance("store", store, SnapshotStore)
+    checks.instance("call", call, CallIndices)
+    checks.instance("plan", plan, SnapshotPlan)
+    for name, high in (
+        ("rows", call.row_slots.shape[0]),
+        ("ends", checks.INT32_MAX),
+        ("places", store.num_snapshots),
+    ):
+        checks.array(name, getattr(plan, name), (None,))
+        checks.in_range(name, getattr(plan, name), -1, high)
     if not store.num_snapshots:
         return store
     row = jnp.clip(plan.rows, 0, call.row_slots.shape[0] - 1)
@@ -178,7 +192,21 @@ def load_snapshots(
 
     Returns:
       The cache's state pools.
+
+    Raises:
+      ValueError: an argument has another type, shape or dtype or, outside jit, names a slot or a
+        place that is not there.
     """
+    checks.instance("store", store, SnapshotStore)
+    num_slots = next(iter(state.values())).num_slots
+    for name, array, high in (
+        ("slots", slots, num_slots),
+        ("places", places, store.num_snapshots),
+        ("ends", ends, checks.INT32_MAX),
+    ):
+        checks.array(name, array, (None,))
+        checks.in_range(name, array, -1, high)
+    checks.no_slot_twice("slots", slots)
     if not store.num_snapshots:
         return dict(state)
     loaded = {}

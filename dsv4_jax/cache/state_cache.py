@@ -5,6 +5,7 @@ from __future__ import annotations
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dsv4_jax import checks
 from dsv4_jax.cache.paged_cache import zeros
@@ -61,8 +62,8 @@ class StateCachePool:
 
     def reset_slot(self, slot: jax.Array | int) -> StateCachePool:
         """Empties one slot; -1 is none."""
-        if not hasattr(slot, "ndim"):
-            slot = checks.integer("slot", slot)
+        if not isinstance(slot, jax.Array | np.ndarray):
+            slot = checks.integer("slot", slot, -1, self.num_slots - 1)
         checks.array("slot", jnp.asarray(slot), ())
         checks.in_range("slot", slot, -1, self.num_slots)
         return self.reset_slots(jnp.asarray(slot, jnp.int32)[None])

@@ -14,8 +14,8 @@ from dsv4_jax.model.hyper_connections import Residual
 from dsv4_jax.model.params import DSV4Params, LayerParams
 from dsv4_jax.model.trunk import block, embed, head
 from pallas_kernels.common.backend import Backend
-from pallas_kernels.common.formats import get_cache_format
-from pallas_kernels.common.weights import with_activations
+from pallas_kernels.common.formats import CACHE_FORMATS, get_cache_format
+from pallas_kernels.common.weights import ACTIVATIONS, with_activations
 
 
 def forward(
@@ -75,6 +75,10 @@ def forward_streams(
         checks.refuse("token_ids", "i32[B, T]", token_ids, "add a batch axis")
     checks.array("token_ids", token_ids, (None, None), "iu")
     checks.in_range("token_ids", token_ids, 0, config.vocab_size)
+    checks.choice("activations", activations, ACTIVATIONS)
+    checks.choice("cache_format", cache_format, tuple(CACHE_FORMATS))
+    if not callable(selector):
+        checks.refuse("selector", "a function", selector)
     params = with_activations(params, activations)
     fmt = get_cache_format(cache_format)
     residual = Residual.start(embed(params, token_ids, config))

@@ -269,7 +269,7 @@ def init_params(config: DSV4Config, key: jax.Array, dtype: Any = jnp.float32) ->
       distinct experts.
 
     Raises:
-      ValueError: an argument is of another type, or the dtype none of floats.
+      ValueError: an argument is of another type, or the dtype none of f32, bf16 and f16.
     """
     checks.instance("config", config, DSV4Config)
     kind = getattr(key, "dtype", np.dtype(bool))
@@ -288,11 +288,12 @@ def init_params(config: DSV4Config, key: jax.Array, dtype: Any = jnp.float32) ->
 
 def _float_dtype(dtype: Any) -> Any:
     try:
-        is_float = dtype is not None and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+        known = dtype is not None and not isinstance(dtype, np.generic)
+        known = known and jnp.dtype(dtype).name in ("float32", "bfloat16", "float16")
     except TypeError:
-        is_float = False
-    if not is_float:
-        checks.refuse("dtype", "a dtype of floats", dtype)
+        known = False
+    if not known:
+        checks.refuse("dtype", "float32, bfloat16 or float16", dtype)
     return dtype
 
 

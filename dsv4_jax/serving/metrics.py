@@ -50,7 +50,7 @@ class Histogram:
         bounds = checks.sequence("bounds", self.bounds, of="numbers", limit=1000)
         self.bounds = tuple(checks.number("bounds", one, -checks.FLOAT32_MAX) for one in bounds)
         if not self.bounds or list(self.bounds) != sorted(set(self.bounds)):
-            checks.refuse("bounds", "ascending numbers", bounds)
+            checks.refuse("bounds", "ascending numbers", list(bounds))
         self.counts = self.counts or [0] * (len(self.bounds) + 1)
 
     @property

@@ -44,7 +44,7 @@ def decode_step(
       ValueError: T is not B, a field has a wrong shape or dtype, a value is out of range, or there
         are no such activations.
     """
-    check_call(params, cache, step_input, config)
+    check_call(params, cache, step_input, config, activations)
     params = with_activations(params, activations)
     num_tokens, num_rows = step_input.token_ids.shape[0], step_input.request_slots.shape[0]
     if num_tokens != num_rows:
@@ -98,7 +98,7 @@ def decode_loop(
     """
     num_steps = checks.integer("num_steps", num_steps, 1)
     checks.instance("sampling", sampling, Sampling)
-    check_call(params, cache, step_input, config, num_steps=num_steps)
+    check_call(params, cache, step_input, config, activations, num_steps=num_steps)
 
     def step(
         carry: tuple[ModelCache, jax.Array, jax.Array], _: None

@@ -41,7 +41,7 @@ def prefill(
       ValueError: a field of `step_input` has a wrong shape or dtype, a value is out of range, or
         there are no such activations.
     """
-    check_call(params, cache, step_input, config)
+    check_call(params, cache, step_input, config, activations)
     all_logits = checks.flag("all_logits", all_logits)
     params = with_activations(params, activations)
     num_rows = step_input.token_ids.shape[0] if all_logits else step_input.request_slots.shape[0]

@@ -132,7 +132,8 @@ def sampling_of_rows(
         seeds = list(checks.sequence("seed", seed, of="seeds", limit=_MAX_ROWS))
         if len(seeds) != num_rows:
             raise ValueError(
-                f"seed must be one, or one per {row_name} ({num_rows}), got {len(seeds)}"
+                f"seed must be one, or one per {row_name} ({num_rows}), got {len(seeds)}: "
+                f"{checks.shown(seeds)}"
             )
     checked = SamplingParams(**fields)  # type: ignore[arg-type]
     changes = [{name: getattr(checked, name) for name in fields} for _ in rows]
@@ -147,7 +148,8 @@ def _rows_of(num_rows: int, sampling: Any, row_name: str) -> list[SamplingParams
     rows = checks.sequence("sampling", sampling, of="SamplingParams", limit=_MAX_ROWS)
     if len(rows) != num_rows:
         raise ValueError(
-            f"sampling must be one, or one per {row_name} ({num_rows}), got {len(rows)}"
+            f"sampling must be one, or one per {row_name} ({num_rows}), got {len(rows)}: "
+            f"{checks.shown(sampling)}"
         )
     return [checks.instance("sampling", row, SamplingParams) for row in rows]
 

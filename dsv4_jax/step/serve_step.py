@@ -93,7 +93,7 @@ def serve_step(
       ValueError: a field has a wrong shape or dtype, or there are no such activations.
     """
     step_input = serve_input.step
-    check_call(params, cache, step_input, config)
+    check_call(params, cache, step_input, config, activations)
     params = with_activations(params, activations)
     step_input = pad_tokens(step_input)
     num_tokens = step_input.token_ids.shape[0]
@@ -164,6 +164,7 @@ def plain_decode_step(
     activations: str = DEFAULT_ACTIVATIONS,
 ) -> tuple[ModelCache, ServeOutput]:
     """`serve_step` of one token per row without drafts and snapshots, committed as it goes."""
+    check_call(params, cache, serve_input.step, config, activations)
     params = with_activations(params, activations)
     cache, call, streams = run_step(params, cache, serve_input.step, config, max_row_tokens=1)
     last = jnp.maximum(call.row_offsets, 0)

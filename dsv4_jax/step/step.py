@@ -20,7 +20,7 @@ from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.model.trunk import head, run_layers
 from pallas_kernels.common.call import CallIndices
-from pallas_kernels.common.weights import with_activations
+from pallas_kernels.common.weights import ACTIVATIONS, with_activations
 
 _ROW_MULTIPLE = 8
 """On a CPU, XLA's loops round the rows after the last whole eight otherwise than the others.
@@ -40,9 +40,8 @@ def run_step(
 ) -> tuple[ModelCache, CallIndices, jax.Array]:
     """Runs all layers and commits: the new cache, the call's indices, the streams [T, S, D].
 
-    T is that of `pad_tokens`.
+    The caller has checked its arguments (`check_call`). T is that of `pad_tokens`.
     """
-    check_call(params, cache, step_input, config)
     step_input = pad_tokens(step_input)
     call = cache.index(step_input, max_row_tokens=max_row_tokens)
     cache, _, streams = run_layers(params, cache, step_input.token_ids, call, None, config)
@@ -54,6 +53,7 @@ def check_call(
     cache: ModelCache,
     step_input: StepInput,
     config: DSV4Config,
+    activations: str,
     *,
     num_steps: int = 1,
 ) -> None:
@@ -65,6 +65,7 @@ def check_call(
     checks.instance("config", config, DSV4Config)
     checks.instance("params", params, DSV4Params)
     checks.instance("cache", cache, ModelCache)
+    checks.choice("activations", activations, ACTIVATIONS)
     cache.check_input(step_input, vocab_size=config.vocab_size, num_steps=num_steps)
 
 
@@ -95,7 +96,7 @@ def stage_step(
       ValueError: a field of `step_input` has a wrong shape or dtype, a value is out of range, or
         there are no such activations.
     """
-    check_call(params, cache, step_input, config)
+    check_call(params, cache, step_input, config, activations)
     params = with_activations(params, activations)
     num_tokens, step_input = step_input.token_ids.shape[0], pad_tokens(step_input)
     call = cache.index(step_input)

@@ -123,7 +123,7 @@ class Manager(RuleBasedStateMachine):
             (self.manager.extend, 1),
             (self.manager.advance, 0),
         ):
-            message = f"slot must be one that admit gave .*: {slot}"
+            message = f"slot must be one that admit gave .* got {slot}"
             self.refused(method, slot, *arguments, error=ValueError, message=message)
 
     @rule()
