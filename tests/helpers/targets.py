@@ -270,7 +270,8 @@ def of_functions():
                free=("state", "rows")),
         Target("save_snapshots fields",
                with_field(
-                   functools.partial(ds.cache.save_snapshots, store, cache.state, None, call), plan),
+                   functools.partial(ds.cache.save_snapshots, store, cache.state, None, call),
+                   plan),
                {}, {"rows": bad.int_array((1,), -1, 0), "places": bad.int_array((1,), -1, 3)}),
         Target("load_snapshots", ds.cache.load_snapshots,
                {"state": cache.state, "store": store, "slots": i32([0, 1]), "places": i32([0, 1]),
