@@ -216,10 +216,13 @@ class EngineCore:
         return self._step()
 
     @exclusive
-    def _next_token(self, requests: Sequence[Request]) -> Token | None:
+    def _next_token(self, requests: Sequence[Request]) -> Token:
         """The next token that no stream has given, of the first request that has one.
 
-        It steps until there is one; None if all have ended.
+        It steps until there is one.
+
+        Raises:
+          StopIteration: all have ended.
         """
         while True:
             for request in requests:
@@ -229,7 +232,7 @@ class EngineCore:
                         request.num_given += 1
                         return request.token(request.num_given - 1)
             if all(request.finish_reason is not None for request in requests):
-                return None
+                raise StopIteration
             self._step()
 
     def _drop(self, request_id: int) -> None:
