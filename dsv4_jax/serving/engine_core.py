@@ -183,8 +183,7 @@ class EngineCore:
         request = self._find(request_id)
         if request is None or request.finish_reason is not None:
             return False
-        self._cancel(request)
-        return True
+        return self._cancel(request)
 
     @exclusive
     def preempt(self, request_id: int) -> bool:
@@ -282,11 +281,12 @@ class EngineCore:
                 return tokens
         raise failure
 
-    def _cancel(self, request: Request) -> None:
+    def _cancel(self, request: Request) -> bool:
         with self._undo:
             self._undo.save(request)
             request.finish_reason = "cancelled"
             self._loop.end(request)
+            return True
 
     def _count_compiles(self) -> None:
         self.metrics.compiles = count_compiles() - self._compiles_before

@@ -8,7 +8,9 @@ import contextlib
 import dataclasses
 import linecache
 import pathlib
+import signal
 import sys
+import time
 from typing import NamedTuple
 
 import numpy as np
@@ -54,7 +56,8 @@ class Lines:
         self._error = error
 
     @contextlib.contextmanager
-    def tracing(self):
+    def tracing(self, name):
+        """One call, of a method of that name."""
         before = sys.gettrace()
         sys.settrace(self._enter)
         try:
@@ -74,6 +77,39 @@ class Lines:
                 self.raised.append(line)
                 raise self._error(*line)
         return self._at
+
+
+class Signals:
+    """Raises in calls by a timer, at times that fit how long a call of that kind takes.
+
+    Attributes:
+      raised: number of signals so far.
+    """
+
+    def __init__(self, rng, wanted):
+        """Raises `wanted` times."""
+        self.raised = 0
+        self._rng = rng
+        self._wanted = wanted
+        self._seconds = {}
+
+    def _on_signal(self, number, frame):
+        self.raised += 1
+        raise Interrupt
+
+    @contextlib.contextmanager
+    def tracing(self, name):
+        """One timer a call, in half of the calls."""
+        before = signal.signal(signal.SIGALRM, self._on_signal)
+        started, usual = time.perf_counter(), self._seconds.get(name, 1e-3)
+        try:
+            if self.raised < self._wanted and self._rng.random() < 0.5:
+                signal.setitimer(signal.ITIMER_REAL, self._rng.uniform(1e-6, 1.1 * usual))
+            yield
+            self._seconds[name] = 0.9 * usual + 0.1 * (time.perf_counter() - started)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
 
 
 def may_raise(line, count):
@@ -115,36 +151,56 @@ class Life:
       engine: the engine.
       answers: by name, the tokens and finish reason that a request got, in the order of the life.
       num_interrupts: calls that raised.
+      num_late: those of them that had ended, and whose result was lost.
     """
 
-    def __init__(self, engine, lines, *, strict=True):
-        """A life in which `lines` may raise.
+    def __init__(self, engine, interrupts):
+        """A life in which calls may raise.
 
         Args:
           engine: without requests.
-          lines: what traces each call.
-          strict: checks that a call that raised has changed nothing.
+          interrupts: what raises, `Lines` or `Signals`.
         """
         self.engine = engine
         self.answers = {}
         self.num_interrupts = 0
-        self._lines = lines
-        self._strict = strict
+        self.num_late = 0
+        self._interrupts = interrupts
         self._salt = str(engine._next_id)  # lives of one engine share no prefixes
 
     def call(self, name, *arguments, before=lambda: None, **options):
         """Calls a method until it does not raise; `before` comes before each try."""
+        method = getattr(self.engine, name)
         while True:
             before()
-            known = truth(self.engine)
-            try:
-                with self._lines.tracing():
-                    return getattr(self.engine, name)(*arguments, **options)
-            except (Interrupt, Failure):
-                self.num_interrupts += 1
-                if self._strict:
-                    self.engine._undo.roll_back()  # if it was interrupted itself
-                    assert truth(self.engine) == known, self._lines.raised[-1]
+            found, result = self.attempt(name, lambda: method(*arguments, **options))
+            if found:
+                return result
+            if self.was_late:
+                if name in ("submit", "fork"):
+                    return self.engine._next_id - 1
+                if name == "completion":
+                    return self.completed
+                return True
+
+    def attempt(self, name, call):
+        """Whether a call ended, and what it gave; one that raised did nothing, or all of it."""
+        engine, self.was_late = self.engine, False
+        known, unfinished = truth(engine), engine.num_unfinished
+        try:
+            with self._interrupts.tracing(name):
+                return True, call()
+        except (Interrupt, Failure):
+            self.num_interrupts += 1
+        if engine._undo.stands:
+            assert engine.num_unfinished == unfinished
+            engine._undo.roll_back()  # if it was interrupted itself
+        if truth(engine) != known:
+            # The call had ended, and the signal came before its caller had the result.
+            assert isinstance(self._interrupts, Signals), self._interrupts.raised[-1]
+            assert not engine._undo.stands
+            self.num_late, self.was_late = self.num_late + 1, True
+        return False, None
 
     def submit(self, text, **options):
         options = {"max_new_tokens": 6, "stop_token_ids": (), "salt": self._salt} | options
@@ -172,6 +228,7 @@ class Life:
             if self.engine._requests[request_id].finish_reason is not None:
                 break
             self.call("step")
+        self.completed = self.engine._requests[request_id].completion(self.engine.tokenizer)
         done = self.call("completion", request_id)
         self.answers[name] = (done.token_ids, done.finish_reason)
 
@@ -208,16 +265,15 @@ class Life:
         return self.answers
 
     def tokens(self, stream):
+        ended = object()
+        (request,) = stream._requests
         while True:
-            try:
-                with self._lines.tracing():
-                    token = next(stream)
-            except (Interrupt, Failure):
-                self.num_interrupts += 1
-                continue
-            except StopIteration:
+            given = request.num_given
+            found, token = self.attempt("next", lambda: next(stream, ended))
+            if token is ended:
                 return
-            yield token.token_id
+            if found or request.num_given > given:
+                yield request.token(given).token_id
 
     def check(self):
         """Nothing is wrong, held or counted wrong, and no request is left."""
