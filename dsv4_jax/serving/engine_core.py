@@ -31,8 +31,9 @@ class EngineCore:
     `RuntimeError` and has touched nothing. Each call does all or nothing: where one raises, be it
     `KeyboardInterrupt` at any place, requests and metrics are as they were before it. The next call
     then empties the cache, and what ran is computed again from the tokens it has, to the same
-    tokens. Only an interrupt in the few instructions between the end of a call and its caller finds
-    the call done and its result lost.
+    tokens. Where a stream or `generate` does several steps, each is a call in this sense. Only an
+    interrupt in the few instructions between the end of a call and its caller finds the call done
+    and its result lost.
 
     A request is admitted when a slot and blocks for its prompt are free, oldest first; it gets
     further blocks before the steps that need them, and the youngest gives its own back if there
