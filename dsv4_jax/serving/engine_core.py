@@ -8,8 +8,10 @@ import time
 from collections.abc import Sequence
 from typing import Unpack
 
+import numpy as np
 from tokenizers import Tokenizer
 
+from dsv4_jax import checks
 from dsv4_jax.allocator.verify import Report
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.config import DSV4Config
@@ -17,10 +19,16 @@ from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.serving.calls import UndoLog, exclusive
 from dsv4_jax.serving.loop import ServingLoop
 from dsv4_jax.serving.metrics import Metrics, count_compiles
-from dsv4_jax.serving.prompts import check_length, encode_prompt, resolve_sampling
+from dsv4_jax.serving.prompts import (
+    MAX_SALT_CHARS,
+    check_length,
+    encode_prompt,
+    resolve_sampling,
+)
 from dsv4_jax.serving.request import Completion, Request, Token
 from dsv4_jax.serving.runner import StepRunner
 from dsv4_jax.serving.sizing import EnginePlan
+from dsv4_jax.serving.suspects import Suspects
 from dsv4_jax.step.sampling import SamplingFields, SamplingParams, sampling_of_rows
 
 
@@ -69,6 +77,7 @@ class EngineCore:
             self._runner, plan, tokenizer=tokenizer, metrics=self.metrics, undo=self._undo
         )
         self._requests: dict[int, Request] = {}
+        self._suspects = Suspects()
         self._next_id = 0
         self._lock = threading.Lock()
         self._dropped: collections.deque[int] = collections.deque()
@@ -116,7 +125,7 @@ class EngineCore:
         Args:
           prompt: token ids, or text if the engine has a tokenizer.
           sampling: how it draws and what ends it; None is the defaults.
-          salt: prefixes are shared among requests of one salt only.
+          salt: prefixes are shared among requests of one salt only; at most 1,024 characters.
           speculate: checks drafts, if the engine makes any; it changes speed, never tokens.
           **fields: fields of `SamplingParams`, such as `max_new_tokens=64` or `temperature=0.7`,
             that replace those of `sampling`.
@@ -128,23 +137,16 @@ class EngineCore:
           ValueError: the prompt is empty, holds an unknown token or can never fit, or a setting is
             out of range; nothing was queued.
         """
-        ids = encode_prompt(prompt, self.config, self.tokenizer, name="prompt")
-        (sampling,) = sampling_of_rows(1, sampling, row_name="prompt", **fields)
-        check_length(len(ids), sampling.max_new_tokens, self._plan.pools, name="prompt")
-        sampling = resolve_sampling(sampling, self.config, self.tokenizer)
+        if sampling is not None:
+            checks.instance("sampling", sampling, SamplingParams)
+        if not isinstance(fields.get("seed", 0), int | np.integer):
+            checks.refuse("seed", "an integer", fields.get("seed"))
+        salt = checks.text("salt", salt, max_chars=MAX_SALT_CHARS)
+        speculate = checks.flag("speculate", speculate)
+        (row,) = sampling_of_rows(1, sampling, row_name="prompt", **fields)
+        ids, row = self._check(prompt, row, name="prompt")
         with self._undo:
-            request = Request(
-                self._next_id,
-                ids,
-                sampling,
-                time.perf_counter(),
-                salt=salt.encode(),
-                speculate=speculate,
-            )
-            self._register(request)
-            self.metrics.prompt_tokens += len(ids)
-            self._loop.enqueue(request)
-            return request.request_id
+            return self._add(ids, row, salt=salt.encode(), speculate=speculate).request_id
 
     @exclusive
     def fork(self, request_id: int, *, seed: int) -> int:
@@ -160,8 +162,9 @@ class EngineCore:
           Id of the new request; what was drawn before is part of its completion.
 
         Raises:
-          ValueError: there is no such unfinished request.
+          ValueError: there is no such unfinished request, or the seed is no integer.
         """
+        seed = checks.integer("seed", seed, high=None)
         request = self._find(request_id)
         if request is None or request.finish_reason is not None:
             raise ValueError(f"request_id must be of an unfinished request, got {request_id}")
@@ -184,7 +187,7 @@ class EngineCore:
         request = self._find(request_id)
         if request is None or request.finish_reason is not None:
             return False
-        return self._cancel(request)
+        return self._end(request, "cancelled")
 
     @exclusive
     def preempt(self, request_id: int) -> bool:
@@ -209,9 +212,10 @@ class EngineCore:
 
         Raises:
           CacheError: in debug mode, the cache is not what it should be.
-          Exception: what the device raised; nothing was drawn. Or what the tokenizer raised for one
-            request, which has ended with "error"; streams and completions of the others have their
-            tokens.
+          Exception: what the device raised; nothing was drawn, and all requests go on with the next
+            call. If that fails too, the next steps serve the requests one by one, and who fails
+            alone ends with "error". What a tokenizer or a stop text raises ends its request at
+            once; `Completion.error` has it.
         """
         return self._step()
 
@@ -248,11 +252,14 @@ class EngineCore:
         """
         request = self._find(request_id)
         if request is None or request.finish_reason is None:
-            raise ValueError(f"request {request_id} has not finished, or has been taken already")
+            raise ValueError(
+                f"request_id must be of a request that can be taken, and {request_id} has not "
+                "finished, or has been taken already"
+            )
         completion = request.completion(self.tokenizer)
         with self._undo:
-            self._undo.save_item(self._requests, request_id)
-            del self._requests[request_id]
+            self._undo.save_item(self._requests, request.request_id)
+            del self._requests[request.request_id]
             return completion
 
     @exclusive
@@ -271,26 +278,59 @@ class EngineCore:
         while self._dropped:
             request = self._requests.get(self._dropped[0])
             if request is not None and request.finish_reason is None:
-                self._cancel(request)
+                self._end(request, "cancelled")
             self._dropped.popleft()
 
     def _step(self) -> list[Token]:
-        with self._undo:
-            tokens, failure = self._loop.step()
-            self._count_compiles()
-            if failure is None:
+        suspect = self._suspects.next()
+        try:
+            with self._undo:
+                tokens = self._loop.step(suspect)
+                self._count_compiles()
+                self._suspects.clear(suspect)
                 return tokens
-        raise failure
+        except Exception as error:
+            if suspect is not None and suspect.finish_reason is None:
+                self._settle()
+                self._end(suspect, "error", error)
+            elif not self._suspects.fail(self._requests.values()):
+                raise
+            return []
 
-    def _cancel(self, request: Request) -> bool:
+    def _end(self, request: Request, reason: str, error: Exception | None = None) -> bool:
         with self._undo:
             self._undo.save(request)
-            request.finish_reason = "cancelled"
+            request.finish_reason, request.error = reason, error
             self._loop.end(request)
             return True
 
     def _count_compiles(self) -> None:
         self.metrics.compiles = count_compiles() - self._compiles_before
+
+    def _check(
+        self, prompt: str | Sequence[int], row: SamplingParams, *, name: str
+    ) -> tuple[np.ndarray, SamplingParams]:
+        """A prompt's ids and settings that this engine can serve; else a `ValueError`."""
+        ids = encode_prompt(prompt, self.config, self.tokenizer, name=name)
+        check_length(len(ids), row.max_new_tokens, self._plan.pools, name=name)
+        return ids, resolve_sampling(row, self.config, self.tokenizer)
+
+    @exclusive
+    def _submit_all(self, checked: Sequence[tuple[np.ndarray, SamplingParams]]) -> list[Request]:
+        """Queues all of what `_check` has passed, or none."""
+        with self._undo:
+            return [self._add(ids, row) for ids, row in checked]
+
+    def _add(
+        self, ids: np.ndarray, row: SamplingParams, *, salt: bytes = b"", speculate: bool = True
+    ) -> Request:
+        request = Request(
+            self._next_id, ids, row, time.perf_counter(), salt=salt, speculate=speculate
+        )
+        self._register(request)
+        self.metrics.prompt_tokens += len(ids)
+        self._loop.enqueue(request)
+        return request
 
     def _register(self, request: Request) -> None:
         self._undo.save_item(vars(self), "_next_id")
@@ -301,6 +341,6 @@ class EngineCore:
 
     def _find(self, request_id: int) -> Request | None:
         """The request, or None if it was taken already."""
-        if not 0 <= request_id < self._next_id:
-            raise ValueError(f"request_id must be one that submit gave, got {request_id}")
+        rule = "one that submit gave"
+        request_id = checks.integer("request_id", request_id, 0, self._next_id - 1, rule=rule)
         return self._requests.get(request_id)

@@ -103,30 +103,28 @@ class ServingLoop:
         self._seals = None
         self._update_gauges()
 
-    def step(self) -> tuple[list[Token], Exception | None]:
-        """Serves every running request once; see `Engine.step`.
-
-        Returns:
-          The tokens, and what was raised for one request alone.
-        """
+    def step(self, alone: Request | None = None) -> list[Token]:
+        """Serves every running request once, or one alone if it runs; see `Engine.step`."""
         self.queue.admit()
         self.queue.reserve()
         self._update_gauges()
         running = self.queue.running
         if not running:
-            return [], None
+            return []
+        if alone is not None and alone.slot >= 0:
+            running = {alone.slot: alone}
         plan = plan_step(
-            self._needs(), sizes=self._plan.step_sizes, plain_size=self._plan.plain_size
+            self._needs(running), sizes=self._plan.step_sizes, plain_size=self._plan.plain_size
         )
         self.runner.apply(self.manager)
         boundaries = [] if plan.is_plain else self._take_boundaries(plan)
         result = self.runner.run(plan, running, self.manager.length_tokens, boundaries)
         self.metrics.steps += 1
-        tokens, failure = self._collect(plan, result, boundaries)
+        tokens = self._collect(plan, result, boundaries)
         self._update_gauges()
         if self._plan.debug:
             self._verify()
-        return tokens, failure
+        return tokens
 
     def verify(self) -> Report:
         """Checks the whole cache, against the last check too; see `verify_cache`."""
@@ -146,9 +144,9 @@ class ServingLoop:
             poison=self._plan.debug,
         )
 
-    def _needs(self) -> list[RowNeed]:
+    def _needs(self, running: dict[int, Request]) -> list[RowNeed]:
         needs = []
-        for request in self.queue.by_age():
+        for request in sorted(running.values(), key=lambda request: request.request_id):
             length = int(self.manager.length_tokens[request.slot])
             pending = request.num_known - length
             assert pending > 0, f"slot {request.slot} holds {length} of {request.num_known} tokens"
@@ -169,13 +167,9 @@ class ServingLoop:
 
     def _collect(
         self, plan: StepPlan, result: StepResult, boundaries: list[Boundary]
-    ) -> tuple[list[Token], Exception | None]:
-        """Counts what the step did, shares full blocks, and hands out the tokens.
-
-        Returns:
-          The tokens, and what was raised for one request alone.
-        """
-        now, tokens, failure = time.perf_counter(), [], None
+    ) -> list[Token]:
+        """Counts what the step did, shares full blocks, and hands out the tokens."""
+        now, tokens = time.perf_counter(), []
         rows = [(row, self.queue.running[row.slot]) for row in plan.rows]
         for row, request in rows:
             self._count(row, request, result)
@@ -187,13 +181,12 @@ class ServingLoop:
                 continue
             self._undo.save(request)
             drawn = [int(token) for token in result.token_ids[row.slot] if token >= 0]
-            handed_out, error = self._hand_out(request, drawn, now)
-            tokens, failure = tokens + handed_out, error or failure
+            tokens += self._hand_out(request, drawn, now)
             if request.finish_reason is None:
                 request.drafts = result.draft_token_ids[row.slot].tolist()
             else:
                 self.end(request)
-        return tokens, failure
+        return tokens
 
     def _keep(self, boundaries: list[Boundary]) -> None:
         """Snapshots that a step has written, for who comes after."""
@@ -221,16 +214,15 @@ class ServingLoop:
             self.runner.save(boundaries)
             self._keep(boundaries)
 
-    def _hand_out(
-        self, request: Request, drawn: list[int], now: float
-    ) -> tuple[list[Token], Exception | None]:
+    def _hand_out(self, request: Request, drawn: list[int], now: float) -> list[Token]:
+        """Adds drawn tokens; what that raises ends this request alone."""
         tokens = []
         for token_id in drawn:
             try:
                 request.add(token_id, self._tokenizer)
             except Exception as error:
-                request.finish_reason = "error"
-                return tokens, error
+                request.finish_reason, request.error = "error", error
+                return tokens
             tokens.append(request.token(request.num_drawn - 1))
             self.metrics.generated_tokens += 1
             if request.last_token_s is None:
@@ -240,7 +232,7 @@ class ServingLoop:
             if request.finish_reason is not None:
                 break
         request.last_token_s = now
-        return tokens, None
+        return tokens
 
     def _verify(self) -> None:
         report = self.verify()

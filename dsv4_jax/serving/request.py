@@ -20,11 +20,13 @@ class Completion:
       text: text of the new tokens without special ones, up to a stop text; None without a
         tokenizer.
       finish_reason: "stop" (a stop token or text), "length", "cancelled" or "error".
+      error: what was raised for this request's sake, as text; else None.
     """
 
     token_ids: list[int]
     text: str | None
     finish_reason: str
+    error: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Request:
       next_boundary: end of the known shared prefix at admission, worth a snapshot; 0 if none.
       snapshot_spacing: blocks between kept boundaries of the prompt.
       finish_reason: None while it is on its way.
+      error: what ended it, where that is "error".
       num_given: drawn tokens that a stream has given, or that were there before a fork.
       submitted_s: time of submission, in seconds; `admitted_s` and `last_token_s` are None before
         their time.
@@ -87,6 +90,7 @@ class Request:
         self.next_boundary = 0
         self.snapshot_spacing = 1
         self.finish_reason: str | None = None
+        self.error: Exception | None = None
         self.num_given = 0
         self.submitted_s = submitted_s
         self.admitted_s: float | None = None
@@ -163,9 +167,17 @@ class Request:
     def completion(self, tokenizer: Tokenizer | None) -> Completion:
         """What it got so far."""
         ids = self.token_ids[self.prompt_tokens : self.num_known].tolist()
-        text = None
-        if tokenizer is not None:
-            text = tokenizer.decode(ids, skip_special_tokens=True)
-            found = [at for at in map(text.find, self.sampling.stop_texts) if at >= 0]
-            text = text[: min(found)] if found else text
-        return Completion(token_ids=ids, text=text, finish_reason=self.finish_reason or "cancelled")
+        text, error = None, self.error
+        try:
+            if tokenizer is not None:
+                text = tokenizer.decode(ids, skip_special_tokens=True)
+                found = [at for at in map(text.find, self.sampling.stop_texts) if at >= 0]
+                text = text[: min(found)] if found else text
+        except Exception as raised:  # its tokens are good all the same
+            error = error or raised
+        return Completion(
+            token_ids=ids,
+            text=text,
+            finish_reason=self.finish_reason or "cancelled",
+            error=None if error is None else f"{type(error).__name__}: {error}",
+        )

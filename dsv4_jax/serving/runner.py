@@ -215,10 +215,7 @@ class StepRunner:
         if plain_size is not None:
             idle = StepPlan((), plain_size, True)
             jobs.append((f"decode step of {plain_size} tokens", lambda: self._idle(idle)))
-        if debug:
-            jobs.append(
-                ("verification", lambda: (scan_rows(self.cache), scan_snapshots(self.store)))
-            )
+        jobs.append(("verification", lambda: (scan_rows(self.cache), scan_snapshots(self.store))))
         times = []
         for name, job in jobs:
             started = time.perf_counter()

@@ -7,6 +7,7 @@ answers whatever interrupts it, as long as each call either does all or nothing.
 import contextlib
 import dataclasses
 import linecache
+import math
 import pathlib
 import signal
 import sys
@@ -41,19 +42,23 @@ class Failure(Exception):
 
 
 class Lines:
-    """Counts the lines that run while it traces, and raises at those that are chosen.
+    """Counts the lines that run while it traces, and raises once at each that is chosen.
+
+    After an error it raises no other until a step has gone well: two in a row are taken for a
+    request's own, and the engine looks for whose.
 
     Attributes:
       counts: by `Line`, how often it ran.
       raised: the lines at which it raised, in order.
     """
 
-    def __init__(self, choose=lambda line, count: False, error=Interrupt):
-        """Raises at a line for which `choose(line, how often it ran)` holds."""
+    def __init__(self, chosen=None, error=Interrupt):
+        """Raises at {line: which time it runs at the earliest}."""
         self.counts = {}
         self.raised = []
-        self._choose = choose
+        self._chosen = dict(chosen or {})
         self._error = error
+        self._may_raise = True
 
     @contextlib.contextmanager
     def tracing(self, name):
@@ -62,6 +67,7 @@ class Lines:
         sys.settrace(self._enter)
         try:
             yield
+            self._may_raise |= name == "step"
         finally:
             sys.settrace(before)
 
@@ -73,8 +79,11 @@ class Lines:
             code = frame.f_code
             line = Line(pathlib.Path(code.co_filename).name, code.co_qualname, frame.f_lineno)
             self.counts[line] = self.counts.get(line, 0) + 1
-            if self._choose(line, self.counts[line]):
+            is_due = self.counts[line] >= self._chosen.get(line, math.inf)
+            if is_due and self._may_raise and may_raise(line, self.counts[line]):
+                del self._chosen[line]
                 self.raised.append(line)
+                self._may_raise = self._error is Interrupt
                 raise self._error(*line)
         return self._at
 

