@@ -39,8 +39,9 @@ class EngineCore:
     `RuntimeError` and has touched nothing. Each call does all or nothing: where one raises, be it
     `KeyboardInterrupt` at any place, requests and metrics are as they were before it. The next call
     then empties the cache, and what ran is computed again from the tokens it has, to the same
-    tokens. Only an interrupt in the few instructions between the end of a call and its caller finds
-    the call done and its result lost.
+    tokens. Where a stream or `generate` does several steps, each is a call in this sense. Only an
+    interrupt in the few instructions between the end of a call and its caller finds the call done
+    and its result lost.
 
     A request is admitted when a slot and blocks for its prompt are free, oldest first; it gets
     further blocks before the steps that need them, and the youngest gives its own back if there
@@ -186,8 +187,7 @@ class EngineCore:
         request = self._find(request_id)
         if request is None or request.finish_reason is not None:
             return False
-        self._end(request, "cancelled")
-        return True
+        return self._end(request, "cancelled")
 
     @exclusive
     def preempt(self, request_id: int) -> bool:
@@ -220,10 +220,13 @@ class EngineCore:
         return self._step()
 
     @exclusive
-    def _next_token(self, requests: Sequence[Request]) -> Token | None:
+    def _next_token(self, requests: Sequence[Request]) -> Token:
         """The next token that no stream has given, of the first request that has one.
 
-        It steps until there is one; None if all have ended.
+        It steps until there is one.
+
+        Raises:
+          StopIteration: all have ended.
         """
         while True:
             for request in requests:
@@ -233,7 +236,7 @@ class EngineCore:
                         request.num_given += 1
                         return request.token(request.num_given - 1)
             if all(request.finish_reason is not None for request in requests):
-                return None
+                raise StopIteration
             self._step()
 
     def _drop(self, request_id: int) -> None:
@@ -284,6 +287,8 @@ class EngineCore:
             with self._undo:
                 tokens = self._loop.step(suspect)
                 self._count_compiles()
+                self._suspects.clear(suspect)
+                return tokens
         except Exception as error:
             if suspect is not None and suspect.finish_reason is None:
                 self._settle()
@@ -291,14 +296,13 @@ class EngineCore:
             elif not self._suspects.fail(self._requests.values()):
                 raise
             return []
-        self._suspects.clear(suspect)
-        return tokens
 
-    def _end(self, request: Request, reason: str, error: Exception | None = None) -> None:
+    def _end(self, request: Request, reason: str, error: Exception | None = None) -> bool:
         with self._undo:
             self._undo.save(request)
             request.finish_reason, request.error = reason, error
             self._loop.end(request)
+            return True
 
     def _count_compiles(self) -> None:
         self.metrics.compiles = count_compiles() - self._compiles_before

@@ -29,10 +29,7 @@ class TokenStream(Iterator[Token]):
 
     def __next__(self) -> Token:
         """The next token; steps the engine until there is one."""
-        token = self._engine._next_token(self._requests)
-        if token is None:
-            raise StopIteration
-        return token
+        return self._engine._next_token(self._requests)
 
     def close(self) -> None:
         """Cancels the requests that have not ended; there are no further tokens."""

@@ -282,9 +282,9 @@ def test_a_step_that_fails_while_it_is_counted_harms_nobody(monkeypatch, place):
     monkeypatch.setattr(owner, place, fail)
     with pytest.raises(Lost):
         run_to_end(engine, *ids)
-    assert not engine._loop.queue.running
     for done, text in zip(run_to_end(engine, *ids), texts, strict=True):
         assert done == alone(text, options)
+    assert engine._loop.manager is not manager
     assert not engine.verify().problems
 
 
