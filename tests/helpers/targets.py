@@ -246,7 +246,7 @@ def of_functions():
                {"logits": np.zeros((3, 5), np.float32), "sampling": sampling,
                 "positions": i32([1, 1, 1])},
                {"logits": bad.instance(), "sampling": bad.instance(),
-                "positions": lambda rng: bad.pick(rng, bad.no_number(rng))}),
+                "positions": bad.scalar_only(bad.instance())}),
         Target("update_slots", ds.update_slots,
                {"cache": cache, "slots": i32([0, 1, 2]), "length_tokens": i32([0, 0, 0]),
                 "block_table": np.full((3, WIDTH), -1, np.int32)},
