@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import jax
@@ -12,8 +13,10 @@ from pallas_kernels.block_linear import call_shapes
 from pallas_kernels.block_linear.call_shapes import Shapes, TensorCore, Tiling
 from pallas_kernels.block_linear.items import EvenItems
 from pallas_kernels.block_linear.multiply_items import multiply_items
+from pallas_kernels.block_linear.triton_finish import add_splits
 from pallas_kernels.block_linear.triton_rows import make_rows, padded
 from pallas_kernels.block_linear.work import SwiGLU
+from pallas_kernels.common.norm_rope import rms_norm
 from pallas_kernels.common.swiglu import swiglu as swiglu_of
 from pallas_kernels.common.weights import ROWS, Weight
 
@@ -24,21 +27,28 @@ def block_linear(
     x: jax.Array,
     weights: Sequence[Weight],
     *,
+    norms: Sequence[jax.Array | None] = (),
+    eps: float = 0.0,
     dtype: DTypeLike = jnp.float32,
     tiling: Tiling | None = None,
     core: TensorCore | None = None,
 ) -> list[jax.Array]:
-    """[G, T, in] times [G, out, in] -> [G, T, out] for each weight; see `op.block_linear`."""
+    """[G, T, in] times [G, out, in] -> [G, T, out] for each weight; see `op.block_linears`."""
     num_groups, num_tokens, _ = x.shape
     shapes = call_shapes.shapes_of(*weights, core=core)
     tiling = tiling or call_shapes.choose_tiling(shapes, num_tokens, num_groups, may_split=True)
     sums = _multiply(x, weights, shapes, tiling, dtype=dtype if tiling.splits == 1 else jnp.float32)
+    widths = [weight.shape[-2] for weight in weights]
+    if any(norm is not None for norm in norms) and tiling.splits > 1:
+        results = add_splits(sums, widths, norms=norms, eps=eps, dtype=dtype)
+        return [result.reshape(num_groups, num_tokens, -1) for result in results]
     joined = sums[0] if tiling.splits == 1 else jnp.sum(sums, axis=0).astype(dtype)
     joined = joined.reshape(num_groups, num_tokens, -1)
     results, first = [], 0
-    for weight in weights:
-        results.append(joined[..., first : first + weight.shape[-2]])
-        first += weight.shape[-2]
+    for width, norm in itertools.zip_longest(widths, norms):
+        result = joined[..., first : first + width]
+        results.append(result if norm is None else rms_norm(result, norm, eps=eps))
+        first += width
     return results
 
 
