@@ -144,6 +144,9 @@ def consume(work: Work, out_gmem: Any, swiglu: SwiGLU | None) -> None:
     work.await_rows()
     start(0, 0)
     total, _ = lax.fori_loop(0, work.turns, add_stage, (zeros, scales_of(0)))
+    if interpreting():  # as in `Work.produce`
+        for buffer in range(min(BUFFERS, work.turns * tiling.blocks)):
+            plgpu.barrier_wait(scratch.products_read.at[buffer])
 
     def store(values: jax.Array, first_column: jax.Array, num_columns: int) -> None:
         store_transposed(

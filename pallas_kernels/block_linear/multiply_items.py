@@ -138,6 +138,7 @@ def multiply_items(
       [S, num_rows, out], sums of each split; arbitrary in rows of no item. The outputs of several
       weights follow each other, all of which but the last's must be multiples of 64.
     """
+    assert shapes.num_blocks % (tiling.blocks * tiling.splits) == 0, "inputs would be left out"
     even = items if isinstance(items, EvenItems) else None
     out = weights[0].shape[-2] if swiglu else sum(weight.shape[-2] for weight in weights)
     quantized = [weight for weight in weights if isinstance(weight, BlockFP8 | MXFP4)]

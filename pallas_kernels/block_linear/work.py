@@ -26,6 +26,7 @@ from pallas_kernels.block_linear.call_shapes import CONSUMERS, Shapes, Tiling, s
 from pallas_kernels.block_linear.items import EvenItems, Items
 from pallas_kernels.block_linear.round_rows import RawRows, round_rows
 from pallas_kernels.block_linear.triton_rows import Rows
+from pallas_kernels.common.backend import interpreting
 from pallas_kernels.common.weights import INPUTS, ROWS
 from pallas_kernels.gpu import left_operand, mosaic, unpack_mxfp4
 
@@ -259,6 +260,9 @@ class Work:
                 plgpu.copy_gmem_to_smem(source, scratch.scales_smem.at[slot, part], ready)
 
         lax.fori_loop(0, self.turns, fetch, None)
+        if interpreting():  # which, in jax 0.11, wants every completion of a barrier seen
+            for slot in range(min(tiling.stages, self.turns)):
+                plgpu.barrier_wait(scratch.free.at[slot])
 
     def scale_of_tile(self, consumer: int | jax.Array, block: jax.Array) -> jax.Array:
         """f32[]: block FP8's, of 128 outputs; to be asked for a turn ahead."""

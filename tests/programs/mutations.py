@@ -420,6 +420,20 @@ MUTATIONS = [
             "pallas_kernels/expert_mlp",
         ),
         (
+            "kernel_of_blackwell_reads_products_before_they_are_there",
+            "block_linear/mosaic_blackwell.py",
+            "plgpu.barrier_wait(scratch.products_ready.at[buffer])",
+            "None",
+            "pallas_kernels/block_linear/test_block_linear_kernel.py",
+        ),
+        (
+            "kernel_of_dense_experts_skips_a_group",
+            "block_linear/work.py",
+            "inner = pl.ds((block + b) * s.inputs, s.inputs)\n                    source = inputs",
+            "inner = pl.ds(block * s.inputs, s.inputs)\n                    source = inputs",
+            "pallas_kernels/expert_mlp",
+        ),
+        (
             "fp8_scales_cross_blocks",
             "common/weights.py",
             "jnp.repeat(_scale_values(self.scale), FP8_BLOCK, axis=-2)",
