@@ -79,6 +79,7 @@ def _scratch(shapes: Shapes, tiling: Tiling, *, exchanges: bool) -> Scratch:
         copies += shapes.num_parts * (tiling.blocks + (not shapes.is_dense))
     scales = plgpu.SMEM((*parts, scale_columns(columns)), jnp.float32)
     has_memory = shapes.core.has_memory
+    rows_ready = plgpu.Barrier(num_arrivals=CONSUMERS, orders_tensor_core=has_memory)
     scratch = Scratch(
         codes_smem=codes,
         words_smem=plgpu.SMEM((*per_stage, ROWS), jnp.int32) if shapes.is_mxfp4 else None,
@@ -88,7 +89,7 @@ def _scratch(shapes: Shapes, tiling: Tiling, *, exchanges: bool) -> Scratch:
         free=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tiling.stages),
         up_smem=plgpu.SMEM((ROWS * columns,), jnp.float32) if exchanges else None,
         up_ready=plgpu.Barrier() if exchanges and not has_memory else None,
-        rows_ready=plgpu.Barrier(num_arrivals=CONSUMERS) if shapes.rounds_rows else None,
+        rows_ready=rows_ready if shapes.rounds_rows else None,
     )
     if not has_memory:
         return scratch
