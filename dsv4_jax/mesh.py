@@ -132,6 +132,13 @@ def gather_over_model(x: jax.Array) -> jax.Array:
     return jax.lax.all_gather(x, MODEL) if axis_size(MODEL) > 1 else x[None]
 
 
+def join_last_axis(x: jax.Array) -> jax.Array:
+    """[..., n] -> [..., model * n], the parts of all devices of a data shard."""
+    if axis_size(MODEL) == 1:
+        return x
+    return jax.lax.all_gather(x, MODEL, axis=x.ndim - 1, tiled=True)
+
+
 def gather_rows(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     """The rows of all data shards, in order, in one collective.
 

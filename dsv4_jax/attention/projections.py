@@ -12,6 +12,7 @@ from dsv4_jax.attention.indexer import split_index_heads
 from dsv4_jax.attention.params import AttentionParams, IndexerParams
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.linear import grouped_linear, linear, linears
+from dsv4_jax.mesh import sum_over_model
 from pallas_kernels.common.norm_rope import rms_norm_by_pairs, rotate
 from pallas_kernels.common.weights import (
     FP8_BLOCK,
@@ -44,14 +45,14 @@ def project_queries(
     config: DSV4Config,
     indexer: IndexerParams | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The queries before norm and RoPE: [..., ql] -> [..., H, C].
+    """The queries before norm and RoPE: [..., ql] -> [..., H, C], on a mesh of its own heads.
 
     With an indexer also its queries before RoPE, [..., IH, IC]; no norm follows those.
     """
     weights = [params.wq_b] if indexer is None else [params.wq_b, indexer.wq_b]
     heads, *index_heads = linears(latent, weights)
     heads = checkpoint_name(heads, "q_b")
-    heads = heads.reshape(*latent.shape[:-1], config.num_attention_heads, config.head_dim)
+    heads = heads.reshape(*latent.shape[:-1], -1, config.head_dim)
     if not index_heads:
         return heads, None
     return heads, split_index_heads(index_heads[0], config)
@@ -94,16 +95,18 @@ def output(params: AttentionParams, attended: jax.Array, config: DSV4Config) -> 
 
     Args:
       params: parameters of the layer.
-      attended: [..., H, C] in the dtype of activations, after inverse RoPE.
+      attended: [..., H, C] in the dtype of activations, after inverse RoPE; on a mesh of the heads
+        that this device has.
       config: the model.
 
     Returns:
       [..., D].
     """
-    groups, lead = config.o_groups, attended.shape[:-2]
+    lead, groups = attended.shape[:-2], params.wo_a.shape[0] // config.o_lora_rank
     heads = checkpoint_name(attended.reshape(*lead, groups, -1), "ctx_derot")
     latent = checkpoint_name(grouped_linear(heads, _by_group(params.wo_a, groups)), "o_a")
-    return checkpoint_name(linear(latent.reshape(*lead, -1), params.wo_b), "attn_out")
+    summed = sum_over_model(linear(latent.reshape(*lead, -1), params.wo_b))
+    return checkpoint_name(summed, "attn_out")
 
 
 def _by_group(weight: Weight, groups: int) -> Weight:

@@ -17,6 +17,7 @@ from dsv4_jax import checks
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.new_tokens import NewTokens
 from dsv4_jax.cache.state_cache import StateCachePool
+from dsv4_jax.mesh import on_mesh
 from pallas_kernels.common.call import CallIndices
 
 
@@ -33,6 +34,7 @@ class Staged:
     call: CallIndices
 
 
+@on_mesh("cache")
 def commit(cache: ModelCache, staged: Staged, num_tokens: jax.Array) -> ModelCache:
     """Keeps the first tokens of each row of a staged step, as if only they had been run.
 

@@ -26,7 +26,7 @@ from dsv4_jax.cache.step_input import StepInput, check_room, check_step_input, i
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import draft_layer, layer_schedule
 from dsv4_jax.config.layer_types import AttentionType
-from dsv4_jax.mesh import DATA, AnyMesh, check_divides, mesh_sizes, shardings_of
+from dsv4_jax.mesh import DATA, AnyMesh, check_divides, mesh_sizes, on_mesh, shardings_of
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.formats import CACHE_FORMATS
 
@@ -236,6 +236,7 @@ def _init_on_mesh(
     return jax.jit(build, out_shardings=shardings_of(jax.eval_shape(build), mesh))()
 
 
+@on_mesh("cache")
 def update_slots(
     cache: ModelCache, slots: jax.Array, length_tokens: jax.Array, block_table: jax.Array
 ) -> ModelCache:
@@ -287,6 +288,7 @@ def check_rows(
         checks.in_range("block_table", block_table, -1, cache.num_blocks, where=live[:, None])
 
 
+@on_mesh("cache")
 def reset_slots(cache: ModelCache, slots: jax.Array) -> ModelCache:
     """Empties slots i32[U] (-1 for none): length 0, rings and states as new; tables stay.
 

@@ -14,6 +14,7 @@ from dsv4_jax import checks
 from dsv4_jax.cache.model_cache import ModelCache, check_rows, update_slots
 from dsv4_jax.cache.poison import poison
 from dsv4_jax.cache.snapshots import SnapshotStore, load_snapshots
+from dsv4_jax.mesh import on_mesh
 
 Array = jax.Array | np.ndarray
 
@@ -54,6 +55,7 @@ class SlotChanges:
     freed_blocks: Array | None = None
 
 
+@on_mesh("cache")
 def apply_changes(cache: ModelCache, store: SnapshotStore, changes: SlotChanges) -> ModelCache:
     """The cache with a batch of changes.
 

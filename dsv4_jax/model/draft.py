@@ -17,7 +17,7 @@ from dsv4_jax.linear import linear
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.hyper_connections import Residual
 from dsv4_jax.model.params import DraftParams, DSV4Params, LayerParams
-from dsv4_jax.model.trunk import block, head, jit_run_block
+from dsv4_jax.model.trunk import block, head, jit_run_block, look_up
 from pallas_kernels.common.backend import Backend
 from pallas_kernels.common.formats import get_cache_format
 from pallas_kernels.common.norm_rope import rms_norm
@@ -94,7 +94,7 @@ def run_draft(
     draft = params.mtp
     assert draft is not None
     ends_block = (handle.positions + 1) % handle.schema.block_tokens == 0
-    embedded = jnp.where(ends_block[:, None], 0, params.embed[next_token_ids])
+    embedded = jnp.where(ends_block[:, None], 0, look_up(params.embed, next_token_ids))
     streams = draft_input(draft, embedded, streams, config)
     residual = Residual.start(streams)
     handle, new, residual = jit_run_block(draft.block, residual, next_token_ids, handle, config)

@@ -1,5 +1,8 @@
 """The mixture of experts: learned and hash routing, clamped SwiGLU, one shared expert.
 
+On a mesh, each device multiplies the rows of all data shards that picked its own experts, and its
+columns of the shared expert. No row is dropped, whatever the routing.
+
 Source: deepseek_v4.md section 1.5.
 """
 
@@ -11,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.linear import linear
+from dsv4_jax.mesh import DATA, MODEL, gather_rows, place_on, sum_over_model, sum_own_rows
 from dsv4_jax.model.params import MoEParams
 from pallas_kernels import Backend, expert_mlp, pick_experts, swiglu_linear
 
@@ -38,11 +42,20 @@ def mixture_of_experts(
     rows, limit = x.reshape(-1, x.shape[-1]), config.swiglu_limit
     expert_ids, expert_weights = route(params, rows, token_ids.reshape(-1), config, backend=backend)
     experts = params.w1, params.w3, params.w2
-    routed = expert_mlp(rows, expert_ids, expert_weights, *experts, limit=limit)
+    picks = gather_rows(rows, expert_ids, expert_weights)
+    routed = expert_mlp(picks[0], _own(picks[1], params), picks[2], *experts, limit=limit)
+    routed = sum_own_rows(routed)
     hidden = swiglu_linear(rows, params.shared_w1, params.shared_w3, limit=limit)
     shared = checkpoint_name(linear(hidden, params.shared_w2), "shared")
     routed = checkpoint_name(routed, "routed")
-    return checkpoint_name((routed + shared).reshape(x.shape), "mlp_out")
+    summed = sum_over_model(routed + shared)
+    return checkpoint_name(summed.reshape(x.shape), "mlp_out")
+
+
+def _own(expert_ids: jax.Array, params: MoEParams) -> jax.Array:
+    """Ids among the experts of this device; those of other devices lie outside 0 .. E - 1."""
+    place = place_on(DATA, MODEL)
+    return expert_ids if isinstance(place, int) else expert_ids - place * params.w1.shape[0]
 
 
 def route(

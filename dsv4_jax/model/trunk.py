@@ -23,6 +23,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import Segment, layer_schedule, split_into_segments
 from dsv4_jax.config.layer_types import AttentionType
 from dsv4_jax.linear import linear
+from dsv4_jax.mesh import MODEL, axis_size, place_on, sum_over_model
 from dsv4_jax.model.hyper_connections import Residual, collapse_streams, read_streams
 from dsv4_jax.model.moe import mixture_of_experts
 from dsv4_jax.model.params import DSV4Params, HyperConnectionParams, LayerParams, layer_of
@@ -39,10 +40,20 @@ _CACHED_ATTENTION = {
 
 def embed(params: DSV4Params, token_ids: jax.Array, config: DSV4Config) -> jax.Array:
     """i32[...] -> [..., S, D]: the embedding, once per stream."""
-    embedded = checkpoint_name(params.embed[token_ids], "embed")
+    embedded = checkpoint_name(look_up(params.embed, token_ids), "embed")
     return jnp.broadcast_to(
         embedded[..., None, :], (*token_ids.shape, config.hc_mult, config.hidden_size)
     )
+
+
+def look_up(table: jax.Array, token_ids: jax.Array) -> jax.Array:
+    """Rows of the embedding [V, D] by token id; on a mesh `table` is this device's part of it."""
+    if axis_size(MODEL) == 1:
+        return table[token_ids]
+    own = token_ids - place_on(MODEL) * table.shape[0]
+    is_own = (own >= 0) & (own < table.shape[0])
+    rows = table[jnp.clip(own, 0, table.shape[0] - 1)]
+    return sum_over_model(jnp.where(is_own[..., None], rows, 0))
 
 
 def run_layers(
@@ -219,7 +230,7 @@ def head(
     streams: jax.Array,
     config: DSV4Config,
 ) -> jax.Array:
-    """[..., S, D] -> f32[..., V]."""
+    """[..., S, D] -> f32[..., V]; on a mesh of this device's part of the vocabulary."""
     collapsed = checkpoint_name(collapse_streams(hc_head, streams, config), "head/collapsed")
     normed = checkpoint_name(rms_norm(collapsed, norm, eps=config.rms_norm_eps), "head/normed")
     return checkpoint_name(linear(normed, weight, dtype=jnp.float32), "logits")

@@ -7,11 +7,13 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from dsv4_jax import checks
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.mesh import BY_ROW, DATA, MODEL, on_mesh
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.step.sampling import Sampling, sample
@@ -19,6 +21,7 @@ from dsv4_jax.step.step import check_call, mask_rows, run_step, trunk_logits
 from pallas_kernels.common.weights import with_activations
 
 
+@on_mesh(("cache", P(DATA, MODEL)))
 def decode_step(
     params: DSV4Params,
     cache: ModelCache,
@@ -66,6 +69,7 @@ jit_decode_step = jax.jit(
 """`decode_step`, jitted: it traces once per shape and donates the cache. The old cache is gone."""
 
 
+@on_mesh(("cache", BY_ROW))
 def decode_loop(
     params: DSV4Params,
     cache: ModelCache,

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from dsv4_jax import checks
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.mesh import DATA, MODEL, on_mesh
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.step.step import check_call, mask_rows, run_step, trunk_logits
 from pallas_kernels.common.weights import with_activations
 
 
+@on_mesh(("cache", P(DATA, MODEL)))
 def prefill(
     params: DSV4Params,
     cache: ModelCache,

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax import checks
+from dsv4_jax.mesh import MODEL, gather_over_model, join_last_axis, place_on
 
 MAX_STOP_TOKENS = 1024
 MAX_STOP_TEXTS = 64
@@ -218,7 +219,7 @@ def sample(logits: jax.Array, sampling: Sampling, positions: jax.Array) -> jax.A
     """Draws one token per row.
 
     Args:
-      logits: f32[B, V].
+      logits: f32[B, V]; where a step runs on a mesh, this device's part of the vocabulary.
       sampling: settings of each row.
       positions: i32[B], position that each drawn token will have.
 
@@ -233,21 +234,40 @@ def sample(logits: jax.Array, sampling: Sampling, positions: jax.Array) -> jax.A
     num_rows = logits.shape[0]
     checks.array("positions", positions, (num_rows,))
     checks.array("sampling.temperature", sampling.temperature, (num_rows,), "f")
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    greedy = _most_likely(logits)
     warm = sampling.temperature > 0
 
     def draw() -> jax.Array:
+        every = join_last_axis(logits)
         # Below the largest first, so that a small temperature cannot overflow.
-        below = logits - jnp.max(logits, axis=-1, keepdims=True)
+        below = every - jnp.max(every, axis=-1, keepdims=True)
         scaled = below / jnp.where(warm, sampling.temperature, 1.0)[:, None]
         allowed = _allowed(scaled, sampling)
         noisy = scaled + jax.vmap(_noise, in_axes=(0, 0, None))(
-            sampling.seed, positions, logits.shape[-1]
+            sampling.seed, positions, every.shape[-1]
         )
         drawn = jnp.argmax(jnp.where(allowed, noisy, -jnp.inf), axis=-1)
         return jnp.where(warm, drawn.astype(jnp.int32), greedy)
 
     return jax.lax.cond(jnp.any(warm), draw, lambda: greedy)
+
+
+def _most_likely(logits: jax.Array) -> jax.Array:
+    """i32[B]: the largest logit's token, the lower one of equals.
+
+    On a mesh only each device's best leaves it.
+    """
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    place = place_on(MODEL)
+    if isinstance(place, int):
+        return best
+    values = jnp.take_along_axis(logits, best[:, None], axis=-1)[:, 0]
+    bits = jax.lax.bitcast_convert_type(values.astype(jnp.float32), jnp.int32)
+    mine = jnp.stack([bits, best + place * logits.shape[-1]])
+    bits, tokens = jnp.moveaxis(gather_over_model(mine), 1, 0)
+    of_all = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    winner = jnp.argmax(of_all, axis=0)
+    return jnp.take_along_axis(tokens, winner[None], axis=0)[0]
 
 
 def _noise(seed: jax.Array, position: jax.Array, vocab_size: int) -> jax.Array:

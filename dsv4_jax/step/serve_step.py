@@ -20,6 +20,7 @@ from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.snapshots import SnapshotPlan, SnapshotStore, save_snapshots
 from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.mesh import BY_ROW, on_mesh
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.model.trunk import run_layers
@@ -65,6 +66,7 @@ class ServeOutput:
     draft_token_ids: jax.Array
 
 
+@on_mesh(("cache", "store", BY_ROW))
 def serve_step(
     params: DSV4Params,
     cache: ModelCache,
@@ -155,6 +157,7 @@ jit_serve_step = jax.jit(
 """`serve_step`, jitted; the old cache and store are gone."""
 
 
+@on_mesh(("cache", BY_ROW))
 def plain_decode_step(
     params: DSV4Params,
     cache: ModelCache,
@@ -185,6 +188,7 @@ jit_plain_decode_step = jax.jit(
 """`plain_decode_step`, jitted; the old cache is gone."""
 
 
+@on_mesh("store")
 def save_reached(
     store: SnapshotStore, cache: ModelCache, step_input: StepInput, plan: SnapshotPlan
 ) -> SnapshotStore:

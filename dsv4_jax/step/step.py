@@ -9,13 +9,16 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from dsv4_jax import checks
 from dsv4_jax.cache.commit import Staged, advance
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.new_tokens import NewTokens, empty_new_tokens
+from dsv4_jax.cache.shardings import STAGED
 from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.mesh import DATA, MODEL, on_mesh
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.model.trunk import head, run_layers
@@ -69,6 +72,7 @@ def check_call(
     cache.check_input(step_input, vocab_size=config.vocab_size, num_steps=num_steps)
 
 
+@on_mesh(("cache", STAGED, P(DATA, MODEL)))
 def stage_step(
     params: DSV4Params,
     cache: ModelCache,

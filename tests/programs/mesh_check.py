@@ -1,0 +1,266 @@
+"""Steps on meshes of eight CPU devices against the same steps on one device.
+
+    python -m programs.mesh_check 2x4 1x2            prefill in chunks, then decoding
+    python -m programs.mesh_check 2x4 --all          staged steps, commits, loops and drafts too
+
+Prints, as JSON, for each mesh the largest difference of logits, and whose tokens differ. `run` runs
+it in a process of its own, for the number of devices is set before JAX starts.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dsv4_jax as ds
+from dsv4_jax.cache.snapshots import SnapshotPlan, init_snapshot_store
+from dsv4_jax.mesh import shardings_of
+from dsv4_jax.step.serve_step import ServeInput, jit_plain_decode_step, jit_serve_step
+from helpers.configs import scanned
+
+DEVICES = 8
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}",
+}
+TESTS = pathlib.Path(__file__).parents[1]
+ROWS, CONTEXT, DRAFTS = 8, 160, 2
+PROMPT_TOKENS = (5, 37, 18, 1, 40, 29, 33, 12)
+"""Tokens of each request; some close windows of both compressors."""
+
+jit_prefill = jax.jit(ds.prefill, static_argnames=("config", "all_logits"))
+jit_stage = jax.jit(ds.stage_step, static_argnames=("config",))
+jit_commit = jax.jit(ds.commit)
+
+
+def divisible(**changes):
+    """A tiny model whose sizes divide by eight."""
+    return scanned(num_attention_heads=8, o_groups=8, **changes)
+
+
+class Runner:
+    """One model and one cache, on a mesh or on one device; rows are requests, all in slots."""
+
+    def __init__(self, config, params, mesh, *, cache_format="f32"):
+        self.config, self.mesh = config, mesh
+        self.shards = 1 if mesh is None else mesh.shape["data"]
+        self.params = params
+        if mesh is not None:
+            self.params = jax.device_put(params, ds.param_shardings(config, mesh, params))
+        sizes = {"max_requests": ROWS, "max_context_tokens": CONTEXT}
+        self.cache = ds.init_cache(config, **sizes, cache_format=cache_format, mesh=mesh)
+
+    def place(self, value):
+        """An argument of a step, on the mesh."""
+        value = jax.tree.map(jnp.asarray, value)
+        return value if self.mesh is None else jax.device_put(value, shardings_of(value, self.mesh))
+
+    def pack(self, tokens, *, num_tokens=None):
+        """Tokens of all requests, each data shard's own with padding after them, and their places.
+
+        Args:
+          tokens: token ids of each request, maybe none.
+          num_tokens: of all shards; None is as many as are needed.
+        """
+        rows = ROWS // self.shards
+        groups = [range(i * rows, (i + 1) * rows) for i in range(self.shards)]
+        size = max(sum(len(tokens[r]) for r in group) for group in groups)
+        size = size if num_tokens is None else num_tokens // self.shards
+        ids, owners, places = [], [], {}
+        for group in groups:
+            start = len(ids)
+            for row, request in enumerate(group):
+                places[request] = len(ids) + np.arange(len(tokens[request]))
+                ids += list(tokens[request])
+                owners += [row] * len(tokens[request])
+            spare = start + size - len(ids)
+            ids, owners = ids + [0] * spare, owners + [-1] * spare
+        call = ds.StepInput(
+            token_ids=np.asarray(ids, np.int32),
+            request_ids=np.asarray(owners, np.int32),
+            request_slots=np.tile(np.arange(rows, dtype=np.int32), self.shards),
+        )
+        return self.place(call), places
+
+    def prefill(self, tokens, *, num_tokens=None):
+        """Logits of all tokens of each request."""
+        call, places = self.pack(tokens, num_tokens=num_tokens)
+        self.cache, logits = jit_prefill(
+            self.params, self.cache, call, config=self.config, all_logits=True
+        )
+        return _by_request(logits, places)
+
+    def decode(self, tokens):
+        """Logits after one token of each request."""
+        call, _ = self.pack([[token] for token in tokens])
+        self.cache, logits = ds.jit_decode_step(self.params, self.cache, call, config=self.config)
+        return np.asarray(logits)
+
+    def stage(self, tokens, kept):
+        """Logits of all tokens of each request, of which the first few are kept."""
+        call, places = self.pack(tokens)
+        cache, staged, logits = jit_stage(self.params, self.cache, call, config=self.config)
+        self.cache = jit_commit(cache, staged, self.place(np.asarray(kept, np.int32)))
+        return _by_request(logits, places)
+
+    def loop(self, tokens, sampling, num_steps):
+        """Tokens drawn on the device, i32[B, n]."""
+        call, _ = self.pack([[token] for token in tokens])
+        arguments = self.params, self.cache, call, self.place(sampling)
+        self.cache, drawn = ds.jit_decode_loop(*arguments, num_steps=num_steps, config=self.config)
+        return np.asarray(drawn)
+
+    def serve(self, tokens, num_checked, sampling):
+        """The engine's step with drafts: what it gives to the host, i32 each."""
+        call, _ = self.pack(tokens)
+        store = init_snapshot_store(self.cache, self.shards)
+        none = np.full(ROWS, -1, np.int32)
+        serve_input = ServeInput(
+            step=call,
+            num_checked=np.asarray(num_checked, np.int32),
+            next_token_ids=none,
+            sampling=sampling,
+            snapshots=SnapshotPlan(rows=none, ends=none, places=none),
+        )
+        static = {"config": self.config, "draft_tokens": DRAFTS}
+        self.cache, _, output = jit_serve_step(
+            self.params, self.cache, self.place(store), self.place(serve_input), **static
+        )
+        return jax.tree.map(np.asarray, output)
+
+    def plain(self, tokens, sampling):
+        """The engine's step of one token per row: i32[B]."""
+        call, _ = self.pack([[token] for token in tokens])
+        none = np.full(ROWS, -1, np.int32)
+        serve_input = ServeInput(
+            step=call,
+            num_checked=np.ones(ROWS, np.int32),
+            next_token_ids=none,
+            sampling=sampling,
+            snapshots=SnapshotPlan(rows=none, ends=none, places=none),
+        )
+        static = {"config": self.config}
+        self.cache, output = jit_plain_decode_step(
+            self.params, self.cache, self.place(serve_input), **static
+        )
+        return np.asarray(output.token_ids)[:, 0]
+
+
+def prompts(config):
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, config.vocab_size, n).tolist() for n in PROMPT_TOKENS]
+
+
+def run_chunks(runner, *, num_tokens=ROWS * 20, decoded=4):
+    """Logits of prompts in two chunks, then of greedy tokens; one program for all of it."""
+    texts = prompts(runner.config)
+    first = runner.prefill([text[:20] for text in texts], num_tokens=num_tokens)
+    second = runner.prefill([text[20:] for text in texts], num_tokens=num_tokens)
+    logits = [[*a, *b] for a, b in zip(first, second, strict=True)]
+    for _ in range(decoded):
+        drawn = [[int(np.argmax(rows[-1]))] for rows in logits]
+        for rows, new in zip(logits, runner.prefill(drawn, num_tokens=num_tokens), strict=True):
+            rows.extend(new)
+    tokens = [[int(np.argmax(row)) for row in rows] for rows in logits]
+    return {"logits": np.concatenate([np.stack(rows) for rows in logits]), "tokens": tokens}
+
+
+def run_all(runner):
+    """Logits and tokens of every kind of step, one after the other on one cache."""
+    rng = np.random.default_rng(1)
+    found = run_chunks(runner)
+    last = [tokens[-1] for tokens in found["tokens"]]
+    decoded = runner.decode(last)
+    found["decode"] = decoded
+    guesses = rng.integers(0, runner.config.vocab_size, (ROWS, 3)).tolist()
+    kept = rng.integers(0, 4, ROWS)
+    found["stage"] = np.concatenate(runner.stage(guesses, kept))
+    found["after commit"] = runner.decode(np.argmax(decoded, axis=-1).tolist())
+    warm = [0.0, 1.0, 0.7, 0.0, 1.3, 1.0, 0.0, 0.9]
+    limits = [0, 0, 5, 0, 0, 9, 0, 1]
+    rows = [
+        ds.SamplingParams(temperature=t, top_k=k, top_p=0.9 if i % 3 else 1.0, seed=i)
+        for i, (t, k) in enumerate(zip(warm, limits, strict=True))
+    ]
+    greedy, mixed = ds.make_sampling(ROWS), ds.make_sampling(ROWS, rows)
+    tokens = np.argmax(found["after commit"], axis=-1).tolist()
+    for name, sampling in (("greedy", greedy), ("sampled", mixed)):
+        drawn = runner.loop(tokens, sampling, 3)
+        found[f"loop, {name}"] = drawn
+        last = drawn[:, -1].tolist()
+        drafts = [[]] * ROWS
+        for step in range(3):
+            call = [[token, *more] for token, more in zip(last, drafts, strict=True)]
+            output = runner.serve(call, [len(tokens) for tokens in call], sampling)
+            found[f"serve, {name}, {step}"] = np.concatenate(
+                [output.token_ids, output.num_kept[:, None], output.draft_token_ids], axis=1
+            )
+            last = [int(row[row >= 0][-1]) for row in output.token_ids]
+            drafts = output.draft_token_ids.tolist()
+        tokens = runner.plain(last, sampling)
+        found[f"plain, {name}"] = tokens
+        tokens = tokens.tolist()
+    return found
+
+
+def compare(found, expected):
+    """The largest difference of logits, and the names of results whose tokens differ."""
+    off, wrong = 0.0, []
+    for name, value in expected.items():
+        value, other = np.asarray(_flat(value)), np.asarray(_flat(found[name]))
+        if value.dtype.kind == "f":
+            off = max(off, float(np.max(np.abs(value - other))))
+        elif not np.array_equal(value, other):
+            wrong.append(name)
+    return {"logits_off": off, "different": wrong}
+
+
+def check(meshes, *, everything=False):
+    """{mesh: `compare`} of meshes "DATAxMODEL"."""
+    config = divisible()
+    params = ds.init_params(config, jax.random.key(0))
+    run = run_all if everything else run_chunks
+    expected = run(Runner(config, params, None))
+    results = {}
+    for name in meshes:
+        data, model = map(int, name.split("x"))
+        results[name] = compare(run(Runner(config, params, ds.make_mesh(data, model))), expected)
+    return results
+
+
+def run(*arguments):
+    """What the program prints with these arguments."""
+    paths = [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-m", "programs.mesh_check", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _by_request(logits, places):
+    logits = np.asarray(logits)
+    return [logits[places[request]] for request in range(ROWS)]
+
+
+def _flat(value):
+    return [one for row in value for one in row] if isinstance(value, list) else value
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("meshes", nargs="+", metavar="DATAxMODEL")
+    parser.add_argument("--all", action="store_true", help="every kind of step")
+    arguments = parser.parse_args()
+    print(json.dumps(check(arguments.meshes, everything=arguments.all)))
+
+
+if __name__ == "__main__":
+    main()
