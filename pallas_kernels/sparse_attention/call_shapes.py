@@ -21,6 +21,8 @@ from pallas_kernels.gpu.devices import find_device
 
 TILE, HEADS, GROUP = 64, 64, 64
 """Keys of a tile, heads of a CTA, columns that share a scale and are fetched together."""
+FEW_HEADS = 8
+"""Rows of shared memory that a bulk copy brings: fewer than 64 heads are a multiple of them."""
 MAX_DIM = 512
 LOG2_E = math.log2(math.e)
 FLOOR = np.float32(-1e30)
@@ -72,8 +74,11 @@ def find_obstacle(queries: jax.Array, ring: LayerPlanes) -> str | None:
         return f"takes bf16 queries, for its products are of bf16, got {queries.dtype}"
     if ring.codec == codecs.PlainCodec("float32"):
         return "would round keys of cache format 'f32' to bf16"
-    if num_heads % HEADS or dim % (4 * GROUP):
-        return f"needs H % {HEADS} == 0 and C % {4 * GROUP} == 0, got {queries.shape=}"
+    if num_heads % (HEADS if num_heads > HEADS else FEW_HEADS) or dim % (4 * GROUP):
+        return (
+            f"needs H % {HEADS} == 0, or H % {FEW_HEADS} == 0 below it, and C % {4 * GROUP} == 0, "
+            f"got {queries.shape=}"
+        )
     if dim > MAX_DIM:
         return f"needs C <= {MAX_DIM} to hold its sums, got {queries.shape=}"
     rope = ring.planes.get("rope")
@@ -125,6 +130,11 @@ class Shapes:
         """
         exact = isinstance(self.codec, codecs.GroupedFP8Codec)
         return jnp.float16 if exact else jnp.bfloat16
+
+    @property
+    def heads_of_cta(self) -> int:
+        """Heads that a CTA has; the rest of its 64 rows is zeros, and not written."""
+        return min(self.num_heads, HEADS)
 
     @property
     def window_tiles(self) -> int:

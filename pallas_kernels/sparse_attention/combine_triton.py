@@ -45,9 +45,9 @@ def combine(
     """The output of all splits.
 
     Args:
-      sums: f32[S, T, H, C], relative to the split's largest logit.
-      statistics: f32[S, T, 2, H], largest logit times log2(e), `FLOOR` without keys, and sum of
-        weights.
+      sums: f32[S, T, H or more, C], relative to the split's largest logit.
+      statistics: f32[S, T, 2, H or more], largest logit times log2(e), `FLOOR` without keys, and
+        sum of weights.
       sink: f32[H].
       positions: i32[T].
       frequencies: f32[R / 2], for inverse RoPE of the last R dims; None leaves it out.
@@ -56,7 +56,8 @@ def combine(
     Returns:
       [T, H, C]; zeros where there is neither a key nor a sink.
     """
-    splits, num_tokens, num_heads, dim = sums.shape
+    splits, num_tokens, _, dim = sums.shape
+    num_heads = sink.shape[0]
     width, all_splits = _power_of_two(dim), _power_of_two(splits)
     rows = min(all_splits, _MOST_ROWS)
 
@@ -101,7 +102,7 @@ def combine(
         kernel,
         grid=(num_tokens, num_heads),
         inputs=[sums, statistics, sink, positions, *([] if frequencies is None else [frequencies])],
-        outputs=[jax.ShapeDtypeStruct(sums.shape[1:], dtype)],
+        outputs=[jax.ShapeDtypeStruct((num_tokens, num_heads, dim), dtype)],
         num_warps=min(_MOST_WARPS, 4 * max(1, rows // _ROWS_OF_WARPS)),
         name="combine_splits",
     )

@@ -79,7 +79,7 @@ def launch(
         codec=ring.codec,
         planes=tuple((name, math.prod(ring.planes[name].shape[3:])) for name in names),
     )
-    num_ctas = num_tokens * num_heads // HEADS
+    num_ctas = num_tokens * -(-num_heads // HEADS)
     tiling = tiling or call_shapes.choose_tiling(num_ctas, shapes.num_tiles, device.num_sms, dim)
     if tiling.splits > shapes.num_tiles:
         raise ValueError(
@@ -88,14 +88,19 @@ def launch(
         )
     shapes = dataclasses.replace(shapes, splits=tiling.splits)
 
+    written_heads = max(num_heads, HEADS)
     if tiling.splits == 1:
         out_type = Outputs(sums=jax.ShapeDtypeStruct(queries.shape, shapes.dtype))
     else:
         per_split = tiling.splits, num_tokens
         out_type = Outputs(
-            sums=jax.ShapeDtypeStruct((tiling.splits, *queries.shape), jnp.float32),
-            statistics=jax.ShapeDtypeStruct((*per_split, 2, num_heads), jnp.float32),
+            sums=jax.ShapeDtypeStruct((*per_split, written_heads, dim), jnp.float32),
+            statistics=jax.ShapeDtypeStruct((*per_split, 2, written_heads), jnp.float32),
         )
+
+    own_sink = sink
+    if tiling.splits == 1 and num_heads < HEADS:  # a CTA reads 64
+        own_sink = jnp.pad(sink, (0, HEADS - num_heads))
 
     def sparse_attention_kernel(inputs: Operands, outputs: Outputs, scratch: Any) -> None:
         kernel(inputs, outputs, scratch, shapes=shapes)
@@ -103,7 +108,7 @@ def launch(
     [out] = plgpu.kernel(
         sparse_attention_kernel,
         out_type=[out_type],
-        grid=(num_tokens, num_heads // HEADS, tiling.splits),
+        grid=(num_tokens, -(-num_heads // HEADS), tiling.splits),
         grid_names=("token", "head", "split"),
         num_threads=num_warpgroups,
         thread_name="warpgroup",
@@ -114,7 +119,7 @@ def launch(
     )(
         Operands(
             queries=lax.bitcast_convert_type(queries, shapes.dtype).reshape(-1, dim),
-            sink=sink,
+            sink=own_sink,
             selected=selected if shapes.num_entries else jnp.zeros((num_tokens, TILE), jnp.int32),
             table=call.block_table.reshape(-1, 1),
             visible=visible,

@@ -56,8 +56,10 @@ class Outputs(NamedTuple):
     """Arrays that a kernel writes, and in it their refs.
 
     Attributes:
-      sums: [T, H, C], the output in the dtype of products; f32[S, T, H, C] with splits.
-      statistics: f32[S, T, 2, H], largest logit and sum of weights of each split; None without.
+      sums: [T, H, C], the output in the dtype of products; with splits f32[S, T, H, C], of 64
+        heads where there are fewer.
+      statistics: f32[S, T, 2, H] likewise, largest logit and sum of weights of each split; None
+        without splits.
     """
 
     sums: Any
@@ -74,8 +76,8 @@ def load_queries(
 ) -> None:
     """One warpgroup brings halves of the columns of 64 heads' queries, in the dtype of products.
 
-    In bulk, and turned into that dtype where they lie: as loads of a row's 64 bytes each they would
-    keep those of the first keys waiting.
+    Rows of heads that are not there become zeros. In bulk, and turned into that dtype where they
+    lie: as loads of a row's 64 bytes each they would keep those of the first keys waiting.
 
     Args:
       inputs: operands.
@@ -85,18 +87,22 @@ def load_queries(
         arrival.
       store_shared: stores to shared memory; see `gather_keys`.
     """
-    width = shapes.dim // 2
+    width, num_heads = shapes.dim // 2, shapes.heads_of_cta
+    is_full = num_heads == HEADS
     for half, target, landed in halves:
-        rows = inputs.queries.at[pl.ds(first, HEADS), pl.ds(half * width, width)]
-        plgpu.copy_gmem_to_smem(rows, target, landed)
+        rows = inputs.queries.at[pl.ds(first, num_heads), pl.ds(half * width, width)]
+        plgpu.copy_gmem_to_smem(rows, target if is_full else target.at[pl.ds(0, num_heads)], landed)
     for _, target, landed in halves:
         plgpu.barrier_wait(landed)
-        if shapes.dtype == jnp.bfloat16:
+        if shapes.dtype == jnp.bfloat16 and is_full:
             continue
         for start in range(0, width, GROUP):
             place = target.at[:, pl.ds(start, GROUP)]
             bits = plgpu.load(place, layout=mosaic.ROWS, optimized=False)
             rows = lax.bitcast_convert_type(bits, jnp.bfloat16)
+            if not is_full:
+                head = plgpu.broadcasted_iota(jnp.int32, rows.shape, 0, layout=mosaic.ROWS)
+                rows = jnp.where(head < num_heads, rows, jnp.zeros_like(rows))
             store_shared(place, rows.astype(shapes.dtype), mosaic.ROWS)
     plgpu.commit_smem()
 

@@ -84,6 +84,7 @@ def _attention_kernel(inputs: Operands, outputs: Outputs, scratch: Scratch, *, s
     token, head, split = (lax.axis_index(name) for name in ("token", "head", "split"))
     group = lax.axis_index("warpgroup")
     heads = pl.ds(head * HEADS, HEADS)
+    own_heads = pl.ds(head * HEADS, s.heads_of_cta)
     first_query = token * s.num_heads + head * HEADS
     half = s.dim // 2
     quarters = [pl.ds(i * (half // 2), half // 2) for i in range(4)]
@@ -168,7 +169,10 @@ def _attention_kernel(inputs: Operands, outputs: Outputs, scratch: Scratch, *, s
             _store_shared(target, as_bf16(out, s.dtype), plgpu.Layout.WGMMA)
         plgpu.commit_smem()
         for i, columns in enumerate(halves):
-            plgpu.copy_smem_to_gmem(queries_smem.at[i], outputs.sums.at[token, heads, columns])
+            out_smem = queries_smem.at[i]
+            if s.heads_of_cta < HEADS:
+                out_smem = out_smem.at[pl.ds(0, s.heads_of_cta)]
+            plgpu.copy_smem_to_gmem(out_smem, outputs.sums.at[token, own_heads, columns])
         plgpu.wait_smem_to_gmem(0)
 
     def produce(share):

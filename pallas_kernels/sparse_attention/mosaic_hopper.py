@@ -71,6 +71,7 @@ def _attention_kernel(inputs: Operands, outputs: Outputs, scratch: Scratch, *, s
     token, head, split = (lax.axis_index(name) for name in ("token", "head", "split"))
     group = lax.axis_index("warpgroup")
     heads = pl.ds(head * HEADS, HEADS)
+    own_heads = pl.ds(head * HEADS, s.heads_of_cta)
     first_query = token * s.num_heads + head * HEADS
     half = s.dim // 2
     if s.tiles_per_split == 1:  # nothing hides a second wait
@@ -144,7 +145,9 @@ def _attention_kernel(inputs: Operands, outputs: Outputs, scratch: Scratch, *, s
             return out, largest, total + added
 
         # Wanted last; asked for now, it is there by then.
-        own_sink = plgpu.load(inputs.sink.at[heads], layout=by_row, optimized=False)
+        own_sink = None
+        if s.splits == 1 or s.heads_of_cta == HEADS:
+            own_sink = plgpu.load(inputs.sink.at[heads], layout=by_row, optimized=False)
         own_half = me, queries_smem.at[me], scratch.queries_landed.at[me]
         load_queries(inputs, s, first_query, [own_half], store_shared=mosaic_memory.store_shared)
         plgpu.barrier_arrive(scratch.queries_ready)
@@ -174,10 +177,14 @@ def _attention_kernel(inputs: Operands, outputs: Outputs, scratch: Scratch, *, s
                 outputs.statistics.at[split, token, 1, heads][...] = total
 
             return
+        assert own_sink is not None
         out = scaled(out, inverse_total(largest, total, own_sink))
         mosaic_memory.store_shared(queries_smem.at[me], as_bf16(out, s.dtype), plgpu.Layout.WGMMA)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(queries_smem.at[me], outputs.sums.at[token, heads, columns])
+        out_smem = queries_smem.at[me]
+        if s.heads_of_cta < HEADS:
+            out_smem = out_smem.at[pl.ds(0, s.heads_of_cta)]
+        plgpu.copy_smem_to_gmem(out_smem, outputs.sums.at[token, own_heads, columns])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @pl.when(group == 2)

@@ -90,6 +90,17 @@ def test_the_largest_heads_and_two_programs_of_them():
     assert error(case, case.attend(backend="mosaic_gpu")) < 1
 
 
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize(
+    ("num_heads", "splits"), slow.all_but([(8, 1)], [(8, 1), (8, 3), (16, 1), (32, 2)])
+)
+def test_fewer_heads_than_a_tile_has(monkeypatch, num_heads, splits):
+    """A device's share of a model's heads."""
+    split_into(splits, monkeypatch)
+    case = draw(sizes=dataclasses.replace(SIZES, num_heads=num_heads))
+    assert error(case, case.attend(backend="mosaic_gpu")) < 1
+
+
 def split_into(splits, monkeypatch):
     tiling = call_shapes.Tiling(splits=splits)
     monkeypatch.setattr(call_shapes, "choose_tiling", lambda *_: tiling)
@@ -290,7 +301,9 @@ def test_what_the_kernel_cannot_serve_is_refused_by_name():
     queries = draw().arguments["queries"]
     assert "takes bf16 queries" in refused(queries=queries.astype(np.float32))
     assert "would round keys of cache format 'f32'" in refused("f32")
-    assert "needs H % 64 == 0" in refused(queries=queries[:, :3], sink=np.zeros(3, np.float32))
+    for heads in (3, 72):
+        few = np.resize(queries, (queries.shape[0], heads, queries.shape[2]))
+        assert "needs H % 64 == 0" in refused(queries=few, sink=np.zeros(heads, np.float32))
     arguments = inputs.valid_arguments("sparse_attention")
     with pytest.raises(NotImplementedError, match=r"takes bf16 queries.*float32"):
         sparse_attention(**arguments, backend=Backend.MOSAIC_GPU)
@@ -326,6 +339,10 @@ SHAPES = [
     ("fp8_ue8m0", 8, 128, 1024),
     ("bf16", 256, 64, 512),
     ("fp8_per_entry", 256, 64, 512),
+    ("fp8_ue8m0", 256, 8, 512),
+    ("fp8_ue8m0", 1, 8, 512),
+    ("fp8_ue8m0", 32, 32, 512),
+    ("bf16", 256, 16, 512),
 ]
 AOT_CASES = [
     (
