@@ -1,0 +1,166 @@
+"""Compiles a step of real sizes for a host of H200s that are not there.
+
+    python -m programs.mesh_at_size 1x2 8x1 --config flash --batch 8 --drafts 1
+
+Prints, as JSON, for each mesh "DATAxMODEL": bytes of arguments on a device, of weights and cache
+among them, bytes that are updated in place and taken beside them, launches, and every collective by
+its axis: how many a layer and how many a step, with bytes. Weights are the released ones and
+arguments are shapes: nothing is allocated.
+"""
+
+import argparse
+import collections
+import dataclasses
+import functools
+import json
+import math
+import os
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+
+import dsv4_jax as ds
+from dsv4_jax.bench.program import count_launches
+from dsv4_jax.cache.model_cache import cache_shapes
+from dsv4_jax.cache.snapshots import init_snapshot_store
+from dsv4_jax.mesh import shardings_of
+from dsv4_jax.step.serve_step import jit_serve_step
+from pallas_kernels.common.backend import forbid_fallbacks
+from programs import aot, aot_figures
+from programs.step_at_size import _serve_input
+
+_LINKS = "gpu_device_info {\n  device_interconnect_info { active_links: 18 }"
+"""Without it, XLA believes that there is no NVLink."""
+COLLECTIVES = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+_COLLECTIVE = re.compile(rf" = (.+?) ({COLLECTIVES})(-start)?\((.*)$", re.M)
+_BYTES = {"pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "bf16": 2, "f16": 2, "u16": 2, "s16": 2}
+
+
+@functools.cache
+def mesh_of_h200s(data, model):
+    """A mesh of the H200s of one host."""
+    text = aot._DESCRIPTION.format(**vars(aot.TARGETS["sm_90a"]))
+    text = text.replace("gpu_device_info {", _LINKS, 1)
+    name = f"1x1x{data * model}"
+    found = topologies.get_topology_desc(name, "cuda", target_config=text, topology=name)
+    return ds.make_mesh(data, model, devices=found.devices)
+
+
+def compile_on(mesh, config, *, batch, context, draft_tokens=0, cache_format="fp8_ue8m0"):
+    """The figures above; `batch` is that of all data shards, `context` that of each request."""
+
+    def placed(tree, shardings=None):
+        shardings = shardings_of(tree, mesh) if shardings is None else shardings
+        return jax.tree.map(
+            lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), tree, shardings
+        )
+
+    params = ds.model.param_shapes(config, jnp.bfloat16, weights="released")
+    params = ds.unstack_layers(params)
+    params = placed(params, ds.param_shardings(config, mesh, params))
+    sizes = {"max_requests": batch, "max_context_tokens": context, "cache_format": cache_format}
+    cache = placed(cache_shapes(config, **sizes))
+    static = {"config": config}
+    donated = [cache]
+    if draft_tokens:
+        store = placed(jax.eval_shape(lambda c: init_snapshot_store(c, batch), cache))
+        step, call = jit_serve_step, placed(_serve_input(batch, draft_tokens))
+        arguments = (params, cache, store, call)
+        donated.append(store)
+        static["draft_tokens"] = draft_tokens
+    else:
+        row = jax.ShapeDtypeStruct((batch,), jnp.int32)
+        call = placed(ds.StepInput(token_ids=row, request_ids=row, request_slots=row))
+        step, arguments = ds.jit_decode_step, (params, cache, call)
+    start = time.perf_counter()
+    with jax.default_device(mesh.devices.flat[0]), forbid_fallbacks():
+        lowered = step.lower(*arguments, **static)
+    traced = time.perf_counter()
+    compiled = lowered.compile(compiler_options=ds.runtime.XLA_GPU_FLAGS)
+    memory, hlo = compiled.memory_analysis(), compiled.as_text()
+    weights = bytes_on_a_device(params)
+    return {
+        "trace_s": round(traced - start, 1),
+        "compile_s": round(time.perf_counter() - traced, 1),
+        "argument_bytes": memory.argument_size_in_bytes,
+        "weight_bytes": weights,
+        "cache_bytes": bytes_on_a_device(donated),
+        "alias_bytes": memory.alias_size_in_bytes,
+        "temp_bytes": memory.temp_size_in_bytes,
+        "launches": dataclasses.asdict(count_launches(hlo)),
+        "large_copies": [size for size in aot_figures._copies(hlo) if size >= 2**20],
+        "collectives": collectives(hlo, layers=len(config.layer_types)),
+    }
+
+
+def bytes_on_a_device(tree):
+    """Bytes of the shards of a tree of shapes that one device holds."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
+def collectives(hlo, *, layers):
+    """{"AXIS OPERATION": figures} of a program's collectives, whatever loop they stand in.
+
+    Bytes are those of the largest operand or result, of one device.
+    """
+    found = collections.defaultdict(list)
+    for match in _COLLECTIVE.finditer(hlo):
+        result, name, _, rest = match.groups()
+        axis = _axis_of(rest)
+        strategy = re.search(r'"kernel_strategy":"(\w+)"', rest)
+        sizes = [_size(*shape) for shape in re.findall(r"(\w+)\[([\d,]*)\]", result)]
+        found[f"{axis} {name}"].append((max(sizes), strategy and strategy.group(1)))
+    return {
+        name: {
+            "in_program": len(all_of),
+            "a_layer": len(all_of) // layers,
+            "bytes": dict(collections.Counter(size for size, _ in all_of)),
+            "kernels": dict(collections.Counter(str(kernel) for _, kernel in all_of)),
+        }
+        for name, all_of in sorted(found.items())
+    }
+
+
+def _size(dtype, dims):
+    return _BYTES.get(dtype, 4) * math.prod(int(n) for n in dims.split(",") if n)
+
+
+def _axis_of(rest):
+    """The axes whose devices a collective joins, as XLA prints its groups."""
+    groups = re.search(r"replica_groups=mesh\[[^\]]*\] \{([^}]*)\}", rest)
+    return "+".join(re.findall(r"'(\w+)'", groups.group(1))) if groups else "unknown"
+
+
+def main():
+    os.environ.update(aot.WITHOUT_A_GPU)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("meshes", nargs="+", metavar="DATAxMODEL")
+    parser.add_argument("--config", default="flash")
+    parser.add_argument("--layers", type=int, help="the first so many; all if not given")
+    parser.add_argument("--batch", type=int, default=8, help="of all data shards")
+    parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--drafts", type=int, default=0, help="tokens of the draft block")
+    arguments = parser.parse_args()
+    config = getattr(ds.DSV4Config, arguments.config)()
+    config = dataclasses.replace(
+        config,
+        layer_types=config.layer_types[: arguments.layers],
+        router_types=config.router_types[: arguments.layers],
+        num_mtp_layers=int(arguments.drafts > 0),
+    )
+    sizes = {"batch": arguments.batch, "context": arguments.context}
+    figures = {}
+    for name in arguments.meshes:
+        mesh = mesh_of_h200s(*map(int, name.split("x")))
+        figures[name] = compile_on(mesh, config, **sizes, draft_tokens=arguments.drafts)
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
