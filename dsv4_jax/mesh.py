@@ -191,6 +191,17 @@ def shardings_of(value: Any, mesh: AnyMesh) -> Any:
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
+def _check_parts(name: str, value: Any, mesh: AnyMesh) -> None:
+    """Refuses an argument that its axes do not cut into equal parts."""
+    specs = jax.tree.leaves(jax.tree.broadcast(specs_of(value), value))
+    for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(value), specs, strict=True):
+        for axis, over in enumerate(spec):
+            if over is not None:
+                where = f"axis {axis} of {name}{jax.tree_util.keystr(path)}"
+                axes = (over,) if isinstance(over, str) else over
+                check_divides(mesh, {where: leaf.shape[axis]}, axes)
+
+
 def find_mesh(*values: Any) -> AnyMesh | None:
     """The mesh that arrays lie on, tracers and shapes too; None on one device or inside a step."""
     if DATA in jax.sharding.get_abstract_mesh().manual_axes:
@@ -210,6 +221,7 @@ def on_mesh[**Args, Out](outputs: Any) -> Callable[[Callable[Args, Out]], Callab
 
     Each device sees its part of every argument, as `specs_of` says, and gives its part of the
     results. Without a mesh it is the function itself. Arguments that are keyword-only are static.
+    On a mesh values are not checked, as inside jit.
 
     Args:
       outputs: how results lie: `PartitionSpec`s, or the name of the argument whose place a result
@@ -227,6 +239,8 @@ def on_mesh[**Args, Out](outputs: Any) -> Callable[[Callable[Args, Out]], Callab
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             arrays = dict(zip(signature.parameters, bound.args, strict=False))
+            for name, value in arrays.items():
+                _check_parts(name, value, mesh)
 
             def spec_of(output: Any) -> Any:
                 return specs_of(arrays[output]) if isinstance(output, str) else output

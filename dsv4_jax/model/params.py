@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, cast
 
@@ -10,6 +11,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dsv4_jax import checks
 from dsv4_jax.attention.params import AttentionParams, attention_shapes, f32_shape
@@ -169,9 +171,15 @@ def unstack_layers(params: DSV4Params, *, donate: bool = False) -> DSV4Params:
     donate = checks.flag("donate", donate)
 
     def unstack(stack: Any) -> list[Any]:
+        sharding = getattr(stack, "sharding", None)
+        place = layer_sharding(sharding) if isinstance(sharding, NamedSharding) else None
         if isinstance(stack, jax.ShapeDtypeStruct):
-            return [jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype)] * stack.shape[0]
-        layers = [stack[i] for i in range(stack.shape[0])]
+            layer = jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype, sharding=place)
+            return [layer] * stack.shape[0]
+        if place is None:
+            layers = [stack[i] for i in range(stack.shape[0])]
+        else:
+            layers = [_take_layer(stack, i, place) for i in range(stack.shape[0])]
         if donate:
             jax.block_until_ready(layers)
             stack.delete()
@@ -188,6 +196,17 @@ def unstack_layers(params: DSV4Params, *, donate: bool = False) -> DSV4Params:
             jax.tree.unflatten(treedef, list(row)) for row in zip(*columns, strict=True)
         )
     return dataclasses.replace(params, layers=layers)
+
+
+def layer_sharding(sharding: NamedSharding) -> NamedSharding:
+    """Where a layer of a stack lies: where the stack does."""
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _take_layer(stack: jax.Array, index: jax.Array | int, place: NamedSharding) -> jax.Array:
+    layer = jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
+    return jax.lax.with_sharding_constraint(layer, place)
 
 
 def param_shapes(

@@ -16,6 +16,8 @@ import json
 import math
 import os
 import re
+import subprocess
+import sys
 import time
 
 import jax
@@ -125,6 +127,15 @@ def collectives(hlo, *, layers):
         }
         for name, all_of in sorted(found.items())
     }
+
+
+def run(*arguments):
+    """What the program prints, in a process of its own."""
+    command = [sys.executable, "-m", "programs.mesh_at_size", *arguments]
+    done = subprocess.run(command, env=aot.environment(), capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def _size(dtype, dims):

@@ -1,0 +1,150 @@
+"""Steps on a mesh of devices; what needs several runs in processes of its own (`programs`)."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+import dsv4_jax as ds
+from dsv4_jax.model.params import param_shapes
+from programs import aot, mesh_at_size, mesh_check
+
+TOLERANCE = 2e-5
+MESHES = ("1x1", "1x2", "1x8", "2x1", "8x1", "2x4", "4x2")
+
+
+def mesh_of(data, model):
+    """A mesh without devices, for what only looks at its sizes."""
+    return AbstractMesh((data, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+def specs(config, *sizes, weights="dense", stacked=True):
+    shapes = param_shapes(config, jnp.bfloat16, weights=weights)
+    shapes = shapes if stacked else ds.unstack_layers(shapes)
+    found = ds.param_shardings(config, mesh_of(*sizes), shapes)
+    assert jax.tree.structure(found) == jax.tree.structure(shapes)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): sharding.spec
+        for path, sharding in jax.tree_util.tree_leaves_with_path(found)
+    }
+
+
+def test_logits_on_two_meshes_are_those_of_one_device():
+    for found in mesh_check.run("2x4", "1x2").values():
+        assert found["logits_off"] < TOLERANCE
+        assert found["different"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_kind_of_step_on_every_mesh(mesh):
+    """Chunks, decoding, staged tokens of which some are kept, loops, drafts, sampling."""
+    found = mesh_check.run(mesh, "--all")[mesh]
+    assert found["logits_off"] < TOLERANCE
+    assert found["different"] == []
+
+
+def test_heads_width_vocabulary_and_experts_are_split():
+    flash = ds.DSV4Config.flash()
+    found = specs(flash, 2, 4, weights="released")
+    layer = "layers.csa_learned."
+    assert found["embed"] == found["head"] == P("model")
+    for name in ("wq_b.codes", "wq_b.scale", "wo_a.codes", "wo_a.scale", "attn_sink"):
+        assert found[f"{layer}attn.{name}"] == P(None, "model")
+    assert found[layer + "attn.wo_b.scale"] == P(None, None, "model")
+    assert found[layer + "ffn.w2.codes"] == P(None, ("data", "model"))
+    assert found[layer + "ffn.shared_w3.codes"] == P(None, "model")
+    assert found[layer + "ffn.shared_w2.codes"] == P(None, None, "model")
+    assert found["mtp.block.ffn.w1.scale"] == P(("data", "model"))
+    for name in ("attn.wkv.codes", "attn.indexer.wq_b.codes", "ffn.gate", "hc_ffn.fn"):
+        assert found[layer + name] == P()
+    alone = specs(flash, 2, 4, weights="released", stacked=False)
+    assert alone["layers.csa_learned.0.attn.wo_b.codes"] == P(None, "model")
+
+
+def test_layers_that_are_taken_apart_lie_where_their_stack_lay():
+    config, mesh = ds.DSV4Config.tiny(), ds.make_mesh()
+    shapes = param_shapes(config)
+    where = ds.param_shardings(config, mesh, shapes)
+    placed = jax.tree.map(
+        lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes, where
+    )
+    apart = ds.unstack_layers(placed)
+    wanted = ds.param_shardings(config, mesh, apart)
+    assert jax.tree.map(lambda leaf: leaf.sharding, apart) == wanted
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes", "text"),
+    [
+        (
+            {"num_attention_heads": 5, "o_groups": 1},
+            (1, 2),
+            "num_attention_heads=5 must divide over the mesh's model, got model=2; model may be "
+            "1, 5",
+        ),
+        (
+            {"num_routed_experts": 3, "num_experts_per_token": 1},
+            (8, 1),
+            "num_routed_experts=3 must divide over the mesh's data times model, got data=8 and "
+            "model=1; data times model may be 1, 3",
+        ),
+        ({"o_groups": 2}, (1, 4), "o_groups=2 must divide .* model may be 1, 2"),
+        ({"vocab_size": 97}, (1, 2), "vocab_size=97 .* model may be 1, 97"),
+        ({"moe_intermediate_size": 51}, (1, 2), "moe_intermediate_size=51 .* 1, 3, 17, 51"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused_by_name(changes, sizes, text):
+    config = dataclasses.replace(ds.DSV4Config.tiny(), **changes)
+    with pytest.raises(ValueError, match=text):
+        ds.param_shardings(config, mesh_of(*sizes))
+
+
+def test_a_block_of_scales_stays_on_one_device():
+    config = dataclasses.replace(ds.DSV4Config.tiny(), moe_intermediate_size=128)
+    shapes = param_shapes(config, weights="released")
+    with pytest.raises(ValueError, match=r"the size of .*=\d+ must divide .* in blocks of 128"):
+        ds.param_shardings(config, mesh_of(1, 2), shapes)
+
+
+def test_a_mesh_has_both_axes_and_its_devices():
+    assert ds.make_mesh().shape == {"data": 1, "model": 1}
+    for sizes in ({"data": 0}, {"model": True}, {"data": 2**10}):
+        with pytest.raises(ValueError, match=r"data|model|devices"):
+            ds.make_mesh(**sizes)
+    other = AbstractMesh((1,), ("x",))
+    for call in (ds.param_shardings, ds.cache_shardings):
+        with pytest.raises(ValueError, match=r"mesh must be a .*'data', 'model'"):
+            call(ds.DSV4Config.tiny(), other)
+
+
+def test_a_cache_is_cut_by_slot_and_block():
+    config, mesh = ds.DSV4Config.tiny(), ds.make_mesh()
+    sizes = {"max_requests": 2, "max_context_tokens": 200, "cache_format": "f32"}
+    cache, alone = ds.init_cache(config, **sizes, mesh=mesh), ds.init_cache(config, **sizes)
+    where = ds.cache_shardings(config, mesh, cache_format="f32")
+    assert jax.tree.map(lambda leaf: leaf.sharding, cache) == where
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.array_equal(a, b)), cache, alone))
+    assert where.length_tokens.spec == where.block_table.spec == P("data")
+    assert {leaf.spec for leaf in jax.tree.leaves((where.state, where.paged))} == {P(None, "data")}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(aot.unavailable() is not None, reason=str(aot.unavailable()))
+@pytest.mark.parametrize("mesh", ["1x2", "2x4"])
+def test_a_layer_has_two_collectives_on_each_axis(mesh):
+    found = mesh_at_size.run(mesh, "--layers", "5", "--batch", "8")[mesh]
+    assert found["alias_bytes"] == found["cache_bytes"]
+    assert found["large_copies"] == []
+    assert found["argument_bytes"] - found["weight_bytes"] < found["cache_bytes"] + 2**20
+    assert found["temp_bytes"] < 2**28
+    by_axis = dict.fromkeys(("data", "model"), 0)
+    for name, figures in found["collectives"].items():
+        axis = name.split()[0]
+        by_axis[axis] += figures["a_layer"]
+        assert max(map(int, figures["bytes"])) < 2**17, json.dumps(found["collectives"])
+    assert by_axis == {"data": 2 if mesh == "2x4" else 0, "model": 2}
