@@ -11,6 +11,7 @@ mesh. `on_mesh` runs such a function on every device, if its arguments lie on a 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -51,11 +52,17 @@ def make_mesh(data: int = 1, model: int = 1, *, devices: Sequence[Any] | None = 
     """
     data = checks.integer("data", data, 1, _MAX_DEVICES)
     model = checks.integer("model", model, 1, _MAX_DEVICES)
-    found = list(jax.devices() if devices is None else devices)
-    if len(found) < data * model or (devices is not None and len(found) > data * model):
+    found: Sequence[Any] = jax.devices()
+    if devices is not None:
+        found = checks.sequence("devices", devices, of="devices", limit=_MAX_DEVICES)
+        for device in found:
+            checks.instance("devices", device, jax.Device)
+        if len(found) != data * model:
+            checks.refuse("devices", f"data={data} times model={model} devices", list(found))
+    if len(found) < data * model:
         raise ValueError(
-            f"a mesh of data={data} and model={model} takes {data * model} devices, "
-            f"got {len(found)}"
+            f"data={data} times model={model} must be at most the {len(found)} devices that JAX "
+            "has; start it where there are more"
         )
     grid = np.array(found[: data * model], dtype=object).reshape(data, model)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 2)
@@ -207,7 +214,9 @@ def find_mesh(*values: Any) -> AnyMesh | None:
     if DATA in jax.sharding.get_abstract_mesh().manual_axes:
         return None
     for value in values:
-        for leaf in jax.tree.leaves(value)[:1]:
+        is_array = isinstance(value, jax.Array | jax.ShapeDtypeStruct)
+        leaves = jax.tree.leaves(value) if is_array or dataclasses.is_dataclass(value) else []
+        for leaf in leaves[:1]:
             sharding = getattr(leaf, "sharding", None)
             if isinstance(leaf, jax.core.Tracer):
                 sharding = jax.typeof(leaf).sharding

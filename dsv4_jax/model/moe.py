@@ -8,15 +8,28 @@ Source: deepseek_v4.md section 1.5.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.linear import linear
-from dsv4_jax.mesh import DATA, MODEL, gather_rows, place_on, sum_over_model, sum_own_rows
+from dsv4_jax.mesh import (
+    DATA,
+    MODEL,
+    axis_size,
+    gather_rows,
+    place_on,
+    sum_over_model,
+    sum_own_rows,
+)
 from dsv4_jax.model.params import MoEParams
 from pallas_kernels import Backend, expert_mlp, pick_experts, swiglu_linear
+
+GATHERED_ROWS = 8192
+"""Rows of all data shards that experts take at once: k of them are that many pairs, held twice."""
 
 
 def mixture_of_experts(
@@ -42,14 +55,34 @@ def mixture_of_experts(
     rows, limit = x.reshape(-1, x.shape[-1]), config.swiglu_limit
     expert_ids, expert_weights = route(params, rows, token_ids.reshape(-1), config, backend=backend)
     experts = params.w1, params.w3, params.w2
-    picks = gather_rows(rows, expert_ids, expert_weights)
-    routed = expert_mlp(picks[0], _own(picks[1], params), picks[2], *experts, limit=limit)
-    routed = sum_own_rows(routed)
+
+    def run_experts(rows: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+        rows, ids, weights = gather_rows(rows, ids, weights)
+        return sum_own_rows(expert_mlp(rows, _own(ids, params), weights, *experts, limit=limit))
+
+    routed = _in_chunks(run_experts, rows, expert_ids, expert_weights)
     hidden = swiglu_linear(rows, params.shared_w1, params.shared_w3, limit=limit)
     shared = checkpoint_name(linear(hidden, params.shared_w2), "shared")
     routed = checkpoint_name(routed, "routed")
     summed = sum_over_model(routed + shared)
     return checkpoint_name(summed.reshape(x.shape), "mlp_out")
+
+
+def _in_chunks(run: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+    """run(*arrays) of [T, n] each; where data shards give many rows, of a chunk of T at a time."""
+    num_rows, most = arrays[0].shape[0], max(1, GATHERED_ROWS // axis_size(DATA))
+    if axis_size(DATA) == 1 or num_rows <= most:
+        return run(*arrays)
+    chunks = -(-num_rows // most)
+    spare = chunks * most - num_rows
+
+    def cut(array: jax.Array) -> jax.Array:
+        nothing = -1 if jnp.issubdtype(array.dtype, jnp.integer) else 0  # no expert, no row
+        padded = jnp.pad(array, ((0, spare), (0, 0)), constant_values=nothing)
+        return padded.reshape(chunks, most, -1)
+
+    done = jax.lax.map(lambda chunk: run(*chunk), tuple(map(cut, arrays)))
+    return done.reshape(chunks * most, -1)[:num_rows]
 
 
 def _own(expert_ids: jax.Array, params: MoEParams) -> jax.Array:

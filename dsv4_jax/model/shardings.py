@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
+from dsv4_jax import checks
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.mesh import DATA, MODEL, AnyMesh, check_divides, mesh_sizes, shardings_of, specs_of
 from dsv4_jax.model.params import DSV4Params, param_shapes
@@ -42,8 +43,11 @@ def param_shardings(
     Raises:
       ValueError: the mesh has other axes, or a size of the model does not divide over it.
     """
-    params = param_shapes(config) if params is None else params
+    checks.instance("config", config, DSV4Config)
     check_mesh(config, mesh)
+    if params is None:
+        params = param_shapes(config)
+    checks.instance("params", params, DSV4Params)
     check_scales(params, mesh)
     return shardings_of(params, mesh)
 
