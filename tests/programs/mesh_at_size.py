@@ -51,8 +51,11 @@ def mesh_of_h200s(data, model):
     return ds.make_mesh(data, model, devices=found.devices)
 
 
-def compile_on(mesh, config, *, batch, context, draft_tokens=0, cache_format="fp8_ue8m0"):
-    """The figures above; `batch` is that of all data shards, `context` that of each request."""
+def compile_on(mesh, config, *, batch, context, prompt=0, draft_tokens=0, cache_format="fp8_ue8m0"):
+    """The figures above; `batch` and `prompt` are those of all data shards, `context` a request's.
+
+    With `prompt` tokens it is a prefill.
+    """
 
     def placed(tree, shardings=None):
         shardings = shardings_of(tree, mesh) if shardings is None else shardings
@@ -75,8 +78,10 @@ def compile_on(mesh, config, *, batch, context, draft_tokens=0, cache_format="fp
         static["draft_tokens"] = draft_tokens
     else:
         row = jax.ShapeDtypeStruct((batch,), jnp.int32)
-        call = placed(ds.StepInput(token_ids=row, request_ids=row, request_slots=row))
-        step, arguments = ds.jit_decode_step, (params, cache, call)
+        token = jax.ShapeDtypeStruct((prompt or batch,), jnp.int32)
+        call = placed(ds.StepInput(token_ids=token, request_ids=token, request_slots=row))
+        step = ds.jit_prefill if prompt else ds.jit_decode_step
+        arguments = (params, cache, call)
     start = time.perf_counter()
     with jax.default_device(mesh.devices.flat[0]), forbid_fallbacks():
         lowered = step.lower(*arguments, **static)
@@ -156,6 +161,7 @@ def main():
     parser.add_argument("--layers", type=int, help="the first so many; all if not given")
     parser.add_argument("--batch", type=int, default=8, help="of all data shards")
     parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--prompt", type=int, default=0, help="tokens of a prefill; 0 decodes")
     parser.add_argument("--drafts", type=int, default=0, help="tokens of the draft block")
     arguments = parser.parse_args()
     config = getattr(ds.DSV4Config, arguments.config)()
@@ -165,7 +171,7 @@ def main():
         router_types=config.router_types[: arguments.layers],
         num_mtp_layers=int(arguments.drafts > 0),
     )
-    sizes = {"batch": arguments.batch, "context": arguments.context}
+    sizes = {name: getattr(arguments, name) for name in ("batch", "context", "prompt")}
     figures = {}
     for name in arguments.meshes:
         mesh = mesh_of_h200s(*map(int, name.split("x")))

@@ -39,13 +39,18 @@ def test_logits_on_two_meshes_are_those_of_one_device():
         assert found["different"] == []
 
 
+@pytest.fixture(scope="module")
+def all_steps():
+    """Results by mesh; one process, since each compiles the steps of one device too."""
+    return mesh_check.run(*MESHES, "--all")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
-def test_every_kind_of_step_on_every_mesh(mesh):
+def test_every_kind_of_step_on_every_mesh(all_steps, mesh):
     """Chunks, decoding, staged tokens of which some are kept, loops, drafts, sampling."""
-    found = mesh_check.run(mesh, "--all")[mesh]
-    assert found["logits_off"] < TOLERANCE
-    assert found["different"] == []
+    assert all_steps[mesh]["logits_off"] < TOLERANCE
+    assert all_steps[mesh]["different"] == []
 
 
 def test_heads_width_vocabulary_and_experts_are_split():
