@@ -42,7 +42,7 @@ REGISTERS = (232, 40)
 """Registers of a consumer's thread and a producer's; 2 + 1 warpgroups share 3 * 168."""
 
 
-def _kernel(work: Work, out_gmem: Any, swiglu: SwiGLU | None) -> None:
+def _kernel(work: Work, outputs: list[Any], swiglu: SwiGLU | None) -> None:
     has_many_columns = work.tiling.columns > 64
 
     @pl.when((work.num_rows > 0) & (work.group == CONSUMERS))
@@ -56,7 +56,7 @@ def _kernel(work: Work, out_gmem: Any, swiglu: SwiGLU | None) -> None:
         if has_many_columns:
             plgpu.set_max_registers(REGISTERS[0], action="increase")
         kernel = mosaic_blackwell if work.shapes.core.has_memory else mosaic_hopper
-        kernel.consume(work, out_gmem, swiglu)
+        kernel.consume(work, outputs, swiglu)
 
 
 def _scratch(shapes: Shapes, tiling: Tiling, *, exchanges: bool) -> Scratch:
@@ -120,7 +120,8 @@ def multiply_items(
     swiglu: SwiGLU | None = None,
     share: jax.Array | None = None,
     dtype: Any = jnp.float32,
-) -> jax.Array:
+    apart: bool = False,
+) -> Any:
     """Multiplies rows with weights of a stack, item by item.
 
     Args:
@@ -134,6 +135,7 @@ def multiply_items(
       swiglu: what follows a gate and an up projection; None elsewhere.
       share: f32[R], factor of each row after SwiGLU; None is 1.
       dtype: of the result.
+      apart: whether several weights have a result each; on Hopper.
 
     Returns:
       [S, num_rows, out], sums of each split; arbitrary in rows of no item. The outputs of several
@@ -141,21 +143,23 @@ def multiply_items(
     """
     assert shapes.num_blocks % (tiling.blocks * tiling.splits) == 0, "inputs would be left out"
     even = items if isinstance(items, EvenItems) else None
-    out = weights[0].shape[-2] if swiglu else sum(weight.shape[-2] for weight in weights)
+    widths = [weight.shape[-2] for weight in weights]
+    widths = widths if apart else widths[:1] if swiglu else [sum(widths)]
     quantized = [weight for weight in weights if isinstance(weight, BlockFP8 | MXFP4)]
 
     limit = rows.limit if isinstance(rows, RawRows) else None
     if isinstance(rows, RawRows):
         rows = rows._replace(limit=None)
 
-    def product_kernel(inputs: Operands, out_gmem: Any, scratch: Scratch) -> None:
+    def product_kernel(inputs: Operands, *refs: Any) -> None:
+        *outputs, scratch = refs
         if isinstance(inputs.rows, RawRows):
             inputs = inputs._replace(rows=inputs.rows._replace(limit=limit))
-        _kernel(Work.find(inputs, scratch, shapes, tiling, even), out_gmem, swiglu)
+        _kernel(Work.find(inputs, scratch, shapes, tiling, even), outputs, swiglu)
 
-    return plgpu.kernel(
+    results = plgpu.kernel(
         product_kernel,
-        out_type=jax.ShapeDtypeStruct((tiling.splits, num_rows, out), dtype),
+        out_type=[jax.ShapeDtypeStruct((tiling.splits, num_rows, n), dtype) for n in widths],
         grid=(tiling.splits, items.count(tiling.columns), shapes.num_ctas),
         grid_names=("split", "item", "out"),
         num_threads=CONSUMERS + 1,
@@ -174,3 +178,4 @@ def multiply_items(
             share=share,
         )
     )
+    return results if apart else results[0]
