@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import re
 from typing import Any
@@ -25,10 +26,10 @@ def read_json_object(file: pathlib.Path, *, max_bytes: int = MAX_JSON_BYTES) -> 
       OSError: it cannot be read.
     """
     with file.open("rb") as stream:
-        data = stream.read(max_bytes + 1)
-    if len(data) > max_bytes:
-        raise ValueError(f"{file} must have at most {max_bytes:,} bytes to be read as JSON")
-    return parse_json_object(data, str(file))
+        size = os.fstat(stream.fileno()).st_size
+        if size > max_bytes:
+            raise ValueError(f"{file} must have at most {max_bytes:,} bytes, got {size:,}")
+        return parse_json_object(stream.read(size), str(file))
 
 
 def parse_json_object(data: bytes, where: str) -> dict[str, Any]:

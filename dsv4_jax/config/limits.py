@@ -37,7 +37,7 @@ KINDS: dict[str, Kind] = {
     "routed_scaling_factor": POSITIVE,
     "swiglu_limit": POSITIVE,
     "num_mtp_layers": Whole(0, 1),
-    "hc_mult": Whole(1, 256),
+    "hc_mult": Whole(1, 1024),
     "hc_sinkhorn_iters": Whole(1, 1024),
     "hc_eps": POSITIVE,
     "rms_norm_eps": POSITIVE,
