@@ -6,7 +6,6 @@ A `bool` is no number. NumPy integers and floats are taken as the numbers that t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -60,17 +59,6 @@ class Real:
 
 
 @dataclasses.dataclass(frozen=True)
-class Flag:
-    """`True` or `False`."""
-
-    def read(self, value: Any, name: str) -> bool:
-        """The value; ValueError with the name otherwise."""
-        if not isinstance(value, bool):
-            raise ValueError(f"{name} must be true or false, got {show(value)}")
-        return value
-
-
-@dataclasses.dataclass(frozen=True)
 class Word:
     """A text, one of `known` if there are any."""
 
@@ -118,7 +106,7 @@ class OneOrMore:
 class Fields:
     """A JSON object of which some fields are declared; null is as good as absent."""
 
-    kinds: Mapping[str, Kind]
+    kinds: dict[str, Kind]
 
     def read(self, value: Any, name: str) -> dict[str, Any]:
         """The declared fields that are there; ValueError with the name otherwise."""
@@ -131,7 +119,7 @@ class Fields:
         }
 
 
-Kind = Whole | Real | Flag | Word | ListOf | OneOrMore | Fields
+Kind = Whole | Real | Word | ListOf | OneOrMore | Fields
 
 MAX_I32 = 2**31 - 1
 """The largest integer of the device's counters and indices."""

@@ -10,7 +10,7 @@ from dsv4_jax.config.checkpoint_folder import find_file
 from dsv4_jax.config.json_file import read_json_object
 from dsv4_jax.config.kinds import Fields, ListOf, OneOrMore, Real, Whole, Word, show
 from dsv4_jax.config.layer_types import AttentionType, RouterType
-from dsv4_jax.config.limits import KINDS, MAX_END_TOKENS, MAX_LAYERS, YARN_KINDS
+from dsv4_jax.config.limits import KINDS, MAX_END_TOKENS, MAX_LAYERS, RATE, YARN_KINDS
 from dsv4_jax.config.yarn import YarnScaling
 
 SWA, CSA, HCA = AttentionType.SWA, AttentionType.CSA, AttentionType.HCA
@@ -95,11 +95,9 @@ _FIELDS = Fields(
         "num_hash_layers": Whole(0, MAX_LAYERS),
         "layer_types": ListOf(Word(tuple(LAYER_TYPE_NAMES)), MAX_LAYERS + _STAGES.most),
         "mlp_layer_types": ListOf(Word(tuple(ROUTER_TYPE_NAMES)), MAX_LAYERS + _STAGES.most),
-        "compress_ratios": ListOf(
-            Whole(0, KINDS["csa_compression_ratio"].most), MAX_LAYERS + _STAGES.most
-        ),
-        "compress_rate_csa": KINDS["csa_compression_ratio"],
-        "compress_rate_hca": KINDS["hca_compression_ratio"],
+        "compress_ratios": ListOf(Whole(0, RATE.most), MAX_LAYERS + _STAGES.most),
+        "compress_rate_csa": RATE,
+        "compress_rate_hca": RATE,
         "qk_rope_head_dim": KINDS["rope_dim"],
         "partial_rotary_factor": _PARTIAL,
         "rope_theta": KINDS["rope_theta"],
@@ -228,8 +226,7 @@ def _rates(contents: dict[str, Any], data: dict[str, Any]) -> dict[AttentionType
     for name, rate in (given or {}).items():
         if name not in LAYER_TYPE_NAMES:
             raise ValueError(f"compress_rates must name layer types, got {show(name)}")
-        kind = KINDS["csa_compression_ratio"]
-        rates[LAYER_TYPE_NAMES[name]] = kind.read(rate, f"compress_rates.{name}")
+        rates[LAYER_TYPE_NAMES[name]] = RATE.read(rate, f"compress_rates.{name}")
     for attn, name in ((CSA, "compress_rate_csa"), (HCA, "compress_rate_hca")):
         if (rate := data.get(name)) is not None:
             _agree(name, rate, "compress_rates", rates.get(attn))
