@@ -95,7 +95,7 @@ def _read_entry(file: pathlib.Path, name: str, entry: dict, data_begin: int) -> 
             f"{show(name)}"
         )
     if entry["dtype"] not in DTYPES:
-        raise ValueError(f"{name} in {file} has dtype {entry['dtype']}; known are {list(DTYPES)}")
+        raise ValueError(_unknown_dtype(file, name, entry["dtype"]))
     shape = tuple(entry["shape"])
     if len(shape) > _MAX_AXES or max(shape, default=0) > _MAX_AXIS:
         raise ValueError(
@@ -103,6 +103,10 @@ def _read_entry(file: pathlib.Path, name: str, entry: dict, data_begin: int) -> 
             f"shape {show(list(shape))}"
         )
     return Entry(DTYPES[entry["dtype"]], shape, data_begin + entry["data_offsets"][0])
+
+
+def _unknown_dtype(file: pathlib.Path, name: str, dtype: str) -> str:
+    return f"{name} in {file} has dtype {show(dtype)[1:-1]}; known are {list(DTYPES)}"
 
 
 def _name_culprit(file: pathlib.Path, header: dict, data_bytes: int) -> None:
@@ -113,8 +117,13 @@ def _name_culprit(file: pathlib.Path, header: dict, data_bytes: int) -> None:
         fields = _ENTRY.read(entry, f"{file} is damaged, or no safetensors file: {shown}")
         if missing := sorted(_ENTRY.kinds.keys() - fields.keys()):
             raise ValueError(f"{file} is damaged: {shown} lacks {', '.join(missing)}")
-        if len(fields["data_offsets"]) != 2 or fields["dtype"] not in DTYPES:
-            return
+        if fields["dtype"] not in DTYPES:
+            raise ValueError(_unknown_dtype(file, shown, fields["dtype"]))
+        if len(fields["data_offsets"]) != 2:
+            raise ValueError(
+                f"{file} is damaged: {shown}.data_offsets must be begin and end, got "
+                f"{fields['data_offsets']}"
+            )
         begin, end = fields["data_offsets"]
         wanted = math.prod(fields["shape"]) * DTYPES[fields["dtype"]].itemsize
         if end - begin != wanted:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import pathlib
 
+from dsv4_jax.config.kinds import show
+
+_MAX_PATH, _MAX_PART = 1024, 255
+
 
 def find_file(directory: pathlib.Path, name: str, *, follow_links: bool = False) -> pathlib.Path:
     """The path of a file of a checkpoint directory, which need not exist.
@@ -27,9 +31,10 @@ def find_file(directory: pathlib.Path, name: str, *, follow_links: bool = False)
         another place.
     """
     parts = pathlib.PurePosixPath(name).parts
-    if not parts or parts[0] == "/" or ".." in parts or not name.isprintable() or "\\" in name:
+    escapes = parts[:1] == ("/",) or ".." in parts or "\\" in name
+    if not parts or escapes or not name.isprintable() or not _has_length_of_path(parts):
         raise ValueError(
-            f"a file of {directory} must be named by a path inside of it, got {name!r}"
+            f"a file of {directory} must be named by a path inside of it, got {show(name)}"
         )
     path = directory / name
     if follow_links:
@@ -44,6 +49,11 @@ def find_file(directory: pathlib.Path, name: str, *, follow_links: bool = False)
             "follow such links with follow_links=True (--follow-links)"
         )
     return path
+
+
+def _has_length_of_path(parts: tuple[str, ...]) -> bool:
+    sizes = [len(part.encode()) for part in parts]
+    return max(sizes) <= _MAX_PART and sum(sizes) <= _MAX_PATH
 
 
 def _blobs_of(root: pathlib.Path) -> list[pathlib.Path]:

@@ -22,10 +22,11 @@ def show(value: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """An integer from `least` to `most`."""
+    """An integer from `least` to `most`; `why` says where `most` comes from."""
 
     least: int
     most: int
+    why: str = ""
 
     def read(self, value: Any, name: str) -> int:
         """The value as an `int`; ValueError with the name otherwise."""
@@ -34,7 +35,8 @@ class Whole:
         if value < self.least:
             raise ValueError(f"{name} must be at least {self.least}, got {show(value)}")
         if value > self.most:
-            raise ValueError(f"{name} must be at most {self.most}, got {show(value)}")
+            why = f" ({self.why})" if self.why else ""
+            raise ValueError(f"{name} must be at most {self.most}{why}, got {show(value)}")
         return int(value)
 
 
