@@ -65,7 +65,10 @@ def wholes(least: int = 1, most: int = MAX_I32) -> Callable[[str], list[int]]:
             raise argparse.ArgumentTypeError(
                 f"must be at most {_MAX_LISTED} numbers, got {len(parts)}"
             )
-        return [read_one(part) for part in parts]
+        try:
+            return [read_one(part) for part in parts]
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentTypeError(f"{error} in {show(text)}") from None
 
     return read
 
@@ -101,21 +104,29 @@ def output_file(*suffixes: str) -> Callable[[str], pathlib.Path]:
 
     def read(text: str) -> pathlib.Path:
         path = pathlib.Path(text)
-        folder = path.parent
-        problem = None
-        if suffixes and path.suffix.lower() not in suffixes:
-            problem = f"must end in {' or '.join(suffixes)}"
-        elif path.is_dir():
-            problem = "must be a file, and this is a folder"
-        elif not folder.is_dir():
-            problem = f"must be a file in a folder that is there; make {folder} first"
-        elif not os.access(folder, os.W_OK):
-            problem = f"must be a file in a folder that can be written to, not {folder}"
+        try:
+            problem = _find_obstacle(path, suffixes)
+        except (OSError, ValueError) as error:  # too long, or no path at all
+            problem = f"must be the path of a file, which this is not ({error.args[-1]})"
         if problem:
             raise argparse.ArgumentTypeError(f"{problem}, got {show(text)}")
         return path
 
     return read
+
+
+def _find_obstacle(path: pathlib.Path, suffixes: tuple[str, ...]) -> str | None:
+    """Why a file cannot be written there, or None."""
+    folder = path.parent
+    if suffixes and path.suffix.lower() not in suffixes:
+        return f"must end in {' or '.join(suffixes)}"
+    if path.is_dir():
+        return "must be a file, and this is a folder"
+    if not folder.is_dir():
+        return f"must be a file in a folder that is there; make {folder} first"
+    if not os.access(folder, os.W_OK):
+        return f"must be a file in a folder that can be written to, not {folder}"
+    return None
 
 
 def add_activations(parser: argparse.ArgumentParser, *, prefill: bool = True) -> None:

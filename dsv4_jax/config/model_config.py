@@ -111,7 +111,7 @@ class DSV4Config:
         for name, enum_type in (("layer_types", AttentionType), ("router_types", RouterType)):
             words = ListOf(Word(tuple(enum_type)), MAX_LAYERS).read(getattr(self, name), name)
             self._set(name, tuple(map(enum_type, words)))
-        token = Whole(0, self.vocab_size - 1, "vocab_size - 1")
+        token = Whole(0, self.vocab_size - 1, f"vocab_size={self.vocab_size}")
         if self.bos_token_id is not None:
             self._set("bos_token_id", token.read(self.bos_token_id, "bos_token_id"))
         ends = ListOf(token, MAX_END_TOKENS).read(self.eos_token_ids, "eos_token_ids")

@@ -152,7 +152,7 @@ def _our_fields(contents: dict[str, Any]) -> dict[str, Any]:
 
 def _tokens(contents: dict[str, Any], vocab_size: int) -> dict[str, Any]:
     """The first token of a text and those that end one, all of the vocabulary."""
-    token = Whole(0, vocab_size - 1, "vocab_size - 1")
+    token = Whole(0, vocab_size - 1, f"vocab_size={vocab_size}")
     data = Fields(
         {"bos_token_id": token, "eos_token_id": OneOrMore(ListOf(token, MAX_END_TOKENS))}
     ).read(contents, "")
