@@ -16,13 +16,16 @@ from pallas_kernels.common.layer_planes import LayerPlanes
 from pallas_kernels.common.norm_rope import NormRope
 from pallas_kernels.common.weights import MXFP4, BlockFP8
 from pallas_kernels.compressor import Compressor, flush_csa, flush_hca, flush_write
+from pallas_kernels.dense_linears import dense_linears
 from pallas_kernels.encode_tokens import encode_tokens
 from pallas_kernels.expert_mlp import expert_mlp
 from pallas_kernels.gather_entries import gather_entries, gather_window
 from pallas_kernels.hyper_connections import hyper_connections
 from pallas_kernels.index_topk import index_topk
+from pallas_kernels.pick_experts import pick_experts
 from pallas_kernels.round_index_queries import round_index_queries
 from pallas_kernels.sparse_attention import sparse_attention
+from pallas_kernels.write_streams import write_streams
 
 __all__ = [
     "CACHE_FORMATS",
@@ -41,6 +44,7 @@ __all__ = [
     "append_tokens",
     "block_linear",
     "block_linears",
+    "dense_linears",
     "encode_tokens",
     "expert_mlp",
     "flush_csa",
@@ -53,7 +57,9 @@ __all__ = [
     "gpu_interpreter",
     "hyper_connections",
     "index_topk",
+    "pick_experts",
     "round_index_queries",
     "sparse_attention",
     "swiglu_linear",
+    "write_streams",
 ]

@@ -8,6 +8,8 @@ Source: deepseek_v4.md section 2.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -17,6 +19,7 @@ from dsv4_jax.cache.new_tokens import Projections
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_types import AttentionType
 from dsv4_jax.linear import linear
+from pallas_kernels import dense_linears
 from pallas_kernels.common.norm_rope import rms_norm, rotate
 
 
@@ -37,6 +40,34 @@ def project(
     values = checkpoint_name(linear(x, params.wkv, dtype=jnp.float32), f"{name}/kv")
     scores = checkpoint_name(linear(x, params.wgate, dtype=jnp.float32), f"{name}/gate")
     return Projections(values=values, scores=scores + params.ape[positions % params.ape.shape[0]])
+
+
+def project_tokens(
+    compressors: Sequence[CompressorParams],
+    x: jax.Array,
+    positions: jax.Array,
+    others: Sequence[jax.Array] = (),
+) -> tuple[list[Projections], list[jax.Array]]:
+    """`project` of a call's tokens through several compressors, in one launch if they are few.
+
+    Args:
+      compressors: parameters of each.
+      x: [T, D].
+      positions: i32[T].
+      others: [out, D] each, further weights that multiply the same tokens.
+
+    Returns:
+      The projections of each compressor, and f32[T, out] of each other weight.
+    """
+    weights, biases = [], []
+    for params in compressors:
+        weights += [params.wkv, params.wgate]
+        biases += [None, params.ape]
+    biases += [None] * len(others)
+    products = dense_linears(x, [*weights, *others], biases, positions)
+    pairs = zip(products[: len(weights) : 2], products[1 : len(weights) : 2], strict=True)
+    new = [Projections(values=values, scores=scores) for values, scores in pairs]
+    return new, products[len(weights) :]
 
 
 def compress_sequence(

@@ -6,8 +6,7 @@ import dataclasses
 
 import jax
 
-from dsv4_jax.attention.compressor import project
-from dsv4_jax.attention.indexer import index_weights
+from dsv4_jax.attention.compressor import project_tokens
 from dsv4_jax.attention.params import AttentionParams
 from dsv4_jax.attention.projections import output, project_input, project_queries
 from dsv4_jax.attention.rope import rope_frequencies
@@ -31,17 +30,22 @@ def csa_attention(
     assert compressor is not None
     assert indexer is not None
     frequencies = rope_frequencies(config, AttentionType.CSA)
-    positions = handle.positions
     latent, kv = project_input(params, x, config)
     selected = handle.selected
     queries, index_queries = project_queries(
         params, latent, config, indexer if selected is None else None
     )
+    [new, index_new], index_weights = project_tokens(
+        [compressor, indexer.compressor],
+        x,
+        handle.positions,
+        [indexer.weights_proj] if selected is None else [],
+    )
     tokens = LayerTokens(
         queries=queries,
         kv=kv,
-        compressor=project(compressor, x, positions),
-        indexer=project(indexer.compressor, x, positions, "idx"),
+        compressor=new,
+        indexer=index_new,
         index_queries=index_queries,
     )
     norms = LayerNorms(
@@ -54,7 +58,7 @@ def csa_attention(
     handle, appended = handle.append(tokens, norms)
     if selected is None:
         assert appended.index_queries is not None
-        selected = handle.select(appended.index_queries, index_weights(indexer, x))
+        selected = handle.select(appended.index_queries, *index_weights)
         if config.index_reuse:
             handle = dataclasses.replace(handle, selected=selected)
     attended = handle.attend(appended.queries, params.attn_sink, selected, frequencies)

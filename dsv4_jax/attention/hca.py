@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from dsv4_jax.attention.compressor import project
+from dsv4_jax.attention.compressor import project_tokens
 from dsv4_jax.attention.params import AttentionParams
 from dsv4_jax.attention.projections import output, project_input, project_queries
 from dsv4_jax.attention.rope import rope_frequencies
@@ -25,14 +25,10 @@ def hca_attention(
     compressor = params.compressor
     assert compressor is not None
     frequencies = rope_frequencies(config, AttentionType.HCA)
-    positions = handle.positions
     latent, kv = project_input(params, x, config)
     queries, _ = project_queries(params, latent, config)
-    tokens = LayerTokens(
-        queries=queries,
-        kv=kv,
-        compressor=project(compressor, x, positions),
-    )
+    [new], _ = project_tokens([compressor], x, handle.positions)
+    tokens = LayerTokens(queries=queries, kv=kv, compressor=new)
     norms = LayerNorms(
         kv=params.kv_norm,
         compressor=compressor.norm,

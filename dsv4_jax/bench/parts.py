@@ -20,6 +20,7 @@ from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import layer_schedule
 from dsv4_jax.config.layer_types import AttentionType
+from dsv4_jax.model.hyper_connections import Residual
 from dsv4_jax.model.params import LayerParams
 from dsv4_jax.model.trunk import jit_run_block, keep
 
@@ -160,11 +161,12 @@ def layers_of_kind(
     """
     call = cache.index(step_input, max_row_tokens=1)
     specs = [spec for spec in layer_schedule(config) if spec.kind == kind]
+    residual = Residual.start(streams)
     for spec, layer in zip(specs, layers, strict=False):
         handle = cache.layer(spec.attn, spec.family_idx, call, in_place=True)
-        handle, new, streams = jit_run_block(layer, streams, step_input.token_ids, handle, config)
+        handle, new, residual = jit_run_block(layer, residual, step_input.token_ids, handle, config)
         cache, _ = keep(cache, None, handle, new)
-    return cache, streams
+    return cache, residual.written()
 
 
 def append(

@@ -15,6 +15,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_types import AttentionType
 from dsv4_jax.linear import linear
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
+from dsv4_jax.model.hyper_connections import Residual
 from dsv4_jax.model.params import DraftParams, DSV4Params, LayerParams
 from dsv4_jax.model.trunk import block, head, jit_run_block
 from pallas_kernels.common.backend import Backend
@@ -58,10 +59,11 @@ def forward_draft(
         return attend_full_sequence(layer.attn, x, AttentionType.SWA, config, fmt)
 
     streams = draft_input(draft, params.embed[next_token_ids], streams, config)
-    _, streams = block(
-        draft.block, streams, next_token_ids, config, attention, backend=Backend.REFERENCE
+    residual = Residual.start(streams)
+    _, residual = block(
+        draft.block, residual, next_token_ids, config, attention, backend=Backend.REFERENCE
     )
-    return draft_logits(params, streams, config)
+    return draft_logits(params, residual.written(), config)
 
 
 def run_draft(
@@ -94,7 +96,9 @@ def run_draft(
     ends_block = (handle.positions + 1) % handle.schema.block_tokens == 0
     embedded = jnp.where(ends_block[:, None], 0, params.embed[next_token_ids])
     streams = draft_input(draft, embedded, streams, config)
-    return jit_run_block(draft.block, streams, next_token_ids, handle, config)
+    residual = Residual.start(streams)
+    handle, new, residual = jit_run_block(draft.block, residual, next_token_ids, handle, config)
+    return handle, new, residual.written()
 
 
 def draft_logits(params: DSV4Params, streams: jax.Array, config: DSV4Config) -> jax.Array:

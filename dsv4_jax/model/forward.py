@@ -10,6 +10,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import layer_schedule
 from dsv4_jax.config.layer_types import AttentionType
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
+from dsv4_jax.model.hyper_connections import Residual
 from dsv4_jax.model.params import DSV4Params, LayerParams
 from dsv4_jax.model.trunk import block, embed, head
 from pallas_kernels.common.backend import Backend
@@ -74,7 +75,7 @@ def forward_streams(
             "add a batch axis"
         )
     fmt = get_cache_format(cache_format)
-    streams = embed(params, token_ids, config)
+    residual = Residual.start(embed(params, token_ids, config))
     chosen = None  # entries that the last CSA layer selected
     for spec in layer_schedule(config):
 
@@ -86,8 +87,8 @@ def forward_streams(
         ) -> tuple[jax.Array | None, jax.Array]:
             return attend_full_sequence(layer.attn, x, attn, config, fmt, selector, reused)
 
-        selected, streams = block(
-            params.layer(spec), streams, token_ids, config, attention, backend=Backend.REFERENCE
+        selected, residual = block(
+            params.layer(spec), residual, token_ids, config, attention, backend=Backend.REFERENCE
         )
         chosen = chosen if selected is None else selected
-    return streams
+    return residual.written()

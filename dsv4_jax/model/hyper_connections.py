@@ -5,7 +5,6 @@ Source: deepseek_v4.md section 1.2.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import jax
@@ -13,54 +12,99 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.linear import grouped_linear
 from dsv4_jax.model.params import HyperConnectionParams
-from pallas_kernels import Backend, hyper_connections
+from pallas_kernels import Backend, hyper_connections, write_streams
 from pallas_kernels.hyper_connections.reference import collapse, inverse_rms
+from pallas_kernels.write_streams.reference import mix, products
 
-_PARTS = 16
 
+class Residual(NamedTuple):
+    """The residual streams, and what a sublayer has still to write to them.
 
-class HyperConnection(NamedTuple):
-    """How one sublayer is connected to the streams.
+    The next sublayer's hyper-connection writes it: on a GPU one kernel does that and the matrix
+    product that follows.
 
     Attributes:
-      normed: [..., D], what the sublayer reads.
-      post: f32[..., S], weight of its output in each stream.
+      streams: [..., S, D] that the sublayer read.
+      output: [..., D], what it gave.
+      post: f32[..., S], weight of the output in each stream.
       comb: f32[..., S, S], from stream to stream; summed over its first index.
     """
 
-    normed: jax.Array
+    streams: jax.Array
+    output: jax.Array
     post: jax.Array
     comb: jax.Array
+
+    @classmethod
+    def start(cls, streams: jax.Array) -> Residual:
+        """Streams [..., S, D] to which nothing is to be written: comb is the identity."""
+        num = streams.shape[-2]
+        return cls(
+            streams=streams,
+            output=jnp.zeros_like(streams[..., 0, :]),
+            post=jnp.zeros(streams.shape[:-1], jnp.float32),
+            comb=jnp.broadcast_to(jnp.eye(num), (*streams.shape[:-1], num)),
+        )
+
+    def written(self) -> jax.Array:
+        """[..., S, D]: the streams with the output in them."""
+        return mix(self.streams, self.output, self.post, self.comb)
+
+
+class Reading(NamedTuple):
+    """What a sublayer reads, and how it will write.
+
+    Attributes:
+      normed: [..., D], the sublayer's input.
+      streams: [..., S, D] that it was read from.
+      post: as in `Residual`.
+      comb: as in `Residual`.
+    """
+
+    normed: jax.Array
+    streams: jax.Array
+    post: jax.Array
+    comb: jax.Array
+
+    def write(self, output: jax.Array) -> Residual:
+        """Step 9, to be done by who reads next: the sublayer's output [..., D]."""
+        return Residual(self.streams, output, self.post, self.comb)
 
 
 def read_streams(
     params: HyperConnectionParams,
     norm: jax.Array,
-    streams: jax.Array,
+    residual: Residual,
     config: DSV4Config,
     name: str,
     *,
     backend: Backend | None = None,
-) -> HyperConnection:
-    """Steps 1 to 8, and the sublayer's norm: [..., S, D] -> a `HyperConnection`.
+) -> Reading:
+    """Step 9 of the sublayer before, steps 1 to 8, and the sublayer's norm.
 
     Args:
       params: parameters of the hyper-connection.
       norm: [D], norm weight of the sublayer.
-      streams: [..., S, D].
+      residual: the streams, and what is still to be written to them.
       config: the model.
       name: name of the connection in a capture of intermediates.
-      backend: route of the op; only the reference can be differentiated.
+      backend: route of the ops; only the reference can be differentiated.
     """
-    lead, (num, dim) = streams.shape[:-2], streams.shape[-2:]
-    rows = streams.reshape(-1, num, dim)
+    lead, (num, dim) = residual.streams.shape[:-2], residual.streams.shape[-2:]
+    streams, products = write_streams(
+        residual.streams.reshape(-1, num, dim),
+        residual.output.reshape(-1, dim),
+        residual.post.reshape(-1, num),
+        residual.comb.reshape(-1, num, num),
+        params.fn,
+        backend=backend,
+    )
     reading = hyper_connections(
-        _products(params, rows),
+        products,
         params.scale,
         params.base,
-        rows,
+        streams,
         norm,
         iters=config.hc_sinkhorn_iters,
         eps=config.hc_eps,
@@ -68,26 +112,12 @@ def read_streams(
         backend=backend,
     )
     checkpoint_name(reading.collapsed.reshape(*lead, dim), f"{name}/collapsed")
-    return HyperConnection(
+    return Reading(
         normed=reading.normed.reshape(*lead, dim),
+        streams=streams.reshape(*lead, num, dim),
         post=checkpoint_name(reading.post.reshape(*lead, num), f"{name}/post"),
         comb=checkpoint_name(reading.comb.reshape(*lead, num, num), f"{name}/comb"),
     )
-
-
-def write_streams(connection: HyperConnection, streams: jax.Array, output: jax.Array) -> jax.Array:
-    """Step 9: X'_k = post_k y + sum_j comb_jk X_j, in f32, rounded once.
-
-    Args:
-      connection: result of `read_streams`.
-      streams: [..., S, D] that the sublayer read.
-      output: [..., D], output of the sublayer.
-    """
-    written = connection.post[..., None] * output.astype(jnp.float32)[..., None, :]
-    for j in range(streams.shape[-2]):
-        stream = streams[..., j, None, :].astype(jnp.float32)
-        written = written + connection.comb[..., j, :, None] * stream
-    return written.astype(streams.dtype)
 
 
 def collapse_streams(
@@ -96,18 +126,6 @@ def collapse_streams(
     """The collapse before a head: [..., S, D] -> [..., D], without Sinkhorn."""
     lead, (num, dim) = streams.shape[:-2], streams.shape[-2:]
     rows = streams.reshape(-1, num, dim)
-    mix = jnp.sum(_products(params, rows), axis=1) * inverse_rms(rows, config.rms_norm_eps)
-    weights = jax.nn.sigmoid(mix * params.scale[0] + params.base[None]) + config.hc_eps
+    logits = jnp.sum(products(params.fn, rows), axis=1) * inverse_rms(rows, config.rms_norm_eps)
+    weights = jax.nn.sigmoid(logits * params.scale[0] + params.base[None]) + config.hc_eps
     return collapse(weights, rows).reshape(*lead, dim)
-
-
-def _products(params: HyperConnectionParams, streams: jax.Array) -> jax.Array:
-    """All streams of a token as one vector, through `fn`: [T, S, D] -> f32[T, P, ...], in parts.
-
-    A matrix of 24 rows keeps 24 of a GPU's SMs busy, one a row; cut into parts, all of them.
-    """
-    flat = streams.reshape(streams.shape[0], -1).astype(jnp.float32)
-    rows, length = params.fn.shape
-    parts = math.gcd(length, _PARTS)
-    weight = params.fn.reshape(rows, parts, length // parts).swapaxes(0, 1)
-    return grouped_linear(flat.reshape(-1, parts, length // parts), weight)

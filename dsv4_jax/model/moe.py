@@ -12,11 +12,16 @@ from jax.ad_checkpoint import checkpoint_name
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.linear import linear
 from dsv4_jax.model.params import MoEParams
-from pallas_kernels import expert_mlp, swiglu_linear
+from pallas_kernels import Backend, expert_mlp, pick_experts, swiglu_linear
 
 
 def mixture_of_experts(
-    params: MoEParams, x: jax.Array, token_ids: jax.Array, config: DSV4Config
+    params: MoEParams,
+    x: jax.Array,
+    token_ids: jax.Array,
+    config: DSV4Config,
+    *,
+    backend: Backend | None = None,
 ) -> jax.Array:
     """One feed-forward sublayer.
 
@@ -25,12 +30,13 @@ def mixture_of_experts(
       x: [..., D], normed.
       token_ids: i32[...], which hash layers route by.
       config: the model.
+      backend: route of `pick_experts`; only the reference can be differentiated.
 
     Returns:
       [..., D]: the routed experts' weighted sum plus the shared expert.
     """
     rows, limit = x.reshape(-1, x.shape[-1]), config.swiglu_limit
-    expert_ids, expert_weights = route(params, rows, token_ids.reshape(-1), config)
+    expert_ids, expert_weights = route(params, rows, token_ids.reshape(-1), config, backend=backend)
     experts = params.w1, params.w3, params.w2
     routed = expert_mlp(rows, expert_ids, expert_weights, *experts, limit=limit)
     hidden = swiglu_linear(rows, params.shared_w1, params.shared_w3, limit=limit)
@@ -40,7 +46,12 @@ def mixture_of_experts(
 
 
 def route(
-    params: MoEParams, x: jax.Array, token_ids: jax.Array, config: DSV4Config
+    params: MoEParams,
+    x: jax.Array,
+    token_ids: jax.Array,
+    config: DSV4Config,
+    *,
+    backend: Backend | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The experts that each token picks, and how much of each it gets.
 
@@ -49,34 +60,20 @@ def route(
       x: [T, D].
       token_ids: i32[T].
       config: the model.
+      backend: see `mixture_of_experts`.
 
     Returns:
       i32[T, k], distinct; on a learned layer the best first, and of equals the lower number. And
       f32[T, k], their weights, which add up to the model's scaling factor.
     """
     logits = checkpoint_name(linear(x, params.gate, dtype=jnp.float32), "gate/logits")
-    scores = jnp.sqrt(jax.nn.softplus(logits))
-    if params.tid2eid is not None:
-        picked = params.tid2eid[token_ids]
-    else:
-        assert params.bias is not None
-        picked = _best(scores + params.bias[None], config.num_experts_per_token)
-    picked = checkpoint_name(picked, "gate/picked")
-    weights = jnp.take_along_axis(scores, picked, axis=-1)
-    weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
-    return picked, checkpoint_name(weights * config.routed_scaling_factor, "gate/share")
-
-
-def _best(scores: jax.Array, count: int) -> jax.Array:
-    """i32[T, count], the highest of each row, the lower number first among equals; NaN is lowest.
-
-    An expert's rank is the number of those that are better: of a few hundred, XLA makes two kernels
-    of this, where `jax.lax.top_k` is a sort.
-    """
-    scores = jnp.where(jnp.isnan(scores), -jnp.inf, scores)
-    number = jnp.arange(scores.shape[1], dtype=jnp.int32)
-    mine, other = scores[:, :, None], scores[:, None]
-    earlier = (number[None, :] < number[:, None])[None]
-    rank = jnp.sum((other > mine) | ((other == mine) & earlier), axis=-1, dtype=jnp.int32)
-    places = jnp.arange(count, dtype=jnp.int32)[None, :, None]
-    return jnp.sum(jnp.where(rank[:, None] == places, number, 0), axis=-1, dtype=jnp.int32)
+    table = params.tid2eid
+    picked, weights = pick_experts(
+        logits,
+        bias=params.bias if table is None else None,
+        expert_ids=None if table is None else table[token_ids],
+        count=config.num_experts_per_token,
+        scaling=config.routed_scaling_factor,
+        backend=backend,
+    )
+    return checkpoint_name(picked, "gate/picked"), checkpoint_name(weights, "gate/share")

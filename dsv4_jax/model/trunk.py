@@ -23,7 +23,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import Segment, layer_schedule, split_into_segments
 from dsv4_jax.config.layer_types import AttentionType
 from dsv4_jax.linear import linear
-from dsv4_jax.model.hyper_connections import collapse_streams, read_streams, write_streams
+from dsv4_jax.model.hyper_connections import Residual, collapse_streams, read_streams
 from dsv4_jax.model.moe import mixture_of_experts
 from dsv4_jax.model.params import DSV4Params, HyperConnectionParams, LayerParams, layer_of
 from pallas_kernels.common.backend import Backend
@@ -73,14 +73,15 @@ def run_layers(
     selected = None
     if config.index_reuse:
         selected = jnp.zeros((token_ids.shape[0], config.indexer_top_k), jnp.int32)
-    carry = (cache, staged, embed(params, token_ids, config), selected)
+    carry = (cache, staged, Residual.start(embed(params, token_ids, config)), selected)
     for segment in split_into_segments(layer_schedule(config)):
         carry = _run_segment(segment, params, token_ids, call, config, carry)
-    return carry[:3]
+    cache, staged, residual, _ = carry
+    return cache, staged, residual.written()
 
 
-Carry = tuple[ModelCache, dict[str, NewTokens] | None, jax.Array, jax.Array | None]
-"""Cache, staged rows, streams and, with `index_reuse`, what the last CSA layer selected."""
+Carry = tuple[ModelCache, dict[str, NewTokens] | None, Residual, jax.Array | None]
+"""Cache, staged rows, residual and, with `index_reuse`, what the last CSA layer selected."""
 
 
 def _run_segment(
@@ -98,16 +99,16 @@ def _run_segment(
             kind_idx = spec.kind_idx + copy * segment.kind_stride(spec)
             family_idx = spec.family_idx + copy * segment.family_stride(spec)
             layer = layer_of(params.layers[spec.kind], kind_idx)
-            cache, staged, streams, selected = carry
+            cache, staged, residual, selected = carry
             in_place = staged is None and call.max_row_tokens == 1
             handle = cache.layer(spec.attn, family_idx, call, in_place=in_place)
             if spec.index_source is not None:
                 handle = dataclasses.replace(handle, selected=selected)
             with jax.named_scope(spec.kind):
-                handle, new, streams = jit_run_block(layer, streams, token_ids, handle, config)
+                handle, new, residual = jit_run_block(layer, residual, token_ids, handle, config)
             if handle.selected is not None:
                 selected = handle.selected
-            carry = (*keep(cache, staged, handle, new), streams, selected)
+            carry = (*keep(cache, staged, handle, new), residual, selected)
         return carry, None
 
     if segment.repeats == 1 or not stacked:
@@ -119,22 +120,22 @@ def _run_segment(
 
 def run_block(
     params: LayerParams,
-    streams: jax.Array,
+    residual: Residual,
     token_ids: jax.Array,
     handle: LayerCacheHandle,
     config: DSV4Config,
-) -> tuple[LayerCacheHandle, NewTokens | None, jax.Array]:
+) -> tuple[LayerCacheHandle, NewTokens | None, Residual]:
     """One decoder block on the cache.
 
     Args:
       params: parameters of the layer.
-      streams: [T, S, D].
+      residual: streams [T, S, D], and what is still to be written to them.
       token_ids: i32[T].
       handle: the layer's cache in this call.
       config: the model.
 
     Returns:
-      The handle after attention, what is still to be committed, and the streams [T, S, D].
+      The handle after attention, what is still to be committed, and the residual.
     """
 
     def attention(
@@ -146,8 +147,8 @@ def run_block(
         # Rings and states are read before and written after: unordered, XLA would copy them whole.
         return jax.lax.optimization_barrier(((new_handle, new), y))
 
-    (after, new), streams = block(params, streams, token_ids, config, attention)
-    return after, new, streams
+    (after, new), residual = block(params, residual, token_ids, config, attention)
+    return after, new, residual
 
 
 jit_run_block = jax.jit(run_block, static_argnames="config")
@@ -175,37 +176,40 @@ def keep(
 
 def block[State](
     params: LayerParams,
-    streams: jax.Array,
+    residual: Residual,
     token_ids: jax.Array,
     config: DSV4Config,
     attention: Callable[[LayerParams, jax.Array], tuple[State, jax.Array]],
     *,
     backend: Backend | None = None,
-) -> tuple[State, jax.Array]:
+) -> tuple[State, Residual]:
     """One decoder block.
 
     Args:
       params: parameters of the layer.
-      streams: [..., S, D].
+      residual: streams [..., S, D], and what is still to be written to them.
       token_ids: i32[...].
       config: the model.
       attention: the attention sublayer, from the layer and its normed input [..., D] to what it
         changes (a cache, say) and its output [..., D].
-      backend: implementation of the hyper-connections; only the reference can be differentiated.
+      backend: implementation of the hyper-connections and of routing; only the reference can be
+        differentiated.
 
     Returns:
-      What attention changed, and the streams [..., S, D].
+      What attention changed, and the residual.
     """
-    streams = checkpoint_name(streams, "in")
+    checkpoint_name(residual.written(), "in")
     mix = read_streams(
-        params.hc_attn, params.attn_norm, streams, config, "attn_hc", backend=backend
+        params.hc_attn, params.attn_norm, residual, config, "attn_hc", backend=backend
     )
     changed, y = attention(params, checkpoint_name(mix.normed, "attn_in"))
-    streams = write_streams(mix, streams, y)
-    mix = read_streams(params.hc_ffn, params.ffn_norm, streams, config, "ffn_hc", backend=backend)
+    residual = mix.write(y)
+    mix = read_streams(params.hc_ffn, params.ffn_norm, residual, config, "ffn_hc", backend=backend)
     x = checkpoint_name(mix.normed, "mlp_in")
-    y = mixture_of_experts(params.ffn, x, token_ids, config)
-    return changed, checkpoint_name(write_streams(mix, streams, y), "out")
+    y = mixture_of_experts(params.ffn, x, token_ids, config, backend=backend)
+    residual = mix.write(y)
+    checkpoint_name(residual.written(), "out")
+    return changed, residual
 
 
 def head(

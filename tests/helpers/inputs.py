@@ -206,7 +206,8 @@ def valid_arguments(op):
     without_layer = ("append_and_flush", "encode_tokens", "hyper_connections")
     without_layer += ("round_index_queries", "gather_entries", "gather_window")
     without_layer += ("index_topk", "sparse_attention", "expert_mlp")
-    without_layer += ("block_linear", "block_linears", "swiglu_linear")
+    without_layer += ("block_linear", "block_linears", "swiglu_linear", "dense_linears")
+    without_layer += ("pick_experts", "write_streams")
     experts = {"w1": f32(4, 6, dim), "w3": f32(4, 6, dim), "w2": f32(4, dim, 6)}
     return {
         "append_and_flush": projected
@@ -218,6 +219,8 @@ def valid_arguments(op):
         | {"rings": [ring], "rows": [rows], "running": running, "projections": narrow},
         "block_linear": {"x": f32(tokens, dim), "weight": f32(6, dim)},
         "block_linears": {"x": f32(tokens, dim), "weights": [f32(6, dim), f32(5, dim)]},
+        "dense_linears": {"x": f32(tokens, dim), "weights": [f32(6, dim), f32(5, dim)]}
+        | {"biases": [None, f32(2, 5)], "positions": i32(tokens)},
         "encode_tokens": projected | plain | {"norm_rope": norm_rope, "positions": i32(tokens)},
         "expert_mlp": {"x": f32(tokens, dim), "expert_ids": i32(tokens, 2), "limit": 1.0}
         | {"expert_weights": f32(tokens, 2)}
@@ -233,6 +236,7 @@ def valid_arguments(op):
         | {"call": dataclasses.replace(small_call(), visible=i32(tokens))},
         "hyper_connections": mixed
         | {"streams": f32(tokens, 2, dim), "iters": 2, "eps": 1e-6, "norm_eps": 1e-6},
+        "pick_experts": {"logits": f32(tokens, 4), "bias": f32(4), "count": 2, "scaling": 1.0},
         "round_index_queries": query | {"frequencies": f32(2), "positions": i32(tokens)},
         "swiglu_linear": {"x": f32(tokens, dim), "gate": f32(6, dim), "up": f32(6, dim)}
         | {"limit": 1.0},
@@ -240,4 +244,6 @@ def valid_arguments(op):
         | attended
         | {"queries": f32(tokens, 2, dim), "sink": f32(2)}
         | {"selected": i32(tokens, 3), "scale": 1.0},
+        "write_streams": {"streams": f32(tokens, 2, dim), "output": f32(tokens, dim)}
+        | {"post": f32(tokens, 2), "comb": f32(tokens, 2, 2), "fn": f32(8, 2 * dim)},
     }[op] | ({} if op in without_layer else {"layer": CASE_LAYER})

@@ -236,30 +236,6 @@ MUTATIONS = [
         ),
     ),
     *_mutations(
-        "dsv4_jax/model",
-        (
-            "hyper_connections_transposed",
-            "hyper_connections.py",
-            "connection.comb[..., j, :, None]",
-            "connection.comb[..., :, j, None]",
-            "dsv4_jax/model/test_against_transformers.py",
-        ),
-        (
-            "router_without_its_bias",
-            "moe.py",
-            "_best(scores + params.bias[None], ",
-            "_best(scores, ",
-            "dsv4_jax/model/test_moe.py",
-        ),
-        (
-            "router_breaks_ties_upwards",
-            "moe.py",
-            "earlier = (number[None, :] < number[:, None])[None]",
-            "earlier = (number[None, :] > number[:, None])[None]",
-            "dsv4_jax/model/test_moe.py",
-        ),
-    ),
-    *_mutations(
         "dsv4_jax/attention",
         (
             "main_table_for_all",
@@ -456,6 +432,41 @@ MUTATIONS = [
             "_AMAX_FLOOR = np.float32(1e-4)",
             "_AMAX_FLOOR = np.float32(1e-6)",
             "pallas_kernels/common/test_rows.py",
+        ),
+        (
+            "hyper_connections_transposed",
+            "write_streams/reference.py",
+            "comb[..., j, :, None]",
+            "comb[..., :, j, None]",
+            "dsv4_jax/model/test_against_transformers.py",
+        ),
+        (
+            "router_without_its_bias",
+            "pick_experts/reference.py",
+            "_best(scores + bias[None], ",
+            "_best(scores, ",
+            "dsv4_jax/model/test_moe.py pallas_kernels/pick_experts",
+        ),
+        (
+            "router_breaks_ties_upwards",
+            "pick_experts/reference.py",
+            "earlier = (number[None, :] < number[:, None])[None]",
+            "earlier = (number[None, :] > number[:, None])[None]",
+            "dsv4_jax/model/test_moe.py pallas_kernels/pick_experts",
+        ),
+        (
+            "kernel_picks_an_expert_twice",
+            "pick_experts/triton_gpu.py",
+            "is_left &= number != best",
+            "is_left &= number >= 0",
+            "pallas_kernels/pick_experts",
+        ),
+        (
+            "kernel_write_streams_transposed",
+            "write_streams/triton_gpu.py",
+            "comb[safe, jnp.int32(j), k]",
+            "comb[safe, k, jnp.int32(j)]",
+            "pallas_kernels/write_streams",
         ),
         (
             "kernel_hyper_connections_post",

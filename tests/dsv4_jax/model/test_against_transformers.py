@@ -17,7 +17,7 @@ import dsv4_jax as ds
 from dsv4_jax.attention import compressor, full_sequence
 from dsv4_jax.attention.rope import rope_frequencies
 from dsv4_jax.config.layer_types import AttentionType
-from dsv4_jax.model import trunk
+from dsv4_jax.model.hyper_connections import Reading
 from helpers import capture, oracle, slow, tolerance
 from pallas_kernels.common.norm_rope import rotate
 
@@ -133,12 +133,12 @@ def test_entries_rotate_at_the_start_of_their_block(preset):
 
 def mix_streams_untransposed(monkeypatch, config, params):
     """Appendix C 4; first seen after L0/ffn, since streams are alike before L0/attn."""
-    write = trunk.write_streams
+    write = Reading.write
 
-    def broken(mix, streams, output):
-        return write(mix._replace(comb=mix.comb.mT), streams, output)
+    def broken(mix, output):
+        return write(mix._replace(comb=mix.comb.mT), output)
 
-    monkeypatch.setattr(trunk, "write_streams", broken)
+    monkeypatch.setattr(Reading, "write", broken)
     return config, params
 
 

@@ -1,0 +1,73 @@
+"""From a router's logits to the experts of each token and their weights."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.common.backend import Backend, resolve
+from pallas_kernels.common.checks import check_indices, check_rank, check_same_length, check_shape
+from pallas_kernels.pick_experts import reference, triton_gpu
+
+_IMPLEMENTATIONS = {
+    Backend.REFERENCE: reference.pick_experts,
+    Backend.TRITON_GPU: triton_gpu.pick_experts,
+}
+
+
+def pick_experts(
+    logits: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    expert_ids: jax.Array | None = None,
+    count: int,
+    scaling: float,
+    backend: Backend | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Picks the experts of each token, and weighs them.
+
+    An expert's score is the square root of the softplus of its logit. Either the best are picked by
+    score plus bias, or `expert_ids` says which; weights are the scores of those picked.
+
+    Args:
+      logits: f32[T, E].
+      bias: f32[E], added to scores for picking alone; None with `expert_ids`.
+      expert_ids: i32[T, count], the experts of a hash layer; None on a learned one.
+      count: experts of a token, k.
+      scaling: what the weights of a token add up to.
+      backend: implementation to use; None picks the fastest one that runs here.
+
+    Returns:
+      i32[T, k], distinct on a learned layer: the best first, of equals the lower number, and NaN
+      below all others. And f32[T, k], their weights. Only the reference can be differentiated.
+
+    Raises:
+      ValueError: a shape or dtype is wrong, `count` is not within 1 .. E, or both or neither of
+        `bias` and `expert_ids` are given.
+      NotImplementedError: the named backend can't run here.
+
+    Source: deepseek_v4.md section 1.5.
+    """
+    check_rank(2, logits=logits)
+    if logits.dtype != jnp.float32:
+        raise ValueError(f"logits must be float32, got {logits.dtype}")
+    num_experts = logits.shape[1]
+    if not 1 <= count <= num_experts:
+        raise ValueError(f"count must be within 1 .. {num_experts}, the experts, got {count}")
+    if (bias is None) == (expert_ids is None):
+        given = "neither" if bias is None else "both"
+        raise ValueError(f"give one of bias and expert_ids, got {given}")
+    if bias is not None:
+        check_shape("bias", bias, (num_experts,), "E")
+    if expert_ids is not None:
+        check_indices(expert_ids=expert_ids)
+        check_same_length("T", logits=logits, expert_ids=expert_ids)
+        check_shape("expert_ids", expert_ids, (logits.shape[0], count), "T, count")
+    implementation = resolve(
+        "pick_experts",
+        backend,
+        _IMPLEMENTATIONS,
+        preferred=Backend.TRITON_GPU,
+        arguments={"logits": logits},
+    )
+    return implementation(logits, bias, expert_ids, count=count, scaling=scaling)

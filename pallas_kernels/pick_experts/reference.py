@@ -1,0 +1,47 @@
+"""Definition of `pick_experts`.
+
+    s_e    = sqrt(softplus(z_e))
+    picked = the k largest s_e + b_e, of equals the lower e        or as given
+    w_i    = scaling * s_(picked_i) / (sum of the picked + 1e-20)
+
+Source: deepseek_v4.md section 1.5.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+FLOOR = 1e-20
+"""Added to the sum of the scores picked."""
+
+
+def pick_experts(
+    logits: jax.Array,
+    bias: jax.Array | None,
+    expert_ids: jax.Array | None,
+    *,
+    count: int,
+    scaling: float,
+) -> tuple[jax.Array, jax.Array]:
+    """See `op.pick_experts`."""
+    scores = jnp.sqrt(jax.nn.softplus(logits))
+    if expert_ids is None:
+        assert bias is not None
+        expert_ids = _best(scores + bias[None], count)
+    picked = jnp.take_along_axis(scores, expert_ids, axis=-1)
+    return expert_ids, picked / (jnp.sum(picked, axis=-1, keepdims=True) + FLOOR) * scaling
+
+
+def _best(scores: jax.Array, count: int) -> jax.Array:
+    """i32[T, count], the highest of each row, the lower number first among equals; NaN is lowest.
+
+    An expert's rank is the number of those that are better. `jax.lax.top_k` counts NaN highest.
+    """
+    scores = jnp.where(jnp.isnan(scores), -jnp.inf, scores)
+    number = jnp.arange(scores.shape[1], dtype=jnp.int32)
+    mine, other = scores[:, :, None], scores[:, None]
+    earlier = (number[None, :] < number[:, None])[None]
+    rank = jnp.sum((other > mine) | ((other == mine) & earlier), axis=-1, dtype=jnp.int32)
+    places = jnp.arange(count, dtype=jnp.int32)[None, :, None]
+    return jnp.sum(jnp.where(rank[:, None] == places, number, 0), axis=-1, dtype=jnp.int32)

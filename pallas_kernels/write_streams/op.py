@@ -1,0 +1,62 @@
+"""Writes a sublayer's output to the residual streams, and multiplies them for the next one."""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.common.backend import Backend, resolve
+from pallas_kernels.common.checks import check_rank, check_same_length, check_shape
+from pallas_kernels.write_streams import reference, triton_gpu
+
+_IMPLEMENTATIONS = {
+    Backend.REFERENCE: reference.write_streams,
+    Backend.TRITON_GPU: triton_gpu.write_streams,
+}
+
+
+def write_streams(
+    streams: jax.Array,
+    output: jax.Array,
+    post: jax.Array,
+    comb: jax.Array,
+    fn: jax.Array,
+    *,
+    backend: Backend | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Step 9 of a hyper-connection, and the matrix product that begins the next.
+
+    Args:
+      streams: [T, S, D], what the sublayer read.
+      output: [T, D], what it gave, in the dtype of `streams`.
+      post: f32[T, S], weight of the output in each stream.
+      comb: f32[T, S, S], from stream to stream; summed over its first index.
+      fn: f32[R, S * D], `hc_fn` of the next hyper-connection.
+      backend: implementation to use; None picks the fastest one that runs here. More than 256
+        tokens are XLA's on a GPU too: a product of matrices.
+
+    Returns:
+      [T, S, D], the streams after it, summed in f32 and rounded once; and f32[T, P, R], products
+      with `fn` in P parts, for `hyper_connections`. Only the reference can be differentiated.
+
+    Raises:
+      ValueError: a shape is wrong.
+      NotImplementedError: the named backend can't run here.
+
+    Source: deepseek_v4.md section 1.2.
+    """
+    check_rank(3, streams=streams, comb=comb)
+    count = check_same_length("T", streams=streams, output=output, post=post, comb=comb)
+    num, dim = streams.shape[1:]
+    check_shape("output", output, (count, dim), "T, D")
+    check_shape("post", post, (count, num), "T, S")
+    check_shape("comb", comb, (count, num, num), "T, S, S")
+    check_shape("fn", fn, (fn.shape[0], num * dim), "R, S * D")
+    few = count <= triton_gpu.MAX_TOKENS
+    implementation = resolve(
+        "write_streams",
+        backend,
+        _IMPLEMENTATIONS,
+        preferred=Backend.TRITON_GPU if few else Backend.REFERENCE,
+        arguments={"streams": streams},
+    )
+    return implementation(streams, output, post, comb, fn)

@@ -1,0 +1,105 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import pick_experts
+
+E, K, SCALING = 24, 3, 2.5
+jit_pick = jax.jit(
+    functools.partial(pick_experts, count=K, scaling=SCALING), static_argnames="backend"
+)
+BACKENDS = ("reference", "triton_gpu")
+
+
+def given(num_tokens, seed=0, spread=2.0):
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(num_tokens, E)) * spread
+    return jnp.asarray(logits, jnp.float32), jnp.asarray(rng.normal(size=E) / 8, jnp.float32)
+
+
+def oracle(logits, bias=None, ids=None):
+    """Token by token in float64, from the formulas of deepseek_v4.md section 1.5."""
+    scores = np.sqrt(np.log1p(np.exp(np.asarray(logits, np.float64))))
+    if ids is None:
+        ids = np.argsort(-(scores + np.asarray(bias, np.float64)), axis=1, kind="stable")[:, :K]
+    picked = np.take_along_axis(scores, np.asarray(ids), axis=1)
+    return ids, SCALING * picked / picked.sum(1, keepdims=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_against_the_formulas_in_float64(lane, backend):
+    logits, bias = given(7)
+    ids, weights = oracle(logits, bias)
+    found = jit_pick(logits, bias=bias, backend=backend)
+    np.testing.assert_array_equal(found[0], ids)
+    np.testing.assert_allclose(found[1], weights, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_hash_layers_weigh_what_they_are_given(lane, backend):
+    logits, _ = given(5, seed=1)
+    ids = np.stack([np.random.default_rng(t).permutation(E)[:K] for t in range(5)]).astype(np.int32)
+    found = jit_pick(logits, expert_ids=jnp.asarray(ids), backend=backend)
+    np.testing.assert_array_equal(found[0], ids)
+    np.testing.assert_allclose(found[1], oracle(logits, ids=ids)[1], rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_of_equals_the_lower_number_and_nan_is_last(lane, backend):
+    """Ties of all, of the last place, of infinities; rows with fewer numbers than places."""
+    rows = np.full((5, E), -4.0, np.float32)
+    rows[1, [20, 3, 11]] = 1.0, 1.0, 2.0
+    rows[2, [4, 9, 17]] = np.nan, 5.0, 5.0
+    rows[3] = np.nan
+    rows[3, 7] = 0.0
+    rows[4] = np.nan
+    expected = [[0, 1, 2], [11, 3, 20], [9, 17, 0], [7, 0, 1], [0, 1, 2]]
+    ids, weights = jit_pick(jnp.asarray(rows), bias=jnp.zeros(E), backend=backend)
+    np.testing.assert_array_equal(ids, expected)
+    np.testing.assert_allclose(np.sum(weights[:3], axis=1), SCALING, rtol=1e-5)
+    assert np.isnan(weights[3:, 1:]).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("num_tokens", "num_experts"), [(1, 256), (64, 256), (3, 384)])
+def test_kernel_matches_reference_at_real_shapes(num_tokens, num_experts):
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(rng.normal(size=(num_tokens, num_experts)), jnp.float32)
+    bias = jnp.asarray(rng.normal(size=num_experts) / 8, jnp.float32)
+    pick = jax.jit(functools.partial(pick_experts, count=6, scaling=1.5), static_argnames="backend")
+    (ids, weights), (expected, shares) = (
+        pick(logits, bias=bias, backend=name) for name in ("triton_gpu", "reference")
+    )
+    np.testing.assert_array_equal(ids, expected)
+    np.testing.assert_allclose(weights, shares, rtol=2e-5)
+
+
+def test_arguments_are_checked():
+    logits, bias = given(2)
+    sizes = {"count": K, "scaling": SCALING}
+    with pytest.raises(ValueError, match="one of bias and expert_ids, got neither"):
+        pick_experts(logits, **sizes)
+    with pytest.raises(ValueError, match="bias"):
+        pick_experts(logits, bias=bias[1:], **sizes)
+    with pytest.raises(ValueError, match=r"count must be within 1 \.\. 24, the experts, got 25"):
+        pick_experts(logits, bias=bias, **sizes | {"count": 25})
+    with pytest.raises(ValueError, match="logits must be float32, got bfloat16"):
+        pick_experts(logits.astype(jnp.bfloat16), bias=bias, **sizes)
+    with pytest.raises(ValueError, match="expert_ids"):
+        pick_experts(logits, expert_ids=jnp.zeros((2, K + 1), jnp.int32), **sizes)
+
+
+def _aot_case(num_tokens, num_experts):
+    def call(logits, bias):
+        return pick_experts(logits, bias=bias, count=6, scaling=1.5, backend="triton_gpu")
+
+    specs = [
+        jax.ShapeDtypeStruct(s, jnp.float32) for s in ((num_tokens, num_experts), (num_experts,))
+    ]
+    return (f"{num_tokens}x{num_experts}", call, specs)
+
+
+AOT_CASES = [_aot_case(1, 256), _aot_case(64, 384)]

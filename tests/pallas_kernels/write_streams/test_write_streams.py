@@ -1,0 +1,87 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from helpers import slow
+from pallas_kernels import write_streams
+
+S, ROWS = 4, 24
+jit_write_streams = jax.jit(write_streams, static_argnames="backend")
+
+
+def arguments(num_tokens, dim, dtype, seed=0):
+    rng = np.random.default_rng(seed)
+    return (
+        jnp.asarray(rng.normal(size=(num_tokens, S, dim)) * 3, dtype),
+        jnp.asarray(rng.normal(size=(num_tokens, dim)), dtype),
+        jnp.asarray(rng.uniform(0, 2, (num_tokens, S)), jnp.float32),
+        jnp.asarray(rng.dirichlet(np.ones(S), (num_tokens, S)), jnp.float32),
+        jnp.asarray(rng.normal(size=(ROWS, S * dim)) * (S * dim) ** -0.5, jnp.float32),
+    )
+
+
+def oracle(streams, output, post, comb):
+    """From the formula of deepseek_v4.md section 1.2, in float64."""
+    streams, output, post, comb = (np.asarray(x, np.float64) for x in (streams, output, post, comb))
+    return post[..., None] * output[:, None] + np.einsum("tjk,tjd->tkd", comb, streams)
+
+
+def assert_close(found, given):
+    """The streams rounded once; the products of the streams that were found."""
+    written, products = (np.asarray(x, np.float64) for x in found)
+    streams, _, _, _, fn = given
+    expected, ulp = oracle(*given[:4]), float(jnp.finfo(streams.dtype).eps)
+    assert np.all(np.abs(written - expected) <= ulp * np.abs(expected) + 1e-5)
+    wanted = np.einsum("rc,tc->tr", np.asarray(fn, np.float64), written.reshape(len(written), -1))
+    np.testing.assert_allclose(products.sum(1), wanted, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton_gpu"])
+@pytest.mark.parametrize(
+    ("num_tokens", "dim", "dtype"),
+    slow.all_but(
+        [(3, 320, jnp.bfloat16), (18, 64, jnp.float32)],
+        [(1, 256, jnp.bfloat16), (3, 320, jnp.bfloat16), (18, 64, jnp.float32)],
+    ),
+)
+def test_against_the_formulas_in_float64(lane, backend, num_tokens, dim, dtype):
+    given = arguments(num_tokens, dim, dtype)
+    assert_close(jit_write_streams(*given, backend=backend), given)
+
+
+def test_a_transposed_comb_would_be_seen():
+    """The mistake that deepseek_v4.md appendix C names."""
+    streams, output, post, comb, fn = given = arguments(2, 64, jnp.float32)
+    found = jit_write_streams(streams, output, post, comb.mT, fn, backend="reference")
+    with pytest.raises(AssertionError):
+        assert_close(found, given)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("num_tokens", "dim"), [(1, 4096), (64, 4096), (2, 7168), (18, 7168)])
+def test_kernel_at_real_shapes(num_tokens, dim):
+    given = arguments(num_tokens, dim, jnp.bfloat16)
+    assert_close(jit_write_streams(*given, backend="triton_gpu"), given)
+
+
+def test_shapes_are_checked():
+    streams, output, post, comb, fn = arguments(2, 64, jnp.float32)
+    with pytest.raises(ValueError, match="output"):
+        write_streams(streams, output[:, 1:], post, comb, fn)
+    with pytest.raises(ValueError, match="fn"):
+        write_streams(streams, output, post, comb, fn[:, 1:])
+
+
+def _aot_case(num_tokens, dim):
+    def call(*given):
+        return write_streams(*given, backend="triton_gpu")
+
+    shapes = ((num_tokens, S, dim), (num_tokens, dim), (num_tokens, S), (num_tokens, S, S))
+    dtypes = (jnp.bfloat16, jnp.bfloat16, jnp.float32, jnp.float32, jnp.float32)
+    shapes = (*shapes, (ROWS, S * dim))
+    specs = [jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, dtypes, strict=True)]
+    return (f"{num_tokens}x{dim}", call, specs)
+
+
+AOT_CASES = [_aot_case(64, 4096), _aot_case(1, 7168)]
