@@ -81,7 +81,7 @@ def read_header(file: pathlib.Path) -> dict[str, Entry]:
     header.pop("__metadata__", None)
     if judgement is not None:
         _name_culprit(file, header, size - 8 - count)
-        raise ValueError(f"{file} is damaged, or no safetensors file: {judgement}")
+        raise ValueError(f"{file} is damaged, or no safetensors file: {judgement[:300]}")
     if len(header) > MAX_TENSORS:
         raise ValueError(f"{file} must have at most {MAX_TENSORS:,} tensors, got {len(header):,}")
     return {name: _read_entry(file, name, entry, 8 + count) for name, entry in header.items()}

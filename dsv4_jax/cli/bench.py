@@ -282,6 +282,6 @@ def _check_contexts(config: DSV4Config, name: str, contexts: list[int]) -> None:
 
 def _parts(text: str) -> tuple[str, ...]:
     parts = tuple(text.split(","))
-    if unknown := sorted(set(parts) - set(PARTS)):
-        raise argparse.ArgumentTypeError(f"must be of {', '.join(PARTS)}, got {show(unknown)}")
+    if set(parts) - set(PARTS):
+        raise argparse.ArgumentTypeError(f"must be of {', '.join(PARTS)}, got {show(text)}")
     return parts

@@ -179,7 +179,9 @@ def _require(data: dict[str, Any], name: str) -> Any:
 
 def _agree(name: str, value: Any, other_name: str, other: Any) -> None:
     if value is not None and other is not None and value != other:
-        raise ValueError(f"{name} and {other_name} contradict each other: {value} and {other}")
+        raise ValueError(
+            f"{name} and {other_name} contradict each other: {show(value)} and {show(other)}"
+        )
 
 
 def _trunk(name: str, values: list[Any], num_layers: int, num_mtp: int, padding: Any) -> list[Any]:
@@ -194,7 +196,7 @@ def _trunk(name: str, values: list[Any], num_layers: int, num_mtp: int, padding:
         raise ValueError(
             f"{name} must have num_hidden_layers={num_layers} entries, or those and {padding!r} "
             f"for each of the draft's (num_nextn_predict_layers={num_mtp}), got {len(values)}"
-            + (f", ending in {extra}" if extra else "")
+            + (f", ending in {show(extra)}" if extra else "")
         )
     return values[:num_layers]
 
@@ -249,7 +251,7 @@ def _types_of_ratios(
             zip((CSA, HCA), distinct, strict=True)
         )
     raise ValueError(
-        f"compress_ratios holds {distinct}, which do not tell CSA from HCA; "
+        f"compress_ratios holds {show(distinct)}, which do not tell CSA from HCA; "
         f"add compress_rates with the rate of each layer type (known: {known})"
     )
 
@@ -312,11 +314,12 @@ def _rope(data: dict[str, Any]) -> dict[str, Any]:
         _agree(name, data.get(name), f"rope_parameters.{label}.rope_theta", nested)
         thetas[name] = float(nested if nested is not None else _require(data, name))
     if main.get("rope_type", "default") != "default":
-        raise ValueError(f"rope_parameters.main.rope_type must be 'default', got {main}")
+        raise ValueError(f"rope_parameters.main.rope_type must be 'default', got {show(main)}")
     scaling = _yarn(compress)
     if (released := data.get("rope_scaling")) and _yarn(released) != scaling:
         raise ValueError(
-            f"rope_parameters and rope_scaling contradict each other: {compress} and {released}"
+            f"rope_parameters and rope_scaling contradict each other: {show(compress)} and "
+            f"{show(released)}"
         )
     return thetas | {"rope_scaling": scaling}
 
@@ -326,7 +329,7 @@ def _yarn(table: dict[str, Any]) -> YarnScaling | None:
     if kind == "default":
         return None
     if kind != "yarn":
-        raise ValueError(f"rope_type must be 'yarn' or 'default', got {kind!r}")
+        raise ValueError(f"rope_type must be 'yarn' or 'default', got {show(kind)}")
     for name in ("factor", "original_max_position_embeddings"):
         if table.get(name) is None:
             raise ValueError(f"the yarn rope_scaling lacks {name}")

@@ -28,7 +28,7 @@ def load_tokenizer(path: str | os.PathLike[str], *, follow_links: bool = False) 
         # token that is named and not defined, is a panic, which is no Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise ValueError(f"{file} is no tokenizer that can be read: {error}") from error
+        raise ValueError(f"{file} is no tokenizer that can be read: {str(error)[:300]}") from error
     return tokenizer
 
 

@@ -131,7 +131,7 @@ def test_prefill_is_timed(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--parts", "step,head"], r"argument --parts: must be of .*, got \['head'\]"),
+        (["--parts", "step,head"], r"argument --parts: must be of .*, got 'step,head'"),
         (["--contexts", "0"], r"argument --contexts: must be a whole number from 1 to .*, got '0'"),
         (["--layers", "8"], "layers must be in 1..7, got 8"),
         (["--layers", "0"], r"argument --layers: must be a whole number from 1 to .*, got '0'"),

@@ -272,17 +272,16 @@ def start(*arguments, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("delay_s", [0.3, 1.0, 2.0, 4.0, 7.0])
+@pytest.mark.parametrize("delay_s", [4.0, 6.0, 9.0])
 def test_ctrl_c_ends_a_process_with_one_line(delay_s):
-    """While it imports, loads, compiles or draws; `-X importtime` is not looked at."""
+    """While it imports, loads, compiles or draws; in the first second Python itself may end."""
     with start("generate", "The", "--max-new-tokens", "3000", stdout=subprocess.DEVNULL) as process:
         time.sleep(delay_s)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
-    if delay_s > 0.5:  # before that Python itself may be what is interrupted
-        assert process.returncode == 130
-        assert b"interrupted" in err.splitlines()[-1]
-        assert b"KeyboardInterrupt" not in err
+    assert process.returncode == 130
+    assert b"interrupted" in err.splitlines()[-1]
+    assert b"KeyboardInterrupt" not in err
 
 
 @pytest.mark.slow
