@@ -63,7 +63,7 @@ def wholes(least: int = 1, most: int = MAX_I32) -> Callable[[str], list[int]]:
         parts = text.split(",")
         if len(parts) > _MAX_LISTED:
             raise argparse.ArgumentTypeError(
-                f"must be at most {_MAX_LISTED} numbers, got {len(parts)}"
+                f"must be at most {_MAX_LISTED} numbers, got {len(parts)} in {show(text)}"
             )
         try:
             return [read_one(part) for part in parts]
