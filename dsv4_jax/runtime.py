@@ -13,6 +13,8 @@ from jax._src import xla_bridge  # nothing public says whether backends have sta
 from jax.experimental.mosaic.gpu import core as mosaic_core
 from jaxlib.mlir import ir
 
+from dsv4_jax import checks
+
 XLA_GPU_FLAGS = {
     "xla_gpu_dot_merger_threshold_mb": "0",
 }
@@ -39,8 +41,12 @@ def set_xla_flags(**flags: str) -> str:
       The variable's new value.
 
     Raises:
+      ValueError: a flag's value is no text, or has spaces.
       RuntimeError: JAX has started its backends, and flags are read no more.
     """
+    for name, value in flags.items():
+        if any(char.isspace() for char in checks.text(name, value)):
+            checks.refuse(name, "a text without spaces, which divide flags", value)
     if xla_bridge.backends_are_initialized():
         raise RuntimeError(
             "XLA has read its flags already; call set_xla_flags before the first array is made"
@@ -81,7 +87,12 @@ def use_compilation_cache(folder: str | os.PathLike[str] | None = None) -> pathl
 
     Returns:
       The folder.
+
+    Raises:
+      ValueError: it is no path.
     """
+    if folder is not None and not isinstance(folder, str | os.PathLike):
+        checks.refuse("folder", "a path", folder)
     chosen = folder or jax.config.jax_compilation_cache_dir  # pyright: ignore
     if chosen is None:
         home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"

@@ -8,17 +8,18 @@ from dsv4_jax import cache
 
 ROOT = pathlib.Path(__file__).parents[1]
 ROOMS = {
-    "runtime": set(),
+    "checks": set(),
+    "runtime": {"checks"},
     "linear": set(),
-    "config": set(),
-    "cache": {"config"},
-    "allocator": {"config", "cache"},
+    "config": {"checks"},
+    "cache": {"checks", "config"},
+    "allocator": {"checks", "config", "cache"},
     "attention": {"linear", "config", "cache"},
-    "model": {"linear", "config", "cache", "attention"},
-    "checkpoint": {"config", "model"},
-    "step": {"config", "cache", "attention", "model"},
+    "model": {"checks", "linear", "config", "cache", "attention"},
+    "checkpoint": {"checks", "config", "model"},
+    "step": {"checks", "config", "cache", "attention", "model"},
     "training": {"config", "cache", "attention", "model", "checkpoint", "step"},
-    "serving": {"config", "cache", "allocator", "model", "checkpoint", "step"},
+    "serving": {"checks", "config", "cache", "allocator", "model", "checkpoint", "step"},
     "bench": {"runtime", "config", "cache", "allocator", "attention", "model", "step"},
     "cli": {
         "runtime",

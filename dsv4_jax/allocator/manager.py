@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dsv4_jax import checks
 from dsv4_jax.allocator.block_pool import BlockPool
 from dsv4_jax.allocator.ledger import Ledger
 from dsv4_jax.allocator.pending_changes import PendingChanges
@@ -19,6 +20,10 @@ from dsv4_jax.cache.slot_changes import SlotChanges, jit_apply_changes, set_tabl
 from dsv4_jax.cache.snapshots import SnapshotStore
 from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.config import DSV4Config
+
+
+class NoRoomError(RuntimeError):
+    """No slot, or too few blocks, are free now; nothing was changed."""
 
 
 class KVCacheManager:
@@ -74,10 +79,11 @@ class KVCacheManager:
             num_snapshots=num_snapshots,
             cache_format=cache_format,
         )
-        width = -(-max_context_tokens // self.plan.block_tokens)
+        max_requests = self.plan.max_requests
+        width = -(-self.plan.max_context_tokens // self.plan.block_tokens)
         self.length_tokens = np.zeros(max_requests, np.int32)
         self.block_table = np.full((max_requests, width), -1, np.int32)
-        self._poison = poison
+        self._poison = checks.flag("poison", poison)
         self._free_slots = list(range(max_requests - 1, -1, -1))
         self._slot_generations = np.zeros(max_requests, np.int32)
         tree = PrefixTree(self.plan.block_tokens, self.plan.num_snapshots)
@@ -124,6 +130,8 @@ class KVCacheManager:
           ValueError: it never would.
         """
         needed = self.plan.blocks_needed(max_tokens)
+        spare_blocks = checks.integer("spare_blocks", spare_blocks, 0)
+        _check_prefix(token_ids, salt)
         chain = self.prefixes.find_resumable(token_ids, salt, max_tokens)
         left = self._blocks.num_beside(chain) - (needed - len(chain))
         return bool(self._free_slots) and left >= spare_blocks
@@ -143,11 +151,12 @@ class KVCacheManager:
 
         Raises:
           ValueError: no context is that long; nothing was changed.
-          RuntimeError: no slot, or too few blocks, are free now; nothing was changed.
+          NoRoomError: no slot, or too few blocks, are free now; nothing was changed.
         """
         needed = self.plan.blocks_needed(max_tokens)
+        _check_prefix(token_ids, salt)
         if not self._free_slots:
-            raise RuntimeError(f"all {len(self.length_tokens)} slots are taken; release one first")
+            raise NoRoomError(f"all {len(self.length_tokens)} slots are taken; release one first")
         chain = self.prefixes.find_resumable(token_ids, salt, max_tokens)
         self._check_free(needed - len(chain), chain)
         slot = self._take_slot()
@@ -168,7 +177,7 @@ class KVCacheManager:
 
         Raises:
           ValueError: the slot is free, or no context is that long; nothing was changed.
-          RuntimeError: too few blocks are free now; nothing was changed.
+          NoRoomError: too few blocks are free now; nothing was changed.
         """
         self._check_held(slot)
         held = self._num_blocks_of(slot)
@@ -184,6 +193,7 @@ class KVCacheManager:
           ValueError: the slot is free, or its blocks do not hold that many tokens.
         """
         self._check_held(slot)
+        num_tokens = checks.integer("num_tokens", num_tokens, -checks.INT32_MAX)
         length = int(self.length_tokens[slot]) + num_tokens
         capacity = self._num_blocks_of(slot) * self.plan.block_tokens
         if not 0 <= num_tokens <= length <= capacity:
@@ -205,7 +215,7 @@ class KVCacheManager:
 
         Raises:
           ValueError: the slot is free, or `max_tokens` is out of range; nothing was changed.
-          RuntimeError: no slot, or too few blocks, are free now; nothing was changed.
+          NoRoomError: no slot, or too few blocks, are free now; nothing was changed.
         """
         self._check_held(slot)
         length = int(self.length_tokens[slot])
@@ -214,7 +224,7 @@ class KVCacheManager:
         if max_tokens < length:
             raise ValueError(f"max_tokens must be at least the length, {length}, got {max_tokens}")
         if not self._free_slots:
-            raise RuntimeError(f"all {len(self.length_tokens)} slots are taken; release one first")
+            raise NoRoomError(f"all {len(self.length_tokens)} slots are taken; release one first")
         self._check_free(needed - full)
         new = self._take_slot()
         self.length_tokens[new] = length
@@ -256,6 +266,7 @@ class KVCacheManager:
         """
         self._check_held(slot)
         length = int(self.length_tokens[slot])
+        _check_prefix(token_ids, b"")
         if len(token_ids) < length:
             raise ValueError(
                 f"token_ids must be all {length} tokens of slot {slot}, got {len(token_ids)}"
@@ -272,8 +283,7 @@ class KVCacheManager:
         Raises:
           ValueError: the number is negative.
         """
-        if num_blocks < 0:
-            raise ValueError(f"num_blocks must not be negative, got {num_blocks}")
+        num_blocks = checks.integer("num_blocks", num_blocks, 0, rule="0 or more")
         return self._blocks.evict(num_blocks)
 
     def take_changes(self) -> SlotChanges | None:
@@ -341,7 +351,7 @@ class KVCacheManager:
 
     def _check_free(self, needed: int, chain: Sequence[PrefixNode] = ()) -> None:
         if needed > self._blocks.num_beside(chain):
-            raise RuntimeError(
+            raise NoRoomError(
                 f"{needed} blocks of {self.plan.block_tokens} tokens are needed and "
                 f"{self._blocks.num_beside(chain)} of {self.num_blocks} are free; "
                 "release a request first"
@@ -362,3 +372,10 @@ class KVCacheManager:
         for logical in range(held, needed):
             self.block_table[slot, logical] = self._blocks.take()
         self._pending.changed.add(slot)
+
+
+def _check_prefix(token_ids: np.ndarray | None, salt: bytes) -> None:
+    if token_ids is not None:
+        checks.array("token_ids", token_ids, (None,))
+    if not isinstance(salt, bytes):
+        checks.refuse("salt", "bytes", salt)

@@ -11,10 +11,12 @@ import functools
 
 import jax
 
+from dsv4_jax import checks
 from dsv4_jax.cache.model_cache import ModelCache, init_cache, tree_bytes
 from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT, blocks_of
 from dsv4_jax.cache.snapshots import init_snapshot_store
 from dsv4_jax.config import DSV4Config
+from pallas_kernels.common.formats import CACHE_FORMATS
 
 SNAPSHOTS_PER_SLOT = 8
 """Boundaries that can be resumed at, for every slot, where no number and no budget is given."""
@@ -62,11 +64,12 @@ class PoolPlan:
         Raises:
           ValueError: no context is that long, or all blocks together are too few.
         """
-        total = tokens + in_flight_tokens
+        total = checks.integer("max_tokens", tokens, high=None)
+        total += checks.integer("in_flight_tokens", in_flight_tokens, 0, None)
         if not 1 <= total <= self.max_context_tokens:
             raise ValueError(
                 f"max_tokens must be 1..{self.max_context_tokens} (max_context_tokens), "
-                f"got {total}; shorten the request or build a larger cache"
+                f"got {checks.shown(total)}; shorten the request or build a larger cache"
             )
         needed = -(-total // self.block_tokens)
         if needed > self.num_blocks:
@@ -106,15 +109,20 @@ def plan_pools(
     Raises:
       ValueError: a size is out of range, or the budget does not hold one full context.
     """
-    for name, value, least in (
-        ("max_requests", max_requests, 1),
-        ("max_context_tokens", max_context_tokens, 1),
-        ("num_blocks", num_blocks, 1),
-        ("num_snapshots", num_snapshots, 0),
-    ):
-        if value is not None and value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
+    checks.instance("config", config, DSV4Config)
+    max_requests = checks.integer("max_requests", max_requests, 1)
+    max_context_tokens = checks.integer("max_context_tokens", max_context_tokens, 1)
+    if num_blocks is not None:
+        num_blocks = checks.integer("num_blocks", num_blocks, 1)
+    if num_snapshots is not None:
+        num_snapshots = checks.integer("num_snapshots", num_snapshots, 0)
+    if memory_bytes is not None:
+        memory_bytes = checks.integer("memory_bytes", memory_bytes, 0, 2**62)
+    cache_format = checks.choice("cache_format", cache_format, tuple(CACHE_FORMATS))
     width = blocks_of(config, max_context_tokens)
+    # Block ids are i32; a budget may still ask for fewer blocks than full contexts take.
+    if num_blocks is None and memory_bytes is None:
+        checks.integer("max_requests", max_requests, high=checks.INT32_MAX // width)
     per_slot, per_block, per_snapshot = _unit_bytes(config, max_context_tokens, cache_format)
     if memory_bytes is not None:
         left = memory_bytes - max_requests * per_slot
@@ -151,8 +159,8 @@ def device_memory_bytes(fraction: float) -> int:
     Raises:
       ValueError: the fraction is out of range, or the device does not say what it has.
     """
-    if not 0 < fraction <= 1:
-        raise ValueError(f"gpu_memory_fraction must be above 0 and at most 1, got {fraction}")
+    rule = "above 0 and at most 1"
+    fraction = checks.number("gpu_memory_fraction", fraction, 0, 1, above=True, rule=rule)
     stats = jax.devices()[0].memory_stats()
     if not stats or "bytes_limit" not in stats:
         raise ValueError(

@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 
+from dsv4_jax import checks
 from dsv4_jax.allocator.block_pool import BlockPool
 from dsv4_jax.allocator.pending_changes import PendingChanges
 from dsv4_jax.allocator.prefix_tree import PrefixNode, PrefixTree
@@ -101,8 +102,9 @@ class PrefixCache:
         Raises:
           ValueError: the slot is free.
         """
+        slot = checks.integer("slot", slot)
         if slot not in self._requests:
-            raise ValueError(f"slot must be one that admit gave and release did not end: {slot}")
+            checks.refuse("slot", "one that admit gave and release did not end", slot)
         return self._requests[slot]
 
     def start(self, slot: int, prefix: RequestPrefix) -> None:

@@ -11,6 +11,7 @@ import dataclasses
 import jax
 import numpy as np
 
+from dsv4_jax import checks
 from dsv4_jax.allocator.checksums import scan_rows, scan_snapshots
 from dsv4_jax.allocator.ledger import Ledger
 from dsv4_jax.allocator.live_rows import live_rows
@@ -58,7 +59,18 @@ def verify_cache(
       The problems and, with a ledger, new seals. Rows of a previous tenant are found where freed
       storage is poisoned (`KVCacheManager(poison=True)`): a live row that still is poison was
       never written by who reads it.
+
+    Raises:
+      ValueError: an argument is of another type.
     """
+    checks.instance("cache", cache, ModelCache)
+    for name, value, kind in (
+        ("ledger", ledger, Ledger),
+        ("seals", seals, Seals),
+        ("store", store, SnapshotStore),
+    ):
+        if value is not None:
+            checks.instance(name, value, kind)
     lengths, table = np.asarray(cache.length_tokens), np.asarray(cache.block_table)
     scans = jax.device_get(scan_rows(cache))
     size = cache.block_tokens

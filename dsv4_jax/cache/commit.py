@@ -10,8 +10,10 @@ import dataclasses
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import pallas_kernels as pk
+from dsv4_jax import checks
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.new_tokens import NewTokens
 from dsv4_jax.cache.state_cache import StateCachePool
@@ -40,16 +42,24 @@ def commit(cache: ModelCache, staged: Staged, num_tokens: jax.Array) -> ModelCac
       num_tokens: i32[B], tokens to keep of each row, 0 to what it had.
 
     Raises:
-      ValueError: `num_tokens` has another shape.
+      ValueError: `num_tokens` has another shape or dtype or, outside jit, keeps more of a row than
+        it had.
     """
-    call = staged.call
-    num_tokens = jnp.asarray(num_tokens, jnp.int32)
+    checks.instance("cache", cache, ModelCache)
+    call = checks.instance("staged", staged, Staged).call
+    checks.array("num_tokens", num_tokens, (None,))
     if num_tokens.shape != call.row_slots.shape:
         raise ValueError(
             f"num_tokens must be i32{list(call.row_slots.shape)}, one per row, "
             f"got {num_tokens.shape=}"
         )
-    call = call.keep(num_tokens)
+    kept, had = checks.known_values(num_tokens), checks.known_values(call.row_counts)
+    if kept is not None and had is not None and np.any((kept < 0) | (kept > had)):
+        raise ValueError(
+            f"num_tokens must be 0 to the tokens that each row had, {had.tolist()}, "
+            f"got {kept.tolist()}"
+        )
+    call = call.keep(jnp.asarray(num_tokens, jnp.int32))
     state = dict(cache.state)
     for attn, new in staged.new_tokens.items():
         num_layers = jax.tree.leaves(new)[0].shape[0]

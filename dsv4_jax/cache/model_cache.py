@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dsv4_jax import checks
 from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.cache.paged_cache import PagedKVPool, init_paged_pool
 from dsv4_jax.cache.schema import (
@@ -20,11 +21,12 @@ from dsv4_jax.cache.schema import (
     same_sizes,
 )
 from dsv4_jax.cache.state_cache import StateCachePool, init_state_pool
-from dsv4_jax.cache.step_input import StepInput, index_call
+from dsv4_jax.cache.step_input import StepInput, check_room, check_step_input, index_call
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import draft_layer, layer_schedule
 from dsv4_jax.config.layer_types import AttentionType
 from pallas_kernels.common.call import CallIndices
+from pallas_kernels.common.formats import CACHE_FORMATS
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -65,6 +67,36 @@ class ModelCache:
     def memory_bytes(self) -> int:
         """Bytes of all arrays."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+
+    @property
+    def num_blocks(self) -> int:
+        """NB, physical blocks; with no compressed layer, those that the tables may name."""
+        pools = list(self.paged.values())
+        return pools[0].num_blocks if pools else self.block_table.size
+
+    def check_input(self, step_input: StepInput, *, vocab_size: int, num_steps: int = 1) -> None:
+        """Refuses a call that a step would take otherwise than it is written.
+
+        Shapes and dtypes, and outside jit values too: ids and slots that are not there, tokens
+        that a slot has no room for.
+
+        Args:
+          step_input: the call.
+          vocab_size: V.
+          num_steps: how often it is repeated.
+
+        Raises:
+          ValueError: a field has another shape or dtype, or a value out of range.
+        """
+        check_step_input(step_input, vocab_size=vocab_size, num_slots=self.max_requests)
+        check_room(
+            step_input,
+            self.length_tokens,
+            self.block_table,
+            block_tokens=self.block_tokens,
+            needs_blocks=bool(self.paged),
+            num_steps=num_steps,
+        )
 
     def index(self, step_input: StepInput, *, max_row_tokens: int | None = None) -> CallIndices:
         """The indices of a call; `max_row_tokens` is T unless the caller knows better."""
@@ -124,15 +156,18 @@ def init_cache(
     Raises:
       ValueError: an argument is out of range, or there is no such format.
     """
-    if max_requests < 1:
-        raise ValueError(f"max_requests must be at least 1, got {max_requests}")
+    checks.instance("config", config, DSV4Config)
+    max_requests = checks.integer("max_requests", max_requests, 1)
+    max_context_tokens = checks.integer("max_context_tokens", max_context_tokens, 1)
+    checks.choice("cache_format", cache_format, tuple(CACHE_FORMATS))
     schedule = (*layer_schedule(config), *([draft_layer(config)] if config.num_mtp_layers else []))
     budget = compute_block_budget(config, schedule, max_context_tokens, max_requests, headroom=0.0)
     width = blocks_of(config, max_context_tokens)
+    if num_blocks is not None:
+        num_blocks = checks.integer("num_blocks", num_blocks, 1)
     if num_blocks is None:
+        checks.integer("max_requests", max_requests, high=checks.INT32_MAX // width)
         table = jnp.arange(max_requests * width, dtype=jnp.int32).reshape(max_requests, width)
-    elif num_blocks < 1:
-        raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
     else:
         budget = {attn: num_blocks if blocks else 0 for attn, blocks in budget.items()}
         table = jnp.full((max_requests, width), -1, jnp.int32)
@@ -167,8 +202,26 @@ def update_slots(
       block_table: i32[U, LB], -1 where there is no block.
 
     Raises:
-      ValueError: a shape is wrong.
+      ValueError: a shape is wrong; outside jit also, a slot is not there or stands there twice, a
+        block is beyond the pool, or a length beyond the context.
     """
+    checks.instance("cache", cache, ModelCache)
+    check_rows(cache, slots, length_tokens, block_table)
+    dropped = jnp.where(jnp.asarray(slots) < 0, cache.max_requests, slots)
+    return dataclasses.replace(
+        cache,
+        length_tokens=cache.length_tokens.at[dropped].set(length_tokens, mode="drop"),
+        block_table=cache.block_table.at[dropped].set(block_table, mode="drop"),
+    )
+
+
+def check_rows(
+    cache: ModelCache, slots: jax.Array, length_tokens: jax.Array, block_table: jax.Array
+) -> None:
+    """Refuses what `update_slots` cannot set; arguments and errors as there."""
+    checks.array("slots", slots, (None,))
+    checks.array("length_tokens", length_tokens, (None,))
+    checks.array("block_table", block_table, (None, None))
     if block_table.shape != (slots.shape[0], cache.block_table.shape[1]):
         raise ValueError(
             f"block_table must have shape {(slots.shape[0], cache.block_table.shape[1])}, "
@@ -178,16 +231,25 @@ def update_slots(
         raise ValueError(
             f"slots and length_tokens must agree, got {slots.shape=} and {length_tokens.shape=}"
         )
-    dropped = jnp.where(jnp.asarray(slots) < 0, cache.max_requests, slots)
-    return dataclasses.replace(
-        cache,
-        length_tokens=cache.length_tokens.at[dropped].set(length_tokens, mode="drop"),
-        block_table=cache.block_table.at[dropped].set(block_table, mode="drop"),
-    )
+    changed = checks.known_values(slots)
+    if changed is not None:
+        checks.in_range("slots", changed, -1, cache.max_requests)
+        checks.no_slot_twice("slots", changed)
+        live = changed >= 0
+        high = cache.max_context_tokens + 1
+        checks.in_range("length_tokens", length_tokens, 0, high, where=live)
+        checks.in_range("block_table", block_table, -1, cache.num_blocks, where=live[:, None])
 
 
 def reset_slots(cache: ModelCache, slots: jax.Array) -> ModelCache:
-    """Empties slots i32[U] (-1 for none): length 0, rings and states as new; tables stay."""
+    """Empties slots i32[U] (-1 for none): length 0, rings and states as new; tables stay.
+
+    Raises:
+      ValueError: `slots` is no such array or, outside jit, holds a slot that is not there.
+    """
+    checks.instance("cache", cache, ModelCache)
+    checks.array("slots", slots, (None,))
+    checks.in_range("slots", slots, -1, cache.max_requests)
     slots = jnp.asarray(slots, jnp.int32)
     dropped = jnp.where(slots < 0, cache.max_requests, slots)
     return dataclasses.replace(
@@ -220,6 +282,7 @@ def tree_bytes(tree: object) -> int:
 
 def family_bytes(cache: ModelCache) -> dict[str, int]:
     """Bytes of each family of arrays."""
+    checks.instance("cache", cache, ModelCache)
     pools = [*cache.paged.items(), *cache.state.items()]
     return {
         f"{attn} {name}": tree_bytes(arrays)

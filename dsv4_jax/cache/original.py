@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels as pk
+from dsv4_jax import checks
 from dsv4_jax.cache import views
 from dsv4_jax.cache.append import LayerNorms, flush_windows, hold
 from dsv4_jax.cache.commit import commit_tokens
@@ -96,6 +97,7 @@ class OriginalHandle(LayerCacheHandle):
           ValueError: a shape is wrong, or projections are missing or not wanted.
         """
         num_tokens, dim = self.call.positions.shape[0], self.head_dim
+        checks.array("kv", kv, (None,) * getattr(kv, "ndim", 2), "f")
         if kv.shape != (num_tokens, dim):
             raise ValueError(f"kv must have shape {(num_tokens, dim)}, got {kv.shape=}")
         widths = projection_widths(self.schema)
@@ -105,6 +107,8 @@ class OriginalHandle(LayerCacheHandle):
             if (given is None) != (width == 0):
                 need = f"must be projections [T, {width}]" if width else "must be None"
                 raise ValueError(f"{name} {need} on a layer of type {self.schema.attn_type}")
+            if given is not None:
+                checks.instance(name, given, Projections)
             if given is not None and given.values.shape != (num_tokens, width):
                 raise ValueError(
                     f"{name} must hold projections {(num_tokens, width)}, got {given.values.shape}"
@@ -127,6 +131,9 @@ class OriginalHandle(LayerCacheHandle):
         """
         paged = self.blocks
         closing = self.call.closing_tokens(self.schema.compression_ratio)
+        checks.array("compressed", compressed, (None,) * getattr(compressed, "ndim", 2), "f")
+        if indexer_keys is not None:
+            checks.array("indexer_keys", indexer_keys, (None, None), "f")
         if compressed.shape != (closing.shape[0], self.head_dim):
             raise ValueError(
                 f"compressed must have shape {(closing.shape[0], self.head_dim)}, one row per "
@@ -175,6 +182,7 @@ class OriginalHandle(LayerCacheHandle):
         Raises:
           ValueError: the layer has no entries.
         """
+        checks.array("selected", selected, (self.call.positions.shape[0], None))
         pool = LayerPlanes(self.blocks.entries, self.layer, self.schema.format.entry)
         return pk.gather_entries(pool, self.call, selected, dim=self.head_dim)
 
@@ -210,8 +218,9 @@ def acquire(cache: ModelCache, call: CallIndices, *, layer_idx: int) -> Original
     Raises:
       ValueError: there is no such layer.
     """
-    if not 0 <= layer_idx < len(cache.schemas):
-        raise ValueError(f"layer_idx must be 0..{len(cache.schemas) - 1}, got {layer_idx}")
+    checks.instance("cache", cache, ModelCache)
+    last = len(cache.schemas) - 1
+    layer_idx = checks.integer("layer_idx", layer_idx, 0, last, rule=f"0..{last}")
     schema = cache.schemas[layer_idx]
     handle = cache.layer(schema.attn_type, schema.family_idx, call)
     fields = {field.name: getattr(handle, field.name) for field in dataclasses.fields(handle)}
@@ -290,6 +299,9 @@ def _written(handle: OriginalHandle) -> NewTokens:
 def _check(
     handle: OriginalHandle, schema: LayerCacheSchema, ratio: int, attn: AttentionType
 ) -> None:
+    checks.instance("handle", handle, OriginalHandle)
+    checks.instance("schema", schema, LayerCacheSchema)
+    ratio = checks.integer("m" if attn == AttentionType.CSA else "m_prime", ratio, 1)
     if schema.attn_type != attn:
         raise ValueError(f"layer {schema.layer_idx} is {schema.attn_type}, not {attn}")
     own = handle.schema

@@ -6,6 +6,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from dsv4_jax import checks
 from dsv4_jax.cache.schema import LayerCacheSchema
 from pallas_kernels.common.codecs import Planes, PlaneShapes
 
@@ -51,12 +52,11 @@ def init_paged_pool(
     Raises:
       ValueError: the schema is of a window layer, or a size is below 1.
     """
+    checks.instance("schema", schema, LayerCacheSchema)
     if not schema.entries_per_block:
         raise ValueError(f"layer {schema.layer_idx} is {schema.attn_type}: it has no entries")
-    if num_blocks < 1 or num_layers < 1:
-        raise ValueError(
-            f"num_blocks and num_layers must be at least 1, got {num_blocks} and {num_layers}"
-        )
+    num_blocks = checks.integer("num_blocks", num_blocks, 1)
+    num_layers = checks.integer("num_layers", num_layers, 1)
     lead = (num_layers, num_blocks, schema.entries_per_block)
     fmt = schema.format
     index_keys = None

@@ -6,15 +6,18 @@ import dataclasses
 import fractions
 import math
 
+from dsv4_jax import checks
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import LayerSpec
 from dsv4_jax.config.layer_types import AttentionType
-from pallas_kernels.common.formats import CacheFormat, get_cache_format
+from pallas_kernels.common.formats import CACHE_FORMATS, CacheFormat, get_cache_format
 
 BLOCK_SIZE_ORIGINAL_TOKENS = 128
 """Tokens of a block at the released ratios, 4 and 128; `DSV4Config.block_tokens` for any others."""
 
 DEFAULT_CACHE_FORMAT = "fp8_ue8m0"
+
+_MAX_LAYERS = 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,6 +89,9 @@ def build_schema(
     Raises:
       ValueError: there is no such format, or the format cannot hold this model's vectors.
     """
+    checks.instance("config", config, DSV4Config)
+    checks.instance("spec", spec, LayerSpec)
+    cache_format = checks.choice("cache_format", cache_format, tuple(CACHE_FORMATS))
     fmt = get_cache_format(cache_format)
     is_csa = spec.attn == AttentionType.CSA
     index_dim = config.indexer_head_dim
@@ -151,14 +157,15 @@ def compute_block_budget(
     Raises:
       ValueError: an argument is out of range.
     """
-    for name, value in (
-        ("max_context_tokens", max_context_tokens),
-        ("max_concurrent_requests", max_concurrent_requests),
-    ):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    if headroom < 0:
-        raise ValueError(f"headroom must not be negative, got {headroom}")
+    checks.instance("config", config, DSV4Config)
+    schedule = tuple(
+        checks.instance("schedule", spec, LayerSpec)
+        for spec in checks.sequence("schedule", schedule, of="LayerSpec", limit=_MAX_LAYERS)
+    )
+    name = "max_concurrent_requests"
+    max_concurrent_requests = checks.integer(name, max_concurrent_requests, 1)
+    max_context_tokens = checks.integer("max_context_tokens", max_context_tokens, 1)
+    headroom = checks.number("headroom", headroom, 0)
     blocks = blocks_of(config, max_context_tokens) * max_concurrent_requests
     # The decimal the caller wrote, not its binary neighbour, which would ask for one more block.
     blocks = math.ceil(blocks * (1 + fractions.Fraction(str(headroom))))

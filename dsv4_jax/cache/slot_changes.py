@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv4_jax.cache.model_cache import ModelCache, update_slots
+from dsv4_jax import checks
+from dsv4_jax.cache.model_cache import ModelCache, check_rows, update_slots
 from dsv4_jax.cache.poison import poison
 from dsv4_jax.cache.snapshots import SnapshotStore, load_snapshots
 
@@ -60,7 +61,27 @@ def apply_changes(cache: ModelCache, store: SnapshotStore, changes: SlotChanges)
       cache: between steps.
       store: the snapshots; not changed.
       changes: what `KVCacheManager.take_changes` gave.
+
+    Raises:
+      ValueError: an array has another shape or dtype or, outside jit, names a slot, a block or a
+        snapshot that is not there.
     """
+    checks.instance("cache", cache, ModelCache)
+    checks.instance("store", store, SnapshotStore)
+    checks.instance("changes", changes, SlotChanges)
+    check_rows(cache, changes.slots, changes.length_tokens, changes.block_table)  # type: ignore
+    slots, blocks = cache.max_requests, cache.num_blocks
+    for name, high in (
+        ("copy_from", slots),
+        ("copy_to", slots),
+        ("block_from", blocks),
+        ("block_to", blocks),
+        ("load_slots", slots),
+        ("load_places", store.num_snapshots),
+        ("load_ends", cache.max_context_tokens + 1),
+    ):
+        checks.array(name, getattr(changes, name), (slots,))
+        checks.in_range(name, getattr(changes, name), -1, high)
     source = jnp.maximum(changes.copy_from, 0)
     copied = jax.tree.map(lambda plane: plane[:, source], cache.state)
     block_source = jnp.maximum(changes.block_from, 0)

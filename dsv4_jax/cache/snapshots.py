@@ -16,6 +16,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from dsv4_jax import checks
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.new_tokens import NewTokens, Projections
 from dsv4_jax.cache.poison import poison_of
@@ -65,8 +66,8 @@ def init_snapshot_store(cache: ModelCache, num_snapshots: int) -> SnapshotStore:
     Raises:
       ValueError: the number is negative.
     """
-    if num_snapshots < 0:
-        raise ValueError(f"num_snapshots must not be negative, got {num_snapshots}")
+    checks.instance("cache", cache, ModelCache)
+    num_snapshots = checks.integer("num_snapshots", num_snapshots, 0)
 
     def empty(plane: jax.Array, rows: int, width: int | None = None) -> jax.Array:
         rest = plane.shape[3:] if width is None else (width,)
@@ -109,7 +110,21 @@ def save_snapshots(
 
     Returns:
       The store.
+
+    Raises:
+      ValueError: an argument has another type, shape or dtype or, outside jit, `plan` names a place
+        that is not there.
     """
+    checks.instance("store", store, SnapshotStore)
+    checks.instance("call", call, CallIndices)
+    checks.instance("plan", plan, SnapshotPlan)
+    for name, high in (
+        ("rows", call.row_slots.shape[0]),
+        ("ends", checks.INT32_MAX),
+        ("places", store.num_snapshots),
+    ):
+        checks.array(name, getattr(plan, name), (None,))
+        checks.in_range(name, getattr(plan, name), -1, high)
     if not store.num_snapshots:
         return store
     row = jnp.clip(plan.rows, 0, call.row_slots.shape[0] - 1)
@@ -177,7 +192,21 @@ def load_snapshots(
 
     Returns:
       The cache's state pools.
+
+    Raises:
+      ValueError: an argument has another type, shape or dtype or, outside jit, names a slot or a
+        place that is not there.
     """
+    checks.instance("store", store, SnapshotStore)
+    num_slots = next(iter(state.values())).num_slots
+    for name, array, high in (
+        ("slots", slots, num_slots),
+        ("places", places, store.num_snapshots),
+        ("ends", ends, checks.INT32_MAX),
+    ):
+        checks.array(name, array, (None,))
+        checks.in_range(name, array, -1, high)
+    checks.no_slot_twice("slots", slots)
     if not store.num_snapshots:
         return dict(state)
     loaded = {}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from dsv4_jax import checks
 from dsv4_jax.cache.paged_cache import zeros
 from dsv4_jax.cache.schema import LayerCacheSchema
 from dsv4_jax.config.layer_types import AttentionType
@@ -59,11 +61,18 @@ class StateCachePool:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
     def reset_slot(self, slot: jax.Array | int) -> StateCachePool:
-        """Empties one slot."""
+        """Empties one slot; -1 is none."""
+        if not isinstance(slot, jax.Array | np.ndarray):
+            slot = checks.integer("slot", slot, -1, self.num_slots - 1)
+        else:
+            checks.array("slot", slot, ())
+        checks.in_range("slot", slot, -1, self.num_slots)
         return self.reset_slots(jnp.asarray(slot, jnp.int32)[None])
 
     def reset_slots(self, slots: jax.Array) -> StateCachePool:
         """Empties slots i32[U]; -1 empties nothing."""
+        checks.array("slots", slots, (None,))
+        checks.in_range("slots", slots, -1, self.num_slots)
         dropped = jnp.where(slots < 0, self.num_slots, slots)
         fresh = init_state_pool(self.schema, 1)
 
@@ -86,10 +95,9 @@ def init_state_pool(
     Raises:
       ValueError: a size is below 1.
     """
-    if max_requests < 1 or num_layers < 1:
-        raise ValueError(
-            f"max_requests and num_layers must be at least 1, got {max_requests} and {num_layers}"
-        )
+    checks.instance("schema", schema, LayerCacheSchema)
+    max_requests = checks.integer("max_requests", max_requests, 1)
+    num_layers = checks.integer("num_layers", num_layers, 1)
     lead = (num_layers, max_requests)
     tail = index_tail = running = None
     if schema.attn_type == AttentionType.CSA:

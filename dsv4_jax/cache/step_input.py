@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import flax.struct
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from dsv4_jax import checks
 from pallas_kernels.common.call import CallIndices
 
 
@@ -33,8 +33,11 @@ def check_step_input(step_input: StepInput, *, vocab_size: int, num_slots: int) 
       ValueError: a field has another shape or dtype, or a value out of range.
     """
     fields = ("token_ids", "request_ids", "request_slots")
+    checks.instance("step_input", step_input, StepInput)
     for name in fields:
         array = getattr(step_input, name)
+        if not hasattr(array, "dtype"):
+            checks.refuse(name, "an array i32[n]", array, "pass it through jnp.asarray")
         if array.ndim != 1 or array.dtype != jnp.int32:
             raise ValueError(f"{name} must be i32 of rank 1, got {array.dtype}{list(array.shape)}")
     if step_input.token_ids.shape != step_input.request_ids.shape:
@@ -45,17 +48,57 @@ def check_step_input(step_input: StepInput, *, vocab_size: int, num_slots: int) 
     if not step_input.token_ids.shape[0] or not step_input.request_slots.shape[0]:
         raise ValueError("a step needs at least one token and one row; pad with request_ids -1")
     num_rows = step_input.request_slots.shape[0]
-    _check_range("request_ids", step_input.request_ids, -1, num_rows)
-    _check_range("token_ids", step_input.token_ids, 0, vocab_size)
-    _check_range("request_slots", step_input.request_slots, -1, num_slots)
-    slots, rows = known_values(step_input.request_slots), known_values(step_input.request_ids)
-    if slots is not None and len(set(slots[slots >= 0])) < np.sum(slots >= 0):
-        raise ValueError(f"request_slots must hold no slot twice, got {slots}")
+    checks.in_range("request_ids", step_input.request_ids, -1, num_rows)
+    checks.in_range("token_ids", step_input.token_ids, 0, vocab_size)
+    checks.in_range("request_slots", step_input.request_slots, -1, num_slots)
+    checks.no_slot_twice("request_slots", step_input.request_slots)
+    rows = checks.known_values(step_input.request_ids)
     if rows is not None:
         runs = rows[np.flatnonzero(np.diff(rows, prepend=-1))]
         if len(set(runs[runs >= 0])) < np.sum(runs >= 0):
             raise ValueError(
                 f"request_ids must keep each row's tokens next to each other, got {rows}"
+            )
+
+
+def check_room(
+    step_input: StepInput,
+    length_tokens: jax.Array,
+    block_table: jax.Array,
+    *,
+    block_tokens: int,
+    needs_blocks: bool,
+    num_steps: int = 1,
+) -> None:
+    """Refuses, outside jit, tokens that no block is there for: a step would drop them.
+
+    Args:
+      step_input: a call that `check_step_input` has passed.
+      length_tokens: i32[NS], of the cache.
+      block_table: i32[NS, LB], of the cache.
+      block_tokens: tokens of a block.
+      needs_blocks: some layer keeps entries in blocks.
+      num_steps: how often the call is repeated, each time behind the last one.
+
+    Raises:
+      ValueError: a row's tokens do not fit behind what its slot holds.
+    """
+    arrays = (step_input.request_ids, step_input.request_slots, length_tokens, block_table)
+    ids, slots, lengths, table = map(checks.known_values, arrays)
+    if ids is None or slots is None or lengths is None or table is None:
+        return
+    counts = np.bincount(ids[ids >= 0], minlength=len(slots)) * num_steps
+    for row in np.flatnonzero((slots >= 0) & (counts > 0)):
+        slot = int(slots[row])
+        blocks = (
+            int(np.argmin(np.append(table[slot] >= 0, False))) if needs_blocks else len(table[slot])
+        )
+        length, added, room = int(lengths[slot]), int(counts[row]), blocks * block_tokens
+        if length + added > room:
+            raise ValueError(
+                f"token_ids must fit into their slots' blocks, got {added} tokens for slot {slot}, "
+                f"which holds {length} of {room}; give it blocks (update_slots or "
+                "KVCacheManager.extend), or build a cache with a longer context"
             )
 
 
@@ -99,17 +142,3 @@ def index_call(
         block_table=jnp.where(live[:, None], block_table[safe_slots], -1),
         max_row_tokens=max_row_tokens,
     )
-
-
-def known_values(array: jax.Array) -> np.ndarray | None:
-    """The values of an array, or None for one that is being traced."""
-    return None if isinstance(array, jax.core.Tracer) else np.asarray(array)
-
-
-def _check_range(name: str, array: jax.Array, low: int, high: int) -> None:
-    values = known_values(array)
-    if values is None:
-        return
-    wrong = values[(values < low) | (values >= high)]
-    if wrong.size:
-        raise ValueError(f"{name} must be in {low}..{high - 1}, got {int(wrong[0])}")

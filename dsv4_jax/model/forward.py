@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 
+from dsv4_jax import checks
 from dsv4_jax.attention.full_sequence import Selector, attend_full_sequence, select_by_score
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import layer_schedule
@@ -14,8 +14,8 @@ from dsv4_jax.model.hyper_connections import Residual
 from dsv4_jax.model.params import DSV4Params, LayerParams
 from dsv4_jax.model.trunk import block, embed, head
 from pallas_kernels.common.backend import Backend
-from pallas_kernels.common.formats import get_cache_format
-from pallas_kernels.common.weights import with_activations
+from pallas_kernels.common.formats import CACHE_FORMATS, get_cache_format
+from pallas_kernels.common.weights import ACTIVATIONS, with_activations
 
 
 def forward(
@@ -42,11 +42,11 @@ def forward(
       f32[B, T, V].
 
     Raises:
-      ValueError: `token_ids` has another rank or dtype, or there is no such format or form.
+      ValueError: `token_ids` has another rank or dtype or, outside jit, an id is out of range; an
+        argument is of another type; or there is no such format or form.
 
     Source: deepseek_v4.md section 1.1.
     """
-    params = with_activations(params, activations)
     streams = forward_streams(
         params,
         token_ids,
@@ -55,6 +55,7 @@ def forward(
         selector=selector,
         activations=activations,
     )
+    params = with_activations(params, activations)
     return head(params.hc_head, params.norm, params.head, streams, config)
 
 
@@ -68,12 +69,17 @@ def forward_streams(
     activations: str = DEFAULT_ACTIVATIONS,
 ) -> jax.Array:
     """The residual streams [B, T, S, D] before the head; arguments as in `forward`."""
+    checks.instance("config", config, DSV4Config)
+    checks.instance("params", params, DSV4Params)
+    if getattr(token_ids, "ndim", 2) != 2:
+        checks.refuse("token_ids", "i32[B, T]", token_ids, "add a batch axis")
+    checks.array("token_ids", token_ids, (None, None), "iu")
+    checks.in_range("token_ids", token_ids, 0, config.vocab_size)
+    checks.choice("activations", activations, ACTIVATIONS)
+    checks.choice("cache_format", cache_format, tuple(CACHE_FORMATS))
+    if not callable(selector):
+        checks.refuse("selector", "a function", selector)
     params = with_activations(params, activations)
-    if token_ids.ndim != 2 or not jnp.issubdtype(token_ids.dtype, jnp.integer):
-        raise ValueError(
-            f"token_ids must be i32[B, T], got {token_ids.dtype}{list(token_ids.shape)}; "
-            "add a batch axis"
-        )
     fmt = get_cache_format(cache_format)
     residual = Residual.start(embed(params, token_ids, config))
     chosen = None  # entries that the last CSA layer selected

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dsv4_jax import checks
 from dsv4_jax.attention.params import AttentionParams, attention_shapes, f32_shape
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import LayerSpec, layer_schedule
@@ -164,6 +165,8 @@ def unstack_layers(params: DSV4Params, *, donate: bool = False) -> DSV4Params:
     Returns:
       The same parameters; `layers` holds tuples.
     """
+    checks.instance("params", params, DSV4Params)
+    donate = checks.flag("donate", donate)
 
     def unstack(stack: Any) -> list[Any]:
         if isinstance(stack, jax.ShapeDtypeStruct):
@@ -264,7 +267,15 @@ def init_params(config: DSV4Config, key: jax.Array, dtype: Any = jnp.float32) ->
     Returns:
       Matrices with variance 1 / fan-in, norms near 1, biases and sinks of order 1, hash tables of
       distinct experts.
+
+    Raises:
+      ValueError: an argument is of another type, or the dtype none of f32, bf16 and f16.
     """
+    checks.instance("config", config, DSV4Config)
+    kind = getattr(key, "dtype", np.dtype(bool))
+    if not (jnp.issubdtype(kind, jax.dtypes.prng_key) or kind == np.uint32):
+        checks.refuse("key", "a PRNG key", key, "make one with jax.random.key(0)")
+    dtype = _float_dtype(dtype)
     leaves, treedef = jax.tree.flatten_with_path(param_shapes(config, dtype))
     keys = jax.random.split(key, len(leaves))
     host = np.random.default_rng(np.asarray(jax.random.key_data(key)))
@@ -273,6 +284,17 @@ def init_params(config: DSV4Config, key: jax.Array, dtype: Any = jnp.float32) ->
         name = jax.tree_util.keystr(path).rsplit(".", 1)[-1]
         params.append(_init_leaf(name, leaf, leaf_key, host, config))
     return jax.tree.unflatten(treedef, params)
+
+
+def _float_dtype(dtype: Any) -> Any:
+    try:
+        known = dtype is not None and not isinstance(dtype, np.generic)
+        known = known and jnp.dtype(dtype).name in ("float32", "bfloat16", "float16")
+    except TypeError:
+        known = False
+    if not known:
+        checks.refuse("dtype", "float32, bfloat16 or float16", dtype)
+    return dtype
 
 
 def _init_leaf(

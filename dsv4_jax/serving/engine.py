@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Unpack
 
 import jax
 from jax.typing import DTypeLike
 from tokenizers import Tokenizer
 
+from dsv4_jax import checks
 from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
 from dsv4_jax.checkpoint.load import load_checkpoint
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
+from dsv4_jax.model.check_params import check_params
 from dsv4_jax.model.params import DSV4Params, unstack_layers
 from dsv4_jax.serving.engine_core import EngineCore
-from dsv4_jax.serving.prompts import check_length, encode_prompt, resolve_sampling
-from dsv4_jax.serving.request import Completion, Request, Token
+from dsv4_jax.serving.prompts import list_prompts
+from dsv4_jax.serving.request import Completion
 from dsv4_jax.serving.sizing import plan_engine
 from dsv4_jax.serving.text import load_tokenizer
+from dsv4_jax.serving.token_stream import TokenStream
 from dsv4_jax.step.sampling import SamplingFields, SamplingParams, sampling_of_rows
 
 
@@ -27,8 +31,9 @@ class Engine(EngineCore):
     """Generates text for prompts of any lengths; they may come and go at any time.
 
     `submit` queues a request, `step` serves all of them once, `stream` and `completion` give
-    results, `cancel` ends one early, and `generate` does all of that for a list of prompts. One
-    thread at a time. `EngineCore` says when a request is admitted and when it gives way.
+    results, `cancel` ends one early, and `generate` does all of that for a list of prompts.
+    `EngineCore` says when a request is admitted and when it gives way, that there is one call at a
+    time, and what holds after one that raised.
 
     Attributes:
       config: the model.
@@ -93,8 +98,15 @@ class Engine(EngineCore):
           tokenizer: for prompts that are text, and for the text of completions.
 
         Raises:
-          ValueError: an argument is out of range, or there is no such format or form.
+          ValueError: an argument is of another type or out of range, there is no such format or
+            form, or `params` are not those of `config`; nothing was allocated.
         """
+        checks.instance("config", config, DSV4Config)
+        checks.instance("params", params, DSV4Params)
+        check_params(config, params)
+        if tokenizer is not None:
+            checks.instance("tokenizer", tokenizer, Tokenizer)
+        unroll = _unrolls(unroll)
         plan = plan_engine(
             config,
             has_draft_block=params.mtp is not None,
@@ -112,7 +124,7 @@ class Engine(EngineCore):
             gpu_memory_fraction=gpu_memory_fraction,
             debug=debug,
         )
-        if _unrolls(unroll):
+        if unroll:
             params = unstack_layers(params)
         super().__init__(config, params, plan, tokenizer=tokenizer)
 
@@ -141,7 +153,14 @@ class Engine(EngineCore):
           follow_links: reads files that are links out of the directory, as in `load_checkpoint`.
           unroll: as in `Engine`, but nothing is in memory twice.
           **options: further arguments of `Engine`.
+
+        Raises:
+          ValueError: an argument is out of range, or the checkpoint cannot be read.
+          TypeError: `Engine` has no such argument.
         """
+        unrolls = _unrolls(unroll)
+        # Before minutes of loading.
+        inspect.signature(cls).bind(None, None, tokenizer=None, unroll=unroll, **options)
         tokenizer = load_tokenizer(path, follow_links=follow_links)
         config, params = load_checkpoint(
             path,
@@ -151,15 +170,15 @@ class Engine(EngineCore):
             check_weights=check_weights,
             follow_links=follow_links,
         )
-        if _unrolls(unroll):
+        if unrolls:
             params = unstack_layers(params, donate=True)
         return cls(config, params, tokenizer=tokenizer, unroll=unroll, **options)
 
-    def stream(self, *request_ids: int) -> Iterator[Token]:
+    def stream(self, *request_ids: int) -> TokenStream:
         """Tokens of submitted requests as they are drawn, until all have ended.
 
         It steps the engine, and so serves all requests. Closing it cancels those that have not
-        ended. `completion` takes the results.
+        ended. `completion` takes the results. See `TokenStream`.
 
         Raises:
           ValueError: there is no such request.
@@ -168,9 +187,12 @@ class Engine(EngineCore):
         for request_id in request_ids:
             request = self._find(request_id)
             if request is None:
-                raise ValueError(f"request {request_id} has been taken already")
+                raise ValueError(
+                    "request_id must be of a request whose completion has not been taken, "
+                    f"got {checks.shown(request_id)}"
+                )
             requests.append(request)
-        return self._stream(requests)
+        return TokenStream(self, requests)
 
     def generate(
         self,
@@ -182,7 +204,8 @@ class Engine(EngineCore):
         """Completes prompts; a prompt's result does not depend on the others.
 
         Args:
-          prompts: token ids, or text if the engine has a tokenizer; any lengths.
+          prompts: a list, each item token ids or, if the engine has a tokenizer, text; any
+            lengths. One text is no list.
           sampling: how they draw and what ends them: one, or one per prompt; None is the defaults.
           **fields: fields of `SamplingParams`, such as `max_new_tokens=64` or `temperature=0.7`,
             that replace those of `sampling`; `seed` may be one per prompt.
@@ -194,15 +217,13 @@ class Engine(EngineCore):
           ValueError: a prompt is empty, too long, or holds an unknown token, or a setting is out
             of range; nothing was started.
         """
+        prompts = list_prompts(prompts)
         rows = sampling_of_rows(len(prompts), sampling, row_name="prompt", **fields)
-        encoded = []
-        for idx, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
-            name = f"prompts[{idx}]"
-            encoded.append(encode_prompt(prompt, self.config, self.tokenizer, name=name))
-            check_length(len(encoded[-1]), row.max_new_tokens, self._plan.pools, name=name)
-            resolve_sampling(row, self.config, self.tokenizer)
-        ids = [self.submit(prompt, sampling=row) for prompt, row in zip(encoded, rows, strict=True)]
-        requests = [self._requests[request_id] for request_id in ids]
+        checked = [
+            self._check(prompt, row, name=f"prompts[{idx}]")
+            for idx, (prompt, row) in enumerate(zip(prompts, rows, strict=True))
+        ]
+        requests = self._submit_all(checked)
         try:
             while any(request.finish_reason is None for request in requests):
                 self.step()
@@ -212,18 +233,8 @@ class Engine(EngineCore):
                 self.cancel(request.request_id)
                 self._requests.pop(request.request_id, None)
 
-    def _stream(self, requests: Sequence[Request]) -> Iterator[Token]:
-        try:
-            while any(request.finish_reason is None or request.events for request in requests):
-                for request in requests:
-                    while request.events:
-                        yield request.events.popleft()
-                if any(request.finish_reason is None for request in requests):
-                    self.step()
-        finally:
-            for request in requests:
-                self.cancel(request.request_id)
-
 
 def _unrolls(wanted: bool | None) -> bool:
-    return jax.default_backend() == "gpu" if wanted is None else wanted
+    if wanted is None:
+        return jax.default_backend() == "gpu"
+    return checks.flag("unroll", wanted)

@@ -2,27 +2,46 @@
 
 from __future__ import annotations
 
+import collections
+import threading
 import time
 from collections.abc import Sequence
 from typing import Unpack
 
+import numpy as np
 from tokenizers import Tokenizer
 
+from dsv4_jax import checks
 from dsv4_jax.allocator.verify import Report
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import DSV4Params
+from dsv4_jax.serving.calls import UndoLog, exclusive
 from dsv4_jax.serving.loop import ServingLoop
 from dsv4_jax.serving.metrics import Metrics, count_compiles
-from dsv4_jax.serving.prompts import check_length, encode_prompt, resolve_sampling
+from dsv4_jax.serving.prompts import (
+    MAX_SALT_CHARS,
+    check_length,
+    encode_prompt,
+    resolve_sampling,
+)
 from dsv4_jax.serving.request import Completion, Request, Token
 from dsv4_jax.serving.runner import StepRunner
 from dsv4_jax.serving.sizing import EnginePlan
+from dsv4_jax.serving.suspects import Suspects
 from dsv4_jax.step.sampling import SamplingFields, SamplingParams, sampling_of_rows
 
 
 class EngineCore:
-    """Serves requests on a cache of planned sizes. One thread at a time.
+    """Serves requests on a cache of planned sizes.
+
+    One call at a time: a second one, from another thread, a signal handler or a tokenizer, raises
+    `RuntimeError` and has touched nothing. Each call does all or nothing: where one raises, be it
+    `KeyboardInterrupt` at any place, requests and metrics are as they were before it. The next call
+    then empties the cache, and what ran is computed again from the tokens it has, to the same
+    tokens. Where a stream or `generate` does several steps, each is a call in this sense. Only an
+    interrupt in the few instructions between the end of a call and its caller finds the call done
+    and its result lost.
 
     A request is admitted when a slot and blocks for its prompt are free, oldest first; it gets
     further blocks before the steps that need them, and the youngest gives its own back if there
@@ -53,20 +72,28 @@ class EngineCore:
         self._plan = plan
         self._compiles_before = count_compiles()
         self._runner = StepRunner(params, plan)
-        self._loop = ServingLoop(self._runner, plan, tokenizer=tokenizer, metrics=self.metrics)
+        self._undo = UndoLog(self.metrics, *self.metrics.histograms)
+        self._loop = ServingLoop(
+            self._runner, plan, tokenizer=tokenizer, metrics=self.metrics, undo=self._undo
+        )
         self._requests: dict[int, Request] = {}
+        self._suspects = Suspects()
         self._next_id = 0
+        self._lock = threading.Lock()
+        self._dropped: collections.deque[int] = collections.deque()
 
     @property
     def cache(self) -> ModelCache:
-        """The cache as it is now, to look into; the next step donates it."""
+        """The cache as it is now, to look into; the next call may take it."""
         return self._runner.cache
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that run or wait."""
-        return len(self._loop.queue.running) + len(self._loop.queue.waiting)
+        """Requests that run or wait; while a call is in progress, those there were before it."""
+        metrics = self._undo.before(self.metrics)
+        return metrics["running"] + metrics["waiting"]
 
+    @exclusive
     def warmup(self) -> list[tuple[str, float]]:
         """Compiles every program that serving can need.
 
@@ -78,10 +105,12 @@ class EngineCore:
         """
         if self._loop.queue.running:
             raise RuntimeError(f"warmup before requests run; {len(self._loop.queue.running)} do")
-        times = self._runner.warmup()
-        self.metrics.compiles = count_compiles() - self._compiles_before
-        return times
+        with self._undo:
+            times = self._runner.warmup()
+            self._count_compiles()
+            return times
 
+    @exclusive
     def submit(
         self,
         prompt: str | Sequence[int],
@@ -96,7 +125,7 @@ class EngineCore:
         Args:
           prompt: token ids, or text if the engine has a tokenizer.
           sampling: how it draws and what ends it; None is the defaults.
-          salt: prefixes are shared among requests of one salt only.
+          salt: prefixes are shared among requests of one salt only; at most 1,024 characters.
           speculate: checks drafts, if the engine makes any; it changes speed, never tokens.
           **fields: fields of `SamplingParams`, such as `max_new_tokens=64` or `temperature=0.7`,
             that replace those of `sampling`.
@@ -108,23 +137,18 @@ class EngineCore:
           ValueError: the prompt is empty, holds an unknown token or can never fit, or a setting is
             out of range; nothing was queued.
         """
-        ids = encode_prompt(prompt, self.config, self.tokenizer, name="prompt")
-        (sampling,) = sampling_of_rows(1, sampling, row_name="prompt", **fields)
-        check_length(len(ids), sampling.max_new_tokens, self._plan.pools, name="prompt")
-        sampling = resolve_sampling(sampling, self.config, self.tokenizer)
-        request = Request(
-            self._next_id,
-            ids,
-            sampling,
-            time.perf_counter(),
-            salt=salt.encode(),
-            speculate=speculate,
-        )
-        self._register(request)
-        self.metrics.prompt_tokens += len(ids)
-        self._loop.enqueue(request)
-        return request.request_id
+        if sampling is not None:
+            checks.instance("sampling", sampling, SamplingParams)
+        if not isinstance(fields.get("seed", 0), int | np.integer):
+            checks.refuse("seed", "an integer", fields.get("seed"))
+        salt = checks.text("salt", salt, max_chars=MAX_SALT_CHARS)
+        speculate = checks.flag("speculate", speculate)
+        (row,) = sampling_of_rows(1, sampling, row_name="prompt", **fields)
+        ids, row = self._check(prompt, row, name="prompt")
+        with self._undo:
+            return self._add(ids, row, salt=salt.encode(), speculate=speculate).request_id
 
+    @exclusive
     def fork(self, request_id: int, *, seed: int) -> int:
         """A second request that goes on from what the first has drawn so far.
 
@@ -138,16 +162,19 @@ class EngineCore:
           Id of the new request; what was drawn before is part of its completion.
 
         Raises:
-          ValueError: there is no such unfinished request.
+          ValueError: there is no such unfinished request, or the seed is no integer.
         """
+        seed = checks.integer("seed", seed, high=None)
         request = self._find(request_id)
         if request is None or request.finish_reason is not None:
             raise ValueError(f"request_id must be of an unfinished request, got {request_id}")
-        new = request.branch(self._next_id, seed, time.perf_counter())
-        self._register(new)
-        self._loop.fork(request, new)
-        return new.request_id
+        with self._undo:
+            new = request.branch(self._next_id, seed, time.perf_counter())
+            self._register(new)
+            self._loop.fork(request, new)
+            return new.request_id
 
+    @exclusive
     def cancel(self, request_id: int) -> bool:
         """Ends a request early; its stream ends, and its completion has what was drawn so far.
 
@@ -160,10 +187,9 @@ class EngineCore:
         request = self._find(request_id)
         if request is None or request.finish_reason is not None:
             return False
-        request.finish_reason = "cancelled"
-        self._loop.end(request)
-        return True
+        return self._end(request, "cancelled")
 
+    @exclusive
     def preempt(self, request_id: int) -> bool:
         """Makes a running request give its slot and blocks back and wait; whether it was running.
 
@@ -173,9 +199,11 @@ class EngineCore:
         request = self._find(request_id)
         if request is None or request.slot < 0:
             return False
-        self._loop.preempt(request)
-        return True
+        with self._undo:
+            self._loop.preempt(request)
+            return True
 
+    @exclusive
     def step(self) -> list[Token]:
         """Serves every running request once, and admits waiting ones.
 
@@ -184,14 +212,38 @@ class EngineCore:
 
         Raises:
           CacheError: in debug mode, the cache is not what it should be.
-          Exception: what the device or the tokenizer raised. Requests it did not concern go on
-            with the next call; if the cache was lost, all are computed again.
+          Exception: what the device raised; nothing was drawn, and all requests go on with the next
+            call. If that fails too, the next steps serve the requests one by one, and who fails
+            alone ends with "error". What a tokenizer or a stop text raises ends its request at
+            once; `Completion.error` has it.
         """
-        try:
-            return self._loop.step()
-        finally:
-            self.metrics.compiles = count_compiles() - self._compiles_before
+        return self._step()
 
+    @exclusive
+    def _next_token(self, requests: Sequence[Request]) -> Token:
+        """The next token that no stream has given, of the first request that has one.
+
+        It steps until there is one.
+
+        Raises:
+          StopIteration: all have ended.
+        """
+        while True:
+            for request in requests:
+                if request.num_given < request.num_drawn:
+                    with self._undo:
+                        self._undo.save(request)
+                        request.num_given += 1
+                        return request.token(request.num_given - 1)
+            if all(request.finish_reason is not None for request in requests):
+                raise StopIteration
+            self._step()
+
+    def _drop(self, request_id: int) -> None:
+        """Cancels a request when the engine is called next; from any thread, at any time."""
+        self._dropped.append(request_id)
+
+    @exclusive
     def completion(self, request_id: int) -> Completion:
         """What a finished request got; it is forgotten.
 
@@ -200,21 +252,95 @@ class EngineCore:
         """
         request = self._find(request_id)
         if request is None or request.finish_reason is None:
-            raise ValueError(f"request {request_id} has not finished, or has been taken already")
-        del self._requests[request_id]
-        return request.completion(self.tokenizer)
+            raise ValueError(
+                f"request_id must be of a request that can be taken, and {request_id} has not "
+                "finished, or has been taken already"
+            )
+        completion = request.completion(self.tokenizer)
+        with self._undo:
+            self._undo.save_item(self._requests, request.request_id)
+            del self._requests[request.request_id]
+            return completion
 
+    @exclusive
     def verify(self) -> Report:
         """Checks the whole cache now; see `verify_cache`."""
-        return self._loop.verify()
+        with self._undo:
+            return self._loop.verify()
+
+    def _settle(self) -> None:
+        """What is left of calls that raised, and of streams that were dropped."""
+        if self._undo.stands:
+            self._undo.roll_back()
+            unfinished = [one for one in self._requests.values() if one.finish_reason is None]
+            self._loop.restart(unfinished)
+            self._undo.forget()
+        while self._dropped:
+            request = self._requests.get(self._dropped[0])
+            if request is not None and request.finish_reason is None:
+                self._end(request, "cancelled")
+            self._dropped.popleft()
+
+    def _step(self) -> list[Token]:
+        suspect = self._suspects.next()
+        try:
+            with self._undo:
+                tokens = self._loop.step(suspect)
+                self._count_compiles()
+                self._suspects.clear(suspect)
+                return tokens
+        except Exception as error:
+            if suspect is not None and suspect.finish_reason is None:
+                self._settle()
+                self._end(suspect, "error", error)
+            elif not self._suspects.fail(self._requests.values()):
+                raise
+            return []
+
+    def _end(self, request: Request, reason: str, error: Exception | None = None) -> bool:
+        with self._undo:
+            self._undo.save(request)
+            request.finish_reason, request.error = reason, error
+            self._loop.end(request)
+            return True
+
+    def _count_compiles(self) -> None:
+        self.metrics.compiles = count_compiles() - self._compiles_before
+
+    def _check(
+        self, prompt: str | Sequence[int], row: SamplingParams, *, name: str
+    ) -> tuple[np.ndarray, SamplingParams]:
+        """A prompt's ids and settings that this engine can serve; else a `ValueError`."""
+        ids = encode_prompt(prompt, self.config, self.tokenizer, name=name)
+        check_length(len(ids), row.max_new_tokens, self._plan.pools, name=name)
+        return ids, resolve_sampling(row, self.config, self.tokenizer)
+
+    @exclusive
+    def _submit_all(self, checked: Sequence[tuple[np.ndarray, SamplingParams]]) -> list[Request]:
+        """Queues all of what `_check` has passed, or none."""
+        with self._undo:
+            return [self._add(ids, row) for ids, row in checked]
+
+    def _add(
+        self, ids: np.ndarray, row: SamplingParams, *, salt: bytes = b"", speculate: bool = True
+    ) -> Request:
+        request = Request(
+            self._next_id, ids, row, time.perf_counter(), salt=salt, speculate=speculate
+        )
+        self._register(request)
+        self.metrics.prompt_tokens += len(ids)
+        self._loop.enqueue(request)
+        return request
 
     def _register(self, request: Request) -> None:
+        self._undo.save_item(vars(self), "_next_id")
+        self._undo.save_item(self._requests, request.request_id)
         self._requests[request.request_id] = request
         self._next_id = request.request_id + 1
         self.metrics.submitted += 1
 
     def _find(self, request_id: int) -> Request | None:
         """The request, or None if it was taken already."""
-        if not 0 <= request_id < self._next_id:
-            raise ValueError(f"request_id must be one that submit gave, got {request_id}")
+        rule = "one that submit gave"
+        request_id = checks.integer("request_id", request_id, 0, self._next_id - 1, rule=rule)
         return self._requests.get(request_id)

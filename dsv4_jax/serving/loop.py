@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -10,6 +11,7 @@ from tokenizers import Tokenizer
 from dsv4_jax.allocator.manager import KVCacheManager
 from dsv4_jax.allocator.seals import Seals
 from dsv4_jax.allocator.verify import Report, verify_cache
+from dsv4_jax.serving.calls import UndoLog
 from dsv4_jax.serving.metrics import Metrics
 from dsv4_jax.serving.request import Request, Token
 from dsv4_jax.serving.request_queue import RequestQueue
@@ -27,7 +29,8 @@ class ServingLoop:
     """Serves requests by steps.
 
     The order of a step: admit, reserve blocks, plan, bring changes to the device, run, and only
-    then count. A step that raises has counted nothing.
+    then count. Every method but `restart` belongs to a change of the `UndoLog`; after one that
+    raised, `restart` makes queue, manager and arrays anew from what the requests know.
 
     Attributes:
       runner: the device's side.
@@ -42,6 +45,7 @@ class ServingLoop:
         *,
         tokenizer: Tokenizer | None,
         metrics: Metrics,
+        undo: UndoLog,
     ) -> None:
         """Starts without requests.
 
@@ -50,15 +54,17 @@ class ServingLoop:
           plan: sizes of the engine.
           tokenizer: for stop texts, or None.
           metrics: counters of the engine.
+          undo: where the change in progress saves what it changes of requests.
         """
         self.runner = runner
         self.metrics = metrics
         self._plan = plan
         self._tokenizer = tokenizer
+        self._undo = undo
         self._seals: Seals | None = None
         self._evicted_before = (0, 0)
         self.queue = RequestQueue(
-            self._new_manager(), draft_tokens=plan.draft_tokens, metrics=metrics
+            self._new_manager(), draft_tokens=plan.draft_tokens, metrics=metrics, undo=undo
         )
         self._update_gauges()
 
@@ -80,8 +86,8 @@ class ServingLoop:
     def end(self, request: Request) -> None:
         """A request that has a finish reason leaves slot or queue."""
         self.queue.remove(request)
-        reason = request.finish_reason or "error"
-        self.metrics.finished[reason] = self.metrics.finished.get(reason, 0) + 1
+        reason, finished = request.finish_reason or "error", self.metrics.finished
+        self.metrics.finished = finished | {reason: finished.get(reason, 0) + 1}
         self._update_gauges()
 
     def preempt(self, request: Request) -> None:
@@ -89,40 +95,35 @@ class ServingLoop:
         self.queue.preempt(request)
         self._update_gauges()
 
-    def step(self) -> list[Token]:
-        """Serves every running request once; see `Engine.step`."""
+    def restart(self, requests: Sequence[Request]) -> None:
+        """Everything is empty, and the unfinished requests wait, as they are."""
+        self._evicted_before = (self.metrics.evicted_blocks, self.metrics.evicted_snapshots)
+        self.runner.rebuild()
+        self.queue.restart(self._new_manager(), requests)
+        self._seals = None
+        self._update_gauges()
+
+    def step(self, alone: Request | None = None) -> list[Token]:
+        """Serves every running request once, or one alone if it runs; see `Engine.step`."""
         self.queue.admit()
         self.queue.reserve()
         self._update_gauges()
         running = self.queue.running
         if not running:
             return []
+        if alone is not None and alone.slot >= 0:
+            running = {alone.slot: alone}
         plan = plan_step(
-            self._needs(), sizes=self._plan.step_sizes, plain_size=self._plan.plain_size
+            self._needs(running), sizes=self._plan.step_sizes, plain_size=self._plan.plain_size
         )
-        boundaries: list[Boundary] = []
-        is_applied = False
-        try:
-            self.runner.apply(self.manager)
-            is_applied = True
-            if not plan.is_plain:
-                boundaries = self._take_boundaries(plan)
-            lengths = self.manager.length_tokens
-            result = self.runner.run(plan, running, lengths, boundaries)
-        except BaseException:
-            self._recover(boundaries, is_lost=self.runner.is_lost or not is_applied)
-            raise
+        self.runner.apply(self.manager)
+        boundaries = [] if plan.is_plain else self._take_boundaries(plan)
+        result = self.runner.run(plan, running, self.manager.length_tokens, boundaries)
         self.metrics.steps += 1
-        try:
-            tokens, failure = self._collect(plan, result, boundaries)
-        except BaseException:
-            self._recover([], is_lost=True)  # the device is ahead of what was counted
-            raise
+        tokens = self._collect(plan, result, boundaries)
         self._update_gauges()
         if self._plan.debug:
             self._verify()
-        if failure is not None:
-            raise failure
         return tokens
 
     def verify(self) -> Report:
@@ -143,9 +144,9 @@ class ServingLoop:
             poison=self._plan.debug,
         )
 
-    def _needs(self) -> list[RowNeed]:
+    def _needs(self, running: dict[int, Request]) -> list[RowNeed]:
         needs = []
-        for request in self.queue.by_age():
+        for request in sorted(running.values(), key=lambda request: request.request_id):
             length = int(self.manager.length_tokens[request.slot])
             pending = request.num_known - length
             assert pending > 0, f"slot {request.slot} holds {length} of {request.num_known} tokens"
@@ -166,13 +167,9 @@ class ServingLoop:
 
     def _collect(
         self, plan: StepPlan, result: StepResult, boundaries: list[Boundary]
-    ) -> tuple[list[Token], Exception | None]:
-        """Counts what the step did, shares full blocks, and hands out the tokens.
-
-        Returns:
-          The tokens, and what was raised for one request alone.
-        """
-        now, tokens, failure = time.perf_counter(), [], None
+    ) -> list[Token]:
+        """Counts what the step did, shares full blocks, and hands out the tokens."""
+        now, tokens = time.perf_counter(), []
         rows = [(row, self.queue.running[row.slot]) for row in plan.rows]
         for row, request in rows:
             self._count(row, request, result)
@@ -182,16 +179,14 @@ class ServingLoop:
         for row, request in rows:
             if not row.draws:
                 continue
+            self._undo.save(request)
             drawn = [int(token) for token in result.token_ids[row.slot] if token >= 0]
-            try:
-                tokens += self._hand_out(request, drawn, now)
-            except Exception as error:
-                request.finish_reason, failure = "error", error
+            tokens += self._hand_out(request, drawn, now)
             if request.finish_reason is None:
                 request.drafts = result.draft_token_ids[row.slot].tolist()
             else:
                 self.end(request)
-        return tokens, failure
+        return tokens
 
     def _keep(self, boundaries: list[Boundary]) -> None:
         """Snapshots that a step has written, for who comes after."""
@@ -220,12 +215,15 @@ class ServingLoop:
             self._keep(boundaries)
 
     def _hand_out(self, request: Request, drawn: list[int], now: float) -> list[Token]:
+        """Adds drawn tokens; what that raises ends this request alone."""
         tokens = []
         for token_id in drawn:
-            request.add(token_id, self._tokenizer)
-            token = Token(request.request_id, token_id, request.finish_reason)
-            request.events.append(token)
-            tokens.append(token)
+            try:
+                request.add(token_id, self._tokenizer)
+            except Exception as error:
+                request.finish_reason, request.error = "error", error
+                return tokens
+            tokens.append(request.token(request.num_drawn - 1))
             self.metrics.generated_tokens += 1
             if request.last_token_s is None:
                 self.metrics.first_token_s.add(now - request.submitted_s)
@@ -235,22 +233,6 @@ class ServingLoop:
                 break
         request.last_token_s = now
         return tokens
-
-    def _recover(self, boundaries: list[Boundary], *, is_lost: bool) -> None:
-        """After a call that raised: nothing was counted; what was lost is computed again."""
-        for boundary in boundaries:
-            self.manager.prefixes.drop_snapshot(boundary.place)
-        if not is_lost:
-            return
-        for request in list(self.queue.running.values()):
-            if request.finish_reason is None:
-                self.preempt(request)
-            else:
-                self.end(request)
-        self.runner.rebuild()
-        self._evicted_before = self._evicted()
-        self.queue.manager, self._seals = self._new_manager(), None
-        self._update_gauges()
 
     def _verify(self) -> None:
         report = self.verify()

@@ -7,6 +7,7 @@ import dataclasses
 
 import jax
 
+from dsv4_jax import checks
 from dsv4_jax.allocator.manager import KVCacheManager
 
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
@@ -46,6 +47,11 @@ class Histogram:
 
     def __post_init__(self) -> None:
         """One bucket more than bounds."""
+        given, least = self.bounds, -checks.FLOAT32_MAX
+        bounds = checks.sequence("bounds", given, of="numbers", limit=1000)
+        self.bounds = tuple(checks.number("bounds", one, least) for one in bounds)
+        if not self.bounds or list(self.bounds) != sorted(set(self.bounds)):
+            checks.refuse("bounds", "ascending numbers", given)
         self.counts = self.counts or [0] * (len(self.bounds) + 1)
 
     @property
@@ -54,12 +60,16 @@ class Histogram:
         return sum(self.counts)
 
     def add(self, value: float) -> None:
-        """Counts a value."""
-        self.counts[bisect.bisect_left(self.bounds, value)] += 1
+        """Counts a value; `counts` is a new list then."""
+        value = checks.number("value", value, -checks.FLOAT32_MAX)
+        counts = list(self.counts)
+        counts[bisect.bisect_left(self.bounds, value)] += 1
+        self.counts = counts
         self.total += value
 
     def quantile(self, share: float) -> float:
         """The bound that this share of values is at or below; infinity above the last bound."""
+        share = checks.number("share", share, 0, 1, rule="0 to 1")
         needed, seen = share * self.count, 0
         for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
             seen += count
@@ -128,6 +138,11 @@ class Metrics:
     def acceptance(self) -> float:
         """Share of drafts that were kept; 0 before any."""
         return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
+
+    @property
+    def histograms(self) -> tuple[Histogram, ...]:
+        """Those of its attributes that are histograms."""
+        return tuple(value for value in vars(self).values() if isinstance(value, Histogram))
 
     def count_cache(self, manager: KVCacheManager, unit_bytes: dict[str, int]) -> None:
         """Brings the gauges of the cache up to date.

@@ -14,6 +14,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from dsv4_jax import checks
 from dsv4_jax.serving.metrics import Histogram, Metrics
 
 _HELP = dict(re.findall(r"^ {6}(\w+): (.+)\.$", Metrics.__doc__ or "", re.MULTILINE))
@@ -29,9 +30,14 @@ class MetricsCollector(Collector):
         Args:
           metrics: metrics of the engine.
           prefix: first part of every name.
+
+        Raises:
+          ValueError: an argument is of another type, or the prefix no name for Prometheus.
         """
-        self._metrics = metrics
-        self._prefix = prefix
+        self._metrics = checks.instance("metrics", metrics, Metrics)
+        self._prefix = checks.text("prefix", prefix, max_chars=200)
+        if not re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", self._prefix):
+            checks.refuse("prefix", "letters, digits, _ and :, no digit first", prefix)
 
     def collect(self) -> Iterator[Metric]:
         """One family per attribute."""

@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from dsv4_jax import checks
 from dsv4_jax.allocator.pool_plan import PoolPlan
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.step.sampling import SamplingParams
 
+MAX_PROMPTS = 2**16
+"""Prompts of one call."""
+
+MAX_SALT_CHARS = 1024
+
+_MAX_TOKENS = 2**24  # no context is that long
+
+
+def list_prompts(prompts: Any) -> tuple[Any, ...]:
+    """The prompts of a call, each still to be encoded; an iterator is consumed once.
+
+    Raises:
+      ValueError: it is one text, or no list.
+    """
+    if isinstance(prompts, str | bytes):
+        checks.refuse("prompts", "a list of prompts", prompts, "pass [prompt] for one")
+    return checks.sequence("prompts", prompts, of="prompts", limit=MAX_PROMPTS)
+
 
 def encode_prompt(
-    prompt: str | Sequence[int], config: DSV4Config, tokenizer: Tokenizer | None, *, name: str
+    prompt: Any, config: DSV4Config, tokenizer: Tokenizer | None, *, name: str
 ) -> np.ndarray:
     """A prompt's token ids, i32[n].
 
@@ -22,18 +41,17 @@ def encode_prompt(
       ValueError: it is empty, no text and no ids, or holds an unknown id; `name` is in the message.
     """
     if isinstance(prompt, str):
-        if tokenizer is None:
-            raise ValueError(
-                f"{name} is text and the engine has no tokenizer; "
-                "pass token ids, or a checkpoint with a tokenizer.json"
-            )
-        ids = np.asarray(tokenizer.encode(prompt).ids, np.int64)
-    else:
+        ids = np.asarray(_encode_text(checks.text(name, prompt), tokenizer, name), np.int64)
+    elif getattr(prompt, "ndim", 0):
         ids = np.asarray(prompt)
-        if ids.size and (ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer)):
-            raise ValueError(f"{name} must be text or a list of token ids, got {prompt!r}")
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            checks.refuse(name, "text or a list of token ids", prompt)
+    else:
+        ids = _list_ids(prompt, name)
     if not ids.size:
-        raise ValueError(f"{name} is empty; it needs at least one token")
+        raise ValueError(
+            f"{name} is empty; it needs at least one token, got {checks.shown(prompt)}"
+        )
     wrong = ids[(ids < 0) | (ids >= config.vocab_size)]
     if wrong.size:
         raise ValueError(
@@ -41,6 +59,39 @@ def encode_prompt(
             "(vocab_size)"
         )
     return ids.astype(np.int32)
+
+
+def _encode_text(prompt: str, tokenizer: Tokenizer | None, name: str) -> list[int]:
+    if tokenizer is None:
+        raise ValueError(
+            f"{name} is text and the engine has no tokenizer, got {checks.shown(prompt)}; "
+            "pass token ids, or a checkpoint with a tokenizer.json"
+        )
+    try:
+        return tokenizer.encode(prompt).ids
+    except Exception as error:  # the library raises bare ones
+        raise ValueError(
+            f"{name} must be a text that the tokenizer can encode, got {checks.shown(prompt)}: "
+            f"{error}; pass token ids"
+        ) from error
+
+
+def _list_ids(prompt: Any, name: str) -> np.ndarray:
+    """Ids of a list, of ints and NumPy integers alone."""
+    try:
+        items = checks.sequence(name, prompt, of="token ids", limit=_MAX_TOKENS)
+    except ValueError:
+        checks.refuse(name, "text or a list of token ids", prompt)
+    for kind in set(map(type, items)):
+        if kind is bool or not issubclass(kind, int | np.integer):
+            checks.refuse(name, "text or a list of token ids", prompt)
+    try:
+        return np.array([int(item) for item in items], np.int64)
+    except OverflowError:
+        wrong = next(item for item in items if not 0 <= item <= checks.INT32_MAX)
+        raise ValueError(
+            f"{name} holds token id {checks.shown(wrong)}, which no vocabulary has"
+        ) from None
 
 
 def check_length(prompt_tokens: int, max_new_tokens: int, plan: PoolPlan, *, name: str) -> None:
@@ -73,7 +124,10 @@ def resolve_sampling(
       ValueError: a stop token is outside the vocabulary, or stop texts come without a tokenizer.
     """
     if sampling.stop_texts and tokenizer is None:
-        raise ValueError("stop_texts need an engine with a tokenizer; use stop_token_ids")
+        raise ValueError(
+            "stop_texts need an engine with a tokenizer, got "
+            f"{checks.shown(sampling.stop_texts)}; use stop_token_ids"
+        )
     if sampling.stop_token_ids is None:
         return dataclasses.replace(sampling, stop_token_ids=config.eos_token_ids)
     wrong = [token for token in sampling.stop_token_ids if not 0 <= token < config.vocab_size]

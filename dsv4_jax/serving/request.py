@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 
 import numpy as np
@@ -21,11 +20,13 @@ class Completion:
       text: text of the new tokens without special ones, up to a stop text; None without a
         tokenizer.
       finish_reason: "stop" (a stop token or text), "length", "cancelled" or "error".
+      error: what was raised for this request's sake, as text; else None.
     """
 
     token_ids: list[int]
     text: str | None
     finish_reason: str
+    error: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +60,8 @@ class Request:
       next_boundary: end of the known shared prefix at admission, worth a snapshot; 0 if none.
       snapshot_spacing: blocks between kept boundaries of the prompt.
       finish_reason: None while it is on its way.
-      events: tokens that its stream has not given yet.
+      error: what ended it, where that is "error".
+      num_given: drawn tokens that a stream has given, or that were there before a fork.
       submitted_s: time of submission, in seconds; `admitted_s` and `last_token_s` are None before
         their time.
     """
@@ -88,7 +90,8 @@ class Request:
         self.next_boundary = 0
         self.snapshot_spacing = 1
         self.finish_reason: str | None = None
-        self.events: collections.deque[Token] = collections.deque()
+        self.error: Exception | None = None
+        self.num_given = 0
         self.submitted_s = submitted_s
         self.admitted_s: float | None = None
         self.last_token_s: float | None = None
@@ -122,34 +125,59 @@ class Request:
         )
         new.token_ids[:] = self.token_ids
         new.num_known = self.num_known
+        new.num_given = self.num_drawn
         new.next_boundary, new.snapshot_spacing = self.next_boundary, self.snapshot_spacing
         return new
 
     def add(self, token_id: int, tokenizer: Tokenizer | None) -> None:
-        """Appends a drawn token, and sets `finish_reason` if it is the last one."""
+        """Appends a drawn token, and sets `finish_reason` if it is the last one.
+
+        If the tokenizer raises, nothing was appended.
+        """
+        reason = None
+        if token_id in (self.sampling.stop_token_ids or ()):
+            reason = "stop"
+        elif self.sampling.stop_texts and tokenizer is not None:
+            # An exception leaves no stream: it may have taken a token that is not known.
+            text, stream = self._text, self._stream
+            self._text, self._stream = "", None
+            if stream is None:
+                text, stream = "", TextStream(tokenizer)
+                for earlier in self.known[self.prompt_tokens :]:
+                    text += stream.add(int(earlier))
+            start = max(len(text) - max(map(len, self.sampling.stop_texts)) + 1, 0)
+            text += stream.add(token_id)
+            if any(text.find(stop, start) >= 0 for stop in self.sampling.stop_texts):
+                reason = "stop"
+            self._text, self._stream = text, stream
+        if reason is None and self.num_wanted == 1:
+            reason = "length"
         self.token_ids[self.num_known] = token_id
         self.num_known += 1
-        if token_id in (self.sampling.stop_token_ids or ()):
-            self.finish_reason = "stop"
-        elif self.sampling.stop_texts and tokenizer is not None:
-            if self._stream is None:
-                self._stream = TextStream(tokenizer)
-                for earlier in self.token_ids[self.prompt_tokens : self.num_known - 1]:
-                    self._text += self._stream.add(int(earlier))
-            piece = self._stream.add(token_id)
-            start = max(len(self._text) - max(map(len, self.sampling.stop_texts)) + 1, 0)
-            self._text += piece
-            if any(self._text.find(stop, start) >= 0 for stop in self.sampling.stop_texts):
-                self.finish_reason = "stop"
-        if self.finish_reason is None and not self.num_wanted:
-            self.finish_reason = "length"
+        self.finish_reason = reason
+
+    def token(self, number: int) -> Token:
+        """A drawn token, as a step or a stream gives it."""
+        at = self.prompt_tokens + number
+        is_last = at == self.num_known - 1 and self.finish_reason in ("stop", "length")
+        return Token(
+            self.request_id, int(self.token_ids[at]), self.finish_reason if is_last else None
+        )
 
     def completion(self, tokenizer: Tokenizer | None) -> Completion:
         """What it got so far."""
         ids = self.token_ids[self.prompt_tokens : self.num_known].tolist()
-        text = None
-        if tokenizer is not None:
-            text = tokenizer.decode(ids, skip_special_tokens=True)
-            found = [at for at in map(text.find, self.sampling.stop_texts) if at >= 0]
-            text = text[: min(found)] if found else text
-        return Completion(token_ids=ids, text=text, finish_reason=self.finish_reason or "cancelled")
+        text, error = None, self.error
+        try:
+            if tokenizer is not None:
+                text = tokenizer.decode(ids, skip_special_tokens=True)
+                found = [at for at in map(text.find, self.sampling.stop_texts) if at >= 0]
+                text = text[: min(found)] if found else text
+        except Exception as raised:  # its tokens are good all the same
+            error = error or raised
+        return Completion(
+            token_ids=ids,
+            text=text,
+            finish_reason=self.finish_reason or "cancelled",
+            error=None if error is None else f"{type(error).__name__}: {error}",
+        )

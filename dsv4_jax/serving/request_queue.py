@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import bisect
 import time
+from collections.abc import Sequence
 
-from dsv4_jax.allocator.manager import KVCacheManager
+from dsv4_jax.allocator.manager import KVCacheManager, NoRoomError
+from dsv4_jax.serving.calls import UndoLog
 from dsv4_jax.serving.metrics import Metrics
 from dsv4_jax.serving.request import Request
 from dsv4_jax.serving.snapshot_policy import plan_request
@@ -20,19 +22,30 @@ class RequestQueue:
       running: by slot.
     """
 
-    def __init__(self, manager: KVCacheManager, *, draft_tokens: int, metrics: Metrics) -> None:
+    def __init__(
+        self, manager: KVCacheManager, *, draft_tokens: int, metrics: Metrics, undo: UndoLog
+    ) -> None:
         """Starts without requests.
 
         Args:
           manager: without requests too.
           draft_tokens: k, drafts that a step may append beside the token it knows.
           metrics: counts admissions and preemptions.
+          undo: where the change in progress saves what it changes of requests.
         """
         self.manager = manager
         self.waiting: list[Request] = []
         self.running: dict[int, Request] = {}
         self._draft_tokens = draft_tokens
         self._metrics = metrics
+        self._undo = undo
+
+    def restart(self, manager: KVCacheManager, requests: Sequence[Request]) -> None:
+        """All unfinished requests wait; the manager is a new one."""
+        for request in requests:
+            request.slot, request.drafts = -1, []
+        self.manager, self.running = manager, {}
+        self.waiting = sorted(requests, key=lambda request: request.request_id)
 
     def by_age(self) -> list[Request]:
         """Running requests, the oldest first."""
@@ -49,7 +62,7 @@ class RequestQueue:
             self.manager.share(request.slot, request.known)
             try:
                 slot = self.manager.fork(request.slot, max(self._wanted_tokens(new), length))
-            except RuntimeError:
+            except NoRoomError:
                 slot = -1  # no blocks now
             if slot >= 0:
                 new.drafts = list(request.drafts)
@@ -95,7 +108,7 @@ class RequestQueue:
                 try:
                     self.manager.extend(request.slot, self._wanted_tokens(request))
                     break
-                except RuntimeError:
+                except NoRoomError:
                     self.preempt(self.by_age()[-1])
 
     def _wanted_tokens(self, request: Request) -> int:
@@ -103,6 +116,7 @@ class RequestQueue:
         return min(request.num_known + self._draft_tokens + 1, len(request.token_ids))
 
     def _start(self, request: Request, slot: int) -> None:
+        self._undo.save(request)
         request.slot = slot
         self.running[slot] = request
         if request.admitted_s is None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax._src.core import reset_trace_state  # nothing public ends a trace that was interrupted
 
 from dsv4_jax.allocator.checksums import scan_rows, scan_snapshots
 from dsv4_jax.allocator.manager import KVCacheManager
@@ -17,6 +19,7 @@ from dsv4_jax.cache.model_cache import ModelCache, family_bytes, init_cache
 from dsv4_jax.cache.slot_changes import jit_apply_changes, set_tables
 from dsv4_jax.cache.snapshots import SnapshotPlan, SnapshotStore, init_snapshot_store
 from dsv4_jax.cache.step_input import StepInput
+from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.serving.metrics import is_paged
 from dsv4_jax.serving.request import Request
@@ -33,6 +36,37 @@ from dsv4_jax.step.serve_step import (
 from pallas_kernels.common.weights import is_quantized
 
 _IDLE = SamplingParams()
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=(
+        "config",
+        "max_requests",
+        "max_context_tokens",
+        "cache_format",
+        "num_blocks",
+        "num_snapshots",
+    ),
+)
+def _empty_pools(
+    config: DSV4Config,
+    *,
+    max_requests: int,
+    max_context_tokens: int,
+    cache_format: str,
+    num_blocks: int,
+    num_snapshots: int,
+) -> tuple[ModelCache, SnapshotStore]:
+    """Arguments as those of `init_cache` and `init_snapshot_store`; one program makes all."""
+    cache = init_cache(
+        config,
+        max_requests=max_requests,
+        max_context_tokens=max_context_tokens,
+        cache_format=cache_format,
+        num_blocks=num_blocks,
+    )
+    return cache, init_snapshot_store(cache, num_snapshots)
 
 
 class StepResult(NamedTuple):
@@ -73,7 +107,7 @@ class StepRunner:
             self._prefill_activations = plan.prefill_activations
         self.cache: ModelCache
         self.store: SnapshotStore
-        self.rebuild()
+        self._allocate()
         self.unit_bytes = {
             name: size // (self.plan.num_blocks if is_paged(name) else self.plan.max_requests)
             for name, size in family_bytes(self.cache).items()
@@ -81,21 +115,16 @@ class StepRunner:
         }
 
     def rebuild(self) -> None:
-        """Empty pools, in place of those that were there."""
-        self.cache = init_cache(
-            self.config,
-            max_requests=self.plan.max_requests,
-            max_context_tokens=self.plan.max_context_tokens,
-            cache_format=self.cache_format,
-            num_blocks=self.plan.num_blocks,
-        )
-        self.store = init_snapshot_store(self.cache, self.plan.num_snapshots)
+        """Empty pools, in place of those that were there, whose memory is free first.
 
-    @property
-    def is_lost(self) -> bool:
-        """A call that failed took the arrays with it."""
-        leaves = jax.tree.leaves((self.cache, self.store))
-        return any(leaf.is_deleted() for leaf in leaves)
+        An interrupt in the middle of jax's own Python can leave it in a trace that has ended; that
+        is ended here too.
+        """
+        reset_trace_state()
+        for leaf in jax.tree.leaves((self.cache, self.store)):
+            if not leaf.is_deleted():
+                leaf.delete()
+        self._allocate()
 
     def apply(self, manager: KVCacheManager) -> None:
         """Brings tables, lengths, copies and loads to the device."""
@@ -186,10 +215,7 @@ class StepRunner:
         if plain_size is not None:
             idle = StepPlan((), plain_size, True)
             jobs.append((f"decode step of {plain_size} tokens", lambda: self._idle(idle)))
-        if debug:
-            jobs.append(
-                ("verification", lambda: (scan_rows(self.cache), scan_snapshots(self.store)))
-            )
+        jobs.append(("verification", lambda: (scan_rows(self.cache), scan_snapshots(self.store))))
         times = []
         for name, job in jobs:
             started = time.perf_counter()
@@ -197,6 +223,17 @@ class StepRunner:
             jax.block_until_ready((self.cache, self.store))
             times.append((name, time.perf_counter() - started))
         return times
+
+    def _allocate(self) -> None:
+        pools = self._engine_plan.pools
+        self.cache, self.store = _empty_pools(
+            self.config,
+            max_requests=pools.max_requests,
+            max_context_tokens=pools.max_context_tokens,
+            cache_format=self.cache_format,
+            num_blocks=pools.num_blocks,
+            num_snapshots=pools.num_snapshots,
+        )
 
     def _idle(self, plan: StepPlan) -> None:
         self.run(plan, {}, np.zeros(self.plan.max_requests, np.int32), [])

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from dsv4_jax import checks
 from dsv4_jax.allocator.pool_plan import PoolPlan, device_memory_bytes, plan_pools
 from dsv4_jax.config import DSV4Config
 from pallas_kernels.common.weights import ACTIVATIONS
 
 MAX_DRAFT_TOKENS = 8
+MAX_STEP_SIZES = 64
+"""Sizes of steps: each is a program."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,22 +65,26 @@ def plan_engine(
     Raises:
       ValueError: an argument is out of range, or there is no such format or form.
     """
+    checks.instance("config", config, DSV4Config)
+    activations = checks.choice("activations", activations, ACTIVATIONS)
     if prefill_activations is None:
         prefill_activations = activations
-    for name, form in (
-        ("activations", activations),
-        ("prefill_activations", prefill_activations),
-    ):
-        if form not in ACTIVATIONS:
-            raise ValueError(f"{name} must be one of {ACTIVATIONS}, got {form!r}")
-    if not 0 <= draft_tokens <= MAX_DRAFT_TOKENS:
-        raise ValueError(f"draft_tokens must be 0..{MAX_DRAFT_TOKENS}, got {draft_tokens}")
+    else:
+        name = "prefill_activations"
+        prefill_activations = checks.choice(name, prefill_activations, ACTIVATIONS)
+    draft_tokens = checks.integer(
+        "draft_tokens", draft_tokens, 0, MAX_DRAFT_TOKENS, rule=f"0..{MAX_DRAFT_TOKENS}"
+    )
+    debug = checks.flag("debug", debug)
     if draft_tokens and not has_draft_block:
         raise ValueError(
             f"draft_tokens={draft_tokens} needs a draft (MTP) block, and params.mtp is None"
         )
     if memory_bytes is not None and gpu_memory_fraction is not None:
-        raise ValueError("give memory_bytes or gpu_memory_fraction, not both")
+        raise ValueError(
+            f"give memory_bytes or gpu_memory_fraction, not both, got {checks.shown(memory_bytes)} "
+            f"and {checks.shown(gpu_memory_fraction)}"
+        )
     if gpu_memory_fraction is not None:
         memory_bytes = device_memory_bytes(gpu_memory_fraction)
     cached = dataclasses.replace(config, num_mtp_layers=int(draft_tokens > 0))
@@ -91,7 +98,7 @@ def plan_engine(
         memory_bytes=memory_bytes,
     )
     sizes, plain_size = step_sizes(
-        prefill_tokens, decode_tokens, max_requests=max_requests, draft_tokens=draft_tokens
+        prefill_tokens, decode_tokens, max_requests=pools.max_requests, draft_tokens=draft_tokens
     )
     return EnginePlan(
         config=cached,
@@ -123,11 +130,13 @@ def step_sizes(
     """
     if prefill_tokens is None:
         prefill_tokens = (64, 256) if max_requests <= 256 else (64, 256, max_requests)
-    if not prefill_tokens or list(prefill_tokens) != sorted(set(prefill_tokens)):
-        raise ValueError(f"prefill_tokens must be ascending sizes, got {prefill_tokens}")
-    sizes, plain_size = set(prefill_tokens), None
+    given = checks.sequence("prefill_tokens", prefill_tokens, of="sizes", limit=MAX_STEP_SIZES)
+    given = [checks.integer("prefill_tokens", size, -checks.INT32_MAX) for size in given]
+    if not given or given != sorted(set(given)):
+        checks.refuse("prefill_tokens", "ascending sizes", prefill_tokens)
+    sizes, plain_size = set(given), None
     if decode_tokens is not None:
-        sizes.add(decode_tokens)
+        sizes.add(checks.integer("decode_tokens", decode_tokens, -checks.INT32_MAX))
     elif draft_tokens:
         sizes.add(max_requests * (draft_tokens + 1))
     else:

@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dsv4_jax import checks
 from dsv4_jax.cache.model_cache import ModelCache
-from dsv4_jax.cache.step_input import StepInput, known_values
+from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.step.sampling import Sampling, sample
-from dsv4_jax.step.step import mask_rows, run_step, trunk_logits
+from dsv4_jax.step.step import check_call, mask_rows, run_step, trunk_logits
 from pallas_kernels.common.weights import with_activations
 
 
@@ -43,6 +44,7 @@ def decode_step(
       ValueError: T is not B, a field has a wrong shape or dtype, a value is out of range, or there
         are no such activations.
     """
+    check_call(params, cache, step_input, config, activations)
     params = with_activations(params, activations)
     num_tokens, num_rows = step_input.token_ids.shape[0], step_input.request_slots.shape[0]
     if num_tokens != num_rows:
@@ -50,7 +52,7 @@ def decode_step(
             f"decode_step takes one token per row, got {num_tokens} token_ids for {num_rows} "
             "request_slots; use prefill for several, and request_ids -1 for none"
         )
-    ids = known_values(step_input.request_ids)
+    ids = checks.known_values(step_input.request_ids)
     if ids is not None and np.any((ids >= 0) & (ids != np.arange(num_rows))):
         raise ValueError(f"request_ids[t] must be t or -1 in decode_step, got {ids}")
     cache, call, streams = run_step(params, cache, step_input, config, max_row_tokens=1)
@@ -94,8 +96,9 @@ def decode_loop(
     Raises:
       ValueError: as in `decode_step`, or `num_steps` is below 1.
     """
-    if num_steps < 1:
-        raise ValueError(f"num_steps must be at least 1, got {num_steps}")
+    num_steps = checks.integer("num_steps", num_steps, 1)
+    checks.instance("sampling", sampling, Sampling)
+    check_call(params, cache, step_input, config, activations, num_steps=num_steps)
 
     def step(
         carry: tuple[ModelCache, jax.Array, jax.Array], _: None

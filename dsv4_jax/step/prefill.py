@@ -5,12 +5,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from dsv4_jax import checks
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.params import DSV4Params
-from dsv4_jax.step.step import mask_rows, run_step, trunk_logits
+from dsv4_jax.step.step import check_call, mask_rows, run_step, trunk_logits
 from pallas_kernels.common.weights import with_activations
 
 
@@ -40,6 +41,8 @@ def prefill(
       ValueError: a field of `step_input` has a wrong shape or dtype, a value is out of range, or
         there are no such activations.
     """
+    check_call(params, cache, step_input, config, activations)
+    all_logits = checks.flag("all_logits", all_logits)
     params = with_activations(params, activations)
     num_rows = step_input.token_ids.shape[0] if all_logits else step_input.request_slots.shape[0]
     cache, call, streams = run_step(params, cache, step_input, config)

@@ -3,30 +3,44 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import TypedDict, Unpack
+from collections.abc import Iterable, Sequence
+from typing import Any, TypedDict, Unpack
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dsv4_jax import checks
+
+MAX_STOP_TOKENS = 1024
+MAX_STOP_TEXTS = 64
+MAX_STOP_CHARS = 1024
+"""The longest stop text: every drawn token looks that far back."""
+
+_MAX_ROWS = 2**16
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How a request draws its tokens, and what ends it.
 
+    Numbers may be NumPy scalars, lists any iterables; what is kept are plain numbers and tuples.
+
     Attributes:
-      max_new_tokens: most tokens to draw.
-      temperature: 0 takes the most likely token.
-      top_k: draws among that many most likely tokens; 0 is no limit.
+      max_new_tokens: most tokens to draw, 1 to 2**31 - 1.
+      temperature: a finite f32; 0 takes the most likely token.
+      top_k: draws among that many most likely tokens, 0 to 2**31 - 1; 0 is no limit.
       top_p: draws among the most likely tokens that together have that probability.
-      seed: seed of the noise; kept modulo 2**32.
-      stop_token_ids: tokens that end the answer; None is the config's, () is none at all.
-      stop_texts: texts that end the answer; they need a tokenizer.
+      seed: seed of the noise, any integer; kept modulo 2**32.
+      stop_token_ids: tokens that end the answer, at most 1,024; None is the config's, () is none at
+        all.
+      stop_texts: texts that end the answer, at most 64 of up to 1,024 characters; they need a
+        tokenizer.
 
     Raises:
-      ValueError: a setting is out of range.
+      ValueError: a setting is of another type (a bool is no number, an array neither) or out of
+        range.
     """
 
     max_new_tokens: int = 64
@@ -38,24 +52,40 @@ class SamplingParams:
     stop_texts: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        """Checks every setting; sequences become tuples."""
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be 0 (no limit) or more, got {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
-        if isinstance(self.stop_texts, str) or any(not text for text in self.stop_texts):
-            raise ValueError(
-                f"stop_texts must be a list of texts, none empty, got {self.stop_texts!r}"
-            )
-        object.__setattr__(self, "seed", int(self.seed) % 2**32)
-        object.__setattr__(self, "stop_texts", tuple(self.stop_texts))
+        """Every setting becomes a checked, plain, immutable value."""
+        temperature = checks.number("temperature", self.temperature, 0, rule="0 (greedy) or more")
+        if 0 < temperature < checks.FLOAT32_TINY:
+            rule = f"0 (greedy) or at least {checks.FLOAT32_TINY:.4g} (float32)"
+            checks.refuse("temperature", rule, self.temperature)
+        plain = {
+            "max_new_tokens": checks.integer("max_new_tokens", self.max_new_tokens, 1),
+            "temperature": temperature,
+            "top_k": checks.integer("top_k", self.top_k, 0, rule="0 (no limit) or more"),
+            "top_p": checks.number(
+                "top_p", self.top_p, 0, 1, above=True, rule="above 0 and at most 1"
+            ),
+            "seed": checks.integer("seed", self.seed, high=None) % 2**32,
+            "stop_texts": _stop_texts(self.stop_texts),
+        }
         if self.stop_token_ids is not None:
-            stops = tuple(int(token) for token in self.stop_token_ids)
-            object.__setattr__(self, "stop_token_ids", stops)
+            plain["stop_token_ids"] = tuple(
+                checks.integer("stop_token_ids", token, 0)
+                for token in checks.sequence(
+                    "stop_token_ids", self.stop_token_ids, of="token ids", limit=MAX_STOP_TOKENS
+                )
+            )
+        for name, value in plain.items():
+            object.__setattr__(self, name, value)
+
+
+def _stop_texts(texts: Any) -> tuple[str, ...]:
+    rule = "a list of texts, none empty"
+    if isinstance(texts, str):
+        checks.refuse("stop_texts", rule, texts)
+    items = checks.sequence("stop_texts", texts, of="texts", limit=MAX_STOP_TEXTS)
+    if not all(isinstance(item, str) and item for item in items):
+        checks.refuse("stop_texts", rule, items)
+    return tuple(checks.text("stop_texts", item, max_chars=MAX_STOP_CHARS) for item in items)
 
 
 class DrawFields(TypedDict, total=False):
@@ -94,23 +124,34 @@ def sampling_of_rows(
       ValueError: a setting is out of range, or there are not `num_rows` of them.
       TypeError: there is no such field.
     """
-    if sampling is None:
-        sampling = SamplingParams()
-    rows = [sampling] * num_rows if isinstance(sampling, SamplingParams) else list(sampling)
+    rows = _rows_of(num_rows, sampling, row_name)
+    seeds: list[Any] = []
+    seed = fields.get("seed")
+    if isinstance(seed, Iterable) and not isinstance(seed, str) and getattr(seed, "ndim", 1):
+        del fields["seed"]
+        seeds = list(checks.sequence("seed", seed, of="seeds", limit=_MAX_ROWS))
+        if len(seeds) != num_rows:
+            raise ValueError(
+                f"seed must be one, or one per {row_name} ({num_rows}), got {len(seeds)}: "
+                f"{checks.shown(seeds)}"
+            )
+    checked = SamplingParams(**fields)  # type: ignore[arg-type]
+    changes = [{name: getattr(checked, name) for name in fields} for _ in rows]
+    for change, one in zip(changes, seeds, strict=False):
+        change["seed"] = one
+    return [dataclasses.replace(row, **change) for row, change in zip(rows, changes, strict=True)]
+
+
+def _rows_of(num_rows: int, sampling: Any, row_name: str) -> list[SamplingParams]:
+    if sampling is None or isinstance(sampling, SamplingParams):
+        return [sampling or SamplingParams()] * num_rows
+    rows = checks.sequence("sampling", sampling, of="SamplingParams", limit=_MAX_ROWS)
     if len(rows) != num_rows:
         raise ValueError(
-            f"sampling must be one, or one per {row_name} ({num_rows}), got {len(rows)}"
+            f"sampling must be one, or one per {row_name} ({num_rows}), got {len(rows)}: "
+            f"{checks.shown(sampling)}"
         )
-    changes: list[dict] = [dict(fields) for _ in rows]
-    seed = fields.get("seed")
-    if seed is not None and not isinstance(seed, int | np.integer):
-        if len(seed) != num_rows:
-            raise ValueError(
-                f"seed must be one, or one per {row_name} ({num_rows}), got {len(seed)}"
-            )
-        for change, one in zip(changes, seed, strict=True):
-            change["seed"] = one
-    return [dataclasses.replace(row, **change) for row, change in zip(rows, changes, strict=True)]
+    return [checks.instance("sampling", row, SamplingParams) for row in rows]
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -140,7 +181,7 @@ def make_sampling(
     """Settings of a call's rows, for a loop of one's own.
 
     Args:
-      num_rows: B.
+      num_rows: B, 1 to 65,536.
       sampling: settings of all rows or of each; None is the defaults. `max_new_tokens` is up to
         the loop, and there is no config here: `stop_token_ids` of None is no stop token.
       **fields: fields that replace those of `sampling`; `seed` may be one per row.
@@ -148,9 +189,13 @@ def make_sampling(
     Raises:
       ValueError: a setting is out of range, or a step cannot obey it.
     """
+    num_rows = checks.integer("num_rows", num_rows, 1, _MAX_ROWS)
     rows = sampling_of_rows(num_rows, sampling, **fields)
     if any(row.stop_texts for row in rows):
-        raise ValueError("stop_texts need an Engine: a step knows tokens and no text")
+        raise ValueError(
+            "stop_texts need an Engine, since a step knows tokens and no text, got "
+            f"{checks.shown(rows[0].stop_texts)}; use stop_token_ids"
+        )
     return jax.tree.map(jnp.asarray, stack_sampling(rows))
 
 
@@ -179,7 +224,15 @@ def sample(logits: jax.Array, sampling: Sampling, positions: jax.Array) -> jax.A
 
     Returns:
       i32[B]. A row's result depends on its own logits, settings and position, not on other rows.
+
+    Raises:
+      ValueError: an argument has another type, shape or dtype.
     """
+    checks.array("logits", logits, (None, None), "f")
+    checks.instance("sampling", sampling, Sampling)
+    num_rows = logits.shape[0]
+    checks.array("positions", positions, (num_rows,))
+    checks.array("sampling.temperature", sampling.temperature, (num_rows,), "f")
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     warm = sampling.temperature > 0
 

@@ -18,14 +18,14 @@ import jax.numpy as jnp
 from dsv4_jax.cache.commit import Staged, commit
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.snapshots import SnapshotPlan, SnapshotStore, save_snapshots
-from dsv4_jax.cache.step_input import StepInput, check_step_input
+from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.model.trunk import run_layers
 from dsv4_jax.step.draft_ahead import draft_ahead
 from dsv4_jax.step.sampling import Sampling, sample
-from dsv4_jax.step.step import empty_staged, pad_tokens, run_step, trunk_logits
+from dsv4_jax.step.step import check_call, empty_staged, pad_tokens, run_step, trunk_logits
 from pallas_kernels.common.weights import with_activations
 
 
@@ -92,9 +92,9 @@ def serve_step(
     Raises:
       ValueError: a field has a wrong shape or dtype, or there are no such activations.
     """
-    params = with_activations(params, activations)
     step_input = serve_input.step
-    check_step_input(step_input, vocab_size=config.vocab_size, num_slots=cache.max_requests)
+    check_call(params, cache, step_input, config, activations)
+    params = with_activations(params, activations)
     step_input = pad_tokens(step_input)
     num_tokens = step_input.token_ids.shape[0]
     call = cache.index(step_input)
@@ -164,6 +164,7 @@ def plain_decode_step(
     activations: str = DEFAULT_ACTIVATIONS,
 ) -> tuple[ModelCache, ServeOutput]:
     """`serve_step` of one token per row without drafts and snapshots, committed as it goes."""
+    check_call(params, cache, serve_input.step, config, activations)
     params = with_activations(params, activations)
     cache, call, streams = run_step(params, cache, serve_input.step, config, max_row_tokens=1)
     last = jnp.maximum(call.row_offsets, 0)

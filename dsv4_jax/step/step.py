@@ -10,16 +10,17 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from dsv4_jax import checks
 from dsv4_jax.cache.commit import Staged, advance
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.new_tokens import NewTokens, empty_new_tokens
-from dsv4_jax.cache.step_input import StepInput, check_step_input
+from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.model.trunk import head, run_layers
 from pallas_kernels.common.call import CallIndices
-from pallas_kernels.common.weights import with_activations
+from pallas_kernels.common.weights import ACTIVATIONS, with_activations
 
 _ROW_MULTIPLE = 8
 """On a CPU, XLA's loops round the rows after the last whole eight otherwise than the others.
@@ -39,13 +40,33 @@ def run_step(
 ) -> tuple[ModelCache, CallIndices, jax.Array]:
     """Runs all layers and commits: the new cache, the call's indices, the streams [T, S, D].
 
-    T is that of `pad_tokens`.
+    The caller has checked its arguments (`check_call`). T is that of `pad_tokens`.
     """
-    check_step_input(step_input, vocab_size=config.vocab_size, num_slots=cache.max_requests)
     step_input = pad_tokens(step_input)
     call = cache.index(step_input, max_row_tokens=max_row_tokens)
     cache, _, streams = run_layers(params, cache, step_input.token_ids, call, None, config)
     return advance(cache, call), call, streams
+
+
+def check_call(
+    params: DSV4Params,
+    cache: ModelCache,
+    step_input: StepInput,
+    config: DSV4Config,
+    activations: str,
+    *,
+    num_steps: int = 1,
+) -> None:
+    """Refuses what a step cannot run; values of arrays outside jit alone.
+
+    Raises:
+      ValueError: an argument is of another type, shape or dtype, or a value out of range.
+    """
+    checks.instance("config", config, DSV4Config)
+    checks.instance("params", params, DSV4Params)
+    checks.instance("cache", cache, ModelCache)
+    checks.choice("activations", activations, ACTIVATIONS)
+    cache.check_input(step_input, vocab_size=config.vocab_size, num_steps=num_steps)
 
 
 def stage_step(
@@ -75,8 +96,8 @@ def stage_step(
       ValueError: a field of `step_input` has a wrong shape or dtype, a value is out of range, or
         there are no such activations.
     """
+    check_call(params, cache, step_input, config, activations)
     params = with_activations(params, activations)
-    check_step_input(step_input, vocab_size=config.vocab_size, num_slots=cache.max_requests)
     num_tokens, step_input = step_input.token_ids.shape[0], pad_tokens(step_input)
     call = cache.index(step_input)
     cache, new_tokens, streams = run_layers(

@@ -13,6 +13,7 @@ from pallas_kernels.block_linear import call_shapes
 from pallas_kernels.block_linear.call_shapes import Shapes, TensorCore, Tiling
 from pallas_kernels.block_linear.items import EvenItems
 from pallas_kernels.block_linear.multiply_items import multiply_items
+from pallas_kernels.block_linear.round_rows import RawRows
 from pallas_kernels.block_linear.triton_finish import add_splits
 from pallas_kernels.block_linear.triton_rows import make_rows, padded
 from pallas_kernels.block_linear.work import SwiGLU
@@ -36,7 +37,12 @@ def block_linear(
     """[G, T, in] times [G, out, in] -> [G, T, out] for each weight; see `op.block_linears`."""
     num_groups, num_tokens, _ = x.shape
     shapes = call_shapes.shapes_of(*weights, core=core)
-    tiling = tiling or call_shapes.choose_tiling(shapes, num_tokens, num_groups, may_split=True)
+    if tiling is None:
+        shapes, tiling = call_shapes.plan_call(
+            shapes, x.dtype, weights[0], num_tokens, num_groups, may_split=True
+        )
+    else:
+        shapes = call_shapes.round_in_kernel(shapes, x.dtype, weights[0], tiling)
     sums = _multiply(x, weights, shapes, tiling, dtype=dtype if tiling.splits == 1 else jnp.float32)
     widths = [weight.shape[-2] for weight in weights]
     if any(norm is not None for norm in norms) and tiling.splits > 1:
@@ -86,13 +92,17 @@ def _multiply(
 ) -> jax.Array:
     """[S, G * T, out]; groups are the weights of a stack."""
     num_groups, num_tokens, dim = x.shape
-    spread = padded(num_tokens) if num_groups > 1 else num_tokens
-    rows = make_rows(
-        x.reshape(-1, dim),
-        weights[0],
-        num_spare=call_shapes.scale_columns(tiling.columns),
-        num_groups=num_groups,
-    )
+    spread = num_tokens
+    if shapes.rounds_rows:
+        rows = RawRows(x.reshape(1, -1, dim))
+    else:
+        spread = padded(num_tokens) if num_groups > 1 else num_tokens
+        rows = make_rows(
+            x.reshape(-1, dim),
+            weights[0],
+            num_spare=call_shapes.scale_columns(tiling.columns),
+            num_groups=num_groups,
+        )
     return multiply_items(
         rows,
         weights,

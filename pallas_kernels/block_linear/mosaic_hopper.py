@@ -38,9 +38,10 @@ def consume(work: Work, out_gmem: Any, swiglu: SwiGLU | None) -> None:
     s, tiling, scratch, group = work.shapes, work.tiling, work.scratch, work.group
     columns = tiling.columns
 
-    def multiply(slot: jax.Array, b: int) -> list[jax.Array]:
+    def multiply(turn: jax.Array, b: int) -> list[jax.Array]:
         """f32[64, columns] for each part of x, scaled by row."""
-        parts = [scratch.rows_smem.at[slot, part, b] for part in range(s.num_parts)]
+        slot = lax.rem(turn, tiling.stages)
+        parts = [work.rows_of(turn, b, part) for part in range(s.num_parts)]
         if not s.is_mxfp4:
             codes = work.codes_of(slot, group, b)
             return [mosaic.multiply([(codes, x.transpose((1, 0)))]) for x in parts]
@@ -48,11 +49,11 @@ def consume(work: Work, out_gmem: Any, swiglu: SwiGLU | None) -> None:
         factor = lax.broadcast_in_dim(factor, (ROWS, columns), [0])
         return [mosaic.multiply_registers(operand, x) * factor for x in parts]
 
-    def add_scaled(slot: jax.Array, total: jax.Array, tile_scales: list[jax.Array]) -> jax.Array:
+    def add_scaled(turn: jax.Array, total: jax.Array, tile_scales: list[jax.Array]) -> jax.Array:
         for b in range(tiling.blocks):
-            for part, product in enumerate(multiply(slot, b)):
+            for part, product in enumerate(multiply(turn, b)):
                 scale = plgpu.load(
-                    scratch.scales_smem.at[slot, part, b, pl.ds(0, columns)],
+                    work.row_scales(turn, b, part, 0, columns),
                     layout=_LAYOUT.reduce(0),
                     optimized=False,
                 )
@@ -61,9 +62,10 @@ def consume(work: Work, out_gmem: Any, swiglu: SwiGLU | None) -> None:
                 total = total + product * lax.broadcast_in_dim(scale, product.shape, [1])
         return total
 
-    def add_dense(slot: jax.Array, total: jax.Array) -> jax.Array:
+    def add_dense(turn: jax.Array, total: jax.Array) -> jax.Array:
+        slot = lax.rem(turn, tiling.stages)
         pairs = [
-            (work.codes_of(slot, group, b), scratch.rows_smem.at[slot, 0, b].transpose((1, 0)))
+            (work.codes_of(slot, group, b), work.rows_of(turn, b, 0).transpose((1, 0)))
             for b in range(tiling.blocks)
         ]
         return total + mosaic.multiply(pairs)
@@ -75,7 +77,7 @@ def consume(work: Work, out_gmem: Any, swiglu: SwiGLU | None) -> None:
         slot = lax.rem(turn, tiling.stages)
         plgpu.barrier_wait(scratch.ready.at[slot])
         next_scales = scales_of(turn + 1)
-        total = add_dense(slot, total) if s.is_dense else add_scaled(slot, total, tile_scales)
+        total = add_dense(turn, total) if s.is_dense else add_scaled(turn, total, tile_scales)
         if interpreting():  # which wants loads fenced from later copies; a GPU's are done here
             plgpu.commit_smem()
         plgpu.barrier_arrive(scratch.free.at[slot])
@@ -87,7 +89,9 @@ def consume(work: Work, out_gmem: Any, swiglu: SwiGLU | None) -> None:
         return [work.scale_of_tile(group, work.block_of(turn, b)) for b in range(tiling.blocks)]
 
     zeros = plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), _LAYOUT)
-    total, _ = lax.fori_loop(0, work.turns, add_stage, (zeros, scales_of(0)))
+    first_scales = scales_of(0)
+    work.await_rows()
+    total, _ = lax.fori_loop(0, work.turns, add_stage, (zeros, first_scales))
 
     def store(values: jax.Array) -> None:
         store_transposed(

@@ -37,8 +37,8 @@ def block_linear(
       weight: [out, in], or [G, out, in]; dense, block FP8 or MXFP4. A quantised weight says whether
         it takes rows rounded to E4M3 or as they are.
       dtype: of the result; None is that of x.
-      backend: implementation to use; None picks the fastest one that runs here. Dense weights are
-        XLA's.
+      backend: implementation to use; None picks the fastest one that runs here. For a dense weight
+        that is XLA's own product.
 
     Returns:
       [T, out], or [G, T, out].

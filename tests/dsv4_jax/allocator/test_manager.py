@@ -123,7 +123,7 @@ class Manager(RuleBasedStateMachine):
             (self.manager.extend, 1),
             (self.manager.advance, 0),
         ):
-            message = f"slot must be one that admit gave .*: {slot}"
+            message = f"slot must be one that admit gave .* got {slot}"
             self.refused(method, slot, *arguments, error=ValueError, message=message)
 
     @rule()
@@ -227,7 +227,7 @@ def test_negative_steps_are_refused():
 
 def test_a_negative_eviction_is_refused():
     manager = make_manager()
-    with pytest.raises(ValueError, match="num_blocks must not be negative, got -1"):
+    with pytest.raises(ValueError, match="num_blocks must be 0 or more, got -1"):
         manager.evict(-1)
     assert manager.num_evicted == 0
 

@@ -79,7 +79,8 @@ def test_a_pool_is_one_layer_unless_said():
 
 @pytest.mark.parametrize(("num_blocks", "num_layers"), [(0, 1), (4, 0), (-1, 1)])
 def test_sizes_below_one_are_refused(num_blocks, num_layers):
-    message = f"num_blocks and num_layers must be at least 1, got {num_blocks} and {num_layers}"
+    name = "num_layers" if num_blocks > 0 else "num_blocks"
+    message = f"{name} must be at least 1, got {min(num_blocks, num_layers)}"
     with pytest.raises(ValueError, match=message):
         ds.cache.init_paged_pool(schema_of(CSA), num_blocks, num_layers=num_layers)
 

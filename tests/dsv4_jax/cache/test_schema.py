@@ -215,7 +215,7 @@ def test_families_without_layers_get_no_blocks(config, budget):
     [
         ({"max_context_tokens": 0}, "max_context_tokens must be at least 1, got 0"),
         ({"max_concurrent_requests": -2}, "max_concurrent_requests must be at least 1, got -2"),
-        ({"headroom": -0.1}, "headroom must not be negative, got -0.1"),
+        ({"headroom": -0.1}, "headroom must be at least 0, got -0.1"),
     ],
 )
 def test_budget_errors_name_the_argument(changes, message):

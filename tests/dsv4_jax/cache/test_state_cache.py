@@ -126,6 +126,7 @@ def test_the_old_pool_stays_as_it_was():
 
 @pytest.mark.parametrize(("max_requests", "num_layers"), [(0, 1), (4, 0)])
 def test_sizes_below_one_are_refused(max_requests, num_layers):
-    message = f"max_requests and num_layers must be at least 1, got {max_requests} and {num_layers}"
+    name = "num_layers" if max_requests > 0 else "max_requests"
+    message = f"{name} must be at least 1, got {min(max_requests, num_layers)}"
     with pytest.raises(ValueError, match=message):
         ds.cache.init_state_pool(make(SWA).schema, max_requests, num_layers=num_layers)

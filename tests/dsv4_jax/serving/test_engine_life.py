@@ -282,9 +282,9 @@ def test_a_step_that_fails_while_it_is_counted_harms_nobody(monkeypatch, place):
     monkeypatch.setattr(owner, place, fail)
     with pytest.raises(Lost):
         run_to_end(engine, *ids)
-    assert not engine._loop.queue.running
     for done, text in zip(run_to_end(engine, *ids), texts, strict=True):
         assert done == alone(text, options)
+    assert engine._loop.manager is not manager
     assert not engine.verify().problems
 
 
@@ -298,12 +298,10 @@ def test_an_error_in_one_request_is_that_requests_alone(monkeypatch):
         raise Lost
 
     monkeypatch.setattr(engine._requests[bad], "add", fail)
-    steps = iter(range(100))
-    with pytest.raises(Lost):
-        all(engine.step() is not None for _ in steps)
     (done,) = run_to_end(engine, good)
     assert len(done.token_ids) == 9
-    assert engine.completion(bad).finish_reason == "error"
+    failed = engine.completion(bad)
+    assert (failed.finish_reason, failed.error) == ("error", "Lost: ")
     assert engine.metrics.finished == {"error": 1, "length": 1}
     assert engine.metrics.used_blocks == 0
 

@@ -17,7 +17,10 @@ CONFIG = dataclasses.replace(
 )
 GENERAL = ["tables", "copies and snapshot loads", "snapshots between steps", "step of 24 tokens"]
 CASES = {
-    "plain": ({"draft_tokens": 0, "decode_tokens": None}, ["decode step of 4 tokens"]),
+    "plain": (
+        {"draft_tokens": 0, "decode_tokens": None},
+        ["decode step of 4 tokens", "verification"],
+    ),
     "drafts, debugged": ({"debug": True}, ["verification"]),
 }
 
@@ -59,6 +62,8 @@ def test_nothing_compiles_after_warmup(case):
             with pytest.raises(RuntimeError, match="deleted"):
                 engine.step()
         run_to_end(engine, *ids)
+    assert not engine.verify().problems
+    engine.step()  # which counts compiles
     assert engine.metrics.hit_tokens > 0
     assert engine.metrics.compiles == compiled
 

@@ -3,6 +3,7 @@
 import numpy as np
 
 import dsv4_jax as ds
+from dsv4_jax.serving.calls import UndoLog
 from dsv4_jax.serving.metrics import Metrics
 from dsv4_jax.serving.request import Request
 from dsv4_jax.serving.request_queue import RequestQueue
@@ -15,7 +16,9 @@ def make_queue(num_requests, *, num_blocks):
     manager = ds.KVCacheManager(
         CONFIG, max_requests=4, max_context_tokens=512, num_blocks=num_blocks, num_snapshots=0
     )
-    queue = RequestQueue(manager, draft_tokens=0, metrics=Metrics())
+    undo = UndoLog()
+    undo.__enter__()  # all of a test is one change
+    queue = RequestQueue(manager, draft_tokens=0, metrics=Metrics(), undo=undo)
     sampling = ds.SamplingParams(max_new_tokens=200)
     requests = [Request(i, np.zeros(100, np.int32), sampling, 0.0) for i in range(num_requests)]
     for request in reversed(requests):

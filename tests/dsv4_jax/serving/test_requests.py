@@ -89,7 +89,7 @@ def engine():
         ([1], {"stop_texts": ("",)}, "stop_texts must be a list of texts, none empty"),
         ([1], {"stop_texts": "end"}, "stop_texts must be a list of texts"),
         ([1], {"stop_token_ids": (5, 96)}, r"stop_token_ids must be in 0\.\.95 .* got 96; pass"),
-        ([1], {"stop_token_ids": (-1,)}, r"stop_token_ids must be in 0\.\.95 .* got -1"),
+        ([1], {"stop_token_ids": (-1,)}, "stop_token_ids must be at least 0, got -1"),
         ([1], {"top_p": 1.5}, "top_p must be above 0 and at most 1"),
     ],
 )  # fmt: skip

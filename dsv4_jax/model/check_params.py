@@ -1,0 +1,48 @@
+"""Whether parameters are those of a config, by the shapes of their leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.model.params import DSV4Params, param_shapes, unstack_layers
+from pallas_kernels.common.weights import is_quantized
+
+_MAX_PROBLEMS = 5
+
+
+def check_params(config: DSV4Config, params: DSV4Params) -> None:
+    """Refuses parameters of another model; dtypes and weight formats are as they are.
+
+    A draft block may be missing or too many: who drafts asks for it.
+
+    Args:
+      config: the model.
+      params: its parameters, stacked or not, or their shapes.
+
+    Raises:
+      ValueError: a leaf is missing, too many or of another shape; the first few are listed.
+    """
+    wanted = param_shapes(dataclasses.replace(config, num_mtp_layers=int(params.mtp is not None)))
+    if any(isinstance(layers, tuple) for layers in params.layers.values()):
+        wanted = unstack_layers(wanted)
+    expected, found = _shapes(wanted), _shapes(params)
+    problems = [
+        f"{name} must be {expected.get(name, 'absent')}, is {found.get(name, 'absent')}"
+        for name in sorted(expected.keys() | found.keys())
+        if expected.get(name) != found.get(name)
+    ]
+    if problems:
+        more = len(problems) - _MAX_PROBLEMS
+        listed = problems[:_MAX_PROBLEMS] + ([f"and {more} more"] if more > 0 else [])
+        raise ValueError("params must be those of config, got others:\n  " + "\n  ".join(listed))
+
+
+def _shapes(params: DSV4Params) -> dict[str, list[int]]:
+    leaves, _ = jax.tree.flatten_with_path(params, is_leaf=is_quantized)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): list(getattr(leaf, "shape", ()))
+        for path, leaf in leaves
+    }

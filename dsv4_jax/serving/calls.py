@@ -1,0 +1,114 @@
+"""Calls of an engine: one at a time, and each does all that it should or nothing."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, MutableMapping
+from typing import Any, Concatenate, Protocol
+
+_ABSENT = object()
+
+
+class UndoLog:
+    """What attributes were before a call changed them.
+
+    `with log:` is one change. What it changes it saves first. If it ends well, the log is forgotten
+    in one store; until then an exception at any place, such as `KeyboardInterrupt`, undoes it. The
+    log of a change that raised stands until `forget`: what follows from the attributes, such as who
+    holds which slot, has to be made anew before the next change.
+    """
+
+    def __init__(self, *always: object) -> None:
+        """No change is in progress.
+
+        Args:
+          *always: objects that every change saves.
+        """
+        self._always = always
+        self._saved: list[tuple[MutableMapping, dict]] | None = None
+
+    @property
+    def stands(self) -> bool:
+        """A change is in progress, or has raised."""
+        return self._saved is not None
+
+    def save(self, target: object) -> None:
+        """Attributes of an object that the change will assign; what they hold must not change."""
+        self._append(vars(target), dict(vars(target)))
+
+    def save_item(self, mapping: MutableMapping, key: object) -> None:
+        """An item that the change will add, replace or remove."""
+        self._append(mapping, {key: mapping.get(key, _ABSENT)})
+
+    def before(self, target: object) -> dict[str, Any]:
+        """Attributes of one of the objects that every change saves, as no change has left them."""
+        for mapping, saved in self._saved or ():
+            if mapping is vars(target):
+                return saved
+        return vars(target)
+
+    def roll_back(self) -> None:
+        """Makes everything saved what it was; once more does no harm."""
+        for mapping, saved in reversed(self._saved or ()):
+            for key, value in saved.items():
+                if value is _ABSENT:
+                    mapping.pop(key, None)
+                else:
+                    mapping[key] = value
+
+    def forget(self) -> None:
+        """What holds now is what holds."""
+        self._saved = None
+
+    def __enter__(self) -> None:
+        """Begins a change."""
+        assert self._saved is None
+        self._saved = [(vars(target), dict(vars(target))) for target in self._always]
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Ends it; here is where it becomes true."""
+        if kind is None:
+            self._saved = None
+        else:
+            self.roll_back()
+
+    def _append(self, mapping: MutableMapping, saved: dict) -> None:
+        assert self._saved is not None, "nothing changes outside of a change"
+        self._saved.append((mapping, saved))
+
+
+class Exclusive(Protocol):
+    """Who has methods that are `exclusive`."""
+
+    _lock: threading.Lock
+
+    def _settle(self) -> None:
+        """What a call does first."""
+
+
+def exclusive[S: Exclusive, **P, R](
+    method: Callable[Concatenate[S, P], R],
+) -> Callable[Concatenate[S, P], R]:
+    """A method that is refused while another one is in progress, in any thread.
+
+    The method raises `RuntimeError` then, and has touched nothing.
+    """
+    name = method.__name__.strip("_")
+
+    @functools.wraps(method)
+    def call(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self._lock.locked():
+            raise RuntimeError(
+                f"an engine does one call at a time, and {name} was called while "
+                "another call was in progress; where several threads use an engine, hold one lock "
+                "around every call; in a signal handler or a tokenizer, note what you want and "
+                "call when the other call has returned"
+            )
+        # Nothing can be raised between taking the lock and being inside, since `with` does both in
+        # C. Who comes between the question above and here waits for the other call to end.
+        with self._lock:
+            self._settle()
+            return method(self, *args, **kwargs)
+
+    return call
