@@ -23,9 +23,22 @@ def linear(x: jax.Array, weight: Weight, *, dtype: DTypeLike | None = None) -> j
     return product.reshape(*x.shape[:-1], product.shape[-1])
 
 
-def linears(x: jax.Array, weights: Sequence[Weight]) -> list[jax.Array]:
-    """`linear` of the same rows with several weights, in one launch where they are quantised."""
-    products = block_linears(x.reshape(-1, x.shape[-1]), weights)
+def linears(
+    x: jax.Array,
+    weights: Sequence[Weight],
+    *,
+    norms: Sequence[jax.Array | None] | None = None,
+    eps: float = 0.0,
+) -> list[jax.Array]:
+    """`linear` of the same rows with several weights, in one launch where they are quantised.
+
+    Args:
+      x: [..., in].
+      weights: [out, in] each.
+      norms: [out] for each, weight of the RMS norm that follows, or None for none.
+      eps: floor of the norms.
+    """
+    products = block_linears(x.reshape(-1, x.shape[-1]), weights, norms=norms, eps=eps)
     return [product.reshape(*x.shape[:-1], product.shape[-1]) for product in products]
 
 

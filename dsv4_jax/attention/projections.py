@@ -12,7 +12,7 @@ from dsv4_jax.attention.indexer import split_index_heads
 from dsv4_jax.attention.params import AttentionParams, IndexerParams
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.linear import grouped_linear, linear, linears
-from pallas_kernels.common.norm_rope import rms_norm, rms_norm_by_pairs, rotate
+from pallas_kernels.common.norm_rope import rms_norm_by_pairs, rotate
 from pallas_kernels.common.weights import (
     FP8_BLOCK,
     BlockFP8,
@@ -32,8 +32,9 @@ def project_input(
       The normed query latent [..., ql], from which the indexer's queries start too, and the window
       entry before norm and RoPE, [..., C], key and value in one.
     """
-    latent, kv = linears(x, [params.wq_a, params.wkv])
-    latent = rms_norm(latent, params.q_norm, eps=config.rms_norm_eps)
+    latent, kv = linears(
+        x, [params.wq_a, params.wkv], norms=[params.q_norm, None], eps=config.rms_norm_eps
+    )
     return checkpoint_name(latent, "q_lora"), checkpoint_name(kv, "kv_lin")
 
 

@@ -9,11 +9,15 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.backend import compute_capability
-from pallas_kernels.common.weights import INPUTS, MXFP4, ROWS, BlockFP8, QuantizedWeight, Weight
+from pallas_kernels.common.weights import INPUTS, MXFP4, ROWS, BlockFP8, Weight
 from pallas_kernels.gpu import devices
 
 CONSUMERS = 2
 """Warpgroups that multiply; each has a tile of 64 rows of a weight."""
+BUFFERS = 2
+"""Groups of inputs whose products tensor memory holds at once, on Blackwell."""
+DENSE_INPUTS = 64
+"""Inputs of a group of a dense weight: as many bytes as `INPUTS` of E4M3."""
 _SPARE_BYTES = 4096
 """Of shared memory, for what is not a stage."""
 _MAX_SPLITS = 16
@@ -21,12 +25,37 @@ _MIN_BLOCKS_OF_SPLIT = 4
 
 
 @dataclasses.dataclass(frozen=True)
+class TensorCore:
+    """How a GPU multiplies.
+
+    Attributes:
+      device: that calls are cut for.
+      min_columns: rows of x that a tile multiplies at least.
+      has_memory: whether products arrive in tensor memory (tcgen05), or in registers (wgmma).
+    """
+
+    device: devices.Device
+    min_columns: int
+    has_memory: bool
+
+
+HOPPER = TensorCore(devices.H200, min_columns=8, has_memory=False)
+BLACKWELL = TensorCore(devices.B200, min_columns=16, has_memory=True)
+
+
+def choose_core() -> TensorCore:
+    """That of the GPU that a function traced now runs on; Hopper's where there is none."""
+    is_blackwell = devices.find_device(compute_capability()) == devices.B200
+    return BLACKWELL if is_blackwell else HOPPER
+
+
+@dataclasses.dataclass(frozen=True)
 class Tiling:
     """How a product is cut.
 
     Attributes:
-      columns: rows of x that a tile multiplies at once, a multiple of 8.
-      blocks: groups of 128 inputs of a stage.
+      columns: rows of x that a tile multiplies at once, a multiple of `TensorCore.min_columns`.
+      blocks: groups of inputs of a stage.
       stages: stages in shared memory, there or on their way.
       splits: CTAs that share the inputs of a tile, whose sums are added up afterwards.
     """
@@ -42,19 +71,46 @@ class Shapes:
     """Static sizes of a call.
 
     Attributes:
-      num_blocks: groups of 128 inputs.
+      num_blocks: groups of `inputs` inputs.
       tiles: tiles of 64 outputs of each weight.
       num_parts: parts of a row of x.
       is_gated: whether the weights are a gate and an up projection, a consumer each; else their
         tiles follow each other.
-      is_mxfp4: the weights' format; else block FP8.
+      format: of the weights, "fp8", "mxfp4" or "dense".
+      core: the tensor core.
     """
 
     num_blocks: int
     tiles: tuple[int, ...]
     num_parts: int
     is_gated: bool
-    is_mxfp4: bool
+    format: str
+    core: TensorCore = HOPPER
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether weights are block FP8."""
+        return self.format == "fp8"
+
+    @property
+    def is_mxfp4(self) -> bool:
+        """Whether weights are MXFP4."""
+        return self.format == "mxfp4"
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether weights are in bf16."""
+        return self.format == "dense"
+
+    @property
+    def inputs(self) -> int:
+        """Inputs of a group, 128 bytes of an operand."""
+        return DENSE_INPUTS if self.is_dense else INPUTS
+
+    @property
+    def joins_tiles(self) -> bool:
+        """Whether both consumers' tiles are one operand as they lie."""
+        return self.core.has_memory and not self.is_mxfp4
 
     @property
     def num_tiles(self) -> int:
@@ -69,8 +125,15 @@ class Shapes:
     def stage_bytes(self, tiling: Tiling) -> int:
         """Of shared memory: codes and scales of the weights, and of x."""
         weights = CONSUMERS * ROWS * (INPUTS // 2 + 4 if self.is_mxfp4 else INPUTS)
-        rows = self.num_parts * (tiling.columns * INPUTS + 4 * scale_columns(tiling.columns))
+        scales = 0 if self.is_dense else 4 * scale_columns(tiling.columns)
+        rows = self.num_parts * (tiling.columns * INPUTS + scales)
         return tiling.blocks * (weights + rows)
+
+    def fixed_bytes(self, tiling: Tiling) -> int:
+        """Of shared memory: what gate and up exchange, and unpacked tiles on Blackwell."""
+        exchanged = 4 * ROWS * tiling.columns if self.is_gated else 0
+        unpacks = self.is_mxfp4 and self.core.has_memory
+        return exchanged + (BUFFERS * CONSUMERS * ROWS * (INPUTS + 4) if unpacks else 0)
 
 
 def scale_columns(columns: int) -> int:
@@ -78,15 +141,17 @@ def scale_columns(columns: int) -> int:
     return max(columns, 32)
 
 
-def shapes_of(*weights: QuantizedWeight, is_gated: bool = False) -> Shapes:
-    """Sizes of a product with these weights."""
+def shapes_of(*weights: Weight, is_gated: bool = False, core: TensorCore | None = None) -> Shapes:
+    """Sizes of a product with these weights; None is `choose_core`'s."""
     weight = weights[0]
+    is_dense = not isinstance(weight, BlockFP8 | MXFP4)
     return Shapes(
-        num_blocks=-(-weight.shape[-1] // INPUTS),
+        num_blocks=-(-weight.shape[-1] // (DENSE_INPUTS if is_dense else INPUTS)),
         tiles=tuple(-(-w.shape[-2] // ROWS) for w in weights),
-        num_parts=1 if weight.activations == "fp8" else 2,
+        num_parts=1 if is_dense or weight.activations == "fp8" else 2,
         is_gated=is_gated,
-        is_mxfp4=isinstance(weight, MXFP4),
+        format="dense" if is_dense else "mxfp4" if isinstance(weight, MXFP4) else "fp8",
+        core=core or choose_core(),
     )
 
 
@@ -99,7 +164,7 @@ def choose_tiling(shapes: Shapes, num_rows: int, num_groups: int, *, may_split: 
       num_groups: weights of the stack that multiply any.
       may_split: whether sums of several CTAs may be added up afterwards.
     """
-    columns = 8
+    columns, device = shapes.core.min_columns, shapes.core.device
     while columns < min(num_rows, 128 // shapes.num_parts):
         columns *= 2
     blocks = 2 if shapes.num_blocks % 2 == 0 and columns <= 64 else 1
@@ -107,7 +172,7 @@ def choose_tiling(shapes: Shapes, num_rows: int, num_groups: int, *, may_split: 
     num_ctas = shapes.num_ctas * num_groups * -(-num_rows // columns)
     while (
         may_split
-        and num_ctas * splits < devices.H200.num_sms
+        and num_ctas * splits < device.num_sms
         and splits < _MAX_SPLITS
         and shapes.num_blocks % (2 * splits * blocks) == 0
         and shapes.num_blocks // (2 * splits) >= _MIN_BLOCKS_OF_SPLIT
@@ -115,9 +180,7 @@ def choose_tiling(shapes: Shapes, num_rows: int, num_groups: int, *, may_split: 
         splits *= 2
     tiling = Tiling(columns=columns, blocks=blocks, stages=2, splits=splits)
     ctas_of_sm = 1 if columns > 64 else 2
-    room = devices.H200.shared_memory_bytes // ctas_of_sm - _SPARE_BYTES
-    if shapes.is_gated:
-        room -= 4 * ROWS * columns
+    room = device.shared_memory_bytes // ctas_of_sm - _SPARE_BYTES - shapes.fixed_bytes(tiling)
     stages = room // shapes.stage_bytes(tiling)
     turns = shapes.num_blocks // (blocks * splits)
     return dataclasses.replace(tiling, stages=max(2, min(stages, turns, 12)))
@@ -125,23 +188,34 @@ def choose_tiling(shapes: Shapes, num_rows: int, num_groups: int, *, may_split: 
 
 def can_join(weights: Sequence[Weight]) -> bool:
     """Whether one launch can serve them all, where the kernel serves each."""
-    kinds = {(type(w), getattr(w, "activations", None)) for w in weights}
-    return len(kinds) == 1 and all(weight.shape[-2] % ROWS == 0 for weight in weights[:-1])
+    return len(set(map(_kind_of, weights))) == 1 and all(
+        weight.shape[-2] % ROWS == 0 for weight in weights[:-1]
+    )
 
 
 def find_obstacle(x: jax.Array, *weights: Weight) -> str | None:
-    """Why this kernel can't serve a call, as the rest of a sentence; None where it can."""
+    """Why the kernels can't serve a call, as the rest of a sentence; None where they can."""
     capability = compute_capability()
-    if any(not isinstance(weight, BlockFP8 | MXFP4) for weight in weights):
-        return "takes block FP8 and MXFP4 weights, got a dense one"
-    if len({(type(weight), weight.activations) for weight in weights}) > 1:  # pyright: ignore
+    if len({_kind_of(weight) for weight in weights}) > 1:
         return "takes weights of one format and one form of activations, got several"
     for weight in weights:
         if isinstance(weight, BlockFP8) and (weight.shape[-1] % INPUTS or weight.shape[-2] % ROWS):
             return f"takes FP8 weights of multiples of {ROWS} x {INPUTS}, got {weight.shape=}"
-        assert isinstance(weight, BlockFP8 | MXFP4)
-        if weight.activations == "bfloat16" and x.dtype != jnp.bfloat16:
-            return f"takes rows as they are in bfloat16 alone, got {x.dtype}"
-    if capability is not None and devices.find_device(capability) != devices.H200:
-        return f"is for Hopper, got compute capability {capability}"
+        if isinstance(weight, BlockFP8 | MXFP4):
+            if weight.activations == "bfloat16" and x.dtype != jnp.bfloat16:
+                return f"takes rows as they are in bfloat16 alone, got {x.dtype}"
+            continue
+        if weight.dtype != jnp.bfloat16 or x.dtype != jnp.bfloat16:
+            return f"takes dense weights and rows in bfloat16, got {weight.dtype} and {x.dtype}"
+        if weight.shape[-1] % DENSE_INPUTS or weight.shape[-2] % ROWS:
+            return (
+                f"takes dense weights of multiples of {ROWS} x {DENSE_INPUTS}, got {weight.shape=}"
+            )
+    if capability is not None and devices.find_device(capability) is None:
+        return f"is for Hopper and Blackwell, got compute capability {capability}"
     return None
+
+
+def _kind_of(weight: Weight) -> tuple[type, str] | None:
+    """What weights of one launch have in common; None of a dense one."""
+    return (type(weight), weight.activations) if isinstance(weight, BlockFP8 | MXFP4) else None

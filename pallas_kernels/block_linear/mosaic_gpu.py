@@ -1,7 +1,8 @@
-"""Products of rows with quantised weights, as items of the kernel for Hopper."""
+"""Products of rows with weights, as items of the kernels for Hopper and Blackwell."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import jax
@@ -9,53 +10,65 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.block_linear import call_shapes
-from pallas_kernels.block_linear.call_shapes import Shapes, Tiling
+from pallas_kernels.block_linear.call_shapes import Shapes, TensorCore, Tiling
 from pallas_kernels.block_linear.items import EvenItems
-from pallas_kernels.block_linear.mosaic_hopper import SwiGLU, multiply_items
+from pallas_kernels.block_linear.multiply_items import multiply_items
+from pallas_kernels.block_linear.triton_finish import add_splits
 from pallas_kernels.block_linear.triton_rows import make_rows, padded
+from pallas_kernels.block_linear.work import SwiGLU
+from pallas_kernels.common.norm_rope import rms_norm
 from pallas_kernels.common.swiglu import swiglu as swiglu_of
-from pallas_kernels.common.weights import ROWS, QuantizedWeight
+from pallas_kernels.common.weights import ROWS, Weight
 
 _FEW_ROWS = 64
 
 
 def block_linear(
     x: jax.Array,
-    weights: Sequence[QuantizedWeight],
+    weights: Sequence[Weight],
     *,
+    norms: Sequence[jax.Array | None] = (),
+    eps: float = 0.0,
     dtype: DTypeLike = jnp.float32,
     tiling: Tiling | None = None,
+    core: TensorCore | None = None,
 ) -> list[jax.Array]:
-    """[G, T, in] times [G, out, in] -> [G, T, out] for each weight; see `op.block_linear`."""
+    """[G, T, in] times [G, out, in] -> [G, T, out] for each weight; see `op.block_linears`."""
     num_groups, num_tokens, _ = x.shape
-    shapes = call_shapes.shapes_of(*weights)
+    shapes = call_shapes.shapes_of(*weights, core=core)
     tiling = tiling or call_shapes.choose_tiling(shapes, num_tokens, num_groups, may_split=True)
     sums = _multiply(x, weights, shapes, tiling, dtype=dtype if tiling.splits == 1 else jnp.float32)
+    widths = [weight.shape[-2] for weight in weights]
+    if any(norm is not None for norm in norms) and tiling.splits > 1:
+        results = add_splits(sums, widths, norms=norms, eps=eps, dtype=dtype)
+        return [result.reshape(num_groups, num_tokens, -1) for result in results]
     joined = sums[0] if tiling.splits == 1 else jnp.sum(sums, axis=0).astype(dtype)
     joined = joined.reshape(num_groups, num_tokens, -1)
     results, first = [], 0
-    for weight in weights:
-        results.append(joined[..., first : first + weight.shape[-2]])
-        first += weight.shape[-2]
+    for width, norm in itertools.zip_longest(widths, norms):
+        result = joined[..., first : first + width]
+        results.append(result if norm is None else rms_norm(result, norm, eps=eps))
+        first += width
     return results
 
 
 def swiglu_linear(
     x: jax.Array,
-    gate: QuantizedWeight,
-    up: QuantizedWeight,
+    gate: Weight,
+    up: Weight,
     *,
     limit: float,
     tiling: Tiling | None = None,
+    core: TensorCore | None = None,
 ) -> jax.Array:
     """[T, in], [out, in] twice -> [T, out]; see `op.swiglu_linear`.
 
     Few rows are a product whose inputs are split, so that all SMs read, and SwiGLU is XLA's.
     """
     weights = [jax.tree.map(lambda leaf: leaf[None], weight) for weight in (gate, up)]
-    shapes = call_shapes.shapes_of(*weights, is_gated=True)
+    shapes = call_shapes.shapes_of(*weights, is_gated=True, core=core)
     if tiling is None and x.shape[0] <= _FEW_ROWS and gate.shape[-2] % ROWS == 0:
-        gated, raised = block_linear(x[None], weights, dtype=x.dtype)
+        gated, raised = block_linear(x[None], weights, dtype=x.dtype, core=core)
         return swiglu_of(gated[0], raised[0], limit).astype(x.dtype)
     tiling = tiling or call_shapes.choose_tiling(shapes, x.shape[0], 1, may_split=False)
     swiglu = SwiGLU(limit, x.dtype)
@@ -64,7 +77,7 @@ def swiglu_linear(
 
 def _multiply(
     x: jax.Array,
-    weights: Sequence[QuantizedWeight],
+    weights: Sequence[Weight],
     shapes: Shapes,
     tiling: Tiling,
     *,

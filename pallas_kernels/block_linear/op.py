@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.block_linear import call_shapes, mosaic_gpu, reference
 from pallas_kernels.common.backend import Backend, resolve
+from pallas_kernels.common.checks import check_shape
 from pallas_kernels.common.weights import Weight, is_quantized
 
 _LINEAR: dict[Backend, Any] = {
@@ -56,14 +57,40 @@ def block_linears(
     x: jax.Array,
     weights: Sequence[Weight],
     *,
+    norms: Sequence[jax.Array | None] | None = None,
+    eps: float = 0.0,
     dtype: DTypeLike | None = None,
     backend: Backend | None = None,
 ) -> list[jax.Array]:
-    """`block_linear` of the same rows with several weights; of one format, in one launch."""
-    for weight in weights:
+    """`block_linear` of the same rows with several weights; of one format, in one launch.
+
+    Args:
+      x: see `block_linear`.
+      weights: see `block_linear`.
+      norms: [out] for each weight, weight of the RMS norm that follows it, or None for none.
+      eps: floor of the norms.
+      dtype: see `block_linear`.
+      backend: see `block_linear`.
+
+    Returns:
+      A result for each weight.
+
+    Raises:
+      ValueError: shapes do not fit.
+      NotImplementedError: as `block_linear`.
+    """
+    norms = [None] * len(weights) if norms is None else list(norms)
+    if len(norms) != len(weights):
+        raise ValueError(f"norms must be one for each weight, got {len(norms)=}, {len(weights)=}")
+    for weight, norm in zip(weights, norms, strict=True):
         _check(x, weight)
+        if norm is not None:
+            check_shape("norms", norm, (weight.shape[-2],), "out")
     if not call_shapes.can_join(weights):
-        return [block_linear(x, weight, dtype=dtype, backend=backend) for weight in weights]
+        return [
+            block_linears(x, [weight], norms=[norm], eps=eps, dtype=dtype, backend=backend)[0]
+            for weight, norm in zip(weights, norms, strict=True)
+        ]
     grouped = x.ndim == 3
     if not grouped:
         x = x[None]
@@ -76,7 +103,7 @@ def block_linears(
         obstacle=call_shapes.find_obstacle(x, *weights),
         arguments={"x": x},
     )
-    products = implementation(x, weights, dtype=dtype or x.dtype)
+    products = implementation(x, weights, norms=norms, eps=eps, dtype=dtype or x.dtype)
     return products if grouped else [product[0] for product in products]
 
 

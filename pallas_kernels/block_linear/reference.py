@@ -5,6 +5,7 @@ Source: deepseek_v4.md section 4.5.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.common.backend import compute_capability
+from pallas_kernels.common.norm_rope import rms_norm
 from pallas_kernels.common.rows import round_rows
 from pallas_kernels.common.swiglu import swiglu
 from pallas_kernels.common.weights import Weight, decode_weight, is_quantized
@@ -38,9 +40,20 @@ def block_linear(x: jax.Array, weight: Weight) -> jax.Array:
     return product[:, :1] if alone else product
 
 
-def block_linears(x: jax.Array, weights: Sequence[Weight], *, dtype: DTypeLike) -> list[jax.Array]:
-    """`block_linear` with each weight, rounded once."""
-    return [block_linear(x, weight).astype(dtype) for weight in weights]
+def block_linears(
+    x: jax.Array,
+    weights: Sequence[Weight],
+    *,
+    norms: Sequence[jax.Array | None] = (),
+    eps: float = 0.0,
+    dtype: DTypeLike,
+) -> list[jax.Array]:
+    """`block_linear` with each weight, rounded once, then normed where there is a norm."""
+    products = [block_linear(x, weight).astype(dtype) for weight in weights]
+    return [
+        product if norm is None else rms_norm(product, norm, eps=eps)
+        for product, norm in itertools.zip_longest(products, norms)
+    ]
 
 
 def swiglu_linear(x: jax.Array, gate: Weight, up: Weight, *, limit: float) -> jax.Array:

@@ -1,5 +1,7 @@
 """Triton kernel that makes a product's rows: some groups of 128 inputs of one row per program.
 
+Dense weights take rows as they are, which XLA gathers.
+
 A row may be any of x's rows, so that an expert's tokens are gathered on the way. Bytes: those of x
 and of the codes, once each.
 """
@@ -15,7 +17,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.common import numbers, rows
 from pallas_kernels.common.rows import GROUP
-from pallas_kernels.common.weights import MXFP4, QuantizedWeight
+from pallas_kernels.common.weights import MXFP4, BlockFP8, Weight
 from pallas_kernels.gpu import triton, triton_codecs
 
 Ref = Any
@@ -25,15 +27,16 @@ _WORDS = GROUP // 4
 
 
 class Rows(NamedTuple):
-    """Rows in E4M3, whose parts add up.
+    """Rows in E4M3, whose parts add up, or as they are.
 
     Attributes:
-      codes: e4m3[P, R, B * 128], one part if rows are rounded, two if they are as they were.
-      scale: f32[P, B, R].
+      codes: e4m3[P, R, B * 128], one part if rows are rounded, two if they are as they were; for
+        dense weights bf16[1, R, in].
+      scale: f32[P, B, R]; None for dense weights.
     """
 
     codes: jax.Array
-    scale: jax.Array
+    scale: jax.Array | None
 
     @property
     def num_parts(self) -> int:
@@ -43,7 +46,7 @@ class Rows(NamedTuple):
 
 def make_rows(
     x: jax.Array,
-    weight: QuantizedWeight,
+    weight: Weight,
     *,
     num_spare: int,
     token: jax.Array | None = None,
@@ -52,7 +55,7 @@ def make_rows(
     """Rows as this weight takes them, and some that are arbitrary behind them.
 
     Args:
-      x: [N, in].
+      x: [N, in]; bf16 for dense weights.
       weight: its `activations` say how many parts there are, its format how inputs are ordered.
       num_spare: rows that a kernel may read beyond the last.
       token: i32[R], the row of x that each is, clamped; None is x's own.
@@ -61,6 +64,13 @@ def make_rows(
     num_rows = (x if token is None else token).shape[0]
     of_group = num_rows // num_groups
     spread = padded(of_group) if num_groups > 1 else of_group
+    if not isinstance(weight, BlockFP8 | MXFP4):
+        taken = x if token is None else x.at[token].get(mode="clip")
+        groups = taken.reshape(num_groups, of_group, -1)
+        groups = jnp.pad(groups, ((0, 0), (0, spread - of_group), (0, 0)))
+        codes = groups.reshape(1, num_groups * spread, -1)
+        spare = padded(codes.shape[1] + num_spare) - codes.shape[1]
+        return Rows(jnp.pad(codes, ((0, 0), (0, spare), (0, 0))), None)
     return _launch(
         x,
         token,

@@ -98,10 +98,13 @@ def restore_signs(words: jax.Array) -> jax.Array:
 
 
 def encode_ue8m0(x: jax.Array) -> jax.Array:
-    """f32 > 0 -> u8 b, the smallest power of two 2**(b - 127) that is at least x, from x's bits."""
-    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    not_a_power = (bits & 0x7FFFFF) != 0
-    return ((bits >> 23) + not_a_power.astype(jnp.uint32)).astype(jnp.uint8)
+    """f32 > 0 -> u8 b, the smallest power of two 2**(b - 127) that is at least x."""
+    return ue8m0_exponent(x.astype(jnp.float32)).astype(jnp.uint8)
+
+
+def ue8m0_exponent(x: jax.Array) -> jax.Array:
+    """`encode_ue8m0` as i32, from x's bits: what is above a power of two carries."""
+    return (jax.lax.bitcast_convert_type(x, jnp.int32) + 0x7FFFFF) >> 23
 
 
 def decode_ue8m0(code: jax.Array) -> jax.Array:

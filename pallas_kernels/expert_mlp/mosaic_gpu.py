@@ -2,7 +2,7 @@
 
     order     pairs sorted by expert, tiles of an expert's rows      `triton_worklist`, XLA for many
     rows      each pair's token, then the hidden values, in E4M3     `block_linear/triton_rows`
-    hidden    share * SwiGLU of gate and up, tile by tile            `block_linear/mosaic_hopper`
+    hidden    share * SwiGLU of gate and up, tile by tile            `block_linear/multiply_items`
     down      the product with w2, tile by tile                      the same
     sum       of a token's pairs, in the order in which it picked    XLA
 
@@ -16,25 +16,27 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.block_linear import call_shapes
-from pallas_kernels.block_linear.call_shapes import Tiling
+from pallas_kernels.block_linear.call_shapes import TensorCore, Tiling
 from pallas_kernels.block_linear.items import Items
-from pallas_kernels.block_linear.mosaic_hopper import SwiGLU, multiply_items
-from pallas_kernels.block_linear.triton_rows import make_rows
-from pallas_kernels.common.weights import MXFP4, BlockFP8
+from pallas_kernels.block_linear.multiply_items import multiply_items
+from pallas_kernels.block_linear.triton_rows import make_rows, padded
+from pallas_kernels.block_linear.work import SwiGLU
 from pallas_kernels.expert_mlp import triton_worklist
 from pallas_kernels.expert_mlp.arguments import Arguments
 from pallas_kernels.expert_mlp.worklist import make_worklist
 
 
-def expert_mlp(arguments: Arguments, *, tilings: tuple[Tiling, Tiling] | None = None) -> jax.Array:
+def expert_mlp(
+    arguments: Arguments,
+    *,
+    tilings: tuple[Tiling, Tiling] | None = None,
+    core: TensorCore | None = None,
+) -> jax.Array:
     """See `op.expert_mlp`."""
     x, expert_ids, expert_weights, w1, w3, w2, limit = arguments
-    assert isinstance(w1, BlockFP8 | MXFP4)
-    assert isinstance(w3, BlockFP8 | MXFP4)
-    assert isinstance(w2, BlockFP8 | MXFP4)
     num_experts, num_pairs = w1.shape[0], expert_ids.size
-    gate_shapes = call_shapes.shapes_of(w1, w3, is_gated=True)
-    down_shapes = call_shapes.shapes_of(w2)
+    gate_shapes = call_shapes.shapes_of(w1, w3, is_gated=True, core=core)
+    down_shapes = call_shapes.shapes_of(w2, core=core)
     if tilings is None:
         rows_of_expert = _expected_rows(expert_ids, num_experts)
         num_picked = min(num_pairs, num_experts)
@@ -49,19 +51,20 @@ def expert_mlp(arguments: Arguments, *, tilings: tuple[Tiling, Tiling] | None = 
         expert_ids, expert_weights, num_experts, gate_tiling.columns, spare
     )
     items = Items(expert, first, first, num_rows)
+    is_dense = gate_shapes.is_dense  # then hidden values are the next rows as they are
     hidden = multiply_items(
         make_rows(x, w1, num_spare=spare, token=token),
         [w1, w3],
         items,
         shapes=gate_shapes,
         tiling=gate_tiling,
-        num_rows=token.shape[0],
+        num_rows=padded(token.shape[0] + spare) if is_dense else token.shape[0],
         swiglu=SwiGLU(limit, x.dtype),
         share=share,
         dtype=x.dtype,
     )
     down = multiply_items(
-        make_rows(hidden[0], w2, num_spare=spare),
+        make_rows(hidden[0], w2, num_spare=0 if is_dense else spare),
         [w2],
         items,
         shapes=down_shapes,

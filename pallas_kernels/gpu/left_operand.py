@@ -18,6 +18,7 @@ import jax
 import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
@@ -42,16 +43,21 @@ def order_columns(rows: jax.Array, layout: Layout) -> jax.Array:
     return split.swapaxes(-3, -2).reshape(rows.shape)
 
 
-def store_columns(target: Ref, rows: jax.Array, layout: Layout) -> None:
+def store_columns(
+    target: Ref, rows: jax.Array, layout: Layout | None, *, first_row: int = 0
+) -> None:
     """Stores the other operand's rows with their columns in the order of `from_rows`'.
 
     Args:
-      target: e4m3[16, 128] in shared memory, `mosaic.SWIZZLED_BYTES`.
-      rows: e4m3[16, 128] in `mosaic.LINES` layout.
-      layout: layout in which the left operand's rows are loaded, `mosaic.WIDE_ROWS` or `EVEN_ROWS`.
+      target: e4m3[R, 128] in shared memory, `mosaic.SWIZZLED_BYTES`.
+      rows: e4m3[M, 128] in `mosaic.LINES` layout.
+      layout: layout in which the left operand's rows are loaded, `mosaic.WIDE_ROWS` or `EVEN_ROWS`;
+        None leaves the columns in their order.
+      first_row: row of the target that the first one becomes.
     """
     if interpreting():
-        target[...] = order_columns(rows, layout)
+        ordered = rows if layout is None else order_columns(rows, layout)
+        target[pl.ds(first_row, rows.shape[0])] = ordered
         return
     shape = rows.shape
 
@@ -62,6 +68,7 @@ def store_columns(target: Ref, rows: jax.Array, layout: Layout) -> None:
         places = rows.layout.thread_idxs(shape)
         for register, place in zip(rows.registers.flat, places, strict=True):
             row, column = (arith.index_cast(i32, i) for i in place)
+            row = arith.addi(row, mgpu.c(first_row, i32))
             v, k, q = _place_of_word(arith.divui(column, mgpu.c(4, i32)), layout)
             swizzle = arith.remui(row, mgpu.c(8, i32))
             chunk = arith.xori(swizzle, arith.addi(arith.muli(v, mgpu.c(4, i32)), k))
@@ -74,13 +81,17 @@ def store_columns(target: Ref, rows: jax.Array, layout: Layout) -> None:
     store(target, rows)
 
 
-def _place_of_word(word: ir.Value, layout: Layout) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """(v, k, q) of the word of a row that was loaded in this layout."""
+def _place_of_word(
+    word: ir.Value, layout: Layout | None
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """(v, k, q) of the word of a row that was loaded in this layout; it becomes 16 v + 4 k + q."""
     i32 = ir.IntegerType.get_signless(32)
 
     def digit(unit: int, count: int) -> ir.Value:
         return arith.remui(arith.divui(word, mgpu.c(unit, i32)), mgpu.c(count, i32))
 
+    if layout is None:
+        return digit(16, 2), digit(4, 4), digit(1, 4)
     if layout == mosaic.EVEN_ROWS:  # words 16 v + 4 q + k
         return digit(16, 2), digit(1, 4), digit(4, 4)
     return digit(4, 2), digit(1, 4), digit(8, 4)  # WIDE_ROWS, words 8 q + 4 v + k

@@ -20,6 +20,7 @@ from pallas_kernels.gpu import left_operand
 
 Ref = Any
 plgpu: Any = mosaic_gpu
+_TILE = 64
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
@@ -31,24 +32,29 @@ def store_transposed(
     num_rows: jax.Array,
     first_column: jax.Array,
     operand_order: bool,
+    num_columns: int | None = None,
+    layout: Any = plgpu.Layout.WGMMA,
 ) -> None:
     """Stores target[first_row + n, first_column + m] = values[m, n] for n below `num_rows`.
 
     Args:
       target: [R, C] in device memory, of 16 or 32 bits; columns beyond C are dropped.
-      values: [64, N] of its dtype, in `WGMMA` layout.
+      values: [M, N] of its dtype.
       first_row: i32[].
       num_rows: i32[], at most N.
       first_column: i32[].
-      operand_order: whether rows of `values` are in the order of `left_operand.from_rows`.
+      operand_order: whether each 64 rows of `values` are in the order of `left_operand.from_rows`.
+      num_columns: rows of `values` that are stored, the first ones, a multiple of 64; None is M.
+      layout: that of `values`.
     """
+    height = num_columns or values.shape[0]
     if interpreting():
-        _interpret(target, values, first_row, num_rows, first_column, operand_order)
+        _interpret(target, values, first_row, num_rows, first_column, operand_order, height)
         return
     size = values.dtype.itemsize
-    is_ragged = target.shape[1] % values.shape[0] != 0
+    is_ragged = target.shape[1] % height != 0
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, _SCALAR, _SCALAR, _SCALAR))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, _SCALAR, _SCALAR, _SCALAR))
     def write(_, target, values, first_row, num_rows, first_column):
         i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
         byte = ir.IntegerType.get_signless(8)
@@ -62,7 +68,7 @@ def store_transposed(
         for register, (row, column) in zip(values.registers.flat, places, strict=True):
             row, column = arith.index_cast(i32, row), arith.index_cast(i32, column)
             if operand_order:
-                row = _loaded_row(row)
+                row = _loaded_row(row, values.shape[0])
             to_column = arith.addi(first_column, row)
             for i in range(ir.VectorType(register.type).shape[0]):
                 n = arith.addi(column, mgpu.c(i, i32))
@@ -70,6 +76,9 @@ def store_transposed(
                 if is_ragged:
                     inside = arith.cmpi(arith.CmpIPredicate.slt, to_column, mgpu.c(width, i32))
                     present = arith.andi(present, inside)
+                if height < values.shape[0]:
+                    is_stored = arith.cmpi(arith.CmpIPredicate.slt, row, mgpu.c(height, i32))
+                    present = arith.andi(present, is_stored)
                 to_row = arith.extsi(i64, arith.addi(first_row, n))
                 offset = arith.muli(to_row, mgpu.c(width, i64))
                 offset = arith.addi(offset, arith.extsi(i64, to_column))
@@ -94,15 +103,16 @@ def store_transposed(
     write(target, values, first_row, num_rows, first_column)
 
 
-def _loaded_row(row: ir.Value) -> ir.Value:
-    """16 w + 8 h + r -> 32 h + 8 w + r."""
+def _loaded_row(row: ir.Value, height: int) -> ir.Value:
+    """16 w + 8 h + r -> 32 h + 8 w + r, in each 64 rows."""
     i32 = ir.IntegerType.get_signless(32)
 
     def bits(value: ir.Value, shift: int, mask: int, to: int) -> ir.Value:
         value = arith.andi(arith.shrui(value, mgpu.c(shift, i32)), mgpu.c(mask, i32))
         return arith.shli(value, mgpu.c(to, i32))
 
-    return arith.ori(arith.ori(bits(row, 0, 7, 0), bits(row, 3, 1, 5)), bits(row, 4, 3, 3))
+    inside = arith.ori(arith.ori(bits(row, 0, 7, 0), bits(row, 3, 1, 5)), bits(row, 4, 3, 3))
+    return inside if height == _TILE else arith.ori(inside, bits(row, 6, 1, 6))
 
 
 def _interpret(
@@ -112,10 +122,13 @@ def _interpret(
     num_rows: jax.Array,
     first_column: jax.Array,
     operand_order: bool,
+    height: int,
 ) -> None:
-    height, width = values.shape
+    width = values.shape[1]
     if operand_order:
-        values = jax.vmap(left_operand.to_rows, in_axes=1, out_axes=1)(values)
+        tiles = values.reshape(-1, _TILE, width)
+        of_tile = jax.vmap(left_operand.to_rows, in_axes=1, out_axes=1)
+        values = jax.vmap(of_tile)(tiles).reshape(values.shape)
     rest = target.shape[1] % height
     is_last = first_column + height > target.shape[1]
     for n in range(width):

@@ -1,15 +1,16 @@
-"""Triton kernel of `hyper_connections`: a token per CTA, its Sinkhorn in registers.
+"""Triton kernel of `hyper_connections`: two programs a token, which both sum its squares.
 
-A CTA loads the streams of its token once, sums their squares and weighs them, and stores the
-collapsed and the normed row. The Sinkhorn iterations are some forty small sums of one 4 x 4 tile.
+    program 0    weighs the streams, stores the collapsed and the normed row
+    program 1    post, and the Sinkhorn of comb: sixteen scalars, some forty times four sums
 
-Bytes: the streams in, once; the collapsed and the normed row out. The launch and the chain of
-divisions bound it. It compiles for Blackwell and has not run there. Measurements and roads not
+Bytes: the streams in, twice; the collapsed and the normed row out. The launch and the chain of
+sums bound it. It compiles for Blackwell and has not run there. Measurements and roads not
 taken: docs/kernels/hyper_connections.md.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -22,8 +23,6 @@ from pallas_kernels.hyper_connections.reference import Reading
 
 Ref = Any
 _NUM_WARPS = 8
-_LEAST = -1e30
-"""Below any logit, and finite."""
 
 
 def hyper_connections(arguments: Arguments) -> Reading:
@@ -34,10 +33,24 @@ def hyper_connections(arguments: Arguments) -> Reading:
     side = 1 << (num - 1).bit_length()
     dtype = streams.dtype
 
+    parts = products.shape[1]
+
     def kernel(inputs: list[Ref], stored: list[Ref]) -> None:
         products, scale, base, streams, norm = inputs
         collapsed_ref, normed_ref, post_ref, comb_ref = stored
         token = pl.program_id(0)
+        part = jnp.arange(1 << (parts - 1).bit_length(), dtype=jnp.int32)
+        lane = jnp.arange(side, dtype=jnp.int32)
+        inside = lane < num
+
+        def logits(
+            place: jax.Array, kind: int, live: jax.Array, inverse_rms: jax.Array
+        ) -> jax.Array:
+            """Scaled logits at these places of the token's, zeros where not live."""
+            where = token, part[:, None], place[None]
+            loaded = triton.load_where(products, where, (part < parts)[:, None] & live[None])
+            mix = jnp.sum(loaded, axis=0) * inverse_rms
+            return mix * scale[kind] + triton.load_where(base, (place,), live)
 
         rows, squares = [], jnp.float32(0)
         for j in range(num):
@@ -46,38 +59,37 @@ def hyper_connections(arguments: Arguments) -> Reading:
             squares += jnp.sum(jnp.square(row.astype(jnp.float32)))
         inverse_rms = jax.lax.rsqrt(squares / (num * dim) + norm_eps)
 
-        def logits(place: jax.Array, part: int, live: jax.Array) -> jax.Array:
-            """Scaled logits at these places of the token's, zeros where not live."""
-            mix = jnp.zeros(place.shape, jnp.float32)
-            for number in range(products.shape[1]):
-                where = (token, jnp.int32(number), place)
-                mix = mix + triton.load_where(products, where, live)
-            return mix * inverse_rms * scale[part] + triton.load_where(base, (place,), live)
+        @pl.when(pl.program_id(1) == 0)
+        def _read() -> None:
+            pre = jax.nn.sigmoid(logits(lane, 0, inside, inverse_rms)) + eps
+            collapsed = jnp.zeros(width, jnp.float32)
+            for j, row in enumerate(rows):
+                weight = jnp.sum(jnp.where(lane == j, pre, 0.0))
+                collapsed = collapsed + row.astype(jnp.float32) * weight
+            collapsed = _round_in_f32(collapsed, dtype)
+            mean_square = jnp.sum(collapsed * collapsed) / dim
+            weight = triton.load_row(norm, (), start=0, count=dim, width=width)
+            normed = collapsed * jax.lax.rsqrt(mean_square + norm_eps) * weight.astype(jnp.float32)
+            triton.store_row(collapsed_ref, (token,), collapsed.astype(dtype), first=0, count=dim)
+            normed = _round_in_f32(normed, dtype).astype(dtype)
+            triton.store_row(normed_ref, (token,), normed, first=0, count=dim)
 
-        lane = jnp.arange(side, dtype=jnp.int32)
-        inside = lane < num
-        pre = jax.nn.sigmoid(logits(lane, 0, inside)) + eps
-        collapsed = jnp.zeros(width, jnp.float32)
-        for j, row in enumerate(rows):
-            weight = jnp.sum(jnp.where(lane == j, pre, 0.0))
-            collapsed = collapsed + row.astype(jnp.float32) * weight
-        collapsed = _round_in_f32(collapsed, dtype)
-        mean_square = jnp.sum(collapsed * collapsed) / dim
-        weight = triton.load_row(norm, (), start=0, count=dim, width=width)
-        normed = collapsed * jax.lax.rsqrt(mean_square + norm_eps) * weight.astype(jnp.float32)
-        for ref, row in ((collapsed_ref, collapsed), (normed_ref, _round_in_f32(normed, dtype))):
-            triton.store_row(ref, (token,), row.astype(dtype), first=0, count=dim)
-        post = 2 * jax.nn.sigmoid(logits(num + lane, 1, inside))
-        triton.store_where(post_ref, (token, lane), post, inside)
-        row, column = lane[:, None], lane[None]
-        square = (row < num) & (column < num)
-        comb = logits(2 * num + row * num + column, 2, square)
-        comb = _sinkhorn(comb, square, iters=iters, eps=eps)
-        triton.store_where(comb_ref, (token, row * num + column), comb, square)
+        @pl.when(pl.program_id(1) == 1)
+        def _connect() -> None:
+            post = 2 * jax.nn.sigmoid(logits(num + lane, 1, inside, inverse_rms))
+            triton.store_where(post_ref, (token, lane), post, inside)
+            place = jnp.arange(side * side, dtype=jnp.int32)
+            live = place < num * num
+            flat = logits(2 * num + place, 2, live, inverse_rms)
+            values = [[jnp.sum(jnp.where(place == j * num + k, flat, 0.0)) for k in range(num)]
+                      for j in range(num)]  # fmt: skip
+            for j, row in enumerate(_sinkhorn(values, iters=iters, eps=eps)):
+                for k, value in enumerate(row):
+                    comb_ref[token, jnp.int32(j * num + k)] = value
 
     collapsed, normed, post, comb = triton.launch(
         kernel,
-        grid=(count,),
+        grid=(count, 2),
         inputs=[products, scale, base, streams, norm],
         outputs=[
             jax.ShapeDtypeStruct((count, dim), dtype),
@@ -91,24 +103,36 @@ def hyper_connections(arguments: Arguments) -> Reading:
     return Reading(collapsed, normed, post, comb.reshape(count, num, num))
 
 
-def _sinkhorn(logits: jax.Array, live: jax.Array, *, iters: int, eps: float) -> jax.Array:
-    """`reference.sinkhorn` of one tile [S, S]; what is not live stays 0 and adds nothing."""
+Square = list[list[jax.Array]]
 
-    def normalise(p: jax.Array, total: jax.Array) -> jax.Array:
-        return triton.exact_quotient(p, jnp.broadcast_to(total, p.shape))
 
-    def columns(p: jax.Array) -> jax.Array:
-        return normalise(p, jnp.sum(p, axis=0, keepdims=True) + eps)
+def _sinkhorn(logits: Square, *, iters: int, eps: float) -> Square:
+    """`reference.sinkhorn` of one matrix, whose elements are scalars: sums need no other thread.
 
-    def rows_then_columns(_: jax.Array, p: jax.Array) -> jax.Array:
-        return columns(normalise(p, jnp.sum(p, axis=1, keepdims=True) + eps))
+    Each sum is inverted once, where the definition divides: a unit in the last place apart.
+    """
 
-    largest = jnp.max(jnp.where(live, logits, -jnp.inf), axis=1, keepdims=True)
-    weights = jnp.where(live, jnp.exp(logits - jnp.maximum(largest, _LEAST)), 0.0)
-    total = jnp.sum(weights, axis=1, keepdims=True)
-    softmax = normalise(weights, jnp.where(total > 0, total, 1.0))
-    start = columns(jnp.where(live, softmax + eps, 0.0))
-    return jax.lax.fori_loop(0, iters - 1, rows_then_columns, start)
+    def columns(p: Square) -> Square:
+        return _transposed(rows(_transposed(p)))
+
+    def rows(p: Square) -> Square:
+        inverse = [1 / (functools.reduce(jnp.add, row) + eps) for row in p]
+        return [[x * i for x in row] for row, i in zip(p, inverse, strict=True)]
+
+    def rows_then_columns(_: jax.Array, p: Square) -> Square:
+        return columns(rows(p))
+
+    weights = []
+    for row in logits:
+        largest = functools.reduce(jnp.maximum, row)
+        shifted = [jnp.exp(x - largest) for x in row]
+        total = functools.reduce(jnp.add, shifted)
+        weights.append([x / total + eps for x in shifted])
+    return jax.lax.fori_loop(0, iters - 1, rows_then_columns, columns(weights))
+
+
+def _transposed(p: Square) -> Square:
+    return [list(column) for column in zip(*p, strict=True)]
 
 
 def _round_in_f32(x: jax.Array, dtype: jnp.dtype) -> jax.Array:

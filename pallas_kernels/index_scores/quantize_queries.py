@@ -11,16 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, vector
 
-from pallas_kernels.common.backend import interpreting
-from pallas_kernels.gpu import mosaic
+from pallas_kernels.gpu import e4m3, mosaic
 
 Ref = Any
 plgpu: Any = mosaic_gpu
@@ -56,36 +51,5 @@ def quantize(values: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Arra
     scale = jnp.maximum(((largest + _ROOM) >> 23) - 8, 1)  # UE8M0
     inverse = lax.bitcast_convert_type((254 - scale) << 23, jnp.float32)
     inverse = plgpu.layout_cast(lax.broadcast_in_dim(inverse, values.shape, [0]), _LAYOUT)
-    codes = _to_e4m3(values * inverse)
+    codes = e4m3.encode(values * inverse)
     return codes, weights * lax.bitcast_convert_type(scale << 23, jnp.float32)
-
-
-def _to_e4m3(values: jax.Array) -> jax.Array:
-    """f32[M, N] -> e4m3[M, N], to nearest."""
-    if interpreting():
-        return values.astype(jnp.float8_e4m3fn)
-    result = plgpu.ShapeDtypeStruct(values.shape, jnp.float8_e4m3fn, layout=_LAYOUT)
-
-    @plgpu.inline_mgpu(arg_types=(_LAYOUT,), return_type=result)
-    def convert(_, values):
-        i32 = ir.IntegerType.get_signless(32)
-        f8 = ir.VectorType.get((values.layout.vector_length,), ir.Float8E4M3FNType.get())
-        one = ir.VectorType.get((1,), i32)
-        asm = """{
-          .reg .b16 low, high;
-          cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
-          cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-          mov.b32 $0, {low, high};
-        }"""
-        registers = np.empty(values.registers.shape, dtype=object)
-        for place, register in np.ndenumerate(values.registers):
-            numbers = [vector.extract(register, [], [i]) for i in range(f8.shape[0])]
-            words = [
-                llvm.inline_asm(i32, numbers[i : i + 4], asm, "=r,f,f,f,f")
-                for i in range(0, len(numbers), 4)
-            ]
-            packed = mgpu.utils.vector_concat([vector.broadcast(one, word) for word in words])
-            registers[place] = mgpu.utils.bitcast(packed, f8)
-        return mgpu.FragmentedArray(_registers=registers, _layout=values.layout, _is_signed=None)
-
-    return convert(values)

@@ -43,4 +43,4 @@ def products(fn: jax.Array, streams: jax.Array) -> jax.Array:
     parts = math.gcd(length, _PARTS)
     vectors = flat.reshape(-1, parts, length // parts)
     weight = fn.astype(jnp.float32).reshape(rows, parts, length // parts)
-    return jnp.einsum("tpc,rpc->tpr", vectors, weight, preferred_element_type=jnp.float32)
+    return jnp.einsum("tpc,rpc->tpr", vectors, weight, precision=jax.lax.Precision.HIGHEST)

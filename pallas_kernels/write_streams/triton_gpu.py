@@ -1,11 +1,11 @@
-"""Triton kernel of `write_streams`: some columns of a few tokens per program.
+"""Triton kernel of `write_streams`: some columns of one stream of a few tokens per program.
 
-    columns of the output and of all streams     -> the same columns of the streams after it
-    those times the same columns of fn           -> one part of the products
+    columns of the output and of all streams     -> the same columns of one stream after it
+    those times the stream's columns of fn       -> one part of the products
 
-Bytes: the streams in and out once, and fn, which more tokens than a program has read again out of
-L2. Up to some ten tokens fn's 1.5 MB (Flash) and the launch bound it. Measurements:
-docs/kernels/write_streams.md.
+Bytes: the streams out once, and fn, which more tokens than a program has read again out of L2, as
+each program reads all streams. Up to some ten tokens fn's 1.5 MB (Flash) and the launch bound it.
+Measurements: docs/kernels/write_streams.md.
 """
 
 from __future__ import annotations
@@ -41,29 +41,26 @@ def write_streams(
     def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
         streams, output, post, comb, fn = inputs
         written_ref, products_ref = outputs
-        part = pl.program_id(1)
+        part, k = pl.program_id(1), pl.program_id(2)
         column = part * _COLUMNS + jnp.arange(_COLUMNS, dtype=jnp.int32)
         row = jnp.arange(rows_width, dtype=jnp.int32)
-        tokens = [pl.program_id(0) * of_program + place for place in range(of_program)]
-        rows_of = [_load_streams(streams, output, token, column) for token in tokens]
-        sums = [jnp.zeros(rows_width, jnp.float32) for _ in tokens]
-        for k in range(num):
-            here = (row[:, None] < num_rows) & (column[None] < dim)
-            weight = triton.load_where(fn, (row[:, None], k * dim + column[None]), here)
-            for place, (token, (y, rows)) in enumerate(zip(tokens, rows_of, strict=True)):
-                safe = jnp.minimum(token, count - 1)
-                written = post[safe, jnp.int32(k)] * y
-                for j, x in enumerate(rows):
-                    written = written + comb[safe, jnp.int32(j), jnp.int32(k)] * x
-                if streams.dtype == jnp.bfloat16:
-                    written = triton.round_to_bf16(written)
-                live = (column < dim) & (token < count)
-                to = (token, jnp.int32(k), column)
-                triton.store_where(written_ref, to, written.astype(streams.dtype), live)
-                sums[place] = sums[place] + jnp.sum(weight * written[None], axis=1)
-        for token, total in zip(tokens, sums, strict=True):
+        here = (row[:, None] < num_rows) & (column[None] < dim)
+        weight = triton.load_where(fn, (row[:, None], k * dim + column[None]), here)
+        for place in range(of_program):
+            token = pl.program_id(0) * of_program + place
+            y, rows = _load_streams(streams, output, token, column)
+            safe = jnp.minimum(token, count - 1)
+            written = post[safe, k] * y
+            for j, x in enumerate(rows):
+                written = written + comb[safe, jnp.int32(j), k] * x
+            if streams.dtype == jnp.bfloat16:
+                written = triton.round_to_bf16(written)
+            live = (column < dim) & (token < count)
+            to = token, k, column
+            triton.store_where(written_ref, to, written.astype(streams.dtype), live)
+            total = jnp.sum(weight * written[None], axis=1)
             live = (row < num_rows) & (token < count)
-            triton.store_where(products_ref, (token, part, row), total, live)
+            triton.store_where(products_ref, (token, k * parts + part, row), total, live)
 
     def _load_streams(
         streams: Ref, output: Ref, token: jax.Array, column: jax.Array
@@ -79,11 +76,11 @@ def write_streams(
 
     written, products = triton.launch(
         kernel,
-        grid=(-(-count // of_program), parts),
+        grid=(-(-count // of_program), parts, num),
         inputs=[streams, output, post, comb, fn],
         outputs=[
             jax.ShapeDtypeStruct(streams.shape, streams.dtype),
-            jax.ShapeDtypeStruct((count, parts, num_rows), jnp.float32),
+            jax.ShapeDtypeStruct((count, num * parts, num_rows), jnp.float32),
         ],
         num_warps=_NUM_WARPS,
         name="write_streams",

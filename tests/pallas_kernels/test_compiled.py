@@ -34,6 +34,7 @@ USUAL = {
         "sparse_attention_kernels/fp8_ue8m0_256x64x512@sm_90a",
     ),
     "sm_100a": (
+        "expert_mlp_kernel/flash 1 fp8@sm_100a",
         "index_scores_kernel/fp8_ue8m0_64x16384",
         "sparse_attention_kernels/fp8_ue8m0_256x64x512@sm_100a",
     ),

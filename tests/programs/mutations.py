@@ -478,8 +478,8 @@ MUTATIONS = [
         (
             "kernel_write_streams_transposed",
             "write_streams/triton_gpu.py",
-            "comb[safe, jnp.int32(j), jnp.int32(k)]",
-            "comb[safe, jnp.int32(k), jnp.int32(j)]",
+            "comb[safe, jnp.int32(j), k]",
+            "comb[safe, k, jnp.int32(j)]",
             "pallas_kernels/write_streams",
         ),
         (

@@ -10,12 +10,17 @@ import numpy as np
 import pytest
 
 from helpers import slow
-from pallas_kernels import block_linear
+from pallas_kernels import block_linear, gpu_interpreter
 from pallas_kernels.block_linear import call_shapes, mosaic_gpu, reference
-from pallas_kernels.block_linear.call_shapes import Tiling
+from pallas_kernels.block_linear.call_shapes import BLACKWELL, Tiling
 from pallas_kernels.common import weights
 
-QUANTIZE = {"fp8": weights.quantize_block_fp8, "mxfp4": weights.quantize_mxfp4}
+QUANTIZE = {
+    "fp8": weights.quantize_block_fp8,
+    "mxfp4": weights.quantize_mxfp4,
+    "dense": lambda values, dtype, activations: values.astype(dtype),
+}
+FORMATS = ["fp8", "mxfp4"]
 TOLERANCE = 2e-5
 """Relative to the largest result: f32 sums in another order, and of the FP8 tensor core of a card
 14 bits of 128 products."""
@@ -35,16 +40,16 @@ def close(lane, found, expected):
     np.testing.assert_allclose(found, expected, atol=bound * np.abs(expected).max())
 
 
-@functools.partial(jax.jit, static_argnames="tiling")
-def run(x, weight, tiling=None):
-    return mosaic_gpu.block_linear(x, [weight], tiling=tiling)[0]
+@functools.partial(jax.jit, static_argnames=("tiling", "core"))
+def run(x, weight, tiling=None, core=None):
+    return mosaic_gpu.block_linear(x, [weight], tiling=tiling, core=core)[0]
 
 
 @pytest.mark.parametrize(
     ("kind", "activations"),
     slow.all_but(
         [("fp8", "bfloat16"), ("mxfp4", "fp8")],
-        list(itertools.product(QUANTIZE, weights.ACTIVATIONS)),
+        list(itertools.product(FORMATS, weights.ACTIVATIONS)),
     ),
 )
 def test_products_are_the_reference_s(lane, kind, activations):
@@ -62,7 +67,7 @@ TILINGS = [Tiling(8, 1, 2), Tiling(16, 2, 2), Tiling(8, 2, 3, splits=2), Tiling(
     ("kind", "tiling"),
     slow.all_but(
         [("fp8", TILINGS[2])],
-        list(itertools.product(QUANTIZE, TILINGS)),
+        list(itertools.product(FORMATS, TILINGS)),
     ),
     ids=str,
 )
@@ -70,6 +75,59 @@ def test_any_tiling_gives_the_products_of_every_group(lane, kind, tiling):
     weight = make(kind, (2, 128, 512))
     x = jax.random.normal(jax.random.key(1), (2, 11, 512)).astype(jnp.bfloat16)
     close(lane, run(x, weight, tiling), reference.block_linear(x, weight))
+
+
+BLACKWELL_CASES = [
+    ("mxfp4", "bfloat16", (2, 200, 384), Tiling(16, 1, 2)),
+    ("mxfp4", "fp8", (2, 40, 512), Tiling(16, 2, 2, splits=2)),
+    ("fp8", "fp8", (2, 192, 512), Tiling(16, 2, 3)),
+    ("fp8", "bfloat16", (2, 192, 512), Tiling(32, 1, 2, splits=2)),
+    ("dense", "fp8", (2, 192, 256), Tiling(16, 2, 2, splits=2)),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "activations", "shape", "tiling"),
+    slow.all_but(BLACKWELL_CASES[:1], BLACKWELL_CASES),
+    ids=str,
+)
+def test_blackwell_s_tensor_cores_give_the_same(kind, activations, shape, tiling):
+    """With a row of NaN, which stays alone."""
+    weight = make(kind, shape, activations)
+    x = jax.random.normal(jax.random.key(1), (2, 19, shape[-1])).astype(jnp.bfloat16)
+    expected = np.asarray(reference.block_linear(x, weight)).copy()
+    with gpu_interpreter():
+        found = np.asarray(run(x.at[1, 3, 5].set(jnp.nan), weight, tiling, BLACKWELL)).copy()
+    assert np.all(np.isnan(found[1, 3]))
+    found[1, 3] = expected[1, 3]
+    close("interpreter", found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("core", [call_shapes.HOPPER, BLACKWELL], ids=["hopper", "blackwell"])
+def test_weights_of_one_launch_may_begin_within_a_cta(core):
+    """And may have scales that are no powers of two."""
+    stacks = [weight_stack(with_scales(make("fp8", (out, 256)))) for out in (192, 64, 128)]
+    x = jax.random.normal(jax.random.key(1), (1, 3, 256)).astype(jnp.bfloat16)
+    with gpu_interpreter():
+        found = jax.jit(functools.partial(mosaic_gpu.block_linear, core=core))(x, stacks)
+    for weight, product in zip(stacks, found, strict=True):
+        close("interpreter", product, reference.block_linear(x, weight))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("core", [call_shapes.HOPPER, BLACKWELL], ids=["hopper", "blackwell"])
+@pytest.mark.parametrize("kind", QUANTIZE)
+def test_gate_and_up_in_one_product(core, kind):
+    gate, up = (make(kind, (128, 256)) for _ in range(2))
+    up = jax.tree.map(lambda leaf: leaf[::-1], up)
+    x = 8 * jax.random.normal(jax.random.key(1), (19, 256)).astype(jnp.bfloat16)
+    expected = reference.swiglu_linear(x, gate, up, limit=1.5)
+    multiply = functools.partial(mosaic_gpu.swiglu_linear, limit=1.5, core=core)
+    with gpu_interpreter():
+        found = jax.jit(functools.partial(multiply, tiling=Tiling(16, 1, 2)))(x, gate, up)
+    expected = np.asarray(expected, np.float32)
+    np.testing.assert_allclose(found, expected, atol=2.0**-7 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize(
@@ -84,15 +142,18 @@ def test_mxfp4_of_any_width(lane, shape):
 
 @pytest.mark.slow
 def test_fp8_scales_may_be_any_f32(lane):
-    weight = make("fp8", (128, 256))
-    scale = jax.random.uniform(jax.random.key(5), weight.scale.shape, minval=0.5, maxval=2)
-    weight = dataclasses.replace(weight, scale=scale)
+    weight = with_scales(make("fp8", (128, 256)))
     x = jax.random.normal(jax.random.key(1), (3, 256)).astype(jnp.bfloat16)
     close(
         lane,
         run(x[None], weight_stack(weight)),
         reference.block_linear(x[None], weight_stack(weight)),
     )
+
+
+def with_scales(weight):
+    scale = jax.random.uniform(jax.random.key(5), weight.scale.shape, minval=0.5, maxval=2)
+    return dataclasses.replace(weight, scale=scale)
 
 
 def weight_stack(weight):
@@ -120,7 +181,7 @@ def test_a_row_has_the_same_bits_in_any_place(lane):
 def test_what_the_kernel_cannot_serve_is_refused_by_name():
     x = jnp.zeros((1, 2, 96))
     for weight, message in (
-        (jnp.zeros((64, 96)), "a dense one"),
+        (jnp.zeros((64, 96)), "dense weights and rows in bfloat16, got float32"),
         (make("fp8", (64, 96)), "multiples of 64 x 128"),
         (make("mxfp4", (64, 96), "bfloat16"), "bfloat16 alone, got float32"),
     ):
@@ -128,21 +189,21 @@ def test_what_the_kernel_cannot_serve_is_refused_by_name():
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64, 256, 8192])
-@pytest.mark.parametrize("is_mxfp4", [False, True])
+@pytest.mark.parametrize("format", ["fp8", "mxfp4", "dense"])
 @pytest.mark.parametrize("num_weights", [1, 2])
-def test_every_tiling_fits_shared_memory(rows, is_mxfp4, num_weights):
+@pytest.mark.parametrize("core", [call_shapes.HOPPER, BLACKWELL], ids=["hopper", "blackwell"])
+def test_every_tiling_fits_the_memories(rows, format, num_weights, core):
     for num_blocks, num_tiles in ((32, 8), (8, 512), (64, 64), (32, 16), (12, 1024)):
-        for parts in (1, 2):
-            is_gated = num_weights == 2
-            tiles = (num_tiles,) * num_weights
-            shapes = call_shapes.Shapes(num_blocks, tiles, parts, is_gated, is_mxfp4)
+        for parts in (1,) if format == "dense" else (1, 2):
+            tiles, is_gated = (num_tiles,) * num_weights, num_weights == 2
+            shapes = call_shapes.Shapes(num_blocks, tiles, parts, is_gated, format, core)
             tiling = call_shapes.choose_tiling(shapes, rows, 1, may_split=num_weights == 1)
-            used = tiling.stages * shapes.stage_bytes(tiling)
-            used += 256 * tiling.columns * is_gated
+            used = tiling.stages * shapes.stage_bytes(tiling) + shapes.fixed_bytes(tiling)
             assert used < 230_000
             assert num_blocks % (tiling.blocks * tiling.splits) == 0
             assert tiling.stages >= 2
-            assert tiling.columns * parts <= 256
+            assert tiling.columns * parts <= 128  # two of them: half of tensor memory
+            assert tiling.columns % core.min_columns == 0
 
 
 def _specs(kind, rows, out, into, activations="fp8"):
@@ -173,10 +234,11 @@ def _product(x, weight):
 
 AOT_CASES = [
     (
-        f"{kind} {rows}x{out}x{into} {activations}@sm_90a",
+        f"{kind} {rows}x{out}x{into} {activations}@{target}",
         _product,
         _specs(kind, rows, out, into, activations),
     )
+    for target in ("sm_90a", "sm_100a")
     for kind, rows, out, into, activations in (
         ("fp8", 1, 32768, 1024, "fp8"),
         ("fp8", 64, 4096, 8192, "bfloat16"),

@@ -1,5 +1,6 @@
-"""The kernel of picked experts against the reference, at hostile routings."""
+"""The kernels of picked experts against the reference, at hostile routings."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 
 from helpers import slow
-from pallas_kernels import expert_mlp
+from pallas_kernels import expert_mlp, gpu_interpreter
+from pallas_kernels.block_linear import call_shapes
 from pallas_kernels.block_linear.call_shapes import Tiling
 from pallas_kernels.common import weights
 from pallas_kernels.expert_mlp import mosaic_gpu
@@ -21,10 +23,14 @@ where a last bit of f32 decides a tie."""
 
 
 @functools.cache
-def make(kind="mxfp4", activations="fp8"):
-    quantize = {"mxfp4": weights.quantize_mxfp4, "fp8": weights.quantize_block_fp8}[kind]
+def make(kind="mxfp4", activations="fp8", width=WIDTH):
+    quantize = {
+        "mxfp4": weights.quantize_mxfp4,
+        "fp8": weights.quantize_block_fp8,
+        "dense": lambda values, dtype, activations: values.astype(dtype),
+    }[kind]
     quantize = jax.jit(quantize, static_argnames=("dtype", "activations"))
-    rng, shapes = np.random.default_rng(0), ((E, WIDTH, D), (E, WIDTH, D), (E, D, WIDTH))
+    rng, shapes = np.random.default_rng(0), ((E, width, D), (E, width, D), (E, D, width))
     values = [rng.normal(size=shape) * 3 * shape[-1] ** -0.5 for shape in shapes]
     return [
         quantize(jnp.asarray(v, jnp.float32), dtype="bfloat16", activations=activations)
@@ -43,9 +49,10 @@ def routing(name, num_tokens):
     return jnp.asarray(ids), jnp.asarray(rng.uniform(0.2, 1, ids.shape), jnp.float32)
 
 
-@functools.partial(jax.jit, static_argnames="tilings")
-def run(x, ids, share, w1, w3, w2, tilings=None):
-    return mosaic_gpu.expert_mlp(Arguments(x, ids, share, w1, w3, w2, LIMIT), tilings=tilings)
+@functools.partial(jax.jit, static_argnames=("tilings", "core"))
+def run(x, ids, share, w1, w3, w2, tilings=None, core=None):
+    arguments = Arguments(x, ids, share, w1, w3, w2, LIMIT)
+    return mosaic_gpu.expert_mlp(arguments, tilings=tilings, core=core)
 
 
 def rows(num_tokens):
@@ -75,21 +82,44 @@ def test_results_are_the_reference_s(lane, name, num_tokens, activations):
     close(lane, run(*arguments), expected)
 
 
+@pytest.mark.parametrize("kind", ["dense", pytest.param("fp8", marks=pytest.mark.slow)])
+def test_experts_of_other_formats(lane, kind):
+    """Of dense ones, all of those that nobody picked are NaN."""
+    ids, share = routing("one expert", 11)
+    arguments = (rows(11), ids, share, *make(kind, width=128))
+    expected = expert_mlp(*arguments, limit=LIMIT, backend="reference")
+    if kind == "dense":
+        poisoned = [w.at[jnp.array([1, 2])].set(jnp.nan) for w in arguments[3:]]
+        arguments = (*arguments[:3], *poisoned)
+    close(lane, run(*arguments), expected)
+
+
+BLACKWELL_CASES = [
+    ("mxfp4", "fp8", "random", 1),
+    ("mxfp4", "bfloat16", "none", 9),
+    ("mxfp4", "fp8", "one expert", 20),
+    ("fp8", "bfloat16", "none", 9),
+    ("dense", "fp8", "one expert", 20),
+]
+
+
 @pytest.mark.slow
-def test_fp8_experts(lane):
-    w1, w3, w2 = (jax.tree.map(lambda leaf: leaf, w) for w in make_fp8())
-    x = jax.random.normal(jax.random.key(2), (5, 128)).astype(jnp.bfloat16)
-    ids, share = routing("random", 5)
-    expected = expert_mlp(x, ids, share, w1, w3, w2, limit=LIMIT, backend="reference")
-    close(lane, run(x, ids, share, w1, w3, w2), expected)
+@pytest.mark.parametrize(("kind", "activations", "name", "num_tokens"), BLACKWELL_CASES)
+def test_blackwell_s_tensor_cores_give_the_same(kind, activations, name, num_tokens):
+    """Its scales, or the values, of experts that nobody picked are NaN."""
+    ids, share = routing(name, num_tokens)
+    stacks = make(kind, activations, WIDTH if kind == "mxfp4" else 128)
+    expected = expert_mlp(rows(num_tokens), ids, share, *stacks, limit=LIMIT, backend="reference")
+    nobody = np.array([e for e in range(E) if e not in np.asarray(ids)], np.int32)
 
+    def poison(weight):
+        if kind == "dense":
+            return weight.at[nobody].set(jnp.nan)
+        return dataclasses.replace(weight, scale=weight.scale.at[nobody].set(-1))
 
-def make_fp8():
-    keys = jax.random.split(jax.random.key(0), 3)
-    return [
-        weights.quantize_block_fp8(jax.random.normal(key, (E, 128, 128)) / 5, dtype="bfloat16")
-        for key in keys
-    ]
+    with gpu_interpreter():
+        found = run(rows(num_tokens), ids, share, *map(poison, stacks), core=call_shapes.BLACKWELL)
+    close("interpreter", found, expected)
 
 
 @pytest.mark.slow
@@ -130,11 +160,15 @@ def test_a_token_gets_the_same_bits_whatever_else_is_in_the_call(lane):
     np.testing.assert_array_equal(run(spoilt, others, share, *make())[7], together[7])
 
 
-def _specs(num_tokens, num_experts, dim, width, activations="fp8"):
+def _specs(num_tokens, num_experts, dim, width, activations):
+    """Of experts in MXFP4, or dense ones where activations are "dense"."""
+
     def shape(*size, dtype):
         return jax.ShapeDtypeStruct(size, dtype)
 
     def weight(out, into):
+        if activations == "dense":
+            return shape(num_experts, out, into, dtype=jnp.bfloat16)
         return weights.MXFP4(
             codes=shape(num_experts, out // 64, into // 128, 64, 64, dtype=jnp.uint8),
             scale=shape(num_experts, out // 64, into // 128, 64, dtype=jnp.int32),
@@ -159,9 +193,16 @@ def _experts(*arguments):
 
 AOT_CASES = [
     (
-        f"flash {num_tokens} {activations}@sm_90a",
+        f"{name} {num_tokens} {activations}@{target}",
         _experts,
-        _specs(num_tokens, 256, 4096, 2048, activations),
+        _specs(num_tokens, num_experts, 4096, 2048, activations),
     )
-    for num_tokens, activations in ((1, "fp8"), (64, "bfloat16"), (8192, "fp8"))
+    for target in ("sm_90a", "sm_100a")
+    for name, num_experts, num_tokens, activations in (
+        ("flash", 256, 1, "fp8"),
+        ("flash", 256, 64, "bfloat16"),
+        ("flash", 256, 8192, "fp8"),
+        ("slim", 8, 64, "dense"),
+        ("slim", 8, 8192, "dense"),
+    )
 ]

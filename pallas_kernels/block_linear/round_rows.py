@@ -1,0 +1,181 @@
+"""Rows of x rounded to E4M3 by the CTA that multiplies them, while its weights are on their way.
+
+A CTA's two consumers take groups of 128 inputs in turns, four rows at a time, a warp a row:
+
+    load      bf16, or f32 sums over splits that are added here; SwiGLU of two if asked for
+    round     to E4M3 with a scale; unrounded rows in two parts, as in `common/rows.py`
+    store     codes in the order in which the tensor core takes them, and scales
+
+Each CTA of a call rounds what it reads, so this is for few rows: `triton_rows` rounds more of them
+once for all.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.mosaic.gpu as mgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_kernels.common import numbers, rows
+from pallas_kernels.common.backend import interpreting
+from pallas_kernels.common.swiglu import swiglu
+from pallas_kernels.common.weights import INPUTS
+from pallas_kernels.gpu import e4m3, left_operand, mosaic, mosaic_memory
+
+Ref = Any
+plgpu: Any = mosaic_gpu
+_LAYOUT = mosaic.LINES
+_SCALAR = plgpu.Layout.WG_SPLAT(())
+_UNIT = 4
+"""Rows of x that a warpgroup takes at a time."""
+_AHEAD = 8
+"""Groups of inputs whose loads are on their way at once."""
+
+
+class RawRows(NamedTuple):
+    """Rows that the kernel rounds itself.
+
+    Attributes:
+      values: bf16[1, N, in], or f32[S, N, in], S sums that add up to rows; twice as wide where
+        SwiGLU comes first, the gate's before the up projection's.
+      token: i32[R], the row of `values` that each row is; None is its own.
+      limit: SwiGLU's clamp; None where values are rows already.
+    """
+
+    values: jax.Array
+    token: jax.Array | None = None
+    limit: float | None = None
+
+
+def round_rows(work: Any, source: RawRows) -> None:
+    """Fills `rows_smem` and `scales_smem` of a CTA, as one of its consumers."""
+    num_blocks = work.turns * work.tiling.blocks
+    of_consumer = -(-num_blocks // 2)
+    for unit in range(work.tiling.columns // _UNIT):
+
+        @pl.when(unit * _UNIT < work.num_rows)
+        def _(unit: int = unit) -> None:
+            for start in range(0, of_consumer, _AHEAD):
+                count = min(_AHEAD, of_consumer - start)
+                _round_groups(work, source, unit * _UNIT, start, count, num_blocks)
+
+
+def _round_groups(
+    work: Any, source: RawRows, place: int, start: int, count: int, num_blocks: int
+) -> None:
+    """Some groups of a consumer, of four rows from `place` on."""
+    blocks = [jnp.minimum(2 * (start + i) + work.group, num_blocks - 1) for i in range(count)]
+    dim = source.values.shape[-1]
+    width = dim if source.limit is None else dim // 2
+    loaded = []
+    for block in blocks:
+        column = work.block_of(0, 0) * INPUTS + block * INPUTS
+        values = [_load(work, source, place, column)]
+        if source.limit is not None:
+            values.append(_load(work, source, place, width + column))
+        loaded.append(values)
+    for block, values in zip(blocks, loaded, strict=True):
+        x = values[0]
+        if source.limit is not None:
+            x = swiglu(*values, source.limit).astype(jnp.bfloat16).astype(jnp.float32)
+        _store(work, _split(x, work.shapes.num_parts), block, place)
+
+
+def _split(x: jax.Array, num_parts: int) -> list[tuple[jax.Array, jax.Array]]:
+    """f32[4, 128] -> codes e4m3[4, 128] and scales f32[4] of each part."""
+    parts = []
+    exponent = numbers.ue8m0_exponent(rows.group_maximum(x) * numbers.INV_448)
+    inverse = lax.bitcast_convert_type((254 - exponent) << 23, jnp.float32)
+    scaled = x * plgpu.layout_cast(lax.broadcast_in_dim(inverse, x.shape, [0]), _LAYOUT)
+    for part in range(num_parts):
+        codes = e4m3.encode(scaled)
+        parts.append((codes, lax.bitcast_convert_type(exponent << 23, jnp.float32)))
+        if part + 1 < num_parts:
+            scaled = (scaled - e4m3.decode(codes)) * np.float32(rows.REST)
+            exponent = exponent - rows.REST_BITS
+    return parts
+
+
+def _store(work: Any, parts: list[tuple[jax.Array, jax.Array]], block: Any, place: int) -> None:
+    order = mosaic.WIDE_ROWS if work.shapes.is_mxfp4 else None
+    for part, (codes, scale) in enumerate(parts):
+        target = work.scratch.rows_smem.at[block, part]
+        left_operand.store_columns(target, codes, order, first_row=place)
+        target = work.scratch.scales_smem.at[block, part, pl.ds(place, _UNIT)]
+        mosaic_memory.store_shared(target, scale, _LAYOUT.reduce(1))
+
+
+def _load(work: Any, source: RawRows, place: int, column: jax.Array) -> jax.Array:
+    """f32[4, 128], rounded to bf16: columns of the four rows from `place` on, the last repeated."""
+    if interpreting():
+        return _interpret(work, source, place, column)
+    values, token = source.values, source.token
+    refs = [values] if token is None else [values, token]
+    result = plgpu.ShapeDtypeStruct((_UNIT, INPUTS), jnp.float32, layout=_LAYOUT)
+
+    @plgpu.inline_mgpu(
+        arg_types=(*[plgpu.RefType()] * len(refs), *[_SCALAR] * 3), return_type=result
+    )
+    def load(_, values, *rest):
+        *token, first, num_rows, column = rest
+        first, num_rows, column = (n.registers.flat[0] for n in (first, num_rows, column))
+        i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+        byte, f32 = ir.IntegerType.get_signless(8), ir.F32Type.get()
+        kind = ir.MemRefType(values.type)
+        splits, count, dim = kind.shape
+        size = 4 if kind.element_type == f32 else 2
+
+        def at(ref, offset, size):
+            base = llvm.addrspacecast(llvm.PointerType.get(1), mgpu.utils.memref_ptr(ref))
+            offset = arith.muli(offset, mgpu.c(size, i64))
+            return mgpu.utils.getelementptr(base, [offset], byte)
+
+        layout = _LAYOUT.to_mgpu()
+        registers = np.empty(layout.registers_shape((_UNIT, INPUTS)), dtype=object)
+        loaded = ir.VectorType.get((layout.vector_length,), kind.element_type)
+        wide = ir.VectorType.get((layout.vector_length,), f32)
+        narrow = ir.VectorType.get((layout.vector_length,), ir.BF16Type.get())
+        flat = registers.reshape(-1)
+        for number, (row, inner) in enumerate(layout.thread_idxs((_UNIT, INPUTS))):
+            row, inner = arith.index_cast(i32, row), arith.index_cast(i32, inner)
+            row = arith.addi(row, mgpu.c(place, i32))
+            row = arith.minsi(row, arith.subi(num_rows, mgpu.c(1, i32)))
+            row = arith.extsi(i64, arith.addi(first, row))
+            if token:
+                row = arith.extsi(i64, llvm.load(i32, at(token[0], row, 4)))
+                zero, last = mgpu.c(0, i64), mgpu.c(count - 1, i64)
+                row = arith.minsi(arith.maxsi(row, zero), last)
+            offset = arith.muli(row, mgpu.c(dim, i64))
+            offset = arith.addi(offset, arith.extsi(i64, arith.addi(column, inner)))
+            total = None
+            for split in range(splits):
+                start = arith.addi(offset, mgpu.c(split * count * dim, i64))
+                part = llvm.load(loaded, at(values, start, size))
+                part = part if size == 4 else arith.extf(wide, part)
+                total = part if total is None else arith.addf(total, part)
+            if size == 4:
+                total = arith.extf(wide, arith.truncf(narrow, total))
+            flat[number] = total
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return load(*refs, work.first, work.num_rows, column)
+
+
+def _interpret(work: Any, source: RawRows, place: int, column: jax.Array) -> jax.Array:
+    found = []
+    for row in range(_UNIT):
+        number = work.first + jnp.minimum(place + row, work.num_rows - 1)
+        if source.token is not None:
+            number = jnp.clip(source.token[number], 0, source.values.shape[1] - 1)
+        parts = source.values[:, number, pl.ds(column, INPUTS)].astype(jnp.float32)
+        found.append(functools.reduce(jnp.add, list(parts)))
+    return jnp.stack(found).astype(jnp.bfloat16).astype(jnp.float32)

@@ -1,0 +1,284 @@
+"""What a CTA of a product has to do: its rows, its tiles of weights, and its stages.
+
+A producer's warpgroup brings in codes and scales of a stage, of weights and of x, in bulk:
+
+    codes_smem     weights as they lie, two tiles of 64 outputs; see `Work.codes_of`
+    words_smem     MXFP4's scales, four in a word
+    rows_smem      x, each part of it
+    scales_smem    scales of x
+
+`mosaic_hopper` and `mosaic_blackwell` multiply.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu
+
+from pallas_kernels.block_linear.call_shapes import CONSUMERS, Shapes, Tiling, scale_columns
+from pallas_kernels.block_linear.items import EvenItems, Items
+from pallas_kernels.block_linear.triton_rows import Rows
+from pallas_kernels.common.weights import INPUTS, ROWS
+from pallas_kernels.gpu import left_operand, mosaic, unpack_mxfp4
+
+plgpu: Any = mosaic_gpu
+
+
+class Operands(NamedTuple):
+    """Arrays that the kernel reads, and in it their refs in device memory.
+
+    Attributes:
+      items: see `Items`; None where they follow from their number.
+      rows: see `triton_rows.Rows`.
+      codes: of each weight.
+      scales: of each weight; none of dense ones.
+      magnitudes: i32[20, 2], the table of `unpack_mxfp4`.
+      share: f32[R], factor of each row after SwiGLU, or None.
+    """
+
+    items: Items | None
+    rows: Rows
+    codes: Any
+    scales: Any
+    magnitudes: Any
+    share: Any
+
+
+class Scratch(NamedTuple):
+    """Stages in shared memory, their barriers, and what gate and up exchange.
+
+    The last six are Blackwell's; the first two of those are MXFP4's.
+    """
+
+    codes_smem: Any
+    words_smem: Any
+    rows_smem: Any
+    scales_smem: Any
+    ready: Any
+    free: Any
+    up_smem: Any
+    up_ready: Any
+    unpacked_smem: Any = None
+    factors_smem: Any = None
+    unpacked: Any = None
+    products_tmem: Any = None
+    products_ready: Any = None
+    products_read: Any = None
+
+
+class SwiGLU(NamedTuple):
+    """What follows a gate and an up projection.
+
+    Attributes:
+      limit: see `expert_mlp`.
+      dtype: to which both are rounded before.
+    """
+
+    limit: float
+    dtype: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """One CTA's part of a product, as one of its warpgroups sees it.
+
+    Attributes:
+      inputs: arrays in device memory.
+      scratch: what the CTA has to itself.
+      shapes: sizes of the call.
+      tiling: how it is cut.
+      group: i32[], the warpgroup.
+      split: i32[], the run of inputs.
+      place: i32[], the CTA's place along the outputs.
+      weight: i32[], number in the stack.
+      first: i32[], first row of x.
+      target_row: i32[], row of the result that it becomes.
+      num_rows: i32[], rows; 0 where there is nothing to do.
+    """
+
+    inputs: Operands
+    scratch: Scratch
+    shapes: Shapes
+    tiling: Tiling
+    group: jax.Array
+    split: jax.Array
+    place: jax.Array
+    weight: jax.Array
+    first: jax.Array
+    target_row: jax.Array
+    num_rows: jax.Array
+
+    @classmethod
+    def find(
+        cls,
+        inputs: Operands,
+        scratch: Scratch,
+        shapes: Shapes,
+        tiling: Tiling,
+        even: EvenItems | None,
+    ) -> Work:
+        """That of this warpgroup; `even` are the items where they are no arrays."""
+        split, item, place = (lax.axis_index(name) for name in ("split", "item", "out"))
+        group = lax.axis_index("warpgroup")
+        items = even or inputs.items
+        assert items is not None
+        weight, first, target_row, num_rows = items.of(item, tiling.columns)
+        return cls(
+            inputs=inputs,
+            scratch=scratch,
+            shapes=shapes,
+            tiling=tiling,
+            group=group,
+            split=split,
+            place=place,
+            weight=weight,
+            first=first,
+            target_row=target_row,
+            num_rows=num_rows,
+        )
+
+    @property
+    def turns(self) -> int:
+        """Stages that pass through shared memory."""
+        return self.shapes.num_blocks // (self.tiling.blocks * self.tiling.splits)
+
+    def block_of(self, turn: int | jax.Array, b: int = 0) -> jax.Array:
+        """Number of a stage's group of inputs."""
+        return self.split * (self.turns * self.tiling.blocks) + turn * self.tiling.blocks + b
+
+    @property
+    def last_tile(self) -> int:
+        """Number of the last tile of 64 outputs."""
+        return self.shapes.num_tiles - 1
+
+    def tile_of(self, consumer: int | jax.Array) -> jax.Array:
+        """The 64 outputs of a consumer; the last ones again beyond the last."""
+        if self.shapes.is_gated:
+            return self.place
+        return jnp.minimum(self.place * CONSUMERS + consumer, self.last_tile)
+
+    def tiles_of_weights(self, consumer: int | jax.Array) -> list[tuple[Any, jax.Array]]:
+        """For each weight whether it has the consumer's tile, and that tile in it or any other."""
+        tile, found, first_tile = self.tile_of(consumer), [], 0
+        if self.shapes.is_gated:
+            return [(consumer == which, tile) for which in range(len(self.shapes.tiles))]
+        for count in self.shapes.tiles:
+            inside = tile - first_tile
+            owns = (inside >= 0) & (inside < count)
+            found.append((owns, jnp.clip(inside, 0, count - 1)))
+            first_tile += count
+        return found
+
+    def codes_of(self, slot: jax.Array, consumer: int | jax.Array, b: int) -> Any:
+        """A consumer's tile in shared memory.
+
+        On Blackwell both consumers' are one operand of 128 rows, where they need no unpacking.
+        """
+        if self.shapes.joins_tiles:
+            return self.scratch.codes_smem.at[slot, b, pl.ds(consumer * ROWS, ROWS)]
+        return self.scratch.codes_smem.at[slot, consumer, b]
+
+    def produce(self) -> None:
+        """Fills stage after stage."""
+        s, tiling, scratch, inputs = self.shapes, self.tiling, self.scratch, self.inputs
+
+        def fetch_weight(which: int, tile: Any, block: Any, slot: Any, consumer: int) -> None:
+            codes, ready = inputs.codes[which], scratch.ready.at[slot]
+            if s.is_mxfp4:
+                run = self.weight, tile, pl.ds(block, tiling.blocks)
+                plgpu.copy_gmem_to_smem(codes.at[run], scratch.codes_smem.at[slot, consumer], ready)
+                target = scratch.words_smem.at[slot, consumer]
+                plgpu.copy_gmem_to_smem(inputs.scales[which].at[run], target, ready)
+                return
+            for b in range(tiling.blocks):
+                inner = pl.ds((block + b) * s.inputs, s.inputs)
+                source = codes.at[self.weight, pl.ds(tile * ROWS, ROWS), inner]
+                plgpu.copy_gmem_to_smem(source, self.codes_of(slot, consumer, b), ready)
+
+        def fetch(turn: jax.Array, _: None) -> None:
+            slot = lax.rem(turn, tiling.stages)
+
+            @pl.when(turn >= tiling.stages)
+            def _():
+                plgpu.barrier_wait(scratch.free.at[slot])
+
+            ready, block = scratch.ready.at[slot], self.block_of(turn)
+            for consumer in range(CONSUMERS):
+                for which, (owns, tile) in enumerate(self.tiles_of_weights(consumer)):
+                    copy = functools.partial(fetch_weight, which, tile, block, slot, consumer)
+                    if len(s.tiles) == 1 or owns is True:
+                        copy()
+                    elif owns is not False:
+                        pl.when(owns)(copy)
+            for part in range(s.num_parts):
+                for b in range(tiling.blocks):
+                    inner = pl.ds((block + b) * s.inputs, s.inputs)
+                    source = inputs.rows.codes.at[part, pl.ds(self.first, tiling.columns), inner]
+                    target = scratch.rows_smem.at[slot, part, b]
+                    plgpu.copy_gmem_to_smem(source, target, ready)
+                if inputs.rows.scale is None:
+                    continue
+                width = pl.ds(self.first, scale_columns(tiling.columns))
+                source = inputs.rows.scale.at[part, pl.ds(block, tiling.blocks), width]
+                plgpu.copy_gmem_to_smem(source, scratch.scales_smem.at[slot, part], ready)
+
+        lax.fori_loop(0, self.turns, fetch, None)
+
+    def scale_of_tile(self, consumer: int | jax.Array, block: jax.Array) -> jax.Array:
+        """f32[]: block FP8's, of 128 outputs; to be asked for a turn ahead."""
+        block = jnp.minimum(block, self.shapes.num_blocks - 1)
+        found = jnp.float32(0)
+        tiles = self.tiles_of_weights(consumer)
+        for scales, (owns, tile) in zip(self.inputs.scales, tiles, strict=True):
+            if owns is False:
+                continue
+            value = scales[self.weight, lax.div(tile, INPUTS // ROWS), block]
+            if value.dtype != jnp.float32:
+                value = lax.bitcast_convert_type(value.astype(jnp.int32) << 23, jnp.float32)
+            found = value if len(tiles) == 1 or owns is True else jnp.where(owns, value, found)
+        return found
+
+    def unpack(self, slot: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
+        """The warpgroup's tile of MXFP4 as an operand, in `left_operand`'s order.
+
+        Returns:
+          e4m3[64, 128] in `WGMMA_8BIT` layout; f32[64] in `WGMMA.reduce(1)`, factor of each row.
+        """
+        codes = self.codes_of(slot, self.group, b)
+        loaded = plgpu.load(codes, layout=mosaic.EVEN_ROWS, optimized=False)
+        words = plgpu.load(
+            self.scratch.words_smem.at[slot, self.group, b], layout=mosaic.ROW, optimized=False
+        )
+        unpacked = unpack_mxfp4.unpack(loaded, words, self.inputs.magnitudes)
+        operand = left_operand.from_rows(unpacked, mosaic.WIDE_ROWS)
+        largest = unpack_mxfp4.largest_scale(words) << 23
+        factor = lax.bitcast_convert_type(largest, jnp.float32)
+        return operand, left_operand.to_operand(factor * (1 / unpack_mxfp4.HEADROOM))
+
+    def activate(self, gate: jax.Array, limit: float, first: Any, layout: Any) -> jax.Array:
+        """What multiplies the up projection: share * silu(gate).
+
+        Args:
+          gate: f32[M, N].
+          limit: see `expert_mlp`.
+          first: row of x that the first column is.
+          layout: that of `gate`.
+        """
+        gate = jnp.minimum(gate, limit)
+        gate = gate / (1 + jnp.exp(-gate))
+        if self.inputs.share is not None:
+            share = plgpu.load(
+                self.inputs.share.at[pl.ds(first, gate.shape[1])],
+                layout=layout.reduce(0),
+                optimized=False,
+            )
+            share = lax.broadcast_in_dim(share, gate.shape, [1])
+            gate = gate * plgpu.layout_cast(share, layout)
+        return gate
