@@ -81,9 +81,7 @@ def store_columns(
     store(target, rows)
 
 
-def _place_of_word(
-    word: ir.Value, layout: Layout | None
-) -> tuple[ir.Value, ir.Value, ir.Value]:
+def _place_of_word(word: ir.Value, layout: Layout | None) -> tuple[ir.Value, ir.Value, ir.Value]:
     """(v, k, q) of the word of a row that was loaded in this layout; it becomes 16 v + 4 k + q."""
     i32 = ir.IntegerType.get_signless(32)
 
