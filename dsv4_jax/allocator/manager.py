@@ -194,7 +194,7 @@ class KVCacheManager:
           ValueError: the slot is free, or its blocks do not hold that many tokens.
         """
         self._check_held(slot)
-        num_tokens = checks.integer("num_tokens", num_tokens)
+        num_tokens = checks.integer("num_tokens", num_tokens, -checks.INT32_MAX)
         length = int(self.length_tokens[slot]) + num_tokens
         capacity = self._num_blocks_of(slot) * self.plan.block_tokens
         if not 0 <= num_tokens <= length <= capacity:

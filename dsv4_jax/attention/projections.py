@@ -11,8 +11,9 @@ from jax.ad_checkpoint import checkpoint_name
 from dsv4_jax.attention.indexer import split_index_heads
 from dsv4_jax.attention.params import AttentionParams, IndexerParams
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.linear import grouped_linear, linear, linears
+from dsv4_jax.linear import grouped_linear, linear_in_parts, linears
 from pallas_kernels.common.norm_rope import rms_norm_by_pairs, rotate
+from pallas_kernels.common.split_sums import SplitSums
 from pallas_kernels.common.weights import (
     FP8_BLOCK,
     BlockFP8,
@@ -89,7 +90,11 @@ def inverse_rope(attended: jax.Array, positions: jax.Array, frequencies: jax.Arr
     return rotate(attended, positions[..., None], frequencies, inverse=True)
 
 
-def output(params: AttentionParams, attended: jax.Array, config: DSV4Config) -> jax.Array:
+Output = jax.Array | SplitSums
+"""Of a sublayer, [..., D]; a product of few rows may leave it in parts."""
+
+
+def output(params: AttentionParams, attended: jax.Array, config: DSV4Config) -> Output:
     """The output projection, group by group.
 
     Args:
@@ -98,12 +103,17 @@ def output(params: AttentionParams, attended: jax.Array, config: DSV4Config) -> 
       config: the model.
 
     Returns:
-      [..., D].
+      [..., D], in parts where the product left it so.
     """
     groups, lead = config.o_groups, attended.shape[:-2]
     heads = checkpoint_name(attended.reshape(*lead, groups, -1), "ctx_derot")
-    latent = checkpoint_name(grouped_linear(heads, _by_group(params.wo_a, groups)), "o_a")
-    return checkpoint_name(linear(latent.reshape(*lead, -1), params.wo_b), "attn_out")
+    latent = _named(grouped_linear(heads, _by_group(params.wo_a, groups)), "o_a")
+    latent = latent.reshape(*lead, latent.shape[-2] * latent.shape[-1])
+    return _named(linear_in_parts(latent, params.wo_b), "attn_out")
+
+
+def _named(x: Output, name: str) -> Output:
+    return x if isinstance(x, SplitSums) else checkpoint_name(x, name)
 
 
 def _by_group(weight: Weight, groups: int) -> Weight:

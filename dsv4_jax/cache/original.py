@@ -133,7 +133,7 @@ class OriginalHandle(LayerCacheHandle):
         closing = self.call.closing_tokens(self.schema.compression_ratio)
         checks.array("compressed", compressed, (None,) * getattr(compressed, "ndim", 2), "f")
         if indexer_keys is not None:
-            checks.array("indexer_keys", indexer_keys, (closing.shape[0], None), "f")
+            checks.array("indexer_keys", indexer_keys, (None, None), "f")
         if compressed.shape != (closing.shape[0], self.head_dim):
             raise ValueError(
                 f"compressed must have shape {(closing.shape[0], self.head_dim)}, one row per "

@@ -64,7 +64,8 @@ class StateCachePool:
         """Empties one slot; -1 is none."""
         if not isinstance(slot, jax.Array | np.ndarray):
             slot = checks.integer("slot", slot, -1, self.num_slots - 1)
-        checks.array("slot", jnp.asarray(slot), ())
+        else:
+            checks.array("slot", slot, ())
         checks.in_range("slot", slot, -1, self.num_slots)
         return self.reset_slots(jnp.asarray(slot, jnp.int32)[None])
 

@@ -47,10 +47,11 @@ class Histogram:
 
     def __post_init__(self) -> None:
         """One bucket more than bounds."""
-        bounds = checks.sequence("bounds", self.bounds, of="numbers", limit=1000)
-        self.bounds = tuple(checks.number("bounds", one, -checks.FLOAT32_MAX) for one in bounds)
+        given, least = self.bounds, -checks.FLOAT32_MAX
+        bounds = checks.sequence("bounds", given, of="numbers", limit=1000)
+        self.bounds = tuple(checks.number("bounds", one, least) for one in bounds)
         if not self.bounds or list(self.bounds) != sorted(set(self.bounds)):
-            checks.refuse("bounds", "ascending numbers", list(bounds))
+            checks.refuse("bounds", "ascending numbers", given)
         self.counts = self.counts or [0] * (len(self.bounds) + 1)
 
     @property

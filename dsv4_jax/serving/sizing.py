@@ -131,12 +131,12 @@ def step_sizes(
     if prefill_tokens is None:
         prefill_tokens = (64, 256) if max_requests <= 256 else (64, 256, max_requests)
     given = checks.sequence("prefill_tokens", prefill_tokens, of="sizes", limit=MAX_STEP_SIZES)
-    given = [checks.integer("prefill_tokens", size) for size in given]
+    given = [checks.integer("prefill_tokens", size, -checks.INT32_MAX) for size in given]
     if not given or given != sorted(set(given)):
         checks.refuse("prefill_tokens", "ascending sizes", prefill_tokens)
     sizes, plain_size = set(given), None
     if decode_tokens is not None:
-        sizes.add(checks.integer("decode_tokens", decode_tokens))
+        sizes.add(checks.integer("decode_tokens", decode_tokens, -checks.INT32_MAX))
     elif draft_tokens:
         sizes.add(max_requests * (draft_tokens + 1))
     else:

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.common.backend import compute_capability
+from pallas_kernels.common.split_sums import SplitSums
 from pallas_kernels.common.weights import INPUTS, MXFP4, ROWS, BlockFP8, Weight
 from pallas_kernels.gpu import devices
 
@@ -22,6 +24,8 @@ _SPARE_BYTES = 4096
 """Of shared memory, for what is not a stage."""
 _MAX_SPLITS = 16
 _MIN_BLOCKS_OF_SPLIT = 4
+_MAX_ROUNDED_BYTES = 80 << 10
+"""Of shared memory, for rows of x that a kernel rounds itself."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +81,7 @@ class Shapes:
       is_gated: whether the weights are a gate and an up projection, a consumer each; else their
         tiles follow each other.
       format: of the weights, "fp8", "mxfp4" or "dense".
+      rounds_rows: whether the kernel rounds rows of x itself, each CTA those that it multiplies.
       core: the tensor core.
     """
 
@@ -85,6 +90,7 @@ class Shapes:
     num_parts: int
     is_gated: bool
     format: str
+    rounds_rows: bool = False
     core: TensorCore = HOPPER
 
     @property
@@ -125,13 +131,18 @@ class Shapes:
     def stage_bytes(self, tiling: Tiling) -> int:
         """Of shared memory: codes and scales of the weights, and of x."""
         weights = CONSUMERS * ROWS * (INPUTS // 2 + 4 if self.is_mxfp4 else INPUTS)
+        if self.rounds_rows:
+            return tiling.blocks * weights
         scales = 0 if self.is_dense else 4 * scale_columns(tiling.columns)
         rows = self.num_parts * (tiling.columns * INPUTS + scales)
         return tiling.blocks * (weights + rows)
 
     def fixed_bytes(self, tiling: Tiling) -> int:
-        """Of shared memory: what gate and up exchange, and unpacked tiles on Blackwell."""
+        """Of shared memory: what gate and up exchange, rows rounded here, unpacked tiles."""
         exchanged = 4 * ROWS * tiling.columns if self.is_gated else 0
+        if self.rounds_rows:
+            groups = self.num_blocks // tiling.splits * self.num_parts
+            exchanged += groups * (tiling.columns * INPUTS + 4 * scale_columns(tiling.columns))
         unpacks = self.is_mxfp4 and self.core.has_memory
         return exchanged + (BUFFERS * CONSUMERS * ROWS * (INPUTS + 4) if unpacks else 0)
 
@@ -153,6 +164,38 @@ def shapes_of(*weights: Weight, is_gated: bool = False, core: TensorCore | None 
         format="dense" if is_dense else "mxfp4" if isinstance(weight, MXFP4) else "fp8",
         core=core or choose_core(),
     )
+
+
+def round_in_kernel(shapes: Shapes, dtype: DTypeLike, weight: Weight, tiling: Tiling) -> Shapes:
+    """The sizes of a call whose kernel rounds its rows of x itself, where it can and should.
+
+    Args:
+      shapes: sizes of the call.
+      dtype: of x; it can take bf16.
+      weight: one of the weights, whose inputs it takes in whole groups.
+      tiling: how the call is cut. As each CTA of it rounds rows anew, those have to be few, and
+        they have to fit beside the stages.
+    """
+    rounding = dataclasses.replace(shapes, rounds_rows=True)
+    few = tiling.columns == shapes.core.min_columns
+    few = few and rounding.fixed_bytes(tiling) <= _MAX_ROUNDED_BYTES
+    takes = dtype == jnp.bfloat16 and weight.shape[-1] % INPUTS == 0 and not shapes.is_dense
+    return rounding if few and takes else shapes
+
+
+def plan_call(
+    shapes: Shapes,
+    dtype: DTypeLike,
+    weight: Weight,
+    num_rows: int,
+    num_groups: int,
+    *,
+    may_split: bool,
+) -> tuple[Shapes, Tiling]:
+    """`choose_tiling` for a call whose kernel may round rows itself; see `round_in_kernel`."""
+    tiling = choose_tiling(shapes, num_rows, num_groups, may_split=may_split)
+    shapes = round_in_kernel(shapes, dtype, weight, tiling)
+    return shapes, choose_tiling(shapes, num_rows, num_groups, may_split=may_split)
 
 
 def choose_tiling(shapes: Shapes, num_rows: int, num_groups: int, *, may_split: bool) -> Tiling:
@@ -193,7 +236,7 @@ def can_join(weights: Sequence[Weight]) -> bool:
     )
 
 
-def find_obstacle(x: jax.Array, *weights: Weight) -> str | None:
+def find_obstacle(x: jax.Array | SplitSums, *weights: Weight) -> str | None:
     """Why the kernels can't serve a call, as the rest of a sentence; None where they can."""
     capability = compute_capability()
     if len({_kind_of(weight) for weight in weights}) > 1:

@@ -37,10 +37,10 @@ _LAYOUT = plgpu.Layout.TCGEN05
 _HEIGHT = CONSUMERS * ROWS
 
 
-def consume(work: Work, out_gmem: Any, swiglu: SwiGLU | None) -> None:
+def consume(work: Work, outputs: list[Any], swiglu: SwiGLU | None) -> None:
     """Multiplies stage after stage, and stores the sums."""
     s, tiling, scratch, group = work.shapes, work.tiling, work.scratch, work.group
-    columns = tiling.columns
+    [out_gmem], columns = outputs, tiling.columns
     width = columns // CONSUMERS
     mine = group * width
     own_rows = pl.ds(group * ROWS, ROWS)
@@ -78,7 +78,7 @@ def consume(work: Work, out_gmem: Any, swiglu: SwiGLU | None) -> None:
             if s.is_mxfp4:
                 tiles = scratch.unpacked_smem.at[buffer]
             for part in range(s.num_parts):
-                rows = scratch.rows_smem.at[slot, part, b].transpose((1, 0))
+                rows = work.rows_of(jnp.int32(turn), b, part).transpose((1, 0))
                 products = products_of(buffer, part, 0, columns)
                 plgpu.tcgen05_mma(products, tiles, rows, accumulate=False)
             plgpu.tcgen05_commit_arrive(scratch.products_ready.at[buffer])
@@ -102,12 +102,12 @@ def consume(work: Work, out_gmem: Any, swiglu: SwiGLU | None) -> None:
 
     def add(turn: jax.Array, b: int, total: jax.Array, tile_scales: Any) -> jax.Array:
         """Adds the products of a group of inputs."""
-        slot, buffer = lax.rem(turn, tiling.stages), buffer_of(turn, b)
+        buffer = buffer_of(turn, b)
         scales = []
         if not s.is_dense:
             scales = [
                 plgpu.load(
-                    scratch.scales_smem.at[slot, part, b, pl.ds(mine, width)],
+                    work.row_scales(turn, b, part, mine, width),
                     layout=_LAYOUT.reduce(0),
                     optimized=False,
                 )
@@ -141,8 +141,12 @@ def consume(work: Work, out_gmem: Any, swiglu: SwiGLU | None) -> None:
         return total, next_scales
 
     zeros = plgpu.layout_cast(jnp.zeros((_HEIGHT, width), jnp.float32), _LAYOUT)
+    work.await_rows()
     start(0, 0)
     total, _ = lax.fori_loop(0, work.turns, add_stage, (zeros, scales_of(0)))
+    if interpreting():  # as in `Work.produce`
+        for buffer in range(min(BUFFERS, work.turns * tiling.blocks)):
+            plgpu.barrier_wait(scratch.products_read.at[buffer])
 
     def store(values: jax.Array, first_column: jax.Array, num_columns: int) -> None:
         store_transposed(

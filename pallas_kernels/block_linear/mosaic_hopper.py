@@ -14,6 +14,7 @@ Sums of the FP8 tensor core keep some 14 bits below their largest term, over 128
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -33,14 +34,15 @@ plgpu: Any = mosaic_gpu
 _LAYOUT = plgpu.Layout.WGMMA
 
 
-def consume(work: Work, out_gmem: Any, swiglu: SwiGLU | None) -> None:
+def consume(work: Work, outputs: list[Any], swiglu: SwiGLU | None) -> None:
     """Multiplies stage after stage, and stores the sums."""
     s, tiling, scratch, group = work.shapes, work.tiling, work.scratch, work.group
     columns = tiling.columns
 
-    def multiply(slot: jax.Array, b: int) -> list[jax.Array]:
+    def multiply(turn: jax.Array, b: int) -> list[jax.Array]:
         """f32[64, columns] for each part of x, scaled by row."""
-        parts = [scratch.rows_smem.at[slot, part, b] for part in range(s.num_parts)]
+        slot = lax.rem(turn, tiling.stages)
+        parts = [work.rows_of(turn, b, part) for part in range(s.num_parts)]
         if not s.is_mxfp4:
             codes = work.codes_of(slot, group, b)
             return [mosaic.multiply([(codes, x.transpose((1, 0)))]) for x in parts]
@@ -48,11 +50,11 @@ def consume(work: Work, out_gmem: Any, swiglu: SwiGLU | None) -> None:
         factor = lax.broadcast_in_dim(factor, (ROWS, columns), [0])
         return [mosaic.multiply_registers(operand, x) * factor for x in parts]
 
-    def add_scaled(slot: jax.Array, total: jax.Array, tile_scales: list[jax.Array]) -> jax.Array:
+    def add_scaled(turn: jax.Array, total: jax.Array, tile_scales: list[jax.Array]) -> jax.Array:
         for b in range(tiling.blocks):
-            for part, product in enumerate(multiply(slot, b)):
+            for part, product in enumerate(multiply(turn, b)):
                 scale = plgpu.load(
-                    scratch.scales_smem.at[slot, part, b, pl.ds(0, columns)],
+                    work.row_scales(turn, b, part, 0, columns),
                     layout=_LAYOUT.reduce(0),
                     optimized=False,
                 )
@@ -61,9 +63,10 @@ def consume(work: Work, out_gmem: Any, swiglu: SwiGLU | None) -> None:
                 total = total + product * lax.broadcast_in_dim(scale, product.shape, [1])
         return total
 
-    def add_dense(slot: jax.Array, total: jax.Array) -> jax.Array:
+    def add_dense(turn: jax.Array, total: jax.Array) -> jax.Array:
+        slot = lax.rem(turn, tiling.stages)
         pairs = [
-            (work.codes_of(slot, group, b), scratch.rows_smem.at[slot, 0, b].transpose((1, 0)))
+            (work.codes_of(slot, group, b), work.rows_of(turn, b, 0).transpose((1, 0)))
             for b in range(tiling.blocks)
         ]
         return total + mosaic.multiply(pairs)
@@ -75,7 +78,7 @@ def consume(work: Work, out_gmem: Any, swiglu: SwiGLU | None) -> None:
         slot = lax.rem(turn, tiling.stages)
         plgpu.barrier_wait(scratch.ready.at[slot])
         next_scales = scales_of(turn + 1)
-        total = add_dense(slot, total) if s.is_dense else add_scaled(slot, total, tile_scales)
+        total = add_dense(turn, total) if s.is_dense else add_scaled(turn, total, tile_scales)
         if interpreting():  # which wants loads fenced from later copies; a GPU's are done here
             plgpu.commit_smem()
         plgpu.barrier_arrive(scratch.free.at[slot])
@@ -87,17 +90,26 @@ def consume(work: Work, out_gmem: Any, swiglu: SwiGLU | None) -> None:
         return [work.scale_of_tile(group, work.block_of(turn, b)) for b in range(tiling.blocks)]
 
     zeros = plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), _LAYOUT)
-    total, _ = lax.fori_loop(0, work.turns, add_stage, (zeros, scales_of(0)))
+    first_scales = scales_of(0)
+    work.await_rows()
+    total, _ = lax.fori_loop(0, work.turns, add_stage, (zeros, first_scales))
 
-    def store(values: jax.Array) -> None:
+    def store_tile(out_gmem: Any, values: jax.Array, tile: jax.Array) -> None:
         store_transposed(
             out_gmem.at[work.split],
             values.astype(out_gmem.dtype),
             first_row=work.target_row,
             num_rows=work.num_rows,
-            first_column=work.tile_of(group) * ROWS,
+            first_column=tile * ROWS,
             operand_order=s.is_mxfp4,
         )
+
+    def store(values: jax.Array) -> None:
+        if len(outputs) == 1:
+            store_tile(outputs[0], values, work.tile_of(group))
+            return
+        for out_gmem, (owns, tile) in zip(outputs, work.tiles_of_weights(group), strict=True):
+            pl.when(owns)(functools.partial(store_tile, out_gmem, values, tile))
 
     if swiglu is None:
 

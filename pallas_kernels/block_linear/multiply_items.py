@@ -31,6 +31,7 @@ from pallas_kernels.block_linear.call_shapes import (
     scale_columns,
 )
 from pallas_kernels.block_linear.items import EvenItems, Items
+from pallas_kernels.block_linear.round_rows import RawRows
 from pallas_kernels.block_linear.triton_rows import Rows
 from pallas_kernels.block_linear.work import Operands, Scratch, SwiGLU, Work
 from pallas_kernels.common.weights import INPUTS, MXFP4, ROWS, BlockFP8, Weight
@@ -41,7 +42,7 @@ REGISTERS = (232, 40)
 """Registers of a consumer's thread and a producer's; 2 + 1 warpgroups share 3 * 168."""
 
 
-def _kernel(work: Work, out_gmem: Any, swiglu: SwiGLU | None) -> None:
+def _kernel(work: Work, outputs: list[Any], swiglu: SwiGLU | None) -> None:
     has_many_columns = work.tiling.columns > 64
 
     @pl.when((work.num_rows > 0) & (work.group == CONSUMERS))
@@ -55,7 +56,7 @@ def _kernel(work: Work, out_gmem: Any, swiglu: SwiGLU | None) -> None:
         if has_many_columns:
             plgpu.set_max_registers(REGISTERS[0], action="increase")
         kernel = mosaic_blackwell if work.shapes.core.has_memory else mosaic_hopper
-        kernel.consume(work, out_gmem, swiglu)
+        kernel.consume(work, outputs, swiglu)
 
 
 def _scratch(shapes: Shapes, tiling: Tiling, *, exchanges: bool) -> Scratch:
@@ -72,9 +73,13 @@ def _scratch(shapes: Shapes, tiling: Tiling, *, exchanges: bool) -> Scratch:
     else:
         codes = operand((*per_stage, ROWS, shapes.inputs))
     copies = CONSUMERS * (2 if shapes.is_mxfp4 else tiling.blocks)
-    copies += shapes.num_parts * (tiling.blocks + (not shapes.is_dense))
+    if shapes.rounds_rows:
+        parts = shapes.num_blocks // tiling.splits, shapes.num_parts
+    else:
+        copies += shapes.num_parts * (tiling.blocks + (not shapes.is_dense))
     scales = plgpu.SMEM((*parts, scale_columns(columns)), jnp.float32)
     has_memory = shapes.core.has_memory
+    rows_ready = plgpu.Barrier(num_arrivals=CONSUMERS, orders_tensor_core=has_memory)
     scratch = Scratch(
         codes_smem=codes,
         words_smem=plgpu.SMEM((*per_stage, ROWS), jnp.int32) if shapes.is_mxfp4 else None,
@@ -84,6 +89,7 @@ def _scratch(shapes: Shapes, tiling: Tiling, *, exchanges: bool) -> Scratch:
         free=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tiling.stages),
         up_smem=plgpu.SMEM((ROWS * columns,), jnp.float32) if exchanges else None,
         up_ready=plgpu.Barrier() if exchanges and not has_memory else None,
+        rows_ready=rows_ready if shapes.rounds_rows else None,
     )
     if not has_memory:
         return scratch
@@ -104,7 +110,7 @@ def _scratch(shapes: Shapes, tiling: Tiling, *, exchanges: bool) -> Scratch:
 
 
 def multiply_items(
-    rows: Rows,
+    rows: Rows | RawRows,
     weights: Sequence[Weight],
     items: Items | EvenItems,
     *,
@@ -114,11 +120,13 @@ def multiply_items(
     swiglu: SwiGLU | None = None,
     share: jax.Array | None = None,
     dtype: Any = jnp.float32,
-) -> jax.Array:
+    apart: bool = False,
+) -> Any:
     """Multiplies rows with weights of a stack, item by item.
 
     Args:
-      rows: of R rows, `max(columns, 32)` of them beyond the last that an item names.
+      rows: of R rows, `max(columns, 32)` of them beyond the last that an item names, if they are
+        rounded.
       weights: stacks [E, out, in] of one format, with the same inputs.
       items: what is multiplied; no row is in two.
       shapes: sizes of the call.
@@ -127,21 +135,31 @@ def multiply_items(
       swiglu: what follows a gate and an up projection; None elsewhere.
       share: f32[R], factor of each row after SwiGLU; None is 1.
       dtype: of the result.
+      apart: whether several weights have a result each; on Hopper.
 
     Returns:
       [S, num_rows, out], sums of each split; arbitrary in rows of no item. The outputs of several
       weights follow each other, all of which but the last's must be multiples of 64.
     """
+    assert shapes.num_blocks % (tiling.blocks * tiling.splits) == 0, "inputs would be left out"
     even = items if isinstance(items, EvenItems) else None
-    out = weights[0].shape[-2] if swiglu else sum(weight.shape[-2] for weight in weights)
+    widths = [weight.shape[-2] for weight in weights]
+    widths = widths if apart else widths[:1] if swiglu else [sum(widths)]
     quantized = [weight for weight in weights if isinstance(weight, BlockFP8 | MXFP4)]
 
-    def product_kernel(inputs: Operands, out_gmem: Any, scratch: Scratch) -> None:
-        _kernel(Work.find(inputs, scratch, shapes, tiling, even), out_gmem, swiglu)
+    limit = rows.limit if isinstance(rows, RawRows) else None
+    if isinstance(rows, RawRows):
+        rows = rows._replace(limit=None)
 
-    return plgpu.kernel(
+    def product_kernel(inputs: Operands, *refs: Any) -> None:
+        *outputs, scratch = refs
+        if isinstance(inputs.rows, RawRows):
+            inputs = inputs._replace(rows=inputs.rows._replace(limit=limit))
+        _kernel(Work.find(inputs, scratch, shapes, tiling, even), outputs, swiglu)
+
+    results = plgpu.kernel(
         product_kernel,
-        out_type=jax.ShapeDtypeStruct((tiling.splits, num_rows, out), dtype),
+        out_type=[jax.ShapeDtypeStruct((tiling.splits, num_rows, n), dtype) for n in widths],
         grid=(tiling.splits, items.count(tiling.columns), shapes.num_ctas),
         grid_names=("split", "item", "out"),
         num_threads=CONSUMERS + 1,
@@ -160,3 +178,4 @@ def multiply_items(
             share=share,
         )
     )
+    return results if apart else results[0]

@@ -73,21 +73,23 @@ def _round_groups(
     work: Any, source: RawRows, place: int, start: int, count: int, num_blocks: int
 ) -> None:
     """Some groups of a consumer, of four rows from `place` on."""
-    blocks = [jnp.minimum(2 * (start + i) + work.group, num_blocks - 1) for i in range(count)]
+    blocks = [2 * (start + i) + work.group for i in range(count)]
     dim = source.values.shape[-1]
     width = dim if source.limit is None else dim // 2
     loaded = []
     for block in blocks:
-        column = work.block_of(0, 0) * INPUTS + block * INPUTS
-        values = [_load(work, source, place, column)]
-        if source.limit is not None:
-            values.append(_load(work, source, place, width + column))
-        loaded.append(values)
-    for block, values in zip(blocks, loaded, strict=True):
-        x = values[0]
-        if source.limit is not None:
-            x = swiglu(*values, source.limit).astype(jnp.bfloat16).astype(jnp.float32)
-        _store(work, _split(x, work.shapes.num_parts), block, place)
+        column = (work.block_of(0) + jnp.minimum(block, num_blocks - 1)) * INPUTS
+        values = _load(work, source, place, column)
+        up = None if source.limit is None else _load(work, source, place, width + column)
+        loaded.append((values, up))
+    for block, (x, up) in zip(blocks, loaded, strict=True):
+        if up is not None and source.limit is not None:
+            x = swiglu(x, up, source.limit).astype(jnp.bfloat16).astype(jnp.float32)
+        parts = _split(x, work.shapes.num_parts)
+        if num_blocks % 2 == 0:
+            _store(work, parts, block, place)
+        else:  # the last group may be beyond the last
+            pl.when(block < num_blocks)(functools.partial(_store, work, parts, block, place))
 
 
 def _split(x: jax.Array, num_parts: int) -> list[tuple[jax.Array, jax.Array]]:

@@ -24,7 +24,9 @@ from jax.experimental.pallas import mosaic_gpu
 
 from pallas_kernels.block_linear.call_shapes import CONSUMERS, Shapes, Tiling, scale_columns
 from pallas_kernels.block_linear.items import EvenItems, Items
+from pallas_kernels.block_linear.round_rows import RawRows, round_rows
 from pallas_kernels.block_linear.triton_rows import Rows
+from pallas_kernels.common.backend import interpreting
 from pallas_kernels.common.weights import INPUTS, ROWS
 from pallas_kernels.gpu import left_operand, mosaic, unpack_mxfp4
 
@@ -36,7 +38,7 @@ class Operands(NamedTuple):
 
     Attributes:
       items: see `Items`; None where they follow from their number.
-      rows: see `triton_rows.Rows`.
+      rows: see `triton_rows.Rows`, or `round_rows.RawRows`.
       codes: of each weight.
       scales: of each weight; none of dense ones.
       magnitudes: i32[20, 2], the table of `unpack_mxfp4`.
@@ -44,7 +46,7 @@ class Operands(NamedTuple):
     """
 
     items: Items | None
-    rows: Rows
+    rows: Rows | RawRows
     codes: Any
     scales: Any
     magnitudes: Any
@@ -54,7 +56,8 @@ class Operands(NamedTuple):
 class Scratch(NamedTuple):
     """Stages in shared memory, their barriers, and what gate and up exchange.
 
-    The last six are Blackwell's; the first two of those are MXFP4's.
+    Rows that are rounded here are all there before the first stage, and `rows_ready` is theirs. The
+    last six are Blackwell's; the first two of those are MXFP4's.
     """
 
     codes_smem: Any
@@ -65,6 +68,7 @@ class Scratch(NamedTuple):
     free: Any
     up_smem: Any
     up_ready: Any
+    rows_ready: Any = None
     unpacked_smem: Any = None
     factors_smem: Any = None
     unpacked: Any = None
@@ -185,6 +189,29 @@ class Work:
             return self.scratch.codes_smem.at[slot, b, pl.ds(consumer * ROWS, ROWS)]
         return self.scratch.codes_smem.at[slot, consumer, b]
 
+    def rows_of(self, turn: jax.Array, b: int, part: int) -> Any:
+        """A part of x in shared memory, e4m3 or bf16[columns, inputs]."""
+        if self.shapes.rounds_rows:
+            return self.scratch.rows_smem.at[turn * self.tiling.blocks + b, part]
+        return self.scratch.rows_smem.at[lax.rem(turn, self.tiling.stages), part, b]
+
+    def row_scales(self, turn: jax.Array, b: int, part: int, first: Any, count: int) -> Any:
+        """Scales of some rows of a part of x, in shared memory."""
+        run = pl.ds(first, count)
+        if self.shapes.rounds_rows:
+            return self.scratch.scales_smem.at[turn * self.tiling.blocks + b, part, run]
+        return self.scratch.scales_smem.at[lax.rem(turn, self.tiling.stages), part, b, run]
+
+    def await_rows(self) -> None:
+        """Rounds the rows of x where the kernel does that, and waits until all are there."""
+        if not self.shapes.rounds_rows:
+            return
+        assert isinstance(self.inputs.rows, RawRows)
+        round_rows(self, self.inputs.rows)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.scratch.rows_ready)
+        plgpu.barrier_wait(self.scratch.rows_ready)
+
     def produce(self) -> None:
         """Fills stage after stage."""
         s, tiling, scratch, inputs = self.shapes, self.tiling, self.scratch, self.inputs
@@ -217,6 +244,9 @@ class Work:
                         copy()
                     elif owns is not False:
                         pl.when(owns)(copy)
+            if s.rounds_rows:
+                return
+            assert isinstance(inputs.rows, Rows)
             for part in range(s.num_parts):
                 for b in range(tiling.blocks):
                     inner = pl.ds((block + b) * s.inputs, s.inputs)
@@ -230,6 +260,9 @@ class Work:
                 plgpu.copy_gmem_to_smem(source, scratch.scales_smem.at[slot, part], ready)
 
         lax.fori_loop(0, self.turns, fetch, None)
+        if interpreting():  # which, in jax 0.11, wants every completion of a barrier seen
+            for slot in range(min(tiling.stages, self.turns)):
+                plgpu.barrier_wait(scratch.free.at[slot])
 
     def scale_of_tile(self, consumer: int | jax.Array, block: jax.Array) -> jax.Array:
         """f32[]: block FP8's, of 128 outputs; to be asked for a turn ahead."""

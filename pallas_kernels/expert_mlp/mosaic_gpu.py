@@ -1,7 +1,8 @@
 """The experts that tokens picked, in two launches of the kernel that multiplies items.
 
     order     pairs sorted by expert, tiles of an expert's rows      `triton_worklist`, XLA for many
-    rows      each pair's token, then the hidden values, in E4M3     `block_linear/triton_rows`
+    rows      each pair's token, then the hidden values, in E4M3     `block_linear/triton_rows`, or
+                                                                     the kernel itself if few
     hidden    share * SwiGLU of gate and up, tile by tile            `block_linear/multiply_items`
     down      the product with w2, tile by tile                      the same
     sum       of a token's pairs, in the order in which it picked    XLA
@@ -16,11 +17,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.block_linear import call_shapes
-from pallas_kernels.block_linear.call_shapes import TensorCore, Tiling
+from pallas_kernels.block_linear.call_shapes import Shapes, TensorCore, Tiling
 from pallas_kernels.block_linear.items import Items
 from pallas_kernels.block_linear.multiply_items import multiply_items
+from pallas_kernels.block_linear.round_rows import RawRows
 from pallas_kernels.block_linear.triton_rows import make_rows, padded
 from pallas_kernels.block_linear.work import SwiGLU
+from pallas_kernels.common.weights import Weight
 from pallas_kernels.expert_mlp import triton_worklist
 from pallas_kernels.expert_mlp.arguments import Arguments
 from pallas_kernels.expert_mlp.worklist import make_worklist
@@ -35,25 +38,32 @@ def expert_mlp(
     """See `op.expert_mlp`."""
     x, expert_ids, expert_weights, w1, w3, w2, limit = arguments
     num_experts, num_pairs = w1.shape[0], expert_ids.size
-    gate_shapes = call_shapes.shapes_of(w1, w3, is_gated=True, core=core)
-    down_shapes = call_shapes.shapes_of(w2, core=core)
-    if tilings is None:
-        rows_of_expert = _expected_rows(expert_ids, num_experts)
+
+    def plan(number: int, *weights: Weight) -> tuple[Shapes, Tiling]:
+        shapes = call_shapes.shapes_of(*weights, is_gated=number == 0, core=core)
+        if tilings is not None:
+            tiling = tilings[number]
+            return call_shapes.round_in_kernel(shapes, x.dtype, weights[0], tiling), tiling
         num_picked = min(num_pairs, num_experts)
-        gate_tiling, down_tiling = (
-            call_shapes.choose_tiling(shapes, rows_of_expert, num_picked, may_split=False)
-            for shapes in (gate_shapes, down_shapes)
+        expected = _expected_rows(expert_ids, num_experts)
+        return call_shapes.plan_call(
+            shapes, x.dtype, weights[0], expected, num_picked, may_split=False
         )
-    else:
-        gate_tiling, down_tiling = tilings
+
+    gate_shapes, gate_tiling = plan(0, w1, w3)
+    down_shapes, down_tiling = plan(1, w2)
     spare = call_shapes.scale_columns(gate_tiling.columns)
     token, row, expert, first, num_rows, share = _sort(
         expert_ids, expert_weights, num_experts, gate_tiling.columns, spare
     )
     items = Items(expert, first, first, num_rows)
     is_dense = gate_shapes.is_dense  # then hidden values are the next rows as they are
+    if gate_shapes.rounds_rows:
+        rows = RawRows(x[None], token)
+    else:
+        rows = make_rows(x, w1, num_spare=spare, token=token)
     hidden = multiply_items(
-        make_rows(x, w1, num_spare=spare, token=token),
+        rows,
         [w1, w3],
         items,
         shapes=gate_shapes,
@@ -63,8 +73,12 @@ def expert_mlp(
         share=share,
         dtype=x.dtype,
     )
+    if down_shapes.rounds_rows:
+        rows = RawRows(hidden)
+    else:
+        rows = make_rows(hidden[0], w2, num_spare=0 if is_dense else spare)
     down = multiply_items(
-        make_rows(hidden[0], w2, num_spare=0 if is_dense else spare),
+        rows,
         [w2],
         items,
         shapes=down_shapes,

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.common.split_sums import SplitSums
 from pallas_kernels.gpu import triton
 
 Ref = Any
@@ -29,13 +30,18 @@ _FEW_TOKENS = 16
 
 
 def write_streams(
-    streams: jax.Array, output: jax.Array, post: jax.Array, comb: jax.Array, fn: jax.Array
+    streams: jax.Array,
+    output: jax.Array | SplitSums,
+    post: jax.Array,
+    comb: jax.Array,
+    fn: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """See `op.write_streams`."""
     count, num, dim = streams.shape
     num_rows = fn.shape[0]
     rows_width = 1 << (num_rows - 1).bit_length()
     parts = -(-dim // _COLUMNS)
+    parts_of_output = output.parts if isinstance(output, SplitSums) else output[None]
     of_program = 1 if count <= _FEW_TOKENS else _TOKENS
 
     def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
@@ -67,7 +73,12 @@ def write_streams(
     ) -> tuple[jax.Array, list[jax.Array]]:
         """The columns of the output and of each stream, in f32; zeros beyond the last."""
         live = (column < dim) & (token < count)
-        y = triton.load_where(output, (token, column), live).astype(jnp.float32)
+        y = jnp.zeros(_COLUMNS, jnp.float32)
+        for part in range(output.shape[0]):
+            values = triton.load_where(output, (jnp.int32(part), token, column), live)
+            y = y + values.astype(jnp.float32)
+        if output.dtype != streams.dtype:  # parts of a sum
+            y = triton.round_to_bf16(y)
         rows = [
             triton.load_where(streams, (token, jnp.int32(j), column), live).astype(jnp.float32)
             for j in range(num)
@@ -77,7 +88,7 @@ def write_streams(
     written, products = triton.launch(
         kernel,
         grid=(-(-count // of_program), parts, num),
-        inputs=[streams, output, post, comb, fn],
+        inputs=[streams, parts_of_output, post, comb, fn],
         outputs=[
             jax.ShapeDtypeStruct(streams.shape, streams.dtype),
             jax.ShapeDtypeStruct((count, num * parts, num_rows), jnp.float32),

@@ -246,7 +246,7 @@ def of_functions():
                {"logits": np.zeros((3, 5), np.float32), "sampling": sampling,
                 "positions": i32([1, 1, 1])},
                {"logits": bad.instance(), "sampling": bad.instance(),
-                "positions": lambda rng: bad.pick(rng, bad.no_number(rng))}),
+                "positions": bad.scalar_only(bad.instance())}),
         Target("update_slots", ds.update_slots,
                {"cache": cache, "slots": i32([0, 1, 2]), "length_tokens": i32([0, 0, 0]),
                 "block_table": np.full((3, WIDTH), -1, np.int32)},
@@ -270,7 +270,8 @@ def of_functions():
                free=("state", "rows")),
         Target("save_snapshots fields",
                with_field(
-                   functools.partial(ds.cache.save_snapshots, store, cache.state, None, call), plan),
+                   functools.partial(ds.cache.save_snapshots, store, cache.state, None, call),
+                   plan),
                {}, {"rows": bad.int_array((1,), -1, 0), "places": bad.int_array((1,), -1, 3)}),
         Target("load_snapshots", ds.cache.load_snapshots,
                {"state": cache.state, "store": store, "slots": i32([0, 1]), "places": i32([0, 1]),

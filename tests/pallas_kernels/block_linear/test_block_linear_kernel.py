@@ -196,8 +196,12 @@ def test_every_tiling_fits_the_memories(rows, format, num_weights, core):
     for num_blocks, num_tiles in ((32, 8), (8, 512), (64, 64), (32, 16), (12, 1024)):
         for parts in (1,) if format == "dense" else (1, 2):
             tiles, is_gated = (num_tiles,) * num_weights, num_weights == 2
-            shapes = call_shapes.Shapes(num_blocks, tiles, parts, is_gated, format, core)
-            tiling = call_shapes.choose_tiling(shapes, rows, 1, may_split=num_weights == 1)
+            shapes = call_shapes.Shapes(num_blocks, tiles, parts, is_gated, format, core=core)
+            weight = jax.ShapeDtypeStruct((64, num_blocks * shapes.inputs), jnp.bfloat16)
+            shapes, tiling = call_shapes.plan_call(
+                shapes, jnp.bfloat16, weight, rows, 1, may_split=num_weights == 1
+            )
+            assert shapes.rounds_rows <= (rows <= core.min_columns and format != "dense")
             used = tiling.stages * shapes.stage_bytes(tiling) + shapes.fixed_bytes(tiling)
             assert used < 230_000
             assert num_blocks % (tiling.blocks * tiling.splits) == 0
