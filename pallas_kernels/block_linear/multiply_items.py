@@ -137,6 +137,13 @@ class Product(NamedTuple):
         """Items in all."""
         return self.items.count(self.tiling.columns)
 
+    @property
+    def name(self) -> str:
+        """What a profile calls it: format, outputs of the launch and inputs."""
+        shapes = self.shapes
+        outputs = "x".join(str(tiles * ROWS) for tiles in shapes.tiles)
+        return f"{shapes.format}_{outputs}_of_{shapes.num_blocks * shapes.inputs}"
+
     def operands(self) -> Operands:
         """Arrays that the kernel reads."""
         quantized = [weight for weight in self.weights if isinstance(weight, BlockFP8 | MXFP4)]
@@ -196,6 +203,7 @@ def multiply_items(
             pl.when((item >= 0) & (item < product.num_items))(scoped)
             item = item - product.num_items
 
+    product_kernel.__name__ = "_".join(["multiply", *(product.name for product in products)])
     splits = first.tiling.splits
     results = plgpu.kernel(
         product_kernel,
