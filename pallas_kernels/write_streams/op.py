@@ -32,7 +32,7 @@ def write_streams(
       post: f32[T, S], weight of the output in each stream.
       comb: f32[T, S, S], from stream to stream; summed over its first index.
       fn: f32[R, S * D], `hc_fn` of the next hyper-connection.
-      backend: implementation to use; None picks the fastest one that runs here. More than 256
+      backend: implementation to use; None picks the fastest one that runs here. More than 16
         tokens are XLA's on a GPU too: a product of matrices.
 
     Returns:

@@ -492,8 +492,8 @@ MUTATIONS = [
         (
             "kernel_write_streams_transposed",
             "write_streams/triton_gpu.py",
-            "comb[safe, jnp.int32(j), k]",
-            "comb[safe, k, jnp.int32(j)]",
+            "comb[token, jnp.int32(j), k]",
+            "comb[token, k, jnp.int32(j)]",
             "pallas_kernels/write_streams",
         ),
         (
