@@ -8,7 +8,7 @@ import jax
 
 from dsv4_jax.attention.compressor import project_tokens
 from dsv4_jax.attention.params import AttentionParams
-from dsv4_jax.attention.projections import output, project_input, project_queries
+from dsv4_jax.attention.projections import Output, output, project_input, project_queries
 from dsv4_jax.attention.rope import rope_frequencies
 from dsv4_jax.cache.append import LayerNorms, LayerTokens
 from dsv4_jax.cache.handle import LayerCacheHandle
@@ -19,7 +19,7 @@ from dsv4_jax.config.layer_types import AttentionType
 
 def csa_attention(
     params: AttentionParams, x: jax.Array, handle: LayerCacheHandle, config: DSV4Config
-) -> tuple[LayerCacheHandle, NewTokens | None, jax.Array]:
+) -> tuple[LayerCacheHandle, NewTokens | None, Output]:
     """One CSA sublayer; arguments and results as in `swa_attention`.
 
     With `index_reuse`, the handle brings an earlier layer's selection or takes this one's along.

@@ -17,6 +17,7 @@ from dsv4_jax.attention.compressor import compress_sequence
 from dsv4_jax.attention.indexer import index_weights, project_index_queries
 from dsv4_jax.attention.params import AttentionParams
 from dsv4_jax.attention.projections import (
+    Output,
     inverse_rope,
     output,
     project_input,
@@ -73,7 +74,7 @@ def attend_full_sequence(
     fmt: CacheFormat,
     selector: Selector = select_by_score,
     reused: jax.Array | None = None,
-) -> tuple[jax.Array | None, jax.Array]:
+) -> tuple[jax.Array | None, Output]:
     """One attention sublayer over tokens 0 .. T - 1.
 
     Args:

@@ -6,7 +6,7 @@ import jax
 
 from dsv4_jax.attention.compressor import project_tokens
 from dsv4_jax.attention.params import AttentionParams
-from dsv4_jax.attention.projections import output, project_input, project_queries
+from dsv4_jax.attention.projections import Output, output, project_input, project_queries
 from dsv4_jax.attention.rope import rope_frequencies
 from dsv4_jax.cache.append import LayerNorms, LayerTokens
 from dsv4_jax.cache.handle import LayerCacheHandle
@@ -17,7 +17,7 @@ from dsv4_jax.config.layer_types import AttentionType
 
 def hca_attention(
     params: AttentionParams, x: jax.Array, handle: LayerCacheHandle, config: DSV4Config
-) -> tuple[LayerCacheHandle, NewTokens | None, jax.Array]:
+) -> tuple[LayerCacheHandle, NewTokens | None, Output]:
     """One HCA sublayer; arguments and results as in `swa_attention`.
 
     Source: deepseek_v4.md sections 1.3 and 2.

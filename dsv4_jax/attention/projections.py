@@ -11,9 +11,10 @@ from jax.ad_checkpoint import checkpoint_name
 from dsv4_jax.attention.indexer import split_index_heads
 from dsv4_jax.attention.params import AttentionParams, IndexerParams
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.linear import grouped_linear, linear, linears
-from dsv4_jax.mesh import sum_over_model
+from dsv4_jax.linear import grouped_linear, linear_in_parts, linears
+from dsv4_jax.mesh import MODEL, axis_size, sum_over_model
 from pallas_kernels.common.norm_rope import rms_norm_by_pairs, rotate
+from pallas_kernels.common.split_sums import SplitSums, add_up
 from pallas_kernels.common.weights import (
     FP8_BLOCK,
     BlockFP8,
@@ -90,7 +91,11 @@ def inverse_rope(attended: jax.Array, positions: jax.Array, frequencies: jax.Arr
     return rotate(attended, positions[..., None], frequencies, inverse=True)
 
 
-def output(params: AttentionParams, attended: jax.Array, config: DSV4Config) -> jax.Array:
+Output = jax.Array | SplitSums
+"""Of a sublayer, [..., D]; a product of few rows may leave it in parts."""
+
+
+def output(params: AttentionParams, attended: jax.Array, config: DSV4Config) -> Output:
     """The output projection, group by group.
 
     Args:
@@ -100,13 +105,20 @@ def output(params: AttentionParams, attended: jax.Array, config: DSV4Config) -> 
       config: the model.
 
     Returns:
-      [..., D].
+      [..., D], in parts where the product left it so.
     """
     lead, groups = attended.shape[:-2], params.wo_a.shape[0] // config.o_lora_rank
     heads = checkpoint_name(attended.reshape(*lead, groups, -1), "ctx_derot")
-    latent = checkpoint_name(grouped_linear(heads, _by_group(params.wo_a, groups)), "o_a")
-    summed = sum_over_model(linear(latent.reshape(*lead, -1), params.wo_b))
-    return checkpoint_name(summed, "attn_out")
+    latent = _named(grouped_linear(heads, _by_group(params.wo_a, groups)), "o_a")
+    latent = latent.reshape(*lead, latent.shape[-2] * latent.shape[-1])
+    product = linear_in_parts(latent, params.wo_b)
+    if axis_size(MODEL) > 1:
+        product = sum_over_model(add_up(product))
+    return _named(product, "attn_out")
+
+
+def _named(x: Output, name: str) -> Output:
+    return x if isinstance(x, SplitSums) else checkpoint_name(x, name)
 
 
 def _by_group(weight: Weight, groups: int) -> Weight:

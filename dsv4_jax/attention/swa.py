@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from dsv4_jax.attention.params import AttentionParams
-from dsv4_jax.attention.projections import output, project_input, project_queries
+from dsv4_jax.attention.projections import Output, output, project_input, project_queries
 from dsv4_jax.attention.rope import rope_frequencies
 from dsv4_jax.cache.append import LayerNorms, LayerTokens
 from dsv4_jax.cache.handle import LayerCacheHandle
@@ -16,7 +16,7 @@ from dsv4_jax.config.layer_types import AttentionType
 
 def swa_attention(
     params: AttentionParams, x: jax.Array, handle: LayerCacheHandle, config: DSV4Config
-) -> tuple[LayerCacheHandle, NewTokens | None, jax.Array]:
+) -> tuple[LayerCacheHandle, NewTokens | None, Output]:
     """One SWA sublayer.
 
     Args:

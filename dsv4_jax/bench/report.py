@@ -152,17 +152,26 @@ def _lines(
     return ["  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in lines]
 
 
+def find_matplotlib() -> type:
+    """The class of figures of `matplotlib`, which is an optional extra.
+
+    Raises:
+      ValueError: it is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError("a plot needs matplotlib: pip install 'dsv4-jax[bench]'") from error
+    return Figure
+
+
 def plot_decode(rows: Sequence[dict[str, Any]], path: pathlib.Path, *, title: str) -> None:
     """Plots ms per step against context, one curve per batch.
 
     Raises:
       ValueError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure  # an optional extra
-    except ImportError as error:
-        raise ValueError("a plot needs matplotlib: pip install 'dsv4-jax[bench]'") from error
-    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+    figure = find_matplotlib()(figsize=(6.4, 4.0), layout="constrained")
     axes = figure.subplots()
     for batch in dict.fromkeys(row["batch"] for row in rows):
         timed = [row for row in rows if row["batch"] == batch]

@@ -18,6 +18,8 @@ from typing import Any
 
 import jax
 
+from dsv4_jax.config.json_file import read_json_object
+
 
 class Output:
     """Figures of one run; the file is written each time that one is added.
@@ -27,7 +29,13 @@ class Output:
     """
 
     def __init__(self, path: pathlib.Path | None, **fields: Any) -> None:
-        """Starts the file with the device, the date and these fields; None writes no file."""
+        """Starts the file with the device, the date and these fields; None writes no file.
+
+        Raises:
+          ValueError: the file's folder is not there.
+        """
+        if path is not None:
+            check_folder(path)
         self._path = path
         self.fields: dict[str, Any] = describe_device()
         self.set(**fields)
@@ -36,7 +44,6 @@ class Output:
         """Adds or replaces fields."""
         self.fields |= fields
         if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
             write_json(self._path, self.fields)
 
 
@@ -49,10 +56,14 @@ class RowKeeper:
         Args:
           path: the JSON file, which need not exist.
           command: the command line that repeats the run.
+
+        Raises:
+          ValueError: the file's folder is not there, or the file holds something else.
         """
         self._path = pathlib.Path(path)
+        check_folder(self._path)
         self._run = describe_device() | {"command": command}
-        taken = read_json(self._path).get("runs", {})
+        taken = _read_rows(self._path)["runs"]
         number = 1
         while (name := f"{self._run['date']}-{number}") in taken:
             number += 1
@@ -60,14 +71,14 @@ class RowKeeper:
 
     def keep(self, row: dict[str, Any]) -> None:
         """Adds a row, in place of the row of any run with the same op and shape."""
-        contents = read_json(self._path)
+        contents = _read_rows(self._path)
         rows = [
             old
-            for old in contents.get("rows", [])
+            for old in contents["rows"]
             if (old["op"], old["shape"]) != (row["op"], row["shape"])
         ]
         rows.append({"run": self._name} | row)
-        runs = contents.get("runs", {}) | {self._name: self._run}
+        runs = contents["runs"] | {self._name: self._run}
         left = {row["run"] for row in rows}
         runs = {name: run for name, run in runs.items() if name in left}
         write_json(self._path, contents | {"runs": runs, "rows": rows})
@@ -89,10 +100,34 @@ def command_line() -> str:
     return " ".join(os.path.basename(word.rstrip("/")) for word in program + sys.argv[1:])
 
 
+def check_folder(path: pathlib.Path) -> None:
+    """Raises ValueError if the folder of a file that is to be written is not there."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise ValueError(f"{path} must be a file in a folder that is there; make {path.parent}")
+
+
 def read_json(path: str | pathlib.Path) -> dict[str, Any]:
-    """The contents of a file; {} if there is none."""
+    """The contents of a file; {} if there is none.
+
+    Raises:
+      ValueError: it holds no JSON object.
+    """
     path = pathlib.Path(path)
-    return json.loads(path.read_text()) if path.exists() else {}
+    return read_json_object(path) if path.exists() else {}
+
+
+def _read_rows(path: pathlib.Path) -> dict[str, Any]:
+    """The contents of a file of rows and runs, each of which has the fields that are read."""
+    contents = {"runs": {}, "rows": []} | read_json(path)
+    rows, runs = contents["rows"], contents["runs"]
+    has_rows = isinstance(rows, list) and all(
+        isinstance(row, dict) and {"op", "shape", "run"} <= row.keys() for row in rows
+    )
+    if not has_rows or not isinstance(runs, dict):
+        raise ValueError(
+            f"{path} must hold runs, an object, and rows, a list of objects with op, shape and run"
+        )
+    return contents
 
 
 def write_json(path: str | pathlib.Path, contents: dict[str, Any]) -> None:

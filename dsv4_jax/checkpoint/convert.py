@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import pathlib
 import shutil
@@ -15,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from dsv4_jax.checkpoint.files import find_weight_files, list_tensors, write_tensors
+from dsv4_jax.checkpoint.files import INDEX, find_weight_files, list_tensors, write_tensors
+from dsv4_jax.checkpoint.finite import find_not_finite
 from dsv4_jax.checkpoint.layout import (
-    INDEX,
     MAX_SHARD_BYTES,
+    SHARD_BYTES,
     Entry,
     as_stored,
     format_fields,
@@ -31,9 +31,13 @@ from dsv4_jax.checkpoint.sources import (
     Source,
     check_sources,
     find_damage,
+    index_of,
+    is_checked,
     list_problems,
     open_checkpoint,
 )
+from dsv4_jax.config.checkpoint_folder import find_file
+from dsv4_jax.config.json_file import read_json_object
 from dsv4_jax.model.params import param_shapes
 from dsv4_jax.model.released import quantize_weight, quantized_shape, released_format
 from pallas_kernels.common.weights import MXFP4, BlockFP8
@@ -60,6 +64,8 @@ def convert_checkpoint(
     weights: str,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: bool = True,
+    check_weights: bool | None = None,
+    follow_links: bool = False,
 ) -> None:
     """Writes a checkpoint in other formats.
 
@@ -74,6 +80,9 @@ def convert_checkpoint(
         quantised already; "bfloat16" decodes. What the release has in f32 stays f32.
       max_shard_bytes: as in `save_checkpoint`.
       progress: shows a bar on stderr.
+      check_weights: refuses NaN and infinity in dense tensors too, as in `load_checkpoint`; a
+        quantised weight would hide them.
+      follow_links: reads files that are links out of the source, as in `load_checkpoint`.
 
     Raises:
       FileNotFoundError: there is no such checkpoint.
@@ -88,8 +97,15 @@ def convert_checkpoint(
         raise ValueError(f"the destination must be another directory than the source, {source}")
     if destination.exists() and not destination.is_dir():
         raise ValueError(f"{destination} is a file; pass a directory")
-    tensors = _plan(source, weights)
-    journal = _describe_conversion(source, weights, max_shard_bytes)
+    max_shard_bytes = SHARD_BYTES.read(max_shard_bytes, "max_shard_bytes")
+    copied = [
+        find_file(source, file.name, follow_links=follow_links)
+        for pattern in _COPIED
+        for file in source.glob(pattern)
+        if file.is_file()
+    ]
+    tensors = _plan(source, weights, check_weights, follow_links)
+    journal = _describe_conversion(source, weights, max_shard_bytes, follow_links)
     _check_destination(destination, journal)
     entries = {name: tensor.stored for name, tensor in tensors.items()}
     shards = split_into_shards(entries, max_shard_bytes)
@@ -124,22 +140,27 @@ def convert_checkpoint(
             for entry in entries[name]
         }
         write_json(destination / INDEX, {"metadata": {}, "weight_map": weight_map})
-    for pattern in _COPIED:
-        for file in source.glob(pattern):
-            shutil.copyfile(file, destination / file.name)
+    for file in copied:
+        shutil.copyfile(file, destination / file.name)
     write_json(destination / "config.json", _config(source, tensors))
     (destination / _JOURNAL).unlink()
 
 
-def _plan(source: pathlib.Path, weights: str) -> dict[str, _Tensor]:
+def _plan(
+    source: pathlib.Path, weights: str, check_weights: bool | None, follow_links: bool
+) -> dict[str, _Tensor]:
     """Every tensor by canonical name, checked."""
-    config, sources, problems = open_checkpoint(source)
+    config, sources, problems = open_checkpoint(source, follow_links=follow_links)
     shapes = param_shapes(config, jnp.bfloat16)
     targets = all_targets(config, shapes)
     num_experts = config.num_routed_experts
     check_sources(sources, targets, problems, source, num_experts=num_experts, keep=False)
+    checked = is_checked(sources, check_weights)
     for name, target in targets.items():
         problems += find_damage(sources[name], target, num_experts)
+        if checked and sources[name].scale is None:
+            where = sources[name].name + index_of(sources[name].part)
+            problems += find_not_finite(where, sources[name].read())
     if problems:
         raise ValueError(list_problems(source, problems))
     by_leaf: dict[str, list[Source]] = {}
@@ -211,9 +232,9 @@ def _quantize(
 
 
 def _describe_conversion(
-    source: pathlib.Path, weights: str, max_shard_bytes: int
+    source: pathlib.Path, weights: str, max_shard_bytes: int, follow_links: bool
 ) -> dict[str, Any]:
-    files = [source / "config.json", *find_weight_files(source)]
+    files = [source / "config.json", *find_weight_files(source, follow_links=follow_links)]
     return {
         "source": str(source.resolve()),
         "weights": weights,
@@ -226,7 +247,7 @@ def _check_destination(destination: pathlib.Path, journal: dict[str, Any]) -> No
     """It holds no model, or an unfinished conversion of just this one."""
     file = destination / _JOURNAL
     if file.is_file():
-        if json.loads(file.read_text()) != journal:
+        if read_json_object(file) != journal:
             raise ValueError(
                 f"{destination} holds an unfinished conversion of another checkpoint, or with "
                 "other options; remove it or pass another directory"
@@ -265,7 +286,7 @@ def _check_space(destination: pathlib.Path, entries: list[Entry]) -> None:
 
 def _config(source: pathlib.Path, tensors: dict[str, _Tensor]) -> dict[str, Any]:
     """The config of the source, which says how the weights are stored now."""
-    fields = json.loads((source / "config.json").read_text())
+    fields = read_json_object(source / "config.json")
     for name in ("quantization_config", "expert_dtype", "torch_dtype"):
         fields.pop(name, None)
     leaves = [tensor.leaf for tensor in tensors.values()]

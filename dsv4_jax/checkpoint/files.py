@@ -1,7 +1,4 @@
-"""Tensors in safetensors files, memory-mapped, and the quantised weights among them decoded.
-
-The `safetensors` package reads no FP8 or UE8M0 into NumPy; the format is a header and a flat body.
-"""
+"""Tensors in safetensors files, memory-mapped, and the quantised weights among them decoded."""
 
 from __future__ import annotations
 
@@ -16,17 +13,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-_DTYPES = {
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
-    "I64": np.dtype(np.int64),
-    "I32": np.dtype(np.int32),
-    "I8": np.dtype(np.int8),
-    "U8": np.dtype(np.uint8),
-}
+from dsv4_jax.checkpoint.header import DTYPES, read_header
+from dsv4_jax.config.checkpoint_folder import find_file
+from dsv4_jax.config.json_file import read_json_object
+from dsv4_jax.config.kinds import show
+
+INDEX = "model.safetensors.index.json"
+MAX_FILES = 10_000
+"""That an index may name; Pro has 64."""
+
 _FP8_BLOCK, _FP4_GROUP = 128, 32
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _E2M1 = np.concatenate([_E2M1, -_E2M1])
@@ -53,62 +48,57 @@ class StoredTensor:
         return np.memmap(self.file, self.dtype, "r", self.offset, self.shape)
 
 
-def find_weight_files(path: pathlib.Path) -> list[pathlib.Path]:
+def find_weight_files(path: pathlib.Path, *, follow_links: bool = False) -> list[pathlib.Path]:
     """The safetensors files of a checkpoint directory: the index's shards, or all there are.
+
+    Args:
+      path: the directory.
+      follow_links: as in `dsv4_jax.config.checkpoint_folder.find_file`.
 
     Raises:
       FileNotFoundError: there are none, or a shard that the index names is missing.
-      ValueError: the index is broken.
+      ValueError: the index is broken or names a file outside of the directory, or a file is a link
+        that is not followed.
     """
-    index = path / "model.safetensors.index.json"
+    index = find_file(path, INDEX, follow_links=follow_links)
     if not index.is_file():
-        files = sorted(path.glob("*.safetensors"))
-        if not files:
+        names = sorted(file.name for file in path.glob("*.safetensors"))
+        if not names:
             raise FileNotFoundError(f"no *.safetensors in {path}; pass a checkpoint directory")
-        return files
+        return [find_file(path, name, follow_links=follow_links) for name in names]
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(
+            f"{index} must have a weight_map, an object of tensors' files, got {show(weight_map)}"
+        )
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str):
+            raise ValueError(
+                f"{index}: weight_map[{show(tensor)}] must be a text, got {show(name)}"
+            )
+    names = sorted(set(weight_map.values()))
+    if len(names) > MAX_FILES:
+        raise ValueError(f"{index} must name at most {MAX_FILES:,} files, got {len(names):,}")
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} is no index with a weight_map: {error!r}") from error
-    missing = [name for name in names if not (path / name).is_file()]
+        files = [find_file(path, name, follow_links=follow_links) for name in names]
+    except ValueError as error:
+        raise ValueError(f"{index}: {error}") from error
+    missing = [name for name, file in zip(names, files, strict=True) if not file.is_file()]
     if missing:
         raise FileNotFoundError(f"{index} names files that are not there: {', '.join(missing)}")
-    return [path / name for name in names]
+    return files
 
 
 def list_tensors(file: pathlib.Path) -> dict[str, StoredTensor]:
     """Every tensor of one file, by name.
 
     Raises:
-      ValueError: the file is truncated or is no safetensors file, or a dtype is unknown.
+      ValueError: as in `dsv4_jax.checkpoint.header.read_header`.
     """
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        header_size = int.from_bytes(stream.read(8), "little")
-        if size < 8 or 8 + header_size > size:
-            raise ValueError(f"{file} is truncated, or no safetensors file: its header is cut off")
-        try:
-            header = dict(json.loads(stream.read(header_size)))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{file} is no safetensors file: {error}") from error
-    tensors = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        if entry["dtype"] not in _DTYPES:
-            raise ValueError(
-                f"{name} in {file} has dtype {entry['dtype']}; known are {list(_DTYPES)}"
-            )
-        dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
-        begin, end = entry["data_offsets"]
-        if 8 + header_size + end > size:
-            raise ValueError(
-                f"{file} is truncated: {name} ends at byte {8 + header_size + end:,} of {size:,}"
-            )
-        if end - begin != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{file} is damaged: {name} does not fill its bytes")
-        tensors[name] = StoredTensor(file, dtype, shape, 8 + header_size + begin)
-    return tensors
+    return {
+        name: StoredTensor(file, entry.dtype, entry.shape, entry.begin)
+        for name, entry in read_header(file).items()
+    }
 
 
 def write_tensors(
@@ -124,7 +114,7 @@ def write_tensors(
       arrays: their contents, in that order; each is made when it is written.
     """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    names = {dtype: name for name, dtype in _DTYPES.items()}
+    names = {dtype: name for name, dtype in DTYPES.items()}
     end = 0
     for name, dtype, shape in header:
         begin, end = end, end + math.prod(shape) * dtype.itemsize

@@ -20,11 +20,13 @@ import ml_dtypes
 import numpy as np
 
 from dsv4_jax.checkpoint.names import Target
+from dsv4_jax.config.kinds import Whole
 from pallas_kernels.common.weights import FP8_BLOCK, MXFP4, MXFP4_GROUP, BlockFP8
 
-INDEX = "model.safetensors.index.json"
 OUR_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 MAX_SHARD_BYTES = 5 * 2**30
+SHARD_BYTES = Whole(1, 2**62)
+"""What `max_shard_bytes` may be."""
 _UE8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 
 

@@ -12,18 +12,21 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+from dsv4_jax.checkpoint.finite import find_not_finite
 from dsv4_jax.checkpoint.names import Target, all_targets, dotted_path, get_leaf
 from dsv4_jax.checkpoint.sources import (
     Source,
     check_sources,
     find_damage,
+    index_of,
+    is_checked,
     list_problems,
     open_checkpoint,
 )
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import DSV4Params, param_shapes
 from dsv4_jax.model.released import quantized_shape
-from pallas_kernels.common.weights import MXFP4, BlockFP8, weight_bytes
+from pallas_kernels.common.weights import MXFP4, BlockFP8, is_quantized, weight_bytes
 
 SHIPPED_CHECKPOINT = pathlib.Path(__file__).parents[1] / "data" / "checkpoint"
 """A small trained model that comes with the package: bytes as tokens, every type of layer."""
@@ -43,6 +46,8 @@ def load_checkpoint(
     weights: str = "stored",
     dtype: Any = None,
     progress: bool = True,
+    check_weights: bool | None = None,
+    follow_links: bool = False,
 ) -> tuple[DSV4Config, DSV4Params]:
     """Reads a checkpoint directory.
 
@@ -57,6 +62,11 @@ def load_checkpoint(
       dtype: dtype of activations and of the weights that are dense; what the release has in f32
         stays f32. None is that of decoded weights, or else bf16.
       progress: shows a bar on stderr.
+      check_weights: refuses weights that hold NaN or infinity in `dtype`, all of which are listed.
+        None does so where the files have at most `finite.CHECKED_BYTES` (64 MiB) of tensors.
+        Scales and codes of quantised weights are checked in any case.
+      follow_links: reads files that are links out of the directory. Those of a snapshot in a
+        Hugging Face cache lead to the blobs of that model and are followed anyway.
 
     Returns:
       The config and the parameters. If the files hold no draft (`mtp.`) tensor at all, the config
@@ -66,9 +76,10 @@ def load_checkpoint(
     Raises:
       FileNotFoundError: there is no config, or no safetensors file, or a shard is missing.
       ValueError: there are no such `weights`, or `dtype` is none of f32, bf16 and f16 or not that
-        of decoded weights; a file is truncated; or tensors are missing, unexpected, there twice,
-        misshapen, of a wrong dtype or damaged, or a kind of layer stores a weight in two formats.
-        All of that is listed.
+        of decoded weights; a file is damaged, truncated or a link that is not followed, or the
+        index names one outside of the directory; or tensors are missing, unexpected, there twice,
+        misshapen, of a wrong dtype, damaged or not finite, or a kind of layer stores a weight in
+        two formats. All that is wrong with tensors is listed.
     """
     if weights not in WEIGHTS:
         raise ValueError(f"weights must be one of {WEIGHTS}, got {weights!r}")
@@ -81,11 +92,12 @@ def load_checkpoint(
             f"dtype must be that of the decoded weights, {weights}, got {dtype.name}; leave it out"
         )
     directory = pathlib.Path(path)
-    config, sources, problems = open_checkpoint(directory)
+    config, sources, problems = open_checkpoint(directory, follow_links=follow_links)
     shapes = param_shapes(config, dtype)
     targets = all_targets(config, shapes)
     num_experts = config.num_routed_experts
     check_sources(sources, targets, problems, directory, num_experts=num_experts, keep=keep)
+    check_weights = is_checked(sources, check_weights)
     by_leaf: dict[str, list[tuple[Target, Source]]] = {}
     for name, target in targets.items():
         by_leaf.setdefault(target.leaf, []).append((target, sources[name]))
@@ -94,9 +106,14 @@ def load_checkpoint(
         for leaf, tensors in by_leaf.items():
             stack = _open_stack(get_leaf(shapes, leaf), tensors[0][1], keep=keep)
             for target, source in tensors:
-                problems += find_damage(source, target, num_experts)
-                if not problems:
-                    stack.add(target.index, source)
+                damage = list(find_damage(source, target, num_experts))
+                if not damage and (check_weights or not problems):
+                    arrays = _read(source, stack.wanted, quiet=check_weights)
+                    if check_weights and not is_quantized(stack.wanted):
+                        damage = find_not_finite(source.name + index_of(source.part), *arrays)
+                    if not (problems or damage):
+                        stack.add(target.index, arrays)
+                problems += damage
                 bar.update()
             filled[leaf] = jax.block_until_ready(stack.finish())
             del stack  # the next one must not come on top
@@ -106,22 +123,25 @@ def load_checkpoint(
     return config, jax.tree.unflatten(treedef, [filled[dotted_path(path)] for path, _ in leaves])
 
 
-def _read(source: Source, wanted: Any) -> tuple[np.ndarray, ...]:
-    """A tensor for a leaf like `wanted`: its values, or codes and scales as they are stored."""
+def _read(source: Source, wanted: Any, *, quiet: bool) -> tuple[np.ndarray, ...]:
+    """A tensor for a leaf like `wanted`: its values, or codes and scales as they are stored.
+
+    NumPy warns of values that the dtype cannot hold, unless it is to be `quiet`.
+    """
     if isinstance(wanted, BlockFP8 | MXFP4):
         return source.read(), source.read_scale()
-    return (source.decode().astype(wanted.dtype, copy=False),)
+    with np.errstate(over="ignore" if quiet else "warn"):
+        return (source.decode().astype(wanted.dtype, copy=False),)
 
 
 class _HostStack:
     """Fills a leaf on the host: nothing is compiled for it."""
 
     def __init__(self, wanted: Any):
-        self._wanted = wanted
+        self.wanted = wanted
         self._stack = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), wanted)
 
-    def add(self, index: tuple[int, ...], source: Source) -> None:
-        arrays = _read(source, self._wanted)
+    def add(self, index: tuple[int, ...], arrays: tuple[np.ndarray, ...]) -> None:
         for stack, array in zip(jax.tree.leaves(self._stack), arrays, strict=True):
             stack[index] = array
 
@@ -133,21 +153,18 @@ class _DeviceStack:
     """Fills a leaf on the device, so that the host holds one tensor; MXFP4 is rearranged there."""
 
     def __init__(self, wanted: Any):
-        self._wanted = wanted
+        self.wanted = wanted
         self._stack = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, _bits(leaf.dtype)), wanted)
 
-    def add(self, index: tuple[int, ...], source: Source) -> None:
-        arrays = tuple(
-            np.ascontiguousarray(array).view(_bits(array.dtype))
-            for array in _read(source, self._wanted)
-        )
-        self._stack = _put(self._stack, np.asarray(index, np.int32), arrays)
+    def add(self, index: tuple[int, ...], arrays: tuple[np.ndarray, ...]) -> None:
+        bits = tuple(np.ascontiguousarray(array).view(_bits(array.dtype)) for array in arrays)
+        self._stack = _put(self._stack, np.asarray(index, np.int32), bits)
 
     def finish(self) -> Any:
         def restore(bits: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
             return bits if bits.dtype == wanted.dtype else bits.view(wanted.dtype)
 
-        return jax.tree.map(restore, self._stack, self._wanted)
+        return jax.tree.map(restore, self._stack, self.wanted)
 
 
 def _bits(dtype: Any) -> Any:

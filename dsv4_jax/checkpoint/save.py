@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 from safetensors.numpy import save_file
 
+from dsv4_jax.checkpoint.files import INDEX
 from dsv4_jax.checkpoint.layout import (
-    INDEX,
     MAX_SHARD_BYTES,
     OUR_FILES,
+    SHARD_BYTES,
     format_fields,
     list_arrays,
     list_entries,
@@ -52,9 +53,11 @@ def save_checkpoint(
         (a larger tensor has a file of its own), and an index.
 
     Raises:
-      ValueError: the parameters are not those of `config`; every difference is listed.
+      ValueError: the parameters are not those of `config`, and every difference is listed; or
+        `max_shard_bytes` is no number of bytes.
       NotADirectoryError: `path` is a file.
     """
+    max_shard_bytes = SHARD_BYTES.read(max_shard_bytes, "max_shard_bytes")
     directory = pathlib.Path(path)
     if directory.exists() and not directory.is_dir():
         raise NotADirectoryError(f"{directory} is a file; pass a directory")

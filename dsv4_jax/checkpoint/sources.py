@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import pathlib
 import re
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from typing import Any
 import numpy as np
 
 from dsv4_jax.checkpoint.files import StoredTensor, decode_weight, find_weight_files, list_tensors
+from dsv4_jax.checkpoint.finite import CHECKED_BYTES
+from dsv4_jax.checkpoint.header import MAX_TENSORS
 from dsv4_jax.checkpoint.names import Target, canonical_name
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.released import released_format
@@ -19,6 +22,7 @@ from pallas_kernels.common.weights import FP8_BLOCK, MXFP4, MXFP4_GROUP, BlockFP
 _E4M3 = "float8_e4m3fn"
 _PACKED = ("int8", "uint8")
 _UE8M0 = ("float8_e8m0fnu", "uint8")
+_MAX_LISTED = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +61,11 @@ class Source:
     @property
     def shape(self) -> tuple[int, ...]:
         """The logical shape: packed FP4 holds two values a byte."""
-        shape = np.broadcast_to(False, self.tensor.shape)[self.part].shape
-        return (*shape[:-1], 2 * shape[-1]) if self.weight_format is MXFP4 else shape
+        shape = self.tensor.shape
+        if self.part:
+            _, rows = self.part
+            shape = (rows.stop - rows.start, *shape[2:])
+        return (*shape[:-1], *(2 * n for n in shape[-1:])) if self.weight_format is MXFP4 else shape
 
     def wanted_scale_shape(self) -> tuple[int, ...]:
         """The shape that the stored scale must have, fused as the weight is."""
@@ -87,7 +94,7 @@ class Source:
 
 
 def open_checkpoint(
-    directory: pathlib.Path,
+    directory: pathlib.Path, *, follow_links: bool = False
 ) -> tuple[DSV4Config, dict[str, Source], list[str]]:
     """The config of a checkpoint, its tensors by canonical name, and what was found to be wrong.
 
@@ -96,20 +103,23 @@ def open_checkpoint(
 
     Raises:
       FileNotFoundError: there is no config, or no safetensors file, or a shard is missing.
-      ValueError: the config or a file cannot be read.
+      ValueError: the config, the index or a file cannot be read, or is a link out of the directory
+        that is not followed.
     """
     if not directory.is_dir():
         raise FileNotFoundError(f"{directory} is no directory; pass one that holds a config.json")
-    config = DSV4Config.from_hf(directory)
+    config = DSV4Config.from_hf(directory, follow_links=follow_links)
     stored: dict[str, StoredTensor] = {}
     problems = []
-    for file in find_weight_files(directory):
+    for file in find_weight_files(directory, follow_links=follow_links):
         tensors = list_tensors(file)
         problems += [
             f"twice: {name}, in {stored[name].file.name} and {file.name}"
             for name in sorted(stored.keys() & tensors.keys())
         ]
         stored |= tensors
+        if len(stored) > MAX_TENSORS:
+            raise ValueError(f"{directory} must have at most {MAX_TENSORS:,} tensors in all files")
     scales: dict[str, str] = {}
     for name in stored:
         if (scale := canonical_name(name)).endswith(".scale"):
@@ -117,7 +127,7 @@ def open_checkpoint(
                 problems.append(f"twice: {scale}, as {scales[scale]} and {name}")
             scales[scale] = name
     sources: dict[str, Source] = {}
-    for name, source in _named_sources(stored):
+    for name, source in _named_sources(stored, config.num_routed_experts):
         if name in sources:
             problems.append(f"twice: {name}, as {sources[name].name} and {source.name}")
         sources[name] = source
@@ -128,7 +138,9 @@ def open_checkpoint(
     return config, sources, problems
 
 
-def _named_sources(stored: dict[str, StoredTensor]) -> Iterator[tuple[str, Source]]:
+def _named_sources(
+    stored: dict[str, StoredTensor], num_experts: int
+) -> Iterator[tuple[str, Source]]:
     """Scales join their quantised weights, fused experts come apart."""
     by_name = {canonical_name(name): tensor for name, tensor in stored.items()}
     for original, tensor in stored.items():
@@ -142,7 +154,7 @@ def _named_sources(stored: dict[str, StoredTensor]) -> Iterator[tuple[str, Sourc
         scale = by_name.get(f"{name if fused else base}.scale")
         scale = scale if _may_be_quantised(tensor) else None
         if fused:
-            yield from _fused_experts(name, Source(tensor, original, scale=scale))
+            yield from _fused_experts(name, Source(tensor, original, scale=scale), num_experts)
         else:
             yield name, Source(tensor, original, scale=scale)
 
@@ -151,14 +163,17 @@ def _may_be_quantised(tensor: StoredTensor) -> bool:
     return tensor.dtype.name in (_E4M3, *_PACKED)
 
 
-def _fused_experts(name: str, whole: Source) -> Iterator[tuple[str, Source]]:
-    """[E, D, I] into w2 of each expert; [E, 2 * I, D] into w1, the first I rows, and w3."""
-    num_experts, rows = whole.tensor.shape[:2]
+def _fused_experts(name: str, whole: Source, num_experts: int) -> Iterator[tuple[str, Source]]:
+    """[E, D, I] into w2 of each expert; [E, 2 * I, D] into w1, the first I rows, and w3.
+
+    Of more than `num_experts` experts the first that is too many is given, to be refused.
+    """
+    found_experts, rows = whole.tensor.shape[:2]
     scale_rows = whole.scale.shape[1] if whole.scale and len(whole.scale.shape) == 3 else 0
     names = ("w1", "w3") if name.endswith("gate_up_proj") else ("w2",)
     count = len(names)
     stem = name.rpartition(".")[0]
-    for expert in range(num_experts):
+    for expert in range(min(found_experts, num_experts + 1)):
         for i, w in enumerate(names):
             yield (
                 f"{stem}.{expert}.{w}.weight",
@@ -238,7 +253,7 @@ def find_damage(source: Source, target: Target, num_experts: int) -> Iterator[st
             )
     if source.scale is None:
         return
-    scale, where = source.read_scale(), f"{source.name}{_index(source.part)}"
+    scale, where = source.read_scale(), f"{source.name}{index_of(source.part)}"
     if scale.dtype == np.uint8:
         bad, rule = (scale == 0) | (scale == 255), "UE8M0 codes of 0 or 255"
     else:
@@ -251,9 +266,20 @@ def find_damage(source: Source, target: Target, num_experts: int) -> Iterator[st
             yield f"damaged: {where} has {count} codes of NaN"
 
 
+def is_checked(sources: dict[str, Source], check_weights: bool | None) -> bool:
+    """Whether dense tensors are looked through for NaN; None is whether they are few."""
+    if check_weights is not None:
+        return check_weights
+    tensors = {id(source.tensor): source.tensor for source in sources.values()}.values()
+    return sum(math.prod(t.shape) * t.dtype.itemsize for t in tensors) <= CHECKED_BYTES
+
+
 def list_problems(directory: pathlib.Path, problems: list[str]) -> str:
     """The message of an error about all of them."""
-    listed = "\n  ".join(dict.fromkeys(problems))
+    lines = list(dict.fromkeys(problems))
+    if len(lines) > _MAX_LISTED:
+        lines[_MAX_LISTED:] = [f"and {len(lines) - _MAX_LISTED:,} more"]
+    listed = "\n  ".join(lines)
     return f"{directory} does not fit its config.json:\n  {listed}"
 
 
@@ -265,7 +291,10 @@ def _misfits(source: Source, target: Target, *, keep: bool) -> Iterator[str]:
         yield f"wrong dtype: {name}, which is {tensor.dtype}"
     elif quantised and scale is None:
         yield f"missing: scale of {name}, which is {tensor.dtype}"
-    elif not quantised and target.is_hash_table != np.issubdtype(tensor.dtype, np.integer):
+    elif not quantised and (
+        tensor.dtype.name in _UE8M0
+        or target.is_hash_table != np.issubdtype(tensor.dtype, np.integer)
+    ):
         yield f"wrong dtype: {name}, which is {tensor.dtype}"
     elif source.weight_format is MXFP4 and shape[-1] % 2:
         yield f"odd width: {name} must have {shape[-1]} inputs, and packed FP4 stores pairs"
@@ -299,7 +328,7 @@ def _describe(source: Source) -> str:
     return f"{name} with {'UE8M0' if source.scale_dtype is np.uint8 else 'f32'} scales"
 
 
-def _index(part: tuple[Any, ...]) -> str:
+def index_of(part: tuple[Any, ...]) -> str:
     """The part of a fused tensor, for a message."""
     if not part:
         return ""

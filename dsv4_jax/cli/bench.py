@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import pathlib
 import time
 from typing import Any
 
@@ -22,12 +21,23 @@ from dsv4_jax.bench.timing import copy_bandwidth
 from dsv4_jax.bench.weights import random_params
 from dsv4_jax.cache.model_cache import tree_bytes
 from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
-from dsv4_jax.cli.arguments import WEIGHTS, add_activations
+from dsv4_jax.cli.arguments import (
+    WEIGHTS,
+    add_activations,
+    add_follow_links,
+    output_file,
+    real,
+    whole,
+    wholes,
+)
 from dsv4_jax.cli.presets import PRESETS, read_config
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.config.kinds import show
 from dsv4_jax.model.params import param_shapes, unstack_layers
 from dsv4_jax.runtime import claim_memory
 from pallas_kernels.common.formats import CACHE_FORMATS
+
+_MAX_BATCH, _MAX_SECONDS = 2**16, 1e9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,11 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     steps = what.add_parser("decode", help="decode steps, whole and in parts")
     _add_common(steps)
     _add_weights(steps)
-    steps.add_argument("--contexts", type=_numbers, default=[4096, 131_072, 1_048_576])
-    steps.add_argument("--batch", type=_numbers, default=[1], help="requests, one number or more")
+    steps.add_argument("--contexts", type=wholes(), default=[4096, 131_072, 1_048_576])
+    steps.add_argument(
+        "--batch", type=wholes(1, _MAX_BATCH), default=[1], help="requests, one number or more"
+    )
     steps.add_argument(
         "--parts",
-        type=lambda text: tuple(text.split(",")),
+        type=_parts,
         default=PARTS,
         help=f"parts to time, out of {','.join(PARTS)}; cache alone needs no weights",
     )
@@ -58,25 +70,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="fill the compilation cache without running; several processes may do so at once",
     )
     steps.add_argument("--profile", action="store_true", help="list the launches with their times")
-    steps.add_argument("--plot", type=pathlib.Path, help="PNG or SVG file for ms against context")
     steps.add_argument(
-        "--part-limit-s", type=float, default=20.0, help="seconds for the measurements of each part"
+        "--plot", type=output_file(".png", ".svg"), help="PNG or SVG file for ms against context"
+    )
+    steps.add_argument(
+        "--part-limit-s",
+        type=real(0, _MAX_SECONDS),
+        default=20.0,
+        help="seconds for the measurements of each part",
     )
 
     ops = what.add_parser("kernels", help="single ops of one layer each")
     _add_common(ops)
-    ops.add_argument("--contexts", type=_numbers, default=[16_384])
-    ops.add_argument("--batch", type=_numbers, default=[1, 64])
+    ops.add_argument("--contexts", type=wholes(), default=[16_384])
+    ops.add_argument("--batch", type=wholes(1, _MAX_BATCH), default=[1, 64])
     fill = what.add_parser("prefill", help="chunked prefill of one prompt")
     _add_common(fill)
     _add_weights(fill)
     fill.add_argument(
         "--tokens",
-        type=_numbers,
+        type=wholes(),
         default=[8192, 32_768],
         help="length of the prompt, one number or more",
     )
-    fill.add_argument("--chunk", type=int, default=2048, help="tokens per call")
+    fill.add_argument("--chunk", type=whole(1, 2**20), default=2048, help="tokens per call")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -89,14 +106,20 @@ def run(args: argparse.Namespace) -> int:
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", default="flash_slim", help=f"{', '.join(PRESETS)} or a folder")
-    parser.add_argument("--layers", type=int, help="use only the first so many layers of the model")
     parser.add_argument(
-        "--experts", type=int, help="number of routed experts, in place of the config's"
+        "--layers", type=whole(), help="use only the first so many layers of the model"
     )
-    parser.add_argument("--cache-format", choices=CACHE_FORMATS, default=DEFAULT_CACHE_FORMAT)
-    parser.add_argument("--json", type=pathlib.Path, help="JSON file for the figures")
     parser.add_argument(
-        "--budget-s", type=float, default=540.0, help="start no case later than this"
+        "--experts", type=whole(), help="number of routed experts, in place of the config's"
+    )
+    add_follow_links(parser)
+    parser.add_argument("--cache-format", choices=CACHE_FORMATS, default=DEFAULT_CACHE_FORMAT)
+    parser.add_argument("--json", type=output_file(), help="JSON file for the figures")
+    parser.add_argument(
+        "--budget-s",
+        type=real(0, _MAX_SECONDS),
+        default=540.0,
+        help="start no case later than this",
     )
 
 
@@ -111,7 +134,7 @@ def _add_weights(parser: argparse.ArgumentParser) -> None:
 
 
 def _config(args: argparse.Namespace) -> DSV4Config:
-    config = read_config(args.config, draft=False)
+    config = read_config(args.config, draft=False, follow_links=args.follow_links)
     layers = config.num_layers if args.layers is None else args.layers
     experts = config.num_routed_experts if args.experts is None else args.experts
     if not 1 <= layers <= config.num_layers:
@@ -133,15 +156,10 @@ def _status(rows: list[dict[str, Any]]) -> int:
 
 def _run_decode(args: argparse.Namespace) -> int:
     begun = time.perf_counter()
-    unknown = set(args.parts) - set(PARTS)
-    if unknown:
-        raise ValueError(f"parts must be of {PARTS}, got {sorted(unknown)}")
     config = _config(args)
-    for context in args.contexts:
-        if not 1 <= context <= config.max_position_embeddings:
-            raise ValueError(
-                f"contexts must be in 1..{config.max_position_embeddings}, got {context}"
-            )
+    _check_contexts(config, "contexts", args.contexts)
+    if args.plot:
+        report.find_matplotlib()
     parts = ("step",) if args.quick else args.parts
     output = Output(args.json, command="bench decode", config=args.config)
     output.set(weights=args.weights, experts=config.num_routed_experts)
@@ -196,6 +214,7 @@ def _run_decode(args: argparse.Namespace) -> int:
 def _run_kernels(args: argparse.Namespace) -> int:
     begun = time.perf_counter()
     config = _config(args)
+    _check_contexts(config, "contexts", args.contexts)
     output = Output(args.json, command="bench kernels", config=args.config)
     output.set(copy_bandwidth=copy_bandwidth())
     rows: list[dict[str, Any]] = []
@@ -220,6 +239,10 @@ def _run_kernels(args: argparse.Namespace) -> int:
 def _run_prefill(args: argparse.Namespace) -> int:
     begun = time.perf_counter()
     config = _config(args)
+    _check_contexts(config, "tokens", args.tokens)
+    for num_tokens in args.tokens:
+        if num_tokens % min(args.chunk, num_tokens):
+            raise ValueError(f"chunk must divide tokens, got {args.chunk} and {num_tokens}")
     output = Output(args.json, command="bench prefill", config=args.config)
     output.set(weights=args.weights, experts=config.num_routed_experts)
     params = jax.block_until_ready(random_params(config, weights=WEIGHTS[args.weights]))
@@ -249,5 +272,16 @@ def _run_prefill(args: argparse.Namespace) -> int:
     return _status(rows)
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
+def _check_contexts(config: DSV4Config, name: str, contexts: list[int]) -> None:
+    for context in contexts:
+        if context > config.max_position_embeddings:
+            raise ValueError(
+                f"{name} must be in 1..{config.max_position_embeddings}, got {context}"
+            )
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    parts = tuple(text.split(","))
+    if set(parts) - set(PARTS):
+        raise argparse.ArgumentTypeError(f"must be of {', '.join(PARTS)}, got {show(text)}")
+    return parts

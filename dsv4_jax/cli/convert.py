@@ -9,6 +9,7 @@ import argparse
 import pathlib
 
 from dsv4_jax.checkpoint.convert import CONVERSIONS, convert_checkpoint
+from dsv4_jax.cli.arguments import add_loading, real
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,16 +23,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="released: block FP8, and MXFP4 for routed experts; what is quantised already stays",
     )
     parser.add_argument(
-        "--shard-gib", type=float, default=5.0, help="GiB of tensors that a file holds at most"
+        "--shard-gib",
+        type=real(2**-30, 2**20),
+        default=5.0,
+        help="GiB of tensors that a file holds at most",
     )
+    add_loading(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Converts, and says what was written."""
-    if args.shard_gib <= 0:
-        raise ValueError(f"shard-gib must be positive, got {args.shard_gib:g}")
-    limit = int(args.shard_gib * 2**30)
-    convert_checkpoint(args.source, args.destination, weights=args.weights, max_shard_bytes=limit)
+    convert_checkpoint(
+        args.source,
+        args.destination,
+        weights=args.weights,
+        max_shard_bytes=int(args.shard_gib * 2**30),
+        check_weights=args.check_weights,
+        follow_links=args.follow_links,
+    )
     files = list(args.destination.glob("*.safetensors"))
     written = sum(file.stat().st_size for file in files)
     print(f"{args.destination}: {written / 2**30:,.3f} GiB in {len(files)} file(s)")

@@ -10,10 +10,11 @@ import collections
 import dataclasses
 
 from dsv4_jax.cache.model_cache import cache_shapes, family_bytes, tree_bytes
-from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
-from dsv4_jax.cli.arguments import WEIGHTS
+from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT, blocks_of
+from dsv4_jax.cli.arguments import WEIGHTS, add_follow_links, real, whole
 from dsv4_jax.cli.presets import PRESETS, read_config
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.config.kinds import MAX_I32
 from dsv4_jax.model.params import param_shapes
 from dsv4_jax.model.weight_sizes import FORMATS, bytes_by_family
 from pallas_kernels.common.formats import CACHE_FORMATS
@@ -24,10 +25,12 @@ _MIB = 2**20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
     parser.add_argument("config", help=f"{', '.join(PRESETS)}, or a checkpoint directory")
-    parser.add_argument("--context", type=int, default=131_072, help="tokens per request")
-    parser.add_argument("--requests", type=int, default=1, help="requests at once")
+    parser.add_argument("--context", type=whole(), default=131_072, help="tokens per request")
+    parser.add_argument("--requests", type=whole(1, 2**20), default=1, help="requests at once")
     parser.add_argument("--cache-format", choices=CACHE_FORMATS, default=DEFAULT_CACHE_FORMAT)
-    parser.add_argument("--gpu-gib", type=float, default=141 * 1e9 / 2**30, help="GPU memory")
+    parser.add_argument(
+        "--gpu-gib", type=real(0, 2**20), default=141 * 1e9 / 2**30, help="GPU memory"
+    )
     parser.add_argument(
         "--weights",
         choices=tuple(WEIGHTS),
@@ -36,15 +39,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--weights-gib",
-        type=float,
+        type=real(0, 2**20),
         default=None,
         help="GPU memory that weights take, in place of what they are computed to",
     )
+    add_follow_links(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan."""
-    config = read_config(args.config)
+    config = read_config(args.config, follow_links=args.follow_links)
+    num_blocks = args.requests * blocks_of(config, args.context)
+    if num_blocks > MAX_I32:
+        raise ValueError(
+            f"--requests {args.requests} of --context {args.context} take {num_blocks:,} blocks, "
+            f"and a block table can number {MAX_I32:,}; lower either"
+        )
     size = {"max_requests": args.requests, "max_context_tokens": args.context}
     cache = cache_shapes(config, cache_format=args.cache_format, **size)
     trunk = cache_shapes(

@@ -16,12 +16,13 @@ PRESETS = {
 }
 
 
-def read_config(name: str, *, draft: bool = True) -> DSV4Config:
+def read_config(name: str, *, draft: bool = True, follow_links: bool = False) -> DSV4Config:
     """The preset of that name, or the config of a checkpoint directory.
 
     Args:
       name: a key of `PRESETS` or a path.
       draft: whether the draft block is kept.
+      follow_links: as in `DSV4Config.from_hf`.
 
     Raises:
       ValueError: it is neither.
@@ -29,7 +30,7 @@ def read_config(name: str, *, draft: bool = True) -> DSV4Config:
     if name in PRESETS:
         config = PRESETS[name]()
     elif pathlib.Path(name).exists():
-        config = DSV4Config.from_hf(name)
+        config = DSV4Config.from_hf(name, follow_links=follow_links)
     else:
         raise ValueError(f"config must be one of {list(PRESETS)} or a directory, got {name!r}")
     return config if draft else dataclasses.replace(config, num_mtp_layers=0)

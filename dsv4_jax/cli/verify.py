@@ -15,15 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dsv4_jax.checkpoint.finite import list_not_finite
 from dsv4_jax.checkpoint.load import SHIPPED_CHECKPOINT, load_checkpoint
-from dsv4_jax.cli.arguments import add_activations
+from dsv4_jax.cli.arguments import add_activations, add_loading, whole
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.serving.engine import Engine
 from dsv4_jax.serving.loop import CacheError
 from dsv4_jax.serving.request import Completion
 from pallas_kernels.common.formats import CACHE_FORMATS
-from pallas_kernels.common.weights import MXFP4, BlockFP8, Weight, is_quantized
+from pallas_kernels.common.weights import is_quantized
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,18 +33,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cache-format", choices=CACHE_FORMATS, action="append", help="repeatable; default all"
     )
-    parser.add_argument("--requests", type=int, default=6)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--requests", type=whole(1, 10_000), default=6)
+    parser.add_argument("--seed", type=whole(0, 2**63 - 1), default=0)
     add_activations(parser)
+    add_loading(parser, check_weights=True)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints one line per check; status 1 if one fails."""
-    if args.requests < 1:
-        raise ValueError(f"requests must be at least 1, got {args.requests}")
-    config, params = load_checkpoint(args.checkpoint, dtype=jnp.bfloat16)
-    bad = _not_finite(params)
-    print(f"{'parameters':<24}{'finite' if not bad else 'NOT FINITE: ' + ', '.join(bad)}")
+    config, params = load_checkpoint(
+        args.checkpoint, dtype=jnp.bfloat16, check_weights=False, follow_links=args.follow_links
+    )
+    bad = list_not_finite(params) if args.check_weights else []
+    if args.check_weights:
+        print(f"{'parameters':<24}{'finite' if not bad else 'NOT FINITE: ' + ', '.join(bad)}")
     failed = bool(bad)
     compares = args.prefill_activations in (None, args.activations) or not any(
         map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized))
@@ -58,22 +61,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"{cache_format:<24}{'; '.join(problems) or 'well'}{', ' * bool(summary)}{summary}")
         failed |= bool(problems)
     return int(failed)
-
-
-def _not_finite(params: DSV4Params) -> list[str]:
-    """Names of parameters that hold NaN or infinity."""
-    leaves = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_quantized)[0]
-    return [jax.tree_util.keystr(path) for path, leaf in leaves if not _is_finite(leaf)]
-
-
-def _is_finite(leaf: Weight) -> bool:
-    """Whether no value is NaN or infinity, and no UE8M0 scale 255, which is its NaN."""
-    if isinstance(leaf, BlockFP8 | MXFP4):
-        if not jnp.issubdtype(leaf.scale.dtype, jnp.floating):
-            scales = jax.lax.bitcast_convert_type(leaf.scale, jnp.uint8)
-            return _is_finite(leaf.codes) and bool(jnp.all(scales != 255))
-        return _is_finite(leaf.codes) and _is_finite(leaf.scale)
-    return not jnp.issubdtype(leaf.dtype, jnp.floating) or bool(jnp.all(jnp.isfinite(leaf)))
 
 
 def _serve(

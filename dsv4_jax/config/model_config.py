@@ -7,7 +7,15 @@ import math
 import os
 from typing import Any
 
+from dsv4_jax.config.kinds import ListOf, Whole, Word, show
 from dsv4_jax.config.layer_types import AttentionType, RouterType
+from dsv4_jax.config.limits import (
+    KINDS,
+    MAX_BLOCK_TOKENS,
+    MAX_END_TOKENS,
+    MAX_EXPERTS_OF_ALL_LAYERS,
+    MAX_LAYERS,
+)
 from dsv4_jax.config.read_json import read_fields
 from dsv4_jax.config.yarn import YarnScaling
 
@@ -56,7 +64,8 @@ class DSV4Config:
       eos_token_ids: tokens that end a text.
 
     Raises:
-      ValueError: sizes that contradict each other; the message names the field.
+      ValueError: a value of a wrong type or out of range (`config/limits.py`), or sizes that
+        contradict each other; the message names the field.
 
     Source: deepseek_v4.md section 5.
     """
@@ -96,14 +105,23 @@ class DSV4Config:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuses sizes that contradict each other."""
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            number = {"int": int, "float": (int, float)}.get(str(field.type))
-            if number and not isinstance(value, number):
-                raise ValueError(f"{field.name} must be a number ({field.type}), got {value!r}")
-            if field.type == "int" and field.name != "num_mtp_layers" and value < 1:
-                raise ValueError(f"{field.name} must be at least 1, got {value}")
+        """Refuses what is no size, and sizes that contradict each other."""
+        for name, kind in KINDS.items():
+            self._set(name, kind.read(getattr(self, name), name))
+        for name, enum_type in (("layer_types", AttentionType), ("router_types", RouterType)):
+            words = ListOf(Word(tuple(enum_type)), MAX_LAYERS).read(getattr(self, name), name)
+            self._set(name, tuple(map(enum_type, words)))
+        token = Whole(0, self.vocab_size - 1, f"vocab_size={self.vocab_size}")
+        if self.bos_token_id is not None:
+            self._set("bos_token_id", token.read(self.bos_token_id, "bos_token_id"))
+        ends = ListOf(token, MAX_END_TOKENS).read(self.eos_token_ids, "eos_token_ids")
+        self._set("eos_token_ids", tuple(ends))
+        layers = ListOf(Whole(0, MAX_LAYERS), MAX_LAYERS).read(self.index_reuse, "index_reuse")
+        self._set("index_reuse", tuple(layers))
+        if not isinstance(self.rope_scaling, YarnScaling | None):
+            raise ValueError(
+                f"rope_scaling must be a YarnScaling or None, got {show(self.rope_scaling)}"
+            )
         if len(self.router_types) != len(self.layer_types):
             raise ValueError(
                 f"router_types must have one entry per layer, got {len(self.router_types)} for "
@@ -131,9 +149,22 @@ class DSV4Config:
                 f"num_experts_per_token must be at most num_routed_experts, got "
                 f"{self.num_experts_per_token} and {self.num_routed_experts}"
             )
-        if self.num_mtp_layers not in (0, 1):
-            raise ValueError(f"num_mtp_layers must be 0 or 1, got {self.num_mtp_layers}")
-
+        if self.rope_scaling is not None and self.compress_rope_theta <= 1:
+            raise ValueError(
+                "compress_rope_theta must be above 1 beside rope_scaling, which takes its "
+                f"logarithm, got {self.compress_rope_theta}"
+            )
+        if self.num_routed_experts * len(self.layer_types) > MAX_EXPERTS_OF_ALL_LAYERS:
+            raise ValueError(
+                f"num_routed_experts={self.num_routed_experts} in {len(self.layer_types)} "
+                f"layer_types must be at most {MAX_EXPERTS_OF_ALL_LAYERS:,} experts together"
+            )
+        if self.block_tokens > MAX_BLOCK_TOKENS:
+            raise ValueError(
+                "csa_compression_ratio and hca_compression_ratio must have a common multiple "
+                f"with 128 of at most {MAX_BLOCK_TOKENS:,}, got {self.csa_compression_ratio} and "
+                f"{self.hca_compression_ratio}, whose is {self.block_tokens:,}"
+            )
         for layer in self.index_reuse:
             selecting = [
                 other
@@ -146,6 +177,9 @@ class DSV4Config:
                 raise ValueError(
                     f"index_reuse must leave a CSA layer before layer {layer} that selects for it"
                 )
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)  # while it is being made; frozen from then on
 
     @property
     def num_layers(self) -> int:
@@ -252,20 +286,30 @@ class DSV4Config:
         )
 
     @classmethod
-    def from_hf(cls, source: str | os.PathLike[str] | dict[str, Any]) -> DSV4Config:
+    def from_hf(
+        cls, source: str | os.PathLike[str] | dict[str, Any], *, follow_links: bool = False
+    ) -> DSV4Config:
         """Reads a `config.json`, the released form or the one that transformers writes.
 
         Args:
           source: a `config.json`, a directory that holds one, or its parsed contents.
+          follow_links: of a directory, reads a `config.json` that is a link out of it; links of a
+            Hugging Face cache are followed anyway.
 
         Returns:
           The config; draft (MTP) layers listed in the schedule are not trunk layers.
 
         Raises:
           FileNotFoundError: there is no such file.
-          ValueError: a field is missing, unsupported, or contradicts another; it is named.
+          ValueError: the file is no JSON or a link that is not followed; or a field is missing, of
+            a wrong type, out of range or unsupported, or contradicts another. File and field are
+            named.
         """
-        return cls(**read_fields(source))
+        where, fields = read_fields(source, follow_links=follow_links)
+        try:
+            return cls(**fields)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
 
 
 def _routers(num_layers: int, *, num_hash: int) -> tuple[RouterType, ...]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 from typing import Any
 
+from dsv4_jax.config.checkpoint_folder import find_file
+from dsv4_jax.config.json_file import read_json_object
+from dsv4_jax.config.kinds import Fields, ListOf, OneOrMore, Real, Whole, Word, show
 from dsv4_jax.config.layer_types import AttentionType, RouterType
+from dsv4_jax.config.limits import KINDS, MAX_END_TOKENS, MAX_LAYERS, RATE, YARN_KINDS
 from dsv4_jax.config.yarn import YarnScaling
 
 SWA, CSA, HCA = AttentionType.SWA, AttentionType.CSA, AttentionType.HCA
@@ -68,20 +71,72 @@ FIXED = {
 }
 
 
-def read_fields(source: str | os.PathLike[str] | dict[str, Any]) -> dict[str, Any]:
-    """The fields of a `DSV4Config`, by name; see `DSV4Config.from_hf`."""
-    data = source if isinstance(source, dict) else _load(pathlib.Path(source))
+_PARTIAL = Real(0.0, 1.0)
+_STAGES = Whole(0, 64)
+_ROPE_TABLE = Fields(
+    {
+        "rope_type": Word(),
+        "type": Word(),
+        "rope_theta": KINDS["rope_theta"],
+        "partial_rotary_factor": _PARTIAL,
+        "factor": YARN_KINDS["factor"],
+        "original_max_position_embeddings": YARN_KINDS["original_max_positions"],
+        "beta_fast": YARN_KINDS["beta_fast"],
+        "beta_slow": YARN_KINDS["beta_slow"],
+        "attention_factor": Real(0.0, 1e6),
+    }
+)
+_FIELDS = Fields(
+    {theirs: KINDS[ours] for theirs, ours in SAME_NAME.items()}
+    | {theirs: KINDS[ours] for theirs, ours in OPTIONAL.items() if ours in KINDS}
+    | {
+        "num_hidden_layers": Whole(1, MAX_LAYERS),
+        "num_nextn_predict_layers": _STAGES,
+        "num_hash_layers": Whole(0, MAX_LAYERS),
+        "layer_types": ListOf(Word(tuple(LAYER_TYPE_NAMES)), MAX_LAYERS + _STAGES.most),
+        "mlp_layer_types": ListOf(Word(tuple(ROUTER_TYPE_NAMES)), MAX_LAYERS + _STAGES.most),
+        "compress_ratios": ListOf(Whole(0, RATE.most), MAX_LAYERS + _STAGES.most),
+        "compress_rate_csa": RATE,
+        "compress_rate_hca": RATE,
+        "qk_rope_head_dim": KINDS["rope_dim"],
+        "partial_rotary_factor": _PARTIAL,
+        "rope_theta": KINDS["rope_theta"],
+        "compress_rope_theta": KINDS["compress_rope_theta"],
+        "rope_scaling": _ROPE_TABLE,
+        "rope_parameters": Fields(
+            _ROPE_TABLE.kinds | {"main": _ROPE_TABLE, "compress": _ROPE_TABLE}
+        ),
+    }
+)
+"""Every field that is read; others are ignored."""
+
+
+def read_fields(
+    source: str | os.PathLike[str] | dict[str, Any], *, follow_links: bool = False
+) -> tuple[str, dict[str, Any]]:
+    """Where a config comes from, and the fields of a `DSV4Config`; see `DSV4Config.from_hf`."""
+    if isinstance(source, dict):
+        where, contents = "config.json", source
+    else:
+        file = _find(pathlib.Path(source), follow_links=follow_links)
+        where, contents = str(file), read_json_object(file)
+    try:
+        return where, _our_fields(contents)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _our_fields(contents: dict[str, Any]) -> dict[str, Any]:
     for name, value in FIXED.items():
-        if data.get(name, value) != value:
-            raise ValueError(
-                f"{name} must be {value!r} in a DeepSeek-V4 config, got {data[name]!r}"
-            )
+        given = contents.get(name, value)
+        if type(given) is not type(value) or given != value:
+            raise ValueError(f"{name} must be {value!r} in a DeepSeek-V4 config, got {show(given)}")
+    data = _FIELDS.read(contents, "")
     fields = {ours: _require(data, theirs) for theirs, ours in SAME_NAME.items()}
-    fields |= {ours: data[name] for name, ours in OPTIONAL.items() if data.get(name) is not None}
+    fields |= {ours: data[name] for name, ours in OPTIONAL.items() if name in data}
     num_layers = _require(data, "num_hidden_layers")
-    num_mtp = data.get("num_nextn_predict_layers") or 0
-    layer_types, rates = _layer_types(data, num_layers, num_mtp)
-    eos = data.get("eos_token_id")
+    num_mtp = data.get("num_nextn_predict_layers", 0)
+    layer_types, rates = _layer_types(data, num_layers, num_mtp, _rates(contents, data))
     return {
         **fields,
         "layer_types": layer_types,
@@ -90,35 +145,43 @@ def read_fields(source: str | os.PathLike[str] | dict[str, Any]) -> dict[str, An
         "csa_compression_ratio": rates[CSA],
         "hca_compression_ratio": rates[HCA],
         "num_mtp_layers": int(num_mtp == 1),
-        "eos_token_ids": () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+        **_tokens(contents, data["vocab_size"]),
         **_rope(data),
     }
 
 
-def _load(path: pathlib.Path) -> dict[str, Any]:
-    file = path / "config.json" if path.is_dir() else path
+def _tokens(contents: dict[str, Any], vocab_size: int) -> dict[str, Any]:
+    """The first token of a text and those that end one, all of the vocabulary."""
+    token = Whole(0, vocab_size - 1, f"vocab_size={vocab_size}")
+    data = Fields(
+        {"bos_token_id": token, "eos_token_id": OneOrMore(ListOf(token, MAX_END_TOKENS))}
+    ).read(contents, "")
+    return {
+        "bos_token_id": data.get("bos_token_id"),
+        "eos_token_ids": tuple(data.get("eos_token_id", ())),
+    }
+
+
+def _find(path: pathlib.Path, *, follow_links: bool) -> pathlib.Path:
+    file = find_file(path, "config.json", follow_links=follow_links) if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(
             f"no config.json at {file}; pass a checkpoint directory, a config.json, or its contents"
         )
-    try:
-        data = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ValueError(f"{file} must hold a JSON object, got {type(data).__name__}")
-    return data
+    return file
 
 
 def _require(data: dict[str, Any], name: str) -> Any:
-    if data.get(name) is None:
-        raise ValueError(f"config.json lacks {name}, which a DeepSeek-V4 config must have")
+    if name not in data:
+        raise ValueError(f"{name} is missing, which a DeepSeek-V4 config must have")
     return data[name]
 
 
 def _agree(name: str, value: Any, other_name: str, other: Any) -> None:
     if value is not None and other is not None and value != other:
-        raise ValueError(f"{name} and {other_name} contradict each other: {value} and {other}")
+        raise ValueError(
+            f"{name} and {other_name} contradict each other: {show(value)} and {show(other)}"
+        )
 
 
 def _trunk(name: str, values: list[Any], num_layers: int, num_mtp: int, padding: Any) -> list[Any]:
@@ -133,20 +196,17 @@ def _trunk(name: str, values: list[Any], num_layers: int, num_mtp: int, padding:
         raise ValueError(
             f"{name} must have num_hidden_layers={num_layers} entries, or those and {padding!r} "
             f"for each of the draft's (num_nextn_predict_layers={num_mtp}), got {len(values)}"
-            + (f", ending in {extra}" if extra else "")
+            + (f", ending in {show(extra)}" if extra else "")
         )
     return values[:num_layers]
 
 
 def _layer_types(
-    data: dict[str, Any], num_layers: int, num_mtp: int
+    data: dict[str, Any], num_layers: int, num_mtp: int, rates: dict[AttentionType, int]
 ) -> tuple[tuple[AttentionType, ...], dict[AttentionType, int]]:
     """The attention type of each trunk layer, and the compression ratio of each compressed type."""
-    rates = _rates(data)
     listed = ratios = None
     if (names := data.get("layer_types")) is not None:
-        if unknown := sorted(set(names) - set(LAYER_TYPE_NAMES)):
-            raise ValueError(f"layer_types must be among {list(LAYER_TYPE_NAMES)}, got {unknown}")
         types = [LAYER_TYPE_NAMES[name] for name in names]
         listed = tuple(_trunk("layer_types", types, num_layers, num_mtp, SWA))
     if (numbers := data.get("compress_ratios")) is not None:
@@ -156,16 +216,19 @@ def _layer_types(
     _agree("layer_types", listed, "compress_ratios", ratios)
     layer_types = listed or ratios
     if layer_types is None:
-        raise ValueError("config.json lacks layer_types (or compress_ratios), one per layer")
+        raise ValueError("layer_types (or compress_ratios) is missing, one per layer")
     return layer_types, {CSA: 4, HCA: 128} | rates
 
 
-def _rates(data: dict[str, Any]) -> dict[AttentionType, int]:
+def _rates(contents: dict[str, Any], data: dict[str, Any]) -> dict[AttentionType, int]:
     rates: dict[AttentionType, int] = {}
-    for name, rate in (data.get("compress_rates") or {}).items():
+    given = contents.get("compress_rates")
+    if not isinstance(given, dict | None):
+        raise ValueError(f"compress_rates must be an object of layer types, got {show(given)}")
+    for name, rate in (given or {}).items():
         if name not in LAYER_TYPE_NAMES:
-            raise ValueError(f"compress_rates must name layer types, got {name!r}")
-        rates[LAYER_TYPE_NAMES[name]] = rate
+            raise ValueError(f"compress_rates must name layer types, got {show(name)}")
+        rates[LAYER_TYPE_NAMES[name]] = RATE.read(rate, f"compress_rates.{name}")
     for attn, name in ((CSA, "compress_rate_csa"), (HCA, "compress_rate_hca")):
         if (rate := data.get(name)) is not None:
             _agree(name, rate, "compress_rates", rates.get(attn))
@@ -188,7 +251,7 @@ def _types_of_ratios(
             zip((CSA, HCA), distinct, strict=True)
         )
     raise ValueError(
-        f"compress_ratios holds {distinct}, which do not tell CSA from HCA; "
+        f"compress_ratios holds {show(distinct)}, which do not tell CSA from HCA; "
         f"add compress_rates with the rate of each layer type (known: {known})"
     )
 
@@ -202,10 +265,8 @@ def _router_types(data: dict[str, Any], num_layers: int, num_mtp: int) -> tuple[
         counted = (RouterType.HASH,) * num_hash + (RouterType.LEARNED,) * (num_layers - num_hash)
     if names is None:
         if counted is None:
-            raise ValueError("config.json lacks mlp_layer_types (or num_hash_layers)")
+            raise ValueError("mlp_layer_types (or num_hash_layers) is missing")
         return counted
-    if unknown := sorted(set(names) - set(ROUTER_TYPE_NAMES)):
-        raise ValueError(f"mlp_layer_types must be among {list(ROUTER_TYPE_NAMES)}, got {unknown}")
     listed = tuple(
         ROUTER_TYPE_NAMES[name]
         for name in _trunk("mlp_layer_types", names, num_layers, num_mtp, "moe")
@@ -226,7 +287,7 @@ def _rope_dim(data: dict[str, Any]) -> int:
     dims |= {name: int(head_dim * f) for name, f in factors.items() if f is not None}
     given = {name: dim for name, dim in dims.items() if dim is not None}
     if not given:
-        raise ValueError("config.json lacks qk_rope_head_dim (or partial_rotary_factor)")
+        raise ValueError("qk_rope_head_dim (or partial_rotary_factor) is missing")
     first = next(iter(given))
     for name, dim in given.items():
         _agree(first, given[first], name, dim)
@@ -240,9 +301,7 @@ def _rope(data: dict[str, Any]) -> dict[str, Any]:
     if is_nested:
         for label in ("main", "compress"):
             if not isinstance(parameters.get(label), dict):
-                raise ValueError(
-                    f"config.json lacks rope_parameters.{label} beside the other table"
-                )
+                raise ValueError(f"rope_parameters.{label} is missing beside the other table")
         main, compress = parameters["main"], parameters["compress"]
     else:
         main, compress = {}, parameters or data.get("rope_scaling") or {}
@@ -255,11 +314,12 @@ def _rope(data: dict[str, Any]) -> dict[str, Any]:
         _agree(name, data.get(name), f"rope_parameters.{label}.rope_theta", nested)
         thetas[name] = float(nested if nested is not None else _require(data, name))
     if main.get("rope_type", "default") != "default":
-        raise ValueError(f"rope_parameters.main.rope_type must be 'default', got {main}")
+        raise ValueError(f"rope_parameters.main.rope_type must be 'default', got {show(main)}")
     scaling = _yarn(compress)
     if (released := data.get("rope_scaling")) and _yarn(released) != scaling:
         raise ValueError(
-            f"rope_parameters and rope_scaling contradict each other: {compress} and {released}"
+            f"rope_parameters and rope_scaling contradict each other: {show(compress)} and "
+            f"{show(released)}"
         )
     return thetas | {"rope_scaling": scaling}
 
@@ -269,7 +329,7 @@ def _yarn(table: dict[str, Any]) -> YarnScaling | None:
     if kind == "default":
         return None
     if kind != "yarn":
-        raise ValueError(f"rope_type must be 'yarn' or 'default', got {kind!r}")
+        raise ValueError(f"rope_type must be 'yarn' or 'default', got {show(kind)}")
     for name in ("factor", "original_max_position_embeddings"):
         if table.get(name) is None:
             raise ValueError(f"the yarn rope_scaling lacks {name}")

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv4_jax.attention.full_sequence import attend_full_sequence
+from dsv4_jax.attention.projections import Output
 from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.cache.new_tokens import NewTokens
 from dsv4_jax.config import DSV4Config
@@ -55,7 +56,7 @@ def forward_draft(
         raise ValueError("params.mtp is None: this checkpoint has no draft (MTP) block")
     fmt = get_cache_format(cache_format)
 
-    def attention(layer: LayerParams, x: jax.Array) -> tuple[jax.Array | None, jax.Array]:
+    def attention(layer: LayerParams, x: jax.Array) -> tuple[jax.Array | None, Output]:
         return attend_full_sequence(layer.attn, x, AttentionType.SWA, config, fmt)
 
     streams = draft_input(draft, params.embed[next_token_ids], streams, config)

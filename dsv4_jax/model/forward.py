@@ -6,6 +6,7 @@ import jax
 
 from dsv4_jax import checks
 from dsv4_jax.attention.full_sequence import Selector, attend_full_sequence, select_by_score
+from dsv4_jax.attention.projections import Output
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import layer_schedule
 from dsv4_jax.config.layer_types import AttentionType
@@ -90,7 +91,7 @@ def forward_streams(
             x: jax.Array,
             attn: AttentionType = spec.attn,
             reused: jax.Array | None = chosen if spec.index_source is not None else None,
-        ) -> tuple[jax.Array | None, jax.Array]:
+        ) -> tuple[jax.Array | None, Output]:
             return attend_full_sequence(layer.attn, x, attn, config, fmt, selector, reused)
 
         selected, residual = block(

@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import HyperConnectionParams
 from pallas_kernels import Backend, hyper_connections, write_streams
+from pallas_kernels.common.split_sums import SplitSums, add_up
 from pallas_kernels.hyper_connections.reference import collapse, inverse_rms
 from pallas_kernels.write_streams.reference import mix, products
 
@@ -26,13 +27,13 @@ class Residual(NamedTuple):
 
     Attributes:
       streams: [..., S, D] that the sublayer read.
-      output: [..., D], what it gave.
+      output: [..., D], what it gave, in parts where a product left it so.
       post: f32[..., S], weight of the output in each stream.
       comb: f32[..., S, S], from stream to stream; summed over its first index.
     """
 
     streams: jax.Array
-    output: jax.Array
+    output: jax.Array | SplitSums
     post: jax.Array
     comb: jax.Array
 
@@ -49,7 +50,7 @@ class Residual(NamedTuple):
 
     def written(self) -> jax.Array:
         """[..., S, D]: the streams with the output in them."""
-        return mix(self.streams, self.output, self.post, self.comb)
+        return mix(self.streams, add_up(self.output), self.post, self.comb)
 
 
 class Reading(NamedTuple):
@@ -67,7 +68,7 @@ class Reading(NamedTuple):
     post: jax.Array
     comb: jax.Array
 
-    def write(self, output: jax.Array) -> Residual:
+    def write(self, output: jax.Array | SplitSums) -> Residual:
         """Step 9, to be done by who reads next: the sublayer's output [..., D]."""
         return Residual(self.streams, output, self.post, self.comb)
 

@@ -26,7 +26,7 @@ from dsv4_jax.mesh import (
     sum_own_rows,
 )
 from dsv4_jax.model.params import MoEParams
-from pallas_kernels import Backend, expert_mlp, pick_experts, swiglu_linear
+from pallas_kernels import Backend, expert_mlp, mixture_mlp, pick_experts, swiglu_linear
 
 GATHERED_ROWS = 8192
 """Rows of all data shards that experts take at once: k of them are that many pairs, held twice."""
@@ -55,23 +55,28 @@ def mixture_of_experts(
     rows, limit = x.reshape(-1, x.shape[-1]), config.swiglu_limit
     expert_ids, expert_weights = route(params, rows, token_ids.reshape(-1), config, backend=backend)
     experts = params.w1, params.w3, params.w2
+    shared_expert = params.shared_w1, params.shared_w3, params.shared_w2
+    if axis_size(DATA) == 1:
+        routed, shared = mixture_mlp(
+            rows, _own(expert_ids, params), expert_weights, *experts, shared_expert, limit=limit
+        )
+    else:
 
-    def run_experts(rows: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
-        rows, ids, weights = gather_rows(rows, ids, weights)
-        return sum_own_rows(expert_mlp(rows, _own(ids, params), weights, *experts, limit=limit))
+        def run_experts(rows: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+            rows, ids, weights = gather_rows(rows, ids, weights)
+            return sum_own_rows(expert_mlp(rows, _own(ids, params), weights, *experts, limit=limit))
 
-    routed = _in_chunks(run_experts, rows, expert_ids, expert_weights)
-    hidden = swiglu_linear(rows, params.shared_w1, params.shared_w3, limit=limit)
-    shared = checkpoint_name(linear(hidden, params.shared_w2), "shared")
-    routed = checkpoint_name(routed, "routed")
-    summed = sum_over_model(routed + shared)
-    return checkpoint_name(summed.reshape(x.shape), "mlp_out")
+        routed = _in_chunks(run_experts, rows, expert_ids, expert_weights)
+        hidden = swiglu_linear(rows, *shared_expert[:2], limit=limit)
+        shared = linear(hidden, shared_expert[2])
+    routed, shared = checkpoint_name(routed, "routed"), checkpoint_name(shared, "shared")
+    return checkpoint_name(sum_over_model(routed + shared).reshape(x.shape), "mlp_out")
 
 
 def _in_chunks(run: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
-    """run(*arrays) of [T, n] each; where data shards give many rows, of a chunk of T at a time."""
+    """run(*arrays) of [T, n] each, a chunk of T at a time where all shards' rows are many."""
     num_rows, most = arrays[0].shape[0], max(1, GATHERED_ROWS // axis_size(DATA))
-    if axis_size(DATA) == 1 or num_rows <= most:
+    if num_rows <= most:
         return run(*arrays)
     chunks = -(-num_rows // most)
     spare = chunks * most - num_rows

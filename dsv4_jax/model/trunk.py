@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from dsv4_jax.attention.csa import csa_attention
 from dsv4_jax.attention.hca import hca_attention
+from dsv4_jax.attention.projections import Output
 from dsv4_jax.attention.swa import swa_attention
 from dsv4_jax.cache.commit import commit_tokens
 from dsv4_jax.cache.handle import LayerCacheHandle
@@ -151,7 +152,7 @@ def run_block(
 
     def attention(
         layer: LayerParams, x: jax.Array
-    ) -> tuple[tuple[LayerCacheHandle, NewTokens | None], jax.Array]:
+    ) -> tuple[tuple[LayerCacheHandle, NewTokens | None], Output]:
         new_handle, new, y = _CACHED_ATTENTION[handle.schema.attn_type](
             layer.attn, x, handle, config
         )
@@ -190,7 +191,7 @@ def block[State](
     residual: Residual,
     token_ids: jax.Array,
     config: DSV4Config,
-    attention: Callable[[LayerParams, jax.Array], tuple[State, jax.Array]],
+    attention: Callable[[LayerParams, jax.Array], tuple[State, Output]],
     *,
     backend: Backend | None = None,
 ) -> tuple[State, Residual]:

@@ -136,6 +136,8 @@ class Engine(EngineCore):
         weights: str = "stored",
         dtype: DTypeLike | None = None,
         progress: bool = False,
+        check_weights: bool | None = None,
+        follow_links: bool = False,
         unroll: bool | None = None,
         **options,
     ) -> Engine:
@@ -147,6 +149,8 @@ class Engine(EngineCore):
             them.
           dtype: dtype of activations; None is that of decoded weights, or else bf16.
           progress: shows a bar while loading.
+          check_weights: refuses NaN and infinity, as in `load_checkpoint`.
+          follow_links: reads files that are links out of the directory, as in `load_checkpoint`.
           unroll: as in `Engine`, but nothing is in memory twice.
           **options: further arguments of `Engine`.
 
@@ -157,10 +161,18 @@ class Engine(EngineCore):
         unrolls = _unrolls(unroll)
         # Before minutes of loading.
         inspect.signature(cls).bind(None, None, tokenizer=None, unroll=unroll, **options)
-        config, params = load_checkpoint(path, weights=weights, dtype=dtype, progress=progress)
+        tokenizer = load_tokenizer(path, follow_links=follow_links)
+        config, params = load_checkpoint(
+            path,
+            weights=weights,
+            dtype=dtype,
+            progress=progress,
+            check_weights=check_weights,
+            follow_links=follow_links,
+        )
         if unrolls:
             params = unstack_layers(params, donate=True)
-        return cls(config, params, tokenizer=load_tokenizer(path), unroll=unroll, **options)
+        return cls(config, params, tokenizer=tokenizer, unroll=unroll, **options)
 
     def stream(self, *request_ids: int) -> TokenStream:
         """Tokens of submitted requests as they are drawn, until all have ended.

@@ -8,12 +8,13 @@ Python came without them.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import pathlib
 import re
-import sys
 import sysconfig
 import warnings
+import zipfile
 import zlib
 from collections.abc import Iterator
 from pydoc_data.topics import topics
@@ -42,16 +43,45 @@ class Corpus(NamedTuple):
 
 
 def read_corpus(path: pathlib.Path | None = None) -> Corpus:
-    """Reads this Python's own text, or a file that this module has written."""
+    """Reads this Python's own text, or a file that this module has written.
+
+    Raises:
+      ValueError: the file is none of this module's.
+      OSError: it cannot be read.
+    """
     if path is not None:
-        with np.load(path) as arrays:
-            return Corpus(*(arrays[name].astype(np.int32) for name in Corpus._fields))
+        return _read_file(path)
     train, validation, held_out = [], [], []
     for name, text in sorted(topics.items()):
         (held_out if _is_held_out(name) else train).append(text)
     for name, text in _module_texts():
         (validation if _is_held_out(name) else train).append(text)
     return Corpus(_tokens(train), _tokens(validation), _tokens(held_out))
+
+
+def _read_file(path: pathlib.Path) -> Corpus:
+    try:
+        arrays = np.load(path, allow_pickle=False)
+        if not isinstance(arrays, np.lib.npyio.NpzFile):
+            raise ValueError("it holds one array")
+        with arrays:
+            parts = {name: arrays[name] for name in Corpus._fields}
+    except (ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(
+            f"{path} must be a file of dsv4_jax.training.corpus with {', '.join(Corpus._fields)}: "
+            f"{error}"
+        ) from error
+    for name, part in parts.items():
+        if part.ndim != 1 or not part.size or part.dtype.kind not in "iu":
+            raise ValueError(
+                f"{name} of {path} must be integers of one axis, got {part.dtype}{list(part.shape)}"
+            )
+        if part.min() < 0 or part.max() >= VOCAB_SIZE:
+            raise ValueError(
+                f"{name} of {path} must hold tokens in 0..{VOCAB_SIZE - 1}, got {part.min()} to "
+                f"{part.max()}"
+            )
+    return Corpus(**{name: part.astype(np.int32) for name, part in parts.items()})
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -114,5 +144,10 @@ def _tokens(texts: list[str]) -> np.ndarray:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Writes the corpus to a file.", allow_abbrev=False)
+    parser.add_argument("file", type=pathlib.Path, help="an .npz file")
+    file = parser.parse_args().file
+    if not file.parent.is_dir():
+        parser.error(f"file must be in a folder that is there, got {file}")
     parts = {name: part.astype(np.uint16) for name, part in read_corpus()._asdict().items()}
-    np.savez_compressed(sys.argv[1], **parts)
+    np.savez_compressed(file, **parts)

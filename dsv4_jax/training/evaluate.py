@@ -38,7 +38,13 @@ _FORMATS = ("f32", DEFAULT_CACHE_FORMAT)
 
 
 def held_out_rows(tokens: np.ndarray, length: int) -> np.ndarray:
-    """Cuts a text into i32[n, length + 1]; each row's last token is the next one's first."""
+    """Cuts a text into i32[n, length + 1]; each row's last token is the next one's first.
+
+    Raises:
+      ValueError: the length is below 1, or the text is too short for one row.
+    """
+    if not 1 <= length < len(tokens):
+        raise ValueError(f"length must be in 1..{len(tokens) - 1}, got {length}")
     starts = np.arange(0, len(tokens) - length, length)
     return tokens[starts[:, None] + np.arange(length + 1)]
 
@@ -74,13 +80,22 @@ _loss = jax.jit(
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
     parser.add_argument("--checkpoint", type=pathlib.Path, default=SHIPPED_CHECKPOINT)
     parser.add_argument("--corpus", type=pathlib.Path, help="of dsv4_jax.training.corpus")
     parser.add_argument("--length", type=int, default=1024)
     args = parser.parse_args()
-    config, params = load_checkpoint(args.checkpoint, dtype=jnp.float32)
-    rows = held_out_rows(read_corpus(args.corpus).held_out, args.length)
+    try:
+        rows = held_out_rows(read_corpus(args.corpus).held_out, args.length)
+        config, params = load_checkpoint(args.checkpoint, dtype=jnp.float32)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    covered = config.indexer_top_k * config.compression_ratio(AttentionType.CSA)
+    if args.length > config.max_position_embeddings or args.length <= covered:
+        parser.error(
+            f"--length must be in {covered + 1}..{config.max_position_embeddings}, since the last "
+            f"tables take tokens beyond what is always selected, got {args.length}"
+        )
     print(f"{rows.shape[0]} rows of {args.length} tokens, f32 activations; nats per byte")
     print(f"\n{'cache format':<24}{'loss':>10}")
     for cache_format in CACHE_FORMATS:
@@ -100,7 +115,6 @@ def main() -> None:
             )
             print(f"{losses.mean():>12.4f}", end="", flush=True)
         print()
-    covered = config.indexer_top_k * config.compression_ratio(AttentionType.CSA)
     print(f"\n{'entries selected':<24}{'loss':>10}   of tokens beyond position {covered}")
     for name, selector in _SELECTORS.items():
         losses = losses_by_position(params, rows, config=config, selector=selector)

@@ -1,5 +1,10 @@
 """Products of rows with dense or quantised weights."""
 
-from pallas_kernels.block_linear.op import block_linear, block_linears, swiglu_linear
+from pallas_kernels.block_linear.op import (
+    block_linear,
+    block_linear_in_parts,
+    block_linears,
+    swiglu_linear,
+)
 
-__all__ = ["block_linear", "block_linears", "swiglu_linear"]
+__all__ = ["block_linear", "block_linear_in_parts", "block_linears", "swiglu_linear"]

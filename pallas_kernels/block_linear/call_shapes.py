@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.common.backend import compute_capability
+from pallas_kernels.common.split_sums import SplitSums
 from pallas_kernels.common.weights import INPUTS, MXFP4, ROWS, BlockFP8, Weight
 from pallas_kernels.gpu import devices
 
@@ -23,6 +24,8 @@ _SPARE_BYTES = 4096
 """Of shared memory, for what is not a stage."""
 _MAX_SPLITS = 16
 _MIN_BLOCKS_OF_SPLIT = 4
+_TURNS_OF_ROUNDED = 4
+"""CTAs an SM at most whose rows the kernel rounds, of a stack's products."""
 _MAX_ROUNDED_BYTES = 80 << 10
 """Of shared memory, for rows of x that a kernel rounds itself."""
 
@@ -191,9 +194,14 @@ def plan_call(
     *,
     may_split: bool,
 ) -> tuple[Shapes, Tiling]:
-    """`choose_tiling` for a call whose kernel may round rows itself; see `round_in_kernel`."""
+    """`choose_tiling` for a call whose kernel may round rows itself; see `round_in_kernel`.
+
+    CTAs that follow each other on an SM do not: each would wait for its own rows.
+    """
     tiling = choose_tiling(shapes, num_rows, num_groups, may_split=may_split)
-    shapes = round_in_kernel(shapes, dtype, weight, tiling)
+    at_once = _TURNS_OF_ROUNDED * shapes.core.device.num_sms
+    if num_groups * shapes.num_ctas <= at_once or num_groups == 1:
+        shapes = round_in_kernel(shapes, dtype, weight, tiling)
     return shapes, choose_tiling(shapes, num_rows, num_groups, may_split=may_split)
 
 
@@ -235,7 +243,7 @@ def can_join(weights: Sequence[Weight]) -> bool:
     )
 
 
-def find_obstacle(x: jax.Array, *weights: Weight) -> str | None:
+def find_obstacle(x: jax.Array | SplitSums, *weights: Weight) -> str | None:
     """Why the kernels can't serve a call, as the rest of a sentence; None where they can."""
     capability = compute_capability()
     if len({_kind_of(weight) for weight in weights}) > 1:

@@ -37,10 +37,10 @@ _LAYOUT = plgpu.Layout.TCGEN05
 _HEIGHT = CONSUMERS * ROWS
 
 
-def consume(work: Work, out_gmem: Any, swiglu: SwiGLU | None) -> None:
+def consume(work: Work, outputs: list[Any], swiglu: SwiGLU | None) -> None:
     """Multiplies stage after stage, and stores the sums."""
     s, tiling, scratch, group = work.shapes, work.tiling, work.scratch, work.group
-    columns = tiling.columns
+    [out_gmem], columns = outputs, tiling.columns
     width = columns // CONSUMERS
     mine = group * width
     own_rows = pl.ds(group * ROWS, ROWS)

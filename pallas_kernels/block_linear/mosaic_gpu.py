@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,13 @@ from jax.typing import DTypeLike
 from pallas_kernels.block_linear import call_shapes
 from pallas_kernels.block_linear.call_shapes import Shapes, TensorCore, Tiling
 from pallas_kernels.block_linear.items import EvenItems
-from pallas_kernels.block_linear.multiply_items import multiply_items
+from pallas_kernels.block_linear.multiply_items import Product, multiply_items
 from pallas_kernels.block_linear.round_rows import RawRows
 from pallas_kernels.block_linear.triton_finish import add_splits
 from pallas_kernels.block_linear.triton_rows import make_rows, padded
 from pallas_kernels.block_linear.work import SwiGLU
 from pallas_kernels.common.norm_rope import rms_norm
+from pallas_kernels.common.split_sums import SplitSums, add_up
 from pallas_kernels.common.swiglu import swiglu as swiglu_of
 from pallas_kernels.common.weights import ROWS, Weight
 
@@ -25,15 +27,16 @@ _FEW_ROWS = 64
 
 
 def block_linear(
-    x: jax.Array,
+    x: jax.Array | SplitSums,
     weights: Sequence[Weight],
     *,
     norms: Sequence[jax.Array | None] = (),
     eps: float = 0.0,
     dtype: DTypeLike = jnp.float32,
+    in_parts: bool = False,
     tiling: Tiling | None = None,
     core: TensorCore | None = None,
-) -> list[jax.Array]:
+) -> list[Any]:
     """[G, T, in] times [G, out, in] -> [G, T, out] for each weight; see `op.block_linears`."""
     num_groups, num_tokens, _ = x.shape
     shapes = call_shapes.shapes_of(*weights, core=core)
@@ -43,11 +46,18 @@ def block_linear(
         )
     else:
         shapes = call_shapes.round_in_kernel(shapes, x.dtype, weights[0], tiling)
-    sums = _multiply(x, weights, shapes, tiling, dtype=dtype if tiling.splits == 1 else jnp.float32)
     widths = [weight.shape[-2] for weight in weights]
+    plain = tiling.splits == 1 and all(norm is None for norm in norms)
+    if plain and len(weights) > 1 and not shapes.core.has_memory:  # XLA would copy a slice of each
+        results = _multiply(x, weights, shapes, tiling, dtype=dtype, apart=True)
+        return [result.reshape(num_groups, num_tokens, -1) for result in results]
+    sums = _multiply(x, weights, shapes, tiling, dtype=dtype if tiling.splits == 1 else jnp.float32)
     if any(norm is not None for norm in norms) and tiling.splits > 1:
         results = add_splits(sums, widths, norms=norms, eps=eps, dtype=dtype)
         return [result.reshape(num_groups, num_tokens, -1) for result in results]
+    if in_parts and tiling.splits > 1 and len(weights) == 1 and norms[0] is None:
+        parts = SplitSums(sums, jnp.dtype(dtype))
+        return [parts.reshape(num_groups, num_tokens, -1)]
     joined = sums[0] if tiling.splits == 1 else jnp.sum(sums, axis=0).astype(dtype)
     joined = joined.reshape(num_groups, num_tokens, -1)
     results, first = [], 0
@@ -82,20 +92,23 @@ def swiglu_linear(
 
 
 def _multiply(
-    x: jax.Array,
+    x: jax.Array | SplitSums,
     weights: Sequence[Weight],
     shapes: Shapes,
     tiling: Tiling,
     *,
     dtype: DTypeLike,
     swiglu: SwiGLU | None = None,
-) -> jax.Array:
-    """[S, G * T, out]; groups are the weights of a stack."""
+    apart: bool = False,
+) -> Any:
+    """[S, G * T, out], or one of each weight; groups are the weights of a stack."""
     num_groups, num_tokens, dim = x.shape
     spread = num_tokens
     if shapes.rounds_rows:
-        rows = RawRows(x.reshape(1, -1, dim))
+        flat = x.reshape(-1, dim)
+        rows = RawRows(flat.parts if isinstance(flat, SplitSums) else flat[None])
     else:
+        x = add_up(x)
         spread = padded(num_tokens) if num_groups > 1 else num_tokens
         rows = make_rows(
             x.reshape(-1, dim),
@@ -103,13 +116,6 @@ def _multiply(
             num_spare=call_shapes.scale_columns(tiling.columns),
             num_groups=num_groups,
         )
-    return multiply_items(
-        rows,
-        weights,
-        EvenItems(num_groups, num_tokens, spread),
-        shapes=shapes,
-        tiling=tiling,
-        num_rows=num_groups * num_tokens,
-        swiglu=swiglu,
-        dtype=dtype,
-    )
+    items = EvenItems(num_groups, num_tokens, spread)
+    product = Product(rows, weights, items, shapes, tiling, swiglu)
+    return multiply_items(product, num_rows=num_groups * num_tokens, dtype=dtype, apart=apart)

@@ -14,6 +14,7 @@ Sums of the FP8 tensor core keep some 14 bits below their largest term, over 128
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -33,7 +34,7 @@ plgpu: Any = mosaic_gpu
 _LAYOUT = plgpu.Layout.WGMMA
 
 
-def consume(work: Work, out_gmem: Any, swiglu: SwiGLU | None) -> None:
+def consume(work: Work, outputs: list[Any], swiglu: SwiGLU | None) -> None:
     """Multiplies stage after stage, and stores the sums."""
     s, tiling, scratch, group = work.shapes, work.tiling, work.scratch, work.group
     columns = tiling.columns
@@ -93,15 +94,22 @@ def consume(work: Work, out_gmem: Any, swiglu: SwiGLU | None) -> None:
     work.await_rows()
     total, _ = lax.fori_loop(0, work.turns, add_stage, (zeros, first_scales))
 
-    def store(values: jax.Array) -> None:
+    def store_tile(out_gmem: Any, values: jax.Array, tile: jax.Array) -> None:
         store_transposed(
             out_gmem.at[work.split],
             values.astype(out_gmem.dtype),
             first_row=work.target_row,
             num_rows=work.num_rows,
-            first_column=work.tile_of(group) * ROWS,
+            first_column=tile * ROWS,
             operand_order=s.is_mxfp4,
         )
+
+    def store(values: jax.Array) -> None:
+        if len(outputs) == 1:
+            store_tile(outputs[0], values, work.tile_of(group))
+            return
+        for out_gmem, (owns, tile) in zip(outputs, work.tiles_of_weights(group), strict=True):
+            pl.when(owns)(functools.partial(store_tile, out_gmem, values, tile))
 
     if swiglu is None:
 

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.block_linear import call_shapes, mosaic_gpu, reference
 from pallas_kernels.common.backend import Backend, resolve
 from pallas_kernels.common.checks import check_shape
+from pallas_kernels.common.split_sums import SplitSums
 from pallas_kernels.common.weights import Weight, is_quantized
 
 _LINEAR: dict[Backend, Any] = {
@@ -24,7 +25,7 @@ _SWIGLU: dict[Backend, Any] = {
 
 
 def block_linear(
-    x: jax.Array,
+    x: jax.Array | SplitSums,
     weight: Weight,
     *,
     dtype: DTypeLike | None = None,
@@ -33,7 +34,7 @@ def block_linear(
     """Multiplies rows with a weight, accumulated in f32.
 
     Args:
-      x: [T, in], or [G, T, in] for G weights.
+      x: [T, in], or [G, T, in] for G weights; or such rows as another product left them.
       weight: [out, in], or [G, out, in]; dense, block FP8 or MXFP4. A quantised weight says whether
         it takes rows rounded to E4M3 or as they are.
       dtype: of the result; None is that of x.
@@ -53,15 +54,27 @@ def block_linear(
     return product
 
 
+def block_linear_in_parts(
+    x: jax.Array | SplitSums, weight: Weight, *, backend: Backend | None = None
+) -> jax.Array | SplitSums:
+    """`block_linear` whose result is left in parts where several CTAs shared the inputs.
+
+    It saves a launch where what reads the result adds up the parts.
+    """
+    [product] = block_linears(x, [weight], backend=backend, may_stay_in_parts=True)
+    return product
+
+
 def block_linears(
-    x: jax.Array,
+    x: jax.Array | SplitSums,
     weights: Sequence[Weight],
     *,
     norms: Sequence[jax.Array | None] | None = None,
     eps: float = 0.0,
     dtype: DTypeLike | None = None,
     backend: Backend | None = None,
-) -> list[jax.Array]:
+    may_stay_in_parts: bool = False,
+) -> list[Any]:
     """`block_linear` of the same rows with several weights; of one format, in one launch.
 
     Args:
@@ -71,6 +84,7 @@ def block_linears(
       eps: floor of the norms.
       dtype: see `block_linear`.
       backend: see `block_linear`.
+      may_stay_in_parts: whether results without a norm may be `SplitSums`.
 
     Returns:
       A result for each weight.
@@ -93,7 +107,7 @@ def block_linears(
         ]
     grouped = x.ndim == 3
     if not grouped:
-        x = x[None]
+        x = x.reshape(1, *x.shape)
         weights = [jax.tree.map(lambda leaf: leaf[None], weight) for weight in weights]
     implementation = resolve(
         "block_linear",
@@ -101,10 +115,12 @@ def block_linears(
         _LINEAR,
         preferred=Backend.MOSAIC_GPU if any(map(is_quantized, weights)) else Backend.REFERENCE,
         obstacle=call_shapes.find_obstacle(x, *weights),
-        arguments={"x": x},
+        arguments={"x": x.parts if isinstance(x, SplitSums) else x},
     )
-    products = implementation(x, weights, norms=norms, eps=eps, dtype=dtype or x.dtype)
-    return products if grouped else [product[0] for product in products]
+    products = implementation(
+        x, weights, norms=norms, eps=eps, dtype=dtype or x.dtype, in_parts=may_stay_in_parts
+    )
+    return products if grouped else [product.reshape(*product.shape[1:]) for product in products]
 
 
 def swiglu_linear(
@@ -141,7 +157,7 @@ def swiglu_linear(
     return implementation(x, gate, up, limit=limit)
 
 
-def _check(x: jax.Array, weight: Weight) -> None:
+def _check(x: jax.Array | SplitSums, weight: Weight) -> None:
     if x.ndim not in (2, 3) or x.ndim != weight.ndim:
         raise ValueError(
             f"x must be [T, in] for a weight [out, in], or [G, T, in] for [G, out, in]; "

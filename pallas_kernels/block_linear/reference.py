@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.common.backend import compute_capability
 from pallas_kernels.common.norm_rope import rms_norm
 from pallas_kernels.common.rows import round_rows
+from pallas_kernels.common.split_sums import SplitSums, add_up
 from pallas_kernels.common.swiglu import swiglu
 from pallas_kernels.common.weights import Weight, decode_weight, is_quantized
 
@@ -41,14 +42,17 @@ def block_linear(x: jax.Array, weight: Weight) -> jax.Array:
 
 
 def block_linears(
-    x: jax.Array,
+    x: jax.Array | SplitSums,
     weights: Sequence[Weight],
     *,
     norms: Sequence[jax.Array | None] = (),
     eps: float = 0.0,
     dtype: DTypeLike,
+    in_parts: bool = False,
 ) -> list[jax.Array]:
     """`block_linear` with each weight, rounded once, then normed where there is a norm."""
+    del in_parts
+    x = add_up(x)
     products = [block_linear(x, weight).astype(dtype) for weight in weights]
     return [
         product if norm is None else rms_norm(product, norm, eps=eps)

@@ -6,6 +6,7 @@ import jax
 
 from pallas_kernels.common.backend import Backend, resolve
 from pallas_kernels.common.checks import check_rank, check_same_length, check_shape
+from pallas_kernels.common.split_sums import SplitSums
 from pallas_kernels.write_streams import reference, triton_gpu
 
 _IMPLEMENTATIONS = {
@@ -16,7 +17,7 @@ _IMPLEMENTATIONS = {
 
 def write_streams(
     streams: jax.Array,
-    output: jax.Array,
+    output: jax.Array | SplitSums,
     post: jax.Array,
     comb: jax.Array,
     fn: jax.Array,
@@ -27,11 +28,11 @@ def write_streams(
 
     Args:
       streams: [T, S, D], what the sublayer read.
-      output: [T, D], what it gave, in the dtype of `streams`.
+      output: [T, D], what it gave, in the dtype of `streams`; or in parts, as a product left it.
       post: f32[T, S], weight of the output in each stream.
       comb: f32[T, S, S], from stream to stream; summed over its first index.
       fn: f32[R, S * D], `hc_fn` of the next hyper-connection.
-      backend: implementation to use; None picks the fastest one that runs here. More than 256
+      backend: implementation to use; None picks the fastest one that runs here. More than 16
         tokens are XLA's on a GPU too: a product of matrices.
 
     Returns:
@@ -45,9 +46,9 @@ def write_streams(
     Source: deepseek_v4.md section 1.2.
     """
     check_rank(3, streams=streams, comb=comb)
-    count = check_same_length("T", streams=streams, output=output, post=post, comb=comb)
+    count = check_same_length("T", streams=streams, post=post, comb=comb)
     num, dim = streams.shape[1:]
-    check_shape("output", output, (count, dim), "T, D")
+    check_shape("output", output, (count, dim), "T, D")  # pyright: ignore[reportArgumentType]
     check_shape("post", post, (count, num), "T, S")
     check_shape("comb", comb, (count, num, num), "T, S, S")
     check_shape("fn", fn, (fn.shape[0], num * dim), "R, S * D")

@@ -13,14 +13,20 @@ import math
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.common.split_sums import SplitSums, add_up
+
 _PARTS = 16
 
 
 def write_streams(
-    streams: jax.Array, output: jax.Array, post: jax.Array, comb: jax.Array, fn: jax.Array
+    streams: jax.Array,
+    output: jax.Array | SplitSums,
+    post: jax.Array,
+    comb: jax.Array,
+    fn: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """See `op.write_streams`."""
-    written = mix(streams, output, post, comb)
+    written = mix(streams, add_up(output), post, comb)
     return written, products(fn, written)
 
 

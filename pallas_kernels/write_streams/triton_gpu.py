@@ -1,10 +1,10 @@
-"""Triton kernel of `write_streams`: some columns of one stream of a few tokens per program.
+"""Triton kernel of `write_streams`: some columns of one stream of a token per program.
 
     columns of the output and of all streams     -> the same columns of one stream after it
     those times the stream's columns of fn       -> one part of the products
 
-Bytes: the streams out once, and fn, which more tokens than a program has read again out of L2, as
-each program reads all streams. Up to some ten tokens fn's 1.5 MB (Flash) and the launch bound it.
+Bytes: the streams out once, and fn, which each further token reads again out of L2, as each program
+reads all streams. fn's 1.5 MB (Flash) and the launch bound it.
 Measurements: docs/kernels/write_streams.md.
 """
 
@@ -16,58 +16,60 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.common.split_sums import SplitSums
 from pallas_kernels.gpu import triton
 
 Ref = Any
-MAX_TOKENS = 256
+MAX_TOKENS = 16
 """Beyond them the product is one of matrices, for which tensor cores are faster."""
 _COLUMNS = 256
 _NUM_WARPS = 8
-_TOKENS = 4
-_FEW_TOKENS = 16
-"""Up to which a program has one token: more programs are faster than fewer bytes."""
 
 
 def write_streams(
-    streams: jax.Array, output: jax.Array, post: jax.Array, comb: jax.Array, fn: jax.Array
+    streams: jax.Array,
+    output: jax.Array | SplitSums,
+    post: jax.Array,
+    comb: jax.Array,
+    fn: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """See `op.write_streams`."""
     count, num, dim = streams.shape
     num_rows = fn.shape[0]
     rows_width = 1 << (num_rows - 1).bit_length()
     parts = -(-dim // _COLUMNS)
-    of_program = 1 if count <= _FEW_TOKENS else _TOKENS
+    parts_of_output = output.parts if isinstance(output, SplitSums) else output[None]
 
     def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
         streams, output, post, comb, fn = inputs
         written_ref, products_ref = outputs
-        part, k = pl.program_id(1), pl.program_id(2)
+        token, part, k = (pl.program_id(axis) for axis in range(3))
         column = part * _COLUMNS + jnp.arange(_COLUMNS, dtype=jnp.int32)
         row = jnp.arange(rows_width, dtype=jnp.int32)
         here = (row[:, None] < num_rows) & (column[None] < dim)
         weight = triton.load_where(fn, (row[:, None], k * dim + column[None]), here)
-        for place in range(of_program):
-            token = pl.program_id(0) * of_program + place
-            y, rows = _load_streams(streams, output, token, column)
-            safe = jnp.minimum(token, count - 1)
-            written = post[safe, k] * y
-            for j, x in enumerate(rows):
-                written = written + comb[safe, jnp.int32(j), k] * x
-            if streams.dtype == jnp.bfloat16:
-                written = triton.round_to_bf16(written)
-            live = (column < dim) & (token < count)
-            to = token, k, column
-            triton.store_where(written_ref, to, written.astype(streams.dtype), live)
-            total = jnp.sum(weight * written[None], axis=1)
-            live = (row < num_rows) & (token < count)
-            triton.store_where(products_ref, (token, k * parts + part, row), total, live)
+        y, rows = _load_streams(streams, output, token, column)
+        written = post[token, k] * y
+        for j, x in enumerate(rows):
+            written = written + comb[token, jnp.int32(j), k] * x
+        if streams.dtype == jnp.bfloat16:
+            written = triton.round_to_bf16(written)
+        to = token, k, column
+        triton.store_where(written_ref, to, written.astype(streams.dtype), column < dim)
+        total = jnp.sum(weight * written[None], axis=1)
+        triton.store_where(products_ref, (token, k * parts + part, row), total, row < num_rows)
 
     def _load_streams(
         streams: Ref, output: Ref, token: jax.Array, column: jax.Array
     ) -> tuple[jax.Array, list[jax.Array]]:
         """The columns of the output and of each stream, in f32; zeros beyond the last."""
-        live = (column < dim) & (token < count)
-        y = triton.load_where(output, (token, column), live).astype(jnp.float32)
+        live = column < dim
+        y = jnp.zeros(_COLUMNS, jnp.float32)
+        for part in range(output.shape[0]):
+            values = triton.load_where(output, (jnp.int32(part), token, column), live)
+            y = y + values.astype(jnp.float32)
+        if output.dtype != streams.dtype:  # parts of a sum
+            y = triton.round_to_bf16(y)
         rows = [
             triton.load_where(streams, (token, jnp.int32(j), column), live).astype(jnp.float32)
             for j in range(num)
@@ -76,8 +78,8 @@ def write_streams(
 
     written, products = triton.launch(
         kernel,
-        grid=(-(-count // of_program), parts, num),
-        inputs=[streams, output, post, comb, fn],
+        grid=(count, parts, num),
+        inputs=[streams, parts_of_output, post, comb, fn],
         outputs=[
             jax.ShapeDtypeStruct(streams.shape, streams.dtype),
             jax.ShapeDtypeStruct((count, num * parts, num_rows), jnp.float32),

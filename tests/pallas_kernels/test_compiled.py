@@ -23,15 +23,18 @@ USUAL = {
     "sm_90a": (
         "append_and_flush_kernel/append_and_flush swa fp8_ue8m0 64 tokens 64 heads",
         "block_linear_kernel/fp8 1x32768x1024 fp8@sm_90a",
+        "dense_linears/1x4096",
         "expert_mlp_kernel/flash 1 fp8@sm_90a",
         "flush_kernels/append_tokens csa fp8_ue8m0 64 tokens",
         "flush_kernels/flush_hca fp8_ue8m0 64 tokens",
         "gather_entries/selected",
         "hyper_connections/64x4096",
         "index_scores_kernel/fp8_ue8m0_fp8_index_64x16384",
+        "pick_experts/64x384",
         "round_index_queries/mxfp4 8192 tokens 64 heads",
         "select_top_k/top 512 of 64 x 4096",
         "sparse_attention_kernels/fp8_ue8m0_256x64x512@sm_90a",
+        "write_streams/16x4096",
     ),
     "sm_100a": (
         "expert_mlp_kernel/flash 1 fp8@sm_100a",

@@ -211,6 +211,20 @@ MUTATIONS = [
             "dsv4_jax/serving/test_request_queue.py",
         ),
         (
+            "interrupted_steps_keep_tokens",
+            "loop.py",
+            "            self._undo.save(request)\n            drawn",
+            "            drawn",
+            "dsv4_jax/serving/test_interrupts.py",
+        ),
+        (
+            "interrupted_steps_keep_the_cache",
+            "engine_core.py",
+            "            self._loop.restart(unfinished)\n",
+            "            pass\n",
+            "dsv4_jax/serving/test_interrupts.py",
+        ),
+        (
             "shares_rejected_drafts",
             "loop.py",
             "request.drafts[: kept - row.num_tokens]",
@@ -478,8 +492,8 @@ MUTATIONS = [
         (
             "kernel_write_streams_transposed",
             "write_streams/triton_gpu.py",
-            "comb[safe, jnp.int32(j), k]",
-            "comb[safe, k, jnp.int32(j)]",
+            "comb[token, jnp.int32(j), k]",
+            "comb[token, k, jnp.int32(j)]",
             "pallas_kernels/write_streams",
         ),
         (

@@ -11,7 +11,7 @@ from dsv4_jax.config import DSV4Config
 
 
 def bench(tmp_path, *arguments, status=0):
-    path = tmp_path / "figures" / "out.json"
+    path = tmp_path / "out.json"
     assert main(["bench", *arguments, "--config", "tiny", "--json", str(path)]) == status
     return json.loads(path.read_text())
 
@@ -131,11 +131,11 @@ def test_prefill_is_timed(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--parts", "step,head"], r"parts must be of .*, got \['head'\]"),
-        (["--contexts", "0"], "contexts must be in 1..1048576, got 0"),
+        (["--parts", "step,head"], r"argument --parts: must be of .*, got 'step,head'"),
+        (["--contexts", "0"], r"argument --contexts: must be a whole number from 1 to .*, got '0'"),
         (["--layers", "8"], "layers must be in 1..7, got 8"),
-        (["--layers", "0"], "layers must be in 1..7, got 0"),
-        (["--experts", "0"], "experts must be at least 3, got 0"),
+        (["--layers", "0"], r"argument --layers: must be a whole number from 1 to .*, got '0'"),
+        (["--experts", "0"], r"argument --experts: must be a whole number from 1 to .*, got '0'"),
         (["--experts", "1"], "experts must be at least 3, got 1"),
     ],
 )

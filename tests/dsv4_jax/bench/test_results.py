@@ -54,7 +54,7 @@ def test_a_command_line_names_no_folders(monkeypatch, arguments, command):
 
 
 def test_an_output_is_written_whole_with_each_figure(tmp_path):
-    path = tmp_path / "folder" / "out.json"
+    path = tmp_path / "out.json"
     output = results.Output(path, command="bench")
     output.set(rows=[1])
     assert read(path) == output.fields

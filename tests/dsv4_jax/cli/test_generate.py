@@ -72,9 +72,9 @@ def test_another_checkpoint_without_a_tokenizer_is_refused(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["x", "--max-new-tokens", "0"], "max_new_tokens must be at least 1"),
-        (["x", "--max-new-tokens", "4096"], "max_context_tokens=4096"),
-        (["x" * 5000], "max_context_tokens=4096"),
+        (["x", "--max-new-tokens", "0"], "--max-new-tokens: must be a whole number from 1"),
+        (["x", "--max-new-tokens", "4096"], "max_position_embeddings=4096"),
+        (["x" * 5000], "max_position_embeddings=4096"),
         (["x", "--temperature", "-1"], "temperature"),
         (["x", "--checkpoint", "/nowhere/at/all"], "/nowhere/at/all"),
     ],

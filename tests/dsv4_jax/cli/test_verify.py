@@ -8,7 +8,8 @@ import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.allocator.pending_changes import PendingChanges
-from dsv4_jax.cli import main, verify
+from dsv4_jax.checkpoint.finite import list_not_finite
+from dsv4_jax.cli import main
 from helpers import serving
 from pallas_kernels.common.weights import quantize_block_fp8, quantize_mxfp4
 
@@ -60,7 +61,7 @@ def test_nan_in_codes_and_scales_is_found():
     well = {"fp8": quantize_block_fp8(values, dtype="float32")}
     well["fp4"] = quantize_mxfp4(values, dtype="float32")
     well["f32 scales"] = dataclasses.replace(well["fp8"], scale=jnp.ones((1, 1)))
-    assert verify._not_finite(well) == []
+    assert list_not_finite(well) == []
     codes = well["fp8"].codes.at[3, 5].set(jnp.nan)
     broken = {
         "codes": dataclasses.replace(well["fp8"], codes=codes),
@@ -70,7 +71,7 @@ def test_nan_in_codes_and_scales_is_found():
             well["fp4"], scale=well["fp4"].scale.at[0, 0, 3].set(0x7FFF7F7F)
         ),
     }
-    assert verify._not_finite(broken) == [f"['{name}']" for name in sorted(broken)]
+    assert list_not_finite(broken) == [f"['{name}']" for name in sorted(broken)]
 
 
 @pytest.mark.slow
@@ -81,4 +82,6 @@ def test_the_shipped_checkpoint_is_well_in_every_format(capsys):
 
 def test_bad_input_is_one_line_and_status_2(capsys):
     assert main(["verify", "--requests", "0"]) == 2
-    assert capsys.readouterr().err == "dsv4-jax verify: requests must be at least 1, got 0\n"
+    assert capsys.readouterr().err == (
+        "dsv4-jax verify: argument --requests: must be a whole number from 1 to 10000, got '0'\n"
+    )

@@ -513,9 +513,9 @@ def test_another_model_is_refused(name, value):
         (["compress_rates"], {"compress_rates": {"full_attention": 4}}),
         (["compress_rate_csa", "compress_rates"], {"compress_rate_csa": 4}),
         (["compress_rate_hca", "compress_rates"], {"compress_rate_hca": 128}),
-        (["csa_compression_ratio"], {"compress_rates": {SPARSE: 0, HEAVY: 20}}),
-        (["csa_compression_ratio"], {"compress_rates": {SPARSE: None, HEAVY: 20}}),
-        (["hca_compression_ratio"], {"compress_rates": {SPARSE: 3, HEAVY: -1}}),
+        ([f"compress_rates.{SPARSE}"], {"compress_rates": {SPARSE: 0, HEAVY: 20}}),
+        ([f"compress_rates.{SPARSE}"], {"compress_rates": {SPARSE: None, HEAVY: 20}}),
+        ([f"compress_rates.{HEAVY}"], {"compress_rates": {SPARSE: 3, HEAVY: -1}}),
         (["mlp_layer_types", "num_hidden_layers=4"], {"mlp_layer_types": ["moe"] * 3}),
         (["mlp_layer_types", "dense"], {"mlp_layer_types": ["moe"] * 3 + ["dense"]}),
         (["mlp_layer_types", "num_hash_layers"], {"num_hash_layers": 2}),
@@ -674,6 +674,8 @@ def test_written_presets_read_back(config):
 def configs(draw):
     size = st.integers(1, 300)
     positive = st.floats(1e-7, 1e6)
+    vocab_size = draw(size)
+    token = st.integers(0, vocab_size - 1)
     rope_dim = 2 * draw(st.integers(1, 150))
     groups = draw(st.integers(1, 16))
     experts = draw(size)
@@ -685,7 +687,6 @@ def configs(draw):
         )
     )
     sizes = (
-        "vocab_size",
         "hidden_size",
         "q_lora_rank",
         "o_lora_rank",
@@ -705,7 +706,6 @@ def configs(draw):
         "hc_eps",
         "rms_norm_eps",
         "rope_theta",
-        "compress_rope_theta",
     )
     scaling = st.builds(
         YarnScaling,
@@ -726,8 +726,10 @@ def configs(draw):
         num_experts_per_token=draw(st.integers(1, experts)),
         num_mtp_layers=draw(st.integers(0, 1)),
         rope_scaling=draw(st.none() | scaling),
-        bos_token_id=draw(st.none() | st.integers(0, 9)),
-        eos_token_ids=tuple(draw(st.lists(st.integers(0, 9), max_size=3))),
+        compress_rope_theta=draw(st.floats(1.5, 1e6)),
+        vocab_size=vocab_size,
+        bos_token_id=draw(st.none() | token),
+        eos_token_ids=tuple(draw(st.lists(token, max_size=3))),
         **{name: draw(size) for name in sizes},
         **{name: draw(positive) for name in floats},
     )

@@ -41,8 +41,8 @@ def assert_close(found, given):
 @pytest.mark.parametrize(
     ("num_tokens", "dim", "dtype"),
     slow.all_but(
-        [(3, 320, jnp.bfloat16), (18, 64, jnp.float32)],
-        [(1, 256, jnp.bfloat16), (3, 320, jnp.bfloat16), (18, 64, jnp.float32)],
+        [(3, 320, jnp.bfloat16), (9, 64, jnp.float32)],
+        [(1, 256, jnp.bfloat16), (3, 320, jnp.bfloat16), (9, 64, jnp.float32)],
     ),
 )
 def test_against_the_formulas_in_float64(lane, backend, num_tokens, dim, dtype):
@@ -59,7 +59,7 @@ def test_a_transposed_comb_would_be_seen():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("num_tokens", "dim"), [(1, 4096), (64, 4096), (2, 7168), (18, 7168)])
+@pytest.mark.parametrize(("num_tokens", "dim"), [(1, 4096), (16, 4096), (2, 7168)])
 def test_kernel_at_real_shapes(num_tokens, dim):
     given = arguments(num_tokens, dim, jnp.bfloat16)
     assert_close(jit_write_streams(*given, backend="triton_gpu"), given)
@@ -84,4 +84,4 @@ def _aot_case(num_tokens, dim):
     return (f"{num_tokens}x{dim}", call, specs)
 
 
-AOT_CASES = [_aot_case(64, 4096), _aot_case(1, 7168)]
+AOT_CASES = [_aot_case(16, 4096), _aot_case(1, 7168)]

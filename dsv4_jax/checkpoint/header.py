@@ -1,0 +1,142 @@
+"""The header of a safetensors file, as the `safetensors` package accepts it.
+
+That package reads no FP8 or UE8M0 into NumPy, but it judges headers: at most 100 MB of JSON in
+UTF-8, whole numbers, sizes that are shape times dtype, and tensors that follow each other from the
+first byte of the data to the last, without holes or overlaps. What it accepts is read again here
+for the offsets, which it does not tell; names that are there twice, of which it takes the last, are
+refused.
+"""
+
+from __future__ import annotations
+
+import math
+import pathlib
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from dsv4_jax.config.json_file import MAX_JSON_BYTES, parse_json_object
+from dsv4_jax.config.kinds import Fields, ListOf, Whole, Word, show
+
+DTYPES = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+}
+MAX_TENSORS = 2**19
+"""Of one file; all of Pro's are 143,000 with their scales."""
+
+_ENTRY = Fields(
+    {
+        "dtype": Word(),
+        "shape": ListOf(Whole(0, 2**64 - 1), 64),
+        "data_offsets": ListOf(Whole(0, 2**64 - 1), 2),
+    }
+)
+_MAX_NAME, _MAX_AXES, _MAX_AXIS = 512, 8, 2**31 - 1
+_UNHELPFUL = "Error while deserializing header: "
+
+
+class Entry(NamedTuple):
+    """What a header says of one tensor; `begin` is the place of its first byte in the file."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    begin: int
+
+
+def read_header(file: pathlib.Path) -> dict[str, Entry]:
+    """Every tensor that a file has, by name.
+
+    Raises:
+      ValueError: the file is truncated or no safetensors file, or a tensor has a dtype, a shape or
+        a name that is none of ours. File and tensor are named.
+      OSError: it cannot be read.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        count = int.from_bytes(stream.read(8), "little")
+        if count > MAX_JSON_BYTES <= size:
+            raise ValueError(
+                f"{file} is no safetensors file: its header must have at most "
+                f"{MAX_JSON_BYTES:,} bytes, got {count:,}"
+            )
+        if size < 8 or 8 + count > size:
+            raise ValueError(f"{file} is truncated, or no safetensors file: its header is cut off")
+        data = stream.read(count)
+    try:
+        with safe_open(file, "numpy"):
+            judgement = None
+    except SafetensorError as error:
+        judgement = str(error).removeprefix(_UNHELPFUL)
+    header = parse_json_object(data, f"{file} is no safetensors file: its header")
+    header.pop("__metadata__", None)
+    if judgement is not None:
+        _name_culprit(file, header, size - 8 - count)
+        raise ValueError(f"{file} is damaged, or no safetensors file: {judgement[:300]}")
+    if len(header) > MAX_TENSORS:
+        raise ValueError(f"{file} must have at most {MAX_TENSORS:,} tensors, got {len(header):,}")
+    return {name: _read_entry(file, name, entry, 8 + count) for name, entry in header.items()}
+
+
+def _read_entry(file: pathlib.Path, name: str, entry: dict, data_begin: int) -> Entry:
+    """An entry whose types, sizes and offsets `safetensors` has accepted."""
+    if not name.isprintable() or not 0 < len(name) <= _MAX_NAME:
+        raise ValueError(
+            f"{file} has a tensor whose name is not 1 to {_MAX_NAME} printable characters: "
+            f"{show(name)}"
+        )
+    if entry["dtype"] not in DTYPES:
+        raise ValueError(_unknown_dtype(file, name, entry["dtype"]))
+    shape = tuple(entry["shape"])
+    if len(shape) > _MAX_AXES or max(shape, default=0) > _MAX_AXIS:
+        raise ValueError(
+            f"{name} in {file} must have at most {_MAX_AXES} axes of at most {_MAX_AXIS:,}, got "
+            f"shape {show(list(shape))}"
+        )
+    return Entry(DTYPES[entry["dtype"]], shape, data_begin + entry["data_offsets"][0])
+
+
+def _unknown_dtype(file: pathlib.Path, name: str, dtype: str) -> str:
+    return f"{name} in {file} has dtype {show(dtype)[1:-1]}; known are {list(DTYPES)}"
+
+
+def _name_culprit(file: pathlib.Path, header: dict, data_bytes: int) -> None:
+    """Raises ValueError about the tensor for which a header was refused, if one can be found."""
+    last_name, last = "", -1
+    for name, entry in header.items():
+        shown = show(name)[1:-1]
+        fields = _ENTRY.read(entry, f"{file} is damaged, or no safetensors file: {shown}")
+        if missing := sorted(_ENTRY.kinds.keys() - fields.keys()):
+            raise ValueError(f"{file} is damaged: {shown} lacks {', '.join(missing)}")
+        if fields["dtype"] not in DTYPES:
+            raise ValueError(_unknown_dtype(file, shown, fields["dtype"]))
+        if len(fields["data_offsets"]) != 2:
+            raise ValueError(
+                f"{file} is damaged: {shown}.data_offsets must be begin and end, got "
+                f"{fields['data_offsets']}"
+            )
+        begin, end = fields["data_offsets"]
+        wanted = math.prod(fields["shape"]) * DTYPES[fields["dtype"]].itemsize
+        if end - begin != wanted:
+            raise ValueError(
+                f"{file} is damaged: {shown} does not fill its bytes: dtype {fields['dtype']} and "
+                f"shape {show(fields['shape'])} take {wanted:,}, data_offsets {[begin, end]} are "
+                f"{end - begin:,}"
+            )
+        if end > last:
+            last_name, last = shown, end
+    if last > data_bytes:
+        offset = file.stat().st_size - data_bytes
+        raise ValueError(
+            f"{file} is truncated: {last_name} ends at byte {offset + last:,} of "
+            f"{offset + data_bytes:,}"
+        )

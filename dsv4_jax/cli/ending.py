@@ -1,0 +1,77 @@
+"""How a command ends: with a status and at most one message, never with a traceback."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Callable
+
+import jax
+
+from dsv4_jax.cli.arguments import UsageError
+
+INTERRUPTED = 130
+"""128 and the number of SIGINT, as a shell says it."""
+
+CLOSED_PIPE = 141
+"""128 and the number of SIGPIPE."""
+
+
+def run_to_status(name: str, run: Callable[[], int]) -> int:
+    """Runs a command and gives the status of its process.
+
+    Args:
+      name: what messages begin with.
+      run: the command; its result is its status.
+
+    Returns:
+      That status; 2 for bad input and for files that cannot be read or written, 1 if the device
+      failed or memory is too small, 130 after Ctrl-C, 141 if the reader of the output has gone.
+    """
+    _show_any_text()
+    try:
+        status = run()
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        _discard_output()
+        return CLOSED_PIPE
+    except KeyboardInterrupt:
+        return _say(f"{name}: interrupted", INTERRUPTED)
+    except UsageError as error:
+        return _say(str(error), 2)
+    except (ValueError, OSError, NotImplementedError) as error:
+        return _say(f"{name}: {error}", 2)
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        return _say(f"{name}: {str(error).strip() or 'not enough memory'}", 1)
+
+
+def _say(message: str, status: int) -> int:
+    """Prints the message after what was printed before it."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _discard_output()
+    try:
+        print(message, file=sys.stderr, flush=True)
+    except OSError:
+        _discard_output()
+    return status
+
+
+def _show_any_text() -> None:
+    """Lets what a terminal's encoding lacks be shown by its number."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _discard_output() -> None:
+    """Sends what is still to be written nowhere, or Python would fail to write it at its end."""
+    with open(os.devnull, "wb") as nowhere:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except OSError:
+                os.dup2(nowhere.fileno(), stream.fileno())

@@ -1,0 +1,377 @@
+"""How commands end whatever they are given: a status and a line, never a traceback."""
+
+import argparse
+import itertools
+import json
+import math
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+import dsv4_jax as ds
+from dsv4_jax import cli
+from dsv4_jax.cli import bench, convert, generate, main, plan, verify
+from dsv4_jax.cli.arguments import Parser, UsageError
+from helpers import bad_files
+
+SAVED = pathlib.Path(__file__).parents[2] / "data" / "hf_saved_tiny"
+SHIPPED = pathlib.Path(ds.SHIPPED_CHECKPOINT)
+COMMANDS = {
+    ("generate", "a prompt"): generate,
+    ("plan", "tiny"): plan,
+    ("verify",): verify,
+    ("convert", "a", "b", "--weights", "released"): convert,
+    ("bench", "decode"): bench,
+    ("bench", "kernels"): bench,
+    ("bench", "prefill"): bench,
+}
+"""Words of each command that are enough for it."""
+
+
+def message_of(capsys, *arguments, status=2):
+    """The one line that a command says."""
+    assert main([*map(str, arguments)]) == status
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    return line
+
+
+@pytest.fixture
+def nothing_loads(monkeypatch):
+    """What a command does after its arguments are checked fails."""
+    for module, names in ((generate, ("load_checkpoint", "Engine")), (bench, ("copy_bandwidth",))):
+        for name in names:
+            monkeypatch.setattr(module, name, None)
+
+
+# Options.
+
+
+@pytest.mark.parametrize("arguments", [("plan", "tiny", "--cont", "4"), ("verify", "--req", "1")])
+def test_options_are_not_abbreviated(capsys, arguments):
+    line = message_of(capsys, *arguments)
+    assert line == f"dsv4-jax: unrecognized arguments: {arguments[-2]} {arguments[-1]}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        (("generate", "x", "--max-new-tokens", 2**40), "--max-new-tokens"),
+        (("generate", "x", "--top-k", 2**31), "--top-k"),
+        (("generate", "x", "--top-k", "9" * 5000), "--top-k"),
+        (("generate", "x", "--seed", 2**64), "--seed"),
+        (("generate", "x", "--temperature", "nan"), "--temperature"),
+        (("generate", "x", "--temperature", "1e39"), "--temperature"),
+        (("generate", "x", "--top-p", "inf"), "--top-p"),
+        (("verify", "--requests", 10**30), "--requests"),
+        (("verify", "--seed", "-1"), "--seed"),
+        (("convert", "a", "b", "--weights", "released", "--shard-gib", "inf"), "--shard-gib"),
+        (("convert", "a", "b", "--weights", "released", "--shard-gib", "nan"), "--shard-gib"),
+        (("plan", "tiny", "--context", "-5"), "--context"),
+        (("plan", "tiny", "--context", 2**31), "--context"),
+        (("plan", "tiny", "--requests", "-3"), "--requests"),
+        (("plan", "tiny", "--gpu-gib", "nan"), "--gpu-gib"),
+        (("plan", "tiny", "--gpu-gib", "-3"), "--gpu-gib"),
+        (("plan", "tiny", "--weights-gib", "-100"), "--weights-gib"),
+        (("bench", "decode", "--batch", "1,,2"), "--batch"),
+        (("bench", "decode", "--batch", "-1"), "--batch"),
+        (("bench", "decode", "--contexts", 10**30), "--contexts"),
+        (("bench", "decode", "--budget-s", "nan"), "--budget-s"),
+        (("bench", "kernels", "--contexts", "0"), "--contexts"),
+        (("bench", "prefill", "--chunk", "0"), "--chunk"),
+        (("bench", "prefill", "--tokens", "-64"), "--tokens"),
+    ],
+)
+def test_a_number_that_does_not_fit_is_refused_by_its_option(capsys, arguments, option):
+    line = message_of(capsys, *arguments)
+    assert f"argument {option}: must be " in line
+    assert str(arguments[-1])[:70] in line
+    assert len(line) < 300
+
+
+def test_plan_refuses_more_blocks_than_a_table_can_number(capsys):
+    line = message_of(capsys, "plan", "tiny", "--context", 2**31 - 1, "--requests", 2**20)
+    assert "--requests 1048576 of --context 2147483647 take" in line
+    assert main(["plan", "tiny", "--context", str(2**31 - 1), "--requests", "100"]) == 0
+    assert not re.search(r"-\d", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("what", ["decode", "kernels", "prefill"])
+def test_a_file_for_figures_needs_its_folder_before_work(capsys, tmp_path, nothing_loads, what):
+    small = ("bench", what, "--config", "tiny")
+    target = tmp_path / "nope" / "x.json"
+    line = message_of(capsys, *small, "--json", target)
+    assert (
+        f"argument --json: must be a file in a folder that is there; make {target.parent}" in line
+    )
+    assert list(tmp_path.iterdir()) == []
+    assert "this is a folder" in message_of(capsys, *small, "--json", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("decode", "--plot", "{folder}/x.txt"), "argument --plot: must end in .png or .svg"),
+        (("decode", "--plot", "{folder}/no/x.svg"), "argument --plot: must be a file in a folder"),
+        (("kernels", "--contexts", 2**30), "contexts must be in 1..1048576, got 1073741824"),
+        (("prefill", "--tokens", 2**30), "tokens must be in 1..1048576, got 1073741824"),
+        (("prefill", "--tokens", "100", "--chunk", "7"), "chunk must divide tokens, got 7 and 100"),
+        (("decode", "--config", "{folder}/no"), "config must be one of"),
+    ],
+)
+def test_bench_refuses_before_work(capsys, tmp_path, nothing_loads, arguments, message):
+    arguments = [str(argument).format(folder=tmp_path) for argument in arguments]
+    assert message in message_of(
+        capsys, "bench", *arguments[:1], "--config", "tiny", *arguments[1:]
+    )
+
+
+def test_a_plot_without_matplotlib_is_refused_before_work(
+    capsys, tmp_path, nothing_loads, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    small = ("bench", "decode", "--config", "tiny", "--plot", tmp_path / "x.svg")
+    assert "a plot needs matplotlib" in message_of(capsys, *small)
+
+
+# Prompts.
+
+
+def test_a_prompt_that_is_no_utf8_is_refused(capsys):
+    prompt = os.fsdecode(b"caf\xe9")
+    line = message_of(capsys, "generate", "good", prompt)
+    assert line == r"dsv4-jax generate: argument prompt: must be UTF-8, got b'caf\xe9'"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["x" * 5000], "prompt 1 of 5001 tokens and --max-new-tokens 256"),
+        (["x", "y" * 4000], "prompt 2 of 4001 tokens"),
+        (["x", "--max-new-tokens", "4096"], "max_position_embeddings=4096 together, got 4098"),
+        (["x", "--top-p", "0"], "top_p must be above 0"),
+    ],
+)
+def test_prompts_are_checked_before_weights_are_read(capsys, nothing_loads, arguments, message):
+    assert message in message_of(capsys, "generate", *arguments)
+
+
+def test_a_tokenizer_of_another_model_is_refused_before_weights(capsys, tmp_path, nothing_loads):
+    fields = json.loads((SHIPPED / "config.json").read_text()) | {"vocab_size": 50}
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"bos_token_id": 0}))
+    shutil.copy(SHIPPED / "tokenizer.json", tmp_path)
+    folder = ("--checkpoint", tmp_path)
+    assert "eos_token_id must be at most 49" in message_of(capsys, "generate", "x", *folder)
+    (tmp_path / "config.json").write_text(
+        json.dumps(fields | {"bos_token_id": 0, "eos_token_id": 1})
+    )
+    assert "gives prompt 1 the token 256" in message_of(capsys, "generate", "x", *folder)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert "tokenizer.json is no tokenizer" in message_of(capsys, "generate", "x", *folder)
+
+
+def test_weights_are_checked_and_links_followed_as_told(capsys, monkeypatch):
+    seen = []
+
+    def load(path, **options):
+        seen.append((options["check_weights"], options["follow_links"]))
+        raise ValueError("enough")
+
+    for module in (generate, verify):
+        monkeypatch.setattr(module, "load_checkpoint", load)
+    for words in (
+        ("generate", "x"),
+        ("generate", "x", "--check-weights"),
+        ("generate", "x", "--no-check-weights", "--follow-links"),
+        ("verify", "--follow-links"),
+    ):
+        assert message_of(capsys, *words).endswith("enough")
+    assert seen == [(None, False), (True, False), (False, True), (False, True)]
+
+
+# Ends.
+
+
+@pytest.fixture
+def ending(monkeypatch):
+    """Lets `plan` end by an error."""
+
+    def set_error(error):
+        def run(args):
+            print("half of it")
+            raise error
+
+        monkeypatch.setattr(plan, "run", run)
+
+    return set_error
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (KeyboardInterrupt(), 130, "dsv4-jax plan: interrupted"),
+        (PermissionError(13, "no", "/x"), 2, "dsv4-jax plan: [Errno 13] no: '/x'"),
+        (NotImplementedError("not here"), 2, "dsv4-jax plan: not here"),
+        (MemoryError(), 1, "dsv4-jax plan: not enough memory"),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED"), 1, "dsv4-jax plan: RESOURCE_EXHAUSTED"),
+        (BrokenPipeError(), 141, ""),
+    ],
+)
+def test_an_error_is_a_status_and_a_line(capsys, ending, error, status, said):
+    ending(error)
+    assert main(["plan", "tiny"]) == status
+    captured = capsys.readouterr()
+    assert captured.out == "half of it\n"
+    assert captured.err.strip() == said
+
+
+def test_ctrl_c_while_options_are_read_is_status_130(capsys, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "use_compilation_cache", interrupt)
+    assert message_of(capsys, "plan", "tiny", status=130) == "dsv4-jax: interrupted"
+
+
+@pytest.mark.parametrize("lost", ["stdout", "stdout and stderr"])
+def test_a_reader_that_has_gone_ends_a_command_quietly(monkeypatch, lost):
+    """As `dsv4-jax plan flash | head -1` does, and `2>&1 | head -1`."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as stream, open(os.devnull, "w") as quiet:
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setattr(sys, "stderr", stream if "stderr" in lost else quiet)
+        assert main(["plan", "tiny"]) == 141
+        if "stderr" in lost:
+            assert main(["plan", "no such thing"]) == 2
+        stream.write("what is flushed at the end")  # goes nowhere, and does not raise
+
+
+def test_text_that_a_terminal_cannot_show_is_shown_by_its_number(monkeypatch, tmp_path):
+    file = tmp_path / "out"
+    with file.open("w", encoding="ascii") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setattr(plan, "run", lambda args: print("é") or 0)
+        assert main(["plan", "tiny"]) == 0
+    assert file.read_text() == "\\xe9\n"
+
+
+def start(*arguments, **options):
+    command = [sys.executable, "-m", "dsv4_jax", *arguments]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay_s", [4.0, 6.0, 9.0])
+def test_ctrl_c_ends_a_process_with_one_line(delay_s):
+    """While it imports, loads, compiles or draws; in the first second Python itself may end."""
+    with start("generate", "The", "--max-new-tokens", "3000", stdout=subprocess.DEVNULL) as process:
+        time.sleep(delay_s)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"interrupted" in err.splitlines()[-1]
+    assert b"KeyboardInterrupt" not in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "statuses"),
+    [(["plan", "flash"], {141}), (["generate", "The", "--max-new-tokens", "40"], {141})],
+)
+def test_a_closed_pipe_ends_a_process_quietly(arguments, statuses):
+    with start(*arguments, stdout=subprocess.PIPE) as process:
+        process.stdout.close()
+        err = process.stderr.read()
+        process.wait(timeout=120)
+    assert process.returncode in statuses
+    assert b"BrokenPipe" not in err
+
+
+@pytest.mark.slow
+def test_bytes_that_are_no_utf8_on_the_command_line_of_a_process():
+    with start("generate", b"caf\xe9", stdout=subprocess.PIPE) as process:
+        out, err = process.communicate(timeout=120)
+    assert (process.returncode, out) == (2, b"")
+    assert b"must be UTF-8, got b'caf\\xe9'" in err
+
+
+# By the thousand.
+
+
+def parser_of(words):
+    """The parser that takes these words, as `main` makes it."""
+    parser = Parser(prog="dsv4-jax")
+    commands = parser.add_subparsers(dest="command", required=True)
+    COMMANDS[words].add_arguments(commands.add_parser(words[0]))
+    return parser
+
+
+def options_of(parser, words):
+    """Every option of a command that takes a value."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            chosen = next(word for word in words if word in action.choices)
+            yield from options_of(action.choices[chosen], words)
+        elif action.option_strings and action.nargs is None:
+            yield action
+
+
+def attempt(parser, words):
+    """What the parser gives, and the message by which it refuses."""
+    try:
+        return parser.parse_args(words), None
+    except UsageError as error:
+        return None, str(error)
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(4000, marks=pytest.mark.slow)])
+def test_values_of_every_option(count):
+    """Refused by the option's name with the value, or a number that is finite and in range."""
+    parsers = {words: parser_of(words) for words in COMMANDS}
+    options = [
+        (words, action)
+        for words, parser in parsers.items()
+        for action in options_of(parser, words)
+        if action.type is not pathlib.Path
+    ]
+    assert len(options) > 40
+    tried = itertools.count()
+
+    @settings(
+        max_examples=count, deadline=None, derandomize=True, database=None,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(bad_files.command_lines(options))
+    def run(case):
+        next(tried)
+        words, action, text = case
+        name = action.option_strings[0]
+        found, message = attempt(parsers[words], [*words, f"{name}={text}"])
+        if message is not None:
+            assert f"argument {name}: " in message
+            assert repr(text)[1:20].rstrip("'\"") in message
+            assert len(message) < 6000
+            return
+        value = getattr(found, action.dest)
+        for one in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(one, int | float):
+                assert math.isfinite(one)
+                assert abs(one) < 2**63 or isinstance(one, float)
+            elif isinstance(one, pathlib.Path):
+                assert one.parent.is_dir()
+            else:
+                assert isinstance(one, str)
+
+    run()
+    assert next(tried) >= count
