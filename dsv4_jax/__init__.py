@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from dsv4_jax.cache.schema import LayerCacheSchema as LayerCacheSchema
     from dsv4_jax.cache.schema import build_schema as build_schema
     from dsv4_jax.cache.schema import compute_block_budget as compute_block_budget
+    from dsv4_jax.cache.shardings import cache_shardings
     from dsv4_jax.cache.state_cache import StateCachePool as StateCachePool
     from dsv4_jax.cache.step_input import StepInput
     from dsv4_jax.cache.views import ClassicalView as ClassicalView
@@ -45,8 +46,10 @@ if TYPE_CHECKING:
     from dsv4_jax.config.layer_types import RouterType as RouterType
     from dsv4_jax.config.model_config import DSV4Config
     from dsv4_jax.config.model_config import YarnScaling as YarnScaling
+    from dsv4_jax.mesh import make_mesh
     from dsv4_jax.model.forward import forward
     from dsv4_jax.model.params import init_params, unstack_layers
+    from dsv4_jax.model.shardings import param_shardings
     from dsv4_jax.runtime import set_xla_flags, use_compilation_cache
     from dsv4_jax.serving.engine import Engine
     from dsv4_jax.serving.request import Completion
@@ -64,6 +67,7 @@ __all__ = [
     "Sampling",
     "SamplingParams",
     "StepInput",
+    "cache_shardings",
     "commit",
     "decode_loop",
     "decode_step",
@@ -74,7 +78,9 @@ __all__ = [
     "jit_decode_step",
     "jit_prefill",
     "load_checkpoint",
+    "make_mesh",
     "make_sampling",
+    "param_shardings",
     "prefill",
     "reset_slots",
     "sample",
@@ -101,12 +107,15 @@ _PACKAGES = (
 _NAMES_BY_MODULE = {
     "cache.commit": "commit",
     "cache.model_cache": "ModelCache init_cache reset_slots update_slots",
+    "cache.shardings": "cache_shardings",
     "cache.step_input": "StepInput",
     "checkpoint.load": "SHIPPED_CHECKPOINT load_checkpoint",
     "checkpoint.save": "save_checkpoint",
     "config.model_config": "DSV4Config YarnScaling",
+    "mesh": "make_mesh",
     "model.forward": "forward",
     "model.params": "init_params unstack_layers",
+    "model.shardings": "param_shardings",
     "runtime": "set_xla_flags use_compilation_cache",
     "serving.engine": "Engine",
     "serving.request": "Completion",

@@ -20,6 +20,7 @@ from dsv4_jax.cache.schema import (
     build_schema,
     compute_block_budget,
 )
+from dsv4_jax.cache.shardings import cache_shardings
 from dsv4_jax.cache.slot_changes import SlotChanges, apply_changes
 from dsv4_jax.cache.snapshots import (
     SnapshotPlan,
@@ -54,6 +55,7 @@ __all__ = [
     "apply_changes",
     "build_schema",
     "cache_shapes",
+    "cache_shardings",
     "compute_block_budget",
     "family_bytes",
     "init_cache",

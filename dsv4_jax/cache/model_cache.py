@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import flax.struct
 import jax
@@ -25,6 +26,7 @@ from dsv4_jax.cache.step_input import StepInput, check_room, check_step_input, i
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import draft_layer, layer_schedule
 from dsv4_jax.config.layer_types import AttentionType
+from dsv4_jax.mesh import DATA, AnyMesh, check_divides, mesh_sizes, shardings_of
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.formats import CACHE_FORMATS
 
@@ -141,6 +143,7 @@ def init_cache(
     max_context_tokens: int,
     cache_format: str = DEFAULT_CACHE_FORMAT,
     num_blocks: int | None = None,
+    mesh: AnyMesh | None = None,
 ) -> ModelCache:
     """An empty cache.
 
@@ -152,10 +155,22 @@ def init_cache(
       num_blocks: physical blocks. None gives every slot a full context of its own: slot r holds
         blocks r * LB to (r + 1) * LB - 1, so that it works without a manager. A number leaves
         the tables empty, for a manager to fill.
+      mesh: where the cache lies; slots and blocks are split over its axis `data`, and tables hold
+        ids within a part. None is one device.
 
     Raises:
-      ValueError: an argument is out of range, or there is no such format.
+      ValueError: an argument is out of range or does not divide over the mesh, or there is no such
+        format.
     """
+    if mesh is not None:
+        return _init_on_mesh(
+            mesh,
+            config,
+            max_requests=max_requests,
+            max_context_tokens=max_context_tokens,
+            cache_format=cache_format,
+            num_blocks=num_blocks,
+        )
     checks.instance("config", config, DSV4Config)
     max_requests = checks.integer("max_requests", max_requests, 1)
     max_context_tokens = checks.integer("max_context_tokens", max_context_tokens, 1)
@@ -188,6 +203,37 @@ def init_cache(
         block_table=table,
         schemas=schemas,
     )
+
+
+def _init_on_mesh(
+    mesh: AnyMesh,
+    config: DSV4Config,
+    *,
+    max_requests: int,
+    num_blocks: int | None,
+    **sizes: Any,
+) -> ModelCache:
+    """Each device makes its own part; arguments as of `init_cache`."""
+    parts = mesh_sizes(mesh)[0]
+    max_requests = checks.integer("max_requests", max_requests, 1)
+    check_divides(mesh, {"max_requests": max_requests}, (DATA,))
+    if num_blocks is not None:
+        num_blocks = checks.integer("num_blocks", num_blocks, 1)
+        check_divides(mesh, {"num_blocks": num_blocks}, (DATA,))
+
+    def build() -> ModelCache:
+        cache = init_cache(
+            config,
+            max_requests=max_requests,
+            num_blocks=num_blocks,
+            **sizes,
+        )
+        table = cache.block_table
+        if num_blocks is None:
+            table = table % (table.size // parts)
+        return dataclasses.replace(cache, block_table=table)
+
+    return jax.jit(build, out_shardings=shardings_of(jax.eval_shape(build), mesh))()
 
 
 def update_slots(

@@ -9,6 +9,7 @@ from dsv4_jax.model.params import (
     quantize_params,
     unstack_layers,
 )
+from dsv4_jax.model.shardings import param_shardings
 
 __all__ = [
     "DSV4Params",
@@ -16,6 +17,7 @@ __all__ = [
     "forward_streams",
     "init_params",
     "param_shapes",
+    "param_shardings",
     "quantize_params",
     "unstack_layers",
 ]

@@ -1,0 +1,61 @@
+"""Where every array of a cache, a staged step and a snapshot store lies on a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from dsv4_jax.cache.commit import Staged
+from dsv4_jax.cache.model_cache import ModelCache, cache_shapes
+from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
+from dsv4_jax.cache.snapshots import SnapshotStore
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.mesh import BY_ROW, BY_SLOT, AnyMesh, mesh_sizes, shardings_of, specs_of
+
+
+def cache_shardings(
+    config: DSV4Config, mesh: AnyMesh, *, cache_format: str = DEFAULT_CACHE_FORMAT
+) -> ModelCache:
+    """Where every array of a cache lies on a mesh, whatever its sizes.
+
+    Slots and blocks are split over `data`, in equal parts; ids in block tables are those within a
+    part. Over `model` the cache is replicated.
+
+    Args:
+      config: the model.
+      mesh: with the axes `data` and `model`, as `make_mesh` gives it.
+      cache_format: name of the storage format.
+
+    Returns:
+      A `NamedSharding` for every leaf, in a tree of a cache's structure.
+
+    Raises:
+      ValueError: the mesh has other axes, or there is no such format.
+    """
+    mesh_sizes(mesh)
+    sizes = {"max_requests": 1, "max_context_tokens": 1}
+    return shardings_of(cache_shapes(config, **sizes, cache_format=cache_format), mesh)
+
+
+@specs_of.register
+def _cache_specs(cache: ModelCache) -> Any:
+    arrays: dict[str, Any] = {"state": BY_SLOT, "paged": BY_SLOT}
+    tables: dict[str, Any] = {"length_tokens": BY_ROW, "block_table": BY_ROW}
+    return dataclasses.replace(cache, **arrays, **tables)
+
+
+@specs_of.register
+def _store_specs(store: SnapshotStore) -> Any:
+    return jax.tree.map(lambda _: BY_SLOT, store)
+
+
+@specs_of.register
+def _staged_specs(staged: Staged) -> Any:
+    del staged
+    return STAGED
+
+
+STAGED: Any = Staged(new_tokens=BY_SLOT, call=BY_ROW)  # type: ignore[arg-type]
+"""The call's tokens, stacked by layer, and its rows, over `data`."""

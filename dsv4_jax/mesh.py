@@ -1,0 +1,240 @@
+"""The mesh of devices that a step runs on: its two axes, its collectives, what lies where.
+
+    data    requests. Slots, rings, states and blocks lie on one data shard; ids are local to it.
+    model   within a data shard: heads of attention, output groups, width of the shared expert and
+            vocabulary are split; the cache is replicated.
+
+Routed experts are split over both. A step is written for one device, with the collectives below
+where devices must agree; each of them is the identity where its axis has one device or there is no
+mesh. `on_mesh` runs such a function on every device, if its arguments lie on a mesh.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dsv4_jax import checks
+
+DATA, MODEL = "data", "model"
+AXES = (DATA, MODEL)
+BY_ROW = P(DATA)
+"""First axis over `data`: rows, tokens, slots."""
+BY_SLOT = P(None, DATA)
+"""Second axis over `data`: slots or blocks of layers that are stacked."""
+type AnyMesh = Mesh | AbstractMesh
+
+_MAX_DEVICES = 2**16
+
+
+def make_mesh(data: int = 1, model: int = 1, *, devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh with the axes `data` and `model`.
+
+    Args:
+      data: data shards; requests are spread over them.
+      model: devices of a data shard; heads, vocabulary and the shared expert are split over them.
+        Neighbours in `devices` belong to one data shard.
+      devices: data times model of them; None takes the first ones that JAX has.
+
+    Raises:
+      ValueError: a size is below 1, or there are not so many devices.
+    """
+    data = checks.integer("data", data, 1, _MAX_DEVICES)
+    model = checks.integer("model", model, 1, _MAX_DEVICES)
+    found = list(jax.devices() if devices is None else devices)
+    if len(found) < data * model or (devices is not None and len(found) > data * model):
+        raise ValueError(
+            f"a mesh of data={data} and model={model} takes {data * model} devices, "
+            f"got {len(found)}"
+        )
+    grid = np.array(found[: data * model], dtype=object).reshape(data, model)
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 2)
+
+
+def mesh_sizes(mesh: AnyMesh) -> tuple[int, int]:
+    """(data, model): sizes of its axes.
+
+    Raises:
+      ValueError: it is no mesh with these axes.
+    """
+    if not isinstance(mesh, Mesh | AbstractMesh) or not set(AXES) <= set(mesh.axis_names):
+        checks.refuse("mesh", f"a jax.sharding.Mesh with the axes {list(AXES)}", mesh)
+    return mesh.shape[DATA], mesh.shape[MODEL]
+
+
+def check_divides(
+    mesh: AnyMesh, sizes: dict[str, int], axes: tuple[str, ...], *, unit: int = 1
+) -> None:
+    """Refuses sizes that a mesh cannot split evenly.
+
+    Args:
+      mesh: the mesh.
+      sizes: what is to be split, by name.
+      axes: over which axes.
+      unit: what must stay together on one device.
+
+    Raises:
+      ValueError: a size is no multiple of the devices on these axes; the error names the numbers
+        that would divide it.
+    """
+    mesh_sizes(mesh)
+    shape = {name: mesh.shape[name] for name in axes}
+    devices = math.prod(shape.values())
+    for name, size in sizes.items():
+        if devices > 1 and size % (devices * unit):
+            most = min(size // unit, _MAX_DEVICES)
+            fitting = [1] + [n for n in range(2, most + 1) if size % (n * unit) == 0]
+            asked = " and ".join(f"{axis}={n}" for axis, n in shape.items())
+            parts = f" in blocks of {unit}" if unit > 1 else ""
+            raise ValueError(
+                f"{name}={size} must divide over the mesh's {' times '.join(axes)}{parts}, got "
+                f"{asked}; {' times '.join(axes)} may be {_listed(fitting)}"
+            )
+
+
+def _listed(numbers: list[int]) -> str:
+    shown = [str(n) for n in numbers[:12]]
+    return ", ".join(shown) + (", ..." if len(numbers) > len(shown) else "")
+
+
+def axis_size(axis: str) -> int:
+    """Devices on an axis, where a function runs on every device of a mesh; else 1."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.shape[axis] if axis in mesh.manual_axes else 1
+
+
+def place_on(*axes: str) -> jax.Array | int:
+    """The number of this device on axes, the last one fastest; 0 without a mesh."""
+    place: jax.Array | int = 0
+    for axis in axes:
+        if axis_size(axis) > 1:
+            place = place * axis_size(axis) + jax.lax.axis_index(axis)
+    return place
+
+
+def sum_over_model(x: jax.Array) -> jax.Array:
+    """The sum of the devices of a data shard, on each of them."""
+    return jax.lax.psum(x, MODEL) if axis_size(MODEL) > 1 else x
+
+
+def gather_over_model(x: jax.Array) -> jax.Array:
+    """[n, ...] -> [model, n, ...], or [1, n, ...]."""
+    return jax.lax.all_gather(x, MODEL) if axis_size(MODEL) > 1 else x[None]
+
+
+def gather_rows(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """The rows of all data shards, in order, in one collective.
+
+    Args:
+      *arrays: [T, n] each, of 16 or 32 bits.
+
+    Returns:
+      [data * T, n] each.
+    """
+    if axis_size(DATA) == 1:
+        return arrays
+    words = [_to_words(array) for array in arrays]
+    together = jax.lax.all_gather(jnp.concatenate(words, axis=1), DATA, tiled=True)
+    ends = np.cumsum([word.shape[1] for word in words])[:-1].tolist()
+    parts = jnp.split(together, ends, axis=1)
+    return tuple(_from_words(p, a.dtype) for p, a in zip(parts, arrays, strict=True))
+
+
+def sum_own_rows(x: jax.Array) -> jax.Array:
+    """The sum over `data` of this shard's rows: [data * T, ...] -> [T, ...]."""
+    if axis_size(DATA) == 1:
+        return x
+    return jax.lax.psum_scatter(x, DATA, scatter_dimension=0, tiled=True)
+
+
+def _to_words(array: jax.Array) -> jax.Array:
+    words = jax.lax.bitcast_convert_type(array, jnp.uint16)
+    return words.reshape(array.shape[0], -1)
+
+
+def _from_words(words: jax.Array, dtype: Any) -> jax.Array:
+    if jnp.dtype(dtype).itemsize > 2:
+        words = words.reshape(words.shape[0], -1, jnp.dtype(dtype).itemsize // 2)
+    return jax.lax.bitcast_convert_type(words, dtype)
+
+
+@functools.singledispatch
+def specs_of(value: Any) -> Any:
+    """How an argument of a step lies on a mesh: a prefix of its tree, of `PartitionSpec`.
+
+    What no other rule is registered for has rows, tokens or slots on its first axis.
+    """
+    del value
+    return BY_ROW
+
+
+def shardings_of(value: Any, mesh: AnyMesh) -> Any:
+    """`specs_of`, for each leaf of a value a `NamedSharding`."""
+    specs = jax.tree.broadcast(specs_of(value), value)
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+
+def find_mesh(*values: Any) -> AnyMesh | None:
+    """The mesh that arrays lie on, tracers and shapes too; None on one device or inside a step."""
+    if DATA in jax.sharding.get_abstract_mesh().manual_axes:
+        return None
+    for value in values:
+        for leaf in jax.tree.leaves(value)[:1]:
+            sharding = getattr(leaf, "sharding", None)
+            if isinstance(leaf, jax.core.Tracer):
+                sharding = jax.typeof(leaf).sharding
+            if isinstance(sharding, NamedSharding) and set(AXES) <= set(sharding.mesh.axis_names):
+                return sharding.mesh
+    return None
+
+
+def on_mesh[**Args, Out](outputs: Any) -> Callable[[Callable[Args, Out]], Callable[Args, Out]]:
+    """A function of arrays that runs on every device of the mesh that its arguments lie on.
+
+    Each device sees its part of every argument, as `specs_of` says, and gives its part of the
+    results. Without a mesh it is the function itself. Arguments that are keyword-only are static.
+
+    Args:
+      outputs: how results lie: `PartitionSpec`s, or the name of the argument whose place a result
+        takes; a tuple for several results.
+    """
+
+    def decorate(function: Callable[Args, Out]) -> Callable[Args, Out]:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def run(*args: Args.args, **kwargs: Args.kwargs) -> Out:
+            mesh = find_mesh(*args, *kwargs.values())
+            if mesh is None:
+                return function(*args, **kwargs)
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            arrays = dict(zip(signature.parameters, bound.args, strict=False))
+
+            def spec_of(output: Any) -> Any:
+                return specs_of(arrays[output]) if isinstance(output, str) else output
+
+            many = isinstance(outputs, tuple) and not isinstance(outputs, P)
+            out_specs = tuple(map(spec_of, outputs)) if many else spec_of(outputs)
+            local = jax.shard_map(
+                functools.partial(function, **bound.kwargs),
+                mesh=mesh,
+                in_specs=tuple(specs_of(value) for value in arrays.values()),
+                out_specs=out_specs,
+                check_vma=False,
+            )
+            return local(*arrays.values())
+
+        return run
+
+    return decorate

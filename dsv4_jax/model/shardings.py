@@ -1,0 +1,104 @@
+"""Where every parameter lies on a mesh, and which meshes a model fits."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.mesh import DATA, MODEL, AnyMesh, check_divides, mesh_sizes, shardings_of, specs_of
+from dsv4_jax.model.params import DSV4Params, param_shapes
+from pallas_kernels.common.weights import FP8_BLOCK, MXFP4, BlockFP8, Weight, is_quantized
+
+_SPLITS = (
+    (r"(^|\.)(embed|head)$", (MODEL, None)),  # vocabulary
+    (r"\.attn\.(wq_b|wo_a)$", (MODEL, None)),  # heads, output groups
+    (r"\.attn\.wo_b$", (None, MODEL)),
+    (r"\.attn_sink$", (MODEL,)),
+    (r"\.ffn\.w[123]$", ((DATA, MODEL), None, None)),  # experts
+    (r"\.ffn\.shared_w[13]$", (MODEL, None)),  # width
+    (r"\.ffn\.shared_w2$", (None, MODEL)),
+)
+"""How the axes of a layer's weight lie, by its dotted path; all others are replicated."""
+
+
+def param_shardings(
+    config: DSV4Config, mesh: AnyMesh, params: DSV4Params | None = None
+) -> DSV4Params:
+    """Where every parameter lies on a mesh.
+
+    Args:
+      config: the model.
+      mesh: with the axes `data` and `model`, as `make_mesh` gives it.
+      params: parameters or their shapes, stacked or not, dense or quantised; None is
+        `param_shapes(config)`.
+
+    Returns:
+      A `NamedSharding` for every leaf of `params`, in a tree of its structure.
+
+    Raises:
+      ValueError: the mesh has other axes, or a size of the model does not divide over it.
+    """
+    params = param_shapes(config) if params is None else params
+    check_mesh(config, mesh)
+    check_scales(params, mesh)
+    return shardings_of(params, mesh)
+
+
+def check_mesh(config: DSV4Config, mesh: AnyMesh) -> None:
+    """Refuses a mesh over which a model cannot be split evenly.
+
+    Raises:
+      ValueError: the mesh has other axes, or a size does not divide; which, and over what it would.
+    """
+    mesh_sizes(mesh)
+    over_model = {
+        "num_attention_heads": config.num_attention_heads,
+        "o_groups": config.o_groups,
+        "moe_intermediate_size": config.moe_intermediate_size,
+        "vocab_size": config.vocab_size,
+    }
+    check_divides(mesh, over_model, (MODEL,))
+    check_divides(mesh, {"num_routed_experts": config.num_routed_experts}, (DATA, MODEL))
+
+
+def check_scales(params: Any, mesh: AnyMesh) -> None:
+    """Refuses a mesh that would cut a weight through a block of scales.
+
+    Raises:
+      ValueError: a block of 128 outputs or inputs would lie on two devices.
+    """
+    for path, weight in jax.tree_util.tree_flatten_with_path(params, is_leaf=is_quantized)[0]:
+        if not isinstance(weight, BlockFP8):
+            continue
+        for size, axis in zip(weight.shape, _spec(_dotted(path), weight), strict=True):
+            if axis == MODEL:
+                name = f"the size of {_dotted(path)}"
+                check_divides(mesh, {name: size}, (MODEL,), unit=FP8_BLOCK)
+
+
+@specs_of.register
+def _param_specs(params: DSV4Params) -> Any:
+
+    def specs(path: Any, weight: Weight) -> Any:
+        axes = _spec(_dotted(path), weight)
+        if isinstance(weight, MXFP4):  # tiles of outputs and inputs come after the experts
+            axes = axes[:-2]
+        while axes and axes[-1] is None:
+            axes = axes[:-1]
+        return jax.tree.map(lambda _: P(*axes), weight)
+
+    return jax.tree.map_with_path(specs, params, is_leaf=is_quantized)
+
+
+def _spec(path: str, weight: Weight) -> tuple[Any, ...]:
+    """One entry for each axis of a weight, the axis of stacked layers among them."""
+    axes = next((axes for found, axes in _SPLITS if re.search(found, path)), ())
+    return (None,) * (weight.ndim - len(axes)) + axes
+
+
+def _dotted(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
