@@ -7,6 +7,7 @@ of this process's devices, of the largest stack and tensor, and by how much priv
 """
 
 import argparse
+import gc
 import json
 import os
 import pathlib
@@ -71,6 +72,8 @@ def measure(ds, folder, data, model):
     import numpy as np
 
     mesh = ds.make_mesh(data, model)
+    ds.load_checkpoint(folder, mesh=mesh, progress=False)  # programs are compiled
+    gc.collect()
     with Peak() as peak:
         _, params = ds.load_checkpoint(folder, mesh=mesh, progress=False)
     parts = [

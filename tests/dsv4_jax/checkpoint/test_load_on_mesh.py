@@ -37,6 +37,10 @@ CONFIG = dataclasses.replace(
     num_mtp_layers=1,
 )
 """Eight devices split it without cutting a block of scales."""
+ONE_LAYER = dataclasses.replace(
+    CONFIG, layer_types=(CSA,), router_types=(LEARNED,), num_mtp_layers=0
+)
+"""With fewer leaves, each of which compiles for each device."""
 
 
 def start(folder, *arguments):
@@ -57,13 +61,18 @@ def result(process):
 
 
 @pytest.mark.parametrize(
-    ("experts", "meshes"),
+    ("config", "experts", "meshes"),
     slow.all_but(
-        [("fp4", "4x2")], [("fp4", "4x2"), ("fp4", "1x1 1x2 1x8 2x4 8x1"), ("fp8", "1x8 4x2")]
+        [(ONE_LAYER, "fp4", "2x2")],
+        [
+            (ONE_LAYER, "fp4", "2x2"),
+            (CONFIG, "fp4", "1x1 1x2 1x8 2x4 4x2 8x1"),
+            (CONFIG, "fp8", "1x8 4x2"),
+        ],
     ),
 )
-def test_parts_together_are_the_parameters_of_one_device(tmp_path, experts, meshes):
-    folder = write_released(tmp_path, CONFIG, released_tensors(CONFIG, experts=experts))
+def test_parts_together_are_the_parameters_of_one_device(tmp_path, config, experts, meshes):
+    folder = write_released(tmp_path, config, released_tensors(config, experts=experts))
     wrong = result(start(folder, *meshes.split()))
     assert wrong == {mesh: [] for mesh in meshes.split()}
 
@@ -117,9 +126,7 @@ def test_a_block_of_scales_is_not_cut(weight_format):
 def test_a_mesh_that_does_not_fit_is_refused_before_anything_is_read(
     tmp_path, monkeypatch, change, mesh, message
 ):
-    config = dataclasses.replace(
-        CONFIG, layer_types=(CSA,), router_types=(LEARNED,), num_mtp_layers=0, **change
-    )
+    config = dataclasses.replace(ONE_LAYER, **change)
     folder = write_released(tmp_path, config, released_tensors(config))
     monkeypatch.setattr(shards.ShardedStack, "__init__", None)
     with pytest.raises(ValueError, match=message):
@@ -145,6 +152,5 @@ def test_a_process_holds_its_devices_parts_and_one_tensor(tmp_path, processes):
     for found in [result(process) for process in started]:
         assert found["zeros"] == 0
         assert found["own"] < found["all"] * (2 if processes == 1 else 0.7)
-        programs = 100 * 2**20  # of XLA, and what JAX keeps for them
-        assert found["grown"] < found["own"] + found["largest_part"] + programs
+        assert found["grown"] < found["own"] + found["largest_part"] + 2**25
         assert found["grown"] > found["own"] / 2  # it is measured at all
