@@ -22,7 +22,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import layer_schedule
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.model.weight_sizes import walk_weights, weight_family, weight_format
-from pallas_kernels.common.weights import FP8_BLOCK, weight_bytes
+from pallas_kernels.common.weights import weight_bytes
 
 LINK_BANDWIDTH = 450e9
 """Bytes per second that a GPU sends to its peers over NVLink, in one direction."""
@@ -146,15 +146,13 @@ def step_floor(
         num_devices=data * model,
         op_s=op_s,
         num_bytes=sum(count * work.num_bytes for count, work in works),
-        collectives=step_collectives(
-            config, data=data, model=model, rows=rows, activations=activations
-        ),
+        collectives=step_collectives(config, data=data, model=model, rows=rows),
         latency_s=collective_s,
     )
 
 
 def step_collectives(
-    config: DSV4Config, *, data: int, model: int, rows: int, activations: str = "fp8"
+    config: DSV4Config, *, data: int, model: int, rows: int
 ) -> tuple[Collective, ...]:
     """The collectives of a decode step with that many rows on each data shard.
 
@@ -179,7 +177,7 @@ def step_collectives(
         ]
     if data > 1:
         share = (data - 1) / data * data * rows
-        row = dim * _BF16 if activations == "bfloat16" else dim + dim // FP8_BLOCK * _F32
+        row = dim * _BF16
         routes = config.num_experts_per_token * (_F32 + _F32)
         found += [
             Collective(

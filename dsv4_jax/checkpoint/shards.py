@@ -20,9 +20,7 @@ class ShardedStack:
     Devices that hold the same part of the leaf have it read once.
     """
 
-    def __init__(
-        self, wanted: Any, shardings: Any, open_stack: Callable[[Any, Any], Any]
-    ) -> None:
+    def __init__(self, wanted: Any, shardings: Any, open_stack: Callable[[Any, Any], Any]) -> None:
         """Opens a stack for each part.
 
         Args:
