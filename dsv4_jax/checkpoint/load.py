@@ -218,13 +218,15 @@ def _stack_opener(
     """What opens the stack of a leaf, by its dotted path.
 
     Raises:
-      ValueError: a size does not divide over the mesh.
+      ValueError: a size does not divide over the mesh, or the mesh has no devices.
     """
     if mesh is None:
         return lambda leaf: _open_stack(wanted[leaf])
     paths = [dotted_path(path) for path, _ in jax.tree.leaves_with_path(shapes)]
     whole = jax.tree.unflatten(jax.tree.structure(shapes), [wanted[path] for path in paths])
     shardings = param_shardings(config, mesh, whole)
+    if not isinstance(mesh, jax.sharding.Mesh):
+        raise ValueError(f"mesh must have devices, as make_mesh gives it, got {mesh!r}")
     return lambda leaf: ShardedStack(wanted[leaf], get_leaf(shardings, leaf), _open_stack)
 
 

@@ -1,5 +1,8 @@
 """The floor of a step on a mesh, beside the figures of design/several_gpus.md."""
 
+import pathlib
+import re
+
 import pytest
 
 import dsv4_jax as ds
@@ -34,6 +37,17 @@ def test_the_table_of_layouts(mesh, published):
         found = step(*mesh, batch)
         extra = 2 * FLASH.num_layers * floor.COLLECTIVE_S if min(mesh) > 1 else 0.0
         assert (found.seconds - extra) * 1e3 == pytest.approx(milliseconds, rel=0.1)
+
+
+def test_figures_of_the_page():
+    page = pathlib.Path(__file__).parents[3] / "docs" / "design" / "several_gpus.md"
+    rows = re.findall(r"^\| `--data (\d) --model (\d)` \| (.*\(.*) \|$", page.read_text(), re.M)
+    assert len(rows) == 4
+    for data, model, cells in rows:
+        for batch, cell in zip((1, 32, 256), cells.split(" | "), strict=True):
+            found = step(int(data), int(model), batch)
+            figure = f"{found.seconds * 1e3:.2f} ({found.tokens_per_device_s:,.0f})"
+            assert cell == figure, (data, model, batch)
 
 
 @pytest.mark.parametrize(("mesh", "milliseconds"), [((1, 8), 35), ((8, 1), 10.5)])

@@ -133,6 +133,13 @@ def test_a_mesh_that_does_not_fit_is_refused_before_anything_is_read(
         ds.load_checkpoint(folder, mesh=AbstractMesh(mesh, ("data", "model")), progress=False)
 
 
+@pytest.mark.parametrize("mesh", [3, "4x2", AbstractMesh((1, 1), ("data", "model"))])
+def test_what_is_no_mesh_of_devices_is_refused(tmp_path, mesh):
+    folder = write_released(tmp_path, ONE_LAYER, released_tensors(ONE_LAYER))
+    with pytest.raises(ValueError, match=r"^mesh must "):
+        ds.load_checkpoint(folder, mesh=mesh, progress=False)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_process_holds_its_devices_parts_and_one_tensor(tmp_path, processes):
