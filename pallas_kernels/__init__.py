@@ -18,7 +18,7 @@ from pallas_kernels.common.weights import MXFP4, BlockFP8
 from pallas_kernels.compressor import Compressor, flush_csa, flush_hca, flush_write
 from pallas_kernels.dense_linears import dense_linears
 from pallas_kernels.encode_tokens import encode_tokens
-from pallas_kernels.expert_mlp import expert_mlp
+from pallas_kernels.expert_mlp import expert_mlp, mixture_mlp
 from pallas_kernels.gather_entries import gather_entries, gather_window
 from pallas_kernels.hyper_connections import hyper_connections
 from pallas_kernels.index_topk import index_topk
@@ -57,6 +57,7 @@ __all__ = [
     "gpu_interpreter",
     "hyper_connections",
     "index_topk",
+    "mixture_mlp",
     "pick_experts",
     "round_index_queries",
     "sparse_attention",

@@ -31,8 +31,9 @@ class KVCacheManager:
 
     It keeps its own lengths and tables by arithmetic and never reads the device. A request holds
     the blocks that `admit` and `extend` gave it, so that no step needs to allocate and none can
-    fail for lack of blocks. Every method plans first: one that raises has changed nothing. Changes
-    reach the device through `apply`, between steps.
+    fail for lack of blocks. Every method plans first: one that raises has changed nothing, unless
+    it was interrupted: then a new manager is needed. Changes reach the device through `apply`,
+    between steps.
 
     A block is held by the tables it is in and by the prefix tree, and is free when nobody holds
     it. Blocks that only the tree holds are a cache of prefixes and give way to requests, least

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.linear import linear
 from dsv4_jax.model.params import MoEParams
-from pallas_kernels import Backend, expert_mlp, pick_experts, swiglu_linear
+from pallas_kernels import Backend, mixture_mlp, pick_experts
 
 
 def mixture_of_experts(
@@ -35,13 +35,19 @@ def mixture_of_experts(
     Returns:
       [..., D]: the routed experts' weighted sum plus the shared expert.
     """
-    rows, limit = x.reshape(-1, x.shape[-1]), config.swiglu_limit
+    rows = x.reshape(-1, x.shape[-1])
     expert_ids, expert_weights = route(params, rows, token_ids.reshape(-1), config, backend=backend)
-    experts = params.w1, params.w3, params.w2
-    routed = expert_mlp(rows, expert_ids, expert_weights, *experts, limit=limit)
-    hidden = swiglu_linear(rows, params.shared_w1, params.shared_w3, limit=limit)
-    shared = checkpoint_name(linear(hidden, params.shared_w2), "shared")
-    routed = checkpoint_name(routed, "routed")
+    routed, shared = mixture_mlp(
+        rows,
+        expert_ids,
+        expert_weights,
+        params.w1,
+        params.w3,
+        params.w2,
+        (params.shared_w1, params.shared_w3, params.shared_w2),
+        limit=config.swiglu_limit,
+    )
+    routed, shared = checkpoint_name(routed, "routed"), checkpoint_name(shared, "shared")
     return checkpoint_name((routed + shared).reshape(x.shape), "mlp_out")
 
 

@@ -5,6 +5,7 @@ from dsv4_jax.serving.loop import CacheError
 from dsv4_jax.serving.metrics import Histogram, Metrics
 from dsv4_jax.serving.prometheus import MetricsCollector
 from dsv4_jax.serving.request import Completion, Token
+from dsv4_jax.serving.token_stream import TokenStream
 
 __all__ = [
     "CacheError",
@@ -14,4 +15,5 @@ __all__ = [
     "Metrics",
     "MetricsCollector",
     "Token",
+    "TokenStream",
 ]

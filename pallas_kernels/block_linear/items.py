@@ -18,11 +18,15 @@ class EvenItems:
       num_groups: weights of the stack.
       num_tokens: rows of a group.
       spread: rows from the beginning of a group to that of the next, in x.
+      first: row of x that the first group begins with.
+      target: row of the result that the first group begins with.
     """
 
     num_groups: int
     num_tokens: int
     spread: int
+    first: int = 0
+    target: int = 0
 
     def of(self, item: jax.Array, columns: int) -> tuple[jax.Array, ...]:
         """The fields of `Items` of one item."""
@@ -30,7 +34,8 @@ class EvenItems:
         weight = lax.div(item, tiles)
         inside = lax.rem(item, tiles) * columns
         num_rows = jnp.minimum(self.num_tokens - inside, columns)
-        return weight, weight * self.spread + inside, weight * self.num_tokens + inside, num_rows
+        first = self.first + weight * self.spread + inside
+        return weight, first, self.target + weight * self.num_tokens + inside, num_rows
 
     def count(self, columns: int) -> int:
         """Items in all."""

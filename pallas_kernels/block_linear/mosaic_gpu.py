@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.block_linear import call_shapes
 from pallas_kernels.block_linear.call_shapes import Shapes, TensorCore, Tiling
 from pallas_kernels.block_linear.items import EvenItems
-from pallas_kernels.block_linear.multiply_items import multiply_items
+from pallas_kernels.block_linear.multiply_items import Product, multiply_items
 from pallas_kernels.block_linear.round_rows import RawRows
 from pallas_kernels.block_linear.triton_finish import add_splits
 from pallas_kernels.block_linear.triton_rows import make_rows, padded
@@ -116,14 +116,6 @@ def _multiply(
             num_spare=call_shapes.scale_columns(tiling.columns),
             num_groups=num_groups,
         )
-    return multiply_items(
-        rows,
-        weights,
-        EvenItems(num_groups, num_tokens, spread),
-        shapes=shapes,
-        tiling=tiling,
-        num_rows=num_groups * num_tokens,
-        swiglu=swiglu,
-        dtype=dtype,
-        apart=apart,
-    )
+    items = EvenItems(num_groups, num_tokens, spread)
+    product = Product(rows, weights, items, shapes, tiling, swiglu)
+    return multiply_items(product, num_rows=num_groups * num_tokens, dtype=dtype, apart=apart)

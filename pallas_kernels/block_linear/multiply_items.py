@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
@@ -109,73 +110,103 @@ def _scratch(shapes: Shapes, tiling: Tiling, *, exchanges: bool) -> Scratch:
     )
 
 
-def multiply_items(
-    rows: Rows | RawRows,
-    weights: Sequence[Weight],
-    items: Items | EvenItems,
-    *,
-    shapes: Shapes,
-    tiling: Tiling,
-    num_rows: int,
-    swiglu: SwiGLU | None = None,
-    share: jax.Array | None = None,
-    dtype: Any = jnp.float32,
-    apart: bool = False,
-) -> Any:
-    """Multiplies rows with weights of a stack, item by item.
+class Product(NamedTuple):
+    """Rows times weights of a stack, item by item.
 
-    Args:
+    Attributes:
       rows: of R rows, `max(columns, 32)` of them beyond the last that an item names, if they are
         rounded.
       weights: stacks [E, out, in] of one format, with the same inputs.
       items: what is multiplied; no row is in two.
       shapes: sizes of the call.
       tiling: how it is cut.
-      num_rows: rows of the result.
       swiglu: what follows a gate and an up projection; None elsewhere.
       share: f32[R], factor of each row after SwiGLU; None is 1.
+    """
+
+    rows: Rows | RawRows
+    weights: Sequence[Weight]
+    items: Items | EvenItems
+    shapes: Shapes
+    tiling: Tiling
+    swiglu: SwiGLU | None = None
+    share: jax.Array | None = None
+
+    @property
+    def num_items(self) -> int:
+        """Items in all."""
+        return self.items.count(self.tiling.columns)
+
+    def operands(self) -> Operands:
+        """Arrays that the kernel reads."""
+        quantized = [weight for weight in self.weights if isinstance(weight, BlockFP8 | MXFP4)]
+        return Operands(
+            items=self.items if isinstance(self.items, Items) else None,
+            rows=self.rows,
+            codes=[weight.codes for weight in quantized] or self.weights,
+            scales=[weight.scale for weight in quantized],
+            magnitudes=jnp.asarray(unpack_mxfp4.magnitude_bytes()),
+            share=self.share,
+        )
+
+    def run(self, inputs: Operands, outputs: list[Any], scratch: Scratch, item: jax.Array) -> None:
+        """One CTA's part, as one of its warpgroups."""
+        even = self.items if isinstance(self.items, EvenItems) else None
+        work = Work.find(inputs, scratch, self.shapes, self.tiling, even, item)
+        _kernel(work, outputs, self.swiglu)
+
+    def scratch(self) -> Scratch:
+        """What a CTA has to itself."""
+        return _scratch(self.shapes, self.tiling, exchanges=self.swiglu is not None)
+
+
+def multiply_items(
+    *products: Product, num_rows: int, dtype: Any = jnp.float32, apart: bool = False
+) -> Any:
+    """Runs a product, or several in one launch whose results are rows of one array.
+
+    Args:
+      *products: of as many outputs and splits each; no row of the result is in two.
+      num_rows: rows of the result.
       dtype: of the result.
-      apart: whether several weights have a result each; on Hopper.
+      apart: whether several weights of the product have a result each; on Hopper.
 
     Returns:
       [S, num_rows, out], sums of each split; arbitrary in rows of no item. The outputs of several
       weights follow each other, all of which but the last's must be multiples of 64.
     """
-    assert shapes.num_blocks % (tiling.blocks * tiling.splits) == 0, "inputs would be left out"
-    even = items if isinstance(items, EvenItems) else None
-    widths = [weight.shape[-2] for weight in weights]
-    widths = widths if apart else widths[:1] if swiglu else [sum(widths)]
-    quantized = [weight for weight in weights if isinstance(weight, BlockFP8 | MXFP4)]
+    for product in products:
+        cut = product.tiling.blocks * product.tiling.splits
+        assert product.shapes.num_blocks % cut == 0, "inputs would be left out"
+    first = products[0]
+    widths = [weight.shape[-2] for weight in first.weights]
+    widths = widths if apart else widths[:1] if first.swiglu else [sum(widths)]
 
-    limit = rows.limit if isinstance(rows, RawRows) else None
-    if isinstance(rows, RawRows):
-        rows = rows._replace(limit=None)
+    def product_kernel(inputs: list[Operands], *refs: Any) -> None:
+        item = lax.axis_index("item")
+        if len(products) == 1:
+            *outputs, scratch = refs
+            first.run(inputs[0], outputs, scratch, item)
+            return
+        for product, operands in zip(products, inputs, strict=True):
+            run = functools.partial(product.run, operands, list(refs), item=item)
+            scoped = functools.partial(
+                pl.run_scoped, run, product.scratch(), collective_axes="warpgroup"
+            )
+            pl.when((item >= 0) & (item < product.num_items))(scoped)
+            item = item - product.num_items
 
-    def product_kernel(inputs: Operands, *refs: Any) -> None:
-        *outputs, scratch = refs
-        if isinstance(inputs.rows, RawRows):
-            inputs = inputs._replace(rows=inputs.rows._replace(limit=limit))
-        _kernel(Work.find(inputs, scratch, shapes, tiling, even), outputs, swiglu)
-
+    splits = first.tiling.splits
     results = plgpu.kernel(
         product_kernel,
-        out_type=[jax.ShapeDtypeStruct((tiling.splits, num_rows, n), dtype) for n in widths],
-        grid=(tiling.splits, items.count(tiling.columns), shapes.num_ctas),
+        out_type=[jax.ShapeDtypeStruct((splits, num_rows, n), dtype) for n in widths],
+        grid=(splits, sum(product.num_items for product in products), first.shapes.num_ctas),
         grid_names=("split", "item", "out"),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
-        scratch_types=[_scratch(shapes, tiling, exchanges=swiglu is not None)],
+        scratch_types=[first.scratch()] if len(products) == 1 else [],
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
-    )(
-        Operands(
-            items=items if isinstance(items, Items) else None,
-            rows=rows,
-            codes=[weight.codes for weight in quantized] or weights,
-            scales=[weight.scale for weight in quantized],
-            magnitudes=jnp.asarray(unpack_mxfp4.magnitude_bytes()),
-            share=share,
-        )
-    )
+    )([product.operands() for product in products])
     return results if apart else results[0]

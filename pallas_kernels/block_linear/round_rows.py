@@ -2,7 +2,7 @@
 
 A CTA's two consumers take groups of 128 inputs in turns, four rows at a time, a warp a row:
 
-    load      bf16, or f32 sums over splits that are added here; SwiGLU of two if asked for
+    load      bf16, or f32 sums over splits that are added here
     round     to E4M3 with a scale; unrounded rows in two parts, as in `common/rows.py`
     store     codes in the order in which the tensor core takes them, and scales
 
@@ -27,7 +27,6 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.common import numbers, rows
 from pallas_kernels.common.backend import interpreting
-from pallas_kernels.common.swiglu import swiglu
 from pallas_kernels.common.weights import INPUTS
 from pallas_kernels.gpu import e4m3, left_operand, mosaic, mosaic_memory
 
@@ -45,15 +44,12 @@ class RawRows(NamedTuple):
     """Rows that the kernel rounds itself.
 
     Attributes:
-      values: bf16[1, N, in], or f32[S, N, in], S sums that add up to rows; twice as wide where
-        SwiGLU comes first, the gate's before the up projection's.
+      values: bf16[1, N, in], or f32[S, N, in], S sums that add up to rows.
       token: i32[R], the row of `values` that each row is; None is its own.
-      limit: SwiGLU's clamp; None where values are rows already.
     """
 
     values: jax.Array
     token: jax.Array | None = None
-    limit: float | None = None
 
 
 def round_rows(work: Any, source: RawRows) -> None:
@@ -74,17 +70,11 @@ def _round_groups(
 ) -> None:
     """Some groups of a consumer, of four rows from `place` on."""
     blocks = [2 * (start + i) + work.group for i in range(count)]
-    dim = source.values.shape[-1]
-    width = dim if source.limit is None else dim // 2
     loaded = []
     for block in blocks:
         column = (work.block_of(0) + jnp.minimum(block, num_blocks - 1)) * INPUTS
-        values = _load(work, source, place, column)
-        up = None if source.limit is None else _load(work, source, place, width + column)
-        loaded.append((values, up))
-    for block, (x, up) in zip(blocks, loaded, strict=True):
-        if up is not None and source.limit is not None:
-            x = swiglu(x, up, source.limit).astype(jnp.bfloat16).astype(jnp.float32)
+        loaded.append(_load(work, source, place, column))
+    for block, x in zip(blocks, loaded, strict=True):
         parts = _split(x, work.shapes.num_parts)
         if num_blocks % 2 == 0:
             _store(work, parts, block, place)

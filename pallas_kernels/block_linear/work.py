@@ -127,9 +127,10 @@ class Work:
         shapes: Shapes,
         tiling: Tiling,
         even: EvenItems | None,
+        item: jax.Array,
     ) -> Work:
-        """That of this warpgroup; `even` are the items where they are no arrays."""
-        split, item, place = (lax.axis_index(name) for name in ("split", "item", "out"))
+        """That of this warpgroup for an item; `even` are the items where they are no arrays."""
+        split, place = (lax.axis_index(name) for name in ("split", "out"))
         group = lax.axis_index("warpgroup")
         items = even or inputs.items
         assert items is not None

@@ -19,3 +19,4 @@ class Arguments(NamedTuple):
     w3: Weight
     w2: Weight
     limit: float
+    shared: tuple[Weight, Weight, Weight] | None = None

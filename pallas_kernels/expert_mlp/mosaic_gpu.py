@@ -5,6 +5,7 @@
                                                                      the kernel itself if few
     hidden    share * SwiGLU of gate and up, tile by tile            `block_linear/multiply_items`
     down      the product with w2, tile by tile                      the same
+              few tokens go through the shared expert in the same two launches
     sum       of a token's pairs, in the order in which it picked    XLA
 
 Bytes: the weights of experts that were picked. An expert with more rows than a tile is read again
@@ -16,10 +17,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.block_linear import call_shapes
+from pallas_kernels.block_linear import block_linear, call_shapes, swiglu_linear
 from pallas_kernels.block_linear.call_shapes import Shapes, TensorCore, Tiling
-from pallas_kernels.block_linear.items import Items
-from pallas_kernels.block_linear.multiply_items import multiply_items
+from pallas_kernels.block_linear.items import EvenItems, Items
+from pallas_kernels.block_linear.multiply_items import Product, multiply_items
 from pallas_kernels.block_linear.round_rows import RawRows
 from pallas_kernels.block_linear.triton_rows import make_rows, padded
 from pallas_kernels.block_linear.work import SwiGLU
@@ -34,21 +35,18 @@ def expert_mlp(
     *,
     tilings: tuple[Tiling, Tiling] | None = None,
     core: TensorCore | None = None,
-) -> jax.Array:
-    """See `op.expert_mlp`."""
-    x, expert_ids, expert_weights, w1, w3, w2, limit = arguments
+) -> tuple[jax.Array, jax.Array | None]:
+    """See `op.expert_mlp`; the sum of the routed experts, and the shared one's result."""
+    x, expert_ids, expert_weights, w1, w3, w2, limit, shared = arguments
     num_experts, num_pairs = w1.shape[0], expert_ids.size
+    num_picked, expected = min(num_pairs, num_experts), _expected_rows(expert_ids, num_experts)
 
     def plan(number: int, *weights: Weight) -> tuple[Shapes, Tiling]:
         shapes = call_shapes.shapes_of(*weights, is_gated=number == 0, core=core)
-        if tilings is not None:
-            tiling = tilings[number]
-            return call_shapes.round_in_kernel(shapes, x.dtype, weights[0], tiling), tiling
-        num_picked = min(num_pairs, num_experts)
-        expected = _expected_rows(expert_ids, num_experts)
-        return call_shapes.plan_call(
-            shapes, x.dtype, weights[0], expected, num_picked, may_split=False
-        )
+        if tilings is None:
+            return _plan(shapes, x, weights[0], expected, num_picked)
+        tiling = tilings[number]
+        return call_shapes.round_in_kernel(shapes, x.dtype, weights[0], tiling), tiling
 
     gate_shapes, gate_tiling = plan(0, w1, w3)
     down_shapes, down_tiling = plan(1, w2)
@@ -56,38 +54,83 @@ def expert_mlp(
     token, row, expert, first, num_rows, share = _sort(
         expert_ids, expert_weights, num_experts, gate_tiling.columns, spare
     )
-    items = Items(expert, first, first, num_rows)
+    items, total = Items(expert, first, first, num_rows), token.shape[0]
     is_dense = gate_shapes.is_dense  # then hidden values are the next rows as they are
     if gate_shapes.rounds_rows:
         rows = RawRows(x[None], token)
     else:
         rows = make_rows(x, w1, num_spare=spare, token=token)
+    swiglu = SwiGLU(limit, x.dtype)
+    gate = Product(rows, [w1, w3], items, gate_shapes, gate_tiling, swiglu, share)
+    rounds_all = gate_shapes.rounds_rows and down_shapes.rounds_rows
+    joined = None
+    if shared is not None and rounds_all and num_picked:
+        joined = _join_shared(x, shared, w1, w2, swiglu, total, core)
+    height = total + (x.shape[0] if joined else 0)
     hidden = multiply_items(
-        rows,
-        [w1, w3],
-        items,
-        shapes=gate_shapes,
-        tiling=gate_tiling,
-        num_rows=padded(token.shape[0] + spare) if is_dense else token.shape[0],
-        swiglu=SwiGLU(limit, x.dtype),
-        share=share,
+        *([joined[0]] if joined else []),
+        gate,
+        num_rows=padded(total + spare) if is_dense else height,
         dtype=x.dtype,
     )
     if down_shapes.rounds_rows:
         rows = RawRows(hidden)
     else:
         rows = make_rows(hidden[0], w2, num_spare=0 if is_dense else spare)
-    down = multiply_items(
-        rows,
-        [w2],
-        items,
-        shapes=down_shapes,
-        tiling=down_tiling,
-        num_rows=token.shape[0],
-    )
+    down = Product(rows, [w2], items, down_shapes, down_tiling)
+    if joined:
+        down = multiply_items(joined[1]._replace(rows=rows), down, num_rows=height)
+    else:
+        down = multiply_items(down, num_rows=height)
     is_pair = (expert_ids >= 0) & (expert_ids < num_experts)
     of_pairs = jnp.where(is_pair[..., None], down[0, row], 0)
-    return jnp.sum(of_pairs, axis=1).astype(x.dtype)
+    routed = jnp.sum(of_pairs, axis=1).astype(x.dtype)
+    if joined:
+        return routed, down[0, total:].astype(x.dtype)
+    return routed, None if shared is None else _shared_alone(x, shared, limit)
+
+
+def _plan(
+    shapes: Shapes, x: jax.Array, weight: Weight, num_rows: int, num_groups: int
+) -> tuple[Shapes, Tiling]:
+    return call_shapes.plan_call(shapes, x.dtype, weight, num_rows, num_groups, may_split=False)
+
+
+def _join_shared(
+    x: jax.Array,
+    shared: tuple[Weight, Weight, Weight],
+    w1: Weight,
+    w2: Weight,
+    swiglu: SwiGLU,
+    first_row: int,
+    core: TensorCore | None,
+) -> tuple[Product, Product] | None:
+    """The shared expert as items of the routed ones' launches, if it has their sizes.
+
+    Its weights take longer to read, in FP8, so it comes first. Hidden values and results follow
+    those of the routed experts, from `first_row` on.
+    """
+    gate, up, down = (jax.tree.map(lambda leaf: leaf[None], weight) for weight in shared)
+    gate_shapes = call_shapes.shapes_of(gate, up, is_gated=True, core=core)
+    down_shapes = call_shapes.shapes_of(down, core=core)
+    num_tokens = x.shape[0]
+    plans = [_plan(gate_shapes, x, gate, num_tokens, 1), _plan(down_shapes, x, down, num_tokens, 1)]
+    has_sizes = gate.shape[-2] == w1.shape[-2] and down.shape[-2] == w2.shape[-2]
+    if not has_sizes or not all(shapes.rounds_rows for shapes, _ in plans):
+        return None
+    into = EvenItems(1, num_tokens, num_tokens, target=first_row)
+    out_of = EvenItems(1, num_tokens, num_tokens, first=first_row, target=first_row)
+    rows = RawRows(x[None])
+    return (
+        Product(rows, [gate, up], into, *plans[0], swiglu),
+        Product(rows, [down], out_of, *plans[1]),
+    )
+
+
+def _shared_alone(x: jax.Array, shared: tuple[Weight, Weight, Weight], limit: float) -> jax.Array:
+    gate, up, down = shared
+    hidden = swiglu_linear(x, gate, up, limit=limit)
+    return block_linear(hidden, down)
 
 
 def _sort(

@@ -31,6 +31,43 @@ def expert_mlp(
 ) -> jax.Array:
     """Runs each token through the experts that it picked, and adds them up.
 
+    Args:
+      x: [T, D].
+      expert_ids: see `mixture_mlp`.
+      expert_weights: see `mixture_mlp`.
+      w1: see `mixture_mlp`.
+      w3: see `mixture_mlp`.
+      w2: see `mixture_mlp`.
+      limit: see `mixture_mlp`.
+      backend: see `mixture_mlp`.
+
+    Returns:
+      [T, D].
+
+    Raises:
+      ValueError: a shape or dtype is wrong.
+      NotImplementedError: the named backend can't run here, or not at these sizes.
+
+    Source: deepseek_v4.md section 1.5.
+    """
+    routed, _ = _run(x, expert_ids, expert_weights, w1, w3, w2, None, limit, backend)
+    return routed
+
+
+def mixture_mlp(
+    x: jax.Array,
+    expert_ids: jax.Array,
+    expert_weights: jax.Array,
+    w1: Weight,
+    w3: Weight,
+    w2: Weight,
+    shared: tuple[Weight, Weight, Weight],
+    *,
+    limit: float,
+    backend: Backend | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs each token through the experts that it picked, and all through one that they share.
+
     An expert's weights are read if a token picked it. No token is dropped, and none is added to
     fill up an expert, whatever the routing.
 
@@ -42,11 +79,12 @@ def expert_mlp(
       w1: [E, I, D], gate projections, dense or quantised.
       w3: [E, I, D], up projections.
       w2: [E, D, I], down projections.
+      shared: gate [I', D], up [I', D] and down [D, I'] projections of the shared expert.
       limit: clamp of gate (from above) and up (both sides) before SwiGLU.
       backend: implementation to use; None picks the fastest one that runs here.
 
     Returns:
-      [T, D].
+      [T, D], the sum of what each token picked; and [T, D], the shared expert's result.
 
     Raises:
       ValueError: a shape or dtype is wrong.
@@ -54,6 +92,22 @@ def expert_mlp(
 
     Source: deepseek_v4.md section 1.5.
     """
+    routed, common = _run(x, expert_ids, expert_weights, w1, w3, w2, shared, limit, backend)
+    assert common is not None
+    return routed, common
+
+
+def _run(
+    x: jax.Array,
+    expert_ids: jax.Array,
+    expert_weights: jax.Array,
+    w1: Weight,
+    w3: Weight,
+    w2: Weight,
+    shared: tuple[Weight, Weight, Weight] | None,
+    limit: float,
+    backend: Backend | None,
+) -> tuple[jax.Array, jax.Array | None]:
     check_rank(2, x=x, expert_ids=expert_ids, expert_weights=expert_weights)
     check_indices(expert_ids=expert_ids)
     check_same_length("T", x=x, expert_ids=expert_ids)
@@ -68,6 +122,16 @@ def expert_mlp(
     ):
         if weight.shape != shape:
             raise ValueError(f"{name} must be {list(shape)}, got {name}.shape={weight.shape}")
+    if shared is not None:
+        gate, up, down = shared
+        inner = gate.shape[0]
+        for name, weight, shape in (
+            ("gate", gate, (inner, x.shape[1])),
+            ("up", up, (inner, x.shape[1])),
+            ("down", down, (x.shape[1], inner)),
+        ):
+            if weight.shape != shape:
+                raise ValueError(f"shared's {name} must be {list(shape)}, got {weight.shape}")
     implementation = resolve(
         "expert_mlp",
         backend,
@@ -76,4 +140,5 @@ def expert_mlp(
         obstacle=call_shapes.find_obstacle(x, w1, w3, w2),
         arguments={"x": x, "expert_ids": expert_ids},
     )
-    return implementation(Arguments(x, expert_ids, expert_weights, w1, w3, w2, limit))
+    arguments = Arguments(x, expert_ids, expert_weights, w1, w3, w2, limit, shared)
+    return implementation(arguments)

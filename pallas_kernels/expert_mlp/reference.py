@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.block_linear.reference import block_linear
+from pallas_kernels.block_linear.reference import block_linear, swiglu_linear
 from pallas_kernels.common.swiglu import swiglu
 from pallas_kernels.common.weights import Weight
 from pallas_kernels.expert_mlp.arguments import Arguments
@@ -20,9 +20,19 @@ _TILES_AT_ONCE = 8
 """Tiles that are one product, whose experts' weights are copied for it."""
 
 
-def expert_mlp(arguments: Arguments) -> jax.Array:
+def expert_mlp(arguments: Arguments) -> tuple[jax.Array, jax.Array | None]:
+    """See `op.expert_mlp`; the sum of the routed experts, and the shared one's result."""
+    routed = _routed(arguments)
+    if arguments.shared is None:
+        return routed, None
+    x, (gate, up, down) = arguments.x, arguments.shared
+    hidden = swiglu_linear(x, gate, up, limit=arguments.limit)
+    return routed, block_linear(hidden[None], _stack(down))[0].astype(x.dtype)
+
+
+def _routed(arguments: Arguments) -> jax.Array:
     """For each expert, in tiles of the tokens that picked it: w2 (share * swiglu(w1 x, w3 x))."""
-    x, expert_ids, expert_weights, w1, w3, w2, limit = arguments
+    x, expert_ids, expert_weights, w1, w3, w2, limit, _ = arguments
     num_experts = w1.shape[0]
     tile_rows = _choose_tile(expert_ids.size, num_experts)
     work = make_worklist(expert_ids, num_experts, tile_rows)
@@ -51,6 +61,10 @@ def expert_mlp(arguments: Arguments) -> jax.Array:
     down = jax.lax.map(run_tile, tiles, batch_size=_TILES_AT_ONCE)
     down = down.reshape(-1, down.shape[-1]).at[slot].get(mode="fill", fill_value=0)
     return jnp.sum(down, axis=1).astype(x.dtype)
+
+
+def _stack(weight: Weight) -> Weight:
+    return jax.tree.map(lambda leaf: leaf[None], weight)
 
 
 def _choose_tile(num_pairs: int, num_experts: int) -> int:

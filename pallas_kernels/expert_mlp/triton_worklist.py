@@ -23,7 +23,7 @@ MAX_PAIRS = 512
 _CHUNK = 32
 _TABLE = 8192
 """Comparisons that a program holds in registers at once."""
-_NUM_WARPS = 8
+_NUM_WARPS = 2
 _MANY_WARPS = 32
 """For more than `_TABLE` comparisons, whose registers 8 warps do not have."""
 

@@ -22,7 +22,7 @@ from pallas_kernels.hyper_connections.arguments import Arguments
 from pallas_kernels.hyper_connections.reference import Reading
 
 Ref = Any
-_NUM_WARPS = 8
+_NUM_WARPS = 4
 
 
 def hyper_connections(arguments: Arguments) -> Reading:

@@ -207,7 +207,7 @@ def valid_arguments(op):
     without_layer += ("round_index_queries", "gather_entries", "gather_window")
     without_layer += ("index_topk", "sparse_attention", "expert_mlp")
     without_layer += ("block_linear", "block_linears", "swiglu_linear", "dense_linears")
-    without_layer += ("pick_experts", "write_streams")
+    without_layer += ("pick_experts", "write_streams", "mixture_mlp")
     experts = {"w1": f32(4, 6, dim), "w3": f32(4, 6, dim), "w2": f32(4, dim, 6)}
     return {
         "append_and_flush": projected
@@ -236,6 +236,9 @@ def valid_arguments(op):
         | {"call": dataclasses.replace(small_call(), visible=i32(tokens))},
         "hyper_connections": mixed
         | {"streams": f32(tokens, 2, dim), "iters": 2, "eps": 1e-6, "norm_eps": 1e-6},
+        "mixture_mlp": {"x": f32(tokens, dim), "expert_ids": i32(tokens, 2), "limit": 1.0}
+        | {"expert_weights": f32(tokens, 2), "shared": (f32(6, dim), f32(6, dim), f32(dim, 6))}
+        | experts,
         "pick_experts": {"logits": f32(tokens, 4), "bias": f32(4), "count": 2, "scaling": 1.0},
         "round_index_queries": query | {"frequencies": f32(2), "positions": i32(tokens)},
         "swiglu_linear": {"x": f32(tokens, dim), "gate": f32(6, dim), "up": f32(6, dim)}

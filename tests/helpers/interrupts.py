@@ -201,10 +201,13 @@ class Life:
                 return True, call()
         except (Interrupt, Failure):
             self.num_interrupts += 1
+        unfinished_now = engine.num_unfinished
+        engine._undo.roll_back()  # if it was interrupted itself
+        if name == "next":  # a stream may have done some steps before the one that raised
+            return False, None
         if engine._undo.stands:
-            assert engine.num_unfinished == unfinished
-            engine._undo.roll_back()  # if it was interrupted itself
-        if name != "next" and truth(engine) != known:  # a stream may have done some steps
+            assert unfinished_now == unfinished
+        if truth(engine) != known:
             # The call had ended, and the signal came before its caller had the result.
             assert isinstance(self._interrupts, Signals), self._interrupts.raised[-1]
             assert not engine._undo.stands

@@ -211,6 +211,20 @@ MUTATIONS = [
             "dsv4_jax/serving/test_request_queue.py",
         ),
         (
+            "interrupted_steps_keep_tokens",
+            "loop.py",
+            "            self._undo.save(request)\n            drawn",
+            "            drawn",
+            "dsv4_jax/serving/test_interrupts.py",
+        ),
+        (
+            "interrupted_steps_keep_the_cache",
+            "engine_core.py",
+            "            self._loop.restart(unfinished)\n",
+            "            pass\n",
+            "dsv4_jax/serving/test_interrupts.py",
+        ),
+        (
             "shares_rejected_drafts",
             "loop.py",
             "request.drafts[: kept - row.num_tokens]",

@@ -95,7 +95,7 @@ def test_a_reusing_layer_never_asks_its_own_indexer(case):
         ((0, 2), "must leave a CSA layer before layer 0"),
         ((1,), "must name CSA layers, got layer 1"),
         ((6,), "must name CSA layers, got layer 6"),
-        ((-1,), "must name CSA layers, got layer -1"),
+        ((-1,), "at least 0, got -1"),
     ],
 )
 def test_layers_that_cannot_reuse_are_refused(layers, message):

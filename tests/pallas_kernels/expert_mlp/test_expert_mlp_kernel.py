@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from helpers import slow
-from pallas_kernels import expert_mlp, gpu_interpreter
+from pallas_kernels import expert_mlp, gpu_interpreter, mixture_mlp
 from pallas_kernels.block_linear import call_shapes
 from pallas_kernels.block_linear.call_shapes import Tiling
 from pallas_kernels.common import weights
@@ -52,7 +52,7 @@ def routing(name, num_tokens):
 @functools.partial(jax.jit, static_argnames=("tilings", "core"))
 def run(x, ids, share, w1, w3, w2, tilings=None, core=None):
     arguments = Arguments(x, ids, share, w1, w3, w2, LIMIT)
-    return mosaic_gpu.expert_mlp(arguments, tilings=tilings, core=core)
+    return mosaic_gpu.expert_mlp(arguments, tilings=tilings, core=core)[0]
 
 
 def rows(num_tokens):
@@ -65,16 +65,28 @@ def close(lane, found, expected):
 
 
 @pytest.mark.parametrize(
+    ("name", "num_tokens"), slow.all_but([("none", 5)], [("none", 5), ("random", 1), ("none", 12)])
+)
+def test_the_shared_expert_joins_the_picked_ones(lane, name, num_tokens):
+    """In their launches up to eight tokens, beside them beyond that."""
+    stacks = make(width=128)
+    shared = tuple(jax.tree.map(lambda leaf: leaf[1], weight) for weight in make("fp8", width=128))
+    given = (rows(num_tokens), *routing(name, num_tokens), *stacks, shared)
+    expected = mixture_mlp(*given, limit=LIMIT, backend="reference")
+    mixture = jax.jit(functools.partial(mixture_mlp, limit=LIMIT, backend="mosaic_gpu"))
+    for mine, wanted in zip(mixture(*given), expected, strict=True):
+        close(lane, mine, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("name", "num_tokens", "activations"),
-    slow.all_but(
-        [("none", 9, "fp8")],
-        [
-            ("random", 1, "fp8"),
-            ("random", 9, "bfloat16"),
-            ("one expert", 20, "fp8"),
-            ("none", 9, "fp8"),
-        ],
-    ),
+    [
+        ("random", 1, "fp8"),
+        ("random", 9, "bfloat16"),
+        ("one expert", 20, "fp8"),
+        ("none", 9, "fp8"),
+    ],
 )
 def test_results_are_the_reference_s(lane, name, num_tokens, activations):
     arguments = (rows(num_tokens), *routing(name, num_tokens), *make(activations=activations))
