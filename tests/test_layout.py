@@ -21,7 +21,7 @@ ROOMS = {
     "step": {"checks", "mesh", "config", "cache", "attention", "model"},
     "training": {"config", "cache", "attention", "model", "checkpoint", "step"},
     "serving": {"checks", "config", "cache", "allocator", "model", "checkpoint", "step"},
-    "bench": {"runtime", "config", "cache", "allocator", "attention", "model", "step"},
+    "bench": {"runtime", "mesh", "config", "cache", "allocator", "attention", "model", "step"},
     "cli": {
         "runtime",
         "config",

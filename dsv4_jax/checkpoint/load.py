@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from tqdm import tqdm
 
 from dsv4_jax.checkpoint.finite import find_not_finite
 from dsv4_jax.checkpoint.names import Target, all_targets, dotted_path, get_leaf
+from dsv4_jax.checkpoint.shards import ShardedStack
 from dsv4_jax.checkpoint.sources import (
     Source,
     check_sources,
@@ -26,6 +28,7 @@ from dsv4_jax.checkpoint.sources import (
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import DSV4Params, param_shapes
 from dsv4_jax.model.released import quantized_shape
+from dsv4_jax.model.shardings import param_shardings
 from pallas_kernels.common.weights import MXFP4, BlockFP8, is_quantized, weight_bytes
 
 SHIPPED_CHECKPOINT = pathlib.Path(__file__).parents[1] / "data" / "checkpoint"
@@ -43,6 +46,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 def load_checkpoint(
     path: str | os.PathLike[str],
     *,
+    mesh: jax.sharding.Mesh | None = None,
     weights: str = "stored",
     dtype: Any = None,
     progress: bool = True,
@@ -53,10 +57,12 @@ def load_checkpoint(
 
     Files are memory-mapped and tensors read one at a time, so that the host holds no more than one
     stacked leaf beside what it has loaded. DeepSeek's names, those that transformers has in memory
-    and those that it writes all load.
+    and those that it writes all load. On a mesh a process reads what its own devices hold.
 
     Args:
       path: directory with a `config.json` and safetensors, single or sharded with an index.
+      mesh: devices that hold the parameters, as `param_shardings` has it, from `make_mesh`; None is
+        the default device.
       weights: "stored" keeps the bytes of FP8 and FP4 weights, as `BlockFP8` and `MXFP4`;
         "bfloat16" and "float32" decode them.
       dtype: dtype of activations and of the weights that are dense; what the release has in f32
@@ -79,7 +85,8 @@ def load_checkpoint(
         of decoded weights; a file is damaged, truncated or a link that is not followed, or the
         index names one outside of the directory; or tensors are missing, unexpected, there twice,
         misshapen, of a wrong dtype, damaged or not finite, or a kind of layer stores a weight in
-        two formats. All that is wrong with tensors is listed.
+        two formats. All that is wrong with tensors is listed, of their values what this process
+        reads. Or a size does not divide over the mesh.
     """
     if weights not in WEIGHTS:
         raise ValueError(f"weights must be one of {WEIGHTS}, got {weights!r}")
@@ -101,11 +108,19 @@ def load_checkpoint(
     by_leaf: dict[str, list[tuple[Target, Source]]] = {}
     for name, target in targets.items():
         by_leaf.setdefault(target.leaf, []).append((target, sources[name]))
+    wanted = {
+        leaf: _wanted(get_leaf(shapes, leaf), tensors[0][1], keep=keep)
+        for leaf, tensors in by_leaf.items()
+    }
+    open_stack = _stack_opener(config, shapes, wanted, mesh)
     filled: dict[str, Any] = {}
     with tqdm(total=len(targets), unit="tensor", disable=not progress, desc="loading") as bar:
         for leaf, tensors in by_leaf.items():
-            stack = _open_stack(get_leaf(shapes, leaf), tensors[0][1], keep=keep)
+            stack = open_stack(leaf)
             for target, source in tensors:
+                bar.update()
+                if not stack.holds(target.index):
+                    continue
                 damage = list(find_damage(source, target, num_experts))
                 if not damage and (check_weights or not problems):
                     arrays = _read(source, stack.wanted, quiet=check_weights)
@@ -114,7 +129,6 @@ def load_checkpoint(
                     if not (problems or damage):
                         stack.add(target.index, arrays)
                 problems += damage
-                bar.update()
             filled[leaf] = jax.block_until_ready(stack.finish())
             del stack  # the next one must not come on top
     if problems:
@@ -137,24 +151,35 @@ def _read(source: Source, wanted: Any, *, quiet: bool) -> tuple[np.ndarray, ...]
 class _HostStack:
     """Fills a leaf on the host: nothing is compiled for it."""
 
-    def __init__(self, wanted: Any):
+    def __init__(self, wanted: Any, device: Any):
         self.wanted = wanted
+        self._device = device
         self._stack = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), wanted)
+
+    def holds(self, index: tuple[int, ...]) -> bool:
+        del index
+        return True
 
     def add(self, index: tuple[int, ...], arrays: tuple[np.ndarray, ...]) -> None:
         for stack, array in zip(jax.tree.leaves(self._stack), arrays, strict=True):
             stack[index] = array
 
     def finish(self) -> Any:
-        return jax.tree.map(jnp.asarray, self._stack)
+        return jax.tree.map(lambda stack: jnp.asarray(stack, device=self._device), self._stack)
 
 
 class _DeviceStack:
     """Fills a leaf on the device, so that the host holds one tensor; MXFP4 is rearranged there."""
 
-    def __init__(self, wanted: Any):
+    def __init__(self, wanted: Any, device: Any):
         self.wanted = wanted
-        self._stack = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, _bits(leaf.dtype)), wanted)
+        self._stack = jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, _bits(leaf.dtype), device=device), wanted
+        )
+
+    def holds(self, index: tuple[int, ...]) -> bool:
+        del index
+        return True
 
     def add(self, index: tuple[int, ...], arrays: tuple[np.ndarray, ...]) -> None:
         bits = tuple(np.ascontiguousarray(array).view(_bits(array.dtype)) for array in arrays)
@@ -172,15 +197,37 @@ def _bits(dtype: Any) -> Any:
     return np.uint8 if dtype == jnp.float8_e4m3fn else dtype
 
 
-def _open_stack(shape: jax.ShapeDtypeStruct, source: Source, *, keep: bool) -> Any:
-    """What fills a leaf whose tensors are stored like this one."""
-    wanted: Any = shape
-    if keep and source.weight_format is not None:
-        wanted = quantized_shape(
-            source.weight_format, shape.shape, shape.dtype, scale_dtype=source.scale_dtype
-        )
+def _wanted(shape: jax.ShapeDtypeStruct, source: Source, *, keep: bool) -> Any:
+    """The shapes of a leaf whose tensors are stored like this one."""
+    if not keep or source.weight_format is None:
+        return shape
+    return quantized_shape(
+        source.weight_format, shape.shape, shape.dtype, scale_dtype=source.scale_dtype
+    )
+
+
+def _open_stack(wanted: Any, device: Any = None) -> _HostStack | _DeviceStack:
+    """What fills a leaf; on the default device if none is named."""
     on_device = isinstance(wanted, MXFP4) or weight_bytes(wanted) > _LARGE_BYTES
-    return _DeviceStack(wanted) if on_device else _HostStack(wanted)
+    return (_DeviceStack if on_device else _HostStack)(wanted, device)
+
+
+def _stack_opener(
+    config: DSV4Config, shapes: DSV4Params, wanted: dict[str, Any], mesh: jax.sharding.Mesh | None
+) -> Callable[[str], _HostStack | _DeviceStack | ShardedStack]:
+    """What opens the stack of a leaf, by its dotted path.
+
+    Raises:
+      ValueError: a size does not divide over the mesh, or the mesh has no devices.
+    """
+    if mesh is None:
+        return lambda leaf: _open_stack(wanted[leaf])
+    paths = [dotted_path(path) for path, _ in jax.tree.leaves_with_path(shapes)]
+    whole = jax.tree.unflatten(jax.tree.structure(shapes), [wanted[path] for path in paths])
+    shardings = param_shardings(config, mesh, whole)
+    if not isinstance(mesh, jax.sharding.Mesh):
+        raise ValueError(f"mesh must have devices, as make_mesh gives it, got {mesh!r}")
+    return lambda leaf: ShardedStack(wanted[leaf], get_leaf(shardings, leaf), _open_stack)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -19,6 +19,7 @@ from pallas_kernels.common.weights import ACTIVATIONS
 WEIGHTS = {"released": "released", "bfloat16": "dense"}
 """`--weights` and what `param_shapes` calls them: FP8 and FP4 as the release, or all bfloat16."""
 
+MAX_DEVICES = 1024
 _MAX_LISTED = 64
 
 
@@ -142,6 +143,28 @@ def add_activations(parser: argparse.ArgumentParser, *, prefill: bool = True) ->
             "--prefill-activations",
             choices=ACTIVATIONS,
             help="the same in steps that hold prompt tokens; if not given, as --activations",
+        )
+
+
+def add_mesh(parser: argparse.ArgumentParser) -> None:
+    """Adds the sizes of a mesh; both are None if neither is given."""
+    parser.add_argument("--data", type=whole(1, MAX_DEVICES), help="data shards of the mesh")
+    parser.add_argument(
+        "--model", type=whole(1, MAX_DEVICES), help="devices of a data shard of the mesh"
+    )
+
+
+def refuse_mesh(args: argparse.Namespace) -> None:
+    """Refuses meshes of several devices, which `Engine` does not take.
+
+    Raises:
+      ValueError: there is more than one device.
+    """
+    data, model = args.data or 1, args.model or 1
+    if data * model > 1:
+        raise ValueError(
+            f"--data {data} --model {model}: Engine runs on one device, and takes no mesh; "
+            "dsv4-jax plan takes both, and ds.jit_decode_step runs on a mesh"
         )
 
 

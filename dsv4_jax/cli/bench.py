@@ -25,8 +25,10 @@ from dsv4_jax.cli.arguments import (
     WEIGHTS,
     add_activations,
     add_follow_links,
+    add_mesh,
     output_file,
     real,
+    refuse_mesh,
     whole,
     wholes,
 )
@@ -98,6 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the benchmark; a case that fails is reported, and the others run."""
+    refuse_mesh(args)
     claim_memory(at_once=not (args.what == "decode" and args.compile_only))
     return {"decode": _run_decode, "kernels": _run_kernels, "prefill": _run_prefill}[args.what](
         args
@@ -113,6 +116,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         "--experts", type=whole(), help="number of routed experts, in place of the config's"
     )
     add_follow_links(parser)
+    add_mesh(parser)
     parser.add_argument("--cache-format", choices=CACHE_FORMATS, default=DEFAULT_CACHE_FORMAT)
     parser.add_argument("--json", type=output_file(), help="JSON file for the figures")
     parser.add_argument(

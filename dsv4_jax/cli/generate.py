@@ -13,7 +13,15 @@ from tqdm import tqdm
 
 from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
 from dsv4_jax.checkpoint.load import SHIPPED_CHECKPOINT, load_checkpoint
-from dsv4_jax.cli.arguments import add_activations, add_loading, prompt_text, real, whole
+from dsv4_jax.cli.arguments import (
+    add_activations,
+    add_loading,
+    add_mesh,
+    prompt_text,
+    real,
+    refuse_mesh,
+    whole,
+)
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.serving.engine import Engine
 from dsv4_jax.serving.text import TextStream, load_tokenizer
@@ -47,11 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of activations; if not given, that of decoded weights, or else bfloat16",
     )
     add_activations(parser)
+    add_mesh(parser)
     add_loading(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Streams one prompt's text to stdout; several are printed one after another when done."""
+    refuse_mesh(args)
     started = time.perf_counter()
     sampling = SamplingParams(
         max_new_tokens=args.max_new_tokens,

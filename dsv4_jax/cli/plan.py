@@ -1,22 +1,23 @@
-"""Prints what a cache and the weights take, family by family, and what fits a GPU.
+"""Prints what a cache and the weights take, family by family, and what fits one GPU or several.
 
-The numbers are those of the arrays that `init_cache` and `load_checkpoint` would allocate.
+The numbers are those of the arrays that `init_cache` and `load_checkpoint` would allocate. With
+`--data` or `--model` they are those of one device of a mesh, and the least time of a step follows.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
 import dataclasses
 
+from dsv4_jax.bench.floor import COLLECTIVE_S
 from dsv4_jax.cache.model_cache import cache_shapes, family_bytes, tree_bytes
 from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT, blocks_of
-from dsv4_jax.cli.arguments import WEIGHTS, add_follow_links, real, whole
+from dsv4_jax.cli.arguments import WEIGHTS, add_follow_links, add_mesh, real, whole
+from dsv4_jax.cli.plan_mesh import print_mesh_plan, print_weights
 from dsv4_jax.cli.presets import PRESETS, read_config
-from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.kinds import MAX_I32
 from dsv4_jax.model.params import param_shapes
-from dsv4_jax.model.weight_sizes import FORMATS, bytes_by_family
+from dsv4_jax.model.weight_sizes import bytes_by_family
 from pallas_kernels.common.formats import CACHE_FORMATS
 
 _MIB = 2**20
@@ -44,6 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="GPU memory that weights take, in place of what they are computed to",
     )
     add_follow_links(parser)
+    add_mesh(parser)
+    parser.add_argument(
+        "--collective-us",
+        type=real(0, 1e6),
+        default=COLLECTIVE_S * 1e6,
+        help="microseconds that a collective takes beside its bytes, on a mesh",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,6 +63,9 @@ def run(args: argparse.Namespace) -> int:
             f"--requests {args.requests} of --context {args.context} take {num_blocks:,} blocks, "
             f"and a block table can number {MAX_I32:,}; lower either"
         )
+    if args.data is not None or args.model is not None:
+        print_mesh_plan(config, args)
+        return 0
     size = {"max_requests": args.requests, "max_context_tokens": args.context}
     cache = cache_shapes(config, cache_format=args.cache_format, **size)
     trunk = cache_shapes(
@@ -83,28 +94,14 @@ def run(args: argparse.Namespace) -> int:
     print(f"{'draft block window':<28}{draft / _MIB:>18,.2f}")
     total = tree_bytes(cache)
     print(f"\ncache: {total / 2**30:,.2f} GiB, tables and lengths included")
-    weights_gib = _print_weights(config, args.weights) / 2**30
+    shapes = param_shapes(config, "bfloat16", weights=WEIGHTS[args.weights])
+    count = print_weights(bytes_by_family(shapes), args.weights)
+    draft = ", draft block included" if config.num_mtp_layers else ""
+    print(f"\nweights: {count / 2**30:,.2f} GiB, {count:,} bytes{draft}")
+    weights_gib = count / 2**30
     if args.weights_gib is not None:
         weights_gib = args.weights_gib
     free = max(args.gpu_gib - weights_gib, 0.0) * 2**30
     fitting = int(free // (total / args.requests))
     print(f"requests that fit {free / 2**30:,.1f} GiB beside the weights: {fitting:,}")
     return 0
-
-
-def _print_weights(config: DSV4Config, weights: str) -> int:
-    """Prints a table of families and formats; all bytes."""
-    shapes = param_shapes(config, "bfloat16", weights=WEIGHTS[weights])
-    families = bytes_by_family(shapes)
-    formats = [name for name in FORMATS if any(name in sizes for sizes in families.values())]
-    print(f"\n{f'weights, {weights}':<28}{''.join(f'{f"{name} MiB":>14}' for name in formats)}")
-    total = collections.Counter[str]()
-    for sizes in families.values():
-        total.update(sizes)
-    for family, sizes in [*families.items(), ("all", total)]:
-        cells = (f"{sizes[name] / _MIB:,.2f}" if name in sizes else "-" for name in formats)
-        print(f"{family:<28}{''.join(f'{cell:>14}' for cell in cells)}")
-    count = total.total()
-    draft = ", draft block included" if config.num_mtp_layers else ""
-    print(f"\nweights: {count / 2**30:,.2f} GiB, {count:,} bytes{draft}")
-    return count

@@ -17,7 +17,7 @@ import numpy as np
 
 from dsv4_jax.checkpoint.finite import list_not_finite
 from dsv4_jax.checkpoint.load import SHIPPED_CHECKPOINT, load_checkpoint
-from dsv4_jax.cli.arguments import add_activations, add_loading, whole
+from dsv4_jax.cli.arguments import add_activations, add_loading, add_mesh, refuse_mesh, whole
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.serving.engine import Engine
@@ -36,11 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=whole(1, 10_000), default=6)
     parser.add_argument("--seed", type=whole(0, 2**63 - 1), default=0)
     add_activations(parser)
+    add_mesh(parser)
     add_loading(parser, check_weights=True)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints one line per check; status 1 if one fails."""
+    refuse_mesh(args)
     config, params = load_checkpoint(
         args.checkpoint, dtype=jnp.bfloat16, check_weights=False, follow_links=args.follow_links
     )

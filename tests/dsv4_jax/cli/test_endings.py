@@ -144,6 +144,15 @@ def test_a_plot_without_matplotlib_is_refused_before_work(
     assert "a plot needs matplotlib" in message_of(capsys, *small)
 
 
+@pytest.mark.parametrize(
+    "command", [("generate", "a"), ("verify",), ("bench", "decode", "--config", "tiny")]
+)
+def test_what_runs_an_engine_refuses_a_mesh_before_work(capsys, nothing_loads, command):
+    message = "--data 2 --model 4: Engine runs on one device"
+    assert message in message_of(capsys, *command, "--data", 2, "--model", 4)
+    assert "argument --model: must be a whole" in message_of(capsys, *command, "--model", 0)
+
+
 # Prompts.
 
 

@@ -150,6 +150,50 @@ def test_weights_are_listed_by_family_and_format(plan):
     assert "542.00 GiB" in text
 
 
+@pytest.mark.parametrize(
+    ("config", "mesh", "weights_gb", "left_gb"),
+    [
+        ("flash", (1, 2), 80.5, 60.0),
+        ("flash", (2, 1), 84.3, 56.2),
+        ("flash", (1, 8), 21.1, 119.3),
+        ("pro", (1, 8), 111.3, 29.2),
+        ("pro", (8, 1), 133.6, 6.8),
+    ],
+)
+def test_a_mesh_is_planned_device_by_device(plan, config, mesh, weights_gb, left_gb):
+    _, text = plan(config, "--data", mesh[0], "--model", mesh[1], "--context", 8192)
+    (weights,) = re.findall(r"^weights: ([\d.]+) GiB", text, re.M)
+    (left,) = re.findall(r"^left for a cache: ([\d.]+) GiB", text, re.M)
+    assert float(weights) * 2**30 / 1e9 == pytest.approx(weights_gb, abs=0.06)
+    assert float(left) * 2**30 / 1e9 == pytest.approx(left_gb, abs=0.2)
+    assert not re.search(r"-\d", text.partition("weights, ")[2])  # no negative amount
+    (fitting,) = re.findall(r"^requests that fit: ([\d,]+), ([\d,]+) on each of (\d)", text, re.M)
+    total, each, shards = (int(number.replace(",", "")) for number in fitting)
+    assert total == each * shards
+    assert each == pytest.approx(
+        left_gb * 1e9 / {"flash": 32.8, "pro": 47.2}[config] / 2**20, rel=0.05
+    )
+
+
+def test_a_mesh_says_what_fits_and_what_a_step_takes_at_least(plan):
+    _, text = plan("flash", "--data", 1, "--model", 8, "--context", MILLION)
+    assert "requests that fit: 32, 32 on each of 1 data shard(s)" in text
+    rows = {line.split()[0]: line for line in text.partition("\nfloor")[2].splitlines() if line}
+    assert [name in rows for name in ("1", "32", "256")] == [True] * 3
+    assert "more than fit" in rows["256"]
+    assert "more than fit" not in rows["32"]
+    _, slower = plan("flash", "--model", 8, "--context", MILLION, "--collective-us", 16)
+    assert floor_ms(slower) == pytest.approx(floor_ms(text) + 88 * 0.01, abs=0.011)
+    _, small = plan("pro", "--data", 8, "--context", 2 * MILLION)
+    assert "requests that fit: 0, 0 on each of 8" in small
+    assert "the longest context that fits: 1,048,576 tokens" in small
+
+
+def floor_ms(text):
+    (row,) = re.findall(r"^1  .*$", text, re.M)
+    return float(row.split()[3])
+
+
 def test_a_checkpoint_directory_names_a_config(plan):
     folder = pathlib.Path(__file__).parents[2] / "data" / "hf_saved_tiny"
     table, text = plan(folder, "--context", 4096)
@@ -172,6 +216,13 @@ def test_a_checkpoint_directory_names_a_config(plan):
             r"argument --requests: must be a whole number from 1 to .*, got '-1'",
         ),
         (["{empty}"], "config.json"),
+        (
+            ["flash", "--data", "1", "--model", "1"],
+            r"each GPU would hold 159\.6 GB .* take --data 1 --model 2, --data 2 --model 1$",
+        ),
+        (["pro", "--model", "4"], r"hold 218\.9 GB .* take --data 1 --model 8, --data 2 --model 4"),
+        (["flash", "--data", "3"], "num_routed_experts=256 .* data=3"),
+        (["flash", "--model", "2", "--weights-gib", "3"], "--weights-gib is for one device"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(capsys, tmp_path, arguments, message):

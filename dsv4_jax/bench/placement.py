@@ -1,0 +1,204 @@
+"""What every device of a mesh holds of a model, and the requests that it leaves room for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+from jax.sharding import AbstractMesh
+
+from dsv4_jax.allocator.pool_plan import plan_pools
+from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.config.layer_types import AttentionType
+from dsv4_jax.mesh import AXES
+from dsv4_jax.model.params import DSV4Params, param_shapes
+from dsv4_jax.model.shardings import param_shardings
+from dsv4_jax.model.weight_sizes import bytes_by_family, walk_weights
+from pallas_kernels.common.weights import weight_bytes
+
+STEP_TOKENS = 256
+"""Tokens of a data shard's largest step, as an engine has it by default."""
+
+_BF16, _F32 = 2, 4
+_MAX_DEVICES = 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement:
+    """What one device of a mesh holds.
+
+    Attributes:
+      data: data shards.
+      model: devices of a data shard.
+      params: shapes of its part of the weights, layers stacked.
+      workspace_bytes: an estimate of what a step takes beside weights and cache.
+      slot_bytes: cache of a request, whatever its length.
+      block_bytes: cache of a block of tokens.
+      block_tokens: tokens of a block.
+      max_context_tokens: longest context that the model is meant for.
+      gpu_bytes: memory of the device.
+    """
+
+    data: int
+    model: int
+    params: DSV4Params
+    workspace_bytes: int
+    slot_bytes: int
+    block_bytes: int
+    block_tokens: int
+    max_context_tokens: int
+    gpu_bytes: int
+
+    @property
+    def weight_bytes(self) -> int:
+        """Its part of the weights, draft block included."""
+        return sum(weight_bytes(weight) for _, weight in walk_weights(self.params))
+
+    @property
+    def families(self) -> dict[str, dict[str, int]]:
+        """{family: {format: bytes}} of its part of the weights."""
+        return bytes_by_family(self.params)
+
+    @property
+    def missing_bytes(self) -> int:
+        """What weights and a step take beyond the device's memory; 0 if they fit."""
+        return max(self.weight_bytes + self.workspace_bytes - self.gpu_bytes, 0)
+
+    @property
+    def free_bytes(self) -> int:
+        """What is left for a cache."""
+        return max(self.gpu_bytes - self.weight_bytes - self.workspace_bytes, 0)
+
+    def request_bytes(self, context: int) -> int:
+        """Cache of one request of so many tokens, on each device of its data shard."""
+        return self.slot_bytes + -(-context // self.block_tokens) * self.block_bytes
+
+    def requests(self, context: int) -> int:
+        """Requests of so many tokens that fit each data shard."""
+        return self.free_bytes // self.request_bytes(context)
+
+    def longest_context(self) -> int:
+        """Tokens of a request that is alone on its data shard; 0 if none fits."""
+        room = self.free_bytes - self.slot_bytes
+        if room < 0 or not self.block_bytes:
+            return self.max_context_tokens if room >= 0 else 0
+        return min(room // self.block_bytes * self.block_tokens, self.max_context_tokens)
+
+
+def place(
+    config: DSV4Config,
+    *,
+    data: int,
+    model: int,
+    gpu_bytes: int,
+    context: int,
+    cache_format: str = DEFAULT_CACHE_FORMAT,
+    weights: str = "released",
+    step_tokens: int = STEP_TOKENS,
+) -> Placement:
+    """Places a model on a mesh, with the cache replicated over `model`; nothing is allocated.
+
+    Args:
+      config: the model.
+      data: data shards.
+      model: devices of a data shard.
+      gpu_bytes: memory of a device.
+      context: most tokens of a request.
+      cache_format: name of the storage format.
+      weights: as of `param_shapes`.
+      step_tokens: tokens of a data shard's largest step.
+
+    Raises:
+      ValueError: a size of the model does not divide over the mesh, or there is no such format.
+    """
+    mesh = AbstractMesh((data, model), AXES)
+    shapes = param_shapes(config, "bfloat16", weights=weights)
+    params = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(sharding.shard_shape(leaf.shape), leaf.dtype),
+        shapes,
+        param_shardings(config, mesh, shapes),
+    )
+    pools = plan_pools(
+        config, max_requests=1, max_context_tokens=context, cache_format=cache_format
+    )
+    return Placement(
+        data=data,
+        model=model,
+        params=params,
+        workspace_bytes=workspace_bytes(
+            config, data=data, model=model, context=context, step_tokens=step_tokens
+        ),
+        slot_bytes=pools.bytes_per_slot,
+        block_bytes=pools.bytes_per_block,
+        block_tokens=pools.block_tokens,
+        max_context_tokens=config.max_position_embeddings,
+        gpu_bytes=gpu_bytes,
+    )
+
+
+def fitting_meshes(
+    config: DSV4Config,
+    *,
+    gpu_bytes: int,
+    context: int,
+    cache_format: str = DEFAULT_CACHE_FORMAT,
+    weights: str = "released",
+    max_devices: int = _MAX_DEVICES,
+) -> list[Placement]:
+    """Meshes of the fewest devices, in powers of two, that hold a model and a block of cache.
+
+    Args:
+      config: the model.
+      gpu_bytes: as of `place`.
+      context: as of `place`.
+      cache_format: as of `place`.
+      weights: as of `place`.
+      max_devices: the most devices to try.
+
+    Returns:
+      All of that number of devices, few data shards first; none if `max_devices` are too few.
+    """
+    devices = 1
+    while devices <= max_devices:
+        found = []
+        for data in (2**n for n in range(devices.bit_length())):
+            try:
+                placed = place(
+                    config,
+                    data=data,
+                    model=devices // data,
+                    gpu_bytes=gpu_bytes,
+                    context=context,
+                    cache_format=cache_format,
+                    weights=weights,
+                )
+            except ValueError:  # a size does not divide
+                continue
+            if placed.free_bytes > placed.slot_bytes + placed.block_bytes:
+                found.append(placed)
+        if found:
+            return found
+        devices *= 2
+    return []
+
+
+def workspace_bytes(
+    config: DSV4Config, *, data: int, model: int, context: int, step_tokens: int
+) -> int:
+    """An estimate of what a step of so many tokens takes on a device beside weights and cache.
+
+    The streams before and after a sublayer, queries and what attention makes of them, the scores
+    of all entries of a CSA layer, rows and hidden states of the experts, and three times the logits
+    for sampling, as if all lay in memory at once.
+    """
+    tokens, dim = step_tokens, config.hidden_size
+    streams = 4 * tokens * config.hc_mult * dim * _BF16
+    heads = 2 * tokens * config.num_attention_heads // model * config.head_dim * _BF16
+    scores = 0
+    if AttentionType.CSA in config.layer_types:
+        scores = tokens * (context // config.csa_compression_ratio) * _F32
+    rows = data * tokens * config.num_experts_per_token
+    experts = rows * (dim + config.moe_intermediate_size) * _BF16
+    logits = 3 * tokens * config.vocab_size * _F32
+    return streams + heads + scores + experts + logits

@@ -1,0 +1,120 @@
+"""What `dsv4-jax plan` prints of a mesh: bytes of one device, requests, and the floor of a step."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+
+from dsv4_jax.bench.floor import LINK_BANDWIDTH, StepFloor, step_floor
+from dsv4_jax.bench.placement import STEP_TOKENS, Placement, fitting_meshes, place
+from dsv4_jax.bench.roofline import BANDWIDTH
+from dsv4_jax.cli.arguments import WEIGHTS
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.model.weight_sizes import FORMATS
+
+BATCHES = (1, 32, 256)
+_MIB, _GIB = 2**20, 2**30
+
+
+def print_mesh_plan(config: DSV4Config, args: argparse.Namespace) -> None:
+    """Prints the plan of `--data` and `--model`; arguments as of `plan`.
+
+    Raises:
+      ValueError: a size does not divide over the mesh, or weights and a step do not fit its
+        devices; the error names meshes that would.
+    """
+    data, model = args.data or 1, args.model or 1
+    sizes = {
+        "gpu_bytes": int(args.gpu_gib * _GIB),
+        "context": args.context,
+        "cache_format": args.cache_format,
+        "weights": WEIGHTS[args.weights],
+    }
+    placed = place(config, data=data, model=model, **sizes)
+    if args.weights_gib is not None:
+        raise ValueError("--weights-gib is for one device; on a mesh weights are computed")
+    if placed.missing_bytes:
+        raise ValueError(_refusal(args.config, placed, fitting_meshes(config, **sizes)))
+    print(
+        f"{args.config}, {args.cache_format}: data={data}, model={model}, {data * model} GPU(s) of "
+        f"{args.gpu_gib:,.1f} GiB; what follows is of each GPU"
+    )
+    count = print_weights(placed.families, args.weights)
+    request = placed.request_bytes(args.context)
+    draft = ", draft block included" if config.num_mtp_layers else ""
+    print(f"\nweights: {count / _GIB:,.2f} GiB{draft}")
+    print(f"workspace: {placed.workspace_bytes / _GIB:,.2f} GiB, estimated, {STEP_TOKENS} tokens")
+    print(f"left for a cache: {placed.free_bytes / _GIB:,.2f} GiB")
+    shard = -(-args.requests // data)
+    print(
+        f"cache of {shard} request(s) of {args.context:,} tokens: {shard * request / _MIB:,.2f} MiB"
+    )
+    fitting = placed.requests(args.context)
+    print(f"requests that fit: {data * fitting:,}, {fitting:,} on each of {data} data shard(s)")
+    if not fitting:
+        print(f"the longest context that fits: {placed.longest_context():,} tokens")
+    _print_floor(config, placed, args)
+
+
+def print_weights(families: dict[str, dict[str, int]], title: str) -> int:
+    """Prints a table of {family: {format: bytes}}; the sum of all bytes."""
+    formats = [name for name in FORMATS if any(name in sizes for sizes in families.values())]
+    print(f"\n{f'weights, {title}':<28}{''.join(f'{f"{name} MiB":>14}' for name in formats)}")
+    total = collections.Counter[str]()
+    for sizes in families.values():
+        total.update(sizes)
+    for family, sizes in [*families.items(), ("all", total)]:
+        cells = (f"{sizes[name] / _MIB:,.2f}" if name in sizes else "-" for name in formats)
+        print(f"{family:<28}{''.join(f'{cell:>14}' for cell in cells)}")
+    return total.total()
+
+
+def _print_floor(config: DSV4Config, placed: Placement, args: argparse.Namespace) -> None:
+    """Prints a table of batches, and the collectives of a step."""
+
+    def floor(batch: int, *, busiest: bool = False) -> StepFloor:
+        return step_floor(
+            config,
+            placed.params,
+            data=placed.data,
+            model=placed.model,
+            batch=batch,
+            context=args.context,
+            cache_format=args.cache_format,
+            collective_s=args.collective_us * 1e-6,
+            busiest=busiest,
+        )
+
+    print(
+        f"\nfloor of a decode step: {BANDWIDTH / 1e12:g} TB/s, {LINK_BANDWIDTH / 1e9:g} GB/s to "
+        f"other GPUs, {args.collective_us:g} us a collective"
+    )
+    titles = ("GPU ms", "collectives ms", "floor ms", "tokens/s", "per GPU", "picks at random ms")
+    print(f"{'requests':<10}{''.join(f'{title:>20}' for title in titles)}")
+    for batch in BATCHES:
+        step = floor(batch)
+        per_gpu = step.tokens_per_device_s
+        cells = [f"{s * 1e3:,.2f}" for s in (step.device_s, step.collective_s, step.seconds)]
+        cells += [f"{per_gpu * step.num_devices:,.0f}", f"{per_gpu:,.0f}"]
+        cells.append(f"{floor(batch, busiest=True).seconds * 1e3:,.2f}")
+        fits = -(-batch // placed.data) <= placed.requests(args.context)
+        note = "" if fits else "  more than fit"
+        print(f"{batch:<10}{''.join(f'{cell:>20}' for cell in cells)}{note}")
+    rows = -(-BATCHES[-1] // placed.data)
+    for collective in floor(BATCHES[-1]).collectives:
+        print(
+            f"{collective.count} over {collective.axis}, {collective.name}: "
+            f"{collective.sent_bytes / 1e6:,.3f} MB sent by a GPU with {rows} requests"
+        )
+
+
+def _refusal(name: str, placed: Placement, fitting: list[Placement]) -> str:
+    """Why a model does not fit a mesh."""
+    found = ", ".join(f"--data {other.data} --model {other.model}" for other in fitting)
+    return (
+        f"{name} does not fit --data {placed.data} --model {placed.model}: each GPU would hold "
+        f"{placed.weight_bytes / 1e9:,.1f} GB of weights and a step takes "
+        f"{placed.workspace_bytes / 1e9:,.1f} GB, {placed.missing_bytes / 1e9:,.1f} GB more than "
+        f"its {placed.gpu_bytes / 1e9:,.1f} GB; "
+        + (f"take {found}" if found else "no mesh of up to 16 GPUs holds it")
+    )
