@@ -9,6 +9,7 @@ import jax
 from pallas_kernels.common.backend import Backend, resolve
 from pallas_kernels.common.checks import check_indices, check_rank, check_same_length, check_shape
 from pallas_kernels.dense_linears import reference, triton_gpu
+from pallas_kernels.dense_linears.arguments import Arguments
 
 _IMPLEMENTATIONS = {
     Backend.REFERENCE: reference.dense_linears,
@@ -61,4 +62,4 @@ def dense_linears(
         preferred=Backend.TRITON_GPU if few else Backend.REFERENCE,
         arguments={"x": x},
     )
-    return implementation(x, list(weights), list(biases), positions)
+    return implementation(Arguments(x, list(weights), list(biases), positions))

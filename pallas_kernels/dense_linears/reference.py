@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.block_linear import reference
+from pallas_kernels.dense_linears.arguments import Arguments
 
 
-def dense_linears(
-    x: jax.Array,
-    weights: Sequence[jax.Array],
-    biases: Sequence[jax.Array | None],
-    positions: jax.Array,
-) -> list[jax.Array]:
+def dense_linears(arguments: Arguments) -> list[jax.Array]:
     """See `op.dense_linears`."""
+    x, weights, biases, positions = arguments
     products = []
     for weight, bias in zip(weights, biases, strict=True):
         product = reference.block_linear(x[None], weight[None])[0].astype(jnp.float32)

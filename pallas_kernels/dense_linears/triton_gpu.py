@@ -10,13 +10,13 @@ docs/kernels/dense_linears.md.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.dense_linears.arguments import Arguments
 from pallas_kernels.gpu import triton
 
 Ref = Any
@@ -27,13 +27,9 @@ _FEW_ROWS = 2
 _NUM_WARPS = 8
 
 
-def dense_linears(
-    x: jax.Array,
-    weights: Sequence[jax.Array],
-    biases: Sequence[jax.Array | None],
-    positions: jax.Array,
-) -> list[jax.Array]:
+def dense_linears(arguments: Arguments) -> list[jax.Array]:
     """See `op.dense_linears`."""
+    x, weights, biases, positions = arguments
     num_rows, dim = x.shape
     inputs_of_run = 1024 if num_rows <= _FEW_ROWS else 512
     programs = [-(-weight.shape[0] // _OUTPUTS) for weight in weights]

@@ -50,8 +50,8 @@ def expert_mlp(
 
     Source: deepseek_v4.md section 1.5.
     """
-    routed, _ = _run(x, expert_ids, expert_weights, w1, w3, w2, None, limit, backend)
-    return routed
+    arguments = Arguments(x, expert_ids, expert_weights, w1, w3, w2, limit)
+    return _run(arguments, backend)[0]
 
 
 def mixture_mlp(
@@ -92,22 +92,15 @@ def mixture_mlp(
 
     Source: deepseek_v4.md section 1.5.
     """
-    routed, common = _run(x, expert_ids, expert_weights, w1, w3, w2, shared, limit, backend)
+    routed, common = _run(
+        Arguments(x, expert_ids, expert_weights, w1, w3, w2, limit, shared), backend
+    )
     assert common is not None
     return routed, common
 
 
-def _run(
-    x: jax.Array,
-    expert_ids: jax.Array,
-    expert_weights: jax.Array,
-    w1: Weight,
-    w3: Weight,
-    w2: Weight,
-    shared: tuple[Weight, Weight, Weight] | None,
-    limit: float,
-    backend: Backend | None,
-) -> tuple[jax.Array, jax.Array | None]:
+def _run(arguments: Arguments, backend: Backend | None) -> tuple[jax.Array, jax.Array | None]:
+    x, expert_ids, expert_weights, w1, w3, w2, _, shared = arguments
     check_rank(2, x=x, expert_ids=expert_ids, expert_weights=expert_weights)
     check_indices(expert_ids=expert_ids)
     check_same_length("T", x=x, expert_ids=expert_ids)
@@ -140,5 +133,4 @@ def _run(
         obstacle=call_shapes.find_obstacle(x, w1, w3, w2),
         arguments={"x": x, "expert_ids": expert_ids},
     )
-    arguments = Arguments(x, expert_ids, expert_weights, w1, w3, w2, limit, shared)
     return implementation(arguments)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels.common.backend import Backend, resolve
 from pallas_kernels.common.checks import check_indices, check_rank, check_same_length, check_shape
 from pallas_kernels.pick_experts import reference, triton_gpu
+from pallas_kernels.pick_experts.arguments import Arguments
 
 _IMPLEMENTATIONS = {
     Backend.REFERENCE: reference.pick_experts,
@@ -70,4 +71,4 @@ def pick_experts(
         preferred=Backend.TRITON_GPU,
         arguments={"logits": logits},
     )
-    return implementation(logits, bias, expert_ids, count=count, scaling=scaling)
+    return implementation(Arguments(logits, bias, expert_ids, count, scaling))

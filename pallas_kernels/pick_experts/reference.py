@@ -12,19 +12,15 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.pick_experts.arguments import Arguments
+
 FLOOR = 1e-20
 """Added to the sum of the scores picked."""
 
 
-def pick_experts(
-    logits: jax.Array,
-    bias: jax.Array | None,
-    expert_ids: jax.Array | None,
-    *,
-    count: int,
-    scaling: float,
-) -> tuple[jax.Array, jax.Array]:
+def pick_experts(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
     """See `op.pick_experts`."""
+    logits, bias, expert_ids, count, scaling = arguments
     scores = jnp.sqrt(jax.nn.softplus(logits))
     if expert_ids is None:
         assert bias is not None

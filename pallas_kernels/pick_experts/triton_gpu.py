@@ -15,21 +15,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.gpu import triton
+from pallas_kernels.pick_experts.arguments import Arguments
 from pallas_kernels.pick_experts.reference import FLOOR
 
 Ref = Any
 _NUM_WARPS = 1
 
 
-def pick_experts(
-    logits: jax.Array,
-    bias: jax.Array | None,
-    expert_ids: jax.Array | None,
-    *,
-    count: int,
-    scaling: float,
-) -> tuple[jax.Array, jax.Array]:
+def pick_experts(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
     """See `op.pick_experts`."""
+    logits, bias, expert_ids, count, scaling = arguments
     num_tokens, num_experts = logits.shape
     width = 1 << (num_experts - 1).bit_length()
     is_learned = expert_ids is None

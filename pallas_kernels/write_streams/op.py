@@ -8,6 +8,7 @@ from pallas_kernels.common.backend import Backend, resolve
 from pallas_kernels.common.checks import check_rank, check_same_length, check_shape
 from pallas_kernels.common.split_sums import SplitSums
 from pallas_kernels.write_streams import reference, triton_gpu
+from pallas_kernels.write_streams.arguments import Arguments
 
 _IMPLEMENTATIONS = {
     Backend.REFERENCE: reference.write_streams,
@@ -60,4 +61,4 @@ def write_streams(
         preferred=Backend.TRITON_GPU if few else Backend.REFERENCE,
         arguments={"streams": streams},
     )
-    return implementation(streams, output, post, comb, fn)
+    return implementation(Arguments(streams, output, post, comb, fn))

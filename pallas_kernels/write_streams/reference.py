@@ -13,19 +13,15 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.split_sums import SplitSums, add_up
+from pallas_kernels.common.split_sums import add_up
+from pallas_kernels.write_streams.arguments import Arguments
 
 _PARTS = 16
 
 
-def write_streams(
-    streams: jax.Array,
-    output: jax.Array | SplitSums,
-    post: jax.Array,
-    comb: jax.Array,
-    fn: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+def write_streams(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
     """See `op.write_streams`."""
+    streams, output, post, comb, fn = arguments
     written = mix(streams, add_up(output), post, comb)
     return written, products(fn, written)
 

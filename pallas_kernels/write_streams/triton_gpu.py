@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.common.split_sums import SplitSums
 from pallas_kernels.gpu import triton
+from pallas_kernels.write_streams.arguments import Arguments
 
 Ref = Any
 MAX_TOKENS = 16
@@ -26,14 +27,9 @@ _COLUMNS = 256
 _NUM_WARPS = 8
 
 
-def write_streams(
-    streams: jax.Array,
-    output: jax.Array | SplitSums,
-    post: jax.Array,
-    comb: jax.Array,
-    fn: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+def write_streams(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
     """See `op.write_streams`."""
+    streams, output, post, comb, fn = arguments
     count, num, dim = streams.shape
     num_rows = fn.shape[0]
     rows_width = 1 << (num_rows - 1).bit_length()

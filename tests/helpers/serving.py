@@ -31,6 +31,14 @@ def params():
     return ds.init_params(CONFIG, jax.random.key(0))
 
 
+def one_layer(**changes):
+    """A model of one CSA layer, for what lies around the layers: config and parameters."""
+    config = dataclasses.replace(
+        CONFIG, layer_types=(CSA,), router_types=(ds.RouterType.LEARNED,), **changes
+    )
+    return config, ds.init_params(config, jax.random.key(0))
+
+
 def make_engine(**changes):
     """An engine whose steps are all one program, so that results are equal to the bit."""
     return ds.Engine(CONFIG, params(), **(SIZES | changes))

@@ -32,7 +32,7 @@ from dsv4_jax.mesh import shardings_of
 from dsv4_jax.step.serve_step import jit_serve_step
 from pallas_kernels.common.backend import forbid_fallbacks
 from programs import aot, aot_figures
-from programs.step_at_size import _serve_input
+from programs.step_at_size import _serve_input, chosen_config
 
 _LINKS = "gpu_device_info {\n  device_interconnect_info { active_links: 18 }"
 """Without it, XLA believes that there is no NVLink."""
@@ -164,13 +164,7 @@ def main():
     parser.add_argument("--prompt", type=int, default=0, help="tokens of a prefill; 0 decodes")
     parser.add_argument("--drafts", type=int, default=0, help="tokens of the draft block")
     arguments = parser.parse_args()
-    config = getattr(ds.DSV4Config, arguments.config)()
-    config = dataclasses.replace(
-        config,
-        layer_types=config.layer_types[: arguments.layers],
-        router_types=config.router_types[: arguments.layers],
-        num_mtp_layers=int(arguments.drafts > 0),
-    )
+    config = chosen_config(arguments)
     sizes = {name: getattr(arguments, name) for name in ("batch", "context", "prompt")}
     figures = {}
     for name in arguments.meshes:

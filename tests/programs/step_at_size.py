@@ -128,6 +128,17 @@ def _weight_sized(hlo, params):
     return [shape for shape in found if shape in shapes]
 
 
+def chosen_config(arguments):
+    """The first layers of a preset, with a draft block if it is asked to draft."""
+    config = getattr(ds.DSV4Config, arguments.config)()
+    return dataclasses.replace(
+        config,
+        layer_types=config.layer_types[: arguments.layers],
+        router_types=config.router_types[: arguments.layers],
+        num_mtp_layers=int(arguments.drafts > 0),
+    )
+
+
 def main():
     os.environ.update(aot.WITHOUT_A_GPU)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -139,13 +150,7 @@ def main():
     parser.add_argument("--drafts", type=int, default=0, help="tokens of the draft block")
     add_activations(parser, prefill=False)
     arguments = parser.parse_args()
-    config = getattr(ds.DSV4Config, arguments.config)()
-    config = dataclasses.replace(
-        config,
-        layer_types=config.layer_types[: arguments.layers],
-        router_types=config.router_types[: arguments.layers],
-        num_mtp_layers=int(arguments.drafts > 0),
-    )
+    config = chosen_config(arguments)
     found = compile_step(
         config,
         batch=arguments.batch,

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import pytest
 
@@ -17,13 +16,7 @@ from pallas_kernels.common.weights import quantize_block_fp8, quantize_mxfp4
 @pytest.fixture(scope="module")
 def model():
     """A layer and the draft block, whose window is longer than a step of `verify`."""
-    config = dataclasses.replace(
-        serving.CONFIG,
-        layer_types=(serving.CSA,),
-        router_types=(ds.RouterType.LEARNED,),
-        sliding_window=64,
-    )
-    return config, ds.init_params(config, jax.random.key(0))
+    return serving.one_layer(sliding_window=64)
 
 
 def arguments_for(tmp_path, config, params):

@@ -13,13 +13,7 @@ from helpers import serving
 @pytest.fixture(scope="module")
 def model():
     """Of one layer: the engine here compiles three programs."""
-    config = dataclasses.replace(
-        serving.CONFIG,
-        layer_types=(serving.CSA,),
-        router_types=(ds.RouterType.LEARNED,),
-        num_mtp_layers=0,
-    )
-    return config, ds.init_params(config, jax.random.key(0))
+    return serving.one_layer(num_mtp_layers=0)
 
 
 @pytest.fixture(scope="module")

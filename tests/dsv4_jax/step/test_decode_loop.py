@@ -1,7 +1,5 @@
 """decode_loop against decode_step and sample, called one by one."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,13 +12,7 @@ from helpers import serving, slow
 @pytest.fixture(scope="module")
 def model():
     """Of one layer: what a loop does lies around them."""
-    config = dataclasses.replace(
-        serving.CONFIG,
-        layer_types=(serving.CSA,),
-        router_types=(ds.RouterType.LEARNED,),
-        num_mtp_layers=0,
-    )
-    return config, ds.init_params(config, jax.random.key(0))
+    return serving.one_layer(num_mtp_layers=0)
 
 
 def start(config):
