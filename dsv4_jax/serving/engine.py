@@ -159,6 +159,9 @@ class Engine(EngineCore):
           TypeError: `Engine` has no such argument.
         """
         unrolls = _unrolls(unroll)
+        follow_links = checks.flag("follow_links", follow_links)
+        if check_weights is not None:
+            check_weights = checks.flag("check_weights", check_weights)
         # Before minutes of loading.
         inspect.signature(cls).bind(None, None, tokenizer=None, unroll=unroll, **options)
         tokenizer = load_tokenizer(path, follow_links=follow_links)

@@ -209,7 +209,10 @@ def of_functions():
         Target("Engine", ds.Engine, engine_good, ENGINE),
         Target(
             "Engine.from_checkpoint", ds.Engine.from_checkpoint, {"path": ds.SHIPPED_CHECKPOINT},
-            {"unroll": bad.flag(optional=True)},
+            {
+                "unroll": bad.flag(optional=True), "check_weights": bad.flag(optional=True),
+                "follow_links": bad.flag(),
+            },
             free=("path", "weights", "dtype", "progress", "options"),
         ),
         Target("SamplingParams", ds.SamplingParams, {}, SAMPLING),
