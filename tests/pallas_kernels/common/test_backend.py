@@ -156,7 +156,7 @@ def test_a_named_kernel_raises_with_the_same_reason():
 REFUSED = {
     "sparse_attention": "takes bf16 queries",
     "index_topk": "takes MXFP4 and FP8 keys",
-    "expert_mlp": "takes block FP8 and MXFP4 weights",
+    "expert_mlp": "takes dense weights and rows in bfloat16",
 }
 
 
