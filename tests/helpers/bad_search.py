@@ -16,6 +16,7 @@ LEFT_OUT = {
     "LayerCacheHandle": "a pytree, made by ModelCache.layer",
     "OriginalHandle": "a pytree, made by acquire; its methods check shapes: test_handle",
     "CacheError": "raised",
+    "TokenStream": "made by Engine.stream",
     **dict.fromkeys(
         ("ModelCache", "Sampling", "StepInput", "NewTokens", "PagedKVPool", "Projections", "Staged",
          "SlotChanges", "SnapshotPlan", "SnapshotStore", "StateCachePool"),
