@@ -37,7 +37,6 @@ USUAL = {
         "write_streams/16x4096",
     ),
     "sm_100a": (
-        "expert_mlp_kernel/flash 1 fp8@sm_100a",
         "index_scores_kernel/fp8_ue8m0_64x16384",
         "sparse_attention_kernels/fp8_ue8m0_256x64x512@sm_100a",
     ),
