@@ -58,7 +58,7 @@ def make_mesh(data: int = 1, model: int = 1, *, devices: Sequence[Any] | None = 
         for device in found:
             checks.instance("devices", device, jax.Device)
         if len(found) != data * model:
-            checks.refuse("devices", f"data={data} times model={model} devices", list(found))
+            checks.refuse("devices", f"data={data} times model={model} devices", devices)
     if len(found) < data * model:
         raise ValueError(
             f"data={data} times model={model} must be at most the {len(found)} devices that JAX "
