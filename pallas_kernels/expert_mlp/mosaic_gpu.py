@@ -105,11 +105,13 @@ def _join_shared(
     first_row: int,
     core: TensorCore | None,
 ) -> tuple[Product, Product] | None:
-    """The shared expert as items of the routed ones' launches, if it has their sizes.
+    """The shared expert as items of the routed ones' launches, if it has their sizes and a kernel.
 
     Its weights take longer to read, in FP8, so it comes first. Hidden values and results follow
     those of the routed experts, from `first_row` on.
     """
+    if call_shapes.find_obstacle(x, *shared) is not None:
+        return None
     gate, up, down = (jax.tree.map(lambda leaf: leaf[None], weight) for weight in shared)
     gate_shapes = call_shapes.shapes_of(gate, up, is_gated=True, core=core)
     down_shapes = call_shapes.shapes_of(down, core=core)

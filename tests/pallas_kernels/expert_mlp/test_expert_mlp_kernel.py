@@ -68,7 +68,7 @@ def close(lane, found, expected):
     ("name", "num_tokens"), slow.all_but([("none", 5)], [("none", 5), ("random", 1), ("none", 12)])
 )
 def test_the_shared_expert_joins_the_picked_ones(lane, name, num_tokens):
-    """In their launches up to eight tokens, beside them beyond that."""
+    """In their launches where tokens are few, beside them where they are not."""
     stacks = make(width=128)
     shared = tuple(jax.tree.map(lambda leaf: leaf[1], weight) for weight in make("fp8", width=128))
     given = (rows(num_tokens), *routing(name, num_tokens), *stacks, shared)
