@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels import block_linear, block_linears
+from pallas_kernels import block_linear, block_linears, joined_linears
 from pallas_kernels.block_linear import block_linear_in_parts
-from pallas_kernels.common.split_sums import SplitSums
+from pallas_kernels.common.pending import SplitSums, Unnormed
 from pallas_kernels.common.weights import Weight
+from pallas_kernels.joined_linears import joins
 
 
 def linear(x: jax.Array, weight: Weight, *, dtype: DTypeLike | None = None) -> jax.Array:
@@ -26,7 +29,7 @@ def linear(x: jax.Array, weight: Weight, *, dtype: DTypeLike | None = None) -> j
 
 
 def linears(
-    x: jax.Array,
+    x: jax.Array | Unnormed,
     weights: Sequence[Weight],
     *,
     norms: Sequence[jax.Array | None] | None = None,
@@ -42,6 +45,48 @@ def linears(
     """
     products = block_linears(x.reshape(-1, x.shape[-1]), weights, norms=norms, eps=eps)
     return [product.reshape(*x.shape[:-1], product.shape[-1]) for product in products]
+
+
+def linears_beside_dense(
+    x: jax.Array,
+    weights: Sequence[Weight],
+    dense: Sequence[jax.Array],
+    biases: Sequence[jax.Array | None],
+    positions: jax.Array,
+    *,
+    norms: Sequence[jax.Array | None],
+    eps: float,
+) -> tuple[list[Any], list[jax.Array]]:
+    """`linears` with some weights, and f32 products of the same rows with dense ones.
+
+    Args:
+      x: [T, in].
+      weights: see `linears`.
+      dense: [out, in] each.
+      biases: f32[M, out] for each of `dense`, of which row `position % M` is added, or None.
+      positions: i32[T].
+      norms: see `linears`.
+      eps: see `linears`.
+
+    Returns:
+      Results of `weights`, whose norms may be left to who reads them, and f32[T, out] of `dense`.
+      All are one launch where rows are few.
+    """
+    if not joins(x, weights):
+        others = joined_linears(x, dense, biases, positions) if dense else []
+        return linears(x, weights, norms=norms, eps=eps), others
+    products = joined_linears(
+        x,
+        [*weights, *dense],
+        [*[None] * len(weights), *biases],
+        positions,
+        dtypes=[*[x.dtype] * len(weights), *[jnp.float32] * len(dense)],
+    )
+    first = [
+        product if norm is None else Unnormed(product, norm, eps)
+        for product, norm in zip(products, norms, strict=False)
+    ]
+    return first, products[len(weights) :]
 
 
 def grouped_linear(

@@ -10,31 +10,41 @@ from pallas_kernels.common.backend import (
     gpu_interpreter,
 )
 from pallas_kernels.common.call import CallIndices
-from pallas_kernels.common.codecs import Planes
-from pallas_kernels.common.formats import CACHE_FORMATS, CacheFormat, get_cache_format
+from pallas_kernels.common.codecs import Codec, Planes
+from pallas_kernels.common.formats import (
+    CACHE_FORMATS,
+    CODECS,
+    CacheFormat,
+    get_cache_format,
+    get_codec,
+)
 from pallas_kernels.common.layer_planes import LayerPlanes
 from pallas_kernels.common.norm_rope import NormRope
 from pallas_kernels.common.weights import MXFP4, BlockFP8
 from pallas_kernels.compressor import Compressor, flush_csa, flush_hca, flush_write
-from pallas_kernels.dense_linears import dense_linears
 from pallas_kernels.encode_tokens import encode_tokens
 from pallas_kernels.expert_mlp import expert_mlp, mixture_mlp
 from pallas_kernels.gather_entries import gather_entries, gather_window
 from pallas_kernels.hyper_connections import hyper_connections
+from pallas_kernels.index_scores import index_scores
 from pallas_kernels.index_topk import index_topk
+from pallas_kernels.joined_linears import joined_linears
 from pallas_kernels.pick_experts import pick_experts
 from pallas_kernels.round_index_queries import round_index_queries
+from pallas_kernels.select_top_k import select_top_k
 from pallas_kernels.sparse_attention import sparse_attention
 from pallas_kernels.write_streams import write_streams
 
 __all__ = [
     "CACHE_FORMATS",
+    "CODECS",
     "MXFP4",
     "Appended",
     "Backend",
     "BlockFP8",
     "CacheFormat",
     "CallIndices",
+    "Codec",
     "Compressor",
     "FallbackWarning",
     "LayerPlanes",
@@ -44,7 +54,6 @@ __all__ = [
     "append_tokens",
     "block_linear",
     "block_linears",
-    "dense_linears",
     "encode_tokens",
     "expert_mlp",
     "flush_csa",
@@ -54,12 +63,16 @@ __all__ = [
     "gather_entries",
     "gather_window",
     "get_cache_format",
+    "get_codec",
     "gpu_interpreter",
     "hyper_connections",
+    "index_scores",
     "index_topk",
+    "joined_linears",
     "mixture_mlp",
     "pick_experts",
     "round_index_queries",
+    "select_top_k",
     "sparse_attention",
     "swiglu_linear",
     "write_streams",

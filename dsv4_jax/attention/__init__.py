@@ -1,5 +1,6 @@
 """The three attention types, on the cache and over whole sequences."""
 
-from dsv4_jax.attention.full_sequence import Selection, Selector, select_by_score
+from dsv4_jax.attention.pooling import Pooling, WindowTokens
+from dsv4_jax.attention.selection import Selection, Selector, select_by_score
 
-__all__ = ["Selection", "Selector", "select_by_score"]
+__all__ = ["Pooling", "Selection", "Selector", "WindowTokens", "select_by_score"]

@@ -15,16 +15,20 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from dsv4_jax.attention.params import CompressorParams
+from dsv4_jax.attention.pooling import Pooling, repool
 from dsv4_jax.cache.new_tokens import Projections
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_types import AttentionType
 from dsv4_jax.linear import linear
-from pallas_kernels import dense_linears
 from pallas_kernels.common.norm_rope import rms_norm, rotate
 
 
 def project(
-    params: CompressorParams, x: jax.Array, positions: jax.Array, name: str = "comp"
+    params: CompressorParams,
+    x: jax.Array,
+    positions: jax.Array,
+    name: str = "comp",
+    pooling: Pooling | None = None,
 ) -> Projections:
     """A token's value and score for the window it lies in, and on CSA layers for the next one.
 
@@ -33,41 +37,26 @@ def project(
       x: [..., D].
       positions: i32[...]; row `position % M` of the position bias is added to the score.
       name: what a capture of intermediates calls this compressor.
+      pooling: an idea's, or None.
 
     Returns:
       f32[..., width] each: on CSA layers the b-stream, then the a-stream.
     """
     values = checkpoint_name(linear(x, params.wkv, dtype=jnp.float32), f"{name}/kv")
     scores = checkpoint_name(linear(x, params.wgate, dtype=jnp.float32), f"{name}/gate")
-    return Projections(values=values, scores=scores + params.ape[positions % params.ape.shape[0]])
+    new = Projections(values=values, scores=scores + params.ape[positions % params.ape.shape[0]])
+    return repool(pooling, params, new, positions)
 
 
-def project_tokens(
+def weights_and_biases(
     compressors: Sequence[CompressorParams],
-    x: jax.Array,
-    positions: jax.Array,
-    others: Sequence[jax.Array] = (),
-) -> tuple[list[Projections], list[jax.Array]]:
-    """`project` of a call's tokens through several compressors, in one launch if they are few.
-
-    Args:
-      compressors: parameters of each.
-      x: [T, D].
-      positions: i32[T].
-      others: [out, D] each, further weights that multiply the same tokens.
-
-    Returns:
-      The projections of each compressor, and f32[T, out] of each other weight.
-    """
+) -> tuple[list[jax.Array], list[jax.Array | None]]:
+    """The weights of `project` for several compressors, values and scores in turns, and biases."""
     weights, biases = [], []
     for params in compressors:
         weights += [params.wkv, params.wgate]
         biases += [None, params.ape]
-    biases += [None] * len(others)
-    products = dense_linears(x, [*weights, *others], biases, positions)
-    pairs = zip(products[: len(weights) : 2], products[1 : len(weights) : 2], strict=True)
-    new = [Projections(values=values, scores=scores) for values, scores in pairs]
-    return new, products[len(weights) :]
+    return weights, biases
 
 
 def compress_sequence(
@@ -96,7 +85,8 @@ def compress_sequence(
     rate = config.compression_ratio(attn)
     num_entries = x.shape[1] // rate
     tokens = jnp.arange(x.shape[1], dtype=jnp.int32)
-    new = project(params, x, jnp.broadcast_to(tokens[None], x.shape[:2]), name)
+    positions = jnp.broadcast_to(tokens[None], x.shape[:2])
+    new = project(params, x, positions, name, config.idea.pooling)
 
     def windows(array: jax.Array) -> jax.Array:
         return array[:, : num_entries * rate].reshape(

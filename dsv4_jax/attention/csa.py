@@ -6,10 +6,10 @@ import dataclasses
 
 import jax
 
-from dsv4_jax.attention.compressor import project_tokens
 from dsv4_jax.attention.params import AttentionParams
-from dsv4_jax.attention.projections import Output, output, project_input, project_queries
+from dsv4_jax.attention.projections import Output, output, project_queries, project_tokens
 from dsv4_jax.attention.rope import rope_frequencies
+from dsv4_jax.attention.selection import select_on_cache
 from dsv4_jax.cache.append import LayerNorms, LayerTokens
 from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.cache.new_tokens import NewTokens
@@ -30,22 +30,16 @@ def csa_attention(
     assert compressor is not None
     assert indexer is not None
     frequencies = rope_frequencies(config, AttentionType.CSA)
-    latent, kv = project_input(params, x, config)
     selected = handle.selected
+    new = project_tokens(params, x, handle.positions, config, selects=selected is None)
     queries, index_queries = project_queries(
-        params, latent, config, indexer if selected is None else None
-    )
-    [new, index_new], index_weights = project_tokens(
-        [compressor, indexer.compressor],
-        x,
-        handle.positions,
-        [indexer.weights_proj] if selected is None else [],
+        params, new.latent, config, indexer if selected is None else None
     )
     tokens = LayerTokens(
         queries=queries,
-        kv=kv,
-        compressor=new,
-        indexer=index_new,
+        kv=new.kv,
+        compressor=new.compressor,
+        indexer=new.indexer,
         index_queries=index_queries,
     )
     norms = LayerNorms(
@@ -58,7 +52,10 @@ def csa_attention(
     handle, appended = handle.append(tokens, norms)
     if selected is None:
         assert appended.index_queries is not None
-        selected = handle.select(appended.index_queries, *index_weights)
+        assert new.index_weights is not None
+        selected = select_on_cache(
+            handle, appended.queries, appended.index_queries, new.index_weights, config
+        )
         if config.index_reuse:
             handle = dataclasses.replace(handle, selected=selected)
     attended = handle.attend(appended.queries, params.attn_sink, selected, frequencies)

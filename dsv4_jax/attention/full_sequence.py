@@ -6,9 +6,6 @@ masks, no rings. Only the formulas of scores and attention are shared.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -25,45 +22,13 @@ from dsv4_jax.attention.projections import (
     window_entry,
 )
 from dsv4_jax.attention.rope import rope_frequencies
+from dsv4_jax.attention.selection import Selection, Selector, select, select_by_score
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_types import AttentionType
 from pallas_kernels.common.formats import CacheFormat
 from pallas_kernels.common.norm_rope import rotate
 from pallas_kernels.index_scores.reference import index_scores
-from pallas_kernels.select_top_k.reference import select_top_k
 from pallas_kernels.sparse_attention.reference import attend
-
-
-class Selection(NamedTuple):
-    """What a selector of CSA entries sees.
-
-    Attributes:
-      scores: f32[B, T, E], index scores of every entry, those a query may not see included.
-      visible: i32[T], entries each query may see.
-      top_k: entries to select.
-      queries: [B, T, H, C], queries of the attention.
-      entries: f32[B, E, C], entries that the attention would read.
-    """
-
-    scores: jax.Array
-    visible: jax.Array
-    top_k: int
-    queries: jax.Array
-    entries: jax.Array
-
-
-Selector = Callable[[Selection], jax.Array]
-"""Gives bool[B, T, E], the entries that each query attends to."""
-
-
-def select_by_score(selection: Selection) -> jax.Array:
-    """The model's own selector: the best index scores."""
-    num_entries = selection.scores.shape[-1]
-    selected = select_top_k(selection.scores, selection.visible, min(selection.top_k, num_entries))
-    selected = checkpoint_name(selected, "idx/topk")
-    spare = jnp.where(selected < 0, num_entries, selected)
-    mask = jnp.zeros((*selected.shape[:-1], num_entries + 1), bool)
-    return jnp.put_along_axis(mask, spare, True, axis=-1, inplace=False)[..., :num_entries]
 
 
 def attend_full_sequence(
@@ -111,7 +76,9 @@ def attend_full_sequence(
         if attn == AttentionType.CSA:
             if reused is None:
                 scores = _scores(params, x, latent, positions, frequencies, config, fmt)
-                reused = selector(Selection(scores, visible, config.indexer_top_k, q, entries))
+                seen = jnp.broadcast_to(visible[None], x.shape[:2])
+                selection = Selection(scores, seen, positions, config.indexer_top_k, q, entries)
+                reused = select(selector, selection, config.idea.max_selected)
             mask = mask[None] & reused
         keys.append(entries)
         valid.append(mask)

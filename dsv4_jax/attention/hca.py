@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import jax
 
-from dsv4_jax.attention.compressor import project_tokens
 from dsv4_jax.attention.params import AttentionParams
-from dsv4_jax.attention.projections import Output, output, project_input, project_queries
+from dsv4_jax.attention.projections import Output, output, project_queries, project_tokens
 from dsv4_jax.attention.rope import rope_frequencies
 from dsv4_jax.cache.append import LayerNorms, LayerTokens
 from dsv4_jax.cache.handle import LayerCacheHandle
@@ -25,10 +24,9 @@ def hca_attention(
     compressor = params.compressor
     assert compressor is not None
     frequencies = rope_frequencies(config, AttentionType.HCA)
-    latent, kv = project_input(params, x, config)
-    queries, _ = project_queries(params, latent, config)
-    [new], _ = project_tokens([compressor], x, handle.positions)
-    tokens = LayerTokens(queries=queries, kv=kv, compressor=new)
+    new = project_tokens(params, x, handle.positions, config)
+    queries, _ = project_queries(params, new.latent, config)
+    tokens = LayerTokens(queries=queries, kv=new.kv, compressor=new.compressor)
     norms = LayerNorms(
         kv=params.kv_norm,
         compressor=compressor.norm,

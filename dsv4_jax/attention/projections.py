@@ -5,16 +5,21 @@ Source: deepseek_v4.md section 1.3.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from dsv4_jax.attention.compressor import weights_and_biases
 from dsv4_jax.attention.indexer import split_index_heads
 from dsv4_jax.attention.params import AttentionParams, IndexerParams
+from dsv4_jax.attention.pooling import repool
+from dsv4_jax.cache.new_tokens import Projections
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.linear import grouped_linear, linear_in_parts, linears
+from dsv4_jax.linear import grouped_linear, linear_in_parts, linears, linears_beside_dense
 from dsv4_jax.mesh import MODEL, axis_size, sum_over_model
 from pallas_kernels.common.norm_rope import rms_norm_by_pairs, rotate
-from pallas_kernels.common.split_sums import SplitSums, add_up
+from pallas_kernels.common.pending import SplitSums, Unnormed, finish
 from pallas_kernels.common.weights import (
     FP8_BLOCK,
     BlockFP8,
@@ -40,9 +45,72 @@ def project_input(
     return checkpoint_name(latent, "q_lora"), checkpoint_name(kv, "kv_lin")
 
 
+class ProjectedTokens(NamedTuple):
+    """What a cached layer makes of its input.
+
+    Attributes:
+      latent: [T, ql], the query latent; its norm may be left to who reads it.
+      kv: [T, C], the window entry before norm and RoPE.
+      compressor: of CSA and HCA layers.
+      indexer: of the compressor of index keys, on CSA layers.
+      index_weights: f32[T, IH], of index heads, where they select.
+    """
+
+    latent: jax.Array | Unnormed
+    kv: jax.Array
+    compressor: Projections | None = None
+    indexer: Projections | None = None
+    index_weights: jax.Array | None = None
+
+
+def project_tokens(
+    params: AttentionParams,
+    x: jax.Array,
+    positions: jax.Array,
+    config: DSV4Config,
+    *,
+    selects: bool = False,
+) -> ProjectedTokens:
+    """`project_input` and what compressors and index heads read: one launch for one or two tokens.
+
+    Args:
+      params: parameters of the layer.
+      x: [T, D], normed.
+      positions: i32[T].
+      config: the model.
+      selects: whether the indexer's heads are to select.
+    """
+    indexer = params.indexer
+    compressors = [] if params.compressor is None else [params.compressor]
+    compressors += [] if indexer is None else [indexer.compressor]
+    dense, biases = weights_and_biases(compressors)
+    if selects:
+        assert indexer is not None
+        dense, biases = [*dense, indexer.weights_proj], [*biases, None]
+    [latent, kv], products = linears_beside_dense(
+        x,
+        [params.wq_a, params.wkv],
+        dense,
+        biases,
+        positions,
+        norms=[params.q_norm, None],
+        eps=config.rms_norm_eps,
+    )
+    last = products.pop() if selects else None
+    pairs = zip(products[::2], products[1::2], strict=True)
+    new = [
+        repool(
+            config.idea.pooling, compressor, Projections(values=values, scores=scores), positions
+        )
+        for compressor, (values, scores) in zip(compressors, pairs, strict=True)
+    ]
+    found = dict(zip(("compressor", "indexer"), new, strict=False))
+    return ProjectedTokens(latent, kv, index_weights=last, **found)
+
+
 def project_queries(
     params: AttentionParams,
-    latent: jax.Array,
+    latent: jax.Array | Unnormed,
     config: DSV4Config,
     indexer: IndexerParams | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -113,7 +181,7 @@ def output(params: AttentionParams, attended: jax.Array, config: DSV4Config) -> 
     latent = latent.reshape(*lead, latent.shape[-2] * latent.shape[-1])
     product = linear_in_parts(latent, params.wo_b)
     if axis_size(MODEL) > 1:
-        product = sum_over_model(add_up(product))
+        product = sum_over_model(finish(product))
     return _named(product, "attn_out")
 
 

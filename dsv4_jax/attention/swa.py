@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from dsv4_jax.attention.params import AttentionParams
-from dsv4_jax.attention.projections import Output, output, project_input, project_queries
+from dsv4_jax.attention.projections import Output, output, project_queries, project_tokens
 from dsv4_jax.attention.rope import rope_frequencies
 from dsv4_jax.cache.append import LayerNorms, LayerTokens
 from dsv4_jax.cache.handle import LayerCacheHandle
@@ -31,12 +31,9 @@ def swa_attention(
     Source: deepseek_v4.md section 1.3.
     """
     frequencies = rope_frequencies(config, AttentionType.SWA)
-    latent, kv = project_input(params, x, config)
-    queries, _ = project_queries(params, latent, config)
-    tokens = LayerTokens(
-        queries=queries,
-        kv=kv,
-    )
+    new = project_tokens(params, x, handle.positions, config)
+    queries, _ = project_queries(params, new.latent, config)
+    tokens = LayerTokens(queries=queries, kv=new.kv)
     norms = LayerNorms(kv=params.kv_norm, frequencies=frequencies, eps=config.rms_norm_eps)
     handle, appended = handle.append(tokens, norms)
     attended = handle.attend(appended.queries, params.attn_sink, None, frequencies)

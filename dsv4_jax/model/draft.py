@@ -12,6 +12,7 @@ from dsv4_jax.attention.full_sequence import attend_full_sequence
 from dsv4_jax.attention.projections import Output
 from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.cache.new_tokens import NewTokens
+from dsv4_jax.cache.schema import FormatName, choose_cache_format
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_types import AttentionType
 from dsv4_jax.linear import linear
@@ -31,7 +32,7 @@ def forward_draft(
     next_token_ids: jax.Array,
     *,
     config: DSV4Config,
-    cache_format: str = "f32",
+    cache_format: FormatName | None = None,
     activations: str = DEFAULT_ACTIVATIONS,
 ) -> jax.Array:
     """Draft logits of whole sequences, without a cache.
@@ -41,7 +42,7 @@ def forward_draft(
       streams: [B, T, S, D], the trunk's residual streams (`forward_streams`).
       next_token_ids: i32[B, T], the token at i + 1 for every position i.
       config: the model.
-      cache_format: rounds what a cache of that format would round.
+      cache_format: as in `forward`.
       activations: as in `forward`.
 
     Returns:
@@ -54,7 +55,7 @@ def forward_draft(
     draft = params.mtp
     if draft is None:
         raise ValueError("params.mtp is None: this checkpoint has no draft (MTP) block")
-    fmt = get_cache_format(cache_format)
+    fmt = get_cache_format(choose_cache_format(config, cache_format, "f32"))
 
     def attention(layer: LayerParams, x: jax.Array) -> tuple[jax.Array | None, Output]:
         return attend_full_sequence(layer.attn, x, AttentionType.SWA, config, fmt)

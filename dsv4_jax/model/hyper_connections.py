@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import HyperConnectionParams
 from pallas_kernels import Backend, hyper_connections, write_streams
-from pallas_kernels.common.split_sums import SplitSums, add_up
+from pallas_kernels.common.pending import SplitSums, finish
 from pallas_kernels.hyper_connections.reference import collapse, inverse_rms
 from pallas_kernels.write_streams.reference import mix, products
 
@@ -50,7 +50,7 @@ class Residual(NamedTuple):
 
     def written(self) -> jax.Array:
         """[..., S, D]: the streams with the output in them."""
-        return mix(self.streams, add_up(self.output), self.post, self.comb)
+        return mix(self.streams, finish(self.output), self.post, self.comb)
 
 
 class Reading(NamedTuple):

@@ -27,6 +27,7 @@ from dsv4_jax.mesh import (
 )
 from dsv4_jax.model.params import MoEParams
 from pallas_kernels import Backend, expert_mlp, mixture_mlp, pick_experts, swiglu_linear
+from pallas_kernels.common.pending import SplitSums
 
 GATHERED_ROWS = 8192
 """Rows of all data shards that experts take at once: k of them are that many pairs, held twice."""
@@ -39,7 +40,7 @@ def mixture_of_experts(
     config: DSV4Config,
     *,
     backend: Backend | None = None,
-) -> jax.Array:
+) -> jax.Array | SplitSums:
     """One feed-forward sublayer.
 
     Args:
@@ -50,16 +51,26 @@ def mixture_of_experts(
       backend: route of `pick_experts`; only the reference can be differentiated.
 
     Returns:
-      [..., D]: the routed experts' weighted sum plus the shared expert.
+      [..., D]: the routed experts' weighted sum plus the shared expert; of one token it may be left
+      in parts.
     """
     rows, limit = x.reshape(-1, x.shape[-1]), config.swiglu_limit
     expert_ids, expert_weights = route(params, rows, token_ids.reshape(-1), config, backend=backend)
     experts = params.w1, params.w3, params.w2
     shared_expert = params.shared_w1, params.shared_w3, params.shared_w2
     if axis_size(DATA) == 1:
-        routed, shared = mixture_mlp(
-            rows, _own(expert_ids, params), expert_weights, *experts, shared_expert, limit=limit
+        mixture = mixture_mlp(
+            rows,
+            _own(expert_ids, params),
+            expert_weights,
+            *experts,
+            shared_expert,
+            limit=limit,
+            may_stay_in_parts=axis_size(MODEL) == 1,
         )
+        if isinstance(mixture, SplitSums):
+            return mixture.reshape(*x.shape)
+        routed, shared = mixture
     else:
 
         def run_experts(rows: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:

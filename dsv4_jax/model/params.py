@@ -296,12 +296,15 @@ def init_params(config: DSV4Config, key: jax.Array, dtype: Any = jnp.float32) ->
         checks.refuse("key", "a PRNG key", key, "make one with jax.random.key(0)")
     dtype = _float_dtype(dtype)
     leaves, treedef = jax.tree.flatten_with_path(param_shapes(config, dtype))
-    keys = jax.random.split(key, len(leaves))
     host = np.random.default_rng(np.asarray(jax.random.key_data(key)))
     params = []
-    for (path, leaf), leaf_key in zip(leaves, keys, strict=True):
+    for number, (path, leaf) in enumerate(leaves):
         name = jax.tree_util.keystr(path).rsplit(".", 1)[-1]
-        params.append(_init_leaf(name, leaf, leaf_key, host, config))
+        if math.prod(leaf.shape) > _HOST_SIZE and name != "tid2eid":
+            leaf_key = jax.random.split(key, len(leaves))[number]
+            params.append(_draw_on_device(name, leaf, leaf_key))
+        else:
+            params.append(_draw_on_host(name, leaf, host, config))
     return jax.tree.unflatten(treedef, params)
 
 
@@ -316,12 +319,13 @@ def _float_dtype(dtype: Any) -> Any:
     return dtype
 
 
-def _init_leaf(
-    name: str,
-    leaf: jax.ShapeDtypeStruct,
-    key: jax.Array,
-    host: np.random.Generator,
-    config: DSV4Config,
+def _draw_on_device(name: str, leaf: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
+    mean, spread = leaf_spread(name, leaf.shape)
+    return (mean + spread * jax.random.normal(key, leaf.shape)).astype(leaf.dtype)
+
+
+def _draw_on_host(
+    name: str, leaf: jax.ShapeDtypeStruct, host: np.random.Generator, config: DSV4Config
 ) -> jax.Array:
     """Small leaves are drawn on the host, since on a device every shape compiles for 0.2 s."""
     if name == "tid2eid":
@@ -330,8 +334,6 @@ def _init_leaf(
     if name == "scale":
         return jnp.asarray(host.uniform(0.5, 1.5, leaf.shape), leaf.dtype)
     mean, spread = leaf_spread(name, leaf.shape)
-    if math.prod(leaf.shape) > _HOST_SIZE:
-        return (mean + spread * jax.random.normal(key, leaf.shape)).astype(leaf.dtype)
     noise = host.standard_normal(leaf.shape, np.float32)
     return jnp.asarray(mean + np.float32(spread) * noise, leaf.dtype)
 

@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from dsv4_jax.attention.csa import csa_attention
 from dsv4_jax.attention.hca import hca_attention
 from dsv4_jax.attention.projections import Output
+from dsv4_jax.attention.selection import selected_width
 from dsv4_jax.attention.swa import swa_attention
 from dsv4_jax.cache.commit import commit_tokens
 from dsv4_jax.cache.handle import LayerCacheHandle
@@ -84,7 +85,9 @@ def run_layers(
     """
     selected = None
     if config.index_reuse:
-        selected = jnp.zeros((token_ids.shape[0], config.indexer_top_k), jnp.int32)
+        max_entries = cache.max_context_tokens // config.csa_compression_ratio
+        width = selected_width(max_entries, config)
+        selected = jnp.zeros((token_ids.shape[0], width), jnp.int32)
     carry = (cache, staged, Residual.start(embed(params, token_ids, config)), selected)
     for segment in split_into_segments(layer_schedule(config)):
         carry = _run_segment(segment, params, token_ids, call, config, carry)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.common.backend import compute_capability
-from pallas_kernels.common.split_sums import SplitSums
+from pallas_kernels.common.pending import Pending
 from pallas_kernels.common.weights import INPUTS, MXFP4, ROWS, BlockFP8, Weight
 from pallas_kernels.gpu import devices
 
@@ -243,7 +243,7 @@ def can_join(weights: Sequence[Weight]) -> bool:
     )
 
 
-def find_obstacle(x: jax.Array | SplitSums, *weights: Weight) -> str | None:
+def find_obstacle(x: jax.Array | Pending, *weights: Weight) -> str | None:
     """Why the kernels can't serve a call, as the rest of a sentence; None where they can."""
     capability = compute_capability()
     if len({_kind_of(weight) for weight in weights}) > 1:

@@ -66,3 +66,35 @@ class Items(NamedTuple):
         """Items in all."""
         del columns
         return self.weight.shape[0]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PickedItems:
+    """Items of one row each: the weights of a stack that one token picked.
+
+    A number that names no weight makes a row of zeros.
+
+    Attributes:
+      weight: i32[N], number in the stack.
+      num_weights: weights of the stack.
+      share_row: whether all multiply the first row of x, or each its own.
+    """
+
+    weight: jax.Array
+    num_weights: int = dataclasses.field(metadata={"static": True})
+    share_row: bool = dataclasses.field(metadata={"static": True})
+
+    def of(self, item: jax.Array, columns: int) -> tuple[jax.Array, ...]:
+        """The fields of `Items` of one item."""
+        del columns
+        weight = self.weight[item]
+        exists = (weight >= 0) & (weight < self.num_weights)
+        first = jnp.int32(0) if self.share_row else item
+        weight = jnp.where(exists, weight, 0)
+        return weight, first, item, jnp.where(exists, 1, 0)
+
+    def count(self, columns: int) -> int:
+        """Items in all."""
+        del columns
+        return self.weight.shape[0]

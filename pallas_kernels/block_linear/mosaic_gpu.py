@@ -19,7 +19,7 @@ from pallas_kernels.block_linear.triton_finish import add_splits
 from pallas_kernels.block_linear.triton_rows import make_rows, padded
 from pallas_kernels.block_linear.work import SwiGLU
 from pallas_kernels.common.norm_rope import rms_norm
-from pallas_kernels.common.split_sums import SplitSums, add_up
+from pallas_kernels.common.pending import Pending, SplitSums, Unnormed, finish
 from pallas_kernels.common.swiglu import swiglu as swiglu_of
 from pallas_kernels.common.weights import ROWS, Weight
 
@@ -27,7 +27,7 @@ _FEW_ROWS = 64
 
 
 def block_linear(
-    x: jax.Array | SplitSums,
+    x: jax.Array | Pending,
     weights: Sequence[Weight],
     *,
     norms: Sequence[jax.Array | None] = (),
@@ -92,7 +92,7 @@ def swiglu_linear(
 
 
 def _multiply(
-    x: jax.Array | SplitSums,
+    x: jax.Array | Pending,
     weights: Sequence[Weight],
     shapes: Shapes,
     tiling: Tiling,
@@ -105,10 +105,9 @@ def _multiply(
     num_groups, num_tokens, dim = x.shape
     spread = num_tokens
     if shapes.rounds_rows:
-        flat = x.reshape(-1, dim)
-        rows = RawRows(flat.parts if isinstance(flat, SplitSums) else flat[None])
+        rows = _raw_rows(x.reshape(-1, dim))
     else:
-        x = add_up(x)
+        x = finish(x)
         spread = padded(num_tokens) if num_groups > 1 else num_tokens
         rows = make_rows(
             x.reshape(-1, dim),
@@ -119,3 +118,12 @@ def _multiply(
     items = EvenItems(num_groups, num_tokens, spread)
     product = Product(rows, weights, items, shapes, tiling, swiglu)
     return multiply_items(product, num_rows=num_groups * num_tokens, dtype=dtype, apart=apart)
+
+
+def _raw_rows(x: jax.Array | Pending) -> RawRows:
+    """[R, in], which the kernel finishes while it rounds them."""
+    if isinstance(x, SplitSums):
+        return RawRows(x.parts)
+    if isinstance(x, Unnormed):
+        return RawRows(x.rows[None], norm=x.weight, eps=x.eps)
+    return RawRows(x[None])

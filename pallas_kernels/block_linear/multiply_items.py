@@ -31,12 +31,13 @@ from pallas_kernels.block_linear.call_shapes import (
     Tiling,
     scale_columns,
 )
-from pallas_kernels.block_linear.items import EvenItems, Items
+from pallas_kernels.block_linear.items import EvenItems, Items, PickedItems
 from pallas_kernels.block_linear.round_rows import RawRows
 from pallas_kernels.block_linear.triton_rows import Rows
 from pallas_kernels.block_linear.work import Operands, Scratch, SwiGLU, Work
 from pallas_kernels.common.weights import INPUTS, MXFP4, ROWS, BlockFP8, Weight
 from pallas_kernels.gpu import mosaic, unpack_mxfp4
+from pallas_kernels.gpu.store_transposed import store_transposed
 
 plgpu: Any = mosaic_gpu
 REGISTERS = (232, 40)
@@ -58,6 +59,24 @@ def _kernel(work: Work, outputs: list[Any], swiglu: SwiGLU | None) -> None:
             plgpu.set_max_registers(REGISTERS[0], action="increase")
         kernel = mosaic_blackwell if work.shapes.core.has_memory else mosaic_hopper
         kernel.consume(work, outputs, swiglu)
+
+    if swiglu is None and isinstance(work.inputs.items, PickedItems):
+        pl.when((work.num_rows == 0) & (work.group < CONSUMERS))(
+            functools.partial(_store_zeros, work, outputs[0])
+        )
+
+
+def _store_zeros(work: Work, out_gmem: Any) -> None:
+    """The consumer's outputs of an item that names no weight."""
+    zeros = jnp.zeros((ROWS, work.tiling.columns), out_gmem.dtype)
+    store_transposed(
+        out_gmem.at[work.split],
+        plgpu.layout_cast(zeros, plgpu.Layout.WGMMA),
+        first_row=work.target_row,
+        num_rows=jnp.int32(1),
+        first_column=work.tile_of(work.group) * ROWS,
+        operand_order=False,
+    )
 
 
 def _scratch(shapes: Shapes, tiling: Tiling, *, exchanges: bool) -> Scratch:
@@ -117,16 +136,16 @@ class Product(NamedTuple):
       rows: of R rows, `max(columns, 32)` of them beyond the last that an item names, if they are
         rounded.
       weights: stacks [E, out, in] of one format, with the same inputs.
-      items: what is multiplied; no row is in two.
+      items: what is multiplied; no row of the result is in two.
       shapes: sizes of the call.
       tiling: how it is cut.
       swiglu: what follows a gate and an up projection; None elsewhere.
-      share: f32[R], factor of each row after SwiGLU; None is 1.
+      share: f32[R], factor of each row after SwiGLU, f32[N] of each of `PickedItems`; None is 1.
     """
 
     rows: Rows | RawRows
     weights: Sequence[Weight]
-    items: Items | EvenItems
+    items: Items | EvenItems | PickedItems
     shapes: Shapes
     tiling: Tiling
     swiglu: SwiGLU | None = None
@@ -148,7 +167,7 @@ class Product(NamedTuple):
         """Arrays that the kernel reads."""
         quantized = [weight for weight in self.weights if isinstance(weight, BlockFP8 | MXFP4)]
         return Operands(
-            items=self.items if isinstance(self.items, Items) else None,
+            items=None if isinstance(self.items, EvenItems) else self.items,
             rows=self.rows,
             codes=[weight.codes for weight in quantized] or self.weights,
             scales=[weight.scale for weight in quantized],

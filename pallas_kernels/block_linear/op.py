@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.block_linear import call_shapes, mosaic_gpu, reference
 from pallas_kernels.common.backend import Backend, resolve
 from pallas_kernels.common.checks import check_shape
-from pallas_kernels.common.split_sums import SplitSums
+from pallas_kernels.common.pending import Pending, SplitSums, Unnormed
 from pallas_kernels.common.weights import Weight, is_quantized
 
 _LINEAR: dict[Backend, Any] = {
@@ -25,7 +25,7 @@ _SWIGLU: dict[Backend, Any] = {
 
 
 def block_linear(
-    x: jax.Array | SplitSums,
+    x: jax.Array | Pending,
     weight: Weight,
     *,
     dtype: DTypeLike | None = None,
@@ -34,7 +34,8 @@ def block_linear(
     """Multiplies rows with a weight, accumulated in f32.
 
     Args:
-      x: [T, in], or [G, T, in] for G weights; or such rows as another product left them.
+      x: [T, in], or [G, T, in] for G weights; or such rows as another product left them, in parts
+        or before their norm.
       weight: [out, in], or [G, out, in]; dense, block FP8 or MXFP4. A quantised weight says whether
         it takes rows rounded to E4M3 or as they are.
       dtype: of the result; None is that of x.
@@ -55,7 +56,7 @@ def block_linear(
 
 
 def block_linear_in_parts(
-    x: jax.Array | SplitSums, weight: Weight, *, backend: Backend | None = None
+    x: jax.Array | Pending, weight: Weight, *, backend: Backend | None = None
 ) -> jax.Array | SplitSums:
     """`block_linear` whose result is left in parts where several CTAs shared the inputs.
 
@@ -66,7 +67,7 @@ def block_linear_in_parts(
 
 
 def block_linears(
-    x: jax.Array | SplitSums,
+    x: jax.Array | Pending,
     weights: Sequence[Weight],
     *,
     norms: Sequence[jax.Array | None] | None = None,
@@ -115,7 +116,7 @@ def block_linears(
         _LINEAR,
         preferred=Backend.MOSAIC_GPU if any(map(is_quantized, weights)) else Backend.REFERENCE,
         obstacle=call_shapes.find_obstacle(x, *weights),
-        arguments={"x": x.parts if isinstance(x, SplitSums) else x},
+        arguments={"x": _array_of(x)},
     )
     products = implementation(
         x, weights, norms=norms, eps=eps, dtype=dtype or x.dtype, in_parts=may_stay_in_parts
@@ -157,7 +158,13 @@ def swiglu_linear(
     return implementation(x, gate, up, limit=limit)
 
 
-def _check(x: jax.Array | SplitSums, weight: Weight) -> None:
+def _array_of(x: jax.Array | Pending) -> jax.Array:
+    if isinstance(x, SplitSums):
+        return x.parts
+    return x.rows if isinstance(x, Unnormed) else x
+
+
+def _check(x: jax.Array | Pending, weight: Weight) -> None:
     if x.ndim not in (2, 3) or x.ndim != weight.ndim:
         raise ValueError(
             f"x must be [T, in] for a weight [out, in], or [G, T, in] for [G, out, in]; "

@@ -15,8 +15,8 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.common.backend import compute_capability
 from pallas_kernels.common.norm_rope import rms_norm
+from pallas_kernels.common.pending import Pending, finish
 from pallas_kernels.common.rows import round_rows
-from pallas_kernels.common.split_sums import SplitSums, add_up
 from pallas_kernels.common.swiglu import swiglu
 from pallas_kernels.common.weights import Weight, decode_weight, is_quantized
 
@@ -42,7 +42,7 @@ def block_linear(x: jax.Array, weight: Weight) -> jax.Array:
 
 
 def block_linears(
-    x: jax.Array | SplitSums,
+    x: jax.Array | Pending,
     weights: Sequence[Weight],
     *,
     norms: Sequence[jax.Array | None] = (),
@@ -52,7 +52,7 @@ def block_linears(
 ) -> list[jax.Array]:
     """`block_linear` with each weight, rounded once, then normed where there is a norm."""
     del in_parts
-    x = add_up(x)
+    x = finish(x)
     products = [block_linear(x, weight).astype(dtype) for weight in weights]
     return [
         product if norm is None else rms_norm(product, norm, eps=eps)

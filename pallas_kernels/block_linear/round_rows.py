@@ -3,6 +3,7 @@
 A CTA's two consumers take groups of 128 inputs in turns, four rows at a time, a warp a row:
 
     load      bf16, or f32 sums over splits that are added here
+    norm      where that was left to this kernel; the mean is over all groups, in both consumers
     round     to E4M3 with a scale; unrounded rows in two parts, as in `common/rows.py`
     store     codes in the order in which the tensor core takes them, and scales
 
@@ -12,8 +13,10 @@ once for all.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.experimental.mosaic.gpu as mgpu
@@ -40,16 +43,22 @@ _AHEAD = 8
 """Groups of inputs whose loads are on their way at once."""
 
 
-class RawRows(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RawRows:
     """Rows that the kernel rounds itself.
 
     Attributes:
       values: bf16[1, N, in], or f32[S, N, in], S sums that add up to rows.
       token: i32[R], the row of `values` that each row is; None is its own.
+      norm: [in], weight of the RMS norm that comes before the rounding; None is none.
+      eps: floor of the norm; static.
     """
 
     values: jax.Array
     token: jax.Array | None = None
+    norm: jax.Array | None = None
+    eps: float = dataclasses.field(default=0.0, metadata={"static": True})
 
 
 def round_rows(work: Any, source: RawRows) -> None:
@@ -60,22 +69,50 @@ def round_rows(work: Any, source: RawRows) -> None:
 
         @pl.when(unit * _UNIT < work.num_rows)
         def _(unit: int = unit) -> None:
+            norm = None
+            if source.norm is not None:
+                scale = _inverse_rms(work, source, unit * _UNIT)
+                norm = functools.partial(_norm, source.norm, scale)
             for start in range(0, of_consumer, _AHEAD):
                 count = min(_AHEAD, of_consumer - start)
-                _round_groups(work, source, unit * _UNIT, start, count, num_blocks)
+                _round_groups(work, source, unit * _UNIT, start, count, num_blocks, norm)
+
+
+def _inverse_rms(work: Any, source: RawRows, place: int) -> jax.Array:
+    """f32[4], of the four rows from `place` on."""
+    squares: Any = 0
+    for start in range(0, work.shapes.num_blocks, _AHEAD):
+        blocks = range(start, min(start + _AHEAD, work.shapes.num_blocks))
+        for x in [_load(work, source, place, jnp.int32(block * INPUTS)) for block in blocks]:
+            squares += x * x
+    return lax.rsqrt(jnp.sum(squares, axis=1) / source.values.shape[2] + source.eps)
+
+
+def _norm(weight: Ref, scale: jax.Array, x: jax.Array, column: jax.Array) -> jax.Array:
+    """f32[4, 128], columns of rows, normed and rounded to bf16."""
+    weight = plgpu.load(
+        weight.at[pl.ds(column, INPUTS)], layout=_LAYOUT.reduce(0), optimized=False
+    ).astype(jnp.float32)
+    weight = plgpu.layout_cast(lax.broadcast_in_dim(weight, x.shape, [1]), _LAYOUT)
+    scale = plgpu.layout_cast(lax.broadcast_in_dim(scale, x.shape, [0]), _LAYOUT)
+    return (x * scale * weight).astype(jnp.bfloat16).astype(jnp.float32)
 
 
 def _round_groups(
-    work: Any, source: RawRows, place: int, start: int, count: int, num_blocks: int
+    work: Any,
+    source: RawRows,
+    place: int,
+    start: int,
+    count: int,
+    num_blocks: int,
+    norm: Callable[[jax.Array, jax.Array], jax.Array] | None,
 ) -> None:
     """Some groups of a consumer, of four rows from `place` on."""
     blocks = [2 * (start + i) + work.group for i in range(count)]
-    loaded = []
-    for block in blocks:
-        column = (work.block_of(0) + jnp.minimum(block, num_blocks - 1)) * INPUTS
-        loaded.append(_load(work, source, place, column))
-    for block, x in zip(blocks, loaded, strict=True):
-        parts = _split(x, work.shapes.num_parts)
+    columns = [(work.block_of(0) + jnp.minimum(block, num_blocks - 1)) * INPUTS for block in blocks]
+    loaded = [_load(work, source, place, column) for column in columns]
+    for block, column, x in zip(blocks, columns, loaded, strict=True):
+        parts = _split(x if norm is None else norm(x, column), work.shapes.num_parts)
         if num_blocks % 2 == 0:
             _store(work, parts, block, place)
         else:  # the last group may be beyond the last

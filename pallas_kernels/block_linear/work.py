@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from pallas_kernels.block_linear.call_shapes import CONSUMERS, Shapes, Tiling, scale_columns
-from pallas_kernels.block_linear.items import EvenItems, Items
+from pallas_kernels.block_linear.items import EvenItems, Items, PickedItems
 from pallas_kernels.block_linear.round_rows import RawRows, round_rows
 from pallas_kernels.block_linear.triton_rows import Rows
 from pallas_kernels.common.backend import interpreting
@@ -37,15 +37,15 @@ class Operands(NamedTuple):
     """Arrays that the kernel reads, and in it their refs in device memory.
 
     Attributes:
-      items: see `Items`; None where they follow from their number.
+      items: see `Items` and `PickedItems`; None where they follow from their number.
       rows: see `triton_rows.Rows`, or `round_rows.RawRows`.
       codes: of each weight.
       scales: of each weight; none of dense ones.
       magnitudes: i32[20, 2], the table of `unpack_mxfp4`.
-      share: f32[R], factor of each row after SwiGLU, or None.
+      share: f32[R], factor of each row after SwiGLU, or None; of each item of `PickedItems`.
     """
 
-    items: Items | None
+    items: Items | PickedItems | None
     rows: Rows | RawRows
     codes: Any
     scales: Any
@@ -307,12 +307,14 @@ class Work:
         """
         gate = jnp.minimum(gate, limit)
         gate = gate / (1 + jnp.exp(-gate))
-        if self.inputs.share is not None:
-            share = plgpu.load(
-                self.inputs.share.at[pl.ds(first, gate.shape[1])],
-                layout=layout.reduce(0),
-                optimized=False,
-            )
-            share = lax.broadcast_in_dim(share, gate.shape, [1])
-            gate = gate * plgpu.layout_cast(share, layout)
-        return gate
+        if self.inputs.share is None:
+            return gate
+        if isinstance(self.inputs.items, PickedItems):
+            return gate * self.inputs.share[self.target_row]
+        share = plgpu.load(
+            self.inputs.share.at[pl.ds(first, gate.shape[1])],
+            layout=layout.reduce(0),
+            optimized=False,
+        )
+        share = lax.broadcast_in_dim(share, gate.shape, [1])
+        return gate * plgpu.layout_cast(share, layout)

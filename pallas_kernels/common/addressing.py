@@ -28,7 +28,8 @@ def write_rows(
 
     def write(plane: jax.Array, row: jax.Array) -> jax.Array:
         dropped = jnp.where(first < 0, plane.shape[1], first)
-        return plane.at[layer, dropped, second].set(row.astype(plane.dtype), mode="drop")
+        place = plane.at[layer, dropped, second]
+        return place.set(row.astype(plane.dtype), mode="drop", wrap_negative_indices=False)
 
     return {name: write(plane, rows[name]) for name, plane in stacked.items()}
 
@@ -39,7 +40,10 @@ def read_rows(stacked: Planes, layer: jax.Array, first: jax.Array, second: jax.A
     The caller masks it: the rows come from index 0 and may hold anything, NaN included.
     """
     safe = jnp.maximum(first, 0)
-    return {name: plane[layer, safe, second] for name, plane in stacked.items()}
+    return {
+        name: plane.at[layer, safe, second].get(wrap_negative_indices=False)
+        for name, plane in stacked.items()
+    }
 
 
 def locate_entries(

@@ -102,3 +102,30 @@ def check_ring(ring: LayerPlanes, rows: Planes, dim: int) -> None:
     """A ring has the planes of its codec for vectors of C dims, and the call's rows fit it."""
     check_planes(ring.planes, rows, stacked_name="ring", rows_name="rows")
     check_codec("ring", ring.planes, ring.codec, dim)
+
+
+def check_queries(
+    queries: jax.Array, weights: jax.Array, pool: LayerPlanes, call: CallIndices
+) -> None:
+    """Queries [T, IH, IC] and weights [T, IH] fit the index keys and the call, with `visible`."""
+    check_rank(3, queries=queries)
+    check_rank(2, weights=weights)
+    check_call(call)
+    if call.visible is None:
+        raise ValueError(
+            "call.visible must say how many entries each query may see, got None; pass "
+            "dataclasses.replace(call, visible=...)"
+        )
+    check_indices(visible=call.visible)
+    check_same_length(
+        "T",
+        queries=queries,
+        weights=weights,
+        segment_ids=call.segment_ids,
+        visible=call.visible,
+    )
+    if weights.shape != queries.shape[:2]:
+        raise ValueError(
+            f"queries and weights must agree on IH, got {queries.shape=} and {weights.shape=}"
+        )
+    check_codec("pool", pool.planes, pool.codec, queries.shape[-1])

@@ -57,28 +57,51 @@ class CacheFormat:
         return _plane_bytes(self.index_key.plane_shapes(index_dim, 0))
 
 
-_GROUPED = GroupedFP8Codec()
+CODECS: dict[str, Codec] = {
+    "f32": PlainCodec("float32"),
+    "bf16": PlainCodec("bfloat16"),
+    "grouped_fp8": GroupedFP8Codec(),
+    "scaled_fp8": ScaledFP8Codec(),
+    "mxfp4_key": FP4KeyCodec(group=32, power_of_two=True),
+    "fp8_key": FP8KeyCodec(),
+    "nvfp4_key": FP4KeyCodec(group=16, power_of_two=False),
+}
+"""Codecs by name; `*_key` are of index keys alone, the FP8 ones without it of entries alone."""
+
 CACHE_FORMATS: dict[str, CacheFormat] = {
-    fmt.name: fmt
-    for fmt in (
-        CacheFormat("f32", PlainCodec("float32"), PlainCodec("float32")),
-        CacheFormat("bf16", PlainCodec("bfloat16"), PlainCodec("bfloat16")),
-        CacheFormat("fp8_ue8m0", _GROUPED, FP4KeyCodec(group=32, power_of_two=True)),
-        CacheFormat("fp8_ue8m0_fp8_index", _GROUPED, FP8KeyCodec()),
-        CacheFormat("fp8_per_entry", ScaledFP8Codec(), FP4KeyCodec(group=16, power_of_two=False)),
+    name: CacheFormat(name, CODECS[entry], CODECS[index_key])
+    for name, entry, index_key in (
+        ("f32", "f32", "f32"),
+        ("bf16", "bf16", "bf16"),
+        ("fp8_ue8m0", "grouped_fp8", "mxfp4_key"),
+        ("fp8_ue8m0_fp8_index", "grouped_fp8", "fp8_key"),
+        ("fp8_per_entry", "scaled_fp8", "nvfp4_key"),
     )
 }
 
 
-def get_cache_format(name: str) -> CacheFormat:
-    """The format of that name.
+def get_cache_format(name: str | CacheFormat) -> CacheFormat:
+    """The format of that name; a format is itself.
 
     Raises:
       ValueError: there is none.
     """
+    if isinstance(name, CacheFormat):
+        return name
     if name not in CACHE_FORMATS:
         raise ValueError(f"cache_format must be one of {list(CACHE_FORMATS)}, got {name!r}")
     return CACHE_FORMATS[name]
+
+
+def get_codec(name: str) -> Codec:
+    """The codec of that name, for one kind of vectors alone.
+
+    Raises:
+      ValueError: there is none.
+    """
+    if name not in CODECS:
+        raise ValueError(f"codec must be one of {list(CODECS)}, got {name!r}")
+    return CODECS[name]
 
 
 def _plane_bytes(shapes: PlaneShapes) -> int:

@@ -19,6 +19,7 @@ Source: deepseek_v4.md section 2.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -119,28 +120,30 @@ def compress_csa(compressor: Compressor, windows: Windows) -> jax.Array:
     call, frequencies, closing, layer, rate, eps = windows
     state, (values, scores) = compressor.state, _values_and_scores(compressor)
     assert isinstance(state, dict)
-    token = jnp.maximum(closing, 0)
-    slot, end = call.slots[token], call.positions[token]
+    token = jnp.maximum(closing, 0)[:, None]
+    back = jnp.arange(2 * rate - 1, -1, -1, dtype=jnp.int32)[None]
+    source = jnp.maximum(token - back, 0)
+    slot, position = call.slots[token], call.positions[token] - back
+    row = (jnp.maximum(slot, 0), jnp.maximum(position, 0) % (2 * rate))
+    in_call, there = ((position >= n)[..., None] for n in (call.lengths[token], 0))
     channels = values.shape[-1] // 2
-    tokens = []
-    for back in range(2 * rate - 1, -1, -1):
-        position = end - back
-        row = (jnp.maximum(slot, 0), jnp.maximum(position, 0) % (2 * rate))
-        source = jnp.maximum(token - back, 0)
-        stream = slice(0, channels) if back >= rate else slice(channels, None)
-        in_call, there = ((position >= n)[:, None] for n in (call.lengths[token], 0))
-        value = jnp.where(in_call, values[source], state["values"][layer, *row])[:, stream]
-        score = jnp.where(in_call, scores[source], state["scores"][layer, *row])[:, stream]
-        tokens.append((jnp.where(there, value, 0.0), jnp.where(there, score, -jnp.inf)))
-    begin = end - (rate - 1)
-    return finish_entry(_pool_at_once(tokens), compressor.norm, frequencies, begin, eps=eps)
+
+    def own_stream(rows: jax.Array, stored: jax.Array, absent: float) -> jax.Array:
+        both = jnp.where(in_call, rows[source], stored[layer, *row])
+        own = jnp.where((back >= rate)[..., None], both[..., :channels], both[..., channels:])
+        return jnp.where(there, own, absent)
+
+    values = own_stream(values, state["values"], 0.0)
+    scores = own_stream(scores, state["scores"], -jnp.inf)
+    pool = _pool_at_once(jnp.unstack(values, axis=1), jnp.unstack(scores, axis=1))
+    return finish_entry(pool, compressor.norm, frequencies, position[:, rate], eps=eps)
 
 
-def _pool_at_once(tokens: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
+def _pool_at_once(values: Sequence[jax.Array], scores: Sequence[jax.Array]) -> jax.Array:
     """f32[n, 3, C], the pool of tokens of which every value and score f32[n, C] is at hand."""
-    largest = functools.reduce(jnp.maximum, [score for _, score in tokens])
-    weights = [jnp.exp(score - largest) for _, score in tokens]
-    weighted = [rounded(w * value) for w, (value, _) in zip(weights, tokens, strict=True)]
+    largest = functools.reduce(jnp.maximum, scores)
+    weights = [jnp.exp(score - largest) for score in scores]
+    weighted = [rounded(w * value) for w, value in zip(weights, values, strict=True)]
     total = functools.reduce(jnp.add, weights)
     return jnp.stack([largest, total, functools.reduce(jnp.add, weighted)], axis=1)
 

@@ -1,12 +1,13 @@
 """The experts that tokens picked, in two launches of the kernel that multiplies items.
 
-    order     pairs sorted by expert, tiles of an expert's rows      `triton_worklist`, XLA for many
+    order     pairs sorted by expert, tiles of an expert's rows      `triton_worklist`; of many XLA,
+                                                                     of one token none is needed
     rows      each pair's token, then the hidden values, in E4M3     `block_linear/triton_rows`, or
                                                                      the kernel itself if few
     hidden    share * SwiGLU of gate and up, tile by tile            `block_linear/multiply_items`
     down      the product with w2, tile by tile                      the same
               few tokens go through the shared expert in the same two launches
-    sum       of a token's pairs, in the order in which it picked    XLA
+    sum       of a token's pairs, in the order in which it picked    XLA, or what reads one token's
 
 Bytes: the weights of experts that were picked. An expert with more rows than a tile is read again
 for the next, out of L2. Measurements: docs/kernels/expert_mlp.md.
@@ -14,16 +15,19 @@ for the next, out of L2. Measurements: docs/kernels/expert_mlp.md.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.block_linear import block_linear, call_shapes, swiglu_linear
 from pallas_kernels.block_linear.call_shapes import Shapes, TensorCore, Tiling
-from pallas_kernels.block_linear.items import EvenItems, Items
+from pallas_kernels.block_linear.items import EvenItems, Items, PickedItems
 from pallas_kernels.block_linear.multiply_items import Product, multiply_items
 from pallas_kernels.block_linear.round_rows import RawRows
 from pallas_kernels.block_linear.triton_rows import make_rows, padded
 from pallas_kernels.block_linear.work import SwiGLU
+from pallas_kernels.common.pending import SplitSums
 from pallas_kernels.common.weights import Weight
 from pallas_kernels.expert_mlp import triton_worklist
 from pallas_kernels.expert_mlp.arguments import Arguments
@@ -33,11 +37,15 @@ from pallas_kernels.expert_mlp.worklist import make_worklist
 def expert_mlp(
     arguments: Arguments,
     *,
+    in_parts: bool = False,
     tilings: tuple[Tiling, Tiling] | None = None,
     core: TensorCore | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
-    """See `op.expert_mlp`; the sum of the routed experts, and the shared one's result."""
-    x, expert_ids, expert_weights, w1, w3, w2, limit, shared = arguments
+) -> tuple[jax.Array, jax.Array | None] | SplitSums:
+    """See `op.expert_mlp`; the sum of the routed experts, and the shared one's result.
+
+    `in_parts` allows their sum in parts instead.
+    """
+    x, expert_ids, _, w1, w3, w2, _, _ = arguments
     num_experts, num_pairs = w1.shape[0], expert_ids.size
     num_picked, expected = min(num_pairs, num_experts), _expected_rows(expert_ids, num_experts)
 
@@ -48,8 +56,22 @@ def expert_mlp(
         tiling = tilings[number]
         return call_shapes.round_in_kernel(shapes, x.dtype, weights[0], tiling), tiling
 
-    gate_shapes, gate_tiling = plan(0, w1, w3)
-    down_shapes, down_tiling = plan(1, w2)
+    gate, down = plan(0, w1, w3), plan(1, w2)
+    if x.shape[0] == 1 and num_pairs and gate[0].rounds_rows and down[0].rounds_rows:
+        return _one_token(arguments, gate, down, core, in_parts=in_parts)
+    return _sorted_tokens(arguments, gate, down, core)
+
+
+def _sorted_tokens(
+    arguments: Arguments,
+    gate_plan: tuple[Shapes, Tiling],
+    down_plan: tuple[Shapes, Tiling],
+    core: TensorCore | None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Pairs sorted by expert: an expert's weights are read once for all tokens that picked it."""
+    x, expert_ids, expert_weights, w1, w3, w2, limit, shared = arguments
+    num_experts = w1.shape[0]
+    (gate_shapes, gate_tiling), (down_shapes, _) = gate_plan, down_plan
     spare = call_shapes.scale_columns(gate_tiling.columns)
     token, row, expert, first, num_rows, share = _sort(
         expert_ids, expert_weights, num_experts, gate_tiling.columns, spare
@@ -61,10 +83,9 @@ def expert_mlp(
     else:
         rows = make_rows(x, w1, num_spare=spare, token=token)
     swiglu = SwiGLU(limit, x.dtype)
-    gate = Product(rows, [w1, w3], items, gate_shapes, gate_tiling, swiglu, share)
-    rounds_all = gate_shapes.rounds_rows and down_shapes.rounds_rows
+    gate = Product(rows, [w1, w3], items, *gate_plan, swiglu, share)
     joined = None
-    if shared is not None and rounds_all and num_picked:
+    if shared is not None and gate_shapes.rounds_rows and down_shapes.rounds_rows:
         joined = _join_shared(x, shared, w1, w2, swiglu, total, core)
     height = total + (x.shape[0] if joined else 0)
     hidden = multiply_items(
@@ -77,7 +98,7 @@ def expert_mlp(
         rows = RawRows(hidden)
     else:
         rows = make_rows(hidden[0], w2, num_spare=0 if is_dense else spare)
-    down = Product(rows, [w2], items, down_shapes, down_tiling)
+    down = Product(rows, [w2], items, *down_plan)
     if joined:
         down = multiply_items(joined[1]._replace(rows=rows), down, num_rows=height)
     else:
@@ -87,6 +108,40 @@ def expert_mlp(
     routed = jnp.sum(of_pairs, axis=1).astype(x.dtype)
     if joined:
         return routed, down[0, total:].astype(x.dtype)
+    return routed, None if shared is None else _shared_alone(x, shared, limit)
+
+
+def _one_token(
+    arguments: Arguments,
+    gate_plan: tuple[Shapes, Tiling],
+    down_plan: tuple[Shapes, Tiling],
+    core: TensorCore | None,
+    *,
+    in_parts: bool,
+) -> tuple[jax.Array, jax.Array | None] | SplitSums:
+    """The experts of one token are distinct: each is an item of one row, and nothing is sorted."""
+    x, expert_ids, expert_weights, w1, w3, w2, limit, shared = arguments
+    picks = expert_ids.size
+    swiglu = SwiGLU(limit, x.dtype)
+    into = PickedItems(expert_ids[0], w1.shape[0], share_row=True)
+    out_of = dataclasses.replace(into, share_row=False)
+    gates = [Product(RawRows(x[None]), [w1, w3], into, *gate_plan, swiglu, expert_weights[0])]
+    joined = None
+    if shared is not None:
+        joined = _join_shared(x, shared, w1, w2, swiglu, picks, core)
+    if joined:
+        gates.insert(0, joined[0])
+    height = picks + len(gates) - 1
+    rows = RawRows(multiply_items(*gates, num_rows=height, dtype=x.dtype))
+    downs = [Product(rows, [w2], out_of, *down_plan)]
+    if joined:
+        downs.insert(0, joined[1]._replace(rows=rows))
+    down = multiply_items(*downs, num_rows=height)
+    if joined and in_parts:
+        return SplitSums(down.reshape(height, 1, -1), x.dtype)
+    routed = jnp.sum(down[:, :picks], axis=1).astype(x.dtype)
+    if joined:
+        return routed, down[0, picks:].astype(x.dtype)
     return routed, None if shared is None else _shared_alone(x, shared, limit)
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.block_linear import call_shapes
 from pallas_kernels.common.backend import Backend, resolve
 from pallas_kernels.common.checks import check_indices, check_rank, check_same_length, check_shape
+from pallas_kernels.common.pending import SplitSums
 from pallas_kernels.common.weights import Weight
 from pallas_kernels.expert_mlp import mosaic_gpu, reference
 from pallas_kernels.expert_mlp.arguments import Arguments
 
-_IMPLEMENTATIONS = {
+_IMPLEMENTATIONS: dict[Backend, Any] = {
     Backend.REFERENCE: reference.expert_mlp,
     Backend.MOSAIC_GPU: mosaic_gpu.expert_mlp,
 }
@@ -65,7 +68,8 @@ def mixture_mlp(
     *,
     limit: float,
     backend: Backend | None = None,
-) -> tuple[jax.Array, jax.Array]:
+    may_stay_in_parts: bool = False,
+) -> tuple[jax.Array, jax.Array] | SplitSums:
     """Runs each token through the experts that it picked, and all through one that they share.
 
     An expert's weights are read if a token picked it. No token is dropped, and none is added to
@@ -82,6 +86,8 @@ def mixture_mlp(
       shared: gate [I', D], up [I', D] and down [D, I'] projections of the shared expert.
       limit: clamp of gate (from above) and up (both sides) before SwiGLU.
       backend: implementation to use; None picks the fastest one that runs here.
+      may_stay_in_parts: whether the sum of all may be returned in parts instead, as the kernel
+        leaves that of one token. It saves a launch where what reads it adds up the parts.
 
     Returns:
       [T, D], the sum of what each token picked; and [T, D], the shared expert's result.
@@ -92,14 +98,14 @@ def mixture_mlp(
 
     Source: deepseek_v4.md section 1.5.
     """
-    routed, common = _run(
-        Arguments(x, expert_ids, expert_weights, w1, w3, w2, limit, shared), backend
+    return _run(
+        Arguments(x, expert_ids, expert_weights, w1, w3, w2, limit, shared),
+        backend,
+        in_parts=may_stay_in_parts,
     )
-    assert common is not None
-    return routed, common
 
 
-def _run(arguments: Arguments, backend: Backend | None) -> tuple[jax.Array, jax.Array | None]:
+def _run(arguments: Arguments, backend: Backend | None, *, in_parts: bool = False) -> Any:
     x, expert_ids, expert_weights, w1, w3, w2, _, shared = arguments
     check_rank(2, x=x, expert_ids=expert_ids, expert_weights=expert_weights)
     check_indices(expert_ids=expert_ids)
@@ -133,4 +139,4 @@ def _run(arguments: Arguments, backend: Backend | None) -> tuple[jax.Array, jax.
         obstacle=call_shapes.find_obstacle(x, w1, w3, w2),
         arguments={"x": x, "expert_ids": expert_ids},
     )
-    return implementation(arguments)
+    return implementation(arguments, in_parts=in_parts)

@@ -20,8 +20,11 @@ _TILES_AT_ONCE = 8
 """Tiles that are one product, whose experts' weights are copied for it."""
 
 
-def expert_mlp(arguments: Arguments) -> tuple[jax.Array, jax.Array | None]:
+def expert_mlp(
+    arguments: Arguments, *, in_parts: bool = False
+) -> tuple[jax.Array, jax.Array | None]:
     """See `op.expert_mlp`; the sum of the routed experts, and the shared one's result."""
+    del in_parts
     routed = _routed(arguments)
     if arguments.shared is None:
         return routed, None
@@ -36,15 +39,17 @@ def _routed(arguments: Arguments) -> jax.Array:
     num_experts = w1.shape[0]
     tile_rows = _choose_tile(expert_ids.size, num_experts)
     work = make_worklist(expert_ids, num_experts, tile_rows)
+    spare = -work.first.size % min(_TILES_AT_ONCE, work.first.size)  # tiles of no rows
+    num_tiles = work.first.size + spare
     place = work.row - work.first[work.tile]  # of each pair in its tile
     is_pair = (expert_ids >= 0) & (expert_ids < num_experts)
-    slot = jnp.where(is_pair, work.tile * tile_rows + place, work.first.size * tile_rows)
+    slot = jnp.where(is_pair, work.tile * tile_rows + place, num_tiles * tile_rows)
     tokens = jnp.broadcast_to(jnp.arange(x.shape[0])[:, None], slot.shape)
 
     def in_tiles(values: jax.Array) -> jax.Array:
-        empty = jnp.zeros((work.first.size * tile_rows, *values.shape[2:]), values.dtype)
-        filled = empty.at[slot].set(values, mode="drop")
-        return filled.reshape(work.first.size, tile_rows, *values.shape[2:])
+        empty = jnp.zeros((num_tiles * tile_rows, *values.shape[2:]), values.dtype)
+        filled = empty.at[slot].set(values, mode="drop", wrap_negative_indices=False)
+        return filled.reshape(num_tiles, tile_rows, *values.shape[2:])
 
     def run_tile(tile: tuple[jax.Array, ...]) -> jax.Array:
         expert, rows, share = tile
@@ -57,7 +62,8 @@ def _routed(arguments: Arguments) -> jax.Array:
         hidden = swiglu(gate, up, limit) * share[:, None]
         return multiply(hidden.astype(x.dtype), w2)
 
-    tiles = work.expert, in_tiles(x[tokens]), in_tiles(expert_weights)
+    experts = jnp.pad(work.expert, (0, spare), constant_values=num_experts - 1)
+    tiles = experts, in_tiles(x[tokens]), in_tiles(expert_weights)
     down = jax.lax.map(run_tile, tiles, batch_size=_TILES_AT_ONCE)
     down = down.reshape(-1, down.shape[-1]).at[slot].get(mode="fill", fill_value=0)
     return jnp.sum(down, axis=1).astype(x.dtype)

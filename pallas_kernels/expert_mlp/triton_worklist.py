@@ -1,11 +1,12 @@
 """Triton kernel that sorts a few pairs by expert: one program, in place of a dozen launches.
 
-    counts of some experts at a time: the pairs that picked each, out of registers
-    running sums                     first row and first tile of each expert
-    per pair, per tile               sums over experts of what is theirs, by comparison
+A thread has a pair, and goes through all pairs twice:
 
-Nothing is sorted; each pair is compared with each, and each tile with each expert. That takes
-about 2 us for a decode step's pairs and limits it to `MAX_PAIRS`.
+    how many have its expert, and how many of those come before it
+    what the experts with lower numbers take, from the first pair of each
+
+Then each pair stores its row, and the first of a tile the tile. Nothing is sorted. The launch
+bounds a decode step's few pairs, the two passes hundreds of them.
 """
 
 from __future__ import annotations
@@ -20,12 +21,9 @@ from pallas_kernels.gpu import triton
 
 Ref = Any
 MAX_PAIRS = 512
-_CHUNK = 32
-_TABLE = 8192
-"""Comparisons that a program holds in registers at once."""
-_NUM_WARPS = 2
-_MANY_WARPS = 32
-"""For more than `_TABLE` comparisons, whose registers 8 warps do not have."""
+_SECOND = 1 << 16
+_AT_ONCE = 8
+"""Pairs that a thread loads at once."""
 
 
 def make_worklist(
@@ -40,75 +38,81 @@ def make_worklist(
     num_pairs, picks = expert_ids.size, expert_ids.shape[1]
     num_tiles = max_tiles(num_pairs, num_experts, tile_rows)
     num_rows = max_rows(num_pairs, num_experts)
-    pairs_width = max(_CHUNK, 1 << (num_pairs - 1).bit_length())
-    tiles_width = max(16, 1 << (num_tiles - 1).bit_length())
-
-    chunk_width = max(
-        _CHUNK, min(1 << num_experts.bit_length(), _TABLE // max(pairs_width, tiles_width))
-    )
+    width = max(32, 1 << (num_pairs - 1).bit_length())
+    tiles_width = max(32, 1 << (num_tiles - 1).bit_length())
 
     def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
         ids, weights = inputs
-        token, row, expert, first, count, share = outputs
-        pair = jnp.arange(pairs_width, dtype=jnp.int32)
-        tile = jnp.arange(tiles_width, dtype=jnp.int32)
+        token, row, expert, first, count, share, taken_ref = outputs
+        pair = jnp.arange(width, dtype=jnp.int32)
         is_pair = pair < num_pairs
 
-        def keys_of(pair: jax.Array) -> jax.Array:
-            """Ids; E for what names no expert, E + 1 for what is no pair."""
-            ids_of = triton.load_where(ids, (pair,), pair < num_pairs)
-            ids_of = jnp.where((ids_of >= 0) & (ids_of < num_experts), ids_of, num_experts)
-            return jnp.where(pair < num_pairs, ids_of, num_experts + 1)
+        def key(expert_id: jax.Array) -> jax.Array:
+            """Its number; E of what names no expert."""
+            return jnp.where((expert_id >= 0) & (expert_id < num_experts), expert_id, num_experts)
 
-        keys = keys_of(pair)
-
-        def compare(chunk: jax.Array, before: jax.Array) -> jax.Array:
-            other = chunk * _CHUNK + jnp.arange(_CHUNK, dtype=jnp.int32)
-            same = keys[:, None] == keys_of(other)[None]
-            earlier = other[None] < pair[:, None]
-            return before + jnp.sum((same & earlier).astype(jnp.int32), axis=1)
-
-        zeros = jnp.zeros(pairs_width, jnp.int32)
-        before = jax.lax.fori_loop(0, pairs_width // _CHUNK, compare, zeros)
-
-        def add_experts(chunk: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            rows_before, tiles_before, first_of_pair, *of_tile = carry
-            number = chunk * chunk_width + jnp.arange(chunk_width, dtype=jnp.int32)
-            picked = (keys[:, None] == number[None]).astype(jnp.int32)
-            counts = jnp.sum(picked, axis=0)
-            taken = (counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-            tiles = jnp.where(number < num_experts, (counts + tile_rows - 1) // tile_rows, 0)
-            first_row = rows_before + jnp.cumsum(taken) - taken
-            first_tile = tiles_before + jnp.cumsum(tiles) - tiles
-            first_of_pair = first_of_pair + jnp.sum(picked * first_row[None], axis=1)
-            inside = tile[:, None] - first_tile[None]
-            owns = (inside >= 0) & (inside < tiles[None])
-            place = inside * tile_rows
-            left = jnp.minimum(counts[None] - place, tile_rows)
-            whole = jnp.broadcast_to(number[None], owns.shape)
-            found = whole, first_row[None] + place, left
-            of_tile = [
-                total + jnp.sum(jnp.where(owns, value, 0), axis=1)
-                for total, value in zip(of_tile, found, strict=True)
+        def others(step: jax.Array) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
+            """Some pairs: number, place in memory, and key; E + 1 beyond the last."""
+            numbers = [step * _AT_ONCE + i for i in range(_AT_ONCE)]
+            places = [jnp.minimum(number, num_pairs - 1) for number in numbers]
+            keys = [
+                jnp.where(number < num_pairs, key(ids[place]), num_experts + 1)
+                for number, place in zip(numbers, places, strict=True)
             ]
-            rows_after, tiles_after = rows_before + jnp.sum(taken), tiles_before + jnp.sum(tiles)
-            return rows_after, tiles_after, first_of_pair, *of_tile
+            return list(zip(numbers, places, keys, strict=True))
 
-        none = jnp.zeros(tiles_width, jnp.int32)
-        start = (jnp.int32(0), jnp.int32(0), zeros, none, none, none)
-        chunks = -(-(num_experts + 1) // chunk_width)
-        _, _, first_of_pair, *of_tile = jax.lax.fori_loop(0, chunks, add_experts, start)
-        place = first_of_pair + before
+        keys = key(triton.load_where(ids, (pair,), is_pair))
+        keys = jnp.where(is_pair, keys, num_experts + 1)
+
+        def compare(step: jax.Array, found: jax.Array) -> jax.Array:
+            for number, _, other in others(step):
+                one = jnp.where(number < pair, 1 + _SECOND, 1)
+                found += jnp.where(other == keys, one, 0)
+            return found
+
+        steps, zeros = -(-num_pairs // _AT_ONCE), jnp.zeros(width, jnp.int32)
+        of_expert, before = _apart(jax.lax.fori_loop(0, steps, compare, zeros))
+        leads = (before == 0) & is_pair
+        rows = jnp.where(leads, -(-of_expert // ALIGNMENT) * ALIGNMENT, 0)
+        tiles = jnp.where(leads & (keys < num_experts), -(-of_expert // tile_rows), 0)
+        triton.store_where(taken_ref, (pair,), rows + tiles * _SECOND, is_pair)
+        triton.wait_for_all_threads()
+
+        def add_lower(
+            step: jax.Array, carry: tuple[jax.Array, jax.Array]
+        ) -> tuple[jax.Array, jax.Array]:
+            lower, total = carry
+            for number, place, other in others(step):
+                taken = jnp.where(number < num_pairs, taken_ref[place], 0)
+                lower += jnp.where(other < keys, taken, 0)
+                total += taken
+            return lower, total
+
+        lower, total = jax.lax.fori_loop(0, steps, add_lower, (zeros, jnp.int32(0)))
+        (first_row, first_tile), (_, num_used) = _apart(lower), _apart(total)
+        place = first_row + before
         triton.store_where(row, (pair,), place, is_pair)
         triton.store_where(token, (place,), pair // picks, is_pair)
         triton.store_where(share, (place,), triton.load_where(weights, (pair,), is_pair), is_pair)
-        for target, values in zip((expert, first, count), of_tile, strict=True):
-            triton.store_where(target, (tile,), values, tile < num_tiles)
+        inside = before % tile_rows
+        begins = (inside == 0) & (keys < num_experts)
+        tile = first_tile + before // tile_rows
+        left = jnp.minimum(of_expert - before, tile_rows)
+        empty = jnp.arange(tiles_width, dtype=jnp.int32)
+        is_empty = (empty >= num_used) & (empty < num_tiles)
+        for target, values, nothing in (
+            (expert, keys, num_experts - 1),
+            (first, place, 0),
+            (count, left, 0),
+        ):
+            triton.store_where(target, (tile,), values, begins)
+            unused = jnp.full(tiles_width, nothing, jnp.int32)
+            triton.store_where(target, (empty,), unused, is_empty)
 
     def integers(size: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((size,), jnp.int32)
 
-    token, row, *items, share = triton.launch(
+    token, row, *items, share, _ = triton.launch(
         kernel,
         grid=(1,),
         inputs=[expert_ids.reshape(-1), expert_weights.reshape(-1)],
@@ -117,8 +121,14 @@ def make_worklist(
             integers(num_pairs),
             *[integers(num_tiles)] * 3,
             jax.ShapeDtypeStruct((num_rows + spare,), jnp.float32),
+            integers(num_pairs),
         ],
-        num_warps=_MANY_WARPS if pairs_width * chunk_width > _TABLE else _NUM_WARPS,
+        num_warps=width // 32,
         name="sort_by_expert",
     )
     return token, row.reshape(expert_ids.shape), *items, share
+
+
+def _apart(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The two numbers that are one sum: the first, below 65,536, and how often `_SECOND` is in."""
+    return packed % _SECOND, packed // _SECOND

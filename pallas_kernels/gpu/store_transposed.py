@@ -49,7 +49,8 @@ def store_transposed(
     """
     height = num_columns or values.shape[0]
     if interpreting():
-        _interpret(target, values, first_row, num_rows, first_column, operand_order, height)
+        values = _in_order(values) if operand_order else values
+        _interpret(target, values, (first_row, num_rows, first_column), height)
         return
     size = values.dtype.itemsize
     is_ragged = target.shape[1] % height != 0
@@ -115,20 +116,17 @@ def _loaded_row(row: ir.Value, height: int) -> ir.Value:
     return inside if height == _TILE else arith.ori(inside, bits(row, 6, 1, 6))
 
 
+def _in_order(values: jax.Array) -> jax.Array:
+    """Each 64 rows as they were before `left_operand.from_rows`."""
+    tiles = values.reshape(-1, _TILE, values.shape[1])
+    of_tile = jax.vmap(left_operand.to_rows, in_axes=1, out_axes=1)
+    return jax.vmap(of_tile)(tiles).reshape(values.shape)
+
+
 def _interpret(
-    target: Ref,
-    values: jax.Array,
-    first_row: jax.Array,
-    num_rows: jax.Array,
-    first_column: jax.Array,
-    operand_order: bool,
-    height: int,
+    target: Ref, values: jax.Array, place: tuple[jax.Array, jax.Array, jax.Array], height: int
 ) -> None:
-    width = values.shape[1]
-    if operand_order:
-        tiles = values.reshape(-1, _TILE, width)
-        of_tile = jax.vmap(left_operand.to_rows, in_axes=1, out_axes=1)
-        values = jax.vmap(of_tile)(tiles).reshape(values.shape)
+    (first_row, num_rows, first_column), width = place, values.shape[1]
     rest = target.shape[1] % height
     is_last = first_column + height > target.shape[1]
     for n in range(width):

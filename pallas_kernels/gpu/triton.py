@@ -42,6 +42,7 @@ def launch(
     in_place: Sequence[jax.Array] = (),
     outputs: Sequence[jax.ShapeDtypeStruct] = (),
     num_warps: int,
+    num_stages: int | None = None,
     name: str,
 ) -> list[jax.Array]:
     """Runs a kernel that updates arrays in place, or makes new ones.
@@ -55,6 +56,7 @@ def launch(
       outputs: of new arrays; what the kernel does not write of them is arbitrary.
       num_warps: of 32 threads, per program; a power of two up to 32. Of three, say, Triton
         does not raise: it ends the process that compiles.
+      num_stages: loads of a loop's products that are on their way at once; None is Triton's choice.
       name: of the kernel in a profile.
 
     Returns:
@@ -83,7 +85,7 @@ def launch(
             out_specs=[_ANYWHERE] * (num_updated + len(outputs)),
             out_shape=[*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in in_place), *outputs],
             input_output_aliases={num_inputs + i: i for i in range(num_updated)},
-            compiler_params=pltri.CompilerParams(num_warps=num_warps),
+            compiler_params=pltri.CompilerParams(num_warps=num_warps, num_stages=num_stages),
             interpret=interpreting(),
             name=name,
         )
@@ -191,6 +193,12 @@ def round_to_bf16(x: jax.Array) -> jax.Array:
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     bits = (bits + jnp.uint32(0x7FFF) + ((bits >> 16) & 1)) & jnp.uint32(0xFFFF0000)
     return jnp.where(jnp.isnan(x), x, jax.lax.bitcast_convert_type(bits, jnp.float32))
+
+
+def wait_for_all_threads() -> None:
+    """Until what the program's other threads stored can be loaded; in a kernel."""
+    if not interpreting():
+        pltri.debug_barrier()
 
 
 def encode_e4m3(x: jax.Array) -> jax.Array:

@@ -62,8 +62,9 @@ def inverse_rms(streams: jax.Array, eps: float) -> jax.Array:
 def collapse(weights: jax.Array, streams: jax.Array) -> jax.Array:
     """f32[T, S] and [T, S, D] -> [T, D]: the weighted sum of the streams, in f32, rounded once."""
     collapsed = jnp.zeros((streams.shape[0], streams.shape[2]), jnp.float32)
-    for j in range(streams.shape[1]):
-        collapsed = collapsed + weights[:, j, None] * streams[:, j].astype(jnp.float32)
+    wide = jnp.unstack(streams.astype(jnp.float32), axis=1)
+    for weight, stream in zip(jnp.unstack(weights, axis=1), wide, strict=True):
+        collapsed = collapsed + weight[:, None] * stream
     return collapsed.astype(streams.dtype)
 
 

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.layer_planes import LayerPlanes
 from pallas_kernels.index_scores import mosaic_gpu as scores_kernel
-from pallas_kernels.index_topk.reference import count_entries, select_visible
+from pallas_kernels.index_scores.reference import count_entries
+from pallas_kernels.index_topk.reference import select_visible
 from pallas_kernels.select_top_k import mosaic_gpu as select_kernel
 
 

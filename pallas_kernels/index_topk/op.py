@@ -6,14 +6,7 @@ import jax
 
 from pallas_kernels.common.backend import Backend, resolve
 from pallas_kernels.common.call import CallIndices
-from pallas_kernels.common.checks import (
-    check_call,
-    check_codec,
-    check_indices,
-    check_rank,
-    check_same_length,
-    first_plane,
-)
+from pallas_kernels.common.checks import check_queries, first_plane
 from pallas_kernels.common.layer_planes import LayerPlanes
 from pallas_kernels.index_scores import tiling as scores_tiling
 from pallas_kernels.index_topk import mosaic_gpu, reference
@@ -55,27 +48,7 @@ def index_topk(
 
     Source: deepseek_v4.md section 3; architecture.md section 4.
     """
-    check_rank(3, queries=queries)
-    check_rank(2, weights=weights)
-    check_call(call)
-    if call.visible is None:
-        raise ValueError(
-            "call.visible must say how many entries each query may see, got None; pass "
-            "dataclasses.replace(call, visible=...)"
-        )
-    check_indices(visible=call.visible)
-    check_same_length(
-        "T",
-        queries=queries,
-        weights=weights,
-        segment_ids=call.segment_ids,
-        visible=call.visible,
-    )
-    if weights.shape != queries.shape[:2]:
-        raise ValueError(
-            f"queries and weights must agree on IH, got {queries.shape=} and {weights.shape=}"
-        )
-    check_codec("pool", pool.planes, pool.codec, queries.shape[-1])
+    check_queries(queries, weights, pool, call)
     if k < 1:
         raise ValueError(f"k must be at least 1, got {k}")
     entries_per_block = first_plane(pool.planes).shape[2]

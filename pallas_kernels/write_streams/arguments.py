@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_kernels.common.split_sums import SplitSums
+from pallas_kernels.common.pending import SplitSums
 
 
 class Arguments(NamedTuple):

@@ -6,7 +6,7 @@ import jax
 
 from pallas_kernels.common.backend import Backend, resolve
 from pallas_kernels.common.checks import check_rank, check_same_length, check_shape
-from pallas_kernels.common.split_sums import SplitSums
+from pallas_kernels.common.pending import SplitSums
 from pallas_kernels.write_streams import reference, triton_gpu
 from pallas_kernels.write_streams.arguments import Arguments
 
@@ -53,12 +53,8 @@ def write_streams(
     check_shape("post", post, (count, num), "T, S")
     check_shape("comb", comb, (count, num, num), "T, S, S")
     check_shape("fn", fn, (fn.shape[0], num * dim), "R, S * D")
-    few = count <= triton_gpu.MAX_TOKENS
+    best = Backend.TRITON_GPU if count <= triton_gpu.MAX_TOKENS else Backend.REFERENCE
     implementation = resolve(
-        "write_streams",
-        backend,
-        _IMPLEMENTATIONS,
-        preferred=Backend.TRITON_GPU if few else Backend.REFERENCE,
-        arguments={"streams": streams},
+        "write_streams", backend, _IMPLEMENTATIONS, preferred=best, arguments={"streams": streams}
     )
     return implementation(Arguments(streams, output, post, comb, fn))

@@ -13,7 +13,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.split_sums import add_up
+from pallas_kernels.common.pending import finish
 from pallas_kernels.write_streams.arguments import Arguments
 
 _PARTS = 16
@@ -22,16 +22,16 @@ _PARTS = 16
 def write_streams(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
     """See `op.write_streams`."""
     streams, output, post, comb, fn = arguments
-    written = mix(streams, add_up(output), post, comb)
+    written = mix(streams, finish(output), post, comb)
     return written, products(fn, written)
 
 
 def mix(streams: jax.Array, output: jax.Array, post: jax.Array, comb: jax.Array) -> jax.Array:
     """The streams after a sublayer: [..., S, D], [..., D], [..., S], [..., S, S] -> [..., S, D]."""
     written = post[..., None] * output.astype(jnp.float32)[..., None, :]
-    for j in range(streams.shape[-2]):
-        stream = streams[..., j, None, :].astype(jnp.float32)
-        written = written + comb[..., j, :, None] * stream
+    wide = jnp.unstack(streams.astype(jnp.float32), axis=-2)
+    for shares, stream in zip(jnp.unstack(comb, axis=-2), wide, strict=True):
+        written = written + shares[..., None] * stream[..., None, :]
     return written.astype(streams.dtype)
 
 

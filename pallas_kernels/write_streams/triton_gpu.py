@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.common.split_sums import SplitSums
+from pallas_kernels.common.pending import SplitSums
 from pallas_kernels.gpu import triton
 from pallas_kernels.write_streams.arguments import Arguments
 

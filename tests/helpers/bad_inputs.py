@@ -179,6 +179,26 @@ def list_of(item, *, limit, good, optional=False, empty=True):
     return draw
 
 
+def biases(limit):
+    """No mapping of token ids to numbers from -100 to 100, or too large a one."""
+    token, bias = integer(0), number(-100, 100)
+
+    def draw(rng):
+        values = [one for one in no_number(rng) if not isinstance(one[0], dict)]
+        values += [scalar(None), scalar(1), scalar([1, 2]), scalar([(1,)]), scalar([[1, 2, 3]])]
+        for kind in (token, bias) * 5:
+            bad, shown = kind(rng)
+            if kind is bias:
+                values += [({3: 1.0, 7: bad}, shown), ([(3, bad)], shown)]
+            elif isinstance(bad, str | int | float):
+                values.append(({bad: 1.0}, shown))
+        values.append((dict.fromkeys(range(limit + 1), 1.0), "(0, 1.0)"))
+        values.append(([(4, 1.0), (5, 1.0), (4, 2.0)], "(4, 1.0)"))
+        return pick(rng, values)
+
+    return draw
+
+
 def seeds(num_rows):
     """Seeds of rows with a bad one among them, or with one too many."""
     item = scalar_only(integer(high=None))

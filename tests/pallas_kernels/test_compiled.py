@@ -23,7 +23,7 @@ USUAL = {
     "sm_90a": (
         "append_and_flush_kernel/append_and_flush swa fp8_ue8m0 64 tokens 64 heads",
         "block_linear_kernel/fp8 1x32768x1024 fp8@sm_90a",
-        "dense_linears/1x4096",
+        "joined_linears/1x4096",
         "expert_mlp_kernel/flash 1 fp8@sm_90a",
         "flush_kernels/append_tokens csa fp8_ue8m0 64 tokens",
         "flush_kernels/flush_hca fp8_ue8m0 64 tokens",

@@ -13,6 +13,7 @@ from pallas_kernels import expert_mlp, gpu_interpreter, mixture_mlp
 from pallas_kernels.block_linear import call_shapes
 from pallas_kernels.block_linear.call_shapes import Tiling
 from pallas_kernels.common import weights
+from pallas_kernels.common.pending import SplitSums
 from pallas_kernels.expert_mlp import mosaic_gpu
 from pallas_kernels.expert_mlp.arguments import Arguments
 
@@ -20,6 +21,9 @@ E, WIDTH, D, K, LIMIT = 4, 96, 256, 2, 2.0
 BOUND = {"interpreter": 1e-2, "gpu": 2e-2}
 """Relative to the largest result: hidden values are rounded to bf16 and E4M3 between the products,
 where a last bit of f32 decides a tie."""
+
+jit_expert_mlp = jax.jit(expert_mlp, static_argnames=("limit", "backend"))
+jit_mixture = jax.jit(mixture_mlp, static_argnames=("limit", "backend"))
 
 
 @functools.cache
@@ -72,10 +76,36 @@ def test_the_shared_expert_joins_the_picked_ones(lane, name, num_tokens):
     stacks = make(width=128)
     shared = tuple(jax.tree.map(lambda leaf: leaf[1], weight) for weight in make("fp8", width=128))
     given = (rows(num_tokens), *routing(name, num_tokens), *stacks, shared)
-    expected = mixture_mlp(*given, limit=LIMIT, backend="reference")
-    mixture = jax.jit(functools.partial(mixture_mlp, limit=LIMIT, backend="mosaic_gpu"))
-    for mine, wanted in zip(mixture(*given), expected, strict=True):
+    expected = jit_mixture(*given, limit=LIMIT, backend="reference")
+    found = jit_mixture(*given, limit=LIMIT, backend="mosaic_gpu")
+    for mine, wanted in zip(found, expected, strict=True):
         close(lane, mine, wanted)
+
+
+@pytest.mark.parametrize("ids", slow.all_but([[2, -1]], [[2, -1], [0, 3], [E, E]]))
+def test_one_token_s_experts_are_items_and_may_stay_in_parts(lane, ids):
+    stacks = make(width=128)
+    shared = tuple(jax.tree.map(lambda leaf: leaf[1], weight) for weight in make("fp8", width=128))
+    poisoned = [jax.tree.map(_poison_all_but(ids), weight) for weight in stacks]
+    share = jnp.array([[0.7, 0.4]], jnp.float32)
+    given = rows(1), jnp.array([ids], jnp.int32), share
+    routed, common = mixture_mlp(*given, *stacks, shared, limit=LIMIT, backend="reference")
+    parts = jax.jit(
+        functools.partial(mixture_mlp, limit=LIMIT, backend="mosaic_gpu", may_stay_in_parts=True)
+    )(*given, *poisoned, shared)
+    assert isinstance(parts, SplitSums)
+    assert parts.shape == (1, D)
+    close(lane, parts.value(), routed.astype(jnp.float32) + common.astype(jnp.float32))
+
+
+def _poison_all_but(ids):
+    """Codes or scales in which every expert that is not picked is all ones: NaN."""
+
+    def poison(leaf):
+        kept = np.isin(np.arange(E), ids).reshape(-1, *[1] * (leaf.ndim - 1))
+        return jnp.where(kept, leaf, jnp.array(255, jnp.uint8).astype(leaf.dtype))
+
+    return poison
 
 
 @pytest.mark.slow
@@ -90,7 +120,7 @@ def test_the_shared_expert_joins_the_picked_ones(lane, name, num_tokens):
 )
 def test_results_are_the_reference_s(lane, name, num_tokens, activations):
     arguments = (rows(num_tokens), *routing(name, num_tokens), *make(activations=activations))
-    expected = expert_mlp(*arguments, limit=LIMIT, backend="reference")
+    expected = jit_expert_mlp(*arguments, limit=LIMIT, backend="reference")
     close(lane, run(*arguments), expected)
 
 
@@ -99,7 +129,7 @@ def test_experts_of_other_formats(lane, kind):
     """Of dense ones, all of those that nobody picked are NaN."""
     ids, share = routing("one expert", 11)
     arguments = (rows(11), ids, share, *make(kind, width=128))
-    expected = expert_mlp(*arguments, limit=LIMIT, backend="reference")
+    expected = jit_expert_mlp(*arguments, limit=LIMIT, backend="reference")
     if kind == "dense":
         poisoned = [w.at[jnp.array([1, 2])].set(jnp.nan) for w in arguments[3:]]
         arguments = (*arguments[:3], *poisoned)
@@ -121,7 +151,9 @@ def test_blackwell_s_tensor_cores_give_the_same(kind, activations, name, num_tok
     """Its scales, or the values, of experts that nobody picked are NaN."""
     ids, share = routing(name, num_tokens)
     stacks = make(kind, activations, WIDTH if kind == "mxfp4" else 128)
-    expected = expert_mlp(rows(num_tokens), ids, share, *stacks, limit=LIMIT, backend="reference")
+    expected = jit_expert_mlp(
+        rows(num_tokens), ids, share, *stacks, limit=LIMIT, backend="reference"
+    )
     nobody = np.array([e for e in range(E) if e not in np.asarray(ids)], np.int32)
 
     def poison(weight):
@@ -137,7 +169,7 @@ def test_blackwell_s_tensor_cores_give_the_same(kind, activations, name, num_tok
 @pytest.mark.slow
 def test_tiles_of_an_expert_share_its_rows(lane):
     arguments = (rows(20), *routing("one expert", 20), *make())
-    expected = expert_mlp(*arguments, limit=LIMIT, backend="reference")
+    expected = jit_expert_mlp(*arguments, limit=LIMIT, backend="reference")
     small, large = (Tiling(8, 2, 2), Tiling(8, 1, 2)), (Tiling(16, 1, 3),) * 2
     close(lane, run(*arguments, tilings=small), expected)
     np.testing.assert_array_equal(run(*arguments, tilings=small), run(*arguments, tilings=large))

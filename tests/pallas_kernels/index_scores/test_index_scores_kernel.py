@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import pallas_kernels as pk
 from helpers import inputs, slow
 from helpers.calls import call_specs, make_call
 from helpers.inputs import CASE_LAYER, LAYER, NUM_LAYERS, poison, shuffled_table
@@ -27,6 +28,9 @@ TOLERANCE = 2.0**-12
 The FP8 tensor core drops what is 2^-13 of the largest term when it adds 32 products, four times;
 in the interpreter the sums are f32.
 """
+
+
+jit_index_topk = jax.jit(index_topk, static_argnames=("k", "backend"))
 
 
 def draw(name, *, visible=(200, 65, 0), spread=0, entries_per_block=EB):
@@ -62,7 +66,8 @@ def draw(name, *, visible=(200, 65, 0), spread=0, entries_per_block=EB):
 
 def scores_of(arguments, **options):
     """The kernel's scores, one array of the visible ones per query."""
-    run = jax.jit(functools.partial(scores_kernel.index_scores, **options))
+    op = functools.partial(pk.index_scores, backend=Backend.MOSAIC_GPU)
+    run = jax.jit(functools.partial(scores_kernel.index_scores, **options) if options else op)
     visible = np.asarray(arguments["call"].visible)
     return [np.asarray(row[:v]) for row, v in zip(run(**arguments), visible, strict=True)]
 
@@ -188,7 +193,7 @@ def test_the_selection_is_that_of_the_scores(lane, name):
     """And the reference's, but for entries whose scores lie within the tolerance of the last."""
     arguments, _ = draw(name)
     actual = scores_of(arguments)
-    run = functools.partial(index_topk, **arguments, k=40)
+    run = functools.partial(jit_index_topk, **arguments, k=40)
     selected = np.asarray(run(backend="mosaic_gpu"))
     for row, chosen, expected in zip(actual, selected, run(backend="reference"), strict=True):
         best = select_top_k(np.pad(row, (0, 40)), np.int32(len(row)), 40)
@@ -198,7 +203,7 @@ def test_the_selection_is_that_of_the_scores(lane, name):
 
 def test_fewer_entries_than_wanted_need_no_scores(lane):
     arguments, _ = draw("fp8_ue8m0")
-    run = functools.partial(index_topk, **arguments, k=300)
+    run = functools.partial(jit_index_topk, **arguments, k=300)
     np.testing.assert_array_equal(run(backend="mosaic_gpu"), run(backend="reference"))
 
 

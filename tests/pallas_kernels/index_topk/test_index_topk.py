@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+import pallas_kernels as pk
 from helpers import inputs, slow, token_oracle
 from helpers.calls import make_call
 from helpers.inputs import CASE_LAYER, LAYER, NUM_LAYERS, poison, shuffled_table
@@ -145,18 +146,23 @@ def test_scores_are_those_of_the_formula_in_every_format(name):
     queries, weights = draw_queries(rng, codec, 6, heads, dim)
     visible = np.array([E - 3, E, 0, E // 2, E // 2, 7], np.int32)
     assert ((weights < 0).any(axis=1) & (weights > 0).any(axis=1)).sum() > 3
-    selected = jit_index_topk(
+    arguments = (
         queries,
         weights.astype(np.float32),
         LayerPlanes(pool, CASE_LAYER, codec),
         make_call(table, segment_ids, visible=visible),
-        k=K,
     )
+    selected = jit_index_topk(*arguments, k=K)
+    all_scores = np.asarray(pk.index_scores(*arguments))
+    assert all_scores.shape == (6, E)
+    seen = jnp.asarray(np.where(segment_ids >= 0, visible, 0))
+    np.testing.assert_array_equal(pk.select_top_k(all_scores, seen, K), selected)
     unsigned = []
     for query, request in enumerate(segment_ids):
         args = queries[query], weights[query], keys[request][: visible[query]]
         scores = token_oracle.index_scores(*args)
         np.testing.assert_array_equal(selected[query], token_oracle.best_entries(scores, K))
+        np.testing.assert_allclose(all_scores[query, : len(scores)], scores, rtol=0, atol=1e-5)
         # The sixth best is further behind than f32 rounds: one ulp for each of IH * IC products.
         margin = np.diff(np.sort(scores)[-K - 1 :][:2])
         assert (margin > 2.0**-23 * (heads * dim) ** 0.5 * abs(scores).max(initial=0)).all()
@@ -199,5 +205,9 @@ ERRORS = [
 
 @pytest.mark.parametrize(("name", "wrong", "message"), ERRORS)
 def test_an_error_names_the_argument_that_is_wrong(name, wrong, message):
+    arguments = inputs.replace_argument(inputs.valid_arguments("index_topk"), name, wrong)
     with pytest.raises(ValueError, match=message):
-        index_topk(**inputs.replace_argument(inputs.valid_arguments("index_topk"), name, wrong))
+        index_topk(**arguments)
+    if arguments.pop("k"):  # the same checks
+        with pytest.raises(ValueError, match=message):
+            pk.index_scores(**arguments)

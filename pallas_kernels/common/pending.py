@@ -1,0 +1,90 @@
+"""Results that a kernel leaves for the kernel that reads them to finish."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.common.norm_rope import rms_norm
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SplitSums:
+    """An array in f32 parts that add up to it, before it is rounded.
+
+    Attributes:
+      parts: f32[S, ...].
+      dtype: to which the sum is rounded; static.
+    """
+
+    parts: jax.Array
+    dtype: jnp.dtype = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the sum."""
+        return self.parts.shape[1:]
+
+    @property
+    def ndim(self) -> int:
+        """Of the sum."""
+        return self.parts.ndim - 1
+
+    def reshape(self, *shape: int) -> SplitSums:
+        """The same sums, of another shape."""
+        parts = self.parts.reshape(self.parts.shape[0], *shape)
+        return dataclasses.replace(self, parts=parts)
+
+    def value(self) -> jax.Array:
+        """The sum, rounded once."""
+        return jnp.sum(self.parts, axis=0).astype(self.dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Unnormed:
+    """Rows before their RMS norm.
+
+    Attributes:
+      rows: [..., n].
+      weight: [n], of the norm.
+      eps: floor of the norm; static.
+    """
+
+    rows: jax.Array
+    weight: jax.Array
+    eps: float = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the rows."""
+        return self.rows.shape
+
+    @property
+    def ndim(self) -> int:
+        """Of the rows."""
+        return self.rows.ndim
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the rows, before and after the norm."""
+        return self.rows.dtype
+
+    def reshape(self, *shape: int) -> Unnormed:
+        """The same rows, of another shape."""
+        return dataclasses.replace(self, rows=self.rows.reshape(*shape))
+
+    def value(self) -> jax.Array:
+        """The rows, normed."""
+        return rms_norm(self.rows, self.weight, eps=self.eps)
+
+
+Pending = SplitSums | Unnormed
+
+
+def finish(x: jax.Array | Pending) -> jax.Array:
+    """The array, whichever it is."""
+    return x.value() if isinstance(x, SplitSums | Unnormed) else x

@@ -1,0 +1,59 @@
+"""Scores of stored index keys; checks, chooses a backend, calls it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from pallas_kernels.common.backend import Backend, resolve
+from pallas_kernels.common.call import CallIndices
+from pallas_kernels.common.checks import check_queries, first_plane
+from pallas_kernels.common.layer_planes import LayerPlanes
+from pallas_kernels.index_scores import mosaic_gpu, reference, tiling
+
+_IMPLEMENTATIONS = {
+    Backend.REFERENCE: reference.score_pool,
+    Backend.MOSAIC_GPU: mosaic_gpu.index_scores,
+}
+
+
+def index_scores(
+    queries: jax.Array,
+    weights: jax.Array,
+    pool: LayerPlanes,
+    call: CallIndices,
+    *,
+    backend: Backend | None = None,
+) -> jax.Array:
+    """Scores every visible index key of a query's request.
+
+    Args:
+      queries: f32[T, IH, IC], rotated and rounded as the keys are.
+      weights: f32[T, IH], head weights, may be negative.
+      pool: planes [L, NB, EB, ...] of index keys.
+      call: where the queries belong, with `visible`, as of `index_topk`.
+      backend: implementation to use; None picks the fastest one that runs here.
+
+    Returns:
+      f32[T, E], E the entries of a table row, LB * EB; arbitrary where an entry is not visible,
+      which `select_top_k` does not read.
+
+    Raises:
+      ValueError: a shape or dtype is wrong, or the call does not say what is visible.
+      NotImplementedError: the named backend can't run here, or not at these sizes.
+
+    Source: deepseek_v4.md section 3.
+    """
+    check_queries(queries, weights, pool, call)
+    visible, num_entries = reference.count_entries(pool, call)
+    implementation = resolve(
+        "index_scores",
+        backend,
+        _IMPLEMENTATIONS,
+        preferred=Backend.MOSAIC_GPU,
+        obstacle=tiling.find_obstacle(queries, pool.codec, first_plane(pool.planes).shape[2]),
+        arguments={"queries": queries, "block_table": call.block_table} | pool.planes,
+    )
+    scores = implementation(queries, weights, pool, dataclasses.replace(call, visible=visible))
+    return scores[:, :num_entries]

@@ -1,0 +1,135 @@
+"""Triton kernels of `joined_linears`: some outputs of one of the weights per program.
+
+    one or two rows     eight outputs, a run of inputs at a time, each times every row of x
+                        -> partial sums in registers -> sums over lanes
+    up to 64 in bf16    16 or 32 outputs, on tensor cores (`triton_matrices`)
+
+Of block FP8, whose rows are one or two, each program rounds the rows of x that it reads.
+
+Bytes: the weights, once. XLA makes a launch of each product, and one of each bias. Measurements:
+docs/kernels/joined_linears.md.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.common import numbers, rows
+from pallas_kernels.common.weights import FP8_BLOCK, BlockFP8, Weight, is_quantized
+from pallas_kernels.gpu import triton
+from pallas_kernels.joined_linears import triton_matrices
+from pallas_kernels.joined_linears.arguments import Arguments
+
+Ref = Any
+FEW_ROWS = 2
+_MAX_ROWS_OF_LANES = 8
+_OUTPUTS = 8
+_NUM_WARPS = 8
+
+
+def max_rows(x: jax.Array, weights: Sequence[Weight]) -> int:
+    """Rows up to which these kernels are faster than XLA: those of f32 are few."""
+    return triton_matrices.MAX_ROWS if _are_bf16(x, weights) else _MAX_ROWS_OF_LANES
+
+
+def find_obstacle(x: jax.Array, weights: Sequence[Weight]) -> str | None:
+    """Why the kernel can't serve a call, as the rest of a sentence; None where it can."""
+    for weight in weights:
+        if not is_quantized(weight):
+            continue
+        if not isinstance(weight, BlockFP8) or any(size % FP8_BLOCK for size in weight.shape):
+            return f"takes block FP8 of multiples of {FP8_BLOCK} x {FP8_BLOCK}, got {weight.shape}"
+        if x.shape[0] > FEW_ROWS:
+            return f"takes block FP8 for at most {FEW_ROWS} rows, got {x.shape[0]}"
+    return None
+
+
+def _are_bf16(x: jax.Array, weights: Sequence[Weight]) -> bool:
+    arrays = [x, *weights]
+    return all(isinstance(a, jax.Array) and a.dtype == jnp.bfloat16 for a in arrays)
+
+
+def joined_linears(arguments: Arguments) -> list[jax.Array]:
+    """See `op.joined_linears`."""
+    x, weights, biases, positions, dtypes = arguments
+    num_rows, dim = x.shape
+    is_matrix = num_rows > FEW_ROWS and _are_bf16(x, weights)
+    num_outputs = triton_matrices.outputs_of_program(num_rows) if is_matrix else _OUTPUTS
+    inputs_of_run = 1024 if num_rows <= FEW_ROWS else 512
+    programs = [-(-weight.shape[0] // num_outputs) for weight in weights]
+    firsts = [0, *itertools.accumulate(programs)]
+    arrays, tree = jax.tree.flatten((x, positions, weights, biases))
+
+    def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
+        x, positions, weights, biases = jax.tree.unflatten(tree, inputs)
+        for number, result in enumerate(outputs):
+            program = pl.program_id(0) - firsts[number]
+            out = program * num_outputs + jnp.arange(num_outputs, dtype=jnp.int32)
+
+            @pl.when((program >= 0) & (program < programs[number]))
+            def _(number: int = number, result: Ref = result, out: jax.Array = out) -> None:
+                if is_matrix:
+                    weight, bias = weights[number], biases[number]
+                    triton_matrices.multiply(x, weight, bias, positions, result, out)
+                else:
+                    multiply(x, weights[number], biases[number], positions, result, out)
+
+    def multiply(
+        x: Ref, weight: Any, bias: Ref | None, positions: Ref, result: Ref, out: jax.Array
+    ) -> None:
+        exists = out < weight.shape[0]
+        codes = weight.codes if isinstance(weight, BlockFP8) else weight
+        sums = [jnp.zeros((_OUTPUTS, inputs_of_run), jnp.float32) for _ in range(num_rows)]
+        for first in range(0, dim, inputs_of_run):
+            column = first + jnp.arange(inputs_of_run, dtype=jnp.int32)
+            inside = column < dim
+            here = exists[:, None] & inside[None]
+            tile = triton.load_where(codes, (out[:, None], column[None]), here)
+            tile = tile.astype(jnp.float32)
+            for row in range(num_rows):
+                values = triton.load_where(x, (jnp.int32(row), column), inside)
+                values = values.astype(jnp.float32)
+                if isinstance(weight, BlockFP8):
+                    values = _scaled(values, weight, out, first)
+                sums[row] = sums[row] + tile * values[None]
+        for row in range(num_rows):
+            total = jnp.sum(sums[row], axis=1)
+            if bias is not None:
+                place = positions[jnp.int32(row)] % bias.shape[0]
+                total = total + triton.load_where(bias, (place, out), exists)
+            triton.store_where(result, (jnp.int32(row), out), total.astype(result.dtype), exists)
+
+    return triton.launch(
+        kernel,
+        grid=(sum(programs),),
+        inputs=arrays,
+        outputs=[
+            jax.ShapeDtypeStruct((num_rows, weight.shape[0]), dtype)
+            for weight, dtype in zip(weights, dtypes, strict=True)
+        ],
+        num_warps=triton_matrices.NUM_WARPS if is_matrix else _NUM_WARPS,
+        num_stages=triton_matrices.NUM_STAGES if is_matrix else None,
+        name="joined_linears",
+    )
+
+
+def _scaled(values: jax.Array, weight: BlockFP8, out: jax.Array, first: int) -> jax.Array:
+    """A run of a row, f32[n], as the codes of a weight take it: rounded, times the run's scales."""
+    groups = values.reshape(-1, FP8_BLOCK)
+    block = first // FP8_BLOCK + jnp.arange(groups.shape[0], dtype=jnp.int32)
+    row = jnp.full(block.shape, jnp.min(out) // FP8_BLOCK, jnp.int32)
+    scale = triton.load_where(weight.scale, (row, block), block < weight.scale.shape[1])
+    if scale.dtype == jnp.uint8:
+        scale = numbers.decode_ue8m0(scale)
+    if weight.activations == "fp8":
+        exponent = numbers.encode_ue8m0(rows.group_maximum(groups) * numbers.INV_448)
+        codes = triton.encode_e4m3(groups * numbers.invert_ue8m0(exponent)[:, None])
+        groups = numbers.decode_e4m3(codes)
+        scale = scale * numbers.decode_ue8m0(exponent)
+    return (groups * scale[:, None]).reshape(-1)

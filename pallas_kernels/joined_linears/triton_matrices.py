@@ -1,0 +1,63 @@
+"""Some outputs of a dense weight for up to 64 rows at once, on tensor cores, in a Triton kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.gpu import triton
+
+Ref = Any
+MAX_ROWS = 64
+NUM_WARPS = 4
+NUM_STAGES = 4
+_INPUTS = 128
+_SIDE = 16
+"""Rows and outputs that a product of matrices has at least."""
+
+
+def outputs_of_program(num_rows: int) -> int:
+    """Outputs that a program multiplies; with more rows, more, as each program reads all rows."""
+    return min(_rows_width(num_rows), 2 * _SIDE)
+
+
+def multiply(
+    x: Ref, weight: Ref, bias: Ref | None, positions: Ref, result: Ref, out: jax.Array
+) -> None:
+    """Stores these outputs of all rows.
+
+    Args:
+      x: bf16[T, in].
+      weight: bf16[out, in].
+      bias: f32[M, out] or None.
+      positions: i32[T].
+      result: [T, out].
+      out: i32[n], the outputs; those beyond the last are none.
+    """
+    num_rows, dim = x.shape
+    row = jnp.arange(_rows_width(num_rows), dtype=jnp.int32)
+    exists, is_row = out < weight.shape[0], row < num_rows
+
+    def add_run(run: jax.Array, total: jax.Array) -> jax.Array:
+        column = run * _INPUTS + jnp.arange(_INPUTS, dtype=jnp.int32)
+        inside = (column < dim)[None]
+        tile = triton.load_where(weight, (out[:, None], column[None]), exists[:, None] & inside)
+        values = triton.load_where(x, (row[:, None], column[None]), is_row[:, None] & inside)
+        over_inputs = ((1,), (1,)), ((), ())
+        return total + jax.lax.dot_general(
+            values, tile, over_inputs, preferred_element_type=jnp.float32
+        )
+
+    zeros = jnp.zeros((row.shape[0], out.shape[0]), jnp.float32)
+    total = jax.lax.fori_loop(0, -(-dim // _INPUTS), add_run, zeros)
+    here = is_row[:, None] & exists[None]
+    if bias is not None:
+        place = triton.load_where(positions, (row,), is_row) % bias.shape[0]
+        total = total + triton.load_where(bias, (place[:, None], out[None]), here)
+    triton.store_where(result, (row[:, None], out[None]), total.astype(result.dtype), here)
+
+
+def _rows_width(num_rows: int) -> int:
+    return max(_SIDE, 1 << (num_rows - 1).bit_length())

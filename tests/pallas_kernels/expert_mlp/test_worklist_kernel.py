@@ -1,0 +1,51 @@
+"""The kernel that sorts pairs by expert against its definition."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.expert_mlp import triton_worklist
+from pallas_kernels.expert_mlp.worklist import make_worklist
+
+SPARE = 3
+
+
+def routing(name, num_tokens, picks, num_experts):
+    rng = np.random.default_rng(num_tokens)
+    ids = np.stack([rng.permutation(num_experts)[:picks] for _ in range(num_tokens)])
+    if name == "one expert":
+        ids[:] = np.arange(picks) + 1
+    if name == "none":
+        ids[::2, 1:] = -1
+        ids[-1] = num_experts + 7
+    return ids.astype(np.int32), rng.uniform(size=ids.shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", ["random", "one expert", "none"])
+@pytest.mark.parametrize(
+    ("num_tokens", "picks", "num_experts", "tile_rows"),
+    [(1, 6, 256, 8), (9, 6, 7, 8), (32, 6, 192, 16), (64, 8, 384, 64)],
+)
+def test_pairs_rows_and_tiles_are_the_definition_s(
+    lane, name, num_tokens, picks, num_experts, tile_rows
+):
+    del lane
+    ids, weights = routing(name, num_tokens, picks, num_experts)
+    sort = functools.partial(
+        triton_worklist.make_worklist, num_experts=num_experts, tile_rows=tile_rows, spare=SPARE
+    )
+    found = jax.jit(sort)(jnp.asarray(ids), jnp.asarray(weights))
+    token, row, expert, first, num_rows, share = map(np.asarray, found)
+    work = make_worklist(jnp.asarray(ids), num_experts, tile_rows)
+    work = jax.tree.map(np.asarray, work)
+    np.testing.assert_array_equal(row, work.row)
+    np.testing.assert_array_equal(token[row], work.token[work.row])
+    np.testing.assert_array_equal(share[row], weights)
+    assert len(share) == len(work.token) + SPARE
+    np.testing.assert_array_equal(num_rows, work.num_rows)
+    np.testing.assert_array_equal(expert, work.expert)
+    has_rows = work.num_rows > 0
+    np.testing.assert_array_equal(first[has_rows], work.first[has_rows])
