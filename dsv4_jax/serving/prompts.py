@@ -121,12 +121,19 @@ def resolve_sampling(
     """Settings that this model can obey, its own stop tokens where none are given.
 
     Raises:
-      ValueError: a stop token is outside the vocabulary, or stop texts come without a tokenizer.
+      ValueError: a stop token or one with a bias is outside the vocabulary, or stop texts come
+        without a tokenizer.
     """
     if sampling.stop_texts and tokenizer is None:
         raise ValueError(
             "stop_texts need an engine with a tokenizer, got "
             f"{checks.shown(sampling.stop_texts)}; use stop_token_ids"
+        )
+    unknown = [token for token in dict(sampling.logit_bias) if token >= config.vocab_size]
+    if unknown:
+        raise ValueError(
+            f"logit_bias must name token ids in 0..{config.vocab_size - 1} (vocab_size), got "
+            f"{unknown[0]}; leave it out"
         )
     if sampling.stop_token_ids is None:
         return dataclasses.replace(sampling, stop_token_ids=config.eos_token_ids)

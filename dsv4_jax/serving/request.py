@@ -7,26 +7,49 @@ import dataclasses
 import numpy as np
 from tokenizers import Tokenizer
 
-from dsv4_jax.serving.text import TextStream
+from dsv4_jax.serving.text import TextState, find_stop, hold_back
 from dsv4_jax.step.sampling import SamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities at one drawn token: natural, of the logits as the model gave them.
+
+    Attributes:
+      logprob: of the token itself.
+      top: the most likely tokens, as many as `SamplingParams.logprobs` says, with theirs.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
     """What a prompt got.
 
+    Two are equal if the answers are, whatever the cache spared.
+
     Attributes:
-      token_ids: the new tokens, a stop token included.
+      token_ids: the new tokens, a stop token included; these are the tokens drawn.
       text: text of the new tokens without special ones, up to a stop text; None without a
-        tokenizer.
+        tokenizer. A stream's texts together are this one. What a cancelled request held back, half
+        a character or what may begin a stop text, is not in it.
       finish_reason: "stop" (a stop token or text), "length", "cancelled" or "error".
       error: what was raised for this request's sake, as text; else None.
+      logprobs: one for each token; None if they were not asked for.
+      prompt_tokens: tokens of the prompt.
+      hit_tokens: those of them that were in the cache when the request was first served, by a
+        prefix hit or a fork, and were not computed for it.
     """
 
     token_ids: list[int]
     text: str | None
     finish_reason: str
     error: str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_tokens: int = dataclasses.field(default=0, compare=False)
+    hit_tokens: int = dataclasses.field(default=0, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,11 +60,16 @@ class Token:
       request_id: what `Engine.submit` gave.
       token_id: the token.
       finish_reason: why the request ended with this token; None if it goes on.
+      text: what the token adds to the text, perhaps nothing: characters come with their last token,
+        and what may begin a stop text comes when it has not become one; None without a tokenizer.
+      logprobs: log-probabilities, if the request asked for them.
     """
 
     request_id: int
     token_id: int
     finish_reason: str | None
+    text: str | None = None
+    logprobs: TokenLogprobs | None = None
 
 
 class Request:
@@ -52,6 +80,7 @@ class Request:
       sampling: how it draws and what ends it; its stop tokens are known.
       salt: prefixes are shared among requests of one salt only.
       speculate: drafts are checked.
+      siblings: samples of one prompt that were submitted together, itself included; or none.
       prompt_tokens: length of the prompt.
       token_ids: i32[prompt + max_new_tokens], the prompt and what was drawn.
       num_known: how many of those are known.
@@ -61,6 +90,7 @@ class Request:
       snapshot_spacing: blocks between kept boundaries of the prompt.
       finish_reason: None while it is on its way.
       error: what ended it, where that is "error".
+      hit_tokens: tokens of the prompt that were there when it first got a slot.
       num_given: drawn tokens that a stream has given, or that were there before a fork.
       submitted_s: time of submission, in seconds; `admitted_s` and `last_token_s` are None before
         their time.
@@ -81,6 +111,7 @@ class Request:
         self.sampling = sampling
         self.salt = salt
         self.speculate = speculate
+        self.siblings: tuple[Request, ...] = ()
         self.prompt_tokens = len(prompt)
         self.token_ids = np.zeros(len(prompt) + sampling.max_new_tokens, np.int32)
         self.token_ids[: len(prompt)] = prompt
@@ -91,12 +122,15 @@ class Request:
         self.snapshot_spacing = 1
         self.finish_reason: str | None = None
         self.error: Exception | None = None
+        self.hit_tokens = 0
         self.num_given = 0
         self.submitted_s = submitted_s
         self.admitted_s: float | None = None
         self.last_token_s: float | None = None
-        self._text = ""
-        self._stream: TextStream | None = None
+        self._texts: list[str] = []  # what each drawn token added; later ones do not count
+        self._logprobs: list[TokenLogprobs] = []  # the same
+        self._decoding = TextState()
+        self._held = ""  # it may begin a stop text
 
     @property
     def known(self) -> np.ndarray:
@@ -113,6 +147,22 @@ class Request:
         """Tokens still to be drawn."""
         return self.sampling.max_new_tokens - self.num_drawn
 
+    @property
+    def leader(self) -> Request | None:
+        """The oldest of its siblings that has drawn nothing and may yet: it reads the prompt."""
+        return next((o for o in self.siblings if not o.num_drawn and o.finish_reason is None), None)
+
+    @property
+    def followers(self) -> list[Request]:
+        """If it is the leader, those that wait for it."""
+        if self.leader is not self:
+            return []
+        return [
+            one
+            for one in self.siblings
+            if one is not self and one.slot < 0 and not one.num_drawn and one.finish_reason is None
+        ]
+
     def branch(self, request_id: int, seed: int, now_s: float) -> Request:
         """A copy that waits, with another seed for what it has yet to draw."""
         new = Request(
@@ -127,9 +177,13 @@ class Request:
         new.num_known = self.num_known
         new.num_given = self.num_drawn
         new.next_boundary, new.snapshot_spacing = self.next_boundary, self.snapshot_spacing
+        new._texts, new._decoding, new._held = list(self._texts), self._decoding, self._held
+        new._logprobs = list(self._logprobs)
         return new
 
-    def add(self, token_id: int, tokenizer: Tokenizer | None) -> None:
+    def add(
+        self, token_id: int, tokenizer: Tokenizer | None, logprobs: TokenLogprobs | None = None
+    ) -> None:
         """Appends a drawn token, and sets `finish_reason` if it is the last one.
 
         If the tokenizer raises, nothing was appended.
@@ -137,21 +191,22 @@ class Request:
         reason = None
         if token_id in (self.sampling.stop_token_ids or ()):
             reason = "stop"
-        elif self.sampling.stop_texts and tokenizer is not None:
-            # An exception leaves no stream: it may have taken a token that is not known.
-            text, stream = self._text, self._stream
-            self._text, self._stream = "", None
-            if stream is None:
-                text, stream = "", TextStream(tokenizer)
-                for earlier in self.known[self.prompt_tokens :]:
-                    text += stream.add(int(earlier))
-            start = max(len(text) - max(map(len, self.sampling.stop_texts)) + 1, 0)
-            text += stream.add(token_id)
-            if any(text.find(stop, start) >= 0 for stop in self.sampling.stop_texts):
-                reason = "stop"
-            self._text, self._stream = text, stream
-        if reason is None and self.num_wanted == 1:
+        elif self.num_wanted == 1:
             reason = "length"
+        if tokenizer is not None:
+            decoding, piece = self._decoding.add(token_id, tokenizer)
+            text, held, stops = self._held + piece, "", self.sampling.stop_texts
+            if reason is not None:
+                text += decoding.rest(tokenizer)
+            place = find_stop(text, stops)
+            if place >= 0:
+                text, reason = text[:place], "stop"
+            elif reason is None:
+                text, held = hold_back(text, stops)
+            self._texts[self.num_drawn :] = [text]
+            self._decoding, self._held = decoding, held
+        if logprobs is not None:
+            self._logprobs[self.num_drawn :] = [logprobs]
         self.token_ids[self.num_known] = token_id
         self.num_known += 1
         self.finish_reason = reason
@@ -161,23 +216,22 @@ class Request:
         at = self.prompt_tokens + number
         is_last = at == self.num_known - 1 and self.finish_reason in ("stop", "length")
         return Token(
-            self.request_id, int(self.token_ids[at]), self.finish_reason if is_last else None
+            self.request_id,
+            int(self.token_ids[at]),
+            self.finish_reason if is_last else None,
+            self._texts[number] if self._texts else None,
+            self._logprobs[number] if self._logprobs else None,
         )
 
     def completion(self, tokenizer: Tokenizer | None) -> Completion:
-        """What it got so far."""
-        ids = self.token_ids[self.prompt_tokens : self.num_known].tolist()
-        text, error = None, self.error
-        try:
-            if tokenizer is not None:
-                text = tokenizer.decode(ids, skip_special_tokens=True)
-                found = [at for at in map(text.find, self.sampling.stop_texts) if at >= 0]
-                text = text[: min(found)] if found else text
-        except Exception as raised:  # its tokens are good all the same
-            error = error or raised
+        """What it got so far; with a tokenizer, its text too."""
+        error = self.error
         return Completion(
-            token_ids=ids,
-            text=text,
+            token_ids=self.token_ids[self.prompt_tokens : self.num_known].tolist(),
+            text=None if tokenizer is None else "".join(self._texts[: self.num_drawn]),
             finish_reason=self.finish_reason or "cancelled",
             error=None if error is None else f"{type(error).__name__}: {error}",
+            logprobs=None if self.sampling.logprobs is None else self._logprobs[: self.num_drawn],
+            prompt_tokens=self.prompt_tokens,
+            hit_tokens=self.hit_tokens,
         )

@@ -6,7 +6,8 @@ import bisect
 import time
 from collections.abc import Sequence
 
-from dsv4_jax.allocator.manager import KVCacheManager, NoRoomError
+from dsv4_jax.allocator.data_shards import DataShards
+from dsv4_jax.allocator.manager import NoRoomError
 from dsv4_jax.serving.calls import UndoLog
 from dsv4_jax.serving.metrics import Metrics
 from dsv4_jax.serving.request import Request
@@ -17,39 +18,44 @@ class RequestQueue:
     """Requests in order of age, in slots and before them.
 
     Attributes:
-      manager: who holds which slot and blocks.
+      shards: who holds which slot and blocks.
       waiting: requests without a slot, oldest first.
       running: by slot.
     """
 
     def __init__(
-        self, manager: KVCacheManager, *, draft_tokens: int, metrics: Metrics, undo: UndoLog
+        self, shards: DataShards, *, draft_tokens: int, metrics: Metrics, undo: UndoLog
     ) -> None:
         """Starts without requests.
 
         Args:
-          manager: without requests too.
+          shards: without requests too.
           draft_tokens: k, drafts that a step may append beside the token it knows.
           metrics: counts admissions and preemptions.
           undo: where the change in progress saves what it changes of requests.
         """
-        self.manager = manager
+        self.shards = shards
         self.waiting: list[Request] = []
         self.running: dict[int, Request] = {}
         self._draft_tokens = draft_tokens
         self._metrics = metrics
         self._undo = undo
 
-    def restart(self, manager: KVCacheManager, requests: Sequence[Request]) -> None:
-        """All unfinished requests wait; the manager is a new one."""
+    def restart(self, shards: DataShards, requests: Sequence[Request]) -> None:
+        """All unfinished requests wait; the managers are new ones."""
         for request in requests:
             request.slot, request.drafts = -1, []
-        self.manager, self.running = manager, {}
+        self.shards, self.running = shards, {}
         self.waiting = sorted(requests, key=lambda request: request.request_id)
 
-    def by_age(self) -> list[Request]:
-        """Running requests, the oldest first."""
-        return sorted(self.running.values(), key=lambda request: request.request_id)
+    def by_age(self, shard: int | None = None) -> list[Request]:
+        """Running requests, of all data shards or of one, the oldest first."""
+        found = [
+            request
+            for slot, request in self.running.items()
+            if shard is None or self.shards.shard_of(slot) == shard
+        ]
+        return sorted(found, key=lambda request: request.request_id)
 
     def enqueue(self, request: Request) -> None:
         """A request joins those that wait, at the place of its age."""
@@ -57,18 +63,25 @@ class RequestQueue:
 
     def fork(self, request: Request, new: Request) -> None:
         """The new request shares what a running one has; where that cannot be, it waits."""
-        if request.slot >= 0 and self.manager.num_free_slots:
-            length = int(self.manager.length_tokens[request.slot])
-            self.manager.share(request.slot, request.known)
-            try:
-                slot = self.manager.fork(request.slot, max(self._wanted_tokens(new), length))
-            except NoRoomError:
-                slot = -1  # no blocks now
-            if slot >= 0:
-                new.drafts = list(request.drafts)
-                self._start(new, slot)
-                return
+        if request.slot >= 0 and self._fork_slot(request, new):
+            return
         self.enqueue(new)
+
+    def _fork_slot(self, request: Request, new: Request) -> bool:
+        """Whether the new request got a slot beside the running one, on its data shard."""
+        manager, own = self.shards.of(request.slot)
+        if not manager.num_free_slots:
+            return False
+        manager.share(own, request.known)
+        length = self.shards.length_of(request.slot)
+        try:
+            slot = self.shards.fork(request.slot, max(self._wanted_tokens(new), length))
+        except NoRoomError:
+            return False  # no blocks now
+        self._start(new, slot, length)
+        new.drafts = list(request.drafts)
+        new.next_boundary, new.snapshot_spacing = request.next_boundary, request.snapshot_spacing
+        return True
 
     def remove(self, request: Request) -> None:
         """A request leaves its slot, or those that wait."""
@@ -85,45 +98,73 @@ class RequestQueue:
         self.enqueue(request)
 
     def admit(self) -> None:
-        """Moves waiting requests to free slots, in order, while there is room for all to go on."""
-        while self.waiting:
-            request, wanted = self.waiting[0], self._wanted_tokens(self.waiting[0])
+        """Moves waiting requests to free slots, in order, while there is room for all to go on.
+
+        `DataShards.choose` says which data shard a request goes to. Of samples of one prompt one
+        reads it, and the others wait for that.
+        """
+        self._fork_samples()
+        while True:
+            request = next((one for one in self.waiting if one.leader in (None, one)), None)
+            if request is None:
+                break
+            wanted = self._wanted_tokens(request)
             prefix = (request.known, request.salt)
-            if not self.manager.can_admit(wanted, *prefix, spare_blocks=len(self.running)):
-                return
-            known_tokens = self.manager.prefixes.known_tokens(*prefix)
-            slot = self.manager.admit(wanted, *prefix)
-            del self.waiting[0]
-            self._start(request, slot)
-            plan_request(request, self.manager, known_tokens)
-            hit = self.manager.prefixes.hit_tokens(slot)
+            spare = [len(self.by_age(shard)) for shard in range(len(self.shards.managers))]
+            shard = self.shards.choose(wanted, *prefix, spare_blocks=spare)
+            if shard is None:
+                break
+            known_tokens = self.shards.managers[shard].prefixes.known_tokens(*prefix)
+            slot = self.shards.admit(shard, wanted, *prefix)
+            hit = self.shards.length_of(slot)
+            self.waiting.remove(request)
+            self._start(request, slot, hit)
+            plan_request(request, self.shards, known_tokens)
             self._metrics.hit_tokens += hit
             self._metrics.prefix_hits += hit > 0
             self._metrics.prefix_misses += hit == 0
+        self._fork_samples()
 
     def reserve(self) -> None:
-        """Blocks for what the next step appends; the youngest give theirs back if need be."""
+        """Blocks for what the next step appends.
+
+        If need be, the youngest of a data shard give theirs back.
+        """
         for request in self.by_age():
             while request.slot >= 0:
+                manager, own = self.shards.of(request.slot)
                 try:
-                    self.manager.extend(request.slot, self._wanted_tokens(request))
+                    manager.extend(own, self._wanted_tokens(request))
                     break
                 except NoRoomError:
-                    self.preempt(self.by_age()[-1])
+                    self.preempt(self.by_age(self.shards.shard_of(request.slot))[-1])
+
+    def _fork_samples(self) -> None:
+        """Where a prompt has been read but for its last token, its samples part."""
+        for request in [one for one in self.by_age() if one.siblings and not one.num_drawn]:
+            if request.num_known - self.shards.length_of(request.slot) != 1:
+                continue
+            for sample in request.followers:
+                if not self._fork_slot(request, sample):
+                    break
+                self.waiting.remove(sample)
 
     def _wanted_tokens(self, request: Request) -> int:
         """Tokens that a request needs blocks for now: those known, and those in flight."""
         return min(request.num_known + self._draft_tokens + 1, len(request.token_ids))
 
-    def _start(self, request: Request, slot: int) -> None:
+    def _start(self, request: Request, slot: int, length: int) -> None:
+        """A request gets a slot, which holds its first tokens already."""
         self._undo.save(request)
         request.slot = slot
         self.running[slot] = request
         if request.admitted_s is None:
+            request.hit_tokens = min(length, request.prompt_tokens)
             request.admitted_s = time.perf_counter()
             self._metrics.queue_s.add(request.admitted_s - request.submitted_s)
 
     def _leave_slot(self, request: Request) -> None:
-        self.manager.release(request.slot)
+        manager, own = self.shards.of(request.slot)
+        manager.release(own)
         del self.running[request.slot]
         request.slot = -1

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
+from collections.abc import Sequence
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 from dsv4_jax.config.checkpoint_folder import find_file
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+_MAX_HELD = 16
+"""Tokens that may wait for a character's end before they are looked through."""
 
 
 def load_tokenizer(path: str | os.PathLike[str], *, follow_links: bool = False) -> Tokenizer | None:
@@ -32,14 +37,66 @@ def load_tokenizer(path: str | os.PathLike[str], *, follow_links: bool = False) 
     return tokenizer
 
 
-class TextStream:
-    """Tokens to text, one at a time; a character of several tokens comes with its last one."""
+@dataclasses.dataclass(frozen=True)
+class TextState:
+    """Where the text of a row of tokens stands: a value, so that it can be kept and gone back to.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        """Starts a text."""
-        self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+    A character may be made of several tokens: a text that ends with a replacement character waits
+    for more. What a token adds may depend on the ones before it, such as a space that is stripped
+    at the beginning of a text, and therefore those that gave the last piece are decoded with it.
 
-    def add(self, token_id: int) -> str:
-        """The text that this token completes, perhaps none."""
-        return self._stream.step(self._tokenizer, token_id) or ""
+    Attributes:
+      context: token ids of the last piece.
+      held: token ids after them, that have given no text yet.
+      shown: text of the context.
+    """
+
+    context: tuple[int, ...] = ()
+    held: tuple[int, ...] = ()
+    shown: str = ""
+
+    def add(self, token_id: int, tokenizer: Tokenizer) -> tuple[TextState, str]:
+        """The state after one more token, and the text that it completes, perhaps none."""
+        held = (*self.held, token_id)
+        text = _decode(self.context + held, tokenizer)
+        if len(text) > len(self.shown) and not text.endswith(_INCOMPLETE):
+            return TextState(held, (), _decode(held, tokenizer)), text[len(self.shown) :]
+        state = dataclasses.replace(self, held=held)
+        return state._shorten(tokenizer) if len(held) > _MAX_HELD else (state, "")
+
+    def rest(self, tokenizer: Tokenizer) -> str:
+        """What the held tokens give if no other follows."""
+        return _decode(self.context + self.held, tokenizer)[len(self.shown) :] if self.held else ""
+
+    def _shorten(self, tokenizer: Tokenizer) -> tuple[TextState, str]:
+        """Gives what no later token can change, so that held tokens stay few.
+
+        A character has at most four bytes, and a token at least one. Where the held tokens are
+        cut in two and both parts together give the same text as before, no character is cut.
+        """
+        text = _decode(self.context + self.held, tokenizer)
+        for place in range(len(self.held) - 4, len(self.held) - 8, -1):
+            head = _decode(self.context + self.held[:place], tokenizer)
+            state = dataclasses.replace(self, held=self.held[place:])
+            if head + state.rest(tokenizer) == text:
+                return state, head[len(self.shown) :]
+        return self, ""
+
+
+def _decode(token_ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    return tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+
+def find_stop(text: str, stops: Sequence[str]) -> int:
+    """Where the first stop text in a text begins; -1 if there is none."""
+    return min((place for place in map(text.find, stops) if place >= 0), default=-1)
+
+
+def hold_back(text: str, stops: Sequence[str]) -> tuple[str, str]:
+    """Cuts a text without stop texts in two: what may be shown, and what may begin a stop text."""
+    longest = max(map(len, stops), default=0) - 1
+    for place in range(max(len(text) - longest, 0), len(text)):
+        end = text[place:]
+        if any(stop.startswith(end) for stop in stops):
+            return text[:place], end
+    return text, ""

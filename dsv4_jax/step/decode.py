@@ -16,7 +16,8 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.mesh import BY_ROW, DATA, MODEL, on_mesh
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.params import DSV4Params
-from dsv4_jax.step.sampling import Sampling, sample
+from dsv4_jax.step.draws import guess
+from dsv4_jax.step.sampling import Sampling
 from dsv4_jax.step.step import check_call, mask_rows, run_step, trunk_logits
 from pallas_kernels.common.weights import with_activations
 
@@ -115,7 +116,8 @@ def decode_loop(
             params, cache, step_input_now, config=config, activations=activations
         )
         slots = jnp.maximum(step_input.request_slots, 0)
-        drawn = sample(logits, sampling, cache.length_tokens[slots])
+        lengths = cache.length_tokens[slots]
+        drawn = guess(logits, sampling, lengths, None, config.idea.sampler)
         live = (request_ids >= 0) & (step_input.request_slots >= 0)
         drawn = jnp.where(live, drawn, -1)
         stopped = jnp.any(drawn[:, None] == sampling.stop_token_ids, axis=1) | ~live

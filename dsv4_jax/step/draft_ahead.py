@@ -16,7 +16,8 @@ from dsv4_jax.config.layer_schedule import draft_layer
 from dsv4_jax.config.layer_types import AttentionType
 from dsv4_jax.model.draft import draft_logits, run_draft
 from dsv4_jax.model.params import DSV4Params
-from dsv4_jax.step.sampling import Sampling, sample
+from dsv4_jax.step.draws import DrawnCounts, guess
+from dsv4_jax.step.sampling import Sampling
 from pallas_kernels.common.call import CallIndices
 
 
@@ -28,6 +29,7 @@ def draft_ahead(
     next_token_ids: jax.Array,
     streams: jax.Array,
     sampling: Sampling,
+    counts: DrawnCounts | None,
     *,
     config: DSV4Config,
     draft_tokens: int,
@@ -46,6 +48,7 @@ def draft_ahead(
       next_token_ids: i32[T], the token after each of the call's tokens.
       streams: [T, S, D], the trunk's residual streams.
       sampling: settings of each row.
+      counts: what rows had drawn before the step; what they draw in it changes no guess.
       config: the model.
       draft_tokens: k, 1 or more; static.
 
@@ -67,9 +70,10 @@ def draft_ahead(
     own = jax.tree.map(lambda plane: plane[family_idx][None], cache.state[swa.value])
     ring = commit_tokens(own, new, handle.call, layer=first_layer)
     lengths = kept.row_lengths + kept.row_counts
-    first = sample(draft_logits(params, after[last], config), sampling, lengths + 1)
+    sampler, logits = config.idea.sampler, draft_logits(params, after[last], config)
+    first = guess(logits, sampling, lengths + 1, counts, sampler)
 
-    def guess(
+    def guess_next(
         carry: tuple[StateCachePool, jax.Array, jax.Array], ahead: jax.Array
     ) -> tuple[tuple[StateCachePool, jax.Array, jax.Array], jax.Array]:
         ring, streams, token = carry
@@ -81,11 +85,11 @@ def draft_ahead(
         assert new is not None
         ring = commit_tokens(handle.state, new, call, layer=first_layer)
         logits = draft_logits(params, streams, config)
-        guessed = sample(logits, sampling, lengths + ahead + 2)
+        guessed = guess(logits, sampling, lengths + ahead + 2, counts, sampler)
         return (ring, streams, guessed), guessed
 
     ahead = jnp.arange(draft_tokens - 1, dtype=jnp.int32)
-    _, more = jax.lax.scan(guess, (ring, after[last], first), ahead)
+    _, more = jax.lax.scan(guess_next, (ring, after[last], first), ahead)
     drafts = jnp.concatenate([first[:, None], more.T], axis=1)
     return {**new_tokens, swa.value: family}, drafts
 

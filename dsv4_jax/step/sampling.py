@@ -1,9 +1,9 @@
-"""Logits to tokens: greedy, temperature, top-k, top-p, one seed per request."""
+"""How requests draw their tokens: settings of one, checked, and of a call's rows, as arrays."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
 import flax.struct
@@ -12,7 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax import checks
-from dsv4_jax.mesh import MODEL, gather_over_model, join_last_axis, place_on
+
+MAX_LOGPROBS = 20
+"""The most tokens whose log-probabilities a draw brings, besides the drawn one's."""
+
+MAX_LOGIT_BIAS = 300
+"""Tokens with a bias of their own."""
 
 MAX_STOP_TOKENS = 1024
 MAX_STOP_TEXTS = 64
@@ -33,7 +38,17 @@ class SamplingParams:
       temperature: a finite f32; 0 takes the most likely token.
       top_k: draws among that many most likely tokens, 0 to 2**31 - 1; 0 is no limit.
       top_p: draws among the most likely tokens that together have that probability.
+      min_p: draws among tokens at least that fraction as likely as the likeliest, 0 to 1, after the
+        temperature; 0 is no limit.
       seed: seed of the noise, any integer; kept modulo 2**32.
+      logit_bias: what is added to logits of tokens before everything else, {token id: -100 to 100},
+        of at most 300 tokens; kept as pairs, by id.
+      presence_penalty: subtracted from the logit of each token that the request has drawn, -2 to 2.
+      frequency_penalty: subtracted once for each time that it has, -2 to 2; tokens of the prompt
+        count for neither.
+      logprobs: 0 to 20 brings each drawn token's log-probability and those of that many most
+        likely tokens; None brings none. They are of the logits as the model gave them, before
+        bias, penalties and temperature.
       stop_token_ids: tokens that end the answer, at most 1,024; None is the config's, () is none at
         all.
       stop_texts: texts that end the answer, at most 64 of up to 1,024 characters; they need a
@@ -48,7 +63,12 @@ class SamplingParams:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     seed: int = 0
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logprobs: int | None = None
     stop_token_ids: Sequence[int] | None = None
     stop_texts: Sequence[str] = ()
 
@@ -65,9 +85,18 @@ class SamplingParams:
             "top_p": checks.number(
                 "top_p", self.top_p, 0, 1, above=True, rule="above 0 and at most 1"
             ),
+            "min_p": checks.number("min_p", self.min_p, 0, 1, rule="0 (no limit) to 1"),
             "seed": checks.integer("seed", self.seed, high=None) % 2**32,
+            "logit_bias": _logit_bias(self.logit_bias),
             "stop_texts": _stop_texts(self.stop_texts),
         }
+        for name in ("presence_penalty", "frequency_penalty"):
+            plain[name] = checks.number(name, getattr(self, name), -2, 2, rule="-2 to 2")
+        if self.logprobs is not None:
+            rule = f"0 to {MAX_LOGPROBS}, or None"
+            plain["logprobs"] = checks.integer(
+                "logprobs", self.logprobs, 0, MAX_LOGPROBS, rule=rule
+            )
         if self.stop_token_ids is not None:
             plain["stop_token_ids"] = tuple(
                 checks.integer("stop_token_ids", token, 0)
@@ -77,6 +106,27 @@ class SamplingParams:
             )
         for name, value in plain.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def penalises(self) -> bool:
+        """What was drawn before changes logits."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+def _logit_bias(bias: Any) -> tuple[tuple[int, float], ...]:
+    """Pairs of a token id and its bias, by id; a mapping or pairs come in."""
+    items = bias.items() if isinstance(bias, Mapping) else bias
+    if not isinstance(bias, Mapping | tuple | list):
+        checks.refuse("logit_bias", "a mapping of token ids to numbers", bias)
+    pairs = []
+    for pair in checks.sequence("logit_bias", items, of="tokens", limit=MAX_LOGIT_BIAS):
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            checks.refuse("logit_bias", "a mapping of token ids to numbers", bias)
+        token = checks.integer("logit_bias", pair[0], 0)
+        pairs.append((token, checks.number("logit_bias", pair[1], -100, 100, rule="-100 to 100")))
+    if len(dict(pairs)) < len(pairs):
+        checks.refuse("logit_bias", "one number for each token id", bias)
+    return tuple(sorted(pairs))
 
 
 def _stop_texts(texts: Any) -> tuple[str, ...]:
@@ -95,14 +145,19 @@ class DrawFields(TypedDict, total=False):
     temperature: float
     top_k: int
     top_p: float
+    min_p: float
     seed: int | Sequence[int]
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]]
     stop_token_ids: Sequence[int] | None
 
 
 class SamplingFields(DrawFields, total=False):
-    """The same, with what only the host can obey."""
+    """The same, with what needs an engine."""
 
     max_new_tokens: int
+    presence_penalty: float
+    frequency_penalty: float
+    logprobs: int | None
     stop_texts: Sequence[str]
 
 
@@ -163,14 +218,26 @@ class Sampling:
       temperature: f32[B]; 0 takes the most likely token.
       top_k: i32[B], draws among that many most likely tokens; 0 is no limit.
       top_p: f32[B], draws among the most likely tokens that together have that probability.
+      min_p: f32[B], draws among tokens at least that fraction as likely as the likeliest.
       seed: u32[B]; the noise of a draw follows from it and the drawn token's position alone.
+      bias_token_ids: i32[B, m], tokens with a bias, no token twice, then -1; m may be 0.
+      bias: f32[B, m], what is added to their logits.
+      presence_penalty: f32[B], subtracted from logits of tokens that were drawn.
+      frequency_penalty: f32[B], subtracted for each time.
+      wants_logprobs: bool[B], log-probabilities are looked at.
       stop_token_ids: i32[B, n], padded with -1.
     """
 
     temperature: jax.Array
     top_k: jax.Array
     top_p: jax.Array
+    min_p: jax.Array
     seed: jax.Array
+    bias_token_ids: jax.Array
+    bias: jax.Array
+    presence_penalty: jax.Array
+    frequency_penalty: jax.Array
+    wants_logprobs: jax.Array
     stop_token_ids: jax.Array
 
 
@@ -192,97 +259,64 @@ def make_sampling(
     """
     num_rows = checks.integer("num_rows", num_rows, 1, _MAX_ROWS)
     rows = sampling_of_rows(num_rows, sampling, **fields)
-    if any(row.stop_texts for row in rows):
-        raise ValueError(
-            "stop_texts need an Engine, since a step knows tokens and no text, got "
-            f"{checks.shown(rows[0].stop_texts)}; use stop_token_ids"
-        )
+    for name, way_out in _NEED_ENGINE.items():
+        for row in rows:
+            if getattr(row, name) != getattr(SamplingParams, name):
+                raise ValueError(
+                    f"{name} must be left out here, since it needs an Engine, got "
+                    f"{checks.shown(getattr(row, name))}; {way_out}"
+                )
     return jax.tree.map(jnp.asarray, stack_sampling(rows))
 
 
-def stack_sampling(rows: Sequence[SamplingParams], *, with_stops: bool = True) -> Sampling:
-    """Settings of each row, as NumPy arrays; without stops, their width does not vary."""
-    stops = [list(row.stop_token_ids or ()) if with_stops else [] for row in rows]
-    width = max([1, *map(len, stops)])
+_NEED_ENGINE = {
+    "stop_texts": "a step knows tokens and no text, so use stop_token_ids",
+    "presence_penalty": "a step does not know what was drawn before",
+    "frequency_penalty": "a step does not know what was drawn before",
+    "logprobs": "take jax.nn.log_softmax of the logits",
+}
+
+
+def stack_sampling(
+    rows: Sequence[SamplingParams], *, with_stops: bool = True, bias_width: int | None = None
+) -> Sampling:
+    """Settings of each row, as NumPy arrays.
+
+    Args:
+      rows: B of them.
+      with_stops: takes their stop tokens; without, that array's width does not vary.
+      bias_width: m; None is the most tokens of a row.
+    """
+    stops = [row.stop_token_ids or () if with_stops else () for row in rows]
+    biases = [dict(row.logit_bias) for row in rows]
+    if bias_width is None:
+        bias_width = max(map(len, biases), default=0)
+    scalars = {
+        "temperature": np.float32,
+        "top_k": np.int32,
+        "top_p": np.float32,
+        "min_p": np.float32,
+        "seed": np.uint32,
+        "presence_penalty": np.float32,
+        "frequency_penalty": np.float32,
+    }
+    fields: dict[str, Any] = {
+        name: np.array([getattr(row, name) for row in rows], dtype)
+        for name, dtype in scalars.items()
+    }
     return Sampling(
-        temperature=np.array([row.temperature for row in rows], np.float32),  # type: ignore[arg-type]
-        top_k=np.array([row.top_k for row in rows], np.int32),  # type: ignore[arg-type]
-        top_p=np.array([row.top_p for row in rows], np.float32),  # type: ignore[arg-type]
-        seed=np.array([row.seed for row in rows], np.uint32),  # type: ignore[arg-type]
-        stop_token_ids=np.array(  # type: ignore[arg-type]
-            [stop + [-1] * (width - len(stop)) for stop in stops], np.int32
-        ).reshape(len(rows), width),
+        **fields,
+        bias_token_ids=_padded(biases, bias_width, -1, np.int32),
+        bias=_padded([list(bias.values()) for bias in biases], bias_width, 0, np.float32),
+        wants_logprobs=np.array([row.logprobs is not None for row in rows], bool),  # type: ignore[arg-type]
+        stop_token_ids=_padded(stops, max([1, *map(len, stops)]), -1, np.int32),
     )
 
 
-def sample(logits: jax.Array, sampling: Sampling, positions: jax.Array) -> jax.Array:
-    """Draws one token per row.
-
-    Args:
-      logits: f32[B, V]; where a step runs on a mesh, this device's part of the vocabulary.
-      sampling: settings of each row.
-      positions: i32[B], position that each drawn token will have.
-
-    Returns:
-      i32[B]. A row's result depends on its own logits, settings and position, not on other rows.
-
-    Raises:
-      ValueError: an argument has another type, shape or dtype.
-    """
-    checks.array("logits", logits, (None, None), "f")
-    checks.instance("sampling", sampling, Sampling)
-    num_rows = logits.shape[0]
-    checks.array("positions", positions, (num_rows,))
-    checks.array("sampling.temperature", sampling.temperature, (num_rows,), "f")
-    greedy = _most_likely(logits)
-    warm = sampling.temperature > 0
-
-    def draw() -> jax.Array:
-        every = join_last_axis(logits)
-        # Below the largest first, so that a small temperature cannot overflow.
-        below = every - jnp.max(every, axis=-1, keepdims=True)
-        scaled = below / jnp.where(warm, sampling.temperature, 1.0)[:, None]
-        allowed = _allowed(scaled, sampling)
-        noisy = scaled + jax.vmap(_noise, in_axes=(0, 0, None))(
-            sampling.seed, positions, every.shape[-1]
-        )
-        drawn = jnp.argmax(jnp.where(allowed, noisy, -jnp.inf), axis=-1)
-        return jnp.where(warm, drawn.astype(jnp.int32), greedy)
-
-    return jax.lax.cond(jnp.any(warm), draw, lambda: greedy)
-
-
-def _most_likely(logits: jax.Array) -> jax.Array:
-    """i32[B]: the largest logit's token, the lower one of equals.
-
-    On a mesh only each device's best leaves it.
-    """
-    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    place = place_on(MODEL)
-    if isinstance(place, int):
-        return best
-    values = jnp.take_along_axis(logits, best[:, None], axis=-1)[:, 0]
-    bits = jax.lax.bitcast_convert_type(values.astype(jnp.float32), jnp.int32)
-    mine = jnp.stack([bits, best + place * logits.shape[-1]])
-    bits, tokens = jnp.moveaxis(gather_over_model(mine), 1, 0)
-    of_all = jax.lax.bitcast_convert_type(bits, jnp.float32)
-    winner = jnp.argmax(of_all, axis=0)
-    return jnp.take_along_axis(tokens, winner[None], axis=0)[0]
-
-
-def _noise(seed: jax.Array, position: jax.Array, vocab_size: int) -> jax.Array:
-    """f32[V] Gumbel noise: the largest of logits plus noise is a draw from their softmax."""
-    return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), (vocab_size,))
-
-
-def _allowed(scaled: jax.Array, sampling: Sampling) -> jax.Array:
-    """bool[B, V]: tokens that top-k and top-p leave; of equal logits the lower id comes first."""
-    vocab_size = scaled.shape[-1]
-    order = jnp.argsort(scaled, axis=-1, stable=True, descending=True)
-    ranked = jnp.take_along_axis(jax.nn.softmax(scaled, axis=-1), order, axis=-1)
-    before = jnp.cumsum(ranked, axis=-1) - ranked
-    limit = jnp.where(sampling.top_k > 0, sampling.top_k, vocab_size)
-    kept = (jnp.arange(vocab_size)[None] < limit[:, None]) & (before < sampling.top_p[:, None])
-    kept = kept.at[:, 0].set(True)
-    rank = jnp.argsort(order, axis=-1)
-    return jnp.take_along_axis(kept, rank, axis=-1)
+def _padded(rows: Sequence[Iterable[Any]], width: int, filler: int, dtype: Any) -> Any:
+    """[B, width]: rows of any lengths up to it."""
+    array = np.full((len(rows), width), filler, dtype)
+    for place, row in enumerate(rows):
+        values = list(row)
+        array[place, : len(values)] = values
+    return array

@@ -25,7 +25,8 @@ from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.model.trunk import run_layers
 from dsv4_jax.step.draft_ahead import draft_ahead
-from dsv4_jax.step.sampling import Sampling, sample
+from dsv4_jax.step.draws import DrawnCounts, Logprobs, draw
+from dsv4_jax.step.sampling import Sampling
 from dsv4_jax.step.step import check_call, empty_staged, pad_tokens, run_step, trunk_logits
 from pallas_kernels.common.weights import with_activations
 
@@ -42,6 +43,7 @@ class ServeInput:
         goes on; -1 where the drawn one is next.
       sampling: settings of each row.
       snapshots: boundaries to keep.
+      counts: what rows have drawn before, for their penalties; None is nothing.
     """
 
     step: StepInput
@@ -49,6 +51,7 @@ class ServeInput:
     next_token_ids: jax.Array
     sampling: Sampling
     snapshots: SnapshotPlan
+    counts: DrawnCounts | None = None
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -59,11 +62,13 @@ class ServeOutput:
       token_ids: i32[B, k + 1], drawn tokens in order; -1 after the last one.
       num_kept: i32[B], tokens of the call that stay in the cache.
       draft_token_ids: i32[B, k], guesses at what follows the last drawn token.
+      logprobs: of the drawn tokens, [B, k + 1]; None where they were left on the device.
     """
 
     token_ids: jax.Array
     num_kept: jax.Array
     draft_token_ids: jax.Array
+    logprobs: Logprobs | None
 
 
 @on_mesh(("cache", "store", BY_ROW))
@@ -109,12 +114,14 @@ def serve_step(
         first[:, None] + jnp.arange(draft_tokens + 1, dtype=jnp.int32)[None], 0, num_tokens - 1
     )
     logits = trunk_logits(params, streams[checked.reshape(-1)], config)
-    drawn, num_accepted = verify_drafts(
+    drawn, num_accepted, logprobs = verify_drafts(
         logits.reshape(*checked.shape, -1),
         step_input.token_ids[checked],
         call.positions[checked],
         serve_input.num_checked,
         serve_input.sampling,
+        serve_input.counts,
+        config,
     )
     live = (call.row_slots >= 0) & (call.row_counts > 0)
     num_kept = call.row_counts - serve_input.num_checked + 1 + num_accepted
@@ -136,6 +143,7 @@ def serve_step(
             jnp.clip(next_ids, 0, config.vocab_size - 1),
             streams,
             serve_input.sampling,
+            serve_input.counts,
             config=config,
             draft_tokens=draft_tokens,
         )
@@ -144,7 +152,10 @@ def serve_step(
     order = jnp.arange(draft_tokens + 1, dtype=jnp.int32)[None]
     shown = (order <= num_accepted[:, None]) & live[:, None]
     output = ServeOutput(
-        token_ids=jnp.where(shown, drawn, -1), num_kept=num_kept, draft_token_ids=drafts
+        token_ids=jnp.where(shown, drawn, -1),
+        num_kept=num_kept,
+        draft_token_ids=drafts,
+        logprobs=logprobs,
     )
     return cache, store, output
 
@@ -173,11 +184,20 @@ def plain_decode_step(
     last = jnp.maximum(call.row_offsets, 0)
     logits = trunk_logits(params, streams[last], config)
     live = (call.row_slots >= 0) & (call.row_counts > 0)
-    drawn = sample(logits, serve_input.sampling, call.row_lengths + 1)
+    no_drafts = jnp.zeros((call.row_slots.shape[0], 0), jnp.int32)
+    drawn, logprobs = draw(
+        logits[:, None],
+        serve_input.sampling,
+        call.row_lengths[:, None] + 1,
+        serve_input.counts,
+        no_drafts,
+        config.idea.sampler,
+    )
     output = ServeOutput(
-        token_ids=jnp.where(live, drawn, -1)[:, None],
+        token_ids=jnp.where(live[:, None], drawn, -1),
         num_kept=call.row_counts,
-        draft_token_ids=jnp.zeros((call.row_slots.shape[0], 0), jnp.int32),
+        draft_token_ids=no_drafts,
+        logprobs=logprobs,
     )
     return cache, output
 
@@ -209,7 +229,9 @@ def verify_drafts(
     positions: jax.Array,
     num_checked: jax.Array,
     sampling: Sampling,
-) -> tuple[jax.Array, jax.Array]:
+    counts: DrawnCounts | None,
+    config: DSV4Config,
+) -> tuple[jax.Array, jax.Array, Logprobs]:
     """Draws after each checked token, and counts the drafts that were drawn.
 
     Args:
@@ -218,15 +240,16 @@ def verify_drafts(
       positions: i32[B, k + 1], of those tokens.
       num_checked: i32[B], how many count.
       sampling: settings of each row.
+      counts: what rows have drawn before, the last known token included; None is nothing.
+      config: the model.
 
     Returns:
-      i32[B, k + 1], the drawn tokens, and i32[B], how many drafts are kept: the first n of the
-      drawn tokens are the first n drafts, and the one after them is drawn too.
+      i32[B, k + 1], the drawn tokens; i32[B], how many drafts are kept: the first n of the drawn
+      tokens are the first n drafts, and the one after them is drawn too; and log-probabilities.
     """
-    num_rows, width = token_ids.shape
-    per_token = jax.tree.map(lambda leaf: jnp.repeat(leaf, width, axis=0), sampling)
-    drawn = sample(logits.reshape(num_rows * width, -1), per_token, positions.reshape(-1) + 1)
-    drawn = drawn.reshape(num_rows, width)
-    order = jnp.arange(width - 1, dtype=jnp.int32)[None]
-    agrees = (drawn[:, :-1] == token_ids[:, 1:]) & (order < num_checked[:, None] - 1)
-    return drawn, jnp.sum(jnp.cumprod(agrees.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
+    drafts = token_ids[:, 1:]
+    drawn, logprobs = draw(logits, sampling, positions + 1, counts, drafts, config.idea.sampler)
+    order = jnp.arange(drafts.shape[1], dtype=jnp.int32)[None]
+    agrees = (drawn[:, :-1] == drafts) & (order < num_checked[:, None] - 1)
+    accepted = jnp.sum(jnp.cumprod(agrees.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
+    return drawn, accepted, logprobs

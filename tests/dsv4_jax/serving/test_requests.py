@@ -132,7 +132,7 @@ def test_a_budget_sizes_the_engine():
         leaf.nbytes for leaf in jax.tree.leaves(engine._runner.store)
     )
     assert 4 * plan.memory_bytes - plan.bytes_per_block < total <= 4 * plan.memory_bytes
-    assert engine._loop.manager.num_blocks > plan.num_blocks
+    assert engine._loop.shards.managers[0].num_blocks > plan.num_blocks
 
 
 def test_a_debugged_engine_says_what_is_wrong():
@@ -140,7 +140,7 @@ def test_a_debugged_engine_says_what_is_wrong():
     engine = make_engine(debug=True)
     request_id = engine.submit(prompt(np.random.default_rng(0), 40), max_new_tokens=5)
     engine.step()
-    engine._loop.manager.length_tokens[engine._requests[request_id].slot] += 1
+    engine._loop.shards.managers[0].length_tokens[engine._requests[request_id].slot] += 1
     with pytest.raises(
         ds.serving.CacheError, match=r"length: slot \d: length \d+, the manager says \d+"
     ):

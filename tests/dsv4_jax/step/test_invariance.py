@@ -3,12 +3,10 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import dsv4_jax as ds
-from helpers import slow
 from helpers.schedules import (
     assert_same_bytes,
     jit_prefill_all,
@@ -21,8 +19,6 @@ from helpers.schedules import (
 
 NUM_TOKENS = 24
 LENGTHS = (150, 61, 97)
-jit_stage = jax.jit(ds.stage_step, static_argnames="config")
-jit_commit = jax.jit(ds.commit)
 SWA, CSA, HCA = ds.AttentionType.SWA, ds.AttentionType.CSA, ds.AttentionType.HCA
 
 
@@ -120,49 +116,3 @@ def test_a_batch_of_padding_only_changes_nothing():
     after, logits = jit_prefill_all(params, cache, call, config=config, all_logits=True)
     assert not np.any(np.asarray(logits))
     jax.tree.map(np.testing.assert_array_equal, after, cache)
-
-
-@pytest.mark.parametrize(
-    ("kept", "start"),
-    slow.all_but(
-        [(0, 127), (1, 3), (2, 30), (3, 0), (5, 63)],
-        [(kept, start) for kept in (0, 1, 2, 3, 5) for start in (0, 1, 2, 3, 30, 31, 63, 127)],
-    ),
-)
-def test_commit_keeps_what_serial_steps_would_have_stored(start, kept):
-    """A staged step of 5 tokens, of which the first `kept` stay, against one token at a time.
-
-    Known bugs B14, B15: partial acceptance, at positions of every kind.
-    """
-    config = small(sliding_window=4)
-    params, empty = make(config, "fp8_ue8m0")
-    text = sequences(config, (start + 7,))[0]
-
-    def stage(cache, tokens):
-        call = step_input([tokens], [0], [2], num_tokens=5)
-        return jit_stage(params, cache, call, config=config)
-
-    def append(cache, tokens):
-        cache, staged, logits = stage(cache, tokens)
-        return jit_commit(cache, staged, jnp.asarray([len(tokens)], jnp.int32)), logits
-
-    before = empty
-    for i in range(0, start, 5):
-        before, _ = append(before, text[i : min(i + 5, start)])
-    wrong = [(token + 1) % config.vocab_size for token in text[start + kept : start + 5]]
-    staged_cache, staged, logits = stage(before, text[start : start + kept] + wrong)
-    for family in ("state", "length_tokens"):
-        jax.tree.map(
-            np.testing.assert_array_equal, getattr(staged_cache, family), getattr(before, family)
-        )
-    committed = jit_commit(staged_cache, staged, jnp.asarray([kept], jnp.int32))
-    serial = before
-    for i in range(kept):
-        serial, expected = append(serial, text[start + i : start + i + 1])
-        np.testing.assert_array_equal(logits[i], expected[0])
-    assert_same_bytes(live_rows(committed, 2), live_rows(serial, 2))
-    # And the next step agrees too: what was rejected is not seen.
-    after, got = append(committed, text[start + kept : start + kept + 2])
-    again, want = append(serial, text[start + kept : start + kept + 2])
-    np.testing.assert_array_equal(got, want)
-    assert_same_bytes(live_rows(after, 2), live_rows(again, 2))

@@ -174,7 +174,13 @@ def test_settings_are_given_to_every_row():
         "temperature": jnp.float32,
         "top_k": jnp.int32,
         "top_p": jnp.float32,
+        "min_p": jnp.float32,
         "seed": jnp.uint32,
+        "bias_token_ids": jnp.int32,
+        "bias": jnp.float32,
+        "presence_penalty": jnp.float32,
+        "frequency_penalty": jnp.float32,
+        "wants_logprobs": jnp.bool,
         "stop_token_ids": jnp.int32,
     }
 
@@ -198,8 +204,13 @@ def test_a_value_and_keywords_say_the_same():
 
 def test_sampling_params_are_values():
     """Equal where they mean the same, usable as keys, and checked when a field is replaced."""
-    params = ds.SamplingParams(seed=2**32 + 5, stop_token_ids=[3], stop_texts=["end"])
-    assert params == ds.SamplingParams(seed=5, stop_token_ids=(3,), stop_texts=("end",))
+    params = ds.SamplingParams(
+        seed=2**32 + 5, stop_token_ids=[3], stop_texts=["end"], logit_bias={7: 1, 2: -0.5}
+    )
+    assert params == ds.SamplingParams(
+        seed=5, stop_token_ids=(3,), stop_texts=("end",), logit_bias=[(2, -0.5), (7, 1.0)]
+    )
+    assert dataclasses.replace(params, seed=6).logit_bias == ((2, -0.5), (7, 1.0))
     assert {params: 1}[params] == 1
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.seed = 1
@@ -218,7 +229,22 @@ def test_keyword_arguments_are_the_fields_of_sampling_params():
     ("settings", "message"),
     [
         ({"stop_texts": "end"}, "stop_texts must be a list of texts, none empty, got 'end'"),
-        ({"stop_texts": ["end"]}, "stop_texts need an Engine"),
+        ({"stop_texts": ["end"]}, "stop_texts must be left out here, .* an Engine, got .'end'"),
+        ({"presence_penalty": 0.5}, "presence_penalty must be left out here, .* got 0.5"),
+        ({"frequency_penalty": -1}, "frequency_penalty must be left out here, .* got -1.0"),
+        ({"logprobs": 0}, "logprobs must be left out here, .* got 0; take jax.nn.log_softmax"),
+        ({"logprobs": 21}, "logprobs must be 0 to 20, or None, got 21"),
+        ({"logprobs": True}, "logprobs must be an integer, got True"),
+        ({"min_p": 1.1}, r"min_p must be 0 \(no limit\) to 1, got 1.1"),
+        ({"presence_penalty": -2.5}, "presence_penalty must be -2 to 2, got -2.5"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty must be -2 to 2, got nan"),
+        ({"logit_bias": {3: 101}}, "logit_bias must be -100 to 100, got 101"),
+        ({"logit_bias": {-1: 1}}, "logit_bias must be at least 0, got -1"),
+        ({"logit_bias": {"3": 1}}, "logit_bias must be an integer, got '3'"),
+        ({"logit_bias": [3, 1]}, "logit_bias must be a mapping of token ids to numbers"),
+        ({"logit_bias": 3}, "logit_bias must be a mapping of token ids to numbers, got 3"),
+        ({"logit_bias": [(3, 1), (3, 2)]}, "logit_bias must be one number for each token id"),
+        ({"logit_bias": dict.fromkeys(range(301), 1)}, "logit_bias must hold at most 300 tokens"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
         ({"temperature": -0.1}, r"temperature must be 0 \(greedy\) or more, got -0.1"),
         ({"temperature": float("nan")}, "temperature must be 0 .* got nan"),

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 import dsv4_jax as ds
-from dsv4_jax.serving import runner
+from dsv4_jax.serving import engine_arrays
 from dsv4_jax.serving.scheduler import StepPlan
 from dsv4_jax.step.serve_step import jit_serve_step
 from helpers.serving import BUCKET, make_engine, params, prompt, rows_at
@@ -16,7 +16,7 @@ from helpers.serving import BUCKET, make_engine, params, prompt, rows_at
 
 def idle_call(engine):
     """The arguments of a step without rows."""
-    patch = mock.patch.object(runner, "jit_serve_step", side_effect=InterruptedError)
+    patch = mock.patch.object(engine_arrays, "jit_serve_step", side_effect=InterruptedError)
     with patch as step, contextlib.suppress(InterruptedError):
         engine._runner._idle(StepPlan((), BUCKET, False))
     return step.call_args.args, step.call_args.kwargs

@@ -15,13 +15,7 @@ from helpers import configs
 
 @pytest.fixture(scope="module")
 def model():
-    """Two layers that a scan would repeat."""
-    config = configs.scanned(
-        layer_types=(ds.AttentionType.HCA,) * 2,
-        router_types=(ds.RouterType.LEARNED,) * 2,
-        num_mtp_layers=0,
-    )
-    return config, ds.init_params(config, jax.random.key(0))
+    return configs.two_layers(ds.AttentionType.HCA)
 
 
 def make_cache(config):

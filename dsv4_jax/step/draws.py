@@ -1,0 +1,297 @@
+"""Logits to tokens: what changes logits, which tokens are left, and which of them is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from dsv4_jax import checks
+from dsv4_jax.mesh import MODEL, axis_size, gather_over_model, join_last_axis, place_on
+from dsv4_jax.step.sampling import MAX_LOGPROBS, Sampling
+
+type Sampler = Callable[[jax.Array, Sampling, jax.Array], jax.Array]
+"""Arguments and result as of `sample`, with the logits of the whole vocabulary."""
+
+
+@flax.struct.dataclass(kw_only=True)
+class DrawnCounts:
+    """How often rows have drawn which tokens, for their penalties: E entries of all rows together.
+
+    A table of every row and token would be hundreds of megabytes. A row has an entry for each
+    token that it has drawn, in any order and no token twice.
+
+    Attributes:
+      rows: i32[E], the row of the call that an entry is of; -1 for none.
+      token_ids: i32[E].
+      counts: i32[E].
+    """
+
+    rows: jax.Array
+    token_ids: jax.Array
+    counts: jax.Array
+
+
+@flax.struct.dataclass(kw_only=True)
+class Logprobs:
+    """Log-probabilities of draws: the log-softmax of the logits as the model gave them.
+
+    Neither bias, penalties, temperature nor limits are in them. N is `MAX_LOGPROBS`, or V if that
+    is less. Where no row asks for them they are all 0.
+
+    Attributes:
+      drawn: f32[B, n], of the drawn tokens.
+      token_ids: i32[B, n, N], the most likely tokens, the lower of equals first.
+      top: f32[B, n, N], those tokens' own, descending.
+    """
+
+    drawn: jax.Array
+    token_ids: jax.Array
+    top: jax.Array
+
+
+def sample(logits: jax.Array, sampling: Sampling, positions: jax.Array) -> jax.Array:
+    """Draws one token per row.
+
+    Args:
+      logits: f32[B, V]; where a step runs on a mesh, this device's part of the vocabulary.
+      sampling: settings of each row.
+      positions: i32[B], position that each drawn token will have.
+
+    Returns:
+      i32[B]. A row's result depends on its own logits, settings and position, not on other rows.
+
+    Raises:
+      ValueError: an argument has another type, shape or dtype.
+    """
+    checks.array("logits", logits, (None, None), "f")
+    checks.instance("sampling", sampling, Sampling)
+    num_rows = logits.shape[0]
+    checks.array("positions", positions, (num_rows,))
+    checks.array("sampling.temperature", sampling.temperature, (num_rows,), "f")
+    return guess(logits, sampling, positions, None)
+
+
+def guess(
+    logits: jax.Array,
+    sampling: Sampling,
+    positions: jax.Array,
+    counts: DrawnCounts | None,
+    sampler: Sampler | None = None,
+) -> jax.Array:
+    """`sample`, with penalties of tokens that were drawn before, or by another sampler; i32[B]."""
+    logits, positions = logits[:, None], positions[:, None]
+
+    def choose() -> jax.Array:
+        return _choose(join_last_axis(logits), sampling, positions, counts, None, sampler)
+
+    if sampler is not None:
+        return choose()[:, 0]
+    greedy = _most_likely(logits)
+    return jax.lax.cond(jnp.any(_draws_otherwise(sampling)), choose, lambda: greedy)[:, 0]
+
+
+def draw(
+    logits: jax.Array,
+    sampling: Sampling,
+    positions: jax.Array,
+    counts: DrawnCounts | None,
+    drafts: jax.Array,
+    sampler: Sampler | None = None,
+) -> tuple[jax.Array, Logprobs]:
+    """Draws n tokens per row, each as if the drafts before it had been drawn.
+
+    On a mesh only each device's best token leaves it, unless a row asks for more than that.
+
+    Args:
+      logits: f32[B, n, V]; where a step runs on a mesh, this device's part of the vocabulary.
+      sampling: settings of each row.
+      positions: i32[B, n], position that each drawn token will have.
+      counts: what rows have drawn before; None is nothing.
+      drafts: i32[B, n - 1], tokens between those that are drawn.
+      sampler: draws in the place of `sample`, from logits with bias and penalties; None does not.
+
+    Returns:
+      i32[B, n], and their log-probabilities.
+
+    Raises:
+      ValueError: the sampler gives no integer for each draw.
+    """
+    greedy = _most_likely(logits)
+    shape = (*greedy.shape, min(MAX_LOGPROBS, logits.shape[-1] * axis_size(MODEL)))
+    none = Logprobs(
+        drawn=jnp.zeros(greedy.shape, jnp.float32),
+        token_ids=jnp.zeros(shape, jnp.int32),
+        top=jnp.zeros(shape, jnp.float32),
+    )
+
+    def draw_otherwise() -> tuple[jax.Array, Logprobs]:
+        every = join_last_axis(logits)
+        drawn = _choose(every, sampling, positions, counts, drafts, sampler)
+        wanted = jnp.any(sampling.wants_logprobs)
+        return drawn, jax.lax.cond(wanted, lambda: _logprobs(every, drawn), lambda: none)
+
+    if sampler is not None:
+        return draw_otherwise()
+    asked = jnp.any(_draws_otherwise(sampling) | sampling.wants_logprobs)
+    return jax.lax.cond(asked, draw_otherwise, lambda: (greedy, none))
+
+
+def _most_likely(logits: jax.Array) -> jax.Array:
+    """[..., V] -> i32[...]: the largest logit's token, the lower one of equals.
+
+    On a mesh only each device's best leaves it.
+    """
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    place = place_on(MODEL)
+    if isinstance(place, int):
+        return best
+    values = jnp.take_along_axis(logits, best[..., None], axis=-1)[..., 0]
+    bits = jax.lax.bitcast_convert_type(values.astype(jnp.float32), jnp.int32)
+    mine = jnp.stack([bits, best + place * logits.shape[-1]])
+    bits, tokens = jnp.moveaxis(gather_over_model(mine), 1, 0)
+    of_all = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    winner = jnp.argmax(of_all, axis=0)
+    return jnp.take_along_axis(tokens, winner[None], axis=0)[0]
+
+
+def _changes_logits(sampling: Sampling) -> jax.Array:
+    """bool[B]: rows with a bias or penalties."""
+    penalises = (sampling.presence_penalty != 0) | (sampling.frequency_penalty != 0)
+    if not sampling.bias_token_ids.shape[1]:
+        return penalises
+    return penalises | (sampling.bias_token_ids[:, 0] >= 0)
+
+
+def _draws_otherwise(sampling: Sampling) -> jax.Array:
+    """bool[B]: rows that do not take the most likely token as it is."""
+    return (sampling.temperature > 0) | _changes_logits(sampling)
+
+
+def _choose(
+    every: jax.Array,
+    sampling: Sampling,
+    positions: jax.Array,
+    counts: DrawnCounts | None,
+    drafts: jax.Array | None,
+    sampler: Sampler | None,
+) -> jax.Array:
+    """i32[B, n]: a token for each of f32[B, n, V], whatever rows ask for.
+
+    What changes logits comes first and concerns greedy rows too; a mask of tokens that must not be
+    drawn would be one more function of it. What leaves tokens out comes after the temperature.
+    """
+
+    def change() -> jax.Array:
+        return _penalise(_add_bias(every, sampling), sampling, counts, drafts)
+
+    changed = jax.lax.cond(jnp.any(_changes_logits(sampling)), change, lambda: every)
+    if sampler is not None:
+        return _ask(sampler, changed, sampling, positions)
+    greedy = jnp.argmax(changed, axis=-1).astype(jnp.int32)
+    warm = jnp.any(sampling.temperature > 0)
+    return jax.lax.cond(
+        warm, lambda: _draw_warm(changed, sampling, positions, greedy), lambda: greedy
+    )
+
+
+def _ask(
+    sampler: Sampler, logits: jax.Array, sampling: Sampling, positions: jax.Array
+) -> jax.Array:
+    """i32[B, n]: what a sampler draws, within the vocabulary."""
+    width, vocab_size = logits.shape[1:]
+    per_draw = jax.tree.map(lambda leaf: jnp.repeat(leaf, width, axis=0), sampling)
+    drawn: Any = sampler(logits.reshape(-1, vocab_size), per_draw, positions.reshape(-1))
+    shape = (positions.size,)
+    if getattr(drawn, "shape", None) != shape or not jnp.issubdtype(drawn.dtype, jnp.integer):
+        checks.refuse("what a sampler gives", f"int32{list(shape)}, one token per row", drawn)
+    return jnp.clip(drawn.astype(jnp.int32), 0, vocab_size - 1).reshape(positions.shape)
+
+
+def _add_bias(logits: jax.Array, sampling: Sampling) -> jax.Array:
+    """Adds each row's own values to its tokens' logits."""
+    num_rows, _, vocab_size = logits.shape
+    rows = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
+    added = jnp.zeros((num_rows, vocab_size), jnp.float32)
+    added = added.at[rows, sampling.bias_token_ids].add(
+        sampling.bias, mode="drop", wrap_negative_indices=False
+    )
+    return logits + added[:, None]
+
+
+def _penalise(
+    logits: jax.Array,
+    sampling: Sampling,
+    counts: DrawnCounts | None,
+    drafts: jax.Array | None,
+) -> jax.Array:
+    """Subtracts presence once and frequency once a time, of tokens that were drawn before."""
+    if counts is None:
+        return logits
+    num_rows, width, vocab_size = logits.shape
+    write = {"mode": "drop", "wrap_negative_indices": False}
+    seen = jnp.zeros((num_rows, vocab_size), jnp.int32)
+    seen = seen.at[counts.rows, counts.token_ids].add(counts.counts, **write)[:, None]
+    if drafts is not None and width > 1:
+        row, place, draft = jnp.indices((num_rows, width, width - 1), dtype=jnp.int32)
+        before = jnp.where(draft < place, drafts[:, None], -1)
+        seen = jnp.broadcast_to(seen, logits.shape).at[row, place, before].add(1, **write)
+    once = sampling.presence_penalty[:, None, None] * (seen > 0).astype(jnp.float32)
+    each = sampling.frequency_penalty[:, None, None] * seen.astype(jnp.float32)
+    return logits - (once + each)
+
+
+def _draw_warm(
+    logits: jax.Array, sampling: Sampling, positions: jax.Array, greedy: jax.Array
+) -> jax.Array:
+    """i32[B, n]: a draw where there is a temperature, the greedy token elsewhere."""
+    width, vocab_size = logits.shape[1:]
+    sampling = jax.tree.map(lambda leaf: jnp.repeat(leaf, width, axis=0), sampling)
+    logits, warm = logits.reshape(-1, vocab_size), sampling.temperature > 0
+    # Below the largest first, so that a small temperature cannot overflow.
+    below = logits - jnp.max(logits, axis=-1, keepdims=True)
+    scaled = below / jnp.where(warm, sampling.temperature, 1.0)[:, None]
+    allowed = _ranked_high(scaled, sampling) & _likely(scaled, sampling)
+    noise = jax.vmap(_noise, in_axes=(0, 0, None))
+    noisy = scaled + noise(sampling.seed, positions.reshape(-1), vocab_size)
+    drawn = jnp.argmax(jnp.where(allowed, noisy, -jnp.inf), axis=-1).astype(jnp.int32)
+    return jnp.where(warm, drawn, greedy.reshape(-1)).reshape(greedy.shape)
+
+
+def _noise(seed: jax.Array, position: jax.Array, vocab_size: int) -> jax.Array:
+    """f32[V] Gumbel noise: the largest of logits plus noise is a draw from their softmax."""
+    return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), (vocab_size,))
+
+
+def _ranked_high(scaled: jax.Array, sampling: Sampling) -> jax.Array:
+    """bool[B, V]: tokens that top-k and top-p leave; of equal logits the lower id comes first."""
+    vocab_size = scaled.shape[-1]
+    order = jnp.argsort(scaled, axis=-1, stable=True, descending=True)
+    ranked = jnp.take_along_axis(jax.nn.softmax(scaled, axis=-1), order, axis=-1)
+    before = jnp.cumsum(ranked, axis=-1) - ranked
+    limit = jnp.where(sampling.top_k > 0, sampling.top_k, vocab_size)
+    kept = (jnp.arange(vocab_size)[None] < limit[:, None]) & (before < sampling.top_p[:, None])
+    kept = kept.at[:, 0].set(True)
+    rank = jnp.argsort(order, axis=-1)
+    return jnp.take_along_axis(kept, rank, axis=-1)
+
+
+def _likely(scaled: jax.Array, sampling: Sampling) -> jax.Array:
+    """bool[B, V]: tokens at least min_p as likely as the likeliest; `scaled` is 0 there."""
+    return scaled >= jnp.log(sampling.min_p)[:, None]
+
+
+def _logprobs(every: jax.Array, drawn: jax.Array) -> Logprobs:
+    """Log-softmax of f32[B, n, V] at the drawn tokens i32[B, n], and where it is largest."""
+    values, token_ids = jax.lax.top_k(every, min(MAX_LOGPROBS, every.shape[-1]))
+    largest = values[..., :1]
+    log_sum = jnp.log(jnp.sum(jnp.exp(every - largest), axis=-1, keepdims=True))
+    own = jnp.take_along_axis(every, drawn[..., None], axis=-1)
+    return Logprobs(
+        drawn=(own - largest - log_sum)[..., 0],
+        token_ids=token_ids.astype(jnp.int32),
+        top=values - largest - log_sum,
+    )

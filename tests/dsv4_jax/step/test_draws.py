@@ -1,0 +1,171 @@
+"""Bias, penalties, min-p and log-probabilities, against NumPy."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dsv4_jax as ds
+from dsv4_jax.step.draws import DrawnCounts, draw
+from dsv4_jax.step.sampling import SamplingParams, stack_sampling
+
+V, NUM_ROWS, WIDTH = 50, 16, 4
+jit_draw = jax.jit(draw)
+
+
+def sampling_of(rows):
+    return jax.tree.map(jnp.asarray, stack_sampling(rows, with_stops=False, bias_width=6))
+
+
+def counts_of(histories, size=64):
+    """Entries of what rows have drawn, shuffled, among entries of nobody."""
+    entries = [
+        (row, token, history.count(token))
+        for row, history in enumerate(histories)
+        for token in set(history)
+    ]
+    entries += [(-1, 3, 5)] * (size - len(entries))
+    np.random.default_rng(0).shuffle(entries)
+    rows, tokens, counts = jnp.asarray(entries, jnp.int32).T
+    return DrawnCounts(rows=rows, token_ids=tokens, counts=counts)
+
+
+def changed(logits, params, history):
+    """f32[V], logits of one draw as OpenAI's documentation says."""
+    result = np.array(logits, np.float32)
+    for token, bias in params.logit_bias:
+        result[token] += np.float32(bias)
+    for token in set(history):
+        result[token] -= np.float32(params.presence_penalty)
+        result[token] -= np.float32(params.frequency_penalty) * history.count(token)
+    return result
+
+
+@pytest.fixture(scope="module")
+def case():
+    """Rows that ask for all sorts of things, their logits, histories and drafts."""
+    rng = np.random.default_rng(1)
+    rows = [SamplingParams()]
+    for n in range(1, NUM_ROWS):
+        tokens = rng.permutation(V)[: n % 7].tolist()
+        rows.append(
+            SamplingParams(
+                temperature=[0.0, 0.7, 1.5][n % 3],
+                min_p=[0.0, 0.1][n % 2],
+                top_k=[0, 9][n // 2 % 2],
+                top_p=[1.0, 0.8][n // 4 % 2],
+                seed=n,
+                logit_bias=dict(zip(tokens, rng.uniform(-8, 8, 7), strict=False)),
+                presence_penalty=[0.0, 1.5, -2.0][n // 3 % 3],
+                frequency_penalty=[0.0, 2.0, -0.25][n // 2 % 3],
+                logprobs=[None, 0, 20][n // 5 % 3],
+            )
+        )
+    logits = rng.normal(0, 2, (NUM_ROWS, WIDTH, V)).astype(np.float32)
+    histories = [rng.integers(0, V, n % 6).tolist() * (n % 3) for n in range(NUM_ROWS)]
+    # What would be drawn next, so that a draft that is not counted shows.
+    drafts = np.argmax(logits, axis=-1)[:, 1:].astype(np.int32)
+    positions = rng.integers(0, 1000, (NUM_ROWS, WIDTH)).astype(np.int32)
+    return rows, logits, histories, drafts, positions
+
+
+def run(rows, logits, histories, drafts, positions):
+    return jit_draw(
+        jnp.asarray(logits), sampling_of(rows), jnp.asarray(positions), counts_of(histories),
+        jnp.asarray(drafts),
+    )  # fmt: skip
+
+
+def test_greedy_rows_take_the_best_of_the_changed_logits(case):
+    """Each draw as if the drafts before it had been drawn."""
+    rows, logits, histories, drafts, _ = case
+    drawn, _ = run(*case)
+    moved = 0
+    for row, params in enumerate(rows):
+        for place in range(WIDTH):
+            history = histories[row] + drafts[row, :place].tolist()
+            best = np.argmax(changed(logits[row, place], params, history))
+            if params.temperature == 0:
+                assert drawn[row, place] == best
+                moved += best != np.argmax(logits[row, place])
+    assert moved > 3
+
+
+def test_a_draw_is_the_plain_draw_of_changed_logits(case):
+    """What bias and penalties do is done before temperature and limits."""
+    rows, logits, histories, drafts, positions = case
+    drawn, _ = run(*case)
+    for place in range(WIDTH):
+        alone = [
+            changed(logits[row, place], params, histories[row] + drafts[row, :place].tolist())
+            for row, params in enumerate(rows)
+        ]
+        plain = [
+            dataclasses.replace(
+                params, logit_bias={}, presence_penalty=0, frequency_penalty=0, logprobs=None
+            )
+            for params in rows
+        ]
+        expected = ds.sample(
+            jnp.asarray(np.stack(alone)), sampling_of(plain), jnp.asarray(positions[:, place])
+        )
+        np.testing.assert_array_equal(drawn[:, place], expected)
+
+
+def test_a_row_gets_the_same_bits_beside_any_others(case):
+    drawn, logprobs = run(*case)
+    order = np.random.default_rng(2).permutation(NUM_ROWS)
+    rows, logits, histories, drafts, positions = case
+    moved = run(
+        [rows[n] for n in order], logits[order], [histories[n] for n in order], drafts[order],
+        positions[order],
+    )  # fmt: skip
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b[order]), moved, (drawn, logprobs))
+    for row in range(NUM_ROWS):  # beside rows that ask for nothing
+        others = [SamplingParams(logprobs=1)] * NUM_ROWS
+        others[row] = rows[row]
+        alone, its_logprobs = run(others, *case[1:])
+        np.testing.assert_array_equal(alone[row], drawn[row])
+        jax.tree.map(
+            lambda a, b, n=row: np.testing.assert_array_equal(a[n], b[n]), its_logprobs, logprobs
+        )
+
+
+def test_logprobs_are_those_of_the_logits_as_they_came(case):
+    drawn, logprobs = run(*case)
+    logits = case[1].astype(np.float64)
+    expected = logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
+    own = np.take_along_axis(expected, np.asarray(drawn)[..., None], axis=-1)[..., 0]
+    np.testing.assert_allclose(logprobs.drawn, own, rtol=2e-6, atol=2e-6)
+    best = np.argsort(-case[1], axis=-1, kind="stable")[..., :20]
+    np.testing.assert_array_equal(logprobs.token_ids, best)
+    top = np.take_along_axis(expected, best, axis=-1)
+    np.testing.assert_allclose(logprobs.top, top, rtol=2e-6, atol=2e-6)
+
+
+def test_equal_logits_and_small_vocabularies():
+    ask = sampling_of([SamplingParams(logprobs=5)])
+    none = jnp.zeros((1, 0), jnp.int32)
+    drawn, logprobs = jit_draw(jnp.zeros((1, 1, 8)), ask, jnp.zeros((1, 1), jnp.int32), None, none)
+    assert drawn.tolist() == [[0]]
+    np.testing.assert_array_equal(logprobs.token_ids[0, 0], np.arange(8))
+    np.testing.assert_allclose(logprobs.top, -np.log(8), rtol=1e-6)
+
+
+def test_who_asks_for_nothing_gets_zeros():
+    plain = sampling_of([SamplingParams(temperature=1.0), SamplingParams()])
+    logits, none = jnp.ones((2, 1, V)), jnp.zeros((2, 0), jnp.int32)
+    _, logprobs = jit_draw(logits, plain, jnp.zeros((2, 1), jnp.int32), None, none)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(logprobs))
+
+
+@pytest.mark.parametrize("min_p", [0.0, 1e-30, 0.05, 0.3, 1.0])
+def test_min_p_leaves_what_is_likely_enough_after_the_temperature(min_p):
+    logits = np.array([2.0, 2.0, 1.5, 0.0, -1.0, -60.0], np.float32)
+    weights = np.exp((logits - 2.0) / 0.8)
+    sampling = ds.make_sampling(3000, temperature=0.8, min_p=min_p)
+    rows = jnp.broadcast_to(jnp.asarray(logits)[None], (3000, 6))
+    tokens = set(np.asarray(ds.sample(rows, sampling, jnp.arange(3000, dtype=jnp.int32))).tolist())
+    assert tokens == {n for n in range(6) if weights[n] >= min_p and weights[n] > 1e-3}
