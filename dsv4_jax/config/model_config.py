@@ -7,6 +7,8 @@ import math
 import os
 from typing import Any
 
+from dsv4_jax import checks
+from dsv4_jax.config.idea import NO_IDEA, Idea
 from dsv4_jax.config.kinds import ListOf, Whole, Word, show
 from dsv4_jax.config.layer_types import AttentionType, RouterType
 from dsv4_jax.config.limits import (
@@ -62,6 +64,8 @@ class DSV4Config:
       max_position_embeddings: longest context the model is meant for, in tokens.
       bos_token_id: first token of a text, or None.
       eos_token_ids: tokens that end a text.
+      idea: what stands in the place of parts of the model, as `Idea.applied_to` sets it; not part
+        of a `config.json`.
 
     Raises:
       ValueError: a value of a wrong type or out of range (`config/limits.py`), or sizes that
@@ -103,6 +107,7 @@ class DSV4Config:
     max_position_embeddings: int = 1_048_576
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    idea: Idea = NO_IDEA
 
     def __post_init__(self) -> None:
         """Refuses what is no size, and sizes that contradict each other."""
@@ -118,6 +123,12 @@ class DSV4Config:
         self._set("eos_token_ids", tuple(ends))
         layers = ListOf(Whole(0, MAX_LAYERS), MAX_LAYERS).read(self.index_reuse, "index_reuse")
         self._set("index_reuse", tuple(layers))
+        wanted = checks.instance("idea", self.idea, Idea).index_reuse
+        if wanted is not None and wanted != self.index_reuse:
+            raise ValueError(
+                f"index_reuse must be {wanted} of the idea, got {self.index_reuse}; use "
+                "idea.applied_to(config)"
+            )
         if not isinstance(self.rope_scaling, YarnScaling | None):
             raise ValueError(
                 f"rope_scaling must be a YarnScaling or None, got {show(self.rope_scaling)}"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import jax
 
 from dsv4_jax import checks
-from dsv4_jax.attention.full_sequence import Selector, attend_full_sequence, select_by_score
+from dsv4_jax.attention.full_sequence import attend_full_sequence
 from dsv4_jax.attention.projections import Output
+from dsv4_jax.attention.selection import Selector, select_by_score
+from dsv4_jax.cache.schema import FormatName, choose_cache_format
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import layer_schedule
 from dsv4_jax.config.layer_types import AttentionType
@@ -15,7 +17,7 @@ from dsv4_jax.model.hyper_connections import Residual
 from dsv4_jax.model.params import DSV4Params, LayerParams
 from dsv4_jax.model.trunk import block, embed, head
 from pallas_kernels.common.backend import Backend
-from pallas_kernels.common.formats import CACHE_FORMATS, get_cache_format
+from pallas_kernels.common.formats import get_cache_format
 from pallas_kernels.common.weights import ACTIVATIONS, with_activations
 
 
@@ -24,8 +26,8 @@ def forward(
     token_ids: jax.Array,
     *,
     config: DSV4Config,
-    cache_format: str = "f32",
-    selector: Selector = select_by_score,
+    cache_format: FormatName | None = None,
+    selector: Selector | None = None,
     activations: str = DEFAULT_ACTIVATIONS,
 ) -> jax.Array:
     """Logits of whole sequences, without a cache.
@@ -34,8 +36,10 @@ def forward(
       params: model parameters.
       token_ids: i32[B, T].
       config: the model.
-      cache_format: rounds what a cache of that format would round.
-      selector: picks the entries that CSA layers attend to.
+      cache_format: rounds what a cache of that format would round; None is the format of the
+        config's idea, or `f32`.
+      selector: picks the entries that CSA layers attend to; None is that of the config's idea, or
+        the indexer's choice.
       activations: what multiplies quantised weights: "fp8" rounds rows to E4M3 first, as the
         release does, "bfloat16" takes them as they are; static. Dense weights ignore it.
 
@@ -65,8 +69,8 @@ def forward_streams(
     token_ids: jax.Array,
     *,
     config: DSV4Config,
-    cache_format: str = "f32",
-    selector: Selector = select_by_score,
+    cache_format: FormatName | None = None,
+    selector: Selector | None = None,
     activations: str = DEFAULT_ACTIVATIONS,
 ) -> jax.Array:
     """The residual streams [B, T, S, D] before the head; arguments as in `forward`."""
@@ -77,11 +81,11 @@ def forward_streams(
     checks.array("token_ids", token_ids, (None, None), "iu")
     checks.in_range("token_ids", token_ids, 0, config.vocab_size)
     checks.choice("activations", activations, ACTIVATIONS)
-    checks.choice("cache_format", cache_format, tuple(CACHE_FORMATS))
-    if not callable(selector):
-        checks.refuse("selector", "a function", selector)
+    fmt = get_cache_format(choose_cache_format(config, cache_format, "f32"))
+    if selector is not None and not callable(selector):
+        checks.refuse("selector", "a function or None", selector)
+    choose = selector or config.idea.selector or select_by_score
     params = with_activations(params, activations)
-    fmt = get_cache_format(cache_format)
     residual = Residual.start(embed(params, token_ids, config))
     chosen = None  # entries that the last CSA layer selected
     for spec in layer_schedule(config):
@@ -92,7 +96,7 @@ def forward_streams(
             attn: AttentionType = spec.attn,
             reused: jax.Array | None = chosen if spec.index_source is not None else None,
         ) -> tuple[jax.Array | None, Output]:
-            return attend_full_sequence(layer.attn, x, attn, config, fmt, selector, reused)
+            return attend_full_sequence(layer.attn, x, attn, config, fmt, choose, reused)
 
         selected, residual = block(
             params.layer(spec), residual, token_ids, config, attention, backend=Backend.REFERENCE

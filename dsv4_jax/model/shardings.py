@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from dsv4_jax import checks
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.mesh import DATA, MODEL, AnyMesh, check_divides, mesh_sizes, shardings_of, specs_of
+from dsv4_jax.mesh import (
+    AXES,
+    DATA,
+    MODEL,
+    AnyMesh,
+    check_divides,
+    mesh_sizes,
+    shardings_of,
+    specs_of,
+)
 from dsv4_jax.model.params import DSV4Params, param_shapes
 from pallas_kernels.common.weights import FP8_BLOCK, MXFP4, BlockFP8, Weight, is_quantized
 
@@ -56,9 +67,32 @@ def check_mesh(config: DSV4Config, mesh: AnyMesh) -> None:
     """Refuses a mesh over which a model cannot be split evenly.
 
     Raises:
-      ValueError: the mesh has other axes, or a size does not divide; which, and over what it would.
+      ValueError: the mesh has other axes, or a size does not divide; which, over what it would, and
+        the meshes of as many devices, or else of the most below that, over which all sizes divide.
     """
-    mesh_sizes(mesh)
+    data, model = mesh_sizes(mesh)
+    try:
+        _check_sizes(config, mesh)
+    except ValueError as error:
+        for count in range(data * model, 0, -1):
+            if fitting := _meshes_of(config, count):
+                listed = ", ".join(f"data={d} and model={m}" for d, m in fitting)
+                raise ValueError(f"{error}; of {count} devices, {listed} would fit") from None
+        raise
+
+
+def _meshes_of(config: DSV4Config, count: int) -> list[tuple[int, int]]:
+    """(data, model) of the meshes of so many devices over which a model's sizes divide."""
+    fitting = []
+    for model in range(1, count + 1):
+        if count % model == 0:
+            with contextlib.suppress(ValueError):
+                _check_sizes(config, AbstractMesh((count // model, model), AXES))
+                fitting.append((count // model, model))
+    return fitting
+
+
+def _check_sizes(config: DSV4Config, mesh: AnyMesh) -> None:
     over_model = {
         "num_attention_heads": config.num_attention_heads,
         "o_groups": config.o_groups,

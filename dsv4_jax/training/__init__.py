@@ -1,1 +1,1 @@
-"""How the shipped checkpoint was made, and how it is measured; inference needs none of it."""
+"""How the shipped checkpoint was made, and text to measure it on; inference needs none of it."""

@@ -3,13 +3,15 @@
 A tenth of it is kept from training, by a checksum of each document's name, so that the split is the
 same wherever the same Python is: modules to choose a checkpoint by, topics to measure it on.
 `python -m dsv4_jax.training.corpus FILE` writes all parts to a file, to train on a machine whose
-Python came without them.
+Python came without them. With `--whole`, modules are taken with their code, which refers far back;
+topics are all trained on then, and what is measured on are modules too.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import pathlib
 import re
 import sysconfig
@@ -42,8 +44,12 @@ class Corpus(NamedTuple):
     held_out: np.ndarray
 
 
-def read_corpus(path: pathlib.Path | None = None) -> Corpus:
+def read_corpus(path: pathlib.Path | None = None, *, whole: bool = False) -> Corpus:
     """Reads this Python's own text, or a file that this module has written.
+
+    Args:
+      path: the file; None reads this Python's text.
+      whole: takes modules with their code, and splits them into all three parts.
 
     Raises:
       ValueError: the file is none of this module's.
@@ -52,11 +58,24 @@ def read_corpus(path: pathlib.Path | None = None) -> Corpus:
     if path is not None:
         return _read_file(path)
     train, validation, held_out = [], [], []
+    if whole:
+        train += [text for _, text in sorted(topics.items())]
+        for name, text in _modules():
+            kept = validation if _is_held_out(f"{name} again") else held_out
+            (kept if _is_held_out(name) else train).append(text)
+        return Corpus(_tokens(train), _tokens(validation), _tokens(held_out))
     for name, text in sorted(topics.items()):
         (held_out if _is_held_out(name) else train).append(text)
     for name, text in _module_texts():
         (validation if _is_held_out(name) else train).append(text)
     return Corpus(_tokens(train), _tokens(validation), _tokens(held_out))
+
+
+def read_held_out(path: pathlib.Path | None = None) -> np.ndarray:
+    """The part to measure on alone, which takes no reading of modules; as `read_corpus`."""
+    if path is not None:
+        return _read_file(path).held_out
+    return _tokens([text for name, text in sorted(topics.items()) if _is_held_out(name)])
 
 
 def _read_file(path: pathlib.Path) -> Corpus:
@@ -82,6 +101,18 @@ def _read_file(path: pathlib.Path) -> Corpus:
                 f"{part.max()}"
             )
     return Corpus(**{name: part.astype(np.int32) for name, part in parts.items()})
+
+
+def held_out_rows(tokens: np.ndarray, length: int) -> np.ndarray:
+    """Cuts a text into i32[n, length + 1]; each row's last token is the next one's first.
+
+    Raises:
+      ValueError: the length is below 1, or the text is too short for one row.
+    """
+    if not 1 <= length < len(tokens):
+        raise ValueError(f"length must be in 1..{len(tokens) - 1}, got {length}")
+    starts = np.arange(0, len(tokens) - length, length)
+    return tokens[starts[:, None] + np.arange(length + 1)]
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -114,17 +145,12 @@ def _is_held_out(name: str) -> bool:
 
 def _module_texts() -> Iterator[tuple[str, str]]:
     """File name, and long docstrings and comments, of every module of the standard library."""
-    root = pathlib.Path(sysconfig.get_path("stdlib"))
-    for path in sorted(root.rglob("*.py")):
-        name = str(path.relative_to(root))
-        if name.startswith(("site-packages", "dist-packages", "pydoc_data", "encodings")):
-            continue
+    for name, source in _modules():
         try:
-            source = path.read_text(encoding="utf-8")
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 tree = ast.parse(source)
-        except (SyntaxError, UnicodeDecodeError, ValueError):
+        except (SyntaxError, ValueError):
             continue
         nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
         texts = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, nodes)]
@@ -135,6 +161,17 @@ def _module_texts() -> Iterator[tuple[str, str]]:
             yield name, text
 
 
+def _modules() -> Iterator[tuple[str, str]]:
+    """File name and source of every module of the standard library."""
+    root = pathlib.Path(sysconfig.get_path("stdlib"))
+    for path in sorted(root.rglob("*.py")):
+        name = str(path.relative_to(root))
+        if name.startswith(("site-packages", "dist-packages", "pydoc_data", "encodings")):
+            continue
+        with contextlib.suppress(UnicodeDecodeError):
+            yield name, path.read_text(encoding="utf-8")
+
+
 def _tokens(texts: list[str]) -> np.ndarray:
     pieces = []
     for text in texts:
@@ -143,11 +180,21 @@ def _tokens(texts: list[str]) -> np.ndarray:
     return np.concatenate(pieces)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Command line."""
     parser = argparse.ArgumentParser(description="Writes the corpus to a file.", allow_abbrev=False)
     parser.add_argument("file", type=pathlib.Path, help="an .npz file")
-    file = parser.parse_args().file
+    parser.add_argument("--whole", action="store_true", help="modules with their code")
+    args = parser.parse_args()
+    file = args.file
     if not file.parent.is_dir():
         parser.error(f"file must be in a folder that is there, got {file}")
-    parts = {name: part.astype(np.uint16) for name, part in read_corpus()._asdict().items()}
+    parts = {
+        name: part.astype(np.uint16)
+        for name, part in read_corpus(whole=args.whole)._asdict().items()
+    }
     np.savez_compressed(file, **parts)
+
+
+if __name__ == "__main__":
+    main()

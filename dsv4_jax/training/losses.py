@@ -5,26 +5,30 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from dsv4_jax.attention.full_sequence import Selection, Selector, select_by_score
+from dsv4_jax.attention.selection import Selection, select_by_score, visible_entries
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.draft import forward_draft
-from dsv4_jax.model.forward import forward_streams
+from dsv4_jax.model.forward import forward, forward_streams
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.model.trunk import head
 
 
 def select_all(selection: Selection) -> jax.Array:
     """Every visible entry, without top-k."""
-    num_entries = selection.scores.shape[-1]
-    mask = jnp.arange(num_entries)[None] < selection.visible[:, None]
-    return jnp.broadcast_to(mask, selection.scores.shape)
+    return visible_entries(selection)
 
 
 def select_at_random(selection: Selection) -> jax.Array:
     """As many entries as the indexer would take, drawn at random."""
-    noise = jax.random.uniform(jax.random.key(0), selection.scores.shape)
-    return select_by_score(selection._replace(scores=noise))
+
+    def noise(position: jax.Array) -> jax.Array:  # by position alone, however the call is cut
+        entries = jnp.arange(selection.scores.shape[-1])
+        key = jax.random.fold_in(jax.random.key(0), position)
+        return jax.vmap(lambda entry: jax.random.uniform(jax.random.fold_in(key, entry)))(entries)
+
+    scores = jax.vmap(jax.vmap(noise))(selection.positions)
+    return select_by_score(selection._replace(scores=scores))
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
@@ -40,16 +44,15 @@ def index_divergence(selection: Selection) -> jax.Array:
     reaches it, and `attend_full_sequence` lets none through to the layer's input: only the indexer
     learns from this.
     """
-    num_entries = selection.scores.shape[-1]
-    visible = jnp.arange(num_entries)[None] < selection.visible[:, None]
+    visible = visible_entries(selection)
     queries, entries = jax.lax.stop_gradient((selection.queries, selection.entries))
     logits = jnp.einsum("bthc,bec->bthe", queries, entries) * queries.shape[-1] ** -0.5
-    logits = jnp.where(visible[:, None], logits, -1e30)
+    logits = jnp.where(visible[:, :, None], logits, -1e30)
     target = jnp.mean(jax.nn.softmax(logits, axis=-1), axis=2)
     scores = jax.nn.log_softmax(jnp.where(visible, selection.scores, -1e30), axis=-1)
     terms = jnp.where(visible, target * (jnp.log(target + 1e-9) - scores), 0.0)
     num_queries = jnp.sum(selection.visible > 0, dtype=jnp.float32)
-    return jnp.sum(terms) / (terms.shape[0] * jnp.maximum(num_queries, 1.0))
+    return jnp.sum(terms) / jnp.maximum(num_queries, 1.0)
 
 
 def training_loss(
@@ -95,18 +98,8 @@ def held_out_loss(
     token_ids: jax.Array,
     *,
     config: DSV4Config,
-    cache_format: str = "f32",
-    selector: Selector = select_by_score,
     activations: str = DEFAULT_ACTIVATIONS,
 ) -> jax.Array:
-    """Nats per token of i32[B, T + 1], a mean over the positions of each: f32[T]."""
-    streams = forward_streams(
-        params,
-        token_ids[:, :-1],
-        config=config,
-        cache_format=cache_format,
-        selector=selector,
-        activations=activations,
-    )
-    logits = head(params.hc_head, params.norm, params.head, streams, config)
+    """Nats per token of i32[B, T + 1], a mean over the rows at each position: f32[T]."""
+    logits = forward(params, token_ids[:, :-1], config=config, activations=activations)
     return jnp.mean(cross_entropy(logits, token_ids[:, 1:]), axis=0)

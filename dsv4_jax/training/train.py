@@ -1,7 +1,11 @@
-"""Trains the shipped checkpoint: `python -m dsv4_jax.training.train --out DIR`, on one GPU.
+"""Trains a checkpoint from Python's own text, on one GPU; needs the extra `train`.
+
+    python -m dsv4_jax.training.train --out DIR                  the shipped one, 2.8 M parameters
+    python -m dsv4_jax.training.train --size large --out DIR     33 M parameters, 8,192 tokens
 
 CSA layers attend to all entries at first, then to the selected ones; the indexer is distilled
-throughout. The parameters that do best on the validation part are kept. Needs the extra `train`.
+throughout. The large one reads short rows at first, and at the end long ones. The parameters that
+do best on the validation part are kept.
 """
 
 from __future__ import annotations
@@ -53,6 +57,23 @@ def shipped_config() -> DSV4Config:
         max_position_embeddings=4096,
         bos_token_id=BOS,
         eos_token_ids=(EOS,),
+    )
+
+
+def large_config() -> DSV4Config:
+    """Twelve times the parameters and twice the context: what is selected matters more."""
+    return dataclasses.replace(
+        shipped_config(),
+        max_position_embeddings=8192,
+        indexer_top_k=64,
+        num_attention_heads=8,
+        q_lora_rank=192,
+        o_lora_rank=128,
+        hidden_size=384,
+        moe_intermediate_size=384,
+        num_routed_experts=6,
+        layer_types=(SWA, *(CSA, HCA) * 3, CSA),
+        router_types=(RouterType.HASH, *(RouterType.LEARNED,) * 7),
     )
 
 
@@ -109,21 +130,37 @@ class Plan:
       num_steps: steps of the optimizer.
       batch: rows of a step.
       length: bytes of a row.
+      long_length: bytes of a row in the last steps, one row a step; 0 is none of those.
+      long_share: their share of the steps.
       rate: the highest learning rate, after a warm-up of 100 steps; a cosine follows.
       decay: weight decay of matrices, per unit of the learning rate.
       noise: share of bytes that are read wrong.
       dense_share: share of the steps, the first ones, in which CSA layers attend to every entry.
       steps_between_reports: steps between reports, each with a validation loss.
+      minutes: when to end, if that comes before the last step; shares are then of this time.
     """
 
     num_steps: int = 3200
     batch: int = 32
     length: int = 1024
+    long_length: int = 0
+    long_share: float = 0.0
     rate: float = 3e-3
     decay: float = 1.0
     noise: float = 0.1
     dense_share: float = 0.4
     steps_between_reports: int = 200
+    minutes: float = math.inf
+
+    def rate_at(self, count: int, done: float) -> float:
+        """The learning rate after so many steps, and that share of all."""
+        warm = min(1.0, (count + 1) / 100)
+        return self.rate * warm * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+LARGE = Plan(num_steps=8000, rate=1.5e-3, noise=0.05, long_length=8192, long_share=0.25, minutes=50)
+SIZES = {"shipped": (shipped_config, Plan()), "large": (large_config, LARGE)}
+"""By name: the model and how it is trained. The large one reads modules with their code."""
 
 
 def make_optimizer(params: DSV4Params) -> optax.GradientTransformation:
@@ -162,36 +199,58 @@ def training_step(
 
 
 def train(config: DSV4Config, corpus: Corpus, plan: Plan) -> DSV4Params:
-    """Trains as planned; the parameters that did best, in bf16 (f32 where the model keeps f32)."""
+    """Trains as planned; the parameters that did best, in bf16 (f32 where the model keeps f32).
+
+    Of the steps with long rows, where there are any; else of those in which CSA layers select.
+    """
     params = starting_params(config, jax.random.key(0))
     state: Any = make_optimizer(params).init(cast(Any, params))
-    evaluate = jax.jit(held_out_loss, static_argnames=("config", "cache_format", "selector"))
-    sizes = {"batch": plan.batch, "length": plan.length + 2}
-    source = batches(corpus.train, **sizes, noise=plan.noise, seed=0)
-    _, validation = next(batches(corpus.validation, batch=64, length=plan.length, noise=0, seed=1))
-    start, best = time.time(), (float("inf"), params)
-    for count in range(plan.num_steps):
-        done = count / plan.num_steps
-        warm = min(1.0, (count + 1) / 100)
-        rate = plan.rate * warm * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done)))
+    sizes = {"length": plan.length + 2, "noise": plan.noise}
+    short = batches(corpus.train, batch=plan.batch, seed=0, **sizes)
+    long = batches(corpus.train, batch=1, seed=2, **(sizes | {"length": plan.long_length + 2}))
+    validation = _validation_rows(corpus, plan)
+    compared_from = 1 - plan.long_share if plan.long_length else plan.dense_share
+    start, count, done = time.time(), 0, 0.0
+    best: tuple[float, DSV4Params] | None = None
+    losses: dict[str, jax.Array] = {}
+    while done < 1:
+        is_long = bool(plan.long_length) and done >= compared_from
+        text = jax.tree.map(jnp.asarray, next(long if is_long else short))
+        jax.block_until_ready(losses)  # one step ahead of the device, so that minutes are its own
         params, state, losses = training_step(
             params,
             state,
-            jax.tree.map(jnp.asarray, next(source)),
-            jnp.float32(rate),
+            text,
+            jnp.float32(plan.rate_at(count, done)),
             jnp.float32(plan.decay),
             jnp.asarray(done < plan.dense_share),
             config=config,
         )
-        if (count + 1) % plan.steps_between_reports == 0:
+        count += 1
+        compared = done > compared_from
+        done = max(count / plan.num_steps, (time.time() - start) / (60 * plan.minutes))
+        if count % plan.steps_between_reports == 0 or done >= 1:
             found = {name: round(float(value), 4) for name, value in losses.items()}
-            found["validation"] = float(jnp.mean(evaluate(params, validation, config=config)))
-            found |= {"step": count + 1, "seconds": round(time.time() - start)}
+            rows = [jnp.mean(_held_out(params, some, config=config)) for some in validation]
+            found["validation"] = float(np.mean(rows))
+            found |= {"step": count, "seconds": round(time.time() - start)}
             print(json.dumps(found), flush=True)
-            if found["validation"] < best[0] and done > plan.dense_share:
+            if compared and (best is None or found["validation"] < best[0]):
                 best = (found["validation"], jax.tree.map(jnp.copy, params))
     shapes = param_shapes(config, jnp.bfloat16)
-    return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), best[1], shapes)
+    chosen = params if best is None else best[1]
+    return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), chosen, shapes)
+
+
+_held_out = jax.jit(held_out_loss, static_argnames="config")
+
+
+def _validation_rows(corpus: Corpus, plan: Plan) -> list[np.ndarray]:
+    """i32[n, T] each, to be run one by one; as long as the longest rows of the training."""
+    long = plan.long_length > 0
+    sizes = {"batch": 1 if long else 64, "length": plan.long_length or plan.length}
+    source = batches(corpus.validation, **sizes, noise=0, seed=1)
+    return [next(source)[1] for _ in range(8 if long else 1)]
 
 
 def _is_matrix(path: tuple) -> bool:
@@ -202,15 +261,20 @@ def _is_matrix(path: tuple) -> bool:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description="Trains the shipped checkpoint.")
-    parser.add_argument("--out", type=pathlib.Path, required=True)
-    parser.add_argument("--corpus", type=pathlib.Path)
-    parser.add_argument("--steps", type=int, default=Plan.num_steps)
+    parser = argparse.ArgumentParser(
+        description="Trains a checkpoint from Python's own text.", allow_abbrev=False
+    )
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="directory to write")
+    parser.add_argument("--size", choices=SIZES, default="shipped", help="which model")
+    parser.add_argument("--corpus", type=pathlib.Path, help="of dsv4_jax.training.corpus")
+    parser.add_argument("--steps", type=int, help="steps of the optimizer; if not given, planned")
     args = parser.parse_args()
-    config = shipped_config()
-    corpus = read_corpus(args.corpus)
+    make_config, plan = SIZES[args.size]
+    if args.steps is not None:
+        plan = dataclasses.replace(plan, num_steps=args.steps)
+    config, corpus = make_config(), read_corpus(args.corpus, whole=args.size == "large")
     print({name: len(part) for name, part in corpus._asdict().items()}, flush=True)
-    save_checkpoint(config, train(config, corpus, Plan(num_steps=args.steps)), args.out)
+    save_checkpoint(config, train(config, corpus, plan), args.out)
     byte_tokenizer().save(str(args.out / "tokenizer.json"))
 
 

@@ -1,6 +1,8 @@
 """Text, batches, losses: what the shipped checkpoint was made with."""
 
 import dataclasses
+import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +10,27 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
-from dsv4_jax.training.corpus import BOS, EOS, byte_tokenizer, read_corpus
-from dsv4_jax.training.evaluate import held_out_rows
+from dsv4_jax.model import param_shapes
+from dsv4_jax.training.corpus import (
+    BOS,
+    EOS,
+    byte_tokenizer,
+    held_out_rows,
+    read_corpus,
+    read_held_out,
+)
 from dsv4_jax.training.losses import select_all, select_at_random, training_loss
-from dsv4_jax.training.train import Plan, batches, shipped_config, starting_params, train
+from dsv4_jax.training.train import (
+    LARGE,
+    SIZES,
+    Plan,
+    batches,
+    large_config,
+    main,
+    shipped_config,
+    starting_params,
+    train,
+)
 
 CONFIG = dataclasses.replace(
     shipped_config(),
@@ -65,6 +84,11 @@ def test_noise_is_in_what_is_read_and_not_in_what_should_be_said(corpus):
     np.testing.assert_array_equal(clean, same)
 
 
+@pytest.mark.slow
+def test_the_part_to_measure_on_is_the_same_when_read_alone(corpus):
+    np.testing.assert_array_equal(read_held_out(), corpus.held_out)
+
+
 def test_held_out_rows_follow_one_another():
     rows = held_out_rows(np.arange(100), 32)
     assert rows.shape == (3, 33)
@@ -105,7 +129,12 @@ def test_selectors_take_as_many_as_the_indexer_or_all():
     scores = jnp.asarray(np.random.default_rng(0).normal(size=(1, 6, 8)), jnp.float32)
     visible = jnp.asarray([0, 1, 3, 4, 6, 8])
     selection = ds.attention.Selection(
-        scores, visible, 4, jnp.zeros((1, 6, 1, 4)), jnp.zeros((1, 8, 4))
+        scores=scores,
+        visible=visible[None],
+        positions=jnp.arange(6)[None],
+        top_k=4,
+        queries=jnp.zeros((1, 6, 1, 4)),
+        entries=jnp.zeros((1, 8, 4)),
     )
     for selector, limit in (
         (ds.attention.select_by_score, 4),
@@ -130,3 +159,59 @@ def test_a_few_steps_of_training_lower_the_loss(corpus, capsys):
     log_p = jax.nn.log_softmax(ds.forward(params, rows[:, :-1], config=CONFIG))
     loss = -jnp.mean(jnp.take_along_axis(log_p, rows[:, 1:, None], axis=-1))
     assert loss < 4.5, "uniform is 5.6"
+
+
+def test_the_large_model_is_as_large_as_it_is_said_to_be():
+    config = large_config()
+    shapes = jax.tree.leaves(param_shapes(config, jnp.bfloat16))
+    assert 30e6 < sum(math.prod(leaf.shape) for leaf in shapes) < 36e6
+    assert config.max_position_embeddings == LARGE.long_length == 8192
+    assert LARGE.minutes < 60
+
+
+@pytest.mark.slow
+def test_modules_with_their_code_are_in_one_part_each():
+    whole = read_corpus(whole=True)
+    documents = [
+        {bytes(text) for text in np.split(part.astype(np.uint16), np.flatnonzero(part == BOS))}
+        for part in whole
+    ]
+    train_part, validation, held_out = ({text for text in d if len(text) > 8} for d in documents)
+    assert len(train_part) > 5 * len(validation | held_out) > 100
+    # Python ships a few modules twice, in its own tests.
+    assert len((validation | held_out) & train_part) < 0.02 * len(validation | held_out)
+    assert len(held_out) > len(validation) > 10
+
+
+@pytest.mark.slow
+def test_the_script_of_the_large_model_runs_from_end_to_end(tmp_path, monkeypatch, capsys):
+    """With both kinds of rows; at a small size, and ended by its minutes."""
+    small = dataclasses.replace(
+        large_config(),
+        **{name: getattr(CONFIG, name) for name in ("layer_types", "router_types", "hidden_size")},
+        num_attention_heads=4,
+        q_lora_rank=32,
+        moe_intermediate_size=32,
+        max_position_embeddings=256,
+    )
+    plan = dataclasses.replace(
+        LARGE, batch=2, length=64, long_length=256, num_steps=8, steps_between_reports=3
+    )
+    text = np.random.default_rng(0).integers(0, 256, 3000).astype(np.uint16)
+    text[::500] = BOS
+    np.savez(tmp_path / "text.npz", train=text, validation=text, held_out=text)
+    command = ["train", "--size", "large", "--corpus", str(tmp_path / "text.npz")]
+    monkeypatch.setitem(SIZES, "large", (lambda: small, plan))
+    monkeypatch.setattr("sys.argv", [*command, "--out", str(tmp_path / "model")])
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        main()
+        reports = [json.loads(line) for line in capsys.readouterr().out.splitlines()[1:]]
+        assert [report["step"] for report in reports] == [3, 6, 8]
+        config, params = ds.load_checkpoint(tmp_path / "model", dtype=jnp.float32)
+        assert config == small
+        assert np.isfinite(ds.forward(params, jnp.asarray([[256, 65]]), config=config)).all()
+        assert (tmp_path / "model" / "tokenizer.json").exists()
+        short = dataclasses.replace(plan, minutes=1e-6)
+        monkeypatch.setitem(SIZES, "large", (lambda: small, short))
+        main()
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["step"] == 1

@@ -1,0 +1,90 @@
+"""Measures ideas by contexts: loss with its interval, decode steps and memory.
+
+Each cell is kept in a file as soon as it is measured. Started again, the command measures what the
+file lacks, and prints the table of all of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+
+import jax.numpy as jnp
+
+from dsv4_jax.checkpoint.find import find_checkpoint
+from dsv4_jax.checkpoint.load import load_checkpoint
+from dsv4_jax.cli.arguments import add_checkpoint, add_follow_links, output_file, whole, wholes
+from dsv4_jax.cli.memory import check_weights_memory
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.progress import Progress
+from dsv4_jax.research.named import find_idea
+from dsv4_jax.research.sweep import SweepFile, SweepPlan, measure_cell
+from dsv4_jax.training.corpus import held_out_rows, read_held_out
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this command's arguments."""
+    add_checkpoint(parser)
+    parser.add_argument(
+        "ideas",
+        nargs="+",
+        metavar="IDEA",
+        help="none, a cache format, or module:name of an Idea or a selector; differences are from "
+        "the first",
+    )
+    parser.add_argument(
+        "--contexts", type=wholes(2), default=[512, 1024], help="tokens, with commas between"
+    )
+    parser.add_argument(
+        "--rows", type=whole(2, 2**20), default=16, help="rows of text for each loss"
+    )
+    parser.add_argument(
+        "--requests", type=whole(1, 4096), default=1, help="requests that decode at once"
+    )
+    parser.add_argument(
+        "--repeats", type=whole(1, 1000), default=7, help="measurements of a decode step"
+    )
+    parser.add_argument(
+        "--out", type=output_file(".jsonl"), required=True, help="the file that keeps the cells"
+    )
+    parser.add_argument(
+        "--corpus",
+        type=pathlib.Path,
+        help="a file of dsv4_jax.training.corpus; if not given, this Python's own documentation",
+    )
+    add_follow_links(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures what is missing, and prints the table."""
+    checkpoint = find_checkpoint(args.checkpoint, revision=args.revision)
+    config = DSV4Config.from_hf(checkpoint, follow_links=args.follow_links)
+    for idea in args.ideas:
+        find_idea(idea).applied_to(config)
+    if max(args.contexts) > config.max_position_embeddings:
+        raise ValueError(
+            f"--contexts must be at most {config.max_position_embeddings}, the model's longest, "
+            f"got {max(args.contexts)}"
+        )
+    tokens = read_held_out(args.corpus)
+    for context in args.contexts:
+        held_out_rows(tokens, context)
+    plan = SweepPlan(
+        checkpoint=str(checkpoint),
+        num_rows=args.rows,
+        num_requests=args.requests,
+        repeats=args.repeats,
+    )
+    kept = SweepFile(args.out, plan)
+    missing = kept.missing(args.ideas, args.contexts)
+    if missing:
+        check_weights_memory(checkpoint, jnp.float32, follow_links=args.follow_links)
+        config, params = load_checkpoint(
+            checkpoint, dtype=jnp.float32, follow_links=args.follow_links
+        )
+        with Progress(len(missing), unit="cell", doing="measuring") as bar:
+            for idea, context in missing:
+                kept.add(measure_cell(config, params, tokens, plan, idea=idea, context=context))
+                bar.add()
+    print("\n".join(kept.table(args.ideas, args.contexts)))
+    return 0

@@ -1,0 +1,161 @@
+"""`dsv4-jax evaluate` and `sweep`: tables, comparisons, files that go on, and what is refused."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import dsv4_jax as ds
+from dsv4_jax.cli import main
+from dsv4_jax.research import Idea, find_idea
+from dsv4_jax.research.sweep import SweepFile, SweepPlan
+from dsv4_jax.training.train import shipped_config
+
+SMALL = dataclasses.replace(
+    shipped_config(),
+    layer_types=(ds.AttentionType.CSA,) * 2,
+    router_types=(ds.RouterType.LEARNED,) * 2,
+    hidden_size=32,
+    indexer_top_k=4,
+    num_mtp_layers=0,
+)
+MODULE = """
+import dsv4_jax as ds
+
+def newest(selection):
+    ages = selection.positions[..., None] + 0 * selection.scores
+    return ds.research.select_by_score(selection._replace(scores=-ages))
+
+all_of_them = ds.research.Idea(selector=ds.research.select_all, cache_format="bf16")
+number = 3
+"""
+PLAN = SweepPlan(checkpoint="here", num_rows=2, num_requests=1, repeats=2)
+CELL = dataclasses.asdict(PLAN) | {
+    "context": 64,
+    "losses": [1.0, 2.0],
+    "step_ms": [1.0, 3.0],
+    "cache_bytes": 2**20,
+    "workspace_bytes": 2**19,
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The working directory, with a module of ideas."""
+    (tmp_path / "my_ideas.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def checkpoint(folder):
+    """Random weights, and a text of random bytes."""
+    ds.save_checkpoint(SMALL, ds.init_params(SMALL, jax.random.key(0)), folder / "model")
+    text = np.random.default_rng(0).integers(0, 256, 400).astype(np.uint16)
+    np.savez(folder / "text.npz", train=text, validation=text, held_out=text)
+    return ["--checkpoint", str(folder / "model"), "--corpus", str(folder / "text.npz")]
+
+
+@pytest.mark.slow
+def test_a_comparison_is_paired_and_written_by_row_and_position(checkpoint, folder, capsys):
+    status = main(
+        [
+            *("evaluate", *checkpoint, "--length", "64", "--rows", "3"),
+            *("--compare", "none", "my_ideas:all_of_them", "--json", "losses.json"),
+        ]
+    )
+    assert status == 0
+    printed = capsys.readouterr().out
+    assert "difference, row by row" in printed
+    assert "beyond position 16" in printed
+    found = json.loads((folder / "losses.json").read_text())
+    plain, idea = found["measured"]
+    assert (plain["name"], idea["name"]) == ("none", "my_ideas:all_of_them")
+    losses = np.array(idea["losses"])
+    assert losses.shape == (3, 64)
+    np.testing.assert_allclose(idea["by_row"], losses.mean(1), atol=1e-4)
+    np.testing.assert_allclose(idea["by_position"], losses.mean(0), atol=1e-4)
+    assert plain["losses"] != idea["losses"]
+    assert idea["loss"]["low"] < idea["loss"]["mean"] < idea["loss"]["high"]
+
+
+@pytest.mark.slow
+def test_without_an_idea_there_are_four_tables(checkpoint, capsys):
+    assert main(["evaluate", *checkpoint, "--length", "32", "--rows", "2"]) == 0
+    printed = capsys.readouterr().out
+    for title in ("cache format", "weights", "entries selected", "layers that reuse"):
+        assert f"\n{title}" in printed
+    assert printed.count(" to ") > 15
+
+
+@pytest.mark.slow
+def test_a_sweep_goes_on_where_it_was_stopped(checkpoint, folder, capsys, monkeypatch):
+    command = ["sweep", *checkpoint, "--out", "cells.jsonl", "--rows", "2", "--repeats", "2"]
+    ideas = ["none", "my_ideas:newest", "fp8_per_entry"]
+    assert main([*command, "--contexts", "32", *ideas[:2]]) == 0
+    first = (folder / "cells.jsonl").read_text()
+    assert len(first.splitlines()) == 2
+    assert main([*command, "--contexts", "32,64", *ideas]) == 0
+    assert (folder / "cells.jsonl").read_text().startswith(first)
+    table = capsys.readouterr().out.splitlines()[-6:]
+    assert [line.split()[:2] for line in table] == [
+        [context, idea] for context in ("32", "64") for idea in ideas
+    ]
+    assert (folder / "cells.jsonl").read_text().count("\n") == 6
+
+
+def test_a_file_of_cells_loses_a_line_that_was_cut_and_no_other(tmp_path, capsys):
+    path = tmp_path / "cells.jsonl"
+    kept = SweepFile(path, PLAN)
+    assert kept.missing(["a", "b"], [64]) == [("a", 64), ("b", 64)]
+    kept.add(CELL | {"idea": "a"})
+    path.write_text(path.read_text() + '{"idea": "b", "cont')
+    again = SweepFile(path, PLAN)
+    assert again.missing(["a", "b"], [64]) == [("b", 64)]
+    again.add(CELL | {"idea": "b", "losses": [1.5, 2.25]})
+    header, a, b = again.table(["a", "b"], [64])
+    assert "95 % interval" in header
+    assert a.split() == ["64", "a", "1.5000", "2.00", "(1.00", "to", "3.00)", "1.00", "0.50"]
+    assert "+0.3750 (" in b
+    other = dataclasses.replace(PLAN, num_rows=3)
+    assert SweepFile(path, other).missing(["a"], [64]) == [("a", 64)], "measured otherwise"
+    path.write_text("no cell\n" + path.read_text())
+    with pytest.raises(ValueError, match=r"line 1 of .* is no cell of a sweep"):
+        SweepFile(path, PLAN)
+
+
+def test_ideas_are_found_by_name(folder):
+    assert find_idea("none") == Idea()
+    assert find_idea("bf16") == Idea(cache_format="bf16")
+    assert find_idea("my_ideas:all_of_them").cache_format == "bf16"
+    assert find_idea("my_ideas:newest").selector.__name__ == "newest"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--compare", "none", "nothing"], "must be none, a cache format"),
+        (["--selector", "no_such_module:f"], "cannot be imported: ModuleNotFoundError"),
+        (["--selector", "my_ideas:none"], "cannot be imported: AttributeError"),
+        (["--selector", "my_ideas:number"], "selector must be a function or None, got 3"),
+        (["--max-selected", "3"], "max_selected=3 needs a selector"),
+        (["--format", "bf16", "--compare", "none", "f32"], "not both"),
+        (["--length", "9"], "--length must be in 129..4096"),
+        (["--index-reuse", "2"], "index_reuse must name CSA layers, got layer 2"),
+        (["--rows", "1"], "must be a whole number from 2"),
+        (["--json", "no/such/folder.json"], "must be a file in a folder that is there"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_is_loaded(
+    folder, capsys, monkeypatch, arguments, message
+):
+    monkeypatch.setattr("dsv4_jax.cli.evaluate.load_checkpoint", None)
+    assert main(["evaluate", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_sweep_that_could_not_end_is_refused(folder, capsys):
+    assert main(["sweep", "none", "--out", "a.jsonl", "--contexts", "99999"]) == 2
+    assert "--contexts must be at most 4096" in capsys.readouterr().err
