@@ -33,6 +33,8 @@ BY_ROW = P(DATA)
 """First axis over `data`: rows, tokens, slots."""
 BY_SLOT = P(None, DATA)
 """Second axis over `data`: slots or blocks of layers that are stacked."""
+BY_DEVICE = P((DATA, MODEL))
+"""First axis over all devices: what each of them found."""
 type AnyMesh = Mesh | AbstractMesh
 
 _MAX_DEVICES = 2**16
@@ -223,6 +225,38 @@ def find_mesh(*values: Any) -> AnyMesh | None:
             if isinstance(sharding, NamedSharding) and set(AXES) <= set(sharding.mesh.axis_names):
                 return sharding.mesh
     return None
+
+
+def put[T](value: T, mesh: AnyMesh | None) -> T:
+    """An argument of a step, in NumPy and the same in every process, on the mesh.
+
+    None is one device, where JAX puts it by itself.
+    """
+    if mesh is None:
+        return value
+    where = shardings_of(value, mesh)
+    if all(sharding.is_fully_addressable for sharding in jax.tree.leaves(where)):
+        return jax.device_put(value, where)
+
+    def make(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
+        return jax.make_array_from_callback(array.shape, sharding, lambda part: array[part])
+
+    return jax.tree.map(make, value, where)
+
+
+def fetch[T](tree: T) -> T:
+    """Arrays in NumPy, those parts included that lie in other processes, which all call this."""
+    leaves = jax.tree.leaves(tree)
+    if all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves):
+        return jax.device_get(tree)
+    mesh = next(leaf.sharding.mesh for leaf in leaves if not leaf.is_fully_addressable)
+    everywhere = _replicate(mesh)(tree)
+    return jax.tree.map(lambda leaf: np.asarray(leaf.addressable_data(0)), everywhere)
+
+
+@functools.cache
+def _replicate(mesh: Mesh) -> Callable[[Any], Any]:
+    return jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, P()))
 
 
 def on_mesh[**Args, Out](outputs: Any) -> Callable[[Callable[Args, Out]], Callable[Args, Out]]:

@@ -1,4 +1,8 @@
-"""What a cache's arrays hold, reduced to one number and one flag per row; for `verify_cache`."""
+"""What a cache's arrays hold, reduced to one number and one flag per row; for `verify_cache`.
+
+On a mesh every device scans its own part, and results are those of all devices one after the other
+on the first axis, so that what should be equal over `model` can be compared.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import numpy as np
 
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.snapshots import SnapshotStore
+from dsv4_jax.mesh import BY_DEVICE, on_mesh
 
 
 class RowScan(NamedTuple):
@@ -25,6 +30,14 @@ class RowScan(NamedTuple):
 
 
 @jax.jit
+@on_mesh((BY_DEVICE, BY_DEVICE))
+def read_tables(cache: ModelCache) -> tuple[jax.Array, jax.Array]:
+    """Lengths i32[NS] and block tables i32[NS, LB]."""
+    return cache.length_tokens, cache.block_table
+
+
+@jax.jit
+@on_mesh(BY_DEVICE)
 def scan_rows(cache: ModelCache) -> dict[str, RowScan]:
     """Every family of a cache: blocks u32[NB, EB] and rings u32[NS, rows] by name.
 
@@ -50,6 +63,7 @@ def scan_rows(cache: ModelCache) -> dict[str, RowScan]:
 
 
 @jax.jit
+@on_mesh(BY_DEVICE)
 def scan_snapshots(store: SnapshotStore) -> dict[str, RowScan]:
     """Every family of a snapshot store, u32[n, rows] by name; none of a store without places."""
     if not store.num_snapshots:

@@ -15,7 +15,7 @@ from dsv4_jax.allocator.prefix_cache import PrefixCache, RequestPrefix
 from dsv4_jax.allocator.prefix_tree import PrefixNode, PrefixTree
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.original import OriginalHandle, acquire
-from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
+from dsv4_jax.cache.schema import FormatName
 from dsv4_jax.cache.slot_changes import SlotChanges, jit_apply_changes, set_tables
 from dsv4_jax.cache.snapshots import SnapshotStore
 from dsv4_jax.cache.step_input import StepInput
@@ -54,7 +54,7 @@ class KVCacheManager:
         max_context_tokens: int,
         num_blocks: int | None = None,
         num_snapshots: int | None = None,
-        cache_format: str = DEFAULT_CACHE_FORMAT,
+        cache_format: FormatName | None = None,
         poison: bool = False,
     ) -> None:
         """Starts with every slot and block free.
@@ -66,7 +66,7 @@ class KVCacheManager:
           num_blocks: physical blocks; None is enough for `max_requests` full contexts.
           num_snapshots: boundaries that can be resumed at, as in `plan_pools`; 0 shares no
             prefixes.
-          cache_format: name of the storage format; only `plan` reads it, for its bytes.
+          cache_format: as in `init_cache`; only `plan` reads it, for its bytes.
           poison: `apply` fills freed slots and blocks with NaN patterns, for tests and debugging.
 
         Raises:
@@ -287,6 +287,11 @@ class KVCacheManager:
         num_blocks = checks.integer("num_blocks", num_blocks, 0, rule="0 or more")
         return self._blocks.evict(num_blocks)
 
+    @property
+    def moves_arrays(self) -> bool:
+        """Whether what the device has not been told moves more than tables and lengths."""
+        return bool(self._poison or self._pending.loads or self._pending.copies)
+
     def take_changes(self) -> SlotChanges | None:
         """What the device has to be told, once; None if nothing."""
         freed, self._blocks.freed = self._blocks.freed, set()
@@ -308,7 +313,7 @@ class KVCacheManager:
           ValueError: there is no store, or too small a one, where it is needed; nothing was
             changed.
         """
-        moves = bool(self._poison or self._pending.loads or self._pending.copies)
+        moves = self.moves_arrays
         if moves and store is None:
             raise ValueError("store must be given: forks, prefix hits and poison need it")
         num_places = 0 if store is None else store.num_snapshots

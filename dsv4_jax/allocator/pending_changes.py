@@ -86,8 +86,8 @@ class PendingChanges:
         )
 
 
-def idle_changes(num_slots: int, width: int) -> SlotChanges:
-    """Changes that change nothing, of a cache's shapes."""
+def idle_changes(num_slots: int, width: int, *, num_blocks: int | None = None) -> SlotChanges:
+    """Changes that change nothing, of a cache's shapes; with `num_blocks` it may be poisoned."""
     none = np.full(num_slots, -1, np.int32)
     return SlotChanges(
         slots=none,
@@ -100,4 +100,6 @@ def idle_changes(num_slots: int, width: int) -> SlotChanges:
         load_slots=none,
         load_places=none,
         load_ends=none,
+        freed_slots=None if num_blocks is None else np.zeros(num_slots, bool),
+        freed_blocks=None if num_blocks is None else np.zeros(num_blocks, bool),
     )

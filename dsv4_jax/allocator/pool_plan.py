@@ -13,10 +13,9 @@ import jax
 
 from dsv4_jax import checks
 from dsv4_jax.cache.model_cache import ModelCache, init_cache, tree_bytes
-from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT, blocks_of
+from dsv4_jax.cache.schema import FormatName, blocks_of, choose_cache_format
 from dsv4_jax.cache.snapshots import init_snapshot_store
 from dsv4_jax.config import DSV4Config
-from pallas_kernels.common.formats import CACHE_FORMATS
 
 SNAPSHOTS_PER_SLOT = 8
 """Boundaries that can be resumed at, for every slot, where no number and no budget is given."""
@@ -85,7 +84,7 @@ def plan_pools(
     *,
     max_requests: int,
     max_context_tokens: int,
-    cache_format: str = DEFAULT_CACHE_FORMAT,
+    cache_format: FormatName | None = None,
     num_blocks: int | None = None,
     num_snapshots: int | None = None,
     memory_bytes: int | None = None,
@@ -96,7 +95,7 @@ def plan_pools(
       config: the model.
       max_requests: NS.
       max_context_tokens: longest context of a request.
-      cache_format: name of the storage format.
+      cache_format: as in `init_cache`.
       num_blocks: NB; None takes what the budget leaves or, without one, full contexts in all
         slots.
       num_snapshots: None takes `SNAPSHOT_SHARE` of what a budget leaves after the slots or,
@@ -118,7 +117,7 @@ def plan_pools(
         num_snapshots = checks.integer("num_snapshots", num_snapshots, 0)
     if memory_bytes is not None:
         memory_bytes = checks.integer("memory_bytes", memory_bytes, 0, 2**62)
-    cache_format = checks.choice("cache_format", cache_format, tuple(CACHE_FORMATS))
+    cache_format = choose_cache_format(config, cache_format)
     width = blocks_of(config, max_context_tokens)
     # Block ids are i32; a budget may still ask for fewer blocks than full contexts take.
     if num_blocks is None and memory_bytes is None:
@@ -172,7 +171,7 @@ def device_memory_bytes(fraction: float) -> int:
 
 @functools.cache
 def _unit_bytes(
-    config: DSV4Config, max_context_tokens: int, cache_format: str
+    config: DSV4Config, max_context_tokens: int, cache_format: FormatName
 ) -> tuple[int, int, int]:
     """Bytes of one slot, one block and one snapshot, from the shapes that would be allocated."""
 

@@ -10,7 +10,7 @@ class Problem:
     """One thing that is wrong.
 
     Attributes:
-      kind: "length", "owner", "leak", "unwritten" or "checksum".
+      kind: "length", "owner", "leak", "unwritten", "checksum" or "replica".
       where: the family, slot or block.
       message: what was found and what should be.
     """

@@ -7,18 +7,21 @@ into a cache that gave a strange answer.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from dsv4_jax import checks
-from dsv4_jax.allocator.checksums import scan_rows, scan_snapshots
+from dsv4_jax.allocator.checksums import RowScan, read_tables, scan_rows, scan_snapshots
 from dsv4_jax.allocator.ledger import Ledger
 from dsv4_jax.allocator.live_rows import live_rows
 from dsv4_jax.allocator.problem import Problem
 from dsv4_jax.allocator.seals import Seals, check_snapshots, compare_seals, seal
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.snapshots import SnapshotStore
+from dsv4_jax.mesh import fetch, find_mesh, mesh_sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +30,12 @@ class Report:
 
     Attributes:
       problems: empty if all is well.
-      seals: what the next call needs to find what has changed.
+      seals: what the next call needs to find what has changed: one, or where there were several
+        ledgers, one for each.
     """
 
     problems: tuple[Problem, ...]
-    seals: Seals | None
+    seals: Seals | tuple[Seals, ...] | None
 
     def __str__(self) -> str:
         """One line per problem."""
@@ -42,37 +46,117 @@ class Report:
 
 def verify_cache(
     cache: ModelCache,
-    ledger: Ledger | None = None,
-    seals: Seals | None = None,
+    ledger: Ledger | Sequence[Ledger] | None = None,
+    seals: Seals | Sequence[Seals] | None = None,
     store: SnapshotStore | None = None,
 ) -> Report:
     """Checks lengths, owners, rows and checksums, of the cache and of its snapshots.
 
+    On a mesh every data shard is checked, and what its devices along `model` hold must be equal.
+
     Args:
       cache: between steps, with all changes applied.
-      ledger: what `KVCacheManager.ledger` gives; without it, only what the cache itself says is
-        checked.
+      ledger: what `KVCacheManager.ledger` gives, on a mesh one for each data shard; without it,
+        only what the cache itself says is checked.
       seals: seals of an earlier call, to find full blocks and live rows that have changed since.
       store: the snapshots, if they are to be checked too.
 
     Returns:
-      The problems and, with a ledger, new seals. Rows of a previous tenant are found where freed
+      The problems and, with ledgers, new seals. Rows of a previous tenant are found where freed
       storage is poisoned (`KVCacheManager(poison=True)`): a live row that still is poison was
       never written by who reads it.
 
     Raises:
-      ValueError: an argument is of another type.
+      ValueError: an argument is of another type, or ledgers or seals are not one for each data
+        shard.
     """
     checks.instance("cache", cache, ModelCache)
-    for name, value, kind in (
-        ("ledger", ledger, Ledger),
-        ("seals", seals, Seals),
-        ("store", store, SnapshotStore),
-    ):
-        if value is not None:
-            checks.instance(name, value, kind)
-    lengths, table = np.asarray(cache.length_tokens), np.asarray(cache.block_table)
-    scans = jax.device_get(scan_rows(cache))
+    if store is not None:
+        checks.instance("store", store, SnapshotStore)
+    return verify_scan(cache, scan_cache(cache, store), ledger, seals)
+
+
+def scan_cache(cache: ModelCache, store: SnapshotStore | None) -> dict[str, Any]:
+    """What `verify_scan` needs, in NumPy; of every device, one after the other."""
+    found = {
+        "tables": read_tables(cache),
+        "rows": scan_rows(cache),
+        "snapshots": {} if store is None else scan_snapshots(store),
+    }
+    return fetch(found)
+
+
+def verify_scan(
+    cache: ModelCache,
+    found: dict[str, Any],
+    ledger: Ledger | Sequence[Ledger] | None,
+    seals: Seals | Sequence[Seals] | None,
+) -> Report:
+    """`verify_cache` of what `scan_cache` found; of the cache itself only sizes are read."""
+    mesh = find_mesh(cache)
+    shards, replicas = (1, 1) if mesh is None else mesh_sizes(mesh)
+    ledgers = _one_each("ledger", ledger, Ledger, shards)
+    sealed = _one_each("seals", seals, Seals, shards)
+    reports = []
+    for shard in range(shards):
+        mine = [_part(found, shard * replicas + i, shards * replicas) for i in range(replicas)]
+        report = _verify_shard(cache, mine[0], ledgers[shard], sealed[shard])
+        problems = (*report.problems, *_compare_replicas(mine))
+        if shards > 1:
+            problems = [
+                dataclasses.replace(one, where=f"data {shard}, {one.where}") for one in problems
+            ]
+        reports.append(Report(tuple(problems), report.seals))
+    every = tuple(report.seals for report in reports)
+    return Report(
+        tuple(problem for report in reports for problem in report.problems),
+        every[0] if ledger is None or isinstance(ledger, Ledger) else every,
+    )
+
+
+def _one_each[T](name: str, value: Any, kind: type[T], shards: int) -> list[T | None]:
+    """One value of a kind, or None, for each data shard."""
+    if value is None:
+        return [None] * shards
+    if isinstance(value, kind):
+        value = [value]
+    is_list = isinstance(value, list | tuple) and len(value) == shards
+    if is_list and all(one is None or isinstance(one, kind) for one in value):
+        return list(value)
+    rule = f"a {kind.__name__}" if shards == 1 else f"a list of {shards}, one for each data shard"
+    checks.refuse(name, rule, value)
+
+
+def _part(tree: Any, number: int, count: int) -> Any:
+    """One of so many equal parts of every array's first axis."""
+
+    def cut(array: np.ndarray) -> np.ndarray:
+        size = array.shape[0] // count
+        return array[number * size : (number + 1) * size]
+
+    return jax.tree.map(cut, tree)
+
+
+def _compare_replicas(parts: Sequence[Any]) -> list[Problem]:
+    """What devices of one data shard hold of a cache that they should all have."""
+    problems = []
+    first = jax.tree_util.tree_leaves_with_path(parts[0])
+    for number, part in enumerate(parts[1:], start=1):
+        for (path, expected), leaf in zip(first, jax.tree.leaves(part), strict=True):
+            bad = np.flatnonzero(np.any(leaf != expected, axis=tuple(range(1, leaf.ndim))))
+            if bad.size:
+                name = jax.tree_util.keystr(path, simple=True, separator=" ")
+                message = f"{bad.size} slots, blocks or places differ from model 0: {bad[:8]}"
+                problems.append(Problem("replica", f"model {number}, {name}", message))
+    return problems
+
+
+def _verify_shard(
+    cache: ModelCache, found: dict[str, Any], ledger: Ledger | None, seals: Seals | None
+) -> Report:
+    """The problems of one data shard, from what one of its devices found."""
+    lengths, table = found["tables"]
+    scans: dict[str, RowScan] = found["rows"]
     size = cache.block_tokens
     problems = _check_lengths(lengths, table, size, ledger)
     problems += _check_owners(lengths, table, size, ledger)
@@ -87,7 +171,7 @@ def verify_cache(
             problems.append(Problem("unwritten", name, message))
     if ledger is None:
         return Report(tuple(problems), None)
-    kept = {} if store is None else jax.device_get(scan_snapshots(store))
+    kept: dict[str, RowScan] = found["snapshots"]
     problems += check_snapshots(kept, ledger, seals)
     if seals is not None:
         problems += compare_seals(seals, cache, scans, lengths, ledger, live)

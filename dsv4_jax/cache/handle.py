@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import flax.struct
 import jax
@@ -20,8 +21,10 @@ from dsv4_jax.cache.paged_cache import PagedKVPool
 from dsv4_jax.cache.schema import LayerCacheSchema
 from dsv4_jax.cache.state_cache import StateCachePool
 from pallas_kernels.common.call import CallIndices
+from pallas_kernels.common.chunks import map_tokens
 from pallas_kernels.common.codecs import Planes
 from pallas_kernels.common.layer_planes import LayerPlanes
+from pallas_kernels.gather_entries.reference import gather_entries
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -123,17 +126,55 @@ class LayerCacheHandle:
         Raises:
           ValueError: the layer has no indexer.
         """
+        pool, call = self._index_keys()
+        return pk.index_topk(queries, weights, pool, call, k=self.schema.indexer_top_k)
+
+    def scores(self, queries: jax.Array, weights: jax.Array) -> jax.Array:
+        """f32[T, E], index scores of a CSA layer; arbitrary where a token does not see the entry.
+
+        Arguments and errors as of `select`.
+        """
+        return pk.index_scores(queries, weights, *self._index_keys())
+
+    def _index_keys(self) -> tuple[LayerPlanes, CallIndices]:
         index_keys = self.blocks.index_keys
         if index_keys is None:
             raise ValueError(f"a layer of type {self.schema.attn_type} has no indexer")
         pool = LayerPlanes(index_keys, self.layer, self.schema.format.index_key)
-        call = dataclasses.replace(self.call, visible=self.visible_entries)
-        return pk.index_topk(queries, weights, pool, call, k=self.schema.indexer_top_k)
+        return pool, dataclasses.replace(self.call, visible=self.visible_entries)
+
+    def map_entries(
+        self,
+        function: Callable[[dict[str, jax.Array], jax.Array], jax.Array],
+        arrays: dict[str, jax.Array],
+    ) -> jax.Array:
+        """Runs a function of each token's entries, some tokens at a time.
+
+        Entries that it does not use are not read.
+
+        Args:
+          function: from arrays [n, ...] and entries f32[n, E, C] of n tokens, zeros where a token
+            sees none, to [n, ...]; token by token.
+          arrays: [T, ...] each.
+        """
+        seen, dim = self.all_visible(), self.schema.entry_head_dim
+        pool = LayerPlanes(self.blocks.entries, self.layer, self.schema.format.entry)
+
+        def run(some: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
+            call = dataclasses.replace(self.call, segment_ids=self.call.segment_ids[tokens])
+            entries, _ = gather_entries(pool, call, seen[tokens], dim=dim, dtype=jnp.float32)
+            return function(some, entries)
+
+        return map_tokens(run, arrays, elements_per_token=self.max_entries * dim)
+
+    @property
+    def max_entries(self) -> int:
+        """E, entries that a row of the block table can address: LB * EB."""
+        return self.call.block_table.shape[1] * self.schema.entries_per_block
 
     def all_visible(self) -> jax.Array:
-        """i32[T, E], the entries that each token may see, ascending, then -1; E = LB * EB."""
-        width = self.call.block_table.shape[1] * self.schema.entries_per_block
-        everything = jnp.arange(width, dtype=jnp.int32)[None]
+        """i32[T, E], the entries that each token may see, ascending, then -1."""
+        everything = jnp.arange(self.max_entries, dtype=jnp.int32)[None]
         return jnp.where(everything < self.visible_entries[:, None], everything, -1)
 
     def attend(

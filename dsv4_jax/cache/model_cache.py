@@ -14,10 +14,11 @@ from dsv4_jax import checks
 from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.cache.paged_cache import PagedKVPool, init_paged_pool
 from dsv4_jax.cache.schema import (
-    DEFAULT_CACHE_FORMAT,
+    FormatName,
     LayerCacheSchema,
     blocks_of,
     build_schema,
+    choose_cache_format,
     compute_block_budget,
     same_sizes,
 )
@@ -28,7 +29,6 @@ from dsv4_jax.config.layer_schedule import draft_layer, layer_schedule
 from dsv4_jax.config.layer_types import AttentionType
 from dsv4_jax.mesh import DATA, AnyMesh, check_divides, mesh_sizes, on_mesh, shardings_of
 from pallas_kernels.common.call import CallIndices
-from pallas_kernels.common.formats import CACHE_FORMATS
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -141,7 +141,7 @@ def init_cache(
     *,
     max_requests: int,
     max_context_tokens: int,
-    cache_format: str = DEFAULT_CACHE_FORMAT,
+    cache_format: FormatName | None = None,
     num_blocks: int | None = None,
     mesh: AnyMesh | None = None,
 ) -> ModelCache:
@@ -151,7 +151,8 @@ def init_cache(
       config: the model.
       max_requests: NS, slots.
       max_context_tokens: longest context of a request, in tokens; any number.
-      cache_format: name of the storage format.
+      cache_format: name of the storage format, or a `CacheFormat`; None is that of the config's
+        idea, or the default, `fp8_ue8m0`.
       num_blocks: physical blocks. None gives every slot a full context of its own: slot r holds
         blocks r * LB to (r + 1) * LB - 1, so that it works without a manager. A number leaves
         the tables empty, for a manager to fill.
@@ -174,7 +175,7 @@ def init_cache(
     checks.instance("config", config, DSV4Config)
     max_requests = checks.integer("max_requests", max_requests, 1)
     max_context_tokens = checks.integer("max_context_tokens", max_context_tokens, 1)
-    checks.choice("cache_format", cache_format, tuple(CACHE_FORMATS))
+    cache_format = choose_cache_format(config, cache_format)
     schedule = (*layer_schedule(config), *([draft_layer(config)] if config.num_mtp_layers else []))
     budget = compute_block_budget(config, schedule, max_context_tokens, max_requests, headroom=0.0)
     width = blocks_of(config, max_context_tokens)
@@ -308,7 +309,11 @@ def reset_slots(cache: ModelCache, slots: jax.Array) -> ModelCache:
 
 
 def cache_shapes(
-    config: DSV4Config, *, max_requests: int, max_context_tokens: int, cache_format: str
+    config: DSV4Config,
+    *,
+    max_requests: int,
+    max_context_tokens: int,
+    cache_format: FormatName | None = None,
 ) -> ModelCache:
     """What `init_cache` would allocate, as `jax.ShapeDtypeStruct`; nothing is allocated."""
 

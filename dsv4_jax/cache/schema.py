@@ -17,6 +17,9 @@ BLOCK_SIZE_ORIGINAL_TOKENS = 128
 
 DEFAULT_CACHE_FORMAT = "fp8_ue8m0"
 
+type FormatName = str | CacheFormat
+"""A name in `CACHE_FORMATS`, or a format of one's own."""
+
 _MAX_LAYERS = 4096
 
 
@@ -28,7 +31,7 @@ class LayerCacheSchema:
       layer_idx: place in the model.
       family_idx: place among the layers of its attention type, the index into stacked pools.
       attn_type: attention type.
-      cache_format: name of the storage format.
+      cache_format: the storage format.
       block_tokens: tokens that a block stands for.
       entries_per_block: EB; 0 for SWA.
       entry_head_dim: C.
@@ -46,7 +49,7 @@ class LayerCacheSchema:
     layer_idx: int
     family_idx: int
     attn_type: AttentionType
-    cache_format: str
+    cache_format: FormatName
     block_tokens: int
     entries_per_block: int
     entry_head_dim: int
@@ -77,27 +80,27 @@ class LayerCacheSchema:
 
 
 def build_schema(
-    config: DSV4Config, spec: LayerSpec, cache_format: str = DEFAULT_CACHE_FORMAT
+    config: DSV4Config, spec: LayerSpec, cache_format: FormatName = DEFAULT_CACHE_FORMAT
 ) -> LayerCacheSchema:
     """Derives one layer's schema.
 
     Args:
       config: the model.
       spec: the layer, from `layer_schedule` or `draft_layer`.
-      cache_format: name of the storage format.
+      cache_format: the storage format.
 
     Raises:
       ValueError: there is no such format, or the format cannot hold this model's vectors.
     """
     checks.instance("config", config, DSV4Config)
     checks.instance("spec", spec, LayerSpec)
-    cache_format = checks.choice("cache_format", cache_format, tuple(CACHE_FORMATS))
+    cache_format = choose_cache_format(config, cache_format)
     fmt = get_cache_format(cache_format)
     is_csa = spec.attn == AttentionType.CSA
     index_dim = config.indexer_head_dim
     if is_csa and fmt.index_key.rotated and index_dim & (index_dim - 1):
         raise ValueError(
-            f"cache_format {cache_format!r} rotates index keys by a Hadamard matrix, which needs "
+            f"cache_format {fmt.name!r} rotates index keys by a Hadamard matrix, which needs "
             f"a power of two, got indexer_head_dim={index_dim}; use 'f32' or 'bf16'"
         )
     compressed = spec.attn != AttentionType.SWA
@@ -121,6 +124,21 @@ def build_schema(
         tail_buffer_size_b=ratio if is_csa else 0,
         needs_inv_scale="inv_scale" in fmt.entry.plane_shapes(config.head_dim, config.rope_dim),
     )
+
+
+def choose_cache_format(
+    config: DSV4Config, asked: FormatName | None, default: FormatName = DEFAULT_CACHE_FORMAT
+) -> FormatName:
+    """The format that is asked for, else that of the config's idea, else the default.
+
+    Raises:
+      ValueError: there is no such format.
+    """
+    chosen = default if config.idea.cache_format is None else config.idea.cache_format
+    chosen = chosen if asked is None else asked
+    if isinstance(chosen, CacheFormat):
+        return chosen
+    return checks.choice("cache_format", chosen, tuple(CACHE_FORMATS))
 
 
 def same_sizes(schema: LayerCacheSchema) -> LayerCacheSchema:

@@ -9,14 +9,14 @@ import jax
 
 from dsv4_jax.cache.commit import Staged
 from dsv4_jax.cache.model_cache import ModelCache, cache_shapes
-from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
+from dsv4_jax.cache.schema import FormatName
 from dsv4_jax.cache.snapshots import SnapshotStore
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.mesh import BY_ROW, BY_SLOT, AnyMesh, mesh_sizes, shardings_of, specs_of
 
 
 def cache_shardings(
-    config: DSV4Config, mesh: AnyMesh, *, cache_format: str = DEFAULT_CACHE_FORMAT
+    config: DSV4Config, mesh: AnyMesh, *, cache_format: FormatName | None = None
 ) -> ModelCache:
     """Where every array of a cache lies on a mesh, whatever its sizes.
 
@@ -26,7 +26,7 @@ def cache_shardings(
     Args:
       config: the model.
       mesh: with the axes `data` and `model`, as `make_mesh` gives it.
-      cache_format: name of the storage format.
+      cache_format: as in `init_cache`.
 
     Returns:
       A `NamedSharding` for every leaf, in a tree of a cache's structure.

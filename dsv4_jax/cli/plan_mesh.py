@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import collections
+from typing import Any
 
 from dsv4_jax.bench.floor import LINK_BANDWIDTH, StepFloor, step_floor
 from dsv4_jax.bench.placement import STEP_TOKENS, Placement, fitting_meshes, place
 from dsv4_jax.bench.roofline import BANDWIDTH
 from dsv4_jax.cli.arguments import WEIGHTS
+from dsv4_jax.cli.gpus import Gpus
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.weight_sizes import FORMATS
 
@@ -16,28 +18,37 @@ BATCHES = (1, 32, 256)
 _MIB, _GIB = 2**20, 2**30
 
 
-def print_mesh_plan(config: DSV4Config, args: argparse.Namespace) -> None:
-    """Prints the plan of `--data` and `--model`; arguments as of `plan`.
+def print_mesh_plan(config: DSV4Config, args: argparse.Namespace, gpus: Gpus) -> None:
+    """Prints the plan of `--data` and `--model`, or of several GPUs; arguments as of `plan`.
+
+    Without a mesh it is the one of so many GPUs that has room for most requests.
 
     Raises:
       ValueError: a size does not divide over the mesh, or weights and a step do not fit its
         devices; the error names meshes that would.
     """
-    data, model = args.data or 1, args.model or 1
     sizes = {
-        "gpu_bytes": int(args.gpu_gib * _GIB),
+        "gpu_bytes": gpus.memory_bytes,
         "context": args.context,
         "cache_format": args.cache_format,
         "weights": WEIGHTS[args.weights],
     }
-    placed = place(config, data=data, model=model, **sizes)
     if args.weights_gib is not None:
         raise ValueError("--weights-gib is for one device; on a mesh weights are computed")
+    if args.data is None and args.model is None:
+        placed = _roomiest_mesh(config, gpus, sizes)
+    else:
+        placed = place(config, data=args.data or 1, model=args.model or 1, **sizes)
+    data, model = placed.data, placed.model
+    if gpus.count not in (1, data * model):
+        raise ValueError(
+            f"--gpu {gpus} must be one GPU, or as many as --data {data} times --model {model}"
+        )
     if placed.missing_bytes:
         raise ValueError(_refusal(args.config, placed, fitting_meshes(config, **sizes)))
     print(
         f"{args.config}, {args.cache_format}: data={data}, model={model}, {data * model} GPU(s) of "
-        f"{args.gpu_gib:,.1f} GiB; what follows is of each GPU"
+        f"{gpus.memory_bytes / _GIB:,.1f} GiB; what follows is of each GPU"
     )
     count = print_weights(placed.families, args.weights)
     request = placed.request_bytes(args.context)
@@ -86,8 +97,8 @@ def _print_floor(config: DSV4Config, placed: Placement, args: argparse.Namespace
         )
 
     print(
-        f"\nfloor of a decode step: {BANDWIDTH / 1e12:g} TB/s, {LINK_BANDWIDTH / 1e9:g} GB/s to "
-        f"other GPUs, {args.collective_us:g} us a collective"
+        f"\nfloor of a decode step at an H200's rates: {BANDWIDTH / 1e12:g} TB/s, "
+        f"{LINK_BANDWIDTH / 1e9:g} GB/s to other GPUs, {args.collective_us:g} us a collective"
     )
     titles = ("GPU ms", "collectives ms", "floor ms", "tokens/s", "per GPU", "picks at random ms")
     print(f"{'requests':<10}{''.join(f'{title:>20}' for title in titles)}")
@@ -106,6 +117,27 @@ def _print_floor(config: DSV4Config, placed: Placement, args: argparse.Namespace
             f"{collective.count} over {collective.axis}, {collective.name}: "
             f"{collective.sent_bytes / 1e6:,.3f} MB sent by a GPU with {rows} requests"
         )
+
+
+def _roomiest_mesh(config: DSV4Config, gpus: Gpus, sizes: dict[str, Any]) -> Placement:
+    """The mesh of all those GPUs that holds most requests; `sizes` are arguments of `place`.
+
+    Raises:
+      ValueError: the model does not divide over any of them.
+    """
+    found: list[Placement] = []
+    for data in range(1, gpus.count + 1):
+        if gpus.count % data == 0:
+            try:
+                found.append(place(config, data=data, model=gpus.count // data, **sizes))
+            except ValueError:  # a size does not divide
+                continue
+    if not found:
+        raise ValueError(
+            f"no mesh of {gpus.count} GPUs divides this model's sizes; take a power of two"
+        )
+    context = sizes["context"]
+    return max(found, key=lambda p: (p.data * p.requests(context), -p.missing_bytes))
 
 
 def _refusal(name: str, placed: Placement, fitting: list[Placement]) -> str:

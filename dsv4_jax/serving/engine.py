@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
 from collections.abc import Sequence
 from typing import Unpack
 
 import jax
+import numpy as np
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from tokenizers import Tokenizer
 
 from dsv4_jax import checks
-from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
+from dsv4_jax.cache.schema import FormatName
+from dsv4_jax.checkpoint.find import find_checkpoint
 from dsv4_jax.checkpoint.load import load_checkpoint
-from dsv4_jax.config import DSV4Config
+from dsv4_jax.config import DSV4Config, Idea
+from dsv4_jax.hosts import Hosts, joined
+from dsv4_jax.mesh import find_mesh
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.check_params import check_params
 from dsv4_jax.model.params import DSV4Params, unstack_layers
-from dsv4_jax.serving.engine_core import EngineCore
+from dsv4_jax.model.shardings import param_shardings
+from dsv4_jax.serving.engine_core import CheckedRequest, EngineCore
 from dsv4_jax.serving.prompts import list_prompts
 from dsv4_jax.serving.request import Completion
 from dsv4_jax.serving.sizing import plan_engine
@@ -26,12 +33,16 @@ from dsv4_jax.serving.text import load_tokenizer
 from dsv4_jax.serving.token_stream import TokenStream
 from dsv4_jax.step.sampling import SamplingFields, SamplingParams, sampling_of_rows
 
+MAX_SAMPLES = 128
+"""Samples of one prompt in one call."""
+
 
 class Engine(EngineCore):
     """Generates text for prompts of any lengths; they may come and go at any time.
 
-    `submit` queues a request, `step` serves all of them once, `stream` and `completion` give
-    results, `cancel` ends one early, and `generate` does all of that for a list of prompts.
+    `submit` queues a request, `submit_many` several of one prompt, `step` serves all of them once,
+    `stream` and `completion` give results, `cancel` ends one early, and `generate` does all of that
+    for a list of prompts.
     `EngineCore` says when a request is admitted and when it gives way, that there is one call at a
     time, and what holds after one that raised.
 
@@ -47,9 +58,11 @@ class Engine(EngineCore):
         config: DSV4Config,
         params: DSV4Params,
         *,
+        mesh: Mesh | None = None,
         max_requests: int = 8,
         max_context_tokens: int = 4096,
-        cache_format: str = DEFAULT_CACHE_FORMAT,
+        cache_format: FormatName | None = None,
+        idea: Idea | None = None,
         prefill_tokens: Sequence[int] | None = None,
         decode_tokens: int | None = None,
         draft_tokens: int = 0,
@@ -67,17 +80,26 @@ class Engine(EngineCore):
 
         Args:
           config: the model.
-          params: model parameters.
+          params: model parameters. On a mesh they are put where `param_shardings` says, unless
+            they lie there.
+          mesh: the devices, as `make_mesh` gives them; None is one. Requests are spread over the
+            data shards. `max_requests`, `num_blocks` and `num_snapshots` are those of all data
+            shards together and must divide over them; `prefill_tokens` and `decode_tokens` are
+            those of each data shard, `memory_bytes` and `gpu_memory_fraction` of each device.
+            Where devices lie in several processes, as after `join_hosts`, each builds the same
+            engine; process 0 takes requests, and the others `follow`.
           max_requests: requests that run at once; more wait for a slot.
           max_context_tokens: longest prompt and answer together.
-          cache_format: name of the storage format.
+          cache_format: name of the storage format, or a `CacheFormat`; None is that of the idea, or
+            the default, `fp8_ue8m0`.
+          idea: changes to the model, in the place of those that `config` carries; None keeps those.
           prefill_tokens: sizes of a step that holds prompt tokens, ascending; each is a program.
             The largest must hold a token of every request. None is 64 and 256, and
             `max_requests` if that is more.
           decode_tokens: size of a step in which every request only decodes. None is one of
-            `max_requests * (draft_tokens + 1)` tokens; without drafts it is a leaner program. A
-            size of `prefill_tokens` makes one program of both, whose results are then bit for bit
-            the same whatever runs beside a request.
+            `max_requests * (draft_tokens + 1)` tokens, with the requests of a data shard; without
+            drafts it is a leaner program. A size of `prefill_tokens` makes one program of both,
+            whose results are then bit for bit the same whatever runs beside a request.
           draft_tokens: k, tokens that the draft block guesses per step, 0 to 8; 0 is no
             speculation.
           activations: what multiplies quantised weights: "fp8" rounds rows to E4M3 first, as the
@@ -99,16 +121,26 @@ class Engine(EngineCore):
 
         Raises:
           ValueError: an argument is of another type or out of range, there is no such format or
-            form, or `params` are not those of `config`; nothing was allocated.
+            form, `params` are not those of `config`, or a size does not divide over the mesh;
+            nothing was allocated.
         """
         checks.instance("config", config, DSV4Config)
+        if idea is not None:
+            config = checks.instance("idea", idea, Idea).applied_to(config)
         checks.instance("params", params, DSV4Params)
         check_params(config, params)
         if tokenizer is not None:
             checks.instance("tokenizer", tokenizer, Tokenizer)
         unroll = _unrolls(unroll)
+        _check_mesh(config, params, mesh)
+        if _hosts_of(mesh) is not None and gpu_memory_fraction is not None:
+            raise ValueError(
+                f"gpu_memory_fraction may differ from process to process, got "
+                f"{checks.shown(gpu_memory_fraction)} on a mesh of several; give memory_bytes"
+            )
         plan = plan_engine(
             config,
+            mesh=mesh,
             has_draft_block=params.mtp is not None,
             max_requests=max_requests,
             max_context_tokens=max_context_tokens,
@@ -126,36 +158,46 @@ class Engine(EngineCore):
         )
         if unroll:
             params = unstack_layers(params)
-        super().__init__(config, params, plan, tokenizer=tokenizer)
+        if mesh is not None:
+            params = jax.device_put(params, param_shardings(config, mesh, params))
+        hosts = _hosts_of(mesh)
+        super().__init__(config, params, plan, tokenizer=tokenizer, hosts=hosts)
 
     @classmethod
     def from_checkpoint(
         cls,
         path: str | os.PathLike[str],
         *,
+        mesh: Mesh | None = None,
+        revision: str | None = None,
         weights: str = "stored",
         dtype: DTypeLike | None = None,
-        progress: bool = False,
+        progress: bool = True,
         check_weights: bool | None = None,
         follow_links: bool = False,
         unroll: bool | None = None,
         **options,
     ) -> Engine:
-        """An engine for a checkpoint directory, with its tokenizer if it brings one.
+        """An engine for a checkpoint, with its tokenizer if it brings one.
 
         Args:
-          path: the directory.
+          path: a directory, or a model's name on the Hugging Face hub, `owner/model`, which is
+            downloaded if it is not in the hub's cache (`find_checkpoint`).
+          mesh: as in `Engine`; each device's part of the weights is read straight to its place.
+          revision: branch, tag or commit of a model on the hub; None is its main branch.
           weights: "stored" keeps FP8 and FP4 weights as they are, "bfloat16" and "float32" decode
             them.
           dtype: dtype of activations; None is that of decoded weights, or else bf16.
-          progress: shows a bar while loading.
+          progress: shows a bar while downloading and loading, as `load_checkpoint` does.
           check_weights: refuses NaN and infinity, as in `load_checkpoint`.
           follow_links: reads files that are links out of the directory, as in `load_checkpoint`.
           unroll: as in `Engine`, but nothing is in memory twice.
           **options: further arguments of `Engine`.
 
         Raises:
-          ValueError: an argument is out of range, or the checkpoint cannot be read.
+          ValueError: an argument is out of range, there is no such checkpoint, or it cannot be
+            read.
+          OSError: the disk has too little space for a download.
           TypeError: `Engine` has no such argument.
         """
         unrolls = _unrolls(unroll)
@@ -163,10 +205,13 @@ class Engine(EngineCore):
         if check_weights is not None:
             check_weights = checks.flag("check_weights", check_weights)
         # Before minutes of loading.
-        inspect.signature(cls).bind(None, None, tokenizer=None, unroll=unroll, **options)
+        options |= {"mesh": mesh, "unroll": unroll}
+        inspect.signature(cls).bind(None, None, tokenizer=None, **options)
+        path = find_checkpoint(path, revision=revision, progress=checks.flag("progress", progress))
         tokenizer = load_tokenizer(path, follow_links=follow_links)
         config, params = load_checkpoint(
             path,
+            mesh=mesh,
             weights=weights,
             dtype=dtype,
             progress=progress,
@@ -175,7 +220,52 @@ class Engine(EngineCore):
         )
         if unrolls:
             params = unstack_layers(params, donate=True)
-        return cls(config, params, tokenizer=tokenizer, unroll=unroll, **options)
+        return cls(config, params, tokenizer=tokenizer, **options)
+
+    def submit_many(
+        self,
+        prompt: str | Sequence[int],
+        n: int,
+        *,
+        sampling: SamplingParams | None = None,
+        salt: str = "",
+        speculate: bool = True,
+        **fields: Unpack[SamplingFields],
+    ) -> list[int]:
+        """Queues n samples of one prompt; each gets what `submit` with its seed gives.
+
+        The first reads the prompt but for its last token, and the others fork from it there. Those
+        that find no slot or blocks then come later, from what is cached.
+
+        Args:
+          prompt: as in `submit`.
+          n: samples, 1 to 128.
+          sampling: how they draw and what ends them; None is the defaults.
+          salt: as in `submit`.
+          speculate: as in `submit`.
+          **fields: fields that replace those of `sampling`. `seed` may be one per sample; of one
+            seed s the samples have s, s + 1 and so on.
+
+        Returns:
+          n ids.
+
+        Raises:
+          ValueError: as in `submit`, or `n` is out of range; nothing was queued.
+        """
+        n = checks.integer("n", n, 1, MAX_SAMPLES)
+        if sampling is not None:
+            checks.instance("sampling", sampling, SamplingParams)
+        rows = sampling_of_rows(n, sampling, row_name="sample", **fields)
+        asked = self._check_request(prompt, rows[0], salt, speculate, {})
+        seeds = [row.seed for row in rows]
+        if isinstance(fields.get("seed", 0), int | np.integer):
+            seeds = [row.seed + place for place, row in enumerate(rows)]
+        samples = [
+            asked._replace(sampling=dataclasses.replace(asked.sampling, seed=seed))
+            for seed in seeds
+        ]
+        requests = self._submit_all(samples, are_samples=len(asked.token_ids) > 1)
+        return [request.request_id for request in requests]
 
     def stream(self, *request_ids: int) -> TokenStream:
         """Tokens of submitted requests as they are drawn, until all have ended.
@@ -226,7 +316,7 @@ class Engine(EngineCore):
             self._check(prompt, row, name=f"prompts[{idx}]")
             for idx, (prompt, row) in enumerate(zip(prompts, rows, strict=True))
         ]
-        requests = self._submit_all(checked)
+        requests = self._submit_all([CheckedRequest(*one, b"", True) for one in checked])
         try:
             while any(request.finish_reason is None for request in requests):
                 self.step()
@@ -241,3 +331,29 @@ def _unrolls(wanted: bool | None) -> bool:
     if wanted is None:
         return jax.default_backend() == "gpu"
     return checks.flag("unroll", wanted)
+
+
+def _check_mesh(config: DSV4Config, params: DSV4Params, mesh: Mesh | None) -> None:
+    """Refuses what is no mesh, or not one for these parameters."""
+    if mesh is not None:
+        checks.instance("mesh", mesh, Mesh)
+        param_shardings(config, mesh, params)  # which refuses what does not divide
+    elif find_mesh(params) is not None:
+        raise ValueError(f"params lie on the mesh {find_mesh(params)}; pass it as mesh")
+
+
+def _hosts_of(mesh: Mesh | None) -> Hosts | None:
+    """The processes that a mesh spans; None is this one alone.
+
+    Raises:
+      ValueError: there are several, and nothing watches them, or this one holds no device.
+    """
+    if mesh is None or len({device.process_index for device in mesh.devices.flat}) == 1:
+        return None
+    hosts = joined()
+    if hosts is None or {d.process_index for d in mesh.devices.flat} != set(range(hosts.count)):
+        raise ValueError(
+            "mesh must hold devices of every process, and each must have called "
+            "dsv4_jax.hosts.join_hosts before JAX was used"
+        )
+    return hosts

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import collections
 import threading
 import time
+import weakref
 from collections.abc import Sequence
-from typing import Unpack
+from typing import NamedTuple, Unpack
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -15,6 +17,7 @@ from dsv4_jax import checks
 from dsv4_jax.allocator.verify import Report
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.hosts import Hosts
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.serving.calls import UndoLog, exclusive
 from dsv4_jax.serving.loop import ServingLoop
@@ -30,6 +33,22 @@ from dsv4_jax.serving.runner import StepRunner
 from dsv4_jax.serving.sizing import EnginePlan
 from dsv4_jax.serving.suspects import Suspects
 from dsv4_jax.step.sampling import SamplingFields, SamplingParams, sampling_of_rows
+
+
+class CheckedRequest(NamedTuple):
+    """A request that can be served.
+
+    Attributes:
+      token_ids: i32[n], the prompt.
+      sampling: how it draws and what ends it; its stop tokens are known.
+      salt: prefixes are shared among requests of one salt only.
+      speculate: drafts are checked.
+    """
+
+    token_ids: np.ndarray
+    sampling: SamplingParams
+    salt: bytes
+    speculate: bool
 
 
 class EngineCore:
@@ -56,6 +75,7 @@ class EngineCore:
         plan: EnginePlan,
         *,
         tokenizer: Tokenizer | None = None,
+        hosts: Hosts | None = None,
     ) -> None:
         """Allocates the cache.
 
@@ -64,14 +84,16 @@ class EngineCore:
           params: model parameters.
           plan: sizes of the engine.
           tokenizer: for prompts that are text, and for the text of completions.
+          hosts: the processes of the mesh; None is this one alone.
         """
         self.config = config
         self.params = params
         self.tokenizer = tokenizer
         self.metrics = Metrics()
         self._plan = plan
+        self._hosts = hosts
         self._compiles_before = count_compiles()
-        self._runner = StepRunner(params, plan)
+        self._runner = StepRunner(params, plan, hosts)
         self._undo = UndoLog(self.metrics, *self.metrics.histograms)
         self._loop = ServingLoop(
             self._runner, plan, tokenizer=tokenizer, metrics=self.metrics, undo=self._undo
@@ -81,6 +103,11 @@ class EngineCore:
         self._next_id = 0
         self._lock = threading.Lock()
         self._dropped: collections.deque[int] = collections.deque()
+        self._is_closed = False
+        if hosts is not None:
+            # Else the others would wait for ever.
+            itself = weakref.ref(self)
+            atexit.register(lambda: (engine := itself()) and engine.close())
 
     @property
     def cache(self) -> ModelCache:
@@ -137,16 +164,9 @@ class EngineCore:
           ValueError: the prompt is empty, holds an unknown token or can never fit, or a setting is
             out of range; nothing was queued.
         """
-        if sampling is not None:
-            checks.instance("sampling", sampling, SamplingParams)
-        if not isinstance(fields.get("seed", 0), int | np.integer):
-            checks.refuse("seed", "an integer", fields.get("seed"))
-        salt = checks.text("salt", salt, max_chars=MAX_SALT_CHARS)
-        speculate = checks.flag("speculate", speculate)
-        (row,) = sampling_of_rows(1, sampling, row_name="prompt", **fields)
-        ids, row = self._check(prompt, row, name="prompt")
+        asked = self._check_request(prompt, sampling, salt, speculate, fields)
         with self._undo:
-            return self._add(ids, row, salt=salt.encode(), speculate=speculate).request_id
+            return self._add(asked).request_id
 
     @exclusive
     def fork(self, request_id: int, *, seed: int) -> int:
@@ -268,8 +288,40 @@ class EngineCore:
         with self._undo:
             return self._loop.verify()
 
+    def follow(self) -> None:
+        """Makes the calls that the engine of process 0 makes, until that is closed.
+
+        It is what every other process of a mesh does once its engine is built.
+
+        Raises:
+          RuntimeError: the mesh lies in this process alone, or this is process 0.
+        """
+        if self._hosts is None or not self._hosts.number:
+            raise RuntimeError("follow is for processes other than 0 of a mesh of several")
+        self._runner.devices.follow()
+
+    def close(self) -> None:
+        """Lets the other processes of a mesh go; the engine takes no further call in any of them.
+
+        Without other processes it does nothing.
+        """
+        if self._hosts is not None and not self._is_closed:
+            self._is_closed = True
+            self._runner.devices.stop()
+
     def _settle(self) -> None:
-        """What is left of calls that raised, and of streams that were dropped."""
+        """What is left of calls that raised, and of streams that were dropped.
+
+        Raises:
+          RuntimeError: the engine is closed, or process 0 is another one.
+        """
+        if self._hosts is not None and (self._hosts.number or self._is_closed):
+            raise RuntimeError(
+                "the engine is closed"
+                if self._is_closed
+                else f"process 0 takes requests, and this is process {self._hosts.number}; "
+                "call follow here"
+            )
         if self._undo.stands:
             self._undo.roll_back()
             unfinished = [one for one in self._requests.values() if one.finish_reason is None]
@@ -315,20 +367,47 @@ class EngineCore:
         check_length(len(ids), row.max_new_tokens, self._plan.pools, name=name)
         return ids, resolve_sampling(row, self.config, self.tokenizer)
 
-    @exclusive
-    def _submit_all(self, checked: Sequence[tuple[np.ndarray, SamplingParams]]) -> list[Request]:
-        """Queues all of what `_check` has passed, or none."""
-        with self._undo:
-            return [self._add(ids, row) for ids, row in checked]
+    def _check_request(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None,
+        salt: str,
+        speculate: bool,
+        fields: SamplingFields,
+    ) -> CheckedRequest:
+        """What `submit` was asked for, if it can be served; any thread may check at any time."""
+        if sampling is not None:
+            checks.instance("sampling", sampling, SamplingParams)
+        if not isinstance(fields.get("seed", 0), int | np.integer):
+            checks.refuse("seed", "an integer", fields.get("seed"))
+        salt = checks.text("salt", salt, max_chars=MAX_SALT_CHARS)
+        speculate = checks.flag("speculate", speculate)
+        (row,) = sampling_of_rows(1, sampling, row_name="prompt", **fields)
+        ids, row = self._check(prompt, row, name="prompt")
+        return CheckedRequest(ids, row, salt.encode(), speculate)
 
-    def _add(
-        self, ids: np.ndarray, row: SamplingParams, *, salt: bytes = b"", speculate: bool = True
-    ) -> Request:
+    @exclusive
+    def _submit_all(
+        self, asked: Sequence[CheckedRequest], *, are_samples: bool = False
+    ) -> list[Request]:
+        """Queues all of them, or none; samples have one prompt, which is read once."""
+        with self._undo:
+            requests = [self._add(one) for one in asked]
+            for request in requests if are_samples else ():
+                request.siblings = tuple(requests)
+            return requests
+
+    def _add(self, asked: CheckedRequest) -> Request:
         request = Request(
-            self._next_id, ids, row, time.perf_counter(), salt=salt, speculate=speculate
+            self._next_id,
+            asked.token_ids,
+            asked.sampling,
+            time.perf_counter(),
+            salt=asked.salt,
+            speculate=asked.speculate,
         )
         self._register(request)
-        self.metrics.prompt_tokens += len(ids)
+        self.metrics.prompt_tokens += request.prompt_tokens
         self._loop.enqueue(request)
         return request
 

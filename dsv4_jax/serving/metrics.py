@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Annotated
 
 import jax
 
@@ -39,11 +42,15 @@ class Histogram:
       bounds: upper bounds, ascending; a last bucket takes what is above.
       counts: values in each bucket.
       total: sum of all values.
+      least: the smallest value that was added.
+      most: the largest one.
     """
 
     bounds: tuple[float, ...] = SECONDS
     counts: list[int] = dataclasses.field(default_factory=list)
     total: float = 0.0
+    least: float = dataclasses.field(default=math.inf, init=False)
+    most: float = dataclasses.field(default=-math.inf, init=False)
 
     def __post_init__(self) -> None:
         """One bucket more than bounds."""
@@ -53,6 +60,8 @@ class Histogram:
         if not self.bounds or list(self.bounds) != sorted(set(self.bounds)):
             checks.refuse("bounds", "ascending numbers", given)
         self.counts = self.counts or [0] * (len(self.bounds) + 1)
+        if self.count:
+            self.least, self.most = min(0.0, self.bounds[0]), self.bounds[-1]
 
     @property
     def count(self) -> int:
@@ -66,73 +75,88 @@ class Histogram:
         counts[bisect.bisect_left(self.bounds, value)] += 1
         self.counts = counts
         self.total += value
+        self.least, self.most = min(self.least, value), max(self.most, value)
 
     def quantile(self, share: float) -> float:
-        """The bound that this share of values is at or below; infinity above the last bound."""
-        share = checks.number("share", share, 0, 1, rule="0 to 1")
-        needed, seen = share * self.count, 0
-        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
+        """An estimate of the value that this share of values is at or below.
+
+        The bucket of that value is known, and its place there is not: values are taken to lie
+        evenly between the bucket's bounds, and within `least` and `most`.
+
+        Args:
+          share: 0 to 1.
+
+        Returns:
+          The estimate; NaN before any value.
+
+        Raises:
+          ValueError: the share is out of range.
+        """
+        rank, seen = checks.number("share", share, 0, 1, rule="0 to 1") * self.count, 0
+        lows, highs = (-math.inf, *self.bounds), (*self.bounds, math.inf)
+        for low, high, count in zip(lows, highs, self.counts, strict=True):
+            if count and seen + count >= rank:
+                low, high = max(low, self.least), min(high, self.most)
+                return low + (high - low) * (rank - seen) / count
             seen += count
-            if seen >= needed:
-                return bound
-        return float("inf")
+        return math.nan
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardGauges:
+    """What holds now on one data shard; fields as in `Metrics`."""
+
+    running: int = 0
+    free_blocks: int = 0
+    cached_blocks: int = 0
+    used_blocks: int = 0
+    used_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
 class Metrics:
     """Counters since the engine was built, and what holds now.
 
-    Attributes:
-      submitted: requests submitted.
-      finished: requests that ended, by finish reason.
-      preempted: times a running request gave its blocks back.
-      steps: steps run.
-      prompt_tokens: tokens of prompts that were submitted.
-      hit_tokens: tokens that a prefix hit spared.
-      prefix_hits: admissions with a hit.
-      prefix_misses: admissions without one.
-      generated_tokens: tokens drawn.
-      drafted_tokens: drafts checked.
-      accepted_tokens: drafts that were what was drawn.
-      evicted_blocks: blocks of cached prefixes that gave way.
-      snapshots: snapshots kept.
-      evicted_snapshots: snapshots that gave way to others.
-      compiles: programs compiled since the engine was built.
-      running: requests in a slot.
-      waiting: requests in the queue.
-      free_blocks: blocks that hold nothing.
-      cached_blocks: blocks that only cached prefixes hold.
-      used_blocks: blocks of requests.
-      used_bytes: bytes in use by family: those of requests' blocks, slots and snapshots.
-      queue_s: seconds from submission to a slot.
-      first_token_s: seconds from submission to the first token.
-      token_s: seconds between tokens after the first.
+    Beside each type stands what the field is, which Prometheus shows too.
     """
 
-    submitted: int = 0
-    finished: dict[str, int] = dataclasses.field(default_factory=dict)
-    preempted: int = 0
-    steps: int = 0
-    prompt_tokens: int = 0
-    hit_tokens: int = 0
-    prefix_hits: int = 0
-    prefix_misses: int = 0
-    generated_tokens: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    evicted_blocks: int = 0
-    snapshots: int = 0
-    evicted_snapshots: int = 0
-    compiles: int = 0
-    running: int = 0
-    waiting: int = 0
-    free_blocks: int = 0
-    cached_blocks: int = 0
-    used_blocks: int = 0
-    used_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
-    queue_s: Histogram = dataclasses.field(default_factory=Histogram)
-    first_token_s: Histogram = dataclasses.field(default_factory=Histogram)
-    token_s: Histogram = dataclasses.field(default_factory=Histogram)
+    submitted: Annotated[int, "requests submitted"] = 0
+    finished: Annotated[dict[str, int], "requests that ended, by finish reason"] = (
+        dataclasses.field(default_factory=dict)
+    )
+    preempted: Annotated[int, "times a running request gave its blocks back"] = 0
+    steps: Annotated[int, "steps run"] = 0
+    prompt_tokens: Annotated[int, "tokens of prompts that were submitted"] = 0
+    hit_tokens: Annotated[int, "tokens that a prefix hit spared"] = 0
+    prefix_hits: Annotated[int, "admissions with a hit"] = 0
+    prefix_misses: Annotated[int, "admissions without one"] = 0
+    generated_tokens: Annotated[int, "tokens drawn"] = 0
+    drafted_tokens: Annotated[int, "drafts checked"] = 0
+    accepted_tokens: Annotated[int, "drafts that were what was drawn"] = 0
+    evicted_blocks: Annotated[int, "blocks of cached prefixes that gave way"] = 0
+    snapshots: Annotated[int, "snapshots kept"] = 0
+    evicted_snapshots: Annotated[int, "snapshots that gave way to others"] = 0
+    compiles: Annotated[int, "programs compiled since the engine was built"] = 0
+    running: Annotated[int, "requests in a slot"] = 0
+    waiting: Annotated[int, "requests in the queue"] = 0
+    free_blocks: Annotated[int, "blocks that hold nothing"] = 0
+    cached_blocks: Annotated[int, "blocks that only cached prefixes hold"] = 0
+    used_blocks: Annotated[int, "blocks of requests"] = 0
+    used_bytes: Annotated[
+        dict[str, int], "bytes in use by family: those of requests' blocks, slots and snapshots"
+    ] = dataclasses.field(default_factory=dict)
+    data_shards: Annotated[
+        tuple[ShardGauges, ...], "what holds now on each data shard; one device is one shard"
+    ] = ()
+    queue_s: Annotated[Histogram, "seconds from submission to a slot"] = dataclasses.field(
+        default_factory=Histogram
+    )
+    first_token_s: Annotated[Histogram, "seconds from submission to the first token"] = (
+        dataclasses.field(default_factory=Histogram)
+    )
+    token_s: Annotated[Histogram, "seconds between tokens after the first"] = dataclasses.field(
+        default_factory=Histogram
+    )
 
     @property
     def acceptance(self) -> float:
@@ -144,21 +168,38 @@ class Metrics:
         """Those of its attributes that are histograms."""
         return tuple(value for value in vars(self).values() if isinstance(value, Histogram))
 
-    def count_cache(self, manager: KVCacheManager, unit_bytes: dict[str, int]) -> None:
+    def count_cache(self, managers: Sequence[KVCacheManager], unit_bytes: dict[str, int]) -> None:
         """Brings the gauges of the cache up to date.
 
         Args:
-          manager: who holds which slot and blocks.
+          managers: who holds which slot and blocks, of each data shard.
           unit_bytes: by family, bytes of one block or one slot.
         """
-        plan = manager.plan
-        self.cached_blocks = manager.num_cached_blocks
-        self.free_blocks = manager.num_free_blocks - manager.num_cached_blocks
-        self.used_blocks = plan.num_blocks - manager.num_free_blocks
+        self.data_shards = tuple(_gauges(manager, unit_bytes) for manager in managers)
+        for name in ("cached_blocks", "free_blocks", "used_blocks"):
+            setattr(self, name, sum(getattr(shard, name) for shard in self.data_shards))
         self.used_bytes = {
-            family: used * (self.used_blocks if is_paged(family) else self.running)
-            for family, used in unit_bytes.items()
-        } | {"snapshots": manager.prefixes.num_held_snapshots * plan.bytes_per_snapshot}
+            family: sum(shard.used_bytes[family] for shard in self.data_shards)
+            for family in self.data_shards[0].used_bytes
+        }
+
+
+def _gauges(manager: KVCacheManager, unit_bytes: dict[str, int]) -> ShardGauges:
+    plan = manager.plan
+    running = plan.max_requests - manager.num_free_slots
+    used_blocks = plan.num_blocks - manager.num_free_blocks
+    used_bytes = {
+        family: used * (used_blocks if is_paged(family) else running)
+        for family, used in unit_bytes.items()
+    }
+    return ShardGauges(
+        running=running,
+        free_blocks=manager.num_free_blocks - manager.num_cached_blocks,
+        cached_blocks=manager.num_cached_blocks,
+        used_blocks=used_blocks,
+        used_bytes=used_bytes
+        | {"snapshots": manager.prefixes.num_held_snapshots * plan.bytes_per_snapshot},
+    )
 
 
 def is_paged(family: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import typing
 from collections.abc import Iterator
 
 from prometheus_client.core import (
@@ -15,9 +16,8 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from dsv4_jax import checks
-from dsv4_jax.serving.metrics import Histogram, Metrics
+from dsv4_jax.serving.metrics import Histogram, Metrics, ShardGauges
 
-_HELP = dict(re.findall(r"^ {6}(\w+): (.+)\.$", Metrics.__doc__ or "", re.MULTILINE))
 _GAUGES = ("running", "waiting", "free_blocks", "cached_blocks", "used_blocks")
 
 
@@ -41,9 +41,10 @@ class MetricsCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """One family per attribute."""
+        told_by_field = typing.get_type_hints(Metrics, include_extras=True)
         for field in dataclasses.fields(self._metrics):
             name, value = f"{self._prefix}_{field.name}", getattr(self._metrics, field.name)
-            told = _HELP.get(field.name, field.name)
+            told = told_by_field[field.name].__metadata__[0]
             if isinstance(value, Histogram):
                 seen, buckets = 0, []
                 for bound, count in zip((*value.bounds, "+Inf"), value.counts, strict=True):
@@ -51,6 +52,8 @@ class MetricsCollector(Collector):
                     buckets.append((str(bound), seen))
                 name = name.removesuffix("_s") + "_seconds"
                 yield HistogramMetricFamily(name, told, buckets, value.total)
+            elif field.name == "data_shards":
+                yield from _shard_families(name, value)
             elif isinstance(value, dict):
                 label = "reason" if field.name == "finished" else "family"
                 family = CounterMetricFamily if field.name == "finished" else GaugeMetricFamily
@@ -62,3 +65,18 @@ class MetricsCollector(Collector):
                 yield GaugeMetricFamily(name, told, value)
             else:
                 yield CounterMetricFamily(name, told, value)
+
+
+def _shard_families(prefix: str, shards: tuple[ShardGauges, ...]) -> Iterator[Metric]:
+    """Gauges of each data shard, by its number; bytes by family too."""
+    told_by_field = typing.get_type_hints(Metrics, include_extras=True)
+    for field in dataclasses.fields(ShardGauges):
+        by_family = ["family"] if field.name == "used_bytes" else []
+        told = f"on a data shard, {told_by_field[field.name].__metadata__[0]}"
+        name = f"{prefix}_{field.name}"
+        metric = GaugeMetricFamily(name, told, labels=["data", *by_family])
+        for number, shard in enumerate(shards):
+            value = getattr(shard, field.name)
+            for key, count in value.items() if by_family else [("", value)]:
+                metric.add_metric([str(number), *([key] if by_family else [])], count)
+        yield metric

@@ -1,72 +1,33 @@
-"""StepRunner: the device's side of the engine: cache, snapshots, and the programs that run them."""
+"""StepRunner: turns what a step should run into the arrays that it takes."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax._src.core import reset_trace_state  # nothing public ends a trace that was interrupted
 
-from dsv4_jax.allocator.checksums import scan_rows, scan_snapshots
-from dsv4_jax.allocator.manager import KVCacheManager
+from dsv4_jax.allocator.data_shards import DataShards
 from dsv4_jax.allocator.pending_changes import idle_changes
-from dsv4_jax.cache.model_cache import ModelCache, family_bytes, init_cache
-from dsv4_jax.cache.slot_changes import jit_apply_changes, set_tables
-from dsv4_jax.cache.snapshots import SnapshotPlan, SnapshotStore, init_snapshot_store
+from dsv4_jax.cache.model_cache import ModelCache, family_bytes
+from dsv4_jax.cache.snapshots import SnapshotPlan, SnapshotStore
 from dsv4_jax.cache.step_input import StepInput
-from dsv4_jax.config import DSV4Config
+from dsv4_jax.hosts import Hosts
 from dsv4_jax.model.params import DSV4Params
+from dsv4_jax.serving.drawn_counts import CountKeeper
+from dsv4_jax.serving.engine_arrays import EngineArrays
 from dsv4_jax.serving.metrics import is_paged
 from dsv4_jax.serving.request import Request
 from dsv4_jax.serving.scheduler import StepPlan
 from dsv4_jax.serving.sizing import EnginePlan
 from dsv4_jax.serving.snapshot_policy import Boundary
-from dsv4_jax.step.sampling import SamplingParams, stack_sampling
-from dsv4_jax.step.serve_step import (
-    ServeInput,
-    jit_plain_decode_step,
-    jit_save_reached,
-    jit_serve_step,
-)
+from dsv4_jax.step.draws import Logprobs
+from dsv4_jax.step.sampling import MAX_LOGIT_BIAS, SamplingParams, stack_sampling
 from pallas_kernels.common.weights import is_quantized
 
 _IDLE = SamplingParams()
-
-
-@functools.partial(
-    jax.jit,
-    static_argnames=(
-        "config",
-        "max_requests",
-        "max_context_tokens",
-        "cache_format",
-        "num_blocks",
-        "num_snapshots",
-    ),
-)
-def _empty_pools(
-    config: DSV4Config,
-    *,
-    max_requests: int,
-    max_context_tokens: int,
-    cache_format: str,
-    num_blocks: int,
-    num_snapshots: int,
-) -> tuple[ModelCache, SnapshotStore]:
-    """Arguments as those of `init_cache` and `init_snapshot_store`; one program makes all."""
-    cache = init_cache(
-        config,
-        max_requests=max_requests,
-        max_context_tokens=max_context_tokens,
-        cache_format=cache_format,
-        num_blocks=num_blocks,
-    )
-    return cache, init_snapshot_store(cache, num_snapshots)
 
 
 class StepResult(NamedTuple):
@@ -75,60 +36,75 @@ class StepResult(NamedTuple):
     token_ids: np.ndarray
     num_kept: np.ndarray
     draft_token_ids: np.ndarray
+    logprobs: Logprobs | None = None
 
 
 class StepRunner:
-    """Owns the arrays, and turns plans into calls. Row r of every call is slot r.
+    """Turns plans into calls.
+
+    Row r of a call is slot r. On a mesh, an argument is that of every data shard one after the
+    other, and what it names, be it a row, a slot or a place, is numbered within the shard.
 
     Attributes:
-      plan: sizes of the pools.
-      cache_format: name of the storage format.
+      plan: sizes of the pools, of a data shard.
+      cache_format: the storage format.
       draft_tokens: k.
+      devices: the arrays, and the calls on them.
       unit_bytes: by family, bytes of one block or one slot.
-      cache: the cache as it is now; the next call donates it.
-      store: the snapshots as they are now; the next call may donate them.
     """
 
-    def __init__(self, params: DSV4Params, plan: EnginePlan) -> None:
+    def __init__(self, params: DSV4Params, plan: EnginePlan, hosts: Hosts | None = None) -> None:
         """Allocates the pools.
 
         Args:
           params: model parameters.
           plan: sizes of the engine.
+          hosts: the processes of the mesh; None is this one alone.
         """
         self.config = plan.config
-        self.params = params
         self.plan = plan.pools
         self.cache_format = plan.cache_format
         self.draft_tokens = plan.draft_tokens
         self._engine_plan = plan
+        self._shards = plan.data_shards
+        self._num_slots = self._shards * plan.pools.max_requests
         self._activations = self._prefill_activations = plan.activations
         if any(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized))):
             self._prefill_activations = plan.prefill_activations
-        self.cache: ModelCache
-        self.store: SnapshotStore
-        self._allocate()
+        self.devices = EngineArrays(params, plan, hosts)
+        self._start_settings()
+        per_shard = {True: self.plan.num_blocks, False: self.plan.max_requests}
         self.unit_bytes = {
-            name: size // (self.plan.num_blocks if is_paged(name) else self.plan.max_requests)
+            name: size // (self._shards * per_shard[is_paged(name)])
             for name, size in family_bytes(self.cache).items()
             if size
         }
 
+    @property
+    def cache(self) -> ModelCache:
+        """The cache as it is now; the next call donates it."""
+        return self.devices.cache
+
+    @property
+    def store(self) -> SnapshotStore:
+        """The snapshots as they are now; the next call may donate them."""
+        return self.devices.store
+
     def rebuild(self) -> None:
-        """Empty pools, in place of those that were there, whose memory is free first.
+        """Empty pools, in place of those that were there."""
+        self.devices.rebuild()
+        self._start_settings()
 
-        An interrupt in the middle of jax's own Python can leave it in a trace that has ended; that
-        is ended here too.
-        """
-        reset_trace_state()
-        for leaf in jax.tree.leaves((self.cache, self.store)):
-            if not leaf.is_deleted():
-                leaf.delete()
-        self._allocate()
+    def fitting(self, running: dict[int, Request]) -> dict[int, Request]:
+        """Those that one step can serve together, by slot; see `CountKeeper`."""
+        return self._counts.fitting(running)
 
-    def apply(self, manager: KVCacheManager) -> None:
-        """Brings tables, lengths, copies and loads to the device."""
-        self.cache = manager.apply(self.cache, self.store)
+    def apply(self, shards: DataShards) -> None:
+        """Brings tables, lengths, copies and loads to the devices."""
+        changes, moves = shards.take_changes()
+        if changes is None:
+            return
+        self.devices.change(changes, moves)
 
     def run(
         self,
@@ -145,64 +121,54 @@ class StepRunner:
           lengths: i32[NS], tokens of each slot before the step.
           boundaries: what to keep; none in a plain step, see `save`.
         """
-        num_slots = self.plan.max_requests
-        token_ids, request_ids = np.zeros(plan.size, np.int32), np.full(plan.size, -1, np.int32)
+        num_slots, num_tokens = self._num_slots, self._shards * plan.size
+        token_ids, request_ids = np.zeros(num_tokens, np.int32), np.full(num_tokens, -1, np.int32)
         slots, checked = np.full(num_slots, -1, np.int32), np.ones(num_slots, np.int32)
         following = np.full(num_slots, -1, np.int32)
-        start = 0
+        starts = [shard * plan.size for shard in range(self._shards)]
         for row in plan.rows:
             request, length = requests[row.slot], int(lengths[row.slot])
+            shard, own = divmod(row.slot, self.plan.max_requests)
             end = length + row.num_tokens
             ids = [*request.token_ids[length:end], *request.drafts[: row.num_drafts]]
+            start = starts[shard]
             token_ids[start : start + len(ids)] = ids
-            request_ids[start : start + len(ids)] = row.slot
-            start += len(ids)
-            slots[row.slot], checked[row.slot] = row.slot, 1 + row.num_drafts
+            request_ids[start : start + len(ids)] = own
+            starts[shard] += len(ids)
+            slots[row.slot], checked[row.slot] = own, 1 + row.num_drafts
             if not row.draws:
                 following[row.slot] = request.token_ids[end]
         step = StepInput(token_ids=token_ids, request_ids=request_ids, request_slots=slots)  # type: ignore[arg-type]
-        serve_input = ServeInput(
-            step=step,
-            num_checked=checked,  # type: ignore[arg-type]
-            next_token_ids=following,  # type: ignore[arg-type]
-            sampling=stack_sampling(
-                [requests[s].sampling if s in requests else _IDLE for s in range(num_slots)],
-                with_stops=False,  # they are the host's
-            ),
-            snapshots=self._snapshot_plan(boundaries, self._max_boundaries(plan.size)),
+        self._bring_settings(requests)
+        wants_logprobs = [
+            row.draws and requests[row.slot].sampling.logprobs is not None for row in plan.rows
+        ]
+        return self._call(
+            step,
+            self._snapshot_plan(boundaries, self._max_boundaries(plan.size)),
+            checked,
+            following,
+            is_plain=plan.is_plain,
+            activations=self._prefill_activations if plan.holds_prompts else self._activations,
+            wants_logprobs=any(wants_logprobs) or not wants_logprobs,  # an idle step tries it
         )
-        activations = self._prefill_activations if plan.holds_prompts else self._activations
-        return self._call(serve_input, plan.is_plain, activations)
 
     def save(self, boundaries: Sequence[Boundary]) -> None:
         """Keeps boundaries that requests stand at, between steps."""
-        slots = np.arange(self.plan.max_requests, dtype=np.int32)
+        slots = np.tile(np.arange(self.plan.max_requests, dtype=np.int32), self._shards)
         step = StepInput(token_ids=slots, request_ids=slots, request_slots=slots)  # type: ignore[arg-type]
         plan = self._snapshot_plan(boundaries, self.plan.max_requests)
-        self.store = jit_save_reached(self.store, self.cache, step, plan)
+        self.devices.save(step, plan)
 
     def warmup(self) -> list[tuple[str, float]]:
         """Compiles every program by running it idle; names and seconds."""
         sizes, plain_size = self._engine_plan.step_sizes, self._engine_plan.plain_size
-        debug = self._engine_plan.debug
-        num_slots = self.plan.max_requests
-        changes = idle_changes(num_slots, self.cache.block_table.shape[1])
-        if debug:
-            changes = dataclasses.replace(
-                changes,
-                freed_slots=np.zeros(num_slots, bool),
-                freed_blocks=np.zeros(self.plan.num_blocks, bool),
-            )
-
-        def apply_all() -> None:
-            self.cache = jit_apply_changes(self.cache, self.store, changes)
-
-        def apply_tables() -> None:
-            self.cache = set_tables(self.cache, changes)
-
+        blocks = self._shards * self.plan.num_blocks if self._engine_plan.debug else None
+        width = self.cache.block_table.shape[1]
+        changes = idle_changes(self._num_slots, width, num_blocks=blocks)
         jobs: list[tuple[str, Callable[[], object]]] = [
-            ("tables", apply_tables),
-            ("copies and snapshot loads", apply_all),
+            ("tables", lambda: self.devices.change(changes, False)),
+            ("copies and snapshot loads", lambda: self.devices.change(changes, True)),
             ("snapshots between steps", lambda: self.save([])),
         ]
         for size in sizes:
@@ -215,7 +181,7 @@ class StepRunner:
         if plain_size is not None:
             idle = StepPlan((), plain_size, True)
             jobs.append((f"decode step of {plain_size} tokens", lambda: self._idle(idle)))
-        jobs.append(("verification", lambda: (scan_rows(self.cache), scan_snapshots(self.store))))
+        jobs.append(("verification", self.devices.scan))
         times = []
         for name, job in jobs:
             started = time.perf_counter()
@@ -224,50 +190,64 @@ class StepRunner:
             times.append((name, time.perf_counter() - started))
         return times
 
-    def _allocate(self) -> None:
-        pools = self._engine_plan.pools
-        self.cache, self.store = _empty_pools(
-            self.config,
-            max_requests=pools.max_requests,
-            max_context_tokens=pools.max_context_tokens,
-            cache_format=self.cache_format,
-            num_blocks=pools.num_blocks,
-            num_snapshots=pools.num_snapshots,
-        )
-
     def _idle(self, plan: StepPlan) -> None:
-        self.run(plan, {}, np.zeros(self.plan.max_requests, np.int32), [])
+        self.run(plan, {}, np.zeros(self._num_slots, np.int32), [])
 
-    def _call(self, serve_input: ServeInput, is_plain: bool, activations: str) -> StepResult:
-        if is_plain:
-            cache, output = jit_plain_decode_step(
-                self.params,
-                self.cache,
-                serve_input,
-                config=self.config,
-                activations=activations,
-            )
-            store = self.store
-        else:
-            cache, store, output = jit_serve_step(
-                self.params,
-                self.cache,
-                self.store,
-                serve_input,
-                config=self.config,
-                draft_tokens=self.draft_tokens,
-                activations=activations,
-            )
-        result = jax.device_get(output)  # a failure on the device shows here
-        self.cache, self.store = cache, store
-        return StepResult(result.token_ids, result.num_kept, result.draft_token_ids)
+    def _start_settings(self) -> None:
+        """The devices have neither settings nor counts."""
+        self._counts = CountKeeper(
+            self._engine_plan.count_entries, slots=self.plan.max_requests, shards=self._shards
+        )
+        self._has_counts: bool | None = None
+        self._known_sampling: list[SamplingParams] | None = None
+
+    def _bring_settings(self, requests: dict[int, Request]) -> None:
+        """Settings of all slots, and what was drawn where penalties ask; if they are others."""
+        slots = range(self._num_slots)
+        rows = [requests[slot].sampling if slot in requests else _IDLE for slot in slots]
+        if rows != self._known_sampling:
+            # Stop tokens are the host's.
+            stacked = stack_sampling(rows, with_stops=False, bias_width=MAX_LOGIT_BIAS)
+            self.devices.set_sampling(stacked)
+            self._known_sampling = rows
+        counts = self._counts.counts_of(requests)
+        if counts is not None or self._has_counts is not False:
+            self.devices.set_counts(counts or self._counts.no_entries())
+            self._has_counts = counts is not None
+
+    def _call(
+        self,
+        step_input: StepInput,
+        snapshots: SnapshotPlan,
+        num_checked: np.ndarray,
+        next_token_ids: np.ndarray,
+        *,
+        is_plain: bool,
+        activations: str,
+        wants_logprobs: bool,
+    ) -> StepResult:
+        output = self.devices.step(
+            step_input,
+            snapshots,
+            num_checked,
+            next_token_ids,
+            is_plain=is_plain,
+            activations=activations,
+            wants_logprobs=wants_logprobs,
+        )
+        fields = (output.token_ids, output.num_kept, output.draft_token_ids)
+        return StepResult(*map(np.asarray, fields), logprobs=output.logprobs)
 
     def _max_boundaries(self, size: int) -> int:
-        """No call of that many tokens can cross more."""
+        """No call of that many tokens can cross more, on a data shard."""
         return self.plan.max_requests + size // self.plan.block_tokens
 
     def _snapshot_plan(self, boundaries: Sequence[Boundary], count: int) -> SnapshotPlan:
-        fields = np.full((3, count), -1, np.int32)
-        for i, boundary in enumerate(boundaries):
-            fields[:, i] = boundary
+        """Room for `count` boundaries on every data shard."""
+        fields = np.full((3, self._shards * count), -1, np.int32)
+        nexts = [shard * count for shard in range(self._shards)]
+        for slot, end, place in boundaries:
+            shard, own = divmod(slot, self.plan.max_requests)
+            fields[:, nexts[shard]] = own, end, place
+            nexts[shard] += 1
         return SnapshotPlan(rows=fields[0], ends=fields[1], places=fields[2])  # type: ignore[arg-type]

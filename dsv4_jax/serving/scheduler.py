@@ -20,11 +20,13 @@ class RowNeed:
       slot: its slot.
       num_pending: tokens that are known but not in the cache; at least 1.
       num_drafts: guesses at what follows them.
+      draws: the step that runs the last of them draws the next token.
     """
 
     slot: int
     num_pending: int
     num_drafts: int
+    draws: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +37,7 @@ class RowPlan:
       slot: its slot.
       num_tokens: known tokens, from the first pending one on.
       num_drafts: guesses after them; 0 where tokens stay pending.
-      draws: nothing stays pending, so that the step draws the next token.
+      draws: the step draws the next token; else tokens stay pending.
     """
 
     slot: int
@@ -50,7 +52,7 @@ class StepPlan:
 
     Attributes:
       rows: what it runs.
-      size: T, tokens of the step's shape.
+      size: T, tokens of the step's shape, of one data shard.
       is_plain: one token of each row, by the program that does nothing else.
       holds_prompts: some of its tokens are of requests that wait for more than one.
     """
@@ -59,6 +61,33 @@ class StepPlan:
     size: int
     is_plain: bool
     holds_prompts: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows, drafts too."""
+        return sum(row.num_tokens + row.num_drafts for row in self.rows)
+
+
+def plan_shards(
+    needs: Sequence[Sequence[RowNeed]], *, sizes: Sequence[int], plain_size: int | None
+) -> StepPlan:
+    """Fills one step on every data shard; all of them run the same program.
+
+    Args:
+      needs: by data shard, running requests, the oldest first; slots are those among all shards.
+      sizes: as in `plan_step`, of one shard.
+      plain_size: as in `plan_step`, of one shard.
+
+    Returns:
+      The plan, its rows one shard's after the other's. Its size is the smallest that holds the
+      rows of the fullest shard; it is plain if that of every shard is.
+    """
+    plans = [plan_step(shard, sizes=sizes, plain_size=plain_size) for shard in needs]
+    rows = tuple(row for plan in plans for row in plan.rows)
+    if plain_size is not None and all(plan.is_plain for plan in plans):
+        return StepPlan(rows, plain_size, True)
+    size = next(size for size in sizes if size >= max(plan.num_tokens for plan in plans))
+    return StepPlan(rows, size, False, holds_prompts=any(plan.holds_prompts for plan in plans))
 
 
 def plan_step(
@@ -82,12 +111,12 @@ def plan_step(
     # Drafts are worth less than a prompt's progress where both do not fit.
     keeps_drafts = with_drafts <= (limit // 2 if prompts else limit)
     rows = {
-        need.slot: RowPlan(need.slot, 1, need.num_drafts if keeps_drafts else 0, True)
+        need.slot: RowPlan(need.slot, 1, need.num_drafts if keeps_drafts else 0, need.draws)
         for need in decoding
     }
     left = limit - sum(row.num_tokens + row.num_drafts for row in rows.values())
     for need, chunk in _share(prompts, left):
-        rows[need.slot] = RowPlan(need.slot, chunk, 0, chunk == need.num_pending)
+        rows[need.slot] = RowPlan(need.slot, chunk, 0, need.draws and chunk == need.num_pending)
     ordered = tuple(rows[need.slot] for need in needs if need.slot in rows)
     total = sum(row.num_tokens + row.num_drafts for row in ordered)
     if plain_size is not None and not prompts and total == len(ordered):

@@ -5,9 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from jax.sharding import Mesh
+
 from dsv4_jax import checks
 from dsv4_jax.allocator.pool_plan import PoolPlan, device_memory_bytes, plan_pools
+from dsv4_jax.cache.schema import FormatName, choose_cache_format
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.mesh import DATA, check_divides, mesh_sizes
 from pallas_kernels.common.weights import ACTIVATIONS
 
 MAX_DRAFT_TOKENS = 8
@@ -21,10 +25,11 @@ class EnginePlan:
 
     Attributes:
       config: the model as the cache sees it: with a draft block only if there are drafts.
-      pools: sizes of the pools.
-      step_sizes: tokens of a general step, ascending; each is a program.
-      plain_size: tokens of the step that only decodes; None if a general step does that.
-      cache_format: name of the storage format.
+      mesh: where arrays lie; None is one device.
+      pools: sizes of the pools of a data shard.
+      step_sizes: tokens of a general step on a data shard, ascending; each is a program.
+      plain_size: those of the step that only decodes; None if a general step does that.
+      cache_format: the storage format.
       draft_tokens: k, tokens that the draft block guesses per step.
       activations: what multiplies quantised weights in steps without prompt tokens.
       prefill_activations: the same in steps that hold some.
@@ -32,23 +37,39 @@ class EnginePlan:
     """
 
     config: DSV4Config
+    mesh: Mesh | None
     pools: PoolPlan
     step_sizes: tuple[int, ...]
     plain_size: int | None
-    cache_format: str
+    cache_format: FormatName
     draft_tokens: int
     activations: str
     prefill_activations: str
     debug: bool
 
+    @property
+    def data_shards(self) -> int:
+        """Data shards of the mesh; 1 without one."""
+        return 1 if self.mesh is None else mesh_sizes(self.mesh)[0]
+
+    @property
+    def count_entries(self) -> int:
+        """Counts of tokens that requests with penalties have drawn, on each data shard.
+
+        There are enough for one request that draws every token, and for a thousand of each slot.
+        """
+        each = min(self.config.vocab_size, self.pools.max_context_tokens)
+        return max(each, self.pools.max_requests * min(each, 1024))
+
 
 def plan_engine(
     config: DSV4Config,
     *,
+    mesh: Mesh | None,
     has_draft_block: bool,
     max_requests: int,
     max_context_tokens: int,
-    cache_format: str,
+    cache_format: FormatName | None,
     prefill_tokens: Sequence[int] | None,
     decode_tokens: int | None,
     draft_tokens: int,
@@ -63,7 +84,8 @@ def plan_engine(
     """Works an engine's sizes out; arguments as in `Engine`, which has their defaults.
 
     Raises:
-      ValueError: an argument is out of range, or there is no such format or form.
+      ValueError: an argument is out of range or does not divide over the mesh, or there is no such
+        format or form.
     """
     checks.instance("config", config, DSV4Config)
     activations = checks.choice("activations", activations, ACTIVATIONS)
@@ -90,11 +112,13 @@ def plan_engine(
     cached = dataclasses.replace(config, num_mtp_layers=int(draft_tokens > 0))
     pools = plan_pools(
         cached,
-        max_requests=max_requests,
+        max_requests=_of_shard("max_requests", max_requests, mesh, low=1),
         max_context_tokens=max_context_tokens,
         cache_format=cache_format,
-        num_blocks=num_blocks,
-        num_snapshots=num_snapshots,
+        num_blocks=None if num_blocks is None else _of_shard("num_blocks", num_blocks, mesh, low=1),
+        num_snapshots=None
+        if num_snapshots is None
+        else _of_shard("num_snapshots", num_snapshots, mesh, low=0),
         memory_bytes=memory_bytes,
     )
     sizes, plain_size = step_sizes(
@@ -102,15 +126,25 @@ def plan_engine(
     )
     return EnginePlan(
         config=cached,
+        mesh=mesh,
         pools=pools,
         step_sizes=sizes,
         plain_size=plain_size,
-        cache_format=cache_format,
+        cache_format=choose_cache_format(config, cache_format),
         draft_tokens=draft_tokens,
         activations=activations,
         prefill_activations=prefill_activations,
         debug=debug,
     )
+
+
+def _of_shard(name: str, count: int, mesh: Mesh | None, *, low: int) -> int:
+    """A data shard's part of so many slots, blocks or snapshots."""
+    count = checks.integer(name, count, low)
+    if mesh is None:
+        return count
+    check_divides(mesh, {name: count}, (DATA,))
+    return count // mesh_sizes(mesh)[0]
 
 
 def step_sizes(
@@ -120,7 +154,7 @@ def step_sizes(
     max_requests: int,
     draft_tokens: int,
 ) -> tuple[tuple[int, ...], int | None]:
-    """The shapes that steps have; arguments as in `Engine`.
+    """The shapes that steps have on a data shard; arguments as in `Engine`, of a shard.
 
     Returns:
       Sizes of the general step, ascending, and that of the step that only decodes, or None.

@@ -126,38 +126,34 @@ class Runner:
         self.cache, drawn = ds.jit_decode_loop(*arguments, num_steps=num_steps, config=self.config)
         return np.asarray(drawn)
 
+    def serve_input(self, tokens, num_checked, sampling):
+        """These tokens of each request, without snapshots."""
+        none = np.full(ROWS, -1, np.int32)
+        return self.place(
+            ServeInput(
+                step=self.pack(tokens)[0],
+                num_checked=np.asarray(num_checked, np.int32),
+                next_token_ids=none,
+                sampling=sampling,
+                snapshots=SnapshotPlan(rows=none, ends=none, places=none),
+            )
+        )
+
     def serve(self, tokens, num_checked, sampling):
         """The engine's step with drafts: what it gives to the host, i32 each."""
-        call, _ = self.pack(tokens)
-        store = init_snapshot_store(self.cache, self.shards)
-        none = np.full(ROWS, -1, np.int32)
-        serve_input = ServeInput(
-            step=call,
-            num_checked=np.asarray(num_checked, np.int32),
-            next_token_ids=none,
-            sampling=sampling,
-            snapshots=SnapshotPlan(rows=none, ends=none, places=none),
-        )
+        store = self.place(init_snapshot_store(self.cache, self.shards))
+        serve_input = self.serve_input(tokens, num_checked, sampling)
         static = {"config": self.config, "draft_tokens": DRAFTS}
         self.cache, _, output = jit_serve_step(
-            self.params, self.cache, self.place(store), self.place(serve_input), **static
+            self.params, self.cache, store, serve_input, **static
         )
         return jax.tree.map(np.asarray, output)
 
     def plain(self, tokens, sampling):
         """The engine's step of one token per row: i32[B]."""
-        call, _ = self.pack([[token] for token in tokens])
-        none = np.full(ROWS, -1, np.int32)
-        serve_input = ServeInput(
-            step=call,
-            num_checked=np.ones(ROWS, np.int32),
-            next_token_ids=none,
-            sampling=sampling,
-            snapshots=SnapshotPlan(rows=none, ends=none, places=none),
-        )
-        static = {"config": self.config}
+        serve_input = self.serve_input([[token] for token in tokens], [1] * ROWS, sampling)
         self.cache, output = jit_plain_decode_step(
-            self.params, self.cache, self.place(serve_input), **static
+            self.params, self.cache, serve_input, config=self.config
         )
         return np.asarray(output.token_ids)[:, 0]
 
@@ -247,9 +243,14 @@ def check(meshes, *, everything=False):
 
 def run(*arguments):
     """What the program prints with these arguments."""
+    return run_program("mesh_check", *arguments)
+
+
+def run_program(name, *arguments):
+    """What a program prints, as JSON, where there are eight CPU devices."""
     paths = [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-m", "programs.mesh_check", *arguments]
+    command = [sys.executable, "-m", f"programs.{name}", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")

@@ -183,6 +183,27 @@ MUTATIONS = [
     *_mutations(
         "dsv4_jax/serving",
         (
+            "stop_text_shows_as_it_begins",
+            "text.py",
+            "return text[:place], end",
+            'return text, ""',
+            "dsv4_jax/serving/test_text.py",
+        ),
+        (
+            "prompt_is_penalised",
+            "drawn_counts.py",
+            "request.known[request.prompt_tokens + tally.num_counted :]",
+            "request.known[tally.num_counted :]",
+            "dsv4_jax/serving/test_draw_settings.py",
+        ),
+        (
+            "samples_draw_with_one_seed",
+            "engine.py",
+            "dataclasses.replace(asked.sampling, seed=seed)",
+            "asked.sampling",
+            "dsv4_jax/serving/test_draw_settings.py",
+        ),
+        (
             "oldest_prompt_takes_all",
             "scheduler.py",
             "left if not others else -(-left // 2)",
@@ -206,8 +227,8 @@ MUTATIONS = [
         (
             "preempts_the_oldest",
             "request_queue.py",
-            "self.preempt(self.by_age()[-1])",
-            "self.preempt(self.by_age()[0])",
+            "self.shards.shard_of(request.slot))[-1])",
+            "self.shards.shard_of(request.slot))[0])",
             "dsv4_jax/serving/test_request_queue.py",
         ),
         (
@@ -236,17 +257,31 @@ MUTATIONS = [
         "dsv4_jax/step",
         (
             "noise_without_the_position",
-            "sampling.py",
+            "draws.py",
             "jax.random.fold_in(jax.random.key(seed), position)",
             "jax.random.key(seed)",
             "dsv4_jax/step/test_sampling.py",
         ),
         (
             "top_p_takes_one_less",
-            "sampling.py",
+            "draws.py",
             "before = jnp.cumsum(ranked, axis=-1) - ranked",
             "before = jnp.cumsum(ranked, axis=-1)",
             "dsv4_jax/step/test_sampling.py",
+        ),
+        (
+            "drafts_are_not_penalised",
+            "draws.py",
+            "jnp.where(draft < place, drafts[:, None], -1)",
+            "jnp.where(draft < 0, drafts[:, None], -1)",
+            "dsv4_jax/step/test_draws.py",
+        ),
+        (
+            "logprobs_without_their_sum",
+            "draws.py",
+            "drawn=(own - largest - log_sum)[..., 0]",
+            "drawn=(own - largest)[..., 0]",
+            "dsv4_jax/step/test_draws.py",
         ),
     ),
     *_mutations(
@@ -366,15 +401,15 @@ MUTATIONS = [
         (
             "b_stream_one_token_short",
             "compressor/pooling.py",
-            "if back >= rate else",
-            "if back > rate else",
+            "(back >= rate)",
+            "(back > rate)",
             "pallas_kernels/compressor/test_pooling.py",
         ),
         (
             "entry_at_the_end_of_its_window",
             "compressor/pooling.py",
-            "finish_entry(_pool_at_once(tokens), compressor.norm, frequencies, begin, eps=eps)",
-            "finish_entry(_pool_at_once(tokens), compressor.norm, frequencies, end, eps=eps)",
+            "frequencies, position[:, rate], eps=eps)",
+            "frequencies, position[:, -1], eps=eps)",
             "pallas_kernels/compressor/test_pooling.py",
         ),
         (
@@ -464,8 +499,8 @@ MUTATIONS = [
         (
             "hyper_connections_transposed",
             "write_streams/reference.py",
-            "comb[..., j, :, None]",
-            "comb[..., :, j, None]",
+            "jnp.unstack(comb, axis=-2)",
+            "jnp.unstack(comb, axis=-1)",
             "dsv4_jax/model/test_against_transformers.py",
         ),
         (

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from dsv4_jax.allocator.pending_changes import PendingChanges
 from dsv4_jax.allocator.prefix_tree import PrefixTree
-from helpers.manager_machine import NUM_BLOCKS, NUM_SLOTS, SIZE, World
+from helpers.manager_machine import NUM_BLOCKS, NUM_SLOTS, SIZE, Shards, World
 
 EVENTS = int(os.environ.get("DSV4_SOAK_EVENTS", "1000000"))
 
@@ -129,6 +129,21 @@ def test_four_thousand_random_events():
     for name in ("admit", "hit", "step", "snapshot", "extend", "fork", "release", "evict", "apply",
                  "refuse", "refused"):  # fmt: skip
         assert counts[name] > 20, (name, counts)
+
+
+@pytest.mark.parametrize(
+    ("count", "events"), [(2, 2000), pytest.param(3, 100000, marks=pytest.mark.slow)]
+)
+def test_random_events_on_several_data_shards(count, events):
+    shards, rng = Shards(count), np.random.default_rng(0)
+    for number in range(events):
+        shards.random_event(rng)
+        if number % 16 == 0:
+            shards.check()
+    shards.check()
+    for world in shards.worlds:
+        for name in ("admit", "hit", "step", "snapshot", "fork", "release", "evict", "refuse"):
+            assert world.counts[name] > 5, (name, world.counts)
 
 
 @pytest.mark.slow

@@ -95,6 +95,8 @@ def test_window_of_every_token_of_a_ragged_batch(layer_idx, cache_format):
     """Calls of 0 to 22 tokens a row, round a ring of 16: no row speaks for the batch."""
     cache, rng = make(cache_format), np.random.default_rng(0)
     fmt = CACHE_FORMATS[cache_format]
+    round_entry = jax.jit(fmt.round_entry, static_argnums=1)
+    decode = jax.jit(fmt.entry.decode, static_argnums=1)
     history = {slot: np.zeros((0, DIM), np.float32) for slot in range(4)}
     spec = ds.layer_schedule(CONFIG)[layer_idx]
 
@@ -112,7 +114,7 @@ def test_window_of_every_token_of_a_ragged_batch(layer_idx, cache_format):
         slots, kv = [1, 3][:: (-1) ** i], normal(T, DIM, seed=i)
         call = call_of(slots, counts, rng)
         cache, (gathered, valid), view = step(cache, call, kv)
-        stored = np.asarray(fmt.round_entry(kv, CONFIG.rope_dim))
+        stored = np.asarray(round_entry(kv, CONFIG.rope_dim))
         for t, row in enumerate(np.asarray(call.request_ids)):
             if row < 0:
                 assert not np.any(gathered[t])
@@ -123,7 +125,7 @@ def test_window_of_every_token_of_a_ragged_batch(layer_idx, cache_format):
             expected, there = ring_of(history[slot])
             np.testing.assert_array_equal(valid[t], there)
             np.testing.assert_array_equal(gathered[t], expected)
-        decoded = np.asarray(fmt.entry.decode(view.planes, DIM))
+        decoded = np.asarray(decode(view.planes, DIM))
         for row, slot in enumerate(slots):
             length = len(history[slot])
             expected, there = ring_of(history[slot])

@@ -149,7 +149,8 @@ def test_a_context_of_a_million_tokens_takes_the_published_bytes(
 
 def used_cache():
     """Lengths, tables and every byte as some earlier requests left them."""
-    cache = jax.tree.map(lambda leaf: jnp.full_like(leaf, 7), ds.init_cache(TINY, **SIZE))
+    cache = jax.tree.map(lambda leaf: np.full_like(leaf, 7), ds.init_cache(TINY, **SIZE))
+    cache = jax.tree.map(jnp.asarray, cache)
     return dataclasses.replace(cache, block_table=jnp.arange(12, dtype=jnp.int32).reshape(4, 3))
 
 
@@ -191,7 +192,8 @@ def test_update_refuses_other_shapes(lengths, table, message):
 @pytest.mark.parametrize("slots", [(1,), (3, 0), (-1, 2, -1), (-1,)])
 def test_reset_slots_empties_those_slots_and_leaves_the_tables(slots):
     fresh, cache = ds.init_cache(TINY, **SIZE), used_cache()
-    new = ds.reset_slots(cache, i32(*slots))
+    given = (fresh, cache, ds.reset_slots(cache, i32(*slots)))
+    fresh, cache, new = jax.tree.map(np.asarray, given)
     chex.assert_trees_all_equal((new.paged, new.block_table), (cache.paged, cache.block_table))
     for slot in range(4):
         expected = fresh if slot in slots else cache

@@ -1,0 +1,240 @@
+"""Several processes on one mesh: what process 0 tells the others, and what ends them all.
+
+JAX's coordination service, which runs in process 0, carries all of it: messages, and a beat of each
+process. A process whose beat stops, or that does not finish a call that the others have finished,
+ends the others: each says on stderr who is missing, and exits with status 1. If process 0 itself
+dies, JAX ends the others at once, with an error of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, NoReturn, Protocol
+
+import jax
+from jax._src import distributed  # nothing public reaches the service's keys and values
+
+from dsv4_jax import checks
+
+DEFAULT_TIMEOUT_S = 60.0
+_BEATS_PER_TIMEOUT = 5
+_LEFT = "left"
+_POLL_MS = 1000
+
+
+class Service(Protocol):
+    """The keys and values of JAX's coordination service."""
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        """Sets a text."""
+
+    def key_value_set_bytes(self, key: str, value: bytes) -> None:
+        """Sets bytes, once."""
+
+    def blocking_key_value_get_bytes(self, key: str, timeout_in_ms: int) -> bytes:
+        """Waits for bytes; raises when the time is over."""
+        ...
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        """Keys below this one, and their texts."""
+        ...
+
+    def key_value_delete(self, key: str) -> None:
+        """Forgets a key."""
+
+
+class Hosts:
+    """This process among the others; `join_hosts` makes it.
+
+    Attributes:
+      number: of this process; process 0 tells the others what to do.
+      count: processes.
+      timeout_s: how long a process may be silent before the others end; twice that, how long it
+        may be behind in a call.
+      is_taken: an engine tells and listens, and no other one may.
+    """
+
+    def __init__(self, service: Service, number: int, count: int, timeout_s: float) -> None:
+        """Begins to watch, in two threads."""
+        self.number, self.count, self.timeout_s = number, count, timeout_s
+        self.is_taken = False
+        self._service = service
+        self._told = 0
+        self._calls = 0
+        self._left = threading.Event()
+        self._heard = {other: time.monotonic() for other in range(count)}
+        self._done = dict.fromkeys(range(count), 0)
+        self._waiting: tuple[float, int] | None = None
+        self._threads = [
+            threading.Thread(target=target, daemon=True) for target in (self._beat, self._watch)
+        ]
+        for thread in self._threads:
+            thread.start()
+        atexit.register(self.leave)
+
+    def tell(self, message: bytes) -> None:
+        """Process 0 to all others: the next message that they `listen` for."""
+        self._service.key_value_set_bytes(f"dsv4/told/{self._told}", message)
+        self._told += 1
+        # All have heard what was told two calls of the devices before, and long before that.
+        if self._told > 64:
+            self._service.key_value_delete(f"dsv4/told/{self._told - 65}")
+
+    def listen(self) -> bytes:
+        """The next message of process 0, however long that takes."""
+        key = f"dsv4/told/{self._told}"
+        while True:
+            try:
+                message = self._service.blocking_key_value_get_bytes(key, _POLL_MS)
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    self.fail(error)
+                continue
+            self._told += 1
+            return message
+
+    @contextlib.contextmanager
+    def call(self, *, is_new: bool) -> Iterator[None]:
+        """A call of the devices that every process makes; what it raises ends all of them.
+
+        Args:
+          is_new: it may have to be compiled, which takes each process its own time: only silence
+            is watched then.
+        """
+        self._waiting = None if is_new else (time.monotonic(), self._calls + 1)
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+        self._calls += 1
+        self._waiting = None
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Ends this process for an error, and so the others; names who is missing, if it is that.
+
+        A process that dies shows first as an error in what was sent to it.
+        """
+        if isinstance(error, Exception):
+            time.sleep(1.5 * self.timeout_s)  # who is silent is found meanwhile, which ends this
+        self.end(f"{type(error).__name__}: {error}")
+
+    def end(self, message: str) -> NoReturn:
+        """Says why, and ends this process at once; its other threads may be stuck for ever."""
+        print(f"dsv4-jax: process {self.number} ends: {message}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    def leave(self) -> None:
+        """Others no longer wait for this process."""
+        if not self._left.is_set():
+            self._left.set()
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self._service.key_value_set(f"dsv4/beat/{self.number}", _LEFT, True)
+
+    def _beat(self) -> None:
+        beats, interval = 0, self.timeout_s / _BEATS_PER_TIMEOUT
+        known: dict[int, str] = {}
+        while not self._left.wait(interval):
+            beats += 1
+            try:
+                mine = f"{beats} {self._calls}"
+                self._service.key_value_set(f"dsv4/beat/{self.number}", mine, True)
+                found = self._service.key_value_dir_get("dsv4/beat/")
+            except jax.errors.JaxRuntimeError:
+                continue  # the service is silent, and so is process 0
+            now = time.monotonic()
+            for key, value in found:
+                other = int(key.rsplit("/", 1)[1])
+                if value == _LEFT:
+                    self._heard[other] = float("inf")
+                elif known.get(other) != value:
+                    known[other], self._heard[other] = value, now
+                    self._done[other] = int(value.split()[1])
+
+    def _watch(self) -> None:
+        while not self._left.wait(self.timeout_s / _BEATS_PER_TIMEOUT):
+            now = time.monotonic()
+            heard = {o: at for o, at in self._heard.items() if o != self.number}
+            # Without process 0 nothing is heard of anybody.
+            silent = [other for other, at in heard.items() if now - at > self.timeout_s]
+            if silent:
+                lost = [0] if 0 in silent else silent
+                self.end(f"{_processes(lost)} silent for {self.timeout_s:g} s")
+            waiting = self._waiting
+            if waiting is not None and now - waiting[0] > 2 * self.timeout_s:
+                behind = [other for other in heard if self._done[other] < waiting[1]]
+                self.end(
+                    f"a step has not ended for {2 * self.timeout_s:g} s; "
+                    f"{_processes(behind or [self.number])} behind the others"
+                )
+
+
+_joined: list[Hosts] = []
+
+
+def join_hosts(
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> Hosts:
+    """Makes this process one of several on one mesh; call it before JAX is used, once.
+
+    Args:
+      coordinator: "address:port" of process 0, where it listens. Whoever reaches that port is
+        trusted. None is what JAX finds out from SLURM, MPI or Kubernetes, as of the next two.
+      num_processes: processes in all.
+      process_id: number of this one, from 0.
+      timeout_s: seconds, at least 1, that a process may be silent before the others end.
+
+    Returns:
+      This process among the others; `jax.devices()` are then those of all of them.
+
+    Raises:
+      ValueError: an argument is out of range, or nothing says what the processes are.
+      RuntimeError: the process has joined already, or JAX is in use.
+    """
+    timeout_s = checks.number("timeout_s", timeout_s, 1)
+    given = (coordinator, num_processes, process_id)
+    if any(one is None for one in given) and any(one is not None for one in given):
+        raise ValueError(
+            "give coordinator, num_processes and process_id, or none of them, got "
+            f"{coordinator=}, {num_processes=}, {process_id=}"
+        )
+    options: dict[str, Any] = {}
+    if coordinator is not None:
+        address = checks.text("coordinator", coordinator, max_chars=1000)
+        if not address.rpartition(":")[2].isdigit():
+            checks.refuse("coordinator", "an address and a port, such as 10.0.0.1:1234", address)
+        count = checks.integer("num_processes", num_processes, 1)
+        options = {
+            "coordinator_address": address,
+            "num_processes": count,
+            "process_id": checks.integer("process_id", process_id, 0, count - 1),
+        }
+    if _joined:
+        raise RuntimeError("this process has joined the others already")
+    # What is watched here ends processes sooner than JAX does by itself.
+    options["heartbeat_timeout_seconds"] = int(10 * timeout_s)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(**options)
+    state = distributed.global_state
+    assert state.client is not None
+    _joined.append(Hosts(state.client, state.process_id, state.num_processes, timeout_s))
+    return _joined[0]
+
+
+def joined() -> Hosts | None:
+    """What `join_hosts` gave in this process."""
+    return _joined[0] if _joined else None
+
+
+def _processes(numbers: list[int]) -> str:
+    names = ", ".join(map(str, numbers))
+    return f"process {names} is" if len(numbers) == 1 else f"processes {names} are"

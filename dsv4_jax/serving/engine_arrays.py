@@ -1,0 +1,319 @@
+"""EngineArrays: an engine's cache and snapshots, and the calls on them.
+
+Arguments of a call are NumPy arrays and plain values, and are all that it depends on. Where a mesh
+spans several processes, process 0 tells the others of each call, and all of them make it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from flax import serialization
+from jax._src.core import reset_trace_state  # nothing public ends a trace that was interrupted
+from jax.sharding import Mesh
+
+from dsv4_jax.allocator.pool_plan import PoolPlan
+from dsv4_jax.allocator.verify import scan_cache
+from dsv4_jax.cache.model_cache import ModelCache, init_cache
+from dsv4_jax.cache.schema import FormatName
+from dsv4_jax.cache.slot_changes import SlotChanges, jit_apply_changes, set_tables
+from dsv4_jax.cache.snapshots import SnapshotPlan, SnapshotStore, init_snapshot_store
+from dsv4_jax.cache.step_input import StepInput
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.hosts import Hosts
+from dsv4_jax.mesh import fetch, mesh_sizes, put, shardings_of
+from dsv4_jax.model.params import DSV4Params
+from dsv4_jax.serving.sizing import EnginePlan
+from dsv4_jax.step.draws import DrawnCounts
+from dsv4_jax.step.sampling import Sampling
+from dsv4_jax.step.serve_step import (
+    ServeInput,
+    ServeOutput,
+    jit_plain_decode_step,
+    jit_save_reached,
+    jit_serve_step,
+)
+
+_STOP, _BUILT = "stop", "built"
+_ARGUMENTS: dict[str, tuple[type, ...]] = {
+    "rebuild": (),
+    "change": (SlotChanges,),
+    "set_sampling": (Sampling,),
+    "set_counts": (DrawnCounts,),
+    "step": (StepInput, SnapshotPlan),
+    "save": (StepInput, SnapshotPlan),
+    "scan": (),
+}
+"""Calls, and the trees that they take; plain values come after them."""
+
+
+class EngineArrays:
+    """Owns the arrays.
+
+    Attributes:
+      params: model parameters.
+      cache: the cache as it is now; the next call donates it.
+      store: the snapshots as they are now; the next call may donate them.
+    """
+
+    def __init__(self, params: DSV4Params, plan: EnginePlan, hosts: Hosts | None) -> None:
+        """Allocates the pools.
+
+        Args:
+          params: model parameters.
+          plan: sizes of the engine.
+          hosts: the processes of the mesh; None is this one alone.
+
+        Raises:
+          RuntimeError: another engine is open on them.
+        """
+        self.params = params
+        self._plan = plan
+        self._hosts = hosts
+        self._known: set[object] = set()
+        self._sampling: Sampling
+        self._counts: DrawnCounts
+        self.cache: ModelCache
+        self.store: SnapshotStore
+        if hosts is not None:
+            if hosts.is_taken:
+                raise RuntimeError(
+                    "processes serve one engine at a time; close the one there is first"
+                )
+            hosts.is_taken = True
+        self._allocate()
+        if hosts is not None and not hosts.number:
+            hosts.tell(_pack(_BUILT, repr(plan)))
+
+    def rebuild(self) -> None:
+        """Empty pools, in place of those that were there, whose memory is free first.
+
+        An interrupt in the middle of jax's own Python can leave it in a trace that has ended; that
+        is ended here too. Settings and counts have to be set again.
+        """
+        self._make("rebuild")
+
+    def change(self, changes: SlotChanges, moves: bool) -> None:
+        """`apply_changes`; only tables and lengths are changed unless it `moves` arrays."""
+        self._make("change", changes, moves)
+
+    def set_sampling(self, sampling: Sampling) -> None:
+        """Settings of each row, of every step from now on."""
+        self._make("set_sampling", sampling)
+
+    def set_counts(self, counts: DrawnCounts) -> None:
+        """What rows have drawn, in every step from now on."""
+        self._make("set_counts", counts)
+
+    def step(
+        self,
+        step_input: StepInput,
+        snapshots: SnapshotPlan,
+        num_checked: np.ndarray,
+        next_token_ids: np.ndarray,
+        *,
+        is_plain: bool,
+        activations: str,
+        wants_logprobs: bool,
+    ) -> ServeOutput:
+        """`serve_step`, or `plain_decode_step`; what it gives in NumPy.
+
+        Args:
+          step_input: as in `ServeInput`.
+          snapshots: the same.
+          num_checked: the same.
+          next_token_ids: the same.
+          is_plain: takes `plain_decode_step`.
+          activations: as in `decode_step`.
+          wants_logprobs: brings log-probabilities from the device; else they are None.
+        """
+        plain = (num_checked, next_token_ids, is_plain, activations, wants_logprobs)
+        return self._make("step", step_input, snapshots, *plain)
+
+    def save(self, step_input: StepInput, plan: SnapshotPlan) -> None:
+        """`save_reached`."""
+        self._make("save", step_input, plan)
+
+    def scan(self) -> dict[str, Any]:
+        """`scan_cache`."""
+        return self._make("scan")
+
+    def follow(self) -> None:
+        """Makes the calls that process 0 tells of, until it stops."""
+        hosts = self._hosts
+        assert hosts is not None
+        while True:
+            name, arguments = _unpack(hosts.listen())
+            if name == _STOP:
+                hosts.is_taken = False
+                return
+            if name == _BUILT:
+                if arguments != [repr(self._plan)]:
+                    hosts.end(
+                        f"process 0 built its engine otherwise: {arguments[0]}, and process "
+                        f"{hosts.number} {self._plan!r}"
+                    )
+                continue
+            with hosts.call(is_new=self._is_new(name, arguments)):
+                getattr(self, f"_{name}")(*arguments)
+
+    def stop(self) -> None:
+        """Ends `follow` in the other processes."""
+        if self._hosts is not None and not self._hosts.number:
+            self._hosts.tell(_pack(_STOP))
+            self._hosts.is_taken = False
+
+    def _make(self, name: str, *arguments: Any) -> Any:
+        """A call, in every process."""
+        call, hosts = getattr(self, f"_{name}"), self._hosts
+        if hosts is None:
+            return call(*arguments)
+        with hosts.call(is_new=self._is_new(name, arguments)):
+            hosts.tell(_pack(name, *arguments))
+            return call(*arguments)
+
+    def _is_new(self, name: str, arguments: Any) -> bool:
+        """Whether a call may have to be compiled."""
+        leaves = jax.tree.leaves(arguments)
+        key = (name, *(leaf.shape if hasattr(leaf, "shape") else leaf for leaf in leaves))
+        if key in self._known:
+            return False
+        self._known.add(key)
+        return True
+
+    def _allocate(self) -> None:
+        plan = self._plan
+        self.cache, self.store = _empty_pools(
+            plan.config, plan.pools, plan.cache_format, plan.mesh
+        )()
+
+    def _rebuild(self) -> None:
+        reset_trace_state()
+        for leaf in jax.tree.leaves((self.cache, self.store)):
+            if not leaf.is_deleted():
+                leaf.delete()
+        self._allocate()
+
+    def _change(self, changes: SlotChanges, moves: bool) -> None:
+        changes = put(changes, self._plan.mesh)
+        if moves:
+            self.cache = jit_apply_changes(self.cache, self.store, changes)
+        else:
+            self.cache = set_tables(self.cache, changes)
+
+    def _set_sampling(self, sampling: Sampling) -> None:
+        self._sampling = self._keep(sampling)
+
+    def _set_counts(self, counts: DrawnCounts) -> None:
+        self._counts = self._keep(counts)
+
+    def _keep[T](self, value: T) -> T:
+        """An argument of later steps, brought to the devices once."""
+        mesh = self._plan.mesh
+        return jax.device_put(value) if mesh is None else put(value, mesh)
+
+    def _step(
+        self,
+        step_input: StepInput,
+        snapshots: SnapshotPlan,
+        num_checked: Any,
+        next_token_ids: Any,
+        is_plain: bool,
+        activations: str,
+        wants_logprobs: bool,
+    ) -> ServeOutput:
+        plan = self._plan
+        fields = {"num_checked": num_checked, "next_token_ids": next_token_ids}
+        serve_input = ServeInput(
+            step=put(step_input, plan.mesh),
+            snapshots=put(snapshots, plan.mesh),
+            sampling=self._sampling,
+            counts=self._counts,
+            **{name: put(array, plan.mesh) for name, array in fields.items()},
+        )
+        static = {"config": plan.config, "activations": activations}
+        if is_plain:
+            cache, output = jit_plain_decode_step(self.params, self.cache, serve_input, **static)
+            store = self.store
+        else:
+            cache, store, output = jit_serve_step(
+                self.params,
+                self.cache,
+                self.store,
+                serve_input,
+                draft_tokens=plan.draft_tokens,
+                **static,
+            )
+        logprobs = output.logprobs
+        output = dataclasses.replace(output, logprobs=None)
+        output = fetch(output)  # a failure on the device shows here
+        if wants_logprobs:
+            output = dataclasses.replace(output, logprobs=fetch(logprobs))
+        self.cache, self.store = cache, store
+        return output
+
+    def _save(self, step_input: StepInput, plan: SnapshotPlan) -> None:
+        step_input, plan = put(step_input, self._plan.mesh), put(plan, self._plan.mesh)
+        self.store = jit_save_reached(self.store, self.cache, step_input, plan)
+
+    def _scan(self) -> dict[str, Any]:
+        return scan_cache(self.cache, self.store)
+
+
+@functools.lru_cache(maxsize=64)
+def _empty_pools(
+    config: DSV4Config, pools: PoolPlan, cache_format: FormatName, mesh: Mesh | None
+) -> Callable[[], tuple[ModelCache, SnapshotStore]]:
+    """One program that makes pools of these sizes, on every data shard of the mesh."""
+    shards = 1 if mesh is None else mesh_sizes(mesh)[0]
+
+    def build() -> tuple[ModelCache, SnapshotStore]:
+        cache = init_cache(
+            config,
+            max_requests=pools.max_requests * shards,
+            max_context_tokens=pools.max_context_tokens,
+            cache_format=cache_format,
+            num_blocks=pools.num_blocks * shards,
+        )
+        return cache, init_snapshot_store(cache, pools.num_snapshots * shards)
+
+    if mesh is None:
+        return jax.jit(build)
+    where = tuple(shardings_of(value, mesh) for value in jax.eval_shape(build))
+    return jax.jit(build, out_shardings=where)
+
+
+def _pack(name: str, *arguments: Any) -> bytes:
+    """A call as bytes: arrays and plain values, and nothing that could run."""
+    states = [serialization.to_state_dict(one) for one in arguments]
+    numbered = {str(number): state for number, state in enumerate(states)}
+    return serialization.msgpack_serialize({"name": name, "arguments": numbered})
+
+
+def _unpack(message: bytes) -> tuple[str, list[Any]]:
+    found: Any = serialization.msgpack_restore(message)
+    name, states = found["name"], [state for _, state in sorted(found["arguments"].items())]
+    kinds = _ARGUMENTS.get(name, ())
+    trees = [
+        serialization.from_state_dict(_blank(kind), state)
+        for kind, state in zip(kinds, states, strict=False)
+    ]
+    return name, [*trees, *states[len(kinds) :]]
+
+
+def _blank(kind: Any) -> Any:
+    """A tree of a class, with None in place of arrays."""
+    types = typing.get_type_hints(kind)
+    fields = {field.name: types[field.name] for field in dataclasses.fields(kind)}
+    return kind(
+        **{
+            name: _blank(one) if dataclasses.is_dataclass(one) else None
+            for name, one in fields.items()
+        }
+    )

@@ -1,0 +1,56 @@
+"""Commands on a mesh of CPU devices, each in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from programs.mesh_check import ENVIRONMENT
+
+pytestmark = pytest.mark.slow
+MESH = ("--data", "2", "--model", "2")
+
+
+def command(*arguments):
+    """What a command prints to stdout."""
+    done = subprocess.run(
+        [sys.executable, "-m", "dsv4_jax", *arguments],
+        env=os.environ | ENVIRONMENT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_generate_gives_the_text_of_one_device():
+    """Three prompts on two data shards."""
+    texts = ("def add(a, b):", "Return a new", "import")
+    asked = ("generate", *texts, "--max-new-tokens", "12", "--temperature", "0")
+    exact = ("--weights", "float32", "--cache-format", "f32")
+    assert command(*asked, *exact, *MESH) == command(*asked, *exact)
+
+
+def test_verify_finds_nothing_wrong():
+    lines = command("verify", "--cache-format", "fp8_ue8m0", *MESH).splitlines()
+    assert lines[0].split() == ["parameters", "finite"]
+    assert lines[1].startswith("fp8_ue8m0               well, ")
+
+
+def test_bench_times_steps_and_prompts(tmp_path):
+    path = tmp_path / "out.json"
+    small = ("--config", "tiny", "--layers", "2", "--json", str(path), *MESH)
+    lengths = ("--contexts", "200", "--batch", "4")
+    text = command("bench", "decode", "--parts", "step", *lengths, *small)
+    (row,) = json.loads(path.read_text())["rows"]
+    assert (row["data"], row["model"], row["batch"]) == (2, 2, 4)
+    assert row["tokens_per_s"] == pytest.approx(4 / row["step_ms"] * 1e3)
+    assert row["tokens_per_device_s"] == row["tokens_per_s"] / 4
+    assert row["floor_collectives_ms"] < row["floor_ms"] < row["step_ms"]
+    assert row["finite"]
+    assert f"{row['step_ms']:.3f}" in text
+    command("bench", "prefill", "--tokens", "128", "--chunk", "64", *small)
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["tokens_per_s"] == pytest.approx(2 * 128 / row["prefill_s"])

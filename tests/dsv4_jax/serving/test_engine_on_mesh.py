@@ -1,0 +1,76 @@
+"""An engine on a mesh, mostly in `programs.mesh_engine`, and what it refuses."""
+
+import jax
+import pytest
+
+import dsv4_jax as ds
+from dsv4_jax.serving import sizing
+from helpers import serving
+from programs import mesh_engine
+
+MESHES = ("1x1", "1x2", "2x1", "2x2", "4x2")
+
+
+def test_a_short_life_on_two_data_shards_of_two_devices():
+    """Every request gets, to the bit, what it gets alone; verified after every step."""
+    found = mesh_engine.run("2x2", "--events", "40", "--damage", "--small")["2x2"]
+    (life,) = found["lives"]
+    assert life["hit_tokens"] > 0
+    assert life["most_running"] == [2, 2]
+    block = found["damage"]["block"]
+    assert found["damage"]["before"] == []
+    assert found["damage"]["one_shard"] == [f"checksum: data 1, csa.entries block {block}"]
+    assert found["damage"]["one_replica"] == [
+        "replica: data 1, model 1, rows csa.entries checksums"
+    ]
+
+
+@pytest.fixture(scope="module")
+def long_lives():
+    """With drafts, snapshots and every type of layer; by mesh, and tokens of one device."""
+    return mesh_engine.run(*MESHES, "--events", "150", "--alone", "--seeds", "0", "1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_long_lives(long_lives, mesh):
+    assert long_lives[mesh]["greedy"] == long_lives["one device"]
+    for life in long_lives[mesh]["lives"]:
+        assert min(life["most_running"]) > 0
+        for name in ("hit_tokens", "accepted_tokens", "snapshots", "preempt", "fork", "cancel"):
+            assert life[name] > 0, (name, life)
+
+
+@pytest.mark.slow
+def test_long_lives_where_blocks_are_few():
+    found = mesh_engine.run("2x1", "--events", "300", "--scarce", "--seeds", "0", "1", "2")
+    for life in found["2x1"]["lives"]:
+        assert life["preempted"] > 0
+        assert life["evicted_blocks"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mesh": "2x2"}, r"mesh must be a Mesh, got '2x2'"),
+        ({"mesh": jax.make_mesh((1,), ("x",))}, "mesh must be a .* with the axes"),
+    ],
+)
+def test_what_is_no_mesh_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        serving.make_engine(**options)
+
+
+def test_parameters_that_lie_on_a_mesh_want_an_engine_there():
+    mesh = ds.make_mesh()
+    where = ds.param_shardings(serving.CONFIG, mesh)
+    params = jax.device_put(serving.params(), where)
+    with pytest.raises(ValueError, match=r"params lie on the mesh .*; pass it as mesh"):
+        ds.Engine(serving.CONFIG, params)
+
+
+def test_counts_that_do_not_divide_over_data_shards_are_refused():
+    mesh = jax.sharding.AbstractMesh((2, 1), ("data", "model"))
+    for name in ("max_requests", "num_blocks", "num_snapshots"):
+        with pytest.raises(ValueError, match=f"{name}=5 must divide over the mesh's data"):
+            sizing._of_shard(name, 5, mesh, low=0)

@@ -1,0 +1,169 @@
+"""Processes that watch each other: in one, and with four CPU devices in several."""
+
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from dsv4_jax import hosts
+from dsv4_jax.cache.slot_changes import SlotChanges
+from dsv4_jax.serving import engine_arrays
+from programs import hosts_engine
+
+TIMEOUT_S = 0.2
+
+
+class Service:
+    """Keys and values that threads share, in place of those of JAX's coordination service."""
+
+    def __init__(self):
+        self.values = {}
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        assert allow_overwrite or key not in self.values
+        self.values[key] = value
+
+    key_value_set_bytes = key_value_set
+
+    def blocking_key_value_get_bytes(self, key, timeout_in_ms):
+        del timeout_in_ms
+        if key not in self.values:
+            time.sleep(0.01)
+            raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: not yet")
+        return self.values[key]
+
+    def key_value_dir_get(self, key):
+        return [(name, value) for name, value in list(self.values.items()) if key in name]
+
+    def key_value_delete(self, key):
+        del self.values[key]
+
+
+@pytest.fixture
+def pair(monkeypatch):
+    """Two processes in one; what they say when they end."""
+    said = []
+    monkeypatch.setattr(hosts.Hosts, "end", lambda self, text: (said.append(text), self.leave()))
+    monkeypatch.setattr(hosts.atexit, "register", lambda _: None)
+    service = Service()
+    both = [hosts.Hosts(service, number, 2, TIMEOUT_S) for number in range(2)]
+    yield *both, said
+    for one in both:
+        one.leave()
+
+
+def wait_for(condition):
+    for _ in range(500):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it did not happen")
+
+
+def test_what_is_told_is_heard_in_order(pair):
+    first, second, said = pair
+    heard = []
+    listener = threading.Thread(target=lambda: heard.extend(second.listen() for _ in range(100)))
+    listener.start()
+    for number in range(100):
+        first.tell(b"%d" % number)
+        wait_for(lambda number=number: len(heard) > number)
+    listener.join()
+    assert heard == [b"%d" % number for number in range(100)]
+    time.sleep(2 * TIMEOUT_S)
+    assert said == []  # and nobody was silent
+
+
+def test_a_process_that_is_silent_is_named(pair):
+    _, second, said = pair
+    second._left.set()  # without a word
+    wait_for(lambda: said)
+    assert said == [f"process 1 is silent for {TIMEOUT_S:g} s"]
+
+
+def test_a_process_that_leaves_is_not_missed(pair):
+    _, second, said = pair
+    second.leave()
+    time.sleep(3 * TIMEOUT_S)
+    assert said == []
+
+
+def test_a_process_that_does_not_finish_a_call_is_named(pair):
+    first, second, said = pair
+    with second.call(is_new=True):
+        pass
+    with first.call(is_new=True):
+        time.sleep(3 * TIMEOUT_S)  # compiling takes its time
+    assert said == []
+    with first.call(is_new=False):
+        wait_for(lambda: said)
+    assert said[0].endswith("process 1 is behind the others")
+
+
+def test_an_error_in_a_call_ends_the_process(pair):
+    first, _, said = pair
+    with first.call(is_new=False):
+        raise ValueError("no more memory")
+    assert said[-1] == "ValueError: no more memory"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("a:1", 2, None), "give coordinator, num_processes and process_id, or none of them"),
+        (("a", 2, 0), "coordinator must be an address and a port"),
+        (("a:1", 0, 0), "num_processes must be at least 1"),
+        (("a:1", 2, 2), "process_id must be at most 1|process_id must be .*0.*1"),
+    ],
+)
+def test_what_names_no_processes_is_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        hosts.join_hosts(*given)
+    assert hosts.joined() is None
+
+
+def test_a_call_goes_through_bytes_unchanged():
+    width = 3
+    changes = SlotChanges(**{
+        name: np.arange(4, dtype=np.int32) for name in
+        ("slots", "length_tokens", "copy_from", "copy_to", "block_from", "block_to", "load_slots",
+         "load_places", "load_ends")
+    }, block_table=np.ones((4, width), np.int32))  # fmt: skip
+    name, (found, moves) = engine_arrays._unpack(engine_arrays._pack("change", changes, True))
+    assert (name, moves) == ("change", True)
+    assert isinstance(found, SlotChanges)
+    assert found.freed_slots is None
+    assert jax.tree.all(jax.tree.map(np.array_equal, found, changes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "mesh"), [(1, "2x2"), (2, "2x2"), (4, "2x2"), (2, "4x1")])
+def test_tokens_do_not_depend_on_where_devices_lie(count, mesh):
+    found = [hosts_engine.run(count, mesh), hosts_engine.run(1, mesh)]
+    for processes in found:
+        assert [one["status"] for one in processes] == [0] * len(processes), processes
+    several, alone = [hosts_engine.result(processes) for processes in found]
+    assert several == alone
+    assert alone["problems"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("lost", "how", "said"),
+    [
+        (1, "kill", "process 0 ends: process 1 is silent for 10 s"),
+        (1, "stop", "process 0 ends: process 1 is silent for 10 s"),
+        (1, "hang", "a step has not ended for 20 s; process 1 is behind the others"),
+        (0, "stop", "process 1 ends: process 0 is silent for 10 s"),
+        (0, "kill", "the leader task was preempted/died"),  # in JAX's own words
+    ],
+)
+def test_one_that_is_lost_ends_the_others(lost, how, said):
+    found = hosts_engine.run(2, "2x2", lost, how)
+    other = found[1 - lost]
+    assert said in other["err"]
+    assert other["status"] != 0
+    assert other["seconds"] < 4 * hosts_engine.TIMEOUT_S
+    assert "tokens" not in other["out"]  # nothing is half-answered

@@ -1,0 +1,131 @@
+"""An engine on a mesh of four CPU devices that lie in one, two or four processes.
+
+    python -m programs.hosts_engine 2 --mesh 2x2                      tokens, as JSON
+    python -m programs.hosts_engine 2 --mesh 2x2 --lost 1 --how stop  one is lost in the middle
+
+Starts the processes and prints, as JSON, the exit status of each, what it wrote to stderr, the
+seconds that it lived on after one was lost, and what process 0 printed.
+"""
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from programs.mesh_check import ENVIRONMENT, TESTS
+
+DEVICES, TIMEOUT_S, LOST_AT_STEP = 4, 10.0, 3
+
+
+def be_one(arguments):
+    """One of the processes."""
+    number, count, port = arguments.process
+    import dsv4_jax as ds
+
+    if count > 1:
+        ds.hosts.join_hosts(f"127.0.0.1:{port}", count, number, timeout_s=TIMEOUT_S)
+    from programs import mesh_engine
+
+    mesh_engine.use_small_model()
+    mesh = ds.make_mesh(*map(int, arguments.mesh.split("x")))
+    engine = mesh_engine.engine_on(mesh)
+    if number == arguments.lost:
+        lose_at_step(engine, arguments.how)
+    if number:
+        with pytest.raises(RuntimeError, match=f"0 takes requests, and this is process {number}"):
+            engine.submit([1])
+        engine.follow()
+        return
+    tokens = mesh_engine.greedy(engine)
+    problems = [str(one) for one in engine.verify().problems]
+    engine.close()
+    print(json.dumps({"tokens": tokens, "problems": problems}), flush=True)
+
+
+def lose_at_step(engine, how):
+    """The process is killed, is stopped, or hangs, in a step."""
+    arrays, steps = engine._runner.devices, iter(range(10**9))
+    step = arrays._step
+
+    def lose(*call):
+        if next(steps) == LOST_AT_STEP:
+            print("lost", flush=True)
+            if how == "hang":
+                time.sleep(10**6)
+            os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+        return step(*call)
+
+    arrays._step = lose
+
+
+def run(count, mesh, lost=-1, how="kill"):
+    """What the processes did: see above."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = ENVIRONMENT["XLA_FLAGS"].replace("count=8", f"count={DEVICES // count}")
+    paths = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+    environment = os.environ | ENVIRONMENT | {"XLA_FLAGS": flags, "PYTHONPATH": paths}
+    command = [sys.executable, "-m", "programs.hosts_engine", str(count), "--mesh", mesh]
+    command += ["--lost", str(lost), "--how", how, "--process"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [
+        subprocess.Popen([*command, str(i), str(count), str(port)], env=environment, **pipes)
+        for i in range(count)
+    ]
+    found = [{} for _ in processes]
+    lost_at = []
+
+    def watch(number):
+        process, mine = processes[number], found[number]
+        if number == lost:
+            while process.stdout.readline() not in ("lost\n", ""):
+                continue  # what Gloo says
+            lost_at.append(time.monotonic())
+        else:
+            mine["out"], mine["err"] = process.communicate()
+            mine["status"] = process.returncode
+            mine["ended"] = time.monotonic()
+
+    threads = [threading.Thread(target=watch, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(600)
+    for process in processes:
+        process.kill()
+        process.communicate()  # which closes its pipes
+    for mine in found:
+        ended = mine.pop("ended", None)
+        mine["seconds"] = ended - lost_at[0] if lost_at and ended else None
+    return found
+
+
+def result(processes):
+    """What process 0 printed."""
+    return json.loads(processes[0]["out"].splitlines()[-1])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("count", type=int, help="processes")
+    parser.add_argument("--mesh", default="2x2", metavar="DATAxMODEL")
+    parser.add_argument("--lost", type=int, default=-1, help="which one is lost")
+    parser.add_argument("--how", choices=("kill", "stop", "hang"), default="kill")
+    parser.add_argument("--process", type=int, nargs=3, help="be one: number, how many, port")
+    arguments = parser.parse_args()
+    if arguments.process:
+        be_one(arguments)
+    else:
+        print(json.dumps(run(arguments.count, arguments.mesh, arguments.lost, arguments.how)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""An engine on a mesh of CPU devices: random lives, greedy tokens, planted damage.
+
+    python -m programs.mesh_engine 2x2 --events 40 --damage
+    python -m programs.mesh_engine 4x2 2x1 --seeds 0 1 2 --events 300 --scarce
+
+Prints, as JSON, for each mesh the greedy tokens of a few prompts, what happened in the lives, and
+what `verify` found of the damage. A life raises where a request does not get, to the bit, what the
+same mesh gives it alone. `run` runs it in a process of its own, for the number of devices is set
+before JAX starts.
+"""
+
+import argparse
+import dataclasses
+import json
+
+import jax
+import numpy as np
+
+import dsv4_jax as ds
+from helpers import serving
+from helpers.engine_life import Life
+from programs.mesh_check import run_program
+
+PROMPT_TOKENS = (5, 150, 37, 1, 90, 61)
+FEW_BLOCKS, FEW_SNAPSHOTS = 4, 3
+
+
+def use_small_model():
+    """One compressed layer and no drafts, which compiles in a few seconds."""
+    config, params = serving.one_layer(hc_sinkhorn_iters=1, num_mtp_layers=0)
+    serving.CONFIG, serving.params = config, lambda: params
+    serving.SIZES["draft_tokens"] = 0
+
+
+def engine_on(mesh, **changes):
+    """An engine of `helpers.serving` with two slots on each data shard, or on one device."""
+    shards = 1 if mesh is None else mesh.shape["data"]
+    sizes = {"max_requests": 2 * shards, "num_snapshots": 8 * shards, "mesh": mesh}
+    return serving.make_engine(**(sizes | changes))
+
+
+def greedy(engine):
+    """Tokens of a few prompts, all at once."""
+    rng = np.random.default_rng(0)
+    texts = [serving.prompt(rng, length) for length in PROMPT_TOKENS]
+    completions = engine.generate(texts, max_new_tokens=12, stop_token_ids=())
+    return [one.token_ids for one in completions]
+
+
+def lives(mesh, plain, *, seeds, events, scarce):
+    """What happened in random lives, and on which data shards requests ran."""
+    counts = []
+    for seed in seeds:
+        few = {"num_blocks": FEW_BLOCKS, "num_snapshots": FEW_SNAPSHOTS}
+        engine = serving.limit(engine_on(mesh), **few) if scarce else engine_on(mesh, debug=True)
+        life, most = Life(engine, seed, plain), [0] * mesh.shape["data"]
+        for _ in range(events):
+            life.event()
+            now = [shard.running for shard in engine.metrics.data_shards]
+            most = [max(pair) for pair in zip(most, now, strict=True)]
+        life.finish()
+        metrics = engine.metrics
+        names = ("hit_tokens", "accepted_tokens", "preempted", "evicted_blocks", "snapshots")
+        counts.append(life.counts | {name: getattr(metrics, name) for name in names})
+        counts[-1]["most_running"] = most
+    return counts
+
+
+def damage(mesh):
+    """Problems after a bit is changed on the last data shard, then on one device of it."""
+    engine, rng = engine_on(mesh), np.random.default_rng(1)
+    for _ in range(2 * mesh.shape["data"]):
+        engine.submit(serving.prompt(rng, 140), max_new_tokens=60, stop_token_ids=())
+    while min(engine._loop.shards.length_tokens) < 140:
+        engine.step()
+    found = {"before": [str(one) for one in _verify(engine)]}
+    shard = mesh.shape["data"] - 1
+    manager = engine._loop.shards.managers[shard]
+    block = int(manager.block_table[0, 0])
+    number = shard * manager.num_blocks + block
+    devices = mesh.devices[shard].tolist()
+    found["one_shard"] = _changed(engine, number, devices)
+    found["block"] = block
+    if len(devices) > 1:
+        found["one_replica"] = _changed(engine, number, devices[-1:])
+    return found
+
+
+def _verify(engine):
+    """Problems now; what was sealed is what the first call found."""
+    report = engine.verify()
+    engine._loop._seals = engine._loop._seals or report.seals
+    return report.problems
+
+
+def _changed(engine, block, devices):
+    """What `verify` finds where these devices have another value in a block; then it is undone."""
+    arrays, cache = engine._runner.devices, engine.cache
+    pool = cache.paged["csa"]
+    name = next(iter(pool.entries))
+    plane = pool.entries[name]
+    parts = []
+    for part in plane.addressable_shards:
+        value = np.array(part.data)
+        start = part.index[1].start or 0
+        if part.device in devices:
+            value[:, block - start].view(np.uint8)[0, 0, 0] ^= 1
+        parts.append(jax.device_put(value, part.device))
+    wrong = jax.make_array_from_single_device_arrays(plane.shape, plane.sharding, parts)
+    entries = {**pool.entries, name: wrong}
+    paged = {**cache.paged, "csa": dataclasses.replace(pool, entries=entries)}
+    arrays.cache = dataclasses.replace(cache, paged=paged)
+    problems = _verify(engine)
+    arrays.cache = cache
+    assert not _verify(engine)
+    return [f"{one.kind}: {one.where}" for one in problems]
+
+
+def check(name, arguments):
+    """What happened on a mesh "DATAxMODEL"."""
+    mesh = ds.make_mesh(*map(int, name.split("x")))
+    plain = serving.limit(engine_on(mesh), num_snapshots=0)
+    found = {"greedy": greedy(plain), "lives": []}
+    if arguments.events:
+        kinds = {"seeds": arguments.seeds, "events": arguments.events}
+        found["lives"] = lives(mesh, plain, scarce=arguments.scarce, **kinds)
+    if arguments.damage:
+        found["damage"] = damage(mesh)
+    return found
+
+
+def run(*arguments):
+    """What the program prints with these arguments."""
+    return run_program("mesh_engine", *arguments)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("meshes", nargs="+", metavar="DATAxMODEL")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the lives")
+    parser.add_argument("--events", type=int, default=0, help="of each life")
+    parser.add_argument("--scarce", action="store_true", help="few blocks, and nothing poisoned")
+    parser.add_argument("--damage", action="store_true", help="plant some, and verify")
+    parser.add_argument("--alone", action="store_true", help="greedy tokens of one device too")
+    parser.add_argument("--small", action="store_true", help="one layer, no drafts")
+    arguments = parser.parse_args()
+    if arguments.small:
+        use_small_model()
+    found = {name: check(name, arguments) for name in arguments.meshes}
+    if arguments.alone:
+        found["one device"] = greedy(engine_on(None))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
