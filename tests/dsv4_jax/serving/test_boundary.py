@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
-from dsv4_jax.serving import runner
+from dsv4_jax.serving import engine_arrays
 from helpers import bad_search, targets
 from helpers.serving import run_to_end, same_tokens
 
@@ -197,8 +197,7 @@ def test_a_checkpoint_is_not_loaded_for_options_that_are_none():
 def test_warmup_compiles_the_verification_too(engine, monkeypatch):
     """So that the first `verify` compiles nothing; `test_programs` counts it."""
     scanned = []
-    monkeypatch.setattr(runner, "scan_rows", lambda cache: scanned.append(cache))
-    monkeypatch.setattr(runner, "scan_snapshots", lambda store: scanned.append(store))
+    monkeypatch.setattr(engine_arrays, "scan_cache", lambda *pools: scanned.extend(pools))
     monkeypatch.setattr(engine._runner, "run", lambda *_: None)
     monkeypatch.setattr(engine._runner, "save", lambda _: None)
     assert "verification" in dict(engine.warmup())

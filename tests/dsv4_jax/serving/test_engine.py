@@ -12,7 +12,7 @@ from helpers import serving
 
 @pytest.fixture(scope="module")
 def model():
-    """Of one layer: the engine here compiles three programs."""
+    """Of one layer: the engine here compiles two programs."""
     return serving.one_layer(num_mtp_layers=0)
 
 
@@ -23,6 +23,7 @@ def engine(model):
         max_requests=3,
         max_context_tokens=200,
         prefill_tokens=(16, 48),  # the one engine here that chooses between two
+        decode_tokens=16,
         cache_format="f32",
     )
 
@@ -90,7 +91,7 @@ def test_a_stream_that_is_dropped_gives_its_slots_back(engine):
     next(stream)
     stream.close()
     assert engine.generate([[1]], max_new_tokens=2)[0].finish_reason in ("length", "stop")
-    assert engine._loop.manager.num_free_slots == 3
+    assert engine._loop.shards.managers[0].num_free_slots == 3
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,7 @@ def test_bad_input_is_refused_before_anything_starts(engine, arguments, message)
     with pytest.raises(ValueError, match=message):
         engine.generate(settings.pop("prompts"), **settings)
     jax.tree.map(np.testing.assert_array_equal, engine.cache, before)
-    assert engine._loop.manager.num_free_slots == 3
+    assert engine._loop.shards.managers[0].num_free_slots == 3
 
 
 def test_a_context_that_is_filled_to_the_last_token(engine):

@@ -4,131 +4,13 @@ All runs are steps of one program, so that equal means equal to the bit, in toke
 byte of the cache that a request could read.
 """
 
-import functools
-
 import jax
 import numpy as np
 import pytest
 
-from helpers.schedules import assert_same_bytes, live_rows
-from helpers.serving import BUCKET, limit, make_engine, prompt, rows_at, rows_of, run_to_end
-
-
-@functools.cache
-def plain_engine():
-    """Without sharing, speculation or company."""
-    return limit(make_engine(), num_snapshots=0)
-
-
-def alone(text, options):
-    """The completion of a request by itself, without drafts."""
-    engine = plain_engine()
-    return run_to_end(engine, engine.submit(text, **(options | {"speculate": False})))[0]
-
-
-def rows_alone(text, drawn, length, options):
-    """What a request by itself could read once it holds `length` tokens."""
-    engine = plain_engine()
-    request = engine.submit(text, **(options | {"speculate": False}))
-    rows = rows_at(engine, request, length)
-    assert rows["length"] == length
-    assert engine._requests[request].known.tolist()[:length] == [*text, *drawn][:length]
-    engine.cancel(request)
-    return rows
-
-
-class Life:
-    """An engine, and what each of its requests should get."""
-
-    def __init__(self, engine, seed):
-        self.engine = engine
-        self.rng = np.random.default_rng(seed)
-        self.stem = prompt(self.rng, 400)
-        self.texts: dict[int, tuple[list[int], dict]] = {}
-        self.cancelled: set[int] = set()
-        self.counts = dict.fromkeys(
-            ("submit", "step", "cancel", "preempt", "fork", "look", "done"), 0
-        )
-
-    def unfinished(self):
-        return [i for i in self.texts if self.engine._requests[i].finish_reason is None]
-
-    def submit(self):
-        rng = self.rng
-        text = self.stem[: int(rng.integers(1, 400))] if rng.random() < 0.7 else []
-        text = text + prompt(rng, int(rng.integers(1, 60)))
-        options = {
-            "max_new_tokens": int(rng.integers(1, 40)), "temperature": float(rng.integers(0, 2)),
-            "seed": int(rng.integers(0, 100)), "stop_token_ids": (int(rng.integers(0, 96)),),
-            "speculate": bool(rng.random() < 0.7),
-        }  # fmt: skip
-        self.texts[self.engine.submit(text, **options)] = (text, options)
-
-    def fork(self, request_id):
-        """The branch is a request of its own, whose prompt is what had been drawn."""
-        request = self.engine._requests[request_id]
-        known, left = request.known.tolist(), request.num_wanted
-        text, options = self.texts[request_id]
-        seed = int(self.rng.integers(0, 100))
-        new = self.engine.fork(request_id, seed=seed)
-        self.texts[new] = (known, options | {"seed": seed, "max_new_tokens": left})
-        assert text == known[: len(text)]
-
-    def look(self, request_id):
-        """Every byte that a running request could read."""
-        request = self.engine._requests[request_id]
-        text, options = self.texts[request_id]
-        if request.slot < 0 or not request.num_drawn:
-            return False
-        self.engine._runner.apply(self.engine._loop.manager)
-        rows = live_rows(self.engine.cache, request.slot)
-        length = int(rows["length"])
-        if length < len(text):
-            return False
-        drawn = request.known.tolist()[len(text) :]
-        assert_same_bytes(rows, rows_alone(text, drawn, length, options))
-        return True
-
-    def event(self):
-        unfinished, draw = self.unfinished(), self.rng.random()
-        kind = "step"
-        if not unfinished or (draw < 0.12 and len(unfinished) < 9):
-            self.submit()
-            kind = "submit"
-        elif draw < 0.22:
-            request_id = unfinished[self.rng.integers(0, len(unfinished))]
-            kind = ("cancel", "preempt", "fork", "look")[self.rng.integers(0, 4)]
-            if kind == "cancel":
-                assert self.engine.cancel(request_id)
-                self.cancelled.add(request_id)
-            elif kind == "preempt" and not self.engine.preempt(request_id):
-                return
-            elif kind == "fork":
-                self.fork(request_id)
-            elif kind == "look" and not self.look(request_id):
-                return
-        else:
-            self.engine.step()
-        self.counts[kind] += 1
-
-    def finish(self):
-        while self.engine.num_unfinished:
-            self.engine.step()
-        for request_id, (text, options) in self.texts.items():
-            request = self.engine._requests[request_id]
-            start = len(text) - request.prompt_tokens  # what a fork had already
-            got = self.engine.completion(request_id)
-            want = alone(text, options)
-            if request_id in self.cancelled:
-                assert got.finish_reason == "cancelled"
-                assert got.token_ids[start:] == want.token_ids[: len(got.token_ids) - start]
-            else:
-                assert got.token_ids[start:] == want.token_ids
-                assert got.finish_reason == want.finish_reason
-                self.counts["done"] += 1
-        assert not self.engine.verify().problems
-        metrics = self.engine.metrics
-        assert (metrics.running, metrics.waiting, metrics.used_blocks) == (0, 0, 0)
+from helpers.engine_life import Life, alone, rows_alone
+from helpers.schedules import assert_same_bytes
+from helpers.serving import BUCKET, limit, make_engine, prompt, rows_of, run_to_end
 
 
 @pytest.mark.parametrize(
@@ -189,6 +71,8 @@ def test_a_fork_and_its_parent_have_the_bytes_of_requests_alone():
         assert len(drawn) >= 8
         assert_same_bytes(rows, rows_alone(start, drawn, int(rows["length"]), wanted))
     assert engine._requests[parent].known.tolist() != engine._requests[fork].known.tolist()
+    usage = [engine._requests[one].completion(None).hit_tokens for one in (parent, fork)]
+    assert usage == [0, len(text)]
 
 
 def test_what_was_admitted_is_served_when_blocks_run_out():
@@ -251,11 +135,11 @@ def test_a_step_that_raises_harms_nobody(monkeypatch, takes_the_cache):
         raise Lost
 
     monkeypatch.setattr(engine._runner, "run", fail)
-    before = engine._loop.manager.length_tokens.copy()
+    before = engine._loop.shards.length_tokens.copy()
     with pytest.raises(Lost):
         engine.step()
     if not takes_the_cache:
-        np.testing.assert_array_equal(engine._loop.manager.length_tokens, before)
+        np.testing.assert_array_equal(engine._loop.shards.length_tokens, before)
     monkeypatch.setattr(engine._runner, "run", run)
     for done, text in zip(run_to_end(engine, *ids), texts, strict=True):
         assert done == alone(text, options)
@@ -276,7 +160,7 @@ def test_a_step_that_fails_while_it_is_counted_harms_nobody(monkeypatch, place):
             raise Lost
         return method(*arguments)
 
-    manager = engine._loop.manager
+    manager = engine._loop.shards.managers[0]
     owner = manager if place == "advance" else manager.prefixes
     method = getattr(owner, place)
     monkeypatch.setattr(owner, place, fail)
@@ -284,7 +168,7 @@ def test_a_step_that_fails_while_it_is_counted_harms_nobody(monkeypatch, place):
         run_to_end(engine, *ids)
     for done, text in zip(run_to_end(engine, *ids), texts, strict=True):
         assert done == alone(text, options)
-    assert engine._loop.manager is not manager
+    assert engine._loop.shards.managers[0] is not manager
     assert not engine.verify().problems
 
 
@@ -294,7 +178,7 @@ def test_an_error_in_one_request_is_that_requests_alone(monkeypatch):
     good, bad = (engine.submit(prompt(rng, 20), max_new_tokens=9, stop_token_ids=())
                  for _ in range(2))  # fmt: skip
 
-    def fail(token_id, tokenizer):
+    def fail(*arguments):
         raise Lost
 
     monkeypatch.setattr(engine._requests[bad], "add", fail)
@@ -360,7 +244,7 @@ def test_memory_is_flat_over_many_requests():
             arrays = len(jax.live_arrays())
     assert len(jax.live_arrays()) <= arrays
     assert not engine._requests
-    tree = engine._loop.manager.prefixes.tree
+    tree = engine._loop.shards.managers[0].prefixes.tree
     assert len(tree._leaves) <= 64 + 4 * len(tree.nodes)
     assert not engine.verify().problems
 

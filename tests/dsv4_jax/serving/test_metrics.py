@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 import dsv4_jax as ds
+from dsv4_jax.serving import prometheus
 from helpers.serving import make_engine, prompt, run_to_end
 
 
@@ -78,6 +80,9 @@ def test_prometheus_says_the_same(engine):
     assert samples["dsv4_finished_total", "length"] == 6
     assert samples["dsv4_cached_blocks",] == metrics.cached_blocks
     assert samples["dsv4_used_bytes", "csa entries"] == metrics.used_bytes["csa entries"]
+    assert samples["dsv4_data_shards_cached_blocks", "0"] == metrics.cached_blocks
+    bytes_used = samples["dsv4_data_shards_used_bytes", "0", "csa entries"]
+    assert bytes_used == metrics.used_bytes["csa entries"]
     assert samples["dsv4_first_token_seconds_count",] == metrics.first_token_s.count
     assert samples["dsv4_first_token_seconds_sum",] == pytest.approx(metrics.first_token_s.total)
     assert samples["dsv4_first_token_seconds_bucket", "+Inf"] == metrics.first_token_s.count
@@ -87,10 +92,33 @@ def test_prometheus_says_the_same(engine):
         assert any(field.name.removesuffix("_s") in name for name in names), field.name
 
 
-def test_a_histogram_counts_and_finds_quantiles():
+def test_a_histogram_counts_and_estimates_quantiles():
+    """By interpolation within a bucket, never beyond what was seen; never far from numpy's."""
     histogram = ds.serving.Histogram(bounds=(1.0, 2.0, 4.0))
+    assert np.isnan(histogram.quantile(0.5))
     for value in (0.5, 1.0, 1.5, 3.0, 9.0):
         histogram.add(value)
     assert histogram.counts == [2, 1, 1, 1]
     assert (histogram.count, histogram.total) == (5, 15.0)
-    assert [histogram.quantile(q) for q in (0.2, 0.5, 0.8, 1.0)] == [1.0, 2.0, 4.0, float("inf")]
+    assert [histogram.quantile(q) for q in (0, 0.2, 0.5, 0.7, 0.9, 1)] == [
+        0.5, 0.75, 1.5, 3.0, 6.5, 9.0,
+    ]  # fmt: skip
+    values = np.random.default_rng(0).uniform(0.2, 3.7, 1000)
+    histogram = ds.serving.Histogram(bounds=(1.0, 2.0, 4.0))
+    for value in values:
+        histogram.add(value)
+    shares = np.linspace(0, 1, 41)
+    found = [histogram.quantile(share) for share in shares]
+    assert np.abs(found - np.quantile(values, shares)).max() < 0.1
+    assert ds.serving.Histogram(bounds=(1.0, 2.0), counts=[0, 0, 3]).quantile(0.5) == 2.0
+
+
+def test_prometheus_has_a_text_for_every_metric_without_docstrings(monkeypatch):
+    """`python -OO` drops docstrings; what is shown must not come from them."""
+    monkeypatch.setattr(ds.serving.Metrics, "__doc__", None)
+    module = importlib.reload(prometheus)
+    texts = {
+        m.name: m.documentation for m in module.MetricsCollector(ds.serving.Metrics()).collect()
+    }
+    assert texts["dsv4_evicted_blocks"] == "blocks of cached prefixes that gave way"
+    assert all(" " in text and text not in name for name, text in texts.items())

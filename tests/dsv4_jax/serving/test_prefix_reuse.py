@@ -1,8 +1,5 @@
 """Prefix reuse: what is shared, and that a hit is a cold run to the bit."""
 
-import dataclasses
-
-import jax
 import numpy as np
 import pytest
 
@@ -10,11 +7,11 @@ import dsv4_jax as ds
 from helpers import slow
 from helpers.schedules import assert_same_bytes
 from helpers.serving import (
-    CONFIG,
     CSA,
     SIZES,
     limit,
     make_engine,
+    one_layer,
     prompt,
     rows_at,
     rows_of,
@@ -71,7 +68,10 @@ def test_the_same_request_again_hits_all_but_its_last_block_of_tokens(rng, lengt
     assert hits(engine) == 0
     (second,) = run_to_end(engine, engine.submit(text, **WANTED))
     same_tokens(second, first)
-    assert hits(engine) == (length - 1) // 128 * 128
+    spared = (length - 1) // 128 * 128
+    assert hits(engine) == spared
+    usage = [(done.prompt_tokens, done.hit_tokens) for done in (first, second)]
+    assert usage == [(length, 0), (length, spared)]
 
 
 @pytest.mark.slow
@@ -80,13 +80,10 @@ def test_a_boundary_inside_a_chunk_is_kept(rng):
 
     A CSA layer alone has all that a snapshot holds.
     """
-    config = dataclasses.replace(
-        CONFIG, layer_types=(CSA,), router_types=(ds.RouterType.LEARNED,), num_mtp_layers=0
-    )
-    weights = ds.init_params(config, jax.random.key(0))
+    model = one_layer(CSA, num_mtp_layers=0)
     sizes = SIZES | {"prefill_tokens": (300,), "decode_tokens": 300, "draft_tokens": 0}
     text = prompt(rng, 300)
-    engine = ds.Engine(config, weights, **sizes)
+    engine = ds.Engine(*model, **sizes)
     run_to_end(engine, engine.submit(text, **WANTED))
     assert engine.metrics.snapshots == 2
     for shared in (128, 256):
@@ -95,7 +92,7 @@ def test_a_boundary_inside_a_chunk_is_kept(rng):
         request = engine.submit(other, **WANTED)
         engine.step()
         assert hits(engine) - before == shared
-        cold = ds.Engine(config, weights, **sizes)
+        cold = ds.Engine(*model, **sizes)
         alone = cold.submit(other, **WANTED)
         cold.step()
         assert_same_bytes(rows_of(engine, request), rows_of(cold, alone))
@@ -133,7 +130,7 @@ def test_running_requests_share_blocks_by_reference(rng):
     ids = [engine.submit(head + prompt(rng, 20 + i), **WANTED) for i in range(3)]
     engine.step()
     slots = [engine._requests[i].slot for i in ids]
-    tables = engine._loop.manager.block_table[slots]
+    tables = engine._loop.shards.managers[0].block_table[slots]
     assert np.all(tables[:, :2] == tables[0, :2])
     assert len(set(tables[:, 2])) == 3
     assert engine.metrics.used_blocks == 2 + 3

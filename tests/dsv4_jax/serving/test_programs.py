@@ -1,6 +1,5 @@
 """The programs that an engine runs: compiled at warm-up, never after, and equal across shapes."""
 
-import dataclasses
 import functools
 
 import jax
@@ -10,11 +9,8 @@ import pytest
 
 import dsv4_jax as ds
 from helpers import slow, tolerance
-from helpers.serving import CSA, SIZES, prompt, run_to_end
+from helpers.serving import SIZES, one_layer, prompt, run_to_end
 
-CONFIG = dataclasses.replace(
-    ds.DSV4Config.tiny(), layer_types=(CSA,), router_types=(ds.RouterType.LEARNED,)
-)
 GENERAL = ["tables", "copies and snapshot loads", "snapshots between steps", "step of 24 tokens"]
 CASES = {
     "plain": (
@@ -25,13 +21,11 @@ CASES = {
 }
 
 
-@functools.cache
-def params():
-    return ds.init_params(CONFIG, jax.random.key(0))
+model = functools.cache(one_layer)
 
 
 def make_engine(**changes):
-    return ds.Engine(CONFIG, params(), **(SIZES | {"cache_format": "f32"} | changes))
+    return ds.Engine(*model(), **(SIZES | {"cache_format": "f32"} | changes))
 
 
 @pytest.mark.parametrize("case", slow.all_but(["drafts, debugged"], list(CASES)))
@@ -48,10 +42,13 @@ def test_nothing_compiles_after_warmup(case):
     rng = np.random.default_rng(3)
     text = prompt(rng, 200)
     for is_lost in (False, True):
+        settings = ({}, {"temperature": 1.0}, {"temperature": 0.5, "logprobs": 3},
+                    {"logit_bias": {5: 2}, "frequency_penalty": 1.0})  # fmt: skip
         ids = [
-            engine.submit(text[:n], max_new_tokens=70, temperature=t, stop_token_ids=())
-            for n, t in ((200, 0.0), (130, 1.0), (100, 0.5), (3, 0.0))
+            engine.submit(text[:n], max_new_tokens=70, stop_token_ids=(), **more)
+            for n, more in zip((200, 130, 100, 3), settings, strict=True)
         ]
+        ids += engine.submit_many(text[:40], 3, max_new_tokens=5, stop_token_ids=())
         for _ in range(12):
             engine.step()
         engine.preempt(ids[0])
@@ -88,7 +85,8 @@ def test_drafts_change_no_greedy_token_across_shapes():
     alone = [run_to_end(plain, plain.submit(text, **wanted))[0].token_ids for text in texts]
     histories = [[*text, *drawn] for text, drawn in zip(texts, alone, strict=True)]
     padded = jnp.asarray([ids + [0] * (180 - len(ids)) for ids in histories], jnp.int32)
-    logits = jax.jit(ds.forward, static_argnames="config")(params(), padded, config=CONFIG)
+    config, params = model()
+    logits = jax.jit(ds.forward, static_argnames="config")(params, padded, config=config)
     for text, row in zip(texts, np.asarray(logits), strict=True):
         best = np.sort(row[len(text) - 1 :][:30], axis=-1)
         assert np.min(best[:, -1] - best[:, -2]) > 10 * tolerance.INTERMEDIATE

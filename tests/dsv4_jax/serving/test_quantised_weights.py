@@ -1,6 +1,5 @@
 """The engine on weights in the formats of the release, and which activations each step takes."""
 
-import dataclasses
 import functools
 
 import jax
@@ -14,12 +13,7 @@ from helpers import serving
 from helpers.serving import prompt, run_to_end
 from pallas_kernels.common.weights import MXFP4, BlockFP8
 
-CONFIG = dataclasses.replace(
-    serving.CONFIG,
-    layer_types=(serving.CSA,),
-    router_types=(ds.RouterType.LEARNED,),
-    num_mtp_layers=0,
-)
+CONFIG = serving.one_layer_config(serving.CSA, num_mtp_layers=0)
 SIZES = {"max_requests": 2, "max_context_tokens": 128, "prefill_tokens": (8,), "num_blocks": 4}
 
 
@@ -59,8 +53,8 @@ class Calls:
         self.forms, self.num_slots = [], engine._runner.plan.max_requests
         engine._runner._call = self
 
-    def __call__(self, serve_input, is_plain, activations):
-        rows = np.asarray(serve_input.step.request_ids)
+    def __call__(self, step_input, *_, is_plain, activations, wants_logprobs):
+        rows = np.asarray(step_input.request_ids)
         counts = np.bincount(rows[rows >= 0], minlength=self.num_slots).astype(np.int32)
         self.forms.append((is_plain, activations))
         return StepResult(

@@ -1,0 +1,152 @@
+"""Answers HTTP clients; the room `serve` comes with an extra, and is imported when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import os
+import pathlib
+import sys
+
+import jax.numpy as jnp
+
+from dsv4_jax.checkpoint.find import find_checkpoint
+from dsv4_jax.cli.arguments import chosen_mesh
+from dsv4_jax.cli.memory import check_engine_memory
+from dsv4_jax.cli.serve_options import add_engine, add_limits, add_protocol
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.serving.async_engine import AsyncEngine
+from dsv4_jax.serving.engine import Engine
+
+API_KEY = "DSV4_JAX_API_KEY"
+"""Where the key is looked for if no option gives one."""
+
+_WAY_OUT = "fewer --max-requests, fewer --max-context-tokens, another --cache-format, or what \
+`dsv4-jax plan` says would fit"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this command's arguments."""
+    parser.add_argument(
+        "checkpoint",
+        nargs="?",
+        help="a directory, or a model on the Hugging Face hub (owner/model); if not given, the "
+        "small model that comes with the package",
+    )
+    parser.add_argument(
+        "--revision",
+        help="branch, tag or commit of a model on the hub; if not given, its main branch",
+    )
+    add_protocol(parser, API_KEY)
+    add_limits(parser)
+    add_engine(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Loads, compiles, and serves until a signal says otherwise."""
+    try:
+        from dsv4_jax.serve import Server, ServeSettings
+        from dsv4_jax.serve.server import bind
+    except ImportError as error:
+        raise ValueError(
+            f"{error.name} is not installed; the server's libraries come with the extra serve: "
+            "pip install 'dsv4-jax[serve]'"
+        ) from None
+    settings = ServeSettings(
+        model_name=args.model_name or _name_of(args.checkpoint),
+        api_keys=_find_keys(args.api_key),
+        thinks=args.think,
+        release=args.release,
+        max_body_bytes=args.max_body_bytes,
+        max_choices=args.max_choices,
+        stall_timeout_s=args.stall_timeout,
+        drain_timeout_s=args.drain_timeout,
+        max_connections=args.max_connections,
+        log_prompts=args.log_prompts,
+    )
+    bound = bind(args.host, args.port)  # before minutes of loading
+    try:
+        engine = _build(args)
+        _log_to_stderr()
+        shared = AsyncEngine(
+            engine, max_waiting=args.max_waiting, queue_timeout_s=args.queue_timeout
+        )
+        server = Server(shared, settings, bound)
+    except BaseException:
+        bound.close()
+        raise
+    obstacle = server.endpoints.conversations.obstacle
+    if obstacle is not None:
+        _note(f"no conversations: {obstacle}; /v1/completions works")
+    to_whom = "" if settings.api_keys else ", for everybody who reaches it: there is no --api-key"
+    _note(f"{settings.model_name} answers at {server.url}{to_whom}")
+    server.run()
+    return 0
+
+
+def _name_of(checkpoint: str | None) -> str:
+    return "shipped" if checkpoint is None else pathlib.Path(checkpoint).resolve().name
+
+
+def _build(args: argparse.Namespace) -> Engine:
+    folder = find_checkpoint(args.checkpoint, revision=args.revision)
+    config = DSV4Config.from_hf(folder, follow_links=args.follow_links)
+    sizes = {
+        "max_requests": args.max_requests,
+        "max_context_tokens": min(args.max_context_tokens, config.max_position_embeddings),
+        "cache_format": args.cache_format,
+    }
+    mesh = chosen_mesh(args)
+    if args.gpu_memory_fraction is None:
+        decoded = None if args.weights == "stored" else args.weights
+        check_engine_memory(
+            config,
+            folder,
+            weights=args.weights,
+            dtype=jnp.dtype(args.dtype or decoded or jnp.bfloat16),
+            follow_links=args.follow_links,
+            mesh=mesh,
+            way_out=_WAY_OUT,
+            **sizes,
+        )
+    engine = Engine.from_checkpoint(
+        folder,
+        mesh=mesh,
+        weights=args.weights,
+        dtype=args.dtype,
+        check_weights=args.check_weights,
+        follow_links=args.follow_links,
+        prefill_tokens=args.prefill_tokens,
+        draft_tokens=args.draft_tokens,
+        gpu_memory_fraction=args.gpu_memory_fraction,
+        activations=args.activations,
+        prefill_activations=args.prefill_activations,
+        **sizes,
+    )
+    _note("compiling")
+    _note(f"compiled in {math.fsum(seconds for _, seconds in engine.warmup()):.0f} s")
+    return engine
+
+
+def _find_keys(given: list[str]) -> tuple[str, ...]:
+    keys = given or [key for key in [os.environ.get(API_KEY, "")] if key]
+    for key in keys:
+        if not (key.isascii() and key.isprintable()) or " " in key or not key:
+            raise ValueError("--api-key must be of printable ASCII characters without spaces")
+    return tuple(keys)
+
+
+def _log_to_stderr() -> None:
+    """Lines of requests are JSON; those of the server's own troubles are text."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    for name, level in (("dsv4_jax", logging.INFO), ("uvicorn.error", logging.ERROR)):
+        logger = logging.getLogger(name)
+        logger.setLevel(level)
+        logger.addHandler(handler)
+        logger.propagate = False
+
+
+def _note(text: str) -> None:
+    print(f"[{text}]", file=sys.stderr, flush=True)

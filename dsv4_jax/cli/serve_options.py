@@ -1,0 +1,125 @@
+"""The options of `dsv4-jax serve`."""
+
+from __future__ import annotations
+
+import argparse
+
+from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
+from dsv4_jax.cli.arguments import add_activations, add_loading, add_mesh, real, whole, wholes
+from dsv4_jax.serving.sizing import MAX_DRAFT_TOKENS
+from pallas_kernels.common.formats import CACHE_FORMATS
+
+
+def add_protocol(parser: argparse.ArgumentParser, key_variable: str) -> None:
+    """Adds where the server answers, to whom, and in which words."""
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 is every interface"
+    )
+    parser.add_argument(
+        "--port", type=whole(0, 2**16 - 1), default=8000, help="0 is one that is free"
+    )
+    parser.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        help="key that clients need, repeatable; prefixes of different keys are kept apart; if "
+        f"not given, {key_variable}, which other users of the machine do not see; else none",
+    )
+    parser.add_argument(
+        "--model-name", help="what clients call the model; if not given, the checkpoint's last name"
+    )
+    parser.add_argument(
+        "--release",
+        choices=("first", "later"),
+        default="first",
+        help="release of the checkpoint, by which efforts of reasoning are rendered",
+    )
+    parser.add_argument(
+        "--think",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="let conversations think unless a request says otherwise",
+    )
+    parser.add_argument(
+        "--log-prompts", action="store_true", help="write the bodies of requests to the log"
+    )
+
+
+def add_limits(parser: argparse.ArgumentParser) -> None:
+    """Adds what one client can take from the others."""
+    parser.add_argument(
+        "--max-waiting", type=whole(1, 2**24), default=256, help="most requests without a slot"
+    )
+    parser.add_argument(
+        "--queue-timeout",
+        type=real(0, 1e6),
+        default=60.0,
+        help="seconds without a slot after which a request is refused",
+    )
+    parser.add_argument(
+        "--max-body-bytes", type=whole(), default=4 * 2**20, help="largest body of a request"
+    )
+    parser.add_argument(
+        "--max-choices", type=whole(1, 128), default=16, help="most answers to one request"
+    )
+    parser.add_argument(
+        "--max-connections", type=whole(1, 2**16), default=1000, help="most connections at once"
+    )
+    parser.add_argument(
+        "--stall-timeout",
+        type=real(0.1, 1e6),
+        default=30.0,
+        help="seconds without reading after which a client is cut off",
+    )
+    parser.add_argument(
+        "--drain-timeout",
+        type=real(0, 1e6),
+        default=30.0,
+        help="seconds that answers have to end after SIGTERM",
+    )
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """Adds the sizes of the engine."""
+    parser.add_argument(
+        "--max-requests", type=whole(1, 2**16), default=8, help="requests that run at once"
+    )
+    parser.add_argument(
+        "--max-context-tokens", type=whole(), default=4096, help="longest prompt and answer"
+    )
+    parser.add_argument(
+        "--prefill-tokens",
+        type=wholes(),
+        help="sizes of steps that hold prompts; if not given, 64,256",
+    )
+    parser.add_argument(
+        "--draft-tokens",
+        type=whole(0, MAX_DRAFT_TOKENS),
+        default=0,
+        help="tokens that the draft block guesses in a step; 0 is no speculation",
+    )
+    parser.add_argument(
+        "--cache-format",
+        choices=CACHE_FORMATS,
+        default=DEFAULT_CACHE_FORMAT,
+        help="how the cache stores entries and index keys",
+    )
+    parser.add_argument(
+        "--gpu-memory-fraction",
+        type=real(0.01, 1),
+        help="of a device's memory; if not given, as much as all requests of full length take",
+    )
+    parser.add_argument(
+        "--weights",
+        choices=("stored", "bfloat16", "float32"),
+        default="stored",
+        help="FP8 and FP4 weights as they are stored, or decoded",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        help="of activations; if not given, that of decoded weights, or else bfloat16",
+    )
+    add_activations(parser)
+    add_mesh(parser)
+    add_loading(parser)

@@ -1,0 +1,286 @@
+"""The application: endpoints over one asynchronous engine."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import prometheus_client
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from tokenizers import Tokenizer
+
+from dsv4_jax.serve import fields
+from dsv4_jax.serve.answer import Answer, Renderer
+from dsv4_jax.serve.body import parse_object, read_body
+from dsv4_jax.serve.completions import CompletionRenderer, read_completion
+from dsv4_jax.serve.conversation_renderer import ConversationRenderer
+from dsv4_jax.serve.conversations import Conversations
+from dsv4_jax.serve.dialects import CHAT, MESSAGES, RESPONSES, Dialect, check_dialect
+from dsv4_jax.serve.errors import ApiError, as_api_error, refuse
+from dsv4_jax.serve.fields import check_fields, read_flag
+from dsv4_jax.serve.guard import Guard
+from dsv4_jax.serve.record import Record
+from dsv4_jax.serve.settings import ServeSettings
+from dsv4_jax.serving.async_engine import AsyncEngine, AsyncStream
+from dsv4_jax.serving.prometheus import MetricsCollector
+from dsv4_jax.step.sampling import SamplingParams
+
+_LONG_BODY = 2**15
+"""Bytes."""
+
+
+class Endpoints:
+    """What answers at each path.
+
+    Attributes:
+      engine: what serves the requests.
+      settings: of the server.
+      conversations: what renders and parses them.
+      is_draining: new requests are refused.
+    """
+
+    def __init__(self, engine: AsyncEngine, settings: ServeSettings) -> None:
+        """Endpoints of one engine."""
+        self.engine = engine
+        self.settings = settings
+        self.is_draining = False
+        self._tokenizer = engine.engine.tokenizer
+        pools = engine.engine._plan.pools
+        self._max_context_tokens = min(
+            pools.max_context_tokens, pools.num_blocks * pools.block_tokens
+        )
+        self.conversations = Conversations(
+            settings,
+            None if self._tokenizer is None else self._tokenizer.to_str(),
+            self._max_context_tokens,
+        )
+        self._salt = secrets.token_bytes(16)
+        self._created = int(time.time())
+        self._registry = prometheus_client.CollectorRegistry()
+        self._registry.register(MetricsCollector(engine.metrics))
+        self._threads = concurrent.futures.ThreadPoolExecutor(2, "dsv4-jax-bodies")
+
+    def close(self) -> None:
+        """Ends its threads."""
+        self._threads.shutdown()
+
+    async def completions(self, request: Request) -> Any:
+        """`POST /v1/completions`."""
+
+        def start(raw: bytes, record: Record) -> tuple[list[AsyncStream], Renderer]:
+            body = self._parse(raw, record, fields.COMPLETIONS)
+            asked = read_completion(body, max_choices=self.settings.max_choices)
+            renderer = CompletionRenderer(asked, self.settings.model_name, self._tokenizer)
+            return self._submit(asked.prompts, asked.n, asked.sampling, record), renderer
+
+        return await self._answer(request, start)
+
+    def converse(self, dialect: Dialect) -> Callable[[Request], Awaitable[Any]]:
+        """`POST /v1/chat/completions`, `/v1/responses` and `/v1/messages`."""
+
+        async def answer(request: Request) -> Any:
+            def start(raw: bytes, record: Record) -> tuple[list[AsyncStream], Renderer]:
+                body = self._parse(raw, record)
+                asked = self.conversations.read(body, dialect)
+                assert self.conversations.tokenizer is not None
+                renderer = ConversationRenderer(
+                    asked, dialect, self.settings.model_name, self.conversations.tokenizer
+                )
+                return self._submit([asked.prompt_ids], asked.n, asked.sampling, record), renderer
+
+            return await self._answer(request, start)
+
+        return answer
+
+    async def count_tokens(self, request: Request) -> Response:
+        """`POST /v1/messages/count_tokens`."""
+
+        def count(raw: bytes, record: Record) -> Response:
+            body = {"max_tokens": 1} | self._parse(raw, record)
+            given = check_dialect(body, MESSAGES, max_tools=self.settings.max_tools)
+            converted, _ = self.conversations.convert(given, MESSAGES)
+            return JSONResponse({"input_tokens": len(self.conversations.encode(converted))})
+
+        return await self._read_and(request, count)
+
+    async def tokenize(self, request: Request) -> Response:
+        """`POST /tokenize`: a text's token ids."""
+
+        def encode(raw: bytes, record: Record) -> Response:
+            body = self._parse(raw, record, fields.TOKENIZE)
+            prompt = body.get("prompt")
+            if not isinstance(prompt, str):
+                refuse("prompt", "must be a text")
+            has_special = read_flag({"add_special_tokens": True} | body, "add_special_tokens")
+            ids = self._need_tokenizer().encode(prompt, add_special_tokens=has_special).ids
+            limit = self._max_context_tokens
+            return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": limit})
+
+        return await self._read_and(request, encode)
+
+    async def detokenize(self, request: Request) -> Response:
+        """`POST /detokenize`: the text of token ids."""
+
+        def decode(raw: bytes, record: Record) -> Response:
+            tokens = self._parse(raw, record, fields.DETOKENIZE).get("tokens")
+            size = self.engine.engine.config.vocab_size
+            if not isinstance(tokens, list) or not all(
+                type(token) is int and 0 <= token < size for token in tokens
+            ):
+                refuse("tokens", f"must be a list of token ids from 0 to {size - 1}")
+            text = self._need_tokenizer().decode(tokens, skip_special_tokens=False)
+            return JSONResponse({"prompt": text})
+
+        return await self._read_and(request, decode)
+
+    async def models(self, request: Request) -> Response:
+        """`GET /v1/models` and `/v1/models/NAME`, in OpenAI's and Anthropic's fields at once."""
+        name = self.settings.model_name
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._created))
+        model = {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "dsv4-jax",
+            "type": "model",
+            "display_name": name,
+            "created_at": stamp,
+            "max_model_len": self._max_context_tokens,
+        }
+        wanted = request.path_params.get("name")
+        if wanted is None:
+            ends = {"first_id": name, "last_id": name, "has_more": False}
+            return JSONResponse({"object": "list", "data": [model]} | ends)
+        self._check_model(wanted)
+        return JSONResponse(model)
+
+    async def health(self, request: Request) -> Response:
+        """`GET /health`: whether requests are taken."""
+        is_well = self.engine.is_serving and not self.is_draining
+        return JSONResponse({"status": "ok" if is_well else "ending"}, 200 if is_well else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        """`GET /metrics`, for Prometheus."""
+        text = prometheus_client.generate_latest(self._registry)
+        return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+    async def _answer(
+        self,
+        request: Request,
+        start: Callable[[bytes, Record], tuple[list[AsyncStream], Renderer]],
+    ) -> Answer:
+        """Reads a body, submits what it asks for, and gives the answer to come."""
+        if self.is_draining:
+            raise ApiError(503, "the server is shutting down")
+        streams, renderer = await self._read_and(request, start)
+        return Answer(streams, renderer, request.scope["record"])
+
+    async def _read_and[R](self, request: Request, call: Callable[[bytes, Record], R]) -> R:
+        """What a call makes of a body; a long one in a thread, so that the event loop goes on."""
+        raw, record = await self._read(request), request.scope["record"]
+        if len(raw) <= _LONG_BODY:
+            return call(raw, record)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, call, raw, record)
+
+    def _need_tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise ApiError(400, "the checkpoint has no tokenizer")
+        return self._tokenizer
+
+    async def _read(self, request: Request) -> bytes:
+        return await read_body(
+            request,
+            max_bytes=self.settings.max_body_bytes,
+            timeout_s=self.settings.body_timeout_s,
+        )
+
+    def _parse(
+        self, raw: bytes, record: Record, rules: Mapping[str, fields.Rule] | None = None
+    ) -> dict[str, Any]:
+        body = parse_object(raw)
+        if self.settings.log_prompts:
+            record.details["body"] = body
+        given = body if rules is None else check_fields(body, rules)
+        self._check_model(given.get("model", None if rules is None else self.settings.model_name))
+        return given
+
+    def _check_model(self, name: object) -> None:
+        if not isinstance(name, str):
+            refuse("model", "must be a text")
+        if name != self.settings.model_name:
+            raise ApiError(
+                404,
+                f"there is no model {json.dumps(name[:100])} here, but "
+                f"{json.dumps(self.settings.model_name)}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def _submit(
+        self,
+        prompts: Sequence[str | list[int]],
+        n: int,
+        sampling: SamplingParams,
+        record: Record,
+    ) -> list[AsyncStream]:
+        """Submits n requests for each prompt, or none."""
+        key = f"{record.key}".encode()
+        salt = hashlib.sha256(self._salt + key).hexdigest() if record.key >= 0 else ""
+        streams: list[AsyncStream] = []
+        try:
+            for prompt in prompts:
+                streams += self.engine.submit_many(prompt, n, sampling=sampling, salt=salt)
+        except Exception as error:
+            for stream in streams:
+                stream.cancel()
+            if isinstance(error, ValueError):
+                raise ApiError(400, str(error), param="prompt") from None
+            raise as_api_error(error) from error
+        return streams
+
+
+async def _show(request: Request, error: Exception) -> Response:
+    """Passes what starlette would answer by itself, such as 404, on to the guard."""
+    raise error
+
+
+def build_app(engine: AsyncEngine, settings: ServeSettings) -> Starlette:
+    """The application; its `state.endpoints` are the `Endpoints`."""
+    endpoints = Endpoints(engine, settings)
+    posts: dict[str, Callable[[Request], Awaitable[Any]]] = {
+        "/v1/completions": endpoints.completions,
+        "/v1/chat/completions": endpoints.converse(CHAT),
+        "/v1/responses": endpoints.converse(RESPONSES),
+        "/v1/messages": endpoints.converse(MESSAGES),
+        "/v1/messages/count_tokens": endpoints.count_tokens,
+        "/tokenize": endpoints.tokenize,
+        "/detokenize": endpoints.detokenize,
+    }
+    gets: dict[str, Callable[[Request], Awaitable[Any]]] = {
+        "/v1/models": endpoints.models,
+        "/v1/models/{name:path}": endpoints.models,
+        "/health": endpoints.health,
+        "/metrics": endpoints.metrics,
+    }
+    app = Starlette(
+        routes=[
+            *(Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()),
+            *(Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()),
+        ],
+        middleware=[Middleware(Guard, settings=settings)],
+        exception_handlers={HTTPException: _show, ApiError: _show},
+    )
+    app.state.endpoints = endpoints
+    return app

@@ -1,0 +1,232 @@
+"""`/v1/completions`: text that goes on from a prompt."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from json.encoder import encode_basestring_ascii
+from typing import Any, NamedTuple
+
+from tokenizers import Tokenizer
+
+from dsv4_jax import checks
+from dsv4_jax.serve.drawing import MAX_LOGPROBS, read_max_tokens, read_sampling, read_stops
+from dsv4_jax.serve.errors import ApiError, refuse
+from dsv4_jax.serve.fields import ANY, check_inner, only, read_flag, read_integer
+from dsv4_jax.serving.request import Completion, Token
+from dsv4_jax.step.sampling import SamplingParams
+
+DEFAULT_MAX_TOKENS = 16
+"""That of the protocol."""
+
+
+class CompletionRequest(NamedTuple):
+    """What was asked for.
+
+    Attributes:
+      prompts: texts or lists of token ids.
+      n: answers to each.
+      sampling: how they draw; answer i of a prompt has the seed and i more.
+      streams: events are wanted.
+      has_usage: the last event counts tokens.
+      echoes: answers begin with their prompts.
+    """
+
+    prompts: list[str | list[int]]
+    n: int
+    sampling: SamplingParams
+    streams: bool
+    has_usage: bool
+    echoes: bool
+
+
+def read_completion(body: Mapping[str, Any], *, max_choices: int) -> CompletionRequest:
+    """Reads fields that were checked.
+
+    Raises:
+      ApiError: one is of another type, out of range, or does not go with another one.
+    """
+    prompts = _read_prompts(body, max_choices)
+    n = read_integer(body, "n", 1, max_choices, 1) or 1
+    if len(prompts) * n > max_choices:
+        refuse("n", f"prompts times n must be at most {max_choices}, got {len(prompts) * n}")
+    if body.get("best_of", n) != n:
+        refuse("best_of", "is not supported: all answers are given")
+    echoes = read_flag(body, "echo")
+    logprobs = read_integer(body, "logprobs", 0, MAX_LOGPROBS)
+    if echoes and logprobs is not None:
+        refuse("logprobs", "is not supported with echo: a prompt has no log-probabilities here")
+    streams, has_usage = read_stream(body)
+    max_tokens = read_max_tokens(body, "max_tokens", DEFAULT_MAX_TOKENS)
+    sampling = read_sampling(
+        body,
+        max_new_tokens=max_tokens or DEFAULT_MAX_TOKENS,
+        stop_texts=read_stops(body),
+        logprobs=logprobs,
+    )
+    return CompletionRequest(prompts, n, sampling, streams, has_usage, echoes)
+
+
+def read_stream(body: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether events are wanted, and whether they count tokens."""
+    streams = read_flag(body, "stream")
+    if "stream_options" not in body:
+        return streams, False
+    rules = {"include_usage": ANY, "include_obfuscation": only(False)}
+    options = check_inner(body["stream_options"], "stream_options", rules)
+    if not streams:
+        refuse("stream_options", "is for stream=true alone")
+    return streams, read_flag(options, "include_usage")
+
+
+def _read_prompts(body: Mapping[str, Any], max_choices: int) -> list[str | list[int]]:
+    prompt = body.get("prompt")
+    rule = f"must be a text, token ids, or 1 to {max_choices} of one of them"
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        refuse("prompt", f"{rule}, got {checks.shown(prompt)}")
+    if all(type(one) is int for one in prompt):
+        return [prompt]
+    if len(prompt) > max_choices:
+        refuse("prompt", f"{rule}, got {len(prompt)}")
+    for one in prompt:
+        if not isinstance(one, str) and not (
+            isinstance(one, list) and all(type(token) is int for token in one)
+        ):
+            refuse("prompt", f"{rule}, got {checks.shown(prompt)}")
+    return prompt
+
+
+class CompletionRenderer:
+    """Tokens to the objects of `/v1/completions`; choice i * n + j is answer j to prompt i."""
+
+    def __init__(
+        self, asked: CompletionRequest, model_name: str, tokenizer: Tokenizer | None
+    ) -> None:
+        """Of one request."""
+        self.streams = asked.streams
+        self._asked = asked
+        self._tokenizer = tokenizer
+        self._model_name = model_name
+        self._head = {
+            "id": f"cmpl-{secrets.token_hex(12)}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model_name,
+        }
+        self._before = b"data: " + json.dumps(self._head).encode()[:-1] + b', "choices": [{"text": '
+        self._echoed: set[int] = set()
+        self._offsets: dict[int, int] = {}
+        self._logprobs: dict[int, list[dict[str, Any]]] = {}
+
+    def start(self, hit_tokens: int) -> bytes:
+        """Nothing: every event stands by itself."""
+        return b""
+
+    def tokens(self, number: int, tokens: list[Token]) -> bytes:
+        """One event for all tokens that came together, if they add text or end the answer."""
+        logprobs = None
+        if tokens[0].logprobs is not None:
+            logprobs = self._add_logprobs(number, tokens)
+        if not self.streams:
+            return b""
+        text = "".join([token.text or "" for token in tokens])
+        if self._asked.echoes and number not in self._echoed:
+            self._echoed.add(number)
+            text = self._prompt_text(number) + text
+        reason = tokens[-1].finish_reason
+        if not text and reason is None and logprobs is None:
+            return b""
+        after = (
+            f', "index": {number}, "logprobs": {json.dumps(logprobs) if logprobs else "null"}, '
+            f'"finish_reason": {json.dumps(reason)}}}]}}\n\n'
+        )
+        return self._before + (encode_basestring_ascii(text) + after).encode()
+
+    def is_done(self, number: int) -> bool:
+        """The engine knows the stop texts."""
+        return False
+
+    def end(self, completions: Sequence[Completion]) -> bytes:
+        """The usage and the end of a stream, or the whole answer."""
+        if self.streams:
+            last = b"data: [DONE]\n\n"
+            if not self._asked.has_usage:
+                return last
+            event = self._head | {"choices": [], "usage": self._usage(completions)}
+            return b"data: " + json.dumps(event).encode() + b"\n\n" + last
+        choices = [
+            {
+                "text": (self._prompt_text(number) if self._asked.echoes else "")
+                + (done.text or ""),
+                "index": number,
+                "logprobs": _join_logprobs(self._logprobs.get(number)),
+                "finish_reason": done.finish_reason,
+            }
+            for number, done in enumerate(completions)
+        ]
+        return json.dumps(
+            self._head | {"choices": choices, "usage": self._usage(completions)}
+        ).encode()
+
+    def failed(self, error: ApiError) -> bytes:
+        """An event with the error; there is no [DONE] after it."""
+        return b"data: " + json.dumps(error.openai()).encode() + b"\n\n"
+
+    def _prompt_text(self, number: int) -> str:
+        prompt = self._asked.prompts[number // self._asked.n]
+        if isinstance(prompt, str):
+            return prompt
+        return self._tokenizer.decode(prompt) if self._tokenizer is not None else ""
+
+    def _usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        firsts = completions[:: self._asked.n]  # a prompt counts once
+        return count_usage(firsts, completions)
+
+    def _add_logprobs(self, number: int, tokens: list[Token]) -> dict[str, Any]:
+        new: dict[str, Any] = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
+        }
+        offset = self._offsets.get(number, 0)
+        for token in tokens:
+            assert token.logprobs is not None
+            new["tokens"].append(self._token_text(token.token_id))
+            new["token_logprobs"].append(token.logprobs.logprob)
+            new["top_logprobs"].append(
+                {self._token_text(other): logprob for other, logprob in token.logprobs.top}
+            )
+            new["text_offset"].append(offset)
+            offset += len(token.text or "")
+        self._offsets[number] = offset
+        if not self.streams:
+            self._logprobs.setdefault(number, []).append(new)
+        return new
+
+    def _token_text(self, token_id: int) -> str:
+        if self._tokenizer is None:
+            return str(token_id)
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+def _join_logprobs(parts: list[dict[str, Any]] | None) -> dict[str, Any] | None:
+    if not parts:
+        return None
+    return {name: [one for part in parts for one in part[name]] for name in parts[0]}
+
+
+def count_usage(prompts: Sequence[Completion], answers: Sequence[Completion]) -> dict[str, Any]:
+    """The counts of a request, as OpenAI has them."""
+    prompt_tokens = sum(done.prompt_tokens for done in prompts)
+    drawn = sum(len(done.token_ids) for done in answers)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": drawn,
+        "total_tokens": prompt_tokens + drawn,
+        "prompt_tokens_details": {"cached_tokens": sum(done.hit_tokens for done in prompts)},
+    }

@@ -1,0 +1,85 @@
+"""Connection: one client's, with the patience that a server has for it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from dsv4_jax.serve.settings import ServeSettings
+
+MAX_HEAD_BYTES = 2**16
+"""Of a request's line and headers."""
+
+
+class Connection(HttpToolsProtocol):
+    """Uvicorn's protocol, cut off where the other end takes too much or too long.
+
+    The head of a request has a size and a time. So has what a client sends while no request of its
+    is being answered, such as the rest of a body that was refused. A client that does not read its
+    answer is cut off too. `connection_class` sets the limits.
+    """
+
+    settings: ServeSettings
+    _in_head = True
+    _head_bytes = 0
+    _patience: asyncio.TimerHandle | None = None
+    _stall: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client has come."""
+        super().connection_made(transport)
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        """A part of a request has come."""
+        if self._in_head:
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
+            self.send_400_response("Headers are too large.")
+        elif self._in_head or self.cycle is None or self.cycle.response_complete:
+            self._wait()
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        self._in_head, self._head_bytes = True, 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """A request's head is there."""
+        self._in_head = False
+        self._patience = _stop(self._patience)
+        super().on_headers_complete()
+
+    def pause_writing(self) -> None:
+        """The client does not read."""
+        super().pause_writing()
+        if self._stall is None:
+            self._stall = self.loop.call_later(self.settings.stall_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """The client has read."""
+        super().resume_writing()
+        self._stall = _stop(self._stall)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client has gone."""
+        self._patience, self._stall = _stop(self._patience), _stop(self._stall)
+        super().connection_lost(exc)
+
+    def _wait(self) -> None:
+        if self._patience is None and not self.transport.is_closing():
+            self._patience = self.loop.call_later(
+                self.settings.header_timeout_s, self.transport.abort
+            )
+
+
+def connection_class(settings: ServeSettings) -> type[Connection]:
+    """The class for a server of these settings."""
+    return type("BoundedConnection", (Connection,), {"settings": settings})
+
+
+def _stop(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()

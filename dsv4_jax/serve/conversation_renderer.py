@@ -1,0 +1,166 @@
+"""ConversationRenderer: tokens to the events of a conversation's protocol."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import deepseek_recipe as recipe
+
+from dsv4_jax.serve.completions import count_usage
+from dsv4_jax.serve.conversations import AskedConversation
+from dsv4_jax.serve.dialects import CHAT, MESSAGES, RESPONSES, Dialect
+from dsv4_jax.serve.errors import ApiError
+from dsv4_jax.serving.request import Completion, Token
+
+
+class ConversationRenderer:
+    """Each answer has a parser of the library, which finds reasoning, tool calls and stop texts.
+
+    An answer of several choices is several answers of one, with numbers of their own.
+    """
+
+    def __init__(
+        self,
+        asked: AskedConversation,
+        dialect: Dialect,
+        model_name: str,
+        tokenizer: recipe.Tokenizer,
+    ) -> None:
+        """Of one request."""
+        self.streams = asked.streams
+        self._asked = asked
+        self._dialect = dialect
+        self._model_name = model_name
+        self._id = f"{dialect.id_prefix}{secrets.token_hex(12)}"
+        self._num_events = 0
+        self._events: list[list[Any]] = [[] for _ in range(asked.n)]
+        self._parsers = [
+            recipe.StreamProcessor(self._make_generator(), asked.request.parsing_options, tokenizer)
+            for _ in range(asked.n)
+        ]
+
+    def start(self, hit_tokens: int) -> bytes:
+        """The events that open the answers."""
+        usage = recipe.PromptUsage(
+            prompt_tokens=len(self._asked.prompt_ids), prompt_cache_hit_tokens=hit_tokens
+        )
+        ready = recipe.InferenceChunk.ready(prompt_usage=usage)
+        parts = [self._take(i, parser.push(ready)) for i, parser in enumerate(self._parsers)]
+        return b"".join(parts)
+
+    def tokens(self, number: int, tokens: list[Token]) -> bytes:
+        """The events of new tokens; a stop token counts and has no text."""
+        parser, reason = self._parsers[number], tokens[-1].finish_reason
+        if parser.finished:
+            return b""
+        spoken = tokens[:-1] if reason == "stop" else tokens
+        chunks = []
+        if spoken:
+            chunks.append(recipe.InferenceChunk.tokens(_ids(spoken), _logprobs(spoken)))
+        if reason == "stop":
+            chunks.append(recipe.InferenceChunk.text("", 1))
+            chunks.append(recipe.InferenceChunk.finish(recipe.InferenceFinishReason.Stop))
+        elif reason is not None:
+            chunks.append(recipe.InferenceChunk.finish(recipe.InferenceFinishReason.Length))
+        events = []
+        for chunk in chunks:
+            if not parser.finished:
+                events += parser.push(chunk)
+        if reason is not None:
+            events += parser.finish()
+        return self._take(number, events)
+
+    def is_done(self, number: int) -> bool:
+        """A stop text was found."""
+        return self._parsers[number].finished
+
+    def end(self, completions: Sequence[Completion]) -> bytes:
+        """The end of a stream, or the whole answer."""
+        if not self.streams:
+            return self._whole(completions)
+        done = self._dialect.response_class.sse_done_data()
+        last = b"" if done is None else f"data: {done}\n\n".encode()
+        if self._asked.n > 1 and self._asked.has_usage:
+            event = {
+                "id": self._id,
+                "object": "chat.completion.chunk",
+                "created": int(time.time()),
+                "model": self._model_name,
+                "choices": [],
+                "usage": count_usage(completions[:1], completions),
+            }
+            last = b"data: " + json.dumps(event).encode() + b"\n\n" + last
+        return last
+
+    def failed(self, error: ApiError) -> bytes:
+        """The event of an error."""
+        if self._dialect is CHAT:
+            return b"data: " + json.dumps(error.openai()).encode() + b"\n\n"
+        if self._dialect is MESSAGES:
+            event = error.anthropic(self._id)
+        else:
+            event = {
+                "type": "error",
+                "code": error.code or "server_error",
+                "message": error.message,
+                "param": None,
+                "sequence_number": self._num_events,
+            }
+        return b"event: error\ndata: " + json.dumps(event).encode() + b"\n\n"
+
+    def _make_generator(self) -> Any:
+        dialect, asked = self._dialect, self._asked
+        made = dialect.request_class.chunk_generator(asked.request, self._id, self._model_name)
+        return made.with_echo(asked.echo) if dialect is RESPONSES else made
+
+    def _take(self, number: int, events: list[Any]) -> bytes:
+        """Shows events, or keeps them for the whole answer."""
+        if not self.streams:
+            self._events[number] += events
+            return b""
+        self._num_events += len(events)
+        name_of, parts = self._dialect.response_class.sse_event_name, []
+        for event in events:
+            name, data = name_of(event), event.to_json()
+            if self._asked.n > 1:
+                data = _with_number(data, number)
+            parts.append(f"event: {name}\ndata: {data}\n\n" if name else f"data: {data}\n\n")
+        return "".join(parts).encode()
+
+    def _whole(self, completions: Sequence[Completion]) -> bytes:
+        answers = []
+        for events, done in zip(self._events, completions, strict=True):
+            response = self._dialect.response_class(
+                self._id, self._model_name, int(time.time()), done.prompt_tokens, done.hit_tokens
+            )
+            for event in events:
+                response.accumulate(event)
+            answers.append(response.to_json())
+        if len(answers) == 1:
+            return answers[0].encode()
+        parsed = [json.loads(answer) for answer in answers]
+        choices = [one["choices"][0] | {"index": number} for number, one in enumerate(parsed)]
+        usage = count_usage(completions[:1], completions)
+        return json.dumps(parsed[0] | {"choices": choices, "usage": usage}).encode()
+
+
+def _ids(tokens: list[Token]) -> list[int]:
+    return [token.token_id for token in tokens]
+
+
+def _logprobs(tokens: list[Token]) -> list[tuple[float, list[tuple[int, float]]]] | None:
+    found = [token.logprobs for token in tokens]
+    return [(one.logprob, list(one.top)) for one in found if one is not None] or None
+
+
+def _with_number(data: str, number: int) -> str:
+    """An event of a chat completion as that of a choice with this number."""
+    event = json.loads(data)
+    event.pop("usage", None)
+    for choice in event["choices"]:
+        choice["index"] = number
+    return json.dumps(event)

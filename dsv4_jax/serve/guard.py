@@ -1,0 +1,119 @@
+"""Guard: what every request passes, whatever it asks for."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+from collections.abc import Iterable
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from dsv4_jax.serve.connection import MAX_HEAD_BYTES
+from dsv4_jax.serve.errors import ApiError
+from dsv4_jax.serve.record import Record
+from dsv4_jax.serve.settings import ServeSettings
+
+_log = logging.getLogger(__name__)
+
+_OPEN = ("/health",)
+"""Paths that ask for no key."""
+
+
+class Guard:
+    """Asks for a key, turns exceptions into answers, and writes a log line a request.
+
+    An endpoint finds its `Record` in the scope, under "record", and under "send_part" what sends
+    parts of a body without a detour.
+    """
+
+    def __init__(self, app: ASGIApp, *, settings: ServeSettings) -> None:
+        """Around an application.
+
+        Args:
+          app: what is guarded.
+          settings: of the server.
+        """
+        self._app = app
+        self._settings = settings
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request."""
+        if scope["type"] != "http":
+            raise NotImplementedError(f"there is no {scope['type']} here")
+        client = scope.get("client") or ("", 0)
+        record = Record(scope["path"][:200], scope["method"][:20], client[0])
+        scope["record"], scope["send_part"] = record, send
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                ids = record.request_id.encode()
+                message["headers"] = [
+                    *message.get("headers", ()),
+                    (b"request-id", ids),
+                    (b"x-request-id", ids),
+                ]
+            await send(message)
+
+        try:
+            if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEAD_BYTES:
+                raise ApiError(431, f"headers must have at most {MAX_HEAD_BYTES} bytes")
+            if scope["path"] not in _OPEN:
+                record.key = self._find_key(scope["headers"])
+            await self._app(scope, receive, send_with_id)
+        except ClientDisconnect:
+            record.details["gone"] = True
+        except Exception as error:
+            await self._refuse(record, error, send_with_id)
+        finally:
+            if record.path not in _OPEN:
+                record.write()
+
+    async def _refuse(self, record: Record, error: Exception, send: Send) -> None:
+        if isinstance(error, HTTPException):
+            error = ApiError(error.status_code, error.detail)
+        if not isinstance(error, ApiError):
+            _log.error("%s failed", record.path, exc_info=error)
+            error = ApiError(500, "internal error")
+        elif error.status == 500:
+            _log.error("%s failed", record.path, exc_info=error.__cause__ or error)
+        record.details["error"] = error.message[:200]
+        if record.status:
+            return  # in the middle of an answer
+        body = error.for_path(record.path, record.request_id)
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+        ]
+        if error.status == 401:
+            headers.append((b"www-authenticate", b"Bearer"))
+        if error.status in (429, 503):
+            headers.append((b"retry-after", str(self._settings.retry_after_s).encode()))
+        await send({"type": "http.response.start", "status": error.status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    def _find_key(self, headers: Iterable[tuple[bytes, bytes]]) -> int:
+        """The number of the key that a request came with; -1 where none is asked for.
+
+        Every key is compared, and all of it, so that the time says nothing of any.
+
+        Raises:
+          ApiError: it is none of the keys.
+        """
+        if not self._digests:
+            return -1
+        given = b""
+        for name, value in headers:
+            if name == b"x-api-key":
+                given = value
+            elif name == b"authorization" and value[:7].lower() == b"bearer ":
+                given = value[7:].strip()
+        digest = hashlib.sha256(given).digest()
+        matches = [hmac.compare_digest(digest, one) for one in self._digests]
+        if not any(matches):
+            raise ApiError(401, "a valid key is needed: Authorization: Bearer KEY, or x-api-key")
+        return matches.index(True)

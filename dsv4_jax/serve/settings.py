@@ -1,0 +1,54 @@
+"""ServeSettings: what a server is told when it starts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+EFFORTS = {
+    "first": {"low": "low", "high": "low", "xhigh": "high", "max": "high"},
+    "later": {"low": "low", "high": "high", "xhigh": "xhigh", "max": "max"},
+}
+"""By release of a checkpoint, how the library that renders prompts calls each reasoning effort.
+
+The first releases knew two efforts, and rendered a paragraph for the higher one alone; later ones
+render that paragraph for "high", and another one for "max".
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServeSettings:
+    """What a server allows and how it answers.
+
+    Attributes:
+      model_name: what requests call the model.
+      api_keys: one of them is asked for; none is asked for if there are none.
+      thinks: conversations think unless a request says otherwise.
+      release: a key of `EFFORTS`.
+      max_body_bytes: the largest body.
+      max_choices: most answers to one request: prompts times `n`.
+      max_tools: most tools of a conversation.
+      body_timeout_s: seconds in which a body has to come.
+      header_timeout_s: seconds in which the head of a request has to come.
+      stall_timeout_s: seconds without reading after which a connection is cut.
+      drain_timeout_s: seconds that answers have to end after SIGTERM.
+      keep_alive_s: seconds that a connection may idle between requests.
+      max_connections: connections at once.
+      retry_after_s: what a refused client is told to wait.
+      log_prompts: log lines hold prompts.
+    """
+
+    model_name: str
+    api_keys: tuple[str, ...] = ()
+    thinks: bool = True
+    release: str = "first"
+    max_body_bytes: int = 4 * 2**20
+    max_choices: int = 16
+    max_tools: int = 128
+    body_timeout_s: float = 30.0
+    header_timeout_s: float = 10.0
+    stall_timeout_s: float = 30.0
+    drain_timeout_s: float = 30.0
+    keep_alive_s: int = 5
+    max_connections: int = 1000
+    retry_after_s: int = 1
+    log_prompts: bool = False
