@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from dsv4_jax import cache as cache
     from dsv4_jax import checkpoint as checkpoint
     from dsv4_jax import config as config
+    from dsv4_jax import hosts as hosts
     from dsv4_jax import model as model
+    from dsv4_jax import research as research
     from dsv4_jax import runtime as runtime
     from dsv4_jax import serving as serving
     from dsv4_jax import step as step
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from dsv4_jax.config.layer_types import RouterType as RouterType
     from dsv4_jax.config.model_config import DSV4Config
     from dsv4_jax.config.model_config import YarnScaling as YarnScaling
+    from dsv4_jax.inspection.inspect import inspect
     from dsv4_jax.mesh import make_mesh
     from dsv4_jax.model.forward import forward
     from dsv4_jax.model.params import init_params, unstack_layers
@@ -54,9 +57,12 @@ if TYPE_CHECKING:
     from dsv4_jax.serving.engine import Engine
     from dsv4_jax.serving.request import Completion
     from dsv4_jax.step.decode import decode_loop, decode_step, jit_decode_loop, jit_decode_step
+    from dsv4_jax.step.draws import sample
     from dsv4_jax.step.prefill import jit_prefill, prefill
-    from dsv4_jax.step.sampling import Sampling, SamplingParams, make_sampling, sample
+    from dsv4_jax.step.sampling import Sampling, SamplingParams, make_sampling
     from dsv4_jax.step.step import stage_step
+
+__version__ = "0.1.0"
 
 __all__ = [
     "SHIPPED_CHECKPOINT",
@@ -74,6 +80,7 @@ __all__ = [
     "forward",
     "init_cache",
     "init_params",
+    "inspect",
     "jit_decode_loop",
     "jit_decode_step",
     "jit_prefill",
@@ -98,7 +105,9 @@ _PACKAGES = (
     "cache",
     "checkpoint",
     "config",
+    "hosts",
     "model",
+    "research",
     "runtime",
     "serving",
     "step",
@@ -112,6 +121,7 @@ _NAMES_BY_MODULE = {
     "checkpoint.load": "SHIPPED_CHECKPOINT load_checkpoint",
     "checkpoint.save": "save_checkpoint",
     "config.model_config": "DSV4Config YarnScaling",
+    "inspection.inspect": "inspect",
     "mesh": "make_mesh",
     "model.forward": "forward",
     "model.params": "init_params unstack_layers",
@@ -121,7 +131,8 @@ _NAMES_BY_MODULE = {
     "serving.request": "Completion",
     "step.decode": "decode_loop decode_step jit_decode_loop jit_decode_step",
     "step.prefill": "jit_prefill prefill",
-    "step.sampling": "Sampling SamplingParams make_sampling sample",
+    "step.draws": "sample",
+    "step.sampling": "Sampling SamplingParams make_sampling",
     "step.step": "stage_step",
     # The original cache's classes and functions, and the layers that they are made for.
     "allocator.manager": "KVCacheManager",

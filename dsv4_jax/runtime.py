@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
 import functools
+import importlib.util
 import os
 import pathlib
+import pkgutil
 import re
+import resource
 from typing import Any
 
 import jax
@@ -17,22 +22,32 @@ from dsv4_jax import checks
 
 XLA_GPU_FLAGS = {
     "xla_gpu_dot_merger_threshold_mb": "0",
+    "xla_gpu_experimental_use_collective_kernels": "",
 }
-"""Flags that make a decode step faster on a GPU, and why.
+"""Flags of a step on GPUs, and why.
 
 `xla_gpu_dot_merger_threshold_mb=0`: XLA joins products of one input, such as the projections of a
 hidden state, by writing their weights next to each other, in every step; for a step whose time is
 that of reading weights once, this trebles it.
+
+`xla_gpu_experimental_use_collective_kernels=`: which collectives become kernels of XLA's own that
+read the memory of peers. XLA would take small sums over the devices of a host; with an empty list
+every collective is one of NCCL, whose latency `bench/floor.py` counts.
 
 Command buffers (CUDA graphs) are XLA's default and stay as they are: five launches in a row or
 more become a graph, kernels of Pallas among them.
 """
 
 
+NCCL_SETTINGS = {"NCCL_NVLS_ENABLE": "0"}
+"""Environment of NCCL: no multicast over NVLink, which a virtual machine may lack."""
+
+
 def set_xla_flags(**flags: str) -> str:
     """Adds `XLA_GPU_FLAGS` to the environment variable `XLA_FLAGS`; call it before JAX is used.
 
     Flags that the variable has already are left alone: what the user sets wins. A CPU ignores them.
+    `NCCL_SETTINGS` go to the environment in the same way.
 
     Args:
       **flags: more flags, or other values of these; names as XLA has them, without dashes.
@@ -56,7 +71,117 @@ def set_xla_flags(**flags: str) -> str:
     wanted = XLA_GPU_FLAGS | flags
     words += [f"--{name}={value}" for name, value in wanted.items() if name not in present]
     os.environ["XLA_FLAGS"] = " ".join(words)
+    for name, value in NCCL_SETTINGS.items():
+        os.environ.setdefault(name, value)
     return os.environ["XLA_FLAGS"]
+
+
+_THREADS_BYTES = 2**28
+"""Address space that XLA's threads reserve and never fill."""
+_START_BYTES = 2**30
+"""What JAX takes to start on a CPU; with less it ends the process."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """What arrays can be put into.
+
+    Attributes:
+      name: what has it, for a message.
+      free_bytes: bytes that are not in use.
+      total_bytes: all of them.
+      is_host: whether XLA, its threads and programs share it.
+    """
+
+    name: str
+    free_bytes: int
+    total_bytes: int
+    is_host: bool = True
+
+
+def find_memory() -> Memory | None:
+    """The memory of the default device: its own, or on a CPU the host's; None if nobody says.
+
+    Where `ulimit -v` leaves too little for JAX to start, it is not started.
+    """
+    space = _address_space()
+    if space and space.free_bytes < _START_BYTES and not xla_bridge.backends_are_initialized():
+        return space
+    device = jax.devices()[0]
+    stats = device.memory_stats() or {}
+    if "bytes_limit" in stats:
+        limit = int(stats["bytes_limit"])
+        free = limit - int(stats.get("bytes_in_use", 0))
+        return Memory(device.device_kind, free, limit, is_host=False)
+    return host_memory() if device.platform == "cpu" else None
+
+
+def host_memory() -> Memory | None:
+    """The host's memory, or what a control group or `ulimit -v` leaves, whichever is least."""
+    found = []
+    counts = _read_fields("/proc/meminfo")
+    if {"MemAvailable", "MemTotal"} <= counts.keys():
+        counts = {name: 1024 * count for name, count in counts.items()}
+        found.append(Memory("this machine", counts["MemAvailable"], counts["MemTotal"]))
+    for folder, limit, used in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        total, in_use = (_read_number(f"{folder}/{name}") for name in (limit, used))
+        if total is not None and in_use is not None:
+            in_use -= _read_fields(f"{folder}/memory.stat").get("inactive_file", 0)
+            found.append(Memory("this control group", max(total - in_use, 0), total))
+    if (space := _address_space()) is not None:
+        found.append(space)
+    return min(found, key=lambda memory: memory.free_bytes, default=None)
+
+
+def _address_space() -> Memory | None:
+    """What `ulimit -v` leaves this process; None without a limit."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    taken = _read_fields("/proc/self/status").get("VmSize")
+    if limit == resource.RLIM_INFINITY or taken is None:
+        return None
+    free = max(limit - 1024 * taken - _THREADS_BYTES, 0)
+    return Memory("this process (ulimit -v)", free, limit)
+
+
+def _read_fields(path: str) -> dict[str, int]:
+    """{name: number} of lines such as `VmSize:  10 kB`; {} if there is no such file."""
+    try:
+        text = pathlib.Path(path).read_text()
+    except OSError:
+        return {}
+    return {name: int(count) for name, count in re.findall(r"^(\w+):?\s+(\d+)", text, re.M)}
+
+
+def _read_number(path: str) -> int | None:
+    """The number in a file of the kernel's; None if there is no such file, or it says "max"."""
+    try:
+        return int(pathlib.Path(path).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def look_for_no_gpu() -> None:
+    """Keeps JAX from CUDA's plugin on a machine without NVIDIA's driver; call it before JAX.
+
+    The plugin is also what compiles for GPUs without one; where there is no driver JAX prints a
+    traceback about cuDNN before it takes the CPU. What `JAX_PLATFORMS` says wins, and so does any
+    other plugin.
+    """
+    if xla_bridge.backends_are_initialized() or jax.config.jax_platforms:  # pyright: ignore
+        return
+    plugins = importlib.util.find_spec("jax_plugins")
+    folders = plugins.submodule_search_locations if plugins else None
+    names = [module.name for module in pkgutil.iter_modules(folders or [])]
+    if not names or not all(name.startswith("xla_cuda") for name in names):
+        return
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        if importlib.util.find_spec("libtpu") is None:
+            jax.config.update("jax_platforms", "cpu")
 
 
 def claim_memory(fraction: float = 0.95, *, at_once: bool = True) -> None:

@@ -76,10 +76,19 @@ class CaseSetup:
         cache = filled_cache(self.config, length_tokens=self.lengths, **self.sizes)
         return jax.block_until_ready(cache)
 
-    def measure(self, call: Callable[[Any], Any], state: Any) -> tuple[Timing, Any]:
-        """Times `state = call(state)`, where a state is (cache, rest); returns the last one too."""
-        limit_s = self.case.limit_s
-        return time_calls(call, state, rewind=self.rewind, max_calls=self.calls, limit_s=limit_s)
+    def measure(
+        self,
+        call: Callable[[Any], Any],
+        state: Any,
+        *,
+        rewind: Callable[[Any], Any] | None = None,
+    ) -> tuple[Timing, Any]:
+        """Times `state = call(state)`, where a state is (cache, rest); returns the last one too.
+
+        `rewind` restores the lengths of the cache; None is the method.
+        """
+        rewind, limit_s = rewind or self.rewind, self.case.limit_s
+        return time_calls(call, state, rewind=rewind, max_calls=self.calls, limit_s=limit_s)
 
     def rewind(self, state: tuple[ModelCache, Any]) -> tuple[ModelCache, Any]:
         """Restores the lengths of the cache, so that no measurement exceeds the context."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import jax
 
+from dsv4_jax.runtime import find_memory
+
 
 def memory_limit() -> int | None:
-    """Bytes that the device's allocator may take, or None if the device doesn't say."""
-    return _stats().get("bytes_limit")
+    """Bytes that all arrays together may take, on a CPU of the host's; None if nobody says."""
+    memory = find_memory()
+    return None if memory is None else memory.free_bytes + bytes_in_use()
 
 
 def peak_bytes() -> int | None:

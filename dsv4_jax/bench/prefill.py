@@ -8,9 +8,11 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from dsv4_jax.bench import roofline
 from dsv4_jax.bench.memory import peak_bytes
+from dsv4_jax.bench.mesh_step import on_every_shard
 from dsv4_jax.bench.program import compile_program
 from dsv4_jax.bench.timing import time_calls
 from dsv4_jax.cache.model_cache import ModelCache, init_cache, tree_bytes
@@ -18,6 +20,7 @@ from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import layer_schedule
 from dsv4_jax.config.layer_types import AttentionType
+from dsv4_jax.mesh import mesh_sizes
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.step.prefill import jit_prefill
@@ -33,6 +36,7 @@ def bench_prefill(
     activations: str = DEFAULT_ACTIVATIONS,
     repeats: int = 3,
     limit_s: float = 60.0,
+    mesh: Mesh | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Prefills a prompt of random tokens, chunk by chunk.
 
@@ -45,6 +49,7 @@ def bench_prefill(
       activations: what multiplies quantised weights.
       repeats: how often the prompt is prefilled; the median is reported.
       limit_s: no repeat starts later than this after the first.
+      mesh: the devices; every data shard prefills a prompt. None is one device.
 
     Yields:
       The row after compiling, and again after timing: seconds, tokens per second, share of the
@@ -71,6 +76,12 @@ def bench_prefill(
         )
         for some in tokens.reshape(-1, chunk_tokens)
     ]
+    num_prompts = 1
+    if mesh is not None:
+        num_prompts = mesh_sizes(mesh)[0]
+        cache = on_every_shard(cache, mesh)
+        chunks = [on_every_shard(chunk, mesh) for chunk in chunks]
+    start = cache.length_tokens + 0
     row: dict[str, Any] = {
         "tokens": num_tokens,
         "chunk_tokens": chunk_tokens,
@@ -80,13 +91,7 @@ def bench_prefill(
     program = compile_program(
         jit_prefill, params, cache, chunks[0], config=config, activations=activations
     )
-    row |= {
-        "trace_s": program.trace_s,
-        "compile_s": program.compile_s,
-        "from_cache": program.from_cache,
-        "launches": dataclasses.asdict(program.launches) | {"total": program.launches.total},
-        "temp_bytes": program.temp_bytes,
-    }
+    row |= program.row()
     yield row
 
     def prefill_all(cache: ModelCache) -> ModelCache:
@@ -96,22 +101,25 @@ def bench_prefill(
 
     def rewind(cache: ModelCache) -> ModelCache:
         """Sets the length to 0; the rings and states of the last prompt are then not read."""
-        return dataclasses.replace(cache, length_tokens=jnp.zeros(1, jnp.int32))
+        return dataclasses.replace(cache, length_tokens=jnp.copy(start))
 
     timing, _ = time_calls(
         prefill_all, cache, rewind=rewind, max_calls=1, repeats=repeats, limit_s=limit_s
     )
-    flops = prefill_flops(config, num_tokens)
-    weights_read = roofline.step_weight_bytes(config, params, batch=chunk_tokens)
+    flops = num_prompts * prefill_flops(config, num_tokens)
+    step_tokens = num_prompts * chunk_tokens
+    weights_read = roofline.step_weight_bytes(config, params, batch=step_tokens)
     yield row | {
         "prefill_s": timing.median_s,
         "prefill_s_least": timing.least_s,
         "prefill_s_most": timing.most_s,
-        "tokens_per_s": num_tokens / timing.median_s,
+        "tokens_per_s": num_prompts * num_tokens / timing.median_s,
         "flops": flops,
-        "matrix_share": flops / timing.median_s / roofline.BF16_FLOPS,
+        "matrix_share": flops
+        / timing.median_s
+        / (roofline.BF16_FLOPS * (1 if mesh is None else mesh.size)),
         "weight_bytes_read": {name: len(chunks) * n for name, n in weights_read.items()},
-        "expected_experts": roofline.expected_experts(config, batch=chunk_tokens),
+        "expected_experts": roofline.expected_experts(config, batch=step_tokens),
         "peak_bytes": peak_bytes(),
     }
 

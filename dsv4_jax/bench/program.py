@@ -84,6 +84,17 @@ class Program:
     temp_bytes: int
     alias_bytes: int
 
+    def row(self, prefix: str = "") -> dict[str, Any]:
+        """What a benchmark reports of it; every name begins with the prefix."""
+        fields = {
+            "trace_s": self.trace_s,
+            "compile_s": self.compile_s,
+            "from_cache": self.from_cache,
+            "launches": dataclasses.asdict(self.launches) | {"total": self.launches.total},
+            "temp_bytes": self.temp_bytes,
+        }
+        return {prefix + name: value for name, value in fields.items()}
+
 
 def compile_program(function: Any, *arguments: Any, **named: Any) -> Program:
     """Compiles a jitted function for these arguments, or shapes, without running it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -166,27 +167,68 @@ def find_matplotlib() -> type:
 
 
 def plot_decode(rows: Sequence[dict[str, Any]], path: pathlib.Path, *, title: str) -> None:
-    """Plots ms per step against context, one curve per batch.
+    """Plots ms per step against context, one colour per batch, with the spread of measurements.
 
     Raises:
       ValueError: matplotlib is not installed.
     """
-    figure = find_matplotlib()(figsize=(6.4, 4.0), layout="constrained")
+    figure = find_matplotlib()(figsize=(8.0, 4.5), layout="constrained")
     axes = figure.subplots()
-    for batch in dict.fromkeys(row["batch"] for row in rows):
+    for number, batch in enumerate(dict.fromkeys(row["batch"] for row in rows)):
         timed = [row for row in rows if row["batch"] == batch]
         for key, style, label in (
             ("step_ms", "o-", "step"),
             ("cache_part_ms", "s--", "cache part"),
-            ("cache_part_roofline_ms", ":", "its roofline"),
+            ("cache_part_roofline_ms", "_:", "its roofline"),
         ):
-            points = [(row["context"], row[key]) for row in timed if key in row]
-            if points:
-                axes.plot(*zip(*points, strict=True), style, label=f"{label}, batch {batch}")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("context, tokens")
-    axes.set_ylabel("ms")
-    axes.set_title(title)
-    axes.legend(fontsize="small")
+            points = sorted(
+                (row["context"], row[key], row.get(f"{key}_least"), row.get(f"{key}_most"))
+                for row in timed
+                if key in row
+            )
+            if not points:
+                continue
+            contexts, values, least, most = zip(*points, strict=True)
+            bars = None
+            if None not in least + most:
+                bars = [[v - low for v, low in zip(values, least, strict=True)],
+                        [high - v for v, high in zip(values, most, strict=True)]]  # fmt: skip
+            axes.errorbar(
+                contexts, values, bars, fmt=style, color=f"C{number}", capsize=2,
+                label=f"{label}, batch {batch}",
+            )  # fmt: skip
+    _label_contexts(axes, sorted({row["context"] for row in rows}))
+    axes.set(yscale="log", xlabel="context, tokens", ylabel="ms a step", title=title)
+    axes.set_yticks(_round_numbers(*axes.get_ylim()))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("")
+    if axes.get_legend_handles_labels()[0]:
+        figure.legend(fontsize="small", loc="outside right upper")
     figure.savefig(path)
+
+
+def _round_numbers(low: float, high: float) -> list[float]:
+    """1, 2, 5, 10, 20 and so on in that range, or more between them where it is small."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    found: list[float] = []
+    for factors in ((1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8)):
+        numbers = [factor * 10.0**power for power in powers for factor in factors]
+        found = [number for number in numbers if low <= number <= high]
+        if len(found) > 2:
+            break
+    return found
+
+
+def _label_contexts(axes: Any, contexts: list[int]) -> None:
+    """A logarithmic axis of the contexts that were measured: 256, 4K, 1M."""
+    axes.set_xscale("log", base=2)
+
+    def spell(count: int) -> str:
+        for unit, size in (("M", 2**20), ("K", 2**10)):
+            if count >= size:
+                return f"{count / size:.4g}{unit}"
+        return str(count)
+
+    axes.set_xticks(contexts, [spell(context) for context in contexts])
+    axes.minorticks_off()
+    axes.margins(x=0.08)

@@ -10,10 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from dsv4_jax.bench.noise import random_array, random_bits
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import DSV4Params, leaf_spread, param_shapes, unstack_layers
+from dsv4_jax.model.shardings import param_shardings
 from dsv4_jax.model.weight_sizes import walk_weights
 from pallas_kernels.common.weights import (
     INPUTS,
@@ -32,7 +34,12 @@ _E2M1_SPREAD = (137 / 16) ** 0.5
 
 
 def random_params(
-    config: DSV4Config, seed: int = 0, dtype: Any = jnp.bfloat16, *, weights: str = "dense"
+    config: DSV4Config,
+    seed: int = 0,
+    dtype: Any = jnp.bfloat16,
+    *,
+    weights: str = "dense",
+    mesh: Mesh | None = None,
 ) -> DSV4Params:
     """Makes parameters with the statistics of `init_params`, layer by layer, without a host copy.
 
@@ -41,21 +48,28 @@ def random_params(
       seed: seed of all draws.
       dtype: as in `param_shapes`.
       weights: as in `param_shapes`; quantised ones are drawn as codes and scales, none is NaN.
+      mesh: the devices that hold them; a weight is made on one device and then put there. None is
+        one device.
 
     Returns:
       Parameters in the form of `unstack_layers`. Nothing else is allocated on the way.
     """
     shapes = unstack_layers(param_shapes(config, dtype, weights=weights))
-    made = []
+    made: list[Any] = []
+    structure = jax.tree.structure(shapes, is_leaf=is_quantized)
+    places: list[Any] = [None] * structure.num_leaves
+    if mesh is not None:
+        places = structure.flatten_up_to(param_shardings(config, mesh, shapes))
     for number, (path, leaf) in enumerate(walk_weights(shapes)):
         name = path.rsplit(".", 1)[-1]
         leaf_seed = np.uint32(seed * 1_000_003 + number)
         if name == "tid2eid":
-            made.append(_expert_table(leaf_seed, leaf.shape, config.num_routed_experts))
-            continue
-        mean, spread = leaf_spread(name, leaf.shape)
-        made.append(_random_weight(leaf_seed, mean, spread, leaf))
-    return jax.tree.unflatten(jax.tree.structure(shapes, is_leaf=is_quantized), made)
+            weight = _expert_table(leaf_seed, leaf.shape, config.num_routed_experts)
+        else:
+            weight = _random_weight(leaf_seed, *leaf_spread(name, leaf.shape), leaf)
+        place = places[number]
+        made.append(weight if place is None else jax.device_put(weight, place))
+    return jax.tree.unflatten(structure, made)
 
 
 def _random_weight(seed: np.uint32, mean: float, spread: float, shapes: Weight) -> Weight:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 from dsv4_jax.checkpoint.files import INDEX, find_weight_files, list_tensors, write_tensors
 from dsv4_jax.checkpoint.finite import find_not_finite
@@ -40,6 +39,7 @@ from dsv4_jax.config.checkpoint_folder import find_file
 from dsv4_jax.config.json_file import read_json_object
 from dsv4_jax.model.params import param_shapes
 from dsv4_jax.model.released import quantize_weight, quantized_shape, released_format
+from dsv4_jax.progress import Progress
 from pallas_kernels.common.weights import MXFP4, BlockFP8
 
 CONVERSIONS = ("released", "bfloat16")
@@ -79,7 +79,7 @@ def convert_checkpoint(
       weights: "released" quantises what the release quantises, and keeps the bytes of what is
         quantised already; "bfloat16" decodes. What the release has in f32 stays f32.
       max_shard_bytes: as in `save_checkpoint`.
-      progress: shows a bar on stderr.
+      progress: shows a bar on stderr, or where that is no terminal a line now and then.
       check_weights: refuses NaN and infinity in dense tensors too, as in `load_checkpoint`; a
         quantised weight would hide them.
       follow_links: reads files that are links out of the source, as in `load_checkpoint`.
@@ -121,17 +121,17 @@ def convert_checkpoint(
 
     destination.mkdir(parents=True, exist_ok=True)
     write_json(destination / _JOURNAL, journal)
-    with tqdm(total=len(tensors), unit="tensor", disable=not progress, desc="converting") as bar:
+    with Progress(len(tensors), unit="tensor", doing="converting", shown=progress) as bar:
         for file, names in shards.items():
             if file not in todo:
-                bar.update(len(names))
+                bar.add(len(names))
                 continue
             header = [
                 (rename(entry.name), entry.dtype, entry.shape)
                 for name in names
                 for entry in entries[name]
             ]
-            write_tensors(destination / file, header, _contents(tensors, names, bar.update))
+            write_tensors(destination / file, header, _contents(tensors, names, bar.add))
     if len(shards) > 1:
         weight_map = {
             rename(entry.name): file

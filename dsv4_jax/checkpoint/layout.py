@@ -73,11 +73,17 @@ def list_arrays(target: Target, leaf: Any) -> list[np.ndarray]:
     if isinstance(leaf, MXFP4):
         arrays = _stored_mxfp4(leaf, np.asarray(target.index, np.int32))
     elif isinstance(leaf, BlockFP8):
-        arrays = leaf.codes[target.index], leaf.scale[target.index]
+        arrays = _part(leaf.codes, target.index), _part(leaf.scale, target.index)
     else:
-        arrays = (leaf[target.index],)
+        arrays = (_part(leaf, target.index),)
     entries = list_entries("", target, leaf)
     return [as_stored(np.asarray(array), e.dtype) for array, e in zip(arrays, entries, strict=True)]
+
+
+def _part(leaf: jax.Array, index: tuple[int, ...]) -> jax.Array | np.ndarray:
+    """A part of a stack; where a CPU holds it, no program is compiled for its shape."""
+    on_host = all(device.platform == "cpu" for device in leaf.devices())
+    return np.asarray(leaf)[index] if on_host else leaf[index]
 
 
 def as_stored(array: np.ndarray, dtype: np.dtype) -> np.ndarray:

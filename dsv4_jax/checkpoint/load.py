@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
+from dsv4_jax.checkpoint.find import SHIPPED_CHECKPOINT as SHIPPED_CHECKPOINT
 from dsv4_jax.checkpoint.finite import find_not_finite
 from dsv4_jax.checkpoint.names import Target, all_targets, dotted_path, get_leaf
 from dsv4_jax.checkpoint.shards import ShardedStack
@@ -29,10 +29,8 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import DSV4Params, param_shapes
 from dsv4_jax.model.released import quantized_shape
 from dsv4_jax.model.shardings import param_shardings
+from dsv4_jax.progress import Progress
 from pallas_kernels.common.weights import MXFP4, BlockFP8, is_quantized, weight_bytes
-
-SHIPPED_CHECKPOINT = pathlib.Path(__file__).parents[1] / "data" / "checkpoint"
-"""A small trained model that comes with the package: bytes as tokens, every type of layer."""
 
 DEFAULT_DTYPE = jnp.bfloat16
 """Dtype of activations unless another one is given."""
@@ -67,7 +65,7 @@ def load_checkpoint(
         "bfloat16" and "float32" decode them.
       dtype: dtype of activations and of the weights that are dense; what the release has in f32
         stays f32. None is that of decoded weights, or else bf16.
-      progress: shows a bar on stderr.
+      progress: shows a bar on stderr, or where that is no terminal a line now and then.
       check_weights: refuses weights that hold NaN or infinity in `dtype`, all of which are listed.
         None does so where the files have at most `finite.CHECKED_BYTES` (64 MiB) of tensors.
         Scales and codes of quantised weights are checked in any case.
@@ -114,11 +112,11 @@ def load_checkpoint(
     }
     open_stack = _stack_opener(config, shapes, wanted, mesh)
     filled: dict[str, Any] = {}
-    with tqdm(total=len(targets), unit="tensor", disable=not progress, desc="loading") as bar:
+    with Progress(len(targets), unit="tensor", doing="loading", shown=progress) as bar:
         for leaf, tensors in by_leaf.items():
             stack = open_stack(leaf)
             for target, source in tensors:
-                bar.update()
+                bar.add()
                 if not stack.holds(target.index):
                     continue
                 damage = list(find_damage(source, target, num_experts))

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import platform
 from collections.abc import Sequence
 
-from dsv4_jax.cli import bench, convert, generate, plan, verify
+import jax
+
+import dsv4_jax
+from dsv4_jax.cli import bench, convert, evaluate, generate, plan, serve, sweep, verify
 from dsv4_jax.cli.arguments import Parser
 from dsv4_jax.cli.ending import run_to_status
-from dsv4_jax.runtime import set_xla_flags, use_compilation_cache
+from dsv4_jax.runtime import look_for_no_gpu, set_xla_flags, use_compilation_cache
 
 _COMMANDS = {
-    "generate": generate,
-    "plan": plan,
-    "bench": bench,
-    "verify": verify,
-    "convert": convert,
+    "generate": (generate, "Completes prompts, from a small checkpoint or from one that is named."),
+    "serve": (serve, "Answers HTTP clients of OpenAI's and Anthropic's protocols."),
+    "plan": (plan, "Prints what a cache and the weights take, and what fits one GPU or several."),
+    "bench": (bench, "Times decode steps, prefill and single ops at a model's real shapes."),
+    "verify": (verify, "Checks a checkpoint, and every row of a live cache that serves it."),
+    "evaluate": (evaluate, "Measures held-out loss, and what an idea changes of it."),
+    "sweep": (sweep, "Measures ideas by contexts: loss, decode steps and memory."),
+    "convert": (convert, "Converts a checkpoint to the release's FP8 and FP4, or to BF16."),
 }
+"""Modules by name, each with its summary: docstrings are gone under `python -OO`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,14 +32,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_to_status("dsv4-jax", lambda: _run(argv))
 
 
-def _run(argv: Sequence[str] | None) -> int:
+def make_parser() -> Parser:
+    """The parser of all commands."""
     parser = Parser(prog="dsv4-jax", description="DeepSeek-V4 inference in JAX.")
+    versions = f"jax {jax.__version__}, Python {platform.python_version()}"
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"dsv4-jax {dsv4_jax.__version__} ({versions})",
+        help="show the versions of this program, of jax and of Python",
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, module in _COMMANDS.items():
-        summary = (module.__doc__ or "").split("\n")[0]
+    for name, (module, summary) in _COMMANDS.items():
         module.add_arguments(commands.add_parser(name, help=summary, description=summary))
-    args = parser.parse_args(argv)
+    return parser
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    args = make_parser().parse_args(argv)
+    look_for_no_gpu()
     use_compilation_cache()
     with contextlib.suppress(RuntimeError):  # JAX runs already, in the process that calls this
         set_xla_flags()
-    return run_to_status(f"dsv4-jax {args.command}", lambda: _COMMANDS[args.command].run(args))
+    command, _ = _COMMANDS[args.command]
+    return run_to_status(f"dsv4-jax {args.command}", lambda: command.run(args))

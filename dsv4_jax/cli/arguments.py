@@ -12,8 +12,15 @@ import pathlib
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import jax
+from jax.sharding import Mesh
+
+from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
 from dsv4_jax.config.kinds import MAX_I32, show
+from dsv4_jax.hosts import DEFAULT_TIMEOUT_S, join_hosts
+from dsv4_jax.mesh import make_mesh
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
+from pallas_kernels.common.formats import CACHE_FORMATS
 from pallas_kernels.common.weights import ACTIVATIONS
 
 WEIGHTS = {"released": "released", "bfloat16": "dense"}
@@ -24,15 +31,39 @@ _MAX_LISTED = 64
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that takes whole names of options alone, and raises what it has to say."""
+    """A parser that takes whole names of options alone, and raises what it has to say.
+
+    Its help shows the default of every option that has one; the others say what holds if they are
+    not given.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         """As `argparse.ArgumentParser`."""
-        super().__init__(*args, **options, allow_abbrev=False)
+        options = {"allow_abbrev": False, "formatter_class": _ShowingDefaults} | options
+        super().__init__(*args, **options)
 
     def error(self, message: str) -> NoReturn:
         """Raises ValueError with the command and the message."""
         raise UsageError(f"{self.prog}: {message}")
+
+
+class _ShowingDefaults(argparse.HelpFormatter):
+    """Adds its default to the help of an option that takes a value."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text, default = action.help or "", action.default
+        is_switch = isinstance(action, argparse.BooleanOptionalAction)
+        if not action.option_strings or default in (None, argparse.SUPPRESS):
+            return text
+        if action.nargs == 0 and not is_switch:
+            return text
+        if is_switch:
+            default = "on" if default else "off"
+        elif isinstance(default, list | tuple):
+            default = ",".join(map(str, default))
+        elif isinstance(default, float):
+            default = f"{default:g}"
+        return f"{text} (default: {default})".replace("%", "%%")
 
 
 class UsageError(ValueError):
@@ -146,26 +177,105 @@ def add_activations(parser: argparse.ArgumentParser, *, prefill: bool = True) ->
         )
 
 
-def add_mesh(parser: argparse.ArgumentParser) -> None:
-    """Adds the sizes of a mesh; both are None if neither is given."""
-    parser.add_argument("--data", type=whole(1, MAX_DEVICES), help="data shards of the mesh")
+def add_cache_format(parser: argparse.ArgumentParser) -> None:
+    """Adds the storage format of a cache, by name."""
     parser.add_argument(
-        "--model", type=whole(1, MAX_DEVICES), help="devices of a data shard of the mesh"
+        "--cache-format",
+        choices=CACHE_FORMATS,
+        default=DEFAULT_CACHE_FORMAT,
+        help="how the cache stores entries and index keys",
     )
 
 
-def refuse_mesh(args: argparse.Namespace) -> None:
-    """Refuses meshes of several devices, which `Engine` does not take.
+def add_mesh(parser: argparse.ArgumentParser) -> None:
+    """Adds the sizes of a mesh; both are None if neither is given."""
+    parser.add_argument(
+        "--data", type=whole(1, MAX_DEVICES), help="data shards of the mesh; if not given, 1"
+    )
+    parser.add_argument(
+        "--model",
+        type=whole(1, MAX_DEVICES),
+        help="devices of a data shard of the mesh; if not given, 1",
+    )
+
+
+def add_hosts(parser: argparse.ArgumentParser) -> None:
+    """Adds the sizes of a mesh, and what makes a process one of several on it."""
+    add_mesh(parser)
+    group = parser.add_argument_group("several processes, each with the same arguments otherwise")
+    group.add_argument(
+        "--hosts", action="store_true", help="as SLURM, MPI or Kubernetes started them"
+    )
+    group.add_argument(
+        "--coordinator",
+        help="ADDRESS:PORT of process 0; whoever reaches that port is trusted; if not given, "
+        "this process is alone, or --hosts finds it",
+    )
+    group.add_argument(
+        "--num-processes",
+        type=whole(1, MAX_DEVICES),
+        help="how many there are; if not given, as --coordinator",
+    )
+    group.add_argument(
+        "--process-id",
+        type=whole(0, MAX_DEVICES),
+        help="which one this is; 0 prints the results; if not given, as --coordinator",
+    )
+    group.add_argument(
+        "--host-timeout-s",
+        type=real(1, 1e6),
+        default=DEFAULT_TIMEOUT_S,
+        help="how long a process may be silent before the others end",
+    )
+
+
+def join_mesh(args: argparse.Namespace) -> tuple[Mesh | None, bool]:
+    """Joins the processes of `add_hosts`, if any.
+
+    Returns:
+      The mesh, None being one device, and whether this process does what process 0 tells it.
 
     Raises:
-      ValueError: there is more than one device.
+      ValueError: the options do not say which processes, or there is no mesh for them.
+    """
+    given = (args.coordinator, args.num_processes, args.process_id)
+    if not args.hosts and all(one is None for one in given):
+        return chosen_mesh(args), False
+    if args.data is None and args.model is None:
+        raise ValueError("several processes share a mesh; add --data and --model")
+    hosts = join_hosts(*given, timeout_s=args.host_timeout_s)
+    return chosen_mesh(args), hosts.number > 0
+
+
+def chosen_mesh(args: argparse.Namespace) -> Mesh | None:
+    """The mesh of `add_mesh`; None is one device.
+
+    Raises:
+      ValueError: JAX has too few devices.
     """
     data, model = args.data or 1, args.model or 1
-    if data * model > 1:
+    if data * model == 1:
+        return None
+    if len(jax.devices()) < data * model:
         raise ValueError(
-            f"--data {data} --model {model}: Engine runs on one device, and takes no mesh; "
-            "dsv4-jax plan takes both, and ds.jit_decode_step runs on a mesh"
+            f"--data {data} --model {model} is a mesh of {data * model} devices, and JAX has "
+            f"{len(jax.devices())}; on CPUs, XLA_FLAGS=--xla_force_host_platform_device_count="
+            f"{data * model} makes as many"
         )
+    return make_mesh(data, model)
+
+
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """Adds which checkpoint, to be found by `find_checkpoint`."""
+    parser.add_argument(
+        "--checkpoint",
+        help="a directory, or a model on the Hugging Face hub (owner/model); if not given, the "
+        "small model that comes with the package",
+    )
+    parser.add_argument(
+        "--revision",
+        help="branch, tag or commit of a model on the hub; if not given, its main branch",
+    )
 
 
 def add_loading(parser: argparse.ArgumentParser, *, check_weights: bool | None = None) -> None:
@@ -174,8 +284,8 @@ def add_loading(parser: argparse.ArgumentParser, *, check_weights: bool | None =
         "--check-weights",
         action=argparse.BooleanOptionalAction,
         default=check_weights,
-        help="name every tensor that holds NaN or infinity; if not given, "
-        + ("on" if check_weights else "where the tensors take 64 MiB at most"),
+        help="name every tensor that holds NaN or infinity"
+        + ("" if check_weights else "; if not given, where the tensors take 64 MiB at most"),
     )
     add_follow_links(parser)
 

@@ -16,30 +16,39 @@ import jax.numpy as jnp
 
 from dsv4_jax.bench import decode, kernels, prefill, report
 from dsv4_jax.bench.decode_case import PARTS, DecodeCase
+from dsv4_jax.bench.mesh_step import bench_mesh_step
 from dsv4_jax.bench.results import Output
 from dsv4_jax.bench.timing import copy_bandwidth
 from dsv4_jax.bench.weights import random_params
 from dsv4_jax.cache.model_cache import tree_bytes
-from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
 from dsv4_jax.cli.arguments import (
     WEIGHTS,
     add_activations,
+    add_cache_format,
     add_follow_links,
     add_mesh,
+    chosen_mesh,
     output_file,
     real,
-    refuse_mesh,
     whole,
     wholes,
+)
+from dsv4_jax.cli.bench_checks import (
+    check_case_memory,
+    check_contexts,
+    check_mesh,
+    find_shortage,
 )
 from dsv4_jax.cli.presets import PRESETS, read_config
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.kinds import show
 from dsv4_jax.model.params import param_shapes, unstack_layers
 from dsv4_jax.runtime import claim_memory
-from pallas_kernels.common.formats import CACHE_FORMATS
 
 _MAX_BATCH, _MAX_SECONDS = 2**16, 1e9
+_STEP_CONTEXTS, _OP_CONTEXTS = ("4096,131072,1048576", "256,4096"), ("16384", "256")
+_OP_BATCHES, _PROMPTS = ("1,64", "1"), ("8192,32768", "256")
+"""Defaults with a GPU and without one."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     steps = what.add_parser("decode", help="decode steps, whole and in parts")
     _add_common(steps)
     _add_weights(steps)
-    steps.add_argument("--contexts", type=wholes(), default=[4096, 131_072, 1_048_576])
+    _add_contexts(steps, _STEP_CONTEXTS)
     steps.add_argument(
         "--batch", type=wholes(1, _MAX_BATCH), default=[1], help="requests, one number or more"
     )
@@ -73,7 +82,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     steps.add_argument("--profile", action="store_true", help="list the launches with their times")
     steps.add_argument(
-        "--plot", type=output_file(".png", ".svg"), help="PNG or SVG file for ms against context"
+        "--plot",
+        type=output_file(".png", ".svg"),
+        help="PNG or SVG file for ms against context; if not given, none",
     )
     steps.add_argument(
         "--part-limit-s",
@@ -84,46 +95,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     ops = what.add_parser("kernels", help="single ops of one layer each")
     _add_common(ops)
-    ops.add_argument("--contexts", type=wholes(), default=[16_384])
-    ops.add_argument("--batch", type=wholes(1, _MAX_BATCH), default=[1, 64])
+    _add_contexts(ops, _OP_CONTEXTS)
+    ops.add_argument(
+        "--batch",
+        type=wholes(1, _MAX_BATCH),
+        help="requests, one number or more; if not given, 1,64 on a GPU and 1 without one",
+    )
     fill = what.add_parser("prefill", help="chunked prefill of one prompt")
     _add_common(fill)
     _add_weights(fill)
     fill.add_argument(
         "--tokens",
         type=wholes(),
-        default=[8192, 32_768],
-        help="length of the prompt, one number or more",
+        help="length of the prompt, one number or more; if not given, 8192,32768 on a GPU and "
+        "256 without one",
     )
     fill.add_argument("--chunk", type=whole(1, 2**20), default=2048, help="tokens per call")
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the benchmark; a case that fails is reported, and the others run."""
-    refuse_mesh(args)
     claim_memory(at_once=not (args.what == "decode" and args.compile_only))
+    _choose_sizes(args)
+    check_mesh(args)
     return {"decode": _run_decode, "kernels": _run_kernels, "prefill": _run_prefill}[args.what](
         args
     )
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", default="flash_slim", help=f"{', '.join(PRESETS)} or a folder")
     parser.add_argument(
-        "--layers", type=whole(), help="use only the first so many layers of the model"
+        "--config",
+        help=f"{', '.join(PRESETS)} or a folder; if not given, flash_slim on a GPU and tiny "
+        "without one",
     )
     parser.add_argument(
-        "--experts", type=whole(), help="number of routed experts, in place of the config's"
+        "--layers", type=whole(), help="first layers of the model to use; if not given, all"
+    )
+    parser.add_argument(
+        "--experts", type=whole(), help="routed experts; if not given, as many as the config has"
     )
     add_follow_links(parser)
     add_mesh(parser)
-    parser.add_argument("--cache-format", choices=CACHE_FORMATS, default=DEFAULT_CACHE_FORMAT)
-    parser.add_argument("--json", type=output_file(), help="JSON file for the figures")
+    add_cache_format(parser)
+    parser.add_argument(
+        "--json", type=output_file(), help="JSON file for the figures; if not given, none"
+    )
     parser.add_argument(
         "--budget-s",
         type=real(0, _MAX_SECONDS),
         default=540.0,
-        help="start no case later than this",
+        help="seconds after which no case starts",
     )
 
 
@@ -135,6 +157,30 @@ def _add_weights(parser: argparse.ArgumentParser) -> None:
         help="all weights in bfloat16, or FP8 and FP4 where the release has them",
     )
     add_activations(parser, prefill=False)
+
+
+def _add_contexts(parser: argparse.ArgumentParser, sizes: tuple[str, str]) -> None:
+    parser.add_argument(
+        "--contexts",
+        type=wholes(),
+        help=f"tokens of each request, one number or more; if not given, {sizes[0]} on a GPU and "
+        f"{sizes[1]} without one",
+    )
+
+
+def _choose_sizes(args: argparse.Namespace) -> None:
+    """Fills in what was not given: real sizes on a GPU, and elsewhere those of a first try."""
+    has_gpu = jax.default_backend() == "gpu"
+    if args.config is None:
+        args.config = "flash_slim" if has_gpu else "tiny"
+    chosen = {
+        "decode": {"contexts": _STEP_CONTEXTS},
+        "kernels": {"contexts": _OP_CONTEXTS, "batch": _OP_BATCHES},
+        "prefill": {"tokens": _PROMPTS},
+    }[args.what]
+    for name, (large, small) in chosen.items():
+        if getattr(args, name) is None:
+            setattr(args, name, wholes()(large if has_gpu else small))
 
 
 def _config(args: argparse.Namespace) -> DSV4Config:
@@ -161,7 +207,7 @@ def _status(rows: list[dict[str, Any]]) -> int:
 def _run_decode(args: argparse.Namespace) -> int:
     begun = time.perf_counter()
     config = _config(args)
-    _check_contexts(config, "contexts", args.contexts)
+    check_contexts(config, "contexts", args.contexts)
     if args.plot:
         report.find_matplotlib()
     parts = ("step",) if args.quick else args.parts
@@ -173,12 +219,16 @@ def _run_decode(args: argparse.Namespace) -> int:
         params = param_shapes(config, jnp.bfloat16, weights=WEIGHTS[args.weights])
         params = unstack_layers(params)
     else:
+        with_weights = set(parts) != {"cache"}
+        size = min(args.batch), min(args.contexts)
+        check_case_memory(args, config, *size, weights=args.weights if with_weights else None)
         output.set(copy_bandwidth=copy_bandwidth())
     if set(parts) == {"cache"}:
         params = None
     elif params is None:
         start = time.perf_counter()
-        params = jax.block_until_ready(random_params(config, weights=WEIGHTS[args.weights]))
+        made = random_params(config, weights=WEIGHTS[args.weights], mesh=chosen_mesh(args))
+        params = jax.block_until_ready(made)
         output.set(weight_bytes=tree_bytes(params), weights_s=time.perf_counter() - start)
     rows: list[dict[str, Any]] = []
     for batch in args.batch:
@@ -201,7 +251,12 @@ def _run_decode(args: argparse.Namespace) -> int:
                 output.set(rows=rows)
                 continue
             bandwidth, said = output.fields["copy_bandwidth"], ""
-            for row in decode.bench_case(config, params, case, bandwidth=bandwidth):
+            found = decode.bench_case(config, params, case, bandwidth=bandwidth)
+            if (mesh := chosen_mesh(args)) is not None and params is not None:
+                found = bench_mesh_step(
+                    config, params, case, mesh, weights=WEIGHTS[args.weights], bandwidth=bandwidth
+                )
+            for row in found:
                 rows[-1] = row
                 output.set(rows=rows)
                 if (line := report.decode_line(row)) != said:
@@ -218,13 +273,17 @@ def _run_decode(args: argparse.Namespace) -> int:
 def _run_kernels(args: argparse.Namespace) -> int:
     begun = time.perf_counter()
     config = _config(args)
-    _check_contexts(config, "contexts", args.contexts)
+    check_contexts(config, "contexts", args.contexts)
+    check_case_memory(args, config, min(args.batch), min(args.contexts), weights=None)
     output = Output(args.json, command="bench kernels", config=args.config)
     output.set(copy_bandwidth=copy_bandwidth())
     rows: list[dict[str, Any]] = []
     for context in args.contexts:
         for batch in args.batch:
             if time.perf_counter() - begun > args.budget_s:
+                continue
+            if shortage := find_shortage(config, args, batch, context):
+                print(f"batch {batch}, context {context:,}: skipped {shortage}", flush=True)
                 continue
             for row in kernels.bench_kernels(
                 config,
@@ -243,13 +302,16 @@ def _run_kernels(args: argparse.Namespace) -> int:
 def _run_prefill(args: argparse.Namespace) -> int:
     begun = time.perf_counter()
     config = _config(args)
-    _check_contexts(config, "tokens", args.tokens)
+    check_contexts(config, "tokens", args.tokens)
     for num_tokens in args.tokens:
         if num_tokens % min(args.chunk, num_tokens):
             raise ValueError(f"chunk must divide tokens, got {args.chunk} and {num_tokens}")
+    check_case_memory(args, config, 1, max(args.tokens), weights=args.weights)
     output = Output(args.json, command="bench prefill", config=args.config)
     output.set(weights=args.weights, experts=config.num_routed_experts)
-    params = jax.block_until_ready(random_params(config, weights=WEIGHTS[args.weights]))
+    mesh = chosen_mesh(args)
+    made = random_params(config, weights=WEIGHTS[args.weights], mesh=mesh)
+    params = jax.block_until_ready(made)
     output.set(weight_bytes=tree_bytes(params))
     rows: list[dict[str, Any]] = []
     for num_tokens in args.tokens:
@@ -265,6 +327,7 @@ def _run_prefill(args: argparse.Namespace) -> int:
                 chunk_tokens=chunk_tokens,
                 cache_format=args.cache_format,
                 activations=args.activations,
+                mesh=mesh,
             ):
                 rows[-1] = row
                 output.set(rows=rows)
@@ -274,14 +337,6 @@ def _run_prefill(args: argparse.Namespace) -> int:
             output.set(rows=rows)
             print(report.prefill_line(rows[-1]), flush=True)
     return _status(rows)
-
-
-def _check_contexts(config: DSV4Config, name: str, contexts: list[int]) -> None:
-    for context in contexts:
-        if context > config.max_position_embeddings:
-            raise ValueError(
-                f"{name} must be in 1..{config.max_position_embeddings}, got {context}"
-            )
 
 
 def _parts(text: str) -> tuple[str, ...]:

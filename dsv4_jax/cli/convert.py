@@ -10,6 +10,7 @@ import pathlib
 
 from dsv4_jax.checkpoint.convert import CONVERSIONS, convert_checkpoint
 from dsv4_jax.cli.arguments import add_loading, real
+from dsv4_jax.cli.memory import check_memory, largest_tensor_bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--weights",
         choices=CONVERSIONS,
         required=True,
-        help="released: block FP8, and MXFP4 for routed experts; what is quantised already stays",
+        help="released: block FP8, and MXFP4 for routed experts; what is quantised already stays. "
+        "bfloat16: all decoded",
     )
     parser.add_argument(
         "--shard-gib",
@@ -33,6 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Converts, and says what was written."""
+    if args.source.is_dir():
+        largest = largest_tensor_bytes(args.source, follow_links=args.follow_links)
+        needs = {"a tensor and what it becomes": 2 * largest}
+        check_memory(needs, "a machine with more memory", told=False)
     convert_checkpoint(
         args.source,
         args.destination,

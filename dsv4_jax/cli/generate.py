@@ -1,48 +1,108 @@
-"""Completes prompts, from the checkpoint that ships in the package or from a directory."""
+"""Completes prompts: answers on stdout, all else on stderr."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import pathlib
 import sys
 import time
+from collections.abc import Iterator, Sequence
 
+import jax.numpy as jnp
+from jax.sharding import Mesh
 from tokenizers import Tokenizer
-from tqdm import tqdm
 
-from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
-from dsv4_jax.checkpoint.load import SHIPPED_CHECKPOINT, load_checkpoint
+from dsv4_jax.checkpoint.find import find_checkpoint
+from dsv4_jax.checkpoint.load import load_checkpoint
 from dsv4_jax.cli.arguments import (
     add_activations,
+    add_cache_format,
+    add_checkpoint,
+    add_hosts,
     add_loading,
-    add_mesh,
+    join_mesh,
     prompt_text,
     real,
-    refuse_mesh,
     whole,
 )
+from dsv4_jax.cli.memory import check_engine_memory
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.progress import Progress
 from dsv4_jax.serving.engine import Engine
-from dsv4_jax.serving.text import TextStream, load_tokenizer
+from dsv4_jax.serving.request import Completion
+from dsv4_jax.serving.sizing import MAX_DRAFT_TOKENS
+from dsv4_jax.serving.text import load_tokenizer
 from dsv4_jax.step.sampling import SamplingParams
-from pallas_kernels.common.formats import CACHE_FORMATS
+
+_MAX_REQUESTS = 32
+"""Requests that run at once where no number is given and there are more prompts."""
+
+_WAY_OUT = "fewer --max-requests, fewer --max-new-tokens, another --cache-format, or what \
+`dsv4-jax plan` says would fit"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
     parser.add_argument(
-        "prompt", nargs="+", type=prompt_text, help="text to complete; several run in one batch"
+        "prompt",
+        nargs="*",
+        type=prompt_text,
+        help="text to complete; several run in one batch; none at all reads standard input",
     )
-    parser.add_argument("--checkpoint", type=pathlib.Path, default=SHIPPED_CHECKPOINT)
-    parser.add_argument("--max-new-tokens", type=whole(), default=256)
+    parser.add_argument(
+        "--file",
+        action="append",
+        help="file whose text is a prompt, repeatable; - is standard input; if not given, none",
+    )
+    parser.add_argument(
+        "--lines", action="store_true", help="take every line of the files for a prompt of its own"
+    )
+    add_checkpoint(parser)
+    parser.add_argument(
+        "--max-new-tokens", type=whole(), default=256, help="most tokens of an answer"
+    )
     parser.add_argument("--temperature", type=real(0, 1e30), default=0.6, help="0 is greedy")
     parser.add_argument(
-        "--top-k", type=whole(0), default=SamplingParams.top_k, help="0 is no limit"
+        "--top-k",
+        type=whole(0),
+        default=SamplingParams.top_k,
+        help="draw among that many most likely tokens; 0 is no limit",
     )
-    parser.add_argument("--top-p", type=real(0, 1), default=SamplingParams.top_p)
-    parser.add_argument("--seed", type=whole(-(2**63), 2**63 - 1), default=SamplingParams.seed)
-    parser.add_argument("--cache-format", choices=CACHE_FORMATS, default=DEFAULT_CACHE_FORMAT)
+    parser.add_argument(
+        "--top-p",
+        type=real(0, 1),
+        default=SamplingParams.top_p,
+        help="draw among the most likely tokens that together have that probability",
+    )
+    parser.add_argument(
+        "--seed",
+        type=whole(-(2**63), 2**63 - 1),
+        default=SamplingParams.seed,
+        help="seed of the draws",
+    )
+    parser.add_argument(
+        "--stop",
+        action="append",
+        type=prompt_text,
+        help="text that ends an answer and is not shown, repeatable; if not given, none",
+    )
+    parser.add_argument(
+        "--draft-tokens",
+        type=whole(0, MAX_DRAFT_TOKENS),
+        default=0,
+        help="tokens that the draft block guesses in a step; 0 is no speculation",
+    )
+    parser.add_argument(
+        "--max-requests",
+        type=whole(1, 2**16),
+        help=f"prompts that run at once; if not given, all, and {_MAX_REQUESTS} at most",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print an object for each answer, one a line"
+    )
+    add_cache_format(parser)
     parser.add_argument(
         "--weights",
         choices=("stored", "bfloat16", "float32"),
@@ -55,95 +115,174 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of activations; if not given, that of decoded weights, or else bfloat16",
     )
     add_activations(parser)
-    add_mesh(parser)
+    add_hosts(parser)
     add_loading(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Streams one prompt's text to stdout; several are printed one after another when done."""
-    refuse_mesh(args)
+    """Streams one prompt's answer; those of several are printed in order, as they are done."""
     started = time.perf_counter()
+    prompts = _read_prompts(args)
     sampling = SamplingParams(
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         top_k=args.top_k,
         top_p=args.top_p,
         seed=args.seed,
+        stop_texts=args.stop or (),
     )
-    engine, tokenizer = _build(args)
+    mesh, follows = join_mesh(args)
+    engine = _build(args, prompts, mesh)
+    if follows:
+        engine.follow()
+        return 0
     _note(f"compiling for the first tokens ({time.perf_counter() - started:.1f} s to load)")
-    ids = [engine.submit(prompt, sampling=sampling) for prompt in args.prompt]
-    stream = engine.stream(*ids)
-    texts = [TextStream(tokenizer) for _ in args.prompt]
-    pieces: list[list[str]] = [[prompt] for prompt in args.prompt]
-    single = len(args.prompt) == 1
-    bar = tqdm(total=args.max_new_tokens * len(args.prompt), unit="token", disable=single)
-    count, first, second = 0, 0.0, 0.0
-    for token in stream:
-        if not count:
-            first = time.perf_counter()
-            if single:
-                print(args.prompt[0], end="", flush=True)
-        count += 1
-        if count == 2 * len(args.prompt):
-            second = time.perf_counter()  # both programs are compiled by now
-        idx = ids.index(token.request_id)
-        piece = texts[idx].add(token.token_id)
-        pieces[idx].append(piece)
-        bar.update()
-        if single:
-            print(piece, end="", flush=True)
-    bar.close()
-    if single:
-        print()
-    else:
-        for idx, parts in enumerate(pieces):
-            print(f"--- {idx}\n{''.join(parts)}")
-    _note(f"{count} tokens, the first after {first - started:.1f} s")
-    if second and count > 2 * len(args.prompt):
-        rate = (count - 2 * len(args.prompt)) / (time.perf_counter() - second)
-        _note(f"{rate:.0f} tokens/s once compiled, at {second - started:.1f} s")
-    return 0
+    ids = [engine.submit(prompt, sampling=sampling) for prompt in prompts]
+    streams = len(prompts) == 1 and not args.json
+    if streams and sys.stdout.isatty() and sys.stderr.isatty():
+        print(prompts[0], end="", file=sys.stderr, flush=True)  # what the answer goes on from
+    times: list[float] = []
+    failed = 0
+    for number, completion in _serve(engine, ids, streams=streams, times=times):
+        if completion.error is not None:
+            _note(f"prompt {number + 1} failed: {completion.error}")
+            failed = 1
+        if args.json:
+            print(json.dumps(_describe(prompts[number], completion)), flush=True)
+        else:
+            print("" if streams else completion.text, flush=True)
+    if times:
+        _note(f"{len(times)} tokens, the first after {times[0] - started:.1f} s")
+    warm = 2 * len(ids)  # both programs are compiled by then
+    if len(times) > warm:
+        rate = (len(times) - warm) / (times[-1] - times[warm - 1])
+        _note(f"{rate:.0f} tokens/s once compiled, at {times[warm - 1] - started:.1f} s")
+    engine.close()
+    return failed
 
 
-def _build(args: argparse.Namespace) -> tuple[Engine, Tokenizer]:
+def _read_prompts(args: argparse.Namespace) -> list[str]:
+    """Those of the command line, then those of files or, without any, of standard input.
+
+    Raises:
+      ValueError: there is none, or a file is no UTF-8.
+      OSError: a file cannot be read.
+    """
+    prompts: list[str] = list(args.prompt)
+    files: Sequence[str] = args.file or ()
+    if not prompts and not files:
+        if sys.stdin is None or sys.stdin.isatty():
+            raise ValueError("there must be a prompt: give a text, --file FILE, or standard input")
+        files = ["-"]
+    for file in files:
+        name = "standard input" if file == "-" else file
+        try:
+            raw = sys.stdin.buffer.read() if file == "-" else pathlib.Path(file).read_bytes()
+            text = raw.decode().removesuffix("\n")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{name} must be UTF-8 ({error})") from None
+        found = [line for line in text.splitlines() if line] if args.lines else [text]
+        if not any(found):
+            raise ValueError(f"{name} must hold a prompt, and is empty")
+        prompts += found
+    return prompts
+
+
+def _serve(
+    engine: Engine, ids: list[int], *, streams: bool, times: list[float]
+) -> Iterator[tuple[int, Completion]]:
+    """(number, completion) of every prompt in order; `times` gets the time of every token."""
+    ended: set[int] = set()
+    given = 0
+    with Progress(len(ids), unit="prompt", doing="serving", shown=len(ids) > 1) as bar:
+        for token in engine.stream(*ids):
+            times.append(time.perf_counter())
+            if streams and token.text:
+                print(token.text, end="", flush=True)
+            if token.finish_reason is not None:
+                ended.add(token.request_id)
+                bar.add()
+            while given < len(ids) and ids[given] in ended:
+                yield given, engine.completion(ids[given])
+                given += 1
+        for number in range(given, len(ids)):  # what failed may end without a token
+            yield number, engine.completion(ids[number])
+
+
+def _describe(prompt: str, completion: Completion) -> dict[str, object]:
+    """An answer as `--json` prints it."""
+    return {
+        "prompt": prompt,
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "error": completion.error,
+        "token_ids": completion.token_ids,
+        "prompt_tokens": completion.prompt_tokens,
+        "hit_tokens": completion.hit_tokens,
+    }
+
+
+def _build(args: argparse.Namespace, prompts: list[str], mesh: Mesh | None) -> Engine:
     """An engine with a context for the longest prompt and its answer, in powers of two."""
-    context, tokenizer = _check_prompts(args)
+    data = args.data or 1
+    folder = find_checkpoint(args.checkpoint, revision=args.revision)
+    config = DSV4Config.from_hf(folder, follow_links=args.follow_links)
+    if args.draft_tokens and not config.num_mtp_layers:
+        raise ValueError(
+            f"--draft-tokens {args.draft_tokens} needs a draft (MTP) block, and {folder} has none; "
+            "leave it out"
+        )
+    tokenizer = load_tokenizer(folder, follow_links=args.follow_links)
+    if tokenizer is None:
+        raise ValueError(f"{folder} has no tokenizer.json, so text cannot be encoded")
+    sizes = {
+        "max_requests": args.max_requests or -(-min(len(prompts), _MAX_REQUESTS) // data) * data,
+        "max_context_tokens": _find_context(args, config, tokenizer, prompts),
+        "cache_format": args.cache_format,
+    }
+    decoded = None if args.weights == "stored" else args.weights
+    check_engine_memory(
+        config,
+        folder,
+        weights=args.weights,
+        dtype=jnp.dtype(args.dtype or decoded or jnp.bfloat16),
+        follow_links=args.follow_links,
+        way_out=_WAY_OUT,
+        mesh=mesh,
+        **sizes,
+    )
     config, params = load_checkpoint(
-        args.checkpoint,
+        folder,
+        mesh=mesh,
         weights=args.weights,
         dtype=args.dtype,
-        progress=True,
         check_weights=args.check_weights,
         follow_links=args.follow_links,
     )
-    engine = Engine(
+    return Engine(
         config,
         params,
-        max_requests=len(args.prompt),
-        max_context_tokens=context,
-        cache_format=args.cache_format,
+        mesh=mesh,
+        draft_tokens=args.draft_tokens,
         activations=args.activations,
         prefill_activations=args.prefill_activations,
         tokenizer=tokenizer,
+        **sizes,
     )
-    return engine, tokenizer
 
 
-def _check_prompts(args: argparse.Namespace) -> tuple[int, Tokenizer]:
+def _find_context(
+    args: argparse.Namespace, config: DSV4Config, tokenizer: Tokenizer, prompts: list[str]
+) -> int:
     """The context that is needed, by config and tokenizer alone, which are read at once."""
-    config = DSV4Config.from_hf(args.checkpoint, follow_links=args.follow_links)
-    tokenizer = load_tokenizer(args.checkpoint, follow_links=args.follow_links)
-    if tokenizer is None:
-        raise ValueError(f"{args.checkpoint} has no tokenizer.json, so text cannot be encoded")
     limit, longest = config.max_position_embeddings, 0
-    for number, prompt in enumerate(args.prompt, 1):
+    for number, prompt in enumerate(prompts, 1):
         token_ids = tokenizer.encode(prompt).ids
         if not token_ids:
             raise ValueError(f"prompt {number} must have at least one token, got {prompt!r}")
         if max(token_ids) >= config.vocab_size:
             raise ValueError(
-                f"{args.checkpoint}/tokenizer.json gives prompt {number} the token "
+                f"the tokenizer.json of {args.checkpoint} gives prompt {number} the token "
                 f"{max(token_ids)}, and config.json has vocab_size={config.vocab_size}"
             )
         length = len(token_ids) + args.max_new_tokens
@@ -154,7 +293,7 @@ def _check_prompts(args: argparse.Namespace) -> tuple[int, Tokenizer]:
                 f"got {length}"
             )
         longest = max(longest, length)
-    return min(2 ** math.ceil(math.log2(longest)), limit), tokenizer
+    return min(2 ** math.ceil(math.log2(longest)), limit)
 
 
 def _note(text: str) -> None:

@@ -10,15 +10,24 @@ import argparse
 import dataclasses
 
 from dsv4_jax.bench.floor import COLLECTIVE_S
+from dsv4_jax.bench.placement import STEP_TOKENS, fitting_meshes, place
 from dsv4_jax.cache.model_cache import cache_shapes, family_bytes, tree_bytes
-from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT, blocks_of
-from dsv4_jax.cli.arguments import WEIGHTS, add_follow_links, add_mesh, real, whole
+from dsv4_jax.cache.schema import blocks_of
+from dsv4_jax.cli.arguments import (
+    WEIGHTS,
+    add_cache_format,
+    add_follow_links,
+    add_mesh,
+    real,
+    whole,
+)
+from dsv4_jax.cli.gpus import MEMORY_BYTES, Gpus, read_gpus
 from dsv4_jax.cli.plan_mesh import print_mesh_plan, print_weights
 from dsv4_jax.cli.presets import PRESETS, read_config
+from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.kinds import MAX_I32
 from dsv4_jax.model.params import param_shapes
 from dsv4_jax.model.weight_sizes import bytes_by_family
-from pallas_kernels.common.formats import CACHE_FORMATS
 
 _MIB = 2**20
 
@@ -28,9 +37,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help=f"{', '.join(PRESETS)}, or a checkpoint directory")
     parser.add_argument("--context", type=whole(), default=131_072, help="tokens per request")
     parser.add_argument("--requests", type=whole(1, 2**20), default=1, help="requests at once")
-    parser.add_argument("--cache-format", choices=CACHE_FORMATS, default=DEFAULT_CACHE_FORMAT)
-    parser.add_argument(
-        "--gpu-gib", type=real(0, 2**20), default=141 * 1e9 / 2**30, help="GPU memory"
+    add_cache_format(parser)
+    memory = parser.add_mutually_exclusive_group()
+    memory.add_argument(
+        "--gpu",
+        type=read_gpus,
+        default=read_gpus("h200"),
+        help=f"{', '.join(MEMORY_BYTES)}, or several of a kind, such as b200x8",
+    )
+    memory.add_argument(
+        "--gpu-gib",
+        type=real(0, 2**20),
+        help="memory of a GPU in GiB; if not given, that of --gpu",
     )
     parser.add_argument(
         "--weights",
@@ -41,8 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights-gib",
         type=real(0, 2**20),
-        default=None,
-        help="GPU memory that weights take, in place of what they are computed to",
+        help="GiB that weights take; if not given, they are counted",
     )
     add_follow_links(parser)
     add_mesh(parser)
@@ -63,8 +80,11 @@ def run(args: argparse.Namespace) -> int:
             f"--requests {args.requests} of --context {args.context} take {num_blocks:,} blocks, "
             f"and a block table can number {MAX_I32:,}; lower either"
         )
-    if args.data is not None or args.model is not None:
-        print_mesh_plan(config, args)
+    gpus = args.gpu
+    if args.gpu_gib is not None:
+        gpus = Gpus(None, 1, int(args.gpu_gib * 2**30))
+    if gpus.count > 1 or args.data is not None or args.model is not None:
+        print_mesh_plan(config, args, gpus)
         return 0
     size = {"max_requests": args.requests, "max_context_tokens": args.context}
     cache = cache_shapes(config, cache_format=args.cache_format, **size)
@@ -98,10 +118,47 @@ def run(args: argparse.Namespace) -> int:
     count = print_weights(bytes_by_family(shapes), args.weights)
     draft = ", draft block included" if config.num_mtp_layers else ""
     print(f"\nweights: {count / 2**30:,.2f} GiB, {count:,} bytes{draft}")
-    weights_gib = count / 2**30
     if args.weights_gib is not None:
-        weights_gib = args.weights_gib
-    free = max(args.gpu_gib - weights_gib, 0.0) * 2**30
-    fitting = int(free // (total / args.requests))
-    print(f"requests that fit {free / 2**30:,.1f} GiB beside the weights: {fitting:,}")
+        count = int(args.weights_gib * 2**30)
+    _print_fit(config, args, gpus, count, total / args.requests)
     return 0
+
+
+def _print_fit(
+    config: DSV4Config, args: argparse.Namespace, gpus: Gpus, weight_bytes: int, per_request: float
+) -> None:
+    """Prints what is left on one GPU and the requests that fit, or what does not and what would."""
+    sizes = {
+        "context": args.context,
+        "cache_format": args.cache_format,
+        "weights": WEIGHTS[args.weights],
+    }
+    placed = place(config, data=1, model=1, gpu_bytes=gpus.memory_bytes, **sizes)
+    beside = weight_bytes + placed.workspace_bytes
+    print(f"workspace: {placed.workspace_bytes / 2**30:,.2f} GiB, estimated, {STEP_TOKENS} tokens")
+    free = gpus.memory_bytes - beside
+    fitting = max(int(free // per_request), 0)
+    if fitting:
+        print(f"left for a cache: {free / 2**30:,.2f} GiB of {gpus}")
+        print(f"requests that fit: {fitting:,}")
+    needed = beside + args.requests * per_request
+    if needed <= gpus.memory_bytes:
+        return
+    print(
+        f"does not fit {gpus}: weights, workspace and {args.requests} request(s) take "
+        f"{needed / 2**30:,.2f} GiB, {(needed - gpus.memory_bytes) / 2**30:,.2f} GiB more than "
+        f"its {gpus.memory_bytes / 2**30:,.2f} GiB"
+    )
+    would = [f"--requests {fitting}"] if fitting else []
+    blocks = int((free - placed.slot_bytes) // placed.block_bytes) if placed.block_bytes else 0
+    if blocks > 0 and not fitting:
+        would.append(f"--context {blocks * placed.block_tokens}")
+    would += [f"--gpu {kind}" for kind, memory in MEMORY_BYTES.items() if memory >= needed]
+    for kind in MEMORY_BYTES if gpus.kind is None else [gpus.kind]:
+        if weight_bytes != placed.weight_bytes:
+            break  # what is given instead cannot be spread
+        meshes = fitting_meshes(config, gpu_bytes=MEMORY_BYTES[kind], **sizes)
+        enough = [m for m in meshes if m.data * m.requests(args.context) >= args.requests]
+        if enough and (count := enough[0].data * enough[0].model) > 1:
+            would.append(f"--gpu {kind}x{count}")
+    print(f"what would: {', '.join(would) or 'no GPU that plan knows'}")

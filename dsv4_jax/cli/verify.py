@@ -9,15 +9,25 @@ steps that hold prompts: answers then depend on how prompts are cut.
 from __future__ import annotations
 
 import argparse
-import pathlib
+import contextlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
+from dsv4_jax.checkpoint.find import find_checkpoint
 from dsv4_jax.checkpoint.finite import list_not_finite
-from dsv4_jax.checkpoint.load import SHIPPED_CHECKPOINT, load_checkpoint
-from dsv4_jax.cli.arguments import add_activations, add_loading, add_mesh, refuse_mesh, whole
+from dsv4_jax.checkpoint.load import load_checkpoint
+from dsv4_jax.cli.arguments import (
+    add_activations,
+    add_checkpoint,
+    add_hosts,
+    add_loading,
+    join_mesh,
+    whole,
+)
+from dsv4_jax.cli.memory import check_engine_memory
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.serving.engine import Engine
@@ -26,59 +36,90 @@ from dsv4_jax.serving.request import Completion
 from pallas_kernels.common.formats import CACHE_FORMATS
 from pallas_kernels.common.weights import is_quantized
 
+_REQUESTS, _BLOCKS = 3, 4
+"""Slots of the engine, and blocks of a full context."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
-    parser.add_argument("--checkpoint", type=pathlib.Path, default=SHIPPED_CHECKPOINT)
+    add_checkpoint(parser)
     parser.add_argument(
-        "--cache-format", choices=CACHE_FORMATS, action="append", help="repeatable; default all"
+        "--cache-format",
+        choices=CACHE_FORMATS,
+        action="append",
+        help="a format to check, repeatable; if not given, all of them",
     )
-    parser.add_argument("--requests", type=whole(1, 10_000), default=6)
-    parser.add_argument("--seed", type=whole(0, 2**63 - 1), default=0)
+    parser.add_argument(
+        "--requests", type=whole(1, 10_000), default=6, help="prompts to serve in each format"
+    )
+    parser.add_argument(
+        "--seed", type=whole(0, 2**63 - 1), default=0, help="seed of the prompts and of events"
+    )
     add_activations(parser)
-    add_mesh(parser)
+    add_hosts(parser)
     add_loading(parser, check_weights=True)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints one line per check; status 1 if one fails."""
-    refuse_mesh(args)
+    mesh, follows = join_mesh(args)
+    checkpoint = find_checkpoint(args.checkpoint, revision=args.revision)
+    config = DSV4Config.from_hf(checkpoint, follow_links=args.follow_links)
+    check_engine_memory(
+        config,
+        checkpoint,
+        dtype=jnp.bfloat16,
+        follow_links=args.follow_links,
+        max_requests=_REQUESTS * (args.data or 1),
+        max_context_tokens=_BLOCKS * config.block_tokens,
+        cache_format="f32",  # the largest
+        way_out="a smaller checkpoint or a larger device",
+        mesh=mesh,
+    )
     config, params = load_checkpoint(
-        args.checkpoint, dtype=jnp.bfloat16, check_weights=False, follow_links=args.follow_links
+        checkpoint,
+        mesh=mesh,
+        dtype=jnp.bfloat16,
+        check_weights=False,
+        follow_links=args.follow_links,
     )
     bad = list_not_finite(params) if args.check_weights else []
-    if args.check_weights:
+    if args.check_weights and not follows:
         print(f"{'parameters':<24}{'finite' if not bad else 'NOT FINITE: ' + ', '.join(bad)}")
     failed = bool(bad)
     compares = args.prefill_activations in (None, args.activations) or not any(
         map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized))
     )
     for cache_format in args.cache_format or CACHE_FORMATS:
-        try:
-            steps, hits, problems = _serve(config, params, cache_format, args, compares)
-            summary = f"{steps} steps verified, {hits} tokens shared"
-            summary += ", answers not compared" * (not compares)
-        except CacheError as error:
-            problems, summary = [str(error)], ""
+        with contextlib.closing(_build(config, params, cache_format, args, mesh)) as engine:
+            if follows:
+                engine.follow()
+                continue
+            try:
+                steps, hits, problems = _serve(engine, args, compares)
+                summary = f"{steps} steps verified, {hits} tokens shared"
+                summary += ", answers not compared" * (not compares)
+            except CacheError as error:
+                problems, summary = [str(error)], ""
         print(f"{cache_format:<24}{'; '.join(problems) or 'well'}{', ' * bool(summary)}{summary}")
         failed |= bool(problems)
     return int(failed)
 
 
-def _serve(
+def _build(
     config: DSV4Config,
     params: DSV4Params,
     cache_format: str,
     args: argparse.Namespace,
-    compares: bool,
-) -> tuple[int, int, list[str]]:
-    """Steps, tokens that hits spared, and what was wrong."""
-    rng, size = np.random.default_rng(args.seed), config.block_tokens
-    engine = Engine(
+    mesh: Mesh | None,
+) -> Engine:
+    """A small engine that looks at everything after each step."""
+    return Engine(
         config,
         params,
-        max_requests=3,
-        max_context_tokens=4 * size,
+        mesh=mesh,
+        max_requests=_REQUESTS * (args.data or 1),
+        max_context_tokens=_BLOCKS * config.block_tokens,
         cache_format=cache_format,
         prefill_tokens=(48,),
         decode_tokens=48,
@@ -87,6 +128,12 @@ def _serve(
         prefill_activations=args.prefill_activations,
         debug=True,
     )
+
+
+def _serve(engine: Engine, args: argparse.Namespace, compares: bool) -> tuple[int, int, list[str]]:
+    """Steps, tokens that hits spared, and what was wrong."""
+    config, size = engine.config, engine.config.block_tokens
+    rng = np.random.default_rng(args.seed)
     head = rng.integers(0, config.vocab_size, 2 * size)
     texts = [
         np.concatenate([head[: rng.integers(1, 2 * size)], rng.integers(0, config.vocab_size, 9)])

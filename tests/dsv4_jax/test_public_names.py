@@ -32,7 +32,7 @@ ORIGINAL = [
 ]
 """Classes and functions of the original cache (`docs/design/original_cache.md`)."""
 
-PACKAGES = ("allocator", "attention", "cache", "checkpoint", "model", "serving")
+PACKAGES = ("allocator", "attention", "cache", "checkpoint", "model", "research", "serving")
 
 
 def run(code):

@@ -176,3 +176,27 @@ def test_operations_of_one_more_token(name, context, gigaflops):
     more = prefill.prefill_flops(config, context) - prefill.prefill_flops(config, context - 1)
     head = 2 * config.vocab_size * config.hidden_size
     assert (more + head) / 1e9 == pytest.approx(gigaflops, rel=0.01)
+
+
+def test_a_plot_has_readable_ticks_and_shows_the_spread(tmp_path, monkeypatch):
+    figures, find = [], report.find_matplotlib
+
+    def make(**options):
+        figures.append(find()(**options))
+        return figures[-1]
+
+    monkeypatch.setattr(report, "find_matplotlib", lambda: make)
+    rows = [
+        {"batch": 1, "context": context, "step_ms": ms, "step_ms_least": ms - 1, "step_ms_most": ms}
+        for context, ms in ((256, 7.0), (131_072, 9.0), (1_048_576, 14.0))
+    ]
+    skipped = {"batch": 64, "context": 256, "skipped": "needs 200.0 GiB of 139.0 GiB"}
+    report.plot_decode([*rows, skipped], tmp_path / "x.png", title="flash")
+    (axes,) = figures[0].axes
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["256", "128K", "1M"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["6", "8", "10"]
+    assert not any(label.get_text() for label in axes.get_yticklabels(minor=True))
+    (bars,) = axes.collections
+    assert [segment[:, 1].tolist() for segment in bars.get_segments()] == [[6, 7], [8, 9], [13, 14]]
+    (legend,) = figures[0].legends
+    assert [text.get_text() for text in legend.get_texts()] == ["step, batch 1"]

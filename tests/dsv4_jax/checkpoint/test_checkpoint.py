@@ -19,6 +19,7 @@ import pytest
 import safetensors.numpy
 
 import dsv4_jax as ds
+from dsv4_jax import progress
 from dsv4_jax.checkpoint import save as checkpoint_save
 from dsv4_jax.config.layer_types import AttentionType, RouterType
 from dsv4_jax.config.write_json import write_config
@@ -626,7 +627,8 @@ def test_nothing_to_load(tmp_path):
         load(tmp_path)
 
 
-def test_progress_is_on_stderr_and_can_be_off(capsys):
+def test_progress_is_on_stderr_and_can_be_off(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "FIRST_LINE_S", 0)  # else a short work shows nothing
     ds.load_checkpoint(SAVED, dtype=jnp.float32)
     shown = capsys.readouterr()
     assert shown.out == ""

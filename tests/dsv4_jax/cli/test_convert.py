@@ -102,7 +102,7 @@ def test_back_to_bf16(released, tmp_path, capsys):
     assert main([*arguments, "--shard-gib", str(200_000 / 2**30)]) == 0
     shown = capsys.readouterr()
     assert shown.out.endswith("file(s)\n")
-    assert "converting: 100%" in shown.err
+    assert shown.err == "", "quickly done, and not on a terminal"
     assert len(list(folder.glob("*.safetensors"))) > 3
     assert_same(load(folder), load(released, weights="bfloat16"))
     fields = json.loads((folder / "config.json").read_text())

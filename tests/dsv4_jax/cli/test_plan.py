@@ -79,7 +79,7 @@ def test_a_request_takes_the_published_bytes(
 def test_every_format_is_planned(plan, config, cache_format):
     _, text = plan(config, "--context", 4096, "--requests", 3, "--cache-format", cache_format)
     assert text.startswith(f"{config}, {cache_format}: 3 request(s) of 4,096 tokens")
-    assert "requests that fit" in text
+    assert "workspace: " in text
 
 
 @pytest.mark.parametrize("requests", [1, 8])
@@ -106,17 +106,74 @@ def mib_per_request(tree, requests):
 def test_requests_share_what_the_weights_leave(plan):
     def fitting(*arguments):
         _, text = plan("flash", "--context", MILLION, *arguments)
-        (said,) = re.findall(r"requests that fit ([\d,.]+) GiB beside the weights: ([\d,]+)", text)
-        return tuple(float(number.replace(",", "")) for number in said)
+        said = re.findall(
+            r"left for a cache: ([\d,.]+) GiB of .*\nrequests that fit: ([\d,]+)", text
+        )
+        return tuple(float(number.replace(",", "")) for found in said for number in found)
 
     per_request = 3519.15 / 1024  # GiB: trunk, draft window, table
-    assert fitting("--gpu-gib", 100, "--weights-gib", 0) == (100, int(100 / per_request))
-    assert fitting("--gpu-gib", 100, "--weights-gib", 60) == (40, int(40 / per_request))
-    assert fitting("--gpu-gib", 100, "--weights-gib", 150) == (0, 0)
-    assert fitting("--gpu-gib", 200) == (51.4, int(51.36 / per_request))
-    assert fitting("--gpu-gib", 200, "--requests", 4) == (51.4, int(51.36 / per_request))
-    assert fitting("--gpu-gib", 600, "--weights", "bfloat16") == (58.0, int(58.0 / per_request))
-    assert fitting() == fitting("--weights", "bfloat16") == (0, 0)  # the default is an H200
+    step = 0.70  # GiB
+    assert fitting("--gpu-gib", 100, "--weights-gib", 0) == (99.3, int(99.3 / per_request))
+    assert fitting("--gpu-gib", 100, "--weights-gib", 60) == (39.3, int(39.3 / per_request))
+    assert fitting("--gpu-gib", 200) == (50.66, int(50.66 / per_request))
+    assert fitting("--gpu-gib", 200, "--requests", 4) == (50.66, int(50.66 / per_request))
+    assert fitting("--gpu-gib", 600, "--weights", "bfloat16") == (57.3, int(57.3 / per_request))
+    assert fitting("--gpu-gib", 100, "--weights-gib", 100 - step) == ()
+    assert fitting() == fitting("--weights", "bfloat16") == ()  # the default is an H200
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fits", "would"),
+    [
+        ((), False, "--gpu b200, --gpu b300, --gpu h200x2"),
+        (("--gpu", "b200"), True, None),
+        (("--gpu-gib", 80), False, "--gpu b200, --gpu b300, --gpu h100x4, --gpu h200x2"),
+        (("--gpu-gib", 152, "--context", MILLION), False, "--context"),
+        (("--gpu-gib", 160, "--context", MILLION, "--requests", 4), True, "--requests 3, --gpu b2"),
+        (("--gpu-gib", 100, "--weights-gib", 150), False, "--gpu b200, --gpu b300"),
+        (("--weights", "bfloat16"), False, "--gpu h200x8"),
+    ],
+)
+def test_what_does_not_fit_is_said_and_what_would(plan, arguments, fits, would):
+    """Never with a negative amount; what is proposed fits."""
+    _, text = plan("flash", *arguments)
+    assert not re.search(r"(?<![\w-])-\d", text)
+    assert ("requests that fit" in text) == fits
+    said = re.findall(r"^what would: (.*)$", text, re.M)
+    assert (said == []) == (would is None)
+    assert ("does not fit" in text) == (would is not None)
+    if would is None:
+        return
+    assert said[0].startswith(would)
+    pairs = dict(zip(arguments[::2], arguments[1::2], strict=True))
+    for option in said[0].split(", "):
+        changed = dict([option.split()])
+        replaced = {"--gpu-gib"} & pairs.keys() if "--gpu" in changed else set()
+        words = {k: v for k, v in (pairs | changed).items() if k not in replaced}
+        fitting = [word for pair in words.items() for word in pair]
+        _, text = plan("flash", *fitting)
+        assert "requests that fit" in text
+        assert "does not fit" not in text
+
+
+def test_several_gpus_of_a_kind_are_a_mesh(plan, capsys):
+    """The one of them that holds most requests, unless it is given."""
+    _, text = plan("flash", "--gpu", "b200x8", "--context", 8192)
+    assert text.startswith("flash, fp8_ue8m0: data=8, model=1, 8 GPU(s) of 167.6 GiB")
+    _, text = plan("flash", "--gpu", "b200x8", "--data", 2, "--model", 4, "--context", 8192)
+    assert "data=2, model=4" in text
+    _, text = plan("flash", "--gpu", "h200", "--data", 2, "--context", 8192)
+    assert "data=2, model=1, 2 GPU(s) of 131.3 GiB" in text
+    for arguments, message in (
+        (("--gpu", "b200x8", "--model", "4"), "must be one GPU, or as many as --data 1 times"),
+        (("--gpu", "a100"), "argument --gpu: must be one of h100, h200, b200, b300, or several"),
+        (("--gpu", "h200x0"), "argument --gpu: must be one of"),
+        (("--gpu", "h200x7"), "no mesh of 7 GPUs divides"),
+        (("--gpu", "h200", "--gpu-gib", "80"), "argument --gpu-gib: not allowed with"),
+        (("--gpu", "h200x2", "--weights", "bfloat16"), "each GPU would hold"),
+    ):
+        assert main(["plan", "flash", *arguments]) == 2
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

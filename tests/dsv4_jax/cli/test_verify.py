@@ -16,7 +16,7 @@ from pallas_kernels.common.weights import quantize_block_fp8, quantize_mxfp4
 @pytest.fixture(scope="module")
 def model():
     """A layer and the draft block, whose window is longer than a step of `verify`."""
-    return serving.one_layer(sliding_window=64)
+    return serving.one_layer(serving.CSA, sliding_window=64)
 
 
 def arguments_for(tmp_path, config, params):

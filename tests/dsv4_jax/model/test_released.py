@@ -83,13 +83,7 @@ def test_formats_are_those_of_the_release():
 
 @pytest.fixture(scope="module")
 def model():
-    """A layer that a scan repeats."""
-    config = configs.scanned(
-        layer_types=(ds.AttentionType.CSA,) * 2,
-        router_types=(ds.RouterType.LEARNED,) * 2,
-        num_mtp_layers=0,
-    )
-    return config, ds.init_params(config, jax.random.key(0))
+    return configs.two_layers(ds.AttentionType.CSA)
 
 
 def test_quantised_params_have_the_shapes_of_the_release(model):

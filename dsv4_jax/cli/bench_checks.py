@@ -1,0 +1,92 @@
+"""What a benchmark refuses before it allocates anything."""
+
+from __future__ import annotations
+
+import argparse
+
+import jax
+import jax.numpy as jnp
+
+from dsv4_jax.bench import decode
+from dsv4_jax.bench.memory import memory_limit
+from dsv4_jax.cache.model_cache import cache_shapes, tree_bytes
+from dsv4_jax.cli.arguments import WEIGHTS, chosen_mesh
+from dsv4_jax.cli.memory import check_memory, weight_share
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.model.params import param_shapes
+
+_WAY_OUT = "--config tiny, fewer --layers or --experts, --weights released, or a larger device"
+
+
+def check_mesh(args: argparse.Namespace) -> None:
+    """Refuses what runs on one device alone, and batches that do not divide.
+
+    Raises:
+      ValueError: there is more than one device, and the command or an option takes one.
+    """
+    if chosen_mesh(args) is None:
+        return
+    if args.what == "kernels":
+        raise ValueError("bench kernels times ops of one device; leave --data and --model out")
+    if args.what == "decode":
+        parts = ("step",) if args.quick else args.parts
+        if set(parts) != {"step"} or args.profile or args.compile_only:
+            raise ValueError(
+                "bench decode times whole steps on a mesh; add --parts step, and leave --profile "
+                "and --compile-only out"
+            )
+        for batch in args.batch:
+            if batch % (args.data or 1):
+                raise ValueError(f"--batch must divide over --data {args.data}, got {batch}")
+
+
+def check_case_memory(
+    args: argparse.Namespace, config: DSV4Config, batch: int, context: int, *, weights: str | None
+) -> None:
+    """Asks for the weights, if any, and the cache of one case; larger ones are skipped.
+
+    Raises:
+      MemoryError: that does not fit.
+    """
+    needs = {"cache": _cache_bytes(config, args, batch, context)}
+    if weights is not None:
+        shapes = param_shapes(config, jnp.bfloat16, weights=WEIGHTS[weights])
+        mesh, form = chosen_mesh(args), WEIGHTS[weights]
+        share = 1.0 if mesh is None else weight_share(config, mesh, weights=form)
+        needs = {"weights": int(share * tree_bytes(shapes))} | needs
+    if jax.default_backend() != "cpu":
+        needs["a step"] = decode.MARGIN_BYTES
+    check_memory(needs, _WAY_OUT)
+
+
+def find_shortage(
+    config: DSV4Config, args: argparse.Namespace, batch: int, context: int
+) -> str | None:
+    """What a cache needs beyond what there is, or None."""
+    needed, limit = _cache_bytes(config, args, batch, context), memory_limit()
+    if limit is None or needed <= limit:
+        return None
+    return f"needs {needed / 2**30:.1f} GiB of {limit / 2**30:.1f} GiB"
+
+
+def _cache_bytes(config: DSV4Config, args: argparse.Namespace, batch: int, context: int) -> int:
+    shapes = cache_shapes(
+        config,
+        max_requests=-(-batch // (args.data or 1)),
+        max_context_tokens=context,
+        cache_format=args.cache_format,
+    )
+    return tree_bytes(shapes)
+
+
+def check_contexts(config: DSV4Config, name: str, contexts: list[int]) -> None:
+    """Refuses contexts longer than the model's.
+
+    Raises:
+      ValueError: one is.
+    """
+    for context in contexts:
+        if context > config.max_position_embeddings:
+            raise ValueError(
+                f"{name} must be in 1..{config.max_position_embeddings}, got {context}"
+            )

@@ -1,0 +1,51 @@
+"""The GPUs that `plan` knows by name, alone or several of a kind: `h200`, `b200x8`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+
+from dsv4_jax.cli.arguments import MAX_DEVICES
+from dsv4_jax.config.kinds import show
+
+MEMORY_BYTES = {
+    "h100": 80 * 10**9,
+    "h200": 141 * 10**9,
+    "b200": 180 * 10**9,
+    "b300": 288 * 10**9,
+}
+"""Memory of one GPU as NVIDIA states it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpus:
+    """GPUs of one kind.
+
+    Attributes:
+      kind: a key of `MEMORY_BYTES`, or None where only the memory is known.
+      count: how many.
+      memory_bytes: memory of each.
+    """
+
+    kind: str | None
+    count: int
+    memory_bytes: int
+
+    def __str__(self) -> str:
+        """As `--gpu` takes it, or the memory."""
+        if self.kind is None:
+            return f"a GPU of {self.memory_bytes / 2**30:,.1f} GiB"
+        return self.kind if self.count == 1 else f"{self.kind}x{self.count}"
+
+
+def read_gpus(text: str) -> Gpus:
+    """Reads `h200` or `h200x8`; an argument type."""
+    found = re.fullmatch(r"([a-z]+\d+)(?:x([1-9]\d{0,3}))?", text.lower())
+    kind, count = found.groups() if found else (None, None)
+    if kind not in MEMORY_BYTES or int(count or 1) > MAX_DEVICES:
+        raise argparse.ArgumentTypeError(
+            f"must be one of {', '.join(MEMORY_BYTES)}, or several such as h200x8 (up to "
+            f"{MAX_DEVICES}), got {show(text)}; or give the memory with --gpu-gib"
+        )
+    return Gpus(kind, int(count or 1), MEMORY_BYTES[kind])

@@ -1,0 +1,162 @@
+"""What a command is about to allocate, compared with what there is before it does."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+import sys
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from dsv4_jax.allocator.pool_plan import plan_pools
+from dsv4_jax.bench.placement import STEP_TOKENS, place, workspace_bytes
+from dsv4_jax.cache.model_cache import tree_bytes
+from dsv4_jax.checkpoint.files import find_weight_files, list_tensors
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.mesh import mesh_sizes
+from dsv4_jax.model.params import param_shapes
+from dsv4_jax.runtime import find_memory
+
+HOST_BYTES = 2**30
+"""What XLA takes of a host to compile and run steps on a CPU."""
+
+_GIB = 2**30
+
+
+def check_memory(needs: dict[str, int], way_out: str, *, told: bool = True) -> None:
+    """Says on stderr what is needed, or refuses; to be called before anything is allocated.
+
+    Args:
+      needs: {what for: bytes}.
+      way_out: what takes less, as the rest of "take ...".
+      told: whether it is said even if it fits.
+
+    Raises:
+      MemoryError: it is more than the device has free, or without one the host.
+    """
+    memory = find_memory()
+    if memory is not None and memory.is_host:
+        needs = needs | {"XLA": HOST_BYTES}
+    needed = sum(needs.values())
+    listed = ", ".join(f"{name} {count / _GIB:,.2f}" for name, count in needs.items())
+    if memory is None:
+        return  # nobody says what there is
+    has = f"{memory.name} has {memory.free_bytes / _GIB:,.2f} of {memory.total_bytes / _GIB:,.2f}"
+    if needed > memory.free_bytes:
+        raise MemoryError(
+            f"needs {needed / _GIB:,.2f} GiB ({listed}), and {has} GiB free; take {way_out}"
+        )
+    if told:
+        text = f"[needs {needed / _GIB:,.2f} GiB ({listed}); {has} free]"
+        print(text, file=sys.stderr, flush=True)
+
+
+def check_engine_memory(
+    config: DSV4Config,
+    checkpoint: pathlib.Path,
+    *,
+    weights: str = "stored",
+    dtype: DTypeLike,
+    follow_links: bool,
+    max_requests: int,
+    max_context_tokens: int,
+    cache_format: str,
+    way_out: str,
+    mesh: Mesh | None = None,
+) -> None:
+    """Does the same for a checkpoint that is to be loaded and an engine for it.
+
+    Args:
+      config: the model; its draft block has a cache if it has one.
+      checkpoint: the directory.
+      weights: as of `load_checkpoint`.
+      dtype: dtype of dense weights.
+      follow_links: as of `load_checkpoint`.
+      max_requests: as of `Engine`.
+      max_context_tokens: as of `Engine`.
+      cache_format: as of `Engine`.
+      way_out: as of `check_memory`.
+      mesh: as of `Engine`; what one of its devices takes is compared, or on CPUs, which share the
+        host's memory, what those of this process take.
+
+    Raises:
+      MemoryError: it does not fit.
+      ValueError: a file of the checkpoint cannot be read.
+    """
+    if weights == "stored":
+        count = stored_bytes(checkpoint, dtype, follow_links=follow_links)
+    else:
+        count = tree_bytes(param_shapes(config, dtype))
+    data, model = (1, 1) if mesh is None else mesh_sizes(mesh)
+    pools = plan_pools(
+        config,
+        max_requests=-(-max_requests // data),
+        max_context_tokens=max_context_tokens,
+        cache_format=cache_format,
+    )
+    workspace = workspace_bytes(
+        config, data=data, model=model, context=max_context_tokens, step_tokens=STEP_TOKENS
+    )
+    needs = {"weights": count, "cache": pools.memory_bytes, "a step": workspace}
+    if mesh is not None:
+        is_stored = weights == "stored" and _has_codes(checkpoint, follow_links=follow_links)
+        form = "released" if is_stored else "dense"
+        needs["weights"] = int(count * weight_share(config, mesh, weights=form))
+        if jax.default_backend() == "cpu":
+            needs = {name: each * len(mesh.local_devices) for name, each in needs.items()}
+    check_memory(needs, way_out)
+
+
+def weight_share(config: DSV4Config, mesh: Mesh, *, weights: str) -> float:
+    """The part of all bytes of parameters, as of `param_shapes`, that a device of a mesh holds."""
+
+    def count(data: int, model: int) -> int:
+        placed = place(config, data=data, model=model, gpu_bytes=0, context=1, weights=weights)
+        return placed.weight_bytes
+
+    return count(*mesh_sizes(mesh)) / count(1, 1)
+
+
+def _has_codes(checkpoint: pathlib.Path, *, follow_links: bool) -> bool:
+    """Whether some tensor is quantised, as the release's are."""
+    files = find_weight_files(checkpoint, follow_links=follow_links)
+    tensors = (tensor for file in files for tensor in list_tensors(file).values())
+    return any(tensor.dtype.itemsize == 1 for tensor in tensors)
+
+
+def check_weights_memory(checkpoint: pathlib.Path, dtype: DTypeLike, *, follow_links: bool) -> None:
+    """Does the same for a checkpoint alone, beside which little else is allocated.
+
+    Raises:
+      MemoryError: it does not fit.
+      ValueError: a file of the checkpoint cannot be read.
+    """
+    needs = {"weights": stored_bytes(checkpoint, dtype, follow_links=follow_links)}
+    check_memory(needs, "a smaller checkpoint or a larger device")
+
+
+def stored_bytes(checkpoint: pathlib.Path, dtype: DTypeLike, *, follow_links: bool) -> int:
+    """Bytes of a checkpoint's tensors once they are loaded, floating-point ones in `dtype`."""
+    size = np.dtype(dtype).itemsize
+    total = 0
+    for file in find_weight_files(checkpoint, follow_links=follow_links):
+        for tensor in list_tensors(file).values():
+            is_dense = tensor.dtype.itemsize > 1 and not np.issubdtype(tensor.dtype, np.integer)
+            each = size if is_dense else min(tensor.dtype.itemsize, 4)
+            total += math.prod(tensor.shape) * each
+    return total
+
+
+def largest_tensor_bytes(checkpoint: pathlib.Path, *, follow_links: bool) -> int:
+    """Bytes of a checkpoint's largest tensor in f32."""
+    return 4 * max(
+        (
+            math.prod(tensor.shape) * (2 if tensor.dtype.itemsize == 1 else 1)  # FP4 in pairs
+            for file in find_weight_files(checkpoint, follow_links=follow_links)
+            for tensor in list_tensors(file).values()
+        ),
+        default=0,
+    )

@@ -1,0 +1,196 @@
+"""What a newcomer types first: what is too large is refused, and help says all there is to say."""
+
+import argparse
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import dsv4_jax as ds
+from dsv4_jax import cli, runtime
+from dsv4_jax.cli import bench, main, memory
+from dsv4_jax.runtime import Memory
+
+GIB = 2**30
+ROOT = pathlib.Path(__file__).parents[3]
+
+
+# Memory.
+
+
+def have(monkeypatch, gib):
+    """A machine with so much free memory."""
+    found = Memory("this machine", int(gib * GIB), 64 * GIB)
+    monkeypatch.setattr(memory, "find_memory", lambda: found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "needed"),
+    [
+        (["bench", "decode", "--config", "flash_slim"], "weights 29."),
+        (["bench", "decode", "--config", "flash"], "weights 529."),
+        (["bench", "prefill", "--config", "flash_slim"], "weights 29."),
+        (["bench", "kernels", "--config", "flash", "--contexts", "1048576"], "cache 3.44"),
+        (["bench", "decode", "--config", "pro", "--parts", "cache"], "cache 0.0"),
+        (["generate", "x"], "weights 0.01"),
+        (["verify"], "weights 0.01"),
+        (["evaluate"], "weights 0.01"),
+        (["sweep", "none", "--contexts", "256", "--out", "{folder}/x.jsonl"], "weights 0.01"),
+        (
+            ["convert", str(ds.SHIPPED_CHECKPOINT), "{folder}/x", "--weights", "released"],
+            "a tensor",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_it_is_made(
+    monkeypatch, capsys, tmp_path, arguments, needed
+):
+    have(monkeypatch, 0.9)
+    for name in ("copy_bandwidth", "random_params"):
+        monkeypatch.setattr(bench, name, None)
+    for module in (cli.generate, cli.verify, cli.evaluate, cli.sweep):
+        monkeypatch.setattr(module, "load_checkpoint", None)
+    assert main([argument.format(folder=tmp_path) for argument in arguments]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert re.search(r": needs [\d.]+ GiB \(.*\), and this machine has 0\.90 of 64\.00 GiB", line)
+    assert needed in line
+    assert "; take " in line
+    assert not list(tmp_path.iterdir())
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="of a machine without a GPU")
+@pytest.mark.parametrize("what", ["decode", "kernels", "prefill"])
+def test_without_a_gpu_a_benchmark_takes_the_tiny_model(monkeypatch, capsys, what):
+    have(monkeypatch, 2)
+    seen = []
+
+    def stop(*arguments, **options):
+        seen.append(arguments[0])
+        raise Stopped
+
+    monkeypatch.setattr(bench, "copy_bandwidth", lambda: 1e9)
+    monkeypatch.setattr(bench, "random_params", stop)
+    monkeypatch.setattr(bench.kernels, "bench_kernels", stop)
+    with pytest.raises(Stopped):
+        main(["bench", what])
+    assert seen[0].hidden_size == ds.DSV4Config.tiny().hidden_size
+    assert re.fullmatch(
+        r"\[needs 1\.0\d GiB \(.*XLA 1\.00\); this machine .*", capsys.readouterr().err[:-1]
+    )
+
+
+def test_the_least_of_what_limits_a_process_counts(monkeypatch):
+    fields = {
+        "/proc/meminfo": {"MemAvailable": 8 * 2**20, "MemTotal": 16 * 2**20},
+        "/proc/self/status": {"VmSize": 2**20},
+        "/sys/fs/cgroup/memory.stat": {"inactive_file": GIB},
+    }
+    numbers = {"/sys/fs/cgroup/memory.max": 6 * GIB, "/sys/fs/cgroup/memory.current": 4 * GIB}
+    limit = [-1]
+    monkeypatch.setattr(runtime, "_read_fields", lambda path: fields.get(path, {}))
+    monkeypatch.setattr(runtime, "_read_number", numbers.get)
+    monkeypatch.setattr(runtime.resource, "getrlimit", lambda _: (limit[0], -1))
+    assert runtime.host_memory() == Memory("this control group", 3 * GIB, 6 * GIB)
+    limit[0] = 4 * GIB
+    assert runtime.host_memory() == Memory("this process (ulimit -v)", int(2.75 * GIB), 4 * GIB)
+    limit[0] = -1
+    numbers.clear()
+    assert runtime.host_memory() == Memory("this machine", 8 * GIB, 16 * GIB)
+    fields.clear()
+    assert runtime.host_memory() is None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="of a machine without a GPU")
+def test_a_process_of_little_memory_is_refused_or_serves(tmp_path):
+    """`ulimit -v`: 1.5 GiB are too few for JAX to start, 4 GB enough for a first command."""
+
+    def run(kib, *arguments):
+        command = ["bash", "-c", f'ulimit -v {kib}; exec "$@"', "x", sys.executable, "-m"]
+        return subprocess.run(
+            [*command, "dsv4_jax", *arguments], capture_output=True, text=True, cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+
+    done = run(2**20 * 3 // 2, "generate", "The import", "--max-new-tokens", "4")
+    assert done.returncode == 1
+    assert "this process (ulimit -v) has" in done.stderr
+    done = run(4_000_000, "generate", "The import", "--max-new-tokens", "4")
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    done = run(4_000_000, "bench", "decode", "--config", "flash_slim")
+    assert done.returncode == 1
+    assert "take --config tiny" in done.stderr
+
+
+@pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="of a machine without a GPU")
+def test_without_a_gpu_nothing_is_said_about_one():
+    """The plugin that compiles for GPUs looks for cuDNN when JAX starts, unless it is left out."""
+    code = (
+        "from dsv4_jax import runtime; runtime.look_for_no_gpu(); import jax; "
+        "print(jax.devices()[0].platform)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=ROOT
+    )
+    assert (done.stdout, done.stderr) == ("cpu\n", "")
+
+
+# Help.
+
+
+def parsers(parser):
+    """This parser and those of its commands, by the words that lead there."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from parsers(command)
+
+
+PARSERS = {parser.prog: parser for parser in parsers(cli.make_parser())}
+
+
+@pytest.mark.parametrize("command", PARSERS)
+def test_help_describes_every_option_and_shows_its_default(command):
+    formatter = PARSERS[command]._get_formatter()
+    for action in PARSERS[command]._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            assert all(choice.help for choice in action._choices_actions)
+            continue
+        assert action.help, f"{command} {action.dest} has no help"
+        if not action.option_strings or action.nargs == 0 or action.required:
+            continue
+        shown = formatter._expand_help(action)
+        assert "(default: " in shown or "if not given" in shown, f"{command} {action.dest}: {shown}"
+        assert "None" not in shown
+        assert "PosixPath" not in shown
+
+
+def test_commands_have_summaries_without_docstrings(monkeypatch):
+    """`python -OO` drops docstrings."""
+    for module in (cli, cli.bench, cli.convert, cli.generate, cli.plan, cli.verify):
+        monkeypatch.setattr(module, "__doc__", None)
+    shown = " ".join(cli.make_parser().format_help().split())
+    for words in ("Completes prompts", "what fits one GPU", "Times decode", "Checks a", "Converts"):
+        assert words in shown
+
+
+def test_the_version_is_said(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(
+        f"dsv4-jax {ds.__version__} (jax {jax.__version__}, P"
+    )
