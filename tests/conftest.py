@@ -42,6 +42,10 @@ QUICKLY_COMPILED = (
     "dsv4_jax/model/test_against_transformers.py",
     "dsv4_jax/model/test_draft.py",
     "dsv4_jax/model/test_released.py",
+    "dsv4_jax/research/",
+    "dsv4_jax/serve/",
+    "dsv4_jax/serving/test_async_engine.py",
+    "dsv4_jax/serving/test_boundary.py",
     "dsv4_jax/serving/test_engine.py",
     "dsv4_jax/serving/test_programs.py",
     "dsv4_jax/serving/test_quantised_weights.py",
@@ -53,6 +57,7 @@ QUICKLY_COMPILED = (
     "dsv4_jax/step/test_schedules.py",
     "dsv4_jax/step/test_speculation.py",
     "dsv4_jax/step/test_unstacked_layers.py",
+    "dsv4_jax/test_inspection.py",
     "dsv4_jax/training/test_training.py",
     "pallas_kernels/append_and_flush/",
     "pallas_kernels/block_linear/test_block_linear_kernel.py",
@@ -74,8 +79,9 @@ QUICKLY_COMPILED = (
 """Files and folders: what these compile on a CPU is not optimised by LLVM, which halves its time.
 
 They compare with a tolerance, or runs of one program, or kernels in the interpreter, of which a
-CPU's roundings say nothing. Where bits of different programs of XLA's are compared, the compiler
-has to have its freedom to round them differently.
+CPU's roundings say nothing. The shared program of `helpers/serving.py` is optimised, since it runs
+thousands of steps, at half the time each. Where bits of different programs of XLA's are compared,
+the compiler has to have its freedom to round them differently.
 """
 
 
@@ -86,6 +92,8 @@ MAX_MAPPINGS = 25_000
 
 
 def pytest_configure(config):
+    # Traces are millions of objects that stay, and each collection of the oldest walks through all.
+    gc.set_threshold(50_000, 50, 100)
     if hasattr(config.option, "loadscopereorder"):  # of pytest-xdist: files of few tests last
         config.option.loadscopereorder = False
     # The workers of one run share what took long to compile; unless told where to keep it, no run
@@ -101,6 +109,11 @@ def pytest_configure(config):
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     if gpu_results.VARIABLE in os.environ:
         config.pluginmanager.register(gpu_results.Counts())
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # modules stay to the end
 
 
 def pytest_collection_modifyitems(items):

@@ -95,9 +95,11 @@ def test_only_the_text_between_the_markers_is_replaced():
 
 # What the README's rows are called in docs/benchmarks.md and in the results.
 FROM_DOCUMENT = {
-    "decode step, 1 request of 4,096 tokens": "| 4,096 | {0} ({1} to ",
-    "decode step, 1 request of 1,048,576 tokens": "| 1,048,576 | {0} ({1} to ",
-    "decode step, 64 requests of 16,384 tokens": "| 16,384 | {0} | 24.54 | 2,231, 966 | {1} |",
+    "decode step, 1 request of 4,096 tokens": "| 1, 4,096 | {0} ({1} to ",
+    "decode step, 8 requests of 16,384 tokens": "| 8, 16,384 | {0} (12.05 to 12.61) | 7.61 | {1} |",
+    "decode step, 64 requests of 16,384 tokens": (
+        "| 64, 16,384 | {0} (28.90 to 29.65) | 24.54 | {1} |"
+    ),
     "append to attention of all layers, 32 requests of 131,072 tokens": (
         "| 32 requests | 1.061 (1.379) | {0} ("
     ),

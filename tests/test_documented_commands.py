@@ -18,13 +18,24 @@ from dsv4_jax import cli
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = ROOT / "README.md"
+SERVING = ROOT / "docs/serving.md"
 DOCUMENTS = [
     README,
     *(ROOT / name for name in ("CONTRIBUTING.md", "tests/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "notebooks").glob("*.ipynb")),
 ]
-SUBCOMMANDS = {"generate", "plan", "verify", "bench", "decode", "kernels", "prefill"}
+SUBCOMMANDS = {
+    "generate",
+    "plan",
+    "verify",
+    "evaluate",
+    "sweep",
+    "bench",
+    "decode",
+    "kernels",
+    "prefill",
+}
 
 
 def text_of(path):
@@ -53,12 +64,23 @@ def checkpoint(request, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("checkpoint")
+def test_the_example_of_an_asynchronous_engine_runs(capsys):
+    (example,) = re.findall(
+        r"^```python\n(import asyncio.*?)^```", SERVING.read_text(), re.DOTALL | re.MULTILINE
+    )
+    exec(compile(example, "serving.md", "exec"), {})
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split()[0] for line in lines[:80]} == {"0", "1"}
+
+
+@pytest.mark.slow
 def test_the_example_of_the_readme_runs(checkpoint, capsys):
     (example,) = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
     exec(compile(example, "README.md", "exec"), {})
     printed = capsys.readouterr().out
     assert printed.count(" length\n") == 2
-    assert printed.endswith("[3 2] (2, 258)\n")
+    assert printed.endswith("[3 2] (2, 258) [0]\n")
 
 
 def commands_of(text):

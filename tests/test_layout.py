@@ -11,19 +11,40 @@ ROOMS = {
     "checks": set(),
     "runtime": {"checks"},
     "mesh": {"checks"},
+    "hosts": {"checks"},
     "linear": set(),
+    "progress": set(),
     "config": {"checks"},
     "cache": {"checks", "mesh", "config"},
-    "allocator": {"checks", "config", "cache"},
-    "attention": {"mesh", "linear", "config", "cache"},
+    "allocator": {"checks", "mesh", "config", "cache"},
+    "attention": {"checks", "mesh", "linear", "config", "cache"},
     "model": {"checks", "mesh", "linear", "config", "cache", "attention"},
-    "checkpoint": {"checks", "config", "model"},
+    "checkpoint": {"checks", "progress", "config", "model"},
     "step": {"checks", "mesh", "config", "cache", "attention", "model"},
     "training": {"config", "cache", "attention", "model", "checkpoint", "step"},
-    "serving": {"checks", "config", "cache", "allocator", "model", "checkpoint", "step"},
+    "serving": {"checks", "mesh", "hosts", "config", "cache", "allocator"}
+    | {"model", "checkpoint", "step"},
+    "inspection": {"checks", "mesh", "config", "cache", "attention", "model", "step"},
+    "serve": {"checks", "serving", "step"},
     "bench": {"runtime", "mesh", "config", "cache", "allocator", "attention", "model", "step"},
+    "research": {
+        "checks",
+        "progress",
+        "config",
+        "cache",
+        "attention",
+        "model",
+        "step",
+        "training",
+        "bench",
+    },
     "cli": {
+        "training",
+        "research",
         "runtime",
+        "mesh",
+        "hosts",
+        "progress",
         "config",
         "cache",
         "allocator",
@@ -31,6 +52,7 @@ ROOMS = {
         "checkpoint",
         "step",
         "serving",
+        "serve",
         "bench",
     },
 }
@@ -48,6 +70,7 @@ OPEN_POOLS = {
     "cache/snapshots.py",
     "cache/views.py",  # what the original interface shows
     "cache/original.py",
+    "inspection/inspect.py",  # what a notebook looks at
     "allocator/checksums.py",  # what the verifier reads
     "allocator/live_rows.py",
     "bench/fill.py",  # what a benchmark fills and takes apart
@@ -55,8 +78,8 @@ OPEN_POOLS = {
 }
 """Who opens a pool's arrays; everyone else passes pools on, or maps over the whole tree."""
 
-NAMESAKES = {"serving": {"running"}, "training": {"entries"}}
-"""Attributes of other objects, in rooms that see no pool."""
+NAMESAKES = {"serving": {"running"}, "training": {"entries"}, "inspection": {"entries"}}
+"""Attributes of other objects, in rooms that see no pool or open it by other names too."""
 
 
 def imported_modules(path):
@@ -82,6 +105,23 @@ def test_a_room_imports_only_what_it_is_allowed_to():
             if module.startswith("dsv4_jax."):
                 room = module.split(".")[1]
                 assert room == own or room in ROOMS[own], f"{path} imports {module}"
+
+
+SERVER_LIBRARIES = {"starlette", "uvicorn", "httptools", "uvloop", "deepseek_recipe"}
+
+
+def test_the_servers_libraries_are_needed_by_the_server_alone():
+    """The extra `serve` brings them; the command imports the room when it runs."""
+    for path in ROOT.glob("dsv4_jax/**/*.py"):
+        if path.relative_to(ROOT).parts[1] != "serve":
+            roots = {module.split(".")[0] for module in imported_modules(path)}
+            assert not roots & SERVER_LIBRARIES, path
+    for path in ROOT.glob("dsv4_jax/cli/*.py"):
+        inner = [
+            node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)
+        ]
+        assert not [node for node in inner if node.module.startswith("dsv4_jax.serve.")], path
+        assert "dsv4_jax.serve" not in {node.module for node in inner}, path
 
 
 def test_kernels_know_neither_the_model_nor_flax():

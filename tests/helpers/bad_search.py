@@ -10,6 +10,7 @@ LEFT_OUT = {
     "DSV4Config": "its fields are those of a file: tests/dsv4_jax/config",
     "load_checkpoint": "files: tests/dsv4_jax/checkpoint",
     "save_checkpoint": "files: tests/dsv4_jax/checkpoint",
+    "inspect": "tests/dsv4_jax/test_inspection.py",
     "jit_decode_step": "inside jit values are masked: nobody hears",
     "jit_decode_loop": "inside jit",
     "jit_prefill": "inside jit",
@@ -24,7 +25,8 @@ LEFT_OUT = {
     ),
     **dict.fromkeys(
         ("ClassicalView", "IndexerView", "SWAView", "LayerCacheSchema", "Ledger", "PoolPlan",
-         "Problem", "Report", "Seals", "Completion", "Token", "Metrics"),
+         "Problem", "Report", "Seals", "Completion", "Token", "TokenLogprobs",
+         "Metrics"),
         "a result",
     ),
 }  # fmt: skip
@@ -43,7 +45,7 @@ def state_of(engine):
         list(engine._requests),
         [one.request_id for one in loop.queue.waiting],
         list(loop.queue.running),
-        state_of_manager(loop.manager),
+        state_of_manager(loop.shards.managers[0]),
         [id(leaf) for leaf in jax.tree.leaves((engine.cache, engine._runner.store))],
     )
 

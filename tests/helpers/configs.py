@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import jax
+
 import dsv4_jax as ds
 
 
@@ -13,3 +15,11 @@ def scanned(**changes):
         "router_types": (ds.RouterType.HASH, *(ds.RouterType.LEARNED,) * 4),
     }
     return dataclasses.replace(ds.DSV4Config.tiny(), **fields | changes)
+
+
+def two_layers(attn):
+    """A model of two equal layers, which a scan repeats: config and parameters."""
+    config = scanned(
+        layer_types=(attn,) * 2, router_types=(ds.RouterType.LEARNED,) * 2, num_mtp_layers=0
+    )
+    return config, ds.init_params(config, jax.random.key(0))

@@ -137,7 +137,8 @@ def scarce_engine():
     return limit(make_engine(tokenizer=tokenizer), num_blocks=6, num_snapshots=3)
 
 
-GAUGES = ("running", "waiting", "free_blocks", "cached_blocks", "used_blocks", "used_bytes")
+GAUGES = ("running", "waiting", "free_blocks", "cached_blocks", "used_blocks", "used_bytes",
+          "data_shards")  # fmt: skip
 
 
 def truth(engine):
@@ -298,7 +299,7 @@ class Life:
         assert engine.num_unfinished == metrics.running == metrics.waiting == 0
         assert metrics.submitted == sum(metrics.finished.values()) == engine._next_id
         assert metrics.used_blocks == 0
-        manager = engine._loop.manager
+        manager = engine._loop.shards.managers[0]
         assert manager.num_free_slots == len(manager.length_tokens)
         assert manager.num_free_blocks == manager.num_blocks
         tree = manager.prefixes.tree

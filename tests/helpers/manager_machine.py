@@ -2,9 +2,11 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 
 import dsv4_jax as ds
+from dsv4_jax.allocator.data_shards import DataShards
 from helpers.toy_device import ToyDevice, extend_hash
 
 CONFIG = dataclasses.replace(ds.DSV4Config.tiny(), num_mtp_layers=0)
@@ -76,6 +78,10 @@ class World:
             self.count("refused")
             return None
 
+    def tell_device(self):
+        """Brings the device up to date."""
+        self.device.apply(self.manager.take_changes())
+
     def longest_hit(self, values):
         """Up to which boundary before the last token some block and snapshot say this history."""
         nodes = self.manager.prefixes.tree.nodes
@@ -116,7 +122,7 @@ class World:
         tokens = tenant.todo[:num_tokens] or [len(tenant.tokens) % 50 for _ in range(num_tokens)]
         tokens = tokens[:room]
         kept = max(len(tokens) - rejected, 0)
-        self.device.apply(self.manager.take_changes())
+        self.tell_device()
         start, end = len(tenant.tokens), len(tenant.tokens) + len(tokens)
         boundaries = []
         for boundary in range((start // SIZE + 1) * SIZE, end + 1, SIZE):
@@ -165,7 +171,7 @@ class World:
         self.count("evict")
 
     def apply(self):
-        self.device.apply(self.manager.take_changes())
+        self.tell_device()
         assert self.manager.take_changes() is None
         for slot, tenant in self.tenants.items():
             self.device.check(slot, tenant.values)
@@ -221,12 +227,12 @@ class World:
             for logical in range(len(tenant.tokens) // SIZE, count):
                 assert ledger.owners[table[slot, logical]] == 1
 
-    def random_event(self, rng):
-        """One operation, as the state machine draws them."""
+    def random_event(self, rng, admit=None):
+        """One operation, as the state machine draws them; `admit` says who takes a request."""
         slots = list(self.tenants)
         kind = rng.integers(0, 16)
         if kind < 3 or not slots:
-            self.admit(
+            (admit or self.admit)(
                 int(rng.integers(0, 3)), int(rng.integers(1, 5 * SIZE)), int(rng.integers(0, SIZE)),
                 b"x" * int(rng.integers(0, 2)),
             )  # fmt: skip
@@ -247,3 +253,65 @@ class World:
         else:
             free = [s for s in range(-1, NUM_SLOTS + 1) if s not in self.tenants]
             self.refuse(free[rng.integers(0, len(free))])
+
+
+class Shards:
+    """A world for each of a few data shards, and what should be true of all of them.
+
+    Devices are told of all shards at once, and a request goes where `DataShards` says.
+    """
+
+    def __init__(self, count, seed=0):
+        self.worlds = [World(seed) for _ in range(count)]
+        self.shards = DataShards([world.manager for world in self.worlds])
+        for world in self.worlds:
+            world.tell_device = self.tell_devices
+
+    def tell_devices(self):
+        changes, _ = self.shards.take_changes()
+        for number, world in enumerate(self.worlds):
+            part = jax.tree.map(lambda a, i=number: np.split(a, len(self.worlds))[i], changes)
+            world.device.apply(part)
+        assert self.shards.take_changes() == (None, False)
+
+    def admit(self, stem, length, extra, salt):
+        """Where somebody has left most of the prompt, of those where there is room."""
+        tokens = np.asarray(self.worlds[0].stems[stem][:length], np.int32)
+        spare = [0] * len(self.worlds)
+        shard = self.shards.choose(length + extra, tokens, salt, spare_blocks=spare)
+        fitting = [
+            number
+            for number, world in enumerate(self.worlds)
+            if world.manager.can_admit(length + extra, tokens, salt)
+        ]
+        assert (shard is not None) == bool(fitting)
+        if shard is None:
+            self.worlds[0].count("refused")
+            return
+        values = self.worlds[0].stem_values[stem, len(salt)][:length]
+        hits = [world.longest_hit(values) for world in self.worlds]
+        assert hits[shard] == max(hits[number] for number in fitting)
+        rivals = [number for number in fitting if hits[number] == hits[shard]]
+        rooms = [world.manager.num_free_blocks for world in self.worlds]
+        assert rooms[shard] == max(rooms[number] for number in rivals)
+        before = set(self.worlds[shard].tenants)
+        self.worlds[shard].admit(stem, length, extra, salt)
+        (own,) = set(self.worlds[shard].tenants) - before
+        slot = shard * NUM_SLOTS + own
+        assert self.shards.of(slot) == (self.worlds[shard].manager, own)
+        assert self.shards.length_of(slot) == self.shards.length_tokens[slot]
+
+    def check(self):
+        for world in self.worlds:
+            world.check()
+
+    def random_event(self, rng):
+        """One operation, on any shard."""
+        world = self.worlds[rng.integers(0, len(self.worlds))]
+        if world.tenants and rng.random() < 0.75:
+            world.random_event(rng, admit=self.admit)
+        else:
+            self.admit(
+                int(rng.integers(0, 3)), int(rng.integers(1, 5 * SIZE)), int(rng.integers(0, SIZE)),
+                b"x" * int(rng.integers(0, 2)),
+            )  # fmt: skip

@@ -88,10 +88,14 @@ def poison(cache):
     return dataclasses.replace(cache, state=state, paged=paged)
 
 
-def live_rows(cache, slot):
-    """Everything that a slot's length makes readable, as a dict of NumPy arrays."""
+def live_rows(cache, slot, *, shards=1):
+    """Everything that a slot's length makes readable, as a dict of NumPy arrays.
+
+    On a mesh of several data shards, tables hold blocks of the slot's own shard.
+    """
     length = int(cache.length_tokens[slot])
-    table = np.asarray(cache.block_table[slot])
+    shard = slot * shards // cache.max_requests
+    table = np.asarray(cache.block_table[slot]) + shard * (cache.num_blocks // shards)
     live = {"length": np.asarray(length)}
     for attn, pool in cache.paged.items():
         entries = np.arange(length // pool.schema.compression_ratio)

@@ -31,11 +31,15 @@ def params():
     return ds.init_params(CONFIG, jax.random.key(0))
 
 
-def one_layer(**changes):
-    """A model of one CSA layer, for what lies around the layers: config and parameters."""
-    config = dataclasses.replace(
-        CONFIG, layer_types=(CSA,), router_types=(ds.RouterType.LEARNED,), **changes
-    )
+def one_layer_config(attn=HCA, **changes):
+    """A config of one layer, for what lies around the layers; HCA compiles faster than CSA."""
+    routers = (ds.RouterType.LEARNED,)
+    return dataclasses.replace(CONFIG, layer_types=(attn,), router_types=routers, **changes)
+
+
+def one_layer(attn=HCA, **changes):
+    """The same and its parameters."""
+    config = one_layer_config(attn, **changes)
     return config, ds.init_params(config, jax.random.key(0))
 
 
@@ -48,7 +52,7 @@ def limit(engine, **counts):
     """Fewer blocks or snapshots than the arrays have, so that no program is compiled for it."""
     engine._runner.plan = dataclasses.replace(engine._runner.plan, **counts)
     engine._plan = dataclasses.replace(engine._plan, pools=engine._runner.plan)
-    engine._loop.queue.manager = engine._loop._new_manager()
+    engine._loop.queue.shards = engine._loop._new_shards()
     return engine
 
 
@@ -65,15 +69,16 @@ def run_to_end(engine, *request_ids):
 
 def rows_of(engine, request_id):
     """Everything that a running request could read from the cache."""
-    engine._runner.apply(engine._loop.manager)
-    return live_rows(engine.cache, engine._requests[request_id].slot)
+    engine._runner.apply(engine._loop.shards)
+    shards = len(engine._loop.shards.managers)
+    return live_rows(engine.cache, engine._requests[request_id].slot, shards=shards)
 
 
 def rows_at(engine, request_id, length):
     """Steps until a running request holds at least `length` tokens; what it could read then."""
     while True:
         slot = engine._requests[request_id].slot
-        if slot >= 0 and engine._loop.manager.length_tokens[slot] >= length:
+        if slot >= 0 and engine._loop.shards.length_tokens[slot] >= length:
             return rows_of(engine, request_id)
         engine.step()
 

@@ -9,9 +9,16 @@ import numpy as np
 
 import dsv4_jax as ds
 from dsv4_jax.allocator.pending_changes import idle_changes
+from dsv4_jax.serving.engine import MAX_SAMPLES
 from dsv4_jax.serving.prompts import MAX_PROMPTS, MAX_SALT_CHARS
 from dsv4_jax.serving.text import load_tokenizer
-from dsv4_jax.step.sampling import MAX_STOP_CHARS, MAX_STOP_TEXTS, MAX_STOP_TOKENS
+from dsv4_jax.step.sampling import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_CHARS,
+    MAX_STOP_TEXTS,
+    MAX_STOP_TOKENS,
+)
 from helpers import bad_inputs as bad
 from helpers.bad_inputs import Target
 
@@ -30,14 +37,20 @@ SAMPLING = {
     "temperature": bad.number(0),
     "top_k": bad.integer(0),
     "top_p": bad.number(0, 1, above=True),
+    "min_p": bad.number(0, 1),
+    "logit_bias": bad.biases(MAX_LOGIT_BIAS),
+    "presence_penalty": bad.number(-2, 2),
+    "frequency_penalty": bad.number(-2, 2),
+    "logprobs": bad.integer(0, MAX_LOGPROBS, optional=True),
     "seed": bad.scalar_only(bad.integer(high=None)),
     "stop_token_ids": bad.list_of(bad.integer(0), limit=MAX_STOP_TOKENS, good=1, optional=True),
     "stop_texts": bad.list_of(bad.text(MAX_STOP_CHARS), limit=MAX_STOP_TEXTS, good="end"),
 }
-DRAWS = {name: SAMPLING[name] for name in SAMPLING if not name.startswith(("max", "stop_texts"))}
+NEED_ENGINE = ("max_new_tokens", "stop_texts", "presence_penalty", "frequency_penalty", "logprobs")
+DRAWS = {name: SAMPLING[name] for name in SAMPLING if name not in NEED_ENGINE}
 SEEDS = bad.seeds(2)
 
-FORMAT = {"cache_format": bad.choice()}
+FORMAT = {"cache_format": bad.choice(optional=True)}
 COUNTS = {
     "max_requests": bad.integer(1),
     "max_context_tokens": bad.integer(1),
@@ -46,6 +59,7 @@ COUNTS = {
 ENGINE = COUNTS | FORMAT | {
     "config": bad.instance(),
     "params": bad.instance(),
+    "mesh": bad.instance(optional=True),
     "prefill_tokens": bad.list_of(bad.integer(1), limit=64, good=8, optional=True, empty=False),
     "decode_tokens": bad.integer(1, optional=True),
     "draft_tokens": bad.integer(0, 8),
@@ -56,6 +70,7 @@ ENGINE = COUNTS | FORMAT | {
     "gpu_memory_fraction": bad.number(0, 1, above=True, optional=True),
     "unroll": bad.flag(optional=True),
     "debug": bad.flag(),
+    "idea": bad.instance(optional=True),
     "tokenizer": bad.instance(optional=True),
 }  # fmt: skip
 
@@ -88,6 +103,15 @@ def of_engine(engine, request_id):
                 "speculate": bad.flag(),
             },
         ),
+        Target(
+            "Engine.submit_many", engine.submit_many, {"prompt": [1], "n": 2},
+            settings | {
+                "prompt": bad.ids(VOCAB), "salt": bad.text(MAX_SALT_CHARS),
+                "speculate": bad.flag(), "n": bad.integer(1, MAX_SAMPLES),
+            },
+        ),
+        Target("Engine.submit_many seeds", engine.submit_many, {"prompt": [1], "n": 2},
+               {"seed": SEEDS}),
         Target("Engine.generate", engine.generate, both, settings | {"prompts": prompts}),
         Target("Engine.generate seeds", engine.generate, both, {"seed": SEEDS}),
         Target("Engine.fork", engine.fork, id_named | {"seed": 1},
@@ -211,9 +235,9 @@ def of_functions():
             "Engine.from_checkpoint", ds.Engine.from_checkpoint, {"path": ds.SHIPPED_CHECKPOINT},
             {
                 "unroll": bad.flag(optional=True), "check_weights": bad.flag(optional=True),
-                "follow_links": bad.flag(),
+                "follow_links": bad.flag(), "progress": bad.flag(),
             },
-            free=("path", "weights", "dtype", "progress", "options"),
+            free=("path", "revision", "mesh", "weights", "dtype", "options"),
         ),
         Target("SamplingParams", ds.SamplingParams, {}, SAMPLING),
         Target("make_sampling", ds.make_sampling, {"num_rows": 2},
@@ -248,7 +272,7 @@ def of_functions():
                {"params": params(), "config": CONFIG, "token_ids": i32([[1, 2]])},
                model | FORMAT | forms | {
                    "token_ids": bad.int_array((1, 2), 0, VOCAB - 1),
-                   "selector": bad.scalar_only(bad.instance())}),
+                   "selector": bad.scalar_only(bad.instance(optional=True))}),
         *stepped(ds.decode_step, {}, {}, "decode_step"),
         *stepped(ds.prefill, {}, {"all_logits": bad.flag()}, "prefill"),
         *stepped(ds.stage_step, {}, {}, "stage_step"),
