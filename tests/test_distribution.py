@@ -31,8 +31,11 @@ def test_what_is_imported_is_a_stated_dependency():
     """Of both packages, whatever a dependency may happen to bring along."""
     stated = {
         re.split(r"[<>=\[;]", text)[0].replace("-", "_").lower()
-        for text in [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["bench"],
-                     *PROJECT["optional-dependencies"]["train"]]
+        for text in [*PROJECT["dependencies"], *(
+            line
+            for extra in ("bench", "serve", "train")
+            for line in PROJECT["optional-dependencies"][extra]
+        )]
     }  # fmt: skip
     ours = {"dsv4_jax", "pallas_kernels", "jaxlib"}  # jaxlib comes with every jax
     for path in [*ROOT.glob("dsv4_jax/**/*.py"), *ROOT.glob("pallas_kernels/**/*.py")]:

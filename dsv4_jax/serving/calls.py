@@ -87,6 +87,17 @@ class Exclusive(Protocol):
         """What a call does first."""
 
 
+def refuse_while_busy(lock: threading.Lock, name: str) -> None:
+    """Raises `RuntimeError` where a call is in progress while the method of that name is called."""
+    if lock.locked():
+        raise RuntimeError(
+            f"an engine does one call at a time, and {name} was called while another call was in "
+            "progress; where several threads use an engine, hold one lock around every call; in a "
+            "signal handler or a tokenizer, note what you want and call when the other call has "
+            "returned"
+        )
+
+
 def exclusive[S: Exclusive, **P, R](
     method: Callable[Concatenate[S, P], R],
 ) -> Callable[Concatenate[S, P], R]:
@@ -98,13 +109,7 @@ def exclusive[S: Exclusive, **P, R](
 
     @functools.wraps(method)
     def call(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
-        if self._lock.locked():
-            raise RuntimeError(
-                f"an engine does one call at a time, and {name} was called while "
-                "another call was in progress; where several threads use an engine, hold one lock "
-                "around every call; in a signal handler or a tokenizer, note what you want and "
-                "call when the other call has returned"
-            )
+        refuse_while_busy(self._lock, name)
         # Nothing can be raised between taking the lock and being inside, since `with` does both in
         # C. Who comes between the question above and here waits for the other call to end.
         with self._lock:

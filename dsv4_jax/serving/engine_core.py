@@ -19,7 +19,7 @@ from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.hosts import Hosts
 from dsv4_jax.model.params import DSV4Params
-from dsv4_jax.serving.calls import UndoLog, exclusive
+from dsv4_jax.serving.calls import UndoLog, exclusive, refuse_while_busy
 from dsv4_jax.serving.loop import ServingLoop
 from dsv4_jax.serving.metrics import Metrics, count_compiles
 from dsv4_jax.serving.prompts import (
@@ -304,7 +304,11 @@ class EngineCore:
         """Lets the other processes of a mesh go; the engine takes no further call in any of them.
 
         Without other processes it does nothing.
+
+        Raises:
+          RuntimeError: another call is in progress.
         """
+        refuse_while_busy(self._lock, "close")
         if self._hosts is not None and not self._is_closed:
             self._is_closed = True
             self._runner.devices.stop()

@@ -206,8 +206,9 @@ def valid_arguments(op):
     without_layer = ("append_and_flush", "encode_tokens", "hyper_connections")
     without_layer += ("round_index_queries", "gather_entries", "gather_window")
     without_layer += ("index_topk", "sparse_attention", "expert_mlp")
-    without_layer += ("block_linear", "block_linears", "swiglu_linear", "dense_linears")
+    without_layer += ("block_linear", "block_linears", "swiglu_linear", "joined_linears")
     without_layer += ("pick_experts", "write_streams", "mixture_mlp")
+    without_layer += ("index_scores", "select_top_k")
     experts = {"w1": f32(4, 6, dim), "w3": f32(4, 6, dim), "w2": f32(4, dim, 6)}
     return {
         "append_and_flush": projected
@@ -219,7 +220,7 @@ def valid_arguments(op):
         | {"rings": [ring], "rows": [rows], "running": running, "projections": narrow},
         "block_linear": {"x": f32(tokens, dim), "weight": f32(6, dim)},
         "block_linears": {"x": f32(tokens, dim), "weights": [f32(6, dim), f32(5, dim)]},
-        "dense_linears": {"x": f32(tokens, dim), "weights": [f32(6, dim), f32(5, dim)]}
+        "joined_linears": {"x": f32(tokens, dim), "weights": [f32(6, dim), f32(5, dim)]}
         | {"biases": [None, f32(2, 5)], "positions": i32(tokens)},
         "encode_tokens": projected | plain | {"norm_rope": norm_rope, "positions": i32(tokens)},
         "expert_mlp": {"x": f32(tokens, dim), "expert_ids": i32(tokens, 2), "limit": 1.0}
@@ -231,6 +232,9 @@ def valid_arguments(op):
         | {"segment_ids": i32(tokens), "entries": i32(tokens)},
         "gather_entries": stored | {"index": i32(tokens, 3), "dim": dim},
         "gather_window": attended | {"dim": dim},
+        "index_scores": stored
+        | {"queries": f32(tokens, 2, dim), "weights": f32(tokens, 2)}
+        | {"call": dataclasses.replace(small_call(), visible=i32(tokens))},
         "index_topk": stored
         | {"queries": f32(tokens, 2, dim), "weights": f32(tokens, 2), "k": 3}
         | {"call": dataclasses.replace(small_call(), visible=i32(tokens))},
@@ -241,6 +245,7 @@ def valid_arguments(op):
         | experts,
         "pick_experts": {"logits": f32(tokens, 4), "bias": f32(4), "count": 2, "scaling": 1.0},
         "round_index_queries": query | {"frequencies": f32(2), "positions": i32(tokens)},
+        "select_top_k": {"scores": f32(tokens, dim), "visible": i32(tokens), "k": 3},
         "swiglu_linear": {"x": f32(tokens, dim), "gate": f32(6, dim), "up": f32(6, dim)}
         | {"limit": 1.0},
         "sparse_attention": stored

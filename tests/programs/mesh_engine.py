@@ -96,7 +96,7 @@ def _verify(engine):
 def _changed(engine, block, devices):
     """What `verify` finds where these devices have another value in a block; then it is undone."""
     arrays, cache = engine._runner.devices, engine.cache
-    pool = cache.paged["csa"]
+    (attn, pool), *_ = cache.paged.items()
     name = next(iter(pool.entries))
     plane = pool.entries[name]
     parts = []
@@ -108,7 +108,7 @@ def _changed(engine, block, devices):
         parts.append(jax.device_put(value, part.device))
     wrong = jax.make_array_from_single_device_arrays(plane.shape, plane.sharding, parts)
     entries = {**pool.entries, name: wrong}
-    paged = {**cache.paged, "csa": dataclasses.replace(pool, entries=entries)}
+    paged = {**cache.paged, attn: dataclasses.replace(pool, entries=entries)}
     arrays.cache = dataclasses.replace(cache, paged=paged)
     problems = _verify(engine)
     arrays.cache = cache

@@ -226,7 +226,7 @@ def test_a_request_that_makes_steps_fail_ends_alone(engine):
 
 
 def test_an_error_that_concerns_all_ends_them_and_comes_back_no_more(engine, monkeypatch):
-    def fail(*_):
+    def fail(*_, **__):
         raise OSError("no device")
 
     ids = [engine.submit([1], **WANTED) for _ in range(2)]

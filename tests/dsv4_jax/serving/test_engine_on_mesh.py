@@ -19,9 +19,9 @@ def test_a_short_life_on_two_data_shards_of_two_devices():
     assert life["most_running"] == [2, 2]
     block = found["damage"]["block"]
     assert found["damage"]["before"] == []
-    assert found["damage"]["one_shard"] == [f"checksum: data 1, csa.entries block {block}"]
+    assert found["damage"]["one_shard"] == [f"checksum: data 1, hca.entries block {block}"]
     assert found["damage"]["one_replica"] == [
-        "replica: data 1, model 1, rows csa.entries checksums"
+        "replica: data 1, model 1, rows hca.entries checksums"
     ]
 
 

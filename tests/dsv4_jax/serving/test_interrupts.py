@@ -120,7 +120,7 @@ def test_an_interrupt_between_the_new_cache_and_its_count(monkeypatch):
     for _ in range(3):
         engine.step()
 
-    def interrupt(*_):
+    def interrupt(*_, **__):
         raise KeyboardInterrupt
 
     known = truth(engine)
@@ -136,6 +136,7 @@ def calls(engine, request_id, stream):
     """Every public method, as a call that would change something."""
     return {
         "submit": lambda: engine.submit([1, 2], max_new_tokens=2),
+        "submit_many": lambda: engine.submit_many([1, 2], 2, max_new_tokens=2),
         "fork": lambda: engine.fork(request_id, seed=1),
         "cancel": lambda: engine.cancel(request_id),
         "preempt": lambda: engine.preempt(request_id),
@@ -145,7 +146,8 @@ def calls(engine, request_id, stream):
         "warmup": engine.warmup,
         "generate": lambda: engine.generate([[1, 2]], max_new_tokens=2),
         "stream": lambda: next(stream),
-        "close": stream.close,
+        "close": engine.close,
+        "close of a stream": stream.close,
     }
 
 
@@ -159,9 +161,9 @@ def test_a_second_call_is_refused_before_it_touches_anything(monkeypatch, from_i
     engine.step()
     second = calls(engine, request_id, engine.stream(request_id))
     public = {name for name in dir(type(engine)) if callable(getattr(type(engine), name))}
-    assert {name for name in public if name[0] != "_"} - {"from_checkpoint"} == set(second) - {
-        "close"
-    }
+    assert {name for name in public if name[0] != "_"} - {"from_checkpoint", "follow"} == set(
+        second
+    ) - {"close of a stream"}
     run, known = engine._runner.run, truth(engine)
     refused = {}
 

@@ -19,6 +19,7 @@ INF, NAN = np.inf, np.nan
 F32 = get_cache_format("f32").index_key
 
 jit_index_topk = jax.jit(index_topk, static_argnames="k")
+jit_index_scores = jax.jit(pk.index_scores)
 jit_select_top_k = jax.jit(select_top_k, static_argnums=2)
 
 
@@ -153,7 +154,7 @@ def test_scores_are_those_of_the_formula_in_every_format(name):
         make_call(table, segment_ids, visible=visible),
     )
     selected = jit_index_topk(*arguments, k=K)
-    all_scores = np.asarray(pk.index_scores(*arguments))
+    all_scores = np.asarray(jit_index_scores(*arguments))
     assert all_scores.shape == (6, E)
     seen = jnp.asarray(np.where(segment_ids >= 0, visible, 0))
     np.testing.assert_array_equal(pk.select_top_k(all_scores, seen, K), selected)
