@@ -265,10 +265,12 @@ def chosen_mesh(args: argparse.Namespace) -> Mesh | None:
     return make_mesh(data, model)
 
 
-def add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    """Adds which checkpoint, to be found by `find_checkpoint`."""
+def add_checkpoint(parser: argparse.ArgumentParser, name: str = "--checkpoint") -> None:
+    """Adds which checkpoint, an option or an argument, to be found by `find_checkpoint`."""
+    options: dict[str, Any] = {} if name.startswith("-") else {"nargs": "?"}
     parser.add_argument(
-        "--checkpoint",
+        name,
+        **options,
         help="a directory, or a model on the Hugging Face hub (owner/model); if not given, the "
         "small model that comes with the package",
     )

@@ -10,15 +10,10 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-import jax.numpy as jnp
 from jax.sharding import Mesh
 from tokenizers import Tokenizer
 
-from dsv4_jax.checkpoint.find import find_checkpoint
-from dsv4_jax.checkpoint.load import load_checkpoint
 from dsv4_jax.cli.arguments import (
-    add_activations,
-    add_cache_format,
     add_checkpoint,
     add_hosts,
     add_loading,
@@ -27,20 +22,16 @@ from dsv4_jax.cli.arguments import (
     real,
     whole,
 )
-from dsv4_jax.cli.memory import check_engine_memory
+from dsv4_jax.cli.engine_options import add_engine_options, build_engine, find_model
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.progress import Progress
 from dsv4_jax.serving.engine import Engine
 from dsv4_jax.serving.request import Completion
-from dsv4_jax.serving.sizing import MAX_DRAFT_TOKENS
 from dsv4_jax.serving.text import load_tokenizer
 from dsv4_jax.step.sampling import SamplingParams
 
 _MAX_REQUESTS = 32
 """Requests that run at once where no number is given and there are more prompts."""
-
-_WAY_OUT = "fewer --max-requests, fewer --max-new-tokens, another --cache-format, or what \
-`dsv4-jax plan` says would fit"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,12 +80,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="text that ends an answer and is not shown, repeatable; if not given, none",
     )
     parser.add_argument(
-        "--draft-tokens",
-        type=whole(0, MAX_DRAFT_TOKENS),
-        default=0,
-        help="tokens that the draft block guesses in a step; 0 is no speculation",
-    )
-    parser.add_argument(
         "--max-requests",
         type=whole(1, 2**16),
         help=f"prompts that run at once; if not given, all, and {_MAX_REQUESTS} at most",
@@ -102,19 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print an object for each answer, one a line"
     )
-    add_cache_format(parser)
-    parser.add_argument(
-        "--weights",
-        choices=("stored", "bfloat16", "float32"),
-        default="stored",
-        help="FP8 and FP4 weights as they are stored, or decoded",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("bfloat16", "float32"),
-        help="of activations; if not given, that of decoded weights, or else bfloat16",
-    )
-    add_activations(parser)
+    add_engine_options(parser)
     add_hosts(parser)
     add_loading(parser)
 
@@ -225,49 +198,17 @@ def _describe(prompt: str, completion: Completion) -> dict[str, object]:
 def _build(args: argparse.Namespace, prompts: list[str], mesh: Mesh | None) -> Engine:
     """An engine with a context for the longest prompt and its answer, in powers of two."""
     data = args.data or 1
-    folder = find_checkpoint(args.checkpoint, revision=args.revision)
-    config = DSV4Config.from_hf(folder, follow_links=args.follow_links)
-    if args.draft_tokens and not config.num_mtp_layers:
-        raise ValueError(
-            f"--draft-tokens {args.draft_tokens} needs a draft (MTP) block, and {folder} has none; "
-            "leave it out"
-        )
+    folder, config = find_model(args)
     tokenizer = load_tokenizer(folder, follow_links=args.follow_links)
     if tokenizer is None:
         raise ValueError(f"{folder} has no tokenizer.json, so text cannot be encoded")
-    sizes = {
-        "max_requests": args.max_requests or -(-min(len(prompts), _MAX_REQUESTS) // data) * data,
-        "max_context_tokens": _find_context(args, config, tokenizer, prompts),
-        "cache_format": args.cache_format,
-    }
-    decoded = None if args.weights == "stored" else args.weights
-    check_engine_memory(
-        config,
+    return build_engine(
+        args,
         folder,
-        weights=args.weights,
-        dtype=jnp.dtype(args.dtype or decoded or jnp.bfloat16),
-        follow_links=args.follow_links,
-        way_out=_WAY_OUT,
-        mesh=mesh,
-        **sizes,
-    )
-    config, params = load_checkpoint(
-        folder,
-        mesh=mesh,
-        weights=args.weights,
-        dtype=args.dtype,
-        check_weights=args.check_weights,
-        follow_links=args.follow_links,
-    )
-    return Engine(
         config,
-        params,
-        mesh=mesh,
-        draft_tokens=args.draft_tokens,
-        activations=args.activations,
-        prefill_activations=args.prefill_activations,
-        tokenizer=tokenizer,
-        **sizes,
+        mesh,
+        max_requests=args.max_requests or -(-min(len(prompts), _MAX_REQUESTS) // data) * data,
+        max_context_tokens=_find_context(args, config, tokenizer, prompts),
     )
 
 

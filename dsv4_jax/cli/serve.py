@@ -9,35 +9,19 @@ import os
 import pathlib
 import sys
 
-import jax.numpy as jnp
-
-from dsv4_jax.checkpoint.find import find_checkpoint
-from dsv4_jax.cli.arguments import chosen_mesh
-from dsv4_jax.cli.memory import check_engine_memory
+from dsv4_jax.cli.arguments import add_checkpoint, chosen_mesh
+from dsv4_jax.cli.engine_options import build_engine, find_model
 from dsv4_jax.cli.serve_options import add_engine, add_limits, add_protocol
-from dsv4_jax.config import DSV4Config
 from dsv4_jax.serving.async_engine import AsyncEngine
 from dsv4_jax.serving.engine import Engine
 
 API_KEY = "DSV4_JAX_API_KEY"
 """Where the key is looked for if no option gives one."""
 
-_WAY_OUT = "fewer --max-requests, fewer --max-context-tokens, another --cache-format, or what \
-`dsv4-jax plan` says would fit"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
-    parser.add_argument(
-        "checkpoint",
-        nargs="?",
-        help="a directory, or a model on the Hugging Face hub (owner/model); if not given, the "
-        "small model that comes with the package",
-    )
-    parser.add_argument(
-        "--revision",
-        help="branch, tag or commit of a model on the hub; if not given, its main branch",
-    )
+    add_checkpoint(parser, "checkpoint")
     add_protocol(parser, API_KEY)
     add_limits(parser)
     add_engine(parser)
@@ -90,39 +74,16 @@ def _name_of(checkpoint: str | None) -> str:
 
 
 def _build(args: argparse.Namespace) -> Engine:
-    folder = find_checkpoint(args.checkpoint, revision=args.revision)
-    config = DSV4Config.from_hf(folder, follow_links=args.follow_links)
-    sizes = {
-        "max_requests": args.max_requests,
-        "max_context_tokens": min(args.max_context_tokens, config.max_position_embeddings),
-        "cache_format": args.cache_format,
-    }
-    mesh = chosen_mesh(args)
-    if args.gpu_memory_fraction is None:
-        decoded = None if args.weights == "stored" else args.weights
-        check_engine_memory(
-            config,
-            folder,
-            weights=args.weights,
-            dtype=jnp.dtype(args.dtype or decoded or jnp.bfloat16),
-            follow_links=args.follow_links,
-            mesh=mesh,
-            way_out=_WAY_OUT,
-            **sizes,
-        )
-    engine = Engine.from_checkpoint(
+    folder, config = find_model(args)
+    engine = build_engine(
+        args,
         folder,
-        mesh=mesh,
-        weights=args.weights,
-        dtype=args.dtype,
-        check_weights=args.check_weights,
-        follow_links=args.follow_links,
+        config,
+        chosen_mesh(args),
+        max_requests=args.max_requests,
+        max_context_tokens=min(args.max_context_tokens, config.max_position_embeddings),
         prefill_tokens=args.prefill_tokens,
-        draft_tokens=args.draft_tokens,
         gpu_memory_fraction=args.gpu_memory_fraction,
-        activations=args.activations,
-        prefill_activations=args.prefill_activations,
-        **sizes,
     )
     _note("compiling")
     _note(f"compiled in {math.fsum(seconds for _, seconds in engine.warmup()):.0f} s")

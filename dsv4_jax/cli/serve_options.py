@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
-from dsv4_jax.cli.arguments import add_activations, add_loading, add_mesh, real, whole, wholes
-from dsv4_jax.serving.sizing import MAX_DRAFT_TOKENS
-from pallas_kernels.common.formats import CACHE_FORMATS
+from dsv4_jax.cli.arguments import add_loading, add_mesh, real, whole, wholes
+from dsv4_jax.cli.engine_options import add_engine_options
 
 
 def add_protocol(parser: argparse.ArgumentParser, key_variable: str) -> None:
@@ -93,33 +91,10 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         help="sizes of steps that hold prompts; if not given, 64,256",
     )
     parser.add_argument(
-        "--draft-tokens",
-        type=whole(0, MAX_DRAFT_TOKENS),
-        default=0,
-        help="tokens that the draft block guesses in a step; 0 is no speculation",
-    )
-    parser.add_argument(
-        "--cache-format",
-        choices=CACHE_FORMATS,
-        default=DEFAULT_CACHE_FORMAT,
-        help="how the cache stores entries and index keys",
-    )
-    parser.add_argument(
         "--gpu-memory-fraction",
         type=real(0.01, 1),
         help="of a device's memory; if not given, as much as all requests of full length take",
     )
-    parser.add_argument(
-        "--weights",
-        choices=("stored", "bfloat16", "float32"),
-        default="stored",
-        help="FP8 and FP4 weights as they are stored, or decoded",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("bfloat16", "float32"),
-        help="of activations; if not given, that of decoded weights, or else bfloat16",
-    )
-    add_activations(parser)
+    add_engine_options(parser)
     add_mesh(parser)
     add_loading(parser)

@@ -21,6 +21,7 @@ import dsv4_jax as ds
 from dsv4_jax import cli
 from dsv4_jax.cli import bench, convert, generate, main, plan, verify
 from dsv4_jax.cli.arguments import Parser, UsageError
+from dsv4_jax.serving import engine
 from helpers import bad_files
 
 SAVED = pathlib.Path(__file__).parents[2] / "data" / "hf_saved_tiny"
@@ -49,7 +50,7 @@ def message_of(capsys, *arguments, status=2):
 @pytest.fixture
 def nothing_loads(monkeypatch):
     """What a command does after its arguments are checked fails."""
-    for module, names in ((generate, ("load_checkpoint", "Engine")), (bench, ("copy_bandwidth",))):
+    for module, names in ((engine, ("load_checkpoint",)), (bench, ("copy_bandwidth",))):
         for name in names:
             monkeypatch.setattr(module, name, None)
 
@@ -198,7 +199,7 @@ def test_weights_are_checked_and_links_followed_as_told(capsys, monkeypatch):
         seen.append((options["check_weights"], options["follow_links"]))
         raise ValueError("enough")
 
-    for module in (generate, verify):
+    for module in (engine, verify):
         monkeypatch.setattr(module, "load_checkpoint", load)
     for words in (
         ("generate", "x"),

@@ -14,6 +14,7 @@ import dsv4_jax as ds
 from dsv4_jax import cli, runtime
 from dsv4_jax.cli import bench, main, memory
 from dsv4_jax.runtime import Memory
+from dsv4_jax.serving import engine
 
 GIB = 2**30
 ROOT = pathlib.Path(__file__).parents[3]
@@ -52,7 +53,7 @@ def test_what_does_not_fit_is_refused_before_it_is_made(
     have(monkeypatch, 0.9)
     for name in ("copy_bandwidth", "random_params"):
         monkeypatch.setattr(bench, name, None)
-    for module in (cli.generate, cli.verify, cli.evaluate, cli.sweep):
+    for module in (engine, cli.verify, cli.evaluate, cli.sweep):
         monkeypatch.setattr(module, "load_checkpoint", None)
     assert main([argument.format(folder=tmp_path) for argument in arguments]) == 1
     captured = capsys.readouterr()

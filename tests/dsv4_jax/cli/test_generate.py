@@ -94,7 +94,7 @@ def test_prompts_come_from_files_and_standard_input(generate, tmp_path, monkeypa
 
 
 def test_drafts_without_a_draft_block_are_refused_before_loading(checkpoint, capsys, monkeypatch):
-    monkeypatch.setattr("dsv4_jax.cli.generate.load_checkpoint", None)
+    monkeypatch.setattr("dsv4_jax.serving.engine.load_checkpoint", None)
     arguments = ["x", "--draft-tokens", "1", "--checkpoint", str(checkpoint)]
     assert main(["generate", *arguments]) == 2
     assert "--draft-tokens 1 needs a draft (MTP) block" in capsys.readouterr().err

@@ -1,0 +1,115 @@
+"""Options of the commands that load a checkpoint into an engine, and the engine that they name."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from dsv4_jax.checkpoint.find import find_checkpoint
+from dsv4_jax.cli.arguments import add_activations, add_cache_format, whole
+from dsv4_jax.cli.memory import check_engine_memory
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.serving.engine import Engine
+from dsv4_jax.serving.sizing import MAX_DRAFT_TOKENS
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Adds drafts, the cache's format, and the form of weights and activations."""
+    parser.add_argument(
+        "--draft-tokens",
+        type=whole(0, MAX_DRAFT_TOKENS),
+        default=0,
+        help="tokens that the draft block guesses in a step; 0 is no speculation",
+    )
+    add_cache_format(parser)
+    parser.add_argument(
+        "--weights",
+        choices=("stored", "bfloat16", "float32"),
+        default="stored",
+        help="FP8 and FP4 weights as they are stored, or decoded",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        help="of activations; if not given, that of decoded weights, or else bfloat16",
+    )
+    add_activations(parser)
+
+
+def find_model(args: argparse.Namespace) -> tuple[pathlib.Path, DSV4Config]:
+    """The checkpoint's directory and its config.
+
+    Raises:
+      ValueError: there is none, it cannot be read, or it has no draft block for --draft-tokens.
+    """
+    folder = find_checkpoint(args.checkpoint, revision=args.revision)
+    config = DSV4Config.from_hf(folder, follow_links=args.follow_links)
+    if args.draft_tokens and not config.num_mtp_layers:
+        raise ValueError(
+            f"--draft-tokens {args.draft_tokens} needs a draft (MTP) block, and {folder} has none; "
+            "leave it out"
+        )
+    return folder, config
+
+
+def build_engine(
+    args: argparse.Namespace,
+    folder: pathlib.Path,
+    config: DSV4Config,
+    mesh: Mesh | None,
+    *,
+    max_requests: int,
+    max_context_tokens: int,
+    prefill_tokens: tuple[int, ...] | None = None,
+    gpu_memory_fraction: float | None = None,
+) -> Engine:
+    """Loads the checkpoint, after asking whether it fits.
+
+    Args:
+      args: with the options of `add_engine_options` and `add_loading`.
+      folder: the checkpoint.
+      config: its config.
+      mesh: as of `Engine`, like all that follows.
+      max_requests: requests that run at once.
+      max_context_tokens: longest prompt and answer.
+      prefill_tokens: sizes of steps that hold prompts.
+      gpu_memory_fraction: what the engine may take; it sizes itself by that, and is not asked.
+
+    Raises:
+      MemoryError: it does not fit; the message says what would.
+    """
+    sizes = {
+        "max_requests": max_requests,
+        "max_context_tokens": max_context_tokens,
+        "cache_format": args.cache_format,
+    }
+    if gpu_memory_fraction is None:
+        decoded = None if args.weights == "stored" else args.weights
+        check_engine_memory(
+            config,
+            folder,
+            weights=args.weights,
+            dtype=jnp.dtype(args.dtype or decoded or jnp.bfloat16),
+            follow_links=args.follow_links,
+            mesh=mesh,
+            way_out="fewer requests at once (--max-requests), a shorter context, another "
+            "--cache-format, or what `dsv4-jax plan` says would fit",
+            **sizes,
+        )
+    return Engine.from_checkpoint(
+        folder,
+        mesh=mesh,
+        weights=args.weights,
+        dtype=args.dtype,
+        check_weights=args.check_weights,
+        follow_links=args.follow_links,
+        prefill_tokens=prefill_tokens,
+        draft_tokens=args.draft_tokens,
+        gpu_memory_fraction=gpu_memory_fraction,
+        activations=args.activations,
+        prefill_activations=args.prefill_activations,
+        **sizes,
+    )
