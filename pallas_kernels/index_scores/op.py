@@ -29,10 +29,10 @@ def index_scores(
     """Scores every visible index key of a query's request.
 
     Args:
-      queries: f32[T, IH, IC], rotated and rounded as the keys are.
-      weights: f32[T, IH], head weights, may be negative.
-      pool: planes [L, NB, EB, ...] of index keys.
-      call: where the queries belong, with `visible`, as of `index_topk`.
+      queries: as of `index_topk`, like all that follows.
+      weights: head weights.
+      pool: index keys.
+      call: where the queries belong.
       backend: implementation to use; None picks the fastest one that runs here.
 
     Returns:

@@ -86,3 +86,15 @@ def rows_at(engine, request_id, length):
 def same_tokens(actual, expected):
     np.testing.assert_array_equal(actual.token_ids, expected.token_ids)
     assert actual.finish_reason == expected.finish_reason
+
+
+def fail_with_prompts_of(first, engine, monkeypatch, *, message):
+    """Makes steps raise that serve a request whose prompt begins with that token."""
+    run = engine._runner.run
+
+    def fail(plan, requests, *rest):
+        if any(request.token_ids[0] == first for request in requests.values()):
+            raise ValueError(message)
+        return run(plan, requests, *rest)
+
+    monkeypatch.setattr(engine._runner, "run", fail)

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from helpers.serve import MODEL, running, small_engine
+from helpers.serving import fail_with_prompts_of
 
 LONG = {"model": MODEL, "prompt": "a", "max_tokens": 1500, "ignore_eos": True}
 OPENED = []
@@ -226,14 +227,7 @@ def test_who_does_not_read_is_cut_off(engine, monkeypatch):
 
 
 def test_a_step_that_raises_ends_one_request(server, engine, monkeypatch, caplog):
-    run = engine._runner.run
-
-    def fail(plan, requests, *rest):
-        if any(request.token_ids[0] == 13 for request in requests.values()):
-            raise ValueError("secret")
-        return run(plan, requests, *rest)
-
-    monkeypatch.setattr(engine._runner, "run", fail)
+    fail_with_prompts_of(13, engine, monkeypatch, message="secret")
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         good = [pool.submit(post, server, SHORT | {"prompt": [i, 3]}) for i in (1, 2)]
         bad = post(server, SHORT | {"prompt": [13, 1]})

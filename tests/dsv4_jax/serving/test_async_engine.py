@@ -17,7 +17,7 @@ import pytest
 
 from dsv4_jax import serving
 from dsv4_jax.serving import stepper
-from helpers.serving import make_engine, prompt, same_tokens
+from helpers.serving import fail_with_prompts_of, make_engine, prompt, same_tokens
 
 LONG = {"max_new_tokens": 400, "stop_token_ids": ()}
 
@@ -221,14 +221,7 @@ def test_one_coroutine_reads_a_stream(engine):
 @pytest.fixture
 def failing(engine, monkeypatch):
     """Makes steps raise that serve a request whose prompt begins with 13."""
-    run = engine._runner.run
-
-    def fail(plan, requests, *rest):
-        if any(request.token_ids[0] == 13 for request in requests.values()):
-            raise ValueError("no step with 13")
-        return run(plan, requests, *rest)
-
-    monkeypatch.setattr(engine._runner, "run", fail)
+    fail_with_prompts_of(13, engine, monkeypatch, message="no step with 13")
 
 
 @pytest.mark.usefixtures("failing")
