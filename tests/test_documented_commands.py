@@ -35,6 +35,8 @@ SUBCOMMANDS = {
     "decode",
     "kernels",
     "prefill",
+    "serve",
+    "batch",
 }
 
 

@@ -1,5 +1,7 @@
 """Times decode steps, their cache-dependent part, single ops and prefill at a model's real shapes.
 
+`bench serve` times a server, and has a module of its own.
+
 Weights are random and made on the device. Caches are filled with random contents up to the given
 context. Every figure is written to the JSON file as soon as it is measured.
 """
@@ -21,6 +23,7 @@ from dsv4_jax.bench.results import Output
 from dsv4_jax.bench.timing import copy_bandwidth
 from dsv4_jax.bench.weights import random_params
 from dsv4_jax.cache.model_cache import tree_bytes
+from dsv4_jax.cli import bench_serve
 from dsv4_jax.cli.arguments import (
     WEIGHTS,
     add_activations,
@@ -111,10 +114,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "256 without one",
     )
     fill.add_argument("--chunk", type=whole(1, 2**20), default=2048, help="tokens per call")
+    bench_serve.add_arguments(
+        what.add_parser("serve", help="a server under load: first tokens, tokens/s, errors")
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the benchmark; a case that fails is reported, and the others run."""
+    if args.what == "serve":  # which uses no device
+        return bench_serve.run(args)
     claim_memory(at_once=not (args.what == "decode" and args.compile_only))
     _choose_sizes(args)
     check_mesh(args)

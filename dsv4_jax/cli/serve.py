@@ -11,18 +11,15 @@ import sys
 
 from dsv4_jax.cli.arguments import add_checkpoint, chosen_mesh
 from dsv4_jax.cli.engine_options import build_engine, find_model
-from dsv4_jax.cli.serve_options import add_engine, add_limits, add_protocol
+from dsv4_jax.cli.serve_options import API_KEY, add_engine, add_limits, add_protocol
 from dsv4_jax.serving.async_engine import AsyncEngine
 from dsv4_jax.serving.engine import Engine
-
-API_KEY = "DSV4_JAX_API_KEY"
-"""Where the key is looked for if no option gives one."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
     add_checkpoint(parser, "checkpoint")
-    add_protocol(parser, API_KEY)
+    add_protocol(parser)
     add_limits(parser)
     add_engine(parser)
 

@@ -7,8 +7,11 @@ import argparse
 from dsv4_jax.cli.arguments import add_loading, add_mesh, real, whole, wholes
 from dsv4_jax.cli.engine_options import add_engine_options
 
+API_KEY = "DSV4_JAX_API_KEY"
+"""Where the key is looked for if no option gives one."""
 
-def add_protocol(parser: argparse.ArgumentParser, key_variable: str) -> None:
+
+def add_protocol(parser: argparse.ArgumentParser) -> None:
     """Adds where the server answers, to whom, and in which words."""
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 is every interface"
@@ -21,7 +24,7 @@ def add_protocol(parser: argparse.ArgumentParser, key_variable: str) -> None:
         action="append",
         default=[],
         help="key that clients need, repeatable; prefixes of different keys are kept apart; if "
-        f"not given, {key_variable}, which other users of the machine do not see; else none",
+        f"not given, {API_KEY}, which other users of the machine do not see; else none",
     )
     parser.add_argument(
         "--model-name", help="what clients call the model; if not given, the checkpoint's last name"

@@ -1,0 +1,338 @@
+"""Load: requests that come when they come, whether or not a server keeps up, and their times.
+
+Arrivals are a Poisson process that is drawn before the first request is sent. A request's times
+count from its arrival, so that a server which delays its clients cannot make itself look better.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import pathlib
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import httpx
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+PERCENTILES = (50, 90, 99)
+SERVED = "200"
+"""The status of a request that was served to its end."""
+
+_MAX_LINE = 2**24
+"""Bytes of a line of prompts."""
+
+_LATE_S = 0.02
+"""A client that sends later than this, at the 99th percentile, is the bottleneck itself."""
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What became of one request.
+
+    Attributes:
+      status: HTTP's; "error in the stream", "cut off", "timeout", or the name of what the client
+        raised, where there is none or it is not the end of the matter.
+      late_s: seconds from its arrival until it was sent.
+      first_s: seconds from its arrival to the first text; None if there was none.
+      gaps_s: seconds between events that carry text.
+      whole_s: seconds from its arrival to the end.
+      drawn_tokens: tokens of the answer, by the server's account.
+      prompt_tokens: those of the prompt.
+      hit_tokens: those of the prompt that were in the server's cache.
+    """
+
+    status: str = ""
+    late_s: float = 0.0
+    first_s: float | None = None
+    gaps_s: list[float] = dataclasses.field(default_factory=list)
+    whole_s: float = 0.0
+    drawn_tokens: int = 0
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+
+    @property
+    def per_token_s(self) -> float | None:
+        """Seconds from the first text to the last, for each token after the first."""
+        return sum(self.gaps_s) / (self.drawn_tokens - 1) if self.drawn_tokens > 1 else None
+
+
+def draw_bodies(
+    count: int,
+    *,
+    seed: int,
+    prompt_tokens: tuple[int, int],
+    shared: float,
+    vocab_size: int,
+    max_tokens: int,
+) -> list[dict[str, Any]]:
+    """Completions of random tokens, of log-uniform lengths.
+
+    Args:
+      count: how many.
+      seed: of the draws.
+      prompt_tokens: the shortest prompt and the longest.
+      shared: share of prompts whose first half is that of one common document.
+      vocab_size: token ids are below it.
+      max_tokens: tokens of each answer, which no end token ends.
+    """
+    rng = np.random.default_rng(seed)
+    low, high = np.log(prompt_tokens[0]), np.log(prompt_tokens[1] + 1)
+    head = rng.integers(0, vocab_size, prompt_tokens[1])
+    bodies = []
+    for number in range(count):
+        length = min(int(np.exp(rng.uniform(low, high))), prompt_tokens[1])
+        own = rng.integers(0, vocab_size, length)
+        if rng.random() < shared:
+            own[: length // 2] = head[: length // 2]
+        bodies.append(
+            {
+                "prompt": own.tolist(),
+                "max_tokens": max_tokens,
+                "ignore_eos": True,
+                "seed": seed + number,
+            }
+        )
+    return bodies
+
+
+def read_bodies(path: str | pathlib.Path, *, max_tokens: int) -> list[dict[str, Any]]:
+    """Requests of a JSON-lines file.
+
+    A line is a text, or an object with `prompt` or `messages` and further fields of the request.
+
+    Raises:
+      ValueError: a line is neither, or there is none.
+      OSError: the file cannot be read.
+    """
+    bodies = []
+    with open(path, "rb") as file:
+        number = 0
+        while line := file.readline(_MAX_LINE + 1):
+            number += 1
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(line) if len(line) <= _MAX_LINE else None
+            except (ValueError, RecursionError):
+                value = None
+            if isinstance(value, str):
+                value = {"prompt": value}
+            if not isinstance(value, dict) or not ("prompt" in value) ^ ("messages" in value):
+                raise ValueError(
+                    f"{path}: line {number} must be a JSON text, or an object with either prompt "
+                    f"or messages, of at most {_MAX_LINE} bytes"
+                )
+            bodies.append({"max_tokens": max_tokens} | value)
+    if not bodies:
+        raise ValueError(f"{path} must have a line at least, and has none")
+    return bodies
+
+
+def draw_arrivals(count: int, rate: float, *, seed: int) -> list[float]:
+    """Seconds from the start, ascending; the first is 0."""
+    gaps = np.random.default_rng([seed, 1]).exponential(1 / rate, count)
+    return (np.cumsum(gaps) - gaps[0]).tolist()
+
+
+def find_model(url: str, headers: dict[str, str], timeout_s: float) -> str:
+    """The name of the first model that a server has.
+
+    Raises:
+      ValueError: the server cannot be reached, refuses, or answers something else.
+    """
+    httpx = _find_httpx()
+    try:
+        with httpx.Client(trust_env=False, timeout=timeout_s) as client:
+            answer = client.get(f"{url}/v1/models", headers=headers)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ValueError(f"no server answers at {url}: {error}") from None
+    if answer.status_code != 200:
+        way_out = "; pass --api-key" if answer.status_code == 401 else ""
+        raise ValueError(f"{url}/v1/models answered with status {answer.status_code}{way_out}")
+    try:
+        return str(answer.json()["data"][0]["id"])
+    except (ValueError, LookupError, TypeError):
+        raise ValueError(f"{url}/v1/models named no model; pass --model") from None
+
+
+async def run_load(
+    url: str,
+    bodies: Sequence[dict[str, Any]],
+    arrivals_s: Sequence[float],
+    *,
+    headers: dict[str, str],
+    timeout_s: float,
+    on_end: Callable[[Outcome], None] = lambda outcome: None,
+) -> tuple[list[Outcome], float]:
+    """Sends every request at its time, each on a connection of its own.
+
+    Args:
+      url: of the server, without a path.
+      bodies: of the requests; answers stream and count their tokens.
+      arrivals_s: when each comes, in seconds from the start, ascending.
+      headers: of every request.
+      timeout_s: seconds after which a request is given up.
+      on_end: is told of each outcome.
+
+    Returns:
+      Outcomes in the order of the requests, and seconds from the first arrival to the last end.
+    """
+    httpx = _find_httpx()
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    async with httpx.AsyncClient(limits=limits, timeout=None, trust_env=False) as client:
+        began = time.perf_counter()
+
+        async def ask(body: dict[str, Any], arrival_s: float) -> Outcome:
+            path = CHAT if "messages" in body else COMPLETIONS
+            body = body | {"stream": True, "stream_options": {"include_usage": True}}
+            outcome = Outcome()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    request = client.build_request("POST", url + path, json=body, headers=headers)
+                    await _ask_one(client, request, began + arrival_s, outcome)
+            except TimeoutError:
+                outcome.status = "timeout"
+            except (httpx.HTTPError, OSError) as error:
+                outcome.status = type(error).__name__
+            outcome.whole_s = time.perf_counter() - began - arrival_s
+            on_end(outcome)
+            return outcome
+
+        async with asyncio.TaskGroup() as group:
+            tasks = []
+            for body, arrival_s in zip(bodies, arrivals_s, strict=True):
+                await asyncio.sleep(max(began + arrival_s - time.perf_counter(), 0))
+                tasks.append(group.create_task(ask(body, arrival_s)))
+        return [task.result() for task in tasks], time.perf_counter() - began
+
+
+async def _ask_one(
+    client: httpx.AsyncClient, request: httpx.Request, arrival_s: float, outcome: Outcome
+) -> None:
+    """Sends a request, and reads its answer into the outcome."""
+    outcome.late_s = time.perf_counter() - arrival_s
+    answer = await client.send(request, stream=True)
+    try:
+        if answer.status_code != 200:
+            outcome.status = str(answer.status_code)
+            return
+        outcome.status, last_s, rest = "cut off", 0.0, b""
+        async for part in answer.aiter_raw():
+            now = time.perf_counter()
+            *events, rest = (rest + part).split(b"\n\n")
+            for event in events:
+                data = event.rpartition(b"data:")[2].strip()
+                if data == b"[DONE]":
+                    outcome.status = SERVED
+                    return
+                if not _read_event(data, outcome):
+                    continue
+                if outcome.first_s is None:
+                    outcome.first_s = now - arrival_s
+                else:
+                    outcome.gaps_s.append(now - last_s)
+                last_s = now
+            if outcome.status == "error in the stream":
+                return
+    finally:
+        await answer.aclose()
+
+
+def _read_event(data: bytes, outcome: Outcome) -> bool:
+    """Whether an event carries text; it counts usage, and notes an error."""
+    try:
+        event = json.loads(data)
+        if "error" in event:
+            outcome.status = "error in the stream"
+            return False
+        if usage := event.get("usage"):
+            outcome.drawn_tokens = int(usage.get("completion_tokens") or 0)
+            outcome.prompt_tokens = int(usage.get("prompt_tokens") or 0)
+            details = usage.get("prompt_tokens_details") or {}
+            outcome.hit_tokens = int(details.get("cached_tokens") or 0)
+        choice = (event.get("choices") or [{}])[0]
+        delta = choice.get("delta") or {}
+        spoken = (delta.get(name) for name in ("content", "reasoning_content", "tool_calls"))
+        return bool(choice.get("text") or any(spoken))
+    except (ValueError, TypeError, AttributeError):
+        return False
+
+
+def summarise(outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:
+    """Figures of a run; of times, percentiles over requests that were served."""
+    served = [one for one in outcomes if one.status == SERVED]
+    prompts = sum(one.prompt_tokens for one in served)
+    drawn = sum(one.drawn_tokens for one in served)
+    return {
+        "seconds": seconds,
+        "requests": len(outcomes),
+        "served": len(served),
+        "by_status": dict(sorted(Counter(one.status for one in outcomes).items())),
+        "requests_per_s": len(served) / seconds,
+        "drawn_tokens": drawn,
+        "drawn_tokens_per_s": drawn / seconds,
+        "prompt_tokens": prompts,
+        "hit_rate": sum(one.hit_tokens for one in served) / prompts if prompts else 0.0,
+        "first_token_s": _spread([one.first_s for one in served]),
+        "between_events_s": _spread([gap for one in served for gap in one.gaps_s]),
+        "per_token_s": _spread([one.per_token_s for one in served]),
+        "whole_s": _spread([one.whole_s for one in served]),
+        "late_s": _spread([one.late_s for one in outcomes]),
+    }
+
+
+def _spread(values: Sequence[float | None]) -> dict[str, float] | None:
+    """Mean, percentiles and the largest of a list; None of an empty one."""
+    found = np.array([value for value in values if value is not None])
+    if not len(found):
+        return None
+    percentiles = zip(PERCENTILES, np.percentile(found, PERCENTILES).tolist(), strict=True)
+    named = {f"p{share}": value for share, value in percentiles}
+    return {"mean": float(found.mean())} | named | {"most": float(found.max())}
+
+
+def report_lines(figures: dict[str, Any]) -> list[str]:
+    """What a person reads."""
+    statuses = ", ".join(f"{status}: {count}" for status, count in figures["by_status"].items())
+    hits = f"{figures['hit_rate']:.0%} of them from the cache"
+    lines = [
+        f"requests  {figures['requests']} in {figures['seconds']:.1f} s, "
+        f"{figures['requests_per_s']:.2f} per s served",
+        f"status    {statuses}",
+        f"tokens    {figures['drawn_tokens']:,} drawn, {figures['drawn_tokens_per_s']:,.0f} per s; "
+        f"{figures['prompt_tokens']:,} of prompts, {hits}",
+        f"{'ms':<16}" + "".join(f"{name:>11}" for name in ("mean", "p50", "p90", "p99", "most")),
+    ]
+    for name, shown in (
+        ("first_token_s", "first token"),
+        ("between_events_s", "between events"),
+        ("per_token_s", "for each token"),
+        ("whole_s", "whole answer"),
+    ):
+        if spread := figures[name]:
+            cells = "".join(f"{value * 1e3:>11,.1f}" for value in spread.values())
+            lines.append(f"{shown:<16}{cells}")
+    late = figures["late_s"]
+    if late is not None and late["p99"] > _LATE_S:
+        lines.append(
+            f"this client was late itself: by {late['p99'] * 1e3:.0f} ms at p99; give it a core of "
+            "its own, or ask for a lower --rate"
+        )
+    return lines
+
+
+def _find_httpx() -> Any:
+    try:
+        import httpx
+    except ImportError:
+        raise ValueError(
+            "httpx is not installed; it comes with the extra bench: pip install 'dsv4-jax[bench]'"
+        ) from None
+    return httpx

@@ -1,0 +1,227 @@
+"""`dsv4-jax bench serve`: what is sent and when, what is counted, and what is said of it."""
+
+import asyncio
+import contextlib
+import json
+import threading
+
+import numpy as np
+import pytest
+
+from dsv4_jax.bench import load
+from dsv4_jax.cli import main
+from helpers.serve import running, small_engine
+
+
+@pytest.fixture(scope="module")
+def engine():
+    engine = small_engine()
+    engine.warmup()
+    return engine
+
+
+@pytest.fixture(scope="module")
+def server(engine):
+    with running(engine) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def answering(*parts):
+    """A server that sends these bytes to everyone, and then closes; its address."""
+    ready, address = threading.Event(), []
+
+    async def answer(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(0.01)
+        writer.close()
+
+    async def serve():
+        over = asyncio.Event()
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        address.extend((server.sockets[0].getsockname(), asyncio.get_running_loop(), over))
+        ready.set()
+        async with server:
+            await over.wait()
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    ready.wait()
+    (host, port), loop, over = address
+    try:
+        yield f"http://{host}:{port}"
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        thread.join()
+
+
+def ask(url, bodies, arrivals=None, timeout_s=60):
+    return asyncio.run(
+        load.run_load(url, bodies, arrivals or [0.0] * len(bodies), headers={}, timeout_s=timeout_s)
+    )
+
+
+def test_arrivals_are_a_poisson_process():
+    gaps = np.diff(load.draw_arrivals(20_000, 8.0, seed=3))
+    assert gaps.mean() == pytest.approx(1 / 8, rel=0.03)
+    assert gaps.std() == pytest.approx(1 / 8, rel=0.05)
+    assert (gaps >= 0).all()
+    assert load.draw_arrivals(5, 8.0, seed=3) == load.draw_arrivals(5, 8.0, seed=3)
+    assert load.draw_arrivals(1, 8.0, seed=3) == [0.0]
+
+
+def test_prompts_have_the_lengths_that_were_asked_for_and_share_heads():
+    sizes = {"seed": 1, "prompt_tokens": (16, 64), "vocab_size": 200, "max_tokens": 5}
+    prompts = [one["prompt"] for one in load.draw_bodies(400, shared=0.5, **sizes)]
+    lengths = [len(prompt) for prompt in prompts]
+    assert (min(lengths), max(lengths)) == (16, 64)
+    assert all(0 <= token < 200 for prompt in prompts for token in prompt)
+    shorter = sum(length < 32 for length in lengths) / 400  # half of them, by their logarithms
+    assert 0.4 < shorter < 0.6
+    heads = [tuple(prompt[:8]) for prompt in prompts]
+    assert 150 < max(map(heads.count, set(heads))) < 250
+    assert len({tuple(one["prompt"][:8]) for one in load.draw_bodies(50, shared=0, **sizes)}) == 50
+    (one,) = load.draw_bodies(1, shared=0, **sizes | {"prompt_tokens": (7, 7)})
+    assert len(one["prompt"]) == 7
+
+
+def test_a_server_is_timed_and_every_token_counted(server, engine, tmp_path, capsys):
+    path, before = tmp_path / "out.json", engine.metrics.generated_tokens
+    sizes = ["--prompt-tokens", "200,600", "--max-tokens", "9", "--shared", "1"]
+    done = main(
+        ["bench", "serve", f"{server.url}/v1/", "--rate", "50", "--requests", "20", *sizes,
+         "--json", str(path)]
+    )  # fmt: skip
+    assert done == 0
+    found = json.loads(path.read_text())
+    assert found["by_status"] == {"200": 20}
+    assert (found["requests"], found["served"], found["model"]) == (20, 20, "small")
+    assert found["drawn_tokens"] == 20 * 9 == engine.metrics.generated_tokens - before
+    assert found["drawn_tokens_per_s"] == pytest.approx(180 / found["seconds"])
+    assert 0 < found["hit_rate"] < 1
+    assert 4000 < found["prompt_tokens"] < 12_000
+    for name in ("first_token_s", "per_token_s", "whole_s"):
+        spread = found[name]
+        assert 0 < spread["p50"] <= spread["p90"] <= spread["p99"] <= spread["most"]
+    assert found["first_token_s"]["most"] <= found["whole_s"]["most"] < found["seconds"]
+    shown = capsys.readouterr()
+    assert "status    200: 20\n" in shown.out
+    assert "180 drawn" in shown.out
+    assert "first token" in shown.out
+    assert shown.err == ""  # no terminal, and quickly done
+
+
+def test_requests_of_a_file_are_sent_as_they_are(server, tmp_path, capsys):
+    """Texts, objects and conversations; a smaller file is sent again."""
+    path = tmp_path / "prompts.jsonl"
+    message = {"messages": [{"role": "user", "content": "hi"}], "thinking": {"type": "disabled"}}
+    lines = ["a text", {"prompt": "b", "max_tokens": 3, "ignore_eos": True}, message]
+    path.write_text("\n\n".join(map(json.dumps, lines)) + "\n")
+    out = tmp_path / "out.json"
+    arguments = ["--prompts", str(path), "--max-tokens", "4", "--rate", "200", "--requests", "6"]
+    assert main(["bench", "serve", server.url, *arguments, "--json", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert found["by_status"] == {"200": 6}
+    assert 2 * 3 + 4 <= found["drawn_tokens"] <= 2 * (4 + 3 + 4)
+
+
+def test_times_count_from_the_arrival_and_later_requests_wait_for_no_earlier_ones(server):
+    """A request that the server has no slot for for a while is slow, not late."""
+    body = {"model": "small", "prompt": "a", "max_tokens": 60, "ignore_eos": True}
+    outcomes, seconds = ask(server.url, [body] * 30, [0.002 * i for i in range(30)])
+    assert {one.status for one in outcomes} == {"200"}
+    assert max(one.late_s for one in outcomes) < min(one.whole_s for one in outcomes)
+    waits = [one.first_s for one in outcomes]
+    assert max(waits) > 2 * min(waits)  # 30 requests in 8 slots
+    assert seconds >= max(one.whole_s + 0.002 * i for i, one in enumerate(outcomes)) - 1e-3
+    for one in outcomes:
+        assert one.drawn_tokens == 60
+        assert len(one.gaps_s) <= 59
+        assert one.first_s + sum(one.gaps_s) <= one.whole_s
+        assert one.per_token_s == pytest.approx(sum(one.gaps_s) / 59)
+
+
+def test_errors_are_counted_by_status(engine, capsys):
+    """Too many for the queue, a field of the wrong kind, and no model of that name."""
+    with running(engine, queue={"max_waiting": 1}) as server:
+        body = {"model": "small", "prompt": "a", "max_tokens": 200, "ignore_eos": True}
+        bodies = [body] * 30 + [body | {"max_tokens": "x"}, body | {"model": "other"}]
+        outcomes, seconds = ask(server.url, bodies)
+        figures = load.summarise(outcomes, seconds)
+        assert set(figures["by_status"]) == {"200", "400", "404", "429"}
+        assert sum(figures["by_status"].values()) == 32
+        assert figures["by_status"]["400"] == figures["by_status"]["404"] == 1
+        assert figures["drawn_tokens"] == 200 * figures["served"]
+        assert main(["bench", "serve", server.url, "--requests", "2", "--model", "other"]) == 1
+        assert "status    404: 2\n" in capsys.readouterr().out
+
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
+TEXT = b'data: {"choices": [{"text": "a"}]}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("parts", "status", "has_first"),
+    [
+        ([HEAD, TEXT, TEXT], "cut off", True),
+        ([HEAD, TEXT[:9], TEXT[9:] + b"data: [DONE]\n", b"\n"], "200", True),
+        ([HEAD, TEXT, b'data: {"error": {"message": "x"}}\n\n'], "error in the stream", True),
+        ([HEAD, b"data: nonsense\n\ndata: 3\n\ndata: [DONE]\n\n"], "200", False),
+        ([b"HTTP/1.1 500 No\r\ncontent-length: 0\r\n\r\n"], "500", False),
+        ([b"nonsense\r\n\r\n"], "RemoteProtocolError", False),
+        ([], "RemoteProtocolError", False),
+    ],
+)
+def test_answers_that_are_none(parts, status, has_first):
+    with answering(*parts) as url:
+        (outcome,), _ = ask(url, [{"prompt": "a"}])
+    assert outcome.status == status
+    assert (outcome.first_s is not None) == has_first
+    figures = load.summarise([outcome], 1.0)
+    assert figures["served"] == int(status == "200")
+    assert load.report_lines(figures)
+
+
+def test_a_server_that_never_answers_is_given_up():
+    with answering(HEAD, *[TEXT] * 100) as url:
+        (outcome,), seconds = ask(url, [{"prompt": "a"}], timeout_s=0.1)
+    assert outcome.status == "timeout"
+    assert seconds < 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["ftp://127.0.0.1"], "such as http://127.0.0.1:8000"),
+        (["127.0.0.1:8000"], "such as http://127.0.0.1:8000"),
+        (["http://127.0.0.1:x"], "such as http://127.0.0.1:8000"),
+        (["http://127.0.0.1:9/v1/completions"], "such as http://127.0.0.1:8000"),
+        (["http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9"),
+        (["{url}", "--rate", "0"], "--rate"),
+        (["{url}", "--prompt-tokens", "5"], "--prompt-tokens must be LEAST,MOST"),
+        (["{url}", "--prompt-tokens", "9,5"], "--prompt-tokens must be LEAST,MOST"),
+        (["{url}", "--prompts", "/nowhere"], "/nowhere"),
+        (["{url}", "--prompts", "{folder}/bad"], "line 2 must be a JSON text"),
+        (["{url}", "--prompts", "{folder}/empty"], "must have a line"),
+        (["{url}", "--api-key", "ä"], "--api-key"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_are_named(server, tmp_path, capsys, arguments, told):
+    (tmp_path / "bad").write_text('"a"\n{"prompt": "a", "messages": []}\n')
+    (tmp_path / "empty").write_text("\n")
+    given = [one.format(url=server.url, folder=tmp_path) for one in arguments]
+    assert main(["bench", "serve", *given]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_key_is_sent_and_one_that_is_missing_is_asked_for(engine, capsys, monkeypatch):
+    with running(engine, api_keys=("sk-me",)) as server:
+        few = ["bench", "serve", server.url, "--requests", "1", "--max-tokens", "2"]
+        assert main(few) == 2
+        assert "status 401; pass --api-key" in capsys.readouterr().err
+        assert main([*few, "--api-key", "sk-me"]) == 0
+        monkeypatch.setenv("DSV4_JAX_API_KEY", "sk-me")
+        assert main(few) == 0
