@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax
 
 import dsv4_jax
-from dsv4_jax.cli import bench, convert, evaluate, generate, plan, serve, sweep, verify
+from dsv4_jax.cli import batch, bench, convert, evaluate, generate, plan, serve, sweep, verify
 from dsv4_jax.cli.arguments import Parser
 from dsv4_jax.cli.ending import run_to_status
 from dsv4_jax.runtime import look_for_no_gpu, set_xla_flags, use_compilation_cache
@@ -17,6 +17,7 @@ from dsv4_jax.runtime import look_for_no_gpu, set_xla_flags, use_compilation_cac
 _COMMANDS = {
     "generate": (generate, "Completes prompts, from a small checkpoint or from one that is named."),
     "serve": (serve, "Answers HTTP clients of OpenAI's and Anthropic's protocols."),
+    "batch": (batch, "Answers a file of requests in OpenAI's batch format; resumable."),
     "plan": (plan, "Prints what a cache and the weights take, and what fits one GPU or several."),
     "bench": (bench, "Times decode steps, prefill and single ops at a model's real shapes."),
     "verify": (verify, "Checks a checkpoint, and every row of a live cache that serves it."),

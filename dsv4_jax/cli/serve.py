@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import math
 import os
 import pathlib
 import sys
+from collections.abc import Iterator
 
 from dsv4_jax.cli.arguments import add_checkpoint, chosen_mesh
 from dsv4_jax.cli.engine_options import build_engine, find_model
@@ -26,16 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Loads, compiles, and serves until a signal says otherwise."""
-    try:
+    with needs_serve_extra():
         from dsv4_jax.serve import Server, ServeSettings
         from dsv4_jax.serve.server import bind
-    except ImportError as error:
-        raise ValueError(
-            f"{error.name} is not installed; the server's libraries come with the extra serve: "
-            "pip install 'dsv4-jax[serve]'"
-        ) from None
     settings = ServeSettings(
-        model_name=args.model_name or _name_of(args.checkpoint),
+        model_name=args.model_name or name_of(args.checkpoint),
         api_keys=_find_keys(args.api_key),
         thinks=args.think,
         release=args.release,
@@ -48,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     )
     bound = bind(args.host, args.port)  # before minutes of loading
     try:
-        engine = _build(args)
+        engine = build(args)
         _log_to_stderr()
         shared = AsyncEngine(
             engine, max_waiting=args.max_waiting, queue_timeout_s=args.queue_timeout
@@ -59,18 +56,32 @@ def run(args: argparse.Namespace) -> int:
         raise
     obstacle = server.endpoints.conversations.obstacle
     if obstacle is not None:
-        _note(f"no conversations: {obstacle}; /v1/completions works")
+        note(f"no conversations: {obstacle}; /v1/completions works")
     to_whom = "" if settings.api_keys else ", for everybody who reaches it: there is no --api-key"
-    _note(f"{settings.model_name} answers at {server.url}{to_whom}")
+    note(f"{settings.model_name} answers at {server.url}{to_whom}")
     server.run()
     return 0
 
 
-def _name_of(checkpoint: str | None) -> str:
+@contextlib.contextmanager
+def needs_serve_extra() -> Iterator[None]:
+    """Says what to install where an import fails, in a `ValueError`."""
+    try:
+        yield
+    except ImportError as error:
+        raise ValueError(
+            f"{error.name} is not installed; the server's libraries come with the extra serve: "
+            "pip install 'dsv4-jax[serve]'"
+        ) from None
+
+
+def name_of(checkpoint: str | None) -> str:
+    """What a checkpoint's model is called if nobody says otherwise."""
     return "shipped" if checkpoint is None else pathlib.Path(checkpoint).resolve().name
 
 
-def _build(args: argparse.Namespace) -> Engine:
+def build(args: argparse.Namespace) -> Engine:
+    """The engine of the options of `add_engine`, which has compiled all that it can need."""
     folder, config = find_model(args)
     engine = build_engine(
         args,
@@ -82,8 +93,8 @@ def _build(args: argparse.Namespace) -> Engine:
         prefill_tokens=args.prefill_tokens,
         gpu_memory_fraction=args.gpu_memory_fraction,
     )
-    _note("compiling")
-    _note(f"compiled in {math.fsum(seconds for _, seconds in engine.warmup()):.0f} s")
+    note("compiling")
+    note(f"compiled in {math.fsum(seconds for _, seconds in engine.warmup()):.0f} s")
     return engine
 
 
@@ -106,5 +117,6 @@ def _log_to_stderr() -> None:
         logger.propagate = False
 
 
-def _note(text: str) -> None:
+def note(text: str) -> None:
+    """Says something on stderr."""
     print(f"[{text}]", file=sys.stderr, flush=True)

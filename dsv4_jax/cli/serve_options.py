@@ -26,6 +26,14 @@ def add_protocol(parser: argparse.ArgumentParser) -> None:
         help="key that clients need, repeatable; prefixes of different keys are kept apart; if "
         f"not given, {API_KEY}, which other users of the machine do not see; else none",
     )
+    add_answers(parser)
+    parser.add_argument(
+        "--log-prompts", action="store_true", help="write the bodies of requests to the log"
+    )
+
+
+def add_answers(parser: argparse.ArgumentParser) -> None:
+    """Adds what the model is called, and how conversations are rendered."""
     parser.add_argument(
         "--model-name", help="what clients call the model; if not given, the checkpoint's last name"
     )
@@ -41,9 +49,6 @@ def add_protocol(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="let conversations think unless a request says otherwise",
     )
-    parser.add_argument(
-        "--log-prompts", action="store_true", help="write the bodies of requests to the log"
-    )
 
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
@@ -57,12 +62,7 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
         default=60.0,
         help="seconds without a slot after which a request is refused",
     )
-    parser.add_argument(
-        "--max-body-bytes", type=whole(), default=4 * 2**20, help="largest body of a request"
-    )
-    parser.add_argument(
-        "--max-choices", type=whole(1, 128), default=16, help="most answers to one request"
-    )
+    add_request_limits(parser)
     parser.add_argument(
         "--max-connections", type=whole(1, 2**16), default=1000, help="most connections at once"
     )
@@ -77,6 +77,16 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
         type=real(0, 1e6),
         default=30.0,
         help="seconds that answers have to end after SIGTERM",
+    )
+
+
+def add_request_limits(parser: argparse.ArgumentParser) -> None:
+    """Adds how large one request may be."""
+    parser.add_argument(
+        "--max-body-bytes", type=whole(), default=4 * 2**20, help="largest body of a request"
+    )
+    parser.add_argument(
+        "--max-choices", type=whole(1, 128), default=16, help="most answers to one request"
     )
 
 

@@ -133,5 +133,21 @@ class Answer:
                 stream.cancel()
 
 
+async def read_whole(streams: Sequence[AsyncStream], renderer: Renderer) -> list[Completion]:
+    """Feeds a renderer that does not stream, up to what its `end` takes.
+
+    Errors are those of `read_batches`.
+    """
+    has_started = False
+    async for number, tokens in read_batches(streams):
+        if not has_started:
+            has_started = True
+            renderer.start(streams[number].hit_tokens)
+        renderer.tokens(number, tokens)
+        if renderer.is_done(number):
+            streams[number].cancel()
+    return [await stream.completion() for stream in streams]
+
+
 async def _send_part(send: Send, body: bytes, *, more: bool = True) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": more})

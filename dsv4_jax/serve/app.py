@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import hashlib
-import json
-import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import prometheus_client
@@ -23,18 +20,15 @@ from tokenizers import Tokenizer
 from dsv4_jax.serve import fields
 from dsv4_jax.serve.answer import Answer, Renderer
 from dsv4_jax.serve.body import parse_object, read_body
-from dsv4_jax.serve.completions import CompletionRenderer, read_completion
-from dsv4_jax.serve.conversation_renderer import ConversationRenderer
-from dsv4_jax.serve.conversations import Conversations
-from dsv4_jax.serve.dialects import CHAT, MESSAGES, RESPONSES, Dialect, check_dialect
-from dsv4_jax.serve.errors import ApiError, as_api_error, refuse
+from dsv4_jax.serve.dialects import MESSAGES, check_dialect
+from dsv4_jax.serve.errors import ApiError, refuse
 from dsv4_jax.serve.fields import check_fields, read_flag
 from dsv4_jax.serve.guard import Guard
+from dsv4_jax.serve.intake import PATHS, Intake
 from dsv4_jax.serve.record import Record
 from dsv4_jax.serve.settings import ServeSettings
 from dsv4_jax.serving.async_engine import AsyncEngine, AsyncStream
 from dsv4_jax.serving.prometheus import MetricsCollector
-from dsv4_jax.step.sampling import SamplingParams
 
 _LONG_BODY = 2**15
 """Bytes."""
@@ -55,17 +49,9 @@ class Endpoints:
         self.engine = engine
         self.settings = settings
         self.is_draining = False
-        self._tokenizer = engine.engine.tokenizer
-        pools = engine.engine._plan.pools
-        self._max_context_tokens = min(
-            pools.max_context_tokens, pools.num_blocks * pools.block_tokens
-        )
-        self.conversations = Conversations(
-            settings,
-            None if self._tokenizer is None else self._tokenizer.to_str(),
-            self._max_context_tokens,
-        )
-        self._salt = secrets.token_bytes(16)
+        self._intake = Intake(engine, settings)
+        self._tokenizer = self._intake.tokenizer
+        self.conversations = self._intake.conversations
         self._created = int(time.time())
         self._registry = prometheus_client.CollectorRegistry()
         self._registry.register(MetricsCollector(engine.metrics))
@@ -75,31 +61,17 @@ class Endpoints:
         """Ends its threads."""
         self._threads.shutdown()
 
-    async def completions(self, request: Request) -> Any:
-        """`POST /v1/completions`."""
+    def draw(self, path: str) -> Callable[[Request], Awaitable[Any]]:
+        """`POST` to one of `PATHS`."""
 
-        def start(raw: bytes, record: Record) -> tuple[list[AsyncStream], Renderer]:
-            body = self._parse(raw, record, fields.COMPLETIONS)
-            asked = read_completion(body, max_choices=self.settings.max_choices)
-            renderer = CompletionRenderer(asked, self.settings.model_name, self._tokenizer)
-            return self._submit(asked.prompts, asked.n, asked.sampling, record), renderer
-
-        return await self._answer(request, start)
-
-    def converse(self, dialect: Dialect) -> Callable[[Request], Awaitable[Any]]:
-        """`POST /v1/chat/completions`, `/v1/responses` and `/v1/messages`."""
-
-        async def answer(request: Request) -> Any:
+        async def answer(request: Request) -> Answer:
             def start(raw: bytes, record: Record) -> tuple[list[AsyncStream], Renderer]:
-                body = self._parse(raw, record)
-                asked = self.conversations.read(body, dialect)
-                assert self.conversations.tokenizer is not None
-                renderer = ConversationRenderer(
-                    asked, dialect, self.settings.model_name, self.conversations.tokenizer
-                )
-                return self._submit([asked.prompt_ids], asked.n, asked.sampling, record), renderer
+                return self._intake.start(path, self._parse(raw, record), key=record.key)
 
-            return await self._answer(request, start)
+            if self.is_draining:
+                raise ApiError(503, "the server is shutting down")
+            streams, renderer = await self._read_and(request, start)
+            return Answer(streams, renderer, request.scope["record"])
 
         return answer
 
@@ -108,6 +80,7 @@ class Endpoints:
 
         def count(raw: bytes, record: Record) -> Response:
             body = {"max_tokens": 1} | self._parse(raw, record)
+            self._intake.check_model(body.get("model"))
             given = check_dialect(body, MESSAGES, max_tools=self.settings.max_tools)
             converted, _ = self.conversations.convert(given, MESSAGES)
             return JSONResponse({"input_tokens": len(self.conversations.encode(converted))})
@@ -124,7 +97,7 @@ class Endpoints:
                 refuse("prompt", "must be a text")
             has_special = read_flag({"add_special_tokens": True} | body, "add_special_tokens")
             ids = self._need_tokenizer().encode(prompt, add_special_tokens=has_special).ids
-            limit = self._max_context_tokens
+            limit = self._intake.max_context_tokens
             return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": limit})
 
         return await self._read_and(request, encode)
@@ -156,13 +129,13 @@ class Endpoints:
             "type": "model",
             "display_name": name,
             "created_at": stamp,
-            "max_model_len": self._max_context_tokens,
+            "max_model_len": self._intake.max_context_tokens,
         }
         wanted = request.path_params.get("name")
         if wanted is None:
             ends = {"first_id": name, "last_id": name, "has_more": False}
             return JSONResponse({"object": "list", "data": [model]} | ends)
-        self._check_model(wanted)
+        self._intake.check_model(wanted)
         return JSONResponse(model)
 
     async def health(self, request: Request) -> Response:
@@ -174,17 +147,6 @@ class Endpoints:
         """`GET /metrics`, for Prometheus."""
         text = prometheus_client.generate_latest(self._registry)
         return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
-
-    async def _answer(
-        self,
-        request: Request,
-        start: Callable[[bytes, Record], tuple[list[AsyncStream], Renderer]],
-    ) -> Answer:
-        """Reads a body, submits what it asks for, and gives the answer to come."""
-        if self.is_draining:
-            raise ApiError(503, "the server is shutting down")
-        streams, renderer = await self._read_and(request, start)
-        return Answer(streams, renderer, request.scope["record"])
 
     async def _read_and[R](self, request: Request, call: Callable[[bytes, Record], R]) -> R:
         """What a call makes of a body; a long one in a thread, so that the event loop goes on."""
@@ -209,46 +171,15 @@ class Endpoints:
     def _parse(
         self, raw: bytes, record: Record, rules: Mapping[str, fields.Rule] | None = None
     ) -> dict[str, Any]:
+        """A body; with rules, one that was checked against them and names this model or none."""
         body = parse_object(raw)
         if self.settings.log_prompts:
             record.details["body"] = body
-        given = body if rules is None else check_fields(body, rules)
-        self._check_model(given.get("model", None if rules is None else self.settings.model_name))
+        if rules is None:
+            return body
+        given = check_fields(body, rules)
+        self._intake.check_model(given.get("model", self.settings.model_name))
         return given
-
-    def _check_model(self, name: object) -> None:
-        if not isinstance(name, str):
-            refuse("model", "must be a text")
-        if name != self.settings.model_name:
-            raise ApiError(
-                404,
-                f"there is no model {json.dumps(name[:100])} here, but "
-                f"{json.dumps(self.settings.model_name)}",
-                param="model",
-                code="model_not_found",
-            )
-
-    def _submit(
-        self,
-        prompts: Sequence[str | list[int]],
-        n: int,
-        sampling: SamplingParams,
-        record: Record,
-    ) -> list[AsyncStream]:
-        """Submits n requests for each prompt, or none."""
-        key = f"{record.key}".encode()
-        salt = hashlib.sha256(self._salt + key).hexdigest() if record.key >= 0 else ""
-        streams: list[AsyncStream] = []
-        try:
-            for prompt in prompts:
-                streams += self.engine.submit_many(prompt, n, sampling=sampling, salt=salt)
-        except Exception as error:
-            for stream in streams:
-                stream.cancel()
-            if isinstance(error, ValueError):
-                raise ApiError(400, str(error), param="prompt") from None
-            raise as_api_error(error) from error
-        return streams
 
 
 async def _show(request: Request, error: Exception) -> Response:
@@ -260,10 +191,7 @@ def build_app(engine: AsyncEngine, settings: ServeSettings) -> Starlette:
     """The application; its `state.endpoints` are the `Endpoints`."""
     endpoints = Endpoints(engine, settings)
     posts: dict[str, Callable[[Request], Awaitable[Any]]] = {
-        "/v1/completions": endpoints.completions,
-        "/v1/chat/completions": endpoints.converse(CHAT),
-        "/v1/responses": endpoints.converse(RESPONSES),
-        "/v1/messages": endpoints.converse(MESSAGES),
+        **{path: endpoints.draw(path) for path in PATHS},
         "/v1/messages/count_tokens": endpoints.count_tokens,
         "/tokenize": endpoints.tokenize,
         "/detokenize": endpoints.detokenize,

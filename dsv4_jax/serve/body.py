@@ -39,8 +39,8 @@ async def read_body(request: Request, *, max_bytes: int, timeout_s: float) -> by
     return b"".join(parts)
 
 
-def parse_object(raw: bytes) -> dict[str, Any]:
-    """A JSON object of finite numbers and of texts that UTF-8 can encode.
+def parse_object(raw: bytes, name: str = "the body") -> dict[str, Any]:
+    """A JSON object of finite numbers and of texts that UTF-8 can encode; errors call it so.
 
     Raises:
       ApiError: it is something else, or nested too deep.
@@ -52,15 +52,15 @@ def parse_object(raw: bytes) -> dict[str, Any]:
         if b"\\u" in raw:  # half of a surrogate pair may have been escaped
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError:
-        raise ApiError(400, "the body must be UTF-8") from None
+        raise ApiError(400, f"{name} must be UTF-8") from None
     except UnicodeEncodeError:
-        raise ApiError(400, "the body holds half of a surrogate pair") from None
+        raise ApiError(400, f"{name} holds half of a surrogate pair") from None
     except RecursionError:
-        raise ApiError(400, "the body is nested too deep") from None
+        raise ApiError(400, f"{name} is nested too deep") from None
     except ValueError as error:
-        raise ApiError(400, f"the body must be JSON: {error}") from None
+        raise ApiError(400, f"{name} must be JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ApiError(400, "the body must be a JSON object")
+        raise ApiError(400, f"{name} must be a JSON object")
     return value
 
 

@@ -1,0 +1,61 @@
+"""Answers a file of requests, with what the server answers them with."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+
+from dsv4_jax.cli.arguments import add_checkpoint, output_file
+from dsv4_jax.cli.serve import build, name_of, needs_serve_extra, note
+from dsv4_jax.cli.serve_options import add_answers, add_engine, add_request_limits
+from dsv4_jax.progress import Progress
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this command's arguments."""
+    parser.add_argument(
+        "requests",
+        type=pathlib.Path,
+        help="JSON-lines file in OpenAI's batch format: custom_id, method, url and body",
+    )
+    parser.add_argument(
+        "answers",
+        type=output_file(),
+        help="JSON-lines file for the answers, in any order; requests that have one there are not "
+        "done again",
+    )
+    add_checkpoint(parser)
+    add_answers(parser)
+    add_request_limits(parser)
+    add_engine(parser)
+    parser.set_defaults(max_requests=32)  # nobody waits for a single answer
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answers what has no answer yet; 1 if a request was refused or failed."""
+    with needs_serve_extra():
+        from dsv4_jax.serve.batch import Batch
+        from dsv4_jax.serve.settings import ServeSettings
+    settings = ServeSettings(
+        model_name=args.model_name or name_of(args.checkpoint),
+        thinks=args.think,
+        release=args.release,
+        max_body_bytes=args.max_body_bytes,
+        max_choices=args.max_choices,
+    )
+    served = {True: 0, False: 0}
+    with Batch(args.requests, args.answers, settings=settings) as batch:
+        if batch.num_left:
+            engine = build(args)
+            with Progress(batch.num_left, unit="request", doing="answering") as bar:
+
+                def count(is_good: bool) -> None:
+                    served[is_good] += 1
+                    bar.add()
+
+                batch.run(engine, count)
+    note(
+        f"{served[True]} answered, {served[False]} refused or failed, {batch.num_done} were there "
+        f"already; {args.answers}"
+    )
+    return int(served[False] > 0)
