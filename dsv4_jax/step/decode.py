@@ -60,7 +60,7 @@ def decode_step(
     if ids is not None and np.any((ids >= 0) & (ids != np.arange(num_rows))):
         raise ValueError(f"request_ids[t] must be t or -1 in decode_step, got {ids}")
     cache, call, streams = run_step(params, cache, step_input, config, max_row_tokens=1)
-    logits = mask_rows(trunk_logits(params, streams, config), call.segment_ids >= 0)
+    logits = trunk_logits(params, mask_rows(streams, call.segment_ids >= 0), config)
     return cache, logits[:num_rows]
 
 

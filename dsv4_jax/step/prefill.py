@@ -53,7 +53,7 @@ def prefill(
     if not all_logits:
         last = call.row_offsets + call.row_counts - 1
         streams, live = streams[jnp.maximum(last, 0)], call.row_counts > 0
-    return cache, mask_rows(trunk_logits(params, streams, config), live)[:num_rows]
+    return cache, trunk_logits(params, mask_rows(streams, live), config)[:num_rows]
 
 
 jit_prefill = jax.jit(

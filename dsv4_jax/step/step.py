@@ -108,7 +108,7 @@ def stage_step(
         params, cache, step_input.token_ids, call, empty_staged(cache, call), config
     )
     assert new_tokens is not None
-    logits = mask_rows(trunk_logits(params, streams, config), call.segment_ids >= 0)
+    logits = trunk_logits(params, mask_rows(streams, call.segment_ids >= 0), config)
     return cache, Staged(new_tokens=new_tokens, call=call), logits[:num_tokens]
 
 
@@ -125,7 +125,10 @@ def pad_tokens(step_input: StepInput) -> StepInput:
 
 
 def trunk_logits(params: DSV4Params, streams: jax.Array, config: DSV4Config) -> jax.Array:
-    """[n, S, D] -> f32[n, V], on a number of rows at which a row's place changes no bit."""
+    """[n, S, D] -> f32[n, V], on a number of rows at which a row's place changes no bit.
+
+    Streams of zeros give logits of zero.
+    """
     num_rows = streams.shape[0]
     padded = jnp.pad(streams, ((0, _spare_rows(num_rows)), (0, 0), (0, 0)))
     return head(params.hc_head, params.norm, params.head, padded, config)[:num_rows]
