@@ -152,14 +152,15 @@ def gather_rows(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     """The rows of all data shards, in order, in one collective.
 
     Args:
-      *arrays: [T, n] each, of 16 or 32 bits.
+      *arrays: [T, n] each, of 8, 16 or 32 bits.
 
     Returns:
       [data * T, n] each.
     """
     if axis_size(DATA) == 1:
         return arrays
-    words = [_to_words(array) for array in arrays]
+    bits = min(16, *(8 * array.dtype.itemsize for array in arrays))
+    words = [_to_words(array, jnp.dtype(f"uint{bits}")) for array in arrays]
     together = jax.lax.all_gather(jnp.concatenate(words, axis=1), DATA, tiled=True)
     ends = np.cumsum([word.shape[1] for word in words])[:-1].tolist()
     parts = jnp.split(together, ends, axis=1)
@@ -173,14 +174,15 @@ def sum_own_rows(x: jax.Array) -> jax.Array:
     return jax.lax.psum_scatter(x, DATA, scatter_dimension=0, tiled=True)
 
 
-def _to_words(array: jax.Array) -> jax.Array:
-    words = jax.lax.bitcast_convert_type(array, jnp.uint16)
+def _to_words(array: jax.Array, word: Any) -> jax.Array:
+    words = jax.lax.bitcast_convert_type(array, word)
     return words.reshape(array.shape[0], -1)
 
 
 def _from_words(words: jax.Array, dtype: Any) -> jax.Array:
-    if jnp.dtype(dtype).itemsize > 2:
-        words = words.reshape(words.shape[0], -1, jnp.dtype(dtype).itemsize // 2)
+    count = jnp.dtype(dtype).itemsize // words.dtype.itemsize
+    if count > 1:
+        words = words.reshape(words.shape[0], -1, count)
     return jax.lax.bitcast_convert_type(words, dtype)
 
 

@@ -20,9 +20,10 @@ from dsv4_jax.bench import roofline
 from dsv4_jax.bench.roofline import BF16_FLOPS, FP8_FLOPS, Work
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import layer_schedule
+from dsv4_jax.model.moe import ROUNDED_ROWS
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.model.weight_sizes import walk_weights, weight_family, weight_format
-from pallas_kernels.common.weights import weight_bytes
+from pallas_kernels.common.weights import FP8_BLOCK, is_quantized, weight_bytes
 
 LINK_BANDWIDTH = 450e9
 """Bytes per second that a GPU sends to its peers over NVLink, in one direction."""
@@ -146,18 +147,25 @@ def step_floor(
         num_devices=data * model,
         op_s=op_s,
         num_bytes=sum(count * work.num_bytes for count, work in works),
-        collectives=step_collectives(config, data=data, model=model, rows=rows),
+        collectives=step_collectives(
+            config,
+            data=data,
+            model=model,
+            rows=rows,
+            rounds_rows=activations == "fp8" and _has_quantised_experts(params),
+        ),
         latency_s=collective_s,
     )
 
 
 def step_collectives(
-    config: DSV4Config, *, data: int, model: int, rows: int
+    config: DSV4Config, *, data: int, model: int, rows: int, rounds_rows: bool = False
 ) -> tuple[Collective, ...]:
     """The collectives of a decode step with that many rows on each data shard.
 
     A gather of N bytes over n devices sends (n - 1) / n * N of each, and so does a scatter of sums;
-    a sum that all devices want is both.
+    a sum that all devices want is both. Where experts round rows to E4M3 (`rounds_rows`), many rows
+    are sent so, with a scale for each 128 values.
     """
     layers, dim = config.num_layers, config.hidden_size
     found = []
@@ -177,7 +185,9 @@ def step_collectives(
         ]
     if data > 1:
         share = (data - 1) / data * data * rows
-        row = dim * _BF16
+        row = float(dim * _BF16)
+        if rounds_rows and data * rows >= ROUNDED_ROWS:
+            row = dim * (1 + 1 / FP8_BLOCK)
         routes = config.num_experts_per_token * (_F32 + _F32)
         found += [
             Collective(
@@ -200,6 +210,13 @@ def busiest_experts(config: DSV4Config, *, batch: int, num_devices: int) -> floa
         picked = np.unique(picked[:, : config.num_experts_per_token])
         most.append(np.bincount(picked * num_devices // config.num_routed_experts).max())
     return float(np.mean(most))
+
+
+def _has_quantised_experts(params: DSV4Params) -> bool:
+    return any(
+        weight_family(path) == "routed experts" and is_quantized(weight)
+        for path, weight in walk_weights(params)
+    )
 
 
 def _weight_work(

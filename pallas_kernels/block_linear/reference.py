@@ -18,7 +18,7 @@ from pallas_kernels.common.norm_rope import rms_norm
 from pallas_kernels.common.pending import Pending, finish
 from pallas_kernels.common.rows import round_rows
 from pallas_kernels.common.swiglu import swiglu
-from pallas_kernels.common.weights import Weight, decode_weight, is_quantized
+from pallas_kernels.common.weights import Weight, decode_weight, is_quantized, takes_rounded_rows
 
 
 def block_linear(x: jax.Array, weight: Weight) -> jax.Array:
@@ -69,8 +69,7 @@ def swiglu_linear(x: jax.Array, gate: Weight, up: Weight, *, limit: float) -> ja
 
 def as_operand(x: jax.Array, weight: Weight) -> jax.Array:
     """The rows as this weight takes them: rounded to E4M3, or left alone."""
-    rounds = not isinstance(weight, jax.Array) and weight.activations == "fp8"
-    return round_rows(x) if rounds else x
+    return round_rows(x) if takes_rounded_rows(weight) else x
 
 
 def _product(x: jax.Array, weight: jax.Array, dimensions: Any) -> jax.Array:

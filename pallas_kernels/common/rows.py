@@ -56,9 +56,17 @@ def group_maximum(groups: jax.Array) -> jax.Array:
 
 def round_rows(x: jax.Array) -> jax.Array:
     """[..., in] -> the same dtype: what E4M3 keeps of it, exact in bf16 and f32."""
-    rows = quantize_rows(x)
+    return decode_rows(quantize_rows(x), x.shape[-1]).astype(x.dtype)
+
+
+def decode_rows(rows: QuantizedRows, size: int) -> jax.Array:
+    """Their values, f32[..., size], which bf16 holds as well.
+
+    Rounded again they are the same values: their scale may be half of what it was, where all codes
+    have twice their value.
+    """
     values = numbers.decode_e4m3(rows.codes) * numbers.decode_ue8m0(rows.scale)[..., None]
-    return numbers.join_groups(values, x.shape[-1]).astype(x.dtype)
+    return numbers.join_groups(values, size)
 
 
 def split_rows(x: jax.Array) -> list[QuantizedRows]:

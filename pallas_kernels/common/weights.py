@@ -145,6 +145,11 @@ def is_quantized(leaf: Any) -> bool:
     return isinstance(leaf, BlockFP8 | MXFP4)
 
 
+def takes_rounded_rows(weight: Weight) -> bool:
+    """Whether a product with it rounds rows to E4M3 first (`rows.round_rows`)."""
+    return isinstance(weight, BlockFP8 | MXFP4) and weight.activations == "fp8"
+
+
 def decode_weight(weight: Weight) -> jax.Array:
     """A dense weight as it is, a quantised one as f32."""
     return weight.decode() if isinstance(weight, BlockFP8 | MXFP4) else weight

@@ -20,3 +20,4 @@ class Arguments(NamedTuple):
     w2: Weight
     limit: float
     shared: tuple[Weight, Weight, Weight] | None = None
+    picked_among: int | None = None

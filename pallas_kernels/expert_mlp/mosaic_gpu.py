@@ -45,9 +45,10 @@ def expert_mlp(
 
     `in_parts` allows their sum in parts instead.
     """
-    x, expert_ids, _, w1, w3, w2, _, _ = arguments
+    x, expert_ids, _, w1, w3, w2, *_, picked_among = arguments
     num_experts, num_pairs = w1.shape[0], expert_ids.size
-    num_picked, expected = min(num_pairs, num_experts), _expected_rows(expert_ids, num_experts)
+    num_picked = min(num_pairs, num_experts)
+    expected = expected_rows(*expert_ids.shape, picked_among or num_experts)
 
     def plan(number: int, *weights: Weight) -> tuple[Shapes, Tiling]:
         shapes = call_shapes.shapes_of(*weights, is_gated=number == 0, core=core)
@@ -62,6 +63,11 @@ def expert_mlp(
     return _sorted_tokens(arguments, gate, down, core)
 
 
+def expected_rows(num_tokens: int, picks: int, picked_among: int) -> int:
+    """Rows of a tile: twice what an expert gets if all are picked alike, at most all tokens."""
+    return min(num_tokens, max(8, 2 * -(-num_tokens * picks // picked_among)))
+
+
 def _sorted_tokens(
     arguments: Arguments,
     gate_plan: tuple[Shapes, Tiling],
@@ -69,7 +75,7 @@ def _sorted_tokens(
     core: TensorCore | None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Pairs sorted by expert: an expert's weights are read once for all tokens that picked it."""
-    x, expert_ids, expert_weights, w1, w3, w2, limit, shared = arguments
+    x, expert_ids, expert_weights, w1, w3, w2, limit, shared, _ = arguments
     num_experts = w1.shape[0]
     (gate_shapes, gate_tiling), (down_shapes, _) = gate_plan, down_plan
     spare = call_shapes.scale_columns(gate_tiling.columns)
@@ -120,7 +126,7 @@ def _one_token(
     in_parts: bool,
 ) -> tuple[jax.Array, jax.Array | None] | SplitSums:
     """The experts of one token are distinct: each is an item of one row, and nothing is sorted."""
-    x, expert_ids, expert_weights, w1, w3, w2, limit, shared = arguments
+    x, expert_ids, expert_weights, w1, w3, w2, limit, shared, _ = arguments
     picks = expert_ids.size
     swiglu = SwiGLU(limit, x.dtype)
     into = PickedItems(expert_ids[0], w1.shape[0], share_row=True)
@@ -201,9 +207,3 @@ def _sort(
     work = make_worklist(expert_ids, num_experts, tile_rows)
     share = jnp.zeros(work.token.shape[0] + spare, jnp.float32).at[work.row].set(expert_weights)
     return work.token, work.row, work.expert, work.first, work.num_rows, share
-
-
-def _expected_rows(expert_ids: jax.Array, num_experts: int) -> int:
-    """Rows of a tile: twice what an expert gets if all are picked alike, at most all tokens."""
-    num_tokens, picks = expert_ids.shape
-    return min(num_tokens, max(8, 2 * -(-num_tokens * picks // num_experts)))

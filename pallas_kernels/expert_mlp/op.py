@@ -30,6 +30,7 @@ def expert_mlp(
     w2: Weight,
     *,
     limit: float,
+    picked_among: int | None = None,
     backend: Backend | None = None,
 ) -> jax.Array:
     """Runs each token through the experts that it picked, and adds them up.
@@ -42,6 +43,7 @@ def expert_mlp(
       w3: see `mixture_mlp`.
       w2: see `mixture_mlp`.
       limit: see `mixture_mlp`.
+      picked_among: see `mixture_mlp`.
       backend: see `mixture_mlp`.
 
     Returns:
@@ -53,7 +55,9 @@ def expert_mlp(
 
     Source: deepseek_v4.md section 1.5.
     """
-    arguments = Arguments(x, expert_ids, expert_weights, w1, w3, w2, limit)
+    arguments = Arguments(
+        x, expert_ids, expert_weights, w1, w3, w2, limit, picked_among=picked_among
+    )
     return _run(arguments, backend)[0]
 
 
@@ -67,6 +71,7 @@ def mixture_mlp(
     shared: tuple[Weight, Weight, Weight],
     *,
     limit: float,
+    picked_among: int | None = None,
     backend: Backend | None = None,
     may_stay_in_parts: bool = False,
 ) -> tuple[jax.Array, jax.Array] | SplitSums:
@@ -85,6 +90,8 @@ def mixture_mlp(
       w2: [E, D, I], down projections.
       shared: gate [I', D], up [I', D] and down [D, I'] projections of the shared expert.
       limit: clamp of gate (from above) and up (both sides) before SwiGLU.
+      picked_among: experts that tokens picked from, of which E are here, where others lie on other
+        devices; None is E. Tiles are cut for what an expert gets of them; results are the same.
       backend: implementation to use; None picks the fastest one that runs here.
       may_stay_in_parts: whether the sum of all may be returned in parts instead, as the kernel
         leaves that of one token. It saves a launch where what reads it adds up the parts.
@@ -99,14 +106,14 @@ def mixture_mlp(
     Source: deepseek_v4.md section 1.5.
     """
     return _run(
-        Arguments(x, expert_ids, expert_weights, w1, w3, w2, limit, shared),
+        Arguments(x, expert_ids, expert_weights, w1, w3, w2, limit, shared, picked_among),
         backend,
         in_parts=may_stay_in_parts,
     )
 
 
 def _run(arguments: Arguments, backend: Backend | None, *, in_parts: bool = False) -> Any:
-    x, expert_ids, expert_weights, w1, w3, w2, _, shared = arguments
+    x, expert_ids, expert_weights, w1, w3, w2, _, shared, picked_among = arguments
     check_rank(2, x=x, expert_ids=expert_ids, expert_weights=expert_weights)
     check_indices(expert_ids=expert_ids)
     check_same_length("T", x=x, expert_ids=expert_ids)
@@ -114,6 +121,10 @@ def _run(arguments: Arguments, backend: Backend | None, *, in_parts: bool = Fals
     if expert_weights.dtype != jnp.float32:
         raise ValueError(f"expert_weights must be float32, got {expert_weights.dtype}")
     num_experts, width, dim = w1.shape
+    if picked_among is not None and picked_among < num_experts:
+        raise ValueError(
+            f"picked_among must be at least the {num_experts} experts of w1, got {picked_among}"
+        )
     for name, weight, shape in (
         ("w1", w1, (num_experts, width, x.shape[1])),
         ("w3", w3, (num_experts, width, dim)),

@@ -35,7 +35,7 @@ def expert_mlp(
 
 def _routed(arguments: Arguments) -> jax.Array:
     """For each expert, in tiles of the tokens that picked it: w2 (share * swiglu(w1 x, w3 x))."""
-    x, expert_ids, expert_weights, w1, w3, w2, limit, _ = arguments
+    x, expert_ids, expert_weights, w1, w3, w2, limit, *_ = arguments
     num_experts = w1.shape[0]
     tile_rows = _choose_tile(expert_ids.size, num_experts)
     work = make_worklist(expert_ids, num_experts, tile_rows)

@@ -2,6 +2,7 @@
 
     python -m programs.mesh_check 2x4 1x2            prefill in chunks, then decoding; two layers
     python -m programs.mesh_check 2x4 --all          every kind of step, of scanned layers
+    python -m programs.mesh_check 8x1 --rows         rows gathered in E4M3 against BF16's
 
 Prints, as JSON, for each mesh the largest difference of logits, and whose tokens differ. `run` runs
 it in a process of its own, for the number of devices is set before JAX starts.
@@ -11,6 +12,7 @@ import argparse
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -241,6 +243,30 @@ def check(meshes, *, everything=False):
     return results
 
 
+def check_rows(meshes):
+    """Of released weights, {mesh: collectives of the rows of a chunk, and logits that differ}.
+
+    Rows are gathered as E4M3 codes, then in the model's dtype.
+    """
+    config = smallest()
+    params = ds.model.quantize_params(config, ds.init_params(config, jax.random.key(0)))
+    results = {}
+    for name in meshes:
+        mesh = ds.make_mesh(*map(int, name.split("x")))
+        logits, dtypes = [], []
+        for moe.ROUNDED_ROWS in (1, 10**9):
+            jax.clear_caches()
+            runner = Runner(config, params, mesh)
+            call, _ = runner.pack([[1]] * ROWS)
+            arguments = runner.params, runner.cache, call
+            text = jit_prefill.lower(*arguments, config=config).as_text()
+            dtypes.append(sorted(set(re.findall(r"all_gather.*tensor<\w+x(\w+)>\n", text))))
+            logits.append(run_chunks(runner, decoded=1)["logits"])
+        differ = int(np.sum(logits[0].view(np.uint32) != logits[1].view(np.uint32)))
+        results[name] = {"gathered": dtypes, "differ": differ, "finite": np.isfinite(logits).all()}
+    return results
+
+
 def run(*arguments):
     """What the program prints with these arguments."""
     return run_program("mesh_check", *arguments)
@@ -270,7 +296,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("meshes", nargs="+", metavar="DATAxMODEL")
     parser.add_argument("--all", action="store_true", help="every kind of step")
+    parser.add_argument("--rows", action="store_true", help="how released weights get their rows")
     arguments = parser.parse_args()
+    if arguments.rows:
+        print(json.dumps(check_rows(arguments.meshes), default=bool))
+        return
     print(json.dumps(check(arguments.meshes, everything=arguments.all)))
 
 

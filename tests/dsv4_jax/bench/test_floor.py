@@ -88,6 +88,13 @@ def test_bytes_that_a_collective_sends():
     assert by_name["data", "rows and routes"].sent_bytes == 3 * rows * (dim * 2 + 6 * 8)
 
 
+@pytest.mark.parametrize(("activations", "row"), [("fp8", 4096 + 32), ("bfloat16", 2 * 4096)])
+def test_many_rows_are_sent_in_e4m3(activations, row):
+    found = step(4, 2, 512, activations=activations).collectives
+    (gathered,) = [c for c in found if c.name == "rows and routes"]
+    assert gathered.sent_bytes == 3 * 128 * (row + 6 * 8)
+
+
 def test_all_wait_for_the_device_that_most_experts_were_picked_of():
     """One request picks 6 experts; of eight devices, one holds two of them on average."""
     few = floor.busiest_experts(FLASH, batch=1, num_devices=8)

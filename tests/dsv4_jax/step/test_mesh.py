@@ -55,6 +55,12 @@ def test_every_kind_of_step_on_every_mesh(all_steps, mesh):
     assert all_steps[mesh]["different"] == []
 
 
+@pytest.mark.slow
+def test_rows_are_gathered_in_e4m3_without_a_change_of_any_bit():
+    for found in mesh_check.run("8x1", "2x1", "--rows").values():
+        assert found == {"gathered": [["ui8"], ["ui16"]], "differ": 0, "finite": True}
+
+
 def test_heads_width_vocabulary_and_experts_are_split():
     flash = ds.DSV4Config.flash()
     found = specs(flash, 2, 4, weights="released")

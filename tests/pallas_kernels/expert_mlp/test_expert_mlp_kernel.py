@@ -22,7 +22,7 @@ BOUND = {"interpreter": 1e-2, "gpu": 2e-2}
 """Relative to the largest result: hidden values are rounded to bf16 and E4M3 between the products,
 where a last bit of f32 decides a tie."""
 
-jit_expert_mlp = jax.jit(expert_mlp, static_argnames=("limit", "backend"))
+jit_expert_mlp = jax.jit(expert_mlp, static_argnames=("limit", "picked_among", "backend"))
 jit_mixture = jax.jit(mixture_mlp, static_argnames=("limit", "backend"))
 
 
@@ -173,6 +173,46 @@ def test_tiles_of_an_expert_share_its_rows(lane):
     small, large = (Tiling(8, 2, 2), Tiling(8, 1, 2)), (Tiling(16, 1, 3),) * 2
     close(lane, run(*arguments, tilings=small), expected)
     np.testing.assert_array_equal(run(*arguments, tilings=small), run(*arguments, tilings=large))
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "expected"), [(1, 1), (8, 8), (32, 8), (256, 12), (2048, 96)]
+)
+@pytest.mark.parametrize("devices", [1, 2, 8])
+def test_tiles_are_cut_for_the_rows_of_an_expert_wherever_it_lies(
+    num_tokens, expected, devices, monkeypatch
+):
+    """Flash: 6 of 256 experts for a token. A device's experts get what they get on one device."""
+    ids = jax.ShapeDtypeStruct((num_tokens, 6), jnp.int32)
+    assert mosaic_gpu.expected_rows(*ids.shape, 256) == expected
+    stack = weights.MXFP4(
+        codes=jax.ShapeDtypeStruct((256 // devices, 32, 32, 64, 64), jnp.uint8),
+        scale=jax.ShapeDtypeStruct((256 // devices, 32, 32, 64), jnp.int32),
+        size=(2048, 4096),
+        dtype="bfloat16",
+        activations="fp8",
+    )
+    seen = []
+
+    def choose(shapes, num_rows, *_, **__):
+        seen.append(num_rows)
+        raise StopIteration
+
+    x = jax.ShapeDtypeStruct((num_tokens, 4096), jnp.bfloat16)
+    share = jax.ShapeDtypeStruct(ids.shape, jnp.float32)
+    arguments = Arguments(x, ids, share, *[stack] * 3, LIMIT, picked_among=256)
+    monkeypatch.setattr(call_shapes, "choose_tiling", choose)
+    with pytest.raises(StopIteration):
+        mosaic_gpu.expert_mlp(arguments)
+    assert seen == [expected]
+
+
+@pytest.mark.slow
+def test_results_do_not_depend_on_experts_elsewhere(lane):
+    arguments = (rows(20), *routing("none", 20), *make())
+    alone = jit_expert_mlp(*arguments, limit=LIMIT, backend="mosaic_gpu")
+    among = jit_expert_mlp(*arguments, limit=LIMIT, picked_among=64, backend="mosaic_gpu")
+    np.testing.assert_array_equal(among, alone)
 
 
 @pytest.mark.slow
