@@ -46,9 +46,10 @@ def expert_mlp(
     `in_parts` allows their sum in parts instead.
     """
     x, expert_ids, _, w1, w3, w2, *_, picked_among = arguments
-    num_experts, num_pairs = w1.shape[0], expert_ids.size
+    (num_tokens, picks), num_experts = expert_ids.shape, w1.shape[0]
+    num_pairs = num_tokens * picks
     num_picked = min(num_pairs, num_experts)
-    expected = expected_rows(*expert_ids.shape, picked_among or num_experts)
+    expected = expected_rows(num_tokens, picks, picked_among or num_experts)
 
     def plan(number: int, *weights: Weight) -> tuple[Shapes, Tiling]:
         shapes = call_shapes.shapes_of(*weights, is_gated=number == 0, core=core)

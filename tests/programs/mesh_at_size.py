@@ -1,11 +1,14 @@
 """Compiles a step of real sizes for a host of H200s that are not there.
 
     python -m programs.mesh_at_size 1x2 8x1 --config flash --batch 8 --drafts 1
+    python -m programs.mesh_at_size 1x2 8x1 --config flash --own-kernels ALL_COLLECTIVES
 
 Prints, as JSON, for each mesh "DATAxMODEL": bytes of arguments on a device, of weights and cache
 among them, bytes that are updated in place and taken beside them, launches, and every collective by
 its axis: how many a layer and how many a step, with bytes. Weights are the released ones and
-arguments are shapes: nothing is allocated.
+arguments are shapes: nothing is allocated. `--own-kernels` lets XLA make kernels of its own of
+collectives, as XLA's flag `--xla_gpu_experimental_use_collective_kernels` does; none if not given, as
+`dsv4_jax.runtime` has it.
 """
 
 import argparse
@@ -51,7 +54,17 @@ def mesh_of_h200s(data, model):
     return ds.make_mesh(data, model, devices=found.devices)
 
 
-def compile_on(mesh, config, *, batch, context, prompt=0, draft_tokens=0, cache_format="fp8_ue8m0"):
+def compile_on(
+    mesh,
+    config,
+    *,
+    batch,
+    context,
+    prompt=0,
+    draft_tokens=0,
+    cache_format="fp8_ue8m0",
+    own_kernels="",
+):
     """The figures above; `batch` and `prompt` are those of all data shards, `context` a request's.
 
     With `prompt` tokens it is a prefill.
@@ -86,7 +99,10 @@ def compile_on(mesh, config, *, batch, context, prompt=0, draft_tokens=0, cache_
     with jax.default_device(mesh.devices.flat[0]), forbid_fallbacks():
         lowered = step.lower(*arguments, **static)
     traced = time.perf_counter()
-    compiled = lowered.compile(compiler_options=ds.runtime.XLA_GPU_FLAGS)
+    flags = dict(ds.runtime.XLA_GPU_FLAGS)
+    if own_kernels:
+        flags["xla_gpu_experimental_use_collective_kernels"] = f"COLLECTIVE_KERNEL_{own_kernels}"
+    compiled = lowered.compile(compiler_options=flags)
     memory, hlo = compiled.memory_analysis(), compiled.as_text()
     weights = bytes_on_a_device(params)
     return {
@@ -94,6 +110,8 @@ def compile_on(mesh, config, *, batch, context, prompt=0, draft_tokens=0, cache_
         "compile_s": round(time.perf_counter() - traced, 1),
         "argument_bytes": memory.argument_size_in_bytes,
         "weight_bytes": weights,
+        "largest_weight_bytes": largest_on_a_device(params),
+        "largest_cache_bytes": largest_on_a_device(donated),
         "cache_bytes": bytes_on_a_device(donated),
         "alias_bytes": memory.alias_size_in_bytes,
         "temp_bytes": memory.temp_size_in_bytes,
@@ -109,6 +127,11 @@ def bytes_on_a_device(tree):
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
     )
+
+
+def largest_on_a_device(tree):
+    """Bytes of the largest leaf of a tree of shapes that one device holds."""
+    return max(map(bytes_on_a_device, jax.tree.leaves(tree)))
 
 
 def collectives(hlo, *, layers):
@@ -163,9 +186,12 @@ def main():
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--prompt", type=int, default=0, help="tokens of a prefill; 0 decodes")
     parser.add_argument("--drafts", type=int, default=0, help="tokens of the draft block")
+    kinds = ("ALL_REDUCE", "ALL_COLLECTIVES")
+    parser.add_argument("--own-kernels", default="", choices=kinds, help="of XLA, not of NCCL")
     arguments = parser.parse_args()
     config = chosen_config(arguments)
-    sizes = {name: getattr(arguments, name) for name in ("batch", "context", "prompt")}
+    names = ("batch", "context", "prompt", "own_kernels")
+    sizes = {name: getattr(arguments, name) for name in names}
     figures = {}
     for name in arguments.meshes:
         mesh = mesh_of_h200s(*map(int, name.split("x")))
