@@ -7,8 +7,8 @@ Prints, as JSON, for each mesh "DATAxMODEL": bytes of arguments on a device, of 
 among them, bytes that are updated in place and taken beside them, launches, and every collective by
 its axis: how many a layer and how many a step, with bytes. Weights are the released ones and
 arguments are shapes: nothing is allocated. `--own-kernels` lets XLA make kernels of its own of
-collectives, as XLA's flag `--xla_gpu_experimental_use_collective_kernels` does; none if not given, as
-`dsv4_jax.runtime` has it.
+collectives (`xla_gpu_experimental_use_collective_kernels`); if it is not given, NCCL runs all of
+them, as `dsv4_jax.runtime` has it.
 """
 
 import argparse
