@@ -13,6 +13,7 @@ from dsv4_jax.serving.metrics import Histogram, Metrics
 from dsv4_jax.serving.prometheus import MetricsCollector
 from dsv4_jax.serving.request import Completion, Token, TokenLogprobs
 from dsv4_jax.serving.token_stream import TokenStream
+from dsv4_jax.step.grammar import Grammar
 
 __all__ = [
     "AsyncEngine",
@@ -21,6 +22,7 @@ __all__ = [
     "Completion",
     "Engine",
     "EngineClosedError",
+    "Grammar",
     "Histogram",
     "Metrics",
     "MetricsCollector",

@@ -30,7 +30,7 @@ from dsv4_jax.hosts import Hosts
 from dsv4_jax.mesh import fetch, mesh_sizes, put, shardings_of
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.serving.sizing import EnginePlan
-from dsv4_jax.step.draws import DrawnCounts
+from dsv4_jax.step.draws import DrawnCounts, TokenMasks
 from dsv4_jax.step.sampling import Sampling
 from dsv4_jax.step.serve_step import (
     ServeInput,
@@ -46,6 +46,7 @@ _ARGUMENTS: dict[str, tuple[type, ...]] = {
     "change": (SlotChanges,),
     "set_sampling": (Sampling,),
     "set_counts": (DrawnCounts,),
+    "set_masks": (TokenMasks,),
     "step": (StepInput, SnapshotPlan),
     "save": (StepInput, SnapshotPlan),
     "scan": (),
@@ -79,6 +80,7 @@ class EngineArrays:
         self._known: set[object] = set()
         self._sampling: Sampling
         self._counts: DrawnCounts
+        self._masks: TokenMasks
         self.cache: ModelCache
         self.store: SnapshotStore
         if hosts is not None:
@@ -95,7 +97,7 @@ class EngineArrays:
         """Empty pools, in place of those that were there, whose memory is free first.
 
         An interrupt in the middle of jax's own Python can leave it in a trace that has ended; that
-        is ended here too. Settings and counts have to be set again.
+        is ended here too. Settings, counts and masks have to be set again.
         """
         self._make("rebuild")
 
@@ -110,6 +112,10 @@ class EngineArrays:
     def set_counts(self, counts: DrawnCounts) -> None:
         """What rows have drawn, in every step from now on."""
         self._make("set_counts", counts)
+
+    def set_masks(self, masks: TokenMasks) -> None:
+        """Which tokens rows may draw, in every step from now on."""
+        self._make("set_masks", masks)
 
     def step(
         self,
@@ -213,6 +219,9 @@ class EngineArrays:
     def _set_counts(self, counts: DrawnCounts) -> None:
         self._counts = self._keep(counts)
 
+    def _set_masks(self, masks: TokenMasks) -> None:
+        self._masks = self._keep(masks)
+
     def _keep[T](self, value: T) -> T:
         """An argument of later steps, brought to the devices once."""
         mesh = self._plan.mesh
@@ -235,6 +244,7 @@ class EngineArrays:
             snapshots=put(snapshots, plan.mesh),
             sampling=self._sampling,
             counts=self._counts,
+            masks=self._masks,
             **{name: put(array, plan.mesh) for name, array in fields.items()},
         )
         static = {"config": plan.config, "activations": activations}

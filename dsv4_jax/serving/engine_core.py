@@ -20,6 +20,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.hosts import Hosts
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.serving.calls import UndoLog, exclusive, refuse_while_busy
+from dsv4_jax.serving.grammars import Grammars
 from dsv4_jax.serving.loop import ServingLoop
 from dsv4_jax.serving.metrics import Metrics, count_compiles
 from dsv4_jax.serving.prompts import (
@@ -93,7 +94,8 @@ class EngineCore:
         self._plan = plan
         self._hosts = hosts
         self._compiles_before = count_compiles()
-        self._runner = StepRunner(params, plan, hosts)
+        self._grammars = Grammars(config, tokenizer)
+        self._runner = StepRunner(params, plan, self._grammars, hosts)
         self._undo = UndoLog(self.metrics, *self.metrics.histograms)
         self._loop = ServingLoop(
             self._runner, plan, tokenizer=tokenizer, metrics=self.metrics, undo=self._undo
@@ -369,7 +371,10 @@ class EngineCore:
         """A prompt's ids and settings that this engine can serve; else a `ValueError`."""
         ids = encode_prompt(prompt, self.config, self.tokenizer, name=name)
         check_length(len(ids), row.max_new_tokens, self._plan.pools, name=name)
-        return ids, resolve_sampling(row, self.config, self.tokenizer)
+        row = resolve_sampling(row, self.config, self.tokenizer)
+        if row.grammar is not None:
+            self._grammars.check(row.grammar)
+        return ids, row
 
     def _check_request(
         self,

@@ -121,8 +121,8 @@ def resolve_sampling(
     """Settings that this model can obey, its own stop tokens where none are given.
 
     Raises:
-      ValueError: a stop token or one with a bias is outside the vocabulary, or stop texts come
-        without a tokenizer.
+      ValueError: a stop token or one with a bias is outside the vocabulary, stop texts come
+        without a tokenizer, or an answer with a grammar could not end.
     """
     if sampling.stop_texts and tokenizer is None:
         raise ValueError(
@@ -134,6 +134,14 @@ def resolve_sampling(
         raise ValueError(
             f"logit_bias must name token ids in 0..{config.vocab_size - 1} (vocab_size), got "
             f"{unknown[0]}; leave it out"
+        )
+    ends = sampling.stop_token_ids
+    if sampling.grammar is not None and not set(config.eos_token_ids) & set(
+        config.eos_token_ids if ends is None else ends
+    ):
+        raise ValueError(
+            "stop_token_ids must hold an end token of the model where there is a grammar, one of "
+            f"{config.eos_token_ids}, got {checks.shown(ends)}; leave them out"
         )
     if sampling.stop_token_ids is None:
         return dataclasses.replace(sampling, stop_token_ids=config.eos_token_ids)

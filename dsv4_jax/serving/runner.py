@@ -18,6 +18,7 @@ from dsv4_jax.hosts import Hosts
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.serving.drawn_counts import CountKeeper
 from dsv4_jax.serving.engine_arrays import EngineArrays
+from dsv4_jax.serving.grammars import GrammarKeeper, Grammars
 from dsv4_jax.serving.metrics import is_paged
 from dsv4_jax.serving.request import Request
 from dsv4_jax.serving.scheduler import StepPlan
@@ -53,12 +54,15 @@ class StepRunner:
       unit_bytes: by family, bytes of one block or one slot.
     """
 
-    def __init__(self, params: DSV4Params, plan: EnginePlan, hosts: Hosts | None = None) -> None:
+    def __init__(
+        self, params: DSV4Params, plan: EnginePlan, grammars: Grammars, hosts: Hosts | None = None
+    ) -> None:
         """Allocates the pools.
 
         Args:
           params: model parameters.
           plan: sizes of the engine.
+          grammars: where requests' grammars are compiled.
           hosts: the processes of the mesh; None is this one alone.
         """
         self.config = plan.config
@@ -66,6 +70,7 @@ class StepRunner:
         self.cache_format = plan.cache_format
         self.draft_tokens = plan.draft_tokens
         self._engine_plan = plan
+        self._grammars = grammars
         self._shards = plan.data_shards
         self._num_slots = self._shards * plan.pools.max_requests
         self._activations = self._prefill_activations = plan.activations
@@ -140,6 +145,7 @@ class StepRunner:
                 following[row.slot] = request.token_ids[end]
         step = StepInput(token_ids=token_ids, request_ids=request_ids, request_slots=slots)  # type: ignore[arg-type]
         self._bring_settings(requests)
+        self._bring_masks(plan, requests)
         wants_logprobs = [
             row.draws and requests[row.slot].sampling.logprobs is not None for row in plan.rows
         ]
@@ -194,11 +200,15 @@ class StepRunner:
         self.run(plan, {}, np.zeros(self._num_slots, np.int32), [])
 
     def _start_settings(self) -> None:
-        """The devices have neither settings nor counts."""
+        """The devices have neither settings, counts nor masks."""
         self._counts = CountKeeper(
             self._engine_plan.count_entries, slots=self.plan.max_requests, shards=self._shards
         )
         self._has_counts: bool | None = None
+        self._followed = GrammarKeeper(
+            self._grammars, num_slots=self._num_slots, width=self.draft_tokens + 1
+        )
+        self._has_masks: bool | None = None
         self._known_sampling: list[SamplingParams] | None = None
 
     def _bring_settings(self, requests: dict[int, Request]) -> None:
@@ -214,6 +224,13 @@ class StepRunner:
         if counts is not None or self._has_counts is not False:
             self.devices.set_counts(counts or self._counts.no_entries())
             self._has_counts = counts is not None
+
+    def _bring_masks(self, plan: StepPlan, requests: dict[int, Request]) -> None:
+        """Which tokens the step may draw, where a grammar says so."""
+        masks = self._followed.masks_of(plan.rows, requests)
+        if masks is not None or self._has_masks is not False:
+            self.devices.set_masks(masks or self._followed.no_masks())
+            self._has_masks = masks is not None
 
     def _call(
         self,

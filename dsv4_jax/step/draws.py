@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -36,11 +37,25 @@ class DrawnCounts:
 
 
 @flax.struct.dataclass(kw_only=True)
+class TokenMasks:
+    """Which tokens rows may draw, for their grammars.
+
+    Attributes:
+      is_masked: bool[B], rows that have a mask.
+      bits: u32[B, n, ceil(V / 32)], the tokens of each of n draws, the lowest bit first, each draw
+        as if the drafts before it had been drawn; a draw allows one token at least.
+    """
+
+    is_masked: jax.Array
+    bits: jax.Array
+
+
+@flax.struct.dataclass(kw_only=True)
 class Logprobs:
     """Log-probabilities of draws: the log-softmax of the logits as the model gave them.
 
-    Neither bias, penalties, temperature nor limits are in them. N is `MAX_LOGPROBS`, or V if that
-    is less. Where no row asks for them they are all 0.
+    Neither bias, penalties, masks, temperature nor limits are in them. N is `MAX_LOGPROBS`, or V if
+    that is less. Where no row asks for them they are all 0.
 
     Attributes:
       drawn: f32[B, n], of the drawn tokens.
@@ -86,7 +101,7 @@ def guess(
     logits, positions = logits[:, None], positions[:, None]
 
     def choose() -> jax.Array:
-        return _choose(join_last_axis(logits), sampling, positions, counts, None, sampler)
+        return _choose(join_last_axis(logits), sampling, positions, counts, None, None, sampler)
 
     if sampler is not None:
         return choose()[:, 0]
@@ -101,6 +116,7 @@ def draw(
     counts: DrawnCounts | None,
     drafts: jax.Array,
     sampler: Sampler | None = None,
+    masks: TokenMasks | None = None,
 ) -> tuple[jax.Array, Logprobs]:
     """Draws n tokens per row, each as if the drafts before it had been drawn.
 
@@ -112,7 +128,9 @@ def draw(
       positions: i32[B, n], position that each drawn token will have.
       counts: what rows have drawn before; None is nothing.
       drafts: i32[B, n - 1], tokens between those that are drawn.
-      sampler: draws in the place of `sample`, from logits with bias and penalties; None does not.
+      sampler: draws in the place of `sample`, from logits with bias, penalties and masks; None
+        does not.
+      masks: which tokens rows may draw; None is all.
 
     Returns:
       i32[B, n], and their log-probabilities.
@@ -130,14 +148,16 @@ def draw(
 
     def draw_otherwise() -> tuple[jax.Array, Logprobs]:
         every = join_last_axis(logits)
-        drawn = _choose(every, sampling, positions, counts, drafts, sampler)
+        drawn = _choose(every, sampling, positions, counts, drafts, masks, sampler)
         wanted = jnp.any(sampling.wants_logprobs)
         return drawn, jax.lax.cond(wanted, lambda: _logprobs(every, drawn), lambda: none)
 
     if sampler is not None:
         return draw_otherwise()
-    asked = jnp.any(_draws_otherwise(sampling) | sampling.wants_logprobs)
-    return jax.lax.cond(asked, draw_otherwise, lambda: (greedy, none))
+    asked = _draws_otherwise(sampling) | sampling.wants_logprobs
+    if masks is not None:
+        asked |= masks.is_masked
+    return jax.lax.cond(jnp.any(asked), draw_otherwise, lambda: (greedy, none))
 
 
 def _most_likely(logits: jax.Array) -> jax.Array:
@@ -177,18 +197,22 @@ def _choose(
     positions: jax.Array,
     counts: DrawnCounts | None,
     drafts: jax.Array | None,
+    masks: TokenMasks | None,
     sampler: Sampler | None,
 ) -> jax.Array:
     """i32[B, n]: a token for each of f32[B, n, V], whatever rows ask for.
 
-    What changes logits comes first and concerns greedy rows too; a mask of tokens that must not be
-    drawn would be one more function of it. What leaves tokens out comes after the temperature.
+    What changes logits comes first and concerns greedy rows too. What top-k, top-p and min-p leave
+    out comes after the temperature.
     """
 
     def change() -> jax.Array:
         return _penalise(_add_bias(every, sampling), sampling, counts, drafts)
 
     changed = jax.lax.cond(jnp.any(_changes_logits(sampling)), change, lambda: every)
+    if masks is not None:
+        mask, unmasked = functools.partial(_mask, changed, masks), changed
+        changed = jax.lax.cond(jnp.any(masks.is_masked), mask, lambda: unmasked)
     if sampler is not None:
         return _ask(sampler, changed, sampling, positions)
     greedy = jnp.argmax(changed, axis=-1).astype(jnp.int32)
@@ -242,6 +266,15 @@ def _penalise(
     once = sampling.presence_penalty[:, None, None] * (seen > 0).astype(jnp.float32)
     each = sampling.frequency_penalty[:, None, None] * seen.astype(jnp.float32)
     return logits - (once + each)
+
+
+def _mask(logits: jax.Array, masks: TokenMasks) -> jax.Array:
+    """Minus infinity for tokens that masked rows must not draw."""
+    num_rows, width, vocab_size = logits.shape
+    places = jnp.arange(32, dtype=jnp.uint32).reshape(1, 1, 1, 32)
+    allowed = (masks.bits[:, :width, :, None] >> places) & 1
+    allowed = allowed.reshape(num_rows, width, -1)[..., :vocab_size] > 0
+    return jnp.where(allowed | ~masks.is_masked[:, None, None], logits, -jnp.inf)
 
 
 def _draw_warm(

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax import checks
+from dsv4_jax.step.grammar import Grammar
 
 MAX_LOGPROBS = 20
 """The most tokens whose log-probabilities a draw brings, besides the drawn one's."""
@@ -53,6 +54,8 @@ class SamplingParams:
         all.
       stop_texts: texts that end the answer, at most 64 of up to 1,024 characters; they need a
         tokenizer.
+      grammar: what the answer has to be; None is anything. It needs a tokenizer and llguidance,
+        and one of the model's end tokens among the stop tokens.
 
     Raises:
       ValueError: a setting is of another type (a bool is no number, an array neither) or out of
@@ -71,6 +74,7 @@ class SamplingParams:
     logprobs: int | None = None
     stop_token_ids: Sequence[int] | None = None
     stop_texts: Sequence[str] = ()
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         """Every setting becomes a checked, plain, immutable value."""
@@ -90,6 +94,8 @@ class SamplingParams:
             "logit_bias": _logit_bias(self.logit_bias),
             "stop_texts": _stop_texts(self.stop_texts),
         }
+        if self.grammar is not None:
+            checks.instance("grammar", self.grammar, Grammar)
         for name in ("presence_penalty", "frequency_penalty"):
             plain[name] = checks.number(name, getattr(self, name), -2, 2, rule="-2 to 2")
         if self.logprobs is not None:
@@ -159,6 +165,7 @@ class SamplingFields(DrawFields, total=False):
     frequency_penalty: float
     logprobs: int | None
     stop_texts: Sequence[str]
+    grammar: Grammar | None
 
 
 def sampling_of_rows(
@@ -274,6 +281,7 @@ _NEED_ENGINE = {
     "presence_penalty": "a step does not know what was drawn before",
     "frequency_penalty": "a step does not know what was drawn before",
     "logprobs": "take jax.nn.log_softmax of the logits",
+    "grammar": "a step does not follow an answer",
 }
 
 

@@ -25,7 +25,7 @@ from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.model.trunk import run_layers
 from dsv4_jax.step.draft_ahead import draft_ahead
-from dsv4_jax.step.draws import DrawnCounts, Logprobs, draw
+from dsv4_jax.step.draws import DrawnCounts, Logprobs, TokenMasks, draw
 from dsv4_jax.step.sampling import Sampling
 from dsv4_jax.step.step import check_call, empty_staged, pad_tokens, run_step, trunk_logits
 from pallas_kernels.common.weights import with_activations
@@ -44,6 +44,7 @@ class ServeInput:
       sampling: settings of each row.
       snapshots: boundaries to keep.
       counts: what rows have drawn before, for their penalties; None is nothing.
+      masks: which tokens rows may draw, n at least what the step draws of a row; None is all.
     """
 
     step: StepInput
@@ -52,6 +53,7 @@ class ServeInput:
     sampling: Sampling
     snapshots: SnapshotPlan
     counts: DrawnCounts | None = None
+    masks: TokenMasks | None = None
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -121,6 +123,7 @@ def serve_step(
         serve_input.num_checked,
         serve_input.sampling,
         serve_input.counts,
+        serve_input.masks,
         config,
     )
     live = (call.row_slots >= 0) & (call.row_counts > 0)
@@ -192,6 +195,7 @@ def plain_decode_step(
         serve_input.counts,
         no_drafts,
         config.idea.sampler,
+        serve_input.masks,
     )
     output = ServeOutput(
         token_ids=jnp.where(live[:, None], drawn, -1),
@@ -230,6 +234,7 @@ def verify_drafts(
     num_checked: jax.Array,
     sampling: Sampling,
     counts: DrawnCounts | None,
+    masks: TokenMasks | None,
     config: DSV4Config,
 ) -> tuple[jax.Array, jax.Array, Logprobs]:
     """Draws after each checked token, and counts the drafts that were drawn.
@@ -241,6 +246,7 @@ def verify_drafts(
       num_checked: i32[B], how many count.
       sampling: settings of each row.
       counts: what rows have drawn before, the last known token included; None is nothing.
+      masks: which tokens rows may draw; None is all.
       config: the model.
 
     Returns:
@@ -248,7 +254,8 @@ def verify_drafts(
       tokens are the first n drafts, and the one after them is drawn too; and log-probabilities.
     """
     drafts = token_ids[:, 1:]
-    drawn, logprobs = draw(logits, sampling, positions + 1, counts, drafts, config.idea.sampler)
+    sampler = config.idea.sampler
+    drawn, logprobs = draw(logits, sampling, positions + 1, counts, drafts, sampler, masks)
     order = jnp.arange(drafts.shape[1], dtype=jnp.int32)[None]
     agrees = (drawn[:, :-1] == drafts) & (order < num_checked[:, None] - 1)
     accepted = jnp.sum(jnp.cumprod(agrees.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)

@@ -1,0 +1,183 @@
+"""Grammars of requests: llguidance follows each answer, and says which tokens may come next."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.serving.request import Request
+from dsv4_jax.serving.scheduler import RowPlan
+from dsv4_jax.step.draws import TokenMasks
+from dsv4_jax.step.grammar import Grammar
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_NUM_KEPT = 128
+"""Grammars that stay compiled."""
+
+_JSON_SPACE = "( |\\n {0,40})?"
+"""Between the parts of JSON; a model that may write any white space can go on with it for ever."""
+
+
+class Grammars:
+    """Compiles grammars for a model and its tokenizer; any thread may."""
+
+    def __init__(self, config: DSV4Config, tokenizer: Tokenizer | None) -> None:
+        """Compiles nothing yet.
+
+        Args:
+          config: the model, whose end tokens end answers.
+          tokenizer: its tokenizer; None refuses all grammars.
+        """
+        self.vocab_size = config.vocab_size
+        self._end_tokens = list(config.eos_token_ids)
+        self._tokenizer = tokenizer
+        self._compiled = functools.lru_cache(_NUM_KEPT)(self._compile)
+
+    def check(self, grammar: Grammar) -> None:
+        """Compiles a grammar, so that a request can have it at once.
+
+        Raises:
+          ValueError: it is no grammar, or too complex, or llguidance or a tokenizer is missing.
+        """
+        self._compiled(grammar)
+
+    def start(self, grammar: Grammar) -> LLMatcher:
+        """What follows an answer from its first token on; errors are those of `check`."""
+        return self._compiled(grammar).deep_copy()
+
+    @functools.cached_property
+    def _vocabulary(self) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
+        assert self._tokenizer is not None
+        return LLTokenizer(
+            self._tokenizer.to_str(), n_vocab=self.vocab_size, eos_token=self._end_tokens
+        )
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        try:
+            from llguidance import LLMatcher
+        except ImportError:
+            raise ValueError(
+                "grammar must be left out where llguidance is not installed; it comes with the "
+                "extra serve: pip install 'dsv4-jax[serve]'"
+            ) from None
+        if self._tokenizer is None:
+            raise ValueError(
+                "grammar must be left out where the engine has no tokenizer; take a checkpoint "
+                "with a tokenizer.json"
+            )
+        read = {
+            "json_schema": functools.partial(
+                LLMatcher.grammar_from_json_schema, defaults={"whitespace_pattern": _JSON_SPACE}
+            ),
+            "regex": LLMatcher.grammar_from_regex,
+            "lark": LLMatcher.grammar_from_lark,
+        }[grammar.kind]
+        try:
+            matcher = LLMatcher(self._vocabulary, read(grammar.text), log_level=0)
+        except ValueError as error:
+            raise ValueError(f"grammar must be a {grammar.kind}: {error}") from None
+        if matcher.is_error():
+            raise ValueError(f"grammar must be a {grammar.kind}: {_problem(matcher)}")
+        return matcher
+
+
+class GrammarKeeper:
+    """Follows the answers of requests with grammars, a token at a time.
+
+    What a request may draw follows from its grammar and what it has drawn, so that one that is
+    computed again, or forked, is followed again from its tokens.
+    """
+
+    def __init__(self, grammars: Grammars, *, num_slots: int, width: int) -> None:
+        """Follows nothing yet.
+
+        Args:
+          grammars: where requests' grammars are compiled.
+          num_slots: B, slots of all data shards.
+          width: n, the most tokens that a step draws of a row.
+        """
+        self._grammars = grammars
+        self._num_slots = num_slots
+        self._width = width
+        self._followed: weakref.WeakKeyDictionary[Request, _Followed] = weakref.WeakKeyDictionary()
+
+    def masks_of(
+        self, rows: Iterable[RowPlan], requests: Mapping[int, Request]
+    ) -> TokenMasks | None:
+        """Masks of a step's draws, in NumPy; None if no row that draws has a grammar.
+
+        Args:
+          rows: what the step runs.
+          requests: by slot.
+        """
+        masked = [row for row in rows if row.draws and requests[row.slot].sampling.grammar]
+        if not masked:
+            return None
+        masks = self.no_masks()
+        for row in masked:
+            request = requests[row.slot]
+            bits = self._bits(self._follow(request), request.drafts[: row.num_drafts])
+            masks.bits[row.slot, : len(bits)] = bits  # type: ignore[index]
+            masks.is_masked[row.slot] = True  # type: ignore[index]
+        return masks
+
+    def no_masks(self) -> TokenMasks:
+        """Of the same size, for nobody."""
+        words = -(-self._grammars.vocab_size // 32)
+        return TokenMasks(
+            is_masked=np.zeros(self._num_slots, bool),  # type: ignore[arg-type]
+            bits=np.zeros((self._num_slots, self._width, words), np.uint32),  # type: ignore[arg-type]
+        )
+
+    def _follow(self, request: Request) -> LLMatcher:
+        """What has seen all that the request has drawn."""
+        followed = self._followed.get(request)
+        if followed is None or followed.num_seen > request.num_drawn:
+            assert request.sampling.grammar is not None
+            followed = _Followed(self._grammars.start(request.sampling.grammar))
+            self._followed[request] = followed
+        new = request.known[request.prompt_tokens + followed.num_seen :].tolist()
+        if new and not followed.matcher.consume_tokens(new):
+            raise ValueError(f"the grammar cannot go on: {_problem(followed.matcher)}")
+        followed.num_seen += len(new)
+        return followed.matcher
+
+    def _bits(self, matcher: LLMatcher, drafts: Sequence[int]) -> np.ndarray:
+        """u32[m, W]: a mask for the next token, and one after each draft that may be drawn.
+
+        After a draft that must not be drawn nothing counts: its place draws another token.
+        """
+        masks = []
+        ahead = matcher.deep_copy() if drafts else matcher  # `rollback` forgets tokens named by id
+        for draft in [*drafts, None]:
+            masks.append(np.frombuffer(ahead.compute_bitmask(), np.uint32))
+            if not masks[-1].any():
+                raise ValueError(f"the grammar allows no token: {_problem(ahead)}")
+            if draft is None or not ahead.try_consume_tokens([draft]):
+                break
+        bits = np.full((len(drafts) + 1, masks[0].size), 2**32 - 1, np.uint32)
+        bits[: len(masks)] = masks
+        return bits
+
+
+class _Followed:
+    """What one request has drawn so far, as far as its grammar has seen it."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self.matcher = matcher
+        self.num_seen = 0
+
+
+def _problem(matcher: LLMatcher) -> str:
+    """What llguidance says, without its state."""
+    return matcher.get_error().partition("\n<state>")[0].strip()

@@ -1,0 +1,258 @@
+"""Answers that follow a grammar: whole, and the same beside others, with drafts and preempted."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+import dsv4_jax as ds
+from dsv4_jax.serving import Grammar
+from dsv4_jax.serving.grammars import GrammarKeeper, Grammars
+from dsv4_jax.serving.request import Request
+from dsv4_jax.serving.scheduler import RowPlan
+from dsv4_jax.serving.text import load_tokenizer
+from helpers.serving import SIZES, one_layer, run_to_end
+
+TOKENIZER = load_tokenizer(ds.SHIPPED_CHECKPOINT)  # bytes are tokens, 257 ends
+END, VOCAB = 257, 260
+PERSON = {
+    "type": "object",
+    "properties": {
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "kind": {"enum": ["cat", "dog"]},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+    },
+    "required": ["age", "kind", "tags"],
+    "additionalProperties": False,
+}
+ASKED = [
+    {"grammar": Grammar.json_schema(PERSON)},
+    {"grammar": Grammar("regex", "(ab|cd){3,9}"), "temperature": 1.0, "seed": 3},
+    {},
+    {"grammar": Grammar.json_schema(PERSON), "temperature": 1.3, "seed": 5, "logprobs": 2},
+    {"grammar": Grammar("lark", 'start: "x" <[65]> /[0-9]{2}/'), "presence_penalty": 1.0},
+]
+
+
+def follows(number, text):
+    if number in (0, 3):
+        found = json.loads(text)
+        return (
+            list(found) == ["age", "kind", "tags"]
+            and 0 <= found["age"] <= 99
+            and found["kind"] in ("cat", "dog")
+            and len(found["tags"]) <= 3
+        )
+    return re.fullmatch({1: "(ab|cd){3,9}", 2: ".*", 4: "xA[0-9]{2}"}[number], text, re.S)
+
+
+def make_engine(**changes):
+    config, params = one_layer(vocab_size=VOCAB, eos_token_ids=(END,))
+    return ds.Engine(config, params, **(SIZES | {"tokenizer": TOKENIZER} | changes))
+
+
+def texts():
+    rng = np.random.default_rng(3)
+    return [rng.integers(0, 256, n).tolist() for n in (30, 5, 50, 17, 9)]
+
+
+def submit(engine, number, **changes):
+    asked = ASKED[number] | {"max_new_tokens": 40 if number == 2 else 500} | changes
+    return engine.submit(texts()[number], **asked)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    engine = make_engine()
+    numbers = range(len(ASKED))
+    return [
+        run_to_end(engine, submit(engine, number, speculate=False, salt="alone"))[0]
+        for number in numbers
+    ]
+
+
+@pytest.mark.parametrize("number", range(len(ASKED)))
+def test_an_answer_follows_its_grammar_and_ends_with_it(alone, number):
+    if number != 2:
+        assert alone[number].finish_reason == "stop"
+        assert alone[number].token_ids[-1] == END
+    assert follows(number, alone[number].text)
+
+
+def test_neighbours_drafts_preemption_and_forks_change_nothing(alone):
+    """Drafts are what was drawn alone, or tokens that the grammar refuses."""
+    engine = make_engine()
+    engine.warmup()
+    compiles = engine.metrics.compiles
+    ids = [submit(engine, number) for number in range(len(ASKED))]
+    copies = []
+    for step in range(300):
+        for request_id, one in zip(ids, alone, strict=True):
+            request = engine._requests[request_id]
+            if request.drafts:
+                right = one.token_ids[request.num_drawn :][:3]
+                request.drafts = right if step % 3 else [*right[:1], 0, 0][:3]
+        if step in (2, 5):
+            engine.preempt(ids[3 * (step % 2)])
+        if step == 3:
+            copies = [engine.fork(ids[1], seed=3), engine.fork(ids[0], seed=0)]
+        engine.step()
+        if not engine.num_unfinished:
+            break
+    assert [engine.completion(one) for one in ids] == alone
+    assert [engine.completion(one).token_ids for one in copies] == [
+        alone[1].token_ids,
+        alone[0].token_ids,
+    ]
+    assert engine.metrics.accepted_tokens > 10
+    assert engine.metrics.preempted > 0
+    assert engine.metrics.compiles == compiles
+
+
+def test_an_error_in_a_step_does_not_lose_the_place(alone, monkeypatch):
+    engine = make_engine()
+    request_id = submit(engine, 0)
+    for _ in range(4):
+        engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runner, "_call", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    assert run_to_end(engine, request_id) == [alone[0]]
+
+
+REFUSED = {
+    "no schema": (Grammar("json_schema", '{"type": "nothing"}'), "grammar must be a json_schema"),
+    "no JSON": (Grammar("json_schema", "{"), "grammar must be a json_schema"),
+    "no expression": (Grammar("regex", "(a"), "grammar must be a regex"),
+    "no Lark": (Grammar("lark", "beginning: 'a'"), "grammar must be a lark"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_grammar_is_refused_before_anything_is_queued(name):
+    engine = make_engine()
+    grammar, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        engine.submit([1], grammar=grammar)
+    assert engine.num_unfinished == 0
+
+
+def test_what_a_grammar_needs_is_said(monkeypatch):
+    engine = make_engine()
+    grammar = Grammar("regex", "a+")
+    with pytest.raises(ValueError, match="stop_token_ids must hold an end token"):
+        engine.submit([1], grammar=grammar, stop_token_ids=())
+    with pytest.raises(ValueError, match="where the engine has no tokenizer"):
+        make_engine(tokenizer=None).submit([1], grammar=grammar)
+    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
+    with pytest.raises(ValueError, match=r"llguidance is not installed.*dsv4-jax\[serve\]"):
+        make_engine().submit([1], grammar=grammar)
+    with pytest.raises(ValueError, match="kind must be one of"):
+        Grammar("gbnf", "root ::= x")
+    with pytest.raises(ValueError, match="schema must be a JSON schema"):
+        Grammar.json_schema({"const": float("nan")})
+    with pytest.raises(ValueError, match="grammar must be left out here"):
+        ds.make_sampling(1, ds.SamplingParams(grammar=grammar))
+
+
+def test_masks_are_of_each_draft_s_place_and_the_next_step_s():
+    """Against the expression itself: a token is allowed where some string goes on with it."""
+    config, _ = one_layer(vocab_size=VOCAB, eos_token_ids=(END,))
+    keeper = GrammarKeeper(Grammars(config, TOKENIZER), num_slots=4, width=4)
+    sampling = ds.SamplingParams(grammar=Grammar("regex", "ab(c|d)e?"), max_new_tokens=9)
+    request = Request(0, np.array([97, 98]), sampling, 0.0)
+    request.slot, request.drafts = 2, [*b"abd"]
+
+    def allowed(num_drafts):
+        masks = keeper.masks_of([RowPlan(2, 1, num_drafts, True)], {2: request})
+        assert masks.is_masked.tolist() == [False, False, True, False]
+        bits = np.unpackbits(masks.bits[2].view(np.uint8), axis=1, bitorder="little")
+        return [np.flatnonzero(row).tolist() for row in bits[: num_drafts + 1]]
+
+    assert allowed(3) == [[97], [98], [99, 100], [101, END]]
+    assert allowed(0) == [[97]]
+    request.add(97, None)
+    request.drafts = [98, 98, 99]
+    assert allowed(1) == [[98], [99, 100]]
+    assert allowed(2)[:2] == [[98], [99, 100]]
+    for token in b"bc":
+        request.add(token, None)
+    request.drafts = [END, 97]
+    assert allowed(2)[0] == [101, END]
+    assert allowed(0) == [[101, END]]
+    assert keeper.masks_of([RowPlan(2, 1, 0, False)], {2: request}) is None
+
+
+def random_schema(rng, depth=0):
+    """A schema whose values are short, and a function that says whether a value is one."""
+    kind = rng.choice(["integer", "boolean", "enum", "string", "array", "object"][: 6 - 2 * depth])
+    if kind == "integer":
+        low, high = sorted(int(one) for one in rng.integers(-1000, 1000, 2))
+        return {"type": "integer", "minimum": low, "maximum": high}, (
+            lambda value: type(value) is int and low <= value <= high
+        )
+    if kind == "boolean":
+        return {"type": "boolean"}, lambda value: type(value) is bool
+    if kind == "enum":
+        values = ["red", 7, None, "ein \u00fc"][: rng.integers(1, 5)]
+        return {"enum": values}, lambda value: value in values
+    if kind == "string":
+        limit = int(rng.integers(0, 6))
+        return {"type": "string", "maxLength": limit}, (
+            lambda value: isinstance(value, str) and len(value) <= limit
+        )
+    if kind == "array":
+        items, fits = random_schema(rng, depth + 1)
+        limit = int(rng.integers(0, 4))
+        return {"type": "array", "items": items, "maxItems": limit}, (
+            lambda value: isinstance(value, list) and len(value) <= limit and all(map(fits, value))
+        )
+    parts = {name: random_schema(rng, depth + 1) for name in "abc"[: rng.integers(0, 4)]}
+    schema = {
+        "type": "object",
+        "properties": {name: part for name, (part, _) in parts.items()},
+        "required": list(parts),
+        "additionalProperties": False,
+    }
+    return (
+        schema,
+        lambda value: (
+            isinstance(value, dict)
+            and list(value) == list(parts)
+            and all(fits(value[name]) for name, (_, fits) in parts.items())
+        ),
+    )
+
+
+def check_random_schemas(count):
+    """Drawn with drafts and neighbours, at all temperatures."""
+    rng = np.random.default_rng(count)
+    schemas = [random_schema(rng) for _ in range(count)]
+    engine = make_engine()
+    ids = [
+        engine.submit(
+            rng.integers(0, 256, 5).tolist(),
+            grammar=Grammar.json_schema(schema),
+            temperature=float(rng.choice([0, 0.7, 1.5])),
+            seed=number,
+            max_new_tokens=500,
+        )
+        for number, (schema, _) in enumerate(schemas)
+    ]
+    while engine.num_unfinished:
+        engine.step()
+    for request_id, (schema, fits) in zip(ids, schemas, strict=True):
+        done = engine.completion(request_id)
+        assert done.finish_reason == "stop", (schema, done)
+        assert fits(json.loads(done.text)), (schema, done.text)
+
+
+def test_answers_to_random_schemas_are_of_them():
+    check_random_schemas(12)
+
+
+@pytest.mark.slow
+def test_answers_to_300_random_schemas_are_of_them():
+    check_random_schemas(300)
