@@ -45,8 +45,11 @@ SAMPLING = {
     "seed": bad.scalar_only(bad.integer(high=None)),
     "stop_token_ids": bad.list_of(bad.integer(0), limit=MAX_STOP_TOKENS, good=1, optional=True),
     "stop_texts": bad.list_of(bad.text(MAX_STOP_CHARS), limit=MAX_STOP_TEXTS, good="end"),
+    "grammar": bad.instance(optional=True),
 }
-NEED_ENGINE = ("max_new_tokens", "stop_texts", "presence_penalty", "frequency_penalty", "logprobs")
+NEED_ENGINE = (
+    "max_new_tokens", "stop_texts", "presence_penalty", "frequency_penalty", "logprobs", "grammar",
+)  # fmt: skip
 DRAWS = {name: SAMPLING[name] for name in SAMPLING if name not in NEED_ENGINE}
 SEEDS = bad.seeds(2)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
-from dsv4_jax.step.draws import DrawnCounts, draw
+from dsv4_jax.step.draws import DrawnCounts, TokenMasks, draw
 from dsv4_jax.step.sampling import SamplingParams, stack_sampling
 
 V, NUM_ROWS, WIDTH = 50, 16, 4
@@ -112,6 +112,38 @@ def test_a_draw_is_the_plain_draw_of_changed_logits(case):
             jnp.asarray(np.stack(alone)), sampling_of(plain), jnp.asarray(positions[:, place])
         )
         np.testing.assert_array_equal(drawn[:, place], expected)
+
+
+def masks_for(allowed, is_masked):
+    """bool[B, n, V] as `TokenMasks`."""
+    words = np.zeros((*allowed.shape[:-1], 64), bool)
+    words[..., :V] = allowed
+    bits = np.packbits(words, axis=-1, bitorder="little").view(np.uint32)
+    return TokenMasks(is_masked=jnp.asarray(is_masked), bits=jnp.asarray(bits))
+
+
+def test_a_masked_row_draws_what_it_may_and_others_what_they_did(case):
+    """The plain draw of logits of which the others are minus infinity; word ends included."""
+    rows, logits, histories, drafts, positions = case
+    rng = np.random.default_rng(6)
+    allowed = rng.random(logits.shape) < 0.2
+    allowed[..., [0, 31, 32, V - 1]] |= rng.random((NUM_ROWS, WIDTH, 4)) < 0.5
+    allowed[..., 7] |= ~allowed.any(axis=-1)
+    is_masked = np.arange(NUM_ROWS) % 4 > 0
+    free, _ = run(*case)
+
+    def masked(logits, masks):
+        return jit_draw(
+            jnp.asarray(logits), sampling_of(rows), jnp.asarray(positions), counts_of(histories),
+            jnp.asarray(drafts), None, masks,
+        )[0]  # fmt: skip
+
+    drawn = masked(logits, masks_for(allowed, is_masked))
+    np.testing.assert_array_equal(drawn[~is_masked], free[~is_masked])
+    assert np.take_along_axis(allowed, np.asarray(drawn)[..., None], axis=-1)[is_masked].all()
+    cut = np.where(allowed | ~is_masked[:, None, None], logits, -np.inf)
+    np.testing.assert_array_equal(drawn, masked(cut, masks_for(allowed, is_masked & False)))
+    assert (np.asarray(drawn) != free)[is_masked].mean() > 0.5
 
 
 def test_a_row_gets_the_same_bits_beside_any_others(case):
