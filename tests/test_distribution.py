@@ -104,5 +104,7 @@ def test_the_wheel_holds_both_packages_and_their_data(built):
         assert name in names
     assert {f"dsv4_jax/data/checkpoint/{name}" for name in
             ("config.json", "model.safetensors", "tokenizer.json")} <= names  # fmt: skip
+    assert {f"dsv4_jax/serve/page/{name}" for name in
+            ("index.html", "page.css", "page.js", "page.svg")} <= names  # fmt: skip
     assert (fields["Name"], fields["Version"]) == ("dsv4-jax", ds.__version__)
     assert "Typing :: Typed" in fields.get_all("Classifier")

@@ -16,6 +16,7 @@ import dataclasses
 import hashlib
 import heapq
 import itertools
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -85,6 +86,11 @@ class PrefixTree:
         return self._num_unused
 
     @property
+    def num_nodes(self) -> int:
+        """Blocks of known prefixes."""
+        return len(self._nodes)
+
+    @property
     def num_held_snapshots(self) -> int:
         """Boundaries that can be resumed at."""
         return len(self._snapshots)
@@ -101,6 +107,10 @@ class PrefixTree:
     def nodes(self) -> list[PrefixNode]:
         """Every node, oldest first."""
         return list(self._nodes.values())
+
+    def resumable(self) -> Iterator[PrefixNode]:
+        """Nodes that can be resumed at, the last used first."""
+        return reversed(self._snapshots.values())
 
     def match(self, token_ids: np.ndarray, salt: bytes) -> list[PrefixNode]:
         """The known nodes that a sequence starts with.

@@ -42,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
         drain_timeout_s=args.drain_timeout,
         max_connections=args.max_connections,
         log_prompts=args.log_prompts,
+        has_page=args.page,
     )
     bound = bind(args.host, args.port)  # before minutes of loading
     try:

@@ -28,6 +28,12 @@ def add_protocol(parser: argparse.ArgumentParser) -> None:
     )
     add_answers(parser)
     parser.add_argument(
+        "--page",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="show the engine at work at /, with counts and block ids of all requests",
+    )
+    parser.add_argument(
         "--log-prompts", action="store_true", help="write the bodies of requests to the log"
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -21,17 +22,21 @@ from dsv4_jax.serve import fields
 from dsv4_jax.serve.answer import Answer, Renderer
 from dsv4_jax.serve.body import parse_object, read_body
 from dsv4_jax.serve.dialects import MESSAGES, check_dialect
-from dsv4_jax.serve.errors import ApiError, refuse
+from dsv4_jax.serve.errors import ApiError, as_api_error, refuse
 from dsv4_jax.serve.fields import check_fields, read_flag
 from dsv4_jax.serve.guard import Guard
 from dsv4_jax.serve.intake import PATHS, Intake
 from dsv4_jax.serve.record import Record
 from dsv4_jax.serve.settings import ServeSettings
+from dsv4_jax.serve.web_page import STATE_PATH, page_routes
 from dsv4_jax.serving.async_engine import AsyncEngine, AsyncStream
 from dsv4_jax.serving.prometheus import MetricsCollector
 
 _LONG_BODY = 2**15
 """Bytes."""
+
+_STATE_S = 0.1
+"""Seconds for which a state of the engine is shown, however many look at it."""
 
 
 class Endpoints:
@@ -52,6 +57,8 @@ class Endpoints:
         self._intake = Intake(engine, settings)
         self._tokenizer = self._intake.tokenizer
         self.conversations = self._intake.conversations
+        self._state: asyncio.Future[bytes] | None = None
+        self._state_until = 0.0
         self._created = int(time.time())
         self._registry = prometheus_client.CollectorRegistry()
         self._registry.register(MetricsCollector(engine.metrics))
@@ -148,6 +155,25 @@ class Endpoints:
         text = prometheus_client.generate_latest(self._registry)
         return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
+    async def state(self, request: Request) -> Response:
+        """`GET /v1/engine/state`: what the engine holds; who asks at once is told at once."""
+        now = time.monotonic()
+        if self._state is None or now > self._state_until:
+            self._state_until = now + _STATE_S
+            self._state = asyncio.ensure_future(self._read_state())
+        return Response(await asyncio.shield(self._state), media_type="application/json")
+
+    async def _read_state(self) -> bytes:
+        try:
+            state = await self.engine.state()
+        except Exception as error:
+            raise as_api_error(error) from error
+        ours = {
+            "model": self.settings.model_name,
+            "takes_conversations": self.conversations.obstacle is None,
+        }
+        return json.dumps(ours | state, separators=(",", ":")).encode()
+
     async def _read_and[R](self, request: Request, call: Callable[[bytes, Record], R]) -> R:
         """What a call makes of a body; a long one in a thread, so that the event loop goes on."""
         raw, record = await self._read(request), request.scope["record"]
@@ -202,8 +228,11 @@ def build_app(engine: AsyncEngine, settings: ServeSettings) -> Starlette:
         "/health": endpoints.health,
         "/metrics": endpoints.metrics,
     }
+    if settings.has_page:
+        gets[STATE_PATH] = endpoints.state
     app = Starlette(
         routes=[
+            *(page_routes() if settings.has_page else ()),
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()),
             *(Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()),
         ],

@@ -15,11 +15,15 @@ from dsv4_jax.serve.connection import MAX_HEAD_BYTES
 from dsv4_jax.serve.errors import ApiError
 from dsv4_jax.serve.record import Record
 from dsv4_jax.serve.settings import ServeSettings
+from dsv4_jax.serve.web_page import PAGE_PATHS, STATE_PATH
 
 _log = logging.getLogger(__name__)
 
 _OPEN = ("/health",)
 """Paths that ask for no key."""
+
+_QUIET = ("/health", STATE_PATH)
+"""Paths of which the log has nothing to say where all is well: they are asked again and again."""
 
 
 class Guard:
@@ -38,6 +42,7 @@ class Guard:
         """
         self._app = app
         self._settings = settings
+        self._open = _OPEN + (PAGE_PATHS if settings.has_page else ())
         self._digests = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -62,7 +67,7 @@ class Guard:
         try:
             if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEAD_BYTES:
                 raise ApiError(431, f"headers must have at most {MAX_HEAD_BYTES} bytes")
-            if scope["path"] not in _OPEN:
+            if scope["path"] not in self._open:
                 record.key = self._find_key(scope["headers"])
             await self._app(scope, receive, send_with_id)
         except ClientDisconnect:
@@ -70,7 +75,7 @@ class Guard:
         except Exception as error:
             await self._refuse(record, error, send_with_id)
         finally:
-            if record.path not in _OPEN:
+            if record.path not in _QUIET or record.status != 200:
                 record.write()
 
     async def _refuse(self, record: Record, error: Exception, send: Send) -> None:

@@ -35,6 +35,7 @@ class ServeSettings:
       max_connections: connections at once.
       retry_after_s: what a refused client is told to wait.
       log_prompts: log lines hold prompts.
+      has_page: there are the page at `/` and the state of the engine that it shows.
     """
 
     model_name: str
@@ -52,3 +53,4 @@ class ServeSettings:
     max_connections: int = 1000
     retry_after_s: int = 1
     log_prompts: bool = False
+    has_page: bool = True

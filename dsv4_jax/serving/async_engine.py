@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import AsyncIterator, Sequence
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 
 from dsv4_jax import checks
 from dsv4_jax.serving.engine import MAX_SAMPLES, Engine
+from dsv4_jax.serving.engine_state import read_state
 from dsv4_jax.serving.feed import Feed, RequestFailedError
 from dsv4_jax.serving.metrics import Metrics
 from dsv4_jax.serving.request import Completion, Token
@@ -125,6 +126,14 @@ class AsyncEngine:
         feeds = [Feed(asked) for _ in range(n)]
         self._stepper.submit(feeds)
         return [AsyncStream(self, self._stepper, feed) for feed in feeds]
+
+    async def state(self) -> dict[str, Any]:
+        """What the engine holds between two steps: `read_state` of `serving.engine_state`.
+
+        Raises:
+          EngineClosedError: it was shut down.
+        """
+        return await asyncio.wrap_future(self._stepper.look(read_state))
 
     def stop(self) -> None:
         """Tells the thread to cancel all requests and end, and returns at once."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import concurrent.futures
 import contextlib
 import itertools
 import logging
@@ -11,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from dsv4_jax.serving.engine import Engine
 from dsv4_jax.serving.feed import (
@@ -97,6 +99,14 @@ class Stepper:
     def cancel(self, feed: Feed) -> None:
         """Ends a request; from any thread, at any time, also by a finalizer."""
         self._jobs.put(lambda: self._do_cancel(feed))
+
+    def look(self, read: Callable[[Engine], Any]) -> concurrent.futures.Future[Any]:
+        """What a function makes of the engine between two steps; the function changes nothing."""
+        look = _Look(self._engine, read)
+        self._jobs.put(look)
+        if self._is_over.is_set():
+            look.fail(self.failure)
+        return look.seen
 
     def stop(self) -> None:
         """Tells the thread to end, with all requests; as `cancel` from anywhere."""
@@ -278,8 +288,9 @@ class Stepper:
 
     def _end_all(self) -> None:
         """Ends whatever is left, when the thread ends."""
-        for job in self._take_jobs():
-            del job  # whose feed waits
+        for job in self._take_jobs():  # the feeds of others wait
+            if isinstance(job, _Look):
+                job.fail(self.failure)
         with self._joining:
             left = [*self._live.values(), *self._waiting]
             self._live.clear()
@@ -295,6 +306,35 @@ class Stepper:
                 feed.end(feed.completion, error)
         wake([*left, *self._changed])
         self._changed.clear()
+
+
+class _Look:
+    """A job that somebody waits for."""
+
+    def __init__(self, engine: Engine, read: Callable[[Engine], Any]) -> None:
+        """Of an engine, with a function that is called between steps."""
+        self.seen: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self._engine = engine
+        self._read = read
+
+    def __call__(self) -> None:
+        """Looks."""
+        try:
+            seen = self._read(self._engine)
+        except Exception as error:
+            self._settle(self.seen.set_exception, error)
+        else:
+            self._settle(self.seen.set_result, seen)
+
+    def fail(self, cause: BaseException | None) -> None:
+        """Nothing can be seen any more."""
+        error = EngineClosedError("the engine was shut down")
+        error.__cause__ = cause
+        self._settle(self.seen.set_exception, error)
+
+    def _settle(self, settle: Callable[[Any], None], how: Any) -> None:
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # it was cancelled
+            settle(how)
 
 
 def _set(future: asyncio.Future[None]) -> None:

@@ -1,0 +1,177 @@
+"""What an engine holds at one moment, as plain values: for a page, or whoever wants to look.
+
+It is read between two steps. It holds counts, ids of blocks and positions, and neither tokens, text
+nor salts. Its size is bounded, whatever the engine's is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from dsv4_jax.allocator.holdings import holdings_of
+from dsv4_jax.allocator.manager import KVCacheManager
+from dsv4_jax.allocator.prefix_tree import PrefixNode
+from dsv4_jax.serving.calls import exclusive
+from dsv4_jax.serving.engine_core import EngineCore
+from dsv4_jax.serving.metrics import Histogram
+from dsv4_jax.serving.request import Request
+
+MAX_REQUESTS = 48
+"""Requests that are shown, those that run before those that wait."""
+
+MAX_BLOCKS = 256
+"""Blocks of a request that are shown, the first ones."""
+
+MAX_NODES = 1024
+"""Blocks of known prefixes that are shown: those in use, then those last used that resume."""
+
+_COUNTERS = (
+    "submitted",
+    "preempted",
+    "steps",
+    "prompt_tokens",
+    "hit_tokens",
+    "prefix_hits",
+    "prefix_misses",
+    "generated_tokens",
+    "drafted_tokens",
+    "accepted_tokens",
+    "evicted_blocks",
+    "snapshots",
+    "evicted_snapshots",
+    "running",
+    "waiting",
+    "free_blocks",
+    "cached_blocks",
+    "used_blocks",
+)
+
+
+@exclusive
+def read_state(engine: EngineCore) -> dict[str, Any]:
+    """The state of an engine between two calls.
+
+    Returns:
+      What `docs/serving.md` describes; `json.dumps` takes it.
+
+    Raises:
+      RuntimeError: a call is in progress.
+    """
+    metrics, queue = engine.metrics, engine._loop.queue
+    now = time.perf_counter()
+    running, waiting = queue.by_age(), queue.waiting
+    shown = [*running, *waiting[:MAX_REQUESTS]][:MAX_REQUESTS]
+    managers = queue.shards.managers
+    tree = _read_trees(managers)
+    return {
+        "seconds": now,
+        "sizes": _sizes(engine),
+        "counters": {name: getattr(metrics, name) for name in _COUNTERS},
+        "finished": dict(metrics.finished),
+        "used_bytes": dict(metrics.used_bytes),
+        "held_snapshots": sum(manager.prefixes.num_held_snapshots for manager in managers),
+        "first_token_s": _quantiles(metrics.first_token_s),
+        "token_s": _quantiles(metrics.token_s),
+        "requests": [_read_request(engine, request, now) for request in shown],
+        "requests_left_out": len(running) + len(waiting) - len(shown),
+        "prefixes": tree,
+        "prefixes_left_out": sum(one.prefixes.tree.num_nodes for one in managers) - len(tree),
+    }
+
+
+def _sizes(engine: EngineCore) -> dict[str, Any]:
+    """What does not change."""
+    pools, families = engine._runner.plan, {}
+    for schema in engine.cache.schemas:
+        one = families.setdefault(
+            schema.attn_type.value,
+            {
+                "layers": 0,
+                "tokens_of_an_entry": schema.compression_ratio,
+                "entries_of_a_block": schema.entries_per_block,
+                "ring_tokens": schema.swa_window_size,
+            },
+        )
+        one["layers"] += 1
+    shards = len(engine._loop.shards.managers)
+    return {
+        "data_shards": shards,
+        "slots": pools.max_requests * shards,
+        "blocks": pools.num_blocks * shards,
+        "block_tokens": pools.block_tokens,
+        "snapshots": pools.num_snapshots * shards,
+        "context_tokens": pools.max_context_tokens,
+        "families": families,
+        "unit_bytes": dict(engine._runner.unit_bytes),
+        "snapshot_bytes": pools.bytes_per_snapshot,
+    }
+
+
+def _read_request(engine: EngineCore, request: Request, now: float) -> dict[str, Any]:
+    read: dict[str, Any] = {
+        "id": request.request_id,
+        "is_running": request.slot >= 0,
+        "seconds": now - request.submitted_s,
+        "prompt_tokens": request.prompt_tokens,
+        "hit_tokens": request.hit_tokens,
+        "drawn_tokens": request.num_drawn,
+        "most_tokens": len(request.token_ids),
+    }
+    if request.slot < 0:
+        return read
+    shards = engine._loop.shards
+    manager, own = shards.of(request.slot)
+    held = holdings_of(manager, own, MAX_BLOCKS)
+    return read | {
+        "slot": request.slot,
+        "shard": shards.shard_of(request.slot),
+        "held_tokens": int(manager.length_tokens[own]),
+        "blocks": held.blocks.tolist(),
+        "block_users": held.users.tolist(),
+        "blocks_left_out": held.num_blocks - len(held.blocks),
+    }
+
+
+def _read_trees(managers: Sequence[KVCacheManager]) -> list[dict[str, Any]]:
+    """Nodes of all shards' trees, each after its parent."""
+    read: list[dict[str, Any]] = []
+    for shard, manager in enumerate(managers):
+        places: dict[PrefixNode, int] = {}
+        limit = len(read) + MAX_NODES // len(managers)
+        for node in _wanted_nodes(manager):
+            chain = []
+            while node is not None and node not in places:
+                chain.append(node)
+                node = node.parent
+            for new in reversed(chain[max(len(chain) - (limit - len(read)), 0) :]):
+                places[new] = len(read)
+                read.append(
+                    {
+                        "shard": shard,
+                        "block": new.block,
+                        "parent": -1 if new.parent is None else places[new.parent],
+                        "tokens": new.end,
+                        "users": new.users,
+                        "resumes": new.snapshot >= 0,
+                    }
+                )
+            if len(read) >= limit:
+                break
+    return read
+
+
+def _wanted_nodes(manager: KVCacheManager) -> Iterator[PrefixNode]:
+    """Nodes to show with their parents; no more of them than are shown are looked at."""
+    chains = (manager.prefixes.of(slot).chain for slot in manager.prefixes.slots)
+    used = (chain[:MAX_NODES][-1] for chain in chains if chain)
+    return itertools.chain(used, itertools.islice(manager.prefixes.tree.resumable(), MAX_NODES))
+
+
+def _quantiles(histogram: Histogram) -> dict[str, float] | None:
+    """Estimates; None before any value."""
+    if not histogram.count:
+        return None
+    return {f"p{share}": float(histogram.quantile(share / 100)) for share in (50, 90, 99)}
