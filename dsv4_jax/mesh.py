@@ -2,7 +2,7 @@
 
     data    requests. Slots, rings, states and blocks lie on one data shard; ids are local to it.
     model   within a data shard: heads of attention, output groups, width of the shared expert and
-            vocabulary are split; the cache is replicated.
+            vocabulary are split; the cache is replicated, or its blocks are split.
 
 Routed experts are split over both. A step is written for one device, with the collectives below
 where devices must agree; each of them is the identity where its axis has one device or there is no
@@ -33,6 +33,8 @@ BY_ROW = P(DATA)
 """First axis over `data`: rows, tokens, slots."""
 BY_SLOT = P(None, DATA)
 """Second axis over `data`: slots or blocks of layers that are stacked."""
+BY_BLOCK = P(None, (DATA, MODEL))
+"""Second axis over all devices: blocks of layers that are stacked, where a cache is split."""
 BY_DEVICE = P((DATA, MODEL))
 """First axis over all devices: what each of them found."""
 type AnyMesh = Mesh | AbstractMesh
@@ -146,6 +148,33 @@ def join_last_axis(x: jax.Array) -> jax.Array:
     if axis_size(MODEL) == 1:
         return x
     return jax.lax.all_gather(x, MODEL, axis=x.ndim - 1, tiled=True)
+
+
+def gather_in_one(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """What the devices of a data shard have, in one collective.
+
+    Args:
+      *arrays: [T, ...] each, of 16 or 32 bits.
+
+    Returns:
+      [model, T, ...] each.
+    """
+    if axis_size(MODEL) == 1:
+        return tuple(array[None] for array in arrays)
+    words = [_to_words(array) for array in arrays]
+    together = jax.lax.all_gather(jnp.concatenate(words, axis=1), MODEL)
+    ends = np.cumsum([word.shape[1] for word in words])[:-1].tolist()
+    return tuple(
+        jax.vmap(lambda part, like=array: _from_words(part, like.dtype).reshape(like.shape))(part)
+        for part, array in zip(jnp.split(together, ends, axis=2), arrays, strict=True)
+    )
+
+
+def exchange_over_model(x: jax.Array) -> jax.Array:
+    """Row i goes to device i: [model, ...] -> [model, ...], what each device has for this one."""
+    if axis_size(MODEL) == 1:
+        return x
+    return jax.lax.all_to_all(x, MODEL, split_axis=0, concat_axis=0)
 
 
 def gather_rows(*arrays: jax.Array) -> tuple[jax.Array, ...]:

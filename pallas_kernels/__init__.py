@@ -32,7 +32,12 @@ from pallas_kernels.joined_linears import joined_linears
 from pallas_kernels.pick_experts import pick_experts
 from pallas_kernels.round_index_queries import round_index_queries
 from pallas_kernels.select_top_k import select_top_k
-from pallas_kernels.sparse_attention import sparse_attention
+from pallas_kernels.sparse_attention import (
+    AttentionPart,
+    attend_in_part,
+    join_parts,
+    sparse_attention,
+)
 from pallas_kernels.write_streams import write_streams
 
 __all__ = [
@@ -40,6 +45,7 @@ __all__ = [
     "CODECS",
     "MXFP4",
     "Appended",
+    "AttentionPart",
     "Backend",
     "BlockFP8",
     "CacheFormat",
@@ -52,6 +58,7 @@ __all__ = [
     "Planes",
     "append_and_flush",
     "append_tokens",
+    "attend_in_part",
     "block_linear",
     "block_linears",
     "encode_tokens",
@@ -68,6 +75,7 @@ __all__ = [
     "hyper_connections",
     "index_scores",
     "index_topk",
+    "join_parts",
     "joined_linears",
     "mixture_mlp",
     "pick_experts",

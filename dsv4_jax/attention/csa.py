@@ -50,13 +50,14 @@ def csa_attention(
         eps=config.rms_norm_eps,
     )
     handle, appended = handle.append(tokens, norms)
+    queries = appended.queries
     if selected is None:
         assert appended.index_queries is not None
         assert new.index_weights is not None
-        selected = select_on_cache(
-            handle, appended.queries, appended.index_queries, new.index_weights, config
+        selected, queries = select_on_cache(
+            handle, queries, appended.index_queries, new.index_weights, config
         )
         if config.index_reuse:
             handle = dataclasses.replace(handle, selected=selected)
-    attended = handle.attend(appended.queries, params.attn_sink, selected, frequencies)
+    attended = handle.attend(queries, params.attn_sink, selected, frequencies)
     return handle, appended.new_tokens, output(params, attended.astype(x.dtype), config)

@@ -34,5 +34,5 @@ def hca_attention(
         eps=config.rms_norm_eps,
     )
     handle, appended = handle.append(tokens, norms)
-    attended = handle.attend(appended.queries, params.attn_sink, handle.all_visible(), frequencies)
+    attended = handle.attend_to_all(appended.queries, params.attn_sink, frequencies)
     return handle, appended.new_tokens, output(params, attended.astype(x.dtype), config)

@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from dsv4_jax import checks
 from dsv4_jax.cache.handle import LayerCacheHandle
+from dsv4_jax.cache.schema import check_selector
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.mesh import gather_over_model
 from pallas_kernels.select_top_k.reference import select_top_k
@@ -75,7 +76,7 @@ def select_on_cache(
     index_queries: jax.Array,
     weights: jax.Array,
     config: DSV4Config,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     """The entries that each token of a call attends to.
 
     Args:
@@ -86,11 +87,16 @@ def select_on_cache(
       config: the model.
 
     Returns:
-      i32[T, K], ascending, then -1.
+      i32[T, K], ascending, then -1; and `queries`, where blocks are split those of all devices.
+
+    Raises:
+      ValueError: an idea would select, and blocks are split.
     """
     selector = config.idea.selector
     if selector is None:
-        return handle.select(index_queries, weights)
+        selected, (heads,) = handle.select_for((queries,), index_queries, weights)
+        return selected, heads
+    check_selector(config, split_cache=handle.is_split)
 
     def select_some(some: dict[str, jax.Array], entries: jax.Array) -> jax.Array:
         selection = Selection(
@@ -111,7 +117,7 @@ def select_on_cache(
         "visible": handle.visible_entries,
         "positions": handle.positions,
     }
-    return handle.map_entries(select_some, tokens)
+    return handle.map_entries(select_some, tokens), queries
 
 
 def selected_width(max_entries: int, config: DSV4Config) -> int:

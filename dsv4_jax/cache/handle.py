@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels as pk
+from dsv4_jax.cache import block_split
 from dsv4_jax.cache.append import (
     Appended,
     LayerNorms,
@@ -20,11 +21,13 @@ from dsv4_jax.cache.append import (
 from dsv4_jax.cache.paged_cache import PagedKVPool
 from dsv4_jax.cache.schema import LayerCacheSchema
 from dsv4_jax.cache.state_cache import StateCachePool
+from dsv4_jax.mesh import MODEL, axis_size, exchange_over_model, gather_in_one, place_on
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.chunks import map_tokens
 from pallas_kernels.common.codecs import Planes
 from pallas_kernels.common.layer_planes import LayerPlanes
 from pallas_kernels.gather_entries.reference import gather_entries
+from pallas_kernels.select_top_k.reference import select_all
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -44,6 +47,8 @@ class LayerCacheHandle:
       schema: sizes of this layer.
       in_place: no row has more than one token and the call is not staged, so that tokens may be
         written before they are attended to.
+      split_cache: a request's blocks are dealt over the devices of `model`, and `call` numbers them
+        through all of these.
     """
 
     paged: PagedKVPool | None
@@ -54,6 +59,12 @@ class LayerCacheHandle:
     selected: jax.Array | None = None
     schema: LayerCacheSchema = flax.struct.field(pytree_node=False)
     in_place: bool = flax.struct.field(pytree_node=False, default=False)
+    split_cache: bool = flax.struct.field(pytree_node=False, default=False)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether other devices hold some of its blocks."""
+        return self.split_cache and self.paged is not None and axis_size(MODEL) > 1
 
     @property
     def positions(self) -> jax.Array:
@@ -106,9 +117,12 @@ class LayerCacheHandle:
 
         Source: deepseek_v4.md sections 1.3, 2, 3 and 4.
         """
-        write = append_in_place if self.in_place else append_uncommitted
+        write, call = append_in_place if self.in_place else append_uncommitted, self.call
+        if self.is_split:  # a block that lies elsewhere is written there
+            own = block_split.own_blocks(call.block_table, self.blocks.num_blocks)
+            call = dataclasses.replace(call, block_table=own)
         (state, paged), appended = write(
-            (self.state, self.paged), tokens, norms, self.call, layer=self.layer
+            (self.state, self.paged), tokens, norms, call, layer=self.layer
         )
         handle = dataclasses.replace(self, state=state, paged=paged, window=appended.window)
         return handle, appended
@@ -126,13 +140,49 @@ class LayerCacheHandle:
         Raises:
           ValueError: the layer has no indexer.
         """
-        pool, call = self._index_keys()
-        return pk.index_topk(queries, weights, pool, call, k=self.schema.indexer_top_k)
+        return self.select_for((), queries, weights)[0]
+
+    def select_for(
+        self, heads: tuple[jax.Array, ...], queries: jax.Array, weights: jax.Array
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """`select`, beside what will attend.
+
+        Args:
+          heads: the queries of the attention, [T, H, C], or nothing.
+          queries: as of `select`.
+          weights: likewise.
+
+        Returns:
+          What `select` gives, and `heads`. Where blocks are split these are the heads of all
+          devices: one collective brings them together with what each device has found best.
+
+        Raises:
+          ValueError: the layer has no indexer.
+        """
+        k, (pool, call) = self.schema.indexer_top_k, self._index_keys()
+        if not self.is_split:
+            return pk.index_topk(queries, weights, pool, call, k=k), heads
+        if self.max_entries <= k:
+            spare = ((0, 0), (0, k - self.max_entries))
+            return jnp.pad(self.all_visible(), spare, constant_values=-1), heads
+        call = self._own_call(self.visible_entries)
+        assert call.visible is not None
+        scores = pk.index_scores(queries, weights, pool, call)
+        best = pk.select_top_k(scores, call.visible, min(k, scores.shape[1]))
+        values = jnp.take_along_axis(scores, jnp.maximum(best, 0), axis=1)
+        numbers = block_split.logical_entries(best, self.schema.entries_per_block)
+        values, numbers, *parts = gather_in_one(values, numbers, *heads)
+        return block_split.best_of_all(values, numbers, k), tuple(map(_join_heads, parts))
 
     def scores(self, queries: jax.Array, weights: jax.Array) -> jax.Array:
         """f32[T, E], index scores of a CSA layer; arbitrary where a token does not see the entry.
 
-        Arguments and errors as of `select`.
+        Args:
+          queries: as of `select`.
+          weights: likewise.
+
+        Raises:
+          ValueError: the layer has no indexer.
         """
         return pk.index_scores(queries, weights, *self._index_keys())
 
@@ -187,7 +237,8 @@ class LayerCacheHandle:
         """Attends to the window and to the selected entries, read in place.
 
         Args:
-          queries: [T, H, C].
+          queries: [T, H, C]; where blocks are split also those of all devices, as `select` gives
+            them.
           sink: f32[H].
           selected: i32[T, K] as `select` and `all_visible` give it: of a token that sees n
             entries only the first n may be one, and -1 follows. None is the window alone.
@@ -200,6 +251,9 @@ class LayerCacheHandle:
         Raises:
           ValueError: the call's tokens have not been appended.
         """
+        if self.is_split and selected is not None:
+            own, count = block_split.gather_own(selected, self.schema.entries_per_block)
+            return self._attend_in_parts(queries, sink, own, count, frequencies)
         codec, pool, visible = self.schema.format.entry, None, None
         if selected is not None:
             pool = LayerPlanes(self.blocks.entries, self.layer, codec)
@@ -215,3 +269,73 @@ class LayerCacheHandle:
             scale=self.schema.entry_head_dim**-0.5,
             frequencies=frequencies,
         )
+
+    def attend_to_all(
+        self, queries: jax.Array, sink: jax.Array, frequencies: jax.Array | None = None
+    ) -> jax.Array:
+        """`attend` to the window and to every entry that a token sees."""
+        if not self.is_split:
+            return self.attend(queries, sink, self.all_visible(), frequencies)
+        per_block = self.schema.entries_per_block
+        count = block_split.count_own(self.visible_entries, per_block)
+        width = -(-self.call.block_table.shape[1] // axis_size(MODEL)) * per_block
+        return self._attend_in_parts(queries, sink, select_all(count, width), count, frequencies)
+
+    def _own_call(self, visible: jax.Array) -> CallIndices:
+        """The call as an op takes it that reads the blocks of this device."""
+        per_block = self.schema.entries_per_block
+        return dataclasses.replace(
+            self.call,
+            block_table=block_split.own_table(self.call.block_table, self.blocks.num_blocks),
+            visible=block_split.count_own(visible, per_block),
+        )
+
+    def _attend_in_parts(
+        self,
+        queries: jax.Array,
+        sink: jax.Array,
+        own: jax.Array,
+        count: jax.Array,
+        frequencies: jax.Array | None,
+    ) -> jax.Array:
+        """Every device attends with all heads to its own entries, and gets its heads' results.
+
+        Args:
+          queries: [T, H, C], of this device or of all.
+          sink: f32[H], of this device.
+          own: i32[T, K], entries by their numbers here, ascending, then -1.
+          count: i32[T], how many they are.
+          frequencies: as of `attend`.
+        """
+        num_heads, parts = sink.shape[0], axis_size(MODEL)
+        if queries.shape[1] == num_heads:
+            queries = _join_heads(*gather_in_one(queries))
+        codec, call = self.schema.format.entry, self._own_call(self.visible_entries)
+        counts_window = place_on(MODEL) == 0  # every device has all of it
+        part = pk.attend_in_part(
+            queries,
+            LayerPlanes(self.state.window, self.layer, codec),
+            self.own_window,
+            LayerPlanes(self.blocks.entries, self.layer, codec),
+            own,
+            dataclasses.replace(
+                call, visible=count, positions=jnp.where(counts_window, call.positions, -1)
+            ),
+            scale=self.schema.entry_head_dim**-0.5,
+        )
+        found = jnp.concatenate([part.sums, jnp.moveaxis(part.statistics, 1, 2)], axis=2)
+        found = found.reshape(found.shape[0], parts, num_heads, -1)
+        found = exchange_over_model(jnp.moveaxis(found, 1, 0))
+        return pk.join_parts(
+            pk.AttentionPart(found[..., :-2], jnp.moveaxis(found[..., -2:], 3, 2)),
+            sink,
+            self.call.positions,
+            frequencies,
+            dtype=queries.dtype,
+        )
+
+
+def _join_heads(parts: jax.Array) -> jax.Array:
+    """[n, T, H, C] of n devices -> [T, n * H, C]."""
+    joined = jnp.moveaxis(parts, 0, 1)
+    return joined.reshape(joined.shape[0], -1, joined.shape[-1])

@@ -18,6 +18,7 @@ from dsv4_jax.cache.schema import (
     LayerCacheSchema,
     blocks_of,
     build_schema,
+    check_selector,
     choose_cache_format,
     compute_block_budget,
     same_sizes,
@@ -27,7 +28,7 @@ from dsv4_jax.cache.step_input import StepInput, check_room, check_step_input, i
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import draft_layer, layer_schedule
 from dsv4_jax.config.layer_types import AttentionType
-from dsv4_jax.mesh import DATA, AnyMesh, check_divides, mesh_sizes, on_mesh, shardings_of
+from dsv4_jax.mesh import AXES, DATA, AnyMesh, check_divides, mesh_sizes, on_mesh, shardings_of
 from pallas_kernels.common.call import CallIndices
 
 
@@ -43,6 +44,8 @@ class ModelCache:
       block_table: i32[NS, LB], physical block of each logical one; -1 where there is none. One
         table for both compressed types.
       schemas: schemas of every layer in order, the draft block last.
+      split_cache: on a mesh, blocks are dealt over `model` (`block_split.py`); a table then numbers
+        them through all devices of the data shard.
     """
 
     state: dict[str, StateCachePool]
@@ -50,6 +53,7 @@ class ModelCache:
     length_tokens: jax.Array
     block_table: jax.Array
     schemas: tuple[LayerCacheSchema, ...] = flax.struct.field(pytree_node=False)
+    split_cache: bool = flax.struct.field(pytree_node=False, default=False)
 
     @property
     def block_tokens(self) -> int:
@@ -72,7 +76,10 @@ class ModelCache:
 
     @property
     def num_blocks(self) -> int:
-        """NB, physical blocks; with no compressed layer, those that the tables may name."""
+        """NB, physical blocks; with no compressed layer, those that the tables may name.
+
+        In a step on a split cache, those of one device.
+        """
         pools = list(self.paged.values())
         return pools[0].num_blocks if pools else self.block_table.size
 
@@ -127,6 +134,7 @@ class ModelCache:
             call=call,
             schema=state.schema,
             in_place=in_place,
+            split_cache=self.split_cache,
         )
 
     def with_layer(self, handle: LayerCacheHandle) -> ModelCache:
@@ -144,6 +152,7 @@ def init_cache(
     cache_format: FormatName | None = None,
     num_blocks: int | None = None,
     mesh: AnyMesh | None = None,
+    split_cache: bool = False,
 ) -> ModelCache:
     """An empty cache.
 
@@ -158,11 +167,16 @@ def init_cache(
         the tables empty, for a manager to fill.
       mesh: where the cache lies; slots and blocks are split over its axis `data`, and tables hold
         ids within a part. None is one device.
+      split_cache: on a mesh, the blocks of a request are dealt over `model` as well: logical block
+        b of a table lies on device b % n, which has the b-th part of the data shard's blocks, in
+        the order of their ids. A request then takes an n-th of its blocks' bytes on each device,
+        and a step two more collectives in each compressed layer.
 
     Raises:
-      ValueError: an argument is out of range or does not divide over the mesh, or there is no such
-        format.
+      ValueError: an argument is out of range or does not divide over the mesh, there is no such
+        format, or an idea's selector would need blocks that are split.
     """
+    split_cache = checks.flag("split_cache", split_cache)
     if mesh is not None:
         return _init_on_mesh(
             mesh,
@@ -171,8 +185,10 @@ def init_cache(
             max_context_tokens=max_context_tokens,
             cache_format=cache_format,
             num_blocks=num_blocks,
+            split_cache=split_cache,
         )
     checks.instance("config", config, DSV4Config)
+    check_selector(config, split_cache=split_cache)
     max_requests = checks.integer("max_requests", max_requests, 1)
     max_context_tokens = checks.integer("max_context_tokens", max_context_tokens, 1)
     cache_format = choose_cache_format(config, cache_format)
@@ -203,6 +219,7 @@ def init_cache(
         length_tokens=jnp.zeros(max_requests, jnp.int32),
         block_table=table,
         schemas=schemas,
+        split_cache=split_cache,
     )
 
 
@@ -211,27 +228,39 @@ def _init_on_mesh(
     config: DSV4Config,
     *,
     max_requests: int,
+    max_context_tokens: int,
     num_blocks: int | None,
+    split_cache: bool,
     **sizes: Any,
 ) -> ModelCache:
     """Each device makes its own part; arguments as of `init_cache`."""
-    parts = mesh_sizes(mesh)[0]
+    checks.instance("config", config, DSV4Config)
+    shards, parts = mesh_sizes(mesh)
+    parts = parts if split_cache else 1
     max_requests = checks.integer("max_requests", max_requests, 1)
+    max_context_tokens = checks.integer("max_context_tokens", max_context_tokens, 1)
     check_divides(mesh, {"max_requests": max_requests}, (DATA,))
     if num_blocks is not None:
         num_blocks = checks.integer("num_blocks", num_blocks, 1)
-        check_divides(mesh, {"num_blocks": num_blocks}, (DATA,))
+        check_divides(mesh, {"num_blocks": num_blocks}, AXES if split_cache else (DATA,))
+    slots = max_requests // shards
+    of_slot = -(-blocks_of(config, max_context_tokens) // parts)
+    checks.integer("max_requests", max_requests, high=checks.INT32_MAX // (of_slot * parts))
 
     def build() -> ModelCache:
         cache = init_cache(
             config,
             max_requests=max_requests,
-            num_blocks=num_blocks,
+            max_context_tokens=max_context_tokens,
+            num_blocks=max_requests * parts * of_slot if num_blocks is None else num_blocks,
+            split_cache=split_cache,
             **sizes,
         )
-        table = cache.block_table
-        if num_blocks is None:
-            table = table % (table.size // parts)
+        if num_blocks is not None:
+            return cache
+        slot = (jnp.arange(max_requests, dtype=jnp.int32) % slots)[:, None]
+        logical = jnp.arange(cache.block_table.shape[1], dtype=jnp.int32)[None]
+        table = (logical % parts * slots + slot) * of_slot + logical // parts
         return dataclasses.replace(cache, block_table=table)
 
     return jax.jit(build, out_shardings=shardings_of(jax.eval_shape(build), mesh))()
@@ -314,6 +343,7 @@ def cache_shapes(
     max_requests: int,
     max_context_tokens: int,
     cache_format: FormatName | None = None,
+    split_cache: bool = False,
 ) -> ModelCache:
     """What `init_cache` would allocate, as `jax.ShapeDtypeStruct`; nothing is allocated."""
 
@@ -323,6 +353,7 @@ def cache_shapes(
             max_requests=max_requests,
             max_context_tokens=max_context_tokens,
             cache_format=cache_format,
+            split_cache=split_cache,
         )
 
     return jax.eval_shape(build)

@@ -216,9 +216,13 @@ def acquire(cache: ModelCache, call: CallIndices, *, layer_idx: int) -> Original
     """The handle of one layer in one call; pure, for use inside a traced step.
 
     Raises:
-      ValueError: there is no such layer.
+      ValueError: there is no such layer, or the cache is split.
     """
     checks.instance("cache", cache, ModelCache)
+    if cache.split_cache:
+        raise ValueError(
+            "the original interface reads whole requests; build it without split_cache"
+        )
     last = len(cache.schemas) - 1
     layer_idx = checks.integer("layer_idx", layer_idx, 0, last, rule=f"0..{last}")
     schema = cache.schemas[layer_idx]

@@ -141,6 +141,19 @@ def choose_cache_format(
     return checks.choice("cache_format", chosen, tuple(CACHE_FORMATS))
 
 
+def check_selector(config: DSV4Config, *, split_cache: bool) -> None:
+    """Refuses an idea that needs all of a request's entries on one device, where they are split.
+
+    Raises:
+      ValueError: the idea has a selector and `split_cache` is set.
+    """
+    if split_cache and config.idea.selector is not None:
+        raise ValueError(
+            "split_cache deals a request's entries over devices, and the config's idea has a "
+            "selector, which looks at all of them; leave one of the two out"
+        )
+
+
 def same_sizes(schema: LayerCacheSchema) -> LayerCacheSchema:
     """The schema that stands for a whole family: no layer in particular."""
     return dataclasses.replace(schema, layer_idx=-1, family_idx=-1)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax import checks
+from dsv4_jax.cache.block_split import own_blocks, own_mask
 from dsv4_jax.cache.model_cache import ModelCache, check_rows, update_slots
 from dsv4_jax.cache.poison import poison
 from dsv4_jax.cache.snapshots import SnapshotStore, load_snapshots
@@ -86,9 +87,13 @@ def apply_changes(cache: ModelCache, store: SnapshotStore, changes: SlotChanges)
         checks.in_range(name, getattr(changes, name), -1, high)
     source = jnp.maximum(changes.copy_from, 0)
     copied = jax.tree.map(lambda plane: plane[:, source], cache.state)
-    block_source = jnp.maximum(changes.block_from, 0)
+    block_from, block_to, freed_blocks = changes.block_from, changes.block_to, changes.freed_blocks
+    if cache.split_cache:  # the open block of a fork lies where its source does
+        block_from, block_to = (own_blocks(jnp.asarray(b), blocks) for b in (block_from, block_to))
+        freed_blocks = None if freed_blocks is None else own_mask(jnp.asarray(freed_blocks), blocks)
+    block_source = jnp.maximum(block_from, 0)
     copied_blocks = jax.tree.map(lambda plane: plane[:, block_source], cache.paged)
-    cache = poison(cache, changes.freed_slots, changes.freed_blocks)
+    cache = poison(cache, changes.freed_slots, freed_blocks)
 
     def write(targets: Array) -> Callable[[jax.Array, jax.Array], jax.Array]:
         def put(plane: jax.Array, values: jax.Array) -> jax.Array:
@@ -98,7 +103,7 @@ def apply_changes(cache: ModelCache, store: SnapshotStore, changes: SlotChanges)
         return put
 
     state = jax.tree.map(write(changes.copy_to), cache.state, copied)
-    paged = jax.tree.map(write(changes.block_to), cache.paged, copied_blocks)
+    paged = jax.tree.map(write(block_to), cache.paged, copied_blocks)
     places = (changes.load_slots, changes.load_places, changes.load_ends)
     state = load_snapshots(state, store, *map(jnp.asarray, places))
     cache = dataclasses.replace(cache, state=state, paged=paged)

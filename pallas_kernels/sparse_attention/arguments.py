@@ -1,4 +1,4 @@
-"""Arguments: what every implementation of `sparse_attention` takes."""
+"""What every implementation of `sparse_attention` takes, and what one of some keys gives."""
 
 from __future__ import annotations
 
@@ -23,3 +23,16 @@ class Arguments(NamedTuple):
     call: CallIndices
     scale: float
     frequencies: jax.Array | None = None
+
+
+class AttentionPart(NamedTuple):
+    """Attention to some of the keys, before sink and division, or such parts of all keys, stacked.
+
+    Attributes:
+      sums: f32[..., T, H, C], values weighted by exponentials relative to the largest logit.
+      statistics: f32[..., T, 2, H], the largest logit times log2(e), `call_shapes.FLOOR` without
+        keys, and the sum of the weights.
+    """
+
+    sums: jax.Array
+    statistics: jax.Array

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.common.norm_rope import rotate
 from pallas_kernels.gpu.devices import Device
 from pallas_kernels.sparse_attention import call_shapes, combine_triton
-from pallas_kernels.sparse_attention.arguments import Arguments
+from pallas_kernels.sparse_attention.arguments import Arguments, AttentionPart
 from pallas_kernels.sparse_attention.call_shapes import FLOOR, HEADS, LOG2_E, TILE, Shapes, Tiling
 from pallas_kernels.sparse_attention.loads import Operands, Outputs
 
@@ -46,8 +46,12 @@ def launch(
     arguments: Arguments,
     *,
     tiling: Tiling | None = None,
-) -> jax.Array:
+    in_parts: bool = False,
+) -> Any:
     """Runs a kernel on the arguments of `op.sparse_attention`.
+
+    With `in_parts` it gives the `AttentionPart` of those keys: what splits are combined from, so
+    that there are two at least, and no sink.
 
     The kernel has the axes token, head, split and warpgroup, `num_warpgroups` of the last, and is
     called as kernel(`Operands`, `Outputs`, scratch_of(C, dtype), shapes=), refs all of them. Its
@@ -81,6 +85,8 @@ def launch(
     )
     num_ctas = num_tokens * -(-num_heads // HEADS)
     tiling = tiling or call_shapes.choose_tiling(num_ctas, shapes.num_tiles, device.num_sms, dim)
+    if in_parts:
+        tiling = dataclasses.replace(tiling, splits=max(2, tiling.splits))
     if tiling.splits > shapes.num_tiles:
         raise ValueError(
             f"tiling must cut the keys' {shapes.num_tiles} tiles of {TILE} into no more splits, "
@@ -133,6 +139,8 @@ def launch(
             pool={name: _rows_of(pool.planes[name], 3) for name in names},
         )
     )
+    if in_parts:
+        return _add_splits(AttentionPart(out.sums, out.statistics), num_heads)
     if tiling.splits == 1:
         attended = lax.bitcast_convert_type(out.sums, queries.dtype)
         if frequencies is None:
@@ -141,6 +149,18 @@ def launch(
     return combine_triton.combine(
         out.sums, out.statistics, sink, call.positions, frequencies, dtype=queries.dtype
     )
+
+
+def _add_splits(splits: AttentionPart, num_heads: int) -> AttentionPart:
+    """All splits' sums, relative to the largest logit of all."""
+    sums, statistics = splits.sums[:, :, :num_heads], splits.statistics[..., :num_heads]
+    largest, total = statistics[:, :, 0], statistics[:, :, 1]
+    top = jnp.max(largest, axis=0)
+    weight = jnp.exp2(largest - top)
+    # A sum too large for f32 is that of a split which counts for nothing.
+    sums = jnp.where(weight[..., None] == 0, 0.0, sums * weight[..., None])
+    total = jnp.sum(total * weight, axis=0)
+    return AttentionPart(jnp.sum(sums, axis=0), jnp.stack([top, total], axis=1))
 
 
 def _rows_of(plane: jax.Array, lead: int) -> jax.Array:

@@ -81,6 +81,22 @@ def sparse_attention(
 
     Source: deepseek_v4.md sections 1.3, step 9, and 1.4.
     """
+    arguments = Arguments(queries, sink, ring, rows, pool, selected, call, scale, frequencies)
+    check_arguments(arguments)
+    implementation = resolve(
+        "sparse_attention",
+        backend,
+        _IMPLEMENTATIONS,
+        preferred=Backend.MOSAIC_GPU,
+        obstacle=call_shapes.find_obstacle(queries, ring),
+        arguments={"queries": queries} | ({} if selected is None else {"selected": selected}),
+    )
+    return implementation(arguments)
+
+
+def check_arguments(arguments: Arguments) -> None:
+    """Refuses arguments of a wrong shape or dtype."""
+    queries, sink, ring, rows, pool, selected, call, _, frequencies = arguments
     check_rank(3, queries=queries)
     check_call(call)
     check_ring(ring, rows, queries.shape[-1])
@@ -105,17 +121,6 @@ def sparse_attention(
     if call.visible is not None:
         check_same_length("T", queries=queries, visible=call.visible)
         check_indices(visible=call.visible)
-    implementation = resolve(
-        "sparse_attention",
-        backend,
-        _IMPLEMENTATIONS,
-        preferred=Backend.MOSAIC_GPU,
-        obstacle=call_shapes.find_obstacle(queries, ring),
-        arguments={"queries": queries} | ({} if selected is None else {"selected": selected}),
-    )
-    return implementation(
-        Arguments(queries, sink, ring, rows, pool, selected, call, scale, frequencies)
-    )
 
 
 def _check_same_layer(ring: LayerPlanes, pool: LayerPlanes) -> None:

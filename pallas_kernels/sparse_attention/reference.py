@@ -12,17 +12,20 @@ Source: deepseek_v4.md section 1.3, step 9.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from pallas_kernels.common.checks import first_plane
 from pallas_kernels.common.chunks import map_tokens
 from pallas_kernels.common.norm_rope import rotate
 from pallas_kernels.common.rounding import round_to
 from pallas_kernels.gather_entries.reference import gather_entries, gather_window
-from pallas_kernels.sparse_attention.arguments import Arguments
+from pallas_kernels.sparse_attention.arguments import Arguments, AttentionPart
+from pallas_kernels.sparse_attention.call_shapes import FLOOR, LOG2_E
 
 
 def attend(
@@ -54,7 +57,74 @@ def attend(
 
 def sparse_attention(arguments: Arguments) -> jax.Array:
     """Gathers each token's keys, window first, and attends to them; some tokens at a time."""
-    queries, sink, ring, rows, pool, selected, call, scale, frequencies = arguments
+    queries, sink, call, frequencies = (
+        arguments.queries,
+        arguments.sink,
+        arguments.call,
+        arguments.frequencies,
+    )
+
+    def attend_some(some: jax.Array, keys: jax.Array, valid: jax.Array) -> jax.Array:
+        attended = attend(some, keys, valid, sink, scale=arguments.scale)
+        return round_to(attended, queries.dtype)
+
+    attended = _map_keys(attend_some, arguments)
+    if frequencies is None:
+        return attended
+    return rotate(attended, call.positions[:, None], frequencies, inverse=True)
+
+
+def attend_in_part(arguments: Arguments) -> AttentionPart:
+    """See `parts.attend_in_part`; there is no sink yet."""
+
+    def attend_some(some: jax.Array, keys: jax.Array, valid: jax.Array) -> jax.Array:
+        sums, largest, total = _weigh(some, keys, valid, scale=arguments.scale)
+        # A token's results in one array, for they come in chunks of tokens.
+        return jnp.concatenate([sums, largest[..., None], total[..., None]], axis=-1)
+
+    found = _map_keys(attend_some, arguments)
+    return AttentionPart(found[..., :-2], jnp.moveaxis(found[..., -2:], -1, -2))
+
+
+def join_parts(
+    parts: AttentionPart,
+    sink: jax.Array,
+    positions: jax.Array,
+    frequencies: jax.Array | None,
+    *,
+    dtype: DTypeLike,
+) -> jax.Array:
+    """See `parts.join_parts`."""
+    largest, total = parts.statistics[:, :, 0], parts.statistics[:, :, 1]
+    sink = sink * LOG2_E
+    top = jnp.maximum(jnp.max(largest, axis=0), jnp.maximum(sink, FLOOR))
+    weight = jnp.exp2(largest - top)
+    whole = jnp.sum(total * weight, axis=0) + jnp.exp2(sink - top)
+    sums = jnp.where(weight[..., None] == 0, 0.0, parts.sums * weight[..., None])
+    whole = jnp.where(whole > 0, whole, 1.0)
+    attended = round_to(jnp.sum(sums, axis=0) / whole[..., None], dtype)
+    if frequencies is None:
+        return attended
+    return rotate(attended, positions[:, None], frequencies, inverse=True)
+
+
+def _weigh(
+    queries: jax.Array, keys: jax.Array, valid: jax.Array, *, scale: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Sums [..., H, C], largest logits [..., H], times log2(e), and sums of weights [..., H]."""
+    highest = jax.lax.Precision.HIGHEST
+    logits = jnp.matmul(queries.astype(jnp.float32), keys.mT, precision=highest)
+    logits = jnp.where(valid[..., None, :], logits * (scale * LOG2_E), -jnp.inf)
+    largest = jnp.maximum(jnp.max(logits, axis=-1), FLOOR)
+    weights = jnp.exp2(logits - largest[..., None])
+    return jnp.matmul(weights, keys, precision=highest), largest, jnp.sum(weights, axis=-1)
+
+
+def _map_keys(
+    function: Callable[[jax.Array, jax.Array, jax.Array], jax.Array], arguments: Arguments
+) -> jax.Array:
+    """function(queries [n, H, C], keys f32[n, S, C], valid bool[n, S]) of some tokens at a time."""
+    queries, _, ring, rows, pool, selected, call, _, _ = arguments
     dim = queries.shape[-1]
     places = {
         "queries": queries,
@@ -73,7 +143,7 @@ def sparse_attention(arguments: Arguments) -> jax.Array:
 
     dense = {"dim": dim, "dtype": jnp.float32}
 
-    def attend_some(some: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
+    def map_some(some: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
         here = dataclasses.replace(
             call,
             segment_ids=some["segment_ids"],
@@ -86,10 +156,6 @@ def sparse_attention(arguments: Arguments) -> jax.Array:
             entries, present = gather_entries(pool, here, some["selected"], **dense)
             keys = jnp.concatenate([keys, entries], axis=1)
             valid = jnp.concatenate([valid, present], axis=1)
-        attended = attend(some["queries"], keys, valid, sink, scale=scale)
-        return round_to(attended, queries.dtype)
+        return function(some["queries"], keys, valid)
 
-    attended = map_tokens(attend_some, places, elements_per_token=num_keys * dim)
-    if frequencies is None:
-        return attended
-    return rotate(attended, call.positions[:, None], frequencies, inverse=True)
+    return map_tokens(map_some, places, elements_per_token=num_keys * dim)

@@ -59,13 +59,13 @@ def smallest():
 class Runner:
     """One model and one cache, on a mesh or on one device; rows are requests, all in slots."""
 
-    def __init__(self, config, params, mesh, *, cache_format="f32"):
+    def __init__(self, config, params, mesh, *, cache_format="f32", context=CONTEXT, split=False):
         self.config, self.mesh = config, mesh
         self.shards = 1 if mesh is None else mesh.shape["data"]
         self.params = params
         if mesh is not None:
             self.params = jax.device_put(params, ds.param_shardings(config, mesh, params))
-        sizes = {"max_requests": ROWS, "max_context_tokens": CONTEXT}
+        sizes = {"max_requests": ROWS, "max_context_tokens": context, "split_cache": split}
         self.cache = ds.init_cache(config, **sizes, cache_format=cache_format, mesh=mesh)
 
     def place(self, value):

@@ -1,0 +1,134 @@
+"""One attention whose keys lie on several devices: each attends to its own, and results are joined.
+
+    part of a device    m[h] = max l[h, i],  t[h] = sum exp(l[h, i] - m[h]),
+                        s[h] = sum exp(l[h, i] - m[h]) k_i            over its own keys i
+    all parts           o[h] = sum s[h] exp(m[h] - M) / (sum t[h] exp(m[h] - M) + exp(sink[h] - M))
+
+with M the largest of all m[h] and of the sink, which is counted here, once. The window is counted
+by one device: where positions are -1, a token has none.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels.common.backend import Backend, resolve
+from pallas_kernels.common.call import CallIndices
+from pallas_kernels.common.checks import check_indices, check_rank, check_same_length
+from pallas_kernels.common.codecs import Planes
+from pallas_kernels.common.layer_planes import LayerPlanes
+from pallas_kernels.sparse_attention import call_shapes, combine_triton, op, reference
+from pallas_kernels.sparse_attention.arguments import Arguments, AttentionPart
+
+
+def _run_kernel(arguments: Arguments) -> AttentionPart:
+    return op.choose_kernel().sparse_attention(arguments, in_parts=True)
+
+
+def _combine(
+    parts: AttentionPart,
+    sink: jax.Array,
+    positions: jax.Array,
+    frequencies: jax.Array | None,
+    *,
+    dtype: DTypeLike,
+) -> jax.Array:
+    return combine_triton.combine(*parts, sink, positions, frequencies, dtype=dtype)
+
+
+_ATTEND = {Backend.REFERENCE: reference.attend_in_part, Backend.MOSAIC_GPU: _run_kernel}
+_JOIN = {Backend.REFERENCE: reference.join_parts, Backend.TRITON_GPU: _combine}
+
+
+def attend_in_part(
+    queries: jax.Array,
+    ring: LayerPlanes,
+    rows: Planes,
+    pool: LayerPlanes,
+    selected: jax.Array,
+    call: CallIndices,
+    *,
+    scale: float,
+    backend: Backend | None = None,
+) -> AttentionPart:
+    """Attends to some of the keys of each token, for `join_parts`.
+
+    Args:
+      queries: [T, H, C], normed and rotated.
+      ring: as in `sparse_attention`.
+      rows: as there.
+      pool: planes [L, NB, EB, ...], the blocks that are here.
+      selected: i32[T, K], entries of `pool` that each query attends to, -1 for none.
+      call: as there, with the table of the blocks that are here. A token whose position is -1 has
+        no window.
+      scale: factor of the logits.
+      backend: implementation to use; None picks the fastest one that runs here.
+
+    Returns:
+      The part of those keys.
+
+    Raises:
+      ValueError: a shape or dtype is wrong.
+      NotImplementedError: the named backend can't run here, or not at these sizes.
+    """
+    check_rank(3, queries=queries)
+    no_sink = jnp.zeros(queries.shape[1], jnp.float32)  # `join_parts` has it
+    arguments = Arguments(queries, no_sink, ring, rows, pool, selected, call, scale)
+    op.check_arguments(arguments)
+    implementation = resolve(
+        "attend_in_part",
+        backend,
+        _ATTEND,
+        preferred=Backend.MOSAIC_GPU,
+        obstacle=call_shapes.find_obstacle(queries, ring),
+        arguments={"queries": queries, "selected": selected},
+    )
+    return implementation(arguments)
+
+
+def join_parts(
+    parts: AttentionPart,
+    sink: jax.Array,
+    positions: jax.Array,
+    frequencies: jax.Array | None = None,
+    *,
+    dtype: DTypeLike,
+    backend: Backend | None = None,
+) -> jax.Array:
+    """What attention to all keys gives, from parts that have each key once.
+
+    Args:
+      parts: of n devices, stacked: sums f32[n, T, H, C], statistics f32[n, T, 2, H].
+      sink: f32[H], a logit that adds to the denominator only.
+      positions: i32[T], for inverse RoPE.
+      frequencies: f32[R / 2], radians per position, for inverse RoPE of the output; None leaves it
+        out.
+      dtype: dtype of the output.
+      backend: implementation to use; None picks the fastest one that runs here.
+
+    Returns:
+      [T, H, C]; zeros where there is neither a key nor a sink.
+
+    Raises:
+      ValueError: a shape or dtype is wrong.
+      NotImplementedError: the named backend can't run here.
+    """
+    sums, statistics = parts
+    check_rank(4, sums=sums)
+    check_rank(1, positions=positions)
+    check_indices(positions=positions)
+    num_parts, num_tokens, num_heads, _ = sums.shape
+    if statistics.shape != (num_parts, num_tokens, 2, num_heads):
+        raise ValueError(
+            "statistics must be f32[n, T, 2, H] of sums f32[n, T, H, C], got "
+            f"{statistics.shape=} and {sums.shape=}"
+        )
+    if sink.shape != (num_heads,):
+        raise ValueError(f"sums and sink must agree on H, got {sums.shape=} and {sink.shape=}")
+    check_same_length("T", sums=sums[0], positions=positions)
+    implementation = resolve(
+        "join_parts", backend, _JOIN, preferred=Backend.TRITON_GPU, arguments={"sums": sums}
+    )
+    return implementation(parts, sink, positions, frequencies, dtype=dtype)
