@@ -12,37 +12,68 @@ from dsv4_jax.allocator.prefix_tree import PrefixNode, PrefixTree
 class BlockPool:
     """Physical blocks, each held by block tables and by the prefix tree, or free.
 
+    Where a cache is split, the blocks come in equal parts, one after the other, one for each device
+    of a data shard, and the b-th block of a request is of part b % n. Else there is one part.
+
     Attributes:
       owners: i32[NB], how many tables and tree nodes hold each block.
       generations: i32[NB], how often each block has been taken from the free ones.
-      free: blocks that nobody holds, the next one last.
+      free_of_part: blocks of each part that nobody holds, the next one last.
       freed: blocks that became free since the device was last told.
       num_evicted: blocks of cached prefixes that gave way so far.
     """
 
     def __init__(self, num_blocks: int, tree: PrefixTree) -> None:
-        """Starts with every block free."""
+        """Starts with every block free, in as many parts as the tree counts."""
         self.owners = np.zeros(num_blocks, np.int32)
         self.generations = np.zeros(num_blocks, np.int32)
-        self.free = list(range(num_blocks - 1, -1, -1))
+        parts = len(tree.unused_of_part)
+        self._size = num_blocks // parts
+        self.free_of_part = [
+            list(range((part + 1) * self._size - 1, part * self._size - 1, -1))
+            for part in range(parts)
+        ]
         self.freed: set[int] = set()
         self.num_evicted = 0
         self._tree = tree
 
     @property
+    def free(self) -> list[int]:
+        """Blocks that nobody holds."""
+        return [block for part in self.free_of_part for block in part]
+
+    @property
     def num_free(self) -> int:
         """Blocks that no request holds, those of cached prefixes included."""
-        return len(self.free) + self._tree.num_unused
+        return sum(map(len, self.free_of_part)) + self._tree.num_unused
 
-    def num_beside(self, chain: Sequence[PrefixNode]) -> int:
-        """Blocks that a request can have beside those of a known prefix that it will use."""
-        return self.num_free - sum(not node.users for node in chain)
+    def left_beside(self, chain: Sequence[PrefixNode], first: int, end: int) -> np.ndarray:
+        """What a request leaves of each part, if it takes blocks of its own.
 
-    def take(self) -> int:
-        """A block for one owner; one of a cached prefix gives way if none is free."""
-        if not self.free:
+        Args:
+          chain: nodes of a known prefix that it will use.
+          first: its first own block's number in the request.
+          end: the number after its last one's.
+
+        Returns:
+          i32[n], blocks that no request would hold; below 0 where there are too few.
+        """
+        parts = len(self.free_of_part)
+        left = np.array([len(free) for free in self.free_of_part]) + self._tree.unused_of_part
+        for node in chain:
+            left[self._tree.part_of(node)] -= not node.users
+        before = -np.arange(parts) + parts - 1
+        return left - (end + before) // parts + (first + before) // parts
+
+    def take(self, logical: int) -> int:
+        """A block for one owner, the b-th of a request.
+
+        Cached prefixes give way, least recently used first, until one of its part is free.
+        """
+        free = self.free_of_part[logical % len(self.free_of_part)]
+        while not free:
             self.evict(1)
-        block = self.free.pop()
+        block = free.pop()
         self.owners[block] = 1
         self.generations[block] += 1
         return block
@@ -58,7 +89,7 @@ class BlockPool:
         assert self.owners[block] > 0
         self.owners[block] -= 1
         if not self.owners[block]:
-            self.free.append(block)
+            self.free_of_part[block // self._size].append(block)
             self.freed.add(block)
 
     def evict(self, num_blocks: int) -> int:

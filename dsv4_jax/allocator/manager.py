@@ -56,6 +56,7 @@ class KVCacheManager:
         num_snapshots: int | None = None,
         cache_format: FormatName | None = None,
         poison: bool = False,
+        block_parts: int = 1,
     ) -> None:
         """Starts with every slot and block free.
 
@@ -68,6 +69,8 @@ class KVCacheManager:
             prefixes.
           cache_format: as in `init_cache`; only `plan` reads it, for its bytes.
           poison: `apply` fills freed slots and blocks with NaN patterns, for tests and debugging.
+          block_parts: devices of the data shard that blocks are dealt over, where a cache is split;
+            it divides `num_blocks`.
 
         Raises:
           ValueError: a size is out of range.
@@ -79,6 +82,7 @@ class KVCacheManager:
             num_blocks=num_blocks,
             num_snapshots=num_snapshots,
             cache_format=cache_format,
+            block_parts=block_parts,
         )
         max_requests = self.plan.max_requests
         width = -(-self.plan.max_context_tokens // self.plan.block_tokens)
@@ -87,7 +91,7 @@ class KVCacheManager:
         self._poison = checks.flag("poison", poison)
         self._free_slots = list(range(max_requests - 1, -1, -1))
         self._slot_generations = np.zeros(max_requests, np.int32)
-        tree = PrefixTree(self.plan.block_tokens, self.plan.num_snapshots)
+        tree = PrefixTree(self.plan.block_tokens, self.plan.num_snapshots, self.plan.block_parts)
         self._blocks = BlockPool(self.plan.num_blocks, tree)
         self._pending = PendingChanges()
         self.prefixes = PrefixCache(tree, self._blocks, self._pending)
@@ -134,8 +138,8 @@ class KVCacheManager:
         spare_blocks = checks.integer("spare_blocks", spare_blocks, 0)
         _check_prefix(token_ids, salt)
         chain = self.prefixes.find_resumable(token_ids, salt, max_tokens)
-        left = self._blocks.num_beside(chain) - (needed - len(chain))
-        return bool(self._free_slots) and left >= spare_blocks
+        left = self._blocks.left_beside(chain, len(chain), needed)
+        return bool(self._free_slots) and left.min() >= 0 and left.sum() >= spare_blocks
 
     def admit(self, max_tokens: int, token_ids: np.ndarray | None = None, salt: bytes = b"") -> int:
         """Gives a request a slot and every block it may need.
@@ -159,7 +163,7 @@ class KVCacheManager:
         if not self._free_slots:
             raise NoRoomError(f"all {len(self.length_tokens)} slots are taken; release one first")
         chain = self.prefixes.find_resumable(token_ids, salt, max_tokens)
-        self._check_free(needed - len(chain), chain)
+        self._check_free(len(chain), needed, chain)
         slot = self._take_slot()
         hit_tokens = len(chain) * self.plan.block_tokens
         prefix = RequestPrefix(salt=salt, hit_tokens=hit_tokens, chain=chain)
@@ -183,7 +187,7 @@ class KVCacheManager:
         self._check_held(slot)
         held = self._num_blocks_of(slot)
         needed = self.plan.blocks_needed(max_tokens)
-        self._check_free(needed - held)
+        self._check_free(held, needed)
         if needed > held:
             self._take(slot, held, needed)
 
@@ -226,7 +230,7 @@ class KVCacheManager:
             raise ValueError(f"max_tokens must be at least the length, {length}, got {max_tokens}")
         if not self._free_slots:
             raise NoRoomError(f"all {len(self.length_tokens)} slots are taken; release one first")
-        self._check_free(needed - full)
+        self._check_free(full, needed)
         new = self._take_slot()
         self.length_tokens[new] = length
         self.block_table[new] = -1
@@ -355,13 +359,17 @@ class KVCacheManager:
         """
         return acquire(cache, cache.index(step_input), layer_idx=layer_idx)
 
-    def _check_free(self, needed: int, chain: Sequence[PrefixNode] = ()) -> None:
-        if needed > self._blocks.num_beside(chain):
-            raise NoRoomError(
-                f"{needed} blocks of {self.plan.block_tokens} tokens are needed and "
-                f"{self._blocks.num_beside(chain)} of {self.num_blocks} are free; "
-                "release a request first"
-            )
+    def _check_free(self, held: int, needed: int, chain: Sequence[PrefixNode] = ()) -> None:
+        """Refuses blocks `held` to `needed` of a request that are not free beside a prefix."""
+        left = self._blocks.left_beside(chain, held, needed)
+        if needed <= held or left.min() >= 0:
+            return
+        missing = f"{needed - held} blocks of {self.plan.block_tokens} tokens are needed and "
+        if len(left) == 1:
+            missing += f"{left[0] + needed - held} of {self.num_blocks} are free"
+        else:
+            missing += f"{-left.min()} too few are free on device {left.argmin()} of the data shard"
+        raise NoRoomError(f"{missing}; release a request first")
 
     def _check_held(self, slot: int) -> None:
         self.prefixes.of(slot)  # raises for a slot that no request has
@@ -376,7 +384,7 @@ class KVCacheManager:
 
     def _take(self, slot: int, held: int, needed: int) -> None:
         for logical in range(held, needed):
-            self.block_table[slot, logical] = self._blocks.take()
+            self.block_table[slot, logical] = self._blocks.take(logical)
         self._pending.changed.add(slot)
 
 

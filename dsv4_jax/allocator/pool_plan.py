@@ -23,6 +23,8 @@ SNAPSHOTS_PER_SLOT = 8
 SNAPSHOT_SHARE = 0.1
 """What they take of a budget, beside the slots, where no number is given."""
 
+_MAX_PARTS = 2**16
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PoolPlan:
@@ -37,6 +39,8 @@ class PoolPlan:
       bytes_per_slot: rings, compressor states, length and table row.
       bytes_per_block: entries and index keys of all layers.
       bytes_per_snapshot: window rows and compressor states of one snapshot.
+      block_parts: devices that the blocks of a request are dealt over, and `num_blocks` lie on in
+        equal parts; 1 where a cache is not split.
     """
 
     max_requests: int
@@ -47,13 +51,14 @@ class PoolPlan:
     bytes_per_slot: int
     bytes_per_block: int
     bytes_per_snapshot: int
+    block_parts: int = 1
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of all pools."""
+        """Bytes of all pools on a device."""
         return (
             self.max_requests * self.bytes_per_slot
-            + self.num_blocks * self.bytes_per_block
+            + self.num_blocks // self.block_parts * self.bytes_per_block
             + self.num_snapshots * self.bytes_per_snapshot
         )
 
@@ -88,6 +93,7 @@ def plan_pools(
     num_blocks: int | None = None,
     num_snapshots: int | None = None,
     memory_bytes: int | None = None,
+    block_parts: int = 1,
 ) -> PoolPlan:
     """Sizes the pools, from counts or from a memory budget.
 
@@ -100,7 +106,9 @@ def plan_pools(
         slots.
       num_snapshots: None takes `SNAPSHOT_SHARE` of what a budget leaves after the slots or,
         without one, `SNAPSHOTS_PER_SLOT` for every slot.
-      memory_bytes: budget of all pools together; None is no limit.
+      memory_bytes: budget of all pools together, on a device; None is no limit.
+      block_parts: devices that the blocks of a request are dealt over, which must divide
+        `num_blocks`; 1 where a cache is not split.
 
     Returns:
       The plan; nothing is allocated.
@@ -111,32 +119,38 @@ def plan_pools(
     checks.instance("config", config, DSV4Config)
     max_requests = checks.integer("max_requests", max_requests, 1)
     max_context_tokens = checks.integer("max_context_tokens", max_context_tokens, 1)
+    block_parts = checks.integer("block_parts", block_parts, 1, _MAX_PARTS)
     if num_blocks is not None:
         num_blocks = checks.integer("num_blocks", num_blocks, 1)
+        if num_blocks % block_parts:
+            rule = f"a multiple of block_parts={block_parts}"
+            checks.refuse("num_blocks", rule, num_blocks)
     if num_snapshots is not None:
         num_snapshots = checks.integer("num_snapshots", num_snapshots, 0)
     if memory_bytes is not None:
         memory_bytes = checks.integer("memory_bytes", memory_bytes, 0, 2**62)
     cache_format = choose_cache_format(config, cache_format)
-    width = blocks_of(config, max_context_tokens)
+    width = -(-blocks_of(config, max_context_tokens) // block_parts)  # on a device
     # Block ids are i32; a budget may still ask for fewer blocks than full contexts take.
     if num_blocks is None and memory_bytes is None:
-        checks.integer("max_requests", max_requests, high=checks.INT32_MAX // width)
+        checks.integer("max_requests", max_requests, high=checks.INT32_MAX // (width * block_parts))
     per_slot, per_block, per_snapshot = _unit_bytes(config, max_context_tokens, cache_format)
     if memory_bytes is not None:
         left = memory_bytes - max_requests * per_slot
         if num_snapshots is None:
             num_snapshots = max(int(left * SNAPSHOT_SHARE) // per_snapshot, 0)
         left -= num_snapshots * per_snapshot
+        # A cache without compressed layers has no blocks to pay for.
+        own_blocks = left // per_block if per_block else max_requests * width
         if num_blocks is None:
-            # A cache without compressed layers has no blocks to pay for.
-            num_blocks = left // per_block if per_block else max_requests * width
-        needed = max(num_blocks, width) * per_block
+            num_blocks = own_blocks * block_parts
+        own_blocks = max(num_blocks // block_parts, width)
+        needed = own_blocks * per_block
         if needed > left:
             raise ValueError(
                 f"memory_bytes={memory_bytes} is too little: {max_requests} slots of {per_slot} "
                 f"bytes, {num_snapshots} snapshots of {per_snapshot} and "
-                f"{max(num_blocks, width)} blocks of {per_block} take "
+                f"{own_blocks} blocks of {per_block} take "
                 f"{memory_bytes - left + needed}; give more, or lower max_requests or "
                 "max_context_tokens"
             )
@@ -144,11 +158,12 @@ def plan_pools(
         max_requests=max_requests,
         max_context_tokens=max_context_tokens,
         block_tokens=config.block_tokens,
-        num_blocks=max_requests * width if num_blocks is None else num_blocks,
+        num_blocks=max_requests * width * block_parts if num_blocks is None else num_blocks,
         num_snapshots=SNAPSHOTS_PER_SLOT * max_requests if num_snapshots is None else num_snapshots,
         bytes_per_slot=per_slot,
         bytes_per_block=per_block,
         bytes_per_snapshot=per_snapshot,
+        block_parts=block_parts,
     )
 
 

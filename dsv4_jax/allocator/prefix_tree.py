@@ -60,19 +60,21 @@ class PrefixTree:
       num_snapshots: places of the snapshot store.
       snapshot_generations: i32[num_snapshots], how often each place has been written.
       num_evicted_snapshots: snapshots that gave way to others.
+      unused_of_part: i32[n], nodes without a user, by the part of the blocks that theirs is of.
     """
 
-    def __init__(self, block_tokens: int, num_snapshots: int) -> None:
+    def __init__(self, block_tokens: int, num_snapshots: int, block_parts: int = 1) -> None:
         """An empty tree.
 
         Args:
           block_tokens: tokens of a block.
           num_snapshots: places of the snapshot store.
+          block_parts: n; the b-th block of a sequence is of part b % n.
         """
         self.block_tokens = block_tokens
         self.num_snapshots = num_snapshots
         self._nodes: dict[bytes, PrefixNode] = {}
-        self._num_unused = 0
+        self.unused_of_part = np.zeros(block_parts, np.int32)
         self._free_snapshots = list(range(num_snapshots - 1, -1, -1))
         self._snapshots: collections.OrderedDict[int, PrefixNode] = collections.OrderedDict()
         self.snapshot_generations = np.zeros(num_snapshots, np.int32)
@@ -83,7 +85,7 @@ class PrefixTree:
     @property
     def num_unused(self) -> int:
         """Nodes without a user; all of them can be evicted."""
-        return self._num_unused
+        return int(self.unused_of_part.sum())
 
     @property
     def num_nodes(self) -> int:
@@ -111,6 +113,10 @@ class PrefixTree:
     def resumable(self) -> Iterator[PrefixNode]:
         """Nodes that can be resumed at, the last used first."""
         return reversed(self._snapshots.values())
+
+    def part_of(self, node: PrefixNode) -> int:
+        """The part of the blocks that a node's is of."""
+        return (node.end // self.block_tokens - 1) % len(self.unused_of_part)
 
     def match(self, token_ids: np.ndarray, salt: bytes) -> list[PrefixNode]:
         """The known nodes that a sequence starts with.
@@ -156,7 +162,7 @@ class PrefixTree:
         end = (parent.end if parent else 0) + self.block_tokens
         node = PrefixNode(key=key, parent=parent, tokens=tokens, block=block, end=end)
         self._nodes[key] = node
-        self._num_unused += 1
+        self.unused_of_part[self.part_of(node)] += 1
         if parent is not None:
             parent.num_children += 1
         self._touch(node)
@@ -165,7 +171,7 @@ class PrefixTree:
 
     def use(self, node: PrefixNode) -> None:
         """Counts one more user."""
-        self._num_unused -= node.users == 0
+        self.unused_of_part[self.part_of(node)] -= node.users == 0
         node.users += 1
         self._touch(node)
         if node.snapshot >= 0:
@@ -175,7 +181,7 @@ class PrefixTree:
         """Counts one user less."""
         assert node.users > 0
         node.users -= 1
-        self._num_unused += node.users == 0
+        self.unused_of_part[self.part_of(node)] += node.users == 0
         self._touch(node)
         self._offer(node)
 
@@ -188,7 +194,7 @@ class PrefixTree:
         self.drop_snapshot(node)
         node.is_kept = False
         del self._nodes[node.key]
-        self._num_unused -= 1
+        self.unused_of_part[self.part_of(node)] -= 1
         if node.parent is not None:
             node.parent.num_children -= 1
             self._offer(node.parent)

@@ -32,6 +32,11 @@ class Seals:
     snapshots: dict[str, dict[int, tuple[int, np.ndarray]]]
 
 
+def is_of_blocks(name: str) -> bool:
+    """Whether a scanned family is one of blocks; else its rows are of slots."""
+    return name.endswith(("entries", "index_keys"))
+
+
 def check_snapshots(
     scans: dict[str, RowScan], ledger: Ledger, seals: Seals | None
 ) -> list[Problem]:
@@ -69,7 +74,7 @@ def seal(
     blocks, rings = {}, {}
     for name, scan in scans.items():
         sums = np.asarray(scan.checksums)
-        if name.endswith(("entries", "index_keys")):
+        if is_of_blocks(name):
             blocks[name] = {block: (int(generations[block]), sums[block]) for block in full}
         else:
             rings[name] = sums

@@ -18,7 +18,13 @@ from dsv4_jax.allocator.checksums import RowScan, read_tables, scan_rows, scan_s
 from dsv4_jax.allocator.ledger import Ledger
 from dsv4_jax.allocator.live_rows import live_rows
 from dsv4_jax.allocator.problem import Problem
-from dsv4_jax.allocator.seals import Seals, check_snapshots, compare_seals, seal
+from dsv4_jax.allocator.seals import (
+    Seals,
+    check_snapshots,
+    compare_seals,
+    is_of_blocks,
+    seal,
+)
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.snapshots import SnapshotStore
 from dsv4_jax.mesh import fetch, find_mesh, mesh_sizes
@@ -52,7 +58,8 @@ def verify_cache(
 ) -> Report:
     """Checks lengths, owners, rows and checksums, of the cache and of its snapshots.
 
-    On a mesh every data shard is checked, and what its devices along `model` hold must be equal.
+    On a mesh every data shard is checked, and what its devices along `model` hold must be equal,
+    but for the blocks of a split cache: each must lie on the device that its place in a table says.
 
     Args:
       cache: between steps, with all changes applied.
@@ -100,8 +107,12 @@ def verify_scan(
     reports = []
     for shard in range(shards):
         mine = [_part(found, shard * replicas + i, shards * replicas) for i in range(replicas)]
-        report = _verify_shard(cache, mine[0], ledgers[shard], sealed[shard])
-        problems = (*report.problems, *_compare_replicas(mine))
+        whole, dealt = mine[0], []
+        if cache.split_cache and cache.paged:
+            whole = _join_blocks(mine)
+            dealt = _check_dealt(whole["tables"][1], cache.num_blocks // shards, replicas)
+        report = _verify_shard(cache, whole, ledgers[shard], sealed[shard])
+        problems = (*dealt, *report.problems, *_compare_replicas(mine))
         if shards > 1:
             problems = [
                 dataclasses.replace(one, where=f"data {shard}, {one.where}") for one in problems
@@ -137,6 +148,29 @@ def _part(tree: Any, number: int, count: int) -> Any:
     return jax.tree.map(cut, tree)
 
 
+def _join_blocks(parts: Sequence[Any]) -> Any:
+    """What a data shard holds, whose devices hold different blocks; these leave `parts`."""
+    rows = dict(parts[0]["rows"])
+    for name in [name for name in rows if is_of_blocks(name)]:
+        scans = [part["rows"].pop(name) for part in parts]
+        rows[name] = jax.tree.map(lambda *arrays: np.concatenate(arrays), *scans)
+    return parts[0] | {"rows": rows}
+
+
+def _check_dealt(table: np.ndarray, num_blocks: int, parts: int) -> list[Problem]:
+    """Blocks of a split cache that do not lie where a step looks for them."""
+    problems = []
+    for slot, logical in np.argwhere(table >= 0).tolist():
+        block = int(table[slot, logical])
+        device, wanted = block * parts // num_blocks, logical % parts
+        if device != wanted:
+            message = (
+                f"place {logical} of slot {slot} is of model {wanted}, and it lies on {device}"
+            )
+            problems.append(Problem("owner", f"block {block}", message))
+    return problems
+
+
 def _compare_replicas(parts: Sequence[Any]) -> list[Problem]:
     """What devices of one data shard hold of a cache that they should all have."""
     problems = []
@@ -154,7 +188,7 @@ def _compare_replicas(parts: Sequence[Any]) -> list[Problem]:
 def _verify_shard(
     cache: ModelCache, found: dict[str, Any], ledger: Ledger | None, seals: Seals | None
 ) -> Report:
-    """The problems of one data shard, from what one of its devices found."""
+    """The problems of one data shard, from what one of its devices found, or of blocks all."""
     lengths, table = found["tables"]
     scans: dict[str, RowScan] = found["rows"]
     size = cache.block_tokens

@@ -59,6 +59,7 @@ class Engine(EngineCore):
         params: DSV4Params,
         *,
         mesh: Mesh | None = None,
+        split_cache: bool = False,
         max_requests: int = 8,
         max_context_tokens: int = 4096,
         cache_format: FormatName | None = None,
@@ -88,6 +89,9 @@ class Engine(EngineCore):
             those of each data shard, `memory_bytes` and `gpu_memory_fraction` of each device.
             Where devices lie in several processes, as after `join_hosts`, each builds the same
             engine; process 0 takes requests, and the others `follow`.
+          split_cache: on a mesh, deals the blocks of a request over the devices of a data shard, so
+            that each holds and reads an n-th of them; for few requests of a very long context.
+            `num_blocks` must divide over all devices then. An idea with a selector cannot have it.
           max_requests: requests that run at once; more wait for a slot.
           max_context_tokens: longest prompt and answer together.
           cache_format: name of the storage format, or a `CacheFormat`; None is that of the idea, or
@@ -141,6 +145,7 @@ class Engine(EngineCore):
         plan = plan_engine(
             config,
             mesh=mesh,
+            split_cache=split_cache,
             has_draft_block=params.mtp is not None,
             max_requests=max_requests,
             max_context_tokens=max_context_tokens,

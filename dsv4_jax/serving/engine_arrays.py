@@ -196,7 +196,7 @@ class EngineArrays:
     def _allocate(self) -> None:
         plan = self._plan
         self.cache, self.store = _empty_pools(
-            plan.config, plan.pools, plan.cache_format, plan.mesh
+            plan.config, plan.pools, plan.cache_format, plan.mesh, plan.split_cache
         )()
 
     def _rebuild(self) -> None:
@@ -278,7 +278,11 @@ class EngineArrays:
 
 @functools.lru_cache(maxsize=64)
 def _empty_pools(
-    config: DSV4Config, pools: PoolPlan, cache_format: FormatName, mesh: Mesh | None
+    config: DSV4Config,
+    pools: PoolPlan,
+    cache_format: FormatName,
+    mesh: Mesh | None,
+    split_cache: bool,
 ) -> Callable[[], tuple[ModelCache, SnapshotStore]]:
     """One program that makes pools of these sizes, on every data shard of the mesh."""
     shards = 1 if mesh is None else mesh_sizes(mesh)[0]
@@ -290,6 +294,7 @@ def _empty_pools(
             max_context_tokens=pools.max_context_tokens,
             cache_format=cache_format,
             num_blocks=pools.num_blocks * shards,
+            split_cache=split_cache,
         )
         return cache, init_snapshot_store(cache, pools.num_snapshots * shards)
 

@@ -145,6 +145,7 @@ class ServingLoop:
                 num_snapshots=plan.num_snapshots,
                 cache_format=self.runner.cache_format,
                 poison=self._plan.debug,
+                block_parts=plan.block_parts,
             )
             for _ in range(self._plan.data_shards)
         ]

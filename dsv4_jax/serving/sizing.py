@@ -9,9 +9,9 @@ from jax.sharding import Mesh
 
 from dsv4_jax import checks
 from dsv4_jax.allocator.pool_plan import PoolPlan, device_memory_bytes, plan_pools
-from dsv4_jax.cache.schema import FormatName, choose_cache_format
+from dsv4_jax.cache.schema import FormatName, check_selector, choose_cache_format
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.mesh import DATA, check_divides, mesh_sizes
+from dsv4_jax.mesh import AXES, DATA, check_divides, mesh_sizes
 from pallas_kernels.common.weights import ACTIVATIONS
 
 MAX_DRAFT_TOKENS = 8
@@ -26,6 +26,7 @@ class EnginePlan:
     Attributes:
       config: the model as the cache sees it: with a draft block only if there are drafts.
       mesh: where arrays lie; None is one device.
+      split_cache: blocks are dealt over the devices of a data shard.
       pools: sizes of the pools of a data shard.
       step_sizes: tokens of a general step on a data shard, ascending; each is a program.
       plain_size: those of the step that only decodes; None if a general step does that.
@@ -38,6 +39,7 @@ class EnginePlan:
 
     config: DSV4Config
     mesh: Mesh | None
+    split_cache: bool
     pools: PoolPlan
     step_sizes: tuple[int, ...]
     plain_size: int | None
@@ -66,6 +68,7 @@ def plan_engine(
     config: DSV4Config,
     *,
     mesh: Mesh | None,
+    split_cache: bool,
     has_draft_block: bool,
     max_requests: int,
     max_context_tokens: int,
@@ -98,6 +101,8 @@ def plan_engine(
         "draft_tokens", draft_tokens, 0, MAX_DRAFT_TOKENS, rule=f"0..{MAX_DRAFT_TOKENS}"
     )
     debug = checks.flag("debug", debug)
+    split_cache = checks.flag("split_cache", split_cache)
+    check_selector(config, split_cache=split_cache)
     if draft_tokens and not has_draft_block:
         raise ValueError(
             f"draft_tokens={draft_tokens} needs a draft (MTP) block, and params.mtp is None"
@@ -115,11 +120,14 @@ def plan_engine(
         max_requests=_of_shard("max_requests", max_requests, mesh, low=1),
         max_context_tokens=max_context_tokens,
         cache_format=cache_format,
-        num_blocks=None if num_blocks is None else _of_shard("num_blocks", num_blocks, mesh, low=1),
+        num_blocks=None
+        if num_blocks is None
+        else _of_shard("num_blocks", num_blocks, mesh, low=1, split=split_cache),
         num_snapshots=None
         if num_snapshots is None
         else _of_shard("num_snapshots", num_snapshots, mesh, low=0),
         memory_bytes=memory_bytes,
+        block_parts=mesh_sizes(mesh)[1] if split_cache and mesh is not None else 1,
     )
     sizes, plain_size = step_sizes(
         prefill_tokens, decode_tokens, max_requests=pools.max_requests, draft_tokens=draft_tokens
@@ -127,6 +135,7 @@ def plan_engine(
     return EnginePlan(
         config=cached,
         mesh=mesh,
+        split_cache=split_cache,
         pools=pools,
         step_sizes=sizes,
         plain_size=plain_size,
@@ -138,12 +147,12 @@ def plan_engine(
     )
 
 
-def _of_shard(name: str, count: int, mesh: Mesh | None, *, low: int) -> int:
-    """A data shard's part of so many slots, blocks or snapshots."""
+def _of_shard(name: str, count: int, mesh: Mesh | None, *, low: int, split: bool = False) -> int:
+    """A data shard's part of so many slots, blocks or snapshots; if split, over its devices too."""
     count = checks.integer(name, count, low)
     if mesh is None:
         return count
-    check_divides(mesh, {name: count}, (DATA,))
+    check_divides(mesh, {name: count}, AXES if split else (DATA,))
     return count // mesh_sizes(mesh)[0]
 
 

@@ -23,6 +23,8 @@ from programs.mesh_check import run_program
 
 PROMPT_TOKENS = (5, 150, 37, 1, 90, 61)
 FEW_BLOCKS, FEW_SNAPSHOTS = 4, 3
+OPTIONS = {}
+"""Further arguments of every engine."""
 
 
 def use_small_model():
@@ -36,7 +38,7 @@ def engine_on(mesh, **changes):
     """An engine of `helpers.serving` with two slots on each data shard, or on one device."""
     shards = 1 if mesh is None else mesh.shape["data"]
     sizes = {"max_requests": 2 * shards, "num_snapshots": 8 * shards, "mesh": mesh}
-    return serving.make_engine(**(sizes | changes))
+    return serving.make_engine(**(sizes | OPTIONS | changes))
 
 
 def greedy(engine):
@@ -52,7 +54,7 @@ def lives(mesh, plain, *, seeds, events, scarce):
     counts = []
     for seed in seeds:
         few = {"num_blocks": FEW_BLOCKS, "num_snapshots": FEW_SNAPSHOTS}
-        engine = serving.limit(engine_on(mesh), **few) if scarce else engine_on(mesh, debug=True)
+        engine = _scarce_engine(mesh, few) if scarce else engine_on(mesh, debug=True)
         life, most = Life(engine, seed, plain), [0] * mesh.shape["data"]
         for _ in range(events):
             life.event()
@@ -66,12 +68,23 @@ def lives(mesh, plain, *, seeds, events, scarce):
     return counts
 
 
+def _scarce_engine(mesh, few):
+    """An engine with so few blocks and snapshots on each data shard."""
+    if "split_cache" not in OPTIONS:
+        return serving.limit(engine_on(mesh), **few)
+    shards, devices = mesh.shape["data"], mesh.shape["model"]
+    blocks = -(-few["num_blocks"] // devices) * devices * shards  # each device has its own ids
+    engine = engine_on(mesh, num_blocks=blocks)
+    return serving.limit(engine, num_snapshots=few["num_snapshots"])
+
+
 def damage(mesh):
     """Problems after a bit is changed on the last data shard, then on one device of it."""
     engine, rng = engine_on(mesh), np.random.default_rng(1)
+    length = 270 if "split_cache" in OPTIONS else 140  # two full blocks
     for _ in range(2 * mesh.shape["data"]):
-        engine.submit(serving.prompt(rng, 140), max_new_tokens=60, stop_token_ids=())
-    while min(engine._loop.shards.length_tokens) < 140:
+        engine.submit(serving.prompt(rng, length), max_new_tokens=60, stop_token_ids=())
+    while min(engine._loop.shards.length_tokens) < length:
         engine.step()
     found = {"before": [str(one) for one in _verify(engine)]}
     shard = mesh.shape["data"] - 1
@@ -81,7 +94,13 @@ def damage(mesh):
     devices = mesh.devices[shard].tolist()
     found["one_shard"] = _changed(engine, number, devices)
     found["block"] = block
-    if len(devices) > 1:
+    if "split_cache" in OPTIONS:  # the second block lies on the second device, and nowhere else
+        second = int(manager.block_table[0, 1])
+        number = shard * manager.num_blocks + second
+        found["second_block"] = second
+        found["on_others"] = _changed(engine, number, [devices[0], *devices[2:]])
+        found["on_its_own"] = _changed(engine, number, devices[1:2])
+    elif len(devices) > 1:
         found["one_replica"] = _changed(engine, number, devices[-1:])
     return found
 
@@ -103,7 +122,7 @@ def _changed(engine, block, devices):
     for part in plane.addressable_shards:
         value = np.array(part.data)
         start = part.index[1].start or 0
-        if part.device in devices:
+        if part.device in devices and 0 <= block - start < value.shape[1]:
             value[:, block - start].view(np.uint8)[0, 0, 0] ^= 1
         parts.append(jax.device_put(value, part.device))
     wrong = jax.make_array_from_single_device_arrays(plane.shape, plane.sharding, parts)
@@ -142,10 +161,13 @@ def main():
     parser.add_argument("--scarce", action="store_true", help="few blocks, and nothing poisoned")
     parser.add_argument("--damage", action="store_true", help="plant some, and verify")
     parser.add_argument("--alone", action="store_true", help="greedy tokens of one device too")
+    parser.add_argument("--split", action="store_true", help="deal blocks over model")
     parser.add_argument("--small", action="store_true", help="one layer, no drafts")
     arguments = parser.parse_args()
     if arguments.small:
         use_small_model()
+    if arguments.split:
+        OPTIONS["split_cache"] = True
     found = {name: check(name, arguments) for name in arguments.meshes}
     if arguments.alone:
         found["one device"] = greedy(engine_on(None))
