@@ -41,13 +41,14 @@ class World:
     prompts with common heads, so that hits, duplicates and branches are frequent.
     """
 
-    def __init__(self, seed=0):
+    def __init__(self, seed=0, block_parts=1):
+        self.block_parts, self.num_blocks = block_parts, NUM_BLOCKS - NUM_BLOCKS % block_parts
         self.manager = ds.KVCacheManager(
-            CONFIG, max_requests=NUM_SLOTS, max_context_tokens=CONTEXT, num_blocks=NUM_BLOCKS,
-            num_snapshots=NUM_SNAPSHOTS, poison=True,
+            CONFIG, max_requests=NUM_SLOTS, max_context_tokens=CONTEXT, num_blocks=self.num_blocks,
+            num_snapshots=NUM_SNAPSHOTS, poison=True, block_parts=block_parts,
         )  # fmt: skip
         width = CONTEXT // SIZE
-        self.device = ToyDevice(NUM_SLOTS, width, NUM_BLOCKS, NUM_SNAPSHOTS, SIZE)
+        self.device = ToyDevice(NUM_SLOTS, width, self.num_blocks, NUM_SNAPSHOTS, SIZE)
         self.tenants: dict[int, Tenant] = {}
         self.counts: dict[str, int] = {}
         rng = np.random.default_rng(seed)
@@ -201,10 +202,10 @@ class World:
         """Conservation: every block is free, or held as often as tables and prefixes say."""
         ledger = self.manager.ledger()
         table = ledger.block_table
-        held = np.bincount(table[table >= 0], minlength=NUM_BLOCKS)
-        cached = np.bincount(ledger.cached_blocks, minlength=NUM_BLOCKS)
+        held = np.bincount(table[table >= 0], minlength=self.num_blocks)
+        cached = np.bincount(ledger.cached_blocks, minlength=self.num_blocks)
         np.testing.assert_array_equal(ledger.owners, held + cached)
-        free = np.bincount(ledger.free_blocks, minlength=NUM_BLOCKS)
+        free = np.bincount(ledger.free_blocks, minlength=self.num_blocks)
         np.testing.assert_array_equal(free, ledger.owners == 0)
         assert cached.max(initial=0) <= 1
         # A node that a request stands on is no cache, even where its table has a copy of its own.
@@ -219,6 +220,14 @@ class World:
         places = len(tree._free_snapshots) + tree.num_held_snapshots
         assert places == NUM_SNAPSHOTS
         assert self.manager.num_free_slots == NUM_SLOTS - len(self.tenants)
+        parts = self.block_parts
+        of_part = [len(part) for part in self.manager._blocks.free_of_part]
+        by_part = np.bincount(ledger.free_blocks * parts // self.num_blocks, minlength=parts)
+        assert of_part == by_part.tolist()
+        logical = np.argwhere(table >= 0)[:, 1]
+        np.testing.assert_array_equal(
+            table[table >= 0] * parts // self.num_blocks, logical % parts
+        )
         for slot, tenant in self.tenants.items():
             count = -(-tenant.reserved // SIZE)
             assert np.all(table[slot, :count] >= 0)

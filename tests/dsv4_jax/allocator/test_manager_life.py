@@ -106,9 +106,9 @@ TestManagerLife = ManagerLife.TestCase
 TestManagerLife.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 
 
-def soak(events, seed):
+def soak(events, seed, block_parts=1):
     """Random events without hypothesis; what happened how often."""
-    world, rng = World(seed), np.random.default_rng(seed)
+    world, rng = World(seed, block_parts), np.random.default_rng(seed)
     for number in range(events):
         world.random_event(rng)
         if number % 16 == 0:
@@ -116,16 +116,23 @@ def soak(events, seed):
     while world.tenants:
         world.release(next(iter(world.tenants)))
     world.evict(NUM_BLOCKS)
-    assert world.manager.num_free_blocks == NUM_BLOCKS
+    assert world.manager.num_free_blocks == world.num_blocks
     assert world.manager.num_cached_blocks == 0
     assert world.manager.prefixes.num_held_snapshots == 0
     world.check()
     return world.counts | {"evicted": world.manager.num_evicted}
 
 
-def test_four_thousand_random_events():
-    """A fixed run, so that what it covers is known: every operation, hits and refusals."""
-    counts = soak(4000, seed=0)
+@pytest.mark.parametrize(
+    ("block_parts", "events"),
+    [(1, 4000), (2, 2000), *(pytest.param(n, 20000, marks=pytest.mark.slow) for n in (3, 6))],
+)
+def test_thousands_of_random_events(block_parts, events):
+    """A fixed run, so that what it covers is known: every operation, hits and refusals.
+
+    With several parts blocks are dealt over as many devices, each with free ones of its own.
+    """
+    counts = soak(events, 0, block_parts)
     for name in ("admit", "hit", "step", "snapshot", "extend", "fork", "release", "evict", "apply",
                  "refuse", "refused"):  # fmt: skip
         assert counts[name] > 20, (name, counts)
