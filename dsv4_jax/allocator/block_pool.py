@@ -71,8 +71,8 @@ class BlockPool:
         Cached prefixes give way, least recently used first, until one of its part is free.
         """
         free = self.free_of_part[logical % len(self.free_of_part)]
-        while not free:
-            self.evict(1)
+        while not free and self.evict(1):
+            pass
         block = free.pop()
         self.owners[block] = 1
         self.generations[block] += 1

@@ -20,6 +20,7 @@ from dsv4_jax.bench import roofline
 from dsv4_jax.bench.roofline import BF16_FLOPS, FP8_FLOPS, Work
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import layer_schedule
+from dsv4_jax.config.layer_types import AttentionType
 from dsv4_jax.model.moe import ROUNDED_ROWS
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.model.weight_sizes import walk_weights, weight_family, weight_format
@@ -31,6 +32,7 @@ COLLECTIVE_S = 6e-6
 """Seconds that a collective takes however few its bytes are."""
 
 _BF16, _F32 = 2, 4
+_HCA = AttentionType.HCA
 _DRAWS = 64
 
 
@@ -108,8 +110,9 @@ def step_floor(
     activations: str = "fp8",
     collective_s: float = COLLECTIVE_S,
     busiest: bool = False,
+    split_cache: bool = False,
 ) -> StepFloor:
-    """The floor of one decode step without drafts, with the cache replicated over `model`.
+    """The floor of one decode step without drafts.
 
     Requests are spread evenly: the busiest data shard has batch / data of them, rounded up. Of the
     experts, a step reads as many as tokens pick that pick at random.
@@ -126,6 +129,7 @@ def step_floor(
       collective_s: seconds that a collective takes beside its bytes.
       busiest: whether all wait for the device that holds most of the experts picked
         (`busiest_experts`); if not, each holds its part of them.
+      split_cache: blocks are dealt over `model`; else the cache is replicated over it.
     """
     rows = -(-batch // data)
     if busiest:
@@ -137,7 +141,7 @@ def step_floor(
     works = [
         *_weight_work(config, params, rows, experts, pairs, activations),
         *_stream_work(config, rows),
-        *_cache_work(config, rows, model, context, cache_format),
+        *_cache_work(config, rows, model, context, cache_format, split_cache),
     ]
     op_s: dict[str, float] = {}
     for count, work in works:
@@ -147,12 +151,15 @@ def step_floor(
         num_devices=data * model,
         op_s=op_s,
         num_bytes=sum(count * work.num_bytes for count, work in works),
-        collectives=step_collectives(
-            config,
-            data=data,
-            model=model,
-            rows=rows,
-            rounds_rows=activations == "fp8" and _has_quantised_experts(params),
+        collectives=(
+            *step_collectives(
+                config,
+                data=data,
+                model=model,
+                rows=rows,
+                rounds_rows=activations == "fp8" and _has_quantised_experts(params),
+            ),
+            *(split_collectives(config, model=model, rows=rows, context=context) * split_cache),
         ),
         latency_s=collective_s,
     )
@@ -196,6 +203,36 @@ def step_collectives(
             Collective(name="experts", axis="data", count=layers, sent_bytes=share * dim * _BF16),
         ]
     return tuple(found)
+
+
+def split_collectives(
+    config: DSV4Config, *, model: int, rows: int, context: int
+) -> tuple[Collective, ...]:
+    """What attention adds to `step_collectives` where blocks are dealt over `model`.
+
+    Queries of all heads go to every device, in a layer that selects with what each device finds
+    best, and every device's sums in f32 to the device of their heads.
+    """
+    if model == 1:
+        return ()
+    half, heads = (model - 1) / model, config.num_attention_heads
+    layers = {attn: config.layer_types.count(attn) for attn in (AttentionType.CSA, _HCA)}
+    entries = context // config.csa_compression_ratio
+    best = 0
+    if entries > config.indexer_top_k:
+        best = min(config.indexer_top_k, -(-entries // model)) * model * (_F32 + _F32)
+    queries = heads * config.head_dim * _BF16
+    sums = heads * (config.head_dim + 2) * _F32
+    found = (
+        ("queries and the best entries", layers[AttentionType.CSA], queries + best),
+        ("queries", layers[_HCA], queries),
+        ("sums of attention", sum(layers.values()), sums),
+    )
+    return tuple(
+        Collective(name=name, axis="model", count=count, sent_bytes=half * rows * size)
+        for name, count, size in found
+        if count
+    )
 
 
 @functools.cache
@@ -254,16 +291,29 @@ def _stream_work(config: DSV4Config, rows: int) -> Iterator[tuple[int, Work]]:
 
 
 def _cache_work(
-    config: DSV4Config, rows: int, model: int, context: int, cache_format: str
+    config: DSV4Config,
+    rows: int,
+    model: int,
+    context: int,
+    cache_format: str,
+    split_cache: bool,
 ) -> Iterator[tuple[int, Work]]:
-    """Cache ops of a device, which holds the whole cache of its requests and some of the heads."""
+    """Cache ops of a device: some of the heads and all of the cache of its requests.
+
+    Where that is split: all heads and some of the entries, and sums in f32 that it writes and then
+    reads.
+    """
     local = dataclasses.replace(
         config,
         num_attention_heads=config.num_attention_heads // model,
         o_groups=math.gcd(config.o_groups, config.num_attention_heads // model),
     )
     for spec in layer_schedule(config):
-        for work in roofline.cache_work(
-            local, spec, batch=rows, context=context, cache_format=cache_format
-        ):
+        sizes = {"batch": rows, "context": context, "cache_format": cache_format}
+        works = roofline.cache_work(local, spec, **sizes)
+        if split_cache and model > 1 and spec.attn != AttentionType.SWA:
+            works[1:] = roofline.cache_work(config, spec, block_parts=model, **sizes)[1:]
+            sums = 2.0 * rows * config.num_attention_heads * (config.head_dim + 2) * _F32
+            works.append(Work("join", sums))
+        for work in works:
             yield 1, dataclasses.replace(work, name=f"cache {work.name}")

@@ -38,6 +38,7 @@ class Placement:
       block_tokens: tokens of a block.
       max_context_tokens: longest context that the model is meant for.
       gpu_bytes: memory of the device.
+      block_parts: devices that a request's blocks are dealt over; 1 where the cache is not split.
     """
 
     data: int
@@ -49,6 +50,7 @@ class Placement:
     block_tokens: int
     max_context_tokens: int
     gpu_bytes: int
+    block_parts: int = 1
 
     @property
     def weight_bytes(self) -> int:
@@ -72,7 +74,8 @@ class Placement:
 
     def request_bytes(self, context: int) -> int:
         """Cache of one request of so many tokens, on each device of its data shard."""
-        return self.slot_bytes + -(-context // self.block_tokens) * self.block_bytes
+        blocks = -(-context // self.block_tokens)
+        return self.slot_bytes + -(-blocks // self.block_parts) * self.block_bytes
 
     def requests(self, context: int) -> int:
         """Requests of so many tokens that fit each data shard."""
@@ -83,7 +86,8 @@ class Placement:
         room = self.free_bytes - self.slot_bytes
         if room < 0 or not self.block_bytes:
             return self.max_context_tokens if room >= 0 else 0
-        return min(room // self.block_bytes * self.block_tokens, self.max_context_tokens)
+        blocks = room // self.block_bytes * self.block_parts
+        return min(blocks * self.block_tokens, self.max_context_tokens)
 
 
 def place(
@@ -96,8 +100,9 @@ def place(
     cache_format: str = DEFAULT_CACHE_FORMAT,
     weights: str = "released",
     step_tokens: int = STEP_TOKENS,
+    split_cache: bool = False,
 ) -> Placement:
-    """Places a model on a mesh, with the cache replicated over `model`; nothing is allocated.
+    """Places a model on a mesh; nothing is allocated.
 
     Args:
       config: the model.
@@ -108,6 +113,7 @@ def place(
       cache_format: name of the storage format.
       weights: as of `param_shapes`.
       step_tokens: tokens of a data shard's largest step.
+      split_cache: blocks are dealt over `model`; else the cache is replicated over it.
 
     Raises:
       ValueError: a size of the model does not divide over the mesh, or there is no such format.
@@ -127,13 +133,19 @@ def place(
         model=model,
         params=params,
         workspace_bytes=workspace_bytes(
-            config, data=data, model=model, context=context, step_tokens=step_tokens
+            config,
+            data=data,
+            model=model,
+            context=context,
+            step_tokens=step_tokens,
+            split_cache=split_cache,
         ),
         slot_bytes=pools.bytes_per_slot,
         block_bytes=pools.bytes_per_block,
         block_tokens=pools.block_tokens,
         max_context_tokens=config.max_position_embeddings,
         gpu_bytes=gpu_bytes,
+        block_parts=model if split_cache else 1,
     )
 
 
@@ -145,6 +157,7 @@ def fitting_meshes(
     cache_format: str = DEFAULT_CACHE_FORMAT,
     weights: str = "released",
     max_devices: int = _MAX_DEVICES,
+    split_cache: bool = False,
 ) -> list[Placement]:
     """Meshes of the fewest devices, in powers of two, that hold a model and a block of cache.
 
@@ -155,6 +168,7 @@ def fitting_meshes(
       cache_format: as of `place`.
       weights: as of `place`.
       max_devices: the most devices to try.
+      split_cache: as of `place`.
 
     Returns:
       All of that number of devices, few data shards first; none if `max_devices` are too few.
@@ -172,6 +186,7 @@ def fitting_meshes(
                     context=context,
                     cache_format=cache_format,
                     weights=weights,
+                    split_cache=split_cache,
                 )
             except ValueError:  # a size does not divide
                 continue
@@ -184,17 +199,28 @@ def fitting_meshes(
 
 
 def workspace_bytes(
-    config: DSV4Config, *, data: int, model: int, context: int, step_tokens: int
+    config: DSV4Config,
+    *,
+    data: int,
+    model: int,
+    context: int,
+    step_tokens: int,
+    split_cache: bool = False,
 ) -> int:
     """An estimate of what a step of so many tokens takes on a device beside weights and cache.
 
     The streams before and after a sublayer, queries and what attention makes of them, the scores
     of all entries of a CSA layer, rows and hidden states of the experts, and three times the logits
-    for sampling, as if all lay in memory at once.
+    for sampling, as if all lay in memory at once. Where the cache is split, scores of a device's
+    own entries, and of all heads the queries and five times their sums in f32: of two splits,
+    joined, packed and as other devices send them.
     """
     tokens, dim = step_tokens, config.hidden_size
     streams = 4 * tokens * config.hc_mult * dim * _BF16
     heads = 2 * tokens * config.num_attention_heads // model * config.head_dim * _BF16
+    if split_cache and model > 1:
+        heads += tokens * config.num_attention_heads * config.head_dim * (_BF16 + 5 * _F32)
+        context = -(-context // model)
     scores = 0
     if AttentionType.CSA in config.layer_types:
         scores = tokens * (context // config.csa_compression_ratio) * _F32

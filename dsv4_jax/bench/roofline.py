@@ -51,7 +51,13 @@ class Work:
 
 
 def cache_work(
-    config: DSV4Config, spec: LayerSpec, *, batch: int, context: int, cache_format: str
+    config: DSV4Config,
+    spec: LayerSpec,
+    *,
+    batch: int,
+    context: int,
+    cache_format: str,
+    block_parts: int = 1,
 ) -> list[Work]:
     """The work of one layer's cache-dependent ops in one decode step, from append to attention.
 
@@ -61,13 +67,17 @@ def cache_work(
       batch: B, number of requests.
       context: tokens of each request, including the one of the step.
       cache_format: name of the storage format.
+      block_parts: devices that a request's blocks are dealt over; the work is that of one which has
+        an equal part of the entries, and all of the window.
     """
     schema = build_schema(config, spec, cache_format)
     entry, key = _entry_bytes(schema)
     rate, dim = schema.compression_ratio, schema.entry_head_dim
     streams = 2 if spec.attn == AttentionType.CSA else 1
     entries = context // rate if spec.attn != AttentionType.SWA else 0
+    is_scored = entries > schema.indexer_top_k
     selected = min(entries, schema.indexer_top_k) if spec.attn == AttentionType.CSA else entries
+    entries, selected = -(-entries // block_parts), -(-selected // block_parts)
     appended = entry + dim * _ACTIVATION
     flushed = 0.0
     if spec.attn == AttentionType.CSA:
@@ -79,7 +89,7 @@ def cache_work(
         flushed = (3 * dim * _F32 + entry) / rate
     queries = 2 * config.num_attention_heads * dim * _ACTIVATION  # in and out, or as much output
     works = [Work("append", batch * (appended + flushed + queries))]
-    if spec.attn == AttentionType.CSA and entries > schema.indexer_top_k:
+    if spec.attn == AttentionType.CSA and is_scored:
         heads, index_dim = config.indexer_num_heads, schema.indexer_head_dim
         works.append(
             Work(

@@ -199,9 +199,20 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_split_cache(parser: argparse.ArgumentParser) -> None:
+    """Adds whether blocks are dealt over `--model`."""
+    parser.add_argument(
+        "--split-cache",
+        action="store_true",
+        help="on a mesh, deal the blocks of each request over --model, for few requests of a very "
+        "long context: each device holds and reads its part, for two more collectives a layer",
+    )
+
+
 def add_hosts(parser: argparse.ArgumentParser) -> None:
     """Adds the sizes of a mesh, and what makes a process one of several on it."""
     add_mesh(parser)
+    add_split_cache(parser)
     group = parser.add_argument_group("several processes, each with the same arguments otherwise")
     group.add_argument(
         "--hosts", action="store_true", help="as SLURM, MPI or Kubernetes started them"

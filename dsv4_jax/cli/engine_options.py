@@ -69,7 +69,7 @@ def build_engine(
     """Loads the checkpoint, after asking whether it fits.
 
     Args:
-      args: with the options of `add_engine_options` and `add_loading`.
+      args: with the options of `add_engine_options`, `add_loading` and `add_split_cache`.
       folder: the checkpoint.
       config: its config.
       mesh: as of `Engine`, like all that follows.
@@ -95,6 +95,7 @@ def build_engine(
             dtype=jnp.dtype(args.dtype or decoded or jnp.bfloat16),
             follow_links=args.follow_links,
             mesh=mesh,
+            split_cache=args.split_cache,
             way_out="fewer requests at once (--max-requests), a shorter context, another "
             "--cache-format, or what `dsv4-jax plan` says would fit",
             **sizes,
@@ -102,6 +103,7 @@ def build_engine(
     return Engine.from_checkpoint(
         folder,
         mesh=mesh,
+        split_cache=args.split_cache,
         weights=args.weights,
         dtype=args.dtype,
         check_weights=args.check_weights,

@@ -66,6 +66,7 @@ def check_engine_memory(
     cache_format: str,
     way_out: str,
     mesh: Mesh | None = None,
+    split_cache: bool = False,
 ) -> None:
     """Does the same for a checkpoint that is to be loaded and an engine for it.
 
@@ -81,6 +82,7 @@ def check_engine_memory(
       way_out: as of `check_memory`.
       mesh: as of `Engine`; what one of its devices takes is compared, or on CPUs, which share the
         host's memory, what those of this process take.
+      split_cache: as of `Engine`.
 
     Raises:
       MemoryError: it does not fit.
@@ -96,9 +98,15 @@ def check_engine_memory(
         max_requests=-(-max_requests // data),
         max_context_tokens=max_context_tokens,
         cache_format=cache_format,
+        block_parts=model if split_cache else 1,
     )
     workspace = workspace_bytes(
-        config, data=data, model=model, context=max_context_tokens, step_tokens=STEP_TOKENS
+        config,
+        data=data,
+        model=model,
+        context=max_context_tokens,
+        step_tokens=STEP_TOKENS,
+        split_cache=split_cache,
     )
     needs = {"weights": count, "cache": pools.memory_bytes, "a step": workspace}
     if mesh is not None:

@@ -18,6 +18,7 @@ from dsv4_jax.cli.arguments import (
     add_cache_format,
     add_follow_links,
     add_mesh,
+    add_split_cache,
     real,
     whole,
 )
@@ -63,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_follow_links(parser)
     add_mesh(parser)
+    add_split_cache(parser)
     parser.add_argument(
         "--collective-us",
         type=real(0, 1e6),
@@ -86,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
     if gpus.count > 1 or args.data is not None or args.model is not None:
         print_mesh_plan(config, args, gpus)
         return 0
+    if args.split_cache:
+        raise ValueError("--split-cache deals a cache over the devices of a mesh; add --model")
     size = {"max_requests": args.requests, "max_context_tokens": args.context}
     cache = cache_shapes(config, cache_format=args.cache_format, **size)
     trunk = cache_shapes(

@@ -32,6 +32,7 @@ def print_mesh_plan(config: DSV4Config, args: argparse.Namespace, gpus: Gpus) ->
         "context": args.context,
         "cache_format": args.cache_format,
         "weights": WEIGHTS[args.weights],
+        "split_cache": args.split_cache,
     }
     if args.weights_gib is not None:
         raise ValueError("--weights-gib is for one device; on a mesh weights are computed")
@@ -46,9 +47,10 @@ def print_mesh_plan(config: DSV4Config, args: argparse.Namespace, gpus: Gpus) ->
         )
     if placed.missing_bytes:
         raise ValueError(_refusal(args.config, placed, fitting_meshes(config, **sizes)))
+    split = ", cache split over model" if placed.block_parts > 1 else ""
     print(
-        f"{args.config}, {args.cache_format}: data={data}, model={model}, {data * model} GPU(s) of "
-        f"{gpus.memory_bytes / _GIB:,.1f} GiB; what follows is of each GPU"
+        f"{args.config}, {args.cache_format}: data={data}, model={model}{split}, {data * model} "
+        f"GPU(s) of {gpus.memory_bytes / _GIB:,.1f} GiB; what follows is of each GPU"
     )
     count = print_weights(placed.families, args.weights)
     request = placed.request_bytes(args.context)
@@ -94,6 +96,7 @@ def _print_floor(config: DSV4Config, placed: Placement, args: argparse.Namespace
             cache_format=args.cache_format,
             collective_s=args.collective_us * 1e-6,
             busiest=busiest,
+            split_cache=args.split_cache,
         )
 
     print(

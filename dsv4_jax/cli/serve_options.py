@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from dsv4_jax.cli.arguments import add_loading, add_mesh, real, whole, wholes
+from dsv4_jax.cli.arguments import add_loading, add_mesh, add_split_cache, real, whole, wholes
 from dsv4_jax.cli.engine_options import add_engine_options
 
 API_KEY = "DSV4_JAX_API_KEY"
@@ -116,4 +116,5 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     )
     add_engine_options(parser)
     add_mesh(parser)
+    add_split_cache(parser)
     add_loading(parser)

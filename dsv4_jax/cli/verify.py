@@ -75,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
         cache_format="f32",  # the largest
         way_out="a smaller checkpoint or a larger device",
         mesh=mesh,
+        split_cache=args.split_cache,
     )
     config, params = load_checkpoint(
         checkpoint,
@@ -118,6 +119,7 @@ def _build(
         config,
         params,
         mesh=mesh,
+        split_cache=args.split_cache,
         max_requests=_REQUESTS * (args.data or 1),
         max_context_tokens=_BLOCKS * config.block_tokens,
         cache_format=cache_format,

@@ -96,9 +96,9 @@ def join_parts(
 ) -> jax.Array:
     """See `parts.join_parts`."""
     largest, total = parts.statistics[:, :, 0], parts.statistics[:, :, 1]
-    sink = sink * LOG2_E
+    sink = sink[None] * LOG2_E
     top = jnp.maximum(jnp.max(largest, axis=0), jnp.maximum(sink, FLOOR))
-    weight = jnp.exp2(largest - top)
+    weight = jnp.exp2(largest - top[None])
     whole = jnp.sum(total * weight, axis=0) + jnp.exp2(sink - top)
     sums = jnp.where(weight[..., None] == 0, 0.0, parts.sums * weight[..., None])
     whole = jnp.where(whole > 0, whole, 1.0)

@@ -225,9 +225,7 @@ class World:
         by_part = np.bincount(ledger.free_blocks * parts // self.num_blocks, minlength=parts)
         assert of_part == by_part.tolist()
         logical = np.argwhere(table >= 0)[:, 1]
-        np.testing.assert_array_equal(
-            table[table >= 0] * parts // self.num_blocks, logical % parts
-        )
+        np.testing.assert_array_equal(table[table >= 0] * parts // self.num_blocks, logical % parts)
         for slot, tenant in self.tenants.items():
             count = -(-tenant.reserved // SIZE)
             assert np.all(table[slot, :count] >= 0)
