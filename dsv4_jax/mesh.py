@@ -161,7 +161,7 @@ def gather_in_one(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     """
     if axis_size(MODEL) == 1:
         return tuple(array[None] for array in arrays)
-    words = [_to_words(array) for array in arrays]
+    words = [_to_words(array, jnp.uint16) for array in arrays]
     together = jax.lax.all_gather(jnp.concatenate(words, axis=1), MODEL)
     ends = np.cumsum([word.shape[1] for word in words])[:-1].tolist()
     return tuple(

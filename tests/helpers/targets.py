@@ -63,6 +63,7 @@ ENGINE = COUNTS | FORMAT | {
     "config": bad.instance(),
     "params": bad.instance(),
     "mesh": bad.instance(optional=True),
+    "split_cache": bad.flag(),
     "prefill_tokens": bad.list_of(bad.integer(1), limit=64, good=8, optional=True, empty=False),
     "decode_tokens": bad.integer(1, optional=True),
     "draft_tokens": bad.integer(0, 8),
@@ -177,7 +178,7 @@ def of_functions():
     store = ds.cache.init_snapshot_store(cache, NUM_SNAPSHOTS)
     i32 = functools.partial(np.asarray, dtype=np.int32)
     sizes = {"config": CONFIG} | SIZES
-    config = {"config": bad.instance()}
+    config, split = {"config": bad.instance()}, {"split_cache": bad.flag()}
     spec = ds.layer_schedule(CONFIG)[0]
     schema = cache.schemas[0]
     model = {"config": bad.instance(), "params": bad.instance()}
@@ -248,14 +249,16 @@ def of_functions():
                         "sampling": bad.scalar_only(bad.instance(optional=True))}),
         Target("make_sampling seeds", ds.make_sampling, {"num_rows": 2}, {"seed": SEEDS}),
         Target("init_cache", ds.init_cache, sizes,
-               COUNTS | FORMAT | config | {"mesh": bad.instance(optional=True)}),
+               COUNTS | FORMAT | config | split | {"mesh": bad.instance(optional=True)}),
         Target("cache_shapes", ds.cache.cache_shapes, sizes | {"cache_format": "f32"},
                {"max_requests": bad.integer(1), "max_context_tokens": bad.integer(1)}
-               | FORMAT | config),
+               | FORMAT | config | split),
         Target("plan_pools", ds.allocator.plan_pools, sizes, COUNTS | FORMAT | config | {
-            "num_snapshots": ENGINE["num_snapshots"], "memory_bytes": ENGINE["memory_bytes"]}),
+            "num_snapshots": ENGINE["num_snapshots"], "memory_bytes": ENGINE["memory_bytes"],
+            "block_parts": bad.integer(1, 2**16)}),
         Target("KVCacheManager", ds.KVCacheManager, sizes, COUNTS | FORMAT | config | {
-            "num_snapshots": ENGINE["num_snapshots"], "poison": bad.flag()}),
+            "num_snapshots": ENGINE["num_snapshots"], "poison": bad.flag(),
+            "block_parts": bad.integer(1, 2**16)}),
         Target("init_params", ds.init_params, {"config": CONFIG, "key": jax.random.key(0)},
                config | {"key": bad.instance(), "dtype": bad.integer(0, None)}),
         Target("make_mesh", ds.make_mesh, {}, {
@@ -265,7 +268,7 @@ def of_functions():
         Target("param_shardings", ds.param_shardings, {"config": CONFIG, "mesh": ds.make_mesh()},
                config | {"mesh": bad.instance(), "params": bad.instance(optional=True)}),
         Target("cache_shardings", ds.cache_shardings, {"config": CONFIG, "mesh": ds.make_mesh()},
-               config | FORMAT | {"mesh": bad.instance()}),
+               config | FORMAT | split | {"mesh": bad.instance()}),
         Target("unstack_layers", ds.unstack_layers, {"params": params()},
                {"params": bad.instance(), "donate": bad.flag()}),
         Target("set_xla_flags", ds.set_xla_flags, {}, {"flags": bad.text()}),

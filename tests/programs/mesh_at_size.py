@@ -64,10 +64,11 @@ def compile_on(
     draft_tokens=0,
     cache_format="fp8_ue8m0",
     own_kernels="",
+    split=False,
 ):
     """The figures above; `batch` and `prompt` are those of all data shards, `context` a request's.
 
-    With `prompt` tokens it is a prefill.
+    With `prompt` tokens it is a prefill; `split` deals blocks over `model`.
     """
 
     def placed(tree, shardings=None):
@@ -80,7 +81,7 @@ def compile_on(
     params = ds.unstack_layers(params)
     params = placed(params, ds.param_shardings(config, mesh, params))
     sizes = {"max_requests": batch, "max_context_tokens": context, "cache_format": cache_format}
-    cache = placed(cache_shapes(config, **sizes))
+    cache = placed(cache_shapes(config, **sizes, split_cache=split))
     static = {"config": config}
     donated = [cache]
     if draft_tokens:
@@ -185,6 +186,7 @@ def main():
     parser.add_argument("--batch", type=int, default=8, help="of all data shards")
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--prompt", type=int, default=0, help="tokens of a prefill; 0 decodes")
+    parser.add_argument("--split", action="store_true", help="deal blocks over model")
     parser.add_argument("--drafts", type=int, default=0, help="tokens of the draft block")
     kinds = ("ALL_REDUCE", "ALL_COLLECTIVES")
     parser.add_argument("--own-kernels", default="", choices=kinds, help="of XLA, not of NCCL")
@@ -195,7 +197,9 @@ def main():
     figures = {}
     for name in arguments.meshes:
         mesh = mesh_of_h200s(*map(int, name.split("x")))
-        figures[name] = compile_on(mesh, config, **sizes, draft_tokens=arguments.drafts)
+        figures[name] = compile_on(
+            mesh, config, **sizes, draft_tokens=arguments.drafts, split=arguments.split
+        )
     print(json.dumps(figures))
 
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import dsv4_jax as ds
 from dsv4_jax.model.params import param_shapes
 from helpers import slow
-from programs import aot, mesh_at_size, mesh_check
+from programs import aot, mesh_at_size, mesh_check, mesh_split
 
 TOLERANCE = 2e-5
 MESHES = ("1x1", "1x2", "1x8", "2x1", "8x1", "2x4", "4x2")
@@ -59,6 +59,41 @@ def test_every_kind_of_step_on_every_mesh(all_steps, mesh):
 def test_rows_are_gathered_in_e4m3_without_a_change_of_any_bit():
     for found in mesh_check.run("8x1", "2x1", "--rows").values():
         assert found == {"gathered": [["ui8"], ["ui16"]], "differ": 0, "finite": True}
+
+
+def check_layers(found):
+    """Scores with many ties, and lengths that end in any block."""
+    for attn in ("csa", "hca"):
+        assert found[attn]["selected_differ"] == 0
+        assert found[attn]["most_selected"] >= mesh_split.TOP_K
+        assert found[attn]["attended_off"] < 1e-6
+
+
+def test_dealt_blocks_are_selected_and_attended_to_as_on_one_device():
+    check_layers(mesh_split.run("1x2")["1x2"])
+
+
+SPLIT_MESHES = ("1x2", "1x8", "2x2", "2x4")
+
+
+@pytest.fixture(scope="module")
+def random_steps():
+    """Results by mesh; one process, since each compiles the steps of one device too."""
+    return mesh_split.run(*SPLIT_MESHES, "--steps", "24")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", SPLIT_MESHES)
+def test_every_kind_of_step_on_a_split_cache(random_steps, mesh):
+    """Random ragged schedules, on requests of some ten blocks."""
+    found = random_steps[mesh]
+    assert found["logits_off"] < TOLERANCE
+    assert found["different"] == []
+    assert found["stored_off"] < TOLERANCE
+    assert found["first_layer_is_exact"]
+    assert found["share_of_blocks"] == int(mesh[-1])
+    assert min(found["held"]) > 128
+    check_layers(found)
 
 
 def test_heads_width_vocabulary_and_experts_are_split():
@@ -168,3 +203,16 @@ def test_a_layer_has_two_collectives_on_each_axis(mesh):
         own = set(figures["kernels"]) - {"None", "KERNEL_STRATEGY_DEFAULT"}
         assert not own, f"{name} is no collective of NCCL: {own}"
     assert by_axis == {"data": 2 if mesh == "2x4" else 0, "model": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(aot.unavailable() is not None, reason=str(aot.unavailable()))
+@pytest.mark.parametrize("mesh", ["1x8", "2x4"])
+def test_a_split_cache_has_two_more_collectives_a_layer(mesh):
+    """Two of five layers are of windows alone, which have two."""
+    options = ("--layers", "5", "--batch", "8", "--context", "65536", "--split")
+    found = mesh_at_size.run(mesh, *options)[mesh]
+    assert found["alias_bytes"] == found["cache_bytes"]
+    assert found["large_copies"] == []
+    of_model = [value for name, value in found["collectives"].items() if name.startswith("model")]
+    assert sum(figures["in_program"] for figures in of_model) <= 4 * 5 + 4
