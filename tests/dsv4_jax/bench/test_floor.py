@@ -16,7 +16,8 @@ MILLION = 1_048_576
 
 def step(data, model, batch, *, config=FLASH, context=8192, **options):
     sizes = {"context": context, "cache_format": "fp8_ue8m0"}
-    placed = placement.place(config, data=data, model=model, gpu_bytes=10**12, **sizes)
+    split = {"split_cache": options.get("split_cache", False)}
+    placed = placement.place(config, data=data, model=model, gpu_bytes=10**12, **sizes, **split)
     return floor.step_floor(
         config, placed.params, data=data, model=model, batch=batch, **sizes, **options
     )
@@ -54,6 +55,40 @@ def test_figures_of_the_page():
 def test_a_million_tokens(mesh, milliseconds):
     found = step(*mesh, 256, context=MILLION)
     assert found.seconds * 1e3 == pytest.approx(milliseconds, rel=0.1)
+
+
+def test_a_million_tokens_of_a_split_cache():
+    page = pathlib.Path(__file__).parents[3] / "docs" / "design" / "several_gpus.md"
+    text = " ".join(page.read_text().split())
+    (said,) = re.findall(r"ms a step: ([^:]*?)\. So it pays", text)
+    figures = re.findall(r"([\d.]+) in place of ([\d.]+) for (one|\d+)", said)
+    assert [figure[2] for figure in figures] == ["one", "8", "32", "256"]
+    for split, whole, batch in figures:
+        count = 1 if batch == "one" else int(batch)
+        for figure, is_split in ((split, True), (whole, False)):
+            found = step(1, 8, count, context=MILLION, split_cache=is_split)
+            assert found.seconds * 1e3 == pytest.approx(float(figure), abs=0.051)
+    split, whole = (step(1, 8, 8, context=MILLION, split_cache=is_split) for is_split in (1, 0))
+    extra = {(c.name, c.count) for c in split.collectives} - {
+        (c.name, c.count) for c in whole.collectives
+    }
+    layers = {attn: FLASH.layer_types.count(attn) for attn in ("csa", "hca")}
+    assert extra == {
+        ("queries and the best entries", layers["csa"]),
+        ("queries", layers["hca"]),
+        ("sums of attention", sum(layers.values())),
+    }
+    assert step(2, 1, 8, split_cache=True).seconds == step(2, 1, 8).seconds
+
+
+def test_a_split_cache_leaves_room_for_more_requests():
+    sizes = {"data": 1, "model": 8, "gpu_bytes": 141 * 10**9, "context": MILLION}
+    whole = placement.place(FLASH, **sizes)
+    split = placement.place(FLASH, **sizes, split_cache=True)
+    blocks = MILLION // 128
+    assert whole.request_bytes(MILLION) - whole.slot_bytes == blocks * whole.block_bytes
+    assert split.request_bytes(MILLION) - split.slot_bytes == blocks // 8 * split.block_bytes
+    assert (whole.requests(MILLION), split.requests(MILLION)) == (32, 255)
 
 
 def test_one_device_has_no_collectives_and_reads_what_a_decode_step_reads():

@@ -232,6 +232,13 @@ def test_a_mesh_is_planned_device_by_device(plan, config, mesh, weights_gb, left
     )
 
 
+def test_a_split_cache_is_planned(plan):
+    _, text = plan("flash", "--model", 8, "--context", MILLION, "--split-cache")
+    assert "data=1, model=8, cache split over model, 8 GPU(s)" in text
+    assert "requests that fit: 255, 255 on each of 1 data shard(s)" in text
+    assert re.search(r"^41 over model, sums of attention: ", text, re.M)
+
+
 def test_a_mesh_says_what_fits_and_what_a_step_takes_at_least(plan):
     _, text = plan("flash", "--data", 1, "--model", 8, "--context", MILLION)
     assert "requests that fit: 32, 32 on each of 1 data shard(s)" in text
@@ -280,6 +287,7 @@ def test_a_checkpoint_directory_names_a_config(plan):
         (["pro", "--model", "4"], r"hold 218\.9 GB .* take --data 1 --model 8, --data 2 --model 4"),
         (["flash", "--data", "3"], "num_routed_experts=256 .* data=3"),
         (["flash", "--model", "2", "--weights-gib", "3"], "--weights-gib is for one device"),
+        (["flash", "--split-cache"], "--split-cache deals a cache over .* add --model"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(capsys, tmp_path, arguments, message):
