@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import deepseek_recipe as recipe
 
 from dsv4_jax.serve.completions import read_stream
-from dsv4_jax.serve.dialects import CHAT, Dialect, check_dialect, convert
+from dsv4_jax.serve.constraints import Wanted, grammar_of
+from dsv4_jax.serve.dialects import CHAT, Dialect, check_dialect, convert, must_call
 from dsv4_jax.serve.drawing import MAX_LOGPROBS, read_max_tokens, read_sampling, read_stops
-from dsv4_jax.serve.errors import ApiError
+from dsv4_jax.serve.errors import ApiError, refuse
 from dsv4_jax.serve.fields import read_flag, read_integer, read_number
 from dsv4_jax.serve.settings import EFFORTS, ServeSettings
 from dsv4_jax.step.sampling import SamplingParams
@@ -69,6 +70,8 @@ class Conversations:
         if tokenizer_json is None:
             return
         self.tokenizer = recipe.Tokenizer.from_str(tokenizer_json)
+        added = json.loads(tokenizer_json).get("added_tokens", [])
+        self._added_tokens = {one["content"]: one["id"] for one in added}
         self._encoding = recipe.DeepseekV4Encoding().with_tokenizer(self.tokenizer)
         self.obstacle = self._find_obstacle()
 
@@ -99,6 +102,7 @@ class Conversations:
             temperature=1.0 if options.temperature is None else options.temperature,
             top_p=1.0 if options.top_p is None else options.top_p,
             logprobs=logprobs if options.logprobs else None,
+            grammar=grammar_of(_read_wanted(given, request), self._added_tokens),
         )
         assert len(stops) == len(request.parsing_options.stop_sequences)
         return AskedConversation(prompt_ids, n, sampling, streams, has_usage, request, echo)
@@ -114,10 +118,6 @@ class Conversations:
         request, echo = convert(given, dialect, self._options)
         if any(message.image_sources for message in request.conversation.messages):
             raise ApiError(400, "images are not supported: the model reads text alone")
-        if request.inference_options.output_constraint is not None:
-            kind = request.inference_options.output_constraint.kind
-            if kind != "tool_call":  # tools that may be called need no constraint
-                raise ApiError(400, f"{kind}: there is no constrained output yet")
         return request, echo
 
     def encode(self, request: recipe.ConversationRequest) -> list[int]:
@@ -147,3 +147,30 @@ class Conversations:
             reason = str(error).split(": ")[-1]
             return f"the checkpoint's tokenizer is not made for conversations: {reason}"
         return None
+
+
+def _read_wanted(given: Mapping[str, Any], request: recipe.ConversationRequest) -> Wanted:
+    """What a body that was checked says of its answer's form."""
+    thinks = bool(request.conversation.thinking_mode)
+    found = request.inference_options.output_constraint
+    asked = given.get("response_format", given.get("text", {}).get("format", {}))
+    format_ = asked.get("type", "text")
+    choice = given.get("tool_choice")
+    choice = choice if isinstance(choice, dict) else {}
+    if found is None:
+        return Wanted(thinks)
+    if not found.kind.startswith("tool_call"):
+        schema = json.loads(found.schema) if found.schema else {"type": "object"}
+        return Wanted(thinks, schema=schema)
+    if format_ != "text":
+        name = "response_format" if "response_format" in given else "text.format"
+        refuse(name, 'must be {"type": "text"} beside tools')
+    if must_call(given) and thinks:
+        refuse("tool_choice", "must be auto where the answer begins with reasoning")
+    tools = json.loads(found.schema)
+    if choice.get("type") == "tool":
+        tools = [one for one in tools if one["function"]["name"] == choice.get("name")]
+        if not tools:
+            refuse("tool_choice.name", "must be that of one of the tools")
+    single = choice.get("disable_parallel_tool_use") or given.get("parallel_tool_calls") is False
+    return Wanted(thinks, tools=tools, must_call=must_call(given), calls_once=bool(single))

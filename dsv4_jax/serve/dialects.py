@@ -92,6 +92,7 @@ _OWN = (
 """Fields that are not the library's to read."""
 
 _ANY = fields.ANY
+_SILENT = {"thinking": {"type": "disabled"}}
 _EFFORTS = only("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _INNER = {
     "thinking": {
@@ -106,7 +107,11 @@ _INNER = {
     },
     "output_config": {
         "effort": _EFFORTS,
-        "format": missing("there is no constrained output yet"),
+        "format": missing("use /v1/chat/completions for JSON schemas"),
+    },
+    "text": {
+        "format": fields.typed("text", "json_object", "json_schema"),
+        "verbosity": missing("the model knows no verbosity"),
     },
 }
 _TOOL_KINDS = {"chat": ("function",), "responses": ("function",), "messages": (None, "custom")}
@@ -142,8 +147,8 @@ def _check_tools(tools: Any, dialect: Dialect, max_tools: int) -> None:
         if tool.get("type") not in _TOOL_KINDS[dialect.name]:
             refuse(f"{name}.type", "must be a function's; the server calls no tools")
         inner = tool.get("function", tool)
-        if isinstance(inner, dict) and inner.get("strict"):
-            refuse(f"{name}.strict", "must be false; there is no constrained output yet")
+        if isinstance(inner, dict) and not isinstance(inner.get("strict", False), bool | None):
+            refuse(f"{name}.strict", "must be true or false")
         if isinstance(inner, dict) and inner.get("defer_loading"):
             refuse(f"{name}.defer_loading", "must be false; all tools are loaded")
 
@@ -171,6 +176,13 @@ def _with_system(messages: Any) -> Any:
     ]
 
 
+def must_call(given: Mapping[str, Any]) -> bool:
+    """A tool has to be called."""
+    choice = given.get("tool_choice")
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    return kind in ("required", "function", "any", "tool")
+
+
 def convert(
     given: Mapping[str, Any], dialect: Dialect, options: recipe.ConversionOptions
 ) -> tuple[recipe.ConversationRequest, recipe.ResponsesEcho | None]:
@@ -180,6 +192,9 @@ def convert(
       ApiError: the library refuses it.
     """
     body = {name: value for name, value in given.items() if name not in _OWN}
+    if must_call(given) and not {"thinking", "reasoning_effort", "reasoning"} & set(body):
+        # The library knows no reasoning before a call that must come.
+        body |= {"reasoning": {"effort": "none"}} if dialect is RESPONSES else _SILENT
     if dialect is CHAT and "messages" in body:
         body["messages"] = _with_system(body["messages"])
     try:

@@ -41,6 +41,8 @@ def read_sampling(body: Mapping[str, Any], *, max_new_tokens: int, **fields: Any
         "logit_bias": _read_bias(body),
     }
     if read_flag(body, "ignore_eos"):
+        if fields.get("grammar") is not None:
+            refuse("ignore_eos", "must be false where the answer's form is given")
         settings["stop_token_ids"] = ()
     try:
         return SamplingParams(max_new_tokens=max_new_tokens, **settings, **fields)

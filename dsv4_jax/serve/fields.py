@@ -7,7 +7,7 @@ are read, and for those that describe the caller and ask for nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from dsv4_jax import checks
@@ -38,13 +38,27 @@ def only(*values: Any, told: str = "") -> Rule:
     )
 
 
+def typed(*kinds: str, names: Sequence[str] = ()) -> Rule:
+    """A field that is an object of one of some types, or one of some names."""
+    shown = " or ".join([*map(repr, names), *(f'{{"type": "{kind}"}}' for kind in kinds)])
+    return Rule(
+        lambda value: value in names if isinstance(value, str) else _type_of(value) in kinds,
+        f"must be {shown}",
+    )
+
+
+def _type_of(value: Any) -> Any:
+    kind = value.get("type") if isinstance(value, dict) else None
+    return kind if isinstance(kind, str) else None
+
+
 def missing(what: str) -> Rule:
     """A field of the protocol that asks for what this server does not have."""
     return Rule(lambda value: value in ([], {}), f"is not supported: {what}")
 
 
-_NO_CONSTRAINTS = "there is no constrained output yet"
 _NO_STORE = "answers are not stored"
+_CHOICE = typed("function", names=("auto", "none", "required"))
 _EXTRAS = {"seed": ANY, "top_k": ANY, "min_p": ANY, "ignore_eos": ANY}
 _DRAWING = _EXTRAS | {
     "temperature": ANY,
@@ -78,9 +92,9 @@ CHAT = {
     "thinking": ANY,
     "reasoning_effort": ANY,
     "tools": ANY,
-    "tool_choice": only("auto", "none", told=_NO_CONSTRAINTS),
-    "parallel_tool_calls": only(True, told=_NO_CONSTRAINTS),
-    "response_format": only({"type": "text"}, told=_NO_CONSTRAINTS),
+    "tool_choice": _CHOICE,
+    "parallel_tool_calls": only(True, False),
+    "response_format": typed("text", "json_object", "json_schema"),
     "max_tokens": ANY,
     "max_completion_tokens": ANY,
     "n": ANY,
@@ -109,9 +123,9 @@ RESPONSES = {
     "instructions": ANY,
     "reasoning": ANY,
     "tools": ANY,
-    "tool_choice": only("auto", "none", told=_NO_CONSTRAINTS),
-    "parallel_tool_calls": only(True, told=_NO_CONSTRAINTS),
-    "text": only({}, {"format": {"type": "text"}}, told=_NO_CONSTRAINTS),
+    "tool_choice": _CHOICE,
+    "parallel_tool_calls": only(True, False),
+    "text": ANY,
     "max_output_tokens": ANY,
     "temperature": ANY,
     "top_p": ANY,
@@ -144,14 +158,9 @@ MESSAGES = {
     "thinking": ANY,
     "output_config": ANY,
     "tools": ANY,
-    "tool_choice": only(
-        {"type": "auto"},
-        {"type": "none"},
-        {"type": "auto", "disable_parallel_tool_use": False},
-        told=_NO_CONSTRAINTS,
-    ),
+    "tool_choice": typed("auto", "none", "any", "tool"),
     "service_tier": only("auto", "standard_only"),
-    "output_format": missing(_NO_CONSTRAINTS),
+    "output_format": missing("use /v1/chat/completions for JSON schemas"),
     "container": missing("there are no containers"),
     "mcp_servers": missing("the server calls no tools"),
     "context_management": missing("conversations are taken as they are"),

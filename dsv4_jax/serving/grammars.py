@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _NUM_KEPT = 128
 """Grammars that stay compiled."""
 
-_JSON_SPACE = "( |\\n {0,40})?"
+JSON_SPACE = "( |\\n {0,40})?"
 """Between the parts of JSON; a model that may write any white space can go on with it for ever."""
 
 
@@ -77,7 +77,7 @@ class Grammars:
             )
         read = {
             "json_schema": functools.partial(
-                LLMatcher.grammar_from_json_schema, defaults={"whitespace_pattern": _JSON_SPACE}
+                LLMatcher.grammar_from_json_schema, defaults={"whitespace_pattern": JSON_SPACE}
             ),
             "regex": LLMatcher.grammar_from_regex,
             "lark": LLMatcher.grammar_from_lark,

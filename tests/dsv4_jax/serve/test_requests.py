@@ -54,8 +54,8 @@ REFUSED = {
         "unknown": 1,
     },
     "/v1/chat/completions": {
-        "tool_choice": "required", "response_format": {"type": "json_object"},
-        "parallel_tool_calls": False, "functions": [{}], "audio": {"voice": "x"},
+        "tool_choice": "sometimes", "response_format": {"type": "json_object"},
+        "parallel_tool_calls": "no", "functions": [{}], "audio": {"voice": "x"},
         "modalities": ["audio"], "prediction": {"type": "content"}, "store": True,
         "metadata": {"a": "b"}, "web_search_options": {"x": 1}, "verbosity": "low",
         "reasoning_effort": "huge", "max_completion_tokens": 3, "tools": [{"type": "custom"}],
@@ -64,12 +64,12 @@ REFUSED = {
     "/v1/responses": {
         "previous_response_id": "r", "conversation": "c", "background": True, "store": True,
         "truncation": "auto", "max_tool_calls": 1, "include": ["file_search_call.results"],
-        "text": {"format": {"type": "json_object"}}, "tool_choice": "required",
+        "text": {"format": {"type": "json_object"}}, "tool_choice": "sometimes",
         "tools": [{"type": "web_search"}], "reasoning": {"summary": "auto"}, "prompt": {"id": "p"},
         "metadata": {"a": "b"}, "unknown": 1,
     },
     "/v1/messages": {
-        "tool_choice": {"type": "any"}, "container": "c", "mcp_servers": [{"name": "x"}],
+        "tool_choice": {"type": "some"}, "container": "c", "mcp_servers": [{"name": "x"}],
         "context_management": {"edits": []}, "output_format": {"type": "json_schema"},
         "output_config": {"format": {"type": "json_schema"}}, "service_tier": "x",
         "tools": [{"type": "web_search_20250305", "name": "web_search"}], "unknown": 1,
@@ -111,7 +111,7 @@ def test_what_cannot_be_obeyed_is_refused_by_name(client, path):
 
 def test_what_is_inside_a_conversation_is_refused_too(client):
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-    strict = {"type": "function", "function": TOOL["function"] | {"strict": True}}
+    strict = {"type": "function", "function": TOOL["function"] | {"strict": "yes"}}
     for change, told in (
         ({"messages": [{"role": "user", "content": [image]}]}, "messages[0].content[0]"),
         ({"tools": [strict]}, "strict"),
