@@ -229,13 +229,13 @@ def _print_tables(report: _Report) -> None:
 
 def _print_table(title: str, text: str, losses: dict[str, np.ndarray], *, first: int = 0) -> None:
     """Each loss, and its difference from that of the first line, over positions from `first` on."""
-    print(f"\n{title:<36}{'loss':>26}{'difference from the first':>34}   {text}")
+    print(f"\n{title:<40}{'loss':>26}{'difference from the first':>34}   {text}")
     by_row = [found[:, first:].mean(axis=1, dtype=np.float64) for found in losses.values()]
     for name, values in zip(losses, by_row, strict=True):
         shown = _shown(mean_interval(values))
         if values is not by_row[0]:
             shown += f"{_shown(paired_difference(by_row[0], values), sign='+'):>34}"
-        print(f"{name:<36}{shown}", flush=True)
+        print(f"{name:<40}{shown}", flush=True)
 
 
 def _shown(interval: Interval, sign: str = "") -> str:
