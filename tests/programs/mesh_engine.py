@@ -15,6 +15,7 @@ import json
 
 import jax
 import numpy as np
+from prometheus_client import CollectorRegistry, generate_latest
 
 import dsv4_jax as ds
 from helpers import serving
@@ -60,6 +61,7 @@ def lives(mesh, plain, *, seeds, events, scarce):
             life.event()
             now = [shard.running for shard in engine.metrics.data_shards]
             most = [max(pair) for pair in zip(most, now, strict=True)]
+            check_metrics(engine)
         life.finish()
         metrics = engine.metrics
         names = ("hit_tokens", "accepted_tokens", "preempted", "evicted_blocks", "snapshots")
@@ -76,6 +78,20 @@ def _scarce_engine(mesh, few):
     blocks = -(-few["num_blocks"] // devices) * devices * shards  # each device has its own ids
     engine = engine_on(mesh, num_blocks=blocks)
     return serving.limit(engine, num_snapshots=few["num_snapshots"])
+
+
+def check_metrics(engine):
+    """What holds now on each data shard adds up to what holds on all."""
+    metrics, shards = engine.metrics, engine.metrics.data_shards
+    for name in ("cached_blocks", "free_blocks", "used_blocks", "running"):
+        assert getattr(metrics, name) == sum(getattr(one, name) for one in shards), name
+    for one, manager in zip(shards, engine._loop.shards.managers, strict=True):
+        assert one.used_blocks + one.free_blocks + one.cached_blocks == manager.plan.num_blocks
+    registry = CollectorRegistry()
+    registry.register(ds.serving.MetricsCollector(metrics))
+    text = generate_latest(registry).decode()
+    for number, one in enumerate(shards):
+        assert f'dsv4_data_shards_used_blocks{{data="{number}"}} {float(one.used_blocks)}' in text
 
 
 def damage(mesh):
@@ -135,6 +151,48 @@ def _changed(engine, block, devices):
     return [f"{one.kind}: {one.where}" for one in problems]
 
 
+def damage_everywhere(mesh):
+    """Of every array of a cache and its snapshots: what is found if it changes.
+
+    A bit of each value of the last shard, on all its devices ("shard") or the last one ("replica").
+    """
+    engine, rng = engine_on(mesh), np.random.default_rng(1)
+    head = serving.prompt(rng, 130)  # a snapshot is kept after its first 128
+    for _ in range(2 * mesh.shape["data"]):
+        engine.submit(head + serving.prompt(rng, 13), max_new_tokens=60, stop_token_ids=())
+    while min(engine._loop.shards.length_tokens) < 147:  # all kinds of windows are open
+        engine.step()
+    assert not _verify(engine)
+    arrays = engine._runner.devices
+    last = mesh.devices[-1].tolist()
+    found = {}
+    for room in ("cache", "store"):
+        whole = getattr(arrays, room)
+        paths, tree = jax.tree_util.tree_flatten_with_path(whole)
+        for number, (path, leaf) in enumerate(paths):
+            name = room + jax.tree_util.keystr(path)
+            for kind, devices in (("shard", last), ("replica", last[-1:])):
+                leaves = [leaf for _, leaf in paths]
+                leaves[number] = _flipped(leaf, devices)
+                setattr(arrays, room, jax.tree.unflatten(tree, leaves))
+                kinds = [(one.kind, one.where.split(",")[0]) for one in _verify(engine)]
+                found.setdefault(name, {})[kind] = sorted(set(kinds))
+                setattr(arrays, room, whole)
+    assert not _verify(engine)
+    return found
+
+
+def _flipped(leaf, devices):
+    """An array with the lowest bit of every value changed on these devices."""
+    parts = []
+    for part in leaf.addressable_shards:
+        value = np.array(part.data)
+        if part.device in devices:
+            value.view(f"u{value.dtype.itemsize}")[...] ^= 1
+        parts.append(jax.device_put(value, part.device))
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
+
+
 def check(name, arguments):
     """What happened on a mesh "DATAxMODEL"."""
     mesh = ds.make_mesh(*map(int, name.split("x")))
@@ -145,6 +203,8 @@ def check(name, arguments):
         found["lives"] = lives(mesh, plain, scarce=arguments.scarce, **kinds)
     if arguments.damage:
         found["damage"] = damage(mesh)
+    if arguments.everywhere:
+        found["everywhere"] = damage_everywhere(mesh)
     return found
 
 
@@ -160,6 +220,7 @@ def main():
     parser.add_argument("--events", type=int, default=0, help="of each life")
     parser.add_argument("--scarce", action="store_true", help="few blocks, and nothing poisoned")
     parser.add_argument("--damage", action="store_true", help="plant some, and verify")
+    parser.add_argument("--everywhere", action="store_true", help="damage to every array")
     parser.add_argument("--alone", action="store_true", help="greedy tokens of one device too")
     parser.add_argument("--split", action="store_true", help="deal blocks over model")
     parser.add_argument("--small", action="store_true", help="one layer, no drafts")

@@ -1,0 +1,52 @@
+"""A plugin of pytest: engines of `helpers.serving` are on two data shards, twice as large.
+
+    XLA_FLAGS=--xla_force_host_platform_device_count=2 \
+        pytest -p programs.two_shards tests/dsv4_jax/serving/test_drafting.py
+
+`run` does so in a process of its own, for the number of devices is set before JAX starts.
+"""
+
+import os
+import subprocess
+import sys
+
+from programs.mesh_check import ENVIRONMENT, TESTS
+
+COUNTED = ("max_requests", "num_blocks", "num_snapshots")
+"""Sizes of all data shards together."""
+
+
+def pytest_configure(config):
+    import dsv4_jax as ds
+    from helpers import serving
+
+    mesh, make = ds.make_mesh(data=2), serving.make_engine
+
+    def make_on_mesh(**changes):
+        sizes = serving.SIZES | changes
+        return make(**changes | {n: 2 * sizes[n] for n in COUNTED if n in sizes}, mesh=mesh)
+
+    serving.make_engine = make_on_mesh
+
+
+def run(*tests):
+    """What pytest says of these tests, and its status."""
+    flags = ENVIRONMENT["XLA_FLAGS"].replace("count=8", "count=2")
+    paths = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
+    options = (
+        "-q",
+        "-m",
+        "slow or not slow",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "programs.two_shards",
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *tests],
+        cwd=TESTS.parent,
+        env=os.environ | ENVIRONMENT | {"XLA_FLAGS": flags, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout, done.returncode
