@@ -167,3 +167,21 @@ def test_one_that_is_lost_ends_the_others(lost, how, said):
     assert other["status"] != 0
     assert other["seconds"] < 4 * hosts_engine.TIMEOUT_S
     assert "tokens" not in other["out"]  # nothing is half-answered
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("kill", "process 2 is silent for 10 s"),
+        ("hang", "a step has not ended for 20 s; process 2 is behind the others"),
+    ],
+)
+def test_one_of_four_that_is_lost_ends_all_others(how, said):
+    found = hosts_engine.run(4, "2x2", 2, how)
+    others = [one for number, one in enumerate(found) if number != 2]
+    assert any(said in other["err"] for other in others), others
+    for other in others:
+        assert other["status"] != 0
+        assert other["seconds"] < 5 * hosts_engine.TIMEOUT_S
+        assert "tokens" not in other["out"]

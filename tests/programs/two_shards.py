@@ -14,6 +14,7 @@ from programs.mesh_check import ENVIRONMENT, TESTS
 
 COUNTED = ("max_requests", "num_blocks", "num_snapshots")
 """Sizes of all data shards together."""
+engines = []
 
 
 def pytest_configure(config):
@@ -24,9 +25,14 @@ def pytest_configure(config):
 
     def make_on_mesh(**changes):
         sizes = serving.SIZES | changes
+        engines.append(1)
         return make(**changes | {n: 2 * sizes[n] for n in COUNTED if n in sizes}, mesh=mesh)
 
     serving.make_engine = make_on_mesh
+
+
+def pytest_terminal_summary(terminalreporter):
+    terminalreporter.write_line(f"{len(engines)} engines were on two data shards")
 
 
 def run(*tests):

@@ -1,12 +1,14 @@
 """An engine on a mesh, mostly in `programs.mesh_engine`, and what it refuses."""
 
+import re
+
 import jax
 import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.serving import sizing
 from helpers import serving
-from programs import mesh_engine
+from programs import mesh_engine, two_shards
 
 MESHES = ("1x1", "1x2", "2x1", "2x2", "4x2")
 
@@ -39,6 +41,46 @@ def test_long_lives(long_lives, mesh):
         assert min(life["most_running"]) > 0
         for name in ("hit_tokens", "accepted_tokens", "snapshots", "preempt", "fork", "cancel"):
             assert life[name] > 0, (name, life)
+
+
+@pytest.mark.slow
+def test_damage_is_found_in_every_array_on_any_shard_and_device():
+    """With every type of layer, drafts, and snapshots."""
+    found = mesh_engine.run("2x2", "--everywhere")["2x2"]["everywhere"]
+    assert len(found) > 20
+    for name, of_array in found.items():
+        (*_, shard) = of_array["shard"]
+        is_table = "table" in name or "length" in name
+        assert shard[0] in (("length", "owner") if is_table else ("checksum", "snapshot")), name
+        assert {where for _, where in of_array["shard"]} == {"data 1"}, name
+        assert of_array["replica"] == [["replica", "data 1"]], name
+
+
+ON_TWO_SHARDS = {
+    "test_engine_life.py": (
+        "test_whatever_happens_a_request_gets_what_it_gets_alone",  # B19, B20, B32, B34
+        "test_what_was_admitted_is_served_when_blocks_run_out",  # B4
+        "test_a_fork_and_its_parent_have_the_bytes_of_requests_alone",
+        "test_a_step_that_raises_harms_nobody",
+    ),
+    "test_prefix_reuse.py": (
+        "test_a_hit_is_a_cold_run_bit_for_bit",  # B13, B26
+        "test_the_same_request_again_hits_all_but_its_last_block_of_tokens",  # B27
+    ),
+    "test_drafting.py": ("test_speculation_changes_no_token",),  # B15
+}
+"""Tests of the engine's known bugs (tests/README.md), and of what a shard might break."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ON_TWO_SHARDS)
+def test_known_bugs_on_two_data_shards(file):
+    names = [f"tests/dsv4_jax/serving/{file}::{name}" for name in ON_TWO_SHARDS[file]]
+    said, status = two_shards.run(*names)
+    assert status == 0, said[-4000:]
+    (engines,) = re.findall(r"^(\d+) engines were on two data shards", said, re.M)
+    (passed,) = re.findall(r"^(\d+) passed", said, re.M)
+    assert int(passed) >= len(names) <= int(engines)
 
 
 @pytest.mark.slow
