@@ -20,10 +20,12 @@ import time
 from collections.abc import Iterator
 from typing import Any, cast
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import serialization
 
 from dsv4_jax.checkpoint.save import save_checkpoint
 from dsv4_jax.config import DSV4Config
@@ -198,48 +200,122 @@ def training_step(
     return jax.tree_util.tree_map_with_path(moved, params, updates), state, losses
 
 
-def train(config: DSV4Config, corpus: Corpus, plan: Plan) -> DSV4Params:
+@flax.struct.dataclass
+class Progress:
+    """A training so far; it goes on from here as if it had not been stopped.
+
+    Attributes:
+      params: parameters.
+      optimizer: the optimizer's state.
+      best: the parameters that did best, or those at the start.
+      best_loss: their validation loss; infinite before any was compared.
+      num_short: steps with short rows.
+      num_long: steps with long ones.
+      seconds: how long they took together.
+    """
+
+    params: DSV4Params
+    optimizer: Any
+    best: DSV4Params
+    best_loss: float = math.inf
+    num_short: int = 0
+    num_long: int = 0
+    seconds: float = 0.0
+
+
+def start_training(config: DSV4Config, state: pathlib.Path | None = None) -> Progress:
+    """A training that begins, or that goes on from a file of `train`."""
+    params = starting_params(config, jax.random.key(0))
+    blank = Progress(params, make_optimizer(params).init(cast(Any, params)), params)
+    if state is None or not state.exists():
+        return blank
+    return jax.tree.map(jnp.asarray, serialization.from_bytes(blank, state.read_bytes()))
+
+
+def train(
+    config: DSV4Config,
+    corpus: Corpus,
+    plan: Plan,
+    *,
+    state: pathlib.Path | None = None,
+    pause_minutes: float = math.inf,
+) -> DSV4Params | None:
     """Trains as planned; the parameters that did best, in bf16 (f32 where the model keeps f32).
 
     Of the steps with long rows, where there are any; else of those in which CSA layers select.
+
+    Args:
+      config: the model.
+      corpus: what is read.
+      plan: how long, and how fast.
+      state: a file from which to go on if it is there, and which a pause writes.
+      pause_minutes: stop after so long; the result is None then.
     """
-    params = starting_params(config, jax.random.key(0))
-    state: Any = make_optimizer(params).init(cast(Any, params))
+    begun = start_training(config, state)
+    params, optimizer = _copy(begun.params), _copy(begun.optimizer)
+    best, best_loss = begun.best, float(begun.best_loss)
+    num_short, num_long = int(begun.num_short), int(begun.num_long)
     sizes = {"length": plan.length + 2, "noise": plan.noise}
     short = batches(corpus.train, batch=plan.batch, seed=0, **sizes)
     long = batches(corpus.train, batch=1, seed=2, **(sizes | {"length": plan.long_length + 2}))
+    for rows, count in ((short, num_short), (long, num_long)):
+        for _ in range(count):
+            next(rows)
     validation = _validation_rows(corpus, plan)
     compared_from = 1 - plan.long_share if plan.long_length else plan.dense_share
-    start, count, done = time.time(), 0, 0.0
-    best: tuple[float, DSV4Params] | None = None
-    losses: dict[str, jax.Array] = {}
-    while done < 1:
+    started, losses = time.time(), {}
+
+    def seconds() -> float:
+        return float(begun.seconds) + time.time() - started
+
+    def share_done() -> float:
+        count = num_short + num_long
+        return max(count / plan.num_steps, seconds() / (60 * plan.minutes)) if count else 0.0
+
+    while (done := share_done()) < 1:
         is_long = bool(plan.long_length) and done >= compared_from
         text = jax.tree.map(jnp.asarray, next(long if is_long else short))
         jax.block_until_ready(losses)  # one step ahead of the device, so that minutes are its own
-        params, state, losses = training_step(
+        params, optimizer, losses = training_step(
             params,
-            state,
+            optimizer,
             text,
-            jnp.float32(plan.rate_at(count, done)),
+            jnp.float32(plan.rate_at(num_short + num_long, done)),
             jnp.float32(plan.decay),
             jnp.asarray(done < plan.dense_share),
             config=config,
         )
-        count += 1
-        compared = done > compared_from
-        done = max(count / plan.num_steps, (time.time() - start) / (60 * plan.minutes))
-        if count % plan.steps_between_reports == 0 or done >= 1:
+        num_long, num_short = num_long + is_long, num_short + (not is_long)
+        count = num_short + num_long
+        if count % plan.steps_between_reports == 0 or share_done() >= 1:
             found = {name: round(float(value), 4) for name, value in losses.items()}
             rows = [jnp.mean(_held_out(params, some, config=config)) for some in validation]
             found["validation"] = float(np.mean(rows))
-            found |= {"step": count, "seconds": round(time.time() - start)}
+            found |= {"step": count, "seconds": round(seconds())}
             print(json.dumps(found), flush=True)
-            if compared and (best is None or found["validation"] < best[0]):
-                best = (found["validation"], jax.tree.map(jnp.copy, params))
+            if done > compared_from and found["validation"] < best_loss:
+                best_loss, best = found["validation"], _copy(params)
+        if share_done() < 1 and time.time() - started > 60 * pause_minutes:
+            paused = Progress(params, optimizer, best, best_loss, num_short, num_long, seconds())
+            assert state is not None
+            _write(state, serialization.to_bytes(jax.device_get(paused)))
+            return None
     shapes = param_shapes(config, jnp.bfloat16)
-    chosen = params if best is None else best[1]
+    chosen = best if math.isfinite(best_loss) else params
     return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), chosen, shapes)
+
+
+def _copy[T](tree: T) -> T:
+    """Arrays of its own, which a step may donate."""
+    return jax.tree.map(jnp.copy, tree)
+
+
+def _write(path: pathlib.Path, contents: bytes) -> None:
+    """The whole file, or what was there before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(contents)
+    part.replace(path)
 
 
 _held_out = jax.jit(held_out_loss, static_argnames="config")
@@ -268,13 +344,22 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="shipped", help="which model")
     parser.add_argument("--corpus", type=pathlib.Path, help="of dsv4_jax.training.corpus")
     parser.add_argument("--steps", type=int, help="steps of the optimizer; if not given, planned")
+    parser.add_argument("--state", type=pathlib.Path, help="file to go on from, and to pause in")
+    parser.add_argument("--pause-minutes", type=float, help="write --state after so long, and end")
     args = parser.parse_args()
     make_config, plan = SIZES[args.size]
     if args.steps is not None:
         plan = dataclasses.replace(plan, num_steps=args.steps)
+    if args.pause_minutes is not None and args.state is None:
+        parser.error("--pause-minutes needs --state")
     config, corpus = make_config(), read_corpus(args.corpus, whole=args.size == "large")
     print({name: len(part) for name, part in corpus._asdict().items()}, flush=True)
-    save_checkpoint(config, train(config, corpus, plan), args.out)
+    pause = math.inf if args.pause_minutes is None else args.pause_minutes
+    params = train(config, corpus, plan, state=args.state, pause_minutes=pause)
+    if params is None:
+        print(f"paused in {args.state}; the same command goes on")
+        return
+    save_checkpoint(config, params, args.out)
     byte_tokenizer().save(str(args.out / "tokenizer.json"))
 
 

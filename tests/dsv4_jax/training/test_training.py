@@ -161,6 +161,26 @@ def test_a_few_steps_of_training_lower_the_loss(corpus, capsys):
     assert loss < 4.5, "uniform is 5.6"
 
 
+@pytest.mark.slow
+def test_a_training_that_pauses_ends_as_if_it_had_not(corpus, tmp_path, capsys):
+    """After every step, with short rows and long ones."""
+    plan = Plan(
+        num_steps=7, batch=2, length=32, long_length=64, long_share=0.5, steps_between_reports=2
+    )
+    state = tmp_path / "state"
+    with jax.numpy_dtype_promotion("standard"):
+        whole = train(CONFIG, corpus, plan)
+        told = capsys.readouterr().out
+        for _ in range(6):
+            assert train(CONFIG, corpus, plan, state=state, pause_minutes=0) is None
+        resumed = train(CONFIG, corpus, plan, state=state, pause_minutes=0)
+    jax.tree.map(np.testing.assert_array_equal, resumed, whole)
+    reports = [json.loads(line) for line in (told + capsys.readouterr().out).splitlines()]
+    for report in reports:
+        del report["seconds"]
+    assert reports[:4] == reports[4:]
+
+
 def test_the_large_model_is_as_large_as_it_is_said_to_be():
     config = large_config()
     shapes = jax.tree.leaves(param_shapes(config, jnp.bfloat16))
