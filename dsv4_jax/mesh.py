@@ -277,12 +277,32 @@ def put[T](value: T, mesh: AnyMesh | None) -> T:
 
 def fetch[T](tree: T) -> T:
     """Arrays in NumPy, those parts included that lie in other processes, which all call this."""
+    return read(gather(tree))
+
+
+def gather[T](tree: T) -> T:
+    """Begins what `read` ends, and waits for nothing; all processes call this.
+
+    Arrays of which other processes hold parts are copied to every device. All others begin their
+    way to the host.
+    """
     leaves = jax.tree.leaves(tree)
-    if all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves):
-        return jax.device_get(tree)
-    mesh = next(leaf.sharding.mesh for leaf in leaves if not leaf.is_fully_addressable)
-    everywhere = _replicate(mesh)(tree)
-    return jax.tree.map(lambda leaf: np.asarray(leaf.addressable_data(0)), everywhere)
+    far = [leaf for leaf in leaves if not getattr(leaf, "is_fully_addressable", True)]
+    if far:
+        return _replicate(far[0].sharding.mesh)(tree)
+    for leaf in leaves:
+        if isinstance(leaf, jax.Array):
+            leaf.copy_to_host_async()
+    return tree
+
+
+def read[T](tree: T) -> T:
+    """What `gather` gave in NumPy, when it is there."""
+
+    def local(leaf: Any) -> Any:
+        return leaf if getattr(leaf, "is_fully_addressable", True) else leaf.addressable_data(0)
+
+    return jax.device_get(jax.tree.map(local, tree))
 
 
 @functools.cache

@@ -48,6 +48,18 @@ class DataShards:
         manager, own = self.of(slot)
         return int(manager.length_tokens[own])
 
+    def advance(self, slots: np.ndarray, num_tokens: np.ndarray) -> None:
+        """Counts tokens that a step has appended, for which blocks were reserved before it.
+
+        Args:
+          slots: i32[n], no slot twice.
+          num_tokens: i32[n], of each.
+        """
+        shards, own = np.divmod(slots, self._num_slots)
+        for shard, manager in enumerate(self.managers):
+            mine = shards == shard
+            manager.length_tokens[own[mine]] += num_tokens[mine]
+
     def choose(
         self, max_tokens: int, token_ids: np.ndarray, salt: bytes, *, spare_blocks: Sequence[int]
     ) -> int | None:

@@ -55,7 +55,9 @@ class PendingChanges:
         num_slots = len(length_tokens)
 
         def padded(values: list[int]) -> np.ndarray:
-            return np.array(values + [-1] * (num_slots - len(values)), np.int32)
+            array = np.full(num_slots, -1, np.int32)
+            array[: len(values)] = values
+            return array
 
         slots = padded(sorted(self.changed))
         rows = np.maximum(slots, 0)

@@ -29,7 +29,7 @@ class SlotChanges:
 
     Attributes:
       slots: i32[NS], whose length and table row are set.
-      length_tokens: i32[NS].
+      length_tokens: i32[NS]; -1 leaves a length as it is, where steps have yet to be counted.
       block_table: i32[NS, LB].
       copy_from: i32[NS], slot whose rings and states are copied.
       copy_to: i32[NS], slot that they go to.
@@ -73,6 +73,7 @@ def apply_changes(cache: ModelCache, store: SnapshotStore, changes: SlotChanges)
     checks.instance("store", store, SnapshotStore)
     checks.instance("changes", changes, SlotChanges)
     check_rows(cache, changes.slots, changes.length_tokens, changes.block_table)  # type: ignore
+    lengths = _lengths(cache, changes.slots, changes.length_tokens)
     slots, blocks = cache.max_requests, cache.num_blocks
     for name, high in (
         ("copy_from", slots),
@@ -107,7 +108,7 @@ def apply_changes(cache: ModelCache, store: SnapshotStore, changes: SlotChanges)
     places = (changes.load_slots, changes.load_places, changes.load_ends)
     state = load_snapshots(state, store, *map(jnp.asarray, places))
     cache = dataclasses.replace(cache, state=state, paged=paged)
-    rows = (changes.slots, changes.length_tokens, changes.block_table)
+    rows = (changes.slots, lengths, changes.block_table)
     return update_slots(cache, *map(jnp.asarray, rows))
 
 
@@ -115,11 +116,24 @@ def set_tables(cache: ModelCache, changes: SlotChanges) -> ModelCache:
     """Tables and lengths alone; the cache's other arrays are passed on as they are."""
     rows = (changes.slots, changes.length_tokens, changes.block_table)
     small = dataclasses.replace(cache, state={}, paged={})
-    small = jit_update_slots(small, *rows)
+    small = _jit_set_rows(small, *rows)
     return dataclasses.replace(small, state=cache.state, paged=cache.paged)
 
 
-jit_update_slots = jax.jit(update_slots)
+@on_mesh("cache")
+def _set_rows(cache: ModelCache, slots: Array, length_tokens: Array, table: Array) -> ModelCache:
+    lengths = _lengths(cache, slots, length_tokens)
+    return update_slots(cache, *map(jnp.asarray, (slots, lengths, table)))
+
+
+_jit_set_rows = jax.jit(_set_rows)
+
+
+def _lengths(cache: ModelCache, slots: Array, length_tokens: Array) -> Array:
+    """Lengths to set, with those of the cache where they stay."""
+    slots = jnp.clip(jnp.asarray(slots), 0, cache.length_tokens.shape[0] - 1)
+    return jnp.where(jnp.asarray(length_tokens) < 0, cache.length_tokens[slots], length_tokens)
+
 
 jit_apply_changes = jax.jit(apply_changes, donate_argnames="cache")
 """`apply_changes`, jitted; the old cache is gone."""

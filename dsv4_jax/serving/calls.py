@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, Concatenate, Protocol
 
 _ABSENT = object()
@@ -26,7 +26,7 @@ class UndoLog:
           *always: objects that every change saves.
         """
         self._always = always
-        self._saved: list[tuple[MutableMapping, dict]] | None = None
+        self._saved: list[tuple[Any, Any]] | None = None
 
     @property
     def stands(self) -> bool:
@@ -41,6 +41,10 @@ class UndoLog:
         """An item that the change will add, replace or remove."""
         self._append(mapping, {key: mapping.get(key, _ABSENT)})
 
+    def save_column(self, targets: Sequence[object], name: str, values: Sequence[object]) -> None:
+        """One attribute of many objects, with what it is now."""
+        self._append(_Column(targets, name), values)
+
     def before(self, target: object) -> dict[str, Any]:
         """Attributes of one of the objects that every change saves, as no change has left them."""
         for mapping, saved in self._saved or ():
@@ -51,6 +55,9 @@ class UndoLog:
     def roll_back(self) -> None:
         """Makes everything saved what it was; once more does no harm."""
         for mapping, saved in reversed(self._saved or ()):
+            if isinstance(mapping, _Column):
+                mapping.restore(saved)
+                continue
             for key, value in saved.items():
                 if value is _ABSENT:
                     mapping.pop(key, None)
@@ -73,9 +80,21 @@ class UndoLog:
         else:
             self.roll_back()
 
-    def _append(self, mapping: MutableMapping, saved: dict) -> None:
+    def _append(self, mapping: Any, saved: Any) -> None:
         assert self._saved is not None, "nothing changes outside of a change"
         self._saved.append((mapping, saved))
+
+
+class _Column:
+    """One attribute of many objects."""
+
+    def __init__(self, targets: Sequence[object], name: str) -> None:
+        self._targets = targets
+        self._name = name
+
+    def restore(self, values: Sequence[object]) -> None:
+        for target, value in zip(self._targets, values, strict=True):
+            setattr(target, self._name, value)
 
 
 class Exclusive(Protocol):

@@ -25,8 +25,8 @@ from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.check_params import check_params
 from dsv4_jax.model.params import DSV4Params, unstack_layers
 from dsv4_jax.model.shardings import param_shardings
-from dsv4_jax.serving.engine_core import CheckedRequest, EngineCore
-from dsv4_jax.serving.prompts import list_prompts
+from dsv4_jax.serving.engine_core import EngineCore
+from dsv4_jax.serving.prompts import CheckedRequest, list_prompts
 from dsv4_jax.serving.request import Completion
 from dsv4_jax.serving.sizing import plan_engine
 from dsv4_jax.serving.text import load_tokenizer
@@ -74,6 +74,7 @@ class Engine(EngineCore):
         memory_bytes: int | None = None,
         gpu_memory_fraction: float | None = None,
         unroll: bool | None = None,
+        overlap: bool = True,
         debug: bool = False,
         tokenizer: Tokenizer | None = None,
     ) -> None:
@@ -120,7 +121,11 @@ class Engine(EngineCore):
           unroll: gives every layer arrays of its own (`unstack_layers`), which is what a step on a
             GPU wants; None does so on a GPU alone. If you keep stacked `params`, they are in memory
             twice.
-          debug: poisons freed storage and verifies the whole cache after every step; slow.
+          overlap: launches the next step before the last one's tokens are read, where the host can
+            plan it without them. No token depends on it. Without it nothing runs between two calls,
+            and a fork of a running request shares its open block and ring too.
+          debug: poisons freed storage and verifies the whole cache after every step, without
+            overlap; slow.
           tokenizer: for prompts that are text, and for the text of completions.
 
         Raises:
@@ -159,6 +164,7 @@ class Engine(EngineCore):
             num_snapshots=num_snapshots,
             memory_bytes=memory_bytes,
             gpu_memory_fraction=gpu_memory_fraction,
+            overlap=overlap,
             debug=debug,
         )
         if unroll:
@@ -261,7 +267,7 @@ class Engine(EngineCore):
         if sampling is not None:
             checks.instance("sampling", sampling, SamplingParams)
         rows = sampling_of_rows(n, sampling, row_name="sample", **fields)
-        asked = self._check_request(prompt, rows[0], salt, speculate, {})
+        asked = self._limits.check_request(prompt, rows[0], salt, speculate, {})
         seeds = [row.seed for row in rows]
         if isinstance(fields.get("seed", 0), int | np.integer):
             seeds = [row.seed + place for place, row in enumerate(rows)]
@@ -318,7 +324,7 @@ class Engine(EngineCore):
         prompts = list_prompts(prompts)
         rows = sampling_of_rows(len(prompts), sampling, row_name="prompt", **fields)
         checked = [
-            self._check(prompt, row, name=f"prompts[{idx}]")
+            self._limits.check_prompt(prompt, row, name=f"prompts[{idx}]")
             for idx, (prompt, row) in enumerate(zip(prompts, rows, strict=True))
         ]
         requests = self._submit_all([CheckedRequest(*one, b"", True) for one in checked])

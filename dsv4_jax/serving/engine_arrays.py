@@ -1,11 +1,13 @@
 """EngineArrays: an engine's cache and snapshots, and the calls on them.
 
-Arguments of a call are NumPy arrays and plain values, and are all that it depends on. Where a mesh
-spans several processes, process 0 tells the others of each call, and all of them make it.
+Arguments of a call are NumPy arrays and plain values, and are all that it depends on beside the
+arrays that calls before it left on the devices. Where a mesh spans several processes, process 0
+tells the others of each call, and all of them make it.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import typing
@@ -13,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import serialization
 from jax._src.core import reset_trace_state  # nothing public ends a trace that was interrupted
@@ -27,12 +30,13 @@ from dsv4_jax.cache.snapshots import SnapshotPlan, SnapshotStore, init_snapshot_
 from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.hosts import Hosts
-from dsv4_jax.mesh import fetch, mesh_sizes, put, shardings_of
+from dsv4_jax.mesh import gather, mesh_sizes, put, read, shardings_of
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.serving.sizing import EnginePlan
 from dsv4_jax.step.draws import DrawnCounts, TokenMasks
 from dsv4_jax.step.sampling import Sampling
 from dsv4_jax.step.serve_step import (
+    LastOutput,
     ServeInput,
     ServeOutput,
     jit_plain_decode_step,
@@ -48,6 +52,7 @@ _ARGUMENTS: dict[str, tuple[type, ...]] = {
     "set_counts": (DrawnCounts,),
     "set_masks": (TokenMasks,),
     "step": (StepInput, SnapshotPlan),
+    "read": (),
     "save": (StepInput, SnapshotPlan),
     "scan": (),
 }
@@ -78,9 +83,14 @@ class EngineArrays:
         self._plan = plan
         self._hosts = hosts
         self._known: set[object] = set()
+        # On CPUs two programs may run side by side, and wait in each other's collectives for ever.
+        devices = [] if plan.mesh is None else list(plan.mesh.devices.flat)
+        self._waits = len(devices) > 1 and devices[0].platform == "cpu"
         self._sampling: Sampling
         self._counts: DrawnCounts
         self._masks: TokenMasks
+        self._last: LastOutput
+        self._unread: collections.deque[ServeOutput]
         self.cache: ModelCache
         self.store: SnapshotStore
         if hosts is not None:
@@ -127,12 +137,12 @@ class EngineArrays:
         is_plain: bool,
         activations: str,
         wants_logprobs: bool,
-    ) -> ServeOutput:
-        """`serve_step`, or `plain_decode_step`; what it gives in NumPy.
+    ) -> None:
+        """Launches `serve_step`, or `plain_decode_step`; `read` waits for what it gives.
 
         Args:
-          step_input: as in `ServeInput`.
-          snapshots: the same.
+          step_input: as in `ServeInput`; `LAST_DRAWN` and so on are what the step before gave.
+          snapshots: as in `ServeInput`.
           num_checked: the same.
           next_token_ids: the same.
           is_plain: takes `plain_decode_step`.
@@ -140,7 +150,15 @@ class EngineArrays:
           wants_logprobs: brings log-probabilities from the device; else they are None.
         """
         plain = (num_checked, next_token_ids, is_plain, activations, wants_logprobs)
-        return self._make("step", step_input, snapshots, *plain)
+        self._make("step", step_input, snapshots, *plain)
+
+    def read(self, back: int) -> ServeOutput:
+        """What a step gave, in NumPy; a failure on the device shows here.
+
+        Args:
+          back: 0 is the step that was launched last, 1 the one before it.
+        """
+        return self._make("read", back)
 
     def save(self, step_input: StepInput, plan: SnapshotPlan) -> None:
         """`save_reached`."""
@@ -195,9 +213,15 @@ class EngineArrays:
 
     def _allocate(self) -> None:
         plan = self._plan
-        self.cache, self.store = _empty_pools(
-            plan.config, plan.pools, plan.cache_format, plan.mesh, plan.split_cache
+        self.cache, self.store, self._last = _empty_pools(
+            plan.config,
+            plan.pools,
+            plan.cache_format,
+            plan.draft_tokens,
+            plan.mesh,
+            plan.split_cache,
         )()
+        self._unread = collections.deque(maxlen=2)
 
     def _rebuild(self) -> None:
         reset_trace_state()
@@ -236,7 +260,7 @@ class EngineArrays:
         is_plain: bool,
         activations: str,
         wants_logprobs: bool,
-    ) -> ServeOutput:
+    ) -> None:
         plan = self._plan
         fields = {"num_checked": num_checked, "next_token_ids": next_token_ids}
         serve_input = ServeInput(
@@ -245,6 +269,7 @@ class EngineArrays:
             sampling=self._sampling,
             counts=self._counts,
             masks=self._masks,
+            last=self._last,
             **{name: put(array, plan.mesh) for name, array in fields.items()},
         )
         static = {"config": plan.config, "activations": activations}
@@ -260,13 +285,16 @@ class EngineArrays:
                 draft_tokens=plan.draft_tokens,
                 **static,
             )
-        logprobs = output.logprobs
-        output = dataclasses.replace(output, logprobs=None)
-        output = fetch(output)  # a failure on the device shows here
-        if wants_logprobs:
-            output = dataclasses.replace(output, logprobs=fetch(logprobs))
         self.cache, self.store = cache, store
-        return output
+        self._last = LastOutput(token_ids=output.token_ids, draft_token_ids=output.draft_token_ids)
+        if not wants_logprobs:
+            output = dataclasses.replace(output, logprobs=None)
+        self._unread.append(gather(output))
+        if self._waits:
+            jax.block_until_ready((cache, self._unread[-1]))
+
+    def _read(self, back: int) -> ServeOutput:
+        return read(self._unread[-1 - back])
 
     def _save(self, step_input: StepInput, plan: SnapshotPlan) -> None:
         step_input, plan = put(step_input, self._plan.mesh), put(plan, self._plan.mesh)
@@ -281,13 +309,14 @@ def _empty_pools(
     config: DSV4Config,
     pools: PoolPlan,
     cache_format: FormatName,
+    draft_tokens: int,
     mesh: Mesh | None,
     split_cache: bool,
-) -> Callable[[], tuple[ModelCache, SnapshotStore]]:
+) -> Callable[[], tuple[ModelCache, SnapshotStore, LastOutput]]:
     """One program that makes pools of these sizes, on every data shard of the mesh."""
     shards = 1 if mesh is None else mesh_sizes(mesh)[0]
 
-    def build() -> tuple[ModelCache, SnapshotStore]:
+    def build() -> tuple[ModelCache, SnapshotStore, LastOutput]:
         cache = init_cache(
             config,
             max_requests=pools.max_requests * shards,
@@ -296,7 +325,12 @@ def _empty_pools(
             num_blocks=pools.num_blocks * shards,
             split_cache=split_cache,
         )
-        return cache, init_snapshot_store(cache, pools.num_snapshots * shards)
+        rows = pools.max_requests * shards
+        last = LastOutput(
+            token_ids=jnp.zeros((rows, draft_tokens + 1), jnp.int32),
+            draft_token_ids=jnp.zeros((rows, draft_tokens), jnp.int32),
+        )
+        return cache, init_snapshot_store(cache, pools.num_snapshots * shards), last
 
     if mesh is None:
         return jax.jit(build)

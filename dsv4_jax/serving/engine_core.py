@@ -8,9 +8,8 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple, Unpack
+from typing import Unpack
 
-import numpy as np
 from tokenizers import Tokenizer
 
 from dsv4_jax import checks
@@ -23,33 +22,12 @@ from dsv4_jax.serving.calls import UndoLog, exclusive, refuse_while_busy
 from dsv4_jax.serving.grammars import Grammars
 from dsv4_jax.serving.loop import ServingLoop
 from dsv4_jax.serving.metrics import Metrics, count_compiles
-from dsv4_jax.serving.prompts import (
-    MAX_SALT_CHARS,
-    check_length,
-    encode_prompt,
-    resolve_sampling,
-)
+from dsv4_jax.serving.prompts import CheckedRequest, Limits
 from dsv4_jax.serving.request import Completion, Request, Token
 from dsv4_jax.serving.runner import StepRunner
 from dsv4_jax.serving.sizing import EnginePlan
 from dsv4_jax.serving.suspects import Suspects
-from dsv4_jax.step.sampling import SamplingFields, SamplingParams, sampling_of_rows
-
-
-class CheckedRequest(NamedTuple):
-    """A request that can be served.
-
-    Attributes:
-      token_ids: i32[n], the prompt.
-      sampling: how it draws and what ends it; its stop tokens are known.
-      salt: prefixes are shared among requests of one salt only.
-      speculate: drafts are checked.
-    """
-
-    token_ids: np.ndarray
-    sampling: SamplingParams
-    salt: bytes
-    speculate: bool
+from dsv4_jax.step.sampling import SamplingFields, SamplingParams
 
 
 class EngineCore:
@@ -66,6 +44,9 @@ class EngineCore:
     A request is admitted when a slot and blocks for its prompt are free, oldest first; it gets
     further blocks before the steps that need them, and the youngest gives its own back if there
     are none. What it had drawn is computed again later, from the longest prefix still cached.
+
+    With overlap the next step is in flight between two calls (`docs/design/architecture.md`).
+    What was submitted meanwhile joins the one after it.
     Its attributes are those that `Engine` lists.
     """
 
@@ -113,7 +94,10 @@ class EngineCore:
 
     @property
     def cache(self) -> ModelCache:
-        """The cache as it is now, to look into; the next call may take it."""
+        """The cache as it is now, to look into, after the step in flight if there is one.
+
+        The next call may take it.
+        """
         return self._runner.cache
 
     @property
@@ -166,7 +150,7 @@ class EngineCore:
           ValueError: the prompt is empty, holds an unknown token or can never fit, or a setting is
             out of range; nothing was queued.
         """
-        asked = self._check_request(prompt, sampling, salt, speculate, fields)
+        asked = self._limits.check_request(prompt, sampling, salt, speculate, fields)
         with self._undo:
             return self._add(asked).request_id
 
@@ -174,7 +158,8 @@ class EngineCore:
     def fork(self, request_id: int, *, seed: int) -> int:
         """A second request that goes on from what the first has drawn so far.
 
-        A running one shares its full blocks; if there is no room, the new one waits its turn.
+        It shares the full blocks of a running one. If there is no room, or the first one's next
+        step is in flight, the new one waits its turn, and what no snapshot holds is computed again.
 
         Args:
           request_id: an unfinished request.
@@ -230,7 +215,7 @@ class EngineCore:
         """Serves every running request once, and admits waiting ones.
 
         Returns:
-          The tokens drawn; none if there is nothing to do.
+          The tokens of one step; none if there is nothing to do. The next one may run by then.
 
         Raises:
           CacheError: in debug mode, the cache is not what it should be.
@@ -365,35 +350,10 @@ class EngineCore:
     def _count_compiles(self) -> None:
         self.metrics.compiles = count_compiles() - self._compiles_before
 
-    def _check(
-        self, prompt: str | Sequence[int], row: SamplingParams, *, name: str
-    ) -> tuple[np.ndarray, SamplingParams]:
-        """A prompt's ids and settings that this engine can serve; else a `ValueError`."""
-        ids = encode_prompt(prompt, self.config, self.tokenizer, name=name)
-        check_length(len(ids), row.max_new_tokens, self._plan.pools, name=name)
-        row = resolve_sampling(row, self.config, self.tokenizer)
-        if row.grammar is not None:
-            self._grammars.check(row.grammar)
-        return ids, row
-
-    def _check_request(
-        self,
-        prompt: str | Sequence[int],
-        sampling: SamplingParams | None,
-        salt: str,
-        speculate: bool,
-        fields: SamplingFields,
-    ) -> CheckedRequest:
-        """What `submit` was asked for, if it can be served; any thread may check at any time."""
-        if sampling is not None:
-            checks.instance("sampling", sampling, SamplingParams)
-        if not isinstance(fields.get("seed", 0), int | np.integer):
-            checks.refuse("seed", "an integer", fields.get("seed"))
-        salt = checks.text("salt", salt, max_chars=MAX_SALT_CHARS)
-        speculate = checks.flag("speculate", speculate)
-        (row,) = sampling_of_rows(1, sampling, row_name="prompt", **fields)
-        ids, row = self._check(prompt, row, name="prompt")
-        return CheckedRequest(ids, row, salt.encode(), speculate)
+    @property
+    def _limits(self) -> Limits:
+        """What requests can ask for; any thread may check them at any time."""
+        return Limits(self.config, self._plan.pools, self.tokenizer, self._grammars)
 
     @exclusive
     def _submit_all(

@@ -6,7 +6,7 @@ import asyncio
 import collections
 from collections.abc import Iterable
 
-from dsv4_jax.serving.engine_core import CheckedRequest
+from dsv4_jax.serving.prompts import CheckedRequest
 from dsv4_jax.serving.request import Completion, Token
 
 

@@ -13,11 +13,14 @@ from dsv4_jax.allocator.manager import KVCacheManager
 from dsv4_jax.allocator.seals import Seals
 from dsv4_jax.allocator.verify import Report, verify_scan
 from dsv4_jax.serving.calls import UndoLog
+from dsv4_jax.serving.flight import Flight, Outlook, look
+from dsv4_jax.serving.hand_out import HandOut
 from dsv4_jax.serving.metrics import Metrics
-from dsv4_jax.serving.request import Request, Token, TokenLogprobs
+from dsv4_jax.serving.request import Request, Token
 from dsv4_jax.serving.request_queue import RequestQueue
 from dsv4_jax.serving.runner import StepResult, StepRunner
-from dsv4_jax.serving.scheduler import RowNeed, RowPlan, StepPlan, plan_shards
+from dsv4_jax.serving.running import Running
+from dsv4_jax.serving.scheduler import RowNeed, StepPlan, plan_decoding, plan_shards
 from dsv4_jax.serving.sizing import EnginePlan
 from dsv4_jax.serving.snapshot_policy import Boundary, take_boundaries
 
@@ -29,9 +32,15 @@ class CacheError(RuntimeError):
 class ServingLoop:
     """Serves requests by steps.
 
-    The order of a step: admit, reserve blocks, plan, bring changes to the device, run, and only
-    then count. Every method but `restart` belongs to a change of the `UndoLog`; after one that
-    raised, `restart` makes queue, manager and arrays anew from what the requests know.
+    A step is launched, in the order: admit, reserve blocks, plan, bring changes to the device, run.
+    If the next one can be planned by what is known already (`_look_ahead`), it is launched too,
+    before the first is read and counted. So between two calls a step may be in flight. What leaves
+    its slot then has a row there whose result is thrown away: the device runs launches in order, so
+    that who gets the slot or the blocks later writes after that row.
+
+    Every method but `restart` belongs to a change of the `UndoLog`; after one that raised,
+    `restart` makes queue, manager and arrays anew from what the requests know, and a step in flight
+    is forgotten.
 
     Attributes:
       runner: the device's side.
@@ -64,6 +73,8 @@ class ServingLoop:
         self._undo = undo
         self._seals: Seals | tuple[Seals, ...] | None = None
         self._evicted_before = (0, 0)
+        self._flight: Flight[StepResult] | None = None
+        self._untold: tuple[Token, ...] = ()  # drawn, and read by another call than `step`
         self.queue = RequestQueue(
             self._new_shards(), draft_tokens=plan.draft_tokens, metrics=metrics, undo=undo
         )
@@ -80,24 +91,35 @@ class ServingLoop:
         self._update_gauges()
 
     def fork(self, request: Request, new: Request) -> None:
-        """The new request goes on from what another has."""
-        self.queue.fork(request, new)
+        """The new request goes on from what another has.
+
+        Where that is in flight, the device is a token ahead of what the caller has seen, and the
+        new one comes from what is cached, like a request that waits.
+        """
+        flight = self._flight
+        if flight is not None and request.slot >= 0 and request.slot in flight.slots:
+            self.queue.fork_later(request, new)
+        else:
+            self.queue.fork(request, new)
         self._update_gauges()
 
     def end(self, request: Request) -> None:
         """A request that has a finish reason leaves slot or queue."""
-        self.queue.remove(request)
-        reason, finished = request.finish_reason or "error", self.metrics.finished
-        self.metrics.finished = finished | {reason: finished.get(reason, 0) + 1}
+        self._forget(request)
+        self._remove(request)
+        self._drop_dead_flight()
         self._update_gauges()
 
     def preempt(self, request: Request) -> None:
         """A running request gives slot and blocks back and waits."""
+        self._forget(request)
         self.queue.preempt(request)
+        self._drop_dead_flight()
         self._update_gauges()
 
     def restart(self, requests: Sequence[Request]) -> None:
         """Everything is empty, and the unfinished requests wait, as they are."""
+        self._flight = None
         self._evicted_before = (self.metrics.evicted_blocks, self.metrics.evicted_snapshots)
         self.runner.rebuild()
         self.queue.restart(self._new_shards(), requests)
@@ -106,33 +128,46 @@ class ServingLoop:
 
     def step(self, alone: Request | None = None) -> list[Token]:
         """Serves every running request once, or one alone if it runs; see `Engine.step`."""
-        self.queue.admit()
-        self.queue.reserve()
-        self._update_gauges()
-        running = self.queue.running
-        if not running:
-            return []
-        if alone is not None and alone.slot >= 0:
-            running = {alone.slot: alone}
-        running = self.runner.fitting(running)
-        plan = plan_shards(
-            self._needs(running), sizes=self._plan.step_sizes, plain_size=self._plan.plain_size
-        )
-        self.runner.apply(self.shards)
-        boundaries = [] if plan.is_plain else self._take_boundaries(plan)
-        result = self.runner.run(plan, running, self.shards.length_tokens, boundaries)
-        self.metrics.steps += 1
-        tokens = self._collect(plan, result, boundaries)
+        untold = self._take_untold()
+        flight = self._flight
+        if flight is None:
+            flight = self._launch_known(alone)
+        if flight is None:
+            self._update_gauges()
+            return untold
+        following = None
+        if self._plan.overlap and alone is None:
+            following = self._look_ahead(flight)
+        self._flight = following
+        tokens = untold + self._collect(flight)
+        self._drop_dead_flight()
         self._update_gauges()
         if self._plan.debug:
             self._verify()
         return tokens
 
+    def drain(self) -> None:
+        """Reads the step in flight, if there is one; the next `step` gives its tokens."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            tokens = self._collect(flight)
+            self._undo.save_item(vars(self), "_untold")
+            self._untold += tuple(tokens)
+            self._update_gauges()
+
     def verify(self) -> Report:
         """Checks the whole cache, against the last check too; see `verify_cache`."""
+        self.drain()
         self.runner.apply(self.shards)
         found = self.runner.devices.scan()
         return verify_scan(self.runner.cache, found, self.shards.ledgers(), self._seals)
+
+    def _take_untold(self) -> list[Token]:
+        untold = self._untold
+        if untold:
+            self._undo.save_item(vars(self), "_untold")
+            self._untold = ()
+        return list(untold)
 
     def _new_shards(self) -> DataShards:
         plan = self.runner.plan
@@ -151,109 +186,182 @@ class ServingLoop:
         ]
         return DataShards(managers)
 
-    def _needs(self, running: dict[int, Request]) -> list[list[RowNeed]]:
-        """By data shard, what its requests wait for."""
-        needs: list[list[RowNeed]] = [[] for _ in self.shards.managers]
-        for request in sorted(running.values(), key=lambda request: request.request_id):
-            length = self.shards.length_of(request.slot)
-            pending = request.num_known - length
-            assert pending > 0, f"slot {request.slot} holds {length} of {request.num_known} tokens"
-            limit = request.num_wanted - 1 if request.speculate else 0
-            request.drafts = request.drafts[:limit]
-            need = RowNeed(request.slot, pending, len(request.drafts))
-            if pending > 1 and request.followers:  # they fork before the last token
-                need = RowNeed(request.slot, pending - 1, 0, draws=False)
-            needs[self.shards.shard_of(request.slot)].append(need)
-        return needs
+    def _launch_known(self, alone: Request | None) -> Flight[StepResult] | None:
+        """Launches a step of which the host knows every token; None if nobody runs."""
+        self.queue.admit()
+        self.queue.reserve()
+        running = self.queue.table
+        if not running:
+            return None
+        if alone is not None and alone.slot >= 0:
+            running = Running({alone.slot: alone})
+        running = self.runner.fitting(running)
+        return self._launch(self._look(running, None), None)
 
-    def _take_boundaries(self, plan: StepPlan) -> list[Boundary]:
-        """Boundaries that this step reaches and that are worth a snapshot, with a place each."""
+    def _look_ahead(self, flight: Flight[StepResult]) -> Flight[StepResult] | None:
+        """Launches the step after the one in flight, from tokens on the device.
+
+        None where it has to wait for the host: for what requests with penalties or grammars have
+        drawn, for a prompt whose samples part before its last token, for blocks that somebody must
+        give back, or since nobody goes on.
+        """
+        self.queue.admit()
+        running = self.queue.table
+        waits = running.penalises or running.is_constrained
+        if waits or any(one.followers for one in running.with_siblings):
+            return None
+        outlook = self._look(running, flight)
+        if not outlook.goes_on.any() or not self.queue.reserve_ahead(outlook.num_known):
+            return None
+        return self._launch(outlook, flight)
+
+    def _look(self, running: Running, flight: Flight | None) -> Outlook:
+        lengths = self.shards.length_tokens
+        return look(running, lengths, flight, draft_tokens=self._plan.draft_tokens)
+
+    def _launch(self, outlook: Outlook, flight: Flight | None) -> Flight[StepResult]:
+        """Plans a step and launches it, behind the one in flight if there is one."""
+        plan, places = self._make_plan(outlook)
+        lengths = np.zeros(len(self.shards.length_tokens), np.int32)
+        is_fed = np.zeros(len(lengths), bool)
+        lengths[outlook.running.slots] = outlook.lengths
+        is_fed[outlook.running.slots] = outlook.is_fed
+        self.runner.apply(self.shards, () if flight is None else flight.slots)
+        boundaries = [] if plan.is_plain else self._cross(plan, outlook, places, flight)
+        read = self.runner.run(plan, outlook.running, lengths, boundaries, is_fed)
+        if plan.is_plain:
+            boundaries = self._reach(outlook, places)
+        return Flight(plan, outlook.running, places, boundaries, read)
+
+    def _make_plan(self, outlook: Outlook) -> tuple[StepPlan, np.ndarray]:
+        """The plan, and for each of its rows the number of its request in `outlook.running`."""
+        running, pending = outlook.running, outlook.num_pending
+        assert np.all(pending[outlook.goes_on] > 0), f"nothing to run: {pending}"
+        sizes = {"sizes": self._plan.step_sizes, "plain_size": self._plan.plain_size}
+        wanted = np.flatnonzero(outlook.goes_on)
+        slots = running.slots[wanted]
+        shards = slots // self.runner.plan.max_requests
+        if np.all(pending[wanted] == 1):
+            plan = plan_decoding(slots, outlook.num_drafts[wanted], shards, **sizes)
+        else:
+            needs: list[list[RowNeed]] = [[] for _ in self.shards.managers]
+            for place, shard in zip(wanted.tolist(), shards.tolist(), strict=True):
+                needs[shard].append(_need(outlook, place))
+            plan = plan_shards(needs, **sizes)
+        place_of = np.zeros(len(self.shards.length_tokens), np.int32)
+        place_of[running.slots] = np.arange(len(running))
+        return plan, place_of[plan.rows.slots]
+
+    def _cross(
+        self, plan: StepPlan, outlook: Outlook, places: np.ndarray, flight: Flight | None
+    ) -> list[Boundary]:
+        """Boundaries that a step may reach and that are worth a snapshot, with a place each.
+
+        One that the step in flight may reach, or just not, keeps its place: whichever of both
+        crosses it writes there.
+        """
+        size, rows = self.runner.plan.block_tokens, plan.rows
+        starts, spread = outlook.lengths[places], outlook.spread[places]
+        ends = starts + spread + rows.num_tokens + rows.num_drafts
         boundaries = []
-        for row in plan.rows:
-            length = self.shards.length_of(row.slot)
-            end = length + row.num_tokens + row.num_drafts
-            request = self.queue.running[row.slot]
-            boundaries += take_boundaries(request, self.shards, length, end)
+        for row in np.flatnonzero(ends // size > starts // size).tolist():
+            request, start = outlook.running.requests[places[row]], int(starts[row])
+            kept: list[Boundary] = []
+            if flight is not None and outlook.is_fed[places[row]]:
+                kept = [one for one in flight.boundaries if one.slot == request.slot]
+                kept = [one for one in kept if one.end > start]
+            start = max([start + int(spread[row]), *(one.end for one in kept)])
+            boundaries += kept
+            boundaries += take_boundaries(request, self.shards, start, int(ends[row]))
         return boundaries
 
-    def _collect(
-        self, plan: StepPlan, result: StepResult, boundaries: list[Boundary]
-    ) -> list[Token]:
-        """Counts what the step did, shares full blocks, and hands out the tokens."""
-        now, tokens = time.perf_counter(), []
-        rows = [(row, self.queue.running[row.slot]) for row in plan.rows]
-        for row, request in rows:
-            self._count(row, request, result)
-        self._keep(boundaries)
-        if plan.is_plain:
-            self._save_reached([request for _, request in rows])
-        for row, request in rows:
-            if not row.draws:
-                continue
-            self._undo.save(request)
-            drawn = [int(token) for token in result.token_ids[row.slot] if token >= 0]
-            logprobs = _logprobs_of(request, result, len(drawn))
-            tokens += self._hand_out(request, drawn, logprobs, now)
-            if request.finish_reason is None:
-                request.drafts = result.draft_token_ids[row.slot].tolist()
-            else:
-                self.end(request)
-        return tokens
-
-    def _keep(self, boundaries: list[Boundary]) -> None:
-        """Snapshots that a step has written, for who comes after."""
-        for boundary in boundaries:
-            manager, own = self.shards.of(boundary.slot)
-            kept = manager.prefixes.keep_snapshot(own, boundary.end, boundary.place)
-            self.metrics.snapshots += kept
-
-    def _count(self, row: RowPlan, request: Request, result: StepResult) -> None:
-        kept = int(result.num_kept[row.slot])
-        length = self.shards.length_of(row.slot)
-        manager, own = self.shards.of(row.slot)
-        manager.advance(own, kept)
-        self.metrics.drafted_tokens += row.num_drafts
-        self.metrics.accepted_tokens += kept - row.num_tokens
-        size = self.runner.plan.block_tokens
-        if (length + kept) // size > length // size:
-            accepted = request.drafts[: kept - row.num_tokens]
-            known = request.token_ids[: length + row.num_tokens]
-            manager.share(own, np.concatenate([known, np.array(accepted, np.int32)]))
-
-    def _save_reached(self, requests: list[Request]) -> None:
+    def _reach(self, outlook: Outlook, places: np.ndarray) -> list[Boundary]:
+        """Boundaries that requests stand at after a plain step, which have been written."""
+        size, ends = self.runner.plan.block_tokens, outlook.lengths[places] + 1
         boundaries = []
-        for request in requests:
-            length = self.shards.length_of(request.slot)
-            boundaries += take_boundaries(request, self.shards, length - 1, length)
+        for row in np.flatnonzero(ends % size == 0).tolist():
+            request, end = outlook.running.requests[places[row]], int(ends[row])
+            boundaries += take_boundaries(request, self.shards, end - 1, end)
         if boundaries:
             self.runner.save(boundaries)
-            self._keep(boundaries)
+        return boundaries
 
-    def _hand_out(
-        self,
-        request: Request,
-        drawn: list[int],
-        logprobs: Sequence[TokenLogprobs | None],
-        now: float,
-    ) -> list[Token]:
-        """Adds drawn tokens; what that raises ends this request alone."""
-        tokens = []
-        for token_id, its_logprobs in zip(drawn, logprobs, strict=True):
-            try:
-                request.add(token_id, self._tokenizer, its_logprobs)
-            except Exception as error:
-                request.finish_reason, request.error = "error", error
-                return tokens
-            tokens.append(request.token(request.num_drawn - 1))
-            self.metrics.generated_tokens += 1
-            if request.last_token_s is None:
-                self.metrics.first_token_s.add(now - request.submitted_s)
-            else:
-                self.metrics.token_s.add((now - request.last_token_s) / len(drawn))
-            if request.finish_reason is not None:
-                break
-        request.last_token_s = now
+    def _collect(self, flight: Flight[StepResult]) -> list[Token]:
+        """Reads a step, counts what it did, shares full blocks, and hands out the tokens."""
+        result, alive, rows = flight.read(), flight.alive, flight.rows
+        now = time.perf_counter()
+        self.metrics.steps += 1
+        self._count(flight, result)
+        self._keep(flight)
+        drawing = np.flatnonzero(alive & rows.draws)
+        places, slots = flight.places[drawing], rows.slots[drawing]
+        hand_out = HandOut(flight.running, places, slots, result, now, self.metrics, self._undo)
+        tokens = hand_out.run(self._tokenizer)
+        if self.queue.table is not flight.running:
+            flight.running.write_back(self._undo)
+            self.queue.table.refresh(self._undo)
+        if self._plan.draft_tokens:
+            drafts = result.draft_token_ids[slots].tolist()
+            for request, its_drafts in zip(hand_out.requests, drafts, strict=True):
+                request.drafts = its_drafts
+        for request in hand_out.ended:
+            self._forget(request)
+            self._remove(request)
         return tokens
+
+    def _count(self, flight: Flight, result: StepResult) -> None:
+        """Counts what a step appended, and makes blocks that it has filled known."""
+        rows, alive, size = flight.rows, flight.alive, self.runner.plan.block_tokens
+        slots, num_tokens = rows.slots[alive], rows.num_tokens[alive]
+        kept = result.num_kept[slots]
+        before = self.shards.length_tokens[slots]
+        self.shards.advance(slots, kept)
+        self.metrics.drafted_tokens += int(rows.num_drafts[alive].sum())
+        self.metrics.accepted_tokens += int((kept - num_tokens).sum())
+        for row in np.flatnonzero((before + kept) // size > before // size).tolist():
+            request = flight.running[int(slots[row])]
+            known = request.token_ids[: before[row] + num_tokens[row]]
+            if accepted := request.drafts[: kept[row] - num_tokens[row]]:
+                known = np.concatenate([known, np.array(accepted, np.int32)])
+            manager, own = self.shards.of(request.slot)
+            manager.share(own, known)
+
+    def _keep(self, flight: Flight) -> None:
+        """Snapshots that a step has written, for who comes after; others' places are free.
+
+        A place that the next step may write too is left to it until the boundary is behind.
+        """
+        following = self._flight.boundaries if self._flight is not None else []
+        alive = set(flight.slots.tolist()) if flight.boundaries else set()
+        for boundary in flight.boundaries:
+            manager, own = self.shards.of(boundary.slot)
+            is_alive = boundary.slot in alive
+            if is_alive and boundary.end <= self.shards.length_of(boundary.slot):
+                kept = manager.prefixes.keep_snapshot(own, boundary.end, boundary.place)
+                self.metrics.snapshots += kept
+                if boundary in following:
+                    following.remove(boundary)
+            elif boundary not in following:
+                manager.prefixes.drop_snapshot(boundary.place)
+
+    def _forget(self, request: Request) -> None:
+        """A request leaves its slot: nobody waits for its row of the step in flight."""
+        if self._flight is not None and request.slot >= 0:
+            self._flight.forget(request.slot)
+
+    def _drop_dead_flight(self) -> None:
+        """Nobody reads a step in flight whose rows are all of requests that have left."""
+        flight = self._flight
+        if flight is not None and not flight.alive.any():
+            self._flight = None
+            for boundary in flight.boundaries:
+                manager, _ = self.shards.of(boundary.slot)
+                manager.prefixes.drop_snapshot(boundary.place)
+
+    def _remove(self, request: Request) -> None:
+        self.queue.remove(request)
+        reason, finished = request.finish_reason or "error", self.metrics.finished
+        self.metrics.finished = finished | {reason: finished.get(reason, 0) + 1}
 
     def _verify(self) -> None:
         report = self.verify()
@@ -276,24 +384,9 @@ class ServingLoop:
         metrics.count_cache(self.shards.managers, self.runner.unit_bytes)
 
 
-def _logprobs_of(
-    request: Request, result: StepResult, num_drawn: int
-) -> Sequence[TokenLogprobs | None]:
-    """Of each token that a step drew for a running request; None where it asks for none."""
-    count, found = request.sampling.logprobs, result.logprobs
-    if count is None or found is None:
-        return [None] * num_drawn
-    slot = request.slot
-    return [
-        TokenLogprobs(
-            float(found.drawn[slot, place]),
-            tuple(
-                zip(
-                    found.token_ids[slot, place, :count].tolist(),
-                    found.top[slot, place, :count].tolist(),
-                    strict=True,
-                )
-            ),
-        )
-        for place in range(num_drawn)
-    ]
+def _need(outlook: Outlook, place: int) -> RowNeed:
+    """What a running request waits for."""
+    request, pending = outlook.running.requests[place], int(outlook.num_pending[place])
+    if pending > 1 and request.followers:  # they fork before the last token
+        return RowNeed(request.slot, pending - 1, 0, draws=False)
+    return RowNeed(request.slot, pending, int(outlook.num_drafts[place]))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import jax
+import numpy as np
 
 from dsv4_jax import checks
 from dsv4_jax.allocator.manager import KVCacheManager
@@ -100,6 +101,18 @@ class Histogram:
                 return low + (high - low) * (rank - seen) / count
             seen += count
         return math.nan
+
+
+def add_values(histogram: Histogram, values: np.ndarray, times: np.ndarray) -> None:
+    """`Histogram.add` of finite values f64[n], each so many times i64[n], at least once."""
+    if not len(values):
+        return
+    places = np.searchsorted(histogram.bounds, values)
+    added = np.bincount(places, weights=times, minlength=len(histogram.counts)).tolist()
+    histogram.counts = [old + int(n) for old, n in zip(histogram.counts, added, strict=True)]
+    histogram.total += float(values @ times)
+    histogram.least = min(histogram.least, float(values.min()))
+    histogram.most = max(histogram.most, float(values.max()))
 
 
 @dataclasses.dataclass(frozen=True)

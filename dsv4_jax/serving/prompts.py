@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -11,7 +11,8 @@ from tokenizers import Tokenizer
 from dsv4_jax import checks
 from dsv4_jax.allocator.pool_plan import PoolPlan
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.step.sampling import SamplingParams
+from dsv4_jax.serving.grammars import Grammars
+from dsv4_jax.step.sampling import SamplingFields, SamplingParams, sampling_of_rows
 
 MAX_PROMPTS = 2**16
 """Prompts of one call."""
@@ -19,6 +20,78 @@ MAX_PROMPTS = 2**16
 MAX_SALT_CHARS = 1024
 
 _MAX_TOKENS = 2**24  # no context is that long
+
+
+class CheckedRequest(NamedTuple):
+    """A request that can be served.
+
+    Attributes:
+      token_ids: i32[n], the prompt.
+      sampling: how it draws and what ends it; its stop tokens are known.
+      salt: prefixes are shared among requests of one salt only.
+      speculate: drafts are checked.
+    """
+
+    token_ids: np.ndarray
+    sampling: SamplingParams
+    salt: bytes
+    speculate: bool
+
+
+class Limits(NamedTuple):
+    """What an engine can serve.
+
+    Attributes:
+      config: the model.
+      plan: sizes of the pools, of a data shard.
+      tokenizer: for text, or None.
+      grammars: where grammars are compiled.
+    """
+
+    config: DSV4Config
+    plan: PoolPlan
+    tokenizer: Tokenizer | None
+    grammars: Grammars
+
+    def check_request(
+        self,
+        prompt: Any,
+        sampling: SamplingParams | None,
+        salt: str,
+        speculate: bool,
+        fields: SamplingFields,
+    ) -> CheckedRequest:
+        """What `Engine.submit` was asked for, if it can be served; arguments as there."""
+        if sampling is not None:
+            checks.instance("sampling", sampling, SamplingParams)
+        if not isinstance(fields.get("seed", 0), int | np.integer):
+            checks.refuse("seed", "an integer", fields.get("seed"))
+        salt = checks.text("salt", salt, max_chars=MAX_SALT_CHARS)
+        speculate = checks.flag("speculate", speculate)
+        (row,) = sampling_of_rows(1, sampling, row_name="prompt", **fields)
+        ids, row = self.check_prompt(prompt, row, name="prompt")
+        return CheckedRequest(ids, row, salt.encode(), speculate)
+
+    def check_prompt(
+        self, prompt: Any, row: SamplingParams, *, name: str
+    ) -> tuple[np.ndarray, SamplingParams]:
+        """A prompt's ids, and its settings with known stop tokens, if they can be served.
+
+        Args:
+          prompt: token ids or text.
+          row: how it draws and what ends it.
+          name: what errors call the prompt.
+
+        Raises:
+          ValueError: the prompt is empty, holds an unknown token or can never fit, or a setting
+            cannot be obeyed.
+        """
+        ids = encode_prompt(prompt, self.config, self.tokenizer, name=name)
+        check_length(len(ids), row.max_new_tokens, self.plan, name=name)
+        row = resolve_sampling(row, self.config, self.tokenizer)
+        if row.grammar is not None:
+            self.grammars.check(row.grammar)
+        return ids, row
 
 
 def list_prompts(prompts: Any) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -52,8 +53,7 @@ class Completion:
     hit_tokens: int = dataclasses.field(default=0, compare=False)
 
 
-@dataclasses.dataclass(frozen=True)
-class Token:
+class Token(NamedTuple):
     """One token of one request.
 
     Attributes:

@@ -6,11 +6,14 @@ import bisect
 import time
 from collections.abc import Sequence
 
+import numpy as np
+
 from dsv4_jax.allocator.data_shards import DataShards
 from dsv4_jax.allocator.manager import NoRoomError
 from dsv4_jax.serving.calls import UndoLog
 from dsv4_jax.serving.metrics import Metrics
 from dsv4_jax.serving.request import Request
+from dsv4_jax.serving.running import Running
 from dsv4_jax.serving.snapshot_policy import plan_request
 
 
@@ -40,11 +43,21 @@ class RequestQueue:
         self._draft_tokens = draft_tokens
         self._metrics = metrics
         self._undo = undo
+        self._table: Running | None = None
+        self._room = np.zeros(len(shards.length_tokens), np.int32)  # tokens, of each slot's blocks
+
+    @property
+    def table(self) -> Running:
+        """Running requests as they are now, the oldest first."""
+        if self._table is None:
+            self._table = Running(self.running)
+        return self._table
 
     def restart(self, shards: DataShards, requests: Sequence[Request]) -> None:
         """All unfinished requests wait; the managers are new ones."""
         for request in requests:
             request.slot, request.drafts = -1, []
+        self._drop_table()
         self.shards, self.running = shards, {}
         self.waiting = sorted(requests, key=lambda request: request.request_id)
 
@@ -65,6 +78,12 @@ class RequestQueue:
         """The new request shares what a running one has; where that cannot be, it waits."""
         if request.slot >= 0 and self._fork_slot(request, new):
             return
+        self.enqueue(new)
+
+    def fork_later(self, request: Request, new: Request) -> None:
+        """The new request waits, and comes from what is cached of a running one until now."""
+        manager, own = self.shards.of(request.slot)
+        manager.share(own, request.known)
         self.enqueue(new)
 
     def _fork_slot(self, request: Request, new: Request) -> bool:
@@ -103,6 +122,8 @@ class RequestQueue:
         `DataShards.choose` says which data shard a request goes to. Of samples of one prompt one
         reads it, and the others wait for that.
         """
+        if not self.waiting or not any(one.num_free_slots for one in self.shards.managers):
+            return
         self._fork_samples()
         while True:
             request = next((one for one in self.waiting if one.leader in (None, one)), None)
@@ -130,18 +151,50 @@ class RequestQueue:
 
         If need be, the youngest of a data shard give theirs back.
         """
-        for request in self.by_age():
+        table = self.table
+        for request, wanted in self._lacking(table, table.num_known):
             while request.slot >= 0:
-                manager, own = self.shards.of(request.slot)
                 try:
-                    manager.extend(own, self._wanted_tokens(request))
+                    self._extend(request.slot, wanted)
                     break
                 except NoRoomError:
                     self.preempt(self.by_age(self.shards.shard_of(request.slot))[-1])
 
+    def reserve_ahead(self, num_known: np.ndarray) -> bool:
+        """Blocks for a step of which one part is not known yet; nobody gives way for it.
+
+        Args:
+          num_known: i32[n], the most tokens that each request of `table` may know then.
+
+        Returns:
+          Whether all blocks are there.
+        """
+        try:
+            for request, wanted in self._lacking(self.table, num_known):
+                self._extend(request.slot, wanted)
+        except NoRoomError:
+            return False
+        return True
+
+    def _lacking(self, table: Running, num_known: np.ndarray) -> list[tuple[Request, int]]:
+        """Requests whose blocks do not hold what they want, and how many tokens that is."""
+        wanted = np.minimum(num_known + self._draft_tokens + 1, table.totals)
+        rows = np.flatnonzero(wanted > self._room[table.slots])
+        return [(table.requests[row], int(wanted[row])) for row in rows.tolist()]
+
+    def _extend(self, slot: int, wanted: int) -> None:
+        manager, own = self.shards.of(slot)
+        manager.extend(own, wanted)
+        self._note_room(slot)
+
+    def _note_room(self, slot: int) -> None:
+        manager, own = self.shards.of(slot)
+        held = np.count_nonzero(manager.block_table[own] >= 0)
+        self._room[slot] = held * manager.plan.block_tokens
+
     def _fork_samples(self) -> None:
         """Where a prompt has been read but for its last token, its samples part."""
-        for request in [one for one in self.by_age() if one.siblings and not one.num_drawn]:
+        for request in [one for one in self.table.with_siblings if not one.num_drawn]:
             if request.num_known - self.shards.length_of(request.slot) != 1:
                 continue
             for sample in request.followers:
@@ -157,7 +210,9 @@ class RequestQueue:
         """A request gets a slot, which holds its first tokens already."""
         self._undo.save(request)
         request.slot = slot
+        self._drop_table()
         self.running[slot] = request
+        self._note_room(slot)
         if request.admitted_s is None:
             request.hit_tokens = min(length, request.prompt_tokens)
             request.admitted_s = time.perf_counter()
@@ -166,5 +221,12 @@ class RequestQueue:
     def _leave_slot(self, request: Request) -> None:
         manager, own = self.shards.of(request.slot)
         manager.release(own)
+        self._drop_table()
         del self.running[request.slot]
         request.slot = -1
+
+    def _drop_table(self) -> None:
+        if self._table is not None:
+            self._table.write_back(self._undo)
+            self._undo.save_item(vars(self), "_table")
+            self._table = None

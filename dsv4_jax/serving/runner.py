@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -20,12 +21,13 @@ from dsv4_jax.serving.drawn_counts import CountKeeper
 from dsv4_jax.serving.engine_arrays import EngineArrays
 from dsv4_jax.serving.grammars import GrammarKeeper, Grammars
 from dsv4_jax.serving.metrics import is_paged
-from dsv4_jax.serving.request import Request
+from dsv4_jax.serving.running import Running
 from dsv4_jax.serving.scheduler import StepPlan
 from dsv4_jax.serving.sizing import EnginePlan
 from dsv4_jax.serving.snapshot_policy import Boundary
 from dsv4_jax.step.draws import Logprobs
 from dsv4_jax.step.sampling import MAX_LOGIT_BIAS, SamplingParams, stack_sampling
+from dsv4_jax.step.serve_step import LAST_DRAWN
 from pallas_kernels.common.weights import is_quantized
 
 _IDLE = SamplingParams()
@@ -77,6 +79,7 @@ class StepRunner:
         if any(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized))):
             self._prefill_activations = plan.prefill_activations
         self.devices = EngineArrays(params, plan, hosts)
+        self._num_launched = 0
         self._start_settings()
         per_shard = {True: self.plan.num_blocks, False: self.plan.max_requests}
         self.unit_bytes = {
@@ -100,55 +103,84 @@ class StepRunner:
         self.devices.rebuild()
         self._start_settings()
 
-    def fitting(self, running: dict[int, Request]) -> dict[int, Request]:
-        """Those that one step can serve together, by slot; see `CountKeeper`."""
-        return self._counts.fitting(running)
+    def fitting(self, running: Running) -> Running:
+        """Those that one step can serve together; see `CountKeeper`."""
+        if not running.penalises:
+            return running
+        fitting = self._counts.fitting(running)
+        return running if len(fitting) == len(running) else Running(fitting)
 
-    def apply(self, shards: DataShards) -> None:
-        """Brings tables, lengths, copies and loads to the devices."""
+    def apply(self, shards: DataShards, in_flight: Sequence[int] | np.ndarray = ()) -> None:
+        """Brings tables, lengths, copies and loads to the devices.
+
+        Args:
+          shards: who holds which slot and blocks.
+          in_flight: slots of a step that was not counted; the devices know their lengths.
+        """
         changes, moves = shards.take_changes()
         if changes is None:
             return
+        if len(in_flight):
+            flying = np.zeros(self._num_slots, bool)
+            flying[in_flight] = True
+            firsts = np.arange(self._num_slots) // self.plan.max_requests * self.plan.max_requests
+            stays = flying[firsts + np.maximum(changes.slots, 0)]  # -1 changes nothing anyway
+            lengths = np.where(stays, np.int32(-1), changes.length_tokens)
+            changes = dataclasses.replace(changes, length_tokens=lengths)
         self.devices.change(changes, moves)
 
     def run(
         self,
         plan: StepPlan,
-        requests: dict[int, Request],
+        running: Running,
         lengths: np.ndarray,
         boundaries: Sequence[Boundary],
-    ) -> StepResult:
-        """One step.
+        is_fed: np.ndarray | None = None,
+    ) -> Callable[[], StepResult]:
+        """Launches one step.
 
         Args:
           plan: what to run.
-          requests: by slot.
-          lengths: i32[NS], tokens of each slot before the step.
+          running: requests by slot.
+          lengths: i32[NS], tokens of each slot before the step; of slots that are fed, at least.
           boundaries: what to keep; none in a plain step, see `save`.
+          is_fed: bool[NS], slots whose tokens are what the step before drew; None is no slot.
+
+        Returns:
+          What waits for the step's result.
         """
-        num_slots, num_tokens = self._num_slots, self._shards * plan.size
+        num_slots, rows = self._num_slots, plan.rows
+        num_tokens = self._shards * plan.size
         token_ids, request_ids = np.zeros(num_tokens, np.int32), np.full(num_tokens, -1, np.int32)
         slots, checked = np.full(num_slots, -1, np.int32), np.ones(num_slots, np.int32)
         following = np.full(num_slots, -1, np.int32)
-        starts = [shard * plan.size for shard in range(self._shards)]
-        for row in plan.rows:
-            request, length = requests[row.slot], int(lengths[row.slot])
-            shard, own = divmod(row.slot, self.plan.max_requests)
-            end = length + row.num_tokens
-            ids = [*request.token_ids[length:end], *request.drafts[: row.num_drafts]]
-            start = starts[shard]
-            token_ids[start : start + len(ids)] = ids
-            request_ids[start : start + len(ids)] = own
-            starts[shard] += len(ids)
-            slots[row.slot], checked[row.slot] = own, 1 + row.num_drafts
-            if not row.draws:
-                following[row.slot] = request.token_ids[end]
+        shards, own = np.divmod(rows.slots, self.plan.max_requests)
+        counts = rows.num_tokens + rows.num_drafts
+        # Each shard's tokens begin at its own part of the call.
+        before = np.cumsum(counts) - counts
+        numbers = np.arange(self._shards)
+        of_shard = np.append(before, 0)[np.searchsorted(shards, numbers)]
+        starts = before + (plan.size * numbers - of_shard)[shards]
+        order = np.arange(counts.sum()) - np.repeat(before, counts)
+        places = np.repeat(starts, counts) + order
+        request_ids[places] = np.repeat(own, counts)
+        token_ids[places] = LAST_DRAWN - order
+        slots[rows.slots], checked[rows.slots] = own, 1 + rows.num_drafts
+        fed = np.zeros(len(rows), bool) if is_fed is None else is_fed[rows.slots]
+        for row in np.flatnonzero(~fed).tolist():
+            slot, start = int(rows.slots[row]), int(starts[row])
+            request, length = running[slot], int(lengths[slot])
+            end, num_drafts = length + int(rows.num_tokens[row]), int(rows.num_drafts[row])
+            token_ids[start : start + end - length] = request.token_ids[length:end]
+            start += end - length
+            token_ids[start : start + num_drafts] = request.drafts[:num_drafts]
+            if not rows.draws[row]:
+                following[slot] = request.token_ids[end]
         step = StepInput(token_ids=token_ids, request_ids=request_ids, request_slots=slots)  # type: ignore[arg-type]
-        self._bring_settings(requests)
-        self._bring_masks(plan, requests)
-        wants_logprobs = [
-            row.draws and requests[row.slot].sampling.logprobs is not None for row in plan.rows
-        ]
+        self._bring_settings(running)
+        self._bring_masks(plan, running)
+        asking = running.slots[running.wants_logprobs]
+        wants_logprobs = len(asking) and bool(np.isin(rows.slots[rows.draws], asking).any())
         return self._call(
             step,
             self._snapshot_plan(boundaries, self._max_boundaries(plan.size)),
@@ -156,7 +188,7 @@ class StepRunner:
             following,
             is_plain=plan.is_plain,
             activations=self._prefill_activations if plan.holds_prompts else self._activations,
-            wants_logprobs=any(wants_logprobs) or not wants_logprobs,  # an idle step tries it
+            wants_logprobs=bool(wants_logprobs) or not len(rows),  # an idle step tries it
         )
 
     def save(self, boundaries: Sequence[Boundary]) -> None:
@@ -178,14 +210,14 @@ class StepRunner:
             ("snapshots between steps", lambda: self.save([])),
         ]
         for size in sizes:
-            idle = StepPlan((), size, False, holds_prompts=True)
+            idle = StepPlan.idle(size, holds_prompts=True)
             jobs.append((f"step of {size} tokens", lambda idle=idle: self._idle(idle)))
             if plain_size is None and self._activations != self._prefill_activations:
-                idle = StepPlan((), size, False)
+                idle = StepPlan.idle(size)
                 name = f"step of {size} tokens without prompts"
                 jobs.append((name, lambda idle=idle: self._idle(idle)))
         if plain_size is not None:
-            idle = StepPlan((), plain_size, True)
+            idle = StepPlan.idle(plain_size, is_plain=True)
             jobs.append((f"decode step of {plain_size} tokens", lambda: self._idle(idle)))
         jobs.append(("verification", self.devices.scan))
         times = []
@@ -197,7 +229,7 @@ class StepRunner:
         return times
 
     def _idle(self, plan: StepPlan) -> None:
-        self.run(plan, {}, np.zeros(self._num_slots, np.int32), [])
+        self.run(plan, Running({}), np.zeros(self._num_slots, np.int32), [])()
 
     def _start_settings(self) -> None:
         """The devices have neither settings, counts nor masks."""
@@ -209,25 +241,28 @@ class StepRunner:
             self._grammars, num_slots=self._num_slots, width=self.draft_tokens + 1
         )
         self._has_masks: bool | None = None
+        self._known_running: Running | None = None
         self._known_sampling: list[SamplingParams] | None = None
 
-    def _bring_settings(self, requests: dict[int, Request]) -> None:
+    def _bring_settings(self, running: Running) -> None:
         """Settings of all slots, and what was drawn where penalties ask; if they are others."""
-        slots = range(self._num_slots)
-        rows = [requests[slot].sampling if slot in requests else _IDLE for slot in slots]
-        if rows != self._known_sampling:
-            # Stop tokens are the host's.
-            stacked = stack_sampling(rows, with_stops=False, bias_width=MAX_LOGIT_BIAS)
-            self.devices.set_sampling(stacked)
-            self._known_sampling = rows
-        counts = self._counts.counts_of(requests)
+        if running is not self._known_running:
+            slots = range(self._num_slots)
+            rows = [running[slot].sampling if slot in running else _IDLE for slot in slots]
+            if rows != self._known_sampling:
+                # Stop tokens are the host's.
+                stacked = stack_sampling(rows, with_stops=False, bias_width=MAX_LOGIT_BIAS)
+                self.devices.set_sampling(stacked)
+                self._known_sampling = rows
+            self._known_running = running
+        counts = self._counts.counts_of(running) if running.penalises else None
         if counts is not None or self._has_counts is not False:
             self.devices.set_counts(counts or self._counts.no_entries())
             self._has_counts = counts is not None
 
-    def _bring_masks(self, plan: StepPlan, requests: dict[int, Request]) -> None:
+    def _bring_masks(self, plan: StepPlan, running: Running) -> None:
         """Which tokens the step may draw, where a grammar says so."""
-        masks = self._followed.masks_of(plan.rows, requests)
+        masks = self._followed.masks_of(plan.rows, running) if running.is_constrained else None
         if masks is not None or self._has_masks is not False:
             self.devices.set_masks(masks or self._followed.no_masks())
             self._has_masks = masks is not None
@@ -242,8 +277,8 @@ class StepRunner:
         is_plain: bool,
         activations: str,
         wants_logprobs: bool,
-    ) -> StepResult:
-        output = self.devices.step(
+    ) -> Callable[[], StepResult]:
+        self.devices.step(
             step_input,
             snapshots,
             num_checked,
@@ -252,8 +287,15 @@ class StepRunner:
             activations=activations,
             wants_logprobs=wants_logprobs,
         )
-        fields = (output.token_ids, output.num_kept, output.draft_token_ids)
-        return StepResult(*map(np.asarray, fields), logprobs=output.logprobs)
+        self._num_launched += 1
+        number = self._num_launched
+
+        def read() -> StepResult:
+            output = self.devices.read(self._num_launched - number)
+            fields = (output.token_ids, output.num_kept, output.draft_token_ids)
+            return StepResult(*map(np.asarray, fields), logprobs=output.logprobs)
+
+        return read
 
     def _max_boundaries(self, size: int) -> int:
         """No call of that many tokens can cross more, on a data shard."""

@@ -9,7 +9,10 @@ becomes the oldest in time, none starves.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +49,44 @@ class RowPlan:
     draws: bool
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepRows:
+    """What a step runs of all requests: `RowPlan`s as columns.
+
+    Attributes:
+      slots: i32[n].
+      num_tokens: i32[n].
+      num_drafts: i32[n].
+      draws: bool[n].
+    """
+
+    slots: np.ndarray
+    num_tokens: np.ndarray
+    num_drafts: np.ndarray
+    draws: np.ndarray
+
+    @classmethod
+    def of(cls, rows: Sequence[RowPlan]) -> StepRows:
+        """The same rows as columns."""
+
+        def column(name: str) -> np.ndarray:
+            return np.array([getattr(row, name) for row in rows], np.int32)
+
+        draws = np.array([row.draws for row in rows], bool)
+        return cls(column("slot"), column("num_tokens"), column("num_drafts"), draws)
+
+    def __len__(self) -> int:
+        """Rows."""
+        return len(self.slots)
+
+    def __iter__(self) -> Iterator[RowPlan]:
+        """Row by row."""
+        columns = (self.slots, self.num_tokens, self.num_drafts, self.draws)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        return itertools.starmap(RowPlan, rows)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class StepPlan:
     """One step.
 
@@ -57,6 +97,21 @@ class StepPlan:
       holds_prompts: some of its tokens are of requests that wait for more than one.
     """
 
+    rows: StepRows
+    size: int
+    is_plain: bool
+    holds_prompts: bool = False
+
+    @classmethod
+    def idle(cls, size: int, *, is_plain: bool = False, holds_prompts: bool = False) -> StepPlan:
+        """A step without rows."""
+        return cls(StepRows.of(()), size, is_plain, holds_prompts)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardPlan:
+    """A data shard's part of a step; fields as in `StepPlan`."""
+
     rows: tuple[RowPlan, ...]
     size: int
     is_plain: bool
@@ -66,6 +121,34 @@ class StepPlan:
     def num_tokens(self) -> int:
         """Tokens of all rows, drafts too."""
         return sum(row.num_tokens + row.num_drafts for row in self.rows)
+
+
+def plan_decoding(
+    slots: np.ndarray,
+    num_drafts: np.ndarray,
+    shards: np.ndarray,
+    *,
+    sizes: Sequence[int],
+    plain_size: int | None,
+) -> StepPlan:
+    """`plan_shards` of requests that wait for one token each, without a loop over them.
+
+    Args:
+      slots: i32[n], the requests' slots among all shards.
+      num_drafts: i32[n], guesses at what follows each one's token.
+      shards: i32[n], the data shard of each.
+      sizes: as in `plan_step`, of one shard.
+      plain_size: the same.
+    """
+    order = np.argsort(shards, kind="stable") if shards.any() else slice(None)
+    slots, num_drafts, shards = slots[order], num_drafts[order], shards[order]
+    totals = np.bincount(shards, weights=1 + num_drafts)
+    num_drafts = np.where(totals[shards] <= sizes[-1], num_drafts, 0).astype(np.int32)
+    rows = StepRows(slots, np.ones_like(slots), num_drafts, np.ones(len(slots), bool))
+    if plain_size is not None and not num_drafts.any():
+        return StepPlan(rows, plain_size, True)
+    fullest = np.bincount(shards, weights=1 + num_drafts).max()
+    return StepPlan(rows, next(size for size in sizes if size >= fullest), False)
 
 
 def plan_shards(
@@ -83,7 +166,7 @@ def plan_shards(
       rows of the fullest shard; it is plain if that of every shard is.
     """
     plans = [plan_step(shard, sizes=sizes, plain_size=plain_size) for shard in needs]
-    rows = tuple(row for plan in plans for row in plan.rows)
+    rows = StepRows.of([row for plan in plans for row in plan.rows])
     if plain_size is not None and all(plan.is_plain for plan in plans):
         return StepPlan(rows, plain_size, True)
     size = next(size for size in sizes if size >= max(plan.num_tokens for plan in plans))
@@ -92,8 +175,8 @@ def plan_shards(
 
 def plan_step(
     needs: Sequence[RowNeed], *, sizes: Sequence[int], plain_size: int | None
-) -> StepPlan:
-    """Fills one step.
+) -> ShardPlan:
+    """Fills one shard's part of a step.
 
     Args:
       needs: running requests, the oldest first.
@@ -120,9 +203,9 @@ def plan_step(
     ordered = tuple(rows[need.slot] for need in needs if need.slot in rows)
     total = sum(row.num_tokens + row.num_drafts for row in ordered)
     if plain_size is not None and not prompts and total == len(ordered):
-        return StepPlan(ordered, plain_size, True)
+        return ShardPlan(ordered, plain_size, True)
     size = next(size for size in sizes if size >= total)
-    return StepPlan(ordered, size, False, holds_prompts=bool(prompts))
+    return ShardPlan(ordered, size, False, holds_prompts=bool(prompts))
 
 
 def _share(prompts: Sequence[RowNeed], left: int) -> list[tuple[RowNeed, int]]:

@@ -34,6 +34,7 @@ class EnginePlan:
       draft_tokens: k, tokens that the draft block guesses per step.
       activations: what multiplies quantised weights in steps without prompt tokens.
       prefill_activations: the same in steps that hold some.
+      overlap: the next step is launched before the last one is read, where it can be.
       debug: poisons freed storage and verifies the cache after every step.
     """
 
@@ -47,6 +48,7 @@ class EnginePlan:
     draft_tokens: int
     activations: str
     prefill_activations: str
+    overlap: bool
     debug: bool
 
     @property
@@ -82,6 +84,7 @@ def plan_engine(
     num_snapshots: int | None,
     memory_bytes: int | None,
     gpu_memory_fraction: float | None,
+    overlap: bool,
     debug: bool,
 ) -> EnginePlan:
     """Works an engine's sizes out; arguments as in `Engine`, which has their defaults.
@@ -100,7 +103,7 @@ def plan_engine(
     draft_tokens = checks.integer(
         "draft_tokens", draft_tokens, 0, MAX_DRAFT_TOKENS, rule=f"0..{MAX_DRAFT_TOKENS}"
     )
-    debug = checks.flag("debug", debug)
+    overlap, debug = checks.flag("overlap", overlap), checks.flag("debug", debug)
     split_cache = checks.flag("split_cache", split_cache)
     check_selector(config, split_cache=split_cache)
     if draft_tokens and not has_draft_block:
@@ -143,6 +146,7 @@ def plan_engine(
         draft_tokens=draft_tokens,
         activations=activations,
         prefill_activations=prefill_activations,
+        overlap=overlap and not debug,
         debug=debug,
     )
 

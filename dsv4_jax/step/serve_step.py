@@ -30,13 +30,27 @@ from dsv4_jax.step.sampling import Sampling
 from dsv4_jax.step.step import check_call, empty_staged, pad_tokens, run_step, trunk_logits
 from pallas_kernels.common.weights import with_activations
 
+LAST_DRAWN = -1
+"""In the place of a token id: the last token that the step before drew for this row."""
+FIRST_DRAFT = -2
+"""In the place of a token id: the step before's first guess for this row; -3 is the second."""
+
+
+@flax.struct.dataclass(kw_only=True)
+class LastOutput:
+    """What the step before drew, on the device; fields as in `ServeOutput`."""
+
+    token_ids: jax.Array
+    draft_token_ids: jax.Array
+
 
 @flax.struct.dataclass(kw_only=True)
 class ServeInput:
     """The whole input of `serve_step`.
 
     Attributes:
-      step: the tokens.
+      step: the tokens. With `last`, `LAST_DRAWN`, `FIRST_DRAFT` and what is below stand for tokens
+        that the host has not read yet.
       num_checked: i32[B], a row's last tokens after which one is drawn: 1 and its drafts; at most
         draft_tokens + 1.
       next_token_ids: i32[B], the token after a row's last one where it is known, of a prompt that
@@ -45,6 +59,7 @@ class ServeInput:
       snapshots: boundaries to keep.
       counts: what rows have drawn before, for their penalties; None is nothing.
       masks: which tokens rows may draw, n at least what the step draws of a row; None is all.
+      last: what the step before drew, of the same rows; None where the host gives every token.
     """
 
     step: StepInput
@@ -54,6 +69,7 @@ class ServeInput:
     snapshots: SnapshotPlan
     counts: DrawnCounts | None = None
     masks: TokenMasks | None = None
+    last: LastOutput | None = None
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -101,7 +117,7 @@ def serve_step(
     Raises:
       ValueError: a field has a wrong shape or dtype, or there are no such activations.
     """
-    step_input = serve_input.step
+    step_input = fill_in(serve_input.step, serve_input.last)
     check_call(params, cache, step_input, config, activations)
     params = with_activations(params, activations)
     step_input = pad_tokens(step_input)
@@ -150,7 +166,8 @@ def serve_step(
             config=config,
             draft_tokens=draft_tokens,
         )
-    store = save_snapshots(store, cache.state, new_tokens, kept, serve_input.snapshots)
+    snapshots = _crossed(serve_input.snapshots, call.row_lengths)
+    store = save_snapshots(store, cache.state, new_tokens, kept, snapshots)
     cache = commit(cache, Staged(new_tokens=new_tokens, call=call), num_kept)
     order = jnp.arange(draft_tokens + 1, dtype=jnp.int32)[None]
     shown = (order <= num_accepted[:, None]) & live[:, None]
@@ -181,9 +198,10 @@ def plain_decode_step(
     activations: str = DEFAULT_ACTIVATIONS,
 ) -> tuple[ModelCache, ServeOutput]:
     """`serve_step` of one token per row without drafts and snapshots, committed as it goes."""
-    check_call(params, cache, serve_input.step, config, activations)
+    step_input = fill_in(serve_input.step, serve_input.last)
+    check_call(params, cache, step_input, config, activations)
     params = with_activations(params, activations)
-    cache, call, streams = run_step(params, cache, serve_input.step, config, max_row_tokens=1)
+    cache, call, streams = run_step(params, cache, step_input, config, max_row_tokens=1)
     last = jnp.maximum(call.row_offsets, 0)
     logits = trunk_logits(params, streams[last], config)
     live = (call.row_slots >= 0) & (call.row_counts > 0)
@@ -225,6 +243,32 @@ def save_reached(
 
 jit_save_reached = jax.jit(save_reached, donate_argnames="store")
 """`save_reached`, jitted; the old store is gone."""
+
+
+def fill_in(step_input: StepInput, last: LastOutput | None) -> StepInput:
+    """The same call, with the tokens of the step before where it names them.
+
+    Args:
+      step_input: the call; its rows are those of the step before.
+      last: what that drew; None changes nothing.
+    """
+    if last is None:
+        return step_input
+    count = jnp.sum(last.token_ids >= 0, axis=1, dtype=jnp.int32)
+    place = jnp.maximum(count - 1, 0)[:, None]
+    drawn = jnp.take_along_axis(last.token_ids, place, axis=1)
+    # Column j is what stands for token id -1 - j.
+    given = jnp.maximum(jnp.concatenate([drawn, last.draft_token_ids], axis=1), 0)
+    row = jnp.clip(step_input.request_ids, 0, given.shape[0] - 1)
+    column = jnp.clip(-1 - step_input.token_ids, 0, given.shape[1] - 1)
+    token_ids = jnp.where(step_input.token_ids < 0, given[row, column], step_input.token_ids)
+    return dataclasses.replace(step_input, token_ids=token_ids)
+
+
+def _crossed(plan: SnapshotPlan, row_lengths: jax.Array) -> SnapshotPlan:
+    """The boundaries that were not reached before the call: another step has kept those."""
+    before = row_lengths[jnp.clip(plan.rows, 0, row_lengths.shape[0] - 1)]
+    return dataclasses.replace(plan, places=jnp.where(plan.ends > before, plan.places, -1))
 
 
 def verify_drafts(

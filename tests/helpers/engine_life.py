@@ -5,7 +5,7 @@ import functools
 import numpy as np
 
 from helpers.schedules import assert_same_bytes
-from helpers.serving import limit, make_engine, prompt, rows_at, rows_of, run_to_end
+from helpers.serving import drain, limit, make_engine, prompt, rows_at, rows_of, run_to_end
 
 SETTINGS = {
     1: {"logit_bias": {5: 4.0, 60: 3.0, 7: -100}, "min_p": 0.01},
@@ -18,7 +18,7 @@ SETTINGS = {
 @functools.cache
 def plain_engine():
     """Without sharing, speculation or company."""
-    return limit(make_engine(), num_snapshots=0)
+    return limit(make_engine(overlap=False), num_snapshots=0)
 
 
 def alone(text, options, engine=None):
@@ -85,6 +85,7 @@ class Life:
 
     def look(self, request_id):
         """Every byte that a running request could read."""
+        drain(self.engine)
         request = self.engine._requests[request_id]
         text, options = self.texts[request_id]
         if request.slot < 0 or not request.num_drawn:

@@ -89,12 +89,16 @@ def script(monkeypatch, engine, text):
     )
 
     def say(plan, requests, *rest):
-        result = run(plan, requests, *rest)
-        token_ids = result.token_ids.copy()
-        for row in plan.rows:
-            if row.draws:
-                token_ids[row.slot, 0] = ids[min(requests[row.slot].num_drawn, len(ids) - 1)]
-        return result._replace(token_ids=token_ids)
+        read, rows = run(plan, requests, *rest), plan.rows
+
+        def read_and_say():
+            result = read()
+            token_ids = result.token_ids.copy()
+            for slot in rows.slots[rows.draws].tolist():
+                token_ids[slot, 0] = ids[min(requests[slot].num_drawn, len(ids) - 1)]
+            return result._replace(token_ids=token_ids)
+
+        return read_and_say
 
     say.plain = run
     monkeypatch.setattr(engine._runner, "run", say)

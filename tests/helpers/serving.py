@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 import dsv4_jax as ds
+from dsv4_jax.serving.text import load_tokenizer
 from helpers.schedules import live_rows
 
 SWA, CSA, HCA = ds.AttentionType.SWA, ds.AttentionType.CSA, ds.AttentionType.HCA
@@ -48,6 +49,11 @@ def make_engine(**changes):
     return ds.Engine(CONFIG, params(), **(SIZES | changes))
 
 
+def byte_tokenizer():
+    """The tokenizer of the shipped checkpoint, for which ids below 256 are bytes."""
+    return load_tokenizer(ds.SHIPPED_CHECKPOINT)
+
+
 def limit(engine, **counts):
     """Fewer blocks or snapshots than the arrays have, so that no program is compiled for it."""
     engine._runner.plan = dataclasses.replace(engine._runner.plan, **counts)
@@ -67,8 +73,15 @@ def run_to_end(engine, *request_ids):
     return [engine.completion(i) for i in request_ids]
 
 
+def drain(engine):
+    """Reads the step in flight: host and device agree then."""
+    with engine._undo:
+        engine._loop.drain()
+
+
 def rows_of(engine, request_id):
-    """Everything that a running request could read from the cache."""
+    """Everything that a running request could read from the cache; none is in flight then."""
+    drain(engine)
     engine._runner.apply(engine._loop.shards)
     shards = len(engine._loop.shards.managers)
     return live_rows(engine.cache, engine._requests[request_id].slot, shards=shards)

@@ -74,6 +74,7 @@ ENGINE = COUNTS | FORMAT | {
     "gpu_memory_fraction": bad.number(0, 1, above=True, optional=True),
     "unroll": bad.flag(optional=True),
     "debug": bad.flag(),
+    "overlap": bad.flag(),
     "idea": bad.instance(optional=True),
     "tokenizer": bad.instance(optional=True),
 }  # fmt: skip

@@ -196,8 +196,8 @@ def _flipped(leaf, devices):
 def check(name, arguments):
     """What happened on a mesh "DATAxMODEL"."""
     mesh = ds.make_mesh(*map(int, name.split("x")))
-    plain = serving.limit(engine_on(mesh), num_snapshots=0)
-    found = {"greedy": greedy(plain), "lives": []}
+    plain = serving.limit(engine_on(mesh, overlap=False), num_snapshots=0)
+    found = {"greedy": greedy(serving.limit(engine_on(mesh), num_snapshots=0)), "lives": []}
     if arguments.events:
         kinds = {"seeds": arguments.seeds, "events": arguments.events}
         found["lives"] = lives(mesh, plain, scarce=arguments.scarce, **kinds)

@@ -198,7 +198,7 @@ def test_warmup_compiles_the_verification_too(engine, monkeypatch):
     """So that the first `verify` compiles nothing; `test_programs` counts it."""
     scanned = []
     monkeypatch.setattr(engine_arrays, "scan_cache", lambda *pools: scanned.extend(pools))
-    monkeypatch.setattr(engine._runner, "run", lambda *_: None)
+    monkeypatch.setattr(engine._runner, "run", lambda *_: lambda: None)
     monkeypatch.setattr(engine._runner, "save", lambda _: None)
     assert "verification" in dict(engine.warmup())
     assert scanned == [engine.cache, engine._runner.store]

@@ -96,7 +96,7 @@ def test_who_finds_no_room_for_counts_waits(alone, monkeypatch):
     ]
     sat_out = 0
     while engine.num_unfinished:
-        running = dict(engine._loop.queue.running)
+        running = engine._loop.queue.table
         engine.step()
         sat_out += len(running) - len(engine._runner.fitting(running))
     assert sat_out > 10

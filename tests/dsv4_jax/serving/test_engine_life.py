@@ -10,7 +10,15 @@ import pytest
 
 from helpers.engine_life import Life, alone, rows_alone
 from helpers.schedules import assert_same_bytes
-from helpers.serving import BUCKET, limit, make_engine, prompt, rows_of, run_to_end
+from helpers.serving import (
+    BUCKET,
+    byte_tokenizer,
+    limit,
+    make_engine,
+    prompt,
+    rows_of,
+    run_to_end,
+)
 
 
 @pytest.mark.parametrize(
@@ -156,12 +164,12 @@ def test_a_step_that_fails_while_it_is_counted_harms_nobody(monkeypatch, place):
     calls = iter(range(1000))
 
     def fail(*arguments):
-        if next(calls) == 1:  # one row is counted, the next is not
+        if next(calls) == 1:
             raise Lost
         return method(*arguments)
 
     manager = engine._loop.shards.managers[0]
-    owner = manager if place == "advance" else manager.prefixes
+    owner = engine._loop.shards if place == "advance" else manager.prefixes
     method = getattr(owner, place)
     monkeypatch.setattr(owner, place, fail)
     with pytest.raises(Lost):
@@ -174,7 +182,7 @@ def test_a_step_that_fails_while_it_is_counted_harms_nobody(monkeypatch, place):
 
 def test_an_error_in_one_request_is_that_requests_alone(monkeypatch):
     """A text decoder that fails ends its request; the others run on."""
-    engine, rng = make_engine(), np.random.default_rng(6)
+    engine, rng = make_engine(tokenizer=byte_tokenizer()), np.random.default_rng(6)
     good, bad = (engine.submit(prompt(rng, 20), max_new_tokens=9, stop_token_ids=())
                  for _ in range(2))  # fmt: skip
 

@@ -52,7 +52,7 @@ def test_a_hit_is_a_cold_run_bit_for_bit(rng, shared, speculate):
     again = warm.submit(second, **wanted)
     warm.step()
     assert hits(warm) - before == shared
-    cold = make_engine()
+    cold = make_engine(overlap=False)
     alone = cold.submit(second, **wanted)
     assert_same_bytes(rows_at(warm, again, len(second)), rows_at(cold, alone, len(second)))
     same_tokens(*run_to_end(warm, again), *run_to_end(cold, alone))

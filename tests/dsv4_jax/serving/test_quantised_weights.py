@@ -57,9 +57,8 @@ class Calls:
         rows = np.asarray(step_input.request_ids)
         counts = np.bincount(rows[rows >= 0], minlength=self.num_slots).astype(np.int32)
         self.forms.append((is_plain, activations))
-        return StepResult(
-            np.full((self.num_slots, 1), 5), counts, np.zeros((self.num_slots, 0), np.int32)
-        )
+        no_drafts = np.zeros((self.num_slots, 0), np.int32)
+        return lambda: StepResult(np.full((self.num_slots, 1), 5), counts, no_drafts)
 
 
 def engine_of(weights=None, **options):
@@ -85,7 +84,7 @@ def shapes(weights="released"):
 def test_steps_that_hold_prompts_take_the_prefill_form(
     options, in_prefill, in_decode, decode_tokens
 ):
-    engine, calls = engine_of(decode_tokens=decode_tokens, **options)
+    engine, calls = engine_of(decode_tokens=decode_tokens, overlap=False, **options)
     first = engine.submit([1] * 10, max_new_tokens=5, stop_token_ids=())
     for _ in range(3):
         engine.step()

@@ -5,7 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4_jax.serving.scheduler import RowNeed, RowPlan, StepPlan, plan_step
+from dsv4_jax.serving.scheduler import (
+    RowNeed,
+    RowPlan,
+    ShardPlan,
+    plan_decoding,
+    plan_shards,
+    plan_step,
+)
 
 SIZES = (16, 64)
 
@@ -17,7 +24,7 @@ def tokens(plan):
 def test_decoding_alone_is_the_lean_program():
     needs = [RowNeed(slot, 1, 0) for slot in (2, 0)]
     plan = plan_step(needs, sizes=SIZES, plain_size=4)
-    assert plan == StepPlan((RowPlan(2, 1, 0, True), RowPlan(0, 1, 0, True)), 4, True)
+    assert plan == ShardPlan((RowPlan(2, 1, 0, True), RowPlan(0, 1, 0, True)), 4, True)
     assert plan_step(needs, sizes=SIZES, plain_size=None).size == 16
 
 
@@ -82,6 +89,27 @@ def test_every_plan_keeps_the_rules(pairs, sizes, has_plain):
         unread = sum(n.num_pending - rows[n.slot].num_tokens if n.slot in rows else n.num_pending
                      for n in prompts)  # fmt: skip
         assert not unread or total == sizes[-1]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 8)), min_size=1, max_size=16),
+    st.sampled_from([(16,), (16, 64), (24, 40, 256)]),
+    st.booleans(),
+)
+def test_decoding_is_planned_at_once_as_row_by_row(pairs, sizes, has_plain):
+    plain_size = 16 if has_plain else None
+    needs = [[], [], []]
+    for slot, (shard, drafts) in enumerate(pairs):
+        needs[shard].append(RowNeed(slot, 1, drafts))
+    expected = plan_shards(needs, sizes=sizes, plain_size=plain_size)
+    slots = np.arange(len(pairs), dtype=np.int32)
+    shards, drafts = np.array(pairs, np.int32).T
+    plan = plan_decoding(slots, drafts, shards, sizes=sizes, plain_size=plain_size)
+    for name in ("size", "is_plain", "holds_prompts"):
+        assert getattr(plan, name) == getattr(expected, name)
+    for name in ("slots", "num_tokens", "num_drafts", "draws"):
+        np.testing.assert_array_equal(getattr(plan.rows, name), getattr(expected.rows, name))
 
 
 def test_every_prompt_is_read_in_the_end():

@@ -18,7 +18,7 @@ def idle_call(engine):
     """The arguments of a step without rows."""
     patch = mock.patch.object(engine_arrays, "jit_serve_step", side_effect=InterruptedError)
     with patch as step, contextlib.suppress(InterruptedError):
-        engine._runner._idle(StepPlan((), BUCKET, False))
+        engine._runner._idle(StepPlan.idle(BUCKET))
     return step.call_args.args, step.call_args.kwargs
 
 
@@ -53,7 +53,7 @@ def test_an_idle_step_changes_nothing():
         return [np.array(leaf).tobytes() for leaf in leaves]
 
     before = everything()
-    engine._runner._idle(StepPlan((), BUCKET, False))
+    engine._runner._idle(StepPlan.idle(BUCKET))
     assert everything() == before
 
 
@@ -62,7 +62,7 @@ def test_draft_rows_follow_from_the_tokens_before_a_boundary_alone():
     rng = np.random.default_rng(1)
     text, rows = prompt(rng, 128), []
     for token in (1, 2):
-        engine = make_engine()
+        engine = make_engine(overlap=False)
         request = engine.submit([*text, token, 5, 6], max_new_tokens=9, stop_token_ids=())
         rope = rows_at(engine, request, 129)["swa.window.rope"][-1]  # positions 115 .. 130
         rows.append(np.asarray(rope, np.float32))

@@ -1,0 +1,223 @@
+"""Steps overlap the host: the next one is launched before the last one is read, to the same tokens.
+
+Engines that are compared run steps of one program each, so that equal means equal to the bit.
+"""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import dsv4_jax as ds
+from helpers import serving
+from helpers.engine_life import Life
+from helpers.serving import drain, limit, make_engine, prompt, run_to_end
+
+WANTED = {"max_new_tokens": 20, "stop_token_ids": ()}
+model = functools.cache(serving.one_layer)
+
+
+def plain_engine(**changes):
+    """With the program that only decodes."""
+    sizes = {"draft_tokens": 0, "decode_tokens": None, "cache_format": "f32"}
+    return ds.Engine(*model(), **(serving.SIZES | sizes | changes))
+
+
+def record(engine, monkeypatch):
+    """What the engine asks of the devices, in order: (launch, number) and (read, number)."""
+    devices, calls, launched = engine._runner.devices, [], iter(range(10**6))
+    step, read = devices.step, devices.read
+    last = [0]
+
+    def launch(*arguments, **options):
+        last[0] = next(launched)
+        calls.append(("launch", last[0]))
+        return step(*arguments, **options)
+
+    def fetch(back):
+        calls.append(("read", last[0] - back))
+        return read(back)
+
+    monkeypatch.setattr(devices, "step", launch)
+    monkeypatch.setattr(devices, "read", fetch)
+    return calls
+
+
+def overlapped(calls):
+    """Steps that were read after the next one had been launched."""
+    order = {call: place for place, call in enumerate(calls)}
+    steps = [number for name, number in calls if name == "read"]
+    return [n for n in steps if order.get(("launch", n + 1), len(calls)) < order["read", n]]
+
+
+@pytest.mark.parametrize("make", [plain_engine, make_engine])
+def test_each_step_is_launched_before_the_last_one_is_read(monkeypatch, make):
+    """Prompts, decoding, drafts and an admission in between; only the last step has no next."""
+    engine = make()
+    calls = record(engine, monkeypatch)
+    rng = np.random.default_rng(0)
+    ids = [engine.submit(prompt(rng, n), **WANTED) for n in (60, 5)]
+    for _ in range(8):
+        assert engine.step() or engine.metrics.steps < 4
+        assert sum(name == "launch" for name, _ in calls) == engine.metrics.steps + 1
+    ids.append(engine.submit(prompt(rng, 70), **WANTED))
+    run_to_end(engine, *ids)
+    launches = [number for name, number in calls if name == "launch"]
+    reads = [number for name, number in calls if name == "read"]
+    assert reads == launches[: len(reads)]
+    assert len(overlapped(calls)) >= len(reads) - 1
+    assert engine._loop._flight is None
+
+
+def test_without_overlap_each_step_is_read_before_the_next(monkeypatch):
+    engine = make_engine(overlap=False)
+    calls = record(engine, monkeypatch)
+    run_to_end(engine, engine.submit([1, 2, 3], **WANTED))
+    assert overlapped(calls) == []
+    assert not make_engine(debug=True)._plan.overlap
+
+
+def test_penalties_wait_for_the_host(monkeypatch):
+    """What was drawn is counted there; beside others, too."""
+    engine = make_engine()
+    calls = record(engine, monkeypatch)
+    ids = [engine.submit([1, 2], **WANTED, frequency_penalty=n) for n in (0.5, 0)]
+    run_to_end(engine, *ids)
+    assert overlapped(calls) == []
+
+
+@pytest.mark.parametrize("make", [plain_engine, make_engine])
+def test_tokens_are_those_without_overlap(make):
+    """Requests that stop by a token, at their length or at once, sampled and greedy."""
+    rng, found = np.random.default_rng(1), []
+    # With two programs all have slots at once, so that each token comes in the same program.
+    texts = [prompt(rng, int(n)) for n in rng.integers(1, 60, 4 if make is plain_engine else 12)]
+    stops = rng.integers(0, 96, (len(texts), 9))
+    for overlap in (True, False):
+        engine = make(overlap=overlap)
+        ids = [
+            engine.submit(
+                text, max_new_tokens=1 + 9 * (i % 5), temperature=float(i % 2), seed=i,
+                stop_token_ids=tuple(stops[i].tolist()), salt=str(i),
+            )
+            for i, text in enumerate(texts)
+        ]  # fmt: skip
+        found.append(run_to_end(engine, *ids))
+        assert engine.metrics.finished.keys() == {"length", "stop"}
+        assert engine.metrics.used_blocks == 0
+        assert not engine.verify().problems
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("make", [plain_engine, make_engine])
+def test_snapshots_of_answers_are_those_without_overlap(make):
+    """It crosses a boundary in a step that was planned before its tokens were known."""
+    text, kept, done = prompt(np.random.default_rng(3), 100), [], []
+    for overlap in (True, False):
+        engine = make(overlap=overlap)
+        (first,) = run_to_end(engine, engine.submit(text, max_new_tokens=190, stop_token_ids=()))
+        kept.append(engine.metrics.snapshots)
+        more = [*text, *first.token_ids]
+        (second,) = run_to_end(engine, engine.submit(more, max_new_tokens=9, stop_token_ids=()))
+        assert engine.metrics.hit_tokens == 256
+        done.append((first, second))
+        tree = engine._loop.shards.managers[0].prefixes.tree
+        assert len(tree._free_snapshots) + len(tree._snapshots) == tree.num_snapshots
+    assert done[0] == done[1]
+    assert kept == [2, 2]
+
+
+def test_what_leaves_with_a_step_in_flight():
+    """Cancelled, pushed out, or taken for another request: the row in flight changes nothing."""
+    engine, rng = make_engine(), np.random.default_rng(4)
+    texts = [prompt(rng, n) for n in (30, 9, 20, 40, 12)]
+    wanted = run_to_end(engine, *(engine.submit(text, **WANTED, salt="a") for text in texts))
+    ids = [engine.submit(text, **WANTED, salt="b") for text in texts]
+    while engine._requests[ids[3]].num_drawn < 3:
+        engine.step()
+    assert engine._loop._flight is not None
+    assert engine.cancel(ids[0])  # whose slot the last one gets
+    assert engine.preempt(ids[1])  # which comes back
+    known = engine._requests[ids[2]].known.tolist()
+    fork = engine.fork(ids[2], seed=0)
+    assert engine._requests[fork].known.tolist() == known
+    done = run_to_end(engine, *ids[1:], fork)
+    assert done == [*wanted[1:], wanted[2]]
+    cut = engine.completion(ids[0])
+    assert cut.token_ids == wanted[0].token_ids[: len(cut.token_ids)]
+    assert not engine.verify().problems
+
+
+def test_a_step_in_flight_that_nobody_waits_for_is_dropped():
+    engine = make_engine()
+    ids = [engine.submit([3, 1, 4], **WANTED) for _ in range(2)]
+    engine.step()
+    for request_id in ids:
+        engine.cancel(request_id)
+    assert engine._loop._flight is None
+    assert engine.step() == []
+
+
+def test_verify_reads_the_step_in_flight_and_the_next_step_tells():
+    engine = make_engine()
+    request_id = engine.submit([3, 1, 4], **WANTED, speculate=False)
+    told = engine.step()
+    drawn = engine._requests[request_id].num_drawn
+    assert not engine.verify().problems
+    assert engine._requests[request_id].num_drawn == drawn + 1
+    while engine.num_unfinished:
+        told += engine.step()
+    assert [one.token_id for one in told] == engine.completion(request_id).token_ids
+    last = engine.submit([3, 1, 4], max_new_tokens=2, stop_token_ids=(), speculate=False)
+    engine.step()
+    engine.verify()
+    assert engine._requests[last].finish_reason == "length"
+    assert [one.finish_reason for one in engine.step()] == ["length"]
+
+
+@pytest.mark.parametrize("name", ["step", "read"])
+@pytest.mark.parametrize("number", [0, 1, 4, 9])
+def test_a_device_that_fails_with_a_step_in_flight(monkeypatch, name, number):
+    """Both steps are forgotten and computed again."""
+    engine, rng = make_engine(), np.random.default_rng(5)
+    texts = [prompt(rng, n) for n in (60, 9)]
+    wanted = run_to_end(engine, *(engine.submit(text, **WANTED, salt="a") for text in texts))
+    ids = [engine.submit(text, **WANTED, salt="b") for text in texts]
+    devices, calls = engine._runner.devices, iter(range(10**6))
+    method = getattr(devices, name)
+
+    def fail(*arguments, **options):
+        if next(calls) == number:
+            for leaf in jax.tree.leaves(engine.cache):
+                leaf.delete()
+            raise RuntimeError("lost")
+        return method(*arguments, **options)
+
+    monkeypatch.setattr(devices, name, fail)
+    with pytest.raises(RuntimeError, match="lost"):
+        run_to_end(engine, *ids)
+    assert run_to_end(engine, *ids) == wanted
+    assert not engine.verify().problems
+
+
+@pytest.mark.parametrize(
+    ("seed", "scarce"),
+    [
+        (0, True),
+        *(
+            pytest.param(seed, scarce, marks=pytest.mark.slow)
+            for seed in range(1, 9)
+            for scarce in (False, True)
+        ),
+    ],
+)
+def test_random_lives_get_what_an_engine_without_overlap_gives(seed, scarce):
+    """Stops, forks, cancels, preemptions, hits, drafts, penalties; or few blocks besides."""
+    engine = limit(make_engine(), num_blocks=6, num_snapshots=5) if scarce else make_engine()
+    life = Life(engine, 50 + seed)
+    for _ in range(60 if not seed else 400):
+        life.event()
+    drain(engine)
+    life.finish()
+    assert engine.metrics.drafted_tokens > 0
