@@ -261,6 +261,18 @@ def check_first_layer(name):
     )
 
 
+def find_wrong_device(mesh):
+    """What `verify_cache` says of a table that has a request's first two blocks in turn."""
+    config = one_layer(ds.AttentionType.HCA)
+    sizes = {"max_requests": ROWS, "max_context_tokens": CONTEXT, "cache_format": "f32"}
+    cache = ds.init_cache(config, **sizes, mesh=mesh, split_cache=True)
+    assert not ds.allocator.verify_cache(cache).problems
+    table = np.array(cache.block_table)
+    table[-1, :2] = table[-1, 1::-1]
+    cache = dataclasses.replace(cache, block_table=put(table, mesh))
+    return [str(one.message) for one in ds.allocator.verify_cache(cache).problems]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("meshes", nargs="+", metavar="DATAxMODEL")
@@ -275,6 +287,7 @@ def main():
         mine = found.setdefault(name, {})
         for attn in (ds.AttentionType.CSA, ds.AttentionType.HCA):
             mine[attn.value] = check_layer(mesh, attn)
+        mine["wrong_device"] = find_wrong_device(mesh)
         if arguments.steps:
             mine["first_layer_is_exact"] = check_first_layer(name)
     print(json.dumps(found))

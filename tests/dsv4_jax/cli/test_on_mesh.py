@@ -25,16 +25,18 @@ def command(*arguments):
     return done.stdout
 
 
-def test_generate_gives_the_text_of_one_device():
+@pytest.mark.parametrize("split", [(), ("--split-cache",)], ids=["whole", "split"])
+def test_generate_gives_the_text_of_one_device(split):
     """Three prompts on two data shards."""
     texts = ("def add(a, b):", "Return a new", "import")
     asked = ("generate", *texts, "--max-new-tokens", "12", "--temperature", "0")
     exact = ("--weights", "float32", "--cache-format", "f32")
-    assert command(*asked, *exact, *MESH) == command(*asked, *exact)
+    assert command(*asked, *exact, *MESH, *split) == command(*asked, *exact)
 
 
-def test_verify_finds_nothing_wrong():
-    lines = command("verify", "--cache-format", "fp8_ue8m0", *MESH).splitlines()
+@pytest.mark.parametrize("split", [(), ("--split-cache",)], ids=["whole", "split"])
+def test_verify_finds_nothing_wrong(split):
+    lines = command("verify", "--cache-format", "fp8_ue8m0", *MESH, *split).splitlines()
     assert lines[0].split() == ["parameters", "finite"]
     assert lines[1].startswith("fp8_ue8m0               well, ")
 

@@ -43,6 +43,40 @@ def test_long_lives(long_lives, mesh):
             assert life[name] > 0, (name, life)
 
 
+SPLIT_MESHES = ("1x2", "2x2")
+
+
+@pytest.fixture(scope="module")
+def split_lives():
+    options = ("--events", "150", "--alone", "--seeds", "0", "1", "--split", "--damage")
+    return mesh_engine.run(*SPLIT_MESHES, *options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", SPLIT_MESHES)
+def test_long_lives_of_a_split_cache(split_lives, mesh):
+    """The second block of a request lies on the second device, and is verified there alone."""
+    found = split_lives[mesh]
+    assert found["greedy"] == split_lives["one device"]
+    for life in found["lives"]:
+        for name in ("hit_tokens", "accepted_tokens", "snapshots", "preempt", "fork", "cancel"):
+            assert life[name] > 0, (name, life)
+    damage, where = found["damage"], "data 1, " if mesh == "2x2" else ""
+    assert damage["before"] == damage["on_others"] == []
+    assert damage["one_shard"] == [f"checksum: {where}csa.entries block {damage['block']}"]
+    second = damage["second_block"]
+    assert damage["on_its_own"] == [f"checksum: {where}csa.entries block {second}"]
+
+
+@pytest.mark.slow
+def test_long_lives_of_a_split_cache_where_blocks_are_few():
+    """Of the second device, blocks are left over; requests of the first one's give way."""
+    options = ("--events", "200", "--scarce", "--seeds", "0", "1", "--split")
+    for life in mesh_engine.run("1x2", *options)["1x2"]["lives"]:
+        assert life["preempted"] > 0
+        assert life["evicted_blocks"] > 0
+
+
 @pytest.mark.slow
 def test_damage_is_found_in_every_array_on_any_shard_and_device():
     """With every type of layer, drafts, and snapshots."""
