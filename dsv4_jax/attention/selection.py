@@ -87,7 +87,8 @@ def select_on_cache(
       config: the model.
 
     Returns:
-      i32[T, K], ascending, then -1; and `queries`, where blocks are split those of all devices.
+      i32[T, K], ascending, then -1; and `queries`. Where blocks are split, entries are in any order
+      and queries those of all devices.
 
     Raises:
       ValueError: an idea would select, and blocks are split.

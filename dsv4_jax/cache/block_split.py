@@ -77,16 +77,14 @@ def gather_own(selected: jax.Array, per_block: int) -> tuple[jax.Array, jax.Arra
     """Of the entries that each query attends to, those that lie here.
 
     Args:
-      selected: i32[T, K], ascending, then -1.
+      selected: i32[T, K] in any order, -1 for none.
       per_block: EB.
 
     Returns:
       i32[T, K], numbers here, ascending, then -1; and i32[T], how many they are.
     """
     own = own_entries(selected, per_block)
-    last = jnp.iinfo(jnp.int32).max
-    ordered = jnp.sort(jnp.where(own >= 0, own, last), axis=1)
-    return jnp.where(ordered < last, ordered, -1), jnp.sum(own >= 0, axis=1, dtype=jnp.int32)
+    return ascending(own), jnp.sum(own >= 0, axis=1, dtype=jnp.int32)
 
 
 def best_of_all(scores: jax.Array, entries: jax.Array, k: int) -> jax.Array:
@@ -98,7 +96,7 @@ def best_of_all(scores: jax.Array, entries: jax.Array, k: int) -> jax.Array:
       k: number to select.
 
     Returns:
-      i32[T, k], ascending, then -1.
+      i32[T, k], the best first, then -1.
     """
     last = jnp.iinfo(jnp.int32).max
     scores, entries = (jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1) for x in (scores, entries))
@@ -107,6 +105,12 @@ def best_of_all(scores: jax.Array, entries: jax.Array, k: int) -> jax.Array:
     rank = jnp.where(entries < 0, 2, jnp.isnan(scores).astype(jnp.int32))
     falling = jnp.where(rank > 0, 0.0, -scores)
     *_, best = jax.lax.sort((rank, falling, jnp.where(entries < 0, last, entries)), num_keys=3)
-    best = jnp.sort(best[:, :k], axis=1)
-    best = jnp.pad(best, ((0, 0), (0, k - best.shape[1])), constant_values=last)
-    return jnp.where(best < last, best, -1)
+    best = jnp.where(best[:, :k] < last, best[:, :k], -1)
+    return jnp.pad(best, ((0, 0), (0, k - best.shape[1])), constant_values=-1)
+
+
+def ascending(entries: jax.Array) -> jax.Array:
+    """i32[T, K], -1 for none, in ascending order, then -1."""
+    last = jnp.iinfo(jnp.int32).max
+    ordered = jnp.sort(jnp.where(entries >= 0, entries, last), axis=1)
+    return jnp.where(ordered < last, ordered, -1)

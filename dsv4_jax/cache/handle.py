@@ -140,7 +140,8 @@ class LayerCacheHandle:
         Raises:
           ValueError: the layer has no indexer.
         """
-        return self.select_for((), queries, weights)[0]
+        selected, _ = self.select_for((), queries, weights)
+        return block_split.ascending(selected) if self.is_split else selected
 
     def select_for(
         self, heads: tuple[jax.Array, ...], queries: jax.Array, weights: jax.Array
@@ -153,8 +154,8 @@ class LayerCacheHandle:
           weights: likewise.
 
         Returns:
-          What `select` gives, and `heads`. Where blocks are split these are the heads of all
-          devices: one collective brings them together with what each device has found best.
+          What `select` gives, and `heads`. Where blocks are split entries are in any order, and the
+          heads are those of all devices: one collective brings them with what each has found best.
 
         Raises:
           ValueError: the layer has no indexer.
@@ -240,7 +241,7 @@ class LayerCacheHandle:
           queries: [T, H, C]; where blocks are split also those of all devices, as `select` gives
             them.
           sink: f32[H].
-          selected: i32[T, K] as `select` and `all_visible` give it: of a token that sees n
+          selected: i32[T, K] as `select_for` and `all_visible` give it: of a token that sees n
             entries only the first n may be one, and -1 follows. None is the window alone.
           frequencies: f32[R / 2], for inverse RoPE of the result by each query's position; None
             leaves it out.

@@ -83,6 +83,7 @@ def read_layer(cache, step_input, queries, index_queries, weights, *, attn):
     if attn == ds.AttentionType.CSA:
         selected, (gathered,) = handle.select_for((heads,), index_queries, weights)
         attended = handle.attend(gathered, sink, selected)
+        selected = handle.select(index_queries, weights)
     else:
         selected = handle.all_visible()
         attended = handle.attend_to_all(heads, sink)
@@ -168,6 +169,15 @@ def check_schedule(meshes, *, steps, seed=0):
     def random_step():
         """Its kind, what it is of a runner, and how much longer requests are after it."""
         kind = rng.choice(["prefill", "prefill", "decode", "stage", "serve"])
+        if number < steps // 3:  # first some blocks for every device
+            counts = rng.integers(0, 161, ROWS)
+            counts[0] = 160
+            tokens = tokens_of(counts)
+            return (
+                "prefill",
+                lambda runner: np.concatenate(runner.prefill(tokens, num_tokens=ROWS * 160)),
+                counts,
+            )
         if kind == "decode" or np.any(held + 8 > MOST_TOKENS):
             tokens = [one[0] for one in tokens_of([1] * ROWS)]
             return "decode", lambda runner: runner.decode(tokens), np.ones(ROWS, int)
