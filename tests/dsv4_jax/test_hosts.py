@@ -139,9 +139,12 @@ def test_a_call_goes_through_bytes_unchanged():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "mesh"), [(1, "2x2"), (2, "2x2"), (4, "2x2"), (2, "4x1")])
-def test_tokens_do_not_depend_on_where_devices_lie(count, mesh):
-    found = [hosts_engine.run(count, mesh), hosts_engine.run(1, mesh)]
+@pytest.mark.parametrize(
+    ("count", "mesh", "split"),
+    [(1, "2x2", False), (2, "2x2", False), (4, "2x2", False), (2, "4x1", False), (2, "1x4", True)],
+)
+def test_tokens_do_not_depend_on_where_devices_lie(count, mesh, split):
+    found = [hosts_engine.run(number, mesh, split=split) for number in (count, 1)]
     for processes in found:
         assert [one["status"] for one in processes] == [0] * len(processes), processes
     several, alone = [hosts_engine.result(processes) for processes in found]

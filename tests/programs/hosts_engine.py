@@ -34,6 +34,7 @@ def be_one(arguments):
     from programs import mesh_engine
 
     mesh_engine.use_small_model()
+    mesh_engine.OPTIONS["split_cache"] = arguments.split
     mesh = ds.make_mesh(*map(int, arguments.mesh.split("x")))
     engine = mesh_engine.engine_on(mesh)
     if number == arguments.lost:
@@ -65,7 +66,7 @@ def lose_at_step(engine, how):
     arrays._step = lose
 
 
-def run(count, mesh, lost=-1, how="kill"):
+def run(count, mesh, lost=-1, how="kill", *, split=False):
     """What the processes did: see above."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -74,7 +75,7 @@ def run(count, mesh, lost=-1, how="kill"):
     paths = os.pathsep.join([str(TESTS.parent), str(TESTS)])
     environment = os.environ | ENVIRONMENT | {"XLA_FLAGS": flags, "PYTHONPATH": paths}
     command = [sys.executable, "-m", "programs.hosts_engine", str(count), "--mesh", mesh]
-    command += ["--lost", str(lost), "--how", how, "--process"]
+    command += ["--lost", str(lost), "--how", how, *["--split"] * split, "--process"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [
         subprocess.Popen([*command, str(i), str(count), str(port)], env=environment, **pipes)
@@ -119,12 +120,14 @@ def main():
     parser.add_argument("--mesh", default="2x2", metavar="DATAxMODEL")
     parser.add_argument("--lost", type=int, default=-1, help="which one is lost")
     parser.add_argument("--how", choices=("kill", "stop", "hang"), default="kill")
+    parser.add_argument("--split", action="store_true", help="deal blocks over model")
     parser.add_argument("--process", type=int, nargs=3, help="be one: number, how many, port")
     arguments = parser.parse_args()
     if arguments.process:
         be_one(arguments)
     else:
-        print(json.dumps(run(arguments.count, arguments.mesh, arguments.lost, arguments.how)))
+        asked = arguments.count, arguments.mesh, arguments.lost, arguments.how
+        print(json.dumps(run(*asked, split=arguments.split)))
 
 
 if __name__ == "__main__":

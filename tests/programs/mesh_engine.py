@@ -29,8 +29,9 @@ OPTIONS = {}
 
 
 def use_small_model():
-    """One compressed layer and no drafts, which compiles in a few seconds."""
-    config, params = serving.one_layer(hc_sinkhorn_iters=1, num_mtp_layers=0)
+    """One compressed layer and no drafts, which compiles in a few seconds; it divides by eight."""
+    sizes = {"num_attention_heads": 8, "o_groups": 8}
+    config, params = serving.one_layer(hc_sinkhorn_iters=1, num_mtp_layers=0, **sizes)
     serving.CONFIG, serving.params = config, lambda: params
     serving.SIZES["draft_tokens"] = 0
 
@@ -72,7 +73,7 @@ def lives(mesh, plain, *, seeds, events, scarce):
 
 def _scarce_engine(mesh, few):
     """An engine with so few blocks and snapshots on each data shard."""
-    if "split_cache" not in OPTIONS:
+    if not OPTIONS.get("split_cache"):
         return serving.limit(engine_on(mesh), **few)
     shards, devices = mesh.shape["data"], mesh.shape["model"]
     blocks = -(-few["num_blocks"] // devices) * devices * shards  # each device has its own ids
@@ -97,7 +98,7 @@ def check_metrics(engine):
 def damage(mesh):
     """Problems after a bit is changed on the last data shard, then on one device of it."""
     engine, rng = engine_on(mesh), np.random.default_rng(1)
-    length = 270 if "split_cache" in OPTIONS else 140  # two full blocks
+    length = 270 if OPTIONS.get("split_cache") else 140  # two full blocks
     for _ in range(2 * mesh.shape["data"]):
         engine.submit(serving.prompt(rng, length), max_new_tokens=60, stop_token_ids=())
     while min(engine._loop.shards.length_tokens) < length:
@@ -110,7 +111,7 @@ def damage(mesh):
     devices = mesh.devices[shard].tolist()
     found["one_shard"] = _changed(engine, number, devices)
     found["block"] = block
-    if "split_cache" in OPTIONS:  # the second block lies on the second device, and nowhere else
+    if OPTIONS.get("split_cache"):  # the second block lies on the second device, and nowhere else
         second = int(manager.block_table[0, 1])
         number = shard * manager.num_blocks + second
         found["second_block"] = second
