@@ -70,6 +70,7 @@ class Hosts:
         self._left = threading.Event()
         self._heard = {other: time.monotonic() for other in range(count)}
         self._done = dict.fromkeys(range(count), 0)
+        self._started = dict.fromkeys(range(count), 0)
         self._waiting: tuple[float, int] | None = None
         self._threads = [
             threading.Thread(target=target, daemon=True) for target in (self._beat, self._watch)
@@ -115,6 +116,13 @@ class Hosts:
         self._calls += 1
         self._waiting = None
 
+    def waits(self) -> None:
+        """Within a call: from here on this process may wait for what others do in it.
+
+        Of processes that do not finish a call, those are named that have not come so far.
+        """
+        self._started[self.number] = self._calls + 1
+
     def fail(self, error: BaseException) -> NoReturn:
         """Ends this process for an error, and so the others; names who is missing, if it is that.
 
@@ -142,7 +150,7 @@ class Hosts:
         while not self._left.wait(interval):
             beats += 1
             try:
-                mine = f"{beats} {self._calls}"
+                mine = f"{beats} {self._calls} {self._started[self.number]}"
                 self._service.key_value_set(f"dsv4/beat/{self.number}", mine, True)
                 found = self._service.key_value_dir_get("dsv4/beat/")
             except jax.errors.JaxRuntimeError:
@@ -154,7 +162,8 @@ class Hosts:
                     self._heard[other] = float("inf")
                 elif known.get(other) != value:
                     known[other], self._heard[other] = value, now
-                    self._done[other] = int(value.split()[1])
+                    if other != self.number:
+                        self._done[other], self._started[other] = map(int, value.split()[1:])
 
     def _watch(self) -> None:
         while not self._left.wait(self.timeout_s / _BEATS_PER_TIMEOUT):
@@ -167,11 +176,21 @@ class Hosts:
                 self.end(f"{_processes(lost)} silent for {self.timeout_s:g} s")
             waiting = self._waiting
             if waiting is not None and now - waiting[0] > 2 * self.timeout_s:
-                behind = [other for other in heard if self._done[other] < waiting[1]]
                 self.end(
                     f"a step has not ended for {2 * self.timeout_s:g} s; "
-                    f"{_processes(behind or [self.number])} behind the others"
+                    f"{_processes(self._behind(waiting[1]))} behind the others"
                 )
+
+    def _behind(self, call: int) -> list[int]:
+        """Processes that hold up a call: those that have come least far, or all that are in it."""
+        done = self._done | {self.number: self._calls}
+        here = [one for one, at in self._heard.items() if at != float("inf")]
+        come = {one: max(done[one], self._started[one]) for one in here}
+        last = [one for one in here if come[one] == min(come.values())]
+        if len(last) < len(here):
+            return last
+        behind = [one for one in here if one != self.number and done[one] < call]
+        return behind or [self.number]
 
 
 _joined: list[Hosts] = []

@@ -273,6 +273,8 @@ class EngineArrays:
             **{name: put(array, plan.mesh) for name, array in fields.items()},
         )
         static = {"config": plan.config, "activations": activations}
+        if self._hosts is not None:
+            self._hosts.waits()
         if is_plain:
             cache, output = jit_plain_decode_step(self.params, self.cache, serve_input, **static)
             store = self.store
@@ -294,6 +296,8 @@ class EngineArrays:
             jax.block_until_ready((cache, self._unread[-1]))
 
     def _read(self, back: int) -> ServeOutput:
+        if self._hosts is not None:
+            self._hosts.waits()
         return read(self._unread[-1 - back])
 
     def _save(self, step_input: StepInput, plan: SnapshotPlan) -> None:

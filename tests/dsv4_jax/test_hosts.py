@@ -1,5 +1,6 @@
 """Processes that watch each other: in one, and with four CPU devices in several."""
 
+import contextlib
 import threading
 import time
 
@@ -12,7 +13,7 @@ from dsv4_jax.cache.slot_changes import SlotChanges
 from dsv4_jax.serving import engine_arrays
 from programs import hosts_engine
 
-TIMEOUT_S = 0.2
+TIMEOUT_S = 0.4
 
 
 class Service:
@@ -100,6 +101,22 @@ def test_a_process_that_does_not_finish_a_call_is_named(pair):
     with first.call(is_new=False):
         wait_for(lambda: said)
     assert said[0].endswith("process 1 is behind the others")
+
+
+def test_of_those_that_wait_the_one_that_has_not_come_so_far_is_named(monkeypatch):
+    said = []
+    monkeypatch.setattr(hosts.Hosts, "end", lambda self, text: (said.append(text), self.leave()))
+    monkeypatch.setattr(hosts.atexit, "register", lambda _: None)
+    service = Service()
+    three = [hosts.Hosts(service, number, 3, TIMEOUT_S) for number in range(3)]
+    with contextlib.ExitStack() as stack:
+        for one in three:
+            stack.callback(one.leave)
+            stack.enter_context(one.call(is_new=False))
+        for number in (0, 2):
+            three[number].waits()
+        wait_for(lambda: len(said) == 3)
+    assert {text.partition("; ")[2] for text in said} == {"process 1 is behind the others"}
 
 
 def test_an_error_in_a_call_ends_the_process(pair):
