@@ -72,6 +72,7 @@ class Hosts:
         self._done = dict.fromkeys(range(count), 0)
         self._started = dict.fromkeys(range(count), 0)
         self._waiting: tuple[float, int] | None = None
+        self._compiling = dict.fromkeys(range(count), 0)
         self._threads = [
             threading.Thread(target=target, daemon=True) for target in (self._beat, self._watch)
         ]
@@ -106,15 +107,17 @@ class Hosts:
 
         Args:
           is_new: it may have to be compiled, which takes each process its own time: only silence
-            is watched then.
+            is watched then, by those too that wait for it in a later call.
         """
         self._waiting = None if is_new else (time.monotonic(), self._calls + 1)
+        self._compiling[self.number] = int(is_new)
         try:
             yield
         except BaseException as error:
             self.fail(error)
         self._calls += 1
         self._waiting = None
+        self._compiling[self.number] = 0
 
     def waits(self) -> None:
         """Within a call: from here on this process may wait for what others do in it.
@@ -150,7 +153,8 @@ class Hosts:
         while not self._left.wait(interval):
             beats += 1
             try:
-                mine = f"{beats} {self._calls} {self._started[self.number]}"
+                own = self._started[self.number], self._compiling[self.number]
+                mine = f"{beats} {self._calls} {own[0]} {own[1]}"
                 self._service.key_value_set(f"dsv4/beat/{self.number}", mine, True)
                 found = self._service.key_value_dir_get("dsv4/beat/")
             except jax.errors.JaxRuntimeError:
@@ -159,13 +163,15 @@ class Hosts:
             for key, value in found:
                 other = int(key.rsplit("/", 1)[1])
                 if value == _LEFT:
-                    self._heard[other] = float("inf")
+                    self._heard[other], self._compiling[other] = float("inf"), 0
                 elif known.get(other) != value:
                     known[other], self._heard[other] = value, now
                     if other != self.number:
-                        self._done[other], self._started[other] = map(int, value.split()[1:])
+                        numbers = map(int, value.split()[1:])
+                        self._done[other], self._started[other], self._compiling[other] = numbers
 
     def _watch(self) -> None:
+        compiled = time.monotonic()  # when a process was last known to
         while not self._left.wait(self.timeout_s / _BEATS_PER_TIMEOUT):
             now = time.monotonic()
             heard = {o: at for o, at in self._heard.items() if o != self.number}
@@ -175,7 +181,8 @@ class Hosts:
                 lost = [0] if 0 in silent else silent
                 self.end(f"{_processes(lost)} silent for {self.timeout_s:g} s")
             waiting = self._waiting
-            if waiting is not None and now - waiting[0] > 2 * self.timeout_s:
+            compiled = now if any(self._compiling.values()) else compiled
+            if waiting is not None and now - max(waiting[0], compiled) > 2 * self.timeout_s:
                 self.end(
                     f"a step has not ended for {2 * self.timeout_s:g} s; "
                     f"{_processes(self._behind(waiting[1]))} behind the others"

@@ -103,9 +103,16 @@ def test_a_process_that_does_not_finish_a_call_is_named(pair):
     assert said[0].endswith("process 1 is behind the others")
 
 
+def test_one_that_compiles_is_waited_for(pair):
+    """Another, which had the program, is in the next call already."""
+    first, second, said = pair
+    with second.call(is_new=True), first.call(is_new=False):
+        time.sleep(4 * TIMEOUT_S)
+    assert said == []
+
+
 def test_of_those_that_wait_the_one_that_has_not_come_so_far_is_named(monkeypatch):
-    said = []
-    monkeypatch.setattr(hosts.Hosts, "end", lambda self, text: (said.append(text), self.leave()))
+    monkeypatch.setattr(hosts.Hosts, "end", lambda self, _: self._left.set())
     monkeypatch.setattr(hosts.atexit, "register", lambda _: None)
     service = Service()
     three = [hosts.Hosts(service, number, 3, TIMEOUT_S) for number in range(3)]
@@ -115,8 +122,7 @@ def test_of_those_that_wait_the_one_that_has_not_come_so_far_is_named(monkeypatc
             stack.enter_context(one.call(is_new=False))
         for number in (0, 2):
             three[number].waits()
-        wait_for(lambda: len(said) == 3)
-    assert {text.partition("; ")[2] for text in said} == {"process 1 is behind the others"}
+        wait_for(lambda: all(one._behind(1) == [1] for one in three))
 
 
 def test_an_error_in_a_call_ends_the_process(pair):
