@@ -118,6 +118,7 @@ class CompletionRenderer:
             "model": model_name,
         }
         self._before = b"data: " + json.dumps(self._head).encode()[:-1] + b', "choices": [{"text": '
+        self._after: dict[int, str] = {}  # by number, the rest of an event that is not the last
         self._echoed: set[int] = set()
         self._offsets: dict[int, int] = {}
         self._logprobs: dict[int, list[dict[str, Any]]] = {}
@@ -133,17 +134,21 @@ class CompletionRenderer:
             logprobs = self._add_logprobs(number, tokens)
         if not self.streams:
             return b""
-        text = "".join([token.text or "" for token in tokens])
+        text = (tokens[0].text or "") if len(tokens) == 1 else _join_texts(tokens)
         if self._asked.echoes and number not in self._echoed:
             self._echoed.add(number)
             text = self._prompt_text(number) + text
         reason = tokens[-1].finish_reason
         if not text and reason is None and logprobs is None:
             return b""
-        after = (
-            f', "index": {number}, "logprobs": {json.dumps(logprobs) if logprobs else "null"}, '
-            f'"finish_reason": {json.dumps(reason)}}}]}}\n\n'
-        )
+        after = self._after.get(number)
+        if after is None or logprobs is not None or reason is not None:
+            after = (
+                f', "index": {number}, "logprobs": {json.dumps(logprobs) if logprobs else "null"}, '
+                f'"finish_reason": {json.dumps(reason)}}}]}}\n\n'
+            )
+            if logprobs is None and reason is None:
+                self._after[number] = after
         return self._before + (encode_basestring_ascii(text) + after).encode()
 
     def is_done(self, number: int) -> bool:
@@ -212,6 +217,10 @@ class CompletionRenderer:
         if self._tokenizer is None:
             return str(token_id)
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+def _join_texts(tokens: list[Token]) -> str:
+    return "".join([token.text or "" for token in tokens])
 
 
 def _join_logprobs(parts: list[dict[str, Any]] | None) -> dict[str, Any] | None:

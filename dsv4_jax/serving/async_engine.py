@@ -278,6 +278,8 @@ class AsyncStream(AsyncIterator[Token]):
 
     def _take(self) -> list[Token]:
         tokens = self._feed.tokens
+        if len(tokens) == 1:
+            return [tokens.popleft()]
         return [tokens.popleft() for _ in range(len(tokens))]
 
     async def __aenter__(self) -> Self:
@@ -301,6 +303,10 @@ async def read_batches(streams: Sequence[AsyncStream]) -> AsyncIterator[tuple[in
     One coroutine reads them all, so that a step wakes it once. Errors are those of a stream; the
     first one ends this.
     """
+    if len(streams) == 1:  # as nearly all are
+        while tokens := await streams[0].batch():
+            yield 0, tokens
+        return
     left = dict(enumerate(streams))
     while left:
         waiter = asyncio.get_running_loop().create_future()
