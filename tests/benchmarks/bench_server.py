@@ -96,7 +96,9 @@ async def run_clients(address, args):
 def serve_clients(pipe, args):
     """The process of the clients: runs them whenever it gets an address."""
     while (address := pipe.recv()) is not None:
-        pipe.send(asyncio.run(run_clients(tuple(address), args)))
+        before = time.process_time()
+        found = asyncio.run(run_clients(tuple(address), args))
+        pipe.send((*found, time.process_time() - before))
 
 
 def drive(engine, args):
@@ -149,15 +151,20 @@ def main():
     engine.warmup()
     drive(engine, args)
     count, alone, served, health, firsts = args.clients * args.tokens, [], [], [], []
+    cpu_s = []  # of the engine alone, of the server, and of the clients
     for _ in range(args.rounds):
+        cpu_s.append([-time.process_time()])
         alone.append(count / drive(engine, args))
+        cpu_s[-1][0] += time.process_time()
         with Server(AsyncEngine(engine), ServeSettings(model_name="shipped")) as server:
             profile = cProfile.Profile()
             if args.profile:
                 in_loop(server, profile.enable)
             steps, loop_s = engine.metrics.steps, in_loop(server, time.thread_time)
+            before = time.process_time()
             ours.send(server.address)
-            seconds, times, first = ours.recv()
+            seconds, times, first, theirs_s = ours.recv()
+            cpu_s[-1] += [time.process_time() - before, theirs_s]
             steps = engine.metrics.steps - steps
             loop_s = in_loop(server, time.thread_time) - loop_s
             if args.profile:
@@ -179,6 +186,8 @@ def main():
     print(f"{sys.version.split()[0]}, jax {ds.runtime.jax.__version__}, {args}")
     print(f"engine {np.median(alone):.0f} tokens/s, server {np.median(served):.0f} tokens/s")
     print(f"ratio {np.median(ratios):.3f} (median), {ratios.min():.3f} to {ratios.max():.3f}")
+    spent = np.median(np.array(cpu_s), axis=0) / count * 1e6
+    print("CPU time a token: engine {:.0f} us, server {:.0f} us, clients {:.0f} us".format(*spent))
     print(f"/health {p50:.1f} ms p50, {p99:.1f} ms p99, of {len(health)}")
     print(f"first token {np.percentile(firsts, 50) * 1e3:.0f} ms p50")
 

@@ -44,7 +44,7 @@ def photograph(url, browser, args):
     browser.emulate(args.width, args.height, scheme="dark" if args.dark else "light")
     browser.open(url)
     browser.type("#prompt", " has\ue009\ue007")
-    browser.until(lambda: len(browser.text("#answer")) > 60, 60)
+    browser.until(lambda: len(browser.text("#answer")) > 50, 400)
     browser.screenshot(args.picture)
 
 
