@@ -58,9 +58,8 @@ class ConversationRenderer:
         if parser.finished:
             return b""
         spoken = tokens[:-1] if reason == "stop" else tokens
-        chunks = []
-        if spoken:
-            chunks.append(recipe.InferenceChunk.tokens(_ids(spoken), _logprobs(spoken)))
+        # One at a time: of a chunk that ends within a character the parser may never tell the rest.
+        chunks = [recipe.InferenceChunk.tokens([one.token_id], _logprobs(one)) for one in spoken]
         if reason == "stop":
             chunks.append(recipe.InferenceChunk.text("", 1))
             chunks.append(recipe.InferenceChunk.finish(recipe.InferenceFinishReason.Stop))
@@ -148,13 +147,9 @@ class ConversationRenderer:
         return json.dumps(parsed[0] | {"choices": choices, "usage": usage}).encode()
 
 
-def _ids(tokens: list[Token]) -> list[int]:
-    return [token.token_id for token in tokens]
-
-
-def _logprobs(tokens: list[Token]) -> list[tuple[float, list[tuple[int, float]]]] | None:
-    found = [token.logprobs for token in tokens]
-    return [(one.logprob, list(one.top)) for one in found if one is not None] or None
+def _logprobs(token: Token) -> list[tuple[float, list[tuple[int, float]]]] | None:
+    found = token.logprobs
+    return None if found is None else [(found.logprob, list(found.top))]
 
 
 def _with_number(data: str, number: int) -> str:

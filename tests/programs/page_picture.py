@@ -43,8 +43,9 @@ async def ask_all(url, browser, args):
 def photograph(url, browser, args):
     browser.emulate(args.width, args.height, scheme="dark" if args.dark else "light")
     browser.open(url)
+    browser.until(lambda: browser.text("#status") == "live")
     browser.type("#prompt", " has\ue009\ue007")
-    browser.until(lambda: len(browser.text("#answer")) > 50, 400)
+    browser.until(lambda: len(browser.text("#answer")) > 50, 200)
     browser.screenshot(args.picture)
 
 

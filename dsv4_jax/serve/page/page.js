@@ -107,6 +107,7 @@ function show(now) {
     find("model").textContent = now.model;
     find("kind").options[1].disabled = !now.takes_conversations;
     showLegend(now.sizes);
+    setAsking(false);
   }
   state = now;
   showFigures(now);

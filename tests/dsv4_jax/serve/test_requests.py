@@ -9,9 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dsv4_jax.serve import ServeSettings
+from dsv4_jax.serve.conversation_renderer import ConversationRenderer
 from dsv4_jax.serve.conversations import Conversations
 from dsv4_jax.serve.dialects import CHAT, MESSAGES, RESPONSES
 from dsv4_jax.serve.errors import ApiError
+from dsv4_jax.serving import Completion, Token
 from helpers.serve import MODEL, running, script, shipped_tokenizer, small_engine, v4_tokenizer
 
 HI = [{"role": "user", "content": "hi"}]
@@ -267,3 +269,20 @@ def test_a_checkpoint_without_a_tokenizer_has_no_conversations():
     reader = Conversations(ServeSettings(model_name=MODEL), None, 4096)
     with pytest.raises(ApiError, match="no tokenizer"):
         reader.read({"model": MODEL, "messages": HI}, CHAT)
+
+
+def test_an_answer_does_not_depend_on_how_many_tokens_come_at_once():
+    """Here half a character is the last thing that is drawn, and another one is amid the rest."""
+    reader = Conversations(ServeSettings(model_name=MODEL), v4_tokenizer().to_str(), 4096)
+    body = {"model": MODEL, "messages": HI, "max_tokens": 6, "thinking": {"type": "disabled"}}
+    asked = reader.read(body, CHAT)
+    drawn = [183, 204, 1, 30, 242, 194]
+    tokens = [Token(0, one, "length" if i == 5 else None) for i, one in enumerate(drawn)]
+    done = Completion(drawn, None, "length", prompt_tokens=len(asked.prompt_ids))
+    for size in range(1, 7):
+        renderer = ConversationRenderer(asked, CHAT, MODEL, reader.tokenizer)
+        renderer.start(0)
+        for begin in range(0, 6, size):
+            renderer.tokens(0, tokens[begin : begin + size])
+        answer = json.loads(renderer.end([done]))
+        assert answer["choices"][0]["message"]["content"] == "\ufffd\ufffd\x01\x1e"
