@@ -24,7 +24,8 @@ from programs.mesh_check import ROWS, Runner, run_program
 CONTEXT = 128 * 11 + 5
 """Tokens of a request: no multiple of blocks, nor blocks of devices."""
 MOST_TOKENS = 1200
-TOP_K = 24
+TOP_K, ALL = 24, 512
+"""Entries that a layer selects; all that a request can have."""
 
 
 def run(*arguments):
@@ -32,10 +33,10 @@ def run(*arguments):
     return run_program("mesh_split", *arguments)
 
 
-def one_layer(attn):
+def one_layer(attn, top_k=TOP_K):
     routers = (ds.RouterType.LEARNED,)
     fields = {"layer_types": (attn,), "router_types": routers, "num_mtp_layers": 0}
-    return configs.scanned(**fields, num_attention_heads=8, o_groups=8, indexer_top_k=TOP_K)
+    return configs.scanned(**fields, num_attention_heads=8, o_groups=8, indexer_top_k=top_k)
 
 
 def with_blocks(cache, contents):
@@ -102,9 +103,9 @@ def _all_heads(x):
     return jnp.moveaxis(parts, 0, 1).reshape(x.shape[0], -1, x.shape[-1])
 
 
-def check_layer(mesh, attn):
+def check_layer(mesh, attn, top_k=TOP_K):
     """Selected entries that differ, of scores with many ties, and how far sums are off."""
-    config, rng = one_layer(attn), np.random.default_rng(0)
+    config, rng = one_layer(attn, top_k), np.random.default_rng(0)
     sizes = {"max_requests": ROWS, "max_context_tokens": CONTEXT, "cache_format": "f32"}
     alone = ds.init_cache(config, **sizes)
     split = ds.init_cache(config, **sizes, mesh=mesh, split_cache=True)
@@ -297,6 +298,7 @@ def main():
         mine = found.setdefault(name, {})
         for attn in (ds.AttentionType.CSA, ds.AttentionType.HCA):
             mine[attn.value] = check_layer(mesh, attn)
+        mine["csa, all"] = check_layer(mesh, ds.AttentionType.CSA, ALL)
         mine["wrong_device"] = find_wrong_device(mesh)
         if arguments.steps:
             mine["first_layer_is_exact"] = check_first_layer(name)

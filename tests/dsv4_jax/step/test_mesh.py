@@ -66,7 +66,7 @@ def check_layers(found):
     first, second = found["wrong_device"]
     assert first.endswith("is of model 0, and it lies on 1")
     assert second.endswith("is of model 1, and it lies on 0")
-    for attn in ("csa", "hca"):
+    for attn in ("csa", "csa, all", "hca"):
         assert found[attn]["selected_differ"] == 0
         assert found[attn]["most_selected"] >= mesh_split.TOP_K
         assert found[attn]["attended_off"] < 1e-6
