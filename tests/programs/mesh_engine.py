@@ -95,6 +95,17 @@ def check_metrics(engine):
         assert f'dsv4_data_shards_used_blocks{{data="{number}"}} {float(one.used_blocks)}' in text
 
 
+def outgrow(mesh, plain):
+    """Two requests on each data shard outgrow few blocks: how many gave way, and who got others."""
+    engine = _scarce_engine(mesh, {"num_blocks": FEW_BLOCKS, "num_snapshots": FEW_SNAPSHOTS})
+    rng, options = np.random.default_rng(2), {"max_new_tokens": 190, "stop_token_ids": ()}
+    texts = [serving.prompt(rng, 100) for _ in range(2 * mesh.shape["data"])]
+    together = [one.token_ids for one in engine.generate(texts, **options)]
+    alone = [plain.generate([text], **options)[0].token_ids for text in texts]
+    wrong = [number for number, tokens in enumerate(together) if tokens != alone[number]]
+    return {"preempted": engine.metrics.preempted, "wrong": wrong}
+
+
 def damage(mesh):
     """Problems after a bit is changed on the last data shard, then on one device of it."""
     engine, rng = engine_on(mesh), np.random.default_rng(1)
@@ -202,6 +213,8 @@ def check(name, arguments):
     if arguments.events:
         kinds = {"seeds": arguments.seeds, "events": arguments.events}
         found["lives"] = lives(mesh, plain, scarce=arguments.scarce, **kinds)
+    if arguments.scarce:
+        found["outgrown"] = outgrow(mesh, plain)
     if arguments.damage:
         found["damage"] = damage(mesh)
     if arguments.everywhere:

@@ -70,11 +70,12 @@ def test_long_lives_of_a_split_cache(split_lives, mesh):
 
 @pytest.mark.slow
 def test_long_lives_of_a_split_cache_where_blocks_are_few():
-    """Of the second device, blocks are left over; requests of the first one's give way."""
+    """Requests give way where blocks of one device run out."""
     options = ("--events", "200", "--scarce", "--seeds", "0", "1", "--split")
-    for life in mesh_engine.run("1x2", *options)["1x2"]["lives"]:
-        assert life["preempted"] > 0
-        assert life["evicted_blocks"] > 0
+    found = mesh_engine.run("1x2", *options)["1x2"]
+    assert all(life["evicted_blocks"] > 0 for life in found["lives"])
+    assert found["outgrown"]["preempted"] > 0
+    assert found["outgrown"]["wrong"] == []
 
 
 @pytest.mark.slow
