@@ -291,11 +291,9 @@ class EngineArrays:
         self._last = LastOutput(token_ids=output.token_ids, draft_token_ids=output.draft_token_ids)
         if not wants_logprobs:
             output = dataclasses.replace(output, logprobs=None)
-        if self._waits:
-            jax.block_until_ready((cache, store, output))
         self._unread.append(gather(output))
         if self._waits:
-            jax.block_until_ready(self._unread[-1])
+            jax.block_until_ready((cache, self._unread[-1]))
 
     def _read(self, back: int) -> ServeOutput:
         if self._hosts is not None:

@@ -9,7 +9,7 @@ tokens, their positions and the number of drafts that are kept never leave it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -28,17 +28,22 @@ class Flight[T]:
       plan: what it runs.
       running: requests when it was launched.
       places: i64[n], of each row, the number of its request in `running`.
+      is_fed: bool[NS], by slot, its tokens are what the step before drew.
       boundaries: snapshots that it writes if it crosses them.
       read: waits for the step's result.
       alive: bool[n], rows whose request still has the slot; what others give is thrown away.
+      fed_drafts: i32[NS, k], the drafts that it checks, by slot, where they came from the step
+        before and the host has read that; else they are `Request.drafts`.
     """
 
     plan: StepPlan
     running: Running
     places: np.ndarray
+    is_fed: np.ndarray
     boundaries: list[Boundary]
     read: Read[T]
     alive: np.ndarray = dataclasses.field(init=False)
+    fed_drafts: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         """All rows are alive."""
@@ -53,6 +58,12 @@ class Flight[T]:
     def slots(self) -> np.ndarray:
         """i32[n], slots of rows that are alive."""
         return self.rows.slots[self.alive]
+
+    def drafts_of(self, slot: int, count: int) -> Sequence[int] | np.ndarray:
+        """The first of the drafts that it checks for a request."""
+        if self.fed_drafts is not None and self.is_fed[slot]:
+            return self.fed_drafts[slot, :count]
+        return self.running[slot].drafts[:count]
 
     def holds_all_of(self, running: Running) -> bool:
         """Its rows are those of these requests, in order, and all are alive."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,8 +13,6 @@ from dsv4_jax.serving.metrics import Metrics, add_values
 from dsv4_jax.serving.request import Request, Token, TokenLogprobs
 from dsv4_jax.serving.runner import StepResult
 from dsv4_jax.serving.running import Running
-
-_new_token = functools.partial(tuple.__new__, Token)
 
 
 class HandOut:
@@ -103,9 +101,11 @@ class HandOut:
             ids, owners = drawn[np.arange(drawn.shape[1]) < count[:, None]].tolist(), count
             start = 0
             for request, place, number in zip(requests, known, count.tolist(), strict=True):
-                end = place + number
-                request.token_ids[place:end] = ids[start : start + number]
-                request.num_known = end
+                request.num_known = place + number
+                token_ids = request.token_ids
+                for token in ids[start : start + number]:
+                    token_ids[place] = token
+                    place += 1
                 start += number
         self._running.draw(places, count, now, self._undo)
         self._metrics.generated_tokens += len(ids)
@@ -120,7 +120,8 @@ class HandOut:
         whose = self._running.ids[places]
         whose = (whose if owners is None else np.repeat(whose, owners)).tolist()
         nothing = [None] * len(ids)
-        return list(map(_new_token, zip(whose, ids, reasons, nothing, nothing, strict=True)))
+        fields = zip(whose, ids, reasons, nothing, nothing, strict=True)
+        return list(map(tuple.__new__, itertools.repeat(Token), fields))  # as `Token` does
 
     def _time(self, count: np.ndarray, num_drawn: np.ndarray) -> None:
         """Counts the time to first tokens, and between tokens; those of one step share theirs."""

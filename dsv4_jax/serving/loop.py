@@ -231,7 +231,7 @@ class ServingLoop:
         read = self.runner.run(plan, outlook.running, lengths, boundaries, is_fed)
         if plan.is_plain:
             boundaries = self._reach(outlook, places)
-        return Flight(plan, outlook.running, places, boundaries, read)
+        return Flight(plan, outlook.running, places, is_fed, boundaries, read)
 
     def _make_plan(self, outlook: Outlook) -> tuple[StepPlan, np.ndarray]:
         """The plan, and for each of its rows the number of its request in `outlook.running`."""
@@ -248,6 +248,8 @@ class ServingLoop:
             for place, shard in zip(wanted.tolist(), shards.tolist(), strict=True):
                 needs[shard].append(_need(outlook, place))
             plan = plan_shards(needs, **sizes)
+        if np.array_equal(plan.rows.slots, slots):
+            return plan, wanted
         place_of = np.zeros(len(self.shards.length_tokens), np.int32)
         place_of[running.slots] = np.arange(len(running))
         return plan, place_of[plan.rows.slots]
@@ -300,7 +302,9 @@ class ServingLoop:
         if self.queue.table is not flight.running:
             flight.running.write_back(self._undo)
             self.queue.table.refresh(self._undo)
-        if self._plan.draft_tokens:
+        if self._flight is not None:
+            self._flight.fed_drafts = result.draft_token_ids
+        elif self._plan.draft_tokens:
             drafts = result.draft_token_ids[slots].tolist()
             for request, its_drafts in zip(hand_out.requests, drafts, strict=True):
                 request.drafts = its_drafts
@@ -315,14 +319,16 @@ class ServingLoop:
         slots, num_tokens = rows.slots[alive], rows.num_tokens[alive]
         kept = result.num_kept[slots]
         before = self.shards.length_tokens[slots]
+        self.queue.check_room(slots, before + kept)
         self.shards.advance(slots, kept)
         self.metrics.drafted_tokens += int(rows.num_drafts[alive].sum())
         self.metrics.accepted_tokens += int((kept - num_tokens).sum())
         for row in np.flatnonzero((before + kept) // size > before // size).tolist():
             request = flight.running[int(slots[row])]
             known = request.token_ids[: before[row] + num_tokens[row]]
-            if accepted := request.drafts[: kept[row] - num_tokens[row]]:
-                known = np.concatenate([known, np.array(accepted, np.int32)])
+            if accepted := int(kept[row] - num_tokens[row]):
+                drafts = flight.drafts_of(request.slot, accepted)
+                known = np.concatenate([known, np.array(drafts, np.int32)])
             manager, own = self.shards.of(request.slot)
             manager.share(own, known)
 

@@ -176,6 +176,12 @@ class RequestQueue:
             return False
         return True
 
+    def check_room(self, slots: np.ndarray, lengths: np.ndarray) -> None:
+        """Refuses lengths i32[n] for which slots i32[n] have no blocks: nothing reserved them."""
+        beyond = lengths > self._room[slots]
+        if beyond.any():
+            raise ValueError(f"slots {slots[beyond]} have no blocks for {lengths[beyond]} tokens")
+
     def _lacking(self, table: Running, num_known: np.ndarray) -> list[tuple[Request, int]]:
         """Requests whose blocks do not hold what they want, and how many tokens that is."""
         wanted = np.minimum(num_known + self._draft_tokens + 1, table.totals)

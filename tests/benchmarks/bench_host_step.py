@@ -53,7 +53,7 @@ class InstantArrays:
     def change(self, *_):
         pass
 
-    set_sampling = set_counts = save = rebuild = change
+    set_sampling = set_counts = set_masks = save = rebuild = change
 
 
 def main():

@@ -220,8 +220,8 @@ MUTATIONS = [
         (
             "no_blocks_for_drafts",
             "request_queue.py",
-            "request.num_known + self._draft_tokens + 1",
-            "request.num_known + 1",
+            "num_known + self._draft_tokens + 1, table.totals",
+            "num_known + 1, table.totals",
             "dsv4_jax/serving",
         ),
         (
@@ -233,7 +233,7 @@ MUTATIONS = [
         ),
         (
             "interrupted_steps_keep_tokens",
-            "loop.py",
+            "hand_out.py",
             "            self._undo.save(request)\n            drawn",
             "            drawn",
             "dsv4_jax/serving/test_interrupts.py",
@@ -248,8 +248,8 @@ MUTATIONS = [
         (
             "shares_rejected_drafts",
             "loop.py",
-            "request.drafts[: kept - row.num_tokens]",
-            "request.drafts[:0]",
+            "drafts_of(request.slot, accepted)",
+            "drafts_of(request.slot, 0)",
             "dsv4_jax/serving",
         ),
     ),

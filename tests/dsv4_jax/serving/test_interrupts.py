@@ -45,7 +45,7 @@ def disturbed(chosen, error=Interrupt):
 
 def is_a_tokenizer_error(line):
     """What is raised while a token is added is taken for its request's own error."""
-    around = ("ServingLoop._hand_out", "Request.known", "Request.num_wanted", "Request.num_drawn")
+    around = ("HandOut._add_one_by_one", "Request.known", "Request.num_wanted", "Request.num_drawn")
     return line.file == "text.py" or line.function.startswith(("Request.add", *around))
 
 
@@ -66,6 +66,57 @@ def test_an_interrupt_in_any_function_changes_no_token():
     chosen = {rng.choice(lines): 1 for lines in functions.values()}
     raised = disturbed(chosen)
     assert len(raised) > 0.95 * len(chosen)
+
+
+def id_life(engine, lines):
+    """Requests of ids alone, which are counted in arrays, with interrupts in steps."""
+    rng, salt = np.random.default_rng(7), str(engine._next_id)
+    texts = [prompt(rng, n) for n in (130, 9, 30, 3, 20)]
+    ids = [
+        engine.submit(text, max_new_tokens=3 + n, stop_token_ids=(5,), salt=salt)
+        for n, text in enumerate(texts)
+    ]
+    while engine.num_unfinished:
+        known = truth(engine)
+        try:
+            with lines.tracing("step"):
+                engine.step()
+        except Interrupt:
+            engine._undo.roll_back()
+            assert truth(engine) == known
+    assert not engine.verify().problems
+    assert engine.metrics.first_token_s.count == engine.metrics.submitted
+    assert engine.metrics.first_token_s.count + engine.metrics.token_s.count == (
+        engine.metrics.generated_tokens
+    )
+    return [engine.completion(one) for one in ids]
+
+
+FILES_OF_A_STEP = ("hand_out.py", "running.py", "flight.py", "loop.py", "runner.py", "calls.py")
+
+
+@pytest.mark.parametrize(
+    ("place", "every"),
+    [
+        (0.4, 12),
+        pytest.param(0.0, 1, marks=pytest.mark.slow),
+        pytest.param(0.6, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_an_interrupt_where_tokens_are_counted_in_arrays(place, every):
+    """Lines of what launches, reads and counts a step; without a tokenizer."""
+    engine, lines = make_engine(), Lines()
+    answers = id_life(engine, lines)
+    counts = dict(lines.counts)
+    chosen = [line for line in sorted(counts) if line.file in FILES_OF_A_STEP]
+    random.Random(0).shuffle(chosen)
+    chosen, raised = chosen[::every], 0
+    for start in range(0, len(chosen), 40):
+        some = {one: 1 + int(place * (counts[one] - 1)) for one in chosen[start : start + 40]}
+        lines = Lines(some)
+        assert id_life(engine, lines) == answers
+        raised += len(lines.raised)
+    assert raised > 0.7 * len(chosen)
 
 
 def test_an_error_in_any_function_changes_no_token():
