@@ -12,7 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import CallIndices, Compressor, LayerPlanes, NormRope, get_cache_format
+from pallas_kernels import (
+    AttentionPart,
+    CallIndices,
+    Compressor,
+    LayerPlanes,
+    NormRope,
+    get_cache_format,
+)
 
 LAYER, NUM_LAYERS = 1, 3
 CASE_LAYER = jnp.int32(LAYER)
@@ -208,7 +215,7 @@ def valid_arguments(op):
     without_layer += ("index_topk", "sparse_attention", "expert_mlp")
     without_layer += ("block_linear", "block_linears", "swiglu_linear", "joined_linears")
     without_layer += ("pick_experts", "write_streams", "mixture_mlp")
-    without_layer += ("index_scores", "select_top_k")
+    without_layer += ("index_scores", "select_top_k", "attend_in_part", "join_parts")
     experts = {"w1": f32(4, 6, dim), "w3": f32(4, 6, dim), "w2": f32(4, dim, 6)}
     return {
         "append_and_flush": projected
@@ -218,6 +225,9 @@ def valid_arguments(op):
         | {"index_queries": f32(tokens, 2, dim), "index_codec": plain["codec"]},
         "append_tokens": windows
         | {"rings": [ring], "rows": [rows], "running": running, "projections": narrow},
+        "attend_in_part": stored
+        | attended
+        | {"queries": f32(tokens, 2, dim), "selected": i32(tokens, 3), "scale": 1.0},
         "block_linear": {"x": f32(tokens, dim), "weight": f32(6, dim)},
         "block_linears": {"x": f32(tokens, dim), "weights": [f32(6, dim), f32(5, dim)]},
         "joined_linears": {"x": f32(tokens, dim), "weights": [f32(6, dim), f32(5, dim)]}
@@ -240,6 +250,12 @@ def valid_arguments(op):
         | {"call": dataclasses.replace(small_call(), visible=i32(tokens))},
         "hyper_connections": mixed
         | {"streams": f32(tokens, 2, dim), "iters": 2, "eps": 1e-6, "norm_eps": 1e-6},
+        "join_parts": {
+            "parts": AttentionPart(f32(2, tokens, 2, dim), f32(2, tokens, 2, 2)),
+            "sink": f32(2),
+            "positions": i32(tokens),
+            "dtype": jnp.float32,
+        },
         "mixture_mlp": {"x": f32(tokens, dim), "expert_ids": i32(tokens, 2), "limit": 1.0}
         | {"expert_weights": f32(tokens, 2), "shared": (f32(6, dim), f32(6, dim), f32(dim, 6))}
         | experts,

@@ -223,6 +223,7 @@ def draw_two(logits, guess, sampling, *, verify):
         jnp.full(num_rows, 2, jnp.int32),
         sampling,
         None,
+        None,
         CONFIG,
     )
     # Where the draft was not kept, the next step draws the second token after the right first.
@@ -230,15 +231,17 @@ def draw_two(logits, guess, sampling, *, verify):
     return drawn[:, 0], jnp.where(kept > 0, drawn[:, 1], second), kept
 
 
-def accept_always(logits, token_ids, positions, num_checked, sampling, counts, config):
-    drawn, *_ = verify_drafts(logits, token_ids, positions, num_checked, sampling, counts, config)
+def accept_always(logits, token_ids, positions, num_checked, sampling, counts, masks, config):
+    drawn, *_ = verify_drafts(
+        logits, token_ids, positions, num_checked, sampling, counts, masks, config
+    )
     return drawn.at[:, 0].set(token_ids[:, 1]), jnp.ones_like(num_checked)
 
 
-def accept_too_often(logits, token_ids, positions, num_checked, sampling, counts, config):
+def accept_too_often(logits, token_ids, positions, num_checked, sampling, counts, masks, config):
     """Of the drafts that were not drawn, one in ten is kept."""
     drawn, kept, _ = verify_drafts(
-        logits, token_ids, positions, num_checked, sampling, counts, config
+        logits, token_ids, positions, num_checked, sampling, counts, masks, config
     )
     chosen = (sampling.seed % 10 == 0) & (kept == 0)
     first = jnp.where(chosen, token_ids[:, 1], drawn[:, 0])
