@@ -91,7 +91,7 @@ def _calls(wanted: Wanted, lines: _Lines) -> str:
 def _call(tool: Mapping[str, Any], lines: _Lines) -> str:
     """One call of a tool, its parameters in the order of its schema."""
     function, mark = tool["function"], lines.token(_MARK)
-    schema = function.get("parameters") or {"type": "object"}
+    schema = _need(function.get("parameters") or {"type": "object"}, dict, "parameters")
     lines.count(schema)
     begin = f'"<" {mark} {_quoted(f"invoke name={_attribute(function['name'])}>")} "\\n"'
     end = f'"</" {mark} "invoke>\\n"'
@@ -99,7 +99,7 @@ def _call(tool: Mapping[str, Any], lines: _Lines) -> str:
     closed = schema.get("additionalProperties") is False
     if not isinstance(parts, dict) or not (parts or closed) or set(schema) & _COMBINED:
         return f"{begin} {_any_parameter(lines)}* {end}"
-    required = schema.get("required", [])
+    required = _need(schema.get("required", []), list, "required")
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     wanted = []
     for name, part in parts.items():
@@ -118,7 +118,9 @@ def _parameter(name: str, schema: Any, shared: Mapping[str, Any], lines: _Lines)
     tail = f'{mark} "parameter>\\n"'
     kind = schema.get("type") if isinstance(schema, dict) else None
     kinds = [kind] if isinstance(kind, str) else kind
-    texts = schema.get("enum", []) if isinstance(schema, dict) else []
+    if kinds is not None:
+        _need(kinds, list, "type")
+    texts = _need(schema.get("enum", []), list, "enum") if isinstance(schema, dict) else []
     if isinstance(schema, dict) and "const" in schema:
         texts = [schema["const"]]
     choices = []
@@ -138,6 +140,16 @@ def _parameter(name: str, schema: Any, shared: Mapping[str, Any], lines: _Lines)
                 part["type"] = [one for one in kinds if one != "string"]
             choices.append(f'"\\"false\\">" {lines.json(part)} "</"')
     return f"{head} ({' | '.join(choices)}) {tail}"
+
+
+def _need[T](value: Any, kind: type[T], name: str) -> T:
+    """A part of a tool's schema that is of a type; else an `ApiError`."""
+    if not isinstance(value, kind):
+        raise ApiError(400, f"tools: {name} of a schema must be a JSON {_JSON_NAMES[kind]}")
+    return value
+
+
+_JSON_NAMES = {dict: "object", list: "array"}
 
 
 def _any_parameter(lines: _Lines) -> str:

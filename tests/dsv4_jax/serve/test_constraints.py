@@ -1,5 +1,6 @@
 """Forms of answers: JSON, schemas and calls of tools, as grammars and through the real clients."""
 
+import contextlib
 import functools
 import json
 
@@ -7,6 +8,8 @@ import anthropic
 import httpx
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from llguidance import LLMatcher
 
 from dsv4_jax.serve.constraints import Wanted, grammar_of
@@ -143,6 +146,31 @@ def test_what_is_too_much_is_refused():
         grammar_of(Wanted(False, schema=deep), TOKEN_IDS)
     with pytest.raises(ApiError, match="the tokenizer has no </think>"):
         grammar_of(Wanted(True, schema={}), {})
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 9)
+    | st.sampled_from(["", "string", "a\n\"", "\ud800"]),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(st.sampled_from(["type", "enum", "const", "properties", "required"]), inner),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(schema=JSON, part=JSON, required=JSON)
+def test_no_schema_is_a_500(schema, part, required):
+    """Each is a grammar, or refused as the caller's fault."""
+    parameters = {"type": "object", "properties": {"x": part}, "required": required}
+    for wanted in (
+        Wanted(False, schema={"type": "object"} if schema is None else schema),
+        Wanted(False, tools=[tool(schema)], must_call=True),
+        Wanted(False, tools=[tool(parameters)], must_call=True),
+    ):
+        with contextlib.suppress(ApiError, ValueError):
+            grammars().check(grammar_of(wanted, TOKEN_IDS))
 
 
 def test_every_grammar_of_a_request_compiles():
