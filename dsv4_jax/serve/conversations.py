@@ -157,6 +157,8 @@ def _read_wanted(given: Mapping[str, Any], request: recipe.ConversationRequest) 
     format_ = asked.get("type", "text")
     choice = given.get("tool_choice")
     choice = choice if isinstance(choice, dict) else {}
+    if must_call(given) and not given.get("tools"):
+        refuse("tool_choice", "must be auto or none without tools")
     if found is None:
         return Wanted(thinks)
     if not found.kind.startswith("tool_call"):

@@ -247,6 +247,7 @@ REFUSED = {
     "json beside tools": {"tools": [tool({})], "response_format": {"type": "json_object"}},
     "a call after reasoning": {"tools": [tool({})], "tool_choice": "required",
                                "thinking": {"type": "enabled"}},
+    "a call of nothing": {"tool_choice": "required"},
     "ignore_eos": {"response_format": {"type": "json_object"}, "ignore_eos": True},
     "no schema": {"response_format": {"type": "json_schema", "json_schema": {
         "name": "x", "schema": {"type": "nothing"}}}},
