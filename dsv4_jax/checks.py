@@ -201,7 +201,9 @@ def array(name: str, value: Any, shape: tuple[int | None, ...], kinds: str = "i"
     fits = len(sizes) == len(shape) and all(
         wanted in (None, size) for size, wanted in zip(sizes, shape, strict=False)
     )
-    kind = "f" if jax.numpy.issubdtype(value.dtype, np.floating) else np.dtype(value.dtype).kind
+    kind = np.dtype(value.dtype).kind
+    if kind not in "iufb" and jax.numpy.issubdtype(value.dtype, np.floating):
+        kind = "f"
     if not fits or kind not in kinds:
         wanted = ", ".join("n" if size is None else str(size) for size in shape)
         names = {"i": "integers", "u": "unsigned integers", "f": "floats", "b": "bools"}

@@ -47,7 +47,7 @@ class BlockPool:
         """Blocks that no request holds, those of cached prefixes included."""
         return sum(map(len, self.free_of_part)) + self._tree.num_unused
 
-    def left_beside(self, chain: Sequence[PrefixNode], first: int, end: int) -> np.ndarray:
+    def left_beside(self, chain: Sequence[PrefixNode], first: int, end: int) -> list[int]:
         """What a request leaves of each part, if it takes blocks of its own.
 
         Args:
@@ -56,14 +56,15 @@ class BlockPool:
           end: the number after its last one's.
 
         Returns:
-          i32[n], blocks that no request would hold; below 0 where there are too few.
+          Of each part, blocks that no request would hold; below 0 where there are too few.
         """
-        parts = len(self.free_of_part)
-        left = np.array([len(free) for free in self.free_of_part]) + self._tree.unused_of_part
+        parts, unused = len(self.free_of_part), self._tree.unused_of_part.tolist()
         for node in chain:
-            left[self._tree.part_of(node)] -= not node.users
-        before = -np.arange(parts) + parts - 1
-        return left - (end + before) // parts + (first + before) // parts
+            unused[self._tree.part_of(node)] -= not node.users
+        return [
+            len(free) + unused[part] - len(range(first + (part - first) % parts, end, parts))
+            for part, free in enumerate(self.free_of_part)
+        ]
 
     def take(self, logical: int) -> int:
         """A block for one owner, the b-th of a request.

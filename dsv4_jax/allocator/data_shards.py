@@ -113,6 +113,8 @@ class DataShards:
         some = next((one for one in changes if one is not None), None)
         if some is None:
             return None, False
+        if len(changes) == 1:
+            return some, moves
         blocks = None if some.freed_blocks is None else len(some.freed_blocks)
         idle = idle_changes(*some.block_table.shape, num_blocks=blocks)  # type: ignore[misc]
         filled = [idle if one is None else one for one in changes]

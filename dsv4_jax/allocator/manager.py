@@ -139,7 +139,7 @@ class KVCacheManager:
         _check_prefix(token_ids, salt)
         chain = self.prefixes.find_resumable(token_ids, salt, max_tokens)
         left = self._blocks.left_beside(chain, len(chain), needed)
-        return bool(self._free_slots) and left.min() >= 0 and left.sum() >= spare_blocks
+        return bool(self._free_slots) and min(left) >= 0 and sum(left) >= spare_blocks
 
     def admit(self, max_tokens: int, token_ids: np.ndarray | None = None, salt: bytes = b"") -> int:
         """Gives a request a slot and every block it may need.
@@ -361,14 +361,18 @@ class KVCacheManager:
 
     def _check_free(self, held: int, needed: int, chain: Sequence[PrefixNode] = ()) -> None:
         """Refuses blocks `held` to `needed` of a request that are not free beside a prefix."""
+        if needed <= held:
+            return
         left = self._blocks.left_beside(chain, held, needed)
-        if needed <= held or left.min() >= 0:
+        fewest = min(left)
+        if fewest >= 0:
             return
         missing = f"{needed - held} blocks of {self.plan.block_tokens} tokens are needed and "
         if len(left) == 1:
             missing += f"{left[0] + needed - held} of {self.num_blocks} are free"
         else:
-            missing += f"{-left.min()} too few are free on device {left.argmin()} of the data shard"
+            device = left.index(fewest)
+            missing += f"{-fewest} too few are free on device {device} of the data shard"
         raise NoRoomError(f"{missing}; release a request first")
 
     def _check_held(self, slot: int) -> None:

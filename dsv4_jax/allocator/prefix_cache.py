@@ -9,7 +9,7 @@ import numpy as np
 from dsv4_jax import checks
 from dsv4_jax.allocator.block_pool import BlockPool
 from dsv4_jax.allocator.pending_changes import PendingChanges
-from dsv4_jax.allocator.prefix_tree import PrefixNode, PrefixTree
+from dsv4_jax.allocator.prefix_tree import BlockContent, PrefixNode, PrefixTree
 
 
 @dataclasses.dataclass
@@ -91,7 +91,7 @@ class PrefixCache:
                 node = prefix.chain[logical]
                 continue
             ids = token_ids[logical * size : (logical + 1) * size]
-            node = self.tree.find_child(node, ids, prefix.salt)
+            node = self.tree.find_child(node, BlockContent.after(node, ids, prefix.salt))
             if node is None:
                 return False
         return node is not None and node.snapshot >= 0
@@ -143,9 +143,10 @@ class PrefixCache:
             parent = prefix.chain[-1] if prefix.chain else None
             block = int(table_row[logical])
             ids = token_ids[logical * size : (logical + 1) * size]
-            node = self.tree.find_child(parent, ids, prefix.salt)
+            content = BlockContent.after(parent, ids, prefix.salt)
+            node = self.tree.find_child(parent, content)
             if node is None:
-                node = self.tree.insert(parent, ids, prefix.salt, block)
+                node = self.tree.insert(parent, content, block)
                 if node is None:
                     prefix.is_shareable = False
                     return

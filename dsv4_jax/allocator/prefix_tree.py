@@ -17,6 +17,7 @@ import hashlib
 import heapq
 import itertools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -50,6 +51,19 @@ class PrefixNode:
     snapshot: int = -1
     last_used: int = 0
     is_kept: bool = True
+
+
+class BlockContent(NamedTuple):
+    """One more block of a prefix; fields as in `PrefixNode`."""
+
+    key: bytes
+    tokens: bytes
+
+    @classmethod
+    def after(cls, parent: PrefixNode | None, token_ids: np.ndarray, salt: bytes) -> BlockContent:
+        """Tokens i32[n] of the block after `parent`, or of a first one."""
+        tokens = _token_bytes(token_ids)
+        return cls(_chain(parent.key if parent else _root_key(salt), tokens), tokens)
 
 
 class PrefixTree:
@@ -141,27 +155,22 @@ class PrefixTree:
             parent = node
         return chain
 
-    def find_child(
-        self, parent: PrefixNode | None, token_ids: np.ndarray, salt: bytes
-    ) -> PrefixNode | None:
+    def find_child(self, parent: PrefixNode | None, content: BlockContent) -> PrefixNode | None:
         """The node of one more block after `parent`, if the tree has it."""
-        tokens = _token_bytes(token_ids)
-        node = self._nodes.get(_chain(parent.key if parent else _root_key(salt), tokens))
-        if node is None or node.tokens != tokens or node.parent is not parent:
+        node = self._nodes.get(content.key)
+        if node is None or node.tokens != content.tokens or node.parent is not parent:
             return None
         return node
 
     def insert(
-        self, parent: PrefixNode | None, token_ids: np.ndarray, salt: bytes, block: int
+        self, parent: PrefixNode | None, content: BlockContent, block: int
     ) -> PrefixNode | None:
         """Adds one more block after `parent`, without a user; None if its key is another's."""
-        tokens = _token_bytes(token_ids)
-        key = _chain(parent.key if parent else _root_key(salt), tokens)
-        if key in self._nodes:
+        if content.key in self._nodes:
             return None
         end = (parent.end if parent else 0) + self.block_tokens
-        node = PrefixNode(key=key, parent=parent, tokens=tokens, block=block, end=end)
-        self._nodes[key] = node
+        node = PrefixNode(content.key, parent, content.tokens, block, end)
+        self._nodes[content.key] = node
         self.unused_of_part[self.part_of(node)] += 1
         if parent is not None:
             parent.num_children += 1

@@ -2,13 +2,14 @@
 
 import numpy as np
 
-from dsv4_jax.allocator.prefix_tree import PrefixTree
+from dsv4_jax.allocator.prefix_tree import BlockContent, PrefixTree
 
 
 def grown(num_nodes):
     """A tree of first blocks, of one token each, that all have a snapshot."""
     tree = PrefixTree(1, num_nodes)
-    nodes = [tree.insert(None, np.int32([token]), b"", token) for token in range(num_nodes)]
+    blocks = [BlockContent.after(None, np.int32([token]), b"") for token in range(num_nodes)]
+    nodes = [tree.insert(None, content, block) for block, content in enumerate(blocks)]
     for node in nodes:
         tree.put_snapshot(node, tree.take_snapshot_place())
     return tree, nodes
