@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping
 from typing import Any, Concatenate, Protocol
+
+import numpy as np
 
 _ABSENT = object()
 
@@ -41,9 +43,9 @@ class UndoLog:
         """An item that the change will add, replace or remove."""
         self._append(mapping, {key: mapping.get(key, _ABSENT)})
 
-    def save_column(self, targets: Sequence[object], name: str, values: Sequence[object]) -> None:
-        """One attribute of many objects, with what it is now."""
-        self._append(_Column(targets, name), values)
+    def save_array(self, array: np.ndarray) -> None:
+        """An array, or a view, that the change will write to."""
+        self._append(array, array.copy())
 
     def before(self, target: object) -> dict[str, Any]:
         """Attributes of one of the objects that every change saves, as no change has left them."""
@@ -55,8 +57,8 @@ class UndoLog:
     def roll_back(self) -> None:
         """Makes everything saved what it was; once more does no harm."""
         for mapping, saved in reversed(self._saved or ()):
-            if isinstance(mapping, _Column):
-                mapping.restore(saved)
+            if isinstance(mapping, np.ndarray):
+                mapping[...] = saved
                 continue
             for key, value in saved.items():
                 if value is _ABSENT:
@@ -83,18 +85,6 @@ class UndoLog:
     def _append(self, mapping: Any, saved: Any) -> None:
         assert self._saved is not None, "nothing changes outside of a change"
         self._saved.append((mapping, saved))
-
-
-class _Column:
-    """One attribute of many objects."""
-
-    def __init__(self, targets: Sequence[object], name: str) -> None:
-        self._targets = targets
-        self._name = name
-
-    def restore(self, values: Sequence[object]) -> None:
-        for target, value in zip(self._targets, values, strict=True):
-            setattr(target, self._name, value)
 
 
 class Exclusive(Protocol):

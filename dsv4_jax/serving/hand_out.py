@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,6 +12,7 @@ from dsv4_jax.serving.metrics import Metrics, add_values
 from dsv4_jax.serving.request import Request, Token, TokenLogprobs
 from dsv4_jax.serving.runner import StepResult
 from dsv4_jax.serving.running import Running
+from dsv4_jax.serving.step_tokens import StepTokens
 
 
 class HandOut:
@@ -53,7 +53,7 @@ class HandOut:
         self._result, self._now = result, now
         self._metrics, self._undo = metrics, undo
 
-    def run(self, tokenizer: Tokenizer | None) -> list[Token]:
+    def run(self, tokenizer: Tokenizer | None) -> Sequence[Token]:
         """Adds drawn tokens to requests, and sets why those that have ended did.
 
         With a tokenizer, or with log-probabilities, requests are served one by one.
@@ -63,27 +63,25 @@ class HandOut:
         """
         if tokenizer is None and self._result.logprobs is None:
             return self._add_ids()
-        tokens, result = [], self._result
-        self._running.write_back(self._undo)
+        tokens, result, known = [], self._result, self._running.known
+        self._undo.save_array(known.num_known)
+        self._undo.save_array(known.last_token_s)
         for request, slot in zip(self.requests, self._slots.tolist(), strict=True):
             self._undo.save(request)
             drawn = [token for token in result.token_ids[slot].tolist() if token >= 0]
             logprobs = _logprobs_of(request, slot, result, len(drawn))
             tokens += self._add_one_by_one(request, drawn, logprobs, tokenizer)
-        self._running.refresh(self._undo)
+        known.last_token_s[self._slots] = self._now
         self.ended = [one for one in self.requests if one.finish_reason is not None]
         return tokens
 
-    def _add_ids(self) -> list[Token]:
+    def _add_ids(self) -> StepTokens:
         """Where tokens are ids and nothing else: all requests at once."""
-        requests, now, places = self.requests, self._now, self._places
-        numbers = self._running.num_known[places]
-        known = numbers.tolist()
-        self._undo.save_column(requests, "num_known", known)
-        drawn, stops = self._result.token_ids[self._slots], self._running.stops[places]
+        requests, running, places = self.requests, self._running, self._places
+        drawn, stops = self._result.token_ids[self._slots], running.stops[places]
         is_drawn = drawn >= 0
         num_drawn = is_drawn.sum(axis=1)
-        left = self._running.totals[places] - numbers
+        left = running.totals[places] - running.known.num_known[self._slots]
         count = np.minimum(num_drawn, left)
         ended, stopped = num_drawn >= left, np.zeros(len(requests), bool)
         if stops.shape[1]:
@@ -92,40 +90,20 @@ class HandOut:
             stopped = stopping.any(axis=1) & (first <= left)
             count, ended = np.where(stopped, first, count), ended | stopped
         self._time(count, num_drawn)
-        if drawn.shape[1] == 1:
-            ids, owners = drawn[:, 0].tolist(), None
-            for request, place, token in zip(requests, known, ids, strict=True):
-                request.token_ids[place] = token
-                request.num_known = place + 1
-        else:
-            ids, owners = drawn[np.arange(drawn.shape[1]) < count[:, None]].tolist(), count
-            start = 0
-            for request, place, number in zip(requests, known, count.tolist(), strict=True):
-                request.num_known = place + number
-                token_ids = request.token_ids
-                for token in ids[start : start + number]:
-                    token_ids[place] = token
-                    place += 1
-                start += number
-        self._running.draw(places, count, now, self._undo)
-        self._metrics.generated_tokens += len(ids)
-        reasons: list[str | None] = [None] * len(ids)
-        if ended.any():
-            lasts = np.cumsum(count) - 1
-            for row in np.flatnonzero(ended).tolist():
-                request = requests[row]
-                self._undo.save(request)
-                request.finish_reason = reasons[lasts[row]] = "stop" if stopped[row] else "length"
-                self.ended.append(request)
-        whose = self._running.ids[places]
-        whose = (whose if owners is None else np.repeat(whose, owners)).tolist()
-        nothing = [None] * len(ids)
-        fields = zip(whose, ids, reasons, nothing, nothing, strict=True)
-        return list(map(tuple.__new__, itertools.repeat(Token), fields))  # as `Token` does
+        running.known.add(self._slots, drawn, count, self._now, self._undo)
+        self._metrics.generated_tokens += int(count.sum())
+        reasons, lasts = {}, np.cumsum(count) - 1
+        for row in np.flatnonzero(ended).tolist():
+            request = requests[row]
+            self._undo.save(request)
+            reasons[int(lasts[row])] = request.finish_reason = "stop" if stopped[row] else "length"
+            self.ended.append(request)
+        rows, order = np.nonzero(np.arange(drawn.shape[1]) < count[:, None])
+        return StepTokens(running.ids[places[rows]], drawn[rows, order], reasons)
 
     def _time(self, count: np.ndarray, num_drawn: np.ndarray) -> None:
         """Counts the time to first tokens, and between tokens; those of one step share theirs."""
-        last_s, now = self._running.last_token_s[self._places], self._now
+        last_s, now = self._running.known.last_token_s[self._slots], self._now
         is_first = np.isnan(last_s)
         if is_first.any():
             rows = np.flatnonzero(is_first).tolist()
@@ -143,7 +121,8 @@ class HandOut:
         tokenizer: Tokenizer | None,
     ) -> list[Token]:
         """Adds drawn tokens; what that raises ends this request alone."""
-        tokens, metrics, now = [], self._metrics, self._now
+        tokens, metrics = [], self._metrics
+        last_s, now = self._running.known.last_token_s[request.slot], self._now
         for token_id, its_logprobs in zip(drawn, logprobs, strict=True):
             try:
                 request.add(token_id, tokenizer, its_logprobs)
@@ -152,13 +131,12 @@ class HandOut:
                 return tokens
             tokens.append(request.token(request.num_drawn - 1))
             metrics.generated_tokens += 1
-            if request.last_token_s is None:
+            if np.isnan(last_s):
                 metrics.first_token_s.add(now - request.submitted_s)
             else:
-                metrics.token_s.add((now - request.last_token_s) / len(drawn))
+                metrics.token_s.add((now - last_s) / len(drawn))
             if request.finish_reason is not None:
                 break
-        request.last_token_s = now
         return tokens
 
 

@@ -74,7 +74,7 @@ class ServingLoop:
         self._seals: Seals | tuple[Seals, ...] | None = None
         self._evicted_before = (0, 0)
         self._flight: Flight[StepResult] | None = None
-        self._untold: tuple[Token, ...] = ()  # drawn, and read by another call than `step`
+        self._untold: Sequence[Token] = ()  # drawn, and read by another call than `step`
         self.queue = RequestQueue(
             self._new_shards(), draft_tokens=plan.draft_tokens, metrics=metrics, undo=undo
         )
@@ -126,7 +126,7 @@ class ServingLoop:
         self._seals = None
         self._update_gauges()
 
-    def step(self, alone: Request | None = None) -> list[Token]:
+    def step(self, alone: Request | None = None) -> Sequence[Token]:
         """Serves every running request once, or one alone if it runs; see `Engine.step`."""
         untold = self._take_untold()
         flight = self._flight
@@ -139,7 +139,7 @@ class ServingLoop:
         if self._plan.overlap and alone is None:
             following = self._look_ahead(flight)
         self._flight = following
-        tokens = untold + self._collect(flight)
+        tokens = _join(untold, self._collect(flight))
         self._drop_dead_flight()
         self._update_gauges()
         if self._plan.debug:
@@ -152,7 +152,7 @@ class ServingLoop:
         if flight is not None:
             tokens = self._collect(flight)
             self._undo.save_item(vars(self), "_untold")
-            self._untold += tuple(tokens)
+            self._untold = _join(self._untold, tokens)
             self._update_gauges()
 
     def verify(self) -> Report:
@@ -162,12 +162,12 @@ class ServingLoop:
         found = self.runner.devices.scan()
         return verify_scan(self.runner.cache, found, self.shards.ledgers(), self._seals)
 
-    def _take_untold(self) -> list[Token]:
+    def _take_untold(self) -> Sequence[Token]:
         untold = self._untold
         if untold:
             self._undo.save_item(vars(self), "_untold")
             self._untold = ()
-        return list(untold)
+        return untold or []
 
     def _new_shards(self) -> DataShards:
         plan = self.runner.plan
@@ -194,7 +194,7 @@ class ServingLoop:
         if not running:
             return None
         if alone is not None and alone.slot >= 0:
-            running = Running({alone.slot: alone})
+            running = Running({alone.slot: alone}, running.known)
         running = self.runner.fitting(running)
         return self._launch(self._look(running, None), None)
 
@@ -288,7 +288,7 @@ class ServingLoop:
             self.runner.save(boundaries)
         return boundaries
 
-    def _collect(self, flight: Flight[StepResult]) -> list[Token]:
+    def _collect(self, flight: Flight[StepResult]) -> Sequence[Token]:
         """Reads a step, counts what it did, shares full blocks, and hands out the tokens."""
         result, alive, rows = flight.read(), flight.alive, flight.rows
         now = time.perf_counter()
@@ -299,9 +299,6 @@ class ServingLoop:
         places, slots = flight.places[drawing], rows.slots[drawing]
         hand_out = HandOut(flight.running, places, slots, result, now, self.metrics, self._undo)
         tokens = hand_out.run(self._tokenizer)
-        if self.queue.table is not flight.running:
-            flight.running.write_back(self._undo)
-            self.queue.table.refresh(self._undo)
         if self._flight is not None:
             self._flight.fed_drafts = result.draft_token_ids
         elif self._plan.draft_tokens:
@@ -388,6 +385,10 @@ class ServingLoop:
         metrics.running, metrics.waiting = len(self.queue.running), len(self.queue.waiting)
         metrics.evicted_blocks, metrics.evicted_snapshots = self._evicted()
         metrics.count_cache(self.shards.managers, self.runner.unit_bytes)
+
+
+def _join(tokens: Sequence[Token], more: Sequence[Token]) -> Sequence[Token]:
+    return [*tokens, *more] if tokens else more
 
 
 def _need(outlook: Outlook, place: int) -> RowNeed:

@@ -107,7 +107,7 @@ def add_values(histogram: Histogram, values: np.ndarray, times: np.ndarray) -> N
     """`Histogram.add` of finite values f64[n], each so many times i64[n], at least once."""
     if not len(values):
         return
-    places = np.searchsorted(histogram.bounds, values)
+    places = np.searchsorted(np.array(histogram.bounds), values)
     added = np.bincount(places, weights=times, minlength=len(histogram.counts)).tolist()
     histogram.counts = [old + int(n) for old, n in zip(histogram.counts, added, strict=True)]
     histogram.total += float(values @ times)

@@ -82,8 +82,8 @@ class Request:
       speculate: drafts are checked.
       siblings: samples of one prompt that were submitted together, itself included; or none.
       prompt_tokens: length of the prompt.
-      token_ids: i32[prompt + max_new_tokens], the prompt and what was drawn.
-      num_known: how many of those are known.
+      token_ids: i32[prompt + max_new_tokens], the prompt and what was drawn. In a slot it is a view
+        of `KnownTokens`, as `num_known` is.
       slot: -1 while it waits.
       drafts: guesses at what follows the known tokens.
       next_boundary: end of the known shared prefix at admission, worth a snapshot; 0 if none.
@@ -92,8 +92,9 @@ class Request:
       error: what ended it, where that is "error".
       hit_tokens: tokens of the prompt that were there when it first got a slot.
       num_given: drawn tokens that a stream has given, or that were there before a fork.
-      submitted_s: time of submission, in seconds; `admitted_s` and `last_token_s` are None before
-        their time.
+      submitted_s: time of submission, in seconds.
+      admitted_s: time of its first slot; None before.
+      last_token_s: time of its last token, None before any; in a slot, what `KnownTokens` has.
     """
 
     def __init__(
@@ -115,7 +116,8 @@ class Request:
         self.prompt_tokens = len(prompt)
         self.token_ids = np.zeros(len(prompt) + sampling.max_new_tokens, np.int32)
         self.token_ids[: len(prompt)] = prompt
-        self.num_known = len(prompt)
+        self._num_known = len(prompt)
+        self._num_known_in_slot: np.ndarray | None = None
         self.slot = -1
         self.drafts: list[int] = []
         self.next_boundary = 0
@@ -131,6 +133,30 @@ class Request:
         self._logprobs: list[TokenLogprobs] = []  # the same
         self._decoding = TextState()
         self._held = ""  # it may begin a stop text
+
+    @property
+    def num_known(self) -> int:
+        """How many of `token_ids` are known."""
+        there = self._num_known_in_slot
+        return self._num_known if there is None else int(there[0])
+
+    @num_known.setter
+    def num_known(self, number: int) -> None:
+        if self._num_known_in_slot is None:
+            self._num_known = number
+        else:
+            self._num_known_in_slot[0] = number
+
+    def move(self, token_ids: np.ndarray, num_known: np.ndarray | None) -> None:
+        """Its tokens lie elsewhere from now on, and so does their number.
+
+        Args:
+          token_ids: i32[prompt + max_new_tokens], equal as far as they are known.
+          num_known: i32[1], equal too; None is an attribute of its own.
+        """
+        self._num_known = self.num_known
+        self._num_known_in_slot = num_known
+        self.token_ids = token_ids
 
     @property
     def known(self) -> np.ndarray:

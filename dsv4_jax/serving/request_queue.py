@@ -11,6 +11,7 @@ import numpy as np
 from dsv4_jax.allocator.data_shards import DataShards
 from dsv4_jax.allocator.manager import NoRoomError
 from dsv4_jax.serving.calls import UndoLog
+from dsv4_jax.serving.known_tokens import KnownTokens
 from dsv4_jax.serving.metrics import Metrics
 from dsv4_jax.serving.request import Request
 from dsv4_jax.serving.running import Running
@@ -44,18 +45,22 @@ class RequestQueue:
         self._metrics = metrics
         self._undo = undo
         self._table: Running | None = None
-        self._room = np.zeros(len(shards.length_tokens), np.int32)  # tokens, of each slot's blocks
+        num_slots = len(shards.length_tokens)
+        self._known = KnownTokens(num_slots, shards.managers[0].plan.max_context_tokens)
+        self._room = np.zeros(num_slots, np.int32)  # tokens, of each slot's blocks
 
     @property
     def table(self) -> Running:
         """Running requests as they are now, the oldest first."""
         if self._table is None:
-            self._table = Running(self.running)
+            self._table = Running(self.running, self._known)
         return self._table
 
     def restart(self, shards: DataShards, requests: Sequence[Request]) -> None:
         """All unfinished requests wait; the managers are new ones."""
         for request in requests:
+            if request.slot >= 0:
+                self._known.leave(request)
             request.slot, request.drafts = -1, []
         self._drop_table()
         self.shards, self.running = shards, {}
@@ -216,6 +221,7 @@ class RequestQueue:
         """A request gets a slot, which holds its first tokens already."""
         self._undo.save(request)
         request.slot = slot
+        self._known.enter(request, self._undo)
         self._drop_table()
         self.running[slot] = request
         self._note_room(slot)
@@ -228,11 +234,12 @@ class RequestQueue:
         manager, own = self.shards.of(request.slot)
         manager.release(own)
         self._drop_table()
+        self._undo.save(request)
+        self._known.leave(request)
         del self.running[request.slot]
         request.slot = -1
 
     def _drop_table(self) -> None:
         if self._table is not None:
-            self._table.write_back(self._undo)
             self._undo.save_item(vars(self), "_table")
             self._table = None

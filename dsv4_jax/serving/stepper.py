@@ -224,7 +224,7 @@ class Stepper:
             self._end_failed()
         self._look_at_waiting()
 
-    def _hand_out(self, tokens: list[Token]) -> None:
+    def _hand_out(self, tokens: Sequence[Token]) -> None:
         """Appends tokens to their feeds."""
         for token in tokens:
             feed = self._live.get(token.request_id)

@@ -16,7 +16,7 @@ import numpy as np
 
 import dsv4_jax as ds
 from dsv4_jax.step.serve_step import ServeOutput
-from helpers.serving import one_layer
+from helpers.serving import byte_tokenizer, one_layer
 
 CONTEXT, LONGEST_PROMPT = 640, 128
 
@@ -61,6 +61,7 @@ def main():
     parser.add_argument("--slots", type=int, default=1000)
     parser.add_argument("--draft-tokens", type=int, default=0)
     parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--tokenizer", action="store_true", help="tokens have text")
     parser.add_argument("--profile", action="store_true", help="print where the time goes")
     arguments = parser.parse_args()
     k, slots = arguments.draft_tokens, arguments.slots
@@ -71,6 +72,7 @@ def main():
         prefill_tokens=(max(4096, slots * (k + 1)),),
         draft_tokens=k,
         num_snapshots=2 * slots,
+        tokenizer=byte_tokenizer() if arguments.tokenizer else None,
     )
     arrays = InstantArrays(engine._runner.devices, kept=min(k, 1))
     arrays.draft_tokens = k
@@ -93,8 +95,9 @@ def main():
         times.append(1000 * (time.thread_time() - started))
         assert len(tokens) >= slots
     assert engine.metrics.running == slots
+    text = "text" if arguments.tokenizer else "no text"
     print(
-        f"{slots} slots, {k} drafts: {np.mean(times):.3f} ms a step on average, "
+        f"{slots} slots, {k} drafts, {text}: {np.mean(times):.3f} ms a step on average, "
         f"median {np.median(times):.3f}, 90 % below {np.quantile(times, 0.9):.3f}"
     )
     if arguments.profile:

@@ -162,7 +162,7 @@ def test_a_step_in_flight_that_nobody_waits_for_is_dropped():
 def test_verify_reads_the_step_in_flight_and_the_next_step_tells():
     engine = make_engine()
     request_id = engine.submit([3, 1, 4], **WANTED, speculate=False)
-    told = engine.step()
+    told = list(engine.step())
     drawn = engine._requests[request_id].num_drawn
     assert not engine.verify().problems
     assert engine._requests[request_id].num_drawn == drawn + 1
