@@ -7,6 +7,7 @@ import pathlib
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from tokenizers import Tokenizer
 
 from dsv4_jax.checkpoint.find import find_checkpoint
 from dsv4_jax.cli.arguments import add_activations, add_cache_format, whole
@@ -65,6 +66,8 @@ def build_engine(
     max_context_tokens: int,
     prefill_tokens: tuple[int, ...] | None = None,
     gpu_memory_fraction: float | None = None,
+    grammars: bool = False,
+    tokenizer: Tokenizer | None = None,
 ) -> Engine:
     """Loads the checkpoint, after asking whether it fits.
 
@@ -77,6 +80,8 @@ def build_engine(
       max_context_tokens: longest prompt and answer.
       prefill_tokens: sizes of steps that hold prompts.
       gpu_memory_fraction: what the engine may take; it sizes itself by that, and is not asked.
+      grammars: as of `Engine`.
+      tokenizer: that of the checkpoint, if it was read already.
 
     Raises:
       MemoryError: it does not fit; the message says what would.
@@ -96,6 +101,8 @@ def build_engine(
             follow_links=args.follow_links,
             mesh=mesh,
             split_cache=args.split_cache,
+            draft_tokens=args.draft_tokens,
+            grammars=grammars,
             way_out="fewer requests at once (--max-requests), a shorter context, another "
             "--cache-format, or what `dsv4-jax plan` says would fit",
             **sizes,
@@ -111,6 +118,8 @@ def build_engine(
         prefill_tokens=prefill_tokens,
         draft_tokens=args.draft_tokens,
         gpu_memory_fraction=gpu_memory_fraction,
+        grammars=grammars,
+        tokenizer=tokenizer,
         activations=args.activations,
         prefill_activations=args.prefill_activations,
         **sizes,

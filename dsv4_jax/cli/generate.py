@@ -209,6 +209,7 @@ def _build(args: argparse.Namespace, prompts: list[str], mesh: Mesh | None) -> E
         mesh,
         max_requests=args.max_requests or -(-min(len(prompts), _MAX_REQUESTS) // data) * data,
         max_context_tokens=_find_context(args, config, tokenizer, prompts),
+        tokenizer=tokenizer,
     )
 
 

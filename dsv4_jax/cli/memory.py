@@ -19,6 +19,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.mesh import mesh_sizes
 from dsv4_jax.model.params import param_shapes
 from dsv4_jax.runtime import find_memory
+from dsv4_jax.step.settings_size import settings_bytes
 
 HOST_BYTES = 2**30
 """What XLA takes of a host to compile and run steps on a CPU."""
@@ -65,6 +66,8 @@ def check_engine_memory(
     max_context_tokens: int,
     cache_format: str,
     way_out: str,
+    draft_tokens: int = 0,
+    grammars: bool = False,
     mesh: Mesh | None = None,
     split_cache: bool = False,
 ) -> None:
@@ -80,6 +83,8 @@ def check_engine_memory(
       max_context_tokens: as of `Engine`.
       cache_format: as of `Engine`.
       way_out: as of `check_memory`.
+      draft_tokens: as of `Engine`.
+      grammars: as of `Engine`.
       mesh: as of `Engine`; what one of its devices takes is compared, or on CPUs, which share the
         host's memory, what those of this process take.
       split_cache: as of `Engine`.
@@ -108,7 +113,19 @@ def check_engine_memory(
         step_tokens=STEP_TOKENS,
         split_cache=split_cache,
     )
-    needs = {"weights": count, "cache": pools.memory_bytes, "a step": workspace}
+    settings = settings_bytes(
+        config.vocab_size,
+        max_requests=-(-max_requests // data),
+        max_context_tokens=max_context_tokens,
+        draft_tokens=draft_tokens,
+        grammars=grammars,
+    )
+    needs = {
+        "weights": count,
+        "cache": pools.memory_bytes,
+        "settings": settings,
+        "a step": workspace,
+    }
     if mesh is not None:
         is_stored = weights == "stored" and _has_codes(checkpoint, follow_links=follow_links)
         form = "released" if is_stored else "dense"

@@ -93,6 +93,7 @@ def build(args: argparse.Namespace) -> Engine:
         max_context_tokens=min(args.max_context_tokens, config.max_position_embeddings),
         prefill_tokens=args.prefill_tokens,
         gpu_memory_fraction=args.gpu_memory_fraction,
+        grammars=args.grammars,
     )
     note("compiling")
     note(f"compiled in {math.fsum(seconds for _, seconds in engine.warmup()):.0f} s")

@@ -114,6 +114,13 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         type=real(0.01, 1),
         help="of a device's memory; if not given, as much as all requests of full length take",
     )
+    parser.add_argument(
+        "--grammars",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="hold answers to JSON, schemas and calls of tools where requests ask for them, with a "
+        "bit for each token, slot and draw on the device",
+    )
     add_engine_options(parser)
     add_mesh(parser)
     add_split_cache(parser)

@@ -67,6 +67,7 @@ class Engine(EngineCore):
         prefill_tokens: Sequence[int] | None = None,
         decode_tokens: int | None = None,
         draft_tokens: int = 0,
+        grammars: bool = True,
         activations: str = DEFAULT_ACTIVATIONS,
         prefill_activations: str | None = None,
         num_blocks: int | None = None,
@@ -107,6 +108,9 @@ class Engine(EngineCore):
             whose results are then bit for bit the same whatever runs beside a request.
           draft_tokens: k, tokens that the draft block guesses per step, 0 to 8; 0 is no
             speculation.
+          grammars: requests may have grammars, if there is a tokenizer. The device then has a bit
+            for every slot, token and draw of a step, 16 KB a draw for V4's vocabulary. Without
+            them no step takes masks, and a request with a grammar is refused.
           activations: what multiplies quantised weights: "fp8" rounds rows to E4M3 first, as the
             release does, "bfloat16" takes them as they are. Dense weights ignore it.
           prefill_activations: the same in steps that hold prompt tokens, and for all that runs
@@ -158,6 +162,7 @@ class Engine(EngineCore):
             prefill_tokens=prefill_tokens,
             decode_tokens=decode_tokens,
             draft_tokens=draft_tokens,
+            grammars=checks.flag("grammars", grammars) and tokenizer is not None,
             activations=activations,
             prefill_activations=prefill_activations,
             num_blocks=num_blocks,
@@ -180,6 +185,7 @@ class Engine(EngineCore):
         path: str | os.PathLike[str],
         *,
         mesh: Mesh | None = None,
+        tokenizer: Tokenizer | None = None,
         revision: str | None = None,
         weights: str = "stored",
         dtype: DTypeLike | None = None,
@@ -195,6 +201,7 @@ class Engine(EngineCore):
           path: a directory, or a model's name on the Hugging Face hub, `owner/model`, which is
             downloaded if it is not in the hub's cache (`find_checkpoint`).
           mesh: as in `Engine`; each device's part of the weights is read straight to its place.
+          tokenizer: that of the checkpoint, if it was read already; None reads it.
           revision: branch, tag or commit of a model on the hub; None is its main branch.
           weights: "stored" keeps FP8 and FP4 weights as they are, "bfloat16" and "float32" decode
             them.
@@ -219,7 +226,8 @@ class Engine(EngineCore):
         options |= {"mesh": mesh, "unroll": unroll}
         inspect.signature(cls).bind(None, None, tokenizer=None, **options)
         path = find_checkpoint(path, revision=revision, progress=checks.flag("progress", progress))
-        tokenizer = load_tokenizer(path, follow_links=follow_links)
+        if tokenizer is None:
+            tokenizer = load_tokenizer(path, follow_links=follow_links)
         config, params = load_checkpoint(
             path,
             mesh=mesh,

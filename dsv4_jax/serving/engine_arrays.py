@@ -88,7 +88,7 @@ class EngineArrays:
         self._waits = len(devices) > 1 and devices[0].platform == "cpu"
         self._sampling: Sampling
         self._counts: DrawnCounts
-        self._masks: TokenMasks
+        self._masks: TokenMasks | None = None
         self._last: LastOutput
         self._unread: collections.deque[ServeOutput]
         self.cache: ModelCache

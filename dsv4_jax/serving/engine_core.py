@@ -75,7 +75,7 @@ class EngineCore:
         self._plan = plan
         self._hosts = hosts
         self._compiles_before = count_compiles()
-        self._grammars = Grammars(config, tokenizer)
+        self._grammars = Grammars(config, tokenizer, is_allowed=plan.grammars)
         self._runner = StepRunner(params, plan, self._grammars, hosts)
         self._undo = UndoLog(self.metrics, *self.metrics.histograms)
         self._loop = ServingLoop(
@@ -211,7 +211,7 @@ class EngineCore:
             return True
 
     @exclusive
-    def step(self) -> list[Token]:
+    def step(self) -> Sequence[Token]:
         """Serves every running request once, and admits waiting ones.
 
         Returns:
@@ -324,7 +324,7 @@ class EngineCore:
                 self._end(request, "cancelled")
             self._dropped.popleft()
 
-    def _step(self) -> list[Token]:
+    def _step(self) -> Sequence[Token]:
         suspect = self._suspects.next()
         try:
             with self._undo:

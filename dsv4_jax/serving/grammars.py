@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ from dsv4_jax.serving.request import Request
 from dsv4_jax.serving.scheduler import RowPlan
 from dsv4_jax.step.draws import TokenMasks
 from dsv4_jax.step.grammar import Grammar
+from dsv4_jax.step.settings_size import mask_words
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -29,17 +31,29 @@ JSON_SPACE = "( |\\n {0,40})?"
 class Grammars:
     """Compiles grammars for a model and its tokenizer; any thread may."""
 
-    def __init__(self, config: DSV4Config, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, config: DSV4Config, tokenizer: Tokenizer | None, *, is_allowed: bool = True
+    ) -> None:
         """Compiles nothing yet.
 
         Args:
           config: the model, whose end tokens end answers.
           tokenizer: its tokenizer; None refuses all grammars.
+          is_allowed: steps take masks; else all grammars are refused.
         """
+        self._is_allowed = is_allowed
         self.vocab_size = config.vocab_size
         self._end_tokens = list(config.eos_token_ids)
         self._tokenizer = tokenizer
         self._compiled = functools.lru_cache(_NUM_KEPT)(self._compile)
+
+    def prepare(self) -> None:
+        """Lets llguidance read the tokenizer, a second for V4's, before the first grammar comes.
+
+        Where it cannot, the error is that of the first grammar.
+        """
+        with contextlib.suppress(Exception):
+            _ = self._vocabulary
 
     def check(self, grammar: Grammar) -> None:
         """Compiles a grammar, so that a request can have it at once.
@@ -63,6 +77,10 @@ class Grammars:
         )
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
+        if self._tokenizer is not None and not self._is_allowed:
+            raise ValueError(
+                "grammar must be left out where the engine was built with grammars=False"
+            )
         try:
             from llguidance import LLMatcher
         except ImportError:
@@ -133,7 +151,7 @@ class GrammarKeeper:
 
     def no_masks(self) -> TokenMasks:
         """Of the same size, for nobody."""
-        words = -(-self._grammars.vocab_size // 32)
+        words = mask_words(self._grammars.vocab_size)
         return TokenMasks(
             is_masked=np.zeros(self._num_slots, bool),  # type: ignore[arg-type]
             bits=np.zeros((self._num_slots, self._width, words), np.uint32),  # type: ignore[arg-type]

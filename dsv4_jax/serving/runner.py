@@ -20,6 +20,7 @@ from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.serving.drawn_counts import CountKeeper
 from dsv4_jax.serving.engine_arrays import EngineArrays
 from dsv4_jax.serving.grammars import GrammarKeeper, Grammars
+from dsv4_jax.serving.known_tokens import KnownTokens
 from dsv4_jax.serving.metrics import is_paged
 from dsv4_jax.serving.running import Running
 from dsv4_jax.serving.scheduler import StepPlan
@@ -108,7 +109,7 @@ class StepRunner:
         if not running.penalises:
             return running
         fitting = self._counts.fitting(running)
-        return running if len(fitting) == len(running) else Running(fitting)
+        return running if len(fitting) == len(running) else Running(fitting, running.known)
 
     def apply(self, shards: DataShards, in_flight: Sequence[int] | np.ndarray = ()) -> None:
         """Brings tables, lengths, copies and loads to the devices.
@@ -220,6 +221,8 @@ class StepRunner:
             idle = StepPlan.idle(plain_size, is_plain=True)
             jobs.append((f"decode step of {plain_size} tokens", lambda: self._idle(idle)))
         jobs.append(("verification", self.devices.scan))
+        if self._engine_plan.grammars:
+            jobs.append(("tokenizer of grammars", self._grammars.prepare))
         times = []
         for name, job in jobs:
             started = time.perf_counter()
@@ -229,7 +232,8 @@ class StepRunner:
         return times
 
     def _idle(self, plan: StepPlan) -> None:
-        self.run(plan, Running({}), np.zeros(self._num_slots, np.int32), [])()
+        nobody = Running({}, KnownTokens(0, 0))
+        self.run(plan, nobody, np.zeros(self._num_slots, np.int32), [])()
 
     def _start_settings(self) -> None:
         """The devices have neither settings, counts nor masks."""
@@ -262,6 +266,8 @@ class StepRunner:
 
     def _bring_masks(self, plan: StepPlan, running: Running) -> None:
         """Which tokens the step may draw, where a grammar says so."""
+        if not self._engine_plan.grammars:
+            return
         masks = self._followed.masks_of(plan.rows, running) if running.is_constrained else None
         if masks is not None or self._has_masks is not False:
             self.devices.set_masks(masks or self._followed.no_masks())

@@ -12,6 +12,7 @@ from dsv4_jax.allocator.pool_plan import PoolPlan, device_memory_bytes, plan_poo
 from dsv4_jax.cache.schema import FormatName, check_selector, choose_cache_format
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.mesh import AXES, DATA, check_divides, mesh_sizes
+from dsv4_jax.step.settings_size import count_entries
 from pallas_kernels.common.weights import ACTIVATIONS
 
 MAX_DRAFT_TOKENS = 8
@@ -32,6 +33,7 @@ class EnginePlan:
       plain_size: those of the step that only decodes; None if a general step does that.
       cache_format: the storage format.
       draft_tokens: k, tokens that the draft block guesses per step.
+      grammars: requests may have grammars; else no step takes masks.
       activations: what multiplies quantised weights in steps without prompt tokens.
       prefill_activations: the same in steps that hold some.
       overlap: the next step is launched before the last one is read, where it can be.
@@ -46,6 +48,7 @@ class EnginePlan:
     plain_size: int | None
     cache_format: FormatName
     draft_tokens: int
+    grammars: bool
     activations: str
     prefill_activations: str
     overlap: bool
@@ -58,12 +61,9 @@ class EnginePlan:
 
     @property
     def count_entries(self) -> int:
-        """Counts of tokens that requests with penalties have drawn, on each data shard.
-
-        There are enough for one request that draws every token, and for a thousand of each slot.
-        """
-        each = min(self.config.vocab_size, self.pools.max_context_tokens)
-        return max(each, self.pools.max_requests * min(each, 1024))
+        """Counts of tokens that requests with penalties have drawn, on each data shard."""
+        pools = self.pools
+        return count_entries(self.config.vocab_size, pools.max_requests, pools.max_context_tokens)
 
 
 def plan_engine(
@@ -78,6 +78,7 @@ def plan_engine(
     prefill_tokens: Sequence[int] | None,
     decode_tokens: int | None,
     draft_tokens: int,
+    grammars: bool,
     activations: str,
     prefill_activations: str | None,
     num_blocks: int | None,
@@ -103,6 +104,7 @@ def plan_engine(
     draft_tokens = checks.integer(
         "draft_tokens", draft_tokens, 0, MAX_DRAFT_TOKENS, rule=f"0..{MAX_DRAFT_TOKENS}"
     )
+    grammars = checks.flag("grammars", grammars)
     overlap, debug = checks.flag("overlap", overlap), checks.flag("debug", debug)
     split_cache = checks.flag("split_cache", split_cache)
     check_selector(config, split_cache=split_cache)
@@ -144,6 +146,7 @@ def plan_engine(
         plain_size=plain_size,
         cache_format=choose_cache_format(config, cache_format),
         draft_tokens=draft_tokens,
+        grammars=grammars,
         activations=activations,
         prefill_activations=prefill_activations,
         overlap=overlap and not debug,

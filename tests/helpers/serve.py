@@ -82,7 +82,10 @@ def running(engine, *, queue=None, **settings):
 
 
 def script(monkeypatch, engine, text):
-    """Makes every request draw the tokens of a text and the end, whatever the model says."""
+    """Makes requests draw the tokens of a text and the end, whatever the model says.
+
+    Those with a grammar draw what the model gives under its masks.
+    """
     ids = [*v4_tokenizer().encode(text, add_special_tokens=False).ids, EOS]
     run = (
         engine._runner.run if not hasattr(engine._runner.run, "plain") else engine._runner.run.plain
@@ -95,6 +98,8 @@ def script(monkeypatch, engine, text):
             result = read()
             token_ids = result.token_ids.copy()
             for slot in rows.slots[rows.draws].tolist():
+                if requests[slot].sampling.grammar is not None:
+                    continue
                 token_ids[slot, 0] = ids[min(requests[slot].num_drawn, len(ids) - 1)]
             return result._replace(token_ids=token_ids)
 

@@ -102,6 +102,7 @@ def test_the_shipped_checkpoint_is_served_and_a_signal_under_load_ends_it(number
         assert ended.endswith(b"data: [DONE]\n\n") or b'"error"' in ended
     assert process.wait(30) == 0
     listener.join()
+    process.stderr.close()
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.1", port))
     lines = [json.loads(line) for line in said if line.startswith("{")]

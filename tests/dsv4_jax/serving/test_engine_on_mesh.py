@@ -1,5 +1,6 @@
 """An engine on a mesh, mostly in `programs.mesh_engine`, and what it refuses."""
 
+import json
 import re
 
 import jax
@@ -8,7 +9,7 @@ import pytest
 import dsv4_jax as ds
 from dsv4_jax.serving import sizing
 from helpers import serving
-from programs import mesh_engine, two_shards
+from programs import mesh_engine, mesh_grammars, two_shards
 
 MESHES = ("1x1", "1x2", "2x1", "2x2", "4x2")
 
@@ -87,6 +88,25 @@ def test_damage_is_found_in_every_array_on_any_shard_and_device():
         tables = {"cache.length_tokens": "length", "cache.block_table": "owner"}
         kind = tables.get(name, "checksum")
         assert of_array == {"shard": [[kind, "data 1"]], "replica": [["replica", "data 1"]]}, name
+
+
+@pytest.mark.slow
+def test_answers_with_grammars_are_those_of_one_device():
+    """With drafts and without, on parts of the vocabulary and on two data shards."""
+    found = mesh_grammars.run("2x2", "1x2", "2x1")
+    alone = found["one device"]
+    first, expression, _, lark, warm = alone["texts"]
+    for text in (first, warm):
+        value = json.loads(text)
+        assert list(value) == ["n", "k"]
+        assert 0 <= value["n"] <= 99
+    assert re.fullmatch(mesh_grammars.EXPRESSION, expression)
+    assert re.fullmatch("xA[0-9]{2}", lark)
+    assert [alone["reasons"][number] for number in (0, 1, 3, 4)] == ["stop"] * 4
+    for name, of_mesh in found.items():
+        assert of_mesh["plain"] == of_mesh["drafted"] == alone["plain"], name
+        assert of_mesh["texts"] == alone["texts"], name
+        assert of_mesh["accepted"] > 10, name
 
 
 ON_TWO_SHARDS = {
