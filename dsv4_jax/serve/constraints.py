@@ -38,6 +38,8 @@ class Wanted(NamedTuple):
     Attributes:
       thinks: the answer begins with reasoning.
       schema: of an answer that is JSON; None is text.
+      is_strict: objects of the schema that do not say which properties they have have those that
+        they list, all of them and no other; so it is with a tool that says `strict`.
       tools: what may be called, as functions of chat completions.
       must_call: it calls one at least.
       calls_once: it calls one at most.
@@ -45,6 +47,7 @@ class Wanted(NamedTuple):
 
     thinks: bool
     schema: Any = None
+    is_strict: bool = False
     tools: Sequence[Mapping[str, Any]] = ()
     must_call: bool = False
     calls_once: bool = False
@@ -70,7 +73,11 @@ def grammar_of(wanted: Wanted, token_ids: Mapping[str, int]) -> Grammar | None:
     if wanted.is_free:
         return None
     lines = _Lines(token_ids)
-    answer = lines.json(wanted.schema) if wanted.schema is not None else _calls(wanted, lines)
+    answer = (
+        lines.json(wanted.schema, is_strict=wanted.is_strict)
+        if wanted.schema is not None
+        else _calls(wanted, lines)
+    )
     lead = f"{_ANY_TEXT} {lines.token(_REASONING)} " if wanted.thinks else ""
     rules = [f"start: {lead}answer", f"answer: {answer}", *lines.rules]
     return Grammar("lark", "\n".join(rules))
@@ -93,6 +100,8 @@ def _call(tool: Mapping[str, Any], lines: _Lines) -> str:
     function, mark = tool["function"], lines.token(_MARK)
     schema = _need(function.get("parameters") or {"type": "object"}, dict, "parameters")
     lines.count(schema)
+    if function.get("strict"):
+        schema = _closed(schema)
     begin = f'"<" {mark} {_quoted(f"invoke name={_attribute(function['name'])}>")} "\\n"'
     end = f'"</" {mark} "invoke>\\n"'
     parts = schema.get("properties")
@@ -116,10 +125,7 @@ def _parameter(name: str, schema: Any, shared: Mapping[str, Any], lines: _Lines)
     mark = lines.token(_MARK)
     head = f'"<" {mark} {_quoted(f"parameter name={_attribute(name)} string=")}'
     tail = f'{mark} "parameter>\\n"'
-    kind = schema.get("type") if isinstance(schema, dict) else None
-    kinds = [kind] if isinstance(kind, str) else kind
-    if kinds is not None:
-        _need(kinds, list, "type")
+    kinds = _kinds_of(schema, shared, set())
     texts = _need(schema.get("enum", []), list, "enum") if isinstance(schema, dict) else []
     if isinstance(schema, dict) and "const" in schema:
         texts = [schema["const"]]
@@ -136,10 +142,54 @@ def _parameter(name: str, schema: Any, shared: Mapping[str, Any], lines: _Lines)
             choices.append('"\\"true\\">" /(?s:.*)<\\//')
         if kinds != ["string"]:
             part = {**schema, **shared} if isinstance(schema, dict) else {}
-            if kinds is not None:
+            if kinds is not None and "type" in part:
                 part["type"] = [one for one in kinds if one != "string"]
             choices.append(f'"\\"false\\">" {lines.json(part)} "</"')
     return f"{head} ({' | '.join(choices)}) {tail}"
+
+
+def _kinds_of(schema: Any, shared: Mapping[str, Any], seen: set[str]) -> list[str] | None:
+    """Types of a value, where a schema or those that it refers to name them all; else None."""
+    if not isinstance(schema, dict):
+        return None
+    if "type" in schema:
+        kind = schema["type"]
+        return [kind] if isinstance(kind, str) else _need(kind, list, "type")
+    if "anyOf" in schema:
+        parts = [_kinds_of(one, shared, seen) for one in _need(schema["anyOf"], list, "anyOf")]
+        return None if None in parts else [kind for part in parts for kind in part or ()]
+    path = schema.get("$ref")
+    if not isinstance(path, str):
+        return None
+    if path in seen:
+        return []  # its types are known
+    seen.add(path)
+    folder, _, name = path.removeprefix("#/").partition("/")
+    parts = shared.get(folder)
+    return _kinds_of(parts.get(name), shared, seen) if isinstance(parts, dict) else None
+
+
+def _closed(schema: Any) -> Any:
+    """A schema whose objects have all the properties that they list, where they do not say."""
+    if isinstance(schema, list):
+        return [_closed(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed: dict[str, Any] = {}
+    for name, part in schema.items():
+        if name in _MAPS and isinstance(part, dict):
+            closed[name] = {key: _closed(one) for key, one in part.items()}
+        else:
+            closed[name] = part if name in _VALUES else _closed(part)
+    if isinstance(closed.get("properties"), dict):
+        closed.setdefault("required", list(closed["properties"]))
+        closed.setdefault("additionalProperties", False)
+    return closed
+
+
+_MAPS = {"properties", "patternProperties", "$defs", "definitions"}
+_VALUES = {"enum", "const", "default", "examples", "required", "allOf"}
+"""What holds values, or parts of one object that must not be closed one by one."""
 
 
 def _need[T](value: Any, kind: type[T], name: str) -> T:
@@ -185,9 +235,11 @@ class _Lines:
             raise ApiError(400, f"answers have no form here: the tokenizer has no {text}")
         return f"<[{self._token_ids[text]}]>"
 
-    def json(self, schema: Any) -> str:
+    def json(self, schema: Any, *, is_strict: bool = False) -> str:
         """A value of a schema."""
         self.count(schema)
+        if is_strict:
+            schema = _closed(schema)
         spaced = {"x-guidance": {"whitespace_pattern": JSON_SPACE}}
         return "%json " + json.dumps(schema | spaced if isinstance(schema, dict) else schema)
 

@@ -10,7 +10,15 @@ import deepseek_recipe as recipe
 
 from dsv4_jax.serve.completions import read_stream
 from dsv4_jax.serve.constraints import Wanted, grammar_of
-from dsv4_jax.serve.dialects import CHAT, Dialect, check_dialect, convert, must_call
+from dsv4_jax.serve.dialects import (
+    CHAT,
+    Dialect,
+    check_dialect,
+    convert,
+    is_schema_strict,
+    must_call,
+    strict_tools,
+)
 from dsv4_jax.serve.drawing import MAX_LOGPROBS, read_max_tokens, read_sampling, read_stops
 from dsv4_jax.serve.errors import ApiError, refuse
 from dsv4_jax.serve.fields import read_flag, read_integer, read_number
@@ -163,13 +171,17 @@ def _read_wanted(given: Mapping[str, Any], request: recipe.ConversationRequest) 
         return Wanted(thinks)
     if not found.kind.startswith("tool_call"):
         schema = json.loads(found.schema) if found.schema else {"type": "object"}
-        return Wanted(thinks, schema=schema)
+        return Wanted(thinks, schema=schema, is_strict=is_schema_strict(given))
     if format_ != "text":
         name = "response_format" if "response_format" in given else "text.format"
         refuse(name, 'must be {"type": "text"} beside tools')
     if must_call(given) and thinks:
         refuse("tool_choice", "must be auto where the answer begins with reasoning")
-    tools = json.loads(found.schema)
+    strict = strict_tools(given)
+    tools = [
+        {"function": one["function"] | {"strict": one["function"]["name"] in strict}}
+        for one in json.loads(found.schema)
+    ]
     if choice.get("type") == "tool":
         tools = [one for one in tools if one["function"]["name"] == choice.get("name")]
         if not tools:

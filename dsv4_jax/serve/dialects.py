@@ -176,6 +176,53 @@ def _with_system(messages: Any) -> Any:
     ]
 
 
+def _without_strict(body: Mapping[str, Any]) -> dict[str, Any]:
+    """A body that promises nothing: the library would drop parts of schemas that are strict."""
+    body = dict(body)
+    if isinstance(body.get("tools"), list):
+        body["tools"] = [
+            tool | {"function": _drop_strict(tool["function"])}
+            if isinstance(tool.get("function"), dict)
+            else _drop_strict(tool)
+            for tool in body["tools"]
+        ]
+    if (schema := _named_schema(body.get("response_format"))) is not None:
+        format_ = body["response_format"]
+        body["response_format"] = format_ | {"json_schema": _drop_strict(schema)}
+    text = body.get("text")
+    if isinstance(text, dict) and isinstance(text.get("format"), dict):
+        body["text"] = text | {"format": _drop_strict(text["format"])}
+    return body
+
+
+def _drop_strict(part: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in part.items() if name != "strict"}
+
+
+def _named_schema(response_format: Any) -> dict[str, Any] | None:
+    found = response_format.get("json_schema") if isinstance(response_format, dict) else None
+    return found if isinstance(found, dict) else None
+
+
+def strict_tools(given: Mapping[str, Any]) -> set[str]:
+    """Names of the tools whose calls have to be of their schema."""
+    functions = [tool.get("function", tool) for tool in given.get("tools", [])]
+    return {one["name"] for one in functions if one.get("strict")}
+
+
+def is_schema_strict(given: Mapping[str, Any]) -> bool:
+    """Whether the schema of an answer says `strict`.
+
+    Raises:
+      ApiError: it says neither true nor false.
+    """
+    part = _named_schema(given.get("response_format")) or given.get("text", {}).get("format")
+    strict = part.get("strict") if isinstance(part, dict) else None
+    if not isinstance(strict, bool | None):
+        refuse("strict", "must be true or false")
+    return bool(strict)
+
+
 def must_call(given: Mapping[str, Any]) -> bool:
     """A tool has to be called."""
     choice = given.get("tool_choice")
@@ -198,9 +245,8 @@ def convert(
     if dialect is CHAT and "messages" in body:
         body["messages"] = _with_system(body["messages"])
     try:
-        request = dialect.request_class(body)
-        echo = request.echo() if dialect is RESPONSES else None
-        return request.convert(options), echo
+        echo = dialect.request_class(body).echo() if dialect is RESPONSES else None
+        return dialect.request_class(_without_strict(body)).convert(options), echo
     except recipe.ConversionError as error:
         raise ApiError(error.status_code, _message_of(error.body)) from None
     except BaseException as error:

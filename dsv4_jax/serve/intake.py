@@ -115,6 +115,14 @@ class Intake:
             for stream in streams:
                 stream.cancel()
             if isinstance(error, ValueError):
-                raise ApiError(400, str(error), param="prompt") from None
+                raise _refusal(str(error)) from None
             raise as_api_error(error) from error
         return streams
+
+
+def _refusal(told: str) -> ApiError:
+    """What the engine refuses; of a grammar, which the client has not written, only the reason."""
+    if not told.startswith("grammar must be a "):
+        return ApiError(400, told, param="prompt")
+    reason = told.partition(": ")[2].partition("\n")[0]
+    return ApiError(400, f"the form of the answer cannot be held: {reason}")

@@ -3,10 +3,12 @@
 import contextlib
 import functools
 import json
+from typing import Literal
 
 import anthropic
 import httpx
 import openai
+import pydantic
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -59,6 +61,10 @@ def parameter(name, value, is_text=True):
     return f'<｜DSML｜parameter name="{name}" string="{told}">{value}</｜DSML｜parameter>\n'
 
 
+DEFINED = {
+    "n": {"type": "array", "items": {"type": "integer"}, "maxItems": 1},
+    "m": {"anyOf": [{"$ref": "#/$defs/m"}, {"type": "array", "items": {"$ref": "#/$defs/n"}}]},
+}
 CITY = parameter("city", "Bern</b>\nü")
 GOOD = CITY + parameter("unit", "C")
 
@@ -111,6 +117,70 @@ CASES = {
         Wanted(True, tools=[tool(PARAMETERS, strict=True)]),
         ["hm</think>No.", "hm</think>Yes: a < b.\n\n" + block(call(GOOD), call(GOOD))],
         ["No.", "hm</think>Yes.\n\n" + block(call(CITY))],
+    ),
+    "a strict schema that does not say which properties it has": (
+        Wanted(False, schema={"properties": {"a": {"properties": {}}, "b": {}}}, is_strict=True),
+        ['{"a": {}, "b": [1]}'],
+        ['{"a": {}}', '{"a": {"c": 1}, "b": 1}', '{"a": {}, "b": 1, "c": 1}'],
+    ),
+    "a strict schema that does": (
+        Wanted(
+            False,
+            schema={"type": "object", "properties": {"a": {}}, "required": []}
+            | {"additionalProperties": {"type": "null"}},
+            is_strict=True,
+        ),
+        ["{}", '{"a": 1}', '{"c": null}'],
+        ['{"c": 1}'],
+    ),
+    "arguments that other schemas describe": (
+        Wanted(
+            False,
+            tools=[
+                tool(
+                    {
+                        "$defs": DEFINED,
+                        "properties": {
+                            "n": {"$ref": "#/$defs/n"},
+                            "m": {"anyOf": [{"$ref": "#/$defs/m"}, {"type": "null"}]},
+                            "t": {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/n"}]},
+                        },
+                    },
+                    strict=True,
+                )
+            ],
+            must_call=True,
+        ),
+        [
+            block(
+                call(
+                    parameter("n", "[1]", False)
+                    + parameter("m", "null", False)
+                    + parameter("t", "x")
+                )
+            ),
+            block(
+                call(
+                    parameter("n", "[]", False)
+                    + parameter("m", "[[2], []]", False)
+                    + parameter("t", "[1]", False)
+                )
+            ),
+        ],
+        [
+            block(call(parameter("n", "x") + parameter("m", "null", False) + parameter("t", "x"))),
+            block(
+                call(parameter("n", "[1]", False) + parameter("m", "null") + parameter("t", "x"))
+            ),
+            block(
+                call(
+                    parameter("n", "[1, 2]", False)
+                    + parameter("m", "null", False)
+                    + parameter("t", "x")
+                )
+            ),
+            block(call(parameter("n", "[1]", False) + parameter("m", "null", False))),
+        ],
     ),
     "one call at most": (
         Wanted(False, tools=[tool({})], calls_once=True),
@@ -204,6 +274,35 @@ def test_a_chat_that_answers_with_a_schema(ask):
         assert set(json.loads(choice.message.content)) == {"n", "s"}
 
 
+class Tag(pydantic.BaseModel):
+    names: list[Literal["a", "b"]] = pydantic.Field(max_length=2)
+
+
+class Found(pydantic.BaseModel):
+    """What the client makes of it is strict, and has definitions and alternatives."""
+
+    first: Tag
+    second: Tag | None
+    code: str = pydantic.Field(max_length=3)
+
+
+def test_a_chat_that_answers_with_a_class_of_the_client_s(ask):
+    for seed in range(3):
+        done = ask.chat.completions.parse(
+            model=MODEL, messages=HI, response_format=Found, seed=seed, extra_body=PLAIN
+        )
+        assert isinstance(done.choices[0].message.parsed, Found)
+
+
+def test_a_response_repeats_that_its_schema_was_strict(ask):
+    format_ = {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}
+    done = ask.responses.create(
+        model=MODEL, input="json", text={"format": format_}, reasoning={"effort": "none"}
+    )
+    assert done.text.format.strict
+    assert done.text.format.schema_["properties"] == SCHEMA["properties"]
+
+
 def test_a_response_that_answers_with_a_schema(ask):
     format_ = {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}
     done = ask.responses.create(
@@ -249,6 +348,8 @@ REFUSED = {
                                "thinking": {"type": "enabled"}},
     "a call of nothing": {"tool_choice": "required"},
     "ignore_eos": {"response_format": {"type": "json_object"}, "ignore_eos": True},
+    "strict that is no flag": {"response_format": {"type": "json_schema", "json_schema": {
+        "name": "x", "schema": SCHEMA, "strict": 1}}},
     "no schema": {"response_format": {"type": "json_schema", "json_schema": {
         "name": "x", "schema": {"type": "nothing"}}}},
 }  # fmt: skip

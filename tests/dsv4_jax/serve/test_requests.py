@@ -48,6 +48,39 @@ BODIES = {
 }  # fmt: skip
 """By endpoint, what it answers with 200."""
 
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "n": {"type": "integer", "minimum": 0, "maximum": 9},
+        "s": {"anyOf": [{"type": "string", "enum": ["a", "b"]}, {"type": "boolean"}]},
+        "t": {"$ref": "#/$defs/short"},
+    },
+    "required": ["n", "s", "t"],
+    "additionalProperties": False,
+    "$defs": {"short": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}},
+}
+STRICT = {"name": "g", "parameters": SCHEMA, "strict": True}
+FORMS = [
+    ("/v1/chat/completions", {
+        "tools": [], "response_format": {
+            "type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}},
+    }),
+    ("/v1/chat/completions", {
+        "tools": [TOOL, {"type": "function", "function": STRICT}], "parallel_tool_calls": False,
+        "tool_choice": {"type": "function", "function": {"name": "g"}},
+    }),
+    ("/v1/responses", {
+        "tools": [], "text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}},
+    }),
+    ("/v1/responses", {"tools": [{"type": "function", **STRICT}], "tool_choice": "required"}),
+    ("/v1/messages", {
+        "tools": [{"name": "g", "input_schema": SCHEMA}], "tool_choice": {"type": "any"},
+    }),
+]  # fmt: skip
+"""What makes those bodies ask for a form of the answer."""
+
+ANSWERED = [*BODIES.items(), *((path, BODIES[path] | change) for path, change in FORMS)]
+
 REFUSED = {
     "/v1/completions": {
         "suffix": "x", "best_of": 3, "n": 99, "echo": 1, "logprobs": 21, "stop": [""],
@@ -96,9 +129,10 @@ def client(server):
         yield client
 
 
-@pytest.mark.parametrize("path", BODIES)
-def test_every_endpoint_answers_its_body(client, path):
-    answer = client.post(path, json=BODIES[path])
+@pytest.mark.parametrize("place", range(len(ANSWERED)))
+def test_every_endpoint_answers_its_body(client, place):
+    path, body = ANSWERED[place]
+    answer = client.post(path, json=body)
     assert answer.status_code == 200, answer.text
 
 
@@ -161,9 +195,9 @@ def values():
 
 @st.composite
 def requests(draw):
-    """An endpoint, and a body that is somewhere wrong, perhaps."""
-    path = draw(st.sampled_from(list(BODIES)))
-    body = json.loads(json.dumps(BODIES[path]))
+    """An endpoint, and a body that is somewhere wrong, perhaps, its form of answers included."""
+    path, body = draw(st.sampled_from(ANSWERED))
+    body = json.loads(json.dumps(body))
     for _ in range(draw(st.integers(1, 3))):
         target = body
         while True:

@@ -1,0 +1,191 @@
+"""Answers over HTTP are those of `Engine.generate`: of any form, with drafts, beside 64 others."""
+
+import concurrent.futures
+import dataclasses
+import functools
+import json
+import re
+
+import jax
+import openai
+import pytest
+
+import dsv4_jax as ds
+from dsv4_jax.serve import ServeSettings
+from dsv4_jax.serve.constraints import Wanted, grammar_of
+from dsv4_jax.serve.conversations import Conversations
+from dsv4_jax.serve.dialects import CHAT
+from helpers import slow
+from helpers.serve import EOS, MODEL, SPECIAL, STEP, model, running, v4_tokenizer
+
+TOKEN_IDS = {text: 256 + number for number, text in enumerate(SPECIAL)}
+PERSON = {
+    "type": "object",
+    "properties": {
+        "age": {"type": "integer", "minimum": 0, "maximum": 9999},
+        "tags": {"type": "array", "items": {"enum": ["red", "blue"]}, "maxItems": 2},
+        "name": {"type": "string", "pattern": "^[a-e]{0,4}$"},
+    },
+    "required": ["age", "tags", "name"],
+    "additionalProperties": False,
+}
+FUNCTION = {
+    "name": "weather",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Bern", "Ulm"]}, "days": {"enum": [1, 20]}},
+        "required": ["city", "days"],
+    },
+}
+TOOLS = [{"type": "function", "function": FUNCTION}]
+WANTED = {
+    "json": (
+        Wanted(False, schema=PERSON),
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": PERSON}},
+         "logprobs": True},
+    ),
+    "call": (
+        Wanted(False, tools=TOOLS, must_call=True, calls_once=True),
+        {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
+    ),
+}  # fmt: skip
+"""Forms of answers: what they mean, and how they are asked for."""
+
+ASKED = [
+    ("json", {"temperature": 0.0, "seed": 1}, False),
+    ("json", {"temperature": 1.0, "seed": 2}, True),
+    ("call", {"temperature": 0.0, "seed": 3}, True),
+    ("call", {"temperature": 1.3, "seed": 4}, False),
+]
+"""A form, how it is drawn, and whether it is streamed."""
+
+OTHERS = [
+    (f"{'A prompt' * (i % 5)} {i}", {"temperature": 0.8 * (i % 2), "seed": i}, 1 + i % 5)
+    for i in range(64)
+]
+
+
+@functools.cache
+def drafting_model():
+    """The model of the other tests of the server, with a block of random weights that guesses."""
+    config = dataclasses.replace(model()[0], num_mtp_layers=1)
+    return config, ds.init_params(config, jax.random.key(0))
+
+
+def make_engine(draft_tokens):
+    """An engine of one program."""
+    return ds.Engine(
+        *(drafting_model() if draft_tokens else model()), tokenizer=v4_tokenizer(),
+        max_requests=8, max_context_tokens=2048, prefill_tokens=(STEP,), decode_tokens=STEP,
+        num_snapshots=16, draft_tokens=draft_tokens,
+    )  # fmt: skip
+
+
+def body_of(number):
+    """A conversation that asks for a form of its answer."""
+    form, drawing, _ = ASKED[number]
+    messages = [{"role": "user", "content": f"number {number}"}]
+    body = {"model": MODEL, "messages": messages, "max_tokens": 300}
+    return body | {"thinking": {"type": "disabled"}} | WANTED[form][1] | drawing
+
+
+def expect(engine, number):
+    """What `generate` gives for the same prompt and grammar, alone."""
+    form, drawing, _ = ASKED[number]
+    reader = Conversations(ServeSettings(model_name=MODEL), v4_tokenizer().to_str(), 2048)
+    (done,) = engine.generate(
+        [reader.read(body_of(number), CHAT).prompt_ids],
+        max_new_tokens=300,
+        grammar=grammar_of(WANTED[form][0], TOKEN_IDS),
+        logprobs=0 if form == "json" else None,
+        **drawing,
+    )
+    assert done.finish_reason == "stop"
+    return done
+
+
+def ask(client, number):
+    """What the server answers: its text or arguments, its tokens' log-probabilities, its length."""
+    body, streams = body_of(number), ASKED[number][2]
+    body["extra_body"] = {"thinking": body.pop("thinking")}
+    if streams:
+        body["stream_options"] = {"include_usage": True}
+        events = list(client.chat.completions.create(**body, stream=True))
+        usage = events[-1].usage
+        choices = [choice for event in events for choice in event.choices]
+        parts = [choice.delta for choice in choices]
+    else:
+        done = client.chat.completions.create(**body)
+        usage, choices = done.usage, done.choices
+        parts = [choice.message for choice in choices]
+    calls = [call.function for part in parts for call in part.tool_calls or ()]
+    text = "".join(part.content or "" for part in parts)
+    text += "".join(call.arguments or "" for call in calls)
+    drawn = [
+        (one.token, one.logprob)
+        for choice in choices
+        if choice.logprobs is not None
+        for one in choice.logprobs.content or ()
+    ]
+    assert "".join(call.name or "" for call in calls) in ("", "weather")
+    return text, drawn, usage.completion_tokens
+
+
+def check(answer, number, expected):
+    text, drawn, count = answer
+    ids = expected.token_ids
+    told = v4_tokenizer().decode(ids[:-1], skip_special_tokens=False)
+    assert (count, ids[-1]) == (len(ids), EOS)
+    if ASKED[number][0] == "json":
+        assert text == told
+        assert "".join(token for token, _ in drawn[: len(told)]) == told
+        values = [one.logprob for one in expected.logprobs]
+        assert [value for _, value in drawn] == pytest.approx(values[: len(drawn)], abs=1e-6)
+        assert len(drawn) >= len(told)
+    else:
+        found = re.findall(r'name="(\w+)" string="(\w+)">(.*?)</｜DSML｜parameter>', told, re.S)
+        arguments = {
+            name: value if is_text == "true" else json.loads(value)
+            for name, is_text, value in found
+        }
+        assert json.loads(text) == arguments
+        assert list(arguments) == ["city", "days"]
+
+
+def ask_other(client, number):
+    prompt, drawing, count = OTHERS[number]
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": count} | drawing
+    if number % 2:
+        choice = client.completions.create(**body).choices[0]
+        return choice.text, choice.finish_reason
+    choices = [event.choices[0] for event in client.completions.create(**body, stream=True)]
+    return "".join(choice.text for choice in choices), choices[-1].finish_reason
+
+
+CASES = [("json", 0), ("json", 3), ("call", 0), ("call", 3)]
+
+
+@pytest.mark.parametrize(("form", "draft_tokens"), slow.all_but(CASES[:1], CASES))
+def test_answers_of_a_form_are_those_of_generate(form, draft_tokens):
+    """Greedy and drawn, whole and streamed, alone and beside 64 others that have no form."""
+    engine = make_engine(draft_tokens)
+    numbers = [number for number, (one, _, _) in enumerate(ASKED) if one == form]
+    expected = {number: expect(engine, number) for number in numbers}
+    expected_of_others = engine.generate(
+        [prompt for prompt, _, _ in OTHERS],
+        sampling=[ds.SamplingParams(max_new_tokens=n, **drawing) for _, drawing, n in OTHERS],
+    )
+    with (
+        running(engine) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="a", max_retries=0) as client,
+        concurrent.futures.ThreadPoolExecutor(72) as pool,
+    ):
+        for number, wanted in expected.items():
+            check(ask(client, number), number, wanted)
+        others = [pool.submit(ask_other, client, number) for number in range(64)]
+        asked = {number: pool.submit(ask, client, number) for number in numbers}
+        for number, wanted in expected.items():
+            check(asked[number].result(), number, wanted)
+        for one, done in zip(others, expected_of_others, strict=True):
+            assert one.result() == (done.text, done.finish_reason)
+    assert draft_tokens == 0 or engine.metrics.accepted_tokens > 0
