@@ -200,7 +200,7 @@ def test_one_that_is_lost_ends_the_others(lost, how, said):
     ("how", "said"),
     [
         ("kill", "process 2 is silent for 10 s"),
-        ("hang", "a step has not ended for 20 s; process"),
+        ("hang", "a step has not ended for 20 s; process 2 is behind the others"),
     ],
 )
 def test_one_of_four_that_is_lost_ends_all_others(how, said):

@@ -5,8 +5,9 @@
 
 Prints, as JSON, for each mesh "DATAxMODEL": bytes of arguments on a device, of weights and cache
 among them, bytes that are updated in place and taken beside them, launches, and every collective by
-its axis: how many a layer and how many a step, with bytes. Weights are the released ones and
-arguments are shapes: nothing is allocated. `--own-kernels` lets XLA make kernels of its own of
+its axis: how many a layer and how many a step, with bytes. With `--drafts` it is the engine's step,
+draft block included, else a decode step. Weights are the released ones and arguments are shapes:
+nothing is allocated. `--own-kernels` lets XLA make kernels of its own of
 collectives (`xla_gpu_experimental_use_collective_kernels`); if it is not given, NCCL runs all of
 them, as `dsv4_jax.runtime` has it.
 """
@@ -32,7 +33,9 @@ from dsv4_jax.bench.program import count_launches
 from dsv4_jax.cache.model_cache import cache_shapes
 from dsv4_jax.cache.snapshots import init_snapshot_store
 from dsv4_jax.mesh import shardings_of
-from dsv4_jax.step.serve_step import jit_serve_step
+from dsv4_jax.step.draws import DrawnCounts, TokenMasks
+from dsv4_jax.step.sampling import MAX_LOGIT_BIAS, stack_sampling
+from dsv4_jax.step.serve_step import LastOutput, jit_serve_step
 from pallas_kernels.common.backend import forbid_fallbacks
 from programs import aot, aot_figures
 from programs.step_at_size import _serve_input, chosen_config
@@ -86,7 +89,8 @@ def compile_on(
     donated = [cache]
     if draft_tokens:
         store = placed(jax.eval_shape(lambda c: init_snapshot_store(c, batch), cache))
-        step, call = jit_serve_step, placed(_serve_input(batch, draft_tokens))
+        whole = engine_input(config, batch, context, draft_tokens, shards=mesh.shape["data"])
+        step, call = jit_serve_step, placed(whole)
         arguments = (params, cache, store, call)
         donated.append(store)
         static["draft_tokens"] = draft_tokens
@@ -120,6 +124,32 @@ def compile_on(
         "large_copies": [size for size in aot_figures._copies(hlo) if size >= 2**20],
         "collectives": collectives(hlo, layers=len(config.layer_types)),
     }
+
+
+def engine_input(config, batch, context, draft_tokens, *, shards):
+    """Shapes of what an engine gives its step: settings, counts, masks and the step before too."""
+    each = min(config.vocab_size, context)
+    entries = shards * max(each, batch // shards * min(each, 1024))  # as `EnginePlan` has it
+    width, words = draft_tokens + 1, -(-config.vocab_size // 32)
+    rows = [ds.SamplingParams()] * batch
+    sampling = stack_sampling(rows, with_stops=False, bias_width=MAX_LOGIT_BIAS)
+
+    def build():
+        entry = jnp.zeros(entries, jnp.int32)
+        return dataclasses.replace(
+            _serve_input(batch, draft_tokens),
+            sampling=jax.tree.map(jnp.asarray, sampling),
+            counts=DrawnCounts(rows=entry, token_ids=entry, counts=entry),
+            masks=TokenMasks(
+                is_masked=jnp.zeros(batch, bool), bits=jnp.zeros((batch, width, words), jnp.uint32)
+            ),
+            last=LastOutput(
+                token_ids=jnp.zeros((batch, width), jnp.int32),
+                draft_token_ids=jnp.zeros((batch, draft_tokens), jnp.int32),
+            ),
+        )
+
+    return jax.eval_shape(build)
 
 
 def bytes_on_a_device(tree):

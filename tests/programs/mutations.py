@@ -239,6 +239,13 @@ MUTATIONS = [
             "dsv4_jax/serving/test_interrupts.py",
         ),
         (
+            "interrupted_steps_keep_a_row",
+            "known_tokens.py",
+            "for array in (row, self.num_known[at]",
+            "for array in (self.num_known[at]",
+            "dsv4_jax/serving/test_known_tokens.py",
+        ),
+        (
             "interrupted_steps_keep_the_cache",
             "engine_core.py",
             "            self._loop.restart(unfinished)\n",

@@ -1,0 +1,121 @@
+"""The engine beside a loop on the device: `python -m benchmarks.bench_engine CONFIG [options]`.
+
+Both decode as many requests of the same length, greedily, with the same weights. The loop calls one
+jitted step that takes its tokens from the one before, and reads none of them. The engine hands out
+every token. CONFIG is as for `bench_serving`. Prints ms a step, and what the engine takes more.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dsv4_jax as ds
+from benchmarks.bench_serving import PRESETS, load
+from dsv4_jax.bench.fill import filled_cache
+from dsv4_jax.bench.timing import time_calls
+from dsv4_jax.bench.weights import random_params
+
+PROMPT, ROUNDS = 64, 7
+
+
+def load_model(name, weights, experts):
+    """Config and parameters: of a checkpoint as stored, of a preset random, without drafts."""
+    if name not in PRESETS or weights == "dense":
+        config, params = load(name)
+        return config, ds.unstack_layers(params)
+    config = getattr(ds.DSV4Config, name)()
+    config = dataclasses.replace(
+        config, num_mtp_layers=0, num_routed_experts=experts or config.num_routed_experts
+    )
+    return config, random_params(config, weights=weights)
+
+
+def loop_ms(config, params, *, requests, context, steps):
+    """Median, least and most ms of a step that keeps its tokens on the device."""
+    cache = filled_cache(
+        config,
+        length_tokens=np.full(requests, PROMPT),
+        max_context_tokens=context,
+        cache_format="fp8_ue8m0",
+    )
+    rows = jnp.arange(requests, dtype=jnp.int32)
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def decode(params, state):
+        cache, tokens = state
+        step = ds.StepInput(token_ids=tokens, request_ids=rows, request_slots=rows)
+        cache, logits = ds.decode_step(params, cache, step, config=config)
+        return cache, jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    def rewind(state):
+        length = jnp.full(requests, PROMPT, jnp.int32)
+        return dataclasses.replace(state[0], length_tokens=length), state[1]
+
+    timing, _ = time_calls(
+        lambda state: decode(params, state), (cache, rows), rewind=rewind, max_calls=steps
+    )
+    return [1e3 * s for s in (timing.median_s, timing.least_s, timing.most_s)]
+
+
+def engine_ms(config, params, *, requests, context, steps):
+    """The same of the engine's steps, once every request decodes."""
+    engine = ds.Engine(
+        config,
+        params,
+        max_requests=requests,
+        max_context_tokens=context,
+        prefill_tokens=(max(64, requests),),
+    )
+    engine.warmup()
+    compiled = engine.metrics.compiles
+    rng = np.random.default_rng(0)
+    for _ in range(requests):
+        engine.submit(
+            rng.integers(0, config.vocab_size, PROMPT).tolist(),
+            max_new_tokens=context - PROMPT,
+            stop_token_ids=(),
+        )
+    while len(engine.step()) < requests:
+        pass  # prompts
+    times = []
+    for _ in range(ROUNDS):
+        started = time.perf_counter()
+        drawn = sum(len(engine.step()) for _ in range(steps))
+        times.append(1e3 * (time.perf_counter() - started) / steps)
+        assert drawn == steps * requests, "every request decodes in every step"
+    assert engine.metrics.compiles == compiled
+    return [statistics.median(times), min(times), max(times)]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("config")
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--weights", choices=("dense", "released"), default="dense")
+    parser.add_argument("--experts", type=int, help="routed experts of a preset")
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=64, help="steps of each of seven rounds")
+    arguments = parser.parse_args()
+    assert PROMPT + (ROUNDS + 2) * arguments.steps < arguments.context, "a longer --context"
+    ds.runtime.claim_memory()
+    ds.set_xla_flags()
+    ds.use_compilation_cache()
+    config, params = load_model(arguments.config, arguments.weights, arguments.experts)
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {arguments}", flush=True)
+    for requests in arguments.requests:
+        sizes = {"requests": requests, "context": arguments.context, "steps": arguments.steps}
+        loop = loop_ms(config, params, **sizes)
+        engine = engine_ms(config, params, **sizes)
+        row = {"requests": requests, "loop_ms": loop, "engine_ms": engine}
+        print(json.dumps(row | {"engine_more_ms": engine[0] - loop[0]}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
