@@ -222,6 +222,8 @@ class Engine(EngineCore):
         follow_links = checks.flag("follow_links", follow_links)
         if check_weights is not None:
             check_weights = checks.flag("check_weights", check_weights)
+        if tokenizer is not None:
+            checks.instance("tokenizer", tokenizer, Tokenizer)
         # Before minutes of loading.
         options |= {"mesh": mesh, "unroll": unroll}
         inspect.signature(cls).bind(None, None, tokenizer=None, **options)

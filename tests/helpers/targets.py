@@ -241,6 +241,7 @@ def of_functions():
             "Engine.from_checkpoint", ds.Engine.from_checkpoint, {"path": ds.SHIPPED_CHECKPOINT},
             {
                 "unroll": bad.flag(optional=True), "check_weights": bad.flag(optional=True),
+                "tokenizer": bad.instance(optional=True),
                 "follow_links": bad.flag(), "progress": bad.flag(),
             },
             free=("path", "revision", "mesh", "weights", "dtype", "options"),
