@@ -27,6 +27,7 @@ from dsv4_jax.serving.request import Completion, Request, Token
 from dsv4_jax.serving.runner import StepRunner
 from dsv4_jax.serving.sizing import EnginePlan
 from dsv4_jax.serving.suspects import Suspects
+from dsv4_jax.serving.token_texts import TokenTexts
 from dsv4_jax.step.sampling import SamplingFields, SamplingParams
 
 
@@ -78,8 +79,9 @@ class EngineCore:
         self._grammars = Grammars(config, tokenizer, is_allowed=plan.grammars)
         self._runner = StepRunner(params, plan, self._grammars, hosts)
         self._undo = UndoLog(self.metrics, *self.metrics.histograms)
+        self._texts = None if tokenizer is None else TokenTexts(tokenizer, config.vocab_size)
         self._loop = ServingLoop(
-            self._runner, plan, tokenizer=tokenizer, metrics=self.metrics, undo=self._undo
+            self._runner, plan, texts=self._texts, metrics=self.metrics, undo=self._undo
         )
         self._requests: dict[int, Request] = {}
         self._suspects = Suspects()
@@ -374,6 +376,7 @@ class EngineCore:
             time.perf_counter(),
             salt=asked.salt,
             speculate=asked.speculate,
+            texts=self._texts,
         )
         self._register(request)
         self.metrics.prompt_tokens += request.prompt_tokens

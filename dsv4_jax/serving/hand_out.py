@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from dsv4_jax.serving.calls import UndoLog
 from dsv4_jax.serving.metrics import Metrics, add_values
@@ -13,6 +12,7 @@ from dsv4_jax.serving.request import Request, Token, TokenLogprobs
 from dsv4_jax.serving.runner import StepResult
 from dsv4_jax.serving.running import Running
 from dsv4_jax.serving.step_tokens import StepTokens
+from dsv4_jax.serving.token_texts import TokenTexts
 
 
 class HandOut:
@@ -53,76 +53,119 @@ class HandOut:
         self._result, self._now = result, now
         self._metrics, self._undo = metrics, undo
 
-    def run(self, tokenizer: Tokenizer | None) -> Sequence[Token]:
+    def run(self, texts: TokenTexts | None) -> StepTokens:
         """Adds drawn tokens to requests, and sets why those that have ended did.
 
-        With a tokenizer, or with log-probabilities, requests are served one by one.
+        All requests at once, but for those with stop texts or log-probabilities, or whose tokens
+        are no whole characters, which are served one by one.
+
+        Args:
+          texts: of tokens, if there is a tokenizer.
 
         Returns:
           The tokens, those of a request in order.
         """
-        if tokenizer is None and self._result.logprobs is None:
-            return self._add_ids()
-        tokens, result, known = [], self._result, self._running.known
-        self._undo.save_array(known.num_known)
-        self._undo.save_array(known.last_token_s)
-        for request, slot in zip(self.requests, self._slots.tolist(), strict=True):
+        slots, known = self._slots, self._running.known
+        drawn = self._result.token_ids[slots]
+        num_drawn = (drawn >= 0).sum(axis=1)
+        count, reasons = self._find_ends(drawn, num_drawn)
+        column, is_alone = self._read_texts(drawn, count, texts)
+        logprobs: dict[tuple[int, int], TokenLogprobs] = {}
+        if is_alone.any():
+            self._undo.save_array(known.num_known)
+            self._undo.save_array(known.holds_text)
+        for row in np.flatnonzero(is_alone).tolist():
+            request = self.requests[row]
             self._undo.save(request)
-            drawn = [token for token in result.token_ids[slot].tolist() if token >= 0]
-            logprobs = _logprobs_of(request, slot, result, len(drawn))
-            tokens += self._add_one_by_one(request, drawn, logprobs, tokenizer)
-        known.last_token_s[self._slots] = self._now
-        self.ended = [one for one in self.requests if one.finish_reason is not None]
-        return tokens
+            tokens = self._add_alone(row, drawn[row, : num_drawn[row]].tolist(), texts)
+            count[row], reasons[row] = len(tokens), request.finish_reason
+            known.holds_text[slots[row]] = request.holds_text
+            for order, token in enumerate(tokens):
+                if column is not None:
+                    column[row, order] = token.text
+                if token.logprobs is not None:
+                    logprobs[row, order] = token.logprobs
+        self._time(count, num_drawn)
+        rest = ~is_alone
+        known.add(slots[rest], drawn[rest], count[rest], self._now, self._undo)
+        known.last_token_s[slots] = self._now
+        self._metrics.generated_tokens += int(count.sum())
+        self._end(reasons)
+        return self._tokens(drawn, count, reasons, column, logprobs)
 
-    def _add_ids(self) -> StepTokens:
-        """Where tokens are ids and nothing else: all requests at once."""
-        requests, running, places = self.requests, self._running, self._places
-        drawn, stops = self._result.token_ids[self._slots], running.stops[places]
-        is_drawn = drawn >= 0
-        num_drawn = is_drawn.sum(axis=1)
+    def _find_ends(self, drawn: np.ndarray, num_drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """How many tokens of each request count, and why it ends with them, by ids alone."""
+        running, places = self._running, self._places
+        stops = running.stops[places]
         left = running.totals[places] - running.known.num_known[self._slots]
-        count = np.minimum(num_drawn, left)
-        ended, stopped = num_drawn >= left, np.zeros(len(requests), bool)
+        count, reasons = np.minimum(num_drawn, left), np.full(len(drawn), None, object)
+        reasons[num_drawn >= left] = "length"
         if stops.shape[1]:
-            stopping = np.any(drawn[:, :, None] == stops[:, None], axis=2) & is_drawn
+            stopping = np.any(drawn[:, :, None] == stops[:, None], axis=2) & (drawn >= 0)
             first = stopping.argmax(axis=1) + 1
             stopped = stopping.any(axis=1) & (first <= left)
-            count, ended = np.where(stopped, first, count), ended | stopped
-        self._time(count, num_drawn)
-        running.known.add(self._slots, drawn, count, self._now, self._undo)
-        self._metrics.generated_tokens += int(count.sum())
-        reasons, lasts = {}, np.cumsum(count) - 1
-        for row in np.flatnonzero(ended).tolist():
-            request = requests[row]
+            count[stopped], reasons[stopped] = first[stopped], "stop"
+        return count, reasons
+
+    def _read_texts(
+        self, drawn: np.ndarray, count: np.ndarray, texts: TokenTexts | None
+    ) -> tuple[np.ndarray | None, np.ndarray]:
+        """Texts of whole tokens, object[n, m], and bool[n], which requests are served alone."""
+        running, places = self._running, self._places
+        is_alone = running.wants_logprobs[places]
+        if texts is None:
+            return None, is_alone
+        column, is_whole = texts.of(np.maximum(drawn, 0))
+        is_alone |= running.has_stop_texts[places] | running.known.holds_text[self._slots]
+        is_alone |= np.any(~is_whole & (np.arange(drawn.shape[1]) < count[:, None]), axis=1)
+        return column, is_alone
+
+    def _end(self, reasons: np.ndarray) -> None:
+        """Requests that have a reason end for it."""
+        for row in np.flatnonzero(reasons.astype(bool)).tolist():
+            request = self.requests[row]
             self._undo.save(request)
-            reasons[int(lasts[row])] = request.finish_reason = "stop" if stopped[row] else "length"
+            request.finish_reason = reasons[row]
             self.ended.append(request)
+
+    def _tokens(
+        self,
+        drawn: np.ndarray,
+        count: np.ndarray,
+        reasons: np.ndarray,
+        texts: np.ndarray | None,
+        logprobs: dict[tuple[int, int], TokenLogprobs],
+    ) -> StepTokens:
+        """What the step gives; a request that ended for an error has no last token."""
+        ends = np.cumsum(count)
+        is_last = reasons.astype(bool) & (reasons != "error")
         rows, order = np.nonzero(np.arange(drawn.shape[1]) < count[:, None])
-        return StepTokens(running.ids[places[rows]], drawn[rows, order], reasons)
+        return StepTokens(
+            self._running.ids[self._places[rows]],
+            drawn[rows, order],
+            {int(ends[row]) - 1: reasons[row] for row in np.flatnonzero(is_last).tolist()},
+            None if texts is None else texts[rows, order],
+            {int(ends[row] - count[row]) + place: one for (row, place), one in logprobs.items()},
+        )
 
     def _time(self, count: np.ndarray, num_drawn: np.ndarray) -> None:
         """Counts the time to first tokens, and between tokens; those of one step share theirs."""
-        last_s, now = self._running.known.last_token_s[self._slots], self._now
+        rows = np.flatnonzero(count)
+        count, num_drawn = count[rows], num_drawn[rows]
+        last_s, now = self._running.known.last_token_s[self._slots[rows]], self._now
         is_first = np.isnan(last_s)
         if is_first.any():
-            rows = np.flatnonzero(is_first).tolist()
-            submitted = np.array([self.requests[row].submitted_s for row in rows])
-            add_values(self._metrics.first_token_s, now - submitted, count[is_first])
+            submitted = [self.requests[row].submitted_s for row in rows[is_first].tolist()]
+            add_values(self._metrics.first_token_s, now - np.array(submitted), count[is_first])
             last_s, count = last_s[~is_first], count[~is_first]
             num_drawn = num_drawn[~is_first]
         add_values(self._metrics.token_s, (now - last_s) / num_drawn, count)
 
-    def _add_one_by_one(
-        self,
-        request: Request,
-        drawn: list[int],
-        logprobs: Sequence[TokenLogprobs | None],
-        tokenizer: Tokenizer | None,
-    ) -> list[Token]:
-        """Adds drawn tokens; what that raises ends this request alone."""
-        tokens, metrics = [], self._metrics
-        last_s, now = self._running.known.last_token_s[request.slot], self._now
+    def _add_alone(self, row: int, drawn: list[int], texts: TokenTexts | None) -> list[Token]:
+        """Adds a request's drawn tokens; what that raises ends this request alone."""
+        request, tokens = self.requests[row], []
+        logprobs = _logprobs_of(request, int(self._slots[row]), self._result, len(drawn))
+        tokenizer = None if texts is None else texts.tokenizer
         for token_id, its_logprobs in zip(drawn, logprobs, strict=True):
             try:
                 request.add(token_id, tokenizer, its_logprobs)
@@ -130,11 +173,6 @@ class HandOut:
                 request.finish_reason, request.error = "error", error
                 return tokens
             tokens.append(request.token(request.num_drawn - 1))
-            metrics.generated_tokens += 1
-            if np.isnan(last_s):
-                metrics.first_token_s.add(now - request.submitted_s)
-            else:
-                metrics.token_s.add((now - last_s) / len(drawn))
             if request.finish_reason is not None:
                 break
         return tokens

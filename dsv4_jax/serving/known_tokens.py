@@ -18,6 +18,7 @@ class KnownTokens:
       num_known: i32[NS], how many of those are known.
       last_token_s: f64[NS], when each slot's request drew its last token, in seconds; NaN before
         the first.
+      holds_text: bool[NS], the last tokens have not given all of their text yet.
     """
 
     def __init__(self, num_slots: int, max_context_tokens: int) -> None:
@@ -25,6 +26,7 @@ class KnownTokens:
         self.token_ids = np.zeros((num_slots, max_context_tokens), np.int32)
         self.num_known = np.zeros(num_slots, np.int32)
         self.last_token_s = np.full(num_slots, np.nan)
+        self.holds_text = np.zeros(num_slots, bool)
 
     def enter(self, request: Request, undo: UndoLog) -> None:
         """A request has got a slot, and was saved; its tokens move here.
@@ -33,11 +35,12 @@ class KnownTokens:
         """
         at, known = slice(request.slot, request.slot + 1), request.known
         row = self.token_ids[request.slot, : len(request.token_ids)]
-        for array in (row, self.num_known[at], self.last_token_s[at]):
+        for array in (row, self.num_known[at], self.last_token_s[at], self.holds_text[at]):
             undo.save_array(array)
         row[: len(known)] = known
         self.num_known[at] = len(known)
         self.last_token_s[at] = np.nan if request.last_token_s is None else request.last_token_s
+        self.holds_text[at] = request.holds_text
         request.move(row, self.num_known[at])
 
     def leave(self, request: Request) -> None:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from dsv4_jax.allocator.data_shards import DataShards
 from dsv4_jax.allocator.manager import KVCacheManager
@@ -23,6 +22,7 @@ from dsv4_jax.serving.running import Running
 from dsv4_jax.serving.scheduler import RowNeed, StepPlan, plan_decoding, plan_shards
 from dsv4_jax.serving.sizing import EnginePlan
 from dsv4_jax.serving.snapshot_policy import Boundary, take_boundaries
+from dsv4_jax.serving.token_texts import TokenTexts
 
 
 class CacheError(RuntimeError):
@@ -53,7 +53,7 @@ class ServingLoop:
         runner: StepRunner,
         plan: EnginePlan,
         *,
-        tokenizer: Tokenizer | None,
+        texts: TokenTexts | None,
         metrics: Metrics,
         undo: UndoLog,
     ) -> None:
@@ -62,14 +62,14 @@ class ServingLoop:
         Args:
           runner: the device's side, of the same plan.
           plan: sizes of the engine.
-          tokenizer: for stop texts, or None.
+          texts: of tokens, if there is a tokenizer.
           metrics: counters of the engine.
           undo: where the change in progress saves what it changes of requests.
         """
         self.runner = runner
         self.metrics = metrics
         self._plan = plan
-        self._tokenizer = tokenizer
+        self._texts = texts
         self._undo = undo
         self._seals: Seals | tuple[Seals, ...] | None = None
         self._evicted_before = (0, 0)
@@ -298,7 +298,7 @@ class ServingLoop:
         drawing = np.flatnonzero(alive & rows.draws)
         places, slots = flight.places[drawing], rows.slots[drawing]
         hand_out = HandOut(flight.running, places, slots, result, now, self.metrics, self._undo)
-        tokens = hand_out.run(self._tokenizer)
+        tokens = hand_out.run(self._texts)
         if self._flight is not None:
             self._flight.fed_drafts = result.draft_token_ids
         elif self._plan.draft_tokens:

@@ -9,6 +9,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from dsv4_jax.serving.text import TextState, find_stop, hold_back
+from dsv4_jax.serving.token_texts import TokenTexts
 from dsv4_jax.step.sampling import SamplingParams
 
 
@@ -106,8 +107,9 @@ class Request:
         *,
         salt: bytes = b"",
         speculate: bool = True,
+        texts: TokenTexts | None = None,
     ) -> None:
-        """A request that waits."""
+        """A request that waits; `texts` are those of tokens that it will know without `add`."""
         self.request_id = request_id
         self.sampling = sampling
         self.salt = salt
@@ -129,8 +131,10 @@ class Request:
         self.submitted_s = submitted_s
         self.admitted_s: float | None = None
         self.last_token_s: float | None = None
-        self._texts: list[str] = []  # what each drawn token added; later ones do not count
-        self._logprobs: list[TokenLogprobs] = []  # the same
+        self._token_texts = texts
+        self._texts: list[str] = []  # what drawn tokens added that came by `add`, and those before
+        self._num_texts = 0  # how many of them count; tokens after them are whole
+        self._logprobs: list[TokenLogprobs] = []  # of each drawn token; later ones do not count
         self._decoding = TextState()
         self._held = ""  # it may begin a stop text
 
@@ -198,14 +202,39 @@ class Request:
             now_s,
             salt=self.salt,
             speculate=self.speculate,
+            texts=self._token_texts,
         )
         new.token_ids[:] = self.token_ids
         new.num_known = self.num_known
         new.num_given = self.num_drawn
         new.next_boundary, new.snapshot_spacing = self.next_boundary, self.snapshot_spacing
-        new._texts, new._decoding, new._held = list(self._texts), self._decoding, self._held
+        new._texts, new._num_texts = list(self._texts), self._num_texts
+        new._decoding, new._held = self._decoding, self._held
         new._logprobs = list(self._logprobs)
         return new
+
+    @property
+    def text(self) -> str:
+        """What the drawn tokens added, with a tokenizer."""
+        return "".join(self._texts[: self._num_texts] + self._whole_texts())
+
+    @property
+    def holds_text(self) -> bool:
+        """Whether its last tokens have not given all of their text."""
+        return bool(self._held) or bool(self._decoding.held and self._num_texts == self.num_drawn)
+
+    def _whole_texts(self) -> list[str]:
+        """Of the tokens that are known without `add`."""
+        first = self.prompt_tokens + self._num_texts
+        if self._token_texts is None or first == self.num_known:
+            return []
+        return self._token_texts.of(self.token_ids[first : self.num_known])[0].tolist()
+
+    def _text_of(self, number: int) -> str | None:
+        """What a drawn token added; None without a tokenizer."""
+        if number < self._num_texts:
+            return self._texts[number]
+        return self._whole_texts()[number - self._num_texts] if self._token_texts else None
 
     def add(
         self, token_id: int, tokenizer: Tokenizer | None, logprobs: TokenLogprobs | None = None
@@ -220,7 +249,8 @@ class Request:
         elif self.num_wanted == 1:
             reason = "length"
         if tokenizer is not None:
-            decoding, piece = self._decoding.add(token_id, tokenizer)
+            since = self._whole_texts()
+            decoding, piece = (TextState() if since else self._decoding).add(token_id, tokenizer)
             text, held, stops = self._held + piece, "", self.sampling.stop_texts
             if reason is not None:
                 text += decoding.rest(tokenizer)
@@ -229,7 +259,8 @@ class Request:
                 text, reason = text[:place], "stop"
             elif reason is None:
                 text, held = hold_back(text, stops)
-            self._texts[self.num_drawn :] = [text]
+            self._texts[self._num_texts :] = [*since, text]
+            self._num_texts = self.num_drawn + 1
             self._decoding, self._held = decoding, held
         if logprobs is not None:
             self._logprobs[self.num_drawn :] = [logprobs]
@@ -245,7 +276,7 @@ class Request:
             self.request_id,
             int(self.token_ids[at]),
             self.finish_reason if is_last else None,
-            self._texts[number] if self._texts else None,
+            self._text_of(number),
             self._logprobs[number] if self._logprobs else None,
         )
 
@@ -254,7 +285,7 @@ class Request:
         error = self.error
         return Completion(
             token_ids=self.token_ids[self.prompt_tokens : self.num_known].tolist(),
-            text=None if tokenizer is None else "".join(self._texts[: self.num_drawn]),
+            text=None if tokenizer is None else self.text,
             finish_reason=self.finish_reason or "cancelled",
             error=None if error is None else f"{type(error).__name__}: {error}",
             logprobs=None if self.sampling.logprobs is None else self._logprobs[: self.num_drawn],

@@ -20,6 +20,7 @@ class Running(Mapping[int, Request]):
       totals: i32[n], tokens of prompt and longest answer.
       speculates: bool[n], drafts are checked.
       wants_logprobs: bool[n].
+      has_stop_texts: bool[n].
       stops: i32[n, s], stop tokens, -1 where there are fewer.
       ids: i64[n], request ids.
       penalises: some request has penalties.
@@ -39,6 +40,7 @@ class Running(Mapping[int, Request]):
         self.wants_logprobs = np.array(
             [one.sampling.logprobs is not None for one in requests], bool
         )
+        self.has_stop_texts = np.array([bool(one.sampling.stop_texts) for one in requests], bool)
         stops = [one.sampling.stop_token_ids or () for one in requests]
         self.stops = np.full((count, max(map(len, stops), default=0)), -1, np.int32)
         for row, tokens in zip(self.stops, stops, strict=True):

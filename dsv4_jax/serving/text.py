@@ -11,7 +11,8 @@ from tokenizers import Tokenizer
 
 from dsv4_jax.config.checkpoint_folder import find_file
 
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+"""What stands for bytes that are no character, or none yet."""
 _MAX_HELD = 16
 """Tokens that may wait for a character's end before they are looked through."""
 
@@ -58,15 +59,15 @@ class TextState:
     def add(self, token_id: int, tokenizer: Tokenizer) -> tuple[TextState, str]:
         """The state after one more token, and the text that it completes, perhaps none."""
         held = (*self.held, token_id)
-        text = _decode(self.context + held, tokenizer)
-        if len(text) > len(self.shown) and not text.endswith(_INCOMPLETE):
-            return TextState(held, (), _decode(held, tokenizer)), text[len(self.shown) :]
+        text = decode(self.context + held, tokenizer)
+        if len(text) > len(self.shown) and not text.endswith(INCOMPLETE):
+            return TextState(held, (), decode(held, tokenizer)), text[len(self.shown) :]
         state = dataclasses.replace(self, held=held)
         return state._shorten(tokenizer) if len(held) > _MAX_HELD else (state, "")
 
     def rest(self, tokenizer: Tokenizer) -> str:
         """What the held tokens give if no other follows."""
-        return _decode(self.context + self.held, tokenizer)[len(self.shown) :] if self.held else ""
+        return decode(self.context + self.held, tokenizer)[len(self.shown) :] if self.held else ""
 
     def _shorten(self, tokenizer: Tokenizer) -> tuple[TextState, str]:
         """Gives what no later token can change, so that held tokens stay few.
@@ -74,16 +75,17 @@ class TextState:
         A character has at most four bytes, and a token at least one. Where the held tokens are
         cut in two and both parts together give the same text as before, no character is cut.
         """
-        text = _decode(self.context + self.held, tokenizer)
+        text = decode(self.context + self.held, tokenizer)
         for place in range(len(self.held) - 4, len(self.held) - 8, -1):
-            head = _decode(self.context + self.held[:place], tokenizer)
+            head = decode(self.context + self.held[:place], tokenizer)
             state = dataclasses.replace(self, held=self.held[place:])
             if head + state.rest(tokenizer) == text:
                 return state, head[len(self.shown) :]
         return self, ""
 
 
-def _decode(token_ids: Sequence[int], tokenizer: Tokenizer) -> str:
+def decode(token_ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    """The text of tokens, without special ones."""
     return tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
 

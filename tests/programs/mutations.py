@@ -234,9 +234,16 @@ MUTATIONS = [
         (
             "interrupted_steps_keep_tokens",
             "hand_out.py",
-            "            self._undo.save(request)\n            drawn",
-            "            drawn",
+            "            self._undo.save(request)\n            tokens",
+            "            tokens",
             "dsv4_jax/serving/test_interrupts.py",
+        ),
+        (
+            "takes_half_characters_for_whole",
+            "hand_out.py",
+            "known.holds_text[slots[row]] = request.holds_text",
+            "pass",
+            "dsv4_jax/serving/test_text.py",
         ),
         (
             "interrupted_steps_keep_a_row",

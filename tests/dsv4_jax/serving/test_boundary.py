@@ -242,7 +242,8 @@ def test_an_error_that_concerns_all_ends_them_and_comes_back_no_more(engine, mon
 
 def test_two_streams_of_which_one_fails(engine, monkeypatch):
     """A stop text that raises ends its own request; the stream beside it has its tokens."""
-    good, bad = engine.submit([1, 2], **WANTED), engine.submit([3], **WANTED)
+    good = engine.submit([1, 2], **WANTED)
+    bad = engine.submit([3], stop_texts=("never",), **WANTED)
 
     def fail(*_):
         raise ValueError("broken")

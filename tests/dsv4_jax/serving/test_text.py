@@ -7,8 +7,15 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 import dsv4_jax as ds
+from dsv4_jax.serving.calls import UndoLog
+from dsv4_jax.serving.hand_out import HandOut
+from dsv4_jax.serving.known_tokens import KnownTokens
+from dsv4_jax.serving.metrics import Metrics
 from dsv4_jax.serving.request import Request
+from dsv4_jax.serving.runner import StepResult
+from dsv4_jax.serving.running import Running
 from dsv4_jax.serving.text import TextState, find_stop, hold_back, load_tokenizer
+from dsv4_jax.serving.token_texts import TokenTexts
 
 
 def make_tokenizer(words, decoder):
@@ -157,3 +164,94 @@ def test_what_is_held_at_the_end(reason, text):
     done = one.completion(BYTES)
     assert (done.text, done.finish_reason) == (text, reason)
     assert "".join(one.token(n).text for n in range(one.num_drawn)) == text
+
+
+def hand_out(requests, known, undo, drawn, texts):
+    """Tokens of a step in which every request draws, and who ended."""
+    running = Running({one.slot: one for one in requests}, known)
+    places = np.arange(len(requests))
+    result = StepResult(drawn, None, None)
+    step = HandOut(running, places, running.slots, result, 1.0, Metrics(), undo)
+    with undo:
+        return list(step.run(texts)), step.ended
+
+
+@pytest.mark.parametrize("tokenizer", [BYTES, WORDS], ids=["bytes", "words"])
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_texts_of_a_step_are_those_of_tokens_one_by_one(tokenizer, data):
+    """Of any bytes, some requests with stop texts, one to three tokens a step, and a fork."""
+    size = tokenizer.get_vocab_size()
+    texts, known, undo = TokenTexts(tokenizer, size + 3), KnownTokens(5, 60), UndoLog()
+    plain, mine = [], []
+    for slot in range(4):
+        fields = {
+            "max_new_tokens": data.draw(st.integers(1, 30)),
+            "stop_texts": data.draw(st.sampled_from([(), (), ("ab", "é")])),
+            "stop_token_ids": data.draw(st.sampled_from([(), (5, 98)])),
+        }
+        sampling, prompt = ds.SamplingParams(**fields), np.array([7, 65], np.int32)
+        plain.append(Request(slot, prompt, sampling, 0.0))
+        mine.append(Request(slot, prompt, sampling, 0.0, texts=texts))
+        enter(mine[-1], slot, known, undo)
+    live = list(range(4))
+    common = st.sampled_from([*b"ab \n", *"é世😀\ufffd".encode(), size - 1, size, size + 2])
+    ids = common | st.integers(0, size - 1)
+    while live:
+        width = data.draw(st.integers(1, 3))
+        drawn = np.full((5, 3), -1, np.int32)
+        for number in live:
+            drawn[mine[number].slot, :width] = data.draw(
+                st.lists(ids, min_size=width, max_size=width)
+            )
+        expected = []
+        for number in live:
+            one = plain[number]
+            for token in drawn[mine[number].slot, :width].tolist():
+                one.add(token, tokenizer)
+                expected.append(one.token(one.num_drawn - 1))
+                if one.finish_reason:
+                    break
+        found, ended = hand_out([mine[number] for number in live], known, undo, drawn, texts)
+        assert found == expected
+        assert [one.request_id for one in ended] == [n for n in live if plain[n].finish_reason]
+        for number in live:
+            one, other = mine[number], plain[number]
+            assert one.known.tolist() == other.known.tolist()
+            assert one.completion(tokenizer) == other.completion(tokenizer)
+            given_texts = [one.token(n).text for n in range(one.num_drawn)]
+            assert given_texts == [other.token(n).text for n in range(other.num_drawn)]
+        live = [number for number in live if not plain[number].finish_reason]
+        if len(plain) == 4 and live and data.draw(st.booleans()):  # goes on from half a text
+            mine.append(mine[live[0]].branch(4, 2, 0.0))
+            plain.append(plain[live[0]].branch(4, 2, 0.0))
+            enter(mine[-1], 4, known, undo)
+            live.append(4)
+
+
+def enter(request, slot, known, undo):
+    with undo:
+        undo.save(request)
+        request.slot = slot
+        known.enter(request, undo)
+
+
+@pytest.mark.parametrize("first", [0xC3, ord("a")])
+def test_a_step_that_is_undone_leaves_texts_alone(first):
+    """Half a character and a whole one, then the other half or another request's whole one."""
+    texts, known, undo = TokenTexts(BYTES, 300), KnownTokens(1, 20), UndoLog()
+    one = make_request(max_new_tokens=9)
+    one = one.branch(1, 0, 0.0)
+    one._token_texts = texts
+    enter(one, 0, known, undo)
+    hand_out([one], known, undo, np.int32([[first]]), texts)
+    undo.__enter__()
+    running = Running({0: one}, known)
+    result = StepResult(np.int32([[0xA9, ord("b")]]), None, None)
+    HandOut(running, np.arange(1), running.slots, result, 1.0, Metrics(), undo).run(texts)
+    undo.roll_back()
+    undo.forget()
+    assert one.num_drawn == 1
+    assert known.holds_text[0] == (first == 0xC3)
+    hand_out([one], known, undo, np.int32([[ord("x"), -1]]), texts)
+    assert one.completion(BYTES).text == BYTES.decode([first, ord("x")])
