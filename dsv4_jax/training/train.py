@@ -344,12 +344,15 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="shipped", help="which model")
     parser.add_argument("--corpus", type=pathlib.Path, help="of dsv4_jax.training.corpus")
     parser.add_argument("--steps", type=int, help="steps of the optimizer; if not given, planned")
+    parser.add_argument("--minutes", type=float, help="when to end at the latest; likewise")
     parser.add_argument("--state", type=pathlib.Path, help="file to go on from, and to pause in")
     parser.add_argument("--pause-minutes", type=float, help="write --state after so long, and end")
     args = parser.parse_args()
     make_config, plan = SIZES[args.size]
     if args.steps is not None:
         plan = dataclasses.replace(plan, num_steps=args.steps)
+    if args.minutes is not None:
+        plan = dataclasses.replace(plan, minutes=args.minutes)
     if args.pause_minutes is not None and args.state is None:
         parser.error("--pause-minutes needs --state")
     config, corpus = make_config(), read_corpus(args.corpus, whole=args.size == "large")

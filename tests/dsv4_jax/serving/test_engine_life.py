@@ -184,8 +184,9 @@ def test_a_step_that_fails_while_it_is_counted_harms_nobody(monkeypatch, place):
 def test_an_error_in_one_request_is_that_requests_alone(monkeypatch):
     """A text decoder that fails ends its request; the others run on."""
     engine, rng = make_engine(tokenizer=byte_tokenizer()), np.random.default_rng(6)
-    good, bad = (engine.submit(prompt(rng, 20), max_new_tokens=9, stop_token_ids=())
-                 for _ in range(2))  # fmt: skip
+    wanted = {"max_new_tokens": 9, "stop_token_ids": ()}
+    good = engine.submit(prompt(rng, 20), **wanted)
+    bad = engine.submit(prompt(rng, 20), stop_texts=("never",), **wanted)
 
     def fail(*arguments):
         raise Lost
