@@ -30,7 +30,10 @@ MATRICES = {
     "Flash shared w1 and w3": (1, 4096, 4096, "fp8"),
     "Flash shared w2": (1, 4096, 2048, "fp8"),
     "Pro queries": (1, 73_728, 1536, "fp8"),
+    "Pro latent and window": (1, 2048, 7168, "fp8"),
+    "Pro wo_a": (16, 1024, 4096, "bfloat16"),
     "Pro wo_b": (1, 7168, 16_384, "fp8"),
+    "Pro shared w1 and w3": (1, 6144, 7168, "fp8"),
     "Pro shared w2": (1, 7168, 3072, "fp8"),
 }
 
