@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from benchmarks import (
+    baselines,
     bench_append,
     bench_block_linear,
     bench_compress,
@@ -19,7 +20,7 @@ from dsv4_jax.bench import compare, timing
 
 BENCHMARKS = [
     (bench_append, 23),
-    (bench_block_linear, 45),
+    (bench_block_linear, 60),
     (bench_expert_mlp, 16),
     (bench_compress, 8),
     (bench_gather, 9),
@@ -51,6 +52,57 @@ def test_a_benchmark_has_a_row_for_each_shape(monkeypatch, benchmark, count):
         return x.shape, x.dtype
 
     assert jax.tree.map(spec, specs) == jax.tree.map(spec, made)
+
+
+def test_rows_are_left_out_by_a_pattern_of_op_and_shape(monkeypatch):
+    found = []
+    monkeypatch.setattr("sys.argv", ["benchmark", "--only", r"Pro .*: (1|64) x", "--cublas"])
+    monkeypatch.setattr(timing, "copy_bandwidth", lambda: 4e12)
+    monkeypatch.setattr(compare, "measure", lambda cases, _: found.extend(cases))
+    bench_block_linear.main()
+    assert {case.shape.split(" ")[0] for case in found} == {"1", "64"}
+    assert len(found) == 12
+    assert all(list(case.rivals) == ["cuBLAS BF16"] for case in found)
+    shapes = [bench_block_linear.shape_of(case) for case in found]
+    assert (64, 16, 1024, 4096) in shapes
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ([], []),
+        (["--marlin", "a.so", "--library", "b.so"], ["vLLM Marlin"]),
+        (
+            ["--marlin", "a.so", "--library", "b.so", "--humming", "c", "--sum", "d.py"],
+            ["vLLM Marlin", "vLLM Humming, FP8 rows", "vLLM Humming, BF16 rows"],
+        ),
+    ],
+    ids=["none", "Marlin", "both"],
+)
+def test_experts_stand_beside_those_asked_for(monkeypatch, options, names):
+    found = []
+    monkeypatch.setattr("sys.argv", ["benchmark", *options])
+    monkeypatch.setattr(timing, "copy_bandwidth", lambda: 4e12)
+    monkeypatch.setattr(compare, "measure", lambda cases, _: found.extend(cases))
+    bench_expert_mlp.main()
+    assert all(list(case.rivals) == names for case in found)
+
+
+def test_what_is_held_is_made_once_for_its_arguments_even_if_it_fails(capsys):
+    asked = []
+
+    def make(number):
+        asked.append(number)
+        return 1 / number
+
+    held = baselines.Held(make)
+    assert [held.get(2), held.get(2), held.get(4)] == [0.5, 0.5, 0.25]
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            held.get(0)
+    assert held.get(1) == 1
+    assert asked == [2, 4, 0, 1]
+    assert "ZeroDivisionError" in capsys.readouterr().err
 
 
 def test_entries_that_attention_reads_ascend():

@@ -80,6 +80,21 @@ def test_a_row_is_a_line(row, line):
     assert tables.line(row) == line
 
 
+def test_further_baselines_stand_below_a_row():
+    rivals = [
+        {"baseline": "Marlin", "baseline_us": 36.08, "ratio": 0.5},
+        {
+            "baseline": "Humming",
+            "baseline_us": None,
+            "ratio": None,
+            "baseline_failed": "ValueError",
+        },
+    ]
+    lines = tables.table([ROW | BASELINE | {"rivals": rivals}, ROW])
+    assert lines[3] == "|  |  |  | Marlin | 36.1 | 0.50 |  |"
+    assert lines[4] == tables.line(ROW)
+
+
 def test_a_row_that_failed_is_left_out():
     failed = ROW | {"run": "a", "ours_us": None, "failed": "ValueError"}
     made = tables.tables({"runs": {"a": RUN}, "rows": [failed, ROW | {"run": "a"}]})

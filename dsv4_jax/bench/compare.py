@@ -1,4 +1,4 @@
-"""Times many calls on a device, each beside another project's kernel for the same work.
+"""Times many calls on a device, each beside other projects' kernels for the same work.
 
 The loops of all cases are compiled before the first is timed, several at once. Each row is printed
 as soon as it is measured, and kept as soon as it is complete.
@@ -14,7 +14,7 @@ import concurrent.futures
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,6 +32,7 @@ _WIDTHS = {
     "ratio": 6,
     "roofline_share": 14,
 }
+_OF_BASELINE = ("baseline", "baseline_us", "ratio", "baseline_failed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Case:
       rounds: as for `loops.median_us`; by default as many as a short call needs for a loop of 2 ms.
       baseline: name of another project's kernel, or None.
       baseline_us: () -> its microseconds; called after all of our cases were measured.
+      rivals: more kernels, name -> as `baseline_us`; without a baseline the first takes its place.
     """
 
     op: str
@@ -57,12 +59,14 @@ class Case:
     rounds: int | None = None
     baseline: str | None = None
     baseline_us: Callable[[], float] | None = None
+    rivals: Mapping[str, Callable[[], float]] = dataclasses.field(default_factory=dict)
 
 
 def measure(cases: Iterable[Case], path: str | None = None) -> int:
-    """Prints a row for each case, and again with its baseline; with a path, keeps it there.
+    """Prints a row for each case, and again with each baseline; with a path, keeps it there.
 
-    A row replaces that of the same op and shape. A case that fails says why, and the others follow.
+    A row replaces that of the same op and shape. Its second and further baselines are its "rivals".
+    A case that fails says why, and the others follow.
 
     Args:
       cases: the cases to time.
@@ -82,22 +86,26 @@ def measure(cases: Iterable[Case], path: str | None = None) -> int:
     compared: list[tuple[Case, float]] = []
     status = 0
 
-    def report(measured: dict[str, Any], *, complete: bool = True) -> None:
+    def report(measured: dict[str, Any], kept: dict[str, Any] | None) -> None:
         nonlocal status
         print(_line(measured), flush=True)
-        if complete and keeper is not None:
-            keeper.keep(measured)
+        if kept is not None and keeper is not None:
+            keeper.keep(kept)
         if "failed" in measured or "baseline_failed" in measured:
             status = 1
 
     for case in cases:
         measured = _measured(case, *ahead.pop(0))
-        alone = case.baseline_us is None or "failed" in measured
-        report(measured, complete=alone)
+        alone = not _baselines(case) or "failed" in measured
+        report(measured, measured if alone else None)
         if not alone:
             compared.append((case, measured["ours_us"]))
     for case, ours_us in compared:
-        report(_beside_baseline(case, ours_us))
+        kept: dict[str, Any] | None = None
+        for name, baseline_us in _baselines(case).items():
+            measured = _beside_baseline(case, ours_us, name, baseline_us)
+            kept = measured if kept is None else _with_rival(kept, measured)
+            report(measured, kept)
     return status
 
 
@@ -134,6 +142,18 @@ def row(
     }
 
 
+def _with_rival(kept: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
+    """A row beside one more baseline than it has, that of another row."""
+    rival = {key: measured[key] for key in _OF_BASELINE if key in measured}
+    return kept | {"rivals": [*kept.get("rivals", ()), rival]}
+
+
+def _baselines(case: Case) -> dict[str | None, Callable[[], float]]:
+    """The other kernels of a case by name, its baseline first."""
+    first = {} if case.baseline_us is None else {case.baseline: case.baseline_us}
+    return first | dict(case.rivals)
+
+
 def _compile_ahead(case: Case, pool: concurrent.futures.Executor) -> Loops:
     state, inputs = jax.eval_shape(case.make)
     rounds = case.rounds or enough_rounds(case.roofline_us or 0.0, len(inputs))
@@ -149,15 +169,16 @@ def _measured(case: Case, loops: Loops | None, failed: str | None) -> dict[str, 
     return made if failed is None else made | {"failed": failed}
 
 
-def _beside_baseline(case: Case, ours_us: float) -> dict[str, Any]:
-    """The row of a case with its baseline."""
-    assert case.baseline_us is not None
-    baseline_us, failed = attempt(case.baseline_us)
+def _beside_baseline(
+    case: Case, ours_us: float, name: str | None, time_us: Callable[[], float]
+) -> dict[str, Any]:
+    """The row of a case with one baseline."""
+    baseline_us, failed = attempt(time_us)
     made = row(
         case.op,
         case.shape,
         ours_us,
-        baseline=case.baseline,
+        baseline=name,
         baseline_us=baseline_us,
         roofline_us=case.roofline_us,
     )

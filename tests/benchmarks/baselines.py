@@ -1,7 +1,9 @@
 """What benchmarks beside other projects' kernels share: options, and those kernels' times."""
 
 import argparse
+import re
 import statistics
+import traceback
 
 _REPLAYS = 20
 
@@ -17,7 +19,43 @@ def make_parser(doc, baseline=None, **options):
     return parser
 
 
-def median_us(calls):
+def add_only(parser):
+    """The option that leaves rows out, for `chosen`."""
+    parser.add_argument(
+        "--only",
+        metavar="PATTERN",
+        default="",
+        help='the rows whose "op: shape" matches a regular expression: "Flash.*: (1|64) x"',
+    )
+
+
+def chosen(cases, pattern):
+    """The cases whose op and shape match."""
+    return [case for case in cases if re.search(pattern, f"{case.op}: {case.shape}")]
+
+
+class Held:
+    """What a function made of the last arguments, or why it failed; freed before it makes more."""
+
+    def __init__(self, make):
+        self._make = make
+        self._arguments = self._made = self._error = None
+
+    def get(self, *arguments):
+        if arguments != self._arguments:
+            self._made = self._error = None
+            self._arguments = arguments
+            try:
+                self._made = self._make(*arguments)
+            except Exception as error:
+                traceback.print_exc()
+                self._error = error.with_traceback(None)
+        if self._error is not None:
+            raise self._error
+        return self._made
+
+
+def median_us(calls, replays=_REPLAYS):
     """Median device time of one call, in microseconds; one CUDA graph replays all of the calls."""
     import torch
 
@@ -29,7 +67,7 @@ def median_us(calls):
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # JAX's threads may allocate
-        for _ in range(_REPLAYS):
+        for _ in range(replays):
             call_each()
     times = []
     for _ in range(9):
@@ -38,5 +76,5 @@ def median_us(calls):
         graph.replay()
         end.record()
         torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / (_REPLAYS * len(calls)))
+        times.append(begin.elapsed_time(end) * 1e3 / (replays * len(calls)))
     return round(statistics.median(times), 2)

@@ -2,6 +2,11 @@
 
 Every matrix of Flash and Pro that the release stores in FP8, with three weights in turn, or as many
 as exceed the L2 cache. The launch that rounds the rows is part of the call.
+
+With `--baseline DIR`, the folder of vLLM's `deep_gemm` package, DeepGEMM's FP8 products are timed
+on the same GPU: after vLLM's launch that rounds the rows, with its C++ ops (`--library SO`), and
+alone. vLLM rounds the rows of wo_a in the kernel before, so that wo_a has the second alone; ours
+doesn't round them. `--cublas` times torch's products in BF16, whose weights are twice the bytes.
 """
 
 import functools
@@ -9,7 +14,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from benchmarks import baselines, draws
+from benchmarks import baselines, draws, rival_products
 from dsv4_jax.bench import compare, timing
 from dsv4_jax.bench.roofline import FP8_FLOPS
 from pallas_kernels.block_linear import mosaic_gpu
@@ -25,19 +30,65 @@ MATRICES = {
     "Flash shared w1 and w3": (1, 4096, 4096, "fp8"),
     "Flash shared w2": (1, 4096, 2048, "fp8"),
     "Pro queries": (1, 73_728, 1536, "fp8"),
+    "Pro latent and window": (1, 2048, 7168, "fp8"),
+    "Pro wo_a": (16, 1024, 4096, "bfloat16"),
     "Pro wo_b": (1, 7168, 16_384, "fp8"),
+    "Pro shared w1 and w3": (1, 6144, 7168, "fp8"),
     "Pro shared w2": (1, 7168, 3072, "fp8"),
 }
 
 
 def main():
-    args = baselines.make_parser(__doc__).parse_args()
+    library = "vLLM's C++ ops, whose launch rounds the rows"
+    parser = baselines.make_parser(__doc__, "folder of deep_gemm", library=library)
+    parser.add_argument("--cublas", action="store_true", help="also time BF16 products of torch")
+    baselines.add_only(parser)
+    args = parser.parse_args()
     bandwidth = timing.copy_bandwidth()
-    cases = [case_of(name, rows, bandwidth) for name in MATRICES for rows in ROWS]
+    rivals = Rivals(args.baseline, args.library, args.cublas)
+    cases = [case_of(name, rows, bandwidth, rivals) for name in MATRICES for rows in ROWS]
+    cases = baselines.chosen(cases, args.only)
+    rivals.shapes = [shape_of(case) for case in cases]
     return compare.measure(cases, args.results)
 
 
-def case_of(name, rows, bandwidth):
+class Rivals:
+    """The other kernels that were asked for, loaded when the first is timed.
+
+    Attributes:
+      shapes: of all rows, whose kernels are compiled before the first is timed.
+    """
+
+    def __init__(self, folder=None, library=None, cublas=False):
+        self._folder, self._library, self._cublas = folder, library, cublas
+        self._deep_gemm = baselines.Held(self._load)
+        self.shapes = []
+
+    def of(self, shape, count):
+        """{name: () -> microseconds}."""
+        found = {}
+        if self._folder and self._library and shape[1] == 1:
+            found["rounding + DeepGEMM FP8"] = lambda: self._us(shape, count, rounds=True)
+        if self._folder:
+            found["DeepGEMM FP8 alone"] = lambda: self._us(shape, count, rounds=False)
+        if self._cublas:
+            found["cuBLAS BF16"] = lambda: rival_products.cublas_us(shape, count)
+        return found
+
+    def _us(self, shape, count, *, rounds):
+        return self._deep_gemm.get().time_us(shape, count, rounds=rounds)
+
+    def _load(self):
+        rival_products.compile_ahead(self._folder, self.shapes)
+        return rival_products.DeepGemm(self._folder, self._library)
+
+
+def shape_of(case):
+    """(rows, groups, out, into)."""
+    return tuple(int(size) for size in case.shape.split(" x "))
+
+
+def case_of(name, rows, bandwidth, rivals):
     groups, out, into, _ = MATRICES[name]
     num_bytes = groups * (out * into + out * into // 128**2 + rows * (into + 2 * out))
     limit = max(num_bytes / bandwidth, 2 * groups * rows * out * into / FP8_FLOPS)
@@ -47,6 +98,7 @@ def case_of(name, rows, bandwidth):
         multiply,
         lambda: (None, inputs(name, rows)),
         roofline_us=limit * 1e6,
+        rivals=rivals.of((rows, groups, out, into), count_of(name)),
     )
 
 
@@ -56,12 +108,16 @@ def multiply(x, weight):
 
 
 def inputs(name, rows):
-    groups, out, into, activations = MATRICES[name]
-    count = max(3, -(-2 * H200.l2_bytes // (groups * out * into)))
-    made = draws.make(
-        [(draws.Draw((groups, rows, into), jnp.bfloat16), weight_draw(name)) for _ in range(count)]
-    )
+    groups, _, into, activations = MATRICES[name]
+    x = draws.Draw((groups, rows, into), jnp.bfloat16)
+    made = draws.make([(x, weight_draw(name)) for _ in range(count_of(name))])
     return [(x, as_weight(weight, activations)) for x, weight in made]
+
+
+def count_of(name):
+    """How many weights are taken in turn."""
+    groups, out, into, _ = MATRICES[name]
+    return max(3, -(-2 * H200.l2_bytes // (groups * out * into)))
 
 
 def weight_draw(name):

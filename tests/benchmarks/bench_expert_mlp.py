@@ -2,6 +2,11 @@
 
 All experts of one layer of Flash and of Pro, six of them for a token, picked uniformly or with a
 Zipf law. Calls have the same weights and other routings.
+
+With `--marlin SO`, vLLM's library of experts, and `--library SO`, its C++ ops, its Marlin experts
+are timed on the same GPU; with `--humming DIR`, the folder of that package, and `--sum FILE`,
+vLLM's `moe_fused_mul_sum.py`, its Humming experts too, with rows in BF16 and rounded to FP8 as ours
+are. Theirs include the sort of the picks, SwiGLU and the sum over picks, as ours do.
 """
 
 import functools
@@ -9,7 +14,7 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import baselines, draws
+from benchmarks import baselines, draws, rival_experts, rival_humming
 from dsv4_jax.bench import compare, timing
 from dsv4_jax.bench.roofline import FP8_FLOPS
 from pallas_kernels import expert_mlp
@@ -23,19 +28,57 @@ LAWS = ("uniform", "Zipf")
 
 
 def main():
-    args = baselines.make_parser(__doc__).parse_args()
+    parser = baselines.make_parser(
+        __doc__,
+        marlin="vLLM's library of experts; without it only ours is timed",
+        library="vLLM's C++ ops, which its experts need",
+        humming="folder of humming, beside which vLLM's experts are timed too",
+        sum="vLLM's file of the sum over picks, which Humming needs",
+    )
+    baselines.add_only(parser)
+    args = parser.parse_args()
+    rivals = Rivals(args.marlin, args.library, args.humming, args.sum)
     bandwidth = timing.copy_bandwidth()
     cases = [
-        case_of(model, tokens, law, bandwidth)
+        case_of(model, tokens, law, bandwidth, rivals)
         for model in MODELS
         for tokens in TOKENS
         for law in LAWS
         if law == "uniform" or 1 < tokens < max(TOKENS)
     ]
-    return compare.measure(cases, args.results)
+    return compare.measure(baselines.chosen(cases, args.only), args.results)
 
 
-def case_of(model, tokens, law, bandwidth):
+class Rivals:
+    """The other kernels that were asked for, loaded when the first is timed."""
+
+    def __init__(self, marlin=None, library=None, humming=None, sum_file=None):
+        if (marlin and not library) or (humming and not (marlin and sum_file)):
+            raise SystemExit("--marlin needs --library, and --humming needs both and --sum")
+        self._with_marlin, self._with_humming = bool(marlin), bool(humming)
+        libraries = marlin, library
+        self._marlin = baselines.Held(functools.partial(rival_experts.Marlin, libraries))
+        self._humming = baselines.Held(
+            functools.partial(rival_humming.Humming, libraries, humming, sum_file, TOKENS)
+        )
+
+    def of(self, model, drawn):
+        """{name: () -> microseconds}."""
+        sizes = MODELS[model]
+        found = {}
+        if self._with_marlin:
+            found["vLLM Marlin"] = lambda: self._marlin.get(sizes, LIMIT).time_us(drawn)
+        if self._with_humming:
+            found["vLLM Humming, FP8 rows"] = lambda: self._humming.get(sizes, LIMIT).time_us(
+                drawn, "fp8"
+            )
+            found["vLLM Humming, BF16 rows"] = lambda: self._humming.get(sizes, LIMIT).time_us(
+                drawn, "bfloat16"
+            )
+        return found
+
+
+def case_of(model, tokens, law, bandwidth, rivals):
     num_experts, dim, width = MODELS[model]
     drawn = [routing(model, tokens, law, seed) for seed in range(NUM_INPUTS)]
     picked = np.mean([len(np.unique(ids)) for ids in drawn])
@@ -47,6 +90,7 @@ def case_of(model, tokens, law, bandwidth):
         functools.partial(expert_mlp, limit=LIMIT, backend="mosaic_gpu"),
         lambda: (None, inputs(model, tokens, drawn)),
         roofline_us=max(num_bytes / bandwidth, flops / FP8_FLOPS) * 1e6,
+        rivals=rivals.of(model, drawn),
     )
 
 

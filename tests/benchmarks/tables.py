@@ -30,7 +30,17 @@ def tables(results):
 
 def table(rows):
     """The lines of a table."""
-    return [_line(_HEAD), _line(["---"] * len(_HEAD)), *map(line, rows)]
+    lines = [text for row in rows for text in (line(row), *rival_lines(row))]
+    return [_line(_HEAD), _line(["---"] * len(_HEAD)), *lines]
+
+
+def rival_lines(row):
+    """Lines of a row's further baselines, which stand below it; one that failed is left out."""
+    return [
+        _line(["", "", "", *_times(rival), ""])
+        for rival in row.get("rivals", ())
+        if rival["baseline_us"] is not None
+    ]
 
 
 def line(row):
@@ -41,12 +51,16 @@ def line(row):
             f"`{row['op']}`",
             row["shape"],
             _number(row["ours_us"], 1),
-            "" if row["baseline_us"] is None else row["baseline"],
-            _number(row["baseline_us"], 1),
-            _number(row["ratio"], 2),
+            *_times(row),
             "" if share is None else f"{share:.0%}",
         ]
     )
+
+
+def _times(row):
+    """The cells of a baseline."""
+    name = "" if row["baseline_us"] is None else row["baseline"]
+    return [name, _number(row["baseline_us"], 1), _number(row["ratio"], 2)]
 
 
 def splice(document, text):

@@ -91,6 +91,7 @@ def stand_in(folder):
         fp8_dtype=lambda: torch.float8_e4m3fn,
         device_type="cuda",
         is_device_capability_family=no,
+        get_device_capability=lambda *_: (9, 0),
     )
     warmup = "vllm.model_executor.warmup.jit_warmup"
     module("vllm.platforms", current_platform=platform)

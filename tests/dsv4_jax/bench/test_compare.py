@@ -93,6 +93,29 @@ def test_a_baseline_that_fails_leaves_ours(tmp_path, capsys):
     assert "2.0" in good_line
 
 
+def test_a_row_has_a_line_for_each_rival_and_keeps_them_all(tmp_path, capsys):
+    path = tmp_path / "results.json"
+    rivals = {"first": lambda: 2.0, "bad": refuse, "last": lambda: 4.0}
+    assert compare.measure([make_case("op", rivals=rivals)], path) == 1
+    [row] = json.loads(path.read_text())["rows"]
+    assert (row["baseline"], row["baseline_us"]) == ("first", 2.0)
+    bad, last = row["rivals"]
+    assert bad["baseline_failed"] == "ValueError: no such kernel"
+    assert (bad["baseline"], bad["baseline_us"]) == ("bad", None)
+    assert (last["baseline"], last["baseline_us"]) == ("last", 4.0)
+    lines = capsys.readouterr().out.splitlines()[-3:]
+    assert ["first" in lines[0], "bad" in lines[1], "last" in lines[2]] == [True] * 3
+
+
+def test_rivals_follow_a_baseline(tmp_path):
+    path = tmp_path / "results.json"
+    case = make_case("op", baseline="theirs", baseline_us=lambda: 1.0, rivals={"b": lambda: 2.0})
+    assert compare.measure([case], path) == 0
+    [row] = json.loads(path.read_text())["rows"]
+    assert row["baseline"] == "theirs"
+    assert [rival["baseline"] for rival in row["rivals"]] == ["b"]
+
+
 def test_all_is_compiled_and_then_timed_before_a_baseline_and_one_has_arrays_at_a_time():
     events, arrays = [], []
 
