@@ -199,10 +199,10 @@ def round_in_kernel(shapes: Shapes, dtype: DTypeLike, weight: Weight, tiling: Ti
       dtype: of x; it can take bf16.
       weight: one of the weights, whose inputs it takes in whole groups.
       tiling: how the call is cut. As each CTA of it rounds rows anew, those have to be few, and
-        they have to fit beside the stages.
+        they have to fit beside the stages. CTAs that go through tiles would wait for each one's.
     """
     rounding = dataclasses.replace(shapes, rounds_rows=True)
-    few = tiling.columns == shapes.core.min_columns
+    few = tiling.columns == shapes.core.min_columns and not tiling.programs
     few = few and rounding.fixed_bytes(tiling) <= _MAX_ROUNDED_BYTES
     takes = dtype == jnp.bfloat16 and weight.shape[-1] % INPUTS == 0 and not shapes.is_dense
     return rounding if few and takes else shapes

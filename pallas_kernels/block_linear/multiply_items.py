@@ -263,6 +263,8 @@ def multiply_items(
     tiling = first.tiling
     assert not tiling.programs or (len(products) == 1 and not first.shapes.core.has_memory)
     assert tiling.sharers == 1 or tiling.programs, "CTAs of a cluster go through tiles"
+    uneven = first.shapes.is_gated and first.shapes.num_ctas % tiling.sharers
+    assert not uneven, "a cluster's CTAs have a gate's outputs each"
 
     def product_kernel(inputs: list[Operands], *refs: Any) -> None:
         if len(products) == 1:
