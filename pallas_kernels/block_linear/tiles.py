@@ -54,7 +54,7 @@ class Tiles(NamedTuple):
         return -(-self.shapes.num_ctas // self.tiling.sharers)
 
     @property
-    def count(self) -> int:
+    def total(self) -> int:
         """Tiles of a cluster in all."""
         return self.tiling.splits * self.num_items * self.places
 
@@ -62,7 +62,7 @@ class Tiles(NamedTuple):
     def programs(self) -> int:
         """Clusters that go through the tiles."""
         at_once = self.shapes.core.device.num_sms * self.tiling.programs // self.tiling.sharers
-        return min(at_once, self.count)
+        return min(at_once, self.total)
 
     def own(self, item: jax.Array) -> Tile:
         """That of a CTA which has one alone."""
@@ -71,7 +71,7 @@ class Tiles(NamedTuple):
 
     def numbered(self, number: jax.Array) -> Tile:
         """The tile of a number; beyond the last one without rows."""
-        tiling, inside = self.tiling, jnp.minimum(number, self.count - 1)
+        tiling, inside = self.tiling, jnp.minimum(number, self.total - 1)
         split, inside = _divide(inside, self.num_items * self.places)
         band, inside = _divide(inside, tiling.band * self.places)
         height = jnp.minimum(tiling.band, self.num_items - band * tiling.band)
@@ -80,7 +80,7 @@ class Tiles(NamedTuple):
             place = place * tiling.sharers + lax.axis_index("sharer")
         found = self.items.of(band * tiling.band + row, tiling.columns)
         weight, first, target_row, num_rows = found
-        num_rows = jnp.where(number < self.count, num_rows, 0)
+        num_rows = jnp.where(number < self.total, num_rows, 0)
         return Tile(split, place, weight, first, target_row, num_rows)
 
     def go_through(self, act: Callable[[Tile, jax.Array], None]) -> jax.Array:
@@ -98,8 +98,8 @@ class Tiles(NamedTuple):
             return before + jnp.where(tile.num_rows > 0, turns, 0), following
 
         start = jnp.int32(0), self.numbered(program)
-        total, _ = lax.fori_loop(0, -(-self.count // self.programs), step, start)
-        return total
+        turns_of_all, _ = lax.fori_loop(0, -(-self.total // self.programs), step, start)
+        return turns_of_all
 
 
 def _divide(number: jax.Array, by: int) -> tuple[jax.Array, jax.Array]:

@@ -52,9 +52,7 @@ def store_pairs(
         return
     size, width = values.dtype.itemsize, target.shape[1]
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, _SCALAR, _SCALAR, _SCALAR)
-    )
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, _SCALAR, _SCALAR, _SCALAR))
     def write(_, target, values, first_row, num_rows, first_column):
         i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
         byte = ir.IntegerType.get_signless(8)
@@ -104,6 +102,4 @@ def _store_word(address: ir.Value, word: ir.Value, present: ir.Value) -> None:
       @present st.global.b32 [$0], $1;
     }"""
     operands = [address, word, arith.extui(ir.IntegerType.get_signless(32), present)]
-    llvm.inline_asm(
-        ir.Type.parse("!llvm.void"), operands, asm, "l,r,r", has_side_effects=True
-    )
+    llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, asm, "l,r,r", has_side_effects=True)

@@ -1,8 +1,8 @@
 """Ways to cut products with quantised weights: `python -m benchmarks.tune_block_linear [name ...]`.
 
-Each candidate of a shape is a line, as soon as it is timed: microseconds of the call, TFLOP/s, their
-share of 1600, and how far the result is from that of the first candidate, which is how calls are
-cut today. Names choose shapes that contain one of them.
+Each candidate of a shape is a line, as soon as it is timed: microseconds of the call, TFLOP/s,
+their share of 1600, and how far the result is from that of the first candidate, which is how calls
+are cut today. Names choose shapes that contain one of them.
 
 A candidate that does not compile says why. One that breaks the device's context or never returns
 takes its process with it; the next one goes on in another.
@@ -55,7 +55,10 @@ def follow(names, start):
     """
     command = [sys.executable, "-u", "-m", "benchmarks.tune_block_linear", *names]
     child = subprocess.Popen(
-        [*command, "--from", str(start)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*command, "--from", str(start)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     lines = queue.Queue()
 

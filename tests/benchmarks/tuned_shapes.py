@@ -163,7 +163,7 @@ def mixtures(tokens, tilings):
     def make():
         return bench_expert_mlp.inputs("Flash", tokens, drawn())
 
-    num_experts, dim, width = bench_expert_mlp.MODELS["Flash"]
+    _, dim, width = bench_expert_mlp.MODELS["Flash"]
     flops = 2 * tokens * bench_expert_mlp.PICKS * 3 * dim * width
     w1, w3, w2 = jax.eval_shape(make)[0][3:]
     gate = call_shapes.shapes_of(w1, w3, is_gated=True, core=call_shapes.HOPPER)
