@@ -93,32 +93,36 @@ def follow(names, start):
 
 
 def measure(names, start):
-    """Compiles all candidates in threads, and times them in turn."""
-    device = jax.devices()[0].device_kind
-    print(f"{DONE} {device}, jax {jax.__version__}")
+    """Times candidates in turn; a shape's are compiled in threads while the last's are timed."""
+    print(f"{DONE} {jax.devices()[0].device_kind}, jax {jax.__version__}")
     cases = tuned_shapes.candidates(names)
-    wanted = set(range(start, len(cases))) | {first_of(cases, i) for i in range(start, len(cases))}
+    shapes = list(dict.fromkeys(case.shape for case in cases[start:]))
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        compiled = {i: lower(cases[i], pool) for i in sorted(wanted)}
-        print(f"{DONE} {len(wanted)} programs lowered")
-        shape = made = expected = None
-        for i in range(start, len(cases)):
-            print(f"{BEGUN} {i}")
-            case = cases[i]
-            if case.shape != shape:
-                made = expected = None  # freed before the next are made
-                shape, made = case.shape, case.make()
-                first = first_of(cases, i)
-                expected = results(compiled[first].result(), made)
-            print(f"{DONE} {line_of(case, compiled[i], made, expected)}")
-            compiled[i] = None
+        compiled = lower_shape(cases, shapes[0], start, pool) if shapes else {}
+        for following in [*shapes[1:], None] if shapes else []:
+            ahead = lower_shape(cases, following, start, pool) if following else {}
+            time_shape(cases, compiled, start)
+            compiled = ahead
     sys.stdout.flush()
     os._exit(0)  # whatever the driver has to say now
 
 
-def first_of(cases, i):
-    """Number of the first candidate of a candidate's shape."""
-    return next(j for j, case in enumerate(cases) if case.shape == cases[i].shape)
+def lower_shape(cases, shape, start, pool):
+    """{number of a candidate: its future} of a shape, from a candidate on, and of the first one."""
+    numbers = [i for i, case in enumerate(cases) if case.shape == shape]
+    return {i: lower(cases[i], pool) for i in numbers if i >= start or i == numbers[0]}
+
+
+def time_shape(cases, compiled, start):
+    """Times the candidates of a shape."""
+    first = min(compiled)
+    print(f"{BEGUN} {max(first, start)}")
+    made = cases[first].make()
+    expected = results(compiled[first].result(), made)
+    for i in sorted(compiled):
+        if i >= start:
+            print(f"{BEGUN} {i}")
+            print(f"{DONE} {line_of(cases[i], compiled[i], made, expected)}")
 
 
 @dataclasses.dataclass
