@@ -24,6 +24,8 @@ _SPARE_BYTES = 4096
 """Of shared memory, for what is not a stage."""
 _MAX_SPLITS = 16
 _MIN_BLOCKS_OF_SPLIT = 4
+_MAX_PRODUCT = 128
+"""Columns of a product in registers, 64 of a thread's f32; 256 would leave none for the sums."""
 _TURNS_OF_ROUNDED = 4
 """CTAs an SM at most whose rows the kernel rounds, of a stack's products."""
 _MAX_ROUNDED_BYTES = 80 << 10
@@ -64,12 +66,33 @@ class Tiling:
       blocks: groups of inputs of a stage.
       stages: stages in shared memory, there or on their way.
       splits: CTAs that share the inputs of a tile, whose sums are added up afterwards.
+      programs: CTAs of an SM that go through tiles, one after the other; 0 is a CTA for each tile.
+        For one product, on Hopper.
+      band: items of a band, through which such CTAs go before the next, for each outputs in turn.
+      sharers: CTAs of neighbouring outputs, a cluster, that bring in rows of x for each other; of
+        CTAs that go through tiles.
+      packs: whether results are stored two outputs at a time, where they have 16 bits.
     """
 
     columns: int
     blocks: int
     stages: int
     splits: int = 1
+    programs: int = 0
+    band: int = 1
+    sharers: int = 1
+    packs: bool = False
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """First column and columns of each product; sums of many take several."""
+        count = -(-self.columns // _MAX_PRODUCT)
+        return [(i * (self.columns // count), self.columns // count) for i in range(count)]
+
+    @property
+    def exchanges_in_turns(self) -> bool:
+        """Whether what gate and up exchange takes the same memory more than once."""
+        return self.programs > 0 or len(self.pieces) > 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +164,7 @@ class Shapes:
 
     def fixed_bytes(self, tiling: Tiling) -> int:
         """Of shared memory: what gate and up exchange, rows rounded here, unpacked tiles."""
-        exchanged = 4 * ROWS * tiling.columns if self.is_gated else 0
+        exchanged = 4 * ROWS * tiling.pieces[0][1] if self.is_gated else 0
         if self.rounds_rows:
             groups = self.num_blocks // tiling.splits * self.num_parts
             exchanged += groups * (tiling.columns * INPUTS + 4 * scale_columns(tiling.columns))
@@ -176,10 +199,10 @@ def round_in_kernel(shapes: Shapes, dtype: DTypeLike, weight: Weight, tiling: Ti
       dtype: of x; it can take bf16.
       weight: one of the weights, whose inputs it takes in whole groups.
       tiling: how the call is cut. As each CTA of it rounds rows anew, those have to be few, and
-        they have to fit beside the stages.
+        they have to fit beside the stages. CTAs that go through tiles would wait for each one's.
     """
     rounding = dataclasses.replace(shapes, rounds_rows=True)
-    few = tiling.columns == shapes.core.min_columns
+    few = tiling.columns == shapes.core.min_columns and not tiling.programs
     few = few and rounding.fixed_bytes(tiling) <= _MAX_ROUNDED_BYTES
     takes = dtype == jnp.bfloat16 and weight.shape[-1] % INPUTS == 0 and not shapes.is_dense
     return rounding if few and takes else shapes

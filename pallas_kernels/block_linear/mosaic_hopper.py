@@ -7,6 +7,8 @@ Consumer g has a tile of 64 outputs, the left operand of a product whose right o
     [64, columns] = tile x^T, f32, per group of inputs
     sum += product * scale of the tile (FP8) or row (MXFP4) * scale of x
 
+More than 128 rows of x are several such products, one after the other, with sums of their own.
+
 With a gate and an up projection, consumer 0 has the gate's tile and consumer 1 the up's.
 
 Sums of the FP8 tensor core keep some 14 bits below their largest term, over 128 inputs.
@@ -15,6 +17,7 @@ Sums of the FP8 tensor core keep some 14 bits below their largest term, over 128
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,6 +31,7 @@ from pallas_kernels.block_linear.work import SwiGLU, Work
 from pallas_kernels.common.backend import interpreting
 from pallas_kernels.common.weights import ROWS
 from pallas_kernels.gpu import exchange, mosaic
+from pallas_kernels.gpu.store_pairs import store_pairs
 from pallas_kernels.gpu.store_transposed import store_transposed
 
 plgpu: Any = mosaic_gpu
@@ -37,97 +41,131 @@ _LAYOUT = plgpu.Layout.WGMMA
 def consume(work: Work, outputs: list[Any], swiglu: SwiGLU | None) -> None:
     """Multiplies stage after stage, and stores the sums."""
     s, tiling, scratch, group = work.shapes, work.tiling, work.scratch, work.group
-    columns = tiling.columns
 
-    def multiply(turn: jax.Array, b: int) -> list[jax.Array]:
-        """f32[64, columns] for each part of x, scaled by row."""
-        slot = lax.rem(turn, tiling.stages)
-        parts = [work.rows_of(turn, b, part) for part in range(s.num_parts)]
+    def rows_of(turn: jax.Array, b: int, part: int, piece: tuple[int, int]) -> Any:
+        rows = work.rows_of(turn, b, part)
+        return rows if len(tiling.pieces) == 1 else rows.at[pl.ds(*piece)]
+
+    def multiplier(turn: jax.Array, b: int) -> Callable[[tuple[int, int]], list[jax.Array]]:
+        """Makes f32[64, columns] of a piece for each part of x, scaled by row."""
+        slot, parts = work.slot_of(turn), range(s.num_parts)
         if not s.is_mxfp4:
             codes = work.codes_of(slot, group, b)
-            return [mosaic.multiply([(codes, x.transpose((1, 0)))]) for x in parts]
+            return lambda piece: [
+                mosaic.multiply([(codes, rows_of(turn, b, part, piece).transpose((1, 0)))])
+                for part in parts
+            ]
         operand, factor = work.unpack(slot, b)
-        factor = lax.broadcast_in_dim(factor, (ROWS, columns), [0])
-        return [mosaic.multiply_registers(operand, x) * factor for x in parts]
 
-    def add_scaled(turn: jax.Array, total: jax.Array, tile_scales: list[jax.Array]) -> jax.Array:
+        def multiply(piece: tuple[int, int]) -> list[jax.Array]:
+            factors = lax.broadcast_in_dim(factor, (ROWS, piece[1]), [0])
+            rows = [rows_of(turn, b, part, piece) for part in parts]
+            return [mosaic.multiply_registers(operand, x) * factors for x in rows]
+
+        return multiply
+
+    def add_scaled(
+        turn: jax.Array, totals: list[jax.Array], tile_scales: list[jax.Array]
+    ) -> list[jax.Array]:
         for b in range(tiling.blocks):
-            for part, product in enumerate(multiply(turn, b)):
-                scale = plgpu.load(
-                    work.row_scales(turn, b, part, 0, columns),
-                    layout=_LAYOUT.reduce(0),
-                    optimized=False,
-                )
-                if s.is_fp8:
-                    scale = scale * tile_scales[b]
-                total = total + product * lax.broadcast_in_dim(scale, product.shape, [1])
-        return total
+            multiply = multiplier(turn, b)
+            for number, piece in enumerate(tiling.pieces):
+                for part, product in enumerate(multiply(piece)):
+                    scale = plgpu.load(
+                        work.row_scales(turn, b, part, *piece),
+                        layout=_LAYOUT.reduce(0),
+                        optimized=False,
+                    )
+                    if s.is_fp8:
+                        scale = scale * tile_scales[b]
+                    scaled = product * lax.broadcast_in_dim(scale, product.shape, [1])
+                    totals[number] = totals[number] + scaled
+        return totals
 
-    def add_dense(turn: jax.Array, total: jax.Array) -> jax.Array:
-        slot = lax.rem(turn, tiling.stages)
-        pairs = [
-            (work.codes_of(slot, group, b), work.rows_of(turn, b, 0).transpose((1, 0)))
-            for b in range(tiling.blocks)
-        ]
-        return total + mosaic.multiply(pairs)
+    def add_dense(turn: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
+        slot = work.slot_of(turn)
+        for number, piece in enumerate(tiling.pieces):
+            pairs = [
+                (work.codes_of(slot, group, b), rows_of(turn, b, 0, piece).transpose((1, 0)))
+                for b in range(tiling.blocks)
+            ]
+            totals[number] = totals[number] + mosaic.multiply(pairs)
+        return totals
 
     def add_stage(
-        turn: jax.Array, carry: tuple[jax.Array, list[jax.Array]]
-    ) -> tuple[jax.Array, list[jax.Array]]:
-        total, tile_scales = carry
-        slot = lax.rem(turn, tiling.stages)
+        turn: jax.Array, carry: tuple[list[jax.Array], list[jax.Array]]
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        totals, tile_scales = carry
+        slot = work.slot_of(turn)
         plgpu.barrier_wait(scratch.ready.at[slot])
         next_scales = scales_of(turn + 1)
-        total = add_dense(turn, total) if s.is_dense else add_scaled(turn, total, tile_scales)
+        add = add_dense if s.is_dense else functools.partial(add_scaled, tile_scales=tile_scales)
+        totals = add(turn, list(totals))
         if interpreting():  # which wants loads fenced from later copies; a GPU's are done here
             plgpu.commit_smem()
         plgpu.barrier_arrive(scratch.free.at[slot])
-        return total, next_scales
+        return totals, next_scales
 
     def scales_of(turn: int | jax.Array) -> list[jax.Array]:
         if not s.is_fp8:
             return []
         return [work.scale_of_tile(group, work.block_of(turn, b)) for b in range(tiling.blocks)]
 
-    zeros = plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), _LAYOUT)
+    zeros = [
+        plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), _LAYOUT)
+        for _, width in tiling.pieces
+    ]
     first_scales = scales_of(0)
     work.await_rows()
-    total, _ = lax.fori_loop(0, work.turns, add_stage, (zeros, first_scales))
-
-    def store_tile(out_gmem: Any, values: jax.Array, tile: jax.Array) -> None:
-        store_transposed(
-            out_gmem.at[work.split],
-            values.astype(out_gmem.dtype),
-            first_row=work.target_row,
-            num_rows=work.num_rows,
-            first_column=tile * ROWS,
-            operand_order=s.is_mxfp4,
-        )
-
-    def store(values: jax.Array) -> None:
-        if len(outputs) == 1:
-            store_tile(outputs[0], values, work.tile_of(group))
-            return
-        for out_gmem, (owns, tile) in zip(outputs, work.tiles_of_weights(group), strict=True):
-            pl.when(owns)(functools.partial(store_tile, out_gmem, values, tile))
-
+    totals, _ = lax.fori_loop(0, work.turns, add_stage, (zeros, first_scales))
+    store = functools.partial(_store, work, outputs)
     if swiglu is None:
 
         @pl.when(work.place * CONSUMERS + group <= work.last_tile)
         def _():
-            store(total)
+            for (first, _), total in zip(tiling.pieces, totals, strict=True):
+                store(total, first)
 
         return
-    total = total.astype(swiglu.dtype).astype(jnp.float32)
+    totals = [total.astype(swiglu.dtype).astype(jnp.float32) for total in totals]
 
     @pl.when(group == 1)
     def _():
-        exchange.store(scratch.up_smem, jnp.clip(total, -swiglu.limit, swiglu.limit))
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(scratch.up_ready)
+        for total in totals:
+            exchange.store(scratch.up_smem, jnp.clip(total, -swiglu.limit, swiglu.limit))
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(scratch.up_ready)
+            if tiling.exchanges_in_turns:
+                plgpu.barrier_wait(scratch.up_read)
 
     @pl.when(group == 0)
     def _():
-        gate = work.activate(total, swiglu.limit, work.first, _LAYOUT)
-        plgpu.barrier_wait(scratch.up_ready)
-        store(gate * exchange.load(scratch.up_smem, total.shape))
+        for (first, _), total in zip(tiling.pieces, totals, strict=True):
+            row = work.first + first if first else work.first
+            gate = work.activate(total, swiglu.limit, row, _LAYOUT)
+            plgpu.barrier_wait(scratch.up_ready)
+            up = exchange.load(scratch.up_smem, total.shape)
+            if tiling.exchanges_in_turns:
+                plgpu.barrier_arrive(scratch.up_read)
+            store(gate * up, first)
+
+
+def _store(work: Work, outputs: list[Any], values: jax.Array, first: int) -> None:
+    """A consumer's outputs of some rows, the first of which is `first` of the tile's."""
+
+    def store_tile(out_gmem: Any, tile: jax.Array) -> None:
+        write = store_pairs if work.tiling.packs else store_transposed
+        write(
+            out_gmem.at[work.split],
+            values.astype(out_gmem.dtype),
+            first_row=work.target_row + first if first else work.target_row,
+            num_rows=work.num_rows - first if first else work.num_rows,
+            first_column=tile * ROWS,
+            operand_order=work.shapes.is_mxfp4,
+        )
+
+    if len(outputs) == 1:
+        store_tile(outputs[0], work.tile_of(work.group))
+        return
+    for out_gmem, (owns, tile) in zip(outputs, work.tiles_of_weights(work.group), strict=True):
+        pl.when(owns)(functools.partial(store_tile, out_gmem, tile))

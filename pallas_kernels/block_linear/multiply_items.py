@@ -14,7 +14,7 @@ Source: deepseek_v4.md sections 1.5 and 4.5.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -33,8 +33,10 @@ from pallas_kernels.block_linear.call_shapes import (
 )
 from pallas_kernels.block_linear.items import EvenItems, Items, PickedItems
 from pallas_kernels.block_linear.round_rows import RawRows
+from pallas_kernels.block_linear.tiles import Tile, Tiles
 from pallas_kernels.block_linear.triton_rows import Rows
 from pallas_kernels.block_linear.work import Operands, Scratch, SwiGLU, Work
+from pallas_kernels.common.backend import interpreting
 from pallas_kernels.common.weights import INPUTS, MXFP4, ROWS, BlockFP8, Weight
 from pallas_kernels.gpu import mosaic, unpack_mxfp4
 from pallas_kernels.gpu.store_transposed import store_transposed
@@ -64,6 +66,39 @@ def _kernel(work: Work, outputs: list[Any], swiglu: SwiGLU | None) -> None:
         pl.when((work.num_rows == 0) & (work.group < CONSUMERS))(
             functools.partial(_store_zeros, work, outputs[0])
         )
+
+
+def _kernel_of_tiles(
+    tiles: Tiles, work_of: Callable[..., Work], outputs: list[Any], swiglu: SwiGLU | None
+) -> None:
+    """A CTA that goes through tiles: the next ones are brought in while one is stored."""
+    group, tiling = lax.axis_index("warpgroup"), tiles.tiling
+    has_many_columns = tiling.columns > 64
+
+    @pl.when(group == CONSUMERS)
+    def _produce():
+        if has_many_columns:
+            plgpu.set_max_registers(REGISTERS[1], action="decrease")
+
+        def produce(tile: Tile, before: jax.Array) -> None:
+            pl.when(tile.num_rows > 0)(work_of(tile, before).produce)
+
+        turns = tiles.go_through(produce)
+        if tiling.sharers > 1 or interpreting():
+            work_of(tiles.numbered(jnp.int32(0)), turns).await_free(turns)
+
+    @pl.when(group < CONSUMERS)
+    def _consume():
+        if has_many_columns:
+            plgpu.set_max_registers(REGISTERS[0], action="increase")
+
+        def consume(tile: Tile, before: jax.Array) -> None:
+            work = work_of(tile, before)
+            pl.when(tile.num_rows > 0)(
+                functools.partial(mosaic_hopper.consume, work, outputs, swiglu)
+            )
+
+        tiles.go_through(consume)
 
 
 def _store_zeros(work: Work, out_gmem: Any) -> None:
@@ -100,16 +135,21 @@ def _scratch(shapes: Shapes, tiling: Tiling, *, exchanges: bool) -> Scratch:
     scales = plgpu.SMEM((*parts, scale_columns(columns)), jnp.float32)
     has_memory = shapes.core.has_memory
     rows_ready = plgpu.Barrier(num_arrivals=CONSUMERS, orders_tensor_core=has_memory)
+    free: Any = plgpu.Barrier
+    if tiling.sharers > 1:
+        free = functools.partial(plgpu.ClusterBarrier, collective_axes=("sharer",))
+    exchanged = ROWS * (columns if has_memory else tiling.pieces[0][1])
     scratch = Scratch(
         codes_smem=codes,
         words_smem=plgpu.SMEM((*per_stage, ROWS), jnp.int32) if shapes.is_mxfp4 else None,
         rows_smem=operand((*parts, columns, shapes.inputs)),
         scales_smem=None if shapes.is_dense else scales,
         ready=plgpu.Barrier(num_arrivals=copies, num_barriers=tiling.stages),
-        free=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tiling.stages),
-        up_smem=plgpu.SMEM((ROWS * columns,), jnp.float32) if exchanges else None,
+        free=free(num_arrivals=CONSUMERS, num_barriers=tiling.stages),
+        up_smem=plgpu.SMEM((exchanged,), jnp.float32) if exchanges else None,
         up_ready=plgpu.Barrier() if exchanges and not has_memory else None,
         rows_ready=rows_ready if shapes.rounds_rows else None,
+        up_read=plgpu.Barrier() if exchanges and tiling.exchanges_in_turns else None,
     )
     if not has_memory:
         return scratch
@@ -175,11 +215,23 @@ class Product(NamedTuple):
             share=self.share,
         )
 
-    def run(self, inputs: Operands, outputs: list[Any], scratch: Scratch, item: jax.Array) -> None:
-        """One CTA's part, as one of its warpgroups."""
-        even = self.items if isinstance(self.items, EvenItems) else None
-        work = Work.find(inputs, scratch, self.shapes, self.tiling, even, item)
-        _kernel(work, outputs, self.swiglu)
+    def tiles(self, inputs: Operands | None = None) -> Tiles:
+        """Its tiles, in the kernel those of the arrays there."""
+        items = self.items
+        if inputs is not None and inputs.items is not None:
+            items = inputs.items
+        return Tiles(items, self.shapes, self.tiling)
+
+    def run(
+        self, inputs: Operands, outputs: list[Any], scratch: Scratch, item: jax.Array | None
+    ) -> None:
+        """One CTA's part, as one of its warpgroups; without an item it goes through tiles."""
+        work_of = functools.partial(Work.of, inputs, scratch, self.shapes, self.tiling)
+        tiles = self.tiles(inputs)
+        if item is None:
+            _kernel_of_tiles(tiles, work_of, outputs, self.swiglu)
+        else:
+            _kernel(work_of(tiles.own(item)), outputs, self.swiglu)
 
     def scratch(self) -> Scratch:
         """What a CTA has to itself."""
@@ -208,12 +260,19 @@ def multiply_items(
     widths = [weight.shape[-2] for weight in first.weights]
     widths = widths if apart else widths[:1] if first.swiglu else [sum(widths)]
 
+    tiling = first.tiling
+    assert not tiling.programs or (len(products) == 1 and not first.shapes.core.has_memory)
+    assert tiling.sharers == 1 or tiling.programs, "CTAs of a cluster go through tiles"
+    uneven = first.shapes.is_gated and first.shapes.num_ctas % tiling.sharers
+    assert not uneven, "a cluster's CTAs have a gate's outputs each"
+
     def product_kernel(inputs: list[Operands], *refs: Any) -> None:
-        item = lax.axis_index("item")
         if len(products) == 1:
             *outputs, scratch = refs
+            item = None if tiling.programs else lax.axis_index("item")
             first.run(inputs[0], outputs, scratch, item)
             return
+        item = lax.axis_index("item")
         for product, operands in zip(products, inputs, strict=True):
             run = functools.partial(product.run, operands, list(refs), item=item)
             scoped = functools.partial(
@@ -223,12 +282,19 @@ def multiply_items(
             item = item - product.num_items
 
     product_kernel.__name__ = "_".join(["multiply", *(product.name for product in products)])
-    splits = first.tiling.splits
+    splits = tiling.splits
+    grid = {
+        "grid": (splits, sum(product.num_items for product in products), first.shapes.num_ctas),
+        "grid_names": ("split", "item", "out"),
+    }
+    if tiling.programs:
+        grid = {"grid": (first.tiles().programs,), "grid_names": ("program",)}
+    if tiling.sharers > 1:
+        grid |= {"cluster": (tiling.sharers,), "cluster_names": ("sharer",)}
     results = plgpu.kernel(
         product_kernel,
         out_type=[jax.ShapeDtypeStruct((splits, num_rows, n), dtype) for n in widths],
-        grid=(splits, sum(product.num_items for product in products), first.shapes.num_ctas),
-        grid_names=("split", "item", "out"),
+        **grid,
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         scratch_types=[first.scratch()] if len(products) == 1 else [],

@@ -23,8 +23,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from pallas_kernels.block_linear.call_shapes import CONSUMERS, Shapes, Tiling, scale_columns
-from pallas_kernels.block_linear.items import EvenItems, Items, PickedItems
+from pallas_kernels.block_linear.items import Items, PickedItems
 from pallas_kernels.block_linear.round_rows import RawRows, round_rows
+from pallas_kernels.block_linear.tiles import Tile
 from pallas_kernels.block_linear.triton_rows import Rows
 from pallas_kernels.common.backend import interpreting
 from pallas_kernels.common.weights import INPUTS, ROWS
@@ -56,7 +57,8 @@ class Operands(NamedTuple):
 class Scratch(NamedTuple):
     """Stages in shared memory, their barriers, and what gate and up exchange.
 
-    Rows that are rounded here are all there before the first stage, and `rows_ready` is theirs. The
+    Rows that are rounded here are all there before the first stage, and `rows_ready` is theirs.
+    `up_read` is there where what gate and up exchange takes the same memory more than once. The
     last six are Blackwell's; the first two of those are MXFP4's.
     """
 
@@ -69,6 +71,7 @@ class Scratch(NamedTuple):
     up_smem: Any
     up_ready: Any
     rows_ready: Any = None
+    up_read: Any = None
     unpacked_smem: Any = None
     factors_smem: Any = None
     unpacked: Any = None
@@ -105,6 +108,7 @@ class Work:
       first: i32[], first row of x.
       target_row: i32[], row of the result that it becomes.
       num_rows: i32[], rows; 0 where there is nothing to do.
+      turns_before: i32[], stages of the tiles that the CTA has gone through; None where it has one.
     """
 
     inputs: Operands
@@ -118,41 +122,38 @@ class Work:
     first: jax.Array
     target_row: jax.Array
     num_rows: jax.Array
+    turns_before: jax.Array | None = None
 
     @classmethod
-    def find(
+    def of(
         cls,
         inputs: Operands,
         scratch: Scratch,
         shapes: Shapes,
         tiling: Tiling,
-        even: EvenItems | None,
-        item: jax.Array,
+        tile: Tile,
+        turns_before: jax.Array | None = None,
     ) -> Work:
-        """That of this warpgroup for an item; `even` are the items where they are no arrays."""
-        split, place = (lax.axis_index(name) for name in ("split", "out"))
-        group = lax.axis_index("warpgroup")
-        items = even or inputs.items
-        assert items is not None
-        weight, first, target_row, num_rows = items.of(item, tiling.columns)
+        """That of this warpgroup for a tile."""
         return cls(
             inputs=inputs,
             scratch=scratch,
             shapes=shapes,
             tiling=tiling,
-            group=group,
-            split=split,
-            place=place,
-            weight=weight,
-            first=first,
-            target_row=target_row,
-            num_rows=num_rows,
+            group=lax.axis_index("warpgroup"),
+            **tile._asdict(),
+            turns_before=turns_before,
         )
 
     @property
     def turns(self) -> int:
         """Stages that pass through shared memory."""
         return self.shapes.num_blocks // (self.tiling.blocks * self.tiling.splits)
+
+    def slot_of(self, turn: jax.Array) -> jax.Array:
+        """The stage in shared memory that a turn takes."""
+        turn = turn if self.turns_before is None else self.turns_before + turn
+        return lax.rem(turn, self.tiling.stages)
 
     def block_of(self, turn: int | jax.Array, b: int = 0) -> jax.Array:
         """Number of a stage's group of inputs."""
@@ -194,14 +195,14 @@ class Work:
         """A part of x in shared memory, e4m3 or bf16[columns, inputs]."""
         if self.shapes.rounds_rows:
             return self.scratch.rows_smem.at[turn * self.tiling.blocks + b, part]
-        return self.scratch.rows_smem.at[lax.rem(turn, self.tiling.stages), part, b]
+        return self.scratch.rows_smem.at[self.slot_of(turn), part, b]
 
     def row_scales(self, turn: jax.Array, b: int, part: int, first: Any, count: int) -> Any:
         """Scales of some rows of a part of x, in shared memory."""
         run = pl.ds(first, count)
         if self.shapes.rounds_rows:
             return self.scratch.scales_smem.at[turn * self.tiling.blocks + b, part, run]
-        return self.scratch.scales_smem.at[lax.rem(turn, self.tiling.stages), part, b, run]
+        return self.scratch.scales_smem.at[self.slot_of(turn), part, b, run]
 
     def await_rows(self) -> None:
         """Rounds the rows of x where the kernel does that, and waits until all are there."""
@@ -230,10 +231,13 @@ class Work:
                 source = codes.at[self.weight, pl.ds(tile * ROWS, ROWS), inner]
                 plgpu.copy_gmem_to_smem(source, self.codes_of(slot, consumer, b), ready)
 
-        def fetch(turn: jax.Array, _: None) -> None:
-            slot = lax.rem(turn, tiling.stages)
+        together = "sharer" if tiling.sharers > 1 and not interpreting() else None
 
-            @pl.when(turn >= tiling.stages)
+        def fetch(turn: jax.Array, _: None) -> None:
+            slot = self.slot_of(turn)
+            turns = turn if self.turns_before is None else self.turns_before + turn
+
+            @pl.when(turns >= tiling.stages)
             def _():
                 plgpu.barrier_wait(scratch.free.at[slot])
 
@@ -253,7 +257,7 @@ class Work:
                     inner = pl.ds((block + b) * s.inputs, s.inputs)
                     source = inputs.rows.codes.at[part, pl.ds(self.first, tiling.columns), inner]
                     target = scratch.rows_smem.at[slot, part, b]
-                    plgpu.copy_gmem_to_smem(source, target, ready)
+                    plgpu.copy_gmem_to_smem(source, target, ready, collective_axes=together)
                 if inputs.rows.scale is None:
                     continue
                 width = pl.ds(self.first, scale_columns(tiling.columns))
@@ -261,9 +265,22 @@ class Work:
                 plgpu.copy_gmem_to_smem(source, scratch.scales_smem.at[slot, part], ready)
 
         lax.fori_loop(0, self.turns, fetch, None)
-        if interpreting():  # which, in jax 0.11, wants every completion of a barrier seen
-            for slot in range(min(tiling.stages, self.turns)):
-                plgpu.barrier_wait(scratch.free.at[slot])
+        if self.turns_before is None and interpreting():
+            self.await_free(self.turns)
+
+    def await_free(self, turns: int | jax.Array) -> None:
+        """Waits, as the producer, until what so many turns brought in was read.
+
+        The interpreter, in jax 0.11, wants every completion of a barrier seen; and the memory of a
+        CTA must be there until its cluster's others have arrived at its barriers.
+        """
+        for slot in range(self.tiling.stages):
+            wait = functools.partial(plgpu.barrier_wait, self.scratch.free.at[slot])
+            if isinstance(turns, int):
+                if slot < turns:
+                    wait()
+            else:
+                pl.when(slot < turns)(wait)
 
     def scale_of_tile(self, consumer: int | jax.Array, block: jax.Array) -> jax.Array:
         """f32[]: block FP8's, of 128 outputs; to be asked for a turn ahead."""

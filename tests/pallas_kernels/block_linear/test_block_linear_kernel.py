@@ -97,6 +97,43 @@ def test_any_tiling_gives_the_products_of_every_group(lane, kind, tiling):
     close(lane, run(x, weight, tiling), reference_product(x, weight))
 
 
+PROGRAM_TILINGS = [
+    Tiling(16, 2, 2, programs=1, band=2),
+    Tiling(16, 1, 3, splits=2, programs=1, band=3, packs=True),
+    Tiling(16, 1, 2, programs=1, band=2, sharers=2, packs=True),
+]
+PROGRAM_CASES = [
+    (kind, (2, 320, 512), 37, tiling, few)
+    for kind, tiling in itertools.product(QUANTIZE, PROGRAM_TILINGS)
+    for few in (1, 132)
+] + [
+    (kind, (1, 128, 256), 270, tiling, 2)
+    for kind, tiling in itertools.product(
+        QUANTIZE, [Tiling(256, 1, 2), Tiling(224, 1, 2, programs=1, sharers=2)]
+    )
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "rows", "tiling", "num_sms"),
+    slow.all_but([PROGRAM_CASES[0], PROGRAM_CASES[10], PROGRAM_CASES[-3]], PROGRAM_CASES),
+    ids=str,
+)
+def test_ctas_may_go_through_tiles_of_many_rows(kind, shape, rows, tiling, num_sms):
+    """Alone, or some beside each other and with some that have none; the last tile is not full."""
+    weight = make(kind, shape)
+    x = jax.random.normal(jax.random.key(1), (shape[0], rows, shape[2])).astype(jnp.bfloat16)
+    core = with_sms(num_sms * tiling.sharers)
+    with gpu_interpreter():
+        found = run(x, weight, tiling, core)
+    close("interpreter", found, reference_product(x, weight))
+
+
+def with_sms(num_sms):
+    device = dataclasses.replace(call_shapes.HOPPER.device, num_sms=num_sms)
+    return dataclasses.replace(call_shapes.HOPPER, device=device)
+
+
 BLACKWELL_CASES = [
     ("mxfp4", "bfloat16", (2, 200, 384), Tiling(16, 1, 2)),
     ("mxfp4", "fp8", (2, 40, 512), Tiling(16, 2, 2, splits=2)),

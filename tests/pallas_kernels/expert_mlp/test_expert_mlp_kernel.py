@@ -175,6 +175,35 @@ def test_tiles_of_an_expert_share_its_rows(lane):
     np.testing.assert_array_equal(run(*arguments, tilings=small), run(*arguments, tilings=large))
 
 
+PROGRAMS = [
+    (Tiling(8, 1, 2, programs=1, packs=True),) * 2,
+    (Tiling(8, 1, 2, programs=1, sharers=2), Tiling(8, 1, 2, programs=1, band=3)),
+]
+
+
+@pytest.mark.parametrize("which", slow.all_but([1], [0, 1]))
+@pytest.mark.parametrize("name", slow.all_but(["none"], ["none", "random", "one expert"]))
+def test_ctas_may_go_through_the_tiles_of_experts(name, which):
+    """Gate and up exchange in turns; results have the bits that a CTA for each tile gives."""
+    arguments, tilings = (rows(20), *routing(name, 20), *make()), PROGRAMS[which]
+    few = dataclasses.replace(call_shapes.HOPPER.device, num_sms=4)
+    core = dataclasses.replace(call_shapes.HOPPER, device=few)
+    with gpu_interpreter():
+        found = run(*arguments, tilings=tilings, core=core)
+        alone = run(*arguments, tilings=(Tiling(16, 1, 3),) * 2)
+    np.testing.assert_array_equal(found, alone)
+
+
+@pytest.mark.slow
+def test_more_rows_than_a_product_has_are_several():
+    arguments = (rows(140), *routing("one expert", 140), *make())
+    tilings = (Tiling(144, 1, 2), Tiling(144, 1, 2, programs=1))
+    with gpu_interpreter():
+        found = run(*arguments, tilings=tilings)
+        alone = run(*arguments, tilings=(Tiling(16, 1, 2),) * 2)
+    np.testing.assert_array_equal(found, alone)
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "expected"), [(1, 1), (8, 8), (32, 8), (256, 12), (2048, 96)]
 )

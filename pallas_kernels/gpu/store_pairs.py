@@ -1,0 +1,105 @@
+"""A product's columns as rows of device memory, two outputs at a time where they have 16 bits.
+
+As `store_transposed`, with fewer instructions: a warp transposes each 8 x 8 results by `movmatrix`,
+so that a lane holds two neighbouring outputs of one row, and a lane's addresses are one base and
+constants.
+
+Source: PTX ISA 9.0, movmatrix, and section 9.7.15.5.2, accumulators of wgmma.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.experimental.mosaic.gpu as mgpu
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from pallas_kernels.common.backend import interpreting
+from pallas_kernels.gpu.store_transposed import store_transposed
+
+Ref = Any
+plgpu: Any = mosaic_gpu
+_SCALAR = plgpu.Layout.WG_SPLAT(())
+_HEIGHT = 64
+
+
+def store_pairs(
+    target: Ref,
+    values: jax.Array,
+    *,
+    first_row: jax.Array,
+    num_rows: jax.Array,
+    first_column: jax.Array,
+    operand_order: bool,
+) -> None:
+    """See `store_transposed`; of [64, N] in `WGMMA` layout, and any `num_rows`, also negative.
+
+    A target whose width is no multiple of 64 is left to `store_transposed`.
+    """
+    if interpreting() or target.shape[1] % _HEIGHT:
+        store_transposed(
+            target,
+            values,
+            first_row=first_row,
+            num_rows=num_rows,
+            first_column=first_column,
+            operand_order=operand_order,
+        )
+        return
+    size, width = values.dtype.itemsize, target.shape[1]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, _SCALAR, _SCALAR, _SCALAR))
+    def write(_, target, values, first_row, num_rows, first_column):
+        i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+        byte = ir.IntegerType.get_signless(8)
+        first_row, num_rows, first_column = (
+            number.registers.flat[0] for number in (first_row, num_rows, first_column)
+        )
+        thread = arith.remui(mgpu.utils.thread_idx(), mgpu.c(128, i32))
+        warp = arith.divui(thread, mgpu.c(32, i32))
+        lane = arith.remui(thread, mgpu.c(32, i32))
+        eighth = arith.divui(lane, mgpu.c(4, i32))
+        pair = arith.muli(arith.remui(lane, mgpu.c(4, i32)), mgpu.c(2, i32))
+        row, column = (eighth, pair) if size == 2 else (pair, eighth)
+        of_warp, of_half = (8, 32) if operand_order else (16, 8)
+        column = arith.addi(column, arith.muli(warp, mgpu.c(of_warp, i32)))
+        left = arith.subi(num_rows, row)
+        offset = arith.muli(arith.extsi(i64, arith.addi(first_row, row)), mgpu.c(width, i64))
+        offset = arith.addi(offset, arith.extsi(i64, arith.addi(first_column, column)))
+        offset = arith.muli(offset, mgpu.c(size, i64))
+        base = llvm.addrspacecast(llvm.PointerType.get(1), mgpu.utils.memref_ptr(target))
+        base = mgpu.utils.getelementptr(base, [offset], byte)
+        registers = values.registers.reshape(-1, 2)
+        for eight, half in np.ndindex(registers.shape):
+            words = _words(registers[eight, half], size)
+            for i, word in enumerate(words):
+                n = 8 * eight + i
+                place = (n * width + of_half * half) * size
+                present = arith.cmpi(arith.CmpIPredicate.sgt, left, mgpu.c(n, i32))
+                _store_word(mgpu.utils.getelementptr(base, [place], byte), word, present)
+
+    write(target, values, first_row, num_rows, first_column)
+
+
+def _words(register: ir.Value, size: int) -> list[ir.Value]:
+    """A lane's 32-bit words of an 8 x 8 tile: of 16 bits two outputs of a row, else one of each."""
+    i32 = ir.IntegerType.get_signless(32)
+    if size == 4:
+        return [mgpu.utils.bitcast(vector.extract(register, [], [i]), i32) for i in range(2)]
+    word = mgpu.utils.bitcast(register, i32)
+    asm = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
+    return [llvm.inline_asm(i32, [word], asm, "=r,r", has_side_effects=True)]
+
+
+def _store_word(address: ir.Value, word: ir.Value, present: ir.Value) -> None:
+    asm = """{
+      .reg .pred present;
+      setp.ne.b32 present, $2, 0;
+      @present st.global.b32 [$0], $1;
+    }"""
+    operands = [address, word, arith.extui(ir.IntegerType.get_signless(32), present)]
+    llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, asm, "l,r,r", has_side_effects=True)

@@ -1,0 +1,210 @@
+"""Shapes of products and ways to cut them, for `tune_block_linear`."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import bench_block_linear, bench_expert_mlp
+from dsv4_jax.bench import loops
+from pallas_kernels.block_linear import call_shapes, mosaic_gpu
+from pallas_kernels.block_linear.call_shapes import Tiling
+from pallas_kernels.expert_mlp import mosaic_gpu as experts
+from pallas_kernels.expert_mlp.arguments import Arguments
+from pallas_kernels.gpu.devices import H200
+
+SPARE_BYTES = 4096
+MOST_STAGES = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One way to cut the calls of a shape.
+
+    Attributes:
+      shape: name of the shape.
+      name: how it is cut.
+      function: function(*inputs) -> result.
+      make: () -> inputs of several calls.
+      flops: of a call.
+      rounds: times that a loop goes through the inputs.
+    """
+
+    shape: str
+    name: str
+    function: Callable
+    make: Callable
+    flops: float
+    rounds: int
+
+
+def candidates(names=()):
+    """All of them, those of a shape together; of shapes whose name contains one of the names."""
+    found = [
+        *(c for name in MATRICES for c in products(name, 8192, MANY_ROWS)),
+        *(c for name in MATRICES for c in products(name, 256, ways_of_256(name))),
+        *(c for name in MATRICES for c in products(name, 64, ways_of_64(name))),
+        *mixtures(8192, MANY_TOKENS),
+        *mixtures(256, FEW_TOKENS),
+    ]
+    return [c for c in found if not names or any(name in c.shape for name in names)]
+
+
+MATRICES = ("Flash queries", "Flash wo_b", "Pro wo_b")
+"""Of `bench_block_linear`."""
+TODAY = None
+
+
+def cut(columns, blocks=1, stages=0, **options):
+    """A tiling; without stages it has as many as fit beside each other."""
+    return Tiling(columns, blocks, stages, **options)
+
+
+GOES = {"programs": 1, "packs": True}
+SHARES = GOES | {"sharers": 2}
+MANY_ROWS = [
+    TODAY,
+    cut(128, packs=True),
+    cut(256),
+    cut(128, band=8, **GOES),
+    cut(256, band=8, **GOES),
+    cut(128, band=16, **SHARES),
+    cut(192, band=8, **SHARES),
+    cut(256, band=8, **SHARES),
+    cut(256, band=16, **SHARES),
+]
+
+
+def ways_of_256(name):
+    """With as many splits as make some 128 tiles."""
+    splits = {"Flash queries": (1, 1), "Flash wo_b": (2, 4), "Pro wo_b": (1, 2)}[name]
+    return [
+        TODAY,
+        cut(128, splits=splits[0], packs=True),
+        cut(128, splits=splits[0], band=2, **GOES),
+        cut(128, splits=splits[0], band=2, **SHARES),
+        cut(256, splits=splits[1], **GOES),
+        cut(256, splits=splits[1], **SHARES),
+    ]
+
+
+def ways_of_64(name):
+    """A tile of 64 rows has no room for a second one on its SM: registers, not shared memory."""
+    splits = {"Flash queries": 1, "Flash wo_b": 4, "Pro wo_b": 2}[name]
+    return [
+        TODAY,
+        cut(64, 2, splits=splits),
+        cut(64, 2, splits=splits, packs=True),
+        cut(64, 1, splits=splits, packs=True),
+        cut(64, 2, splits=splits, **GOES),
+        cut(64, 1, splits=splits, **GOES),
+    ]
+
+
+MANY_TOKENS = [
+    TODAY,
+    cut(128, packs=True),
+    cut(128, **GOES),
+    cut(224, **GOES),
+    cut(128, **SHARES),
+    cut(192, **SHARES),
+    cut(224, **SHARES),
+    cut(256, **SHARES),
+]
+FEW_TOKENS = [
+    TODAY,
+    cut(16, 2, 5, packs=True),
+    cut(16, 2, 5, packs=True, programs=2),
+    cut(16, 2, **GOES),
+    cut(8, 2, 5, packs=True, programs=2),
+    cut(8, 2, **GOES),
+]
+
+
+def products(matrix, rows, tilings):
+    """Candidates of one matrix."""
+    groups, out, into, _ = bench_block_linear.MATRICES[matrix]
+    flops = 2 * groups * rows * out * into
+
+    def make():
+        count = None if rows < 1024 else 1
+        return bench_block_linear.inputs(matrix, rows)[:count]
+
+    [(_, weight), *rest] = jax.eval_shape(make)
+    shapes = call_shapes.shapes_of(weight, core=call_shapes.HOPPER)
+    rounds = loops.enough_rounds(flops / 1.6e9, 1 + len(rest), least=4)
+    return [
+        Candidate(
+            f"{matrix}, {rows} rows",
+            name_of(way),
+            functools.partial(multiply, tiling=filled(way, shapes)),
+            make,
+            flops,
+            rounds,
+        )
+        for way in tilings
+    ]
+
+
+def multiply(x, weight, tiling):
+    [product] = mosaic_gpu.block_linear(x, [weight], dtype=jnp.bfloat16, tiling=tiling)
+    return product
+
+
+def mixtures(tokens, tilings):
+    """Candidates of Flash's experts, picked uniformly."""
+    count = 1 if tokens > 1024 else bench_expert_mlp.NUM_INPUTS
+
+    def drawn():
+        return [bench_expert_mlp.routing("Flash", tokens, "uniform", s) for s in range(count)]
+
+    def make():
+        return bench_expert_mlp.inputs("Flash", tokens, drawn())
+
+    _, dim, width = bench_expert_mlp.MODELS["Flash"]
+    flops = 2 * tokens * bench_expert_mlp.PICKS * 3 * dim * width
+    w1, w3, w2 = jax.eval_shape(make)[0][3:]
+    gate = call_shapes.shapes_of(w1, w3, is_gated=True, core=call_shapes.HOPPER)
+    down = call_shapes.shapes_of(w2, core=call_shapes.HOPPER)
+    return [
+        Candidate(
+            f"Flash experts, {tokens} tokens",
+            name_of(way),
+            functools.partial(
+                mix, tilings=None if way is TODAY else (filled(way, gate), filled(way, down))
+            ),
+            make,
+            flops,
+            4,
+        )
+        for way in tilings
+    ]
+
+
+def mix(x, ids, share, w1, w3, w2, tilings):
+    arguments = Arguments(x, ids, share, w1, w3, w2, bench_expert_mlp.LIMIT)
+    return experts.expert_mlp(arguments, tilings=tilings)[0]
+
+
+def filled(tiling, shapes):
+    """With as many stages as shared memory holds, where none are given."""
+    if tiling is TODAY or tiling.stages:
+        return tiling
+    room = H200.shared_memory_bytes - SPARE_BYTES - shapes.fixed_bytes(tiling)
+    turns = shapes.num_blocks // (tiling.blocks * tiling.splits)
+    most = MOST_STAGES if tiling.programs else min(turns, MOST_STAGES)
+    return dataclasses.replace(tiling, stages=min(room // shapes.stage_bytes(tiling), most))
+
+
+def name_of(tiling):
+    """The fields that are not as usual."""
+    if tiling is TODAY:
+        return "today"
+    usual = Tiling(0, 1, 0)
+    return ", ".join(
+        f"{field.name} {getattr(tiling, field.name)}"
+        for field in dataclasses.fields(tiling)
+        if getattr(tiling, field.name) != getattr(usual, field.name)
+    )
