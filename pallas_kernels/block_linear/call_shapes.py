@@ -72,6 +72,7 @@ class Tiling:
       sharers: CTAs of neighbouring outputs, a cluster, that bring in rows of x for each other; of
         CTAs that go through tiles.
       packs: whether results are stored two outputs at a time, where they have 16 bits.
+      in_turns: whether consumers begin their products in turns; see `gpu/product_turns`.
     """
 
     columns: int
@@ -82,6 +83,7 @@ class Tiling:
     band: int = 1
     sharers: int = 1
     packs: bool = False
+    in_turns: bool = False
 
     @property
     def pieces(self) -> list[tuple[int, int]]:

@@ -30,7 +30,7 @@ from pallas_kernels.block_linear.call_shapes import CONSUMERS
 from pallas_kernels.block_linear.work import SwiGLU, Work
 from pallas_kernels.common.backend import interpreting
 from pallas_kernels.common.weights import ROWS
-from pallas_kernels.gpu import exchange, mosaic
+from pallas_kernels.gpu import exchange, mosaic, product_turns
 from pallas_kernels.gpu.store_pairs import store_pairs
 from pallas_kernels.gpu.store_transposed import store_transposed
 
@@ -41,43 +41,52 @@ _LAYOUT = plgpu.Layout.WGMMA
 def consume(work: Work, outputs: list[Any], swiglu: SwiGLU | None) -> None:
     """Multiplies stage after stage, and stores the sums."""
     s, tiling, scratch, group = work.shapes, work.tiling, work.scratch, work.group
+    has_room = len(tiling.pieces) == 1  # in registers, for scales that wait for their product
 
     def rows_of(turn: jax.Array, b: int, part: int, piece: tuple[int, int]) -> Any:
         rows = work.rows_of(turn, b, part)
         return rows if len(tiling.pieces) == 1 else rows.at[pl.ds(*piece)]
 
-    def multiplier(turn: jax.Array, b: int) -> Callable[[tuple[int, int]], list[jax.Array]]:
-        """Makes f32[64, columns] of a piece for each part of x, scaled by row."""
-        slot, parts = work.slot_of(turn), range(s.num_parts)
+    def multiplier(turn: jax.Array, b: int) -> Callable[..., jax.Array]:
+        """Makes f32[64, columns] of a piece and a part of x, scaled by row."""
+        slot = work.slot_of(turn)
+        last = tiling.blocks - 1, len(tiling.pieces) - 1, s.num_parts - 1
+
+        def product(left: Any, number: int, part: int) -> jax.Array:
+            x = rows_of(turn, b, part, tiling.pieces[number])
+            if tiling.in_turns:
+                is_last = (turn == work.turns - 1) & ((b, number, part) == last)
+                return product_turns.multiply(left, x, group, is_last)
+            if s.is_mxfp4:
+                return mosaic.multiply_registers(left, x)
+            return mosaic.multiply([(left, x.transpose((1, 0)))])
+
         if not s.is_mxfp4:
-            codes = work.codes_of(slot, group, b)
-            return lambda piece: [
-                mosaic.multiply([(codes, rows_of(turn, b, part, piece).transpose((1, 0)))])
-                for part in parts
-            ]
+            return functools.partial(product, work.codes_of(slot, group, b))
         operand, factor = work.unpack(slot, b)
 
-        def multiply(piece: tuple[int, int]) -> list[jax.Array]:
-            factors = lax.broadcast_in_dim(factor, (ROWS, piece[1]), [0])
-            rows = [rows_of(turn, b, part, piece) for part in parts]
-            return [mosaic.multiply_registers(operand, x) * factors for x in rows]
+        def scaled_product(number: int, part: int) -> jax.Array:
+            found = product(operand, number, part)
+            return found * lax.broadcast_in_dim(factor, found.shape, [0])
 
-        return multiply
+        return scaled_product
 
     def add_scaled(
         turn: jax.Array, totals: list[jax.Array], tile_scales: list[jax.Array]
     ) -> list[jax.Array]:
+        def scale_of(b: int, part: int, piece: tuple[int, int]) -> jax.Array:
+            scale = plgpu.load(
+                work.row_scales(turn, b, part, *piece), layout=_LAYOUT.reduce(0), optimized=False
+            )
+            return scale * tile_scales[b] if s.is_fp8 else scale
+
         for b in range(tiling.blocks):
             multiply = multiplier(turn, b)
             for number, piece in enumerate(tiling.pieces):
-                for part, product in enumerate(multiply(piece)):
-                    scale = plgpu.load(
-                        work.row_scales(turn, b, part, *piece),
-                        layout=_LAYOUT.reduce(0),
-                        optimized=False,
-                    )
-                    if s.is_fp8:
-                        scale = scale * tile_scales[b]
+                for part in range(s.num_parts):
+                    early = scale_of(b, part, piece) if has_room else None
+                    product = multiply(number, part)
+                    scale = scale_of(b, part, piece) if early is None else early
                     scaled = product * lax.broadcast_in_dim(scale, product.shape, [1])
                     totals[number] = totals[number] + scaled
         return totals
@@ -117,6 +126,8 @@ def consume(work: Work, outputs: list[Any], swiglu: SwiGLU | None) -> None:
     ]
     first_scales = scales_of(0)
     work.await_rows()
+    if tiling.in_turns:
+        product_turns.begin(group)
     totals, _ = lax.fori_loop(0, work.turns, add_stage, (zeros, first_scales))
     store = functools.partial(_store, work, outputs)
     if swiglu is None:

@@ -153,7 +153,7 @@ class Work:
     def slot_of(self, turn: jax.Array) -> jax.Array:
         """The stage in shared memory that a turn takes."""
         turn = turn if self.turns_before is None else self.turns_before + turn
-        return lax.rem(turn, self.tiling.stages)
+        return mosaic.quotient_and_remainder(turn, self.tiling.stages)[1]
 
     def block_of(self, turn: int | jax.Array, b: int = 0) -> jax.Array:
         """Number of a stage's group of inputs."""

@@ -63,17 +63,18 @@ def cut(columns, blocks=1, stages=0, **options):
 
 
 GOES = {"programs": 1, "packs": True}
-SHARES = GOES | {"sharers": 2}
+TURNS = {"in_turns": True}
 MANY_ROWS = [
     TODAY,
-    cut(128, packs=True),
-    cut(256),
-    cut(128, band=8, **GOES),
-    cut(256, band=8, **GOES),
-    cut(128, band=16, **SHARES),
-    cut(192, band=8, **SHARES),
-    cut(256, band=8, **SHARES),
-    cut(256, band=16, **SHARES),
+    cut(128, 1, 4),
+    cut(128, 1, 4, packs=True, **TURNS),
+    cut(128, 1, 4, band=8, **GOES),
+    cut(128, 1, 4, band=8, **GOES, **TURNS),
+    cut(128, band=8, **GOES, **TURNS),
+    cut(128, 1, 4, band=16, **GOES, **TURNS),
+    cut(256, 1, 4, **TURNS),
+    cut(256, 1, 4, band=8, **GOES, **TURNS),
+    cut(256, 1, 4, band=8, programs=1, **TURNS),
 ]
 
 
@@ -82,11 +83,10 @@ def ways_of_256(name):
     splits = {"Flash queries": (1, 1), "Flash wo_b": (2, 4), "Pro wo_b": (1, 2)}[name]
     return [
         TODAY,
-        cut(128, splits=splits[0], packs=True),
-        cut(128, splits=splits[0], band=2, **GOES),
-        cut(128, splits=splits[0], band=2, **SHARES),
-        cut(256, splits=splits[1], **GOES),
-        cut(256, splits=splits[1], **SHARES),
+        cut(128, 1, 4, splits=splits[0], packs=True),
+        cut(128, 1, 4, splits=splits[0], packs=True, **TURNS),
+        cut(128, 1, 4, splits=splits[0], band=2, **GOES, **TURNS),
+        cut(256, 1, 4, splits=splits[1], **GOES, **TURNS),
     ]
 
 
@@ -95,32 +95,22 @@ def ways_of_64(name):
     splits = {"Flash queries": 1, "Flash wo_b": 4, "Pro wo_b": 2}[name]
     return [
         TODAY,
-        cut(64, 2, splits=splits),
         cut(64, 2, splits=splits, packs=True),
-        cut(64, 1, splits=splits, packs=True),
-        cut(64, 2, splits=splits, **GOES),
-        cut(64, 1, splits=splits, **GOES),
+        cut(64, 2, splits=splits, packs=True, **TURNS),
+        cut(64, 2, 4, splits=splits, **GOES, **TURNS),
     ]
 
 
 MANY_TOKENS = [
     TODAY,
-    cut(128, packs=True),
-    cut(128, **GOES),
+    cut(128, 1, 4, **GOES, **TURNS),
+    cut(192, **GOES),
+    cut(192, **GOES, **TURNS),
     cut(224, **GOES),
-    cut(128, **SHARES),
-    cut(192, **SHARES),
-    cut(224, **SHARES),
-    cut(256, **SHARES),
+    cut(224, **GOES, **TURNS),
+    cut(256, **GOES, **TURNS),
 ]
-FEW_TOKENS = [
-    TODAY,
-    cut(16, 2, 5, packs=True),
-    cut(16, 2, 5, packs=True, programs=2),
-    cut(16, 2, **GOES),
-    cut(8, 2, 5, packs=True, programs=2),
-    cut(8, 2, **GOES),
-]
+FEW_TOKENS = [TODAY, cut(16, 2, 4, packs=True), cut(16, 4, 3, packs=True), cut(16, 1, 8)]
 
 
 def products(matrix, rows, tilings):
