@@ -4,8 +4,9 @@
     XLA_FLAGS=--xla_force_host_platform_device_count=2 \\
         python -m programs.mesh_on_gpus --tiny --jobs 1        CPU devices, a small model
 
-A place is one device, a mesh, or a mesh whose cache is split. Each has a process of its own, so
-that their programs compile side by side and none ends with another. Prints JSON lines as they come:
+A place is one device, a mesh, or a mesh whose cache is split. Each has two processes of its own,
+for steps and for engines, so that programs compile side by side and none ends with another. Prints
+JSON lines as they come:
 
     place, part      what a part of the checks found there, or `failed` with the reason
     fallbacks        ops that took their reference on a GPU, and why
@@ -14,6 +15,7 @@ that their programs compile side by side and none ends with another. Prints JSON
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import functools
 import json
@@ -35,10 +37,12 @@ from helpers import serving
 from helpers.engine_life import Life
 from pallas_kernels.common.backend import FallbackWarning
 from programs import mesh_engine
-from programs.mesh_check import ROWS, Runner
+from programs.mesh_check import ROWS, Runner, jit_prefill, jit_stage
 from programs.mesh_results import against, complaints
 
-PARTS = ("logits", "again", "cuts", "alone", "rows", "drafts", "selected", "engine", "damage")
+OF_STEPS = ("logits", "again", "cuts", "alone", "rows", "drafts", "selected")
+OF_ENGINES = ("engine", "damage")
+PARTS = OF_STEPS + OF_ENGINES
 PER_ROW = 128
 """Tokens of a request in a step, of all together ROWS times as many."""
 STAGED = 3
@@ -139,6 +143,8 @@ class Checks:
     def logits(self):
         """Of prompts in chunks, decode steps and staged tokens, as other places compute them."""
         start = time.perf_counter()
+        self._compile()
+        compiled = time.perf_counter() - start
         self.first = self._prompts()
         self.saved |= self.first
         self.saved["selected"] = self._select()
@@ -147,7 +153,22 @@ class Checks:
         self.saved |= rest
         finite = all(bool(np.isfinite(value).all()) for value in self.first.values())
         spread = float(np.std(np.concatenate(list(self.first.values()))))
-        return {"finite": finite, "spread": spread, "seconds": time.perf_counter() - start}
+        return {"finite": finite, "spread": spread, "compile_s": round(compiled, 1)}
+
+    def _compile(self):
+        """Compiles the steps side by side; the calls find them."""
+        runner = self.runner
+
+        def compile_one(job):
+            function, count, static = job
+            call, _ = runner.pack([[0] * count] * ROWS)
+            arguments = runner.params, runner.cache, call
+            function.lower(*arguments, config=self.config, **static).compile()
+
+        prefill = jit_prefill, PER_ROW, {"all_logits": True}
+        jobs = [prefill, (jit_stage, STAGED, {}), (ds.jit_decode_step, 1, {})]
+        with concurrent.futures.ThreadPoolExecutor(len(jobs)) as pool:
+            list(pool.map(compile_one, jobs))
 
     def again(self):
         """The same calls on a new cache."""
@@ -290,18 +311,20 @@ def places(count, meshes=None):
 
 
 def run_all(names, arguments, folder):
-    """Every place in a process of its own, a few at once; the lines that they printed."""
-    waiting, running, lines = list(names), {}, []
-    begun = time.perf_counter()
+    """Every place in processes of its own, a few at once; the lines that they printed."""
+    groups = [
+        [part for part in group if part in arguments.parts] for group in (OF_STEPS, OF_ENGINES)
+    ]
+    waiting = [(name, parts) for parts in groups for name in names if parts]
+    running, lines, begun = {}, [], time.perf_counter()
     while waiting or running:
         while waiting and len(running) < arguments.jobs:
-            name = waiting.pop(0)
+            name, parts = waiting.pop(0)
             command = [sys.executable, "-m", "programs.mesh_on_gpus", "--place", name]
-            command += ["--folder", str(folder), "--parts", *arguments.parts]
-            command += ["--tiny"] * arguments.tiny
-            log = (folder / f"{name}.log").open("w+")
-            running[name] = subprocess.Popen(command, stdout=log), log, 0
-        for name, (process, log, read) in list(running.items()):
+            command += ["--folder", str(folder), "--parts", *parts, *["--tiny"] * arguments.tiny]
+            log = (folder / f"{name} {parts[0]}.log").open("w+")
+            running[name, parts[0]] = subprocess.Popen(command, stdout=log), log, 0
+        for key, (process, log, read) in list(running.items()):
             ended = process.poll() is not None
             if time.perf_counter() - begun > arguments.limit_s and not ended:
                 process.kill()
@@ -311,15 +334,19 @@ def run_all(names, arguments, folder):
             whole = new if ended else new[: new.rfind("\n") + 1]
             for line in whole.splitlines():
                 print(line, flush=True)
-                lines.append(line)
-            running[name] = process, log, read + len(whole)
+                lines += [json.loads(line)] if line.startswith("{") else []
+            running[key] = process, log, read + len(whole)
             if ended:
                 log.close()
-                del running[name]
+                del running[key]
                 if process.returncode:
-                    line = {"place": name, "part": "end", "failed": f"exit {process.returncode}"}
-                    say(**line)
-                    lines.append(json.dumps(line))
+                    failed = {
+                        "place": key[0],
+                        "part": "end",
+                        "failed": f"exit {process.returncode}",
+                    }
+                    say(**failed)
+                    lines.append(failed)
         time.sleep(0.2)
     return lines
 
@@ -329,7 +356,7 @@ def main():
     parser.add_argument("--tiny", action="store_true", help="a small model, for CPUs")
     parser.add_argument("--meshes", nargs="+", help='such as 1x2 "1x2 split"; all if not given')
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--jobs", type=int, default=4, help="places at once")
+    parser.add_argument("--jobs", type=int, default=8, help="processes at once")
     parser.add_argument("--limit-s", type=float, default=230.0, help="of all places together")
     parser.add_argument(
         "--folder", type=pathlib.Path, help="for logits; if not given, none is kept"
@@ -351,8 +378,8 @@ def main():
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or pathlib.Path(temporary)
         names = places(len(devices), arguments.meshes)
-        lines = [json.loads(line) for line in run_all(names, arguments, folder)]
-        for found in against(names, folder):
+        lines = run_all(names, arguments, folder)
+        for found in against(names, folder) if "logits" in arguments.parts else ():
             say(**found)
             lines.append(found)
     wrong = complaints(lines, names, arguments.parts)

@@ -50,27 +50,21 @@ def compare(found, expected):
 
 def complaints(lines, names, parts):
     """What is not as promised, in words; rounding is not judged here."""
-    wrong = [
-        f"{line.get('place') or line.get('against')} {line.get('part', '')}: {line['failed']}"
-        for line in lines
-        if "failed" in line
-    ]
-    found = {(line["place"], line["part"]): line for line in lines if "place" in line}
-    for name in names:
-        for part in (*parts, "fallbacks"):
-            line = found.get((name, part))
-            if line is None:
-                wrong.append(f"{name} {part}: nothing was printed")
-            elif "failed" not in line:
-                wrong += [f"{name} {part}: {text}" for text in _faults(part, line)]
-    return wrong
+    wrong, seen = [], set()
+    for line in lines:
+        name, part = line.get("place") or line.get("against"), line.get("part", "logits")
+        seen.add((name, part))
+        said = [line["failed"]] if "failed" in line else _faults(part, line)
+        wrong += [f"{name} {part}: {text}" for text in said]
+    missing = [(n, part) for n in names for part in (*parts, "fallbacks") if (n, part) not in seen]
+    return wrong + [f"{name} {part}: nothing was printed" for name, part in missing]
 
 
 def _faults(part, line):
     """What a part promises and its line does not say."""
     if line.get("differ"):
         yield f"{line['differ']} differ"
-    if part == "logits" and not line["finite"]:
+    if not line.get("finite", True):
         yield "logits are not finite"
     if part == "fallbacks":
         yield from line["fallbacks"]
