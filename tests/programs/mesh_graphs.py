@@ -38,7 +38,7 @@ SETTINGS = {
 }
 """Flags by name of the setting."""
 EXPERTS = 16
-_COLLECTIVE = re.compile(r"\b(k\w*(?:AllReduce|AllGather|ReduceScatter|AllToAll|Permute)\w*)")
+_COLLECTIVE = re.compile(r"k\w*(AllReduce|AllGather|ReduceScatter|AllToAll|Permute)\w*")
 _THUNK = re.compile(r"^(\s*)\d+: (k\w+)")
 
 
@@ -50,16 +50,20 @@ def read_thunks(folder):
     found = {"graphs": 0, "inside": 0, "outside": 0}
     collectives = {"inside": 0, "outside": 0}
     after = [file for file in files if "after_thunk_passes" in file.name]
+    parents = []  # (indent, kind) of what a line stands in
     for line in (after or files)[-1].read_text().splitlines():
         if not (thunk := _THUNK.match(line)):
             continue
-        where = "inside" if thunk[1] else "outside"
-        if thunk[2] == "kCommandBuffer":
+        indent, kind = len(thunk[1]), thunk[2]
+        parents = [one for one in parents if one[0] < indent]
+        where = "inside" if any(of == "kCommandBuffer" for _, of in parents) else "outside"
+        parents.append((indent, kind))
+        if kind == "kCommandBuffer":
             found["graphs"] += 1
             continue
-        found[where] += 1
-        kind = _COLLECTIVE.search(line)
-        if kind and not kind[1].endswith("Done"):
+        if kind not in ("kAsyncStart", "kAsyncDone"):
+            found[where] += 1
+        if _COLLECTIVE.fullmatch(kind) and not kind.endswith("Done"):
             collectives[where] += 1
     return found | {"collectives": collectives, "passes_ran": bool(after)}
 

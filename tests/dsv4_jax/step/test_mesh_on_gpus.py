@@ -106,8 +106,13 @@ def test_what_is_not_as_promised_is_said(number, line, complaint):
 THUNKS = """000: kCommandBuffer [source | sink]
     001: kCustomKernel [source | next=002 (1)] gemm_fusion_dot
     002: kAllReduce    [prev=001 (1) | sink] kAllReduce
-003: kAllGatherStart [source | sink]
-004: kAllGatherDone [source | sink]
+    003: kAsyncStart   [prev=002 (1) | sink] async_id=3
+        004: kAllGather [source | sink] kAllGather
+005: kAsyncStart [source | sink] async_id=5
+    006: kAllReduce [source | sink] kAllReduce
+007: kAsyncDone [source | sink] async_id=5
+008: kReduceScatterStart [source | sink]
+009: kReduceScatterDone [source | sink]
 """
 
 
@@ -117,5 +122,5 @@ def test_collectives_are_found_in_graphs_and_outside(tmp_path):
     (tmp_path / f"{name}.txt").write_text(THUNKS * 2)
     (tmp_path / f"{name}_after_thunk_passes.txt").write_text(THUNKS)
     found = mesh_graphs.read_thunks(tmp_path)
-    assert found["graphs"] == 1
-    assert found["collectives"] == {"inside": 1, "outside": 1}
+    assert (found["graphs"], found["inside"], found["outside"]) == (1, 3, 3)
+    assert found["collectives"] == {"inside": 2, "outside": 2}
