@@ -15,11 +15,17 @@ TOLERANCE = 1e-4
 """Of float32 logits, in units of their spread; a request has seen up to 150 tokens."""
 
 
-def run(*arguments, **environment):
-    """Exit status and lines of the program."""
+ON_CPUS = {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0",
+}
+
+
+def run(*arguments, program="programs.mesh_on_gpus", **environment):
+    """Exit status and lines of a program, those that are JSON."""
     paths = [str(mesh_check.TESTS.parent), str(mesh_check.TESTS), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | environment | {"PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-m", "programs.mesh_on_gpus", *arguments]
+    command = [sys.executable, "-m", program, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert lines, done.stderr[-4000:]
@@ -42,14 +48,35 @@ def test_meshes_of_gpus():
 @pytest.mark.slow
 def test_the_program_runs_on_cpus():
     """All parts, and logits of float32 that are those of one device."""
-    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
-    status, lines = run("--tiny", "--jobs", "1", JAX_PLATFORMS="cpu", XLA_FLAGS=flags)
+    status, lines = run("--tiny", "--jobs", "1", "--limit-s", "1200", **ON_CPUS)
     assert status == 0, lines[-1]
     compared = [line for line in lines if "against" in line]
     assert [line["against"] for line in compared] == ["1x2", "2x1", "1x2 split"]
     for line in compared:
         assert line["off_of_spread"] < TOLERANCE
         assert line["best_equal"] == line["selected_equal"] == 1
+
+
+@pytest.mark.slow
+def test_steps_are_timed_with_each_choice_of_command_buffers():
+    """CPUs have none, and take no notice of the flags."""
+    small = ("--tiny", "--layers", "1", "--points", "2@200", "1@200/split", "--limit-s", "600")
+    status, lines = run(*small, program="programs.mesh_graphs", **ON_CPUS)
+    assert status == 0, lines
+    assert lines[-1]["best"].keys() == {"2@200", "1@200/split"}
+    assert lines[-1]["step_ms"]["2@200"].keys() == mesh_graphs.SETTINGS.keys()
+
+
+@pytest.mark.slow
+def test_collectives_are_timed(tmp_path):
+    path = tmp_path / "out.json"
+    small = ("--config", "tiny", "--rows", "1", "8", "--turns", "4", "--json", str(path))
+    status, fits = run(*small, program="benchmarks.bench_collectives", **ON_CPUS)
+    assert status == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == 12
+    assert all(row["us"] > row["link_us"] > 0 for row in rows)
+    assert {line["fit"] for line in fits} == {row["name"] for row in rows}
 
 
 def test_places():
