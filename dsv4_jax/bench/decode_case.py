@@ -16,6 +16,7 @@ from dsv4_jax.bench.parts import one_token_each
 from dsv4_jax.bench.profile import profile_launches
 from dsv4_jax.bench.timing import Timing, dispatch, time_calls
 from dsv4_jax.cache.model_cache import ModelCache, cache_shapes, tree_bytes
+from dsv4_jax.cache.schema import blocks_of
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 
@@ -39,6 +40,7 @@ class DecodeCase:
       profile: whether the step and the cache part are also profiled, launch by launch.
       compile_only: whether programs are only compiled, into the persistent compilation cache.
       limit_s: seconds for the measurements of one part, without compiling.
+      block_parts: devices that a request's blocks are dealt over; the cache is then that of one.
     """
 
     batch: int
@@ -51,6 +53,7 @@ class DecodeCase:
     profile: bool = False
     compile_only: bool = False
     limit_s: float = 20.0
+    block_parts: int = 1
 
 
 class CaseSetup:
@@ -60,7 +63,7 @@ class CaseSetup:
         """Computes sizes; no cache is allocated before `fill`."""
         self.config, self.case = config, case
         self.sizes = {"max_context_tokens": case.bucket_context, "cache_format": case.cache_format}
-        self.shapes = cache_shapes(config, max_requests=case.batch, **self.sizes)
+        self.shapes = self._shapes()
         self.cache_bytes = tree_bytes(self.shapes)
         self.calls = max(1, min(_MAX_CALLS, case.context // 4))
         self.lengths = (case.context - self.calls - np.arange(case.batch) % 4).clip(0)
@@ -69,11 +72,27 @@ class CaseSetup:
             config, batch=case.batch, context=case.context, cache_format=case.cache_format
         )
 
+    def _shapes(self) -> ModelCache:
+        """What `fill` makes, as shapes."""
+        case, config = self.case, self.config
+        width, parts = blocks_of(config, case.bucket_context), case.block_parts
+        shapes = cache_shapes(
+            config,
+            max_requests=case.batch,
+            max_context_tokens=-(-width // parts) * config.block_tokens,
+            cache_format=case.cache_format,
+        )
+        table = jax.ShapeDtypeStruct((case.batch, width), jnp.int32)
+        return dataclasses.replace(shapes, block_table=table, split_cache=parts > 1)
+
     def fill(self) -> ModelCache:
         """Makes a cache that is `calls` tokens short of the context, or only its shapes."""
         if self.case.compile_only:
             return self.shapes
-        cache = filled_cache(self.config, length_tokens=self.lengths, **self.sizes)
+        parts = self.case.block_parts
+        cache = filled_cache(
+            self.config, length_tokens=self.lengths, block_parts=parts, **self.sizes
+        )
         return jax.block_until_ready(cache)
 
     def measure(
@@ -97,8 +116,16 @@ class CaseSetup:
         return dataclasses.replace(cache, length_tokens=lengths), rest
 
     def profile(
-        self, compiled: Any, call: Callable[[Any], Any], state: Any
+        self,
+        compiled: Any,
+        call: Callable[[Any], Any],
+        state: Any,
+        *,
+        rewind: Callable[[Any], Any] | None = None,
+        devices: int = 1,
     ) -> list[dict[str, Any]]:
         """Lists the launches of a call and their times; donates the state."""
-        calls, state = min(_PROFILED_CALLS, self.calls), self.rewind(state)
-        return profile_launches(compiled, lambda: dispatch(call, state, calls), calls=calls)
+        calls, state = min(_PROFILED_CALLS, self.calls), (rewind or self.rewind)(state)
+        return profile_launches(
+            compiled, lambda: dispatch(call, state, calls), calls=calls, devices=devices
+        )

@@ -12,6 +12,7 @@ import numpy as np
 from dsv4_jax.bench.noise import uniform
 from dsv4_jax.cache.model_cache import ModelCache, init_cache
 from dsv4_jax.cache.paged_cache import PagedKVPool
+from dsv4_jax.cache.schema import blocks_of
 from dsv4_jax.cache.state_cache import StateCachePool
 from dsv4_jax.config import DSV4Config
 from pallas_kernels.common.codecs import Codec, Planes
@@ -26,11 +27,13 @@ def filled_cache(
     max_context_tokens: int,
     cache_format: str,
     seed: int = 0,
+    block_parts: int = 1,
 ) -> ModelCache:
     """Makes a cache that holds `length_tokens` random tokens of each request.
 
     Entries and index keys are random vectors encoded by the cache format, so that no code is a NaN
-    and scales fit their codes. The block table is a random permutation of the pool.
+    and scales fit their codes. The block table is a random permutation of the pool, or where blocks
+    are dealt over devices, the same one of the blocks of each device.
 
     Args:
       config: the model.
@@ -38,6 +41,8 @@ def filled_cache(
       max_context_tokens: longest context of a request, in tokens.
       cache_format: name of the storage format.
       seed: seed of all draws.
+      block_parts: devices that a request's blocks are dealt over (`block_split.py`). With several,
+        the pools are those of one of them, and the cache is for a mesh of them alone.
 
     Raises:
       ValueError: a length is below 0 or above `max_context_tokens`.
@@ -47,13 +52,13 @@ def filled_cache(
         raise ValueError(
             f"length_tokens must be i32[NS] in 0..{max_context_tokens}, got {length_tokens}"
         )
-    cache = init_cache(
-        config,
-        max_requests=lengths.shape[0],
-        max_context_tokens=max_context_tokens,
-        cache_format=cache_format,
-    )
-    table = np.random.default_rng(seed).permutation(cache.block_table.size)
+    sizes = {"max_requests": lengths.shape[0], "cache_format": cache_format}
+    width = blocks_of(config, max_context_tokens)
+    of_device = -(-width // block_parts)
+    cache = init_cache(config, max_context_tokens=of_device * config.block_tokens, **sizes)
+    own = np.random.default_rng(seed).permutation(cache.block_table.size)
+    own, logical = own.reshape(cache.block_table.shape), np.arange(width)
+    table = logical % block_parts * own.size + own[:, logical // block_parts]
     state = {attn: _fill_state(pool, np.uint32(seed)) for attn, pool in cache.state.items()}
     paged = {attn: _fill_paged(pool, np.uint32(seed)) for attn, pool in cache.paged.items()}
     return dataclasses.replace(
@@ -61,7 +66,8 @@ def filled_cache(
         state=state,
         paged=paged,
         length_tokens=jnp.asarray(lengths),
-        block_table=jnp.asarray(table.reshape(cache.block_table.shape), jnp.int32),
+        block_table=jnp.asarray(table, jnp.int32),
+        split_cache=block_parts > 1,
     )
 
 

@@ -2,73 +2,155 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
-from collections.abc import Iterator
+import gc
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from dsv4_jax.bench.decode import MARGIN_BYTES
 from dsv4_jax.bench.decode_case import CaseSetup, DecodeCase
 from dsv4_jax.bench.floor import step_floor
 from dsv4_jax.bench.memory import memory_limit, peak_bytes
 from dsv4_jax.bench.placement import place
-from dsv4_jax.bench.program import compile_program
+from dsv4_jax.bench.program import Program, compile_program
 from dsv4_jax.bench.report import first_line
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.mesh import DATA, mesh_sizes, shardings_of
-from dsv4_jax.model.params import DSV4Params
+from dsv4_jax.mesh import mesh_sizes, shardings_of
+from dsv4_jax.model.params import DSV4Params, param_shapes, unstack_layers
+from dsv4_jax.model.shardings import param_shardings
 from dsv4_jax.step.decode import jit_decode_step
 
+type Compiling = concurrent.futures.Future[Program]
 
-def bench_mesh_step(
-    config: DSV4Config,
-    params: DSV4Params,
-    case: DecodeCase,
-    mesh: Mesh,
-    *,
-    weights: str,
-    bandwidth: float,
-) -> Iterator[dict[str, Any]]:
-    """Compiles and times a step; caches of all data shards have equal contents.
 
-    Args:
-      config: the model.
-      params: model parameters on the mesh.
-      case: the point to measure, with the requests of all data shards; parts other than the step
-        are not run.
-      mesh: the devices.
-      weights: what the parameters are, as in `param_shapes`; the floor is computed from it.
-      bandwidth: bytes per second of a copy on a device, for `copy_share`.
+class MeshSteps:
+    """Decode steps of one model on a mesh: caches of all data shards have equal contents."""
 
-    Yields:
-      The row so far: times in ms, bytes and launches of one device, and the floor of `step_floor`.
-      `failed` gives the error of a step that failed.
-    """
-    data, model = mesh_sizes(mesh)
-    setup = CaseSetup(config, dataclasses.replace(case, batch=case.batch // data))
-    sizes = {"context": case.context, "cache_format": case.cache_format}
-    placed = place(
-        config, data=data, model=model, gpu_bytes=memory_limit() or 0, weights=weights, **sizes
-    )
-    row: dict[str, Any] = {
-        "batch": case.batch,
-        "data": data,
-        "model": model,
-        "bucket_context": case.bucket_context,
-        "activations": case.activations,
-        "weight_bytes": bytes_on_a_device(params),
-        "cache_bytes": setup.cache_bytes,
-    } | sizes
-    yield row
-    try:
-        cache = on_every_shard(setup.fill(), mesh)
-        step_input = on_every_shard(setup.step_input, mesh)
-        static = {"config": config, "activations": case.activations}
-        program = compile_program(jit_decode_step, params, cache, step_input, **static)
-        row |= program.row()
+    def __init__(self, config: DSV4Config, mesh: Mesh, *, weights: str) -> None:
+        """Allocates nothing.
+
+        Args:
+          config: the model.
+          mesh: the devices.
+          weights: what the parameters are, as in `param_shapes`.
+        """
+        self.config, self.mesh, self.weights = config, mesh, weights
+        self._compiling: dict[DecodeCase, Compiling] = {}
+
+    def compile_ahead(self, cases: Sequence[DecodeCase], *, threads: int) -> None:
+        """Begins to compile the steps of all cases, and waits for none.
+
+        Traces hold Python's lock, so that only what follows them runs side by side; nothing should
+        be timed before `wait`.
+        """
+        pool = concurrent.futures.ThreadPoolExecutor(threads)
+        gc.disable()  # traces are millions of objects that stay, and each collection visits all
+        for case in cases:
+            self._compiling[case] = pool.submit(self._compile, case)
+        pool.shutdown(wait=False)
+
+    def wait(self) -> None:
+        """Waits for all that `compile_ahead` began; errors are those of the cases."""
+        concurrent.futures.wait(self._compiling.values())
+        gc.enable()
+
+    def _setup(self, case: DecodeCase) -> CaseSetup:
+        data, _ = mesh_sizes(self.mesh)
+        return CaseSetup(self.config, dataclasses.replace(case, batch=case.batch // data))
+
+    def _compile(self, case: DecodeCase) -> Program:
+        setup = self._setup(case)
+        shapes = unstack_layers(param_shapes(self.config, jnp.bfloat16, weights=self.weights))
+        params = jax.tree.map(
+            lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+            shapes,
+            param_shardings(self.config, self.mesh, shapes),
+        )
+        cache = _shapes_on_every_shard(setup.shapes, self.mesh)
+        call = _shapes_on_every_shard(setup.step_input, self.mesh)
+        static = {"config": self.config, "activations": case.activations}
+        return compile_program(jit_decode_step, params, cache, call, **static)
+
+    def bench(
+        self, params: DSV4Params | None, case: DecodeCase, *, bandwidth: float | None
+    ) -> Iterator[dict[str, Any]]:
+        """Compiles and times a step.
+
+        Args:
+          params: model parameters on the mesh; None where the case is only compiled.
+          case: the point to measure, with the requests of all data shards; parts other than the
+            step are not run.
+          bandwidth: bytes per second of a copy on a device, for `copy_share`.
+
+        Yields:
+          The row so far: times in ms, bytes and launches of one device, and the floor of
+          `step_floor`. `skipped` gives the reason if the case was not run, and `failed` the error
+          of a step that failed.
+        """
+        data, model = mesh_sizes(self.mesh)
+        setup = self._setup(case)
+        splits = case.block_parts > 1
+        sizes = {"context": case.context, "cache_format": case.cache_format}
+        row: dict[str, Any] = {
+            "batch": case.batch,
+            "data": data,
+            "model": model,
+            "bucket_context": case.bucket_context,
+            "activations": case.activations,
+            "cache_bytes": setup.cache_bytes,
+            "split_cache": splits,
+        } | sizes
+        limit = memory_limit() or 0
+        placed = place(
+            self.config, data=data, model=model, gpu_bytes=limit, weights=self.weights, **sizes,
+            split_cache=splits,
+        )  # fmt: skip
+        if params is not None:
+            row["weight_bytes"] = bytes_on_a_device(params)
+            needed = row["weight_bytes"] + setup.cache_bytes + MARGIN_BYTES
+            if jax.default_backend() != "cpu" and limit and needed > limit:
+                needed, has = needed / 2**30, limit / 2**30
+                yield row | {"skipped": f"needs {needed:.1f} GiB of {has:.1f} GiB"}
+                return
         yield row
+        try:
+            waiting = self._compiling.pop(case, None)
+            program = self._compile(case) if waiting is None else waiting.result()
+            row |= program.row()
+            yield row
+            if params is None or case.compile_only:
+                return
+            floor = step_floor(
+                self.config, placed.params, data=data, model=model, batch=case.batch,
+                activations=case.activations, split_cache=splits, **sizes,
+            )  # fmt: skip
+            for found in self._measure(setup, program, params):
+                row |= found
+                seconds = row["step_ms"] / 1e3
+                yield row | {
+                    "tokens_per_s": case.batch / seconds,
+                    "tokens_per_device_s": case.batch / seconds / (data * model),
+                    "bytes_moved": floor.num_bytes,
+                    "copy_share": floor.num_bytes / seconds / bandwidth if bandwidth else None,
+                    "floor_ms": floor.seconds * 1e3,
+                    "floor_collectives_ms": floor.collective_s * 1e3,
+                    "collectives": sum(one.count for one in floor.collectives),
+                }
+        except Exception as error:
+            yield row | {"failed": {"step": first_line(error)}}
+
+    def _measure(
+        self, setup: CaseSetup, program: Program, params: DSV4Params
+    ) -> Iterator[dict[str, Any]]:
+        """Times a step, and then looks at its launches where the case wants that."""
+        cache = on_every_shard(setup.fill(), self.mesh)
+        step_input = on_every_shard(setup.step_input, self.mesh)
         lengths = jnp.copy(cache.length_tokens)  # the first call donates the cache's own
 
         def call(state: Any) -> Any:
@@ -77,42 +159,56 @@ def bench_mesh_step(
         def rewind(state: Any) -> Any:
             return dataclasses.replace(state[0], length_tokens=jnp.copy(lengths)), state[1]
 
-        timing, state = setup.measure(call, (cache, None), rewind=rewind)
-        floor = step_floor(
-            config, placed.params, data=data, model=model, batch=case.batch,
-            activations=case.activations, **sizes,
-        )  # fmt: skip
-        yield row | {
+        state = (cache, None)
+        del cache
+        timing, state = setup.measure(call, state, rewind=rewind)
+        yield {
             "step_ms": timing.median_s * 1e3,
             "step_ms_least": timing.least_s * 1e3,
             "step_ms_most": timing.most_s * 1e3,
             "step_calls": timing.calls,
-            "tokens_per_s": case.batch / timing.median_s,
-            "tokens_per_device_s": case.batch / timing.median_s / (data * model),
-            "bytes_moved": floor.num_bytes,
-            "copy_share": floor.num_bytes / timing.median_s / bandwidth,
-            "floor_ms": floor.seconds * 1e3,
-            "floor_collectives_ms": floor.collective_s * 1e3,
             "peak_bytes": peak_bytes(),
             "finite": bool(jnp.isfinite(state[1]).all()),
         }
-    except Exception as error:
-        yield row | {"failed": {"step": first_line(error)}}
+        if setup.case.profile:
+            devices = self.mesh.size
+            found = setup.profile(program.run, call, state, rewind=rewind, devices=devices)
+            yield {"profile": found}
 
 
 def on_every_shard[T](tree: T, mesh: Mesh) -> T:
-    """Arrays of one data shard, as those of a mesh whose data shards all have the same."""
+    """Arrays of one data shard, as those of a mesh whose data shards all have the same.
+
+    Of blocks that are dealt over `model`, they are one device's, and all devices have the same.
+    """
 
     def spread(leaf: jax.Array, where: Any) -> jax.Array:
-        sizes = mesh.shape
-        shape = tuple(
-            size * (sizes[DATA] if over == DATA else 1)
-            for size, over in zip(leaf.shape, (*where.spec, *[None] * leaf.ndim), strict=False)
-        )
         parts = [jax.device_put(leaf, device) for device in mesh.devices.flat]
+        shape = _whole_shape(leaf.shape, where, mesh)
         return jax.make_array_from_single_device_arrays(shape, where, parts)
 
     return jax.tree.map(spread, tree, shardings_of(tree, mesh))
+
+
+def _shapes_on_every_shard[T](tree: T, mesh: Mesh) -> T:
+    """`on_every_shard` of shapes."""
+    return jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(
+            _whole_shape(leaf.shape, where, mesh), leaf.dtype, sharding=where
+        ),
+        tree,
+        shardings_of(tree, mesh),
+    )
+
+
+def _whole_shape(shape: tuple[int, ...], where: Any, mesh: Mesh) -> tuple[int, ...]:
+    """The shape of an array on a mesh of which each device holds an array of this shape."""
+    over = [(axes,) if isinstance(axes, str) else axes or () for axes in where.spec]
+    over += [()] * (len(shape) - len(over))
+    return tuple(
+        size * math.prod(mesh.shape[axis] for axis in axes)
+        for size, axes in zip(shape, over, strict=True)
+    )
 
 
 def bytes_on_a_device(tree: Any) -> int:

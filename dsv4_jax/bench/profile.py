@@ -18,27 +18,29 @@ _OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 
 def profile_launches(
-    compiled: Any, run: Callable[[], object], *, calls: int
+    compiled: Any, run: Callable[[], object], *, calls: int, devices: int = 1
 ) -> list[dict[str, Any]]:
     """Lists the launches of one call of a compiled program, and their times.
 
-    Kernels may run concurrently, so the sum of the times can exceed the time of a call.
+    Kernels may run concurrently, so the sum of the times can exceed the time of a call. Collectives
+    include the wait for other devices; the least of all launches has least of that.
 
     Args:
       compiled: the program; its HLO text says what its kernels do.
       run: calls the program `calls` times and waits for the last call.
       calls: number of calls.
+      devices: GPUs that run it.
 
     Returns:
-      {what, launches, us} per call for each kind of launch, the longest first; [] if the profiler
-      saw no GPU.
+      {what, launches, us, least_us} for each kind of launch, the longest first; [] if the profiler
+      saw no GPU. Launches and us are those of one call on one device, least_us is one launch.
     """
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             run()
         files = sorted(pathlib.Path(folder).rglob("*.xplane.pb"))
         events = [event for file in files for event in _events(file.read_bytes())]
-    return summarise(events, kernel_labels(compiled.as_text()), calls=calls)
+    return summarise(events, kernel_labels(compiled.as_text()), calls=calls * devices)
 
 
 def summarise(
@@ -49,7 +51,12 @@ def summarise(
     for kernel, us in events:
         times[labels.get(kernel) or re.sub(r"(_+\d+)+$", "", kernel)].append(us)
     rows = [
-        {"what": what, "launches": len(each) / calls, "us": sum(each) / calls}
+        {
+            "what": what,
+            "launches": len(each) / calls,
+            "us": sum(each) / calls,
+            "least_us": min(each),
+        }
         for what, each in times.items()
     ]
     return sorted(rows, key=lambda row: -row["us"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import threading
 import time
 from typing import Any
 
@@ -98,10 +99,10 @@ class Program:
 
 def compile_program(function: Any, *arguments: Any, **named: Any) -> Program:
     """Compiles a jitted function for these arguments, or shapes, without running it."""
-    hits: list[str] = []
+    hits, own_thread = [], threading.get_ident()  # others may compile at the same time
 
     def listen(event: str, **_: Any) -> None:
-        if event.endswith("cache_hits"):
+        if event.endswith("cache_hits") and threading.get_ident() == own_thread:
             hits.append(event)
 
     jax.monitoring.register_event_listener(listen)

@@ -16,7 +16,8 @@ def first_line(error: Exception) -> str:
 
 def decode_line(row: dict[str, Any]) -> str:
     """One case of `bench decode` as a line of text."""
-    words = [f"batch {row['batch']}, context {row['context']:,}:"]
+    split = ", split cache" if row.get("split_cache") else ""
+    words = [f"batch {row['batch']}, context {row['context']:,}{split}:"]
     if "skipped" in row:
         return f"{words[0]} skipped {row['skipped']}"
     if "compile_s" in row:
@@ -90,7 +91,8 @@ def profile_table(row: dict[str, Any], most: int = 30) -> str:
             count = sum(each["launches"] for each in found)
             text.append(f"{name}: {count:,.0f} launches, {total:,.0f} us one after the other")
             text += [
-                f"{each['us']:9.1f} us {each['launches']:7.1f} x  {each['what']}"
+                f"{each['us']:9.1f} us {each['launches']:7.1f} x {each['least_us']:7.1f} or more  "
+                f"{each['what']}"
                 for each in found[:most]
             ]
     return "\n".join(text)

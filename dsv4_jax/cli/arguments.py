@@ -105,6 +105,20 @@ def wholes(least: int = 1, most: int = MAX_I32) -> Callable[[str], list[int]]:
     return read
 
 
+def points_of(text: str) -> list[tuple[int, int, bool]]:
+    """Reads BATCH@CONTEXT, with /split or without, one or more."""
+    found = []
+    for part in text.split(","):
+        sizes, slash, how = part.partition("/")
+        batch, at, context = sizes.partition("@")
+        if not at or (slash and how != "split"):
+            raise argparse.ArgumentTypeError(
+                f"must be BATCH@CONTEXT or BATCH@CONTEXT/split, got {show(part)}"
+            )
+        found.append((whole()(batch), whole()(context), bool(slash)))
+    return found
+
+
 def real(least: float, most: float) -> Callable[[str], float]:
     """Reads a finite number of that range."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import time
 from typing import Any
 
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 
 from dsv4_jax.bench import decode, kernels, prefill, report
 from dsv4_jax.bench.decode_case import PARTS, DecodeCase
-from dsv4_jax.bench.mesh_step import bench_mesh_step
+from dsv4_jax.bench.mesh_step import MeshSteps
 from dsv4_jax.bench.results import Output
 from dsv4_jax.bench.timing import copy_bandwidth
 from dsv4_jax.bench.weights import random_params
@@ -30,8 +31,10 @@ from dsv4_jax.cli.arguments import (
     add_cache_format,
     add_follow_links,
     add_mesh,
+    add_split_cache,
     chosen_mesh,
     output_file,
+    points_of,
     real,
     whole,
     wholes,
@@ -60,9 +63,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     steps = what.add_parser("decode", help="decode steps, whole and in parts")
     _add_common(steps)
     _add_weights(steps)
+    add_split_cache(steps)
     _add_contexts(steps, _STEP_CONTEXTS)
     steps.add_argument(
-        "--batch", type=wholes(1, _MAX_BATCH), default=[1], help="requests, one number or more"
+        "--batch",
+        type=wholes(1, _MAX_BATCH),
+        help="requests, one number or more; if not given, 1",
+    )
+    steps.add_argument(
+        "--points",
+        type=points_of,
+        help="BATCH@CONTEXT, one or more, in place of --batch and --contexts; /split after one is "
+        "--split-cache for it alone",
     )
     steps.add_argument(
         "--parts",
@@ -181,8 +193,13 @@ def _choose_sizes(args: argparse.Namespace) -> None:
     has_gpu = jax.default_backend() == "gpu"
     if args.config is None:
         args.config = "flash_slim" if has_gpu else "tiny"
+    if args.what == "decode" and args.points:
+        if args.batch or args.contexts:
+            raise ValueError("--points says which batches and contexts; leave those options out")
+        args.batch = sorted({batch for batch, _, _ in args.points})
+        args.contexts = sorted({context for _, context, _ in args.points})
     chosen = {
-        "decode": {"contexts": _STEP_CONTEXTS},
+        "decode": {"contexts": _STEP_CONTEXTS, "batch": ("1", "1")},
         "kernels": {"contexts": _OP_CONTEXTS, "batch": _OP_BATCHES},
         "prefill": {"tokens": _PROMPTS},
     }[args.what]
@@ -221,61 +238,84 @@ def _run_decode(args: argparse.Namespace) -> int:
     parts = ("step",) if args.quick else args.parts
     output = Output(args.json, command="bench decode", config=args.config)
     output.set(weights=args.weights, experts=config.num_routed_experts)
-    params = None
+    cases, mesh, params = _cases(args, parts), chosen_mesh(args), None
     if args.compile_only:
         output.set(copy_bandwidth=None)
-        params = param_shapes(config, jnp.bfloat16, weights=WEIGHTS[args.weights])
-        params = unstack_layers(params)
+        if mesh is None:
+            params = param_shapes(config, jnp.bfloat16, weights=WEIGHTS[args.weights])
+            params = unstack_layers(params)
     else:
         with_weights = set(parts) != {"cache"}
         size = min(args.batch), min(args.contexts)
         check_case_memory(args, config, *size, weights=args.weights if with_weights else None)
-        output.set(copy_bandwidth=copy_bandwidth())
+        if mesh is None:
+            output.set(copy_bandwidth=copy_bandwidth())
+    steps = None
+    if mesh is not None:
+        steps = MeshSteps(config, mesh, weights=WEIGHTS[args.weights])
+        steps.compile_ahead(cases, threads=min(len(cases), os.cpu_count() or 1))
     if set(parts) == {"cache"}:
         params = None
-    elif params is None:
+    elif params is None and not args.compile_only:
         start = time.perf_counter()
-        made = random_params(config, weights=WEIGHTS[args.weights], mesh=chosen_mesh(args))
+        made = random_params(config, weights=WEIGHTS[args.weights], mesh=mesh)
         params = jax.block_until_ready(made)
         output.set(weight_bytes=tree_bytes(params), weights_s=time.perf_counter() - start)
+    if steps is not None:
+        steps.wait()
+        output.set(ready_s=time.perf_counter() - begun)
+        print(f"weights and programs after {output.fields['ready_s']:.0f} s", flush=True)
+        if not args.compile_only:
+            output.set(copy_bandwidth=copy_bandwidth())
     rows: list[dict[str, Any]] = []
-    for batch in args.batch:
-        for context in args.contexts:
-            case = DecodeCase(
-                batch=batch,
-                context=context,
-                bucket_context=max(args.contexts) if args.one_bucket else context,
-                cache_format=args.cache_format,
-                activations=args.activations,
-                parts=parts,
-                recompile=not (args.quick or rows),
-                profile=args.profile,
-                compile_only=args.compile_only,
-                limit_s=args.part_limit_s,
-            )
-            rows.append({"batch": batch, "context": context})
-            if time.perf_counter() - begun > args.budget_s:
-                rows[-1]["skipped"] = f"would start later than --budget-s {args.budget_s:g}"
-                output.set(rows=rows)
-                continue
-            bandwidth, said = output.fields["copy_bandwidth"], ""
+    for case in cases:
+        rows.append({"batch": case.batch, "context": case.context})
+        if time.perf_counter() - begun > args.budget_s:
+            rows[-1]["skipped"] = f"would start later than --budget-s {args.budget_s:g}"
+            output.set(rows=rows)
+            continue
+        bandwidth, said = output.fields["copy_bandwidth"], ""
+        if steps is None:
+            case = dataclasses.replace(case, recompile=not args.quick and len(rows) == 1)
             found = decode.bench_case(config, params, case, bandwidth=bandwidth)
-            if (mesh := chosen_mesh(args)) is not None and params is not None:
-                found = bench_mesh_step(
-                    config, params, case, mesh, weights=WEIGHTS[args.weights], bandwidth=bandwidth
-                )
-            for row in found:
-                rows[-1] = row
-                output.set(rows=rows)
-                if (line := report.decode_line(row)) != said:
-                    print(line, flush=True)
-                said = line
-            if text := report.profile_table(rows[-1]):
-                print(text, flush=True)
+        else:
+            found = steps.bench(params, case, bandwidth=bandwidth)
+        for row in found:
+            rows[-1] = row
+            output.set(rows=rows)
+            if (line := report.decode_line(row)) != said:
+                print(line, flush=True)
+            said = line
+        if text := report.profile_table(rows[-1]):
+            print(text, flush=True)
     print(report.decode_table(rows))
     if args.plot:
         report.plot_decode(rows, args.plot, title=args.config)
     return _status(rows)
+
+
+def _cases(args: argparse.Namespace, parts: tuple[str, ...]) -> list[DecodeCase]:
+    """The points to measure, in the order in which they were given."""
+    points = args.points or [(b, c, False) for b in args.batch for c in args.contexts]
+    points = [(batch, context, split or args.split_cache) for batch, context, split in points]
+    longest: dict[tuple[int, bool], int] = {}
+    for batch, context, split in points:
+        longest[batch, split] = max(context, longest.get((batch, split), 0))
+    return [
+        DecodeCase(
+            batch=batch,
+            context=context,
+            bucket_context=longest[batch, split] if args.one_bucket else context,
+            cache_format=args.cache_format,
+            activations=args.activations,
+            parts=parts,
+            profile=args.profile,
+            compile_only=args.compile_only,
+            limit_s=args.part_limit_s,
+            block_parts=args.model if split else 1,
+        )
+        for batch, context, split in points
+    ]
 
 
 def _run_kernels(args: argparse.Namespace) -> int:

@@ -24,20 +24,24 @@ def check_mesh(args: argparse.Namespace) -> None:
     Raises:
       ValueError: there is more than one device, and the command or an option takes one.
     """
+    if args.what == "decode" and _splits(args) and (args.model or 1) == 1:
+        raise ValueError("a split cache is dealt over --model; add --model 2 or more")
     if chosen_mesh(args) is None:
         return
     if args.what == "kernels":
         raise ValueError("bench kernels times ops of one device; leave --data and --model out")
     if args.what == "decode":
         parts = ("step",) if args.quick else args.parts
-        if set(parts) != {"step"} or args.profile or args.compile_only:
-            raise ValueError(
-                "bench decode times whole steps on a mesh; add --parts step, and leave --profile "
-                "and --compile-only out"
-            )
+        if set(parts) != {"step"}:
+            raise ValueError("bench decode times whole steps on a mesh; add --parts step")
         for batch in args.batch:
             if batch % (args.data or 1):
                 raise ValueError(f"--batch must divide over --data {args.data}, got {batch}")
+
+
+def _splits(args: argparse.Namespace) -> bool:
+    """Whether the cache of some point is split."""
+    return args.split_cache or any(split for _, _, split in args.points or ())
 
 
 def check_case_memory(
@@ -70,10 +74,11 @@ def find_shortage(
 
 
 def _cache_bytes(config: DSV4Config, args: argparse.Namespace, batch: int, context: int) -> int:
+    parts = (args.model or 1) if getattr(args, "split_cache", False) else 1
     shapes = cache_shapes(
         config,
         max_requests=-(-batch // (args.data or 1)),
-        max_context_tokens=context,
+        max_context_tokens=-(-context // parts),
         cache_format=args.cache_format,
     )
     return tree_bytes(shapes)

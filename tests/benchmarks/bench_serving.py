@@ -16,12 +16,13 @@ import numpy as np
 import dsv4_jax as ds
 from dsv4_jax.bench.memory import bytes_in_use
 from dsv4_jax.bench.weights import random_params
+from dsv4_jax.cli.arguments import WEIGHTS, add_mesh, add_split_cache, chosen_mesh
 
 PRESETS = ("tiny", "flash", "pro", "flash_slim", "pro_slim")
 
 
-def load(name, num_layers=None):
-    """Config and bf16 parameters; of a preset only the first `num_layers`, if given."""
+def load(name, num_layers=None, *, weights="bfloat16", mesh=None):
+    """Config and parameters; of a preset only the first `num_layers`, if given, and `weights`."""
     if name not in PRESETS:
         return ds.load_checkpoint(ds.SHIPPED_CHECKPOINT if name == "shipped" else name)
     config = getattr(ds.DSV4Config, name)()
@@ -32,8 +33,8 @@ def load(name, num_layers=None):
             router_types=config.router_types[:num_layers],
             num_mtp_layers=0,
         )
-    if jax.default_backend() == "gpu":
-        return config, random_params(config)
+    if jax.default_backend() == "gpu" or weights == "released":
+        return config, random_params(config, weights=WEIGHTS[weights], mesh=mesh)
     return config, ds.init_params(config, jax.random.key(0), dtype=jnp.bfloat16)
 
 
@@ -60,14 +61,23 @@ def main():
     parser.add_argument(
         "--steps", type=int, default=0, help="submit new requests until so many steps"
     )
+    parser.add_argument("--weights", choices=tuple(WEIGHTS), default="bfloat16", help="of a preset")
+    parser.add_argument(
+        "--budget-s", type=float, default=float("inf"), help="seconds of serving; then it reports"
+    )
+    add_mesh(parser)
+    add_split_cache(parser)
     args = parser.parse_args()
     ds.runtime.claim_memory()
     ds.set_xla_flags()
     ds.use_compilation_cache()
-    config, params = load(args.config, args.layers)
+    mesh = chosen_mesh(args)
+    config, params = load(args.config, args.layers, weights=args.weights, mesh=mesh)
     engine = ds.Engine(
         config,
         params,
+        mesh=mesh,
+        split_cache=args.split_cache,
         max_requests=args.concurrent,
         max_context_tokens=args.context,
         prefill_tokens=args.prefill_tokens,
@@ -93,7 +103,7 @@ def main():
             started_at[request] = time.perf_counter()
             submitted += 1
             wants_more = submitted < args.requests or steps < args.steps
-        if not engine.num_unfinished:
+        if not engine.num_unfinished or time.perf_counter() - begun > args.budget_s:
             break
         tokens = engine.step()
         steps, now = steps + 1, time.perf_counter()
@@ -114,11 +124,13 @@ def main():
     seconds, metrics = time.perf_counter() - begun, engine.metrics
     read = metrics.prompt_tokens - metrics.hit_tokens
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {args}")
-    print(f"{submitted} requests, {steps} steps, {seconds:.1f} s")
+    print(
+        f"{submitted} requests, {engine.num_unfinished} unfinished, {steps} steps, {seconds:.1f} s"
+    )
     print(f"prompt tokens   {read / seconds:>12,.0f} per s read, {metrics.hit_tokens:,} shared")
     print(f"drawn tokens    {metrics.generated_tokens / seconds:>12,.0f} per s")
     for name, values in (("first token", first), ("between tokens", gaps)):
-        p50, p90, p99 = np.percentile(values, [50, 90, 99]) * 1e3
+        p50, p90, p99 = np.percentile(values or [np.nan], [50, 90, 99]) * 1e3
         print(f"{name:<16}{p50:>12,.1f} ms p50 {p90:>12,.1f} ms p90 {p99:>12,.1f} ms p99")
     print(f"accepted        {metrics.acceptance:>12.1%}   preempted {metrics.preempted}")
     if memory:

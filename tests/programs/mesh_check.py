@@ -66,7 +66,13 @@ class Runner:
         if mesh is not None:
             self.params = jax.device_put(params, ds.param_shardings(config, mesh, params))
         sizes = {"max_requests": ROWS, "max_context_tokens": context, "split_cache": split}
-        self.cache = ds.init_cache(config, **sizes, cache_format=cache_format, mesh=mesh)
+        self._sizes = sizes | {"cache_format": cache_format}
+        self.reset()
+
+    def reset(self):
+        """Takes a new, empty cache."""
+        self.cache = None  # so that there is room for it
+        self.cache = ds.init_cache(self.config, **self._sizes, mesh=self.mesh)
 
     def place(self, value):
         """An argument of a step, on the mesh."""
@@ -114,9 +120,9 @@ class Runner:
         self.cache, logits = ds.jit_decode_step(self.params, self.cache, call, config=self.config)
         return np.asarray(logits)
 
-    def stage(self, tokens, kept):
+    def stage(self, tokens, kept, *, num_tokens=None):
         """Logits of all tokens of each request, of which the first few are kept."""
-        call, places = self.pack(tokens)
+        call, places = self.pack(tokens, num_tokens=num_tokens)
         cache, staged, logits = jit_stage(self.params, self.cache, call, config=self.config)
         self.cache = jit_commit(cache, staged, self.place(np.asarray(kept, np.int32)))
         return _by_request(logits, places)

@@ -56,6 +56,19 @@ def test_lengths_and_tables_are_consistent():
     assert not np.array_equal(cache.block_table.reshape(-1), blocks), "blocks lie anywhere"
 
 
+def test_dealt_blocks_are_those_of_each_device_in_turn():
+    """Five blocks over two devices: three of each request on a device, one of them spare."""
+    config = ds.DSV4Config.tiny()
+    sizes = {"length_tokens": LENGTHS, "max_context_tokens": 600, "cache_format": "fp8_ue8m0"}
+    cache = fill.filled_cache(config, **sizes, block_parts=2)
+    table, of_device = np.asarray(cache.block_table), 3 * len(LENGTHS)
+    assert cache.split_cache
+    assert cache.num_blocks == of_device
+    assert table.shape == (3, 5)
+    np.testing.assert_array_equal(table // of_device, np.tile([0, 1, 0, 1, 0], (3, 1)))
+    assert len(np.unique(table)) == table.size
+
+
 @pytest.mark.slow
 def test_a_step_runs_on_it():
     config = ds.DSV4Config.tiny()

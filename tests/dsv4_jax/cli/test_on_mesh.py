@@ -56,3 +56,23 @@ def test_bench_times_steps_and_prompts(tmp_path):
     command("bench", "prefill", "--tokens", "128", "--chunk", "64", *small)
     (row,) = json.loads(path.read_text())["rows"]
     assert row["tokens_per_s"] == pytest.approx(2 * 128 / row["prefill_s"])
+
+
+def test_bench_of_points_some_with_a_split_cache(tmp_path):
+    """One process has the weights of all; the split takes half the blocks, in whole ones."""
+    path = tmp_path / "out.json"
+    small = ("--config", "tiny", "--layers", "3", "--json", str(path), *MESH)
+    points = ("--points", "2@500,4@500/split,2@500/split")
+    text = command("bench", "decode", "--parts", "step", "--profile", *points, *small)
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["batch"], row["split_cache"]) for row in rows] == [
+        (2, False),
+        (4, True),
+        (2, True),
+    ]
+    assert all(row["finite"] and row["step_ms"] > row["floor_ms"] for row in rows)
+    assert rows[2]["cache_bytes"] < rows[0]["cache_bytes"] < 2 * rows[2]["cache_bytes"]
+    assert "batch 4, context 500, split cache" in text
+    command("bench", "decode", "--parts", "step", "--compile-only", *points, *small)
+    rows = json.loads(path.read_text())["rows"]
+    assert all("compile_s" in row and "step_ms" not in row for row in rows)

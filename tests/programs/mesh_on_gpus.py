@@ -1,0 +1,391 @@
+"""Steps and engines on every mesh that the devices allow, against the same on one of them.
+
+    python -m programs.mesh_on_gpus                            all GPUs, layers of released shapes
+    XLA_FLAGS=--xla_force_host_platform_device_count=2 \\
+        python -m programs.mesh_on_gpus --tiny --jobs 1        CPU devices, a small model
+
+A place is one device, a mesh, or a mesh whose cache is split. Each has two processes of its own,
+for steps and for engines, so that programs compile side by side and none ends with another. Prints
+JSON lines as they come:
+
+    place, part      what a part of the checks found there, or `failed` with the reason
+    fallbacks        ops that took their reference on a GPU, and why
+    against          logits, best tokens and selections of a place beside those of one device
+    ok               whether every part ran and is as promised
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+
+import jax
+import numpy as np
+
+import dsv4_jax as ds
+from dsv4_jax.bench.weights import random_params
+from dsv4_jax.mesh import BY_ROW, on_mesh
+from helpers import serving
+from helpers.engine_life import Life
+from pallas_kernels.common.backend import FallbackWarning
+from programs import mesh_engine
+from programs.mesh_check import ROWS, Runner, jit_prefill, jit_stage
+from programs.mesh_results import against, complaints
+
+OF_STEPS = ("logits", "again", "cuts", "alone", "rows", "drafts", "selected")
+OF_ENGINES = ("engine", "damage")
+PARTS = OF_STEPS + OF_ENGINES
+PER_ROW = 128
+"""Tokens of a request in a step, of all together ROWS times as many."""
+STAGED = 3
+DECODED = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What runs.
+
+    Attributes:
+      lengths: tokens of the prompts, ROWS of them.
+      events: of the engine's random life.
+      cache_format: how entries are stored.
+      weights: as of `random_params`.
+    """
+
+    lengths: tuple[int, ...]
+    events: int
+    cache_format: str
+    weights: str
+
+    @property
+    def context(self):
+        return max(self.lengths) + 4 * PER_ROW
+
+
+RELEASED = Sizes((2300, 37, 18, 1, 140, 529, 33, 900), 80, "fp8_ue8m0", "released")
+TINY = Sizes((150, 37, 18, 1, 40, 129, 33, 12), 60, "fp8_ue8m0", "dense")
+
+
+def model(sizes):
+    """A layer of each attention type with a draft block, and its parameters."""
+    swa, csa, hca = ds.AttentionType.SWA, ds.AttentionType.CSA, ds.AttentionType.HCA
+    layers = {"layer_types": (swa, csa, hca), "router_types": serving.ROUTERS}
+    if sizes == TINY:
+        config = dataclasses.replace(
+            ds.DSV4Config.tiny(), **layers, num_attention_heads=8, o_groups=8, hc_sinkhorn_iters=1
+        )
+        return config, ds.init_params(config, jax.random.key(0))
+    few = {"vocab_size": 512, "num_routed_experts": 16}
+    config = dataclasses.replace(ds.DSV4Config.flash(), **layers, **few)
+    return config, random_params(config, weights=sizes.weights)
+
+
+class Checks:
+    """The parts, one after the other, on one place."""
+
+    def __init__(self, place, sizes):
+        self.place, self.sizes = place, sizes
+        name, *split = place.split()
+        self.mesh = None if name == "one" else ds.make_mesh(*map(int, name.split("x")))
+        self.config, params = model(sizes)
+        self.runner = Runner(
+            self.config, params, self.mesh, cache_format=sizes.cache_format,
+            context=sizes.context, split=bool(split),
+        )  # fmt: skip
+        serving.CONFIG, serving.params = self.config, lambda: self.runner.params
+        mesh_engine.OPTIONS["split_cache"] = bool(split)
+        rng = np.random.default_rng(0)
+        self.prompts = [self._draw(rng, length) for length in sizes.lengths]
+        self.decoded = [self._draw(rng, ROWS) for _ in range(DECODED)]
+        self.guesses = [self._draw(rng, STAGED) for _ in range(ROWS)]
+        self.kept = rng.integers(0, STAGED + 1, ROWS)
+        self.first = {}
+        self.saved = {}
+
+    def _draw(self, rng, count):
+        return rng.integers(0, self.config.vocab_size, count).tolist()
+
+    def _prompts(self, *, rng=None, rows=range(ROWS), only=range(ROWS)):
+        """Logits of every prompt, [n, V] each, on a new cache; all calls are one program.
+
+        Args:
+          rng: draws how many tokens of a prompt a call has; None is as many as it takes.
+          rows: rows[r] is the prompt of row r.
+          only: the prompts that are there.
+        """
+        self.runner.reset()
+        left = [list(self.prompts[one]) if one in only else [] for one in rows]
+        logits = [[] for _ in range(ROWS)]
+        while any(left):
+            most = np.full(ROWS, PER_ROW) if rng is None else rng.integers(0, PER_ROW + 1, ROWS)
+            call = [tokens[:count] for tokens, count in zip(left, most, strict=True)]
+            left = [tokens[count:] for tokens, count in zip(left, most, strict=True)]
+            found = self.runner.prefill(call, num_tokens=ROWS * PER_ROW)
+            for one, new in zip(rows, found, strict=True):
+                logits[one].extend(new)
+        return {f"prompt {one}": np.asarray(logits[one]) for one in range(ROWS) if one in only}
+
+    def _rest(self):
+        """Decode steps, staged tokens of which some are kept, and a decode step after them."""
+        found = {f"decode {n}": self.runner.decode(call) for n, call in enumerate(self.decoded)}
+        staged = self.runner.stage(self.guesses, self.kept, num_tokens=ROWS * STAGED)
+        found["staged"] = np.concatenate(staged)
+        return found | {"after commit": self.runner.decode(self.decoded[0])}
+
+    def logits(self):
+        """Of prompts in chunks, decode steps and staged tokens, as other places compute them."""
+        start = time.perf_counter()
+        self._compile()
+        compiled = time.perf_counter() - start
+        self.first = self._prompts()
+        self.saved |= self.first
+        self.saved["selected"] = self._select()
+        rest = self._rest()
+        self.first |= rest
+        self.saved |= rest
+        finite = all(bool(np.isfinite(value).all()) for value in self.first.values())
+        spread = float(np.std(np.concatenate(list(self.first.values()))))
+        return {"finite": finite, "spread": spread, "compile_s": round(compiled, 1)}
+
+    def _compile(self):
+        """Compiles the steps side by side; the calls find them."""
+        runner = self.runner
+
+        def compile_one(job):
+            function, count, static = job
+            call, _ = runner.pack([[0] * count] * ROWS)
+            arguments = runner.params, runner.cache, call
+            function.lower(*arguments, config=self.config, **static).compile()
+
+        prefill = jit_prefill, PER_ROW, {"all_logits": True}
+        jobs = [prefill, (jit_stage, STAGED, {}), (ds.jit_decode_step, 1, {})]
+        with concurrent.futures.ThreadPoolExecutor(len(jobs)) as pool:
+            list(pool.map(compile_one, jobs))
+
+    def again(self):
+        """The same calls on a new cache."""
+        return self._differing(self._prompts() | self._rest())
+
+    def cuts(self):
+        """Prompts cut at random."""
+        return self._differing(self._prompts(rng=np.random.default_rng(1)))
+
+    def alone(self):
+        """The longest prompt and a short one by themselves."""
+        found = self._prompts(only=[int(np.argmax(self.sizes.lengths))])
+        return self._differing(found | self._prompts(only=[1]))
+
+    def rows(self):
+        """Prompts in the opposite rows, half of them on another data shard."""
+        return self._differing(self._prompts(rows=list(reversed(range(ROWS)))))
+
+    def drafts(self):
+        """Staged tokens of which some are kept, against one token at a time by one program."""
+        size, found = ROWS * STAGED, []
+        wrong = [[(token + 1) % self.config.vocab_size for token in row] for row in self.guesses]
+        for speculates in (True, False):
+            self._prompts()
+            rows = [[] for _ in range(ROWS)]
+            if speculates:  # two are right, and then the third is said again
+                calls = [row[:2] + bad[2:] for row, bad in zip(self.guesses, wrong, strict=True)]
+                plan = [(calls, 2), ([row[2:] for row in self.guesses], 1)]
+            else:
+                plan = [([row[n : n + 1] for row in self.guesses], 1) for n in range(STAGED)]
+            for tokens, kept in plan:
+                logits = self.runner.stage(tokens, np.full(ROWS, kept), num_tokens=size)
+                for row, new in zip(rows, logits, strict=True):
+                    row.extend(new[:kept])
+            found.append({"staged": np.asarray(rows)})
+        return _differing(*found)
+
+    def selected(self):
+        """Selections of random queries twice; `against` has those of other places."""
+        self._prompts()
+        wanted = self.saved["selected"]
+        return {"differ": int(np.sum(self._select() != wanted)), "most": int(_count(wanted).max())}
+
+    def engine(self):
+        """A random life with drafts, shared prefixes, forks and preemption; it raises on a fault.
+
+        Each request gets to the bit what the same place gives it alone without drafts.
+        """
+        plain = serving.limit(mesh_engine.engine_on(self.mesh, overlap=False), num_snapshots=0)
+        engine = mesh_engine.engine_on(self.mesh)
+        life, problems = Life(engine, 0, plain), []
+        for number in range(self.sizes.events):
+            life.event()
+            if number % 10 == 9:
+                problems += map(str, engine.verify().problems)
+        life.finish()
+        names = ("hit_tokens", "drafted_tokens", "accepted_tokens", "preempted", "snapshots")
+        counts = {name: getattr(engine.metrics, name) for name in names}
+        return {"problems": problems} | life.counts | counts
+
+    def damage(self):
+        """What `Engine.verify` finds of one bit that is changed."""
+        if self.mesh is None:
+            return {"left_out": "the planted damage is that of a mesh"}
+        return mesh_engine.damage(self.mesh)
+
+    def _differing(self, found):
+        return _differing(found, self.first)
+
+    def _select(self):
+        """i32[ROWS, K]: what random queries select after each request's tokens."""
+        config, rng = self.config, np.random.default_rng(2)
+        call, _ = self.runner.pack([[0]] * ROWS)
+        shape = (ROWS, config.indexer_num_heads, config.indexer_head_dim)
+        queries = rng.integers(-4, 5, shape).astype(np.float32)
+        weights = rng.normal(size=shape[:2]).astype(np.float32)
+        place = self.runner.place
+        found = select(self.runner.cache, call, place(queries), place(weights))
+        return np.asarray(found)
+
+
+@functools.partial(jax.jit)
+@on_mesh(BY_ROW)
+def select(cache, step_input, queries, weights):
+    """What each token of a call selects in the first CSA layer."""
+    handle = cache.layer(ds.AttentionType.CSA, 0, cache.index(step_input))
+    return handle.select(queries, weights)
+
+
+def _count(selected):
+    return np.sum(selected >= 0, axis=1)
+
+
+def _differing(found, expected):
+    """Rows of logits, and how many of them differ in some bit."""
+    rows = differ = 0
+    for name, value in found.items():
+        bits, wanted = (np.asarray(x, np.float32).view(np.uint32) for x in (value, expected[name]))
+        unequal = np.any(bits != wanted, axis=-1)
+        rows, differ = rows + unequal.size, differ + int(np.sum(unequal))
+    return {"rows": rows, "differ": differ}
+
+
+def run_place(place, sizes, parts, folder):
+    """Runs the parts on a place and prints what they find; logits go to a file for `against`."""
+    fallbacks = []
+
+    def note(message, category, *_, **__):
+        if issubclass(category, FallbackWarning):
+            fallbacks.append(str(message))
+
+    warnings.showwarning = note
+    warnings.simplefilter("always", FallbackWarning)
+    start = time.perf_counter()
+    checks = Checks(place, sizes)
+    say(place=place, part="start", seconds=time.perf_counter() - start)
+    for part in parts:
+        start = time.perf_counter()
+        try:
+            found = getattr(checks, part)()
+        except Exception as error:  # what follows still says something
+            where = traceback.format_exc().strip().splitlines()[-12:]
+            found = {"failed": f"{type(error).__name__}: {error}"[:600], "where": where}
+        if part == "logits" and checks.saved:
+            np.savez(folder / f"{place}.npz", **checks.saved)
+        say(place=place, part=part, part_s=round(time.perf_counter() - start, 1), **found)
+    say(place=place, part="fallbacks", fallbacks=sorted(set(fallbacks)))
+
+
+def say(**fields):
+    print(json.dumps(fields, default=float), flush=True)
+
+
+def places(count, meshes=None):
+    """One device, and the meshes of all devices: "DATAxMODEL", maybe "split"."""
+    if meshes:
+        return ["one", *meshes]
+    found = [f"1x{count}", f"{count}x1", f"1x{count} split"]
+    return ["one", *found, *([f"2x{count // 2}"] if count >= 4 else [])]
+
+
+def run_all(names, arguments, folder):
+    """Every place in processes of its own, a few at once; the lines that they printed."""
+    groups = [
+        [part for part in group if part in arguments.parts] for group in (OF_STEPS, OF_ENGINES)
+    ]
+    waiting = [(name, parts) for parts in groups for name in names if parts]
+    running, lines, begun = {}, [], time.perf_counter()
+    while waiting or running:
+        while waiting and len(running) < arguments.jobs:
+            name, parts = waiting.pop(0)
+            command = [sys.executable, "-m", "programs.mesh_on_gpus", "--place", name]
+            command += ["--folder", str(folder), "--parts", *parts, *["--tiny"] * arguments.tiny]
+            log = (folder / f"{name} {parts[0]}.log").open("w+")
+            running[name, parts[0]] = subprocess.Popen(command, stdout=log), log, 0
+        for key, (process, log, read) in list(running.items()):
+            ended = process.poll() is not None
+            if time.perf_counter() - begun > arguments.limit_s and not ended:
+                process.kill()
+                process.wait()
+                ended = True
+            new = pathlib.Path(log.name).read_text()[read:]
+            whole = new if ended else new[: new.rfind("\n") + 1]
+            for line in whole.splitlines():
+                print(line, flush=True)
+                lines += [json.loads(line)] if line.startswith("{") else []
+            running[key] = process, log, read + len(whole)
+            if ended:
+                log.close()
+                del running[key]
+                if process.returncode:
+                    failed = {
+                        "place": key[0],
+                        "part": "end",
+                        "failed": f"exit {process.returncode}",
+                    }
+                    say(**failed)
+                    lines.append(failed)
+        time.sleep(0.2)
+    return lines
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tiny", action="store_true", help="a small model, for CPUs")
+    parser.add_argument("--meshes", nargs="+", help='such as 1x2 "1x2 split"; all if not given')
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--jobs", type=int, default=8, help="processes at once")
+    parser.add_argument("--limit-s", type=float, default=230.0, help="of all places together")
+    parser.add_argument(
+        "--folder", type=pathlib.Path, help="for logits; if not given, none is kept"
+    )
+    parser.add_argument("--place", help="that of this process; one starts a process for each")
+    arguments = parser.parse_args()
+    ds.runtime.claim_memory(0.2, at_once=False)
+    ds.set_xla_flags()
+    ds.use_compilation_cache()
+    sizes = TINY if arguments.tiny else RELEASED
+    if arguments.place:
+        run_place(arguments.place, sizes, arguments.parts, arguments.folder)
+        return 0
+    devices = jax.devices()
+    say(device=devices[0].device_kind, devices=len(devices), jax=jax.__version__)
+    if len(devices) < 2:
+        say(ok=False, failed="a mesh needs two devices or more")
+        return 1
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.folder or pathlib.Path(temporary)
+        names = places(len(devices), arguments.meshes)
+        lines = run_all(names, arguments, folder)
+        for found in against(names, folder) if "logits" in arguments.parts else ():
+            say(**found)
+            lines.append(found)
+    wrong = complaints(lines, names, arguments.parts)
+    say(ok=not wrong, wrong=wrong)
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
