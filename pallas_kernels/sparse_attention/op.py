@@ -99,7 +99,6 @@ def run[Result](
         name,
         backend,
         implementations,
-        preferred=Backend.MOSAIC_GPU,
         obstacle=call_shapes.find_obstacle(arguments.queries, arguments.ring),
         arguments=arrays,
     )

@@ -108,7 +108,5 @@ def join_parts(
     if sink.shape != (num_heads,):
         raise ValueError(f"sums and sink must agree on H, got {sums.shape=} and {sink.shape=}")
     check_same_length("T", sums=sums[0], positions=positions)
-    implementation = resolve(
-        "join_parts", backend, _JOIN, preferred=Backend.TRITON_GPU, arguments={"sums": sums}
-    )
+    implementation = resolve("join_parts", backend, _JOIN, arguments={"sums": sums})
     return implementation(JoinArguments(parts, sink, positions, frequencies, dtype))
