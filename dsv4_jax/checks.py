@@ -74,13 +74,7 @@ def integer(
 
 
 def number(
-    name: str,
-    value: Any,
-    low: float,
-    high: float | None = None,
-    *,
-    above: bool = False,
-    rule: str = "",
+    name: str, value: Any, low: float, high: float | None = None, *, rule: str = ""
 ) -> float:
     """A plain, finite float that an f32 holds.
 
@@ -89,7 +83,6 @@ def number(
       value: an int, a float, or a NumPy scalar of either kind.
       low: the least value.
       high: the largest value; None is that of f32.
-      above: `low` itself is out of range.
       rule: says what the bounds say; else they are given.
 
     Raises:
@@ -98,13 +91,26 @@ def number(
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         refuse(name, "a number", value)
     plain = integer(name, value, high=None) if isinstance(value, int | np.integer) else float(value)
-    if not (plain > low if above else plain >= low):  # NaN is not
-        refuse(name, rule or f"{'above' if above else 'at least'} {low}", value)
+    if not plain >= low:  # NaN is not
+        refuse(name, rule or f"at least {low}", value)
     if high is None and plain > FLOAT32_MAX:
         refuse(name, f"at most {FLOAT32_MAX:.7g} (float32)", value)
     if high is not None and plain > high:
         refuse(name, rule or f"at most {high}", value)
     return float(plain)
+
+
+def share(name: str, value: Any) -> float:
+    """A number above 0 and at most 1.
+
+    Raises:
+      ValueError: as of `number`.
+    """
+    rule = "above 0 and at most 1"
+    plain = number(name, value, 0, 1, rule=rule)
+    if plain == 0:
+        refuse(name, rule, value)
+    return plain
 
 
 def flag(name: str, value: Any) -> bool:

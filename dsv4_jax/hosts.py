@@ -19,6 +19,7 @@ from typing import Any, NoReturn, Protocol
 
 import jax
 from jax._src import distributed  # nothing public reaches the service's keys and values
+from jax.sharding import Mesh
 
 from dsv4_jax import checks
 
@@ -259,6 +260,23 @@ def join_hosts(
 def joined() -> Hosts | None:
     """What `join_hosts` gave in this process."""
     return _joined[0] if _joined else None
+
+
+def hosts_of(mesh: Mesh | None) -> Hosts | None:
+    """The processes that a mesh spans; None is this one alone.
+
+    Raises:
+      ValueError: there are several, and nothing watches them, or this one holds no device.
+    """
+    if mesh is None or len({device.process_index for device in mesh.devices.flat}) == 1:
+        return None
+    hosts = joined()
+    if hosts is None or {d.process_index for d in mesh.devices.flat} != set(range(hosts.count)):
+        raise ValueError(
+            "mesh must hold devices of every process, and each must have called "
+            "dsv4_jax.hosts.join_hosts before JAX was used"
+        )
+    return hosts
 
 
 def _processes(numbers: list[int]) -> str:

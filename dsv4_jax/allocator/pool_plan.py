@@ -173,8 +173,7 @@ def device_memory_bytes(fraction: float) -> int:
     Raises:
       ValueError: the fraction is out of range, or the device does not say what it has.
     """
-    rule = "above 0 and at most 1"
-    fraction = checks.number("gpu_memory_fraction", fraction, 0, 1, above=True, rule=rule)
+    fraction = checks.share("gpu_memory_fraction", fraction)
     stats = jax.devices()[0].memory_stats()
     if not stats or "bytes_limit" not in stats:
         raise ValueError(

@@ -54,16 +54,6 @@ class PrefixCache:
         """Slots of admitted requests."""
         return list(self._requests)
 
-    @property
-    def num_held_snapshots(self) -> int:
-        """Boundaries that can be resumed at."""
-        return self.tree.num_held_snapshots
-
-    @property
-    def num_evicted_snapshots(self) -> int:
-        """Snapshots that gave way to others so far."""
-        return self.tree.num_evicted_snapshots
-
     def find_resumable(
         self, token_ids: np.ndarray | None, salt: bytes, max_tokens: int
     ) -> list[PrefixNode]:

@@ -25,19 +25,10 @@ from dsv4_jax.checkpoint.layout import (
     split_into_shards,
     write_json,
 )
-from dsv4_jax.checkpoint.names import Target, all_targets, get_leaf, saved_name
-from dsv4_jax.checkpoint.sources import (
-    Source,
-    check_sources,
-    find_damage,
-    index_of,
-    is_checked,
-    list_problems,
-    open_checkpoint,
-)
+from dsv4_jax.checkpoint.names import Target, get_leaf, saved_name
+from dsv4_jax.checkpoint.sources import Source, list_problems, open_checkpoint
 from dsv4_jax.config.checkpoint_folder import find_file
 from dsv4_jax.config.json_file import read_json_object
-from dsv4_jax.model.params import param_shapes
 from dsv4_jax.model.released import quantize_weight, quantized_shape, released_format
 from dsv4_jax.progress import Progress
 from pallas_kernels.common.weights import MXFP4, BlockFP8
@@ -150,32 +141,27 @@ def _plan(
     source: pathlib.Path, weights: str, check_weights: bool | None, follow_links: bool
 ) -> dict[str, _Tensor]:
     """Every tensor by canonical name, checked."""
-    config, sources, problems = open_checkpoint(source, follow_links=follow_links)
-    shapes = param_shapes(config, jnp.bfloat16)
-    targets = all_targets(config, shapes)
-    num_experts = config.num_routed_experts
-    check_sources(sources, targets, problems, source, num_experts=num_experts, keep=False)
-    checked = is_checked(sources, check_weights)
-    for name, target in targets.items():
-        problems += find_damage(sources[name], target, num_experts)
-        if checked and sources[name].scale is None:
-            where = sources[name].name + index_of(sources[name].part)
-            problems += find_not_finite(where, sources[name].read())
+    found = open_checkpoint(
+        source, jnp.bfloat16, keep=False, check_weights=check_weights, follow_links=follow_links
+    )
+    sources, problems = found.sources, []
+    for name, target in found.targets.items():
+        problems += found.find_damage(sources[name], target)
+        if found.checks_values and sources[name].scale is None:
+            problems += find_not_finite(sources[name].label, sources[name].read())
     if problems:
         raise ValueError(list_problems(source, problems))
-    by_leaf: dict[str, list[Source]] = {}
-    for name, target in targets.items():
-        by_leaf.setdefault(target.leaf, []).append(sources[name])
     leaves = {}
-    for leaf, tensors in by_leaf.items():
-        shape = get_leaf(shapes, leaf)
-        leaves[leaf] = _released_leaf(leaf, shape, tensors) if weights == "released" else shape
+    for leaf, tensors in found.by_leaf().items():
+        leaves[leaf] = get_leaf(found.shapes, leaf)
+        if weights == "released":
+            leaves[leaf] = _released_leaf(leaf, leaves[leaf], [source for _, source in tensors])
     return {
         name: _Tensor(
             sources[name], target, leaves[target.leaf],
             list_entries(name, target, leaves[target.leaf]),
         )
-        for name, target in targets.items()
+        for name, target in found.targets.items()
     }  # fmt: skip
 
 

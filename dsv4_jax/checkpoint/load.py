@@ -14,19 +14,11 @@ import numpy as np
 
 from dsv4_jax.checkpoint.find import SHIPPED_CHECKPOINT as SHIPPED_CHECKPOINT
 from dsv4_jax.checkpoint.finite import find_not_finite
-from dsv4_jax.checkpoint.names import Target, all_targets, dotted_path, get_leaf
+from dsv4_jax.checkpoint.names import dotted_path, get_leaf
 from dsv4_jax.checkpoint.shards import ShardedStack
-from dsv4_jax.checkpoint.sources import (
-    Source,
-    check_sources,
-    find_damage,
-    index_of,
-    is_checked,
-    list_problems,
-    open_checkpoint,
-)
+from dsv4_jax.checkpoint.sources import Source, list_problems, open_checkpoint
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.model.params import DSV4Params, param_shapes
+from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.model.released import quantized_shape
 from dsv4_jax.model.shardings import param_shardings
 from dsv4_jax.progress import Progress
@@ -97,33 +89,29 @@ def load_checkpoint(
             f"dtype must be that of the decoded weights, {weights}, got {dtype.name}; leave it out"
         )
     directory = pathlib.Path(path)
-    config, sources, problems = open_checkpoint(directory, follow_links=follow_links)
-    shapes = param_shapes(config, dtype)
-    targets = all_targets(config, shapes)
-    num_experts = config.num_routed_experts
-    check_sources(sources, targets, problems, directory, num_experts=num_experts, keep=keep)
-    check_weights = is_checked(sources, check_weights)
-    by_leaf: dict[str, list[tuple[Target, Source]]] = {}
-    for name, target in targets.items():
-        by_leaf.setdefault(target.leaf, []).append((target, sources[name]))
+    found = open_checkpoint(
+        directory, dtype, keep=keep, check_weights=check_weights, follow_links=follow_links
+    )
+    config, shapes, by_leaf = found.config, found.shapes, found.by_leaf()
+    problems: list[str] = []
     wanted = {
         leaf: _wanted(get_leaf(shapes, leaf), tensors[0][1], keep=keep)
         for leaf, tensors in by_leaf.items()
     }
     open_stack = _stack_opener(config, shapes, wanted, mesh)
     filled: dict[str, Any] = {}
-    with Progress(len(targets), unit="tensor", doing="loading", shown=progress) as bar:
+    with Progress(len(found.targets), unit="tensor", doing="loading", shown=progress) as bar:
         for leaf, tensors in by_leaf.items():
             stack = open_stack(leaf)
             for target, source in tensors:
                 bar.add()
                 if not stack.holds(target.index):
                     continue
-                damage = list(find_damage(source, target, num_experts))
-                if not damage and (check_weights or not problems):
-                    arrays = _read(source, stack.wanted, quiet=check_weights)
-                    if check_weights and not is_quantized(stack.wanted):
-                        damage = find_not_finite(source.name + index_of(source.part), *arrays)
+                damage = list(found.find_damage(source, target))
+                if not damage and (found.checks_values or not problems):
+                    arrays = _read(source, stack.wanted, quiet=found.checks_values)
+                    if found.checks_values and not is_quantized(stack.wanted):
+                        damage = find_not_finite(source.label, *arrays)
                     if not (problems or damage):
                         stack.add(target.index, arrays)
                 problems += damage

@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from dsv4_jax.checkpoint.files import StoredTensor, decode_weight, find_weight_files, list_tensors
 from dsv4_jax.checkpoint.finite import CHECKED_BYTES
 from dsv4_jax.checkpoint.header import MAX_TENSORS
-from dsv4_jax.checkpoint.names import Target, canonical_name
+from dsv4_jax.checkpoint.names import Target, all_targets, canonical_name
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.model.params import DSV4Params, param_shapes
 from dsv4_jax.model.released import released_format
 from pallas_kernels.common.weights import FP8_BLOCK, MXFP4, MXFP4_GROUP, BlockFP8
 
@@ -44,6 +46,14 @@ class Source:
     scale: StoredTensor | None = None
     scale_part: tuple[Any, ...] = ()
     halves: int = 1
+
+    @property
+    def label(self) -> str:
+        """Its name in the file, and which part of it, for a message."""
+        if not self.part:
+            return self.name
+        expert, rows = self.part
+        return f"{self.name}[{expert}, {rows.start}:{rows.stop}]"
 
     @property
     def weight_format(self) -> type[BlockFP8] | type[MXFP4] | None:
@@ -93,19 +103,75 @@ class Source:
         return stored if self.scale is None else decode_weight(stored, self.read_scale())
 
 
+@dataclasses.dataclass(frozen=True)
+class OpenCheckpoint:
+    """A checkpoint whose tensors are those that its model wants; most values are not read yet.
+
+    Attributes:
+      config: of the model.
+      shapes: the parameters, as shapes.
+      targets: where each tensor goes, by canonical name.
+      sources: where it comes from; the same names.
+      checks_values: dense tensors are looked through for NaN and infinity.
+    """
+
+    config: DSV4Config
+    shapes: DSV4Params
+    targets: dict[str, Target]
+    sources: dict[str, Source]
+    checks_values: bool
+
+    def by_leaf(self) -> dict[str, list[tuple[Target, Source]]]:
+        """The tensors of each leaf."""
+        found: dict[str, list[tuple[Target, Source]]] = {}
+        for name, target in self.targets.items():
+            found.setdefault(target.leaf, []).append((target, self.sources[name]))
+        return found
+
+    def find_damage(self, source: Source, target: Target) -> Iterator[str]:
+        """What is wrong with the values of a tensor, beside those that `checks_values` asks for."""
+        return _find_damage(source, target, self.config.num_routed_experts)
+
+
 def open_checkpoint(
-    directory: pathlib.Path, *, follow_links: bool = False
-) -> tuple[DSV4Config, dict[str, Source], list[str]]:
-    """The config of a checkpoint, its tensors by canonical name, and what was found to be wrong.
+    directory: pathlib.Path,
+    dtype: DTypeLike,
+    *,
+    keep: bool,
+    check_weights: bool | None,
+    follow_links: bool,
+) -> OpenCheckpoint:
+    """Compares what is there with what the model has.
 
     If the files hold no draft tensor, the config has no draft block; where the config has none,
     draft tensors are left out.
 
+    Args:
+      directory: of the checkpoint.
+      dtype: as of `param_shapes`.
+      keep: whether quantised weights are to stay as they are, which not every tensor may.
+      check_weights: as in `load_checkpoint`.
+      follow_links: as there.
+
     Raises:
       FileNotFoundError: there is no config, or no safetensors file, or a shard is missing.
       ValueError: the config, the index or a file cannot be read, or is a link out of the directory
-        that is not followed.
+        that is not followed; or a tensor does not fit: all that is wrong is listed, damaged values
+        too.
     """
+    config, sources, problems = _find_sources(directory, follow_links=follow_links)
+    shapes = param_shapes(config, dtype)
+    found = OpenCheckpoint(
+        config, shapes, all_targets(config, shapes), sources, _is_checked(sources, check_weights)
+    )
+    _check_sources(found, problems, directory, keep=keep)
+    return found
+
+
+def _find_sources(
+    directory: pathlib.Path, *, follow_links: bool
+) -> tuple[DSV4Config, dict[str, Source], list[str]]:
+    """The config, the tensors by canonical name, and which names are there twice."""
     if not directory.is_dir():
         raise FileNotFoundError(f"{directory} is no directory; pass one that holds a config.json")
     config = DSV4Config.from_hf(directory, follow_links=follow_links)
@@ -189,28 +255,11 @@ def _fused_experts(name: str, whole: Source, num_experts: int) -> Iterator[tuple
             )
 
 
-def check_sources(
-    sources: dict[str, Source],
-    targets: dict[str, Target],
-    problems: list[str],
-    directory: pathlib.Path,
-    *,
-    num_experts: int,
-    keep: bool,
+def _check_sources(
+    found: OpenCheckpoint, problems: list[str], directory: pathlib.Path, *, keep: bool
 ) -> None:
-    """Compares what is there with what the model has.
-
-    Args:
-      sources: tensors by canonical name.
-      targets: what the model wants.
-      problems: those that are known already.
-      directory: for the message.
-      num_experts: experts that tables may name.
-      keep: whether quantised weights are to stay as they are, which not every tensor may.
-
-    Raises:
-      ValueError: something does not fit; all of it is listed, damaged values too.
-    """
+    """Raises if something does not fit; `problems` are those that are known already."""
+    sources, targets = found.sources, found.targets
     problems = problems + [
         f"missing: {name} {list(target.shape)}"
         for name, target in targets.items()
@@ -222,27 +271,27 @@ def check_sources(
         if name not in targets:
             problems.append(f"unexpected: {source.name} {list(source.tensor.shape)}")
             continue
-        found = list(_misfits(source, targets[name], keep=keep))
-        problems += found
-        if not found:
+        misfits = list(_misfits(source, targets[name], keep=keep))
+        problems += misfits
+        if not misfits:
             sound.append((targets[name], source))
             found_formats = formats.setdefault(targets[name].leaf, {})
             found_formats.setdefault(_describe(source), source.name)
     if keep:
         problems += [
             f"mixed formats: layers of a kind must store {leaf} alike, but "
-            + ", ".join(f"{name} is {text}" for text, name in found.items())
+            + ", ".join(f"{name} is {text}" for text, name in stored.items())
             + '; load it with weights="bfloat16"'
-            for leaf, found in formats.items()
-            if len(found) > 1
+            for leaf, stored in formats.items()
+            if len(stored) > 1
         ]
     if problems:
         for target, source in sound:
-            problems += find_damage(source, target, num_experts)
+            problems += found.find_damage(source, target)
         raise ValueError(list_problems(directory, problems))
 
 
-def find_damage(source: Source, target: Target, num_experts: int) -> Iterator[str]:
+def _find_damage(source: Source, target: Target, num_experts: int) -> Iterator[str]:
     """What is wrong with the values of a tensor whose shapes and dtypes are right."""
     if target.is_hash_table:
         table = source.read()
@@ -253,7 +302,7 @@ def find_damage(source: Source, target: Target, num_experts: int) -> Iterator[st
             )
     if source.scale is None:
         return
-    scale, where = source.read_scale(), f"{source.name}{index_of(source.part)}"
+    scale, where = source.read_scale(), source.label
     if scale.dtype == np.uint8:
         bad, rule = (scale == 0) | (scale == 255), "UE8M0 codes of 0 or 255"
     else:
@@ -266,7 +315,7 @@ def find_damage(source: Source, target: Target, num_experts: int) -> Iterator[st
             yield f"damaged: {where} has {count} codes of NaN"
 
 
-def is_checked(sources: dict[str, Source], check_weights: bool | None) -> bool:
+def _is_checked(sources: dict[str, Source], check_weights: bool | None) -> bool:
     """Whether dense tensors are looked through for NaN; None is whether they are few."""
     if check_weights is not None:
         return check_weights
@@ -326,11 +375,3 @@ def _describe(source: Source) -> str:
         return "dense"
     name = "FP8" if source.weight_format is BlockFP8 else "FP4"
     return f"{name} with {'UE8M0' if source.scale_dtype is np.uint8 else 'f32'} scales"
-
-
-def index_of(part: tuple[Any, ...]) -> str:
-    """The part of a fused tensor, for a message."""
-    if not part:
-        return ""
-    expert, rows = part
-    return f"[{expert}, {rows.start}:{rows.stop}]"

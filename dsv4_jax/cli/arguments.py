@@ -53,7 +53,7 @@ class _ShowingDefaults(argparse.HelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str:
         text, default = action.help or "", action.default
         is_switch = isinstance(action, argparse.BooleanOptionalAction)
-        if not action.option_strings or default in (None, argparse.SUPPRESS):
+        if not action.option_strings or default in (None, [], argparse.SUPPRESS):
             return text
         if action.nargs == 0 and not is_switch:
             return text
@@ -201,8 +201,18 @@ def add_cache_format(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_mesh(parser: argparse.ArgumentParser) -> None:
-    """Adds the sizes of a mesh; both are None if neither is given."""
+def add_seconds(
+    parser: argparse.ArgumentParser, name: str, default: float, rest: str, *, least: float = 0.0
+) -> None:
+    """Adds a number of seconds; `rest` is what the help says of them."""
+    parser.add_argument(name, type=real(least, 1e6), default=default, help=f"seconds {rest}")
+
+
+def add_mesh(parser: argparse.ArgumentParser, *, split_cache: bool = False) -> None:
+    """Adds the sizes of a mesh, and with `split_cache` whether blocks are dealt over `--model`.
+
+    Both sizes are None if neither is given.
+    """
     parser.add_argument(
         "--data", type=whole(1, MAX_DEVICES), help="data shards of the mesh; if not given, 1"
     )
@@ -211,22 +221,19 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
         type=whole(1, MAX_DEVICES),
         help="devices of a data shard of the mesh; if not given, 1",
     )
-
-
-def add_split_cache(parser: argparse.ArgumentParser) -> None:
-    """Adds whether blocks are dealt over `--model`."""
-    parser.add_argument(
-        "--split-cache",
-        action="store_true",
-        help="on a mesh, deal the blocks of each request over --model, for few requests of a very "
-        "long context: each device holds and reads its part, for two more collectives a layer",
-    )
+    if split_cache:
+        parser.add_argument(
+            "--split-cache",
+            action="store_true",
+            help="on a mesh, deal the blocks of each request over --model, for few requests of a "
+            "very long context: each device holds and reads its part, for two more collectives a "
+            "layer",
+        )
 
 
 def add_hosts(parser: argparse.ArgumentParser) -> None:
     """Adds the sizes of a mesh, and what makes a process one of several on it."""
-    add_mesh(parser)
-    add_split_cache(parser)
+    add_mesh(parser, split_cache=True)
     group = parser.add_argument_group("several processes, each with the same arguments otherwise")
     group.add_argument(
         "--hosts", action="store_true", help="as SLURM, MPI or Kubernetes started them"

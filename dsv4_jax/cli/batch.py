@@ -6,7 +6,7 @@ import argparse
 import pathlib
 
 from dsv4_jax.cli.arguments import add_checkpoint, output_file
-from dsv4_jax.cli.serve import build, name_of, needs_serve_extra, note
+from dsv4_jax.cli.serve import answer_settings, build, needs_serve_extra, note
 from dsv4_jax.cli.serve_options import add_answers, add_engine, add_request_limits
 from dsv4_jax.progress import Progress
 
@@ -35,16 +35,8 @@ def run(args: argparse.Namespace) -> int:
     """Answers what has no answer yet; 1 if a request was refused or failed."""
     with needs_serve_extra():
         from dsv4_jax.serve.batch import Batch
-        from dsv4_jax.serve.settings import ServeSettings
-    settings = ServeSettings(
-        model_name=args.model_name or name_of(args.checkpoint),
-        thinks=args.think,
-        release=args.release,
-        max_body_bytes=args.max_body_bytes,
-        max_choices=args.max_choices,
-    )
     served = {True: 0, False: 0}
-    with Batch(args.requests, args.answers, settings=settings) as batch:
+    with Batch(args.requests, args.answers, settings=answer_settings(args)) as batch:
         if batch.num_left:
             engine = build(args)
             with Progress(batch.num_left, unit="request", doing="answering") as bar:

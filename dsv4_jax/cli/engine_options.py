@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import pathlib
+from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -72,7 +73,7 @@ def build_engine(
     """Loads the checkpoint, after asking whether it fits.
 
     Args:
-      args: with the options of `add_engine_options`, `add_loading` and `add_split_cache`.
+      args: with the options of `add_engine_options`, `add_loading` and `add_mesh`.
       folder: the checkpoint.
       config: its config.
       mesh: as of `Engine`, like all that follows.
@@ -86,41 +87,35 @@ def build_engine(
     Raises:
       MemoryError: it does not fit; the message says what would.
     """
-    sizes = {
+    shared: dict[str, Any] = {
+        "mesh": mesh,
         "max_requests": max_requests,
         "max_context_tokens": max_context_tokens,
         "cache_format": args.cache_format,
+        "split_cache": args.split_cache,
+        "draft_tokens": args.draft_tokens,
+        "grammars": grammars,
+        "weights": args.weights,
+        "follow_links": args.follow_links,
     }
     if gpu_memory_fraction is None:
         decoded = None if args.weights == "stored" else args.weights
         check_engine_memory(
             config,
             folder,
-            weights=args.weights,
             dtype=jnp.dtype(args.dtype or decoded or jnp.bfloat16),
-            follow_links=args.follow_links,
-            mesh=mesh,
-            split_cache=args.split_cache,
-            draft_tokens=args.draft_tokens,
-            grammars=grammars,
             way_out="fewer requests at once (--max-requests), a shorter context, another "
             "--cache-format, or what `dsv4-jax plan` says would fit",
-            **sizes,
+            **shared,
         )
     return Engine.from_checkpoint(
         folder,
-        mesh=mesh,
-        split_cache=args.split_cache,
-        weights=args.weights,
         dtype=args.dtype,
         check_weights=args.check_weights,
-        follow_links=args.follow_links,
         prefill_tokens=prefill_tokens,
-        draft_tokens=args.draft_tokens,
         gpu_memory_fraction=gpu_memory_fraction,
-        grammars=grammars,
         tokenizer=tokenizer,
         activations=args.activations,
         prefill_activations=args.prefill_activations,
-        **sizes,
+        **shared,
     )

@@ -8,7 +8,7 @@ import math
 import pathlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from jax.sharding import Mesh
 from tokenizers import Tokenizer
@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--file",
         action="append",
+        default=[],
         help="file whose text is a prompt, repeatable; - is standard input; if not given, none",
     )
     parser.add_argument(
@@ -76,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stop",
         action="append",
+        default=[],
         type=prompt_text,
         help="text that ends an answer and is not shown, repeatable; if not given, none",
     )
@@ -102,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         top_k=args.top_k,
         top_p=args.top_p,
         seed=args.seed,
-        stop_texts=args.stop or (),
+        stop_texts=args.stop,
     )
     mesh, follows = join_mesh(args)
     engine = _build(args, prompts, mesh)
@@ -142,7 +144,7 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
       OSError: a file cannot be read.
     """
     prompts: list[str] = list(args.prompt)
-    files: Sequence[str] = args.file or ()
+    files: list[str] = args.file
     if not prompts and not files:
         if sys.stdin is None or sys.stdin.isatty():
             raise ValueError("there must be a prompt: give a text, --file FILE, or standard input")

@@ -18,7 +18,6 @@ from dsv4_jax.cli.arguments import (
     add_cache_format,
     add_follow_links,
     add_mesh,
-    add_split_cache,
     real,
     whole,
 )
@@ -63,8 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="GiB that weights take; if not given, they are counted",
     )
     add_follow_links(parser)
-    add_mesh(parser)
-    add_split_cache(parser)
+    add_mesh(parser, split_cache=True)
     parser.add_argument(
         "--collective-us",
         type=real(0, 1e6),

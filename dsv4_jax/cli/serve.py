@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import logging
 import math
 import os
 import pathlib
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from dsv4_jax.cli.arguments import add_checkpoint, chosen_mesh
 from dsv4_jax.cli.engine_options import build_engine, find_model
 from dsv4_jax.cli.serve_options import API_KEY, add_engine, add_limits, add_protocol
 from dsv4_jax.serving.async_engine import AsyncEngine
 from dsv4_jax.serving.engine import Engine
+
+if TYPE_CHECKING:
+    from dsv4_jax.serve import ServeSettings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,15 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Loads, compiles, and serves until a signal says otherwise."""
     with needs_serve_extra():
-        from dsv4_jax.serve import Server, ServeSettings
+        from dsv4_jax.serve import Server
         from dsv4_jax.serve.server import bind
-    settings = ServeSettings(
-        model_name=args.model_name or name_of(args.checkpoint),
+    settings = dataclasses.replace(
+        answer_settings(args),
         api_keys=_find_keys(args.api_key),
-        thinks=args.think,
-        release=args.release,
-        max_body_bytes=args.max_body_bytes,
-        max_choices=args.max_choices,
         stall_timeout_s=args.stall_timeout,
         drain_timeout_s=args.drain_timeout,
         max_connections=args.max_connections,
@@ -76,7 +77,20 @@ def needs_serve_extra() -> Iterator[None]:
         ) from None
 
 
-def name_of(checkpoint: str | None) -> str:
+def answer_settings(args: argparse.Namespace) -> ServeSettings:
+    """The settings of the options of `add_answers` and `add_request_limits`."""
+    with needs_serve_extra():
+        from dsv4_jax.serve import ServeSettings
+    return ServeSettings(
+        model_name=args.model_name or _name_of(args.checkpoint),
+        thinks=args.think,
+        release=args.release,
+        max_body_bytes=args.max_body_bytes,
+        max_choices=args.max_choices,
+    )
+
+
+def _name_of(checkpoint: str | None) -> str:
     """What a checkpoint's model is called if nobody says otherwise."""
     return "shipped" if checkpoint is None else pathlib.Path(checkpoint).resolve().name
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from dsv4_jax.cli.arguments import add_loading, add_mesh, add_split_cache, real, whole, wholes
+from dsv4_jax.cli.arguments import add_loading, add_mesh, add_seconds, real, whole, wholes
 from dsv4_jax.cli.engine_options import add_engine_options
 
 API_KEY = "DSV4_JAX_API_KEY"
@@ -62,28 +62,19 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-waiting", type=whole(1, 2**24), default=256, help="most requests without a slot"
     )
-    parser.add_argument(
-        "--queue-timeout",
-        type=real(0, 1e6),
-        default=60.0,
-        help="seconds without a slot after which a request is refused",
-    )
+    add_seconds(parser, "--queue-timeout", 60.0, "without a slot after which a request is refused")
     add_request_limits(parser)
     parser.add_argument(
         "--max-connections", type=whole(1, 2**16), default=1000, help="most connections at once"
     )
-    parser.add_argument(
+    add_seconds(
+        parser,
         "--stall-timeout",
-        type=real(0.1, 1e6),
-        default=30.0,
-        help="seconds without reading after which a client is cut off",
+        30.0,
+        "without reading after which a client is cut off",
+        least=0.1,
     )
-    parser.add_argument(
-        "--drain-timeout",
-        type=real(0, 1e6),
-        default=30.0,
-        help="seconds that answers have to end after SIGTERM",
-    )
+    add_seconds(parser, "--drain-timeout", 30.0, "that answers have to end after SIGTERM")
 
 
 def add_request_limits(parser: argparse.ArgumentParser) -> None:
@@ -122,6 +113,5 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         "bit for each token, slot and draw on the device",
     )
     add_engine_options(parser)
-    add_mesh(parser)
-    add_split_cache(parser)
+    add_mesh(parser, split_cache=True)
     add_loading(parser)

@@ -7,7 +7,6 @@ import json
 import pathlib
 import secrets
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any, Self
 
 from dsv4_jax.serve.answer import read_whole
@@ -93,15 +92,10 @@ class Batch:
         """Itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Closes both files."""
         self._requests.close()
-        self._answers.__exit__(kind, error, traceback)
+        self._answers.__exit__(kind)
 
 
 async def _answer(intake: Intake, line: BatchLine) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from dsv4_jax.cache.schema import FormatName
 from dsv4_jax.checkpoint.find import find_checkpoint
 from dsv4_jax.checkpoint.load import load_checkpoint
 from dsv4_jax.config import DSV4Config, Idea
-from dsv4_jax.hosts import Hosts, joined
+from dsv4_jax.hosts import hosts_of
 from dsv4_jax.mesh import find_mesh
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.check_params import check_params
@@ -146,7 +146,7 @@ class Engine(EngineCore):
             checks.instance("tokenizer", tokenizer, Tokenizer)
         unroll = _unrolls(unroll)
         _check_mesh(config, params, mesh)
-        if _hosts_of(mesh) is not None and gpu_memory_fraction is not None:
+        if hosts_of(mesh) is not None and gpu_memory_fraction is not None:
             raise ValueError(
                 f"gpu_memory_fraction may differ from process to process, got "
                 f"{checks.shown(gpu_memory_fraction)} on a mesh of several; give memory_bytes"
@@ -176,8 +176,7 @@ class Engine(EngineCore):
             params = unstack_layers(params)
         if mesh is not None:
             params = jax.device_put(params, param_shardings(config, mesh, params))
-        hosts = _hosts_of(mesh)
-        super().__init__(config, params, plan, tokenizer=tokenizer, hosts=hosts)
+        super().__init__(config, params, plan, tokenizer)
 
     @classmethod
     def from_checkpoint(
@@ -361,20 +360,3 @@ def _check_mesh(config: DSV4Config, params: DSV4Params, mesh: Mesh | None) -> No
         param_shardings(config, mesh, params)  # which refuses what does not divide
     elif find_mesh(params) is not None:
         raise ValueError(f"params lie on the mesh {find_mesh(params)}; pass it as mesh")
-
-
-def _hosts_of(mesh: Mesh | None) -> Hosts | None:
-    """The processes that a mesh spans; None is this one alone.
-
-    Raises:
-      ValueError: there are several, and nothing watches them, or this one holds no device.
-    """
-    if mesh is None or len({device.process_index for device in mesh.devices.flat}) == 1:
-        return None
-    hosts = joined()
-    if hosts is None or {d.process_index for d in mesh.devices.flat} != set(range(hosts.count)):
-        raise ValueError(
-            "mesh must hold devices of every process, and each must have called "
-            "dsv4_jax.hosts.join_hosts before JAX was used"
-        )
-    return hosts

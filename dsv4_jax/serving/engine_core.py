@@ -16,7 +16,7 @@ from dsv4_jax import checks
 from dsv4_jax.allocator.verify import Report
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.hosts import Hosts
+from dsv4_jax.hosts import hosts_of
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.serving.calls import UndoLog, exclusive, refuse_while_busy
 from dsv4_jax.serving.grammars import Grammars
@@ -52,13 +52,7 @@ class EngineCore:
     """
 
     def __init__(
-        self,
-        config: DSV4Config,
-        params: DSV4Params,
-        plan: EnginePlan,
-        *,
-        tokenizer: Tokenizer | None = None,
-        hosts: Hosts | None = None,
+        self, config: DSV4Config, params: DSV4Params, plan: EnginePlan, tokenizer: Tokenizer | None
     ) -> None:
         """Allocates the cache.
 
@@ -67,17 +61,16 @@ class EngineCore:
           params: model parameters.
           plan: sizes of the engine.
           tokenizer: for prompts that are text, and for the text of completions.
-          hosts: the processes of the mesh; None is this one alone.
         """
         self.config = config
         self.params = params
         self.tokenizer = tokenizer
         self.metrics = Metrics()
         self._plan = plan
-        self._hosts = hosts
+        self._hosts = hosts_of(plan.mesh)
         self._compiles_before = count_compiles()
         self._grammars = Grammars(config, tokenizer, is_allowed=plan.grammars)
-        self._runner = StepRunner(params, plan, self._grammars, hosts)
+        self._runner = StepRunner(params, plan, self._grammars, self._hosts)
         self._undo = UndoLog(self.metrics, *self.metrics.histograms)
         self._texts = None if tokenizer is None else TokenTexts(tokenizer, config.vocab_size)
         self._loop = ServingLoop(
@@ -89,7 +82,7 @@ class EngineCore:
         self._lock = threading.Lock()
         self._dropped: collections.deque[int] = collections.deque()
         self._is_closed = False
-        if hosts is not None:
+        if self._hosts is not None:
             # Else the others would wait for ever.
             itself = weakref.ref(self)
             atexit.register(lambda: (engine := itself()) and engine.close())

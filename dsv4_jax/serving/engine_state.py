@@ -72,7 +72,7 @@ def read_state(engine: EngineCore) -> dict[str, Any]:
         "counters": {name: getattr(metrics, name) for name in _COUNTERS},
         "finished": dict(metrics.finished),
         "used_bytes": dict(metrics.used_bytes),
-        "held_snapshots": sum(manager.prefixes.num_held_snapshots for manager in managers),
+        "held_snapshots": sum(manager.prefixes.tree.num_held_snapshots for manager in managers),
         "first_token_s": _quantiles(metrics.first_token_s),
         "token_s": _quantiles(metrics.token_s),
         "requests": [_read_request(engine, request, now) for request in shown],

@@ -377,7 +377,7 @@ class ServingLoop:
         blocks, snapshots = self._evicted_before
         for manager in self.shards.managers:
             blocks += manager.num_evicted
-            snapshots += manager.prefixes.num_evicted_snapshots
+            snapshots += manager.prefixes.tree.num_evicted_snapshots
         return blocks, snapshots
 
     def _update_gauges(self) -> None:

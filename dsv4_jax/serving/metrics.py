@@ -211,7 +211,7 @@ def _gauges(manager: KVCacheManager, unit_bytes: dict[str, int]) -> ShardGauges:
         cached_blocks=manager.num_cached_blocks,
         used_blocks=used_blocks,
         used_bytes=used_bytes
-        | {"snapshots": manager.prefixes.num_held_snapshots * plan.bytes_per_snapshot},
+        | {"snapshots": manager.prefixes.tree.num_held_snapshots * plan.bytes_per_snapshot},
     )
 
 

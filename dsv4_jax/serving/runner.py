@@ -13,7 +13,7 @@ import numpy as np
 from dsv4_jax.allocator.data_shards import DataShards
 from dsv4_jax.allocator.pending_changes import idle_changes
 from dsv4_jax.cache.model_cache import ModelCache, family_bytes
-from dsv4_jax.cache.snapshots import SnapshotPlan, SnapshotStore
+from dsv4_jax.cache.snapshots import SnapshotPlan
 from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.hosts import Hosts
 from dsv4_jax.model.params import DSV4Params
@@ -93,11 +93,6 @@ class StepRunner:
     def cache(self) -> ModelCache:
         """The cache as it is now; the next call donates it."""
         return self.devices.cache
-
-    @property
-    def store(self) -> SnapshotStore:
-        """The snapshots as they are now; the next call may donate them."""
-        return self.devices.store
 
     def rebuild(self) -> None:
         """Empty pools, in place of those that were there."""
@@ -182,7 +177,7 @@ class StepRunner:
         self._bring_masks(plan, running)
         asking = running.slots[running.wants_logprobs]
         wants_logprobs = len(asking) and bool(np.isin(rows.slots[rows.draws], asking).any())
-        return self._call(
+        self.devices.step(
             step,
             self._snapshot_plan(boundaries, self._max_boundaries(plan.size)),
             checked,
@@ -191,6 +186,7 @@ class StepRunner:
             activations=self._prefill_activations if plan.holds_prompts else self._activations,
             wants_logprobs=bool(wants_logprobs) or not len(rows),  # an idle step tries it
         )
+        return self._reader_of_last()
 
     def save(self, boundaries: Sequence[Boundary]) -> None:
         """Keeps boundaries that requests stand at, between steps."""
@@ -227,7 +223,7 @@ class StepRunner:
         for name, job in jobs:
             started = time.perf_counter()
             job()
-            jax.block_until_ready((self.cache, self.store))
+            jax.block_until_ready((self.cache, self.devices.store))
             times.append((name, time.perf_counter() - started))
         return times
 
@@ -273,26 +269,8 @@ class StepRunner:
             self.devices.set_masks(masks or self._followed.no_masks())
             self._has_masks = masks is not None
 
-    def _call(
-        self,
-        step_input: StepInput,
-        snapshots: SnapshotPlan,
-        num_checked: np.ndarray,
-        next_token_ids: np.ndarray,
-        *,
-        is_plain: bool,
-        activations: str,
-        wants_logprobs: bool,
-    ) -> Callable[[], StepResult]:
-        self.devices.step(
-            step_input,
-            snapshots,
-            num_checked,
-            next_token_ids,
-            is_plain=is_plain,
-            activations=activations,
-            wants_logprobs=wants_logprobs,
-        )
+    def _reader_of_last(self) -> Callable[[], StepResult]:
+        """What waits for the result of the step that has just been launched."""
         self._num_launched += 1
         number = self._num_launched
 

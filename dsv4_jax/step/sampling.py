@@ -86,9 +86,7 @@ class SamplingParams:
             "max_new_tokens": checks.integer("max_new_tokens", self.max_new_tokens, 1),
             "temperature": temperature,
             "top_k": checks.integer("top_k", self.top_k, 0, rule="0 (no limit) or more"),
-            "top_p": checks.number(
-                "top_p", self.top_p, 0, 1, above=True, rule="above 0 and at most 1"
-            ),
+            "top_p": checks.share("top_p", self.top_p),
             "min_p": checks.number("min_p", self.min_p, 0, 1, rule="0 (no limit) to 1"),
             "seed": checks.integer("seed", self.seed, high=None) % 2**32,
             "logit_bias": _logit_bias(self.logit_bias),

@@ -78,7 +78,7 @@ def append_and_flush(
         check_compressor(f"compressors[{number}]", compressor, num_tokens, rate)
     if len(compressors) > 1 and not all(isinstance(c.state, dict) for c in compressors):
         raise ValueError("a running pool is the state of a layer's only compressor")
-    return resolve("append_and_flush", backend, _IMPLEMENTATIONS, preferred=Backend.TRITON_GPU)(
+    return resolve("append_and_flush", backend, _IMPLEMENTATIONS)(
         Arguments(queries, kv, ring, compressors, call, norm_rope, rate, index_queries, index_codec)
     )
 

@@ -76,6 +76,6 @@ def append_tokens(
             check_shape(name, array, (array.shape[0], running.shape[3]), "T, C")
     check_call(call)
     check_same_length("T", **arrays, **{"call.positions": call.positions})
-    return resolve("append_tokens", backend, _TOKENS, preferred=Backend.TRITON_GPU)(
+    return resolve("append_tokens", backend, _TOKENS)(
         Arguments(rings, rows, running, projections, call, layer, rate)
     )

@@ -105,7 +105,7 @@ def resolve[F: Callable](
     backend: Backend | str | None,
     implementations: Mapping[Backend, F],
     *,
-    preferred: Backend = Backend.REFERENCE,
+    preferred: Backend | None = None,
     obstacle: str | None = None,
     arguments: Mapping[str, jax.Array] | None = None,
 ) -> F:
@@ -118,7 +118,7 @@ def resolve[F: Callable](
       op: the op's name, for errors and the warning.
       backend: the one to use; None chooses.
       implementations: those that the op has.
-      preferred: the fastest one for these shapes, by measurement.
+      preferred: the fastest one for these shapes, by measurement; None is the op's kernel.
       obstacle: why the kernels can't serve this call, as the rest of a sentence of which they are
         the subject; None where they can.
       arguments: arrays by name, whose shapes the warning gives.
@@ -128,6 +128,9 @@ def resolve[F: Callable](
       NotImplementedError: the op has no implementation for it, or it can't run here or not at these
         sizes, or a fallback is forbidden.
     """
+    if preferred is None:
+        kernels = [known for known in implementations if known != Backend.REFERENCE]
+        preferred = kernels[0] if kernels else Backend.REFERENCE
     capability = compute_capability()
     on_gpu = capability is not None and capability >= (9, 0)
     if backend is None:

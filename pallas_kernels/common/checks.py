@@ -98,10 +98,12 @@ def _spell(planes: Mapping[str, tuple[Any, tuple[int, ...]]]) -> str:
     return ", ".join(f"{name} {dtype}{list(shape)}" for name, (dtype, shape) in planes.items())
 
 
-def check_ring(ring: LayerPlanes, rows: Planes, dim: int) -> None:
-    """A ring has the planes of its codec for vectors of C dims, and the call's rows fit it."""
+def check_ring(ring: LayerPlanes, rows: Planes, call: CallIndices, dim: int) -> None:
+    """A ring has the planes of its codec for vectors of C dims; the call has rows that fit it."""
+    check_call(call)
     check_planes(ring.planes, rows, stacked_name="ring", rows_name="rows")
     check_codec("ring", ring.planes, ring.codec, dim)
+    check_same_length("T", slots=call.slots, rows=first_plane(rows))
 
 
 def check_queries(

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.norm_rope import rms_norm
+from pallas_kernels.common.shaped import Shaped
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class SplitSums:
+class SplitSums(Shaped):
     """An array in f32 parts that add up to it, before it is rounded.
 
     Attributes:
@@ -28,11 +29,6 @@ class SplitSums:
         """Of the sum."""
         return self.parts.shape[1:]
 
-    @property
-    def ndim(self) -> int:
-        """Of the sum."""
-        return self.parts.ndim - 1
-
     def reshape(self, *shape: int) -> SplitSums:
         """The same sums, of another shape."""
         parts = self.parts.reshape(self.parts.shape[0], *shape)
@@ -45,7 +41,7 @@ class SplitSums:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Unnormed:
+class Unnormed(Shaped):
     """Rows before their RMS norm.
 
     Attributes:
@@ -62,11 +58,6 @@ class Unnormed:
     def shape(self) -> tuple[int, ...]:
         """Of the rows."""
         return self.rows.shape
-
-    @property
-    def ndim(self) -> int:
-        """Of the rows."""
-        return self.rows.ndim
 
     @property
     def dtype(self) -> jnp.dtype:

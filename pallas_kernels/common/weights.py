@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.common import numbers
+from pallas_kernels.common.shaped import Shaped
 
 FP8_BLOCK = 128
 """Outputs and inputs that share a scale of block FP8, and inputs that share one of activations."""
@@ -29,7 +30,7 @@ ACTIVATIONS = ("fp8", "bfloat16")
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockFP8:
+class BlockFP8(Shaped):
     """E4M3 codes with one scale for each block of 128 x 128; a value is code times scale.
 
     Attributes:
@@ -50,11 +51,6 @@ class BlockFP8:
         """[..., out, in]."""
         return self.codes.shape
 
-    @property
-    def ndim(self) -> int:
-        """Axes of `shape`."""
-        return len(self.shape)
-
     def decode(self) -> jax.Array:
         """The values, f32[..., out, in]: exact where scales are powers of two."""
         blocks = jnp.repeat(_scale_values(self.scale), FP8_BLOCK, axis=-2)
@@ -64,7 +60,7 @@ class BlockFP8:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MXFP4:
+class MXFP4(Shaped):
     """E2M1 codes with a UE8M0 scale for each 32 inputs of a row; a value is code times scale.
 
     Tiles of 64 rows and 128 inputs lie one after the other, filled up with zeros at the ends of a
@@ -89,11 +85,6 @@ class MXFP4:
     def shape(self) -> tuple[int, ...]:
         """[..., out, in]."""
         return (*self.codes.shape[:-4], *self.size)
-
-    @property
-    def ndim(self) -> int:
-        """Axes of `shape`."""
-        return len(self.shape)
 
     @classmethod
     def from_stored(

@@ -109,7 +109,7 @@ def flush_csa(
         check_compressor(name, compressor, call.positions.shape[0], rate)
         if not isinstance(compressor.state, dict):
             raise ValueError(f"{name}.state must be values and scores on a CSA layer")
-    return resolve("flush_csa", backend, _CSA, preferred=Backend.TRITON_GPU)(
+    return resolve("flush_csa", backend, _CSA)(
         compressors, Windows(call, frequencies, find_closing(call, rate), layer, rate, eps)
     )
 
@@ -148,7 +148,7 @@ def flush_hca(
     check_compressor("compressor", compressor, call.positions.shape[0], rate)
     if isinstance(compressor.state, dict):
         raise ValueError("compressor.state must be a running pool on an HCA layer")
-    return resolve("flush_hca", backend, _HCA, preferred=Backend.TRITON_GPU)(
+    return resolve("flush_hca", backend, _HCA)(
         compressor, Windows(call, frequencies, find_closing(call, rate), layer, rate, eps)
     )
 

@@ -52,7 +52,7 @@ def encode_tokens(
     Source: deepseek_v4.md section 1.3, steps 3 to 6, and section 4.
     """
     check_tokens(queries, kv, norm_rope, positions)
-    return resolve("encode_tokens", backend, _ENCODE, preferred=Backend.TRITON_GPU)(
+    return resolve("encode_tokens", backend, _ENCODE)(
         queries, kv, norm_rope, positions, codec=codec
     )
 

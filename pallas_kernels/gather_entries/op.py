@@ -21,7 +21,6 @@ from pallas_kernels.common.checks import (
     check_rank,
     check_ring,
     check_same_length,
-    first_plane,
 )
 from pallas_kernels.common.codecs import Planes
 from pallas_kernels.common.layer_planes import LayerPlanes
@@ -105,9 +104,7 @@ def gather_window(
 
     Source: original_cache.md, `gather_swa_kv`; deepseek_v4.md section 1.3.
     """
-    check_call(call)
-    check_ring(ring, rows, dim)
-    check_same_length("T", slots=call.slots, rows=first_plane(rows))
+    check_ring(ring, rows, call, dim)
     implementation = _resolve("gather_window", backend, _WINDOW, ring, slots=call.slots)
     return implementation(ring, rows, call, dim=dim, dtype=dtype)
 

@@ -66,10 +66,6 @@ def hyper_connections(
         raise ValueError(f"iters must be at least 1, got {iters}")
     # XLA takes 80 launches, most of them in a loop that the host drives.
     implementation = resolve(
-        "hyper_connections",
-        backend,
-        _IMPLEMENTATIONS,
-        preferred=Backend.TRITON_GPU,
-        arguments={"streams": streams},
+        "hyper_connections", backend, _IMPLEMENTATIONS, arguments={"streams": streams}
     )
     return implementation(Arguments(products, scale, base, streams, norm, iters, eps, norm_eps))

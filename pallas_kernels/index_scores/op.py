@@ -51,7 +51,6 @@ def index_scores(
         "index_scores",
         backend,
         _IMPLEMENTATIONS,
-        preferred=Backend.MOSAIC_GPU,
         obstacle=tiling.find_obstacle(queries, pool.codec, first_plane(pool.planes).shape[2]),
         arguments={"queries": queries, "block_table": call.block_table} | pool.planes,
     )

@@ -69,11 +69,12 @@ def joined_linears(
             check_shape(f"biases[{number}]", bias, shape, "M, out")
     obstacle = triton_gpu.find_obstacle(x, weights)
     few = obstacle is not None or x.shape[0] <= triton_gpu.max_rows(x, weights)
+    best = Backend.TRITON_GPU if few else Backend.REFERENCE
     implementation = resolve(
         "joined_linears",
         backend,
         _IMPLEMENTATIONS,
-        preferred=Backend.TRITON_GPU if few else Backend.REFERENCE,
+        preferred=best,
         obstacle=obstacle,
         arguments={"x": x},
     )

@@ -65,10 +65,6 @@ def pick_experts(
         check_same_length("T", logits=logits, expert_ids=expert_ids)
         check_shape("expert_ids", expert_ids, (logits.shape[0], count), "T, count")
     implementation = resolve(
-        "pick_experts",
-        backend,
-        _IMPLEMENTATIONS,
-        preferred=Backend.TRITON_GPU,
-        arguments={"logits": logits},
+        "pick_experts", backend, _IMPLEMENTATIONS, arguments={"logits": logits}
     )
     return implementation(Arguments(logits, bias, expert_ids, count, scaling))

@@ -45,7 +45,7 @@ def round_index_queries(
     check_index_queries("queries", queries, frequencies, codec)
     check_same_length("T", queries=queries, positions=positions)
     check_indices(positions=positions)
-    return resolve("round_index_queries", backend, _IMPLEMENTATIONS, preferred=Backend.TRITON_GPU)(
+    return resolve("round_index_queries", backend, _IMPLEMENTATIONS)(
         queries, frequencies, positions, codec=codec
     )
 

@@ -50,7 +50,6 @@ def select_top_k(
         "select_top_k",
         backend,
         _IMPLEMENTATIONS,
-        preferred=Backend.MOSAIC_GPU,
         obstacle=select_kernel.find_obstacle(there),
         arguments={"scores": scores},
     )

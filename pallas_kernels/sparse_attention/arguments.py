@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax
+from jax.typing import DTypeLike
 
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.codecs import Planes
@@ -36,3 +37,13 @@ class AttentionPart(NamedTuple):
 
     sums: jax.Array
     statistics: jax.Array
+
+
+class JoinArguments(NamedTuple):
+    """The arguments of `parts.join_parts`, which describes and checks them."""
+
+    parts: AttentionPart
+    sink: jax.Array
+    positions: jax.Array
+    frequencies: jax.Array | None
+    dtype: DTypeLike

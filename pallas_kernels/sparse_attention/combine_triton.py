@@ -20,9 +20,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.typing import DTypeLike
 
 from pallas_kernels.gpu import triton, triton_rope
+from pallas_kernels.sparse_attention.arguments import JoinArguments
 from pallas_kernels.sparse_attention.call_shapes import FLOOR, LOG2_E
 
 Ref = Any
@@ -33,29 +33,9 @@ _ROWS_OF_WARPS = 8
 _MOST_WARPS = 16
 
 
-def combine(
-    sums: jax.Array,
-    statistics: jax.Array,
-    sink: jax.Array,
-    positions: jax.Array,
-    frequencies: jax.Array | None,
-    *,
-    dtype: DTypeLike,
-) -> jax.Array:
-    """The output of all splits.
-
-    Args:
-      sums: f32[S, T, H or more, C], relative to the split's largest logit.
-      statistics: f32[S, T, 2, H or more], largest logit times log2(e), `FLOOR` without keys, and
-        sum of weights.
-      sink: f32[H].
-      positions: i32[T].
-      frequencies: f32[R / 2], for inverse RoPE of the last R dims; None leaves it out.
-      dtype: dtype of the output.
-
-    Returns:
-      [T, H, C]; zeros where there is neither a key nor a sink.
-    """
+def combine(arguments: JoinArguments) -> jax.Array:
+    """See `parts.join_parts`; a part is a split's, and may have more heads than there are."""
+    (sums, statistics), sink, positions, frequencies, dtype = arguments
     splits, num_tokens, _, dim = sums.shape
     num_heads = sink.shape[0]
     width, all_splits = _power_of_two(dim), _power_of_two(splits)

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.common.norm_rope import rotate
 from pallas_kernels.gpu.devices import Device
 from pallas_kernels.sparse_attention import call_shapes, combine_triton
-from pallas_kernels.sparse_attention.arguments import Arguments, AttentionPart
+from pallas_kernels.sparse_attention.arguments import Arguments, AttentionPart, JoinArguments
 from pallas_kernels.sparse_attention.call_shapes import FLOOR, HEADS, LOG2_E, TILE, Shapes, Tiling
 from pallas_kernels.sparse_attention.loads import Operands, Outputs
 
@@ -38,25 +38,32 @@ def inverse_total(largest: jax.Array, total: jax.Array, sink: jax.Array) -> jax.
     return jnp.where(whole > 0, scale / jnp.where(whole > 0, whole, 1.0), 0.0)
 
 
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A kernel of one kind of GPU; its axes are token, head, split and warpgroup.
+
+    Attributes:
+      body: is called as body(`Operands`, `Outputs`, scratch_of(C, dtype), shapes=), refs all of
+        them. Its output is the bits of bf16[T, H, C] in the dtype of products, which is that of
+        shared memory; with more than one split f32[S, T, H, C], sums, with their `statistics`.
+      scratch_of: types of what a CTA has to itself.
+      num_warpgroups: warpgroups of a CTA.
+      device: whose sizes choose the tiling.
+    """
+
+    body: Callable[..., None]
+    scratch_of: Callable[[int, Any], Any]
+    num_warpgroups: int
+    device: Device
+
+
 def launch(
-    kernel: Callable[..., None],
-    scratch_of: Callable[[int, Any], Any],
-    num_warpgroups: int,
-    device: Device,
-    arguments: Arguments,
-    *,
-    tiling: Tiling | None = None,
-    in_parts: bool = False,
+    kernel: Kernel, arguments: Arguments, *, tiling: Tiling | None = None, in_parts: bool = False
 ) -> Any:
     """Runs a kernel on the arguments of `op.sparse_attention`.
 
     With `in_parts` it gives the `AttentionPart` of those keys: what splits are combined from, so
     that there are two at least, and no sink.
-
-    The kernel has the axes token, head, split and warpgroup, `num_warpgroups` of the last, and is
-    called as kernel(`Operands`, `Outputs`, scratch_of(C, dtype), shapes=), refs all of them. Its
-    output is the bits of bf16[T, H, C] in the dtype of products, which is that of shared memory;
-    with more than one split f32[S, T, H, C], sums, with their `statistics`.
     """
     queries, sink, ring, rows, pool, selected, call, scale, frequencies = arguments
     num_tokens, num_heads, dim = queries.shape
@@ -84,7 +91,9 @@ def launch(
         planes=tuple((name, math.prod(ring.planes[name].shape[3:])) for name in names),
     )
     num_ctas = num_tokens * -(-num_heads // HEADS)
-    tiling = tiling or call_shapes.choose_tiling(num_ctas, shapes.num_tiles, device.num_sms, dim)
+    tiling = tiling or call_shapes.choose_tiling(
+        num_ctas, shapes.num_tiles, kernel.device.num_sms, dim
+    )
     if in_parts:
         tiling = dataclasses.replace(tiling, splits=max(2, tiling.splits))
     if tiling.splits > shapes.num_tiles:
@@ -109,16 +118,16 @@ def launch(
         own_sink = jnp.pad(sink, (0, HEADS - num_heads))
 
     def sparse_attention_kernel(inputs: Operands, outputs: Outputs, scratch: Any) -> None:
-        kernel(inputs, outputs, scratch, shapes=shapes)
+        kernel.body(inputs, outputs, scratch, shapes=shapes)
 
     [out] = plgpu.kernel(
         sparse_attention_kernel,
         out_type=[out_type],
         grid=(num_tokens, -(-num_heads // HEADS), tiling.splits),
         grid_names=("token", "head", "split"),
-        num_threads=num_warpgroups,
+        num_threads=kernel.num_warpgroups,
         thread_name="warpgroup",
-        scratch_types=[scratch_of(dim, shapes.dtype)],
+        scratch_types=[kernel.scratch_of(dim, shapes.dtype)],
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
@@ -139,15 +148,16 @@ def launch(
             pool={name: _rows_of(pool.planes[name], 3) for name in names},
         )
     )
+    parts = AttentionPart(out.sums, out.statistics)
     if in_parts:
-        return _add_splits(AttentionPart(out.sums, out.statistics), num_heads)
+        return _add_splits(parts, num_heads)
     if tiling.splits == 1:
         attended = lax.bitcast_convert_type(out.sums, queries.dtype)
         if frequencies is None:
             return attended
         return rotate(attended, call.positions[:, None], frequencies, inverse=True)
     return combine_triton.combine(
-        out.sums, out.statistics, sink, call.positions, frequencies, dtype=queries.dtype
+        JoinArguments(parts, sink, call.positions, frequencies, queries.dtype)
     )
 
 

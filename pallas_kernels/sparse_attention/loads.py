@@ -66,6 +66,39 @@ class Outputs(NamedTuple):
     statistics: Any = None
 
 
+class Place(NamedTuple):
+    """What one CTA attends with, and to what.
+
+    Attributes:
+      token: its token.
+      split: its split of the keys.
+      heads: its 64 heads.
+      own_heads: those of them that there are.
+      first_query: row of the first head's query.
+      num_tiles: tiles of keys that it looks at; at least 1.
+    """
+
+    token: jax.Array
+    split: jax.Array
+    heads: pl.Slice
+    own_heads: pl.Slice
+    first_query: jax.Array
+    num_tiles: jax.Array
+
+
+def find_place(inputs: Operands, shapes: Shapes) -> Place:
+    """That of the CTA which asks."""
+    token, head, split = (lax.axis_index(name) for name in ("token", "head", "split"))
+    return Place(
+        token=token,
+        split=split,
+        heads=pl.ds(head * HEADS, HEADS),
+        own_heads=pl.ds(head * HEADS, shapes.heads_of_cta),
+        first_query=token * shapes.num_heads + head * HEADS,
+        num_tiles=shapes.tiles_to_look_at(split, inputs.visible[token]),
+    )
+
+
 def load_queries(
     inputs: Operands,
     shapes: Shapes,
@@ -110,9 +143,7 @@ def load_queries(
 def gather_keys(
     inputs: Operands,
     shapes: Shapes,
-    token: jax.Array,
-    split: jax.Array,
-    num_tiles: jax.Array,
+    cta: Place,
     chunks: Sequence[int],
     *,
     target_of: Callable[[jax.Array, int], Ref],
@@ -126,9 +157,7 @@ def gather_keys(
     Args:
       inputs: operands.
       shapes: sizes of the call.
-      token: token of this CTA.
-      split: split of this CTA.
-      num_tiles: tiles that this CTA looks at; at least 1.
+      cta: place of this CTA.
       chunks: the columns, in 64s.
       target_of: where half a tile comes to lie, [64, C / 2]; takes 0 or 1, of tiles in turn, and
         the half.
@@ -138,7 +167,7 @@ def gather_keys(
       keys_free: 2 barriers, waited for before a place is filled again.
       store_shared: takes the target, values and their layout.
     """
-    s = shapes
+    s, token, split, num_tiles = shapes, cta.token, cta.split, cta.num_tiles
     chunks_per_part = len(chunks) // len(keys_ready)
     place = plgpu.broadcasted_iota(jnp.int32, (TILE, GROUP), 0, layout=mosaic.ROWS).max(axis=1)
     segment, slot_of_token = inputs.segment_ids[token], inputs.slots[token]

@@ -33,11 +33,12 @@ from pallas_kernels.common.backend import interpreting
 from pallas_kernels.gpu import mosaic
 from pallas_kernels.gpu.devices import B200
 from pallas_kernels.sparse_attention.call_shapes import FLOOR, GROUP, HEADS, LOG2_E, TILE, Shapes
-from pallas_kernels.sparse_attention.launch import as_bf16, inverse_total, launch
+from pallas_kernels.sparse_attention.launch import Kernel, as_bf16, inverse_total, launch
 from pallas_kernels.sparse_attention.loads import (
     Operands,
     Outputs,
     Ref,
+    find_place,
     gather_keys,
     load_queries,
 )
@@ -76,20 +77,14 @@ class Scratch(NamedTuple):
 
 def _attention_kernel(inputs: Operands, outputs: Outputs, scratch: Scratch, *, shapes: Shapes):
     s = shapes
+    cta, group = find_place(inputs, s), lax.axis_index("warpgroup")
     queries_smem, keys_smem = scratch.queries_smem, scratch.keys_smem
     weights_smem, bias_smem = scratch.weights_smem, scratch.bias_smem
     logits_tmem, sums_tmem = scratch.logits_tmem, scratch.sums_tmem
     keys_ready, keys_free = scratch.keys_ready, scratch.keys_free
     products_ready, weights_ready = scratch.products_ready, scratch.weights_ready
-    token, head, split = (lax.axis_index(name) for name in ("token", "head", "split"))
-    group = lax.axis_index("warpgroup")
-    heads = pl.ds(head * HEADS, HEADS)
-    own_heads = pl.ds(head * HEADS, s.heads_of_cta)
-    first_query = token * s.num_heads + head * HEADS
-    half = s.dim // 2
-    quarters = [pl.ds(i * (half // 2), half // 2) for i in range(4)]
-    halves = [pl.ds(i * half, half) for i in range(2)]
-    num_tiles = s.tiles_to_look_at(split, inputs.visible[token])
+    quarters = [pl.ds(i * s.dim // 4, s.dim // 4) for i in range(4)]
+    halves = [pl.ds(i * s.dim // 2, s.dim // 2) for i in range(2)]
     by_row, by_column = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
     @pl.when(group == 0)
@@ -145,34 +140,34 @@ def _attention_kernel(inputs: Operands, outputs: Outputs, scratch: Scratch, *, s
             return followed, total
 
         parts = [(i, queries_smem.at[i], scratch.queries_landed.at[i]) for i in range(2)]
-        load_queries(inputs, s, first_query, parts, store_shared=_store_shared)
+        load_queries(inputs, s, cta.first_query, parts, store_shared=_store_shared)
         state = tuple(
             plgpu.layout_cast(jnp.full((HEADS,), value, jnp.float32), by_row)
             for value in (FLOOR, 0.0)
         )
         state = add_tile(0, state, is_first=True)
-        followed, total = lax.fori_loop(1, num_tiles, add_tile, state)
+        followed, total = lax.fori_loop(1, cta.num_tiles, add_tile, state)
         plgpu.tcgen05_commit_arrive(products_ready)
         plgpu.barrier_wait(products_ready)
         if s.splits > 1:
             for tmem, columns in zip(sums_tmem, quarters, strict=True):
-                outputs.sums.at[split, token, heads, columns][...] = load_products(tmem)
-            outputs.statistics.at[split, token, 0, heads][...] = followed
-            outputs.statistics.at[split, token, 1, heads][...] = total
+                outputs.sums.at[cta.split, cta.token, cta.heads, columns][...] = load_products(tmem)
+            outputs.statistics.at[cta.split, cta.token, 0, cta.heads][...] = followed
+            outputs.statistics.at[cta.split, cta.token, 1, cta.heads][...] = total
             return
-        own_sink = plgpu.load(inputs.sink.at[heads], layout=by_row, optimized=False)
+        own_sink = plgpu.load(inputs.sink.at[cta.heads], layout=by_row, optimized=False)
         factor = inverse_total(followed, total, own_sink)
         for i, tmem in enumerate(sums_tmem):
             out = load_products(tmem)
             out = out * lax.broadcast_in_dim(factor, out.shape, [0])
-            target = queries_smem.at[i // 2, :, pl.ds(i % 2 * (half // 2), half // 2)]
+            target = queries_smem.at[i // 2, :, pl.ds(i % 2 * s.dim // 4, s.dim // 4)]
             _store_shared(target, as_bf16(out, s.dtype), plgpu.Layout.WGMMA)
         plgpu.commit_smem()
         for i, columns in enumerate(halves):
             out_smem = queries_smem.at[i]
             if s.heads_of_cta < HEADS:
                 out_smem = out_smem.at[pl.ds(0, s.heads_of_cta)]
-            plgpu.copy_smem_to_gmem(out_smem, outputs.sums.at[token, own_heads, columns])
+            plgpu.copy_smem_to_gmem(out_smem, outputs.sums.at[cta.token, cta.own_heads, columns])
         plgpu.wait_smem_to_gmem(0)
 
     def produce(share):
@@ -180,9 +175,7 @@ def _attention_kernel(inputs: Operands, outputs: Outputs, scratch: Scratch, *, s
         gather_keys(
             inputs,
             s,
-            token,
-            split,
-            num_tiles,
+            cta,
             range(share, s.dim // GROUP, PRODUCERS),
             target_of=lambda slot, i: keys_smem.at[slot, :, halves[i]],
             bias_smem=bias_smem if share == 0 else None,
@@ -229,5 +222,7 @@ def _scratch(dim: int, dtype: Any) -> Scratch:
     )
 
 
-sparse_attention = functools.partial(launch, _attention_kernel, _scratch, 1 + PRODUCERS, B200)
+sparse_attention = functools.partial(
+    launch, Kernel(_attention_kernel, _scratch, 1 + PRODUCERS, B200)
+)
 """See `op.sparse_attention`."""

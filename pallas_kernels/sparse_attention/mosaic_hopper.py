@@ -32,8 +32,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gpu import mosaic, mosaic_memory
 from pallas_kernels.gpu.devices import H200
 from pallas_kernels.sparse_attention.call_shapes import FLOOR, GROUP, HEADS, LOG2_E, TILE, Shapes
-from pallas_kernels.sparse_attention.launch import as_bf16, inverse_total, launch
-from pallas_kernels.sparse_attention.loads import Operands, Outputs, gather_keys, load_queries
+from pallas_kernels.sparse_attention.launch import Kernel, as_bf16, inverse_total, launch
+from pallas_kernels.sparse_attention.loads import (
+    Operands,
+    Outputs,
+    find_place,
+    gather_keys,
+    load_queries,
+)
 
 REGISTERS = (192, 120)
 """Registers of a consumer's thread and a producer's; 2 + 1 warpgroups share 3 * 168."""
@@ -62,21 +68,15 @@ class Scratch(NamedTuple):
 
 
 def _attention_kernel(inputs: Operands, outputs: Outputs, scratch: Scratch, *, shapes: Shapes):
-    s = shapes
+    s, half = shapes, shapes.dim // 2
+    cta, group = find_place(inputs, s), lax.axis_index("warpgroup")
     queries_smem, keys_smem = scratch.queries_smem, scratch.keys_smem
     weights_smem, bias_smem = scratch.weights_smem, scratch.bias_smem
     statistics_smem = scratch.statistics_smem
     keys_ready, keys_free = scratch.keys_ready, scratch.keys_free
     weights_ready, weights_free = scratch.weights_ready, scratch.weights_free
-    token, head, split = (lax.axis_index(name) for name in ("token", "head", "split"))
-    group = lax.axis_index("warpgroup")
-    heads = pl.ds(head * HEADS, HEADS)
-    own_heads = pl.ds(head * HEADS, s.heads_of_cta)
-    first_query = token * s.num_heads + head * HEADS
-    half = s.dim // 2
     if s.tiles_per_split == 1:  # nothing hides a second wait
         keys_ready = keys_ready[:1]
-    num_tiles = s.tiles_to_look_at(split, inputs.visible[token])
     by_row, by_column = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
     @pl.when(group < 2)
@@ -147,15 +147,17 @@ def _attention_kernel(inputs: Operands, outputs: Outputs, scratch: Scratch, *, s
         # Wanted last; asked for now, it is there by then.
         own_sink = None
         if s.splits == 1 or s.heads_of_cta == HEADS:
-            own_sink = plgpu.load(inputs.sink.at[heads], layout=by_row, optimized=False)
+            own_sink = plgpu.load(inputs.sink.at[cta.heads], layout=by_row, optimized=False)
         own_half = me, queries_smem.at[me], scratch.queries_landed.at[me]
-        load_queries(inputs, s, first_query, [own_half], store_shared=mosaic_memory.store_shared)
+        load_queries(
+            inputs, s, cta.first_query, [own_half], store_shared=mosaic_memory.store_shared
+        )
         plgpu.barrier_arrive(scratch.queries_ready)
         plgpu.barrier_wait(scratch.queries_ready)
         zeros = plgpu.layout_cast(jnp.zeros((HEADS, half), jnp.float32), plgpu.Layout.WGMMA)
-        turns = (num_tiles + other) // 2
+        turns = (cta.num_tiles + other) // 2
         state = lax.fori_loop(0, turns, add_own_tile, (zeros, per_row(FLOOR), per_row(0.0)))
-        is_last_of_other = num_tiles % 2 == me
+        is_last_of_other = cta.num_tiles % 2 == me
         state = lax.cond(is_last_of_other, add_tile_of_other, lambda state: state, state)
         out, largest, total = state
 
@@ -169,12 +171,12 @@ def _attention_kernel(inputs: Operands, outputs: Outputs, scratch: Scratch, *, s
         plgpu.barrier_wait(scratch.totals_ready)
         total = load_statistic(0, TOTAL) + load_statistic(1, TOTAL)
         if s.splits > 1:
-            outputs.sums.at[split, token, heads, columns][...] = out
+            outputs.sums.at[cta.split, cta.token, cta.heads, columns][...] = out
 
             @pl.when(me == 0)
             def _():
-                outputs.statistics.at[split, token, 0, heads][...] = largest
-                outputs.statistics.at[split, token, 1, heads][...] = total
+                outputs.statistics.at[cta.split, cta.token, 0, cta.heads][...] = largest
+                outputs.statistics.at[cta.split, cta.token, 1, cta.heads][...] = total
 
             return
         assert own_sink is not None
@@ -184,7 +186,7 @@ def _attention_kernel(inputs: Operands, outputs: Outputs, scratch: Scratch, *, s
         out_smem = queries_smem.at[me]
         if s.heads_of_cta < HEADS:
             out_smem = out_smem.at[pl.ds(0, s.heads_of_cta)]
-        plgpu.copy_smem_to_gmem(out_smem, outputs.sums.at[token, own_heads, columns])
+        plgpu.copy_smem_to_gmem(out_smem, outputs.sums.at[cta.token, cta.own_heads, columns])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @pl.when(group == 2)
@@ -193,9 +195,7 @@ def _attention_kernel(inputs: Operands, outputs: Outputs, scratch: Scratch, *, s
         gather_keys(
             inputs,
             s,
-            token,
-            split,
-            num_tiles,
+            cta,
             range(s.dim // GROUP),
             target_of=lambda slot, i: keys_smem.at[slot, i],
             bias_smem=bias_smem,
@@ -223,5 +223,5 @@ def _scratch(dim: int, dtype: Any) -> Scratch:
     )
 
 
-sparse_attention = functools.partial(launch, _attention_kernel, _scratch, 3, H200)
+sparse_attention = functools.partial(launch, Kernel(_attention_kernel, _scratch, 3, H200))
 """See `op.sparse_attention`."""

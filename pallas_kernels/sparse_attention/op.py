@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from types import ModuleType
 
 import jax
@@ -10,13 +11,11 @@ from jax.core import Tracer
 from pallas_kernels.common.backend import Backend, compute_capability, resolve
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.checks import (
-    check_call,
     check_codec,
     check_indices,
     check_rank,
     check_ring,
     check_same_length,
-    first_plane,
 )
 from pallas_kernels.common.codecs import Planes
 from pallas_kernels.common.layer_planes import LayerPlanes
@@ -82,25 +81,35 @@ def sparse_attention(
     Source: deepseek_v4.md sections 1.3, step 9, and 1.4.
     """
     arguments = Arguments(queries, sink, ring, rows, pool, selected, call, scale, frequencies)
-    check_arguments(arguments)
+    return run("sparse_attention", backend, _IMPLEMENTATIONS, arguments)
+
+
+def run[Result](
+    name: str,
+    backend: Backend | None,
+    implementations: Mapping[Backend, Callable[[Arguments], Result]],
+    arguments: Arguments,
+) -> Result:
+    """Checks the arguments of an op of that name, picks its implementation and calls it."""
+    _check(arguments)
+    arrays = {"queries": arguments.queries}
+    if arguments.selected is not None:
+        arrays["selected"] = arguments.selected
     implementation = resolve(
-        "sparse_attention",
+        name,
         backend,
-        _IMPLEMENTATIONS,
-        preferred=Backend.MOSAIC_GPU,
-        obstacle=call_shapes.find_obstacle(queries, ring),
-        arguments={"queries": queries} | ({} if selected is None else {"selected": selected}),
+        implementations,
+        obstacle=call_shapes.find_obstacle(arguments.queries, arguments.ring),
+        arguments=arrays,
     )
     return implementation(arguments)
 
 
-def check_arguments(arguments: Arguments) -> None:
-    """Refuses arguments of a wrong shape or dtype."""
+def _check(arguments: Arguments) -> None:
     queries, sink, ring, rows, pool, selected, call, _, frequencies = arguments
     check_rank(3, queries=queries)
-    check_call(call)
-    check_ring(ring, rows, queries.shape[-1])
-    check_same_length("T", queries=queries, slots=call.slots, rows=first_plane(rows))
+    check_ring(ring, rows, call, queries.shape[-1])
+    check_same_length("T", queries=queries, slots=call.slots)
     if sink.shape != queries.shape[1:2]:
         raise ValueError(f"queries and sink must agree on H, got {queries.shape=}, {sink.shape=}")
     if frequencies is not None:

@@ -19,27 +19,16 @@ from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.checks import check_indices, check_rank, check_same_length
 from pallas_kernels.common.codecs import Planes
 from pallas_kernels.common.layer_planes import LayerPlanes
-from pallas_kernels.sparse_attention import call_shapes, combine_triton, op, reference
-from pallas_kernels.sparse_attention.arguments import Arguments, AttentionPart
+from pallas_kernels.sparse_attention import combine_triton, op, reference
+from pallas_kernels.sparse_attention.arguments import Arguments, AttentionPart, JoinArguments
 
 
 def _run_kernel(arguments: Arguments) -> AttentionPart:
     return op.choose_kernel().sparse_attention(arguments, in_parts=True)
 
 
-def _combine(
-    parts: AttentionPart,
-    sink: jax.Array,
-    positions: jax.Array,
-    frequencies: jax.Array | None,
-    *,
-    dtype: DTypeLike,
-) -> jax.Array:
-    return combine_triton.combine(*parts, sink, positions, frequencies, dtype=dtype)
-
-
 _ATTEND = {Backend.REFERENCE: reference.attend_in_part, Backend.MOSAIC_GPU: _run_kernel}
-_JOIN = {Backend.REFERENCE: reference.join_parts, Backend.TRITON_GPU: _combine}
+_JOIN = {Backend.REFERENCE: reference.join_parts, Backend.TRITON_GPU: combine_triton.combine}
 
 
 def attend_in_part(
@@ -76,16 +65,7 @@ def attend_in_part(
     check_rank(3, queries=queries)
     no_sink = jnp.zeros(queries.shape[1], jnp.float32)  # `join_parts` has it
     arguments = Arguments(queries, no_sink, ring, rows, pool, selected, call, scale)
-    op.check_arguments(arguments)
-    implementation = resolve(
-        "attend_in_part",
-        backend,
-        _ATTEND,
-        preferred=Backend.MOSAIC_GPU,
-        obstacle=call_shapes.find_obstacle(queries, ring),
-        arguments={"queries": queries, "selected": selected},
-    )
-    return implementation(arguments)
+    return op.run("attend_in_part", backend, _ATTEND, arguments)
 
 
 def join_parts(
@@ -128,7 +108,5 @@ def join_parts(
     if sink.shape != (num_heads,):
         raise ValueError(f"sums and sink must agree on H, got {sums.shape=} and {sink.shape=}")
     check_same_length("T", sums=sums[0], positions=positions)
-    implementation = resolve(
-        "join_parts", backend, _JOIN, preferred=Backend.TRITON_GPU, arguments={"sums": sums}
-    )
-    return implementation(parts, sink, positions, frequencies, dtype=dtype)
+    implementation = resolve("join_parts", backend, _JOIN, arguments={"sums": sums})
+    return implementation(JoinArguments(parts, sink, positions, frequencies, dtype))

@@ -17,14 +17,13 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from pallas_kernels.common.checks import first_plane
 from pallas_kernels.common.chunks import map_tokens
 from pallas_kernels.common.norm_rope import rotate
 from pallas_kernels.common.rounding import round_to
 from pallas_kernels.gather_entries.reference import gather_entries, gather_window
-from pallas_kernels.sparse_attention.arguments import Arguments, AttentionPart
+from pallas_kernels.sparse_attention.arguments import Arguments, AttentionPart, JoinArguments
 from pallas_kernels.sparse_attention.call_shapes import FLOOR, LOG2_E
 
 
@@ -86,15 +85,9 @@ def attend_in_part(arguments: Arguments) -> AttentionPart:
     return AttentionPart(found[..., :-2], jnp.moveaxis(found[..., -2:], -1, -2))
 
 
-def join_parts(
-    parts: AttentionPart,
-    sink: jax.Array,
-    positions: jax.Array,
-    frequencies: jax.Array | None,
-    *,
-    dtype: DTypeLike,
-) -> jax.Array:
+def join_parts(arguments: JoinArguments) -> jax.Array:
     """See `parts.join_parts`."""
+    parts, sink, positions, frequencies, dtype = arguments
     largest, total = parts.statistics[:, :, 0], parts.statistics[:, :, 1]
     sink = sink[None] * LOG2_E
     top = jnp.maximum(jnp.max(largest, axis=0), jnp.maximum(sink, FLOOR))

@@ -54,7 +54,7 @@ def state_of(engine):
         [one.request_id for one in loop.queue.waiting],
         list(loop.queue.running),
         state_of_manager(loop.shards.managers[0]),
-        [id(leaf) for leaf in jax.tree.leaves((engine.cache, engine._runner.store))],
+        [id(leaf) for leaf in jax.tree.leaves((engine.cache, engine._runner.devices.store))],
     )
 
 

@@ -5,7 +5,9 @@ import json
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 
+import dsv4_jax as ds
 from dsv4_jax.checkpoint.names import all_targets
 from dsv4_jax.config.write_json import write_config
 from dsv4_jax.model import param_shapes
@@ -109,3 +111,10 @@ def write_released(folder, config, tensors):
     (folder / "config.json").write_text(json.dumps(write_config(config)))
     write_tensors(folder / "model.safetensors", tensors)
     return folder
+
+
+def problems_of(folder, **options):
+    """What `load_checkpoint` lists of a checkpoint that does not fit its config, sorted."""
+    with pytest.raises(ValueError, match=r"does not fit its config\.json") as caught:
+        ds.load_checkpoint(folder, progress=False, **options)
+    return sorted(line.strip() for line in str(caught.value).splitlines()[1:])

@@ -73,6 +73,13 @@ def small_engine(tokenizer=None, **changes):
     return ds.Engine(*model(), tokenizer=tokenizer or v4_tokenizer(), **(sizes | changes))
 
 
+def warm_engine():
+    """That engine, its program compiled."""
+    engine = small_engine()
+    engine.warmup()
+    return engine
+
+
 @contextlib.contextmanager
 def running(engine, *, queue=None, **settings):
     """A server in a thread."""

@@ -287,10 +287,10 @@ def test_no_place_is_taken_while_a_hit_may_still_read_it():
     manager = make_manager(num_snapshots=4)
     tokens = known_prompt(manager, 300)
     manager.admit(300, tokens)
-    before = manager.prefixes.num_held_snapshots
+    before = manager.prefixes.tree.num_held_snapshots
     with pytest.raises(RuntimeError, match="apply the hits first"):
         manager.prefixes.begin_snapshot()
-    assert manager.prefixes.num_held_snapshots == before
+    assert manager.prefixes.tree.num_held_snapshots == before
     manager.take_changes()
     assert manager.prefixes.begin_snapshot() >= 0
 

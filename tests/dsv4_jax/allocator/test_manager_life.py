@@ -118,7 +118,7 @@ def soak(events, seed, block_parts=1):
     world.evict(NUM_BLOCKS)
     assert world.manager.num_free_blocks == world.num_blocks
     assert world.manager.num_cached_blocks == 0
-    assert world.manager.prefixes.num_held_snapshots == 0
+    assert world.manager.prefixes.tree.num_held_snapshots == 0
     world.check()
     return world.counts | {"evicted": world.manager.num_evicted}
 

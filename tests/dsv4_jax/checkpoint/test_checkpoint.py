@@ -24,7 +24,7 @@ from dsv4_jax.checkpoint import save as checkpoint_save
 from dsv4_jax.config.layer_types import AttentionType, RouterType
 from dsv4_jax.config.write_json import write_config
 from helpers import page_reader, slow, tolerance
-from helpers.checkpoints import random_fp8, random_scale, write_tensors
+from helpers.checkpoints import problems_of, random_fp8, random_scale, write_tensors
 
 SAVED = pathlib.Path(__file__).parents[2] / "data" / "hf_saved_tiny"
 NUM_LAYERS, NUM_EXPERTS = 3, 4
@@ -38,55 +38,43 @@ MODEL_NAMES = [
     ("model.hc_head.hc_base", "hc_head_base", "model.hc_head.hc_base"),
     ("model.hc_head.hc_scale", "hc_head_scale", "model.hc_head.hc_scale"),
 ]
-# The same of a layer's tensors, after `model.layers.0.`, `layers.0.` and `model.layers.0.`.
-# fmt: off
-LAYER_NAMES = [
-    ("attn_norm.weight", "attn_norm.weight", "input_layernorm.weight"),
-    ("ffn_norm.weight", "ffn_norm.weight", "post_attention_layernorm.weight"),
-    ("hc_attn_fn", "hc_attn_fn", "attn_hc.fn"),
-    ("hc_attn_base", "hc_attn_base", "attn_hc.base"),
-    ("hc_attn_scale", "hc_attn_scale", "attn_hc.scale"),
-    ("hc_ffn_fn", "hc_ffn_fn", "ffn_hc.fn"),
-    ("hc_ffn_base", "hc_ffn_base", "ffn_hc.base"),
-    ("hc_ffn_scale", "hc_ffn_scale", "ffn_hc.scale"),
-    ("attn.attn_sink", "attn.attn_sink", "self_attn.sinks"),
-    ("attn.wq_a.weight", "attn.wq_a.weight", "self_attn.q_a_proj.weight"),
-    ("attn.q_norm.weight", "attn.q_norm.weight", "self_attn.q_a_norm.weight"),
-    ("attn.wq_b.weight", "attn.wq_b.weight", "self_attn.q_b_proj.weight"),
-    ("attn.wkv.weight", "attn.wkv.weight", "self_attn.kv_proj.weight"),
-    ("attn.norm.weight", "attn.kv_norm.weight", "self_attn.kv_norm.weight"),
-    ("attn.wo_a.weight", "attn.wo_a.weight", "self_attn.o_a_proj.weight"),
-    ("attn.wo_b.weight", "attn.wo_b.weight", "self_attn.o_b_proj.weight"),
-    ("attn.compressor.wkv.weight", "attn.compressor.wkv.weight",
-     "self_attn.compressor.kv_proj.weight"),
-    ("attn.compressor.wgate.weight", "attn.compressor.wgate.weight",
-     "self_attn.compressor.gate_proj.weight"),
-    ("attn.compressor.ape", "attn.compressor.ape", "self_attn.compressor.position_bias"),
-    ("attn.compressor.norm.weight", "attn.compressor.norm.weight",
-     "self_attn.compressor.kv_norm.weight"),
-    ("attn.indexer.wq_b.weight", "attn.indexer.wq_b.weight",
-     "self_attn.compressor.indexer.q_b_proj.weight"),
-    ("attn.indexer.weights_proj.weight", "attn.indexer.weights_proj.weight",
-     "self_attn.compressor.indexer.scorer.weights_proj.weight"),
-    ("attn.indexer.compressor.wkv.weight", "attn.indexer.compressor.wkv.weight",
-     "self_attn.compressor.indexer.kv_proj.weight"),
-    ("attn.indexer.compressor.wgate.weight", "attn.indexer.compressor.wgate.weight",
-     "self_attn.compressor.indexer.gate_proj.weight"),
-    ("attn.indexer.compressor.ape", "attn.indexer.compressor.ape",
-     "self_attn.compressor.indexer.position_bias"),
-    ("attn.indexer.compressor.norm.weight", "attn.indexer.compressor.norm.weight",
-     "self_attn.compressor.indexer.kv_norm.weight"),
-    ("ffn.gate.weight", "ffn.gate.weight", "mlp.gate.weight"),
-    ("ffn.gate.bias", "ffn.gate.bias", "mlp.gate.e_score_correction_bias"),
-    ("ffn.gate.tid2eid", "ffn.gate.tid2eid", "mlp.gate.tid2eid"),
-    ("ffn.shared_experts.w1.weight", "ffn.shared_experts.w1.weight",
-     "mlp.shared_experts.gate_proj.weight"),
-    ("ffn.shared_experts.w3.weight", "ffn.shared_experts.w3.weight",
-     "mlp.shared_experts.up_proj.weight"),
-    ("ffn.shared_experts.w2.weight", "ffn.shared_experts.w2.weight",
-     "mlp.shared_experts.down_proj.weight"),
-]
-# fmt: on
+# What DeepSeek and transformers, in memory, call a layer's tensors, after `layers.0.` and
+# `model.layers.0.`. transformers saves them by DeepSeek's names, but for one.
+LAYER_NAMES = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "hc_attn_fn": "attn_hc.fn",
+    "hc_attn_base": "attn_hc.base",
+    "hc_attn_scale": "attn_hc.scale",
+    "hc_ffn_fn": "ffn_hc.fn",
+    "hc_ffn_base": "ffn_hc.base",
+    "hc_ffn_scale": "ffn_hc.scale",
+    "attn.attn_sink": "self_attn.sinks",
+    "attn.wq_a.weight": "self_attn.q_a_proj.weight",
+    "attn.q_norm.weight": "self_attn.q_a_norm.weight",
+    "attn.wq_b.weight": "self_attn.q_b_proj.weight",
+    "attn.wkv.weight": "self_attn.kv_proj.weight",
+    "attn.kv_norm.weight": "self_attn.kv_norm.weight",
+    "attn.wo_a.weight": "self_attn.o_a_proj.weight",
+    "attn.wo_b.weight": "self_attn.o_b_proj.weight",
+    "attn.compressor.wkv.weight": "self_attn.compressor.kv_proj.weight",
+    "attn.compressor.wgate.weight": "self_attn.compressor.gate_proj.weight",
+    "attn.compressor.ape": "self_attn.compressor.position_bias",
+    "attn.compressor.norm.weight": "self_attn.compressor.kv_norm.weight",
+    "attn.indexer.wq_b.weight": "self_attn.compressor.indexer.q_b_proj.weight",
+    "attn.indexer.weights_proj.weight": "self_attn.compressor.indexer.scorer.weights_proj.weight",
+    "attn.indexer.compressor.wkv.weight": "self_attn.compressor.indexer.kv_proj.weight",
+    "attn.indexer.compressor.wgate.weight": "self_attn.compressor.indexer.gate_proj.weight",
+    "attn.indexer.compressor.ape": "self_attn.compressor.indexer.position_bias",
+    "attn.indexer.compressor.norm.weight": "self_attn.compressor.indexer.kv_norm.weight",
+    "ffn.gate.weight": "mlp.gate.weight",
+    "ffn.gate.bias": "mlp.gate.e_score_correction_bias",
+    "ffn.gate.tid2eid": "mlp.gate.tid2eid",
+    "ffn.shared_experts.w1.weight": "mlp.shared_experts.gate_proj.weight",
+    "ffn.shared_experts.w3.weight": "mlp.shared_experts.up_proj.weight",
+    "ffn.shared_experts.w2.weight": "mlp.shared_experts.down_proj.weight",
+}
+SAVED_AS = {"attn.kv_norm.weight": "attn.norm.weight"}
 
 
 def saved_tensors():
@@ -112,7 +100,8 @@ def released_names(saved, num_layers=NUM_LAYERS, num_experts=NUM_EXPERTS):
     """DeepSeek's own names."""
     tensors = {own: saved[name] for name, own, _ in MODEL_NAMES}
     for layer in range(num_layers):
-        for name, own, _ in LAYER_NAMES:
+        for own in LAYER_NAMES:
+            name = SAVED_AS.get(own, own)
             if f"model.layers.{layer}.{name}" in saved:
                 tensors[f"layers.{layer}.{own}"] = saved[f"model.layers.{layer}.{name}"]
         for expert in range(num_experts):
@@ -128,7 +117,8 @@ def names_in_memory(saved):
     tensors = {memory: saved[name] for name, _, memory in MODEL_NAMES}
     for layer in range(NUM_LAYERS):
         prefix = f"model.layers.{layer}."
-        for name, _, memory in LAYER_NAMES:
+        for own, memory in LAYER_NAMES.items():
+            name = SAVED_AS.get(own, own)
             if prefix + name in saved:
                 tensors[prefix + memory] = saved[prefix + name]
 
@@ -430,10 +420,8 @@ def test_quantised_weights_that_do_not_fit(tmp_path, unquantised):
         "layers.0.attn.wo_b.scale": np.ones((2, 1), f32),  # of a weight that is not quantised
         "layers.0.ffn.experts.0.w1.weight": np.zeros((len(expert), 88), np.int8),
     }
-    with pytest.raises(ValueError, match="does not fit") as caught:
-        load(write_checkpoint(tmp_path / "x", tensors, write_config(QUANTISED)))
-    lines = [line.strip() for line in str(caught.value).splitlines()[1:]]
-    assert sorted(lines) == [
+    folder = write_checkpoint(tmp_path / "x", tensors, write_config(QUANTISED))
+    assert problems_of(folder, dtype=jnp.float32) == [
         "missing: scale of layers.0.attn.wq_a.weight, which is float8_e4m3fn",
         "missing: scale of layers.0.ffn.experts.0.w1.weight, which is int8",
         "unexpected: layers.0.attn.wo_b.scale [2, 1]",
@@ -489,10 +477,8 @@ def test_draft_whole(tmp_path, fixture_params):
 def test_draft_in_part_is_an_error(tmp_path):
     draft = draft_tensors()
     del draft["mtp.0.enorm.weight"], draft["mtp.0.ffn.experts.2.w1.weight"]
-    with pytest.raises(ValueError, match="does not fit") as caught:
-        load(write_checkpoint(tmp_path / "x", saved_tensors() | draft))
-    lines = [line.strip() for line in str(caught.value).splitlines()[1:]]
-    assert lines == [
+    folder = write_checkpoint(tmp_path / "x", saved_tensors() | draft)
+    assert problems_of(folder, dtype=jnp.float32) == [
         "missing: mtp.0.enorm.weight [32]",
         "missing: mtp.0.ffn.experts.2.w1.weight [20, 32]",
     ]
@@ -524,10 +510,8 @@ def test_all_problems_are_listed(tmp_path):
         "layers.0.ffn.gate.tid2eid": np.zeros((64, 2), np.float32),
         "norm.weight": np.ones(32, np.int32),
     }
-    with pytest.raises(ValueError, match="does not fit") as caught:
-        load(write_checkpoint(tmp_path / "x", tensors))
-    lines = [line.strip() for line in str(caught.value).splitlines()[1:]]
-    assert sorted(lines) == [
+    folder = write_checkpoint(tmp_path / "x", tensors)
+    assert problems_of(folder, dtype=jnp.float32) == [
         "missing: layers.0.attn.wq_a.weight [12, 32]",
         "missing: layers.2.ffn.experts.3.w2.weight [32, 20]",
         "twice: head.weight, as head.weight and lm_head.weight",

@@ -18,7 +18,7 @@ import dsv4_jax as ds
 from dsv4_jax.checkpoint import load as checkpoint_load
 from dsv4_jax.model import param_shapes, quantize_params
 from helpers import slow
-from helpers.checkpoints import read_tensors, released_tensors, write_released
+from helpers.checkpoints import problems_of, read_tensors, released_tensors, write_released
 from pallas_kernels.common.weights import (
     MXFP4,
     BlockFP8,
@@ -161,12 +161,6 @@ def test_fused_experts(tmp_path, released, experts, suffix):
     folder = write_released(tmp_path / "b", config, fused)
     assert_same(load(folder)[1], expected)
     assert_same(load(folder, weights="float32")[1], load(tmp_path / "a", weights="float32")[1])
-
-
-def problems_of(folder, **options):
-    with pytest.raises(ValueError, match=r"does not fit its config\.json") as caught:
-        load(folder, **options)
-    return sorted(line.strip() for line in str(caught.value).splitlines()[1:])
 
 
 def test_damage_is_listed_in_full(tmp_path, released):

@@ -64,39 +64,37 @@ def test_options_are_not_abbreviated(capsys, arguments):
     assert line == f"dsv4-jax: unrecognized arguments: {arguments[-2]} {arguments[-1]}"
 
 
+NOT_FITTING = {
+    "generate x --max-new-tokens": [2**40],
+    "generate x --top-k": [2**31, "9" * 5000],
+    "generate x --seed": [2**64],
+    "generate x --temperature": ["nan", "1e39"],
+    "generate x --top-p": ["inf"],
+    "verify --requests": [10**30],
+    "verify --seed": [-1],
+    "convert a b --weights released --shard-gib": ["inf", "nan"],
+    "plan tiny --context": [-5, 2**31],
+    "plan tiny --requests": [-3],
+    "plan tiny --gpu-gib": ["nan", -3],
+    "plan tiny --weights-gib": [-100],
+    "bench decode --batch": ["1,,2", -1],
+    "bench decode --contexts": [10**30],
+    "bench decode --budget-s": ["nan"],
+    "bench kernels --contexts": [0],
+    "bench prefill --chunk": [0],
+    "bench prefill --tokens": [-64],
+}
+
+
 @pytest.mark.parametrize(
-    ("arguments", "option"),
-    [
-        (("generate", "x", "--max-new-tokens", 2**40), "--max-new-tokens"),
-        (("generate", "x", "--top-k", 2**31), "--top-k"),
-        (("generate", "x", "--top-k", "9" * 5000), "--top-k"),
-        (("generate", "x", "--seed", 2**64), "--seed"),
-        (("generate", "x", "--temperature", "nan"), "--temperature"),
-        (("generate", "x", "--temperature", "1e39"), "--temperature"),
-        (("generate", "x", "--top-p", "inf"), "--top-p"),
-        (("verify", "--requests", 10**30), "--requests"),
-        (("verify", "--seed", "-1"), "--seed"),
-        (("convert", "a", "b", "--weights", "released", "--shard-gib", "inf"), "--shard-gib"),
-        (("convert", "a", "b", "--weights", "released", "--shard-gib", "nan"), "--shard-gib"),
-        (("plan", "tiny", "--context", "-5"), "--context"),
-        (("plan", "tiny", "--context", 2**31), "--context"),
-        (("plan", "tiny", "--requests", "-3"), "--requests"),
-        (("plan", "tiny", "--gpu-gib", "nan"), "--gpu-gib"),
-        (("plan", "tiny", "--gpu-gib", "-3"), "--gpu-gib"),
-        (("plan", "tiny", "--weights-gib", "-100"), "--weights-gib"),
-        (("bench", "decode", "--batch", "1,,2"), "--batch"),
-        (("bench", "decode", "--batch", "-1"), "--batch"),
-        (("bench", "decode", "--contexts", 10**30), "--contexts"),
-        (("bench", "decode", "--budget-s", "nan"), "--budget-s"),
-        (("bench", "kernels", "--contexts", "0"), "--contexts"),
-        (("bench", "prefill", "--chunk", "0"), "--chunk"),
-        (("bench", "prefill", "--tokens", "-64"), "--tokens"),
-    ],
+    ("command", "value"),
+    [(command, value) for command, values in NOT_FITTING.items() for value in values],
 )
-def test_a_number_that_does_not_fit_is_refused_by_its_option(capsys, arguments, option):
-    line = message_of(capsys, *arguments)
+def test_a_number_that_does_not_fit_is_refused_by_its_option(capsys, command, value):
+    *_, option = arguments = command.split()
+    line = message_of(capsys, *arguments, value)
     assert f"argument {option}: must be " in line
-    assert str(arguments[-1])[:70] in line
+    assert str(value)[:70] in line
     assert len(line) < 300
 
 

@@ -159,22 +159,13 @@ NESTED = {
     "bos_token_id": 2,
     "eos_token_id": [1, 5],
 }
-NESTED_CONFIG = DSV4Config(
-    vocab_size=96,
-    hidden_size=64,
+NESTED_CONFIG = dataclasses.replace(
+    DSV4Config.tiny(),  # whose widths the file has
     layer_types=(SWA, CSA, HCA, CSA),
     router_types=(HASH, LEARNED, HASH, LEARNED),
-    num_attention_heads=4,
-    head_dim=32,
-    rope_dim=8,
-    q_lora_rank=24,
-    o_groups=2,
-    o_lora_rank=16,
     sliding_window=5,
     csa_compression_ratio=3,
     hca_compression_ratio=20,
-    indexer_num_heads=32,
-    indexer_head_dim=16,
     indexer_top_k=7,
     num_routed_experts=6,
     num_experts_per_token=4,

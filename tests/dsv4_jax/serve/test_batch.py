@@ -15,7 +15,7 @@ import dsv4_jax as ds
 from dsv4_jax.cli import main
 from dsv4_jax.serve import ServeSettings
 from dsv4_jax.serve.batch import Batch
-from helpers.serve import MODEL, running, small_engine
+from helpers.serve import MODEL, running
 
 SETTINGS = ServeSettings(model_name=MODEL, max_body_bytes=5000)
 HI = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "seed": 3}
@@ -25,13 +25,6 @@ BODIES = {
     "/v1/responses": {"input": "hi", "max_output_tokens": 5, "seed": 3},
     "/v1/messages": HI,
 }
-
-
-@pytest.fixture(scope="module")
-def engine():
-    engine = small_engine()
-    engine.warmup()
-    return engine
 
 
 @pytest.fixture

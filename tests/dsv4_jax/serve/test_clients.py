@@ -13,7 +13,7 @@ import openai
 import pytest
 
 import dsv4_jax as ds
-from helpers.serve import EOS, MODEL, running, script, small_engine, v4_tokenizer
+from helpers.serve import EOS, MODEL, script, v4_tokenizer
 
 HI = [{"role": "user", "content": "hi"}]
 PLAIN = {"thinking": {"type": "disabled"}}
@@ -27,24 +27,6 @@ CALL = (
     '<｜DSML｜parameter name="place" string="true">Bern</｜DSML｜parameter>\n'
     "</｜DSML｜invoke>\n</｜DSML｜tool_calls>"
 )
-
-
-@pytest.fixture(scope="module")
-def server():
-    with running(small_engine()) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def engine(server):
-    return server.endpoints.engine.engine
-
-
-@pytest.fixture(scope="module")
-def ask(server):
-    """OpenAI's client."""
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")

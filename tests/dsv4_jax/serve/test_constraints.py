@@ -7,7 +7,6 @@ from typing import Literal
 
 import anthropic
 import httpx
-import openai
 import pydantic
 import pytest
 from hypothesis import given, settings
@@ -17,7 +16,7 @@ from llguidance import LLMatcher
 from dsv4_jax.serve.constraints import Wanted, grammar_of
 from dsv4_jax.serve.errors import ApiError
 from dsv4_jax.serving.grammars import Grammars
-from helpers.serve import MODEL, SPECIAL, model, running, small_engine, v4_tokenizer
+from helpers.serve import MODEL, SPECIAL, model, v4_tokenizer
 
 TOKEN_IDS = {text: 256 + number for number, text in enumerate(SPECIAL)}
 PLAIN = {"thinking": {"type": "disabled"}}
@@ -247,18 +246,6 @@ def test_every_grammar_of_a_request_compiles():
     for wanted, _, _ in CASES.values():
         grammar = grammar_of(wanted, TOKEN_IDS)
         assert LLMatcher.validate_grammar(grammar.text) == ""
-
-
-@pytest.fixture(scope="module")
-def server():
-    with running(small_engine()) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def ask(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
-        yield client
 
 
 HI = [{"role": "user", "content": "json, please"}]

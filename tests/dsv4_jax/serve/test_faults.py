@@ -10,19 +10,12 @@ import time
 import httpx
 import pytest
 
-from helpers.serve import MODEL, running, small_engine
+from helpers.serve import MODEL, running
 from helpers.serving import fail_with_prompts_of
 
 LONG = {"model": MODEL, "prompt": "a", "max_tokens": 1500, "ignore_eos": True}
 OPENED = []
 SHORT = {"model": MODEL, "prompt": "a", "max_tokens": 3, "temperature": 0}
-
-
-@pytest.fixture(scope="module")
-def engine():
-    engine = small_engine()
-    engine.warmup()
-    return engine
 
 
 @pytest.fixture(autouse=True)

@@ -12,24 +12,11 @@ import pytest
 import dsv4_jax as ds
 from dsv4_jax.serve.web_page import PAGE_PATHS, STATE_PATH
 from helpers.browser import OBSTACLE, chromium
-from helpers.serve import MODEL, running, script, small_engine
+from helpers.serve import MODEL, running, script
 
 FOLDER = pathlib.Path(ds.__file__).parent / "serve" / "page"
 SECRET = "a prompt that nobody else may see"
 CONTROL, ENTER, ESCAPE, TAB = "\ue009", "\ue007", "\ue00c", "\ue004"
-
-
-@pytest.fixture(scope="module")
-def engine():
-    engine = small_engine()
-    engine.warmup()
-    return engine
-
-
-@pytest.fixture(scope="module")
-def server(engine):
-    with running(engine) as server:
-        yield server
 
 
 @contextlib.contextmanager

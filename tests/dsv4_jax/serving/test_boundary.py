@@ -201,7 +201,7 @@ def test_warmup_compiles_the_verification_too(engine, monkeypatch):
     monkeypatch.setattr(engine._runner, "run", lambda *_: lambda: None)
     monkeypatch.setattr(engine._runner, "save", lambda _: None)
     assert "verification" in dict(engine.warmup())
-    assert scanned == [engine.cache, engine._runner.store]
+    assert scanned == [engine.cache, engine._runner.devices.store]
 
 
 def test_a_request_that_makes_steps_fail_ends_alone(engine):
@@ -231,7 +231,7 @@ def test_an_error_that_concerns_all_ends_them_and_comes_back_no_more(engine, mon
 
     ids = [engine.submit([1], **WANTED) for _ in range(2)]
     with monkeypatch.context() as patch:
-        patch.setattr(engine._runner, "_call", fail)
+        patch.setattr(engine._runner.devices, "step", fail)
         with pytest.raises(OSError, match="no device"):
             engine.step()
         assert [engine.step() for _ in range(3)] == [[]] * 3

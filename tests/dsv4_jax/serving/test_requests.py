@@ -129,7 +129,7 @@ def test_a_budget_sizes_the_engine():
     plan = ds.allocator.plan_pools(dataclasses.replace(CONFIG, num_mtp_layers=0), **counts)
     engine = ds.Engine(CONFIG, params(), memory_bytes=4 * plan.memory_bytes, **counts)
     total = engine.cache.memory_bytes() + sum(
-        leaf.nbytes for leaf in jax.tree.leaves(engine._runner.store)
+        leaf.nbytes for leaf in jax.tree.leaves(engine._runner.devices.store)
     )
     assert 4 * plan.memory_bytes - plan.bytes_per_block < total <= 4 * plan.memory_bytes
     assert engine._loop.shards.managers[0].num_blocks > plan.num_blocks

@@ -27,13 +27,13 @@ def test_the_serving_step_donates_all_and_copies_no_leaf():
     engine = make_engine()
     args, options = idle_call(engine)
     compiled = jit_serve_step.lower(*args, **options).compile()
-    pools = (engine.cache, engine._runner.store)
+    pools = (engine.cache, engine._runner.devices.store)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(pools))
     assert compiled.memory_analysis().alias_size_in_bytes == size
     names = {"float32": "f32", "bfloat16": "bf16", "uint8": "u8", "int32": "s32"}
     leaves = {
         (names[leaf.dtype.name], leaf.size)
-        for leaf in jax.tree.leaves((engine.cache.paged, engine._runner.store))
+        for leaf in jax.tree.leaves((engine.cache.paged, engine._runner.devices.store))
     }
     copies = re.findall(r"= (\w+)\[([\d,]*)\]\S* copy\(", compiled.as_text())
     sizes = [
@@ -49,7 +49,7 @@ def test_an_idle_step_changes_nothing():
 
     def everything():
         """Bytes: places of the store that nobody has written hold NaN."""
-        leaves = jax.tree.leaves((engine.cache, engine._runner.store))
+        leaves = jax.tree.leaves((engine.cache, engine._runner.devices.store))
         return [np.array(leaf).tobytes() for leaf in leaves]
 
     before = everything()

@@ -66,14 +66,16 @@ def test_a_gpu_kernel_without_a_gpu_says_what_it_needs(monkeypatch):
         resolve("op", "mosaic_gpu", kernels)
     with pk.gpu_interpreter():
         assert resolve("op", "mosaic_gpu", kernels)() == "fast"
-        assert resolve("op", None, kernels, preferred=Backend.MOSAIC_GPU)() == "slow"
+        assert resolve("op", None, kernels)() == "slow"
 
 
 def test_none_picks_the_preferred_kernel_on_a_gpu(monkeypatch):
     monkeypatch.setattr(backend, "compute_capability", lambda: (9, 0))
     kernels = {Backend.REFERENCE: lambda: "slow", Backend.MOSAIC_GPU: lambda: "fast"}
+    assert resolve("op", None, kernels)() == "fast"
     assert resolve("op", None, kernels, preferred=Backend.MOSAIC_GPU)() == "fast"
-    assert resolve("op", None, kernels)() == "slow"
+    assert resolve("op", None, kernels, preferred=Backend.REFERENCE)() == "slow"
+    assert resolve("op", None, REFERENCE_ONLY)() == "the definition"
 
 
 KERNELS = {Backend.REFERENCE: lambda: "slow", Backend.MOSAIC_GPU: lambda: "fast"}
@@ -87,7 +89,6 @@ def hopper(monkeypatch):
 
 
 def fall_back(op="gather", obstacle="takes bf16 queries", arguments=ARRAYS, **options):
-    options = {"preferred": Backend.MOSAIC_GPU} | options
     return resolve(op, None, KERNELS, obstacle=obstacle, arguments=arguments, **options)()
 
 
@@ -150,7 +151,7 @@ def test_without_a_gpu_nothing_is_said(monkeypatch):
 @pytest.mark.usefixtures("hopper")
 def test_a_named_kernel_raises_with_the_same_reason():
     with pytest.raises(NotImplementedError, match=r"'mosaic_gpu' op needs R; pass backend="):
-        resolve("op", "mosaic_gpu", KERNELS, preferred=Backend.MOSAIC_GPU, obstacle="needs R")
+        resolve("op", "mosaic_gpu", KERNELS, obstacle="needs R")
 
 
 REFUSED = {

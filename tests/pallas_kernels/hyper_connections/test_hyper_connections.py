@@ -13,6 +13,7 @@ S = 4
 ITERS, EPS, NORM_EPS = 20, 1e-6, 1e-6
 WIDTH = (2 + S) * S
 PARTS = 3
+SIZES = [(1, 64, jnp.float32), (3, 96, jnp.float32), (5, 64, jnp.bfloat16)]
 jit_hyper_connections = jax.jit(
     functools.partial(hyper_connections, iters=ITERS, eps=EPS, norm_eps=NORM_EPS),
     static_argnames="backend",
@@ -63,13 +64,7 @@ def assert_close(actual, expected, dtype):
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton_gpu"])
-@pytest.mark.parametrize(
-    ("num_tokens", "dim", "dtype"),
-    slow.all_but(
-        [(3, 96, jnp.float32), (5, 64, jnp.bfloat16)],
-        [(1, 64, jnp.float32), (3, 96, jnp.float32), (5, 64, jnp.bfloat16)],
-    ),
-)
+@pytest.mark.parametrize(("num_tokens", "dim", "dtype"), slow.all_but(SIZES[1:], SIZES))
 def test_against_the_formulas_in_float64(lane, backend, num_tokens, dim, dtype):
     given = arguments(num_tokens, dim, dtype)
     names = ("collapsed", "normed", "post", "comb")

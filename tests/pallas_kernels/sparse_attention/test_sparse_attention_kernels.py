@@ -19,6 +19,7 @@ from pallas_kernels.sparse_attention import (
     mosaic_hopper,
     op,
 )
+from pallas_kernels.sparse_attention.arguments import AttentionPart, JoinArguments
 
 SIZES = attention_cases.SMALLEST_FOR_A_KERNEL
 M, W = SIZES.rate, SIZES.window
@@ -171,11 +172,10 @@ def test_splits_of_any_size_add_up_and_empty_ones_count_for_nothing(lane, splits
     sink = np.array([0.5, -np.inf, 30.0])
     statistics = np.stack([largest, total], axis=2).astype(np.float32)
     unseen = np.where(hidden[..., None], np.inf, sums)
+    unseen, statistics, sink32 = map(jnp.float32, (unseen, statistics, sink))
+    positions = jnp.zeros(tokens, jnp.int32)
     actual = combine_triton.combine(
-        *map(jnp.float32, (unseen, statistics, sink)),
-        jnp.zeros(tokens, jnp.int32),
-        None,
-        dtype=jnp.float32,
+        JoinArguments(AttentionPart(unseen, statistics), sink32, positions, None, jnp.float32)
     )
     base2 = sink * call_shapes.LOG2_E
     top = np.maximum(largest.max(axis=0), base2)
