@@ -26,6 +26,15 @@ _MAX_SPLITS = 16
 _MIN_BLOCKS_OF_SPLIT = 4
 _MAX_PRODUCT = 128
 """Columns of a product in registers, 64 of a thread's f32; 256 would leave none for the sums."""
+_WIDE = 64
+"""Columns from which on one CTA fills an SM: with its registers."""
+_WIDTHS = (128, 160, 192, 224, 256)
+"""Columns of a tile of MXFP4, which is unpacked once for all of them; 96 are for fewer rows."""
+_FEW_TILES = 8
+"""Of each SM."""
+_SHORT_TURNS = 64
+"""Stages of a tile up to which starting a CTA and storing its results show."""
+_BAND = 16
 _TURNS_OF_ROUNDED = 4
 """CTAs an SM at most whose rows the kernel rounds, of a stack's products."""
 _MAX_ROUNDED_BYTES = 80 << 10
@@ -69,8 +78,6 @@ class Tiling:
       programs: CTAs of an SM that go through tiles, one after the other; 0 is a CTA for each tile.
         For one product, on Hopper.
       band: items of a band, through which such CTAs go before the next, for each outputs in turn.
-      sharers: CTAs of neighbouring outputs, a cluster, that bring in rows of x for each other; of
-        CTAs that go through tiles.
       packs: whether results are stored two outputs at a time, where they have 16 bits.
       in_turns: whether consumers begin their products in turns; see `gpu/product_turns`.
     """
@@ -81,7 +88,6 @@ class Tiling:
     splits: int = 1
     programs: int = 0
     band: int = 1
-    sharers: int = 1
     packs: bool = False
     in_turns: bool = False
 
@@ -134,6 +140,11 @@ class Shapes:
     def is_dense(self) -> bool:
         """Whether weights are in bf16."""
         return self.format == "dense"
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether weights are codes with scales."""
+        return not self.is_dense
 
     @property
     def inputs(self) -> int:
@@ -239,26 +250,50 @@ def choose_tiling(shapes: Shapes, num_rows: int, num_groups: int, *, may_split: 
       num_groups: weights of the stack that multiply any.
       may_split: whether sums of several CTAs may be added up afterwards.
     """
-    columns, device = shapes.core.min_columns, shapes.core.device
-    while columns < min(num_rows, 128 // shapes.num_parts):
-        columns *= 2
+    device = shapes.core.device
+    fills = shapes.is_quantized and not shapes.core.has_memory
+    columns = _choose_columns(shapes, num_rows, fills=fills)
+    fills = fills and columns >= _WIDE
     blocks = 2 if shapes.num_blocks % 2 == 0 and columns <= 64 else 1
     splits = 1
     num_ctas = shapes.num_ctas * num_groups * -(-num_rows // columns)
     while (
         may_split
-        and num_ctas * splits < device.num_sms
+        and num_ctas * splits * (2 if fills else 1) < device.num_sms + fills
         and splits < _MAX_SPLITS
         and shapes.num_blocks % (2 * splits * blocks) == 0
         and shapes.num_blocks // (2 * splits) >= _MIN_BLOCKS_OF_SPLIT
     ):
         splits *= 2
     tiling = Tiling(columns=columns, blocks=blocks, stages=2, splits=splits)
-    ctas_of_sm = 1 if columns > 64 else 2
-    room = device.shared_memory_bytes // ctas_of_sm - _SPARE_BYTES - shapes.fixed_bytes(tiling)
-    stages = room // shapes.stage_bytes(tiling)
     turns = shapes.num_blocks // (blocks * splits)
-    return dataclasses.replace(tiling, stages=max(2, min(stages, turns, 12)))
+    is_few = num_ctas * splits <= _FEW_TILES * device.num_sms
+    if fills and (is_few or turns < _SHORT_TURNS):
+        in_turns = is_few and shapes.is_fp8 and columns > _WIDE
+        band = min(_BAND, -(-num_rows // columns))
+        tiling = dataclasses.replace(tiling, programs=1, band=band, packs=True, in_turns=in_turns)
+    ctas_of_sm = 1 if fills or columns > _WIDE else 2
+    room = device.shared_memory_bytes // ctas_of_sm - _SPARE_BYTES - shapes.fixed_bytes(tiling)
+    stages = min(room // shapes.stage_bytes(tiling), 12 if tiling.programs else min(turns, 12))
+    if tiling.programs:  # stages are counted with a mask
+        stages = 1 << (stages.bit_length() - 1) if stages > 3 else stages
+    return dataclasses.replace(tiling, stages=max(2, stages))
+
+
+def _choose_columns(shapes: Shapes, num_rows: int, *, fills: bool) -> int:
+    """Rows of x that a tile multiplies; of many rows of MXFP4 those that leave least padding."""
+    if fills and shapes.is_mxfp4 and num_rows > _WIDE:
+        return (
+            96
+            if num_rows <= 96
+            else min(_WIDTHS, key=lambda width: (-(-num_rows // width) * width, -width))
+        )
+    columns, most = shapes.core.min_columns, 128
+    if not fills or num_rows <= _WIDE:
+        most //= shapes.num_parts
+    while columns < min(num_rows, most):
+        columns *= 2
+    return columns
 
 
 def can_join(weights: Sequence[Weight]) -> bool:

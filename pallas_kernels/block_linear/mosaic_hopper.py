@@ -41,7 +41,7 @@ _LAYOUT = plgpu.Layout.WGMMA
 def consume(work: Work, outputs: list[Any], swiglu: SwiGLU | None) -> None:
     """Multiplies stage after stage, and stores the sums."""
     s, tiling, scratch, group = work.shapes, work.tiling, work.scratch, work.group
-    has_room = len(tiling.pieces) == 1  # in registers, for scales that wait for their product
+    has_room = tiling.columns <= 128  # in registers, for scales that wait for their product
 
     def rows_of(turn: jax.Array, b: int, part: int, piece: tuple[int, int]) -> Any:
         rows = work.rows_of(turn, b, part)

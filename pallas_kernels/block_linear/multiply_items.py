@@ -84,7 +84,7 @@ def _kernel_of_tiles(
             pl.when(tile.num_rows > 0)(work_of(tile, before).produce)
 
         turns = tiles.go_through(produce)
-        if tiling.sharers > 1 or interpreting():
+        if interpreting():
             work_of(tiles.numbered(jnp.int32(0)), turns).await_free(turns)
 
     @pl.when(group < CONSUMERS)
@@ -135,9 +135,6 @@ def _scratch(shapes: Shapes, tiling: Tiling, *, exchanges: bool) -> Scratch:
     scales = plgpu.SMEM((*parts, scale_columns(columns)), jnp.float32)
     has_memory = shapes.core.has_memory
     rows_ready = plgpu.Barrier(num_arrivals=CONSUMERS, orders_tensor_core=has_memory)
-    free: Any = plgpu.Barrier
-    if tiling.sharers > 1:
-        free = functools.partial(plgpu.ClusterBarrier, collective_axes=("sharer",))
     exchanged = ROWS * (columns if has_memory else tiling.pieces[0][1])
     scratch = Scratch(
         codes_smem=codes,
@@ -145,7 +142,7 @@ def _scratch(shapes: Shapes, tiling: Tiling, *, exchanges: bool) -> Scratch:
         rows_smem=operand((*parts, columns, shapes.inputs)),
         scales_smem=None if shapes.is_dense else scales,
         ready=plgpu.Barrier(num_arrivals=copies, num_barriers=tiling.stages),
-        free=free(num_arrivals=CONSUMERS, num_barriers=tiling.stages),
+        free=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tiling.stages),
         up_smem=plgpu.SMEM((exchanged,), jnp.float32) if exchanges else None,
         up_ready=plgpu.Barrier() if exchanges and not has_memory else None,
         rows_ready=rows_ready if shapes.rounds_rows else None,
@@ -262,9 +259,6 @@ def multiply_items(
 
     tiling = first.tiling
     assert not tiling.programs or (len(products) == 1 and not first.shapes.core.has_memory)
-    assert tiling.sharers == 1 or tiling.programs, "CTAs of a cluster go through tiles"
-    uneven = first.shapes.is_gated and first.shapes.num_ctas % tiling.sharers
-    assert not uneven, "a cluster's CTAs have a gate's outputs each"
 
     def product_kernel(inputs: list[Operands], *refs: Any) -> None:
         if len(products) == 1:
@@ -289,8 +283,6 @@ def multiply_items(
     }
     if tiling.programs:
         grid = {"grid": (first.tiles().programs,), "grid_names": ("program",)}
-    if tiling.sharers > 1:
-        grid |= {"cluster": (tiling.sharers,), "cluster_names": ("sharer",)}
     results = plgpu.kernel(
         product_kernel,
         out_type=[jax.ShapeDtypeStruct((splits, num_rows, n), dtype) for n in widths],

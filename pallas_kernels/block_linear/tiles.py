@@ -50,19 +50,18 @@ class Tiles(NamedTuple):
 
     @property
     def places(self) -> int:
-        """Clusters along the outputs."""
-        return -(-self.shapes.num_ctas // self.tiling.sharers)
+        """CTAs along the outputs."""
+        return self.shapes.num_ctas
 
     @property
     def total(self) -> int:
-        """Tiles of a cluster in all."""
+        """Tiles in all."""
         return self.tiling.splits * self.num_items * self.places
 
     @property
     def programs(self) -> int:
-        """Clusters that go through the tiles."""
-        at_once = self.shapes.core.device.num_sms * self.tiling.programs // self.tiling.sharers
-        return min(at_once, self.total)
+        """CTAs that go through the tiles."""
+        return min(self.shapes.core.device.num_sms * self.tiling.programs, self.total)
 
     def own(self, item: jax.Array) -> Tile:
         """That of a CTA which has one alone."""
@@ -76,8 +75,6 @@ class Tiles(NamedTuple):
         band, inside = _divide(inside, tiling.band * self.places)
         height = jnp.minimum(tiling.band, self.num_items - band * tiling.band)
         place, row = lax.div(inside, height), lax.rem(inside, height)
-        if tiling.sharers > 1:
-            place = place * tiling.sharers + lax.axis_index("sharer")
         found = self.items.of(band * tiling.band + row, tiling.columns)
         weight, first, target_row, num_rows = found
         num_rows = jnp.where(number < self.total, num_rows, 0)

@@ -231,8 +231,6 @@ class Work:
                 source = codes.at[self.weight, pl.ds(tile * ROWS, ROWS), inner]
                 plgpu.copy_gmem_to_smem(source, self.codes_of(slot, consumer, b), ready)
 
-        together = "sharer" if tiling.sharers > 1 and not interpreting() else None
-
         def fetch(turn: jax.Array, _: None) -> None:
             slot = self.slot_of(turn)
             turns = turn if self.turns_before is None else self.turns_before + turn
@@ -257,7 +255,7 @@ class Work:
                     inner = pl.ds((block + b) * s.inputs, s.inputs)
                     source = inputs.rows.codes.at[part, pl.ds(self.first, tiling.columns), inner]
                     target = scratch.rows_smem.at[slot, part, b]
-                    plgpu.copy_gmem_to_smem(source, target, ready, collective_axes=together)
+                    plgpu.copy_gmem_to_smem(source, target, ready)
                 if inputs.rows.scale is None:
                     continue
                 width = pl.ds(self.first, scale_columns(tiling.columns))
@@ -271,8 +269,7 @@ class Work:
     def await_free(self, turns: int | jax.Array) -> None:
         """Waits, as the producer, until what so many turns brought in was read.
 
-        The interpreter, in jax 0.11, wants every completion of a barrier seen; and the memory of a
-        CTA must be there until its cluster's others have arrived at its barriers.
+        The interpreter, in jax 0.11, wants every completion of a barrier seen.
         """
         for slot in range(self.tiling.stages):
             wait = functools.partial(plgpu.barrier_wait, self.scratch.free.at[slot])

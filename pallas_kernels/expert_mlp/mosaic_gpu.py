@@ -16,6 +16,7 @@ for the next, out of L2. Measurements: docs/kernels/expert_mlp.md.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -64,9 +65,15 @@ def expert_mlp(
     return _sorted_tokens(arguments, gate, down, core)
 
 
+_MANY_ROWS = 32
+"""Rows of an expert from which on products bind it: padding costs more than a second tile."""
+
+
 def expected_rows(num_tokens: int, picks: int, picked_among: int) -> int:
-    """Rows of a tile: twice what an expert gets if all are picked alike, at most all tokens."""
-    return min(num_tokens, max(8, 2 * -(-num_tokens * picks // picked_among)))
+    """Rows of a tile: what an expert hardly exceeds if all are picked alike, at most all tokens."""
+    mean = -(-num_tokens * picks // picked_among)
+    most = 2 * mean if mean < _MANY_ROWS else mean + 2 * math.isqrt(mean)
+    return min(num_tokens, max(8, most))
 
 
 def _sorted_tokens(

@@ -1,7 +1,7 @@
 """Products that two warpgroups of a Hopper GPU begin in turns.
 
-Two products that begin together take the tensor core together, and end together: it idles while both
-warpgroups scale and add what they got. In turns, one multiplies while the other adds.
+Two products that begin together take the tensor core together, and end together: it idles while
+both warpgroups scale and add what they got. In turns, one multiplies while the other adds.
 
 Source: PTX ISA 9.0, bar.sync and bar.arrive.
 """
@@ -25,7 +25,7 @@ Ref = Any
 plgpu: Any = mosaic_gpu
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 _FIRST_BARRIER = 14
-"""Hardware barriers, one for each warpgroup; those before are the compiler's own and bulk copies'."""
+"""Hardware barriers, one for each warpgroup; the compiler and bulk copies have those before."""
 _THREADS = 256
 
 
@@ -43,7 +43,7 @@ def begin(group: jax.Array) -> None:
 
 
 def multiply(left: Ref | jax.Array, right: Ref, group: jax.Array, is_last: jax.Array) -> jax.Array:
-    """left @ right.T in f32, by warpgroup 0 or 1, after the other has begun its product before.
+    """Multiplies left @ right.T in f32, by warpgroup 0 or 1, once the other has begun a product.
 
     Args:
       left: e4m3[64, K] in shared memory, `SWIZZLED_BYTES`, or in `WGMMA_8BIT` layout.

@@ -100,7 +100,7 @@ def test_any_tiling_gives_the_products_of_every_group(lane, kind, tiling):
 PROGRAM_TILINGS = [
     Tiling(16, 2, 2, programs=1, band=2),
     Tiling(16, 1, 3, splits=2, programs=1, band=3, packs=True),
-    Tiling(16, 1, 2, programs=1, band=2, sharers=2, packs=True),
+    Tiling(16, 1, 2, programs=1, band=2, packs=True, in_turns=True),
 ]
 PROGRAM_CASES = [
     (kind, (2, 320, 512), 37, tiling, few)
@@ -109,7 +109,7 @@ PROGRAM_CASES = [
 ] + [
     (kind, (1, 128, 256), 270, tiling, 2)
     for kind, tiling in itertools.product(
-        QUANTIZE, [Tiling(256, 1, 2), Tiling(224, 1, 2, programs=1, sharers=2)]
+        QUANTIZE, [Tiling(256, 1, 2), Tiling(224, 1, 2, programs=1, in_turns=True)]
     )
 ]
 
@@ -123,7 +123,7 @@ def test_ctas_may_go_through_tiles_of_many_rows(kind, shape, rows, tiling, num_s
     """Alone, or some beside each other and with some that have none; the last tile is not full."""
     weight = make(kind, shape)
     x = jax.random.normal(jax.random.key(1), (shape[0], rows, shape[2])).astype(jnp.bfloat16)
-    core = with_sms(num_sms * tiling.sharers)
+    core = with_sms(num_sms)
     with gpu_interpreter():
         found = run(x, weight, tiling, core)
     close("interpreter", found, reference_product(x, weight))
@@ -263,7 +263,10 @@ def test_every_tiling_fits_the_memories(rows, format, num_weights, core):
             assert used < 230_000
             assert num_blocks % (tiling.blocks * tiling.splits) == 0
             assert tiling.stages >= 2
-            assert tiling.columns * parts <= 128  # two of them: half of tensor memory
+            if core.has_memory:
+                assert tiling.columns * parts <= 128  # two of them: half of tensor memory
+                assert not tiling.programs
+            assert tiling.columns <= (256 if format == "mxfp4" else 128)
             assert tiling.columns % core.min_columns == 0
 
 

@@ -177,7 +177,7 @@ def test_tiles_of_an_expert_share_its_rows(lane):
 
 PROGRAMS = [
     (Tiling(8, 1, 2, programs=1, packs=True),) * 2,
-    (Tiling(8, 1, 2, programs=1, sharers=2), Tiling(8, 1, 2, programs=1, band=3)),
+    (Tiling(8, 1, 2, programs=2), Tiling(8, 1, 2, programs=1, band=3)),
 ]
 
 
@@ -205,7 +205,7 @@ def test_more_rows_than_a_product_has_are_several():
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "expected"), [(1, 1), (8, 8), (32, 8), (256, 12), (2048, 96)]
+    ("num_tokens", "expected"), [(1, 1), (8, 8), (32, 8), (256, 12), (2048, 60)]
 )
 @pytest.mark.parametrize("devices", [1, 2, 8])
 def test_tiles_are_cut_for_the_rows_of_an_expert_wherever_it_lies(
