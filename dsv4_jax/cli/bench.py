@@ -31,7 +31,6 @@ from dsv4_jax.cli.arguments import (
     add_cache_format,
     add_follow_links,
     add_mesh,
-    add_split_cache,
     chosen_mesh,
     output_file,
     points_of,
@@ -61,9 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
     what = parser.add_subparsers(dest="what", required=True)
     steps = what.add_parser("decode", help="decode steps, whole and in parts")
-    _add_common(steps)
+    _add_common(steps, split_cache=True)
     _add_weights(steps)
-    add_split_cache(steps)
     _add_contexts(steps, _STEP_CONTEXTS)
     steps.add_argument(
         "--batch",
@@ -143,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
     )
 
 
-def _add_common(parser: argparse.ArgumentParser) -> None:
+def _add_common(parser: argparse.ArgumentParser, *, split_cache: bool = False) -> None:
     parser.add_argument(
         "--config",
         help=f"{', '.join(PRESETS)} or a folder; if not given, flash_slim on a GPU and tiny "
@@ -156,7 +154,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         "--experts", type=whole(), help="routed experts; if not given, as many as the config has"
     )
     add_follow_links(parser)
-    add_mesh(parser)
+    add_mesh(parser, split_cache=split_cache)
     add_cache_format(parser)
     parser.add_argument(
         "--json", type=output_file(), help="JSON file for the figures; if not given, none"

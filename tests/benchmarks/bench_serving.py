@@ -16,7 +16,7 @@ import numpy as np
 import dsv4_jax as ds
 from dsv4_jax.bench.memory import bytes_in_use
 from dsv4_jax.bench.weights import random_params
-from dsv4_jax.cli.arguments import WEIGHTS, add_mesh, add_split_cache, chosen_mesh
+from dsv4_jax.cli.arguments import WEIGHTS, add_mesh, chosen_mesh
 
 PRESETS = ("tiny", "flash", "pro", "flash_slim", "pro_slim")
 
@@ -65,8 +65,7 @@ def main():
     parser.add_argument(
         "--budget-s", type=float, default=float("inf"), help="seconds of serving; then it reports"
     )
-    add_mesh(parser)
-    add_split_cache(parser)
+    add_mesh(parser, split_cache=True)
     args = parser.parse_args()
     ds.runtime.claim_memory()
     ds.set_xla_flags()
