@@ -112,11 +112,14 @@ def apply_changes(cache: ModelCache, store: SnapshotStore, changes: SlotChanges)
     return update_slots(cache, *map(jnp.asarray, rows))
 
 
-def set_tables(cache: ModelCache, changes: SlotChanges) -> ModelCache:
-    """Tables and lengths alone; the cache's other arrays are passed on as they are."""
+def set_tables(cache: ModelCache, changes: SlotChanges, *, in_place: bool = False) -> ModelCache:
+    """Tables and lengths alone; the cache's other arrays are passed on as they are.
+
+    With `in_place` its tables and lengths are gone.
+    """
     rows = (changes.slots, changes.length_tokens, changes.block_table)
     small = dataclasses.replace(cache, state={}, paged={})
-    small = _jit_set_rows(small, *rows)
+    small = (_jit_set_rows_in_place if in_place else _jit_set_rows)(small, *rows)
     return dataclasses.replace(small, state=cache.state, paged=cache.paged)
 
 
@@ -127,6 +130,7 @@ def _set_rows(cache: ModelCache, slots: Array, length_tokens: Array, table: Arra
 
 
 _jit_set_rows = jax.jit(_set_rows)
+_jit_set_rows_in_place = jax.jit(_set_rows, donate_argnames="cache")
 
 
 def _lengths(cache: ModelCache, slots: Array, length_tokens: Array) -> Array:

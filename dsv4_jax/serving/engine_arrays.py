@@ -36,7 +36,6 @@ from dsv4_jax.serving.sizing import EnginePlan
 from dsv4_jax.step.draws import DrawnCounts, TokenMasks
 from dsv4_jax.step.sampling import Sampling
 from dsv4_jax.step.serve_step import (
-    LastOutput,
     ServeInput,
     ServeOutput,
     jit_plain_decode_step,
@@ -89,7 +88,8 @@ class EngineArrays:
         self._sampling: Sampling
         self._counts: DrawnCounts
         self._masks: TokenMasks | None = None
-        self._last: LastOutput
+        self._last: ServeOutput
+        self._placed: dict[tuple[Any, ...], Any]
         self._unread: collections.deque[ServeOutput]
         self.cache: ModelCache
         self.store: SnapshotStore
@@ -221,7 +221,7 @@ class EngineArrays:
             plan.mesh,
             plan.split_cache,
         )()
-        self._unread = collections.deque(maxlen=2)
+        self._unread, self._placed = collections.deque(maxlen=2), {}
 
     def _rebuild(self) -> None:
         reset_trace_state()
@@ -235,21 +235,16 @@ class EngineArrays:
         if moves:
             self.cache = jit_apply_changes(self.cache, self.store, changes)
         else:
-            self.cache = set_tables(self.cache, changes)
+            self.cache = set_tables(self.cache, changes, in_place=True)
 
     def _set_sampling(self, sampling: Sampling) -> None:
-        self._sampling = self._keep(sampling)
+        self._sampling = self._bring("sampling", sampling)
 
     def _set_counts(self, counts: DrawnCounts) -> None:
-        self._counts = self._keep(counts)
+        self._counts = self._bring("counts", counts)
 
     def _set_masks(self, masks: TokenMasks) -> None:
-        self._masks = self._keep(masks)
-
-    def _keep[T](self, value: T) -> T:
-        """An argument of later steps, brought to the devices once."""
-        mesh = self._plan.mesh
-        return jax.device_put(value) if mesh is None else put(value, mesh)
+        self._masks = self._bring("masks", masks)
 
     def _step(
         self,
@@ -263,20 +258,20 @@ class EngineArrays:
     ) -> None:
         plan = self._plan
         fields = {"num_checked": num_checked, "next_token_ids": next_token_ids}
+        fields |= {"step": step_input, "snapshots": snapshots}
         serve_input = ServeInput(
-            step=put(step_input, plan.mesh),
-            snapshots=put(snapshots, plan.mesh),
             sampling=self._sampling,
             counts=self._counts,
             masks=self._masks,
-            last=self._last,
-            **{name: put(array, plan.mesh) for name, array in fields.items()},
+            **self._bring("input", fields),
         )
         static = {"config": plan.config, "activations": activations}
         if self._hosts is not None:
             self._hosts.waits()
         if is_plain:
-            cache, output = jit_plain_decode_step(self.params, self.cache, serve_input, **static)
+            cache, output = jit_plain_decode_step(
+                self.params, self.cache, serve_input, self._last, **static
+            )
             store = self.store
         else:
             cache, store, output = jit_serve_step(
@@ -284,16 +279,29 @@ class EngineArrays:
                 self.cache,
                 self.store,
                 serve_input,
+                self._last,
                 draft_tokens=plan.draft_tokens,
                 **static,
             )
-        self.cache, self.store = cache, store
-        self._last = LastOutput(token_ids=output.token_ids, draft_token_ids=output.draft_token_ids)
+        self.cache, self.store, self._last = cache, store, output
+        shown = _copied(output)  # the next step writes its own output in the place of this one's
         if not wants_logprobs:
-            output = dataclasses.replace(output, logprobs=None)
-        self._unread.append(gather(output))
+            shown = dataclasses.replace(shown, logprobs=None)
+        self._unread.append(gather(shown))
         if self._waits:
             jax.block_until_ready((cache, self._unread[-1]))
+
+    def _bring[T](self, name: str, value: T) -> T:
+        """An argument of steps on the devices, where the last one of its name and sizes was.
+
+        XLA makes a CUDA graph of a step. If any array is elsewhere than it was, it writes the whole
+        graph anew, which takes longer than a small step.
+        """
+        value = put(value, self._plan.mesh)
+        key = name, *(leaf.shape for leaf in jax.tree.leaves(value))
+        old = self._placed.pop(key, None) or _copied(value)
+        value = self._placed[key] = _in_place_of(old, value)
+        return value
 
     def _read(self, back: int) -> ServeOutput:
         if self._hosts is not None:
@@ -308,6 +316,12 @@ class EngineArrays:
         return scan_cache(self.cache, self.store)
 
 
+_copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+
+_in_place_of = jax.jit(lambda old, new: new, donate_argnums=0, keep_unused=True)
+"""New values in the memory of old ones."""
+
+
 @functools.lru_cache(maxsize=64)
 def _empty_pools(
     config: DSV4Config,
@@ -316,11 +330,11 @@ def _empty_pools(
     draft_tokens: int,
     mesh: Mesh | None,
     split_cache: bool,
-) -> Callable[[], tuple[ModelCache, SnapshotStore, LastOutput]]:
+) -> Callable[[], tuple[ModelCache, SnapshotStore, ServeOutput]]:
     """One program that makes pools of these sizes, on every data shard of the mesh."""
     shards = 1 if mesh is None else mesh_sizes(mesh)[0]
 
-    def build() -> tuple[ModelCache, SnapshotStore, LastOutput]:
+    def build() -> tuple[ModelCache, SnapshotStore, ServeOutput]:
         cache = init_cache(
             config,
             max_requests=pools.max_requests * shards,
@@ -330,10 +344,7 @@ def _empty_pools(
             split_cache=split_cache,
         )
         rows = pools.max_requests * shards
-        last = LastOutput(
-            token_ids=jnp.zeros((rows, draft_tokens + 1), jnp.int32),
-            draft_token_ids=jnp.zeros((rows, draft_tokens), jnp.int32),
-        )
+        last = ServeOutput.empty(rows, draft_tokens, config.vocab_size)
         return cache, init_snapshot_store(cache, pools.num_snapshots * shards), last
 
     if mesh is None:

@@ -26,7 +26,7 @@ from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.model.trunk import run_layers
 from dsv4_jax.step.draft_ahead import draft_ahead
 from dsv4_jax.step.draws import DrawnCounts, Logprobs, TokenMasks, draw
-from dsv4_jax.step.sampling import Sampling
+from dsv4_jax.step.sampling import MAX_LOGPROBS, Sampling
 from dsv4_jax.step.step import check_call, empty_staged, pad_tokens, run_step, trunk_logits
 from pallas_kernels.common.weights import with_activations
 
@@ -37,20 +37,12 @@ FIRST_DRAFT = -2
 
 
 @flax.struct.dataclass(kw_only=True)
-class LastOutput:
-    """What the step before drew, on the device; fields as in `ServeOutput`."""
-
-    token_ids: jax.Array
-    draft_token_ids: jax.Array
-
-
-@flax.struct.dataclass(kw_only=True)
 class ServeInput:
     """The whole input of `serve_step`.
 
     Attributes:
-      step: the tokens. With `last`, `LAST_DRAWN`, `FIRST_DRAFT` and what is below stand for tokens
-        that the host has not read yet.
+      step: the tokens. With the output of the step before, `LAST_DRAWN`, `FIRST_DRAFT` and what is
+        below stand for tokens that the host has not read yet.
       num_checked: i32[B], a row's last tokens after which one is drawn: 1 and its drafts; at most
         draft_tokens + 1.
       next_token_ids: i32[B], the token after a row's last one where it is known, of a prompt that
@@ -59,7 +51,6 @@ class ServeInput:
       snapshots: boundaries to keep.
       counts: what rows have drawn before, for their penalties; None is nothing.
       masks: which tokens rows may draw, n at least what the step draws of a row; None is all.
-      last: what the step before drew, of the same rows; None where the host gives every token.
     """
 
     step: StepInput
@@ -69,7 +60,6 @@ class ServeInput:
     snapshots: SnapshotPlan
     counts: DrawnCounts | None = None
     masks: TokenMasks | None = None
-    last: LastOutput | None = None
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -88,6 +78,22 @@ class ServeOutput:
     draft_token_ids: jax.Array
     logprobs: Logprobs | None
 
+    @classmethod
+    def empty(cls, num_rows: int, draft_tokens: int, vocab_size: int) -> ServeOutput:
+        """Of no step: what the first one is given as that of the step before."""
+        width = num_rows, draft_tokens + 1
+        shape = (*width, min(MAX_LOGPROBS, vocab_size))
+        return cls(
+            token_ids=jnp.zeros(width, jnp.int32),
+            num_kept=jnp.zeros(num_rows, jnp.int32),
+            draft_token_ids=jnp.zeros((num_rows, draft_tokens), jnp.int32),
+            logprobs=Logprobs(
+                drawn=jnp.zeros(width, jnp.float32),
+                token_ids=jnp.zeros(shape, jnp.int32),
+                top=jnp.zeros(shape, jnp.float32),
+            ),
+        )
+
 
 @on_mesh(("cache", "store", BY_ROW))
 def serve_step(
@@ -95,6 +101,7 @@ def serve_step(
     cache: ModelCache,
     store: SnapshotStore,
     serve_input: ServeInput,
+    last: ServeOutput | None = None,
     *,
     config: DSV4Config,
     draft_tokens: int,
@@ -107,6 +114,7 @@ def serve_step(
       cache: the cache before the step; its tables hold blocks for all tokens.
       store: snapshots.
       serve_input: what to run.
+      last: what the step before gave, of the same rows; None where the host gives every token.
       config: the model; with a draft block if `draft_tokens` is above 0.
       draft_tokens: k, the most drafts of a row; static.
       activations: as in `decode_step`.
@@ -117,7 +125,7 @@ def serve_step(
     Raises:
       ValueError: a field has a wrong shape or dtype, or there are no such activations.
     """
-    step_input = fill_in(serve_input.step, serve_input.last)
+    step_input = fill_in(serve_input.step, last)
     check_call(params, cache, step_input, config, activations)
     params = with_activations(params, activations)
     step_input = pad_tokens(step_input)
@@ -183,9 +191,10 @@ def serve_step(
 jit_serve_step = jax.jit(
     serve_step,
     static_argnames=("config", "draft_tokens", "activations"),
-    donate_argnames=("cache", "store"),
+    donate_argnames=("cache", "store", "last"),
+    keep_unused=True,  # of `last`, whose place the output takes
 )
-"""`serve_step`, jitted; the old cache and store are gone."""
+"""`serve_step`, jitted; the old cache and store are gone, and so is `last`."""
 
 
 @on_mesh(("cache", BY_ROW))
@@ -193,17 +202,18 @@ def plain_decode_step(
     params: DSV4Params,
     cache: ModelCache,
     serve_input: ServeInput,
+    last: ServeOutput | None = None,
     *,
     config: DSV4Config,
     activations: str = DEFAULT_ACTIVATIONS,
 ) -> tuple[ModelCache, ServeOutput]:
     """`serve_step` of one token per row without drafts and snapshots, committed as it goes."""
-    step_input = fill_in(serve_input.step, serve_input.last)
+    step_input = fill_in(serve_input.step, last)
     check_call(params, cache, step_input, config, activations)
     params = with_activations(params, activations)
     cache, call, streams = run_step(params, cache, step_input, config, max_row_tokens=1)
-    last = jnp.maximum(call.row_offsets, 0)
-    logits = trunk_logits(params, streams[last], config)
+    token = jnp.maximum(call.row_offsets, 0)
+    logits = trunk_logits(params, streams[token], config)
     live = (call.row_slots >= 0) & (call.row_counts > 0)
     no_drafts = jnp.zeros((call.row_slots.shape[0], 0), jnp.int32)
     drawn, logprobs = draw(
@@ -225,9 +235,12 @@ def plain_decode_step(
 
 
 jit_plain_decode_step = jax.jit(
-    plain_decode_step, static_argnames=("config", "activations"), donate_argnames="cache"
+    plain_decode_step,
+    static_argnames=("config", "activations"),
+    donate_argnames=("cache", "last"),
+    keep_unused=True,
 )
-"""`plain_decode_step`, jitted; the old cache is gone."""
+"""`plain_decode_step`, jitted; the old cache is gone, and so is `last`."""
 
 
 @on_mesh("store")
@@ -245,7 +258,7 @@ jit_save_reached = jax.jit(save_reached, donate_argnames="store")
 """`save_reached`, jitted; the old store is gone."""
 
 
-def fill_in(step_input: StepInput, last: LastOutput | None) -> StepInput:
+def fill_in(step_input: StepInput, last: ServeOutput | None) -> StepInput:
     """The same call, with the tokens of the step before where it names them.
 
     Args:

@@ -35,7 +35,7 @@ from dsv4_jax.cache.snapshots import init_snapshot_store
 from dsv4_jax.mesh import shardings_of
 from dsv4_jax.step.draws import DrawnCounts, TokenMasks
 from dsv4_jax.step.sampling import MAX_LOGIT_BIAS, stack_sampling
-from dsv4_jax.step.serve_step import LastOutput, jit_serve_step
+from dsv4_jax.step.serve_step import ServeOutput, jit_serve_step
 from pallas_kernels.common.backend import forbid_fallbacks
 from programs import aot, aot_figures
 from programs.step_at_size import _serve_input, chosen_config
@@ -90,9 +90,9 @@ def compile_on(
     if draft_tokens:
         store = placed(jax.eval_shape(lambda c: init_snapshot_store(c, batch), cache))
         whole = engine_input(config, batch, context, draft_tokens, shards=mesh.shape["data"])
-        step, call = jit_serve_step, placed(whole)
-        arguments = (params, cache, store, call)
-        donated.append(store)
+        step, (call, last) = jit_serve_step, map(placed, whole)
+        arguments = (params, cache, store, call, last)
+        donated += [store, last]
         static["draft_tokens"] = draft_tokens
     else:
         row = jax.ShapeDtypeStruct((batch,), jnp.int32)
@@ -127,7 +127,7 @@ def compile_on(
 
 
 def engine_input(config, batch, context, draft_tokens, *, shards):
-    """Shapes of what an engine gives its step: settings, counts, masks and the step before too."""
+    """Shapes of what an engine gives its step: settings, counts, masks; and the step before's."""
     each = min(config.vocab_size, context)
     entries = shards * max(each, batch // shards * min(each, 1024))  # as `EnginePlan` has it
     width, words = draft_tokens + 1, -(-config.vocab_size // 32)
@@ -143,11 +143,7 @@ def engine_input(config, batch, context, draft_tokens, *, shards):
             masks=TokenMasks(
                 is_masked=jnp.zeros(batch, bool), bits=jnp.zeros((batch, width, words), jnp.uint32)
             ),
-            last=LastOutput(
-                token_ids=jnp.zeros((batch, width), jnp.int32),
-                draft_token_ids=jnp.zeros((batch, draft_tokens), jnp.int32),
-            ),
-        )
+        ), ServeOutput.empty(batch, draft_tokens, config.vocab_size)
 
     return jax.eval_shape(build)
 

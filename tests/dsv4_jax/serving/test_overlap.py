@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
+from dsv4_jax.serving import engine_arrays
 from helpers import serving
 from helpers.engine_life import Life
 from helpers.serving import drain, limit, make_engine, prompt, run_to_end
@@ -49,6 +50,30 @@ def overlapped(calls):
     order = {call: place for place, call in enumerate(calls)}
     steps = [number for name, number in calls if name == "read"]
     return [n for n in steps if order.get(("launch", n + 1), len(calls)) < order["read", n]]
+
+
+@pytest.mark.parametrize("make", [plain_engine, make_engine])
+def test_arrays_of_a_step_are_where_those_of_the_last_one_were(monkeypatch, make):
+    """XLA writes a CUDA graph anew if any array of it has moved."""
+    engine, found = make(), []
+    for name in ("jit_plain_decode_step", "jit_serve_step"):
+        step = getattr(engine_arrays, name)
+
+        def note(*arrays, step=step, **static):
+            result = step(*arrays, **static)
+            _, *changing = arrays
+            size = len(changing[-2].step.token_ids)
+            after = jax.tree.leaves((changing[-2], result))
+            found.append((size, [leaf.unsafe_buffer_pointer() for leaf in after]))
+            return result
+
+        monkeypatch.setattr(engine_arrays, name, note)
+    rng = np.random.default_rng(0)
+    engine.generate([prompt(rng, n) for n in (60, 5, 30)], max_new_tokens=20, stop_token_ids=())
+    assert len(found) > 20
+    decoding = found[-10:]  # settings have moved when requests came
+    assert len({size for size, _ in decoding}) == 1
+    assert len({tuple(pointers) for _, pointers in decoding}) == 1
 
 
 @pytest.mark.parametrize("make", [plain_engine, make_engine])

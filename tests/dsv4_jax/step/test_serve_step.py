@@ -27,8 +27,9 @@ def test_the_serving_step_donates_all_and_copies_no_leaf():
     engine = make_engine()
     args, options = idle_call(engine)
     compiled = jit_serve_step.lower(*args, **options).compile()
-    pools = (engine.cache, engine._runner.devices.store)
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(pools))
+    *_, last = args
+    donated = (engine.cache, engine._runner.devices.store, last)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(donated))
     assert compiled.memory_analysis().alias_size_in_bytes == size
     names = {"float32": "f32", "bfloat16": "bf16", "uint8": "u8", "int32": "s32"}
     leaves = {
