@@ -111,18 +111,18 @@ def test_only_the_text_between_the_markers_is_replaced():
 # What the README's rows are called in docs/benchmarks.md and in the results.
 FROM_DOCUMENT = {
     "decode step, 1 request of 4,096 tokens": "| 1, 4,096 | {0} ({1} to ",
-    "decode step, 8 requests of 16,384 tokens": "| 8, 16,384 | {0} (12.05 to 12.61) | 7.61 | {1} |",
     "decode step, 64 requests of 16,384 tokens": (
         "| 64, 16,384 | {0} (28.90 to 29.65) | 24.54 | {1} |"
+    ),
+    "all of DeepSeek-V4-Flash on two H200, 64 requests of 16,384 tokens": (
+        "| 64, 16,384 | {0} | 15.73 | {1} |"
     ),
     "append to attention of all layers, 32 requests of 131,072 tokens": (
         "| 32 requests | 1.061 (1.379) | {0} ("
     ),
-    "experts of one layer in MXFP4, 64 tokens": (
-        "| `expert_mlp Flash, uniform` | 64 x 6 of 256 | {0} |"
-    ),
 }
 FROM_RESULTS = {
+    "experts of one layer in MXFP4, 64 tokens": ("expert_mlp Flash, uniform", "64 x 6 of 256"),
     "`index_topk`, 512 of 65,536 MXFP4 keys, 8 requests": ("index_topk MXFP4", "8 x 65536"),
     "`sparse_attention`, 64 requests, 64 heads, 128 + 512 keys": (
         "sparse_attention csa",
