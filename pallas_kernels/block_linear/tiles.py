@@ -20,7 +20,16 @@ from pallas_kernels.block_linear.items import EvenItems, Items, PickedItems
 
 
 class Tile(NamedTuple):
-    """Fields of `Work` that say which tile it is."""
+    """Which tile it is, and where its rows lie.
+
+    Attributes:
+      split: i32[], the run of inputs.
+      place: i32[], the place along the outputs.
+      weight: i32[], number in the stack.
+      first: i32[], first row of x.
+      target_row: i32[], row of the result that it becomes.
+      num_rows: i32[], rows; 0 where there is nothing to do.
+    """
 
     split: jax.Array
     place: jax.Array
