@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--points",
         type=points_of,
         help="BATCH@CONTEXT, one or more, in place of --batch and --contexts; /split after one is "
-        "--split-cache for it alone",
+        "--split-cache for it alone; if not given, all of those two",
     )
     steps.add_argument(
         "--parts",
