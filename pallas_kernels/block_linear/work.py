@@ -138,7 +138,7 @@ class Work:
     @property
     def turns(self) -> int:
         """Stages that pass through shared memory."""
-        return self.shapes.num_blocks // (self.tiling.blocks * self.tiling.splits)
+        return self.shapes.turns(self.tiling)
 
     def slot_of(self, turn: jax.Array) -> jax.Array:
         """The stage in shared memory that a turn takes."""
