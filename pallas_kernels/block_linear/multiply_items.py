@@ -1,9 +1,8 @@
 """Products of rows with weights through Mosaic GPU: items of a list, on Hopper and Blackwell.
 
-A tile: 128 rows of weights, some rows of x, a run of inputs in groups of 128 bytes. A CTA has one,
-or goes through several (`tiles`). Weights are the side of a product that has 64 or 128 rows, x the
-side that may have as few as 8. One warpgroup brings in stages (`work`), two multiply
-(`mosaic_hopper`, `mosaic_blackwell`); SwiGLU may follow.
+One CTA: 128 rows of weights, some rows of x, a run of inputs in groups of 128 bytes. Weights are
+the side of a product that has 64 or 128 rows, x the side that may have as few as 8. One warpgroup
+brings in stages (`work`), two multiply (`mosaic_hopper`, `mosaic_blackwell`); SwiGLU may follow.
 
 Rows of x that are not rounded come as two parts, each E4M3, that add up; dense weights take them in
 bf16. A list of items says which weight of a stack multiplies which rows, so that grouped products
@@ -28,7 +27,6 @@ from pallas_kernels.block_linear import mosaic_blackwell, mosaic_hopper
 from pallas_kernels.block_linear.call_shapes import (
     BUFFERS,
     CONSUMERS,
-    WIDE,
     Shapes,
     Tiling,
     scale_columns,
@@ -49,7 +47,7 @@ REGISTERS = (232, 40)
 
 
 def _kernel(work: Work, outputs: list[Any], swiglu: SwiGLU | None) -> None:
-    has_many_columns = work.tiling.columns > WIDE
+    has_many_columns = work.tiling.columns > 64
 
     @pl.when((work.tile.num_rows > 0) & (work.group == CONSUMERS))
     def _produce():
@@ -75,11 +73,11 @@ def _kernel_of_tiles(
 ) -> None:
     """A CTA that goes through tiles: the next ones are brought in while one is stored."""
     group, tiling = lax.axis_index("warpgroup"), tiles.tiling
-    fills = tiling.columns >= WIDE
+    has_many_columns = tiling.columns > 64
 
     @pl.when(group == CONSUMERS)
     def _produce():
-        if fills:
+        if has_many_columns:
             plgpu.set_max_registers(REGISTERS[1], action="decrease")
 
         def produce(tile: Tile, before: jax.Array) -> None:
@@ -91,7 +89,7 @@ def _kernel_of_tiles(
 
     @pl.when(group < CONSUMERS)
     def _consume():
-        if fills:
+        if has_many_columns:
             plgpu.set_max_registers(REGISTERS[0], action="increase")
 
         def consume(tile: Tile, before: jax.Array) -> None:
