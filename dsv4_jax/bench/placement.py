@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Callable
 
 import jax
 from jax.sharding import AbstractMesh
 
-from dsv4_jax.allocator.pool_plan import plan_pools
+from dsv4_jax.allocator.pool_plan import PoolPlan, plan_pools
 from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_types import AttentionType
@@ -32,25 +34,19 @@ class Placement:
       data: data shards.
       model: devices of a data shard.
       params: shapes of its part of the weights, layers stacked.
+      pools: sizes of the cache of one request, of which every device has a part.
       workspace_bytes: an estimate of what a step takes beside weights and cache.
-      slot_bytes: cache of a request, whatever its length.
-      block_bytes: cache of a block of tokens.
-      block_tokens: tokens of a block.
       max_context_tokens: longest context that the model is meant for.
       gpu_bytes: memory of the device.
-      block_parts: devices that a request's blocks are dealt over; 1 where the cache is not split.
     """
 
     data: int
     model: int
     params: DSV4Params
+    pools: PoolPlan
     workspace_bytes: int
-    slot_bytes: int
-    block_bytes: int
-    block_tokens: int
     max_context_tokens: int
     gpu_bytes: int
-    block_parts: int = 1
 
     @property
     def weight_bytes(self) -> int:
@@ -74,8 +70,9 @@ class Placement:
 
     def request_bytes(self, context: int) -> int:
         """Cache of one request of so many tokens, on each device of its data shard."""
-        blocks = -(-context // self.block_tokens)
-        return self.slot_bytes + -(-blocks // self.block_parts) * self.block_bytes
+        pools = self.pools
+        blocks = -(-context // pools.block_tokens)
+        return pools.bytes_per_slot + -(-blocks // pools.block_parts) * pools.bytes_per_block
 
     def requests(self, context: int) -> int:
         """Requests of so many tokens that fit each data shard."""
@@ -83,11 +80,12 @@ class Placement:
 
     def longest_context(self) -> int:
         """Tokens of a request that is alone on its data shard; 0 if none fits."""
-        room = self.free_bytes - self.slot_bytes
-        if room < 0 or not self.block_bytes:
+        pools = self.pools
+        room = self.free_bytes - pools.bytes_per_slot
+        if room < 0 or not pools.bytes_per_block:
             return self.max_context_tokens if room >= 0 else 0
-        blocks = room // self.block_bytes * self.block_parts
-        return min(blocks * self.block_tokens, self.max_context_tokens)
+        blocks = room // pools.bytes_per_block * pools.block_parts
+        return min(blocks * pools.block_tokens, self.max_context_tokens)
 
 
 def place(
@@ -125,9 +123,6 @@ def place(
         shapes,
         param_shardings(config, mesh, shapes),
     )
-    pools = plan_pools(
-        config, max_requests=1, max_context_tokens=context, cache_format=cache_format
-    )
     return Placement(
         data=data,
         model=model,
@@ -140,60 +135,54 @@ def place(
             step_tokens=step_tokens,
             split_cache=split_cache,
         ),
-        slot_bytes=pools.bytes_per_slot,
-        block_bytes=pools.bytes_per_block,
-        block_tokens=pools.block_tokens,
+        pools=plan_pools(
+            config,
+            max_requests=1,
+            max_context_tokens=context,
+            cache_format=cache_format,
+            block_parts=model if split_cache else 1,
+        ),
         max_context_tokens=config.max_position_embeddings,
         gpu_bytes=gpu_bytes,
-        block_parts=model if split_cache else 1,
     )
 
 
+def place_on(num_devices: int, place_model: Callable[..., Placement]) -> list[Placement]:
+    """Every mesh of so many devices that a model's sizes divide over, few data shards first.
+
+    Args:
+      num_devices: devices of a mesh.
+      place_model: `place` of the model, with all arguments but `data` and `model`.
+    """
+    found = []
+    for data in range(1, num_devices + 1):
+        if num_devices % data == 0:
+            with contextlib.suppress(ValueError):  # a size does not divide
+                found.append(place_model(data=data, model=num_devices // data))
+    return found
+
+
 def fitting_meshes(
-    config: DSV4Config,
-    *,
-    gpu_bytes: int,
-    context: int,
-    cache_format: str = DEFAULT_CACHE_FORMAT,
-    weights: str = "released",
-    max_devices: int = _MAX_DEVICES,
-    split_cache: bool = False,
+    place_model: Callable[..., Placement], *, max_devices: int = _MAX_DEVICES
 ) -> list[Placement]:
     """Meshes of the fewest devices, in powers of two, that hold a model and a block of cache.
 
     Args:
-      config: the model.
-      gpu_bytes: as of `place`.
-      context: as of `place`.
-      cache_format: as of `place`.
-      weights: as of `place`.
+      place_model: as of `place_on`.
       max_devices: the most devices to try.
-      split_cache: as of `place`.
 
     Returns:
       All of that number of devices, few data shards first; none if `max_devices` are too few.
     """
     devices = 1
     while devices <= max_devices:
-        found = []
-        for data in (2**n for n in range(devices.bit_length())):
-            try:
-                placed = place(
-                    config,
-                    data=data,
-                    model=devices // data,
-                    gpu_bytes=gpu_bytes,
-                    context=context,
-                    cache_format=cache_format,
-                    weights=weights,
-                    split_cache=split_cache,
-                )
-            except ValueError:  # a size does not divide
-                continue
-            if placed.free_bytes > placed.slot_bytes + placed.block_bytes:
-                found.append(placed)
-        if found:
-            return found
+        fitting = [
+            placed
+            for placed in place_on(devices, place_model)
+            if placed.free_bytes > placed.pools.bytes_per_slot + placed.pools.bytes_per_block
+        ]
+        if fitting:
+            return fitting
         devices *= 2
     return []
 

@@ -63,16 +63,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_common(steps, split_cache=True)
     _add_weights(steps)
     _add_contexts(steps, _STEP_CONTEXTS)
-    steps.add_argument(
-        "--batch",
-        type=wholes(1, _MAX_BATCH),
-        help="requests, one number or more; if not given, 1",
-    )
+    _add_batches(steps, "1")
     steps.add_argument(
         "--points",
         type=points_of,
         help="BATCH@CONTEXT, one or more, in place of --batch and --contexts; /split after one is "
-        "--split-cache for it alone",
+        "--split-cache for it alone; if not given, all of those two",
     )
     steps.add_argument(
         "--parts",
@@ -109,11 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ops = what.add_parser("kernels", help="single ops of one layer each")
     _add_common(ops)
     _add_contexts(ops, _OP_CONTEXTS)
-    ops.add_argument(
-        "--batch",
-        type=wholes(1, _MAX_BATCH),
-        help="requests, one number or more; if not given, 1,64 on a GPU and 1 without one",
-    )
+    _add_batches(ops, "1,64 on a GPU and 1 without one")
     fill = what.add_parser("prefill", help="chunked prefill of one prompt")
     _add_common(fill)
     _add_weights(fill)
@@ -175,6 +167,14 @@ def _add_weights(parser: argparse.ArgumentParser) -> None:
         help="all weights in bfloat16, or FP8 and FP4 where the release has them",
     )
     add_activations(parser, prefill=False)
+
+
+def _add_batches(parser: argparse.ArgumentParser, usual: str) -> None:
+    parser.add_argument(
+        "--batch",
+        type=wholes(1, _MAX_BATCH),
+        help=f"requests, one number or more; if not given, {usual}",
+    )
 
 
 def _add_contexts(parser: argparse.ArgumentParser, sizes: tuple[str, str]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 
 from dsv4_jax.bench.floor import COLLECTIVE_S
 from dsv4_jax.bench.placement import STEP_TOKENS, fitting_meshes, place
@@ -130,12 +131,15 @@ def _print_fit(
     config: DSV4Config, args: argparse.Namespace, gpus: Gpus, weight_bytes: int, per_request: float
 ) -> None:
     """Prints what is left on one GPU and the requests that fit, or what does not and what would."""
-    sizes = {
-        "context": args.context,
-        "cache_format": args.cache_format,
-        "weights": WEIGHTS[args.weights],
-    }
-    placed = place(config, data=1, model=1, gpu_bytes=gpus.memory_bytes, **sizes)
+    place_model = functools.partial(
+        place,
+        config,
+        context=args.context,
+        cache_format=args.cache_format,
+        weights=WEIGHTS[args.weights],
+    )
+    placed = place_model(data=1, model=1, gpu_bytes=gpus.memory_bytes)
+    pools = placed.pools
     beside = weight_bytes + placed.workspace_bytes
     print(f"workspace: {placed.workspace_bytes / 2**30:,.2f} GiB, estimated, {STEP_TOKENS} tokens")
     free = gpus.memory_bytes - beside
@@ -152,14 +156,15 @@ def _print_fit(
         f"its {gpus.memory_bytes / 2**30:,.2f} GiB"
     )
     would = [f"--requests {fitting}"] if fitting else []
-    blocks = int((free - placed.slot_bytes) // placed.block_bytes) if placed.block_bytes else 0
+    room = free - pools.bytes_per_slot
+    blocks = int(room // pools.bytes_per_block) if pools.bytes_per_block else 0
     if blocks > 0 and not fitting:
-        would.append(f"--context {blocks * placed.block_tokens}")
+        would.append(f"--context {blocks * pools.block_tokens}")
     would += [f"--gpu {kind}" for kind, memory in MEMORY_BYTES.items() if memory >= needed]
     for kind in MEMORY_BYTES if gpus.kind is None else [gpus.kind]:
         if weight_bytes != placed.weight_bytes:
             break  # what is given instead cannot be spread
-        meshes = fitting_meshes(config, gpu_bytes=MEMORY_BYTES[kind], **sizes)
+        meshes = fitting_meshes(functools.partial(place_model, gpu_bytes=MEMORY_BYTES[kind]))
         enough = [m for m in meshes if m.data * m.requests(args.context) >= args.requests]
         if enough and (count := enough[0].data * enough[0].model) > 1:
             would.append(f"--gpu {kind}x{count}")

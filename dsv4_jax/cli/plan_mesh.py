@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import collections
-from typing import Any
+import functools
 
 from dsv4_jax.bench.floor import LINK_BANDWIDTH, StepFloor, step_floor
-from dsv4_jax.bench.placement import STEP_TOKENS, Placement, fitting_meshes, place
+from dsv4_jax.bench.placement import STEP_TOKENS, Placement, fitting_meshes, place, place_on
 from dsv4_jax.bench.roofline import BANDWIDTH
 from dsv4_jax.cli.arguments import WEIGHTS
 from dsv4_jax.cli.gpus import Gpus
@@ -27,27 +27,29 @@ def print_mesh_plan(config: DSV4Config, args: argparse.Namespace, gpus: Gpus) ->
       ValueError: a size does not divide over the mesh, or weights and a step do not fit its
         devices; the error names meshes that would.
     """
-    sizes = {
-        "gpu_bytes": gpus.memory_bytes,
-        "context": args.context,
-        "cache_format": args.cache_format,
-        "weights": WEIGHTS[args.weights],
-        "split_cache": args.split_cache,
-    }
+    place_model = functools.partial(
+        place,
+        config,
+        gpu_bytes=gpus.memory_bytes,
+        context=args.context,
+        cache_format=args.cache_format,
+        weights=WEIGHTS[args.weights],
+        split_cache=args.split_cache,
+    )
     if args.weights_gib is not None:
         raise ValueError("--weights-gib is for one device; on a mesh weights are computed")
     if args.data is None and args.model is None:
-        placed = _roomiest_mesh(config, gpus, sizes)
+        placed = _roomiest(place_on(gpus.count, place_model), gpus, args.context)
     else:
-        placed = place(config, data=args.data or 1, model=args.model or 1, **sizes)
+        placed = place_model(data=args.data or 1, model=args.model or 1)
     data, model = placed.data, placed.model
     if gpus.count not in (1, data * model):
         raise ValueError(
             f"--gpu {gpus} must be one GPU, or as many as --data {data} times --model {model}"
         )
     if placed.missing_bytes:
-        raise ValueError(_refusal(args.config, placed, fitting_meshes(config, **sizes)))
-    split = ", cache split over model" if placed.block_parts > 1 else ""
+        raise ValueError(_refusal(args.config, placed, fitting_meshes(place_model)))
+    split = ", cache split over model" if placed.pools.block_parts > 1 else ""
     print(
         f"{args.config}, {args.cache_format}: data={data}, model={model}{split}, {data * model} "
         f"GPU(s) of {gpus.memory_bytes / _GIB:,.1f} GiB; what follows is of each GPU"
@@ -122,25 +124,17 @@ def _print_floor(config: DSV4Config, placed: Placement, args: argparse.Namespace
         )
 
 
-def _roomiest_mesh(config: DSV4Config, gpus: Gpus, sizes: dict[str, Any]) -> Placement:
-    """The mesh of all those GPUs that holds most requests; `sizes` are arguments of `place`.
+def _roomiest(meshes: list[Placement], gpus: Gpus, context: int) -> Placement:
+    """The mesh, out of those of all the GPUs, that holds most requests.
 
     Raises:
       ValueError: the model does not divide over any of them.
     """
-    found: list[Placement] = []
-    for data in range(1, gpus.count + 1):
-        if gpus.count % data == 0:
-            try:
-                found.append(place(config, data=data, model=gpus.count // data, **sizes))
-            except ValueError:  # a size does not divide
-                continue
-    if not found:
+    if not meshes:
         raise ValueError(
             f"no mesh of {gpus.count} GPUs divides this model's sizes; take a power of two"
         )
-    context = sizes["context"]
-    return max(found, key=lambda p: (p.data * p.requests(context), -p.missing_bytes))
+    return max(meshes, key=lambda p: (p.data * p.requests(context), -p.missing_bytes))
 
 
 def _refusal(name: str, placed: Placement, fitting: list[Placement]) -> str:

@@ -26,15 +26,17 @@ _MAX_SPLITS = 16
 _MIN_BLOCKS_OF_SPLIT = 4
 _MAX_PRODUCT = 128
 """Columns of a product in registers, 64 of a thread's f32; 256 would leave none for the sums."""
-_WIDE = 64
+WIDE = 64
 """Columns from which on one CTA fills an SM: with its registers."""
+_LEAST_WIDTH = 96
 _WIDTHS = (128, 160, 192, 224, 256)
 """Columns of a tile of MXFP4, which is unpacked once for all of them; 96 are for fewer rows."""
-_FEW_TILES = 8
-"""Of each SM."""
-_SHORT_TURNS = 64
-"""Stages of a tile up to which starting a CTA and storing its results show."""
-_BAND = 16
+_FEW_TILES_OF_SM = 8
+"""Tiles of an SM up to which one CTA goes through them, however many stages they have."""
+_MANY_TURNS = 64
+"""Stages of a tile from which on starting a CTA and storing its results don't show."""
+_MAX_BAND = 16
+_MAX_STAGES = 12
 _TURNS_OF_ROUNDED = 4
 """CTAs an SM at most whose rows the kernel rounds, of a stack's products."""
 _MAX_ROUNDED_BYTES = 80 << 10
@@ -166,6 +168,10 @@ class Shapes:
         """CTAs along the outputs."""
         return -(-sum(self.tiles) // CONSUMERS)
 
+    def turns(self, tiling: Tiling) -> int:
+        """Stages of a tile."""
+        return self.num_blocks // (tiling.blocks * tiling.splits)
+
     def stage_bytes(self, tiling: Tiling) -> int:
         """Of shared memory: codes and scales of the weights, and of x."""
         weights = CONSUMERS * ROWS * (INPUTS // 2 + 4 if self.is_mxfp4 else INPUTS)
@@ -250,50 +256,69 @@ def choose_tiling(shapes: Shapes, num_rows: int, num_groups: int, *, may_split: 
       num_groups: weights of the stack that multiply any.
       may_split: whether sums of several CTAs may be added up afterwards.
     """
-    device = shapes.core.device
-    fills = shapes.is_quantized and not shapes.core.has_memory
-    columns = _choose_columns(shapes, num_rows, fills=fills)
-    fills = fills and columns >= _WIDE
-    blocks = 2 if shapes.num_blocks % 2 == 0 and columns <= 64 else 1
+    columns = _choose_columns(shapes, num_rows)
+    fills = _sums_in_registers(shapes) and columns >= WIDE
+    blocks = 2 if shapes.num_blocks % 2 == 0 and columns <= WIDE else 1
+    items = -(-num_rows // columns)
+    num_tiles = shapes.num_ctas * num_groups * items
+    splits = _choose_splits(shapes, blocks, num_tiles, fills=fills) if may_split else 1
+    tiling = Tiling(columns=columns, blocks=blocks, stages=2, splits=splits)
+    are_few = num_tiles * splits <= _FEW_TILES_OF_SM * shapes.core.device.num_sms
+    if fills and (are_few or shapes.turns(tiling) < _MANY_TURNS):
+        tiling = dataclasses.replace(
+            tiling,
+            programs=1,
+            band=min(_MAX_BAND, items),
+            packs=True,
+            in_turns=are_few and shapes.is_fp8 and columns > WIDE,
+        )
+    return dataclasses.replace(tiling, stages=_choose_stages(shapes, tiling, fills=fills))
+
+
+def _sums_in_registers(shapes: Shapes) -> bool:
+    """Whether scaled products are added up in registers, which leave no room for a second CTA."""
+    return shapes.is_quantized and not shapes.core.has_memory
+
+
+def _choose_columns(shapes: Shapes, num_rows: int) -> int:
+    """Rows of x that a tile multiplies; of many rows of MXFP4 those that leave least padding."""
+    in_registers = _sums_in_registers(shapes)
+    if in_registers and shapes.is_mxfp4 and num_rows > WIDE:
+        widths = _WIDTHS if num_rows > _LEAST_WIDTH else (_LEAST_WIDTH,)
+        return min(widths, key=lambda width: (-(-num_rows // width) * width, -width))
+    columns, most = shapes.core.min_columns, _MAX_PRODUCT
+    if not in_registers or num_rows <= WIDE:
+        most //= shapes.num_parts
+    while columns < min(num_rows, most):
+        columns *= 2
+    return columns
+
+
+def _choose_splits(shapes: Shapes, blocks: int, num_tiles: int, *, fills: bool) -> int:
+    """As many as give each SM a CTA; where one fills an SM, not more than run at once."""
+    num_sms = shapes.core.device.num_sms
+    most = num_sms // 2 if fills else num_sms - 1  # CTAs, whose number then doubles
     splits = 1
-    num_ctas = shapes.num_ctas * num_groups * -(-num_rows // columns)
     while (
-        may_split
-        and num_ctas * splits * (2 if fills else 1) < device.num_sms + fills
+        num_tiles * splits <= most
         and splits < _MAX_SPLITS
         and shapes.num_blocks % (2 * splits * blocks) == 0
         and shapes.num_blocks // (2 * splits) >= _MIN_BLOCKS_OF_SPLIT
     ):
         splits *= 2
-    tiling = Tiling(columns=columns, blocks=blocks, stages=2, splits=splits)
-    turns = shapes.num_blocks // (blocks * splits)
-    is_few = num_ctas * splits <= _FEW_TILES * device.num_sms
-    if fills and (is_few or turns < _SHORT_TURNS):
-        in_turns = is_few and shapes.is_fp8 and columns > _WIDE
-        band = min(_BAND, -(-num_rows // columns))
-        tiling = dataclasses.replace(tiling, programs=1, band=band, packs=True, in_turns=in_turns)
-    ctas_of_sm = 1 if fills or columns > _WIDE else 2
-    room = device.shared_memory_bytes // ctas_of_sm - _SPARE_BYTES - shapes.fixed_bytes(tiling)
-    stages = min(room // shapes.stage_bytes(tiling), 12 if tiling.programs else min(turns, 12))
-    if tiling.programs:  # stages are counted with a mask
-        stages = 1 << (stages.bit_length() - 1) if stages > 3 else stages
-    return dataclasses.replace(tiling, stages=max(2, stages))
+    return splits
 
 
-def _choose_columns(shapes: Shapes, num_rows: int, *, fills: bool) -> int:
-    """Rows of x that a tile multiplies; of many rows of MXFP4 those that leave least padding."""
-    if fills and shapes.is_mxfp4 and num_rows > _WIDE:
-        return (
-            96
-            if num_rows <= 96
-            else min(_WIDTHS, key=lambda width: (-(-num_rows // width) * width, -width))
-        )
-    columns, most = shapes.core.min_columns, 128
-    if not fills or num_rows <= _WIDE:
-        most //= shapes.num_parts
-    while columns < min(num_rows, most):
-        columns *= 2
-    return columns
+def _choose_stages(shapes: Shapes, tiling: Tiling, *, fills: bool) -> int:
+    """As many as shared memory holds beside what else is there, and a tile has."""
+    ctas_of_sm = 1 if fills or tiling.columns > WIDE else 2
+    room = shapes.core.device.shared_memory_bytes // ctas_of_sm - _SPARE_BYTES
+    stages = min((room - shapes.fixed_bytes(tiling)) // shapes.stage_bytes(tiling), _MAX_STAGES)
+    if not tiling.programs:
+        stages = min(stages, shapes.turns(tiling))
+    elif stages > 3:  # a power of two, so that a stage's slot is a mask
+        stages = 1 << (stages.bit_length() - 1)
+    return max(2, stages)
 
 
 def can_join(weights: Sequence[Weight]) -> bool:

@@ -30,7 +30,7 @@ from pallas_kernels.block_linear.work import SwiGLU, Work
 from pallas_kernels.common.backend import interpreting
 from pallas_kernels.common.weights import ROWS
 from pallas_kernels.gpu import exchange, mosaic_memory
-from pallas_kernels.gpu.store_transposed import store_transposed
+from pallas_kernels.gpu.store_transposed import Place, store_transposed
 
 plgpu: Any = mosaic_gpu
 _LAYOUT = plgpu.Layout.TCGEN05
@@ -150,23 +150,21 @@ def consume(work: Work, outputs: list[Any], swiglu: SwiGLU | None) -> None:
 
     def store(values: jax.Array, first_column: jax.Array, num_columns: int) -> None:
         store_transposed(
-            out_gmem.at[work.split],
+            out_gmem.at[work.tile.split],
             values.astype(out_gmem.dtype),
-            first_row=work.target_row + mine,
-            num_rows=work.num_rows - mine,
-            first_column=first_column,
+            Place(work.tile.target_row + mine, work.tile.num_rows - mine, first_column),
             operand_order=s.is_mxfp4,
             num_columns=num_columns,
             layout=_LAYOUT,
         )
 
     if swiglu is None:
-        store(total, work.place * _HEIGHT, _HEIGHT)
+        store(total, work.tile.place * _HEIGHT, _HEIGHT)
         return
     total = total.astype(swiglu.dtype).astype(jnp.float32)
     up_smem = scratch.up_smem.at[pl.ds(mine * ROWS, width * ROWS)]
     exchange.store_upper(up_smem, jnp.clip(total, -swiglu.limit, swiglu.limit), _LAYOUT)
     plgpu.commit_smem()
-    gate = work.activate(total, swiglu.limit, work.first + mine, _LAYOUT)
+    gate = work.activate(total, swiglu.limit, work.tile.first + mine, _LAYOUT)
     up = exchange.load_lower(up_smem, total.shape, _LAYOUT)
-    store(gate * up, work.place * ROWS, ROWS)
+    store(gate * up, work.tile.place * ROWS, ROWS)

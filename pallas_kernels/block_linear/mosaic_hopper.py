@@ -32,7 +32,7 @@ from pallas_kernels.common.backend import interpreting
 from pallas_kernels.common.weights import ROWS
 from pallas_kernels.gpu import exchange, mosaic, product_turns
 from pallas_kernels.gpu.store_pairs import store_pairs
-from pallas_kernels.gpu.store_transposed import store_transposed
+from pallas_kernels.gpu.store_transposed import Place, store_transposed
 
 plgpu: Any = mosaic_gpu
 _LAYOUT = plgpu.Layout.WGMMA
@@ -132,7 +132,7 @@ def consume(work: Work, outputs: list[Any], swiglu: SwiGLU | None) -> None:
     store = functools.partial(_store, work, outputs)
     if swiglu is None:
 
-        @pl.when(work.place * CONSUMERS + group <= work.last_tile)
+        @pl.when(work.tile.place * CONSUMERS + group <= work.last_tile)
         def _():
             for (first, _), total in zip(tiling.pieces, totals, strict=True):
                 store(total, first)
@@ -152,7 +152,7 @@ def consume(work: Work, outputs: list[Any], swiglu: SwiGLU | None) -> None:
     @pl.when(group == 0)
     def _():
         for (first, _), total in zip(tiling.pieces, totals, strict=True):
-            row = work.first + first if first else work.first
+            row = work.tile.first + first if first else work.tile.first
             gate = work.activate(total, swiglu.limit, row, _LAYOUT)
             plgpu.barrier_wait(scratch.up_ready)
             up = exchange.load(scratch.up_smem, total.shape)
@@ -163,15 +163,16 @@ def consume(work: Work, outputs: list[Any], swiglu: SwiGLU | None) -> None:
 
 def _store(work: Work, outputs: list[Any], values: jax.Array, first: int) -> None:
     """A consumer's outputs of some rows, the first of which is `first` of the tile's."""
+    row, num_rows = work.tile.target_row, work.tile.num_rows
+    if first:
+        row, num_rows = row + first, num_rows - first
 
     def store_tile(out_gmem: Any, tile: jax.Array) -> None:
-        write = store_pairs if work.tiling.packs else store_transposed
-        write(
-            out_gmem.at[work.split],
+        store = store_pairs if work.tiling.packs else store_transposed
+        store(
+            out_gmem.at[work.tile.split],
             values.astype(out_gmem.dtype),
-            first_row=work.target_row + first if first else work.target_row,
-            num_rows=work.num_rows - first if first else work.num_rows,
-            first_column=tile * ROWS,
+            Place(row, num_rows, tile * ROWS),
             operand_order=work.shapes.is_mxfp4,
         )
 

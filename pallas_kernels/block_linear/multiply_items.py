@@ -39,7 +39,7 @@ from pallas_kernels.block_linear.work import Operands, Scratch, SwiGLU, Work
 from pallas_kernels.common.backend import interpreting
 from pallas_kernels.common.weights import INPUTS, MXFP4, ROWS, BlockFP8, Weight
 from pallas_kernels.gpu import mosaic, unpack_mxfp4
-from pallas_kernels.gpu.store_transposed import store_transposed
+from pallas_kernels.gpu.store_transposed import Place, store_transposed
 
 plgpu: Any = mosaic_gpu
 REGISTERS = (232, 40)
@@ -49,13 +49,13 @@ REGISTERS = (232, 40)
 def _kernel(work: Work, outputs: list[Any], swiglu: SwiGLU | None) -> None:
     has_many_columns = work.tiling.columns > 64
 
-    @pl.when((work.num_rows > 0) & (work.group == CONSUMERS))
+    @pl.when((work.tile.num_rows > 0) & (work.group == CONSUMERS))
     def _produce():
         if has_many_columns:
             plgpu.set_max_registers(REGISTERS[1], action="decrease")
         work.produce()
 
-    @pl.when((work.num_rows > 0) & (work.group < CONSUMERS))
+    @pl.when((work.tile.num_rows > 0) & (work.group < CONSUMERS))
     def _consume():
         if has_many_columns:
             plgpu.set_max_registers(REGISTERS[0], action="increase")
@@ -63,7 +63,7 @@ def _kernel(work: Work, outputs: list[Any], swiglu: SwiGLU | None) -> None:
         kernel.consume(work, outputs, swiglu)
 
     if swiglu is None and isinstance(work.inputs.items, PickedItems):
-        pl.when((work.num_rows == 0) & (work.group < CONSUMERS))(
+        pl.when((work.tile.num_rows == 0) & (work.group < CONSUMERS))(
             functools.partial(_store_zeros, work, outputs[0])
         )
 
@@ -105,11 +105,9 @@ def _store_zeros(work: Work, out_gmem: Any) -> None:
     """The consumer's outputs of an item that names no weight."""
     zeros = jnp.zeros((ROWS, work.tiling.columns), out_gmem.dtype)
     store_transposed(
-        out_gmem.at[work.split],
+        out_gmem.at[work.tile.split],
         plgpu.layout_cast(zeros, plgpu.Layout.WGMMA),
-        first_row=work.target_row,
-        num_rows=jnp.int32(1),
-        first_column=work.tile_of(work.group) * ROWS,
+        Place(work.tile.target_row, jnp.int32(1), work.tile_of(work.group) * ROWS),
         operand_order=False,
     )
 

@@ -67,7 +67,7 @@ def round_rows(work: Any, source: RawRows) -> None:
     of_consumer = -(-num_blocks // 2)
     for unit in range(work.tiling.columns // _UNIT):
 
-        @pl.when(unit * _UNIT < work.num_rows)
+        @pl.when(unit * _UNIT < work.tile.num_rows)
         def _(unit: int = unit) -> None:
             norm = None
             if source.norm is not None:
@@ -196,13 +196,13 @@ def _load(work: Any, source: RawRows, place: int, column: jax.Array) -> jax.Arra
             flat[number] = total
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
-    return load(*refs, work.first, work.num_rows, column)
+    return load(*refs, work.tile.first, work.tile.num_rows, column)
 
 
 def _interpret(work: Any, source: RawRows, place: int, column: jax.Array) -> jax.Array:
     found = []
     for row in range(_UNIT):
-        number = work.first + jnp.minimum(place + row, work.num_rows - 1)
+        number = work.tile.first + jnp.minimum(place + row, work.tile.num_rows - 1)
         if source.token is not None:
             number = jnp.clip(source.token[number], 0, source.values.shape[1] - 1)
         parts = source.values[:, number, pl.ds(column, INPUTS)].astype(jnp.float32)

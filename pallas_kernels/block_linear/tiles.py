@@ -1,9 +1,9 @@
 """The tiles of a product, and which of them a CTA goes through.
 
-A tile is 128 outputs, `Tiling.columns` rows of x and a run of inputs. Either each has a CTA of its
-own, or as many CTAs as run at once go through all of them, one after the other. Those take tiles
-that run at once from a band of `Tiling.band` items, for some 128 outputs each: what they read of x
-and of the weights is then small, and in L2.
+A tile is 128 rows of weights, `Tiling.columns` rows of x and a run of inputs. Either each has a
+CTA of its own, or as many CTAs as run at once go through all of them, one after the other. Those
+take tiles that run at once from a band of `Tiling.band` items, for some 128 outputs each: what they
+read of x and of the weights is then small, and in L2.
 """
 
 from __future__ import annotations
@@ -20,7 +20,16 @@ from pallas_kernels.block_linear.items import EvenItems, Items, PickedItems
 
 
 class Tile(NamedTuple):
-    """Fields of `Work` that say which tile it is."""
+    """Which tile it is, and where its rows lie.
+
+    Attributes:
+      split: i32[], the run of inputs.
+      place: i32[], the place along the outputs.
+      weight: i32[], number in the stack.
+      first: i32[], first row of x.
+      target_row: i32[], row of the result that it becomes.
+      num_rows: i32[], rows; 0 where there is nothing to do.
+    """
 
     split: jax.Array
     place: jax.Array
@@ -86,7 +95,7 @@ class Tiles(NamedTuple):
         What says which tile is next is read while one is worked on.
         """
         program = lax.axis_index("program")
-        turns = self.shapes.num_blocks // (self.tiling.blocks * self.tiling.splits)
+        turns = self.shapes.turns(self.tiling)
 
         def step(i: jax.Array, carry: tuple[jax.Array, Tile]) -> tuple[jax.Array, Tile]:
             before, tile = carry

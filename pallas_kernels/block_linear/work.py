@@ -102,12 +102,7 @@ class Work:
       shapes: sizes of the call.
       tiling: how it is cut.
       group: i32[], the warpgroup.
-      split: i32[], the run of inputs.
-      place: i32[], the CTA's place along the outputs.
-      weight: i32[], number in the stack.
-      first: i32[], first row of x.
-      target_row: i32[], row of the result that it becomes.
-      num_rows: i32[], rows; 0 where there is nothing to do.
+      tile: what it works on.
       turns_before: i32[], stages of the tiles that the CTA has gone through; None where it has one.
     """
 
@@ -116,12 +111,7 @@ class Work:
     shapes: Shapes
     tiling: Tiling
     group: jax.Array
-    split: jax.Array
-    place: jax.Array
-    weight: jax.Array
-    first: jax.Array
-    target_row: jax.Array
-    num_rows: jax.Array
+    tile: Tile
     turns_before: jax.Array | None = None
 
     @classmethod
@@ -141,14 +131,14 @@ class Work:
             shapes=shapes,
             tiling=tiling,
             group=lax.axis_index("warpgroup"),
-            **tile._asdict(),
+            tile=tile,
             turns_before=turns_before,
         )
 
     @property
     def turns(self) -> int:
         """Stages that pass through shared memory."""
-        return self.shapes.num_blocks // (self.tiling.blocks * self.tiling.splits)
+        return self.shapes.turns(self.tiling)
 
     def slot_of(self, turn: jax.Array) -> jax.Array:
         """The stage in shared memory that a turn takes."""
@@ -157,7 +147,7 @@ class Work:
 
     def block_of(self, turn: int | jax.Array, b: int = 0) -> jax.Array:
         """Number of a stage's group of inputs."""
-        return self.split * (self.turns * self.tiling.blocks) + turn * self.tiling.blocks + b
+        return self.tile.split * (self.turns * self.tiling.blocks) + turn * self.tiling.blocks + b
 
     @property
     def last_tile(self) -> int:
@@ -167,8 +157,8 @@ class Work:
     def tile_of(self, consumer: int | jax.Array) -> jax.Array:
         """The 64 outputs of a consumer; the last ones again beyond the last."""
         if self.shapes.is_gated:
-            return self.place
-        return jnp.minimum(self.place * CONSUMERS + consumer, self.last_tile)
+            return self.tile.place
+        return jnp.minimum(self.tile.place * CONSUMERS + consumer, self.last_tile)
 
     def tiles_of_weights(self, consumer: int | jax.Array) -> list[tuple[Any, jax.Array]]:
         """For each weight whether it has the consumer's tile, and that tile in it or any other."""
@@ -221,14 +211,14 @@ class Work:
         def fetch_weight(which: int, tile: Any, block: Any, slot: Any, consumer: int) -> None:
             codes, ready = inputs.codes[which], scratch.ready.at[slot]
             if s.is_mxfp4:
-                run = self.weight, tile, pl.ds(block, tiling.blocks)
+                run = self.tile.weight, tile, pl.ds(block, tiling.blocks)
                 plgpu.copy_gmem_to_smem(codes.at[run], scratch.codes_smem.at[slot, consumer], ready)
                 target = scratch.words_smem.at[slot, consumer]
                 plgpu.copy_gmem_to_smem(inputs.scales[which].at[run], target, ready)
                 return
             for b in range(tiling.blocks):
                 inner = pl.ds((block + b) * s.inputs, s.inputs)
-                source = codes.at[self.weight, pl.ds(tile * ROWS, ROWS), inner]
+                source = codes.at[self.tile.weight, pl.ds(tile * ROWS, ROWS), inner]
                 plgpu.copy_gmem_to_smem(source, self.codes_of(slot, consumer, b), ready)
 
         def fetch(turn: jax.Array, _: None) -> None:
@@ -253,12 +243,14 @@ class Work:
             for part in range(s.num_parts):
                 for b in range(tiling.blocks):
                     inner = pl.ds((block + b) * s.inputs, s.inputs)
-                    source = inputs.rows.codes.at[part, pl.ds(self.first, tiling.columns), inner]
+                    source = inputs.rows.codes.at[
+                        part, pl.ds(self.tile.first, tiling.columns), inner
+                    ]
                     target = scratch.rows_smem.at[slot, part, b]
                     plgpu.copy_gmem_to_smem(source, target, ready)
                 if inputs.rows.scale is None:
                     continue
-                width = pl.ds(self.first, scale_columns(tiling.columns))
+                width = pl.ds(self.tile.first, scale_columns(tiling.columns))
                 source = inputs.rows.scale.at[part, pl.ds(block, tiling.blocks), width]
                 plgpu.copy_gmem_to_smem(source, scratch.scales_smem.at[slot, part], ready)
 
@@ -287,7 +279,7 @@ class Work:
         for scales, (owns, tile) in zip(self.inputs.scales, tiles, strict=True):
             if owns is False:
                 continue
-            value = scales[self.weight, lax.div(tile, INPUTS // ROWS), block]
+            value = scales[self.tile.weight, lax.div(tile, INPUTS // ROWS), block]
             if value.dtype != jnp.float32:
                 value = lax.bitcast_convert_type(value.astype(jnp.int32) << 23, jnp.float32)
             found = value if len(tiles) == 1 or owns is True else jnp.where(owns, value, found)
@@ -324,7 +316,7 @@ class Work:
         if self.inputs.share is None:
             return gate
         if isinstance(self.inputs.items, PickedItems):
-            return gate * self.inputs.share[self.target_row]
+            return gate * self.inputs.share[self.tile.target_row]
         share = plgpu.load(
             self.inputs.share.at[pl.ds(first, gate.shape[1])],
             layout=layout.reduce(0),

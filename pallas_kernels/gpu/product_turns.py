@@ -3,6 +3,13 @@
 Two products that begin together take the tensor core together, and end together: it idles while
 both warpgroups scale and add what they got. In turns, one multiplies while the other adds.
 
+A warpgroup waits before each product for the other's word, which that gives once it has begun one:
+
+    warpgroup 1    begin            wait  multiply          wait  multiply, its last
+    warpgroup 0          wait  multiply         wait  multiply, its last
+
+The interpreter has no such barriers, and multiplies without a wait.
+
 Source: PTX ISA 9.0, bar.sync and bar.arrive.
 """
 
@@ -62,9 +69,9 @@ def multiply(left: Ref | jax.Array, right: Ref, group: jax.Array, is_last: jax.A
         arg_types=(kind, plgpu.RefType(SWIZZLED_BYTES), _SCALAR, _SCALAR),
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
-    def product(_, left, right, group, goes_on):
+    def product(_, left, right, group, wanted):
         f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
-        group, goes_on = group.registers.flat[0], goes_on.registers.flat[0]
+        group, wanted = group.registers.flat[0], wanted.registers.flat[0]
         first = mgpu.c(_FIRST_BARRIER, i32)
         mine = arith.addi(group, first)
         other = arith.subi(mgpu.c(2 * _FIRST_BARRIER + 1, i32), mine)
@@ -77,12 +84,17 @@ def multiply(left: Ref | jax.Array, right: Ref, group: jax.Array, is_last: jax.A
         right = mgpu.memref_transpose(right, (1, 0, 3, 2))
         total = mgpu.wgmma(total, left, right, swizzle=128)
         nvvm.wgmma_commit_group_sync_aligned()
-        _arrive(other, goes_on)
+        _arrive(other, wanted)
         nvvm.wgmma_wait_group_sync_aligned(0)
         return mgpu.optimization_barrier(total.value)
 
-    goes_on = lax.convert_element_type(~is_last | (group == 0), jnp.int32)
-    return product(left, right, group, goes_on)
+    wanted = lax.convert_element_type(lets_other(group, is_last), jnp.int32)
+    return product(left, right, group, wanted)
+
+
+def lets_other(group: jax.Array, is_last: jax.Array) -> jax.Array:
+    """Whether the other warpgroup waits for a product: not for warpgroup 1's last one."""
+    return ~is_last | (group == 0)
 
 
 def _arrive(barrier: ir.Value, wanted: ir.Value) -> None:

@@ -19,7 +19,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.common.backend import interpreting
-from pallas_kernels.gpu.store_transposed import store_transposed
+from pallas_kernels.gpu.store_transposed import Place, store_transposed
 
 Ref = Any
 plgpu: Any = mosaic_gpu
@@ -27,28 +27,13 @@ _SCALAR = plgpu.Layout.WG_SPLAT(())
 _HEIGHT = 64
 
 
-def store_pairs(
-    target: Ref,
-    values: jax.Array,
-    *,
-    first_row: jax.Array,
-    num_rows: jax.Array,
-    first_column: jax.Array,
-    operand_order: bool,
-) -> None:
-    """See `store_transposed`; of [64, N] in `WGMMA` layout, and any `num_rows`, also negative.
+def store_pairs(target: Ref, values: jax.Array, place: Place, *, operand_order: bool) -> None:
+    """See `store_transposed`; of [64, N] in `WGMMA` layout.
 
     A target whose width is no multiple of 64 is left to `store_transposed`.
     """
     if interpreting() or target.shape[1] % _HEIGHT:
-        store_transposed(
-            target,
-            values,
-            first_row=first_row,
-            num_rows=num_rows,
-            first_column=first_column,
-            operand_order=operand_order,
-        )
+        store_transposed(target, values, place, operand_order=operand_order)
         return
     size, width = values.dtype.itemsize, target.shape[1]
 
@@ -82,7 +67,7 @@ def store_pairs(
                 present = arith.cmpi(arith.CmpIPredicate.sgt, left, mgpu.c(n, i32))
                 _store_word(mgpu.utils.getelementptr(base, [place], byte), word, present)
 
-    write(target, values, first_row, num_rows, first_column)
+    write(target, values, *place)
 
 
 def _words(register: ir.Value, size: int) -> list[ir.Value]:

@@ -6,7 +6,7 @@ sector of 32 bytes.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.mosaic.gpu as mgpu
@@ -24,25 +24,35 @@ _TILE = 64
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
+class Place(NamedTuple):
+    """Where values[m, n] of a product are stored: at target[first_row + n, first_column + m].
+
+    Attributes:
+      first_row: i32[].
+      num_rows: i32[], rows that are stored, the first ones; none where it is negative.
+      first_column: i32[].
+    """
+
+    first_row: jax.Array
+    num_rows: jax.Array
+    first_column: jax.Array
+
+
 def store_transposed(
     target: Ref,
     values: jax.Array,
+    place: Place,
     *,
-    first_row: jax.Array,
-    num_rows: jax.Array,
-    first_column: jax.Array,
     operand_order: bool,
     num_columns: int | None = None,
     layout: Any = plgpu.Layout.WGMMA,
 ) -> None:
-    """Stores target[first_row + n, first_column + m] = values[m, n] for n below `num_rows`.
+    """Stores a product's columns as rows.
 
     Args:
       target: [R, C] in device memory, of 16 or 32 bits; columns beyond C are dropped.
       values: [M, N] of its dtype.
-      first_row: i32[].
-      num_rows: i32[], at most N.
-      first_column: i32[].
+      place: where.
       operand_order: whether each 64 rows of `values` are in the order of `left_operand.from_rows`.
       num_columns: rows of `values` that are stored, the first ones, a multiple of 64; None is M.
       layout: that of `values`.
@@ -50,7 +60,7 @@ def store_transposed(
     height = num_columns or values.shape[0]
     if interpreting():
         values = _in_order(values) if operand_order else values
-        _interpret(target, values, (first_row, num_rows, first_column), height)
+        _interpret(target, values, place, height)
         return
     size = values.dtype.itemsize
     is_ragged = target.shape[1] % height != 0
@@ -101,7 +111,7 @@ def store_transposed(
                     has_side_effects=True,
                 )
 
-    write(target, values, first_row, num_rows, first_column)
+    write(target, values, *place)
 
 
 def _loaded_row(row: ir.Value, height: int) -> ir.Value:
@@ -123,9 +133,7 @@ def _in_order(values: jax.Array) -> jax.Array:
     return jax.vmap(of_tile)(tiles).reshape(values.shape)
 
 
-def _interpret(
-    target: Ref, values: jax.Array, place: tuple[jax.Array, jax.Array, jax.Array], height: int
-) -> None:
+def _interpret(target: Ref, values: jax.Array, place: Place, height: int) -> None:
     (first_row, num_rows, first_column), width = place, values.shape[1]
     rest = target.shape[1] % height
     is_last = first_column + height > target.shape[1]

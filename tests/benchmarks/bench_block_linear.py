@@ -17,25 +17,33 @@ import jax.numpy as jnp
 from benchmarks import baselines, draws, rival_products
 from dsv4_jax.bench import compare, timing
 from dsv4_jax.bench.roofline import FP8_FLOPS
+from dsv4_jax.config import DSV4Config
 from pallas_kernels.block_linear import mosaic_gpu
 from pallas_kernels.common.weights import BlockFP8
 from pallas_kernels.gpu.devices import H200
 
 ROWS = (1, 8, 64, 256, 8192)
-MATRICES = {
-    "Flash queries": (1, 40_960, 1024, "fp8"),
-    "Flash latent and window": (1, 1536, 4096, "fp8"),
-    "Flash wo_a": (8, 1024, 4096, "bfloat16"),
-    "Flash wo_b": (1, 4096, 8192, "fp8"),
-    "Flash shared w1 and w3": (1, 4096, 4096, "fp8"),
-    "Flash shared w2": (1, 4096, 2048, "fp8"),
-    "Pro queries": (1, 73_728, 1536, "fp8"),
-    "Pro latent and window": (1, 2048, 7168, "fp8"),
-    "Pro wo_a": (16, 1024, 4096, "bfloat16"),
-    "Pro wo_b": (1, 7168, 16_384, "fp8"),
-    "Pro shared w1 and w3": (1, 6144, 7168, "fp8"),
-    "Pro shared w2": (1, 7168, 3072, "fp8"),
-}
+
+
+def matrices_of(model, config):
+    """{name: (groups, outputs, inputs, activations)} of what the release stores in FP8."""
+    dim, rank = config.hidden_size, config.q_lora_rank
+    heads = config.num_attention_heads * config.head_dim
+    index_heads = config.indexer_num_heads * config.indexer_head_dim
+    groups, group_rank = config.o_groups, config.o_lora_rank
+    width = config.moe_intermediate_size
+    found = {
+        "queries": (1, heads + index_heads, rank, "fp8"),
+        "latent and window": (1, rank + config.head_dim, dim, "fp8"),
+        "wo_a": (groups, group_rank, heads // groups, "bfloat16"),
+        "wo_b": (1, dim, groups * group_rank, "fp8"),
+        "shared w1 and w3": (1, 2 * width, dim, "fp8"),
+        "shared w2": (1, dim, width, "fp8"),
+    }
+    return {f"{model} {name}": sizes for name, sizes in found.items()}
+
+
+MATRICES = matrices_of("Flash", DSV4Config.flash()) | matrices_of("Pro", DSV4Config.pro())
 
 
 def main():

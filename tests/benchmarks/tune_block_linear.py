@@ -96,7 +96,7 @@ def measure(names, start):
     """Times candidates in turn; a shape's are compiled in threads while the last's are timed."""
     print(f"{DONE} {jax.devices()[0].device_kind}, jax {jax.__version__}")
     cases = tuned_shapes.candidates(names)
-    shapes = list(dict.fromkeys(case.shape for case in cases[start:]))
+    shapes = list(dict.fromkeys(case.calls for case in cases[start:]))
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         compiled = lower_shape(cases, shapes[0], start, pool) if shapes else {}
         for following in [*shapes[1:], None] if shapes else []:
@@ -109,7 +109,7 @@ def measure(names, start):
 
 def lower_shape(cases, shape, start, pool):
     """{number of a candidate: its future} of a shape, from a candidate on, and of the first one."""
-    numbers = [i for i, case in enumerate(cases) if case.shape == shape]
+    numbers = [i for i, case in enumerate(cases) if case.calls is shape]
     return {i: lower(cases[i], pool) for i in numbers if i >= start or i == numbers[0]}
 
 
@@ -117,7 +117,7 @@ def time_shape(cases, compiled, start):
     """Times the candidates of a shape."""
     first = min(compiled)
     print(f"{BEGUN} {max(first, start)}")
-    made = cases[first].make()
+    made = cases[first].calls.make()
     expected = results(compiled[first].result(), made)
     for i in sorted(compiled):
         if i >= start:
@@ -138,9 +138,9 @@ class Failed:
 def lower(case, pool):
     """The future of a compiled loop: (state, inputs) -> what `loops.loop_over` returns."""
     try:
-        inputs = jax.eval_shape(case.make)
+        inputs = jax.eval_shape(case.calls.make)
         run = jax.jit(loops.loop_over(case.function, has_state=False), static_argnums=0)
-        lowered = run.lower(case.rounds, None, inputs)
+        lowered = run.lower(case.calls.rounds, None, inputs)
     except Exception as error:
         return Failed(error)
     print("lowered")  # a sign of life
@@ -154,7 +154,7 @@ def results(compiled, made):
 
 def line_of(case, future, made, expected):
     """Times one candidate."""
-    name = f"{case.shape:30} {case.name:44}"
+    name = f"{case.calls.name:30} {case.name:44}"
     try:
         compiled = future.result()
     except Exception as error:
@@ -165,8 +165,8 @@ def line_of(case, future, made, expected):
     once, _ = timing.dispatch(lambda _: compiled(None, made)[0], None, 2)
     times = max(2, round(SECONDS_OF_A_TIMING / (once / 2)))
     taken = min(timing.dispatch(lambda _: compiled(None, made)[0], None, times)[0] for _ in "123")
-    call_us = taken / (times * case.rounds * len(made)) * 1e6
-    tflops = case.flops / call_us * 1e-6
+    call_us = taken / (times * case.calls.rounds * len(made)) * 1e6
+    tflops = case.calls.flops / call_us * 1e-6
     verdict = "" if worst <= WRONG else "  WRONG"
     return (
         f"{name} {call_us:9.1f} us {tflops:7.0f} TFLOP/s {tflops / PEAK_TFLOPS:5.0%}"

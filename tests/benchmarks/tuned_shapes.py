@@ -15,29 +15,33 @@ from pallas_kernels.expert_mlp import mosaic_gpu as experts
 from pallas_kernels.expert_mlp.arguments import Arguments
 from pallas_kernels.gpu.devices import H200
 
+PEAK_FLOPS_OF_A_US = 1.6e9
 SPARE_BYTES = 4096
 MOST_STAGES = 12
 
 
 @dataclasses.dataclass(frozen=True)
-class Candidate:
-    """One way to cut the calls of a shape.
+class Calls:
+    """Calls of a shape: its name, () -> inputs of several of them, and operations of each."""
 
-    Attributes:
-      shape: name of the shape.
-      name: how it is cut.
-      function: function(*inputs) -> result.
-      make: () -> inputs of several calls.
-      flops: of a call.
-      rounds: times that a loop goes through the inputs.
-    """
-
-    shape: str
     name: str
-    function: Callable
     make: Callable
     flops: float
-    rounds: int
+
+    @functools.cached_property
+    def rounds(self):
+        """Times that a loop goes through the inputs."""
+        count = len(jax.eval_shape(self.make))
+        return loops.enough_rounds(self.flops / PEAK_FLOPS_OF_A_US, count, least=4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One way to cut the calls of a shape: its name, and function(*inputs) -> result."""
+
+    calls: Calls
+    name: str
+    function: Callable
 
 
 def candidates(names=()):
@@ -49,7 +53,7 @@ def candidates(names=()):
         *mixtures(8192, MANY_TOKENS),
         *mixtures(256, FEW_TOKENS),
     ]
-    return [c for c in found if not names or any(name in c.shape for name in names)]
+    return [c for c in found if not names or any(name in c.calls.name for name in names)]
 
 
 MATRICES = ("Flash queries", "Flash wo_b", "Pro wo_b")
@@ -122,18 +126,11 @@ def products(matrix, rows, tilings):
         count = None if rows < 1024 else 1
         return bench_block_linear.inputs(matrix, rows)[:count]
 
-    [(_, weight), *rest] = jax.eval_shape(make)
+    [(_, weight), *_] = jax.eval_shape(make)
     shapes = call_shapes.shapes_of(weight, core=call_shapes.HOPPER)
-    rounds = loops.enough_rounds(flops / 1.6e9, 1 + len(rest), least=4)
+    calls = Calls(f"{matrix}, {rows} rows", make, flops)
     return [
-        Candidate(
-            f"{matrix}, {rows} rows",
-            name_of(way),
-            functools.partial(multiply, tiling=filled(way, shapes)),
-            make,
-            flops,
-            rounds,
-        )
+        Candidate(calls, name_of(way), functools.partial(multiply, tiling=filled(way, shapes)))
         for way in tilings
     ]
 
@@ -158,19 +155,13 @@ def mixtures(tokens, tilings):
     w1, w3, w2 = jax.eval_shape(make)[0][3:]
     gate = call_shapes.shapes_of(w1, w3, is_gated=True, core=call_shapes.HOPPER)
     down = call_shapes.shapes_of(w2, core=call_shapes.HOPPER)
-    return [
-        Candidate(
-            f"Flash experts, {tokens} tokens",
-            name_of(way),
-            functools.partial(
-                mix, tilings=None if way is TODAY else (filled(way, gate), filled(way, down))
-            ),
-            make,
-            flops,
-            4,
-        )
-        for way in tilings
-    ]
+    calls = Calls(f"Flash experts, {tokens} tokens", make, flops)
+
+    def function(way):
+        tilings = None if way is TODAY else (filled(way, gate), filled(way, down))
+        return functools.partial(mix, tilings=tilings)
+
+    return [Candidate(calls, name_of(way), function(way)) for way in tilings]
 
 
 def mix(x, ids, share, w1, w3, w2, tilings):

@@ -1,5 +1,6 @@
 """The floor of a step on a mesh, beside the figures of design/several_gpus.md."""
 
+import functools
 import pathlib
 import re
 
@@ -85,9 +86,9 @@ def test_a_split_cache_leaves_room_for_more_requests():
     sizes = {"data": 1, "model": 8, "gpu_bytes": 141 * 10**9, "context": MILLION}
     whole = placement.place(FLASH, **sizes)
     split = placement.place(FLASH, **sizes, split_cache=True)
-    blocks = MILLION // 128
-    assert whole.request_bytes(MILLION) - whole.slot_bytes == blocks * whole.block_bytes
-    assert split.request_bytes(MILLION) - split.slot_bytes == blocks // 8 * split.block_bytes
+    for placed, blocks in ((whole, MILLION // 128), (split, MILLION // 128 // 8)):
+        of_blocks = placed.request_bytes(MILLION) - placed.pools.bytes_per_slot
+        assert of_blocks == blocks * placed.pools.bytes_per_block
     assert (whole.requests(MILLION), split.requests(MILLION)) == (32, 255)
 
 
@@ -157,6 +158,7 @@ def test_what_devices_hold_adds_up(mesh):
 
 def test_a_model_that_nothing_holds_names_no_mesh():
     sizes = {"gpu_bytes": 10**9, "context": 8192}
-    assert placement.fitting_meshes(FLASH, **sizes) == []
-    assert placement.place(FLASH, data=1, model=1, **sizes).missing_bytes > 158 * 10**9
-    assert placement.place(FLASH, data=1, model=1, **sizes).free_bytes == 0
+    place_model = functools.partial(placement.place, FLASH, **sizes)
+    assert placement.fitting_meshes(place_model) == []
+    assert place_model(data=1, model=1).missing_bytes > 158 * 10**9
+    assert place_model(data=1, model=1).free_bytes == 0

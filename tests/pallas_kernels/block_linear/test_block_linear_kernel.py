@@ -187,6 +187,18 @@ def test_gate_and_up_in_one_product(core, kind):
     np.testing.assert_allclose(found, expected, atol=2.0**-7 * np.abs(expected).max())
 
 
+def test_gate_and_up_of_more_rows_than_a_product_has():
+    """What they exchange takes the same memory for each piece of a tile."""
+    gate = make("mxfp4", (64, 128))
+    up = jax.tree.map(lambda leaf: leaf[..., ::-1, :], gate)
+    x = jax.random.normal(jax.random.key(1), (130, 128)).astype(jnp.bfloat16)
+    expected = np.asarray(reference.swiglu_linear(x, gate, up, limit=1.5), np.float32)
+    multiply = functools.partial(mosaic_gpu.swiglu_linear, limit=1.5, core=call_shapes.HOPPER)
+    with gpu_interpreter():
+        found = jax.jit(functools.partial(multiply, tiling=Tiling(144, 1, 2)))(x, gate, up)
+    np.testing.assert_allclose(found, expected, atol=2.0**-7 * np.abs(expected).max())
+
+
 @pytest.mark.parametrize(
     "shape", [(200, 130), pytest.param((40, 96), marks=pytest.mark.slow)], ids=str
 )

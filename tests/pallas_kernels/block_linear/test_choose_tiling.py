@@ -1,0 +1,53 @@
+"""How calls that were measured are cut for Hopper."""
+
+import pytest
+
+from pallas_kernels.block_linear import call_shapes
+from pallas_kernels.block_linear.call_shapes import Shapes, Tiling
+from pallas_kernels.expert_mlp import mosaic_gpu
+
+GOES = {"programs": 1, "packs": True}
+TURNS = GOES | {"in_turns": True}
+MATRICES = {
+    "queries": (Shapes(8, (640,), 1, is_gated=False, format="fp8"), 1),
+    "wo_a": (Shapes(32, (16,), 2, is_gated=False, format="fp8"), 8),
+    "wo_b": (Shapes(64, (64,), 1, is_gated=False, format="fp8"), 1),
+}
+"""Flash's, and weights of the stack; 40,960 x 1,024, 8 of 1,024 x 4,096 and 4,096 x 8,192."""
+EXPERTS = (
+    Shapes(32, (32, 32), 1, is_gated=True, format="mxfp4"),
+    Shapes(16, (64,), 1, is_gated=False, format="mxfp4"),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_rows", "tiling"),
+    [
+        ("queries", 64, Tiling(64, 2, 4, **GOES)),
+        ("queries", 256, Tiling(128, 1, 4, band=2, **TURNS)),
+        ("queries", 8192, Tiling(128, 1, 4, band=16, **GOES)),
+        ("wo_a", 64, Tiling(64, 2, 3, splits=2, **GOES)),
+        ("wo_a", 256, Tiling(128, 1, 4, band=2, **TURNS)),
+        ("wo_a", 8192, Tiling(128, 1, 4, band=16, **GOES)),
+        ("wo_b", 64, Tiling(64, 2, 4, splits=4, **GOES)),
+        ("wo_b", 256, Tiling(128, 1, 4, splits=2, band=2, **TURNS)),
+        ("wo_b", 8192, Tiling(128, 1, 6)),
+    ],
+)
+def test_matrices_of_flash(name, num_rows, tiling):
+    shapes, num_groups = MATRICES[name]
+    assert call_shapes.choose_tiling(shapes, num_rows, num_groups, may_split=True) == tiling
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "tilings"),
+    [
+        (256, (Tiling(16, 2, 4), Tiling(16, 2, 5))),
+        (2048, (Tiling(64, 2, 4, **GOES),) * 2),
+        (8192, (Tiling(224, 1, 4, **GOES),) * 2),
+    ],
+)
+def test_experts_of_flash(num_tokens, tilings):
+    rows = mosaic_gpu.expected_rows(num_tokens, 6, 256)
+    found = [call_shapes.choose_tiling(s, rows, 256, may_split=False) for s in EXPERTS]
+    assert tuple(found) == tilings
