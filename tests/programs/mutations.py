@@ -239,6 +239,13 @@ MUTATIONS = [
             "dsv4_jax/serving/test_interrupts.py",
         ),
         (
+            "moves_the_arrays_of_a_step",
+            "engine_arrays.py",
+            "donate_argnums=0, keep_unused=True)",
+            "keep_unused=True)",
+            "dsv4_jax/serving/test_overlap.py",
+        ),
+        (
             "takes_half_characters_for_whole",
             "hand_out.py",
             "known.holds_text[slots[row]] = request.holds_text",
