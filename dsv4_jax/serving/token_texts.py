@@ -33,9 +33,9 @@ class TokenTexts:
         return self._texts[token_ids], self._is_whole[token_ids]
 
     def _learn(self, token: int) -> None:
-        self._is_unknown[token] = False
         try:
             text = decode((token,), self.tokenizer)
         except Exception:  # it is the error of the request that decodes the token
-            return
+            text = INCOMPLETE
         self._texts[token], self._is_whole[token] = text, not text.endswith(INCOMPLETE)
+        self._is_unknown[token] = False

@@ -45,8 +45,9 @@ def disturbed(chosen, error=Interrupt):
 
 def is_a_tokenizer_error(line):
     """What is raised while a token is added is taken for its request's own error."""
-    around = ("HandOut._add_one_by_one", "Request.known", "Request.num_")
-    return line.file == "text.py" or line.function.startswith(("Request.add", *around))
+    around = ("HandOut._add_alone", "Request.known", "Request.num_", "Request._whole_texts")
+    is_text = line.file in ("text.py", "token_texts.py")
+    return is_text or line.function.startswith(("Request.add", *around))
 
 
 def test_a_life_has_all_that_happens_to_requests():
