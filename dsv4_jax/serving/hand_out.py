@@ -14,6 +14,9 @@ from dsv4_jax.serving.running import Running
 from dsv4_jax.serving.step_tokens import StepTokens
 from dsv4_jax.serving.token_texts import TokenTexts
 
+_REASONS = (None, "stop", "length", "error")
+_STOP, _LENGTH = 1, 2
+
 
 class HandOut:
     """One step's tokens on their way to requests.
@@ -78,7 +81,7 @@ class HandOut:
             request = self.requests[row]
             self._undo.save(request)
             tokens = self._add_alone(row, drawn[row, : num_drawn[row]].tolist(), texts)
-            count[row], reasons[row] = len(tokens), request.finish_reason
+            count[row], reasons[row] = len(tokens), _REASONS.index(request.finish_reason)
             known.holds_text[slots[row]] = request.holds_text
             for order, token in enumerate(tokens):
                 if column is not None:
@@ -86,7 +89,7 @@ class HandOut:
                 if token.logprobs is not None:
                     logprobs[row, order] = token.logprobs
         self._time(count, num_drawn)
-        rest = ~is_alone
+        rest = ~is_alone if is_alone.any() else slice(None)
         known.add(slots[rest], drawn[rest], count[rest], self._now, self._undo)
         known.last_token_s[slots] = self._now
         self._metrics.generated_tokens += int(count.sum())
@@ -94,17 +97,19 @@ class HandOut:
         return self._tokens(drawn, count, reasons, column, logprobs)
 
     def _find_ends(self, drawn: np.ndarray, num_drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """How many tokens of each request count, and why it ends with them, by ids alone."""
+        """How many tokens of each request count, and why it ends with them, by ids alone.
+
+        Reasons are places in `_REASONS`.
+        """
         running, places = self._running, self._places
         stops = running.stops[places]
         left = running.totals[places] - running.known.num_known[self._slots]
-        count, reasons = np.minimum(num_drawn, left), np.full(len(drawn), None, object)
-        reasons[num_drawn >= left] = "length"
+        count, reasons = np.minimum(num_drawn, left), _LENGTH * (num_drawn >= left)
         if stops.shape[1]:
             stopping = np.any(drawn[:, :, None] == stops[:, None], axis=2) & (drawn >= 0)
             first = stopping.argmax(axis=1) + 1
             stopped = stopping.any(axis=1) & (first <= left)
-            count[stopped], reasons[stopped] = first[stopped], "stop"
+            count[stopped], reasons[stopped] = first[stopped], _STOP
         return count, reasons
 
     def _read_texts(
@@ -122,10 +127,10 @@ class HandOut:
 
     def _end(self, reasons: np.ndarray) -> None:
         """Requests that have a reason end for it."""
-        for row in np.flatnonzero(reasons.astype(bool)).tolist():
+        for row in np.flatnonzero(reasons).tolist():
             request = self.requests[row]
             self._undo.save(request)
-            request.finish_reason = reasons[row]
+            request.finish_reason = _REASONS[reasons[row]]
             self.ended.append(request)
 
     def _tokens(
@@ -138,21 +143,26 @@ class HandOut:
     ) -> StepTokens:
         """What the step gives; a request that ended for an error has no last token."""
         ends = np.cumsum(count)
-        is_last = reasons.astype(bool) & (reasons != "error")
-        rows, order = np.nonzero(np.arange(drawn.shape[1]) < count[:, None])
+        lasts = np.flatnonzero((reasons == _STOP) | (reasons == _LENGTH)).tolist()
+        width = drawn.shape[1]
+        rows, order = np.flatnonzero(count), 0
+        if width > 1:
+            rows, order = np.nonzero(np.arange(width) < count[:, None])
         return StepTokens(
             self._running.ids[self._places[rows]],
             drawn[rows, order],
-            {int(ends[row]) - 1: reasons[row] for row in np.flatnonzero(is_last).tolist()},
+            {int(ends[row]) - 1: _REASONS[reasons[row]] for row in lasts},
             None if texts is None else texts[rows, order],
             {int(ends[row] - count[row]) + place: one for (row, place), one in logprobs.items()},
         )
 
     def _time(self, count: np.ndarray, num_drawn: np.ndarray) -> None:
         """Counts the time to first tokens, and between tokens; those of one step share theirs."""
-        rows = np.flatnonzero(count)
-        count, num_drawn = count[rows], num_drawn[rows]
-        last_s, now = self._running.known.last_token_s[self._slots[rows]], self._now
+        last_s, now = self._running.known.last_token_s[self._slots], self._now
+        rows = np.arange(len(count))
+        if not count.all():
+            rows = np.flatnonzero(count)
+            count, num_drawn, last_s = count[rows], num_drawn[rows], last_s[rows]
         is_first = np.isnan(last_s)
         if is_first.any():
             submitted = [self.requests[row].submitted_s for row in rows[is_first].tolist()]
