@@ -15,6 +15,8 @@ from dsv4_jax.config.idea import Idea
 from pallas_kernels import select_top_k
 
 CONFIG = dataclasses.replace(ds.DSV4Config.tiny(), num_mtp_layers=0)
+select = jax.jit(select_top_k, static_argnums=2)
+best_of_all = jax.jit(block_split.best_of_all, static_argnums=2)
 SPECIAL = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, 1.0, 2.0], np.float32)
 
 
@@ -26,20 +28,19 @@ def test_the_best_of_all_are_those_of_one_list(parts, k):
     scores = rng.choice(SPECIAL, (tokens, entries))
     scores[::2] = rng.integers(-2, 3, scores[::2].shape)
     visible = rng.integers(0, entries + 1, tokens).astype(np.int32)
-    expected = select_top_k(jnp.asarray(scores), jnp.asarray(visible), k)
+    expected = select(scores, visible, k)
     values, numbers = [], []
     for part in range(parts):
         mine = np.flatnonzero(np.arange(entries) // per_block % parts == part)
         seen = np.sum(mine[None] < visible[:, None], axis=1).astype(np.int32)
-        best = np.asarray(select_top_k(jnp.asarray(scores[:, mine]), jnp.asarray(seen), k))
+        best = np.asarray(select(scores[:, mine], seen, k))
         place = np.maximum(best, 0)
         values.append(np.take_along_axis(scores[:, mine], place, axis=1))
         numbers.append(np.where(best >= 0, mine[place], -1))
     order = rng.permutation(parts)
-    found = block_split.best_of_all(
-        jnp.asarray(np.stack(values)[order]), jnp.asarray(np.stack(numbers)[order], jnp.int32), k
-    )
-    np.testing.assert_array_equal(block_split.ascending(found), expected)
+    numbers = np.stack(numbers)[order].astype(np.int32)
+    found = best_of_all(np.stack(values)[order], numbers, k)
+    np.testing.assert_array_equal(jax.jit(block_split.ascending)(found), expected)
     assert np.all(np.sum(found >= 0, axis=1) == np.minimum(visible, k))
 
 

@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -37,9 +36,9 @@ def test_pairs_rows_and_tiles_are_the_definition_s(
     sort = functools.partial(
         triton_worklist.make_worklist, num_experts=num_experts, tile_rows=tile_rows, spare=SPARE
     )
-    found = jax.jit(sort)(jnp.asarray(ids), jnp.asarray(weights))
+    found = jax.jit(sort)(ids, weights)
     token, row, expert, first, num_rows, share = map(np.asarray, found)
-    work = make_worklist(jnp.asarray(ids), num_experts, tile_rows)
+    work = jax.jit(make_worklist, static_argnums=(1, 2))(ids, num_experts, tile_rows)
     work = jax.tree.map(np.asarray, work)
     np.testing.assert_array_equal(row, work.row)
     np.testing.assert_array_equal(token[row], work.token[work.row])
