@@ -294,8 +294,7 @@ class EngineArrays:
     def _bring[T](self, name: str, value: T) -> T:
         """An argument of steps on the devices, where the last one of its name and sizes was.
 
-        XLA makes a CUDA graph of a step. If any array is elsewhere than it was, it writes the whole
-        graph anew, which takes longer than a small step.
+        XLA makes a CUDA graph of a step, and changes it where an array is elsewhere than it was.
         """
         value = put(value, self._plan.mesh)
         key = name, *(leaf.shape for leaf in jax.tree.leaves(value))

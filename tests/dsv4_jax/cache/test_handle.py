@@ -72,22 +72,34 @@ def flushed(handle):
     return handle.flush_compression(jnp.broadcast_to(numbers, (count, DIM)), keys)
 
 
+@jax.jit
+def described(handle):
+    names = ("request_slots", "request_ids", "positions", "block_table", "block_lens", "tail_len")
+    return {name: getattr(handle, name) for name in (*names, "visible_entries")}
+
+
+attended = jax.jit(lambda handle, queries, sink, selected: handle.attend(queries, sink, selected))
+all_visible = jax.jit(lambda handle: handle.all_visible())
+
+
 def test_a_handle_describes_its_call():
     cache = make(lengths=(126, 0, 3, 0))
     handle = acquire(CSA, cache)
     assert (handle.num_query_heads, handle.head_dim) == (4, DIM)
-    np.testing.assert_array_equal(handle.request_slots, [2, 0, -1])
-    np.testing.assert_array_equal(handle.request_ids, [0] * 9 + [1] * 6 + [-1] * 9)
+    found = described(handle)
+    np.testing.assert_array_equal(found["request_slots"], [2, 0, -1])
+    np.testing.assert_array_equal(found["request_ids"], [0] * 9 + [1] * 6 + [-1] * 9)
     positions = [*range(3, 12), *range(126, 132), *[0] * 9]
-    np.testing.assert_array_equal(handle.positions, positions)
-    np.testing.assert_array_equal(handle.block_table, [TABLE[2], TABLE[0], [-1, -1, -1]])
-    np.testing.assert_array_equal(handle.block_lens, [1, 2, 0])
-    np.testing.assert_array_equal(handle.tail_len, [3, 126 % 4, 0])
+    np.testing.assert_array_equal(found["positions"], positions)
+    np.testing.assert_array_equal(found["block_table"], [TABLE[2], TABLE[0], [-1, -1, -1]])
+    np.testing.assert_array_equal(found["block_lens"], [1, 2, 0])
+    np.testing.assert_array_equal(found["tail_len"], [3, 126 % 4, 0])
     visible = [(p + 1) // 4 for p in positions[:15]] + [0] * 9
-    np.testing.assert_array_equal(handle.visible_entries, visible)
+    np.testing.assert_array_equal(found["visible_entries"], visible)
     assert acquire(SWA, cache).block_table is None
     assert not np.any(acquire(SWA, cache).visible_entries)
-    np.testing.assert_array_equal(acquire(HCA, cache).visible_entries[9:15], [3, 4, 4, 4, 4, 4])
+    visible = described(acquire(HCA, cache))["visible_entries"]
+    np.testing.assert_array_equal(visible[9:15], [3, 4, 4, 4, 4, 4])
 
 
 @pytest.mark.parametrize(("layer_idx", "cache_format"), [(SWA, "fp8_ue8m0"), (HCA, "f32")])
@@ -159,7 +171,8 @@ def test_entries_are_gathered_for_each_token_from_its_own_request():
     selected[9] = [32, -1, 31, 99]  # 99: no block of the table
     selected[14] = [31, 31, 0, 1]
     selected[20] = [0, 1, 2, 31]  # padding reads nothing
-    entries, there = handle.gather_compressed_kv(jnp.asarray(selected))
+    gather = jax.jit(lambda handle, selected: handle.gather_compressed_kv(selected))
+    entries, there = map(np.asarray, gather(handle, selected))
     chex.assert_shape(entries, (T, 4, DIM))
     np.testing.assert_array_equal(entries[0, :, 0], [1, 3, 0, 2])
     np.testing.assert_array_equal(entries[9, :, -1], [5, 0, 4, 0])
@@ -173,27 +186,27 @@ def test_entries_are_gathered_for_each_token_from_its_own_request():
 def test_all_entries_are_those_each_token_may_see():
     cache = make(lengths=(126, 0, 3, 0))
     handle = flushed(acquire(HCA, cache))
-    entries, there = handle.gather_all_compressed_kv()
+    entries, there = map(np.asarray, jax.jit(lambda h: h.gather_all_compressed_kv())(handle))
     chex.assert_shape(entries, (T, 3 * 4, DIM))
-    counts = np.asarray(handle.visible_entries)
+    counts = np.asarray(described(handle)["visible_entries"])
     np.testing.assert_array_equal(there, np.arange(12)[None] < counts[:, None])
     assert counts.max() == 4
     np.testing.assert_array_equal(entries[11:15, 3], np.full((4, DIM), 1.0))  # closed by token 10
-    np.testing.assert_array_equal(handle.all_visible()[14], [0, 1, 2, 3, *[-1] * 8])
+    np.testing.assert_array_equal(np.asarray(all_visible(handle))[14], [0, 1, 2, 3, *[-1] * 8])
 
 
 @pytest.mark.parametrize("layer_idx", slow.all_but([HCA], [CSA, HCA]))
 def test_attention_looks_at_no_more_places_than_a_token_sees_entries(layer_idx):
     """Else each layer would pay for all that a request has room for."""
     handle = flushed(written(acquire(layer_idx, make(lengths=(126, 0, 3, 0)))))
-    queries, sink, first = normal(T, 4, DIM), normal(4), handle.all_visible()
+    queries, sink, first = normal(T, 4, DIM), normal(4), np.asarray(all_visible(handle))
     assert np.any(first == -1)
     assert np.any(first[:, 0] == 0)
-    expected = handle.attend(queries, sink, first)
-    filled = jnp.where(first == -1, 0, first)
-    np.testing.assert_array_equal(handle.attend(queries, sink, filled), expected)
-    without = handle.attend(queries, sink, jnp.full_like(first, -1))
-    assert np.any(without != expected)
+    expected = attended(handle, queries, sink, first)
+    filled = np.where(first == -1, 0, first)
+    np.testing.assert_array_equal(attended(handle, queries, sink, filled), expected)
+    without = attended(handle, queries, sink, np.full_like(first, -1))
+    assert np.any(np.asarray(without) != np.asarray(expected))
 
 
 def test_a_method_returns_a_new_handle_and_leaves_the_old_one():
@@ -222,7 +235,7 @@ def test_the_ring_shows_tokens_once_they_are_committed():
     np.testing.assert_array_equal(view.positions, before)
     np.testing.assert_array_equal(view.head, [3, 4, 0])
     view = written(handle).commit().read_swa_view()
-    np.testing.assert_array_equal(view.positions[0], [*range(12), *[-1] * 4])
+    np.testing.assert_array_equal(np.asarray(view.positions)[0], [*range(12), *[-1] * 4])
     np.testing.assert_array_equal(view.head, [12, 10, 0])
 
 
@@ -288,7 +301,8 @@ def test_views_show_the_stored_arrays_and_none_where_the_format_has_none(
     assert not global_scale or np.all(keys.global_scale == 1)
     paged, state = handle.paged, handle.state
     for view, stack in ((swa, state.window), (entries, paged.entries), (keys, paged.index_keys)):
-        chex.assert_trees_all_equal(view.planes, {name: plane[0] for name, plane in stack.items()})
+        layer = {name: np.asarray(plane)[0] for name, plane in stack.items()}
+        chex.assert_trees_all_equal(view.planes, layer)
         assert any(np.any(plane) for plane in view.planes.values())
     for view in (entries, keys):
         np.testing.assert_array_equal(view.block_table, [TABLE[2], TABLE[0], [-1] * 3])

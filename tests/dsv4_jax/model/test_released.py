@@ -1,6 +1,7 @@
 """The model with weights in the formats of the release, against the same with decoded weights."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -244,8 +245,11 @@ def test_the_output_projection_never_rounds_its_rows(groups, rank, activations):
         lambda shape: jnp.asarray(draw(shape.shape, np.float32) * shape.shape[-1] ** -0.5),
         attention_shapes(config, ds.AttentionType.SWA, f32_shape),
     )
-    wo_a = quantize_block_fp8(attn.wo_a, dtype="float32", activations=activations)
-    attended = jnp.asarray(draw((2, 2 * groups, 80), np.float32))
-    actual = output(dataclasses.replace(attn, wo_a=wo_a), attended, config)
-    expected = output(dataclasses.replace(attn, wo_a=wo_a.decode()), attended, config)
+    quantize = functools.partial(quantize_block_fp8, dtype="float32", activations=activations)
+    wo_a = jax.jit(quantize)(attn.wo_a)
+    attended = draw((2, 2 * groups, 80), np.float32)
+    actual, expected = (
+        jax.jit(output, static_argnums=2)(dataclasses.replace(attn, wo_a=w), attended, config)
+        for w in (wo_a, jax.jit(lambda weight: weight.decode())(wo_a))
+    )
     np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance.INTERMEDIATE)
