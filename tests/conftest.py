@@ -45,15 +45,7 @@ QUICKLY_COMPILED = (
     "dsv4_jax/model/test_released.py",
     "dsv4_jax/research/",
     "dsv4_jax/serve/",
-    "dsv4_jax/serving/test_async_engine.py",
-    "dsv4_jax/serving/test_boundary.py",
-    "dsv4_jax/serving/test_draw_settings.py",
-    "dsv4_jax/serving/test_drafting.py",
-    "dsv4_jax/serving/test_engine.py",
-    "dsv4_jax/serving/test_grammars.py",
-    "dsv4_jax/serving/test_programs.py",
-    "dsv4_jax/serving/test_quantised_weights.py",
-    "dsv4_jax/serving/test_requests.py",
+    "dsv4_jax/serving/",
     "dsv4_jax/step/test_activations.py",
     "dsv4_jax/step/test_compiled_step.py",
     "dsv4_jax/step/test_decode_loop.py",
@@ -88,8 +80,8 @@ QUICKLY_COMPILED = (
 """Files and folders: what these compile on a CPU is not optimised by LLVM, which halves its time.
 
 They compare with a tolerance, or runs of one program, or kernels in the interpreter, of which a
-CPU's roundings say nothing. Where bits of different programs of XLA's are compared, the compiler has
-to have its freedom to round them differently.
+CPU's roundings say nothing. Where bits of different programs of XLA's are compared, the compiler
+has to have its freedom to round them differently.
 """
 
 

@@ -17,6 +17,7 @@ from benchmarks import (
     bench_topk,
 )
 from dsv4_jax.bench import compare, timing
+from helpers import slow
 
 BENCHMARKS = [
     (bench_append, 23),
@@ -31,7 +32,9 @@ BENCHMARKS = [
 
 
 @pytest.mark.parametrize(
-    ("benchmark", "count"), BENCHMARKS, ids=[b.__name__.split(".")[-1] for b, _ in BENCHMARKS]
+    ("benchmark", "count"),
+    slow.all_but([case for case in BENCHMARKS if case[0] != bench_gather], BENCHMARKS),
+    ids=[b.__name__.split(".")[-1] for b, _ in BENCHMARKS],
 )
 def test_a_benchmark_has_a_row_for_each_shape(monkeypatch, benchmark, count):
     """And its inputs are what its loops are compiled for."""

@@ -251,13 +251,15 @@ def accept_too_often(logits, token_ids, positions, num_checked, sampling, counts
 CHI_SQUARED_35 = 66.6  # exceeded once in a thousand times with 35 degrees of freedom
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("temperature", slow.all_but([0.7], [0.7, 1.0]))
 def test_sampled_tokens_keep_their_distribution(temperature):
     statistic, acceptance = draws(verify_drafts, temperature)
     assert statistic < CHI_SQUARED_35
     assert 0.2 < acceptance < 0.95
 
 
-@pytest.mark.parametrize("broken", [accept_always, accept_too_often])
+@pytest.mark.parametrize(
+    "broken", slow.all_but([accept_too_often], [accept_always, accept_too_often])
+)
 def test_the_distribution_test_notices_drafts_that_are_kept_too_often(broken):
     assert draws(broken, 1.0)[0] > 3 * CHI_SQUARED_35
