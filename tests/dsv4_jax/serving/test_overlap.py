@@ -54,7 +54,7 @@ def overlapped(calls):
 
 @pytest.mark.parametrize("make", [plain_engine, make_engine])
 def test_arrays_of_a_step_are_where_those_of_the_last_one_were(monkeypatch, make):
-    """XLA writes a CUDA graph anew if any array of it has moved."""
+    """XLA changes a CUDA graph where an array of it has moved."""
     engine, found = make(), []
     for name in ("jit_plain_decode_step", "jit_serve_step"):
         step = getattr(engine_arrays, name)
