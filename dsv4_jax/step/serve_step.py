@@ -67,16 +67,25 @@ class ServeOutput:
     """What a step gives back to the host.
 
     Attributes:
-      token_ids: i32[B, k + 1], drawn tokens in order; -1 after the last one.
-      num_kept: i32[B], tokens of the call that stay in the cache.
-      draft_token_ids: i32[B, k], guesses at what follows the last drawn token.
+      columns: i32[B, 2k + 2], the drawn tokens, how many tokens of the call stay, and drafts, side
+        by side: one array goes to the host faster than three.
       logprobs: of the drawn tokens, [B, k + 1]; None where they were left on the device.
     """
 
-    token_ids: jax.Array
-    num_kept: jax.Array
-    draft_token_ids: jax.Array
+    columns: jax.Array
     logprobs: Logprobs | None
+
+    @classmethod
+    def of(
+        cls,
+        token_ids: jax.Array,
+        num_kept: jax.Array,
+        draft_token_ids: jax.Array,
+        logprobs: Logprobs | None,
+    ) -> ServeOutput:
+        """Fields as the properties have them."""
+        columns = jnp.concatenate([token_ids, num_kept[:, None], draft_token_ids], axis=1)
+        return cls(columns=columns, logprobs=logprobs)
 
     @classmethod
     def empty(cls, num_rows: int, draft_tokens: int, vocab_size: int) -> ServeOutput:
@@ -84,15 +93,28 @@ class ServeOutput:
         width = num_rows, draft_tokens + 1
         shape = (*width, min(MAX_LOGPROBS, vocab_size))
         return cls(
-            token_ids=jnp.zeros(width, jnp.int32),
-            num_kept=jnp.zeros(num_rows, jnp.int32),
-            draft_token_ids=jnp.zeros((num_rows, draft_tokens), jnp.int32),
+            columns=jnp.zeros((num_rows, 2 * draft_tokens + 2), jnp.int32),
             logprobs=Logprobs(
                 drawn=jnp.zeros(width, jnp.float32),
                 token_ids=jnp.zeros(shape, jnp.int32),
                 top=jnp.zeros(shape, jnp.float32),
             ),
         )
+
+    @property
+    def token_ids(self) -> jax.Array:
+        """i32[B, k + 1], drawn tokens in order; -1 after the last one."""
+        return self.columns[:, : self.columns.shape[1] // 2]
+
+    @property
+    def num_kept(self) -> jax.Array:
+        """i32[B], tokens of the call that stay in the cache."""
+        return self.columns[:, self.columns.shape[1] // 2]
+
+    @property
+    def draft_token_ids(self) -> jax.Array:
+        """i32[B, k], guesses at what follows the last drawn token."""
+        return self.columns[:, self.columns.shape[1] // 2 + 1 :]
 
 
 @on_mesh(("cache", "store", BY_ROW))
@@ -179,12 +201,7 @@ def serve_step(
     cache = commit(cache, Staged(new_tokens=new_tokens, call=call), num_kept)
     order = jnp.arange(draft_tokens + 1, dtype=jnp.int32)[None]
     shown = (order <= num_accepted[:, None]) & live[:, None]
-    output = ServeOutput(
-        token_ids=jnp.where(shown, drawn, -1),
-        num_kept=num_kept,
-        draft_token_ids=drafts,
-        logprobs=logprobs,
-    )
+    output = ServeOutput.of(jnp.where(shown, drawn, -1), num_kept, drafts, logprobs)
     return cache, store, output
 
 
@@ -225,13 +242,8 @@ def plain_decode_step(
         config.idea.sampler,
         serve_input.masks,
     )
-    output = ServeOutput(
-        token_ids=jnp.where(live[:, None], drawn, -1),
-        num_kept=call.row_counts,
-        draft_token_ids=no_drafts,
-        logprobs=logprobs,
-    )
-    return cache, output
+    token_ids = jnp.where(live[:, None], drawn, -1)
+    return cache, ServeOutput.of(token_ids, call.row_counts, no_drafts, logprobs)
 
 
 jit_plain_decode_step = jax.jit(

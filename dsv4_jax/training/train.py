@@ -31,6 +31,7 @@ from dsv4_jax.checkpoint.save import save_checkpoint
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_types import AttentionType, RouterType
 from dsv4_jax.model.params import DSV4Params, init_params, param_shapes
+from dsv4_jax.runtime import set_xla_flags
 from dsv4_jax.training.corpus import BOS, EOS, VOCAB_SIZE, Corpus, byte_tokenizer, read_corpus
 from dsv4_jax.training.losses import held_out_loss, training_loss
 
@@ -163,6 +164,14 @@ class Plan:
 LARGE = Plan(num_steps=8000, rate=1.5e-3, noise=0.05, long_length=8192, long_share=0.25, minutes=50)
 SIZES = {"shipped": (shipped_config, Plan()), "large": (large_config, LARGE)}
 """By name: the model and how it is trained. The large one reads modules with their code."""
+
+
+XLA_TRAINING_FLAGS = {"xla_gpu_enable_triton_gemm": "false", "xla_gpu_autotune_level": "0"}
+"""Products go to cuBLAS, without trials.
+
+XLA's kernels without trials take three times as long as cuBLAS for a step of the large model, and
+trials of every product take longer than they bring.
+"""
 
 
 def make_optimizer(params: DSV4Params) -> optax.GradientTransformation:
@@ -355,6 +364,7 @@ def main() -> None:
         plan = dataclasses.replace(plan, minutes=args.minutes)
     if args.pause_minutes is not None and args.state is None:
         parser.error("--pause-minutes needs --state")
+    set_xla_flags(**XLA_TRAINING_FLAGS)
     config, corpus = make_config(), read_corpus(args.corpus, whole=args.size == "large")
     print({name: len(part) for name, part in corpus._asdict().items()}, flush=True)
     pause = math.inf if args.pause_minutes is None else args.pause_minutes

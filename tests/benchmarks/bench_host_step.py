@@ -38,12 +38,9 @@ class InstantArrays:
         width = self.draft_tokens + 1
         order = np.arange(width)[None]
         drawn = np.where((order <= accepted[:, None]) & (counts > 0)[:, None], 7, -1)
-        output = ServeOutput(
-            token_ids=drawn.astype(np.int32),
-            num_kept=kept.astype(np.int32),
-            draft_token_ids=np.full((self._slots, width - 1), 7, np.int32),
-            logprobs=None,
-        )
+        drafts = np.full((self._slots, width - 1), 7)
+        columns = np.concatenate([drawn, kept[:, None], drafts], axis=1).astype(np.int32)
+        output = ServeOutput(columns=columns, logprobs=None)
         self._outputs.append(output)
         return output
 

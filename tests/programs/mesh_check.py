@@ -212,9 +212,7 @@ def run_all(runner):
         for step in range(3):
             call = [[token, *more] for token, more in zip(last, drafts, strict=True)]
             output = runner.serve(call, [len(tokens) for tokens in call], sampling)
-            found[f"serve, {name}, {step}"] = np.concatenate(
-                [output.token_ids, output.num_kept[:, None], output.draft_token_ids], axis=1
-            )
+            found[f"serve, {name}, {step}"] = output.columns
             last = [int(row[row >= 0][-1]) for row in output.token_ids]
             drafts = output.draft_token_ids.tolist()
         tokens = runner.plain(last, sampling)

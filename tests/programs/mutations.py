@@ -246,6 +246,13 @@ MUTATIONS = [
             "dsv4_jax/serving/test_overlap.py",
         ),
         (
+            "brings_the_same_input_anew",
+            "engine_arrays.py",
+            "if is_like != self._input[0]:",
+            "if is_like:",
+            "dsv4_jax/serving/test_overlap.py",
+        ),
+        (
             "takes_half_characters_for_whole",
             "hand_out.py",
             "known.holds_text[slots[row]] = request.holds_text",
