@@ -27,6 +27,7 @@ QUICKLY_COMPILED = (
     "dsv4_jax/attention/test_swa.py",
     "dsv4_jax/bench/test_bench_commands.py",
     "dsv4_jax/bench/test_fill.py",
+    "dsv4_jax/bench/test_load.py",
     "dsv4_jax/cache/test_append.py",
     "dsv4_jax/cache/test_flush.py",
     "dsv4_jax/cache/test_handle.py",

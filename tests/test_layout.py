@@ -21,7 +21,7 @@ ROOMS = {
     "model": {"checks", "mesh", "linear", "config", "cache", "attention"},
     "checkpoint": {"checks", "progress", "config", "model"},
     "step": {"checks", "mesh", "config", "cache", "attention", "model"},
-    "training": {"config", "cache", "attention", "model", "checkpoint", "step"},
+    "training": {"runtime", "config", "cache", "attention", "model", "checkpoint", "step"},
     "serving": {"checks", "mesh", "hosts", "config", "cache", "allocator"}
     | {"model", "checkpoint", "step"},
     "inspection": {"checks", "mesh", "config", "cache", "attention", "model", "step"},

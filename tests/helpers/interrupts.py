@@ -134,7 +134,7 @@ def may_raise(line, count):
 def scarce_engine():
     """Few blocks and snapshots, so that blocks are evicted and requests give way."""
     tokenizer = load_tokenizer(dsv4_jax.SHIPPED_CHECKPOINT)
-    return limit(make_engine(tokenizer=tokenizer), num_blocks=6, num_snapshots=3)
+    return limit(make_engine(tokenizer=tokenizer, grammars=False), num_blocks=6, num_snapshots=3)
 
 
 GAUGES = ("running", "waiting", "free_blocks", "cached_blocks", "used_blocks", "used_bytes",

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -16,7 +17,7 @@ from pallas_kernels.common.weights import quantize_block_fp8, quantize_mxfp4
 @pytest.fixture(scope="module")
 def model():
     """A layer and the draft block, whose window is longer than a step of `verify`."""
-    return serving.one_layer(serving.CSA, sliding_window=64)
+    return serving.one_layer(sliding_window=64)
 
 
 def arguments_for(tmp_path, config, params):
@@ -51,8 +52,10 @@ def test_damage_is_found_and_status_1(model, capsys, monkeypatch, tmp_path):
 
 def test_nan_in_codes_and_scales_is_found():
     values = jnp.ones((128, 128))
-    well = {"fp8": quantize_block_fp8(values, dtype="float32")}
-    well["fp4"] = quantize_mxfp4(values, dtype="float32")
+    well = {
+        "fp8": jax.jit(lambda x: quantize_block_fp8(x, dtype="float32"))(values),
+        "fp4": jax.jit(lambda x: quantize_mxfp4(x, dtype="float32"))(values),
+    }
     well["f32 scales"] = dataclasses.replace(well["fp8"], scale=jnp.ones((1, 1)))
     assert list_not_finite(well) == []
     codes = well["fp8"].codes.at[3, 5].set(jnp.nan)

@@ -57,7 +57,7 @@ def until(condition):
 
 
 def test_coroutines_get_what_generate_gives(engine):
-    asked = cases(12)
+    asked = cases(6)
     expected = [engine.generate([text], **wanted)[0] for text, wanted in asked]
 
     async def run():

@@ -91,7 +91,7 @@ def test_the_largest_heads_and_two_programs_of_them():
     assert error(case, case.attend(backend="mosaic_gpu")) < 1
 
 
-@pytest.mark.usefixtures("kernel")
+@pytest.mark.usefixtures("usual_kernel")
 @pytest.mark.parametrize(
     ("num_heads", "splits"), slow.all_but([(8, 1)], [(8, 1), (8, 3), (16, 1), (32, 2)])
 )
