@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import flax.struct
@@ -199,11 +200,41 @@ def init_cache(
         num_blocks = checks.integer("num_blocks", num_blocks, 1)
     if num_blocks is None:
         checks.integer("max_requests", max_requests, high=checks.INT32_MAX // width)
-        table = jnp.arange(max_requests * width, dtype=jnp.int32).reshape(max_requests, width)
     else:
         budget = {attn: num_blocks if blocks else 0 for attn, blocks in budget.items()}
-        table = jnp.full((max_requests, width), -1, jnp.int32)
-    schemas = tuple(build_schema(config, spec, cache_format) for spec in schedule)
+    return _empty_cache(
+        tuple(build_schema(config, spec, cache_format) for spec in schedule),
+        tuple(budget.items()),
+        table_shape=(max_requests, width),
+        has_own_blocks=num_blocks is None,
+        split_cache=split_cache,
+    )
+
+
+@functools.partial(
+    jax.jit, static_argnames=("schemas", "budget", "table_shape", "has_own_blocks", "split_cache")
+)
+def _empty_cache(
+    schemas: tuple[LayerCacheSchema, ...],
+    budget: tuple[tuple[AttentionType, int], ...],
+    *,
+    table_shape: tuple[int, int],
+    has_own_blocks: bool,
+    split_cache: bool,
+) -> ModelCache:
+    """All arrays by one program, which compiles faster than one for each of them.
+
+    Args:
+      schemas: of the layers.
+      budget: physical blocks, by attention type.
+      table_shape: NS, LB.
+      has_own_blocks: every slot has a full context of its own, else none.
+      split_cache: as in `ModelCache`.
+    """
+    max_requests, width = table_shape
+    table = jnp.full(table_shape, -1, jnp.int32)
+    if has_own_blocks:
+        table = jnp.arange(max_requests * width, dtype=jnp.int32).reshape(table_shape)
     state, paged = {}, {}
     for attn in AttentionType:
         family = [schema for schema in schemas if schema.attn_type == attn]
@@ -212,7 +243,8 @@ def init_cache(
         shared = same_sizes(family[0])
         state[attn.value] = init_state_pool(shared, max_requests, num_layers=len(family))
         if attn != AttentionType.SWA:
-            paged[attn.value] = init_paged_pool(shared, budget[attn], num_layers=len(family))
+            blocks = dict(budget)[attn]
+            paged[attn.value] = init_paged_pool(shared, blocks, num_layers=len(family))
     return ModelCache(
         state=state,
         paged=paged,

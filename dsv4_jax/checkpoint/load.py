@@ -151,7 +151,7 @@ class _HostStack:
             stack[index] = array
 
     def finish(self) -> Any:
-        return jax.tree.map(lambda stack: jnp.asarray(stack, device=self._device), self._stack)
+        return jax.device_put(self._stack, self._device)
 
 
 class _DeviceStack:

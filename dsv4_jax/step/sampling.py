@@ -8,7 +8,6 @@ from typing import Any, TypedDict, Unpack
 
 import flax.struct
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax import checks
@@ -271,7 +270,7 @@ def make_sampling(
                     f"{name} must be left out here, since it needs an Engine, got "
                     f"{checks.shown(getattr(row, name))}; {way_out}"
                 )
-    return jax.tree.map(jnp.asarray, stack_sampling(rows))
+    return jax.device_put(stack_sampling(rows))
 
 
 _NEED_ENGINE = {

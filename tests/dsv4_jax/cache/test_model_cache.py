@@ -150,7 +150,7 @@ def test_a_context_of_a_million_tokens_takes_the_published_bytes(
 def used_cache():
     """Lengths, tables and every byte as some earlier requests left them."""
     cache = jax.tree.map(lambda leaf: np.full_like(leaf, 7), ds.init_cache(TINY, **SIZE))
-    cache = jax.tree.map(jnp.asarray, cache)
+    cache = jax.device_put(cache)
     return dataclasses.replace(cache, block_table=jnp.arange(12, dtype=jnp.int32).reshape(4, 3))
 
 

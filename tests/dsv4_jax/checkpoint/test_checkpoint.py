@@ -155,8 +155,8 @@ def random_params(config, dtype=jnp.float32, seed=2):
 
     def draw(path, leaf):
         if "tid2eid" in str(path[-1]):
-            return jnp.asarray(rng.integers(0, config.num_routed_experts, leaf.shape, np.int32))
-        return jnp.asarray(rng.standard_normal(leaf.shape, np.float32).astype(leaf.dtype))
+            return jax.device_put(rng.integers(0, config.num_routed_experts, leaf.shape, np.int32))
+        return jax.device_put(rng.standard_normal(leaf.shape, np.float32).astype(leaf.dtype))
 
     return jax.tree.map_with_path(draw, ds.model.param_shapes(config, dtype))
 

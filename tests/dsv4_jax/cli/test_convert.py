@@ -50,7 +50,7 @@ def dense(tmp_path_factory):
     def draw(path, leaf):
         if "tid2eid" in jax.tree_util.keystr(path):
             return jnp.asarray(rng.integers(0, CONFIG.num_routed_experts, leaf.shape), leaf.dtype)
-        return jnp.asarray(rng.standard_normal(leaf.shape, np.float32).astype(leaf.dtype))
+        return jax.device_put(rng.standard_normal(leaf.shape, np.float32).astype(leaf.dtype))
 
     params = jax.tree.map_with_path(draw, param_shapes(CONFIG, jnp.bfloat16))
     ds.save_checkpoint(CONFIG, params, folder)
