@@ -44,8 +44,11 @@ def _encode_and_decode(codec, x, rope_dim):
 
 def encode(codec, vectors, rope_dim):
     """Each request's vectors [n, dim] as planes [n, ...], and as a cache would give them back."""
-    flat = jnp.asarray(np.concatenate(vectors), jnp.float32)
-    planes, decoded = jax.tree.map(np.asarray, _encode_and_decode(codec, flat, rope_dim))
+    flat = np.concatenate(vectors).astype(np.float32)
+    padding = (1 << len(flat).bit_length()) - len(flat)  # so that many calls share a program
+    padded = np.pad(flat, ((0, padding), (0, 0)))
+    stored = _encode_and_decode(codec, padded, rope_dim)
+    planes, decoded = jax.tree.map(lambda plane: np.asarray(plane)[: len(flat)], stored)
     ends = np.cumsum([len(x) for x in vectors])[:-1]
     pieces = {name: np.split(plane, ends) for name, plane in planes.items()}
     per_request = [{name: pieces[name][r] for name in planes} for r in range(len(vectors))]

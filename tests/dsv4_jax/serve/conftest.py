@@ -1,9 +1,20 @@
 """One engine, its server and a client, for the tests of a module."""
 
+import functools
+import ssl
+
 import openai
 import pytest
 
 from helpers.serve import running, warm_engine
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_tls_context():
+    """Clients of loopback need none, but each reads all certificates, which takes 30 ms."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
+        yield
 
 
 @pytest.fixture(scope="module")

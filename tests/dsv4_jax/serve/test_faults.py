@@ -5,12 +5,11 @@ import contextlib
 import json
 import socket
 import threading
-import time
 
 import httpx
 import pytest
 
-from helpers.serve import MODEL, running
+from helpers.serve import MODEL, running, until
 from helpers.serving import fail_with_prompts_of
 
 LONG = {"model": MODEL, "prompt": "a", "max_tokens": 1500, "ignore_eos": True}
@@ -44,13 +43,6 @@ def server(shared_server, engine):
     assert done.status_code == 200
     assert done.json()["usage"]["completion_tokens"] == 3
     until(lambda: not shared_server._uvicorn.server_state.tasks)
-
-
-def until(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def post(server, body, path="/v1/completions", **options):
