@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from dsv4_jax import step as step
     from dsv4_jax.allocator.manager import KVCacheManager as KVCacheManager
     from dsv4_jax.cache.commit import commit
+    from dsv4_jax.cache.empty_cache import init_cache
     from dsv4_jax.cache.handle import LayerCacheHandle as LayerCacheHandle
-    from dsv4_jax.cache.model_cache import ModelCache, init_cache, reset_slots, update_slots
+    from dsv4_jax.cache.model_cache import ModelCache, reset_slots, update_slots
     from dsv4_jax.cache.original import maybe_flush_csa as maybe_flush_csa
     from dsv4_jax.cache.original import maybe_flush_hca as maybe_flush_hca
     from dsv4_jax.cache.paged_cache import PagedKVPool as PagedKVPool
@@ -115,7 +116,8 @@ _PACKAGES = (
 
 _NAMES_BY_MODULE = {
     "cache.commit": "commit",
-    "cache.model_cache": "ModelCache init_cache reset_slots update_slots",
+    "cache.empty_cache": "init_cache",
+    "cache.model_cache": "ModelCache reset_slots update_slots",
     "cache.shardings": "cache_shardings",
     "cache.step_input": "StepInput",
     "checkpoint.load": "SHIPPED_CHECKPOINT load_checkpoint",

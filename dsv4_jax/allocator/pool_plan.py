@@ -12,7 +12,8 @@ import functools
 import jax
 
 from dsv4_jax import checks
-from dsv4_jax.cache.model_cache import ModelCache, init_cache, tree_bytes
+from dsv4_jax.cache.empty_cache import init_cache
+from dsv4_jax.cache.model_cache import ModelCache, tree_bytes
 from dsv4_jax.cache.schema import FormatName, blocks_of, choose_cache_format
 from dsv4_jax.cache.snapshots import init_snapshot_store
 from dsv4_jax.config import DSV4Config

@@ -15,7 +15,8 @@ from dsv4_jax.bench.fill import filled_cache
 from dsv4_jax.bench.parts import one_token_each
 from dsv4_jax.bench.profile import profile_launches
 from dsv4_jax.bench.timing import Timing, dispatch, time_calls
-from dsv4_jax.cache.model_cache import ModelCache, cache_shapes, tree_bytes
+from dsv4_jax.cache.empty_cache import cache_shapes
+from dsv4_jax.cache.model_cache import ModelCache, tree_bytes
 from dsv4_jax.cache.schema import blocks_of
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax.bench.noise import uniform
-from dsv4_jax.cache.model_cache import ModelCache, init_cache
+from dsv4_jax.cache.empty_cache import init_cache
+from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.paged_cache import PagedKVPool
 from dsv4_jax.cache.schema import blocks_of
 from dsv4_jax.cache.state_cache import StateCachePool

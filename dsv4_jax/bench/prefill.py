@@ -15,7 +15,8 @@ from dsv4_jax.bench.memory import peak_bytes
 from dsv4_jax.bench.mesh_step import on_every_shard
 from dsv4_jax.bench.program import compile_program
 from dsv4_jax.bench.timing import time_calls
-from dsv4_jax.cache.model_cache import ModelCache, init_cache, tree_bytes
+from dsv4_jax.cache.empty_cache import init_cache
+from dsv4_jax.cache.model_cache import ModelCache, tree_bytes
 from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import layer_schedule

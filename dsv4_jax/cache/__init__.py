@@ -1,15 +1,9 @@
 """The hybrid cache: pytrees, and pure functions on them."""
 
 from dsv4_jax.cache.commit import Staged
+from dsv4_jax.cache.empty_cache import cache_shapes, init_cache
 from dsv4_jax.cache.handle import LayerCacheHandle
-from dsv4_jax.cache.model_cache import (
-    ModelCache,
-    cache_shapes,
-    family_bytes,
-    init_cache,
-    reset_slots,
-    update_slots,
-)
+from dsv4_jax.cache.model_cache import ModelCache, family_bytes, reset_slots, update_slots
 from dsv4_jax.cache.new_tokens import NewTokens, Projections
 from dsv4_jax.cache.original import OriginalHandle, maybe_flush_csa, maybe_flush_hca
 from dsv4_jax.cache.paged_cache import PagedKVPool, init_paged_pool

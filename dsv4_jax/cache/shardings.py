@@ -8,7 +8,8 @@ from typing import Any
 import jax
 
 from dsv4_jax.cache.commit import Staged
-from dsv4_jax.cache.model_cache import ModelCache, cache_shapes
+from dsv4_jax.cache.empty_cache import cache_shapes
+from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.schema import FormatName
 from dsv4_jax.cache.snapshots import SnapshotStore
 from dsv4_jax.config import DSV4Config

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from dsv4_jax.bench import decode
 from dsv4_jax.bench.memory import memory_limit
-from dsv4_jax.cache.model_cache import cache_shapes, tree_bytes
+from dsv4_jax.cache.empty_cache import cache_shapes
+from dsv4_jax.cache.model_cache import tree_bytes
 from dsv4_jax.cli.arguments import WEIGHTS, chosen_mesh
 from dsv4_jax.cli.memory import check_memory, weight_share
 from dsv4_jax.config import DSV4Config

@@ -12,7 +12,8 @@ import functools
 
 from dsv4_jax.bench.floor import COLLECTIVE_S
 from dsv4_jax.bench.placement import STEP_TOKENS, fitting_meshes, place
-from dsv4_jax.cache.model_cache import cache_shapes, family_bytes, tree_bytes
+from dsv4_jax.cache.empty_cache import cache_shapes
+from dsv4_jax.cache.model_cache import family_bytes, tree_bytes
 from dsv4_jax.cache.schema import blocks_of
 from dsv4_jax.cli.arguments import (
     WEIGHTS,

@@ -10,7 +10,8 @@ import numpy as np
 
 from dsv4_jax import checks
 from dsv4_jax.bench.timing import dispatch
-from dsv4_jax.cache.model_cache import ModelCache, init_cache
+from dsv4_jax.cache.empty_cache import init_cache
+from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import DSV4Params

@@ -23,7 +23,8 @@ from jax.sharding import Mesh
 
 from dsv4_jax.allocator.pool_plan import PoolPlan
 from dsv4_jax.allocator.verify import scan_cache
-from dsv4_jax.cache.model_cache import ModelCache, init_cache
+from dsv4_jax.cache.empty_cache import init_cache
+from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.schema import FormatName
 from dsv4_jax.cache.slot_changes import SlotChanges, jit_apply_changes, set_tables
 from dsv4_jax.cache.snapshots import SnapshotPlan, SnapshotStore, init_snapshot_store

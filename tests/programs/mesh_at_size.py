@@ -30,7 +30,7 @@ from jax.experimental import topologies
 
 import dsv4_jax as ds
 from dsv4_jax.bench.program import count_launches
-from dsv4_jax.cache.model_cache import cache_shapes
+from dsv4_jax.cache.empty_cache import cache_shapes
 from dsv4_jax.cache.snapshots import init_snapshot_store
 from dsv4_jax.mesh import shardings_of
 from dsv4_jax.step.draws import DrawnCounts, TokenMasks
