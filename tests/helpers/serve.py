@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import json
 import pathlib
-import time
 
 import deepseek_recipe as recipe
 import jax
@@ -115,10 +114,3 @@ def script(monkeypatch, engine, text):
 
     say.plain = run
     monkeypatch.setattr(engine._runner, "run", say)
-
-
-def until(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import time
 
 import jax
 import numpy as np
@@ -111,3 +112,11 @@ def fail_with_prompts_of(first, engine, monkeypatch, *, message):
         return run(plan, requests, *rest)
 
     monkeypatch.setattr(engine._runner, "run", fail)
+
+
+def until(condition, seconds=60):
+    """Waits for what another thread does."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)

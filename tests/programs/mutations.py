@@ -246,10 +246,17 @@ MUTATIONS = [
             "dsv4_jax/serving/test_overlap.py",
         ),
         (
+            "keeps_an_old_input",
+            "engine_arrays.py",
+            "if contents != self._input[0]:",
+            "if not self._input[0]:",
+            "dsv4_jax/serving/test_overlap.py",
+        ),
+        (
             "brings_the_same_input_anew",
             "engine_arrays.py",
-            "if is_like != self._input[0]:",
-            "if is_like:",
+            "if contents != self._input[0]:",
+            "if contents:",
             "dsv4_jax/serving/test_overlap.py",
         ),
         (

@@ -9,8 +9,8 @@ import threading
 import httpx
 import pytest
 
-from helpers.serve import MODEL, running, until
-from helpers.serving import fail_with_prompts_of
+from helpers.serve import MODEL, running
+from helpers.serving import fail_with_prompts_of, until
 
 LONG = {"model": MODEL, "prompt": "a", "max_tokens": 1500, "ignore_eos": True}
 OPENED = []

@@ -13,7 +13,8 @@ import pytest
 import dsv4_jax as ds
 from dsv4_jax.serve.web_page import PAGE_PATHS, STATE_PATH
 from helpers.browser import OBSTACLE, chromium
-from helpers.serve import MODEL, running, script, until
+from helpers.serve import MODEL, running, script
+from helpers.serving import until
 
 FOLDER = pathlib.Path(ds.__file__).parent / "serve" / "page"
 SECRET = "a prompt that nobody else may see"

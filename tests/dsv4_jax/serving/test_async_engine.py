@@ -9,7 +9,6 @@ import gc
 import subprocess
 import sys
 import threading
-import time
 import weakref
 
 import numpy as np
@@ -17,7 +16,7 @@ import pytest
 
 from dsv4_jax import serving
 from dsv4_jax.serving import stepper
-from helpers.serving import fail_with_prompts_of, make_engine, prompt, same_tokens
+from helpers.serving import fail_with_prompts_of, make_engine, prompt, same_tokens, until
 
 LONG = {"max_new_tokens": 400, "stop_token_ids": ()}
 
@@ -47,13 +46,6 @@ def cases(count, seed=0):
 
 async def read(stream):
     return [token.token_id async for token in stream]
-
-
-def until(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def test_coroutines_get_what_generate_gives(engine):
