@@ -137,6 +137,7 @@ class EngineArrays:
         next_token_ids: np.ndarray,
         *,
         is_plain: bool,
+        is_simple: bool,
         activations: str,
         wants_logprobs: bool,
     ) -> None:
@@ -148,10 +149,11 @@ class EngineArrays:
           num_checked: the same.
           next_token_ids: the same.
           is_plain: takes `plain_decode_step`.
+          is_simple: no row asks for more than `Sampling.simplified` says.
           activations: as in `decode_step`.
           wants_logprobs: brings log-probabilities from the device; else they are None.
         """
-        plain = (num_checked, next_token_ids, is_plain, activations, wants_logprobs)
+        plain = (num_checked, next_token_ids, is_plain, is_simple, activations, wants_logprobs)
         self._make("step", step_input, snapshots, *plain)
 
     def read(self, back: int) -> ServeOutput:
@@ -255,18 +257,17 @@ class EngineArrays:
         num_checked: Any,
         next_token_ids: Any,
         is_plain: bool,
+        is_simple: bool,
         activations: str,
         wants_logprobs: bool,
     ) -> None:
         plan = self._plan
         fields = {"num_checked": num_checked, "next_token_ids": next_token_ids}
         fields |= {"step": step_input, "snapshots": snapshots}
-        serve_input = ServeInput(
-            sampling=self._sampling,
-            counts=self._counts,
-            masks=self._masks,
-            **self._bring_input(fields),
-        )
+        settings = {"sampling": self._sampling, "counts": self._counts, "masks": self._masks}
+        if is_simple:
+            settings = {"sampling": self._sampling.simplified()}
+        serve_input = ServeInput(**settings, **self._bring_input(fields))
         static = {"config": plan.config, "activations": activations}
         if self._hosts is not None:
             self._hosts.waits()

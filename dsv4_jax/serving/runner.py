@@ -79,6 +79,9 @@ class StepRunner:
         self._activations = self._prefill_activations = plan.activations
         if any(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized))):
             self._prefill_activations = plan.prefill_activations
+        # The host of a GPU waits for a step's conditionals. A CPU would compile a program more.
+        first = jax.tree.leaves(params)[0]
+        self._simplifies = {device.platform for device in first.devices()} == {"gpu"}
         self.devices = EngineArrays(params, plan, hosts)
         self._num_launched = 0
         self._start_settings()
@@ -183,6 +186,7 @@ class StepRunner:
             checked,
             following,
             is_plain=plan.is_plain,
+            is_simple=self._simplifies and running.is_simple and self._only_decodes(plan),
             activations=self._prefill_activations if plan.holds_prompts else self._activations,
             wants_logprobs=bool(wants_logprobs) or not len(rows),  # an idle step tries it
         )
@@ -198,6 +202,7 @@ class StepRunner:
     def warmup(self) -> list[tuple[str, float]]:
         """Compiles every program by running it idle; names and seconds."""
         sizes, plain_size = self._engine_plan.step_sizes, self._engine_plan.plain_size
+        others = self._activations != self._prefill_activations
         blocks = self._shards * self.plan.num_blocks if self._engine_plan.debug else None
         width = self.cache.block_table.shape[1]
         changes = idle_changes(self._num_slots, width, num_blocks=blocks)
@@ -209,13 +214,13 @@ class StepRunner:
         for size in sizes:
             idle = StepPlan.idle(size, holds_prompts=True)
             jobs.append((f"step of {size} tokens", lambda idle=idle: self._idle(idle)))
-            if plain_size is None and self._activations != self._prefill_activations:
+            if plain_size is None:
                 idle = StepPlan.idle(size)
                 name = f"step of {size} tokens without prompts"
-                jobs.append((name, lambda idle=idle: self._idle(idle)))
+                jobs += self._decode_jobs(name, idle, every=others)
         if plain_size is not None:
             idle = StepPlan.idle(plain_size, is_plain=True)
-            jobs.append((f"decode step of {plain_size} tokens", lambda: self._idle(idle)))
+            jobs += self._decode_jobs(f"decode step of {plain_size} tokens", idle)
         jobs.append(("verification", self.devices.scan))
         if self._engine_plan.grammars:
             jobs.append(("tokenizer of grammars", self._grammars.prepare))
@@ -227,8 +232,24 @@ class StepRunner:
             times.append((name, time.perf_counter() - started))
         return times
 
-    def _idle(self, plan: StepPlan) -> None:
+    def _decode_jobs(
+        self, name: str, idle: StepPlan, *, every: bool = True
+    ) -> list[tuple[str, Callable[[], object]]]:
+        """Names and runs of a step's programs: for simple draws, and for `every` kind of draw."""
+        jobs: list[tuple[str, Callable[[], object]]] = []
+        if every:
+            jobs.append((name, lambda: self._idle(idle)))
+        if self._simplifies:
+            jobs.append((f"{name}, simple draws", lambda: self._idle(idle, is_simple=True)))
+        return jobs
+
+    def _only_decodes(self, plan: StepPlan) -> bool:
+        """Whether a step has programs of its own, which no prompt takes."""
+        return plan.is_plain or (self._engine_plan.plain_size is None and not plan.holds_prompts)
+
+    def _idle(self, plan: StepPlan, *, is_simple: bool = False) -> None:
         nobody = Running({}, KnownTokens(0, 0))
+        nobody.is_simple = is_simple
         self.run(plan, nobody, np.zeros(self._num_slots, np.int32), [])()
 
     def _start_settings(self) -> None:

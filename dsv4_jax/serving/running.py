@@ -25,6 +25,7 @@ class Running(Mapping[int, Request]):
       ids: i64[n], request ids.
       penalises: some request has penalties.
       is_constrained: some request has a grammar.
+      is_simple: no request asks for more than a temperature and min-p.
       with_siblings: samples of one prompt that were submitted together.
     """
 
@@ -48,6 +49,7 @@ class Running(Mapping[int, Request]):
         self.ids = np.array([one.request_id for one in requests], np.int64)
         self.is_constrained = any(one.sampling.grammar is not None for one in requests)
         self.penalises = any(one.sampling.penalises for one in requests)
+        self.is_simple = all(one.sampling.is_simple for one in requests)
         self.with_siblings = [one for one in requests if one.siblings]
 
     @property

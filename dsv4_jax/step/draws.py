@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -98,15 +99,10 @@ def guess(
     sampler: Sampler | None = None,
 ) -> jax.Array:
     """`sample`, with penalties of tokens that were drawn before, or by another sampler; i32[B]."""
-    logits, positions = logits[:, None], positions[:, None]
-
-    def choose() -> jax.Array:
-        return _choose(join_last_axis(logits), sampling, positions, counts, None, None, sampler)
-
-    if sampler is not None:
-        return choose()[:, 0]
-    greedy = _most_likely(logits)
-    return jax.lax.cond(jnp.any(_draws_otherwise(sampling)), choose, lambda: greedy)[:, 0]
+    drafts = jnp.zeros((logits.shape[0], 0), jnp.int32)
+    sampling = dataclasses.replace(sampling, wants_logprobs=None)
+    drawn, _ = draw(logits[:, None], sampling, positions[:, None], counts, drafts, sampler)
+    return drawn[:, 0]
 
 
 def draw(
@@ -120,7 +116,8 @@ def draw(
 ) -> tuple[jax.Array, Logprobs]:
     """Draws n tokens per row, each as if the drafts before it had been drawn.
 
-    On a mesh only each device's best token leaves it, unless a row asks for more than that.
+    On a mesh only each device's best token leaves it, unless a row asks for more than that. Where
+    `sampling` is simple and there are no masks, nothing is decided at run time.
 
     Args:
       logits: f32[B, n, V]; where a step runs on a mesh, this device's part of the vocabulary.
@@ -129,7 +126,7 @@ def draw(
       counts: what rows have drawn before; None is nothing.
       drafts: i32[B, n - 1], tokens between those that are drawn.
       sampler: draws in the place of `sample`, from logits with bias, penalties and masks; None
-        does not.
+        does not. It is given a `Sampling` without None.
       masks: which tokens rows may draw; None is all.
 
     Returns:
@@ -138,48 +135,70 @@ def draw(
     Raises:
       ValueError: the sampler gives no integer for each draw.
     """
-    greedy = _most_likely(logits)
-    shape = (*greedy.shape, min(MAX_LOGPROBS, logits.shape[-1] * axis_size(MODEL)))
+    shape = (*positions.shape, min(MAX_LOGPROBS, logits.shape[-1] * axis_size(MODEL)))
     none = Logprobs(
-        drawn=jnp.zeros(greedy.shape, jnp.float32),
+        drawn=jnp.zeros(positions.shape, jnp.float32),
         token_ids=jnp.zeros(shape, jnp.int32),
         top=jnp.zeros(shape, jnp.float32),
     )
+    is_simple = sampling.is_simple and masks is None
+    if is_simple and sampler is None:
+        return _draw_simply(logits, sampling, positions), none
+    wanted, sampling = sampling.wants_logprobs, sampling.completed()
 
     def draw_otherwise() -> tuple[jax.Array, Logprobs]:
         every = join_last_axis(logits)
+        if is_simple:
+            assert sampler is not None
+            return _ask(sampler, every, sampling, positions), none
         drawn = _choose(every, sampling, positions, counts, drafts, masks, sampler)
-        wanted = jnp.any(sampling.wants_logprobs)
-        return drawn, jax.lax.cond(wanted, lambda: _logprobs(every, drawn), lambda: none)
+        if wanted is None:
+            return drawn, none
+        return drawn, jax.lax.cond(jnp.any(wanted), lambda: _logprobs(every, drawn), lambda: none)
 
     if sampler is not None:
         return draw_otherwise()
-    asked = _draws_otherwise(sampling) | sampling.wants_logprobs
+    greedy, _ = _most_likely(logits)
+    asked = _draws_otherwise(sampling)
+    if wanted is not None:
+        asked |= wanted
     if masks is not None:
         asked |= masks.is_masked
     return jax.lax.cond(jnp.any(asked), draw_otherwise, lambda: (greedy, none))
 
 
-def _most_likely(logits: jax.Array) -> jax.Array:
-    """[..., V] -> i32[...]: the largest logit's token, the lower one of equals.
+def _most_likely(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """[..., V] -> i32[...] and f32[...]: the largest logit's token and it; of equals the lower id.
 
     On a mesh only each device's best leaves it.
     """
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    values = jnp.take_along_axis(logits, best[..., None], axis=-1)[..., 0]
     place = place_on(MODEL)
     if isinstance(place, int):
-        return best
-    values = jnp.take_along_axis(logits, best[..., None], axis=-1)[..., 0]
+        return best, values
     bits = jax.lax.bitcast_convert_type(values.astype(jnp.float32), jnp.int32)
     mine = jnp.stack([bits, best + place * logits.shape[-1]])
     bits, tokens = jnp.moveaxis(gather_over_model(mine), 1, 0)
     of_all = jax.lax.bitcast_convert_type(bits, jnp.float32)
-    winner = jnp.argmax(of_all, axis=0)
-    return jnp.take_along_axis(tokens, winner[None], axis=0)[0]
+    winner = jnp.argmax(of_all, axis=0)[None]
+    token = jnp.take_along_axis(tokens, winner, axis=0)[0]
+    return token, jnp.take_along_axis(of_all, winner, axis=0)[0]
+
+
+def _draw_simply(logits: jax.Array, sampling: Sampling, positions: jax.Array) -> jax.Array:
+    """i32[B, n]: greedy tokens, and draws of rows with a temperature; without `lax.cond`."""
+    greedy, largest = _most_likely(logits)
+    scaled = _scaled(logits, largest, sampling)
+    noise = _noise_of(sampling, positions, logits.shape[-1], place_on(MODEL))
+    drawn, _ = _most_likely(jnp.where(_likely(scaled, sampling), scaled + noise, -jnp.inf))
+    return jnp.where(sampling.temperature[:, None] > 0, drawn, greedy)
 
 
 def _changes_logits(sampling: Sampling) -> jax.Array:
     """bool[B]: rows with a bias or penalties."""
+    assert sampling.presence_penalty is not None
+    assert sampling.bias_token_ids is not None
     penalises = (sampling.presence_penalty != 0) | (sampling.frequency_penalty != 0)
     if not sampling.bias_token_ids.shape[1]:
         return penalises
@@ -255,6 +274,8 @@ def _penalise(
     """Subtracts presence once and frequency once a time, of tokens that were drawn before."""
     if counts is None:
         return logits
+    assert sampling.presence_penalty is not None
+    assert sampling.frequency_penalty is not None
     num_rows, width, vocab_size = logits.shape
     write = {"mode": "drop", "wrap_negative_indices": False}
     seen = jnp.zeros((num_rows, vocab_size), jnp.int32)
@@ -281,40 +302,61 @@ def _draw_warm(
     logits: jax.Array, sampling: Sampling, positions: jax.Array, greedy: jax.Array
 ) -> jax.Array:
     """i32[B, n]: a draw where there is a temperature, the greedy token elsewhere."""
-    width, vocab_size = logits.shape[1:]
-    sampling = jax.tree.map(lambda leaf: jnp.repeat(leaf, width, axis=0), sampling)
-    logits, warm = logits.reshape(-1, vocab_size), sampling.temperature > 0
-    # Below the largest first, so that a small temperature cannot overflow.
-    below = logits - jnp.max(logits, axis=-1, keepdims=True)
-    scaled = below / jnp.where(warm, sampling.temperature, 1.0)[:, None]
+    scaled = _scaled(logits, jnp.max(logits, axis=-1), sampling)
     allowed = _ranked_high(scaled, sampling) & _likely(scaled, sampling)
-    noise = jax.vmap(_noise, in_axes=(0, 0, None))
-    noisy = scaled + noise(sampling.seed, positions.reshape(-1), vocab_size)
+    noisy = scaled + _noise_of(sampling, positions, logits.shape[-1])
     drawn = jnp.argmax(jnp.where(allowed, noisy, -jnp.inf), axis=-1).astype(jnp.int32)
-    return jnp.where(warm, drawn, greedy.reshape(-1)).reshape(greedy.shape)
+    return jnp.where(sampling.temperature[:, None] > 0, drawn, greedy)
+
+
+def _scaled(logits: jax.Array, largest: jax.Array, sampling: Sampling) -> jax.Array:
+    """f32[B, n, V]: logits below the largest f32[B, n], divided by the temperature."""
+    # Below the largest first, so that a small temperature cannot overflow.
+    below = logits - largest[..., None]
+    warm = sampling.temperature > 0
+    return below / jnp.where(warm, sampling.temperature, 1.0)[:, None, None]
+
+
+def _noise_of(
+    sampling: Sampling, positions: jax.Array, num_tokens: int, place: jax.Array | int = 0
+) -> jax.Array:
+    """f32[B, n, V] Gumbel noise of part `place` of the vocabulary, which has V tokens.
+
+    The largest of logits plus noise is a draw from their softmax.
+    """
+    first = place * num_tokens
+    parts = 1 if isinstance(place, int) else axis_size(MODEL)
+
+    def noise(seed: jax.Array, position: jax.Array) -> jax.Array:
+        whole = _noise(seed, position, parts * num_tokens)
+        return jax.lax.dynamic_slice_in_dim(whole, first, num_tokens) if parts > 1 else whole
+
+    return jax.vmap(jax.vmap(noise, in_axes=(None, 0)))(sampling.seed, positions)
 
 
 def _noise(seed: jax.Array, position: jax.Array, vocab_size: int) -> jax.Array:
-    """f32[V] Gumbel noise: the largest of logits plus noise is a draw from their softmax."""
     return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), (vocab_size,))
 
 
 def _ranked_high(scaled: jax.Array, sampling: Sampling) -> jax.Array:
-    """bool[B, V]: tokens that top-k and top-p leave; of equal logits the lower id comes first."""
+    """bool[B, n, V]: tokens that top-k and top-p leave; of equals the lower id comes first."""
+    assert sampling.top_k is not None
+    assert sampling.top_p is not None
     vocab_size = scaled.shape[-1]
     order = jnp.argsort(scaled, axis=-1, stable=True, descending=True)
     ranked = jnp.take_along_axis(jax.nn.softmax(scaled, axis=-1), order, axis=-1)
     before = jnp.cumsum(ranked, axis=-1) - ranked
-    limit = jnp.where(sampling.top_k > 0, sampling.top_k, vocab_size)
-    kept = (jnp.arange(vocab_size)[None] < limit[:, None]) & (before < sampling.top_p[:, None])
-    kept = kept.at[:, 0].set(True)
+    limit = jnp.where(sampling.top_k > 0, sampling.top_k, vocab_size)[:, None, None]
+    top_p = jnp.where(sampling.top_p < 1, sampling.top_p, jnp.inf)[:, None, None]
+    kept = (jnp.arange(vocab_size)[None, None] < limit) & (before < top_p)
+    kept = kept.at[..., 0].set(True)
     rank = jnp.argsort(order, axis=-1)
     return jnp.take_along_axis(kept, rank, axis=-1)
 
 
 def _likely(scaled: jax.Array, sampling: Sampling) -> jax.Array:
-    """bool[B, V]: tokens at least min_p as likely as the likeliest; `scaled` is 0 there."""
-    return scaled >= jnp.log(sampling.min_p)[:, None]
+    """bool[B, n, V]: tokens at least min_p as likely as the likeliest; `scaled` is 0 there."""
+    return scaled >= jnp.log(sampling.min_p)[:, None, None]
 
 
 def _logprobs(every: jax.Array, drawn: jax.Array) -> Logprobs:

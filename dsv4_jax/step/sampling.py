@@ -8,6 +8,7 @@ from typing import Any, TypedDict, Unpack
 
 import flax.struct
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax import checks
@@ -115,6 +116,12 @@ class SamplingParams:
         """What was drawn before changes logits."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0
 
+    @property
+    def is_simple(self) -> bool:
+        """Nothing is asked for but a temperature and min-p: `Sampling.simplified` says it all."""
+        asks = self.top_k or self.top_p < 1 or self.logit_bias or self.grammar is not None
+        return not asks and not self.penalises and self.logprobs is None
+
 
 def _logit_bias(bias: Any) -> tuple[tuple[int, float], ...]:
     """Pairs of a token id and its bias, by id; a mapping or pairs come in."""
@@ -218,31 +225,62 @@ def _rows_of(num_rows: int, sampling: Any, row_name: str) -> list[SamplingParams
 class Sampling:
     """The `SamplingParams` of a call's rows, as a step takes them.
 
+    Where all of the optional fields are None, a step has no conditional, on whose outcome the host
+    of a GPU would wait before it launches what follows.
+
     Attributes:
       temperature: f32[B]; 0 takes the most likely token.
-      top_k: i32[B], draws among that many most likely tokens; 0 is no limit.
-      top_p: f32[B], draws among the most likely tokens that together have that probability.
       min_p: f32[B], draws among tokens at least that fraction as likely as the likeliest.
       seed: u32[B]; the noise of a draw follows from it and the drawn token's position alone.
-      bias_token_ids: i32[B, m], tokens with a bias, no token twice, then -1; m may be 0.
-      bias: f32[B, m], what is added to their logits.
-      presence_penalty: f32[B], subtracted from logits of tokens that were drawn.
-      frequency_penalty: f32[B], subtracted for each time.
-      wants_logprobs: bool[B], log-probabilities are looked at.
       stop_token_ids: i32[B, n], padded with -1.
+      top_k: i32[B], draws among that many most likely tokens; 0, or None for all rows, is no limit.
+      top_p: f32[B], draws among the most likely tokens that together have that probability; None is
+        no limit.
+      bias_token_ids: i32[B, m], tokens with a bias, no token twice, then -1; None is no token.
+      bias: f32[B, m], what is added to their logits; None with `bias_token_ids`.
+      presence_penalty: f32[B], subtracted from logits of tokens that were drawn; None is 0.
+      frequency_penalty: f32[B], subtracted for each time; None is 0.
+      wants_logprobs: bool[B], log-probabilities are looked at; None is those of no row.
     """
 
     temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
     min_p: jax.Array
     seed: jax.Array
-    bias_token_ids: jax.Array
-    bias: jax.Array
-    presence_penalty: jax.Array
-    frequency_penalty: jax.Array
-    wants_logprobs: jax.Array
     stop_token_ids: jax.Array
+    top_k: jax.Array | None = None
+    top_p: jax.Array | None = None
+    bias_token_ids: jax.Array | None = None
+    bias: jax.Array | None = None
+    presence_penalty: jax.Array | None = None
+    frequency_penalty: jax.Array | None = None
+    wants_logprobs: jax.Array | None = None
+
+    @property
+    def is_simple(self) -> bool:
+        """All of the optional fields are None."""
+        return all(getattr(self, name) is None for name in _OPTIONAL)
+
+    def simplified(self) -> Sampling:
+        """Without the optional fields, of rows whose `SamplingParams.is_simple` is true."""
+        return dataclasses.replace(self, **dict.fromkeys(_OPTIONAL))
+
+    def completed(self) -> Sampling:
+        """With arrays that ask for nothing in the place of None."""
+        num_rows = self.temperature.shape[0]
+        fields = {
+            "top_k": jnp.zeros(num_rows, jnp.int32),
+            "top_p": jnp.ones(num_rows, jnp.float32),
+            "bias_token_ids": jnp.full((num_rows, 0), -1, jnp.int32),
+            "bias": jnp.zeros((num_rows, 0), jnp.float32),
+            "presence_penalty": jnp.zeros(num_rows, jnp.float32),
+            "frequency_penalty": jnp.zeros(num_rows, jnp.float32),
+            "wants_logprobs": jnp.zeros(num_rows, bool),
+        }
+        missing = {name: one for name, one in fields.items() if getattr(self, name) is None}
+        return dataclasses.replace(self, **missing)
+
+
+_OPTIONAL = tuple(field.name for field in dataclasses.fields(Sampling) if field.default is None)
 
 
 def make_sampling(
@@ -270,7 +308,11 @@ def make_sampling(
                     f"{name} must be left out here, since it needs an Engine, got "
                     f"{checks.shown(getattr(row, name))}; {way_out}"
                 )
-    return jax.device_put(stack_sampling(rows))
+    stacked = stack_sampling(rows)
+    # One field that is asked for has a step decide at run time anyway.
+    if all(row.is_simple for row in rows):
+        stacked = stacked.simplified()
+    return jax.device_put(stacked)
 
 
 _NEED_ENGINE = {

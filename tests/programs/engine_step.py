@@ -1,9 +1,10 @@
-"""An engine's decode step beside its own program: `python -m programs.engine_step CONFIG`.
+"""An engine's decode step beside its program and a loop: `python -m programs.engine_step CONFIG`.
 
-CONFIG is as for `benchmarks.bench_engine`. Prompts of one token, so that only the decode step is
-compiled. Prints ms a step of the engine's rounds, of its parts on the host, and of the step's
-program launched again and again, whose tokens nobody reads: few times on an idle device, so that no
-call waits for a place in the queue. With `--move` inputs are elsewhere in each step.
+CONFIG is as for `benchmarks.bench_engine`, and so is the loop, whose tokens stay on the device.
+Prompts of one token, so that only decode steps are compiled. Prints ms a step of the engine's
+rounds, of its parts on the host, of the step's program launched again and again, whose tokens
+nobody reads, and of the loop: few calls at a time on an idle device, so that no call waits for a
+place in the queue. With `--top-p` below 1 a step decides at run time what its rows ask for.
 """
 
 import argparse
@@ -11,12 +12,12 @@ import collections
 import time
 
 import jax
-import jax.numpy as jnp
 
 import dsv4_jax as ds
-from benchmarks.bench_engine import load_model
+from benchmarks.bench_engine import load_model, loop_ms
 from dsv4_jax.serving import engine_arrays
 
+CONTEXT = 2048
 LAUNCHES = 16
 """Fewer than the calls that XLA keeps in flight."""
 
@@ -24,34 +25,44 @@ LAUNCHES = 16
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config")
-    parser.add_argument("--requests", type=int, default=1)
+    parser.add_argument("--requests", type=int, nargs="+", default=[1])
     parser.add_argument("--weights", choices=("dense", "released"), default="dense")
     parser.add_argument("--experts", type=int, help="routed experts of a preset")
     parser.add_argument("--steps", type=int, default=200, help="steps of each of three rounds")
-    parser.add_argument("--move", action="store_true")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-p", type=float, default=1.0)
     arguments = parser.parse_args()
     ds.runtime.claim_memory()
     ds.set_xla_flags()
     ds.use_compilation_cache()
     config, params = load_model(arguments.config, arguments.weights, arguments.experts)
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {arguments}", flush=True)
-    sizes = {"max_requests": arguments.requests, "max_context_tokens": 2048}
-    engine = ds.Engine(config, params, **sizes, prefill_tokens=(max(64, arguments.requests),))
-    for _ in range(arguments.requests):
-        engine.submit([1], max_new_tokens=2047, stop_token_ids=())
+    for requests in arguments.requests:
+        time_engine(config, params, requests, arguments)
+        sizes = {"requests": requests, "context": CONTEXT, "steps": LAUNCHES}
+        loop = [round(ms, 3) for ms in loop_ms(config, params, **sizes)]
+        print(f"{requests} requests, loop: {loop}", flush=True)
+
+
+def time_engine(config, params, requests, arguments):
+    """Prints what an engine's steps take."""
+    plain = engine_arrays.jit_plain_decode_step
+    sizes = {"max_requests": requests, "max_context_tokens": CONTEXT}
+    engine = ds.Engine(config, params, **sizes, prefill_tokens=(max(64, requests),))
+    wanted = {"temperature": arguments.temperature, "top_p": arguments.top_p}
+    for seed in range(requests):
+        new = CONTEXT - 1
+        engine.submit([1], max_new_tokens=new, stop_token_ids=(), seed=seed, **wanted)
     for _ in range(20):
         engine.step()
-    plain = engine_arrays.jit_plain_decode_step
-    if arguments.move:
-        engine_arrays.jit_plain_decode_step = moving(plain)
-        engine.step()
     rounds = [milliseconds(engine.step, arguments.steps) for _ in range(3)]
-    print("engine:", rounds, flush=True)
+    print(f"{requests} requests, engine: {rounds}", flush=True)
     spent, calls = time_parts(engine._runner.devices)
     milliseconds(engine.step, arguments.steps)
     parts = {name: round(1e3 * s / arguments.steps, 3) for name, s in spent.items()}
-    print("parts:", parts, flush=True)
+    print(f"{requests} requests, parts: {parts}", flush=True)
     (params, _, step_input, _), static = calls[-1]
+    engine_arrays.jit_plain_decode_step = plain
     state = [engine._runner.devices.cache, engine._runner.devices._last]
     for _ in range(4):
         started = time.perf_counter()
@@ -61,7 +72,7 @@ def main():
         jax.block_until_ready(state)
         whole = time.perf_counter() - started
         found = [round(1e3 * seconds / LAUNCHES, 3) for seconds in (called, whole)]
-        print("program alone, its calls and all:", found, flush=True)
+        print(f"{requests} requests, program alone, its calls and all: {found}", flush=True)
 
 
 def milliseconds(step, count):
@@ -70,16 +81,6 @@ def milliseconds(step, count):
     for _ in range(count):
         step()
     return round(1e3 * (time.perf_counter() - started) / count, 3)
-
-
-def moving(plain):
-    """The step, with copies of what changes."""
-    copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
-
-    def step(params, cache, step_input, last, **static):
-        return plain(params, cache, copied(step_input), copied(last), **static)
-
-    return step
 
 
 def time_parts(arrays):

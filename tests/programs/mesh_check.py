@@ -19,11 +19,13 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 import dsv4_jax as ds
 from dsv4_jax.cache.snapshots import SnapshotPlan, init_snapshot_store
 from dsv4_jax.mesh import shardings_of
 from dsv4_jax.model import moe
+from dsv4_jax.step.draws import draw
 from dsv4_jax.step.serve_step import ServeInput, jit_plain_decode_step, jit_serve_step
 from helpers.configs import scanned
 
@@ -171,6 +173,29 @@ def prompts(config):
     return [rng.integers(0, config.vocab_size, n).tolist() for n in PROMPT_TOKENS]
 
 
+def drawn_on(mesh):
+    """i32[ROWS, 2], simple draws of random logits, the vocabulary in parts on the devices."""
+    rng = np.random.default_rng(2)
+    logits = rng.normal(0, 2, (ROWS, 2, 48)).astype(np.float32)
+    logits[::3, :, [5, 17, 44]] = 9.0  # equal, on several devices
+    rows = [
+        ds.SamplingParams(temperature=[0.0, 0.7, 1.5][i % 3], min_p=[0.0, 0.1][i % 2], seed=i)
+        for i in range(ROWS)
+    ]
+    settings, positions = (
+        ds.make_sampling(ROWS, rows),
+        jnp.arange(2 * ROWS, dtype=jnp.int32).reshape(ROWS, 2),
+    )
+
+    def local(logits):
+        return draw(logits, settings, positions, None, jnp.zeros((ROWS, 1), jnp.int32))[0]
+
+    if mesh is not None:
+        parts, whole = P(None, None, "model"), P()
+        local = jax.shard_map(local, mesh=mesh, in_specs=parts, out_specs=whole, check_vma=False)
+    return np.asarray(jax.jit(local)(logits))
+
+
 def run_chunks(runner, *, num_tokens=ROWS * 20, decoded=4):
     """Logits of prompts in two chunks, then of greedy tokens; one program for all of it."""
     texts = prompts(runner.config)
@@ -182,7 +207,8 @@ def run_chunks(runner, *, num_tokens=ROWS * 20, decoded=4):
         for rows, new in zip(logits, runner.prefill(drawn, num_tokens=num_tokens), strict=True):
             rows.extend(new)
     tokens = [[int(np.argmax(row)) for row in rows] for rows in logits]
-    return {"logits": np.concatenate([np.stack(rows) for rows in logits]), "tokens": tokens}
+    logits = np.concatenate([np.stack(rows) for rows in logits])
+    return {"logits": logits, "tokens": tokens, "drawn": drawn_on(runner.mesh)}
 
 
 def run_all(runner):
@@ -202,9 +228,13 @@ def run_all(runner):
         ds.SamplingParams(temperature=t, top_k=k, top_p=0.9 if i % 3 else 1.0, seed=i)
         for i, (t, k) in enumerate(zip(warm, limits, strict=True))
     ]
-    greedy, mixed = ds.make_sampling(ROWS), ds.make_sampling(ROWS, rows)
+    settings = {
+        "simple": ds.make_sampling(ROWS, [ds.SamplingParams(temperature=t) for t in warm]),
+        "greedy": ds.make_sampling(ROWS).completed(),
+        "sampled": ds.make_sampling(ROWS, rows),
+    }
     tokens = np.argmax(found["after commit"], axis=-1).tolist()
-    for name, sampling in (("greedy", greedy), ("sampled", mixed)):
+    for name, sampling in settings.items():
         drawn = runner.loop(tokens, sampling, 3)
         found[f"loop, {name}"] = drawn
         last = drawn[:, -1].tolist()

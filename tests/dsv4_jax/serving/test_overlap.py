@@ -83,6 +83,41 @@ def test_inputs_that_stay_are_not_brought_again_and_none_moves(monkeypatch, make
     assert {len(leaves) for _, _, _, shown in steps for leaves in shown} == {1}
 
 
+@pytest.mark.parametrize("make", [plain_engine, pytest.param(make_engine, marks=pytest.mark.slow)])
+def test_a_step_has_conditionals_only_where_a_request_needs_them(monkeypatch, make):
+    """As on a GPU, whose host waits for them; tokens are those of steps that have them always."""
+    rng = np.random.default_rng(3)
+    texts = [prompt(rng, n) for n in (12, 5, 9)]
+    settings = [
+        {},
+        {"temperature": 0.8, "seed": 2, "min_p": 0.01},
+        {"temperature": 1.2, "top_k": 9},
+    ]
+    ends = [30, 30, 6]
+    answers, simple = [], []
+    for simplifies in (False, True):
+        engine = make()
+        engine._runner._simplifies = simplifies
+        step, simple = engine._runner.devices.step, []
+
+        def note(*arrays, step=step, simple=simple, engine=engine, **static):
+            running = engine._loop.queue.running.values()
+            asks = {request.sampling.top_k for request in running}
+            simple.append((static["is_simple"], asks))
+            return step(*arrays, **static)
+
+        monkeypatch.setattr(engine._runner.devices, "step", note)
+        ids = [
+            engine.submit(text, max_new_tokens=end, stop_token_ids=(), **asked)
+            for text, end, asked in zip(texts, ends, settings, strict=True)
+        ]
+        answers.append([one.token_ids for one in run_to_end(engine, *ids)])
+        assert any(is_simple for is_simple, _ in simple) == simplifies
+    assert answers[0] == answers[1]
+    assert all(9 not in asks for is_simple, asks in simple if is_simple)
+    assert not any(is_simple for is_simple, _ in simple[:1])  # prompts
+
+
 @pytest.mark.parametrize("make", [plain_engine, make_engine])
 def test_each_step_is_launched_before_the_last_one_is_read(monkeypatch, make):
     """Prompts, decoding, drafts and an admission in between; only the last step has no next."""

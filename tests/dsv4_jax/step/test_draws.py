@@ -201,3 +201,59 @@ def test_min_p_leaves_what_is_likely_enough_after_the_temperature(min_p):
     rows = jnp.broadcast_to(jnp.asarray(logits)[None], (3000, 6))
     tokens = set(np.asarray(ds.sample(rows, sampling, jnp.arange(3000, dtype=jnp.int32))).tolist())
     assert tokens == {n for n in range(6) if weights[n] >= min_p and weights[n] > 1e-3}
+
+
+def warm_rows():
+    """Rows that ask for a temperature and min-p alone, and greedy ones."""
+    return [
+        SamplingParams(temperature=[0.0, 0.7, 1.5][n % 3], min_p=[0.0, 0.1][n % 2], seed=n)
+        for n in range(NUM_ROWS)
+    ]
+
+
+def test_simple_draws_are_those_of_the_general_step_without_a_conditional(case):
+    _, logits, histories, drafts, positions = case
+    settings = sampling_of(warm_rows())
+    arguments = jnp.asarray(positions), counts_of(histories), jnp.asarray(drafts)
+    general, _ = jit_draw(jnp.asarray(logits), settings, *arguments)
+    simple, logprobs = jit_draw(jnp.asarray(logits), settings.simplified(), *arguments)
+    np.testing.assert_array_equal(simple, general)
+    assert np.any(np.asarray(simple) != np.argmax(logits, axis=-1))
+    assert not np.any(logprobs.top)
+    shown = str(jax.make_jaxpr(draw)(jnp.asarray(logits), settings.simplified(), *arguments))
+    assert "cond[" not in shown
+    assert "cond[" in str(jax.make_jaxpr(draw)(jnp.asarray(logits), settings, *arguments))
+
+
+def test_masks_and_one_more_field_are_obeyed_beside_simple_settings(case):
+    _, logits, histories, drafts, positions = case
+    settings = sampling_of(warm_rows()).simplified()
+    arguments = jnp.asarray(positions), counts_of(histories), jnp.asarray(drafts)
+    bits = jnp.zeros((NUM_ROWS, WIDTH, 2), jnp.uint32).at[..., 0].set(1 << 7)
+    masks = TokenMasks(is_masked=jnp.ones(NUM_ROWS, bool), bits=bits)
+    drawn, _ = jit_draw(jnp.asarray(logits), settings, *arguments, masks=masks)
+    np.testing.assert_array_equal(drawn, 7)
+    first = dataclasses.replace(settings, top_k=jnp.ones(NUM_ROWS, jnp.int32))
+    drawn, _ = jit_draw(jnp.asarray(logits), first, *arguments)
+    np.testing.assert_array_equal(drawn, np.argmax(logits, axis=-1))
+
+
+def test_settings_are_simple_where_no_row_asks_for_more():
+    rows = warm_rows()
+    assert all(row.is_simple for row in rows)
+    assert ds.make_sampling(NUM_ROWS, rows).is_simple
+    for more in (
+        {"top_k": 1},
+        {"top_p": 0.5},
+        {"logit_bias": {3: 1.0}},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": -0.5},
+        {"logprobs": 0},
+        {"grammar": ds.serving.Grammar("regex", "a")},
+    ):
+        assert not SamplingParams(**more).is_simple
+    one = [*rows[1:], SamplingParams(top_k=3)]
+    assert not ds.make_sampling(NUM_ROWS, one).is_simple
+    completed = sampling_of(rows).simplified().completed()
+    for name, value in vars(stack_sampling(rows, with_stops=False)).items():
+        np.testing.assert_array_equal(getattr(completed, name), value, err_msg=name)
