@@ -27,6 +27,7 @@ from pallas_kernels.select_top_k import mosaic_gpu as select_kernel
 from pallas_kernels.select_top_k import ptx, radix_steps
 from pallas_kernels.sparse_attention import call_shapes, op
 from pallas_kernels.sparse_attention.arguments import Arguments
+from programs import product_calls
 
 ATTENTION, TOKENS = attention_cases.SMALLEST_FOR_A_KERNEL, ((300, 9, 0), (1, 1, 2))
 FREQUENCIES = np.float32(100.0 ** -np.linspace(0, 1, ATTENTION.rope_dim // 2))
@@ -172,6 +173,7 @@ CALLS = {
     "gather": functools.partial(gather, "fp8_ue8m0"),
     "round_queries": functools.partial(round_queries, "fp8_ue8m0"),
     "mix": mix,
+    **product_calls.CALLS,
 }
 
 

@@ -1,0 +1,143 @@
+"""Small calls of the kernels that multiply weights, for `programs.kernels_alone`.
+
+Weights are quantised on the CPU, and no reference runs on the GPU.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_kernels as pk
+from pallas_kernels.block_linear import mosaic_gpu as product_kernel
+from pallas_kernels.block_linear.call_shapes import Tiling
+from pallas_kernels.common import weights
+
+DIM, OUT, EXPERTS, PICKED = 512, 320, 4, 2
+QUANTIZE = {"fp8": weights.quantize_block_fp8, "mxfp4": weights.quantize_mxfp4}
+TURNS = {
+    "turns": Tiling(
+        columns=16,
+        blocks=2,
+        stages=2,
+        splits=1,
+        programs=1,
+        band=2,
+        packs=False,
+        in_turns=True,
+    ),
+    "splits": Tiling(
+        columns=16,
+        blocks=1,
+        stages=2,
+        splits=2,
+        programs=0,
+        band=1,
+        packs=False,
+        in_turns=False,
+    ),
+}
+
+
+def on_cpu():
+    return jax.default_device(jax.devices("cpu")[0])
+
+
+def weight(kind, *shape, seed=0, activations="fp8"):
+    """A quantised weight, in NumPy."""
+    with on_cpu():
+        values = np.random.default_rng(seed).normal(size=shape) * shape[-1] ** -0.5
+        values = jnp.asarray(values, jnp.float32)
+        made = QUANTIZE[kind](values, dtype="bfloat16", activations=activations)
+        return jax.tree.map(np.asarray, made)
+
+
+def rows(count, dim=DIM):
+    return np.random.default_rng(1).normal(size=(count, dim)).astype(jnp.bfloat16)
+
+
+def multiply(kind, count, *, activations="fp8", tiling=None):
+    """Rows with a weight, whose outputs are no multiple of a tile."""
+    if tiling is None:
+        run = functools.partial(pk.block_linear, backend="mosaic_gpu")
+        return jax.jit(run)(rows(count), weight(kind, OUT, DIM, activations=activations))
+
+    def run(x, one):
+        return product_kernel.block_linear(x, [one], tiling=TURNS[tiling])
+
+    stack = jax.tree.map(lambda leaf: leaf[None], weight(kind, OUT, DIM))
+    return jax.jit(run)(rows(count)[None], stack)
+
+
+def gate_and_up(kind, count):
+    """SwiGLU of two products."""
+    run = functools.partial(pk.swiglu_linear, limit=2.0, backend="mosaic_gpu")
+    both = (weight(kind, OUT, DIM, seed=seed) for seed in (0, 1))
+    return jax.jit(run)(rows(count), *both)
+
+
+def experts(count, shared=False):
+    """Rows through the experts that they picked; some picked fewer, and one picked none."""
+    rng, dim, width = np.random.default_rng(2), 256, 128
+    ids = np.stack([rng.permutation(EXPERTS)[:PICKED] for _ in range(count)]).astype(np.int32)
+    ids[1::3, 1] = -1
+    ids[3:4] = EXPERTS
+    shares = np.float32(rng.uniform(0.2, 1, ids.shape))
+    shapes = ((width, dim), (width, dim), (dim, width))
+    stacks = [weight("mxfp4", EXPERTS, *shape, seed=n) for n, shape in enumerate(shapes)]
+    given = rows(count, dim), ids, shares, *stacks
+    options = {"limit": 2.0, "backend": "mosaic_gpu"}
+    if not shared:
+        return jax.jit(functools.partial(pk.expert_mlp, **options))(*given)
+    one = tuple(weight("fp8", *shape, seed=n) for n, shape in enumerate(shapes))
+    return jax.jit(functools.partial(pk.mixture_mlp, **options))(*given, one)
+
+
+def join(count):
+    """Projections of one hidden state, with biases by position."""
+    rng = np.random.default_rng(3)
+    matrices = [(rng.normal(size=(n, 600)) / 30).astype(jnp.bfloat16) for n in (20, 8, 9)]
+    biases = [np.float32(rng.normal(size=(3, 20))), np.float32(rng.normal(size=(5, 8))), None]
+    run = functools.partial(pk.joined_linears, backend="triton_gpu")
+    return jax.jit(run)(rows(count, 600), matrices, biases, np.arange(count, dtype=np.int32))
+
+
+def write(count):
+    """Outputs to four streams."""
+    rng, streams, dim = np.random.default_rng(4), 4, 320
+    given = (
+        rng.normal(size=(count, streams, dim)).astype(jnp.bfloat16),
+        rows(count, dim),
+        np.float32(rng.uniform(0, 2, (count, streams))),
+        np.float32(rng.dirichlet(np.ones(streams), (count, streams))),
+        np.float32(rng.normal(size=(24, streams * dim)) / 40),
+    )
+    return jax.jit(functools.partial(pk.write_streams, backend="triton_gpu"))(*given)
+
+
+def pick(count):
+    """Three of 24 experts."""
+    rng = np.random.default_rng(5)
+    run = functools.partial(pk.pick_experts, count=3, scaling=2.5, backend="triton_gpu")
+    logits, bias = np.float32(rng.normal(size=(count, 24))), np.float32(rng.normal(size=24))
+    return jax.jit(run)(logits, bias=bias)
+
+
+CALLS = {
+    "multiply_fp8": functools.partial(multiply, "fp8", 5),
+    "multiply_fp8_many": functools.partial(multiply, "fp8", 300),
+    "multiply_mxfp4": functools.partial(multiply, "mxfp4", 5),
+    "multiply_bf16_rows": functools.partial(multiply, "mxfp4", 5, activations="bfloat16"),
+    "multiply_turns": functools.partial(multiply, "fp8", 300, tiling="turns"),
+    "multiply_splits": functools.partial(multiply, "mxfp4", 5, tiling="splits"),
+    "gate_and_up": functools.partial(gate_and_up, "fp8", 5),
+    "experts_of_one": functools.partial(experts, 1),
+    "experts_of_few": functools.partial(experts, 7),
+    "experts_of_many": functools.partial(experts, 300),
+    "experts_shared": functools.partial(experts, 7, shared=True),
+    "join": functools.partial(join, 3),
+    "join_many": functools.partial(join, 19),
+    "write": functools.partial(write, 3),
+    "pick": functools.partial(pick, 7),
+}
