@@ -343,15 +343,17 @@ def _ranked_high(scaled: jax.Array, sampling: Sampling) -> jax.Array:
     assert sampling.top_k is not None
     assert sampling.top_p is not None
     vocab_size = scaled.shape[-1]
-    order = jnp.argsort(scaled, axis=-1, stable=True, descending=True)
-    ranked = jnp.take_along_axis(jax.nn.softmax(scaled, axis=-1), order, axis=-1)
+    token_ids = jax.lax.broadcasted_iota(jnp.int32, scaled.shape, 2)
+    negated, order = jax.lax.sort((-scaled, token_ids), is_stable=True, num_keys=1)
+    ranked = jax.nn.softmax(-negated, axis=-1)
     before = jnp.cumsum(ranked, axis=-1) - ranked
     limit = jnp.where(sampling.top_k > 0, sampling.top_k, vocab_size)[:, None, None]
     top_p = jnp.where(sampling.top_p < 1, sampling.top_p, jnp.inf)[:, None, None]
     kept = (jnp.arange(vocab_size)[None, None] < limit) & (before < top_p)
-    kept = kept.at[..., 0].set(True)
-    rank = jnp.argsort(order, axis=-1)
-    return jnp.take_along_axis(kept, rank, axis=-1)
+    last = jnp.maximum(jnp.sum(kept, axis=-1, keepdims=True, dtype=jnp.int32), 1) - 1
+    least = -jnp.take_along_axis(negated, last, axis=-1)
+    of_equals = token_ids <= jnp.take_along_axis(order, last, axis=-1)
+    return (scaled > least) | ((scaled == least) & of_equals)
 
 
 def _likely(scaled: jax.Array, sampling: Sampling) -> jax.Array:
