@@ -80,8 +80,9 @@ class StepRunner:
         if any(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized))):
             self._prefill_activations = plan.prefill_activations
         # The host of a GPU waits for a step's conditionals. A CPU would compile a program more.
-        first = jax.tree.leaves(params)[0]
-        self._simplifies = {device.platform for device in first.devices()} == {"gpu"}
+        mesh = plan.mesh
+        platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+        self._simplifies = platform == "gpu"
         self.devices = EngineArrays(params, plan, hosts)
         self._num_launched = 0
         self._start_settings()
