@@ -50,15 +50,16 @@ class Calls:
     """In place of the device: draws 5 for every row, and keeps which form each step took."""
 
     def __init__(self, engine):
-        self.forms, self.results = [], []
+        self.forms, self.results, self.simple = [], [], []
         self.num_slots = engine._runner.plan.max_requests
         engine._runner.devices.step = self.step
         engine._runner.devices.read = lambda back: self.results[-1 - back]
 
-    def step(self, step_input, *_, is_plain, activations, wants_logprobs):
+    def step(self, step_input, *_, is_plain, is_simple, activations, wants_logprobs):
         rows = np.asarray(step_input.request_ids)
         counts = np.bincount(rows[rows >= 0], minlength=self.num_slots).astype(np.int32)
         self.forms.append((is_plain, activations))
+        self.simple.append(is_simple)
         no_drafts = np.zeros((self.num_slots, 0), np.int32)
         self.results.append(StepResult(np.full((self.num_slots, 1), 5), counts, no_drafts))
 
@@ -113,6 +114,21 @@ def test_each_form_of_a_size_is_compiled_before_serving():
     split = [steps[0], "step of 8 tokens without prompts"]
     assert names(decode_tokens=8, **both) == (split, ["bfloat16", "fp8"])
     assert names(decode_tokens=8, weights=shapes("dense"), **both) == (steps[:1], ["fp8"])
+
+
+def test_on_a_gpu_decode_steps_are_compiled_for_simple_draws_too():
+    def programs(**options):
+        engine, calls = engine_of(**options)
+        engine._runner._simplifies = True
+        engine.warmup()
+        plain = (is_plain for is_plain, _ in calls.forms)
+        return list(zip(plain, calls.simple, strict=True))
+
+    prompts, decoding = (False, False), (True, False)
+    assert programs() == [prompts, decoding, (True, True)]
+    assert programs(decode_tokens=8) == [prompts, (False, True)]
+    forms = {"prefill_activations": "bfloat16"}
+    assert programs(decode_tokens=8, **forms) == [prompts, (False, False), (False, True)]
 
 
 @pytest.mark.parametrize("name", ["activations", "prefill_activations"])
