@@ -18,8 +18,15 @@ import pallas_kernels as pk
 from helpers import gpu_results
 
 TESTS = pathlib.Path(__file__).parent
-LONG_FILES = {"test_compiled", "test_notebooks", "test_generate", "test_bench_commands"}
-"""Few tests that take long; the first to be given to a worker, so that none is left with one."""
+LONG_FILES = {
+    "test_compiled",
+    "test_notebooks",
+    "test_generate",
+    "test_bench_commands",
+    "test_drafting",
+}
+"""The first to be given to a worker: few tests that take long, so that none is left with one, and
+one that compiles what many others take, so that two workers do not at the same time."""
 QUICKLY_COMPILED = (
     "dsv4_jax/attention/test_csa.py",
     "dsv4_jax/attention/test_hca.py",

@@ -29,7 +29,7 @@ BENCHMARKS = [
     (bench_sparse_attention, 60),
     (bench_topk, 14),
 ]
-LONG = (bench_gather, bench_index_scores)
+LONG = (bench_gather, bench_index_scores, bench_sparse_attention)
 
 
 @pytest.mark.parametrize(

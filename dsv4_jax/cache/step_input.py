@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -102,6 +104,7 @@ def check_room(
             )
 
 
+@functools.partial(jax.jit, static_argnames=("block_tokens", "max_row_tokens"), inline=True)
 def index_call(
     length_tokens: jax.Array,
     block_table: jax.Array,

@@ -56,4 +56,10 @@ def _is_finite(leaf: Weight) -> bool:
             scales = jax.lax.bitcast_convert_type(leaf.scale, jnp.uint8)
             return _is_finite(leaf.codes) and bool(jnp.all(scales != 255))
         return _is_finite(leaf.codes) and _is_finite(leaf.scale)
-    return not jnp.issubdtype(leaf.dtype, jnp.floating) or bool(jnp.all(jnp.isfinite(leaf)))
+    return not jnp.issubdtype(leaf.dtype, jnp.floating) or bool(_all_finite(leaf))
+
+
+@jax.jit
+def _all_finite(leaf: jax.Array) -> jax.Array:
+    """In one pass, without an array of as many flags."""
+    return jnp.all(jnp.isfinite(leaf))

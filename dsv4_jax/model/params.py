@@ -176,10 +176,7 @@ def unstack_layers(params: DSV4Params, *, donate: bool = False) -> DSV4Params:
         if isinstance(stack, jax.ShapeDtypeStruct):
             layer = jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype, sharding=place)
             return [layer] * stack.shape[0]
-        if place is None:
-            layers = [stack[i] for i in range(stack.shape[0])]
-        else:
-            layers = [_take_layer(stack, i, place) for i in range(stack.shape[0])]
+        layers = [_take_layer(stack, i, place) for i in range(stack.shape[0])]
         if donate:
             jax.block_until_ready(layers)
             stack.delete()
@@ -204,9 +201,9 @@ def layer_sharding(sharding: NamedSharding) -> NamedSharding:
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _take_layer(stack: jax.Array, index: jax.Array | int, place: NamedSharding) -> jax.Array:
+def _take_layer(stack: jax.Array, index: jax.Array | int, place: NamedSharding | None) -> jax.Array:
     layer = jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
-    return jax.lax.with_sharding_constraint(layer, place)
+    return layer if place is None else jax.lax.with_sharding_constraint(layer, place)
 
 
 def param_shapes(

@@ -12,7 +12,8 @@ from dsv4_jax.model.moe import route
 
 CONFIG = ds.DSV4Config.tiny()  # 8 experts, 3 of them for a token; the first two layers hash
 PARAMS = ds.init_params(CONFIG, jax.random.key(0), dtype=jnp.float32)
-HASHED, LEARNED = (PARAMS.layer(layer_schedule(CONFIG)[number]).ffn for number in (0, 3))
+LAYERS = [layer_schedule(CONFIG)[number] for number in (0, 3)]
+HASHED, LEARNED = jax.jit(lambda params: [params.layer(layer).ffn for layer in LAYERS])(PARAMS)
 X = jnp.asarray(np.random.default_rng(0).normal(size=(5, CONFIG.hidden_size)), jnp.float32)
 TOKENS = jnp.arange(5, dtype=jnp.int32)
 
