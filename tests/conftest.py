@@ -95,7 +95,7 @@ has to have its freedom to round them differently.
 
 PROGRAMS = "DSV4_TEST_PROGRAMS"
 """Tells the workers of a run where it keeps compiled programs."""
-MAX_MAPPINGS = 30_000
+MAX_MAPPINGS = 40_000
 """At the end of a file, of memory; beyond them compiled programs are dropped."""
 
 

@@ -281,6 +281,13 @@ MUTATIONS = [
             "dsv4_jax/serving/test_interrupts.py",
         ),
         (
+            "simple_steps_for_any_request",
+            "runner.py",
+            "self._simplifies and running.is_simple and",
+            "self._simplifies and",
+            "dsv4_jax/serving/test_overlap.py",
+        ),
+        (
             "shares_rejected_drafts",
             "loop.py",
             "drafts_of(request.slot, accepted)",
@@ -303,6 +310,27 @@ MUTATIONS = [
             "before = jnp.cumsum(ranked, axis=-1) - ranked",
             "before = jnp.cumsum(ranked, axis=-1)",
             "dsv4_jax/step/test_sampling.py",
+        ),
+        (
+            "of_equal_logits_all_are_left",
+            "draws.py",
+            "((scaled == least) & of_equals)",
+            "(scaled == least)",
+            "dsv4_jax/step/test_sampling.py",
+        ),
+        (
+            "simple_draws_ignore_min_p",
+            "draws.py",
+            "jnp.where(_likely(scaled, sampling), scaled + noise, -jnp.inf)",
+            "scaled + noise",
+            "dsv4_jax/step/test_draws.py",
+        ),
+        (
+            "noise_of_the_first_part",
+            "draws.py",
+            "whole, first, num_tokens",
+            "whole, 0, num_tokens",
+            "dsv4_jax/step/test_mesh.py",
         ),
         (
             "drafts_are_not_penalised",
