@@ -141,16 +141,14 @@ def draw(
         token_ids=jnp.zeros(shape, jnp.int32),
         top=jnp.zeros(shape, jnp.float32),
     )
-    is_simple = sampling.is_simple and masks is None
-    if is_simple and sampler is None:
-        return _draw_simply(logits, sampling, positions), none
+    if sampling.is_simple and masks is None:
+        if sampler is None:
+            return _draw_simply(logits, sampling, positions), none
+        return _ask(sampler, join_last_axis(logits), sampling.completed(), positions), none
     wanted, sampling = sampling.wants_logprobs, sampling.completed()
 
     def draw_otherwise() -> tuple[jax.Array, Logprobs]:
         every = join_last_axis(logits)
-        if is_simple:
-            assert sampler is not None
-            return _ask(sampler, every, sampling, positions), none
         drawn = _choose(every, sampling, positions, counts, drafts, masks, sampler)
         if wanted is None:
             return drawn, none

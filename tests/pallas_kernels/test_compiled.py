@@ -97,12 +97,12 @@ AOT_CASES = [
 def compiled(request):
     """Compiles, once per target, the cases that the selected tests ask for; {case: figures}."""
     here = [item for item in request.session.items if item.path == request.path]
-    selected = [item.callspec.params for item in here if hasattr(item, "callspec")]
+    selected = [item.callspec.params for item in here if "compiled" in item.fixturenames]
 
     @functools.cache
     def figures(target):
         names = [p["case"] for p in selected if "case" in p and p["target"] == target]
-        breaks = any("case" not in p and p.get("target") == target for p in selected)
+        breaks = any("case" not in p and p["target"] == target for p in selected)
         return aot.figures_of(target, names=(*names, aot.BROKEN) if breaks else tuple(names))
 
     return figures

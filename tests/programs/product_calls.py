@@ -16,27 +16,9 @@ from pallas_kernels.common import weights
 
 DIM, OUT, EXPERTS, PICKED = 512, 320, 4, 2
 QUANTIZE = {"fp8": weights.quantize_block_fp8, "mxfp4": weights.quantize_mxfp4}
-TURNS = {
-    "turns": Tiling(
-        columns=16,
-        blocks=2,
-        stages=2,
-        splits=1,
-        programs=1,
-        band=2,
-        packs=False,
-        in_turns=True,
-    ),
-    "splits": Tiling(
-        columns=16,
-        blocks=1,
-        stages=2,
-        splits=2,
-        programs=0,
-        band=1,
-        packs=False,
-        in_turns=False,
-    ),
+TILINGS = {
+    "turns": Tiling(16, 2, 2, programs=1, band=2, in_turns=True),
+    "splits": Tiling(16, 1, 2, splits=2),
 }
 
 
@@ -64,7 +46,7 @@ def multiply(kind, count, *, activations="fp8", tiling=None):
         return jax.jit(run)(rows(count), weight(kind, OUT, DIM, activations=activations))
 
     def run(x, one):
-        return product_kernel.block_linear(x, [one], tiling=TURNS[tiling])
+        return product_kernel.block_linear(x, [one], tiling=TILINGS[tiling])
 
     stack = jax.tree.map(lambda leaf: leaf[None], weight(kind, OUT, DIM))
     return jax.jit(run)(rows(count)[None], stack)
