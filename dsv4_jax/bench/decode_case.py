@@ -18,6 +18,7 @@ from dsv4_jax.bench.timing import Timing, dispatch, time_calls
 from dsv4_jax.cache.empty_cache import cache_shapes
 from dsv4_jax.cache.model_cache import ModelCache, tree_bytes
 from dsv4_jax.cache.schema import blocks_of
+from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 
@@ -130,3 +131,20 @@ class CaseSetup:
         return profile_launches(
             compiled, lambda: dispatch(call, state, calls), calls=calls, devices=devices
         )
+
+
+def decode_call(
+    step: Callable[..., tuple[ModelCache, jax.Array]], params: Any, step_input: StepInput
+) -> Callable[[Any], Any]:
+    """`state = call(state)` of a compiled decode step; a state is (cache, None).
+
+    It lets go of a step's logits before the next one, as a loop does that keeps tokens. XLA has
+    intermediates lie in the memory of the logits, so logits that are still held when the next step
+    is launched move them, and all of its CUDA graphs are written anew.
+    """
+
+    def call(state: tuple[ModelCache, None]) -> tuple[ModelCache, None]:
+        cache, _ = step(params, state[0], step_input)
+        return cache, None
+
+    return call

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from dsv4_jax.bench.decode import MARGIN_BYTES
-from dsv4_jax.bench.decode_case import CaseSetup, DecodeCase
+from dsv4_jax.bench.decode_case import CaseSetup, DecodeCase, decode_call
 from dsv4_jax.bench.floor import step_floor
 from dsv4_jax.bench.memory import memory_limit, peak_bytes
 from dsv4_jax.bench.placement import place
@@ -152,27 +152,25 @@ class MeshSteps:
         cache = on_every_shard(setup.fill(), self.mesh)
         step_input = on_every_shard(setup.step_input, self.mesh)
         lengths = jnp.copy(cache.length_tokens)  # the first call donates the cache's own
-
-        def call(state: Any) -> Any:
-            return program.run(params, state[0], step_input)
+        call = decode_call(program.run, params, step_input)
 
         def rewind(state: Any) -> Any:
             return dataclasses.replace(state[0], length_tokens=jnp.copy(lengths)), state[1]
 
-        state = (cache, None)
-        del cache
-        timing, state = setup.measure(call, state, rewind=rewind)
+        timing, state = setup.measure(call, (cache, None), rewind=rewind)
+        cache, logits = program.run(params, rewind(state)[0], step_input)
         yield {
             "step_ms": timing.median_s * 1e3,
             "step_ms_least": timing.least_s * 1e3,
             "step_ms_most": timing.most_s * 1e3,
             "step_calls": timing.calls,
             "peak_bytes": peak_bytes(),
-            "finite": bool(jnp.isfinite(state[1]).all()),
+            "finite": bool(jnp.isfinite(logits).all()),
         }
+        del logits
         if setup.case.profile:
             devices = self.mesh.size
-            found = setup.profile(program.run, call, state, rewind=rewind, devices=devices)
+            found = setup.profile(program.run, call, (cache, None), rewind=rewind, devices=devices)
             yield {"profile": found}
 
 
