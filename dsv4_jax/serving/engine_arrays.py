@@ -287,9 +287,11 @@ class EngineArrays:
                 **static,
             )
         self.cache, self.store, self._last = cache, store, output
-        shown = output if wants_logprobs else dataclasses.replace(output, logprobs=None)
         # The next step writes its own output in the place of this one's.
-        self._unread.append(gather(_copied(shown)))
+        shown = _copied(dataclasses.replace(output, logprobs=None))
+        if wants_logprobs:
+            shown = dataclasses.replace(shown, logprobs=_copied(output.logprobs))
+        self._unread.append(gather(shown))
         if self._waits:
             jax.block_until_ready((cache, self._unread[-1]))
 
