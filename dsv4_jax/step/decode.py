@@ -67,7 +67,11 @@ def decode_step(
 jit_decode_step = jax.jit(
     decode_step, static_argnames=("config", "activations"), donate_argnames="cache"
 )
-"""`decode_step`, jitted: it traces once per shape and donates the cache. The old cache is gone."""
+"""`decode_step`, jitted: it traces once per shape and donates the cache. The old cache is gone.
+
+A loop on GPUs should let go of a step's logits before it calls the next. XLA has intermediates lie
+in their memory, so logits that are held move these, and its CUDA graphs are written anew.
+"""
 
 
 @on_mesh(("cache", BY_ROW))
