@@ -23,10 +23,13 @@ LONG_FILES = {
     "test_notebooks",
     "test_generate",
     "test_bench_commands",
-    "test_drafting",
 }
-"""The first to be given to a worker: few tests that take long, so that none is left with one, and
-one that compiles what many others take, so that two workers do not at the same time."""
+"""The first to be given to a worker: few tests that take long, so that none is left with one."""
+COMPILED_FOR_OTHERS = {
+    "dsv4_jax/serving/test_drafting.py",
+    "dsv4_jax/bench/test_load.py",
+}
+"""The first of their kind: what they compile many others take, whom the workers get later."""
 QUICKLY_COMPILED = (
     "dsv4_jax/attention/test_csa.py",
     "dsv4_jax/attention/test_hca.py",
@@ -34,7 +37,6 @@ QUICKLY_COMPILED = (
     "dsv4_jax/attention/test_swa.py",
     "dsv4_jax/bench/test_bench_commands.py",
     "dsv4_jax/bench/test_fill.py",
-    "dsv4_jax/bench/test_load.py",
     "dsv4_jax/cache/test_append.py",
     "dsv4_jax/cache/test_flush.py",
     "dsv4_jax/cache/test_handle.py",
@@ -52,8 +54,12 @@ QUICKLY_COMPILED = (
     "dsv4_jax/model/test_draft.py",
     "dsv4_jax/model/test_released.py",
     "dsv4_jax/research/",
-    "dsv4_jax/serve/",
-    "dsv4_jax/serving/",
+    "dsv4_jax/serve/test_shipped.py",
+    "dsv4_jax/serving/test_boundary.py",
+    "dsv4_jax/serving/test_engine.py",
+    "dsv4_jax/serving/test_engine_on_mesh.py",
+    "dsv4_jax/serving/test_grammars.py",
+    "dsv4_jax/serving/test_quantised_weights.py",
     "dsv4_jax/step/test_activations.py",
     "dsv4_jax/step/test_compiled_step.py",
     "dsv4_jax/step/test_decode_loop.py",
@@ -61,7 +67,6 @@ QUICKLY_COMPILED = (
     "dsv4_jax/step/test_greedy_against_transformers.py",
     "dsv4_jax/step/test_invariance.py",
     "dsv4_jax/step/test_schedules.py",
-    "dsv4_jax/step/test_serve_step.py",
     "dsv4_jax/step/test_speculation.py",
     "dsv4_jax/step/test_unstacked_layers.py",
     "dsv4_jax/test_inspection.py",
@@ -89,7 +94,8 @@ QUICKLY_COMPILED = (
 
 They compare with a tolerance, or runs of one program, or kernels in the interpreter, of which a
 CPU's roundings say nothing. Where bits of different programs of XLA's are compared, the compiler
-has to have its freedom to round them differently.
+has to have its freedom to round them differently. Not among them are the files whose engines share
+two programs: these take thousands of steps, which LLVM makes twice as fast.
 """
 
 
@@ -125,7 +131,7 @@ def pytest_collection_finish():
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: (item.path.stem not in LONG_FILES, not is_quickly_compiled(item)))
+    items.sort(key=order)
     if jax.default_backend() != "gpu":
         skip = pytest.mark.skip(reason="needs a CUDA device")
         for item in items:
@@ -133,9 +139,17 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(skip)
 
 
+def order(item):
+    is_first = path_of(item) in COMPILED_FOR_OTHERS
+    return item.path.stem not in LONG_FILES, not is_quickly_compiled(item), not is_first
+
+
+def path_of(item):
+    return item.path.relative_to(TESTS).as_posix()
+
+
 def is_quickly_compiled(item):
-    path = item.path.relative_to(TESTS).as_posix()
-    return jax.default_backend() == "cpu" and path.startswith(QUICKLY_COMPILED)
+    return jax.default_backend() == "cpu" and path_of(item).startswith(QUICKLY_COMPILED)
 
 
 @pytest.fixture(autouse=True, scope="module")
