@@ -15,7 +15,7 @@ import pytest
 from jax._src import lru_cache
 
 import pallas_kernels as pk
-from helpers import gpu_results
+from helpers import gpu_results, numpy_callbacks
 
 TESTS = pathlib.Path(__file__).parent
 LONG_FILES = {
@@ -108,6 +108,7 @@ MAX_MAPPINGS = 40_000
 def pytest_configure(config):
     # Traces are millions of objects that stay, and each collection of the oldest walks through all.
     gc.set_threshold(50_000, 50, 100)
+    numpy_callbacks.use_numpy_arrays()
     if hasattr(config.option, "loadscopereorder"):  # of pytest-xdist: files of few tests last
         config.option.loadscopereorder = False
     # The workers of one run share what took long to compile; unless told where to keep it, no run
