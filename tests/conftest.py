@@ -26,8 +26,9 @@ LONG_FILES = {
 }
 """The first to be given to a worker: few tests that take long, so that none is left with one."""
 COMPILED_FOR_OTHERS = {
-    "dsv4_jax/serving/test_drafting.py",
     "dsv4_jax/bench/test_load.py",
+    "dsv4_jax/serving/test_drafting.py",
+    "dsv4_jax/serving/test_programs.py",
 }
 """The first of their kind: what they compile many others take, whom the workers get later."""
 QUICKLY_COMPILED = (
