@@ -74,7 +74,7 @@ def test_nothing_compiles_after_warmup(case):
 
 
 def test_warmup_waits_for_nobody():
-    engine = make_engine()
+    engine = make_engine(**CASES["plain"][0])
     request = engine.submit([1, 2, 3], max_new_tokens=3)
     engine.step()
     with pytest.raises(RuntimeError, match="warmup before requests run; 1 do"):
