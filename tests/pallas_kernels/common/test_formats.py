@@ -51,6 +51,10 @@ _jitted_encode = jax.jit(
 _jitted_decode = jax.jit(
     lambda codec, planes, dim: codec.decode(planes, dim), static_argnums=(0, 2)
 )
+_to_pages = jax.jit(lambda codec, planes: codec.to_pages(planes), static_argnums=0)
+_from_pages = jax.jit(
+    lambda codec, pages, count, dim: codec.from_pages(pages, count, dim), static_argnums=(0, 2, 3)
+)
 
 
 def encode(codec, x, rope_dim=0, *, jitted=True, padded=True):
@@ -344,18 +348,18 @@ def test_the_rounding_error_is_at_most_half_a_step_of_the_groups_grid(name, seed
 def test_an_entry_page_reads_as_its_entries_and_comes_back(num_entries):
     x = ordinary(3, num_entries, HEAD)
     planes = encode(GROUPED, x, ROPE)
-    pages = np.asarray(GROUPED.to_pages(planes))
+    pages = np.asarray(_to_pages(GROUPED, planes))
     assert pages.dtype == np.uint8
     read = np.stack([page_reader.read_entry_page(page, num_entries) for page in pages])
     np.testing.assert_array_equal(read, decode(GROUPED, planes, HEAD))
     assert not pages[:, page_reader.entry_padding(num_entries)].any(), "padding must be zero"
-    assert_same_bits(GROUPED.from_pages(jnp.asarray(pages), num_entries, HEAD), planes)
+    assert_same_bits(_from_pages(GROUPED, pages, num_entries, HEAD), planes)
 
 
 @pytest.mark.parametrize(("num_entries", "size"), [(64, 37440), (2, 1728)])
 def test_an_entry_page_has_the_published_size(num_entries, size):
     """B3: the page of 256 tokens holds 64 CSA or 2 HCA entries, and its bytes follow from those."""
-    page = GROUPED.to_pages(encode(GROUPED, ordinary(num_entries, HEAD), ROPE))
+    page = _to_pages(GROUPED, encode(GROUPED, ordinary(num_entries, HEAD), ROPE))
     assert page.shape == (size,) == (page_reader.entry_page_bytes(num_entries),)
 
 
@@ -363,7 +367,7 @@ def test_an_entry_page_has_the_published_size(num_entries, size):
 @pytest.mark.parametrize("name", KEYS)
 def test_a_key_page_reads_as_its_keys_and_comes_back(name, num_keys):
     planes = encode(KEYS[name], ordinary(2, num_keys, INDEX))
-    pages = np.asarray(KEYS[name].to_pages(planes))
+    pages = np.asarray(_to_pages(KEYS[name], planes))
     assert pages.shape == (2, num_keys * {"mxfp4": 68, "fp8_key": 132, "nvfp4": 72}[name])
     for page, decoded in zip(pages, decode(KEYS[name], planes, INDEX), strict=True):
         if name == "fp8_key":
@@ -372,18 +376,18 @@ def test_a_key_page_reads_as_its_keys_and_comes_back(name, num_keys):
             group = 32 if name == "mxfp4" else 16
             read = page_reader.read_fp4_key_page(page, num_keys, INDEX, group)
         np.testing.assert_array_equal(read, decoded)
-    assert_same_bits(KEYS[name].from_pages(jnp.asarray(pages), num_keys, INDEX), planes)
+    assert_same_bits(_from_pages(KEYS[name], pages, num_keys, INDEX), planes)
 
 
 @pytest.mark.parametrize("num_entries", slow.all_but([61], [2, 53, 61]))
 def test_b2_poison_in_a_pages_padding_reaches_no_entry(num_entries):
     planes = encode(GROUPED, ordinary(4, num_entries, HEAD), ROPE)
-    pages = np.array(GROUPED.to_pages(planes))
+    pages = np.array(_to_pages(GROUPED, planes))
     padding = page_reader.entry_padding(num_entries)
     pages[:, padding[num_entries:]] = 0xFF  # between this page's last scale and the next page
-    assert_same_bits(GROUPED.from_pages(jnp.asarray(pages), num_entries, HEAD), planes)
+    assert_same_bits(_from_pages(GROUPED, pages, num_entries, HEAD), planes)
     pages[:, padding] = 0xFF  # the pad byte of each scale group too
-    poisoned = GROUPED.from_pages(jnp.asarray(pages), num_entries, HEAD)
+    poisoned = _from_pages(GROUPED, pages, num_entries, HEAD)
     np.testing.assert_array_equal(decode(GROUPED, poisoned, HEAD), decode(GROUPED, planes, HEAD))
 
 
