@@ -253,6 +253,16 @@ MUTATIONS = [
             "dsv4_jax/serving/test_overlap.py",
         ),
         (
+            "warmup_leaves_a_copy_out",
+            "engine_arrays.py",
+            "shown = _copied(dataclasses.replace(output, logprobs=None))\n"
+            "        if wants_logprobs:",
+            "shown = output if wants_logprobs else dataclasses.replace(output, logprobs=None)\n"
+            "        shown = _copied(shown)\n"
+            "        if wants_logprobs:",
+            "dsv4_jax/serving/test_programs.py",
+        ),
+        (
             "brings_the_same_input_anew",
             "engine_arrays.py",
             "if contents != self._input[0]:",
