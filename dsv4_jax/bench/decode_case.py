@@ -138,9 +138,8 @@ def decode_call(
 ) -> Callable[[Any], Any]:
     """`state = call(state)` of a compiled decode step; a state is (cache, None).
 
-    It lets go of a step's logits before the next one, as a loop does that keeps tokens. XLA has
-    intermediates lie in the memory of the logits, so logits that are still held when the next step
-    is launched move them, and all of its CUDA graphs are written anew.
+    It lets go of a step's logits before the next one, as a loop does that keeps tokens. Where they
+    are still held, the next ones lie elsewhere, and XLA writes all of its CUDA graphs anew.
     """
 
     def call(state: tuple[ModelCache, None]) -> tuple[ModelCache, None]:

@@ -69,8 +69,8 @@ jit_decode_step = jax.jit(
 )
 """`decode_step`, jitted: it traces once per shape and donates the cache. The old cache is gone.
 
-A loop on GPUs should let go of a step's logits before it calls the next. XLA has intermediates lie
-in their memory, so logits that are held move these, and its CUDA graphs are written anew.
+A loop on GPUs should let go of a step's logits before it calls the next: where they are held, the
+next ones lie elsewhere, and XLA writes its CUDA graphs anew.
 """
 
 
