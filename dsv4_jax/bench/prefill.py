@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -13,6 +14,7 @@ from jax.sharding import Mesh
 from dsv4_jax.bench import roofline
 from dsv4_jax.bench.memory import peak_bytes
 from dsv4_jax.bench.mesh_step import on_every_shard
+from dsv4_jax.bench.profile import profile_launches
 from dsv4_jax.bench.program import compile_program
 from dsv4_jax.bench.timing import time_calls
 from dsv4_jax.cache.empty_cache import init_cache
@@ -37,6 +39,7 @@ def bench_prefill(
     activations: str = DEFAULT_ACTIVATIONS,
     repeats: int = 3,
     limit_s: float = 60.0,
+    profile: bool = False,
     mesh: Mesh | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Prefills a prompt of random tokens, chunk by chunk.
@@ -50,12 +53,14 @@ def bench_prefill(
       activations: what multiplies quantised weights.
       repeats: how often the prompt is prefilled; the median is reported.
       limit_s: no repeat starts later than this after the first.
+      profile: whether the prompt is prefilled once more and profiled, launch by launch.
       mesh: the devices; every data shard prefills a prompt. None is one device.
 
     Yields:
-      The row after compiling, and again after timing: seconds, tokens per second, share of the
-      bf16 matrix rate, the bytes of weights that all calls must read, by number format, and
-      temporary bytes of a call. Those grow with the prompt only by what each cached entry needs.
+      The row after compiling, and again after timing: seconds, tokens per second, shares of the
+      bf16 and the FP8 matrix rate, the bytes of weights that all calls must read, by number format,
+      and temporary bytes of a call. Those grow with the prompt only by what each cached entry
+      needs. With `profile` the row comes once more, with `profile_launches` of a call on average.
 
     Raises:
       ValueError: `chunk_tokens` does not divide `num_tokens`.
@@ -104,25 +109,35 @@ def bench_prefill(
         """Sets the length to 0; the rings and states of the last prompt are then not read."""
         return dataclasses.replace(cache, length_tokens=jnp.copy(start))
 
-    timing, _ = time_calls(
+    timing, cache = time_calls(
         prefill_all, cache, rewind=rewind, max_calls=1, repeats=repeats, limit_s=limit_s
     )
+    step_tokens, devices = num_prompts * chunk_tokens, 1 if mesh is None else mesh.size
     flops = num_prompts * prefill_flops(config, num_tokens)
-    step_tokens = num_prompts * chunk_tokens
+    rate = flops / timing.median_s / devices
     weights_read = roofline.step_weight_bytes(config, params, batch=step_tokens)
-    yield row | {
+    row |= {
         "prefill_s": timing.median_s,
         "prefill_s_least": timing.least_s,
         "prefill_s_most": timing.most_s,
         "tokens_per_s": num_prompts * num_tokens / timing.median_s,
         "flops": flops,
-        "matrix_share": flops
-        / timing.median_s
-        / (roofline.BF16_FLOPS * (1 if mesh is None else mesh.size)),
+        "matrix_share": rate / roofline.BF16_FLOPS,
+        "fp8_share": rate / roofline.FP8_FLOPS,
         "weight_bytes_read": {name: len(chunks) * n for name, n in weights_read.items()},
         "expected_experts": roofline.expected_experts(config, batch=step_tokens),
         "peak_bytes": peak_bytes(),
     }
+    yield row
+    if profile:
+        cache = jax.block_until_ready(rewind(cache))
+        launches = profile_launches(
+            program.run,
+            lambda: jax.block_until_ready(prefill_all(cache)),
+            calls=len(chunks),
+            devices=devices,
+        )
+        yield row | {"profile": launches}
 
 
 def prefill_flops(config: DSV4Config, num_tokens: int) -> float:

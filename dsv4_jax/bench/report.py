@@ -83,9 +83,9 @@ def _weights_read(row: dict[str, Any]) -> str:
 
 
 def profile_table(row: dict[str, Any], most: int = 30) -> str:
-    """The longest launches of a step and of its cache part; "" without a profile."""
-    text = []
-    for name, key in (("step", "profile"), ("cache part", "cache_part_profile")):
+    """The longest launches of a step or call, and of a step's cache part; "" without a profile."""
+    text, whole = [], "call" if "chunk_tokens" in row else "step"
+    for name, key in ((whole, "profile"), ("cache part", "cache_part_profile")):
         if found := row.get(key):
             total = sum(each["us"] for each in found)
             count = sum(each["launches"] for each in found)
@@ -132,7 +132,8 @@ def prefill_line(row: dict[str, Any]) -> str:
         return f"{where} compiled in {row['trace_s'] + row['compile_s']:.1f} s"
     return (
         f"{where} {row['prefill_s']:.3f} s, "
-        f"{row['tokens_per_s']:,.0f} tokens/s, {row['matrix_share']:.0%} of the matrix rate, "
+        f"{row['tokens_per_s']:,.0f} tokens/s, {row['matrix_share']:.0%} of the bf16 matrix rate "
+        f"({row['fp8_share']:.0%} of that of FP8), "
         f"{row['temp_bytes'] / 2**30:.2f} GiB beside weights and cache, compiled in "
         f"{row['trace_s'] + row['compile_s']:.1f} s, reads {_weights_read(row)}"
     )

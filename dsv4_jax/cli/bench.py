@@ -89,7 +89,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="fill the compilation cache without running; several processes may do so at once",
     )
-    steps.add_argument("--profile", action="store_true", help="list the launches with their times")
     steps.add_argument(
         "--plot",
         type=output_file(".png", ".svg"),
@@ -116,6 +115,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "256 without one",
     )
     fill.add_argument("--chunk", type=whole(1, 2**20), default=2048, help="tokens per call")
+    for each in (steps, fill):
+        each.add_argument(
+            "--profile", action="store_true", help="list the launches with their times"
+        )
     bench_serve.add_arguments(
         what.add_parser("serve", help="a server under load: first tokens, tokens/s, errors")
     )
@@ -365,6 +368,7 @@ def _run_prefill(args: argparse.Namespace) -> int:
             continue
         chunk_tokens = min(args.chunk, num_tokens)
         rows.append({"tokens": num_tokens, "chunk_tokens": chunk_tokens})
+        said = ""
         try:
             for row in prefill.bench_prefill(
                 config,
@@ -373,15 +377,20 @@ def _run_prefill(args: argparse.Namespace) -> int:
                 chunk_tokens=chunk_tokens,
                 cache_format=args.cache_format,
                 activations=args.activations,
+                profile=args.profile,
                 mesh=mesh,
             ):
                 rows[-1] = row
                 output.set(rows=rows)
-                print(report.prefill_line(row), flush=True)
+                if (line := report.prefill_line(row)) != said:
+                    print(line, flush=True)
+                said = line
         except jax.errors.JaxRuntimeError as error:
             rows[-1]["failed"] = report.first_line(error)
             output.set(rows=rows)
             print(report.prefill_line(rows[-1]), flush=True)
+        if text := report.profile_table(rows[-1]):
+            print(text, flush=True)
     return _status(rows)
 
 
