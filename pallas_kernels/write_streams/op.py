@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.common.backend import Backend, resolve
 from pallas_kernels.common.checks import check_rank, check_same_length, check_shape
 from pallas_kernels.common.pending import SplitSums
-from pallas_kernels.write_streams import reference, triton_gpu
+from pallas_kernels.write_streams import reference, triton_gpu, triton_many
 from pallas_kernels.write_streams.arguments import Arguments
+
+
+def _on_triton(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
+    return (triton_many if _is_many(arguments.streams) else triton_gpu).write_streams(arguments)
+
 
 _IMPLEMENTATIONS = {
     Backend.REFERENCE: reference.write_streams,
-    Backend.TRITON_GPU: triton_gpu.write_streams,
+    Backend.TRITON_GPU: _on_triton,
 }
 
 
@@ -33,8 +39,8 @@ def write_streams(
       post: f32[T, S], weight of the output in each stream.
       comb: f32[T, S, S], from stream to stream; summed over its first index.
       fn: f32[R, S * D], `hc_fn` of the next hyper-connection.
-      backend: implementation to use; None picks the fastest one that runs here. More than 16
-        tokens are XLA's on a GPU too: a product of matrices.
+      backend: implementation to use; None picks the fastest one that runs here. Of 17 to 511
+        tokens, and of more in f32, that is XLA's on a GPU too.
 
     Returns:
       [T, S, D], the streams after it, summed in f32 and rounded once; and f32[T, P, R], products
@@ -53,8 +59,13 @@ def write_streams(
     check_shape("post", post, (count, num), "T, S")
     check_shape("comb", comb, (count, num, num), "T, S, S")
     check_shape("fn", fn, (fn.shape[0], num * dim), "R, S * D")
-    best = Backend.TRITON_GPU if count <= triton_gpu.MAX_TOKENS else Backend.REFERENCE
+    has_kernel = count <= triton_gpu.MAX_TOKENS or _is_many(streams)
+    best = Backend.TRITON_GPU if has_kernel else Backend.REFERENCE
     implementation = resolve(
         "write_streams", backend, _IMPLEMENTATIONS, preferred=best, arguments={"streams": streams}
     )
     return implementation(Arguments(streams, output, post, comb, fn))
+
+
+def _is_many(streams: jax.Array) -> bool:
+    return streams.shape[0] >= triton_many.MANY_TOKENS and streams.dtype == jnp.bfloat16

@@ -5,6 +5,7 @@ import pytest
 
 from helpers import slow
 from pallas_kernels import write_streams
+from pallas_kernels.write_streams import triton_many
 
 S, ROWS = 4, 24
 SIZES = [(1, 256, jnp.bfloat16), (3, 320, jnp.bfloat16), (9, 64, jnp.float32)]
@@ -29,13 +30,16 @@ def oracle(streams, output, post, comb):
 
 
 def assert_close(found, given):
-    """The streams rounded once; the products of the streams that were found."""
+    """The streams rounded once; the products of the streams that were found.
+
+    Tensor cores cut off the last bits of long sums, so that of many tokens some are off by more.
+    """
     written, products = (np.asarray(x, np.float64) for x in found)
     streams, _, _, _, fn = given
     expected, ulp = oracle(*given[:4]), float(jnp.finfo(streams.dtype).eps)
     assert np.all(np.abs(written - expected) <= ulp * np.abs(expected) + 1e-5)
     wanted = np.einsum("rc,tc->tr", np.asarray(fn, np.float64), written.reshape(len(written), -1))
-    np.testing.assert_allclose(products.sum(1), wanted, atol=2e-5, rtol=0)
+    np.testing.assert_allclose(products.sum(1), wanted, atol=2e-5, rtol=2e-6)
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton_gpu"])
@@ -53,8 +57,20 @@ def test_a_transposed_comb_would_be_seen():
         assert_close(found, given)
 
 
+def test_many_tokens_are_a_launch_and_a_product_of_matrices(lane):
+    """Which are as exact as f32: `fn` is cut into three parts."""
+    given = arguments(triton_many.MANY_TOKENS, 96, jnp.bfloat16)
+    written, products = found = jit_write_streams(*given, backend="triton_gpu")
+    assert products.shape[1] == 16 * 3
+    assert_close(found, given)
+    expected, _ = jit_write_streams(*given, backend="reference")
+    np.testing.assert_array_equal(written, expected)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(("num_tokens", "dim"), [(1, 4096), (16, 4096), (2, 7168)])
+@pytest.mark.parametrize(
+    ("num_tokens", "dim"), [(1, 4096), (16, 4096), (2, 7168), (512, 4096), (2048, 7168)]
+)
 def test_kernel_at_real_shapes(num_tokens, dim):
     given = arguments(num_tokens, dim, jnp.bfloat16)
     assert_close(jit_write_streams(*given, backend="triton_gpu"), given)
@@ -79,4 +95,4 @@ def _aot_case(num_tokens, dim):
     return (f"{num_tokens}x{dim}", call, specs)
 
 
-AOT_CASES = [_aot_case(16, 4096), _aot_case(1, 7168)]
+AOT_CASES = [_aot_case(16, 4096), _aot_case(1, 7168), _aot_case(2048, 4096)]

@@ -1,0 +1,89 @@
+"""Many tokens' `write_streams`: a Triton kernel writes the streams, cuBLAS multiplies them.
+
+    some columns of a token's output and streams     -> the same columns of all streams after it
+    the streams, times fn in three parts in bf16     -> three parts of each product
+
+The parts of fn add up to it, and products of bf16 are exact in f32.
+
+Bytes: the output and the streams in, the streams out; the streams once more for the product.
+Measurements: docs/kernels/write_streams.md.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.common.pending import finish
+from pallas_kernels.gpu import triton
+from pallas_kernels.write_streams.arguments import Arguments
+
+Ref = Any
+MANY_TOKENS = 512
+"""From which on this is faster than XLA alone."""
+_COLUMNS = 1024
+_NUM_WARPS = 4
+_FN_PARTS = 3
+"""Parts of 8 bits each, which hold all 24 of an f32."""
+_SUMS = 16
+"""Sums of a product: tensor cores cut off what a long sum has no bits for."""
+
+
+def write_streams(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
+    """See `op.write_streams`; streams are bf16."""
+    streams, output, post, comb, fn = arguments
+    written = _write(streams, finish(output), post, comb)
+    return written, _products(fn, written)
+
+
+def _write(streams: jax.Array, output: jax.Array, post: jax.Array, comb: jax.Array) -> jax.Array:
+    count, num, dim = streams.shape
+
+    def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
+        streams, output, post, comb = inputs
+        token = pl.program_id(0)
+        column = pl.program_id(1) * _COLUMNS + jnp.arange(_COLUMNS, dtype=jnp.int32)
+        inside = column < dim if dim % _COLUMNS else jnp.ones(_COLUMNS, jnp.bool_)
+        y = triton.load_where(output, (token, column), inside).astype(jnp.float32)
+        rows = [
+            triton.load_where(streams, (token, jnp.int32(j), column), inside).astype(jnp.float32)
+            for j in range(num)
+        ]
+        for k in range(num):
+            written = post[token, jnp.int32(k)] * y
+            for j, x in enumerate(rows):
+                written = written + comb[token, jnp.int32(j), jnp.int32(k)] * x
+            written = triton.round_to_bf16(written).astype(jnp.bfloat16)
+            triton.store_where(outputs[0], (token, jnp.int32(k), column), written, inside)
+
+    [written] = triton.launch(
+        kernel,
+        grid=(count, -(-dim // _COLUMNS)),
+        inputs=[streams, output, post, comb],
+        outputs=[jax.ShapeDtypeStruct(streams.shape, streams.dtype)],
+        num_warps=_NUM_WARPS,
+        name="write_streams",
+    )
+    return written
+
+
+def _products(fn: jax.Array, streams: jax.Array) -> jax.Array:
+    """f32[R, S * D] times bf16[T, S, D] -> f32[T, P, R]."""
+    (num_rows, length), count = fn.shape, streams.shape[0]
+    sums = math.gcd(length, _SUMS)
+    parts, rest = [], fn
+    for _ in range(_FN_PARTS):
+        parts.append(jax.lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7))
+        rest = rest - parts[-1]
+    weight = jnp.concatenate(parts).astype(jnp.bfloat16).reshape(-1, sums, length // sums)
+    products = jnp.einsum(
+        "tsc,rsc->tsr",
+        streams.reshape(count, sums, length // sums),
+        weight,
+        preferred_element_type=jnp.float32,
+    )
+    return products.reshape(count, sums * _FN_PARTS, num_rows)
