@@ -1,11 +1,18 @@
-"""Triton kernel of `hyper_connections`: two programs a token, which both sum its squares.
+"""Triton kernels of `hyper_connections`.
+
+Few tokens take two programs each, which both sum its squares:
 
     program 0    weighs the streams, stores the collapsed and the normed row
     program 1    post, and the Sinkhorn of comb: sixteen scalars, some forty times four sums
 
-Bytes: the streams in, twice; the collapsed and the normed row out. The launch and the chain of
-sums bound it. It compiles for Blackwell and has not run there. Measurements and roads not
-taken: docs/kernels/hyper_connections.md.
+Many tokens take two launches, as a program for each would wait for its sums:
+
+    read         what program 0 does, and stores the logits
+    connect      what program 1 does, a token a thread
+
+Bytes: the streams in, of few tokens twice; the collapsed and the normed row out. The launch and the
+chain of sums bound few tokens. It compiles for Blackwell and has not run there. Measurements and
+roads not taken: docs/kernels/hyper_connections.md.
 """
 
 from __future__ import annotations
@@ -23,91 +30,134 @@ from pallas_kernels.hyper_connections.reference import Reading
 
 Ref = Any
 _NUM_WARPS = 4
+_MANY_TOKENS = 512
+_CONNECTED = 128
+"""Tokens of a program that connects many, one for each of its threads."""
 
 
 def hyper_connections(arguments: Arguments) -> Reading:
     """See `op.hyper_connections`."""
-    products, scale, base, streams, norm, iters, eps, norm_eps = arguments
-    count, num, dim = streams.shape
-    width = 1 << (dim - 1).bit_length()
-    side = 1 << (num - 1).bit_length()
-    dtype = streams.dtype
-
-    parts = products.shape[1]
-
-    def kernel(inputs: list[Ref], stored: list[Ref]) -> None:
-        products, scale, base, streams, norm = inputs
-        collapsed_ref, normed_ref, post_ref, comb_ref = stored
-        token = pl.program_id(0)
-        part = jnp.arange(1 << (parts - 1).bit_length(), dtype=jnp.int32)
-        lane = jnp.arange(side, dtype=jnp.int32)
-        inside = lane < num
-
-        def logits(
-            place: jax.Array, kind: int, live: jax.Array, inverse_rms: jax.Array
-        ) -> jax.Array:
-            """Scaled logits at these places of the token's, zeros where not live."""
-            where = token, part[:, None], place[None]
-            loaded = triton.load_where(products, where, (part < parts)[:, None] & live[None])
-            mix = jnp.sum(loaded, axis=0) * inverse_rms
-            return mix * scale[kind] + triton.load_where(base, (place,), live)
-
-        rows, squares = [], jnp.float32(0)
-        for j in range(num):
-            row = triton.load_row(streams, (token, j), start=0, count=dim, width=width)
-            rows.append(row)
-            squares += jnp.sum(jnp.square(row.astype(jnp.float32)))
-        inverse_rms = jax.lax.rsqrt(squares / (num * dim) + norm_eps)
-
-        @pl.when(pl.program_id(1) == 0)
-        def _read() -> None:
-            pre = jax.nn.sigmoid(logits(lane, 0, inside, inverse_rms)) + eps
-            collapsed = jnp.zeros(width, jnp.float32)
-            for j, row in enumerate(rows):
-                weight = jnp.sum(jnp.where(lane == j, pre, 0.0))
-                collapsed = collapsed + row.astype(jnp.float32) * weight
-            collapsed = _round_in_f32(collapsed, dtype)
-            mean_square = jnp.sum(collapsed * collapsed) / dim
-            weight = triton.load_row(norm, (), start=0, count=dim, width=width)
-            normed = collapsed * jax.lax.rsqrt(mean_square + norm_eps) * weight.astype(jnp.float32)
-            triton.store_row(collapsed_ref, (token,), collapsed.astype(dtype), first=0, count=dim)
-            normed = _round_in_f32(normed, dtype).astype(dtype)
-            triton.store_row(normed_ref, (token,), normed, first=0, count=dim)
-
-        @pl.when(pl.program_id(1) == 1)
-        def _connect() -> None:
-            post = 2 * jax.nn.sigmoid(logits(num + lane, 1, inside, inverse_rms))
-            triton.store_where(post_ref, (token, lane), post, inside)
-            place = jnp.arange(side * side, dtype=jnp.int32)
-            live = place < num * num
-            flat = logits(2 * num + place, 2, live, inverse_rms)
-            values = [[jnp.sum(jnp.where(place == j * num + k, flat, 0.0)) for k in range(num)]
-                      for j in range(num)]  # fmt: skip
-            for j, row in enumerate(_sinkhorn(values, iters=iters, eps=eps)):
-                for k, value in enumerate(row):
-                    comb_ref[token, jnp.int32(j * num + k)] = value
-
-    collapsed, normed, post, comb = triton.launch(
-        kernel,
-        grid=(count, 2),
-        inputs=[products, scale, base, streams, norm],
+    streams = arguments.streams
+    (count, num, dim), dtype = streams.shape, streams.dtype
+    is_many = count >= _MANY_TOKENS
+    logits = jax.ShapeDtypeStruct((count, arguments.products.shape[2]), jnp.float32)
+    connections = [
+        jax.ShapeDtypeStruct((count, num), jnp.float32),
+        jax.ShapeDtypeStruct((count, num * num), jnp.float32),
+    ]
+    collapsed, normed, *rest = triton.launch(
+        functools.partial(_read, arguments=arguments, is_many=is_many),
+        grid=(count, 1 if is_many else 2),
+        inputs=[arguments.products, arguments.scale, arguments.base, streams, arguments.norm],
         outputs=[
             jax.ShapeDtypeStruct((count, dim), dtype),
             jax.ShapeDtypeStruct((count, dim), dtype),
-            jax.ShapeDtypeStruct((count, num), jnp.float32),
-            jax.ShapeDtypeStruct((count, num * num), jnp.float32),
+            *([logits] if is_many else connections),
         ],
         num_warps=_NUM_WARPS,
         name="hyper_connections",
     )
+    if is_many:
+        rest = triton.launch(
+            functools.partial(_connect_many, arguments=arguments),
+            grid=(-(-count // _CONNECTED),),
+            inputs=rest,
+            outputs=connections,
+            num_warps=_CONNECTED // 32,
+            name="hyper_connections_many",
+        )
+    post, comb = rest
     return Reading(collapsed, normed, post, comb.reshape(count, num, num))
+
+
+def _read(inputs: list[Ref], outputs: list[Ref], *, arguments: Arguments, is_many: bool) -> None:
+    """A token's streams; both programs of a token, or the one of many tokens."""
+    products, scale, base, streams, norm = inputs
+    collapsed_ref, normed_ref, *rest = outputs
+    (_, num, dim), dtype = streams.shape, streams.dtype
+    width, parts = 1 << (dim - 1).bit_length(), products.shape[1]
+    token = pl.program_id(0)
+    rows, squares = [], jnp.float32(0)
+    for j in range(num):
+        row = triton.load_row(streams, (token, j), start=0, count=dim, width=width)
+        rows.append(row)
+        squares += jnp.sum(jnp.square(row.astype(jnp.float32)))
+    inverse_rms = jax.lax.rsqrt(squares / (num * dim) + arguments.norm_eps)
+
+    def logits(first: int, count: int, kind: int) -> tuple[jax.Array, jax.Array]:
+        """`count` scaled logits from a place on, zeros after them; and whether each is one."""
+        place = jnp.arange(1 << (count - 1).bit_length(), dtype=jnp.int32)
+        live, part = place < count, jnp.arange(1 << (parts - 1).bit_length(), dtype=jnp.int32)
+        where = token, part[:, None], (first + place)[None]
+        loaded = triton.load_where(products, where, (part < parts)[:, None] & live[None])
+        mix = jnp.sum(loaded, axis=0) * inverse_rms
+        return mix * scale[kind] + triton.load_where(base, (first + place,), live), live
+
+    def read() -> None:
+        found, _ = logits(0, num, 0)
+        pre, lane = jax.nn.sigmoid(found) + arguments.eps, jnp.arange(found.shape[0])
+        collapsed = jnp.zeros(width, jnp.float32)
+        for j, row in enumerate(rows):
+            weight = jnp.sum(jnp.where(lane == j, pre, 0.0))
+            collapsed = collapsed + row.astype(jnp.float32) * weight
+        collapsed = _round_in_f32(collapsed, dtype)
+        mean_square = jnp.sum(collapsed * collapsed) / dim
+        weight = triton.load_row(norm, (), start=0, count=dim, width=width)
+        inverse = jax.lax.rsqrt(mean_square + arguments.norm_eps)
+        normed = _round_in_f32(collapsed * inverse * weight.astype(jnp.float32), dtype)
+        triton.store_row(collapsed_ref, (token,), collapsed.astype(dtype), first=0, count=dim)
+        triton.store_row(normed_ref, (token,), normed.astype(dtype), first=0, count=dim)
+
+    def connect() -> None:
+        post_ref, comb_ref = rest
+        found, inside = logits(num, num, 1)
+        lane = jnp.arange(found.shape[0], dtype=jnp.int32)
+        triton.store_where(post_ref, (token, lane), 2 * jax.nn.sigmoid(found), inside)
+        flat, _ = logits(2 * num, num * num, 2)
+        place = jnp.arange(flat.shape[0], dtype=jnp.int32)
+        values = [[jnp.sum(jnp.where(place == j * num + k, flat, 0.0)) for k in range(num)]
+                  for j in range(num)]  # fmt: skip
+        for j, row in enumerate(_sinkhorn(values, iters=arguments.iters, eps=arguments.eps)):
+            for k, value in enumerate(row):
+                comb_ref[token, jnp.int32(j * num + k)] = value
+
+    if not is_many:
+        pl.when(pl.program_id(1) == 0)(read)
+        pl.when(pl.program_id(1) == 1)(connect)
+        return
+    read()
+    for first, count, kind in ((num, num, 1), (2 * num, num * num, 2)):
+        found, live = logits(first, count, kind)
+        place = first + jnp.arange(found.shape[0], dtype=jnp.int32)
+        triton.store_where(rest[0], (token, place), found, live)
+
+
+def _connect_many(inputs: list[Ref], outputs: list[Ref], *, arguments: Arguments) -> None:
+    """Stores post and comb of some tokens, given their logits."""
+    [logits], (post_ref, comb_ref) = inputs, outputs
+    count, num = post_ref.shape
+    token = pl.program_id(0) * _CONNECTED + jnp.arange(_CONNECTED, dtype=jnp.int32)
+    live = token < count
+
+    def logit(place: int) -> jax.Array:
+        return triton.load_where(logits, (token, jnp.int32(place)), live)
+
+    for k in range(num):
+        post = 2 * jax.nn.sigmoid(logit(num + k))
+        triton.store_where(post_ref, (token, jnp.int32(k)), post, live)
+    values = [[logit((2 + j) * num + k) for k in range(num)] for j in range(num)]
+    for j, row in enumerate(_sinkhorn(values, iters=arguments.iters, eps=arguments.eps)):
+        for k, value in enumerate(row):
+            triton.store_where(comb_ref, (token, jnp.int32(j * num + k)), value, live)
 
 
 Square = list[list[jax.Array]]
 
 
 def _sinkhorn(logits: Square, *, iters: int, eps: float) -> Square:
-    """`reference.sinkhorn` of one matrix, whose elements are scalars: sums need no other thread.
+    """`reference.sinkhorn` of a matrix of scalars, or of a token's in each thread.
+
+    No sum needs another thread.
 
     Each sum is inverted once, where the definition divides: a unit in the last place apart.
     """

@@ -7,6 +7,7 @@ import pytest
 
 from helpers import slow
 from pallas_kernels import hyper_connections
+from pallas_kernels.hyper_connections import triton_gpu
 from pallas_kernels.hyper_connections.reference import sinkhorn
 
 S = 4
@@ -91,8 +92,18 @@ def test_a_transposed_comb_would_be_seen():
         assert_close(actual._replace(comb=actual.comb.mT), expected, jnp.float32)
 
 
+def test_two_launches_of_many_tokens_do_what_two_programs_do(lane, monkeypatch):
+    given = arguments(3, 64, jnp.bfloat16)
+    apart = jit_hyper_connections(*given, backend="triton_gpu")
+    monkeypatch.setattr(triton_gpu, "_MANY_TOKENS", 1)
+    sizes = {"iters": ITERS, "eps": EPS, "norm_eps": NORM_EPS}
+    joined = jax.jit(functools.partial(hyper_connections, **sizes, backend="triton_gpu"))(*given)
+    for name, value in joined._asdict().items():
+        np.testing.assert_array_equal(value, getattr(apart, name), err_msg=name)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(("num_tokens", "dim"), [(1, 4096), (64, 4096), (2, 7168)])
+@pytest.mark.parametrize(("num_tokens", "dim"), [(1, 4096), (64, 4096), (2, 7168), (512, 4096)])
 def test_kernel_matches_reference_at_real_shapes(num_tokens, dim):
     given = arguments(num_tokens, dim, jnp.bfloat16)
     expected = jit_hyper_connections(*given, backend="reference")
@@ -123,7 +134,7 @@ def _aot_case(num_tokens, dim):
     return (f"{num_tokens}x{dim}", call, specs)
 
 
-AOT_CASES = [_aot_case(64, 4096), _aot_case(1, 7168)]
+AOT_CASES = [_aot_case(64, 4096), _aot_case(1, 7168), _aot_case(2048, 4096)]
 
 
 @pytest.mark.parametrize("iters", [1, 2, 3])
