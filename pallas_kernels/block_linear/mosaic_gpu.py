@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.block_linear import call_shapes
+from pallas_kernels.block_linear import call_shapes, decoded
 from pallas_kernels.block_linear.call_shapes import Shapes, TensorCore, Tiling
 from pallas_kernels.block_linear.items import EvenItems
 from pallas_kernels.block_linear.multiply_items import Product, multiply_items
@@ -39,6 +39,9 @@ def block_linear(
 ) -> list[Any]:
     """[G, T, in] times [G, out, in] -> [G, T, out] for each weight; see `op.block_linears`."""
     num_groups, num_tokens, _ = x.shape
+    if tiling is None and core is None and isinstance(x, jax.Array) and decoded.suits(x, weights):
+        results = [decoded.multiply(x, weight, dtype=dtype) for weight in weights]  # pyright: ignore[reportArgumentType]
+        return _normed(results, norms, eps)
     shapes = call_shapes.shapes_of(*weights, core=core)
     if tiling is None:
         shapes, tiling = call_shapes.plan_call(
@@ -60,12 +63,20 @@ def block_linear(
         return [parts.reshape(num_groups, num_tokens, -1)]
     joined = sums[0] if tiling.splits == 1 else jnp.sum(sums, axis=0).astype(dtype)
     joined = joined.reshape(num_groups, num_tokens, -1)
-    results, first = [], 0
-    for width, norm in itertools.zip_longest(widths, norms):
-        result = joined[..., first : first + width]
-        results.append(result if norm is None else rms_norm(result, norm, eps=eps))
-        first += width
-    return results
+    firsts = [0, *itertools.accumulate(widths)]
+    results = [
+        joined[..., first : first + width] for first, width in zip(firsts, widths, strict=False)
+    ]
+    return _normed(results, norms, eps)
+
+
+def _normed(
+    results: list[jax.Array], norms: Sequence[jax.Array | None], eps: float
+) -> list[jax.Array]:
+    return [
+        result if norm is None else rms_norm(result, norm, eps=eps)
+        for result, norm in itertools.zip_longest(results, norms)
+    ]
 
 
 def swiglu_linear(

@@ -21,7 +21,9 @@ from pallas_kernels.common.weights import MXFP4, BlockFP8, Weight
 from pallas_kernels.gpu import triton, triton_codecs
 
 Ref = Any
-_GROUPS = 4
+_GROUPS, _GROUPS_OF_MANY = 4, 8
+"""Groups of a row that a program rounds."""
+_MANY_ROWS = 1024
 _NUM_WARPS = 4
 _WORDS = GROUP // 4
 
@@ -99,8 +101,9 @@ def _launch(
 ) -> Rows:
     dim = x.shape[1]
     num_groups = -(-dim // GROUP)
-    programs = -(-num_groups // _GROUPS)
-    is_whole = dim % (_GROUPS * GROUP) == 0
+    at_once = _GROUPS if num_rows < _MANY_ROWS else _GROUPS_OF_MANY
+    programs = -(-num_groups // at_once)
+    is_whole = dim % (at_once * GROUP) == 0
 
     def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
         codes, scales = outputs
@@ -108,18 +111,18 @@ def _launch(
         source = row if token is None else jnp.clip(inputs[1][row], 0, x.shape[0] - 1)
         size, spread = of_group
         row = row // size * spread + row % size if spread > size else row
-        first = program * _GROUPS * GROUP
-        lane = jnp.arange(_GROUPS * GROUP, dtype=jnp.int32)
+        first = program * at_once * GROUP
+        lane = jnp.arange(at_once * GROUP, dtype=jnp.int32)
         if is_whole:
-            values = inputs[0][source, pl.ds(first, _GROUPS * GROUP)]
+            values = inputs[0][source, pl.ds(first, at_once * GROUP)]
         else:
             values = triton.load_where(inputs[0], (source, first + lane), first + lane < dim)
-        groups = values.astype(jnp.float32).reshape(_GROUPS, GROUP)
+        groups = values.astype(jnp.float32).reshape(at_once, GROUP)
         scale = numbers.encode_ue8m0(rows.group_maximum(groups) * numbers.INV_448)
         scaled = groups * numbers.invert_ue8m0(scale)[:, None]
-        group = program * _GROUPS + jnp.arange(_GROUPS, dtype=jnp.int32)
-        word = jnp.arange(_GROUPS * _WORDS, dtype=jnp.int32)
-        place = program * _GROUPS * _WORDS + (_reordered(word) if reorders else word)
+        group = program * at_once + jnp.arange(at_once, dtype=jnp.int32)
+        word = jnp.arange(at_once * _WORDS, dtype=jnp.int32)
+        place = program * at_once * _WORDS + (_reordered(word) if reorders else word)
         for part in range(num_parts):
             code = triton.encode_e4m3(scaled)
             packed = triton_codecs.pack(code.reshape(-1).astype(jnp.uint32), 8, 4)

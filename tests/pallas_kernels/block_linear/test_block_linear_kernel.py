@@ -11,11 +11,12 @@ import pytest
 
 from helpers import slow
 from pallas_kernels import block_linear, gpu_interpreter
-from pallas_kernels.block_linear import call_shapes, mosaic_gpu, reference
+from pallas_kernels.block_linear import call_shapes, decoded, mosaic_gpu, reference, triton_rows
 from pallas_kernels.block_linear.call_shapes import BLACKWELL, Tiling
-from pallas_kernels.common import weights
+from pallas_kernels.common import numbers, weights
 from pallas_kernels.common.norm_rope import rms_norm
 from pallas_kernels.common.pending import Unnormed
+from pallas_kernels.common.rows import quantize_rows
 
 QUANTIZE = {
     "fp8": weights.quantize_block_fp8,
@@ -69,6 +70,37 @@ def test_products_are_the_reference_s(lane, kind, activations):
     expected = jit_block_linear(x, weight, dtype=jnp.float32, backend="reference")
     found = jit_block_linear(x, weight, dtype=jnp.float32, backend="mosaic_gpu")
     close(lane, found, expected)
+
+
+def test_many_rows_as_they_are_are_multiplied_by_xla(lane):
+    """With what the codes stand for; rounded rows, and scales of any value, with the codes."""
+    weight = make("fp8", (2, 128, 256), "bfloat16")
+    x = normal(2, decoded.MANY_ROWS, 256)
+    products = jax.jit(functools.partial(block_linear, dtype=jnp.float32, backend="mosaic_gpu"))
+    text = products.lower(x, weight).as_text()
+    assert "dot_general" in text
+    assert "mosaic" not in text
+    found, expected = products(x, weight), reference_product(x, weight)
+    np.testing.assert_allclose(found, expected, atol=2e-6 * np.abs(expected).max())
+    assert not decoded.suits(x[:, 1:], [weight])
+    assert not decoded.suits(x, [dataclasses.replace(weight, activations="fp8")])
+    assert not decoded.suits(
+        x, [dataclasses.replace(weight, scale=numbers.decode_ue8m0(weight.scale))]
+    )
+
+
+@pytest.mark.parametrize("picked", [False, True])
+def test_many_rows_are_rounded_as_the_definition_has_it(lane, picked):
+    """Whose programs take twice the groups; 10 are no multiple of those."""
+    weight, x = make("fp8", (128, 1280)), normal(triton_rows._MANY_ROWS, 1280)
+    token = jnp.arange(len(x), dtype=jnp.int32)[::-1] if picked else None
+    found = jax.jit(functools.partial(triton_rows.make_rows, num_spare=0))(x, weight, token=token)
+    expected = jax.jit(quantize_rows)(x[::-1] if picked else x)
+    np.testing.assert_array_equal(
+        np.asarray(found.codes[0]).view(np.uint8),
+        np.asarray(expected.codes).reshape(len(x), -1).view(np.uint8),
+    )
+    np.testing.assert_array_equal(found.scale[0].T, numbers.decode_ue8m0(expected.scale))
 
 
 def normed_product(x, norm, weight):
