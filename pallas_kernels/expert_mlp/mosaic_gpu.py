@@ -118,6 +118,8 @@ def _sorted_tokens(
     else:
         down = multiply_items(down, num_rows=height)
     is_pair = (expert_ids >= 0) & (expert_ids < num_experts)
+    # Else XLA computes the rows again for each value that it adds.
+    row = jax.lax.optimization_barrier(row)
     of_pairs = jnp.where(is_pair[..., None], down[0, row], 0)
     routed = jnp.sum(of_pairs, axis=1).astype(x.dtype)
     if joined:

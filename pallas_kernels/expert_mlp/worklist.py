@@ -68,11 +68,11 @@ def make_worklist(expert_ids: jax.Array, num_experts: int, tile_rows: int) -> Wo
         mine, other = keys[:, None], keys[None]
         before = (other < mine) | ((other == mine) & (pairs[None] < pairs[:, None]))
         place = jnp.sum(before, axis=1, dtype=jnp.int32)
-        starts = jnp.sum(keys[None] < experts[:, None], axis=1, dtype=jnp.int32)
     else:
         order = jnp.argsort(keys, stable=True).astype(jnp.int32)
         place = jnp.zeros(num_pairs, jnp.int32).at[order].set(pairs)
-        starts = jnp.searchsorted(keys[order], experts).astype(jnp.int32)
+    # Not a binary search: XLA's is a loop that the host drives.
+    starts = jnp.sum(keys[None] < experts[:, None], axis=1, dtype=jnp.int32)
     counts = starts[1:] - starts[:-1]
     ends = jnp.cumsum(-(-counts // ALIGNMENT) * ALIGNMENT)
     first_row = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
