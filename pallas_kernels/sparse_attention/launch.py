@@ -22,6 +22,9 @@ from pallas_kernels.sparse_attention.arguments import Arguments, AttentionPart, 
 from pallas_kernels.sparse_attention.call_shapes import FLOOR, HEADS, LOG2_E, TILE, Shapes, Tiling
 from pallas_kernels.sparse_attention.loads import Operands, Outputs
 
+_MANY_TOKENS = 1024
+"""From which on another array of attended values takes longer than another launch."""
+
 
 def as_bf16(values: jax.Array, dtype: Any) -> jax.Array:
     """f32 -> the bits of their bf16, as an array of a 16-bit dtype."""
@@ -155,7 +158,9 @@ def launch(
         attended = lax.bitcast_convert_type(out.sums, queries.dtype)
         if frequencies is None:
             return attended
-        return rotate(attended, call.positions[:, None], frequencies, inverse=True)
+        in_place = num_tokens >= _MANY_TOKENS
+        positions = call.positions[:, None]
+        return rotate(attended, positions, frequencies, inverse=True, in_place=in_place)
     return combine_triton.combine(
         JoinArguments(parts, sink, call.positions, frequencies, queries.dtype)
     )
