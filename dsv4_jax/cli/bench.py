@@ -114,7 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="length of the prompt, one number or more; if not given, 8192,32768 on a GPU and "
         "256 without one",
     )
-    fill.add_argument("--chunk", type=whole(1, 2**20), default=2048, help="tokens per call")
+    fill.add_argument("--chunk", type=whole(1, 2**20), default=8192, help="tokens per call")
     for each in (steps, fill):
         each.add_argument(
             "--profile", action="store_true", help="list the launches with their times"
