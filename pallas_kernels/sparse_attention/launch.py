@@ -23,7 +23,7 @@ from pallas_kernels.sparse_attention.call_shapes import FLOOR, HEADS, LOG2_E, TI
 from pallas_kernels.sparse_attention.loads import Operands, Outputs
 
 _MANY_TOKENS = 1024
-"""From which on another array of attended values takes longer than another launch."""
+"""From which on attended values are large enough to be rotated in place, in two launches."""
 
 
 def as_bf16(values: jax.Array, dtype: Any) -> jax.Array:
