@@ -36,11 +36,11 @@ _CONNECTED = 128
 """Tokens of a program that connects many, one for each of its threads."""
 
 
-def hyper_connections(arguments: Arguments) -> Reading:
+def hyper_connections(arguments: Arguments, *, is_many: bool | None = None) -> Reading:
     """See `op.hyper_connections`."""
     streams = arguments.streams
     (count, num, dim), dtype = streams.shape, streams.dtype
-    is_many = count >= _MANY_TOKENS
+    is_many = count >= _MANY_TOKENS if is_many is None else is_many
     logits = jax.ShapeDtypeStruct((count, arguments.products.shape[2]), jnp.float32)
     connections = [
         jax.ShapeDtypeStruct((count, num), jnp.float32),

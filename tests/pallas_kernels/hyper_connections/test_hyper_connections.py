@@ -8,6 +8,7 @@ import pytest
 from helpers import slow
 from pallas_kernels import hyper_connections
 from pallas_kernels.hyper_connections import triton_gpu
+from pallas_kernels.hyper_connections.arguments import Arguments
 from pallas_kernels.hyper_connections.reference import sinkhorn
 
 S = 4
@@ -92,14 +93,19 @@ def test_a_transposed_comb_would_be_seen():
         assert_close(actual._replace(comb=actual.comb.mT), expected, jnp.float32)
 
 
-def test_two_launches_of_many_tokens_do_what_two_programs_do(lane, monkeypatch):
+def test_two_launches_of_many_tokens_do_what_two_programs_do(lane):
+    del lane
+
+    @functools.partial(jax.jit, static_argnames="is_many")
+    def run(*given, is_many):
+        return triton_gpu.hyper_connections(
+            Arguments(*given, ITERS, EPS, NORM_EPS), is_many=is_many
+        )
+
     given = arguments(3, 64, jnp.bfloat16)
-    apart = jit_hyper_connections(*given, backend="triton_gpu")
-    monkeypatch.setattr(triton_gpu, "_MANY_TOKENS", 1)
-    sizes = {"iters": ITERS, "eps": EPS, "norm_eps": NORM_EPS}
-    joined = jax.jit(functools.partial(hyper_connections, **sizes, backend="triton_gpu"))(*given)
-    for name, value in joined._asdict().items():
-        np.testing.assert_array_equal(value, getattr(apart, name), err_msg=name)
+    few, many = (run(*given, is_many=is_many)._asdict() for is_many in (False, True))
+    for name, value in many.items():
+        np.testing.assert_array_equal(value, few[name], err_msg=name)
 
 
 @pytest.mark.gpu
