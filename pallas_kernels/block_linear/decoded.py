@@ -8,23 +8,27 @@ Measurements: docs/kernels/block_linear.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels.common.pending import Pending
 from pallas_kernels.common.weights import BlockFP8, Weight
 
 MANY_ROWS = 1024
 
 
-def suits(x: jax.Array, weights: Sequence[Weight]) -> bool:
-    """Whether [G, T, in] are multiplied with these weights so."""
-    return x.shape[1] >= MANY_ROWS and x.dtype == jnp.bfloat16 and all(map(_is_exact, weights))
+def suits(weights: Sequence[Weight], x: jax.Array | Pending) -> TypeGuard[Sequence[BlockFP8]]:
+    """Whether rows [G, T, in] are multiplied with these weights so."""
+    is_plain = isinstance(x, jax.Array) and x.dtype == jnp.bfloat16
+    return is_plain and x.shape[1] >= MANY_ROWS and all(map(_is_exact, weights))
 
 
-def multiply(x: jax.Array, weight: BlockFP8, *, dtype: DTypeLike) -> jax.Array:
+def multiply(x: jax.Array | Pending, weight: BlockFP8, *, dtype: DTypeLike) -> jax.Array:
     """bf16[G, T, in] times [G, out, in] -> [G, T, out], accumulated in f32."""
+    assert isinstance(x, jax.Array)
     matrix = weight.decode().astype(jnp.bfloat16)
     over_inputs = ((2,), (2,)), ((0,), (0,))
     return jax.lax.dot_general(x, matrix, over_inputs, preferred_element_type=dtype)

@@ -39,8 +39,8 @@ def block_linear(
 ) -> list[Any]:
     """[G, T, in] times [G, out, in] -> [G, T, out] for each weight; see `op.block_linears`."""
     num_groups, num_tokens, _ = x.shape
-    if tiling is None and core is None and isinstance(x, jax.Array) and decoded.suits(x, weights):
-        results = [decoded.multiply(x, weight, dtype=dtype) for weight in weights]  # pyright: ignore[reportArgumentType]
+    if tiling is None and core is None and decoded.suits(weights, x):
+        results = [decoded.multiply(x, weight, dtype=dtype) for weight in weights]
         return _normed(results, norms, eps)
     shapes = call_shapes.shapes_of(*weights, core=core)
     if tiling is None:

@@ -25,6 +25,7 @@ MAX_PAIRS = 2048
 _PAIRS = 512
 """Of a program."""
 _SECOND = 1 << 16
+"""Rows and tiles are one sum: rows, and tiles times this."""
 _AT_ONCE = 8
 """Pairs that a thread loads at once."""
 

@@ -75,18 +75,18 @@ def test_products_are_the_reference_s(lane, kind, activations):
 def test_many_rows_as_they_are_are_multiplied_by_xla(lane):
     """With what the codes stand for; rounded rows, and scales of any value, with the codes."""
     weight = make("fp8", (2, 128, 256), "bfloat16")
-    x = normal(2, decoded.MANY_ROWS, 256)
+    x = jnp.asarray(normal(2, decoded.MANY_ROWS, 256))
     products = jax.jit(functools.partial(block_linear, dtype=jnp.float32, backend="mosaic_gpu"))
     text = products.lower(x, weight).as_text()
     assert "dot_general" in text
     assert "mosaic" not in text
     found, expected = products(x, weight), reference_product(x, weight)
     np.testing.assert_allclose(found, expected, atol=2e-6 * np.abs(expected).max())
-    assert not decoded.suits(x[:, 1:], [weight])
-    assert not decoded.suits(x, [dataclasses.replace(weight, activations="fp8")])
-    assert not decoded.suits(
-        x, [dataclasses.replace(weight, scale=numbers.decode_ue8m0(weight.scale))]
-    )
+    assert decoded.suits([weight], x)
+    assert not decoded.suits([weight], x[:, 1:])
+    assert not decoded.suits([dataclasses.replace(weight, activations="fp8")], x)
+    of_any_scale = dataclasses.replace(weight, scale=numbers.decode_ue8m0(weight.scale))
+    assert not decoded.suits([of_any_scale], x)
 
 
 @pytest.mark.parametrize("picked", [False, True])
