@@ -262,6 +262,17 @@ def joined() -> Hosts | None:
     return _joined[0] if _joined else None
 
 
+def agree[Value: (bool, int)](value: Value) -> Value:
+    """What process 0 has, in each process; all that joined call this, in the same order."""
+    hosts = joined()
+    if hosts is None:
+        return value
+    if hosts.number == 0:
+        hosts.tell(str(int(value)).encode())
+        return value
+    return type(value)(int(hosts.listen()))
+
+
 def hosts_of(mesh: Mesh | None) -> Hosts | None:
     """The processes that a mesh spans; None is this one alone.
 

@@ -107,7 +107,7 @@ def find_memory() -> Memory | None:
     space = _address_space()
     if space and space.free_bytes < _START_BYTES and not xla_bridge.backends_are_initialized():
         return space
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
         limit = int(stats["bytes_limit"])

@@ -175,11 +175,11 @@ def device_memory_bytes(fraction: float) -> int:
       ValueError: the fraction is out of range, or the device does not say what it has.
     """
     fraction = checks.share("gpu_memory_fraction", fraction)
-    stats = jax.devices()[0].memory_stats()
+    stats = jax.local_devices()[0].memory_stats()
     if not stats or "bytes_limit" not in stats:
         raise ValueError(
             f"gpu_memory_fraction needs a device that reports its memory, and "
-            f"{jax.devices()[0]} does not; give memory_bytes or num_blocks"
+            f"{jax.local_devices()[0]} does not; give memory_bytes or num_blocks"
         )
     return int(stats["bytes_limit"] * fraction) - int(stats.get("bytes_in_use", 0))
 

@@ -25,4 +25,4 @@ def bytes_in_use() -> int:
 
 
 def _stats() -> dict[str, int]:
-    return jax.devices()[0].memory_stats() or {}
+    return jax.local_devices()[0].memory_stats() or {}

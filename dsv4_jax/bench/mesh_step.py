@@ -169,7 +169,7 @@ class MeshSteps:
         }
         del logits
         if setup.case.profile:
-            devices = self.mesh.size
+            devices = len(self.mesh.local_devices)
             found = setup.profile(program.run, call, (cache, None), rewind=rewind, devices=devices)
             yield {"profile": found}
 
@@ -181,7 +181,7 @@ def on_every_shard[T](tree: T, mesh: Mesh) -> T:
     """
 
     def spread(leaf: jax.Array, where: Any) -> jax.Array:
-        parts = [jax.device_put(leaf, device) for device in mesh.devices.flat]
+        parts = [jax.device_put(leaf, device) for device in mesh.local_devices]
         shape = _whole_shape(leaf.shape, where, mesh)
         return jax.make_array_from_single_device_arrays(shape, where, parts)
 

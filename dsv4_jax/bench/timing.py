@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dsv4_jax.hosts import agree
+
 _COPY_BYTES = 512 * 2**20
 
 
@@ -45,7 +47,8 @@ def time_calls(
     """Times `state = call(state)`.
 
     Each measurement dispatches as many calls as take `least_s`, so that the wait for the last of
-    them, about 50 us, does not count. For calls shorter than their dispatch see `loops`.
+    them, about 50 us, does not count. For calls shorter than their dispatch see `loops`. Several
+    processes that run the same calls make as many as process 0 does.
 
     Args:
       call: a compiled function; it may donate its argument.
@@ -61,9 +64,9 @@ def time_calls(
     """
     _, state = dispatch(call, rewind(state), 1)  # sets up graphs and libraries
     once, state = dispatch(call, rewind(state), 2)
-    calls = min(max_calls, max(2, math.ceil(least_s / (once / 2))))
+    calls = agree(min(max_calls, max(2, math.ceil(least_s / (once / 2)))))
     begun, samples = time.perf_counter(), []
-    while len(samples) < repeats and (not samples or time.perf_counter() - begun < limit_s):
+    while len(samples) < repeats and agree(not samples or time.perf_counter() - begun < limit_s):
         seconds, state = dispatch(call, rewind(state), calls)
         samples.append(seconds / calls)
     return Timing(statistics.median(samples), min(samples), max(samples), calls), state

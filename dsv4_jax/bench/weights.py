@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from dsv4_jax.bench.noise import random_array, random_bits
 from dsv4_jax.config import DSV4Config
@@ -68,8 +68,17 @@ def random_params(
         else:
             weight = _random_weight(leaf_seed, *leaf_spread(name, leaf.shape), leaf)
         place = places[number]
-        made.append(weight if place is None else jax.device_put(weight, place))
+        made.append(weight if place is None else jax.tree.map(_put, weight, place))
     return jax.tree.unflatten(structure, made)
+
+
+def _put(leaf: jax.Array, place: NamedSharding) -> jax.Array:
+    """Each process has all of the leaf, and keeps what its own devices hold."""
+    if place.is_fully_addressable:
+        return jax.device_put(leaf, place)
+    own = place.addressable_devices_indices_map(leaf.shape).items()
+    parts = [jax.device_put(leaf[index], device) for device, index in own]
+    return jax.make_array_from_single_device_arrays(leaf.shape, place, parts)
 
 
 def _random_weight(seed: np.uint32, mean: float, spread: float, shapes: Weight) -> Weight:

@@ -1,6 +1,11 @@
 """Processes that watch each other: in one, and with four CPU devices in several."""
 
 import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -75,6 +80,16 @@ def test_what_is_told_is_heard_in_order(pair):
     assert heard == [b"%d" % number for number in range(100)]
     time.sleep(2 * TIMEOUT_S)
     assert said == []  # and nobody was silent
+
+
+def test_processes_agree_on_what_the_first_has(pair, monkeypatch):
+    assert hosts.agree(7) == 7  # alone
+    found = []
+    for one, values in zip(pair, ((3, True), (9, False)), strict=False):
+        monkeypatch.setattr(hosts, "joined", lambda one=one: one)
+        found.append([hosts.agree(value) for value in values])
+    assert found == [[3, True]] * 2
+    assert [type(value) for value in found[1]] == [int, bool]
 
 
 def test_a_process_that_is_silent_is_named(pair):
@@ -211,3 +226,38 @@ def test_one_of_four_that_is_lost_ends_all_others(how, said):
         assert other["status"] != 0
         assert other["seconds"] < 5 * hosts_engine.TIMEOUT_S
         assert "tokens" not in other["out"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "weights"), [({"data": 2}, "released"), ({"model": 2}, "bfloat16")]
+)
+def test_a_benchmark_of_two_processes_reports_once(tmp_path, mesh, weights):
+    """Each makes its own part of the weights, and as many calls as the first."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    [(axis, size)] = mesh.items()
+    command = [
+        *(sys.executable, "-m", "dsv4_jax", "bench", "decode", "--config", "tiny"),
+        *("--points", "2@256", "--parts", "step", f"--{axis}", str(size), "--part-limit-s", "2"),
+        *("--weights", weights, "--coordinator", address, "--num-processes", "2"),
+    ]
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=1", "JAX_PLATFORMS": "cpu"}
+    running = [
+        subprocess.Popen(
+            [*command, "--process-id", str(number), "--json", str(tmp_path / f"{number}.json")],
+            env=os.environ | flags,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    said = [one.communicate(timeout=300)[0] for one in running]
+    assert [one.returncode for one in running] == [0, 0]
+    assert "ms/step" in said[0]
+    assert "ms/step" not in said[1]
+    assert [path.name for path in tmp_path.iterdir()] == ["0.json"]
+    [row] = json.loads((tmp_path / "0.json").read_text())["rows"]
+    assert row["finite"]
+    assert {name: row[name] for name in mesh} == mesh

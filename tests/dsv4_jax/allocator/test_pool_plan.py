@@ -109,10 +109,10 @@ class FakeDevice:
 
 def test_a_share_of_the_devices_memory(monkeypatch):
     stats = {"bytes_limit": 1000, "bytes_in_use": 300}
-    monkeypatch.setattr(jax, "devices", lambda: [FakeDevice(stats)])
+    monkeypatch.setattr(jax, "local_devices", lambda: [FakeDevice(stats)])
     assert pool_plan.device_memory_bytes(0.9) == 600
     with pytest.raises(ValueError, match="gpu_memory_fraction must be above 0 and at most 1"):
         pool_plan.device_memory_bytes(1.5)
-    monkeypatch.setattr(jax, "devices", lambda: [FakeDevice(None)])
+    monkeypatch.setattr(jax, "local_devices", lambda: [FakeDevice(None)])
     with pytest.raises(ValueError, match="give memory_bytes or num_blocks"):
         pool_plan.device_memory_bytes(0.5)

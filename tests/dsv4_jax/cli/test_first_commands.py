@@ -79,8 +79,9 @@ def test_without_a_gpu_a_benchmark_takes_the_tiny_model(monkeypatch, capsys, wha
         seen.append(arguments[0])
         raise Stopped
 
-    monkeypatch.setattr(bench, "copy_bandwidth", lambda: 1e9)
-    monkeypatch.setattr(bench, "random_params", stop)
+    for module in (bench, bench.bench_decode):
+        monkeypatch.setattr(module, "copy_bandwidth", lambda: 1e9)
+        monkeypatch.setattr(module, "random_params", stop)
     monkeypatch.setattr(bench.kernels, "bench_kernels", stop)
     with pytest.raises(Stopped):
         main(["bench", what])

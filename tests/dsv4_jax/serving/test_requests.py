@@ -119,7 +119,7 @@ def test_engines_that_cannot_be_are_refused(monkeypatch, options, message):
         def memory_stats(self):
             return None
 
-    monkeypatch.setattr(jax, "devices", lambda *_: [Mute()])
+    monkeypatch.setattr(jax, "local_devices", lambda *_: [Mute()])
     with pytest.raises(ValueError, match=message):
         make_engine(**options)
 

@@ -1,0 +1,192 @@
+"""`dsv4-jax bench decode`: decode steps, whole and in parts, on one device or a mesh."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import os
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dsv4_jax.bench import decode, report
+from dsv4_jax.bench.decode_case import PARTS, DecodeCase
+from dsv4_jax.bench.mesh_step import MeshSteps
+from dsv4_jax.bench.results import Output
+from dsv4_jax.bench.timing import copy_bandwidth
+from dsv4_jax.bench.weights import random_params
+from dsv4_jax.cache.model_cache import tree_bytes
+from dsv4_jax.cli.arguments import WEIGHTS, chosen_mesh, join_mesh, output_file, points_of, real
+from dsv4_jax.cli.bench_checks import check_case_memory, check_contexts
+from dsv4_jax.cli.bench_options import (
+    MAX_SECONDS,
+    STEP_CONTEXTS,
+    add_batches,
+    add_common,
+    add_contexts,
+    add_weights,
+    config_of,
+    status_of,
+)
+from dsv4_jax.config.kinds import show
+from dsv4_jax.hosts import agree
+from dsv4_jax.model.params import param_shapes, unstack_layers
+
+
+def add_arguments(steps: argparse.ArgumentParser) -> None:
+    """Adds this command's arguments."""
+    add_common(steps, hosts=True)
+    add_weights(steps)
+    add_contexts(steps, STEP_CONTEXTS)
+    add_batches(steps, "1")
+    steps.add_argument(
+        "--points",
+        type=points_of,
+        help="BATCH@CONTEXT, one or more, in place of --batch and --contexts; /split after one is "
+        "--split-cache for it alone; if not given, all of those two",
+    )
+    steps.add_argument(
+        "--parts",
+        type=_parts,
+        default=PARTS,
+        help=f"parts to time, out of {','.join(PARTS)}; cache alone needs no weights",
+    )
+    steps.add_argument(
+        "--one-bucket",
+        action="store_true",
+        help="compile once per batch, for the longest context, and use that cache for all contexts",
+    )
+    steps.add_argument(
+        "--quick", action="store_true", help="time only the step, and compile it once"
+    )
+    steps.add_argument(
+        "--compile-only",
+        action="store_true",
+        help="fill the compilation cache without running; several processes may do so at once",
+    )
+    steps.add_argument(
+        "--plot",
+        type=output_file(".png", ".svg"),
+        help="PNG or SVG file for ms against context; if not given, none",
+    )
+    steps.add_argument(
+        "--part-limit-s",
+        type=real(0, MAX_SECONDS),
+        default=20.0,
+        help="seconds for the measurements of each part",
+    )
+    steps.add_argument("--profile", action="store_true", help="list the launches with their times")
+
+
+def join(args: argparse.Namespace) -> contextlib.AbstractContextManager[object]:
+    """Joins other processes, if there are any; in the context all but process 0 say nothing.
+
+    Raises:
+      ValueError: as `join_mesh`.
+    """
+    _, follows = join_mesh(args)
+    if not follows:
+        return contextlib.nullcontext()
+    args.json = args.plot = None
+    return contextlib.redirect_stdout(io.StringIO())
+
+
+def run(args: argparse.Namespace) -> int:
+    """Times each point; one that fails is reported, and the others run."""
+    begun = time.perf_counter()
+    config = config_of(args)
+    check_contexts(config, "contexts", args.contexts)
+    if args.plot:
+        report.find_matplotlib()
+    parts = ("step",) if args.quick else args.parts
+    output = Output(args.json, command="bench decode", config=args.config)
+    output.set(weights=args.weights, experts=config.num_routed_experts)
+    cases, mesh, params = _cases(args, parts), chosen_mesh(args), None
+    if args.compile_only:
+        output.set(copy_bandwidth=None)
+        if mesh is None:
+            params = param_shapes(config, jnp.bfloat16, weights=WEIGHTS[args.weights])
+            params = unstack_layers(params)
+    else:
+        with_weights = set(parts) != {"cache"}
+        size = min(args.batch), min(args.contexts)
+        check_case_memory(args, config, *size, weights=args.weights if with_weights else None)
+        if mesh is None:
+            output.set(copy_bandwidth=copy_bandwidth())
+    steps = None
+    if mesh is not None:
+        steps = MeshSteps(config, mesh, weights=WEIGHTS[args.weights])
+        steps.compile_ahead(cases, threads=min(len(cases), os.cpu_count() or 1))
+    if set(parts) == {"cache"}:
+        params = None
+    elif params is None and not args.compile_only:
+        start = time.perf_counter()
+        made = random_params(config, weights=WEIGHTS[args.weights], mesh=mesh)
+        params = jax.block_until_ready(made)
+        output.set(weight_bytes=tree_bytes(params), weights_s=time.perf_counter() - start)
+    if steps is not None:
+        steps.wait()
+        output.set(ready_s=time.perf_counter() - begun)
+        print(f"weights and programs after {output.fields['ready_s']:.0f} s", flush=True)
+        if not args.compile_only:
+            output.set(copy_bandwidth=copy_bandwidth())
+    rows: list[dict[str, Any]] = []
+    for case in cases:
+        rows.append({"batch": case.batch, "context": case.context})
+        if agree(time.perf_counter() - begun > args.budget_s):
+            rows[-1]["skipped"] = f"would start later than --budget-s {args.budget_s:g}"
+            output.set(rows=rows)
+            continue
+        bandwidth, said = output.fields["copy_bandwidth"], ""
+        if steps is None:
+            case = dataclasses.replace(case, recompile=not args.quick and len(rows) == 1)
+            found = decode.bench_case(config, params, case, bandwidth=bandwidth)
+        else:
+            found = steps.bench(params, case, bandwidth=bandwidth)
+        for row in found:
+            rows[-1] = row
+            output.set(rows=rows)
+            if (line := report.decode_line(row)) != said:
+                print(line, flush=True)
+            said = line
+        if text := report.profile_table(rows[-1]):
+            print(text, flush=True)
+    print(report.decode_table(rows))
+    if args.plot:
+        report.plot_decode(rows, args.plot, title=args.config)
+    return status_of(rows)
+
+
+def _cases(args: argparse.Namespace, parts: tuple[str, ...]) -> list[DecodeCase]:
+    """The points to measure, in the order in which they were given."""
+    points = args.points or [(b, c, False) for b in args.batch for c in args.contexts]
+    points = [(batch, context, split or args.split_cache) for batch, context, split in points]
+    longest: dict[tuple[int, bool], int] = {}
+    for batch, context, split in points:
+        longest[batch, split] = max(context, longest.get((batch, split), 0))
+    return [
+        DecodeCase(
+            batch=batch,
+            context=context,
+            bucket_context=longest[batch, split] if args.one_bucket else context,
+            cache_format=args.cache_format,
+            activations=args.activations,
+            parts=parts,
+            profile=args.profile,
+            compile_only=args.compile_only,
+            limit_s=args.part_limit_s,
+            block_parts=args.model if split else 1,
+        )
+        for batch, context, split in points
+    ]
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    parts = tuple(text.split(","))
+    if set(parts) - set(PARTS):
+        raise argparse.ArgumentTypeError(f"must be of {', '.join(PARTS)}, got {show(text)}")
+    return parts

@@ -1,0 +1,110 @@
+"""What the benchmarks of `dsv4-jax bench` share: options, the model, and how a run has ended."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+from dsv4_jax.cli.arguments import (
+    WEIGHTS,
+    add_activations,
+    add_cache_format,
+    add_follow_links,
+    add_hosts,
+    add_mesh,
+    output_file,
+    real,
+    whole,
+    wholes,
+)
+from dsv4_jax.cli.presets import PRESETS, read_config
+from dsv4_jax.config import DSV4Config
+
+MAX_BATCH, MAX_SECONDS = 2**16, 1e9
+STEP_CONTEXTS, OP_CONTEXTS = ("4096,131072,1048576", "256,4096"), ("16384", "256")
+OP_BATCHES, PROMPTS = ("1,64", "1"), ("8192,32768", "256")
+"""Defaults with a GPU and without one."""
+
+
+def add_common(parser: argparse.ArgumentParser, *, hosts: bool = False) -> None:
+    """Adds the model, the mesh, the cache and where figures go; `hosts` adds several processes."""
+    parser.add_argument(
+        "--config",
+        help=f"{', '.join(PRESETS)} or a folder; if not given, flash_slim on a GPU and tiny "
+        "without one",
+    )
+    parser.add_argument(
+        "--layers", type=whole(), help="first layers of the model to use; if not given, all"
+    )
+    parser.add_argument(
+        "--experts", type=whole(), help="routed experts; if not given, as many as the config has"
+    )
+    add_follow_links(parser)
+    (add_hosts if hosts else add_mesh)(parser)
+    add_cache_format(parser)
+    parser.add_argument(
+        "--json", type=output_file(), help="JSON file for the figures; if not given, none"
+    )
+    parser.add_argument(
+        "--budget-s",
+        type=real(0, MAX_SECONDS),
+        default=540.0,
+        help="seconds after which no case starts",
+    )
+
+
+def add_weights(parser: argparse.ArgumentParser) -> None:
+    """Adds the formats of weights and activations."""
+    parser.add_argument(
+        "--weights",
+        choices=tuple(WEIGHTS),
+        default="bfloat16",
+        help="all weights in bfloat16, or FP8 and FP4 where the release has them",
+    )
+    add_activations(parser, prefill=False)
+
+
+def add_batches(parser: argparse.ArgumentParser, usual: str) -> None:
+    """Adds numbers of requests; `usual` says what they are if not given."""
+    parser.add_argument(
+        "--batch",
+        type=wholes(1, MAX_BATCH),
+        help=f"requests, one number or more; if not given, {usual}",
+    )
+
+
+def add_contexts(parser: argparse.ArgumentParser, sizes: tuple[str, str]) -> None:
+    """Adds contexts; `sizes` are those of a GPU and without one, if they are not given."""
+    parser.add_argument(
+        "--contexts",
+        type=wholes(),
+        help=f"tokens of each request, one number or more; if not given, {sizes[0]} on a GPU and "
+        f"{sizes[1]} without one",
+    )
+
+
+def config_of(args: argparse.Namespace) -> DSV4Config:
+    """The model that was asked for, with its first layers and as many experts as that says.
+
+    Raises:
+      ValueError: it has not so many layers, or a token picks more experts.
+    """
+    config = read_config(args.config, draft=False, follow_links=args.follow_links)
+    layers = config.num_layers if args.layers is None else args.layers
+    experts = config.num_routed_experts if args.experts is None else args.experts
+    if not 1 <= layers <= config.num_layers:
+        raise ValueError(f"layers must be in 1..{config.num_layers}, got {layers}")
+    if experts < config.num_experts_per_token:
+        raise ValueError(f"experts must be at least {config.num_experts_per_token}, got {experts}")
+    return dataclasses.replace(
+        config,
+        layer_types=config.layer_types[:layers],
+        router_types=config.router_types[:layers],
+        num_routed_experts=experts,
+    )
+
+
+def status_of(rows: list[dict[str, Any]]) -> int:
+    """1 if a case failed, else 0; a case skipped for lack of memory or time has not failed."""
+    return int(any("failed" in row for row in rows))
