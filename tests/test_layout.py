@@ -26,7 +26,17 @@ ROOMS = {
     | {"model", "checkpoint", "step"},
     "inspection": {"checks", "mesh", "config", "cache", "attention", "model", "step"},
     "serve": {"checks", "serving", "step"},
-    "bench": {"runtime", "mesh", "config", "cache", "allocator", "attention", "model", "step"},
+    "bench": {
+        "runtime",
+        "hosts",
+        "mesh",
+        "config",
+        "cache",
+        "allocator",
+        "attention",
+        "model",
+        "step",
+    },
     "research": {
         "checks",
         "progress",
