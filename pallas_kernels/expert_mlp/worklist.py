@@ -9,6 +9,8 @@ import jax.numpy as jnp
 
 ALIGNMENT = 8
 """Of an expert's first row: bulk copies take eight rows together."""
+_FEW_PAIRS = 1024
+"""Pairs up to which comparing each with each is faster than sorting: a launch or two."""
 
 
 class Worklist(NamedTuple):
@@ -62,8 +64,13 @@ def make_worklist(expert_ids: jax.Array, num_experts: int, tile_rows: int) -> Wo
     keys = jnp.where((ids >= 0) & (ids < num_experts), ids, num_experts)
     experts = jnp.arange(num_experts + 1, dtype=jnp.int32)
     pairs = jnp.arange(num_pairs, dtype=jnp.int32)
-    order = jnp.argsort(keys, stable=True).astype(jnp.int32)
-    place = jnp.zeros(num_pairs, jnp.int32).at[order].set(pairs)
+    if num_pairs <= _FEW_PAIRS:
+        mine, other = keys[:, None], keys[None]
+        before = (other < mine) | ((other == mine) & (pairs[None] < pairs[:, None]))
+        place = jnp.sum(before, axis=1, dtype=jnp.int32)
+    else:
+        order = jnp.argsort(keys, stable=True).astype(jnp.int32)
+        place = jnp.zeros(num_pairs, jnp.int32).at[order].set(pairs)
     # Not a binary search: XLA's is a loop that the host drives.
     starts = jnp.sum(keys[None] < experts[:, None], axis=1, dtype=jnp.int32)
     counts = starts[1:] - starts[:-1]

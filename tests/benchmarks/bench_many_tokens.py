@@ -107,7 +107,7 @@ def pairs_sorted(tokens, num_experts):
         return work.token, work.row, work.expert, work.first, work.num_rows, share
 
     forms = {"XLA": xla}
-    if ids.size <= 2 * triton_worklist.MAX_PAIRS:
+    if ids.size <= triton_worklist.MAX_PAIRS:
         forms["kernel"] = kernel
     return "sort_by_expert", forms, (ids, jnp.full(ids.shape, 0.25, jnp.float32))
 

@@ -605,20 +605,6 @@ MUTATIONS = [
             "pallas_kernels/write_streams",
         ),
         (
-            "kernel_sorts_a_pair_before_itself",
-            "expert_mlp/triton_worklist.py",
-            "(found == keys) & (other < pair)",
-            "(found == keys) & (other <= pair)",
-            "pallas_kernels/expert_mlp/test_worklist_kernel.py",
-        ),
-        (
-            "kernel_counts_pairs_without_an_expert",
-            "expert_mlp/triton_worklist.py",
-            "counts = jnp.where(is_expert, jax.lax.fori_loop(0, steps, count_pairs, zeros), 0)",
-            "counts = jax.lax.fori_loop(0, steps, count_pairs, zeros)",
-            "pallas_kernels/expert_mlp/test_worklist_kernel.py",
-        ),
-        (
             "kernel_write_many_streams_transposed",
             "write_streams/triton_many.py",
             "comb[token, jnp.int32(j), jnp.int32(k)]",
