@@ -72,7 +72,7 @@ def hyper_connections(arguments: Arguments, *, is_many: bool | None = None) -> R
 
 
 def _read(inputs: list[Ref], outputs: list[Ref], *, arguments: Arguments, is_many: bool) -> None:
-    """A token's streams; both programs of a token, or the one of many tokens."""
+    """Reads a token's streams, as one of its two programs, or as its only one of many tokens."""
     products, scale, base, streams, norm = inputs
     collapsed_ref, normed_ref, *rest = outputs
     (_, num, dim), dtype = streams.shape, streams.dtype
@@ -156,11 +156,10 @@ Square = list[list[jax.Array]]
 
 
 def _sinkhorn(logits: Square, *, iters: int, eps: float) -> Square:
-    """`reference.sinkhorn` of a matrix of scalars, or of a token's in each thread.
+    """`reference.sinkhorn` of a matrix of scalars, or of one in each thread.
 
-    No sum needs another thread.
-
-    Each sum is inverted once, where the definition divides: a unit in the last place apart.
+    No sum needs another thread. Each is inverted once, where the definition divides: a unit in the
+    last place apart.
     """
 
     def columns(p: Square) -> Square:
