@@ -78,7 +78,6 @@ QUICKLY_COMPILED = (
     "dsv4_jax/training/test_training.py",
     "pallas_kernels/append_and_flush/",
     "pallas_kernels/block_linear/test_block_linear_kernel.py",
-    "pallas_kernels/block_linear/test_product_turns.py",
     "pallas_kernels/common/test_backend.py",
     "pallas_kernels/common/test_chunks.py",
     "pallas_kernels/compressor/test_flush_kernels.py",

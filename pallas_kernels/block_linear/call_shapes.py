@@ -37,6 +37,8 @@ _MANY_TURNS = 64
 """Stages of a tile from which on starting a CTA and storing its results don't show."""
 _MAX_BAND = 16
 _MAX_STAGES = 12
+_STAGES_OF_ROWS = 6
+"""Of tiles whose left operand is rows of x."""
 _TURNS_OF_ROUNDED = 4
 """CTAs an SM at most whose rows the kernel rounds, of a stack's products."""
 _MAX_ROUNDED_BYTES = 80 << 10
@@ -81,7 +83,8 @@ class Tiling:
         For one product, on Hopper.
       band: items of a band, through which such CTAs go before the next, for each outputs in turn.
       packs: whether results are stored two outputs at a time, where they have 16 bits.
-      in_turns: whether consumers begin their products in turns; see `gpu/product_turns`.
+      rows_on_left: whether 64 rows of x are the left operand of a consumer's product, and the tiles
+        of the weights the right one; see `mosaic_hopper_rows`. Of FP8, 128 columns, on Hopper.
     """
 
     columns: int
@@ -91,7 +94,7 @@ class Tiling:
     programs: int = 0
     band: int = 1
     packs: bool = False
-    in_turns: bool = False
+    rows_on_left: bool = False
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
@@ -264,13 +267,14 @@ def choose_tiling(shapes: Shapes, num_rows: int, num_groups: int, *, may_split: 
     splits = _choose_splits(shapes, blocks, num_tiles, fills=fills) if may_split else 1
     tiling = Tiling(columns=columns, blocks=blocks, stages=2, splits=splits)
     are_few = num_tiles * splits <= _FEW_TILES_OF_SM * shapes.core.device.num_sms
-    if fills and (are_few or shapes.turns(tiling) < _MANY_TURNS):
+    on_left = fills and shapes.is_fp8 and columns == CONSUMERS * ROWS
+    if fills and (on_left or are_few or shapes.turns(tiling) < _MANY_TURNS):
         tiling = dataclasses.replace(
             tiling,
             programs=1,
             band=min(_MAX_BAND, items),
-            packs=True,
-            in_turns=are_few and shapes.is_fp8 and columns > WIDE,
+            packs=not on_left,
+            rows_on_left=on_left,
         )
     return dataclasses.replace(tiling, stages=_choose_stages(shapes, tiling, fills=fills))
 
@@ -316,6 +320,8 @@ def _choose_stages(shapes: Shapes, tiling: Tiling, *, fills: bool) -> int:
     stages = min((room - shapes.fixed_bytes(tiling)) // shapes.stage_bytes(tiling), _MAX_STAGES)
     if not tiling.programs:
         stages = min(stages, shapes.turns(tiling))
+    elif tiling.rows_on_left:
+        stages = min(stages, _STAGES_OF_ROWS)
     elif stages > 3:  # a power of two, so that a stage's slot is a mask
         stages = 1 << (stages.bit_length() - 1)
     return max(2, stages)

@@ -1,4 +1,6 @@
-"""Products of rows with weights on Hopper: what its two consumers do.
+"""Products of rows with weights on Hopper, weights on the left: what its two consumers do.
+
+Block FP8 with many rows is multiplied in `mosaic_hopper_rows`.
 
 Consumer g has a tile of 64 outputs, the left operand of a product whose right one is x:
 
@@ -30,7 +32,7 @@ from pallas_kernels.block_linear.call_shapes import CONSUMERS
 from pallas_kernels.block_linear.work import SwiGLU, Work
 from pallas_kernels.common.backend import interpreting
 from pallas_kernels.common.weights import ROWS
-from pallas_kernels.gpu import exchange, mosaic, product_turns
+from pallas_kernels.gpu import exchange, mosaic
 from pallas_kernels.gpu.store_pairs import store_pairs
 from pallas_kernels.gpu.store_transposed import Place, store_transposed
 
@@ -50,13 +52,9 @@ def consume(work: Work, outputs: list[Any], swiglu: SwiGLU | None) -> None:
     def multiplier(turn: jax.Array, b: int) -> Callable[..., jax.Array]:
         """Makes f32[64, columns] of a piece and a part of x, scaled by row."""
         slot = work.slot_of(turn)
-        last = tiling.blocks - 1, len(tiling.pieces) - 1, s.num_parts - 1
 
         def product(left: Any, number: int, part: int) -> jax.Array:
             x = rows_of(turn, b, part, tiling.pieces[number])
-            if tiling.in_turns:
-                is_last = (turn == work.turns - 1) & ((b, number, part) == last)
-                return product_turns.multiply(left, x, group, is_last)
             if s.is_mxfp4:
                 return mosaic.multiply_registers(left, x)
             return mosaic.multiply([(left, x.transpose((1, 0)))])
@@ -126,8 +124,6 @@ def consume(work: Work, outputs: list[Any], swiglu: SwiGLU | None) -> None:
     ]
     first_scales = scales_of(0)
     work.await_rows()
-    if tiling.in_turns:
-        product_turns.begin(group)
     totals, _ = lax.fori_loop(0, work.turns, add_stage, (zeros, first_scales))
     store = functools.partial(_store, work, outputs)
     if swiglu is None:

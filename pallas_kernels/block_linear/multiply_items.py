@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
-from pallas_kernels.block_linear import mosaic_blackwell, mosaic_hopper
+from pallas_kernels.block_linear import mosaic_blackwell, mosaic_hopper, mosaic_hopper_rows
 from pallas_kernels.block_linear.call_shapes import (
     BUFFERS,
     CONSUMERS,
@@ -59,13 +59,19 @@ def _kernel(work: Work, outputs: list[Any], swiglu: SwiGLU | None) -> None:
     def _consume():
         if has_many_columns:
             plgpu.set_max_registers(REGISTERS[0], action="increase")
-        kernel = mosaic_blackwell if work.shapes.core.has_memory else mosaic_hopper
-        kernel.consume(work, outputs, swiglu)
+        _consumer_of(work).consume(work, outputs, swiglu)
 
     if swiglu is None and isinstance(work.inputs.items, PickedItems):
         pl.when((work.tile.num_rows == 0) & (work.group < CONSUMERS))(
             functools.partial(_store_zeros, work, outputs[0])
         )
+
+
+def _consumer_of(work: Work) -> Any:
+    """The module that multiplies."""
+    if work.shapes.core.has_memory:
+        return mosaic_blackwell
+    return mosaic_hopper_rows if work.tiling.rows_on_left else mosaic_hopper
 
 
 def _kernel_of_tiles(
@@ -95,7 +101,7 @@ def _kernel_of_tiles(
         def consume(tile: Tile, before: jax.Array) -> None:
             work = work_of(tile, before)
             pl.when(tile.num_rows > 0)(
-                functools.partial(mosaic_hopper.consume, work, outputs, swiglu)
+                functools.partial(_consumer_of(work).consume, work, outputs, swiglu)
             )
 
         tiles.go_through(consume)

@@ -302,14 +302,17 @@ class Work:
         factor = lax.bitcast_convert_type(largest, jnp.float32)
         return operand, left_operand.to_operand(factor * (1 / unpack_mxfp4.HEADROOM))
 
-    def activate(self, gate: jax.Array, limit: float, first: Any, layout: Any) -> jax.Array:
+    def activate(
+        self, gate: jax.Array, limit: float, first: Any, layout: Any, *, axis: int = 1
+    ) -> jax.Array:
         """What multiplies the up projection: share * silu(gate).
 
         Args:
           gate: f32[M, N].
           limit: see `expert_mlp`.
-          first: row of x that the first column is.
+          first: row of x that the first one of the axis is.
           layout: that of `gate`.
+          axis: along which rows of x lie.
         """
         gate = jnp.minimum(gate, limit)
         gate = gate / (1 + jnp.exp(-gate))
@@ -318,9 +321,9 @@ class Work:
         if isinstance(self.inputs.items, PickedItems):
             return gate * self.inputs.share[self.tile.target_row]
         share = plgpu.load(
-            self.inputs.share.at[pl.ds(first, gate.shape[1])],
-            layout=layout.reduce(0),
+            self.inputs.share.at[pl.ds(first, gate.shape[axis])],
+            layout=layout.reduce(1 - axis),
             optimized=False,
         )
-        share = lax.broadcast_in_dim(share, gate.shape, [1])
+        share = lax.broadcast_in_dim(share, gate.shape, [axis])
         return gate * plgpu.layout_cast(share, layout)

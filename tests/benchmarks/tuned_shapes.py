@@ -67,18 +67,14 @@ def cut(columns, blocks=1, stages=0, **options):
 
 
 GOES = {"programs": 1, "packs": True}
-TURNS = {"in_turns": True}
+LEFT = {"rows_on_left": True}
 MANY_ROWS = [
     TODAY,
-    cut(128, 1, 4),
-    cut(128, 1, 4, packs=True, **TURNS),
-    cut(128, 1, 4, band=8, **GOES),
-    cut(128, 1, 4, band=8, **GOES, **TURNS),
-    cut(128, band=8, **GOES, **TURNS),
-    cut(128, 1, 4, band=16, **GOES, **TURNS),
-    cut(256, 1, 4, **TURNS),
-    cut(256, 1, 4, band=8, **GOES, **TURNS),
-    cut(256, 1, 4, band=8, programs=1, **TURNS),
+    cut(128, 1, 6),
+    cut(128, 1, 4, band=16, **GOES),
+    cut(128, 1, 6, **LEFT),
+    cut(128, 1, 6, band=8, **GOES, **LEFT),
+    cut(128, 1, 4, band=16, **GOES, **LEFT),
 ]
 
 
@@ -87,10 +83,9 @@ def ways_of_256(name):
     splits = {"Flash queries": (1, 1), "Flash wo_b": (2, 4), "Pro wo_b": (1, 2)}[name]
     return [
         TODAY,
-        cut(128, 1, 4, splits=splits[0], packs=True),
-        cut(128, 1, 4, splits=splits[0], packs=True, **TURNS),
-        cut(128, 1, 4, splits=splits[0], band=2, **GOES, **TURNS),
-        cut(256, 1, 4, splits=splits[1], **GOES, **TURNS),
+        cut(128, 1, 4, splits=splits[0], band=2, **GOES),
+        cut(128, 1, 6, splits=splits[0], **LEFT),
+        cut(128, 1, 4, splits=splits[0], band=2, **GOES, **LEFT),
     ]
 
 
@@ -100,20 +95,12 @@ def ways_of_64(name):
     return [
         TODAY,
         cut(64, 2, splits=splits, packs=True),
-        cut(64, 2, splits=splits, packs=True, **TURNS),
-        cut(64, 2, 4, splits=splits, **GOES, **TURNS),
+        cut(128, 1, 4, splits=splits, **LEFT),
+        cut(128, 1, 4, splits=splits, **GOES, **LEFT),
     ]
 
 
-MANY_TOKENS = [
-    TODAY,
-    cut(128, 1, 4, **GOES, **TURNS),
-    cut(192, **GOES),
-    cut(192, **GOES, **TURNS),
-    cut(224, **GOES),
-    cut(224, **GOES, **TURNS),
-    cut(256, **GOES, **TURNS),
-]
+MANY_TOKENS = [TODAY, cut(128, 1, 4, **GOES), cut(192, **GOES), cut(224, **GOES), cut(256, **GOES)]
 FEW_TOKENS = [TODAY, cut(16, 2, 4, packs=True), cut(16, 4, 3, packs=True), cut(16, 1, 8)]
 
 

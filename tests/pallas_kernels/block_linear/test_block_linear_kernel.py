@@ -141,7 +141,6 @@ def test_any_tiling_gives_the_products_of_every_group(lane, kind, tiling):
 PROGRAM_TILINGS = [
     Tiling(16, 2, 2, programs=1, band=2),
     Tiling(16, 1, 3, splits=2, programs=1, band=3, packs=True),
-    Tiling(16, 1, 2, programs=1, band=2, packs=True, in_turns=True),
 ]
 PROGRAM_CASES = [
     (kind, (2, 320, 512), 37, tiling, few)
@@ -150,10 +149,10 @@ PROGRAM_CASES = [
 ] + [
     (kind, (1, 128, 256), 270, tiling, 2)
     for kind, tiling in itertools.product(
-        QUANTIZE, [Tiling(256, 1, 2), Tiling(224, 1, 2, programs=1, in_turns=True)]
+        QUANTIZE, [Tiling(256, 1, 2), Tiling(224, 1, 2, programs=1)]
     )
 ]
-IN_PIECES = ("mxfp4", (1, 128, 256), 170, Tiling(144, 1, 2, programs=1, in_turns=True), 2)
+IN_PIECES = ("mxfp4", (1, 128, 256), 170, Tiling(144, 1, 2, programs=1), 2)
 """A tile of more rows than one product has; the fewest that are."""
 
 
@@ -170,6 +169,51 @@ def test_ctas_may_go_through_tiles_of_many_rows(kind, shape, rows, tiling, num_s
     with gpu_interpreter():
         found = run(x, weight, tiling, core)
     close("interpreter", found, reference_product(x, weight))
+
+
+ON_LEFT = Tiling(128, 1, 2, rows_on_left=True)
+
+
+@pytest.mark.parametrize(
+    ("activations", "inputs", "options"),
+    slow.all_but(
+        [("fp8", 640, {"programs": 1, "band": 2})],
+        [
+            ("fp8", 640, {"programs": 1, "band": 2}),
+            ("fp8", 1024, {"splits": 2}),
+            ("bfloat16", 256, {}),
+            ("bfloat16", 512, {"programs": 1, "band": 2, "splits": 2}),
+        ],
+    ),
+    ids=str,
+)
+def test_rows_may_be_the_left_operand(lane, activations, inputs, options):
+    """Rounds of one, two and four stages; outputs end within a CTA's, rows within a consumer's."""
+    weight = make("fp8", (2, 192, inputs), activations)
+    x = normal(2, 150, inputs)
+    found = run(x, weight, dataclasses.replace(ON_LEFT, **options), with_sms(2))
+    close(lane, found, reference_product(x, weight))
+
+
+@pytest.mark.slow
+def test_rows_on_the_left_of_weights_that_begin_within_a_cta(lane):
+    stacks = [weight_stack(with_scales(make("fp8", (out, 256)))) for out in (192, 64, 128)]
+    x = normal(1, 70, 256)
+    multiply = functools.partial(mosaic_gpu.block_linear, tiling=ON_LEFT, core=with_sms(1))
+    for weight, product in zip(stacks, jax.jit(multiply)(x, stacks), strict=True):
+        close(lane, product, reference_product(x, weight))
+
+
+@pytest.mark.parametrize("options", slow.all_but([{"programs": 1}], [{"programs": 1}, {}]), ids=str)
+def test_rows_on_the_left_of_gate_and_up(lane, options):
+    gate, up = (make("fp8", (128, 256)) for _ in range(2))
+    up = jax.tree.map(lambda leaf: leaf[::-1], up)
+    x = (8 * normal(140, 256)).astype(jnp.bfloat16)
+    expected = np.asarray(jax.jit(reference_swiglu)(x, gate, up), np.float32)
+    tiling = dataclasses.replace(ON_LEFT, **options)
+    multiply = functools.partial(mosaic_gpu.swiglu_linear, limit=1.5, tiling=tiling)
+    found = jax.jit(functools.partial(multiply, core=with_sms(1)))(x, gate, up)
+    np.testing.assert_allclose(found, expected, atol=2.0**-7 * np.abs(expected).max())
 
 
 def with_sms(num_sms):

@@ -7,7 +7,7 @@ from pallas_kernels.block_linear.call_shapes import Shapes, Tiling
 from pallas_kernels.expert_mlp import mosaic_gpu
 
 GOES = {"programs": 1, "packs": True}
-TURNS = GOES | {"in_turns": True}
+ON_LEFT = {"programs": 1, "rows_on_left": True}
 MATRICES = {
     "queries": (Shapes(8, (640,), 1, is_gated=False, format="fp8"), 1),
     "wo_a": (Shapes(32, (16,), 2, is_gated=False, format="fp8"), 8),
@@ -24,14 +24,14 @@ EXPERTS = (
     ("name", "num_rows", "tiling"),
     [
         ("queries", 64, Tiling(64, 2, 4, **GOES)),
-        ("queries", 256, Tiling(128, 1, 4, band=2, **TURNS)),
-        ("queries", 8192, Tiling(128, 1, 4, band=16, **GOES)),
+        ("queries", 256, Tiling(128, 1, 6, band=2, **ON_LEFT)),
+        ("queries", 8192, Tiling(128, 1, 6, band=16, **ON_LEFT)),
         ("wo_a", 64, Tiling(64, 2, 3, splits=2, **GOES)),
-        ("wo_a", 256, Tiling(128, 1, 4, band=2, **TURNS)),
-        ("wo_a", 8192, Tiling(128, 1, 4, band=16, **GOES)),
+        ("wo_a", 256, Tiling(128, 1, 4, band=2, **ON_LEFT)),
+        ("wo_a", 8192, Tiling(128, 1, 4, band=16, **ON_LEFT)),
         ("wo_b", 64, Tiling(64, 2, 4, splits=4, **GOES)),
-        ("wo_b", 256, Tiling(128, 1, 4, splits=2, band=2, **TURNS)),
-        ("wo_b", 8192, Tiling(128, 1, 6)),
+        ("wo_b", 256, Tiling(128, 1, 6, splits=2, band=2, **ON_LEFT)),
+        ("wo_b", 8192, Tiling(128, 1, 6, band=16, **ON_LEFT)),
     ],
 )
 def test_matrices_of_flash(name, num_rows, tiling):

@@ -211,6 +211,15 @@ def test_more_rows_than_a_product_has_are_several():
     np.testing.assert_array_equal(found, alone)
 
 
+@pytest.mark.slow
+def test_rows_may_be_the_left_operand_of_fp8_experts(lane):
+    """Each row's share of its expert follows it."""
+    arguments = (rows(140), *routing("none", 140), *make("fp8", width=128))
+    tilings = (Tiling(128, 1, 2, rows_on_left=True),) * 2
+    expected = jit_expert_mlp(*arguments, limit=LIMIT, backend="reference")
+    close(lane, run(*arguments, tilings=tilings), expected)
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "expected"), [(1, 1), (8, 8), (32, 8), (256, 12), (2048, 60)]
 )

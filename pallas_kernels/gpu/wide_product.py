@@ -1,0 +1,147 @@
+"""FP8 products of a Hopper GPU with both operands in shared memory, 64 columns of the result apart.
+
+A product is begun and finished, so that its warpgroup may do something else meanwhile; what `begin`
+returned may not be used before. The first step of the inner dimension overwrites the sums, so that
+no registers are zeroed. The interpreter multiplies in `begin`.
+
+Source: PTX ISA 9.0, sections 9.7.15.5 and 9.7.15.7, wgmma.mma_async and wgmma.wait_group.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.experimental.mosaic.gpu as mgpu
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, nvvm
+
+from pallas_kernels.common.backend import interpreting
+from pallas_kernels.gpu.mosaic import SWIZZLED_BYTES
+
+Ref = Any
+plgpu: Any = mosaic_gpu
+_LAYOUT = plgpu.Layout.WGMMA
+_OPERAND = plgpu.RefType(SWIZZLED_BYTES)
+_HEIGHT = 64
+_INNER = 128
+_STEP = 32
+"""Inner dimension of an instruction."""
+_DESCRIPTOR = 1 << 30 | 8 * _INNER >> 4
+"""Upper half: a swizzle of 128 bytes; what lies between eight rows and the next, in 16 bytes."""
+
+
+def begin(left: Ref, right: Ref) -> list[jax.Array]:
+    """Begins left @ right.T, by one warpgroup.
+
+    Args:
+      left: e4m3[64, 128] in shared memory, `SWIZZLED_BYTES`.
+      right: e4m3[..., 128] likewise, N rows that follow each other, a multiple of 64 and at most
+        256.
+
+    Returns:
+      f32[64, 64] in WGMMA layout for each 64 rows of `right`; for `finish`.
+    """
+    width = math.prod(right.shape[:-1])
+    shape = _HEIGHT, _HEIGHT
+    if interpreting():
+        rows = right[...].reshape(-1, _INNER).astype(jnp.float32)
+        product = left[...].astype(jnp.float32) @ rows.T
+        return [product[:, first : first + _HEIGHT] for first in range(0, width, _HEIGHT)]
+    half = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=_LAYOUT)
+
+    @plgpu.inline_mgpu(
+        arg_types=(_OPERAND, _OPERAND), return_type=tuple([half] * (width // _HEIGHT))
+    )
+    def issue(_, left, right):
+        sums = np.array(_issue(_steps(left), _steps(right), width), dtype=object)
+        return tuple(_array(part, shape) for part in np.split(sums, width // _HEIGHT))
+
+    return list(issue(left, right))
+
+
+def finish(products: list[jax.Array], *, in_flight: int = 0) -> list[jax.Array]:
+    """Waits for a product.
+
+    Args:
+      products: what `begin` returned.
+      in_flight: products begun after it, which need not have ended.
+    """
+    if interpreting():
+        return products
+    kinds = [plgpu.ShapeDtypeStruct(p.shape, p.dtype, layout=_LAYOUT) for p in products]
+
+    @plgpu.inline_mgpu(arg_types=(_LAYOUT,) * len(products), return_type=tuple(kinds))
+    def wait(_, *products):
+        nvvm.wgmma_wait_group_sync_aligned(in_flight)
+        return tuple(mgpu.optimization_barrier(product) for product in products)
+
+    return list(wait(*products))
+
+
+def settle(values: jax.Array) -> jax.Array:
+    """The same f32[64, 64] in WGMMA layout, computed before any product that is begun later."""
+    if interpreting():
+        return values
+
+    @plgpu.inline_mgpu(
+        arg_types=(_LAYOUT,),
+        return_type=plgpu.ShapeDtypeStruct(values.shape, values.dtype, layout=_LAYOUT),
+    )
+    def fence(_, values):
+        return mgpu.optimization_barrier(values)
+
+    return fence(values)
+
+
+def _steps(ref: ir.Value) -> list[ir.Value]:
+    """i32 each: the lower halves of an operand's descriptors, one for each instruction."""
+    i32 = ir.IntegerType.get_signless(32)
+    address = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(ref))
+    first = arith.addi(arith.shrui(address, mgpu.c(4, i32)), mgpu.c(1 << 16, i32))
+    steps = range(0, _INNER >> 4, _STEP >> 4)
+    return [arith.addi(first, mgpu.c(step, i32)) if step else first for step in steps]
+
+
+def _issue(lefts: list[ir.Value], rights: list[ir.Value], width: int) -> list[ir.Value]:
+    """One instruction for each step; returns the sums' registers."""
+    count = width // 2
+    numbers = itertools.count(count)
+    sums = ", ".join(f"${i}" for i in range(count))
+    lines = ["{", ".reg .pred adds;", ".reg .b64 left, right;", "wgmma.fence.sync.aligned;"]
+    operands = [operand for pair in zip(lefts, rights, strict=True) for operand in pair]
+    for i in range(len(lefts)):
+        lines += [
+            f"mov.b64 left, {{${next(numbers)}, {_DESCRIPTOR}}};",
+            f"mov.b64 right, {{${next(numbers)}, {_DESCRIPTOR}}};",
+            f"setp.ne.b32 adds, {min(i, 1)}, 0;",
+            f"wgmma.mma_async.sync.aligned.m64n{width}k{_STEP}.f32.e4m3.e4m3"
+            f" {{{sums}}}, left, right, adds, 1, 1;",
+        ]
+    lines += ["wgmma.commit_group.sync.aligned;", "}"]
+    f32 = ir.F32Type.get()
+    found = llvm.inline_asm(
+        llvm.StructType.get_literal([f32] * count),
+        operands,
+        "\n".join(lines),
+        ",".join([*["=&f"] * count, *["r"] * len(operands)]),
+        has_side_effects=True,
+    )
+    return [llvm.extractvalue(f32, found, [i]) for i in range(count)]
+
+
+def _array(sums: np.ndarray, shape: tuple[int, int]) -> mgpu.FragmentedArray:
+    """An instruction's registers, of which two neighbours are of one row, as an array."""
+    layout, f32, i32 = _LAYOUT.to_mgpu(), ir.F32Type.get(), ir.IntegerType.get_signless(32)
+    registers = np.empty(layout.registers_shape(shape), dtype=object)
+    for number in range(registers.size):
+        pair = llvm.mlir_undef(ir.VectorType.get((2,), f32))
+        for i in range(2):
+            pair = llvm.insertelement(pair, sums[2 * number + i], mgpu.c(i, i32))
+        registers.flat[number] = pair
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
