@@ -5,13 +5,27 @@ import pytest
 
 from helpers import slow
 from pallas_kernels import gpu_interpreter
-from programs import kernels_alone
+from pallas_kernels.block_linear import triton_rows
+from pallas_kernels.expert_mlp import worklist
+from pallas_kernels.hyper_connections import triton_gpu as hyper_connections
+from pallas_kernels.write_streams import triton_many
+from programs import kernels_alone, product_calls
 
 
 @pytest.mark.parametrize("name", slow.all_but(["gather"], list(kernels_alone.CALLS)))
 def test_a_call_alone_runs(name):
     with gpu_interpreter():
         assert all(leaf.size for leaf in jax.tree.leaves(kernels_alone.CALLS[name]()))
+
+
+def test_calls_of_many_are_of_many():
+    """That is, the kernels take their other forms for them; each leaves a tile unfilled."""
+    assert product_calls.MANY_TOKENS > triton_many.MANY_TOKENS
+    assert product_calls.MANY_TOKENS > hyper_connections._MANY_TOKENS
+    assert product_calls.MANY_TOKENS % hyper_connections._CONNECTED
+    assert product_calls.MANY_TOKENS * product_calls.PICKED > worklist._FEW_PAIRS
+    assert product_calls.MANY_TOKENS * product_calls.PICKED > triton_rows._MANY_ROWS
+    assert product_calls.MANY_ROWS > triton_rows._MANY_ROWS
 
 
 @pytest.mark.slow

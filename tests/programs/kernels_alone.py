@@ -117,13 +117,13 @@ def round_queries(name):
     return jax.jit(run)(queries, layer_cases.FREQUENCIES, positions)
 
 
-def mix():
-    """Four streams of two tokens."""
+def mix(count):
+    """Four streams of each token."""
     rng = np.random.default_rng(0)
     run = functools.partial(
         pk.hyper_connections, iters=20, eps=1e-6, norm_eps=1e-6, backend="triton_gpu"
     )
-    shapes = ((2, 3, 24), (3,), (24,), (2, 4, 96), (96,))
+    shapes = ((count, 3, 24), (3,), (24,), (count, 4, 96), (96,))
     return jax.jit(run)(*(np.float32(rng.normal(size=shape)) for shape in shapes))
 
 
@@ -172,7 +172,8 @@ CALLS = {
     "attend_bf16": functools.partial(attend, "bf16", 3),
     "gather": functools.partial(gather, "fp8_ue8m0"),
     "round_queries": functools.partial(round_queries, "fp8_ue8m0"),
-    "mix": mix,
+    "mix": functools.partial(mix, 2),
+    "mix_many": functools.partial(mix, product_calls.MANY_TOKENS),
     **product_calls.CALLS,
 }
 

@@ -15,9 +15,11 @@ from pallas_kernels.block_linear.call_shapes import Tiling
 from pallas_kernels.common import weights
 
 DIM, OUT, EXPERTS, PICKED = 512, 320, 4, 2
+MANY_TOKENS, MANY_ROWS = 515, 1027
+"""So many that kernels have other forms for them, and no tile's multiple."""
 QUANTIZE = {"fp8": weights.quantize_block_fp8, "mxfp4": weights.quantize_mxfp4}
 TILINGS = {
-    "turns": Tiling(16, 2, 2, programs=1, band=2, in_turns=True),
+    "tiles": Tiling(16, 2, 2, programs=1, band=2),
     "splits": Tiling(16, 1, 2, splits=2),
 }
 
@@ -39,11 +41,11 @@ def rows(count, dim=DIM):
     return np.random.default_rng(1).normal(size=(count, dim)).astype(jnp.bfloat16)
 
 
-def multiply(kind, count, *, activations="fp8", tiling=None):
+def multiply(kind, count, *, shape=(OUT, DIM), activations="fp8", tiling=None):
     """Rows with a weight, whose outputs are no multiple of a tile."""
     if tiling is None:
         run = functools.partial(pk.block_linear, backend="mosaic_gpu")
-        return jax.jit(run)(rows(count), weight(kind, OUT, DIM, activations=activations))
+        return jax.jit(run)(rows(count, shape[1]), weight(kind, *shape, activations=activations))
 
     def run(x, one):
         return product_kernel.block_linear(x, [one], tiling=TILINGS[tiling])
@@ -59,9 +61,9 @@ def gate_and_up(kind, count):
     return jax.jit(run)(rows(count), *both)
 
 
-def experts(count, shared=False):
+def experts(count, *, dim=256, shared=False):
     """Rows through the experts that they picked; some picked fewer, and one picked none."""
-    rng, dim, width = np.random.default_rng(2), 256, 128
+    rng, width = np.random.default_rng(2), 128
     ids = np.stack([rng.permutation(EXPERTS)[:PICKED] for _ in range(count)]).astype(np.int32)
     ids[1::3, 1] = -1
     ids[3:4] = EXPERTS
@@ -85,9 +87,9 @@ def join(count):
     return jax.jit(run)(rows(count, 600), matrices, biases, np.arange(count, dtype=np.int32))
 
 
-def write(count):
+def write(count, dim=320):
     """Outputs to four streams."""
-    rng, streams, dim = np.random.default_rng(4), 4, 320
+    rng, streams = np.random.default_rng(4), 4
     given = (
         rng.normal(size=(count, streams, dim)).astype(jnp.bfloat16),
         rows(count, dim),
@@ -109,17 +111,22 @@ def pick(count):
 CALLS = {
     "multiply_fp8": functools.partial(multiply, "fp8", 5),
     "multiply_fp8_many": functools.partial(multiply, "fp8", 300),
+    "round_many": functools.partial(multiply, "fp8", MANY_ROWS, shape=(64, 1024)),
+    "round_many_ragged": functools.partial(multiply, "fp8", MANY_ROWS, shape=(64, 1152)),
     "multiply_mxfp4": functools.partial(multiply, "mxfp4", 5),
     "multiply_bf16_rows": functools.partial(multiply, "mxfp4", 5, activations="bfloat16"),
-    "multiply_turns": functools.partial(multiply, "fp8", 300, tiling="turns"),
+    "multiply_tiles": functools.partial(multiply, "fp8", 300, tiling="tiles"),
     "multiply_splits": functools.partial(multiply, "mxfp4", 5, tiling="splits"),
     "gate_and_up": functools.partial(gate_and_up, "fp8", 5),
     "experts_of_one": functools.partial(experts, 1),
     "experts_of_few": functools.partial(experts, 7),
     "experts_of_many": functools.partial(experts, 300),
+    "experts_sorted": functools.partial(experts, MANY_TOKENS, dim=128),
     "experts_shared": functools.partial(experts, 7, shared=True),
     "join": functools.partial(join, 3),
     "join_many": functools.partial(join, 19),
     "write": functools.partial(write, 3),
+    "write_many": functools.partial(write, MANY_TOKENS, 1024),
+    "write_many_ragged": functools.partial(write, MANY_TOKENS, 1088),
     "pick": functools.partial(pick, 7),
 }
