@@ -85,6 +85,7 @@ class Tiling:
       packs: whether results are stored two outputs at a time, where they have 16 bits.
       rows_on_left: whether 64 rows of x are the left operand of a consumer's product, and the tiles
         of the weights the right one; see `mosaic_hopper_rows`. Of FP8, 128 columns, on Hopper.
+      piece: columns of a product, of which a tile takes one after the other; 0 is as many as fit.
     """
 
     columns: int
@@ -95,11 +96,12 @@ class Tiling:
     band: int = 1
     packs: bool = False
     rows_on_left: bool = False
+    piece: int = 0
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
         """First column and columns of each product; sums of many take several."""
-        count = -(-self.columns // _MAX_PRODUCT)
+        count = self.columns // self.piece if self.piece else -(-self.columns // _MAX_PRODUCT)
         return [(i * (self.columns // count), self.columns // count) for i in range(count)]
 
     @property
@@ -265,7 +267,8 @@ def choose_tiling(shapes: Shapes, num_rows: int, num_groups: int, *, may_split: 
     items = -(-num_rows // columns)
     num_tiles = shapes.num_ctas * num_groups * items
     splits = _choose_splits(shapes, blocks, num_tiles, fills=fills) if may_split else 1
-    tiling = Tiling(columns=columns, blocks=blocks, stages=2, splits=splits)
+    piece = _choose_piece(columns) if fills and shapes.is_mxfp4 and columns > WIDE else 0
+    tiling = Tiling(columns=columns, blocks=blocks, stages=2, splits=splits, piece=piece)
     are_few = num_tiles * splits <= _FEW_TILES_OF_SM * shapes.core.device.num_sms
     on_left = fills and shapes.is_fp8 and columns == CONSUMERS * ROWS
     if fills and (on_left or are_few or shapes.turns(tiling) < _MANY_TURNS):
@@ -296,6 +299,11 @@ def _choose_columns(shapes: Shapes, num_rows: int) -> int:
     while columns < min(num_rows, most):
         columns *= 2
     return columns
+
+
+def _choose_piece(columns: int) -> int:
+    """Columns of a product, of which registers hold two beside the sums."""
+    return next(piece for piece in range(WIDE, 0, -8) if columns % piece == 0)
 
 
 def _choose_splits(shapes: Shapes, blocks: int, num_tiles: int, *, fills: bool) -> int:

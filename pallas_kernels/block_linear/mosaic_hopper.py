@@ -9,7 +9,8 @@ Consumer g has a tile of 64 outputs, the left operand of a product whose right o
     [64, columns] = tile x^T, f32, per group of inputs
     sum += product * scale of the tile (FP8) or row (MXFP4) * scale of x
 
-More than 128 rows of x are several such products, one after the other, with sums of their own.
+More than 64 rows of x are several such products, pieces of the columns, with sums of their own;
+while one runs, the one before it is added. MXFP4's factor is one for both rows of a thread.
 
 With a gate and an up projection, consumer 0 has the gate's tile and consumer 1 the up's.
 
@@ -19,7 +20,7 @@ Sums of the FP8 tensor core keep some 14 bits below their largest term, over 128
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
 from typing import Any
 
 import jax
@@ -32,7 +33,7 @@ from pallas_kernels.block_linear.call_shapes import CONSUMERS
 from pallas_kernels.block_linear.work import SwiGLU, Work
 from pallas_kernels.common.backend import interpreting
 from pallas_kernels.common.weights import ROWS
-from pallas_kernels.gpu import exchange, mosaic
+from pallas_kernels.gpu import exchange, mosaic, running_product
 from pallas_kernels.gpu.store_pairs import store_pairs
 from pallas_kernels.gpu.store_transposed import Place, store_transposed
 
@@ -43,50 +44,45 @@ _LAYOUT = plgpu.Layout.WGMMA
 def consume(work: Work, outputs: list[Any], swiglu: SwiGLU | None) -> None:
     """Multiplies stage after stage, and stores the sums."""
     s, tiling, scratch, group = work.shapes, work.tiling, work.scratch, work.group
-    has_room = tiling.columns <= 128  # in registers, for scales that wait for their product
 
     def rows_of(turn: jax.Array, b: int, part: int, piece: tuple[int, int]) -> Any:
         rows = work.rows_of(turn, b, part)
         return rows if len(tiling.pieces) == 1 else rows.at[pl.ds(*piece)]
 
-    def multiplier(turn: jax.Array, b: int) -> Callable[..., jax.Array]:
-        """Makes f32[64, columns] of a piece and a part of x, scaled by row."""
+    def left_of(turn: jax.Array, b: int) -> tuple[Any, jax.Array | None]:
+        """The left operand of a group of inputs, and MXFP4's factor of each row."""
         slot = work.slot_of(turn)
+        return work.unpack(slot, b) if s.is_mxfp4 else (work.codes_of(slot, group, b), None)
 
-        def product(left: Any, number: int, part: int) -> jax.Array:
-            x = rows_of(turn, b, part, tiling.pieces[number])
-            if s.is_mxfp4:
-                return mosaic.multiply_registers(left, x)
-            return mosaic.multiply([(left, x.transpose((1, 0)))])
+    jobs = list(itertools.product(range(len(tiling.pieces)), range(s.num_parts)))
 
-        if not s.is_mxfp4:
-            return functools.partial(product, work.codes_of(slot, group, b))
-        operand, factor = work.unpack(slot, b)
+    def scale_of(turn: jax.Array, b: int, number: int, part: int) -> jax.Array:
+        scales = work.row_scales(turn, b, part, *tiling.pieces[number])
+        return plgpu.load(scales, layout=_LAYOUT.reduce(0), optimized=False)
 
-        def scaled_product(number: int, part: int) -> jax.Array:
-            found = product(operand, number, part)
-            return found * lax.broadcast_in_dim(factor, found.shape, [0])
-
-        return scaled_product
+    def begin(left: Any, turn: jax.Array, b: int, number: int, part: int) -> jax.Array:
+        piece = tiling.pieces[number]
+        [product] = running_product.begin(left, rows_of(turn, b, part, piece), piece[1:])
+        return product
 
     def add_scaled(
         turn: jax.Array, totals: list[jax.Array], tile_scales: list[jax.Array]
     ) -> list[jax.Array]:
-        def scale_of(b: int, part: int, piece: tuple[int, int]) -> jax.Array:
-            scale = plgpu.load(
-                work.row_scales(turn, b, part, *piece), layout=_LAYOUT.reduce(0), optimized=False
-            )
-            return scale * tile_scales[b] if s.is_fp8 else scale
-
         for b in range(tiling.blocks):
-            multiply = multiplier(turn, b)
-            for number, piece in enumerate(tiling.pieces):
-                for part in range(s.num_parts):
-                    early = scale_of(b, part, piece) if has_room else None
-                    product = multiply(number, part)
-                    scale = scale_of(b, part, piece) if early is None else early
-                    scaled = product * lax.broadcast_in_dim(scale, product.shape, [1])
-                    totals[number] = totals[number] + scaled
+            left, factor = left_of(turn, b)
+            early = scale_of(turn, b, *jobs[0]) if len(jobs) == 1 else None  # it has registers
+            running = [begin(left, turn, b, *jobs[0])]
+            for i, job in enumerate(jobs):
+                running += [begin(left, turn, b, *following) for following in jobs[i + 1 : i + 2]]
+                shape = ROWS, tiling.pieces[job[0]][1]
+                scale = scale_of(turn, b, *job) if early is None else early
+                scale = scale * tile_scales[b] if s.is_fp8 else scale
+                scale = lax.broadcast_in_dim(scale, shape, [1])
+                if factor is not None:  # first, since a thread has one for two rows
+                    scale = scale * lax.broadcast_in_dim(factor, shape, [0])
+                in_flight = len(running) - 1 - i
+                [product] = running_product.finish(running[i : i + 1], in_flight=in_flight)
+                totals[job[0]] = running_product.settle(totals[job[0]] + product * scale)
         return totals
 
     def add_dense(turn: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:

@@ -296,10 +296,10 @@ class Work:
         words = plgpu.load(
             self.scratch.words_smem.at[slot, self.group, b], layout=mosaic.ROW, optimized=False
         )
-        unpacked = unpack_mxfp4.unpack(loaded, words, self.inputs.magnitudes)
+        largest = unpack_mxfp4.largest_scale_of_pairs(words)
+        unpacked = unpack_mxfp4.unpack(loaded, words, self.inputs.magnitudes, largest)
         operand = left_operand.from_rows(unpacked, mosaic.WIDE_ROWS)
-        largest = unpack_mxfp4.largest_scale(words) << 23
-        factor = lax.bitcast_convert_type(largest, jnp.float32)
+        factor = lax.bitcast_convert_type(largest << 23, jnp.float32)
         return operand, left_operand.to_operand(factor * (1 / unpack_mxfp4.HEADROOM))
 
     def activate(

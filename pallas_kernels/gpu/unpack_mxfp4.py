@@ -55,33 +55,66 @@ def largest_scale(words: jax.Array) -> jax.Array:
     )
 
 
-def unpack(codes: jax.Array, words: jax.Array, table: Ref) -> jax.Array:
+def largest_scale_of_pairs(words: jax.Array) -> jax.Array:
+    """The largest scale of rows i and i + 32, which a thread holds, for each of them.
+
+    Both have it in one register, so that what is multiplied by it is computed once for both.
+
+    Args:
+      words: i32[64] in `mosaic.ROW` layout, four UE8M0 codes each.
+
+    Returns:
+      i32[64], likewise.
+    """
+    if interpreting():
+        return jnp.tile(jnp.max(largest_scale(words).reshape(2, -1), axis=0), 2)
+
+    @plgpu.inline_mgpu(
+        arg_types=(mosaic.ROW,),
+        return_type=plgpu.ShapeDtypeStruct(words.shape, jnp.int32, layout=mosaic.ROW),
+    )
+    def share(_, largest):
+        registers = np.empty(largest.registers.shape, dtype=object)
+        [of_row, of_other] = largest.registers.flat
+        registers[...] = arith.maxsi(of_row, of_other)
+        return mgpu.FragmentedArray(_registers=registers, _layout=largest.layout, _is_signed=True)
+
+    return share(largest_scale(words))
+
+
+def unpack(
+    codes: jax.Array, words: jax.Array, table: Ref, largest: jax.Array | None = None
+) -> jax.Array:
     """E2M1 codes, two a byte, signs interleaved as `FP4KeyCodec` stores them, into E4M3.
 
     Args:
       codes: u8[64, 64] in `mosaic.EVEN_ROWS` layout, a row's 128 codes.
       words: i32[64] in `mosaic.ROW` layout, a row's four UE8M0 codes.
       table: ref of `magnitude_bytes`.
+      largest: i32[64] in `mosaic.ROW` layout, the scale that takes the place of s for each row; at
+        least that.
 
     Returns:
       e4m3[64, 128] in `mosaic.WIDE_ROWS` layout.
     """
+    largest = largest_scale(words) if largest is None else largest
     if interpreting():
-        return _interpret(codes, words, table)
+        return _interpret(codes, words, table, largest)
     shape = (codes.shape[0], 2 * codes.shape[1])
 
     @plgpu.inline_mgpu(
-        arg_types=(mosaic.EVEN_ROWS, mosaic.ROW, plgpu.RefType()),
+        arg_types=(mosaic.EVEN_ROWS, mosaic.ROW, plgpu.RefType(), mosaic.ROW),
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.float8_e4m3fn, layout=mosaic.WIDE_ROWS),
     )
-    def convert(_, codes, words, table):
+    def convert(_, codes, words, table, largest):
         layout = mosaic.WIDE_ROWS.to_mgpu()
         registers = np.empty(layout.registers_shape(shape), dtype=object)
         f8 = ir.VectorType.get((16,), ir.Float8E4M3FNType.get())
         i32 = ir.IntegerType.get_signless(32)
         four_words = ir.VectorType.get((4,), i32)
-        for row, word_of_row in enumerate(words.registers.flat):
-            low, high = _magnitudes_of_lane(table, word_of_row)
+        of_rows = zip(words.registers.flat, largest.registers.flat, strict=True)
+        for row, (word_of_row, largest_of_row) in enumerate(of_rows):
+            low, high = _magnitudes_of_lane(table, word_of_row, largest_of_row)
             packed = mgpu.utils.bitcast(codes.registers[row].flat[0], four_words)
             for half in range(2):
                 bytes_of = []
@@ -93,22 +126,18 @@ def unpack(codes: jax.Array, words: jax.Array, table: Ref) -> jax.Array:
                 registers[row, 0, 0, 0, 0, half, 0] = mgpu.utils.bitcast(whole, f8)
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
-    return convert(codes, words, table)
+    return convert(codes, words, table, largest)
 
 
-def _magnitudes_of_lane(table: ir.Value, word: ir.Value) -> tuple[ir.Value, ir.Value]:
+def _magnitudes_of_lane(
+    table: ir.Value, word: ir.Value, largest: ir.Value
+) -> tuple[ir.Value, ir.Value]:
     """The two table words for the group that the lane holds of a row with these scales.
 
     A row's four lanes hold 32 columns each, which are its four groups.
     """
     i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
-    word = vector.extract(word, [], [0])
-
-    def code(shift: ir.Value) -> ir.Value:
-        return arith.andi(arith.shrui(word, shift), mgpu.c(255, i32))
-
-    codes = [code(mgpu.c(8 * group, i32)) for group in range(4)]
-    largest = arith.maxui(arith.maxui(codes[0], codes[1]), arith.maxui(codes[2], codes[3]))
+    word, largest = (vector.extract(v, [], [0]) for v in (word, largest))
     lane = arith.remui(mgpu.utils.thread_idx(), mgpu.c(4, i32))
     select = arith.ori(lane, mgpu.c(0x4440, i32))  # the lane's byte, and bytes of zero
     asm = "prmt.b32 $0, $1, 0, $2;"
@@ -143,10 +172,10 @@ def _four_and_four(word: ir.Value, low: ir.Value, high: ir.Value) -> list[ir.Val
     return [llvm.extractvalue(i32, both, [i]) for i in range(2)]
 
 
-def _interpret(codes: jax.Array, words: jax.Array, table: Ref) -> jax.Array:
+def _interpret(codes: jax.Array, words: jax.Array, table: Ref, largest: jax.Array) -> jax.Array:
     nibbles = numbers.unpack_nibbles(_MXFP4.to_pairs(codes))
     scales = jnp.stack([(words >> (8 * group)) & 255 for group in range(4)], axis=1)
-    steps = jnp.minimum(largest_scale(words)[:, None] - scales, _NUM_STEPS - 1)
+    steps = jnp.minimum(largest[:, None] - scales, _NUM_STEPS - 1)
     rows = lax.bitcast_convert_type(table[...], jnp.uint8).reshape(-1, 8)
     per_code = jnp.repeat(rows[steps], nibbles.shape[1] // 4, axis=1)
     magnitude = jnp.take_along_axis(per_code, (nibbles & 7).astype(jnp.int32)[..., None], axis=2)

@@ -100,7 +100,14 @@ def ways_of_64(name):
     ]
 
 
-MANY_TOKENS = [TODAY, cut(128, 1, 4, **GOES), cut(192, **GOES), cut(224, **GOES), cut(256, **GOES)]
+MANY_TOKENS = [
+    TODAY,
+    cut(128, 1, 4, piece=64, **GOES),
+    cut(192, 1, 4, piece=48, **GOES),
+    cut(224, 1, 4, piece=32, **GOES),
+    cut(224, 1, 4, piece=112, **GOES),
+    cut(256, 1, 4, piece=32, **GOES),
+]
 FEW_TOKENS = [TODAY, cut(16, 2, 4, packs=True), cut(16, 4, 3, packs=True), cut(16, 1, 8)]
 
 

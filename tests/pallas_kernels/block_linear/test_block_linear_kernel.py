@@ -152,7 +152,7 @@ PROGRAM_CASES = [
         QUANTIZE, [Tiling(256, 1, 2), Tiling(224, 1, 2, programs=1)]
     )
 ]
-IN_PIECES = ("mxfp4", (1, 128, 256), 170, Tiling(144, 1, 2, programs=1), 2)
+IN_PIECES = ("mxfp4", (1, 128, 256), 170, Tiling(144, 1, 2, programs=1, piece=48), 2)
 """A tile of more rows than one product has; the fewest that are."""
 
 
@@ -295,6 +295,18 @@ def test_mxfp4_of_any_width(lane, shape):
     x = normal(3, shape[1])
     found = jit_block_linear(x, weight, dtype=jnp.float32, backend="mosaic_gpu")
     close(lane, found, jit_block_linear(x, weight, dtype=jnp.float32, backend="reference"))
+
+
+def test_rows_of_mxfp4_that_share_a_scale_may_differ(lane):
+    """Rows i and i + 32; E4M3 holds both exactly where one is 2^10 times as large."""
+    values = np.random.default_rng(0).normal(size=(64, 128))
+    values *= np.where(np.arange(64)[:, None] < 32, 2.0**-10, 1)
+    weight = weights.quantize_mxfp4(jnp.asarray(values, jnp.float32), dtype="bfloat16")
+    x = normal(3, 128)
+    found = run(x[None], weight_stack(weight))[0]
+    expected = reference_product(x[None], weight_stack(weight))[0]
+    for rows in (slice(32), slice(32, 64)):
+        close(lane, found[:, rows], expected[:, rows])
 
 
 @pytest.mark.slow

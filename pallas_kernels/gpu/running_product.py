@@ -1,8 +1,12 @@
-"""FP8 products of a Hopper GPU with both operands in shared memory, 64 columns of the result apart.
+"""FP8 products of a Hopper GPU that run while their warpgroup does something else.
 
-A product is begun and finished, so that its warpgroup may do something else meanwhile; what `begin`
-returned may not be used before. The first step of the inner dimension overwrites the sums, so that
-no registers are zeroed. The interpreter multiplies in `begin`.
+    begin A    begin B    finish A, add it    begin C    finish B, add it    ...
+
+What `begin` returned may not be used before `finish` returned it. A left operand in registers must
+be there before a product begins that still runs, and a product must end in the round of a loop in
+which it begins; else the compiler waits for each instruction, which ptxas reports (C7513, C7514).
+The first step of the inner dimension overwrites the sums, so that no registers are zeroed. The
+interpreter multiplies in `begin`.
 
 Source: PTX ISA 9.0, sections 9.7.15.5 and 9.7.15.7, wgmma.mma_async and wgmma.wait_group.
 """
@@ -10,7 +14,7 @@ Source: PTX ISA 9.0, sections 9.7.15.5 and 9.7.15.7, wgmma.mma_async and wgmma.w
 from __future__ import annotations
 
 import itertools
-import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -36,33 +40,50 @@ _DESCRIPTOR = 1 << 30 | 8 * _INNER >> 4
 """Upper half: a swizzle of 128 bytes; what lies between eight rows and the next, in 16 bytes."""
 
 
-def begin(left: Ref, right: Ref) -> list[jax.Array]:
+def begin(left: Ref | jax.Array, right: Ref, widths: Sequence[int]) -> list[jax.Array]:
     """Begins left @ right.T, by one warpgroup.
 
     Args:
-      left: e4m3[64, 128] in shared memory, `SWIZZLED_BYTES`.
-      right: e4m3[..., 128] likewise, N rows that follow each other, a multiple of 64 and at most
-        256.
+      left: e4m3[64, 128] in shared memory, `SWIZZLED_BYTES`, or in `WGMMA_8BIT` layout.
+      right: e4m3[..., 128] in shared memory, `SWIZZLED_BYTES`, N rows that follow each other, a
+        multiple of 8 and at most 256.
+      widths: columns of each part of the result, which add up to N.
 
     Returns:
-      f32[64, 64] in WGMMA layout for each 64 rows of `right`; for `finish`.
+      f32[64, width] in WGMMA layout for each width; for `finish`.
     """
-    width = math.prod(right.shape[:-1])
-    shape = _HEIGHT, _HEIGHT
+    in_registers = isinstance(left, jax.Array)
+    firsts = [0, *itertools.accumulate(widths)]
     if interpreting():
         rows = right[...].reshape(-1, _INNER).astype(jnp.float32)
-        product = left[...].astype(jnp.float32) @ rows.T
-        return [product[:, first : first + _HEIGHT] for first in range(0, width, _HEIGHT)]
-    half = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=_LAYOUT)
+        values = left if in_registers else left[...]
+        product = values.astype(jnp.float32) @ rows.T
+        return [product[:, a:b] for a, b in itertools.pairwise(firsts)]
+    kinds = [
+        plgpu.ShapeDtypeStruct((_HEIGHT, width), jnp.float32, layout=_LAYOUT) for width in widths
+    ]
 
     @plgpu.inline_mgpu(
-        arg_types=(_OPERAND, _OPERAND), return_type=tuple([half] * (width // _HEIGHT))
+        arg_types=(plgpu.Layout.WGMMA_8BIT if in_registers else _OPERAND, _OPERAND),
+        return_type=tuple(kinds),
     )
     def issue(_, left, right):
-        sums = np.array(_issue(_steps(left), _steps(right), width), dtype=object)
-        return tuple(_array(part, shape) for part in np.split(sums, width // _HEIGHT))
+        if in_registers:
+            slices = [left[:, first : first + _STEP] for first in range(0, _INNER, _STEP)]
+            lefts = [[_word(r) for r in part.registers.flat] for part in slices]
+        else:
+            lefts = [[step] for step in _steps(left)]
+        sums = _issue(lefts, _steps(right), firsts[-1])
+        parts = [sums[a // 2 : b // 2] for a, b in itertools.pairwise(firsts)]
+        return tuple(
+            _array(part, (_HEIGHT, width)) for part, width in zip(parts, widths, strict=True)
+        )
 
     return list(issue(left, right))
+
+
+def _word(register: ir.Value) -> ir.Value:
+    return mgpu.utils.bitcast(register, ir.IntegerType.get_signless(32))
 
 
 def finish(products: list[jax.Array], *, in_flight: int = 0) -> list[jax.Array]:
@@ -85,7 +106,10 @@ def finish(products: list[jax.Array], *, in_flight: int = 0) -> list[jax.Array]:
 
 
 def settle(values: jax.Array) -> jax.Array:
-    """The same f32[64, 64] in WGMMA layout, computed before any product that is begun later."""
+    """The same f32[64, N] in WGMMA layout, computed before any product that is begun later.
+
+    A compiler would else add products when all have ended, and hold them in registers till then.
+    """
     if interpreting():
         return values
 
@@ -108,20 +132,25 @@ def _steps(ref: ir.Value) -> list[ir.Value]:
     return [arith.addi(first, mgpu.c(step, i32)) if step else first for step in steps]
 
 
-def _issue(lefts: list[ir.Value], rights: list[ir.Value], width: int) -> list[ir.Value]:
+def _issue(lefts: list[list[ir.Value]], rights: list[ir.Value], width: int) -> list[ir.Value]:
     """One instruction for each step; returns the sums' registers."""
     count = width // 2
     numbers = itertools.count(count)
     sums = ", ".join(f"${i}" for i in range(count))
     lines = ["{", ".reg .pred adds;", ".reg .b64 left, right;", "wgmma.fence.sync.aligned;"]
-    operands = [operand for pair in zip(lefts, rights, strict=True) for operand in pair]
-    for i in range(len(lefts)):
+    operands = []
+    for i, (words, right) in enumerate(zip(lefts, rights, strict=True)):
+        operands += [*words, right]
+        names = [f"${next(numbers)}" for _ in words]
+        left = f"{{{', '.join(names)}}}"
+        if len(words) == 1:
+            lines.append(f"mov.b64 left, {{{names[0]}, {_DESCRIPTOR}}};")
+            left = "left"
         lines += [
-            f"mov.b64 left, {{${next(numbers)}, {_DESCRIPTOR}}};",
             f"mov.b64 right, {{${next(numbers)}, {_DESCRIPTOR}}};",
             f"setp.ne.b32 adds, {min(i, 1)}, 0;",
             f"wgmma.mma_async.sync.aligned.m64n{width}k{_STEP}.f32.e4m3.e4m3"
-            f" {{{sums}}}, left, right, adds, 1, 1;",
+            f" {{{sums}}}, {left}, right, adds, 1, 1;",
         ]
     lines += ["wgmma.commit_group.sync.aligned;", "}"]
     f32 = ir.F32Type.get()
@@ -135,7 +164,7 @@ def _issue(lefts: list[ir.Value], rights: list[ir.Value], width: int) -> list[ir
     return [llvm.extractvalue(f32, found, [i]) for i in range(count)]
 
 
-def _array(sums: np.ndarray, shape: tuple[int, int]) -> mgpu.FragmentedArray:
+def _array(sums: list[ir.Value], shape: tuple[int, int]) -> mgpu.FragmentedArray:
     """An instruction's registers, of which two neighbours are of one row, as an array."""
     layout, f32, i32 = _LAYOUT.to_mgpu(), ir.F32Type.get(), ir.IntegerType.get_signless(32)
     registers = np.empty(layout.registers_shape(shape), dtype=object)
