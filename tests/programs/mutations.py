@@ -633,6 +633,27 @@ MUTATIONS = [
             "pallas_kernels/hyper_connections",
         ),
         (
+            "rows_on_the_left_are_all_stored",
+            "block_linear/mosaic_hopper_rows.py",
+            "work.tile.num_rows - first",
+            "work.tile.num_rows",
+            "pallas_kernels/block_linear/test_block_linear_kernel.py",
+        ),
+        (
+            "rows_on_the_left_take_one_tile_s_scale",
+            "block_linear/mosaic_hopper_rows.py",
+            "[work.scale_of_tile(tile, block) for tile",
+            "[work.scale_of_tile(0, block) for tile",
+            "pallas_kernels/block_linear/test_block_linear_kernel.py",
+        ),
+        (
+            "rows_that_share_a_scale_take_the_first_one_s",
+            "gpu/unpack_mxfp4.py",
+            "jnp.tile(jnp.max(largest_scale(words).reshape(2, -1), axis=0), 2)",
+            "jnp.tile(largest_scale(words)[:32], 2)",
+            "pallas_kernels/block_linear/test_block_linear_kernel.py",
+        ),
+        (
             "many_rows_are_never_rounded",
             "block_linear/decoded.py",
             'or weight.activations == "fp8"',
