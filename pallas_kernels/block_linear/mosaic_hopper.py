@@ -43,57 +43,27 @@ _LAYOUT = plgpu.Layout.WGMMA
 
 def consume(work: Work, outputs: list[Any], swiglu: SwiGLU | None) -> None:
     """Multiplies stage after stage, and stores the sums."""
-    s, tiling, scratch, group = work.shapes, work.tiling, work.scratch, work.group
+    totals = _add_up(work)
+    store = functools.partial(_store, work, outputs)
+    if swiglu is not None:
+        totals = [total.astype(swiglu.dtype).astype(jnp.float32) for total in totals]
+        _activate(work, totals, swiglu, store)
+        return
 
-    def rows_of(turn: jax.Array, b: int, part: int, piece: tuple[int, int]) -> Any:
-        rows = work.rows_of(turn, b, part)
-        return rows if len(tiling.pieces) == 1 else rows.at[pl.ds(*piece)]
+    @pl.when(work.tile.place * CONSUMERS + work.group <= work.last_tile)
+    def _():
+        for (first, _), total in zip(work.tiling.pieces, totals, strict=True):
+            store(total, first)
 
-    def left_of(turn: jax.Array, b: int) -> tuple[Any, jax.Array | None]:
-        """The left operand of a group of inputs, and MXFP4's factor of each row."""
-        slot = work.slot_of(turn)
-        return work.unpack(slot, b) if s.is_mxfp4 else (work.codes_of(slot, group, b), None)
 
-    jobs = list(itertools.product(range(len(tiling.pieces)), range(s.num_parts)))
+def _add_up(work: Work) -> list[jax.Array]:
+    """f32[64, columns] of each piece."""
+    scratch, blocks = work.scratch, range(work.tiling.blocks)
 
-    def scale_of(turn: jax.Array, b: int, number: int, part: int) -> jax.Array:
-        scales = work.row_scales(turn, b, part, *tiling.pieces[number])
-        return plgpu.load(scales, layout=_LAYOUT.reduce(0), optimized=False)
-
-    def begin(left: Any, turn: jax.Array, b: int, number: int, part: int) -> jax.Array:
-        piece = tiling.pieces[number]
-        [product] = running_product.begin(left, rows_of(turn, b, part, piece), piece[1:])
-        return product
-
-    def add_scaled(
-        turn: jax.Array, totals: list[jax.Array], tile_scales: list[jax.Array]
-    ) -> list[jax.Array]:
-        for b in range(tiling.blocks):
-            left, factor = left_of(turn, b)
-            early = scale_of(turn, b, *jobs[0]) if len(jobs) == 1 else None  # it has registers
-            running = [begin(left, turn, b, *jobs[0])]
-            for i, job in enumerate(jobs):
-                running += [begin(left, turn, b, *following) for following in jobs[i + 1 : i + 2]]
-                shape = ROWS, tiling.pieces[job[0]][1]
-                scale = scale_of(turn, b, *job) if early is None else early
-                scale = scale * tile_scales[b] if s.is_fp8 else scale
-                scale = lax.broadcast_in_dim(scale, shape, [1])
-                if factor is not None:  # first, since a thread has one for two rows
-                    scale = scale * lax.broadcast_in_dim(factor, shape, [0])
-                in_flight = len(running) - 1 - i
-                [product] = running_product.finish(running[i : i + 1], in_flight=in_flight)
-                totals[job[0]] = running_product.settle(totals[job[0]] + product * scale)
-        return totals
-
-    def add_dense(turn: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
-        slot = work.slot_of(turn)
-        for number, piece in enumerate(tiling.pieces):
-            pairs = [
-                (work.codes_of(slot, group, b), rows_of(turn, b, 0, piece).transpose((1, 0)))
-                for b in range(tiling.blocks)
-            ]
-            totals[number] = totals[number] + mosaic.multiply(pairs)
-        return totals
+    def tile_scales_of(turn: int | jax.Array) -> list[jax.Array]:
+        if not work.shapes.is_fp8:
+            return []
+        return [work.scale_of_tile(work.group, work.block_of(turn, b)) for b in blocks]
 
     def add_stage(
         turn: jax.Array, carry: tuple[list[jax.Array], list[jax.Array]]
@@ -101,38 +71,87 @@ def consume(work: Work, outputs: list[Any], swiglu: SwiGLU | None) -> None:
         totals, tile_scales = carry
         slot = work.slot_of(turn)
         plgpu.barrier_wait(scratch.ready.at[slot])
-        next_scales = scales_of(turn + 1)
-        add = add_dense if s.is_dense else functools.partial(add_scaled, tile_scales=tile_scales)
-        totals = add(turn, list(totals))
+        next_scales = tile_scales_of(turn + 1)
+        if work.shapes.is_dense:
+            totals = _add_dense(work, turn, totals)
+        else:
+            for b in blocks:
+                tile_scale = tile_scales[b] if tile_scales else None
+                totals = _add_scaled(work, turn, b, totals, tile_scale)
         if interpreting():  # which wants loads fenced from later copies; a GPU's are done here
             plgpu.commit_smem()
         plgpu.barrier_arrive(scratch.free.at[slot])
         return totals, next_scales
 
-    def scales_of(turn: int | jax.Array) -> list[jax.Array]:
-        if not s.is_fp8:
-            return []
-        return [work.scale_of_tile(group, work.block_of(turn, b)) for b in range(tiling.blocks)]
-
     zeros = [
         plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), _LAYOUT)
-        for _, width in tiling.pieces
+        for _, width in work.tiling.pieces
     ]
-    first_scales = scales_of(0)
+    first_scales = tile_scales_of(0)
     work.await_rows()
     totals, _ = lax.fori_loop(0, work.turns, add_stage, (zeros, first_scales))
-    store = functools.partial(_store, work, outputs)
-    if swiglu is None:
+    return totals
 
-        @pl.when(work.tile.place * CONSUMERS + group <= work.last_tile)
-        def _():
-            for (first, _), total in zip(tiling.pieces, totals, strict=True):
-                store(total, first)
 
-        return
-    totals = [total.astype(swiglu.dtype).astype(jnp.float32) for total in totals]
+def _add_dense(work: Work, turn: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
+    """Adds a stage of dense weights."""
+    slot, group, blocks = work.slot_of(turn), work.group, range(work.tiling.blocks)
+    added = []
+    for total, piece in zip(totals, work.tiling.pieces, strict=True):
+        pairs = [
+            (work.codes_of(slot, group, b), _rows_of(work, turn, b, 0, piece).transpose((1, 0)))
+            for b in blocks
+        ]
+        added.append(total + mosaic.multiply(pairs))
+    return added
 
-    @pl.when(group == 1)
+
+def _add_scaled(
+    work: Work, turn: jax.Array, b: int, totals: list[jax.Array], tile_scale: jax.Array | None
+) -> list[jax.Array]:
+    """Adds a group of inputs; while a piece or part is multiplied, the one before it is added."""
+    totals, pieces, slot = list(totals), work.tiling.pieces, work.slot_of(turn)
+    left, factor = work.codes_of(slot, work.group, b), None
+    if work.shapes.is_mxfp4:
+        left, factor = work.unpack(slot, b)
+    jobs = list(itertools.product(range(len(pieces)), range(work.shapes.num_parts)))
+
+    def begin(number: int, part: int) -> jax.Array:
+        rows = _rows_of(work, turn, b, part, pieces[number])
+        [product] = running_product.begin(left, rows, pieces[number][1:])
+        return product
+
+    def scale_of(number: int, part: int) -> jax.Array:
+        scales = work.row_scales(turn, b, part, *pieces[number])
+        return plgpu.load(scales, layout=_LAYOUT.reduce(0), optimized=False)
+
+    early = scale_of(*jobs[0]) if len(jobs) == 1 else None  # it has registers
+    running = [begin(*jobs[0])]
+    for i, (number, part) in enumerate(jobs):
+        running += [begin(*following) for following in jobs[i + 1 : i + 2]]
+        scale = scale_of(number, part) if early is None else early
+        scale = scale if tile_scale is None else scale * tile_scale
+        shape = ROWS, pieces[number][1]
+        scale = lax.broadcast_in_dim(scale, shape, [1])
+        if factor is not None:  # first, since a thread has one for two rows
+            scale = scale * lax.broadcast_in_dim(factor, shape, [0])
+        in_flight = len(running) - 1 - i
+        [product] = running_product.finish(running[i : i + 1], in_flight=in_flight)
+        totals[number] = running_product.settle(totals[number] + product * scale)
+    return totals
+
+
+def _rows_of(work: Work, turn: jax.Array, b: int, part: int, piece: tuple[int, int]) -> Any:
+    """A piece of a part of x, in shared memory."""
+    rows = work.rows_of(turn, b, part)
+    return rows if len(work.tiling.pieces) == 1 else rows.at[pl.ds(*piece)]
+
+
+def _activate(work: Work, totals: list[jax.Array], swiglu: SwiGLU, store: Any) -> None:
+    """Consumer 1 hands the up projection to consumer 0, which has the gate's and stores."""
+    tiling, scratch = work.tiling, work.scratch
+
+    @pl.when(work.group == 1)
     def _():
         for total in totals:
             exchange.store(scratch.up_smem, jnp.clip(total, -swiglu.limit, swiglu.limit))
@@ -141,13 +160,13 @@ def consume(work: Work, outputs: list[Any], swiglu: SwiGLU | None) -> None:
             if tiling.exchanges_in_turns:
                 plgpu.barrier_wait(scratch.up_read)
 
-    @pl.when(group == 0)
+    @pl.when(work.group == 0)
     def _():
-        for (first, _), total in zip(tiling.pieces, totals, strict=True):
+        for (first, width), total in zip(tiling.pieces, totals, strict=True):
             row = work.tile.first + first if first else work.tile.first
             gate = work.activate(total, swiglu.limit, row, _LAYOUT)
             plgpu.barrier_wait(scratch.up_ready)
-            up = exchange.load(scratch.up_smem, total.shape)
+            up = exchange.load(scratch.up_smem, (ROWS, width))
             if tiling.exchanges_in_turns:
                 plgpu.barrier_arrive(scratch.up_read)
             store(gate * up, first)
