@@ -13,12 +13,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import triton as pltri
 
 from helpers import slow
+from pallas_kernels.gpu import mosaic, running_product
 from programs import aot, aot_figures
 
 pytestmark = pytest.mark.skipif(aot.unavailable() is not None, reason=str(aot.unavailable()))
 
 RECORDED = aot.read_recorded()
 SPILLED, OVER_BUDGET = "compiled/spilling", "compiled/over_budget"
+WAITING = "compiled/waiting@sm_90a"
 USUAL = {
     "sm_90a": (
         "append_and_flush_kernel/append_and_flush swa fp8_ue8m0 64 tokens 64 heads",
@@ -76,6 +78,25 @@ def copy_through_shared(x):
     )(x)
 
 
+def use_a_product_that_runs(left, right):
+    """The compiler has to wait for it, since nothing else does."""
+
+    def waiting_kernel(left_gmem, right_gmem, out_gmem, left_smem, right_smem, barrier):
+        for source, target in ((left_gmem, left_smem), (right_gmem, right_smem)):
+            plgpu.copy_gmem_to_smem(source, target, barrier)
+        plgpu.barrier_wait(barrier)
+        running = running_product.begin(left_smem, right_smem, [32, 32])
+        out_gmem[...] = running[0] + running[1]
+
+    operand = plgpu.SMEM((64, 128), left.dtype, transforms=mosaic.SWIZZLED_BYTES)
+    return plgpu.kernel(
+        waiting_kernel,
+        out_type=jax.ShapeDtypeStruct((64, 32), jnp.float32),
+        scratch_types=[operand, operand, plgpu.Barrier(num_arrivals=2)],
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )(left, right)
+
+
 AOT_CASES = [
     (
         SPILLED.split("/")[1],
@@ -89,6 +110,11 @@ AOT_CASES = [
         OVER_BUDGET.split("/")[1],
         copy_through_shared,
         [jax.ShapeDtypeStruct((256, 256), jnp.float32)],
+    ),
+    (
+        WAITING.split("/")[1],
+        use_a_product_that_runs,
+        [jax.ShapeDtypeStruct((64, 128), jnp.float8_e4m3fn)] * 2,
     ),
 ]
 
@@ -136,6 +162,16 @@ def test_a_kernel_that_spills_is_seen(compiled, target):
     ((name, kernel),) = found["kernels"].items()
     recorded = found | {"kernels": {name: kernel | {"spill_bytes": 0}}}
     assert "spills" in str(aot_figures.complaints(found, recorded))
+    assert not aot_figures.complaints(found, found)
+
+
+@pytest.mark.parametrize("target", ["sm_90a"])
+def test_a_product_that_cannot_run_beside_others_is_seen(compiled, target):
+    found = compiled(target)[WAITING]
+    recorded = found | {
+        "kernels": {name: k | {"waits": False} for name, k in found["kernels"].items()}
+    }
+    assert "waits" in str(aot_figures.complaints(found, recorded))
     assert not aot_figures.complaints(found, found)
 
 

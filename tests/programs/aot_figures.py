@@ -34,8 +34,9 @@ def gather(target, lowered, compiled, folder, output):
 
     Returns:
       A dict for JSON: `kernels`, by name, of those written by hand (the route, registers and
-      spilled bytes of a thread, shared bytes of a program, tensor core instructions); `launches`,
-      of XLA's too; `largest_copy_bytes` in the optimised program; `temp_bytes`; `alias_bytes`.
+      spilled bytes of a thread, shared bytes of a program, tensor core instructions, and `waits` if
+      ptxas says that products that should run do not); `launches`, of XLA's too;
+      `largest_copy_bytes` in the optimised program; `temp_bytes`; `alias_bytes`.
     """
     hlo = compiled.as_text()
     memory = compiled.memory_analysis()
@@ -65,6 +66,8 @@ def complaints(figures, recorded):
             continue
         if kernel["spill_bytes"] > was["spill_bytes"]:
             found.append(f"{name} spills {kernel['spill_bytes']}, not {was['spill_bytes']} bytes")
+        if kernel.get("waits") and not was.get("waits"):
+            found.append(f"{name} waits for each product that it begins: ptxas, C7510 to C7519")
         if missing := set(was["tensor_core"]) - set(kernel["tensor_core"]):
             found.append(f"{name} has no {missing}")
     if figures["launches"] > recorded["launches"]:
@@ -189,13 +192,15 @@ def _assembled(ptx, report):
             "spill_bytes": int(spilled),
             "tensor_core": sorted(instructions.get(name, ())),
         }
+        if re.search(rf"\(C75\d\d\).*'{name}'", report):
+            found["waits"] = True
         figures[name] = _worse(found, figures.get(name, found))
     return figures
 
 
 def _worse(figures, others):
     """Of two kernels of one name: the larger of each number."""
-    return {key: max(value, others[key]) for key, value in figures.items()}
+    return {key: max(value, others.get(key, value)) for key, value in (others | figures).items()}
 
 
 def _copies(hlo):
