@@ -78,20 +78,30 @@ def copy_through_shared(x):
     )(x)
 
 
-def use_a_product_that_runs(left, right):
-    """The compiler has to wait for it, since nothing else does."""
+def run_a_product_into_the_next_round(left, right):
+    """The compiler does not see that it is waited for there, and waits where it begins."""
 
     def waiting_kernel(left_gmem, right_gmem, out_gmem, left_smem, right_smem, barrier):
         for source, target in ((left_gmem, left_smem), (right_gmem, right_smem)):
             plgpu.copy_gmem_to_smem(source, target, barrier)
         plgpu.barrier_wait(barrier)
-        running = running_product.begin(left_smem, right_smem, [32, 32])
-        out_gmem[...] = running[0] + running[1]
+
+        def add(_, carry):
+            total, running = carry
+            following = running_product.begin(left_smem, right_smem, [64])
+            [product] = running_product.finish(running, in_flight=1)
+            return running_product.settle(total + product), following
+
+        zeros = plgpu.layout_cast(jnp.zeros((64, 64), jnp.float32), plgpu.Layout.WGMMA)
+        first = running_product.begin(left_smem, right_smem, [64])
+        total, running = jax.lax.fori_loop(0, 7, add, (zeros, first))
+        [product] = running_product.finish(running)
+        out_gmem[...] = total + product
 
     operand = plgpu.SMEM((64, 128), left.dtype, transforms=mosaic.SWIZZLED_BYTES)
     return plgpu.kernel(
         waiting_kernel,
-        out_type=jax.ShapeDtypeStruct((64, 32), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((64, 64), jnp.float32),
         scratch_types=[operand, operand, plgpu.Barrier(num_arrivals=2)],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(left, right)
@@ -113,7 +123,7 @@ AOT_CASES = [
     ),
     (
         WAITING.split("/")[1],
-        use_a_product_that_runs,
+        run_a_product_into_the_next_round,
         [jax.ShapeDtypeStruct((64, 128), jnp.float8_e4m3fn)] * 2,
     ),
 ]

@@ -67,7 +67,7 @@ def complaints(figures, recorded):
         if kernel["spill_bytes"] > was["spill_bytes"]:
             found.append(f"{name} spills {kernel['spill_bytes']}, not {was['spill_bytes']} bytes")
         if kernel.get("waits") and not was.get("waits"):
-            found.append(f"{name} waits for each product that it begins: ptxas, C7510 to C7519")
+            found.append(f"{name} waits for each product that it begins, says ptxas")
         if missing := set(was["tensor_core"]) - set(kernel["tensor_core"]):
             found.append(f"{name} has no {missing}")
     if figures["launches"] > recorded["launches"]:
@@ -192,7 +192,7 @@ def _assembled(ptx, report):
             "spill_bytes": int(spilled),
             "tensor_core": sorted(instructions.get(name, ())),
         }
-        if re.search(rf"\(C75\d\d\).*'{name}'", report):
+        if re.search(rf"instructions are serialized.*'{name}'", report):
             found["waits"] = True
         figures[name] = _worse(found, figures.get(name, found))
     return figures
