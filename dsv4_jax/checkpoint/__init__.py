@@ -4,9 +4,11 @@ from dsv4_jax.checkpoint.convert import convert_checkpoint
 from dsv4_jax.checkpoint.find import SHIPPED_CHECKPOINT, find_checkpoint
 from dsv4_jax.checkpoint.load import load_checkpoint
 from dsv4_jax.checkpoint.save import save_checkpoint
+from dsv4_jax.checkpoint.spread import RoundedWeightsWarning
 
 __all__ = [
     "SHIPPED_CHECKPOINT",
+    "RoundedWeightsWarning",
     "convert_checkpoint",
     "find_checkpoint",
     "load_checkpoint",

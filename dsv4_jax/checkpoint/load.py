@@ -17,6 +17,7 @@ from dsv4_jax.checkpoint.finite import find_not_finite
 from dsv4_jax.checkpoint.names import dotted_path, get_leaf
 from dsv4_jax.checkpoint.shards import ShardedStack
 from dsv4_jax.checkpoint.sources import Source, list_problems, open_checkpoint
+from dsv4_jax.checkpoint.spread import count_rounded, warn_of_rounded
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.model.released import quantized_shape
@@ -67,7 +68,7 @@ def load_checkpoint(
     Returns:
       The config and the parameters. If the files hold no draft (`mtp.`) tensor at all, the config
       has no draft block, whatever `config.json` says; where `config.json` has none, draft tensors
-      are ignored.
+      are ignored. A `RoundedWeightsWarning` names FP4 weights that a GPU's kernels round.
 
     Raises:
       FileNotFoundError: there is no config, or no safetensors file, or a shard is missing.
@@ -100,6 +101,7 @@ def load_checkpoint(
     }
     open_stack = _stack_opener(config, shapes, wanted, mesh)
     filled: dict[str, Any] = {}
+    rounded: dict[str, int] = {}
     with Progress(len(found.targets), unit="tensor", doing="loading", shown=progress) as bar:
         for leaf, tensors in by_leaf.items():
             stack = open_stack(leaf)
@@ -114,11 +116,14 @@ def load_checkpoint(
                         damage = find_not_finite(source.label, *arrays)
                     if not (problems or damage):
                         stack.add(target.index, arrays)
+                        if isinstance(stack.wanted, MXFP4):
+                            rounded[source.label] = count_rounded(arrays[1])
                 problems += damage
             filled[leaf] = jax.block_until_ready(stack.finish())
             del stack  # the next one must not come on top
     if problems:
         raise ValueError(list_problems(directory, problems))
+    warn_of_rounded(rounded)
     leaves, treedef = jax.tree.flatten_with_path(shapes)
     return config, jax.tree.unflatten(treedef, [filled[dotted_path(path)] for path, _ in leaves])
 

@@ -384,6 +384,13 @@ MUTATIONS = [
     *_mutations(
         "dsv4_jax",
         (
+            "weights_that_kernels_round_are_sought_in_rows",
+            "checkpoint/spread.py",
+            "axis=(1, 4)",
+            "axis=4",
+            "dsv4_jax/checkpoint/test_stored_weights.py",
+        ),
+        (
             "up_projection_loaded_as_gate",
             "checkpoint/sources.py",
             'names = ("w1", "w3") if',

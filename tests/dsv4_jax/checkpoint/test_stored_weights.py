@@ -17,6 +17,7 @@ import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.checkpoint import load as checkpoint_load
+from dsv4_jax.checkpoint.spread import RoundedWeightsWarning, count_rounded
 from dsv4_jax.model import param_shapes, quantize_params
 from helpers import slow
 from helpers.checkpoints import problems_of, read_tensors, released_tensors, write_released
@@ -101,6 +102,24 @@ def test_stored_weights_are_those_of_the_release(tmp_path, released):
     assert rounded.dtype == jnp.bfloat16
     ffn = rounded.layers["csa_learned"].ffn
     np.testing.assert_array_equal(ffn.w2, decoded.layers["csa_learned"].ffn.w2.astype(jnp.bfloat16))
+
+
+def test_fp4_weights_that_kernels_round_are_named(tmp_path, released):
+    """Scales of 128 inputs of outputs i and i + 32 may lie within 2^14, and others anywhere."""
+    name = "layers.1.ffn.experts.2.w1.scale"
+    scale = np.full(released[name].shape, 120, np.uint8)
+    assert count_rounded(scale) == 0
+    scale[64:, 4:] = 90  # of outputs and inputs of their own
+    scale[40, 0] = 134  # 2^14 times those beside it
+    assert count_rounded(scale) == 0
+    scale[5, 1] = 105
+    assert count_rounded(scale) == 1
+    scale[8] = 119  # beside outputs 40; four of them share inputs with the large one
+    assert count_rounded(scale) == count_rounded(np.exp2(scale - np.float32(127))) == 5
+    stored = scale.view(released[name].dtype)
+    folder = write_released(tmp_path / "x", CONFIG, released | {name: stored})
+    with pytest.warns(RoundedWeightsWarning, match=r"^5 groups .*experts.2.w1.* \(5\)\. weights="):
+        load(folder)
 
 
 @jax.jit
