@@ -18,7 +18,7 @@ _NAMED = 3
 
 
 class RoundedWeightsWarning(UserWarning):
-    """Weights that a GPU's kernels round, where the checkpoint's reader is told so."""
+    """A checkpoint has weights that a GPU's kernels round."""
 
 
 def count_rounded(scale: np.ndarray) -> int:
