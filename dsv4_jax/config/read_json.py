@@ -303,8 +303,10 @@ def _rope(data: dict[str, Any]) -> dict[str, Any]:
             if not isinstance(parameters.get(label), dict):
                 raise ValueError(f"rope_parameters.{label} is missing beside the other table")
         main, compress = parameters["main"], parameters["compress"]
+        place = "rope_parameters.compress"
     else:
         main, compress = {}, parameters or data.get("rope_scaling") or {}
+        place = "rope_parameters" if parameters else "rope_scaling"
     thetas = {}
     for name, label, table in (
         ("rope_theta", "main", main),
@@ -315,8 +317,9 @@ def _rope(data: dict[str, Any]) -> dict[str, Any]:
         thetas[name] = float(nested if nested is not None else _require(data, name))
     if main.get("rope_type", "default") != "default":
         raise ValueError(f"rope_parameters.main.rope_type must be 'default', got {show(main)}")
-    scaling = _yarn(compress)
-    if (released := data.get("rope_scaling")) and _yarn(released) != scaling:
+    scaling = _yarn(compress, place)
+    released = data.get("rope_scaling")
+    if released and _yarn(released, "rope_scaling") != scaling:
         raise ValueError(
             f"rope_parameters and rope_scaling contradict each other: {show(compress)} and "
             f"{show(released)}"
@@ -324,17 +327,19 @@ def _rope(data: dict[str, Any]) -> dict[str, Any]:
     return thetas | {"rope_scaling": scaling}
 
 
-def _yarn(table: dict[str, Any]) -> YarnScaling | None:
+def _yarn(table: dict[str, Any], place: str) -> YarnScaling | None:
     kind = table.get("rope_type", table.get("type", "default"))
     if kind == "default":
         return None
     if kind != "yarn":
-        raise ValueError(f"rope_type must be 'yarn' or 'default', got {show(kind)}")
+        raise ValueError(f"{place}.rope_type must be 'yarn' or 'default', got {show(kind)}")
     for name in ("factor", "original_max_position_embeddings"):
         if table.get(name) is None:
-            raise ValueError(f"the yarn rope_scaling lacks {name}")
+            raise ValueError(f"{place}, which is yarn, lacks {name}")
     if table.get("attention_factor", 1.0) != 1.0:
-        raise ValueError(f"attention_factor must be 1.0, got {table['attention_factor']}")
+        raise ValueError(
+            f"{place}.attention_factor must be 1.0, got {show(table['attention_factor'])}"
+        )
     return YarnScaling(
         factor=float(table["factor"]),
         original_max_positions=int(table["original_max_position_embeddings"]),

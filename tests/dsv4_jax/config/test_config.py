@@ -528,6 +528,8 @@ def test_another_model_is_refused(name, value):
             {"compress_rope_theta": 160000.0},
         ),
         (["rope_parameters.main"], {"rope_parameters__main__rope_type": "yarn"}),
+        (["rope_parameters.compress.rope_type"], {"rope_parameters__compress__rope_type": "x"}),
+        (["rope_parameters.rope_type"], {"rope_parameters": {"rope_type": "x"}}),
         (["rope_type", "longrope"], {"rope_parameters__compress__rope_type": "longrope"}),
         (["attention_factor"], {"rope_parameters__compress__attention_factor": 1.3}),
         (
