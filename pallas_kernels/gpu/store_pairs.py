@@ -19,7 +19,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.common.backend import interpreting
-from pallas_kernels.gpu.store_transposed import Place, store_transposed
+from pallas_kernels.gpu.store_transposed import Place, address_of, store_transposed
 
 Ref = Any
 plgpu: Any = mosaic_gpu
@@ -39,8 +39,7 @@ def store_pairs(target: Ref, values: jax.Array, place: Place, *, operand_order: 
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, _SCALAR, _SCALAR, _SCALAR))
     def write(_, target, values, first_row, num_rows, first_column):
-        i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
-        byte = ir.IntegerType.get_signless(8)
+        i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
         first_row, num_rows, first_column = (
             number.registers.flat[0] for number in (first_row, num_rows, first_column)
         )
@@ -53,11 +52,8 @@ def store_pairs(target: Ref, values: jax.Array, place: Place, *, operand_order: 
         of_warp, of_half = (8, 32) if operand_order else (16, 8)
         column = arith.addi(column, arith.muli(warp, mgpu.c(of_warp, i32)))
         left = arith.subi(num_rows, row)
-        offset = arith.muli(arith.extsi(i64, arith.addi(first_row, row)), mgpu.c(width, i64))
-        offset = arith.addi(offset, arith.extsi(i64, arith.addi(first_column, column)))
-        offset = arith.muli(offset, mgpu.c(size, i64))
-        base = llvm.addrspacecast(llvm.PointerType.get(1), mgpu.utils.memref_ptr(target))
-        base = mgpu.utils.getelementptr(base, [offset], byte)
+        place = arith.addi(first_row, row), arith.addi(first_column, column)
+        base = address_of(target, *place, size)
         registers = values.registers.reshape(-1, 2)
         for eight, half in np.ndindex(registers.shape):
             words = _words(registers[eight, half], size)

@@ -19,7 +19,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.common.backend import interpreting
-from pallas_kernels.gpu.store_transposed import Place
+from pallas_kernels.gpu.store_transposed import Place, address_of
 
 Ref = Any
 plgpu: Any = mosaic_gpu
@@ -49,24 +49,18 @@ def store_rows(target: Ref, values: jax.Array, place: Place) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, _SCALAR, _SCALAR, _SCALAR))
     def write(_, target, values, first_row, num_rows, first_column):
-        i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
-        byte = ir.IntegerType.get_signless(8)
+        i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
         first_row, num_rows, first_column = (
             number.registers.flat[0] for number in (first_row, num_rows, first_column)
         )
         thread = arith.remui(mgpu.utils.thread_idx(), mgpu.c(128, i32))
         lane = arith.remui(thread, mgpu.c(_LANES, i32))
-        warp, row = (
-            arith.divui(thread, mgpu.c(32, i32)),
-            arith.remui(arith.divui(thread, mgpu.c(_LANES, i32)), mgpu.c(8, i32)),
-        )
+        warp = arith.divui(thread, mgpu.c(32, i32))
+        row = arith.remui(arith.divui(thread, mgpu.c(_LANES, i32)), mgpu.c(8, i32))
         row = arith.addi(row, arith.muli(warp, mgpu.c(16, i32)))
         column = arith.muli(lane, mgpu.c(8 if size == 2 else 2, i32))
-        offset = arith.muli(arith.extsi(i64, arith.addi(first_row, row)), mgpu.c(width, i64))
-        offset = arith.addi(offset, arith.extsi(i64, arith.addi(first_column, column)))
-        offset = arith.muli(offset, mgpu.c(size, i64))
-        base = llvm.addrspacecast(llvm.PointerType.get(1), mgpu.utils.memref_ptr(target))
-        base = mgpu.utils.getelementptr(base, [offset], byte)
+        place = arith.addi(first_row, row), arith.addi(first_column, column)
+        base = address_of(target, *place, size)
         registers = values.registers.reshape(-1, 2)
         for half in range(2):
             present = arith.cmpi(

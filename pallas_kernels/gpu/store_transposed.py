@@ -114,6 +114,17 @@ def store_transposed(
     write(target, values, *place)
 
 
+def address_of(target: ir.Value, row: ir.Value, column: ir.Value, size: int) -> ir.Value:
+    """Where an element of a matrix [R, C] in device memory lies, its i32 row and column given."""
+    i64, byte = ir.IntegerType.get_signless(64), ir.IntegerType.get_signless(8)
+    width = ir.MemRefType(target.type).shape[1]
+    offset = arith.muli(arith.extsi(i64, row), mgpu.c(width, i64))
+    offset = arith.addi(offset, arith.extsi(i64, column))
+    offset = arith.muli(offset, mgpu.c(size, i64))
+    base = llvm.addrspacecast(llvm.PointerType.get(1), mgpu.utils.memref_ptr(target))
+    return mgpu.utils.getelementptr(base, [offset], byte)
+
+
 def _loaded_row(row: ir.Value, height: int) -> ir.Value:
     """16 w + 8 h + r -> 32 h + 8 w + r, in each 64 rows."""
     i32 = ir.IntegerType.get_signless(32)
