@@ -29,7 +29,7 @@ def count_rounded(scale: np.ndarray) -> int:
     """
     steps = scale if scale.dtype == np.uint8 else np.frexp(scale)[1]
     if not steps.size or int(steps.max()) - int(steps.min()) <= EXACT_STEPS:
-        return 0  # as of any checkpoint that is well; the rest takes longer
+        return 0  # which is quick to see; the rest takes longer
     outputs, groups = steps.shape
     together = INPUTS // MXFP4_GROUP
     padded = np.full((-(-outputs // ROWS) * ROWS, -(-groups // together) * together), -(2**15))
