@@ -29,8 +29,12 @@ _MAX_PRODUCT = 128
 WIDE = 64
 """Columns from which on one CTA fills an SM: with its registers."""
 _LEAST_WIDTH = 96
-_WIDTHS = (128, 160, 192, 224, 256)
+_WIDTHS = (112, 128, 144, 160, 192, 224, 240, 256)
 """Columns of a tile of MXFP4, which is unpacked once for all of them; 96 are for fewer rows."""
+_UNPACKING = 64
+"""Columns whose products take as long as unpacking a tile."""
+_COLUMNS_IN_REGISTERS = 336
+"""Of f32, that a warpgroup's registers hold beside what it unpacks: sums and two pieces."""
 _FEW_TILES_OF_SM = 8
 """Tiles of an SM up to which one CTA goes through them, however many stages they have."""
 _MANY_TURNS = 64
@@ -197,8 +201,8 @@ class Shapes:
 
 
 def scale_columns(columns: int) -> int:
-    """Scales of x that are copied at a time: at least the 128 bytes that a copy is aligned to."""
-    return max(columns, 32)
+    """Scales of x that are copied at a time, in multiples of the 128 bytes that a copy takes."""
+    return -(-columns // 32) * 32
 
 
 def shapes_of(*weights: Weight, is_gated: bool = False, core: TensorCore | None = None) -> Shapes:
@@ -288,11 +292,11 @@ def _sums_in_registers(shapes: Shapes) -> bool:
 
 
 def _choose_columns(shapes: Shapes, num_rows: int) -> int:
-    """Rows of x that a tile multiplies; of many rows of MXFP4 those that leave least padding."""
+    """Rows of x that a tile multiplies; of many rows of MXFP4 those that take least time."""
     in_registers = _sums_in_registers(shapes)
     if in_registers and shapes.is_mxfp4 and num_rows > WIDE:
         widths = _WIDTHS if num_rows > _LEAST_WIDTH else (_LEAST_WIDTH,)
-        return min(widths, key=lambda width: (-(-num_rows // width) * width, -width))
+        return min(widths, key=lambda width: -(-num_rows // width) * (width + _UNPACKING))
     columns, most = shapes.core.min_columns, _MAX_PRODUCT
     if not in_registers or num_rows <= WIDE:
         most //= shapes.num_parts
@@ -303,7 +307,8 @@ def _choose_columns(shapes: Shapes, num_rows: int) -> int:
 
 def _choose_piece(columns: int) -> int:
     """Columns of a product, of which registers hold two beside the sums."""
-    return next(piece for piece in range(WIDE, 0, -8) if columns % piece == 0)
+    most = min(WIDE, (_COLUMNS_IN_REGISTERS - columns) // 2)
+    return next(piece for piece in range(most // 8 * 8, 0, -8) if columns % piece == 0)
 
 
 def _choose_splits(shapes: Shapes, blocks: int, num_tiles: int, *, fills: bool) -> int:

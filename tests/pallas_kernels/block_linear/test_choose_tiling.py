@@ -44,10 +44,22 @@ def test_matrices_of_flash(name, num_rows, tiling):
     [
         (256, (Tiling(16, 2, 4), Tiling(16, 2, 5))),
         (2048, (Tiling(64, 2, 4, **GOES),) * 2),
+        (4096, (Tiling(128, 1, 8, piece=64, **GOES),) * 2),
         (8192, (Tiling(224, 1, 4, piece=56, **GOES),) * 2),
+        (10922, tuple(Tiling(144, 1, n, piece=48, band=2, **GOES) for n in (4, 8))),
+        (18688, (Tiling(240, 1, 4, piece=48, band=2, **GOES),) * 2),
     ],
 )
 def test_experts_of_flash(num_tokens, tilings):
     rows = mosaic_gpu.expected_rows(num_tokens, 6, 256)
     found = [call_shapes.choose_tiling(s, rows, 256, may_split=False) for s in EXPERTS]
     assert tuple(found) == tilings
+
+
+def test_sums_and_pieces_of_any_number_of_rows_fit_into_registers():
+    for rows in range(1, 1200):
+        for shapes in EXPERTS:
+            tiling = call_shapes.choose_tiling(shapes, rows, 256, may_split=False)
+            pieces = tiling.pieces
+            assert sum(width for _, width in pieces) == tiling.columns
+            assert tiling.columns + 2 * pieces[0][1] <= 336 or len(pieces) == 1

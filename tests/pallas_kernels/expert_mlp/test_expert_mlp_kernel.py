@@ -331,6 +331,7 @@ AOT_CASES = [
         ("flash", 256, 1, "fp8"),
         ("flash", 256, 64, "bfloat16"),
         ("flash", 256, 8192, "fp8"),
+        ("flash", 256, 18688, "fp8"),
         ("slim", 8, 64, "dense"),
         ("slim", 8, 8192, "dense"),
     )
