@@ -1,6 +1,6 @@
-"""Triton kernel that makes a product's rows: some groups of 128 inputs of one row per program.
+"""Triton kernel that makes a product's rows: a few groups of 128 inputs per program.
 
-Dense weights take rows as they are, which XLA gathers.
+It has one row, or four where rows are many. Dense weights take rows as they are, which XLA gathers.
 
 A row may be any of x's rows, so that an expert's tokens are gathered on the way. Bytes: those of x
 and of the codes, once each.
@@ -21,9 +21,10 @@ from pallas_kernels.common.weights import MXFP4, BlockFP8, Weight
 from pallas_kernels.gpu import triton, triton_codecs
 
 Ref = Any
-_GROUPS, _GROUPS_OF_MANY = 4, 8
+_GROUPS = 4
 """Groups of a row that a program rounds."""
-_MANY_ROWS = 1024
+_MANY_ROWS, _ROWS_OF_MANY = 1024, 4
+"""Rows from which on a program has several, and how many: of one it would mostly wait."""
 _NUM_WARPS = 4
 _WORDS = GROUP // 4
 
@@ -101,44 +102,43 @@ def _launch(
 ) -> Rows:
     dim = x.shape[1]
     num_groups = -(-dim // GROUP)
-    at_once = _GROUPS if num_rows < _MANY_ROWS else _GROUPS_OF_MANY
-    programs = -(-num_groups // at_once)
-    is_whole = dim % (at_once * GROUP) == 0
+    height = _ROWS_OF_MANY if num_rows >= _MANY_ROWS else 1
+    programs = -(-num_groups // _GROUPS)
+    is_whole = dim % (_GROUPS * GROUP) == 0
 
     def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
         codes, scales = outputs
-        row, program = pl.program_id(0), pl.program_id(1)
-        source = row if token is None else jnp.clip(inputs[1][row], 0, x.shape[0] - 1)
+        row = pl.program_id(0) * height + jnp.arange(height, dtype=jnp.int32)
+        live, program = row < num_rows, pl.program_id(1)
+        source = row if token is None else triton.load_where(inputs[1], (row,), live)
+        source = jnp.clip(source, 0, x.shape[0] - 1)[:, None]
         size, spread = of_group
-        row = row // size * spread + row % size if spread > size else row
-        first = program * at_once * GROUP
-        lane = jnp.arange(at_once * GROUP, dtype=jnp.int32)
-        if is_whole:
-            values = inputs[0][source, pl.ds(first, at_once * GROUP)]
-        else:
-            values = triton.load_where(inputs[0], (source, first + lane), first + lane < dim)
-        groups = values.astype(jnp.float32).reshape(at_once, GROUP)
+        row = (row // size * spread + row % size if spread > size else row)[:, None]
+        lane = (program * _GROUPS * GROUP + jnp.arange(_GROUPS * GROUP, dtype=jnp.int32))[None]
+        inside = jnp.broadcast_to(is_whole or lane < dim, (height, _GROUPS * GROUP))
+        values = triton.load_where(inputs[0], (source, lane), inside)
+        groups = values.astype(jnp.float32).reshape(height, _GROUPS, GROUP)
         scale = numbers.encode_ue8m0(rows.group_maximum(groups) * numbers.INV_448)
-        scaled = groups * numbers.invert_ue8m0(scale)[:, None]
-        group = program * at_once + jnp.arange(at_once, dtype=jnp.int32)
-        word = jnp.arange(at_once * _WORDS, dtype=jnp.int32)
-        place = program * at_once * _WORDS + (_reordered(word) if reorders else word)
+        scaled = groups * numbers.invert_ue8m0(scale)[..., None]
+        group = (program * _GROUPS + jnp.arange(_GROUPS, dtype=jnp.int32))[None]
+        word = jnp.arange(_GROUPS * _WORDS, dtype=jnp.int32)
+        place = (program * _GROUPS * _WORDS + (_reordered(word) if reorders else word))[None]
         for part in range(num_parts):
             code = triton.encode_e4m3(scaled)
             packed = triton_codecs.pack(code.reshape(-1).astype(jnp.uint32), 8, 4)
-            here = jnp.full(word.shape, part, jnp.int32), jnp.broadcast_to(row, word.shape)
-            triton.store_where(codes, (*here, place), packed, place < num_groups * _WORDS)
+            written = live[:, None] & (place < num_groups * _WORDS)
+            triton.store_where(
+                codes, (jnp.int32(part), row, place), packed.reshape(height, -1), written
+            )
             value = numbers.decode_ue8m0(scale)
-            inside = group < num_groups
-            part_of = jnp.full(group.shape, part, jnp.int32)
-            here = part_of, group, jnp.broadcast_to(row, group.shape)
-            triton.store_where(scales, here, value, inside)
+            written = live[:, None] & (group < num_groups)
+            triton.store_where(scales, (jnp.int32(part), group, row), value, written)
             scaled = (scaled - numbers.decode_e4m3(code)) * np.float32(rows.REST)
             scale = scale - np.uint8(rows.REST_BITS)
 
     codes, scale = triton.launch(
         kernel,
-        grid=(num_rows, programs),
+        grid=(-(-num_rows // height), programs),
         inputs=[x] if token is None else [x, token],
         outputs=[
             jax.ShapeDtypeStruct((num_parts, total, num_groups * _WORDS), jnp.uint32),

@@ -640,6 +640,20 @@ MUTATIONS = [
             "pallas_kernels/hyper_connections",
         ),
         (
+            "kernel_hyper_connections_of_many_take_one_factor_for_post_and_comb",
+            "hyper_connections/triton_gpu.py",
+            "jnp.minimum(place // num, 2)",
+            "jnp.minimum(place // num, 1)",
+            "pallas_kernels/hyper_connections",
+        ),
+        (
+            "experts_tiles_leave_no_register_for_pieces",
+            "block_linear/call_shapes.py",
+            "most = min(WIDE, (_COLUMNS_IN_REGISTERS - columns) // 2)",
+            "most = WIDE",
+            "pallas_kernels/block_linear/test_choose_tiling.py",
+        ),
+        (
             "rows_on_the_left_are_all_stored",
             "block_linear/mosaic_hopper_rows.py",
             "work.tile.num_rows - first",
@@ -668,10 +682,10 @@ MUTATIONS = [
             "pallas_kernels/block_linear/test_block_linear_kernel.py",
         ),
         (
-            "many_rows_are_rounded_in_groups_of_others",
+            "many_rows_are_others",
             "block_linear/triton_rows.py",
-            "group = program * at_once +",
-            "group = program * _GROUPS +",
+            "row = pl.program_id(0) * height +",
+            "row = pl.program_id(0) +",
             "pallas_kernels/block_linear/test_block_linear_kernel.py",
         ),
         (
