@@ -76,8 +76,10 @@ def _read(inputs: list[Ref], outputs: list[Ref], *, arguments: Arguments, is_man
     products, scale, base, streams, norm = inputs
     collapsed_ref, normed_ref, *rest = outputs
     (_, num, dim), dtype = streams.shape, streams.dtype
-    width, parts = 1 << (dim - 1).bit_length(), products.shape[1]
+    width, count = 1 << (dim - 1).bit_length(), (2 + num) * num
     token = pl.program_id(0)
+    # Of many tokens all products are on their way while the streams are.
+    every = _sum_parts(products, token, 0, count) if is_many else None
     rows, squares = [], jnp.float32(0)
     for j in range(num):
         row = triton.load_row(streams, (token, j), start=0, count=dim, width=width)
@@ -87,15 +89,11 @@ def _read(inputs: list[Ref], outputs: list[Ref], *, arguments: Arguments, is_man
 
     def logits(first: int, count: int, kind: int) -> tuple[jax.Array, jax.Array]:
         """`count` scaled logits from a place on, zeros after them; and whether each is one."""
-        place = jnp.arange(1 << (count - 1).bit_length(), dtype=jnp.int32)
-        live, part = place < count, jnp.arange(1 << (parts - 1).bit_length(), dtype=jnp.int32)
-        where = token, part[:, None], (first + place)[None]
-        loaded = triton.load_where(products, where, (part < parts)[:, None] & live[None])
-        mix = jnp.sum(loaded, axis=0) * inverse_rms
-        return mix * scale[kind] + triton.load_where(base, (first + place,), live), live
+        mix, live = _sum_parts(products, token, first, count)
+        place = first + jnp.arange(live.shape[0], dtype=jnp.int32)
+        return mix * inverse_rms * scale[kind] + triton.load_where(base, (place,), live), live
 
-    def read() -> None:
-        found, _ = logits(0, num, 0)
+    def read(found: jax.Array) -> None:
         pre, lane = jax.nn.sigmoid(found) + arguments.eps, jnp.arange(found.shape[0])
         collapsed = jnp.zeros(width, jnp.float32)
         for j, row in enumerate(rows):
@@ -122,15 +120,29 @@ def _read(inputs: list[Ref], outputs: list[Ref], *, arguments: Arguments, is_man
             for k, value in enumerate(row):
                 comb_ref[token, jnp.int32(j * num + k)] = value
 
-    if not is_many:
-        pl.when(pl.program_id(1) == 0)(read)
+    if every is None:
+        pl.when(pl.program_id(1) == 0)(lambda: read(logits(0, num, 0)[0]))
         pl.when(pl.program_id(1) == 1)(connect)
         return
-    read()
-    for first, count, kind in ((num, num, 1), (2 * num, num * num, 2)):
-        found, live = logits(first, count, kind)
-        place = first + jnp.arange(found.shape[0], dtype=jnp.int32)
-        triton.store_where(rest[0], (token, place), found, live)
+    mix, live = every
+    place = jnp.arange(live.shape[0], dtype=jnp.int32)
+    factor = triton.load_where(scale, (jnp.minimum(place // num, 2),), live)
+    found = mix * inverse_rms * factor + triton.load_where(base, (place,), live)
+    triton.store_where(rest[0], (token, place), found, live & (place >= num))
+    read(found)
+
+
+def _sum_parts(
+    products: Ref, token: jax.Array, first: int, count: int
+) -> tuple[jax.Array, jax.Array]:
+    """`count` products of a token from a place on, zeros after them; and whether each is one."""
+    parts = products.shape[1]
+    part = jnp.arange(1 << (parts - 1).bit_length(), dtype=jnp.int32)[:, None]
+    place = jnp.arange(1 << (count - 1).bit_length(), dtype=jnp.int32)
+    live = place < count
+    where = token, part, (first + place)[None]
+    loaded = triton.load_where(products, where, (part < parts) & live[None])
+    return jnp.sum(loaded, axis=0), live
 
 
 def _connect_many(inputs: list[Ref], outputs: list[Ref], *, arguments: Arguments) -> None:

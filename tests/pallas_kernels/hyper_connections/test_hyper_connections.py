@@ -94,7 +94,7 @@ def test_a_transposed_comb_would_be_seen():
 
 
 def test_two_launches_of_many_tokens_do_what_two_programs_do(lane):
-    del lane
+    """On a GPU but for the order in which parts of the products are added."""
 
     @functools.partial(jax.jit, static_argnames="is_many")
     def run(*given, is_many):
@@ -105,7 +105,10 @@ def test_two_launches_of_many_tokens_do_what_two_programs_do(lane):
     given = arguments(3, 64, jnp.bfloat16)
     few, many = (run(*given, is_many=is_many)._asdict() for is_many in (False, True))
     for name, value in many.items():
-        np.testing.assert_array_equal(value, few[name], err_msg=name)
+        ulp = float(jnp.finfo(value.dtype).eps)
+        found, expected = np.float32(value), np.float32(few[name])
+        off = {"rtol": 8 * ulp if lane == "gpu" else 0, "atol": ulp if lane == "gpu" else 0}
+        np.testing.assert_allclose(found, expected, **off, err_msg=name)
 
 
 @pytest.mark.gpu
