@@ -281,15 +281,19 @@ def test_gate_and_up_in_one_product(core, kind):
     np.testing.assert_allclose(found, expected, atol=2.0**-7 * np.abs(expected).max())
 
 
-def test_gate_and_up_of_more_rows_than_a_product_has():
+PIECES = [(13, Tiling(16, 1, 2, piece=8)), (130, Tiling(144, 1, 2))]
+
+
+@pytest.mark.parametrize(("rows", "tiling"), slow.all_but(PIECES[:1], PIECES), ids=str)
+def test_gate_and_up_of_several_pieces(rows, tiling):
     """What they exchange takes the same memory for each piece of a tile."""
     gate = make("mxfp4", (64, 128))
     up = jax.tree.map(lambda leaf: np.asarray(leaf)[..., ::-1, :], gate)
-    x = normal(130, 128)
+    x = normal(rows, 128)
     expected = np.asarray(jit_swiglu(x, gate, up), np.float32)
     multiply = functools.partial(mosaic_gpu.swiglu_linear, limit=1.5, core=call_shapes.HOPPER)
     with gpu_interpreter():
-        found = jax.jit(functools.partial(multiply, tiling=Tiling(144, 1, 2)))(x, gate, up)
+        found = jax.jit(functools.partial(multiply, tiling=tiling))(x, gate, up)
     np.testing.assert_allclose(found, expected, atol=2.0**-7 * np.abs(expected).max())
 
 
