@@ -24,7 +24,7 @@ Ref = Any
 _GROUPS = 4
 """Groups of a row that a program rounds."""
 _MANY_ROWS, _ROWS_OF_MANY = 1024, 4
-"""Rows from which on a program has several, and how many: of one it would mostly wait."""
+"""Rows from which on a program has several, and how many: picked rows take less time so."""
 _NUM_WARPS = 4
 _WORDS = GROUP // 4
 

@@ -76,10 +76,10 @@ def _read(inputs: list[Ref], outputs: list[Ref], *, arguments: Arguments, is_man
     products, scale, base, streams, norm = inputs
     collapsed_ref, normed_ref, *rest = outputs
     (_, num, dim), dtype = streams.shape, streams.dtype
-    width, count = 1 << (dim - 1).bit_length(), (2 + num) * num
+    width = 1 << (dim - 1).bit_length()
     token = pl.program_id(0)
     # Of many tokens all products are on their way while the streams are.
-    every = _sum_parts(products, token, 0, count) if is_many else None
+    every = _sum_parts(products, token, 0, (2 + num) * num) if is_many else None
     rows, squares = [], jnp.float32(0)
     for j in range(num):
         row = triton.load_row(streams, (token, j), start=0, count=dim, width=width)
