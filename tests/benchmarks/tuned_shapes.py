@@ -50,6 +50,8 @@ def candidates(names=()):
         *(c for name in MATRICES for c in products(name, 8192, MANY_ROWS)),
         *(c for name in MATRICES for c in products(name, 256, ways_of_256(name))),
         *(c for name in MATRICES for c in products(name, 64, ways_of_64(name))),
+        *mixtures(18688, MORE_TOKENS),
+        *mixtures(10922, MORE_TOKENS[:2]),
         *mixtures(8192, MANY_TOKENS),
         *mixtures(256, FEW_TOKENS),
     ]
@@ -107,7 +109,10 @@ MANY_TOKENS = [
     cut(224, 1, 4, piece=32, **GOES),
     cut(224, 1, 4, piece=112, **GOES),
     cut(256, 1, 4, piece=32, **GOES),
+    cut(240, 1, 4, piece=48, **GOES),
+    cut(112, 1, 4, piece=56, **GOES),
 ]
+MORE_TOKENS = [TODAY, cut(160, 1, 4, piece=40, **GOES), cut(256, 1, 4, piece=64, **GOES)]
 FEW_TOKENS = [TODAY, cut(16, 2, 4, packs=True), cut(16, 4, 3, packs=True), cut(16, 1, 8)]
 
 

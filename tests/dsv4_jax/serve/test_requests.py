@@ -230,7 +230,7 @@ def never_fails(client, path, body):
 FUZZ = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 
 
-@settings(max_examples=60, **FUZZ)
+@settings(max_examples=30, **FUZZ)
 @given(request=requests())
 def test_no_body_is_a_500(client, request):
     never_fails(client, *request)

@@ -14,7 +14,7 @@ from helpers.serving import CONFIG, make_engine, params, prompt, run_to_end, sam
 def test_speculation_changes_no_token(temperature):
     """In one program: with drafts and without, five prompts on four slots. Known bug B15."""
     rng = np.random.default_rng(1)
-    texts = [prompt(rng, int(n)) for n in rng.integers(1, 200, 5)]
+    texts = [prompt(rng, int(n)) for n in (1, 40, 77, 101, 130)]  # a block has 128
     engine = make_engine(debug=True)
     results = {}
     for speculate in (True, False):

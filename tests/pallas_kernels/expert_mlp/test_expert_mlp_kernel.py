@@ -192,7 +192,7 @@ PROGRAMS = [
 @pytest.mark.parametrize("name", slow.all_but(["none"], ["none", "random", "one expert"]))
 def test_ctas_may_go_through_the_tiles_of_experts(name, which):
     """Gate and up exchange in turns; results have the bits that a CTA for each tile gives."""
-    arguments, tilings = (rows(20), *routing(name, 20), *make()), PROGRAMS[which]
+    arguments, tilings = (rows(12), *routing(name, 12), *make()), PROGRAMS[which]
     few = dataclasses.replace(call_shapes.HOPPER.device, num_sms=4)
     core = dataclasses.replace(call_shapes.HOPPER, device=few)
     with gpu_interpreter():
