@@ -35,7 +35,10 @@ read the memory of peers. XLA would take small sums over the devices of a host; 
 every collective is one of NCCL, whose latency `bench/floor.py` counts.
 
 Command buffers (CUDA graphs) are XLA's default and stay as they are: five launches in a row or
-more become a graph, kernels of Pallas among them.
+more become a graph, kernels of Pallas among them. What else they can do is left to the user:
+`xla_gpu_command_buffer_scheduling_mode="CONCURRENT"` lets launches of a graph overlap, and
+`xla_gpu_enable_command_buffer="+COLLECTIVES"` takes collectives into graphs. `docs/limits.md` has
+what they save and cost.
 """
 
 

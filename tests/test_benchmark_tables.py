@@ -112,10 +112,10 @@ def test_only_the_text_between_the_markers_is_replaced():
 FROM_DOCUMENT = {
     "decode step, 1 request of 4,096 tokens": "| 1, 4,096 | {0} ({1} to ",
     "decode step, 64 requests of 16,384 tokens": (
-        "| 64, 16,384 | {0} (25.42 to 26.03) | 24.54 | {1} |"
+        "| 64, 16,384 | {0} (25.03 to 25.55) | 24.54 | {1} |"
     ),
-    "all of DeepSeek-V4-Flash on two H200, 64 requests of 16,384 tokens": (
-        "| 64, 16,384 | {0} | 15.73 | {1} |"
+    "all of DeepSeek-V4-Flash on two H200, 256 requests of 16,384 tokens": (
+        "| two, 1x2 | 256, 16,384 | {0} (36.87 to 37.76) | 21.86 | {1} |"
     ),
     "append to attention of all layers, 32 requests of 131,072 tokens": (
         "| 32 requests | 1.061 (1.379) | {0} ("
