@@ -4,9 +4,11 @@ import pathlib
 import shutil
 import tempfile
 
-# The wheels that compile for GPUs without one would look for a driver first.
+# The wheels that compile for GPUs without one would look for a driver first. LLVM's first level
+# compiles a step in three quarters of the time, and the step runs as fast.
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1")
 # The warpgroups of an interpreted kernel wait for each other on XLA's threads, one a core.
 os.environ.setdefault("NPROC", "16")
 
