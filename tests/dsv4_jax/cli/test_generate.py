@@ -74,9 +74,7 @@ def test_answers_are_alone_on_stdout(generate):
     shown = generate(*PROMPTS)
     assert shown.out == "".join(f"{answer}\n" for answer in answers)
     assert "tokens/s" in shown.err
-    alone = generate(PROMPTS[1])
-    assert alone.out == f"{answers[1]}\n"
-    assert "[needs 1." in alone.err
+    assert "[needs 1." in shown.err
 
 
 def test_prompts_come_from_files_and_standard_input(generate, tmp_path, monkeypatch):
@@ -101,9 +99,9 @@ def test_drafts_without_a_draft_block_are_refused_before_loading(checkpoint, cap
 
 
 def test_a_stop_text_ends_an_answer(generate):
-    (found,) = [json.loads(generate("Python", "--json").out)]
+    (found,) = [json.loads(generate(PROMPTS[0], "--json").out)]
     stop = found["text"][5:7]
-    (cut,) = [json.loads(generate("Python", "--json", "--stop", stop, "--stop", "never").out)]
+    (cut,) = [json.loads(generate(PROMPTS[0], "--json", "--stop", stop, "--stop", "never").out)]
     assert cut["finish_reason"] == "stop"
     assert cut["text"] == found["text"][: found["text"].index(stop)]
 
