@@ -23,3 +23,14 @@ def two_layers(attn):
         layer_types=(attn,) * 2, router_types=(ds.RouterType.LEARNED,) * 2, num_mtp_layers=0
     )
     return config, ds.init_params(config, jax.random.key(0))
+
+
+def first_layers(config, layers, **changes):
+    """A config of the first so many layers, without a draft block."""
+    return dataclasses.replace(
+        config,
+        layer_types=config.layer_types[:layers],
+        router_types=config.router_types[:layers],
+        num_mtp_layers=0,
+        **changes,
+    )

@@ -75,6 +75,7 @@ def test_answers_are_alone_on_stdout(generate):
     assert shown.out == "".join(f"{answer}\n" for answer in answers)
     assert "tokens/s" in shown.err
     assert "[needs 1." in shown.err
+    assert generate(PROMPTS[0]).out == f"{answers[0]}\n"
 
 
 def test_prompts_come_from_files_and_standard_input(generate, tmp_path, monkeypatch):

@@ -1,7 +1,6 @@
 """A step with kernels equals the step with references, on the same device and equal inputs."""
 
 import contextlib
-import dataclasses
 import math
 
 import jax
@@ -9,17 +8,12 @@ import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.cache.handle import LayerCacheHandle
+from helpers.configs import first_layers
 from programs import step_check
 
 
 def small(name, layers):
-    config = getattr(ds.DSV4Config, name)()
-    return dataclasses.replace(
-        config,
-        layer_types=config.layer_types[:layers],
-        router_types=config.router_types[:layers],
-        num_mtp_layers=0,
-    )
+    return first_layers(getattr(ds.DSV4Config, name)(), layers)
 
 
 @pytest.mark.slow
