@@ -3,6 +3,7 @@
     python -m programs.mesh_check 2x4 1x2            prefill in chunks, then decoding; two layers
     python -m programs.mesh_check 2x4 --all          every kind of step, of scanned layers
     python -m programs.mesh_check 8x1 --rows         rows gathered in E4M3 against BF16's
+    python -m programs.mesh_check 1x4 --sums         sums over devices against those in their order
 
 Prints, as JSON, for each mesh the largest difference of logits, and whose tokens differ. `run` runs
 it in a process of its own, for the number of devices is set before JAX starts.
@@ -22,6 +23,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import dsv4_jax as ds
+from dsv4_jax import mesh as dm
 from dsv4_jax.cache.snapshots import SnapshotPlan, init_snapshot_store
 from dsv4_jax.mesh import shardings_of
 from dsv4_jax.model import moe
@@ -301,6 +303,40 @@ def check_rows(meshes):
     return results
 
 
+def check_sums(meshes):
+    """{mesh: for each number of rows what adds, and how many sums are not in the devices' order}.
+
+    What adds is a collective, whose order is its own, or the device.
+    """
+    results = {}
+    for name in meshes:
+        mesh = ds.make_mesh(*map(int, name.split("x")))
+        devices, over_model = mesh.size, mesh.shape["model"] > 1
+        results[name] = {}
+        for rows in (1, 8 * devices, 4096 * devices):
+            given = np.random.default_rng(rows).normal(size=(devices, rows, 128)) * 10
+            given = jnp.asarray(given, jnp.bfloat16)
+            expected = given[0].astype(jnp.float32)
+            for part in given[1:]:
+                expected = expected + part.astype(jnp.float32)
+            if not over_model:  # each shard has numbers for the rows of all
+                given = jnp.tile(given, (1, devices, 1))
+            add = dm.sum_over_model if over_model else dm.sum_own_rows
+            add_up = jax.shard_map(
+                lambda x, add=add: add(x[0])[None],
+                mesh=mesh,
+                in_specs=dm.BY_DEVICE,
+                out_specs=dm.BY_DEVICE,
+                check_vma=False,
+            )
+            add_up = jax.jit(add_up).lower(given).compile()
+            found = add_up(given)
+            wrong = int(jnp.sum(found != expected.astype(jnp.bfloat16)[None]))
+            by_collective = re.search("all-reduce|reduce-scatter", add_up.as_text())
+            results[name][str(rows)] = ["collective" if by_collective else "device", wrong]
+    return results
+
+
 def run(*arguments):
     """What the program prints with these arguments."""
     return run_program("mesh_check", *arguments)
@@ -331,9 +367,11 @@ def main():
     parser.add_argument("meshes", nargs="+", metavar="DATAxMODEL")
     parser.add_argument("--all", action="store_true", help="every kind of step")
     parser.add_argument("--rows", action="store_true", help="how released weights get their rows")
+    parser.add_argument("--sums", action="store_true", help="sums over devices alone")
     arguments = parser.parse_args()
-    if arguments.rows:
-        print(json.dumps(check_rows(arguments.meshes), default=bool))
+    if arguments.rows or arguments.sums:
+        check_some = check_rows if arguments.rows else check_sums
+        print(json.dumps(check_some(arguments.meshes), default=bool))
         return
     print(json.dumps(check(arguments.meshes, everything=arguments.all)))
 

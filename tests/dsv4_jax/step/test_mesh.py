@@ -55,6 +55,13 @@ def test_every_kind_of_step_on_every_mesh(all_steps, mesh):
     assert all_steps[mesh]["different"] == []
 
 
+def test_sums_over_devices_are_in_their_order_and_rounded_once():
+    """Of one row, of some and of many; a sum of two has no order."""
+    for mesh, found in mesh_check.run("1x4", "1x2", "4x1", "8x1", "1x8", "--sums").items():
+        what = "collective" if mesh == "1x2" else "device"
+        assert list(found.values()) == [[what, 0]] * 3, mesh
+
+
 @pytest.mark.slow
 def test_rows_are_gathered_in_e4m3_without_a_change_of_any_bit():
     for found in mesh_check.run("8x1", "2x1", "--rows").values():
