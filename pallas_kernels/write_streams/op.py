@@ -39,8 +39,8 @@ def write_streams(
       post: f32[T, S], weight of the output in each stream.
       comb: f32[T, S, S], from stream to stream; summed over its first index.
       fn: f32[R, S * D], `hc_fn` of the next hyper-connection.
-      backend: implementation to use; None picks the fastest one that runs here. Of 17 to 511
-        tokens, and of more in f32, that is XLA's on a GPU too.
+      backend: implementation to use; None picks the fastest one that runs here. Of more than 16
+        tokens in f32 that is XLA's on a GPU too.
 
     Returns:
       [T, S, D], the streams after it, summed in f32 and rounded once; and f32[T, P, R], products
@@ -68,4 +68,4 @@ def write_streams(
 
 
 def _is_many(streams: jax.Array) -> bool:
-    return streams.shape[0] >= triton_many.MANY_TOKENS and streams.dtype == jnp.bfloat16
+    return streams.shape[0] > triton_gpu.MAX_TOKENS and streams.dtype == jnp.bfloat16

@@ -5,7 +5,7 @@ import pytest
 
 from helpers import slow
 from pallas_kernels import write_streams
-from pallas_kernels.write_streams import triton_many
+from pallas_kernels.write_streams.triton_gpu import MAX_TOKENS
 
 S, ROWS = 4, 24
 SIZES = [(1, 256, jnp.bfloat16), (3, 320, jnp.bfloat16), (9, 64, jnp.float32)]
@@ -59,7 +59,7 @@ def test_a_transposed_comb_would_be_seen():
 
 def test_many_tokens_are_a_launch_and_a_product_of_matrices(lane):
     """Which are as exact as f32: `fn` is cut into three parts."""
-    given = arguments(triton_many.MANY_TOKENS, 96, jnp.bfloat16)
+    given = arguments(MAX_TOKENS + 1, 96, jnp.bfloat16)
     written, products = found = jit_write_streams(*given, backend="triton_gpu")
     assert products.shape[1] == 16 * 3
     assert_close(found, given)
@@ -69,7 +69,8 @@ def test_many_tokens_are_a_launch_and_a_product_of_matrices(lane):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("num_tokens", "dim"), [(1, 4096), (16, 4096), (2, 7168), (512, 4096), (2048, 7168)]
+    ("num_tokens", "dim"),
+    [(1, 4096), (16, 4096), (2, 7168), (17, 7168), (64, 4096), (512, 4096), (2048, 7168)],
 )
 def test_kernel_at_real_shapes(num_tokens, dim):
     given = arguments(num_tokens, dim, jnp.bfloat16)
@@ -95,4 +96,4 @@ def _aot_case(num_tokens, dim):
     return (f"{num_tokens}x{dim}", call, specs)
 
 
-AOT_CASES = [_aot_case(16, 4096), _aot_case(1, 7168), _aot_case(2048, 4096)]
+AOT_CASES = [_aot_case(16, 4096), _aot_case(1, 7168), _aot_case(64, 7168), _aot_case(2048, 4096)]
