@@ -34,11 +34,9 @@ that of reading weights once, this trebles it.
 read the memory of peers. XLA would take small sums over the devices of a host; with an empty list
 every collective is one of NCCL, whose latency `bench/floor.py` counts.
 
-Command buffers (CUDA graphs) are XLA's default and stay as they are: five launches in a row or
-more become a graph, kernels of Pallas among them. What else they can do is left to the user:
-`xla_gpu_command_buffer_scheduling_mode="CONCURRENT"` lets launches of a graph overlap, and
-`xla_gpu_enable_command_buffer="+COLLECTIVES"` takes collectives into graphs. `docs/limits.md` has
-what they save and cost.
+Command buffers (CUDA graphs) are XLA's default: five launches in a row or more become a graph,
+kernels of Pallas among them. `xla_gpu_enable_command_buffer="+COLLECTIVES"`, which takes
+collectives into graphs, is left to the user; `docs/limits.md` has what it saves and costs.
 """
 
 
@@ -77,6 +75,18 @@ def set_xla_flags(**flags: str) -> str:
     for name, value in NCCL_SETTINGS.items():
         os.environ.setdefault(name, value)
     return os.environ["XLA_FLAGS"]
+
+
+def decode_options() -> dict[str, str]:
+    """Options with which XLA compiles a decode step, for `compile` and `jax.jit`; a CPU takes them.
+
+    `xla_gpu_command_buffer_scheduling_mode=CONCURRENT`: launches of a CUDA graph that do not need
+    each other overlap. A prefill call would take more memory and as long. What `XLA_FLAGS` says of
+    it wins, which is read when this is called.
+    """
+    options = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+    flags = os.environ.get("XLA_FLAGS", "")
+    return {name: value for name, value in options.items() if name not in flags}
 
 
 _THREADS_BYTES = 2**28

@@ -20,7 +20,7 @@ ROOMS = {
     "attention": {"checks", "mesh", "linear", "config", "cache"},
     "model": {"checks", "mesh", "linear", "config", "cache", "attention"},
     "checkpoint": {"checks", "progress", "config", "model"},
-    "step": {"checks", "mesh", "config", "cache", "attention", "model"},
+    "step": {"checks", "runtime", "mesh", "config", "cache", "attention", "model"},
     "training": {"runtime", "config", "cache", "attention", "model", "checkpoint", "step"},
     "serving": {"checks", "mesh", "hosts", "config", "cache", "allocator"}
     | {"model", "checkpoint", "step"},

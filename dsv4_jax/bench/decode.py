@@ -22,6 +22,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import layer_schedule
 from dsv4_jax.model.params import DSV4Params, layer_of
 from dsv4_jax.model.trunk import embed
+from dsv4_jax.runtime import decode_options
 from dsv4_jax.step.decode import jit_decode_step
 from pallas_kernels.common.weights import with_activations
 
@@ -94,7 +95,7 @@ def _step_rows(setup: CaseSetup, params: DSV4Params) -> Iterator[dict[str, Any]]
     start = time.perf_counter()
     cache = setup.fill()
     row: dict[str, Any] = {"fill_s": time.perf_counter() - start}
-    static = {"config": config, "activations": case.activations}
+    static = {"config": config, "activations": case.activations, "options": decode_options()}
     program = compile_program(jit_decode_step, params, cache, step_input, **static)
     yield row | program.row()
     if case.compile_only:

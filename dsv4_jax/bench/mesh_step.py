@@ -24,6 +24,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.mesh import mesh_sizes, shardings_of
 from dsv4_jax.model.params import DSV4Params, param_shapes, unstack_layers
 from dsv4_jax.model.shardings import param_shardings
+from dsv4_jax.runtime import decode_options
 from dsv4_jax.step.decode import jit_decode_step
 
 type Compiling = concurrent.futures.Future[Program]
@@ -75,6 +76,7 @@ class MeshSteps:
         cache = _shapes_on_every_shard(setup.shapes, self.mesh)
         call = _shapes_on_every_shard(setup.step_input, self.mesh)
         static = {"config": self.config, "activations": case.activations}
+        static["options"] = decode_options()
         return compile_program(jit_decode_step, params, cache, call, **static)
 
     def bench(

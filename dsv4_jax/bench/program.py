@@ -6,6 +6,7 @@ import dataclasses
 import re
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -97,8 +98,17 @@ class Program:
         return {prefix + name: value for name, value in fields.items()}
 
 
-def compile_program(function: Any, *arguments: Any, **named: Any) -> Program:
-    """Compiles a jitted function for these arguments, or shapes, without running it."""
+def compile_program(
+    function: Any, *arguments: Any, options: Mapping[str, str] | None = None, **named: Any
+) -> Program:
+    """Compiles a jitted function for these arguments, or shapes, without running it.
+
+    Args:
+      function: what `jax.jit` gave.
+      *arguments: its arguments.
+      options: of the compiler.
+      **named: arguments with a name.
+    """
     hits, own_thread = [], threading.get_ident()  # others may compile at the same time
 
     def listen(event: str, **_: Any) -> None:
@@ -110,7 +120,7 @@ def compile_program(function: Any, *arguments: Any, **named: Any) -> Program:
         start = time.perf_counter()
         lowered = function.lower(*arguments, **named)
         traced = time.perf_counter()
-        compiled = lowered.compile()
+        compiled = lowered.compile(None if options is None else dict(options))
         end = time.perf_counter()
     finally:
         jax.monitoring.unregister_event_listener(listen)

@@ -24,6 +24,7 @@ from dsv4_jax.mesh import BY_ROW, on_mesh
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.model.trunk import run_layers
+from dsv4_jax.runtime import decode_options
 from dsv4_jax.step.draft_ahead import draft_ahead
 from dsv4_jax.step.draws import DrawnCounts, Logprobs, TokenMasks, draw
 from dsv4_jax.step.sampling import MAX_LOGPROBS, Sampling
@@ -251,8 +252,12 @@ jit_plain_decode_step = jax.jit(
     static_argnames=("config", "activations"),
     donate_argnames=("cache", "last"),
     keep_unused=True,
+    compiler_options=decode_options(),
 )
-"""`plain_decode_step`, jitted; the old cache is gone, and so is `last`."""
+"""`plain_decode_step`, jitted; the old cache is gone, and so is `last`.
+
+It has compiler options, which JAX takes outside of other jitted functions alone.
+"""
 
 
 @on_mesh("store")
