@@ -76,6 +76,28 @@ def test_flags_are_known_to_xla_and_the_users_own_win():
     assert "--xla_gpu_graph_min_graph_size=1" in more
 
 
+def test_launches_of_an_engine_s_decode_step_overlap_unless_the_user_has_them_wait():
+    mode = "xla_gpu_command_buffer_scheduling_mode"
+    code = """
+import jax
+jit, options = jax.jit, {}
+def watched(function, **how):
+    options[function.__name__] = how.get("compiler_options")
+    return jit(function, **how)
+jax.jit = watched
+import dsv4_jax.step.serve_step
+print(options["plain_decode_step"])
+"""
+    by_default, as_told = run_each((code, {}), (code, {"XLA_FLAGS": f"--{mode}=LHS"}))
+    assert " ".join(by_default) == str({mode: "CONCURRENT"})
+    assert " ".join(as_told) == "{}"
+
+
+def test_a_cpu_takes_the_options_of_a_decode_step():
+    compiled = jax.jit(jnp.sin).lower(jnp.float32(1)).compile(ds.runtime.decode_options())
+    assert compiled(jnp.float32(0)) == 0
+
+
 def test_flags_are_refused_once_jax_runs():
     jnp.zeros(1).block_until_ready()
     with pytest.raises(RuntimeError, match="call set_xla_flags before the first array"):

@@ -56,6 +56,23 @@ def _mutations(folder: str, *rows: tuple[str, str, str, str, str]) -> list[Mutat
 
 MUTATIONS = [
     *_mutations(
+        "dsv4_jax",
+        (
+            "sums_of_many_devices_in_an_order_of_nccl_s",
+            "mesh.py",
+            "if devices <= 2:",
+            "if devices <= 8:",
+            "dsv4_jax/step/test_mesh.py",
+        ),
+        (
+            "sums_over_data_in_an_order_of_nccl_s",
+            "mesh.py",
+            "if shards == 2:",
+            "if shards >= 2:",
+            "dsv4_jax/step/test_mesh.py",
+        ),
+    ),
+    *_mutations(
         "dsv4_jax/cache",
         (
             "commit_counts_afresh",
