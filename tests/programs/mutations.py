@@ -60,8 +60,8 @@ MUTATIONS = [
         (
             "sums_of_many_devices_in_an_order_of_nccl_s",
             "mesh.py",
-            "if devices <= 2:",
-            "if devices <= 8:",
+            "if devices <= 2:\n        return jax.lax.psum(x, MODEL) if devices == 2 else x",
+            "if devices:\n        return jax.lax.psum(x, MODEL) if devices > 1 else x",
             "dsv4_jax/step/test_mesh.py",
         ),
         (

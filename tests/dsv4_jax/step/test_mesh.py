@@ -209,7 +209,7 @@ def test_a_layer_has_two_collectives_on_each_axis(mesh):
     for name, figures in found["collectives"].items():
         axis = name.split()[0]
         by_axis[axis] += figures["a_layer"]
-        assert max(map(int, figures["bytes"])) < 2**17, json.dumps(found["collectives"])
+        assert max(map(int, figures["bytes"])) <= 2**17, json.dumps(found["collectives"])
         own = set(figures["kernels"]) - {"None", "KERNEL_STRATEGY_DEFAULT"}
         assert not own, f"{name} is no collective of NCCL: {own}"
     assert by_axis == {"data": 2 if mesh == "2x4" else 0, "model": 2}
@@ -219,11 +219,14 @@ def test_a_layer_has_two_collectives_on_each_axis(mesh):
 @pytest.mark.skipif(aot.unavailable() is not None, reason=str(aot.unavailable()))
 @pytest.mark.parametrize("mesh", ["1x8", "2x4"])
 def test_a_split_cache_has_two_more_collectives_a_layer(mesh):
-    """Two of five layers are of windows alone, which have two; the embedding has one."""
+    """Two of five layers are of windows alone, which have two; the embedding has one.
+
+    Eleven sums are gathered, as those of more than two devices are.
+    """
     options = ("--layers", "5", "--batch", "8", "--context", "65536", "--split")
     found = mesh_at_size.run(mesh, *options)[mesh]
     assert found["alias_bytes"] == found["cache_bytes"]
     assert found["large_copies"] == []
     counts = {name: figures["in_program"] for name, figures in found["collectives"].items()}
     of_model = {name: count for name, count in counts.items() if name.startswith("model")}
-    assert of_model == {"model all-gather": 3, "model all-reduce": 11, "model all-to-all": 3}
+    assert of_model == {"model all-gather": 11 + 3, "model all-to-all": 3}
