@@ -114,8 +114,8 @@ FROM_DOCUMENT = {
     "decode step, 64 requests of 16,384 tokens": (
         "| 64, 16,384 | {0} (23.21 to 23.38) | 24.54 | {1} |"
     ),
-    "all of DeepSeek-V4-Flash on two H200, 256 requests of 16,384 tokens": (
-        "| two, 1x2 | 256, 16,384 | {0} (36.87 to 37.76) | 21.86 | {1} |"
+    "all of DeepSeek-V4-Flash on four H200, 256 requests of 16,384 tokens": (
+        "| four, 4x1 | 256, 16,384 | {0} (22.44 to 23.45) | 12.03 | {1} |"
     ),
     "append to attention of all layers, 32 requests of 131,072 tokens": (
         "| 32 requests | 1.061 (1.379) | {0} ("
