@@ -1,12 +1,12 @@
-"""The mesh of devices that a step runs on: its two axes, its collectives, what lies where.
+"""The mesh of devices that a step runs on: its two axes, and what lies where.
 
     data    requests. Slots, rings, states and blocks lie on one data shard; ids are local to it.
     model   within a data shard: heads of attention, output groups, width of the shared expert and
             vocabulary are split; the cache is replicated, or its blocks are split.
 
-Routed experts are split over both. A step is written for one device, with the collectives below
-where devices must agree; each of them is the identity where its axis has one device or there is no
-mesh. `on_mesh` runs such a function on every device, if its arguments lie on a mesh.
+Routed experts are split over both. A step is written for one device, with the collectives of
+`collectives.py` where devices must agree. `on_mesh` runs such a function on every device, if its
+arguments lie on a mesh.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 import jax.core
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -40,8 +39,6 @@ BY_DEVICE = P((DATA, MODEL))
 type AnyMesh = Mesh | AbstractMesh
 
 _MAX_DEVICES = 2**16
-_GATHERED_BYTES = 2 << 20
-"""Beyond them it takes less time to add each device's share of the rows and to gather the sums."""
 
 
 def make_mesh(data: int = 1, model: int = 1, *, devices: Sequence[Any] | None = None) -> Mesh:
@@ -133,116 +130,6 @@ def place_on(*axes: str) -> jax.Array | int:
         if axis_size(axis) > 1:
             place = place * axis_size(axis) + jax.lax.axis_index(axis)
     return place
-
-
-def sum_over_model(x: jax.Array) -> jax.Array:
-    """The sum of the devices of a data shard, on each of them: [T, ...] -> [T, ...].
-
-    The devices' numbers are added in the order of the devices and rounded once, whatever T is and
-    wherever a row lies. A sum by NCCL begins at another device in each part of an array, so that a
-    request would get other bits in another row. Two numbers have one sum.
-    """
-    devices = axis_size(MODEL)
-    if devices <= 2:
-        return jax.lax.psum(x, MODEL) if devices == 2 else x
-    num_bytes = x.size * x.dtype.itemsize
-    if x.shape[0] % devices or (devices - 2) * num_bytes <= _GATHERED_BYTES:
-        return _add_up(jax.lax.all_gather(x, MODEL))
-    own = _add_up(exchange_over_model(x.reshape(devices, -1, *x.shape[1:])))
-    return jax.lax.all_gather(own, MODEL, tiled=True)
-
-
-def gather_over_model(x: jax.Array) -> jax.Array:
-    """[n, ...] -> [model, n, ...], or [1, n, ...]."""
-    return jax.lax.all_gather(x, MODEL) if axis_size(MODEL) > 1 else x[None]
-
-
-def join_last_axis(x: jax.Array) -> jax.Array:
-    """[..., n] -> [..., model * n], the parts of all devices of a data shard."""
-    if axis_size(MODEL) == 1:
-        return x
-    return jax.lax.all_gather(x, MODEL, axis=x.ndim - 1, tiled=True)
-
-
-def gather_in_one(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """What the devices of a data shard have, in one collective.
-
-    Args:
-      *arrays: [T, ...] each, of 16 or 32 bits.
-
-    Returns:
-      [model, T, ...] each.
-    """
-    if axis_size(MODEL) == 1:
-        return tuple(array[None] for array in arrays)
-    words = [_to_words(array, jnp.uint16) for array in arrays]
-    together = jax.lax.all_gather(jnp.concatenate(words, axis=1), MODEL)
-    ends = np.cumsum([word.shape[1] for word in words])[:-1].tolist()
-    return tuple(
-        jax.vmap(lambda part, like=array: _from_words(part, like.dtype).reshape(like.shape))(part)
-        for part, array in zip(jnp.split(together, ends, axis=2), arrays, strict=True)
-    )
-
-
-def exchange_over_model(x: jax.Array) -> jax.Array:
-    """Row i goes to device i: [model, ...] -> [model, ...], what each device has for this one."""
-    if axis_size(MODEL) == 1:
-        return x
-    return jax.lax.all_to_all(x, MODEL, split_axis=0, concat_axis=0)
-
-
-def gather_rows(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """The rows of all data shards, in order, in one collective.
-
-    Args:
-      *arrays: [T, n] each, of 8, 16 or 32 bits.
-
-    Returns:
-      [data * T, n] each.
-    """
-    if axis_size(DATA) == 1:
-        return arrays
-    bits = min(16, *(8 * array.dtype.itemsize for array in arrays))
-    words = [_to_words(array, jnp.dtype(f"uint{bits}")) for array in arrays]
-    together = jax.lax.all_gather(jnp.concatenate(words, axis=1), DATA, tiled=True)
-    ends = np.cumsum([word.shape[1] for word in words])[:-1].tolist()
-    parts = jnp.split(together, ends, axis=1)
-    return tuple(_from_words(p, a.dtype) for p, a in zip(parts, arrays, strict=True))
-
-
-def sum_own_rows(x: jax.Array) -> jax.Array:
-    """The sum over `data` of this shard's rows: [data * T, ...] -> [T, ...].
-
-    The shards' numbers are added in the order of the shards; see `sum_over_model`.
-    """
-    shards = axis_size(DATA)
-    if shards == 1:
-        return x
-    if shards == 2:
-        return jax.lax.psum_scatter(x, DATA, scatter_dimension=0, tiled=True)
-    parts = x.reshape(shards, -1, *x.shape[1:])
-    return _add_up(jax.lax.all_to_all(parts, DATA, split_axis=0, concat_axis=0))
-
-
-def _add_up(parts: jax.Array) -> jax.Array:
-    """[n, ...] -> [...], from the first to the last, rounded once."""
-    wide = jnp.promote_types(parts.dtype, jnp.float32)
-    total = parts[0].astype(wide)
-    for part in parts[1:]:
-        total = total + part.astype(wide)
-    return total.astype(parts.dtype)
-
-
-def _to_words(array: jax.Array, word: Any) -> jax.Array:
-    words = jax.lax.bitcast_convert_type(array, word)
-    return words.reshape(array.shape[0], -1)
-
-
-def _from_words(words: jax.Array, dtype: Any) -> jax.Array:
-    count = jnp.dtype(dtype).itemsize // words.dtype.itemsize
-    if count > 1:
-        words = words.reshape(words.shape[0], -1, count)
-    return jax.lax.bitcast_convert_type(words, dtype)
 
 
 @functools.singledispatch

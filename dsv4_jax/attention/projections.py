@@ -15,9 +15,10 @@ from dsv4_jax.attention.indexer import split_index_heads
 from dsv4_jax.attention.params import AttentionParams, IndexerParams
 from dsv4_jax.attention.pooling import repool
 from dsv4_jax.cache.new_tokens import Projections
+from dsv4_jax.collectives import sum_over_model
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.linear import grouped_linear, linear_in_parts, linears, linears_beside_dense
-from dsv4_jax.mesh import MODEL, axis_size, sum_over_model
+from dsv4_jax.mesh import MODEL, axis_size
 from pallas_kernels.common.norm_rope import rms_norm_by_pairs, rotate
 from pallas_kernels.common.pending import SplitSums, Unnormed, finish
 from pallas_kernels.common.weights import (

@@ -12,8 +12,8 @@ from jax.ad_checkpoint import checkpoint_name
 from dsv4_jax import checks
 from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.cache.schema import check_selector
+from dsv4_jax.collectives import gather_over_model
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.mesh import gather_over_model
 from pallas_kernels.select_top_k.reference import select_top_k
 
 

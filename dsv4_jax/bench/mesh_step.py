@@ -24,6 +24,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.mesh import mesh_sizes, shardings_of
 from dsv4_jax.model.params import DSV4Params, param_shapes, unstack_layers
 from dsv4_jax.model.shardings import param_shardings
+from dsv4_jax.peers import make_peer_buffers, peer_buffer_shapes
 from dsv4_jax.runtime import decode_options
 from dsv4_jax.step.decode import jit_decode_step
 
@@ -34,7 +35,7 @@ class MeshSteps:
     """Decode steps of one model on a mesh: caches of all data shards have equal contents."""
 
     def __init__(self, config: DSV4Config, mesh: Mesh, *, weights: str) -> None:
-        """Allocates nothing.
+        """Allocates the peer buffers, if the mesh has some, and nothing else.
 
         Args:
           config: the model.
@@ -42,6 +43,7 @@ class MeshSteps:
           weights: what the parameters are, as in `param_shapes`.
         """
         self.config, self.mesh, self.weights = config, mesh, weights
+        self.peers = make_peer_buffers(mesh)
         self._compiling: dict[DecodeCase, Compiling] = {}
 
     def compile_ahead(self, cases: Sequence[DecodeCase], *, threads: int) -> None:
@@ -73,6 +75,8 @@ class MeshSteps:
             shapes,
             param_shardings(self.config, self.mesh, shapes),
         )
+        if self.peers is not None:
+            params = dataclasses.replace(params, peers=peer_buffer_shapes(self.mesh))
         cache = _shapes_on_every_shard(setup.shapes, self.mesh)
         call = _shapes_on_every_shard(setup.step_input, self.mesh)
         static = {"config": self.config, "activations": case.activations}
@@ -115,6 +119,7 @@ class MeshSteps:
         )  # fmt: skip
         if params is not None:
             row["weight_bytes"] = bytes_on_a_device(params)
+            params = dataclasses.replace(params, peers=self.peers)
             needed = row["weight_bytes"] + setup.cache_bytes + MARGIN_BYTES
             if jax.default_backend() != "cpu" and limit and needed > limit:
                 needed, has = needed / 2**30, limit / 2**30

@@ -21,7 +21,8 @@ from dsv4_jax.cache.append import (
 from dsv4_jax.cache.paged_cache import PagedKVPool
 from dsv4_jax.cache.schema import LayerCacheSchema
 from dsv4_jax.cache.state_cache import StateCachePool
-from dsv4_jax.mesh import MODEL, axis_size, exchange_over_model, gather_in_one, place_on
+from dsv4_jax.collectives import exchange_over_model, gather_in_one
+from dsv4_jax.mesh import MODEL, axis_size, place_on
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.chunks import map_tokens
 from pallas_kernels.common.codecs import Planes

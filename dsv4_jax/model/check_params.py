@@ -28,7 +28,7 @@ def check_params(config: DSV4Config, params: DSV4Params) -> None:
     wanted = param_shapes(dataclasses.replace(config, num_mtp_layers=int(params.mtp is not None)))
     if any(isinstance(layers, tuple) for layers in params.layers.values()):
         wanted = unstack_layers(wanted)
-    expected, found = _shapes(wanted), _shapes(params)
+    expected, found = _shapes(wanted), _shapes(dataclasses.replace(params, peers=None))
     problems = [
         f"{name} must be {expected.get(name, 'absent')}, is {found.get(name, 'absent')}"
         for name in sorted(expected.keys() | found.keys())

@@ -99,7 +99,9 @@ def run_draft(
     embedded = jnp.where(ends_block[:, None], 0, look_up(params.embed, next_token_ids))
     streams = draft_input(draft, embedded, streams, config)
     residual = Residual.start(streams)
-    handle, new, residual = jit_run_block(draft.block, residual, next_token_ids, handle, config)
+    handle, new, residual = jit_run_block(
+        draft.block, residual, next_token_ids, handle, config, params.peers
+    )
     return handle, new, residual.written()
 
 

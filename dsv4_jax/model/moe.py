@@ -14,17 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from dsv4_jax.collectives import gather_rows, sum_over_model, sum_own_rows
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.linear import linear
-from dsv4_jax.mesh import (
-    DATA,
-    MODEL,
-    axis_size,
-    gather_rows,
-    place_on,
-    sum_over_model,
-    sum_own_rows,
-)
+from dsv4_jax.mesh import DATA, MODEL, axis_size, place_on
 from dsv4_jax.model.params import MoEParams
 from pallas_kernels import Backend, expert_mlp, mixture_mlp, pick_experts, swiglu_linear
 from pallas_kernels.common.pending import SplitSums

@@ -19,6 +19,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import LayerSpec, layer_schedule
 from dsv4_jax.config.layer_types import AttentionType, RouterType
 from dsv4_jax.model.released import quantize_leaves, released_shapes
+from dsv4_jax.peers import PeerBuffers
 from pallas_kernels.common.weights import Weight, is_quantized
 
 _HOST_SIZE = 2**22  # elements
@@ -113,6 +114,7 @@ class DSV4Params:
       norm: [D].
       head: [V, D].
       mtp: the draft block, or None.
+      peers: what collectives go through on a mesh, from `make_peer_buffers`; None is NCCL.
     """
 
     embed: jax.Array
@@ -121,6 +123,7 @@ class DSV4Params:
     norm: jax.Array
     head: jax.Array
     mtp: DraftParams | None
+    peers: PeerBuffers | None = None
 
     @property
     def dtype(self) -> jnp.dtype:

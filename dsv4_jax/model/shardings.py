@@ -33,6 +33,7 @@ _SPLITS = (
     (r"\.ffn\.w[123]$", ((DATA, MODEL), None, None)),  # experts
     (r"\.ffn\.shared_w[13]$", (MODEL, None)),  # width
     (r"\.ffn\.shared_w2$", (None, MODEL)),
+    (r"^peers\.", ((DATA, MODEL), None)),
 )
 """How the axes of a layer's weight lie, by its dotted path; all others are replicated."""
 

@@ -21,14 +21,16 @@ from dsv4_jax.cache.commit import commit_tokens
 from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.new_tokens import NewTokens
+from dsv4_jax.collectives import sum_over_model
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import Segment, layer_schedule, split_into_segments
 from dsv4_jax.config.layer_types import AttentionType
 from dsv4_jax.linear import linear
-from dsv4_jax.mesh import MODEL, axis_size, place_on, sum_over_model
+from dsv4_jax.mesh import MODEL, axis_size, place_on
 from dsv4_jax.model.hyper_connections import Residual, collapse_streams, read_streams
 from dsv4_jax.model.moe import mixture_of_experts
 from dsv4_jax.model.params import DSV4Params, HyperConnectionParams, LayerParams, layer_of
+from dsv4_jax.peers import PeerBuffers, using
 from pallas_kernels.common.backend import Backend
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.norm_rope import rms_norm
@@ -55,7 +57,8 @@ def look_up(table: jax.Array, token_ids: jax.Array) -> jax.Array:
     own = token_ids - place_on(MODEL) * table.shape[0]
     is_own = (own >= 0) & (own < table.shape[0])
     rows = table[jnp.clip(own, 0, table.shape[0] - 1)]
-    return sum_over_model(jnp.where(is_own[..., None], rows, 0))
+    rows = jnp.where(is_own[..., None], rows, 0)
+    return sum_over_model(rows, in_turn=False)  # a draft block's wait for nothing of the trunk
 
 
 def run_layers(
@@ -120,7 +123,9 @@ def _run_segment(
             if spec.index_source is not None:
                 handle = dataclasses.replace(handle, selected=selected)
             with jax.named_scope(spec.kind):
-                handle, new, residual = jit_run_block(layer, residual, token_ids, handle, config)
+                handle, new, residual = jit_run_block(
+                    layer, residual, token_ids, handle, config, params.peers
+                )
             if handle.selected is not None:
                 selected = handle.selected
             carry = (*keep(cache, staged, handle, new), residual, selected)
@@ -139,6 +144,7 @@ def run_block(
     token_ids: jax.Array,
     handle: LayerCacheHandle,
     config: DSV4Config,
+    peers: PeerBuffers | None = None,
 ) -> tuple[LayerCacheHandle, NewTokens | None, Residual]:
     """One decoder block on the cache.
 
@@ -148,6 +154,7 @@ def run_block(
       token_ids: i32[T].
       handle: the layer's cache in this call.
       config: the model.
+      peers: what the layer's collectives go through on a mesh.
 
     Returns:
       The handle after attention, what is still to be committed, and the residual.
@@ -162,7 +169,8 @@ def run_block(
         # Rings and states are read before and written after: unordered, XLA would copy them whole.
         return jax.lax.optimization_barrier(((new_handle, new), y))
 
-    (after, new), residual = block(params, residual, token_ids, config, attention)
+    with using(peers):
+        (after, new), residual = block(params, residual, token_ids, config, attention)
     return after, new, residual
 
 

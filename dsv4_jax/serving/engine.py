@@ -25,6 +25,7 @@ from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.check_params import check_params
 from dsv4_jax.model.params import DSV4Params, unstack_layers
 from dsv4_jax.model.shardings import param_shardings
+from dsv4_jax.peers import make_peer_buffers
 from dsv4_jax.serving.engine_core import EngineCore
 from dsv4_jax.serving.prompts import CheckedRequest, list_prompts
 from dsv4_jax.serving.request import Completion
@@ -176,6 +177,8 @@ class Engine(EngineCore):
             params = unstack_layers(params)
         if mesh is not None:
             params = jax.device_put(params, param_shardings(config, mesh, params))
+            if params.peers is None:
+                params = dataclasses.replace(params, peers=make_peer_buffers(mesh))
         super().__init__(config, params, plan, tokenizer)
 
     @classmethod

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from dsv4_jax import checks
-from dsv4_jax.mesh import MODEL, axis_size, gather_over_model, join_last_axis, place_on
+from dsv4_jax.collectives import gather_over_model, join_last_axis
+from dsv4_jax.mesh import MODEL, axis_size, place_on
 from dsv4_jax.step.sampling import MAX_LOGPROBS, Sampling
 
 type Sampler = Callable[[jax.Array, Sampling, jax.Array], jax.Array]

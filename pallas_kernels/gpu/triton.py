@@ -208,6 +208,28 @@ def encode_e4m3(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x.astype(jnp.float8_e4m3fn), jnp.uint8)
 
 
+def inline_lines(
+    text: str, arrays: Sequence[jax.Array], constraints: str, *, pack: int, dtype: Any
+) -> jax.Array:
+    """PTX of a thread that sees `pack` elements of each array at once, in 32-bit registers.
+
+    Args:
+      text: the instructions; the compiler takes them for a function of the operands, and may leave
+        them out where nothing reads the result.
+      arrays: of one shape; elements of 16 bits come two in a register.
+      constraints: LLVM's, of the registers of the result and of all arrays.
+      pack: consecutive elements of a thread; no more than it has of an array that was loaded.
+      dtype: of the result.
+
+    Returns:
+      An array of that shape.
+    """
+    shape = jax.ShapeDtypeStruct(arrays[0].shape, dtype)
+    return pltri.elementwise_inline_asm(
+        text, args=arrays, constraints=constraints, pack=pack, result_shape_dtypes=[shape]
+    )[0]
+
+
 def load_where(
     ref: Ref, index: tuple[jax.Array, ...], mask: jax.Array, other: float = 0
 ) -> jax.Array:

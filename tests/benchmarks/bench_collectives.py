@@ -7,10 +7,12 @@ as the profiler sees it (the median and the least of all launches); the bytes th
 and what they take at 450 GB/s. A least-squares line through the sums of all sizes is a latency
 and a rate, which `dsv4-jax plan --collective-us` and `bench/floor.py` assume as 6 us and 450 GB/s.
 
-XLA's command buffers change what a launch costs; `XLA_FLAGS` chooses them.
+Those of a layer go through peer buffers, others by NCCL; `DSV4_JAX_PEER_BUFFERS=0` leaves all to
+it. XLA's command buffers change what a launch costs; `XLA_FLAGS` chooses them.
 """
 
 import argparse
+import functools
 import json
 import os
 import pathlib
@@ -26,15 +28,17 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dsv4_jax as ds
-from dsv4_jax import mesh as dm
+from dsv4_jax import collectives as dm
 from dsv4_jax.bench.floor import COLLECTIVE_S, LINK_BANDWIDTH, split_collectives, step_collectives
 from dsv4_jax.bench.profile import _events
 from dsv4_jax.bench.timing import time_calls
+from dsv4_jax.mesh import BY_DEVICE
+from dsv4_jax.peers import make_peer_buffers, using
 
 ROWS = (1, 8, 64, 256)
 TURNS = 32
 CONTEXT = 1_048_576
-_NCCL = re.compile(r"nccl|all.?reduce|all.?gather|reduce.?scatter|all.?to.?all", re.I)
+_COLLECTIVE = re.compile(r"nccl|peers|all.?reduce|all.?gather|reduce.?scatter|all.?to.?all", re.I)
 
 
 def half(x):
@@ -111,23 +115,26 @@ def sent_bytes(config, data, model, rows):
 def chain(mesh, function, turns):
     """A jitted program that calls the function so many times, each on the last one's results."""
 
-    def run(arguments):
-        for _ in range(turns):
-            results = function(*arguments)
-            arguments = results if isinstance(results, tuple) else (results,)
+    def run(arguments, peers):
+        with using(peers):
+            for _ in range(turns):
+                results = function(*arguments)
+                arguments = results if isinstance(results, tuple) else (results,)
         return arguments
 
-    local = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    places = P(), BY_DEVICE
+    local = jax.shard_map(run, mesh=mesh, in_specs=places, out_specs=P(), check_vma=False)
     return jax.jit(local, donate_argnums=0)
 
 
-def measure(mesh, function, shapes, *, turns=TURNS):
+def measure(mesh, peers, function, shapes, *, turns=TURNS):
     """us of a turn, and of the collective's own launches, if a profiler sees them."""
     where = NamedSharding(mesh, P())
     make = jax.jit(
         lambda: tuple(jnp.ones(shape, dtype) for shape, dtype in shapes), out_shardings=where
     )
-    program = chain(mesh, function, turns).lower(make()).compile()
+    compiled = chain(mesh, function, turns).lower(make(), peers).compile()
+    program = functools.partial(_call, compiled, peers)
     timing, state = time_calls(program, make(), max_calls=32, least_s=0.03, repeats=5)
     row = {"us": timing.median_s / turns * 1e6, "us_least": timing.least_s / turns * 1e6}
     launches = kernel_times(program, state)
@@ -137,6 +144,10 @@ def measure(mesh, function, shapes, *, turns=TURNS):
     return row
 
 
+def _call(compiled, peers, state):
+    return compiled(state, peers)
+
+
 def kernel_times(program, state):
     """us of every launch of a collective in one call, on all devices; the profiler may see none."""
     with tempfile.TemporaryDirectory() as folder:
@@ -144,7 +155,7 @@ def kernel_times(program, state):
             jax.block_until_ready(program(state))
         files = pathlib.Path(folder).rglob("*.xplane.pb")
         events = [event for file in files for event in _events(file.read_bytes())]
-    return [us for name, us in events if _NCCL.search(name)]
+    return [us for name, us in events if _COLLECTIVE.search(name)]
 
 
 def fit(rows, key):
@@ -175,6 +186,7 @@ def main():
     print("collective".ljust(44) + "".join(name.rjust(16) for name in names), flush=True)
     for data, model in ((1, len(devices)), (len(devices), 1)):
         mesh = ds.make_mesh(data, model)
+        peers = make_peer_buffers(mesh)
         for count in args.rows:
             sent = sent_bytes(config, data, model, count)
             for name, function, shapes in cases(config, data, model, count):
@@ -182,7 +194,7 @@ def main():
                 row = {"data": data, "model": model, "rows": count, "name": name, "bytes": size}
                 row["link_us"] = size / LINK_BANDWIDTH * 1e6
                 try:
-                    row |= measure(mesh, function, shapes, turns=args.turns)
+                    row |= measure(mesh, peers, function, shapes, turns=args.turns)
                 except Exception as error:
                     row["failed"] = f"{type(error).__name__}: {error}"[:300]
                 rows.append(row)

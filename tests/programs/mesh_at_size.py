@@ -33,6 +33,7 @@ from dsv4_jax.bench.program import count_launches
 from dsv4_jax.cache.empty_cache import cache_shapes
 from dsv4_jax.cache.snapshots import init_snapshot_store
 from dsv4_jax.mesh import shardings_of
+from dsv4_jax.peers import peer_buffer_shapes
 from dsv4_jax.step.draws import DrawnCounts, TokenMasks
 from dsv4_jax.step.sampling import MAX_LOGIT_BIAS, stack_sampling
 from dsv4_jax.step.serve_step import ServeOutput, jit_serve_step
@@ -68,6 +69,7 @@ def compile_on(
     cache_format="fp8_ue8m0",
     own_kernels="",
     split=False,
+    peers=False,
 ):
     """The figures above; `batch` and `prompt` are those of all data shards, `context` a request's.
 
@@ -83,6 +85,8 @@ def compile_on(
     params = ds.model.param_shapes(config, jnp.bfloat16, weights="released")
     params = ds.unstack_layers(params)
     params = placed(params, ds.param_shardings(config, mesh, params))
+    if peers:
+        params = dataclasses.replace(params, peers=peer_buffer_shapes(mesh))
     sizes = {"max_requests": batch, "max_context_tokens": context, "cache_format": cache_format}
     cache = placed(cache_shapes(config, **sizes, split_cache=split))
     static = {"config": config}
@@ -213,12 +217,13 @@ def main():
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--prompt", type=int, default=0, help="tokens of a prefill; 0 decodes")
     parser.add_argument("--split", action="store_true", help="deal blocks over model")
+    parser.add_argument("--peers", action="store_true", help="collectives through peer buffers")
     parser.add_argument("--drafts", type=int, default=0, help="tokens of the draft block")
     kinds = ("ALL_REDUCE", "ALL_COLLECTIVES")
     parser.add_argument("--own-kernels", default="", choices=kinds, help="of XLA, not of NCCL")
     arguments = parser.parse_args()
     config = chosen_config(arguments)
-    names = ("batch", "context", "prompt", "own_kernels")
+    names = ("batch", "context", "prompt", "own_kernels", "peers")
     sizes = {name: getattr(arguments, name) for name in names}
     figures = {}
     for name in arguments.meshes:

@@ -10,6 +10,7 @@ it in a process of its own, for the number of devices is set before JAX starts.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import pathlib
@@ -23,10 +24,11 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import dsv4_jax as ds
-from dsv4_jax import mesh as dm
+from dsv4_jax import collectives
 from dsv4_jax.cache.snapshots import SnapshotPlan, init_snapshot_store
-from dsv4_jax.mesh import shardings_of
+from dsv4_jax.mesh import BY_DEVICE, shardings_of
 from dsv4_jax.model import moe
+from dsv4_jax.peers import make_peer_buffers
 from dsv4_jax.step.draws import draw
 from dsv4_jax.step.serve_step import ServeInput, jit_plain_decode_step, jit_serve_step
 from helpers.configs import scanned
@@ -68,7 +70,8 @@ class Runner:
         self.shards = 1 if mesh is None else mesh.shape["data"]
         self.params = params
         if mesh is not None:
-            self.params = jax.device_put(params, ds.param_shardings(config, mesh, params))
+            params = jax.device_put(params, ds.param_shardings(config, mesh, params))
+            self.params = dataclasses.replace(params, peers=make_peer_buffers(mesh))
         sizes = {"max_requests": ROWS, "max_context_tokens": context, "split_cache": split}
         self._sizes = sizes | {"cache_format": cache_format}
         self.reset()
@@ -322,12 +325,12 @@ def check_sums(meshes):
                 expected = expected + part.astype(jnp.float32)
             if not over_model:  # each shard has numbers for the rows of all
                 given = jnp.tile(given, (1, devices, 1))
-            add = dm.sum_over_model if over_model else dm.sum_own_rows
+            add = collectives.sum_over_model if over_model else collectives.sum_own_rows
             add_up = jax.shard_map(
                 lambda x, add=add: add(x[0])[None],
                 mesh=mesh,
-                in_specs=dm.BY_DEVICE,
-                out_specs=dm.BY_DEVICE,
+                in_specs=BY_DEVICE,
+                out_specs=BY_DEVICE,
                 check_vma=False,
             )
             add_up = jax.jit(add_up).lower(given).compile()

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import dsv4_jax as ds
-from dsv4_jax.mesh import BY_ROW, MODEL, axis_size, gather_over_model, on_mesh, place_on, put
+from dsv4_jax.collectives import gather_over_model
+from dsv4_jax.mesh import BY_ROW, MODEL, axis_size, on_mesh, place_on, put
 from helpers import configs
 from programs import mesh_check
 from programs.mesh_check import ROWS, Runner, run_program

@@ -1,0 +1,188 @@
+"""Collectives over one axis of a mesh, by kernels where its devices have peer buffers."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.common.backend import Backend, resolve
+from pallas_kernels.peer_collectives import reference, triton_gpu
+from pallas_kernels.peer_collectives.buffer import LINE_BYTES, MAX_DEVICES, PeerLayout
+
+_BROADCAST_BYTES = 3 << 19
+"""Two launches take less time than one that would send so much more."""
+
+
+def all_reduce(
+    x: jax.Array,
+    axis_name: str,
+    *,
+    buffer: jax.Array | None = None,
+    backend: Backend | None = None,
+) -> jax.Array:
+    """The sum of all devices of an axis, on each of them; inside `shard_map`.
+
+    Parts are added in f32, in the order of the devices, and rounded once. So a row gets the same
+    bits wherever it lies, and with either backend.
+
+    Args:
+      x: [T, ...]; the kernel takes bf16, in whole lines of 16 bytes.
+      axis_name: the axis, of two devices or more; the kernel takes up to 8.
+      buffer: i32[words], this device's peer buffer; see `buffer.py`, which says in what order
+        collectives may go through it. None, or more than it can hold, is the reference.
+      backend: implementation to use; None picks the fastest one that runs here.
+
+    Returns:
+      As `x`.
+
+    Raises:
+      ValueError: the buffer has another size than one of this axis can have.
+      NotImplementedError: the named backend can't run here.
+    """
+    devices, num_bytes = jax.lax.axis_size(axis_name), x.size * x.dtype.itemsize
+    more = num_bytes * (devices - 1) * (devices - 2) // devices
+    parts = devices if more > _BROADCAST_BYTES and num_bytes % (devices * LINE_BYTES) == 0 else 1
+    layout = _find_layout("all_reduce", x, num_bytes // parts, devices, buffer, backend)
+    if layout is None or buffer is None:
+        return reference.all_reduce(x, axis_name)
+    total = triton_gpu.add_up(x.reshape(parts, -1), buffer, layout)
+    if parts > 1:
+        total = triton_gpu.exchange(total[None], buffer, layout)
+    return total.reshape(x.shape)
+
+
+def reduce_scatter(
+    x: jax.Array,
+    axis_name: str,
+    *,
+    buffer: jax.Array | None = None,
+    backend: Backend | None = None,
+) -> jax.Array:
+    """The sum of all devices of their parts for this one; inside `shard_map`.
+
+    Parts are added as by `all_reduce`.
+
+    Args:
+      x: [devices, ...], a part for each device of the axis; the kernel takes bf16, in whole lines
+        of 16 bytes a part.
+      axis_name: the axis.
+      buffer: as of `all_reduce`.
+      backend: as of `all_reduce`.
+
+    Returns:
+      [...], without the first axis.
+
+    Raises:
+      ValueError: `x` has no part for each device, or the buffer has another size.
+      NotImplementedError: the named backend can't run here.
+    """
+    sent = _check_parts(x, axis_name)
+    devices = x.shape[0]
+    layout = _find_layout("reduce_scatter", x, sent, devices, buffer, backend)
+    if layout is None or buffer is None:
+        return reference.reduce_scatter(x, axis_name)
+    return triton_gpu.add_up(x.reshape(devices, -1), buffer, layout).reshape(x.shape[1:])
+
+
+def all_gather(
+    x: jax.Array,
+    axis_name: str,
+    *,
+    buffer: jax.Array | None = None,
+    backend: Backend | None = None,
+) -> jax.Array:
+    """What all devices of an axis have, in their order; inside `shard_map`.
+
+    Args:
+      x: [...]; the kernel takes dtypes of 16 and 32 bits, in whole lines of 16 bytes. It changes a
+        bit of 32 that are EMPTY (`buffer.py`), a NaN.
+      axis_name: the axis.
+      buffer: as of `all_reduce`.
+      backend: as of `all_reduce`.
+
+    Returns:
+      [devices, ...].
+
+    Raises:
+      ValueError: the buffer has another size.
+      NotImplementedError: the named backend can't run here.
+    """
+    devices, sent = jax.lax.axis_size(axis_name), x.size * x.dtype.itemsize
+    layout = _find_layout("all_gather", x, sent, devices, buffer, backend)
+    if layout is None or buffer is None:
+        return reference.all_gather(x, axis_name)
+    return triton_gpu.exchange(x.reshape(1, -1), buffer, layout).reshape(devices, *x.shape)
+
+
+def all_to_all(
+    x: jax.Array,
+    axis_name: str,
+    *,
+    buffer: jax.Array | None = None,
+    backend: Backend | None = None,
+) -> jax.Array:
+    """What each device of an axis has for this one; inside `shard_map`.
+
+    Args:
+      x: [devices, ...], a part for each device; the kernel takes what that of `all_gather` does.
+      axis_name: the axis.
+      buffer: as of `all_reduce`.
+      backend: as of `all_reduce`.
+
+    Returns:
+      [devices, ...], in the order of the devices.
+
+    Raises:
+      ValueError: `x` has no part for each device, or the buffer has another size.
+      NotImplementedError: the named backend can't run here.
+    """
+    sent = _check_parts(x, axis_name)
+    devices = x.shape[0]
+    layout = _find_layout("all_to_all", x, sent, devices, buffer, backend)
+    if layout is None or buffer is None:
+        return reference.all_to_all(x, axis_name)
+    return triton_gpu.exchange(x.reshape(devices, -1), buffer, layout).reshape(x.shape)
+
+
+def _check_parts(x: jax.Array, axis_name: str) -> int:
+    """Bytes of a part."""
+    devices = jax.lax.axis_size(axis_name)
+    if not x.ndim or x.shape[0] != devices:
+        raise ValueError(
+            f"x must be [{devices}, ...], a part for each device on {axis_name!r}, got {x.shape}"
+        )
+    return x.size * x.dtype.itemsize // devices
+
+
+def _find_layout(
+    op: str,
+    x: jax.Array,
+    sent_bytes: int,
+    devices: int,
+    buffer: jax.Array | None,
+    backend: Backend | None,
+) -> PeerLayout | None:
+    """The layout of the buffers through which the kernel goes; None is the reference."""
+    layout, obstacle = None, "needs a peer buffer"
+    if devices > MAX_DEVICES:
+        obstacle = f"takes up to {MAX_DEVICES} devices, got {devices}"
+    elif buffer is not None:
+        layout = PeerLayout.of(devices, buffer.size)
+        obstacle = _obstacle(x, sent_bytes, layout, adds="reduce" in op)
+    if backend is None and obstacle is not None:  # NCCL is the choice there, and no way out
+        return None
+    choices = {Backend.REFERENCE: lambda: None, Backend.TRITON_GPU: lambda: layout}
+    return resolve(op, backend, choices, obstacle=obstacle, arguments={"x": x})()
+
+
+def _obstacle(x: jax.Array, sent_bytes: int, layout: PeerLayout, *, adds: bool) -> str | None:
+    if adds and x.dtype != jnp.bfloat16:
+        return f"adds bfloat16, got {x.dtype}"
+    if x.dtype.itemsize not in (2, 4):
+        return f"takes elements of 16 and 32 bits, got {x.dtype}"
+    if sent_bytes % LINE_BYTES or not 0 < sent_bytes <= layout.slot_bytes:
+        return (
+            f"sends a multiple of {LINE_BYTES} bytes up to {layout.slot_bytes} to each device, got "
+            f"{sent_bytes}"
+        )
+    return None

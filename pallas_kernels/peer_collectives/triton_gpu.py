@@ -1,0 +1,109 @@
+"""Triton kernels of the collectives: a thread sends a line of 16 bytes and receives its peers'.
+
+A kernel waits for its peers on the card, so that a step needs the host for none of its collectives,
+and one CUDA graph holds all of it. All programs of a launch must be able to run at once only as far
+as their peers' are: program i waits for the programs i of other devices, which come in one order.
+
+Bytes: each device sends what it has to all others, over NVLink. Measurements:
+docs/kernels/peer_collectives.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.gpu import triton
+from pallas_kernels.peer_collectives import ptx
+from pallas_kernels.peer_collectives.buffer import LINE_BYTES, OWN_ADDRESS, PLACE, PeerLayout
+
+Ref = Any
+_NUM_WARPS = 4
+_THREADS = 32 * _NUM_WARPS
+_PACK = LINE_BYTES // 2
+
+
+def add_up(x: jax.Array, buffer: jax.Array, layout: PeerLayout) -> jax.Array:
+    """Sums over the devices.
+
+    Args:
+      x: bf16[devices, N], a part for each device; or [1, N], the same for all.
+      buffer: i32[words], this device's.
+      layout: of the buffers.
+
+    Returns:
+      bf16[N].
+    """
+    parts, size = x.shape
+    block = _THREADS * _PACK
+    text, constraints = ptx.add_up(layout, parts)
+
+    def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
+        x, buffer = inputs
+        (total,) = outputs
+        at = pl.program_id(0) * block + jnp.arange(block, dtype=jnp.int32)
+        exists = at < size
+        lines = [triton.load_where(x, (jnp.int32(part), at), exists) for part in range(parts)]
+        numbers = [at // _PACK, *_header(buffer, block)]
+        found = triton.inline_lines(
+            text, [*lines, *numbers], constraints, pack=_PACK, dtype=jnp.bfloat16
+        )
+        triton.store_where(total, (at,), found, exists)
+
+    return triton.launch(
+        kernel,
+        grid=(pl.cdiv(size, block),),
+        inputs=[x, buffer],
+        outputs=[jax.ShapeDtypeStruct((size,), x.dtype)],
+        num_warps=_NUM_WARPS,
+        name="add_up_peers",
+    )[0]
+
+
+def exchange(x: jax.Array, buffer: jax.Array, layout: PeerLayout) -> jax.Array:
+    """What each device has for this one.
+
+    Args:
+      x: [devices, N] of 16 or 32 bits, a part for each device; or [1, N], the same for all.
+      buffer: i32[words], this device's.
+      layout: of the buffers.
+
+    Returns:
+      [devices, N].
+    """
+    (parts, size), dtype = x.shape, x.dtype
+    # Triton has no unsigned results of PTX.
+    x = jax.lax.bitcast_convert_type(x, jnp.int16 if dtype.itemsize == 2 else jnp.int32)
+    pack = LINE_BYTES // dtype.itemsize
+    block = _THREADS * pack
+    text, constraints = ptx.exchange(layout, pack)
+
+    def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
+        x, buffer = inputs
+        (every,) = outputs
+        at = pl.program_id(0) * block + jnp.arange(block, dtype=jnp.int32)
+        peer = pl.program_id(1)
+        exists = at < size
+        line = triton.load_where(x, (peer if parts > 1 else jnp.int32(0), at), exists)
+        numbers = [at // pack, *_header(buffer, block), jnp.full(block, peer, jnp.int32)]
+        found = triton.inline_lines(text, [line, *numbers], constraints, pack=pack, dtype=x.dtype)
+        triton.store_where(every, (peer, at), found, exists)
+
+    every = triton.launch(
+        kernel,
+        grid=(pl.cdiv(size, block), layout.devices),
+        inputs=[x, buffer],
+        outputs=[jax.ShapeDtypeStruct((layout.devices, size), x.dtype)],
+        num_warps=_NUM_WARPS,
+        name="exchange_with_peers",
+    )[0]
+    return jax.lax.bitcast_convert_type(every, dtype)
+
+
+def _header(buffer: Ref, block: int) -> list[jax.Array]:
+    """The buffer's address in two words, and the device's place: i32[block] each."""
+    words = (OWN_ADDRESS // 4, OWN_ADDRESS // 4 + 1, PLACE // 4)
+    return [jnp.full(block, buffer[jnp.int32(word)], jnp.int32) for word in words]
