@@ -22,11 +22,6 @@ from pallas_kernels.peer_collectives import all_gather, all_reduce, all_to_all, 
 from pallas_kernels.peer_collectives.buffer import EMPTY
 
 OPS = {op.__name__: op for op in (all_reduce, reduce_scatter, all_gather, all_to_all)}
-    "all_reduce": all_reduce,
-    "reduce_scatter": reduce_scatter,
-    "all_gather": all_gather,
-    "all_to_all": all_to_all,
-}
 SIZES = (8, 1024, 1032, 4096, 4120, 64 * 4096, 60 * 7168, 128 * 4096)
 
 
