@@ -18,21 +18,19 @@ from dsv4_jax.peers import own_buffer
 from pallas_kernels.peer_collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 
 
-def sum_over_model(x: jax.Array, *, in_turn: bool = True) -> jax.Array:
+def sum_over_model(x: jax.Array, plus: jax.Array | None = None) -> jax.Array:
     """The sum of the devices of a data shard, on each of them: [T, ...] -> [T, ...].
+
+    Parts are added in f32 in the order of the devices, and rounded once: the same bits whatever T
+    is and wherever a row lies.
 
     Args:
       x: what this device has.
-      in_turn: whether the last collective over `model` has ended on every device when this one
-        begins, as within a layer; it may go through peer buffers then.
-
-    Returns:
-      Parts added in f32 in the order of the devices, and rounded once: the same bits whatever T is
-      and wherever a row lies.
+      plus: is added to `x` first, and the sum rounded; None is nothing.
     """
     if axis_size(MODEL) == 1:
-        return x
-    return all_reduce(x, MODEL, buffer=own_buffer(MODEL) if in_turn else None)
+        return x if plus is None else x + plus
+    return all_reduce(x, MODEL, plus=plus, buffer=own_buffer(MODEL))
 
 
 def gather_over_model(x: jax.Array) -> jax.Array:

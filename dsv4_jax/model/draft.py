@@ -96,6 +96,7 @@ def run_draft(
     draft = params.mtp
     assert draft is not None
     ends_block = (handle.positions + 1) % handle.schema.block_tokens == 0
+    # This waits for nothing of the trunk, so that it may not go through the trunk's peer buffers.
     embedded = jnp.where(ends_block[:, None], 0, look_up(params.embed, next_token_ids))
     streams = draft_input(draft, embedded, streams, config)
     residual = Residual.start(streams)

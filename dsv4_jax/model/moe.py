@@ -91,7 +91,7 @@ def mixture_of_experts(
         hidden = swiglu_linear(rows, *shared_expert[:2], limit=limit)
         shared = linear(hidden, shared_expert[2])
     routed, shared = checkpoint_name(routed, "routed"), checkpoint_name(shared, "shared")
-    return checkpoint_name(sum_over_model(routed + shared).reshape(x.shape), "mlp_out")
+    return checkpoint_name(sum_over_model(routed, plus=shared).reshape(x.shape), "mlp_out")
 
 
 def _gather(

@@ -44,7 +44,8 @@ _CACHED_ATTENTION = {
 
 def embed(params: DSV4Params, token_ids: jax.Array, config: DSV4Config) -> jax.Array:
     """i32[...] -> [..., S, D]: the embedding, once per stream."""
-    embedded = checkpoint_name(look_up(params.embed, token_ids), "embed")
+    with using(params.peers):
+        embedded = checkpoint_name(look_up(params.embed, token_ids), "embed")
     return jnp.broadcast_to(
         embedded[..., None, :], (*token_ids.shape, config.hc_mult, config.hidden_size)
     )
@@ -57,8 +58,7 @@ def look_up(table: jax.Array, token_ids: jax.Array) -> jax.Array:
     own = token_ids - place_on(MODEL) * table.shape[0]
     is_own = (own >= 0) & (own < table.shape[0])
     rows = table[jnp.clip(own, 0, table.shape[0] - 1)]
-    rows = jnp.where(is_own[..., None], rows, 0)
-    return sum_over_model(rows, in_turn=False)  # a draft block's wait for nothing of the trunk
+    return sum_over_model(jnp.where(is_own[..., None], rows, 0))
 
 
 def run_layers(

@@ -17,6 +17,7 @@ def all_reduce(
     x: jax.Array,
     axis_name: str,
     *,
+    plus: jax.Array | None = None,
     buffer: jax.Array | None = None,
     backend: Backend | None = None,
 ) -> jax.Array:
@@ -28,6 +29,7 @@ def all_reduce(
     Args:
       x: [T, ...]; the kernel takes bf16, in whole lines of 16 bytes.
       axis_name: the axis, of two devices or more; the kernel takes up to 8.
+      plus: as `x`; what the device adds to it first, in f32, and rounds. None is nothing.
       buffer: i32[words], this device's peer buffer; see `buffer.py`, which says in what order
         collectives may go through it. None, or more than it can hold, is the reference.
       backend: implementation to use; None picks the fastest one that runs here.
@@ -36,16 +38,22 @@ def all_reduce(
       As `x`.
 
     Raises:
-      ValueError: the buffer has another size than one of this axis can have.
+      ValueError: `plus` is not as `x`, or the buffer has another size than one of this axis can
+        have.
       NotImplementedError: the named backend can't run here.
     """
+    if plus is not None and (plus.shape, plus.dtype) != (x.shape, x.dtype):
+        raise ValueError(
+            f"plus must be {x.dtype}{list(x.shape)} as x, got {plus.dtype}{list(plus.shape)}"
+        )
     devices, num_bytes = jax.lax.axis_size(axis_name), x.size * x.dtype.itemsize
     more = num_bytes * (devices - 1) * (devices - 2) // devices
     parts = devices if more > _BROADCAST_BYTES and num_bytes % (devices * LINE_BYTES) == 0 else 1
     layout = _find_layout("all_reduce", x, num_bytes // parts, devices, buffer, backend)
     if layout is None or buffer is None:
-        return reference.all_reduce(x, axis_name)
-    total = triton_gpu.add_up(x.reshape(parts, -1), buffer, layout)
+        return reference.all_reduce(x if plus is None else x + plus, axis_name)
+    terms = [term.reshape(parts, -1) for term in (x, plus) if term is not None]
+    total = triton_gpu.add_up(terms, buffer, layout)
     if parts > 1:
         total = triton_gpu.exchange(total[None], buffer, layout)
     return total.reshape(x.shape)
@@ -81,7 +89,7 @@ def reduce_scatter(
     layout = _find_layout("reduce_scatter", x, sent, devices, buffer, backend)
     if layout is None or buffer is None:
         return reference.reduce_scatter(x, axis_name)
-    return triton_gpu.add_up(x.reshape(devices, -1), buffer, layout).reshape(x.shape[1:])
+    return triton_gpu.add_up([x.reshape(devices, -1)], buffer, layout).reshape(x.shape[1:])
 
 
 def all_gather(

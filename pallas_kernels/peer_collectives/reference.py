@@ -45,7 +45,7 @@ def all_to_all(x: jax.Array, axis_name: str) -> jax.Array:
 
 def _add_up(parts: jax.Array) -> jax.Array:
     """[n, ...] -> [...], from the first to the last, rounded once."""
-    wide = jnp.promote_types(parts.dtype, jnp.float32)
+    wide = jnp.float32 if parts.dtype.itemsize < 4 else parts.dtype
     total = parts[0].astype(wide)
     for part in parts[1:]:
         total = total + part.astype(wide)

@@ -26,27 +26,33 @@ _THREADS = 32 * _NUM_WARPS
 _PACK = LINE_BYTES // 2
 
 
-def add_up(x: jax.Array, buffer: jax.Array, layout: PeerLayout) -> jax.Array:
+def add_up(terms: list[jax.Array], buffer: jax.Array, layout: PeerLayout) -> jax.Array:
     """Sums over the devices.
 
     Args:
-      x: bf16[devices, N], a part for each device; or [1, N], the same for all.
+      terms: bf16[devices, N], a part for each device; or [1, N], the same for all. The device adds
+        them up, two at most, and rounds before it sends.
       buffer: i32[words], this device's.
       layout: of the buffers.
 
     Returns:
       bf16[N].
     """
-    parts, size = x.shape
+    parts, size = terms[0].shape
     block = _THREADS * _PACK
     text, constraints = ptx.add_up(layout, parts)
 
     def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
-        x, buffer = inputs
+        *terms, buffer = inputs
         (total,) = outputs
         at = pl.program_id(0) * block + jnp.arange(block, dtype=jnp.int32)
         exists = at < size
-        lines = [triton.load_where(x, (jnp.int32(part), at), exists) for part in range(parts)]
+        lines = []
+        for part in range(parts):
+            line, *more = (triton.load_where(x, (jnp.int32(part), at), exists) for x in terms)
+            for other in more:
+                line = (line.astype(jnp.float32) + other.astype(jnp.float32)).astype(line.dtype)
+            lines.append(line)
         numbers = [at // _PACK, *_header(buffer, block)]
         found = triton.inline_lines(
             text, [*lines, *numbers], constraints, pack=_PACK, dtype=jnp.bfloat16
@@ -56,8 +62,8 @@ def add_up(x: jax.Array, buffer: jax.Array, layout: PeerLayout) -> jax.Array:
     return triton.launch(
         kernel,
         grid=(pl.cdiv(size, block),),
-        inputs=[x, buffer],
-        outputs=[jax.ShapeDtypeStruct((size,), x.dtype)],
+        inputs=[*terms, buffer],
+        outputs=[jax.ShapeDtypeStruct((size,), jnp.bfloat16)],
         num_warps=_NUM_WARPS,
         name="add_up_peers",
     )[0]

@@ -1,0 +1,149 @@
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.peer_collectives import (
+    PeerLayout,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    reduce_scatter,
+    triton_gpu,
+)
+
+AXIS = "devices"
+
+
+def on_devices(op, x, **options):
+    """`op` of x[d] on device d, for the devices of an axis that `vmap` stands in for."""
+    return jax.vmap(lambda one: op(one, AXIS, **options), axis_name=AXIS)(x)
+
+
+def values(*shape):
+    rng = np.random.default_rng(0)
+    return jnp.asarray(rng.normal(size=shape) * 2.0 ** rng.integers(-9, 9, shape), jnp.bfloat16)
+
+
+def in_order(parts):
+    """[n, ...] added in f32, in order, rounded once."""
+    total = np.asarray(parts[0], np.float32)
+    for part in parts[1:]:
+        total = total + np.asarray(part, np.float32)
+    return total.astype(jnp.bfloat16)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 2048])
+def test_the_references_add_in_order(rows):
+    x = values(4, rows, 512)
+    found = on_devices(all_reduce, x)
+    np.testing.assert_array_equal(found, np.stack([in_order(x)] * 4))
+    parts = values(4, 4, rows, 64)
+    np.testing.assert_array_equal(
+        on_devices(reduce_scatter, parts), np.stack([in_order(parts[:, d]) for d in range(4)])
+    )
+
+
+def test_the_references_that_move():
+    x = values(4, 4, 8)
+    np.testing.assert_array_equal(on_devices(all_to_all, x), np.swapaxes(x, 0, 1))
+    np.testing.assert_array_equal(on_devices(all_gather, x[0]), np.stack([x[0]] * 4))
+
+
+def test_plus_is_added_and_rounded_first():
+    x, plus = values(3, 5, 16), values(3, 5, 16) * 3
+    found = jax.vmap(lambda a, b: all_reduce(a, AXIS, plus=b), axis_name=AXIS)(x, plus)
+    np.testing.assert_array_equal(found, np.stack([in_order(x + plus)] * 3))
+    with pytest.raises(ValueError, match=r"plus must be bfloat16\[5, 16\]"):
+        jax.vmap(lambda a: all_reduce(a, AXIS, plus=a[1:]), axis_name=AXIS)(x)
+
+
+@pytest.mark.parametrize("devices", [2, 5, 8])
+def test_fields_of_a_buffer_follow_each_other(devices):
+    layout = PeerLayout(devices, 256)
+    sums, exchanges = layout.turns
+    assert sums == 256
+    assert exchanges - sums == 256 * 4
+    assert layout.slots[0] - exchanges == devices * 256 * 4
+    assert layout.slots[1] - layout.slots[0] == 2 * devices * 256 * 16
+    assert layout.num_words * 4 - layout.slots[1] == 2 * devices * 256 * 16
+    assert layout.slots[0] % 16 == 0
+    assert PeerLayout.of(devices, layout.num_words) == layout
+    assert PeerLayout(devices).num_words < 1 << 26
+
+
+def test_a_header_has_addresses_of_64_bits():
+    addresses = [0x7F00_0000_0100, 0x7F12_3456_7800]
+    words = PeerLayout(2, 128).header(1, addresses).view(np.uint64)
+    assert words[:4].tolist() == [addresses[1], 1, *addresses]
+
+
+def test_bad_input_is_refused():
+    x, buffer = values(2, 2, 8), jnp.zeros(PeerLayout(2, 128).num_words, jnp.int32)
+    with pytest.raises(ValueError, match="a part for each device"):
+        on_devices(reduce_scatter, values(2, 3, 8))
+    with pytest.raises(ValueError, match="buffer must have"):
+        on_devices(all_reduce, x, buffer=buffer[1:])
+    with pytest.raises(NotImplementedError, match="needs a peer buffer"):
+        on_devices(all_reduce, x, backend="triton_gpu")
+    with pytest.raises(NotImplementedError, match="adds bfloat16"):
+        on_devices(all_reduce, x.astype(jnp.float32), buffer=buffer, backend="triton_gpu")
+    with pytest.raises(NotImplementedError, match="up to 2048 to each device, got 4096"):
+        on_devices(all_gather, values(2, 2048), buffer=buffer, backend="triton_gpu")
+    with pytest.raises(NotImplementedError, match="multiple of 16 bytes"):
+        on_devices(all_to_all, values(2, 2, 4), buffer=buffer, backend="triton_gpu")
+    for wrong in ({"devices": 1}, {"devices": 9}, {"devices": 2, "lines": 100}):
+        with pytest.raises(ValueError, match="must be"):
+            PeerLayout(**wrong)
+
+
+def test_without_gpus_a_buffer_changes_nothing():
+    x, buffer = values(2, 2, 8), jnp.zeros(PeerLayout(2, 128).num_words, jnp.int32)
+    found = on_devices(all_reduce, x, buffer=buffer)
+    np.testing.assert_array_equal(found, on_devices(all_reduce, x))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs")
+def test_kernels_on_all_meshes_of_the_gpus():
+    command = [sys.executable, "-m", "programs.peers_on_gpus"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    for rows in json.loads(done.stdout.splitlines()[-1]).values():
+        assert all(differ == 0 and count > 0 for differ, count in rows.values())
+
+
+def _sum_case(devices, parts, size, terms=1):
+    layout = PeerLayout(devices)
+
+    def call(buffer, *terms):
+        return triton_gpu.add_up(list(terms), buffer, layout)
+
+    specs = [jax.ShapeDtypeStruct((layout.num_words,), jnp.int32)]
+    specs += [jax.ShapeDtypeStruct((parts, size), jnp.bfloat16)] * terms
+    return (f"sum of {devices}, {terms}x{parts}x{size}", call, specs)
+
+
+def _exchange_case(devices, parts, size, dtype):
+    layout = PeerLayout(devices)
+
+    def call(buffer, x):
+        return triton_gpu.exchange(x, buffer, layout)
+
+    specs = [
+        jax.ShapeDtypeStruct((layout.num_words,), jnp.int32),
+        jax.ShapeDtypeStruct((parts, size), dtype),
+    ]
+    return (f"exchange of {devices}, {dtype.__name__}[{parts}, {size}]", call, specs)
+
+
+AOT_CASES = [
+    _sum_case(2, 1, 4096, terms=2),
+    _sum_case(4, 4, 64 * 4096),
+    _sum_case(8, 8, 7168),
+    _exchange_case(4, 1, 64 * 4120, jnp.uint16),
+    _exchange_case(8, 8, 16 * 514, jnp.float32),
+]
