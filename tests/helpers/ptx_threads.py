@@ -12,6 +12,10 @@ _MEMORY = re.compile(r"(ld|st)\.(?:volatile\.)?global\.(v4\.)?b(32|64) (.*)")
 _U32, _U64 = np.uint64(0xFFFFFFFF), (1 << 64) - 1
 
 
+class StuckError(RuntimeError):
+    """Threads wait for each other, or for what nobody sends."""
+
+
 class Memory:
     """The buffers of all devices, each at an address of its own, above 2**32."""
 
@@ -124,7 +128,7 @@ def run_in_any_order(threads, rng):
     """Runs threads to their end, one access to memory at a time.
 
     Raises:
-      AssertionError: they wait for each other, or for what nobody sends.
+      StuckError: they do not end.
     """
     left, waited = list(threads), 0
     while left:
@@ -137,4 +141,5 @@ def run_in_any_order(threads, rng):
                 waited = 0
                 break
         waited += 1
-        assert waited < 3_000, "the threads wait for what does not come"
+        if waited > 3_000:
+            raise StuckError("the threads wait for what does not come")

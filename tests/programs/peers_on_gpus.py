@@ -40,9 +40,10 @@ def run(mesh, axis, peers, name, given, spin):
         # A device that spins longer reaches the exchange later.
         steps = jax.lax.fori_loop(0, spin[0], lambda i, y: y * 1.0001 + i, jnp.float32(1))
         x = jnp.where(steps < 0, 0, x[0])
+        more = {"plus": x[::-1]} if name == "all_reduce" else {}
         with using(peers):
-            ours = OPS[name](x, axis, buffer=own_buffer(axis), backend="triton_gpu")
-        return ours[None], OPS[name](x, axis, backend="reference")[None]
+            ours = OPS[name](x, axis, **more, buffer=own_buffer(axis), backend="triton_gpu")
+        return ours[None], OPS[name](x, axis, **more, backend="reference")[None]
 
     spec = BY_DEVICE
     call = jax.shard_map(

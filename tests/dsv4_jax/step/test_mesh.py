@@ -217,6 +217,16 @@ def test_a_layer_has_two_collectives_on_each_axis(mesh):
 
 @pytest.mark.slow
 @pytest.mark.skipif(aot.unavailable() is not None, reason=str(aot.unavailable()))
+@pytest.mark.parametrize("options", [(), ("--split", "--context", "65536")])
+def test_with_peer_buffers_a_step_has_no_collective_of_nccl(options):
+    found = mesh_at_size.run("2x4", "--layers", "5", "--batch", "8", "--peers", *options)["2x4"]
+    assert found["collectives"] == {}
+    assert found["alias_bytes"] == found["cache_bytes"]
+    assert found["large_copies"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(aot.unavailable() is not None, reason=str(aot.unavailable()))
 @pytest.mark.parametrize("mesh", ["1x8", "2x4"])
 def test_a_split_cache_has_two_more_collectives_a_layer(mesh):
     """Two of five layers are of windows alone, which have two; the embedding has one.
