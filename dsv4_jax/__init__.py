@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dsv4_jax import config as config
     from dsv4_jax import hosts as hosts
     from dsv4_jax import model as model
+    from dsv4_jax import peers as peers
     from dsv4_jax import research as research
     from dsv4_jax import runtime as runtime
     from dsv4_jax import serving as serving
@@ -108,6 +109,7 @@ _PACKAGES = (
     "config",
     "hosts",
     "model",
+    "peers",
     "research",
     "runtime",
     "serving",

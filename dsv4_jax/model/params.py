@@ -114,7 +114,7 @@ class DSV4Params:
       norm: [D].
       head: [V, D].
       mtp: the draft block, or None.
-      peers: what collectives go through on a mesh, from `make_peer_buffers`; None is NCCL.
+      peers: what collectives go through on a mesh, from `peers.make_peer_buffers`; None is NCCL.
     """
 
     embed: jax.Array
