@@ -17,13 +17,18 @@ from programs import peers_check
 
 
 def test_layers_of_a_step_use_the_buffers_of_their_axis():
-    """The head's collectives are of `jax.lax`; the other ten and eight are counted."""
+    """The head's collectives are of `jax.lax`; all others are counted.
+
+    With drafts the embedding of the draft block, in two places, may come at any time beside the
+    trunk, so that it must not go through the trunk's buffers.
+    """
     found = peers_check.run()
     assert found["data"] == found["model"] == [True] * 8
     assert found["differ"] == 0
     counts = {"all_reduce model": 10, "all_gather data": 4, "reduce_scatter data": 4}
     assert found["without"] == {name: [0, count] for name, count in counts.items()}
     assert found["with"] == {name: [count, 0] for name, count in counts.items()}
+    assert found["with drafts"] == found["with"] | {"all_reduce model": [9, 2]}
 
 
 def test_cpus_have_none():

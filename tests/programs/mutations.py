@@ -56,20 +56,58 @@ def _mutations(folder: str, *rows: tuple[str, str, str, str, str]) -> list[Mutat
 
 MUTATIONS = [
     *_mutations(
-        "dsv4_jax",
+        "pallas_kernels/peer_collectives",
         (
             "sums_of_many_devices_in_an_order_of_nccl_s",
-            "mesh.py",
-            "if devices <= 2:\n        return jax.lax.psum(x, MODEL) if devices == 2 else x",
-            "if devices:\n        return jax.lax.psum(x, MODEL) if devices > 1 else x",
+            "reference.py",
+            "if devices == 2:",
+            "if devices >= 2:",
             "dsv4_jax/step/test_mesh.py",
         ),
         (
-            "sums_over_data_in_an_order_of_nccl_s",
-            "mesh.py",
-            "if shards == 2:",
-            "if shards >= 2:",
+            "scattered_sums_in_an_order_of_nccl_s",
+            "reference.py",
+            "if jax.lax.axis_size(axis_name) == 2:",
+            "if jax.lax.axis_size(axis_name) >= 2:",
             "dsv4_jax/step/test_mesh.py",
+        ),
+        (
+            "one_slot_for_all_turns",
+            "ptx.py",
+            "and.b32 half, turn, 1;",
+            "and.b32 half, turn, 0;",
+            "pallas_kernels/peer_collectives",
+        ),
+        (
+            "slots_stay_full",
+            "ptx.py",
+            "return [*text, _store(where, [_NONE] * _WORDS)]",
+            "return text",
+            "pallas_kernels/peer_collectives",
+        ),
+        (
+            "what_stands_for_nothing_is_sent",
+            "ptx.py",
+            "0x{EMPTY - 1:08X}",
+            "0x{EMPTY:08X}",
+            "pallas_kernels/peer_collectives",
+        ),
+    ),
+    *_mutations(
+        "dsv4_jax",
+        (
+            "layers_without_peer_buffers",
+            "model/trunk.py",
+            "with using(peers):",
+            "with using(None):",
+            "dsv4_jax/test_peers.py",
+        ),
+        (
+            "peers_of_the_other_axis",
+            "peers.py",
+            "AXES.index(axis), -1",
+            "1 - AXES.index(axis), -1",
+            "dsv4_jax/test_peers.py",
         ),
     ),
     *_mutations(

@@ -15,8 +15,10 @@ import numpy as np
 
 import dsv4_jax as ds
 from dsv4_jax import collectives, peers
+from dsv4_jax.cache.snapshots import init_snapshot_store
+from dsv4_jax.step.serve_step import jit_serve_step
 from pallas_kernels.peer_collectives.buffer import EMPTY, PeerLayout
-from programs.mesh_check import Runner, run_program, smallest
+from programs.mesh_check import ROWS, Runner, run_program, smallest
 
 MESH = (2, 4)
 
@@ -64,16 +66,15 @@ def count_buffers(run):
 def check():
     """What is printed."""
     mesh, config = ds.make_mesh(*MESH), smallest()
+    buffers = {axis: peers._allocate(mesh, axis) for axis in mesh.axis_names}
     result = {axis: check_headers(mesh, axis) for axis in mesh.axis_names}
     params = ds.init_params(config, jax.random.key(0))
     prompts = [np.arange(1, 6) + 7 * row for row in range(8)]
     logits = []
-    for attached in (None, {axis: peers._allocate(mesh, axis) for axis in mesh.axis_names}):
+    for attached in (None, peers.PeerBuffers(**buffers)):
         jax.clear_caches()
         runner = Runner(config, params, mesh)
-        if attached is not None:
-            found = peers.PeerBuffers(**attached)
-            runner.params = dataclasses.replace(runner.params, peers=found)
+        runner.params = dataclasses.replace(runner.params, peers=attached)
 
         def run(runner=runner):
             return [*runner.prefill(prompts), runner.decode([3] * len(prompts))]
@@ -82,7 +83,23 @@ def check():
         logits.append(np.concatenate(found))
         result["with" if attached else "without"] = counts
     result["differ"] = int(np.sum(logits[0] != logits[1]))
+    result["with drafts"] = count_with_drafts(mesh, peers.PeerBuffers(**buffers))
     return result
+
+
+def count_with_drafts(mesh, buffers):
+    """`count_buffers` of the engine's step with drafts, which is traced and not run."""
+    config = dataclasses.replace(smallest(), num_mtp_layers=1)
+    runner = Runner(config, ds.init_params(config, jax.random.key(0)), mesh)
+    params = dataclasses.replace(runner.params, peers=buffers)
+    store = runner.place(init_snapshot_store(runner.cache, runner.shards))
+    given = runner.serve_input([[3]] * ROWS, [1] * ROWS, ds.make_sampling(ROWS).completed())
+    static = {"config": config, "draft_tokens": 1}
+    jax.clear_caches()
+    _, counts = count_buffers(
+        lambda: jit_serve_step.trace(params, runner.cache, store, given, **static)
+    )
+    return counts
 
 
 def run():
