@@ -10,26 +10,29 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import ctypes
 import dataclasses
 import functools
+import hashlib
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
+from dsv4_jax import peer_memory
 from dsv4_jax.mesh import AXES, BY_DEVICE, DATA, MODEL, AnyMesh, mesh_sizes
 from pallas_kernels.common.backend import FallbackWarning
 from pallas_kernels.peer_collectives.buffer import EMPTY, MAX_DEVICES, PeerLayout
 
 VARIABLE = "DSV4_JAX_PEER_BUFFERS"
-"""Environment variable; 0 leaves all collectives to NCCL."""
+"""Environment variable; 0 leaves all collectives to NCCL, "processes" crosses processes."""
 _ALLOCATORS = ("", "default", "bfc")
+_TEXT_BYTES = 256
 _HERE: contextvars.ContextVar[PeerBuffers | None] = contextvars.ContextVar("peers", default=None)
 
 
@@ -50,25 +53,36 @@ class PeerBuffers:
 def make_peer_buffers(mesh: Mesh) -> PeerBuffers | None:
     """Allocates them: on each device 18 MiB for an axis of two devices, 69 for one of eight.
 
-    They need NVIDIA GPUs of one host that reach each other's memory, all of this process, and
-    memory from JAX's default allocator. Where there are GPUs and one of that is missing, a
-    `FallbackWarning` says which, and collectives are NCCL's.
+    They need NVIDIA GPUs of one host that reach each other's memory, and memory from JAX's default
+    allocator. Where there are GPUs and one of that is missing, a `FallbackWarning` says which, and
+    collectives of that axis are NCCL's. So they are where GPUs of an axis lie in several processes
+    of the host, unless `DSV4_JAX_PEER_BUFFERS=processes` asks for buffers there too, which no GPU
+    has tried. All processes of the mesh call this.
 
     Args:
       mesh: from `make_mesh`.
 
     Returns:
-      The buffers; None where collectives are NCCL's, and without GPUs.
+      The buffers; None where all collectives are NCCL's, and without GPUs.
+
+    Raises:
+      RuntimeError: the driver does not share memory.
     """
+    chosen = os.environ.get(VARIABLE, "")
+    if mesh.devices.flat[0].platform not in ("gpu", "cuda") or chosen == "0":
+        return None
     sizes = dict(zip(AXES, mesh_sizes(mesh), strict=True))
-    on_gpus = mesh.devices.flat[0].platform in ("gpu", "cuda")
-    if not on_gpus or mesh.size == 1 or os.environ.get(VARIABLE) == "0":
-        return None
-    if obstacle := _find_obstacle(mesh):
-        text = f"collectives of this mesh are NCCL's, which is slower for few rows: {obstacle}"
-        warnings.warn(text, FallbackWarning, stacklevel=2)
-        return None
-    return PeerBuffers(**{axis: _allocate(mesh, axis) for axis in AXES if sizes[axis] > 1})
+    axes = [axis for axis in AXES if sizes[axis] > 1]
+    hosts = _hosts(mesh) if axes else {}
+    found = {}
+    for axis in axes:
+        obstacle = _find_obstacle(mesh, axis, hosts, across=chosen == "processes")
+        if obstacle := _of_any_process(mesh, obstacle):
+            text = f"collectives over {axis!r} are NCCL's, slower for few rows: {obstacle}"
+            warnings.warn(text, FallbackWarning, stacklevel=2)
+        else:
+            found[axis] = _allocate(mesh, axis)
+    return PeerBuffers(**found) if found else None
 
 
 def peer_buffer_shapes(mesh: AnyMesh) -> PeerBuffers:
@@ -84,49 +98,59 @@ def peer_buffer_shapes(mesh: AnyMesh) -> PeerBuffers:
     return PeerBuffers(**shapes)  # type: ignore[arg-type]
 
 
-def _find_obstacle(mesh: Mesh) -> str | None:
-    if len(mesh.local_devices) < mesh.size:
-        return "its devices lie in several processes"
-    if max(mesh_sizes(mesh)) > MAX_DEVICES:
-        return f"an axis may have {MAX_DEVICES} devices, got {mesh_sizes(mesh)}"
+def _hosts(mesh: Mesh) -> dict[int, bytes]:
+    """{process: a digest of its host's name}."""
+    mine = hashlib.sha256(peer_memory.host_name().encode()).digest()
+    return {process: row[0] for process, row in _gather_rows(mesh, [mine]).items()}
+
+
+def _gather_rows(mesh: Mesh, rows: list[bytes]) -> dict[int, list[bytes]]:
+    """{process: its rows}, as many in each process, of one length."""
+    if len(mesh.local_devices) == mesh.size:
+        return {jax.process_index(): rows}
+    mine = np.stack([np.frombuffer(row, np.uint8) for row in rows])
+    every = np.asarray(multihost_utils.process_allgather(mine))
+    return {process: [row.tobytes() for row in part] for process, part in enumerate(every)}
+
+
+def _of_any_process(mesh: Mesh, obstacle: str | None) -> str | None:
+    """The obstacle of the first process that has one, on all of them."""
+    row = (obstacle or "").encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+    found = [rows[0].rstrip(b"\0") for rows in _gather_rows(mesh, [row]).values()]
+    return next((text.decode(errors="ignore") for text in found if text), None)
+
+
+def _lines(mesh: Mesh, axis: str) -> np.ndarray:
+    """Devices that differ in their place on the axis alone: [lines, n]."""
+    return np.moveaxis(mesh.devices, AXES.index(axis), -1).reshape(-1, mesh.shape[axis])
+
+
+def _find_obstacle(mesh: Mesh, axis: str, hosts: dict[int, bytes], *, across: bool) -> str | None:
+    """Why an axis can have no buffers, as this process sees it; None if it can."""
+    processes = [{device.process_index for device in line} for line in _lines(mesh, axis)]
+    if any(len({hosts[process] for process in line}) > 1 for line in processes):
+        return "its devices lie on several hosts"
+    if not across and max(map(len, processes)) > 1:
+        return f"its devices lie in several processes; {VARIABLE}=processes asks for more"
+    if mesh.shape[axis] > MAX_DEVICES:
+        return f"an axis may have {MAX_DEVICES} devices, got {mesh.shape[axis]}"
     allocator = os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower()
     if allocator not in _ALLOCATORS:
         return f"devices may not reach memory of XLA_PYTHON_CLIENT_ALLOCATOR={allocator}"
     if "xla_gpu_command_buffer_update_mode=SKIP" in os.environ.get("XLA_FLAGS", ""):
         return "devices may not reach memory of the allocator that XLA_FLAGS asks for"
-    return _find_unreachable([device.local_hardware_id for device in mesh.devices.flat])
-
-
-def _find_unreachable(ordinals: list[int]) -> str | None:
-    """Two GPUs of which one can't reach the other's memory; None if all can."""
-    cuda = ctypes.CDLL("libcuda.so.1")
-    handles = {}
-    for ordinal in ordinals:
-        handle = ctypes.c_int()
-        if cuda.cuDeviceGet(ctypes.byref(handle), ordinal):
-            return f"the driver knows no GPU {ordinal}"
-        handles[ordinal] = handle
-    for one in ordinals:
-        for other in ordinals:
-            reaches = ctypes.c_int(1)
-            if one != other:
-                cuda.cuDeviceCanAccessPeer(ctypes.byref(reaches), handles[one], handles[other])
-            if not reaches.value:
-                return f"GPU {one} can't reach the memory of GPU {other}"
-    return None
+    return peer_memory.find_unreachable([d.local_hardware_id for d in mesh.local_devices])
 
 
 def _allocate(mesh: Mesh, axis: str) -> jax.Array:
     """The buffers of an axis, i32[devices, words], with their headers."""
-    devices = list(mesh.devices.flat)
-    layout = PeerLayout(mesh.shape[axis])
-    where = NamedSharding(mesh, BY_DEVICE)
+    layout, where = PeerLayout(mesh.shape[axis]), NamedSharding(mesh, BY_DEVICE)
 
     @functools.partial(jax.jit, out_shardings=where)
     def make() -> jax.Array:
         is_slot = jnp.arange(layout.num_words) >= layout.first_slot_word
         row = jnp.where(is_slot, EMPTY, 0).astype(jnp.int32)
-        return jnp.broadcast_to(row, (len(devices), layout.num_words))
+        return jnp.broadcast_to(row, (mesh.size, layout.num_words))
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=where)
     def write(buffers: jax.Array, headers: jax.Array) -> jax.Array:
@@ -134,19 +158,39 @@ def _allocate(mesh: Mesh, axis: str) -> jax.Array:
 
     buffers = make()
     addresses = _addresses(buffers)
-    headers: list[np.ndarray] = [np.empty(0)] * len(devices)
-    lines = np.moveaxis(mesh.devices, AXES.index(axis), -1).reshape(-1, layout.devices)
-    for line in lines:
+    reach = _reaching(mesh, addresses)
+    headers = np.zeros((mesh.size, len(layout.header(0, [0]))), np.int32)
+    devices = list(mesh.devices.flat)
+    for line in _lines(mesh, axis):
         for place, device in enumerate(line):
-            at = [addresses[peer] for peer in line]
-            headers[devices.index(device)] = layout.header(place, at)
-    buffers = write(buffers, jax.device_put(np.stack(headers), where))
+            if device in addresses:
+                at = [reach(device, peer) for peer in line]
+                headers[devices.index(device)] = layout.header(place, at)
+    given = jax.make_array_from_callback(headers.shape, where, lambda part: headers[part])
+    buffers = write(buffers, given)
     if _addresses(buffers) != addresses:
-        raise RuntimeError("XLA moved the peer buffers; set DSV4_JAX_PEER_BUFFERS=0")
+        raise RuntimeError(f"XLA moved the peer buffers; set {VARIABLE}=0")
     return jax.block_until_ready(buffers)
 
 
+def _reaching(mesh: Mesh, addresses: dict[Any, int]) -> Callable[[Any, Any], int]:
+    """A function: the address at which a device of this process reaches a peer's buffer."""
+    if len(mesh.local_devices) == mesh.size:
+        return lambda device, peer: addresses[peer]
+    shared = [peer_memory.share(addresses[d], d.local_hardware_id) for d in mesh.local_devices]
+    of_process = {process: iter(rows) for process, rows in _gather_rows(mesh, shared).items()}
+    of_device = {device: next(of_process[device.process_index]) for device in mesh.devices.flat}
+
+    def reach(device: Any, peer: Any) -> int:
+        if peer in addresses:
+            return addresses[peer]
+        return peer_memory.open_shared(of_device[peer], device.local_hardware_id)
+
+    return reach
+
+
 def _addresses(buffers: jax.Array) -> dict[Any, int]:
+    """Those of this process's devices."""
     return {part.device: part.data.unsafe_buffer_pointer() for part in buffers.addressable_shards}
 
 

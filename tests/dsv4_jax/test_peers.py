@@ -37,20 +37,29 @@ def test_cpus_have_none():
         assert peers.make_peer_buffers(ds.make_mesh()) is None
 
 
+@dataclasses.dataclass(frozen=True)
 class FakeDevice:
-    """A GPU of this process."""
+    """A GPU that is not there."""
 
-    platform, local_hardware_id = "gpu", 0
+    id: int
+    process_index: int = 0
+    platform: str = "gpu"
+
+    @property
+    def local_hardware_id(self):
+        return self.id % 2
 
 
 class FakeMesh:
-    """A mesh of GPUs that are not there."""
+    """A mesh of such GPUs, some of each process; this one is process 0."""
 
-    def __init__(self, data, model, local=None):
+    def __init__(self, data, model, of_process=None):
         self.shape, self.axis_names = {"data": data, "model": model}, ("data", "model")
         self.size = data * model
-        self.devices = np.array([[FakeDevice()] * self.size])
-        self.local_devices = [FakeDevice()] * (self.size if local is None else local)
+        of_process = of_process or self.size
+        devices = [FakeDevice(n, n // of_process) for n in range(self.size)]
+        self.devices = np.array(devices, dtype=object).reshape(data, model)
+        self.local_devices = [device for device in devices if device.process_index == 0]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +73,8 @@ class FakeMesh:
 )
 def test_what_is_missing_is_said(monkeypatch, sizes, variable, value, said):
     monkeypatch.setattr(peers, "mesh_sizes", lambda mesh: tuple(mesh.shape.values()))
-    monkeypatch.setattr(peers, "_find_unreachable", lambda ordinals: None)
+    monkeypatch.setattr(peers.peer_memory, "find_unreachable", lambda ordinals: None)
+    monkeypatch.setattr(peers, "_gather_rows", lambda mesh, rows: {0: rows, 1: rows})
     monkeypatch.delenv("XLA_PYTHON_CLIENT_ALLOCATOR", raising=False)
     if variable:
         monkeypatch.setenv(variable, value)
@@ -76,6 +86,104 @@ def test_what_is_missing_is_said(monkeypatch, sizes, variable, value, said):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert peers.make_peer_buffers(mesh) is None
+
+
+def test_only_lines_within_a_host_have_buffers(monkeypatch):
+    """Two hosts of a process each; `model` lies within them."""
+    monkeypatch.setattr(peers.peer_memory, "find_unreachable", lambda ordinals: None)
+    mesh, hosts = FakeMesh(2, 2, of_process=2), {0: b"one", 1: b"other"}
+    find = peers._find_obstacle
+    assert find(mesh, MODEL, hosts, across=False) is None
+    assert "several hosts" in find(mesh, DATA, hosts, across=True)
+    hosts[1] = hosts[0]
+    assert "several processes" in find(mesh, DATA, hosts, across=False)
+    assert find(mesh, DATA, hosts, across=True) is None
+
+
+def test_an_obstacle_of_one_process_is_that_of_all(monkeypatch):
+    rows = {0: [b"\0" * 256], 1: [b"too far".ljust(256, b"\0")]}
+    monkeypatch.setattr(peers, "_gather_rows", lambda mesh, mine: rows)
+    assert peers._of_any_process(FakeMesh(2, 2, of_process=2), None) == "too far"
+
+
+def test_buffers_of_other_processes_are_opened_on_each_gpu(monkeypatch):
+    mesh = FakeMesh(2, 2, of_process=2)
+    addresses = dict(zip(mesh.local_devices, (1000, 2000), strict=True))
+    monkeypatch.setattr(peers.peer_memory, "share", lambda at, gpu: f"{at} of {gpu}".encode())
+    monkeypatch.setattr(peers.peer_memory, "open_shared", lambda shared, gpu: (shared, gpu))
+    other = [b"first of 1", b"second of 1"]
+    monkeypatch.setattr(peers, "_gather_rows", lambda mesh, mine: {0: mine, 1: other})
+    reach, (first, second, third, fourth) = peers._reaching(mesh, addresses), mesh.devices.flat
+    assert (reach(first, first), reach(first, second)) == (1000, 2000)
+    assert reach(second, third) == (b"first of 1", 1)
+    assert reach(first, fourth) == (b"second of 1", 0)
+
+
+class FakeDriver:
+    """A CUDA driver with an allocation of 4 KiB at 0x7000."""
+
+    def __init__(self, *, reaches=1, status=0):
+        self.reaches, self.status, self.contexts = reaches, status, []
+
+    def cuDeviceGet(self, device, ordinal):
+        device._obj.value = ordinal
+        return 0
+
+    def cuDeviceCanAccessPeer(self, reaches, one, other):
+        assert one.value != other.value
+        reaches._obj.value = self.reaches
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context, device):
+        context._obj.value = 90 + device.value
+        return 0
+
+    def cuCtxPushCurrent_v2(self, context):
+        self.contexts.append(context.value)
+        return 0
+
+    def cuCtxPopCurrent_v2(self, context):
+        self.contexts.pop()
+        return 0
+
+    def cuDevicePrimaryCtxRelease_v2(self, device):
+        return 0
+
+    def cuMemGetAddressRange_v2(self, base, size, address):
+        base._obj.value, size._obj.value = 0x7000, 4096
+        return 0 if 0x7000 <= address.value < 0x8000 else 1
+
+    def cuIpcGetMemHandle(self, handle, base):
+        assert self.contexts == [91]
+        handle._obj.bytes[0], handle._obj.bytes[63] = 7, 9
+        return self.status
+
+    def cuIpcOpenMemHandle_v2(self, base, handle, flags):
+        assert (handle.bytes[0], handle.bytes[63], flags) == (7, 9, 1)
+        base._obj.value = 0x5000 + self.contexts[-1]
+        return self.status
+
+
+def test_memory_is_shared_as_an_allocation_and_a_distance(monkeypatch):
+    driver = FakeDriver()
+    monkeypatch.setattr(peers.peer_memory, "_driver", lambda: driver)
+    shared = peers.peer_memory.share(0x7123, 1)
+    assert len(shared) == peers.peer_memory.SHARED_BYTES
+    assert peers.peer_memory.open_shared(shared, 0) == 0x5000 + 90 + 0x123
+    assert driver.contexts == []
+    driver.status = 201
+    with pytest.raises(RuntimeError, match="error 201"):
+        peers.peer_memory.open_shared(shared, 0)
+    assert driver.contexts == []
+
+
+def test_gpus_that_cannot_reach_each_other_are_named(monkeypatch):
+    monkeypatch.setattr(peers.peer_memory, "_driver", FakeDriver)
+    assert peers.peer_memory.find_unreachable([0, 1]) is None
+    monkeypatch.setattr(peers.peer_memory, "_driver", lambda: FakeDriver(reaches=0))
+    assert peers.peer_memory.find_unreachable([2]) is None
+    said = "GPU 0 can't reach the memory of GPU 1"
+    assert peers.peer_memory.find_unreachable([0, 1]) == said
 
 
 def test_a_collective_finds_the_buffer_of_its_axis():
