@@ -170,7 +170,9 @@ def _allocate(mesh: Mesh, axis: str) -> jax.Array:
     buffers = write(buffers, given)
     if _addresses(buffers) != addresses:
         raise RuntimeError(f"XLA moved the peer buffers; set {VARIABLE}=0")
-    return jax.block_until_ready(buffers)
+    jax.block_until_ready(buffers)
+    _gather_rows(mesh, [b"ready"])  # no process sends before all buffers are new
+    return buffers
 
 
 def _reaching(mesh: Mesh, addresses: dict[Any, int]) -> Callable[[Any, Any], int]:
