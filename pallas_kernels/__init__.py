@@ -29,6 +29,13 @@ from pallas_kernels.hyper_connections import hyper_connections
 from pallas_kernels.index_scores import index_scores
 from pallas_kernels.index_topk import index_topk
 from pallas_kernels.joined_linears import joined_linears
+from pallas_kernels.peer_collectives import (
+    PeerLayout,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    reduce_scatter,
+)
 from pallas_kernels.pick_experts import pick_experts
 from pallas_kernels.round_index_queries import round_index_queries
 from pallas_kernels.select_top_k import select_top_k
@@ -55,7 +62,11 @@ __all__ = [
     "FallbackWarning",
     "LayerPlanes",
     "NormRope",
+    "PeerLayout",
     "Planes",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
     "append_and_flush",
     "append_tokens",
     "attend_in_part",
@@ -79,6 +90,7 @@ __all__ = [
     "joined_linears",
     "mixture_mlp",
     "pick_experts",
+    "reduce_scatter",
     "round_index_queries",
     "select_top_k",
     "sparse_attention",

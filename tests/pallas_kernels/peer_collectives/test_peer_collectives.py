@@ -88,8 +88,13 @@ def test_bad_input_is_refused():
         on_devices(reduce_scatter, values(2, 3, 8))
     with pytest.raises(ValueError, match="buffer must have"):
         on_devices(all_reduce, x, buffer=buffer[1:])
-    with pytest.raises(NotImplementedError, match="needs a peer buffer"):
-        on_devices(all_reduce, x, backend="triton_gpu")
+    for op in (all_reduce, all_gather, all_to_all, reduce_scatter):
+        with pytest.raises(NotImplementedError, match="needs a peer buffer"):
+            on_devices(op, x, backend="triton_gpu")
+        with pytest.raises(ValueError, match="backend must be one of"):
+            on_devices(op, x, backend="triton-gpu", buffer=buffer)
+        found = on_devices(op, x, backend="reference", buffer=buffer)
+        np.testing.assert_array_equal(found, on_devices(op, x))
     with pytest.raises(NotImplementedError, match="adds bfloat16"):
         on_devices(all_reduce, x.astype(jnp.float32), buffer=buffer, backend="triton_gpu")
     with pytest.raises(NotImplementedError, match="up to 2048 to each device, got 4096"):
