@@ -41,6 +41,9 @@ _HERE: contextvars.ContextVar[PeerBuffers | None] = contextvars.ContextVar("peer
 class PeerBuffers:
     """The peer buffers of a mesh, one a device for each axis of several devices.
 
+    They hold their own addresses. So a copy of one goes through the original, as long as that is in
+    memory: another mesh needs buffers of its own.
+
     Attributes:
       data: i32[devices, words] of the axis `data`, or None.
       model: those of the axis `model`, or None.

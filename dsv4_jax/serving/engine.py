@@ -176,9 +176,9 @@ class Engine(EngineCore):
         if unroll:
             params = unstack_layers(params)
         if mesh is not None:
+            params = dataclasses.replace(params, peers=None)  # buffers can't be moved
             params = jax.device_put(params, param_shardings(config, mesh, params))
-            if params.peers is None:
-                params = dataclasses.replace(params, peers=make_peer_buffers(mesh))
+            params = dataclasses.replace(params, peers=make_peer_buffers(mesh))
         super().__init__(config, params, plan, tokenizer)
 
     @classmethod

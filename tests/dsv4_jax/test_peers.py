@@ -11,6 +11,7 @@ from dsv4_jax import peers
 from dsv4_jax.mesh import BY_DEVICE, DATA, MODEL
 from dsv4_jax.model.check_params import check_params
 from dsv4_jax.model.params import param_shapes
+from dsv4_jax.serving import engine
 from pallas_kernels.common.backend import FallbackWarning
 from pallas_kernels.peer_collectives import PeerLayout
 from programs import peers_check
@@ -208,3 +209,13 @@ def test_parameters_carry_them():
     where = ds.param_shardings(config, mesh, params)
     assert where.peers.data.spec == where.peers.model.spec == BY_DEVICE
     assert ds.unstack_layers(params).peers is not None
+
+
+def test_an_engine_makes_buffers_for_its_own_mesh(monkeypatch):
+    """Those that parameters bring may be of another one."""
+    config, mesh = ds.DSV4Config.tiny(), ds.make_mesh()
+    params = ds.init_params(config, jax.random.key(0))
+    stale, fresh = (peers.PeerBuffers(model=jnp.zeros((1, 8), jnp.int32)) for _ in range(2))
+    monkeypatch.setattr(engine, "make_peer_buffers", lambda of: fresh if of is mesh else None)
+    params = dataclasses.replace(params, peers=stale)
+    assert ds.Engine(config, params, mesh=mesh, max_context_tokens=256).params.peers is fresh
