@@ -1,8 +1,8 @@
 """Triton kernels of the collectives: a thread sends a line of 16 bytes and receives its peers'.
 
 A kernel waits for its peers on the card, so that a step needs the host for none of its collectives,
-and one CUDA graph holds all of it. All programs of a launch must be able to run at once only as far
-as their peers' are: program i waits for the programs i of other devices, which come in one order.
+and one CUDA graph holds all of it. A program sends before it waits, and waits for the programs of
+its own number alone; so not all programs of a launch need to run at once.
 
 Bytes: each device sends what it has to all others, over NVLink. Measurements:
 docs/kernels/peer_collectives.md.
