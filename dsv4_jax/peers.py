@@ -130,7 +130,7 @@ def _lines(mesh: Mesh, axis: str) -> np.ndarray:
 
 def _find_obstacle(mesh: Mesh, axis: str, hosts: dict[int, bytes], *, across: bool) -> str | None:
     """Why an axis can have no buffers, as this process sees it; None if it can."""
-    processes = [{device.process_index for device in line} for line in _lines(mesh, axis)]
+    processes = _processes(mesh, axis)
     if any(len({hosts[process] for process in line}) > 1 for line in processes):
         return "its devices lie on several hosts"
     if not across and max(map(len, processes)) > 1:
@@ -161,7 +161,7 @@ def _allocate(mesh: Mesh, axis: str) -> jax.Array:
 
     buffers = make()
     addresses = _addresses(buffers)
-    reach = _reaching(mesh, addresses)
+    reach = _reaching(mesh, axis, addresses)
     headers = np.zeros((mesh.size, len(layout.header(0, [0]))), np.int32)
     devices = list(mesh.devices.flat)
     for line in _lines(mesh, axis):
@@ -178,9 +178,14 @@ def _allocate(mesh: Mesh, axis: str) -> jax.Array:
     return buffers
 
 
-def _reaching(mesh: Mesh, addresses: dict[Any, int]) -> Callable[[Any, Any], int]:
+def _processes(mesh: Mesh, axis: str) -> list[set[int]]:
+    """Of each line of the axis."""
+    return [{device.process_index for device in line} for line in _lines(mesh, axis)]
+
+
+def _reaching(mesh: Mesh, axis: str, addresses: dict[Any, int]) -> Callable[[Any, Any], int]:
     """A function: the address at which a device of this process reaches a peer's buffer."""
-    if len(mesh.local_devices) == mesh.size:
+    if max(map(len, _processes(mesh, axis))) == 1:
         return lambda device, peer: addresses[peer]
     shared = [peer_memory.share(addresses[d], d.local_hardware_id) for d in mesh.local_devices]
     of_process = {process: iter(rows) for process, rows in _gather_rows(mesh, shared).items()}

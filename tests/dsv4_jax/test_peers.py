@@ -14,7 +14,7 @@ from dsv4_jax.model.params import param_shapes
 from dsv4_jax.serving import engine
 from pallas_kernels.common.backend import FallbackWarning
 from pallas_kernels.peer_collectives import PeerLayout
-from programs import peers_check
+from programs import peers_check, peers_of_processes
 
 
 def test_layers_of_a_step_use_the_buffers_of_their_axis():
@@ -114,10 +114,33 @@ def test_buffers_of_other_processes_are_opened_on_each_gpu(monkeypatch):
     monkeypatch.setattr(peers.peer_memory, "open_shared", lambda shared, gpu: (shared, gpu))
     other = [b"first of 1", b"second of 1"]
     monkeypatch.setattr(peers, "_gather_rows", lambda mesh, mine: {0: mine, 1: other})
-    reach, (first, second, third, fourth) = peers._reaching(mesh, addresses), mesh.devices.flat
+    reach, (first, second, third, fourth) = (
+        peers._reaching(mesh, DATA, addresses),
+        mesh.devices.flat,
+    )
     assert (reach(first, first), reach(first, second)) == (1000, 2000)
     assert reach(second, third) == (b"first of 1", 1)
     assert reach(first, fourth) == (b"second of 1", 0)
+    monkeypatch.setattr(peers.peer_memory, "share", lambda at, gpu: pytest.fail("nobody opens it"))
+    assert peers._reaching(mesh, MODEL, addresses)(first, second) == 2000
+
+
+def test_two_processes_exchange_what_their_headers_need():
+    """A process opens what the other one has, and takes its own as it is."""
+    processes = peers_of_processes.run()
+    headers = {}
+    for process in processes:
+        assert process["hosts"] == 1
+        assert process["rows"] == ["from 1"]
+        assert (process["obstacle"], process["none"]) == ("too far", None)
+        headers |= {name: numbers for name, numbers in process.items() if name[-1].isdigit()}
+    assert len(headers) == 8
+    for axis, lines in ((DATA, [(0, 2), (1, 3)]), (MODEL, [(0, 1), (2, 3)])):
+        for line in lines:
+            at = {number: headers[f"{axis} {number}"][0] for number in line}
+            for place, number in enumerate(line):
+                seen = [at[peer] | (axis == DATA and peer != number) for peer in line]
+                assert headers[f"{axis} {number}"] == [at[number], at[number], place, *seen]
 
 
 class FakeDriver:
