@@ -24,7 +24,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.mesh import mesh_sizes, shardings_of
 from dsv4_jax.model.params import DSV4Params, param_shapes, unstack_layers
 from dsv4_jax.model.shardings import param_shardings
-from dsv4_jax.peers import make_peer_buffers, peer_buffer_shapes
+from dsv4_jax.peers import make_peer_buffers
 from dsv4_jax.runtime import decode_options
 from dsv4_jax.step.decode import jit_decode_step
 
@@ -75,8 +75,11 @@ class MeshSteps:
             shapes,
             param_shardings(self.config, self.mesh, shapes),
         )
-        if self.peers is not None:
-            params = dataclasses.replace(params, peers=peer_buffer_shapes(self.mesh))
+        peers = jax.tree.map(
+            lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=one.sharding),
+            self.peers,
+        )
+        params = dataclasses.replace(params, peers=peers)
         cache = _shapes_on_every_shard(setup.shapes, self.mesh)
         call = _shapes_on_every_shard(setup.step_input, self.mesh)
         static = {"config": self.config, "activations": case.activations}
