@@ -21,16 +21,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
 from dsv4_jax import peer_memory
-from dsv4_jax.mesh import AXES, BY_DEVICE, DATA, MODEL, AnyMesh, mesh_sizes
+from dsv4_jax.mesh import AXES, BY_DEVICE, DATA, MODEL, AnyMesh, fetch, mesh_sizes
 from pallas_kernels.common.backend import FallbackWarning
 from pallas_kernels.peer_collectives.buffer import EMPTY, MAX_DEVICES, PeerLayout
 
 VARIABLE = "DSV4_JAX_PEER_BUFFERS"
 """Environment variable; 0 leaves all collectives to NCCL, "processes" crosses processes."""
+_CHOICES = ("", "0", "processes")
 _ALLOCATORS = ("", "default", "bfc")
 _TEXT_BYTES = 256
 _HERE: contextvars.ContextVar[PeerBuffers | None] = contextvars.ContextVar("peers", default=None)
@@ -69,9 +69,12 @@ def make_peer_buffers(mesh: Mesh) -> PeerBuffers | None:
       The buffers; None where all collectives are NCCL's, and without GPUs.
 
     Raises:
+      ValueError: the variable is something else.
       RuntimeError: the driver does not share memory.
     """
     chosen = os.environ.get(VARIABLE, "")
+    if chosen not in _CHOICES:
+        raise ValueError(f"{VARIABLE} must be one of {list(_CHOICES)}, or not set, got {chosen!r}")
     if mesh.devices.flat[0].platform not in ("gpu", "cuda") or chosen == "0":
         return None
     sizes = dict(zip(AXES, mesh_sizes(mesh), strict=True))
@@ -101,25 +104,32 @@ def peer_buffer_shapes(mesh: AnyMesh) -> PeerBuffers:
     return PeerBuffers(**shapes)  # type: ignore[arg-type]
 
 
+def _tell_all(mesh: Mesh, what: Callable[[Any], bytes]) -> dict[Any, bytes]:
+    """{device: what its own process has for it}, in every process; all of one length."""
+    devices = list(mesh.devices.flat)
+    if len(mesh.local_devices) == mesh.size:
+        return {device: what(device) for device in devices}
+    mine = {device: np.frombuffer(what(device), np.uint8) for device in mesh.local_devices}
+    (length,) = {len(row) for row in mine.values()}
+
+    def row_of(part: Any) -> np.ndarray:
+        return mine[devices[part[0].start]][None]
+
+    where = NamedSharding(mesh, BY_DEVICE)
+    rows = fetch(jax.make_array_from_callback((mesh.size, length), where, row_of))
+    return {device: row.tobytes() for device, row in zip(devices, rows, strict=True)}
+
+
 def _hosts(mesh: Mesh) -> dict[int, bytes]:
     """{process: a digest of its host's name}."""
     mine = hashlib.sha256(peer_memory.host_name().encode()).digest()
-    return {process: row[0] for process, row in _gather_rows(mesh, [mine]).items()}
-
-
-def _gather_rows(mesh: Mesh, rows: list[bytes]) -> dict[int, list[bytes]]:
-    """{process: its rows}, as many in each process, of one length."""
-    if len(mesh.local_devices) == mesh.size:
-        return {jax.process_index(): rows}
-    mine = np.stack([np.frombuffer(row, np.uint8) for row in rows])
-    every = np.asarray(multihost_utils.process_allgather(mine))
-    return {process: [row.tobytes() for row in part] for process, part in enumerate(every)}
+    return {device.process_index: name for device, name in _tell_all(mesh, lambda _: mine).items()}
 
 
 def _of_any_process(mesh: Mesh, obstacle: str | None) -> str | None:
     """The obstacle of the first process that has one, on all of them."""
-    row = (obstacle or "").encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
-    found = [rows[0].rstrip(b"\0") for rows in _gather_rows(mesh, [row]).values()]
+    mine = (obstacle or "").encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+    found = [text.rstrip(b"\0") for text in _tell_all(mesh, lambda _: mine).values()]
     return next((text.decode(errors="ignore") for text in found if text), None)
 
 
@@ -174,7 +184,7 @@ def _allocate(mesh: Mesh, axis: str) -> jax.Array:
     if _addresses(buffers) != addresses:
         raise RuntimeError(f"XLA moved the peer buffers; set {VARIABLE}=0")
     jax.block_until_ready(buffers)
-    _gather_rows(mesh, [b"ready"])  # no process sends before all buffers are new
+    _tell_all(mesh, lambda _: b"ready")  # no process sends before all buffers are new
     return buffers
 
 
@@ -187,14 +197,12 @@ def _reaching(mesh: Mesh, axis: str, addresses: dict[Any, int]) -> Callable[[Any
     """A function: the address at which a device of this process reaches a peer's buffer."""
     if max(map(len, _processes(mesh, axis))) == 1:
         return lambda device, peer: addresses[peer]
-    shared = [peer_memory.share(addresses[d], d.local_hardware_id) for d in mesh.local_devices]
-    of_process = {process: iter(rows) for process, rows in _gather_rows(mesh, shared).items()}
-    of_device = {device: next(of_process[device.process_index]) for device in mesh.devices.flat}
+    shared = _tell_all(mesh, lambda d: peer_memory.share(addresses[d], d.local_hardware_id))
 
     def reach(device: Any, peer: Any) -> int:
         if peer in addresses:
             return addresses[peer]
-        return peer_memory.open_shared(of_device[peer], device.local_hardware_id)
+        return peer_memory.open_shared(shared[peer], device.local_hardware_id)
 
     return reach
 

@@ -75,7 +75,9 @@ class FakeMesh:
 def test_what_is_missing_is_said(monkeypatch, sizes, variable, value, said):
     monkeypatch.setattr(peers, "mesh_sizes", lambda mesh: tuple(mesh.shape.values()))
     monkeypatch.setattr(peers.peer_memory, "find_unreachable", lambda ordinals: None)
-    monkeypatch.setattr(peers, "_gather_rows", lambda mesh, rows: {0: rows, 1: rows})
+    monkeypatch.setattr(
+        peers, "_tell_all", lambda mesh, what: {d: what(d) for d in mesh.devices.flat}
+    )
     monkeypatch.delenv("XLA_PYTHON_CLIENT_ALLOCATOR", raising=False)
     if variable:
         monkeypatch.setenv(variable, value)
@@ -102,8 +104,8 @@ def test_only_lines_within_a_host_have_buffers(monkeypatch):
 
 
 def test_an_obstacle_of_one_process_is_that_of_all(monkeypatch):
-    rows = {0: [b"\0" * 256], 1: [b"too far".ljust(256, b"\0")]}
-    monkeypatch.setattr(peers, "_gather_rows", lambda mesh, mine: rows)
+    texts = {0: b"\0" * 256, 1: b"too far".ljust(256, b"\0")}
+    monkeypatch.setattr(peers, "_tell_all", lambda mesh, what: texts)
     assert peers._of_any_process(FakeMesh(2, 2, of_process=2), None) == "too far"
 
 
@@ -112,12 +114,12 @@ def test_buffers_of_other_processes_are_opened_on_each_gpu(monkeypatch):
     addresses = dict(zip(mesh.local_devices, (1000, 2000), strict=True))
     monkeypatch.setattr(peers.peer_memory, "share", lambda at, gpu: f"{at} of {gpu}".encode())
     monkeypatch.setattr(peers.peer_memory, "open_shared", lambda shared, gpu: (shared, gpu))
-    other = [b"first of 1", b"second of 1"]
-    monkeypatch.setattr(peers, "_gather_rows", lambda mesh, mine: {0: mine, 1: other})
-    reach, (first, second, third, fourth) = (
-        peers._reaching(mesh, DATA, addresses),
-        mesh.devices.flat,
+    first, second, third, fourth = mesh.devices.flat
+    others = {third: b"first of 1", fourth: b"second of 1"}
+    monkeypatch.setattr(
+        peers, "_tell_all", lambda mesh, what: {d: what(d) for d in mesh.local_devices} | others
     )
+    reach = peers._reaching(mesh, DATA, addresses)
     assert (reach(first, first), reach(first, second)) == (1000, 2000)
     assert reach(second, third) == (b"first of 1", 1)
     assert reach(first, fourth) == (b"second of 1", 0)
@@ -131,7 +133,7 @@ def test_two_processes_exchange_what_their_headers_need():
     headers = {}
     for process in processes:
         assert process["hosts"] == 1
-        assert process["rows"] == ["from 1"]
+        assert process["told"] == ["0 of 0", "1 of 0", "2 of 1", "3 of 1"]
         assert (process["obstacle"], process["none"]) == ("too far", None)
         headers |= {name: numbers for name, numbers in process.items() if name[-1].isdigit()}
     assert len(headers) == 8
@@ -208,6 +210,12 @@ def test_gpus_that_cannot_reach_each_other_are_named(monkeypatch):
     assert peers.peer_memory.find_unreachable([2]) is None
     said = "GPU 0 can't reach the memory of GPU 1"
     assert peers.peer_memory.find_unreachable([0, 1]) == said
+
+
+def test_a_variable_that_says_something_else_is_refused(monkeypatch):
+    monkeypatch.setenv(peers.VARIABLE, "yes")
+    with pytest.raises(ValueError, match=r"PEER_BUFFERS must be one of .*got 'yes'"):
+        peers.make_peer_buffers(ds.make_mesh())
 
 
 def test_a_collective_finds_the_buffer_of_its_axis():
