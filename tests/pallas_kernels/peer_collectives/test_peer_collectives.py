@@ -1,4 +1,6 @@
 import json
+import os
+import pathlib
 import subprocess
 import sys
 
@@ -17,6 +19,7 @@ from pallas_kernels.peer_collectives import (
 )
 
 AXIS = "devices"
+TESTS = pathlib.Path(__file__).parents[2]
 
 
 def on_devices(op, x, **options):
@@ -115,8 +118,11 @@ def test_without_gpus_a_buffer_changes_nothing():
 @pytest.mark.gpu
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs")
 def test_kernels_on_all_meshes_of_the_gpus():
+    paths = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+    environment = {"PYTHONPATH": paths, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     command = [sys.executable, "-m", "programs.peers_on_gpus"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
     for rows in json.loads(done.stdout.splitlines()[-1]).values():
         assert all(differ == 0 and count > 0 for differ, count in rows.values())
 
