@@ -1,7 +1,8 @@
-"""An engine on a mesh of four CPU devices that lie in one, two or four processes.
+"""An engine on a mesh of four devices that lie in one, two or four processes.
 
     python -m programs.hosts_engine 2 --mesh 2x2                      tokens, as JSON
     python -m programs.hosts_engine 2 --mesh 2x2 --lost 1 --how stop  one is lost in the middle
+    python -m programs.hosts_engine 2 --mesh 1x4 --gpus               on GPUs, at released shapes
 
 Starts the processes and prints, as JSON, the exit status of each, what it wrote to stderr, the
 seconds that it lived on after one was lost, and what process 0 printed.
@@ -11,7 +12,6 @@ import argparse
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +19,7 @@ import time
 
 import pytest
 
+from helpers import gpu_processes, serving
 from programs.mesh_check import ENVIRONMENT, TESTS
 
 DEVICES, TIMEOUT_S, LOST_AT_STEP = 4, 10.0, 3
@@ -31,9 +32,13 @@ def be_one(arguments):
 
     if count > 1:
         ds.hosts.join_hosts(f"127.0.0.1:{port}", count, number, timeout_s=TIMEOUT_S)
-    from programs import mesh_engine
+    from programs import mesh_engine, mesh_on_gpus
 
-    mesh_engine.use_small_model()
+    if arguments.gpus:
+        serving.CONFIG, params = mesh_on_gpus.model(mesh_on_gpus.RELEASED)
+        serving.params = lambda: params
+    else:
+        mesh_engine.use_small_model()
     mesh_engine.OPTIONS["split_cache"] = arguments.split
     mesh = ds.make_mesh(*map(int, arguments.mesh.split("x")))
     engine = mesh_engine.engine_on(mesh)
@@ -66,21 +71,19 @@ def lose_at_step(engine, how):
     arrays._step = lose
 
 
-def run(count, mesh, lost=-1, how="kill", *, split=False):
+def run(count, mesh, lost=-1, how="kill", *, split=False, gpus=False):
     """What the processes did: see above."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    flags = ENVIRONMENT["XLA_FLAGS"].replace("count=8", f"count={DEVICES // count}")
     paths = os.pathsep.join([str(TESTS.parent), str(TESTS)])
-    environment = os.environ | ENVIRONMENT | {"XLA_FLAGS": flags, "PYTHONPATH": paths}
+    environment = os.environ | {"PYTHONPATH": paths}
+    if not gpus:
+        flags = ENVIRONMENT["XLA_FLAGS"].replace("count=8", f"count={DEVICES // count}")
+        environment |= ENVIRONMENT | {"XLA_FLAGS": flags}
     command = [sys.executable, "-m", "programs.hosts_engine", str(count), "--mesh", mesh]
-    command += ["--lost", str(lost), "--how", how, *["--split"] * split, "--process"]
+    command += ["--lost", str(lost), "--how", how, *["--split"] * split, *["--gpus"] * gpus]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    processes = [
-        subprocess.Popen([*command, str(i), str(count), str(port)], env=environment, **pipes)
-        for i in range(count)
-    ]
+    processes = gpu_processes.start(
+        [*command, "--process"], count, gpus=DEVICES if gpus else 0, env=environment, **pipes
+    )
     found = [{} for _ in processes]
     lost_at = []
 
@@ -121,13 +124,14 @@ def main():
     parser.add_argument("--lost", type=int, default=-1, help="which one is lost")
     parser.add_argument("--how", choices=("kill", "stop", "hang"), default="kill")
     parser.add_argument("--split", action="store_true", help="deal blocks over model")
+    parser.add_argument("--gpus", action="store_true", help="four GPUs in place of CPU devices")
     parser.add_argument("--process", type=int, nargs=3, help="be one: number, how many, port")
     arguments = parser.parse_args()
     if arguments.process:
         be_one(arguments)
     else:
         asked = arguments.count, arguments.mesh, arguments.lost, arguments.how
-        print(json.dumps(run(*asked, split=arguments.split)))
+        print(json.dumps(run(*asked, split=arguments.split, gpus=arguments.gpus)))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,17 @@
 """Whether kernels of peer buffers give the bits of the references, on all GPUs that are there.
 
-    python -m programs.peers_on_gpus [--calls 40]
+    python -m programs.peers_on_gpus [--calls 40] [--processes 4]
 
 On each mesh of all GPUs, calls of random sizes follow each other through the same buffers, each
 with random values, NaN and EMPTY among them, and each device sleeps at random before some of them.
-Prints a JSON object: {mesh: {op: numbers that differ, of so many}}.
+Prints a JSON object: {mesh: {op: numbers that differ, of so many}}. Of several processes, each has
+its share of the GPUs, and process 0 prints.
 """
 
 import argparse
 import json
+import os
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +19,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 import dsv4_jax as ds
-from dsv4_jax.mesh import BY_DEVICE, DATA, MODEL
-from dsv4_jax.peers import make_peer_buffers, own_buffer, using
+from dsv4_jax.mesh import BY_DEVICE, DATA, MODEL, fetch
+from dsv4_jax.peers import VARIABLE, make_peer_buffers, own_buffer, using
+from helpers import gpu_processes
 from pallas_kernels.peer_collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from pallas_kernels.peer_collectives.buffer import EMPTY
 
@@ -33,8 +37,8 @@ def values(rng, shape, dtype):
     return found
 
 
-def run(mesh, axis, peers, name, given, spin):
-    """What the kernel and the reference give, on every device."""
+def count_differing(mesh, axis, peers, name, given, spin):
+    """How many numbers of the kernel's are not the reference's, on all devices; a NaN is a NaN."""
 
     def both(x, spin, peers):
         # A device that spins longer reaches the exchange later.
@@ -43,19 +47,15 @@ def run(mesh, axis, peers, name, given, spin):
         more = {"plus": x[::-1]} if name == "all_reduce" else {}
         with using(peers):
             ours = OPS[name](x, axis, **more, buffer=own_buffer(axis), backend="triton_gpu")
-        return ours[None], OPS[name](x, axis, **more, backend="reference")[None]
+        wanted = OPS[name](x, axis, **more, backend="reference")
+        differ = (ours != wanted) & ~(jnp.isnan(ours) & jnp.isnan(wanted))
+        return jnp.stack([jnp.sum(differ), differ.size])[None]
 
     spec = BY_DEVICE
     call = jax.shard_map(
-        both, mesh=mesh, in_specs=(spec, spec, spec), out_specs=(spec, spec), check_vma=False
+        both, mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False
     )
-    return jax.jit(call)(given, spin, peers)
-
-
-def differing(found, expected):
-    """How many numbers differ; a NaN is like any other."""
-    found, expected = (np.asarray(jax.device_get(x), np.float32) for x in (found, expected))
-    return int(np.sum((found != expected) & ~(np.isnan(found) & np.isnan(expected))))
+    return fetch(jax.jit(call)(given, spin, peers)).sum(axis=0)
 
 
 def check_mesh(data, model, calls):
@@ -71,26 +71,36 @@ def check_mesh(data, model, calls):
         parts = [mesh.shape[axis]] if name in ("reduce_scatter", "all_to_all") else []
         shape = (mesh.size, *parts, size)
         where = NamedSharding(mesh, BY_DEVICE)
-        given = jax.device_put(values(rng, shape, dtype), where)
-        spin = jax.device_put(rng.choice([0, 0, 3000], mesh.size).astype(np.int32), where)
-        found, expected = run(mesh, axis, peers, name, given, spin)
-        row = results.setdefault(f"{axis} {name}", [0, 0])
-        row[0] += differing(found, expected)
-        row[1] += found.size
-    return results
+        given = values(rng, shape, dtype), rng.choice([0, 0, 3000], mesh.size).astype(np.int32)
+        given = [jax.make_array_from_callback(x.shape, where, x.__getitem__) for x in given]
+        row = results.setdefault(f"{axis} {name}", np.zeros(2, int))
+        row += count_differing(mesh, axis, peers, name, *given)
+    return {name: row.tolist() for name, row in results.items()}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--calls", type=int, default=40)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--process", type=int, nargs=3, help="be one: number, how many, port")
     args = parser.parse_args()
+    if args.processes > 1 and not args.process:
+        command = [sys.executable, "-m", "programs.peers_on_gpus", *sys.argv[1:], "--process"]
+        started = gpu_processes.start(command, args.processes)
+        return max(process.wait() for process in started)
     ds.set_xla_flags()
+    number = 0
+    if args.process:
+        number, count, port = args.process
+        os.environ[VARIABLE] = "processes"
+        ds.hosts.join_hosts(f"127.0.0.1:{port}", count, number)
     devices, results = len(jax.devices()), {}
     for data in range(1, devices + 1):
         if devices % data == 0:
             model = devices // data
             results[f"{data}x{model}"] = check_mesh(data, model, args.calls)
-    print(json.dumps(results))
+    if not number:
+        print(json.dumps(results))
     return int(any(row[0] for mesh in results.values() for row in mesh.values()))
 
 
