@@ -87,7 +87,7 @@ def main():
     if args.processes > 1 and not args.process:
         command = [sys.executable, "-m", "programs.peers_on_gpus", *sys.argv[1:], "--process"]
         started = gpu_processes.start(command, args.processes)
-        return max(process.wait() for process in started)
+        return int(any([process.wait() for process in started]))
     ds.set_xla_flags()
     number = 0
     if args.process:
