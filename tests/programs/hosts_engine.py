@@ -10,6 +10,7 @@ seconds that it lived on after one was lost, and what process 0 printed.
 
 import argparse
 import json
+import math
 import os
 import signal
 import subprocess
@@ -81,8 +82,9 @@ def run(count, mesh, lost=-1, how="kill", *, split=False, gpus=False):
     command = [sys.executable, "-m", "programs.hosts_engine", str(count), "--mesh", mesh]
     command += ["--lost", str(lost), "--how", how, *["--split"] * split, *["--gpus"] * gpus]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    taken = math.prod(map(int, mesh.split("x"))) if gpus else 0
     processes = gpu_processes.start(
-        [*command, "--process"], count, gpus=DEVICES if gpus else 0, env=environment, **pipes
+        [*command, "--process"], count, gpus=taken, env=environment, **pipes
     )
     found = [{} for _ in processes]
     lost_at = []
@@ -124,7 +126,7 @@ def main():
     parser.add_argument("--lost", type=int, default=-1, help="which one is lost")
     parser.add_argument("--how", choices=("kill", "stop", "hang"), default="kill")
     parser.add_argument("--split", action="store_true", help="deal blocks over model")
-    parser.add_argument("--gpus", action="store_true", help="four GPUs in place of CPU devices")
+    parser.add_argument("--gpus", action="store_true", help="GPUs in place of CPU devices")
     parser.add_argument("--process", type=int, nargs=3, help="be one: number, how many, port")
     arguments = parser.parse_args()
     if arguments.process:
