@@ -1,6 +1,6 @@
 """Memory of GPUs that other GPUs, and other processes of the host, reach: calls of the CUDA driver.
 
-JAX has no name for it. XLA lets the GPUs of a process reach each other's memory by itself.
+XLA's own memory won't do: no handle opens it in another process.
 """
 
 from __future__ import annotations
@@ -9,17 +9,111 @@ import contextlib
 import ctypes
 import pathlib
 import socket
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
-HANDLE_BYTES = 64
-SHARED_BYTES = HANDLE_BYTES + 8
-"""Of what `share` gives."""
+import jax
+import numpy as np
+
+SHARED_BYTES = 64
+"""Of what `PeerMemory.share` gives, a handle of the driver."""
 _LAZY_PEER_ACCESS = 1
+_PEER_ACCESS_ALREADY_ENABLED = 704
+_DLPACK_GPU, _DLPACK_INT = 2, 0
 
 
-class _Handle(ctypes.Structure):
-    _fields_ = (("bytes", ctypes.c_ubyte * HANDLE_BYTES),)
+class PeerMemory:
+    """Memory of a GPU of this process, zeros at first.
+
+    It is freed when neither this nor an array of it is left.
+    """
+
+    def __init__(self, num_words: int, ordinal: int) -> None:
+        """Allocates it.
+
+        Args:
+          num_words: of 32 bits.
+          ordinal: of the GPU.
+
+        Raises:
+          RuntimeError: the driver has no such memory.
+        """
+        self.num_words, self.ordinal = num_words, ordinal
+        driver, address = _driver(), ctypes.c_uint64()
+        with _on_gpu(driver, ordinal):
+            _check(driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(4 * num_words)))
+        self.address = address.value
+        weakref.finalize(self, _free, self.address, ordinal).atexit = False
+        self.fill(0, 0)
+
+    def fill(self, word: int, first: int) -> None:
+        """Writes one word from a place on, counted in words, to the end."""
+        driver, place = _driver(), ctypes.c_uint64(self.address + 4 * first)
+        with _on_gpu(driver, self.ordinal):
+            count = ctypes.c_size_t(self.num_words - first)
+            _check(driver.cuMemsetD32_v2(place, ctypes.c_uint32(word), count))
+            _check(driver.cuCtxSynchronize())
+
+    def write(self, words: np.ndarray) -> None:
+        """Writes i32[n] at the beginning."""
+        words = np.ascontiguousarray(words, np.int32)
+        driver, place = _driver(), ctypes.c_uint64(self.address)
+        with _on_gpu(driver, self.ordinal):
+            source, size = ctypes.c_void_p(words.ctypes.data), ctypes.c_size_t(words.nbytes)
+            _check(driver.cuMemcpyHtoD_v2(place, source, size))
+
+    def share(self) -> bytes:
+        """What another process of the host opens it with, SHARED_BYTES.
+
+        Raises:
+          RuntimeError: the driver refuses.
+        """
+        driver, handle = _driver(), _Handle()
+        with _on_gpu(driver, self.ordinal):
+            place = ctypes.c_uint64(self.address)
+            _check(driver.cuIpcGetMemHandle(ctypes.byref(handle), place))
+        return bytes(handle.bytes)
+
+    def to_array(self) -> jax.Array:
+        """The memory itself as i32[1, num_words] on its GPU.
+
+        Raises:
+          RuntimeError: JAX copied it.
+        """
+        array = jax.dlpack.from_dlpack(self, copy=False)
+        if array.unsafe_buffer_pointer() != self.address:
+            raise RuntimeError("JAX copied the memory of a peer buffer")
+        return array
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """See https://dmlc.github.io/dlpack."""
+        return _DLPACK_GPU, self.ordinal
+
+    def __dlpack__(self, **_: Any) -> Any:
+        """A capsule that holds this until its consumer lets it go; nothing is written meanwhile."""
+        exported = _Exported(self)
+        address = ctypes.addressof(exported.tensor)
+        _exported[address] = exported
+        return _new_capsule(address, _CAPSULE_NAME, None)
+
+
+def open_shared(shared: bytes, ordinal: int) -> int:
+    """The address at which a GPU of this process reaches memory of another one.
+
+    Args:
+      shared: from `PeerMemory.share` there.
+      ordinal: of the GPU here. It stays open until the process ends.
+
+    Raises:
+      RuntimeError: the driver refuses: the GPUs don't reach each other, or the other process has
+        ended.
+    """
+    driver, address = _driver(), ctypes.c_uint64()
+    handle = _Handle.from_buffer_copy(shared)
+    with _on_gpu(driver, ordinal):
+        _check(driver.cuIpcOpenMemHandle_v2(ctypes.byref(address), handle, _LAZY_PEER_ACCESS))
+    return address.value
 
 
 def find_unreachable(ordinals: list[int]) -> str | None:
@@ -36,6 +130,22 @@ def find_unreachable(ordinals: list[int]) -> str | None:
     return None
 
 
+def let_reach(ordinals: list[int]) -> None:
+    """Lets GPUs of this process reach each other's `PeerMemory`.
+
+    Raises:
+      RuntimeError: the driver refuses.
+    """
+    driver = _driver()
+    for other in ordinals:
+        with _on_gpu(driver, other) as context:
+            for one in ordinals:
+                if one != other:
+                    with _on_gpu(driver, one):
+                        status = driver.cuCtxEnablePeerAccess(context, 0)
+                    _check(0 if status == _PEER_ACCESS_ALREADY_ENABLED else status)
+
+
 def host_name() -> str:
     """A name that processes of this host alone have, until it is started again."""
     path = pathlib.Path("/proc/sys/kernel/random/boot_id")
@@ -43,53 +153,71 @@ def host_name() -> str:
     return f"{socket.gethostname()} {boot}"
 
 
-def share(address: int, ordinal: int) -> bytes:
-    """What another process of the host needs to open memory of a GPU of this one.
+class _Handle(ctypes.Structure):
+    _fields_ = (("bytes", ctypes.c_ubyte * SHARED_BYTES),)
 
-    Args:
-      address: in memory that `cuMemAlloc` gave, as JAX's default allocator takes it.
-      ordinal: of the GPU.
 
-    Returns:
-      SHARED_BYTES, a handle of the whole allocation and the address's distance from its beginning.
+class _Tensor(ctypes.Structure):
+    """A DLManagedTensor of DLPack."""
 
-    Raises:
-      RuntimeError: the driver refuses.
-    """
-    driver, base, size, handle = _driver(), ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+        ("manager_ctx", ctypes.c_void_p),
+        ("deleter", ctypes.CFUNCTYPE(None, ctypes.c_void_p)),
+    )
+
+
+class _Exported:
+    """What a DLPack tensor points to."""
+
+    def __init__(self, memory: PeerMemory) -> None:
+        self.memory = memory
+        self.shape = (ctypes.c_int64 * 2)(1, memory.num_words)
+        kind, number = memory.__dlpack_device__()
+        self.tensor = _Tensor(
+            memory.address, kind, number, 2, _DLPACK_INT, 32, 1, self.shape, None, 0, None, _delete
+        )
+
+
+_exported: dict[int, _Exported] = {}
+"""What consumers hold, by the address of its tensor."""
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+def _delete(address: int) -> None:
+    """Called by the last consumer, on a thread of its own."""
+    _exported.pop(address, None)
+
+
+_CAPSULE_NAME = b"dltensor"
+_new_capsule = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype = ctypes.py_object
+_new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+
+
+def _free(address: int, ordinal: int) -> None:
+    driver = _driver()
     with _on_gpu(driver, ordinal):
-        place = ctypes.c_uint64(address)
-        _check(driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), place))
-        _check(driver.cuIpcGetMemHandle(ctypes.byref(handle), base))
-    return bytes(handle.bytes) + (address - base.value).to_bytes(8, "little")
-
-
-def open_shared(shared: bytes, ordinal: int) -> int:
-    """The address at which a GPU of this process reaches memory of another one.
-
-    Args:
-      shared: from `share` there.
-      ordinal: of the GPU here. It stays open until the process ends.
-
-    Raises:
-      RuntimeError: the driver refuses: the GPUs don't reach each other, or the other process has
-        ended.
-    """
-    driver, base = _driver(), ctypes.c_uint64()
-    handle = _Handle.from_buffer_copy(shared[:HANDLE_BYTES])
-    with _on_gpu(driver, ordinal):
-        _check(driver.cuIpcOpenMemHandle_v2(ctypes.byref(base), handle, _LAZY_PEER_ACCESS))
-    return base.value + int.from_bytes(shared[HANDLE_BYTES:], "little")
+        driver.cuMemFree_v2(ctypes.c_uint64(address))
 
 
 @contextlib.contextmanager
-def _on_gpu(driver: Any, ordinal: int) -> Iterator[None]:
+def _on_gpu(driver: Any, ordinal: int) -> Iterator[ctypes.c_void_p]:
     """Makes the GPU's primary context, which is XLA's, that of this thread."""
     device, context = _device(driver, ordinal), ctypes.c_void_p()
     _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
     _check(driver.cuCtxPushCurrent_v2(context))
     try:
-        yield
+        yield context
     finally:
         driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
         driver.cuDevicePrimaryCtxRelease_v2(device)

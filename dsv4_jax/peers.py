@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-import functools
 import hashlib
 import os
 import warnings
@@ -25,13 +24,13 @@ from jax.sharding import Mesh, NamedSharding
 
 from dsv4_jax import peer_memory
 from dsv4_jax.mesh import AXES, BY_DEVICE, DATA, MODEL, AnyMesh, fetch, mesh_sizes
+from dsv4_jax.peer_memory import PeerMemory
 from pallas_kernels.common.backend import FallbackWarning
 from pallas_kernels.peer_collectives.buffer import EMPTY, MAX_DEVICES, PeerLayout
 
 VARIABLE = "DSV4_JAX_PEER_BUFFERS"
 """Environment variable; 0 leaves all collectives to NCCL, "processes" crosses processes."""
 _CHOICES = ("", "0", "processes")
-_ALLOCATORS = ("", "default", "bfc")
 _TEXT_BYTES = 256
 _HERE: contextvars.ContextVar[PeerBuffers | None] = contextvars.ContextVar("peers", default=None)
 
@@ -56,11 +55,11 @@ class PeerBuffers:
 def make_peer_buffers(mesh: Mesh) -> PeerBuffers | None:
     """Allocates them: on each device 18 MiB for an axis of two devices, 69 for one of eight.
 
-    They need NVIDIA GPUs of one host that reach each other's memory, and memory from JAX's default
-    allocator. Where there are GPUs and one of that is missing, a `FallbackWarning` says which, and
-    collectives of that axis are NCCL's. So they are where GPUs of an axis lie in several processes
-    of the host, unless `DSV4_JAX_PEER_BUFFERS=processes` asks for buffers there too, which no GPU
-    has tried. All processes of the mesh call this.
+    They need NVIDIA GPUs of one host that reach each other's memory. Where there are GPUs that
+    don't, a `FallbackWarning` says so, and collectives of that axis are NCCL's. So they are where
+    GPUs of an axis lie in several processes of the host, unless `DSV4_JAX_PEER_BUFFERS=processes`
+    asks for buffers there too, which no GPU has tried. The memory is the driver's, beside what JAX
+    takes for itself. All processes of the mesh call this.
 
     Args:
       mesh: from `make_mesh`.
@@ -147,43 +146,24 @@ def _find_obstacle(mesh: Mesh, axis: str, hosts: dict[int, bytes], *, across: bo
         return f"its devices lie in several processes; {VARIABLE}=processes asks for more"
     if mesh.shape[axis] > MAX_DEVICES:
         return f"an axis may have {MAX_DEVICES} devices, got {mesh.shape[axis]}"
-    allocator = os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower()
-    if allocator not in _ALLOCATORS:
-        return f"devices may not reach memory of XLA_PYTHON_CLIENT_ALLOCATOR={allocator}"
-    if "xla_gpu_command_buffer_update_mode=SKIP" in os.environ.get("XLA_FLAGS", ""):
-        return "devices may not reach memory of the allocator that XLA_FLAGS asks for"
     return peer_memory.find_unreachable([d.local_hardware_id for d in mesh.local_devices])
 
 
 def _allocate(mesh: Mesh, axis: str) -> jax.Array:
     """The buffers of an axis, i32[devices, words], with their headers."""
     layout, where = PeerLayout(mesh.shape[axis]), NamedSharding(mesh, BY_DEVICE)
-
-    @functools.partial(jax.jit, out_shardings=where)
-    def make() -> jax.Array:
-        is_slot = jnp.arange(layout.num_words) >= layout.first_slot_word
-        row = jnp.where(is_slot, EMPTY, 0).astype(jnp.int32)
-        return jnp.broadcast_to(row, (mesh.size, layout.num_words))
-
-    @functools.partial(jax.jit, donate_argnums=0, out_shardings=where)
-    def write(buffers: jax.Array, headers: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice(buffers, headers, (0, 0))
-
-    buffers = make()
-    addresses = _addresses(buffers)
-    reach = _reaching(mesh, axis, addresses)
-    headers = np.zeros((mesh.size, len(layout.header(0, [0]))), np.int32)
-    devices = list(mesh.devices.flat)
+    here = list(mesh.local_devices)
+    own = {device: PeerMemory(layout.num_words, device.local_hardware_id) for device in here}
+    peer_memory.let_reach([device.local_hardware_id for device in here])
+    reach = _reaching(mesh, axis, own)
     for line in _lines(mesh, axis):
         for place, device in enumerate(line):
-            if device in addresses:
-                at = [reach(device, peer) for peer in line]
-                headers[devices.index(device)] = layout.header(place, at)
-    given = jax.make_array_from_callback(headers.shape, where, lambda part: headers[part])
-    buffers = write(buffers, given)
-    if _addresses(buffers) != addresses:
-        raise RuntimeError(f"XLA moved the peer buffers; set {VARIABLE}=0")
-    jax.block_until_ready(buffers)
+            if device in own:
+                own[device].fill(EMPTY, layout.first_slot_word)
+                own[device].write(layout.header(place, [reach(device, peer) for peer in line]))
+    parts = [own[device].to_array() for device in here]
+    shape = mesh.size, layout.num_words
+    buffers = jax.make_array_from_single_device_arrays(shape, where, parts)
     _tell_all(mesh, lambda _: b"ready")  # no process sends before all buffers are new
     return buffers
 
@@ -193,23 +173,18 @@ def _processes(mesh: Mesh, axis: str) -> list[set[int]]:
     return [{device.process_index for device in line} for line in _lines(mesh, axis)]
 
 
-def _reaching(mesh: Mesh, axis: str, addresses: dict[Any, int]) -> Callable[[Any, Any], int]:
+def _reaching(mesh: Mesh, axis: str, own: dict[Any, PeerMemory]) -> Callable[[Any, Any], int]:
     """A function: the address at which a device of this process reaches a peer's buffer."""
     if max(map(len, _processes(mesh, axis))) == 1:
-        return lambda device, peer: addresses[peer]
-    shared = _tell_all(mesh, lambda d: peer_memory.share(addresses[d], d.local_hardware_id))
+        return lambda device, peer: own[peer].address
+    shared = _tell_all(mesh, lambda device: own[device].share())
 
     def reach(device: Any, peer: Any) -> int:
-        if peer in addresses:
-            return addresses[peer]
+        if peer in own:
+            return own[peer].address
         return peer_memory.open_shared(shared[peer], device.local_hardware_id)
 
     return reach
-
-
-def _addresses(buffers: jax.Array) -> dict[Any, int]:
-    """Those of this process's devices."""
-    return {part.device: part.data.unsafe_buffer_pointer() for part in buffers.addressable_shards}
 
 
 @contextlib.contextmanager

@@ -64,23 +64,19 @@ class FakeMesh:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "variable", "value", "said"),
+    ("sizes", "unreachable", "said"),
     [
-        ((1, 4, 2), None, None, "several processes"),
-        ((1, 16), None, None, "may have 8 devices"),
-        ((2, 2), "XLA_PYTHON_CLIENT_ALLOCATOR", "cuda_async", "ALLOCATOR=cuda_async"),
-        ((2, 2), "XLA_FLAGS", "--xla_gpu_command_buffer_update_mode=SKIP_TEMP", "XLA_FLAGS"),
+        ((1, 4, 2), None, "several processes"),
+        ((1, 16), None, "may have 8 devices"),
+        ((2, 2), "GPU 0 is far from GPU 1", "NCCL's, slower for few rows: GPU 0 is far"),
     ],
 )
-def test_what_is_missing_is_said(monkeypatch, sizes, variable, value, said):
+def test_what_is_missing_is_said(monkeypatch, sizes, unreachable, said):
     monkeypatch.setattr(peers, "mesh_sizes", lambda mesh: tuple(mesh.shape.values()))
-    monkeypatch.setattr(peers.peer_memory, "find_unreachable", lambda ordinals: None)
+    monkeypatch.setattr(peers.peer_memory, "find_unreachable", lambda ordinals: unreachable)
     monkeypatch.setattr(
         peers, "_tell_all", lambda mesh, what: {d: what(d) for d in mesh.devices.flat}
     )
-    monkeypatch.delenv("XLA_PYTHON_CLIENT_ALLOCATOR", raising=False)
-    if variable:
-        monkeypatch.setenv(variable, value)
     mesh = FakeMesh(*sizes)
 
     with pytest.warns(FallbackWarning, match=said):
@@ -109,22 +105,33 @@ def test_an_obstacle_of_one_process_is_that_of_all(monkeypatch):
     assert peers._of_any_process(FakeMesh(2, 2, of_process=2), None) == "too far"
 
 
+@dataclasses.dataclass(frozen=True)
+class FakeMemory:
+    """Memory of a GPU that is not there."""
+
+    address: int
+    shareable: bool = True
+
+    def share(self):
+        assert self.shareable, "nobody opens it"
+        return f"that at {self.address}".encode()
+
+
 def test_buffers_of_other_processes_are_opened_on_each_gpu(monkeypatch):
     mesh = FakeMesh(2, 2, of_process=2)
-    addresses = dict(zip(mesh.local_devices, (1000, 2000), strict=True))
-    monkeypatch.setattr(peers.peer_memory, "share", lambda at, gpu: f"{at} of {gpu}".encode())
+    own = dict(zip(mesh.local_devices, map(FakeMemory, (1000, 2000)), strict=True))
     monkeypatch.setattr(peers.peer_memory, "open_shared", lambda shared, gpu: (shared, gpu))
     first, second, third, fourth = mesh.devices.flat
     others = {third: b"first of 1", fourth: b"second of 1"}
     monkeypatch.setattr(
         peers, "_tell_all", lambda mesh, what: {d: what(d) for d in mesh.local_devices} | others
     )
-    reach = peers._reaching(mesh, DATA, addresses)
+    reach = peers._reaching(mesh, DATA, own)
     assert (reach(first, first), reach(first, second)) == (1000, 2000)
     assert reach(second, third) == (b"first of 1", 1)
     assert reach(first, fourth) == (b"second of 1", 0)
-    monkeypatch.setattr(peers.peer_memory, "share", lambda at, gpu: pytest.fail("nobody opens it"))
-    assert peers._reaching(mesh, MODEL, addresses)(first, second) == 2000
+    own = {device: dataclasses.replace(one, shareable=False) for device, one in own.items()}
+    assert peers._reaching(mesh, MODEL, own)(first, second) == 2000
 
 
 def test_two_processes_exchange_what_their_headers_need():
@@ -134,7 +141,7 @@ def test_two_processes_exchange_what_their_headers_need():
     for process in processes:
         assert process["hosts"] == 1
         assert process["told"] == ["0 of 0", "1 of 0", "2 of 1", "3 of 1"]
-        assert (process["obstacle"], process["none"]) == ("too far", None)
+        assert (process["obstacle"], process["none"], process["new"]) == ("too far", None, True)
         headers |= {name: numbers for name, numbers in process.items() if name[-1].isdigit()}
     assert len(headers) == 8
     for axis, lines in ((DATA, [(0, 2), (1, 3)]), (MODEL, [(0, 1), (2, 3)])):
@@ -142,74 +149,7 @@ def test_two_processes_exchange_what_their_headers_need():
             at = {number: headers[f"{axis} {number}"][0] for number in line}
             for place, number in enumerate(line):
                 seen = [at[peer] | (axis == DATA and peer != number) for peer in line]
-                assert headers[f"{axis} {number}"] == [at[number], at[number], place, *seen]
-
-
-class FakeDriver:
-    """A CUDA driver with an allocation of 4 KiB at 0x7000."""
-
-    def __init__(self, *, reaches=1, status=0):
-        self.reaches, self.status, self.contexts = reaches, status, []
-
-    def cuDeviceGet(self, device, ordinal):
-        device._obj.value = ordinal
-        return 0
-
-    def cuDeviceCanAccessPeer(self, reaches, one, other):
-        assert one.value != other.value
-        reaches._obj.value = self.reaches
-        return 0
-
-    def cuDevicePrimaryCtxRetain(self, context, device):
-        context._obj.value = 90 + device.value
-        return 0
-
-    def cuCtxPushCurrent_v2(self, context):
-        self.contexts.append(context.value)
-        return 0
-
-    def cuCtxPopCurrent_v2(self, context):
-        self.contexts.pop()
-        return 0
-
-    def cuDevicePrimaryCtxRelease_v2(self, device):
-        return 0
-
-    def cuMemGetAddressRange_v2(self, base, size, address):
-        base._obj.value, size._obj.value = 0x7000, 4096
-        return 0 if 0x7000 <= address.value < 0x8000 else 1
-
-    def cuIpcGetMemHandle(self, handle, base):
-        assert self.contexts == [91]
-        handle._obj.bytes[0], handle._obj.bytes[63] = 7, 9
-        return self.status
-
-    def cuIpcOpenMemHandle_v2(self, base, handle, flags):
-        assert (handle.bytes[0], handle.bytes[63], flags) == (7, 9, 1)
-        base._obj.value = 0x5000 + self.contexts[-1]
-        return self.status
-
-
-def test_memory_is_shared_as_an_allocation_and_a_distance(monkeypatch):
-    driver = FakeDriver()
-    monkeypatch.setattr(peers.peer_memory, "_driver", lambda: driver)
-    shared = peers.peer_memory.share(0x7123, 1)
-    assert len(shared) == peers.peer_memory.SHARED_BYTES
-    assert peers.peer_memory.open_shared(shared, 0) == 0x5000 + 90 + 0x123
-    assert driver.contexts == []
-    driver.status = 201
-    with pytest.raises(RuntimeError, match="error 201"):
-        peers.peer_memory.open_shared(shared, 0)
-    assert driver.contexts == []
-
-
-def test_gpus_that_cannot_reach_each_other_are_named(monkeypatch):
-    monkeypatch.setattr(peers.peer_memory, "_driver", FakeDriver)
-    assert peers.peer_memory.find_unreachable([0, 1]) is None
-    monkeypatch.setattr(peers.peer_memory, "_driver", lambda: FakeDriver(reaches=0))
-    assert peers.peer_memory.find_unreachable([2]) is None
-    said = "GPU 0 can't reach the memory of GPU 1"
-    assert peers.peer_memory.find_unreachable([0, 1]) == said
+                assert headers[f"{axis} {number}"] == [at[number], place, *seen]
 
 
 def test_a_variable_that_says_something_else_is_refused(monkeypatch):

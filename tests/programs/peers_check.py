@@ -17,6 +17,7 @@ import dsv4_jax as ds
 from dsv4_jax import collectives, peers
 from dsv4_jax.cache.snapshots import init_snapshot_store
 from dsv4_jax.step.serve_step import jit_serve_step
+from helpers import host_memory
 from pallas_kernels.peer_collectives.buffer import EMPTY, PeerLayout
 from programs.mesh_check import ROWS, Runner, run_program, smallest
 
@@ -25,18 +26,19 @@ MESH = (2, 4)
 
 def check_headers(mesh, axis):
     """Whether every device's buffer is as `buffer.py` has it."""
-    buffers, layout = peers._allocate(mesh, axis), PeerLayout(mesh.shape[axis])
-    at = {part.device: part.data.unsafe_buffer_pointer() for part in buffers.addressable_shards}
+    buffers, layout = host_memory.allocate(mesh, axis), PeerLayout(mesh.shape[axis])
+    words = {part.device: np.asarray(part.data)[0] for part in buffers.addressable_shards}
+    at = {device: int(own[:2].view(np.uint64)[0]) for device, own in words.items()}
     good = []
     for part in buffers.addressable_shards:
         place = np.argwhere(mesh.devices == part.device)[0]
         line = mesh.devices[place[0]] if axis == "model" else mesh.devices[:, place[1]]
-        words = np.asarray(part.data)[0]
+        own = words[part.device]
         header = layout.header(list(line).index(part.device), [at[peer] for peer in line])
         good.append(
-            np.array_equal(words[: len(header)], header)
-            and not words[len(header) : layout.first_slot_word].any()
-            and bool((words[layout.first_slot_word :] == EMPTY).all())
+            np.array_equal(own[: len(header)], header)
+            and not own[len(header) : layout.first_slot_word].any()
+            and bool((own[layout.first_slot_word :] == EMPTY).all())
         )
     return good
 
@@ -66,7 +68,7 @@ def count_buffers(run):
 def check():
     """What is printed."""
     mesh, config = ds.make_mesh(*MESH), smallest()
-    buffers = {axis: peers._allocate(mesh, axis) for axis in mesh.axis_names}
+    buffers = {axis: host_memory.allocate(mesh, axis) for axis in mesh.axis_names}
     result = {axis: check_headers(mesh, axis) for axis in mesh.axis_names}
     params = ds.init_params(config, jax.random.key(0))
     logits = []
