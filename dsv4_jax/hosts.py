@@ -250,6 +250,8 @@ def join_hosts(
     # What is watched here ends processes sooner than JAX does by itself.
     options["heartbeat_timeout_seconds"] = int(10 * timeout_s)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # It would swallow SIGTERM, for training that saves first.
+    jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(**options)
     state = distributed.global_state
     assert state.client is not None

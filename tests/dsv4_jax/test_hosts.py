@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from dsv4_jax import hosts
 from dsv4_jax.cache.slot_changes import SlotChanges
 from dsv4_jax.serving import engine_arrays
+from helpers import gpu_processes
 from programs import hosts_engine
 
 TIMEOUT_S = 0.4
@@ -145,6 +147,17 @@ def test_an_error_in_a_call_ends_the_process(pair):
     with first.call(is_new=False):
         raise ValueError("no more memory")
     assert said[-1] == "ValueError: no more memory"
+
+
+def test_a_process_ends_by_sigterm():
+    code = "from dsv4_jax.hosts import join_hosts; import sys, time; "
+    code += "join_hosts('127.0.0.1:' + sys.argv[1], 1, 0); print('joined', flush=True); "
+    command = [sys.executable, "-c", code + "time.sleep(60)", str(gpu_processes.free_port())]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "joined\n"
+        process.terminate()
+        assert process.wait(10) == -signal.SIGTERM
 
 
 @pytest.mark.parametrize(
