@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from dsv4_jax.bench import roofline
-from dsv4_jax.bench.decode_case import PARTS, CaseSetup, DecodeCase, decode_call
+from dsv4_jax.bench.decode_case import ALL_PARTS, CaseSetup, DecodeCase, decode_call
+from dsv4_jax.bench.decode_loop import compile_loop, greedy_rows, time_loop
 from dsv4_jax.bench.memory import memory_limit, peak_bytes
 from dsv4_jax.bench.parts import cache_part, layers_of_kind, random_inputs
 from dsv4_jax.bench.program import Program, compile_program
@@ -68,7 +69,7 @@ def bench_case(
         needed = (planned + margin) / 2**30
         yield row | {"skipped": f"needs {needed:.1f} GiB of {limit / 2**30:.1f} GiB"}
         return
-    for part in PARTS:
+    for part in ALL_PARTS:
         if part not in case.parts or (params is None and part != "cache"):
             continue
         if part == "layers" and case.compile_only:
@@ -77,7 +78,8 @@ def bench_case(
             if part == "cache" or params is None:
                 found = _cache_rows(setup)
             else:
-                found = {"step": _step_rows, "layers": _layer_rows}[part](setup, params)
+                rows_of = {"step": _step_rows, "layers": _layer_rows, "loop": _loop_rows}
+                found = rows_of[part](setup, params)
             for more in found:
                 row |= more
                 if "step_ms" in row:
@@ -126,6 +128,15 @@ def _step_rows(setup: CaseSetup, params: DSV4Params) -> Iterator[dict[str, Any]]
     del logits
     if case.profile:
         yield {"profile": setup.profile(program.run, call, (cache, None))}
+
+
+def _loop_rows(setup: CaseSetup, params: DSV4Params) -> Iterator[dict[str, Any]]:
+    """Compiles and times steps in a loop on the device."""
+    cache, rows = setup.fill(), greedy_rows(setup.case.batch)
+    program = compile_loop(setup, params, cache, setup.step_input, rows)
+    yield program.row("loop_")
+    if not setup.case.compile_only:
+        yield time_loop(setup, program, (params, setup.step_input, rows), cache)
 
 
 def _cache_rows(setup: CaseSetup) -> Iterator[dict[str, Any]]:

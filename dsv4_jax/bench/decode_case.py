@@ -23,6 +23,8 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 
 PARTS = ("step", "cache", "layers")
+"""Those that are timed if nothing else is asked for."""
+ALL_PARTS = (*PARTS, "loop")
 _MAX_CALLS = 48  # of one measurement; lengths start that many tokens below the context
 _PROFILED_CALLS = 4
 
@@ -37,7 +39,7 @@ class DecodeCase:
       bucket_context: longest context that the cache has room for; it determines the shapes.
       cache_format: name of the storage format.
       activations: what multiplies quantised weights.
-      parts: the timed parts, out of `PARTS`.
+      parts: the timed parts, out of `ALL_PARTS`.
       recompile: whether the step is compiled twice, to time the persistent compilation cache.
       profile: whether the step and the cache part are also profiled, launch by launch.
       compile_only: whether programs are only compiled, into the persistent compilation cache.

@@ -1,4 +1,4 @@
-"""Times whole decode steps on a mesh, beside their floor there."""
+"""Times whole decode steps on a mesh, alone and in a loop, beside their floor there."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from jax.sharding import Mesh
 
 from dsv4_jax.bench.decode import MARGIN_BYTES
 from dsv4_jax.bench.decode_case import CaseSetup, DecodeCase, decode_call
+from dsv4_jax.bench.decode_loop import compile_loop, greedy_rows, time_loop
 from dsv4_jax.bench.floor import step_floor
 from dsv4_jax.bench.memory import memory_limit, peak_bytes
 from dsv4_jax.bench.placement import place
 from dsv4_jax.bench.program import Program, compile_program
 from dsv4_jax.bench.report import first_line
+from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.mesh import mesh_sizes, shardings_of
 from dsv4_jax.model.params import DSV4Params, param_shapes, unstack_layers
@@ -28,7 +30,8 @@ from dsv4_jax.peers import make_peer_buffers
 from dsv4_jax.runtime import decode_options
 from dsv4_jax.step.decode import jit_decode_step
 
-type Compiling = concurrent.futures.Future[Program]
+type Programs = dict[str, Program]
+"""Of the parts of a case: "step", "loop"."""
 
 
 class MeshSteps:
@@ -44,7 +47,7 @@ class MeshSteps:
         """
         self.config, self.mesh, self.weights = config, mesh, weights
         self.peers = make_peer_buffers(mesh)
-        self._compiling: dict[DecodeCase, Compiling] = {}
+        self._compiling: dict[DecodeCase, concurrent.futures.Future[Programs]] = {}
 
     def compile_ahead(self, cases: Sequence[DecodeCase], *, threads: int) -> None:
         """Begins to compile the steps of all cases, and waits for none.
@@ -67,7 +70,7 @@ class MeshSteps:
         data, _ = mesh_sizes(self.mesh)
         return CaseSetup(self.config, dataclasses.replace(case, batch=case.batch // data))
 
-    def _compile(self, case: DecodeCase) -> Program:
+    def _compile(self, case: DecodeCase) -> Programs:
         setup = self._setup(case)
         shapes = unstack_layers(param_shapes(self.config, jnp.bfloat16, weights=self.weights))
         params = jax.tree.map(
@@ -82,9 +85,15 @@ class MeshSteps:
         params = dataclasses.replace(params, peers=peers)
         cache = _shapes_on_every_shard(setup.shapes, self.mesh)
         call = _shapes_on_every_shard(setup.step_input, self.mesh)
-        static = {"config": self.config, "activations": case.activations}
-        static["options"] = decode_options()
-        return compile_program(jit_decode_step, params, cache, call, **static)
+        programs: Programs = {}
+        if "step" in case.parts:
+            static = {"config": self.config, "activations": case.activations}
+            static["options"] = decode_options()
+            programs["step"] = compile_program(jit_decode_step, params, cache, call, **static)
+        if "loop" in case.parts:
+            rows = _shapes_on_every_shard(greedy_rows(setup.case.batch), self.mesh)
+            programs["loop"] = compile_loop(setup, params, cache, call, rows)
+        return programs
 
     def bench(
         self, params: DSV4Params | None, case: DecodeCase, *, bandwidth: float | None
@@ -94,7 +103,7 @@ class MeshSteps:
         Args:
           params: model parameters on the mesh; None where the case is only compiled.
           case: the point to measure, with the requests of all data shards; parts other than the
-            step are not run.
+            step and the loop are not run.
           bandwidth: bytes per second of a copy on a device, for `copy_share`.
 
         Yields:
@@ -131,8 +140,9 @@ class MeshSteps:
         yield row
         try:
             waiting = self._compiling.pop(case, None)
-            program = self._compile(case) if waiting is None else waiting.result()
-            row |= program.row()
+            programs = self._compile(case) if waiting is None else waiting.result()
+            for part, program in programs.items():
+                row |= program.row("" if part == "step" else f"{part}_")
             yield row
             if params is None or case.compile_only:
                 return
@@ -140,33 +150,46 @@ class MeshSteps:
                 self.config, placed.params, data=data, model=model, batch=case.batch,
                 activations=case.activations, split_cache=splits, **sizes,
             )  # fmt: skip
-            for found in self._measure(setup, program, params):
+            row |= {
+                "bytes_moved": floor.num_bytes,
+                "floor_ms": floor.seconds * 1e3,
+                "floor_collectives_ms": floor.collective_s * 1e3,
+                "collectives": sum(one.count for one in floor.collectives),
+            }
+            for found in self._measure(setup, programs, params):
                 row |= found
-                seconds = row["step_ms"] / 1e3
-                yield row | {
-                    "tokens_per_s": case.batch / seconds,
-                    "tokens_per_device_s": case.batch / seconds / (data * model),
-                    "bytes_moved": floor.num_bytes,
-                    "copy_share": floor.num_bytes / seconds / bandwidth if bandwidth else None,
-                    "floor_ms": floor.seconds * 1e3,
-                    "floor_collectives_ms": floor.collective_s * 1e3,
-                    "collectives": sum(one.count for one in floor.collectives),
-                }
+                if "step_ms" in row:
+                    seconds = row["step_ms"] / 1e3
+                    row["tokens_per_s"] = case.batch / seconds
+                    row["tokens_per_device_s"] = case.batch / seconds / (data * model)
+                    share = floor.num_bytes / seconds / bandwidth if bandwidth else None
+                    row["copy_share"] = share
+                yield dict(row)
         except Exception as error:
             yield row | {"failed": {"step": first_line(error)}}
 
     def _measure(
-        self, setup: CaseSetup, program: Program, params: DSV4Params
+        self, setup: CaseSetup, programs: Programs, params: DSV4Params
     ) -> Iterator[dict[str, Any]]:
-        """Times a step, and then looks at its launches where the case wants that."""
-        cache = on_every_shard(setup.fill(), self.mesh)
+        """Times the loop and the step, and looks at its launches where the case wants that."""
+
+        def fill() -> ModelCache:
+            return on_every_shard(setup.fill(), self.mesh)
+
+        cache = fill()
         step_input = on_every_shard(setup.step_input, self.mesh)
         lengths = jnp.copy(cache.length_tokens)  # the first call donates the cache's own
-        call = decode_call(program.run, params, step_input)
 
         def rewind(state: Any) -> Any:
             return dataclasses.replace(state[0], length_tokens=jnp.copy(lengths)), state[1]
 
+        if (loop := programs.get("loop")) is not None:
+            rows = on_every_shard(greedy_rows(setup.case.batch), self.mesh)
+            yield time_loop(setup, loop, (params, step_input, rows), cache, rewind=rewind)
+            cache = fill()
+        if (program := programs.get("step")) is None:
+            return
+        call = decode_call(program.run, params, step_input)
         timing, state = setup.measure(call, (cache, None), rewind=rewind)
         cache, logits = program.run(params, rewind(state)[0], step_input)
         yield {

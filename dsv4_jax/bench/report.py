@@ -41,6 +41,11 @@ def decode_line(row: dict[str, Any]) -> str:
     if row.get("layer_ms"):
         kinds = (f"{kind} {ms:.3f}" for kind, ms in row["layer_ms"].items())
         words.append(f"ms a layer: {', '.join(kinds)},")
+    if "loop_ms" in row:
+        words.append(
+            f"{row['loop_ms']:.3f} ms ({row['loop_ms_least']:.3f} to {row['loop_ms_most']:.3f}) a "
+            f"token in a loop of {row['loop_steps']},"
+        )
     words += [f"{part} failed, {error}," for part, error in row.get("failed", {}).items()]
     return " ".join(words).rstrip(",")
 
@@ -52,6 +57,7 @@ def decode_table(rows: Sequence[dict[str, Any]]) -> str:
         "context": lambda r: f"{r['context']:,}",
         "ms/step": lambda r: f"{r['step_ms']:.3f}",
         "spread": lambda r: f"{(r['step_ms_most'] - r['step_ms_least']) / r['step_ms']:.1%}",
+        "in a loop": lambda r: f"{r['loop_ms']:.3f}",
         "tokens/s": lambda r: f"{r['tokens_per_s']:,.0f}",
         "GB moved": lambda r: f"{r['bytes_moved'] / 1e9:.2f}",
         "of copy": lambda r: f"{r['copy_share']:.0%}",

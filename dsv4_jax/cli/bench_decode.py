@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv4_jax.bench import decode, report
-from dsv4_jax.bench.decode_case import PARTS, DecodeCase
+from dsv4_jax.bench.decode_case import ALL_PARTS, PARTS, DecodeCase
 from dsv4_jax.bench.mesh_step import MeshSteps
 from dsv4_jax.bench.results import Output
 from dsv4_jax.bench.timing import copy_bandwidth
@@ -53,7 +53,8 @@ def add_arguments(steps: argparse.ArgumentParser) -> None:
         "--parts",
         type=_parts,
         default=PARTS,
-        help=f"parts to time, out of {','.join(PARTS)}; cache alone needs no weights",
+        help=f"parts to time, out of {','.join(ALL_PARTS)}; if not given, {','.join(PARTS)}; cache "
+        "alone needs no weights, and loop is `decode_loop`, on a mesh too",
     )
     steps.add_argument(
         "--one-bucket",
@@ -61,7 +62,9 @@ def add_arguments(steps: argparse.ArgumentParser) -> None:
         help="compile once per batch, for the longest context, and use that cache for all contexts",
     )
     steps.add_argument(
-        "--quick", action="store_true", help="time only the step, and compile it once"
+        "--quick",
+        action="store_true",
+        help="time only the step, and the loop if --parts has it, and compile them once",
     )
     steps.add_argument(
         "--compile-only",
@@ -102,7 +105,9 @@ def run(args: argparse.Namespace) -> int:
     check_contexts(config, "contexts", args.contexts)
     if args.plot:
         report.find_matplotlib()
-    parts = ("step",) if args.quick else args.parts
+    parts = args.parts
+    if args.quick:
+        parts = ("step", *(["loop"] if "loop" in parts else []))
     output = Output(args.json, command="bench decode", config=args.config)
     output.set(weights=args.weights, experts=config.num_routed_experts)
     cases, mesh, params = _cases(args, parts), chosen_mesh(args), None
@@ -187,6 +192,6 @@ def _cases(args: argparse.Namespace, parts: tuple[str, ...]) -> list[DecodeCase]
 
 def _parts(text: str) -> tuple[str, ...]:
     parts = tuple(text.split(","))
-    if set(parts) - set(PARTS):
-        raise argparse.ArgumentTypeError(f"must be of {', '.join(PARTS)}, got {show(text)}")
+    if set(parts) - set(ALL_PARTS):
+        raise argparse.ArgumentTypeError(f"must be of {', '.join(ALL_PARTS)}, got {show(text)}")
     return parts
