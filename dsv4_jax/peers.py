@@ -29,8 +29,8 @@ from pallas_kernels.common.backend import FallbackWarning
 from pallas_kernels.peer_collectives.buffer import EMPTY, MAX_DEVICES, PeerLayout
 
 VARIABLE = "DSV4_JAX_PEER_BUFFERS"
-"""Environment variable; 0 leaves all collectives to NCCL, "processes" crosses processes."""
-_CHOICES = ("", "0", "processes")
+"""Environment variable; 0 leaves all collectives to NCCL."""
+_CHOICES = ("", "0")
 _TEXT_BYTES = 256
 _HERE: contextvars.ContextVar[PeerBuffers | None] = contextvars.ContextVar("peers", default=None)
 
@@ -55,11 +55,10 @@ class PeerBuffers:
 def make_peer_buffers(mesh: Mesh) -> PeerBuffers | None:
     """Allocates them: on each device 18 MiB for an axis of two devices, 69 for one of eight.
 
-    They need NVIDIA GPUs of one host that reach each other's memory. Where there are GPUs that
-    don't, a `FallbackWarning` says so, and collectives of that axis are NCCL's. So they are where
-    GPUs of an axis lie in several processes of the host, unless `DSV4_JAX_PEER_BUFFERS=processes`
-    asks for buffers there too, which no GPU has tried. The memory is the driver's, beside what JAX
-    takes for itself. All processes of the mesh call this.
+    They need NVIDIA GPUs of one host that reach each other's memory, in one process or several.
+    Where there are GPUs and an axis can't have buffers, a `FallbackWarning` says why, and its
+    collectives are NCCL's. The memory is the driver's, beside what JAX takes for itself. All
+    processes of the mesh call this.
 
     Args:
       mesh: from `make_mesh`.
@@ -69,7 +68,6 @@ def make_peer_buffers(mesh: Mesh) -> PeerBuffers | None:
 
     Raises:
       ValueError: the variable is something else.
-      RuntimeError: the driver does not share memory.
     """
     chosen = os.environ.get(VARIABLE, "")
     if chosen not in _CHOICES:
@@ -81,12 +79,12 @@ def make_peer_buffers(mesh: Mesh) -> PeerBuffers | None:
     hosts = _hosts(mesh) if axes else {}
     found = {}
     for axis in axes:
-        obstacle = _find_obstacle(mesh, axis, hosts, across=chosen == "processes")
-        if obstacle := _of_any_process(mesh, obstacle):
+        try:
+            _raise_of_any_process(mesh, _find_obstacle(mesh, axis, hosts))
+            found[axis] = _allocate(mesh, axis)
+        except _ObstacleError as obstacle:
             text = f"collectives over {axis!r} are NCCL's, slower for few rows: {obstacle}"
             warnings.warn(text, FallbackWarning, stacklevel=2)
-        else:
-            found[axis] = _allocate(mesh, axis)
     return PeerBuffers(**found) if found else None
 
 
@@ -125,11 +123,27 @@ def _hosts(mesh: Mesh) -> dict[int, bytes]:
     return {device.process_index: name for device, name in _tell_all(mesh, lambda _: mine).items()}
 
 
-def _of_any_process(mesh: Mesh, obstacle: str | None) -> str | None:
-    """The obstacle of the first process that has one, on all of them."""
+class _ObstacleError(Exception):
+    """Why an axis can have no buffers; every process of the mesh raises it."""
+
+
+def _raise_of_any_process(mesh: Mesh, obstacle: str | None) -> None:
+    """Raises the obstacle of the first process that has one, on all of them."""
     mine = (obstacle or "").encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
-    found = [text.rstrip(b"\0") for text in _tell_all(mesh, lambda _: mine).values()]
-    return next((text.decode(errors="ignore") for text in found if text), None)
+    texts = [text.rstrip(b"\0") for text in _tell_all(mesh, lambda _: mine).values()]
+    for text in filter(None, texts):
+        raise _ObstacleError(text.decode(errors="ignore"))
+
+
+def _attempt[Result](mesh: Mesh, run: Callable[[], Result]) -> Result:
+    """What it returns; where the driver refuses it to some process, all raise that."""
+    try:
+        result = run()
+    except RuntimeError as error:
+        _raise_of_any_process(mesh, str(error) or type(error).__name__)
+        raise
+    _raise_of_any_process(mesh, None)
+    return result
 
 
 def _lines(mesh: Mesh, axis: str) -> np.ndarray:
@@ -137,13 +151,11 @@ def _lines(mesh: Mesh, axis: str) -> np.ndarray:
     return np.moveaxis(mesh.devices, AXES.index(axis), -1).reshape(-1, mesh.shape[axis])
 
 
-def _find_obstacle(mesh: Mesh, axis: str, hosts: dict[int, bytes], *, across: bool) -> str | None:
+def _find_obstacle(mesh: Mesh, axis: str, hosts: dict[int, bytes]) -> str | None:
     """Why an axis can have no buffers, as this process sees it; None if it can."""
-    processes = _processes(mesh, axis)
-    if any(len({hosts[process] for process in line}) > 1 for line in processes):
-        return "its devices lie on several hosts"
-    if not across and max(map(len, processes)) > 1:
-        return f"its devices lie in several processes; {VARIABLE}=processes asks for more"
+    for line in _lines(mesh, axis):
+        if len({hosts[device.process_index] for device in line}) > 1:
+            return "its devices lie on several hosts"
     if mesh.shape[axis] > MAX_DEVICES:
         return f"an axis may have {MAX_DEVICES} devices, got {mesh.shape[axis]}"
     return peer_memory.find_unreachable([d.local_hardware_id for d in mesh.local_devices])
@@ -152,39 +164,39 @@ def _find_obstacle(mesh: Mesh, axis: str, hosts: dict[int, bytes], *, across: bo
 def _allocate(mesh: Mesh, axis: str) -> jax.Array:
     """The buffers of an axis, i32[devices, words], with their headers."""
     layout, where = PeerLayout(mesh.shape[axis]), NamedSharding(mesh, BY_DEVICE)
-    here = list(mesh.local_devices)
-    own = {device: PeerMemory(layout.num_words, device.local_hardware_id) for device in here}
-    peer_memory.let_reach([device.local_hardware_id for device in here])
-    reach = _reaching(mesh, axis, own)
-    for line in _lines(mesh, axis):
-        for place, device in enumerate(line):
-            if device in own:
-                own[device].fill(EMPTY, layout.first_slot_word)
-                own[device].write(layout.header(place, [reach(device, peer) for peer in line]))
-    parts = [own[device].to_array() for device in here]
-    shape = mesh.size, layout.num_words
-    buffers = jax.make_array_from_single_device_arrays(shape, where, parts)
-    _tell_all(mesh, lambda _: b"ready")  # no process sends before all buffers are new
-    return buffers
+    here = {device: device.local_hardware_id for device in mesh.local_devices}
+    lines = _lines(mesh, axis)
+
+    def make() -> dict[Any, PeerMemory]:
+        own = {device: PeerMemory(layout.num_words, number) for device, number in here.items()}
+        peer_memory.let_reach(list(here.values()))
+        for memory in own.values():
+            memory.fill(EMPTY, layout.first_slot_word)
+        return own
+
+    def share() -> dict[Any, bytes]:
+        return {device: memory.share() for device, memory in own.items()}
+
+    def write_headers() -> list[jax.Array]:
+        for line in lines:
+            for place, device in enumerate(line):
+                if device in own:
+                    at = [_reach(device, peer, own, shared) for peer in line]
+                    own[device].write(layout.header(place, at))
+        return [memory.to_array() for memory in own.values()]
+
+    own, shared = _attempt(mesh, make), {}
+    if any(device.process_index != line[0].process_index for line in lines for device in line):
+        shared = _tell_all(mesh, _attempt(mesh, share).__getitem__)
+    parts = _attempt(mesh, write_headers)  # none sends before all headers are there
+    return jax.make_array_from_single_device_arrays((mesh.size, layout.num_words), where, parts)
 
 
-def _processes(mesh: Mesh, axis: str) -> list[set[int]]:
-    """Of each line of the axis."""
-    return [{device.process_index for device in line} for line in _lines(mesh, axis)]
-
-
-def _reaching(mesh: Mesh, axis: str, own: dict[Any, PeerMemory]) -> Callable[[Any, Any], int]:
-    """A function: the address at which a device of this process reaches a peer's buffer."""
-    if max(map(len, _processes(mesh, axis))) == 1:
-        return lambda device, peer: own[peer].address
-    shared = _tell_all(mesh, lambda device: own[device].share())
-
-    def reach(device: Any, peer: Any) -> int:
-        if peer in own:
-            return own[peer].address
-        return peer_memory.open_shared(shared[peer], device.local_hardware_id)
-
-    return reach
+def _reach(device: Any, peer: Any, own: dict[Any, PeerMemory], shared: dict[Any, bytes]) -> int:
+    """The address at which a device of this process reaches a peer's buffer."""
+    if peer in own:
+        return own[peer].address
+    return peer_memory.open_shared(shared[peer], device.local_hardware_id)
 
 
 @contextlib.contextmanager

@@ -66,7 +66,6 @@ class FakeMesh:
 @pytest.mark.parametrize(
     ("sizes", "unreachable", "said"),
     [
-        ((1, 4, 2), None, "several processes"),
         ((1, 16), None, "may have 8 devices"),
         ((2, 2), "GPU 0 is far from GPU 1", "NCCL's, slower for few rows: GPU 0 is far"),
     ],
@@ -88,60 +87,24 @@ def test_what_is_missing_is_said(monkeypatch, sizes, unreachable, said):
 
 
 def test_only_lines_within_a_host_have_buffers(monkeypatch):
-    """Two hosts of a process each; `model` lies within them."""
+    """Two processes, on two hosts or one; `model` lies within them."""
     monkeypatch.setattr(peers.peer_memory, "find_unreachable", lambda ordinals: None)
     mesh, hosts = FakeMesh(2, 2, of_process=2), {0: b"one", 1: b"other"}
-    find = peers._find_obstacle
-    assert find(mesh, MODEL, hosts, across=False) is None
-    assert "several hosts" in find(mesh, DATA, hosts, across=True)
+    assert peers._find_obstacle(mesh, MODEL, hosts) is None
+    assert "several hosts" in peers._find_obstacle(mesh, DATA, hosts)
     hosts[1] = hosts[0]
-    assert "several processes" in find(mesh, DATA, hosts, across=False)
-    assert find(mesh, DATA, hosts, across=True) is None
-
-
-def test_an_obstacle_of_one_process_is_that_of_all(monkeypatch):
-    texts = {0: b"\0" * 256, 1: b"too far".ljust(256, b"\0")}
-    monkeypatch.setattr(peers, "_tell_all", lambda mesh, what: texts)
-    assert peers._of_any_process(FakeMesh(2, 2, of_process=2), None) == "too far"
-
-
-@dataclasses.dataclass(frozen=True)
-class FakeMemory:
-    """Memory of a GPU that is not there."""
-
-    address: int
-    shareable: bool = True
-
-    def share(self):
-        assert self.shareable, "nobody opens it"
-        return f"that at {self.address}".encode()
-
-
-def test_buffers_of_other_processes_are_opened_on_each_gpu(monkeypatch):
-    mesh = FakeMesh(2, 2, of_process=2)
-    own = dict(zip(mesh.local_devices, map(FakeMemory, (1000, 2000)), strict=True))
-    monkeypatch.setattr(peers.peer_memory, "open_shared", lambda shared, gpu: (shared, gpu))
-    first, second, third, fourth = mesh.devices.flat
-    others = {third: b"first of 1", fourth: b"second of 1"}
-    monkeypatch.setattr(
-        peers, "_tell_all", lambda mesh, what: {d: what(d) for d in mesh.local_devices} | others
-    )
-    reach = peers._reaching(mesh, DATA, own)
-    assert (reach(first, first), reach(first, second)) == (1000, 2000)
-    assert reach(second, third) == (b"first of 1", 1)
-    assert reach(first, fourth) == (b"second of 1", 0)
-    own = {device: dataclasses.replace(one, shareable=False) for device, one in own.items()}
-    assert peers._reaching(mesh, MODEL, own)(first, second) == 2000
+    assert peers._find_obstacle(mesh, DATA, hosts) is None
 
 
 def test_two_processes_exchange_what_their_headers_need():
-    """A process opens what the other one has, and takes its own as it is."""
+    """A process opens what the other one has; where one fails, no process has buffers."""
     processes = peers_of_processes.run()
     headers = {}
     for process in processes:
         assert process["hosts"] == 1
         assert process["told"] == ["0 of 0", "1 of 0", "2 of 1", "3 of 1"]
         assert (process["obstacle"], process["none"], process["new"]) == ("too far", None, True)
+        assert (process["refused"], process["within"]) == ("error 999", None)
         headers |= {name: numbers for name, numbers in process.items() if name[-1].isdigit()}
     assert len(headers) == 8
     for axis, lines in ((DATA, [(0, 2), (1, 3)]), (MODEL, [(0, 1), (2, 3)])):

@@ -20,10 +20,26 @@ from pallas_kernels.peer_collectives.buffer import EMPTY
 from programs.mesh_check import ENVIRONMENT, TESTS
 
 
+def obstacle_of(call, *arguments):
+    """What keeps an axis from having buffers; None if nothing does."""
+    from dsv4_jax import peers
+
+    try:
+        call(*arguments)
+    except peers._ObstacleError as error:
+        return str(error)
+    return None
+
+
+def refuse(shared, ordinal):
+    """In place of `open_shared`, where the driver refuses."""
+    raise RuntimeError("error 999")
+
+
 def be_one(number, count, port):
     """One of the processes."""
     import dsv4_jax as ds
-    from dsv4_jax import peers
+    from dsv4_jax import peer_memory, peers
     from helpers import host_memory
 
     ds.hosts.join_hosts(f"127.0.0.1:{port}", count, number)
@@ -33,8 +49,8 @@ def be_one(number, count, port):
     result = {
         "hosts": len(set(peers._hosts(mesh).values())),
         "told": [text.decode() for text in told.values()],
-        "obstacle": peers._of_any_process(mesh, "too far" if number else None),
-        "none": peers._of_any_process(mesh, None),
+        "obstacle": obstacle_of(peers._raise_of_any_process, mesh, "too far" if number else None),
+        "none": obstacle_of(peers._raise_of_any_process, mesh, None),
     }
     for axis in mesh.axis_names:
         buffers = host_memory.allocate(mesh, axis)
@@ -42,6 +58,10 @@ def be_one(number, count, port):
             words = np.asarray(part.data)[0][:64].view(np.uint64)
             result[f"{axis} {devices.index(part.device)}"] = [int(word) for word in words[:4]]
             result["new"] = bool(np.all(part.data[0, -1024:] == EMPTY))
+    if number:
+        peer_memory.open_shared = refuse
+    result["refused"] = obstacle_of(peers._allocate, mesh, "data")
+    result["within"] = obstacle_of(peers._allocate, mesh, "model")
     jax.effects_barrier()
     print(json.dumps(result), flush=True)
 

@@ -10,7 +10,6 @@ its share of the GPUs, and process 0 prints.
 
 import argparse
 import json
-import os
 import sys
 
 import jax
@@ -20,7 +19,7 @@ from jax.sharding import NamedSharding
 
 import dsv4_jax as ds
 from dsv4_jax.mesh import BY_DEVICE, DATA, MODEL, fetch
-from dsv4_jax.peers import VARIABLE, make_peer_buffers, own_buffer, using
+from dsv4_jax.peers import make_peer_buffers, own_buffer, using
 from helpers import gpu_processes
 from pallas_kernels.peer_collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from pallas_kernels.peer_collectives.buffer import EMPTY
@@ -92,7 +91,6 @@ def main():
     number = 0
     if args.process:
         number, count, port = args.process
-        os.environ[VARIABLE] = "processes"
         ds.hosts.join_hosts(f"127.0.0.1:{port}", count, number)
     devices, results = len(jax.devices()), {}
     for data in range(1, devices + 1):
