@@ -30,9 +30,8 @@ from pallas_kernels.block_linear.triton_rows import make_rows, padded
 from pallas_kernels.block_linear.work import SwiGLU
 from pallas_kernels.common.pending import SplitSums
 from pallas_kernels.common.weights import Weight
-from pallas_kernels.expert_mlp import triton_worklist
+from pallas_kernels.expert_mlp import triton_counting, triton_worklist
 from pallas_kernels.expert_mlp.arguments import Arguments
-from pallas_kernels.expert_mlp.worklist import make_worklist
 
 
 def expert_mlp(
@@ -210,10 +209,6 @@ def _sort(
     expert_ids: jax.Array, expert_weights: jax.Array, num_experts: int, tile_rows: int, spare: int
 ) -> tuple[jax.Array, ...]:
     """See `triton_worklist.make_worklist`, for any number of pairs."""
-    if expert_ids.size <= triton_worklist.MAX_PAIRS:
-        return triton_worklist.make_worklist(
-            expert_ids, expert_weights, num_experts, tile_rows, spare
-        )
-    work = make_worklist(expert_ids, num_experts, tile_rows)
-    share = jnp.zeros(work.token.shape[0] + spare, jnp.float32).at[work.row].set(expert_weights)
-    return work.token, work.row, work.expert, work.first, work.num_rows, share
+    is_few = expert_ids.size <= triton_worklist.MAX_PAIRS
+    kernel = triton_worklist if is_few else triton_counting
+    return kernel.make_worklist(expert_ids, expert_weights, num_experts, tile_rows, spare)

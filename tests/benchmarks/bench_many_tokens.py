@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from dsv4_jax.bench.loops import median_us
 from dsv4_jax.config import DSV4Config
-from pallas_kernels.expert_mlp import triton_worklist
+from pallas_kernels.expert_mlp import triton_counting, triton_worklist
 from pallas_kernels.expert_mlp.worklist import make_worklist
 from pallas_kernels.hyper_connections import triton_gpu as hyper_connections
 from pallas_kernels.hyper_connections.arguments import Arguments as ReadArguments
@@ -106,7 +106,10 @@ def pairs_sorted(tokens, num_experts):
         share = jnp.zeros(work.token.shape[0] + spare, jnp.float32).at[work.row].set(weights)
         return work.token, work.row, work.expert, work.first, work.num_rows, share
 
-    forms = {"XLA": xla}
+    counting = functools.partial(
+        triton_counting.make_worklist, num_experts=num_experts, tile_rows=tile_rows, spare=spare
+    )
+    forms = {"XLA": xla, "by counting": counting}
     if ids.size <= triton_worklist.MAX_PAIRS:
         forms["kernel"] = kernel
     return "sort_by_expert", forms, (ids, jnp.full(ids.shape, 0.25, jnp.float32))

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from pallas_kernels.expert_mlp import triton_worklist
+from pallas_kernels.expert_mlp import triton_counting, triton_worklist
 from pallas_kernels.expert_mlp.worklist import make_worklist
 
 SPARE = 3
@@ -23,18 +23,20 @@ def routing(name, num_tokens, picks, num_experts):
     return ids.astype(np.int32), rng.uniform(size=ids.shape).astype(np.float32)
 
 
+SIZES = [(1, 6, 256, 8), (9, 6, 7, 8), (32, 6, 192, 16), (64, 8, 384, 64)]
+CASES = [(triton_worklist, *sizes) for sizes in SIZES]
+CASES += [(triton_counting, *sizes) for sizes in (*SIZES[1:3], (200, 6, 13, 32))]
+
+
 @pytest.mark.parametrize("name", ["random", "one expert", "none"])
-@pytest.mark.parametrize(
-    ("num_tokens", "picks", "num_experts", "tile_rows"),
-    [(1, 6, 256, 8), (9, 6, 7, 8), (32, 6, 192, 16), (64, 8, 384, 64)],
-)
+@pytest.mark.parametrize(("kernel", "num_tokens", "picks", "num_experts", "tile_rows"), CASES)
 def test_pairs_rows_and_tiles_are_the_definition_s(
-    lane, name, num_tokens, picks, num_experts, tile_rows
+    lane, name, kernel, num_tokens, picks, num_experts, tile_rows
 ):
     del lane
     ids, weights = routing(name, num_tokens, picks, num_experts)
     sort = functools.partial(
-        triton_worklist.make_worklist, num_experts=num_experts, tile_rows=tile_rows, spare=SPARE
+        kernel.make_worklist, num_experts=num_experts, tile_rows=tile_rows, spare=SPARE
     )
     found = jax.jit(sort)(ids, weights)
     token, row, expert, first, num_rows, share = map(np.asarray, found)

@@ -1,0 +1,125 @@
+"""Triton kernels that sort many pairs by expert: a program for each expert, in two launches.
+
+    count_pairs    how many pairs have the expert
+    place_pairs    where its rows and tiles begin, from what the experts below it have; then each of
+                   its pairs is given the next of its rows
+
+Nothing is sorted: each program looks at all pairs, which L2 holds. The two launches bound it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.expert_mlp.worklist import ALIGNMENT, max_rows, max_tiles
+from pallas_kernels.gpu import triton
+
+Ref = Any
+_PAIRS = 1024
+"""That a program looks at together."""
+_TILES = 32
+"""That it writes together."""
+_NUM_WARPS = 4
+
+
+def make_worklist(
+    expert_ids: jax.Array, expert_weights: jax.Array, num_experts: int, tile_rows: int, spare: int
+) -> tuple[jax.Array, ...]:
+    """As `triton_worklist.make_worklist`, for any number of pairs."""
+    num_pairs, picks = expert_ids.size, expert_ids.shape[1]
+    num_tiles = max_tiles(num_pairs, num_experts, tile_rows)
+    num_rows = max_rows(num_pairs, num_experts)
+    num_parts = pl.cdiv(num_pairs, _PAIRS)
+    width = 1 << num_experts.bit_length()  # of E + 1 counts
+
+    def each_part[T](ids: Ref, expert: jax.Array, body: Callable[..., T], carry: T) -> T:
+        """body(pairs, which of them have the expert, carry), part by part."""
+
+        def run(part: jax.Array, carry: T) -> T:
+            pair = part * _PAIRS + jnp.arange(_PAIRS, dtype=jnp.int32)
+            is_pair = pair < num_pairs
+            key = triton.load_where(ids, (pair,), is_pair)
+            key = jnp.where((key >= 0) & (key < num_experts), key, num_experts)
+            return body(pair, is_pair & (key == expert), carry)
+
+        return jax.lax.fori_loop(0, num_parts, run, carry)
+
+    def count(inputs: list[Ref], outputs: list[Ref]) -> None:
+        (ids,), (counts,) = inputs, outputs
+        expert = pl.program_id(0)
+
+        def add(pair: jax.Array, has_it: jax.Array, total: jax.Array) -> jax.Array:
+            del pair
+            return total + jnp.sum(has_it.astype(jnp.int32))
+
+        counts[expert] = each_part(ids, expert, add, jnp.int32(0))
+
+    def place(inputs: list[Ref], outputs: list[Ref]) -> None:
+        ids, weights, counts = inputs
+        token, row, tile_expert, first, tile_rows_of, share = outputs
+        expert = pl.program_id(0)
+        number = jnp.arange(width, dtype=jnp.int32)
+        is_below = number < expert
+        below = triton.load_where(counts, (number,), is_below)
+        first_row = jnp.sum(-(-below // ALIGNMENT) * ALIGNMENT)
+        first_tile = jnp.sum(-(-below // tile_rows))
+        total = counts[expert]
+
+        def give(pair: jax.Array, has_it: jax.Array, before: jax.Array) -> jax.Array:
+            ones = has_it.astype(jnp.int32)
+            at = first_row + before + jnp.cumsum(ones) - 1
+            triton.store_where(row, (pair,), at, has_it)
+            triton.store_where(token, (at,), pair // picks, has_it)
+            triton.store_where(share, (at,), triton.load_where(weights, (pair,), has_it), has_it)
+            return before + jnp.sum(ones)
+
+        each_part(ids, expert, give, jnp.int32(0))
+        # The last program has the pairs of no expert, and writes the tiles that nobody needs.
+        is_expert = expert < num_experts
+        num_own = jnp.where(is_expert, -(-total // tile_rows), num_tiles - first_tile)
+
+        def write(step: jax.Array, carry: jax.Array) -> jax.Array:
+            tile = step * _TILES + jnp.arange(_TILES, dtype=jnp.int32)
+            at, exists = first_tile + tile, tile < num_own
+            left = jnp.minimum(total - tile * tile_rows, tile_rows)
+            for target, values, nothing in (
+                (tile_expert, jnp.full(_TILES, expert, jnp.int32), num_experts - 1),
+                (first, first_row + tile * tile_rows, 0),
+                (tile_rows_of, left, 0),
+            ):
+                triton.store_where(target, (at,), jnp.where(is_expert, values, nothing), exists)
+            return carry
+
+        jax.lax.fori_loop(0, -(-num_own // _TILES), write, jnp.int32(0))
+
+    def integers(size: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((size,), jnp.int32)
+
+    ids, programs = expert_ids.reshape(-1), (num_experts + 1,)
+    [counts] = triton.launch(
+        count,
+        grid=programs,
+        inputs=[ids],
+        outputs=[integers(num_experts + 1)],
+        num_warps=_NUM_WARPS,
+        name="count_pairs",
+    )
+    token, row, *items, share = triton.launch(
+        place,
+        grid=programs,
+        inputs=[ids, expert_weights.reshape(-1), counts],
+        outputs=[
+            integers(num_rows),
+            integers(num_pairs),
+            *[integers(num_tiles)] * 3,
+            jax.ShapeDtypeStruct((num_rows + spare,), jnp.float32),
+        ],
+        num_warps=_NUM_WARPS,
+        name="place_pairs",
+    )
+    return token, row.reshape(expert_ids.shape), *items, share
