@@ -7,11 +7,7 @@ NCCL's.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from dsv4_jax.mesh import DATA, MODEL, axis_size
 from dsv4_jax.peers import own_buffer
@@ -56,13 +52,7 @@ def gather_in_one(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     """
     if axis_size(MODEL) == 1:
         return tuple(array[None] for array in arrays)
-    words = [_to_words(array, jnp.uint16) for array in arrays]
-    together = all_gather(jnp.concatenate(words, axis=1), MODEL, buffer=own_buffer(MODEL))
-    ends = np.cumsum([word.shape[1] for word in words])[:-1].tolist()
-    return tuple(
-        jax.vmap(lambda part, like=array: _from_words(part, like.dtype).reshape(like.shape))(part)
-        for part, array in zip(jnp.split(together, ends, axis=2), arrays, strict=True)
-    )
+    return all_gather(*arrays, axis_name=MODEL, buffer=own_buffer(MODEL))
 
 
 def exchange_over_model(x: jax.Array) -> jax.Array:
@@ -83,13 +73,8 @@ def gather_rows(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     """
     if axis_size(DATA) == 1:
         return arrays
-    bits = min(16, *(8 * array.dtype.itemsize for array in arrays))
-    words = [_to_words(array, jnp.dtype(f"uint{bits}")) for array in arrays]
-    together = all_gather(jnp.concatenate(words, axis=1), DATA, buffer=own_buffer(DATA))
-    together = together.reshape(-1, together.shape[-1])
-    ends = np.cumsum([word.shape[1] for word in words])[:-1].tolist()
-    parts = jnp.split(together, ends, axis=1)
-    return tuple(_from_words(p, a.dtype) for p, a in zip(parts, arrays, strict=True))
+    found = all_gather(*arrays, axis_name=DATA, buffer=own_buffer(DATA))
+    return tuple(every.reshape(-1, *every.shape[2:]) for every in found)
 
 
 def sum_own_rows(x: jax.Array) -> jax.Array:
@@ -102,15 +87,3 @@ def sum_own_rows(x: jax.Array) -> jax.Array:
         return x
     parts = x.reshape(shards, -1, *x.shape[1:])
     return reduce_scatter(parts, DATA, buffer=own_buffer(DATA))
-
-
-def _to_words(array: jax.Array, word: Any) -> jax.Array:
-    words = jax.lax.bitcast_convert_type(array, word)
-    return words.reshape(array.shape[0], -1)
-
-
-def _from_words(words: jax.Array, dtype: Any) -> jax.Array:
-    count = jnp.dtype(dtype).itemsize // words.dtype.itemsize
-    if count > 1:
-        words = words.reshape(words.shape[0], -1, count)
-    return jax.lax.bitcast_convert_type(words, dtype)

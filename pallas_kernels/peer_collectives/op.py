@@ -55,7 +55,7 @@ def all_reduce(
     terms = [term.reshape(parts, -1) for term in (x, plus) if term is not None]
     total = triton_gpu.add_up(terms, buffer, layout)
     if parts > 1:
-        total = triton_gpu.exchange(total[None], buffer, layout)
+        [total] = triton_gpu.exchange([total[None]], buffer, layout)
     return total.reshape(x.shape)
 
 
@@ -93,33 +93,38 @@ def reduce_scatter(
 
 
 def all_gather(
-    x: jax.Array,
+    *arrays: jax.Array,
     axis_name: str,
-    *,
     buffer: jax.Array | None = None,
     backend: Backend | None = None,
-) -> jax.Array:
-    """What all devices of an axis have, in their order; inside `shard_map`.
+) -> tuple[jax.Array, ...]:
+    """What all devices of an axis have, in their order, in one collective; inside `shard_map`.
 
     Args:
-      x: [...]; the kernel takes dtypes of 16 and 32 bits, in whole lines of 16 bytes. It changes a
-        bit of 32 that are EMPTY (`buffer.py`), a NaN.
+      *arrays: [T, ...] each, of 8, 16 or 32 bits. The kernel takes those of 16 and 32, in whole
+        lines of 16 bytes. It changes a bit of 32 that are EMPTY (`buffer.py`), a NaN.
       axis_name: the axis.
       buffer: as of `all_reduce`.
       backend: as of `all_reduce`.
 
     Returns:
-      [devices, ...].
+      [devices, T, ...] each.
 
     Raises:
       ValueError: the buffer has another size.
       NotImplementedError: the named backend can't run here.
     """
-    devices, sent = jax.lax.axis_size(axis_name), x.size * x.dtype.itemsize
-    layout = _find_layout("all_gather", x, sent, devices, buffer, backend)
-    if layout is None or buffer is None:
-        return reference.all_gather(x, axis_name)
-    return triton_gpu.exchange(x.reshape(1, -1), buffer, layout).reshape(devices, *x.shape)
+    devices = jax.lax.axis_size(axis_name)
+    layouts = [
+        _find_layout("all_gather", x, x.size * x.dtype.itemsize, devices, buffer, backend)
+        for x in arrays
+    ]
+    lines = sum(triton_gpu.num_programs(x.reshape(1, -1)) for x in arrays) * 128
+    layout = layouts[0]
+    if buffer is None or layout is None or None in layouts or lines > layout.lines:
+        return reference.all_gather(*arrays, axis_name=axis_name)
+    found = triton_gpu.exchange([x.reshape(1, -1) for x in arrays], buffer, layout)
+    return tuple(every.reshape(devices, *x.shape) for every, x in zip(found, arrays, strict=True))
 
 
 def all_to_all(
@@ -149,7 +154,8 @@ def all_to_all(
     layout = _find_layout("all_to_all", x, sent, devices, buffer, backend)
     if layout is None or buffer is None:
         return reference.all_to_all(x, axis_name)
-    return triton_gpu.exchange(x.reshape(devices, -1), buffer, layout).reshape(x.shape)
+    [found] = triton_gpu.exchange([x.reshape(devices, -1)], buffer, layout)
+    return found.reshape(x.shape)
 
 
 def _check_parts(x: jax.Array, axis_name: str) -> int:

@@ -7,8 +7,11 @@ have one sum.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 _GATHERED_BYTES = 2 << 20
 """Beyond them it takes less time to add each device's share of the rows and to gather the sums."""
@@ -33,9 +36,19 @@ def reduce_scatter(x: jax.Array, axis_name: str) -> jax.Array:
     return _add_up(all_to_all(x, axis_name))
 
 
-def all_gather(x: jax.Array, axis_name: str) -> jax.Array:
-    """See `op.all_gather`."""
-    return jax.lax.all_gather(x, axis_name)
+def all_gather(*arrays: jax.Array, axis_name: str) -> tuple[jax.Array, ...]:
+    """See `op.all_gather`; rows of words of the narrowest array, 16 bits at most."""
+    if len(arrays) == 1:
+        return (jax.lax.all_gather(arrays[0], axis_name),)
+    bits = min(16, *(8 * array.dtype.itemsize for array in arrays))
+    words = [_to_words(array, jnp.dtype(f"uint{bits}")) for array in arrays]
+    together = jax.lax.all_gather(jnp.concatenate(words, axis=1), axis_name)
+    ends = np.cumsum([word.shape[1] for word in words])[:-1].tolist()
+    parts = jnp.split(together, ends, axis=2)
+    return tuple(
+        _from_words(part, array.dtype).reshape(-1, *array.shape)
+        for part, array in zip(parts, arrays, strict=True)
+    )
 
 
 def all_to_all(x: jax.Array, axis_name: str) -> jax.Array:
@@ -50,3 +63,15 @@ def _add_up(parts: jax.Array) -> jax.Array:
     for part in parts[1:]:
         total = total + part.astype(wide)
     return total.astype(parts.dtype)
+
+
+def _to_words(array: jax.Array, word: Any) -> jax.Array:
+    words = jax.lax.bitcast_convert_type(array, word)
+    return words.reshape(array.shape[0], -1)
+
+
+def _from_words(words: jax.Array, dtype: Any) -> jax.Array:
+    count = jnp.dtype(dtype).itemsize // words.dtype.itemsize
+    if count > 1:
+        words = words.reshape(*words.shape[:-1], -1, count)
+    return jax.lax.bitcast_convert_type(words, dtype)

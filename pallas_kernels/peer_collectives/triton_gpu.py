@@ -10,6 +10,7 @@ docs/kernels/peer_collectives.md.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -69,44 +70,61 @@ def add_up(terms: list[jax.Array], buffer: jax.Array, layout: PeerLayout) -> jax
     )[0]
 
 
-def exchange(x: jax.Array, buffer: jax.Array, layout: PeerLayout) -> jax.Array:
-    """What each device has for this one.
+def exchange(arrays: Sequence[jax.Array], buffer: jax.Array, layout: PeerLayout) -> list[jax.Array]:
+    """What each device has for this one, of several arrays in one launch.
 
     Args:
-      x: [devices, N] of 16 or 32 bits, a part for each device; or [1, N], the same for all.
+      arrays: [devices, N] each, of 16 or 32 bits, a part for each device; or [1, N], the same for
+        all.
       buffer: i32[words], this device's.
       layout: of the buffers.
 
     Returns:
-      [devices, N].
+      [devices, N] each.
     """
-    (parts, size), dtype = x.shape, x.dtype
+    dtypes = [x.dtype for x in arrays]
     # Triton has no unsigned results of PTX.
-    x = jax.lax.bitcast_convert_type(x, jnp.int16 if dtype.itemsize == 2 else jnp.int32)
-    pack = LINE_BYTES // dtype.itemsize
-    block = _THREADS * pack
-    text, constraints = ptx.exchange(layout, pack)
+    arrays = [
+        jax.lax.bitcast_convert_type(x, jnp.int16 if x.dtype.itemsize == 2 else jnp.int32)
+        for x in arrays
+    ]
+    programs = [num_programs(x) for x in arrays]
+    firsts = [sum(programs[:number]) for number in range(len(arrays))]
 
     def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
-        x, buffer = inputs
-        (every,) = outputs
-        at = pl.program_id(0) * block + jnp.arange(block, dtype=jnp.int32)
-        peer = pl.program_id(1)
-        exists = at < size
-        line = triton.load_where(x, (peer if parts > 1 else jnp.int32(0), at), exists)
-        numbers = [at // pack, *_header(buffer, block), jnp.full(block, peer, jnp.int32)]
-        found = triton.inline_lines(text, [line, *numbers], constraints, pack=pack, dtype=x.dtype)
-        triton.store_where(every, (peer, at), found, exists)
+        *given, buffer = inputs
+        program, peer = pl.program_id(0), pl.program_id(1)
+        for x, every, first, count in zip(given, outputs, firsts, programs, strict=True):
 
-    every = triton.launch(
+            @pl.when((program >= first) & (program < first + count))
+            def _(x: Ref = x, every: Ref = every, first: int = first) -> None:
+                parts, size = x.shape
+                pack = LINE_BYTES // x.dtype.itemsize
+                block = _THREADS * pack
+                text, constraints = ptx.exchange(layout, pack)
+                at = (program - first) * block + jnp.arange(block, dtype=jnp.int32)
+                line, exists = at // pack + first * _THREADS, at < size
+                values = triton.load_where(x, (peer if parts > 1 else jnp.int32(0), at), exists)
+                numbers = [line, *_header(buffer, block), jnp.full(block, peer, jnp.int32)]
+                found = triton.inline_lines(
+                    text, [values, *numbers], constraints, pack=pack, dtype=x.dtype
+                )
+                triton.store_where(every, (peer, at), found, exists)
+
+    found = triton.launch(
         kernel,
-        grid=(pl.cdiv(size, block), layout.devices),
-        inputs=[x, buffer],
-        outputs=[jax.ShapeDtypeStruct((layout.devices, size), x.dtype)],
+        grid=(sum(programs), layout.devices),
+        inputs=[*arrays, buffer],
+        outputs=[jax.ShapeDtypeStruct((layout.devices, x.shape[1]), x.dtype) for x in arrays],
         num_warps=_NUM_WARPS,
         name="exchange_with_peers",
-    )[0]
-    return jax.lax.bitcast_convert_type(every, dtype)
+    )
+    return [jax.lax.bitcast_convert_type(x, dtype) for x, dtype in zip(found, dtypes, strict=True)]
+
+
+def num_programs(x: jax.Array) -> int:
+    """Those that exchange an array [parts, N], each _THREADS lines with each device."""
+    return pl.cdiv(x.shape[-1] * x.dtype.itemsize, _THREADS * LINE_BYTES)
 
 
 def _header(buffer: Ref, block: int) -> list[jax.Array]:

@@ -48,9 +48,10 @@ def count_buffers(run):
     counts, plain = collections.defaultdict(lambda: [0, 0]), {}
 
     def counted(name):
-        def call(x, axis, *, buffer=None, **options):
+        def call(*arguments, buffer=None, **options):
+            axis = options.get("axis_name") or arguments[1]
             counts[f"{name} {axis}"][buffer is None] += 1
-            return plain[name](x, axis, buffer=buffer, **options)
+            return plain[name](*arguments, buffer=buffer, **options)
 
         return call
 

@@ -43,10 +43,19 @@ def count_differing(mesh, axis, peers, name, given, spin):
         # A device that spins longer reaches the exchange later.
         steps = jax.lax.fori_loop(0, spin[0], lambda i, y: y * 1.0001 + i, jnp.float32(1))
         x = jnp.where(steps < 0, 0, x[0])
-        more = {"plus": x[::-1]} if name == "all_reduce" else {}
-        with using(peers):
-            ours = OPS[name](x, axis, **more, buffer=own_buffer(axis), backend="triton_gpu")
-        wanted = OPS[name](x, axis, **more, backend="reference")
+        found = []
+        for backend in ("triton_gpu", "reference"):
+            with using(peers):
+                options = {"buffer": own_buffer(axis), "backend": backend}
+            if name == "all_gather":  # beside some elements of another dtype
+                few = jnp.arange(4, dtype=jnp.int32)
+                given = (few, x.reshape(4, -1)) if backend == "triton_gpu" else (x,)
+                *_, every = all_gather(*given, axis_name=axis, **options)
+                found.append(every.reshape(-1))
+            else:
+                more = {"plus": x[::-1]} if name == "all_reduce" else {}
+                found.append(OPS[name](x, axis, **more, **options))
+        ours, wanted = found
         differ = (ours != wanted) & ~(jnp.isnan(ours) & jnp.isnan(wanted))
         return jnp.stack([jnp.sum(differ), differ.size])[None]
 

@@ -24,7 +24,13 @@ TESTS = pathlib.Path(__file__).parents[2]
 
 def on_devices(op, x, **options):
     """`op` of x[d] on device d, for the devices of an axis that `vmap` stands in for."""
-    return jax.vmap(lambda one: op(one, AXIS, **options), axis_name=AXIS)(x)
+
+    def call(one):
+        if op is all_gather:
+            return op(one, axis_name=AXIS, **options)[0]
+        return op(one, AXIS, **options)
+
+    return jax.vmap(call, axis_name=AXIS)(x)
 
 
 def values(*shape):
@@ -55,6 +61,16 @@ def test_the_references_that_move():
     x = values(4, 4, 8)
     np.testing.assert_array_equal(on_devices(all_to_all, x), np.swapaxes(x, 0, 1))
     np.testing.assert_array_equal(on_devices(all_gather, x[0]), np.stack([x[0]] * 4))
+
+
+def test_arrays_of_several_dtypes_are_gathered_in_one():
+    rng = np.random.default_rng(0)
+    rows, codes = values(3, 5, 8), rng.integers(0, 256, (3, 5, 4)).astype(np.uint8)
+    ids = rng.integers(-1, 1 << 30, (3, 5, 2)).astype(np.int32)
+    for arrays in ((rows,), (rows, ids), (codes, rows, ids)):
+        gathered = jax.vmap(lambda *each: all_gather(*each, axis_name=AXIS), axis_name=AXIS)
+        for found, given in zip(gathered(*arrays), arrays, strict=True):
+            np.testing.assert_array_equal(found, np.stack([given] * 3))
 
 
 def test_plus_is_added_and_rounded_first():
@@ -142,7 +158,7 @@ def _exchange_case(devices, parts, size, dtype):
     layout = PeerLayout(devices)
 
     def call(buffer, x):
-        return triton_gpu.exchange(x, buffer, layout)
+        return triton_gpu.exchange([x, x[:, :256]], buffer, layout)
 
     specs = [
         jax.ShapeDtypeStruct((layout.num_words,), jnp.int32),
