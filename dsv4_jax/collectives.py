@@ -11,21 +11,24 @@ import jax
 
 from dsv4_jax.mesh import DATA, MODEL, axis_size
 from dsv4_jax.peers import own_buffer
+from pallas_kernels.common.pending import SplitSums, finish
 from pallas_kernels.peer_collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 
 
-def sum_over_model(x: jax.Array, plus: jax.Array | None = None) -> jax.Array:
+def sum_over_model(
+    x: jax.Array | SplitSums, plus: jax.Array | SplitSums | None = None
+) -> jax.Array:
     """The sum of the devices of a data shard, on each of them: [T, ...] -> [T, ...].
 
     Parts are added in f32 in the order of the devices, and rounded once: the same bits whatever T
     is and wherever a row lies.
 
     Args:
-      x: what this device has.
+      x: what this device has; a product of one row may have left it in parts.
       plus: is added to `x` first, and the sum rounded; None is nothing.
     """
     if axis_size(MODEL) == 1:
-        return x if plus is None else x + plus
+        return finish(x) if plus is None else finish(x) + finish(plus)
     return all_reduce(x, MODEL, plus=plus, buffer=own_buffer(MODEL))
 
 

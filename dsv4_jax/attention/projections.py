@@ -20,7 +20,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.linear import grouped_linear, linear_in_parts, linears, linears_beside_dense
 from dsv4_jax.mesh import MODEL, axis_size
 from pallas_kernels.common.norm_rope import rms_norm_by_pairs, rotate
-from pallas_kernels.common.pending import SplitSums, Unnormed, finish
+from pallas_kernels.common.pending import SplitSums, Unnormed
 from pallas_kernels.common.weights import (
     FP8_BLOCK,
     BlockFP8,
@@ -182,7 +182,7 @@ def output(params: AttentionParams, attended: jax.Array, config: DSV4Config) -> 
     latent = latent.reshape(*lead, latent.shape[-2] * latent.shape[-1])
     product = linear_in_parts(latent, params.wo_b)
     if axis_size(MODEL) > 1:
-        product = sum_over_model(finish(product))
+        product = sum_over_model(product)
     return _named(product, "attn_out")
 
 

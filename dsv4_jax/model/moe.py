@@ -9,6 +9,7 @@ Source: deepseek_v4.md section 1.5.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,11 +69,11 @@ def mixture_of_experts(
             shared_expert,
             limit=limit,
             picked_among=config.num_routed_experts,
-            may_stay_in_parts=axis_size(MODEL) == 1,
+            may_stay_in_parts=True,
         )
-        if isinstance(mixture, SplitSums):
+        if isinstance(mixture, SplitSums) and axis_size(MODEL) == 1:
             return mixture.reshape(*x.shape)
-        routed, shared = mixture
+        routed, shared = (mixture, None) if isinstance(mixture, SplitSums) else mixture
     else:
 
         def run_experts(rows: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
@@ -90,8 +91,12 @@ def mixture_of_experts(
         routed = _in_chunks(run_experts, rows, expert_ids, expert_weights)
         hidden = swiglu_linear(rows, *shared_expert[:2], limit=limit)
         shared = linear(hidden, shared_expert[2])
-    routed, shared = checkpoint_name(routed, "routed"), checkpoint_name(shared, "shared")
+    routed, shared = _named(routed, "routed"), _named(shared, "shared")
     return checkpoint_name(sum_over_model(routed, plus=shared).reshape(x.shape), "mlp_out")
+
+
+def _named(x: Any, name: str) -> Any:
+    return checkpoint_name(x, name) if isinstance(x, jax.Array) else x
 
 
 def _gather(

@@ -1,7 +1,8 @@
 """The experts that tokens picked, in two launches of the kernel that multiplies items.
 
-    order     pairs sorted by expert, tiles of an expert's rows      `triton_worklist`; of many XLA,
-                                                                     of one token none is needed
+    order     pairs sorted by expert, tiles of an expert's rows      `triton_worklist`, of many
+                                                                     `triton_counting`; none is
+                                                                     needed of one token
     rows      each pair's token, then the hidden values, in E4M3     `block_linear/triton_rows`, or
                                                                      the kernel itself if few
     hidden    share * SwiGLU of gate and up, tile by tile            `block_linear/multiply_items`
@@ -21,17 +22,25 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.block_linear import block_linear, call_shapes, swiglu_linear
+from pallas_kernels.block_linear import (
+    block_linear,
+    block_linear_in_parts,
+    call_shapes,
+    swiglu_linear,
+)
 from pallas_kernels.block_linear.call_shapes import Shapes, TensorCore, Tiling
 from pallas_kernels.block_linear.items import EvenItems, Items, PickedItems
 from pallas_kernels.block_linear.multiply_items import Product, multiply_items
 from pallas_kernels.block_linear.round_rows import RawRows
 from pallas_kernels.block_linear.triton_rows import make_rows, padded
 from pallas_kernels.block_linear.work import SwiGLU
-from pallas_kernels.common.pending import SplitSums
+from pallas_kernels.common.pending import SplitSums, finish
 from pallas_kernels.common.weights import Weight
 from pallas_kernels.expert_mlp import triton_counting, triton_worklist
 from pallas_kernels.expert_mlp.arguments import Arguments
+
+Mixture = tuple[jax.Array | SplitSums, jax.Array | SplitSums | None] | SplitSums
+"""What the routed experts give and what the shared one does, or the sum of both."""
 
 
 def expert_mlp(
@@ -40,10 +49,10 @@ def expert_mlp(
     in_parts: bool = False,
     tilings: tuple[Tiling, Tiling] | None = None,
     core: TensorCore | None = None,
-) -> tuple[jax.Array, jax.Array | None] | SplitSums:
+) -> Mixture:
     """See `op.expert_mlp`; the sum of the routed experts, and the shared one's result.
 
-    `in_parts` allows their sum in parts instead.
+    `in_parts` allows them in parts, or their sum in parts instead.
     """
     x, expert_ids, _, w1, w3, w2, *_, picked_among = arguments
     (num_tokens, picks), num_experts = expert_ids.shape, w1.shape[0]
@@ -61,7 +70,7 @@ def expert_mlp(
     gate, down = plan(0, w1, w3), plan(1, w2)
     if x.shape[0] == 1 and num_pairs and gate[0].rounds_rows and down[0].rounds_rows:
         return _one_token(arguments, gate, down, core, in_parts=in_parts)
-    return _sorted_tokens(arguments, gate, down, core)
+    return _sorted_tokens(arguments, gate, down, core, in_parts=in_parts)
 
 
 _MANY_ROWS = 32
@@ -80,7 +89,9 @@ def _sorted_tokens(
     gate_plan: tuple[Shapes, Tiling],
     down_plan: tuple[Shapes, Tiling],
     core: TensorCore | None,
-) -> tuple[jax.Array, jax.Array | None]:
+    *,
+    in_parts: bool,
+) -> Mixture:
     """Pairs sorted by expert: an expert's weights are read once for all tokens that picked it."""
     x, expert_ids, expert_weights, w1, w3, w2, limit, shared, _ = arguments
     num_experts = w1.shape[0]
@@ -123,7 +134,7 @@ def _sorted_tokens(
     routed = jnp.sum(of_pairs, axis=1).astype(x.dtype)
     if joined:
         return routed, down[0, total:].astype(x.dtype)
-    return routed, None if shared is None else _shared_alone(x, shared, limit)
+    return routed, _shared_alone(x, shared, limit, in_parts=in_parts)
 
 
 def _one_token(
@@ -133,7 +144,7 @@ def _one_token(
     core: TensorCore | None,
     *,
     in_parts: bool,
-) -> tuple[jax.Array, jax.Array | None] | SplitSums:
+) -> Mixture:
     """The experts of one token are distinct: each is an item of one row, and nothing is sorted."""
     x, expert_ids, expert_weights, w1, w3, w2, limit, shared, _ = arguments
     picks = expert_ids.size
@@ -154,10 +165,11 @@ def _one_token(
     down = multiply_items(*downs, num_rows=height)
     if joined and in_parts:
         return SplitSums(down.reshape(height, 1, -1), x.dtype)
-    routed = jnp.sum(down[:, :picks], axis=1).astype(x.dtype)
+    routed = SplitSums(down[0, :picks, None], x.dtype)
     if joined:
-        return routed, down[0, picks:].astype(x.dtype)
-    return routed, None if shared is None else _shared_alone(x, shared, limit)
+        return finish(routed), down[0, picks:].astype(x.dtype)
+    routed = routed if in_parts else finish(routed)
+    return routed, _shared_alone(x, shared, limit, in_parts=in_parts)
 
 
 def _plan(
@@ -199,10 +211,14 @@ def _join_shared(
     )
 
 
-def _shared_alone(x: jax.Array, shared: tuple[Weight, Weight, Weight], limit: float) -> jax.Array:
+def _shared_alone(
+    x: jax.Array, shared: tuple[Weight, Weight, Weight] | None, limit: float, *, in_parts: bool
+) -> jax.Array | SplitSums | None:
+    if shared is None:
+        return None
     gate, up, down = shared
     hidden = swiglu_linear(x, gate, up, limit=limit)
-    return block_linear(hidden, down)
+    return (block_linear_in_parts if in_parts else block_linear)(hidden, down)
 
 
 def _sort(

@@ -74,7 +74,7 @@ def mixture_mlp(
     picked_among: int | None = None,
     backend: Backend | None = None,
     may_stay_in_parts: bool = False,
-) -> tuple[jax.Array, jax.Array] | SplitSums:
+) -> tuple[jax.Array | SplitSums, jax.Array | SplitSums] | SplitSums:
     """Runs each token through the experts that it picked, and all through one that they share.
 
     An expert's weights are read if a token picked it. No token is dropped, and none is added to
@@ -93,8 +93,8 @@ def mixture_mlp(
       picked_among: experts that tokens picked from, of which E are here, where others lie on other
         devices; None is E. Tiles are cut for what an expert gets of them; results are the same.
       backend: implementation to use; None picks the fastest one that runs here.
-      may_stay_in_parts: whether the sum of all may be returned in parts instead, as the kernel
-        leaves that of one token. It saves a launch where what reads it adds up the parts.
+      may_stay_in_parts: whether results may be left in parts as kernels have them, or the sum of
+        all in parts may be returned instead. It saves launches where what reads them adds them up.
 
     Returns:
       [T, D], the sum of what each token picked; and [T, D], the shared expert's result.

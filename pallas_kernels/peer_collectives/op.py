@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.backend import Backend, resolve
+from pallas_kernels.common.pending import SplitSums, finish
 from pallas_kernels.peer_collectives import reference, triton_gpu
 from pallas_kernels.peer_collectives.buffer import LINE_BYTES, MAX_DEVICES, PeerLayout
 
@@ -14,10 +17,10 @@ _BROADCAST_BYTES = 3 << 19
 
 
 def all_reduce(
-    x: jax.Array,
+    x: jax.Array | SplitSums,
     axis_name: str,
     *,
-    plus: jax.Array | None = None,
+    plus: jax.Array | SplitSums | None = None,
     buffer: jax.Array | None = None,
     backend: Backend | None = None,
 ) -> jax.Array:
@@ -27,7 +30,8 @@ def all_reduce(
     bits wherever it lies, and with either backend.
 
     Args:
-      x: [T, ...]; the kernel takes bf16, in whole lines of 16 bytes.
+      x: [T, ...], or the parts that a product left of it; the kernel takes bf16, in whole lines of
+        16 bytes.
       axis_name: the axis, of two devices or more; the kernel takes up to 8.
       plus: as `x`; what the device adds to it first, in f32, and rounds. None is nothing.
       buffer: i32[words], this device's peer buffer; see `buffer.py`, which says in what order
@@ -35,7 +39,7 @@ def all_reduce(
       backend: implementation to use; None picks the fastest one that runs here.
 
     Returns:
-      As `x`.
+      [T, ...].
 
     Raises:
       ValueError: `plus` is not as `x`, or the buffer has another size than one of this axis can
@@ -46,14 +50,15 @@ def all_reduce(
         raise ValueError(
             f"plus must be {x.dtype}{list(x.shape)} as x, got {plus.dtype}{list(plus.shape)}"
         )
-    devices, num_bytes = jax.lax.axis_size(axis_name), x.size * x.dtype.itemsize
+    devices, num_bytes = jax.lax.axis_size(axis_name), math.prod(x.shape) * x.dtype.itemsize
     more = num_bytes * (devices - 1) * (devices - 2) // devices
     parts = devices if more > _BROADCAST_BYTES and num_bytes % (devices * LINE_BYTES) == 0 else 1
-    layout = _find_layout("all_reduce", x, num_bytes // parts, devices, buffer, backend)
+    layout = _find_layout("all_reduce", x.dtype, num_bytes // parts, devices, buffer, backend)
+    terms = [x] if plus is None else [x, plus]
     if layout is None or buffer is None:
-        return reference.all_reduce(x if plus is None else x + plus, axis_name)
-    terms = [term.reshape(parts, -1) for term in (x, plus) if term is not None]
-    total = triton_gpu.add_up(terms, buffer, layout)
+        first, *others = map(finish, terms)
+        return reference.all_reduce(sum(others, first), axis_name)
+    total = triton_gpu.add_up([term.reshape(parts, -1) for term in terms], buffer, layout)
     if parts > 1:
         [total] = triton_gpu.exchange([total[None]], buffer, layout)
     return total.reshape(x.shape)
@@ -86,7 +91,7 @@ def reduce_scatter(
     """
     sent = _check_parts(x, axis_name)
     devices = x.shape[0]
-    layout = _find_layout("reduce_scatter", x, sent, devices, buffer, backend)
+    layout = _find_layout("reduce_scatter", x.dtype, sent, devices, buffer, backend)
     if layout is None or buffer is None:
         return reference.reduce_scatter(x, axis_name)
     return triton_gpu.add_up([x.reshape(devices, -1)], buffer, layout).reshape(x.shape[1:])
@@ -116,8 +121,7 @@ def all_gather(
     """
     devices = jax.lax.axis_size(axis_name)
     layouts = [
-        _find_layout("all_gather", x, x.size * x.dtype.itemsize, devices, buffer, backend)
-        for x in arrays
+        _find_layout("all_gather", x.dtype, x.nbytes, devices, buffer, backend) for x in arrays
     ]
     lines = sum(triton_gpu.num_programs(x.reshape(1, -1)) for x in arrays) * 128
     layout = layouts[0]
@@ -151,7 +155,7 @@ def all_to_all(
     """
     sent = _check_parts(x, axis_name)
     devices = x.shape[0]
-    layout = _find_layout("all_to_all", x, sent, devices, buffer, backend)
+    layout = _find_layout("all_to_all", x.dtype, sent, devices, buffer, backend)
     if layout is None or buffer is None:
         return reference.all_to_all(x, axis_name)
     [found] = triton_gpu.exchange([x.reshape(devices, -1)], buffer, layout)
@@ -170,7 +174,7 @@ def _check_parts(x: jax.Array, axis_name: str) -> int:
 
 def _find_layout(
     op: str,
-    x: jax.Array,
+    dtype: jnp.dtype,
     sent_bytes: int,
     devices: int,
     buffer: jax.Array | None,
@@ -182,18 +186,18 @@ def _find_layout(
         obstacle = f"takes up to {MAX_DEVICES} devices, got {devices}"
     elif buffer is not None:
         layout = PeerLayout.of(devices, buffer.size)
-        obstacle = _obstacle(x, sent_bytes, layout, adds="reduce" in op)
+        obstacle = _obstacle(dtype, sent_bytes, layout, adds="reduce" in op)
     if backend is None and obstacle is not None:  # NCCL is the choice there, and no way out
         return None
     choices = {Backend.REFERENCE: lambda: None, Backend.TRITON_GPU: lambda: layout}
-    return resolve(op, backend, choices, obstacle=obstacle, arguments={"x": x})()
+    return resolve(op, backend, choices, obstacle=obstacle)()
 
 
-def _obstacle(x: jax.Array, sent_bytes: int, layout: PeerLayout, *, adds: bool) -> str | None:
-    if adds and x.dtype != jnp.bfloat16:
-        return f"adds bfloat16, got {x.dtype}"
-    if x.dtype.itemsize not in (2, 4):
-        return f"takes elements of 16 and 32 bits, got {x.dtype}"
+def _obstacle(dtype: jnp.dtype, sent_bytes: int, layout: PeerLayout, *, adds: bool) -> str | None:
+    if adds and dtype != jnp.bfloat16:
+        return f"adds bfloat16, got {dtype}"
+    if dtype.itemsize not in (2, 4):
+        return f"takes elements of 16 and 32 bits, got {dtype}"
     if sent_bytes % LINE_BYTES or not 0 < sent_bytes <= layout.slot_bytes:
         return (
             f"sends a multiple of {LINE_BYTES} bytes up to {layout.slot_bytes} to each device, got "

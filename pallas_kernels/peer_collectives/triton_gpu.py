@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.common.pending import SplitSums
 from pallas_kernels.gpu import triton
 from pallas_kernels.peer_collectives import ptx
 from pallas_kernels.peer_collectives.buffer import LINE_BYTES, OWN_ADDRESS, PLACE, PeerLayout
@@ -27,12 +28,14 @@ _THREADS = 32 * _NUM_WARPS
 _PACK = LINE_BYTES // 2
 
 
-def add_up(terms: list[jax.Array], buffer: jax.Array, layout: PeerLayout) -> jax.Array:
+def add_up(
+    terms: Sequence[jax.Array | SplitSums], buffer: jax.Array, layout: PeerLayout
+) -> jax.Array:
     """Sums over the devices.
 
     Args:
-      terms: bf16[devices, N], a part for each device; or [1, N], the same for all. The device adds
-        them up, two at most, and rounds before it sends.
+      terms: bf16[devices, N], a part for each device; or [1, N], the same for all. Each may be in
+        f32 parts. The device adds them up, two at most, and rounds before it sends.
       buffer: i32[words], this device's.
       layout: of the buffers.
 
@@ -50,7 +53,7 @@ def add_up(terms: list[jax.Array], buffer: jax.Array, layout: PeerLayout) -> jax
         exists = at < size
         lines = []
         for part in range(parts):
-            line, *more = (triton.load_where(x, (jnp.int32(part), at), exists) for x in terms)
+            line, *more = (_load(x, jnp.int32(part), at, exists) for x in terms)
             for other in more:
                 line = (line.astype(jnp.float32) + other.astype(jnp.float32)).astype(line.dtype)
             lines.append(line)
@@ -63,11 +66,21 @@ def add_up(terms: list[jax.Array], buffer: jax.Array, layout: PeerLayout) -> jax
     return triton.launch(
         kernel,
         grid=(pl.cdiv(size, block),),
-        inputs=[*terms, buffer],
+        inputs=[*(x.parts if isinstance(x, SplitSums) else x for x in terms), buffer],
         outputs=[jax.ShapeDtypeStruct((size,), jnp.bfloat16)],
         num_warps=_NUM_WARPS,
         name="add_up_peers",
     )[0]
+
+
+def _load(term: Ref, part: jax.Array, at: jax.Array, exists: jax.Array) -> jax.Array:
+    """Numbers for a device: bf16, as they are or the sum of f32[S, devices, N]."""
+    if len(term.shape) == 2:
+        return triton.load_where(term, (part, at), exists)
+    total = jnp.zeros(at.shape, jnp.float32)
+    for number in range(term.shape[0]):
+        total = total + triton.load_where(term, (jnp.int32(number), part, at), exists)
+    return total.astype(jnp.bfloat16)
 
 
 def exchange(arrays: Sequence[jax.Array], buffer: jax.Array, layout: PeerLayout) -> list[jax.Array]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.common.pending import SplitSums
 from pallas_kernels.peer_collectives import (
     PeerLayout,
     all_gather,
@@ -81,6 +82,18 @@ def test_plus_is_added_and_rounded_first():
         jax.vmap(lambda a: all_reduce(a, AXIS, plus=a[1:]), axis_name=AXIS)(x)
 
 
+def test_parts_are_added_and_rounded_first():
+    rng = np.random.default_rng(0)
+    parts, plus = rng.normal(size=(3, 4, 5, 16)).astype(np.float32), values(3, 5, 16)
+
+    def add(parts, plus):
+        return all_reduce(SplitSums(parts, plus.dtype), AXIS, plus=plus)
+
+    found = jax.vmap(add, axis_name=AXIS)(parts, plus)
+    rounded = jnp.sum(parts, axis=1).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(found, np.stack([in_order(np.asarray(rounded) + plus)] * 3))
+
+
 @pytest.mark.parametrize("devices", [2, 5, 8])
 def test_fields_of_a_buffer_follow_each_other(devices):
     layout = PeerLayout(devices, 256)
@@ -143,15 +156,20 @@ def test_kernels_on_all_meshes_of_the_gpus():
         assert all(differ == 0 and count > 0 for differ, count in rows.values())
 
 
-def _sum_case(devices, parts, size, terms=1):
-    layout = PeerLayout(devices)
+def _sum_case(devices, parts, size, terms=1, split=0):
+    layout, dtype = PeerLayout(devices), jnp.bfloat16
 
     def call(buffer, *terms):
-        return triton_gpu.add_up(list(terms), buffer, layout)
+        first, *others = terms
+        first = SplitSums(first, jnp.dtype(dtype)) if split else first
+        return triton_gpu.add_up([first, *others], buffer, layout)
 
     specs = [jax.ShapeDtypeStruct((layout.num_words,), jnp.int32)]
-    specs += [jax.ShapeDtypeStruct((parts, size), jnp.bfloat16)] * terms
-    return (f"sum of {devices}, {terms}x{parts}x{size}", call, specs)
+    specs += [jax.ShapeDtypeStruct((parts, size), dtype)] * terms
+    if split:
+        specs[1] = jax.ShapeDtypeStruct((split, parts, size), jnp.float32)
+    of = f", the first in {split}" if split else ""
+    return (f"sum of {devices}, {terms}x{parts}x{size}{of}", call, specs)
 
 
 def _exchange_case(devices, parts, size, dtype):
@@ -171,6 +189,7 @@ AOT_CASES = [
     _sum_case(2, 1, 4096, terms=2),
     _sum_case(4, 4, 64 * 4096),
     _sum_case(8, 8, 7168),
+    _sum_case(4, 1, 4096, terms=2, split=6),
     _exchange_case(4, 1, 64 * 4120, jnp.uint16),
     _exchange_case(8, 8, 16 * 514, jnp.float32),
 ]
