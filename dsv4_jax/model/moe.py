@@ -57,13 +57,21 @@ def mixture_of_experts(
       in parts.
     """
     rows, limit = x.reshape(-1, x.shape[-1]), config.swiglu_limit
-    expert_ids, expert_weights = route(params, rows, token_ids.reshape(-1), config, backend=backend)
+    here, first = axis_size(DATA) == 1, _first_expert(params)
+    expert_ids, expert_weights = route(
+        params,
+        rows,
+        token_ids.reshape(-1),
+        config,
+        first=first if here else None,
+        backend=backend,
+    )
     experts = params.w1, params.w3, params.w2
     shared_expert = params.shared_w1, params.shared_w3, params.shared_w2
-    if axis_size(DATA) == 1:
+    if here:
         mixture = mixture_mlp(
             rows,
-            _own(expert_ids, params),
+            expert_ids,
             expert_weights,
             *experts,
             shared_expert,
@@ -80,7 +88,7 @@ def mixture_of_experts(
             rows, ids, weights = _gather(rows, ids, weights, params)
             routed = expert_mlp(
                 rows,
-                _own(ids, params),
+                ids if first is None else ids - first,
                 weights,
                 *experts,
                 limit=limit,
@@ -133,10 +141,13 @@ def _in_chunks(run: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
     return done.reshape(chunks * most, -1)[:num_rows]
 
 
-def _own(expert_ids: jax.Array, params: MoEParams) -> jax.Array:
-    """Ids among the experts of this device; those of other devices lie outside 0 .. E - 1."""
+def _first_expert(params: MoEParams) -> jax.Array | None:
+    """i32[], number of the first expert that this device has; None is 0, of all that there are.
+
+    Ids less that number are the device's own within 0 .. E - 1.
+    """
     place = place_on(DATA, MODEL)
-    return expert_ids if isinstance(place, int) else expert_ids - place * params.w1.shape[0]
+    return None if isinstance(place, int) else place * params.w1.shape[0]
 
 
 def route(
@@ -145,6 +156,7 @@ def route(
     token_ids: jax.Array,
     config: DSV4Config,
     *,
+    first: jax.Array | None = None,
     backend: Backend | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The experts that each token picks, and how much of each it gets.
@@ -154,6 +166,7 @@ def route(
       x: [T, D].
       token_ids: i32[T].
       config: the model.
+      first: see `pick_experts`.
       backend: see `mixture_of_experts`.
 
     Returns:
@@ -168,6 +181,7 @@ def route(
         expert_ids=None if table is None else table[token_ids],
         count=config.num_experts_per_token,
         scaling=config.routed_scaling_factor,
+        first=first,
         backend=backend,
     )
     return checkpoint_name(picked, "gate/picked"), checkpoint_name(weights, "gate/share")

@@ -15,3 +15,4 @@ class Arguments(NamedTuple):
     expert_ids: jax.Array | None
     picks: int
     scaling: float
+    first: jax.Array | None

@@ -23,6 +23,7 @@ def pick_experts(
     expert_ids: jax.Array | None = None,
     count: int,
     scaling: float,
+    first: jax.Array | None = None,
     backend: Backend | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Picks the experts of each token, and weighs them.
@@ -36,11 +37,14 @@ def pick_experts(
       expert_ids: i32[T, count], the experts of a hash layer; None on a learned one.
       count: experts of a token, k.
       scaling: what the weights of a token add up to.
+      first: i32[], the expert that is number 0 in the result, as on a device that has those from
+        there on; None is 0.
       backend: implementation to use; None picks the fastest one that runs here.
 
     Returns:
-      i32[T, k], distinct on a learned layer: the best first, of equals the lower number, and NaN
-      below all others. And f32[T, k], their weights. Only the reference can be differentiated.
+      i32[T, k] less `first`, distinct on a learned layer: the best first, of equals the lower
+      number, and NaN below all others. And f32[T, k], their weights. Only the reference can be
+      differentiated.
 
     Raises:
       ValueError: a shape or dtype is wrong, `count` is not within 1 .. E, or both or neither of
@@ -67,4 +71,4 @@ def pick_experts(
     implementation = resolve(
         "pick_experts", backend, _IMPLEMENTATIONS, arguments={"logits": logits}
     )
-    return implementation(Arguments(logits, bias, expert_ids, count, scaling))
+    return implementation(Arguments(logits, bias, expert_ids, count, scaling, first))

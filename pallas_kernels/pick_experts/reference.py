@@ -20,13 +20,14 @@ FLOOR = 1e-20
 
 def pick_experts(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
     """See `op.pick_experts`."""
-    logits, bias, expert_ids, count, scaling = arguments
+    logits, bias, expert_ids, count, scaling, first = arguments
     scores = jnp.sqrt(jax.nn.softplus(logits))
     if expert_ids is None:
         assert bias is not None
         expert_ids = _best(scores + bias[None], count)
     picked = jnp.take_along_axis(scores, expert_ids, axis=-1)
-    return expert_ids, picked / (jnp.sum(picked, axis=-1, keepdims=True) + FLOOR) * scaling
+    weights = picked / (jnp.sum(picked, axis=-1, keepdims=True) + FLOOR) * scaling
+    return expert_ids if first is None else expert_ids - first, weights
 
 
 def _best(scores: jax.Array, count: int) -> jax.Array:

@@ -24,13 +24,13 @@ _NUM_WARPS = 1
 
 def pick_experts(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
     """See `op.pick_experts`."""
-    logits, bias, expert_ids, count, scaling = arguments
+    logits, bias, expert_ids, count, scaling, first = arguments
     num_tokens, num_experts = logits.shape
     width = 1 << (num_experts - 1).bit_length()
     is_learned = expert_ids is None
 
     def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
-        logits, given = inputs
+        logits, given, *firsts = inputs
         ids, weights = outputs
         token = pl.program_id(0)
         number = jnp.arange(width, dtype=jnp.int32)
@@ -51,14 +51,19 @@ def pick_experts(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
             score = jnp.sum(jnp.where(number == best, scores, 0.0))
             picked.append((best, score))
             total += score
+        below = firsts[0][jnp.int32(0)] if firsts else jnp.int32(0)
         for place, (best, score) in enumerate(picked):
-            ids[token, jnp.int32(place)] = best
+            ids[token, jnp.int32(place)] = best - below
             weights[token, jnp.int32(place)] = score / (total + FLOOR) * scaling
 
     ids, weights = triton.launch(
         kernel,
         grid=(num_tokens,),
-        inputs=[logits, bias if expert_ids is None else expert_ids],  # pyright: ignore
+        inputs=[
+            logits,
+            bias if expert_ids is None else expert_ids,  # pyright: ignore
+            *([] if first is None else [first.reshape(1)]),
+        ],
         outputs=[
             jax.ShapeDtypeStruct((num_tokens, count), jnp.int32),
             jax.ShapeDtypeStruct((num_tokens, count), jnp.float32),

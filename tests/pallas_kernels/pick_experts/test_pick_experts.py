@@ -63,6 +63,15 @@ def test_of_equals_the_lower_number_and_nan_is_last(lane, backend):
     assert np.isnan(weights[3:, 1:]).all()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_device_counts_from_its_first_expert(lane, backend):
+    logits, bias = given(5)
+    ids, weights = jit_pick(logits, bias=bias, backend=backend)
+    found = jit_pick(logits, bias=bias, first=jnp.int32(7), backend=backend)
+    np.testing.assert_array_equal(found[0], ids - 7)
+    np.testing.assert_allclose(found[1], weights, rtol=1e-6)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("num_tokens", "num_experts"), [(1, 256), (64, 256), (3, 384)])
 def test_kernel_matches_reference_at_real_shapes(num_tokens, num_experts):
