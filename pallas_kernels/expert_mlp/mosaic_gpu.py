@@ -1,8 +1,8 @@
 """The experts that tokens picked, in two launches of the kernel that multiplies items.
 
-    order     pairs sorted by expert, tiles of an expert's rows      `triton_worklist`, of many
-                                                                     `triton_counting`; none is
-                                                                     needed of one token
+    order     pairs sorted by expert, tiles of an expert's rows      `triton_worklist`; of many
+                                                                     `triton_counting`, of a prompt
+                                                                     XLA; one token needs none
     rows      each pair's token, then the hidden values, in E4M3     `block_linear/triton_rows`, or
                                                                      the kernel itself if few
     hidden    share * SwiGLU of gate and up, tile by tile            `block_linear/multiply_items`
@@ -38,6 +38,7 @@ from pallas_kernels.common.pending import SplitSums, finish
 from pallas_kernels.common.weights import Weight
 from pallas_kernels.expert_mlp import triton_counting, triton_worklist
 from pallas_kernels.expert_mlp.arguments import Arguments
+from pallas_kernels.expert_mlp.worklist import make_worklist
 
 Mixture = tuple[jax.Array | SplitSums, jax.Array | SplitSums | None] | SplitSums
 """What the routed experts give and what the shared one does, or the sum of both."""
@@ -225,6 +226,9 @@ def _sort(
     expert_ids: jax.Array, expert_weights: jax.Array, num_experts: int, tile_rows: int, spare: int
 ) -> tuple[jax.Array, ...]:
     """See `triton_worklist.make_worklist`, for any number of pairs."""
-    is_few = expert_ids.size <= triton_worklist.MAX_PAIRS
-    kernel = triton_worklist if is_few else triton_counting
-    return kernel.make_worklist(expert_ids, expert_weights, num_experts, tile_rows, spare)
+    for kernel in (triton_worklist, triton_counting):
+        if expert_ids.size <= kernel.MAX_PAIRS:
+            return kernel.make_worklist(expert_ids, expert_weights, num_experts, tile_rows, spare)
+    work = make_worklist(expert_ids, num_experts, tile_rows)
+    share = jnp.zeros(work.token.shape[0] + spare, jnp.float32).at[work.row].set(expert_weights)
+    return work.token, work.row, work.expert, work.first, work.num_rows, share

@@ -20,6 +20,8 @@ from pallas_kernels.expert_mlp.worklist import ALIGNMENT, max_rows, max_tiles
 from pallas_kernels.gpu import triton
 
 Ref = Any
+MAX_PAIRS = 8192
+"""Beyond them each program looks at too many, and XLA sorts."""
 _PAIRS = 1024
 """That a program looks at together."""
 _TILES = 32
@@ -30,7 +32,7 @@ _NUM_WARPS = 4
 def make_worklist(
     expert_ids: jax.Array, expert_weights: jax.Array, num_experts: int, tile_rows: int, spare: int
 ) -> tuple[jax.Array, ...]:
-    """As `triton_worklist.make_worklist`, for any number of pairs."""
+    """As `triton_worklist.make_worklist`."""
     num_pairs, picks = expert_ids.size, expert_ids.shape[1]
     num_tiles = max_tiles(num_pairs, num_experts, tile_rows)
     num_rows = max_rows(num_pairs, num_experts)

@@ -21,7 +21,7 @@ from pallas_kernels.gpu import triton
 
 Ref = Any
 MAX_PAIRS = 256
-"""Beyond them XLA's sort is faster."""
+"""Beyond them `triton_counting` is faster."""
 _SECOND = 1 << 16
 _AT_ONCE = 8
 """Pairs that a thread loads at once."""

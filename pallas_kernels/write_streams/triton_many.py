@@ -1,9 +1,10 @@
-"""Many tokens' `write_streams`: a Triton kernel writes the streams, cuBLAS multiplies them.
+"""Many tokens' `write_streams`: a Triton kernel writes the streams, which are multiplied then.
 
     some columns of a token's output and streams     -> the same columns of all streams after it
-    the streams, times fn in three parts in bf16     -> three parts of each product
+    the streams, times fn in three parts in bf16     -> parts of each product
 
-The parts of fn add up to it, and products of bf16 are exact in f32.
+The parts of fn add up to it, and products of bf16 are exact in f32. Up to 256 tokens are multiplied
+by `triton_products`, more by cuBLAS.
 
 Bytes: the output and the streams in, the streams out; the streams once more for the product.
 Measurements: docs/kernels/write_streams.md.
@@ -20,6 +21,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.common.pending import finish
 from pallas_kernels.gpu import triton
+from pallas_kernels.write_streams import triton_products
 from pallas_kernels.write_streams.arguments import Arguments
 
 Ref = Any
@@ -27,6 +29,7 @@ _COLUMNS = 1024
 _NUM_WARPS = 4
 _FN_PARTS = 3
 """Parts of 8 bits each, which hold all 24 of an f32."""
+_MOST_OF_KERNEL = 256
 _SUMS = 16
 """Sums of a product: tensor cores cut off what a long sum has no bits for."""
 
@@ -35,6 +38,8 @@ def write_streams(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
     """See `op.write_streams`; streams are bf16."""
     streams, output, post, comb, fn = arguments
     written = _write(streams, finish(output), post, comb)
+    if written.shape[0] <= _MOST_OF_KERNEL:
+        return written, triton_products.multiply(written, fn)
     return written, _products(fn, written)
 
 

@@ -13,7 +13,7 @@ from pallas_kernels import expert_mlp, gpu_interpreter, mixture_mlp
 from pallas_kernels.block_linear import call_shapes
 from pallas_kernels.block_linear.call_shapes import Tiling
 from pallas_kernels.common import weights
-from pallas_kernels.common.pending import SplitSums
+from pallas_kernels.common.pending import SplitSums, finish
 from pallas_kernels.expert_mlp import mosaic_gpu
 from pallas_kernels.expert_mlp.arguments import Arguments
 
@@ -43,10 +43,10 @@ def make(kind="mxfp4", activations="fp8", width=WIDTH):
 
 
 @functools.cache
-def shared_expert():
+def shared_expert(width=128):
     """The second of each stack, for all tokens."""
     take = jax.jit(lambda stacks: jax.tree.map(lambda leaf: leaf[1], tuple(stacks)))
-    return take(make("fp8", width=128))
+    return take(make("fp8", width=width))
 
 
 def routing(name, num_tokens):
@@ -102,6 +102,19 @@ def test_one_token_s_experts_are_items_and_may_stay_in_parts(lane, ids):
     assert isinstance(parts, SplitSums)
     assert parts.shape == (1, D)
     close(lane, jax.jit(SplitSums.value)(parts), np.float32(routed) + np.float32(common))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_a_shared_expert_of_another_width_may_stay_in_parts_too(lane, num_tokens):
+    """As on a mesh, where each device has some columns of it: the same sums, of two results."""
+    given = (rows(num_tokens), *routing("none", num_tokens), *make(width=128), shared_expert(256))
+    plain = jit_mixture(*given, limit=LIMIT, backend="mosaic_gpu")
+    parts = jax.jit(
+        functools.partial(mixture_mlp, limit=LIMIT, backend="mosaic_gpu", may_stay_in_parts=True)
+    )(*given)
+    assert isinstance(parts[0], SplitSums) == (num_tokens == 1)
+    for mine, wanted in zip(parts, plain, strict=True):
+        np.testing.assert_array_equal(jax.jit(finish)(mine), wanted)
 
 
 def _poison_all_but(ids):

@@ -50,3 +50,14 @@ def test_pairs_rows_and_tiles_are_the_definition_s(
     np.testing.assert_array_equal(expert, work.expert)
     has_rows = work.num_rows > 0
     np.testing.assert_array_equal(first[has_rows], work.first[has_rows])
+
+
+def _aot_case(num_tokens, num_experts):
+    def call(ids, weights):
+        return triton_counting.make_worklist(ids, weights, num_experts, 64, 64)
+
+    specs = [jax.ShapeDtypeStruct((num_tokens, 6), dtype) for dtype in (np.int32, np.float32)]
+    return (f"{num_tokens} of {num_experts} by counting", call, specs)
+
+
+AOT_CASES = [_aot_case(256, 64), _aot_case(1024, 384)]

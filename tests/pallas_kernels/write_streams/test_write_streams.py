@@ -5,6 +5,8 @@ import pytest
 
 from helpers import slow
 from pallas_kernels import write_streams
+from pallas_kernels.write_streams import triton_many, triton_products
+from pallas_kernels.write_streams.arguments import Arguments
 from pallas_kernels.write_streams.triton_gpu import MAX_TOKENS
 
 S, ROWS = 4, 24
@@ -57,20 +59,42 @@ def test_a_transposed_comb_would_be_seen():
         assert_close(found, given)
 
 
-def test_many_tokens_are_a_launch_and_a_product_of_matrices(lane):
+@pytest.mark.parametrize("by_kernel", [True, False])
+def test_many_tokens_are_multiplied_by_tensor_cores(lane, monkeypatch, by_kernel):
     """Which are as exact as f32: `fn` is cut into three parts."""
+    if not by_kernel:
+        monkeypatch.setattr(triton_many, "_MOST_OF_KERNEL", 0)
     given = arguments(MAX_TOKENS + 1, 96, jnp.bfloat16)
-    written, products = found = jit_write_streams(*given, backend="triton_gpu")
-    assert products.shape[1] == 16 * 3
+    write = jax.jit(lambda *all: triton_many.write_streams(Arguments(*all)))
+    written, products = found = write(*given)
+    assert products.shape[1] == (3 if by_kernel else 16 * 3)
     assert_close(found, given)
     expected, _ = jit_write_streams(*given, backend="reference")
     np.testing.assert_array_equal(written, expected)
 
 
+def test_products_of_a_token_do_not_depend_on_the_others(lane):
+    """Nor on how many there are; 2,400 inputs are a run for most parts and none for the last."""
+    streams, *_, fn = arguments(MAX_TOKENS + 4, 600, jnp.bfloat16)
+    multiply = jax.jit(triton_products.multiply)
+    together = multiply(streams, fn)
+    assert together.shape[1] == 19
+    np.testing.assert_array_equal(multiply(streams[-3:], fn), together[-3:])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("num_tokens", "dim"),
-    [(1, 4096), (16, 4096), (2, 7168), (17, 7168), (64, 4096), (512, 4096), (2048, 7168)],
+    [
+        (1, 4096),
+        (16, 4096),
+        (2, 7168),
+        (17, 7168),
+        (64, 4096),
+        (256, 7168),
+        (512, 4096),
+        (2048, 7168),
+    ],
 )
 def test_kernel_at_real_shapes(num_tokens, dim):
     given = arguments(num_tokens, dim, jnp.bfloat16)
