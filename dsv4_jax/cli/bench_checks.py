@@ -33,8 +33,10 @@ def check_mesh(args: argparse.Namespace) -> None:
         raise ValueError("bench kernels times ops of one device; leave --data and --model out")
     if args.what == "decode":
         parts = ("step",) if args.quick else args.parts
-        if set(parts) != {"step"}:
-            raise ValueError("bench decode times whole steps on a mesh; add --parts step")
+        if not set(parts) <= {"step", "loop"}:
+            raise ValueError(
+                "bench decode times whole steps on a mesh, alone and in a loop; add --parts step"
+            )
         for batch in args.batch:
             if batch % (args.data or 1):
                 raise ValueError(f"--batch must divide over --data {args.data}, got {batch}")

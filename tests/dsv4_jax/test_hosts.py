@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -247,13 +246,20 @@ def test_one_of_four_that_is_lost_ends_all_others(how, said):
 )
 def test_a_benchmark_of_two_processes_reports_once(tmp_path, mesh, weights):
     """Each makes its own part of the weights, and as many calls as the first."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{gpu_processes.free_port()}"
     [(axis, size)] = mesh.items()
     command = [
         *(sys.executable, "-m", "dsv4_jax", "bench", "decode", "--config", "tiny"),
-        *("--points", "2@256", "--parts", "step", f"--{axis}", str(size), "--part-limit-s", "2"),
+        *(
+            "--points",
+            "2@256",
+            "--parts",
+            "step,loop",
+            f"--{axis}",
+            str(size),
+            "--part-limit-s",
+            "2",
+        ),
         *("--weights", weights, "--coordinator", address, "--num-processes", "2"),
     ]
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=1", "JAX_PLATFORMS": "cpu"}
@@ -273,4 +279,5 @@ def test_a_benchmark_of_two_processes_reports_once(tmp_path, mesh, weights):
     assert [path.name for path in tmp_path.iterdir()] == ["0.json"]
     [row] = json.loads((tmp_path / "0.json").read_text())["rows"]
     assert row["finite"]
+    assert 0 < row["loop_ms_least"] <= row["loop_ms"] <= row["loop_ms_most"]
     assert {name: row[name] for name in mesh} == mesh

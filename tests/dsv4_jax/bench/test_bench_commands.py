@@ -74,6 +74,18 @@ def test_decode_times_every_part(tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_steps_are_timed_in_a_loop_on_the_device(tmp_path, capsys):
+    """Which launches a step 16 times, and holds no part that was not asked for."""
+    case = ("decode", "--contexts", "64", "--layers", "3", "--parts", "loop")
+    (row,) = bench(tmp_path, *case)["rows"]
+    assert row["loop_steps"] == 8  # two calls fill the room of 16 tokens
+    assert row["loop_launches"]["total"] > 100 * row["loop_steps"]
+    assert 0 < row["loop_ms_least"] <= row["loop_ms"] <= row["loop_ms_most"]
+    assert not {"step_ms", "cache_part_ms", "layer_ms"} & row.keys()
+    assert f"{row['loop_ms']:.3f}" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_the_cache_part_needs_no_weights(tmp_path):
     found = bench(tmp_path, "decode", "--contexts", "64", "--parts", "cache")
     (row,) = found["rows"]
