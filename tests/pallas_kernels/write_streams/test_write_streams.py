@@ -73,6 +73,19 @@ def test_many_tokens_are_multiplied_by_tensor_cores(lane, monkeypatch, by_kernel
     np.testing.assert_array_equal(written, expected)
 
 
+@pytest.mark.parametrize("multiply", [triton_products.multiply, triton_many._products])
+def test_all_bits_of_fn_count(lane, multiply):
+    """Of 1 + 2^-9 + 2^-18 each part of eight bits holds one term."""
+    streams = arguments(3, 96, jnp.bfloat16)[0]
+    streams = jnp.abs(streams) + 1
+    fn = jnp.full((ROWS, S * 96), 1 + 2**-9 + 2**-18, jnp.float32)
+    swap = multiply is triton_many._products
+    products = jax.jit(multiply)(*((fn, streams) if swap else (streams, fn)))
+    wanted = (1 + 2**-9 + 2**-18) * np.sum(np.asarray(streams, np.float64), axis=(1, 2))
+    found = np.asarray(products, np.float64).sum(1)
+    np.testing.assert_allclose(found, wanted[:, None] + np.zeros(ROWS), rtol=1e-6)
+
+
 def test_products_of_a_token_do_not_depend_on_the_others(lane):
     """Nor on how many there are; 2,400 inputs are a run for most parts and none for the last."""
     streams, *_, fn = arguments(MAX_TOKENS + 4, 600, jnp.bfloat16)
