@@ -24,7 +24,7 @@ def sum_over_model(
     is and wherever a row lies.
 
     Args:
-      x: what this device has; a product of one row may have left it in parts.
+      x: what this device has; a product may have left it in parts.
       plus: is added to `x` first, and the sum rounded; None is nothing.
     """
     if axis_size(MODEL) == 1:

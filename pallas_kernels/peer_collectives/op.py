@@ -123,7 +123,7 @@ def all_gather(
     layouts = [
         _find_layout("all_gather", x.dtype, x.nbytes, devices, buffer, backend) for x in arrays
     ]
-    lines = sum(triton_gpu.num_programs(x.reshape(1, -1)) for x in arrays) * 128
+    lines = sum(triton_gpu.num_lines(x.nbytes) for x in arrays)
     layout = layouts[0]
     if buffer is None or layout is None or None in layouts or lines > layout.lines:
         return reference.all_gather(*arrays, axis_name=axis_name)

@@ -101,7 +101,7 @@ def exchange(arrays: Sequence[jax.Array], buffer: jax.Array, layout: PeerLayout)
         jax.lax.bitcast_convert_type(x, jnp.int16 if x.dtype.itemsize == 2 else jnp.int32)
         for x in arrays
     ]
-    programs = [num_programs(x) for x in arrays]
+    programs = [num_lines(x.nbytes // len(x)) // _THREADS for x in arrays]
     firsts = [sum(programs[:number]) for number in range(len(arrays))]
 
     def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
@@ -135,9 +135,9 @@ def exchange(arrays: Sequence[jax.Array], buffer: jax.Array, layout: PeerLayout)
     return [jax.lax.bitcast_convert_type(x, dtype) for x, dtype in zip(found, dtypes, strict=True)]
 
 
-def num_programs(x: jax.Array) -> int:
-    """Those that exchange an array [parts, N], each _THREADS lines with each device."""
-    return pl.cdiv(x.shape[-1] * x.dtype.itemsize, _THREADS * LINE_BYTES)
+def num_lines(num_bytes: int) -> int:
+    """Lines that an exchange takes for so many bytes: whole programs, of _THREADS lines each."""
+    return pl.cdiv(num_bytes, _THREADS * LINE_BYTES) * _THREADS
 
 
 def _header(buffer: Ref, block: int) -> list[jax.Array]:
