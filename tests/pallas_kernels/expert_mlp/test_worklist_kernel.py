@@ -25,7 +25,9 @@ def routing(name, num_tokens, picks, num_experts):
 
 SIZES = [(1, 6, 256, 8), (9, 6, 7, 8), (32, 6, 192, 16), (64, 8, 384, 64)]
 CASES = [(triton_worklist, *sizes) for sizes in SIZES]
-CASES += [(triton_counting, *sizes) for sizes in (*SIZES[1:3], (200, 6, 13, 32))]
+CASES += [
+    (triton_counting, *sizes) for sizes in (*SIZES[1:3], (200, 6, 13, 32), (1365, 6, 384, 64))
+]
 
 
 @pytest.mark.parametrize("name", ["random", "one expert", "none"])
