@@ -44,18 +44,21 @@ def time_calls(
     repeats: int = 7,
     limit_s: float = math.inf,
 ) -> tuple[Timing, Any]:
-    """Times `state = call(state)`.
+    """Times `state = call(state)`, as one of many calls in a row.
 
-    Each measurement dispatches as many calls as take `least_s`, so that the wait for the last of
-    them, about 50 us, does not count. For calls shorter than their dispatch see `loops`. Several
-    processes that run the same calls make as many as process 0 does.
+    A measurement dispatches n calls and waits for them, then 2n, and is the difference: before the
+    first call begins on the device the host has handed over its arguments, which in a loop it does
+    while the device runs the call before. So a call counts as long as the device takes for it, or
+    the host where that takes longer. Where `max_calls` is 1 a measurement is one call, with all
+    that precedes it. For calls shorter than their dispatch see `loops`. Several processes that run
+    the same calls make as many as process 0 does.
 
     Args:
       call: a compiled function; it may donate its argument.
       state: the argument of the first call.
-      rewind: makes the state that a measurement starts from, out of the last one's result.
-      max_calls: limit on the calls of a measurement; `rewind` must leave room for that many.
-      least_s: seconds that a measurement should take.
+      rewind: makes the state that calls in a row start from, out of the last one's result.
+      max_calls: limit on the calls in a row; `rewind` must leave room for that many.
+      least_s: seconds that n calls should take.
       repeats: number of measurements.
       limit_s: no measurement starts later than this after the first.
 
@@ -63,11 +66,16 @@ def time_calls(
       The timing, and the state after the last call.
     """
     _, state = dispatch(call, rewind(state), 1)  # sets up graphs and libraries
-    once, state = dispatch(call, rewind(state), 2)
-    calls = agree(min(max_calls, max(2, math.ceil(least_s / (once / 2)))))
+    once, state = dispatch(call, rewind(state), min(2, max_calls))
+    calls = 1
+    if max_calls > 1:
+        calls = agree(min(max_calls // 2, max(2, math.ceil(least_s / (once / 2)))))
     begun, samples = time.perf_counter(), []
     while len(samples) < repeats and agree(not samples or time.perf_counter() - begun < limit_s):
         seconds, state = dispatch(call, rewind(state), calls)
+        if max_calls > 1:
+            double, state = dispatch(call, rewind(state), 2 * calls)
+            seconds = double - seconds
         samples.append(seconds / calls)
     return Timing(statistics.median(samples), min(samples), max(samples), calls), state
 

@@ -1,0 +1,48 @@
+"""What one of many calls in a row takes, of a device whose times are made up."""
+
+import pytest
+
+from dsv4_jax.bench import timing
+
+HOST_S, DEVICE_S = 0.01, 0.02
+
+
+@pytest.fixture
+def rows_of_calls(monkeypatch):
+    """Numbers of calls in a row; each row begins when the host has handed the first one over."""
+    made = []
+
+    def dispatch(call, state, times):
+        made.append(times)
+        for _ in range(times):
+            state = call(state)
+        return HOST_S + DEVICE_S * times, state
+
+    monkeypatch.setattr(timing, "dispatch", dispatch)
+    return made
+
+
+def test_the_host_counts_only_where_it_is_slower(rows_of_calls):
+    found, state = timing.time_calls(lambda state: state + 1, 0, rewind=lambda state: 0)
+    for seconds in (found.median_s, found.least_s, found.most_s):
+        assert seconds == pytest.approx(DEVICE_S)
+    assert found.calls == 6  # the fewest that take 0.15 s, by two calls of 0.05 s
+    assert rows_of_calls == [1, 2, *[6, 12] * 7]
+    assert state == 12
+
+
+def test_no_row_is_longer_than_there_is_room_for(rows_of_calls):
+    found, _ = timing.time_calls(lambda state: state, 0, max_calls=7, repeats=2)
+    assert found.calls == 3
+    assert max(rows_of_calls) == 6
+
+
+def test_a_single_call_is_timed_from_its_beginning(rows_of_calls):
+    found, _ = timing.time_calls(lambda state: state, 0, max_calls=1, repeats=3)
+    assert found.median_s == pytest.approx(HOST_S + DEVICE_S)
+    assert rows_of_calls == [1] * 5
+
+
+def test_time_runs_out(rows_of_calls):
+    timing.time_calls(lambda state: state, 0, limit_s=0)
+    assert rows_of_calls == [1, 2, 6, 12]  # there is always one measurement
