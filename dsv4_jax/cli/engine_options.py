@@ -15,16 +15,23 @@ from dsv4_jax.cli.arguments import add_activations, add_cache_format, whole
 from dsv4_jax.cli.memory import check_engine_memory
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.serving.engine import Engine
-from dsv4_jax.serving.sizing import MAX_DRAFT_TOKENS
+from dsv4_jax.serving.sizing import MAX_DRAFT_TOKENS, MAX_STEPS_PER_CALL
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Adds drafts, the cache's format, and the form of weights and activations."""
+    """Adds drafts, steps of a call, the cache's format, and the form of weights and activations."""
     parser.add_argument(
         "--draft-tokens",
         type=whole(0, MAX_DRAFT_TOKENS),
         default=0,
         help="tokens that the draft block guesses in a step; 0 is no speculation",
+    )
+    parser.add_argument(
+        "--steps-per-call",
+        type=whole(1, MAX_STEPS_PER_CALL),
+        default=1,
+        help="decode steps that the host launches at once; more are faster where it is slower than "
+        "the GPUs, but tokens come in groups",
     )
     add_cache_format(parser)
     parser.add_argument(
@@ -45,8 +52,14 @@ def find_model(args: argparse.Namespace) -> tuple[pathlib.Path, DSV4Config]:
     """The checkpoint's directory and its config.
 
     Raises:
-      ValueError: there is none, it cannot be read, or it has no draft block for --draft-tokens.
+      ValueError: there is none, it cannot be read, it has no draft block for --draft-tokens, or
+        these are given together with --steps-per-call.
     """
+    if args.draft_tokens and args.steps_per_call > 1:
+        raise ValueError(
+            f"--steps-per-call {args.steps_per_call} makes steps without drafts, got "
+            f"--draft-tokens {args.draft_tokens} too; leave one of them out"
+        )
     folder = find_checkpoint(args.checkpoint, revision=args.revision)
     config = DSV4Config.from_hf(folder, follow_links=args.follow_links)
     if args.draft_tokens and not config.num_mtp_layers:
@@ -117,5 +130,6 @@ def build_engine(
         tokenizer=tokenizer,
         activations=args.activations,
         prefill_activations=args.prefill_activations,
+        steps_per_call=args.steps_per_call,
         **shared,
     )

@@ -68,6 +68,7 @@ class Engine(EngineCore):
         prefill_tokens: Sequence[int] | None = None,
         decode_tokens: int | None = None,
         draft_tokens: int = 0,
+        steps_per_call: int = 1,
         grammars: bool = True,
         activations: str = DEFAULT_ACTIVATIONS,
         prefill_activations: str | None = None,
@@ -109,6 +110,12 @@ class Engine(EngineCore):
             whose results are then bit for bit the same whatever runs beside a request.
           draft_tokens: k, tokens that the draft block guesses per step, 0 to 8; 0 is no
             speculation.
+          steps_per_call: steps that one call makes on the device where every request only decodes,
+            which spares the host all launches but the first; 1 to 64, best a divisor of a block's
+            tokens. No token depends on it, but tokens come in groups, and a new request waits for
+            the call in progress. A request makes fewer where it ends or fills a block that a
+            snapshot may follow. Where one draws with more than a temperature and min-p, or is in a
+            call with drafts or prompts, calls are of one step.
           grammars: requests may have grammars, if there is a tokenizer. The device then has a bit
             for every slot, token and draw of a step, 16 KB a draw for V4's vocabulary. Without
             them no step takes masks, and a request with a grammar is refused.
@@ -163,6 +170,7 @@ class Engine(EngineCore):
             prefill_tokens=prefill_tokens,
             decode_tokens=decode_tokens,
             draft_tokens=draft_tokens,
+            steps_per_call=steps_per_call,
             grammars=checks.flag("grammars", grammars) and tokenizer is not None,
             activations=activations,
             prefill_activations=prefill_activations,

@@ -10,14 +10,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import typing
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import serialization
 from jax._src.core import reset_trace_state  # nothing public ends a trace that was interrupted
 from jax.sharding import Mesh
 
@@ -33,7 +31,9 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.hosts import Hosts
 from dsv4_jax.mesh import gather, mesh_sizes, put, read, shardings_of
 from dsv4_jax.model.params import DSV4Params
+from dsv4_jax.serving.host_calls import BUILT, STOP, pack, unpack
 from dsv4_jax.serving.sizing import EnginePlan
+from dsv4_jax.step.decode_steps import jit_plain_decode_steps
 from dsv4_jax.step.draws import DrawnCounts, TokenMasks
 from dsv4_jax.step.sampling import Sampling
 from dsv4_jax.step.serve_step import (
@@ -43,20 +43,6 @@ from dsv4_jax.step.serve_step import (
     jit_save_reached,
     jit_serve_step,
 )
-
-_STOP, _BUILT = "stop", "built"
-_ARGUMENTS: dict[str, tuple[type, ...]] = {
-    "rebuild": (),
-    "change": (SlotChanges,),
-    "set_sampling": (Sampling,),
-    "set_counts": (DrawnCounts,),
-    "set_masks": (TokenMasks,),
-    "step": (StepInput, SnapshotPlan),
-    "read": (),
-    "save": (StepInput, SnapshotPlan),
-    "scan": (),
-}
-"""Calls, and the trees that they take; plain values come after them."""
 
 
 class EngineArrays:
@@ -103,7 +89,7 @@ class EngineArrays:
             hosts.is_taken = True
         self._allocate()
         if hosts is not None and not hosts.number:
-            hosts.tell(_pack(_BUILT, repr(plan)))
+            hosts.tell(pack(BUILT, repr(plan)))
 
     def rebuild(self) -> None:
         """Empty pools, in place of those that were there, whose memory is free first.
@@ -135,25 +121,28 @@ class EngineArrays:
         snapshots: SnapshotPlan,
         num_checked: np.ndarray,
         next_token_ids: np.ndarray,
+        num_steps: np.ndarray | None = None,
         *,
         is_plain: bool,
         is_simple: bool,
         activations: str,
         wants_logprobs: bool,
     ) -> None:
-        """Launches `serve_step`, or `plain_decode_step`; `read` waits for what it gives.
+        """Launches `serve_step`, or plain steps; `read` waits for what that gives.
 
         Args:
           step_input: as in `ServeInput`; `LAST_DRAWN` and so on are what the step before gave.
           snapshots: as in `ServeInput`.
           num_checked: the same.
           next_token_ids: the same.
-          is_plain: takes `plain_decode_step`.
+          num_steps: the same, of a call of several plain steps; None is one step.
+          is_plain: takes `plain_decode_step`, or `plain_decode_steps`.
           is_simple: no row asks for more than `Sampling.simplified` says.
           activations: as in `decode_step`.
           wants_logprobs: brings log-probabilities from the device; else they are None.
         """
-        plain = (num_checked, next_token_ids, is_plain, is_simple, activations, wants_logprobs)
+        plain = (num_checked, next_token_ids, num_steps, is_plain, is_simple, activations)
+        plain = (*plain, wants_logprobs)
         self._make("step", step_input, snapshots, *plain)
 
     def read(self, back: int) -> ServeOutput:
@@ -177,11 +166,11 @@ class EngineArrays:
         hosts = self._hosts
         assert hosts is not None
         while True:
-            name, arguments = _unpack(hosts.listen())
-            if name == _STOP:
+            name, arguments = unpack(hosts.listen())
+            if name == STOP:
                 hosts.is_taken = False
                 return
-            if name == _BUILT:
+            if name == BUILT:
                 if arguments != [repr(self._plan)]:
                     hosts.end(
                         f"process 0 built its engine otherwise: {arguments[0]}, and process "
@@ -194,7 +183,7 @@ class EngineArrays:
     def stop(self) -> None:
         """Ends `follow` in the other processes."""
         if self._hosts is not None and not self._hosts.number:
-            self._hosts.tell(_pack(_STOP))
+            self._hosts.tell(pack(STOP))
             self._hosts.is_taken = False
 
     def _make(self, name: str, *arguments: Any) -> Any:
@@ -203,7 +192,7 @@ class EngineArrays:
         if hosts is None:
             return call(*arguments)
         with hosts.call(is_new=self._is_new(name, arguments)):
-            hosts.tell(_pack(name, *arguments))
+            hosts.tell(pack(name, *arguments))
             return call(*arguments)
 
     def _is_new(self, name: str, arguments: Any) -> bool:
@@ -222,6 +211,7 @@ class EngineArrays:
             plan.pools,
             plan.cache_format,
             plan.draft_tokens,
+            plan.steps_per_call,
             plan.mesh,
             plan.split_cache,
         )()
@@ -256,6 +246,7 @@ class EngineArrays:
         snapshots: SnapshotPlan,
         num_checked: Any,
         next_token_ids: Any,
+        num_steps: Any,
         is_plain: bool,
         is_simple: bool,
         activations: str,
@@ -263,7 +254,7 @@ class EngineArrays:
     ) -> None:
         plan = self._plan
         fields = {"num_checked": num_checked, "next_token_ids": next_token_ids}
-        fields |= {"step": step_input, "snapshots": snapshots}
+        fields |= {"step": step_input, "snapshots": snapshots, "num_steps": num_steps}
         settings = {"sampling": self._sampling, "counts": self._counts, "masks": self._masks}
         if is_simple:
             settings = {"sampling": self._sampling.simplified()}
@@ -272,9 +263,12 @@ class EngineArrays:
         if self._hosts is not None:
             self._hosts.waits()
         if is_plain:
-            cache, output = jit_plain_decode_step(
-                self.params, self.cache, serve_input, self._last, **static
-            )
+            plain_step = jit_plain_decode_step
+            if num_steps is not None:
+                plain_step = functools.partial(
+                    jit_plain_decode_steps, num_steps=plan.steps_per_call
+                )
+            cache, output = plain_step(self.params, self.cache, serve_input, self._last, **static)
             store = self.store
         else:
             cache, store, output = jit_serve_step(
@@ -341,6 +335,7 @@ def _empty_pools(
     pools: PoolPlan,
     cache_format: FormatName,
     draft_tokens: int,
+    steps_per_call: int,
     mesh: Mesh | None,
     split_cache: bool,
 ) -> Callable[[], tuple[ModelCache, SnapshotStore, ServeOutput]]:
@@ -357,40 +352,10 @@ def _empty_pools(
             split_cache=split_cache,
         )
         rows = pools.max_requests * shards
-        last = ServeOutput.empty(rows, draft_tokens, config.vocab_size)
+        last = ServeOutput.empty(rows, draft_tokens, config.vocab_size, num_steps=steps_per_call)
         return cache, init_snapshot_store(cache, pools.num_snapshots * shards), last
 
     if mesh is None:
         return jax.jit(build)
     where = tuple(shardings_of(value, mesh) for value in jax.eval_shape(build))
     return jax.jit(build, out_shardings=where)
-
-
-def _pack(name: str, *arguments: Any) -> bytes:
-    """A call as bytes: arrays and plain values, and nothing that could run."""
-    states = [serialization.to_state_dict(one) for one in arguments]
-    numbered = {str(number): state for number, state in enumerate(states)}
-    return serialization.msgpack_serialize({"name": name, "arguments": numbered})
-
-
-def _unpack(message: bytes) -> tuple[str, list[Any]]:
-    found: Any = serialization.msgpack_restore(message)
-    name, states = found["name"], [state for _, state in sorted(found["arguments"].items())]
-    kinds = _ARGUMENTS.get(name, ())
-    trees = [
-        serialization.from_state_dict(_blank(kind), state)
-        for kind, state in zip(kinds, states, strict=False)
-    ]
-    return name, [*trees, *states[len(kinds) :]]
-
-
-def _blank(kind: Any) -> Any:
-    """A tree of a class, with None in place of arrays."""
-    types = typing.get_type_hints(kind)
-    fields = {field.name: types[field.name] for field in dataclasses.fields(kind)}
-    return kind(
-        **{
-            name: _blank(one) if dataclasses.is_dataclass(one) else None
-            for name, one in fields.items()
-        }
-    )

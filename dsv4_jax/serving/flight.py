@@ -1,15 +1,15 @@
 """A step in flight: launched, and not read by the host; and what requests hold when it has ended.
 
-While step n runs, the host plans step n + 1. Of a request in step n it knows then: how many known
-tokens the step appends, that it draws a token after them if it draws, and at most how many drafts
-it keeps. So the host plans by the most that can be, and the device by what is: a request's next
-tokens, their positions and the number of drafts that are kept never leave it.
+While step n runs, the host plans step n + 1. Of a request in step n it knows then: how many tokens
+the step appends without drafts, how many it draws, and at most how many drafts it keeps. So the
+host plans by the most that can be, and the device by what is: a request's next tokens, their
+positions and the number of drafts that are kept never leave it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -32,8 +32,6 @@ class Flight[T]:
       boundaries: snapshots that it writes if it crosses them.
       read: waits for the step's result.
       alive: bool[n], rows whose request still has the slot; what others give is thrown away.
-      fed_drafts: i32[NS, k], the drafts that it checks, by slot, where they came from the step
-        before and the host has read that; else they are `Request.drafts`.
     """
 
     plan: StepPlan
@@ -43,7 +41,6 @@ class Flight[T]:
     boundaries: list[Boundary]
     read: Read[T]
     alive: np.ndarray = dataclasses.field(init=False)
-    fed_drafts: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         """All rows are alive."""
@@ -58,12 +55,6 @@ class Flight[T]:
     def slots(self) -> np.ndarray:
         """i32[n], slots of rows that are alive."""
         return self.rows.slots[self.alive]
-
-    def drafts_of(self, slot: int, count: int) -> Sequence[int] | np.ndarray:
-        """The first of the drafts that it checks for a request."""
-        if self.fed_drafts is not None and self.is_fed[slot]:
-            return self.fed_drafts[slot, :count]
-        return self.running[slot].drafts[:count]
 
     def holds_all_of(self, running: Running) -> bool:
         """Its rows are those of these requests, in order, and all are alive."""
@@ -116,22 +107,23 @@ def look(
     slots, known = running.slots, running.num_known
     held = lengths[slots]
     none = np.zeros_like(known)
-    spread, is_fed, num_drafts = none, none.astype(bool), none
+    spread, drawn, num_drafts = none, none, none
     if flight is not None:
         rows, alive = flight.rows, flight.alive
-        columns = (rows.num_tokens, np.where(rows.draws, rows.num_drafts, 0), rows.draws)
+        columns = (rows.num_appended, np.where(rows.draws, rows.num_drafts, 0), rows.num_drawn)
         if not flight.holds_all_of(running):
             by_slot = np.zeros((3, len(lengths)), np.int32)
             by_slot[:, rows.slots[alive]] = [column[alive] for column in columns]
             columns = by_slot[:, slots]
-        appended, spread, is_fed = columns
-        held, is_fed = held + appended, is_fed.astype(bool)
-        num_drafts = np.where(is_fed, draft_tokens, 0)
+        appended, spread, drawn = columns
+        held = held + appended
+        num_drafts = np.where(drawn > 0, draft_tokens, 0)
+    is_fed = drawn > 0
     if draft_tokens and not is_fed.all():
         given = np.array([len(one.drafts) for one in running.requests], np.int32)
         num_drafts = np.where(is_fed, num_drafts, given)
     num_pending = np.where(is_fed, 1, known - held)
-    least = known + is_fed
+    least = known + drawn
     most = least + spread
     limit = np.where(running.speculates, running.totals - most - 1, 0)
     return Outlook(

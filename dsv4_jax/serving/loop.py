@@ -21,7 +21,7 @@ from dsv4_jax.serving.runner import StepResult, StepRunner
 from dsv4_jax.serving.running import Running
 from dsv4_jax.serving.scheduler import RowNeed, StepPlan, plan_decoding, plan_shards
 from dsv4_jax.serving.sizing import EnginePlan
-from dsv4_jax.serving.snapshot_policy import Boundary, take_boundaries
+from dsv4_jax.serving.step_boundaries import find_crossed, find_reached
 from dsv4_jax.serving.token_texts import TokenTexts
 
 
@@ -76,7 +76,10 @@ class ServingLoop:
         self._flight: Flight[StepResult] | None = None
         self._untold: Sequence[Token] = ()  # drawn, and read by another call than `step`
         self.queue = RequestQueue(
-            self._new_shards(), draft_tokens=plan.draft_tokens, metrics=metrics, undo=undo
+            self._new_shards(),
+            step_tokens=max(plan.draft_tokens + 1, plan.steps_per_call),
+            metrics=metrics,
+            undo=undo,
         )
         self._update_gauges()
 
@@ -227,10 +230,14 @@ class ServingLoop:
         lengths[outlook.running.slots] = outlook.lengths
         is_fed[outlook.running.slots] = outlook.is_fed
         self.runner.apply(self.shards, () if flight is None else flight.slots)
-        boundaries = [] if plan.is_plain else self._cross(plan, outlook, places, flight)
+        boundaries = []
+        if not plan.is_plain:
+            boundaries = find_crossed(plan, outlook, places, flight, self.shards)
         read = self.runner.run(plan, outlook.running, lengths, boundaries, is_fed)
         if plan.is_plain:
-            boundaries = self._reach(outlook, places)
+            boundaries = find_reached(plan, outlook, places, self.shards)
+            if boundaries:
+                self.runner.save(boundaries)
         return Flight(plan, outlook.running, places, is_fed, boundaries, read)
 
     def _make_plan(self, outlook: Outlook) -> tuple[StepPlan, np.ndarray]:
@@ -242,7 +249,14 @@ class ServingLoop:
         slots = running.slots[wanted]
         shards = slots // self.runner.plan.max_requests
         if np.all(pending[wanted] == 1):
-            plan = plan_decoding(slots, outlook.num_drafts[wanted], shards, **sizes)
+            plan = plan_decoding(
+                slots,
+                outlook.num_drafts[wanted],
+                shards,
+                most_steps=self._most_steps(outlook)[wanted],
+                steps_per_call=self._plan.steps_per_call,
+                **sizes,
+            )
         else:
             needs: list[list[RowNeed]] = [[] for _ in self.shards.managers]
             for place, shard in zip(wanted.tolist(), shards.tolist(), strict=True):
@@ -254,54 +268,32 @@ class ServingLoop:
         place_of[running.slots] = np.arange(len(running))
         return plan, place_of[plan.rows.slots]
 
-    def _cross(
-        self, plan: StepPlan, outlook: Outlook, places: np.ndarray, flight: Flight | None
-    ) -> list[Boundary]:
-        """Boundaries that a step may reach and that are worth a snapshot, with a place each.
+    def _most_steps(self, outlook: Outlook) -> np.ndarray:
+        """i32[n], steps of one call that each running request can take part in.
 
-        One that the step in flight may reach, or just not, keeps its place: whichever of both
-        crosses it writes there.
+        None passes the end of a request, nor a boundary that may be worth a snapshot, which is
+        taken between two calls.
         """
-        size, rows = self.runner.plan.block_tokens, plan.rows
-        starts, spread = outlook.lengths[places], outlook.spread[places]
-        ends = starts + spread + rows.num_tokens + rows.num_drafts
-        boundaries = []
-        for row in np.flatnonzero(ends // size > starts // size).tolist():
-            request, start = outlook.running.requests[places[row]], int(starts[row])
-            kept: list[Boundary] = []
-            if flight is not None and outlook.is_fed[places[row]]:
-                kept = [one for one in flight.boundaries if one.slot == request.slot]
-                kept = [one for one in kept if one.end > start]
-            start = max([start + int(spread[row]), *(one.end for one in kept)])
-            boundaries += kept
-            boundaries += take_boundaries(request, self.shards, start, int(ends[row]))
-        return boundaries
-
-    def _reach(self, outlook: Outlook, places: np.ndarray) -> list[Boundary]:
-        """Boundaries that requests stand at after a plain step, which have been written."""
-        size, ends = self.runner.plan.block_tokens, outlook.lengths[places] + 1
-        boundaries = []
-        for row in np.flatnonzero(ends % size == 0).tolist():
-            request, end = outlook.running.requests[places[row]], int(ends[row])
-            boundaries += take_boundaries(request, self.shards, end - 1, end)
-        if boundaries:
-            self.runner.save(boundaries)
-        return boundaries
+        running, pools = outlook.running, self.runner.plan
+        if self._plan.steps_per_call == 1 or not self.runner.makes_several_steps(running):
+            return np.ones_like(outlook.lengths)
+        most = running.totals - outlook.num_known
+        if pools.num_snapshots:
+            most = np.minimum(most, pools.block_tokens - outlook.lengths % pools.block_tokens)
+        return most
 
     def _collect(self, flight: Flight[StepResult]) -> Sequence[Token]:
         """Reads a step, counts what it did, shares full blocks, and hands out the tokens."""
         result, alive, rows = flight.read(), flight.alive, flight.rows
         now = time.perf_counter()
-        self.metrics.steps += 1
+        self.metrics.steps += flight.plan.num_steps
         self._count(flight, result)
         self._keep(flight)
         drawing = np.flatnonzero(alive & rows.draws)
         places, slots = flight.places[drawing], rows.slots[drawing]
         hand_out = HandOut(flight.running, places, slots, result, now, self.metrics, self._undo)
         tokens = hand_out.run(self._texts)
-        if self._flight is not None:
-            self._flight.fed_drafts = result.draft_token_ids
-        elif self._plan.draft_tokens:
+        if self._flight is None and self._plan.draft_tokens:
             drafts = result.draft_token_ids[slots].tolist()
             for request, its_drafts in zip(hand_out.requests, drafts, strict=True):
                 request.drafts = its_drafts
@@ -319,13 +311,12 @@ class ServingLoop:
         self.queue.check_room(slots, before + kept)
         self.shards.advance(slots, kept)
         self.metrics.drafted_tokens += int(rows.num_drafts[alive].sum())
-        self.metrics.accepted_tokens += int((kept - num_tokens).sum())
+        self.metrics.accepted_tokens += int((kept - rows.num_appended[alive]).sum())
         for row in np.flatnonzero((before + kept) // size > before // size).tolist():
             request = flight.running[int(slots[row])]
             known = request.token_ids[: before[row] + num_tokens[row]]
-            if accepted := int(kept[row] - num_tokens[row]):
-                drafts = flight.drafts_of(request.slot, accepted)
-                known = np.concatenate([known, np.array(drafts, np.int32)])
+            if more := int(kept[row] - num_tokens[row]):  # kept drafts are what was drawn
+                known = np.concatenate([known, result.token_ids[request.slot, :more]])
             manager, own = self.shards.of(request.slot)
             manager.share(own, known)
 

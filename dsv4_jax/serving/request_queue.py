@@ -28,20 +28,20 @@ class RequestQueue:
     """
 
     def __init__(
-        self, shards: DataShards, *, draft_tokens: int, metrics: Metrics, undo: UndoLog
+        self, shards: DataShards, *, step_tokens: int, metrics: Metrics, undo: UndoLog
     ) -> None:
         """Starts without requests.
 
         Args:
           shards: without requests too.
-          draft_tokens: k, drafts that a step may append beside the token it knows.
+          step_tokens: the most that a call appends to a request that decodes.
           metrics: counts admissions and preemptions.
           undo: where the change in progress saves what it changes of requests.
         """
         self.shards = shards
         self.waiting: list[Request] = []
         self.running: dict[int, Request] = {}
-        self._draft_tokens = draft_tokens
+        self._step_tokens = step_tokens
         self._metrics = metrics
         self._undo = undo
         self._table: Running | None = None
@@ -189,7 +189,7 @@ class RequestQueue:
 
     def _lacking(self, table: Running, num_known: np.ndarray) -> list[tuple[Request, int]]:
         """Requests whose blocks do not hold what they want, and how many tokens that is."""
-        wanted = np.minimum(num_known + self._draft_tokens + 1, table.totals)
+        wanted = np.minimum(num_known + self._step_tokens, table.totals)
         rows = np.flatnonzero(wanted > self._room[table.slots])
         return [(table.requests[row], int(wanted[row])) for row in rows.tolist()]
 
@@ -215,7 +215,7 @@ class RequestQueue:
 
     def _wanted_tokens(self, request: Request) -> int:
         """Tokens that a request needs blocks for now: those known, and those in flight."""
-        return min(request.num_known + self._draft_tokens + 1, len(request.token_ids))
+        return min(request.num_known + self._step_tokens, len(request.token_ids))
 
     def _start(self, request: Request, slot: int, length: int) -> None:
         """A request gets a slot, which holds its first tokens already."""

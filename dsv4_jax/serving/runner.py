@@ -110,6 +110,12 @@ class StepRunner:
         fitting = self._counts.fitting(running)
         return running if len(fitting) == len(running) else Running(fitting, running.known)
 
+    def makes_several_steps(self, running: Running) -> bool:
+        """Whether one call can make several steps of these requests; it has one program."""
+        if running.penalises or running.is_constrained or running.wants_logprobs.any():
+            return False
+        return running.is_simple or not self._simplifies
+
     def apply(self, shards: DataShards, in_flight: Sequence[int] | np.ndarray = ()) -> None:
         """Brings tables, lengths, copies and loads to the devices.
 
@@ -153,7 +159,7 @@ class StepRunner:
         num_tokens = self._shards * plan.size
         token_ids, request_ids = np.zeros(num_tokens, np.int32), np.full(num_tokens, -1, np.int32)
         slots, checked = np.full(num_slots, -1, np.int32), np.ones(num_slots, np.int32)
-        following = np.full(num_slots, -1, np.int32)
+        following, num_steps = np.full(num_slots, -1, np.int32), np.zeros(num_slots, np.int32)
         shards, own = np.divmod(rows.slots, self.plan.max_requests)
         counts = rows.num_tokens + rows.num_drafts
         # Each shard's tokens begin at its own part of the call.
@@ -166,6 +172,7 @@ class StepRunner:
         request_ids[places] = np.repeat(own, counts)
         token_ids[places] = LAST_DRAWN - order
         slots[rows.slots], checked[rows.slots] = own, 1 + rows.num_drafts
+        num_steps[rows.slots] = rows.num_steps
         fed = np.zeros(len(rows), bool) if is_fed is None else is_fed[rows.slots]
         for row in np.flatnonzero(~fed).tolist():
             slot, start = int(rows.slots[row]), int(starts[row])
@@ -186,6 +193,7 @@ class StepRunner:
             self._snapshot_plan(boundaries, self._max_boundaries(plan.size)),
             checked,
             following,
+            num_steps if plan.num_steps > 1 else None,
             is_plain=plan.is_plain,
             is_simple=self._simplifies and running.is_simple and self._only_decodes(plan),
             activations=self._prefill_activations if plan.holds_prompts else self._activations,
@@ -222,6 +230,11 @@ class StepRunner:
         if plain_size is not None:
             idle = StepPlan.idle(plain_size, is_plain=True)
             jobs += self._decode_jobs(f"decode step of {plain_size} tokens", idle)
+            if (several := self._engine_plan.steps_per_call) > 1:
+                idle = StepPlan.idle(plain_size, is_plain=True, num_steps=several)
+                simple = self._simplifies
+                name = f"{several} decode steps of {plain_size} tokens"
+                jobs.append((name, lambda idle=idle: self._idle(idle, is_simple=simple)))
         jobs.append(("verification", self.devices.scan))
         if self._engine_plan.grammars:
             jobs.append(("tokenizer of grammars", self._grammars.prepare))

@@ -58,12 +58,24 @@ class StepRows:
       num_tokens: i32[n].
       num_drafts: i32[n].
       draws: bool[n].
+      num_steps: i32[n], steps of the call that the row takes part in, each of which draws a token.
     """
 
     slots: np.ndarray
     num_tokens: np.ndarray
     num_drafts: np.ndarray
     draws: np.ndarray
+    num_steps: np.ndarray
+
+    @property
+    def num_appended(self) -> np.ndarray:
+        """i32[n], tokens that the call surely appends: those known, and all drawn but the last."""
+        return self.num_tokens + self.num_steps - 1
+
+    @property
+    def num_drawn(self) -> np.ndarray:
+        """i32[n], tokens that the call surely draws."""
+        return self.draws * self.num_steps
 
     @classmethod
     def of(cls, rows: Sequence[RowPlan]) -> StepRows:
@@ -72,8 +84,8 @@ class StepRows:
         def column(name: str) -> np.ndarray:
             return np.array([getattr(row, name) for row in rows], np.int32)
 
-        draws = np.array([row.draws for row in rows], bool)
-        return cls(column("slot"), column("num_tokens"), column("num_drafts"), draws)
+        draws, once = np.array([row.draws for row in rows], bool), np.ones(len(rows), np.int32)
+        return cls(column("slot"), column("num_tokens"), column("num_drafts"), draws, once)
 
     def __len__(self) -> int:
         """Rows."""
@@ -95,17 +107,21 @@ class StepPlan:
       size: T, tokens of the step's shape, of one data shard.
       is_plain: one token of each row, by the program that does nothing else.
       holds_prompts: some of its tokens are of requests that wait for more than one.
+      num_steps: steps of the call; 1, or what a call of plain steps makes.
     """
 
     rows: StepRows
     size: int
     is_plain: bool
     holds_prompts: bool = False
+    num_steps: int = 1
 
     @classmethod
-    def idle(cls, size: int, *, is_plain: bool = False, holds_prompts: bool = False) -> StepPlan:
+    def idle(
+        cls, size: int, *, is_plain: bool = False, holds_prompts: bool = False, num_steps: int = 1
+    ) -> StepPlan:
         """A step without rows."""
-        return cls(StepRows.of(()), size, is_plain, holds_prompts)
+        return cls(StepRows.of(()), size, is_plain, holds_prompts, num_steps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,8 +146,13 @@ def plan_decoding(
     *,
     sizes: Sequence[int],
     plain_size: int | None,
+    most_steps: np.ndarray | None = None,
+    steps_per_call: int = 1,
 ) -> StepPlan:
     """`plan_shards` of requests that wait for one token each, without a loop over them.
+
+    A call makes several plain steps where some request takes part in all of them, and requests are
+    idle in at most half: a step takes as long whatever is idle in it.
 
     Args:
       slots: i32[n], the requests' slots among all shards.
@@ -139,14 +160,21 @@ def plan_decoding(
       shards: i32[n], the data shard of each.
       sizes: as in `plan_step`, of one shard.
       plain_size: the same.
+      most_steps: i32[n], steps that each can take part in, at least 1; None is one each.
+      steps_per_call: steps of a call that makes several.
     """
     order = np.argsort(shards, kind="stable") if shards.any() else slice(None)
+    once = np.ones_like(slots)
+    steps = once if most_steps is None else np.minimum(most_steps, steps_per_call)[order]
     slots, num_drafts, shards = slots[order], num_drafts[order], shards[order]
     totals = np.bincount(shards, weights=1 + num_drafts)
     num_drafts = np.where(totals[shards] <= sizes[-1], num_drafts, 0).astype(np.int32)
-    rows = StepRows(slots, np.ones_like(slots), num_drafts, np.ones(len(slots), bool))
+    rows = StepRows(slots, once, num_drafts, np.ones(len(slots), bool), once)
     if plain_size is not None and not num_drafts.any():
-        return StepPlan(rows, plain_size, True)
+        if steps_per_call == 1 or steps.max() < steps_per_call or 2 * steps.mean() < steps_per_call:
+            return StepPlan(rows, plain_size, True)
+        rows = dataclasses.replace(rows, num_steps=steps)
+        return StepPlan(rows, plain_size, True, num_steps=steps_per_call)
     fullest = np.bincount(shards, weights=1 + num_drafts).max()
     return StepPlan(rows, next(size for size in sizes if size >= fullest), False)
 

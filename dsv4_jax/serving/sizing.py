@@ -16,6 +16,7 @@ from dsv4_jax.step.settings_size import count_entries
 from pallas_kernels.common.weights import ACTIVATIONS
 
 MAX_DRAFT_TOKENS = 8
+MAX_STEPS_PER_CALL = 64
 MAX_STEP_SIZES = 64
 """Sizes of steps: each is a program."""
 
@@ -31,6 +32,7 @@ class EnginePlan:
       pools: sizes of the pools of a data shard.
       step_sizes: tokens of a general step on a data shard, ascending; each is a program.
       plain_size: those of the step that only decodes; None if a general step does that.
+      steps_per_call: n, steps that a call makes where every request only decodes.
       cache_format: the storage format.
       draft_tokens: k, tokens that the draft block guesses per step.
       grammars: requests may have grammars; else no step takes masks.
@@ -46,6 +48,7 @@ class EnginePlan:
     pools: PoolPlan
     step_sizes: tuple[int, ...]
     plain_size: int | None
+    steps_per_call: int
     cache_format: FormatName
     draft_tokens: int
     grammars: bool
@@ -78,6 +81,7 @@ def plan_engine(
     prefill_tokens: Sequence[int] | None,
     decode_tokens: int | None,
     draft_tokens: int,
+    steps_per_call: int,
     grammars: bool,
     activations: str,
     prefill_activations: str | None,
@@ -104,6 +108,17 @@ def plan_engine(
     draft_tokens = checks.integer(
         "draft_tokens", draft_tokens, 0, MAX_DRAFT_TOKENS, rule=f"0..{MAX_DRAFT_TOKENS}"
     )
+    rule = f"1..{MAX_STEPS_PER_CALL}"
+    steps_per_call = checks.integer(
+        "steps_per_call", steps_per_call, 1, MAX_STEPS_PER_CALL, rule=rule
+    )
+    if steps_per_call > 1 and (draft_tokens or decode_tokens is not None):
+        given = {"draft_tokens": draft_tokens, "decode_tokens": decode_tokens}
+        shown = " and ".join(f"{name}={one}" for name, one in given.items() if one)
+        raise ValueError(
+            f"steps_per_call={steps_per_call} needs the program that only decodes, and there is "
+            f"none with {shown}; leave one of them out"
+        )
     grammars = checks.flag("grammars", grammars)
     overlap, debug = checks.flag("overlap", overlap), checks.flag("debug", debug)
     split_cache = checks.flag("split_cache", split_cache)
@@ -144,6 +159,7 @@ def plan_engine(
         pools=pools,
         step_sizes=sizes,
         plain_size=plain_size,
+        steps_per_call=steps_per_call,
         cache_format=choose_cache_format(config, cache_format),
         draft_tokens=draft_tokens,
         grammars=grammars,

@@ -52,6 +52,7 @@ class ServeInput:
       snapshots: boundaries to keep.
       counts: what rows have drawn before, for their penalties; None is nothing.
       masks: which tokens rows may draw, n at least what the step draws of a row; None is all.
+      num_steps: i32[B], steps that a row makes in `plain_decode_steps`; None elsewhere.
     """
 
     step: StepInput
@@ -61,6 +62,7 @@ class ServeInput:
     snapshots: SnapshotPlan
     counts: DrawnCounts | None = None
     masks: TokenMasks | None = None
+    num_steps: jax.Array | None = None
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -68,9 +70,11 @@ class ServeOutput:
     """What a step gives back to the host.
 
     Attributes:
-      columns: i32[B, 2k + 2], the drawn tokens, how many tokens of the call stay, and drafts, side
-        by side: one array goes to the host faster than three.
-      logprobs: of the drawn tokens, [B, k + 1]; None where they were left on the device.
+      columns: i32[B, 2n], n drawn tokens, how many tokens of the call stay, and n - 1 drafts, side
+        by side: one array goes to the host faster than three. n is k + 1, or what
+        `plain_decode_steps` draws.
+      logprobs: of the drawn tokens, [B, k + 1]; None where they were left on the device. Calls of
+        several steps have none, and leave what was there.
     """
 
     columns: jax.Array
@@ -83,18 +87,32 @@ class ServeOutput:
         num_kept: jax.Array,
         draft_token_ids: jax.Array,
         logprobs: Logprobs | None,
+        *,
+        last: ServeOutput | None = None,
     ) -> ServeOutput:
-        """Fields as the properties have them."""
+        """Fields as the properties have them, widened to those of `last`, whose place it takes."""
+        if last is not None and (spare := last.token_ids.shape[1] - token_ids.shape[1]):
+            token_ids = jnp.pad(token_ids, ((0, 0), (0, spare)), constant_values=-1)
+            draft_token_ids = jnp.pad(draft_token_ids, ((0, 0), (0, spare)))
         columns = jnp.concatenate([token_ids, num_kept[:, None], draft_token_ids], axis=1)
         return cls(columns=columns, logprobs=logprobs)
 
     @classmethod
-    def empty(cls, num_rows: int, draft_tokens: int, vocab_size: int) -> ServeOutput:
-        """Of no step: what the first one is given as that of the step before."""
+    def empty(
+        cls, num_rows: int, draft_tokens: int, vocab_size: int, *, num_steps: int = 1
+    ) -> ServeOutput:
+        """Of no step: what the first one is given as that of the step before.
+
+        Args:
+          num_rows: B.
+          draft_tokens: k.
+          vocab_size: of the model.
+          num_steps: the most that a call makes.
+        """
         width = num_rows, draft_tokens + 1
         shape = (*width, min(MAX_LOGPROBS, vocab_size))
         return cls(
-            columns=jnp.zeros((num_rows, 2 * draft_tokens + 2), jnp.int32),
+            columns=jnp.zeros((num_rows, 2 * max(draft_tokens + 1, num_steps)), jnp.int32),
             logprobs=Logprobs(
                 drawn=jnp.zeros(width, jnp.float32),
                 token_ids=jnp.zeros(shape, jnp.int32),
@@ -104,7 +122,7 @@ class ServeOutput:
 
     @property
     def token_ids(self) -> jax.Array:
-        """i32[B, k + 1], drawn tokens in order; -1 after the last one."""
+        """i32[B, n], drawn tokens in order; -1 after the last one."""
         return self.columns[:, : self.columns.shape[1] // 2]
 
     @property
@@ -114,7 +132,7 @@ class ServeOutput:
 
     @property
     def draft_token_ids(self) -> jax.Array:
-        """i32[B, k], guesses at what follows the last drawn token."""
+        """i32[B, n - 1], guesses at what follows the last drawn token; of k drafts."""
         return self.columns[:, self.columns.shape[1] // 2 + 1 :]
 
 
@@ -202,7 +220,8 @@ def serve_step(
     cache = commit(cache, Staged(new_tokens=new_tokens, call=call), num_kept)
     order = jnp.arange(draft_tokens + 1, dtype=jnp.int32)[None]
     shown = (order <= num_accepted[:, None]) & live[:, None]
-    output = ServeOutput.of(jnp.where(shown, drawn, -1), num_kept, drafts, logprobs)
+    token_ids = jnp.where(shown, drawn, -1)
+    output = ServeOutput.of(token_ids, num_kept, drafts, logprobs, last=last)
     return cache, store, output
 
 
@@ -244,7 +263,7 @@ def plain_decode_step(
         serve_input.masks,
     )
     token_ids = jnp.where(live[:, None], drawn, -1)
-    return cache, ServeOutput.of(token_ids, call.row_counts, no_drafts, logprobs)
+    return cache, ServeOutput.of(token_ids, call.row_counts, no_drafts, logprobs, last=last)
 
 
 jit_plain_decode_step = jax.jit(

@@ -15,7 +15,7 @@ import pytest
 
 from dsv4_jax import hosts
 from dsv4_jax.cache.slot_changes import SlotChanges
-from dsv4_jax.serving import engine_arrays
+from dsv4_jax.serving import host_calls
 from helpers import gpu_processes
 from programs import hosts_engine
 
@@ -181,11 +181,16 @@ def test_a_call_goes_through_bytes_unchanged():
         ("slots", "length_tokens", "copy_from", "copy_to", "block_from", "block_to", "load_slots",
          "load_places", "load_ends")
     }, block_table=np.ones((4, width), np.int32))  # fmt: skip
-    name, (found, moves) = engine_arrays._unpack(engine_arrays._pack("change", changes, True))
+    name, (found, moves) = host_calls.unpack(host_calls.pack("change", changes, True))
     assert (name, moves) == ("change", True)
     assert isinstance(found, SlotChanges)
     assert found.freed_slots is None
     assert jax.tree.all(jax.tree.map(np.array_equal, found, changes))
+
+
+def test_plain_values_keep_their_order():
+    values = [None, True, "fp8", *range(10)]
+    assert host_calls.unpack(host_calls.pack("read", *values)) == ("read", values)
 
 
 @pytest.mark.slow
@@ -200,6 +205,17 @@ def test_tokens_do_not_depend_on_where_devices_lie(count, mesh, split):
     several, alone = [hosts_engine.result(processes) for processes in found]
     assert several == alone
     assert alone["problems"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "mesh"), [(1, "2x2"), (2, "2x2"), (1, "1x4")])
+def test_calls_of_several_steps_give_the_tokens_of_single_steps(count, mesh):
+    found = [
+        hosts_engine.result(hosts_engine.run(number, mesh, steps=steps))
+        for number, steps in ((count, 4), (1, 1))
+    ]
+    assert found[0] == found[1]
+    assert found[0]["problems"] == []
 
 
 @pytest.mark.slow

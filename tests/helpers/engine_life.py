@@ -52,6 +52,14 @@ class Life:
             ("submit", "step", "cancel", "preempt", "fork", "look", "done"), 0
         )
 
+    def check_rows(self, rows, wanted):
+        """What a request can read is what it could read alone."""
+        assert_same_bytes(rows, wanted)
+
+    def check_logprobs(self, logprobs, wanted):
+        """So are the log-probabilities that it got."""
+        assert logprobs == wanted
+
     def unfinished(self):
         return [i for i in self.texts if self.engine._requests[i].finish_reason is None]
 
@@ -95,7 +103,7 @@ class Life:
         if length < len(text):
             return False
         drawn = request.known.tolist()[len(text) :]
-        assert_same_bytes(rows, rows_alone(text, drawn, length, options, self.plain))
+        self.check_rows(rows, rows_alone(text, drawn, length, options, self.plain))
         return True
 
     def event(self):
@@ -128,7 +136,7 @@ class Life:
             want = alone(text, options, self.plain)
             if want.logprobs is not None:
                 num_drawn = len(got.token_ids) - start
-                assert got.logprobs[start:] == want.logprobs[:num_drawn]
+                self.check_logprobs(got.logprobs[start:], want.logprobs[:num_drawn])
             if request_id in self.cancelled:
                 assert got.finish_reason == "cancelled"
                 assert got.token_ids[start:] == want.token_ids[: len(got.token_ids) - start]

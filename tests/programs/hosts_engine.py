@@ -41,6 +41,8 @@ def be_one(arguments):
     else:
         mesh_engine.use_small_model()
     mesh_engine.OPTIONS["split_cache"] = arguments.split
+    if arguments.steps:
+        mesh_engine.OPTIONS |= {"steps_per_call": arguments.steps, "decode_tokens": None}
     mesh = ds.make_mesh(*map(int, arguments.mesh.split("x")))
     engine = mesh_engine.engine_on(mesh)
     if number == arguments.lost:
@@ -72,7 +74,7 @@ def lose_at_step(engine, how):
     arrays._step = lose
 
 
-def run(count, mesh, lost=-1, how="kill", *, split=False, gpus=False):
+def run(count, mesh, lost=-1, how="kill", *, split=False, gpus=False, steps=0):
     """What the processes did: see above."""
     paths = os.pathsep.join([str(TESTS.parent), str(TESTS)])
     environment = os.environ | {"PYTHONPATH": paths}
@@ -81,6 +83,7 @@ def run(count, mesh, lost=-1, how="kill", *, split=False, gpus=False):
         environment |= ENVIRONMENT | {"XLA_FLAGS": flags}
     command = [sys.executable, "-m", "programs.hosts_engine", str(count), "--mesh", mesh]
     command += ["--lost", str(lost), "--how", how, *["--split"] * split, *["--gpus"] * gpus]
+    command += ["--steps", str(steps)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     taken = math.prod(map(int, mesh.split("x"))) if gpus else 0
     processes = gpu_processes.start(
@@ -127,13 +130,20 @@ def main():
     parser.add_argument("--how", choices=("kill", "stop", "hang"), default="kill")
     parser.add_argument("--split", action="store_true", help="deal blocks over model")
     parser.add_argument("--gpus", action="store_true", help="GPUs in place of CPU devices")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=0,
+        help="of a call of the program that only decodes; 0 has none",
+    )
     parser.add_argument("--process", type=int, nargs=3, help="be one: number, how many, port")
     arguments = parser.parse_args()
     if arguments.process:
         be_one(arguments)
     else:
         asked = arguments.count, arguments.mesh, arguments.lost, arguments.how
-        print(json.dumps(run(*asked, split=arguments.split, gpus=arguments.gpus)))
+        named = {"split": arguments.split, "gpus": arguments.gpus, "steps": arguments.steps}
+        print(json.dumps(run(*asked, **named)))
 
 
 if __name__ == "__main__":

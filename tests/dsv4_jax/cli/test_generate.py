@@ -99,6 +99,10 @@ def test_drafts_without_a_draft_block_are_refused_before_loading(checkpoint, cap
     assert "--draft-tokens 1 needs a draft (MTP) block" in capsys.readouterr().err
 
 
+def test_calls_of_several_steps_give_the_same_answers(generate):
+    assert generate(*PROMPTS, "--steps-per-call", "4").out == generate(*PROMPTS).out
+
+
 def test_a_stop_text_ends_an_answer(generate):
     (found,) = [json.loads(generate(PROMPTS[0], "--json").out)]
     stop = found["text"][5:7]
@@ -123,6 +127,11 @@ def test_another_checkpoint_without_a_tokenizer_is_refused(tmp_path, capsys):
         (["x", "--temperature", "-1"], "temperature"),
         (["x", "--stop", ""], "stop_texts must be a list of texts, none empty"),
         (["x", "--draft-tokens", "9"], "--draft-tokens: must be a whole number from 0 to 8"),
+        (["x", "--steps-per-call", "0"], "--steps-per-call: must be a whole number from 1 to 64"),
+        (
+            ["x", "--steps-per-call", "4", "--draft-tokens", "1"],
+            "--steps-per-call 4 makes steps without drafts, got --draft-tokens 1 too",
+        ),
         (["--file", "/nowhere/prompt.txt"], "/nowhere/prompt.txt"),
         (["--file", "/dev/null"], "/dev/null must hold a prompt, and is empty"),
         (["x", "--checkpoint", "/nowhere/at/all"], "/nowhere/at/all"),
