@@ -64,7 +64,7 @@ def loop_ms(config, params, *, requests, context, steps):
     return [1e3 * s for s in (timing.median_s, timing.least_s, timing.most_s)]
 
 
-def engine_ms(config, params, *, requests, context, steps):
+def engine_ms(config, params, *, requests, context, steps, steps_per_call):
     """The same of the engine's steps, once every request decodes."""
     engine = ds.Engine(
         config,
@@ -72,6 +72,7 @@ def engine_ms(config, params, *, requests, context, steps):
         max_requests=requests,
         max_context_tokens=context,
         prefill_tokens=(max(64, requests),),
+        steps_per_call=steps_per_call,
     )
     engine.warmup()
     compiled = engine.metrics.compiles
@@ -84,12 +85,12 @@ def engine_ms(config, params, *, requests, context, steps):
         )
     while len(engine.step()) < requests:
         pass  # prompts
-    times = []
+    times, calls = [], -(-steps // steps_per_call)
     for _ in range(ROUNDS):
         started = time.perf_counter()
-        drawn = sum(len(engine.step()) for _ in range(steps))
-        times.append(1e3 * (time.perf_counter() - started) / steps)
-        assert drawn == steps * requests, "every request decodes in every step"
+        drawn = sum(len(engine.step()) for _ in range(calls))
+        times.append(1e3 * (time.perf_counter() - started) * requests / drawn)
+        assert steps_per_call > 1 or drawn == calls * requests, "every request is in every step"
     assert engine.metrics.compiles == compiled
     return [statistics.median(times), min(times), max(times)]
 
@@ -102,6 +103,7 @@ def main():
     parser.add_argument("--experts", type=int, help="routed experts of a preset")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=64, help="steps of each of seven rounds")
+    parser.add_argument("--steps-per-call", type=int, default=1, help="of the engine")
     arguments = parser.parse_args()
     assert PROMPT + (ROUNDS + 2) * arguments.steps < arguments.context, "a longer --context"
     ds.runtime.claim_memory()
@@ -112,7 +114,7 @@ def main():
     for requests in arguments.requests:
         sizes = {"requests": requests, "context": arguments.context, "steps": arguments.steps}
         loop = loop_ms(config, params, **sizes)
-        engine = engine_ms(config, params, **sizes)
+        engine = engine_ms(config, params, **sizes, steps_per_call=arguments.steps_per_call)
         row = {"requests": requests, "loop_ms": loop, "engine_ms": engine}
         print(json.dumps(row | {"engine_more_ms": engine[0] - loop[0]}), flush=True)
 

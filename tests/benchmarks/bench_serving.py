@@ -56,6 +56,7 @@ def main():
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--prefill-tokens", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--draft-tokens", type=int, default=0)
+    parser.add_argument("--steps-per-call", type=int, default=1)
     parser.add_argument("--cache-format", default="fp8_ue8m0")
     parser.add_argument("--layers", type=int, help="use only the first so many layers of a preset")
     parser.add_argument(
@@ -81,6 +82,7 @@ def main():
         max_context_tokens=args.context,
         prefill_tokens=args.prefill_tokens,
         draft_tokens=args.draft_tokens,
+        steps_per_call=args.steps_per_call,
         cache_format=args.cache_format,
     )
     for name, seconds in engine.warmup():
