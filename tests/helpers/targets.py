@@ -67,6 +67,7 @@ ENGINE = COUNTS | FORMAT | {
     "prefill_tokens": bad.list_of(bad.integer(1), limit=64, good=8, optional=True, empty=False),
     "decode_tokens": bad.integer(1, optional=True),
     "draft_tokens": bad.integer(0, 8),
+    "steps_per_call": bad.integer(1, 64),
     "grammars": bad.flag(),
     "activations": bad.choice(),
     "prefill_activations": bad.choice(optional=True),

@@ -2,8 +2,9 @@
 
 Prints, as JSON, the seconds it took, its launches, bytes of its arguments, bytes that it updates in
 place and takes beside them, and every copy of a MiB or more. Nothing is allocated: arguments are
-shapes. With `--drafts` it is the engine's step, draft block included, else a decode step. Flash
-with all its experts, as the release stores them:
+shapes. With `--drafts` it is the engine's step, draft block included, with `--steps-per-call` its
+call of several decode steps, else a decode step. Flash with all its experts, as the release stores
+them:
 
     python -m programs.step_at_size 43 1 --config flash --weights released --drafts 1
 """
@@ -26,6 +27,7 @@ from dsv4_jax.cache.model_cache import tree_bytes
 from dsv4_jax.cache.snapshots import SnapshotPlan, init_snapshot_store
 from dsv4_jax.cli.arguments import WEIGHTS, add_activations
 from dsv4_jax.model.weight_sizes import FORMATS, walk_weights, weight_format
+from dsv4_jax.step.decode_steps import jit_plain_decode_steps
 from dsv4_jax.step.serve_step import ServeInput, jit_serve_step
 from pallas_kernels.common.weights import weight_bytes
 from programs import aot, aot_figures
@@ -43,6 +45,7 @@ def compile_step(
     weights="dense",
     activations="fp8",
     draft_tokens=0,
+    steps_per_call=1,
 ):
     """The figures above, with unrolled layers."""
     device = aot._device("sm_90a")
@@ -65,6 +68,10 @@ def compile_step(
         step, arguments = jit_serve_step, (params, cache, store, serve_input)
         donated.append(store)
         static["draft_tokens"] = draft_tokens
+    elif steps_per_call > 1:
+        serve_input = placed(_serve_input(batch, 0, num_steps=steps_per_call))
+        step, arguments = jit_plain_decode_steps, (params, cache, serve_input)
+        static["num_steps"] = steps_per_call
     else:
         row = placed(jax.ShapeDtypeStruct((batch,), jnp.int32))
         call = ds.StepInput(token_ids=row, request_ids=row, request_slots=row)
@@ -94,8 +101,8 @@ def compile_step(
     }
 
 
-def _serve_input(batch, draft_tokens):
-    """Shapes of a step in which every request decodes and all its drafts are checked."""
+def _serve_input(batch, draft_tokens, num_steps=1):
+    """Shapes of a call in which every request decodes and all its drafts are checked."""
 
     def build():
         tokens = jnp.zeros(batch * (draft_tokens + 1), jnp.int32)
@@ -106,6 +113,7 @@ def _serve_input(batch, draft_tokens):
             next_token_ids=row,
             sampling=ds.make_sampling(batch),
             snapshots=SnapshotPlan(rows=row, ends=row, places=row),
+            num_steps=row if num_steps > 1 else None,
         )
 
     return jax.eval_shape(build)
@@ -126,8 +134,10 @@ def _weight_sized(hlo, params):
     sizes = [leaf.shape for leaf in jax.tree.leaves(params)]
     sizes += [weight.shape for _, weight in walk_weights(params)]
     shapes = {",".join(map(str, size)) for size in sizes if np.prod(size) > 2**20}
-    entry = hlo[hlo.index("\nENTRY") :]
-    found = re.findall(r"= \w+\[([\d,]+)\]\S* (?:fusion|copy|transpose)\(", entry)
+    run = [hlo[hlo.index("\nENTRY") :]]
+    for body in re.findall(r" while\(.*body=(%[\w.-]+)", hlo):
+        run.append(hlo[hlo.index(f"\n{body} (") :].split("\n}", 1)[0])
+    found = re.findall(r"= \w+\[([\d,]+)\]\S* (?:fusion|copy|transpose)\(", "".join(run))
     return [shape for shape in found if shape in shapes]
 
 
@@ -151,6 +161,7 @@ def main():
     parser.add_argument("--context", type=int, default=131_072)
     parser.add_argument("--weights", choices=tuple(WEIGHTS), default="bfloat16")
     parser.add_argument("--drafts", type=int, default=0, help="tokens of the draft block")
+    parser.add_argument("--steps-per-call", type=int, default=1)
     add_activations(parser, prefill=False)
     arguments = parser.parse_args()
     config = chosen_config(arguments)
@@ -161,6 +172,7 @@ def main():
         weights=WEIGHTS[arguments.weights],
         activations=arguments.activations,
         draft_tokens=arguments.drafts,
+        steps_per_call=arguments.steps_per_call,
     )
     print(json.dumps(found))
 

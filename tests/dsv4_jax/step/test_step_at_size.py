@@ -41,6 +41,19 @@ def test_cache_and_weights_are_used_where_they_lie(layers, batch):
     assert sum(found["launches"].values()) < (37 if batch == 1 else 44) * layers + 20
 
 
+def test_a_call_of_several_steps_copies_nothing_either():
+    """Weights go round the loop, and the cache is updated in place in each turn."""
+    options = ("--config", "flash", "--weights", "released", "--context", "16384")
+    found = figures(5, 8, *options, "--steps-per-call", "4")
+    single = figures(5, 8, *options)
+    assert found["alias_bytes"] == found["cache_bytes"]
+    assert found["large_copies"] == []
+    assert found["weight_sized"] == []
+    assert found["temp_bytes"] < single["temp_bytes"] + 2**23
+    launches, of_single = (sum(one["launches"].values()) for one in (found, single))
+    assert launches < 4 * (of_single + 20)
+
+
 @pytest.mark.parametrize(("config", "layers", "published"), [("flash", 43, 159_609_485_896)])
 def test_arguments_are_the_released_weights(config, layers, published):
     """All experts and the draft block, each read by the step; nothing is held twice."""
