@@ -207,10 +207,10 @@ class EngineCore:
 
     @exclusive
     def step(self) -> Sequence[Token]:
-        """Serves every running request once, and admits waiting ones.
+        """Serves every running request once, or `steps_per_call` times, and admits waiting ones.
 
         Returns:
-          The tokens of one step; none if there is nothing to do. The next one may run by then.
+          The tokens of one call; none if there is nothing to do. The next one may run by then.
 
         Raises:
           CacheError: in debug mode, the cache is not what it should be.
