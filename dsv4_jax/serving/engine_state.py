@@ -32,6 +32,7 @@ _COUNTERS = (
     "submitted",
     "preempted",
     "steps",
+    "step_calls",
     "prompt_tokens",
     "hit_tokens",
     "prefix_hits",

@@ -287,6 +287,7 @@ class ServingLoop:
         result, alive, rows = flight.read(), flight.alive, flight.rows
         now = time.perf_counter()
         self.metrics.steps += flight.plan.num_steps
+        self.metrics.step_calls += 1
         self._count(flight, result)
         self._keep(flight)
         drawing = np.flatnonzero(alive & rows.draws)

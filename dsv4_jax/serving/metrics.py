@@ -139,6 +139,7 @@ class Metrics:
     )
     preempted: Annotated[int, "times a running request gave its blocks back"] = 0
     steps: Annotated[int, "steps run"] = 0
+    step_calls: Annotated[int, "launches that ran them; fewer where calls make several"] = 0
     prompt_tokens: Annotated[int, "tokens of prompts that were submitted"] = 0
     hit_tokens: Annotated[int, "tokens that a prefix hit spared"] = 0
     prefix_hits: Annotated[int, "admissions with a hit"] = 0

@@ -82,6 +82,7 @@ def test_a_lone_request_takes_whole_calls_once_it_stands_at_a_block(monkeypatch)
     assert after[:32] == [4] * 32
     assert sum(made) == 299  # the prompt's step drew the first
     assert engine.metrics.steps == 300
+    assert engine.metrics.step_calls == 1 + len(made)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
