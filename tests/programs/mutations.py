@@ -430,7 +430,7 @@ MUTATIONS = [
             "decode_steps.py",
             "number < steps_of_token",
             "number <= steps_of_token",
-            "dsv4_jax/serving/test_steps_per_call.py",
+            "dsv4_jax/step/test_decode_steps.py",
         ),
         (
             "every_step_takes_the_first_token",

@@ -24,7 +24,7 @@ def make_queue(num_requests, *, num_blocks, shards=1, num_snapshots=0):
     ]
     undo = UndoLog()
     undo.__enter__()  # all of a test is one change
-    queue = RequestQueue(DataShards(managers), draft_tokens=0, metrics=Metrics(), undo=undo)
+    queue = RequestQueue(DataShards(managers), step_tokens=1, metrics=Metrics(), undo=undo)
     sampling = ds.SamplingParams(max_new_tokens=200)
     requests = [Request(i, np.zeros(100, np.int32), sampling, 0.0) for i in range(num_requests)]
     for request in reversed(requests):

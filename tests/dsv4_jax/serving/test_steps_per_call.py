@@ -86,6 +86,17 @@ def test_a_lone_request_takes_whole_calls_once_it_stands_at_a_block(monkeypatch)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
+def test_without_snapshots_a_call_goes_on_into_the_next_block(overlap, monkeypatch):
+    engine = limit(make_engine(overlap=overlap), num_snapshots=0)
+    made = calls_of(engine, monkeypatch)
+    text = prompt(np.random.default_rng(8), 3)
+    [found] = run_to_end(engine, engine.submit(text, **LONG | {"max_new_tokens": 301}))
+    assert made[:75] == [4] * 75
+    plain = without_sharing()
+    same_tokens(found, run_to_end(plain, plain.submit(text, **LONG | {"max_new_tokens": 301}))[0])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
 def test_every_block_that_is_filled_can_be_resumed(overlap):
     """Snapshots are those of single steps."""
     text, hits = prompt(np.random.default_rng(2), 30), []
