@@ -28,7 +28,6 @@ class Flight[T]:
       plan: what it runs.
       running: requests when it was launched.
       places: i64[n], of each row, the number of its request in `running`.
-      is_fed: bool[NS], by slot, its tokens are what the step before drew.
       boundaries: snapshots that it writes if it crosses them.
       read: waits for the step's result.
       alive: bool[n], rows whose request still has the slot; what others give is thrown away.
@@ -37,7 +36,6 @@ class Flight[T]:
     plan: StepPlan
     running: Running
     places: np.ndarray
-    is_fed: np.ndarray
     boundaries: list[Boundary]
     read: Read[T]
     alive: np.ndarray = dataclasses.field(init=False)

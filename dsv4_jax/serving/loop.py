@@ -238,7 +238,7 @@ class ServingLoop:
             boundaries = find_reached(plan, outlook, places, self.shards)
             if boundaries:
                 self.runner.save(boundaries)
-        return Flight(plan, outlook.running, places, is_fed, boundaries, read)
+        return Flight(plan, outlook.running, places, boundaries, read)
 
     def _make_plan(self, outlook: Outlook) -> tuple[StepPlan, np.ndarray]:
         """The plan, and for each of its rows the number of its request in `outlook.running`."""
