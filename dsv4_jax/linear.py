@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from pallas_kernels import block_linear, block_linears, joined_linears
@@ -108,3 +109,8 @@ def linear_in_parts(x: jax.Array | SplitSums, weight: Weight) -> jax.Array | Spl
     """`linear`, whose result may be left in parts for what reads it."""
     product = block_linear_in_parts(x.reshape(-1, x.shape[-1]), weight)
     return product.reshape(*x.shape[:-1], product.shape[-1])
+
+
+def name_product(x: Any, name: str) -> Any:
+    """`checkpoint_name` of a product; one in parts, or None, is no array and gets no name."""
+    return checkpoint_name(x, name) if isinstance(x, jax.Array) else x

@@ -17,7 +17,13 @@ from dsv4_jax.attention.pooling import repool
 from dsv4_jax.cache.new_tokens import Projections
 from dsv4_jax.collectives import sum_over_model
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.linear import grouped_linear, linear_in_parts, linears, linears_beside_dense
+from dsv4_jax.linear import (
+    grouped_linear,
+    linear_in_parts,
+    linears,
+    linears_beside_dense,
+    name_product,
+)
 from dsv4_jax.mesh import MODEL, axis_size
 from pallas_kernels.common.norm_rope import rms_norm_by_pairs, rotate
 from pallas_kernels.common.pending import SplitSums, Unnormed
@@ -178,16 +184,12 @@ def output(params: AttentionParams, attended: jax.Array, config: DSV4Config) -> 
     """
     lead, groups = attended.shape[:-2], params.wo_a.shape[0] // config.o_lora_rank
     heads = checkpoint_name(attended.reshape(*lead, groups, -1), "ctx_derot")
-    latent = _named(grouped_linear(heads, _by_group(params.wo_a, groups)), "o_a")
+    latent = name_product(grouped_linear(heads, _by_group(params.wo_a, groups)), "o_a")
     latent = latent.reshape(*lead, latent.shape[-2] * latent.shape[-1])
     product = linear_in_parts(latent, params.wo_b)
     if axis_size(MODEL) > 1:
         product = sum_over_model(product)
-    return _named(product, "attn_out")
-
-
-def _named(x: Output, name: str) -> Output:
-    return x if isinstance(x, SplitSums) else checkpoint_name(x, name)
+    return name_product(product, "attn_out")
 
 
 def _by_group(weight: Weight, groups: int) -> Weight:

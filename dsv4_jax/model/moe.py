@@ -9,7 +9,6 @@ Source: deepseek_v4.md section 1.5.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from dsv4_jax.collectives import gather_rows, sum_over_model, sum_own_rows
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.linear import linear
+from dsv4_jax.linear import linear, name_product
 from dsv4_jax.mesh import DATA, MODEL, axis_size, place_on
 from dsv4_jax.model.params import MoEParams
 from pallas_kernels import Backend, expert_mlp, mixture_mlp, pick_experts, swiglu_linear
@@ -99,12 +98,8 @@ def mixture_of_experts(
         routed = _in_chunks(run_experts, rows, expert_ids, expert_weights)
         hidden = swiglu_linear(rows, *shared_expert[:2], limit=limit)
         shared = linear(hidden, shared_expert[2])
-    routed, shared = _named(routed, "routed"), _named(shared, "shared")
+    routed, shared = name_product(routed, "routed"), name_product(shared, "shared")
     return checkpoint_name(sum_over_model(routed, plus=shared).reshape(x.shape), "mlp_out")
-
-
-def _named(x: Any, name: str) -> Any:
-    return checkpoint_name(x, name) if isinstance(x, jax.Array) else x
 
 
 def _gather(

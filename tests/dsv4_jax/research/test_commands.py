@@ -25,7 +25,7 @@ MODULE = """
 import dsv4_jax as ds
 
 def newest(selection):
-    ages = selection.positions[..., None] + 0 * selection.scores
+    ages = selection.positions[..., None].astype(selection.scores.dtype) + 0 * selection.scores
     return ds.research.select_by_score(selection._replace(scores=-ages))
 
 all_of_them = ds.research.Idea(selector=ds.research.select_all, cache_format="bf16")
