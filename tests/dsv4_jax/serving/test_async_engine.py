@@ -6,6 +6,7 @@ All runs are steps of one program, so that equal means equal to the bit.
 import asyncio
 import concurrent.futures
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -334,7 +335,11 @@ asyncio.run(main())
 @pytest.mark.parametrize("end", ["pass", "raise SystemExit(0)", "1 / 0"])
 def test_a_process_ends_with_its_engine_in_use(end):
     run = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(end=end)], capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", PROGRAM.format(end=end)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert run.stdout == "None\n"
     assert run.returncode == ("/" in end)
