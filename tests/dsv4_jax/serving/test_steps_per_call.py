@@ -89,7 +89,7 @@ def test_a_lone_request_takes_whole_calls_once_it_stands_at_a_block(monkeypatch)
 def test_without_snapshots_a_call_goes_on_into_the_next_block(overlap, monkeypatch):
     engine = limit(make_engine(overlap=overlap), num_snapshots=0)
     made = calls_of(engine, monkeypatch)
-    text = prompt(np.random.default_rng(8), 3)
+    text = prompt(np.random.default_rng(8), 2)  # a call begins at 126 tokens and ends at 130
     [found] = run_to_end(engine, engine.submit(text, **LONG | {"max_new_tokens": 301}))
     assert made[:75] == [4] * 75
     plain = without_sharing()
