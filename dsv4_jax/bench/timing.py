@@ -49,8 +49,8 @@ def time_calls(
     A measurement dispatches n calls and waits for them, then 2n, and is the difference: before the
     first call begins on the device the host has handed over its arguments, which in a loop it does
     while the device runs the call before. So a call counts as long as the device takes for it, or
-    the host where that takes longer. Where `max_calls` is 1 a measurement is one call, with all
-    that precedes it. For calls shorter than their dispatch see `loops`. Several processes that run
+    the host where that takes longer. On a CPU, whose host is the device, a measurement is n calls,
+    and where `max_calls` is 1 it is one call, with all that precedes it. For calls shorter than their dispatch see `loops`. Several processes that run
     the same calls make as many as process 0 does.
 
     Args:
@@ -67,14 +67,15 @@ def time_calls(
     """
     for _ in range(2):  # sets up libraries, then graphs of arrays where they stay
         _, state = dispatch(call, rewind(state), 1)
-    calls = 1
+    calls, has_host = 1, max_calls > 1 and jax.default_backend() != "cpu"
     if max_calls > 1:
         pair, state = dispatch(call, rewind(state), 2)
-        calls = agree(min(max_calls // 2, max(2, math.ceil(least_s / (pair / 2)))))
+        most = max_calls // 2 if has_host else max_calls
+        calls = agree(min(most, max(2, math.ceil(least_s / (pair / 2)))))
     begun, samples = time.perf_counter(), []
     while len(samples) < repeats and agree(not samples or time.perf_counter() - begun < limit_s):
         seconds, state = dispatch(call, rewind(state), calls)
-        if max_calls > 1:
+        if has_host:
             double, state = dispatch(call, rewind(state), 2 * calls)
             seconds = double - seconds
         samples.append(seconds / calls)
@@ -82,11 +83,17 @@ def time_calls(
 
 
 def dispatch(call: Callable[[Any], Any], state: Any, times: int) -> tuple[float, Any]:
-    """Calls `state = call(state)` so many times; returns seconds and last state."""
-    state = jax.block_until_ready(state)
+    """Calls `state = call(state)` so many times; returns seconds and last state.
+
+    On a CPU each call is waited for: where several run on a mesh, one can wait for ever in the
+    collectives of another.
+    """
+    state, waits = jax.block_until_ready(state), jax.default_backend() == "cpu"
     start = time.perf_counter()
     for _ in range(times):
         state = call(state)
+        if waits:
+            jax.block_until_ready(state)
     jax.block_until_ready(state)
     return time.perf_counter() - start, state
 

@@ -288,7 +288,11 @@ def test_a_benchmark_of_two_processes_reports_once(tmp_path, mesh, weights):
         )
         for number in range(2)
     ]
-    said = [one.communicate(timeout=300)[0] for one in running]
+    try:
+        said = [one.communicate(timeout=300)[0] for one in running]
+    finally:
+        for one in running:
+            one.kill()
     assert [one.returncode for one in running] == [0, 0]
     assert "ms/step" in said[0]
     assert "ms/step" not in said[1]

@@ -19,6 +19,7 @@ def rows_of_calls(monkeypatch):
         return HOST_S + DEVICE_S * times, state
 
     monkeypatch.setattr(timing, "dispatch", dispatch)
+    monkeypatch.setattr(timing.jax, "default_backend", lambda: "gpu")
     return made
 
 
@@ -46,3 +47,23 @@ def test_a_single_call_is_timed_from_its_beginning(rows_of_calls):
 def test_time_runs_out(rows_of_calls):
     timing.time_calls(lambda state: state, 0, limit_s=0)
     assert rows_of_calls == [1, 1, 2, 6, 12]  # there is always one measurement
+
+
+def test_a_cpu_has_no_host_beside_it(rows_of_calls, monkeypatch):
+    monkeypatch.setattr(timing.jax, "default_backend", lambda: "cpu")
+    found, _ = timing.time_calls(lambda state: state, 0, max_calls=5, repeats=2)
+    assert found.median_s == pytest.approx(HOST_S / 5 + DEVICE_S)
+    assert rows_of_calls == [1, 1, 2, 5, 5]
+
+
+def test_on_a_cpu_one_call_ends_before_the_next_begins(monkeypatch):
+    """Programs of a mesh would wait in each other's collectives."""
+    waited = []
+
+    def wait(state):
+        waited.append(state)
+        return state
+
+    monkeypatch.setattr(timing.jax, "block_until_ready", wait)
+    timing.dispatch(lambda state: state + 1, 0, 3)
+    assert waited == [0, 1, 2, 3, 3]
