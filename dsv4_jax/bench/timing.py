@@ -50,8 +50,9 @@ def time_calls(
     first call begins on the device the host has handed over its arguments, which in a loop it does
     while the device runs the call before. So a call counts as long as the device takes for it, or
     the host where that takes longer. On a CPU, whose host is the device, a measurement is n calls,
-    and where `max_calls` is 1 it is one call, with all that precedes it. For calls shorter than their dispatch see `loops`. Several processes that run
-    the same calls make as many as process 0 does.
+    and where `max_calls` is 1 it is one call, with all that precedes it. For calls shorter than
+    their dispatch see `loops`. Several processes that run the same calls make as many as process 0
+    does.
 
     Args:
       call: a compiled function; it may donate its argument.
