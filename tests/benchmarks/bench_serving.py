@@ -21,8 +21,8 @@ from dsv4_jax.cli.arguments import WEIGHTS, add_mesh, chosen_mesh
 PRESETS = ("tiny", "flash", "pro", "flash_slim", "pro_slim")
 
 
-def load(name, num_layers=None, *, weights="bfloat16", mesh=None):
-    """Config and parameters; of a preset only the first `num_layers`, if given, and `weights`."""
+def load(name, num_layers=None, num_experts=None, *, weights="bfloat16", mesh=None):
+    """Config and parameters; of a preset its first layers and so many experts, if given."""
     if name not in PRESETS:
         return ds.load_checkpoint(ds.SHIPPED_CHECKPOINT if name == "shipped" else name)
     config = getattr(ds.DSV4Config, name)()
@@ -33,6 +33,8 @@ def load(name, num_layers=None, *, weights="bfloat16", mesh=None):
             router_types=config.router_types[:num_layers],
             num_mtp_layers=0,
         )
+    if num_experts is not None:
+        config = dataclasses.replace(config, num_routed_experts=num_experts)
     if jax.default_backend() == "gpu" or weights == "released":
         return config, random_params(config, weights=WEIGHTS[weights], mesh=mesh)
     return config, ds.init_params(config, jax.random.key(0), dtype=jnp.bfloat16)
@@ -59,6 +61,7 @@ def main():
     parser.add_argument("--steps-per-call", type=int, default=1)
     parser.add_argument("--cache-format", default="fp8_ue8m0")
     parser.add_argument("--layers", type=int, help="use only the first so many layers of a preset")
+    parser.add_argument("--experts", type=int, help="routed experts of a preset")
     parser.add_argument(
         "--steps", type=int, default=0, help="submit new requests until so many steps"
     )
@@ -72,7 +75,7 @@ def main():
     ds.set_xla_flags()
     ds.use_compilation_cache()
     mesh = chosen_mesh(args)
-    config, params = load(args.config, args.layers, weights=args.weights, mesh=mesh)
+    config, params = load(args.config, args.layers, args.experts, weights=args.weights, mesh=mesh)
     engine = ds.Engine(
         config,
         params,
