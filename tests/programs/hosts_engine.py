@@ -42,7 +42,8 @@ def be_one(arguments):
         mesh_engine.use_small_model()
     mesh_engine.OPTIONS["split_cache"] = arguments.split
     if arguments.steps:
-        mesh_engine.OPTIONS |= {"steps_per_call": arguments.steps, "decode_tokens": None}
+        several = {"steps_per_call": arguments.steps, "decode_tokens": None, "draft_tokens": 0}
+        mesh_engine.OPTIONS |= several
     mesh = ds.make_mesh(*map(int, arguments.mesh.split("x")))
     engine = mesh_engine.engine_on(mesh)
     if number == arguments.lost:
