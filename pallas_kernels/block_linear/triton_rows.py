@@ -8,6 +8,7 @@ and of the codes, once each.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -53,6 +54,7 @@ def make_rows(
     *,
     num_spare: int,
     token: jax.Array | None = None,
+    num_used: jax.Array | None = None,
     num_groups: int = 1,
 ) -> Rows:
     """Rows as this weight takes them, and some that are arbitrary behind them.
@@ -62,6 +64,7 @@ def make_rows(
       weight: its `activations` say how many parts there are, its format how inputs are ordered.
       num_spare: rows that a kernel may read beyond the last.
       token: i32[R], the row of x that each is, clamped; None is x's own.
+      num_used: i32[], rows after which those of quantised weights may be arbitrary too; None is R.
       num_groups: groups of rows, each of which begins at a multiple of eight.
     """
     num_rows = (x if token is None else token).shape[0]
@@ -77,6 +80,7 @@ def make_rows(
     return _launch(
         x,
         token,
+        num_used,
         num_rows=num_rows,
         of_group=(of_group, spread),
         total=padded(num_groups * spread + num_spare),
@@ -93,6 +97,7 @@ def padded(num_rows: int) -> int:
 def _launch(
     x: jax.Array,
     token: jax.Array | None,
+    num_used: jax.Array | None,
     *,
     num_rows: int,
     of_group: tuple[int, int],
@@ -107,9 +112,19 @@ def _launch(
     is_whole = dim % (_GROUPS * GROUP) == 0
 
     def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
+        first, program = pl.program_id(0) * height, pl.program_id(1)
+        run = functools.partial(round_some, inputs, outputs, first, program)
+        if num_used is None:
+            run()
+        else:
+            pl.when(first < inputs[-1][0])(run)
+
+    def round_some(
+        inputs: list[Ref], outputs: list[Ref], first: jax.Array, program: jax.Array
+    ) -> None:
         codes, scales = outputs
-        row = pl.program_id(0) * height + jnp.arange(height, dtype=jnp.int32)
-        live, program = row < num_rows, pl.program_id(1)
+        row = first + jnp.arange(height, dtype=jnp.int32)
+        live = row < num_rows
         source = row if token is None else triton.load_where(inputs[1], (row,), live)
         source = jnp.clip(source, 0, x.shape[0] - 1)[:, None]
         size, spread = of_group
@@ -139,7 +154,11 @@ def _launch(
     codes, scale = triton.launch(
         kernel,
         grid=(-(-num_rows // height), programs),
-        inputs=[x] if token is None else [x, token],
+        inputs=[
+            x,
+            *([] if token is None else [token]),
+            *([] if num_used is None else [num_used.reshape(1)]),
+        ],
         outputs=[
             jax.ShapeDtypeStruct((num_parts, total, num_groups * _WORDS), jnp.uint32),
             jax.ShapeDtypeStruct((num_parts, num_groups, total), jnp.float32),

@@ -74,6 +74,8 @@ def expert_mlp(
     return _sorted_tokens(arguments, gate, down, core, in_parts=in_parts)
 
 
+_MANY_PAIRS = 4096
+"""From so many on those of experts elsewhere are left out where rows are rounded and summed."""
 _MANY_ROWS = 32
 """Rows of an expert from which on products bind it: padding costs more than a second tile."""
 
@@ -94,7 +96,7 @@ def _sorted_tokens(
     in_parts: bool,
 ) -> Mixture:
     """Pairs sorted by expert: an expert's weights are read once for all tokens that picked it."""
-    x, expert_ids, expert_weights, w1, w3, w2, limit, shared, _ = arguments
+    x, expert_ids, expert_weights, w1, w3, w2, limit, shared, picked_among = arguments
     num_experts = w1.shape[0]
     (gate_shapes, gate_tiling), (down_shapes, _) = gate_plan, down_plan
     spare = call_shapes.scale_columns(gate_tiling.columns)
@@ -102,11 +104,18 @@ def _sorted_tokens(
         expert_ids, expert_weights, num_experts, gate_tiling.columns, spare
     )
     items, total = Items(expert, first, first, num_rows), token.shape[0]
+    is_pair = (expert_ids >= 0) & (expert_ids < num_experts)
+    num_used = None
+    if expert_ids.size >= _MANY_PAIRS and (picked_among or 0) > num_experts:
+        # Pairs of experts that are elsewhere come last: their rows are not rounded, and what has no
+        # result reads row 0, which lies in L2.
+        num_used = jnp.max(jnp.where(num_rows > 0, first + num_rows, 0))
+        row = jnp.where(is_pair, row, 0)
     is_dense = gate_shapes.is_dense  # then hidden values are the next rows as they are
     if gate_shapes.rounds_rows:
         rows = RawRows(x[None], token)
     else:
-        rows = make_rows(x, w1, num_spare=spare, token=token)
+        rows = make_rows(x, w1, num_spare=spare, token=token, num_used=num_used)
     swiglu = SwiGLU(limit, x.dtype)
     gate = Product(rows, [w1, w3], items, *gate_plan, swiglu, share)
     joined = None
@@ -122,13 +131,13 @@ def _sorted_tokens(
     if down_shapes.rounds_rows:
         rows = RawRows(hidden)
     else:
-        rows = make_rows(hidden[0], w2, num_spare=0 if is_dense else spare)
+        num_spare = 0 if is_dense else spare
+        rows = make_rows(hidden[0], w2, num_spare=num_spare, num_used=num_used)
     down = Product(rows, [w2], items, *down_plan)
     if joined:
         down = multiply_items(joined[1]._replace(rows=rows), down, num_rows=height)
     else:
         down = multiply_items(down, num_rows=height)
-    is_pair = (expert_ids >= 0) & (expert_ids < num_experts)
     # Else XLA computes the rows again for each value that it adds.
     row = jax.lax.optimization_barrier(row)
     of_pairs = jnp.where(is_pair[..., None], down[0, row], 0)

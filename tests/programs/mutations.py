@@ -851,9 +851,23 @@ MUTATIONS = [
         (
             "many_rows_are_others",
             "block_linear/triton_rows.py",
-            "row = pl.program_id(0) * height +",
-            "row = pl.program_id(0) +",
+            "first, program = pl.program_id(0) * height,",
+            "first, program = pl.program_id(0),",
             "pallas_kernels/block_linear/test_block_linear_kernel.py",
+        ),
+        (
+            "rows_that_nobody_reads_are_rounded",
+            "block_linear/triton_rows.py",
+            "pl.when(first < inputs[-1][0])(run)",
+            "run()",
+            "pallas_kernels/block_linear/test_block_linear_kernel.py",
+        ),
+        (
+            "rows_of_the_last_tile_are_not_rounded",
+            "expert_mlp/mosaic_gpu.py",
+            "jnp.where(num_rows > 0, first + num_rows, 0)",
+            "jnp.where(num_rows > 0, first, 0)",
+            "pallas_kernels/expert_mlp/test_expert_mlp_kernel.py",
         ),
         (
             "rope_in_place_is_elsewhere",

@@ -104,6 +104,21 @@ def test_many_rows_are_rounded_as_the_definition_has_it(lane, picked):
     np.testing.assert_array_equal(found.scale[0].T, numbers.decode_ue8m0(expected.scale))
 
 
+@pytest.mark.parametrize("num_used", [0, 6])
+def test_rows_that_nobody_reads_are_not_rounded(lane, num_used):
+    """But for those that share a program with one that is read; the others are as they were."""
+    weight, x = make("fp8", (128, 256)), normal(triton_rows._MANY_ROWS, 256)
+    rounded = jax.jit(functools.partial(triton_rows.make_rows, num_spare=0))
+    every, found = (rounded(x, weight, num_used=n) for n in (None, jnp.int32(num_used)))
+    codes, wanted = (np.asarray(rows.codes[0]).view(np.uint8) for rows in (found, every))
+    np.testing.assert_array_equal(codes[:num_used], wanted[:num_used])
+    np.testing.assert_array_equal(found.scale[0, :, :num_used], every.scale[0, :, :num_used])
+    first = -(-num_used // triton_rows._ROWS_OF_MANY) * triton_rows._ROWS_OF_MANY
+    if lane == "interpreter":  # which makes results of one byte over and over
+        assert len(np.unique(codes[first:])) == 1
+    assert len(np.unique(wanted[first:])) > 100
+
+
 def normed_product(x, norm, weight):
     return reference.block_linear(rms_norm(x, norm, eps=0.5), weight)
 

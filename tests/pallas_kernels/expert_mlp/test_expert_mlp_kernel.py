@@ -276,6 +276,38 @@ def test_results_do_not_depend_on_experts_elsewhere(lane):
     np.testing.assert_array_equal(among, alone)
 
 
+@pytest.mark.parametrize("nobody", slow.all_but([False], [False, True]))
+def test_of_many_pairs_those_of_experts_elsewhere_are_not_rounded(lane, nobody, monkeypatch):
+    """Four of five tokens picked experts of other devices, or all did."""
+    seen, make_rows = [], mosaic_gpu.make_rows
+
+    def see(*arguments, num_used, **options):
+        seen.append(int(num_used))
+        return make_rows(*arguments, num_used=num_used, **options)
+
+    monkeypatch.setattr(mosaic_gpu, "_MANY_PAIRS", 40)
+    monkeypatch.setattr(mosaic_gpu, "make_rows", see)
+    num_tokens, tiling = 20, Tiling(16, 1, 2)
+    ids, share = routing("random", num_tokens)
+    token = jnp.arange(num_tokens)[:, None]
+    here = (token % 5 == 0) & (not nobody)
+    ids = jnp.where(here, ids, jnp.where(token % 2 > 0, ids + E, ids - E))
+    given = rows(num_tokens), ids, share, *make()
+    arguments = Arguments(*given, LIMIT, picked_among=64)
+    found, _ = mosaic_gpu.expert_mlp(arguments, tilings=(tiling, tiling))
+    expected = jit_expert_mlp(*given, limit=LIMIT, backend="reference")
+    close(lane, found, expected)
+    counts = np.bincount(np.asarray(ids)[(ids >= 0) & (ids < E)], minlength=E)
+    assert seen == 2 * [max_rows_of(counts)]
+    assert nobody == (not counts.any())
+
+
+def max_rows_of(counts):
+    """Rows up to the last of an expert's, each of which begins at a multiple of eight."""
+    first = np.cumsum([0, *(-(-counts // 8) * 8)])[:-1]
+    return int(np.max(np.where(counts > 0, first + counts, 0)))
+
+
 @pytest.mark.slow
 def test_an_expert_that_nobody_picked_is_never_seen(lane):
     ids, share = routing("one expert", 3)
@@ -332,23 +364,24 @@ def _specs(num_tokens, num_experts, dim, width, activations):
     ]
 
 
-def _experts(*arguments):
-    return expert_mlp(*arguments, limit=10.0, backend="mosaic_gpu")
+def _experts(*arguments, picked_among):
+    return expert_mlp(*arguments, limit=10.0, picked_among=picked_among, backend="mosaic_gpu")
 
 
 AOT_CASES = [
     (
         f"{name} {num_tokens} {activations}@{target}",
-        _experts,
+        functools.partial(_experts, picked_among=picked_among),
         _specs(num_tokens, num_experts, 4096, 2048, activations),
     )
     for target in ("sm_90a", "sm_100a")
-    for name, num_experts, num_tokens, activations in (
-        ("flash", 256, 1, "fp8"),
-        ("flash", 256, 64, "bfloat16"),
-        ("flash", 256, 8192, "fp8"),
-        ("flash", 256, 18688, "fp8"),
-        ("slim", 8, 64, "dense"),
-        ("slim", 8, 8192, "dense"),
+    for name, picked_among, num_experts, num_tokens, activations in (
+        ("flash", 256, 256, 1, "fp8"),
+        ("flash", 256, 256, 64, "bfloat16"),
+        ("flash", 256, 256, 8192, "fp8"),
+        ("flash of four", 256, 64, 8192, "fp8"),
+        ("flash", 256, 256, 18688, "fp8"),
+        ("slim", 8, 8, 64, "dense"),
+        ("slim", 8, 8, 8192, "dense"),
     )
 ]
