@@ -66,7 +66,7 @@ class Hosts:
         self.number, self.count, self.timeout_s = number, count, timeout_s
         self.is_taken = False
         self._service = service
-        self._told = 0
+        self._told = self._met = 0
         self._calls = 0
         self._left = threading.Event()
         self._heard = {other: time.monotonic() for other in range(count)}
@@ -91,16 +91,24 @@ class Hosts:
 
     def listen(self) -> bytes:
         """The next message of process 0, however long that takes."""
-        key = f"dsv4/told/{self._told}"
+        message = self._wait_for(f"dsv4/told/{self._told}")
+        self._told += 1
+        return message
+
+    def meet(self) -> None:
+        """Waits until every process has come here, however long that takes."""
+        self._met += 1
+        self._service.key_value_set_bytes(f"dsv4/met/{self._met}/{self.number}", b"here")
+        for other in range(self.count):
+            self._wait_for(f"dsv4/met/{self._met}/{other}")
+
+    def _wait_for(self, key: str) -> bytes:
         while True:
             try:
-                message = self._service.blocking_key_value_get_bytes(key, _POLL_MS)
+                return self._service.blocking_key_value_get_bytes(key, _POLL_MS)
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     self.fail(error)
-                continue
-            self._told += 1
-            return message
 
     @contextlib.contextmanager
     def call(self, *, is_new: bool) -> Iterator[None]:
@@ -273,6 +281,16 @@ def agree[Value: (bool, int)](value: Value) -> Value:
         hosts.tell(str(int(value)).encode())
         return value
     return type(value)(int(hosts.listen()))
+
+
+def meet() -> None:
+    """Waits for all processes that joined; each calls this as often as the others.
+
+    Before the first collectives of programs that each compiled for itself: Gloo, which CPUs use,
+    gives up where another process comes 30 s later.
+    """
+    if (hosts := joined()) is not None:
+        hosts.meet()
 
 
 def hosts_of(mesh: Mesh | None) -> Hosts | None:

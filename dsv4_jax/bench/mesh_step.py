@@ -23,6 +23,7 @@ from dsv4_jax.bench.program import Program, compile_program
 from dsv4_jax.bench.report import first_line
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.hosts import meet
 from dsv4_jax.mesh import mesh_sizes, shardings_of
 from dsv4_jax.model.params import DSV4Params, param_shapes, unstack_layers
 from dsv4_jax.model.shardings import param_shardings
@@ -146,6 +147,7 @@ class MeshSteps:
             yield row
             if params is None or case.compile_only:
                 return
+            meet()
             floor = step_floor(
                 self.config, placed.params, data=data, model=model, batch=case.batch,
                 activations=case.activations, split_cache=splits, **sizes,

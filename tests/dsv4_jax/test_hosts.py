@@ -93,6 +93,22 @@ def test_processes_agree_on_what_the_first_has(pair, monkeypatch):
     assert [type(value) for value in found[1]] == [int, bool]
 
 
+def test_who_comes_first_waits_for_the_others(pair, monkeypatch):
+    hosts.meet()  # alone
+    first, second, said = pair
+    came = []
+    for number in range(2):  # more than once
+        monkeypatch.setattr(hosts, "joined", lambda: first)
+        waiting = threading.Thread(target=lambda: (hosts.meet(), came.append(len(came))))
+        waiting.start()
+        time.sleep(1.5 * TIMEOUT_S)  # its beat goes on meanwhile
+        assert waiting.is_alive()
+        second.meet()
+        waiting.join(10)
+        assert came == list(range(number + 1))
+    assert said == []
+
+
 def test_a_process_that_is_silent_is_named(pair):
     _, second, said = pair
     second._left.set()  # without a word

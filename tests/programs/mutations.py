@@ -117,6 +117,13 @@ MUTATIONS = [
             "dsv4_jax/test_peer_memory.py",
         ),
         (
+            "nobody_waits_for_the_others",
+            "hosts.py",
+            "for other in range(self.count):",
+            "for other in range(0):",
+            "dsv4_jax/test_hosts.py",
+        ),
+        (
             "a_process_swallows_sigterm",
             "hosts.py",
             '"jax_enable_preemption_service", False',
