@@ -9,10 +9,16 @@ from __future__ import annotations
 
 import jax
 
-from dsv4_jax.mesh import DATA, MODEL, axis_size
+from dsv4_jax.mesh import DATA, MODEL, axis_size, place_on
 from dsv4_jax.peers import own_buffer
 from pallas_kernels.common.pending import SplitSums, finish
-from pallas_kernels.peer_collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from pallas_kernels.peer_collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    reduce_scatter,
+    sums_in_two,
+)
 
 
 def sum_over_model(
@@ -30,6 +36,53 @@ def sum_over_model(
     if axis_size(MODEL) == 1:
         return finish(x) if plus is None else finish(x) + finish(plus)
     return all_reduce(x, MODEL, plus=plus, buffer=own_buffer(MODEL))
+
+
+MANY_ROWS = 1024
+"""Rows of a data shard from which on they are dealt over two devices too."""
+
+
+def rows_of_a_device(num_rows: int, row_bytes: int) -> int:
+    """How many of T rows each device of a data shard has between sublayers.
+
+    All of them, or T / model where they are many and divide: a sum over `model` is then a
+    reduce-scatter and a gather, and hyper-connections and norms, which lie between the two, are
+    computed for a device's own rows alone. No bit of a row depends on it.
+
+    Args:
+      num_rows: T.
+      row_bytes: bytes of a row of a sublayer's output.
+    """
+    devices = axis_size(MODEL)
+    many = num_rows >= MANY_ROWS or sums_in_two(num_rows * row_bytes, devices)
+    return num_rows // devices if many and num_rows % devices == 0 else num_rows
+
+
+def take_rows(x: jax.Array) -> jax.Array:
+    """[T, ..., D] -> [n, ..., D]: of all rows those that this device has between sublayers."""
+    own = rows_of_a_device(x.shape[0], x.shape[-1] * x.dtype.itemsize)
+    if own == x.shape[0]:
+        return x
+    return jax.lax.dynamic_slice_in_dim(x, place_on(MODEL) * own, own)
+
+
+def join_rows(x: jax.Array, num_rows: int) -> jax.Array:
+    """[n, ...] -> [T, ...]: the rows of all devices, in order."""
+    if axis_size(MODEL) == 1 or x.shape[0] == num_rows:
+        return x
+    [every] = all_gather(x, axis_name=MODEL, buffer=own_buffer(MODEL))
+    return every.reshape(num_rows, *x.shape[1:])
+
+
+def sum_to_rows(x: jax.Array | SplitSums, plus: jax.Array | SplitSums | None = None) -> jax.Array:
+    """`sum_over_model` of a sublayer's output: [T, D] -> [n, D], the rows that this device has."""
+    num_rows, width = x.shape
+    own = rows_of_a_device(num_rows, width * x.dtype.itemsize)
+    if own == num_rows:
+        return sum_over_model(x, plus)
+    parts = num_rows // own, own, width
+    plus = None if plus is None else plus.reshape(*parts)
+    return reduce_scatter(x.reshape(*parts), MODEL, plus=plus, buffer=own_buffer(MODEL))
 
 
 def gather_over_model(x: jax.Array) -> jax.Array:

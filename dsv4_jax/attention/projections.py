@@ -15,7 +15,7 @@ from dsv4_jax.attention.indexer import split_index_heads
 from dsv4_jax.attention.params import AttentionParams, IndexerParams
 from dsv4_jax.attention.pooling import repool
 from dsv4_jax.cache.new_tokens import Projections
-from dsv4_jax.collectives import sum_over_model
+from dsv4_jax.collectives import sum_to_rows
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.linear import (
     grouped_linear,
@@ -180,7 +180,8 @@ def output(params: AttentionParams, attended: jax.Array, config: DSV4Config) -> 
       config: the model.
 
     Returns:
-      [..., D], in parts where the product left it so.
+      [..., D], in parts where the product left it so; on a mesh those rows of [T, D] that this
+      device has (`rows_of_a_device`).
     """
     lead, groups = attended.shape[:-2], params.wo_a.shape[0] // config.o_lora_rank
     heads = checkpoint_name(attended.reshape(*lead, groups, -1), "ctx_derot")
@@ -188,7 +189,7 @@ def output(params: AttentionParams, attended: jax.Array, config: DSV4Config) -> 
     latent = latent.reshape(*lead, latent.shape[-2] * latent.shape[-1])
     product = linear_in_parts(latent, params.wo_b)
     if axis_size(MODEL) > 1:
-        product = sum_over_model(product)
+        product = sum_to_rows(product)
     return name_product(product, "attn_out")
 
 

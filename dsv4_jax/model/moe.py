@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from dsv4_jax.collectives import gather_rows, sum_over_model, sum_own_rows
+from dsv4_jax.collectives import gather_rows, sum_own_rows, sum_to_rows
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.linear import linear, name_product
 from dsv4_jax.mesh import DATA, MODEL, axis_size, place_on
@@ -53,7 +53,7 @@ def mixture_of_experts(
 
     Returns:
       [..., D]: the routed experts' weighted sum plus the shared expert; of one token it may be left
-      in parts.
+      in parts. On a mesh those rows of [T, D] that this device has (`rows_of_a_device`).
     """
     rows, limit = x.reshape(-1, x.shape[-1]), config.swiglu_limit
     here, first = axis_size(DATA) == 1, _first_expert(params)
@@ -99,7 +99,10 @@ def mixture_of_experts(
         hidden = swiglu_linear(rows, *shared_expert[:2], limit=limit)
         shared = linear(hidden, shared_expert[2])
     routed, shared = name_product(routed, "routed"), name_product(shared, "shared")
-    return checkpoint_name(sum_over_model(routed, plus=shared).reshape(x.shape), "mlp_out")
+    total = sum_to_rows(routed, plus=shared)
+    if len(total) == len(rows):
+        total = total.reshape(x.shape)
+    return checkpoint_name(total, "mlp_out")
 
 
 def _gather(

@@ -21,7 +21,7 @@ from dsv4_jax.cache.commit import commit_tokens
 from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.new_tokens import NewTokens
-from dsv4_jax.collectives import sum_over_model
+from dsv4_jax.collectives import join_rows, sum_over_model, take_rows
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import Segment, layer_schedule, split_into_segments
 from dsv4_jax.config.layer_types import AttentionType
@@ -91,11 +91,13 @@ def run_layers(
         max_entries = cache.max_context_tokens // config.csa_compression_ratio
         width = selected_width(max_entries, config)
         selected = jnp.zeros((token_ids.shape[0], width), jnp.int32)
-    carry = (cache, staged, Residual.start(embed(params, token_ids, config)), selected)
+    streams = take_rows(embed(params, token_ids, config))
+    carry = (cache, staged, Residual.start(streams), selected)
     for segment in split_into_segments(layer_schedule(config)):
         carry = _run_segment(segment, params, token_ids, call, config, carry)
     cache, staged, residual, _ = carry
-    return cache, staged, residual.written()
+    with using(params.peers):
+        return cache, staged, join_rows(residual.written(), token_ids.shape[0])
 
 
 Carry = tuple[ModelCache, dict[str, NewTokens] | None, Residual, jax.Array | None]
@@ -150,7 +152,8 @@ def run_block(
 
     Args:
       params: parameters of the layer.
-      residual: streams [T, S, D], and what is still to be written to them.
+      residual: streams [T, S, D], and what is still to be written to them; on a mesh of those rows
+        that this device has (`rows_of_a_device`).
       token_ids: i32[T].
       handle: the layer's cache in this call.
       config: the model.
@@ -210,7 +213,8 @@ def block[State](
 
     Args:
       params: parameters of the layer.
-      residual: streams [..., S, D], and what is still to be written to them.
+      residual: streams [..., S, D], and what is still to be written to them; on a mesh as of
+        `run_block`.
       token_ids: i32[...].
       config: the model.
       attention: the attention sublayer, from the layer and its normed input [..., D] to what it
@@ -225,10 +229,11 @@ def block[State](
     mix = read_streams(
         params.hc_attn, params.attn_norm, residual, config, "attn_hc", backend=backend
     )
-    changed, y = attention(params, checkpoint_name(mix.normed, "attn_in"))
+    x = join_rows(checkpoint_name(mix.normed, "attn_in"), token_ids.shape[0])
+    changed, y = attention(params, x)
     residual = mix.write(y)
     mix = read_streams(params.hc_ffn, params.ffn_norm, residual, config, "ffn_hc", backend=backend)
-    x = checkpoint_name(mix.normed, "mlp_in")
+    x = join_rows(checkpoint_name(mix.normed, "mlp_in"), token_ids.shape[0])
     y = mixture_of_experts(params.ffn, x, token_ids, config, backend=backend)
     residual = mix.write(y)
     checkpoint_name(residual.written(), "out")

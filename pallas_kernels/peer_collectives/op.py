@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -46,28 +47,30 @@ def all_reduce(
         have.
       NotImplementedError: the named backend can't run here.
     """
-    if plus is not None and (plus.shape, plus.dtype) != (x.shape, x.dtype):
-        raise ValueError(
-            f"plus must be {x.dtype}{list(x.shape)} as x, got {plus.dtype}{list(plus.shape)}"
-        )
+    _check_plus(x, plus)
     devices, num_bytes = jax.lax.axis_size(axis_name), math.prod(x.shape) * x.dtype.itemsize
-    more = num_bytes * (devices - 1) * (devices - 2) // devices
-    parts = devices if more > _BROADCAST_BYTES and num_bytes % (devices * LINE_BYTES) == 0 else 1
+    in_two = sums_in_two(num_bytes, devices) and num_bytes % (devices * LINE_BYTES) == 0
+    parts = devices if in_two else 1
     layout = _find_layout("all_reduce", x.dtype, num_bytes // parts, devices, buffer, backend)
     terms = [x] if plus is None else [x, plus]
     if layout is None or buffer is None:
-        first, *others = map(finish, terms)
-        return reference.all_reduce(sum(others, first), axis_name)
+        return reference.all_reduce(_sum_here(terms), axis_name)
     total = triton_gpu.add_up([term.reshape(parts, -1) for term in terms], buffer, layout)
     if parts > 1:
         [total] = triton_gpu.exchange([total[None]], buffer, layout)
     return total.reshape(x.shape)
 
 
+def sums_in_two(num_bytes: int, devices: int) -> bool:
+    """Whether `all_reduce` of so many bytes is a `reduce_scatter` and an `all_gather`."""
+    return num_bytes * (devices - 1) * (devices - 2) // devices > _BROADCAST_BYTES
+
+
 def reduce_scatter(
-    x: jax.Array,
+    x: jax.Array | SplitSums,
     axis_name: str,
     *,
+    plus: jax.Array | SplitSums | None = None,
     buffer: jax.Array | None = None,
     backend: Backend | None = None,
 ) -> jax.Array:
@@ -76,9 +79,10 @@ def reduce_scatter(
     Parts are added as by `all_reduce`.
 
     Args:
-      x: [devices, ...], a part for each device of the axis; the kernel takes bf16, in whole lines
-        of 16 bytes a part.
+      x: [devices, ...], a part for each device of the axis, or what a product left of that; the
+        kernel takes bf16, in whole lines of 16 bytes a part.
       axis_name: the axis.
+      plus: as of `all_reduce`.
       buffer: as of `all_reduce`.
       backend: as of `all_reduce`.
 
@@ -86,15 +90,18 @@ def reduce_scatter(
       [...], without the first axis.
 
     Raises:
-      ValueError: `x` has no part for each device, or the buffer has another size.
+      ValueError: `x` has no part for each device, `plus` is not as `x`, or the buffer has another
+        size.
       NotImplementedError: the named backend can't run here.
     """
-    sent = _check_parts(x, axis_name)
-    devices = x.shape[0]
+    _check_plus(x, plus)
+    sent, devices = _check_parts(x, axis_name), x.shape[0]
     layout = _find_layout("reduce_scatter", x.dtype, sent, devices, buffer, backend)
+    terms = [x] if plus is None else [x, plus]
     if layout is None or buffer is None:
-        return reference.reduce_scatter(x, axis_name)
-    return triton_gpu.add_up([x.reshape(devices, -1)], buffer, layout).reshape(x.shape[1:])
+        return reference.reduce_scatter(_sum_here(terms), axis_name)
+    rows = [term.reshape(devices, -1) for term in terms]
+    return triton_gpu.add_up(rows, buffer, layout).reshape(x.shape[1:])
 
 
 def all_gather(
@@ -162,14 +169,27 @@ def all_to_all(
     return found.reshape(x.shape)
 
 
-def _check_parts(x: jax.Array, axis_name: str) -> int:
+def _check_parts(x: jax.Array | SplitSums, axis_name: str) -> int:
     """Bytes of a part."""
     devices = jax.lax.axis_size(axis_name)
-    if not x.ndim or x.shape[0] != devices:
+    if not x.shape or x.shape[0] != devices:
         raise ValueError(
             f"x must be [{devices}, ...], a part for each device on {axis_name!r}, got {x.shape}"
         )
-    return x.size * x.dtype.itemsize // devices
+    return math.prod(x.shape) * x.dtype.itemsize // devices
+
+
+def _check_plus(x: jax.Array | SplitSums, plus: jax.Array | SplitSums | None) -> None:
+    if plus is not None and (plus.shape, plus.dtype) != (x.shape, x.dtype):
+        raise ValueError(
+            f"plus must be {x.dtype}{list(x.shape)} as x, got {plus.dtype}{list(plus.shape)}"
+        )
+
+
+def _sum_here(terms: Sequence[jax.Array | SplitSums]) -> jax.Array:
+    """What this device adds up before it sends."""
+    first, *others = map(finish, terms)
+    return sum(others, first)
 
 
 def _find_layout(

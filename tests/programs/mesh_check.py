@@ -2,6 +2,7 @@
 
     python -m programs.mesh_check 2x4 1x2            prefill in chunks, then decoding; two layers
     python -m programs.mesh_check 2x4 --all          every kind of step, of scanned layers
+    python -m programs.mesh_check 2x4 --dealt        rows dealt over `model` between sublayers
     python -m programs.mesh_check 8x1 --rows         rows gathered in E4M3 against BF16's
     python -m programs.mesh_check 1x4 --sums         sums over devices against those in their order
 
@@ -27,7 +28,7 @@ import dsv4_jax as ds
 from dsv4_jax import collectives
 from dsv4_jax.cache.snapshots import SnapshotPlan, init_snapshot_store
 from dsv4_jax.mesh import BY_DEVICE, shardings_of
-from dsv4_jax.model import moe
+from dsv4_jax.model import moe, trunk
 from dsv4_jax.peers import make_peer_buffers
 from dsv4_jax.step.draws import draw
 from dsv4_jax.step.serve_step import ServeInput, jit_plain_decode_step, jit_serve_step
@@ -268,17 +269,27 @@ def compare(found, expected):
     return {"logits_off": off, "different": wrong}
 
 
-def check(meshes, *, everything=False):
-    """{mesh: `compare`} of meshes "DATAxMODEL"."""
+def check(meshes, *, everything=False, dealt=False):
+    """{mesh: `compare`} of meshes "DATAxMODEL"; if dealt, with the numbers of rows that were.
+
+    Those are pairs of the rows of a data shard and those that a device had between sublayers.
+    """
     config = divisible() if everything else smallest()
     params = ds.init_params(config, jax.random.key(0))
     run = run_all if everything else run_chunks
     moe.GATHERED_ROWS = 48  # a prompt's rows come in chunks, the last of them padded
     expected = run(Runner(config, params, None))
-    results = {}
+    results, rows = {}, set()
+    if dealt:
+        collectives.MANY_ROWS = 1
+        take = trunk.take_rows
+        trunk.take_rows = lambda x: rows.add((len(x), len(take(x)))) or take(x)
     for name in meshes:
         data, model = map(int, name.split("x"))
         results[name] = compare(run(Runner(config, params, ds.make_mesh(data, model))), expected)
+        if dealt:
+            results[name]["dealt"] = sorted(rows)
+            rows.clear()
         jax.clear_caches()  # a process may hold 65,530 mappings, and programs of eight devices many
     return results
 
@@ -370,6 +381,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("meshes", nargs="+", metavar="DATAxMODEL")
     parser.add_argument("--all", action="store_true", help="every kind of step")
+    parser.add_argument("--dealt", action="store_true", help="rows dealt over model, however few")
     parser.add_argument("--rows", action="store_true", help="how released weights get their rows")
     parser.add_argument("--sums", action="store_true", help="sums over devices alone")
     arguments = parser.parse_args()
@@ -377,7 +389,8 @@ def main():
         check_some = check_rows if arguments.rows else check_sums
         print(json.dumps(check_some(arguments.meshes), default=bool))
         return
-    print(json.dumps(check(arguments.meshes, everything=arguments.all)))
+    chosen = {"everything": arguments.all, "dealt": arguments.dealt}
+    print(json.dumps(check(arguments.meshes, **chosen)))
 
 
 if __name__ == "__main__":

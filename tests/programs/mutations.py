@@ -65,6 +65,13 @@ MUTATIONS = [
             "dsv4_jax/step/test_mesh.py",
         ),
         (
+            "scattered_sums_lack_what_is_added",
+            "op.py",
+            "reference.reduce_scatter(_sum_here(terms), axis_name)",
+            "reference.reduce_scatter(_sum_here(terms[:1]), axis_name)",
+            "pallas_kernels/peer_collectives/test_peer_collectives.py",
+        ),
+        (
             "scattered_sums_in_an_order_of_nccl_s",
             "reference.py",
             "if jax.lax.axis_size(axis_name) == 2:",
@@ -115,6 +122,20 @@ MUTATIONS = [
             "_exported.pop(address, None)",
             "_exported.get(address)",
             "dsv4_jax/test_peer_memory.py",
+        ),
+        (
+            "each_device_takes_the_first_rows",
+            "collectives.py",
+            "place_on(MODEL) * own, own)",
+            "place_on(MODEL) * 0, own)",
+            "dsv4_jax/step/test_mesh.py",
+        ),
+        (
+            "rows_that_do_not_divide_are_dealt",
+            "collectives.py",
+            "if many and num_rows % devices == 0 else",
+            "if many else",
+            "dsv4_jax/step/test_mesh.py",
         ),
         (
             "nobody_waits_for_the_others",

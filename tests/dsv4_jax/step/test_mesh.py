@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import dsv4_jax as ds
+from dsv4_jax import collectives
 from dsv4_jax.model.params import param_shapes
 from helpers import slow
 from programs import aot, mesh_at_size, mesh_check, mesh_split
@@ -39,6 +40,45 @@ def test_logits_on_a_mesh_are_those_of_one_device(mesh):
     found = mesh_check.run(mesh)[mesh]
     assert found["logits_off"] < TOLERANCE
     assert found["different"] == []
+
+
+@pytest.mark.parametrize("mesh", slow.all_but(["2x4"], ["2x4", "1x2"]))
+def test_rows_that_are_dealt_have_the_logits_of_one_device(mesh):
+    found, (data, model) = mesh_check.run(mesh, "--dealt")[mesh], map(int, mesh.split("x"))
+    assert found["logits_off"] < TOLERANCE
+    assert found["different"] == []
+    assert found["dealt"] == [[160 // data, 160 // data // model]]
+
+
+@pytest.mark.slow
+def test_every_kind_of_step_deals_its_rows():
+    """A number of rows that does not divide is not dealt."""
+    for mesh, found in mesh_check.run("1x2", "2x4", "1x8", "--all", "--dealt").items():
+        assert found["logits_off"] < TOLERANCE, mesh
+        assert found["different"] == [], mesh
+        divides = int(mesh[-1])
+        assert all(
+            own == (rows if rows % divides else rows // divides) for rows, own in found["dealt"]
+        )
+        assert any(own < rows for rows, own in found["dealt"])
+
+
+@pytest.mark.parametrize(
+    ("model", "num_rows", "own"),
+    [
+        (1, 8192, 8192),
+        (2, 256, 256),  # of two a sum is one launch
+        (2, 8192, 4096),
+        (4, 64, 64),
+        (4, 256, 64),
+        (8, 64, 8),
+        (8, 63, 63),
+        (4, 8190, 8190),
+    ],
+)
+def test_many_rows_of_flash_are_dealt(model, num_rows, own, monkeypatch):
+    monkeypatch.setattr(collectives, "axis_size", {"model": model}.get)
+    assert collectives.rows_of_a_device(num_rows, 2 * 4096) == own
 
 
 @pytest.fixture(scope="module")

@@ -94,6 +94,20 @@ def test_parts_are_added_and_rounded_first():
     np.testing.assert_array_equal(found, np.stack([in_order(np.asarray(rounded) + plus)] * 3))
 
 
+def test_of_scattered_sums_too():
+    rng = np.random.default_rng(1)
+    parts, plus = rng.normal(size=(3, 4, 3, 16)).astype(np.float32), values(3, 3, 16)
+
+    def add(parts, plus):
+        return reduce_scatter(SplitSums(parts, plus.dtype), AXIS, plus=plus)
+
+    found = jax.vmap(add, axis_name=AXIS)(parts, plus)
+    rounded = np.asarray(jnp.sum(parts, axis=1).astype(jnp.bfloat16)) + plus
+    np.testing.assert_array_equal(found, np.stack([in_order(rounded[:, d]) for d in range(3)]))
+    with pytest.raises(ValueError, match=r"plus must be bfloat16\[3, 16\] as x"):
+        jax.vmap(lambda a: reduce_scatter(a, AXIS, plus=a[1:]), axis_name=AXIS)(plus)
+
+
 @pytest.mark.parametrize("devices", [2, 5, 8])
 def test_fields_of_a_buffer_follow_each_other(devices):
     layout = PeerLayout(devices, 256)
