@@ -58,9 +58,8 @@ def rows_of_a_device(num_rows: int, row_bytes: int) -> int:
     return num_rows // devices if many and num_rows % devices == 0 else num_rows
 
 
-def take_rows(x: jax.Array) -> jax.Array:
-    """[T, ..., D] -> [n, ..., D]: of all rows those that this device has between sublayers."""
-    own = rows_of_a_device(x.shape[0], x.shape[-1] * x.dtype.itemsize)
+def take_rows(x: jax.Array, own: int) -> jax.Array:
+    """[T, ...] -> [n, ...]: of all rows those of this device, n as `rows_of_a_device` gave it."""
     if own == x.shape[0]:
         return x
     return jax.lax.dynamic_slice_in_dim(x, place_on(MODEL) * own, own)

@@ -21,7 +21,13 @@ from dsv4_jax.cache.append import (
 from dsv4_jax.cache.paged_cache import PagedKVPool
 from dsv4_jax.cache.schema import LayerCacheSchema
 from dsv4_jax.cache.state_cache import StateCachePool
-from dsv4_jax.collectives import exchange_over_model, gather_in_one
+from dsv4_jax.collectives import (
+    exchange_over_model,
+    gather_in_one,
+    join_rows,
+    rows_of_a_device,
+    take_rows,
+)
 from dsv4_jax.mesh import MODEL, axis_size, place_on
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.chunks import map_tokens
@@ -29,6 +35,9 @@ from pallas_kernels.common.codecs import Planes
 from pallas_kernels.common.layer_planes import LayerPlanes
 from pallas_kernels.gather_entries.reference import gather_entries
 from pallas_kernels.select_top_k.reference import select_all
+
+_OF_TOKENS = ("segment_ids", "slots", "positions", "lengths", "visible")
+"""Fields of a call that have a value for each token."""
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -161,9 +170,9 @@ class LayerCacheHandle:
         Raises:
           ValueError: the layer has no indexer.
         """
-        k, (pool, call) = self.schema.indexer_top_k, self._index_keys()
         if not self.is_split:
-            return pk.index_topk(queries, weights, pool, call, k=k), heads
+            return self._select_by_rows(queries, weights), heads
+        k, (pool, _) = self.schema.indexer_top_k, self._index_keys()
         if self.max_entries <= k:
             spare = ((0, 0), (0, k - self.max_entries))
             return jnp.pad(self.all_visible(), spare, constant_values=-1), heads
@@ -175,6 +184,17 @@ class LayerCacheHandle:
         numbers = block_split.logical_entries(best, self.schema.entries_per_block)
         values, numbers, *parts = gather_in_one(values, numbers, *heads)
         return block_split.best_of_all(values, numbers, k), tuple(map(_join_heads, parts))
+
+    def _select_by_rows(self, queries: jax.Array, weights: jax.Array) -> jax.Array:
+        """`select`; of many rows each device of a data shard selects for its own."""
+        num_rows, k = queries.shape[0], self.schema.indexer_top_k
+        is_all = self.max_entries <= k  # and no scores are needed
+        own = num_rows if is_all else rows_of_a_device(num_rows, row_bytes=4 * k)
+        pool, call = self._index_keys()
+        tokens = {name: take_rows(getattr(call, name), own) for name in _OF_TOKENS}
+        call = dataclasses.replace(call, **tokens)
+        queries, weights = take_rows(queries, own), take_rows(weights, own)
+        return join_rows(pk.index_topk(queries, weights, pool, call, k=k), num_rows)
 
     def scores(self, queries: jax.Array, weights: jax.Array) -> jax.Array:
         """f32[T, E], index scores of a CSA layer; arbitrary where a token does not see the entry.

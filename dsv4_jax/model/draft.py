@@ -13,14 +13,14 @@ from dsv4_jax.attention.projections import Output
 from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.cache.new_tokens import NewTokens
 from dsv4_jax.cache.schema import FormatName, choose_cache_format
-from dsv4_jax.collectives import join_rows, take_rows
+from dsv4_jax.collectives import join_rows
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_types import AttentionType
 from dsv4_jax.linear import linear
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.hyper_connections import Residual
 from dsv4_jax.model.params import DraftParams, DSV4Params, LayerParams
-from dsv4_jax.model.trunk import block, head, jit_run_block, look_up
+from dsv4_jax.model.trunk import block, head, jit_run_block, look_up, start_residual
 from dsv4_jax.peers import using
 from pallas_kernels.common.backend import Backend
 from pallas_kernels.common.formats import get_cache_format
@@ -101,7 +101,7 @@ def run_draft(
     # This waits for nothing of the trunk, so that it may not go through the trunk's peer buffers.
     embedded = jnp.where(ends_block[:, None], 0, look_up(params.embed, next_token_ids))
     streams = draft_input(draft, embedded, streams, config)
-    residual = Residual.start(take_rows(streams))
+    residual = start_residual(streams)
     handle, new, residual = jit_run_block(
         draft.block, residual, next_token_ids, handle, config, params.peers
     )

@@ -21,7 +21,7 @@ from dsv4_jax.cache.commit import commit_tokens
 from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.new_tokens import NewTokens
-from dsv4_jax.collectives import join_rows, sum_over_model, take_rows
+from dsv4_jax.collectives import join_rows, rows_of_a_device, sum_over_model, take_rows
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import Segment, layer_schedule, split_into_segments
 from dsv4_jax.config.layer_types import AttentionType
@@ -91,13 +91,18 @@ def run_layers(
         max_entries = cache.max_context_tokens // config.csa_compression_ratio
         width = selected_width(max_entries, config)
         selected = jnp.zeros((token_ids.shape[0], width), jnp.int32)
-    streams = take_rows(embed(params, token_ids, config))
-    carry = (cache, staged, Residual.start(streams), selected)
+    carry = (cache, staged, start_residual(embed(params, token_ids, config)), selected)
     for segment in split_into_segments(layer_schedule(config)):
         carry = _run_segment(segment, params, token_ids, call, config, carry)
     cache, staged, residual, _ = carry
     with using(params.peers):
         return cache, staged, join_rows(residual.written(), token_ids.shape[0])
+
+
+def start_residual(streams: jax.Array) -> Residual:
+    """Of [T, S, D] those rows that this device has between sublayers; nothing is to be written."""
+    num_rows, row_bytes = streams.shape[0], streams.shape[-1] * streams.dtype.itemsize
+    return Residual.start(take_rows(streams, rows_of_a_device(num_rows, row_bytes)))
 
 
 Carry = tuple[ModelCache, dict[str, NewTokens] | None, Residual, jax.Array | None]

@@ -124,6 +124,13 @@ MUTATIONS = [
             "dsv4_jax/test_peer_memory.py",
         ),
         (
+            "all_devices_see_what_the_first_rows_see",
+            "cache/handle.py",
+            "{name: take_rows(getattr(call, name), own) for",
+            "{name: getattr(call, name)[:own] for",
+            "dsv4_jax/step/test_mesh.py",
+        ),
+        (
             "each_device_takes_the_first_rows",
             "collectives.py",
             "place_on(MODEL) * own, own)",
