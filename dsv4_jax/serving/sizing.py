@@ -113,8 +113,8 @@ def plan_engine(
         "steps_per_call", steps_per_call, 1, MAX_STEPS_PER_CALL, rule=rule
     )
     if steps_per_call > 1 and (draft_tokens or decode_tokens is not None):
-        given = {"draft_tokens": draft_tokens, "decode_tokens": decode_tokens}
-        shown = " and ".join(f"{name}={one}" for name, one in given.items() if one)
+        given = {"draft_tokens": draft_tokens or None, "decode_tokens": decode_tokens}
+        shown = " and ".join(f"{name}={one}" for name, one in given.items() if one is not None)
         raise ValueError(
             f"steps_per_call={steps_per_call} needs the program that only decodes, and there is "
             f"none with {shown}; leave one of them out"

@@ -237,11 +237,16 @@ def test_whatever_happens_a_request_gets_what_it_gets_alone(seed, scarce):
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"draft_tokens": 3}, {"decode_tokens": 24}, {"decode_tokens": 24, "draft_tokens": 2}],
+    ("changes", "shown"),
+    [
+        ({"draft_tokens": 3}, "draft_tokens=3"),
+        ({"decode_tokens": 24}, "decode_tokens=24"),
+        ({"decode_tokens": 0}, "decode_tokens=0"),
+        ({"decode_tokens": 24, "draft_tokens": 2}, "draft_tokens=2 and decode_tokens=24"),
+    ],
 )
-def test_it_needs_the_step_that_only_decodes(changes):
-    with pytest.raises(ValueError, match=r"steps_per_call=4 needs .* leave one of them out"):
+def test_it_needs_the_step_that_only_decodes(changes, shown):
+    with pytest.raises(ValueError, match=rf"steps_per_call=4 needs .* with {shown}; leave one"):
         make_engine(**changes)
 
 
