@@ -46,13 +46,13 @@ def time_calls(
 ) -> tuple[Timing, Any]:
     """Times `state = call(state)`, as one of many calls in a row.
 
-    A measurement dispatches n calls and waits for them, then 2n, and is the difference: before the
-    first call begins on the device the host has handed over its arguments, which in a loop it does
-    while the device runs the call before. So a call counts as long as the device takes for it, or
-    the host where that takes longer. On a CPU, whose host is the device, a measurement is n calls,
-    and where `max_calls` is 1 it is one call, with all that precedes it. For calls shorter than
-    their dispatch see `loops`. Several processes that run the same calls make as many as process 0
-    does.
+    A measurement dispatches 2n calls and waits for them, less what n calls take, which is the
+    median of as many measurements. Before the first call begins on the device the host has handed
+    over its arguments, which in a loop it does while the device runs the call before. So a call
+    counts as long as the device takes for it, or the host where that takes longer. On a CPU, whose
+    host is the device, a measurement is n calls, and where `max_calls` is 1 it is one call, with
+    all that precedes it. For calls shorter than their dispatch see `loops`. Several processes that
+    run the same calls make as many as process 0 does.
 
     Args:
       call: a compiled function; it may donate its argument.
@@ -73,13 +73,15 @@ def time_calls(
         pair, state = dispatch(call, rewind(state), 2)
         most = max_calls // 2 if has_host else max_calls
         calls = agree(min(most, max(2, math.ceil(least_s / (pair / 2)))))
-    begun, samples = time.perf_counter(), []
-    while len(samples) < repeats and agree(not samples or time.perf_counter() - begun < limit_s):
-        seconds, state = dispatch(call, rewind(state), calls)
+    begun, totals, befores = time.perf_counter(), [], []
+    while len(totals) < repeats and agree(not totals or time.perf_counter() - begun < limit_s):
         if has_host:
-            double, state = dispatch(call, rewind(state), 2 * calls)
-            seconds = double - seconds
-        samples.append(seconds / calls)
+            before, state = dispatch(call, rewind(state), calls)
+            befores.append(before)
+        total, state = dispatch(call, rewind(state), 2 * calls if has_host else calls)
+        totals.append(total)
+    before = statistics.median(befores or [0.0])
+    samples = [(total - before) / calls for total in totals]
     return Timing(statistics.median(samples), min(samples), max(samples), calls), state
 
 

@@ -32,6 +32,18 @@ def test_the_host_counts_only_where_it_is_slower(rows_of_calls):
     assert state == 12
 
 
+def test_a_pause_in_the_shorter_row_makes_no_call_shorter(rows_of_calls, monkeypatch):
+    regular, pauses = timing.dispatch, [0.0, 0.0, 0.0, 0.0, 0.0, 0.04]
+
+    def dispatch(call, state, times):
+        seconds, state = regular(call, state, times)
+        return seconds + (pauses.pop() if times == 6 and pauses else 0), state
+
+    monkeypatch.setattr(timing, "dispatch", dispatch)
+    found, _ = timing.time_calls(lambda state: state + 1, 0, rewind=lambda state: 0)
+    assert found.least_s == pytest.approx(DEVICE_S)
+
+
 def test_no_row_is_longer_than_there_is_room_for(rows_of_calls):
     found, _ = timing.time_calls(lambda state: state, 0, max_calls=7, repeats=2)
     assert found.calls == 3
