@@ -47,7 +47,7 @@ def rows_of_a_device(num_rows: int, row_bytes: int) -> int:
 
     All of them, or T / model where they are many and divide: a sum over `model` is then a
     reduce-scatter and a gather, and hyper-connections and norms, which lie between the two, are
-    computed for a device's own rows alone. No bit of a row depends on it.
+    computed for a device's own rows alone. Sums are added in the same order.
 
     Args:
       num_rows: T.
