@@ -12,13 +12,7 @@ import jax
 from dsv4_jax.mesh import DATA, MODEL, axis_size, place_on
 from dsv4_jax.peers import own_buffer
 from pallas_kernels.common.pending import SplitSums, finish
-from pallas_kernels.peer_collectives import (
-    all_gather,
-    all_reduce,
-    all_to_all,
-    reduce_scatter,
-    sums_in_two,
-)
+from pallas_kernels.peer_collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 
 
 def sum_over_model(
@@ -38,24 +32,23 @@ def sum_over_model(
     return all_reduce(x, MODEL, plus=plus, buffer=own_buffer(MODEL))
 
 
-MANY_ROWS = 1024
-"""Rows of a data shard from which on they are dealt over two devices too."""
+DEALT_ROWS: int | None = None
+"""Rows of a data shard from which on they are dealt over `model`; None is never.
+
+Steps and prefill calls are not dealt until GPUs have shown that no bit changes and what it saves.
+"""
 
 
-def rows_of_a_device(num_rows: int, row_bytes: int) -> int:
+def rows_of_a_device(num_rows: int) -> int:
     """How many of T rows each device of a data shard has between sublayers.
 
-    All of them, or T / model where they are many and divide: a sum over `model` is then a
+    All of them, or T / model where they are dealt and divide: a sum over `model` is then a
     reduce-scatter and a gather, and hyper-connections and norms, which lie between the two, are
     computed for a device's own rows alone. Sums are added in the same order.
-
-    Args:
-      num_rows: T.
-      row_bytes: bytes of a row of a sublayer's output.
     """
     devices = axis_size(MODEL)
-    many = num_rows >= MANY_ROWS or sums_in_two(num_rows * row_bytes, devices)
-    return num_rows // devices if many and num_rows % devices == 0 else num_rows
+    is_dealt = DEALT_ROWS is not None and num_rows >= DEALT_ROWS and num_rows % devices == 0
+    return num_rows // devices if is_dealt else num_rows
 
 
 def take_rows(x: jax.Array, own: int) -> jax.Array:
@@ -76,7 +69,7 @@ def join_rows(x: jax.Array, num_rows: int) -> jax.Array:
 def sum_to_rows(x: jax.Array | SplitSums, plus: jax.Array | SplitSums | None = None) -> jax.Array:
     """`sum_over_model` of a sublayer's output: [T, D] -> [n, D], the rows that this device has."""
     num_rows, width = x.shape
-    own = rows_of_a_device(num_rows, width * x.dtype.itemsize)
+    own = rows_of_a_device(num_rows)
     if own == num_rows:
         return sum_over_model(x, plus)
     parts = num_rows // own, own, width

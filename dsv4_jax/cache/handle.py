@@ -186,10 +186,10 @@ class LayerCacheHandle:
         return block_split.best_of_all(values, numbers, k), tuple(map(_join_heads, parts))
 
     def _select_by_rows(self, queries: jax.Array, weights: jax.Array) -> jax.Array:
-        """`select`; of many rows each device of a data shard selects for its own."""
+        """`select`; where rows are dealt each device of a data shard selects for its own."""
         num_rows, k = queries.shape[0], self.schema.indexer_top_k
         is_all = self.max_entries <= k  # and no scores are needed
-        own = num_rows if is_all else rows_of_a_device(num_rows, row_bytes=4 * k)
+        own = num_rows if is_all else rows_of_a_device(num_rows)
         pool, call = self._index_keys()
         tokens = {name: take_rows(getattr(call, name), own) for name in _OF_TOKENS}
         call = dataclasses.replace(call, **tokens)

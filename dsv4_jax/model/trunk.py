@@ -101,8 +101,7 @@ def run_layers(
 
 def start_residual(streams: jax.Array) -> Residual:
     """Of [T, S, D] those rows that this device has between sublayers; nothing is to be written."""
-    num_rows, row_bytes = streams.shape[0], streams.shape[-1] * streams.dtype.itemsize
-    return Residual.start(take_rows(streams, rows_of_a_device(num_rows, row_bytes)))
+    return Residual.start(take_rows(streams, rows_of_a_device(streams.shape[0])))
 
 
 Carry = tuple[ModelCache, dict[str, NewTokens] | None, Residual, jax.Array | None]

@@ -49,8 +49,8 @@ def all_reduce(
     """
     _check_plus(x, plus)
     devices, num_bytes = jax.lax.axis_size(axis_name), math.prod(x.shape) * x.dtype.itemsize
-    in_two = sums_in_two(num_bytes, devices) and num_bytes % (devices * LINE_BYTES) == 0
-    parts = devices if in_two else 1
+    more = num_bytes * (devices - 1) * (devices - 2) // devices
+    parts = devices if more > _BROADCAST_BYTES and num_bytes % (devices * LINE_BYTES) == 0 else 1
     layout = _find_layout("all_reduce", x.dtype, num_bytes // parts, devices, buffer, backend)
     terms = [x] if plus is None else [x, plus]
     if layout is None or buffer is None:
@@ -59,11 +59,6 @@ def all_reduce(
     if parts > 1:
         [total] = triton_gpu.exchange([total[None]], buffer, layout)
     return total.reshape(x.shape)
-
-
-def sums_in_two(num_bytes: int, devices: int) -> bool:
-    """Whether `all_reduce` of so many bytes is a `reduce_scatter` and an `all_gather`."""
-    return num_bytes * (devices - 1) * (devices - 2) // devices > _BROADCAST_BYTES
 
 
 def reduce_scatter(

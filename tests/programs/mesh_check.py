@@ -281,7 +281,7 @@ def check(meshes, *, everything=False, dealt=False):
     expected = run(Runner(config, params, None))
     results, rows = {}, set()
     if dealt:
-        collectives.MANY_ROWS = 1
+        collectives.DEALT_ROWS = 1
         take = trunk.take_rows
         trunk.take_rows = lambda x, own: rows.add((len(x), own)) or take(x, own)
     for name in meshes:

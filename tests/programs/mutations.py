@@ -140,8 +140,8 @@ MUTATIONS = [
         (
             "rows_that_do_not_divide_are_dealt",
             "collectives.py",
-            "if many and num_rows % devices == 0 else",
-            "if many else",
+            " and num_rows % devices == 0\n",
+            "\n",
             "dsv4_jax/step/test_mesh.py",
         ),
         (

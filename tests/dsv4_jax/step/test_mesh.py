@@ -65,20 +65,13 @@ def test_every_kind_of_step_deals_its_rows():
 
 @pytest.mark.parametrize(
     ("model", "num_rows", "own"),
-    [
-        (1, 8192, 8192),
-        (2, 256, 256),  # of two a sum is one launch
-        (2, 8192, 4096),
-        (4, 64, 64),
-        (4, 256, 64),
-        (8, 64, 8),
-        (8, 63, 63),
-        (4, 8190, 8190),
-    ],
+    [(1, 8192, 8192), (2, 256, 128), (4, 8192, 2048), (4, 252, 252), (8, 263, 263)],
 )
-def test_many_rows_of_flash_are_dealt(model, num_rows, own, monkeypatch):
+def test_rows_are_dealt_from_a_number_on_that_divides(model, num_rows, own, monkeypatch):
     monkeypatch.setattr(collectives, "axis_size", {"model": model}.get)
-    assert collectives.rows_of_a_device(num_rows, 2 * 4096) == own
+    assert collectives.rows_of_a_device(num_rows) == num_rows  # unless asked for
+    monkeypatch.setattr(collectives, "DEALT_ROWS", 256)
+    assert collectives.rows_of_a_device(num_rows) == own
 
 
 @pytest.fixture(scope="module")
