@@ -48,11 +48,33 @@ def compare(found, expected):
     }
 
 
+def beside_not_dealt(names, folder):
+    """{dealt, rows, differ} of each place that deals rows, beside the same place without."""
+    for name in names:
+        plain = name.removesuffix(" dealt")
+        found, expected = (_read(folder / f"{one}.npz") for one in (name, plain))
+        if plain == name or found is None or expected is None:
+            continue
+        calls = {call: value for call, value in found.items() if call != "selected"}
+        yield {"dealt": name} | differing_rows(calls, expected)
+
+
+def differing_rows(found, expected):
+    """{rows, differ} of logits by call: how many there are, and how many differ in some bit."""
+    rows = differ = 0
+    for name, value in found.items():
+        bits, wanted = (np.asarray(x, np.float32).view(np.uint32) for x in (value, expected[name]))
+        unequal = np.any(bits != wanted, axis=-1)
+        rows, differ = rows + unequal.size, differ + int(np.sum(unequal))
+    return {"rows": rows, "differ": differ}
+
+
 def complaints(lines, names, parts):
     """What is not as promised, in words; rounding is not judged here."""
     wrong, seen = [], set()
     for line in lines:
-        name, part = line.get("place") or line.get("against"), line.get("part", "logits")
+        name = line.get("place") or line.get("against") or line.get("dealt")
+        part = line.get("part", "logits")
         seen.add((name, part))
         said = [line["failed"]] if "failed" in line else _faults(part, line)
         wrong += [f"{name} {part}: {text}" for text in said]
