@@ -32,11 +32,8 @@ def sum_over_model(
     return all_reduce(x, MODEL, plus=plus, buffer=own_buffer(MODEL))
 
 
-DEALT_ROWS: int | None = None
-"""Rows of a data shard from which on they are dealt over `model`; None is never.
-
-Steps and prefill calls are not dealt until GPUs have shown that no bit changes and what it saves.
-"""
+DEALT_ROWS = 256
+"""Rows of a data shard from which on they are dealt over `model` between sublayers."""
 
 
 def rows_of_a_device(num_rows: int) -> int:
@@ -47,7 +44,7 @@ def rows_of_a_device(num_rows: int) -> int:
     computed for a device's own rows alone. Sums are added in the same order.
     """
     devices = axis_size(MODEL)
-    is_dealt = DEALT_ROWS is not None and num_rows >= DEALT_ROWS and num_rows % devices == 0
+    is_dealt = num_rows >= DEALT_ROWS and num_rows % devices == 0
     return num_rows // devices if is_dealt else num_rows
 
 

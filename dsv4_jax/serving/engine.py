@@ -111,12 +111,13 @@ class Engine(EngineCore):
           draft_tokens: k, tokens that the draft block guesses per step, 0 to 8; 0 is no
             speculation.
           steps_per_call: decode steps that the host launches at once, for hosts that take longer
-            for a step than the device: 1 to 64, best a divisor of a block's tokens. No token
-            depends on it, but tokens come in groups, and a new request waits for the calls in
-            progress. A request makes fewer where it ends, or fills a block that a snapshot may
-            follow. A call makes one step while a prompt is read, and while some request has
-            penalties, a grammar or log-probabilities, or on a GPU more than a temperature and
-            min-p. Not with `decode_tokens` or `draft_tokens`.
+            for a step than the device: 1 to 64, best a divisor of a block's tokens. They compute
+            what single steps do, to the bit, but tokens come in groups, and a new request waits for
+            the calls in progress, so that its prompt is read beside other tokens. A request makes
+            fewer where it ends, or fills a block that a snapshot may follow. A call makes one step
+            while a prompt is read, and while some request has penalties, a grammar or
+            log-probabilities, or on a GPU more than a temperature and min-p. Not with
+            `decode_tokens` or `draft_tokens`.
           grammars: requests may have grammars, if there is a tokenizer. The device then has a bit
             for every slot, token and draw of a step, 16 KB a draw for V4's vocabulary. Without
             them no step takes masks, and a request with a grammar is refused.

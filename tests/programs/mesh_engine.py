@@ -43,12 +43,13 @@ def engine_on(mesh, **changes):
     return serving.make_engine(**(sizes | OPTIONS | changes))
 
 
-def greedy(engine):
-    """Tokens of a few prompts, all at once."""
+def greedy(engine, *, together=True):
+    """Tokens of a few prompts, all at once or one after the other."""
     rng = np.random.default_rng(0)
     texts = [serving.prompt(rng, length) for length in PROMPT_TOKENS]
-    completions = engine.generate(texts, max_new_tokens=12, stop_token_ids=())
-    return [one.token_ids for one in completions]
+    calls = [texts] if together else [[text] for text in texts]
+    options = {"max_new_tokens": 12, "stop_token_ids": ()}
+    return [one.token_ids for call in calls for one in engine.generate(call, **options)]
 
 
 def lives(mesh, plain, *, seeds, events, scarce):

@@ -48,19 +48,8 @@ def compare(found, expected):
     }
 
 
-def beside_not_dealt(names, folder):
-    """{dealt, rows, differ} of each place that deals rows, beside the same place without."""
-    for name in names:
-        plain = name.removesuffix(" dealt")
-        found, expected = (_read(folder / f"{one}.npz") for one in (name, plain))
-        if plain == name or found is None or expected is None:
-            continue
-        calls = {call: value for call, value in found.items() if call != "selected"}
-        yield {"dealt": name} | differing_rows(calls, expected)
-
-
 def differing_rows(found, expected):
-    """{rows, differ} of logits by call: how many there are, and how many differ in some bit."""
+    """Rows of logits, and how many of them differ in some bit."""
     rows = differ = 0
     for name, value in found.items():
         bits, wanted = (np.asarray(x, np.float32).view(np.uint32) for x in (value, expected[name]))
@@ -73,8 +62,7 @@ def complaints(lines, names, parts):
     """What is not as promised, in words; rounding is not judged here."""
     wrong, seen = [], set()
     for line in lines:
-        name = line.get("place") or line.get("against") or line.get("dealt")
-        part = line.get("part", "logits")
+        name, part = line.get("place") or line.get("against"), line.get("part", "logits")
         seen.add((name, part))
         said = [line["failed"]] if "failed" in line else _faults(part, line)
         wrong += [f"{name} {part}: {text}" for text in said]
@@ -92,6 +80,8 @@ def _faults(part, line):
         yield from line["fallbacks"]
     if part == "engine":
         yield from line["problems"]
+    if part == "launches" and not line.get("steps_without_a_call"):
+        yield "no launch made several steps"
     if part == "damage" and "left_out" not in line:
         yield from line["before"]
         for name, problems in line.items():

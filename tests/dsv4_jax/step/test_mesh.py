@@ -69,8 +69,6 @@ def test_every_kind_of_step_deals_its_rows():
 )
 def test_rows_are_dealt_from_a_number_on_that_divides(model, num_rows, own, monkeypatch):
     monkeypatch.setattr(collectives, "axis_size", {"model": model}.get)
-    assert collectives.rows_of_a_device(num_rows) == num_rows  # unless asked for
-    monkeypatch.setattr(collectives, "DEALT_ROWS", 256)
     assert collectives.rows_of_a_device(num_rows) == own
 
 

@@ -79,16 +79,6 @@ def test_collectives_are_timed(tmp_path):
     assert {line["fit"] for line in fits} == {row["name"] for row in rows}
 
 
-def test_a_bit_that_dealing_changes_is_seen(tmp_path):
-    other = results()
-    other["prompt 0"][1, 2] = 1e-9
-    np.savez(tmp_path / "1x2.npz", **results())
-    np.savez(tmp_path / "1x2 dealt.npz", **other)
-    [line] = mesh_results.beside_not_dealt(["one", "1x2", "1x2 dealt"], tmp_path)
-    assert line == {"dealt": "1x2 dealt", "rows": 2, "differ": 1}
-    assert mesh_results.complaints([line], [], []) == ["1x2 dealt logits: 1 differ"]
-
-
 def test_places():
     assert mesh_on_gpus.places(2) == ["one", "1x2", "2x1", "1x2 split", "1x2 dealt"]
     assert mesh_on_gpus.places(8)[-1] == "2x4"
