@@ -1,4 +1,4 @@
-"""Writes the kernel tables of docs/benchmarks.md: `python -m benchmarks.tables`.
+"""Writes the kernel tables of docs/benchmarks/kernels.md: `python -m benchmarks.tables`.
 
 They are made from tests/data/gpu_results.json, one table for each run.
 """
@@ -7,7 +7,7 @@ import json
 import pathlib
 
 ROOT = pathlib.Path(__file__).parents[2]
-DOCUMENT = ROOT / "docs" / "benchmarks.md"
+DOCUMENT = ROOT / "docs" / "benchmarks" / "kernels.md"
 RESULTS = ROOT / "tests" / "data" / "gpu_results.json"
 BEGIN = "<!-- kernel tables: made by tests/benchmarks/tables.py -->\n"
 END = "<!-- end -->\n"
@@ -23,7 +23,7 @@ def tables(results):
     parts = [_tests(results["tests"])] if "tests" in results else []
     for name, run in results["runs"].items():
         rows = [row for row in results["rows"] if row["run"] == name and "failed" not in row]
-        heading = f"### {_ops(rows)} (run {name})"
+        heading = f"## {_ops(rows)} (run {name})"
         parts.append("\n".join([heading, "", _described(run), "", *table(rows)]))
     return "\n" + "\n\n".join(parts) + "\n\n"
 
