@@ -20,9 +20,10 @@ from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import layer_schedule
 from dsv4_jax.config.layer_types import AttentionType
+from dsv4_jax.model.block import run_block
 from dsv4_jax.model.hyper_connections import Residual
 from dsv4_jax.model.params import LayerParams
-from dsv4_jax.model.trunk import jit_run_block, keep
+from dsv4_jax.model.trunk import keep
 
 
 class AttentionInputs(NamedTuple):
@@ -164,7 +165,7 @@ def layers_of_kind(
     residual = Residual.start(streams)
     for spec, layer in zip(specs, layers, strict=False):
         handle = cache.layer(spec.attn, spec.family_idx, call, in_place=True)
-        handle, new, residual = jit_run_block(layer, residual, step_input.token_ids, handle, config)
+        handle, new, residual = run_block(layer, residual, step_input.token_ids, handle, config)
         cache, _ = keep(cache, None, handle, new)
     return cache, residual.written()
 

@@ -18,9 +18,10 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_types import AttentionType
 from dsv4_jax.linear import linear
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
+from dsv4_jax.model.block import block, run_block
 from dsv4_jax.model.hyper_connections import Residual
-from dsv4_jax.model.params import DraftParams, DSV4Params, LayerParams
-from dsv4_jax.model.trunk import block, head, jit_run_block, look_up, start_residual
+from dsv4_jax.model.params import AttentionParams, DraftParams, DSV4Params
+from dsv4_jax.model.trunk import head, look_up, start_residual
 from dsv4_jax.peers import using
 from pallas_kernels.common.backend import Backend
 from pallas_kernels.common.formats import get_cache_format
@@ -59,8 +60,8 @@ def forward_draft(
         raise ValueError("params.mtp is None: this checkpoint has no draft (MTP) block")
     fmt = get_cache_format(choose_cache_format(config, cache_format, "f32"))
 
-    def attention(layer: LayerParams, x: jax.Array) -> tuple[jax.Array | None, Output]:
-        return attend_full_sequence(layer.attn, x, AttentionType.SWA, config, fmt)
+    def attention(layer: AttentionParams, x: jax.Array) -> tuple[jax.Array | None, Output]:
+        return attend_full_sequence(layer, x, AttentionType.SWA, config, fmt)
 
     streams = draft_input(draft, params.embed[next_token_ids], streams, config)
     residual = Residual.start(streams)
@@ -102,7 +103,7 @@ def run_draft(
     embedded = jnp.where(ends_block[:, None], 0, look_up(params.embed, next_token_ids))
     streams = draft_input(draft, embedded, streams, config)
     residual = start_residual(streams)
-    handle, new, residual = jit_run_block(
+    handle, new, residual = run_block(
         draft.block, residual, next_token_ids, handle, config, params.peers
     )
     with using(params.peers):

@@ -13,9 +13,10 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import layer_schedule
 from dsv4_jax.config.layer_types import AttentionType
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
+from dsv4_jax.model.block import block
 from dsv4_jax.model.hyper_connections import Residual
-from dsv4_jax.model.params import DSV4Params, LayerParams
-from dsv4_jax.model.trunk import block, embed, head
+from dsv4_jax.model.params import AttentionParams, DSV4Params
+from dsv4_jax.model.trunk import embed, head
 from pallas_kernels.common.backend import Backend
 from pallas_kernels.common.formats import get_cache_format
 from pallas_kernels.common.weights import ACTIVATIONS, with_activations
@@ -91,12 +92,12 @@ def forward_streams(
     for spec in layer_schedule(config):
 
         def attention(
-            layer: LayerParams,
+            layer: AttentionParams,
             x: jax.Array,
             attn: AttentionType = spec.attn,
             reused: jax.Array | None = chosen if spec.index_source is not None else None,
         ) -> tuple[jax.Array | None, Output]:
-            return attend_full_sequence(layer.attn, x, attn, config, fmt, choose, reused)
+            return attend_full_sequence(layer, x, attn, config, fmt, choose, reused)
 
         selected, residual = block(
             params.layer(spec), residual, token_ids, config, attention, backend=Backend.REFERENCE

@@ -1,4 +1,4 @@
-"""From token ids to logits: embedding, decoder blocks, head.
+"""From token ids to logits: embedding, every layer's block, head.
 
 `run_layers` runs the blocks on a cache; `forward.py` runs them over whole sequences.
 """
@@ -6,17 +6,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from dsv4_jax.attention.csa import csa_attention
-from dsv4_jax.attention.hca import hca_attention
-from dsv4_jax.attention.projections import Output
 from dsv4_jax.attention.selection import selected_width
-from dsv4_jax.attention.swa import swa_attention
 from dsv4_jax.cache.commit import commit_tokens
 from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.cache.model_cache import ModelCache
@@ -24,22 +19,18 @@ from dsv4_jax.cache.new_tokens import NewTokens
 from dsv4_jax.collectives import join_rows, rows_of_a_device, sum_over_model, take_rows
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import Segment, layer_schedule, split_into_segments
-from dsv4_jax.config.layer_types import AttentionType
 from dsv4_jax.linear import linear
 from dsv4_jax.mesh import MODEL, axis_size, place_on
-from dsv4_jax.model.hyper_connections import Residual, collapse_streams, read_streams
-from dsv4_jax.model.moe import mixture_of_experts
-from dsv4_jax.model.params import DSV4Params, HyperConnectionParams, LayerParams, layer_of
-from dsv4_jax.peers import PeerBuffers, using
-from pallas_kernels.common.backend import Backend
+from dsv4_jax.model.block import run_block
+from dsv4_jax.model.hyper_connections import Residual, collapse_streams
+from dsv4_jax.model.params import (
+    DSV4Params,
+    HyperConnectionParams,
+    layer_of,
+)
+from dsv4_jax.peers import using
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.norm_rope import rms_norm
-
-_CACHED_ATTENTION = {
-    AttentionType.SWA: swa_attention,
-    AttentionType.CSA: csa_attention,
-    AttentionType.HCA: hca_attention,
-}
 
 
 def embed(params: DSV4Params, token_ids: jax.Array, config: DSV4Config) -> jax.Array:
@@ -129,7 +120,7 @@ def _run_segment(
             if spec.index_source is not None:
                 handle = dataclasses.replace(handle, selected=selected)
             with jax.named_scope(spec.kind):
-                handle, new, residual = jit_run_block(
+                handle, new, residual = run_block(
                     layer, residual, token_ids, handle, config, params.peers
                 )
             if handle.selected is not None:
@@ -142,47 +133,6 @@ def _run_segment(
             carry = run_pattern(carry, copy)[0]
         return carry
     return jax.lax.scan(run_pattern, carry, jnp.arange(segment.repeats))[0]
-
-
-def run_block(
-    params: LayerParams,
-    residual: Residual,
-    token_ids: jax.Array,
-    handle: LayerCacheHandle,
-    config: DSV4Config,
-    peers: PeerBuffers | None = None,
-) -> tuple[LayerCacheHandle, NewTokens | None, Residual]:
-    """One decoder block on the cache.
-
-    Args:
-      params: parameters of the layer.
-      residual: streams [T, S, D], and what is still to be written to them; on a mesh of those rows
-        that this device has (`rows_of_a_device`).
-      token_ids: i32[T].
-      handle: the layer's cache in this call.
-      config: the model.
-      peers: what the layer's collectives go through on a mesh.
-
-    Returns:
-      The handle after attention, what is still to be committed, and the residual.
-    """
-
-    def attention(
-        layer: LayerParams, x: jax.Array
-    ) -> tuple[tuple[LayerCacheHandle, NewTokens | None], Output]:
-        new_handle, new, y = _CACHED_ATTENTION[handle.schema.attn_type](
-            layer.attn, x, handle, config
-        )
-        # Rings and states are read before and written after: unordered, XLA would copy them whole.
-        return jax.lax.optimization_barrier(((new_handle, new), y))
-
-    with using(peers):
-        (after, new), residual = block(params, residual, token_ids, config, attention)
-    return after, new, residual
-
-
-jit_run_block = jax.jit(run_block, static_argnames="config")
-"""`run_block`, traced and lowered once for all layers of a kind; XLA inlines it into the step."""
 
 
 def keep(
@@ -202,46 +152,6 @@ def keep(
         lambda stack, tokens: stack.at[handle.layer].set(tokens), staged[attn], new
     )
     return cache.with_layer(handle), {**staged, attn: family}
-
-
-def block[State](
-    params: LayerParams,
-    residual: Residual,
-    token_ids: jax.Array,
-    config: DSV4Config,
-    attention: Callable[[LayerParams, jax.Array], tuple[State, Output]],
-    *,
-    backend: Backend | None = None,
-) -> tuple[State, Residual]:
-    """One decoder block.
-
-    Args:
-      params: parameters of the layer.
-      residual: streams [..., S, D], and what is still to be written to them; on a mesh as of
-        `run_block`.
-      token_ids: i32[...].
-      config: the model.
-      attention: the attention sublayer, from the layer and its normed input [..., D] to what it
-        changes (a cache, say) and its output [..., D].
-      backend: implementation of the hyper-connections and of routing; only the reference can be
-        differentiated.
-
-    Returns:
-      What attention changed, and the residual.
-    """
-    checkpoint_name(residual.written(), "in")
-    mix = read_streams(
-        params.hc_attn, params.attn_norm, residual, config, "attn_hc", backend=backend
-    )
-    x = join_rows(checkpoint_name(mix.normed, "attn_in"), token_ids.shape[0])
-    changed, y = attention(params, x)
-    residual = mix.write(y)
-    mix = read_streams(params.hc_ffn, params.ffn_norm, residual, config, "ffn_hc", backend=backend)
-    x = join_rows(checkpoint_name(mix.normed, "mlp_in"), token_ids.shape[0])
-    y = mixture_of_experts(params.ffn, x, token_ids, config, backend=backend)
-    residual = mix.write(y)
-    checkpoint_name(residual.written(), "out")
-    return changed, residual
 
 
 def head(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class EvenItems:
     """Items that follow from their number: each weight of a stack multiplies a group of rows.

@@ -13,9 +13,10 @@ Source: deepseek_v4.md sections 1.5 and 4.5.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -170,7 +171,9 @@ def _scratch(shapes: Shapes, tiling: Tiling, *, exchanges: bool) -> Scratch:
     )
 
 
-class Product(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Product:
     """Rows times weights of a stack, item by item.
 
     Attributes:
@@ -178,18 +181,18 @@ class Product(NamedTuple):
         rounded.
       weights: stacks [E, out, in] of one format, with the same inputs.
       items: what is multiplied; no row of the result is in two.
-      shapes: sizes of the call.
-      tiling: how it is cut.
-      swiglu: what follows a gate and an up projection; None elsewhere.
+      shapes: sizes of the call; static.
+      tiling: how it is cut; static.
+      swiglu: what follows a gate and an up projection; None elsewhere; static.
       share: f32[R], factor of each row after SwiGLU, f32[N] of each of `PickedItems`; None is 1.
     """
 
     rows: Rows | RawRows
     weights: Sequence[Weight]
     items: Items | EvenItems | PickedItems
-    shapes: Shapes
-    tiling: Tiling
-    swiglu: SwiGLU | None = None
+    shapes: Shapes = dataclasses.field(metadata={"static": True})
+    tiling: Tiling = dataclasses.field(metadata={"static": True})
+    swiglu: SwiGLU | None = dataclasses.field(default=None, metadata={"static": True})
     share: jax.Array | None = None
 
     @property
@@ -244,6 +247,9 @@ def multiply_items(
 ) -> Any:
     """Runs a product, or several in one launch whose results are rows of one array.
 
+    Launches of equal shapes, such as those of one weight in every layer, are traced and lowered
+    once.
+
     Args:
       *products: of as many outputs and splits each; no row of the result is in two.
       num_rows: rows of the result.
@@ -254,6 +260,16 @@ def multiply_items(
       [S, num_rows, out], sums of each split; arbitrary in rows of no item. The outputs of several
       weights follow each other, all of which but the last's must be multiples of 64.
     """
+    return _multiply(
+        *products, num_rows=num_rows, dtype=jnp.dtype(dtype), apart=apart, interprets=interpreting()
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("num_rows", "dtype", "apart", "interprets"))
+def _multiply(
+    *products: Product, num_rows: int, dtype: jnp.dtype, apart: bool, interprets: bool
+) -> Any:
+    del interprets  # it decides how this is traced
     for product in products:
         cut = product.tiling.blocks * product.tiling.splits
         assert product.shapes.num_blocks % cut == 0, "inputs would be left out"

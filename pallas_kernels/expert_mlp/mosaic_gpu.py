@@ -135,7 +135,7 @@ def _sorted_tokens(
         rows = make_rows(hidden[0], w2, num_spare=num_spare, num_used=num_used)
     down = Product(rows, [w2], items, *down_plan)
     if joined:
-        down = multiply_items(joined[1]._replace(rows=rows), down, num_rows=height)
+        down = multiply_items(dataclasses.replace(joined[1], rows=rows), down, num_rows=height)
     else:
         down = multiply_items(down, num_rows=height)
     # Else XLA computes the rows again for each value that it adds.
@@ -171,7 +171,7 @@ def _one_token(
     rows = RawRows(multiply_items(*gates, num_rows=height, dtype=x.dtype))
     downs = [Product(rows, [w2], out_of, *down_plan)]
     if joined:
-        downs.insert(0, joined[1]._replace(rows=rows))
+        downs.insert(0, dataclasses.replace(joined[1], rows=rows))
     down = multiply_items(*downs, num_rows=height)
     if joined and in_parts:
         return SplitSums(down.reshape(height, 1, -1), x.dtype)

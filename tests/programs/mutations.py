@@ -103,10 +103,17 @@ MUTATIONS = [
     *_mutations(
         "dsv4_jax",
         (
-            "layers_without_peer_buffers",
-            "model/trunk.py",
-            "with using(peers):",
-            "with using(None):",
+            "attention_without_peer_buffers",
+            "model/block.py",
+            "with using(peers):\n        return _attention_sublayer(",
+            "with using(None):\n        return _attention_sublayer(",
+            "dsv4_jax/test_peers.py",
+        ),
+        (
+            "experts_without_peer_buffers",
+            "model/block.py",
+            "with using(peers):\n        return _experts_sublayer(",
+            "with using(None):\n        return _experts_sublayer(",
             "dsv4_jax/test_peers.py",
         ),
         (
