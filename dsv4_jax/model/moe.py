@@ -27,6 +27,12 @@ from pallas_kernels.common.weights import takes_rounded_rows
 GATHERED_ROWS = 8192
 """Rows of all data shards that experts take at once: k of them are that many pairs, held twice."""
 
+UNROLLED = 1
+"""Such chunks in a turn of the loop over them; each is compiled.
+
+With 2 or more XLA sends what one chunk gave while it computes the next. No GPU has timed that.
+"""
+
 ROUNDED_ROWS = 512
 """Rows of all data shards from which on they are gathered in E4M3, where experts round them.
 
@@ -135,7 +141,9 @@ def _in_chunks(run: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
         padded = jnp.pad(array, ((0, spare), (0, 0)), constant_values=nothing)
         return padded.reshape(chunks, most, -1)
 
-    done = jax.lax.map(lambda chunk: run(*chunk), tuple(map(cut, arrays)))
+    _, done = jax.lax.scan(
+        lambda _, chunk: (None, run(*chunk)), None, tuple(map(cut, arrays)), unroll=UNROLLED
+    )
     return done.reshape(chunks * most, -1)[:num_rows]
 
 
