@@ -8,9 +8,11 @@ tells the others of each call, and all of them make it.
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import dataclasses
 import functools
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -69,6 +71,8 @@ class EngineArrays:
         self._plan = plan
         self._hosts = hosts
         self._known: set[object] = set()
+        self._programs = concurrent.futures.ThreadPoolExecutor()
+        self._begun: list[concurrent.futures.Future[float]] = []
         # On CPUs two programs may run side by side, and wait in each other's collectives for ever.
         devices = [] if plan.mesh is None else list(plan.mesh.devices.flat)
         self._waits = len(devices) > 1 and devices[0].platform == "cpu"
@@ -127,6 +131,7 @@ class EngineArrays:
         is_simple: bool,
         activations: str,
         wants_logprobs: bool,
+        only_compiles: bool = False,
     ) -> None:
         """Launches `serve_step`, or plain steps; `read` waits for what that gives.
 
@@ -140,10 +145,16 @@ class EngineArrays:
           is_simple: no row asks for more than `Sampling.simplified` says.
           activations: as in `decode_step`.
           wants_logprobs: brings log-probabilities from the device; else they are None.
+          only_compiles: launches nothing, but begins to compile the program, beside those that were
+            begun before; see `finish_compiling`.
         """
         plain = (num_checked, next_token_ids, num_steps, is_plain, is_simple, activations)
-        plain = (*plain, wants_logprobs)
+        plain = (*plain, wants_logprobs, only_compiles)
         self._make("step", step_input, snapshots, *plain)
+
+    def finish_compiling(self) -> list[float]:
+        """Waits for the programs that were begun: seconds for each, in order."""
+        return self._make("finish_compiling")
 
     def read(self, back: int) -> ServeOutput:
         """What a step gave, in NumPy; a failure on the device shows here.
@@ -251,6 +262,7 @@ class EngineArrays:
         is_simple: bool,
         activations: str,
         wants_logprobs: bool,
+        only_compiles: bool,
     ) -> None:
         plan = self._plan
         fields = {"num_checked": num_checked, "next_token_ids": next_token_ids}
@@ -259,28 +271,23 @@ class EngineArrays:
         if is_simple:
             settings = {"sampling": self._sampling.simplified()}
         serve_input = ServeInput(**settings, **self._bring_input(fields))
-        static = {"config": plan.config, "activations": activations}
+        static: dict[str, Any] = {"config": plan.config, "activations": activations}
+        if not is_plain:
+            step, store = jit_serve_step, (self.store,)
+            static["draft_tokens"] = plan.draft_tokens
+        elif num_steps is None:
+            step, store = jit_plain_decode_step, ()
+        else:
+            step, store = jit_plain_decode_steps, ()
+            static["num_steps"] = plan.steps_per_call
+        arguments = self.params, self.cache, *store, serve_input, self._last
+        if only_compiles:
+            self._begin_compiling(step, arguments, static)
+            return
         if self._hosts is not None:
             self._hosts.waits()
-        if is_plain:
-            plain_step = jit_plain_decode_step
-            if num_steps is not None:
-                plain_step = functools.partial(
-                    jit_plain_decode_steps, num_steps=plan.steps_per_call
-                )
-            cache, output = plain_step(self.params, self.cache, serve_input, self._last, **static)
-            store = self.store
-        else:
-            cache, store, output = jit_serve_step(
-                self.params,
-                self.cache,
-                self.store,
-                serve_input,
-                self._last,
-                draft_tokens=plan.draft_tokens,
-                **static,
-            )
-        self.cache, self.store, self._last = cache, store, output
+        cache, *store, output = step(*arguments, **static)
+        self.cache, self.store, self._last = cache, (*store, self.store)[0], output
         # The next step writes its own output in the place of this one's.
         shown = _copied(dataclasses.replace(output, logprobs=None))
         if wants_logprobs:
@@ -288,6 +295,22 @@ class EngineArrays:
         self._unread.append(gather(shown))
         if self._waits:
             jax.block_until_ready((cache, self._unread[-1]))
+
+    def _begin_compiling(
+        self, step: Any, arguments: tuple[Any, ...], static: Mapping[str, Any]
+    ) -> None:
+        start = time.perf_counter()
+        lowered = step.lower(*arguments, **static)
+
+        def compile_it() -> float:
+            lowered.compile()
+            return time.perf_counter() - start
+
+        self._begun.append(self._programs.submit(compile_it))
+
+    def _finish_compiling(self) -> list[float]:
+        begun, self._begun = self._begun, []
+        return [one.result() for one in begun]
 
     def _bring_input[T](self, value: T) -> T:
         """A step's own input, which is that of the step before while all rows decode.

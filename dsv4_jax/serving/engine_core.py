@@ -106,7 +106,8 @@ class EngineCore:
         """Compiles every program that serving can need.
 
         Returns:
-          What was compiled, and seconds for each; 0.0 or so for one that was there already.
+          What was compiled, and seconds for each; 0.0 or so for one that was there already. Steps
+          are compiled side by side, and their seconds overlap.
 
         Raises:
           RuntimeError: requests are running.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -155,6 +156,20 @@ class StepRunner:
         Returns:
           What waits for the step's result.
         """
+        self._launch(plan, running, lengths, boundaries, is_fed)
+        return self._reader_of_last()
+
+    def _launch(
+        self,
+        plan: StepPlan,
+        running: Running,
+        lengths: np.ndarray,
+        boundaries: Sequence[Boundary] = (),
+        is_fed: np.ndarray | None = None,
+        *,
+        only_compiles: bool = False,
+    ) -> None:
+        """Launches a step, or begins to compile its program."""
         num_slots, rows = self._num_slots, plan.rows
         num_tokens = self._shards * plan.size
         token_ids, request_ids = np.zeros(num_tokens, np.int32), np.full(num_tokens, -1, np.int32)
@@ -198,8 +213,8 @@ class StepRunner:
             is_simple=self._simplifies and running.is_simple and self._only_decodes(plan),
             activations=self._prefill_activations if plan.holds_prompts else self._activations,
             wants_logprobs=bool(wants_logprobs) or not len(rows),  # an idle step tries it
+            only_compiles=only_compiles,
         )
-        return self._reader_of_last()
 
     def save(self, boundaries: Sequence[Boundary]) -> None:
         """Keeps boundaries that requests stand at, between steps."""
@@ -209,32 +224,29 @@ class StepRunner:
         self.devices.save(step, plan)
 
     def warmup(self) -> list[tuple[str, float]]:
-        """Compiles every program by running it idle; names and seconds."""
-        sizes, plain_size = self._engine_plan.step_sizes, self._engine_plan.plain_size
-        others = self._activations != self._prefill_activations
+        """Compiles every program, steps side by side, and runs it idle.
+
+        Returns:
+          Names and seconds of each, from when it was begun; those of steps overlap.
+        """
         blocks = self._shards * self.plan.num_blocks if self._engine_plan.debug else None
         width = self.cache.block_table.shape[1]
         changes = idle_changes(self._num_slots, width, num_blocks=blocks)
+        steps = self._idle_steps()
+        for _, plan, is_simple in steps:
+            self._idle(plan, is_simple=is_simple, only_compiles=True)
+        compiled = dict(
+            zip((name for name, *_ in steps), self.devices.finish_compiling(), strict=True)
+        )
         jobs: list[tuple[str, Callable[[], object]]] = [
             ("tables", lambda: self.devices.change(changes, False)),
             ("copies and snapshot loads", lambda: self.devices.change(changes, True)),
             ("snapshots between steps", lambda: self.save([])),
         ]
-        for size in sizes:
-            idle = StepPlan.idle(size, holds_prompts=True)
-            jobs.append((f"step of {size} tokens", lambda idle=idle: self._idle(idle)))
-            if plain_size is None:
-                idle = StepPlan.idle(size)
-                name = f"step of {size} tokens without prompts"
-                jobs += self._decode_jobs(name, idle, every=others)
-        if plain_size is not None:
-            idle = StepPlan.idle(plain_size, is_plain=True)
-            jobs += self._decode_jobs(f"decode step of {plain_size} tokens", idle)
-            if (several := self._engine_plan.steps_per_call) > 1:
-                idle = StepPlan.idle(plain_size, is_plain=True, num_steps=several)
-                simple = self._simplifies
-                name = f"{several} decode steps of {plain_size} tokens"
-                jobs.append((name, lambda idle=idle: self._idle(idle, is_simple=simple)))
+        jobs += [
+            (name, functools.partial(self._idle, plan, is_simple=is_simple))
+            for name, plan, is_simple in steps
+        ]
         jobs.append(("verification", self.devices.scan))
         if self._engine_plan.grammars:
             jobs.append(("tokenizer of grammars", self._grammars.prepare))
@@ -243,28 +255,46 @@ class StepRunner:
             started = time.perf_counter()
             job()
             jax.block_until_ready((self.cache, self.devices.store))
-            times.append((name, time.perf_counter() - started))
+            times.append((name, compiled.get(name, 0.0) + time.perf_counter() - started))
         return times
 
-    def _decode_jobs(
+    def _idle_steps(self) -> list[tuple[str, StepPlan, bool]]:
+        """Steps of every program: name, plan, and whether it is that of simple draws."""
+        sizes, plain_size = self._engine_plan.step_sizes, self._engine_plan.plain_size
+        has_both_forms = self._activations != self._prefill_activations
+        steps = []
+        for size in sizes:
+            steps.append((f"step of {size} tokens", StepPlan.idle(size, holds_prompts=True), False))
+            if plain_size is None:
+                name = f"step of {size} tokens without prompts"
+                steps += self._decode_steps(name, StepPlan.idle(size), every=has_both_forms)
+        if plain_size is not None:
+            idle = StepPlan.idle(plain_size, is_plain=True)
+            steps += self._decode_steps(f"decode step of {plain_size} tokens", idle)
+            if (several := self._engine_plan.steps_per_call) > 1:
+                idle = StepPlan.idle(plain_size, is_plain=True, num_steps=several)
+                name = f"{several} decode steps of {plain_size} tokens"
+                steps.append((name, idle, self._simplifies))
+        return steps
+
+    def _decode_steps(
         self, name: str, idle: StepPlan, *, every: bool = True
-    ) -> list[tuple[str, Callable[[], object]]]:
-        """Names and runs of a step's programs: for simple draws, and for `every` kind of draw."""
-        jobs: list[tuple[str, Callable[[], object]]] = []
-        if every:
-            jobs.append((name, lambda: self._idle(idle)))
-        if self._simplifies:
-            jobs.append((f"{name}, simple draws", lambda: self._idle(idle, is_simple=True)))
-        return jobs
+    ) -> list[tuple[str, StepPlan, bool]]:
+        """A step for simple draws, and one for `every` kind of draw."""
+        steps = [(name, idle, False)] if every else []
+        return steps + ([(f"{name}, simple draws", idle, True)] if self._simplifies else [])
 
     def _only_decodes(self, plan: StepPlan) -> bool:
         """Whether a step has programs of its own, which no prompt takes."""
         return plan.is_plain or (self._engine_plan.plain_size is None and not plan.holds_prompts)
 
-    def _idle(self, plan: StepPlan, *, is_simple: bool = False) -> None:
-        nobody = Running({}, KnownTokens(0, 0))
+    def _idle(self, plan: StepPlan, *, is_simple: bool, only_compiles: bool = False) -> None:
+        nobody, lengths = Running({}, KnownTokens(0, 0)), np.zeros(self._num_slots, np.int32)
         nobody.is_simple = is_simple
-        self.run(plan, nobody, np.zeros(self._num_slots, np.int32), [])()
+        if only_compiles:
+            self._launch(plan, nobody, lengths, only_compiles=True)
+        else:
+            self.run(plan, nobody, lengths, [])()
 
     def _start_settings(self) -> None:
         """The devices have neither settings, counts nor masks."""

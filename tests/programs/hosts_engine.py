@@ -53,6 +53,8 @@ def be_one(arguments):
             engine.submit([1])
         engine.follow()
         return
+    if arguments.lost < 0:
+        engine.warmup()
     tokens = mesh_engine.greedy(engine)
     problems = [str(one) for one in engine.verify().problems]
     engine.close()

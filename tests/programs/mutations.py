@@ -308,6 +308,13 @@ MUTATIONS = [
     *_mutations(
         "dsv4_jax/serving",
         (
+            "programs_compiled_side_by_side_are_others",
+            "serving/engine_arrays.py",
+            "lowered = step.lower(*arguments, **static)",
+            'lowered = step.lower(*arguments, **static | {"activations": "bfloat16"})',
+            "dsv4_jax/serving/test_programs.py",
+        ),
+        (
             "stop_text_shows_as_it_begins",
             "text.py",
             "return text[:place], end",

@@ -73,6 +73,25 @@ def test_nothing_compiles_after_warmup(case):
     assert engine.metrics.compiles == compiled
 
 
+def test_steps_that_are_compiled_side_by_side_are_not_compiled_again(monkeypatch):
+    """Programs are of each engine's sizes alone; some small ones are of both."""
+    options, _ = CASES["plain"]
+    ids = {"stop_token_ids": (), "max_new_tokens": 2}
+    make_engine(**options).generate([[1, 2, 3]], **ids)
+    compiled = []
+    for context in (768, 896):
+        engine = make_engine(**options | {"max_context_tokens": context})
+        engine.warmup()
+        compiled.append(engine.metrics.compiles)
+        monkeypatch.setattr(
+            engine_arrays.EngineArrays, "_begin_compiling", lambda self, *_: self._begun.append(0)
+        )
+        monkeypatch.setattr(
+            engine_arrays.EngineArrays, "_finish_compiling", lambda self: self._begun
+        )
+    assert compiled[0] == compiled[1]
+
+
 def test_warmup_waits_for_nobody():
     engine = make_engine(**CASES["plain"][0])
     request = engine.submit([1, 2, 3], max_new_tokens=3)
