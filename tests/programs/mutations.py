@@ -309,7 +309,7 @@ MUTATIONS = [
         "dsv4_jax/serving",
         (
             "programs_compiled_side_by_side_are_others",
-            "serving/engine_arrays.py",
+            "engine_arrays.py",
             "lowered = step.lower(*arguments, **static)",
             'lowered = step.lower(*arguments, **static | {"activations": "bfloat16"})',
             "dsv4_jax/serving/test_programs.py",
