@@ -288,7 +288,9 @@ class StepRunner:
         """Whether a step has programs of its own, which no prompt takes."""
         return plan.is_plain or (self._engine_plan.plain_size is None and not plan.holds_prompts)
 
-    def _idle(self, plan: StepPlan, *, is_simple: bool, only_compiles: bool = False) -> None:
+    def _idle(
+        self, plan: StepPlan, *, is_simple: bool = False, only_compiles: bool = False
+    ) -> None:
         nobody, lengths = Running({}, KnownTokens(0, 0)), np.zeros(self._num_slots, np.int32)
         nobody.is_simple = is_simple
         if only_compiles:
