@@ -46,6 +46,9 @@ from dsv4_jax.step.serve_step import (
     jit_serve_step,
 )
 
+_COMPILED_AT_ONCE = 4
+"""Programs; XLA takes a GB or so of the host's memory for a step of all layers."""
+
 
 class EngineArrays:
     """Owns the arrays.
@@ -71,7 +74,7 @@ class EngineArrays:
         self._plan = plan
         self._hosts = hosts
         self._known: set[object] = set()
-        self._programs = concurrent.futures.ThreadPoolExecutor()
+        self._programs = concurrent.futures.ThreadPoolExecutor(_COMPILED_AT_ONCE)
         self._begun: list[concurrent.futures.Future[float]] = []
         # On CPUs two programs may run side by side, and wait in each other's collectives for ever.
         devices = [] if plan.mesh is None else list(plan.mesh.devices.flat)
@@ -272,29 +275,29 @@ class EngineArrays:
             settings = {"sampling": self._sampling.simplified()}
         serve_input = ServeInput(**settings, **self._bring_input(fields))
         static: dict[str, Any] = {"config": plan.config, "activations": activations}
+        step, pools = jit_plain_decode_step, (self.cache,)
         if not is_plain:
-            step, store = jit_serve_step, (self.store,)
+            step, pools = jit_serve_step, (self.cache, self.store)
             static["draft_tokens"] = plan.draft_tokens
-        elif num_steps is None:
-            step, store = jit_plain_decode_step, ()
-        else:
-            step, store = jit_plain_decode_steps, ()
+        elif num_steps is not None:
+            step = jit_plain_decode_steps
             static["num_steps"] = plan.steps_per_call
-        arguments = self.params, self.cache, *store, serve_input, self._last
+        arguments = self.params, *pools, serve_input, self._last
         if only_compiles:
             self._begin_compiling(step, arguments, static)
             return
         if self._hosts is not None:
             self._hosts.waits()
-        cache, *store, output = step(*arguments, **static)
-        self.cache, self.store, self._last = cache, (*store, self.store)[0], output
+        *pools, output = step(*arguments, **static)
+        self.cache, self.store = pools if len(pools) == 2 else (*pools, self.store)
+        self._last = output
         # The next step writes its own output in the place of this one's.
         shown = _copied(dataclasses.replace(output, logprobs=None))
         if wants_logprobs:
             shown = dataclasses.replace(shown, logprobs=_copied(output.logprobs))
         self._unread.append(gather(shown))
         if self._waits:
-            jax.block_until_ready((cache, self._unread[-1]))
+            jax.block_until_ready((self.cache, self._unread[-1]))
 
     def _begin_compiling(
         self, step: Any, arguments: tuple[Any, ...], static: Mapping[str, Any]

@@ -233,11 +233,12 @@ class StepRunner:
         width = self.cache.block_table.shape[1]
         changes = idle_changes(self._num_slots, width, num_blocks=blocks)
         steps = self._idle_steps()
-        for _, plan, is_simple in steps:
-            self._idle(plan, is_simple=is_simple, only_compiles=True)
-        compiled = dict(
-            zip((name for name, *_ in steps), self.devices.finish_compiling(), strict=True)
-        )
+        try:
+            for _, plan, is_simple in steps:
+                self._idle(plan, is_simple=is_simple, only_compiles=True)
+        finally:  # none is left for the next call
+            seconds = self.devices.finish_compiling()
+        compiled = dict(zip((name for name, *_ in steps), seconds, strict=True))
         jobs: list[tuple[str, Callable[[], object]]] = [
             ("tables", lambda: self.devices.change(changes, False)),
             ("copies and snapshot loads", lambda: self.devices.change(changes, True)),

@@ -92,6 +92,22 @@ def test_steps_that_are_compiled_side_by_side_are_not_compiled_again(monkeypatch
     assert compiled[0] == compiled[1]
 
 
+def test_warmup_starts_anew_after_a_program_that_did_not_compile(monkeypatch):
+    engine, begin = make_engine(**CASES["plain"][0]), engine_arrays.EngineArrays._begin_compiling
+    begun = []
+
+    def fail_at_second(self, *call):
+        begun.append(call)
+        if len(begun) == 2:
+            raise NotImplementedError("of such a size")
+        begin(self, *call)
+
+    monkeypatch.setattr(engine_arrays.EngineArrays, "_begin_compiling", fail_at_second)
+    with pytest.raises(NotImplementedError, match="of such a size"):
+        engine.warmup()
+    assert list(dict(engine.warmup())) == GENERAL + CASES["plain"][1]
+
+
 def test_warmup_waits_for_nobody():
     engine = make_engine(**CASES["plain"][0])
     request = engine.submit([1, 2, 3], max_new_tokens=3)
