@@ -108,8 +108,9 @@ def all_gather(
     """What all devices of an axis have, in their order, in one collective; inside `shard_map`.
 
     Args:
-      *arrays: [T, ...] each, of 8, 16 or 32 bits. The kernel takes those of 16 and 32, in whole
-        lines of 16 bytes. It changes a bit of 32 that are EMPTY (`buffer.py`), a NaN.
+      *arrays: [T, ...] each, of 8, 16 or 32 bits. The kernel takes those of 16 and 32, and is given
+        zeros behind what is no whole line of 16 bytes. It changes a bit of 32 that are EMPTY
+        (`buffer.py`), a NaN.
       axis_name: the axis.
       buffer: as of `all_reduce`.
       backend: as of `all_reduce`.
@@ -121,16 +122,19 @@ def all_gather(
       ValueError: the buffer has another size.
       NotImplementedError: the named backend can't run here.
     """
-    devices = jax.lax.axis_size(axis_name)
+    devices, sent = jax.lax.axis_size(axis_name), [_in_whole_lines(x) for x in arrays]
     layouts = [
-        _find_layout("all_gather", x.dtype, x.nbytes, devices, buffer, backend) for x in arrays
+        _find_layout("all_gather", x.dtype, x.nbytes, devices, buffer, backend) for x in sent
     ]
-    lines = sum(triton_gpu.num_lines(x.nbytes) for x in arrays)
+    lines = sum(triton_gpu.num_lines(x.nbytes) for x in sent)
     layout = layouts[0]
     if buffer is None or layout is None or None in layouts or lines > layout.lines:
         return reference.all_gather(*arrays, axis_name=axis_name)
-    found = triton_gpu.exchange([x.reshape(1, -1) for x in arrays], buffer, layout)
-    return tuple(every.reshape(devices, *x.shape) for every, x in zip(found, arrays, strict=True))
+    found = triton_gpu.exchange(sent, buffer, layout)
+    return tuple(
+        every[:, : x.size].reshape(devices, *x.shape)
+        for every, x in zip(found, arrays, strict=True)
+    )
 
 
 def all_to_all(
@@ -162,6 +166,11 @@ def all_to_all(
         return reference.all_to_all(x, axis_name)
     [found] = triton_gpu.exchange([x.reshape(devices, -1)], buffer, layout)
     return found.reshape(x.shape)
+
+
+def _in_whole_lines(x: jax.Array) -> jax.Array:
+    """[1, N], the elements in lines of 16 bytes, the last one filled up with zeros."""
+    return jnp.pad(x.reshape(1, -1), ((0, 0), (0, -x.size % (LINE_BYTES // x.dtype.itemsize))))
 
 
 def _check_parts(x: jax.Array | SplitSums, axis_name: str) -> int:

@@ -248,7 +248,9 @@ def test_a_layer_has_two_collectives_on_each_axis(mesh):
 
 @pytest.mark.slow
 @pytest.mark.skipif(aot.unavailable() is not None, reason=str(aot.unavailable()))
-@pytest.mark.parametrize("options", [(), ("--split", "--context", "65536")])
+@pytest.mark.parametrize(
+    "options", [(), ("--split", "--context", "65536"), ("--batch", "2")], ids=str
+)
 def test_with_peer_buffers_a_step_has_no_collective_of_nccl(options):
     found = mesh_at_size.run("2x4", "--layers", "5", "--batch", "8", "--peers", *options)["2x4"]
     assert found["collectives"] == {}

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import gpu_interpreter
 from pallas_kernels.common.pending import SplitSums
 from pallas_kernels.peer_collectives import (
     PeerLayout,
@@ -72,6 +73,29 @@ def test_arrays_of_several_dtypes_are_gathered_in_one():
         gathered = jax.vmap(lambda *each: all_gather(*each, axis_name=AXIS), axis_name=AXIS)
         for found, given in zip(gathered(*arrays), arrays, strict=True):
             np.testing.assert_array_equal(found, np.stack([given] * 3))
+
+
+def test_a_kernel_that_gathers_is_given_whole_lines(monkeypatch):
+    """One row's experts and their weights are 24 bytes each."""
+    lines = []
+
+    def exchange(arrays, buffer, layout):
+        lines.extend(x.nbytes / 16 for x in arrays)
+        return [jax.lax.all_gather(x[0], AXIS) for x in arrays]
+
+    monkeypatch.setattr(triton_gpu, "exchange", exchange)
+    rng = np.random.default_rng(0)
+    arrays = [values(2, 1, 64), rng.integers(0, 9, (2, 1, 6), np.int32), values(2, 1, 6)]
+
+    def gather(*each):
+        buffer = jnp.zeros(PeerLayout(2, 1024).num_words, jnp.int32)
+        return all_gather(*each, axis_name=AXIS, buffer=buffer, backend="triton_gpu")
+
+    with gpu_interpreter():
+        gathered = jax.vmap(gather, axis_name=AXIS)(*arrays)
+    for found, given in zip(gathered, arrays, strict=True):
+        np.testing.assert_array_equal(found, np.stack([given] * 2))
+    assert lines == [8, 2, 1]
 
 
 def test_plus_is_added_and_rounded_first():
