@@ -27,10 +27,10 @@ from pallas_kernels.common.weights import takes_rounded_rows
 GATHERED_ROWS = 8192
 """Rows of all data shards that experts take at once: k of them are that many pairs, held twice."""
 
-UNROLLED = 4
+UNROLLED = 2
 """Such chunks in a turn of the loop over them; each is compiled.
 
-XLA sends what one chunk gave while it computes the next one of the same turn.
+XLA sends what the first one gave while it computes the second.
 """
 
 ROUNDED_ROWS = 512

@@ -278,7 +278,6 @@ def check(meshes, *, everything=False, dealt=False):
     params = ds.init_params(config, jax.random.key(0))
     run = run_all if everything else run_chunks
     moe.GATHERED_ROWS = 48  # a prompt's rows come in chunks, the last of them padded
-    moe.UNROLLED = 2
     expected = run(Runner(config, params, None))
     results, rows = {}, set()
     if dealt:
