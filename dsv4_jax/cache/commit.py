@@ -76,12 +76,14 @@ def commit(cache: ModelCache, staged: Staged, num_tokens: jax.Array) -> ModelCac
     return advance(dataclasses.replace(cache, state=state), call)
 
 
+@jax.jit
 def commit_tokens(
     state: StateCachePool, new: NewTokens, call: CallIndices, *, layer: jax.Array
 ) -> StateCachePool:
     """Writes a call's tokens into one layer's ring and compressor states.
 
-    Of several tokens that share a row of a ring, the last one is written.
+    Of several tokens that share a row of a ring, the last one is written. Within a step it is
+    traced and lowered once for all layers of a type.
     """
     rings, rows = [state.window], [new.window]
     for tail, projections in ((state.tail, new.compressor), (state.index_tail, new.indexer)):
