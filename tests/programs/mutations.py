@@ -99,6 +99,13 @@ MUTATIONS = [
             "0x{EMPTY:08X}",
             "pallas_kernels/peer_collectives",
         ),
+        (
+            "gathered_lines_are_not_filled_up",
+            "op.py",
+            "-x.size % (LINE_BYTES // x.dtype.itemsize)",
+            "0",
+            "pallas_kernels/peer_collectives",
+        ),
     ),
     *_mutations(
         "dsv4_jax",
