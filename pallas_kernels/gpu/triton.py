@@ -30,9 +30,9 @@ from pallas_kernels.common.rounding import exact_divide, rounded
 
 warnings.filterwarnings("ignore", "The Pallas Triton backend", DeprecationWarning)
 
+# MLIR imports the module of an operation's dialect by this name. It is not there, and would be
+# looked for in four packages for each operation of a kernel: a fifth of the time to trace a step.
 sys.modules.setdefault("jaxlib.mlir.dialects.tt", dialect)
-"""MLIR imports the module of an operation's dialect, by this name. It is not there, and was looked
-for in four packages for each operation of a kernel, a fifth of the time to trace a step."""
 
 Ref = Any
 _WORD_BYTES = 4
