@@ -122,15 +122,17 @@ def all_gather(
       ValueError: the buffer has another size.
       NotImplementedError: the named backend can't run here.
     """
-    devices, sent = jax.lax.axis_size(axis_name), [_in_whole_lines(x) for x in arrays]
+    devices = jax.lax.axis_size(axis_name)
+    sizes = [-(-x.nbytes // LINE_BYTES) * LINE_BYTES for x in arrays]
     layouts = [
-        _find_layout("all_gather", x.dtype, x.nbytes, devices, buffer, backend) for x in sent
+        _find_layout("all_gather", x.dtype, size, devices, buffer, backend)
+        for x, size in zip(arrays, sizes, strict=True)
     ]
-    lines = sum(triton_gpu.num_lines(x.nbytes) for x in sent)
+    lines = sum(map(triton_gpu.num_lines, sizes))
     layout = layouts[0]
     if buffer is None or layout is None or None in layouts or lines > layout.lines:
         return reference.all_gather(*arrays, axis_name=axis_name)
-    found = triton_gpu.exchange(sent, buffer, layout)
+    found = triton_gpu.exchange([_in_whole_lines(x) for x in arrays], buffer, layout)
     return tuple(
         every[:, : x.size].reshape(devices, *x.shape)
         for every, x in zip(found, arrays, strict=True)
