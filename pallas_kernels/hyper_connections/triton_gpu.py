@@ -18,7 +18,7 @@ roads not taken: docs/kernels/hyper_connections.md.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,47 +72,68 @@ def hyper_connections(arguments: Arguments, *, is_many: bool | None = None) -> R
 
 
 def _read(inputs: list[Ref], outputs: list[Ref], *, arguments: Arguments, is_many: bool) -> None:
-    """Reads a token's streams, as one of its two programs, or as its only one of many tokens."""
+    """Reads a token's streams, as one of its two programs, or as its only one of many tokens.
+
+    All that is loaded is asked for before threads wait for each other.
+    """
     products, scale, base, streams, norm = inputs
     collapsed_ref, normed_ref, *rest = outputs
     (_, num, dim), dtype = streams.shape, streams.dtype
     width = 1 << (dim - 1).bit_length()
     token = pl.program_id(0)
-    # Of many tokens all products are on their way while the streams are.
-    every = _sum_parts(products, token, 0, (2 + num) * num) if is_many else None
-    rows, squares = [], jnp.float32(0)
-    for j in range(num):
-        row = triton.load_row(streams, (token, j), start=0, count=dim, width=width)
-        rows.append(row)
-        squares += jnp.sum(jnp.square(row.astype(jnp.float32)))
-    inverse_rms = jax.lax.rsqrt(squares / (num * dim) + arguments.norm_eps)
 
-    def logits(first: int, count: int, kind: int) -> tuple[jax.Array, jax.Array]:
-        """`count` scaled logits from a place on, zeros after them; and whether each is one."""
-        mix, live = _sum_parts(products, token, first, count)
-        place = first + jnp.arange(live.shape[0], dtype=jnp.int32)
-        return mix * inverse_rms * scale[kind] + triton.load_where(base, (place,), live), live
+    def ask(first: int, count: int, kind: int | None) -> Logits:
+        """`count` logits from a place on, all of one kind or, if None, of any."""
+        parts = products.shape[1]
+        part = jnp.arange(1 << (parts - 1).bit_length(), dtype=jnp.int32)[:, None]
+        lane = jnp.arange(1 << (count - 1).bit_length(), dtype=jnp.int32)
+        place, live = first + lane, lane < count
+        loaded = triton.load_where(
+            products, (token, part, place[None]), (part < parts) & live[None]
+        )
+        if kind is None:
+            factor = triton.load_where(scale, (jnp.minimum(place // num, 2),), live)
+        else:
+            factor = scale[kind]
+        return Logits(loaded, factor, triton.load_where(base, (place,), live), live)
 
-    def read(found: jax.Array) -> None:
+    def load_streams() -> tuple[list[jax.Array], jax.Array]:
+        """Each stream, and one over the RMS of all."""
+        rows = [
+            triton.load_row(streams, (token, j), start=0, count=dim, width=width)
+            for j in range(num)
+        ]
+        squares = functools.reduce(jnp.add, (jnp.square(row.astype(jnp.float32)) for row in rows))
+        mean_square = jnp.sum(squares) / (num * dim)
+        return rows, jax.lax.rsqrt(mean_square + arguments.norm_eps)
+
+    def read(found: jax.Array, rows: list[jax.Array]) -> None:
+        weight = triton.load_row(norm, (), start=0, count=dim, width=width)
         pre, lane = jax.nn.sigmoid(found) + arguments.eps, jnp.arange(found.shape[0])
         collapsed = jnp.zeros(width, jnp.float32)
         for j, row in enumerate(rows):
-            weight = jnp.sum(jnp.where(lane == j, pre, 0.0))
-            collapsed = collapsed + row.astype(jnp.float32) * weight
+            share = jnp.sum(jnp.where(lane == j, pre, 0.0))
+            collapsed = collapsed + row.astype(jnp.float32) * share
         collapsed = _round_in_f32(collapsed, dtype)
         mean_square = jnp.sum(collapsed * collapsed) / dim
-        weight = triton.load_row(norm, (), start=0, count=dim, width=width)
         inverse = jax.lax.rsqrt(mean_square + arguments.norm_eps)
         normed = _round_in_f32(collapsed * inverse * weight.astype(jnp.float32), dtype)
         triton.store_row(collapsed_ref, (token,), collapsed.astype(dtype), first=0, count=dim)
         triton.store_row(normed_ref, (token,), normed.astype(dtype), first=0, count=dim)
 
+    def read_alone() -> None:
+        asked = ask(0, num, 0)
+        rows, inverse_rms = load_streams()
+        read(asked.finish(inverse_rms), rows)
+
     def connect() -> None:
+        of_post, of_comb = ask(num, num, 1), ask(2 * num, num * num, 2)
+        _, inverse_rms = load_streams()
         post_ref, comb_ref = rest
-        found, inside = logits(num, num, 1)
+        found = of_post.finish(inverse_rms)
         lane = jnp.arange(found.shape[0], dtype=jnp.int32)
-        triton.store_where(post_ref, (token, lane), 2 * jax.nn.sigmoid(found), inside)
-        flat, _ = logits(2 * num, num * num, 2)
+        triton.store_where(post_ref, (token, lane), 2 * jax.nn.sigmoid(found), of_post.live)
+        flat = of_comb.finish(inverse_rms)
         place = jnp.arange(flat.shape[0], dtype=jnp.int32)
         values = [[jnp.sum(jnp.where(place == j * num + k, flat, 0.0)) for k in range(num)]
                   for j in range(num)]  # fmt: skip
@@ -120,29 +141,36 @@ def _read(inputs: list[Ref], outputs: list[Ref], *, arguments: Arguments, is_man
             for k, value in enumerate(row):
                 comb_ref[token, jnp.int32(j * num + k)] = value
 
-    if every is None:
-        pl.when(pl.program_id(1) == 0)(lambda: read(logits(0, num, 0)[0]))
+    if not is_many:
+        pl.when(pl.program_id(1) == 0)(read_alone)
         pl.when(pl.program_id(1) == 1)(connect)
         return
-    mix, live = every
-    place = jnp.arange(live.shape[0], dtype=jnp.int32)
-    factor = triton.load_where(scale, (jnp.minimum(place // num, 2),), live)
-    found = mix * inverse_rms * factor + triton.load_where(base, (place,), live)
-    triton.store_where(rest[0], (token, place), found, live & (place >= num))
-    read(found)
+    asked = ask(0, (2 + num) * num, None)
+    rows, inverse_rms = load_streams()
+    found = asked.finish(inverse_rms)
+    place = jnp.arange(found.shape[0], dtype=jnp.int32)
+    triton.store_where(rest[0], (token, place), found, asked.live & (place >= num))
+    read(found, rows)
 
 
-def _sum_parts(
-    products: Ref, token: jax.Array, first: int, count: int
-) -> tuple[jax.Array, jax.Array]:
-    """`count` products of a token from a place on, zeros after them; and whether each is one."""
-    parts = products.shape[1]
-    part = jnp.arange(1 << (parts - 1).bit_length(), dtype=jnp.int32)[:, None]
-    place = jnp.arange(1 << (count - 1).bit_length(), dtype=jnp.int32)
-    live = place < count
-    where = token, part, (first + place)[None]
-    loaded = triton.load_where(products, where, (part < parts) & live[None])
-    return jnp.sum(loaded, axis=0), live
+class Logits(NamedTuple):
+    """What some logits are made of.
+
+    Attributes:
+      products: f32[P, n], parts of each.
+      factor: f32[n] or f32[].
+      base: f32[n].
+      live: bool[n], whether each is one; the others are zeros.
+    """
+
+    products: jax.Array
+    factor: jax.Array
+    base: jax.Array
+    live: jax.Array
+
+    def finish(self, inverse_rms: jax.Array) -> jax.Array:
+        """f32[n]."""
+        return jnp.sum(self.products, axis=0) * inverse_rms * self.factor + self.base
 
 
 def _connect_many(inputs: list[Ref], outputs: list[Ref], *, arguments: Arguments) -> None:
