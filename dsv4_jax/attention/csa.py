@@ -49,7 +49,8 @@ def csa_attention(
         frequencies=frequencies,
         eps=config.rms_norm_eps,
     )
-    handle, appended = handle.append(tokens, norms)
+    attends_next = config.idea.selector is None  # which may look at the queries
+    handle, appended = handle.append(tokens, norms, attends_next=attends_next)
     queries = appended.queries
     if selected is None:
         assert appended.index_queries is not None

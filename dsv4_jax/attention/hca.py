@@ -33,6 +33,6 @@ def hca_attention(
         frequencies=frequencies,
         eps=config.rms_norm_eps,
     )
-    handle, appended = handle.append(tokens, norms)
+    handle, appended = handle.append(tokens, norms, attends_next=True)
     attended = handle.attend_to_all(appended.queries, params.attn_sink, frequencies)
     return handle, appended.new_tokens, output(params, attended.astype(x.dtype), config)

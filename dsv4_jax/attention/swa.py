@@ -35,6 +35,6 @@ def swa_attention(
     queries, _ = project_queries(params, new.latent, config)
     tokens = LayerTokens(queries=queries, kv=new.kv)
     norms = LayerNorms(kv=params.kv_norm, frequencies=frequencies, eps=config.rms_norm_eps)
-    handle, appended = handle.append(tokens, norms)
+    handle, appended = handle.append(tokens, norms, attends_next=True)
     attended = handle.attend(appended.queries, params.attn_sink, None, frequencies)
     return handle, appended.new_tokens, output(params, attended.astype(x.dtype), config)

@@ -64,7 +64,7 @@ class Appended(NamedTuple):
     """What an append gives back beside the updated pools.
 
     Attributes:
-      queries: [T, H, C], normed and rotated.
+      queries: [T, H, C], normed and rotated, or as projected where attention is to do that.
       index_queries: f32[T, IH, IC], rotated and rounded as index keys are; None where there were
         none.
       window: planes [T, ...], the call's window entries as stored.
@@ -120,16 +120,22 @@ def append_in_place(
 
 
 def append_uncommitted(
-    pools: Pools, tokens: LayerTokens, norms: LayerNorms, call: CallIndices, *, layer: jax.Array
+    pools: Pools,
+    tokens: LayerTokens,
+    norms: LayerNorms,
+    call: CallIndices,
+    *,
+    layer: jax.Array,
+    norms_queries: bool = True,
 ) -> tuple[Pools, Appended]:
     """Appends any number of tokens per row: entries now, ring and states when they are committed.
 
-    Arguments as in `append_in_place`.
+    Arguments as in `append_in_place`. Without `norms_queries` these are left as projected.
     """
     state, paged = pools
     fmt = state.schema.format
     queries, window = pk.encode_tokens(
-        tokens.queries,
+        tokens.queries if norms_queries else None,
         tokens.kv,
         pk.NormRope(norms.kv, norms.frequencies, norms.eps),
         call.positions,
@@ -143,6 +149,7 @@ def append_uncommitted(
         index_queries = pk.round_index_queries(
             index_queries, norms.frequencies, call.positions, codec=fmt.index_key
         )
+    queries = tokens.queries if queries is None else queries
     return (state, paged), Appended(queries, index_queries, new.window, new)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import flax.struct
@@ -38,6 +39,8 @@ from pallas_kernels.select_top_k.reference import select_all
 
 _OF_TOKENS = ("segment_ids", "slots", "positions", "lengths", "visible")
 """Fields of a call that have a value for each token."""
+_MANY_TOKENS = 1024
+"""Whose queries are normed by the attention, which is then bound by their keys, not by latency."""
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -57,6 +60,7 @@ class LayerCacheHandle:
       schema: sizes of this layer.
       in_place: no row has more than one token and the call is not staged, so that tokens may be
         written before they are attended to.
+      query_eps: floor of the norm that the appended queries still want; None if they are normed.
       split_cache: a request's blocks are dealt over the devices of `model`, and `call` numbers them
         through all of these.
     """
@@ -69,6 +73,7 @@ class LayerCacheHandle:
     selected: jax.Array | None = None
     schema: LayerCacheSchema = flax.struct.field(pytree_node=False)
     in_place: bool = flax.struct.field(pytree_node=False, default=False)
+    query_eps: float | None = flax.struct.field(pytree_node=False, default=None)
     split_cache: bool = flax.struct.field(pytree_node=False, default=False)
 
     @property
@@ -114,12 +119,17 @@ class LayerCacheHandle:
             )
         return self.window
 
-    def append(self, tokens: LayerTokens, norms: LayerNorms) -> tuple[LayerCacheHandle, Appended]:
+    def append(
+        self, tokens: LayerTokens, norms: LayerNorms, *, attends_next: bool = False
+    ) -> tuple[LayerCacheHandle, Appended]:
         """Takes a call's tokens, and writes the entries of the windows that they close.
 
         Args:
           tokens: the call's tokens as projected.
           norms: norms of the layer.
+          attends_next: whether nothing but `attend` reads `Appended.queries`. Those of many tokens
+            are then left as projected, and `attend` norms and rotates them: a pass less through
+            memory.
 
         Returns:
           The handle, which can be attended through, and what was appended. Where
@@ -127,14 +137,20 @@ class LayerCacheHandle:
 
         Source: deepseek_v4.md sections 1.3, 2, 3 and 4.
         """
-        write, call = append_in_place if self.in_place else append_uncommitted, self.call
+        call, query_eps, write = self.call, None, append_in_place
+        if not self.in_place:
+            is_many = tokens.queries.shape[0] >= _MANY_TOKENS
+            query_eps = norms.eps if attends_next and is_many and not self.is_split else None
+            write = functools.partial(append_uncommitted, norms_queries=query_eps is None)
         if self.is_split:  # a block that lies elsewhere is written there
             own = block_split.own_blocks(call.block_table, self.blocks.num_blocks)
             call = dataclasses.replace(call, block_table=own)
         (state, paged), appended = write(
             (self.state, self.paged), tokens, norms, call, layer=self.layer
         )
-        handle = dataclasses.replace(self, state=state, paged=paged, window=appended.window)
+        handle = dataclasses.replace(
+            self, state=state, paged=paged, window=appended.window, query_eps=query_eps
+        )
         return handle, appended
 
     def select(self, queries: jax.Array, weights: jax.Array) -> jax.Array:
@@ -290,6 +306,7 @@ class LayerCacheHandle:
             dataclasses.replace(self.call, visible=visible),
             scale=self.schema.entry_head_dim**-0.5,
             frequencies=frequencies,
+            query_eps=self.query_eps,
         )
 
     def attend_to_all(

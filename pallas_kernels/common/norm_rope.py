@@ -63,7 +63,6 @@ def rotate(
     frequencies: jax.Array,
     *,
     inverse: bool = False,
-    in_place: bool = False,
 ) -> jax.Array:
     """RoPE of the last R dims; dims 2i and 2i + 1 are a pair.
 
@@ -72,8 +71,6 @@ def rotate(
       positions: i32[...], position of each vector.
       frequencies: f32[R / 2], radians per position.
       inverse: rotates by minus the angle, which undoes it.
-      in_place: whether XLA should write the R dims where a large x lies that nothing else reads,
-        in place of a new array; results are the same.
 
     Returns:
       [..., C] in the dtype of x: (a, b) -> (a cos - b sin, b cos + a sin), computed in f32 from
@@ -95,6 +92,4 @@ def rotate(
         [rounded(a * cos) - rounded(b * sin), rounded(b * cos) + rounded(a * sin)], axis=-1
     )
     rotated = round_to(rotated.reshape(*x.shape[:-1], rope_dim), x.dtype)
-    if in_place:
-        return jax.lax.dynamic_update_slice_in_dim(x, rotated, nope_dim, axis=-1)
     return jnp.concatenate([x[..., :nope_dim], rotated], axis=-1)

@@ -22,18 +22,19 @@ _ENCODE = {
 
 
 def encode_tokens(
-    queries: jax.Array,
+    queries: jax.Array | None,
     kv: jax.Array,
     norm_rope: NormRope,
     positions: jax.Array,
     *,
     codec: Codec,
     backend: Backend | None = None,
-) -> tuple[jax.Array, Planes]:
+) -> tuple[jax.Array | None, Planes]:
     """Applies norm and RoPE to a call's queries and window entries, and encodes the latter.
 
     Args:
-      queries: [T, H, C], as projected; each head is normed without a weight.
+      queries: [T, H, C], as projected; each head is normed without a weight. None leaves them to
+        `sparse_attention`.
       kv: [T, C], as projected, in the same dtype, that of activations.
       norm_rope: norm of the entries, and the RoPE of both; its `eps` is that of the queries' norm
         too.
@@ -42,8 +43,8 @@ def encode_tokens(
       backend: implementation to use; None picks the fastest one that runs here.
 
     Returns:
-      The queries, [T, H, C] in their dtype, and the entries as the ring will keep them, planes
-      [T, ...] of the codec. Norm and rotation each round to the dtype of activations.
+      The queries, [T, H, C] in their dtype, or None; and the entries as the ring will keep them,
+      planes [T, ...] of the codec. Norm and rotation each round to the dtype of activations.
 
     Raises:
       ValueError: a shape or dtype is wrong.
@@ -51,7 +52,7 @@ def encode_tokens(
 
     Source: deepseek_v4.md section 1.3, steps 3 to 6, and section 4.
     """
-    check_tokens(queries, kv, norm_rope, positions)
+    check_tokens(kv[:, None] if queries is None else queries, kv, norm_rope, positions)
     return resolve("encode_tokens", backend, _ENCODE)(
         queries, kv, norm_rope, positions, codec=codec
     )

@@ -9,14 +9,21 @@ from pallas_kernels.common.norm_rope import NormRope, rms_norm_by_pairs, rotate
 
 
 def encode_tokens(
-    queries: jax.Array, kv: jax.Array, norm_rope: NormRope, positions: jax.Array, *, codec: Codec
-) -> tuple[jax.Array, Planes]:
+    queries: jax.Array | None,
+    kv: jax.Array,
+    norm_rope: NormRope,
+    positions: jax.Array,
+    *,
+    codec: Codec,
+) -> tuple[jax.Array | None, Planes]:
     """Norm, then rotation, each rounded to the dtype of activations; then the codec.
 
     The norm adds neighbours, so that an entry's bits depend on its token alone.
     """
     frequencies, eps = norm_rope.frequencies, norm_rope.eps
-    heads = rms_norm_by_pairs(queries, None, eps=eps)
     entries = rotate(rms_norm_by_pairs(kv, norm_rope.weight, eps=eps), positions, frequencies)
     planes = codec.encode(entries, 2 * frequencies.shape[0])
+    if queries is None:
+        return None, planes
+    heads = rms_norm_by_pairs(queries, None, eps=eps)
     return rotate(heads, positions[:, None], frequencies), planes

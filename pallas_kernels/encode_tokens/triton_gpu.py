@@ -28,10 +28,16 @@ _NUM_WARPS = 4
 
 
 def encode_tokens(
-    queries: jax.Array, kv: jax.Array, norm_rope: NormRope, positions: jax.Array, *, codec: Codec
-) -> tuple[jax.Array, Planes]:
+    queries: jax.Array | None,
+    kv: jax.Array,
+    norm_rope: NormRope,
+    positions: jax.Array,
+    *,
+    codec: Codec,
+) -> tuple[jax.Array | None, Planes]:
     """See `op.encode_tokens`: a token per program, for its entry and for eight of its heads."""
-    num_tokens, num_heads, _ = queries.shape
+    num_tokens = kv.shape[0]
+    num_head_tiles = 0 if queries is None else triton_heads.num_head_tiles(queries.shape[1])
     frequencies, eps = norm_rope.frequencies, norm_rope.eps
     shapes = {
         name: jax.ShapeDtypeStruct((num_tokens, *shape.shape), shape.dtype)
@@ -39,8 +45,8 @@ def encode_tokens(
     }
 
     def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
-        queries, kv, norm, frequencies, positions = inputs
-        rotated, *planes = outputs
+        kv, norm, frequencies, positions, *heads_in = inputs
+        planes, heads_out = outputs[: len(shapes)], outputs[len(shapes) :]
         token, part = pl.program_id(0), pl.program_id(1)
         position = positions[token]
 
@@ -51,20 +57,24 @@ def encode_tokens(
             )
             triton_codecs.store_entry(dict(zip(shapes, planes, strict=True)), (token,), entry)
 
-        @pl.when(part > 0)
-        def _rotate() -> None:
-            heads = triton_heads.Heads(queries, rotated, token, part - 1)
-            triton_token.rotate_heads(heads, frequencies, position, eps=eps)
+        for source, target in zip(heads_in, heads_out, strict=True):
 
-    rotated, *planes = triton.launch(
+            @pl.when(part > 0)
+            def _rotate(source: Ref = source, target: Ref = target) -> None:
+                heads = triton_heads.Heads(source, target, token, part - 1)
+                triton_token.rotate_heads(heads, frequencies, position, eps=eps)
+
+    given = [] if queries is None else [queries]
+    found = triton.launch(
         kernel,
-        grid=(num_tokens, 1 + triton_heads.num_head_tiles(num_heads)),
-        inputs=[queries, kv, norm_rope.weight, frequencies, positions],
+        grid=(num_tokens, 1 + num_head_tiles),
+        inputs=[kv, norm_rope.weight, frequencies, positions, *given],
         outputs=[
-            jax.ShapeDtypeStruct(queries.shape, queries.dtype),
             *triton.word_shapes(shapes).values(),
+            *(jax.ShapeDtypeStruct(heads.shape, heads.dtype) for heads in given),
         ],
         num_warps=_NUM_WARPS,
         name="encode_tokens",
     )
-    return rotated, triton.from_words(dict(zip(shapes, planes, strict=True)), shapes)
+    planes = triton.from_words(dict(zip(shapes, found, strict=False)), shapes)
+    return (found[-1] if given else None), planes

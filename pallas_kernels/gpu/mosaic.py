@@ -9,11 +9,12 @@ from typing import Any
 import jax
 import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm
+from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from pallas_kernels.common.backend import interpreting
 
@@ -75,6 +76,28 @@ def opaque(number: int | jax.Array) -> jax.Array:
         return mgpu.FragmentedArray.splat(moved, (), is_signed=True)
 
     return move(jnp.int32(number))
+
+
+def swap_neighbours(values: jax.Array, layout: Layout) -> jax.Array:
+    """[M, N] whose columns 2i and 2i + 1 change places, in a layout where a thread holds both."""
+    if interpreting():
+        pairs = values.reshape(values.shape[0], -1, 2)
+        return jnp.stack([pairs[..., 1], pairs[..., 0]], axis=-1).reshape(values.shape)
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout,),
+        return_type=plgpu.ShapeDtypeStruct(values.shape, values.dtype, layout=layout),
+    )
+    def swap(_, values):
+        registers = np.empty(values.registers.shape, dtype=object)
+        for place, register in np.ndenumerate(values.registers):
+            places = [i ^ 1 for i in range(ir.VectorType(register.type).shape[0])]
+            registers[place] = vector.shuffle(register, register, places)
+        return mgpu.FragmentedArray(
+            _registers=registers, _layout=values.layout, _is_signed=values.is_signed
+        )
+
+    return swap(values)
 
 
 def multiply_add(total: jax.Array, left: Ref, right: Ref) -> jax.Array:

@@ -24,6 +24,7 @@ class Arguments(NamedTuple):
     call: CallIndices
     scale: float
     frequencies: jax.Array | None = None
+    query_eps: float | None = None
 
 
 class AttentionPart(NamedTuple):

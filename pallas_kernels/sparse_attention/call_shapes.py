@@ -106,6 +106,9 @@ class Shapes:
       codec: how the planes store a vector.
       planes: their names and lengths, in order.
       splits: CTAs that share the keys.
+      rotated: last columns that the kernel rotates, in whole groups: of the output, if keys are not
+        split, and of queries that it norms. 0 where that is left to others.
+      query_eps: floor of the norm of queries as projected; None of those that are ready.
     """
 
     num_heads: int
@@ -120,6 +123,8 @@ class Shapes:
     codec: Codec
     planes: tuple[tuple[str, int], ...]
     splits: int = 1
+    rotated: int = 0
+    query_eps: float | None = None
 
     @property
     def dtype(self) -> Any:

@@ -15,15 +15,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.common.norm_rope import rotate
 from pallas_kernels.gpu.devices import Device
 from pallas_kernels.sparse_attention import call_shapes, combine_triton
 from pallas_kernels.sparse_attention.arguments import Arguments, AttentionPart, JoinArguments
 from pallas_kernels.sparse_attention.call_shapes import FLOOR, HEADS, LOG2_E, TILE, Shapes, Tiling
 from pallas_kernels.sparse_attention.loads import Operands, Outputs
-
-_MANY_TOKENS = 1024
-"""From which on attended values are large enough to be rotated in place, in two launches."""
+from pallas_kernels.sparse_attention.rope import angles_of
 
 
 def as_bf16(values: jax.Array, dtype: Any) -> jax.Array:
@@ -68,7 +65,7 @@ def launch(
     With `in_parts` it gives the `AttentionPart` of those keys: what splits are combined from, so
     that there are two at least, and no sink.
     """
-    queries, sink, ring, rows, pool, selected, call, scale, frequencies = arguments
+    queries, sink, ring, rows, pool, selected, call, scale, frequencies, query_eps = arguments
     num_tokens, num_heads, dim = queries.shape
     names = tuple(sorted(ring.planes))
     num_slots, window = ring.planes[names[0]].shape[1:3]
@@ -105,6 +102,10 @@ def launch(
             f"got {tiling.splits=}; None chooses one"
         )
     shapes = dataclasses.replace(shapes, splits=tiling.splits)
+    angles = None
+    if frequencies is not None and (tiling.splits == 1 or query_eps is not None):
+        angles = angles_of(call.positions, frequencies)
+        shapes = dataclasses.replace(shapes, rotated=angles.shape[-1], query_eps=query_eps)
 
     written_heads = max(num_heads, HEADS)
     if tiling.splits == 1:
@@ -146,6 +147,7 @@ def launch(
             positions=call.positions,
             lengths=call.lengths,
             layer=ring.layer[None],
+            angles=angles,
             ring={name: _rows_of(ring.planes[name], 3) for name in names},
             rows={name: _rows_of(rows[name], 1) for name in names},
             pool={name: _rows_of(pool.planes[name], 3) for name in names},
@@ -155,12 +157,7 @@ def launch(
     if in_parts:
         return _add_splits(parts, num_heads)
     if tiling.splits == 1:
-        attended = lax.bitcast_convert_type(out.sums, queries.dtype)
-        if frequencies is None:
-            return attended
-        in_place = num_tokens >= _MANY_TOKENS
-        positions = call.positions[:, None]
-        return rotate(attended, positions, frequencies, inverse=True, in_place=in_place)
+        return lax.bitcast_convert_type(out.sums, queries.dtype)
     return combine_triton.combine(
         JoinArguments(parts, sink, call.positions, frequencies, queries.dtype)
     )

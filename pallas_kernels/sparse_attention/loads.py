@@ -5,6 +5,7 @@ A key lies in the ring, among the call's own rows or in the pool.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu import mosaic, mosaic_memory
 from pallas_kernels.sparse_attention.call_shapes import GROUP, HEADS, TILE, Shapes
+from pallas_kernels.sparse_attention.rope import rotate
 
 Ref = Any
 
@@ -34,6 +36,7 @@ class Operands(NamedTuple):
       table: i32[B LB, 1].
       visible, segment_ids, slots, positions, lengths: i32[T], as in `CallIndices`.
       layer: i32[1].
+      angles: f32[T, 2, rotated], see `rope.angles_of`; None where nothing is rotated.
       ring, rows, pool: planes as [rows, n].
     """
 
@@ -47,6 +50,7 @@ class Operands(NamedTuple):
     positions: Any
     lengths: Any
     layer: Any
+    angles: Any
     ring: Mapping[str, Any]
     rows: Mapping[str, Any]
     pool: Mapping[str, Any]
@@ -102,42 +106,96 @@ def find_place(inputs: Operands, shapes: Shapes) -> Place:
 def load_queries(
     inputs: Operands,
     shapes: Shapes,
-    first: jax.Array,
+    cta: Place,
     halves: Sequence[tuple[int | jax.Array, Ref, Ref]],
     *,
     store_shared: Callable[[Ref, jax.Array, Any], None],
+    add_squares: Callable[[jax.Array], jax.Array] = lambda squares: squares,
 ) -> None:
     """One warpgroup brings halves of the columns of 64 heads' queries, in the dtype of products.
 
     Rows of heads that are not there become zeros. In bulk, and turned into that dtype where they
-    lie: as loads of a row's 64 bytes each they would keep those of the first keys waiting.
+    lie: as loads of a row's 64 bytes each they would keep those of the first keys waiting. Queries
+    as projected are normed and rotated there too.
 
     Args:
       inputs: operands.
       shapes: sizes of the call.
-      first: row of the first head.
+      cta: place of this CTA.
       halves: for each its number, its place in shared memory, [64, C / 2], and a barrier of one
         arrival.
       store_shared: stores to shared memory; see `gather_keys`.
+      add_squares: adds the sums of squares, f32[64] in `mosaic.ROW` layout, of columns that another
+        warpgroup brings.
     """
     width, num_heads = shapes.dim // 2, shapes.heads_of_cta
     is_full = num_heads == HEADS
     for half, target, landed in halves:
-        rows = inputs.queries.at[pl.ds(first, num_heads), pl.ds(half * width, width)]
+        columns = pl.ds(half * width, width)
+        rows = inputs.queries.at[pl.ds(cta.first_query, num_heads), columns]
         plgpu.copy_gmem_to_smem(rows, target if is_full else target.at[pl.ds(0, num_heads)], landed)
-    for _, target, landed in halves:
+    for _, _, landed in halves:
         plgpu.barrier_wait(landed)
-        if shapes.dtype == jnp.bfloat16 and is_full:
-            continue
-        for start in range(0, width, GROUP):
-            place = target.at[:, pl.ds(start, GROUP)]
-            bits = plgpu.load(place, layout=mosaic.ROWS, optimized=False)
-            rows = lax.bitcast_convert_type(bits, jnp.bfloat16)
-            if not is_full:
-                head = plgpu.broadcasted_iota(jnp.int32, rows.shape, 0, layout=mosaic.ROWS)
-                rows = jnp.where(head < num_heads, rows, jnp.zeros_like(rows))
-            store_shared(place, rows.astype(shapes.dtype), mosaic.ROWS)
+    if shapes.dtype == jnp.bfloat16 and is_full and shapes.query_eps is None:
+        return
+    groups = [
+        (half, start, target.at[:, pl.ds(start, GROUP)])
+        for half, target, _ in halves
+        for start in range(0, width, GROUP)
+    ]
+    factor = None
+    if shapes.query_eps is not None:
+        squares = functools.reduce(jnp.add, (jnp.square(_load_wide(p)) for _, _, p in groups))
+        mean = add_squares(squares.sum(axis=1)) * (1 / shapes.dim)
+        factor = lax.rsqrt(mean + shapes.query_eps)
+    for half, start, place in groups:
+        if factor is None:
+            rows = _load_bf16(place)
+        else:
+            values = _load_wide(place)
+            values = values * plgpu.layout_cast(
+                lax.broadcast_in_dim(factor, values.shape, [0]), mosaic.ROWS
+            )
+            rows = _rotate(values.astype(jnp.bfloat16), half, start, inputs, shapes, cta)
+        if not is_full:
+            head = plgpu.broadcasted_iota(jnp.int32, rows.shape, 0, layout=mosaic.ROWS)
+            rows = jnp.where(head < num_heads, rows, jnp.zeros_like(rows))
+        store_shared(place, rows.astype(shapes.dtype), mosaic.ROWS)
     plgpu.commit_smem()
+
+
+def _load_bf16(place: Ref) -> jax.Array:
+    bits = plgpu.load(place, layout=mosaic.ROWS, optimized=False)
+    return lax.bitcast_convert_type(bits, jnp.bfloat16)
+
+
+def _load_wide(place: Ref) -> jax.Array:
+    return _load_bf16(place).astype(jnp.float32)
+
+
+def _rotate(
+    rows: jax.Array,
+    half: int | jax.Array,
+    start: int,
+    inputs: Operands,
+    shapes: Shapes,
+    cta: Place,
+) -> jax.Array:
+    """RoPE of 64 columns of queries from `start` of a half on, if they are among those rotated."""
+    for column in range(0, shapes.rotated, GROUP):
+        owner, first = divmod(shapes.dim - shapes.rotated + column, shapes.dim // 2)
+        if first != start:
+            continue
+        angles = inputs.angles.at[cta.token, :, pl.ds(column, GROUP)]
+
+        def turn(rows: jax.Array, angles: Ref = angles) -> jax.Array:
+            return rotate(rows.astype(jnp.float32), angles).astype(jnp.bfloat16)
+
+        if isinstance(half, int):
+            rows = turn(rows) if half == owner else rows
+        else:
+            rows = lax.cond(half == owner, turn, lambda rows: rows, rows)
+    return rows
 
 
 def gather_keys(

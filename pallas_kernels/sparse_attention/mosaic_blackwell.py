@@ -42,6 +42,7 @@ from pallas_kernels.sparse_attention.loads import (
     gather_keys,
     load_queries,
 )
+from pallas_kernels.sparse_attention.rope import rotate_half
 
 plgpu: Any = mosaic_gpu  # whose annotations describe its insides and not what callers may do
 
@@ -140,7 +141,7 @@ def _attention_kernel(inputs: Operands, outputs: Outputs, scratch: Scratch, *, s
             return followed, total
 
         parts = [(i, queries_smem.at[i], scratch.queries_landed.at[i]) for i in range(2)]
-        load_queries(inputs, s, cta.first_query, parts, store_shared=_store_shared)
+        load_queries(inputs, s, cta, parts, store_shared=_store_shared)
         state = tuple(
             plgpu.layout_cast(jnp.full((HEADS,), value, jnp.float32), by_row)
             for value in (FLOOR, 0.0)
@@ -163,6 +164,12 @@ def _attention_kernel(inputs: Operands, outputs: Outputs, scratch: Scratch, *, s
             target = queries_smem.at[i // 2, :, pl.ds(i % 2 * s.dim // 4, s.dim // 4)]
             _store_shared(target, as_bf16(out, s.dtype), plgpu.Layout.WGMMA)
         plgpu.commit_smem()
+        if s.rotated:
+            angles = inputs.angles.at[cta.token]
+            for i in range(2):
+                half = queries_smem.at[i]
+                rotate_half(half, i, angles, shapes=s, store_shared=_store_shared)
+            plgpu.commit_smem()
         for i, columns in enumerate(halves):
             out_smem = queries_smem.at[i]
             if s.heads_of_cta < HEADS:

@@ -40,6 +40,7 @@ from pallas_kernels.sparse_attention.loads import (
     gather_keys,
     load_queries,
 )
+from pallas_kernels.sparse_attention.rope import rotate_half
 
 REGISTERS = (192, 120)
 """Registers of a consumer's thread and a producer's; 2 + 1 warpgroups share 3 * 168."""
@@ -144,13 +145,27 @@ def _attention_kernel(inputs: Operands, outputs: Outputs, scratch: Scratch, *, s
             out, largest, total = add_tile(state, me, decay, largest)
             return out, largest, total + added
 
+        def add_squares_of_other(squares):
+            target = statistics_smem.at[me, TOTAL]
+            mosaic_memory.store_shared(target, squares, mosaic.ROW)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(scratch.totals_ready)
+            plgpu.barrier_wait(scratch.totals_ready)
+            theirs = statistics_smem.at[other, TOTAL]
+            return squares + plgpu.load(theirs, layout=mosaic.ROW, optimized=False)
+
         # Wanted last; asked for now, it is there by then.
         own_sink = None
         if s.splits == 1 or s.heads_of_cta == HEADS:
             own_sink = plgpu.load(inputs.sink.at[cta.heads], layout=by_row, optimized=False)
         own_half = me, queries_smem.at[me], scratch.queries_landed.at[me]
         load_queries(
-            inputs, s, cta.first_query, [own_half], store_shared=mosaic_memory.store_shared
+            inputs,
+            s,
+            cta,
+            [own_half],
+            store_shared=mosaic_memory.store_shared,
+            add_squares=add_squares_of_other,
         )
         plgpu.barrier_arrive(scratch.queries_ready)
         plgpu.barrier_wait(scratch.queries_ready)
@@ -183,6 +198,18 @@ def _attention_kernel(inputs: Operands, outputs: Outputs, scratch: Scratch, *, s
         out = scaled(out, inverse_total(largest, total, own_sink))
         mosaic_memory.store_shared(queries_smem.at[me], as_bf16(out, s.dtype), plgpu.Layout.WGMMA)
         plgpu.commit_smem()
+        if s.rotated:
+            for number in range(2):
+                turn = functools.partial(
+                    rotate_half,
+                    queries_smem.at[number],
+                    number,
+                    inputs.angles.at[cta.token],
+                    shapes=s,
+                    store_shared=mosaic_memory.store_shared,
+                )
+                pl.when(me == number)(turn)
+            plgpu.commit_smem()
         out_smem = queries_smem.at[me]
         if s.heads_of_cta < HEADS:
             out_smem = out_smem.at[pl.ds(0, s.heads_of_cta)]

@@ -51,12 +51,13 @@ def sparse_attention(
     *,
     scale: float,
     frequencies: jax.Array | None = None,
+    query_eps: float | None = None,
     backend: Backend | None = None,
 ) -> jax.Array:
     """One softmax over window and entries, with a sink; an entry is key and value.
 
     Args:
-      queries: [T, H, C], normed and rotated.
+      queries: [T, H, C], normed and rotated; or as projected, see `query_eps`.
       sink: f32[H], a logit that adds to the denominator only.
       ring: planes [L, NS, W, ...], position p in row p % W, before the call's tokens are written.
       rows: planes [T, ...], the call's own window entries.
@@ -69,6 +70,8 @@ def sparse_attention(
       scale: factor of the logits.
       frequencies: f32[R / 2], radians per position, for inverse RoPE of the output by each query's
         position; None leaves it out.
+      query_eps: floor of an RMS norm of each head, which with RoPE precedes the rest, as
+        `encode_tokens` does it; it wants `frequencies`. None is of queries that are ready.
       backend: implementation to use; None picks the fastest one that runs here.
 
     Returns:
@@ -80,7 +83,9 @@ def sparse_attention(
 
     Source: deepseek_v4.md sections 1.3, step 9, and 1.4.
     """
-    arguments = Arguments(queries, sink, ring, rows, pool, selected, call, scale, frequencies)
+    arguments = Arguments(
+        queries, sink, ring, rows, pool, selected, call, scale, frequencies, query_eps
+    )
     return run("sparse_attention", backend, _IMPLEMENTATIONS, arguments)
 
 
@@ -106,7 +111,7 @@ def run[Result](
 
 
 def _check(arguments: Arguments) -> None:
-    queries, sink, ring, rows, pool, selected, call, _, frequencies = arguments
+    queries, sink, ring, rows, pool, selected, call, _, frequencies, query_eps = arguments
     check_rank(3, queries=queries)
     check_ring(ring, rows, call, queries.shape[-1])
     check_same_length("T", queries=queries, slots=call.slots)
@@ -119,6 +124,11 @@ def _check(arguments: Arguments) -> None:
                 "frequencies must rotate at most C dims, two each, got "
                 f"{frequencies.shape=} and {queries.shape=}"
             )
+    if query_eps is not None and frequencies is None:
+        raise ValueError(
+            f"query_eps wants the frequencies by which queries are rotated, got {query_eps=} and "
+            "frequencies=None; pass both, or queries that are normed and rotated"
+        )
     if (pool is None) != (selected is None):
         raise ValueError("pool and selected go together; pass both, or None for both")
     if pool is not None and selected is not None:

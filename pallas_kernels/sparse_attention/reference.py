@@ -20,7 +20,7 @@ import numpy as np
 
 from pallas_kernels.common.checks import first_plane
 from pallas_kernels.common.chunks import map_tokens
-from pallas_kernels.common.norm_rope import rotate
+from pallas_kernels.common.norm_rope import rms_norm_by_pairs, rotate
 from pallas_kernels.common.rounding import round_to
 from pallas_kernels.gather_entries.reference import gather_entries, gather_window
 from pallas_kernels.sparse_attention.arguments import Arguments, AttentionPart, JoinArguments
@@ -67,10 +67,14 @@ def sparse_attention(arguments: Arguments) -> jax.Array:
         attended = attend(some, keys, valid, sink, scale=arguments.scale)
         return round_to(attended, queries.dtype)
 
+    positions = call.positions[:, None]
+    if arguments.query_eps is not None and frequencies is not None:
+        normed = rms_norm_by_pairs(queries, None, eps=arguments.query_eps)
+        arguments = arguments._replace(queries=rotate(normed, positions, frequencies))
     attended = _map_keys(attend_some, arguments)
     if frequencies is None:
         return attended
-    return rotate(attended, call.positions[:, None], frequencies, inverse=True)
+    return rotate(attended, positions, frequencies, inverse=True)
 
 
 def attend_in_part(arguments: Arguments) -> AttentionPart:
@@ -117,7 +121,7 @@ def _map_keys(
     function: Callable[[jax.Array, jax.Array, jax.Array], jax.Array], arguments: Arguments
 ) -> jax.Array:
     """function(queries [n, H, C], keys f32[n, S, C], valid bool[n, S]) of some tokens at a time."""
-    queries, _, ring, rows, pool, selected, call, _, _ = arguments
+    queries, _, ring, rows, pool, selected, call, *_ = arguments
     dim = queries.shape[-1]
     places = {
         "queries": queries,

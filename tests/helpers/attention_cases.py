@@ -123,7 +123,8 @@ class Case:
 @functools.cache
 def _program(*_exchanged):
     """One for all calls, and another for whoever exchanges what the op finds while it is traced."""
-    return jax.jit(functools.partial(sparse_attention), static_argnames=("scale", "backend"))
+    static = "scale", "query_eps", "backend"
+    return jax.jit(functools.partial(sparse_attention), static_argnames=static)
 
 
 def draw_case(sizes, codec, lengths, counts, *, entries_per_block=2, packing=0, magnitude=1.0):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
+from dsv4_jax.cache import handle as handle_module
 from dsv4_jax.cache.append import LayerNorms, LayerTokens
 from dsv4_jax.cache.commit import advance
 from dsv4_jax.model.trunk import keep
@@ -98,6 +99,35 @@ def test_tokens_in_place_leave_and_see_what_committed_ones_do(kind, cache_format
         leaves = [jax.tree.leaves(c) for c in (in_place, committed)]
         assert_same_bytes(*(dict(enumerate(map(np.asarray, flat))) for flat in leaves))
     np.testing.assert_array_equal(in_place.length_tokens, [6, 5, 20, 31])
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_queries_of_many_tokens_are_normed_where_they_attend(monkeypatch, kind):
+    cache, (tokens, norms) = make("fp8_ue8m0"), draw(kind, 0)
+    call = step_input([[1], [2], [], [3]], range(4), SLOTS, num_tokens=T)
+
+    def attend(threshold, attends_next):
+        monkeypatch.setattr(handle_module, "_MANY_TOKENS", threshold)
+
+        @jax.jit
+        def run(cache, call, tokens, norms):
+            handle = ds.KVCacheManager.acquire(cache, call, layer_idx=LAYERS[kind])
+            handle = dataclasses.replace(handle, in_place=False)
+            handle, appended = handle.append(tokens, norms, attends_next=attends_next)
+            selected = None if kind == "swa" else handle.all_visible()
+            attended = handle.attend(
+                appended.queries, jnp.zeros(HEADS), selected, norms.frequencies
+            )
+            return appended.queries, attended
+
+        return run(cache, call, tokens, norms)
+
+    queries, attended = attend(T, True)
+    np.testing.assert_array_equal(queries, tokens.queries)
+    for threshold, attends_next in ((T + 1, True), (T, False)):
+        normed, expected = attend(threshold, attends_next)
+        assert not np.array_equal(normed, queries)
+        np.testing.assert_array_equal(attended, expected)
 
 
 def test_index_queries_meet_keys_of_their_format():

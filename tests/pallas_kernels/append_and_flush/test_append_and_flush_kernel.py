@@ -126,6 +126,18 @@ def encode(queries, kv, norm, positions, *, codec, backend, eps=EPS):
     return jax.tree.map(np.asarray, jitted(queries, kv, norm_rope, positions))
 
 
+def test_window_entries_are_encoded_without_queries_too(lane):
+    del lane
+    rng, codec = np.random.default_rng(0), CACHE_FORMATS["fp8_ue8m0"].entry
+    queries = jnp.asarray(rng.normal(size=(7, 3, C)), jnp.bfloat16)
+    given = jnp.ones(C, jnp.bfloat16), jnp.arange(7, dtype=jnp.int32)
+    options = {"codec": codec, "backend": "triton_gpu"}
+    _, expected = encode(queries, queries[:, 0], *given, **options)
+    none, found = encode(None, queries[:, 0], *given, **options)
+    assert none is None
+    assert_same_bytes(found, expected)
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
     slow.all_but(

@@ -140,6 +140,9 @@ def test_tokens_are_normed_then_rotated_then_encoded(name):
     norm_rope = NormRope(weight, frequencies, 1e-6)
     encode = jax.jit(functools.partial(encode_tokens, codec=codec))
     queries, rows = encode(heads, kv, norm_rope, positions)
+    none, alone = encode(None, kv, norm_rope, positions)
+    assert none is None
+    jax.tree.map(np.testing.assert_array_equal, alone, rows)
 
     @jax.jit
     def by_three_ops(heads, kv):

@@ -61,15 +61,6 @@ def test_parts_are_joined_to_attention_to_all_keys(name, parts):
         assert case.ulps(actual, case.expected(sink, selected=slice(1, None))) > 1000
 
 
-def test_rope_in_place_is_rope():
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3, 96)), jnp.bfloat16)
-    positions, frequencies = jnp.arange(5)[:, None], jnp.asarray([1.0, 0.1, 0.01, 1e-3])
-    jit_rotate = jax.jit(rotate, static_argnames=("inverse", "in_place"))
-    expected = jit_rotate(x, positions, frequencies, inverse=True)
-    found = jit_rotate(x, positions, frequencies, inverse=True, in_place=True)
-    np.testing.assert_array_equal(found, expected)
-
-
 def test_inverse_rope_follows():
     case = attention_cases.draw_case(FEW, get_cache_format("f32").entry, *MANY_TOKENS)
     frequencies = np.array([1.0, 0.1], np.float32)

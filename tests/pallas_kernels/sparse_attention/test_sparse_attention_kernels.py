@@ -1,6 +1,7 @@
 """Rungs 2 and 4 of sparse attention, and what rung 3 compiles."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 from helpers import attention_cases, inputs, slow
 from helpers.calls import call_specs
 from pallas_kernels import Backend, LayerPlanes, get_cache_format, sparse_attention
-from pallas_kernels.common.norm_rope import rotate
+from pallas_kernels.common.norm_rope import rms_norm_by_pairs, rotate
 from pallas_kernels.sparse_attention import (
     call_shapes,
     combine_triton,
@@ -211,6 +212,35 @@ def test_inverse_rope_follows(lane, monkeypatch, splits):
     assert np.mean(deviation(False) > 2.0**-7 * length) > 0.3
 
 
+@pytest.mark.usefixtures("usual_kernel")
+@pytest.mark.parametrize(
+    ("splits", "num_heads", "name"),
+    slow.all_but([(1, 64, "fp8_ue8m0")], [(1, 64, "fp8_ue8m0"), (2, 64, "bf16"), (1, 8, "bf16")]),
+)
+def test_queries_as_projected_are_normed_and_rotated(monkeypatch, splits, num_heads, name):
+    split_into(splits, monkeypatch)
+    case = draw(name, sizes=dataclasses.replace(SIZES, num_heads=num_heads))
+    frequencies = np.float32(100.0 ** -np.linspace(0, 1, SIZES.rope_dim // 2))
+    scale = 2.0 ** np.random.default_rng(0).integers(-6, 7, (1, num_heads, 1))
+    raw = (case.arguments["queries"] * scale).astype(jnp.bfloat16)
+    ready = rotate(
+        rms_norm_by_pairs(raw, None, eps=1e-6), case.call.positions[:, None], frequencies
+    )
+    case = dataclasses.replace(case, arguments=case.arguments | {"queries": np.asarray(ready)})
+    options = {"backend": "mosaic_gpu", "frequencies": frequencies}
+    wanted = case.attend(**options)
+    allowed = TOLERANCE * case.expected(absolute=True)
+    # A rotated pair is as long as before it, and its values are at most that.
+    allowed = np.maximum(allowed, np.roll(allowed, 1, axis=-1) + np.roll(allowed, -1, axis=-1))
+
+    def largest(eps):
+        found = case.attend(queries=raw, query_eps=eps, **options)
+        return (np.abs(found - wanted) / np.maximum(allowed, 1e-30)).max()
+
+    assert largest(1e-6) < 1
+    assert largest(1.0) > 3
+
+
 @pytest.mark.slow
 def test_the_tolerance_rejects_other_definitions(lane):
     case = draw()
@@ -330,8 +360,10 @@ def flash_specs(num_tokens, num_heads, top_k, name):
     }
 
 
-def _at_flash_sizes(arguments):
-    return sparse_attention(**arguments, scale=512**-0.5, backend=Backend.MOSAIC_GPU)
+def _at_flash_sizes(arguments, query_eps=None):
+    return sparse_attention(
+        **arguments, scale=512**-0.5, query_eps=query_eps, backend=Backend.MOSAIC_GPU
+    )
 
 
 SHAPES = [
@@ -351,5 +383,13 @@ AOT_CASES = [
         [flash_specs(tokens, heads, top_k, name)],
     )
     for name, tokens, heads, top_k in SHAPES
+    for target in ("sm_90a", "sm_100a")
+] + [
+    (
+        f"{name}_{tokens}x64x512 as projected@{target}",
+        functools.partial(_at_flash_sizes, query_eps=1e-6),
+        [flash_specs(tokens, 64, 512, name)],
+    )
+    for name, tokens in (("fp8_ue8m0", 1024), ("bf16", 1024), ("fp8_ue8m0", 1))
     for target in ("sm_90a", "sm_100a")
 ]
