@@ -1,7 +1,8 @@
 """Scales of MXFP4 that lie so far apart that a GPU's kernels round the smallest weights.
 
-A kernel multiplies E4M3, into which it unpacks the 128 inputs of outputs i and i + 32 with one
-scale, the largest of their eight. Weights whose scale is smaller by up to 2^14 are exact.
+Kernels multiply E4M3, into which they unpack a block of 128 outputs and 128 inputs with one scale,
+the largest of its 512, where an expert has many rows; of fewer rows two outputs share one. Weights
+whose scale is smaller by up to 2^14 are exact.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import warnings
 
 import numpy as np
 
-from pallas_kernels.common.weights import INPUTS, MXFP4_GROUP, ROWS
+from pallas_kernels.common.weights import FP8_BLOCK, MXFP4_GROUP
 
 EXACT_STEPS = 14
 _NAMED = 3
@@ -31,11 +32,12 @@ def count_rounded(scale: np.ndarray) -> int:
     if not steps.size or int(steps.max()) - int(steps.min()) <= EXACT_STEPS:
         return 0  # which is quick to see; the rest takes longer
     outputs, groups = steps.shape
-    together = INPUTS // MXFP4_GROUP
-    padded = np.full((-(-outputs // ROWS) * ROWS, -(-groups // together) * together), -(2**15))
+    together = FP8_BLOCK // MXFP4_GROUP
+    rows, columns = -(-outputs // FP8_BLOCK), -(-groups // together)
+    padded = np.full((rows * FP8_BLOCK, columns * together), -(2**15))
     padded[:outputs, :groups] = steps
-    sharing = padded.reshape(-1, 2, ROWS // 2, padded.shape[1] // together, together)
-    largest = sharing.max(axis=(1, 4), keepdims=True)
+    sharing = padded.reshape(rows, FP8_BLOCK, columns, together)
+    largest = sharing.max(axis=(1, 3), keepdims=True)
     present = sharing > -(2**15)
     return int(np.count_nonzero(present & (largest - sharing > EXACT_STEPS)))
 

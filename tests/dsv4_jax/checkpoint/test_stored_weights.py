@@ -105,16 +105,16 @@ def test_stored_weights_are_those_of_the_release(tmp_path, released):
 
 
 def test_fp4_weights_that_kernels_round_are_named(tmp_path, released):
-    """Scales of 128 inputs of outputs i and i + 32 may lie within 2^14, and others anywhere."""
+    """Scales of 128 outputs and 128 inputs may lie within 2^14, and others anywhere."""
     name = "layers.1.ffn.experts.2.w1.scale"
     scale = np.full(released[name].shape, 120, np.uint8)
     assert count_rounded(scale) == 0
-    scale[64:, 4:] = 90  # of outputs and inputs of their own
-    scale[40, 0] = 134  # 2^14 times those beside it
+    scale[:, 4:] = 90  # of inputs of their own
+    scale[40, 0] = 134  # 2^14 times all others of its block
     assert count_rounded(scale) == 0
     scale[5, 1] = 105
     assert count_rounded(scale) == 1
-    scale[8] = 119  # beside outputs 40; four of them share inputs with the large one
+    scale[8, :4] = 119
     assert count_rounded(scale) == count_rounded(np.exp2(scale - np.float32(127))) == 5
     stored = scale.view(released[name].dtype)
     folder = write_released(tmp_path / "x", CONFIG, released | {name: stored})

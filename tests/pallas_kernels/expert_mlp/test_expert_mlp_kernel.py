@@ -302,6 +302,26 @@ def test_of_many_pairs_those_of_experts_elsewhere_are_not_rounded(lane, nobody, 
     assert nobody == (not counts.any())
 
 
+@pytest.mark.parametrize("num_tokens", slow.all_but([20], [20, 150]))
+def test_experts_of_many_rows_are_unpacked_first(lane, monkeypatch, num_tokens):
+    """From 65 rows on those of block FP8 are the left operand."""
+    seen, make_rows = [], mosaic_gpu.make_rows
+
+    def see(x, weight, **options):
+        seen.append(type(weight))
+        return make_rows(x, weight, **options)
+
+    monkeypatch.setattr(mosaic_gpu, "make_rows", see)
+    given = rows(num_tokens), *routing("random", num_tokens), *make(width=128)
+    found = {}
+    for threshold, kind in ((num_tokens // 2, weights.BlockFP8), (num_tokens, weights.MXFP4)):
+        monkeypatch.setattr(mosaic_gpu, "_WIDENED_ROWS", threshold)
+        found[kind], _ = mosaic_gpu.expert_mlp(Arguments(*given, LIMIT))
+        assert seen == [kind, kind]
+        seen.clear()
+    close(lane, found[weights.BlockFP8], found[weights.MXFP4])
+
+
 def max_rows_of(counts):
     """Rows up to the last of an expert's, each of which begins at a multiple of eight."""
     first = np.cumsum([0, *(-(-counts // 8) * 8)])[:-1]

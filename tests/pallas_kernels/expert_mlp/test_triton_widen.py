@@ -1,0 +1,71 @@
+"""The kernel that makes block FP8 of MXFP4 against what both formats stand for."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.common import weights
+from pallas_kernels.expert_mlp import triton_widen
+
+EXPERTS, OUT, IN = 2, 256, 384
+
+
+def draw(*, spread=0, seed=0):
+    """MXFP4 whose scales of 32 inputs lie up to 2^spread apart."""
+    rng = np.random.default_rng(seed)
+    values = rng.normal(size=(EXPERTS, OUT, IN)).astype(np.float32)
+    groups = rng.integers(-spread, 1, (EXPERTS, OUT, IN // 32)).repeat(32, axis=-1)
+    return weights.quantize_mxfp4(jnp.asarray(values * 2.0**groups), dtype="bfloat16")
+
+
+def widen(weight):
+    return jax.tree.map(np.asarray, jax.jit(triton_widen.widen)(weight))
+
+
+@pytest.mark.parametrize("spread", [0, 9])
+def test_no_value_is_lost(lane, spread):
+    del lane
+    weight = draw(spread=spread)
+    wide = widen(weight)
+    assert wide.scale.dtype == np.uint8
+    assert wide.scale.shape == (EXPERTS, OUT // 128, IN // 128)
+    np.testing.assert_array_equal(wide.decode(), np.asarray(weight.decode()))
+
+
+def test_far_below_the_largest_scale_values_are_rounded_to_nearest(lane):
+    """Codes of a block have steps of 2^-9 of its scale."""
+    del lane
+    weight = draw(spread=24)
+    wide, values = widen(weight), np.asarray(weight.decode())
+    scales = np.exp2(wide.scale.astype(np.float32) - 127).repeat(128, axis=1).repeat(128, axis=2)
+    assert (np.abs(wide.decode() - values) <= scales * 2.0**-10).all()
+    assert (wide.decode() != values).any()
+    assert (np.abs(values) > 0).any()
+
+
+def test_zeros_stay_zeros(lane):
+    del lane
+    weight = weights.quantize_mxfp4(jnp.zeros((1, 128, 128)), dtype="bfloat16")
+    wide = widen(weight)
+    assert not wide.decode().any()
+    assert wide.scale.min() >= 1, "2^-127 is no f32 of a normal exponent"
+
+
+def test_other_weights_are_left():
+    weight = draw()
+    assert triton_widen.can_widen(weight)
+    assert not triton_widen.can_widen(weights.with_activations(weight, "bfloat16"))
+    assert not triton_widen.can_widen(jnp.zeros((2, 128, 128), jnp.bfloat16))
+    for shape in ((128, 192), (192, 128)):
+        weight = weights.quantize_mxfp4(jnp.zeros(shape), dtype="bfloat16")
+        assert not triton_widen.can_widen(weight)
+
+
+def _aot_case(num_experts, out, into):
+    shape = jax.ShapeDtypeStruct((num_experts, out, into), jnp.float32)
+    weight = jax.eval_shape(lambda x: weights.quantize_mxfp4(x, dtype="bfloat16"), shape)
+    return (f"{num_experts} of {out}x{into}", triton_widen.widen, [weight])
+
+
+AOT_CASES = [_aot_case(192, 2048, 4096)]
