@@ -24,7 +24,7 @@ from pallas_kernels.common.pending import SplitSums
 from pallas_kernels.common.rows import QuantizedRows, decode_rows, quantize_rows
 from pallas_kernels.common.weights import takes_rounded_rows
 
-GATHERED_ROWS = 8192
+GATHERED_ROWS = 32768
 """Rows of all data shards that experts take at once: k of them are that many pairs, held twice."""
 
 UNROLLED = 2
