@@ -581,8 +581,8 @@ MUTATIONS = [
         (
             "weights_that_kernels_round_are_sought_in_rows",
             "checkpoint/spread.py",
-            "axis=(1, 4)",
-            "axis=4",
+            "axis=(1, 3)",
+            "axis=3",
             "dsv4_jax/checkpoint/test_stored_weights.py",
         ),
         (
@@ -821,6 +821,48 @@ MUTATIONS = [
             "pallas_kernels/expert_mlp/test_worklist_kernel.py",
         ),
         (
+            "experts_of_many_rows_are_not_unpacked",
+            "expert_mlp/mosaic_gpu.py",
+            "mean < _WIDENED_ROWS or",
+            "True or",
+            "pallas_kernels/expert_mlp/test_expert_mlp_kernel.py",
+        ),
+        (
+            "the_upper_four_codes_have_the_signs_of_the_lower",
+            "expert_mlp/triton_widen.py",
+            "(16, words << 4)",
+            "(16, words)",
+            "pallas_kernels/expert_mlp/test_triton_widen.py",
+        ),
+        (
+            "a_block_s_scale_is_that_of_its_first_tile",
+            "expert_mlp/triton_widen.py",
+            "jnp.max(unpack_mxfp4.largest_scale(of_row))",
+            "jnp.max(jnp.where(row < ROWS, unpack_mxfp4.largest_scale(of_row), 0))",
+            "pallas_kernels/expert_mlp/test_triton_widen.py",
+        ),
+        (
+            "kernel_norms_queries_by_half_of_their_columns",
+            "sparse_attention/mosaic_hopper.py",
+            "return squares + plgpu.load(theirs, layout=mosaic.ROW, optimized=False)",
+            "return squares + squares",
+            "pallas_kernels/sparse_attention/test_sparse_attention_kernels.py",
+        ),
+        (
+            "kernel_rotates_queries_backwards",
+            "sparse_attention/loads.py",
+            "rotate(rows.astype(jnp.float32), angles)",
+            "rotate(rows.astype(jnp.float32), angles, inverse=True)",
+            "pallas_kernels/sparse_attention/test_sparse_attention_kernels.py",
+        ),
+        (
+            "kernel_rotates_its_output_forwards",
+            "sparse_attention/rope.py",
+            "rotate(values, angles, inverse=True)",
+            "rotate(values, angles)",
+            "pallas_kernels/sparse_attention/test_sparse_attention_kernels.py",
+        ),
+        (
             "a_part_of_a_result_is_lost",
             "expert_mlp/mosaic_gpu.py",
             "SplitSums(down[0, :picks, None], x.dtype)",
@@ -931,13 +973,6 @@ MUTATIONS = [
             "jnp.where(num_rows > 0, first + num_rows, 0)",
             "jnp.where(num_rows > 0, first, 0)",
             "pallas_kernels/expert_mlp/test_expert_mlp_kernel.py",
-        ),
-        (
-            "rope_in_place_is_elsewhere",
-            "common/norm_rope.py",
-            "dynamic_update_slice_in_dim(x, rotated, nope_dim, axis=-1)",
-            "dynamic_update_slice_in_dim(x, rotated, 0, axis=-1)",
-            "pallas_kernels/sparse_attention/test_parts.py",
         ),
         (
             "kernel_gather_window_age",
