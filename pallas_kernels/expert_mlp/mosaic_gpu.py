@@ -3,7 +3,7 @@
     order     pairs sorted by expert, tiles of an expert's rows      `triton_worklist`; of many
                                                                      `triton_counting`, of a prompt
                                                                      XLA; one token needs none
-    widen     experts of many rows, in block FP8                     `triton_widen`
+    unpack    experts of many rows, into block FP8                   `triton_unpack`
     rows      each pair's token, then the hidden values, in E4M3     `block_linear/triton_rows`, or
                                                                      the kernel itself if few
     hidden    share * SwiGLU of gate and up, tile by tile            `block_linear/multiply_items`
@@ -39,7 +39,7 @@ from pallas_kernels.common.pending import SplitSums, finish
 from pallas_kernels.common.weights import Weight
 from pallas_kernels.expert_mlp import triton_counting, triton_worklist
 from pallas_kernels.expert_mlp.arguments import Arguments
-from pallas_kernels.expert_mlp.triton_widen import can_widen, widen
+from pallas_kernels.expert_mlp.triton_unpack import can_unpack, unpack_to_fp8
 from pallas_kernels.expert_mlp.worklist import make_worklist
 
 Mixture = tuple[jax.Array | SplitSums, jax.Array | SplitSums | None] | SplitSums
@@ -58,7 +58,7 @@ def expert_mlp(
     `in_parts` allows them in parts, or their sum in parts instead.
     """
     if tilings is None:
-        arguments = _widen_for_many_rows(arguments, core)
+        arguments = _unpack_for_many_rows(arguments, core)
     x, expert_ids, _, w1, w3, w2, *_, picked_among = arguments
     (num_tokens, picks), num_experts = expert_ids.shape, w1.shape[0]
     num_pairs = num_tokens * picks
@@ -82,18 +82,18 @@ _MANY_PAIRS = 4096
 """From so many on those of experts elsewhere are left out where rows are rounded and summed."""
 _MANY_ROWS = 32
 """Rows of an expert from which on products bind it: padding costs more than a second tile."""
-_WIDENED_ROWS = 512
+_UNPACKED_ROWS = 512
 """Rows of an expert from which on MXFP4 is unpacked once, into memory, and not in each tile."""
 
 
-def _widen_for_many_rows(arguments: Arguments, core: TensorCore | None) -> Arguments:
+def _unpack_for_many_rows(arguments: Arguments, core: TensorCore | None) -> Arguments:
     """The same call with experts in block FP8, where that takes less time."""
     w1, w3, w2 = arguments.w1, arguments.w3, arguments.w2
     mean = arguments.expert_ids.size // (arguments.picked_among or w1.shape[0])
-    if mean < _WIDENED_ROWS or (core or call_shapes.choose_core()).has_memory:
+    if mean < _UNPACKED_ROWS or (core or call_shapes.choose_core()).has_memory:
         return arguments
-    if can_widen(w1) and can_widen(w3) and can_widen(w2):
-        return arguments._replace(w1=widen(w1), w3=widen(w3), w2=widen(w2))
+    if can_unpack(w1) and can_unpack(w3) and can_unpack(w2):
+        return arguments._replace(w1=unpack_to_fp8(w1), w3=unpack_to_fp8(w3), w2=unpack_to_fp8(w2))
     return arguments
 
 

@@ -823,23 +823,23 @@ MUTATIONS = [
         (
             "experts_of_many_rows_are_not_unpacked",
             "expert_mlp/mosaic_gpu.py",
-            "mean < _WIDENED_ROWS or",
+            "mean < _UNPACKED_ROWS or",
             "True or",
             "pallas_kernels/expert_mlp/test_expert_mlp_kernel.py",
         ),
         (
             "the_upper_four_codes_have_the_signs_of_the_lower",
-            "expert_mlp/triton_widen.py",
+            "expert_mlp/triton_unpack.py",
             "(16, words << 4)",
             "(16, words)",
-            "pallas_kernels/expert_mlp/test_triton_widen.py",
+            "pallas_kernels/expert_mlp/test_triton_unpack.py",
         ),
         (
             "a_block_s_scale_is_that_of_its_first_tile",
-            "expert_mlp/triton_widen.py",
+            "expert_mlp/triton_unpack.py",
             "jnp.max(unpack_mxfp4.largest_scale(of_row))",
             "jnp.max(jnp.where(row < ROWS, unpack_mxfp4.largest_scale(of_row), 0))",
-            "pallas_kernels/expert_mlp/test_triton_widen.py",
+            "pallas_kernels/expert_mlp/test_triton_unpack.py",
         ),
         (
             "kernel_norms_queries_by_half_of_their_columns",

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.common import weights
-from pallas_kernels.expert_mlp import triton_widen
+from pallas_kernels.expert_mlp import triton_unpack
 
 EXPERTS, OUT, IN = 2, 256, 384
 
@@ -19,15 +19,15 @@ def draw(*, spread=0, seed=0):
     return weights.quantize_mxfp4(jnp.asarray(values * 2.0**groups), dtype="bfloat16")
 
 
-def widen(weight):
-    return jax.tree.map(np.asarray, jax.jit(triton_widen.widen)(weight))
+def unpack_to_fp8(weight):
+    return jax.tree.map(np.asarray, jax.jit(triton_unpack.unpack_to_fp8)(weight))
 
 
 @pytest.mark.parametrize("spread", [0, 9])
 def test_no_value_is_lost(lane, spread):
     del lane
     weight = draw(spread=spread)
-    wide = widen(weight)
+    wide = unpack_to_fp8(weight)
     assert wide.scale.dtype == np.uint8
     assert wide.scale.shape == (EXPERTS, OUT // 128, IN // 128)
     np.testing.assert_array_equal(wide.decode(), np.asarray(weight.decode()))
@@ -37,7 +37,7 @@ def test_far_below_the_largest_scale_values_are_rounded_to_nearest(lane):
     """Codes of a block have steps of 2^-9 of its scale."""
     del lane
     weight = draw(spread=24)
-    wide, values = widen(weight), np.asarray(weight.decode())
+    wide, values = unpack_to_fp8(weight), np.asarray(weight.decode())
     scales = np.exp2(wide.scale.astype(np.float32) - 127).repeat(128, axis=1).repeat(128, axis=2)
     assert (np.abs(wide.decode() - values) <= scales * 2.0**-10).all()
     assert (wide.decode() != values).any()
@@ -47,25 +47,25 @@ def test_far_below_the_largest_scale_values_are_rounded_to_nearest(lane):
 def test_zeros_stay_zeros(lane):
     del lane
     weight = weights.quantize_mxfp4(jnp.zeros((1, 128, 128)), dtype="bfloat16")
-    wide = widen(weight)
+    wide = unpack_to_fp8(weight)
     assert not wide.decode().any()
     assert wide.scale.min() >= 1, "2^-127 is no f32 of a normal exponent"
 
 
 def test_other_weights_are_left():
     weight = draw()
-    assert triton_widen.can_widen(weight)
-    assert not triton_widen.can_widen(weights.with_activations(weight, "bfloat16"))
-    assert not triton_widen.can_widen(jnp.zeros((2, 128, 128), jnp.bfloat16))
+    assert triton_unpack.can_unpack(weight)
+    assert not triton_unpack.can_unpack(weights.with_activations(weight, "bfloat16"))
+    assert not triton_unpack.can_unpack(jnp.zeros((2, 128, 128), jnp.bfloat16))
     for shape in ((128, 192), (192, 128)):
         weight = weights.quantize_mxfp4(jnp.zeros(shape), dtype="bfloat16")
-        assert not triton_widen.can_widen(weight)
+        assert not triton_unpack.can_unpack(weight)
 
 
 def _aot_case(num_experts, out, into):
     shape = jax.ShapeDtypeStruct((num_experts, out, into), jnp.float32)
     weight = jax.eval_shape(lambda x: weights.quantize_mxfp4(x, dtype="bfloat16"), shape)
-    return (f"{num_experts} of {out}x{into}", triton_widen.widen, [weight])
+    return (f"{num_experts} of {out}x{into}", triton_unpack.unpack_to_fp8, [weight])
 
 
 AOT_CASES = [_aot_case(192, 2048, 4096)]

@@ -1,4 +1,4 @@
-"""Triton kernel that makes block FP8 of experts in MXFP4: a block per program.
+"""Triton kernel that unpacks experts in MXFP4 into block FP8: a block per program.
 
     the largest scale of 128 outputs and 128 inputs     -> the block's scale, over 64
     codes, and their scales beside the largest          -> E4M3, by `unpack_mxfp4`'s table
@@ -51,13 +51,13 @@ _UPPER = """{
 """Four of the eight codes of a word each; see `numbers.interleave_signs`."""
 
 
-def can_widen(weight: Weight) -> TypeGuard[MXFP4]:
+def can_unpack(weight: Weight) -> TypeGuard[MXFP4]:
     """Whether it is MXFP4 in whole blocks, whose rows are rounded."""
     is_whole = weight.shape[-2] % FP8_BLOCK == 0 and weight.shape[-1] % FP8_BLOCK == 0
     return isinstance(weight, MXFP4) and weight.activations == "fp8" and is_whole
 
 
-def widen(weight: MXFP4) -> BlockFP8:
+def unpack_to_fp8(weight: MXFP4) -> BlockFP8:
     """A stack of experts [E, out, in], both multiples of 128, in block FP8 with UE8M0 scales."""
     *lead, out, into = weight.shape
     count, rows, columns = math.prod(lead), out // FP8_BLOCK, into // FP8_BLOCK
@@ -99,7 +99,7 @@ def widen(weight: MXFP4) -> BlockFP8:
             jax.ShapeDtypeStruct((count * rows, columns), jnp.uint8),
         ],
         num_warps=_NUM_WARPS,
-        name="widen_experts",
+        name="unpack_experts",
     )
     codes = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
     return BlockFP8(
