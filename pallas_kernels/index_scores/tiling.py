@@ -52,6 +52,7 @@ class Shapes:
     """Static sizes of a call.
 
     Attributes:
+      num_tokens: T.
       entries_per_block: EB.
       num_blocks: NB.
       table_width: LB.
@@ -59,6 +60,7 @@ class Shapes:
       last: whether L2 may drop keys first.
     """
 
+    num_tokens: int
     entries_per_block: int
     num_blocks: int
     table_width: int
@@ -96,17 +98,20 @@ class Shapes:
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """How a token's entries are cut.
+    """How a call is cut.
 
     Attributes:
       tiles: tiles of a CTA.
       groups: warpgroups of a CTA.
       stages: tiles of a warpgroup in shared memory, there or on their way.
+      tokens: query tokens of a CTA, which follow each other; those of one request share its keys.
+        On Hopper; 1 on Blackwell.
     """
 
     tiles: int
     groups: int = 4
     stages: int = 2
+    tokens: int = 1
 
 
 def choose_tiling(

@@ -821,6 +821,27 @@ MUTATIONS = [
             "pallas_kernels/expert_mlp/test_worklist_kernel.py",
         ),
         (
+            "scores_of_a_neighbour_by_the_keys_of_another_request",
+            "index_scores/score_tiles.py",
+            "pl.when(segments[i] == of.segment)(store)",
+            "pl.when(of.segment >= 0)(store)",
+            "pallas_kernels/index_scores",
+        ),
+        (
+            "neighbours_of_another_request_take_no_pass",
+            "index_scores/score_tiles.py",
+            "is_first = is_first & ~same if i < number else is_first",
+            "is_first = is_first & (i >= number)",
+            "pallas_kernels/index_scores",
+        ),
+        (
+            "a_neighbour_sees_as_much_as_the_first_token",
+            "index_scores/score_tiles.py",
+            "num_visible = jnp.maximum(num_visible, seen)",
+            "num_visible = jnp.maximum(num_visible, seen) if i <= number else num_visible",
+            "pallas_kernels/index_scores",
+        ),
+        (
             "experts_of_many_rows_are_not_unpacked",
             "expert_mlp/mosaic_gpu.py",
             "mean < _UNPACKED_ROWS or",

@@ -1,6 +1,7 @@
 """Rungs 2 and 4 of the index scores, of them with the selection, and what rung 3 compiles."""
 
 import functools
+import itertools
 import math
 
 import jax
@@ -117,6 +118,29 @@ def test_any_tiling_gives_the_same_bits(lane, tiling):
     actual = scores_of(arguments, tiling=scores_tiling.Tiling(*tiling))
     for one, other in zip(expected, actual, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    slow.all_but([("fp8_ue8m0", 2)], list(itertools.product(FORMATS, (2, 3, 4)))),
+)
+def test_neighbouring_tokens_of_a_cta_have_the_scores_of_each_alone(lane, name, tokens):
+    """Of one request, of two and three, some of padding; one sees a tile more, the last is alone."""
+    del lane
+    arguments, _ = draw(name)
+    requests = np.array([0, 0, 0, 0, 0, 1, 1, -1, 0, 2, 1], np.int32)
+    visible = np.array([191, 192, 192, 193, 200, 64, 65, 0, 200, 0, 3], np.int32)
+    rng, count = np.random.default_rng(0), len(requests)
+    given = arguments | {
+        "queries": arguments["queries"][rng.integers(3, size=count)],
+        "weights": rng.normal(size=(count, HEADS)).astype(np.float32),
+        "call": make_call(arguments["call"].block_table, requests, visible=visible),
+    }
+    alone = scores_of(given, tiling=scores_tiling.Tiling(3, 2))
+    together = scores_of(given, tiling=scores_tiling.Tiling(3, 2, tokens=tokens))
+    largest = max(np.abs(row).max(initial=0) for row in alone)
+    for actual, expected in zip(together, alone, strict=True):  # sums of 64 heads in any order
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=2.0**-20 * largest)
 
 
 @pytest.mark.slow
@@ -248,8 +272,23 @@ def _at_flash_sizes(arguments):
     return index_topk(**arguments, k=512, backend=Backend.MOSAIC_GPU)
 
 
+def _of_neighbours(arguments, tiling):
+    return scores_kernel.index_scores(**arguments, tiling=tiling)
+
+
 AOT_CASES = [
     (f"{name}_{tokens}x{entries}", _at_flash_sizes, [_specs(name, tokens, entries)])
     for name in FORMATS
     for tokens, entries in [(64, 16384), (1, 262144)]
+] + [
+    (
+        f"{name} {tokens} tokens of a CTA@sm_90a",
+        functools.partial(_of_neighbours, tiling=scores_tiling.Tiling(128, groups, tokens=tokens)),
+        [_specs(name, 8192, 8192)],
+    )
+    for name, tokens, groups in [
+        ("fp8_ue8m0", 2, 5),
+        ("fp8_ue8m0", 4, 4),
+        ("fp8_ue8m0_fp8_index", 2, 5),
+    ]
 ]
