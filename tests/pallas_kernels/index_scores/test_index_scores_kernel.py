@@ -125,7 +125,7 @@ def test_any_tiling_gives_the_same_bits(lane, tiling):
     slow.all_but([("fp8_ue8m0", 2)], list(itertools.product(FORMATS, (2, 3, 4)))),
 )
 def test_neighbouring_tokens_of_a_cta_have_the_scores_of_each_alone(lane, name, tokens):
-    """Of one request, of two and three, some of padding; one sees a tile more, the last is alone."""
+    """Of one request, of two, of none; one sees a tile more than its neighbour, one has none."""
     del lane
     arguments, _ = draw(name)
     requests = np.array([0, 0, 0, 0, 0, 1, 1, -1, 0, 2, 1], np.int32)
