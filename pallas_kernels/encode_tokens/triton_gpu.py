@@ -57,12 +57,12 @@ def encode_tokens(
             )
             triton_codecs.store_entry(dict(zip(shapes, planes, strict=True)), (token,), entry)
 
-        for source, target in zip(heads_in, heads_out, strict=True):
+        def rotate() -> None:
+            heads = triton_heads.Heads(heads_in[0], heads_out[0], token, part - 1)
+            triton_token.rotate_heads(heads, frequencies, position, eps=eps)
 
-            @pl.when(part > 0)
-            def _rotate(source: Ref = source, target: Ref = target) -> None:
-                heads = triton_heads.Heads(source, target, token, part - 1)
-                triton_token.rotate_heads(heads, frequencies, position, eps=eps)
+        if heads_in:
+            pl.when(part > 0)(rotate)
 
     given = [] if queries is None else [queries]
     found = triton.launch(

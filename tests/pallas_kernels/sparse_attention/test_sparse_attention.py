@@ -143,6 +143,7 @@ ERRORS = [
     ("call.lengths", jnp.zeros(4, jnp.int32), "lengths.* must agree on T"),
     ("frequencies", jnp.ones((2, 2)), "frequencies must have rank 1"),
     ("frequencies", jnp.ones(5), "frequencies must rotate at most C dims"),
+    ("query_eps", 1e-6, "query_eps wants the frequencies"),
     ("pool.layer", jnp.int32(0), "pool must be of the ring's layer, 1, got 0"),
     ("pool.codec", get_cache_format("bf16").entry, "pool must"),
 ]
