@@ -43,8 +43,8 @@ def keep_tokens(kind, name, fused):
     return layer_cases.run(name, kind, histories, cuts, norms, num_tokens=num_tokens, fused=fused)
 
 
-def score(name, tiling=None):
-    """Scores of three tokens, one of which sees nothing."""
+def score(name, tiling=None, requests=(0, 1, 2)):
+    """Scores of three tokens, of those requests; the last sees nothing."""
     codec, rng = get_cache_format(name).index_key, np.random.default_rng(0)
     entries_per_block, visible = 16, np.int32([200, 65, 0])
     shapes = codec.plane_shapes(scores_tiling.DIM, 0)
@@ -59,7 +59,7 @@ def score(name, tiling=None):
     }
     run = functools.partial(scores_kernel.index_scores, tiling=tiling)
     with jax.default_device(jax.devices("cpu")[0]):
-        call = make_call(table, np.arange(3), visible=visible)
+        call = make_call(table, np.int32(requests), visible=visible)
     return jax.jit(run)(
         np.float32(rng.integers(-6, 7, (3, scores_tiling.HEADS, scores_tiling.DIM))),
         np.float32(rng.normal(size=(3, scores_tiling.HEADS))),
@@ -77,15 +77,19 @@ def select(num_scores, k):
     return jax.jit(run)(scores, visible)
 
 
-def attend(name, splits):
-    """Windows that have gone round, selected entries, and inverse RoPE of the output."""
+def attend(name, splits, query_eps=None):
+    """Windows that have gone round, selected entries, and inverse RoPE of the output.
+
+    With `query_eps` of queries that the kernel norms and rotates.
+    """
     codec = get_cache_format(name).entry
     with jax.default_device(jax.devices("cpu")[0]):
         case = attention_cases.draw_case(ATTENTION, codec, *TOKENS)
     kernel, tiling = op.choose_kernel().sparse_attention, call_shapes.Tiling(splits=splits)
 
     def run(**arguments):
-        return kernel(Arguments(**arguments, scale=ATTENTION.scale), tiling=tiling)
+        given = Arguments(**arguments, scale=ATTENTION.scale, query_eps=query_eps)
+        return kernel(given, tiling=tiling)
 
     return jax.jit(run)(**case.arguments, sink=ATTENTION.sink(), frequencies=FREQUENCIES)
 
@@ -165,9 +169,13 @@ CALLS = {
     "scores_mxfp4": functools.partial(score, "fp8_ue8m0"),
     "scores_fp8": functools.partial(score, "fp8_ue8m0_fp8_index"),
     "scores_turns": functools.partial(score, "fp8_ue8m0", scores_tiling.Tiling(tiles=4, groups=1)),
+    "scores_of_two_tokens": functools.partial(
+        score, "fp8_ue8m0", scores_tiling.Tiling(tiles=4, groups=4, tokens=2), (0, 0, 1)
+    ),
     "select": functools.partial(select, 5000, 512),
     "select_in_parts": functools.partial(select, 40000, 512),
     "attend": functools.partial(attend, "fp8_ue8m0", 1),
+    "attend_raw_queries": functools.partial(attend, "fp8_ue8m0", 1, 1e-6),
     "attend_in_splits": functools.partial(attend, "fp8_ue8m0", 3),
     "attend_bf16": functools.partial(attend, "bf16", 3),
     "gather": functools.partial(gather, "fp8_ue8m0"),

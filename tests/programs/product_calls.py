@@ -13,6 +13,7 @@ import pallas_kernels as pk
 from pallas_kernels.block_linear import mosaic_gpu as product_kernel
 from pallas_kernels.block_linear.call_shapes import Tiling
 from pallas_kernels.common import weights
+from pallas_kernels.expert_mlp import triton_unpack
 
 DIM, OUT, EXPERTS, PICKED = 512, 320, 4, 2
 MANY_TOKENS, MANY_ROWS = 515, 1027
@@ -78,6 +79,11 @@ def experts(count, *, dim=256, shared=False):
     return jax.jit(functools.partial(pk.mixture_mlp, **options))(*given, one)
 
 
+def unpack():
+    """Experts of 256 x 384 into block FP8."""
+    return jax.jit(triton_unpack.unpack_to_fp8)(weight("mxfp4", 2, 256, 384))
+
+
 def join(count):
     """Projections of one hidden state, with biases by position."""
     rng = np.random.default_rng(3)
@@ -125,6 +131,7 @@ CALLS = {
     "experts_of_many": functools.partial(experts, 300),
     "experts_sorted": functools.partial(experts, MANY_TOKENS, dim=128),
     "experts_shared": functools.partial(experts, 7, shared=True),
+    "unpack_experts": unpack,
     "join": functools.partial(join, 3),
     "join_many": functools.partial(join, 19),
     "write": functools.partial(write, 3),
