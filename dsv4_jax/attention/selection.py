@@ -82,7 +82,7 @@ def select_on_cache(
     Args:
       handle: a CSA layer's cache, after the call's tokens were appended.
       queries: [T, H, C], of the attention.
-      index_queries: f32[T, IH, IC], rotated and rounded as the keys are.
+      index_queries: [T, IH, IC], rotated and rounded as the keys are.
       weights: f32[T, IH].
       config: the model.
 

@@ -65,7 +65,7 @@ class Appended(NamedTuple):
 
     Attributes:
       queries: [T, H, C], normed and rotated, or as projected where attention is to do that.
-      index_queries: f32[T, IH, IC], rotated and rounded as index keys are; None where there were
+      index_queries: [T, IH, IC], rotated and rounded as index keys are; None where there were
         none.
       window: planes [T, ...], the call's window entries as stored.
       new_tokens: what ring and states still have to take; None where they have taken it.

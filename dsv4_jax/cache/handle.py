@@ -157,7 +157,7 @@ class LayerCacheHandle:
         """The entries that each query of a CSA layer attends to.
 
         Args:
-          queries: f32[T, IH, IC], rotated and rounded as the keys are.
+          queries: [T, IH, IC], rotated and rounded as the keys are.
           weights: f32[T, IH].
 
         Returns:

@@ -18,7 +18,7 @@ class Appended(NamedTuple):
       ring: the planes of the window, updated.
       states: the state of each compressor, updated.
       pools: the pool of each compressor, updated.
-      index_queries: f32[T, IH, IC], rotated and rounded; None where there were none.
+      index_queries: [T, IH, IC], rotated and rounded; None where there were none.
     """
 
     queries: jax.Array

@@ -130,7 +130,7 @@ def append_and_flush(arguments: Arguments) -> Appended:
             outputs=[
                 jax.ShapeDtypeStruct(queries.shape, queries.dtype),
                 *triton.word_shapes(shapes).values(),
-                *(jax.ShapeDtypeStruct(heads.shape, jnp.float32) for heads in to_round),
+                *(jax.ShapeDtypeStruct(heads.shape, heads.dtype) for heads in to_round),
             ],
             num_warps=_NUM_WARPS,
             name="append_and_flush",

@@ -59,7 +59,7 @@ def index_scores(
     """Scores of each token's visible entries.
 
     Args:
-      queries: f32[T, 64, 128], rounded as keys are.
+      queries: bf16 or f32[T, 64, 128], rounded as keys are, so that BF16 holds them exactly.
       weights: f32[T, 64].
       pool: planes of MXFP4 or FP8 keys; see `op.index_topk`.
       call: where the queries belong, with `visible`; see `op.index_topk`.
@@ -85,13 +85,15 @@ def index_scores(
     )
     core = core or choose_core()
     num_tiles = -(-shapes.num_entries // core.tile)
-    tiling = tiling or choose_tiling(num_tokens, num_tiles, shapes.mxfp4, core)
+    tiling = tiling or choose_tiling(
+        num_tokens, num_tiles, shapes.mxfp4, core, num_requests=num_requests
+    )
     swizzled = functools.partial(
         plgpu.SMEM, dtype=jnp.float8_e4m3fn, transforms=mosaic.SWIZZLED_BYTES
     )
     per_group = tiling.groups, tiling.stages
     scratch = Scratch(
-        raw_queries_smem=plgpu.SMEM((tiling.tokens, HEADS, DIM), jnp.float32),
+        raw_queries_smem=plgpu.SMEM((tiling.tokens, HEADS, DIM), jnp.bfloat16),
         raw_weights_smem=plgpu.SMEM((tiling.tokens, HEADS), jnp.float32),
         landed=plgpu.Barrier(num_arrivals=2 * tiling.tokens),
         queries_smem=swizzled((tiling.tokens, HEADS, DIM)),
@@ -126,7 +128,7 @@ def index_scores(
         ),
     )(
         Operands(
-            queries=queries,
+            queries=queries.astype(jnp.bfloat16),
             weights=weights,
             table=call.block_table.reshape(-1, 1),
             segment_ids=call.segment_ids,

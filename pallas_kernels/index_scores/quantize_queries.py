@@ -31,14 +31,14 @@ def load_heads(queries: Ref, weights: Ref) -> tuple[jax.Array, jax.Array]:
     """Rows of shared memory into registers.
 
     Args:
-      queries: f32[16, IC].
+      queries: bf16[16, IC].
       weights: f32[16].
 
     Returns:
       f32[16, IC] in `mosaic.LINES` layout and f32[16] in `BY_ROW` layout.
     """
     values = plgpu.load(queries, layout=_LAYOUT, optimized=False)
-    return values, plgpu.load(weights, layout=BY_ROW, optimized=False)
+    return values.astype(jnp.float32), plgpu.load(weights, layout=BY_ROW, optimized=False)
 
 
 def quantize(values: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -24,7 +24,7 @@ def index_scores(queries: jax.Array, weights: jax.Array, keys: jax.Array) -> jax
     """score[e] = sum_h w[h] relu(q[h] . k[e]) / sqrt(IC * IH), in f32; leading axes broadcast.
 
     Args:
-      queries: f32[..., IH, IC], rotated and rounded as the keys are.
+      queries: [..., IH, IC], rotated and rounded as the keys are.
       weights: f32[..., IH], may be negative.
       keys: f32[..., E, IC].
 

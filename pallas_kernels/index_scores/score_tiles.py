@@ -23,7 +23,7 @@ class Operands(NamedTuple):
     """Arrays that the kernel reads, and in it their refs in device memory.
 
     Attributes:
-      queries: f32[T, 64, 128].
+      queries: bf16[T, 64, 128].
       weights: f32[T, 64].
       table: i32[B LB, 1].
       segment_ids: i32[T].

@@ -114,16 +114,30 @@ class Tiling:
     tokens: int = 1
 
 
+_MANY_TOKENS = 2048
+"""From so many on CTAs of several tokens still fill the SMs evenly."""
+_SHARING = Tiling(tiles=4, groups=4, tokens=4)
+"""How a prompt's tokens share keys."""
+
+
 def choose_tiling(
-    num_tokens: int, num_tiles: int, mxfp4: bool, core: TensorCore = HOPPER
+    num_tokens: int,
+    num_tiles: int,
+    mxfp4: bool,
+    core: TensorCore = HOPPER,
+    *,
+    num_requests: int,
 ) -> Tiling:
     """CTAs that fill the SMs once, or several times evenly; each warpgroup has a tile.
 
     Two tiles of each are as much as memory's latency asks for. Six warpgroups are as many as have
     registers for MXFP4 keys. On Blackwell, whose tiles are larger and lie in shared memory once
-    more as operands, three are as many as it has room for with FP8.
+    more as operands, three are as many as it has room for with FP8. On Hopper many tokens of few
+    requests share keys.
     """
     tiles = -(-num_tiles // max(1, _DEVICE.num_sms // num_tokens))
+    if num_tokens >= max(_MANY_TOKENS, _SHARING.tokens * num_requests) and not core.has_memory:
+        return dataclasses.replace(_SHARING, tiles=max(_SHARING.groups, tiles))
     groups = (4 if mxfp4 else 3) if core.has_memory else (6 if mxfp4 else 5)
     return Tiling(tiles=max(groups, tiles), groups=groups)
 

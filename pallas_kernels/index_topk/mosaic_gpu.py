@@ -29,7 +29,7 @@ def index_topk(
     if num_entries <= k:
         return select_visible(visible, num_entries, k)
     scores = scores_kernel.index_scores(
-        queries.astype(jnp.float32),
+        queries,
         weights.astype(jnp.float32),
         pool,
         dataclasses.replace(call, visible=visible),

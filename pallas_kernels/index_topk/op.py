@@ -30,7 +30,7 @@ def index_topk(
     """Scores every visible index key of a query's request and selects the best.
 
     Args:
-      queries: f32[T, IH, IC], rotated and rounded as the keys are.
+      queries: [T, IH, IC], rotated and rounded as the keys are.
       weights: f32[T, IH], head weights, may be negative.
       pool: planes [L, NB, EB, ...] of index keys.
       call: where the queries belong. A query sees the first `visible` entries of the row of

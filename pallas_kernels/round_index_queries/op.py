@@ -33,8 +33,9 @@ def round_index_queries(
       backend: implementation to use; None picks the fastest one that runs here.
 
     Returns:
-      f32[T, IH, IC], as the codec would give them back. The rotation rounds to the dtype of
-      activations before the codec, which may rotate by a Hadamard matrix, sees them.
+      [T, IH, IC] in the dtype of `queries`, as the codec would give them back, which BF16 holds
+      exactly. The rotation rounds to the dtype of activations before the codec, which may rotate by
+      a Hadamard matrix, sees them.
 
     Raises:
       ValueError: a shape or dtype is wrong.

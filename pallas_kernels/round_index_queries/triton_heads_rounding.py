@@ -15,7 +15,7 @@ Ref = Any
 def round_heads(
     heads: triton_heads.Heads, frequencies: Ref, position: jax.Array, *, codec: Codec
 ) -> None:
-    """Rotates and rounds: from [T, IH, IC] to the same place of f32[T, IH, IC]."""
+    """Rotates and rounds: from [T, IH, IC] to the same place of another such array."""
     dim, dtype = heads.source.shape[2], heads.source.dtype
     width = triton_codecs.tile_width(codec, dim)
     table = triton_rope.load_rope_table(None, frequencies, dim=dim, width=width, dtype=dtype)

@@ -22,7 +22,7 @@ CALLS = ((8192, 8192), (8192, 65536))
 """Tokens of the call, and entries that the last one sees."""
 RATE = 4
 """Tokens of an entry."""
-CUTS = ((1, 5), (1, 6), (2, 4), (2, 5), (3, 4), (4, 3), (4, 4))
+CUTS = ((1, 5), (1, 6), (2, 4), (3, 4), (4, 4), (4, 5), (5, 4), (6, 3), (6, 4), (8, 3))
 """Tokens and warpgroups of a CTA."""
 
 
@@ -31,7 +31,7 @@ def arguments_of(keys, num_tokens, num_entries):
     made = draws.make(
         {
             "planes": key_planes(keys, num_blocks),
-            "queries": draws.Draw((num_tokens, HEADS, DIM)),
+            "queries": draws.Draw((num_tokens, HEADS, DIM), jnp.bfloat16),
             "weights": draws.Draw((num_tokens, HEADS)),
         }
     )
@@ -62,7 +62,7 @@ def main():
             arguments_of(keys, num_tokens, num_entries),
             num_entries // HOPPER.tile,
         )
-        now = choose_tiling(num_tokens, num_tiles, keys == "MXFP4")
+        now = choose_tiling(num_tokens, num_tiles, keys == "MXFP4", num_requests=1)
         print(f"{keys}, {num_tokens:,} tokens, {num_entries:,} entries, cut as {now}")
         for tokens, groups in CUTS:
             tiling = Tiling(max(groups, num_tiles), groups, tokens=tokens)
