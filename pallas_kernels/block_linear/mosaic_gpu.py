@@ -16,7 +16,7 @@ from pallas_kernels.block_linear.items import EvenItems
 from pallas_kernels.block_linear.multiply_items import Product, multiply_items
 from pallas_kernels.block_linear.round_rows import RawRows
 from pallas_kernels.block_linear.triton_finish import add_splits
-from pallas_kernels.block_linear.triton_rows import make_rows, padded
+from pallas_kernels.block_linear.triton_rows import Rows, make_rows, padded
 from pallas_kernels.block_linear.work import SwiGLU
 from pallas_kernels.common.norm_rope import rms_norm
 from pallas_kernels.common.pending import Pending, SplitSums, Unnormed, finish
@@ -87,10 +87,12 @@ def swiglu_linear(
     limit: float,
     tiling: Tiling | None = None,
     core: TensorCore | None = None,
+    rows: Rows | None = None,
 ) -> jax.Array:
     """[T, in], [out, in] twice -> [T, out]; see `op.swiglu_linear`.
 
-    Few rows are a product whose inputs are split, so that all SMs read, and SwiGLU is XLA's.
+    Few rows are a product whose inputs are split, so that all SMs read, and SwiGLU is XLA's. `rows`
+    are many, which `make_rows` has made of x, with as many to spare as a tile has.
     """
     weights = [jax.tree.map(lambda leaf: leaf[None], weight) for weight in (gate, up)]
     shapes = call_shapes.shapes_of(*weights, is_gated=True, core=core)
@@ -99,7 +101,7 @@ def swiglu_linear(
         return swiglu_of(gated[0], raised[0], limit).astype(x.dtype)
     tiling = tiling or call_shapes.choose_tiling(shapes, x.shape[0], 1, may_split=False)
     swiglu = SwiGLU(limit, x.dtype)
-    return _multiply(x[None], weights, shapes, tiling, dtype=x.dtype, swiglu=swiglu)[0]
+    return _multiply(x[None], weights, shapes, tiling, dtype=x.dtype, swiglu=swiglu, rows=rows)[0]
 
 
 def _multiply(
@@ -111,13 +113,14 @@ def _multiply(
     dtype: DTypeLike,
     swiglu: SwiGLU | None = None,
     apart: bool = False,
+    rows: Rows | RawRows | None = None,
 ) -> Any:
     """[S, G * T, out], or one of each weight; groups are the weights of a stack."""
     num_groups, num_tokens, dim = x.shape
     spread = num_tokens
     if shapes.rounds_rows:
         rows = _raw_rows(x.reshape(-1, dim))
-    else:
+    elif rows is None:
         x = finish(x)
         spread = padded(num_tokens) if num_groups > 1 else num_tokens
         rows = make_rows(

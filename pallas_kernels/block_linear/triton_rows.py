@@ -1,9 +1,11 @@
-"""Triton kernel that makes a product's rows: a few groups of 128 inputs per program.
+"""Triton kernels that make a product's rows.
 
-It has one row, or four where rows are many. Dense weights take rows as they are, which XLA gathers.
+    round    a few groups of 128 inputs of a row, or of four where rows are many, per program; a row
+             may be any of x's, so that an expert's tokens are gathered on the way
+    pick     rows that are rounded already: a few bytes of eight per program
 
-A row may be any of x's rows, so that an expert's tokens are gathered on the way. Bytes: those of x
-and of the codes, once each.
+Dense weights take rows as they are, which XLA gathers. Bytes: those of x or of the codes that are
+picked, and of the codes that are made, once each.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ _MANY_ROWS, _ROWS_OF_MANY = 1024, 4
 """Rows from which on a program has several, and how many: picked rows take less time so."""
 _NUM_WARPS = 4
 _WORDS = GROUP // 4
+_PICKED_ROWS, _PICKED_GROUPS = 8, 8
+"""Rows and groups of a program that picks."""
 
 
 class Rows(NamedTuple):
@@ -87,6 +91,59 @@ def make_rows(
         num_parts=1 if weight.activations == "fp8" else 2,
         reorders=isinstance(weight, MXFP4),
     )
+
+
+def pick_rows(
+    rows: Rows, token: jax.Array, *, num_spare: int, num_used: jax.Array | None = None
+) -> Rows:
+    """Some of the rows that `make_rows` has rounded; arguments as of it, tokens among its rows.
+
+    Where each is picked several times this takes less time than to round it anew.
+    """
+    (num_parts, num_rows, dim), num_groups = rows.codes.shape, rows.scale.shape[1]
+    total, width = padded(token.shape[0] + num_spare), num_groups * _WORDS
+    words = jax.lax.bitcast_convert_type(
+        rows.codes.reshape(num_parts, num_rows, width, 4), jnp.uint32
+    )
+
+    def pick_some(
+        inputs: list[Ref], outputs: list[Ref], first: jax.Array, start: jax.Array
+    ) -> None:
+        codes, scales, token_ref = inputs[:3]
+        row = first + jnp.arange(_PICKED_ROWS, dtype=jnp.int32)
+        live = row < token.shape[0]
+        source = jnp.clip(triton.load_where(token_ref, (row,), live), 0, num_rows - 1)
+        word = start * _WORDS + jnp.arange(_PICKED_GROUPS * _WORDS, dtype=jnp.int32)[None]
+        group = start + jnp.arange(_PICKED_GROUPS, dtype=jnp.int32)[:, None]
+        for part in map(jnp.int32, range(num_parts)):
+            inside = live[:, None] & (word < width)
+            found = triton.load_where(codes, (part, source[:, None], word), inside)
+            triton.store_where(outputs[0], (part, row[:, None], word), found, inside)
+            inside = live[None] & (group < num_groups)
+            found = triton.load_where(scales, (part, group, source[None]), inside)
+            triton.store_where(outputs[1], (part, group, row[None]), found, inside)
+
+    def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
+        first, start = pl.program_id(0) * _PICKED_ROWS, pl.program_id(1) * _PICKED_GROUPS
+        run = functools.partial(pick_some, inputs, outputs, first, start)
+        if num_used is None:
+            run()
+        else:
+            pl.when(first < inputs[-1][0])(run)
+
+    codes, scale = triton.launch(
+        kernel,
+        grid=(-(-token.shape[0] // _PICKED_ROWS), -(-num_groups // _PICKED_GROUPS)),
+        inputs=[words, rows.scale, token, *([] if num_used is None else [num_used.reshape(1)])],
+        outputs=[
+            jax.ShapeDtypeStruct((num_parts, total, width), jnp.uint32),
+            jax.ShapeDtypeStruct((num_parts, num_groups, total), jnp.float32),
+        ],
+        num_warps=_NUM_WARPS,
+        name="pick_rows",
+    )
+    codes = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
+    return Rows(codes.reshape(num_parts, total, dim), scale)
 
 
 def padded(num_rows: int) -> int:

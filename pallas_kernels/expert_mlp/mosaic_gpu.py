@@ -5,7 +5,9 @@
                                                                      XLA; one token needs none
     unpack    experts of many rows, into block FP8                   `triton_unpack`
     rows      each pair's token, then the hidden values, in E4M3     `block_linear/triton_rows`, or
-                                                                     the kernel itself if few
+                                                                     the kernel itself if few; of a
+                                                                     prompt each token is rounded
+                                                                     once, for the shared expert too
     hidden    share * SwiGLU of gate and up, tile by tile            `block_linear/multiply_items`
     down      the product with w2, tile by tile                      the same
               few tokens go through the shared expert in the same two launches
@@ -31,12 +33,13 @@ from pallas_kernels.block_linear import (
 )
 from pallas_kernels.block_linear.call_shapes import Shapes, TensorCore, Tiling
 from pallas_kernels.block_linear.items import EvenItems, Items, PickedItems
+from pallas_kernels.block_linear.mosaic_gpu import swiglu_linear as swiglu_of_rows
 from pallas_kernels.block_linear.multiply_items import Product, multiply_items
 from pallas_kernels.block_linear.round_rows import RawRows
-from pallas_kernels.block_linear.triton_rows import make_rows, padded
+from pallas_kernels.block_linear.triton_rows import make_rows, padded, pick_rows
 from pallas_kernels.block_linear.work import SwiGLU
 from pallas_kernels.common.pending import SplitSums, finish
-from pallas_kernels.common.weights import Weight
+from pallas_kernels.common.weights import MXFP4, BlockFP8, Weight
 from pallas_kernels.expert_mlp import triton_counting, triton_worklist
 from pallas_kernels.expert_mlp.arguments import Arguments
 from pallas_kernels.expert_mlp.triton_unpack import can_unpack, unpack_to_fp8
@@ -129,8 +132,12 @@ def _sorted_tokens(
         num_used = jnp.max(jnp.where(num_rows > 0, first + num_rows, 0))
         row = jnp.where(is_pair, row, 0)
     is_dense = gate_shapes.is_dense  # then hidden values are the next rows as they are
+    rounded = None
     if gate_shapes.rounds_rows:
         rows = RawRows(x[None], token)
+    elif _round_once(arguments):
+        rounded = make_rows(x, w1, num_spare=spare)
+        rows = pick_rows(rounded, token, num_spare=spare, num_used=num_used)
     else:
         rows = make_rows(x, w1, num_spare=spare, token=token, num_used=num_used)
     swiglu = SwiGLU(limit, x.dtype)
@@ -163,7 +170,28 @@ def _sorted_tokens(
     routed = jnp.sum(of_pairs.astype(jnp.float32), axis=1).astype(x.dtype)
     if joined:
         return routed, down[0, total:].astype(x.dtype)
+    if rounded is not None and shared is not None and _takes_rows_of(shared[0], w1):
+        gate, up, down = shared
+        hidden = swiglu_of_rows(x, gate, up, limit=limit, core=core, rows=rounded)
+        return routed, block_linear(hidden, down)
     return routed, _shared_alone(x, shared, limit, in_parts=in_parts)
+
+
+def _round_once(arguments: Arguments) -> bool:
+    """Whether rows are rounded before they are picked: of many, each of which is picked often.
+
+    Rounding moves three bytes for each value and picking two.
+    """
+    w1, num_pairs = arguments.w1, arguments.expert_ids.size
+    num_here = num_pairs * w1.shape[0] // (arguments.picked_among or w1.shape[0])
+    is_quantized = isinstance(w1, BlockFP8 | MXFP4)
+    return is_quantized and num_pairs >= _MANY_PAIRS and num_here > 3 * arguments.x.shape[0]
+
+
+def _takes_rows_of(gate: Weight, w1: Weight) -> bool:
+    """Whether rows that were rounded for the experts are as the shared expert takes them."""
+    both_fp8 = isinstance(gate, BlockFP8) and isinstance(w1, BlockFP8)
+    return both_fp8 and gate.activations == w1.activations
 
 
 def _one_token(

@@ -1,0 +1,75 @@
+"""A prompt's rows, which are rounded once for all experts that read them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from helpers import slow
+from pallas_kernels.common import weights
+from pallas_kernels.expert_mlp import mosaic_gpu
+from pallas_kernels.expert_mlp.arguments import Arguments
+
+EXPERTS, PICKS, DIM, WIDTH, TOKENS, LIMIT = 4, 4, 128, 128, 65, 2.0
+SHAPES = (WIDTH, DIM), (WIDTH, DIM), (DIM, WIDTH)
+
+
+@functools.cache
+def make(kind):
+    """Experts, and a shared one in block FP8."""
+    rng = np.random.default_rng(0)
+    quantize = {"fp8": weights.quantize_block_fp8, "mxfp4": weights.quantize_mxfp4}[kind]
+
+    def draw(quantize, *shape):
+        values = rng.normal(size=shape) * 3 * shape[-1] ** -0.5
+        return quantize(jnp.asarray(values, jnp.float32), dtype="bfloat16")
+
+    stacks = [draw(quantize, EXPERTS, *shape) for shape in SHAPES]
+    return stacks, tuple(draw(weights.quantize_block_fp8, *shape) for shape in SHAPES)
+
+
+def call_of(kind, picked_among=None):
+    """All but a few tokens picked none."""
+    rng = np.random.default_rng(1)
+    ids = np.stack([rng.permutation(EXPERTS)[:PICKS] for _ in range(TOKENS)])
+    x = jnp.asarray(rng.normal(size=(TOKENS, DIM)), jnp.bfloat16)
+    share = jnp.asarray(rng.uniform(0.2, 1, ids.shape), jnp.float32)
+    stacks, shared = make(kind)
+    ids = jnp.asarray(ids, jnp.int32).at[9:].set(-1)
+    return Arguments(x, ids, share, *stacks, LIMIT, shared, picked_among)
+
+
+@pytest.mark.parametrize("kind", slow.all_but(["fp8"], ["fp8", "mxfp4"]))
+def test_no_number_differs(lane, kind, monkeypatch):
+    """FP8 experts share the rows with the shared one; MXFP4 takes inputs in another order."""
+    del lane
+    made, make_rows = [], mosaic_gpu.make_rows
+
+    def see(x, weight, **options):
+        made.append((x.shape, "token" in options))
+        return make_rows(x, weight, **options)
+
+    monkeypatch.setattr(mosaic_gpu, "make_rows", see)
+    found = {}
+    for many in (TOKENS * PICKS, TOKENS * PICKS + 1):
+        monkeypatch.setattr(mosaic_gpu, "_MANY_PAIRS", many)
+        monkeypatch.setattr(mosaic_gpu, "_UNPACKED_ROWS", 10**6)
+        made.clear()
+        found[many] = mosaic_gpu.expert_mlp(call_of(kind))
+        assert made[0] == ((TOKENS, DIM), many > TOKENS * PICKS)
+    (once, shared), (anew, alone) = found.values()
+    largest = np.abs(np.float32(anew)).max()
+    # Of many pairs each result is rounded before the sum.
+    np.testing.assert_allclose(np.float32(once), np.float32(anew), atol=2**-7 * largest)
+    np.testing.assert_array_equal(np.float32(shared), np.float32(alone))
+
+
+def test_rows_that_few_experts_read_are_rounded_as_they_are_picked(monkeypatch):
+    monkeypatch.setattr(mosaic_gpu, "_MANY_PAIRS", 1)
+    assert mosaic_gpu._round_once(call_of("fp8"))
+    assert mosaic_gpu._round_once(call_of("fp8", picked_among=5))
+    assert not mosaic_gpu._round_once(call_of("fp8", picked_among=6))
+    dense = jax.ShapeDtypeStruct((EXPERTS, WIDTH, DIM), jnp.bfloat16)
+    assert not mosaic_gpu._round_once(call_of("fp8")._replace(w1=dense))
