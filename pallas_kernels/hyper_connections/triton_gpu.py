@@ -7,12 +7,14 @@ Few tokens take two programs each, which both sum its squares:
 
 Many tokens take two launches, as a program for each would wait for its sums:
 
-    read         what program 0 does, and stores the logits
+    read         what program 0 does, but stores the logits in place of the collapsed row
     connect      what program 1 does, a token a thread
 
-Bytes: the streams in, of few tokens twice; the collapsed and the normed row out. The launch and the
-chain of sums bound few tokens. It compiles for Blackwell and has not run there. Measurements and
-roads not taken: docs/kernels/hyper_connections.md.
+Their collapsed row, which a model does not read, is XLA's, who leaves it out where nobody asks.
+
+Bytes: the streams in, of few tokens twice; the normed row out, and of few the collapsed one. The
+launch and the chain of sums bound few tokens. It compiles for Blackwell and has not run there.
+Measurements and roads not taken: docs/kernels/hyper_connections.md.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.gpu import triton
+from pallas_kernels.hyper_connections import reference
 from pallas_kernels.hyper_connections.arguments import Arguments
 from pallas_kernels.hyper_connections.reference import Reading
 
@@ -41,33 +44,34 @@ def hyper_connections(arguments: Arguments, *, is_many: bool | None = None) -> R
     streams = arguments.streams
     (count, num, dim), dtype = streams.shape, streams.dtype
     is_many = count >= _MANY_TOKENS if is_many is None else is_many
+    row = jax.ShapeDtypeStruct((count, dim), dtype)
     logits = jax.ShapeDtypeStruct((count, arguments.products.shape[2]), jnp.float32)
     connections = [
         jax.ShapeDtypeStruct((count, num), jnp.float32),
         jax.ShapeDtypeStruct((count, num * num), jnp.float32),
     ]
-    collapsed, normed, *rest = triton.launch(
+    normed, *rest = triton.launch(
         functools.partial(_read, arguments=arguments, is_many=is_many),
         grid=(count, 1 if is_many else 2),
         inputs=[arguments.products, arguments.scale, arguments.base, streams, arguments.norm],
-        outputs=[
-            jax.ShapeDtypeStruct((count, dim), dtype),
-            jax.ShapeDtypeStruct((count, dim), dtype),
-            *([logits] if is_many else connections),
-        ],
+        outputs=[row, logits] if is_many else [row, row, *connections],
         num_warps=_NUM_WARPS,
         name="hyper_connections",
     )
     if is_many:
-        rest = triton.launch(
+        [found] = rest
+        pre = jax.nn.sigmoid(found[:, :num]) + arguments.eps
+        collapsed = reference.collapse(pre, streams)
+        post, comb = triton.launch(
             functools.partial(_connect_many, arguments=arguments),
             grid=(-(-count // _CONNECTED),),
-            inputs=rest,
+            inputs=[found],
             outputs=connections,
             num_warps=_CONNECTED // 32,
             name="hyper_connections_many",
         )
-    post, comb = rest
+    else:
+        collapsed, post, comb = rest
     return Reading(collapsed, normed, post, comb.reshape(count, num, num))
 
 
@@ -77,7 +81,7 @@ def _read(inputs: list[Ref], outputs: list[Ref], *, arguments: Arguments, is_man
     All that is loaded is asked for before threads wait for each other.
     """
     products, scale, base, streams, norm = inputs
-    collapsed_ref, normed_ref, *rest = outputs
+    normed_ref, *rest = outputs
     (_, num, dim), dtype = streams.shape, streams.dtype
     width = 1 << (dim - 1).bit_length()
     token = pl.program_id(0)
@@ -118,7 +122,8 @@ def _read(inputs: list[Ref], outputs: list[Ref], *, arguments: Arguments, is_man
         mean_square = jnp.sum(collapsed * collapsed) / dim
         inverse = jax.lax.rsqrt(mean_square + arguments.norm_eps)
         normed = _round_in_f32(collapsed * inverse * weight.astype(jnp.float32), dtype)
-        triton.store_row(collapsed_ref, (token,), collapsed.astype(dtype), first=0, count=dim)
+        if not is_many:
+            triton.store_row(rest[0], (token,), collapsed.astype(dtype), first=0, count=dim)
         triton.store_row(normed_ref, (token,), normed.astype(dtype), first=0, count=dim)
 
     def read_alone() -> None:
@@ -129,7 +134,7 @@ def _read(inputs: list[Ref], outputs: list[Ref], *, arguments: Arguments, is_man
     def connect() -> None:
         of_post, of_comb = ask(num, num, 1), ask(2 * num, num * num, 2)
         _, inverse_rms = load_streams()
-        post_ref, comb_ref = rest
+        _, post_ref, comb_ref = rest
         found = of_post.finish(inverse_rms)
         lane = jnp.arange(found.shape[0], dtype=jnp.int32)
         triton.store_where(post_ref, (token, lane), 2 * jax.nn.sigmoid(found), of_post.live)
@@ -149,7 +154,7 @@ def _read(inputs: list[Ref], outputs: list[Ref], *, arguments: Arguments, is_man
     rows, inverse_rms = load_streams()
     found = asked.finish(inverse_rms)
     place = jnp.arange(found.shape[0], dtype=jnp.int32)
-    triton.store_where(rest[0], (token, place), found, asked.live & (place >= num))
+    triton.store_where(rest[0], (token, place), found, asked.live)
     read(found, rows)
 
 
