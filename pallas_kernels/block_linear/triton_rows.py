@@ -11,6 +11,7 @@ picked, and of the codes that are made, once each.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -100,6 +101,7 @@ def pick_rows(
 
     Where each is picked several times this takes less time than to round it anew.
     """
+    assert rows.scale is not None, "rows of dense weights are not rounded"
     (num_parts, num_rows, dim), num_groups = rows.codes.shape, rows.scale.shape[1]
     total, width = padded(token.shape[0] + num_spare), num_groups * _WORDS
     words = jax.lax.bitcast_convert_type(
@@ -126,10 +128,7 @@ def pick_rows(
     def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
         first, start = pl.program_id(0) * _PICKED_ROWS, pl.program_id(1) * _PICKED_GROUPS
         run = functools.partial(pick_some, inputs, outputs, first, start)
-        if num_used is None:
-            run()
-        else:
-            pl.when(first < inputs[-1][0])(run)
+        _run_if_used(run, first, None if num_used is None else inputs[-1])
 
     codes, scale = triton.launch(
         kernel,
@@ -144,6 +143,14 @@ def pick_rows(
     )
     codes = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
     return Rows(codes.reshape(num_parts, total, dim), scale)
+
+
+def _run_if_used(run: Callable[[], None], first: jax.Array, num_used: Ref | None) -> None:
+    """Runs a program unless nobody reads its rows, the first of which is given."""
+    if num_used is None:
+        run()
+    else:
+        pl.when(first < num_used[0])(run)
 
 
 def padded(num_rows: int) -> int:
@@ -171,10 +178,7 @@ def _launch(
     def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
         first, program = pl.program_id(0) * height, pl.program_id(1)
         run = functools.partial(round_some, inputs, outputs, first, program)
-        if num_used is None:
-            run()
-        else:
-            pl.when(first < inputs[-1][0])(run)
+        _run_if_used(run, first, None if num_used is None else inputs[-1])
 
     def round_some(
         inputs: list[Ref], outputs: list[Ref], first: jax.Array, program: jax.Array

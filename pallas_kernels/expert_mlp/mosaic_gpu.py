@@ -190,8 +190,9 @@ def _round_once(arguments: Arguments) -> bool:
 
 def _takes_rows_of(gate: Weight, w1: Weight) -> bool:
     """Whether rows that were rounded for the experts are as the shared expert takes them."""
-    both_fp8 = isinstance(gate, BlockFP8) and isinstance(w1, BlockFP8)
-    return both_fp8 and gate.activations == w1.activations
+    if not (isinstance(gate, BlockFP8) and isinstance(w1, BlockFP8)):
+        return False
+    return gate.activations == w1.activations
 
 
 def _one_token(

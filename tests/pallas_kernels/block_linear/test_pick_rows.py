@@ -63,3 +63,17 @@ def test_rows_that_nobody_reads_are_not_picked(lane, num_used):
     first = -(-num_used // triton_rows._PICKED_ROWS) * triton_rows._PICKED_ROWS
     if lane == "interpreter":  # which makes results of one byte over and over
         assert len(np.unique(codes[first:])) == 1
+
+
+def _aot_case(num_rows, dim, picked):
+    """Flash's rows of a prompt, each picked six times."""
+    rows = triton_rows.Rows(
+        jax.ShapeDtypeStruct((1, num_rows, dim), jnp.float8_e4m3fn),
+        jax.ShapeDtypeStruct((1, dim // 128, num_rows), jnp.float32),
+    )
+    token = jax.ShapeDtypeStruct((picked,), jnp.int32)
+    run = functools.partial(triton_rows.pick_rows, num_spare=128)
+    return f"{picked} of {num_rows}x{dim}", run, [rows, token]
+
+
+AOT_CASES = [_aot_case(32768, 4096, 196608)]

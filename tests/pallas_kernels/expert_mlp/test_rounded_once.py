@@ -71,5 +71,8 @@ def test_rows_that_few_experts_read_are_rounded_as_they_are_picked(monkeypatch):
     assert mosaic_gpu._round_once(call_of("fp8"))
     assert mosaic_gpu._round_once(call_of("fp8", picked_among=5))
     assert not mosaic_gpu._round_once(call_of("fp8", picked_among=6))
+    for kind, takes in (("fp8", True), ("mxfp4", False)):
+        call = call_of(kind)
+        assert mosaic_gpu._takes_rows_of(call.shared[0], call.w1) == takes
     dense = jax.ShapeDtypeStruct((EXPERTS, WIDTH, DIM), jnp.bfloat16)
     assert not mosaic_gpu._round_once(call_of("fp8")._replace(w1=dense))
