@@ -10,9 +10,9 @@ import jax
 from jax.sharding import AbstractMesh
 
 from dsv4_jax.allocator.pool_plan import PoolPlan, plan_pools
+from dsv4_jax.bench.workspace import workspace_bytes
 from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.config.layer_types import AttentionType
 from dsv4_jax.mesh import AXES
 from dsv4_jax.model.params import DSV4Params, param_shapes
 from dsv4_jax.model.shardings import param_shardings
@@ -22,7 +22,6 @@ from pallas_kernels.common.weights import weight_bytes
 STEP_TOKENS = 256
 """Tokens of a data shard's largest step, as an engine has it by default."""
 
-_BF16, _F32 = 2, 4
 _MAX_DEVICES = 16
 
 
@@ -133,6 +132,7 @@ def place(
             model=model,
             context=context,
             step_tokens=step_tokens,
+            logit_rows=step_tokens,
             split_cache=split_cache,
         ),
         pools=plan_pools(
@@ -185,35 +185,3 @@ def fitting_meshes(
             return fitting
         devices *= 2
     return []
-
-
-def workspace_bytes(
-    config: DSV4Config,
-    *,
-    data: int,
-    model: int,
-    context: int,
-    step_tokens: int,
-    split_cache: bool = False,
-) -> int:
-    """An estimate of what a step of so many tokens takes on a device beside weights and cache.
-
-    The streams before and after a sublayer, queries and what attention makes of them, the scores
-    of all entries of a CSA layer, rows and hidden states of the experts, and three times the logits
-    for sampling, as if all lay in memory at once. Where the cache is split, scores of a device's
-    own entries, and of all heads the queries and five times their sums in f32: of two splits,
-    joined, packed and as other devices send them.
-    """
-    tokens, dim = step_tokens, config.hidden_size
-    streams = 4 * tokens * config.hc_mult * dim * _BF16
-    heads = 2 * tokens * config.num_attention_heads // model * config.head_dim * _BF16
-    if split_cache and model > 1:
-        heads += tokens * config.num_attention_heads * config.head_dim * (_BF16 + 5 * _F32)
-        context = -(-context // model)
-    scores = 0
-    if AttentionType.CSA in config.layer_types:
-        scores = tokens * (context // config.csa_compression_ratio) * _F32
-    rows = data * tokens * config.num_experts_per_token
-    experts = rows * (dim + config.moe_intermediate_size) * _BF16
-    logits = 3 * tokens * config.vocab_size * _F32
-    return streams + heads + scores + experts + logits

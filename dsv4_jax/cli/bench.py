@@ -136,7 +136,10 @@ def _run_prefill(args: argparse.Namespace) -> int:
     for num_tokens in args.tokens:
         if num_tokens % min(args.chunk, num_tokens):
             raise ValueError(f"chunk must divide tokens, got {args.chunk} and {num_tokens}")
-    check_case_memory(args, config, 1, max(args.tokens), weights=args.weights)
+    longest = max(args.tokens)
+    check_case_memory(
+        args, config, 1, longest, weights=args.weights, call_tokens=min(args.chunk, longest)
+    )
     output = Output(args.json, command="bench prefill", config=args.config)
     output.set(weights=args.weights, experts=config.num_routed_experts)
     mesh = chosen_mesh(args)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from dsv4_jax.bench import decode
 from dsv4_jax.bench.memory import memory_limit
+from dsv4_jax.bench.workspace import workspace_bytes
 from dsv4_jax.cache.empty_cache import cache_shapes
 from dsv4_jax.cache.model_cache import tree_bytes
 from dsv4_jax.cli.arguments import WEIGHTS, chosen_mesh
@@ -48,9 +49,23 @@ def _splits(args: argparse.Namespace) -> bool:
 
 
 def check_case_memory(
-    args: argparse.Namespace, config: DSV4Config, batch: int, context: int, *, weights: str | None
+    args: argparse.Namespace,
+    config: DSV4Config,
+    batch: int,
+    context: int,
+    *,
+    weights: str | None,
+    call_tokens: int | None = None,
 ) -> None:
-    """Asks for the weights, if any, and the cache of one case; larger ones are skipped.
+    """Asks for the weights, if any, the cache of one case and a call; larger ones are skipped.
+
+    Args:
+      args: of the command.
+      config: the model.
+      batch: requests.
+      context: tokens of each.
+      weights: formats of the weights; None is without them.
+      call_tokens: tokens of a prefill call on a data shard; None is a decode step.
 
     Raises:
       MemoryError: that does not fit.
@@ -62,8 +77,21 @@ def check_case_memory(
         share = 1.0 if mesh is None else weight_share(config, mesh, weights=form)
         needs = {"weights": int(share * tree_bytes(shapes))} | needs
     if jax.default_backend() != "cpu":
-        needs["a step"] = decode.MARGIN_BYTES
-    check_memory(needs, _WAY_OUT)
+        needs["a step"] = _step_bytes(args, config, context, call_tokens)
+    smaller = "" if call_tokens is None else "a smaller --chunk, "
+    check_memory(needs, smaller + _WAY_OUT)
+
+
+def _step_bytes(
+    args: argparse.Namespace, config: DSV4Config, context: int, call_tokens: int | None
+) -> int:
+    if call_tokens is None:
+        return decode.MARGIN_BYTES
+    data, model = args.data or 1, args.model or 1
+    workspace = workspace_bytes(
+        config, data=data, model=model, context=context, step_tokens=call_tokens, logit_rows=data
+    )
+    return max(decode.MARGIN_BYTES, workspace)
 
 
 def find_shortage(

@@ -107,17 +107,19 @@ def build_engine(
         "cache_format": args.cache_format,
         "split_cache": args.split_cache,
         "draft_tokens": args.draft_tokens,
+        "prefill_tokens": prefill_tokens,
         "grammars": grammars,
         "weights": args.weights,
         "follow_links": args.follow_links,
     }
     if gpu_memory_fraction is None:
         decoded = None if args.weights == "stored" else args.weights
+        smaller = "" if prefill_tokens is None else "smaller steps (--prefill-tokens), "
         check_engine_memory(
             config,
             folder,
             dtype=jnp.dtype(args.dtype or decoded or jnp.bfloat16),
-            way_out="fewer requests at once (--max-requests), a shorter context, another "
+            way_out=f"fewer requests at once (--max-requests), {smaller}a shorter context, another "
             "--cache-format, or what `dsv4-jax plan` says would fit",
             **shared,
         )
@@ -125,7 +127,6 @@ def build_engine(
         folder,
         dtype=args.dtype,
         check_weights=args.check_weights,
-        prefill_tokens=prefill_tokens,
         gpu_memory_fraction=gpu_memory_fraction,
         tokenizer=tokenizer,
         activations=args.activations,

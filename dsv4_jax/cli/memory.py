@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pathlib
 import sys
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -12,13 +13,15 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from dsv4_jax.allocator.pool_plan import plan_pools
-from dsv4_jax.bench.placement import STEP_TOKENS, place, workspace_bytes
+from dsv4_jax.bench.placement import place
+from dsv4_jax.bench.workspace import workspace_bytes
 from dsv4_jax.cache.model_cache import tree_bytes
 from dsv4_jax.checkpoint.files import find_weight_files, list_tensors
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.mesh import mesh_sizes
 from dsv4_jax.model.params import param_shapes
 from dsv4_jax.runtime import find_memory
+from dsv4_jax.serving.sizing import step_sizes
 from dsv4_jax.step.settings_size import settings_bytes
 
 HOST_BYTES = 2**30
@@ -66,6 +69,7 @@ def check_engine_memory(
     max_context_tokens: int,
     cache_format: str,
     way_out: str,
+    prefill_tokens: Sequence[int] | None = None,
     draft_tokens: int = 0,
     grammars: bool = False,
     mesh: Mesh | None = None,
@@ -83,6 +87,7 @@ def check_engine_memory(
       max_context_tokens: as of `Engine`.
       cache_format: as of `Engine`.
       way_out: as of `check_memory`.
+      prefill_tokens: as of `Engine`.
       draft_tokens: as of `Engine`.
       grammars: as of `Engine`.
       mesh: as of `Engine`; what one of its devices takes is compared, or on CPUs, which share the
@@ -91,16 +96,18 @@ def check_engine_memory(
 
     Raises:
       MemoryError: it does not fit.
-      ValueError: a file of the checkpoint cannot be read.
+      ValueError: a file of the checkpoint cannot be read, or steps cannot have such sizes.
     """
     if weights == "stored":
         count = stored_bytes(checkpoint, dtype, follow_links=follow_links)
     else:
         count = tree_bytes(param_shapes(config, dtype))
     data, model = (1, 1) if mesh is None else mesh_sizes(mesh)
+    requests = -(-max_requests // data)
+    sizes, _ = step_sizes(prefill_tokens, None, max_requests=requests, draft_tokens=draft_tokens)
     pools = plan_pools(
         config,
-        max_requests=-(-max_requests // data),
+        max_requests=requests,
         max_context_tokens=max_context_tokens,
         cache_format=cache_format,
         block_parts=model if split_cache else 1,
@@ -110,12 +117,13 @@ def check_engine_memory(
         data=data,
         model=model,
         context=max_context_tokens,
-        step_tokens=STEP_TOKENS,
+        step_tokens=max(*sizes, requests),
+        logit_rows=requests * (draft_tokens + 1),
         split_cache=split_cache,
     )
     settings = settings_bytes(
         config.vocab_size,
-        max_requests=-(-max_requests // data),
+        max_requests=requests,
         max_context_tokens=max_context_tokens,
         draft_tokens=draft_tokens,
         grammars=grammars,

@@ -85,7 +85,7 @@ _MANY_PAIRS = 4096
 """From so many on those of experts elsewhere are left out where rows are rounded and summed."""
 _MANY_ROWS = 32
 """Rows of an expert from which on products bind it: padding costs more than a second tile."""
-_UNPACKED_ROWS = 512
+UNPACKED_ROWS = 512
 """Rows of an expert from which on MXFP4 is unpacked once, into memory, and not in each tile."""
 
 
@@ -93,7 +93,7 @@ def _unpack_for_many_rows(arguments: Arguments, core: TensorCore | None) -> Argu
     """The same call with experts in block FP8, where that takes less time."""
     w1, w3, w2 = arguments.w1, arguments.w3, arguments.w2
     mean = arguments.expert_ids.size // (arguments.picked_among or w1.shape[0])
-    if mean < _UNPACKED_ROWS or (core or call_shapes.choose_core()).has_memory:
+    if mean < UNPACKED_ROWS or (core or call_shapes.choose_core()).has_memory:
         return arguments
     if can_unpack(w1) and can_unpack(w3) and can_unpack(w2):
         return arguments._replace(w1=unpack_to_fp8(w1), w3=unpack_to_fp8(w3), w2=unpack_to_fp8(w2))

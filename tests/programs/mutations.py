@@ -886,7 +886,7 @@ MUTATIONS = [
         (
             "experts_of_many_rows_are_not_unpacked",
             "expert_mlp/mosaic_gpu.py",
-            "mean < _UNPACKED_ROWS or",
+            "mean < UNPACKED_ROWS or",
             "True or",
             "pallas_kernels/expert_mlp/test_expert_mlp_kernel.py",
         ),

@@ -112,12 +112,12 @@ def test_requests_share_what_the_weights_leave(plan):
         return tuple(float(number.replace(",", "")) for found in said for number in found)
 
     per_request = 3519.15 / 1024  # GiB: trunk, draft window, table
-    step = 0.70  # GiB
-    assert fitting("--gpu-gib", 100, "--weights-gib", 0) == (99.3, int(99.3 / per_request))
-    assert fitting("--gpu-gib", 100, "--weights-gib", 60) == (39.3, int(39.3 / per_request))
-    assert fitting("--gpu-gib", 200) == (50.66, int(50.66 / per_request))
-    assert fitting("--gpu-gib", 200, "--requests", 4) == (50.66, int(50.66 / per_request))
-    assert fitting("--gpu-gib", 600, "--weights", "bfloat16") == (57.3, int(57.3 / per_request))
+    step = 0.66  # GiB
+    assert fitting("--gpu-gib", 100, "--weights-gib", 0) == (99.34, int(99.34 / per_request))
+    assert fitting("--gpu-gib", 100, "--weights-gib", 60) == (39.34, int(39.34 / per_request))
+    assert fitting("--gpu-gib", 200) == (50.7, int(50.7 / per_request))
+    assert fitting("--gpu-gib", 200, "--requests", 4) == (50.7, int(50.7 / per_request))
+    assert fitting("--gpu-gib", 600, "--weights", "bfloat16") == (57.34, int(57.34 / per_request))
     assert fitting("--gpu-gib", 100, "--weights-gib", 100 - step) == ()
     assert fitting() == fitting("--weights", "bfloat16") == ()  # the default is an H200
 

@@ -315,7 +315,7 @@ def test_experts_of_many_rows_are_unpacked_first(lane, monkeypatch, num_tokens):
     given = rows(num_tokens), *routing("random", num_tokens), *make(width=128)
     found = {}
     for threshold, kind in ((num_tokens // 2, weights.BlockFP8), (num_tokens, weights.MXFP4)):
-        monkeypatch.setattr(mosaic_gpu, "_UNPACKED_ROWS", threshold)
+        monkeypatch.setattr(mosaic_gpu, "UNPACKED_ROWS", threshold)
         found[kind], _ = mosaic_gpu.expert_mlp(Arguments(*given, LIMIT))
         assert seen == [kind, kind]
         seen.clear()

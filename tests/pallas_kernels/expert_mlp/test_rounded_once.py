@@ -55,7 +55,7 @@ def test_no_number_differs(lane, kind, monkeypatch):
     found = {}
     for many in (TOKENS * PICKS, TOKENS * PICKS + 1):
         monkeypatch.setattr(mosaic_gpu, "_MANY_PAIRS", many)
-        monkeypatch.setattr(mosaic_gpu, "_UNPACKED_ROWS", 10**6)
+        monkeypatch.setattr(mosaic_gpu, "UNPACKED_ROWS", 10**6)
         made.clear()
         found[many] = mosaic_gpu.expert_mlp(call_of(kind))
         assert made[0] == ((TOKENS, DIM), many > TOKENS * PICKS)
