@@ -2,7 +2,7 @@
 
     round    a few groups of 128 inputs of a row, or of four where rows are many, per program; a row
              may be any of x's, so that an expert's tokens are gathered on the way
-    pick     rows that are rounded already: a few bytes of eight per program
+    pick     rows that are rounded already: eight groups of eight rows per program
 
 Dense weights take rows as they are, which XLA gathers. Bytes: those of x or of the codes that are
 picked, and of the codes that are made, once each.
