@@ -116,6 +116,8 @@ class Tiling:
 
 _MANY_TOKENS = 2048
 """From so many on CTAs of several tokens still fill the SMs evenly."""
+_TOKENS_OF_REQUEST = 64
+"""On average, from which on few CTAs have tokens of several requests, each of which is a pass."""
 _SHARING = Tiling(tiles=4, groups=4, tokens=4)
 """How a prompt's tokens share keys."""
 
@@ -136,7 +138,7 @@ def choose_tiling(
     requests share keys.
     """
     tiles = -(-num_tiles // max(1, _DEVICE.num_sms // num_tokens))
-    if num_tokens >= max(_MANY_TOKENS, _SHARING.tokens * num_requests) and not core.has_memory:
+    if num_tokens >= max(_MANY_TOKENS, _TOKENS_OF_REQUEST * num_requests) and not core.has_memory:
         return dataclasses.replace(_SHARING, tiles=max(_SHARING.groups, tiles))
     groups = (4 if mxfp4 else 3) if core.has_memory else (6 if mxfp4 else 5)
     return Tiling(tiles=max(groups, tiles), groups=groups)

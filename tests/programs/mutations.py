@@ -844,7 +844,7 @@ MUTATIONS = [
         (
             "tokens_of_many_requests_share_keys",
             "index_scores/tiling.py",
-            "max(_MANY_TOKENS, _SHARING.tokens * num_requests)",
+            "max(_MANY_TOKENS, _TOKENS_OF_REQUEST * num_requests)",
             "_MANY_TOKENS",
             "pallas_kernels/index_scores",
         ),

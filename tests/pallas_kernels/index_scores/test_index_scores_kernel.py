@@ -144,15 +144,15 @@ def test_neighbouring_tokens_of_a_cta_have_the_scores_of_each_alone(lane, name, 
 
 
 def test_many_tokens_of_few_requests_share_keys():
-    """On Hopper; fewer would leave SMs idle, and those of other requests share nothing."""
+    """On Hopper; fewer would leave SMs idle, and each other request of a CTA is a pass of all."""
 
     def tokens_of(num_tokens, num_requests, core=scores_tiling.HOPPER):
         return scores_tiling.choose_tiling(
             num_tokens, 128, True, core, num_requests=num_requests
         ).tokens
 
-    assert tokens_of(2048, 1) == tokens_of(8192, 256) == 4
-    assert tokens_of(2047, 1) == tokens_of(8192, 2049) == tokens_of(256, 256) == 1
+    assert tokens_of(2048, 1) == tokens_of(8192, 128) == 4
+    assert tokens_of(2047, 1) == tokens_of(8192, 129) == tokens_of(256, 256) == 1
     assert tokens_of(8192, 1, scores_tiling.BLACKWELL) == 1
 
 
