@@ -170,7 +170,7 @@ def _sorted_tokens(
     routed = jnp.sum(of_pairs.astype(jnp.float32), axis=1).astype(x.dtype)
     if joined:
         return routed, down[0, total:].astype(x.dtype)
-    if rounded is not None and shared is not None and _takes_rows_of(shared[0], w1):
+    if rounded is not None and shared is not None and _shares_rows(x, shared, w1):
         gate, up, down = shared
         hidden = swiglu_of_rows(x, gate, up, limit=limit, core=core, rows=rounded)
         return routed, block_linear(hidden, down)
@@ -188,11 +188,12 @@ def _round_once(arguments: Arguments) -> bool:
     return is_quantized and num_pairs >= _MANY_PAIRS and num_here > 3 * arguments.x.shape[0]
 
 
-def _takes_rows_of(gate: Weight, w1: Weight) -> bool:
-    """Whether rows that were rounded for the experts are as the shared expert takes them."""
+def _shares_rows(x: jax.Array, shared: tuple[Weight, Weight, Weight], w1: Weight) -> bool:
+    """Whether the shared expert has a kernel that takes rows as they were rounded for the others."""
+    gate, up, _ = shared
     if not (isinstance(gate, BlockFP8) and isinstance(w1, BlockFP8)):
         return False
-    return gate.activations == w1.activations
+    return gate.activations == w1.activations and call_shapes.find_obstacle(x, gate, up) is None
 
 
 def _one_token(

@@ -41,6 +41,13 @@ def call_of(kind, picked_among=None):
     return Arguments(x, ids, share, *stacks, LIMIT, shared, picked_among)
 
 
+def run(call):
+    """Traced anew, with the thresholds of the moment."""
+    static = {"limit": call.limit, "picked_among": call.picked_among}
+    arrays = call._replace(**dict.fromkeys(static))
+    return jax.jit(lambda arrays: mosaic_gpu.expert_mlp(arrays._replace(**static)))(arrays)
+
+
 @pytest.mark.parametrize("kind", slow.all_but(["fp8"], ["fp8", "mxfp4"]))
 def test_no_number_differs(lane, kind, monkeypatch):
     """FP8 experts share the rows with the shared one; MXFP4 takes inputs in another order."""
@@ -57,7 +64,7 @@ def test_no_number_differs(lane, kind, monkeypatch):
         monkeypatch.setattr(mosaic_gpu, "_MANY_PAIRS", many)
         monkeypatch.setattr(mosaic_gpu, "UNPACKED_ROWS", 10**6)
         made.clear()
-        found[many] = mosaic_gpu.expert_mlp(call_of(kind))
+        found[many] = run(call_of(kind))
         assert made[0] == ((TOKENS, DIM), many > TOKENS * PICKS)
     (once, shared), (anew, alone) = found.values()
     largest = np.abs(np.float32(anew)).max()
@@ -71,8 +78,16 @@ def test_rows_that_few_experts_read_are_rounded_as_they_are_picked(monkeypatch):
     assert mosaic_gpu._round_once(call_of("fp8"))
     assert mosaic_gpu._round_once(call_of("fp8", picked_among=5))
     assert not mosaic_gpu._round_once(call_of("fp8", picked_among=6))
-    for kind, takes in (("fp8", True), ("mxfp4", False)):
-        call = call_of(kind)
-        assert mosaic_gpu._takes_rows_of(call.shared[0], call.w1) == takes
     dense = jax.ShapeDtypeStruct((EXPERTS, WIDTH, DIM), jnp.bfloat16)
     assert not mosaic_gpu._round_once(call_of("fp8")._replace(w1=dense))
+
+
+def test_the_shared_expert_takes_rows_as_its_kernel_has_them():
+    """MXFP4 experts take inputs in another order, and of odd sizes the reference is the kernel."""
+    fp8, mxfp4 = call_of("fp8"), call_of("mxfp4")
+    assert mosaic_gpu._shares_rows(fp8.x, fp8.shared, fp8.w1)
+    assert not mosaic_gpu._shares_rows(fp8.x, fp8.shared, mxfp4.w1)
+    odd = weights.quantize_block_fp8(jnp.zeros((WIDTH - 32, DIM)), dtype="bfloat16")
+    assert not mosaic_gpu._shares_rows(fp8.x, (odd, odd, fp8.shared[2]), fp8.w1)
+    exact = weights.with_activations(fp8.shared[0], "bfloat16")
+    assert not mosaic_gpu._shares_rows(fp8.x, (exact, exact, fp8.shared[2]), fp8.w1)
