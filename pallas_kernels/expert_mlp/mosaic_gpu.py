@@ -189,7 +189,7 @@ def _round_once(arguments: Arguments) -> bool:
 
 
 def _shares_rows(x: jax.Array, shared: tuple[Weight, Weight, Weight], w1: Weight) -> bool:
-    """Whether the shared expert has a kernel that takes rows as they were rounded for the others."""
+    """Whether the shared expert has a kernel that takes rows as the others do."""
     gate, up, _ = shared
     if not (isinstance(gate, BlockFP8) and isinstance(w1, BlockFP8)):
         return False
