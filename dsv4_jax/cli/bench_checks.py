@@ -89,7 +89,7 @@ def _step_bytes(
         return decode.MARGIN_BYTES
     data, model = args.data or 1, args.model or 1
     workspace = workspace_bytes(
-        config, data=data, model=model, context=context, step_tokens=call_tokens, logit_rows=data
+        config, data=data, model=model, context=context, step_tokens=call_tokens, logit_rows=1
     )
     return max(decode.MARGIN_BYTES, workspace)
 

@@ -86,7 +86,7 @@ def inputs(keys, batch, num_entries):
     made = draws.make(
         {
             "pool": key_planes(keys, batch * logical),
-            "queries": [draws.Draw((batch, HEADS, DIM), jnp.float32)] * NUM_INPUTS,
+            "queries": [draws.Draw((batch, HEADS, DIM), jnp.bfloat16)] * NUM_INPUTS,
             "weights": [draws.Draw((batch, HEADS))] * NUM_INPUTS,
         }
     )
