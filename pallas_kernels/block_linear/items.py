@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,8 +41,14 @@ class EvenItems:
         """Items in all."""
         return self.num_groups * -(-self.num_tokens // columns)
 
+    def most_rows(self, columns: int) -> int:
+        """Rows that an item has at most."""
+        return min(self.num_tokens, columns)
 
-class Items(NamedTuple):
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Items:
     """Which weight multiplies which rows, for each item.
 
     Attributes:
@@ -51,12 +56,14 @@ class Items(NamedTuple):
       first: i32[N], first row, a multiple of eight.
       target: i32[N], row of the result that it becomes.
       num_rows: i32[N], rows; 0 where there is nothing to do.
+      most: of any item; static.
     """
 
     weight: jax.Array
     first: jax.Array
     target: jax.Array
     num_rows: jax.Array
+    most: int = dataclasses.field(metadata={"static": True})
 
     def of(self, item: jax.Array, columns: int) -> tuple[jax.Array, ...]:
         """The fields of one item."""
@@ -67,6 +74,10 @@ class Items(NamedTuple):
         """Items in all."""
         del columns
         return self.weight.shape[0]
+
+    def most_rows(self, columns: int) -> int:
+        """Rows that an item has at most."""
+        return min(self.most, columns)
 
 
 @jax.tree_util.register_dataclass
@@ -99,3 +110,8 @@ class PickedItems:
         """Items in all."""
         del columns
         return self.weight.shape[0]
+
+    def most_rows(self, columns: int) -> int:
+        """Rows that an item has at most."""
+        del columns
+        return 1

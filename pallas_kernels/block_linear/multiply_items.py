@@ -230,7 +230,8 @@ class Product:
         self, inputs: Operands, outputs: list[Any], scratch: Scratch, item: jax.Array | None
     ) -> None:
         """One CTA's part, as one of its warpgroups; without an item it goes through tiles."""
-        work_of = functools.partial(Work.of, inputs, scratch, self.shapes, self.tiling)
+        most_rows = self.items.most_rows(self.tiling.columns)
+        work_of = functools.partial(Work.of, inputs, scratch, self.shapes, self.tiling, most_rows)
         tiles = self.tiles(inputs)
         if item is None:
             _kernel_of_tiles(tiles, work_of, outputs, self.swiglu)

@@ -1,6 +1,7 @@
 """Rows of x rounded to E4M3 by the CTA that multiplies them, while its weights are on their way.
 
-A CTA's two consumers take groups of 128 inputs in turns, four rows at a time, a warp a row:
+A CTA's two consumers take groups of 128 inputs in turns, four rows at a time, a warp a row; of one
+or two rows, as long as no norm comes first, four or two groups at a time:
 
     load      bf16, or f32 sums over splits that are added here
     norm      where that was left to this kernel; the mean is over all groups, in both consumers
@@ -26,21 +27,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.common import numbers, rows
 from pallas_kernels.common.backend import interpreting
 from pallas_kernels.common.weights import INPUTS
-from pallas_kernels.gpu import e4m3, left_operand, mosaic, mosaic_memory
+from pallas_kernels.gpu import e4m3, left_operand, mosaic
 
 Ref = Any
 plgpu: Any = mosaic_gpu
 _LAYOUT = mosaic.LINES
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 _UNIT = 4
-"""Rows of x that a warpgroup takes at a time."""
+"""Groups of inputs that a warpgroup takes at a time: of as many rows, or of fewer."""
 _AHEAD = 8
-"""Groups of inputs whose loads are on their way at once."""
+"""Such units whose loads are on their way at once."""
 
 
 @jax.tree_util.register_dataclass
@@ -64,18 +65,27 @@ class RawRows:
 def round_rows(work: Any, source: RawRows) -> None:
     """Fills `rows_smem` and `scales_smem` of a CTA, as one of its consumers."""
     num_blocks = work.turns * work.tiling.blocks
-    of_consumer = -(-num_blocks // 2)
-    for unit in range(work.tiling.columns // _UNIT):
+    groups = _groups_of_unit(work, source, num_blocks)
+    units = -(-num_blocks // (2 * groups))
+    for place in range(0, work.most_rows, _UNIT // groups):
 
-        @pl.when(unit * _UNIT < work.tile.num_rows)
-        def _(unit: int = unit) -> None:
+        @pl.when(place < work.tile.num_rows)
+        def _(place: int = place) -> None:
             norm = None
             if source.norm is not None:
-                scale = _inverse_rms(work, source, unit * _UNIT)
+                scale = _inverse_rms(work, source, place)
                 norm = functools.partial(_norm, source.norm, scale)
-            for start in range(0, of_consumer, _AHEAD):
-                count = min(_AHEAD, of_consumer - start)
-                _round_groups(work, source, unit * _UNIT, start, count, num_blocks, norm)
+            for start in range(0, units, _AHEAD):
+                some = range(start, min(start + _AHEAD, units))
+                _round_units(work, source, place, groups, some, num_blocks, norm)
+
+
+def _groups_of_unit(work: Any, source: RawRows, num_blocks: int) -> int:
+    """Groups of inputs of a row that four warps take at once; as many rows make four of them."""
+    if source.norm is not None:
+        return 1
+    groups = _UNIT // min(_UNIT, 1 << (work.most_rows - 1).bit_length())
+    return groups if num_blocks % groups == 0 else 1
 
 
 def _inverse_rms(work: Any, source: RawRows, place: int) -> jax.Array:
@@ -98,25 +108,27 @@ def _norm(weight: Ref, scale: jax.Array, x: jax.Array, column: jax.Array) -> jax
     return (x * scale * weight).astype(jnp.bfloat16).astype(jnp.float32)
 
 
-def _round_groups(
+def _round_units(
     work: Any,
     source: RawRows,
     place: int,
-    start: int,
-    count: int,
+    groups: int,
+    units: range,
     num_blocks: int,
     norm: Callable[[jax.Array, jax.Array], jax.Array] | None,
 ) -> None:
-    """Some groups of a consumer, of four rows from `place` on."""
-    blocks = [2 * (start + i) + work.group for i in range(count)]
-    columns = [(work.block_of(0) + jnp.minimum(block, num_blocks - 1)) * INPUTS for block in blocks]
-    loaded = [_load(work, source, place, column) for column in columns]
+    """Some units of a consumer, of the rows from `place` on."""
+    blocks = [(2 * unit + work.group) * groups for unit in units]
+    inside = [jnp.minimum(block, num_blocks - groups) for block in blocks]
+    columns = [(work.block_of(0) + block) * INPUTS for block in inside]
+    loaded = [_load(work, source, place, column, groups) for column in columns]
     for block, column, x in zip(blocks, columns, loaded, strict=True):
         parts = _split(x if norm is None else norm(x, column), work.shapes.num_parts)
-        if num_blocks % 2 == 0:
-            _store(work, parts, block, place)
-        else:  # the last group may be beyond the last
-            pl.when(block < num_blocks)(functools.partial(_store, work, parts, block, place))
+        store = functools.partial(_store, work, parts, block, groups, place)
+        if num_blocks % (2 * groups) == 0:
+            store()
+        else:  # the last unit may be beyond the last
+            pl.when(block < num_blocks)(store)
 
 
 def _split(x: jax.Array, num_parts: int) -> list[tuple[jax.Array, jax.Array]]:
@@ -134,19 +146,49 @@ def _split(x: jax.Array, num_parts: int) -> list[tuple[jax.Array, jax.Array]]:
     return parts
 
 
-def _store(work: Any, parts: list[tuple[jax.Array, jax.Array]], block: Any, place: int) -> None:
+def _store(
+    work: Any, parts: list[tuple[jax.Array, jax.Array]], block: Any, groups: int, place: int
+) -> None:
     order = mosaic.WIDE_ROWS if work.shapes.is_mxfp4 else None
+    some = block if groups == 1 else pl.ds(block, groups)
+    rows = pl.ds(place, _UNIT // groups)
     for part, (codes, scale) in enumerate(parts):
-        target = work.scratch.rows_smem.at[block, part]
+        target = work.scratch.rows_smem.at[some, part]
         left_operand.store_columns(target, codes, order, first_row=place)
-        target = work.scratch.scales_smem.at[block, part, pl.ds(place, _UNIT)]
-        mosaic_memory.store_shared(target, scale, _LAYOUT.reduce(1))
+        _store_scales(work.scratch.scales_smem.at[pl.ds(block, groups), part, rows], scale)
 
 
-def _load(work: Any, source: RawRows, place: int, column: jax.Array) -> jax.Array:
-    """f32[4, 128], rounded to bf16: columns of the four rows from `place` on, the last repeated."""
+def _store_scales(target: Ref, scale: jax.Array) -> None:
+    """f32[4] of a row's groups, then the next row's, into f32[groups, rows] in shared memory."""
     if interpreting():
-        return _interpret(work, source, place, column)
+        groups, rows = target.shape
+        target[...] = scale.reshape(rows, groups).T
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _LAYOUT.reduce(1)))
+    def store(_, target, scale):
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        kind = ir.MemRefType(target.type)
+        groups, _ = kind.shape
+        apart = mgpu.c(kind.get_strides_and_offset()[0][0], i32)
+        [register], [(line,)] = scale.registers.flat, scale.layout.thread_idxs(scale.shape)
+        line = arith.index_cast(i32, line)
+        row, group = (op(line, mgpu.c(groups, i32)) for op in (arith.divui, arith.remui))
+        offset = arith.addi(arith.muli(group, apart), row)
+        base = llvm.addrspacecast(llvm.PointerType.get(3), mgpu.utils.memref_ptr(target))
+        value = vector.extract(register, [], [0])
+        llvm.store(value, mgpu.utils.getelementptr(base, [offset], f32))
+
+    store(target, scale)
+
+
+def _load(work: Any, source: RawRows, place: int, column: jax.Array, groups: int = 1) -> jax.Array:
+    """f32[4, 128], rounded to bf16: groups of each of the rows from `place` on.
+
+    The last row is repeated. Groups of a row follow each other.
+    """
+    if interpreting():
+        return _interpret(work, source, place, column, groups)
     values, token = source.values, source.token
     refs = [values] if token is None else [values, token]
     result = plgpu.ShapeDtypeStruct((_UNIT, INPUTS), jnp.float32, layout=_LAYOUT)
@@ -175,8 +217,10 @@ def _load(work: Any, source: RawRows, place: int, column: jax.Array) -> jax.Arra
         narrow = ir.VectorType.get((layout.vector_length,), ir.BF16Type.get())
         flat = registers.reshape(-1)
         for number, (row, inner) in enumerate(layout.thread_idxs((_UNIT, INPUTS))):
-            row, inner = arith.index_cast(i32, row), arith.index_cast(i32, inner)
-            row = arith.addi(row, mgpu.c(place, i32))
+            line, inner = arith.index_cast(i32, row), arith.index_cast(i32, inner)
+            group = arith.remui(line, mgpu.c(groups, i32))
+            inner = arith.addi(inner, arith.muli(group, mgpu.c(INPUTS, i32)))
+            row = arith.addi(arith.divui(line, mgpu.c(groups, i32)), mgpu.c(place, i32))
             row = arith.minsi(row, arith.subi(num_rows, mgpu.c(1, i32)))
             row = arith.extsi(i64, arith.addi(first, row))
             if token:
@@ -199,12 +243,14 @@ def _load(work: Any, source: RawRows, place: int, column: jax.Array) -> jax.Arra
     return load(*refs, work.tile.first, work.tile.num_rows, column)
 
 
-def _interpret(work: Any, source: RawRows, place: int, column: jax.Array) -> jax.Array:
+def _interpret(work: Any, source: RawRows, place: int, column: jax.Array, groups: int) -> jax.Array:
     found = []
-    for row in range(_UNIT):
+    for line in range(_UNIT):
+        row, group = divmod(line, groups)
         number = work.tile.first + jnp.minimum(place + row, work.tile.num_rows - 1)
         if source.token is not None:
             number = jnp.clip(source.token[number], 0, source.values.shape[1] - 1)
-        parts = source.values[:, number, pl.ds(column, INPUTS)].astype(jnp.float32)
+        columns = pl.ds(column + group * INPUTS, INPUTS)
+        parts = source.values[:, number, columns].astype(jnp.float32)
         found.append(functools.reduce(jnp.add, list(parts)))
     return jnp.stack(found).astype(jnp.bfloat16).astype(jnp.float32)

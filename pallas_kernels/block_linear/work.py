@@ -102,6 +102,7 @@ class Work:
       shapes: sizes of the call.
       tiling: how it is cut.
       group: i32[], the warpgroup.
+      most_rows: rows that a tile has at most.
       tile: what it works on.
       turns_before: i32[], stages of the tiles that the CTA has gone through; None where it has one.
     """
@@ -110,6 +111,7 @@ class Work:
     scratch: Scratch
     shapes: Shapes
     tiling: Tiling
+    most_rows: int
     group: jax.Array
     tile: Tile
     turns_before: jax.Array | None = None
@@ -121,6 +123,7 @@ class Work:
         scratch: Scratch,
         shapes: Shapes,
         tiling: Tiling,
+        most_rows: int,
         tile: Tile,
         turns_before: jax.Array | None = None,
     ) -> Work:
@@ -130,6 +133,7 @@ class Work:
             scratch=scratch,
             shapes=shapes,
             tiling=tiling,
+            most_rows=most_rows,
             group=lax.axis_index("warpgroup"),
             tile=tile,
             turns_before=turns_before,

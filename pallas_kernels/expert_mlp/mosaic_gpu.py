@@ -123,7 +123,8 @@ def _sorted_tokens(
     token, row, expert, first, num_rows, share = _sort(
         expert_ids, expert_weights, num_experts, gate_tiling.columns, spare
     )
-    items, total = Items(expert, first, first, num_rows), token.shape[0]
+    items = Items(expert, first, first, num_rows, most=x.shape[0])
+    total = token.shape[0]
     is_pair = (expert_ids >= 0) & (expert_ids < num_experts)
     num_used = None
     if expert_ids.size >= _MANY_PAIRS and (picked_among or 0) > num_experts:

@@ -49,15 +49,21 @@ def store_columns(
     """Stores the other operand's rows with their columns in the order of `from_rows`'.
 
     Args:
-      target: e4m3[R, 128] in shared memory, `mosaic.SWIZZLED_BYTES`.
+      target: e4m3[R, 128] in shared memory, `mosaic.SWIZZLED_BYTES`; or e4m3[G, R, 128], of which
+        G rows that follow each other each take one.
       rows: e4m3[M, 128] in `mosaic.LINES` layout.
       layout: layout in which the left operand's rows are loaded, `mosaic.WIDE_ROWS` or `EVEN_ROWS`;
         None leaves the columns in their order.
       first_row: row of the target that the first one becomes.
     """
+    groups = target.shape[0] if len(target.shape) == 3 else 1
     if interpreting():
         ordered = rows if layout is None else order_columns(rows, layout)
-        target[pl.ds(first_row, rows.shape[0])] = ordered
+        if groups > 1:
+            ordered = ordered.reshape(-1, groups, DIM).swapaxes(0, 1)
+            target[:, pl.ds(first_row, rows.shape[0] // groups)] = ordered
+        else:
+            target[pl.ds(first_row, rows.shape[0])] = ordered
         return
     shape = rows.shape
 
@@ -66,14 +72,17 @@ def store_columns(
         i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
         base = llvm.addrspacecast(llvm.PointerType.get(3), mgpu.utils.memref_ptr(target))
         places = rows.layout.thread_idxs(shape)
+        (apart, *_), _ = ir.MemRefType(target.type).get_strides_and_offset()
         for register, place in zip(rows.registers.flat, places, strict=True):
             row, column = (arith.index_cast(i32, i) for i in place)
+            group = arith.remui(row, mgpu.c(groups, i32))
+            row = arith.divui(row, mgpu.c(groups, i32))
             row = arith.addi(row, mgpu.c(first_row, i32))
             v, k, q = _place_of_word(arith.divui(column, mgpu.c(4, i32)), layout)
             swizzle = arith.remui(row, mgpu.c(8, i32))
             chunk = arith.xori(swizzle, arith.addi(arith.muli(v, mgpu.c(4, i32)), k))
             offset = arith.muli(row, mgpu.c(DIM, i32))
-            for number, size in ((chunk, 16), (q, 4)):
+            for number, size in ((chunk, 16), (q, 4), (group, apart)):
                 offset = arith.addi(offset, arith.muli(number, mgpu.c(size, i32)))
             address = mgpu.utils.getelementptr(base, [offset], byte)
             llvm.store(mgpu.utils.bitcast(register, i32), address, alignment=4)

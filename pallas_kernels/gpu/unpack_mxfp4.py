@@ -55,6 +55,11 @@ def largest_scale(words: jax.Array) -> jax.Array:
     )
 
 
+def largest_scale_of_rows(words: jax.Array) -> jax.Array:
+    """`largest_scale` of i32[64] in `mosaic.ROW` layout, two codes at a time."""
+    return largest_scale(words) if interpreting() else _largest(words, of_pairs=False)
+
+
 def largest_scale_of_pairs(words: jax.Array) -> jax.Array:
     """The largest scale of rows i and i + 32, which a thread holds, for each of them.
 
@@ -68,18 +73,40 @@ def largest_scale_of_pairs(words: jax.Array) -> jax.Array:
     """
     if interpreting():
         return jnp.tile(jnp.max(largest_scale(words).reshape(2, -1), axis=0), 2)
+    return _largest(words, of_pairs=True)
 
+
+def _largest(words: jax.Array, *, of_pairs: bool) -> jax.Array:
     @plgpu.inline_mgpu(
         arg_types=(mosaic.ROW,),
         return_type=plgpu.ShapeDtypeStruct(words.shape, jnp.int32, layout=mosaic.ROW),
     )
-    def share(_, largest):
-        registers = np.empty(largest.registers.shape, dtype=object)
-        [of_row, of_other] = largest.registers.flat
-        registers[...] = arith.maxsi(of_row, of_other)
-        return mgpu.FragmentedArray(_registers=registers, _layout=largest.layout, _is_signed=True)
+    def find(_, words):
+        i32 = ir.IntegerType.get_signless(32)
+        one = ir.VectorType.get((1,), i32)
+        of_thread = [vector.extract(register, [], [0]) for register in words.registers.flat]
+        together = [of_thread] if of_pairs else [[word] for word in of_thread]
+        found = [vector.broadcast(one, _largest_of(some)) for some in together]
+        registers = np.empty(words.registers.shape, dtype=object)
+        registers.flat[:] = found * (registers.size // len(found))
+        return mgpu.FragmentedArray(_registers=registers, _layout=words.layout, _is_signed=True)
 
-    return share(largest_scale(words))
+    return find(words)
+
+
+def _largest_of(words: list[ir.Value]) -> ir.Value:
+    """The largest byte of some words: two 16-bit maxima at a time."""
+    i32 = ir.IntegerType.get_signless(32)
+    lines = ["{", ".reg .b32 even, odd, most;", "mov.b32 most, 0;"]
+    for number in range(1, len(words) + 1):
+        lines += [
+            f"and.b32 even, ${number}, 0x00ff00ff;",
+            f"prmt.b32 odd, ${number}, 0, 0x4341;",
+            "max.u16x2 even, even, odd;",
+            "max.u16x2 most, most, even;",
+        ]
+    lines += ["shr.u32 odd, most, 16;", "max.u16x2 most, most, odd;", "and.b32 $0, most, 255;", "}"]
+    return llvm.inline_asm(i32, words, "\n".join(lines), ",".join(["=r", *["r"] * len(words)]))
 
 
 def unpack(
@@ -97,7 +124,7 @@ def unpack(
     Returns:
       e4m3[64, 128] in `mosaic.WIDE_ROWS` layout.
     """
-    largest = largest_scale(words) if largest is None else largest
+    largest = largest_scale_of_rows(words) if largest is None else largest
     if interpreting():
         return _interpret(codes, words, table, largest)
     shape = (codes.shape[0], 2 * codes.shape[1])
@@ -154,6 +181,8 @@ def _magnitudes_of_lane(
 def _four_and_four(word: ir.Value, low: ir.Value, high: ir.Value) -> list[ir.Value]:
     """The eight codes of a word as two words of four E4M3 codes.
 
+    Of two shifts each is a product, which other units make than those of all else.
+
     Source: `numbers.interleave_signs`.
     """
     i32 = ir.IntegerType.get_signless(32)
@@ -162,7 +191,7 @@ def _four_and_four(word: ir.Value, low: ir.Value, high: ir.Value) -> list[ir.Val
       and.b32 select, $2, 0x77777777;
       prmt.b32 bytes, $3, $4, select;
       lop3.b32 $0, bytes, $2, 0x80808080, 0xf8;
-      shr.u32 select, select, 16;
+      mul.hi.u32 select, select, 65536;
       prmt.b32 bytes, $3, $4, select;
       shl.b32 signs, $2, 4;
       lop3.b32 $1, bytes, signs, 0x80808080, 0xf8;

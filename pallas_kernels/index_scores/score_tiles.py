@@ -188,8 +188,11 @@ def score_tiles(
             for layout in word_layouts
         ]
         if s.mxfp4:
-            keys = unpack_mxfp4.unpack(rows, words[0], inputs.magnitudes)
-            factor = unpack_mxfp4.largest_scale(words[-1]) << 23  # UE8M0, an f32's exponent
+            largest = unpack_mxfp4.largest_scale_of_rows(words[0])
+            keys = unpack_mxfp4.unpack(rows, words[0], inputs.magnitudes, largest)
+            if num_words > 1:
+                largest = unpack_mxfp4.largest_scale(words[-1])
+            factor = largest << 23  # UE8M0, an f32's exponent
         else:
             keys, factor = lax.bitcast_convert_type(rows, jnp.float8_e4m3fn), words[-1]
         operand = prepare(keys)

@@ -389,7 +389,32 @@ def _experts(*arguments, picked_among):
     return expert_mlp(*arguments, limit=10.0, picked_among=picked_among, backend="mosaic_gpu")
 
 
+def _mixture(*arguments):
+    return mixture_mlp(*arguments, limit=10.0, backend="mosaic_gpu", may_stay_in_parts=True)
+
+
+def _shared_specs(dim, width):
+    """Of a shared expert in block FP8."""
+    return tuple(
+        weights.BlockFP8(
+            codes=jax.ShapeDtypeStruct((out, into), jnp.float8_e4m3fn),
+            scale=jax.ShapeDtypeStruct((out // 128, into // 128), jnp.uint8),
+            dtype="bfloat16",
+            activations="fp8",
+        )
+        for out, into in ((width, dim), (width, dim), (dim, width))
+    )
+
+
 AOT_CASES = [
+    (
+        f"flash mixture {num_tokens} fp8@{target}",
+        _mixture,
+        [*_specs(num_tokens, 256, 4096, 2048, "fp8"), _shared_specs(4096, 2048)],
+    )
+    for target in ("sm_90a", "sm_100a")
+    for num_tokens in (1, 2)
+] + [
     (
         f"{name} {num_tokens} {activations}@{target}",
         functools.partial(_experts, picked_among=picked_among),
