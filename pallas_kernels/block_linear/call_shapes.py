@@ -333,10 +333,10 @@ def _choose_stages(shapes: Shapes, tiling: Tiling, *, fills: bool) -> int:
     stages = min((room - shapes.fixed_bytes(tiling)) // shapes.stage_bytes(tiling), _MAX_STAGES)
     if not tiling.programs:
         stages = min(stages, shapes.turns(tiling))
-    elif tiling.rows_on_left:
+    if tiling.rows_on_left:
         stages = min(stages, _STAGES_OF_ROWS)
-    elif stages > 3:  # a power of two, so that a stage's slot is a mask
-        stages = 1 << (stages.bit_length() - 1)
+    elif stages > 3 and (tiling.programs or shapes.is_mxfp4):
+        stages = 1 << (stages.bit_length() - 1)  # so that a stage's slot is a mask
     return max(2, stages)
 
 

@@ -214,11 +214,14 @@ class Work:
 
         def fetch_weight(which: int, tile: Any, block: Any, slot: Any, consumer: int) -> None:
             codes, ready = inputs.codes[which], scratch.ready.at[slot]
-            if s.is_mxfp4:
+            if s.is_mxfp4:  # whose blocks lie together: no tensor map, and no rows of 64 bytes
                 run = self.tile.weight, tile, pl.ds(block, tiling.blocks)
-                plgpu.copy_gmem_to_smem(codes.at[run], scratch.codes_smem.at[slot, consumer], ready)
+                together = functools.partial(
+                    plgpu.copy_gmem_to_smem, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS
+                )
+                together(codes.at[run], scratch.codes_smem.at[slot, consumer], ready)
                 target = scratch.words_smem.at[slot, consumer]
-                plgpu.copy_gmem_to_smem(inputs.scales[which].at[run], target, ready)
+                together(inputs.scales[which].at[run], target, ready)
                 return
             for b in range(tiling.blocks):
                 inner = pl.ds((block + b) * s.inputs, s.inputs)

@@ -181,8 +181,6 @@ def _magnitudes_of_lane(
 def _four_and_four(word: ir.Value, low: ir.Value, high: ir.Value) -> list[ir.Value]:
     """The eight codes of a word as two words of four E4M3 codes.
 
-    Of two shifts each is a product, which other units make than those of all else.
-
     Source: `numbers.interleave_signs`.
     """
     i32 = ir.IntegerType.get_signless(32)
@@ -191,7 +189,7 @@ def _four_and_four(word: ir.Value, low: ir.Value, high: ir.Value) -> list[ir.Val
       and.b32 select, $2, 0x77777777;
       prmt.b32 bytes, $3, $4, select;
       lop3.b32 $0, bytes, $2, 0x80808080, 0xf8;
-      mul.hi.u32 select, select, 65536;
+      shr.u32 select, select, 16;
       prmt.b32 bytes, $3, $4, select;
       shl.b32 signs, $2, 4;
       lop3.b32 $1, bytes, signs, 0x80808080, 0xf8;
