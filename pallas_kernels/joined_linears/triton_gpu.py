@@ -30,6 +30,8 @@ Ref = Any
 FEW_ROWS = 2
 _MAX_ROWS_OF_LANES = 8
 _OUTPUTS = 8
+_INPUTS_OF_RUN = 512
+"""So few that an SM has registers for three programs of one row."""
 _NUM_WARPS = 8
 
 
@@ -61,7 +63,6 @@ def joined_linears(arguments: Arguments) -> list[jax.Array]:
     num_rows, dim = x.shape
     is_matrix = num_rows > FEW_ROWS and _are_bf16(x, weights)
     num_outputs = triton_matrices.outputs_of_program(num_rows) if is_matrix else _OUTPUTS
-    inputs_of_run = 1024 if num_rows <= FEW_ROWS else 512
     programs = [-(-weight.shape[0] // num_outputs) for weight in weights]
     firsts = [0, *itertools.accumulate(programs)]
     arrays, tree = jax.tree.flatten((x, positions, weights, biases))
@@ -85,9 +86,9 @@ def joined_linears(arguments: Arguments) -> list[jax.Array]:
     ) -> None:
         exists = out < weight.shape[0]
         codes = weight.codes if isinstance(weight, BlockFP8) else weight
-        sums = [jnp.zeros((_OUTPUTS, inputs_of_run), jnp.float32) for _ in range(num_rows)]
-        for first in range(0, dim, inputs_of_run):
-            column = first + jnp.arange(inputs_of_run, dtype=jnp.int32)
+        sums = [jnp.zeros((_OUTPUTS, _INPUTS_OF_RUN), jnp.float32) for _ in range(num_rows)]
+        for first in range(0, dim, _INPUTS_OF_RUN):
+            column = first + jnp.arange(_INPUTS_OF_RUN, dtype=jnp.int32)
             inside = column < dim
             here = exists[:, None] & inside[None]
             tile = triton.load_where(codes, (out[:, None], column[None]), here)
@@ -113,7 +114,7 @@ def joined_linears(arguments: Arguments) -> list[jax.Array]:
             jax.ShapeDtypeStruct((num_rows, weight.shape[0]), dtype)
             for weight, dtype in zip(weights, dtypes, strict=True)
         ],
-        num_warps=triton_matrices.NUM_WARPS if is_matrix else _NUM_WARPS,
+        num_warps=triton_matrices.num_warps(num_rows) if is_matrix else _NUM_WARPS,
         num_stages=triton_matrices.NUM_STAGES if is_matrix else None,
         name="joined_linears",
     )

@@ -11,7 +11,6 @@ from pallas_kernels.gpu import triton
 
 Ref = Any
 MAX_ROWS = 64
-NUM_WARPS = 4
 NUM_STAGES = 4
 _INPUTS = 128
 _SIDE = 16
@@ -21,6 +20,11 @@ _SIDE = 16
 def outputs_of_program(num_rows: int) -> int:
     """Outputs that a program multiplies; with more rows, more, as each program reads all rows."""
     return min(_rows_width(num_rows), 2 * _SIDE)
+
+
+def num_warps(num_rows: int) -> int:
+    """Of a program: two for each 16 of its outputs."""
+    return outputs_of_program(num_rows) // _SIDE * 2
 
 
 def multiply(

@@ -10,6 +10,7 @@ are. Theirs include the sort of the picks, SwiGLU and the sum over picks, as our
 """
 
 import functools
+import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -35,9 +36,12 @@ def main():
         humming="folder of humming, beside which vLLM's experts are timed too",
         sum="vLLM's file of the sum over picks, which Humming needs",
     )
+    parser.add_argument(
+        "--rivals", default="", metavar="PATTERN", help="those whose names match it alone"
+    )
     baselines.add_only(parser)
     args = parser.parse_args()
-    rivals = Rivals(args.marlin, args.library, args.humming, args.sum)
+    rivals = Rivals(args.marlin, args.library, args.humming, args.sum, args.rivals)
     bandwidth = timing.copy_bandwidth()
     cases = [
         case_of(model, tokens, law, bandwidth, rivals)
@@ -52,9 +56,10 @@ def main():
 class Rivals:
     """The other kernels that were asked for, loaded when the first is timed."""
 
-    def __init__(self, marlin=None, library=None, humming=None, sum_file=None):
+    def __init__(self, marlin=None, library=None, humming=None, sum_file=None, pattern=""):
         if (marlin and not library) or (humming and not (marlin and sum_file)):
             raise SystemExit("--marlin needs --library, and --humming needs both and --sum")
+        self._pattern = pattern
         self._with_marlin, self._with_humming = bool(marlin), bool(humming)
         libraries = marlin, library
         self._marlin = baselines.Held(functools.partial(rival_experts.Marlin, libraries))
@@ -75,7 +80,7 @@ class Rivals:
             found["vLLM Humming, BF16 rows"] = lambda: self._humming.get(sizes, LIMIT).time_us(
                 drawn, "bfloat16"
             )
-        return found
+        return {name: time for name, time in found.items() if re.search(self._pattern, name)}
 
 
 def case_of(model, tokens, law, bandwidth, rivals):

@@ -11,6 +11,7 @@ import numpy as np
 
 import pallas_kernels as pk
 from pallas_kernels.block_linear import mosaic_gpu as product_kernel
+from pallas_kernels.block_linear import triton_rows
 from pallas_kernels.block_linear.call_shapes import Tiling
 from pallas_kernels.common import weights
 from pallas_kernels.expert_mlp import triton_unpack
@@ -84,6 +85,18 @@ def unpack():
     return jax.jit(triton_unpack.unpack_to_fp8)(weight("mxfp4", 2, 256, 384))
 
 
+def pick_rounded():
+    """Rows rounded once, of which some are picked twice and some not."""
+    x, one = rows(MANY_TOKENS), weight("fp8", 128, DIM)
+    token = np.random.default_rng(6).integers(0, MANY_TOKENS, MANY_ROWS).astype(np.int32)
+
+    def run(x, one, token):
+        rounded = triton_rows.make_rows(x, one, num_spare=32)
+        return triton_rows.pick_rows(rounded, token, num_spare=32)
+
+    return jax.jit(run)(x, one, token)
+
+
 def join(count):
     """Projections of one hidden state, with biases by position."""
     rng = np.random.default_rng(3)
@@ -120,6 +133,8 @@ CALLS = {
     "round_many": functools.partial(multiply, "fp8", MANY_ROWS, shape=(64, 1024)),
     "round_many_ragged": functools.partial(multiply, "fp8", MANY_ROWS, shape=(64, 1152)),
     "multiply_mxfp4": functools.partial(multiply, "mxfp4", 5),
+    "multiply_one": functools.partial(multiply, "mxfp4", 1, shape=(OUT, 1536)),
+    "multiply_two": functools.partial(multiply, "fp8", 2, shape=(OUT, 1280)),
     "multiply_bf16_rows": functools.partial(multiply, "mxfp4", 5, activations="bfloat16"),
     "multiply_tiles": functools.partial(multiply, "fp8", 300, tiling="tiles"),
     "multiply_splits": functools.partial(multiply, "mxfp4", 5, tiling="splits"),
@@ -131,7 +146,10 @@ CALLS = {
     "experts_of_many": functools.partial(experts, 300),
     "experts_sorted": functools.partial(experts, MANY_TOKENS, dim=128),
     "experts_shared": functools.partial(experts, 7, shared=True),
+    "experts_shared_one": functools.partial(experts, 1, dim=DIM, shared=True),
+    "experts_shared_two": functools.partial(experts, 2, dim=DIM, shared=True),
     "unpack_experts": unpack,
+    "pick_rounded": pick_rounded,
     "join": functools.partial(join, 3),
     "join_many": functools.partial(join, 19),
     "write": functools.partial(write, 3),
