@@ -24,7 +24,7 @@ def index_scores(queries: jax.Array, weights: jax.Array, keys: jax.Array) -> jax
     """score[e] = sum_h w[h] relu(q[h] . k[e]) / sqrt(IC * IH), in f32; leading axes broadcast.
 
     Args:
-      queries: [..., IH, IC], rotated and rounded as the keys are.
+      queries: f32 or bf16[..., IH, IC], rotated and rounded as the keys are.
       weights: f32[..., IH], may be negative.
       keys: f32[..., E, IC].
 
@@ -33,7 +33,8 @@ def index_scores(queries: jax.Array, weights: jax.Array, keys: jax.Array) -> jax
     """
     highest = jax.lax.Precision.HIGHEST
     num_heads, dim = queries.shape[-2:]
-    products = jax.nn.relu(jnp.matmul(keys, queries.mT, precision=highest))
+    transposed = queries.astype(jnp.float32).mT
+    products = jax.nn.relu(jnp.matmul(keys, transposed, precision=highest))
     scaled = weights * np.float32((num_heads * dim) ** -0.5)
     return jnp.sum(products * scaled[..., None, :], axis=-1)
 

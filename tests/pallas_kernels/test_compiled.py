@@ -21,12 +21,15 @@ pytestmark = pytest.mark.skipif(aot.unavailable() is not None, reason=str(aot.un
 RECORDED = aot.read_recorded()
 SPILLED, OVER_BUDGET = "compiled/spilling", "compiled/over_budget"
 WAITING = "compiled/waiting@sm_90a"
+_THREADS = 384
+"""Of a CTA of a product: one warpgroup that brings in and two that multiply."""
 USUAL = {
     "sm_90a": (
         "append_and_flush_kernel/append_and_flush swa fp8_ue8m0 64 tokens 64 heads",
         "block_linear_kernel/fp8 1x32768x1024 fp8@sm_90a",
         "joined_linears/1x4096",
         "expert_mlp_kernel/flash 1 fp8@sm_90a",
+        "expert_mlp_kernel/flash mixture 1 fp8@sm_90a",
         "flush_kernels/append_tokens csa fp8_ue8m0 64 tokens",
         "flush_kernels/flush_hca fp8_ue8m0 64 tokens",
         "gather_entries/selected",
@@ -164,6 +167,20 @@ def test_every_case_is_recorded(target):
 )
 def test_a_case_compiles_to_nothing_worse_than_recorded(compiled, target, case):
     assert not aot_figures.complaints(compiled(target)[case], RECORDED[target][case])
+
+
+@pytest.mark.parametrize("target", ["sm_90a"])
+@pytest.mark.parametrize(
+    "case", [f"expert_mlp_kernel/flash mixture {count} fp8@sm_90a" for count in (1, 2)]
+)
+def test_products_of_one_or_two_tokens_fit_twice_on_an_sm(compiled, target, case):
+    """Of some 80 registers a thread two CTAs of 384 threads have none left, and come in turns."""
+    kernels = compiled(target)[case]["kernels"]
+    products = [found for name, found in kernels.items() if name.startswith("multiply")]
+    assert len(products) == 2
+    for found in products:
+        assert 2 * _THREADS * -(-found["registers"] // 8) * 8 <= 65536
+        assert 2 * (found["shared_bytes"] + 1024) <= 228 << 10
 
 
 @usually_one_target

@@ -39,7 +39,7 @@ def store_keys(rng, codec, keys, visible, entries_per_block):
     return pool, table, decoded
 
 
-def select(scores, visible, k=K, entries_per_block=EB):
+def select(scores, visible, k=K, entries_per_block=EB, dtype=np.float32):
     """Selects by given scores f32[requests, entries]: request t is query t's.
 
     A key [s, 0] scores relu(s) - relu(-s) = s, exactly, with queries [1, 0] and [-1, 0] of weights
@@ -57,7 +57,7 @@ def select(scores, visible, k=K, entries_per_block=EB):
     )
     return np.asarray(
         jit_index_topk(
-            np.tile(np.float32([[1, 0], [-1, 0]]), (num_queries, 1, 1)),
+            np.tile(np.array([[1, 0], [-1, 0]], dtype), (num_queries, 1, 1)),
             np.tile(np.float32([2, -2]), (num_queries, 1)),
             LayerPlanes(pool, CASE_LAYER, F32),
             make_call(table, np.arange(num_queries), visible=visible),
@@ -66,12 +66,17 @@ def select(scores, visible, k=K, entries_per_block=EB):
     )
 
 
-def check(scores, visible, k=K, entries_per_block=EB):
-    selected = select(scores, visible, k, entries_per_block)
+def check(scores, visible, k=K, entries_per_block=EB, dtype=np.float32):
+    selected = select(scores, visible, k, entries_per_block, dtype)
     rows = zip(scores, visible, strict=True)
     expected = [token_oracle.best_entries(row[:v], k) for row, v in rows]
     assert selected.dtype == np.int32
     np.testing.assert_array_equal(selected, expected)
+
+
+def test_queries_may_have_16_bits():
+    """As a model's have; no dtype is promoted in silence."""
+    check(np.random.default_rng(0).normal(size=(len(VISIBLE), E)), VISIBLE, dtype=jnp.bfloat16)
 
 
 RANDOM = np.random.default_rng(0).normal(size=E).astype(np.float32)
