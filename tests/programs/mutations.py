@@ -704,9 +704,16 @@ MUTATIONS = [
         (
             "scores_without_relu",
             "index_scores/reference.py",
-            "jax.nn.relu(jnp.matmul(keys, queries.mT, precision=highest))",
-            "jnp.matmul(keys, queries.mT, precision=highest)",
+            "jax.nn.relu(jnp.matmul(keys, transposed, precision=highest))",
+            "jnp.matmul(keys, transposed, precision=highest)",
             "pallas_kernels/index_topk",
+        ),
+        (
+            "the_definition_of_scores_promotes_queries",
+            "index_scores/reference.py",
+            "transposed = queries.astype(jnp.float32).mT",
+            "transposed = queries.mT",
+            "pallas_kernels/index_topk/test_index_topk.py",
         ),
         (
             "no_sink",
@@ -861,6 +868,34 @@ MUTATIONS = [
             "word = start * _WORDS + jnp.arange(_PICKED_GROUPS",
             "word = start + jnp.arange(_PICKED_GROUPS",
             "pallas_kernels/block_linear/test_pick_rows.py",
+        ),
+        (
+            "groups_of_a_row_that_is_rounded_are_the_first_one",
+            "block_linear/round_rows.py",
+            "columns = pl.ds(column + group * INPUTS, INPUTS)",
+            "columns = pl.ds(column, INPUTS)",
+            "pallas_kernels/block_linear/test_round_rows.py",
+        ),
+        (
+            "scales_of_two_rows_lie_where_one_row_s_do",
+            "block_linear/round_rows.py",
+            "target[...] = scale.reshape(rows, groups).T",
+            "target[...] = scale.reshape(groups, rows)",
+            "pallas_kernels/block_linear/test_round_rows.py",
+        ),
+        (
+            "the_last_groups_of_a_row_are_not_rounded",
+            "block_linear/round_rows.py",
+            "units = -(-num_blocks // (2 * groups))",
+            "units = num_blocks // (2 * groups)",
+            "pallas_kernels/block_linear/test_round_rows.py",
+        ),
+        (
+            "experts_that_two_tokens_picked_have_one_row",
+            "expert_mlp/mosaic_gpu.py",
+            "most=x.shape[0])",
+            "most=1)",
+            "pallas_kernels/expert_mlp/test_expert_mlp_kernel.py",
         ),
         (
             "the_shared_expert_takes_rows_in_the_order_of_mxfp4",

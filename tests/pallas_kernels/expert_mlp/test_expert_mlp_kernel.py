@@ -27,14 +27,14 @@ jit_mixture = jax.jit(mixture_mlp, static_argnames=("limit", "backend"))
 
 
 @functools.cache
-def make(kind="mxfp4", activations="fp8", width=WIDTH):
+def make(kind="mxfp4", activations="fp8", width=WIDTH, dim=D):
     quantize = {
         "mxfp4": weights.quantize_mxfp4,
         "fp8": weights.quantize_block_fp8,
         "dense": lambda values, dtype, activations: values.astype(dtype),
     }[kind]
     quantize = jax.jit(quantize, static_argnames=("dtype", "activations"))
-    rng, shapes = np.random.default_rng(0), ((E, width, D), (E, width, D), (E, D, width))
+    rng, shapes = np.random.default_rng(0), ((E, width, dim), (E, width, dim), (E, dim, width))
     values = [rng.normal(size=shape) * 3 * shape[-1] ** -0.5 for shape in shapes]
     return [
         quantize(jnp.asarray(v, jnp.float32), dtype="bfloat16", activations=activations)
@@ -43,10 +43,10 @@ def make(kind="mxfp4", activations="fp8", width=WIDTH):
 
 
 @functools.cache
-def shared_expert(width=128):
+def shared_expert(width=128, dim=D):
     """The second of each stack, for all tokens."""
     take = jax.jit(lambda stacks: jax.tree.map(lambda leaf: leaf[1], tuple(stacks)))
-    return take(make("fp8", width=width))
+    return take(make("fp8", width=width, dim=dim))
 
 
 def routing(name, num_tokens):
@@ -66,8 +66,8 @@ def run(x, ids, share, w1, w3, w2, tilings=None, core=None):
     return mosaic_gpu.expert_mlp(arguments, tilings=tilings, core=core)[0]
 
 
-def rows(num_tokens):
-    return jnp.asarray(np.random.default_rng(2).normal(size=(num_tokens, D)), jnp.bfloat16)
+def rows(num_tokens, dim=D):
+    return jnp.asarray(np.random.default_rng(2).normal(size=(num_tokens, dim)), jnp.bfloat16)
 
 
 def close(lane, found, expected):
@@ -82,6 +82,19 @@ def test_the_shared_expert_joins_the_picked_ones(lane, name, num_tokens):
     """In their launches where tokens are few, beside them where they are not."""
     stacks = make(width=128)
     given = (rows(num_tokens), *routing(name, num_tokens), *stacks, shared_expert())
+    expected = jit_mixture(*given, limit=LIMIT, backend="reference")
+    found = jit_mixture(*given, limit=LIMIT, backend="mosaic_gpu")
+    for mine, wanted in zip(found, expected, strict=True):
+        close(lane, mine, wanted)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "dim"), slow.all_but([(2, 512)], [(2, 512), (1, 512), (2, 768), (3, 512)])
+)
+def test_few_tokens_that_picked_the_same_experts(lane, num_tokens, dim):
+    """Each expert has as many rows as there are tokens, rounded some groups of inputs at a time."""
+    given = rows(num_tokens, dim), *routing("one expert", num_tokens)
+    given = *given, *make(width=128, dim=dim), shared_expert(dim=dim)
     expected = jit_mixture(*given, limit=LIMIT, backend="reference")
     found = jit_mixture(*given, limit=LIMIT, backend="mosaic_gpu")
     for mine, wanted in zip(found, expected, strict=True):
