@@ -39,9 +39,9 @@ plgpu: Any = mosaic_gpu
 _LAYOUT = mosaic.LINES
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 _UNIT = 4
-"""Groups of inputs that a warpgroup takes at a time: of as many rows, or of fewer."""
+"""Groups of inputs that a warpgroup takes at once, a warp each: of four rows, or of fewer."""
 _AHEAD = 8
-"""Such units whose loads are on their way at once."""
+"""Units whose loads are on their way at once."""
 
 
 @jax.tree_util.register_dataclass
@@ -81,7 +81,7 @@ def round_rows(work: Any, source: RawRows) -> None:
 
 
 def _groups_of_unit(work: Any, source: RawRows, num_blocks: int) -> int:
-    """Groups of inputs of a row that four warps take at once; as many rows make four of them."""
+    """Groups of a row's inputs that four warps take: four, of two rows two, of more one of each."""
     if source.norm is not None:
         return 1
     groups = _UNIT // min(_UNIT, 1 << (work.most_rows - 1).bit_length())

@@ -214,7 +214,7 @@ class Work:
 
         def fetch_weight(which: int, tile: Any, block: Any, slot: Any, consumer: int) -> None:
             codes, ready = inputs.codes[which], scratch.ready.at[slot]
-            if s.is_mxfp4:  # whose blocks lie together: no tensor map, and no rows of 64 bytes
+            if s.is_mxfp4:  # a stage lies together: copied as one, not by rows of 64 bytes
                 run = self.tile.weight, tile, pl.ds(block, tiling.blocks)
                 together = functools.partial(
                     plgpu.copy_gmem_to_smem, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS

@@ -49,8 +49,8 @@ def store_columns(
     """Stores the other operand's rows with their columns in the order of `from_rows`'.
 
     Args:
-      target: e4m3[R, 128] in shared memory, `mosaic.SWIZZLED_BYTES`; or e4m3[G, R, 128], of which
-        G rows that follow each other each take one.
+      target: e4m3[R, 128] in shared memory, `mosaic.SWIZZLED_BYTES`; or e4m3[G, R, 128], into
+        whose G parts the rows go in turns.
       rows: e4m3[M, 128] in `mosaic.LINES` layout.
       layout: layout in which the left operand's rows are loaded, `mosaic.WIDE_ROWS` or `EVEN_ROWS`;
         None leaves the columns in their order.

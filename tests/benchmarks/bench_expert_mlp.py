@@ -6,7 +6,8 @@ Zipf law. Calls have the same weights and other routings.
 With `--marlin SO`, vLLM's library of experts, and `--library SO`, its C++ ops, its Marlin experts
 are timed on the same GPU; with `--humming DIR`, the folder of that package, and `--sum FILE`,
 vLLM's `moe_fused_mul_sum.py`, its Humming experts too, with rows in BF16 and rounded to FP8 as ours
-are. Theirs include the sort of the picks, SwiGLU and the sum over picks, as ours do.
+are. `--rivals FP8` leaves the others out. Theirs include the sort of the picks, SwiGLU and the sum
+over picks, as ours do.
 """
 
 import functools
