@@ -56,7 +56,7 @@ class Items:
       first: i32[N], first row, a multiple of eight.
       target: i32[N], row of the result that it becomes.
       num_rows: i32[N], rows; 0 where there is nothing to do.
-      most: of any item; static.
+      most: rows that no item exceeds; static.
     """
 
     weight: jax.Array
