@@ -35,6 +35,10 @@ _UNPACKING = 64
 """Columns whose products take as long as unpacking a tile."""
 _COLUMNS_IN_REGISTERS = 336
 """Of f32, that a warpgroup's registers hold beside what it unpacks: sums and two pieces."""
+_COLUMNS_OF_NEXT = 48
+"""Of f32, that take as many registers as the next tile, while products run."""
+_LOADS_AHEAD = range(128, 193)
+"""Columns of MXFP4 whose next tile is loaded while products run."""
 _FEW_TILES_OF_SM = 8
 """Tiles of an SM up to which one CTA goes through them, however many stages they have."""
 _MANY_TURNS = 64
@@ -107,6 +111,14 @@ class Tiling:
         """First column and columns of each product; sums of many take several."""
         count = self.columns // self.piece if self.piece else -(-self.columns // _MAX_PRODUCT)
         return [(i * (self.columns // count), self.columns // count) for i in range(count)]
+
+    @property
+    def loads_ahead(self) -> bool:
+        """Whether MXFP4's next tile is loaded while products run.
+
+        Fewer columns gain nothing by it, and more leave it no registers.
+        """
+        return self.columns in _LOADS_AHEAD
 
     @property
     def exchanges_in_turns(self) -> bool:
@@ -306,8 +318,14 @@ def _choose_columns(shapes: Shapes, num_rows: int) -> int:
 
 
 def _choose_piece(columns: int) -> int:
-    """Columns of a product, of which registers hold two beside the sums."""
+    """Columns of a product, of which registers hold two beside the sums.
+
+    A tile that loads the next one takes three products or more: of two, the compiler would let none
+    run while it loads.
+    """
     most = min(WIDE, (_COLUMNS_IN_REGISTERS - columns) // 2)
+    if columns in _LOADS_AHEAD:
+        most = min((_COLUMNS_IN_REGISTERS - _COLUMNS_OF_NEXT - columns) // 2, columns // 3)
     return next(piece for piece in range(most // 8 * 8, 0, -8) if columns % piece == 0)
 
 

@@ -10,7 +10,8 @@ Consumer g has a tile of 64 outputs, the left operand of a product whose right o
     sum += product * scale of the tile (FP8) or row (MXFP4) * scale of x
 
 More than 64 rows of x are several such products, pieces of the columns, with sums of their own;
-while one runs, the one before it is added. MXFP4's factor is one for both rows of a thread.
+while one runs, the one before it is added. MXFP4's factor is one for both rows of a thread, and the
+next tile is loaded while products run.
 
 With a gate and an up projection, consumer 0 has the gate's tile and consumer 1 the up's.
 
@@ -21,7 +22,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +91,41 @@ def _add_up(work: Work) -> list[jax.Array]:
     ]
     first_scales = tile_scales_of(0)
     work.await_rows()
+    if work.shapes.is_mxfp4 and work.tiling.loads_ahead:
+        return _add_ahead(work, zeros)
     totals, _ = lax.fori_loop(0, work.turns, add_stage, (zeros, first_scales))
+    return totals
+
+
+def _add_ahead(work: Work, totals: list[jax.Array]) -> list[jax.Array]:
+    """Adds stages of MXFP4, a group of inputs each, and loads the next tile while products run."""
+    assert work.tiling.blocks == 1
+
+    def take(turn: jax.Array) -> _Operand:
+        slot = work.slot_of(turn)
+        plgpu.barrier_wait(work.scratch.ready.at[slot])
+        return _Operand(*work.unpack(slot, 0))
+
+    def add_stage(
+        turn: jax.Array, carry: tuple[list[jax.Array], _Operand]
+    ) -> tuple[list[jax.Array], _Operand]:
+        totals, operand = carry
+        following: list[_Operand] = []
+        totals = _add_scaled(
+            work, turn, 0, totals, None, operand, lambda: following.append(take(turn + 1))
+        )
+        give_back(turn)
+        return totals, following[0]
+
+    def give_back(turn: jax.Array) -> None:
+        if interpreting():  # see above
+            plgpu.commit_smem()
+        plgpu.barrier_arrive(work.scratch.free.at[work.slot_of(turn)])
+
+    last = jnp.int32(work.turns - 1)
+    totals, operand = lax.fori_loop(0, last, add_stage, (totals, take(jnp.int32(0))))
+    totals = _add_scaled(work, last, 0, totals, None, operand)
+    give_back(last)
     return totals
 
 
@@ -106,14 +142,31 @@ def _add_dense(work: Work, turn: jax.Array, totals: list[jax.Array]) -> list[jax
     return added
 
 
+class _Operand(NamedTuple):
+    """A tile as the left operand: MXFP4 in registers, with a factor f32[64] of its rows."""
+
+    left: Any
+    factor: jax.Array | None = None
+
+
 def _add_scaled(
-    work: Work, turn: jax.Array, b: int, totals: list[jax.Array], tile_scale: jax.Array | None
+    work: Work,
+    turn: jax.Array,
+    b: int,
+    totals: list[jax.Array],
+    tile_scale: jax.Array | None,
+    operand: _Operand | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> list[jax.Array]:
-    """Adds a group of inputs; while a piece or part is multiplied, the one before it is added."""
+    """Adds a group of inputs; while a piece or part is multiplied, the one before it is added.
+
+    The tile is unpacked here where no operand is given. `meanwhile` is called while products run.
+    """
     totals, pieces, slot = list(totals), work.tiling.pieces, work.slot_of(turn)
-    left, factor = work.codes_of(slot, work.group, b), None
-    if work.shapes.is_mxfp4:
-        left, factor = work.unpack(slot, b)
+    if operand is None:
+        is_mxfp4, codes = work.shapes.is_mxfp4, work.codes_of(slot, work.group, b)
+        operand = _Operand(*work.unpack(slot, b)) if is_mxfp4 else _Operand(codes)
+    left, factor = operand
     jobs = list(itertools.product(range(len(pieces)), range(work.shapes.num_parts)))
 
     def begin(number: int, part: int) -> jax.Array:
@@ -129,6 +182,8 @@ def _add_scaled(
     running = [begin(*jobs[0])]
     for i, (number, part) in enumerate(jobs):
         running += [begin(*following) for following in jobs[i + 1 : i + 2]]
+        if i == 0 and meanwhile is not None:
+            meanwhile()
         scale = scale_of(number, part) if early is None else early
         scale = scale if tile_scale is None else scale * tile_scale
         shape = ROWS, pieces[number][1]

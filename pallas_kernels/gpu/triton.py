@@ -146,6 +146,16 @@ def exact_quotient(x: jax.Array, y: jax.Array) -> jax.Array:
     return _inline("div.rn.f32 $0, $1, $2;", x, y)
 
 
+def reciprocal(x: jax.Array) -> jax.Array:
+    """1 / x of f32, off by a unit in the last place: one instruction; in a kernel.
+
+    A subnormal counts as 0.
+    """
+    if interpreting():
+        return 1 / x
+    return _inline("rcp.approx.ftz.f32 $0, $1;", x)
+
+
 def exp(x: jax.Array) -> jax.Array:
     """e**x of f32 x <= 0, two instructions instead of libdevice's eight; in a kernel.
 

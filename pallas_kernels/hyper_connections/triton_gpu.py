@@ -140,11 +140,16 @@ def _read(inputs: list[Ref], outputs: list[Ref], *, arguments: Arguments, is_man
         triton.store_where(post_ref, (token, lane), 2 * jax.nn.sigmoid(found), of_post.live)
         flat = of_comb.finish(inverse_rms)
         place = jnp.arange(flat.shape[0], dtype=jnp.int32)
-        values = [[jnp.sum(jnp.where(place == j * num + k, flat, 0.0)) for k in range(num)]
-                  for j in range(num)]  # fmt: skip
+        values = [[flat_value(flat, place, j * num + k) for k in range(num)] for j in range(num)]
+        one = jnp.ones(1, jnp.bool_)
         for j, row in enumerate(_sinkhorn(values, iters=arguments.iters, eps=arguments.eps)):
             for k, value in enumerate(row):
-                comb_ref[token, jnp.int32(j * num + k)] = value
+                to = token, jnp.full(1, j * num + k, jnp.int32)
+                triton.store_where(comb_ref, to, value, one)
+
+    def flat_value(flat: jax.Array, place: jax.Array, number: int) -> jax.Array:
+        """f32[1], which every thread has."""
+        return jnp.sum(jnp.where(place == number, flat, 0.0)).reshape(1)
 
     if not is_many:
         pl.when(pl.program_id(1) == 0)(read_alone)
@@ -203,15 +208,16 @@ Square = list[list[jax.Array]]
 def _sinkhorn(logits: Square, *, iters: int, eps: float) -> Square:
     """`reference.sinkhorn` of a matrix of scalars, or of one in each thread.
 
-    No sum needs another thread. Each is inverted once, where the definition divides: a unit in the
-    last place apart.
+    No sum needs another thread. Each is added up in pairs and inverted once, where the definition
+    divides: a few units in the last place apart. The way from one sum to the next is what an
+    iteration takes.
     """
 
     def columns(p: Square) -> Square:
         return _transposed(rows(_transposed(p)))
 
     def rows(p: Square) -> Square:
-        inverse = [1 / (functools.reduce(jnp.add, row) + eps) for row in p]
+        inverse = [triton.reciprocal(_sum_of_pairs(row) + eps) for row in p]
         return [[x * i for x in row] for row, i in zip(p, inverse, strict=True)]
 
     def rows_then_columns(_: jax.Array, p: Square) -> Square:
@@ -224,6 +230,14 @@ def _sinkhorn(logits: Square, *, iters: int, eps: float) -> Square:
         total = functools.reduce(jnp.add, shifted)
         weights.append([x / total + eps for x in shifted])
     return jax.lax.fori_loop(0, iters - 1, rows_then_columns, columns(weights))
+
+
+def _sum_of_pairs(terms: list[jax.Array]) -> jax.Array:
+    """The sum of the sums of both halves."""
+    if len(terms) == 1:
+        return terms[0]
+    half = len(terms) // 2
+    return _sum_of_pairs(terms[:half]) + _sum_of_pairs(terms[half:])
 
 
 def _transposed(p: Square) -> Square:

@@ -926,6 +926,20 @@ MUTATIONS = [
             "pallas_kernels/expert_mlp/test_expert_mlp_kernel.py",
         ),
         (
+            "the_last_tile_that_was_loaded_ahead_multiplies_earlier_rows",
+            "block_linear/mosaic_hopper.py",
+            "_add_scaled(work, last, 0, totals, None, operand)",
+            "_add_scaled(work, last - 1, 0, totals, None, operand)",
+            "pallas_kernels/block_linear/test_block_linear_kernel.py",
+        ),
+        (
+            "kernel_hyper_connections_leave_out_half_of_a_sum",
+            "hyper_connections/triton_gpu.py",
+            "_sum_of_pairs(terms[:half]) + _sum_of_pairs(terms[half:])",
+            "_sum_of_pairs(terms[:half]) + _sum_of_pairs(terms[:half])",
+            "pallas_kernels/hyper_connections",
+        ),
+        (
             "the_upper_four_codes_have_the_signs_of_the_lower",
             "expert_mlp/triton_unpack.py",
             "(16, words << 4)",

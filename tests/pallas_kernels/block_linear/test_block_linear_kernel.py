@@ -187,6 +187,17 @@ def test_ctas_may_go_through_tiles_of_many_rows(kind, shape, rows, tiling, num_s
     close("interpreter", found, reference_product(x, weight))
 
 
+@pytest.mark.parametrize("programs", [0, 1])
+def test_the_next_tile_of_mxfp4_is_loaded_while_products_run(lane, programs):
+    """Five stages in the memory of two: the same bits as where each is unpacked in its turn."""
+    weight = make("mxfp4", (1, 192, 640))
+    x = normal(1, 9, 640)
+    ahead, alone = Tiling(128, 1, 2, piece=32, programs=programs), Tiling(16, 1, 2)
+    assert ahead.loads_ahead and not alone.loads_ahead
+    found, expected = (run(x, weight, tiling, with_sms(1)) for tiling in (ahead, alone))
+    np.testing.assert_array_equal(found, expected)
+
+
 ON_LEFT = Tiling(128, 1, 2, rows_on_left=True)
 
 
