@@ -20,6 +20,7 @@ from pallas_kernels.block_linear.triton_rows import Rows, make_rows, padded
 from pallas_kernels.block_linear.work import SwiGLU
 from pallas_kernels.common.norm_rope import rms_norm
 from pallas_kernels.common.pending import Pending, SplitSums, Unnormed, finish
+from pallas_kernels.common.rounding import round_to
 from pallas_kernels.common.swiglu import swiglu as swiglu_of
 from pallas_kernels.common.weights import ROWS, Weight
 
@@ -61,7 +62,7 @@ def block_linear(
     if in_parts and tiling.splits > 1 and len(weights) == 1 and norms[0] is None:
         parts = SplitSums(sums, jnp.dtype(dtype))
         return [parts.reshape(num_groups, num_tokens, -1)]
-    joined = sums[0] if tiling.splits == 1 else jnp.sum(sums, axis=0).astype(dtype)
+    joined = sums[0] if tiling.splits == 1 else round_to(jnp.sum(sums, axis=0), dtype)
     joined = joined.reshape(num_groups, num_tokens, -1)
     firsts = [0, *itertools.accumulate(widths)]
     results = [

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.common.backend import compute_capability
 from pallas_kernels.common.norm_rope import rms_norm
 from pallas_kernels.common.pending import Pending, finish
+from pallas_kernels.common.rounding import round_to
 from pallas_kernels.common.rows import round_rows
 from pallas_kernels.common.swiglu import swiglu
 from pallas_kernels.common.weights import Weight, decode_weight, is_quantized, takes_rounded_rows
@@ -53,7 +54,7 @@ def block_linears(
     """`block_linear` with each weight, rounded once, then normed where there is a norm."""
     del in_parts
     x = finish(x)
-    products = [block_linear(x, weight).astype(dtype) for weight in weights]
+    products = [round_to(block_linear(x, weight), dtype) for weight in weights]
     return [
         product if norm is None else rms_norm(product, norm, eps=eps)
         for product, norm in itertools.zip_longest(products, norms)
@@ -64,7 +65,7 @@ def swiglu_linear(x: jax.Array, gate: Weight, up: Weight, *, limit: float) -> ja
     """See `op.swiglu_linear`."""
     weights = [jax.tree.map(lambda leaf: leaf[None], weight) for weight in (gate, up)]
     gated, raised = block_linears(x[None], weights, dtype=x.dtype)
-    return swiglu(gated[0], raised[0], limit).astype(x.dtype)
+    return round_to(swiglu(gated[0], raised[0], limit), x.dtype)
 
 
 def as_operand(x: jax.Array, weight: Weight) -> jax.Array:

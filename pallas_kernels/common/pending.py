@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.norm_rope import rms_norm
+from pallas_kernels.common.rounding import round_to
 from pallas_kernels.common.shaped import Shaped
 
 
@@ -36,7 +37,7 @@ class SplitSums(Shaped):
 
     def value(self) -> jax.Array:
         """The sum, rounded once."""
-        return jnp.sum(self.parts, axis=0).astype(self.dtype)
+        return round_to(jnp.sum(self.parts, axis=0), self.dtype)
 
 
 @jax.tree_util.register_dataclass

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.block_linear.reference import block_linear, swiglu_linear
+from pallas_kernels.common.rounding import round_to
 from pallas_kernels.common.swiglu import swiglu
 from pallas_kernels.common.weights import Weight
 from pallas_kernels.expert_mlp.arguments import Arguments
@@ -58,9 +59,9 @@ def _routed(arguments: Arguments) -> jax.Array:
             one = jax.tree.map(lambda leaf: leaf[expert][None], weights)
             return block_linear(rows[None], one)[0]
 
-        gate, up = (multiply(rows, w).astype(x.dtype) for w in (w1, w3))
+        gate, up = (round_to(multiply(rows, w), x.dtype) for w in (w1, w3))
         hidden = swiglu(gate, up, limit) * share[:, None]
-        return multiply(hidden.astype(x.dtype), w2)
+        return multiply(round_to(hidden, x.dtype), w2)
 
     experts = jnp.pad(work.expert, (0, spare), constant_values=num_experts - 1)
     tiles = experts, in_tiles(x[tokens]), in_tiles(expert_weights)
