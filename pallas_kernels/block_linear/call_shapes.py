@@ -38,7 +38,7 @@ _COLUMNS_IN_REGISTERS = 336
 _COLUMNS_OF_NEXT = 48
 """Of f32, that take as many registers as the next tile, while products run."""
 _LOADS_AHEAD = range(128, 193)
-"""Columns of MXFP4 whose next tile is loaded while products run."""
+"""Columns of tiles that do; see `Shapes.loads_ahead`."""
 _FEW_TILES_OF_SM = 8
 """Tiles of an SM up to which one CTA goes through them, however many stages they have."""
 _MANY_TURNS = 64
@@ -113,14 +113,6 @@ class Tiling:
         return [(i * (self.columns // count), self.columns // count) for i in range(count)]
 
     @property
-    def loads_ahead(self) -> bool:
-        """Whether MXFP4's next tile is loaded while products run.
-
-        Fewer columns gain nothing by it, and more leave it no registers.
-        """
-        return self.columns in _LOADS_AHEAD
-
-    @property
     def exchanges_in_turns(self) -> bool:
         """Whether what gate and up exchange takes the same memory more than once."""
         return self.programs > 0 or len(self.pieces) > 1
@@ -188,6 +180,13 @@ class Shapes:
     def num_ctas(self) -> int:
         """CTAs along the outputs."""
         return -(-sum(self.tiles) // CONSUMERS)
+
+    def loads_ahead(self, columns: int) -> bool:
+        """Whether a tile of so many columns loads the next one of MXFP4 while its products run.
+
+        Fewer columns gain nothing by it; more columns, or rows in two parts, leave no registers.
+        """
+        return self.is_mxfp4 and self.num_parts == 1 and columns in _LOADS_AHEAD
 
     def turns(self, tiling: Tiling) -> int:
         """Stages of a tile."""
@@ -283,7 +282,7 @@ def choose_tiling(shapes: Shapes, num_rows: int, num_groups: int, *, may_split: 
     items = -(-num_rows // columns)
     num_tiles = shapes.num_ctas * num_groups * items
     splits = _choose_splits(shapes, blocks, num_tiles, fills=fills) if may_split else 1
-    piece = _choose_piece(columns) if fills and shapes.is_mxfp4 and columns > WIDE else 0
+    piece = _choose_piece(shapes, columns) if fills and shapes.is_mxfp4 and columns > WIDE else 0
     tiling = Tiling(columns=columns, blocks=blocks, stages=2, splits=splits, piece=piece)
     are_few = num_tiles * splits <= _FEW_TILES_OF_SM * shapes.core.device.num_sms
     on_left = fills and shapes.is_fp8 and columns == CONSUMERS * ROWS
@@ -317,14 +316,14 @@ def _choose_columns(shapes: Shapes, num_rows: int) -> int:
     return columns
 
 
-def _choose_piece(columns: int) -> int:
+def _choose_piece(shapes: Shapes, columns: int) -> int:
     """Columns of a product, of which registers hold two beside the sums.
 
     A tile that loads the next one takes three products or more: of two, the compiler would let none
     run while it loads.
     """
     most = min(WIDE, (_COLUMNS_IN_REGISTERS - columns) // 2)
-    if columns in _LOADS_AHEAD:
+    if shapes.loads_ahead(columns):
         most = min((_COLUMNS_IN_REGISTERS - _COLUMNS_OF_NEXT - columns) // 2, columns // 3)
     return next(piece for piece in range(most // 8 * 8, 0, -8) if columns % piece == 0)
 

@@ -91,7 +91,7 @@ def _add_up(work: Work) -> list[jax.Array]:
     ]
     first_scales = tile_scales_of(0)
     work.await_rows()
-    if work.shapes.is_mxfp4 and work.tiling.loads_ahead:
+    if work.shapes.loads_ahead(work.tiling.columns):
         return _add_ahead(work, zeros)
     totals, _ = lax.fori_loop(0, work.turns, add_stage, (zeros, first_scales))
     return totals

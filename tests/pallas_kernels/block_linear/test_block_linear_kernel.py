@@ -193,8 +193,9 @@ def test_the_next_tile_of_mxfp4_is_loaded_while_products_run(lane, programs):
     weight = make("mxfp4", (1, 192, 640))
     x = normal(1, 9, 640)
     ahead, alone = Tiling(128, 1, 2, piece=32, programs=programs), Tiling(16, 1, 2)
-    assert ahead.loads_ahead
-    assert not alone.loads_ahead
+    shapes = call_shapes.shapes_of(weight, core=call_shapes.HOPPER)
+    assert shapes.loads_ahead(ahead.columns)
+    assert not shapes.loads_ahead(alone.columns)
     found, expected = (run(x, weight, tiling, with_sms(1)) for tiling in (ahead, alone))
     np.testing.assert_array_equal(found, expected)
 

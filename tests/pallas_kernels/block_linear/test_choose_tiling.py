@@ -1,5 +1,7 @@
 """How calls that were measured are cut for Hopper."""
 
+import dataclasses
+
 import pytest
 
 from pallas_kernels.block_linear import call_shapes
@@ -64,6 +66,18 @@ def test_sums_and_pieces_of_any_number_of_rows_fit_into_registers():
             pieces = tiling.pieces
             assert sum(width for _, width in pieces) == tiling.columns
             assert tiling.columns + 2 * pieces[0][1] <= 336 or len(pieces) == 1
-            if tiling.loads_ahead:  # the registers of the next tile, and a product that still runs
+            if shapes.loads_ahead(
+                tiling.columns
+            ):  # the registers of the next tile, and a product that still runs
                 assert tiling.columns + 2 * pieces[0][1] + 48 <= 336
                 assert len(pieces) > 2
+
+
+def test_rows_in_two_parts_leave_the_next_tile_no_registers():
+    in_parts = dataclasses.replace(EXPERTS[0], num_parts=2)
+    assert EXPERTS[0].loads_ahead(144)
+    assert not in_parts.loads_ahead(144)
+    tilings = [
+        call_shapes.choose_tiling(s, 128, 256, may_split=False) for s in (EXPERTS[0], in_parts)
+    ]
+    assert [(tiling.columns, tiling.piece) for tiling in tilings] == [(128, 32), (128, 64)]
