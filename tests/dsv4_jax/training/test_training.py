@@ -222,6 +222,8 @@ def test_the_script_of_the_large_model_runs_from_end_to_end(tmp_path, monkeypatc
     np.savez(tmp_path / "text.npz", train=text, validation=text, held_out=text)
     command = ["train", "--size", "large", "--corpus", str(tmp_path / "text.npz")]
     monkeypatch.setitem(SIZES, "large", (lambda: small, plan))
+    # XLA has read this process's flags long ago, which the script sets in a new one.
+    monkeypatch.setattr("dsv4_jax.training.train.set_xla_flags", lambda **flags: flags)
     monkeypatch.setattr("sys.argv", [*command, "--out", str(tmp_path / "model")])
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         main()
