@@ -6,9 +6,11 @@ A value is checked as it is parsed, before anything is loaded; the error names i
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import pathlib
+import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -41,6 +43,17 @@ class Parser(argparse.ArgumentParser):
         """As `argparse.ArgumentParser`."""
         options = {"allow_abbrev": False, "formatter_class": _ShowingDefaults} | options
         super().__init__(*args, **options)
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, args: Any = None, namespace: Any = None
+    ) -> Any:
+        """As `argparse.ArgumentParser`; `--name=--` is refused, of which Python 3.12 makes a []."""
+        words = list(sys.argv[1:] if args is None else args)
+        for word in itertools.takewhile(lambda word: word != "--", words):
+            name, _, value = word.partition("=")
+            if name.startswith("--") and value == "--":
+                self.error(f"argument {name}: must be a value, got '--', which ends options")
+        return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Raises ValueError with the command and the message."""
@@ -113,9 +126,12 @@ def points_of(text: str) -> list[tuple[int, int, bool]]:
         batch, at, context = sizes.partition("@")
         if not at or (slash and how != "split"):
             raise argparse.ArgumentTypeError(
-                f"must be BATCH@CONTEXT or BATCH@CONTEXT/split, got {show(part)}"
+                f"must be BATCH@CONTEXT or BATCH@CONTEXT/split, one or more, got {show(text)}"
             )
-        found.append((whole()(batch), whole()(context), bool(slash)))
+        try:
+            found.append((whole()(batch), whole()(context), bool(slash)))
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentTypeError(f"{error}, in {show(text)}") from None
     return found
 
 

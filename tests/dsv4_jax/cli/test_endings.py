@@ -346,6 +346,23 @@ def attempt(parser, words):
         return None, str(error)
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["generate", "a prompt", "--file=--"], "argument --file: must be a value, got '--'"),
+        (["bench", "decode", "--points=1@2,1"], "one or more, got '1@2,1'"),
+        (["bench", "decode", "--points=1@2,x@2"], "got 'x', in '1@2,x@2'"),
+    ],
+)
+def test_values_that_are_refused_whole(words, said):
+    """`--` ends the options elsewhere: what follows it is a prompt, whatever it looks like."""
+    parser = parser_of(("generate", "a prompt") if words[0] == "generate" else ("bench", "decode"))
+    assert said in (attempt(parser, words)[1] or "")
+    found, message = attempt(parser_of(("generate", "a prompt")), ["generate", "--", "--file=--"])
+    assert message is None
+    assert found.prompt == ["--file=--"]
+
+
 @pytest.mark.parametrize("count", [200, pytest.param(4000, marks=pytest.mark.slow)])
 def test_values_of_every_option(count):
     """Refused by the option's name with the value, or a number that is finite and in range."""
