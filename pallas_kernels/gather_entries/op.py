@@ -22,9 +22,10 @@ from pallas_kernels.common.checks import (
     check_ring,
     check_same_length,
 )
-from pallas_kernels.common.codecs import Planes
+from pallas_kernels.common.codecs import GroupedFP8Codec, Planes, ScaledFP8Codec
 from pallas_kernels.common.layer_planes import LayerPlanes
 from pallas_kernels.gather_entries import reference, triton_gpu
+from pallas_kernels.gpu import triton_entries
 
 _ENTRIES = {
     Backend.REFERENCE: reference.gather_entries,
@@ -117,12 +118,12 @@ def _resolve[F: Callable](
     **index: jax.Array,
 ) -> F:
     """`resolve` for rows of these planes, which `index`, by name, locates."""
-    fp8 = isinstance(stored.codec, triton_gpu.DECODED)
+    fp8 = isinstance(stored.codec, GroupedFP8Codec | ScaledFP8Codec)
     return resolve(
         op,
         backend,
         implementations,
         preferred=Backend.TRITON_GPU if fp8 else Backend.REFERENCE,
-        obstacle=triton_gpu.find_obstacle(stored.codec, stored.planes),
+        obstacle=triton_entries.find_obstacle(stored.codec, stored.planes),
         arguments=index | stored.planes,
     )

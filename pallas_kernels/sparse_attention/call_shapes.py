@@ -89,6 +89,15 @@ def find_obstacle(queries: jax.Array, ring: LayerPlanes) -> str | None:
     return None
 
 
+def product_dtype(codec: Codec) -> Any:
+    """Dtype of products with keys that a codec stores.
+
+    f16 holds E4M3 codes times powers of two as bf16 does, from steps of 2^-24 to 65,504, far
+    around what a norm leaves of an entry, and takes one instruction for two in place of six.
+    """
+    return jnp.float16 if isinstance(codec, codecs.GroupedFP8Codec) else jnp.bfloat16
+
+
 @dataclasses.dataclass(frozen=True)
 class Shapes:
     """Static sizes of a call, its format and its tiling.
@@ -128,13 +137,8 @@ class Shapes:
 
     @property
     def dtype(self) -> Any:
-        """Dtype of products.
-
-        f16 holds E4M3 codes times powers of two as bf16 does, from steps of 2^-24 to 65,504, far
-        around what a norm leaves of an entry, and takes one instruction for two in place of six.
-        """
-        exact = isinstance(self.codec, codecs.GroupedFP8Codec)
-        return jnp.float16 if exact else jnp.bfloat16
+        """Dtype of products."""
+        return product_dtype(self.codec)
 
     @property
     def heads_of_cta(self) -> int:

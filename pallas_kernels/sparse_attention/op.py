@@ -20,7 +20,13 @@ from pallas_kernels.common.checks import (
 from pallas_kernels.common.codecs import Planes
 from pallas_kernels.common.layer_planes import LayerPlanes
 from pallas_kernels.gpu import devices
-from pallas_kernels.sparse_attention import call_shapes, mosaic_blackwell, mosaic_hopper, reference
+from pallas_kernels.sparse_attention import (
+    call_shapes,
+    mosaic_blackwell,
+    mosaic_hopper,
+    reference,
+    triton_few,
+)
 from pallas_kernels.sparse_attention.arguments import Arguments
 
 
@@ -37,6 +43,7 @@ def _run_kernel(arguments: Arguments) -> jax.Array:
 _IMPLEMENTATIONS = {
     Backend.REFERENCE: reference.sparse_attention,
     Backend.MOSAIC_GPU: _run_kernel,
+    Backend.TRITON_GPU: triton_few.sparse_attention,
 }
 
 
@@ -97,6 +104,10 @@ def run[Result](
 ) -> Result:
     """Checks the arguments of an op of that name, picks its implementation and calls it."""
     _check(arguments)
+    obstacle = call_shapes.find_obstacle(arguments.queries, arguments.ring)
+    if backend == Backend.TRITON_GPU and arguments.query_eps is not None:
+        obstacle = f"takes queries that are normed and rotated, got {arguments.query_eps=}"
+    preferred = _choose_backend(arguments)
     arrays = {"queries": arguments.queries}
     if arguments.selected is not None:
         arrays["selected"] = arguments.selected
@@ -104,10 +115,18 @@ def run[Result](
         name,
         backend,
         implementations,
-        obstacle=call_shapes.find_obstacle(arguments.queries, arguments.ring),
+        preferred=preferred if preferred in implementations else None,
+        obstacle=obstacle,
         arguments=arrays,
     )
     return implementation(arguments)
+
+
+def _choose_backend(arguments: Arguments) -> Backend:
+    """The faster kernel on the GPU at hand."""
+    device = devices.find_device(compute_capability()) or devices.H200
+    is_few = triton_few.is_fastest(arguments, num_sms=device.num_sms)
+    return Backend.TRITON_GPU if is_few else Backend.MOSAIC_GPU
 
 
 def _check(arguments: Arguments) -> None:

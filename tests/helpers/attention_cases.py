@@ -4,17 +4,25 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from helpers import inputs, token_oracle
+from helpers.calls import call_specs
 from helpers.inputs import CASE_LAYER, LAYER, NUM_LAYERS, pack_call, poison, shuffled_table
-from pallas_kernels import LayerPlanes, sparse_attention
+from pallas_kernels import LayerPlanes, get_cache_format, sparse_attention
 from pallas_kernels.common import chunks
 from pallas_kernels.common.backend import interpreting
 from pallas_kernels.sparse_attention import call_shapes, mosaic_blackwell, op
 
 SLOTS, NUM_SLOTS = [3, 1, 4], 6
 INDICES = ("segment_ids", "slots", "visible")
+TOLERANCE = 2.0**-7
+"""Of what an output would be with all values positive.
+
+A weight is rounded to bf16, by 2^-8 of it at most, or to f16, and the output to bf16; the
+exponential of the GPU and a logit's sum of C products in f32 add some 2^-20. Keys are exact.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +120,12 @@ class Case:
                 )
         return out
 
+    def error(self, actual, **variant):
+        """The largest deviation of a kernel in 16 bits from the oracle, in units of `TOLERANCE`."""
+        allowed = TOLERANCE * self.expected(absolute=True)
+        deviation = np.abs(actual - self.expected(**variant))
+        return np.nan_to_num(deviation / np.maximum(allowed, 1e-30), nan=np.inf).max()
+
     def ulps(self, actual, expected):
         """Of f32: products of C terms in a logit, and sums over W + K keys."""
         s = self.sizes
@@ -182,3 +196,24 @@ def draw_case(sizes, codec, lengths, counts, *, entries_per_block=2, packing=0, 
         ),
     }
     return Case(sizes, arguments, call, window, entries, selected)
+
+
+def flash_specs(num_tokens, num_heads, top_k, name):
+    """Specs of a call at Flash's sizes, 64 slots and 4,096 blocks of 32 entries."""
+    codec = get_cache_format(name).entry
+
+    def planes(*lead):
+        shapes = codec.plane_shapes(512, 64)
+        return {n: jax.ShapeDtypeStruct((*lead, *s.shape), s.dtype) for n, s in shapes.items()}
+
+    layer = jax.ShapeDtypeStruct((), jnp.int32)
+    return {
+        "queries": jax.ShapeDtypeStruct((num_tokens, num_heads, 512), jnp.bfloat16),
+        "sink": jax.ShapeDtypeStruct((num_heads,), jnp.float32),
+        "ring": LayerPlanes(planes(2, 64, 128), layer, codec),
+        "rows": planes(num_tokens),
+        "pool": LayerPlanes(planes(2, 4096, 32), layer, codec),
+        "selected": jax.ShapeDtypeStruct((num_tokens, top_k), jnp.int32),
+        "call": call_specs(num_tokens, 512),
+        "frequencies": jax.ShapeDtypeStruct((32,), jnp.float32),
+    }

@@ -94,6 +94,15 @@ def attend(name, splits, query_eps=None):
     return jax.jit(run)(**case.arguments, sink=ATTENTION.sink(), frequencies=FREQUENCIES)
 
 
+def attend_few(name):
+    """As `attend`, by the kernel of few tokens."""
+    codec = get_cache_format(name).entry
+    with jax.default_device(jax.devices("cpu")[0]):
+        case = attention_cases.draw_case(ATTENTION, codec, *TOKENS)
+    run = functools.partial(pk.sparse_attention, scale=ATTENTION.scale, backend="triton_gpu")
+    return jax.jit(run)(**case.arguments, sink=ATTENTION.sink(), frequencies=FREQUENCIES)
+
+
 def gather(name, **changes):
     """Selected entries and the window; changes are of the call."""
     codec = get_cache_format(name).entry
@@ -178,6 +187,7 @@ CALLS = {
     "attend_raw_queries": functools.partial(attend, "fp8_ue8m0", 1, 1e-6),
     "attend_in_splits": functools.partial(attend, "fp8_ue8m0", 3),
     "attend_bf16": functools.partial(attend, "bf16", 3),
+    "attend_few": functools.partial(attend_few, "fp8_ue8m0"),
     "gather": functools.partial(gather, "fp8_ue8m0"),
     "round_queries": functools.partial(round_queries, "fp8_ue8m0"),
     "mix": functools.partial(mix, 2),

@@ -961,6 +961,27 @@ MUTATIONS = [
             "pallas_kernels/sparse_attention/test_sparse_attention_kernels.py",
         ),
         (
+            "kernel_of_few_tokens_sees_a_window_that_is_too_long",
+            "sparse_attention/triton_few.py",
+            "position = newest - (window - 1) + place",
+            "position = newest - window + place",
+            "pallas_kernels/sparse_attention/test_few_tokens.py",
+        ),
+        (
+            "kernel_of_few_tokens_looks_beyond_what_is_visible",
+            "sparse_attention/triton_few.py",
+            "wanted &= place < refs.visible[token]",
+            "wanted &= place < refs.visible[token] + 999",
+            "pallas_kernels/sparse_attention/test_few_tokens.py",
+        ),
+        (
+            "scales_of_an_entry_s_second_word_are_those_of_the_first",
+            "gpu/triton_entries.py",
+            'word = jnp.broadcast_to(_read_word(sources, "scale", n)[:, None], shape)',
+            'word = jnp.broadcast_to(_read_word(sources, "scale", 0)[:, None], shape)',
+            "pallas_kernels/sparse_attention/test_few_tokens.py pallas_kernels/gather_entries",
+        ),
+        (
             "kernel_rotates_queries_backwards",
             "sparse_attention/loads.py",
             "rotate(rows.astype(jnp.float32), angles)",

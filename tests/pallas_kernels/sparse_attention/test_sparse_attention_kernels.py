@@ -4,14 +4,12 @@ import dataclasses
 import functools
 import itertools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from helpers import attention_cases, inputs, slow
-from helpers.calls import call_specs
-from pallas_kernels import Backend, LayerPlanes, get_cache_format, sparse_attention
+from pallas_kernels import Backend, get_cache_format, sparse_attention
 from pallas_kernels.common.norm_rope import rms_norm_by_pairs, rotate
 from pallas_kernels.sparse_attention import (
     call_shapes,
@@ -27,13 +25,6 @@ M, W = SIZES.rate, SIZES.window
 FEW_TOKENS = ((300, 9, 0), (1, 1, 2))
 ONE_TOKEN = ((M - 1, W, 3 * W), (1, 1, 1))
 FORMATS = ["bf16", "fp8_ue8m0", "fp8_per_entry"]
-TOLERANCE = 2.0**-7
-"""Of what an output would be with all values positive.
-
-A weight is rounded to bf16, by 2^-8 of it at most, or to f16, and the output to bf16; the
-exponential of the GPU and a logit's sum of C products in f32 add some 2^-20. Keys are exact.
-"""
-
 
 _KERNELS = {"hopper": mosaic_hopper, "blackwell": mosaic_blackwell}
 
@@ -64,24 +55,17 @@ def draw(name="fp8_ue8m0", tokens=FEW_TOKENS, *, sizes=SIZES, **options):
     return attention_cases.draw_case(sizes, get_cache_format(name).entry, *tokens, **options)
 
 
-def error(case, actual, **variant):
-    """The largest deviation from the oracle, in units of the tolerance."""
-    allowed = TOLERANCE * case.expected(absolute=True)
-    deviation = np.abs(actual - case.expected(**variant))
-    return np.nan_to_num(deviation / np.maximum(allowed, 1e-30), nan=np.inf).max()
-
-
 @pytest.mark.parametrize("name", slow.all_but(["fp8_ue8m0"], FORMATS))
 def test_the_kernel_is_the_oracle_in_every_format(kernel, name):
     case = draw(name)
-    assert error(case, case.attend(backend="mosaic_gpu")) < 1
+    assert case.error(case.attend(backend="mosaic_gpu")) < 1
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("usual_kernel")
 def test_one_token_of_each_request():
     case = draw(tokens=ONE_TOKEN)
-    assert error(case, case.attend(backend="mosaic_gpu")) < 1
+    assert case.error(case.attend(backend="mosaic_gpu")) < 1
 
 
 @pytest.mark.slow
@@ -89,7 +73,7 @@ def test_one_token_of_each_request():
 def test_the_largest_heads_and_two_programs_of_them():
     sizes = dataclasses.replace(SIZES, dim=512, num_heads=128, num_tokens=1)
     case = draw(tokens=((300, 9, 0), (1, 0, 0)), sizes=sizes)
-    assert error(case, case.attend(backend="mosaic_gpu")) < 1
+    assert case.error(case.attend(backend="mosaic_gpu")) < 1
 
 
 @pytest.mark.usefixtures("usual_kernel")
@@ -100,7 +84,7 @@ def test_fewer_heads_than_a_tile_has(monkeypatch, num_heads, splits):
     """A device's share of a model's heads."""
     split_into(splits, monkeypatch)
     case = draw(sizes=dataclasses.replace(SIZES, num_heads=num_heads))
-    assert error(case, case.attend(backend="mosaic_gpu")) < 1
+    assert case.error(case.attend(backend="mosaic_gpu")) < 1
 
 
 def split_into(splits, monkeypatch):
@@ -115,7 +99,7 @@ def test_splits_are_combined(monkeypatch, splits):
     """Three tiles, so that two splits leave the second one short."""
     split_into(splits, monkeypatch)
     case = draw()
-    assert error(case, case.attend(backend="mosaic_gpu")) < 1
+    assert case.error(case.attend(backend="mosaic_gpu")) < 1
 
 
 @pytest.mark.slow
@@ -132,9 +116,9 @@ def test_tiles_without_an_entry_that_is_seen_are_not_looked_at(monkeypatch, spli
     nothing = np.full((SIZES.num_tokens, 3 * call_shapes.TILE - SIZES.top_k), -1, np.int32)
     wide = np.concatenate([selected, nothing], axis=1)
     looked = case.attend(backend="mosaic_gpu", selected=wide, visible=None)
-    assert error(case, looked) < 1
+    assert case.error(looked) < 1
     wide[:, -SIZES.top_k :] = np.roll(selected, 1, axis=1)
-    assert error(case, case.attend(backend="mosaic_gpu", selected=wide, visible=None)) > 3
+    assert case.error(case.attend(backend="mosaic_gpu", selected=wide, visible=None)) > 3
     bounded = case.attend(backend="mosaic_gpu", selected=wide)
     np.testing.assert_array_equal(bounded, looked)
 
@@ -197,7 +181,7 @@ def test_inverse_rope_follows(monkeypatch, splits):
     case, rope = draw(), SIZES.rope_dim
     frequencies = np.float32(100.0 ** -np.linspace(0, 1, rope // 2))
     plain = case.attend(backend="mosaic_gpu")
-    assert error(case, plain) < 1
+    assert case.error(plain) < 1
     turned = case.attend(backend="mosaic_gpu", frequencies=frequencies)
     np.testing.assert_array_equal(turned[..., :-rope], plain[..., :-rope])
     pairs = plain[..., -rope:].reshape(*plain.shape[:2], -1, 2)
@@ -230,7 +214,7 @@ def test_queries_as_projected_are_normed_and_rotated(monkeypatch, splits, num_he
     case = dataclasses.replace(case, arguments=case.arguments | {"queries": np.asarray(ready)})
     options = {"backend": "mosaic_gpu", "frequencies": frequencies}
     wanted = case.attend(**options)
-    allowed = TOLERANCE * case.expected(absolute=True)
+    allowed = attention_cases.TOLERANCE * case.expected(absolute=True)
     # A rotated pair is as long as before it, and its values are at most that.
     allowed = np.maximum(allowed, np.roll(allowed, 1, axis=-1) + np.roll(allowed, -1, axis=-1))
 
@@ -248,7 +232,7 @@ def test_the_tolerance_rejects_other_definitions(lane):
     actual = case.attend(backend="mosaic_gpu")
     no_sink = np.full(SIZES.num_heads, -np.inf, np.float32)
     broken = [{"sink": no_sink}, {"window": W - 1}, {"window": W + 1}, {"selected": slice(1, None)}]
-    assert min(error(case, actual, **variant) for variant in broken) > 3
+    assert min(case.error(actual, **variant) for variant in broken) > 3
 
 
 def test_maxima_that_grow_from_tile_to_tile(usual_kernel, monkeypatch):
@@ -256,12 +240,12 @@ def test_maxima_that_grow_from_tile_to_tile(usual_kernel, monkeypatch):
     case = draw()
     queries = case.arguments["queries"] * np.asarray(16, jnp.bfloat16)
     case = dataclasses.replace(case, arguments=case.arguments | {"queries": queries})
-    assert error(case, case.attend(backend="mosaic_gpu")) < 1
+    assert case.error(case.attend(backend="mosaic_gpu")) < 1
     if (
         usual_kernel is mosaic_blackwell
     ):  # whose sums need scaling in tensor memory then, and only then
         monkeypatch.setattr(mosaic_blackwell.plgpu, "async_store_tmem", lambda *_: None)
-        assert error(case, case.attend(backend="mosaic_gpu")) > 100
+        assert case.error(case.attend(backend="mosaic_gpu")) > 100
 
 
 @pytest.mark.slow
@@ -271,14 +255,14 @@ def test_small_keys_and_large_ones(lane, magnitude):
     case = draw(magnitude=magnitude)
     queries = case.arguments["queries"] * np.asarray(1 / magnitude, jnp.bfloat16)
     case = dataclasses.replace(case, arguments=case.arguments | {"queries": queries})
-    assert error(case, case.attend(backend="mosaic_gpu")) < 1
+    assert case.error(case.attend(backend="mosaic_gpu")) < 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("entries_per_block", [1, 53])
 def test_blocks_of_any_size(lane, entries_per_block):
     case = draw(entries_per_block=entries_per_block)
-    assert error(case, case.attend(backend="mosaic_gpu")) < 1
+    assert case.error(case.attend(backend="mosaic_gpu")) < 1
 
 
 def test_indices_that_name_nothing_are_not_read(lane):
@@ -289,7 +273,7 @@ def test_indices_that_name_nothing_are_not_read(lane):
     scattered = np.insert(selected, [1, 5], -1, axis=1)
     selected = np.concatenate([outside, scattered], axis=1)
     changed = case.attend(backend="mosaic_gpu", selected=selected, visible=None)
-    assert error(case, changed) < 1
+    assert case.error(changed) < 1
 
 
 @pytest.mark.usefixtures("usual_kernel")
@@ -300,7 +284,7 @@ def test_nothing_visible_gives_zeros_and_the_window_alone_is_enough():
     out = case.attend(no_sink, backend="mosaic_gpu", slots=nobody, segment_ids=nobody)
     np.testing.assert_array_equal(out, np.zeros_like(out))
     alone = case.attend(backend="mosaic_gpu", pool=None, selected=None)
-    assert error(case, alone, selected=slice(0)) < 1
+    assert case.error(alone, selected=slice(0)) < 1
 
 
 @pytest.mark.slow
@@ -340,27 +324,6 @@ def test_what_the_kernel_cannot_serve_is_refused_by_name():
         sparse_attention(**arguments, backend=Backend.MOSAIC_GPU)
 
 
-def flash_specs(num_tokens, num_heads, top_k, name):
-    """Specs of a call at Flash's sizes, 64 slots and 4,096 blocks of 32 entries."""
-    codec = get_cache_format(name).entry
-
-    def planes(*lead):
-        shapes = codec.plane_shapes(512, 64)
-        return {n: jax.ShapeDtypeStruct((*lead, *s.shape), s.dtype) for n, s in shapes.items()}
-
-    layer = jax.ShapeDtypeStruct((), jnp.int32)
-    return {
-        "queries": jax.ShapeDtypeStruct((num_tokens, num_heads, 512), jnp.bfloat16),
-        "sink": jax.ShapeDtypeStruct((num_heads,), jnp.float32),
-        "ring": LayerPlanes(planes(2, 64, 128), layer, codec),
-        "rows": planes(num_tokens),
-        "pool": LayerPlanes(planes(2, 4096, 32), layer, codec),
-        "selected": jax.ShapeDtypeStruct((num_tokens, top_k), jnp.int32),
-        "call": call_specs(num_tokens, 512),
-        "frequencies": jax.ShapeDtypeStruct((32,), jnp.float32),
-    }
-
-
 def _at_flash_sizes(arguments, query_eps=None):
     return sparse_attention(
         **arguments, scale=512**-0.5, query_eps=query_eps, backend=Backend.MOSAIC_GPU
@@ -381,7 +344,7 @@ AOT_CASES = [
     (
         f"{name}_{tokens}x{heads}x{top_k}@{target}",
         _at_flash_sizes,
-        [flash_specs(tokens, heads, top_k, name)],
+        [attention_cases.flash_specs(tokens, heads, top_k, name)],
     )
     for name, tokens, heads, top_k in SHAPES
     for target in ("sm_90a", "sm_100a")
@@ -389,7 +352,7 @@ AOT_CASES = [
     (
         f"{name}_{tokens}x64x512 as projected@{target}",
         functools.partial(_at_flash_sizes, query_eps=1e-6),
-        [flash_specs(tokens, 64, 512, name)],
+        [attention_cases.flash_specs(tokens, 64, 512, name)],
     )
     for name, tokens in (("fp8_ue8m0", 1024), ("bf16", 1024), ("fp8_ue8m0", 1))
     for target in ("sm_90a", "sm_100a")

@@ -1,0 +1,172 @@
+"""Entries in a Triton kernel: where their rows lie, and what they hold.
+
+A plane is read as the words of `triton.as_words`, four codes each, since Triton's offsets are wrong
+on planes of bytes of 2 to 4 GiB. A row that is absent loads nothing and is zeros.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from pallas_kernels.common import numbers
+from pallas_kernels.common.codecs import (
+    Codec,
+    GroupedFP8Codec,
+    PlainCodec,
+    Planes,
+    ScaledFP8Codec,
+)
+from pallas_kernels.gpu import triton
+from pallas_kernels.gpu.triton_rope import join_neighbours
+
+Ref = Any
+_CODES_PER_WORD = 4
+
+
+class Source(NamedTuple):
+    """Rows of one family of planes.
+
+    Attributes:
+      planes: refs [..., n] or, of one value per row, [...].
+      row: i32[n] or i32[] for each axis but the last.
+      present: bool[n], which rows to read.
+    """
+
+    planes: Mapping[str, Ref]
+    row: tuple[jax.Array, ...]
+    present: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """Some columns of rows.
+
+    Attributes:
+      values: [n, width], zeros from `count` on; width is a power of two.
+      first: number of the first one; static.
+      count: how many there are; static.
+    """
+
+    values: jax.Array
+    first: int = dataclasses.field(metadata={"static": True})
+    count: int = dataclasses.field(metadata={"static": True})
+
+    def places(self) -> tuple[jax.Array, jax.Array]:
+        """i32[1, width], each one's number, and bool[1, width], whether it is one."""
+        column = jnp.arange(self.values.shape[1], dtype=jnp.int32)[None]
+        return self.first + column, column < self.count
+
+
+def find_obstacle(codec: Codec, planes: Planes) -> str | None:
+    """Why FP8 planes can't be decoded here, as the rest of a sentence; None where they can."""
+    whole = False
+    if isinstance(codec, GroupedFP8Codec | ScaledFP8Codec):
+        group = codec.group if isinstance(codec, GroupedFP8Codec) else _CODES_PER_WORD
+        nope_dim = planes["nope"].shape[-1]
+        whole = group % _CODES_PER_WORD == 0 and nope_dim % _CODES_PER_WORD == 0
+    if whole:
+        return None
+    shapes = {name: list(plane.shape[3:]) for name, plane in planes.items()}
+    return (
+        f"decodes FP8 entries whose nope dims and groups are multiples of {_CODES_PER_WORD}, got "
+        f"{codec} and planes of {shapes}"
+    )
+
+
+def find_entries(
+    entry: jax.Array, table: Ref, segment: jax.Array, *, entries_per_block: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Where entries of one segment lie: i32[n] block, i32[n] row in it, and bool[n] if anywhere.
+
+    Args:
+      entry: i32[n], logical numbers; -1 for none.
+      table: i32[B, LB], the block table.
+      segment: i32[], its row there; -1 for none.
+      entries_per_block: EB.
+    """
+    present = (entry >= 0) & (segment >= 0) & (entry < table.shape[1] * entries_per_block)
+    entry = jnp.where(present, entry, 0)
+    at = jnp.maximum(segment, 0), lax.div(entry, entries_per_block)
+    block = triton.load_where(table, at, present, -1)
+    return jnp.maximum(block, 0), lax.rem(entry, entries_per_block), present & (block >= 0)
+
+
+def load_rows(
+    sources: Sequence[Source], codec: Codec, *, dim: int, dtype: DTypeLike
+) -> list[Columns]:
+    """All columns of the rows of sources of which each row has one, or none, in a dtype.
+
+    Values are those of `codecs`, but that f16 rounds what its steps of 2^-24 do not hold.
+    """
+    if isinstance(codec, PlainCodec):
+        return [Columns(_read(sources, "values", dim).astype(dtype), 0, dim)]
+    rope_dim = sources[0].planes["rope"].shape[-1]
+    nope_dim = dim - rope_dim
+    words = _read(sources, "nope", nope_dim // _CODES_PER_WORD)
+    scale = _load_scales(sources, codec, nope_dim, words.shape)
+    scale = scale.astype(jnp.float16 if dtype == jnp.float16 else jnp.float32)
+
+    def decode(number: int) -> jax.Array:
+        code = lax.bitcast_convert_type(_byte(words, number).astype(jnp.uint8), jnp.float8_e4m3fn)
+        value = code.astype(scale.dtype) * scale
+        return value if isinstance(codec, GroupedFP8Codec) else value.astype(jnp.bfloat16)
+
+    nope = join_neighbours([decode(number) for number in range(_CODES_PER_WORD)])
+    rope = _read(sources, "rope", rope_dim)
+    return [
+        Columns(nope.astype(dtype), 0, nope_dim),
+        Columns(rope.astype(dtype), nope_dim, rope_dim),
+    ]
+
+
+def _load_scales(
+    sources: Sequence[Source], codec: Codec, nope_dim: int, shape: tuple[int, ...]
+) -> jax.Array:
+    """f32 of the shape of the words of codes: the factor of each."""
+    if not isinstance(codec, GroupedFP8Codec):
+        return jnp.broadcast_to(_read_word(sources, "inv_scale")[:, None], shape)
+    group = lax.div(jnp.arange(shape[1], dtype=jnp.int32) * _CODES_PER_WORD, codec.group)
+    place, number = lax.div(group, _CODES_PER_WORD), lax.rem(group, _CODES_PER_WORD)
+    num_groups = -(-nope_dim // codec.group)
+    words = jnp.zeros(shape, jnp.uint32)
+    for n in range(-(-num_groups // _CODES_PER_WORD)):
+        word = jnp.broadcast_to(_read_word(sources, "scale", n)[:, None], shape)
+        words = jnp.where((place == n)[None], word, words)
+    return numbers.decode_ue8m0(_byte(words, number[None]))
+
+
+def _read(sources: Sequence[Source], name: str, count: int) -> jax.Array:
+    """[n, width], the columns of each row from the source that has it."""
+    column = jnp.arange(1 << (count - 1).bit_length(), dtype=jnp.int32)
+    values = None
+    for planes, row, present in sources:
+        place = (*(i[:, None] if i.ndim else i for i in row), column[None])
+        found = triton.load_where(planes[name], place, present[:, None] & (column < count)[None])
+        values = found if values is None else jnp.where(present[:, None], found, values)
+    assert values is not None
+    return values
+
+
+def _read_word(sources: Sequence[Source], name: str, *column: int) -> jax.Array:
+    """[n], one element of each row from the source that has it."""
+    values = None
+    for planes, row, present in sources:
+        place = (*row, *(jnp.int32(c) for c in column))
+        found = triton.load_where(planes[name], place, present)
+        values = found if values is None else jnp.where(present, found, values)
+    assert values is not None
+    return values
+
+
+def _byte(words: jax.Array, number: jax.Array | int) -> jax.Array:
+    """The byte of that number of u32, 0 being the lowest, as u32."""
+    shift = jnp.broadcast_to(jnp.asarray(number, jnp.uint32) * 8, words.shape)
+    return words >> shift & 0xFF
