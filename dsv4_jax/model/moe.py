@@ -23,6 +23,7 @@ from pallas_kernels import Backend, expert_mlp, mixture_mlp, pick_experts, swigl
 from pallas_kernels.common.pending import SplitSums
 from pallas_kernels.common.rows import QuantizedRows, decode_rows, quantize_rows
 from pallas_kernels.common.weights import takes_rounded_rows
+from pallas_kernels.pick_experts import router_logits
 
 GATHERED_ROWS = 32768
 """Rows of all data shards that experts take at once: k of them are that many pairs, held twice."""
@@ -179,7 +180,7 @@ def route(
       i32[T, k], distinct; on a learned layer the best first, and of equals the lower number. And
       f32[T, k], their weights, which add up to the model's scaling factor.
     """
-    logits = checkpoint_name(linear(x, params.gate, dtype=jnp.float32), "gate/logits")
+    logits = checkpoint_name(router_logits(x, params.gate, backend=backend), "gate/logits")
     table = params.tid2eid
     picked, weights = pick_experts(
         logits,

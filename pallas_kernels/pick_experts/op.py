@@ -10,10 +10,46 @@ from pallas_kernels.common.checks import check_indices, check_rank, check_same_l
 from pallas_kernels.pick_experts import reference, triton_gpu
 from pallas_kernels.pick_experts.arguments import Arguments
 
+_LOGITS = {
+    Backend.REFERENCE: reference.router_logits,
+    Backend.TRITON_GPU: triton_gpu.router_logits,
+}
 _IMPLEMENTATIONS = {
     Backend.REFERENCE: reference.pick_experts,
     Backend.TRITON_GPU: triton_gpu.pick_experts,
 }
+
+
+def router_logits(x: jax.Array, gate: jax.Array, *, backend: Backend | None = None) -> jax.Array:
+    """The product of a router, for `pick_experts`, accumulated in f32.
+
+    Args:
+      x: [T, D].
+      gate: [E, D], a logit of each expert.
+      backend: implementation to use; None picks the fastest one that runs here. That is XLA's
+        product on a GPU too for one token, for more than 128, and for what is not in bf16.
+
+    Returns:
+      f32[T, E], or f32[T, P, E] in P parts. Only the reference can be differentiated.
+
+    Raises:
+      ValueError: shapes do not fit.
+      NotImplementedError: the named backend can't run here, or not with these dtypes.
+
+    Source: deepseek_v4.md section 1.5.
+    """
+    check_rank(2, x=x, gate=gate)
+    check_shape("gate", gate, (gate.shape[0], x.shape[1]), "E, D")
+    is_bf16 = x.dtype == gate.dtype == jnp.bfloat16
+    few = is_bf16 and triton_gpu.LEAST_TOKENS <= x.shape[0] <= triton_gpu.MOST_TOKENS
+    implementation = resolve(
+        "router_logits",
+        backend,
+        _LOGITS,
+        preferred=Backend.TRITON_GPU if few else Backend.REFERENCE,
+        obstacle=None if is_bf16 else f"takes bf16, got {x.dtype} and {gate.dtype}",
+    )
+    return implementation(x, gate)
 
 
 def pick_experts(
@@ -32,7 +68,7 @@ def pick_experts(
     score plus bias, or `expert_ids` says which; weights are the scores of those picked.
 
     Args:
-      logits: f32[T, E].
+      logits: f32[T, E]; or f32[T, P, E], in P parts that are added here.
       bias: f32[E], added to scores for picking alone; None with `expert_ids`.
       expert_ids: i32[T, count], the experts of a hash layer; None on a learned one.
       count: experts of a token, k.
@@ -53,10 +89,10 @@ def pick_experts(
 
     Source: deepseek_v4.md section 1.5.
     """
-    check_rank(2, logits=logits)
+    check_rank(3 if logits.ndim == 3 else 2, logits=logits)
     if logits.dtype != jnp.float32:
         raise ValueError(f"logits must be float32, got {logits.dtype}")
-    num_experts = logits.shape[1]
+    num_experts = logits.shape[-1]
     if not 1 <= count <= num_experts:
         raise ValueError(f"count must be within 1 .. {num_experts}, the experts, got {count}")
     if (bias is None) == (expert_ids is None):

@@ -1,5 +1,6 @@
 """Definition of `pick_experts`.
 
+    z      = gate x
     s_e    = sqrt(softplus(z_e))
     picked = the k largest s_e + b_e, of equals the lower e        or as given
     w_i    = scaling * s_(picked_i) / (sum of the picked + 1e-20)
@@ -12,15 +13,22 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.block_linear import block_linear
 from pallas_kernels.pick_experts.arguments import Arguments
 
 FLOOR = 1e-20
 """Added to the sum of the scores picked."""
 
 
+def router_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
+    """See `op.router_logits`."""
+    return block_linear(x, gate, dtype=jnp.float32)
+
+
 def pick_experts(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
     """See `op.pick_experts`."""
     logits, bias, expert_ids, count, scaling, first = arguments
+    logits = logits.sum(axis=1) if logits.ndim == 3 else logits
     scores = jnp.sqrt(jax.nn.softplus(logits))
     if expert_ids is None:
         assert bias is not None

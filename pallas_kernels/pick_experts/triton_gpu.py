@@ -1,9 +1,12 @@
-"""Triton kernel of `pick_experts`: a token per program, its scores in registers.
+"""Triton kernels of routing: a router's logits in parts, and a token's experts per program.
 
-k times the largest score that is left, and the lowest number that has it. In XLA these are six
-launches a layer, one of which compares each score with each.
+    router_logits    sixteen tokens, a run of inputs and some experts -> one part of their logits
+    pick_experts     k times the largest score that is left, and the lowest number that has it
 
-Bytes: the logits, once; the launch bounds it. Measurements: docs/kernels/pick_experts.md.
+In XLA the latter are six launches a layer, one of which compares each score with each.
+
+Bytes: the gate, once for each sixteen tokens; the logits, once. The launches bound them.
+Measurements: docs/kernels/pick_experts.md.
 """
 
 from __future__ import annotations
@@ -14,19 +17,29 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.gpu import triton
+from pallas_kernels.gpu import triton, triton_products
 from pallas_kernels.pick_experts.arguments import Arguments
 from pallas_kernels.pick_experts.reference import FLOOR
 
 Ref = Any
-_NUM_WARPS = 1
+LEAST_TOKENS, MOST_TOKENS = 2, 128
+"""Of which logits in parts take less time than XLA's, with what adding them up takes."""
+_OUTPUTS = 64
+_LEAST = float(jnp.finfo(jnp.float32).min)
+
+
+def router_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
+    """See `op.router_logits`."""
+    parts = 16 if x.shape[0] <= triton_products.ROWS else 8
+    return triton_products.multiply(x, gate, parts=parts, outputs=_OUTPUTS, name="router_logits")
 
 
 def pick_experts(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
     """See `op.pick_experts`."""
     logits, bias, expert_ids, count, scaling, first = arguments
-    num_tokens, num_experts = logits.shape
-    width = 1 << (num_experts - 1).bit_length()
+    num_tokens, num_experts = logits.shape[0], logits.shape[-1]
+    parts = logits.shape[1] if logits.ndim == 3 else 1
+    width, parts_width = (1 << (n - 1).bit_length() for n in (num_experts, parts))
     is_learned = expert_ids is None
 
     def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
@@ -34,20 +47,24 @@ def pick_experts(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
         ids, weights = outputs
         token = pl.program_id(0)
         number = jnp.arange(width, dtype=jnp.int32)
+        part = jnp.arange(parts_width, dtype=jnp.int32)[:, None]
         exists = number < num_experts
-        scores = jnp.sqrt(jax.nn.softplus(triton.load_where(logits, (token, number), exists)))
+        here = (part < parts) & exists[None]
+        added = jnp.sum(triton.load_where(logits, (token, part, number[None]), here), axis=0)
+        scores = jnp.sqrt(jax.nn.softplus(added))
         ranked = jnp.zeros(width, jnp.float32)
         if is_learned:
             ranked = scores + triton.load_where(given, (number,), exists)
-            ranked = jnp.where(jnp.isnan(ranked), -jnp.inf, ranked)
-        is_left, picked, total = exists, [], jnp.float32(0)
+            # Above those that are picked already.
+            ranked = jnp.where(jnp.isnan(ranked), _LEAST, jnp.maximum(ranked, _LEAST))
+            ranked = jnp.where(exists, ranked, -jnp.inf)
+        picked, total = [], jnp.float32(0)
         for place in range(count):
             if is_learned:
-                largest = jnp.max(jnp.where(is_left, ranked, -jnp.inf))
-                best = jnp.min(jnp.where(is_left & (ranked == largest), number, num_experts))
+                best = jnp.argmax(ranked).astype(jnp.int32)
+                ranked = jnp.where(number == best, -jnp.inf, ranked)
             else:
                 best = given[token, jnp.int32(place)]
-            is_left &= number != best
             score = jnp.sum(jnp.where(number == best, scores, 0.0))
             picked.append((best, score))
             total += score
@@ -60,7 +77,7 @@ def pick_experts(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
         kernel,
         grid=(num_tokens,),
         inputs=[
-            logits,
+            logits.reshape(num_tokens, parts, num_experts),
             bias if expert_ids is None else expert_ids,  # pyright: ignore
             *([] if first is None else [first.reshape(1)]),
         ],
@@ -68,7 +85,7 @@ def pick_experts(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
             jax.ShapeDtypeStruct((num_tokens, count), jnp.int32),
             jax.ShapeDtypeStruct((num_tokens, count), jnp.float32),
         ],
-        num_warps=_NUM_WARPS,
+        num_warps=1 if parts == 1 else 4,
         name="pick_experts",
     )
     return ids, weights

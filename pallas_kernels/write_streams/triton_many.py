@@ -4,7 +4,7 @@
     the streams, times fn in three parts in bf16     -> parts of each product
 
 The parts of fn add up to it, and products of bf16 are exact in f32. Up to 256 tokens are multiplied
-by `triton_products`, more by cuBLAS.
+by `gpu.triton_products`, more by cuBLAS.
 
 Bytes: the output and the streams in, the streams out; the streams once more for the product.
 Measurements: docs/kernels/write_streams.md.
@@ -20,8 +20,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.common.pending import finish
-from pallas_kernels.gpu import triton
-from pallas_kernels.write_streams import triton_products
+from pallas_kernels.gpu import triton, triton_products
 from pallas_kernels.write_streams.arguments import Arguments
 
 Ref = Any
@@ -29,7 +28,8 @@ _COLUMNS = 1024
 _NUM_WARPS = 4
 _FN_PARTS = 3
 """Parts of 8 bits each, which hold all 24 of an f32."""
-_MOST_OF_KERNEL = 256
+_MOST_OF_KERNEL, _KERNEL_PARTS = 256, 64
+"""Tokens that Triton multiplies, and the parts of their products."""
 _SUMS = 16
 """Sums of a product: tensor cores cut off what a long sum has no bits for."""
 
@@ -39,8 +39,16 @@ def write_streams(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
     streams, output, post, comb, fn = arguments
     written = _write(streams, finish(output), post, comb)
     if written.shape[0] <= _MOST_OF_KERNEL:
-        return written, triton_products.multiply(written, fn)
+        return written, multiply(written, fn)
     return written, _products(fn, written)
+
+
+def multiply(streams: jax.Array, fn: jax.Array) -> jax.Array:
+    """bf16[T, S, D] times f32[R, S * D] -> f32[T, P, R], in 64 parts or fewer."""
+    rows = streams.reshape(streams.shape[0], -1)
+    return triton_products.multiply(
+        rows, fn, parts=_KERNEL_PARTS, outputs=fn.shape[0], name="multiply_streams"
+    )
 
 
 def _write(streams: jax.Array, output: jax.Array, post: jax.Array, comb: jax.Array) -> jax.Array:

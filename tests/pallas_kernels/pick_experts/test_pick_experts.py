@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import pick_experts
+from pallas_kernels.pick_experts import router_logits
+from pallas_kernels.pick_experts.triton_gpu import MOST_TOKENS
 
 E, K, SCALING = 24, 3, 2.5
 jit_pick = jax.jit(
@@ -72,6 +74,45 @@ def test_a_device_counts_from_its_first_expert(lane, backend):
     np.testing.assert_allclose(found[1], weights, rtol=1e-6)
 
 
+def product(num_tokens, dim, seed=0):
+    rng = np.random.default_rng(seed)
+    rows, gate = rng.normal(size=(num_tokens, dim)), rng.normal(size=(E, dim)) * dim**-0.5
+    return jnp.asarray(rows, jnp.bfloat16), jnp.asarray(gate, jnp.bfloat16)
+
+
+@pytest.mark.parametrize(("num_tokens", "dim"), [(2, 320), (19, 2304)])
+def test_logits_come_in_parts_that_picking_adds_up(lane, num_tokens, dim):
+    """Of 18 runs of inputs, parts of 3 and of 2."""
+    x, gate = product(num_tokens, dim)
+    parts = jax.jit(functools.partial(router_logits, backend="triton_gpu"))(x, gate)
+    assert parts.shape == (num_tokens, {320: 3, 2304: 6}[dim], E)
+    wanted = np.asarray(x, np.float64) @ np.asarray(gate, np.float64).T
+    np.testing.assert_allclose(np.sum(parts, axis=1), wanted, atol=1e-5)
+    bias = given(1)[1]
+    ids, weights = oracle(np.sum(np.asarray(parts, np.float64), axis=1), bias)
+    for backend in BACKENDS:
+        found = jit_pick(parts, bias=bias, backend=backend)
+        np.testing.assert_array_equal(found[0], ids)
+        np.testing.assert_allclose(found[1], weights, rtol=1e-5)
+
+
+def test_logits_of_a_token_do_not_depend_on_the_others(lane):
+    x, gate = product(18, 640)
+    multiply = jax.jit(functools.partial(router_logits, backend="triton_gpu"))
+    together = multiply(x, gate)
+    np.testing.assert_array_equal(multiply(jnp.roll(x, 5, axis=0), gate)[5:], together[:-5])
+
+
+@pytest.mark.gpu
+def test_a_gpu_leaves_few_tokens_logits_in_parts():
+    ranks = {n: router_logits(*product(n, 4096)).ndim for n in (1, 2, MOST_TOKENS, MOST_TOKENS + 1)}
+    assert ranks == {1: 2, 2: 3, MOST_TOKENS: 3, MOST_TOKENS + 1: 2}
+    x, gate = product(8, 4096)
+    assert router_logits(x.astype(jnp.float32), gate).ndim == 2
+    wanted = np.asarray(x, np.float64) @ np.asarray(gate, np.float64).T
+    np.testing.assert_allclose(np.sum(router_logits(x, gate), axis=1), wanted, atol=2e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("num_tokens", "num_experts"), [(1, 256), (64, 256), (3, 384)])
 def test_kernel_matches_reference_at_real_shapes(num_tokens, num_experts):
@@ -99,6 +140,11 @@ def test_arguments_are_checked():
         pick_experts(logits.astype(jnp.bfloat16), bias=bias, **sizes)
     with pytest.raises(ValueError, match="expert_ids"):
         pick_experts(logits, expert_ids=jnp.zeros((2, K + 1), jnp.int32), **sizes)
+    x, gate = product(2, 128)
+    with pytest.raises(ValueError, match="gate"):
+        router_logits(x, gate[:, 1:])
+    with pytest.raises(NotImplementedError, match=r"takes bf16, got float32 and bfloat16"):
+        router_logits(x.astype(jnp.float32), gate, backend="triton_gpu")
 
 
 def _aot_case(num_tokens, num_experts):
@@ -111,4 +157,20 @@ def _aot_case(num_tokens, num_experts):
     return (f"{num_tokens}x{num_experts}", call, specs)
 
 
-AOT_CASES = [_aot_case(1, 256), _aot_case(64, 384)]
+def _routed(x, gate, bias):
+    logits = router_logits(x, gate, backend="triton_gpu")
+    return pick_experts(logits, bias=bias, count=6, scaling=1.5, backend="triton_gpu")
+
+
+def _aot_case_in_parts(num_tokens, num_experts, dim):
+    specs = [jax.ShapeDtypeStruct((n, dim), jnp.bfloat16) for n in (num_tokens, num_experts)]
+    specs.append(jax.ShapeDtypeStruct((num_experts,), jnp.float32))
+    return (f"{num_tokens}x{num_experts} of {dim} in parts", _routed, specs)
+
+
+AOT_CASES = [
+    _aot_case(1, 256),
+    _aot_case(64, 384),
+    _aot_case_in_parts(8, 256, 4096),
+    _aot_case_in_parts(64, 384, 7168),
+]

@@ -5,7 +5,7 @@ import pytest
 
 from helpers import slow
 from pallas_kernels import write_streams
-from pallas_kernels.write_streams import triton_many, triton_products
+from pallas_kernels.write_streams import triton_many
 from pallas_kernels.write_streams.arguments import Arguments
 from pallas_kernels.write_streams.triton_gpu import MAX_TOKENS
 
@@ -73,7 +73,7 @@ def test_many_tokens_are_multiplied_by_tensor_cores(lane, monkeypatch, by_kernel
     np.testing.assert_array_equal(written, expected)
 
 
-@pytest.mark.parametrize("multiply", [triton_products.multiply, triton_many._products])
+@pytest.mark.parametrize("multiply", [triton_many.multiply, triton_many._products])
 def test_all_bits_of_fn_count(lane, multiply):
     """Of 1 + 2^-9 + 2^-18 each part of eight bits holds one term."""
     streams = arguments(3, 96, jnp.bfloat16)[0]
@@ -89,7 +89,7 @@ def test_all_bits_of_fn_count(lane, multiply):
 def test_products_of_a_token_do_not_depend_on_the_others(lane):
     """Nor on how many there are; 2,400 inputs are a run for most parts and none for the last."""
     streams, *_, fn = arguments(MAX_TOKENS + 4, 600, jnp.bfloat16)
-    multiply = jax.jit(triton_products.multiply)
+    multiply = jax.jit(triton_many.multiply)
     together = multiply(streams, fn)
     assert together.shape[1] == 19
     np.testing.assert_array_equal(multiply(streams[-3:], fn), together[-3:])
