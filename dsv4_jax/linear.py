@@ -11,8 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from pallas_kernels import block_linear, block_linears, joined_linears
-from pallas_kernels.block_linear import block_linear_in_parts
-from pallas_kernels.common.pending import SplitSums, Unnormed
+from pallas_kernels.block_linear import block_linear_by_token, block_linear_in_parts
+from pallas_kernels.common.pending import ByGroup, SplitSums, Unnormed
 from pallas_kernels.common.weights import Weight
 from pallas_kernels.joined_linears import joins
 
@@ -92,20 +92,16 @@ def linears_beside_dense(
 
 def grouped_linear(
     x: jax.Array, weight: Weight, *, dtype: DTypeLike | None = None
-) -> jax.Array | SplitSums:
-    """As `linear`, group by group in one product: [..., G, in], [G, out, in] -> [..., G, out].
+) -> jax.Array | ByGroup:
+    """As `linear`, group by group in one product: [..., G, in], [G, out, in] -> [..., G * out].
 
-    The product of one row may be left in parts, for the product that follows.
+    It may be left by groups and in parts, for the product that follows.
     """
-    rows = x.reshape(-1, *x.shape[-2:])
-    if rows.shape[0] == 1 and dtype is None:
-        product = block_linear_in_parts(rows.reshape(-1, 1, x.shape[-1]), weight)
-    else:
-        product = block_linear(rows.swapaxes(0, 1), weight, dtype=dtype).swapaxes(0, 1)
-    return product.reshape(*x.shape[:-1], product.shape[-1])
+    product = block_linear_by_token(x.reshape(-1, *x.shape[-2:]), weight, dtype=dtype)
+    return product.reshape(*x.shape[:-2], product.shape[-1])
 
 
-def linear_in_parts(x: jax.Array | SplitSums, weight: Weight) -> jax.Array | SplitSums:
+def linear_in_parts(x: jax.Array | ByGroup, weight: Weight) -> jax.Array | SplitSums:
     """`linear`, whose result may be left in parts for what reads it."""
     product = block_linear_in_parts(x.reshape(-1, x.shape[-1]), weight)
     return product.reshape(*x.shape[:-1], product.shape[-1])

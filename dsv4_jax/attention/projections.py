@@ -186,7 +186,6 @@ def output(params: AttentionParams, attended: jax.Array, config: DSV4Config) -> 
     lead, groups = attended.shape[:-2], params.wo_a.shape[0] // config.o_lora_rank
     heads = checkpoint_name(attended.reshape(*lead, groups, -1), "ctx_derot")
     latent = name_product(grouped_linear(heads, _by_group(params.wo_a, groups)), "o_a")
-    latent = latent.reshape(*lead, latent.shape[-2] * latent.shape[-1])
     product = linear_in_parts(latent, params.wo_b)
     if axis_size(MODEL) > 1:
         product = sum_to_rows(product)

@@ -14,17 +14,26 @@ from pallas_kernels.block_linear import call_shapes, decoded
 from pallas_kernels.block_linear.call_shapes import Shapes, TensorCore, Tiling
 from pallas_kernels.block_linear.items import EvenItems
 from pallas_kernels.block_linear.multiply_items import Product, multiply_items
-from pallas_kernels.block_linear.round_rows import RawRows
+from pallas_kernels.block_linear.raw_rows import RawRows
 from pallas_kernels.block_linear.triton_finish import add_splits
 from pallas_kernels.block_linear.triton_rows import Rows, make_rows, padded
 from pallas_kernels.block_linear.work import SwiGLU
 from pallas_kernels.common.norm_rope import rms_norm
-from pallas_kernels.common.pending import Pending, SplitSums, Unnormed, finish
+from pallas_kernels.common.pending import (
+    ByGroup,
+    ByToken,
+    Pending,
+    SplitSums,
+    Unnormed,
+    finish,
+)
 from pallas_kernels.common.rounding import round_to
 from pallas_kernels.common.swiglu import swiglu as swiglu_of
-from pallas_kernels.common.weights import ROWS, Weight
+from pallas_kernels.common.weights import INPUTS, ROWS, Weight
 
 _FEW_ROWS = 64
+_MOST_ADDED_ROWS = 2
+"""Rows whose parts each CTA adds up; of more, as each reads all of them, XLA does."""
 
 
 def block_linear(
@@ -59,6 +68,9 @@ def block_linear(
     if any(norm is not None for norm in norms) and tiling.splits > 1:
         results = add_splits(sums, widths, norms=norms, eps=eps, dtype=dtype)
         return [result.reshape(num_groups, num_tokens, -1) for result in results]
+    if isinstance(x, ByToken) and sums.shape[-1] % INPUTS == 0:
+        parts = sums.reshape(-1, num_groups, num_tokens, sums.shape[-1])
+        return [ByGroup(parts, jnp.dtype(dtype), (num_tokens,))]
     if in_parts and tiling.splits > 1 and len(weights) == 1 and norms[0] is None:
         parts = SplitSums(sums, jnp.dtype(dtype))
         return [parts.reshape(num_groups, num_tokens, -1)]
@@ -120,12 +132,13 @@ def _multiply(
     num_groups, num_tokens, dim = x.shape
     spread = num_tokens
     if shapes.rounds_rows:
-        rows = _raw_rows(x.reshape(-1, dim))
+        is_added = isinstance(x, ByGroup) and num_tokens > _MOST_ADDED_ROWS
+        rows = RawRows.of(finish(x) if is_added else x)
     elif rows is None:
-        x = finish(x)
         spread = padded(num_tokens) if num_groups > 1 else num_tokens
+        is_plain = shapes.is_dense or isinstance(x, Unnormed)
         rows = make_rows(
-            x.reshape(-1, dim),
+            finish(x).reshape(-1, dim) if is_plain else RawRows.of(x),
             weights[0],
             num_spare=call_shapes.scale_columns(tiling.columns),
             num_groups=num_groups,
@@ -133,12 +146,3 @@ def _multiply(
     items = EvenItems(num_groups, num_tokens, spread)
     product = Product(rows, weights, items, shapes, tiling, swiglu)
     return multiply_items(product, num_rows=num_groups * num_tokens, dtype=dtype, apart=apart)
-
-
-def _raw_rows(x: jax.Array | Pending) -> RawRows:
-    """[R, in], which the kernel finishes while it rounds them."""
-    if isinstance(x, SplitSums):
-        return RawRows(x.parts)
-    if isinstance(x, Unnormed):
-        return RawRows(x.rows[None], norm=x.weight, eps=x.eps)
-    return RawRows(x[None])

@@ -33,7 +33,7 @@ from pallas_kernels.block_linear.call_shapes import (
     scale_columns,
 )
 from pallas_kernels.block_linear.items import EvenItems, Items, PickedItems
-from pallas_kernels.block_linear.round_rows import RawRows
+from pallas_kernels.block_linear.raw_rows import RawRows
 from pallas_kernels.block_linear.tiles import Tile, Tiles
 from pallas_kernels.block_linear.triton_rows import Rows
 from pallas_kernels.block_linear.work import Operands, Scratch, SwiGLU, Work

@@ -8,10 +8,17 @@ from typing import Any
 import jax
 from jax.typing import DTypeLike
 
-from pallas_kernels.block_linear import call_shapes, mosaic_gpu, reference
+from pallas_kernels.block_linear import call_shapes, decoded, mosaic_gpu, reference
 from pallas_kernels.common.backend import Backend, resolve
 from pallas_kernels.common.checks import check_shape
-from pallas_kernels.common.pending import Pending, SplitSums, Unnormed
+from pallas_kernels.common.pending import (
+    ByGroup,
+    ByToken,
+    Pending,
+    SplitSums,
+    Unnormed,
+    finish,
+)
 from pallas_kernels.common.weights import Weight, is_quantized
 
 _LINEAR: dict[Backend, Any] = {
@@ -66,6 +73,35 @@ def block_linear_in_parts(
     return product
 
 
+def block_linear_by_token(
+    x: jax.Array,
+    weight: Weight,
+    *,
+    dtype: DTypeLike | None = None,
+    backend: Backend | None = None,
+) -> jax.Array | ByGroup:
+    """`block_linear` of groups whose rows lie token by token, with a result for each token.
+
+    Args:
+      x: [T, G, in].
+      weight: [G, out, in].
+      dtype: see `block_linear`.
+      backend: see `block_linear`.
+
+    Returns:
+      [T, G * out]; a kernel leaves it by groups, and in parts, for the product that reads it.
+    """
+    if x.shape[0] >= decoded.MANY_ROWS:
+        product = block_linear(x.swapaxes(0, 1), weight, dtype=dtype, backend=backend)
+        return product.swapaxes(0, 1).reshape(x.shape[0], -1)
+    [product] = block_linears(
+        ByToken(x), [weight], dtype=dtype, backend=backend, may_stay_in_parts=True
+    )
+    if isinstance(product, ByGroup):
+        return product
+    return finish(product).swapaxes(0, 1).reshape(x.shape[0], -1)
+
+
 def block_linears(
     x: jax.Array | Pending,
     weights: Sequence[Weight],
@@ -108,6 +144,7 @@ def block_linears(
         ]
     grouped = x.ndim == 3
     if not grouped:
+        assert not isinstance(x, ByToken), "which is of groups"
         x = x.reshape(1, *x.shape)
         weights = [jax.tree.map(lambda leaf: leaf[None], weight) for weight in weights]
     implementation = resolve(
@@ -159,9 +196,9 @@ def swiglu_linear(
 
 
 def _array_of(x: jax.Array | Pending) -> jax.Array:
-    if isinstance(x, SplitSums):
+    if isinstance(x, SplitSums | ByGroup):
         return x.parts
-    return x.rows if isinstance(x, Unnormed) else x
+    return x.rows if isinstance(x, Unnormed | ByToken) else x
 
 
 def _check(x: jax.Array | Pending, weight: Weight) -> None:

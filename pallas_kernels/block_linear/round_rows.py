@@ -3,7 +3,7 @@
 A CTA's two consumers take groups of 128 inputs in turns, four rows at a time, a warp a row; of one
 or two rows, as long as no norm comes first, four or two groups at a time:
 
-    load      bf16, or f32 sums over splits that are added here
+    load      bf16, or f32 sums over splits that are added here; both may lie by groups
     norm      where that was left to this kernel; the mean is over all groups, in both consumers
     round     to E4M3 with a scale; unrounded rows in two parts, as in `common/rows.py`
     store     codes in the order in which the tensor core takes them, and scales
@@ -14,7 +14,6 @@ once for all.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +28,7 @@ from jax.experimental.pallas import mosaic_gpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
+from pallas_kernels.block_linear.raw_rows import RawRows
 from pallas_kernels.common import numbers, rows
 from pallas_kernels.common.backend import interpreting
 from pallas_kernels.common.weights import INPUTS
@@ -42,24 +42,6 @@ _UNIT = 4
 """Groups of inputs that a warpgroup takes at once, a warp each: of four rows, or of fewer."""
 _AHEAD = 8
 """Units whose loads are on their way at once."""
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class RawRows:
-    """Rows that the kernel rounds itself.
-
-    Attributes:
-      values: bf16[1, N, in], or f32[S, N, in], S sums that add up to rows.
-      token: i32[R], the row of `values` that each row is; None is its own.
-      norm: [in], weight of the RMS norm that comes before the rounding; None is none.
-      eps: floor of the norm; static.
-    """
-
-    values: jax.Array
-    token: jax.Array | None = None
-    norm: jax.Array | None = None
-    eps: float = dataclasses.field(default=0.0, metadata={"static": True})
 
 
 def round_rows(work: Any, source: RawRows) -> None:
@@ -95,7 +77,7 @@ def _inverse_rms(work: Any, source: RawRows, place: int) -> jax.Array:
         blocks = range(start, min(start + _AHEAD, work.shapes.num_blocks))
         for x in [_load(work, source, place, jnp.int32(block * INPUTS)) for block in blocks]:
             squares += x * x
-    return lax.rsqrt(jnp.sum(squares, axis=1) / source.values.shape[2] + source.eps)
+    return lax.rsqrt(jnp.sum(squares, axis=1) / source.num_inputs + source.eps)
 
 
 def _norm(weight: Ref, scale: jax.Array, x: jax.Array, column: jax.Array) -> jax.Array:
@@ -210,6 +192,10 @@ def _load(work: Any, source: RawRows, place: int, column: jax.Array, groups: int
             offset = arith.muli(offset, mgpu.c(size, i64))
             return mgpu.utils.getelementptr(base, [offset], byte)
 
+        def divided(x, count):
+            count = mgpu.c(count, i32)
+            return arith.divui(x, count), arith.remui(x, count)
+
         layout = _LAYOUT.to_mgpu()
         registers = np.empty(layout.registers_shape((_UNIT, INPUTS)), dtype=object)
         loaded = ir.VectorType.get((layout.vector_length,), kind.element_type)
@@ -222,13 +208,21 @@ def _load(work: Any, source: RawRows, place: int, column: jax.Array, groups: int
             inner = arith.addi(inner, arith.muli(group, mgpu.c(INPUTS, i32)))
             row = arith.addi(arith.divui(line, mgpu.c(groups, i32)), mgpu.c(place, i32))
             row = arith.minsi(row, arith.subi(num_rows, mgpu.c(1, i32)))
-            row = arith.extsi(i64, arith.addi(first, row))
+            row = arith.addi(first, row)
+            if source.row_groups > 1:
+                group, row = divided(row, count // source.row_groups)
+                row = arith.addi(arith.muli(row, mgpu.c(source.row_groups, i32)), group)
+            inner = arith.addi(column, inner)
+            if source.column_groups > 1:
+                group, inner = divided(inner, dim)
+                of_group = mgpu.c(count // source.column_groups, i32)
+                row = arith.addi(arith.muli(group, of_group), row)
+            row, inner = arith.extsi(i64, row), arith.extsi(i64, inner)
             if token:
                 row = arith.extsi(i64, llvm.load(i32, at(token[0], row, 4)))
                 zero, last = mgpu.c(0, i64), mgpu.c(count - 1, i64)
                 row = arith.minsi(arith.maxsi(row, zero), last)
-            offset = arith.muli(row, mgpu.c(dim, i64))
-            offset = arith.addi(offset, arith.extsi(i64, arith.addi(column, inner)))
+            offset = arith.addi(arith.muli(row, mgpu.c(dim, i64)), inner)
             total = None
             for split in range(splits):
                 start = arith.addi(offset, mgpu.c(split * count * dim, i64))
@@ -244,13 +238,17 @@ def _load(work: Any, source: RawRows, place: int, column: jax.Array, groups: int
 
 
 def _interpret(work: Any, source: RawRows, place: int, column: jax.Array, groups: int) -> jax.Array:
-    found = []
+    found, (_, count, dim) = [], source.values.shape
     for line in range(_UNIT):
         row, group = divmod(line, groups)
         number = work.tile.first + jnp.minimum(place + row, work.tile.num_rows - 1)
         if source.token is not None:
-            number = jnp.clip(source.token[number], 0, source.values.shape[1] - 1)
-        columns = pl.ds(column + group * INPUTS, INPUTS)
+            number = jnp.clip(source.token[number], 0, count - 1)
+        of_group = count // source.row_groups
+        number = number % of_group * source.row_groups + number // of_group
+        first = column + group * INPUTS
+        number = first // dim * (count // source.column_groups) + number
+        columns = pl.ds(first % dim, INPUTS)
         parts = source.values[:, number, columns].astype(jnp.float32)
         found.append(functools.reduce(jnp.add, list(parts)))
     return jnp.stack(found).astype(jnp.bfloat16).astype(jnp.float32)

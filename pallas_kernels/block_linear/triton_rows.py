@@ -1,7 +1,8 @@
 """Triton kernels that make a product's rows.
 
     round    a few groups of 128 inputs of a row, or of four where rows are many, per program; a row
-             may be any of x's, so that an expert's tokens are gathered on the way
+             may be any of x's, so that an expert's tokens are gathered on the way, and x may come
+             in parts or lie by groups
     pick     rows that are rounded already: eight groups of eight rows per program
 
 Dense weights take rows as they are, which XLA gathers. Bytes: those of x or of the codes that are
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
+from pallas_kernels.block_linear.raw_rows import RawRows
 from pallas_kernels.common import numbers, rows
 from pallas_kernels.common.rows import GROUP
 from pallas_kernels.common.weights import MXFP4, BlockFP8, Weight
@@ -54,7 +56,7 @@ class Rows(NamedTuple):
 
 
 def make_rows(
-    x: jax.Array,
+    x: jax.Array | RawRows,
     weight: Weight,
     *,
     num_spare: int,
@@ -65,17 +67,19 @@ def make_rows(
     """Rows as this weight takes them, and some that are arbitrary behind them.
 
     Args:
-      x: [N, in]; bf16 for dense weights.
+      x: [N, in], bf16 for dense weights; or, for others, rows that were left otherwise, normed.
       weight: its `activations` say how many parts there are, its format how inputs are ordered.
       num_spare: rows that a kernel may read beyond the last.
       token: i32[R], the row of x that each is, clamped; None is x's own.
       num_used: i32[], rows after which those of quantised weights may be arbitrary too; None is R.
       num_groups: groups of rows, each of which begins at a multiple of eight.
     """
-    num_rows = (x if token is None else token).shape[0]
+    source = x if isinstance(x, RawRows) else RawRows(x[None], token)
+    num_rows = source.num_rows
     of_group = num_rows // num_groups
     spread = padded(of_group) if num_groups > 1 else of_group
     if not isinstance(weight, BlockFP8 | MXFP4):
+        assert isinstance(x, jax.Array), "rows for dense weights are arrays"
         taken = x if token is None else x.at[token].get(mode="clip")
         groups = taken.reshape(num_groups, of_group, -1)
         groups = jnp.pad(groups, ((0, 0), (0, spread - of_group), (0, 0)))
@@ -83,10 +87,8 @@ def make_rows(
         spare = padded(codes.shape[1] + num_spare) - codes.shape[1]
         return Rows(jnp.pad(codes, ((0, 0), (0, spare), (0, 0))), None)
     return _launch(
-        x,
-        token,
+        source,
         num_used,
-        num_rows=num_rows,
         of_group=(of_group, spread),
         total=padded(num_groups * spread + num_spare),
         num_parts=1 if weight.activations == "fp8" else 2,
@@ -159,17 +161,16 @@ def padded(num_rows: int) -> int:
 
 
 def _launch(
-    x: jax.Array,
-    token: jax.Array | None,
+    source: RawRows,
     num_used: jax.Array | None,
     *,
-    num_rows: int,
     of_group: tuple[int, int],
     total: int,
     num_parts: int,
     reorders: bool,
 ) -> Rows:
-    dim = x.shape[1]
+    num_rows, dim = source.num_rows, source.num_inputs
+    splits, count, width = source.values.shape
     num_groups = -(-dim // GROUP)
     height = _ROWS_OF_MANY if num_rows >= _MANY_ROWS else 1
     programs = -(-num_groups // _GROUPS)
@@ -186,14 +187,18 @@ def _launch(
         codes, scales = outputs
         row = first + jnp.arange(height, dtype=jnp.int32)
         live = row < num_rows
-        source = row if token is None else triton.load_where(inputs[1], (row,), live)
-        source = jnp.clip(source, 0, x.shape[0] - 1)[:, None]
+        taken = row
+        if source.token is not None:
+            taken = jnp.clip(triton.load_where(inputs[1], (row,), live), 0, count - 1)
+        if source.row_groups > 1:
+            of_one = count // source.row_groups
+            taken = taken % of_one * source.row_groups + taken // of_one
         size, spread = of_group
         row = (row // size * spread + row % size if spread > size else row)[:, None]
         lane = (program * _GROUPS * GROUP + jnp.arange(_GROUPS * GROUP, dtype=jnp.int32))[None]
         inside = jnp.broadcast_to(is_whole or lane < dim, (height, _GROUPS * GROUP))
-        values = triton.load_where(inputs[0], (source, lane), inside)
-        groups = values.astype(jnp.float32).reshape(height, _GROUPS, GROUP)
+        values = load(inputs[0], taken[:, None], lane, inside & live[:, None])
+        groups = values.reshape(height, _GROUPS, GROUP)
         scale = numbers.encode_ue8m0(rows.group_maximum(groups) * numbers.INV_448)
         scaled = groups * numbers.invert_ue8m0(scale)[..., None]
         group = (program * _GROUPS + jnp.arange(_GROUPS, dtype=jnp.int32))[None]
@@ -212,12 +217,23 @@ def _launch(
             scaled = (scaled - numbers.decode_e4m3(code)) * np.float32(rows.REST)
             scale = scale - np.uint8(rows.REST_BITS)
 
+    def load(values: Ref, row: jax.Array, lane: jax.Array, inside: jax.Array) -> jax.Array:
+        """Columns of rows, f32, the sums of splits rounded."""
+        if source.column_groups > 1:
+            row, lane = lane // width * (count // source.column_groups) + row, lane % width
+        total = jnp.zeros(inside.shape, jnp.float32)
+        for split in map(jnp.int32, range(splits)):
+            total = total + triton.load_where(values, (split, row, lane), inside).astype(
+                jnp.float32
+            )
+        return triton.round_to_bf16(total) if source.dtype == jnp.bfloat16 else total
+
     codes, scale = triton.launch(
         kernel,
         grid=(-(-num_rows // height), programs),
         inputs=[
-            x,
-            *([] if token is None else [token]),
+            source.values,
+            *([] if source.token is None else [source.token]),
             *([] if num_used is None else [num_used.reshape(1)]),
         ],
         outputs=[

@@ -24,7 +24,8 @@ from jax.experimental.pallas import mosaic_gpu
 
 from pallas_kernels.block_linear.call_shapes import CONSUMERS, Shapes, Tiling, scale_columns
 from pallas_kernels.block_linear.items import Items, PickedItems
-from pallas_kernels.block_linear.round_rows import RawRows, round_rows
+from pallas_kernels.block_linear.raw_rows import RawRows
+from pallas_kernels.block_linear.round_rows import round_rows
 from pallas_kernels.block_linear.tiles import Tile
 from pallas_kernels.block_linear.triton_rows import Rows
 from pallas_kernels.common.backend import interpreting
@@ -39,7 +40,7 @@ class Operands(NamedTuple):
 
     Attributes:
       items: see `Items` and `PickedItems`; None where they follow from their number.
-      rows: see `triton_rows.Rows`, or `round_rows.RawRows`.
+      rows: see `triton_rows.Rows`, or `raw_rows.RawRows`.
       codes: of each weight.
       scales: of each weight; none of dense ones.
       magnitudes: i32[20, 2], the table of `unpack_mxfp4`.

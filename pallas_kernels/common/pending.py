@@ -74,9 +74,68 @@ class Unnormed(Shaped):
         return rms_norm(self.rows, self.weight, eps=self.eps)
 
 
-Pending = SplitSums | Unnormed
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ByToken(Shaped):
+    """Rows of groups, [G, T, n], that lie token by token.
+
+    Attributes:
+      rows: [T, G, n].
+    """
+
+    rows: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[G, T, n]."""
+        count, groups, width = self.rows.shape
+        return groups, count, width
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the rows."""
+        return self.rows.dtype
+
+    def value(self) -> jax.Array:
+        """[G, T, n]."""
+        return self.rows.swapaxes(0, 1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ByGroup(Shaped):
+    """Rows, [T, G * n], whose columns lie group by group, as a product of groups leaves them.
+
+    Attributes:
+      parts: [S, G, T, n], f32 parts that add up to them, before they are rounded; or they, S = 1.
+      dtype: of the rows; static.
+      lead: axes before the last, of T elements; static.
+    """
+
+    parts: jax.Array
+    dtype: jnp.dtype = dataclasses.field(metadata={"static": True})
+    lead: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[..., G * n]."""
+        return *self.lead, self.parts.shape[1] * self.parts.shape[3]
+
+    def reshape(self, *shape: int) -> ByGroup:
+        """The same rows, with other axes before the last."""
+        count = self.parts.shape[2]
+        lead = jax.eval_shape(lambda x: x.reshape(shape[:-1]), jnp.zeros(count)).shape
+        return dataclasses.replace(self, lead=lead)
+
+    def value(self) -> jax.Array:
+        """The rows, rounded once."""
+        rows = round_to(jnp.sum(self.parts, axis=0), self.dtype)
+        return rows.swapaxes(0, 1).reshape(*self.shape)
+
+
+Pending = SplitSums | Unnormed | ByToken | ByGroup
 
 
 def finish(x: jax.Array | Pending) -> jax.Array:
     """The array, whichever it is."""
-    return x.value() if isinstance(x, SplitSums | Unnormed) else x
+    return x if isinstance(x, jax.Array) else x.value()

@@ -35,7 +35,7 @@ from pallas_kernels.block_linear.call_shapes import Shapes, TensorCore, Tiling
 from pallas_kernels.block_linear.items import EvenItems, Items, PickedItems
 from pallas_kernels.block_linear.mosaic_gpu import swiglu_linear as swiglu_of_rows
 from pallas_kernels.block_linear.multiply_items import Product, multiply_items
-from pallas_kernels.block_linear.round_rows import RawRows
+from pallas_kernels.block_linear.raw_rows import RawRows
 from pallas_kernels.block_linear.triton_rows import make_rows, padded, pick_rows
 from pallas_kernels.block_linear.work import SwiGLU
 from pallas_kernels.common.pending import SplitSums, finish

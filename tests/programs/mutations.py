@@ -996,6 +996,27 @@ MUTATIONS = [
             "pallas_kernels/sparse_attention/test_few_tokens.py pallas_kernels/gather_entries",
         ),
         (
+            "a_launch_takes_rows_by_token_group_by_group",
+            "block_linear/triton_rows.py",
+            "if source.row_groups > 1:",
+            "if source.row_groups > 99:",
+            "pallas_kernels/block_linear/test_by_token.py",
+        ),
+        (
+            "columns_of_a_group_are_those_of_the_first",
+            "block_linear/triton_rows.py",
+            "lane // width * (count // source.column_groups) + row",
+            "row",
+            "pallas_kernels/block_linear/test_by_token.py",
+        ),
+        (
+            "a_launch_leaves_sums_unrounded",
+            "block_linear/triton_rows.py",
+            "triton.round_to_bf16(total) if source.dtype == jnp.bfloat16 else total",
+            "total",
+            "pallas_kernels/block_linear/test_by_token.py",
+        ),
+        (
             "kernel_rotates_queries_backwards",
             "sparse_attention/loads.py",
             "rotate(rows.astype(jnp.float32), angles)",
