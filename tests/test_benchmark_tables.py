@@ -112,7 +112,7 @@ def test_only_the_text_between_the_markers_is_replaced():
 FROM_DOCUMENT = {
     "decode step, 1 request of 4,096 tokens": "| 1, 4,096 | {0} ({1} to ",
     "decode step, 64 requests of 16,384 tokens": (
-        "| 64, 16,384 | {0} (19.88 to 20.29) | 24.54 | {1} |"
+        "| 64, 16,384 | {0} (19.91 to 20.20) | 24.54 | {1} |"
     ),
     "all of DeepSeek-V4-Flash on four H200, 256 requests of 16,384 tokens": (
         "| 4x1 | 256, 16,384 | {0} (14.81 to 15.05) | 12.03 | 1.24 | {1} |"
