@@ -187,7 +187,7 @@ def _launch(
         codes, scales = outputs
         row = first + jnp.arange(height, dtype=jnp.int32)
         live = row < num_rows
-        taken = row
+        taken = jnp.minimum(row, num_rows - 1)
         if source.token is not None:
             taken = jnp.clip(triton.load_where(inputs[1], (row,), live), 0, count - 1)
         if source.row_groups > 1:
@@ -197,7 +197,7 @@ def _launch(
         row = (row // size * spread + row % size if spread > size else row)[:, None]
         lane = (program * _GROUPS * GROUP + jnp.arange(_GROUPS * GROUP, dtype=jnp.int32))[None]
         inside = jnp.broadcast_to(is_whole or lane < dim, (height, _GROUPS * GROUP))
-        values = load(inputs[0], taken[:, None], lane, inside & live[:, None])
+        values = load(inputs[0], taken[:, None], lane, inside)
         groups = values.reshape(height, _GROUPS, GROUP)
         scale = numbers.encode_ue8m0(rows.group_maximum(groups) * numbers.INV_448)
         scaled = groups * numbers.invert_ue8m0(scale)[..., None]
@@ -221,11 +221,11 @@ def _launch(
         """Columns of rows, f32, the sums of splits rounded."""
         if source.column_groups > 1:
             row, lane = lane // width * (count // source.column_groups) + row, lane % width
-        total = jnp.zeros(inside.shape, jnp.float32)
-        for split in map(jnp.int32, range(splits)):
-            total = total + triton.load_where(values, (split, row, lane), inside).astype(
-                jnp.float32
-            )
+        parts = [
+            triton.load_where(values, (jnp.int32(split), row, lane), inside).astype(jnp.float32)
+            for split in range(splits)
+        ]
+        total = functools.reduce(jnp.add, parts)
         return triton.round_to_bf16(total) if source.dtype == jnp.bfloat16 else total
 
     codes, scale = triton.launch(

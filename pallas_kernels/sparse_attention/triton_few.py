@@ -115,15 +115,12 @@ def _attend(arguments: Arguments) -> AttentionPart:
             is_key = functools.reduce(jnp.logical_or, (source.present for source in sources))
             return _Keys(load_rows(sources, ring.codec, dim=dim, dtype=dtype), is_key)
 
-        keys = (
-            load(_find_window, tile)
-            if not entry_tiles
-            else lax.cond(
-                tile < window_tiles,
-                lambda: load(_find_window, tile),
-                lambda: load(_find_selected, tile - window_tiles),
-            )
-        )
+        of_window = functools.partial(load, _find_window, tile)
+        if entry_tiles:
+            of_selected = functools.partial(load, _find_selected, tile - window_tiles)
+            keys = lax.cond(tile < window_tiles, of_window, of_selected)
+        else:
+            keys = of_window()
         _attend_to(keys, refs.queries, outputs, (tile, token, head_tile), scale=scale, dtype=dtype)
 
     sums, statistics = triton.launch(

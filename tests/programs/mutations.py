@@ -886,8 +886,8 @@ MUTATIONS = [
         (
             "groups_of_a_row_that_is_rounded_are_the_first_one",
             "block_linear/round_rows.py",
-            "columns = pl.ds(column + group * INPUTS, INPUTS)",
-            "columns = pl.ds(column, INPUTS)",
+            "first = column + group * INPUTS",
+            "first = column",
             "pallas_kernels/block_linear/test_round_rows.py",
         ),
         (
