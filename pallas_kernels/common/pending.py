@@ -138,4 +138,4 @@ Pending = SplitSums | Unnormed | ByToken | ByGroup
 
 def finish(x: jax.Array | Pending) -> jax.Array:
     """The array, whichever it is."""
-    return x if isinstance(x, jax.Array) else x.value()
+    return x.value() if isinstance(x, Pending) else x
