@@ -105,8 +105,9 @@ def run[Result](
     """Checks the arguments of an op of that name, picks its implementation and calls it."""
     _check(arguments)
     obstacle = call_shapes.find_obstacle(arguments.queries, arguments.ring)
-    if backend == Backend.TRITON_GPU and arguments.query_eps is not None:
-        obstacle = f"takes queries that are normed and rotated, got {arguments.query_eps=}"
+    query_eps = arguments.query_eps
+    if backend == Backend.TRITON_GPU and query_eps is not None:
+        obstacle = f"takes queries that are normed and rotated, got {query_eps=}"
     preferred = _choose_backend(arguments)
     arrays = {"queries": arguments.queries}
     if arguments.selected is not None:

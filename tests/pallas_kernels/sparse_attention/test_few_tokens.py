@@ -138,7 +138,9 @@ def test_a_gpu_takes_this_kernel_by_itself():
 
 def test_queries_as_projected_are_refused():
     frequencies = np.ones(SIZES.rope_dim // 2, np.float32)
-    with pytest.raises(NotImplementedError, match=r"queries that are normed.*query_eps=1e-06"):
+    with pytest.raises(
+        NotImplementedError, match=r"queries that are normed and rotated, got query_eps=1e-06"
+    ):
         attend(draw(), frequencies=frequencies, query_eps=1e-6)
 
 
