@@ -1,4 +1,4 @@
-"""Sizes of a product with quantised weights, which calls its kernel serves, how it is cut."""
+"""Sizes of a product with quantised weights and of its tiles, and which calls it serves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from pallas_kernels.common.backend import compute_capability
 from pallas_kernels.common.pending import Pending
@@ -20,37 +19,10 @@ BUFFERS = 2
 """Groups of inputs whose products tensor memory holds at once, on Blackwell."""
 DENSE_INPUTS = 64
 """Inputs of a group of a dense weight: as many bytes as `INPUTS` of E4M3."""
-_SPARE_BYTES = 4096
-"""Of shared memory, for what is not a stage."""
-_MAX_SPLITS = 16
-_MIN_BLOCKS_OF_SPLIT = 4
-_MAX_PRODUCT = 128
+MAX_PRODUCT = 128
 """Columns of a product in registers, 64 of a thread's f32; 256 would leave none for the sums."""
-WIDE = 64
-"""Columns from which on one CTA fills an SM: with its registers."""
-_LEAST_WIDTH = 96
-_WIDTHS = (112, 128, 144, 160, 192, 224, 240, 256)
-"""Columns of a tile of MXFP4, which is unpacked once for all of them; 96 are for fewer rows."""
-_UNPACKING = 64
-"""Columns whose products take as long as unpacking a tile."""
-_COLUMNS_IN_REGISTERS = 336
-"""Of f32, that a warpgroup's registers hold beside what it unpacks: sums and two pieces."""
-_COLUMNS_OF_NEXT = 48
-"""Of f32, that take as many registers as the next tile, while products run."""
 _LOADS_AHEAD = range(128, 193)
 """Columns of tiles that do; see `Shapes.loads_ahead`."""
-_FEW_TILES_OF_SM = 8
-"""Tiles of an SM up to which one CTA goes through them, however many stages they have."""
-_MANY_TURNS = 64
-"""Stages of a tile from which on starting a CTA and storing its results don't show."""
-_MAX_BAND = 16
-_MAX_STAGES = 12
-_STAGES_OF_ROWS = 6
-"""Of tiles whose left operand is rows of x."""
-_TURNS_OF_ROUNDED = 4
-"""CTAs an SM at most whose rows the kernel rounds, of a stack's products."""
-_MAX_ROUNDED_BYTES = 80 << 10
-"""Of shared memory, for rows of x that a kernel rounds itself."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +81,7 @@ class Tiling:
     @property
     def pieces(self) -> list[tuple[int, int]]:
         """First column and columns of each product; sums of many take several."""
-        count = self.columns // self.piece if self.piece else -(-self.columns // _MAX_PRODUCT)
+        count = self.columns // self.piece if self.piece else -(-self.columns // MAX_PRODUCT)
         return [(i * (self.columns // count), self.columns // count) for i in range(count)]
 
     @property
@@ -228,133 +200,6 @@ def shapes_of(*weights: Weight, is_gated: bool = False, core: TensorCore | None 
         format="dense" if is_dense else "mxfp4" if isinstance(weight, MXFP4) else "fp8",
         core=core or choose_core(),
     )
-
-
-def round_in_kernel(shapes: Shapes, dtype: DTypeLike, weight: Weight, tiling: Tiling) -> Shapes:
-    """The sizes of a call whose kernel rounds its rows of x itself, where it can and should.
-
-    Args:
-      shapes: sizes of the call.
-      dtype: of x; it can take bf16.
-      weight: one of the weights, whose inputs it takes in whole groups.
-      tiling: how the call is cut. As each CTA of it rounds rows anew, those have to be few, and
-        they have to fit beside the stages. CTAs that go through tiles would wait for each one's.
-    """
-    rounding = dataclasses.replace(shapes, rounds_rows=True)
-    few = tiling.columns == shapes.core.min_columns and not tiling.programs
-    few = few and rounding.fixed_bytes(tiling) <= _MAX_ROUNDED_BYTES
-    takes = dtype == jnp.bfloat16 and weight.shape[-1] % INPUTS == 0 and not shapes.is_dense
-    return rounding if few and takes else shapes
-
-
-def plan_call(
-    shapes: Shapes,
-    dtype: DTypeLike,
-    weight: Weight,
-    num_rows: int,
-    num_groups: int,
-    *,
-    may_split: bool,
-) -> tuple[Shapes, Tiling]:
-    """`choose_tiling` for a call whose kernel may round rows itself; see `round_in_kernel`.
-
-    CTAs that follow each other on an SM do not: each would wait for its own rows.
-    """
-    tiling = choose_tiling(shapes, num_rows, num_groups, may_split=may_split)
-    at_once = _TURNS_OF_ROUNDED * shapes.core.device.num_sms
-    if num_groups * shapes.num_ctas <= at_once or num_groups == 1:
-        shapes = round_in_kernel(shapes, dtype, weight, tiling)
-    return shapes, choose_tiling(shapes, num_rows, num_groups, may_split=may_split)
-
-
-def choose_tiling(shapes: Shapes, num_rows: int, num_groups: int, *, may_split: bool) -> Tiling:
-    """Stages that keep enough bytes on their way, and CTAs that fill the SMs.
-
-    Args:
-      shapes: sizes of the call.
-      num_rows: rows of x that a weight of the stack multiplies, as far as they are known.
-      num_groups: weights of the stack that multiply any.
-      may_split: whether sums of several CTAs may be added up afterwards.
-    """
-    columns = _choose_columns(shapes, num_rows)
-    fills = _sums_in_registers(shapes) and columns >= WIDE
-    blocks = 2 if shapes.num_blocks % 2 == 0 and columns <= WIDE else 1
-    items = -(-num_rows // columns)
-    num_tiles = shapes.num_ctas * num_groups * items
-    splits = _choose_splits(shapes, blocks, num_tiles, fills=fills) if may_split else 1
-    piece = _choose_piece(shapes, columns) if fills and shapes.is_mxfp4 and columns > WIDE else 0
-    tiling = Tiling(columns=columns, blocks=blocks, stages=2, splits=splits, piece=piece)
-    are_few = num_tiles * splits <= _FEW_TILES_OF_SM * shapes.core.device.num_sms
-    on_left = fills and shapes.is_fp8 and columns == CONSUMERS * ROWS
-    if fills and (on_left or are_few or shapes.turns(tiling) < _MANY_TURNS):
-        tiling = dataclasses.replace(
-            tiling,
-            programs=1,
-            band=min(_MAX_BAND, items),
-            packs=not on_left,
-            rows_on_left=on_left,
-        )
-    return dataclasses.replace(tiling, stages=_choose_stages(shapes, tiling, fills=fills))
-
-
-def _sums_in_registers(shapes: Shapes) -> bool:
-    """Whether scaled products are added up in registers, which leave no room for a second CTA."""
-    return shapes.is_quantized and not shapes.core.has_memory
-
-
-def _choose_columns(shapes: Shapes, num_rows: int) -> int:
-    """Rows of x that a tile multiplies; of many rows of MXFP4 those that take least time."""
-    in_registers = _sums_in_registers(shapes)
-    if in_registers and shapes.is_mxfp4 and num_rows > WIDE:
-        widths = _WIDTHS if num_rows > _LEAST_WIDTH else (_LEAST_WIDTH,)
-        return min(widths, key=lambda width: -(-num_rows // width) * (width + _UNPACKING))
-    columns, most = shapes.core.min_columns, _MAX_PRODUCT
-    if not in_registers or num_rows <= WIDE:
-        most //= shapes.num_parts
-    while columns < min(num_rows, most):
-        columns *= 2
-    return columns
-
-
-def _choose_piece(shapes: Shapes, columns: int) -> int:
-    """Columns of a product, of which registers hold two beside the sums.
-
-    A tile that loads the next one takes three products or more: of two, the compiler would let none
-    run while it loads.
-    """
-    most = min(WIDE, (_COLUMNS_IN_REGISTERS - columns) // 2)
-    if shapes.loads_ahead(columns):
-        most = min((_COLUMNS_IN_REGISTERS - _COLUMNS_OF_NEXT - columns) // 2, columns // 3)
-    return next(piece for piece in range(most // 8 * 8, 0, -8) if columns % piece == 0)
-
-
-def _choose_splits(shapes: Shapes, blocks: int, num_tiles: int, *, fills: bool) -> int:
-    """As many as give each SM a CTA; where one fills an SM, not more than run at once."""
-    num_sms = shapes.core.device.num_sms
-    most = num_sms // 2 if fills else num_sms - 1  # CTAs, whose number then doubles
-    splits = 1
-    while (
-        num_tiles * splits <= most
-        and splits < _MAX_SPLITS
-        and shapes.num_blocks % (2 * splits * blocks) == 0
-        and shapes.num_blocks // (2 * splits) >= _MIN_BLOCKS_OF_SPLIT
-    ):
-        splits *= 2
-    return splits
-
-
-def _choose_stages(shapes: Shapes, tiling: Tiling, *, fills: bool) -> int:
-    """As many as shared memory holds beside what else is there, and a tile has."""
-    ctas_of_sm = 1 if fills or tiling.columns > WIDE else 2
-    room = shapes.core.device.shared_memory_bytes // ctas_of_sm - _SPARE_BYTES
-    stages = min((room - shapes.fixed_bytes(tiling)) // shapes.stage_bytes(tiling), _MAX_STAGES)
-    if not tiling.programs:
-        stages = min(stages, shapes.turns(tiling))
-    if tiling.rows_on_left:
-        stages = min(stages, _STAGES_OF_ROWS)
-    elif stages > 3 and (tiling.programs or shapes.is_mxfp4):
-        stages = 1 << (stages.bit_length() - 1)  # so that a stage's slot is a mask
-    return max(2, stages)
 
 
 def can_join(weights: Sequence[Weight]) -> bool:

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.block_linear import call_shapes, decoded
 from pallas_kernels.block_linear.call_shapes import Shapes, TensorCore, Tiling
+from pallas_kernels.block_linear.choose_tiling import choose_tiling, plan_call, round_in_kernel
 from pallas_kernels.block_linear.items import EvenItems
 from pallas_kernels.block_linear.multiply_items import Product, multiply_items
 from pallas_kernels.block_linear.raw_rows import RawRows
@@ -54,11 +55,11 @@ def block_linear(
         return _normed(results, norms, eps)
     shapes = call_shapes.shapes_of(*weights, core=core)
     if tiling is None:
-        shapes, tiling = call_shapes.plan_call(
+        shapes, tiling = plan_call(
             shapes, x.dtype, weights[0], num_tokens, num_groups, may_split=True
         )
     else:
-        shapes = call_shapes.round_in_kernel(shapes, x.dtype, weights[0], tiling)
+        shapes = round_in_kernel(shapes, x.dtype, weights[0], tiling)
     widths = [weight.shape[-2] for weight in weights]
     plain = tiling.splits == 1 and all(norm is None for norm in norms)
     if plain and len(weights) > 1 and not shapes.core.has_memory:  # XLA would copy a slice of each
@@ -112,7 +113,7 @@ def swiglu_linear(
     if tiling is None and x.shape[0] <= _FEW_ROWS and gate.shape[-2] % ROWS == 0:
         gated, raised = block_linear(x[None], weights, dtype=x.dtype, core=core)
         return swiglu_of(gated[0], raised[0], limit).astype(x.dtype)
-    tiling = tiling or call_shapes.choose_tiling(shapes, x.shape[0], 1, may_split=False)
+    tiling = tiling or choose_tiling(shapes, x.shape[0], 1, may_split=False)
     swiglu = SwiGLU(limit, x.dtype)
     return _multiply(x[None], weights, shapes, tiling, dtype=x.dtype, swiglu=swiglu, rows=rows)[0]
 

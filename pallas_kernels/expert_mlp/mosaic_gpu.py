@@ -32,6 +32,7 @@ from pallas_kernels.block_linear import (
     swiglu_linear,
 )
 from pallas_kernels.block_linear.call_shapes import Shapes, TensorCore, Tiling
+from pallas_kernels.block_linear.choose_tiling import plan_call, round_in_kernel
 from pallas_kernels.block_linear.items import EvenItems, Items, PickedItems
 from pallas_kernels.block_linear.mosaic_gpu import swiglu_linear as swiglu_of_rows
 from pallas_kernels.block_linear.multiply_items import Product, multiply_items
@@ -73,7 +74,7 @@ def expert_mlp(
         if tilings is None:
             return _plan(shapes, x, weights[0], expected, num_picked)
         tiling = tilings[number]
-        return call_shapes.round_in_kernel(shapes, x.dtype, weights[0], tiling), tiling
+        return round_in_kernel(shapes, x.dtype, weights[0], tiling), tiling
 
     gate, down = plan(0, w1, w3), plan(1, w2)
     if x.shape[0] == 1 and num_pairs and gate[0].rounds_rows and down[0].rounds_rows:
@@ -235,7 +236,7 @@ def _one_token(
 def _plan(
     shapes: Shapes, x: jax.Array, weight: Weight, num_rows: int, num_groups: int
 ) -> tuple[Shapes, Tiling]:
-    return call_shapes.plan_call(shapes, x.dtype, weight, num_rows, num_groups, may_split=False)
+    return plan_call(shapes, x.dtype, weight, num_rows, num_groups, may_split=False)
 
 
 def _join_shared(

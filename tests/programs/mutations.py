@@ -1081,7 +1081,7 @@ MUTATIONS = [
         ),
         (
             "experts_tiles_leave_no_register_for_pieces",
-            "block_linear/call_shapes.py",
+            "block_linear/choose_tiling.py",
             "most = min(WIDE, (_COLUMNS_IN_REGISTERS - columns) // 2)",
             "most = WIDE",
             "pallas_kernels/block_linear/test_choose_tiling.py",

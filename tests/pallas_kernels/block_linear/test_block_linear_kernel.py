@@ -13,6 +13,7 @@ from helpers import slow
 from pallas_kernels import block_linear, gpu_interpreter
 from pallas_kernels.block_linear import call_shapes, decoded, mosaic_gpu, reference, triton_rows
 from pallas_kernels.block_linear.call_shapes import BLACKWELL, Tiling
+from pallas_kernels.block_linear.choose_tiling import plan_call
 from pallas_kernels.common import numbers, weights
 from pallas_kernels.common.norm_rope import rms_norm
 from pallas_kernels.common.pending import Unnormed
@@ -406,7 +407,7 @@ def test_every_tiling_fits_the_memories(rows, format, num_weights, core):
             tiles, is_gated = (num_tiles,) * num_weights, num_weights == 2
             shapes = call_shapes.Shapes(num_blocks, tiles, parts, is_gated, format, core=core)
             weight = jax.ShapeDtypeStruct((64, num_blocks * shapes.inputs), jnp.bfloat16)
-            shapes, tiling = call_shapes.plan_call(
+            shapes, tiling = plan_call(
                 shapes, jnp.bfloat16, weight, rows, 1, may_split=num_weights == 1
             )
             assert shapes.rounds_rows <= (rows <= core.min_columns and format != "dense")

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from pallas_kernels.block_linear import call_shapes
 from pallas_kernels.block_linear.call_shapes import Shapes, Tiling
+from pallas_kernels.block_linear.choose_tiling import choose_tiling
 from pallas_kernels.expert_mlp import mosaic_gpu
 
 GOES = {"programs": 1, "packs": True}
@@ -14,8 +14,10 @@ MATRICES = {
     "queries": (Shapes(8, (640,), 1, is_gated=False, format="fp8"), 1),
     "wo_a": (Shapes(32, (16,), 2, is_gated=False, format="fp8"), 8),
     "wo_b": (Shapes(64, (64,), 1, is_gated=False, format="fp8"), 1),
+    "shared w2": (Shapes(16, (64,), 1, is_gated=False, format="fp8"), 1),
 }
-"""Flash's, and weights of the stack; 40,960 x 1,024, 8 of 1,024 x 4,096 and 4,096 x 8,192."""
+"""Flash's, and weights of the stack: 40,960 x 1,024, 8 of 1,024 x 4,096, 4,096 x 8,192, 2,048."""
+SHARED = Shapes(32, (32, 32), 1, is_gated=True, format="fp8")
 EXPERTS = (
     Shapes(32, (32, 32), 1, is_gated=True, format="mxfp4"),
     Shapes(16, (64,), 1, is_gated=False, format="mxfp4"),
@@ -34,11 +36,27 @@ EXPERTS = (
         ("wo_b", 64, Tiling(64, 2, 4, splits=4, **GOES)),
         ("wo_b", 256, Tiling(128, 1, 6, splits=2, band=2, **ON_LEFT)),
         ("wo_b", 8192, Tiling(128, 1, 6, band=16, **ON_LEFT)),
+        ("shared w2", 64, Tiling(64, 2, 4, splits=4, **GOES)),
+        ("shared w2", 128, Tiling(128, 1, 6, splits=4, **ON_LEFT)),
+        ("shared w2", 256, Tiling(64, 2, 4, band=4, **GOES)),
+        ("shared w2", 512, Tiling(128, 1, 6, band=4, **ON_LEFT)),
     ],
 )
 def test_matrices_of_flash(name, num_rows, tiling):
     shapes, num_groups = MATRICES[name]
-    assert call_shapes.choose_tiling(shapes, num_rows, num_groups, may_split=True) == tiling
+    assert choose_tiling(shapes, num_rows, num_groups, may_split=True) == tiling
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "tiling"),
+    [
+        (128, Tiling(64, 2, 4, band=2, **GOES)),
+        (256, Tiling(64, 2, 4, band=4, **GOES)),
+        (512, Tiling(128, 1, 5, band=4, **ON_LEFT)),
+    ],
+)
+def test_gate_and_up_of_the_shared_expert(num_rows, tiling):
+    assert choose_tiling(SHARED, num_rows, 1, may_split=False) == tiling
 
 
 @pytest.mark.parametrize(
@@ -55,14 +73,14 @@ def test_matrices_of_flash(name, num_rows, tiling):
 )
 def test_experts_of_flash(num_tokens, tilings):
     rows = mosaic_gpu.expected_rows(num_tokens, 6, 256)
-    found = [call_shapes.choose_tiling(s, rows, 256, may_split=False) for s in EXPERTS]
+    found = [choose_tiling(s, rows, 256, may_split=False) for s in EXPERTS]
     assert tuple(found) == tilings
 
 
 def test_sums_and_pieces_of_any_number_of_rows_fit_into_registers():
     for rows in range(1, 1200):
         for shapes in EXPERTS:
-            tiling = call_shapes.choose_tiling(shapes, rows, 256, may_split=False)
+            tiling = choose_tiling(shapes, rows, 256, may_split=False)
             pieces = tiling.pieces
             assert sum(width for _, width in pieces) == tiling.columns
             assert tiling.columns + 2 * pieces[0][1] <= 336 or len(pieces) == 1
@@ -77,7 +95,5 @@ def test_rows_in_two_parts_leave_the_next_tile_no_registers():
     in_parts = dataclasses.replace(EXPERTS[0], num_parts=2)
     assert EXPERTS[0].loads_ahead(144)
     assert not in_parts.loads_ahead(144)
-    tilings = [
-        call_shapes.choose_tiling(s, 128, 256, may_split=False) for s in (EXPERTS[0], in_parts)
-    ]
+    tilings = [choose_tiling(s, 128, 256, may_split=False) for s in (EXPERTS[0], in_parts)]
     assert [(tiling.columns, tiling.piece) for tiling in tilings] == [(128, 32), (128, 64)]

@@ -10,7 +10,7 @@ import pytest
 
 from helpers import slow
 from pallas_kernels import expert_mlp, gpu_interpreter, mixture_mlp
-from pallas_kernels.block_linear import call_shapes
+from pallas_kernels.block_linear import call_shapes, choose_tiling
 from pallas_kernels.block_linear.call_shapes import Tiling
 from pallas_kernels.common import weights
 from pallas_kernels.common.pending import SplitSums, finish
@@ -275,7 +275,7 @@ def test_tiles_are_cut_for_the_rows_of_an_expert_wherever_it_lies(
     x = jax.ShapeDtypeStruct((num_tokens, 4096), jnp.bfloat16)
     share = jax.ShapeDtypeStruct(ids.shape, jnp.float32)
     arguments = Arguments(x, ids, share, *[stack] * 3, LIMIT, picked_among=256)
-    monkeypatch.setattr(call_shapes, "choose_tiling", choose)
+    monkeypatch.setattr(choose_tiling, "choose_tiling", choose)
     with pytest.raises(StopIteration):
         mosaic_gpu.expert_mlp(arguments)
     assert seen == [expected]
