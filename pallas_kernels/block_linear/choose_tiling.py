@@ -34,8 +34,8 @@ _FEW_TILES_OF_SM = 8
 """Tiles of an SM up to which one CTA goes through them, however many stages they have."""
 _MANY_TURNS = 64
 """Stages of a tile from which on starting a CTA and storing its results don't show."""
-_MOST_UNSPLIT = 32
-"""Groups of inputs up to which halving a tile's rows takes less time than splitting its inputs."""
+_MOST_OF_NARROW = 32
+"""Groups of inputs of a tile up to which one of fewer rows takes less time than a split one."""
 _MAX_BAND = 16
 _MAX_STAGES = 12
 _STAGES_OF_ROWS = 6
@@ -92,10 +92,9 @@ def choose_tiling(shapes: Shapes, num_rows: int, num_groups: int, *, may_split: 
       num_groups: weights of the stack that multiply any.
       may_split: whether sums of several CTAs may be added up afterwards.
     """
-    columns = _choose_columns(shapes, num_rows)
-    if _should_halve(shapes, columns, num_groups * -(-num_rows // WIDE), may_split=may_split):
-        columns = WIDE
-    fills = _sums_in_registers(shapes) and columns >= WIDE
+    widest = _choose_columns(shapes, num_rows)
+    columns = _narrow(shapes, widest, num_rows, num_groups, may_split=may_split)
+    fills = _sums_in_registers(shapes) and widest >= WIDE
     blocks = 2 if shapes.num_blocks % 2 == 0 and columns <= WIDE else 1
     items = -(-num_rows // columns)
     num_tiles = shapes.num_ctas * num_groups * items
@@ -134,16 +133,27 @@ def _choose_columns(shapes: Shapes, num_rows: int) -> int:
     return columns
 
 
-def _should_halve(shapes: Shapes, columns: int, items: int, *, may_split: bool) -> bool:
-    """Whether tiles of so many columns leave SMs without one, and those of `WIDE`, `items`, don't.
+def _narrow(
+    shapes: Shapes, columns: int, num_rows: int, num_groups: int, *, may_split: bool
+) -> int:
+    """Fewer rows of x for a tile of block FP8, where SMs would have none or share its inputs.
 
-    Sums of splits would be added up in a launch of their own.
+    Sums of splits are added up in a launch of their own. So a narrow tile is split only where its
+    rows would else be one tile.
     """
-    num_sms = shapes.core.device.num_sms
-    few = num_sms // 2 if may_split else 0
-    wide = _sums_in_registers(shapes) and shapes.is_fp8 and columns > WIDE
-    short = shapes.num_blocks <= _MOST_UNSPLIT
-    return wide and short and few < shapes.num_ctas * items <= num_sms
+    if not (_sums_in_registers(shapes) and shapes.is_fp8 and columns > WIDE):
+        return columns
+    for narrow in (WIDE,) if may_split else (WIDE // 2, WIDE):
+        num_tiles = shapes.num_ctas * num_groups * -(-num_rows // narrow)
+        if num_tiles > shapes.core.device.num_sms:
+            continue
+        if not may_split:
+            return narrow
+        splits = _choose_splits(shapes, 2, num_tiles, fills=True)
+        short = shapes.num_blocks <= _MOST_OF_NARROW * splits
+        if short and (splits == 1 or num_rows <= columns):
+            return narrow
+    return columns
 
 
 def _choose_piece(shapes: Shapes, columns: int) -> int:

@@ -251,6 +251,17 @@ def test_rows_on_the_left_of_gate_and_up(lane, options):
     np.testing.assert_allclose(found, expected, atol=2.0**-7 * np.abs(expected).max())
 
 
+def test_gate_and_up_in_narrow_tiles(lane):
+    """As a call of more than 64 rows is cut where that gives more SMs a tile."""
+    gate, up = (make("fp8", (128, 256)) for _ in range(2))
+    up = jax.tree.map(lambda leaf: leaf[::-1], up)
+    x = (8 * normal(72, 256)).astype(jnp.bfloat16)
+    multiply = functools.partial(mosaic_gpu.swiglu_linear, limit=1.5, core=call_shapes.HOPPER)
+    found = jax.jit(multiply)(x, gate, up)
+    expected = np.asarray(jit_swiglu(x, gate, up), np.float32)
+    np.testing.assert_allclose(found, expected, atol=2.0**-7 * np.abs(expected).max())
+
+
 def with_sms(num_sms):
     device = dataclasses.replace(call_shapes.HOPPER.device, num_sms=num_sms)
     return dataclasses.replace(call_shapes.HOPPER, device=device)

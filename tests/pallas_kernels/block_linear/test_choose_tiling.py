@@ -34,10 +34,11 @@ EXPERTS = (
         ("wo_a", 256, Tiling(128, 1, 4, band=2, **ON_LEFT)),
         ("wo_a", 8192, Tiling(128, 1, 4, band=16, **ON_LEFT)),
         ("wo_b", 64, Tiling(64, 2, 4, splits=4, **GOES)),
+        ("wo_b", 128, Tiling(64, 2, 4, splits=2, band=2, **GOES)),
         ("wo_b", 256, Tiling(128, 1, 6, splits=2, band=2, **ON_LEFT)),
         ("wo_b", 8192, Tiling(128, 1, 6, band=16, **ON_LEFT)),
         ("shared w2", 64, Tiling(64, 2, 4, splits=4, **GOES)),
-        ("shared w2", 128, Tiling(128, 1, 6, splits=4, **ON_LEFT)),
+        ("shared w2", 128, Tiling(64, 2, 4, splits=2, band=2, **GOES)),
         ("shared w2", 256, Tiling(64, 2, 4, band=4, **GOES)),
         ("shared w2", 512, Tiling(128, 1, 6, band=4, **ON_LEFT)),
     ],
@@ -50,7 +51,8 @@ def test_matrices_of_flash(name, num_rows, tiling):
 @pytest.mark.parametrize(
     ("num_rows", "tiling"),
     [
-        (128, Tiling(64, 2, 4, band=2, **GOES)),
+        (128, Tiling(32, 2, 4, band=4, **GOES)),
+        (192, Tiling(64, 2, 4, band=3, **GOES)),
         (256, Tiling(64, 2, 4, band=4, **GOES)),
         (512, Tiling(128, 1, 5, band=4, **ON_LEFT)),
     ],
