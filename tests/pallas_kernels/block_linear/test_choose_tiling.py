@@ -31,6 +31,7 @@ EXPERTS = (
         ("queries", 256, Tiling(128, 1, 6, band=2, **ON_LEFT)),
         ("queries", 8192, Tiling(128, 1, 6, band=16, **ON_LEFT)),
         ("wo_a", 64, Tiling(64, 2, 3, splits=2, **GOES)),
+        ("wo_a", 128, Tiling(128, 1, 4, splits=2, **ON_LEFT)),
         ("wo_a", 256, Tiling(128, 1, 4, band=2, **ON_LEFT)),
         ("wo_a", 8192, Tiling(128, 1, 4, band=16, **ON_LEFT)),
         ("wo_b", 64, Tiling(64, 2, 4, splits=4, **GOES)),
