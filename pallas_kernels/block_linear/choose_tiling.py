@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -19,7 +20,7 @@ _SPARE_BYTES = 4096
 """Of shared memory, for what is not a stage."""
 _MAX_SPLITS = 16
 _MIN_BLOCKS_OF_SPLIT = 4
-WIDE = 64
+_WIDE = 64
 """Columns from which on one CTA fills an SM: with its registers."""
 _LEAST_WIDTH = 96
 _WIDTHS = (112, 128, 144, 160, 192, 224, 240, 256)
@@ -71,19 +72,34 @@ def plan_call(
     num_groups: int,
     *,
     may_split: bool,
+    shares_items: bool = False,
 ) -> tuple[Shapes, Tiling]:
     """`choose_tiling` for a call whose kernel may round rows itself; see `round_in_kernel`.
 
     CTAs that follow each other on an SM do not: each would wait for its own rows.
     """
-    tiling = choose_tiling(shapes, num_rows, num_groups, may_split=may_split)
+    choose = functools.partial(
+        choose_tiling,
+        num_rows=num_rows,
+        num_groups=num_groups,
+        may_split=may_split,
+        shares_items=shares_items,
+    )
+    tiling = choose(shapes)
     at_once = _TURNS_OF_ROUNDED * shapes.core.device.num_sms
     if num_groups * shapes.num_ctas <= at_once or num_groups == 1:
         shapes = round_in_kernel(shapes, dtype, weight, tiling)
-    return shapes, choose_tiling(shapes, num_rows, num_groups, may_split=may_split)
+    return shapes, choose(shapes)
 
 
-def choose_tiling(shapes: Shapes, num_rows: int, num_groups: int, *, may_split: bool) -> Tiling:
+def choose_tiling(
+    shapes: Shapes,
+    num_rows: int,
+    num_groups: int,
+    *,
+    may_split: bool,
+    shares_items: bool = False,
+) -> Tiling:
     """Stages that keep enough bytes on their way, and CTAs that fill the SMs.
 
     Args:
@@ -91,15 +107,18 @@ def choose_tiling(shapes: Shapes, num_rows: int, num_groups: int, *, may_split: 
       num_rows: rows of x that a weight of the stack multiplies, as far as they are known.
       num_groups: weights of the stack that multiply any.
       may_split: whether sums of several CTAs may be added up afterwards.
+      shares_items: whether another product has the same list of items, so that how many rows there
+        are decides alone how many a tile has.
     """
-    widest = _choose_columns(shapes, num_rows)
-    columns = _narrow(shapes, widest, num_rows, num_groups, may_split=may_split)
-    fills = _sums_in_registers(shapes) and widest >= WIDE
-    blocks = 2 if shapes.num_blocks % 2 == 0 and columns <= WIDE else 1
+    columns = widest = _choose_columns(shapes, num_rows)
+    if not shares_items:
+        columns = _narrow(shapes, widest, num_rows, num_groups, may_split=may_split)
+    fills = _sums_in_registers(shapes) and widest >= _WIDE
+    blocks = 2 if shapes.num_blocks % 2 == 0 and columns <= _WIDE else 1
     items = -(-num_rows // columns)
     num_tiles = shapes.num_ctas * num_groups * items
     splits = _choose_splits(shapes, blocks, num_tiles, fills=fills) if may_split else 1
-    piece = _choose_piece(shapes, columns) if fills and shapes.is_mxfp4 and columns > WIDE else 0
+    piece = _choose_piece(shapes, columns) if fills and shapes.is_mxfp4 and columns > _WIDE else 0
     tiling = Tiling(columns=columns, blocks=blocks, stages=2, splits=splits, piece=piece)
     are_few = num_tiles * splits <= _FEW_TILES_OF_SM * shapes.core.device.num_sms
     on_left = fills and shapes.is_fp8 and columns == CONSUMERS * ROWS
@@ -122,11 +141,11 @@ def _sums_in_registers(shapes: Shapes) -> bool:
 def _choose_columns(shapes: Shapes, num_rows: int) -> int:
     """Rows of x that a tile multiplies; of many rows of MXFP4 those that take least time."""
     in_registers = _sums_in_registers(shapes)
-    if in_registers and shapes.is_mxfp4 and num_rows > WIDE:
+    if in_registers and shapes.is_mxfp4 and num_rows > _WIDE:
         widths = _WIDTHS if num_rows > _LEAST_WIDTH else (_LEAST_WIDTH,)
         return min(widths, key=lambda width: -(-num_rows // width) * (width + _UNPACKING))
     columns, most = shapes.core.min_columns, MAX_PRODUCT
-    if not in_registers or num_rows <= WIDE:
+    if not in_registers or num_rows <= _WIDE:
         most //= shapes.num_parts
     while columns < min(num_rows, most):
         columns *= 2
@@ -141,10 +160,10 @@ def _narrow(
     Sums of splits are added up in a launch of their own. So a narrow tile is split only where its
     rows would else be one tile. Rows in two parts keep the wide one, as long as it may be split.
     """
-    wide = _sums_in_registers(shapes) and shapes.is_fp8 and columns > WIDE
+    wide = _sums_in_registers(shapes) and shapes.is_fp8 and columns > _WIDE
     if not wide or (may_split and shapes.num_parts > 1):
         return columns
-    for narrow in (WIDE,) if may_split else (WIDE // 2, WIDE):
+    for narrow in (_WIDE,) if may_split else (_WIDE // 2, _WIDE):
         num_tiles = shapes.num_ctas * num_groups * -(-num_rows // narrow)
         if num_tiles > shapes.core.device.num_sms:
             continue
@@ -163,7 +182,7 @@ def _choose_piece(shapes: Shapes, columns: int) -> int:
     A tile that loads the next one takes three products or more: of two, the compiler would let none
     run while it loads.
     """
-    most = min(WIDE, (_COLUMNS_IN_REGISTERS - columns) // 2)
+    most = min(_WIDE, (_COLUMNS_IN_REGISTERS - columns) // 2)
     if shapes.loads_ahead(columns):
         most = min((_COLUMNS_IN_REGISTERS - _COLUMNS_OF_NEXT - columns) // 2, columns // 3)
     return next(piece for piece in range(most // 8 * 8, 0, -8) if columns % piece == 0)
@@ -186,7 +205,7 @@ def _choose_splits(shapes: Shapes, blocks: int, num_tiles: int, *, fills: bool) 
 
 def _choose_stages(shapes: Shapes, tiling: Tiling, *, fills: bool) -> int:
     """As many as shared memory holds beside what else is there, and a tile has."""
-    ctas_of_sm = 1 if fills or tiling.columns > WIDE else 2
+    ctas_of_sm = 1 if fills or tiling.columns > _WIDE else 2
     room = shapes.core.device.shared_memory_bytes // ctas_of_sm - _SPARE_BYTES
     stages = min((room - shapes.fixed_bytes(tiling)) // shapes.stage_bytes(tiling), _MAX_STAGES)
     if not tiling.programs:

@@ -236,7 +236,9 @@ def _one_token(
 def _plan(
     shapes: Shapes, x: jax.Array, weight: Weight, num_rows: int, num_groups: int
 ) -> tuple[Shapes, Tiling]:
-    return plan_call(shapes, x.dtype, weight, num_rows, num_groups, may_split=False)
+    return plan_call(
+        shapes, x.dtype, weight, num_rows, num_groups, may_split=False, shares_items=True
+    )
 
 
 def _join_shared(

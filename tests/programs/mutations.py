@@ -1082,8 +1082,22 @@ MUTATIONS = [
         (
             "experts_tiles_leave_no_register_for_pieces",
             "block_linear/choose_tiling.py",
-            "most = min(WIDE, (_COLUMNS_IN_REGISTERS - columns) // 2)",
-            "most = WIDE",
+            "most = min(_WIDE, (_COLUMNS_IN_REGISTERS - columns) // 2)",
+            "most = _WIDE",
+            "pallas_kernels/block_linear/test_choose_tiling.py",
+        ),
+        (
+            "fp8_experts_take_narrow_tiles",
+            "expert_mlp/mosaic_gpu.py",
+            "may_split=False, shares_items=True",
+            "may_split=False",
+            "pallas_kernels/expert_mlp/test_expert_mlp_kernel.py",
+        ),
+        (
+            "products_take_narrow_tiles_of_long_rows",
+            "block_linear/choose_tiling.py",
+            "if short and (splits == 1 or num_rows <= columns):",
+            "if splits == 1 or num_rows <= columns:",
             "pallas_kernels/block_linear/test_choose_tiling.py",
         ),
         (

@@ -281,6 +281,24 @@ def test_tiles_are_cut_for_the_rows_of_an_expert_wherever_it_lies(
     assert seen == [expected]
 
 
+@pytest.mark.parametrize("num_sms", [30, 132])
+def test_both_products_of_fp8_experts_have_tiles_of_as_many_rows(num_sms, monkeypatch):
+    """They take the same items. The down projection has more outputs here."""
+    found = []
+
+    def see(*arguments, **options):
+        found.append(plan_call(*arguments, **options))
+        return found[-1]
+
+    plan_call = mosaic_gpu.plan_call
+    monkeypatch.setattr(mosaic_gpu, "plan_call", see)
+    device = dataclasses.replace(call_shapes.HOPPER.device, num_sms=num_sms)
+    core = dataclasses.replace(call_shapes.HOPPER, device=device)
+    given = rows(140, 384), *routing("random", 140), *make("fp8", width=128, dim=384)
+    jax.eval_shape(functools.partial(run.__wrapped__, core=core), *given)
+    assert [tiling.columns for _, tiling in found] == [128, 128]
+
+
 @pytest.mark.slow
 def test_results_do_not_depend_on_experts_elsewhere(lane):
     arguments = (rows(20), *routing("none", 20), *make())
