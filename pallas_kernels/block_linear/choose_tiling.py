@@ -158,10 +158,10 @@ def _narrow(
     """Fewer rows of x for a tile of block FP8, where SMs would have none or share its inputs.
 
     Sums of splits are added up in a launch of their own. So a narrow tile is split only where its
-    rows would else be one tile. Rows in two parts keep the wide one, as long as it may be split.
+    rows would else be one tile. Rows in two parts keep the wide one.
     """
     wide = _sums_in_registers(shapes) and shapes.is_fp8 and columns > _WIDE
-    if not wide or (may_split and shapes.num_parts > 1):
+    if not wide or shapes.num_parts > 1:
         return columns
     for narrow in (_WIDE,) if may_split else (_WIDE // 2, _WIDE):
         num_tiles = shapes.num_ctas * num_groups * -(-num_rows // narrow)
