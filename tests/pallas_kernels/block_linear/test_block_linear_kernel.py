@@ -482,6 +482,7 @@ AOT_CASES = [
     for kind, rows, out, into, activations in (
         ("fp8", 1, 32768, 1024, "fp8"),
         ("fp8", 64, 4096, 8192, "bfloat16"),
+        ("fp8", 256, 4096, 2048, "fp8"),
         ("fp8", 8192, 4096, 8192, "fp8"),
         ("mxfp4", 8192, 4096, 2048, "fp8"),
     )

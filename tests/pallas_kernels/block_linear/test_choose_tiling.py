@@ -60,6 +60,8 @@ def test_matrices_of_flash(name, num_rows, tiling):
 )
 def test_gate_and_up_of_the_shared_expert(num_rows, tiling):
     assert choose_tiling(SHARED, num_rows, 1, may_split=False) == tiling
+    in_parts = dataclasses.replace(SHARED, num_parts=2)
+    assert choose_tiling(in_parts, num_rows, 1, may_split=False).columns == 128
 
 
 @pytest.mark.parametrize(
