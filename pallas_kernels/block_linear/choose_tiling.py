@@ -8,12 +8,7 @@ import functools
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.block_linear.call_shapes import (
-    CONSUMERS,
-    MAX_PRODUCT,
-    Shapes,
-    Tiling,
-)
+from pallas_kernels.block_linear.call_shapes import CONSUMERS, MAX_PRODUCT, Shapes, Tiling
 from pallas_kernels.common.weights import INPUTS, ROWS, Weight
 
 _SPARE_BYTES = 4096
