@@ -1,11 +1,14 @@
 """What benchmarks beside other projects' kernels share: options, and those kernels' times."""
 
 import argparse
+import math
 import re
 import statistics
 import traceback
 
 _REPLAYS = 20
+_LEAST_MS = 50.0
+"""Of a measurement: some as long as ours take, so that the GPU's clock falls as far."""
 
 
 def make_parser(doc, baseline=None, **options):
@@ -69,12 +72,17 @@ def median_us(calls, replays=_REPLAYS):
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # JAX's threads may allocate
         for _ in range(replays):
             call_each()
-    times = []
-    for _ in range(9):
+
+    def milliseconds(times):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        graph.replay()
+        for _ in range(times):
+            graph.replay()
         end.record()
         torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / (replays * len(calls)))
-    return round(statistics.median(times), 2)
+        return begin.elapsed_time(end)
+
+    milliseconds(1)  # the first replay loads the graph
+    times = max(1, math.ceil(_LEAST_MS / milliseconds(1)))
+    middle = statistics.median(milliseconds(times) for _ in range(9))
+    return round(middle * 1e3 / (times * replays * len(calls)), 2)
