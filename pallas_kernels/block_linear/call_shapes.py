@@ -175,7 +175,8 @@ class Shapes:
 
     def fixed_bytes(self, tiling: Tiling) -> int:
         """Of shared memory: what gate and up exchange, rows rounded here, unpacked tiles."""
-        exchanged = 4 * ROWS * tiling.pieces[0][1] if self.is_gated else 0
+        exchanges = self.is_gated and not tiling.rows_on_left
+        exchanged = 4 * ROWS * tiling.pieces[0][1] if exchanges else 0
         if self.rounds_rows:
             groups = self.num_blocks // tiling.splits * self.num_parts
             exchanged += groups * (tiling.columns * INPUTS + 4 * scale_columns(tiling.columns))

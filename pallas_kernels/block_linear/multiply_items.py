@@ -240,7 +240,8 @@ class Product:
 
     def scratch(self) -> Scratch:
         """What a CTA has to itself."""
-        return _scratch(self.shapes, self.tiling, exchanges=self.swiglu is not None)
+        exchanges = self.swiglu is not None and not self.tiling.rows_on_left
+        return _scratch(self.shapes, self.tiling, exchanges=exchanges)
 
 
 def multiply_items(

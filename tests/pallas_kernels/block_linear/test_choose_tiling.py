@@ -55,7 +55,7 @@ def test_matrices_of_flash(name, num_rows, tiling):
         (128, Tiling(32, 2, 4, band=4, **GOES)),
         (192, Tiling(64, 2, 4, band=3, **GOES)),
         (256, Tiling(64, 2, 4, band=4, **GOES)),
-        (512, Tiling(128, 1, 5, band=4, **ON_LEFT)),
+        (512, Tiling(128, 1, 6, band=4, **ON_LEFT)),
     ],
 )
 def test_gate_and_up_of_the_shared_expert(num_rows, tiling):
