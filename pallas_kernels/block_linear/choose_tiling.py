@@ -32,10 +32,12 @@ _MANY_TURNS = 64
 """Stages of a tile from which on starting a CTA and storing its results don't show."""
 _MOST_OF_NARROW = 32
 """Groups of inputs of a tile up to which one of fewer rows takes less time than a split one."""
+_SHORT = 8
+"""Groups of inputs of a tile up to which fewer stages than would hold the next one are faster."""
 _MAX_BAND = 16
 _MAX_STAGES = 12
-_STAGES_OF_ROWS = 6
-"""Of tiles whose left operand is rows of x."""
+_FEW_STAGES = 6
+"""Of tiles whose left operand is rows of x, and of short ones."""
 _TURNS_OF_ROUNDED = 4
 """CTAs an SM at most whose rows the kernel rounds, of a stack's products."""
 _MAX_ROUNDED_BYTES = 80 << 10
@@ -109,9 +111,11 @@ def choose_tiling(
     if not shares_items:
         columns = _narrow(shapes, widest, num_rows, num_groups, may_split=may_split)
     fills = _sums_in_registers(shapes) and widest >= _WIDE
-    blocks = 2 if shapes.num_blocks % 2 == 0 and columns <= _WIDE else 1
     items = -(-num_rows // columns)
     num_tiles = shapes.num_ctas * num_groups * items
+    in_turns = fills and num_tiles > shapes.core.device.num_sms
+    is_short = in_turns and shapes.is_fp8 and columns == _WIDE and shapes.num_blocks <= _SHORT
+    blocks = 2 if shapes.num_blocks % 2 == 0 and columns <= _WIDE and not is_short else 1
     splits = _choose_splits(shapes, blocks, num_tiles, fills=fills) if may_split else 1
     piece = _choose_piece(shapes, columns) if fills and shapes.is_mxfp4 and columns > _WIDE else 0
     tiling = Tiling(columns=columns, blocks=blocks, stages=2, splits=splits, piece=piece)
@@ -125,7 +129,8 @@ def choose_tiling(
             packs=not on_left,
             rows_on_left=on_left,
         )
-    return dataclasses.replace(tiling, stages=_choose_stages(shapes, tiling, fills=fills))
+    stages = _choose_stages(shapes, tiling, fills=fills, few=on_left or is_short)
+    return dataclasses.replace(tiling, stages=stages)
 
 
 def _sums_in_registers(shapes: Shapes) -> bool:
@@ -198,15 +203,15 @@ def _choose_splits(shapes: Shapes, blocks: int, num_tiles: int, *, fills: bool) 
     return splits
 
 
-def _choose_stages(shapes: Shapes, tiling: Tiling, *, fills: bool) -> int:
-    """As many as shared memory holds beside what else is there, and a tile has."""
+def _choose_stages(shapes: Shapes, tiling: Tiling, *, fills: bool, few: bool) -> int:
+    """As many as shared memory holds beside what else is there, and a tile has; or few of them."""
     ctas_of_sm = 1 if fills or tiling.columns > _WIDE else 2
     room = shapes.core.device.shared_memory_bytes // ctas_of_sm - _SPARE_BYTES
     stages = min((room - shapes.fixed_bytes(tiling)) // shapes.stage_bytes(tiling), _MAX_STAGES)
     if not tiling.programs:
         stages = min(stages, shapes.turns(tiling))
-    if tiling.rows_on_left:
-        stages = min(stages, _STAGES_OF_ROWS)
+    if few:
+        stages = min(stages, _FEW_STAGES)
     elif stages > 3 and (tiling.programs or shapes.is_mxfp4):
         stages = 1 << (stages.bit_length() - 1)  # so that a stage's slot is a mask
     return max(2, stages)

@@ -27,7 +27,7 @@ EXPERTS = (
 @pytest.mark.parametrize(
     ("name", "num_rows", "tiling"),
     [
-        ("queries", 64, Tiling(64, 2, 4, **GOES)),
+        ("queries", 64, Tiling(64, 1, 6, **GOES)),
         ("queries", 256, Tiling(128, 1, 6, band=2, **ON_LEFT)),
         ("queries", 8192, Tiling(128, 1, 6, band=16, **ON_LEFT)),
         ("wo_a", 64, Tiling(64, 2, 3, splits=2, **GOES)),
