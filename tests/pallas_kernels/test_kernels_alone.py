@@ -1,11 +1,15 @@
 """What sanitizers are given runs: each call here in the interpreter, on a GPU under their eyes."""
 
+import dataclasses
+
 import jax
 import pytest
 
 from helpers import slow
 from pallas_kernels import gpu_interpreter
 from pallas_kernels.block_linear import triton_rows
+from pallas_kernels.block_linear.call_shapes import Shapes
+from pallas_kernels.block_linear.choose_tiling import choose_tiling
 from pallas_kernels.expert_mlp import worklist
 from pallas_kernels.hyper_connections import triton_gpu as hyper_connections
 from pallas_kernels.write_streams import triton_gpu as write_streams
@@ -26,6 +30,15 @@ def test_calls_of_many_are_of_many():
     assert product_calls.MANY_TOKENS * product_calls.PICKED > worklist._FEW_PAIRS
     assert product_calls.MANY_TOKENS * product_calls.PICKED > triton_rows._MANY_ROWS
     assert product_calls.MANY_ROWS > triton_rows._MANY_ROWS
+
+
+def test_calls_in_narrow_tiles_are_cut_into_them():
+    tiles = -(-product_calls.OUT // 64)
+    one = Shapes(product_calls.DIM // 128, (tiles,), 1, is_gated=False, format="fp8")
+    both = dataclasses.replace(one, tiles=(tiles, tiles), is_gated=True)
+    for shapes, columns in ((one, 64), (both, 32)):
+        found = choose_tiling(shapes, product_calls.NARROW, 1, may_split=not shapes.is_gated)
+        assert found.columns == columns
 
 
 @pytest.mark.slow

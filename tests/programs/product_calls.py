@@ -19,10 +19,13 @@ from pallas_kernels.expert_mlp import triton_unpack
 DIM, OUT, EXPERTS, PICKED = 512, 320, 4, 2
 MANY_TOKENS, MANY_ROWS = 515, 1027
 """So many that kernels have other forms for them, and no tile's multiple."""
+NARROW = 100
+"""Rows that are cut into narrow tiles, since wide ones would be fewer than SMs."""
 QUANTIZE = {"fp8": weights.quantize_block_fp8, "mxfp4": weights.quantize_mxfp4}
 TILINGS = {
     "tiles": Tiling(16, 2, 2, programs=1, band=2),
     "splits": Tiling(16, 1, 2, splits=2),
+    "rows on the left": Tiling(128, 1, 4, programs=1, band=2, rows_on_left=True),
 }
 
 
@@ -56,9 +59,11 @@ def multiply(kind, count, *, shape=(OUT, DIM), activations="fp8", tiling=None):
     return jax.jit(run)(rows(count)[None], stack)
 
 
-def gate_and_up(kind, count):
+def gate_and_up(kind, count, *, tiling=None):
     """SwiGLU of two products."""
     run = functools.partial(pk.swiglu_linear, limit=2.0, backend="mosaic_gpu")
+    if tiling is not None:
+        run = functools.partial(product_kernel.swiglu_linear, limit=2.0, tiling=TILINGS[tiling])
     both = (weight(kind, OUT, DIM, seed=seed) for seed in (0, 1))
     return jax.jit(run)(rows(count), *both)
 
@@ -129,7 +134,8 @@ def pick(count):
 
 CALLS = {
     "multiply_fp8": functools.partial(multiply, "fp8", 5),
-    "multiply_fp8_many": functools.partial(multiply, "fp8", 300),
+    "multiply_fp8_narrow": functools.partial(multiply, "fp8", NARROW),
+    "multiply_fp8_many": functools.partial(multiply, "fp8", 300, tiling="rows on the left"),
     "round_many": functools.partial(multiply, "fp8", MANY_ROWS, shape=(64, 1024)),
     "round_many_ragged": functools.partial(multiply, "fp8", MANY_ROWS, shape=(64, 1152)),
     "multiply_mxfp4": functools.partial(multiply, "mxfp4", 5),
@@ -140,7 +146,8 @@ CALLS = {
     "multiply_splits": functools.partial(multiply, "mxfp4", 5, tiling="splits"),
     "multiply_bf16_rows_many": functools.partial(multiply, "fp8", 300, activations="bfloat16"),
     "gate_and_up": functools.partial(gate_and_up, "fp8", 5),
-    "gate_and_up_many": functools.partial(gate_and_up, "fp8", 300),
+    "gate_and_up_narrow": functools.partial(gate_and_up, "fp8", NARROW),
+    "gate_and_up_many": functools.partial(gate_and_up, "fp8", 300, tiling="rows on the left"),
     "experts_of_one": functools.partial(experts, 1),
     "experts_of_few": functools.partial(experts, 7),
     "experts_of_many": functools.partial(experts, 300),
