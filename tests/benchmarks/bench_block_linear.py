@@ -1,7 +1,8 @@
 """Products with quantised weights: `python -m benchmarks.bench_block_linear [results]`.
 
 Every matrix of Flash and Pro that the release stores in FP8, with three weights in turn, or as many
-as exceed the L2 cache. The launch that rounds the rows is part of the call.
+as exceed the L2 cache. The launches that round the rows and add up the sums of splits are part of
+the call; `block_linear_in_parts` leaves out the second, as a model does where `write_streams` adds.
 
 With `--baseline DIR`, the folder of vLLM's `deep_gemm` package, DeepGEMM's FP8 products are timed
 on the same GPU: after vLLM's launch that rounds the rows, with its C++ ops (`--library SO`), and
@@ -23,6 +24,8 @@ from pallas_kernels.common.weights import BlockFP8
 from pallas_kernels.gpu.devices import H200
 
 ROWS = (1, 8, 64, 256, 8192)
+IN_PARTS, ROWS_IN_PARTS = ("wo_b", "shared w2"), (8, 64)
+"""Matrices whose sums of splits a model leaves to what reads them, and rows that are split."""
 
 
 def matrices_of(model, config):
@@ -55,6 +58,12 @@ def main():
     bandwidth = timing.copy_bandwidth()
     rivals = Rivals(args.baseline, args.library, args.cublas)
     cases = [case_of(name, rows, bandwidth, rivals) for name in MATRICES for rows in ROWS]
+    cases += [
+        case_of(name, rows, bandwidth, rivals, in_parts=True)
+        for name in MATRICES
+        for rows in ROWS_IN_PARTS
+        if name.endswith(IN_PARTS)
+    ]
     cases = baselines.chosen(cases, args.only)
     rivals.shapes = [shape_of(case) for case in cases]
     return compare.measure(cases, args.results)
@@ -96,14 +105,14 @@ def shape_of(case):
     return tuple(int(size) for size in case.shape.split(" x "))
 
 
-def case_of(name, rows, bandwidth, rivals):
+def case_of(name, rows, bandwidth, rivals, *, in_parts=False):
     groups, out, into, _ = MATRICES[name]
     num_bytes = groups * (out * into + out * into // 128**2 + rows * (into + 2 * out))
     limit = max(num_bytes / bandwidth, 2 * groups * rows * out * into / FP8_FLOPS)
     return compare.Case(
-        f"block_linear {name}",
+        f"block_linear_in_parts {name}" if in_parts else f"block_linear {name}",
         f"{rows} x {groups} x {out} x {into}",
-        multiply,
+        multiply_in_parts if in_parts else multiply,
         lambda: (None, inputs(name, rows)),
         roofline_us=limit * 1e6,
         rivals=rivals.of((rows, groups, out, into), count_of(name)),
@@ -112,6 +121,13 @@ def case_of(name, rows, bandwidth, rivals):
 
 def multiply(x, weight):
     [product] = mosaic_gpu.block_linear(x, [weight], dtype=jnp.bfloat16)
+    return product
+
+
+def multiply_in_parts(x, weight):
+    [product] = mosaic_gpu.block_linear(
+        x, [weight], norms=[None], dtype=jnp.bfloat16, in_parts=True
+    )
     return product
 
 
