@@ -113,8 +113,7 @@ def choose_tiling(
     fills = _sums_in_registers(shapes) and widest >= _WIDE
     items = -(-num_rows // columns)
     num_tiles = shapes.num_ctas * num_groups * items
-    in_turns = fills and num_tiles > shapes.core.device.num_sms
-    is_short = in_turns and shapes.is_fp8 and columns == _WIDE and shapes.num_blocks <= _SHORT
+    is_short = _are_short(shapes, columns, num_tiles)
     blocks = 2 if shapes.num_blocks % 2 == 0 and columns <= _WIDE and not is_short else 1
     splits = _choose_splits(shapes, blocks, num_tiles, fills=fills) if may_split else 1
     piece = _choose_piece(shapes, columns) if fills and shapes.is_mxfp4 and columns > _WIDE else 0
@@ -174,6 +173,16 @@ def _narrow(
         if short and (splits == 1 or num_rows <= columns):
             return narrow
     return columns
+
+
+def _are_short(shapes: Shapes, columns: int, num_tiles: int) -> bool:
+    """Whether tiles follow each other on an SM, whose stages would hold all of the next one.
+
+    Rows in two parts have fewer stages.
+    """
+    in_turns = _sums_in_registers(shapes) and num_tiles > shapes.core.device.num_sms
+    is_whole = shapes.is_fp8 and shapes.num_parts == 1 and shapes.num_blocks <= _SHORT
+    return in_turns and is_whole and columns == _WIDE
 
 
 def _choose_piece(shapes: Shapes, columns: int) -> int:

@@ -18,6 +18,7 @@ MATRICES = {
 }
 """Flash's, and weights of the stack: 40,960 x 1,024, 8 of 1,024 x 4,096, 4,096 x 8,192, 2,048."""
 SHARED = Shapes(32, (32, 32), 1, is_gated=True, format="fp8")
+PRO_QUERIES = Shapes(12, (1152,), 1, is_gated=False, format="fp8")
 EXPERTS = (
     Shapes(32, (32, 32), 1, is_gated=True, format="mxfp4"),
     Shapes(16, (64,), 1, is_gated=False, format="mxfp4"),
@@ -47,6 +48,14 @@ EXPERTS = (
 def test_matrices_of_flash(name, num_rows, tiling):
     shapes, num_groups = MATRICES[name]
     assert choose_tiling(shapes, num_rows, num_groups, may_split=True) == tiling
+
+
+def test_only_short_tiles_that_follow_each_other_take_few_stages():
+    """Not longer ones, rows in two parts, or outputs of a quarter of the heads, a tile an SM."""
+    queries, _ = MATRICES["queries"]
+    others = PRO_QUERIES, dataclasses.replace(queries, tiles=(160,))
+    for shapes in (*others, dataclasses.replace(queries, num_parts=2)):
+        assert choose_tiling(shapes, 64, 1, may_split=True).blocks == 2
 
 
 @pytest.mark.parametrize(
