@@ -1101,6 +1101,13 @@ MUTATIONS = [
             "pallas_kernels/block_linear/test_choose_tiling.py",
         ),
         (
+            "a_tile_for_each_sm_takes_few_stages",
+            "block_linear/choose_tiling.py",
+            "and num_tiles > shapes.core.device.num_sms",
+            "",
+            "pallas_kernels/block_linear/test_choose_tiling.py",
+        ),
+        (
             "rows_on_the_left_are_all_stored",
             "block_linear/mosaic_hopper_rows.py",
             "work.tile.num_rows - first",
