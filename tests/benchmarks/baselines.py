@@ -8,7 +8,7 @@ import traceback
 
 _REPLAYS = 20
 _LEAST_MS = 50.0
-"""Of a measurement: some as long as ours take, so that the GPU's clock falls as far."""
+"""Of a measurement: about as long as one of ours, so that the GPU's clock falls as far."""
 
 
 def make_parser(doc, baseline=None, **options):
