@@ -1,5 +1,10 @@
 """The benchmarks' cases, each a row; nothing is timed."""
 
+import contextlib
+import functools
+import sys
+import types
+
 import jax
 import numpy as np
 import pytest
@@ -127,3 +132,37 @@ def test_launches_of_a_baseline_are_summed_over_the_layers_of_flash():
     assert compared["times_the_baselines_tokens"] == pytest.approx(2)
     assert compared["ours_tokens_per_s"] == pytest.approx(64 / row["cache_part_ms"] * 1e3)
     assert bench_decode_baselines.compared(found, []) == {}
+
+
+def test_a_baseline_is_measured_for_as_long_as_ours(monkeypatch):
+    """On a clock that each replay of a graph, of two rounds of two calls, moves by 3 ms."""
+    clock, recorded, replayed = [0.0], [], []
+
+    class Graph:
+        def replay(self):
+            replayed.append(None)
+            clock[0] += 3.0
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = clock[0]
+
+        def elapsed_time(self, other):
+            return other.at - self.at
+
+    @contextlib.contextmanager
+    def graph(_, capture_error_mode):
+        recorded.clear()
+        yield
+
+    cuda = types.SimpleNamespace(
+        CUDAGraph=Graph, Event=Event, graph=graph, synchronize=lambda: None
+    )
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
+    calls = [functools.partial(recorded.append, number) for number in range(2)]
+    assert baselines.median_us(calls, replays=2) == 750.0
+    assert recorded == [0, 1, 0, 1]
+    assert len(replayed) == 2 + 9 * 17, "9 measurements of 51 ms, and two replays before"
