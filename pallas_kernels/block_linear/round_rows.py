@@ -15,7 +15,8 @@ once for all.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -40,26 +41,24 @@ _LAYOUT = mosaic.LINES
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 _UNIT = 4
 """Groups of inputs that a warpgroup takes at once, a warp each: of four rows, or of fewer."""
-_AHEAD = 8
+_AHEAD = 16
 """Units whose loads are on their way at once."""
 
 
 def round_rows(work: Any, source: RawRows) -> None:
-    """Fills `rows_smem` and `scales_smem` of a CTA, as one of its consumers."""
+    """Fills `rows_smem` and `scales_smem` of a CTA, as one of its consumers.
+
+    Rows come four at a time where tiles may have fewer than the most, as those of experts do.
+    """
     num_blocks = work.turns * work.tiling.blocks
     groups = _groups_of_unit(work, source, num_blocks)
-    units = -(-num_blocks // (2 * groups))
-    for place in range(0, work.most_rows, _UNIT // groups):
-
-        @pl.when(place < work.tile.num_rows)
-        def _(place: int = place) -> None:
-            norm = None
-            if source.norm is not None:
-                scale = _inverse_rms(work, source, place)
-                norm = functools.partial(_norm, source.norm, scale)
-            for start in range(0, units, _AHEAD):
-                some = range(start, min(start + _AHEAD, units))
-                _round_units(work, source, place, groups, some, num_blocks, norm)
+    places = range(0, work.most_rows, _UNIT // groups)
+    if work.inputs.items is None:
+        _round_places(work, source, places, groups, num_blocks)
+        return
+    for place in places:
+        some = functools.partial(_round_places, work, source, (place,), groups, num_blocks)
+        pl.when(place < work.tile.num_rows)(some)
 
 
 def _groups_of_unit(work: Any, source: RawRows, num_blocks: int) -> int:
@@ -90,27 +89,40 @@ def _norm(weight: Ref, scale: jax.Array, x: jax.Array, column: jax.Array) -> jax
     return (x * scale * weight).astype(jnp.bfloat16).astype(jnp.float32)
 
 
-def _round_units(
-    work: Any,
-    source: RawRows,
-    place: int,
-    groups: int,
-    units: range,
-    num_blocks: int,
-    norm: Callable[[jax.Array, jax.Array], jax.Array] | None,
+def _round_places(
+    work: Any, source: RawRows, places: Sequence[int], groups: int, num_blocks: int
 ) -> None:
-    """Some units of a consumer, of the rows from `place` on."""
-    blocks = [(2 * unit + work.group) * groups for unit in units]
-    inside = [jnp.minimum(block, num_blocks - groups) for block in blocks]
-    columns = [(work.block_of(0) + block) * INPUTS for block in inside]
-    loaded = [_load(work, source, place, column, groups) for column in columns]
-    for block, column, x in zip(blocks, columns, loaded, strict=True):
-        parts = _split(x if norm is None else norm(x, column), work.shapes.num_parts)
-        store = functools.partial(_store, work, parts, block, groups, place)
-        if num_blocks % (2 * groups) == 0:
-            store()
-        else:  # the last unit may be beyond the last
-            pl.when(block < num_blocks)(store)
+    """All groups of inputs of a consumer, of the rows from each of the places on.
+
+    Many are a loop: the compiler loads what is unrolled at once, into registers that leave an SM
+    room for one CTA instead of two.
+    """
+    norms: dict[int, Callable[[jax.Array, jax.Array], jax.Array]] = {}
+    if source.norm is not None:
+        scales = {place: _inverse_rms(work, source, place) for place in places}
+        norms = {place: functools.partial(_norm, source.norm, scales[place]) for place in places}
+    units = -(-num_blocks // (2 * groups))
+    at_once = min(units, _AHEAD // len(places))
+    is_whole = units % at_once == 0 and num_blocks % (2 * groups) == 0
+
+    def round_some(step: int | jax.Array, _: None = None) -> None:
+        blocks = [(2 * (step * at_once + i) + work.group) * groups for i in range(at_once)]
+        loaded = []
+        for block, place in itertools.product(blocks, places):
+            inside = block if is_whole else jnp.minimum(block, num_blocks - groups)
+            column = (work.block_of(0) + inside) * INPUTS
+            x = _load(work, source, place, column, groups)
+            loaded.append((block, place, column, x))
+        for block, place, column, x in loaded:
+            x = norms[place](x, column) if norms else x
+            parts = _split(x, work.shapes.num_parts)
+            store = functools.partial(_store, work, parts, block, groups, place)
+            store() if is_whole else pl.when(block < num_blocks)(store)
+
+    if units == at_once:
+        round_some(0)
+    else:
+        lax.fori_loop(0, -(-units // at_once), round_some, None)
 
 
 def _split(x: jax.Array, num_parts: int) -> list[tuple[jax.Array, jax.Array]]:
