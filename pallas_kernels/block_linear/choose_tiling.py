@@ -32,6 +32,8 @@ _MANY_TURNS = 64
 """Stages of a tile from which on starting a CTA and storing its results don't show."""
 _MOST_OF_NARROW = 32
 """Groups of inputs of a tile up to which one of fewer rows takes less time than a split one."""
+_MOST_READERS = 4
+"""Tiles of few rows that read the same weights in less time than split tiles read them once."""
 _SHORT = 8
 """Groups of inputs of a tile up to which fewer stages than would hold the next one are faster."""
 _MAX_BAND = 16
@@ -108,14 +110,18 @@ def choose_tiling(
         are decides alone how many a tile has.
     """
     columns = widest = _choose_columns(shapes, num_rows)
-    if not shares_items:
-        columns = _narrow(shapes, widest, num_rows, num_groups, may_split=may_split)
-    fills = _sums_in_registers(shapes) and widest >= _WIDE
+    is_cut = not may_split and not shares_items and cuts_rows(shapes, num_rows)
+    if is_cut:
+        columns = _cut_rows(shapes, widest, num_rows, num_groups)
+    elif may_split and not shares_items:
+        columns = _narrow(shapes, widest, num_rows, num_groups)
+    fills = _sums_in_registers(shapes) and (widest >= _WIDE or is_cut)
     items = -(-num_rows // columns)
     num_tiles = shapes.num_ctas * num_groups * items
     is_short = _are_short(shapes, columns, num_tiles)
-    blocks = 2 if shapes.num_blocks % 2 == 0 and columns <= _WIDE and not is_short else 1
-    splits = _choose_splits(shapes, blocks, num_tiles, fills=fills) if may_split else 1
+    splits = _choose_splits(shapes, num_tiles, fills=fills) if may_split else 1
+    are_pairs = shapes.num_blocks // splits % 2 == 0 and columns <= _WIDE
+    blocks = 2 if are_pairs and not is_short else 1
     piece = _choose_piece(shapes, columns) if fills and shapes.is_mxfp4 and columns > _WIDE else 0
     tiling = Tiling(columns=columns, blocks=blocks, stages=2, splits=splits, piece=piece)
     are_few = num_tiles * splits <= _FEW_TILES_OF_SM * shapes.core.device.num_sms
@@ -151,38 +157,51 @@ def _choose_columns(shapes: Shapes, num_rows: int) -> int:
     return columns
 
 
-def _narrow(
-    shapes: Shapes, columns: int, num_rows: int, num_groups: int, *, may_split: bool
-) -> int:
+def cuts_rows(shapes: Shapes, num_rows: int) -> bool:
+    """Whether tiles whose inputs are not split have few rows of x, so that more SMs have one.
+
+    Of the fewest rows, which the kernel rounds, inputs are split; and of few, where it takes many
+    tiles to give all SMs one, each of which reads the same weights.
+    """
+    most_items = shapes.core.device.num_sms // shapes.num_ctas
+    least = _WIDE if most_items > _MOST_READERS else shapes.core.min_columns
+    return _may_be_narrow(shapes) and num_rows > least
+
+
+def _may_be_narrow(shapes: Shapes) -> bool:
+    """Whether a tile may have fewer rows than fit; of rows in two parts that was not measured."""
+    return _sums_in_registers(shapes) and shapes.is_fp8 and shapes.num_parts == 1
+
+
+def _cut_rows(shapes: Shapes, columns: int, num_rows: int, num_groups: int) -> int:
+    """The fewest rows of x of a tile with which all tiles run at once; else `columns`."""
+    most_items = shapes.core.device.num_sms // (shapes.num_ctas * num_groups)
+    if most_items == 0:
+        return columns
+    least = shapes.core.min_columns
+    few = -(-num_rows // (most_items * least)) * least
+    return few if few <= _WIDE else columns
+
+
+def _narrow(shapes: Shapes, columns: int, num_rows: int, num_groups: int) -> int:
     """Fewer rows of x for a tile of block FP8, where SMs would have none or share its inputs.
 
     Sums of splits are added up in a launch of their own. So a narrow tile is split only where its
-    rows would else be one tile. Rows in two parts keep the wide one.
+    rows would else be one tile.
     """
-    wide = _sums_in_registers(shapes) and shapes.is_fp8 and columns > _WIDE
-    if not wide or shapes.num_parts > 1:
+    num_tiles = shapes.num_ctas * num_groups * -(-num_rows // _WIDE)
+    may_be = columns > _WIDE and _may_be_narrow(shapes)
+    if not may_be or num_tiles > shapes.core.device.num_sms:
         return columns
-    for narrow in (_WIDE,) if may_split else (_WIDE // 2, _WIDE):
-        num_tiles = shapes.num_ctas * num_groups * -(-num_rows // narrow)
-        if num_tiles > shapes.core.device.num_sms:
-            continue
-        if not may_split:
-            return narrow
-        splits = _choose_splits(shapes, 2, num_tiles, fills=True)
-        short = shapes.num_blocks <= _MOST_OF_NARROW * splits
-        if short and (splits == 1 or num_rows <= columns):
-            return narrow
-    return columns
+    splits = _choose_splits(shapes, num_tiles, fills=True)
+    short = shapes.num_blocks <= _MOST_OF_NARROW * splits
+    return _WIDE if short and (splits == 1 or num_rows <= columns) else columns
 
 
 def _are_short(shapes: Shapes, columns: int, num_tiles: int) -> bool:
-    """Whether tiles follow each other on an SM, whose stages would hold all of the next one.
-
-    Rows in two parts have fewer stages.
-    """
-    in_turns = _sums_in_registers(shapes) and num_tiles > shapes.core.device.num_sms
-    is_whole = shapes.is_fp8 and shapes.num_parts == 1 and shapes.num_blocks <= _SHORT
-    return in_turns and is_whole and columns == _WIDE
+    """Whether tiles follow each other on an SM, whose stages would hold all of the next one."""
+    in_turns = columns == _WIDE and num_tiles > shapes.core.device.num_sms
+    return in_turns and _may_be_narrow(shapes) and shapes.num_blocks <= _SHORT
 
 
 def _choose_piece(shapes: Shapes, columns: int) -> int:
@@ -197,7 +216,7 @@ def _choose_piece(shapes: Shapes, columns: int) -> int:
     return next(piece for piece in range(most // 8 * 8, 0, -8) if columns % piece == 0)
 
 
-def _choose_splits(shapes: Shapes, blocks: int, num_tiles: int, *, fills: bool) -> int:
+def _choose_splits(shapes: Shapes, num_tiles: int, *, fills: bool) -> int:
     """As many as give each SM a CTA; where one fills an SM, not more than run at once."""
     num_sms = shapes.core.device.num_sms
     most = num_sms // 2 if fills else num_sms - 1  # CTAs, whose number then doubles
@@ -205,7 +224,7 @@ def _choose_splits(shapes: Shapes, blocks: int, num_tiles: int, *, fills: bool) 
     while (
         num_tiles * splits <= most
         and splits < _MAX_SPLITS
-        and shapes.num_blocks % (2 * splits * blocks) == 0
+        and shapes.num_blocks % (2 * splits) == 0
         and shapes.num_blocks // (2 * splits) >= _MIN_BLOCKS_OF_SPLIT
     ):
         splits *= 2
@@ -213,12 +232,16 @@ def _choose_splits(shapes: Shapes, blocks: int, num_tiles: int, *, fills: bool) 
 
 
 def _choose_stages(shapes: Shapes, tiling: Tiling, *, fills: bool, few: bool) -> int:
-    """As many as shared memory holds beside what else is there, and a tile has; or few of them."""
+    """As many as shared memory holds beside what else is there; or few of them.
+
+    Of a CTA that has one tile, the last turn takes the stage of an earlier one, which is faster
+    than a stage for each turn.
+    """
     ctas_of_sm = 1 if fills or tiling.columns > _WIDE else 2
     room = shapes.core.device.shared_memory_bytes // ctas_of_sm - _SPARE_BYTES
     stages = min((room - shapes.fixed_bytes(tiling)) // shapes.stage_bytes(tiling), _MAX_STAGES)
     if not tiling.programs:
-        stages = min(stages, shapes.turns(tiling))
+        stages = min(stages, shapes.turns(tiling) - 1)
     if few:
         stages = min(stages, _FEW_STAGES)
     elif stages > 3 and (tiling.programs or shapes.is_mxfp4):

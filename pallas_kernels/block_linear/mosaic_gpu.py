@@ -12,7 +12,12 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.block_linear import call_shapes, decoded
 from pallas_kernels.block_linear.call_shapes import Shapes, TensorCore, Tiling
-from pallas_kernels.block_linear.choose_tiling import choose_tiling, plan_call, round_in_kernel
+from pallas_kernels.block_linear.choose_tiling import (
+    choose_tiling,
+    cuts_rows,
+    plan_call,
+    round_in_kernel,
+)
 from pallas_kernels.block_linear.items import EvenItems
 from pallas_kernels.block_linear.multiply_items import Product, multiply_items
 from pallas_kernels.block_linear.raw_rows import RawRows
@@ -105,12 +110,14 @@ def swiglu_linear(
 ) -> jax.Array:
     """[T, in], [out, in] twice -> [T, out]; see `op.swiglu_linear`.
 
-    Few rows are a product whose inputs are split, so that all SMs read, and SwiGLU is XLA's. `rows`
-    are many, which `make_rows` has made of x, with as many to spare as a tile has.
+    Few rows are a product whose inputs are split, so that all SMs read, and SwiGLU is XLA's, where
+    no tiles of fewer rows do. `rows` are many, which `make_rows` has made of x, with as many to
+    spare as a tile has.
     """
     weights = [jax.tree.map(lambda leaf: leaf[None], weight) for weight in (gate, up)]
     shapes = call_shapes.shapes_of(*weights, is_gated=True, core=core)
-    if tiling is None and x.shape[0] <= _FEW_ROWS and gate.shape[-2] % ROWS == 0:
+    splits = x.shape[0] <= _FEW_ROWS and not cuts_rows(shapes, x.shape[0])
+    if tiling is None and splits and gate.shape[-2] % ROWS == 0:
         gated, raised = block_linear(x[None], weights, dtype=x.dtype, core=core)
         return swiglu_of(gated[0], raised[0], limit).astype(x.dtype)
     tiling = tiling or choose_tiling(shapes, x.shape[0], 1, may_split=False)

@@ -3,11 +3,13 @@
 Every matrix of Flash and Pro that the release stores in FP8, with three weights in turn, or as many
 as exceed the L2 cache. The launches that round the rows and add up the sums of splits are part of
 the call; `block_linear_in_parts` leaves out the second, as a model does where `write_streams` adds.
+`swiglu_linear` is the shared expert's gate and up projection with what follows.
 
 With `--baseline DIR`, the folder of vLLM's `deep_gemm` package, DeepGEMM's FP8 products are timed
 on the same GPU: after vLLM's launch that rounds the rows, with its C++ ops (`--library SO`), and
 alone. vLLM rounds the rows of wo_a in the kernel before, so that wo_a has the second alone; ours
-doesn't round them. `--cublas` times torch's products in BF16, whose weights are twice the bytes.
+doesn't round them. Beside `swiglu_linear`, vLLM's SwiGLU comes after DeepGEMM's product. `--cublas`
+times torch's products in BF16, whose weights are twice the bytes.
 """
 
 import functools
@@ -26,6 +28,7 @@ from pallas_kernels.gpu.devices import H200
 ROWS = (1, 8, 64, 256, 8192)
 IN_PARTS, ROWS_IN_PARTS = ("wo_b", "shared w2"), (8, 64)
 """Matrices whose sums of splits a model leaves to what reads them, and rows that are split."""
+GATED, LIMIT = "shared w1 and w3", 10.0
 
 
 def matrices_of(model, config):
@@ -59,10 +62,16 @@ def main():
     rivals = Rivals(args.baseline, args.library, args.cublas)
     cases = [case_of(name, rows, bandwidth, rivals) for name in MATRICES for rows in ROWS]
     cases += [
-        case_of(name, rows, bandwidth, rivals, in_parts=True)
+        case_of(name, rows, bandwidth, rivals, "block_linear_in_parts")
         for name in MATRICES
         for rows in ROWS_IN_PARTS
         if name.endswith(IN_PARTS)
+    ]
+    cases += [
+        case_of(name, rows, bandwidth, rivals, "swiglu_linear")
+        for name in MATRICES
+        for rows in ROWS
+        if name.endswith(GATED)
     ]
     cases = baselines.chosen(cases, args.only)
     rivals.shapes = [shape_of(case) for case in cases]
@@ -81,19 +90,23 @@ class Rivals:
         self._deep_gemm = baselines.Held(self._load)
         self.shapes = []
 
-    def of(self, shape, count):
+    def of(self, shape, count, *, gated=False):
         """{name: () -> microseconds}."""
         found = {}
         if self._folder and self._library and shape[1] == 1:
-            found["rounding + DeepGEMM FP8"] = lambda: self._us(shape, count, rounds=True)
+            name = "rounding + DeepGEMM FP8" + (" + SwiGLU" if gated else "")
+            found[name] = lambda: self._us(shape, count, rounds=True, gated=gated)
+        if gated:
+            return found
         if self._folder:
             found["DeepGEMM FP8 alone"] = lambda: self._us(shape, count, rounds=False)
         if self._cublas:
             found["cuBLAS BF16"] = lambda: rival_products.cublas_us(shape, count)
         return found
 
-    def _us(self, shape, count, *, rounds):
-        return self._deep_gemm.get().time_us(shape, count, rounds=rounds)
+    def _us(self, shape, count, *, rounds, gated=False):
+        limit = LIMIT if gated else None
+        return self._deep_gemm.get().time_us(shape, count, rounds=rounds, limit=limit)
 
     def _load(self):
         rival_products.compile_ahead(self._folder, self.shapes)
@@ -105,17 +118,19 @@ def shape_of(case):
     return tuple(int(size) for size in case.shape.split(" x "))
 
 
-def case_of(name, rows, bandwidth, rivals, *, in_parts=False):
+def case_of(name, rows, bandwidth, rivals, op="block_linear"):
     groups, out, into, _ = MATRICES[name]
-    num_bytes = groups * (out * into + out * into // 128**2 + rows * (into + 2 * out))
+    gated = op == "swiglu_linear"
+    stored = out // 2 if gated else out
+    num_bytes = groups * (out * into + out * into // 128**2 + rows * (into + 2 * stored))
     limit = max(num_bytes / bandwidth, 2 * groups * rows * out * into / FP8_FLOPS)
     return compare.Case(
-        f"block_linear_in_parts {name}" if in_parts else f"block_linear {name}",
+        f"{op} {name}",
         f"{rows} x {groups} x {out} x {into}",
-        multiply_in_parts if in_parts else multiply,
-        lambda: (None, inputs(name, rows)),
+        OPS[op],
+        lambda: (None, gated_inputs(name, rows) if gated else inputs(name, rows)),
         roofline_us=limit * 1e6,
-        rivals=rivals.of((rows, groups, out, into), count_of(name)),
+        rivals=rivals.of((rows, groups, out, into), count_of(name), gated=gated),
     )
 
 
@@ -131,11 +146,32 @@ def multiply_in_parts(x, weight):
     return product
 
 
+def multiply_gated(x, gate, up):
+    return mosaic_gpu.swiglu_linear(x, gate, up, limit=LIMIT)
+
+
+OPS = {
+    "block_linear": multiply,
+    "block_linear_in_parts": multiply_in_parts,
+    "swiglu_linear": multiply_gated,
+}
+
+
 def inputs(name, rows):
     groups, _, into, activations = MATRICES[name]
     x = draws.Draw((groups, rows, into), jnp.bfloat16)
     made = draws.make([(x, weight_draw(name)) for _ in range(count_of(name))])
     return [(x, as_weight(weight, activations)) for x, weight in made]
+
+
+def gated_inputs(name, rows):
+    """Rows, and halves of the outputs as a gate and an up projection."""
+    return [(x[0], *halves(weight)) for x, weight in inputs(name, rows)]
+
+
+@jax.jit
+def halves(weight):
+    return [jax.tree.map(lambda leaf, i=i: jnp.split(leaf[0], 2)[i], weight) for i in range(2)]
 
 
 def count_of(name):

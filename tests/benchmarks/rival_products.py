@@ -41,14 +41,19 @@ class DeepGemm:
         if library:
             torch.ops.load_library(library)
 
-    def time_us(self, shape, count, *, rounds):
-        """Median microseconds, with the launch that rounds the rows or without it."""
+    def time_us(self, shape, count, *, rounds, limit=None):
+        """Median microseconds, with the launch that rounds the rows or without it.
+
+        With a limit, SwiGLU follows, of a gate and an up projection that are halves of the outputs.
+        """
         made = [Operands(*shape) for _ in range(count)]
 
         def call(operands):
             if rounds:
                 self.round_rows(operands)
             self.multiply(operands)
+            if limit is not None:
+                self.activate(operands, limit)
 
         call(made[0])
         made[0].check()
@@ -84,6 +89,13 @@ class DeepGemm:
             True,  # and begins at a multiple of 16 bytes
         )
 
+    def activate(self, operands, limit):
+        """SwiGLU as vLLM has it, on a product that is stored."""
+        import torch
+
+        product = operands.product[:, 0]
+        torch.ops._C.silu_and_mul_with_clamp(operands.activated, product, limit)
+
 
 class Operands:
     """Arrays of one call; codes and scales are of x[groups, rows, into]."""
@@ -108,6 +120,7 @@ class Operands:
         exponents = torch.randint(-8, -3, (groups, out // _SCALED, scales), **device)
         self.weight_scale = torch.exp2(exponents.float())
         self.product = torch.empty(rows, groups, out, dtype=torch.bfloat16, **device)
+        self.activated = torch.empty(rows, out // 2, dtype=torch.bfloat16, **device)
 
     def check(self):
         """Raises ValueError unless the product of the first rows is near that in f32."""

@@ -905,6 +905,27 @@ MUTATIONS = [
             "pallas_kernels/block_linear/test_round_rows.py",
         ),
         (
+            "a_loop_that_rounds_rows_ends_early",
+            "block_linear/round_rows.py",
+            "lax.fori_loop(0, -(-units // at_once)",
+            "lax.fori_loop(0, units // at_once",
+            "pallas_kernels/block_linear/test_round_rows.py",
+        ),
+        (
+            "tiles_of_few_rows_are_one_too_few",
+            "block_linear/choose_tiling.py",
+            "few = -(-num_rows // (most_items * least)) * least",
+            "few = num_rows // (most_items * least) * least or least",
+            "pallas_kernels/block_linear/test_choose_tiling.py",
+        ),
+        (
+            "inputs_of_half_of_a_gate_are_not_split",
+            "block_linear/choose_tiling.py",
+            "_MOST_READERS = 4",
+            "_MOST_READERS = 8",
+            "pallas_kernels/block_linear/test_choose_tiling.py",
+        ),
+        (
             "experts_that_two_tokens_picked_have_one_row",
             "expert_mlp/mosaic_gpu.py",
             "most=x.shape[0])",
@@ -1096,15 +1117,15 @@ MUTATIONS = [
         (
             "products_take_narrow_tiles_of_long_rows",
             "block_linear/choose_tiling.py",
-            "if short and (splits == 1 or num_rows <= columns):",
-            "if splits == 1 or num_rows <= columns:",
+            "if short and (splits == 1 or num_rows <= columns)",
+            "if splits == 1 or num_rows <= columns",
             "pallas_kernels/block_linear/test_choose_tiling.py",
         ),
         (
             "a_tile_for_each_sm_takes_few_stages",
             "block_linear/choose_tiling.py",
-            "and num_tiles > shapes.core.device.num_sms",
-            "",
+            "columns == _WIDE and num_tiles > shapes.core.device.num_sms",
+            "columns == _WIDE",
             "pallas_kernels/block_linear/test_choose_tiling.py",
         ),
         (

@@ -251,15 +251,18 @@ def test_rows_on_the_left_of_gate_and_up(lane, options):
     np.testing.assert_allclose(found, expected, atol=2.0**-7 * np.abs(expected).max())
 
 
-def test_gate_and_up_in_narrow_tiles(lane):
-    """As a call of more than 64 rows is cut where that gives more SMs a tile."""
+@pytest.mark.parametrize(
+    ("rows", "num_sms"), slow.all_but([(40, 4)], [(40, 4), (20, 4), (72, 132)]), ids=str
+)
+def test_gate_and_up_in_narrow_tiles(lane, rows, num_sms):
+    """Of 24, 16 and 8 rows: as few as give more SMs a tile."""
     gate, up = (make("fp8", (128, 256)) for _ in range(2))
     up = jax.tree.map(lambda leaf: leaf[::-1], up)
-    x = (8 * normal(72, 256)).astype(jnp.bfloat16)
+    x = (8 * normal(rows, 256)).astype(jnp.bfloat16)
 
     def multiply(tiling):
         kernel = functools.partial(mosaic_gpu.swiglu_linear, limit=1.5, tiling=tiling)
-        return jax.jit(functools.partial(kernel, core=call_shapes.HOPPER))(x, gate, up)
+        return jax.jit(functools.partial(kernel, core=with_sms(num_sms)))(x, gate, up)
 
     expected = multiply(Tiling(16, 1, 2)) if lane == "gpu" else jit_swiglu(x, gate, up)
     expected = np.asarray(expected, np.float32)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from pallas_kernels.block_linear.call_shapes import Shapes, Tiling
-from pallas_kernels.block_linear.choose_tiling import choose_tiling
+from pallas_kernels.block_linear.choose_tiling import choose_tiling, cuts_rows
 from pallas_kernels.expert_mlp import mosaic_gpu
 
 GOES = {"programs": 1, "packs": True}
@@ -19,10 +19,17 @@ MATRICES = {
 """Flash's, and weights of the stack: 40,960 x 1,024, 8 of 1,024 x 4,096, 4,096 x 8,192, 2,048."""
 SHARED = Shapes(32, (32, 32), 1, is_gated=True, format="fp8")
 PRO_QUERIES = Shapes(12, (1152,), 1, is_gated=False, format="fp8")
+PRO_LATENT = Shapes(56, (32,), 1, is_gated=False, format="fp8")
+PRO_W2 = Shapes(24, (112,), 1, is_gated=False, format="fp8")
+PRO_SHARED = Shapes(56, (48, 48), 1, is_gated=True, format="fp8")
 EXPERTS = (
     Shapes(32, (32, 32), 1, is_gated=True, format="mxfp4"),
     Shapes(16, (64,), 1, is_gated=False, format="mxfp4"),
 )
+
+
+def half(shapes):
+    return dataclasses.replace(shapes, tiles=tuple(tiles // 2 for tiles in shapes.tiles))
 
 
 @pytest.mark.parametrize(
@@ -59,18 +66,48 @@ def test_only_short_tiles_that_follow_each_other_take_few_stages():
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "tiling"),
+    ("shapes", "num_rows", "tiling"),
     [
-        (128, Tiling(32, 2, 4, band=4, **GOES)),
-        (192, Tiling(64, 2, 4, band=3, **GOES)),
-        (256, Tiling(64, 2, 4, band=4, **GOES)),
-        (512, Tiling(128, 1, 6, band=4, **ON_LEFT)),
+        (SHARED, 32, Tiling(8, 2, 4, band=4, **GOES)),
+        (SHARED, 64, Tiling(16, 2, 4, band=4, **GOES)),
+        (SHARED, 96, Tiling(24, 2, 4, band=4, **GOES)),
+        (SHARED, 128, Tiling(32, 2, 4, band=4, **GOES)),
+        (SHARED, 192, Tiling(48, 2, 4, band=4, **GOES)),
+        (SHARED, 256, Tiling(64, 2, 4, band=4, **GOES)),
+        (SHARED, 512, Tiling(128, 1, 6, band=4, **ON_LEFT)),
+        (PRO_SHARED, 32, Tiling(16, 2, 4, band=2, **GOES)),
+        (PRO_SHARED, 64, Tiling(32, 2, 4, band=2, **GOES)),
+        (PRO_SHARED, 72, Tiling(40, 2, 4, band=2, **GOES)),
+        (PRO_SHARED, 256, Tiling(128, 1, 6, band=2, **ON_LEFT)),
     ],
 )
-def test_gate_and_up_of_the_shared_expert(num_rows, tiling):
-    assert choose_tiling(SHARED, num_rows, 1, may_split=False) == tiling
-    in_parts = dataclasses.replace(SHARED, num_parts=2)
-    assert choose_tiling(in_parts, num_rows, 1, may_split=False).columns == 128
+def test_gate_and_up_of_the_shared_expert(shapes, num_rows, tiling):
+    assert choose_tiling(shapes, num_rows, 1, may_split=False) == tiling
+    in_parts = dataclasses.replace(shapes, num_parts=2)
+    assert not cuts_rows(in_parts, num_rows)
+    assert choose_tiling(in_parts, num_rows, 1, may_split=False).columns >= min(128, num_rows)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "num_rows"),
+    [(SHARED, 8), (PRO_SHARED, 8), (half(SHARED), 64), (half(PRO_SHARED), 64)],
+)
+def test_inputs_of_gate_and_up_are_split_instead(shapes, num_rows):
+    """Of rows that the kernel rounds, and of half of the weights, as one of two GPUs has them."""
+    assert not cuts_rows(shapes, num_rows)
+    assert cuts_rows(shapes, 2 * num_rows)
+
+
+@pytest.mark.parametrize(("num_rows", "stages"), [(1, 6), (8, 6), (32, 5), (64, 8)])
+def test_one_group_a_stage_where_two_would_leave_sms_without_a_tile(num_rows, stages):
+    tiling = choose_tiling(PRO_LATENT, num_rows, 1, may_split=True)
+    assert (tiling.blocks, tiling.stages, tiling.splits) == (1, stages, 8)
+
+
+def test_a_tile_has_fewer_stages_than_turns():
+    tiling = choose_tiling(PRO_W2, 8, 1, may_split=True)
+    assert tiling == Tiling(8, 2, 2, splits=4)
+    assert PRO_W2.turns(tiling) == 3
 
 
 @pytest.mark.parametrize(

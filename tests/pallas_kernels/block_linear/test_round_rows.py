@@ -72,3 +72,13 @@ def test_rows_in_parts_are_added_first(lane, count):
     sums = SplitSums(parts, jnp.dtype(jnp.bfloat16)).reshape(1, count, -1)
     found = multiply(sums, weight, splits=1)
     np.testing.assert_array_equal(found, multiply(added[None], weight, splits=1))
+
+
+@pytest.mark.parametrize("inputs", slow.all_but([2304], [2304, 4096]))
+def test_many_groups_are_rounded_in_a_loop(lane, inputs):
+    """Of 18 groups, the last round has some beyond the last."""
+    weight, x = make("fp8", inputs, "fp8"), draw(inputs)
+    expected = np.asarray(jax.jit(reference.block_linear)(x[None], weight)[0], np.float64)
+    bound = TOLERANCE if lane == "interpreter" else CARD_TOLERANCE
+    found = multiply(x[None], weight, splits=1)
+    np.testing.assert_allclose(found, expected, atol=bound * np.abs(expected).max())
