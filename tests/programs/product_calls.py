@@ -25,6 +25,7 @@ QUANTIZE = {"fp8": weights.quantize_block_fp8, "mxfp4": weights.quantize_mxfp4}
 TILINGS = {
     "tiles": Tiling(16, 2, 2, programs=1, band=2),
     "splits": Tiling(16, 1, 2, splits=2),
+    "few rows": Tiling(24, 2, 2, programs=1, band=4, packs=True),
     "rows on the left": Tiling(128, 1, 4, programs=1, band=2, rows_on_left=True),
 }
 
@@ -147,6 +148,7 @@ CALLS = {
     "multiply_bf16_rows_many": functools.partial(multiply, "fp8", 300, activations="bfloat16"),
     "gate_and_up": functools.partial(gate_and_up, "fp8", 5),
     "gate_and_up_narrow": functools.partial(gate_and_up, "fp8", NARROW),
+    "gate_and_up_few": functools.partial(gate_and_up, "fp8", NARROW, tiling="few rows"),
     "gate_and_up_many": functools.partial(gate_and_up, "fp8", 300, tiling="rows on the left"),
     "experts_of_one": functools.partial(experts, 1),
     "experts_of_few": functools.partial(experts, 7),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from helpers import slow
-from pallas_kernels import block_linear, gpu_interpreter
+from pallas_kernels import block_linear, gpu_interpreter, swiglu_linear
 from pallas_kernels.block_linear import call_shapes, decoded, mosaic_gpu, reference, triton_rows
 from pallas_kernels.block_linear.call_shapes import BLACKWELL, Tiling
 from pallas_kernels.block_linear.choose_tiling import plan_call
@@ -470,27 +470,42 @@ def _product_of_unnormed(x, norm, weight):
     return block_linear(Unnormed(x, norm, 1e-6), weight, backend="mosaic_gpu")
 
 
+def _gated(x, gate, up):
+    return swiglu_linear(x, gate, up, limit=10.0, backend="mosaic_gpu")
+
+
+def _gated_specs(rows, out, into):
+    x, weight = _specs("fp8", rows, out, into)
+    one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), weight)
+    return [jax.ShapeDtypeStruct(x.shape[1:], x.dtype), one, one]
+
+
 def _unnormed_specs():
     x, weight = _specs("fp8", 1, 32768, 1024)
     return [x, jax.ShapeDtypeStruct((1024,), jnp.bfloat16), weight]
 
 
-AOT_CASES = [
-    (
-        f"{kind} {rows}x{out}x{into} {activations}@{target}",
-        _product,
-        _specs(kind, rows, out, into, activations),
-    )
-    for target in ("sm_90a", "sm_100a")
-    for kind, rows, out, into, activations in (
-        ("fp8", 1, 32768, 1024, "fp8"),
-        ("fp8", 64, 4096, 8192, "bfloat16"),
-        ("fp8", 64, 40960, 1024, "fp8"),
-        ("fp8", 256, 4096, 2048, "fp8"),
-        ("fp8", 8192, 4096, 8192, "fp8"),
-        ("mxfp4", 8192, 4096, 2048, "fp8"),
-    )
-] + [
-    (f"fp8 1x32768x1024 unnormed@{target}", _product_of_unnormed, _unnormed_specs())
-    for target in ("sm_90a", "sm_100a")
-]
+AOT_CASES = (
+    [
+        (
+            f"{kind} {rows}x{out}x{into} {activations}@{target}",
+            _product,
+            _specs(kind, rows, out, into, activations),
+        )
+        for target in ("sm_90a", "sm_100a")
+        for kind, rows, out, into, activations in (
+            ("fp8", 1, 32768, 1024, "fp8"),
+            ("fp8", 8, 7168, 16384, "fp8"),
+            ("fp8", 64, 4096, 8192, "bfloat16"),
+            ("fp8", 64, 40960, 1024, "fp8"),
+            ("fp8", 256, 4096, 2048, "fp8"),
+            ("fp8", 8192, 4096, 8192, "fp8"),
+            ("mxfp4", 8192, 4096, 2048, "fp8"),
+        )
+    ]
+    + [
+        (f"fp8 1x32768x1024 unnormed@{target}", _product_of_unnormed, _unnormed_specs())
+        for target in ("sm_90a", "sm_100a")
+    ]
+    + [("fp8 96 gate and up 3072x7168@sm_90a", _gated, _gated_specs(96, 3072, 7168))]
+)
