@@ -124,6 +124,8 @@ def choose_tiling(
     blocks = 2 if are_pairs and not is_short else 1
     piece = _choose_piece(shapes, columns) if fills and shapes.is_mxfp4 and columns > _WIDE else 0
     tiling = Tiling(columns=columns, blocks=blocks, stages=2, splits=splits, piece=piece)
+    if _room_for(shapes, tiling, fills=fills) < tiling.stages:
+        tiling = dataclasses.replace(tiling, blocks=1)
     are_few = num_tiles * splits <= _FEW_TILES_OF_SM * shapes.core.device.num_sms
     on_left = fills and shapes.is_fp8 and columns == CONSUMERS * ROWS
     if fills and (on_left or are_few or shapes.turns(tiling) < _MANY_TURNS):
@@ -237,9 +239,7 @@ def _choose_stages(shapes: Shapes, tiling: Tiling, *, fills: bool, few: bool) ->
     Of a CTA that has one tile, the last turn takes the stage of an earlier one, which is faster
     than a stage for each turn.
     """
-    ctas_of_sm = 1 if fills or tiling.columns > _WIDE else 2
-    room = shapes.core.device.shared_memory_bytes // ctas_of_sm - _SPARE_BYTES
-    stages = min((room - shapes.fixed_bytes(tiling)) // shapes.stage_bytes(tiling), _MAX_STAGES)
+    stages = min(_room_for(shapes, tiling, fills=fills), _MAX_STAGES)
     if not tiling.programs:
         stages = min(stages, shapes.turns(tiling) - 1)
     if few:
@@ -247,3 +247,10 @@ def _choose_stages(shapes: Shapes, tiling: Tiling, *, fills: bool, few: bool) ->
     elif stages > 3 and (tiling.programs or shapes.is_mxfp4):
         stages = 1 << (stages.bit_length() - 1)  # so that a stage's slot is a mask
     return max(2, stages)
+
+
+def _room_for(shapes: Shapes, tiling: Tiling, *, fills: bool) -> int:
+    """Stages that fit beside what else is in shared memory, of two CTAs unless one fills an SM."""
+    ctas_of_sm = 1 if fills or tiling.columns > _WIDE else 2
+    room = shapes.core.device.shared_memory_bytes // ctas_of_sm - _SPARE_BYTES
+    return (room - shapes.fixed_bytes(tiling)) // shapes.stage_bytes(tiling)

@@ -41,7 +41,7 @@ _LAYOUT = mosaic.LINES
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 _UNIT = 4
 """Groups of inputs that a warpgroup takes at once, a warp each: of four rows, or of fewer."""
-_AHEAD = 16
+_AHEAD = 12
 """Units whose loads are on their way at once."""
 
 
@@ -102,7 +102,8 @@ def _round_places(
         scales = {place: _inverse_rms(work, source, place) for place in places}
         norms = {place: functools.partial(_norm, source.norm, scales[place]) for place in places}
     units = -(-num_blocks // (2 * groups))
-    at_once = min(units, _AHEAD // len(places))
+    rounds = -(-units * len(places) // _AHEAD)
+    at_once = -(-units // rounds)
     is_whole = units % at_once == 0 and num_blocks % (2 * groups) == 0
 
     def round_some(step: int | jax.Array, _: None = None) -> None:
@@ -119,10 +120,10 @@ def _round_places(
             store = functools.partial(_store, work, parts, block, groups, place)
             store() if is_whole else pl.when(block < num_blocks)(store)
 
-    if units == at_once:
+    if rounds == 1:
         round_some(0)
     else:
-        lax.fori_loop(0, -(-units // at_once), round_some, None)
+        lax.fori_loop(0, rounds, round_some, None)
 
 
 def _split(x: jax.Array, num_parts: int) -> list[tuple[jax.Array, jax.Array]]:

@@ -907,8 +907,8 @@ MUTATIONS = [
         (
             "a_loop_that_rounds_rows_ends_early",
             "block_linear/round_rows.py",
-            "lax.fori_loop(0, -(-units // at_once)",
-            "lax.fori_loop(0, units // at_once",
+            "lax.fori_loop(0, rounds,",
+            "lax.fori_loop(0, rounds - 1,",
             "pallas_kernels/block_linear/test_round_rows.py",
         ),
         (
