@@ -124,8 +124,8 @@ def choose_tiling(
     blocks = 2 if are_pairs and not is_short else 1
     piece = _choose_piece(shapes, columns) if fills and shapes.is_mxfp4 and columns > _WIDE else 0
     tiling = Tiling(columns=columns, blocks=blocks, stages=2, splits=splits, piece=piece)
-    if _room_for(shapes, tiling, fills=fills) < tiling.stages:
-        tiling = dataclasses.replace(tiling, blocks=1)
+    if shapes.rounds_rows and _room_for(shapes, tiling, fills=fills) < tiling.stages:
+        tiling = dataclasses.replace(tiling, blocks=1)  # two CTAs fit an SM then
     are_few = num_tiles * splits <= _FEW_TILES_OF_SM * shapes.core.device.num_sms
     on_left = fills and shapes.is_fp8 and columns == CONSUMERS * ROWS
     if fills and (on_left or are_few or shapes.turns(tiling) < _MANY_TURNS):
@@ -236,12 +236,12 @@ def _choose_splits(shapes: Shapes, num_tiles: int, *, fills: bool) -> int:
 def _choose_stages(shapes: Shapes, tiling: Tiling, *, fills: bool, few: bool) -> int:
     """As many as shared memory holds beside what else is there; or few of them.
 
-    Of a CTA that has one tile, the last turn takes the stage of an earlier one, which is faster
-    than a stage for each turn.
+    Where a CTA rounds rows, its last turn takes the stage of an earlier one: that is faster than a
+    stage for each turn.
     """
     stages = min(_room_for(shapes, tiling, fills=fills), _MAX_STAGES)
     if not tiling.programs:
-        stages = min(stages, shapes.turns(tiling) - 1)
+        stages = min(stages, shapes.turns(tiling) - shapes.rounds_rows)
     if few:
         stages = min(stages, _FEW_STAGES)
     elif stages > 3 and (tiling.programs or shapes.is_mxfp4):

@@ -1,6 +1,7 @@
 """How calls that were measured are cut for Hopper."""
 
 import dataclasses
+import functools
 
 import pytest
 
@@ -104,10 +105,22 @@ def test_one_group_a_stage_where_two_would_leave_sms_without_a_tile(num_rows, st
     assert (tiling.blocks, tiling.stages, tiling.splits) == (1, stages, 8)
 
 
-def test_a_tile_has_fewer_stages_than_turns():
-    tiling = choose_tiling(PRO_W2, 8, 1, may_split=True)
-    assert tiling == Tiling(8, 2, 2, splits=4)
-    assert PRO_W2.turns(tiling) == 3
+def test_a_tile_whose_cta_rounds_rows_has_fewer_stages_than_turns():
+    rounding = dataclasses.replace(PRO_W2, rounds_rows=True)
+    tilings = [choose_tiling(s, 8, 1, may_split=True) for s in (PRO_W2, rounding)]
+    assert tilings == [Tiling(8, 2, n, splits=4) for n in (3, 2)]
+    assert PRO_W2.turns(tilings[0]) == 3
+
+
+def test_two_ctas_fit_an_sm_where_each_rounds_a_long_row():
+    """The shared expert's gate and up of Pro, as items of a launch whose inputs are not split."""
+    rounding = dataclasses.replace(PRO_SHARED, rounds_rows=True)
+    choose = functools.partial(choose_tiling, may_split=False, shares_items=True)
+    tiling = choose(rounding, 1, 1)
+    assert tiling == Tiling(8, 1, 2)
+    assert choose(PRO_SHARED, 1, 1).blocks == 2
+    used = tiling.stages * rounding.stage_bytes(tiling) + rounding.fixed_bytes(tiling)
+    assert 2 * used < rounding.core.device.shared_memory_bytes
 
 
 @pytest.mark.parametrize(

@@ -437,28 +437,38 @@ def _shared_specs(dim, width):
     )
 
 
-AOT_CASES = [
-    (
-        f"flash mixture {num_tokens} fp8@{target}",
-        _mixture,
-        [*_specs(num_tokens, 256, 4096, 2048, "fp8"), _shared_specs(4096, 2048)],
-    )
-    for target in ("sm_90a", "sm_100a")
-    for num_tokens in (1, 2)
-] + [
-    (
-        f"{name} {num_tokens} {activations}@{target}",
-        functools.partial(_experts, picked_among=picked_among),
-        _specs(num_tokens, num_experts, 4096, 2048, activations),
-    )
-    for target in ("sm_90a", "sm_100a")
-    for name, picked_among, num_experts, num_tokens, activations in (
-        ("flash", 256, 256, 1, "fp8"),
-        ("flash", 256, 256, 64, "bfloat16"),
-        ("flash", 256, 256, 8192, "fp8"),
-        ("flash of four", 256, 64, 8192, "fp8"),
-        ("flash", 256, 256, 18688, "fp8"),
-        ("slim", 8, 8, 64, "dense"),
-        ("slim", 8, 8, 8192, "dense"),
-    )
-]
+AOT_CASES = (
+    [
+        (
+            f"flash mixture {num_tokens} fp8@{target}",
+            _mixture,
+            [*_specs(num_tokens, 256, 4096, 2048, "fp8"), _shared_specs(4096, 2048)],
+        )
+        for target in ("sm_90a", "sm_100a")
+        for num_tokens in (1, 2)
+    ]
+    + [
+        (
+            "pro mixture 1 fp8@sm_90a",
+            _mixture,
+            [*_specs(1, 384, 7168, 3072, "fp8"), _shared_specs(7168, 3072)],
+        )
+    ]
+    + [
+        (
+            f"{name} {num_tokens} {activations}@{target}",
+            functools.partial(_experts, picked_among=picked_among),
+            _specs(num_tokens, num_experts, 4096, 2048, activations),
+        )
+        for target in ("sm_90a", "sm_100a")
+        for name, picked_among, num_experts, num_tokens, activations in (
+            ("flash", 256, 256, 1, "fp8"),
+            ("flash", 256, 256, 64, "bfloat16"),
+            ("flash", 256, 256, 8192, "fp8"),
+            ("flash of four", 256, 64, 8192, "fp8"),
+            ("flash", 256, 256, 18688, "fp8"),
+            ("slim", 8, 8, 64, "dense"),
+            ("slim", 8, 8, 8192, "dense"),
+        )
+    ]
+)
