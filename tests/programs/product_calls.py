@@ -142,6 +142,7 @@ CALLS = {
     "multiply_mxfp4": functools.partial(multiply, "mxfp4", 5),
     "multiply_one": functools.partial(multiply, "mxfp4", 1, shape=(OUT, 1536)),
     "multiply_two": functools.partial(multiply, "fp8", 2, shape=(OUT, 1280)),
+    "multiply_long": functools.partial(multiply, "fp8", 5, shape=(64, 4608)),
     "multiply_bf16_rows": functools.partial(multiply, "mxfp4", 5, activations="bfloat16"),
     "multiply_tiles": functools.partial(multiply, "fp8", 300, tiling="tiles"),
     "multiply_splits": functools.partial(multiply, "mxfp4", 5, tiling="splits"),

@@ -124,13 +124,15 @@ def normed_product(x, norm, weight):
     return reference.block_linear(rms_norm(x, norm, eps=0.5), weight)
 
 
-@pytest.mark.parametrize("splits", slow.all_but([2], [1, 2]))
-def test_a_norm_may_be_left_to_the_product_that_reads_its_rows(lane, splits):
+@pytest.mark.parametrize(
+    ("inputs", "splits"), slow.all_but([(1024, 2)], [(1024, 1), (1024, 2), (2304, 1)])
+)
+def test_a_norm_may_be_left_to_the_product_that_reads_its_rows(lane, inputs, splits):
     """In two passes over the rows; a last bit of bf16 may differ, and with it a code of E4M3."""
-    weight = weight_stack(make("fp8", (128, 1024)))
+    weight = weight_stack(make("fp8", (128, inputs)))
     rng = np.random.default_rng(1)
-    x = 5 * rng.normal(size=(1, 5, 1024)) * np.arange(1, 6)[None, :, None]
-    x, norm = x.astype(jnp.bfloat16), rng.uniform(0.5, 2, 1024).astype(jnp.bfloat16)
+    x = 5 * rng.normal(size=(1, 5, inputs)) * np.arange(1, 6)[None, :, None]
+    x, norm = x.astype(jnp.bfloat16), rng.uniform(0.5, 2, inputs).astype(jnp.bfloat16)
     expected = np.asarray(jax.jit(normed_product)(x, norm, weight))
     found = np.asarray(run(Unnormed(x, norm, 0.5), weight, Tiling(8, 2, 2, splits=splits)))
     bound = 2.0**-9 * np.abs(expected).max()
