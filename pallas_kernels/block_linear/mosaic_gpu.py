@@ -110,9 +110,9 @@ def swiglu_linear(
 ) -> jax.Array:
     """[T, in], [out, in] twice -> [T, out]; see `op.swiglu_linear`.
 
-    Few rows are a product whose inputs are split, so that all SMs read, and SwiGLU is XLA's, where
-    no tiles of fewer rows do. `rows` are many, which `make_rows` has made of x, with as many to
-    spare as a tile has.
+    SwiGLU is part of the product, except of few rows whose tiles would leave SMs idle
+    (`cuts_rows`): their inputs are split, so that all SMs read, and SwiGLU is XLA's. `rows` are
+    many, which `make_rows` has made of x, with as many to spare as a tile has.
     """
     weights = [jax.tree.map(lambda leaf: leaf[None], weight) for weight in (gate, up)]
     shapes = call_shapes.shapes_of(*weights, is_gated=True, core=core)
