@@ -31,7 +31,7 @@ from pallas_kernels.block_linear import (
     call_shapes,
     swiglu_linear,
 )
-from pallas_kernels.block_linear.call_shapes import Shapes, TensorCore, Tiling
+from pallas_kernels.block_linear.call_shapes import MAX_PRODUCT, Shapes, TensorCore, Tiling
 from pallas_kernels.block_linear.choose_tiling import plan_call, round_in_kernel
 from pallas_kernels.block_linear.items import EvenItems, Items, PickedItems
 from pallas_kernels.block_linear.mosaic_gpu import swiglu_linear as swiglu_of_rows
@@ -138,7 +138,7 @@ def _sorted_tokens(
     if gate_shapes.rounds_rows:
         rows = RawRows(x[None], token)
     elif _round_once(arguments):
-        rounded = make_rows(x, w1, num_spare=spare)
+        rounded = make_rows(x, w1, num_spare=max(spare, MAX_PRODUCT))  # the shared expert's tiles
         rows = pick_rows(rounded, token, num_spare=spare, num_used=num_used)
     else:
         rows = make_rows(x, w1, num_spare=spare, token=token, num_used=num_used)

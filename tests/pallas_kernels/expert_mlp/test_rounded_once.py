@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from helpers import slow
+from pallas_kernels.block_linear.call_shapes import MAX_PRODUCT
 from pallas_kernels.common import weights
 from pallas_kernels.expert_mlp import mosaic_gpu
 from pallas_kernels.expert_mlp.arguments import Arguments
@@ -90,3 +91,19 @@ def test_the_shared_expert_takes_rows_as_its_kernel_has_them():
     assert not mosaic_gpu._shares_rows(fp8.x, (odd, odd, fp8.shared[2]), fp8.w1)
     exact = weights.with_activations(fp8.shared[0], "bfloat16")
     assert not mosaic_gpu._shares_rows(fp8.x, (exact, exact, fp8.shared[2]), fp8.w1)
+
+
+def test_the_shared_expert_has_as_many_rows_to_spare_as_its_tiles(monkeypatch):
+    """Which may be more than tiles of the other experts have."""
+    given = []
+
+    def see(x, gate, up, *, rows, **options):
+        given.append(rows.codes.shape[1])
+        return jnp.zeros((x.shape[0], gate.shape[0]), x.dtype)
+
+    monkeypatch.setattr(mosaic_gpu, "swiglu_of_rows", see)
+    monkeypatch.setattr(mosaic_gpu, "expected_rows", lambda *sizes: 16)
+    monkeypatch.setattr(mosaic_gpu, "_MANY_PAIRS", 1)
+    call = call_of("fp8")
+    jax.eval_shape(lambda x: mosaic_gpu.expert_mlp(call._replace(x=x)), call.x)
+    assert given[0] >= TOKENS + MAX_PRODUCT
