@@ -178,7 +178,7 @@ class GrammarKeeper:
         masks = []
         ahead = matcher.deep_copy() if drafts else matcher  # `rollback` forgets tokens named by id
         for draft in [*drafts, None]:
-            masks.append(np.frombuffer(ahead.compute_bitmask(), np.uint32))
+            masks.append(self._mask_of(ahead))
             if not masks[-1].any():
                 raise ValueError(f"the grammar allows no token: {_problem(ahead)}")
             if draft is None or not ahead.try_consume_tokens([draft]):
@@ -186,6 +186,15 @@ class GrammarKeeper:
         bits = np.full((len(drafts) + 1, masks[0].size), 2**32 - 1, np.uint32)
         bits[: len(masks)] = masks
         return bits
+
+    def _mask_of(self, matcher: LLMatcher) -> np.ndarray:
+        """u32[W]: a bit for each token of the model's vocabulary.
+
+        llguidance counts one token more than there are, so that it gives a word more where the
+        vocabulary is a multiple of 32.
+        """
+        words = mask_words(self._grammars.vocab_size)
+        return np.frombuffer(matcher.compute_bitmask(), np.uint32)[:words]
 
 
 class _Followed:

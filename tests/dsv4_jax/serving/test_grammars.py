@@ -1,5 +1,6 @@
 """Answers that follow a grammar: whole, and the same beside others, with drafts and preempted."""
 
+import dataclasses
 import json
 import re
 
@@ -13,7 +14,8 @@ from dsv4_jax.serving.request import Request
 from dsv4_jax.serving.scheduler import RowPlan
 from dsv4_jax.serving.text import load_tokenizer
 from helpers.random_schemas import Schemas
-from helpers.serving import SIZES, one_layer, run_to_end
+from helpers.released_tokenizer import released_tokenizer
+from helpers.serving import CONFIG, SIZES, one_layer, run_to_end
 
 TOKENIZER = load_tokenizer(ds.SHIPPED_CHECKPOINT)  # bytes are tokens, 257 ends
 END, VOCAB = 257, 260
@@ -186,6 +188,41 @@ def test_masks_are_of_each_draft_s_place_and_the_next_step_s():
     assert allowed(2)[0] == [101, END]
     assert allowed(0) == [[101, END]]
     assert keeper.masks_of([RowPlan(2, 1, 0, False)], {2: request}) is None
+
+
+def masks_of_first(vocab_size, end, tokenizer, expression, drafts=()):
+    """The tokens that a grammar allows at each place, as a step takes its masks."""
+    config = dataclasses.replace(CONFIG, vocab_size=vocab_size, eos_token_ids=(end,))
+    keeper = GrammarKeeper(Grammars(config, tokenizer), num_slots=2, width=len(drafts) + 1)
+    sampling = ds.SamplingParams(grammar=Grammar("regex", expression), max_new_tokens=9)
+    request = Request(0, np.array([1, 2]), sampling, 0.0)
+    request.slot, request.drafts = 1, list(drafts)
+    masks = keeper.masks_of([RowPlan(1, 1, len(drafts), True)], {1: request})
+    assert masks.bits.shape == keeper.no_masks().bits.shape
+    bits = np.unpackbits(masks.bits[1].view(np.uint8), axis=1, bitorder="little")
+    return [np.flatnonzero(row).tolist() for row in bits]
+
+
+@pytest.mark.parametrize("vocab_size", [258, 287, 288, 289, 319, 320, 321, 352, 1024])
+def test_masks_fit_vocabularies_around_multiples_of_32(vocab_size):
+    allowed = masks_of_first(vocab_size, END, TOKENIZER, "a(b|c)", drafts=b"ab")
+    assert allowed == [[97], [98, 99], [END]]
+
+
+def test_masks_fit_the_vocabulary_of_the_released_models():
+    ids = released_tokenizer().encode("true false", add_special_tokens=False).ids
+    allowed = masks_of_first(129_280, 1, released_tokenizer(), "true false", drafts=ids)
+    assert len(allowed) == len(ids) + 1
+    assert all(token in row for token, row in zip(ids, allowed, strict=False))
+    assert allowed[-1] == [1]
+
+
+def test_a_model_with_a_vocabulary_that_is_a_multiple_of_32_answers():
+    config, params = one_layer(vocab_size=288, eos_token_ids=(END,))
+    engine = ds.Engine(config, params, **(SIZES | {"tokenizer": TOKENIZER}))
+    (done,) = run_to_end(engine, submit(engine, 0))
+    assert done.finish_reason == "stop"
+    assert follows(0, done.text)
 
 
 def check_random_schemas(count):
