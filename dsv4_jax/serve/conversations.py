@@ -159,7 +159,8 @@ class Conversations:
 
 def _read_wanted(given: Mapping[str, Any], request: recipe.ConversationRequest) -> Wanted:
     """What a body that was checked says of its answer's form."""
-    thinks = bool(request.conversation.thinking_mode)
+    stage = request.parsing_options.thinking_initial_stage
+    thinks = stage is not None and stage.starts_in_reasoning()
     found = request.inference_options.output_constraint
     asked = given.get("response_format", given.get("text", {}).get("format", {}))
     format_ = asked.get("type", "text")
@@ -170,6 +171,8 @@ def _read_wanted(given: Mapping[str, Any], request: recipe.ConversationRequest) 
     if found is None:
         return Wanted(thinks)
     if not found.kind.startswith("tool_call"):
+        if request.conversation.messages[-1].prefix and not thinks:
+            refuse("messages", "must not end with a part of the answer where its form is given")
         schema = json.loads(found.schema) if found.schema else {"type": "object"}
         return Wanted(thinks, schema=schema, is_strict=is_schema_strict(given))
     if format_ != "text":
@@ -187,4 +190,10 @@ def _read_wanted(given: Mapping[str, Any], request: recipe.ConversationRequest) 
         if not tools:
             refuse("tool_choice.name", "must be that of one of the tools")
     single = choice.get("disable_parallel_tool_use") or given.get("parallel_tool_calls") is False
-    return Wanted(thinks, tools=tools, must_call=must_call(given), calls_once=bool(single))
+    return Wanted(
+        thinks,
+        tools=tools,
+        must_call=must_call(given),
+        calls_once=bool(single),
+        is_open=request.parsing_options.starts_in_tool_calls,
+    )

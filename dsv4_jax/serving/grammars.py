@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -12,6 +13,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.serving.json_schemas import read_schema
+from dsv4_jax.serving.json_values import json_value
 from dsv4_jax.serving.request import Request
 from dsv4_jax.serving.scheduler import RowPlan
 from dsv4_jax.step.draws import TokenMasks
@@ -24,8 +27,14 @@ if TYPE_CHECKING:
 _NUM_KEPT = 128
 """Grammars that stay compiled."""
 
-JSON_SPACE = "( |\\n {0,40})?"
-"""Between the parts of JSON; a model that may write any white space can go on with it for ever."""
+_MAX_ITEMS = 2**15
+"""Places of a grammar that llguidance follows at once; an object has some for each property."""
+
+_TRIED_TOKENS = 24
+"""Of an answer that is drawn before a grammar is taken."""
+
+MARK = "\uff5cDSML\uff5c"
+"""The token that begins the tags of tool calls."""
 
 
 class Grammars:
@@ -73,7 +82,9 @@ class Grammars:
 
         assert self._tokenizer is not None
         return LLTokenizer(
-            self._tokenizer.to_str(), n_vocab=self.vocab_size, eos_token=self._end_tokens
+            _with_mark(self._tokenizer.to_str()),
+            n_vocab=self.vocab_size,
+            eos_token=self._end_tokens,
         )
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
@@ -82,7 +93,7 @@ class Grammars:
                 "grammar must be left out where the engine was built with grammars=False"
             )
         try:
-            from llguidance import LLMatcher
+            from llguidance import LLMatcher, LLParserLimits
         except ImportError:
             raise ValueError(
                 "grammar must be left out where llguidance is not installed; it comes with the "
@@ -94,19 +105,61 @@ class Grammars:
                 "with a tokenizer.json"
             )
         read = {
-            "json_schema": functools.partial(
-                LLMatcher.grammar_from_json_schema, defaults={"whitespace_pattern": JSON_SPACE}
-            ),
+            "json_schema": lambda text: LLMatcher.grammar_from_lark(_lark_of(text)),
             "regex": LLMatcher.grammar_from_regex,
             "lark": LLMatcher.grammar_from_lark,
         }[grammar.kind]
         try:
-            matcher = LLMatcher(self._vocabulary, read(grammar.text), log_level=0)
+            limits = LLParserLimits(max_items_in_row=_MAX_ITEMS, step_max_items=8 * _MAX_ITEMS)
+            matcher = LLMatcher(self._vocabulary, read(grammar.text), log_level=0, limits=limits)
+            self._try(matcher)
         except ValueError as error:
             raise ValueError(f"grammar must be a {grammar.kind}: {error}") from None
-        if matcher.is_error():
-            raise ValueError(f"grammar must be a {grammar.kind}: {_problem(matcher)}")
         return matcher
+
+    def _try(self, matcher: LLMatcher) -> None:
+        """Draws the beginning of an answer, so that what llguidance sees only then is seen now.
+
+        Tokens that a grammar names are taken where they may come, and others by chance.
+        """
+        if matcher.is_error():
+            raise ValueError(_problem(matcher))
+        ahead, rng = matcher.deep_copy(), np.random.default_rng(0)
+        for _ in range(_TRIED_TOKENS):
+            allowed = self.allowed(ahead)
+            if not allowed.size:
+                raise ValueError(_problem(ahead) or "nothing fulfils it")
+            named = [one for one in allowed[-8:] if self._vocabulary.is_special_token(int(one))]
+            token = int(named[0] if named else rng.choice(allowed))
+            if token in self._end_tokens:
+                return
+            if not ahead.consume_token(token):
+                raise ValueError(_problem(ahead))
+
+    def allowed(self, matcher: LLMatcher) -> np.ndarray:
+        """The tokens that may come next, ascending."""
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        return np.flatnonzero(np.unpackbits(bits, bitorder="little")[: self.vocab_size])
+
+
+def _lark_of(text: str) -> str:
+    """The grammar of a schema as JSON."""
+    try:
+        schema = json.loads(text)
+    except RecursionError:
+        raise ValueError("a schema must be nested less deep") from None
+    return f"start: {json_value(read_schema(schema))}"
+
+
+def _with_mark(tokenizer_json: str) -> str:
+    """A tokenizer of which the mark stands for no text, as the tokens in angle brackets do.
+
+    A parser of calls goes by the token, and takes the same characters of other tokens for text.
+    """
+    made = json.loads(tokenizer_json)
+    for one in made.get("added_tokens") or ():
+        one["special"] = one["special"] or one["content"] == MARK
+    return json.dumps(made)
 
 
 class GrammarKeeper:

@@ -1,0 +1,82 @@
+"""Patterns of JSON schemas, which are found anywhere in a text, as expressions of whole texts."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+from dsv4_jax.serving.json_schemas import SchemaError
+
+_ASCII = {"\\d": "[0-9]", "\\D": "[^0-9]", "\\w": "[0-9A-Za-z_]", "\\W": "[^0-9A-Za-z_]"}
+"""Classes that are of ASCII in schemas and of all letters in Lark."""
+
+_ANCHORS = ("^", "$", "\\A", "\\z")
+
+
+def found_in(pattern: str, place: str) -> str:
+    """An expression, of Rust's dialect, of the texts in which a pattern is found.
+
+    Raises:
+      SchemaError: the pattern has flags, or anchors elsewhere than at its ends; the place is that
+        of the schema.
+    """
+    made = []
+    for steps in _alternatives(pattern):
+        begins, ends = steps[:1] == ["^"], len(steps) > 1 and steps[-1] == "$"
+        inner = steps[begins : len(steps) - ends]
+        made.append(f"{'' if begins else '(?s:.*)'}(?:{''.join(inner)}){'' if ends else '(?s:.*)'}")
+        if any(step in _ANCHORS for step in inner) or re.search(r"\(\?[a-zA-Z-]+\)", pattern):
+            raise SchemaError(
+                f"{place}/pattern must have no flags, and ^ and $ at its ends or at those of its "
+                f"outermost choices alone, got {json.dumps(pattern)[:100]}"
+            )
+    return "|".join(made)
+
+
+def between_slashes(expression: str) -> str:
+    """An expression of Lark, on one line."""
+    line = expression.replace("\n", "\\n").replace("\r", "\\r")
+    return "/" + re.sub(r"(\\.)|/", lambda found: found[1] or "\\/", line) + "/"
+
+
+def _alternatives(pattern: str) -> list[list[str]]:
+    """What stands between the bars outside of all brackets."""
+    made: list[list[str]] = [[]]
+    depth = 0
+    for step in _steps(pattern):
+        depth += (step == "(") - (step == ")")
+        if step == "|" and not depth:
+            made.append([])
+        else:
+            made[-1].append(step)
+    return made
+
+
+def _steps(pattern: str) -> Iterator[str]:
+    """Characters, what follows a backslash with it, and classes as one."""
+    place = 0
+    while place < len(pattern):
+        end = _end_of_class(pattern, place) if pattern[place] == "[" else place + 1
+        end += pattern[place] == "\\"
+        step = pattern[place:end]
+        yield re.sub(r"\\.", lambda found: _ASCII.get(found[0], found[0]), step)
+        place = end
+
+
+def _end_of_class(pattern: str, start: int) -> int:
+    """Where a class ends, with those in it; a bracket right after its begin is a character."""
+    place, depth = start, 0
+    while place < len(pattern):
+        if pattern[place] == "\\":
+            place += 1
+        elif pattern[place] == "[":
+            depth += 1
+            place += pattern[place + 1 : place + 2] == "^"
+            place += pattern[place + 1 : place + 2] == "]"
+        elif pattern[place] == "]":
+            depth -= 1
+            if not depth:
+                return place + 1
+        place += 1
+    return place

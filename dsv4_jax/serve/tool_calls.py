@@ -1,0 +1,137 @@
+"""Calls of tools, as rules of Lark.
+
+A block of calls is
+
+    <DSML tool_calls>
+    <DSML invoke name="weather">
+    <DSML parameter name="city" string="true">Paris</DSML parameter>
+    <DSML parameter name="days" string="false">3</DSML parameter>
+    </DSML invoke>
+    </DSML tool_calls>
+
+where `DSML` stands for the token of that name. Values of text are written as they are, others as
+JSON. Names are written as they are too, and read as far as the next space or quote.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from dsv4_jax.serve.grammar_lines import Lines
+from dsv4_jax.serve.text_values import ends_of, other_values, texts_of
+from dsv4_jax.serving.grammars import MARK
+from dsv4_jax.serving.json_schemas import Schema, SchemaError, read_schema
+from dsv4_jax.serving.json_values import json_value
+
+_BODY = {"type", "properties", "required", "additionalProperties"}
+_WRITTEN = re.compile(r"[^\x00-\x20\"\\\x7f]*")
+"""Names that are the same when they were written in a call and read from it."""
+
+
+def call_of(tool: Mapping[str, Any], lines: Lines) -> str:
+    """One call of a tool, its parameters in the order of its schema.
+
+    Where a tool is not strict, and its schema cannot be held, its parameters are free.
+
+    Raises:
+      SchemaError: the tool is strict, and its schema cannot be held.
+    """
+    function, mark = tool["function"], lines.token(MARK)
+    schema = function.get("parameters") or {"type": "object"}
+    lines.count(schema)
+    is_strict = bool(function.get("strict"))
+    try:
+        bodies = _bodies(read_schema(schema, is_strict=is_strict, of_tool=True), is_strict, lines)
+    except SchemaError:
+        if is_strict:
+            raise
+        bodies = [f"{_free_parameter(lines)}*"]
+    begin = _quoted(f'invoke name="{function["name"]}">\n')
+    return f'"<" {mark} {begin} ({" | ".join(bodies)}) "</" {mark} "invoke>\\n"'
+
+
+def _bodies(schema: Schema, is_strict: bool, lines: Lines) -> list[str]:
+    """The parameters of each of the objects that a schema may be of."""
+    return [_body(part, schema, is_strict, lines) for part in _objects(schema.root, schema, 0)]
+
+
+def _objects(part: Any, schema: Schema, hops: int) -> list[dict[str, Any]]:
+    """A schema as plain objects."""
+    if part is False:
+        return []
+    others = set(part) - {"type"}
+    if "$ref" in others and len(others) == 1 and hops <= len(schema.shared):
+        return _objects(schema.shared[part["$ref"].rpartition("/")[2]], schema, hops + 1)
+    if "anyOf" in others and len(others) == 1:
+        found = [one for inner in part["anyOf"] for one in _objects(inner, schema, hops + 1)]
+        return found
+    if others - _BODY:
+        keyword = min(others - _BODY)
+        raise SchemaError(f"#/{keyword} cannot be held of all arguments together; leave it out")
+    return [part]
+
+
+def _body(part: dict[str, Any], schema: Schema, is_strict: bool, lines: Lines) -> str:
+    listed, rest = dict(part.get("properties", {})), part.get("additionalProperties")
+    required = part.get("required", [])
+    for name in required:
+        listed.setdefault(name, {} if rest is None else rest)
+    wanted = []
+    for name, one in listed.items():
+        choices = _value(one, schema, f"#/properties/{name}", lines)
+        if not choices:
+            if name in required:
+                raise SchemaError(f"#/properties/{name} is required, and nothing fulfils it")
+            continue
+        if not _WRITTEN.fullmatch(name):
+            raise SchemaError(
+                f"#/properties/{name[:64]} must have a name without spaces, quotes and "
+                "backslashes, which calls write as they are"
+            )
+        written = _parameter(_quoted(f'parameter name="{name}" string='), choices, lines)
+        wanted.append(written if name in required else f"({written})?")
+    if rest is None:
+        rest = False if listed or (is_strict and "properties" in part) else {}
+    if rest is not False:
+        wanted.append(f"{_further(rest, list(listed), schema, lines)}*")
+    return " ".join(wanted) or '""'
+
+
+def _further(rest: Any, listed: list[str], schema: Schema, lines: Lines) -> str:
+    """A parameter that is not listed."""
+    choices = _value(rest, schema, "#/additionalProperties", lines)
+    if not choices:
+        raise SchemaError("#/additionalProperties must be false, since nothing fulfils it")
+    others = f" & ~({' | '.join(map(_quoted, listed))})" if listed else ""
+    name = lines.terminal(f'/[^\\x00-\\x20"\\\\<>\\x7f]{{1,64}}/{others}')
+    head = f'"parameter name=\\"" {name} "\\" string="'
+    return lines.rule("further", _parameter(head, choices, lines))
+
+
+def _free_parameter(lines: Lines) -> str:
+    """A parameter of any name and value."""
+    return _further({}, [], Schema({}, {}), lines)
+
+
+def _parameter(head: str, choices: list[str], lines: Lines) -> str:
+    mark = lines.token(MARK)
+    return f'"<" {mark} {head} ({" | ".join(choices)}) {mark} "parameter>\\n"'
+
+
+def _value(part: Any, schema: Schema, place: str, lines: Lines) -> list[str]:
+    """How a value may be written, from its mark of text to the begin of the tag after it."""
+    choices = []
+    for text in texts_of(part, schema):
+        choices.append(f'"\\"true\\">" {lines.terminal(ends_of(text, place))}')
+    others = other_values(part, schema)
+    if others is not None:
+        choices.append(f'"\\"false\\">" {json_value(schema, others)} "</"')
+    return choices
+
+
+def _quoted(text: str) -> str:
+    """A literal of Lark."""
+    return json.dumps(text)

@@ -1,0 +1,393 @@
+"""JSON schemas as clients write them, checked and brought to one form, which grammars are made of.
+
+Every keyword is held, says nothing of a value, or is refused by name and place. What llguidance
+ignores, rounds or finds out too late is seen here: keywords of old drafts, formats, numbers that
+64-bit floats do not hold, and references that lead nowhere or for ever in a circle.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import urllib.parse
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, NoReturn
+
+from dsv4_jax import checks
+from dsv4_jax.serving.schema_forms import are_apart, merge_objects, without_endless
+from dsv4_jax.serving.schema_keywords import REFUSED, SAYS_NOTHING, TYPES, WAYS_OUT
+from dsv4_jax.serving.text_formats import FORMATS
+
+MAX_SCHEMA_CHARS = 2**16
+"""The longest schema, or schemas of all tools."""
+
+MAX_DEPTH = 64
+
+_MAX_EXACT = 2**53
+_MAX_COUNT = 2**20
+"""Of least lengths: no answer is longer."""
+
+_NO_LIMIT = 2**31
+"""Of greatest lengths, which then say nothing."""
+
+
+class SchemaError(ValueError):
+    """A schema that cannot be held, with the place of what is wrong."""
+
+
+class Schema(NamedTuple):
+    """A schema in one form: without annotations, `const`, `oneOf`, `format` and old spellings.
+
+    Attributes:
+      root: keywords by name.
+      shared: what "#/$defs/NAME" refers to, by NAME.
+    """
+
+    root: dict[str, Any]
+    shared: dict[str, Any]
+
+    def part(self, part: Mapping[str, Any]) -> dict[str, Any]:
+        """A part as a schema by itself."""
+        return {**part, "$defs": self.shared} if self.shared else dict(part)
+
+
+def read_schema(schema: Any, *, is_strict: bool = False, of_tool: bool = False) -> Schema:
+    """Checks a schema.
+
+    Args:
+      schema: parsed JSON.
+      is_strict: objects that do not say which properties they have have those that they list or
+        require, all of them and no other.
+      of_tool: its properties are values by themselves; else it is one itself. An `enum` of such a
+        value may hold integers of any size, which are not written by llguidance.
+
+    Raises:
+      SchemaError: it is no schema, or says what cannot be held, or nothing fulfils it.
+    """
+    if depth_of(schema) > MAX_DEPTH:
+        raise SchemaError(f"a schema must be nested at most {MAX_DEPTH} deep")
+    reader = _Reader(schema, is_strict, of_tool)
+    root, shared = without_endless(*reader.read_all())
+    if root is False:
+        raise SchemaError("nothing fulfils the schema")
+    return Schema(root, shared)
+
+
+def depth_of(value: Any) -> int:
+    """How deep dicts and lists lie in each other; a recursion would end at Python's limit."""
+    depth, layer = 0, [value]
+    while layer and depth <= MAX_DEPTH:
+        inner: list[Any] = []
+        for one in layer:
+            inner += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+        depth, layer = depth + 1, inner
+    return depth
+
+
+def is_rounded(value: Any) -> bool:
+    """An integer that a 64-bit float does not hold."""
+    return type(value) is int and abs(value) > _MAX_EXACT and int(float(value)) != value
+
+
+class _Reader:
+    """Reads one schema, and what it refers to."""
+
+    def __init__(self, schema: Any, is_strict: bool, of_tool: bool) -> None:
+        self._schema = schema
+        self._is_strict = is_strict
+        self._of_tool = of_tool
+        self._names: dict[str, str] = {}
+        self._unread: list[str] = []
+        self._choices: list[tuple[dict[str, Any], str]] = []
+
+    def read_all(self) -> tuple[Any, dict[str, Any]]:
+        """The schema, and what is referred to by name."""
+        root = self._read(self._schema, "#")
+        shared = {}
+        while self._unread:
+            place = self._unread.pop()
+            shared[self._names[place]] = self._read(self._find(place), place)
+        for made, place in self._choices:
+            options = made.pop("oneOf")
+            if not are_apart(options, shared):
+                _refuse(
+                    place,
+                    "must be of schemas that no value can be two of, as their types or a required "
+                    "property with a const show; or use anyOf",
+                )
+            _also(made, {"anyOf": options})
+        return root, shared
+
+    def _read(self, schema: Any, place: str, *, closes: bool = True) -> Any:
+        """A schema in its one form; False for one that nothing fulfils."""
+        if isinstance(schema, bool):
+            return {} if schema else False
+        if not isinstance(schema, dict):
+            _refuse(place, f"must be a schema, got {checks.shown(schema)}")
+        if "allOf" in schema:
+            whole = merge_objects(schema, self._find_any)
+            if whole is not None:
+                return self._read(whole, place, closes=closes)
+        made: dict[str, Any] = {}
+        for name, value in schema.items():
+            if name in SAYS_NOTHING:
+                continue
+            where = _inside(place, name)
+            if name in _READ:
+                _READ[name](self, made, schema, where)
+            elif name in ("$id", "id"):
+                if place != "#":
+                    _refuse(where, "must be left out; all references are to places of one schema")
+            elif name in REFUSED:
+                if value is not False or name not in ("uniqueItems", "nullable"):
+                    _refuse(where, WAYS_OUT.get(name, "cannot be held; leave it out"))
+            elif not name.startswith("x-"):
+                _refuse(where, "is no keyword of JSON schemas that is known here; leave it out")
+        if closes and self._is_strict and "properties" in made:
+            self._close(made)
+        self._count_properties(made, place)
+        return made
+
+    def _close(self, made: dict[str, Any]) -> None:
+        """What an object of a strict schema does not say itself."""
+        parts = made["properties"]
+        for name in made.setdefault("required", list(parts)):
+            parts.setdefault(name, {})
+        made.setdefault("additionalProperties", False)
+
+    def _count_properties(self, made: dict[str, Any], place: str) -> None:
+        """Nothing keeps a name that is not listed from coming twice, and counting twice."""
+        least, required = made.get("minProperties", 0), set(made.get("required", ()))
+        if least <= len(required):
+            made.pop("minProperties", None)
+        elif least > len(required) + 1 or set(made.get("properties", ())) - required:
+            _refuse(f"{place}/minProperties", "cannot be held; list what is required")
+
+    def _types(self, made: dict[str, Any], schema: dict[str, Any], where: str) -> None:
+        value = schema["type"]
+        names = [value] if isinstance(value, str) else value
+        if not isinstance(names, list) or not all(one in TYPES for one in names):
+            _refuse(where, f"must be one of {', '.join(TYPES)}, or a list of them")
+        made["type"] = value
+
+    def _values(self, made: dict[str, Any], schema: dict[str, Any], where: str) -> None:
+        """`enum` and `const`, as `enum`."""
+        values = schema.get("enum", [schema.get("const")])
+        if not isinstance(values, list):
+            _refuse(where, "must be a list")
+        if {"enum", "const"} <= set(schema):
+            values = [one for one in values if json.dumps(one) == json.dumps(schema["const"])]
+        above = where.rpartition("/")[0]
+        is_value = above.startswith("#/properties/") and above.count("/") == 2
+        plain = not set(schema) - SAYS_NOTHING - {"enum", "const", "type"}
+        whole = plain and (is_value if self._of_tool else above == "#")
+        for one in values:
+            if not (whole and type(one) is int):
+                self._check_value(one, where)
+        made["enum"] = values
+
+    def _check_value(self, value: Any, where: str) -> None:
+        if isinstance(value, dict | list):
+            for one in value.items() if isinstance(value, dict) else value:
+                self._check_value(list(one) if isinstance(one, tuple) else one, where)
+        elif isinstance(value, str):
+            _check_text(value, where)
+        elif is_rounded(value):
+            _refuse(where, f"must be without {value}, which a 64-bit float does not hold, here "
+                           "inside other values; use texts")  # fmt: skip
+
+    def _count(self, made: dict[str, Any], schema: dict[str, Any], where: str) -> None:
+        name = where.rpartition("/")[2]
+        value = schema[name]
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        is_least = name.startswith("min")
+        if type(value) is not int or value < 0 or (is_least and value > _MAX_COUNT):
+            limit = f"from 0 to {_MAX_COUNT}" if is_least else "from 0 on"
+            _refuse(where, f"must be a whole number {limit}, got {checks.shown(value)}")
+        if is_least or value < _NO_LIMIT:
+            _also(made, {name: value})
+
+    def _bound(self, made: dict[str, Any], schema: dict[str, Any], where: str) -> None:
+        name = where.rpartition("/")[2]
+        value = schema[name]
+        if isinstance(value, bool) and name[9:].lower() in schema:
+            return  # of draft 4, read with the bound that it is about
+        if type(value) not in (int, float) or not -_MAX_EXACT <= value <= _MAX_EXACT:
+            _refuse(where, f"must be a number from -2^53 to 2^53, got {checks.shown(value)}")
+        if name == "multipleOf" and value <= 0:
+            _refuse(where, f"must be above 0, got {value}")
+        exclusive = f"exclusive{name.capitalize()}"
+        made[exclusive if schema.get(exclusive) is True else name] = value
+
+    def _pattern(self, made: dict[str, Any], schema: dict[str, Any], where: str) -> None:
+        _also(made, {"pattern": _expression(schema["pattern"], where)})
+
+    def _format(self, made: dict[str, Any], schema: dict[str, Any], where: str) -> None:
+        name = schema["format"]
+        if not isinstance(name, str) or name not in FORMATS:
+            _refuse(where, f"must be left out or one of {', '.join(FORMATS)}, got "
+                           f"{checks.shown(name)}")  # fmt: skip
+        for part in FORMATS[name]:
+            _also(made, part)
+
+    def _map(self, made: dict[str, Any], schema: dict[str, Any], where: str) -> None:
+        name = where.rpartition("/")[2]
+        if not isinstance(schema[name], dict):
+            _refuse(where, "must be an object")
+        parts = {key: self._read(one, _inside(where, key)) for key, one in schema[name].items()}
+        for key in parts:
+            if name == "patternProperties":
+                _expression(key, where)
+            else:
+                _check_text(key, where)
+        made[name] = parts
+
+    def _list(self, made: dict[str, Any], schema: dict[str, Any], where: str) -> None:
+        name = where.rpartition("/")[2]
+        parts = schema[name]
+        if not isinstance(parts, list) or not parts:
+            _refuse(where, "must be a list of one schema at least")
+        closes = name != "allOf"
+        read = [self._read(one, f"{where}/{i}", closes=closes) for i, one in enumerate(parts)]
+        made[name] = [*made.get(name, []), *read]
+        if name == "oneOf":
+            self._choices.append((made, where))
+        if name == "allOf" and self._is_strict and any(map(_is_open, read)):
+            _refuse(where, "must be of objects with type, properties and required alone where a "
+                           "schema is strict; write the object that they are together")  # fmt: skip
+
+    def _items(self, made: dict[str, Any], schema: dict[str, Any], where: str) -> None:
+        """`items`, and its older spelling with `additionalItems`."""
+        value = schema["items"]
+        if isinstance(value, list):
+            made["prefixItems"] = [self._read(one, f"{where}/{i}") for i, one in enumerate(value)]
+            if "additionalItems" in schema:
+                rest = f"{where.rpartition('/')[0]}/additionalItems"
+                made["items"] = self._read(schema["additionalItems"], rest)
+        else:
+            made["items"] = self._read(value, where)
+
+    def _inner(self, made: dict[str, Any], schema: dict[str, Any], where: str) -> None:
+        name = where.rpartition("/")[2]
+        made[name] = self._read(schema[name], where)
+
+    def _required(self, made: dict[str, Any], schema: dict[str, Any], where: str) -> None:
+        names = schema["required"]
+        if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
+            _refuse(where, "must be a list of names")
+        for name in names:
+            _check_text(name, where)
+        made["required"] = list(dict.fromkeys(names))
+
+    def _reference(self, made: dict[str, Any], schema: dict[str, Any], where: str) -> None:
+        place = schema["$ref"]
+        if not isinstance(place, str) or not (place == "#" or place.startswith("#/")):
+            _refuse(where, f'must be "#" or begin with "#/", got {checks.shown(place)}; references '
+                           "are to places of the schema itself")  # fmt: skip
+        if place not in self._names:
+            self._find(place)
+            self._names[place] = str(len(self._names))
+            self._unread.append(place)
+        made["$ref"] = f"#/$defs/{self._names[place]}"
+
+    def _find_any(self, place: Any) -> Any:
+        """A place that may not be one; None then."""
+        return self._find(place) if isinstance(place, str) and place.startswith("#") else None
+
+    def _find(self, place: str) -> Any:
+        """What a reference is to."""
+        found = self._schema
+        for step in urllib.parse.unquote(place[1:]).split("/")[1:]:
+            step = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, dict) and step in found:
+                found = found[step]
+            elif isinstance(found, list) and step.isdecimal() and int(step) < len(found):
+                found = found[int(step)]
+            else:
+                _refuse(place, "is referred to and is not there")
+        return found
+
+
+def _nothing(*_: Any) -> None:
+    """For what is read together with another keyword."""
+
+
+type _Rule = Callable[[_Reader, dict[str, Any], dict[str, Any], str], None]
+_READ: dict[str, _Rule] = {
+    "type": _Reader._types,
+    "enum": _Reader._values,
+    "const": _Reader._values,
+    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems"), _Reader._count),
+    **dict.fromkeys(("minProperties", "maxProperties"), _Reader._count),
+    **dict.fromkeys(("minimum", "maximum", "multipleOf"), _Reader._bound),
+    **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), _Reader._bound),
+    "pattern": _Reader._pattern,
+    "format": _Reader._format,
+    "properties": _Reader._map,
+    "patternProperties": _Reader._map,
+    "required": _Reader._required,
+    "additionalProperties": _Reader._inner,
+    "items": _Reader._items,
+    "prefixItems": _Reader._list,
+    "additionalItems": _nothing,
+    "anyOf": _Reader._list,
+    "oneOf": _Reader._list,
+    "allOf": _Reader._list,
+    "$ref": _Reader._reference,
+}
+HELD = frozenset(_READ)
+"""Keywords that are held, or refused for a value that cannot be."""
+
+
+def _check_text(text: str, where: str) -> None:
+    """Refuses characters that JSON spells by their code alone, which is left out of grammars."""
+    if _UNWRITTEN.search(text):
+        _refuse(where, f"must be without control characters, got {checks.shown(text)}")
+
+
+_UNWRITTEN = re.compile("[\\x00-\\x07\\x0b\\x0e-\\x1f\\x7f\ud800-\udfff]")
+
+
+def _is_open(part: Any) -> bool:
+    """A part of `allOf` may be of objects that a strict schema closes only together."""
+    return bool(part) and not {"properties", "$ref", "anyOf", "oneOf"}.isdisjoint(part)
+
+
+def _inside(place: str, name: str) -> str:
+    """A step on, in a JSON pointer."""
+    return f"{place}/{name.replace('~', '~0').replace('/', '~1')}"
+
+
+def _also(made: dict[str, Any], part: dict[str, Any]) -> None:
+    """Adds keywords to a schema; beside those that it has already, where it has one of them."""
+    if set(made) & set(part):
+        made["allOf"] = [*made.get("allOf", []), part]
+    else:
+        made |= part
+
+
+@functools.lru_cache(1024)
+def _obstacle(expression: str) -> str:
+    """What llguidance says of a pattern; "" if it reads it."""
+    try:
+        from llguidance import LLMatcher
+    except ImportError:
+        return ""
+    schema = json.dumps({"type": "string", "pattern": expression})
+    return LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema))
+
+
+def _expression(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        _refuse(where, "must be a text")
+    if told := _obstacle(value):
+        told = " ".join(told.split())[:200]
+        _refuse(where, f"must be a regular expression that can be held, got "
+                       f"{checks.shown(value)}: {told}")  # fmt: skip
+    return value
+
+
+def _refuse(place: str, rule: str) -> NoReturn:
+    raise SchemaError(f"{place[:200]} {rule}")

@@ -1,0 +1,186 @@
+"""What schemas are together: objects that are merged, choices that exclude each other, circles.
+
+All but `merge_objects` takes schemas as `json_schemas.read_schema` makes them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from dsv4_jax.serving.schema_keywords import SAYS_NOTHING
+
+_MAX_HOPS = 32
+_MAX_CHOICES = 64
+_ALL_TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
+
+
+def merge_objects(
+    schema: Mapping[str, Any], find: Callable[[Any], Any], seen: list[Any] | None = None
+) -> dict[str, Any] | None:
+    """A schema with `allOf` as one without, where all are of objects with properties; else None.
+
+    Args:
+      schema: as a client wrote it.
+      find: what a reference is to, or None.
+      seen: references that were followed so far.
+    """
+    parts, seen = schema["allOf"], [] if seen is None else seen
+    others = {name: value for name, value in schema.items() if name != "allOf"}
+    if not isinstance(parts, list) or not parts or not all(isinstance(one, dict) for one in parts):
+        return None
+    if len(parts) == 1 and not set(others) - _DESCRIBES:
+        return {**others, **parts[0]}
+    properties: dict[str, Any] = {}
+    merged: dict[str, Any] = {"properties": properties}
+    for given in [others, *parts]:
+        part = _plain_object(given, find, seen)
+        if part is None:
+            return None
+        for name, one in part.get("properties", {}).items():
+            twice = name in properties and properties[name] != one
+            properties[name] = {"allOf": [properties[name], one]} if twice else one
+        if "required" in part:
+            merged["required"] = [*merged.get("required", []), *part["required"]]
+        if "type" in part:
+            merged["type"] = "object"
+    return merged if properties else None
+
+
+def _plain_object(part: Any, find: Callable[[Any], Any], seen: list[Any]) -> dict[str, Any] | None:
+    """A schema of an object by what it lists alone, or what such a schema refers to; else None."""
+    while isinstance(part, dict) and set(part) - _DESCRIBES == {"$ref"} and len(seen) < _MAX_HOPS:
+        seen.append(part["$ref"])
+        part = find(part["$ref"])
+    if isinstance(part, dict) and "allOf" in part and len(seen) < _MAX_HOPS:
+        part = merge_objects(part, find, seen)
+    if not isinstance(part, dict) or set(part) - _DESCRIBES - {"type", "properties", "required"}:
+        return None
+    wrong = (
+        part.get("type", "object") != "object"
+        or not isinstance(part.get("properties", {}), dict)
+        or not isinstance(part.get("required", []), list)
+    )
+    return None if wrong else part
+
+
+_DESCRIBES = SAYS_NOTHING | {"$id"}
+
+
+def are_apart(options: Sequence[Any], shared: Mapping[str, Any]) -> bool:
+    """No value can be of two of the schemas, as far as their types and constants show."""
+    return len(options) <= _MAX_CHOICES and all(
+        _apart(one, other, shared) for one, other in itertools.combinations(options, 2)
+    )
+
+
+def _apart(one: Any, other: Any, shared: Mapping[str, Any]) -> bool:
+    one, other = (_followed(part, shared) for part in (one, other))
+    if one is False or other is False:
+        return True
+    if not types_of(one) & types_of(other):
+        return True
+    values = [_constants(part, shared) for part in (one, other)]
+    if values[0] is not None and values[1] is not None:
+        return not values[0] & values[1]
+    if not (types_of(one) | types_of(other)) <= {"object"}:
+        return False
+    both = set(one.get("required", ())) & set(other.get("required", ()))
+    for name in both:
+        parts = [part.get("properties", {}).get(name, {}) for part in (one, other)]
+        values = [_constants(part, shared) for part in parts]
+        if values[0] is not None and values[1] is not None and not values[0] & values[1]:
+            return True
+    return False
+
+
+def _followed(part: Any, shared: Mapping[str, Any]) -> Any:
+    """A schema that does no more than refer to another as that other."""
+    for _ in range(_MAX_HOPS):
+        if not isinstance(part, dict) or set(part) != {"$ref"}:
+            break
+        part = shared[part["$ref"].rpartition("/")[2]]
+    return part
+
+
+def _constants(part: Any, shared: Mapping[str, Any]) -> set[str] | None:
+    """The values that a schema lists, as JSON; None if it lists none."""
+    part = _followed(part, shared)
+    if not isinstance(part, dict) or "enum" not in part:
+        return None
+    return {_shown(value) for value in part["enum"]}
+
+
+def _shown(value: Any) -> str:
+    """JSON of a value; numbers that are equal are the same."""
+    is_whole = isinstance(value, float) and value.is_integer()
+    return json.dumps(int(value) if is_whole else value, sort_keys=True)
+
+
+def types_of(part: Mapping[str, Any]) -> set[str]:
+    """What types a schema names by itself; integers are numbers."""
+    kinds = part.get("type")
+    if kinds is None:
+        return set(_ALL_TYPES)
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    return {"number" if kind == "integer" else kind for kind in kinds}
+
+
+def without_endless(root: Any, shared: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Schemas that only something endless would fulfil, such as {"$ref": "#"}, as False."""
+    ending: set[str] = set()
+    found = -1  # so that there is a first round
+    while found < len(ending):
+        found = len(ending)
+        for name in reversed(shared):
+            if name not in ending and _ends(shared[name], ending):
+                ending.add(name)
+    made = {name: _pruned(shared[name], ending) for name in ending}
+    return _pruned(root, ending), made
+
+
+def _ends(part: Any, ending: set[str]) -> bool:
+    """A finite value may be of a schema. One that contradicts itself otherwise counts as such."""
+    if part is False or "enum" in part:
+        return True
+    if "$ref" in part and part["$ref"].rpartition("/")[2] not in ending:
+        return False
+    if "anyOf" in part and not any(_ends(one, ending) for one in part["anyOf"]):
+        return False
+    if not all(_ends(one, ending) for one in part.get("allOf", ())):
+        return False
+    types = types_of(part)
+    if types - {"array", "object"}:
+        return True
+    return ("array" in types and _list_ends(part, ending)) or (
+        "object" in types and _object_ends(part, ending)
+    )
+
+
+def _list_ends(part: Mapping[str, Any], ending: set[str]) -> bool:
+    least, first = part.get("minItems", 0), part.get("prefixItems", [])
+    rest = least > len(first) and not _ends(part.get("items", {}), ending)
+    return not rest and all(_ends(one, ending) for one in first[:least])
+
+
+def _object_ends(part: Mapping[str, Any], ending: set[str]) -> bool:
+    listed, others = part.get("properties", {}), part.get("additionalProperties", {})
+    return all(_ends(listed.get(name, others), ending) for name in part.get("required", ()))
+
+
+def _pruned(part: Any, ending: set[str]) -> Any:
+    if part is False or not _ends(part, ending):
+        return False
+    made = dict(part)
+    for name in ("properties", "patternProperties"):
+        if name in made:
+            made[name] = {key: _pruned(one, ending) for key, one in made[name].items()}
+    for name in ("anyOf", "allOf", "prefixItems"):
+        if name in made:
+            made[name] = [_pruned(one, ending) for one in made[name]]
+    for name in ("items", "additionalProperties"):
+        if name in made:
+            made[name] = _pruned(made[name], ending)
+    return made
