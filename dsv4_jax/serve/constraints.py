@@ -76,7 +76,7 @@ def _json(wanted: Wanted, lines: Lines) -> str:
     try:
         return json_value(read_schema(wanted.schema, is_strict=wanted.is_strict))
     except SchemaError as error:
-        raise ApiError(400, f"the schema of the answer: {error}", param="response_format") from None
+        raise ApiError(400, f"the schema of the answer: {error}") from None
 
 
 def _calls(wanted: Wanted, lines: Lines) -> str:

@@ -23,7 +23,7 @@ def found_in(pattern: str, place: str) -> str:
     """
     made = []
     for steps in _alternatives(pattern):
-        begins, ends = steps[:1] == ["^"], len(steps) > 1 and steps[-1] == "$"
+        begins, ends = steps[:1] == ["^"], steps[-1:] == ["$"]
         inner = steps[begins : len(steps) - ends]
         made.append(f"{'' if begins else '(?s:.*)'}(?:{''.join(inner)}){'' if ends else '(?s:.*)'}")
         if any(step in _ANCHORS for step in inner) or re.search(r"\(\?[a-zA-Z-]+\)", pattern):

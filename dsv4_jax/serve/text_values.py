@@ -14,7 +14,8 @@ from dsv4_jax.serving.schema_forms import types_of
 NO_TEXT = ("null", "boolean", "number", "array", "object")
 
 _MAX_CHOICES = 64
-_LENGTHS = ("minLength", "maxLength")
+_MAX_VISITS = 10_000
+"""Schemas that are looked at for one value; references to references could be endlessly many."""
 
 
 class Text(NamedTuple):
@@ -72,14 +73,21 @@ def texts_of(part: Any, schema: Schema) -> list[Text]:
     Raises:
       SchemaError: there are too many choices.
     """
-    found = [text.left() for text in _texts(part, schema, ())]
+    found = [text.left() for text in _texts(part, schema, (), itertools.count())]
     return [text for text in dict.fromkeys(found) if text is not None]
 
 
-def other_values(part: Any, schema: Schema) -> dict[str, Any] | None:
-    """A part of a schema without its texts; None if texts alone fulfil it."""
+def other_values(part: Any, schema: Schema, place: str) -> dict[str, Any] | None:
+    """A part of a schema without its texts; None if texts alone fulfil it.
+
+    Raises:
+      SchemaError: llguidance cannot hold it; the place is the part's.
+    """
     found = _others(part, schema, ())
-    return found if found is not None and _is_met(schema.part(found)) else None
+    told = "Unsatisfiable" if found is None else _problem(schema.part(found))
+    if told and "Unsatisfiable" not in told:
+        raise SchemaError(f"{place} cannot be held: {told.partition(chr(10))[0]}")
+    return None if told else found
 
 
 def _others(part: Any, schema: Schema, seen: tuple[str, ...]) -> dict[str, Any] | None:
@@ -100,7 +108,9 @@ def _others(part: Any, schema: Schema, seen: tuple[str, ...]) -> dict[str, Any] 
     return {"allOf": [part, {"type": list(NO_TEXT)}]}
 
 
-def _texts(part: Any, schema: Schema, seen: tuple[str, ...]) -> list[Text]:
+def _texts(part: Any, schema: Schema, seen: tuple[str, ...], visits: Iterator[int]) -> list[Text]:
+    if next(visits) > _MAX_VISITS:
+        raise SchemaError("a value must have fewer choices")
     if part is False or "string" not in types_of(part):
         return []
     own = Text(
@@ -114,10 +124,12 @@ def _texts(part: Any, schema: Schema, seen: tuple[str, ...]) -> list[Text]:
         name = part["$ref"].rpartition("/")[2]
         if name in seen:
             return []  # a circle adds nothing
-        together.append(_texts(schema.shared[name], schema, (*seen, name)))
+        together.append(_texts(schema.shared[name], schema, (*seen, name), visits))
     if "anyOf" in part:
-        together.append([text for one in part["anyOf"] for text in _texts(one, schema, seen)])
-    together += [_texts(one, schema, seen) for one in part.get("allOf", ())]
+        together.append(
+            [text for one in part["anyOf"] for text in _texts(one, schema, seen, visits)]
+        )
+    together += [_texts(one, schema, seen, visits) for one in part.get("allOf", ())]
     return list(_all_of(together))
 
 
@@ -136,10 +148,14 @@ def _all_of(together: Sequence[list[Text]]) -> Iterator[Text]:
 
 def _is_met(schema: Mapping[str, Any]) -> bool:
     """Something fulfils a schema, as far as llguidance sees when it reads it."""
+    return "Unsatisfiable" not in _problem(schema)
+
+
+def _problem(schema: Mapping[str, Any]) -> str:
+    """What llguidance says of a schema; "" if it holds it."""
     from llguidance import LLMatcher
 
-    told = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
-    return "Unsatisfiable" not in told
+    return LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
 
 
 def ends_of(text: Text, place: str) -> str:

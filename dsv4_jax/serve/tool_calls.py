@@ -25,7 +25,9 @@ from dsv4_jax.serve.text_values import ends_of, other_values, texts_of
 from dsv4_jax.serving.grammars import MARK
 from dsv4_jax.serving.json_schemas import Schema, SchemaError, read_schema
 from dsv4_jax.serving.json_values import json_value
+from dsv4_jax.serving.schema_forms import types_of
 
+_MAX_OBJECTS = 32
 _BODY = {"type", "properties", "required", "additionalProperties"}
 _WRITTEN = re.compile(r"[^\x00-\x20\"\\\x7f]*")
 """Names that are the same when they were written in a call and read from it."""
@@ -55,23 +57,26 @@ def call_of(tool: Mapping[str, Any], lines: Lines) -> str:
 
 def _bodies(schema: Schema, is_strict: bool, lines: Lines) -> list[str]:
     """The parameters of each of the objects that a schema may be of."""
-    return [_body(part, schema, is_strict, lines) for part in _objects(schema.root, schema, 0)]
-
-
-def _objects(part: Any, schema: Schema, hops: int) -> list[dict[str, Any]]:
-    """A schema as plain objects."""
-    if part is False:
-        return []
-    others = set(part) - {"type"}
-    if "$ref" in others and len(others) == 1 and hops <= len(schema.shared):
-        return _objects(schema.shared[part["$ref"].rpartition("/")[2]], schema, hops + 1)
-    if "anyOf" in others and len(others) == 1:
-        found = [one for inner in part["anyOf"] for one in _objects(inner, schema, hops + 1)]
-        return found
-    if others - _BODY:
-        keyword = min(others - _BODY)
-        raise SchemaError(f"#/{keyword} cannot be held of all arguments together; leave it out")
-    return [part]
+    found, unread, num_read = [], [schema.root], 0
+    while unread:
+        part, num_read = unread.pop(0), num_read + 1
+        if num_read > _MAX_OBJECTS:
+            raise SchemaError(f"all arguments together must be of at most {_MAX_OBJECTS} choices")
+        if part is False or "object" not in types_of(part):
+            continue
+        others = set(part) - {"type"}
+        if others == {"$ref"}:
+            unread.append(schema.shared[part["$ref"].rpartition("/")[2]])
+        elif others == {"anyOf"}:
+            unread += part["anyOf"]
+        elif others - _BODY:
+            keyword = min(others - _BODY)
+            raise SchemaError(f"#/{keyword} cannot be held of all arguments together; leave it out")
+        else:
+            found.append(_body(part, schema, is_strict, lines))
+    if not found:
+        raise SchemaError("nothing fulfils the schema")
+    return found
 
 
 def _body(part: dict[str, Any], schema: Schema, is_strict: bool, lines: Lines) -> str:
@@ -126,7 +131,7 @@ def _value(part: Any, schema: Schema, place: str, lines: Lines) -> list[str]:
     choices = []
     for text in texts_of(part, schema):
         choices.append(f'"\\"true\\">" {lines.terminal(ends_of(text, place))}')
-    others = other_values(part, schema)
+    others = other_values(part, schema, place)
     if others is not None:
         choices.append(f'"\\"false\\">" {json_value(schema, others)} "</"')
     return choices
