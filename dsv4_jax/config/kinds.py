@@ -61,6 +61,17 @@ class Real:
 
 
 @dataclasses.dataclass(frozen=True)
+class Flag:
+    """True or false."""
+
+    def read(self, value: Any, name: str) -> bool:
+        """The value; ValueError with the name otherwise."""
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be true or false, got {show(value)}")
+        return value
+
+
+@dataclasses.dataclass(frozen=True)
 class Word:
     """A text, one of `known` if there are any."""
 
@@ -121,7 +132,7 @@ class Fields:
         }
 
 
-Kind = Whole | Real | Word | ListOf | OneOrMore | Fields
+Kind = Whole | Real | Flag | Word | ListOf | OneOrMore | Fields
 
 MAX_I32 = 2**31 - 1
 """The largest integer of the device's counters and indices."""
@@ -129,3 +140,18 @@ MAX_I32 = 2**31 - 1
 _TINY, _HUGE = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 POSITIVE = Real(_TINY, _HUGE)
 """Positive and finite in f32, and not rounded to zero there."""
+
+
+def require(data: dict[str, Any], name: str) -> Any:
+    """The field of that name; ValueError where it is missing."""
+    if name not in data:
+        raise ValueError(f"{name} is missing, which a DeepSeek-V4 config must have")
+    return data[name]
+
+
+def agree(name: str, value: Any, other_name: str, other: Any) -> None:
+    """Raises ValueError if two fields are both there and say different things."""
+    if value is not None and other is not None and value != other:
+        raise ValueError(
+            f"{name} and {other_name} contradict each other: {show(value)} and {show(other)}"
+        )

@@ -298,7 +298,11 @@ class DSV4Config:
 
     @classmethod
     def from_hf(
-        cls, source: str | os.PathLike[str] | dict[str, Any], *, follow_links: bool = False
+        cls,
+        source: str | os.PathLike[str] | dict[str, Any],
+        *,
+        follow_links: bool = False,
+        text_only: bool = False,
     ) -> DSV4Config:
         """Reads a `config.json`, the released form or the one that transformers writes.
 
@@ -306,17 +310,21 @@ class DSV4Config:
           source: a `config.json`, a directory that holds one, or its parsed contents.
           follow_links: of a directory, reads a `config.json` that is a link out of it; links of a
             Hugging Face cache are followed anyway.
+          text_only: of a model that reads images too, reads the text part; it is refused otherwise.
 
         Returns:
-          The config; draft (MTP) layers listed in the schedule are not trunk layers.
+          The config; draft layers listed in the schedule are not trunk layers, and of a model that
+          was cut by `num_hidden_layers` alone, lists name more. It has no draft block where the
+          file announces DSpark stages (`dspark_block_size` and others).
 
         Raises:
           FileNotFoundError: there is no such file.
           ValueError: the file is no JSON or a link that is not followed; or a field is missing, of
-            a wrong type, out of range or unsupported, or contradicts another. File and field are
-            named.
+            a wrong type, out of range or unsupported, or contradicts another; or weights are stored
+            in a format that is not supported, by this file or by a `hf_quant_config.json` in the
+            same directory. File and field are named.
         """
-        where, fields = read_fields(source, follow_links=follow_links)
+        where, fields = read_fields(source, follow_links=follow_links, text_only=text_only)
         try:
             return cls(**fields)
         except ValueError as error:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 from dsv4_jax.config.checkpoint_folder import find_file
+from dsv4_jax.config.draft import MAX_STAGES, has_dspark
+from dsv4_jax.config.formats import HF_QUANT_CONFIG, check_algorithms, check_formats
+from dsv4_jax.config.images import find_images, text_part
 from dsv4_jax.config.json_file import read_json_object
-from dsv4_jax.config.kinds import Fields, ListOf, OneOrMore, Real, Whole, Word, show
+from dsv4_jax.config.kinds import Fields, ListOf, OneOrMore, Whole, Word, agree, require, show
 from dsv4_jax.config.layer_types import AttentionType, RouterType
-from dsv4_jax.config.limits import KINDS, MAX_END_TOKENS, MAX_LAYERS, RATE, YARN_KINDS
-from dsv4_jax.config.yarn import YarnScaling
+from dsv4_jax.config.limits import KINDS, MAX_END_TOKENS, MAX_LAYERS, RATE
+from dsv4_jax.config.read_rope import PARTIAL, ROPE_TABLE, read_rope, read_rope_dim
 
 SWA, CSA, HCA = AttentionType.SWA, AttentionType.CSA, AttentionType.HCA
 
@@ -71,21 +75,7 @@ FIXED = {
 }
 
 
-_PARTIAL = Real(0.0, 1.0)
-_STAGES = Whole(0, 64)
-_ROPE_TABLE = Fields(
-    {
-        "rope_type": Word(),
-        "type": Word(),
-        "rope_theta": KINDS["rope_theta"],
-        "partial_rotary_factor": _PARTIAL,
-        "factor": YARN_KINDS["factor"],
-        "original_max_position_embeddings": YARN_KINDS["original_max_positions"],
-        "beta_fast": YARN_KINDS["beta_fast"],
-        "beta_slow": YARN_KINDS["beta_slow"],
-        "attention_factor": Real(0.0, 1e6),
-    }
-)
+_STAGES = Whole(0, MAX_STAGES)
 _FIELDS = Fields(
     {theirs: KINDS[ours] for theirs, ours in SAME_NAME.items()}
     | {theirs: KINDS[ours] for theirs, ours in OPTIONAL.items() if ours in KINDS}
@@ -99,54 +89,86 @@ _FIELDS = Fields(
         "compress_rate_csa": RATE,
         "compress_rate_hca": RATE,
         "qk_rope_head_dim": KINDS["rope_dim"],
-        "partial_rotary_factor": _PARTIAL,
+        "partial_rotary_factor": PARTIAL,
         "rope_theta": KINDS["rope_theta"],
         "compress_rope_theta": KINDS["compress_rope_theta"],
-        "rope_scaling": _ROPE_TABLE,
-        "rope_parameters": Fields(
-            _ROPE_TABLE.kinds | {"main": _ROPE_TABLE, "compress": _ROPE_TABLE}
-        ),
+        "rope_scaling": ROPE_TABLE,
+        "rope_parameters": Fields(ROPE_TABLE.kinds | {"main": ROPE_TABLE, "compress": ROPE_TABLE}),
     }
 )
 """Every field that is read; others are ignored."""
 
 
-def read_fields(
+def read_contents(
     source: str | os.PathLike[str] | dict[str, Any], *, follow_links: bool = False
 ) -> tuple[str, dict[str, Any]]:
-    """Where a config comes from, and the fields of a `DSV4Config`; see `DSV4Config.from_hf`."""
+    """Where a config comes from, and all that it says; see `DSV4Config.from_hf`.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: it cannot be read, or a `HF_QUANT_CONFIG` beside it names a format that is not
+        supported.
+    """
     if isinstance(source, dict):
-        where, contents = "config.json", source
-    else:
-        file = _find(pathlib.Path(source), follow_links=follow_links)
-        where, contents = str(file), read_json_object(file)
+        return "config.json", source
+    path = pathlib.Path(source)
+    file = _find(path, follow_links=follow_links)
+    if path.is_dir():
+        beside = find_file(path, HF_QUANT_CONFIG, follow_links=follow_links)
+        if beside.is_file():
+            _locate(str(beside), check_algorithms, read_json_object(beside), "")
+    return str(file), read_json_object(file)
+
+
+def read_fields(
+    source: str | os.PathLike[str] | dict[str, Any],
+    *,
+    follow_links: bool = False,
+    text_only: bool = False,
+) -> tuple[str, dict[str, Any]]:
+    """Where a config comes from, and the fields of a `DSV4Config`; see `DSV4Config.from_hf`."""
+    where, contents = read_contents(source, follow_links=follow_links)
+    return where, _locate(where, _our_fields, contents, text_only)
+
+
+def _locate[**P, Result](
+    where: str, read: Callable[P, Result], *args: P.args, **options: P.kwargs
+) -> Result:
+    """What is read; errors begin with the file."""
     try:
-        return where, _our_fields(contents)
+        return read(*args, **options)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
 
 
-def _our_fields(contents: dict[str, Any]) -> dict[str, Any]:
+def _our_fields(contents: dict[str, Any], text_only: bool) -> dict[str, Any]:
+    images, contents = find_images(contents), text_part(contents)
     for name, value in FIXED.items():
         given = contents.get(name, value)
         if type(given) is not type(value) or given != value:
             raise ValueError(f"{name} must be {value!r} in a DeepSeek-V4 config, got {show(given)}")
+    check_formats(contents)
+    if images is not None and not text_only:
+        raise ValueError(
+            f"{images} is of a model that reads images too; its text part is read with "
+            "text_only=True, and load_checkpoint loads that part"
+        )
     data = _FIELDS.read(contents, "")
-    fields = {ours: _require(data, theirs) for theirs, ours in SAME_NAME.items()}
+    fields = {ours: require(data, theirs) for theirs, ours in SAME_NAME.items()}
     fields |= {ours: data[name] for name, ours in OPTIONAL.items() if name in data}
-    num_layers = _require(data, "num_hidden_layers")
-    num_mtp = data.get("num_nextn_predict_layers", 0)
-    layer_types, rates = _layer_types(data, num_layers, num_mtp, _rates(contents, data))
+    num_layers = require(data, "num_hidden_layers")
+    has_mtp = data.get("num_nextn_predict_layers") == 1 and not has_dspark(contents)
+    layer_types, rates = _layer_types(data, num_layers, _rates(contents, data))
     return {
         **fields,
         "layer_types": layer_types,
-        "router_types": _router_types(data, num_layers, num_mtp),
-        "rope_dim": _rope_dim(data),
+        "router_types": _router_types(data, num_layers),
+        "rope_dim": read_rope_dim(data),
         "csa_compression_ratio": rates[CSA],
         "hca_compression_ratio": rates[HCA],
-        "num_mtp_layers": int(num_mtp == 1),
+        "num_mtp_layers": int(has_mtp),
         **_tokens(contents, data["vocab_size"]),
-        **_rope(data),
+        **read_rope(data),
     }
 
 
@@ -171,49 +193,32 @@ def _find(path: pathlib.Path, *, follow_links: bool) -> pathlib.Path:
     return file
 
 
-def _require(data: dict[str, Any], name: str) -> Any:
-    if name not in data:
-        raise ValueError(f"{name} is missing, which a DeepSeek-V4 config must have")
-    return data[name]
+def _trunk(name: str, values: list[Any], num_layers: int) -> list[Any]:
+    """The layers of a per-layer list that are the trunk's.
 
-
-def _agree(name: str, value: Any, other_name: str, other: Any) -> None:
-    if value is not None and other is not None and value != other:
-        raise ValueError(
-            f"{name} and {other_name} contradict each other: {show(value)} and {show(other)}"
-        )
-
-
-def _trunk(name: str, values: list[Any], num_layers: int, num_mtp: int, padding: Any) -> list[Any]:
-    """Cuts draft layers off a per-layer list.
-
-    A list may name the trunk alone, or the draft blocks too; releases with several draft stages
-    list one window layer each. The one block that `draft_layer` describes is `padding`.
+    A list may go on with the draft's layers. Of a model that was cut by `num_hidden_layers` alone,
+    as small copies are made, it names all layers that there were. Every tool takes the first.
     """
-    extra = values[num_layers:]
-    unlike = any(value != padding for value in extra)
-    if len(values) < num_layers or (unlike and (num_mtp == 1 or len(extra) != num_mtp)):
+    if len(values) < num_layers:
         raise ValueError(
-            f"{name} must have num_hidden_layers={num_layers} entries, or those and {padding!r} "
-            f"for each of the draft's (num_nextn_predict_layers={num_mtp}), got {len(values)}"
-            + (f", ending in {show(extra)}" if extra else "")
+            f"{name} must have num_hidden_layers={num_layers} entries at least, got {len(values)}"
         )
     return values[:num_layers]
 
 
 def _layer_types(
-    data: dict[str, Any], num_layers: int, num_mtp: int, rates: dict[AttentionType, int]
+    data: dict[str, Any], num_layers: int, rates: dict[AttentionType, int]
 ) -> tuple[tuple[AttentionType, ...], dict[AttentionType, int]]:
     """The attention type of each trunk layer, and the compression ratio of each compressed type."""
     listed = ratios = None
     if (names := data.get("layer_types")) is not None:
         types = [LAYER_TYPE_NAMES[name] for name in names]
-        listed = tuple(_trunk("layer_types", types, num_layers, num_mtp, SWA))
+        listed = tuple(_trunk("layer_types", types, num_layers))
     if (numbers := data.get("compress_ratios")) is not None:
-        trunk = _trunk("compress_ratios", numbers, num_layers, num_mtp, 0)
-        by_ratio, rates = _types_of_ratios(trunk, rates)
+        trunk = _trunk("compress_ratios", numbers, num_layers)
+        by_ratio, rates = _types_of_ratios(numbers, rates)
         ratios = tuple(by_ratio[number] for number in trunk)
-    _agree("layer_types", listed, "compress_ratios", ratios)
+    agree("layer_types", listed, "compress_ratios", ratios)
     layer_types = listed or ratios
     if layer_types is None:
         raise ValueError("layer_types (or compress_ratios) is missing, one per layer")
@@ -228,10 +233,16 @@ def _rates(contents: dict[str, Any], data: dict[str, Any]) -> dict[AttentionType
     for name, rate in (given or {}).items():
         if name not in LAYER_TYPE_NAMES:
             raise ValueError(f"compress_rates must name layer types, got {show(name)}")
-        rates[LAYER_TYPE_NAMES[name]] = RATE.read(rate, f"compress_rates.{name}")
+        attn = LAYER_TYPE_NAMES[name]
+        if attn != SWA:
+            rates[attn] = RATE.read(rate, f"compress_rates.{name}")
+        elif rate not in (None, 0, 1):
+            raise ValueError(
+                f"compress_rates.{name} must be 0, since it compresses nothing, got {show(rate)}"
+            )
     for attn, name in ((CSA, "compress_rate_csa"), (HCA, "compress_rate_hca")):
         if (rate := data.get(name)) is not None:
-            _agree(name, rate, "compress_rates", rates.get(attn))
+            agree(name, rate, "compress_rates", rates.get(attn))
             rates[attn] = rate
     return rates
 
@@ -256,93 +267,16 @@ def _types_of_ratios(
     )
 
 
-def _router_types(data: dict[str, Any], num_layers: int, num_mtp: int) -> tuple[RouterType, ...]:
+def _router_types(data: dict[str, Any], num_layers: int) -> tuple[RouterType, ...]:
     names, num_hash = data.get("mlp_layer_types"), data.get("num_hash_layers")
     counted = None
     if num_hash is not None:
-        if not 0 <= num_hash <= num_layers:
-            raise ValueError(f"num_hash_layers must be 0 to {num_layers}, got {num_hash}")
+        num_hash = min(num_hash, num_layers)
         counted = (RouterType.HASH,) * num_hash + (RouterType.LEARNED,) * (num_layers - num_hash)
     if names is None:
         if counted is None:
             raise ValueError("mlp_layer_types (or num_hash_layers) is missing")
         return counted
-    listed = tuple(
-        ROUTER_TYPE_NAMES[name]
-        for name in _trunk("mlp_layer_types", names, num_layers, num_mtp, "moe")
-    )
-    _agree("mlp_layer_types", listed, "num_hash_layers", counted)
+    listed = tuple(ROUTER_TYPE_NAMES[name] for name in _trunk("mlp_layer_types", names, num_layers))
+    agree("mlp_layer_types", listed, "num_hash_layers", counted)
     return listed
-
-
-def _rope_dim(data: dict[str, Any]) -> int:
-    head_dim = _require(data, "head_dim")
-    dims = {"qk_rope_head_dim": data.get("qk_rope_head_dim")}
-    factors = {"partial_rotary_factor": data.get("partial_rotary_factor")}
-    nested = data.get("rope_parameters") or {}
-    for label in ("main", "compress"):
-        if isinstance(nested.get(label), dict):
-            name = f"rope_parameters.{label}.partial_rotary_factor"
-            factors[name] = nested[label].get("partial_rotary_factor")
-    dims |= {name: int(head_dim * f) for name, f in factors.items() if f is not None}
-    given = {name: dim for name, dim in dims.items() if dim is not None}
-    if not given:
-        raise ValueError("qk_rope_head_dim (or partial_rotary_factor) is missing")
-    first = next(iter(given))
-    for name, dim in given.items():
-        _agree(first, given[first], name, dim)
-    return given[first]
-
-
-def _rope(data: dict[str, Any]) -> dict[str, Any]:
-    """Both RoPE bases and the compress table's YaRN, from whichever form holds them."""
-    parameters = data.get("rope_parameters") or {}
-    is_nested = "main" in parameters or "compress" in parameters
-    if is_nested:
-        for label in ("main", "compress"):
-            if not isinstance(parameters.get(label), dict):
-                raise ValueError(f"rope_parameters.{label} is missing beside the other table")
-        main, compress = parameters["main"], parameters["compress"]
-        place = "rope_parameters.compress"
-    else:
-        main, compress = {}, parameters or data.get("rope_scaling") or {}
-        place = "rope_parameters" if parameters else "rope_scaling"
-    thetas = {}
-    for name, label, table in (
-        ("rope_theta", "main", main),
-        ("compress_rope_theta", "compress", compress),
-    ):
-        nested = table.get("rope_theta") if is_nested else None
-        _agree(name, data.get(name), f"rope_parameters.{label}.rope_theta", nested)
-        thetas[name] = float(nested if nested is not None else _require(data, name))
-    if main.get("rope_type", "default") != "default":
-        raise ValueError(f"rope_parameters.main.rope_type must be 'default', got {show(main)}")
-    scaling = _yarn(compress, place)
-    released = data.get("rope_scaling")
-    if released and _yarn(released, "rope_scaling") != scaling:
-        raise ValueError(
-            f"rope_parameters and rope_scaling contradict each other: {show(compress)} and "
-            f"{show(released)}"
-        )
-    return thetas | {"rope_scaling": scaling}
-
-
-def _yarn(table: dict[str, Any], place: str) -> YarnScaling | None:
-    kind = table.get("rope_type", table.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind != "yarn":
-        raise ValueError(f"{place}.rope_type must be 'yarn' or 'default', got {show(kind)}")
-    for name in ("factor", "original_max_position_embeddings"):
-        if table.get(name) is None:
-            raise ValueError(f"{place}, which is yarn, lacks {name}")
-    if table.get("attention_factor", 1.0) != 1.0:
-        raise ValueError(
-            f"{place}.attention_factor must be 1.0, got {show(table['attention_factor'])}"
-        )
-    return YarnScaling(
-        factor=float(table["factor"]),
-        original_max_positions=int(table["original_max_position_embeddings"]),
-        beta_fast=float(table.get("beta_fast", 32.0)),
-        beta_slow=float(table.get("beta_slow", 1.0)),
-    )

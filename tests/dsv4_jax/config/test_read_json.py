@@ -222,15 +222,29 @@ def test_draft_entries_in_lists_of_names():
     assert DSV4Config.from_hf(data) == dataclasses.replace(NESTED_CONFIG, num_mtp_layers=1)
 
 
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("compress_ratios", {"compress_ratios": [*FLASH_RATIOS[:-1], 4]}),
-        ("compress_ratios", {"compress_ratios": [*FLASH_RATIOS, 128]}),
-        ("layer_types", {"layer_types": [WINDOW] * 43 + [SPARSE], "compress_ratios": None}),
-        ("mlp_layer_types", {"mlp_layer_types": ["moe"] * 43 + ["hash_moe"]}),
-    ],
-)
-def test_a_draft_block_of_another_kind_is_refused(name, changes):
-    with pytest.raises(ValueError, match=name):
-        DSV4Config.from_hf(FLASH | changes)
+@pytest.mark.parametrize("num_layers", [1, 2, 4, 42])
+@pytest.mark.parametrize("names", [("compress_ratios",), ("layer_types", "mlp_layer_types")])
+def test_a_cut_number_of_layers_takes_the_first_of_each_list(num_layers, names):
+    """As small copies of a model are made, whose lists name all layers that there were."""
+    whole = DSV4Config.flash()
+    types = [{SWA: WINDOW, CSA: SPARSE, HCA: HEAVY}[attn] for attn in whole.layer_types]
+    lists = {
+        "compress_ratios": FLASH_RATIOS,
+        "layer_types": types,
+        "mlp_layer_types": ["hash_moe"] * 3 + ["moe"] * 40,
+    }
+    cut = edited(FLASH, compress_ratios=DELETE) | {name: lists[name] for name in names}
+    assert DSV4Config.from_hf(cut | {"num_hidden_layers": num_layers}) == dataclasses.replace(
+        whole,
+        layer_types=whole.layer_types[:num_layers],
+        router_types=whole.router_types[:num_layers],
+    )
+
+
+def test_ratios_beyond_a_cut_trunk_tell_csa_from_hca():
+    data = edited(NESTED, layer_types=DELETE, compress_rates=DELETE)
+    data |= {"compress_ratios": [0, 20, 3, 20, 0], "num_hidden_layers": 2, "num_hash_layers": 1}
+    data["mlp_layer_types"] = None
+    config = DSV4Config.from_hf(data)
+    assert config.layer_types == (SWA, HCA)
+    assert (config.csa_compression_ratio, config.hca_compression_ratio) == (3, 20)

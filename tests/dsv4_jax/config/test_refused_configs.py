@@ -94,7 +94,7 @@ def test_another_model_is_refused(name, value):
     ("names", "changes"),
     [
         (["layer_types", "num_hidden_layers=4"], {"layer_types": [WINDOW] * 3}),
-        (["layer_types", "num_hidden_layers=3"], {"num_hidden_layers": 3}),
+        (["layer_types", "num_hidden_layers=5"], {"num_hidden_layers": 5}),
         (["layer_types", "full_attention"], {"layer_types": [WINDOW] * 3 + ["full_attention"]}),
         (["layer_types", "compress_ratios"], {"compress_ratios": [0, 3, 3, 20]}),
         (["compress_ratios", "num_hidden_layers=4"], {"compress_ratios": [0, 3, 20]}),

@@ -1,0 +1,126 @@
+"""The draft that a `config.json` announces, of which the files have to be."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+from dsv4_jax.config.images import text_part
+from dsv4_jax.config.kinds import Fields, ListOf, Whole, show
+from dsv4_jax.config.limits import MAX_LAYERS
+
+MAX_STAGES = 64
+_PREFIX = "dspark_"
+
+
+class DraftKind(enum.StrEnum):
+    """What lies under `mtp.` of a checkpoint."""
+
+    MTP = "MTP block"
+    """Embedding and hidden state of one token joined, and one layer."""
+    DSPARK = "DSpark stages"
+    """Layers over a block of noise tokens and over means of the trunk's streams."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DSparkConfig:
+    """Sizes of a DSpark draft.
+
+    Attributes:
+      block_size: tokens that one pass guesses.
+      markov_rank: width of the table that corrects a guess by the token before.
+      noise_token_id: token that stands for those that are guessed.
+      target_layers: trunk layers whose streams the draft sees, ascending. Of a trunk that was cut,
+        they may be beyond it.
+      num_stages: layers of the draft; None where the config does not tell, and the files do.
+    """
+
+    block_size: int
+    markov_rank: int
+    noise_token_id: int
+    target_layers: tuple[int, ...]
+    num_stages: int | None
+
+
+def has_dspark(contents: dict[str, Any]) -> bool:
+    """Whether a config announces a DSpark draft: `num_nextn_predict_layers` does not tell."""
+    return any(name.startswith(_PREFIX) and value is not None for name, value in contents.items())
+
+
+def draft_kind(contents: dict[str, Any]) -> DraftKind | None:
+    """The kind of draft that the contents of a `config.json` announce."""
+    contents = text_part(contents)
+    if has_dspark(contents):
+        return DraftKind.DSPARK
+    return DraftKind.MTP if contents.get("num_nextn_predict_layers") == 1 else None
+
+
+def read_dspark(contents: dict[str, Any]) -> DSparkConfig | None:
+    """The DSpark draft of the contents of a `config.json` of which a `DSV4Config` was read.
+
+    Raises:
+      ValueError: a field is missing beside others, of a wrong type or out of range, or contradicts
+        another; the message names it.
+    """
+    contents = text_part(contents)
+    if not has_dspark(contents):
+        return None
+    num_layers, vocab_size = contents["num_hidden_layers"], contents["vocab_size"]
+    kinds = {
+        "dspark_block_size": Whole(1, 16),
+        "dspark_markov_rank": Whole(1, 4096),
+        "dspark_noise_token_id": Whole(0, vocab_size - 1, f"vocab_size={vocab_size}"),
+        "dspark_target_layer_ids": ListOf(Whole(0, MAX_LAYERS), MAX_LAYERS),
+    }
+    data = Fields(kinds | {"n_mtp_layers": Whole(1, MAX_STAGES)}).read(contents, "")
+    given = next(name for name in contents if name.startswith(_PREFIX))
+    for name in kinds:
+        if name not in data:
+            raise ValueError(f"{name} is missing beside {given}; a DSpark draft needs both")
+    targets = tuple(data["dspark_target_layer_ids"])
+    if not targets or list(targets) != sorted(set(targets)):
+        raise ValueError(
+            f"dspark_target_layer_ids must ascend, and name one layer, got {show(list(targets))}"
+        )
+    listed = _beyond(contents, num_layers)
+    is_cut = targets[-1] >= num_layers and any(listed) and targets[-1] < num_layers + len(listed)
+    if not is_cut and targets[-1] >= num_layers:
+        raise ValueError(
+            f"dspark_target_layer_ids must be below num_hidden_layers={num_layers}, got "
+            f"{show(list(targets))}"
+        )
+    if not is_cut and any(listed):
+        raise ValueError(
+            "compress_ratios (or layer_types) must have window layers alone, ratio 0, for the "
+            f"stages of a DSpark draft after num_hidden_layers={num_layers}"
+        )
+    num_stages = data.get("n_mtp_layers")
+    if listed and not is_cut:
+        if num_stages not in (None, len(listed)):
+            raise ValueError(
+                f"n_mtp_layers and the layers after num_hidden_layers={num_layers} contradict each "
+                f"other: {num_stages} and {len(listed)}"
+            )
+        num_stages = len(listed)
+    nextn = contents.get("num_nextn_predict_layers") or 0
+    if nextn > 1 and num_stages not in (None, nextn):
+        raise ValueError(
+            f"num_nextn_predict_layers must be 0, 1 or the {num_stages} stages that are listed "
+            f"after num_hidden_layers={num_layers}, got {nextn}"
+        )
+    return DSparkConfig(
+        block_size=data["dspark_block_size"],
+        markov_rank=data["dspark_markov_rank"],
+        noise_token_id=data["dspark_noise_token_id"],
+        target_layers=targets,
+        num_stages=num_stages or (nextn if nextn > 1 else None),
+    )
+
+
+def _beyond(contents: dict[str, Any], num_layers: int) -> list[bool]:
+    """Whether each layer that is listed after the trunk is other than a window layer."""
+    if contents.get("compress_ratios") is not None:
+        return [ratio != 0 for ratio in contents["compress_ratios"][num_layers:]]
+    types = contents.get("layer_types") or []
+    return [name != "sliding_attention" for name in types[num_layers:]]
