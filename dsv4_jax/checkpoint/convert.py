@@ -25,9 +25,13 @@ from dsv4_jax.checkpoint.layout import (
     split_into_shards,
     write_json,
 )
+from dsv4_jax.checkpoint.named_sources import Source
 from dsv4_jax.checkpoint.names import Target, get_leaf, saved_name
-from dsv4_jax.checkpoint.sources import Source, list_problems, open_checkpoint
+from dsv4_jax.checkpoint.problems import list_problems
+from dsv4_jax.checkpoint.sources import open_checkpoint
 from dsv4_jax.config.checkpoint_folder import find_file
+from dsv4_jax.config.draft import without_draft
+from dsv4_jax.config.images import text_part
 from dsv4_jax.config.json_file import read_json_object
 from dsv4_jax.model.released import quantize_weight, quantized_shape, released_format
 from dsv4_jax.progress import Progress
@@ -62,7 +66,8 @@ def convert_checkpoint(
 
     Only one tensor is in memory at a time. A conversion that was interrupted goes on where it
     stopped if it is started again: files that are complete are kept. The config is written last.
-    The tokenizer, if there is one, is copied.
+    The tokenizer, if there is one, is copied. What `load_checkpoint` leaves out, such as DSpark
+    stages and what belongs to images, is not written, and the config does not announce it.
 
     Args:
       source: directory of the checkpoint.
@@ -271,8 +276,11 @@ def _check_space(destination: pathlib.Path, entries: list[Entry]) -> None:
 
 
 def _config(source: pathlib.Path, tensors: dict[str, _Tensor]) -> dict[str, Any]:
-    """The config of the source, which says how the weights are stored now."""
+    """The config of the source, which says how the weights are stored now, and which there are."""
     fields = read_json_object(source / "config.json")
+    if not any(name.startswith("mtp.") for name in tensors):
+        fields = without_draft(fields)
+    fields = text_part(fields)
     for name in ("quantization_config", "expert_dtype", "torch_dtype"):
         fields.pop(name, None)
     leaves = [tensor.leaf for tensor in tensors.values()]

@@ -19,8 +19,8 @@ from huggingface_hub import constants
 from huggingface_hub import utils as hub_utils
 
 from dsv4_jax import checks
+from dsv4_jax.checkpoint.before_weights import check_before_weights
 from dsv4_jax.checkpoint.files import find_weight_files
-from dsv4_jax.config import DSV4Config
 from dsv4_jax.progress import Progress
 
 SHIPPED_CHECKPOINT = pathlib.Path(__file__).parents[1] / "data" / "checkpoint"
@@ -36,25 +36,29 @@ def find_checkpoint(
     *,
     revision: str | None = None,
     progress: bool = True,
+    needs_tokenizer: bool = False,
 ) -> pathlib.Path:
     """The directory of a checkpoint.
 
     A directory that is there is taken as it is, and no network is asked. Of a model on the hub the
-    config is downloaded first, and refused if it is no DeepSeek-V4; then it is compared with the
-    disk; then weights and tokenizer are downloaded, or found in the hub's cache.
+    config is downloaded first, and refused if it is no DeepSeek-V4 or names a format of weights
+    that is not supported; then it is compared with the disk; then weights and tokenizer are
+    downloaded, or found in the hub's cache.
 
     Args:
       name: a directory, or a model's name on the hub, `owner/model`; None is
         `SHIPPED_CHECKPOINT`. A `pathlib.Path` is a directory always.
       revision: branch, tag or commit on the hub; None is the main branch.
       progress: shows a bar on stderr, or where that is no terminal a line now and then.
+      needs_tokenizer: refuses a model on the hub that has no `tokenizer.json`.
 
     Returns:
       The directory, which need not exist where nothing could be a name on the hub.
 
     Raises:
-      ValueError: there is neither such a directory nor such a model, the model is no DeepSeek-V4
-        or has no safetensors, or a revision is given for a directory; what was tried is said.
+      ValueError: there is neither such a directory nor such a model, the model is no DeepSeek-V4,
+        has no safetensors, no tokenizer that is needed, or weights in a format that is not
+        supported, or a revision is given for a directory; what was tried is said.
       OSError: the disk has too little space.
     """
     if name is not None and not isinstance(name, str | os.PathLike):
@@ -67,12 +71,13 @@ def find_checkpoint(
                 "directory; leave it out"
             )
         return path
-    return _download(
-        name, None if revision is None else checks.text("revision", revision), progress
-    )
+    wanted = None if revision is None else checks.text("revision", revision)
+    return _download(name, wanted, progress, needs_tokenizer)
 
 
-def _download(name: str, revision: str | None, progress: bool) -> pathlib.Path:
+def _download(
+    name: str, revision: str | None, progress: bool, needs_tokenizer: bool
+) -> pathlib.Path:
     """The directory of a model's snapshot in the hub's cache."""
     endpoint, cache = constants.ENDPOINT, constants.HF_HUB_CACHE
     fetch = functools.partial(
@@ -94,7 +99,13 @@ def _download(name: str, revision: str | None, progress: bool) -> pathlib.Path:
     # By its branch, which the cache then knows offline; all else is of the same commit.
     folder = pathlib.Path(fetch("config.json", revision=revision)).parent
     commit = folder.name
-    DSV4Config.from_hf(folder)
+    check_before_weights(
+        name,
+        folder,
+        sizes,
+        functools.partial(fetch, revision=commit),
+        needs_tokenizer=needs_tokenizer,
+    )
     missing = {
         file: size
         for file, size in sizes.items()

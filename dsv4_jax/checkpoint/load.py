@@ -14,9 +14,11 @@ import numpy as np
 
 from dsv4_jax.checkpoint.find import SHIPPED_CHECKPOINT as SHIPPED_CHECKPOINT
 from dsv4_jax.checkpoint.finite import find_not_finite
+from dsv4_jax.checkpoint.named_sources import Source
 from dsv4_jax.checkpoint.names import dotted_path, get_leaf
+from dsv4_jax.checkpoint.problems import list_problems
 from dsv4_jax.checkpoint.shards import ShardedStack
-from dsv4_jax.checkpoint.sources import Source, list_problems, open_checkpoint
+from dsv4_jax.checkpoint.sources import open_checkpoint
 from dsv4_jax.checkpoint.spread import count_rounded, warn_of_rounded
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import DSV4Params
@@ -67,8 +69,9 @@ def load_checkpoint(
 
     Returns:
       The config and the parameters. If the files hold no draft (`mtp.`) tensor at all, the config
-      has no draft block, whatever `config.json` says; where `config.json` has none, draft tensors
-      are ignored. A `RoundedWeightsWarning` names FP4 weights that a GPU's kernels round.
+      has no draft block, whatever `config.json` says. Draft tensors of DSpark stages, or where
+      `config.json` has none, and what belongs to images are left out, and a `LeftOutWarning` says
+      so. A `RoundedWeightsWarning` names FP4 weights that a GPU's kernels round.
 
     Raises:
       FileNotFoundError: there is no config, or no safetensors file, or a shard is missing.
@@ -76,8 +79,9 @@ def load_checkpoint(
         of decoded weights; a file is damaged, truncated or a link that is not followed, or the
         index names one outside of the directory; or tensors are missing, unexpected, there twice,
         misshapen, of a wrong dtype, damaged or not finite, or a kind of layer stores a weight in
-        two formats. All that is wrong with tensors is listed, of their values what this process
-        reads. Or a size does not divide over the mesh.
+        two formats. What is wrong with tensors is listed by kind, in ten lines at most, of their
+        values what this process reads. Or weights are stored in a format that is not supported,
+        config and files hold drafts of different kinds, or a size does not divide over the mesh.
     """
     if weights not in WEIGHTS:
         raise ValueError(f"weights must be one of {WEIGHTS}, got {weights!r}")
@@ -117,7 +121,7 @@ def load_checkpoint(
                     if not (problems or damage):
                         stack.add(target.index, arrays)
                         if isinstance(stack.wanted, MXFP4):
-                            rounded[source.label] = count_rounded(arrays[1])
+                            rounded[source.label] = count_rounded(arrays[1], arrays[0])
                 problems += damage
             filled[leaf] = jax.block_until_ready(stack.finish())
             del stack  # the next one must not come on top

@@ -21,7 +21,7 @@ from dsv4_jax.model.params import DSV4Params, LayerParams
 
 # Applied in order; what is already canonical matches none of them.
 _TO_CANONICAL = [
-    (r"^model\.", ""),
+    (r"^(model\.)?(language_model\.)?(model\.)?", ""),  # the middle one beside a vision model
     (r"^embed_tokens\.", "embed."),
     (r"^lm_head\.", "head."),
     (r"^hc_head\.hc_", "hc_head_"),

@@ -1,106 +1,28 @@
-"""The tensors of a checkpoint by DeepSeek's names: fused ones apart, quantised ones with scales."""
+"""A checkpoint whose tensors are compared with those that its model has."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import pathlib
-import re
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from jax.typing import DTypeLike
 
-from dsv4_jax.checkpoint.files import StoredTensor, decode_weight, find_weight_files, list_tensors
+from dsv4_jax.checkpoint.files import StoredTensor, find_weight_files, list_tensors
 from dsv4_jax.checkpoint.finite import CHECKED_BYTES
 from dsv4_jax.checkpoint.header import MAX_TENSORS
+from dsv4_jax.checkpoint.left_out import find_left_out, warn_of_left_out
+from dsv4_jax.checkpoint.named_sources import UE8M0, Source, named_sources
 from dsv4_jax.checkpoint.names import Target, all_targets, canonical_name
+from dsv4_jax.checkpoint.problems import list_problems
+from dsv4_jax.checkpoint.zero_groups import find_bad_scales
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.config.read_json import read_contents
 from dsv4_jax.model.params import DSV4Params, param_shapes
 from dsv4_jax.model.released import released_format
-from pallas_kernels.common.weights import FP8_BLOCK, MXFP4, MXFP4_GROUP, BlockFP8
-
-_E4M3 = "float8_e4m3fn"
-_PACKED = ("int8", "uint8")
-_UE8M0 = ("float8_e8m0fnu", "uint8")
-_MAX_LISTED = 1000
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """A canonical tensor in a file: a whole stored one, or a part of one.
-
-    Attributes:
-      tensor: the stored tensor.
-      name: its name in the file.
-      part: index into it; () for all of it.
-      scale: its stored scale, if it is quantised.
-      scale_part: index into that.
-      halves: matrices that the stored tensor holds one above the other.
-    """
-
-    tensor: StoredTensor
-    name: str
-    part: tuple[Any, ...] = ()
-    scale: StoredTensor | None = None
-    scale_part: tuple[Any, ...] = ()
-    halves: int = 1
-
-    @property
-    def label(self) -> str:
-        """Its name in the file, and which part of it, for a message."""
-        if not self.part:
-            return self.name
-        expert, rows = self.part
-        return f"{self.name}[{expert}, {rows.start}:{rows.stop}]"
-
-    @property
-    def weight_format(self) -> type[BlockFP8] | type[MXFP4] | None:
-        """How it is quantised; None is dense."""
-        if self.tensor.dtype.name == _E4M3:
-            return BlockFP8
-        return MXFP4 if self.tensor.dtype.name in _PACKED else None
-
-    @property
-    def scale_dtype(self) -> type[np.generic]:
-        """The dtype of scales in memory: u8 for UE8M0."""
-        assert self.scale is not None
-        return np.uint8 if self.scale.dtype.name in _UE8M0 else np.float32
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The logical shape: packed FP4 holds two values a byte."""
-        shape = self.tensor.shape
-        if self.part:
-            _, rows = self.part
-            shape = (rows.stop - rows.start, *shape[2:])
-        return (*shape[:-1], *(2 * n for n in shape[-1:])) if self.weight_format is MXFP4 else shape
-
-    def wanted_scale_shape(self) -> tuple[int, ...]:
-        """The shape that the stored scale must have, fused as the weight is."""
-        *lead, out, into = self.tensor.shape
-        if self.weight_format is MXFP4:
-            return (*lead, out, -(-2 * into // MXFP4_GROUP))
-        rows = self.halves * -(-(out // self.halves) // FP8_BLOCK)
-        return (*lead, rows, -(-into // FP8_BLOCK))
-
-    def read(self) -> np.ndarray:
-        """The stored values, a view of the mapped file; packed FP4 as u8."""
-        stored = self.tensor.read()[self.part]
-        return stored.view(np.uint8) if self.weight_format is MXFP4 else stored
-
-    def read_scale(self) -> np.ndarray:
-        """Its scales, f32 or UE8M0 as u8."""
-        assert self.scale is not None
-        scale = self.scale.read()[self.scale_part]
-        is_code = self.scale_dtype is np.uint8
-        return scale.view(np.uint8) if is_code else scale.astype(np.float32)
-
-    def decode(self) -> np.ndarray:
-        """Its values; of a quantised one, f32."""
-        stored = self.read()
-        return stored if self.scale is None else decode_weight(stored, self.read_scale())
+from pallas_kernels.common.weights import MXFP4, BlockFP8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,8 +65,9 @@ def open_checkpoint(
 ) -> OpenCheckpoint:
     """Compares what is there with what the model has.
 
-    If the files hold no draft tensor, the config has no draft block; where the config has none,
-    draft tensors are left out.
+    If the files hold no draft tensor, the config has no draft block. A draft that is no MTP block,
+    or that the config does not have, and what belongs to images are left out, and a
+    `LeftOutWarning` says so.
 
     Args:
       directory: of the checkpoint.
@@ -174,7 +97,8 @@ def _find_sources(
     """The config, the tensors by canonical name, and which names are there twice."""
     if not directory.is_dir():
         raise FileNotFoundError(f"{directory} is no directory; pass one that holds a config.json")
-    config = DSV4Config.from_hf(directory, follow_links=follow_links)
+    config = DSV4Config.from_hf(directory, follow_links=follow_links, text_only=True)
+    _, contents = read_contents(directory, follow_links=follow_links)
     stored: dict[str, StoredTensor] = {}
     problems = []
     for file in find_weight_files(directory, follow_links=follow_links):
@@ -193,66 +117,17 @@ def _find_sources(
                 problems.append(f"twice: {scale}, as {scales[scale]} and {name}")
             scales[scale] = name
     sources: dict[str, Source] = {}
-    for name, source in _named_sources(stored, config.num_routed_experts):
+    for name, source in named_sources(stored, config.num_routed_experts):
         if name in sources:
             problems.append(f"twice: {name}, as {sources[name].name} and {source.name}")
         sources[name] = source
-    has_draft = any(name.startswith("mtp.") for name in sources)
-    if not (has_draft and config.num_mtp_layers):
-        config = dataclasses.replace(config, num_mtp_layers=0)
-        sources = {name: s for name, s in sources.items() if not name.startswith("mtp.")}
-    return config, sources, problems
-
-
-def _named_sources(
-    stored: dict[str, StoredTensor], num_experts: int
-) -> Iterator[tuple[str, Source]]:
-    """Scales join their quantised weights, fused experts come apart."""
-    by_name = {canonical_name(name): tensor for name, tensor in stored.items()}
-    for original, tensor in stored.items():
-        name = canonical_name(original)
-        base, _, kind = name.rpartition(".")
-        if kind == "scale":
-            weights = [by_name[n] for n in (f"{base}.weight", base) if n in by_name]
-            if weights and _may_be_quantised(weights[0]):
-                continue
-        fused = re.search(r"\.experts\.(gate_up|down)_proj$", name) and len(tensor.shape) == 3
-        scale = by_name.get(f"{name if fused else base}.scale")
-        scale = scale if _may_be_quantised(tensor) else None
-        if fused:
-            yield from _fused_experts(name, Source(tensor, original, scale=scale), num_experts)
-        else:
-            yield name, Source(tensor, original, scale=scale)
-
-
-def _may_be_quantised(tensor: StoredTensor) -> bool:
-    return tensor.dtype.name in (_E4M3, *_PACKED)
-
-
-def _fused_experts(name: str, whole: Source, num_experts: int) -> Iterator[tuple[str, Source]]:
-    """[E, D, I] into w2 of each expert; [E, 2 * I, D] into w1, the first I rows, and w3.
-
-    Of more than `num_experts` experts the first that is too many is given, to be refused.
-    """
-    found_experts, rows = whole.tensor.shape[:2]
-    scale_rows = whole.scale.shape[1] if whole.scale and len(whole.scale.shape) == 3 else 0
-    names = ("w1", "w3") if name.endswith("gate_up_proj") else ("w2",)
-    count = len(names)
-    stem = name.rpartition(".")[0]
-    for expert in range(min(found_experts, num_experts + 1)):
-        for i, w in enumerate(names):
-            yield (
-                f"{stem}.{expert}.{w}.weight",
-                dataclasses.replace(
-                    whole,
-                    part=(expert, slice(i * rows // count, (i + 1) * rows // count)),
-                    scale_part=(
-                        expert,
-                        slice(i * scale_rows // count, (i + 1) * scale_rows // count),
-                    ),
-                    halves=count,
-                ),
-            )
+    try:
+        config, left_out = find_left_out(contents, config, sources)
+    except ValueError as error:
+        raise ValueError(f"{directory}: {error}") from error
+    warn_of_left_out(left_out.describe(directory))
+    kept = {name: source for name, source in sources.items() if name not in left_out.names}
+    return config, kept, problems
 
 
 def _check_sources(
@@ -302,15 +177,12 @@ def _find_damage(source: Source, target: Target, num_experts: int) -> Iterator[s
             )
     if source.scale is None:
         return
-    scale, where = source.read_scale(), source.label
-    if scale.dtype == np.uint8:
-        bad, rule = (scale == 0) | (scale == 255), "UE8M0 codes of 0 or 255"
-    else:
-        bad, rule = ~(np.isfinite(scale) & (scale > 0)), "values that are not positive numbers"
-    if bad.any():
-        yield f"damaged: scale of {where} has {int(bad.sum())} {rule}"
+    stored, where = source.read(), source.label
+    count, rule = find_bad_scales(stored, source.read_scale())
+    if count:
+        yield f"damaged: scale of {where} has {count} {rule}"
     if source.weight_format is BlockFP8:
-        count = int(np.count_nonzero((source.read().view(np.uint8) & 0x7F) == 0x7F))
+        count = int(np.count_nonzero((stored.view(np.uint8) & 0x7F) == 0x7F))
         if count:
             yield f"damaged: {where} has {count} codes of NaN"
 
@@ -323,15 +195,6 @@ def _is_checked(sources: dict[str, Source], check_weights: bool | None) -> bool:
     return sum(math.prod(t.shape) * t.dtype.itemsize for t in tensors) <= CHECKED_BYTES
 
 
-def list_problems(directory: pathlib.Path, problems: list[str]) -> str:
-    """The message of an error about all of them."""
-    lines = list(dict.fromkeys(problems))
-    if len(lines) > _MAX_LISTED:
-        lines[_MAX_LISTED:] = [f"and {len(lines) - _MAX_LISTED:,} more"]
-    listed = "\n  ".join(lines)
-    return f"{directory} does not fit its config.json:\n  {listed}"
-
-
 def _misfits(source: Source, target: Target, *, keep: bool) -> Iterator[str]:
     """What does not fit about dtypes and shapes."""
     tensor, scale, name, shape = source.tensor, source.scale, source.name, target.shape
@@ -341,7 +204,7 @@ def _misfits(source: Source, target: Target, *, keep: bool) -> Iterator[str]:
     elif quantised and scale is None:
         yield f"missing: scale of {name}, which is {tensor.dtype}"
     elif not quantised and (
-        tensor.dtype.name in _UE8M0
+        tensor.dtype.name in UE8M0
         or target.is_hash_table != np.issubdtype(tensor.dtype, np.integer)
     ):
         yield f"wrong dtype: {name}, which is {tensor.dtype}"
@@ -364,7 +227,7 @@ def _misfits(source: Source, target: Target, *, keep: bool) -> Iterator[str]:
 def _is_scale_dtype(source: Source, *, keep: bool) -> bool:
     """UE8M0 or f32; of FP4 that is to stay as it is, UE8M0."""
     assert source.scale is not None
-    is_code = source.scale.dtype.name in _UE8M0
+    is_code = source.scale.dtype.name in UE8M0
     return is_code or (
         source.scale.dtype == np.float32 and not (keep and source.weight_format is MXFP4)
     )

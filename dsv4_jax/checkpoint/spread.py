@@ -11,6 +11,7 @@ import warnings
 
 import numpy as np
 
+from dsv4_jax.checkpoint.zero_groups import holds_values
 from pallas_kernels.common.weights import FP8_BLOCK, MXFP4_GROUP
 
 EXACT_STEPS = 14
@@ -22,11 +23,12 @@ class RoundedWeightsWarning(UserWarning):
     """A checkpoint has weights that a GPU's kernels round."""
 
 
-def count_rounded(scale: np.ndarray) -> int:
-    """Groups of 32 weights that are rounded.
+def count_rounded(scale: np.ndarray, pairs: np.ndarray | None = None) -> int:
+    """Groups of 32 weights that are rounded; zeros are exact whatever their scale.
 
     Args:
       scale: u8 or f32[out, ceil(in / 32)], UE8M0 codes or powers of two.
+      pairs: u8[out, in / 2], the weights; without them no group is taken for zeros.
     """
     steps = scale if scale.dtype == np.uint8 else np.frexp(scale)[1]
     if not steps.size or int(steps.max()) - int(steps.min()) <= EXACT_STEPS:
@@ -39,7 +41,11 @@ def count_rounded(scale: np.ndarray) -> int:
     sharing = padded.reshape(rows, FP8_BLOCK, columns, together)
     largest = sharing.max(axis=(1, 3), keepdims=True)
     present = sharing > -(2**15)
-    return int(np.count_nonzero(present & (largest - sharing > EXACT_STEPS)))
+    too_small = present & (largest - sharing > EXACT_STEPS)
+    if pairs is not None and too_small.any():
+        padded[:outputs, :groups] = holds_values(pairs)
+        too_small &= sharing == 1
+    return int(np.count_nonzero(too_small))
 
 
 def warn_of_rounded(counts: dict[str, int]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
+import warnings
 from collections.abc import Sequence
 
 import jax
@@ -26,6 +27,9 @@ _COMMANDS = {
     "convert": (convert, "Converts a checkpoint to the release's FP8 and FP4, or to BF16."),
 }
 """Modules by name, each with its summary: docstrings are gone under `python -OO`."""
+
+
+_PYTHONS_FORM = warnings.formatwarning
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,9 +55,23 @@ def make_parser() -> Parser:
 
 def _run(argv: Sequence[str] | None) -> int:
     args = make_parser().parse_args(argv)
+    warnings.formatwarning = _format_warning
     look_for_no_gpu()
     use_compilation_cache()
     with contextlib.suppress(RuntimeError):  # JAX runs already, in the process that calls this
         set_xla_flags()
     command, _ = _COMMANDS[args.command]
     return run_to_status(f"dsv4-jax {args.command}", lambda: command.run(args))
+
+
+def _format_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    line: str | None = None,
+) -> str:
+    """A warning of ours is for who runs the command: one line, without a place in the code."""
+    if category.__module__.startswith(("dsv4_jax.", "pallas_kernels.")):
+        return f"[{message}]\n"
+    return _PYTHONS_FORM(message, category, filename, lineno, line)

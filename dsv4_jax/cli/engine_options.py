@@ -48,8 +48,14 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add_activations(parser)
 
 
-def find_model(args: argparse.Namespace) -> tuple[pathlib.Path, DSV4Config]:
+def find_model(
+    args: argparse.Namespace, *, needs_tokenizer: bool = False
+) -> tuple[pathlib.Path, DSV4Config]:
     """The checkpoint's directory and its config.
+
+    Args:
+      args: with the options of `add_checkpoint` and `add_engine_options`.
+      needs_tokenizer: as of `find_checkpoint`.
 
     Raises:
       ValueError: there is none, it cannot be read, it has no draft block for --draft-tokens, or
@@ -60,8 +66,10 @@ def find_model(args: argparse.Namespace) -> tuple[pathlib.Path, DSV4Config]:
             f"--steps-per-call {args.steps_per_call} makes steps without drafts, got "
             f"--draft-tokens {args.draft_tokens} too; leave one of them out"
         )
-    folder = find_checkpoint(args.checkpoint, revision=args.revision)
-    config = DSV4Config.from_hf(folder, follow_links=args.follow_links)
+    folder = find_checkpoint(
+        args.checkpoint, revision=args.revision, needs_tokenizer=needs_tokenizer
+    )
+    config = DSV4Config.from_hf(folder, follow_links=args.follow_links, text_only=True)
     if args.draft_tokens and not config.num_mtp_layers:
         raise ValueError(
             f"--draft-tokens {args.draft_tokens} needs a draft (MTP) block, and {folder} has none; "

@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints tables, or a comparison."""
     ideas = _find_ideas(args)
     checkpoint = find_checkpoint(args.checkpoint, revision=args.revision)
-    config = DSV4Config.from_hf(checkpoint, follow_links=args.follow_links)
+    config = DSV4Config.from_hf(checkpoint, follow_links=args.follow_links, text_only=True)
     configs = {name: idea.applied_to(config) for name, idea in ideas.items()}
     covered = config.indexer_top_k * config.compression_ratio(AttentionType.CSA)
     if not covered < args.length <= config.max_position_embeddings:

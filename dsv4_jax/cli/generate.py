@@ -200,7 +200,7 @@ def _describe(prompt: str, completion: Completion) -> dict[str, object]:
 def _build(args: argparse.Namespace, prompts: list[str], mesh: Mesh | None) -> Engine:
     """An engine with a context for the longest prompt and its answer, in powers of two."""
     data = args.data or 1
-    folder, config = find_model(args)
+    folder, config = find_model(args, needs_tokenizer=True)
     tokenizer = load_tokenizer(folder, follow_links=args.follow_links)
     if tokenizer is None:
         raise ValueError(f"{folder} has no tokenizer.json, so text cannot be encoded")

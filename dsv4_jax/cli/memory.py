@@ -17,6 +17,7 @@ from dsv4_jax.bench.placement import place
 from dsv4_jax.bench.workspace import workspace_bytes
 from dsv4_jax.cache.model_cache import tree_bytes
 from dsv4_jax.checkpoint.files import find_weight_files, list_tensors
+from dsv4_jax.checkpoint.inventory import read_inventory
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.mesh import mesh_sizes
 from dsv4_jax.model.params import param_shapes
@@ -175,11 +176,10 @@ def stored_bytes(checkpoint: pathlib.Path, dtype: DTypeLike, *, follow_links: bo
     """Bytes of a checkpoint's tensors once they are loaded, floating-point ones in `dtype`."""
     size = np.dtype(dtype).itemsize
     total = 0
-    for file in find_weight_files(checkpoint, follow_links=follow_links):
-        for tensor in list_tensors(file).values():
-            is_dense = tensor.dtype.itemsize > 1 and not np.issubdtype(tensor.dtype, np.integer)
-            each = size if is_dense else min(tensor.dtype.itemsize, 4)
-            total += math.prod(tensor.shape) * each
+    for tensor in read_inventory(checkpoint, follow_links=follow_links).loaded.values():
+        is_dense = tensor.dtype.itemsize > 1 and not np.issubdtype(tensor.dtype, np.integer)
+        each = size if is_dense else min(tensor.dtype.itemsize, 4)
+        total += math.prod(tensor.shape) * each
     return total
 
 

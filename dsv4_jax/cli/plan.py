@@ -24,6 +24,7 @@ from dsv4_jax.cli.arguments import (
     whole,
 )
 from dsv4_jax.cli.gpus import MEMORY_BYTES, Gpus, read_gpus
+from dsv4_jax.cli.plan_files import Files, count_files
 from dsv4_jax.cli.plan_mesh import print_mesh_plan, print_weights
 from dsv4_jax.cli.presets import PRESETS, read_config
 from dsv4_jax.config import DSV4Config
@@ -76,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the plan."""
     config = read_config(args.config, follow_links=args.follow_links)
+    config, files = count_files(args.config, config, follow_links=args.follow_links)
     num_blocks = args.requests * blocks_of(config, args.context)
     if num_blocks > MAX_I32:
         raise ValueError(
@@ -87,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
         gpus = Gpus(None, 1, int(args.gpu_gib * 2**30))
     if gpus.count > 1 or args.data is not None or args.model is not None:
         print_mesh_plan(config, args, gpus)
+        _print_files(files)
         return 0
     if args.split_cache:
         raise ValueError("--split-cache deals a cache over the devices of a mesh; add --model")
@@ -125,7 +128,13 @@ def run(args: argparse.Namespace) -> int:
     if args.weights_gib is not None:
         count = int(args.weights_gib * 2**30)
     _print_fit(config, args, gpus, count, total / args.requests)
+    _print_files(files)
     return 0
+
+
+def _print_files(files: Files | None) -> None:
+    if files is not None:
+        print("", *files.lines(), sep="\n")
 
 
 def _print_fit(

@@ -6,14 +6,36 @@ import dataclasses
 import pathlib
 
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.config.draft import DSparkConfig
 
 PRESETS = {
     "flash": DSV4Config.flash,
     "pro": DSV4Config.pro,
+    "flash-0731": lambda: dataclasses.replace(DSV4Config.flash(), num_mtp_layers=0),
+    "pro-0813": lambda: dataclasses.replace(DSV4Config.pro(), num_mtp_layers=0),
     "flash_slim": DSV4Config.flash_slim,
     "pro_slim": DSV4Config.pro_slim,
     "tiny": DSV4Config.tiny,
 }
+
+
+DSPARK = {
+    "flash-0731": DSparkConfig(
+        block_size=5,
+        markov_rank=256,
+        noise_token_id=128_799,
+        target_layers=(40, 41, 42),
+        num_stages=3,
+    ),
+    "pro-0813": DSparkConfig(
+        block_size=5,
+        markov_rank=512,
+        noise_token_id=128_799,
+        target_layers=(58, 59, 60),
+        num_stages=3,
+    ),
+}
+"""The drafts of presets whose releases have DSpark stages, which are not loaded."""
 
 
 def read_config(name: str, *, draft: bool = True, follow_links: bool = False) -> DSV4Config:
@@ -30,7 +52,7 @@ def read_config(name: str, *, draft: bool = True, follow_links: bool = False) ->
     if name in PRESETS:
         config = PRESETS[name]()
     elif pathlib.Path(name).exists():
-        config = DSV4Config.from_hf(name, follow_links=follow_links)
+        config = DSV4Config.from_hf(name, follow_links=follow_links, text_only=True)
     else:
         raise ValueError(f"config must be one of {list(PRESETS)} or a directory, got {name!r}")
     return config if draft else dataclasses.replace(config, num_mtp_layers=0)

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measures what is missing, and prints the table."""
     checkpoint = find_checkpoint(args.checkpoint, revision=args.revision)
-    config = DSV4Config.from_hf(checkpoint, follow_links=args.follow_links)
+    config = DSV4Config.from_hf(checkpoint, follow_links=args.follow_links, text_only=True)
     for idea in args.ideas:
         find_idea(idea).applied_to(config)
     if max(args.contexts) > config.max_position_embeddings:

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints one line per check; status 1 if one fails."""
     mesh, follows = join_mesh(args)
     checkpoint = find_checkpoint(args.checkpoint, revision=args.revision)
-    config = DSV4Config.from_hf(checkpoint, follow_links=args.follow_links)
+    config = DSV4Config.from_hf(checkpoint, follow_links=args.follow_links, text_only=True)
     check_engine_memory(
         config,
         checkpoint,

@@ -118,6 +118,17 @@ def read_dspark(contents: dict[str, Any]) -> DSparkConfig | None:
     )
 
 
+def without_draft(contents: dict[str, Any]) -> dict[str, Any]:
+    """The contents of a `config.json` of a model whose files hold no draft."""
+    contents = text_part(contents)
+    kept = {name: value for name, value in contents.items() if not name.startswith(_PREFIX)}
+    kept.pop("n_mtp_layers", None)
+    for name in ("compress_ratios", "layer_types", "mlp_layer_types"):
+        if kept.get(name) is not None:
+            kept[name] = kept[name][: kept["num_hidden_layers"]]
+    return kept | {"num_nextn_predict_layers": 0}
+
+
 def _beyond(contents: dict[str, Any], num_layers: int) -> list[bool]:
     """Whether each layer that is listed after the trunk is other than a window layer."""
     if contents.get("compress_ratios") is not None:
