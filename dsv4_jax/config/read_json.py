@@ -61,6 +61,10 @@ OPTIONAL = {
 }
 
 
+# Other names of fields, which transformers takes as well.
+ALIASES = {"num_local_experts": "n_routed_experts", "intermediate_size": "moe_intermediate_size"}
+
+
 # The one value of each that this model family has; anything else is another model.
 FIXED = {
     "model_type": "deepseek_v4",
@@ -80,6 +84,7 @@ _FIELDS = Fields(
     {theirs: KINDS[ours] for theirs, ours in SAME_NAME.items()}
     | {theirs: KINDS[ours] for theirs, ours in OPTIONAL.items() if ours in KINDS}
     | {
+        **{alias: KINDS[SAME_NAME[name]] for alias, name in ALIASES.items()},
         "num_hidden_layers": Whole(1, MAX_LAYERS),
         "num_nextn_predict_layers": _STAGES,
         "num_hash_layers": Whole(0, MAX_LAYERS),
@@ -154,6 +159,10 @@ def _our_fields(contents: dict[str, Any], text_only: bool) -> dict[str, Any]:
             "text_only=True, and load_checkpoint loads that part"
         )
     data = _FIELDS.read(contents, "")
+    for alias, name in ALIASES.items():
+        agree(alias, data.get(alias), name, data.get(name))
+        if alias in data:
+            data[name] = data[alias]
     fields = {ours: require(data, theirs) for theirs, ours in SAME_NAME.items()}
     fields |= {ours: data[name] for name, ours in OPTIONAL.items() if name in data}
     num_layers = require(data, "num_hidden_layers")

@@ -111,6 +111,11 @@ def _yarn(table: dict[str, Any], place: str) -> YarnScaling | None:
     for name in ("factor", "original_max_position_embeddings"):
         if table.get(name) is None:
             raise ValueError(f"{place}, which is yarn, lacks {name}")
+    if "attention_factor" not in table and place == "rope_parameters.compress":
+        raise ValueError(
+            f"{place}, which is yarn, lacks attention_factor, for which transformers takes another "
+            "than the 1.0 of DeepSeek-V4; add it"
+        )
     if table.get("attention_factor", 1.0) != 1.0:
         raise ValueError(
             f"{place}.attention_factor must be 1.0, got {show(table['attention_factor'])}"
