@@ -65,7 +65,7 @@ def load_checkpoint(
         None does so where the files have at most `finite.CHECKED_BYTES` (64 MiB) of tensors.
         Scales and codes of quantised weights are checked in any case.
       follow_links: reads files that are links out of the directory. Those of a snapshot in a
-        Hugging Face cache lead to the blobs of that model and are followed anyway.
+        Hugging Face cache lead to blobs of that cache and are followed anyway.
 
     Returns:
       The config and the parameters. If the files hold no draft (`mtp.`) tensor at all, the config

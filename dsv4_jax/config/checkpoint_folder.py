@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import pathlib
+from collections.abc import Iterator
 
 from dsv4_jax.config.kinds import show
 
 _MAX_PATH, _MAX_PART = 1024, 255
+_MAX_LINKS = 40
+"""Of one path, as in Linux."""
 
 
 def find_file(directory: pathlib.Path, name: str, *, follow_links: bool = False) -> pathlib.Path:
     """The path of a file of a checkpoint directory, which need not exist.
 
     The directory itself may be a link. A file in it may be a link to another place in it or, in a
-    snapshot of a Hugging Face cache, into the blobs of that model, which is where such caches keep
-    contents:
+    snapshot of a Hugging Face cache, to where such caches keep contents: the blobs of that model,
+    and the blobs that models share, which files of Xet storage are put into.
 
         models--owner--name/snapshots/<revision>/config.json -> ../../blobs/<hash>
+        models--owner--name/blobs/<hash> -> ../../blobs/<two digits>/<hash of Xet>
 
     Any other link leaves the directory, so whoever packed it would choose what is read of this
-    machine. It is followed only if `follow_links` says so.
+    machine; so does one that comes back by further links. It is followed only if `follow_links`
+    says so.
 
     Args:
       directory: the checkpoint directory.
@@ -40,14 +47,17 @@ def find_file(directory: pathlib.Path, name: str, *, follow_links: bool = False)
     if follow_links:
         return path
     try:
-        root, target = directory.resolve(), path.resolve()
+        root = directory.resolve()
+        places = (root, *_blobs_of(root))
+        for place in _walk(path):
+            if not any(place.is_relative_to(allowed) for allowed in places):
+                raise ValueError(
+                    f"{path} is a link to {place}, outside of the checkpoint directory"
+                    f"{' and of the blobs of its cache' if len(places) > 1 else ''}; if you trust "
+                    "it, follow such links with follow_links=True (--follow-links)"
+                )
     except (RuntimeError, OSError) as error:  # links in a circle, names that are too long
         raise ValueError(f"{path} cannot be followed to a file: {error}") from error
-    if not any(target.is_relative_to(place) for place in (root, *_blobs_of(root))):
-        raise ValueError(
-            f"{path} is a link to {target}, outside of the checkpoint directory; if you trust it, "
-            "follow such links with follow_links=True (--follow-links)"
-        )
     return path
 
 
@@ -56,9 +66,27 @@ def _has_length_of_path(parts: tuple[str, ...]) -> bool:
     return max(sizes) <= _MAX_PART and sum(sizes) <= _MAX_PATH
 
 
+def _walk(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """The places that a path leads through, link by link, each in the folder that it really has.
+
+    Raises:
+      OSError: there are more links than a path may have.
+    """
+    for _ in range(_MAX_LINKS):
+        whole = path.name == ".."  # whose folder would tell nothing
+        path = path.resolve() if whole else path.parent.resolve() / path.name
+        yield path
+        if not path.is_symlink():
+            return
+        path = path.parent / path.readlink()
+    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+
+
 def _blobs_of(root: pathlib.Path) -> list[pathlib.Path]:
     """Where the contents of a snapshot in a Hugging Face cache lie; empty for other directories."""
     for folder in (root, *root.parents):
         if folder.parent.name == "snapshots":
-            return [folder.parent.parent / "blobs"]
+            model = folder.parent.parent
+            shared = [model.parent / "blobs"] if model.name.startswith("models--") else []
+            return [model / "blobs", *shared]
     return []
