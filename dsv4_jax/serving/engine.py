@@ -26,6 +26,7 @@ from dsv4_jax.model.check_params import check_params
 from dsv4_jax.model.params import DSV4Params, unstack_layers
 from dsv4_jax.model.shardings import param_shardings
 from dsv4_jax.peers import make_peer_buffers
+from dsv4_jax.serving.calls import exclusive
 from dsv4_jax.serving.engine_core import EngineCore
 from dsv4_jax.serving.prompts import CheckedRequest, list_prompts
 from dsv4_jax.serving.request import Completion
@@ -352,12 +353,17 @@ class Engine(EngineCore):
         requests = self._submit_all([CheckedRequest(*one, b"", True) for one in checked])
         try:
             while any(request.finish_reason is None for request in requests):
-                self.step()
+                self._serve()
             return [request.completion(self.tokenizer) for request in requests]
         finally:
             for request in requests:
                 self.cancel(request.request_id)
                 self._requests.pop(request.request_id, None)
+
+    @exclusive
+    def _serve(self) -> None:
+        """A step whose tokens only streams and completions have."""
+        self._step(returns=False)
 
 
 def _unrolls(wanted: bool | None) -> bool:

@@ -77,7 +77,7 @@ class EngineCore:
             self._runner, plan, texts=self._texts, metrics=self.metrics, undo=self._undo
         )
         self._requests: dict[int, Request] = {}
-        self._suspects = Suspects()
+        self._suspects = Suspects(2 * max(plan.draft_tokens + 1, plan.steps_per_call))
         self._next_id = 0
         self._lock = threading.Lock()
         self._dropped: collections.deque[int] = collections.deque()
@@ -157,6 +157,10 @@ class EngineCore:
         It shares the full blocks of a running one. If there is no room, or the first one's next
         step is in flight, the new one waits its turn, and what no snapshot holds is computed again.
 
+        What `step` has returned of the first, or its stream has given, and what the fork's own
+        stream gives make up its completion: no token is missing, and none is there twice. What a
+        step in flight draws is the first one's alone, also where `verify` has waited for it.
+
         Args:
           request_id: an unfinished request.
           seed: seed of what the new one draws from here on.
@@ -216,9 +220,9 @@ class EngineCore:
         Raises:
           CacheError: in debug mode, the cache is not what it should be.
           Exception: what the device raised; nothing was drawn, and all requests go on with the next
-            call. If that fails too, the next steps serve the requests one by one, and who fails
-            alone ends with "error". What a tokenizer or a stop text raises ends its request at
-            once; `Completion.error` has it.
+            call. If that or one soon after it fails too, the next steps serve the requests one by
+            one, and who fails alone ends with "error". What a grammar, a tokenizer or a stop text
+            raises ends its request at once; `Completion.error` has it.
         """
         return self._step()
 
@@ -236,11 +240,10 @@ class EngineCore:
                 if request.num_given < request.num_drawn:
                     with self._undo:
                         self._undo.save(request)
-                        request.num_given += 1
-                        return request.token(request.num_given - 1)
+                        return request.give()
             if all(request.finish_reason is not None for request in requests):
                 raise StopIteration
-            self._step()
+            self._step(returns=False)
 
     def _drop(self, request_id: int) -> None:
         """Cancels a request when the engine is called next; from any thread, at any time."""
@@ -267,7 +270,10 @@ class EngineCore:
 
     @exclusive
     def verify(self) -> Report:
-        """Checks the whole cache now; see `verify_cache`."""
+        """Checks the whole cache now; see `verify_cache`.
+
+        It waits for the step in flight, whose tokens come with the next `step` all the same.
+        """
         with self._undo:
             return self._loop.verify()
 
@@ -320,15 +326,16 @@ class EngineCore:
                 self._end(request, "cancelled")
             self._dropped.popleft()
 
-    def _step(self) -> Sequence[Token]:
+    def _step(self, *, returns: bool = True) -> Sequence[Token]:
         suspect = self._suspects.next()
         try:
             with self._undo:
-                tokens = self._loop.step(suspect)
+                tokens = self._loop.step(suspect, returns=returns)
                 self._count_compiles()
-                self._suspects.clear(suspect)
+                self._suspects.clear(self._loop.alone)
                 return tokens
         except Exception as error:
+            suspect = self._loop.alone
             if suspect is not None and suspect.finish_reason is None:
                 self._settle()
                 self._end(suspect, "error", error)

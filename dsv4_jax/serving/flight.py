@@ -4,6 +4,9 @@ While step n runs, the host plans step n + 1. Of a request in step n it knows th
 the step appends without drafts, how many it draws, and at most how many drafts it keeps. So the
 host plans by the most that can be, and the device by what is: a request's next tokens, their
 positions and the number of drafts that are kept never leave it.
+
+A look at the whole cache waits for the step in flight and counts what it did. Its tokens stay with
+it until the next step all the same, so that looking changes nothing that a caller can see.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ class Flight[T]:
       boundaries: snapshots that it writes if it crosses them.
       read: waits for the step's result.
       alive: bool[n], rows whose request still has the slot; what others give is thrown away.
+      result: what it gave, once that has been read and counted.
+      read_s: time of that, in seconds.
     """
 
     plan: StepPlan
@@ -39,6 +44,8 @@ class Flight[T]:
     boundaries: list[Boundary]
     read: Read[T]
     alive: np.ndarray = dataclasses.field(init=False)
+    result: T | None = None
+    read_s: float = 0.0
 
     def __post_init__(self) -> None:
         """All rows are alive."""

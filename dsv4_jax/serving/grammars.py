@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.serving.json_schemas import read_schema
 from dsv4_jax.serving.json_values import json_value
-from dsv4_jax.serving.request import Request
+from dsv4_jax.serving.request import DrawError, Request
 from dsv4_jax.serving.scheduler import RowPlan
 from dsv4_jax.step.draws import TokenMasks
 from dsv4_jax.step.grammar import Grammar
@@ -190,6 +190,9 @@ class GrammarKeeper:
         Args:
           rows: what the step runs.
           requests: by slot.
+
+        Raises:
+          DrawError: a grammar failed; it names the request.
         """
         masked = [row for row in rows if row.draws and requests[row.slot].sampling.grammar]
         if not masked:
@@ -197,7 +200,10 @@ class GrammarKeeper:
         masks = self.no_masks()
         for row in masked:
             request = requests[row.slot]
-            bits = self._bits(self._follow(request), request.drafts[: row.num_drafts])
+            try:
+                bits = self._bits(self._follow(request), request.drafts[: row.num_drafts])
+            except Exception as error:
+                raise DrawError(request, error) from error
             masks.bits[row.slot, : len(bits)] = bits  # type: ignore[index]
             masks.is_masked[row.slot] = True  # type: ignore[index]
         return masks

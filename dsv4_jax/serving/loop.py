@@ -15,13 +15,13 @@ from dsv4_jax.serving.calls import UndoLog
 from dsv4_jax.serving.flight import Flight, Outlook, look
 from dsv4_jax.serving.hand_out import HandOut
 from dsv4_jax.serving.metrics import Metrics
-from dsv4_jax.serving.request import Request, Token
+from dsv4_jax.serving.request import DrawError, Request, Token
 from dsv4_jax.serving.request_queue import RequestQueue
 from dsv4_jax.serving.runner import StepResult, StepRunner
 from dsv4_jax.serving.running import Running
-from dsv4_jax.serving.scheduler import RowNeed, StepPlan, plan_decoding, plan_shards
 from dsv4_jax.serving.sizing import EnginePlan
 from dsv4_jax.serving.step_boundaries import find_crossed, find_reached
+from dsv4_jax.serving.step_plans import make_plan
 from dsv4_jax.serving.token_texts import TokenTexts
 
 
@@ -46,6 +46,7 @@ class ServingLoop:
       runner: the device's side.
       queue: who waits and who runs.
       metrics: counters.
+      alone: the one request that the step in progress serves, or the last one did; None is all.
     """
 
     def __init__(
@@ -73,8 +74,9 @@ class ServingLoop:
         self._undo = undo
         self._seals: Seals | tuple[Seals, ...] | None = None
         self._evicted_before = (0, 0)
+        self.alone: Request | None = None
+        self._returns = True
         self._flight: Flight[StepResult] | None = None
-        self._untold: Sequence[Token] = ()  # drawn, and read by another call than `step`
         self.queue = RequestQueue(
             self._new_shards(),
             step_tokens=max(plan.draft_tokens + 1, plan.steps_per_call),
@@ -96,12 +98,12 @@ class ServingLoop:
     def fork(self, request: Request, new: Request) -> None:
         """The new request goes on from what another has.
 
-        Where that is in flight, the device is a token ahead of what the caller has seen, and the
-        new one comes from what is cached, like a request that waits.
+        Where that is in flight, the device is a token ahead of what requests know, and the new one
+        comes from what is cached, like a request that waits.
         """
         flight = self._flight
         if flight is not None and request.slot >= 0 and request.slot in flight.slots:
-            self.queue.fork_later(request, new)
+            self.queue.enqueue(new)
         else:
             self.queue.fork(request, new)
         self._update_gauges()
@@ -129,20 +131,29 @@ class ServingLoop:
         self._seals = None
         self._update_gauges()
 
-    def step(self, alone: Request | None = None) -> Sequence[Token]:
-        """Serves every running request once, or one alone if it runs; see `Engine.step`."""
-        untold = self._take_untold()
-        flight = self._flight
+    def step(self, alone: Request | None = None, *, returns: bool = True) -> Sequence[Token]:
+        """Serves every running request once, or one alone if it has a slot; see `Engine.step`.
+
+        Args:
+          alone: whom it serves alone; None is nobody.
+          returns: the caller gets the tokens; else streams and completions alone have them.
+        """
+        flight, self.alone, self._returns = self._flight, None, returns
         if flight is None:
-            flight = self._launch_known(alone)
+            self.alone = alone
+            flight = self._launch_known()
         if flight is None:
             self._update_gauges()
-            return untold
-        following = None
-        if self._plan.overlap and alone is None:
+            return []
+        following, was_read = None, flight.result is not None
+        if self._plan.overlap and alone is None and not was_read:
             following = self._look_ahead(flight)
         self._flight = following
-        tokens = _join(untold, self._collect(flight))
+        if not was_read:
+            self._read(flight, following)
+        tokens = self._give(flight)
+        if was_read and alone is None:  # else the caller would have two steps' tokens at once
+            self._flight = self._launch_known()
         self._drop_dead_flight()
         self._update_gauges()
         if self._plan.debug:
@@ -150,12 +161,12 @@ class ServingLoop:
         return tokens
 
     def drain(self) -> None:
-        """Reads the step in flight, if there is one; the next `step` gives its tokens."""
-        flight, self._flight = self._flight, None
-        if flight is not None:
-            tokens = self._collect(flight)
-            self._undo.save_item(vars(self), "_untold")
-            self._untold = _join(self._untold, tokens)
+        """Reads and counts the step in flight, if there is one.
+
+        Its tokens are drawn with the next `step`: until then requests are what they were.
+        """
+        if self._flight is not None and self._flight.result is None:
+            self._read(self._flight, None)
             self._update_gauges()
 
     def verify(self) -> Report:
@@ -164,13 +175,6 @@ class ServingLoop:
         self.runner.apply(self.shards)
         found = self.runner.devices.scan()
         return verify_scan(self.runner.cache, found, self.shards.ledgers(), self._seals)
-
-    def _take_untold(self) -> Sequence[Token]:
-        untold = self._untold
-        if untold:
-            self._undo.save_item(vars(self), "_untold")
-            self._untold = ()
-        return untold or []
 
     def _new_shards(self) -> DataShards:
         plan = self.runner.plan
@@ -189,17 +193,30 @@ class ServingLoop:
         ]
         return DataShards(managers)
 
-    def _launch_known(self, alone: Request | None) -> Flight[StepResult] | None:
-        """Launches a step of which the host knows every token; None if nobody runs."""
-        self.queue.admit()
-        self.queue.reserve()
-        running = self.queue.table
-        if not running:
-            return None
-        if alone is not None and alone.slot >= 0:
-            running = Running({alone.slot: alone}, running.known)
-        running = self.runner.fitting(running)
-        return self._launch(self._look(running, None), None)
+    def _launch_known(self) -> Flight[StepResult] | None:
+        """Launches a step of which the host knows every token; None if nobody runs.
+
+        Requests that cannot draw end before it, and it is planned without them.
+        """
+        while True:
+            self.queue.admit(self.alone)
+            self.queue.reserve()
+            alone = self.alone
+            if alone is not None and alone.slot < 0:  # there is no room for it now
+                self.alone = None
+                continue
+            running = self.queue.table
+            if not running:
+                return None
+            if alone is not None:
+                running = Running({alone.slot: alone}, running.known)
+            outlook = self._look(self.runner.fitting(running), None)
+            try:
+                return self._launch(outlook, None)
+            except DrawError as error:  # nothing was launched
+                self._undo.save(error.request)
+                error.request.finish_reason, error.request.error = "error", error.cause
+                self._remove(error.request)
 
     def _look_ahead(self, flight: Flight[StepResult]) -> Flight[StepResult] | None:
         """Launches the step after the one in flight, from tokens on the device.
@@ -224,7 +241,10 @@ class ServingLoop:
 
     def _launch(self, outlook: Outlook, flight: Flight | None) -> Flight[StepResult]:
         """Plans a step and launches it, behind the one in flight if there is one."""
-        plan, places = self._make_plan(outlook)
+        several = self._plan.steps_per_call > 1
+        several = several and self.runner.makes_several_steps(outlook.running)
+        plan, places = make_plan(outlook, self._plan, self.runner.plan, makes_several=several)
+        self.runner.bring_masks(plan, outlook.running)  # it may raise, and first
         lengths = np.zeros(len(self.shards.length_tokens), np.int32)
         is_fed = np.zeros(len(lengths), bool)
         lengths[outlook.running.slots] = outlook.lengths
@@ -240,59 +260,28 @@ class ServingLoop:
                 self.runner.save(boundaries)
         return Flight(plan, outlook.running, places, boundaries, read)
 
-    def _make_plan(self, outlook: Outlook) -> tuple[StepPlan, np.ndarray]:
-        """The plan, and for each of its rows the number of its request in `outlook.running`."""
-        running, pending = outlook.running, outlook.num_pending
-        assert np.all(pending[outlook.goes_on] > 0), f"nothing to run: {pending}"
-        sizes = {"sizes": self._plan.step_sizes, "plain_size": self._plan.plain_size}
-        wanted = np.flatnonzero(outlook.goes_on)
-        slots = running.slots[wanted]
-        shards = slots // self.runner.plan.max_requests
-        if np.all(pending[wanted] == 1):
-            plan = plan_decoding(
-                slots,
-                outlook.num_drafts[wanted],
-                shards,
-                most_steps=self._most_steps(outlook)[wanted],
-                steps_per_call=self._plan.steps_per_call,
-                **sizes,
-            )
-        else:
-            needs: list[list[RowNeed]] = [[] for _ in self.shards.managers]
-            for place, shard in zip(wanted.tolist(), shards.tolist(), strict=True):
-                needs[shard].append(_need(outlook, place))
-            plan = plan_shards(needs, **sizes)
-        if np.array_equal(plan.rows.slots, slots):
-            return plan, wanted
-        place_of = np.zeros(len(self.shards.length_tokens), np.int32)
-        place_of[running.slots] = np.arange(len(running))
-        return plan, place_of[plan.rows.slots]
-
-    def _most_steps(self, outlook: Outlook) -> np.ndarray:
-        """i32[n], steps of one call that each running request can take part in.
-
-        None passes the end of a request, nor a boundary that may be worth a snapshot, which is
-        taken between two calls.
-        """
-        running, pools = outlook.running, self.runner.plan
-        if self._plan.steps_per_call == 1 or not self.runner.makes_several_steps(running):
-            return np.ones_like(outlook.lengths)
-        most = running.totals - outlook.num_known
-        if pools.num_snapshots:
-            most = np.minimum(most, pools.block_tokens - outlook.lengths % pools.block_tokens)
-        return most
-
-    def _collect(self, flight: Flight[StepResult]) -> Sequence[Token]:
-        """Reads a step, counts what it did, shares full blocks, and hands out the tokens."""
-        result, alive, rows = flight.read(), flight.alive, flight.rows
-        now = time.perf_counter()
+    def _read(self, flight: Flight[StepResult], following: Flight | None) -> None:
+        """Reads a step, counts what it did, and shares full blocks; `following` runs already."""
+        result = flight.read()
+        flight.read_s = time.perf_counter()
         self.metrics.steps += flight.plan.num_steps
         self.metrics.step_calls += 1
         self._count(flight, result)
-        self._keep(flight)
-        drawing = np.flatnonzero(alive & rows.draws)
+        self._keep(flight, following)
+        flight.result = result
+
+    def _give(self, flight: Flight[StepResult]) -> Sequence[Token]:
+        """Hands out the tokens of a step that has been read."""
+        result, rows = flight.result, flight.rows
+        assert result is not None
+        drawing = np.flatnonzero(flight.alive & rows.draws)
         places, slots = flight.places[drawing], rows.slots[drawing]
-        hand_out = HandOut(flight.running, places, slots, result, now, self.metrics, self._undo)
+        drawn = (result, flight.read_s)
+        hand_out = HandOut(flight.running, places, slots, *drawn, self.metrics, self._undo)
+        for request in () if self._returns else hand_out.requests:
+            if request.num_returned is None:
+                self._undo.save(request)
+                request.num_returned = request.num_drawn
         tokens = hand_out.run(self._texts)
         if self._flight is None and self._plan.draft_tokens:
             drafts = result.draft_token_ids[slots].tolist()
@@ -321,12 +310,12 @@ class ServingLoop:
             manager, own = self.shards.of(request.slot)
             manager.share(own, known)
 
-    def _keep(self, flight: Flight) -> None:
+    def _keep(self, flight: Flight, next_flight: Flight | None) -> None:
         """Snapshots that a step has written, for who comes after; others' places are free.
 
         A place that the next step may write too is left to it until the boundary is behind.
         """
-        following = self._flight.boundaries if self._flight is not None else []
+        following = next_flight.boundaries if next_flight is not None else []
         alive = set(flight.slots.tolist()) if flight.boundaries else set()
         for boundary in flight.boundaries:
             manager, own = self.shards.of(boundary.slot)
@@ -338,6 +327,7 @@ class ServingLoop:
                     following.remove(boundary)
             elif boundary not in following:
                 manager.prefixes.drop_snapshot(boundary.place)
+        flight.boundaries = []
 
     def _forget(self, request: Request) -> None:
         """A request leaves its slot: nobody waits for its row of the step in flight."""
@@ -377,15 +367,3 @@ class ServingLoop:
         metrics.running, metrics.waiting = len(self.queue.running), len(self.queue.waiting)
         metrics.evicted_blocks, metrics.evicted_snapshots = self._evicted()
         metrics.count_cache(self.shards.managers, self.runner.unit_bytes)
-
-
-def _join(tokens: Sequence[Token], more: Sequence[Token]) -> Sequence[Token]:
-    return [*tokens, *more] if tokens else more
-
-
-def _need(outlook: Outlook, place: int) -> RowNeed:
-    """What a running request waits for."""
-    request, pending = outlook.running.requests[place], int(outlook.num_pending[place])
-    if pending > 1 and request.followers:  # they fork before the last token
-        return RowNeed(request.slot, pending - 1, 0, draws=False)
-    return RowNeed(request.slot, pending, int(outlook.num_drafts[place]))

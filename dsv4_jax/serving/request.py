@@ -73,6 +73,20 @@ class Token(NamedTuple):
     logprobs: TokenLogprobs | None = None
 
 
+class DrawError(Exception):
+    """A request cannot draw, for what it asked for; others can go on without it.
+
+    Attributes:
+      request: who.
+      cause: what was raised.
+    """
+
+    def __init__(self, request: Request, cause: Exception) -> None:
+        """Of a request that runs."""
+        super().__init__(f"request {request.request_id} cannot draw: {cause}")
+        self.request, self.cause = request, cause
+
+
 class Request:
     """The host's state of a request.
 
@@ -92,7 +106,10 @@ class Request:
       finish_reason: None while it is on its way.
       error: what ended it, where that is "error".
       hit_tokens: tokens of the prompt that were there when it first got a slot.
-      num_given: drawn tokens that a stream has given, or that were there before a fork.
+      num_given: drawn tokens that a stream has given, or that a fork leaves out of its own.
+      num_returned: drawn tokens that the caller had got, by `Engine.step` or a stream, before the
+        first one that no step returned, since a stream or `generate` made that step; None where
+        the caller has got all.
       submitted_s: time of submission, in seconds.
       admitted_s: time of its first slot; None before.
       last_token_s: time of its last token, None before any; in a slot, what `KnownTokens` has.
@@ -128,6 +145,7 @@ class Request:
         self.error: Exception | None = None
         self.hit_tokens = 0
         self.num_given = 0
+        self.num_returned: int | None = None
         self.submitted_s = submitted_s
         self.admitted_s: float | None = None
         self.last_token_s: float | None = None
@@ -194,7 +212,11 @@ class Request:
         ]
 
     def branch(self, request_id: int, seed: int, now_s: float) -> Request:
-        """A copy that waits, with another seed for what it has yet to draw."""
+        """A copy that waits, with another seed for what it has yet to draw.
+
+        Its stream begins with the first token that this one's caller has not got, by `Engine.step`
+        or a stream.
+        """
         new = Request(
             request_id,
             self.token_ids[: self.prompt_tokens],
@@ -206,7 +228,10 @@ class Request:
         )
         new.token_ids[:] = self.token_ids
         new.num_known = self.num_known
-        new.num_given = self.num_drawn
+        returned = self.num_drawn if self.num_returned is None else self.num_returned
+        new.num_given = max(self.num_given, returned)
+        if new.num_given < new.num_drawn:
+            new.num_returned = new.num_given
         new.next_boundary, new.snapshot_spacing = self.next_boundary, self.snapshot_spacing
         new._texts, new._num_texts = list(self._texts), self._num_texts
         new._decoding, new._held = self._decoding, self._held
@@ -267,6 +292,13 @@ class Request:
         self.token_ids[self.num_known] = token_id
         self.num_known += 1
         self.finish_reason = reason
+
+    def give(self) -> Token:
+        """The next token of its stream."""
+        self.num_given += 1
+        if self.num_given == self.num_drawn:
+            self.num_returned = None
+        return self.token(self.num_given - 1)
 
     def token(self, number: int) -> Token:
         """A drawn token, as a step or a stream gives it."""

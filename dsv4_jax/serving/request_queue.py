@@ -85,12 +85,6 @@ class RequestQueue:
             return
         self.enqueue(new)
 
-    def fork_later(self, request: Request, new: Request) -> None:
-        """The new request waits, and comes from what is cached of a running one until now."""
-        manager, own = self.shards.of(request.slot)
-        manager.share(own, request.known)
-        self.enqueue(new)
-
     def _fork_slot(self, request: Request, new: Request) -> bool:
         """Whether the new request got a slot beside the running one, on its data shard."""
         manager, own = self.shards.of(request.slot)
@@ -121,17 +115,19 @@ class RequestQueue:
         self._metrics.preempted += 1
         self.enqueue(request)
 
-    def admit(self) -> None:
+    def admit(self, only: Request | None = None) -> None:
         """Moves waiting requests to free slots, in order, while there is room for all to go on.
 
         `DataShards.choose` says which data shard a request goes to. Of samples of one prompt one
-        reads it, and the others wait for that.
+        reads it, and the others wait for that. With `only` no other request gets a slot.
         """
         if not self.waiting or not any(one.num_free_slots for one in self.shards.managers):
             return
-        self._fork_samples()
+        if only is None:
+            self._fork_samples()
         while True:
-            request = next((one for one in self.waiting if one.leader in (None, one)), None)
+            waiting = self.waiting if only is None else [o for o in self.waiting if o is only]
+            request = next((one for one in waiting if one.leader in (None, one)), None)
             if request is None:
                 break
             wanted = self._wanted_tokens(request)
@@ -149,7 +145,8 @@ class RequestQueue:
             self._metrics.hit_tokens += hit
             self._metrics.prefix_hits += hit > 0
             self._metrics.prefix_misses += hit == 0
-        self._fork_samples()
+        if only is None:
+            self._fork_samples()
 
     def reserve(self) -> None:
         """Blocks for what the next step appends.

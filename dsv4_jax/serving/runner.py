@@ -144,7 +144,7 @@ class StepRunner:
         boundaries: Sequence[Boundary],
         is_fed: np.ndarray | None = None,
     ) -> Callable[[], StepResult]:
-        """Launches one step.
+        """Launches one step, with the masks that were brought last.
 
         Args:
           plan: what to run.
@@ -200,7 +200,6 @@ class StepRunner:
                 following[slot] = request.token_ids[end]
         step = StepInput(token_ids=token_ids, request_ids=request_ids, request_slots=slots)  # type: ignore[arg-type]
         self._bring_settings(running)
-        self._bring_masks(plan, running)
         asking = running.slots[running.wants_logprobs]
         wants_logprobs = len(asking) and bool(np.isin(rows.slots[rows.draws], asking).any())
         self.devices.step(
@@ -215,6 +214,19 @@ class StepRunner:
             wants_logprobs=bool(wants_logprobs) or not len(rows),  # an idle step tries it
             only_compiles=only_compiles,
         )
+
+    def bring_masks(self, plan: StepPlan, running: Running) -> None:
+        """Brings what the step may draw, where grammars say so; `run` takes it from there.
+
+        Raises:
+          DrawError: a request's grammar failed; nothing was changed.
+        """
+        if not self._engine_plan.grammars:
+            return
+        masks = self._followed.masks_of(plan.rows, running) if running.is_constrained else None
+        if masks is not None or self._has_masks is not False:
+            self.devices.set_masks(masks or self._followed.no_masks())
+            self._has_masks = masks is not None
 
     def save(self, boundaries: Sequence[Boundary]) -> None:
         """Keeps boundaries that requests stand at, between steps."""
@@ -294,6 +306,7 @@ class StepRunner:
     ) -> None:
         nobody, lengths = Running({}, KnownTokens(0, 0)), np.zeros(self._num_slots, np.int32)
         nobody.is_simple = is_simple
+        self.bring_masks(plan, nobody)
         if only_compiles:
             self._launch(plan, nobody, lengths, only_compiles=True)
         else:
@@ -327,15 +340,6 @@ class StepRunner:
         if counts is not None or self._has_counts is not False:
             self.devices.set_counts(counts or self._counts.no_entries())
             self._has_counts = counts is not None
-
-    def _bring_masks(self, plan: StepPlan, running: Running) -> None:
-        """Which tokens the step may draw, where a grammar says so."""
-        if not self._engine_plan.grammars:
-            return
-        masks = self._followed.masks_of(plan.rows, running) if running.is_constrained else None
-        if masks is not None or self._has_masks is not False:
-            self.devices.set_masks(masks or self._followed.no_masks())
-            self._has_masks = masks is not None
 
     def _reader_of_last(self) -> Callable[[], StepResult]:
         """What waits for the result of the step that has just been launched."""

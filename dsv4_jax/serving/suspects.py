@@ -8,28 +8,39 @@ from dsv4_jax.serving.request import Request
 
 
 class Suspects:
-    """Requests that were there when a second step in a row raised.
+    """Requests that were there when a step raised, until they have come past the place.
 
-    A first error is the caller's to see: nothing says whom it concerns, and the next step may go
-    well. After a second one every request is served once alone, the oldest first. Who fails alone
-    ends with the error; the others have been cleared and go on together. So no error comes back
-    for ever.
+    A first error is the caller's to see: nothing says whom it concerns, and the next steps may go
+    well. If another step raises before all have come past the place where they were, they are
+    served alone, one after the other, the oldest first, and each until it has come past it, however
+    many steps its prompt takes. Who fails alone ends with the error; the others have been cleared
+    and go on together. So no error comes back for ever.
     """
 
-    def __init__(self) -> None:
-        """Starts with nobody."""
-        self._requests: list[Request] = []
-        self._has_failed = False
+    def __init__(self, reach_tokens: int) -> None:
+        """Starts with nobody.
+
+        Args:
+          reach_tokens: the most that a request draws in a step that raises and in the one in flight
+            before it, which is computed again.
+        """
+        self._reach_tokens = reach_tokens
+        self._goals: dict[Request, int] = {}  # tokens that each knows when it has come past
+        self._requests: list[Request] = []  # who is to be served alone
 
     def next(self) -> Request | None:
         """Whom the next step serves alone; None if it serves all."""
-        self._requests = [one for one in self._requests if one.finish_reason is None]
+        self._requests = [one for one in self._requests if not self._is_past(one)]
         return self._requests[0] if self._requests else None
 
-    def clear(self, served: Request | None) -> None:
-        """A step went well, one for all or for one alone."""
-        self._has_failed = False
-        self._requests = [one for one in self._requests if one is not served]
+    def clear(self, alone: Request | None) -> None:
+        """A step went well, for all or for one alone; whom one for all left out is no suspect."""
+        if self._goals:
+            self._goals = {
+                one: goal
+                for one, goal in self._goals.items()
+                if not self._is_past(one) and (alone is not None or one.slot >= 0)
+            }
 
     def fail(self, requests: Iterable[Request]) -> bool:
         """A step for all raised.
@@ -38,12 +49,16 @@ class Suspects:
           requests: those there are, finished ones too.
 
         Returns:
-          Whether the last one raised too, and the next steps serve one alone.
+          Whether an earlier error is not behind, and the next steps serve one alone.
         """
-        if self._has_failed:
-            self._requests = sorted(
-                (one for one in requests if one.finish_reason is None),
-                key=lambda request: request.request_id,
-            )
-        self._has_failed = True
+        is_first = not self._goals
+        unfinished = [one for one in requests if one.finish_reason is None]
+        self._goals = {one: one.num_known + self._reach_tokens for one in unfinished}
+        self._requests = []
+        if not is_first:
+            self._requests = sorted(unfinished, key=lambda request: request.request_id)
         return bool(self._requests)
+
+    def _is_past(self, request: Request) -> bool:
+        goal = self._goals.get(request, 0)
+        return request.finish_reason is not None or request.num_known >= goal

@@ -226,20 +226,26 @@ def test_a_step_in_flight_that_nobody_waits_for_is_dropped():
     assert engine.step() == []
 
 
-def test_verify_reads_the_step_in_flight_and_the_next_step_tells():
+def test_verify_waits_for_the_step_in_flight_and_the_next_step_tells():
+    """Looking changes nothing: what a step drew comes with the next one, and no sooner."""
     engine = make_engine()
     request_id = engine.submit([3, 1, 4], **WANTED, speculate=False)
     told = list(engine.step())
     drawn = engine._requests[request_id].num_drawn
+    held = engine._loop.shards.length_tokens[0]
     assert not engine.verify().problems
-    assert engine._requests[request_id].num_drawn == drawn + 1
+    assert engine._loop.shards.length_tokens[0] == held + 1
+    assert engine._requests[request_id].num_drawn == drawn
+    steps = engine.metrics.steps
+    assert not engine.verify().problems
+    assert engine.metrics.steps == steps
     while engine.num_unfinished:
         told += engine.step()
     assert [one.token_id for one in told] == engine.completion(request_id).token_ids
     last = engine.submit([3, 1, 4], max_new_tokens=2, stop_token_ids=(), speculate=False)
     engine.step()
     engine.verify()
-    assert engine._requests[last].finish_reason == "length"
+    assert engine._requests[last].finish_reason is None
     assert [one.finish_reason for one in engine.step()] == ["length"]
 
 
