@@ -9,6 +9,7 @@ from dsv4_jax import cache
 ROOT = pathlib.Path(__file__).parents[1]
 ROOMS = {
     "checks": set(),
+    "lines": set(),
     "runtime": {"checks"},
     "mesh": {"checks"},
     "peer_memory": set(),
@@ -17,7 +18,7 @@ ROOMS = {
     "hosts": {"checks"},
     "linear": set(),
     "progress": set(),
-    "config": {"checks"},
+    "config": {"checks", "lines"},
     "cache": {"checks", "mesh", "collectives", "config"},
     "allocator": {"checks", "mesh", "config", "cache"},
     "attention": {"checks", "mesh", "collectives", "linear", "config", "cache"},
@@ -27,11 +28,12 @@ ROOMS = {
     "step": {"checks", "runtime", "mesh", "collectives", "config", "cache", "attention"}
     | {"model"},
     "training": {"runtime", "config", "cache", "attention", "model", "checkpoint", "step"},
-    "serving": {"checks", "mesh", "peers", "hosts", "config", "cache", "allocator"}
+    "serving": {"checks", "lines", "mesh", "peers", "hosts", "config", "cache", "allocator"}
     | {"model", "checkpoint", "step"},
     "inspection": {"checks", "mesh", "config", "cache", "attention", "model", "step"},
-    "serve": {"checks", "serving", "step"},
+    "serve": {"checks", "lines", "serving", "step"},
     "bench": {
+        "lines",
         "runtime",
         "hosts",
         "mesh",
@@ -45,6 +47,7 @@ ROOMS = {
     },
     "research": {
         "checks",
+        "lines",
         "progress",
         "config",
         "cache",
@@ -55,6 +58,7 @@ ROOMS = {
         "bench",
     },
     "cli": {
+        "lines",
         "training",
         "research",
         "runtime",

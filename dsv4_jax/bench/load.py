@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dsv4_jax.lines import BLANKS, read_lines
+
 if TYPE_CHECKING:
     import httpx
 
@@ -113,13 +115,11 @@ def read_bodies(path: str | pathlib.Path, *, max_tokens: int) -> list[dict[str, 
     """
     bodies = []
     with open(path, "rb") as file:
-        number = 0
-        while line := file.readline(_MAX_LINE + 1):
-            number += 1
-            if not line.strip():
+        for number, line in enumerate(read_lines(file, _MAX_LINE), 1):
+            if line is not None and not line.strip(BLANKS):
                 continue
             try:
-                value = json.loads(line) if len(line) <= _MAX_LINE else None
+                value = None if line is None else json.loads(line)
             except (ValueError, RecursionError):
                 value = None
             if isinstance(value, str):
@@ -228,7 +228,7 @@ async def _ask_one(
             now = time.perf_counter()
             *events, rest = (rest + part).split(b"\n\n")
             for event in events:
-                data = event.rpartition(b"data:")[2].strip()
+                data = event[event.find(b"data:") + 5 :].strip()
                 if data == b"[DONE]":
                     outcome.status = SERVED
                     return

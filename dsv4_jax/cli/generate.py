@@ -24,6 +24,7 @@ from dsv4_jax.cli.arguments import (
 )
 from dsv4_jax.cli.engine_options import add_engine_options, build_engine, find_model
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.lines import split_lines, without_line_end, without_mark
 from dsv4_jax.progress import Progress
 from dsv4_jax.serving.engine import Engine
 from dsv4_jax.serving.request import Completion
@@ -153,10 +154,10 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
         name = "standard input" if file == "-" else file
         try:
             raw = sys.stdin.buffer.read() if file == "-" else pathlib.Path(file).read_bytes()
-            text = raw.decode().removesuffix("\n")
+            text = without_line_end(without_mark(raw).decode())
         except UnicodeDecodeError as error:
             raise ValueError(f"{name} must be UTF-8 ({error})") from None
-        found = [line for line in text.splitlines() if line] if args.lines else [text]
+        found = [line for line in split_lines(text) if line] if args.lines else [text]
         if not any(found):
             raise ValueError(f"{name} must hold a prompt, and is empty")
         prompts += found

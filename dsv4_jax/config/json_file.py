@@ -8,6 +8,8 @@ import pathlib
 import re
 from typing import Any
 
+from dsv4_jax.lines import without_mark
+
 MAX_JSON_BYTES = 100_000_000
 """As safetensors allows for a header; an index of 200,000 tensors takes a fifth of it."""
 
@@ -18,7 +20,7 @@ _STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]+|\\.)*+(?:"|\\?\Z)|[\[\]{}]', re.DO
 
 
 def read_json_object(file: pathlib.Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """Reads a file that holds one JSON object.
+    """Reads a file that holds one JSON object, perhaps after a byte order mark.
 
     Raises:
       ValueError: it is larger than `max_bytes`, no UTF-8, no JSON, nested deeper than `MAX_DEPTH`,
@@ -29,7 +31,7 @@ def read_json_object(file: pathlib.Path, *, max_bytes: int = MAX_JSON_BYTES) -> 
         size = os.fstat(stream.fileno()).st_size
         if size > max_bytes:
             raise ValueError(f"{file} must have at most {max_bytes:,} bytes, got {size:,}")
-        return parse_json_object(stream.read(size), str(file))
+        return parse_json_object(without_mark(stream.read(size)), str(file))
 
 
 def parse_json_object(data: bytes, where: str) -> dict[str, Any]:

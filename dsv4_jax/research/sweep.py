@@ -12,6 +12,7 @@ import numpy as np
 
 from dsv4_jax.cache.schema import choose_cache_format
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.lines import split_lines, without_mark
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.research.intervals import mean_interval, paired_difference
 from dsv4_jax.research.losses import losses_by_row
@@ -99,7 +100,7 @@ class SweepFile:
         """
         self._path, self._plan = path, dataclasses.asdict(plan)
         self._cells: dict[tuple[str, int], dict[str, Any]] = {}
-        lines = path.read_text().splitlines() if path.exists() else []
+        lines = split_lines(without_mark(path.read_bytes()).decode()) if path.exists() else []
         whole = []
         for number, line in enumerate(lines, 1):
             try:

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple, Self
 
+from dsv4_jax.lines import BLANKS, read_lines
 from dsv4_jax.serve.body import parse_object
 from dsv4_jax.serve.errors import ApiError
 from dsv4_jax.serve.intake import PATHS
 
 MAX_ID_CHARS = 512
 _FIELDS = {"custom_id", "method", "url", "body"}
-_BLANKS = b" \t\r\n"
 
 _HEAD = b'{"id": "batch_req_'
 """How every answer begins."""
@@ -63,17 +63,11 @@ class BatchRequests:
     def lines(self) -> Iterator[BatchLine]:
         """Every line that is not blank."""
         self._file.seek(0)
-        number = 0
-        while raw := self._file.readline(self._max_bytes + 1):
-            number += 1
-            is_long = len(raw) > self._max_bytes and not raw.endswith(b"\n")
-            while is_long and not raw.endswith(b"\n") and raw:
-                raw = self._file.readline(self._max_bytes)
-            if is_long:
-                yield BatchLine(
-                    number, None, problem=f"it must have at most {self._max_bytes} bytes"
-                )
-            elif raw.strip(_BLANKS):
+        for number, raw in enumerate(read_lines(self._file, self._max_bytes), 1):
+            if raw is None:
+                problem = f"it must have at most {self._max_bytes} bytes"
+                yield BatchLine(number, None, problem=problem)
+            elif raw.strip(BLANKS):
                 yield _read_line(raw, number)
 
     def check(self) -> dict[str | int, None]:
@@ -182,7 +176,7 @@ class BatchAnswers:
             if not raw.endswith(b"\n") and raw[: len(_HEAD)] == _HEAD[: len(raw)]:
                 break  # it was torn
             size += len(raw)
-            if not raw.strip(_BLANKS):
+            if not raw.strip(BLANKS):
                 continue
             name = _name_of_answer(raw)
             if name is None:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from starlette.requests import ClientDisconnect, Request
 
+from dsv4_jax.lines import without_mark
 from dsv4_jax.serve.errors import ApiError
 
 
@@ -47,7 +48,9 @@ def parse_object(raw: bytes, name: str = "the body") -> dict[str, Any]:
     """
     try:
         value = json.loads(
-            raw.decode("utf-8"), parse_constant=_no_constant, parse_float=_finite_float
+            without_mark(raw).decode("utf-8"),
+            parse_constant=_no_constant,
+            parse_float=_finite_float,
         )
         if b"\\u" in raw:  # half of a surrogate pair may have been escaped
             json.dumps(value, ensure_ascii=False).encode("utf-8")

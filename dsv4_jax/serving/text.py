@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 
 from dsv4_jax.config.checkpoint_folder import find_file
+from dsv4_jax.lines import without_mark
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """What stands for bytes that are no character, or none yet."""
@@ -27,7 +28,7 @@ def load_tokenizer(path: str | os.PathLike[str], *, follow_links: bool = False) 
     if not file.is_file():
         return None
     try:
-        tokenizer = Tokenizer.from_buffer(file.read_bytes())
+        tokenizer = Tokenizer.from_buffer(without_mark(file.read_bytes()))
         tokenizer.decode(tokenizer.encode("a").ids)
     except BaseException as error:
         # What is wrong with a file is a bare Exception; what shows in use alone, such as a special

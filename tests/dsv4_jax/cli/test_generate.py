@@ -81,7 +81,7 @@ def test_answers_are_alone_on_stdout(generate):
 def test_prompts_come_from_files_and_standard_input(generate, tmp_path, monkeypatch):
     whole, lines = tmp_path / "whole.txt", tmp_path / "lines.txt"
     whole.write_text("The for statement\n")
-    lines.write_text("Python\n\nThe for statement\n")
+    lines.write_bytes(b"\xef\xbb\xbfPython\r\n\nThe for statement\n")
     expected = generate(*PROMPTS).out
     assert generate("The for statement", "--lines", "--file", str(lines)).out == expected
     standard = io.TextIOWrapper(io.BytesIO(b"Python"))
@@ -90,6 +90,13 @@ def test_prompts_come_from_files_and_standard_input(generate, tmp_path, monkeypa
     assert generate(*files).out == expected
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"The for statement\n")))
     assert expected.startswith(generate().out)
+    inside = "a\u2028b\x0cc\x85d\x0be"
+    lines.write_bytes(f"{inside}\nThe\n".encode())
+    whole.write_bytes(f"\ufeff{inside}\r\n".encode())
+    found = generate("--lines", "--file", str(lines), "--json").out
+    assert [json.loads(line)["prompt"] for line in found.splitlines()] == [inside, "The"]
+    found = generate("--file", str(whole), "--json").out
+    assert json.loads(found)["prompt"] == inside
 
 
 def test_drafts_without_a_draft_block_are_refused_before_loading(checkpoint, capsys, monkeypatch):
