@@ -15,7 +15,9 @@ from dsv4_jax import checks
 from dsv4_jax.serve.drawing import MAX_LOGPROBS, read_max_tokens, read_sampling, read_stops
 from dsv4_jax.serve.errors import ApiError, refuse
 from dsv4_jax.serve.fields import ANY, check_inner, only, read_flag, read_integer
+from dsv4_jax.serve.token_names import TokenNames
 from dsv4_jax.serving.request import Completion, Token
+from dsv4_jax.serving.text import INCOMPLETE, TextState
 from dsv4_jax.step.sampling import SamplingParams
 
 DEFAULT_MAX_TOKENS = 16
@@ -110,6 +112,7 @@ class CompletionRenderer:
         self.streams = asked.streams
         self._asked = asked
         self._tokenizer = tokenizer
+        self._names = TokenNames(tokenizer if asked.sampling.logprobs is not None else None)
         self._model_name = model_name
         self._head = {
             "id": f"cmpl-{secrets.token_hex(12)}",
@@ -120,7 +123,7 @@ class CompletionRenderer:
         self._before = b"data: " + json.dumps(self._head).encode()[:-1] + b', "choices": [{"text": '
         self._after: dict[int, str] = {}  # by number, the rest of an event that is not the last
         self._echoed: set[int] = set()
-        self._offsets: dict[int, int] = {}
+        self._offsets: dict[int, tuple[int, TextState]] = {}
         self._logprobs: dict[int, list[dict[str, Any]]] = {}
 
     def start(self, hit_tokens: int) -> bytes:
@@ -198,25 +201,29 @@ class CompletionRenderer:
             "top_logprobs": [],
             "text_offset": [],
         }
-        offset = self._offsets.get(number, 0)
+        offset, state = self._offsets.get(number, (0, TextState()))
         for token in tokens:
             assert token.logprobs is not None
-            new["tokens"].append(self._token_text(token.token_id))
+            drawn, best = token.token_id, token.logprobs.top
+            if best and drawn not in dict(best):
+                best = (*best, (drawn, token.logprobs.logprob))
+            new["tokens"].append(self._names.of(drawn))
             new["token_logprobs"].append(token.logprobs.logprob)
-            new["top_logprobs"].append(
-                {self._token_text(other): logprob for other, logprob in token.logprobs.top}
-            )
-            new["text_offset"].append(offset)
-            offset += len(token.text or "")
-        self._offsets[number] = offset
+            new["top_logprobs"].append(self._names.of_best(drawn, best))
+            new["text_offset"].append(offset + self._held_chars(state))
+            if self._tokenizer is not None:  # `token.text` may come later, as of stop texts
+                state, text = state.add(drawn, self._tokenizer)
+                offset += len(text)
+        self._offsets[number] = offset, state
         if not self.streams:
             self._logprobs.setdefault(number, []).append(new)
         return new
 
-    def _token_text(self, token_id: int) -> str:
-        if self._tokenizer is None:
-            return str(token_id)
-        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+    def _held_chars(self, state: TextState) -> int:
+        """Whole characters before one of which only some bytes are there."""
+        if self._tokenizer is None or not state.held:
+            return 0
+        return len(state.rest(self._tokenizer).rstrip(INCOMPLETE))
 
 
 def _join_texts(tokens: list[Token]) -> str:
