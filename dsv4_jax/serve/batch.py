@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import pathlib
 import secrets
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
+from dsv4_jax.serve import digits
 from dsv4_jax.serve.answer import read_whole
 from dsv4_jax.serve.batch_files import BatchAnswers, BatchLine, BatchRequests, name_of
 from dsv4_jax.serve.errors import as_api_error, refuse
@@ -113,7 +113,7 @@ async def _answer(intake: Intake, line: BatchLine) -> dict[str, Any]:
         if refused.status == 503:
             raise ValueError(f"the engine has failed: {_reason(error)}") from error
         body, status = refused.for_path(line.path, request_id), refused.status
-    response = {"status_code": status, "request_id": request_id, "body": json.loads(body)}
+    response = {"status_code": status, "request_id": request_id, "body": digits.loads(body)}
     return answer | {"response": response, "error": None}
 
 

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, NamedTuple, Self
 
 from dsv4_jax.lines import BLANKS, read_lines
 from dsv4_jax.serve.body import parse_object
+from dsv4_jax.serve.digits import dumps
 from dsv4_jax.serve.errors import ApiError
 from dsv4_jax.serve.intake import PATHS
 
@@ -127,7 +128,7 @@ class BatchAnswers:
         Raises:
           OSError: the disk is full, or fails.
         """
-        left = memoryview(json.dumps(answer).encode() + b"\n")
+        left = memoryview(dumps(answer).encode() + b"\n")
         size = self._size + len(left)
         try:
             while left:

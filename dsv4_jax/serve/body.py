@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from starlette.requests import ClientDisconnect, Request
 
 from dsv4_jax.lines import without_mark
+from dsv4_jax.serve.digits import read_float
 from dsv4_jax.serve.errors import ApiError
 
 
@@ -72,7 +73,7 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _finite_float(text: str) -> float:
-    value = float(text)
+    value = read_float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text[:40]} is too large a number")
     return value

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import deepseek_recipe as recipe
 
+from dsv4_jax.serve import digits
 from dsv4_jax.serve.completions import count_usage
 from dsv4_jax.serve.conversations import AskedConversation
 from dsv4_jax.serve.dialects import CHAT, MESSAGES, RESPONSES, Dialect
 from dsv4_jax.serve.errors import ApiError
+from dsv4_jax.serve.sealed import seal_items
 from dsv4_jax.serving.request import Completion, Token
 
 
@@ -39,7 +42,7 @@ class ConversationRenderer:
         self._num_events = 0
         self._events: list[list[Any]] = [[] for _ in range(asked.n)]
         self._parsers = [
-            recipe.StreamProcessor(self._make_generator(), asked.request.parsing_options, tokenizer)
+            recipe.StreamProcessor(self._make_generator(), asked.turns.parsing, tokenizer)
             for _ in range(asked.n)
         ]
 
@@ -113,7 +116,10 @@ class ConversationRenderer:
 
     def _make_generator(self) -> Any:
         dialect, asked = self._dialect, self._asked
-        made = dialect.request_class.chunk_generator(asked.request, self._id, self._model_name)
+        if dialect is MESSAGES and asked.turns.continues_text:  # there is no thinking before it
+            return recipe.MessagesChunkGenerator(self._id, self._model_name, False)
+        request = asked.turns.request
+        made = dialect.request_class.chunk_generator(request, self._id, self._model_name)
         return made.with_echo(asked.echo) if dialect is RESPONSES else made
 
     def _take(self, number: int, events: list[Any]) -> bytes:
@@ -124,11 +130,21 @@ class ConversationRenderer:
         self._num_events += len(events)
         name_of, parts = self._dialect.response_class.sse_event_name, []
         for event in events:
-            name, data = name_of(event), event.to_json()
+            name, data = name_of(event), self._finish(event.to_json())
             if self._asked.n > 1:
                 data = _with_number(data, number)
             parts.append(f"event: {name}\ndata: {data}\n\n" if name else f"data: {data}\n\n")
         return "".join(parts).encode()
+
+    def _finish(self, data: str) -> str:
+        """An event or answer of the library's, with what it does not hold."""
+        if self._dialect is RESPONSES:
+            if '"encrypted_content":' in data:
+                data = _sealed(data)
+            data = self._asked.turns.digits.restore(data)  # of the tools that it repeats
+        if data.isascii():
+            return data
+        return data.translate(_LINE_ENDS)
 
     def _whole(self, completions: Sequence[Completion]) -> bytes:
         answers = []
@@ -136,9 +152,12 @@ class ConversationRenderer:
             response = self._dialect.response_class(
                 self._id, self._model_name, int(time.time()), done.prompt_tokens, done.hit_tokens
             )
+            inputs: dict[int, str] = {}
             for event in events:
+                if self._dialect is MESSAGES:
+                    _gather_input(event.to_json(), inputs)
                 response.accumulate(event)
-            answers.append(response.to_json())
+            answers.append(_with_inputs(self._finish(response.to_json()), inputs))
         if len(answers) == 1:
             return answers[0].encode()
         parsed = [json.loads(answer) for answer in answers]
@@ -150,6 +169,43 @@ class ConversationRenderer:
 def _logprobs(token: Token) -> list[tuple[float, list[tuple[int, float]]]] | None:
     found = token.logprobs
     return None if found is None else [(found.logprob, list(found.top))]
+
+
+_LINE_ENDS = {ord(one): f"\\u{ord(one):04x}" for one in "\x85\u2028\u2029"}
+"""Within texts of JSON, where many readers of lines would end one."""
+
+
+def _sealed(data: str) -> str:
+    """An event or answer whose reasoning items can be given back by their encrypted content."""
+    found = json.loads(data)
+    answer = found.get("response", found)
+    items = [found["item"]] if isinstance(found.get("item"), dict) else answer.get("output", [])
+    seal_items(items)
+    return json.dumps(found)
+
+
+def _gather_input(data: str, inputs: dict[int, str]) -> None:
+    """Adds a part of a call's arguments, by the place of its block."""
+    if '"partial_json":' in data:
+        event = json.loads(data)
+        place = event["index"]
+        inputs[place] = inputs.get(place, "") + event["delta"]["partial_json"]
+
+
+def _with_inputs(data: str, inputs: Mapping[int, str]) -> str:
+    """An answer whose calls have the model's own numbers, which the library would round."""
+    written = {}
+    for place, text in inputs.items():
+        with contextlib.suppress(ValueError, RecursionError):
+            value = digits.loads(text)
+            if isinstance(value, dict) and digits.Digits().hide(value) != value:
+                written[place] = value
+    if not written:
+        return data
+    answer = json.loads(data)
+    for place, value in written.items():
+        answer["content"][place]["input"] = value
+    return digits.dumps(answer)
 
 
 def _with_number(data: str, number: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from dsv4_jax.serve.completions import read_stream
 from dsv4_jax.serve.constraints import Wanted, grammar_of
 from dsv4_jax.serve.dialects import (
     CHAT,
+    RESPONSES,
     Dialect,
     check_dialect,
     convert,
@@ -19,11 +21,34 @@ from dsv4_jax.serve.dialects import (
     must_call,
     strict_tools,
 )
+from dsv4_jax.serve.digits import Digits
 from dsv4_jax.serve.drawing import MAX_LOGPROBS, read_max_tokens, read_sampling, read_stops
 from dsv4_jax.serve.errors import ApiError, refuse
 from dsv4_jax.serve.fields import read_flag, read_integer, read_number
+from dsv4_jax.serve.prefill import continued, gives_reasoning, initial_stage, take_prefill
+from dsv4_jax.serve.sealed import open_items
 from dsv4_jax.serve.settings import EFFORTS, ServeSettings
+from dsv4_jax.serve.turn_order import in_order
+from dsv4_jax.step.grammar import Grammar
 from dsv4_jax.step.sampling import SamplingParams
+
+
+class Turns(NamedTuple):
+    """A conversation as it is rendered.
+
+    Attributes:
+      request: what the library made of the body.
+      messages: of the prompt.
+      parsing: how its answer is read.
+      digits: numbers that the library does not hold.
+      continues_text: the prompt ends with a text of the assistant, and the answer goes on with it.
+    """
+
+    request: recipe.ConversationRequest
+    messages: list[recipe.Message]
+    parsing: recipe.ParsingOptions
+    digits: Digits
+    continues_text: bool
 
 
 class AskedConversation(NamedTuple):
@@ -35,7 +60,7 @@ class AskedConversation(NamedTuple):
       sampling: how they draw; answer i has the seed and i more.
       streams: events are wanted.
       has_usage: the last event counts tokens.
-      request: what the answer is parsed by.
+      turns: what the answer is parsed by.
       echo: what it repeats, in the responses protocol.
     """
 
@@ -44,7 +69,7 @@ class AskedConversation(NamedTuple):
     sampling: SamplingParams
     streams: bool
     has_usage: bool
-    request: recipe.ConversationRequest
+    turns: Turns
     echo: recipe.ResponsesEcho | None
 
 
@@ -81,6 +106,7 @@ class Conversations:
         added = json.loads(tokenizer_json).get("added_tokens", [])
         self._added_tokens = {one["content"]: one["id"] for one in added}
         self._encoding = recipe.DeepseekV4Encoding().with_tokenizer(self.tokenizer)
+        self._tokenizer_json = tokenizer_json
         self.obstacle = self._find_obstacle()
 
     def read(self, body: Mapping[str, Any], dialect: Dialect) -> AskedConversation:
@@ -96,9 +122,10 @@ class Conversations:
         n = read_integer(given, "n", 1, self._settings.max_choices, 1) or 1
         stops = read_stops(given, dialect.stops) if dialect.stops else ()
         wanted = read_max_tokens(given, dialect.max_tokens, None)
-        request, echo = self.convert(given, dialect)
+        turns, echo = self.convert(given, dialect)
+        request = turns.request
         options = request.inference_options
-        prompt_ids = self.encode(request)
+        prompt_ids = self.encode(turns)
         try:
             max_tokens = request.resolve_max_tokens(len(prompt_ids), self._max_context_tokens)
         except recipe.ConversionError as error:
@@ -110,40 +137,79 @@ class Conversations:
             temperature=1.0 if options.temperature is None else options.temperature,
             top_p=1.0 if options.top_p is None else options.top_p,
             logprobs=logprobs if options.logprobs else None,
-            grammar=grammar_of(_read_wanted(given, request), self._added_tokens),
+            grammar=self._find_grammar(given, turns),
         )
-        assert len(stops) == len(request.parsing_options.stop_sequences)
-        return AskedConversation(prompt_ids, n, sampling, streams, has_usage, request, echo)
+        assert len(stops) == len(turns.parsing.stop_sequences)
+        return AskedConversation(prompt_ids, n, sampling, streams, has_usage, turns, echo)
 
     def convert(
         self, given: Mapping[str, Any], dialect: Dialect
-    ) -> tuple[recipe.ConversationRequest, recipe.ResponsesEcho | None]:
+    ) -> tuple[Turns, recipe.ResponsesEcho | None]:
         """Converts fields that were checked; errors are those of `read`."""
         if self.obstacle is not None:
             raise ApiError(400, f"{self.obstacle}; use /v1/completions", code="no_conversations")
         for name in ("temperature", "top_p"):
             read_number(given, name, 0, 2 if name == "temperature" else 1, 1.0)
-        request, echo = convert(given, dialect, self._options)
-        if any(message.image_sources for message in request.conversation.messages):
+        digits = Digits()
+        body, continues = prepare(given, dialect, digits)
+        request, echo = convert(body, dialect, self._options)
+        messages, parsing = request.conversation.messages, request.parsing_options
+        if any(message.image_sources for message in messages):
             raise ApiError(400, "images are not supported: the model reads text alone")
-        return request, echo
+        if continues:
+            thinks = request.conversation.thinking_mode
+            if not thinks and gives_reasoning(given["messages"][-1]):
+                where = f"messages[{len(given['messages']) - 1}]"
+                refuse(where, "must have no reasoning: it is continued, and thinking is off")
+            parsing.thinking_initial_stage = initial_stage(messages[-1], thinks=thinks)
+            messages[-1] = continued(messages[-1])
+        continues_text = continues and bool(messages[-1].content)
+        return Turns(request, messages, parsing, digits, continues_text), echo
 
-    def encode(self, request: recipe.ConversationRequest) -> list[int]:
+    def encode(self, turns: Turns) -> list[int]:
         """Token ids of a conversation, its effort by the release's name for it."""
-        asked = request.conversation
+        asked = turns.request.conversation
         effort = asked.reasoning_effort
         try:
-            return self._encoding.encode(
-                recipe.Conversation(
-                    asked.messages,
-                    thinking_mode=asked.thinking_mode,
-                    tools=asked.tools,
-                    tool_choice=asked.tool_choice,
-                    reasoning_effort=EFFORTS[self._settings.release][effort] if effort else None,  # type: ignore[arg-type]
-                )
+            conversation = recipe.Conversation(
+                turns.messages,
+                thinking_mode=asked.thinking_mode,
+                tools=asked.tools,
+                tool_choice=asked.tool_choice,
+                reasoning_effort=EFFORTS[self._settings.release][effort] if effort else None,  # type: ignore[arg-type]
             )
+            if not turns.digits:
+                return self._encoding.encode(conversation)
+            return self._encode_parts(conversation, turns.digits)
         except (RuntimeError, ValueError) as error:
             raise ApiError(400, f"the conversation cannot be rendered: {error}") from None
+
+    def _encode_parts(self, conversation: recipe.Conversation, digits: Digits) -> list[int]:
+        """Token ids of a conversation with numbers that the library does not hold.
+
+        As the library does, it encodes what is between special tokens as plain text.
+        """
+        rendered = self._encoding.render_conversation(conversation)
+        text, ids, place = rendered.prompt, [], 0
+        for start, end in rendered.special_ranges:
+            ids += self._plain.encode(digits.restore(text[place:start]))
+            ids.append(self._added_tokens[text[start:end]])
+            place = end
+        return ids + self._plain.encode(digits.restore(text[place:]))
+
+    @functools.cached_property
+    def _plain(self) -> recipe.Tokenizer:
+        """The tokenizer without tokens that are more than text."""
+        parts = json.loads(self._tokenizer_json)
+        return recipe.Tokenizer.from_str(json.dumps(parts | {"added_tokens": []}))
+
+    def _find_grammar(self, given: Mapping[str, Any], turns: Turns) -> Grammar | None:
+        """The grammar of an answer, from its beginning."""
+        grammar = grammar_of(_read_wanted(given, turns), self._added_tokens)
+        if grammar is not None and turns.continues_text:
+            told = "must not be continued where the answer's form is given; leave out one of them"
+            refuse(f"messages[{len(given['messages']) - 1}]", told)
+        return grammar
 
     def _find_obstacle(self) -> str | None:
         """Renders a conversation with all the tokens that a conversation needs."""
@@ -157,9 +223,52 @@ class Conversations:
         return None
 
 
-def _read_wanted(given: Mapping[str, Any], request: recipe.ConversationRequest) -> Wanted:
+def prepare(
+    given: Mapping[str, Any], dialect: Dialect, digits: Digits
+) -> tuple[dict[str, Any], bool]:
+    """The fields that the library reads, as it can read them, and whether a prefill is among them.
+
+    Args:
+      given: fields that were checked.
+      dialect: their protocol.
+      digits: gets the numbers that the library does not hold.
+
+    Raises:
+      ApiError: turns cannot be what they say, or the body is nested too deep.
+    """
+    where = "input" if dialect is RESPONSES else "messages"
+    body, continues = dict(given), False
+    if isinstance(body.get(where), list):
+        turns, continues = take_prefill(body[where], dialect, where)
+        turns = in_order(open_items(turns) if dialect is RESPONSES else turns, dialect)
+        body[where] = [_with_digits(turn, digits) for turn in turns]
+    try:
+        return digits.hide(body), continues
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deep") from None
+
+
+def _with_digits(turn: Any, digits: Digits) -> Any:
+    """A turn whose calls have arguments, which are texts of JSON, that the library can read."""
+    if not isinstance(turn, dict):
+        return turn
+    if isinstance(turn.get("arguments"), str):
+        return turn | {"arguments": digits.hide_in(turn["arguments"])}
+    calls = turn.get("tool_calls")
+    if not isinstance(calls, list):
+        return turn
+    return turn | {"tool_calls": [_with_function_digits(call, digits) for call in calls]}
+
+
+def _with_function_digits(call: Any, digits: Digits) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    return call | {"function": _with_digits(function, digits)} if function else call
+
+
+def _read_wanted(given: Mapping[str, Any], turns: Turns) -> Wanted:
     """What a body that was checked says of its answer's form."""
-    stage = request.parsing_options.thinking_initial_stage
+    request = turns.request
+    stage = turns.parsing.thinking_initial_stage
     thinks = stage is not None and stage.starts_in_reasoning()
     found = request.inference_options.output_constraint
     asked = given.get("response_format", given.get("text", {}).get("format", {}))
@@ -171,9 +280,9 @@ def _read_wanted(given: Mapping[str, Any], request: recipe.ConversationRequest) 
     if found is None:
         return Wanted(thinks)
     if not found.kind.startswith("tool_call"):
-        if request.conversation.messages[-1].prefix and not thinks:
-            refuse("messages", "must not end with a part of the answer where its form is given")
-        schema = json.loads(found.schema) if found.schema else {"type": "object"}
+        schema = (
+            json.loads(turns.digits.restore(found.schema)) if found.schema else {"type": "object"}
+        )
         return Wanted(thinks, schema=schema, is_strict=is_schema_strict(given))
     if format_ != "text":
         name = "response_format" if "response_format" in given else "text.format"
@@ -183,7 +292,7 @@ def _read_wanted(given: Mapping[str, Any], request: recipe.ConversationRequest) 
     strict = strict_tools(given)
     tools = [
         {"function": one["function"] | {"strict": one["function"]["name"] in strict}}
-        for one in json.loads(found.schema)
+        for one in json.loads(turns.digits.restore(found.schema))
     ]
     if choice.get("type") == "tool":
         tools = [one for one in tools if one["function"]["name"] == choice.get("name")]
@@ -195,5 +304,5 @@ def _read_wanted(given: Mapping[str, Any], request: recipe.ConversationRequest) 
         tools=tools,
         must_call=must_call(given),
         calls_once=bool(single),
-        is_open=request.parsing_options.starts_in_tool_calls,
+        is_open=turns.parsing.starts_in_tool_calls,
     )

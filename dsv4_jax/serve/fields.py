@@ -218,7 +218,12 @@ def read_number(
 ) -> float:
     """A number of that range."""
     value = body.get(name, default)
-    if type(value) in (int, float) and low <= value <= high and math.isfinite(value):
+    if (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and low <= value <= high
+        and math.isfinite(value)
+    ):
         return float(value)
     _wrong(name, f"a number from {low:g} to {high:g}", value)
 
