@@ -243,9 +243,19 @@ def prepare(
         turns = in_order(open_items(turns) if dialect is RESPONSES else turns, dialect)
         body[where] = [_with_digits(turn, digits) for turn in turns]
     try:
-        return digits.hide(body), continues
+        for name, value in body.items():
+            body[name] = digits.hide(value) if name in _FREE else _plain(value)
+        return body, continues
     except RecursionError:
         raise ApiError(400, "the body is nested too deep") from None
+
+
+_FREE = ("messages", "input", "tools", "response_format", "text", "output_config")
+"""Fields that hold JSON of the client's own; numbers elsewhere are settings."""
+
+
+def _plain(value: Any) -> Any:
+    return float(value) if isinstance(value, float) else value
 
 
 def _with_digits(turn: Any, digits: Digits) -> Any:

@@ -15,6 +15,9 @@ from typing import Any, NoReturn
 _LOW, _HIGH = -(2**63), 2**64 - 1
 """Whole numbers that the library holds."""
 
+_MAX_DIGITS = 4000
+"""Of an int that Python makes of a text; its own limit is 4300."""
+
 _STRING_OR_NUMBER = re.compile(
     r'"(?:[^"\\]|\\.)*"|(-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)', re.ASCII | re.DOTALL
 )
@@ -22,7 +25,7 @@ _STAND_IN = re.compile(r"(?<!\d)\d{18}(?!\d)", re.ASCII)
 
 
 class WrittenFloat(float):
-    """A number of JSON that Python would write in another way.
+    """A number of JSON that the library, or Python, would write in another way.
 
     Attributes:
       text: how it was written.
@@ -33,18 +36,24 @@ class WrittenFloat(float):
 
 
 def read_float(text: str) -> float:
-    """A float, with its text where that says more than its value; for `json.loads`."""
+    """A float, with its text where that may say more than its value; for `json.loads`."""
     value = float(text)
-    if repr(value) == text:
-        return value
-    written = WrittenFloat(value)
-    written.text = text
-    return written
+    return value if repr(value) == text and "e" not in text else _written(text)
 
 
 def loads(text: str | bytes) -> Any:
     """JSON whose numbers `dumps` writes as they are in it."""
-    return json.loads(text, parse_float=read_float)
+    return json.loads(text, parse_float=read_float, parse_int=_read_whole)
+
+
+def _read_whole(text: str) -> int | float:
+    return _written(text) if text == "-0" or len(text) > _MAX_DIGITS else int(text)
+
+
+def _written(text: str) -> WrittenFloat:
+    written = WrittenFloat(text)
+    written.text = text
+    return written
 
 
 def dumps(value: Any) -> str:

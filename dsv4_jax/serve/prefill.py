@@ -39,14 +39,11 @@ def take_prefill(turns: list[Any], dialect: Dialect, where: str) -> tuple[list[A
     if dialect is MESSAGES:
         if any(_kind_of(part) == "tool_use" for part in _content_of(turn)):
             refuse(f"{name}.content", "must hold no tool_use: its tool_result has to come after it")
-        if turn.get("content") == []:
-            kept[-1] = kept[-1] | {"content": ""}
-        return kept, True
-    if not turn.get("prefix"):
+    elif not turn.get("prefix"):
         return kept, False
-    if turn.get("tool_calls"):
+    elif turn.get("tool_calls"):
         refuse(f"{name}.tool_calls", "must be absent from a message that is continued")
-    if turn.get("content") is None:
+    if turn.get("content") in (None, []):
         kept[-1] = kept[-1] | {"content": ""}
     return kept, True
 

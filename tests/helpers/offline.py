@@ -29,19 +29,19 @@ class Offline:
         ids = self.read(body, dialect).prompt_ids
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
-    def answer(self, body, dialect, text):
+    def answer(self, body, dialect, text, *, raw=False):
         """What a client gets where the model says a text: the answer, or the events of a stream."""
         asked = self.read(body, dialect)
         renderer = ConversationRenderer(asked, dialect, MODEL, self.conversations.tokenizer)
         ids = self.tokenizer.encode(text + END, add_special_tokens=False).ids
-        raw = renderer.start(0)
+        given = renderer.start(0)
         for number in range(asked.n):
             for place, token in enumerate(ids):
                 reason = "stop" if place == len(ids) - 1 else None
-                raw += renderer.tokens(number, [Token(number, token, reason)])
+                given += renderer.tokens(number, [Token(number, token, reason)])
         done = Completion(ids, None, "stop", prompt_tokens=len(asked.prompt_ids))
-        raw += renderer.end([done] * asked.n)
+        given += renderer.end([done] * asked.n)
         if not asked.streams:
-            return json.loads(raw)
-        data = [part.partition("data: ")[2] for part in raw.decode().split("\n\n")]
+            return given.decode() if raw else json.loads(given)
+        data = [part.partition("data: ")[2] for part in given.decode().split("\n\n")]
         return [json.loads(one) for one in data if one[:1] == "{"]
