@@ -32,6 +32,9 @@ from dsv4_jax.serve.turn_order import in_order
 from dsv4_jax.step.grammar import Grammar
 from dsv4_jax.step.sampling import SamplingParams
 
+_LOGPROBS = "message.output_text.logprobs"
+"""What responses are asked to include; the library takes `top_logprobs` alone for it."""
+
 
 class Turns(NamedTuple):
     """A conversation as it is rendered.
@@ -131,12 +134,13 @@ class Conversations:
         except recipe.ConversionError as error:
             raise ApiError(400, json.loads(error.body)["error"]["message"]) from None
         logprobs = read_integer(given, "top_logprobs", 0, MAX_LOGPROBS, 0)
+        has_logprobs = options.logprobs or _LOGPROBS in given.get("include", [])
         sampling = read_sampling(
             given,
             max_new_tokens=max_tokens if wanted is None else wanted,
             temperature=1.0 if options.temperature is None else options.temperature,
             top_p=1.0 if options.top_p is None else options.top_p,
-            logprobs=logprobs if options.logprobs else None,
+            logprobs=logprobs if has_logprobs else None,
             grammar=self._find_grammar(given, turns),
         )
         assert len(stops) == len(turns.parsing.stop_sequences)

@@ -7,8 +7,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from dsv4_jax.serve.completions import CompletionRenderer, read_completion
+from dsv4_jax.serve.dialects import RESPONSES
 from dsv4_jax.serve.token_names import TokenNames
 from dsv4_jax.serving.request import Completion, Token, TokenLogprobs
+from helpers.offline import Offline
 from helpers.serve import EOS, v4_tokenizer
 
 TEXT = "é猕 🐙\nab 🐙🐙"
@@ -100,3 +102,9 @@ def test_the_drawn_token_is_among_the_best_as_the_protocol_says(streams):
     assert choice["logprobs"]["top_logprobs"] == [best]
     (choice,) = answers(tokenizer, [(0x41, -7.0, ())], streams, logprobs=0)
     assert choice["logprobs"]["top_logprobs"] == [{}]
+
+
+def test_responses_include_log_probabilities_without_the_best_tokens():
+    include = {"include": ["message.output_text.logprobs"]}
+    for body, wanted in (({}, None), (include, 0), (include | {"top_logprobs": 2}, 2)):
+        assert Offline().read({"input": "hi"} | body, RESPONSES).sampling.logprobs == wanted
