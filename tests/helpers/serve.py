@@ -1,4 +1,4 @@
-"""Servers for tests: one small model, with V4's tokenizer or the shipped one."""
+"""Servers for tests: one small model, and V4's tokenizer, a stand-in of bytes or the shipped one."""
 
 import contextlib
 import dataclasses
@@ -8,14 +8,20 @@ import pathlib
 
 import deepseek_recipe as recipe
 import jax
+import pytest
 from tokenizers import Tokenizer
 
 import dsv4_jax as ds
 from dsv4_jax.serve import Server, ServeSettings
 from dsv4_jax.serving import AsyncEngine
+from dsv4_jax.serving.prompts import Limits
+from helpers import slow
+from helpers.released_tokenizer import END as RELEASED_END
+from helpers.released_tokenizer import VOCAB, released_tokenizer
 from helpers.serving import CONFIG
 
 MODEL = "small"
+BEGIN, END = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 SPECIAL = [
     getattr(recipe.SpecialToken, name).default_str()
     for name in sorted(dir(recipe.SpecialToken))
@@ -24,10 +30,11 @@ SPECIAL = [
 SPOKEN = ("</think>", "<think>", "｜DSML｜")
 """Tokens of V4's tokenizer that are no special ones: decoding shows them."""
 
-EOS = 256 + SPECIAL.index("<｜end▁of▁sentence｜>")
+EOS = 256 + SPECIAL.index(END)
 STEP = 64
 """Tokens of the one step that there is."""
 
+CHECK_PROMPT = Limits.check_prompt
 _SHIPPED = pathlib.Path(ds.SHIPPED_CHECKPOINT) / "tokenizer.json"
 
 
@@ -43,39 +50,75 @@ def v4_tokenizer():
         made["added_tokens"][0] | {"id": 256 + i, "content": text, "special": text not in SPOKEN}
         for i, text in enumerate(SPECIAL)
     ]
-    begin = "<｜begin▁of▁sentence｜>"
-    made["post_processor"]["single"][0]["SpecialToken"]["id"] = begin
-    entry = {"id": begin, "ids": [256 + SPECIAL.index(begin)], "tokens": [begin]}
-    made["post_processor"]["special_tokens"] = {begin: entry}
+    made["post_processor"]["single"][0]["SpecialToken"]["id"] = BEGIN
+    entry = {"id": BEGIN, "ids": [256 + SPECIAL.index(BEGIN)], "tokens": [BEGIN]}
+    made["post_processor"]["special_tokens"] = {BEGIN: entry}
     return Tokenizer.from_str(json.dumps(made))
 
 
+TOKENIZERS = {"bytes": v4_tokenizer, "released": released_tokenizer}
+"""What tests of the server run on, by name: see the fixture `tokenizer`."""
+SLOW_WHERE_RELEASED = pytest.mark.parametrize(
+    "tokenizer_name", slow.all_but(["bytes"], list(TOKENIZERS)), indirect=True
+)
+"""Tests that draw many tokens: to draw one of 129,280 a CPU sorts them, 30 ms for each slot."""
+BYTES_ALONE = pytest.mark.parametrize("tokenizer_name", ["bytes"], indirect=True)
+"""Tests whose texts have as many tokens as bytes, or tokens that only the stand-in has."""
+
+
+def ids_of(tokenizer, text):
+    """Token ids of a text by itself."""
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def added_ids(tokenizer):
+    """By content, the tokens that are no part of any text."""
+    return {one.content: number for number, one in tokenizer.get_added_tokens_decoder().items()}
+
+
+def model(tokenizer=None, *, num_mtp_layers=0):
+    """One CSA layer with a vocabulary for either tokenizer of bytes, or for the released one."""
+    if tokenizer is not None and _is_released(tokenizer):
+        return _model(VOCAB, RELEASED_END, num_mtp_layers)
+    return _model(256 + len(SPECIAL), EOS, num_mtp_layers)
+
+
+def _is_released(tokenizer):
+    return tokenizer.get_vocab_size() == VOCAB
+
+
 @functools.cache
-def model():
-    """One CSA layer with a vocabulary for either tokenizer."""
+def _model(vocab_size, end, num_mtp_layers):
     config = dataclasses.replace(
         CONFIG,
         layer_types=(ds.AttentionType.CSA,),
         router_types=(ds.RouterType.LEARNED,),
-        vocab_size=256 + len(SPECIAL),
-        eos_token_ids=(EOS,),
-        num_mtp_layers=0,
+        vocab_size=vocab_size,
+        eos_token_ids=(end,),
+        num_mtp_layers=num_mtp_layers,
     )
     return config, ds.init_params(config, jax.random.key(0))
 
 
-def small_engine(tokenizer=None, **changes):
-    """An engine of one program."""
+def small_engine(tokenizer=None, *, num_mtp_layers=0, **changes):
+    """An engine of one program, of half the slots where a slot's draw takes long."""
+    tokenizer = tokenizer or v4_tokenizer()
     sizes = {
-        "max_requests": 8, "max_context_tokens": 2048, "prefill_tokens": (STEP,),
-        "decode_tokens": STEP, "num_snapshots": 16,
+        "max_requests": 4 if _is_released(tokenizer) else 8, "max_context_tokens": 2048,
+        "prefill_tokens": (STEP,), "decode_tokens": STEP, "num_snapshots": 16,
     }  # fmt: skip
-    return ds.Engine(*model(), tokenizer=tokenizer or v4_tokenizer(), **(sizes | changes))
+    made = model(tokenizer, num_mtp_layers=num_mtp_layers)
+    return ds.Engine(*made, tokenizer=tokenizer, **(sizes | changes))
 
 
-def warm_engine():
-    """That engine, its program compiled."""
-    engine = small_engine()
+def num_slots(engine):
+    return engine._plan.pools.max_requests
+
+
+@functools.cache
+def warm_engine(name="bytes"):
+    """That engine, its program compiled: one for all files of a process."""
+    engine = small_engine(TOKENIZERS[name]())
     engine.warmup()
     return engine
 
@@ -91,9 +134,10 @@ def running(engine, *, queue=None, **settings):
 def script(monkeypatch, engine, text):
     """Makes requests draw the tokens of a text and the end, whatever the model says.
 
-    Those with a grammar draw what the model gives under its masks.
+    Those with a grammar draw what the model gives under its masks. Of the others the device takes
+    the likeliest tokens, since sorting 129,280 of them to draw one is most of a step on a CPU.
     """
-    ids = [*v4_tokenizer().encode(text, add_special_tokens=False).ids, EOS]
+    ids = [*ids_of(engine.tokenizer, text), *engine.config.eos_token_ids]
     run = (
         engine._runner.run if not hasattr(engine._runner.run, "plain") else engine._runner.run.plain
     )
@@ -114,3 +158,10 @@ def script(monkeypatch, engine, text):
 
     say.plain = run
     monkeypatch.setattr(engine._runner, "run", say)
+    monkeypatch.setattr(Limits, "check_prompt", _check_prompt_for_script)
+
+
+def _check_prompt_for_script(limits, prompt, row, *, name):
+    """What a request without a grammar asks for, but for its temperature."""
+    ids, row = CHECK_PROMPT(limits, prompt, row, name=name)
+    return ids, row if row.grammar else dataclasses.replace(row, temperature=0.0)

@@ -1,4 +1,4 @@
-"""One engine, its server and a client, for the tests of a module."""
+"""A tokenizer, one engine with it, its server and a client, for the tests of a module."""
 
 import functools
 import ssl
@@ -6,7 +6,7 @@ import ssl
 import openai
 import pytest
 
-from helpers.serve import running, warm_engine
+from helpers.serve import TOKENIZERS, running, warm_engine
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -17,9 +17,20 @@ def one_tls_context():
         yield
 
 
+@pytest.fixture(scope="module", params=TOKENIZERS)
+def tokenizer_name(request):
+    """Bytes and V4's special tokens, or V4's own 129,280 tokens."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def engine():
-    return warm_engine()
+def tokenizer(tokenizer_name):
+    return TOKENIZERS[tokenizer_name]()
+
+
+@pytest.fixture(scope="module")
+def engine(tokenizer_name):
+    return warm_engine(tokenizer_name)
 
 
 @pytest.fixture(scope="module")

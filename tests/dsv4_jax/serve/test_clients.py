@@ -1,7 +1,7 @@
 """The clients that people use, against a running server.
 
-The model is one layer of random weights, with V4's tokenizer. Where an answer has to say something,
-a script takes the place of what it draws.
+The model is one layer of random weights. Where an answer has to say something, a script takes the
+place of what it draws.
 """
 
 import concurrent.futures
@@ -13,7 +13,7 @@ import openai
 import pytest
 
 import dsv4_jax as ds
-from helpers.serve import EOS, MODEL, script, v4_tokenizer
+from helpers.serve import BEGIN, MODEL, SLOW_WHERE_RELEASED, ids_of, script
 
 HI = [{"role": "user", "content": "hi"}]
 PLAIN = {"thinking": {"type": "disabled"}}
@@ -36,6 +36,12 @@ def claude(server):
         yield client
 
 
+@pytest.fixture(scope="module")
+def count(tokenizer):
+    """How many tokens texts have, and one more each: the end of reasoning, or of the answer."""
+    return lambda *texts: sum(len(ids_of(tokenizer, text)) + 1 for text in texts)
+
+
 @pytest.fixture
 def says(engine, monkeypatch):
     """Makes every request draw the tokens of a text, and then end."""
@@ -49,6 +55,7 @@ def post(server, path, body, **options):
 # Completions.
 
 
+@SLOW_WHERE_RELEASED
 def test_64_completions_are_those_of_generate(server, ask, engine):
     """Whole and streamed, greedy and drawn, all at once."""
     prompts = [f"{'A prompt' * (i % 5)} {i}" for i in range(64)]
@@ -87,9 +94,10 @@ def test_64_completions_are_those_of_generate(server, ask, engine):
         assert usage.prompt_tokens_details.cached_tokens >= 0
 
 
-def test_several_prompts_several_answers_and_echo(ask, engine):
+@SLOW_WHERE_RELEASED
+def test_several_prompts_several_answers_and_echo(ask, engine, tokenizer):
     """Answer j of a prompt has the seed and j more; token ids are prompts too."""
-    ids = v4_tokenizer().encode("two").ids
+    ids = tokenizer.encode("two").ids
     done = ask.completions.create(
         model=MODEL, prompt=["one", "two"], n=2, max_tokens=4, seed=5, echo=True, temperature=1
     )
@@ -142,6 +150,7 @@ def test_log_probabilities_of_a_completion(ask, engine):
     assert [one for part in parts for one in part.text_offset] == found.text_offset
 
 
+@SLOW_WHERE_RELEASED
 def test_how_tokens_are_drawn_is_up_to_the_request(ask, engine):
     """Fields of OpenAI's, and those that other servers have too."""
     asked = {"temperature": 0.9, "top_p": 0.8, "seed": 3, "presence_penalty": 0.5}
@@ -158,18 +167,19 @@ def test_how_tokens_are_drawn_is_up_to_the_request(ask, engine):
 # Chat.
 
 
-def test_a_chat_with_and_without_thinking(ask, says):
+def test_a_chat_with_and_without_thinking(ask, says, count, tokenizer):
     says("Hm.</think>Hello")
     done = ask.chat.completions.create(model=MODEL, messages=HI, max_tokens=40)
     (choice,) = done.choices
     assert (choice.message.role, choice.message.content) == ("assistant", "Hello")
     assert choice.message.reasoning_content == "Hm."
     assert (choice.finish_reason, done.object) == ("stop", "chat.completion")
-    assert done.usage.completion_tokens == len("Hm.") + 1 + len("Hello") + 1  # </think>, the end
+    assert done.usage.completion_tokens == count("Hm.", "Hello")
     assert done.usage.total_tokens == done.usage.prompt_tokens + done.usage.completion_tokens
-    says("Hello")
+    says("Hello, you.")
     done = ask.chat.completions.create(model=MODEL, messages=HI, max_tokens=3, extra_body=PLAIN)
-    assert (done.choices[0].message.content, done.choices[0].finish_reason) == ("Hel", "length")
+    cut = tokenizer.decode(ids_of(tokenizer, "Hello, you.")[:3])
+    assert (done.choices[0].message.content, done.choices[0].finish_reason) == (cut, "length")
 
 
 def test_a_chat_that_streams(ask, says):
@@ -189,19 +199,19 @@ def test_a_chat_that_streams(ask, says):
     assert events[-1].usage.total_tokens > events[-1].usage.prompt_tokens > 0
 
 
-def test_several_answers_of_a_chat(ask, engine):
+@SLOW_WHERE_RELEASED
+def test_several_answers_of_a_chat(ask, engine, tokenizer):
     """Answers with a seed each, as `generate` gives them."""
     asked = {"model": MODEL, "messages": HI, "max_tokens": 6, "seed": 4, "n": 3, "temperature": 0.7}
     done = ask.chat.completions.create(**asked, extra_body=PLAIN)
-    prompt = v4_tokenizer().encode(
-        "<｜begin▁of▁sentence｜><｜User｜>hi<｜Assistant｜></think>", add_special_tokens=False
-    )
+    prompt = ids_of(tokenizer, f"{BEGIN}<｜User｜>hi<｜Assistant｜></think>")
     expected = [
-        engine.generate([prompt.ids], max_new_tokens=6, seed=seed, temperature=0.7)[0]
+        engine.generate([prompt], max_new_tokens=6, seed=seed, temperature=0.7)[0]
         for seed in (4, 5, 6)
     ]
-    drawn = [one.token_ids[: -1 if one.token_ids[-1] == EOS else None] for one in expected]
-    texts = [v4_tokenizer().decode(ids, skip_special_tokens=False) for ids in drawn]
+    ends = engine.config.eos_token_ids
+    drawn = [one.token_ids[: -1 if one.token_ids[-1] in ends else None] for one in expected]
+    texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in drawn]
     shown = [choice.message.content for choice in done.choices]
     for text, choice in zip(texts, shown, strict=True):
         assert len(choice) > 0
@@ -258,14 +268,14 @@ def test_log_probabilities_of_a_chat(ask, engine):
 # Responses and messages.
 
 
-def test_a_response(ask, says):
+def test_a_response(ask, says, count):
     says("Hm.</think>Hello")
     done = ask.responses.create(model=MODEL, input="hi", instructions="Be kind.")
     assert (done.output_text, done.status, done.object) == ("Hello", "completed", "response")
     assert [item.type for item in done.output] == ["reasoning", "message"]
     assert done.output[0].content[0].text == "Hm."
     assert done.instructions == "Be kind."
-    assert done.usage.output_tokens == len("Hm.Hello") + 2
+    assert done.usage.output_tokens == count("Hm.", "Hello")
     tools = [{"type": "function", **TOOL}]
     says(CALL)
     called = ask.responses.create(
@@ -290,14 +300,14 @@ def test_a_response_that_streams(ask, says):
     assert "".join(text) == done.output_text == "Hello"
 
 
-def test_a_message(claude, says):
+def test_a_message(claude, says, count):
     asked = {"model": MODEL, "max_tokens": 40, "messages": HI, "system": "Be kind."}
     says("Hm.</think>Hello")
     done = claude.messages.create(**asked)
     assert [block.type for block in done.content] == ["thinking", "text"]
     assert (done.content[0].thinking, done.content[1].text) == ("Hm.", "Hello")
     assert (done.role, done.stop_reason, done.type) == ("assistant", "end_turn", "message")
-    assert done.usage.output_tokens == len("Hm.Hello") + 2
+    assert done.usage.output_tokens == count("Hm.", "Hello")
     counted = claude.messages.count_tokens(model=MODEL, messages=HI, system="Be kind.")
     assert counted.input_tokens == done.usage.input_tokens
     assert claude.messages.create(**asked, stop_sequences=["m."]).stop_reason == "end_turn"
@@ -313,13 +323,13 @@ def test_a_message(claude, says):
     assert called.stop_reason == "tool_use"
 
 
-def test_a_message_that_streams(claude, says):
+def test_a_message_that_streams(claude, says, count):
     says("Hm.</think>Hello")
     with claude.messages.stream(model=MODEL, max_tokens=40, messages=HI) as stream:
         assert "".join(stream.text_stream) == "Hello"
         done = stream.get_final_message()
     assert (done.stop_reason, done.content[0].thinking) == ("end_turn", "Hm.")
-    assert done.usage.output_tokens == len("Hm.Hello") + 2
+    assert done.usage.output_tokens == count("Hm.", "Hello")
 
 
 # The rest.
@@ -337,13 +347,13 @@ def test_models_health_and_metrics(server, ask, claude):
     assert metrics.headers["content-type"].startswith("text/plain")
 
 
-def test_tokens_and_texts(server):
+def test_tokens_and_texts(server, tokenizer):
+    """V4's own tokenizer puts no token before a text; the stand-in begins it."""
     tokens = post(server, "/tokenize", {"prompt": "aé"}).json()
-    begin = v4_tokenizer().token_to_id("<｜begin▁of▁sentence｜>")
-    assert tokens["tokens"][0] == begin
-    assert (tokens["count"], tokens["max_model_len"]) == (4, 2048)
+    assert tokens["tokens"] == tokenizer.encode("aé").ids
+    assert (tokens["count"], tokens["max_model_len"]) == (len(tokens["tokens"]), 2048)
     bare = post(server, "/tokenize", {"prompt": "aé", "add_special_tokens": False}).json()
-    assert bare["tokens"] == tokens["tokens"][1:]
+    assert bare["tokens"] == ids_of(tokenizer, "aé")
     text = post(server, "/detokenize", {"tokens": bare["tokens"]}).json()
     assert text == {"prompt": "aé"}
     assert post(server, "/detokenize", {"tokens": [10**6]}).status_code == 400

@@ -9,10 +9,10 @@ import threading
 import httpx
 import pytest
 
-from helpers.serve import MODEL, running
+from helpers.serve import MODEL, num_slots, running
 from helpers.serving import fail_with_prompts_of, until
 
-LONG = {"model": MODEL, "prompt": "a", "max_tokens": 1500, "ignore_eos": True}
+LONG = {"model": MODEL, "prompt": "a", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
 OPENED = []
 SHORT = {"model": MODEL, "prompt": "a", "max_tokens": 3, "temperature": 0}
 
@@ -80,10 +80,10 @@ def read_all(opened):
     return data
 
 
-def fill(server):
+def fill(server, engine):
     """Connections whose requests have all slots."""
     busy = []
-    for _ in range(8):
+    for _ in range(num_slots(engine)):
         busy.append(connect(server, request_bytes(LONG | {"stream": True})))
         assert b"200 OK" in busy[-1].recv(100)
     return busy
@@ -109,18 +109,18 @@ def test_a_client_goes_while_its_prompt_is_read(server, engine):
 
 
 def test_a_client_goes_while_it_waits(server, engine):
-    busy = fill(server)
+    busy = fill(server, engine)
     waiting = connect(server, request_bytes(LONG))
     until(lambda: engine.metrics.waiting == 1)
     waiting.close()
     until(lambda: engine.metrics.waiting == 0, 5)
-    assert engine.metrics.running == 8
+    assert engine.metrics.running == num_slots(engine)
     for one in busy:
         one.close()
 
 
 def test_a_full_queue_and_one_that_waits_for_too_long(server, engine):
-    busy = fill(server)
+    busy = fill(server, engine)
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         late = [pool.submit(post, server, LONG) for _ in range(4)]
         until(lambda: server.endpoints.engine.num_waiting == 4)
@@ -130,7 +130,7 @@ def test_a_full_queue_and_one_that_waits_for_too_long(server, engine):
             assert answer.headers["retry-after"] == "1"
             assert answer.json()["error"]["code"] == "queue_full"
             assert answer.json()["error"]["type"] == "rate_limit_error"
-    assert engine.metrics.running == 8
+    assert engine.metrics.running == num_slots(engine)
     for one in busy:
         one.close()
 
@@ -193,7 +193,7 @@ def test_200_connections_that_read_nothing(server, engine):
 def test_who_does_not_read_is_cut_off(engine, monkeypatch):
     """Nothing takes its tokens, so that they pile up, and then its blocks are free."""
     with running(engine, queue={"max_unread_tokens": 20}, stall_timeout_s=0.3) as server:
-        big = {"model": MODEL, "prompt": "a", "max_tokens": 1900, "ignore_eos": True}
+        big = LONG | {"max_tokens": 1900}
         opened = socket.socket()
         OPENED.append(opened)
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)

@@ -13,7 +13,7 @@ import pytest
 import dsv4_jax as ds
 from dsv4_jax.serve.web_page import PAGE_PATHS, STATE_PATH
 from helpers.browser import OBSTACLE, chromium
-from helpers.serve import MODEL, running, script
+from helpers.serve import BYTES_ALONE, MODEL, ids_of, running, script
 from helpers.serving import until
 
 FOLDER = pathlib.Path(ds.__file__).parent / "serve" / "page"
@@ -24,7 +24,8 @@ CONTROL, ENTER, ESCAPE, TAB = "\ue009", "\ue007", "\ue00c", "\ue004"
 @contextlib.contextmanager
 def answering(server, prompt, tokens=1900):
     """A request whose first tokens have come, until the end of the block."""
-    body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens - len(prompt)}
+    left = tokens - len(ids_of(server.endpoints.engine.engine.tokenizer, prompt))
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": left, "temperature": 0}
     body |= {"ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:
         parts = stream.iter_raw()
@@ -35,13 +36,15 @@ def answering(server, prompt, tokens=1900):
 # What is sent.
 
 
-def test_the_state_is_that_of_the_engine_and_holds_no_text(server, engine):
-    with answering(server, SECRET * 12):
+def test_the_state_is_that_of_the_engine_and_holds_no_text(server, tokenizer):
+    secret = ids_of(tokenizer, SECRET)
+    prompt = SECRET * (400 // len(secret))
+    with answering(server, prompt):
         answer = httpx.get(server.url + STATE_PATH)
         assert answer.headers["content-type"] == "application/json"
         state = answer.json()
         (one,) = state["requests"]
-        assert one["prompt_tokens"] == len(SECRET) * 12 + 1
+        assert one["prompt_tokens"] == len(tokenizer.encode(prompt).ids)
         assert one["held_tokens"] >= one["prompt_tokens"]
         assert len(one["blocks"]) == len(one["block_users"]) >= 4
         assert state["model"] == MODEL
@@ -49,8 +52,7 @@ def test_the_state_is_that_of_the_engine_and_holds_no_text(server, engine):
         assert len(state["prefixes"]) >= 3
         for word in ("prompt that", "nobody", "salt", "token_ids"):
             assert word not in answer.text
-        ids = engine.tokenizer.encode("nobody").ids
-        assert str(ids)[1:-1] not in answer.text.replace(",", ", ")
+        assert str(secret[1:-1])[1:-1] not in answer.text.replace(",", ", ")
 
 
 def test_who_looks_at_once_sees_the_same(server):
@@ -153,6 +155,7 @@ def colours(browser, selector="canvas"):
     )
 
 
+@BYTES_ALONE
 def test_a_prompt_is_typed_tokens_are_seen_blocks_are_drawn_and_a_cancelled_request_goes(
     browser, server, engine
 ):
@@ -184,6 +187,7 @@ def test_a_prompt_is_typed_tokens_are_seen_blocks_are_drawn_and_a_cancelled_requ
     assert browser.log() == []
 
 
+@BYTES_ALONE
 def test_a_request_of_somebody_else_comes_and_goes_and_shared_blocks_are_counted(browser, server):
     open_page(browser, server)
     with answering(server, "x" * 400):
