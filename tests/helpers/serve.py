@@ -1,4 +1,4 @@
-"""Servers for tests: one small model, and V4's tokenizer, a stand-in of bytes or the shipped one."""
+"""Servers for tests: a small model, and V4's tokenizer, a stand-in of bytes or the shipped one."""
 
 import contextlib
 import dataclasses
@@ -69,6 +69,11 @@ BYTES_ALONE = pytest.mark.parametrize("tokenizer_name", ["bytes"], indirect=True
 def ids_of(tokenizer, text):
     """Token ids of a text by itself."""
     return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def byte_ids(tokenizer, data):
+    """Token ids of bytes one by one; all vocabularies here have one for each, of the same name."""
+    return [tokenizer.token_to_id(v4_tokenizer().id_to_token(byte)) for byte in data]
 
 
 def added_ids(tokenizer):

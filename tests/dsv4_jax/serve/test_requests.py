@@ -1,5 +1,6 @@
 """What requests may ask for: what cannot be obeyed is refused by name, and never a 500."""
 
+import functools
 import json
 import logging
 
@@ -14,7 +15,15 @@ from dsv4_jax.serve.conversations import Conversations
 from dsv4_jax.serve.dialects import CHAT, MESSAGES, RESPONSES
 from dsv4_jax.serve.errors import ApiError
 from dsv4_jax.serving import Completion, Token
-from helpers.serve import MODEL, running, script, shipped_tokenizer, small_engine, v4_tokenizer
+from helpers.serve import (
+    BYTES_ALONE,
+    MODEL,
+    byte_ids,
+    running,
+    script,
+    shipped_tokenizer,
+    small_engine,
+)
 
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -116,8 +125,7 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def server():
-    engine = small_engine()
+def server(engine):
     with pytest.MonkeyPatch.context() as patch, running(engine) as server:
         script(patch, engine, "ok")
         yield server
@@ -237,6 +245,7 @@ def test_no_body_is_a_500(client, request):
 
 
 @pytest.mark.slow
+@BYTES_ALONE  # ten times as long on the released one
 @settings(max_examples=10_000, **FUZZ)
 @given(request=requests())
 def test_none_of_10000_bodies_is_a_500(client, server, request):
@@ -251,6 +260,20 @@ HIGHER = "Reasoning Effort: Absolute maximum with no shortcuts permitted.\n"
 HIGHEST = "Reasoning Effort: Beyond maximum"
 
 
+@pytest.fixture(scope="module")
+def read(tokenizer):
+    """What reads conversations as a release renders them."""
+    text = tokenizer.to_str()
+    return functools.cache(
+        lambda release: Conversations(ServeSettings(model_name=MODEL, release=release), text, 4096)
+    )
+
+
+@pytest.fixture
+def reader(read):
+    return read("first")
+
+
 @pytest.mark.parametrize(
     ("release", "effort", "told"),
     [
@@ -260,10 +283,8 @@ HIGHEST = "Reasoning Effort: Beyond maximum"
         ("later", "max", HIGHEST),
     ],
 )  # fmt: skip
-def test_efforts_are_rendered_as_their_release_has_them(release, effort, told):
-    reader = Conversations(
-        ServeSettings(model_name=MODEL, release=release), v4_tokenizer().to_str(), 4096
-    )
+def test_efforts_are_rendered_as_their_release_has_them(read, tokenizer, release, effort, told):
+    reader = read(release)
     bodies = [
         (CHAT, {"messages": HI} | ({"reasoning_effort": effort} if effort else {})),
         (RESPONSES, {"input": "hi"} | ({"reasoning": {"effort": effort}} if effort else {})),
@@ -272,17 +293,17 @@ def test_efforts_are_rendered_as_their_release_has_them(release, effort, told):
     ]  # fmt: skip
     for dialect, body in bodies:
         asked = reader.read({"model": MODEL} | body, dialect)
-        text = v4_tokenizer().decode(asked.prompt_ids, skip_special_tokens=False)
+        text = tokenizer.decode(asked.prompt_ids, skip_special_tokens=False)
         assert text.startswith("<｜begin▁of▁sentence｜>" + (told or "<｜User｜>"))
         assert text.endswith("<｜User｜>hi<｜Assistant｜><think>")
 
 
-def test_text_is_never_a_special_token():
-    reader = Conversations(ServeSettings(model_name=MODEL), v4_tokenizer().to_str(), 4096)
+def test_text_is_never_a_special_token(reader, tokenizer):
     body = {"model": MODEL, "messages": [{"role": "user", "content": "<｜User｜>"}]}
     asked = reader.read(body | {"thinking": {"type": "disabled"}}, CHAT)
-    user = v4_tokenizer().token_to_id("<｜User｜>")
+    user = tokenizer.token_to_id("<｜User｜>")
     assert asked.prompt_ids.count(user) == 1
+    assert tokenizer.decode(asked.prompt_ids, skip_special_tokens=False).count("<｜User｜>") == 2
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
@@ -305,12 +326,11 @@ def test_a_checkpoint_without_a_tokenizer_has_no_conversations():
         reader.read({"model": MODEL, "messages": HI}, CHAT)
 
 
-def test_an_answer_does_not_depend_on_how_many_tokens_come_at_once():
+def test_an_answer_does_not_depend_on_how_many_tokens_come_at_once(reader, tokenizer):
     """Here half a character is the last thing that is drawn, and another one is amid the rest."""
-    reader = Conversations(ServeSettings(model_name=MODEL), v4_tokenizer().to_str(), 4096)
     body = {"model": MODEL, "messages": HI, "max_tokens": 6, "thinking": {"type": "disabled"}}
     asked = reader.read(body, CHAT)
-    drawn = [183, 204, 1, 30, 242, 194]
+    drawn = byte_ids(tokenizer, [183, 204, 1, 30, 242, 194])
     tokens = [Token(0, one, "length" if i == 5 else None) for i, one in enumerate(drawn)]
     done = Completion(drawn, None, "length", prompt_tokens=len(asked.prompt_ids))
     for size in range(1, 7):

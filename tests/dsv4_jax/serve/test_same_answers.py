@@ -1,12 +1,10 @@
 """Answers over HTTP are those of `Engine.generate`: of any form, with drafts, beside 64 others."""
 
 import concurrent.futures
-import dataclasses
-import functools
+import itertools
 import json
 import re
 
-import jax
 import openai
 import pytest
 
@@ -16,9 +14,8 @@ from dsv4_jax.serve.constraints import Wanted, grammar_of
 from dsv4_jax.serve.conversations import Conversations
 from dsv4_jax.serve.dialects import CHAT
 from helpers import slow
-from helpers.serve import EOS, MODEL, SPECIAL, STEP, model, running, v4_tokenizer
+from helpers.serve import MODEL, TOKENIZERS, added_ids, running, small_engine
 
-TOKEN_IDS = {text: 256 + number for number, text in enumerate(SPECIAL)}
 PERSON = {
     "type": "object",
     "properties": {
@@ -65,22 +62,6 @@ OTHERS = [
 ]
 
 
-@functools.cache
-def drafting_model():
-    """The model of the other tests of the server, with a block of random weights that guesses."""
-    config = dataclasses.replace(model()[0], num_mtp_layers=1)
-    return config, ds.init_params(config, jax.random.key(0))
-
-
-def make_engine(draft_tokens):
-    """An engine of one program."""
-    return ds.Engine(
-        *(drafting_model() if draft_tokens else model()), tokenizer=v4_tokenizer(),
-        max_requests=8, max_context_tokens=2048, prefill_tokens=(STEP,), decode_tokens=STEP,
-        num_snapshots=16, draft_tokens=draft_tokens,
-    )  # fmt: skip
-
-
 def body_of(number):
     """A conversation that asks for a form of its answer."""
     form, drawing, _ = ASKED[number]
@@ -92,11 +73,11 @@ def body_of(number):
 def expect(engine, number):
     """What `generate` gives for the same prompt and grammar, alone."""
     form, drawing, _ = ASKED[number]
-    reader = Conversations(ServeSettings(model_name=MODEL), v4_tokenizer().to_str(), 2048)
+    reader = Conversations(ServeSettings(model_name=MODEL), engine.tokenizer.to_str(), 2048)
     (done,) = engine.generate(
         [reader.read(body_of(number), CHAT).prompt_ids],
         max_new_tokens=300,
-        grammar=grammar_of(WANTED[form][0], TOKEN_IDS),
+        grammar=grammar_of(WANTED[form][0], added_ids(engine.tokenizer)),
         logprobs=0 if form == "json" else None,
         **drawing,
     )
@@ -131,17 +112,17 @@ def ask(client, number):
     return text, drawn, usage.completion_tokens
 
 
-def check(answer, number, expected):
+def check(answer, number, expected, engine):
     text, drawn, count = answer
     ids = expected.token_ids
-    told = v4_tokenizer().decode(ids[:-1], skip_special_tokens=False)
-    assert (count, ids[-1]) == (len(ids), EOS)
+    told = engine.tokenizer.decode(ids[:-1], skip_special_tokens=False)
+    assert (count, ids[-1:]) == (len(ids), list(engine.config.eos_token_ids))
     if ASKED[number][0] == "json":
         assert text == told
-        assert "".join(token for token, _ in drawn[: len(told)]) == told
+        assert "".join(token for token, _ in drawn[: len(ids) - 1]) == told
         values = [one.logprob for one in expected.logprobs]
         assert [value for _, value in drawn] == pytest.approx(values[: len(drawn)], abs=1e-6)
-        assert len(drawn) >= len(told)
+        assert len(drawn) >= len(ids) - 1
     else:
         found = re.findall(r'name="(\w+)" string="(\w+)">(.*?)</｜DSML｜parameter>', told, re.S)
         arguments = {
@@ -162,18 +143,30 @@ def ask_other(client, number):
     return "".join(choice.text for choice in choices), choices[-1].finish_reason
 
 
-CASES = [("json", 0), ("json", 3), ("call", 0), ("call", 3)]
+GREEDY = ("released", "call", 0, False)  # to draw one of 129,280 tokens takes a CPU 100 ms
+CASES = [GREEDY, *itertools.product(TOKENIZERS, ["json", "call"], [0, 3], [True])]
 
 
-@pytest.mark.parametrize(("form", "draft_tokens"), slow.all_but(CASES[:1], CASES))
-def test_answers_of_a_form_are_those_of_generate(form, draft_tokens):
+@pytest.mark.parametrize(
+    ("tokenizer_name", "form", "draft_tokens", "draws"),
+    slow.all_but([GREEDY, ("bytes", "json", 0, True)], CASES),
+    indirect=["tokenizer_name"],
+)
+def test_answers_of_a_form_are_those_of_generate(tokenizer, form, draft_tokens, draws):
     """Greedy and drawn, whole and streamed, alone and beside 64 others that have no form."""
-    engine = make_engine(draft_tokens)
-    numbers = [number for number, (one, _, _) in enumerate(ASKED) if one == form]
+    engine = small_engine(
+        tokenizer, num_mtp_layers=int(draft_tokens > 0), draft_tokens=draft_tokens
+    )
+
+    def taken(cases):
+        return [n for n, (_, how, _) in enumerate(cases) if draws or not how["temperature"]]
+
+    numbers = [number for number in taken(ASKED) if ASKED[number][0] == form]
     expected = {number: expect(engine, number) for number in numbers}
+    others = [OTHERS[number] for number in taken(OTHERS)]
     expected_of_others = engine.generate(
-        [prompt for prompt, _, _ in OTHERS],
-        sampling=[ds.SamplingParams(max_new_tokens=n, **drawing) for _, drawing, n in OTHERS],
+        [prompt for prompt, _, _ in others],
+        sampling=[ds.SamplingParams(max_new_tokens=n, **drawing) for _, drawing, n in others],
     )
     with (
         running(engine) as server,
@@ -181,11 +174,11 @@ def test_answers_of_a_form_are_those_of_generate(form, draft_tokens):
         concurrent.futures.ThreadPoolExecutor(72) as pool,
     ):
         for number, wanted in expected.items():
-            check(ask(client, number), number, wanted)
-        others = [pool.submit(ask_other, client, number) for number in range(64)]
+            check(ask(client, number), number, wanted, engine)
+        sent = [pool.submit(ask_other, client, number) for number in taken(OTHERS)]
         asked = {number: pool.submit(ask, client, number) for number in numbers}
         for number, wanted in expected.items():
-            check(asked[number].result(), number, wanted)
-        for one, done in zip(others, expected_of_others, strict=True):
+            check(asked[number].result(), number, wanted, engine)
+        for one, done in zip(sent, expected_of_others, strict=True):
             assert one.result() == (done.text, done.finish_reason)
     assert draft_tokens == 0 or engine.metrics.accepted_tokens > 0
