@@ -117,7 +117,7 @@ def _describe(where: str | pathlib.Path, draft: str | None, families: Collection
         return ""
     verb = "is" if len(parts) == 1 else "are"
     rest = "the text model is loaded" + ("" if draft is None else ", without a draft")
-    return f"{where}: {' and '.join(parts)} {verb} not supported and left out; {rest}"
+    return f"{where}: {' and '.join(parts)} {verb} left out; {rest}"
 
 
 def _check_kind(wanted: DraftKind | None, stages: int, names: set[str]) -> DraftKind | None:

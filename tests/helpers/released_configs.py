@@ -1,7 +1,8 @@
-"""`config.json` of both releases, and one in the form that transformers writes."""
+"""`config.json` of releases, and one in the form that transformers writes."""
 
 import copy
 import dataclasses
+import json
 import pathlib
 
 from dsv4_jax.config import DSV4Config, YarnScaling
@@ -10,6 +11,7 @@ from dsv4_jax.config.layer_types import AttentionType, RouterType
 SWA, CSA, HCA = AttentionType.SWA, AttentionType.CSA, AttentionType.HCA
 HASH, LEARNED = RouterType.HASH, RouterType.LEARNED
 SAVED = pathlib.Path(__file__).parents[1] / "data" / "hf_saved_tiny"
+RELEASES = pathlib.Path(__file__).parents[1] / "data" / "releases"
 WINDOW, SPARSE, HEAVY = (
     "sliding_attention",
     "compressed_sparse_attention",
@@ -98,6 +100,23 @@ PRO = RELEASED | {
     "routed_scaling_factor": 2.5,
     "compress_ratios": PRO_RATIOS,
 }
+# Those of August and July as they are released, with DSpark stages.
+FLASH_0731 = json.loads((RELEASES / "flash-0731.json").read_text())
+PRO_0813 = json.loads((RELEASES / "pro-0813.json").read_text())
+# What V4-Flash-Vision-Exp adds to it.
+VISION_FIELDS = {
+    "vision_n_layers": 32,
+    "vision_dim": 1024,
+    "vision_n_heads": 16,
+    "vision_inter_dim": 2816,
+    "vision_patch_size": 14,
+    "vision_rope_theta": 10000,
+    "vision_downsample_ratio": 3,
+    "vision_max_n_token": 384,
+    "vision_min_pixels": 147456,
+    "vision_max_wh_ratio": 8,
+}
+FLASH_VISION = FLASH_0731 | {"num_nextn_predict_layers": 3} | VISION_FIELDS
 # The form that transformers writes, of a model with other rates.
 NESTED = {
     "model_type": "deepseek_v4",

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dsv4_jax.checkpoint import LeftOutWarning
 from helpers.checkpoints import problems_of
 from helpers.saved_checkpoint import (
     assert_same,
@@ -84,6 +85,8 @@ def test_draft_is_ignored_where_the_config_has_none(tmp_path, fixture_params, nu
     draft = draft_tensors()
     draft |= {name.replace("mtp.0", f"mtp.{i}"): a for name, a in draft.items() for i in (1, 2)}
     form = saved_config() | {"num_nextn_predict_layers": num_nextn}
-    config, params = load(write_checkpoint(tmp_path / "x", saved_tensors() | draft, form))
+    folder = write_checkpoint(tmp_path / "x", saved_tensors() | draft, form)
+    with pytest.warns(LeftOutWarning, match=r"its draft \(MTP block, mtp\.\) is left out"):
+        config, params = load(folder)
     assert config.num_mtp_layers == 0
     assert_same(params, fixture_params[1])
