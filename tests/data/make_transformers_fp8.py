@@ -1,4 +1,4 @@
-"""Header and config of what transformers writes of a model that it quantised: `transformers_fp8.json`.
+"""Header and config of what transformers writes of a model that it quantised itself.
 
     python tests/data/make_transformers_fp8.py
     (an environment with transformers 5.24.0, accelerate and torch 2.13.0 for CPUs)
