@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -109,7 +108,6 @@ class Conversations:
         added = json.loads(tokenizer_json).get("added_tokens", [])
         self._added_tokens = {one["content"]: one["id"] for one in added}
         self._encoding = recipe.DeepseekV4Encoding().with_tokenizer(self.tokenizer)
-        self._tokenizer_json = tokenizer_json
         self.obstacle = self._find_obstacle()
 
     def read(self, body: Mapping[str, Any], dialect: Dialect) -> AskedConversation:
@@ -195,17 +193,19 @@ class Conversations:
         """
         rendered = self._encoding.render_conversation(conversation)
         text, ids, place = rendered.prompt, [], 0
-        for start, end in rendered.special_ranges:
-            ids += self._plain.encode(digits.restore(text[place:start]))
-            ids.append(self._added_tokens[text[start:end]])
+        for start, end in [*rendered.special_ranges, (len(text), len(text))]:
+            ids += self._encode_plain(digits.restore(text[place:start]))
+            ids += [self._added_tokens[text[start:end]]] if end > start else []
             place = end
-        return ids + self._plain.encode(digits.restore(text[place:]))
+        return ids
 
-    @functools.cached_property
-    def _plain(self) -> recipe.Tokenizer:
-        """The tokenizer without tokens that are more than text."""
-        parts = json.loads(self._tokenizer_json)
-        return recipe.Tokenizer.from_str(json.dumps(parts | {"added_tokens": []}))
+    def _encode_plain(self, text: str) -> list[int]:
+        """Token ids of a text without special tokens, as the library encodes what a user says."""
+        if not text:
+            return []
+        messages = [recipe.UserMessage(text)]
+        said = self._encoding.encode(recipe.Conversation(messages, thinking_mode=False))
+        return said[2:-2]  # between the begin and the user's mark, the assistant's and </think>
 
     def _find_grammar(self, given: Mapping[str, Any], turns: Turns) -> Grammar | None:
         """The grammar of an answer, from its beginning."""

@@ -19,8 +19,10 @@ _MAX_DIGITS = 4000
 """Of an int that Python makes of a text; its own limit is 4300."""
 
 _STRING_OR_NUMBER = re.compile(
-    r'"(?:[^"\\]|\\.)*"|(-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)', re.ASCII | re.DOTALL
+    r'"(?:[^"\\]+|\\.)*+(?:"|\\?\Z)|(-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)', re.ASCII | re.DOTALL
 )
+"""A string that has no end goes up to that of the text, which takes one pass."""
+
 _STAND_IN = re.compile(r"(?<!\d)\d{18}(?!\d)", re.ASCII)
 
 

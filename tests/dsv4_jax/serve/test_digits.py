@@ -5,6 +5,7 @@ import itertools
 import json
 import random
 import re
+import time
 
 import pytest
 from tokenizers import Tokenizer
@@ -113,6 +114,15 @@ def test_what_is_no_number_stays():
     value = {"a": [True, None, 1, 0.1, "1e5"], "b": {}}
     assert digits.Digits().hide(value) == value
     assert not held.hide_in("[1.10]").count("1.10")
+
+
+@pytest.mark.parametrize("part", ['\\\\"', '"', "\\\\", "1", "-", "1e", "a", "[", '"\\\\"1.10'])
+def test_a_text_is_read_in_one_pass(part):
+    for text in (part * 10**5, f'"{part * 10**5}', f'{{"a": {part * 10**5}'):
+        started = time.process_time()
+        held = digits.Digits()
+        assert held.restore(held.hide_in(text)) == text
+        assert time.process_time() - started < 2  # 0.1 s; a pass for each character takes minutes
 
 
 def test_a_body_may_be_deep_and_its_numbers_may_not_be_infinite():
