@@ -30,11 +30,20 @@ def json_value(schema: Schema, part: Mapping[str, Any] | None = None) -> str:
     values = part.get("enum", ())
     literals = [json.dumps(str(one)) for one in values if is_rounded(one)]
     if literals and "number" in types_of(part):
-        others = [one for one in values if not is_rounded(one)]
+        others = [one for one in values if not is_rounded(one) and _is_of(one, part)]
         if others:
             literals.append(_asked({**part, "enum": others}))
         return f"({' | '.join(literals)})"
     return _asked(schema.part(part))
+
+
+def _is_of(value: Any, part: Mapping[str, Any]) -> bool:
+    """A value is of the types that a schema names."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        kinds = {bool: "boolean", str: "string", list: "array", dict: "object"}
+        return kinds.get(type(value), "null") in types_of(part)
+    whole = isinstance(value, int) or value.is_integer()
+    return "number" in types_of(part) and (whole or part.get("type") != "integer")
 
 
 def _asked(schema: Mapping[str, Any]) -> str:

@@ -1,4 +1,6 @@
-"""JSON schemas drawn at random, each with a function that says whether a value is of it."""
+"""JSON schemas drawn at random: short ones with a test of their own, and ones of every keyword."""
+
+import random
 
 DEEPEST = 3
 TEXTS = ["red", 7, None, "ein \u00fc", False, -1.5]
@@ -117,3 +119,78 @@ class Schemas:
 def is_one_of(value, values):
     """JSON's equality: false is not 0."""
     return any(value == one and (type(value) is bool) == (type(one) is bool) for one in values)
+
+
+class RandomSchemas:
+    """Draws schemas of all keywords that are held, some of which contradict themselves."""
+
+    def __init__(self, seed):
+        self.rng = random.Random(seed)
+
+    def schema(self):
+        return self._any(0) | {"$defs": {"p": self._any(1), "q": self._any(2)}}
+
+    def _any(self, depth):
+        flat = [self._integer, self._number, self._text, self._values]
+        deep = [self._list, self._object, self._object, self._choice, self._all, self._reference]
+        return self.rng.choice(flat + (deep if depth < 3 else []))(depth)
+
+    def _some(self, likely, **parts):
+        return {name: draw() for name, draw in parts.items() if self.rng.random() < likely}
+
+    def _bounds(self):
+        def draw():
+            return self.rng.choice([self.rng.randint(-20, 20), round(self.rng.uniform(-5, 5), 2)])
+
+        names = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+        return self._some(0.3, **dict.fromkeys(names, draw))
+
+    def _integer(self, _):
+        steps = self._some(0.3, multipleOf=lambda: self.rng.choice([2, 7, 0.5]))
+        return {"type": "integer"} | self._bounds() | steps
+
+    def _number(self, _):
+        return {"type": "number"} | self._bounds()
+
+    def _text(self, _):
+        return {"type": "string"} | self._some(
+            0.3,
+            minLength=lambda: self.rng.randint(0, 4),
+            maxLength=lambda: self.rng.randint(0, 6),
+            pattern=lambda: self.rng.choice(["^a", "b$", "a|b", "^(x|y)*$", "[0-9]{2}", "^$"]),
+            format=lambda: self.rng.choice(["date", "ipv4", "time"]),
+        )
+
+    def _values(self, _):
+        values = [1, 2.5, "a", 'b"c', None, True, [1, 2], {"x": 1}, "é", -3]
+        return {"enum": self.rng.sample(values, self.rng.randint(1, 4))}
+
+    def _list(self, depth):
+        return {
+            "type": "array",
+            "items": self._any(depth + 1),
+            "maxItems": self.rng.randint(0, 3),
+        } | self._some(
+            0.3,
+            prefixItems=lambda: [self._any(depth + 1)],
+            minItems=lambda: self.rng.randint(0, 2),
+        )
+
+    def _object(self, depth):
+        names = self.rng.sample(["a", "b", 'd"', "é"], self.rng.randint(0, 3))
+        required = [one for one in [*names, "zz"] if self.rng.random() < 0.4]
+        return {
+            "type": "object",
+            "properties": {name: self._any(depth + 1) for name in names},
+            "required": required,
+            "additionalProperties": self.rng.choice([False, self._any(depth + 1)]),
+        } | self._some(0.2, maxProperties=lambda: self.rng.randint(0, 3))
+
+    def _choice(self, depth):
+        return {"anyOf": [self._any(depth + 1) for _ in range(self.rng.randint(1, 3))]}
+
+    def _all(self, depth):
+        return {"allOf": [self._any(depth + 1) for _ in range(self.rng.randint(1, 2))]}
+
+    def _reference(self, _):
+        return {"$ref": self.rng.choice(["#", "#/$defs/p", "#/$defs/q"])}
