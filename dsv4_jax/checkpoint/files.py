@@ -22,6 +22,7 @@ INDEX = "model.safetensors.index.json"
 MAX_FILES = 10_000
 """That an index may name; Pro has 64."""
 
+_SHOWN = 10
 _FP8_BLOCK, _FP4_GROUP = 128, 32
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _E2M1 = np.concatenate([_E2M1, -_E2M1])
@@ -56,7 +57,8 @@ def find_weight_files(path: pathlib.Path, *, follow_links: bool = False) -> list
       follow_links: as in `dsv4_jax.config.checkpoint_folder.find_file`.
 
     Raises:
-      FileNotFoundError: there are none, or a shard that the index names is missing.
+      FileNotFoundError: there are none, a shard that the index names is missing, or a link leads
+        to nothing.
       ValueError: the index is broken or names a file outside of the directory, or a file is a link
         that is not followed.
     """
@@ -65,7 +67,7 @@ def find_weight_files(path: pathlib.Path, *, follow_links: bool = False) -> list
         names = sorted(file.name for file in path.glob("*.safetensors"))
         if not names:
             raise FileNotFoundError(f"no *.safetensors in {path}; pass a checkpoint directory")
-        return [find_file(path, name, follow_links=follow_links) for name in names]
+        return _find_all(path, names, f"{path} has links to", follow_links=follow_links)
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(
@@ -80,13 +82,25 @@ def find_weight_files(path: pathlib.Path, *, follow_links: bool = False) -> list
     if len(names) > MAX_FILES:
         raise ValueError(f"{index} must name at most {MAX_FILES:,} files, got {len(names):,}")
     try:
-        files = [find_file(path, name, follow_links=follow_links) for name in names]
+        return _find_all(path, names, f"{index} names", follow_links=follow_links)
     except ValueError as error:
         raise ValueError(f"{index}: {error}") from error
+
+
+def _find_all(
+    path: pathlib.Path, names: list[str], what: str, *, follow_links: bool
+) -> list[pathlib.Path]:
+    files = [find_file(path, name, follow_links=follow_links) for name in names]
     missing = [name for name, file in zip(names, files, strict=True) if not file.is_file()]
     if missing:
-        raise FileNotFoundError(f"{index} names files that are not there: {', '.join(missing)}")
+        raise FileNotFoundError(f"{what} files that are not there: {show_some(missing)}")
     return files
+
+
+def show_some(names: list[str]) -> str:
+    """The first of many names of files, and how many others there are."""
+    others = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {others:,} more" if others > 0 else "")
 
 
 def list_tensors(file: pathlib.Path) -> dict[str, StoredTensor]:

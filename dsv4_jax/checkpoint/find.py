@@ -15,18 +15,21 @@ import shutil
 from collections.abc import Iterator
 
 import huggingface_hub
-from huggingface_hub import constants
+from huggingface_hub import constants, hf_api
 from huggingface_hub import utils as hub_utils
 
 from dsv4_jax import checks
 from dsv4_jax.checkpoint.before_weights import check_before_weights
-from dsv4_jax.checkpoint.files import find_weight_files
+from dsv4_jax.checkpoint.hub_answers import explain, find_cached
 from dsv4_jax.progress import Progress
 
 SHIPPED_CHECKPOINT = pathlib.Path(__file__).parents[1] / "data" / "checkpoint"
 """A small trained model that comes with the package: bytes as tokens, every type of layer."""
 
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_MODEL = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
+_NAME = re.compile(_MODEL)
+_ADDRESS = re.compile(rf"(?:https?://[^/]+/|hf://)?({_MODEL})(?:(?:@|/tree/)([^@]+?))?/?")
+"""Other ways to write a model's name, which are no directories either."""
 _SUFFIXES = (".json", ".safetensors")
 _MIB = 2**20
 
@@ -42,8 +45,10 @@ def find_checkpoint(
 
     A directory that is there is taken as it is, and no network is asked. Of a model on the hub the
     config is downloaded first, and refused if it is no DeepSeek-V4 or names a format of weights
-    that is not supported; then it is compared with the disk; then weights and tokenizer are
-    downloaded, or found in the hub's cache.
+    that is not supported; then the size of all files is compared with the disk; then the other JSON
+    files are downloaded, which are small, and last the weights. What the hub's cache has is not
+    downloaded again, and a cache that has the config and the weights is enough where the hub cannot
+    be asked.
 
     Args:
       name: a directory, or a model's name on the hub, `owner/model`; None is
@@ -56,10 +61,11 @@ def find_checkpoint(
       The directory, which need not exist where nothing could be a name on the hub.
 
     Raises:
-      ValueError: there is neither such a directory nor such a model, the model is no DeepSeek-V4,
-        has no safetensors, no tokenizer that is needed, or weights in a format that is not
-        supported, or a revision is given for a directory; what was tried is said.
-      OSError: the disk has too little space.
+      ValueError: there is neither such a directory nor such a model, the hub does not give it, the
+        model is no DeepSeek-V4, has no safetensors, no tokenizer that is needed, or weights in a
+        format that is not supported, or a revision is given for a directory; what was tried is
+        said.
+      OSError: the disk has too little space, or the download broke off.
     """
     if name is not None and not isinstance(name, str | os.PathLike):
         checks.refuse("checkpoint", "a directory or a name on the hub (owner/model)", name)
@@ -70,9 +76,22 @@ def find_checkpoint(
                 f"revision={revision!r} is for a model on the hub (owner/model), and {path} is a "
                 "directory; leave it out"
             )
+        if isinstance(name, str) and not path.exists():
+            _refuse_address(name)
         return path
     wanted = None if revision is None else checks.text("revision", revision)
     return _download(name, wanted, progress, needs_tokenizer)
+
+
+def _refuse_address(name: str) -> None:
+    """Refuses a name of a model that is written in another way, which would be no directory."""
+    if (found := _ADDRESS.fullmatch(name)) and name != found[1]:
+        model, revision = found.groups()
+        given = f"{model!r} and revision={revision!r} (--revision)" if revision else repr(model)
+        raise ValueError(
+            f"checkpoint must be a directory or a name on the hub (owner/model), got {name!r}, "
+            f"which is no directory; pass {given}"
+        )
 
 
 def _download(
@@ -80,41 +99,33 @@ def _download(
 ) -> pathlib.Path:
     """The directory of a model's snapshot in the hub's cache."""
     endpoint, cache = constants.ENDPOINT, constants.HF_HUB_CACHE
-    fetch = functools.partial(
-        huggingface_hub.hf_hub_download, name, cache_dir=cache, endpoint=endpoint
-    )
     try:
         info = huggingface_hub.HfApi(endpoint=endpoint).model_info(
             name, revision=revision, files_metadata=True
         )
-    except Exception as error:  # of requests or of httpx, by the version of huggingface_hub
-        return _find_cached(name, revision, error)
-    sizes = {
-        file.rfilename: file.size or 0
-        for file in info.siblings or ()
-        if "/" not in file.rfilename and file.rfilename.endswith(_SUFFIXES)
-    }
-    if "config.json" not in sizes or not any(file.endswith(".safetensors") for file in sizes):
-        raise ValueError(f"{name} at {endpoint} must have a config.json and *.safetensors")
-    # By its branch, which the cache then knows offline; all else is of the same commit.
-    folder = pathlib.Path(fetch("config.json", revision=revision)).parent
+        files = {file.rfilename: file for file in info.siblings or () if _is_taken(file.rfilename)}
+        if "config.json" not in files or not any(file.endswith(".safetensors") for file in files):
+            raise ValueError(f"{name} at {endpoint} must have a config.json and *.safetensors")
+        # By its branch, which the cache then knows offline; all else is of the same commit.
+        folder = _fetch(name, "config.json", revision).parent
+    except Exception as error:  # of requests, httpx or httpx2, by the version of huggingface_hub
+        if _is_our_own(error):
+            raise
+        return find_cached(name, revision, error)
     commit = folder.name
-    check_before_weights(
-        name,
-        folder,
-        sizes,
-        functools.partial(fetch, revision=commit),
-        needs_tokenizer=needs_tokenizer,
-    )
+    fetch = functools.partial(_fetch, name, revision=commit)
+    check_before_weights(name, folder, files, fetch, needs_tokenizer=needs_tokenizer)
     missing = {
-        file: size
-        for file, size in sizes.items()
+        file: facts.size or 0
+        for file, facts in files.items()
         if not isinstance(
             huggingface_hub.try_to_load_from_cache(name, file, cache_dir=cache, revision=commit),
             str,
         )
     }
-    _check_disk(name, pathlib.Path(cache), sum(missing.values()))
+    blobs = folder.parents[1] / "blobs"
+    absent = sum(size for file, size in missing.items() if not _has_blob(blobs, files[file]))
+    _check_disk(name, pathlib.Path(cache), absent)
     total = sum(missing.values()) // _MIB
     with (
         _bars_shown(progress),
@@ -122,33 +133,56 @@ def _download(
             total, unit=" MiB", doing=f"downloading {name}", shown=progress and not _has_bars()
         ) as lines,
     ):
-        for file, size in missing.items():
-            fetch(file, revision=commit)
-            lines.add(size // _MIB)
+
+        def fetch_all(suffix: str) -> None:
+            for file in (file for file in missing if file.endswith(suffix)):
+                try:
+                    fetch(file)
+                except Exception as error:  # as above
+                    if _is_our_own(error):
+                        raise
+                    raise OSError(
+                        f"the download of {name} broke off at {file}: {explain(name, error)}; "
+                        "what has come is kept, so try again"
+                    ) from error
+                lines.add(missing[file] // _MIB)
+
+        fetch_all(".json")  # the tokenizer among them
+        fetch_all(".safetensors")
     return folder
 
 
-def _find_cached(name: str, revision: str | None, error: Exception) -> pathlib.Path:
-    """What an earlier download left in the cache, where the hub gave an error instead.
+def _fetch(name: str, file: str, revision: str | None) -> pathlib.Path:
+    return pathlib.Path(
+        huggingface_hub.hf_hub_download(
+            name,
+            file,
+            revision=revision,
+            cache_dir=constants.HF_HUB_CACHE,
+            endpoint=constants.ENDPOINT,
+        )
+    )
 
-    Raises:
-      ValueError: that is nothing; what was tried is said.
+
+def _is_taken(file: str) -> bool:
+    """Whether a file of a model is downloaded: configs, tokenizer and weights beside each other."""
+    return "/" not in file and file.endswith(_SUFFIXES)
+
+
+def _is_our_own(error: Exception) -> bool:
+    """Whether an error is said as it is: of a wrong argument, or of this machine's disk.
+
+    The hub's are `ValueError` and `OSError` too, by its version; the latter have no number.
     """
-    endpoint = constants.ENDPOINT
-    wanted = name if revision is None else f"{name} of revision {revision!r}"
-    reason = str(error).strip().split("\n")[0] or type(error).__name__
-    tried = f"no directory {pathlib.Path(name).absolute()}; {endpoint}: {reason}"
-    if not isinstance(error, hub_utils.RepositoryNotFoundError | hub_utils.RevisionNotFoundError):
-        with contextlib.suppress(OSError):  # not there, or without some of its files
-            folder = pathlib.Path(
-                huggingface_hub.snapshot_download(
-                    name, revision=revision, cache_dir=constants.HF_HUB_CACHE, local_files_only=True
-                )
-            )
-            find_weight_files(folder)
-            return folder
-        tried += f"; nothing complete in the cache {constants.HF_HUB_CACHE}"
-    raise ValueError(f"found no checkpoint {wanted}; tried: {tried}") from error
+    of_disk = isinstance(error, OSError) and error.errno is not None
+    of_argument = type(error) is ValueError or isinstance(error, hub_utils.HFValidationError)
+    return of_argument or (of_disk and not isinstance(error, ConnectionError | TimeoutError))
+
+
+def _has_blob(blobs: pathlib.Path, file: hf_api.RepoSibling) -> bool:
+    """Whether the cache has the contents of a file, as another revision's."""
+    digest = file.lfs.sha256 if file.lfs else file.blob_id
+    return digest is not None and (blobs / digest).is_file()
 
 
 def _check_disk(name: str, cache: pathlib.Path, num_bytes: int) -> None:
