@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -68,7 +68,7 @@ class Guard:
             if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEAD_BYTES:
                 raise ApiError(431, f"headers must have at most {MAX_HEAD_BYTES} bytes")
             if scope["path"] not in self._open:
-                record.key = self._find_key(scope["headers"])
+                record.key = self._find_key(record, scope["headers"])
             await self._app(scope, receive, send_with_id)
         except ClientDisconnect:
             record.details["gone"] = True
@@ -101,24 +101,46 @@ class Guard:
         await send({"type": "http.response.start", "status": error.status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    def _find_key(self, headers: Iterable[tuple[bytes, bytes]]) -> int:
+    def _find_key(self, record: Record, headers: Iterable[tuple[bytes, bytes]]) -> int:
         """The number of the key that a request came with; -1 where none is asked for.
 
-        Every key is compared, and all of it, so that the time says nothing of any.
+        Clients send what they have, in one header or both, and proxies add theirs: one that is
+        right opens. The log says which headers held another one beside it. Of several that are
+        right, the first of the server's counts, whatever the order of the headers.
+
+        All that came is compared with every key, and all of it, so that the time says nothing of
+        any.
 
         Raises:
-          ApiError: it is none of the keys.
+          ApiError: none of them is one of the keys.
         """
         if not self._digests:
             return -1
-        given = b""
-        for name, value in headers:
-            if name == b"x-api-key":
-                given = value
-            elif name == b"authorization" and value[:7].lower() == b"bearer ":
-                given = value[7:].strip()
-        digest = hashlib.sha256(given).digest()
-        matches = [hmac.compare_digest(digest, one) for one in self._digests]
-        if not any(matches):
-            raise ApiError(401, "a valid key is needed: Authorization: Bearer KEY, or x-api-key")
-        return matches.index(True)
+        found, wrong = [], []
+        for name, given in _keys_of(headers):
+            digest = hashlib.sha256(given).digest()
+            matches = [hmac.compare_digest(digest, one) for one in self._digests]
+            if any(matches):
+                found.append(matches.index(True))
+            elif name not in wrong:
+                wrong.append(name)
+        if not found:
+            raise ApiError(
+                401,
+                "a valid key is needed: Authorization: Bearer KEY, or x-api-key",
+                code="invalid_api_key",
+            )
+        if wrong:
+            record.details["wrong_key_in"] = wrong
+        return min(found)
+
+
+def _keys_of(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[str, bytes]]:
+    """The keys that came, by the name of the header that each came in."""
+    for name, value in headers:
+        if name == b"x-api-key" and value.strip():
+            yield "x-api-key", value.strip()
+        elif name == b"authorization":
+            scheme, _, given = value.strip().replace(b"\t", b" ").partition(b" ")
+            if scheme.lower() == b"bearer" and given.strip():
+                yield "authorization", given.strip()

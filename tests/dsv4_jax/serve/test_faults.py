@@ -258,6 +258,47 @@ def test_keys(engine, caplog):
         assert hits[1] > 0
 
 
+GOOD, OTHER = "sk-first", "sk-other"
+
+
+@pytest.mark.parametrize(
+    ("headers", "key", "wrong"),
+    [
+        ([("x-api-key", GOOD), ("authorization", f"Bearer {OTHER}")], 0, ["authorization"]),
+        ([("authorization", f"Bearer {OTHER}"), ("x-api-key", GOOD)], 0, ["authorization"]),
+        ([("authorization", f"Bearer {GOOD}"), ("x-api-key", OTHER)], 0, ["x-api-key"]),
+        ([("x-api-key", OTHER), ("authorization", f"Bearer {GOOD}")], 0, ["x-api-key"]),
+        ([("x-api-key", OTHER), ("x-api-key", GOOD)], 0, ["x-api-key"]),
+        ([("authorization", "Basic dTpw"), ("authorization", f"BEARER  {GOOD}")], 0, None),
+        ([("authorization", "Bearer"), ("x-api-key", GOOD)], 0, None),
+        ([("x-api-key", "sk-second"), ("authorization", f"bearer {GOOD}")], 0, None),
+        ([("authorization", f"bearer {GOOD}"), ("x-api-key", "sk-second")], 0, None),
+        ([("x-api-key", "sk-second"), ("x-api-key", OTHER), ("x-api-key", "x")], 1, ["x-api-key"]),
+        ([("x-api-key", OTHER), ("authorization", f"Bearer {OTHER}")], None, None),
+        ([("authorization", f"Basic {GOOD}"), ("x-api-key", "")], None, None),
+        ([("authorization", f"Bearer {GOOD} {GOOD}")], None, None),
+    ],
+)
+def test_one_key_that_is_right_opens_whatever_stands_beside_it(
+    headers, key, wrong, caplog, keyed_server
+):
+    caplog.set_level("INFO", "dsv4_jax.serve")
+    answer = httpx.get(f"{keyed_server.url}/v1/models", headers=headers)
+    assert answer.status_code == (401 if key is None else 200)
+    until(lambda: len(caplog.records) == 1)
+    line = json.loads(caplog.records[0].getMessage())
+    assert (line.get("key"), line.get("wrong_key_in")) == (key, wrong)
+    assert "sk-" not in caplog.text
+    if key is None:
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+
+
+@pytest.fixture(scope="module")
+def keyed_server(engine):
+    with running(engine, api_keys=("sk-first", "sk-second")) as server:
+        yield server
+
+
 def test_draining_lets_answers_end_and_then_cuts_them_off(engine):
     before = threading.active_count()
     for seconds, reason in ((30, "length"), (0.2, "error")):
