@@ -14,6 +14,12 @@ from dsv4_jax.serve.record import Record
 from dsv4_jax.serving.async_engine import AsyncStream, read_batches
 from dsv4_jax.serving.request import Completion, Token
 
+_COMMENT = b": the request waits or is being worked on\n\n"
+"""A line that every reader of server-sent events skips."""
+
+_PING = b'event: ping\ndata: {"type": "ping"}\n\n'
+"""What Anthropic's protocol has for it."""
+
 
 class Renderer(Protocol):
     """Tokens to the bytes of one protocol; an answer calls it in this order.
@@ -47,34 +53,56 @@ class Renderer(Protocol):
 class Answer:
     """An answer, as an ASGI application.
 
-    The first token is there before anything is sent, so that a request that finds no slot gets a
-    status of its own. A client that goes cancels what was submitted for it.
+    A whole answer has a status of its own where its request finds no slot. A stream begins with
+    status 200 when its first token is there, or when nothing was sent for `pulse_s` seconds, as
+    where it waits for a slot or for a long prompt: then, and as often again, it sends what the
+    protocol has for a sign of life, so that neither the client nor a proxy gives it up. What fails
+    from there on is an event. A client that goes cancels what was submitted for it.
     """
 
-    def __init__(self, streams: Sequence[AsyncStream], renderer: Renderer, record: Record) -> None:
+    def __init__(
+        self,
+        streams: Sequence[AsyncStream],
+        renderer: Renderer,
+        record: Record,
+        *,
+        pulse_s: float = 2.0,
+    ) -> None:
         """Of requests that were submitted."""
         self._streams = streams
         self._renderer = renderer
         self._record = record
+        self._pulse_s = pulse_s
+        self._sent_s = 0.0  # on the event loop's clock
+        self._starting = asyncio.Lock()
         self._has_started = False
         self._is_whole = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the answer."""
         watch = asyncio.create_task(self._cancel_if_gone(receive))
+        pulse = None
+        if self._renderer.streams:
+            self._sent_s = asyncio.get_running_loop().time()
+            pulse = asyncio.create_task(self._show_life(send, scope["send_part"], scope["path"]))
         try:
-            await self._run(send, scope["send_part"])
+            await self._run(send, scope["send_part"], pulse)
         except Exception as error:
+            if pulse is not None:
+                pulse.cancel()  # before it starts a stream, or sends after the end of one
             if not self._has_started or not self._renderer.streams:
                 raise as_api_error(error) from error
             self._record.details["error"] = type(error).__name__
             await _send_part(send, self._renderer.failed(as_api_error(error)), more=False)
         finally:
             watch.cancel()
+            if pulse is not None:
+                pulse.cancel()
             self._cancel()
 
-    async def _run(self, send: Send, send_part: Send) -> None:
+    async def _run(self, send: Send, send_part: Send, pulse: asyncio.Task[None] | None) -> None:
         renderer, record = self._renderer, self._record
+        clock = asyncio.get_running_loop().time
         async for number, tokens in read_batches(self._streams):
             part = b""
             if record.first_token_s is None:
@@ -83,6 +111,7 @@ class Answer:
                 await self._start(send)
             part += renderer.tokens(number, tokens)
             if part:
+                self._sent_s = clock()
                 await _send_part(send_part, part)
             if renderer.is_done(number):
                 self._streams[number].cancel()
@@ -100,6 +129,8 @@ class Answer:
             return  # cancelled before its first token: nobody is there
         body = renderer.end(completions)
         self._is_whole = True
+        if pulse is not None:
+            pulse.cancel()
         if renderer.streams:
             await _send_part(send, body, more=False)
             return
@@ -111,14 +142,31 @@ class Answer:
         await _send_part(send, body, more=False)
 
     async def _start(self, send: Send) -> None:
-        if self._renderer.streams:
+        if not self._renderer.streams:
+            return
+        async with self._starting:
+            if self._has_started:
+                return
             headers = [
                 (b"content-type", b"text/event-stream; charset=utf-8"),
                 (b"cache-control", b"no-cache"),
                 (b"x-accel-buffering", b"no"),
             ]
-            self._has_started = True
             await send({"type": "http.response.start", "status": 200, "headers": headers})
+            self._has_started = True
+
+    async def _show_life(self, send: Send, send_part: Send, path: str) -> None:
+        """Sends a sign of life whenever nothing else was sent for a while."""
+        sign = _PING if path.startswith("/v1/messages") else _COMMENT
+        clock = asyncio.get_running_loop().time
+        while True:
+            left = self._sent_s + self._pulse_s - clock()
+            if left > 0:
+                await asyncio.sleep(left)
+                continue
+            await self._start(send)
+            self._sent_s = clock()
+            await _send_part(send_part, sign)
 
     async def _cancel_if_gone(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":

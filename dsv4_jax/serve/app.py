@@ -78,7 +78,8 @@ class Endpoints:
             if self.is_draining:
                 raise ApiError(503, "the server is shutting down")
             streams, renderer = await self._read_and(request, start)
-            return Answer(streams, renderer, request.scope["record"])
+            record = request.scope["record"]
+            return Answer(streams, renderer, record, pulse_s=self.settings.pulse_s)
 
         return answer
 

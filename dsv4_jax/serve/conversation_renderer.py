@@ -99,20 +99,34 @@ class ConversationRenderer:
         return last
 
     def failed(self, error: ApiError) -> bytes:
-        """The event of an error."""
+        """The event of an error; of responses two, since clients look for one or the other."""
         if self._dialect is CHAT:
-            return b"data: " + json.dumps(error.openai()).encode() + b"\n\n"
+            return _event(error.openai())
         if self._dialect is MESSAGES:
-            event = error.anthropic(self._id)
-        else:
-            event = {
-                "type": "error",
-                "code": error.code or "server_error",
-                "message": error.message,
-                "param": None,
-                "sequence_number": self._num_events,
-            }
-        return b"event: error\ndata: " + json.dumps(event).encode() + b"\n\n"
+            return _event(error.anthropic(self._id), "error")
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        told = {
+            "type": "error",
+            "code": error.code or code,
+            "message": error.message,
+            "param": None,
+            "sequence_number": self._num_events,
+        }
+        response = {
+            "id": self._id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": self._model_name,
+            "status": "failed",
+            "error": {"code": code, "message": error.message},
+            "output": [],
+        }
+        failed = {
+            "type": "response.failed",
+            "response": response,
+            "sequence_number": self._num_events + 1,
+        }
+        return _event(told, "error") + _event(failed, "response.failed")
 
     def _make_generator(self) -> Any:
         dialect, asked = self._dialect, self._asked
@@ -164,6 +178,11 @@ class ConversationRenderer:
         choices = [one["choices"][0] | {"index": number} for number, one in enumerate(parsed)]
         usage = count_usage(completions[:1], completions)
         return json.dumps(parsed[0] | {"choices": choices, "usage": usage}).encode()
+
+
+def _event(value: dict[str, Any], name: str = "") -> bytes:
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {json.dumps(value)}\n\n".encode()
 
 
 def _logprobs(token: Token) -> list[tuple[float, list[tuple[int, float]]]] | None:

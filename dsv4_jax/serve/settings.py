@@ -27,6 +27,7 @@ class ServeSettings:
       max_body_bytes: the largest body.
       max_choices: most answers to one request: prompts times `n`.
       max_tools: most tools of a conversation.
+      pulse_s: seconds after which a stream that has nothing to say sends a sign of life.
       body_timeout_s: seconds in which a body has to come.
       header_timeout_s: seconds in which the head of a request has to come.
       stall_timeout_s: seconds without reading after which a connection is cut.
@@ -45,6 +46,7 @@ class ServeSettings:
     max_body_bytes: int = 4 * 2**20
     max_choices: int = 16
     max_tools: int = 128
+    pulse_s: float = 2.0
     body_timeout_s: float = 30.0
     header_timeout_s: float = 10.0
     stall_timeout_s: float = 30.0
