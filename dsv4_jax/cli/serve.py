@@ -87,6 +87,7 @@ def answer_settings(args: argparse.Namespace) -> ServeSettings:
         release=args.release,
         max_body_bytes=args.max_body_bytes,
         max_choices=args.max_choices,
+        max_tools=args.max_tools,
     )
 
 

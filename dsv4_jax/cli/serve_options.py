@@ -85,6 +85,9 @@ def add_request_limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-choices", type=whole(1, 128), default=16, help="most answers to one request"
     )
+    parser.add_argument(
+        "--max-tools", type=whole(1, 2**16), default=1024, help="most tools of a conversation"
+    )
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:

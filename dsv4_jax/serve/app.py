@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 import prometheus_client
@@ -18,12 +19,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from tokenizers import Tokenizer
 
-from dsv4_jax.serve import fields
 from dsv4_jax.serve.answer import Answer, Renderer
 from dsv4_jax.serve.body import parse_object, read_body
 from dsv4_jax.serve.dialects import MESSAGES, check_dialect
 from dsv4_jax.serve.errors import ApiError, as_api_error, refuse
-from dsv4_jax.serve.fields import check_fields, read_flag
+from dsv4_jax.serve.fields import Rule, check_fields, read_flag
+from dsv4_jax.serve.fields_openai import DETOKENIZE, TOKENIZE
 from dsv4_jax.serve.guard import Guard
 from dsv4_jax.serve.intake import PATHS, Intake
 from dsv4_jax.serve.record import Record
@@ -73,7 +74,9 @@ class Endpoints:
 
         async def answer(request: Request) -> Answer:
             def start(raw: bytes, record: Record) -> tuple[list[AsyncStream], Renderer]:
-                return self._intake.start(path, self._parse(raw, record), key=record.key)
+                body = self._parse(raw, record)
+                with _noting(record) as left_out:
+                    return self._intake.start(path, body, key=record.key, left_out=left_out)
 
             if self.is_draining:
                 raise ApiError(503, "the server is shutting down")
@@ -89,7 +92,9 @@ class Endpoints:
         def count(raw: bytes, record: Record) -> Response:
             body = {"max_tokens": 1} | self._parse(raw, record)
             self._intake.check_model(body.get("model"))
-            given = check_dialect(body, MESSAGES, max_tools=self.settings.max_tools)
+            most = self.settings.max_tools
+            with _noting(record) as left_out:
+                given = check_dialect(body, MESSAGES, max_tools=most, left_out=left_out)
             converted, _ = self.conversations.convert(given, MESSAGES)
             return JSONResponse({"input_tokens": len(self.conversations.encode(converted))})
 
@@ -99,7 +104,7 @@ class Endpoints:
         """`POST /tokenize`: a text's token ids."""
 
         def encode(raw: bytes, record: Record) -> Response:
-            body = self._parse(raw, record, fields.TOKENIZE)
+            body = self._parse(raw, record, TOKENIZE)
             prompt = body.get("prompt")
             if not isinstance(prompt, str):
                 refuse("prompt", "must be a text")
@@ -114,7 +119,7 @@ class Endpoints:
         """`POST /detokenize`: the text of token ids."""
 
         def decode(raw: bytes, record: Record) -> Response:
-            tokens = self._parse(raw, record, fields.DETOKENIZE).get("tokens")
+            tokens = self._parse(raw, record, DETOKENIZE).get("tokens")
             size = self.engine.engine.config.vocab_size
             if not isinstance(tokens, list) or not all(
                 type(token) is int and 0 <= token < size for token in tokens
@@ -196,7 +201,7 @@ class Endpoints:
         )
 
     def _parse(
-        self, raw: bytes, record: Record, rules: Mapping[str, fields.Rule] | None = None
+        self, raw: bytes, record: Record, rules: Mapping[str, Rule] | None = None
     ) -> dict[str, Any]:
         """A body; with rules, one that was checked against them and names this model or none."""
         body = parse_object(raw)
@@ -207,6 +212,17 @@ class Endpoints:
         given = check_fields(body, rules)
         self._intake.check_model(given.get("model", self.settings.model_name))
         return given
+
+
+@contextlib.contextmanager
+def _noting(record: Record) -> Iterator[list[str]]:
+    """A list of what a model is asked without, which the log is told, also of what is refused."""
+    left_out: list[str] = []
+    try:
+        yield left_out
+    finally:
+        if left_out:
+            record.details["left_out"] = left_out
 
 
 async def _show(request: Request, error: Exception) -> Response:

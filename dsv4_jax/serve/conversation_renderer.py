@@ -134,7 +134,9 @@ class ConversationRenderer:
             return recipe.MessagesChunkGenerator(self._id, self._model_name, False)
         request = asked.turns.request
         made = dialect.request_class.chunk_generator(request, self._id, self._model_name)
-        return made.with_echo(asked.echo) if dialect is RESPONSES else made
+        if dialect is not RESPONSES:
+            return made
+        return made.with_echo(asked.echo).with_namespace_tool_map(dict(asked.namespaces))
 
     def _take(self, number: int, events: list[Any]) -> bytes:
         """Shows events, or keeps them for the whole answer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import deepseek_recipe as recipe
@@ -18,15 +19,15 @@ from dsv4_jax.serve.dialects import (
     convert,
     is_schema_strict,
     must_call,
-    strict_tools,
 )
 from dsv4_jax.serve.digits import Digits
 from dsv4_jax.serve.drawing import MAX_LOGPROBS, read_max_tokens, read_sampling, read_stops
-from dsv4_jax.serve.errors import ApiError, refuse
+from dsv4_jax.serve.errors import ApiError, ContextLengthError, refuse
 from dsv4_jax.serve.fields import read_flag, read_integer, read_number
 from dsv4_jax.serve.prefill import continued, gives_reasoning, initial_stage, take_prefill
 from dsv4_jax.serve.sealed import open_items
 from dsv4_jax.serve.settings import EFFORTS, ServeSettings
+from dsv4_jax.serve.tools import namespaces_of, strict_tools
 from dsv4_jax.serve.turn_order import in_order
 from dsv4_jax.step.grammar import Grammar
 from dsv4_jax.step.sampling import SamplingParams
@@ -64,6 +65,7 @@ class AskedConversation(NamedTuple):
       has_usage: the last event counts tokens.
       turns: what the answer is parsed by.
       echo: what it repeats, in the responses protocol.
+      namespaces: by a function's name, its namespace and its name there; of that protocol too.
     """
 
     prompt_ids: list[int]
@@ -73,6 +75,7 @@ class AskedConversation(NamedTuple):
     has_usage: bool
     turns: Turns
     echo: recipe.ResponsesEcho | None
+    namespaces: Mapping[str, tuple[str, str]] = MappingProxyType({})
 
 
 class Conversations:
@@ -99,6 +102,8 @@ class Conversations:
             default_thinking_mode=settings.thinks,
             messages_web_search=recipe.WebSearchBehavior.Reject,
             responses_web_search=recipe.WebSearchBehavior.Reject,
+            thinking_max_tokens_upper_bound=2**24,  # what the context leaves is the bound
+            non_thinking_max_tokens_upper_bound=2**24,
         ).with_model_versions_by_name({settings.model_name: recipe.ModelVersion.DeepseekV4Pro})
         self.tokenizer = None
         self.obstacle: str | None = "the checkpoint has no tokenizer"
@@ -110,13 +115,15 @@ class Conversations:
         self._encoding = recipe.DeepseekV4Encoding().with_tokenizer(self.tokenizer)
         self.obstacle = self._find_obstacle()
 
-    def read(self, body: Mapping[str, Any], dialect: Dialect) -> AskedConversation:
-        """Reads a body.
+    def read(
+        self, body: Mapping[str, Any], dialect: Dialect, left_out: list[str] | None = None
+    ) -> AskedConversation:
+        """Reads a body, and adds the names of what the model is asked without to a list.
 
         Raises:
           ApiError: it cannot be served, and why.
         """
-        given = check_dialect(body, dialect, max_tools=self._settings.max_tools)
+        given = check_dialect(body, dialect, max_tools=self._settings.max_tools, left_out=left_out)
         streams, has_usage = read_flag(given, "stream"), False
         if dialect is CHAT:
             streams, has_usage = read_stream(given)
@@ -127,22 +134,33 @@ class Conversations:
         request = turns.request
         options = request.inference_options
         prompt_ids = self.encode(turns)
-        try:
-            max_tokens = request.resolve_max_tokens(len(prompt_ids), self._max_context_tokens)
-        except recipe.ConversionError as error:
-            raise ApiError(400, json.loads(error.body)["error"]["message"]) from None
+        room = self._max_context_tokens - len(prompt_ids)
+        if room < 1:
+            raise ContextLengthError(
+                len(prompt_ids),
+                self._max_context_tokens,
+                "input" if dialect is RESPONSES else "messages",
+            )
+        max_tokens = (
+            request.resolve_max_tokens(len(prompt_ids), self._max_context_tokens)
+            if wanted is None
+            else min(wanted, room)
+        )
         logprobs = read_integer(given, "top_logprobs", 0, MAX_LOGPROBS, 0)
         has_logprobs = options.logprobs or _LOGPROBS in given.get("include", [])
         sampling = read_sampling(
             given,
-            max_new_tokens=max_tokens if wanted is None else wanted,
+            max_new_tokens=max_tokens,
             temperature=1.0 if options.temperature is None else options.temperature,
             top_p=1.0 if options.top_p is None else options.top_p,
             logprobs=logprobs if has_logprobs else None,
             grammar=self._find_grammar(given, turns),
         )
         assert len(stops) == len(turns.parsing.stop_sequences)
-        return AskedConversation(prompt_ids, n, sampling, streams, has_usage, turns, echo)
+        namespaces = namespaces_of(given)
+        return AskedConversation(
+            prompt_ids, n, sampling, streams, has_usage, turns, echo, namespaces
+        )
 
     def convert(
         self, given: Mapping[str, Any], dialect: Dialect
@@ -286,20 +304,25 @@ def _read_wanted(given: Mapping[str, Any], turns: Turns) -> Wanted:
     thinks = stage is not None and stage.starts_in_reasoning()
     found = request.inference_options.output_constraint
     asked = given.get("response_format", given.get("text", {}).get("format", {}))
+    asked = given.get("output_config", {}).get("format", asked)
     format_ = asked.get("type", "text")
     choice = given.get("tool_choice")
     choice = choice if isinstance(choice, dict) else {}
     if must_call(given) and not given.get("tools"):
         refuse("tool_choice", "must be auto or none without tools")
     if found is None:
-        return Wanted(thinks)
+        # Of messages the library reads no form.
+        in_messages = format_ == "json_schema" and "output_config" in given
+        return Wanted(thinks, schema=asked.get("schema", {}) if in_messages else None)
     if not found.kind.startswith("tool_call"):
         schema = (
             json.loads(turns.digits.restore(found.schema)) if found.schema else {"type": "object"}
         )
         return Wanted(thinks, schema=schema, is_strict=is_schema_strict(given))
     if format_ != "text":
-        name = "response_format" if "response_format" in given else "text.format"
+        name = next(
+            (name for name in ("response_format", "output_config") if name in given), "text.format"
+        )
         refuse(name, 'must be {"type": "text"} beside tools')
     if must_call(given) and thinks:
         refuse("tool_choice", "must be auto where the answer begins with reasoning")

@@ -9,9 +9,14 @@ from typing import Any
 
 import deepseek_recipe as recipe
 
-from dsv4_jax.serve import fields
 from dsv4_jax.serve.errors import ApiError, refuse
-from dsv4_jax.serve.fields import Rule, check_inner, missing, only
+from dsv4_jax.serve.fields import Rule, check_fields
+from dsv4_jax.serve.fields_messages import MESSAGES as _MESSAGES
+from dsv4_jax.serve.fields_openai import CHAT as _CHAT
+from dsv4_jax.serve.fields_responses import LOGPROBS
+from dsv4_jax.serve.fields_responses import RESPONSES as _RESPONSES
+from dsv4_jax.serve.thinking import clear_thinking, settle_thinking
+from dsv4_jax.serve.tools import allow_tools, check_tools
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +31,6 @@ class Dialect:
       id_prefix: of answers' ids.
       max_tokens: its field for the most tokens to draw.
       stops: its field for stop texts; "" if it has none.
-      turns: its field for the turns of a conversation.
-      parts: kinds of what a turn may hold.
     """
 
     name: str
@@ -37,45 +40,34 @@ class Dialect:
     id_prefix: str
     max_tokens: str
     stops: str
-    turns: str
-    parts: tuple[str | None, ...]
 
 
 CHAT = Dialect(
     "chat",
-    fields.CHAT,
+    _CHAT,
     recipe.ChatCompletionRequest,
     recipe.ChatCompletionResponse,
     "chatcmpl-",
     "max_tokens",
     "stop",
-    "messages",
-    (None, "text", "refusal"),
 )
 RESPONSES = Dialect(
     "responses",
-    fields.RESPONSES,
+    _RESPONSES,
     recipe.ResponsesRequest,
     recipe.ResponsesResponse,
     "resp_",
     "max_output_tokens",
     "",
-    "input",
-    (
-        *(None, "message", "function_call", "function_call_output", "reasoning"),
-        *("input_text", "output_text", "refusal", "reasoning_text", "summary_text"),
-    ),
 )
 MESSAGES = Dialect(
     "messages",
-    fields.MESSAGES,
+    _MESSAGES,
     recipe.MessagesRequest,
     recipe.MessagesResponse,
     "msg_",
     "max_tokens",
     "stop_sequences",
-    "messages",
-    (None, "text", "thinking", "tool_use", "tool_result"),
 )
 
 _OWN = (
@@ -91,78 +83,49 @@ _OWN = (
 )
 """Fields that are not the library's to read."""
 
-_ANY = fields.ANY
 _SILENT = {"thinking": {"type": "disabled"}}
-_EFFORTS = only("none", "minimal", "low", "medium", "high", "xhigh", "max")
-_INNER = {
-    "thinking": {
-        "type": only("enabled", "disabled", "adaptive"),
-        "display": only("summarized"),
-        "budget_tokens": missing('thinking has no budget here; use {"type": "adaptive"}'),
-    },
-    "reasoning": {
-        "effort": _EFFORTS,
-        "summary": missing("reasoning is not summarised, but given as it is"),
-        "generate_summary": missing("reasoning is not summarised, but given as it is"),
-    },
-    "output_config": {
-        "effort": _EFFORTS,
-        "format": missing("use /v1/chat/completions for JSON schemas"),
-    },
-    "text": {
-        "format": fields.typed("text", "json_object", "json_schema"),
-        "verbosity": missing("the model knows no verbosity"),
-    },
-}
-_TOOL_KINDS = {"chat": ("function",), "responses": ("function",), "messages": (None, "custom")}
 
 
-def check_dialect(body: Mapping[str, Any], dialect: Dialect, *, max_tools: int) -> dict[str, Any]:
-    """The fields of a body that are not null, `max_tokens` under its one name.
+def check_dialect(
+    body: Mapping[str, Any],
+    dialect: Dialect,
+    *,
+    max_tools: int,
+    left_out: list[str] | None = None,
+) -> dict[str, Any]:
+    """The fields of a body that ask for something, each under one name.
+
+    Args:
+      body: what came.
+      dialect: its protocol.
+      max_tools: most tools.
+      left_out: is added the names of what the model is asked without.
 
     Raises:
       ApiError: one is unknown, or asks for what is not here.
     """
-    given = fields.check_fields(body, dialect.rules)
-    for name, rules in _INNER.items():
-        if name in given:
-            given[name] = check_inner(given[name], name, rules)
-    if "reasoning_effort" in given and not _EFFORTS.accepts(given["reasoning_effort"]):
-        refuse("reasoning_effort", _EFFORTS.told)
-    _check_tools(given.get("tools", []), dialect, max_tools)
-    _check_parts(given.get(dialect.turns), dialect, dialect.turns)
-    longer = given.get("max_completion_tokens")
+    given = check_fields(body, dialect.rules, left_out)
+    settle_thinking(given, dialect.name)
+    if dialect is MESSAGES:
+        clear_thinking(given)
+        _settle_format(given)
+    if "include" in given:
+        given["include"] = [one for one in given["include"] if one == LOGPROBS]
+    check_tools(given, max_tools)
+    allow_tools(given)
+    longer = given.pop("max_completion_tokens", None)
     if longer is not None and given.setdefault("max_tokens", longer) != longer:
         refuse("max_completion_tokens", "must be max_tokens where both are given")
     return given
 
 
-def _check_tools(tools: Any, dialect: Dialect, max_tools: int) -> None:
-    if not isinstance(tools, list) or len(tools) > max_tools:
-        refuse("tools", f"must be a list of at most {max_tools}")
-    for number, tool in enumerate(tools):
-        name = f"tools[{number}]"
-        if not isinstance(tool, dict):
-            refuse(name, "must be an object")
-        if tool.get("type") not in _TOOL_KINDS[dialect.name]:
-            refuse(f"{name}.type", "must be a function's; the server calls no tools")
-        inner = tool.get("function", tool)
-        if isinstance(inner, dict) and not isinstance(inner.get("strict", False), bool | None):
-            refuse(f"{name}.strict", "must be true or false")
-        if isinstance(inner, dict) and inner.get("defer_loading"):
-            refuse(f"{name}.defer_loading", "must be false; all tools are loaded")
-
-
-def _check_parts(turns: Any, dialect: Dialect, name: str) -> None:
-    """Refuses images, files and the like, which the library would only mention in the prompt."""
-    for number, turn in enumerate(turns if isinstance(turns, list) else ()):
-        if not isinstance(turn, dict):
-            continue
-        where = f"{name}[{number}]"
-        if turn.get("type") not in dialect.parts:
-            refuse(where, f"{json.dumps(turn['type'])[:64]} is not supported: the model reads text")
-        for inner in ("content", "output"):
-            _check_parts(turn.get(inner), dialect, f"{where}.{inner}")
+def _settle_format(given: dict[str, Any]) -> None:
+    """The form of an answer under the newer of its two names."""
+    older = given.pop("output_format", None)
+    if older is not None:
+        config = given.setdefault("output_config", {})
+        if config.setdefault("format", older) != older:
+            refuse("output_format", "must be output_config.format where both are given")
 
 
 def _with_system(messages: Any) -> Any:
@@ -180,12 +143,7 @@ def _without_strict(body: Mapping[str, Any]) -> dict[str, Any]:
     """A body that promises nothing: the library would drop parts of schemas that are strict."""
     body = dict(body)
     if isinstance(body.get("tools"), list):
-        body["tools"] = [
-            tool | {"function": _drop_strict(tool["function"])}
-            if isinstance(tool.get("function"), dict)
-            else _drop_strict(tool)
-            for tool in body["tools"]
-        ]
+        body["tools"] = [_without_strict_tool(tool) for tool in body["tools"]]
     if (schema := _named_schema(body.get("response_format"))) is not None:
         format_ = body["response_format"]
         body["response_format"] = format_ | {"json_schema": _drop_strict(schema)}
@@ -195,6 +153,14 @@ def _without_strict(body: Mapping[str, Any]) -> dict[str, Any]:
     return body
 
 
+def _without_strict_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(tool.get("function"), dict):
+        return {**tool, "function": _drop_strict(tool["function"])}
+    if tool.get("type") == "namespace":
+        return {**tool, "tools": [_drop_strict(one) for one in tool.get("tools", [])]}
+    return _drop_strict(tool)
+
+
 def _drop_strict(part: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in part.items() if name != "strict"}
 
@@ -202,12 +168,6 @@ def _drop_strict(part: Mapping[str, Any]) -> dict[str, Any]:
 def _named_schema(response_format: Any) -> dict[str, Any] | None:
     found = response_format.get("json_schema") if isinstance(response_format, dict) else None
     return found if isinstance(found, dict) else None
-
-
-def strict_tools(given: Mapping[str, Any]) -> set[str]:
-    """Names of the tools whose calls have to be of their schema."""
-    functions = [tool.get("function", tool) for tool in given.get("tools", [])]
-    return {one["name"] for one in functions if one.get("strict")}
 
 
 def is_schema_strict(given: Mapping[str, Any]) -> bool:

@@ -34,11 +34,18 @@ class ApiError(Exception):
       status: of HTTP.
       message: for the client.
       param: the field that is wrong, or None.
-      code: for programs, or None.
+      code: for programs, or None; clients of OpenAI's look at it.
+      error_code: the same for clients of Anthropic's, or None.
     """
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        error_code: str | None = None,
     ) -> None:
         """An error with that status."""
         super().__init__(message)
@@ -46,6 +53,7 @@ class ApiError(Exception):
         self.message = message
         self.param = param
         self.code = code
+        self.error_code = error_code
 
     def openai(self) -> dict[str, Any]:
         """OpenAI's form."""
@@ -56,7 +64,9 @@ class ApiError(Exception):
     def anthropic(self, request_id: str) -> dict[str, Any]:
         """Anthropic's form."""
         kind = _ANTHROPIC.get(self.status, _ANTHROPIC[500 if self.status >= 500 else 400])
-        error = {"type": kind, "message": self.message}
+        error: dict[str, Any] = {"type": kind, "message": self.message}
+        if self.error_code is not None:
+            error["details"] = {"error_code": self.error_code}
         return {"type": "error", "error": error, "request_id": request_id}
 
     def for_path(self, path: str, request_id: str) -> bytes:
@@ -65,13 +75,38 @@ class ApiError(Exception):
         return json.dumps(self.anthropic(request_id) if is_anthropic else self.openai()).encode()
 
 
-def refuse(param: str, rule: str) -> NoReturn:
+class ContextLengthError(ApiError):
+    """A prompt that leaves no room for an answer.
+
+    Agents make their conversation shorter when they see it. Clients of OpenAI's know it by its
+    code or by the words "maximum context length", those of Anthropic's by "prompt is too long".
+    """
+
+    def __init__(self, prompt_tokens: int, max_tokens: int, param: str) -> None:
+        """A prompt of so many tokens, where there can be `max_tokens` with the answer."""
+        super().__init__(
+            400,
+            f"This model's maximum context length is {max_tokens} tokens, and the prompt has "
+            f"{prompt_tokens}: it must leave room for an answer of one token at least",
+            param=param,
+            code="context_length_exceeded",
+        )
+        self._anthropic = f"prompt is too long: {prompt_tokens} tokens > {max_tokens - 1} maximum"
+
+    def anthropic(self, request_id: str) -> dict[str, Any]:
+        """Anthropic's form, with its words."""
+        found = super().anthropic(request_id)
+        found["error"]["message"] = self._anthropic
+        return found
+
+
+def refuse(param: str, rule: str, *, error_code: str | None = None) -> NoReturn:
     """Refuses a field.
 
     Raises:
       ApiError: always; the rule says what the field must be, or what is missing here.
     """
-    raise ApiError(400, f"{param}: {rule}", param=param)
+    raise ApiError(400, f"{param}: {rule}", param=param, error_code=error_code)
 
 
 def as_api_error(error: Exception) -> ApiError:

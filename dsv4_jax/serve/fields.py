@@ -1,200 +1,245 @@
-"""Which fields of which protocol are obeyed; whatever is not is refused by name.
+"""Which fields of a protocol are obeyed, which ask for nothing, and which are refused by name.
 
-A field that is null is absent. A rule says which other values can be obeyed: `ANY` for fields that
-are read, and for those that describe the caller and ask for nothing.
+Rules make a tree: one of an object has rules for its fields, one of a list has a rule for what the
+list holds. `read` takes a value by its rule. What it gives has no null, since a field that is null
+is absent, and nothing that need not reach the model. What the caller wrote in its own words, such
+as a schema or the arguments of a call, is not looked into.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from dsv4_jax import checks
 from dsv4_jax.serve.errors import ApiError, refuse
 
 
-class Rule(NamedTuple):
-    """What a field may hold.
+def _always(value: Any) -> bool:
+    return True
+
+
+def _never(value: Any) -> bool:
+    return False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rule:
+    """What a field may hold, and what becomes of it.
 
     Attributes:
-      accepts: whether a value can be obeyed.
-      told: what is said of one that cannot.
+      accepts: whether a value is taken.
+      told: what is said of one that is not.
+      error_code: what clients of Anthropic's look for in that error, or None.
+      is_dropped: a value that is taken asks for nothing, and reaches nothing.
+      is_left_out: which values ask for something without which the model can be asked: they are
+        dropped too, and the log names them.
+      fields: of an object; None where nothing is said of them.
+      is_closed: fields that it does not have are refused.
+      each: of what a list holds.
+      kinds: of an object, by what `kind_of` says of it.
+      kind_of: an object's kind; None where it has none.
     """
 
-    accepts: Callable[[Any], bool]
-    told: str
+    accepts: Callable[[Any], bool] = _always
+    told: str = ""
+    error_code: str | None = None
+    is_dropped: bool = False
+    is_left_out: Callable[[Any], bool] = _never
+    fields: Mapping[str, Rule] | None = None
+    is_closed: bool = False
+    each: Rule | None = None
+    kinds: Mapping[str | None, Rule] | None = None
+    kind_of: Callable[[Mapping[str, Any]], Any] = lambda value: value.get("type")
 
 
-ANY = Rule(lambda value: True, "")
+ANY = Rule()
+"""A field that is read elsewhere, or is the caller's own words."""
+
+NOTHING = Rule(is_dropped=True)
+"""A field that asks for nothing, whatever it holds: it describes the caller, or hints at caches."""
 
 
 def only(*values: Any, told: str = "") -> Rule:
     """A field of which some values can be obeyed; `told` says what is missing for others."""
     shown = " or ".join(map(repr, values))
+    return Rule(accepts=_is_among(values), told=f"must be {shown}{told and f'; {told}'}")
+
+
+def aside(*nothing: Any, accepts: Callable[[Any], bool] = _always, told: str = "") -> Rule:
+    """A field without which the model can be asked: it is left out, and the log says so.
+
+    Args:
+      *nothing: values that ask for what is there anyway, of which the log says nothing.
+      accepts: which values are taken.
+      told: what is said of others.
+    """
+    is_nothing = _is_among(nothing)
     return Rule(
-        lambda value: any(value == one and type(value) is type(one) for one in values),
-        f"must be {shown}{told and f'; {told}'}",
+        accepts=accepts, told=told, is_dropped=True, is_left_out=lambda value: not is_nothing(value)
     )
 
 
-def typed(*kinds: str, names: Sequence[str] = ()) -> Rule:
-    """A field that is an object of one of some types, or one of some names."""
-    shown = " or ".join([*map(repr, names), *(f'{{"type": "{kind}"}}' for kind in kinds)])
-    return Rule(
-        lambda value: value in names if isinstance(value, str) else _type_of(value) in kinds,
-        f"must be {shown}",
-    )
-
-
-def _type_of(value: Any) -> Any:
-    kind = value.get("type") if isinstance(value, dict) else None
-    return kind if isinstance(kind, str) else None
-
-
-def missing(what: str) -> Rule:
+def missing(what: str, *, error_code: str | None = None) -> Rule:
     """A field of the protocol that asks for what this server does not have."""
-    return Rule(lambda value: value in ([], {}), f"is not supported: {what}")
+    return Rule(
+        accepts=lambda value: value in ([], {}),
+        told=f"is not supported: {what}",
+        error_code=error_code,
+        is_dropped=True,
+    )
 
 
-_NO_STORE = "answers are not stored"
-_CHOICE = typed("function", names=("auto", "none", "required"))
-_EXTRAS = {"seed": ANY, "top_k": ANY, "min_p": ANY, "ignore_eos": ANY}
-_DRAWING = _EXTRAS | {
-    "temperature": ANY,
-    "top_p": ANY,
-    "logit_bias": ANY,
-    "presence_penalty": ANY,
-    "frequency_penalty": ANY,
-}
-_CALLER = {"user": ANY, "service_tier": only("auto", "default")}
-
-COMPLETIONS = {
-    **_DRAWING,
-    **_CALLER,
-    "model": ANY,
-    "prompt": ANY,
-    "max_tokens": ANY,
-    "n": ANY,
-    "best_of": ANY,
-    "stream": ANY,
-    "stream_options": ANY,
-    "logprobs": ANY,
-    "echo": ANY,
-    "stop": ANY,
-    "suffix": missing("the model does not fill in the middle"),
-}
-CHAT = {
-    **_DRAWING,
-    **_CALLER,
-    "model": ANY,
-    "messages": ANY,
-    "thinking": ANY,
-    "reasoning_effort": ANY,
-    "tools": ANY,
-    "tool_choice": _CHOICE,
-    "parallel_tool_calls": only(True, False),
-    "response_format": typed("text", "json_object", "json_schema"),
-    "max_tokens": ANY,
-    "max_completion_tokens": ANY,
-    "n": ANY,
-    "stop": ANY,
-    "stream": ANY,
-    "stream_options": ANY,
-    "logprobs": ANY,
-    "top_logprobs": ANY,
-    "safety_identifier": ANY,
-    "prompt_cache_key": ANY,
-    "modalities": only(["text"]),
-    "store": only(False, told=_NO_STORE),
-    "metadata": missing(_NO_STORE),
-    "functions": missing("use tools"),
-    "function_call": missing("use tool_choice"),
-    "audio": missing("answers are text"),
-    "prediction": missing("there are no predicted outputs"),
-    "web_search_options": missing("there is no search"),
-    "verbosity": missing("the model knows no verbosity"),
-}
-RESPONSES = {
-    **_EXTRAS,
-    **_CALLER,
-    "model": ANY,
-    "input": ANY,
-    "instructions": ANY,
-    "reasoning": ANY,
-    "tools": ANY,
-    "tool_choice": _CHOICE,
-    "parallel_tool_calls": only(True, False),
-    "text": ANY,
-    "max_output_tokens": ANY,
-    "temperature": ANY,
-    "top_p": ANY,
-    "stream": ANY,
-    "top_logprobs": ANY,
-    "safety_identifier": ANY,
-    "prompt_cache_key": ANY,
-    "include": only([], ["message.output_text.logprobs"]),
-    "store": only(False, told=_NO_STORE),
-    "background": only(False, told=_NO_STORE),
-    "truncation": only("disabled"),
-    "metadata": missing(_NO_STORE),
-    "previous_response_id": missing(_NO_STORE),
-    "conversation": missing(_NO_STORE),
-    "prompt": missing(_NO_STORE),
-    "max_tool_calls": missing("the server calls no tools"),
-    "stream_options": only({}, {"include_obfuscation": False}),
-}
-MESSAGES = {
-    **_EXTRAS,
-    "model": ANY,
-    "messages": ANY,
-    "system": ANY,
-    "max_tokens": ANY,
-    "stop_sequences": ANY,
-    "temperature": ANY,
-    "top_p": ANY,
-    "stream": ANY,
-    "metadata": ANY,
-    "thinking": ANY,
-    "output_config": ANY,
-    "tools": ANY,
-    "tool_choice": typed("auto", "none", "any", "tool"),
-    "service_tier": only("auto", "standard_only"),
-    "output_format": missing("use /v1/chat/completions for JSON schemas"),
-    "container": missing("there are no containers"),
-    "mcp_servers": missing("the server calls no tools"),
-    "context_management": missing("conversations are taken as they are"),
-    "inference_geo": missing("there is one place"),
-}
-TOKENIZE = {"model": ANY, "prompt": ANY, "add_special_tokens": ANY}
-DETOKENIZE = {"model": ANY, "tokens": ANY}
+def fields_of(**rules: Rule) -> Rule:
+    """An object of those fields, and of others, which the library ignores or refuses."""
+    return Rule(fields=rules)
 
 
-def check_fields(body: Mapping[str, Any], rules: Mapping[str, Rule]) -> dict[str, Any]:
-    """The fields that are not null.
+def closed(**rules: Rule) -> Rule:
+    """An object of those fields and no other."""
+    return Rule(fields=rules, is_closed=True)
+
+
+def listed(each: Rule) -> Rule:
+    """A list."""
+    return Rule(each=each)
+
+
+def one_of(
+    kinds: Mapping[str | None, Rule], *, names: Sequence[str] | None = None, told: str = ""
+) -> Rule:
+    """An object of one of some types, or one of some names; other values where there are no names.
+
+    Args:
+      kinds: rules by type.
+      names: texts that are taken instead of an object; None takes all that is no object.
+      told: why other types are refused.
+    """
+    shown = [f'{{"type": "{kind}"}}' for kind in kinds if kind is not None]
+    rule = "must be " + " or ".join([*map(repr, names or ()), *shown])
+    if names is None:
+        return Rule(kinds=kinds, told=told or rule, kind_of=_kind_of)
+    taken = _is_among(names)
+    return Rule(
+        accepts=lambda value: _kind_of(value) in kinds if isinstance(value, dict) else taken(value),
+        told=rule + (told and f"; {told}"),
+        kinds=kinds,
+        kind_of=_kind_of,
+    )
+
+
+def _kind_of(value: Mapping[str, Any]) -> Any:
+    """Its type without the date that some have: `web_search_20250305` is `web_search`."""
+    kind = value.get("type")
+    if kind is None:
+        return None
+    return re.sub(r"_\d{4}_?\d{2}_?\d{2}$", "", kind) if isinstance(kind, str) else ""
+
+
+def _is_among(values: Sequence[Any]) -> Callable[[Any], bool]:
+    return lambda value: any(value == one and type(value) is type(one) for one in values)
+
+
+def is_flag(value: Any) -> bool:
+    """A value is true or false."""
+    return isinstance(value, bool)
+
+
+_GONE = object()
+
+
+def read(value: Any, rule: Rule, name: str, left_out: list[str]) -> Any:
+    """A value without what need not reach the model; errors call it by that name.
+
+    Args:
+      value: of JSON.
+      rule: what it may hold.
+      name: as in `messages[3].content`.
+      left_out: is added the names of fields and kinds that asked for something and are left out.
+
+    Raises:
+      ApiError: it holds what cannot be obeyed.
+    """
+    found = _read(value, rule, name, left_out)
+    return None if found is _GONE else found
+
+
+def _read(value: Any, rule: Rule, name: str, left_out: list[str]) -> Any:
+    if not rule.accepts(value):
+        refuse(name, rule.told, error_code=rule.error_code)
+    if rule.is_left_out(value):
+        _note(name, left_out)
+        return _GONE
+    if rule.is_dropped:
+        return _GONE
+    if isinstance(value, list):
+        if rule.each is None:
+            return value
+        found = [_read(one, rule.each, f"{name}[{i}]", left_out) for i, one in enumerate(value)]
+        return [one for one in found if one is not _GONE]
+    if not isinstance(value, dict):
+        return value if not rule.is_closed else refuse(name, "must be an object")
+    if rule.kinds is not None:
+        kind = rule.kind_of(value)
+        inner = rule.kinds.get(kind)
+        if inner is None:
+            refuse(name, f"{json.dumps(value.get('type'))[:64]} is not supported: {rule.told}")
+        if inner.is_left_out(value):
+            _note(f"{name} ({kind})", left_out)
+            return _GONE
+        return _read(value, inner, name, left_out)
+    return value if rule.fields is None else _read_fields(value, rule, f"{name}.", left_out)
+
+
+def _read_fields(
+    value: Mapping[str, Any], rule: Rule, prefix: str, left_out: list[str]
+) -> dict[str, Any]:
+    found = {}
+    assert rule.fields is not None
+    for name, one in value.items():
+        if one is None:
+            continue
+        inner = rule.fields.get(name)
+        if inner is not None:
+            one = _read(one, inner, prefix + name, left_out)
+        elif rule.is_closed:
+            where = prefix + name[:64]
+            raise ApiError(400, f"there is no field {checks.shown(where)} here", param=where)
+        if one is not _GONE:
+            found[name] = one
+    return found
+
+
+def _note(name: str, left_out: list[str]) -> None:
+    name = re.sub(r"\[\d+\]", "[]", name)
+    if name not in left_out:
+        left_out.append(name)
+
+
+def check_fields(
+    body: Mapping[str, Any], rules: Mapping[str, Rule], left_out: list[str] | None = None
+) -> dict[str, Any]:
+    """The fields of a body, as `read` gives them.
+
+    Args:
+      body: what came.
+      rules: of its fields.
+      left_out: is added the names of what is left out.
 
     Raises:
       ApiError: one is unknown, or holds what cannot be obeyed.
     """
-    given = {name: value for name, value in body.items() if value is not None}
-    for name, value in given.items():
-        rule = rules.get(name)
-        if rule is None:
-            raise ApiError(400, f"there is no field {checks.shown(name)} here", param=name[:64])
-        if not rule.accepts(value):
-            refuse(name, rule.told)
-    return given
+    rule = Rule(fields=rules, is_closed=True)
+    return _read_fields(body, rule, "", [] if left_out is None else left_out)
 
 
 def check_inner(value: Any, name: str, allowed: Mapping[str, Rule]) -> dict[str, Any]:
     """The fields of a field that is an object, by rules of their own."""
-    if not isinstance(value, dict):
-        refuse(name, "must be an object")
-    for inner, one in value.items():
-        if inner not in allowed or (one is not None and not allowed[inner].accepts(one)):
-            told = allowed[inner].told if inner in allowed else "there is no such field here"
-            refuse(f"{name}.{inner[:64]}", told)
-    return {inner: one for inner, one in value.items() if one is not None}
+    return read(value, Rule(fields=allowed, is_closed=True), name, [])
 
 
 def read_flag(body: Mapping[str, Any], name: str) -> bool:

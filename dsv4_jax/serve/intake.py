@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dsv4_jax.serve import fields
 from dsv4_jax.serve.answer import Renderer
 from dsv4_jax.serve.completions import CompletionRenderer, read_completion
 from dsv4_jax.serve.conversation_renderer import ConversationRenderer
 from dsv4_jax.serve.conversations import Conversations
 from dsv4_jax.serve.dialects import CHAT, MESSAGES, RESPONSES
-from dsv4_jax.serve.errors import ApiError, as_api_error, refuse
+from dsv4_jax.serve.errors import ApiError, ContextLengthError, as_api_error, refuse
+from dsv4_jax.serve.fields import check_fields
+from dsv4_jax.serve.fields_openai import COMPLETIONS as COMPLETION_FIELDS
 from dsv4_jax.serve.settings import ServeSettings
 from dsv4_jax.serving.async_engine import AsyncEngine, AsyncStream
 from dsv4_jax.step.sampling import SamplingParams
@@ -59,7 +61,12 @@ class Intake:
         self._salt = secrets.token_bytes(16)
 
     def start(
-        self, path: str, body: Mapping[str, Any], *, key: int = -1
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        *,
+        key: int = -1,
+        left_out: list[str] | None = None,
     ) -> tuple[list[AsyncStream], Renderer]:
         """Submits what a body asks for.
 
@@ -67,6 +74,7 @@ class Intake:
           path: one of `PATHS`.
           body: not checked.
           key: prefixes are shared among requests of one key only; -1 is none.
+          left_out: is added the names of what the model is asked without.
 
         Returns:
           Streams of the answers, and what makes the protocol's answer of their tokens.
@@ -75,14 +83,14 @@ class Intake:
           ApiError: the body cannot be served, and why; nothing was submitted.
         """
         if path == COMPLETIONS:
-            given = fields.check_fields(body, fields.COMPLETIONS)
+            given = check_fields(body, COMPLETION_FIELDS, left_out)
             self.check_model(given.get("model", self.settings.model_name))
             text = read_completion(given, max_choices=self.settings.max_choices)
             renderer = CompletionRenderer(text, self.settings.model_name, self.tokenizer)
             return self._submit(text.prompts, text.n, text.sampling, key), renderer
         dialect = DIALECTS[path]
         self.check_model(body.get("model"))
-        asked = self.conversations.read(body, dialect)
+        asked = self.conversations.read(body, dialect, left_out)
         assert self.conversations.tokenizer is not None
         renderer = ConversationRenderer(
             asked, dialect, self.settings.model_name, self.conversations.tokenizer
@@ -110,7 +118,8 @@ class Intake:
         streams: list[AsyncStream] = []
         try:
             for prompt in prompts:
-                streams += self.engine.submit_many(prompt, n, sampling=sampling, salt=salt)
+                ids, fitting = self._fit(prompt, sampling)
+                streams += self.engine.submit_many(ids, n, sampling=fitting, salt=salt)
         except Exception as error:
             for stream in streams:
                 stream.cancel()
@@ -119,10 +128,26 @@ class Intake:
             raise as_api_error(error) from error
         return streams
 
+    def _fit(
+        self, prompt: str | list[int], sampling: SamplingParams
+    ) -> tuple[str | list[int], SamplingParams]:
+        """A prompt's token ids, and settings by which it draws what the context leaves at most."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                return prompt, sampling
+            prompt = self.tokenizer.encode(prompt).ids
+        room = self.max_context_tokens - len(prompt)
+        if room < 1:
+            raise ContextLengthError(len(prompt), self.max_context_tokens, "prompt")
+        if sampling.max_new_tokens <= room:
+            return prompt, sampling
+        return prompt, dataclasses.replace(sampling, max_new_tokens=room)
+
 
 def _refusal(told: str) -> ApiError:
     """What the engine refuses; of a grammar, which the client has not written, only the reason."""
     if not told.startswith("grammar must be a "):
-        return ApiError(400, told, param="prompt")
+        name = told.split()[0]
+        return ApiError(400, told, param=name if name in COMPLETION_FIELDS else "prompt")
     reason = told.partition(": ")[2].partition("\n")[0]
     return ApiError(400, f"the form of the answer cannot be held: {reason}")

@@ -45,7 +45,7 @@ class ServeSettings:
     release: str = "first"
     max_body_bytes: int = 4 * 2**20
     max_choices: int = 16
-    max_tools: int = 128
+    max_tools: int = 1024
     pulse_s: float = 2.0
     body_timeout_s: float = 30.0
     header_timeout_s: float = 10.0

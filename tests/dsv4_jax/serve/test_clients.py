@@ -367,8 +367,19 @@ def test_errors_are_those_of_the_protocol(server, ask, claude):
     with pytest.raises(openai.NotFoundError) as unknown:
         ask.chat.completions.create(model="another", messages=HI)
     assert unknown.value.code == "model_not_found"
-    with pytest.raises(openai.BadRequestError, match="max_context_tokens=2048"):
-        ask.completions.create(model=MODEL, prompt="a", max_tokens=5000)
+    with pytest.raises(openai.BadRequestError, match="maximum context length") as too_long:
+        ask.completions.create(model=MODEL, prompt=[5] * 2048)
+    assert (too_long.value.code, too_long.value.param) == ("context_length_exceeded", "prompt")
+    with pytest.raises(openai.BadRequestError, match="maximum context length") as too_long:
+        ask.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "a" * 3000}])
+    assert too_long.value.code == "context_length_exceeded"
+    with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 2047"):
+        claude.messages.create(
+            model=MODEL, max_tokens=4, messages=[{"role": "user", "content": "a" * 3000}]
+        )
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask.chat.completions.create(model=MODEL, messages=HI, logit_bias={"9999": 1})
+    assert refused.value.param == "logit_bias"
     with pytest.raises(anthropic.BadRequestError) as refused:
         claude.messages.create(
             model=MODEL, max_tokens=4, messages=HI, extra_body={"container": "x"}

@@ -1,0 +1,220 @@
+"""The fields of `/v1/completions`, `/v1/chat/completions`, `/tokenize` and `/detokenize`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dsv4_jax.serve.fields import (
+    ANY,
+    NOTHING,
+    Rule,
+    aside,
+    closed,
+    fields_of,
+    is_flag,
+    listed,
+    missing,
+    one_of,
+    only,
+)
+
+EFFORTS = only("none", "minimal", "low", "medium", "high", "xhigh", "max")
+TIERS = aside(
+    *("auto", "default"),
+    accepts=lambda value: (
+        value in ("auto", "default", "flex", "scale", "priority", "fast", "ultrafast")
+    ),
+    told="must be a tier of the protocol",
+)
+"""There is one tier; the protocol lets a server answer with another one than was asked for."""
+
+VERBOSITY = aside(
+    "medium",
+    accepts=lambda value: value in ("low", "medium", "high"),
+    told="must be 'low', 'medium' or 'high'",
+)
+CACHE_HINTS = {"cache_control": NOTHING, "prompt_cache_breakpoint": NOTHING}
+"""Prefixes are kept anyway, and shared within a key."""
+
+CACHE_OPTIONS = closed(
+    mode=NOTHING,
+    ttl=NOTHING,
+    comparison_response_id=NOTHING,
+    prewarm=only(False, told="every request is answered"),
+)
+DRAWING_EXTRAS = {
+    "seed": ANY,
+    "top_k": ANY,
+    "min_p": ANY,
+    "ignore_eos": ANY,
+    "repetition_penalty": only(1, 1.0, told="use presence_penalty and frequency_penalty"),
+    "min_tokens": only(0),
+}
+_DRAWING = DRAWING_EXTRAS | {
+    "temperature": ANY,
+    "top_p": ANY,
+    "logit_bias": ANY,
+    "presence_penalty": ANY,
+    "frequency_penalty": ANY,
+}
+CALLER = {
+    "user": NOTHING,
+    "service_tier": TIERS,
+    "safety_identifier": NOTHING,
+    "prompt_cache_key": NOTHING,
+    "prompt_cache_retention": NOTHING,
+    "prompt_cache_options": CACHE_OPTIONS,
+    "cache_control": NOTHING,
+    "metadata": NOTHING,
+    "client_metadata": NOTHING,
+}
+"""Who asks, and hints at caches; LiteLLM passes them on in any protocol."""
+
+_STREAM_OPTIONS = closed(
+    include_usage=ANY,
+    include_obfuscation=Rule(accepts=is_flag, told="must be true or false", is_dropped=True),
+    continuous_usage_stats=only(False, told="usage comes at the end"),
+)
+
+COMPLETIONS = {
+    **_DRAWING,
+    **CALLER,
+    "model": ANY,
+    "prompt": ANY,
+    "max_tokens": ANY,
+    "n": ANY,
+    "best_of": ANY,
+    "stream": ANY,
+    "stream_options": _STREAM_OPTIONS,
+    "logprobs": ANY,
+    "echo": ANY,
+    "stop": ANY,
+    "suffix": missing("the model does not fill in the middle"),
+}
+
+_PART = one_of(
+    {
+        None: fields_of(text=ANY, **CACHE_HINTS),
+        "text": fields_of(
+            type=ANY, text=ANY, citations=NOTHING, annotations=NOTHING, **CACHE_HINTS
+        ),
+        "refusal": fields_of(type=ANY, refusal=ANY, **CACHE_HINTS),
+    },
+    told="the model reads text",
+)
+_FUNCTION_CALL = fields_of(
+    id=ANY, type=ANY, index=NOTHING, function=fields_of(name=ANY, arguments=ANY), **CACHE_HINTS
+)
+_MESSAGE = fields_of(
+    role=ANY,
+    content=listed(_PART),
+    name=aside(),
+    tool_calls=listed(
+        one_of({None: _FUNCTION_CALL, "function": _FUNCTION_CALL}, told="tools are functions here")
+    ),
+    tool_call_id=ANY,
+    reasoning_content=ANY,
+    prefix=ANY,
+    refusal=ANY,
+    annotations=NOTHING,
+    audio=missing("the model reads text"),
+    function_call=missing("use tool_calls"),
+    **CACHE_HINTS,
+)
+
+
+def is_not_for_the_model(tool: Mapping[str, Any]) -> bool:
+    """A tool that only programs of a server call: the model may not call it by itself."""
+    callers = tool.get("allowed_callers")
+    return isinstance(callers, list) and bool(callers) and "direct" not in callers
+
+
+FUNCTION = fields_of(
+    name=ANY,
+    description=ANY,
+    parameters=ANY,
+    strict=ANY,
+    defer_loading=aside(False),
+    output_schema=aside(),
+    input_examples=aside([]),
+    **CACHE_HINTS,
+)
+"""What a function says of itself; tools whose loading may be deferred are there at once."""
+
+_TOOL = one_of(
+    {
+        "function": fields_of(type=ANY, function=FUNCTION, **CACHE_HINTS),
+        "custom": Rule(is_left_out=lambda tool: True),
+    },
+    told="must be a function's; the server calls no tools",
+)
+_CHOICE = one_of(
+    {
+        "function": fields_of(type=ANY, function=fields_of(name=ANY)),
+        "allowed_tools": fields_of(
+            type=ANY,
+            allowed_tools=closed(mode=only("auto", "required"), tools=ANY),
+        ),
+    },
+    names=("auto", "none", "required"),
+)
+JSON_SCHEMA = fields_of(name=ANY, description=aside(), schema=ANY, strict=ANY)
+
+CHAT = {
+    **_DRAWING,
+    **CALLER,
+    "model": ANY,
+    "messages": listed(_MESSAGE),
+    "thinking": closed(
+        type=only("enabled", "disabled", "adaptive"),
+        display=only("summarized"),
+        budget_tokens=ANY,
+    ),
+    "enable_thinking": Rule(accepts=is_flag, told="must be true or false"),
+    "thinking_budget": ANY,
+    "chat_template_kwargs": closed(
+        thinking=Rule(accepts=is_flag, told="must be true or false"),
+        enable_thinking=Rule(accepts=is_flag, told="must be true or false"),
+        reasoning_effort=EFFORTS,
+    ),
+    "reasoning": closed(
+        effort=EFFORTS,
+        enabled=Rule(accepts=is_flag, told="must be true or false"),
+        max_tokens=ANY,
+        exclude=only(False, told="reasoning is given as it is"),
+        summary=NOTHING,
+    ),
+    "include_reasoning": only(True, told="reasoning is given as it is"),
+    "reasoning_effort": EFFORTS,
+    "tools": listed(_TOOL),
+    "tool_choice": _CHOICE,
+    "parallel_tool_calls": only(True, False),
+    "response_format": one_of(
+        {
+            "text": fields_of(type=ANY),
+            "json_object": fields_of(type=ANY),
+            "json_schema": fields_of(type=ANY, json_schema=JSON_SCHEMA),
+        },
+        names=(),
+    ),
+    "max_tokens": ANY,
+    "max_completion_tokens": ANY,
+    "n": ANY,
+    "stop": ANY,
+    "stream": ANY,
+    "stream_options": _STREAM_OPTIONS,
+    "logprobs": ANY,
+    "top_logprobs": ANY,
+    "modalities": only(["text"]),
+    "store": aside(False, accepts=is_flag, told="must be true or false"),
+    "functions": missing("use tools"),
+    "function_call": missing("use tool_choice"),
+    "audio": missing("answers are text"),
+    "moderation": missing("there is no moderation"),
+    "prediction": aside(),  # it would make the same answer faster
+    "web_search_options": aside({}),
+    "verbosity": VERBOSITY,
+}
+TOKENIZE = {"model": ANY, "prompt": ANY, "add_special_tokens": ANY}
+DETOKENIZE = {"model": ANY, "tokens": ANY}

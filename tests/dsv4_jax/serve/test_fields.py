@@ -1,0 +1,178 @@
+"""Every field of the official clients' requests is decided: obeyed, nothing, or refused by name.
+
+The clients' types are walked beside the server's rules, so that a field that is new in a release of
+theirs fails here by its name until somebody decides what becomes of it.
+"""
+
+import typing
+
+import anthropic.types.beta.message_count_tokens_params as beta_count
+import anthropic.types.beta.message_create_params as beta_messages
+import anthropic.types.message_count_tokens_params as count
+import anthropic.types.message_create_params as messages
+import openai.types.chat.completion_create_params as chat
+import openai.types.completion_create_params as completions
+import openai.types.responses.response_create_params as responses
+import pytest
+import typing_extensions
+
+from dsv4_jax.serve.errors import ApiError
+from dsv4_jax.serve.fields import ANY, NOTHING, Rule, aside, check_fields, fields_of, missing
+from dsv4_jax.serve.fields_messages import MESSAGES
+from dsv4_jax.serve.fields_openai import CHAT, COMPLETIONS
+from dsv4_jax.serve.fields_responses import RESPONSES
+
+TYPES = [
+    (completions.CompletionCreateParamsStreaming, COMPLETIONS),
+    (completions.CompletionCreateParamsNonStreaming, COMPLETIONS),
+    (chat.CompletionCreateParamsStreaming, CHAT),
+    (chat.CompletionCreateParamsNonStreaming, CHAT),
+    (responses.ResponseCreateParamsStreaming, RESPONSES),
+    (responses.ResponseCreateParamsNonStreaming, RESPONSES),
+    (messages.MessageCreateParamsStreaming, MESSAGES),
+    (messages.MessageCreateParamsNonStreaming, MESSAGES),
+    (count.MessageCountTokensParams, MESSAGES),
+    (beta_messages.MessageCreateParamsStreaming, MESSAGES),
+    (beta_messages.MessageCreateParamsNonStreaming, MESSAGES),
+    (beta_count.MessageCountTokensParams, MESSAGES),
+]
+OWN_WORDS = {
+    "parameters", "input_schema", "schema", "input", "metadata", "logit_bias",
+    "tool_choice.tools", "tool_choice.allowed_tools.tools", "thinking.budget_tokens",
+    "keep",  # of `context_management`; `clear_thinking` reads it
+}  # fmt: skip
+"""Fields of which what is inside is the caller's own, or is read by a function of its own."""
+
+
+def parts_of(kind):
+    """The dictionaries with named fields that a type may be or hold, without lists and unions."""
+    if typing_extensions.is_typeddict(kind):
+        return [kind]
+    inner = typing.get_args(kind)
+    if typing.get_origin(kind) is typing.Literal:
+        return []
+    return [found for one in inner for found in parts_of(one)]
+
+
+def kinds_of(kind):
+    """The values of the field `type` of a dictionary; {None} where it has none."""
+    hint = typing.get_type_hints(kind).get("type")
+    values = {one for one in _literals(hint) if isinstance(one, str)} if hint else set()
+    return values or {None}
+
+
+def _literals(hint):
+    if typing.get_origin(hint) is typing.Literal:
+        return typing.get_args(hint)
+    return [one for inner in typing.get_args(hint) for one in _literals(inner)]
+
+
+def find_undecided(kind, rule, name, seen=()):
+    """Names of fields of a type, and of what it holds, of which the rules say nothing."""
+    if (kind, id(rule)) in seen:
+        return
+    seen = (*seen, (kind, id(rule)))
+    for field, hint in typing.get_type_hints(kind).items():
+        where = f"{name}.{field}" if name else field
+        inner = rule.fields.get(field)
+        if inner is None:
+            yield where
+        else:
+            for part in parts_of(hint):
+                yield from _find_in(part, inner, where, seen)
+
+
+def _find_in(part, rule, where, seen):
+    if rule.is_dropped or field_of(where) in OWN_WORDS or where in OWN_WORDS:
+        return  # taken as a whole, or refused as a whole
+    if rule.each is not None:
+        yield from _find_in(part, rule.each, f"{where}[]", seen)
+    elif rule.kinds is not None:
+        for kind in kinds_of(part):
+            # What is not among the kinds is refused by its name.
+            inner = rule.kinds.get(rule.kind_of({"type": kind}))
+            if inner is not None:
+                yield from _find_in(part, inner, f"{where}({kind})", seen)
+    elif rule.fields is not None:
+        yield from find_undecided(part, rule, where, seen)
+    elif not rule.is_left_out({}):
+        yield f"{where}: {part.__name__}"
+
+
+def field_of(where):
+    return where.rsplit(".", 1)[-1].split("[")[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "rules"), TYPES, ids=[f"{k.__module__}.{k.__name__}" for k, _ in TYPES]
+)
+def test_every_field_of_the_clients_types_is_decided(kind, rules):
+    undecided = sorted(set(find_undecided(kind, Rule(fields=rules, is_closed=True), "")))
+    assert not undecided, "say in the tables of dsv4_jax/serve what becomes of these"
+
+
+def test_a_field_that_is_new_is_found_at_any_depth():
+    class Inner(typing.TypedDict):
+        known: str
+        new: int
+
+    class Text(typing.TypedDict):
+        type: typing.Literal["text"]
+        new: str
+
+    class Image(typing.TypedDict):
+        type: typing.Literal["image"]
+        new: str
+
+    class Body(typing.TypedDict):
+        known: typing.Iterable[Inner | str]
+        parts: list[Text | Image]
+        refused: Inner
+        new: str
+
+    rules = {
+        "known": Rule(each=fields_of(known=ANY)),
+        "parts": Rule(each=Rule(kinds={"text": fields_of(type=ANY)})),
+        "refused": missing("no"),
+    }
+    found = set(find_undecided(Body, Rule(fields=rules), ""))
+    assert found == {"known[].new", "parts[](text).new", "new"}
+
+
+def test_what_asks_for_nothing_is_dropped_and_what_is_left_out_is_named():
+    rules = {
+        "turns": Rule(each=fields_of(text=ANY, hint=NOTHING, style=aside("plain"))),
+        "schema": ANY,
+    }
+    body = {
+        "turns": [
+            {"text": "a", "hint": {"x": 1}, "style": "plain", "other": None},
+            {"text": "b", "style": "loud", "other": 3},
+            {"text": None, "style": "loud"},
+        ],
+        "schema": {"default": None, "enum": [None]},
+    }
+    left_out = []
+    assert check_fields(body, rules, left_out) == {
+        "turns": [{"text": "a"}, {"text": "b", "other": 3}, {}],
+        "schema": {"default": None, "enum": [None]},
+    }
+    assert left_out == ["turns[].style"]
+
+
+@pytest.mark.parametrize(
+    ("rules", "body", "told"),
+    [
+        (MESSAGES, {"messages": [{"content": [{"type": "image"}]}]}, r"messages\[0\].content\[0\]"),
+        (MESSAGES, {"messages": [{"content": [{"type": "tool_result", "content": [{}, {
+            "type": "document"}]}]}]}, r"messages\[0\].content\[0\].content\[1\]"),
+        (CHAT, {"messages": [{"audio": {"id": "a"}}]}, r"messages\[0\].audio"),
+        (CHAT, {"tools": [{"type": "webhook"}]}, r"tools\[0\]"),
+        (CHAT, {"tools": [{"type": ["function"]}]}, r"tools\[0\]"),
+        (RESPONSES, {"input": [{"type": "compaction"}]}, r"input\[0\]"),
+        (RESPONSES, {"text": {"forms": 1}}, "text.forms"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_is_named_where_it_stands(rules, body, told):
+    with pytest.raises(ApiError, match=told):
+        check_fields(body, rules)
