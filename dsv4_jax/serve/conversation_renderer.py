@@ -18,6 +18,7 @@ from dsv4_jax.serve.dialects import CHAT, MESSAGES, RESPONSES, Dialect
 from dsv4_jax.serve.errors import ApiError
 from dsv4_jax.serve.sealed import seal_items
 from dsv4_jax.serving.request import Completion, Token
+from dsv4_jax.serving.text import INCOMPLETE
 
 
 class ConversationRenderer:
@@ -41,6 +42,7 @@ class ConversationRenderer:
         self._id = f"{dialect.id_prefix}{secrets.token_hex(12)}"
         self._num_events = 0
         self._events: list[list[Any]] = [[] for _ in range(asked.n)]
+        self._num_silent = [0] * asked.n  # last tokens that have given no text yet
         self._parsers = [
             recipe.StreamProcessor(self._make_generator(), asked.turns.parsing, tokenizer)
             for _ in range(asked.n)
@@ -67,7 +69,10 @@ class ConversationRenderer:
             chunks.append(recipe.InferenceChunk.text("", 1))
             chunks.append(recipe.InferenceChunk.finish(recipe.InferenceFinishReason.Stop))
         elif reason is not None:
+            chunks += self._unfinished(number, tokens)
             chunks.append(recipe.InferenceChunk.finish(recipe.InferenceFinishReason.Length))
+        for one in tokens:
+            self._num_silent[number] = 0 if one.text else self._num_silent[number] + 1
         events = []
         for chunk in chunks:
             if not parser.finished:
@@ -75,6 +80,16 @@ class ConversationRenderer:
         if reason is not None:
             events += parser.finish()
         return self._take(number, events)
+
+    def _unfinished(self, number: int, tokens: Sequence[Token]) -> list[recipe.InferenceChunk]:
+        """The part of a character that an answer ends with, of which the parser would not tell."""
+        *before, last = tokens
+        if not last.text or not last.text.endswith(INCOMPLETE):
+            return []
+        silent = self._num_silent[number]
+        for one in before:
+            silent = 0 if one.text else silent + 1
+        return [recipe.InferenceChunk.text(last.text, silent + 1)]
 
     def is_done(self, number: int) -> bool:
         """A stop text was found."""

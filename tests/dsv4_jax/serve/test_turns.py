@@ -6,8 +6,11 @@ import json
 import httpx
 import pytest
 
+from dsv4_jax.serve.conversation_renderer import ConversationRenderer
 from dsv4_jax.serve.dialects import CHAT, MESSAGES, RESPONSES
 from dsv4_jax.serve.errors import ApiError
+from dsv4_jax.serving.request import Completion, Token
+from dsv4_jax.serving.text import TextState
 from helpers.offline import Offline
 from helpers.serve import MODEL
 
@@ -213,7 +216,30 @@ def test_a_message_is_continued_by_the_server(engine, server):
     (expected,) = engine.generate([ids], max_new_tokens=5, stop_token_ids=())
     assert answer["usage"]["input_tokens"] == len(ids)
     told = "".join(one["text"] for one in answer["content"])
-    assert told.rstrip("\ufffd") == expected.text.rstrip("\ufffd")  # it ends within a character
+    assert told == expected.text
+    assert answer["usage"]["output_tokens"] == 5
+
+
+@pytest.mark.parametrize("dialect", [CHAT, MESSAGES], ids=["chat", "messages"])
+@pytest.mark.parametrize("group", [1, 2, 7])
+def test_an_answer_that_ends_within_a_character_loses_and_miscounts_nothing(dialect, group):
+    ids = OFF.tokenizer.encode("a猫猫", add_special_tokens=False).ids[:-1]
+    asked = OFF.read({"messages": [HI]} | PLAIN, dialect)
+    renderer = ConversationRenderer(asked, dialect, MODEL, OFF.conversations.tokenizer)
+    renderer.start(0)
+    state, tokens = TextState(), []
+    for token_id in ids:
+        state, text = state.add(token_id, OFF.tokenizer)
+        tokens.append(Token(0, token_id, None, text))
+    rest = state.rest(OFF.tokenizer)  # as an engine gives it with the last token
+    tokens[-1] = tokens[-1]._replace(finish_reason="length", text=rest)
+    for start in range(0, len(tokens), group):
+        renderer.tokens(0, tokens[start : start + group])
+    answer = json.loads(renderer.end([Completion(ids, None, "length", prompt_tokens=1)]))
+    message = answer["choices"][0]["message"] if dialect is CHAT else {}
+    told = message.get("content") or answer["content"][0]["text"]
+    counted = answer["usage"]["completion_tokens" if dialect is CHAT else "output_tokens"]
+    assert (told, counted) == ("a猫\ufffd", len(ids))
 
 
 # Calls and their results.
