@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from dsv4_jax.serve.errors import ApiError
-from dsv4_jax.serving.json_schemas import MAX_DEPTH, MAX_SCHEMA_CHARS, depth_of
+from dsv4_jax.serving.json_schemas import MAX_SCHEMA_CHARS
+from dsv4_jax.serving.schema_forms import MAX_DEPTH, depth_of
 
 
 class Lines:

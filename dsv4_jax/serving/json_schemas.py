@@ -15,16 +15,22 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from dsv4_jax import checks
-from dsv4_jax.serving.schema_forms import are_apart, merge_objects, without_endless
+from dsv4_jax.serving.schema_forms import (
+    MAX_DEPTH,
+    are_apart,
+    depth_of,
+    merge_objects,
+    without_endless,
+)
 from dsv4_jax.serving.schema_keywords import REFUSED, SAYS_NOTHING, TYPES, WAYS_OUT
 from dsv4_jax.serving.text_formats import FORMATS
 
 MAX_SCHEMA_CHARS = 2**16
 """The longest schema, or schemas of all tools."""
 
-MAX_DEPTH = 64
 
 _MAX_EXACT = 2**53
+_MAX_DIGITS = 15
 _MAX_COUNT = 2**20
 """Of least lengths: no answer is longer."""
 
@@ -60,7 +66,7 @@ def read_schema(schema: Any, *, is_strict: bool = False, of_tool: bool = False) 
       is_strict: objects that do not say which properties they have have those that they list or
         require, all of them and no other.
       of_tool: its properties are values by themselves; else it is one itself. An `enum` of such a
-        value may hold integers of any size, which are not written by llguidance.
+        value may hold any numbers, since those that llguidance rounds can be written without it.
 
     Raises:
       SchemaError: it is no schema, or says what cannot be held, or nothing fulfils it.
@@ -74,20 +80,15 @@ def read_schema(schema: Any, *, is_strict: bool = False, of_tool: bool = False) 
     return Schema(root, shared)
 
 
-def depth_of(value: Any) -> int:
-    """How deep dicts and lists lie in each other; a recursion would end at Python's limit."""
-    depth, layer = 0, [value]
-    while layer and depth <= MAX_DEPTH:
-        inner: list[Any] = []
-        for one in layer:
-            inner += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
-        depth, layer = depth + 1, inner
-    return depth
-
-
 def is_rounded(value: Any) -> bool:
-    """An integer that a 64-bit float does not hold."""
-    return type(value) is int and abs(value) > _MAX_EXACT and int(float(value)) != value
+    """A number that llguidance may round, which reads floats and the last of their digits roughly.
+
+    At -2^63 it ends the process.
+    """
+    if type(value) not in (int, float):
+        return False
+    digits = re.sub(r"e.*|[^0-9]", "", repr(value)).strip("0")
+    return abs(value) > _MAX_EXACT or (isinstance(value, float) and len(digits) > _MAX_DIGITS)
 
 
 class _Reader:
@@ -183,7 +184,7 @@ class _Reader:
         plain = not set(schema) - SAYS_NOTHING - {"enum", "const", "type"}
         whole = plain and (is_value if self._of_tool else above == "#")
         for one in values:
-            if not (whole and type(one) is int):
+            if not (whole and is_rounded(one)):
                 self._check_value(one, where)
         made["enum"] = values
 
@@ -194,8 +195,8 @@ class _Reader:
         elif isinstance(value, str):
             _check_text(value, where)
         elif is_rounded(value):
-            _refuse(where, f"must be without {value}, which a 64-bit float does not hold, here "
-                           "inside other values; use texts")  # fmt: skip
+            _refuse(where, f"must be without {value} inside other values: beyond 2^53 or 15 digits "
+                           "it would be rounded; use texts")  # fmt: skip
 
     def _count(self, made: dict[str, Any], schema: dict[str, Any], where: str) -> None:
         name = where.rpartition("/")[2]
@@ -216,6 +217,8 @@ class _Reader:
             return  # of draft 4, read with the bound that it is about
         if type(value) not in (int, float) or not -_MAX_EXACT <= value <= _MAX_EXACT:
             _refuse(where, f"must be a number from -2^53 to 2^53, got {checks.shown(value)}")
+        if is_rounded(value):
+            _refuse(where, f"must have at most {_MAX_DIGITS} digits, got {value!r}")
         if name == "multipleOf" and value <= 0:
             _refuse(where, f"must be above 0, got {value}")
         exclusive = f"exclusive{name.capitalize()}"

@@ -1,6 +1,6 @@
 """What schemas are together: objects that are merged, choices that exclude each other, circles.
 
-All but `merge_objects` takes schemas as `json_schemas.read_schema` makes them.
+All but `depth_of` and `merge_objects` take schemas as `json_schemas.read_schema` makes them.
 """
 
 from __future__ import annotations
@@ -12,9 +12,21 @@ from typing import Any
 
 from dsv4_jax.serving.schema_keywords import SAYS_NOTHING
 
+MAX_DEPTH = 64
 _MAX_HOPS = 32
 _MAX_CHOICES = 64
 _ALL_TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
+
+
+def depth_of(value: Any) -> int:
+    """How deep dicts and lists lie in each other; a recursion would end at Python's limit."""
+    depth, layer = 0, [value]
+    while layer and depth <= MAX_DEPTH:
+        inner: list[Any] = []
+        for one in layer:
+            inner += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+        depth, layer = depth + 1, inner
+    return depth
 
 
 def merge_objects(

@@ -23,7 +23,8 @@ class Grammar:
     Attributes:
       kind: "json_schema"; "regex", of Rust's dialect, without anchors; or "lark", a grammar in
         llguidance's form of Lark, which may name tokens by id, as in <[128822]>.
-      text: the schema as JSON, the expression, or the grammar; at most 262,144 characters.
+      text: the schema as JSON, all of which is held or it is refused (docs/serving.md); the
+        expression; or the grammar. At most 262,144 characters.
 
     Raises:
       ValueError: there is no such kind, or the text is none or too long. Whether it is a grammar
