@@ -247,11 +247,7 @@ class GrammarKeeper:
         return bits
 
     def _mask_of(self, matcher: LLMatcher) -> np.ndarray:
-        """u32[W]: a bit for each token of the model's vocabulary.
-
-        llguidance counts one token more than there are, so that it gives a word more where the
-        vocabulary is a multiple of 32.
-        """
+        """u32[W]: a bit for each token of the model's vocabulary, and words for no more."""
         words = mask_words(self._grammars.vocab_size)
         return np.frombuffer(matcher.compute_bitmask(), np.uint32)[:words]
 

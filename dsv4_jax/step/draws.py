@@ -44,8 +44,9 @@ class TokenMasks:
 
     Attributes:
       is_masked: bool[B], rows that have a mask.
-      bits: u32[B, n, ceil(V / 32)], the tokens of each of n draws, the lowest bit first, each draw
-        as if the drafts before it had been drawn; a draw allows one token at least.
+      bits: u32[B, n, W], the tokens of each of n draws, the lowest bit first, each draw as if the
+        drafts before it had been drawn; a draw allows one token at least. W words have a bit for
+        each of V tokens at least, and what is beyond says nothing.
     """
 
     is_masked: jax.Array

@@ -15,8 +15,8 @@ _COUNTS_PER_REQUEST = 1024
 
 
 def mask_words(vocab_size: int) -> int:
-    """W, u32 words of a mask with a bit for each token."""
-    return -(-vocab_size // 32)
+    """W, u32 words of a mask: a bit for each token and one to spare, as llguidance counts them."""
+    return vocab_size // 32 + 1
 
 
 def count_entries(vocab_size: int, max_requests: int, max_context_tokens: int) -> int:
