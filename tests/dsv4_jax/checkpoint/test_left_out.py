@@ -12,7 +12,8 @@ import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.checkpoint import LeftOutWarning, convert_checkpoint
-from dsv4_jax.cli import main
+from dsv4_jax.cli import main, make_parser
+from dsv4_jax.cli.engine_options import build_engine, find_model
 from helpers.checkpoints import read_tensors, released_tensors
 from helpers.dspark import (
     DRAFT,
@@ -246,13 +247,12 @@ def test_a_nested_text_model_loads_under_its_prefix(tmp_path, trunk):
     same(params, trunk[1])
 
 
-@pytest.mark.parametrize("command", ["plan", "convert", "verify"])
+@pytest.mark.parametrize("command", ["plan", "convert"])
 def test_commands_say_it_once_in_one_line(tmp_path, capsys, recwarn, command):
     folder = write_dspark(tmp_path / "x")
     words = {
         "plan": [folder],
         "convert": [folder, tmp_path / "made", "--weights", "released"],
-        "verify": ["--checkpoint", folder],
     }[command]
     with warnings.catch_warnings():
         warnings.simplefilter("default")
@@ -261,6 +261,21 @@ def test_commands_say_it_once_in_one_line(tmp_path, capsys, recwarn, command):
     lines += [str(warning.message) for warning in recwarn]
     assert len(lines) == 1
     assert re.search(LINE, lines[0])
+
+
+def test_an_engine_of_a_command_says_it_once(tmp_path):
+    """As `generate` and `serve` find a model and build its engine."""
+    folder = write_dspark(tmp_path / "x")
+    words = ["generate", "a", "--checkpoint", str(folder), "--draft-tokens"]
+    with pytest.raises(ValueError, match=r"needs a draft \(MTP\) block"):
+        find_model(make_parser().parse_args([*words, "1"]))
+    args = make_parser().parse_args([*words, "0"])
+    found, config = find_model(args)
+    with pytest.warns(LeftOutWarning, match=LINE) as caught:
+        engine = build_engine(args, found, config, None, max_requests=1, max_context_tokens=256)
+    assert len(caught) == 1
+    assert engine.config == config == TRUNK
+    engine.close()
 
 
 def test_plan_counts_what_is_there(tmp_path, capsys):
