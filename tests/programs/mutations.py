@@ -587,9 +587,9 @@ MUTATIONS = [
         ),
         (
             "up_projection_loaded_as_gate",
-            "checkpoint/sources.py",
-            'names = ("w1", "w3") if',
-            'names = ("w3", "w1") if',
+            "checkpoint/named_sources.py",
+            '"gate_up_proj": ("w1", "w3")',
+            '"gate_up_proj": ("w3", "w1")',
             "dsv4_jax/checkpoint/test_namings.py",
         ),
         (

@@ -189,6 +189,36 @@ def test_released_weights_take_the_published_bytes(plan, config, published):
     assert tables < published / 100
 
 
+@pytest.mark.parametrize(
+    ("preset", "lines"),
+    [
+        (
+            "flash-0731",
+            [
+                "files: 72,317 tensors, 166,878,536,440 bytes",
+                "loaded: 67,612 tensors, 156,015,698,140 bytes",
+                "left out: draft (3 DSpark stages): 4,705 tensors, 10,862,838,300 bytes",
+            ],
+        ),
+        pytest.param(
+            "pro-0813",
+            [
+                "files: 149,782 tensors, 892,727,580,904 bytes",
+                "loaded: 142,773 tensors, 850,748,205,004 bytes",
+                "left out: draft (3 DSpark stages): 7,009 tensors, 41,979,375,900 bytes",
+            ],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_releases_with_dspark_are_counted(plan, preset, lines):
+    """The published counts and bytes, what is loaded of them, and what is not."""
+    _, text = plan(preset, "--context", 8192)
+    assert text.splitlines()[-3:] == lines
+    assert "draft block included" not in text
+    assert re.search(r"^draft block window +0\.00$", text, re.MULTILINE)
+
+
 def test_weights_are_listed_by_family_and_format(plan):
     """Flash: 43 layers and the draft block; its numbers are those of the released shapes."""
     _, text = plan("flash")
