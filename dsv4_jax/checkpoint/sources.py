@@ -98,7 +98,7 @@ def _find_sources(
     if not directory.is_dir():
         raise FileNotFoundError(f"{directory} is no directory; pass one that holds a config.json")
     config = DSV4Config.from_hf(directory, follow_links=follow_links, text_only=True)
-    _, contents = read_contents(directory, follow_links=follow_links)
+    where, contents = read_contents(directory, follow_links=follow_links)
     stored: dict[str, StoredTensor] = {}
     problems = []
     for file in find_weight_files(directory, follow_links=follow_links):
@@ -124,7 +124,7 @@ def _find_sources(
     try:
         config, left_out = find_left_out(contents, config, sources)
     except ValueError as error:
-        raise ValueError(f"{directory}: {error}") from error
+        raise ValueError(f"{where}: {error}") from error
     warn_of_left_out(left_out.describe(directory))
     kept = {name: source for name, source in sources.items() if name not in left_out.names}
     return config, kept, problems

@@ -320,3 +320,43 @@ def test_a_name_in_another_form_is_refused_with_the_right_one(served, written, w
     with pytest.raises(ValueError, match=f"which is no directory; pass .*{way_out}"):
         find_checkpoint(written)
     assert served[1] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "beside", "options", "message", "asked_for"),
+    [
+        (
+            {"quantization_config": {"quant_method": "fp8", "moe_quant_algo": "NVFP4"}},
+            None,
+            {},
+            r"config\.json: quantization_config\.moe_quant_algo is 'NVFP4'.*; take ",
+            {"config.json"},
+        ),
+        (
+            {},
+            {"quantization": {"quant_algo": "NVFP4"}},
+            {},
+            r"hf_quant_config\.json: quantization\.quant_algo is 'NVFP4'.*; take ",
+            {"config.json", "hf_quant_config.json"},
+        ),
+        (
+            {},
+            None,
+            {"needs_tokenizer": True},
+            rf"{NAME} has no tokenizer\.json, so text cannot be encoded",
+            {"config.json"},
+        ),
+    ],
+    ids=["by its config", "by modelopt's file", "without a tokenizer"],
+)
+def test_a_model_is_refused_before_its_weights_come(
+    served, changes, beside, options, message, asked_for
+):
+    folder, asked = served
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    if beside is not None:
+        (folder / "hf_quant_config.json").write_text(json.dumps(beside))
+    with pytest.raises(ValueError, match=message):
+        find_checkpoint(NAME, **options)
+    assert files_asked(asked) == asked_for
