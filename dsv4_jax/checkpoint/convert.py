@@ -83,7 +83,7 @@ def convert_checkpoint(
     Raises:
       FileNotFoundError: there is no such checkpoint.
       ValueError: there are no such weights; the checkpoint does not fit its config or is damaged,
-        all of which is listed; the destination is the source, a file, holds another model or has
+        which is listed by kind; the destination is the source, a file, holds another model or has
         too little space. Nothing has been written then.
     """
     if weights not in CONVERSIONS:
