@@ -136,11 +136,13 @@ def running(engine, *, queue=None, **settings):
         yield server
 
 
-def script(monkeypatch, engine, text):
+def script(monkeypatch, engine, text, *, replaces_masked=False):
     """Makes requests draw the tokens of a text and the end, whatever the model says.
 
-    Those with a grammar draw what the model gives under its masks. Of the others the device takes
-    the likeliest tokens, since sorting 129,280 of them to draw one is most of a step on a CPU.
+    Those with a grammar draw what the model gives under its masks, unless `replaces_masked`: then
+    they draw the text too, and the engine refuses a token that their grammar does not allow. Of
+    all that are replaced the device takes the likeliest tokens, since sorting 129,280 of them to
+    draw one is most of a step on a CPU.
     """
     ids = [*ids_of(engine.tokenizer, text), *engine.config.eos_token_ids]
     run = (
@@ -154,7 +156,7 @@ def script(monkeypatch, engine, text):
             result = read()
             token_ids = result.token_ids.copy()
             for slot in rows.slots[rows.draws].tolist():
-                if requests[slot].sampling.grammar is not None:
+                if requests[slot].sampling.grammar is not None and not replaces_masked:
                     continue
                 token_ids[slot, 0] = ids[min(requests[slot].num_drawn, len(ids) - 1)]
             return result._replace(token_ids=token_ids)
@@ -163,10 +165,11 @@ def script(monkeypatch, engine, text):
 
     say.plain = run
     monkeypatch.setattr(engine._runner, "run", say)
-    monkeypatch.setattr(Limits, "check_prompt", _check_prompt_for_script)
 
+    def check_prompt(limits, prompt, row, *, name):
+        prompt_ids, row = CHECK_PROMPT(limits, prompt, row, name=name)
+        if row.grammar is None or replaces_masked:
+            row = dataclasses.replace(row, temperature=0.0)
+        return prompt_ids, row
 
-def _check_prompt_for_script(limits, prompt, row, *, name):
-    """What a request without a grammar asks for, but for its temperature."""
-    ids, row = CHECK_PROMPT(limits, prompt, row, name=name)
-    return ids, row if row.grammar else dataclasses.replace(row, temperature=0.0)
+    monkeypatch.setattr(Limits, "check_prompt", check_prompt)
