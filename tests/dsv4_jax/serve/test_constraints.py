@@ -15,8 +15,14 @@ from llguidance import LLMatcher
 
 from dsv4_jax.serve.constraints import Wanted, grammar_of
 from dsv4_jax.serve.errors import ApiError
-from dsv4_jax.serving.grammars import Grammars
-from helpers.serve import MODEL, SPECIAL, model, v4_tokenizer
+from helpers.serve import (
+    BYTES_ALONE,
+    MODEL,
+    SLOW_WHERE_RELEASED,
+    SPECIAL,
+    added_ids,
+    ids_of,
+)
 
 TOKEN_IDS = {text: 256 + number for number, text in enumerate(SPECIAL)}
 PLAIN = {"thinking": {"type": "disabled"}}
@@ -68,17 +74,23 @@ CITY = parameter("city", "Bern</b>\nü")
 GOOD = CITY + parameter("unit", "C")
 
 
-@functools.cache
-def grammars():
-    return Grammars(model()[0], v4_tokenizer())
+@pytest.fixture(scope="module")
+def grammars(engine):
+    """Those of an engine, whose tokenizer llguidance has read."""
+    return engine._limits.grammars
 
 
-def accepts(wanted, text):
-    """The whole text is an answer."""
-    grammar = grammar_of(wanted, TOKEN_IDS)
-    matcher = grammars().start(grammar)
-    ids = v4_tokenizer().encode(text, add_special_tokens=False).ids
-    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+@pytest.fixture(scope="module")
+def accepts(grammars, tokenizer):
+    """Whether the whole text is an answer."""
+    token_ids = added_ids(tokenizer)
+
+    def accepts(wanted, text):
+        matcher = grammars.start(grammar_of(wanted, token_ids))
+        ids = ids_of(tokenizer, text)
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    return accepts
 
 
 CASES = {
@@ -191,7 +203,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_grammar_takes_what_fits_and_nothing_else(name):
+def test_a_grammar_takes_what_fits_and_nothing_else(accepts, name):
     wanted, good, bad = CASES[name]
     assert [text for text in good if not accepts(wanted, text)] == []
     assert [text for text in bad if accepts(wanted, text)] == []
@@ -229,9 +241,10 @@ JSON = st.recursive(
 )  # fmt: skip
 
 
+@BYTES_ALONE  # the tokenizer has no part in it
 @settings(max_examples=150, deadline=None)
 @given(schema=JSON, part=JSON, required=JSON)
-def test_no_schema_is_a_500(schema, part, required):
+def test_no_schema_is_a_500(grammars, schema, part, required):
     """Each is a grammar, or refused as the caller's fault."""
     parameters = {"type": "object", "properties": {"x": part}, "required": required}
     for wanted in (
@@ -240,7 +253,7 @@ def test_no_schema_is_a_500(schema, part, required):
         Wanted(False, tools=[tool(parameters)], must_call=True),
     ):
         with contextlib.suppress(ApiError, ValueError):
-            grammars().check(grammar_of(wanted, TOKEN_IDS))
+            grammars.check(grammar_of(wanted, TOKEN_IDS))
 
 
 def test_every_grammar_of_a_request_compiles():
@@ -274,6 +287,7 @@ class Found(pydantic.BaseModel):
     code: str = pydantic.Field(max_length=3)
 
 
+@SLOW_WHERE_RELEASED
 def test_a_chat_that_answers_with_a_class_of_the_client_s(ask):
     for seed in range(3):
         done = ask.chat.completions.parse(
@@ -282,23 +296,18 @@ def test_a_chat_that_answers_with_a_class_of_the_client_s(ask):
         assert isinstance(done.choices[0].message.parsed, Found)
 
 
-def test_a_response_repeats_that_its_schema_was_strict(ask):
+def test_a_response_that_answers_with_a_schema_repeats_it(ask):
     format_ = {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}
     done = ask.responses.create(
-        model=MODEL, input="json", text={"format": format_}, reasoning={"effort": "none"}
-    )
+        model=MODEL, input="json", text={"format": format_}, reasoning={"effort": "none"},
+        temperature=0,
+    )  # fmt: skip
+    assert 0 <= json.loads(done.output_text)["n"] <= 9
     assert done.text.format.strict
     assert done.text.format.schema_["properties"] == SCHEMA["properties"]
 
 
-def test_a_response_that_answers_with_a_schema(ask):
-    format_ = {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}
-    done = ask.responses.create(
-        model=MODEL, input="json", text={"format": format_}, reasoning={"effort": "none"}
-    )
-    assert 0 <= json.loads(done.output_text)["n"] <= 9
-
-
+@SLOW_WHERE_RELEASED
 def test_a_tool_that_must_be_called_is(ask):
     """Reasoning is left out by itself, since there is none before such a call."""
     parts = {"unit": {"enum": ["C", "F"]}, "hot": {"type": "boolean"}}
@@ -317,6 +326,7 @@ def test_a_tool_that_must_be_called_is(ask):
     assert type(found["hot"]) is bool
 
 
+@SLOW_WHERE_RELEASED
 def test_a_message_whose_tool_must_be_called(server):
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
     with anthropic.Anthropic(base_url=server.url, api_key="x", max_retries=0) as claude:
