@@ -78,26 +78,20 @@ class ApiError(Exception):
 class ContextLengthError(ApiError):
     """A prompt that leaves no room for an answer.
 
-    Agents make their conversation shorter when they see it. Clients of OpenAI's know it by its
-    code or by the words "maximum context length", those of Anthropic's by "prompt is too long".
+    Agents make their conversation shorter when they see it. Some know it by its code, but clients
+    show no more than the message to many, which look for "prompt is too long" or for "maximum
+    context length", whatever the protocol.
     """
 
     def __init__(self, prompt_tokens: int, max_tokens: int, param: str) -> None:
         """A prompt of so many tokens, where there can be `max_tokens` with the answer."""
         super().__init__(
             400,
-            f"This model's maximum context length is {max_tokens} tokens, and the prompt has "
-            f"{prompt_tokens}: it must leave room for an answer of one token at least",
+            f"prompt is too long: {prompt_tokens} tokens > {max_tokens - 1} maximum. "
+            f"This model's maximum context length is {max_tokens} tokens, the answer among them",
             param=param,
             code="context_length_exceeded",
         )
-        self._anthropic = f"prompt is too long: {prompt_tokens} tokens > {max_tokens - 1} maximum"
-
-    def anthropic(self, request_id: str) -> dict[str, Any]:
-        """Anthropic's form, with its words."""
-        found = super().anthropic(request_id)
-        found["error"]["message"] = self._anthropic
-        return found
 
 
 def refuse(param: str, rule: str, *, error_code: str | None = None) -> NoReturn:

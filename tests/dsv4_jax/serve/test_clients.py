@@ -370,9 +370,11 @@ def test_errors_are_those_of_the_protocol(server, ask, claude):
     with pytest.raises(openai.BadRequestError, match="maximum context length") as too_long:
         ask.completions.create(model=MODEL, prompt=[5] * 2048)
     assert (too_long.value.code, too_long.value.param) == ("context_length_exceeded", "prompt")
-    with pytest.raises(openai.BadRequestError, match="maximum context length") as too_long:
+    with pytest.raises(openai.BadRequestError, match="prompt is too long") as too_long:
         ask.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "a" * 3000}])
     assert too_long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match="This model's maximum context length is"):
+        ask.responses.create(model=MODEL, input="a" * 3000)
     with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 2047"):
         claude.messages.create(
             model=MODEL, max_tokens=4, messages=[{"role": "user", "content": "a" * 3000}]
