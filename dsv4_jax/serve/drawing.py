@@ -33,7 +33,7 @@ def read_sampling(body: Mapping[str, Any], *, max_new_tokens: int, **fields: Any
     settings: dict[str, Any] = {
         "temperature": read_number(body, "temperature", 0, 2, fields.pop("temperature", 1.0)),
         "top_p": read_number(body, "top_p", 0, 1, fields.pop("top_p", 1.0)),
-        "top_k": read_integer(body, "top_k", 0, 2**31 - 1, 0),
+        "top_k": max(0, read_integer(body, "top_k", -1, 2**31 - 1, 0) or 0),  # -1 is none, too
         "min_p": read_number(body, "min_p", 0, 1, 0.0),
         "seed": read_integer(body, "seed", -(2**63), 2**63 - 1, secrets.randbits(31)),
         "presence_penalty": read_number(body, "presence_penalty", -2, 2, 0.0),

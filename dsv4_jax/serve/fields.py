@@ -43,6 +43,7 @@ class Rule:
       each: of what a list holds.
       kinds: of an object, by what `kind_of` says of it.
       kind_of: an object's kind; None where it has none.
+      null: makes what null stands for; None where the field is absent then.
     """
 
     accepts: Callable[[Any], bool] = _always
@@ -55,6 +56,7 @@ class Rule:
     each: Rule | None = None
     kinds: Mapping[str | None, Rule] | None = None
     kind_of: Callable[[Mapping[str, Any]], Any] = lambda value: value.get("type")
+    null: Callable[[], Any] | None = None
 
 
 ANY = Rule()
@@ -201,9 +203,11 @@ def _read_fields(
     found = {}
     assert rule.fields is not None
     for name, one in value.items():
-        if one is None:
-            continue
         inner = rule.fields.get(name)
+        if one is None:
+            if inner is None or inner.null is None:
+                continue
+            one = inner.null()
         if inner is not None:
             one = _read(one, inner, prefix + name, left_out)
         elif rule.is_closed:

@@ -45,7 +45,7 @@ _PART = one_of(
             type=ANY,
             id=ANY,
             name=ANY,
-            input=ANY,
+            input=Rule(null=dict),
             caller=NOTHING,
             toolset_name=_TOOLSET,
             **CACHE_HINTS,
@@ -74,7 +74,7 @@ _TOOL_FIELDS = Rule(
         "type": NOTHING,
         "name": ANY,
         "description": ANY,
-        "input_schema": ANY,
+        "input_schema": Rule(null=lambda: {"type": "object"}),
         "strict": ANY,
         "allowed_callers": NOTHING,
         "defer_loading": aside(False),
@@ -91,7 +91,16 @@ _HOSTED = (
 )
 """Tools of which the protocol says no more than a name, and some of which the server would run."""
 
-_FORMAT = closed(type=only("json_schema"), schema=ANY, name=NOTHING)
+_FORMAT = Rule(
+    fields={"type": ANY, "schema": ANY, "name": NOTHING},
+    is_closed=True,
+    accepts=lambda value: (
+        isinstance(value, dict)
+        and value.get("type") == "json_schema"
+        and isinstance(value.get("schema"), dict)
+    ),
+    told='must be {"type": "json_schema", "schema": ...}',
+)
 _SINGLE = {"type": ANY, "disable_parallel_tool_use": only(True, False)}
 _SHOWN = {"display": only("summarized", told="reasoning is given as it is")}
 _BOUND = {"block_binding": missing("earlier reasoning is not checked")}

@@ -103,8 +103,15 @@ _PART = one_of(
     },
     told="the model reads text",
 )
+ARGUMENTS = Rule(null=lambda: "{}")
+"""Of a call; programs write null where it has none."""
+
 _FUNCTION_CALL = fields_of(
-    id=ANY, type=ANY, index=NOTHING, function=fields_of(name=ANY, arguments=ANY), **CACHE_HINTS
+    id=ANY,
+    type=ANY,
+    index=NOTHING,
+    function=fields_of(name=ANY, arguments=ARGUMENTS),
+    **CACHE_HINTS,
 )
 _MESSAGE = fields_of(
     role=ANY,

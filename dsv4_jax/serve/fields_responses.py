@@ -16,6 +16,7 @@ from dsv4_jax.serve.fields import (
     only,
 )
 from dsv4_jax.serve.fields_openai import (
+    ARGUMENTS,
     CACHE_HINTS,
     CALLER,
     DRAWING_EXTRAS,
@@ -65,7 +66,7 @@ ITEM = one_of(
         "reasoning": fields_of(
             summary=listed(_PART), content=listed(_PART), encrypted_content=ANY, **_ITEM
         ),
-        "function_call": fields_of(arguments=ANY, **_ITEM, **_CALL),
+        "function_call": fields_of(arguments=ARGUMENTS, **_ITEM, **_CALL),
         "function_call_output": fields_of(output=listed(_PART), **_ITEM, **_CALL),
         "custom_tool_call": fields_of(input=ANY, **_ITEM, **_CALL),
         "custom_tool_call_output": fields_of(output=listed(_PART), **_ITEM, **_CALL),

@@ -272,11 +272,17 @@ def test_null_is_absent_at_any_depth_and_kept_in_the_callers_words(reader):
     prompt = prompt_of(reader, body, MESSAGES)
     assert '"enum":[null,1]' in prompt.replace(" ", "")
     assert ">null<" in prompt
+    body["messages"][1]["content"][0]["input"] = None  # how some write an empty object
+    body["tools"][0]["input_schema"] = None
+    assert ">null<" not in prompt_of(reader, body, MESSAGES)
     chat = {
         "messages": [
             {"role": "system", "content": "s", "name": None},
             {"role": "assistant", "content": "a", "refusal": None, "audio": None,
              "function_call": None, "tool_calls": None, "annotations": None},
+            {"role": "assistant", "tool_calls": [{
+                "id": "c", "type": "function", "function": {"name": "f", "arguments": None}}]},
+            {"role": "tool", "tool_call_id": "c", "content": "a"},
             {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": None}]},
         ],
         "thinking": {"type": None, "budget_tokens": None}, "stream_options": None,

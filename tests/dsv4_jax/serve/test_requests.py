@@ -116,7 +116,7 @@ REFUSED = {
     "/v1/messages": {
         "tool_choice": {"type": "some"}, "container": "c", "mcp_servers": [{"name": "x"}],
         "context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]},
-        "output_format": {"type": "text"}, "output_config": {"task_budget": {"total": 9}},
+        "output_format": {"type": "json_schema"}, "output_config": {"task_budget": {"total": 9}},
         "service_tier": "x", "tools": [{"type": "web_20250305", "name": "web"}], "unknown": 1,
         "thinking": {"type": "between_tools"}, "inference_geo": "eu", "speed": "slow",
         "fallbacks": "default", "compaction": {"type": "summarize"}, "thread": {"type": "create"},
