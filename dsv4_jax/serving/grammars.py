@@ -202,9 +202,9 @@ class GrammarKeeper:
             request = requests[row.slot]
             try:
                 bits = self._bits(self._follow(request), request.drafts[: row.num_drafts])
+                masks.bits[row.slot, : len(bits)] = bits  # type: ignore[index]
             except Exception as error:
                 raise DrawError(request, error) from error
-            masks.bits[row.slot, : len(bits)] = bits  # type: ignore[index]
             masks.is_masked[row.slot] = True  # type: ignore[index]
         return masks
 
