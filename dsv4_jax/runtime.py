@@ -11,14 +11,13 @@ import pathlib
 import pkgutil
 import re
 import resource
-from typing import Any
+import warnings
 
 import jax
 from jax._src import xla_bridge  # nothing public says whether backends have started
-from jax.experimental.mosaic.gpu import core as mosaic_core
-from jaxlib.mlir import ir
 
 from dsv4_jax import checks
+from dsv4_jax.cache_keys import leave_out_locations
 
 XLA_GPU_FLAGS = {
     "xla_gpu_dot_merger_threshold_mb": "0",
@@ -40,6 +39,10 @@ collectives into graphs, is left to the user; `docs/limits.md` has what it saves
 """
 
 
+class SlowJaxWarning(UserWarning):
+    """This version of jax makes GPU kernels slower than another that the package runs on."""
+
+
 NCCL_SETTINGS = {"NCCL_NVLS_ENABLE": "0"}
 """Environment of NCCL: no multicast over NVLink, which a virtual machine may lack."""
 
@@ -48,7 +51,8 @@ def set_xla_flags(**flags: str) -> str:
     """Adds `XLA_GPU_FLAGS` to the environment variable `XLA_FLAGS`; call it before JAX is used.
 
     Flags that the variable has already are left alone: what the user sets wins. A CPU ignores them.
-    `NCCL_SETTINGS` go to the environment in the same way.
+    `NCCL_SETTINGS` go to the environment in the same way. On a machine with a GPU, a version of jax
+    that is slow there is warned of, once.
 
     Args:
       **flags: more flags, or other values of these; names as XLA has them, without dashes.
@@ -67,6 +71,7 @@ def set_xla_flags(**flags: str) -> str:
         raise RuntimeError(
             "XLA has read its flags already; call set_xla_flags before the first array is made"
         )
+    _warn_of_slow_jax()
     words = os.environ.get("XLA_FLAGS", "").split()
     present = {word.lstrip("-").split("=")[0] for word in words}
     wanted = XLA_GPU_FLAGS | flags
@@ -75,6 +80,19 @@ def set_xla_flags(**flags: str) -> str:
     for name, value in NCCL_SETTINGS.items():
         os.environ.setdefault(name, value)
     return os.environ["XLA_FLAGS"]
+
+
+@functools.cache
+def _warn_of_slow_jax() -> None:
+    # jax 0.12 assembles PTX with nvJitLink, which ignores `setmaxnreg` and serialises `wgmma`.
+    if jax.__version_info__ >= (0, 12) and _cuda_plugins() and _finds_driver():
+        warnings.warn(
+            f"jax {jax.__version__} assembles kernels for GPUs with nvJitLink, which makes "
+            "attention and products of few rows up to 1.9 times slower; the extras cuda12 and "
+            "cuda13 bring a version that does not: pip install 'jax[cuda13]<0.12'",
+            SlowJaxWarning,
+            stacklevel=3,
+        )
 
 
 def decode_options() -> dict[str, str]:
@@ -185,16 +203,29 @@ def look_for_no_gpu() -> None:
     """
     if xla_bridge.backends_are_initialized() or jax.config.jax_platforms:  # pyright: ignore
         return
+    is_cuda_alone = _cuda_plugins() and importlib.util.find_spec("libtpu") is None
+    if is_cuda_alone and not _finds_driver():
+        jax.config.update("jax_platforms", "cpu")
+
+
+def _cuda_plugins() -> list[str]:
+    """Plugins of JAX, if all are CUDA's; they are not loaded."""
     plugins = importlib.util.find_spec("jax_plugins")
     folders = plugins.submodule_search_locations if plugins else None
     names = [module.name for module in pkgutil.iter_modules(folders or [])]
-    if not names or not all(name.startswith("xla_cuda") for name in names):
-        return
+    return names if all(name.startswith("xla_cuda") for name in names) else []
+
+
+def _finds_driver() -> bool:
+    """Whether NVIDIA's driver is there, and JAX may use it."""
+    platforms = jax.config.jax_platforms  # pyright: ignore
+    if platforms and "cuda" not in platforms and "gpu" not in platforms:
+        return False
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
-        if importlib.util.find_spec("libtpu") is None:
-            jax.config.update("jax_platforms", "cpu")
+        return False
+    return True
 
 
 def claim_memory(fraction: float = 0.95, *, at_once: bool = True) -> None:
@@ -219,6 +250,9 @@ def claim_memory(fraction: float = 0.95, *, at_once: bool = True) -> None:
 def use_compilation_cache(folder: str | os.PathLike[str] | None = None) -> pathlib.Path:
     """Keeps compiled programs on disk, so that the next process reads them instead of compiling.
 
+    A program is found again whatever folder its code lies in and whatever lines its kernels are
+    on; `dsv4_jax/cache_keys.py` says how.
+
     Args:
       folder: where to keep them; None is the folder that JAX was told
         (`JAX_COMPILATION_CACHE_DIR`), else `dsv4-jax/xla` in `$XDG_CACHE_HOME` or `~/.cache`.
@@ -238,26 +272,5 @@ def use_compilation_cache(folder: str | os.PathLike[str] | None = None) -> pathl
     jax.config.update("jax_compilation_cache_dir", str(chosen))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    if jax.__version_info__ < (0, 12):
-        _number_no_kernels()
+    leave_out_locations()
     return pathlib.Path(chosen)
-
-
-@functools.cache
-def _number_no_kernels() -> None:
-    """Takes a process's numbering out of its Mosaic kernels, as jax 0.12 does.
-
-    jax 0.11 counts the kernels of a name that a process has lowered, and keeps the number in the
-    kernel: a program lowered a second time, or after others, is then not found in the cache.
-    """
-    run = mosaic_core._run_serde_pass
-
-    def run_without_number(module: ir.Module, **options: Any) -> ir.Module:
-        name, attributes = "mosaic_gpu.dump_basename", module.operation.attributes
-        if name in attributes:
-            with module.context:
-                bare = re.sub(r"_\d+$", "", ir.StringAttr(attributes[name]).value)
-                attributes[name] = ir.StringAttr.get(bare)
-        return run(module, **options)
-
-    mosaic_core._run_serde_pass = run_without_number

@@ -10,7 +10,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 ROOMS = {
     "checks": set(),
     "lines": set(),
-    "runtime": {"checks"},
+    "cache_keys": set(),
+    "runtime": {"checks", "cache_keys"},
     "mesh": {"checks"},
     "peer_memory": set(),
     "peers": {"mesh", "peer_memory"},

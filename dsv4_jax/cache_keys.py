@@ -1,0 +1,96 @@
+"""Keys of jax's compilation cache that do not say where source code lies.
+
+jax leaves out of a key where a program's operations were written, but not where a kernel's were: a
+kernel is text inside of an operation, which holds file names, lines and columns of the kernel and
+of whoever called it. So another folder, or a comment above a kernel, would compile all again. Here
+kernels enter a key without those. What is compiled keeps them, so that errors and profiles name
+lines; a program that comes from the cache names those of the code that it was compiled from.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+from typing import Any
+
+from jax._src import cache_key  # what enters a key is nothing public
+from jax._src.interpreters import mlir
+from jaxlib.mlir import ir
+from jaxlib.triton import dialect as triton_dialect
+
+_log = logging.getLogger(__name__)
+
+_KERNELS = {"__gpu$xla.gpu.triton": "ir", "mosaic_gpu_v2": "module"}
+"""Custom calls that are kernels, and the field of each one's config that holds its text."""
+
+_CONFIG = "mhlo.backend_config"
+_DERIVED = ("kernel_hash",)
+"""Fields that follow from the text with its locations."""
+
+_COUNTED = "mosaic_gpu.dump_basename"
+"""Attribute in which jax 0.11 counts the kernels of a name that a process has lowered."""
+
+
+@functools.cache
+def leave_out_locations() -> None:
+    """Makes jax's keys independent of where kernels were written, for the rest of the process."""
+    canonicalize = cache_key._canonicalize_ir
+
+    def canonicalize_kernels_too(module: ir.Module, *options: Any, **more: Any) -> bytes:
+        with module.context:
+            copy: Any = module.operation.clone(ip=False)
+            strip_kernels(copy)
+            return canonicalize(copy, *options, **more)
+
+    cache_key._canonicalize_ir = canonicalize_kernels_too
+
+
+def strip_kernels(module: ir.Module) -> None:
+    """Puts a hash in the place of each kernel's text, of the text without locations.
+
+    Args:
+      module: a lowered program, which is changed; nobody can compile it any more.
+    """
+    known: dict[bytes, bytes] = {}
+
+    def strip(operation: Any) -> ir.WalkResult:
+        attributes = operation.attributes
+        if operation.name == "stablehlo.custom_call" and _CONFIG in attributes:
+            field = _KERNELS.get(ir.StringAttr(attributes["call_target_name"]).value)
+            config = ir.DictAttr(attributes[_CONFIG])
+            if field is not None and field in config:
+                fields = {one.name: one.attr for one in config if one.name not in _DERIVED}
+                text = ir.StringAttr(fields[field]).value_bytes
+                if text not in known:
+                    known[text] = hash_of_kernel(text)
+                fields[field] = ir.StringAttr.get(known[text])
+                attributes[_CONFIG] = ir.DictAttr.get(fields)
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(strip)
+
+
+def hash_of_kernel(text: bytes) -> bytes:
+    """A hash of a kernel's MLIR, as text or bytes, without locations and numbers of a process."""
+    try:
+        with _context() as context:
+            kernel: Any = ir.Module.parse(text, context)
+            attributes = kernel.operation.attributes
+            if _COUNTED in attributes:
+                del attributes[_COUNTED]
+            plain = kernel.operation.get_asm(binary=True, enable_debug_info=False)
+    except ir.MLIRError as error:  # then the key holds the locations, and no more is lost
+        _log.warning("a kernel enters the compilation cache with its locations: %s", error)
+        plain = text
+    return hashlib.sha256(plain).hexdigest().encode()
+
+
+def _context() -> ir.Context:
+    """What kernels of both kinds are read in."""
+    context = ir.Context()
+    context.append_dialect_registry(mlir.upstream_dialects)
+    triton_dialect.register_dialect(context)
+    context.load_all_available_dialects()
+    context.allow_unregistered_dialects = True
+    return context
