@@ -16,6 +16,7 @@ from dsv4_jax.serving.runner import StepResult
 from dsv4_jax.serving.running import Running
 from dsv4_jax.serving.text import TextState, find_stop, hold_back, load_tokenizer
 from dsv4_jax.serving.token_texts import TokenTexts
+from helpers.released_tokenizer import released_tokenizer
 
 
 def make_tokenizer(words, decoder):
@@ -48,6 +49,10 @@ IDS = st.integers(0, BYTES.get_vocab_size() - 1)
 CHARACTERS = st.sampled_from(list("é世😀\ufffd".encode()))
 
 
+RELEASED = released_tokenizer()
+"""V4's own: parts of characters, several characters, and both in one token."""
+
+
 def pieces_of(ids, tokenizer):
     """The piece of each token, the rest, and how many tokens were held at most."""
     state, pieces, most = TextState(), [], 0
@@ -67,6 +72,19 @@ def test_pieces_are_the_text_of_all_tokens(ids):
     """Of any bytes, characters or not, while few tokens are held."""
     pieces, rest, most = pieces_of(ids, BYTES)
     assert "".join(pieces) + rest == BYTES.decode(ids)
+    assert most <= 17
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.text(max_size=20).map(lambda text: RELEASED.encode(text).ids)
+    | st.lists(st.integers(0, RELEASED.get_vocab_size() - 1), max_size=30)
+)
+@example([36073] * 20)  # two letters and a byte of another one
+@example(RELEASED.encode("👩‍👩‍👧 𓀀\u2028" * 9).ids)
+def test_pieces_of_v4_s_own_tokens_are_their_text(ids):
+    pieces, rest, most = pieces_of(ids, RELEASED)
+    assert "".join(pieces) + rest == RELEASED.decode(ids)
     assert most <= 17
 
 
@@ -176,7 +194,7 @@ def hand_out(requests, known, undo, drawn, texts):
         return list(step.run(texts)), step.ended
 
 
-@pytest.mark.parametrize("tokenizer", [BYTES, WORDS], ids=["bytes", "words"])
+@pytest.mark.parametrize("tokenizer", [BYTES, WORDS, RELEASED], ids=["bytes", "words", "released"])
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_texts_of_a_step_are_those_of_tokens_one_by_one(tokenizer, data):
