@@ -63,7 +63,7 @@ SLOW_WHERE_RELEASED = pytest.mark.parametrize(
 )
 """Tests that draw many tokens: to draw one of 129,280 a CPU sorts them, 30 ms for each slot."""
 BYTES_ALONE = pytest.mark.parametrize("tokenizer_name", ["bytes"], indirect=True)
-"""Tests whose texts have as many tokens as bytes, or tokens that only the stand-in has."""
+"""Tests whose texts have as many tokens as bytes, or in which the tokenizer has no part."""
 
 
 def ids_of(tokenizer, text):

@@ -125,7 +125,7 @@ def test_the_script_parses(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-# How it looks.
+# How it looks, whatever the tokenizer; what a model says is shown on both.
 
 
 @pytest.fixture(scope="module")
@@ -219,6 +219,7 @@ def test_what_a_model_says_is_text_and_chat_shows_its_thoughts(
     assert browser.log() == []
 
 
+@BYTES_ALONE
 def test_an_error_is_shown(browser, server):
     open_page(browser, server)
     browser.run("document.querySelector('#tokens').value = 100000")
@@ -227,6 +228,7 @@ def test_an_error_is_shown(browser, server):
     assert "2048" in browser.text("#answer .wrong")
 
 
+@BYTES_ALONE
 def test_a_key_is_asked_for_once(browser, engine):
     with running(engine, api_keys=("sk-me",)) as server:
         browser.emulate(1280, 900)
@@ -244,6 +246,7 @@ def test_a_key_is_asked_for_once(browser, engine):
         browser.run("sessionStorage.clear()")
 
 
+@BYTES_ALONE
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_a_phone_and_is_used_by_keyboard(browser, server, scheme):
     open_page(browser, server)
@@ -287,6 +290,7 @@ def contrast(browser):
     return (high + 0.05) / (low + 0.05)
 
 
+@BYTES_ALONE
 def test_a_page_that_nobody_looks_at_asks_for_nothing_and_a_lost_server_is_said(browser, engine):
     with running(engine) as server:
         open_page(browser, server)
