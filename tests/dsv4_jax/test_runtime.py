@@ -98,6 +98,21 @@ def test_a_cpu_takes_the_options_of_a_decode_step():
     assert compiled(jnp.float32(0)) == 0
 
 
+def test_a_start_on_a_gpu_with_a_slow_jax_is_warned_of_once():
+    code = (
+        "import warnings, jax, dsv4_jax as ds; from dsv4_jax import runtime; "
+        "jax.__version_info__, runtime._cuda_plugins = {version}, lambda: ['xla_cuda13']; "
+        "runtime._finds_driver = lambda: {has_driver}; found = warnings.catch_warnings(record=True); "
+        "seen = found.__enter__(); warnings.simplefilter('always'); "
+        "ds.set_xla_flags(); ds.set_xla_flags(); "
+        "print(len(seen), *(one.category.__name__ for one in seen)); "
+        "print(*('cuda13]<0.12' in str(one.message) for one in seen))"
+    )
+    cases = [((0, 12, 0), True), ((0, 12, 0), False), ((0, 11, 2), True)]
+    told = [(code.format(version=version, has_driver=there), {}) for version, there in cases]
+    assert run_each(*told) == [["1", "SlowJaxWarning", "True"], ["0"], ["0"]]
+
+
 def test_flags_are_refused_once_jax_runs():
     jnp.zeros(1).block_until_ready()
     with pytest.raises(RuntimeError, match="call set_xla_flags before the first array"):
