@@ -102,8 +102,8 @@ def test_a_start_on_a_gpu_with_a_slow_jax_is_warned_of_once():
     code = (
         "import warnings, jax, dsv4_jax as ds; from dsv4_jax import runtime; "
         "jax.__version_info__, runtime._cuda_plugins = {version}, lambda: ['xla_cuda13']; "
-        "runtime._finds_driver = lambda: {has_driver}; found = warnings.catch_warnings(record=True); "
-        "seen = found.__enter__(); warnings.simplefilter('always'); "
+        "runtime._finds_driver = lambda: {has_driver}; "
+        "seen = warnings.catch_warnings(record=True).__enter__(); warnings.simplefilter('always'); "
         "ds.set_xla_flags(); ds.set_xla_flags(); "
         "print(len(seen), *(one.category.__name__ for one in seen)); "
         "print(*('cuda13]<0.12' in str(one.message) for one in seen))"
