@@ -49,7 +49,7 @@ BOUNDARIES: Mapping[str, Sequence[str]] = {
     "uvicorn": _SERVER,
     "httptools": _SERVER,
     "uvloop": _SERVER,
-    "openai": _CLIENTS,
+    "openai": (*_CLIENTS, "dsv4_jax/serve/test_constraints.py"),
     "anthropic": _CLIENTS,
     "prometheus-client": ("dsv4_jax/serving/test_metrics.py",),
     "tqdm": ("dsv4_jax/test_progress.py", "dsv4_jax/checkpoint/test_find.py"),
