@@ -29,6 +29,9 @@ _CONFIG = "mhlo.backend_config"
 _DERIVED = ("kernel_hash",)
 """Fields that follow from the text with its locations."""
 
+_NUM_KEPT = 1024
+"""Hashes of kernels that are kept: the steps of an engine have kernels in common."""
+
 _COUNTED = "mosaic_gpu.dump_basename"
 """Attribute in which jax 0.11 counts the kernels of a name that a process has lowered."""
 
@@ -53,7 +56,6 @@ def strip_kernels(module: ir.Module) -> None:
     Args:
       module: a lowered program, which is changed; nobody can compile it any more.
     """
-    known: dict[bytes, bytes] = {}
 
     def strip(operation: Any) -> ir.WalkResult:
         attributes = operation.attributes
@@ -63,15 +65,14 @@ def strip_kernels(module: ir.Module) -> None:
             if field is not None and field in config:
                 fields = {one.name: one.attr for one in config if one.name not in _DERIVED}
                 text = ir.StringAttr(fields[field]).value_bytes
-                if text not in known:
-                    known[text] = hash_of_kernel(text)
-                fields[field] = ir.StringAttr.get(known[text])
+                fields[field] = ir.StringAttr.get(hash_of_kernel(text))
                 attributes[_CONFIG] = ir.DictAttr.get(fields)
         return ir.WalkResult.ADVANCE
 
     module.operation.walk(strip)
 
 
+@functools.lru_cache(_NUM_KEPT)
 def hash_of_kernel(text: bytes) -> bytes:
     """A hash of a kernel's MLIR without locations and the number that a process gave it."""
     try:
