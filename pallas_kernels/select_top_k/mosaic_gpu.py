@@ -25,6 +25,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -132,6 +133,8 @@ def choose_stages(num_entries: int, k: int) -> tuple[Stage, ...]:
 
 def find_obstacle(k: int) -> str | None:
     """Why the kernel can't select so many, as the rest of a sentence; None where it can."""
+    if not hasattr(mgpu.utils, "inline_ptx"):
+        return f"needs jax 0.11.2 or newer, got jax {jax.__version__}"  # for PTX in kernels
     return f"selects at most {MAX_K} entries, got {k=}" if k > MAX_K else None
 
 

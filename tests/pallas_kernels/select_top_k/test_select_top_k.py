@@ -1,6 +1,7 @@
 import functools
 
 import jax
+import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -215,6 +216,16 @@ def test_a_named_backend_runs_or_refuses():
     k = select_kernel.MAX_K + 1
     with gpu_interpreter(), pytest.raises(NotImplementedError, match="at most 8192 entries"):
         select_top_k(jnp.ones((1, k)), jnp.ones(1, jnp.int32), k, backend="mosaic_gpu")
+
+
+def test_without_ptx_in_kernels_the_kernel_says_which_jax_has_it(monkeypatch):
+    """As in jax 0.11.1."""
+    monkeypatch.delattr(mgpu.utils, "inline_ptx")
+    with (
+        gpu_interpreter(),
+        pytest.raises(NotImplementedError, match=r"needs jax 0\.11\.2 or newer"),
+    ):
+        select_top_k(**VALID, backend="mosaic_gpu")
 
 
 def test_the_patterns_reject_other_orders():
