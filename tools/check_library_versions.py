@@ -90,14 +90,16 @@ class Environment:
         """
         self._folder, self._requirements = folder, requirements
         self._python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
-        self._versions: dict[str, str] | None = None
+        self._versions: dict[str, str] = {}
+        self._problem: str | None = None
         self._results: dict[str, str] = {}
 
     def test(self, library: str) -> Outcome:
         """Runs the tests of a library; a file that two libraries share runs once."""
-        if problem := self._make():
-            return Outcome("", problem)
-        assert self._versions is not None
+        if self._problem is None:
+            self._problem = self._make()
+        if self._problem:
+            return Outcome("", self._problem)
         for path in BOUNDARIES[library]:
             if path not in self._results:
                 self._results[path] = self._run(path)
@@ -106,19 +108,18 @@ class Environment:
 
     def _make(self) -> str:
         """Makes it, and gives what `pip` says where it cannot be made."""
-        if self._versions is None:
-            done = self._folder / "installed"
-            if not done.exists():
-                print(f"making {self._folder}", file=sys.stderr)
-                venv.create(self._folder, with_pip=True, clear=True)
-                made = self._pip("install", "--quiet", *self._requirements)
-                if made.returncode:
-                    lines = made.stderr.splitlines()
-                    errors = [line for line in lines if line.startswith("ERROR:")]
-                    return (errors or lines or ["pip ended without a word"])[0]
-                done.touch()
-            listed = json.loads(self._pip("list", "--format=json").stdout)
-            self._versions = {_plain(item["name"]): item["version"] for item in listed}
+        done = self._folder / "installed"
+        if not done.exists():
+            print(f"making {self._folder}", file=sys.stderr)
+            venv.create(self._folder, with_pip=True, clear=True)
+            made = self._pip("install", "--quiet", *self._requirements)
+            if made.returncode:
+                lines = made.stderr.splitlines()
+                errors = [line for line in lines if line.startswith("ERROR:")]
+                return (errors or lines or ["pip ended without a word"])[0].partition(" (from")[0]
+            done.touch()
+        listed = json.loads(self._pip("list", "--format=json").stdout)
+        self._versions = {_plain(item["name"]): item["version"] for item in listed}
         return ""
 
     def _pip(self, *arguments: str) -> subprocess.CompletedProcess[str]:
