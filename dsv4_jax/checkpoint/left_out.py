@@ -7,6 +7,7 @@ agree; they are left out, and the trunk is loaded without a draft.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 import re
 import warnings
@@ -51,7 +52,7 @@ class LeftOut:
     draft_names: frozenset[str]
     image_names: frozenset[str]
 
-    @property
+    @functools.cached_property
     def names(self) -> frozenset[str]:
         """All of them."""
         return self.draft_names | self.image_names

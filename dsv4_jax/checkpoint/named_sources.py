@@ -7,17 +7,18 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from dsv4_jax.checkpoint.files import StoredTensor, decode_weight
 from dsv4_jax.checkpoint.names import canonical_name
 from pallas_kernels.common.weights import FP8_BLOCK, MXFP4, MXFP4_GROUP, BlockFP8
 
-UE8M0 = ("float8_e8m0fnu", "uint8")
+UE8M0 = (np.dtype(ml_dtypes.float8_e8m0fnu), np.dtype(np.uint8))
 """Dtypes in which files hold UE8M0 scales."""
 
-_E4M3 = "float8_e4m3fn"
-_PACKED = ("int8", "uint8")
+_E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+_PACKED = (np.dtype(np.int8), np.dtype(np.uint8))
 _FUSED = re.compile(r"\.experts\.(gate_up|down)_proj$")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(w[123])\.weight")
 _PARTS = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
@@ -59,15 +60,15 @@ class Source:
     @property
     def weight_format(self) -> type[BlockFP8] | type[MXFP4] | None:
         """How it is quantised; None is dense."""
-        if self.tensor.dtype.name == _E4M3:
+        if self.tensor.dtype == _E4M3:
             return BlockFP8
-        return MXFP4 if self.tensor.dtype.name in _PACKED else None
+        return MXFP4 if self.tensor.dtype in _PACKED else None
 
     @property
     def scale_dtype(self) -> type[np.generic]:
         """The dtype of scales in memory: u8 for UE8M0."""
         assert self.scale is not None
-        return np.uint8 if self.scale.dtype.name in UE8M0 else np.float32
+        return np.uint8 if self.scale.dtype in UE8M0 else np.float32
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -144,7 +145,7 @@ def _has_quantised(base: str, by_name: dict[str, StoredTensor]) -> bool:
 
 
 def _may_be_quantised(tensor: StoredTensor) -> bool:
-    return tensor.dtype.name in (_E4M3, *_PACKED)
+    return tensor.dtype in (_E4M3, *_PACKED)
 
 
 def _with_fused_scale(

@@ -9,6 +9,7 @@ Source: deepseek_v4.md section 6.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -21,33 +22,36 @@ from dsv4_jax.model.params import DSV4Params, LayerParams
 
 # Applied in order; what is already canonical matches none of them.
 _TO_CANONICAL = [
-    (r"^(model\.)?(language_model\.)?(model\.)?", ""),  # the middle one beside a vision model
-    (r"^embed_tokens\.", "embed."),
-    (r"^lm_head\.", "head."),
-    (r"^hc_head\.hc_", "hc_head_"),
-    (r"\.self_attn\.", ".attn."),
-    (r"\.mlp\.", ".ffn."),
-    (r"\.input_layernorm\.", ".attn_norm."),
-    (r"\.post_attention_layernorm\.", ".ffn_norm."),
-    (r"\.(attn|ffn)_hc\.", r".hc_\1_"),
-    (r"\.attn\.sinks$", ".attn.attn_sink"),
-    (r"\.attn\.compressor\.indexer\.scorer\.", ".attn.indexer."),
-    (r"\.attn\.compressor\.indexer\.q_b_proj\.", ".attn.indexer.wq_b."),
-    (r"\.attn\.compressor\.indexer\.", ".attn.indexer.compressor."),
-    (r"\.compressor\.kv_proj\.", ".compressor.wkv."),
-    (r"\.compressor\.gate_proj\.", ".compressor.wgate."),
-    (r"\.compressor\.position_bias$", ".compressor.ape"),
-    (r"\.compressor\.kv_norm\.", ".compressor.norm."),
-    (r"\.attn\.(q|o)_(a|b)_proj\.", r".attn.w\1_\2."),
-    (r"\.attn\.kv_proj\.", ".attn.wkv."),
-    (r"\.attn\.q_a_norm\.", ".attn.q_norm."),
-    (r"\.attn\.norm\.", ".attn.kv_norm."),
-    (r"\.gate\.e_score_correction_bias$", ".gate.bias"),
-    (r"\.(shared_experts|experts\.\d+)\.gate_proj\.", r".\1.w1."),
-    (r"\.(shared_experts|experts\.\d+)\.up_proj\.", r".\1.w3."),
-    (r"\.(shared_experts|experts\.\d+)\.down_proj\.", r".\1.w2."),
-    (r"\.weight_scale_inv$", ".scale"),
-    (r"\.experts\.(gate_up|down)_proj[._]scale(_inv)?$", r".experts.\1_proj.scale"),
+    (re.compile(pattern), replacement)
+    for pattern, replacement in [
+        (r"^(model\.)?(language_model\.)?(model\.)?", ""),  # the middle one beside a vision model
+        (r"^embed_tokens\.", "embed."),
+        (r"^lm_head\.", "head."),
+        (r"^hc_head\.hc_", "hc_head_"),
+        (r"\.self_attn\.", ".attn."),
+        (r"\.mlp\.", ".ffn."),
+        (r"\.input_layernorm\.", ".attn_norm."),
+        (r"\.post_attention_layernorm\.", ".ffn_norm."),
+        (r"\.(attn|ffn)_hc\.", r".hc_\1_"),
+        (r"\.attn\.sinks$", ".attn.attn_sink"),
+        (r"\.attn\.compressor\.indexer\.scorer\.", ".attn.indexer."),
+        (r"\.attn\.compressor\.indexer\.q_b_proj\.", ".attn.indexer.wq_b."),
+        (r"\.attn\.compressor\.indexer\.", ".attn.indexer.compressor."),
+        (r"\.compressor\.kv_proj\.", ".compressor.wkv."),
+        (r"\.compressor\.gate_proj\.", ".compressor.wgate."),
+        (r"\.compressor\.position_bias$", ".compressor.ape"),
+        (r"\.compressor\.kv_norm\.", ".compressor.norm."),
+        (r"\.attn\.(q|o)_(a|b)_proj\.", r".attn.w\1_\2."),
+        (r"\.attn\.kv_proj\.", ".attn.wkv."),
+        (r"\.attn\.q_a_norm\.", ".attn.q_norm."),
+        (r"\.attn\.norm\.", ".attn.kv_norm."),
+        (r"\.gate\.e_score_correction_bias$", ".gate.bias"),
+        (r"\.(shared_experts|experts\.\d+)\.gate_proj\.", r".\1.w1."),
+        (r"\.(shared_experts|experts\.\d+)\.up_proj\.", r".\1.w3."),
+        (r"\.(shared_experts|experts\.\d+)\.down_proj\.", r".\1.w2."),
+        (r"\.weight_scale_inv$", ".scale"),
+        (r"\.experts\.(gate_up|down)_proj[._]scale(_inv)?$", r".experts.\1_proj.scale"),
+    ]
 ]
 _STREAM_MIX = ("fn", "base", "scale")
 _LAYER = {
@@ -108,10 +112,11 @@ class Target:
         return self.leaf.endswith("tid2eid")
 
 
+@functools.lru_cache(maxsize=2**18)  # the names of Pro, which each look at its files asks for
 def canonical_name(name: str) -> str:
     """DeepSeek's own name of a tensor in any of the three namings."""
     for pattern, replacement in _TO_CANONICAL:
-        name = re.sub(pattern, replacement, name)
+        name = pattern.sub(replacement, name)
     return name
 
 

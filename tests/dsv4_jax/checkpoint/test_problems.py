@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
+from dsv4_jax.checkpoint.files import StoredTensor
+from dsv4_jax.checkpoint.inventory import read_inventory
+from dsv4_jax.checkpoint.names import canonical_name
 from dsv4_jax.checkpoint.problems import MAX_LINES, list_problems, shorten
 from helpers.checkpoints import released_tensors, write_released
 from helpers.dspark import TRUNK
@@ -48,3 +51,27 @@ def test_a_checkpoint_of_another_model_is_refused_in_few_lines(tmp_path):
     assert sum("missing: layers.3" in line for line in lines) >= 4
     assert sum("unexpected: other." in line for line in lines) >= 4
     assert lines[-1].endswith("problems in all")
+
+
+def test_a_large_checkpoint_is_refused_by_its_headers_alone(tmp_path, monkeypatch):
+    """A missing tensor is told at once, not after all bytes of the others have been looked at."""
+    tensors = released_tensors(TRUNK)
+    tensors["layers.1.attn.wq_a.scale"].view(np.uint8)[0, 0] = 255
+    del tensors["norm.weight"]
+    folder = write_released(tmp_path, TRUNK, tensors)
+    with pytest.raises(ValueError, match=r"damaged: scale of layers\.1\.attn\.wq_a"):
+        ds.load_checkpoint(folder, progress=False)
+    monkeypatch.setattr("dsv4_jax.checkpoint.sources.CHECKED_BYTES", 1000)
+    monkeypatch.setattr(StoredTensor, "read", None)
+    with pytest.raises(ValueError, match=r"missing: norm\.weight \[64\]$"):
+        ds.load_checkpoint(folder, progress=False)
+
+
+def test_a_name_is_taken_apart_once_however_often_it_is_looked_at(tmp_path):
+    """There are 149,782 in Pro, and commands look at the headers again before they load."""
+    tensors = released_tensors(TRUNK)
+    folder = write_released(tmp_path, TRUNK, tensors)
+    canonical_name.cache_clear()
+    assert len(read_inventory(folder).loaded) == len(tensors)
+    ds.load_checkpoint(folder, progress=False)
+    assert canonical_name.cache_info().misses == len(tensors)
