@@ -113,7 +113,7 @@ def _download(
             raise
         return find_cached(name, revision, error)
     commit = folder.name
-    fetch = functools.partial(_fetch, name, revision=commit)
+    fetch = functools.partial(_fetch_or_say, name, revision=commit)
     check_before_weights(name, folder, files, fetch, needs_tokenizer=needs_tokenizer)
     missing = {
         file: facts.size or 0
@@ -136,15 +136,7 @@ def _download(
 
         def fetch_all(suffix: str) -> None:
             for file in (file for file in missing if file.endswith(suffix)):
-                try:
-                    fetch(file)
-                except Exception as error:  # as above
-                    if _is_our_own(error):
-                        raise
-                    raise OSError(
-                        f"the download of {name} broke off at {file}: {explain(name, error)}; "
-                        "what has come is kept, so try again"
-                    ) from error
+                fetch(file)
                 lines.add(missing[file] // _MIB)
 
         fetch_all(".json")  # the tokenizer among them
@@ -162,6 +154,19 @@ def _fetch(name: str, file: str, revision: str | None) -> pathlib.Path:
             endpoint=constants.ENDPOINT,
         )
     )
+
+
+def _fetch_or_say(name: str, file: str, revision: str) -> None:
+    """Downloads a file of a model that has been found, or says what broke off."""
+    try:
+        _fetch(name, file, revision)
+    except Exception as error:  # as in `_download`
+        if _is_our_own(error):
+            raise
+        raise OSError(
+            f"the download of {name} broke off at {file}: {explain(name, error)}; what has come is "
+            "kept, so try again"
+        ) from error
 
 
 def _is_taken(file: str) -> bool:

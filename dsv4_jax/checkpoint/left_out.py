@@ -71,7 +71,8 @@ def find_left_out(
     Args:
       contents: of `config.json`.
       config: what was read of it.
-      names: of the tensors of the files, canonical.
+      names: of the tensors of the files, canonical. If they hold no draft, what the config says of
+        one is not read: small copies keep fields that no longer fit.
 
     Raises:
       ValueError: config and files do not agree on the kind of draft, or on its stages.
@@ -86,8 +87,8 @@ def find_left_out(
     wanted, found = draft_kind(contents), None
     if draft:
         found = _check_kind(wanted, stages, names)
-    dspark = read_dspark(contents)
-    if draft and dspark is not None and dspark.num_stages not in (None, stages):
+    dspark = read_dspark(contents) if draft else None
+    if dspark is not None and dspark.num_stages not in (None, stages):
         raise ValueError(
             f"config.json lists {dspark.num_stages} DSpark stages, and the files hold {stages} "
             f"(mtp.0 to mtp.{stages - 1})"
@@ -98,9 +99,12 @@ def find_left_out(
     return without, LeftOut(found, stages, draft, images - draft)
 
 
-def describe_config(contents: dict[str, Any], where: str | pathlib.Path) -> str:
+def describe_config(
+    contents: dict[str, Any], where: str | pathlib.Path, *, has_draft: bool = True
+) -> str:
     """What `LeftOut.describe` says of a release, by its config alone; else the empty text."""
-    draft = str(DraftKind.DSPARK) if draft_kind(contents) == DraftKind.DSPARK else None
+    is_dspark = has_draft and draft_kind(contents) == DraftKind.DSPARK
+    draft = str(DraftKind.DSPARK) if is_dspark else None
     return _describe(where, draft, _RELEASED_FAMILIES if find_images(contents) else ())
 
 

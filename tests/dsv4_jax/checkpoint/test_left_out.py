@@ -65,6 +65,22 @@ def test_files_without_a_draft_say_nothing(tmp_path, trunk):
     same(params, trunk[1])
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dspark_noise_token_id": 128_799},  # of a vocabulary that was cut
+        {"dspark_target_layer_ids": [40, 41, 42], "compress_ratios": [0, 4, 32, 4]},
+        {"dspark_markov_rank": None},
+    ],
+)
+def test_fields_of_a_draft_that_the_files_do_not_hold_are_not_read(tmp_path, trunk, changes):
+    """What transformers writes of a small copy: it drops the draft, and keeps fields of it."""
+    folder = write_checkpoint(tmp_path / "x", dspark_config() | changes, released_tensors(TRUNK))
+    config, params = load(folder)
+    assert config == TRUNK
+    same(params, trunk[1])
+
+
 def test_two_stages_and_dense_weights_load_too(tmp_path):
     """Another number of stages, stored in BF16 as tools that take quantisation away write it."""
     two = dataclasses.replace(DRAFT, num_stages=2)
