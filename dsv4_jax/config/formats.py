@@ -23,7 +23,9 @@ _FP8_FIELDS: dict[str, tuple[Any, ...]] = {
 """Values of fields beside `quant_method: fp8`; all of them may be absent or null."""
 
 _EXPERTS = ("fp4", "mxfp4", "fp8", "bf16", "bfloat16", "fp16", "float16", "fp32", "float32")
-_ALGORITHMS = ("", "mxfp4", "fp8", "fp8_block_scales")
+_ALGORITHMS = ("", "mxfp4", "fp8_block_scales")
+"""Of modelopt, to which FP8 alone is one scale for a whole tensor."""
+
 _TAKE = (
     "take the model as DeepSeek releases it, in FP8 of blocks of 128 x 128 and MXFP4, or one "
     "stored in BF16"
@@ -80,6 +82,8 @@ def check_algorithms(fields: Any, place: str) -> None:
 
 
 def _algorithms(fields: Any, place: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(fields, list):
+        fields = {str(number): value for number, value in enumerate(fields)}
     if not isinstance(fields, dict):
         return
     for name, value in fields.items():

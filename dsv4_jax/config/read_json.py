@@ -147,12 +147,13 @@ def _locate[**P, Result](
 
 
 def _our_fields(contents: dict[str, Any], text_only: bool) -> dict[str, Any]:
-    images, contents = find_images(contents), text_part(contents)
+    images, whole, contents = find_images(contents), contents, text_part(contents)
     for name, value in FIXED.items():
         given = contents.get(name, value)
         if type(given) is not type(value) or given != value:
             raise ValueError(f"{name} must be {value!r} in a DeepSeek-V4 config, got {show(given)}")
-    check_formats(contents)
+    for part in (whole, contents):  # a text model inside may still say what it was made from
+        check_formats(part)
     if images is not None and not text_only:
         raise ValueError(
             f"{images} is of a model that reads images too; its text part is read with "

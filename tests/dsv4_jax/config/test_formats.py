@@ -15,7 +15,7 @@ REFUSED = {
     "modelopt": ({"quant_method": "modelopt"} | NVFP4, "NVFP4"),
     "modelopt, FP8 of whole tensors": (
         {"quant_method": "modelopt", "quant_algo": "FP8"},
-        "modelopt",
+        "quant_algo is 'FP8'",
     ),
     "modelopt, mixed": (
         {
@@ -103,6 +103,8 @@ def test_the_release_and_unquantised_weights_are_taken(given):
     [
         ({"producer": {"name": "modelopt"}, "quantization": NVFP4}, "NVFP4"),
         ({"quantization": {"quant_algo": "MIXED_PRECISION"}}, "MIXED_PRECISION"),
+        ({"quantization": {"quant_algo": "FP8"}}, "FP8"),  # a scale for a whole tensor
+        ({"quantization": [{"layers.0": {"quant_algo": "W4A8_AWQ"}}]}, "W4A8_AWQ"),
         ({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}, None),
     ],
 )

@@ -32,6 +32,9 @@ def test_a_nested_text_model_is_found(model_type):
     nested["quantization_config"] = {"quant_method": "awq"}
     with pytest.raises(ValueError, match="awq"):
         DSV4Config.from_hf(nested, text_only=True)
+    nested["text_config"] = FLASH  # as released, which the tool that quantised it left inside
+    with pytest.raises(ValueError, match="awq"):
+        DSV4Config.from_hf(nested, text_only=True)
 
 
 def test_another_family_is_refused_however_it_nests():
