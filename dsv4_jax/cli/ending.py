@@ -26,8 +26,9 @@ def run_to_status(name: str, run: Callable[[], int]) -> int:
       run: the command; its result is its status.
 
     Returns:
-      That status; 2 for bad input and for files that cannot be read or written, 1 if the device
-      failed or memory is too small, 130 after Ctrl-C, 141 if the reader of the output has gone.
+      That status; 2 for bad input, for files that cannot be read or written and for a warning that
+      was made an error, 1 if the device failed or memory is too small, 130 after Ctrl-C, 141 if the
+      reader of the output has gone.
     """
     _show_any_text()
     try:
@@ -41,7 +42,7 @@ def run_to_status(name: str, run: Callable[[], int]) -> int:
         return _say(f"{name}: interrupted", INTERRUPTED)
     except UsageError as error:
         return _say(str(error), 2)
-    except (ValueError, OSError, NotImplementedError) as error:
+    except (ValueError, OSError, NotImplementedError, Warning) as error:  # as of `python -W error`
         return _say(f"{name}: {error}", 2)
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         return _say(f"{name}: {str(error).strip() or 'not enough memory'}", 1)

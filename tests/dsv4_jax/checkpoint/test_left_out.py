@@ -279,6 +279,15 @@ def test_commands_say_it_once_in_one_line(tmp_path, capsys, recwarn, command):
     assert re.search(LINE, lines[0])
 
 
+def test_a_warning_that_was_made_an_error_ends_a_command_in_one_line(tmp_path, capsys):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert main(["plan", str(write_dspark(tmp_path / "x"))]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("dsv4-jax plan: ")
+    assert re.search(LINE, line)
+
+
 def test_an_engine_of_a_command_says_it_once(tmp_path):
     """As `generate` and `serve` find a model and build its engine."""
     folder = write_dspark(tmp_path / "x")
