@@ -12,6 +12,8 @@ from dsv4_jax.config.kinds import show
 _MAX_PATH, _MAX_PART = 1024, 255
 _MAX_LINKS = 40
 """Of one path, as in Linux."""
+_POINTER, _POINTER_BYTES = b"version https://git-lfs.github.com/spec/", 1024
+"""How a file begins that Git LFS leaves in the place of a large one, and less than it takes."""
 
 
 def find_file(directory: pathlib.Path, name: str, *, follow_links: bool = False) -> pathlib.Path:
@@ -34,8 +36,8 @@ def find_file(directory: pathlib.Path, name: str, *, follow_links: bool = False)
       follow_links: follows links to any place.
 
     Raises:
-      ValueError: the name is absolute, has `..` in it or is no path, or the file is a link to
-        another place.
+      ValueError: the name is absolute, has `..` in it or is no path, the file is a link to another
+        place, or what is there is a pointer of Git LFS to it.
     """
     parts = pathlib.PurePosixPath(name).parts
     escapes = parts[:1] == ("/",) or ".." in parts or "\\" in name
@@ -44,8 +46,21 @@ def find_file(directory: pathlib.Path, name: str, *, follow_links: bool = False)
             f"a file of {directory} must be named by a path inside of it, got {show(name)}"
         )
     path = directory / name
-    if follow_links:
-        return path
+    if not follow_links:
+        _check_links(directory, path)
+    if path.is_file() and path.stat().st_size < _POINTER_BYTES:
+        with path.open("rb") as stream:
+            is_pointer = stream.read(len(_POINTER)) == _POINTER
+        if is_pointer:
+            raise ValueError(
+                f"{path} is a pointer of Git LFS and not the file itself; get the files with "
+                "`git lfs pull`"
+            )
+    return path
+
+
+def _check_links(directory: pathlib.Path, path: pathlib.Path) -> None:
+    """Raises ValueError if a file of a directory is a link that `find_file` does not follow."""
     try:
         root = directory.resolve()
         places = (root, *_blobs_of(root))
@@ -58,7 +73,6 @@ def find_file(directory: pathlib.Path, name: str, *, follow_links: bool = False)
                 )
     except (RuntimeError, OSError) as error:  # links in a circle, names that are too long
         raise ValueError(f"{path} cannot be followed to a file: {error}") from error
-    return path
 
 
 def _has_length_of_path(parts: tuple[str, ...]) -> bool:

@@ -148,3 +148,14 @@ def test_links_in_a_circle_and_links_without_end_are_refused(cache):
     link(snapshot / "long", blobs / "2")
     with pytest.raises(ValueError, match="cannot be followed to a file"):
         find_file(snapshot, "long")
+
+
+@pytest.mark.parametrize("follow_links", [False, True])
+def test_a_clone_without_its_large_files_is_told_as_such(tmp_path, follow_links):
+    """What `git clone` leaves where Git LFS is not installed."""
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{ETAG}\nsize 5368709120\n"
+    (tmp_path / NAME).write_text(pointer)
+    with pytest.raises(ValueError, match=rf"{NAME} is a pointer of Git LFS .*`git lfs pull`"):
+        find_file(tmp_path, NAME, follow_links=follow_links)
+    (tmp_path / NAME).write_text(pointer[8:])
+    assert find_file(tmp_path, NAME, follow_links=follow_links) == tmp_path / NAME
