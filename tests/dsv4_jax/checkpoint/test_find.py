@@ -265,10 +265,18 @@ def test_an_empty_cache_offline_is_said(served):
         find_checkpoint(NAME)
 
 
-@pytest.mark.parametrize("file", ["generation_config.json", WEIGHTS])
-def test_a_download_that_breaks_off_says_where_and_goes_on_later(cache, monkeypatch, file):
-    refused = {f"/{file}": (403, GATED)}
-    with hub.serve({NAME: SAVED}, refused=refused) as (address, asked):
+@pytest.mark.parametrize(
+    "file", ["hf_quant_config.json", f"{WEIGHTS}.index.json", "generation_config.json", WEIGHTS]
+)
+def test_a_download_that_breaks_off_says_where_and_goes_on_later(
+    cache, tmp_path, monkeypatch, file
+):
+    refused = {f"/{file}$": (403, GATED)}
+    folder = shutil.copytree(SAVED, tmp_path / "served")
+    (folder / "hf_quant_config.json").write_text("{}")
+    index = {"weight_map": {"head.weight": WEIGHTS}}
+    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
+    with hub.serve({NAME: folder}, refused=refused) as (address, asked):
         hub.point_to(address, monkeypatch)
         with pytest.raises(OSError, match=rf"of {NAME} broke off at {file}: gated; .*so try again"):
             find_checkpoint(NAME)
