@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import sys
 
 from dsv4_jax.checkpoint.inventory import (
     Inventory,
@@ -52,7 +53,8 @@ def count_files(
 
     Returns:
       The config without a draft block that the files do not have, and what there is; None of a
-      preset that is loaded whole, and of a directory without weights.
+      preset that is loaded whole, and of a directory without its weights. If it has some, or their
+      index, stderr says what is missing.
 
     Raises:
       ValueError: a file of the directory cannot be read, or does not agree with its config.
@@ -70,7 +72,9 @@ def count_files(
         return config, None
     try:
         found = read_inventory(directory, follow_links=follow_links)
-    except FileNotFoundError:  # a config alone
+    except FileNotFoundError as error:
+        if any(directory.glob("*.safetensors*")):  # else a config alone, which is enough
+            print(f"[files are not counted: {error}]", file=sys.stderr, flush=True)
         _, contents = read_contents(directory, follow_links=follow_links)
         warn_of_left_out(describe_config(contents, directory))
         return config, None

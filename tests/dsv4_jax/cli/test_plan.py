@@ -297,6 +297,24 @@ def test_a_checkpoint_directory_names_a_config(plan):
     assert table["trunk"][0] == mib_per_request((cache.state, cache.paged), 1)
 
 
+def test_weights_that_are_not_there_are_said(tmp_path, capsys):
+    """A download that is not complete is planned by its config, as a config alone is."""
+    saved = pathlib.Path(__file__).parents[2] / "data" / "hf_saved_tiny" / "config.json"
+    (tmp_path / "config.json").write_text(saved.read_text())
+    assert main(["plan", str(tmp_path)]) == 0
+    assert capsys.readouterr().err == ""
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"head.weight": "model-00001-of-00002.safetensors"}}')
+    assert main(["plan", str(tmp_path)]) == 0
+    captured = capsys.readouterr()
+    assert "files: " not in captured.out
+    (line,) = captured.err.splitlines()
+    assert line == (
+        f"[files are not counted: {index} names files that are not there: "
+        "model-00001-of-00002.safetensors]"
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
