@@ -7,7 +7,7 @@ import os
 import pathlib
 from collections.abc import Sequence
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 
 from dsv4_jax.config.checkpoint_folder import find_file
 from dsv4_jax.lines import without_mark
@@ -63,6 +63,8 @@ class TextState:
         text = decode(self.context + held, tokenizer)
         if len(text) > len(self.shown) and not text.endswith(INCOMPLETE):
             return TextState(held, (), decode(held, tokenizer)), text[len(self.shown) :]
+        if not self.held and text == self.shown and is_of_bytes(tokenizer):
+            return self, ""  # such as a special token, on which no later text depends
         state = dataclasses.replace(self, held=held)
         return state._shorten(tokenizer) if len(held) > _MAX_HELD else (state, "")
 
@@ -83,6 +85,11 @@ class TextState:
             if head + state.rest(tokenizer) == text:
                 return state, head[len(self.shown) :]
         return self, ""
+
+
+def is_of_bytes(tokenizer: Tokenizer) -> bool:
+    """Whether a text is the bytes of its tokens next to each other."""
+    return isinstance(tokenizer.decoder, decoders.ByteLevel)
 
 
 def decode(token_ids: Sequence[int], tokenizer: Tokenizer) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from tokenizers import Tokenizer, decoders
+from tokenizers import Tokenizer
 
-from dsv4_jax.serving.text import INCOMPLETE, decode
+from dsv4_jax.serving.text import INCOMPLETE, decode, is_of_bytes
 
 
 class TokenTexts:
@@ -22,7 +22,7 @@ class TokenTexts:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         """No text is known yet; tokens are 0 to `vocab_size` - 1."""
         self.tokenizer = tokenizer
-        self._is_unknown = np.full(vocab_size, isinstance(tokenizer.decoder, decoders.ByteLevel))
+        self._is_unknown = np.full(vocab_size, is_of_bytes(tokenizer))
         self._is_whole = np.zeros(vocab_size, bool)
         self._texts = np.full(vocab_size, "", object)
 

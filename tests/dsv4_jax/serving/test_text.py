@@ -273,3 +273,17 @@ def test_a_step_that_is_undone_leaves_texts_alone(first):
     assert known.holds_text[0] == (first == 0xC3)
     hand_out([one], known, undo, np.int32([[ord("x"), -1]]), texts)
     assert one.completion(BYTES).text == BYTES.decode([first, ord("x")])
+
+
+def test_a_token_without_text_is_held_nowhere():
+    """A special token, and then bytes that are no characters: pieces end where they would without.
+
+    Tokens that are added by whole steps and those that are added alone held different ones.
+    """
+    state, alone = TextState(), TextState()
+    assert state.add(261, BYTES) == (TextState(), "")
+    state, _ = state.add(261, BYTES)
+    for token in [191, 191, 264, 152, 159, 191, 191, 191, 261, 191, 191, 150, 191, 191, 264, 150]:
+        state, text = state.add(token, BYTES)
+        alone, expected = alone.add(token, BYTES)
+        assert text == expected
