@@ -7,10 +7,9 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from dsv4_jax.checkpoint.files import INDEX
-from dsv4_jax.checkpoint.left_out import describe_config, warn_of_left_out
+from dsv4_jax.checkpoint.left_out import find_left_out, warn_of_left_out
 from dsv4_jax.checkpoint.names import canonical_name
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.config.draft import read_dspark
 from dsv4_jax.config.formats import HF_QUANT_CONFIG
 from dsv4_jax.config.json_file import read_json_object
 from dsv4_jax.config.read_json import read_contents
@@ -26,8 +25,8 @@ def check_before_weights(
 ) -> None:
     """Refuses a model that cannot be loaded, by its small files and by what files it has.
 
-    A `LeftOutWarning` names parts that will not be loaded. Of a draft that is known where an index
-    lists the tensors; the config of a small copy may still announce one that its files do not have.
+    Where an index lists the tensors, a `LeftOutWarning` names parts that will not be loaded, in the
+    words that `load_checkpoint` has for it. A model without an index is one file, which tells.
 
     Args:
       name: of the model.
@@ -37,29 +36,25 @@ def check_before_weights(
       needs_tokenizer: whether text is to be encoded.
 
     Raises:
-      ValueError: it is no DeepSeek-V4, its weights are in a format that is not supported, or what
-        its config says of its draft contradicts itself; or a tokenizer is needed, and it has none.
+      ValueError: it is no DeepSeek-V4, its weights are in a format that is not supported, or config
+        and index do not agree on its draft; or a tokenizer is needed, and it has none.
     """
     if HF_QUANT_CONFIG in files:
         fetch(HF_QUANT_CONFIG)
-    DSV4Config.from_hf(folder, text_only=True)
+    config = DSV4Config.from_hf(folder, text_only=True)
     if needs_tokenizer and "tokenizer.json" not in files:
         raise ValueError(
             f"{name} has no tokenizer.json, so text cannot be encoded; take a model that has one"
         )
+    if INDEX not in files:
+        return
+    fetch(INDEX)
+    names = read_json_object(folder / INDEX).get("weight_map")
+    if not isinstance(names, dict):
+        return  # to be refused when the files are looked for
     where, contents = read_contents(folder)
-    if INDEX in files:
-        fetch(INDEX)
-    has_draft = INDEX in files and _lists_draft(folder / INDEX)
-    if has_draft:
-        try:
-            read_dspark(contents)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
-    warn_of_left_out(describe_config(contents, folder, has_draft=has_draft))
-
-
-def _lists_draft(index: pathlib.Path) -> bool:
-    """Whether an index names tensors of a draft; one that is broken is refused when it is read."""
-    names = read_json_object(index).get("weight_map")
-    return isinstance(names, dict) and any(canonical_name(n).startswith("mtp.") for n in names)
+    try:
+        _, left_out = find_left_out(contents, config, map(canonical_name, names))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    warn_of_left_out(left_out.describe(folder))

@@ -99,12 +99,9 @@ def find_left_out(
     return without, LeftOut(found, stages, draft, images - draft)
 
 
-def describe_config(
-    contents: dict[str, Any], where: str | pathlib.Path, *, has_draft: bool = True
-) -> str:
+def describe_config(contents: dict[str, Any], where: str | pathlib.Path) -> str:
     """What `LeftOut.describe` says of a release, by its config alone; else the empty text."""
-    is_dspark = has_draft and draft_kind(contents) == DraftKind.DSPARK
-    draft = str(DraftKind.DSPARK) if is_dspark else None
+    draft = str(DraftKind.DSPARK) if draft_kind(contents) == DraftKind.DSPARK else None
     return _describe(where, draft, _RELEASED_FAMILIES if find_images(contents) else ())
 
 

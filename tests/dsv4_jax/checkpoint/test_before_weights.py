@@ -9,7 +9,7 @@ from dsv4_jax.checkpoint.before_weights import check_before_weights
 from dsv4_jax.checkpoint.files import INDEX
 from helpers.released_configs import FLASH, FLASH_0731, FLASH_VISION
 
-DRAFT = ["norm.weight", "model.mtp.0.main_norm.weight"]
+DRAFT = ["norm.weight", "model.mtp.0.main_proj.weight", "mtp.1.norm.weight", "mtp.2.norm.weight"]
 FILES = ("config.json", "model-00001-of-00002.safetensors", "tokenizer.json")
 
 
@@ -59,6 +59,8 @@ def test_a_broken_draft_is_refused_where_the_files_hold_one(check):
     broken = FLASH_0731 | {"dspark_markov_rank": None}
     with pytest.raises(ValueError, match=r"config\.json: dspark_markov_rank is missing"):
         check(broken, names=DRAFT)
+    with pytest.raises(ValueError, match=r"lists 3 DSpark stages, and the files hold 2"):
+        check(FLASH_0731, names=DRAFT[:-1])
     # Of a small copy, which has no stages, or one file whose header will tell.
     assert check(broken, names=["norm.weight"]) == [INDEX]
     assert check(broken) == []
@@ -67,7 +69,7 @@ def test_a_broken_draft_is_refused_where_the_files_hold_one(check):
 def test_what_will_not_be_loaded_is_said(check, tmp_path):
     with pytest.warns(LeftOutWarning, match=r"draft \(DSpark stages, mtp\.\) is left out"):
         check(FLASH_0731, names=DRAFT)
-    with pytest.warns(LeftOutWarning, match="images .*vision.* are left out") as caught:
-        check(FLASH_VISION, names=DRAFT)
+    with pytest.warns(LeftOutWarning, match=r"images \(image, vision\) are left out") as caught:
+        check(FLASH_VISION, names=[*DRAFT, "vision.norm.weight", "image_pad"])
     assert len(caught) == 1
     assert str(caught[0].message).startswith(str(tmp_path))
