@@ -7,6 +7,7 @@ for, so that neither reasoning nor a value holds it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,10 +17,12 @@ from dsv4_jax.serve.tool_calls import call_of
 from dsv4_jax.serving.grammars import MARK
 from dsv4_jax.serving.json_schemas import SchemaError, read_schema
 from dsv4_jax.serving.json_values import json_value
-from dsv4_jax.step.grammar import Grammar
+from dsv4_jax.step.grammar import MAX_CHARS, Grammar
 
 _REASONING = "</think>"
 _ANY_TEXT = "/(?s:.*)/"
+_HEAD_CHARS = 180
+"""That a grammar has for each tool beside its name and parameters, and for the rest of it."""
 
 
 class Wanted(NamedTuple):
@@ -64,17 +67,22 @@ def grammar_of(wanted: Wanted, token_ids: Mapping[str, int]) -> Grammar | None:
     """
     if wanted.is_free:
         return None
-    lines = Lines(token_ids)
+    names = [tool["function"]["name"] for tool in wanted.tools]
+    heads = sum(len(json.dumps(name)) + _HEAD_CHARS for name in names)
+    lines = Lines(token_ids, num_reserved=heads + _HEAD_CHARS)
     answer = _json(wanted, lines) if wanted.schema is not None else _calls(wanted, lines)
     lead = f"{_ANY_TEXT} {lines.token(_REASONING)} " if wanted.thinks else ""
-    rules = [f"start: {lead}answer", f"answer: {answer}", *lines.rules]
-    return Grammar("lark", "\n".join(rules))
+    text = "\n".join([f"start: {lead}answer", f"answer: {answer}", *lines.rules])
+    if len(text) > MAX_CHARS:
+        raise ApiError(400, "tools must be fewer, or have shorter names", param="tools")
+    return Grammar("lark", text)
 
 
 def _json(wanted: Wanted, lines: Lines) -> str:
-    lines.count(wanted.schema)
     try:
-        return json_value(read_schema(wanted.schema, is_strict=wanted.is_strict))
+        schema = read_schema(wanted.schema, is_strict=wanted.is_strict)
+        lines.count(schema)
+        return json_value(schema)
     except SchemaError as error:
         raise ApiError(400, f"the schema of the answer: {error}") from None
 
@@ -82,7 +90,9 @@ def _json(wanted: Wanted, lines: Lines) -> str:
 def _calls(wanted: Wanted, lines: Lines) -> str:
     """An answer that may or must call tools."""
     mark, calls = lines.token(MARK), []
-    for number, tool in enumerate(wanted.tools):
+    numbered = list(enumerate(wanted.tools))
+    # What there is room for is first of all for those of which something is promised.
+    for number, tool in sorted(numbered, key=lambda one: not one[1]["function"].get("strict")):
         try:
             calls.append(lines.rule("tool", call_of(tool, lines)))
         except SchemaError as error:

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 from dsv4_jax.serve.errors import ApiError
-from dsv4_jax.serving.json_schemas import MAX_SCHEMA_CHARS
-from dsv4_jax.serving.schema_forms import MAX_DEPTH, depth_of
+from dsv4_jax.serving.json_schemas import MAX_SCHEMA_CHARS, Schema, SchemaError
+from dsv4_jax.step.grammar import MAX_CHARS
+
+_LINE_CHARS = 24
+"""Of the name of a rule, and of what is between names and texts."""
 
 
 class Lines:
     """The rules of a grammar so far, and how long its schemas are together."""
 
-    def __init__(self, token_ids: Mapping[str, int]) -> None:
-        """No lines yet; the ids are of a tokenizer's added tokens."""
+    def __init__(self, token_ids: Mapping[str, int], *, num_reserved: int = 0) -> None:
+        """No lines yet.
+
+        Args:
+          token_ids: the ids of a tokenizer's added tokens.
+          num_reserved: characters of the grammar that schemas must leave to the rest of it.
+        """
         self._token_ids = token_ids
+        self._room = MAX_CHARS - num_reserved
         self._names: dict[str, str] = {}
         self._num_chars = 0
 
@@ -26,12 +35,36 @@ class Lines:
         return [f"{name}: {text}" for text, name in self._names.items()]
 
     def rule(self, name: str, text: str) -> str:
-        """Adds a rule; its name, which has a number of its own."""
-        return self._names.setdefault(text, f"{name}{len(self._names)}")
+        """Adds a rule if there is none of the same text; its name, which has a number."""
+        if text not in self._names:
+            self._names[text] = f"{name}{len(self._names)}"
+            self._room -= len(text) + _LINE_CHARS
+        return self._names[text]
 
     def terminal(self, text: str) -> str:
         """Adds a terminal; its name."""
         return self.rule("T", text)
+
+    @contextlib.contextmanager
+    def undone_if_refused(self) -> Iterator[None]:
+        """Takes back what was added and counted inside, if a schema is refused there."""
+        num_names, room, num_chars = len(self._names), self._room, self._num_chars
+        try:
+            yield
+        except SchemaError:
+            while len(self._names) > num_names:
+                self._names.popitem()
+            self._room, self._num_chars = room, num_chars
+            raise
+
+    def check_room(self, bodies: Sequence[str]) -> None:
+        """Refuses what would make a grammar that is longer than an engine takes.
+
+        Raises:
+          SchemaError: there is no room for one more tool with these parameters.
+        """
+        if sum(map(len, bodies)) > self._room:
+            raise SchemaError("all tools together must have fewer and simpler parameters")
 
     def token(self, text: str) -> str:
         """A token by its id, which text cannot stand for."""
@@ -39,10 +72,12 @@ class Lines:
             raise ApiError(400, f"answers have no form here: the tokenizer has no {text}")
         return f"<[{self._token_ids[text]}]>"
 
-    def count(self, schema: Any) -> None:
-        """Refuses a schema that is too much for a server."""
-        if depth_of(schema) > MAX_DEPTH:
-            raise ApiError(400, f"a schema must be nested at most {MAX_DEPTH} deep")
+    def count(self, schema: Schema) -> None:
+        """Counts a schema that is going to be held, without descriptions and other annotations.
+
+        Raises:
+          SchemaError: it is too long, beside the others.
+        """
         self._num_chars += len(json.dumps(schema))
         if self._num_chars > MAX_SCHEMA_CHARS:
-            raise ApiError(400, f"schemas must have at most {MAX_SCHEMA_CHARS} characters together")
+            raise SchemaError(f"schemas must have at most {MAX_SCHEMA_CHARS} characters together")

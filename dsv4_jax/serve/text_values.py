@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -153,9 +154,14 @@ def _is_met(schema: Mapping[str, Any]) -> bool:
 
 def _problem(schema: Mapping[str, Any]) -> str:
     """What llguidance says of a schema; "" if it holds it."""
+    return _told(json.dumps(schema))
+
+
+@functools.lru_cache(1024)
+def _told(schema_json: str) -> str:
     from llguidance import LLMatcher
 
-    return LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+    return LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema_json))
 
 
 def ends_of(text: Text, place: str) -> str:

@@ -43,10 +43,13 @@ def call_of(tool: Mapping[str, Any], lines: Lines) -> str:
     """
     function, mark = tool["function"], lines.token(MARK)
     schema = function.get("parameters") or {"type": "object"}
-    lines.count(schema)
     is_strict = bool(function.get("strict"))
     try:
-        bodies = _bodies(read_schema(schema, is_strict=is_strict, of_tool=True), is_strict, lines)
+        with lines.undone_if_refused():
+            read = read_schema(schema, is_strict=is_strict, of_tool=True)
+            lines.count(read)
+            bodies = _bodies(read, is_strict, lines)
+            lines.check_room(bodies)
     except SchemaError:
         if is_strict:
             raise
@@ -123,7 +126,8 @@ def _free_parameter(lines: Lines) -> str:
 
 def _parameter(head: str, choices: list[str], lines: Lines) -> str:
     mark = lines.token(MARK)
-    return f'"<" {mark} {head} ({" | ".join(choices)}) {mark} "parameter>\\n"'
+    value = lines.rule("value", f'({" | ".join(choices)}) {mark} "parameter>\\n"')
+    return f'"<" {mark} {head} {value}'
 
 
 def _value(part: Any, schema: Schema, place: str, lines: Lines) -> list[str]:

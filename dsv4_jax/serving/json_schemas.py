@@ -20,6 +20,7 @@ from dsv4_jax.serving.schema_forms import (
     are_apart,
     depth_of,
     merge_objects,
+    references_of,
     without_endless,
 )
 from dsv4_jax.serving.schema_keywords import REFUSED, SAYS_NOTHING, TYPES, WAYS_OUT
@@ -54,8 +55,14 @@ class Schema(NamedTuple):
     shared: dict[str, Any]
 
     def part(self, part: Mapping[str, Any]) -> dict[str, Any]:
-        """A part as a schema by itself."""
-        return {**part, "$defs": self.shared} if self.shared else dict(part)
+        """A part as a schema by itself, with all that it refers to."""
+        needed: dict[str, Any] = {}
+        unread: list[Any] = [part]
+        while unread:
+            for name in references_of(unread.pop()) - set(needed):
+                needed[name] = self.shared[name]
+                unread.append(self.shared[name])
+        return {**part, "$defs": needed} if needed else dict(part)
 
 
 def read_schema(schema: Any, *, is_strict: bool = False, of_tool: bool = False) -> Schema:

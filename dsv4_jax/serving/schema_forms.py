@@ -16,6 +16,10 @@ MAX_DEPTH = 64
 _MAX_HOPS = 32
 _MAX_CHOICES = 64
 _ALL_TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
+_MAPS = ("properties", "patternProperties")
+_LISTS = ("anyOf", "allOf", "prefixItems")
+_SINGLE = ("items", "additionalProperties")
+"""Keywords whose values are schemas by name, lists of schemas, and one schema."""
 
 
 def depth_of(value: Any) -> int:
@@ -131,6 +135,23 @@ def _shown(value: Any) -> str:
     return json.dumps(int(value) if is_whole else value, sort_keys=True)
 
 
+def references_of(part: Any) -> set[str]:
+    """The names of what a schema refers to anywhere in itself."""
+    found, unread = set(), [part]
+    while unread:
+        one = unread.pop()
+        if not isinstance(one, dict):
+            continue
+        if "$ref" in one:
+            found.add(one["$ref"].rpartition("/")[2])
+        for name in _MAPS:
+            unread += one.get(name, {}).values()
+        for name in _LISTS:
+            unread += one.get(name, ())
+        unread += [one[name] for name in _SINGLE if name in one]
+    return found
+
+
 def types_of(part: Mapping[str, Any]) -> set[str]:
     """What types a schema names by itself; integers are numbers."""
     kinds = part.get("type")
@@ -186,13 +207,13 @@ def _pruned(part: Any, ending: set[str]) -> Any:
     if part is False or not _ends(part, ending):
         return False
     made = dict(part)
-    for name in ("properties", "patternProperties"):
+    for name in _MAPS:
         if name in made:
             made[name] = {key: _pruned(one, ending) for key, one in made[name].items()}
-    for name in ("anyOf", "allOf", "prefixItems"):
+    for name in _LISTS:
         if name in made:
             made[name] = [_pruned(one, ending) for one in made[name]]
-    for name in ("items", "additionalProperties"):
+    for name in _SINGLE:
         if name in made:
             made[name] = _pruned(made[name], ending)
     return made

@@ -149,9 +149,10 @@ def test_an_answer_whose_beginning_is_given_has_no_form(answers):
     begun = {"role": "assistant", "content": "", "reasoning_content": "hm", "prefix": True}
     body = format_of({"type": "null"})
     assert answers.allows({"messages": [*HI, begun], **body}, ", so</think>null")
-    for more in ({}, PLAIN):
-        with pytest.raises(ApiError, match="messages: must not end with a part of the answer"):
-            answers.read({"messages": [*HI, begun | {"content": "n"}], **body, **more})
+    text = {"role": "assistant", "content": "n", "prefix": True}
+    for last, more in ((begun | {"content": "n"}, {}), (text, PLAIN)):
+        with pytest.raises(ApiError, match=r"messages\[1\]: must not be continued where"):
+            answers.read({"messages": [*HI, last], **body, **more})
 
 
 class Color(enum.Enum):
