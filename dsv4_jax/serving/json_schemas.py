@@ -7,31 +7,42 @@ ignores, rounds or finds out too late is seen here: keywords of old drafts, form
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import json
-import re
 import urllib.parse
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from dsv4_jax import checks
 from dsv4_jax.serving.schema_forms import (
     MAX_DEPTH,
+    Schema,
     are_apart,
     depth_of,
     merge_objects,
-    references_of,
+    properties_named,
+    types_of,
     without_endless,
 )
 from dsv4_jax.serving.schema_keywords import REFUSED, SAYS_NOTHING, TYPES, WAYS_OUT
+from dsv4_jax.serving.schema_values import (
+    MAX_DIGITS,
+    MAX_EXACT,
+    SchemaError,
+    check_text,
+    check_value,
+    expression,
+    is_rounded,
+    refuse,
+)
 from dsv4_jax.serving.text_formats import FORMATS
+
+__all__ = ["HELD", "MAX_SCHEMA_CHARS", "Schema", "SchemaError", "read_schema"]
 
 MAX_SCHEMA_CHARS = 2**16
 """The longest schema, or schemas of all tools."""
 
 
-_MAX_EXACT = 2**53
-_MAX_DIGITS = 15
 _MAX_COUNT = 2**20
 """Of least lengths: no answer is longer."""
 
@@ -39,33 +50,13 @@ _NO_LIMIT = 2**31
 """Of greatest lengths, which then say nothing."""
 
 
-class SchemaError(ValueError):
-    """A schema that cannot be held, with the place of what is wrong."""
-
-
-class Schema(NamedTuple):
-    """A schema in one form: without annotations, `const`, `oneOf`, `format` and old spellings.
-
-    Attributes:
-      root: keywords by name.
-      shared: what "#/$defs/NAME" refers to, by NAME.
-    """
-
-    root: dict[str, Any]
-    shared: dict[str, Any]
-
-    def part(self, part: Mapping[str, Any]) -> dict[str, Any]:
-        """A part as a schema by itself, with all that it refers to."""
-        needed: dict[str, Any] = {}
-        unread: list[Any] = [part]
-        while unread:
-            for name in references_of(unread.pop()) - set(needed):
-                needed[name] = self.shared[name]
-                unread.append(self.shared[name])
-        return {**part, "$defs": needed} if needed else dict(part)
-
-
-def read_schema(schema: Any, *, is_strict: bool = False, of_tool: bool = False) -> Schema:
+def read_schema(
+    schema: Any,
+    *,
+    is_strict: bool = False,
+    of_tool: bool = False,
+    left_out: list[str] | None = None,
+) -> Schema:
     """Checks a schema.
 
     Args:
@@ -74,37 +65,31 @@ def read_schema(schema: Any, *, is_strict: bool = False, of_tool: bool = False) 
         require, all of them and no other.
       of_tool: its properties are values by themselves; else it is one itself. An `enum` of such a
         value may hold any numbers, since those that llguidance rounds can be written without it.
+      left_out: keywords that cannot be held are left out, and their places are added here; None
+        refuses them. The schema allows more then, and nothing less.
 
     Raises:
       SchemaError: it is no schema, or says what cannot be held, or nothing fulfils it.
     """
     if depth_of(schema) > MAX_DEPTH:
         raise SchemaError(f"a schema must be nested at most {MAX_DEPTH} deep")
-    reader = _Reader(schema, is_strict, of_tool)
+    reader = _Reader(schema, is_strict, of_tool, left_out)
     root, shared = without_endless(*reader.read_all())
     if root is False:
         raise SchemaError("nothing fulfils the schema")
     return Schema(root, shared)
 
 
-def is_rounded(value: Any) -> bool:
-    """A number that llguidance may round, which reads floats and the last of their digits roughly.
-
-    At -2^63 it ends the process.
-    """
-    if type(value) not in (int, float):
-        return False
-    digits = re.sub(r"e.*|[^0-9]", "", repr(value)).strip("0")
-    return abs(value) > _MAX_EXACT or (isinstance(value, float) and len(digits) > _MAX_DIGITS)
-
-
 class _Reader:
     """Reads one schema, and what it refers to."""
 
-    def __init__(self, schema: Any, is_strict: bool, of_tool: bool) -> None:
+    def __init__(
+        self, schema: Any, is_strict: bool, of_tool: bool, left_out: list[str] | None
+    ) -> None:
         self._schema = schema
         self._is_strict = is_strict
         self._of_tool = of_tool
+        self._left_out = left_out
         self._names: dict[str, str] = {}
         self._unread: list[str] = []
         self._choices: list[tuple[dict[str, Any], str]] = []
@@ -118,12 +103,10 @@ class _Reader:
             shared[self._names[place]] = self._read(self._find(place), place)
         for made, place in self._choices:
             options = made.pop("oneOf")
-            if not are_apart(options, shared):
-                _refuse(
-                    place,
-                    "must be of schemas that no value can be two of, as their types or a required "
-                    "property with a const show; or use anyOf",
-                )
+            with self._leaving_out(place):
+                if not are_apart(options, shared):
+                    refuse(place, "must be of schemas that no value can be two of, as their types "
+                           "or a required property with a const show; or use anyOf")  # fmt: skip
             _also(made, {"anyOf": options})
         return root, shared
 
@@ -132,30 +115,48 @@ class _Reader:
         if isinstance(schema, bool):
             return {} if schema else False
         if not isinstance(schema, dict):
-            _refuse(place, f"must be a schema, got {checks.shown(schema)}")
+            refuse(place, f"must be a schema, got {checks.shown(schema)}")
         if "allOf" in schema:
             whole = merge_objects(schema, self._find_any)
             if whole is not None:
                 return self._read(whole, place, closes=closes)
         made: dict[str, Any] = {}
-        for name, value in schema.items():
-            if name in SAYS_NOTHING:
-                continue
+        for name in sorted(schema, key=_LAST.__eq__):
             where = _inside(place, name)
-            if name in _READ:
-                _READ[name](self, made, schema, where)
-            elif name in ("$id", "id"):
-                if place != "#":
-                    _refuse(where, "must be left out; all references are to places of one schema")
-            elif name in REFUSED:
-                if value is not False or name not in ("uniqueItems", "nullable"):
-                    _refuse(where, WAYS_OUT.get(name, "cannot be held; leave it out"))
-            elif not name.startswith("x-"):
-                _refuse(where, "is no keyword of JSON schemas that is known here; leave it out")
-        if closes and self._is_strict and "properties" in made:
+            with self._leaving_out(where):
+                self._read_keyword(made, schema, name, where)
+        for name, other in _ADDS_TO.items():
+            if name in schema and name not in made:
+                made.pop(other, None)
+        if closes and self._is_strict and "properties" in schema:
             self._close(made)
-        self._count_properties(made, place)
+        with self._leaving_out(f"{place}/minProperties"):
+            self._count_properties(made, place)
         return made
+
+    @contextlib.contextmanager
+    def _leaving_out(self, where: str) -> Iterator[None]:
+        """Of a schema of which nothing is promised, what is refused at a place is left out."""
+        try:
+            yield
+        except SchemaError:
+            if self._left_out is None:
+                raise
+            self._left_out.append(where)
+
+    def _read_keyword(
+        self, made: dict[str, Any], schema: dict[str, Any], name: str, where: str
+    ) -> None:
+        if name in _READ:
+            _READ[name](self, made, schema, where)
+        elif name in ("$id", "id"):
+            if where.count("/") > 1:
+                refuse(where, "must be left out; all references are to places of one schema")
+        elif name in REFUSED:
+            if schema[name] is not False or name not in ("uniqueItems", "nullable"):
+                refuse(where, WAYS_OUT.get(name, "cannot be held; leave it out"))
+        elif name not in SAYS_NOTHING and not name.startswith("x-"):
+            refuse(where, "is no keyword of JSON schemas that is known here; leave it out")
 
     def _close(self, made: dict[str, Any]) -> None:
         """What an object of a strict schema does not say itself."""
@@ -166,24 +167,25 @@ class _Reader:
 
     def _count_properties(self, made: dict[str, Any], place: str) -> None:
         """Nothing keeps a name that is not listed from coming twice, and counting twice."""
-        least, required = made.get("minProperties", 0), set(made.get("required", ()))
+        least, required = made.pop("minProperties", 0), set(made.get("required", ()))
         if least <= len(required):
-            made.pop("minProperties", None)
-        elif least > len(required) + 1 or set(made.get("properties", ())) - required:
-            _refuse(f"{place}/minProperties", "cannot be held; list what is required")
+            return
+        if least > len(required) + 1 or set(made.get("properties", ())) - required:
+            refuse(f"{place}/minProperties", "cannot be held; list what is required")
+        made["minProperties"] = least
 
     def _types(self, made: dict[str, Any], schema: dict[str, Any], where: str) -> None:
         value = schema["type"]
         names = [value] if isinstance(value, str) else value
         if not isinstance(names, list) or not all(one in TYPES for one in names):
-            _refuse(where, f"must be one of {', '.join(TYPES)}, or a list of them")
+            refuse(where, f"must be one of {', '.join(TYPES)}, or a list of them")
         made["type"] = value
 
     def _values(self, made: dict[str, Any], schema: dict[str, Any], where: str) -> None:
         """`enum` and `const`, as `enum`."""
         values = schema.get("enum", [schema.get("const")])
         if not isinstance(values, list):
-            _refuse(where, "must be a list")
+            refuse(where, "must be a list")
         if {"enum", "const"} <= set(schema):
             values = [one for one in values if json.dumps(one) == json.dumps(schema["const"])]
         above = where.rpartition("/")[0]
@@ -192,18 +194,8 @@ class _Reader:
         whole = plain and (is_value if self._of_tool else above == "#")
         for one in values:
             if not (whole and is_rounded(one)):
-                self._check_value(one, where)
+                check_value(one, where)
         made["enum"] = values
-
-    def _check_value(self, value: Any, where: str) -> None:
-        if isinstance(value, dict | list):
-            for one in value.items() if isinstance(value, dict) else value:
-                self._check_value(list(one) if isinstance(one, tuple) else one, where)
-        elif isinstance(value, str):
-            _check_text(value, where)
-        elif is_rounded(value):
-            _refuse(where, f"must be without {value} inside other values: beyond 2^53 or 15 digits "
-                           "it would be rounded; use texts")  # fmt: skip
 
     def _count(self, made: dict[str, Any], schema: dict[str, Any], where: str) -> None:
         name = where.rpartition("/")[2]
@@ -213,7 +205,7 @@ class _Reader:
         is_least = name.startswith("min")
         if type(value) is not int or value < 0 or (is_least and value > _MAX_COUNT):
             limit = f"from 0 to {_MAX_COUNT}" if is_least else "from 0 on"
-            _refuse(where, f"must be a whole number {limit}, got {checks.shown(value)}")
+            refuse(where, f"must be a whole number {limit}, got {checks.shown(value)}")
         if is_least or value < _NO_LIMIT:
             _also(made, {name: value})
 
@@ -222,22 +214,22 @@ class _Reader:
         value = schema[name]
         if isinstance(value, bool) and name[9:].lower() in schema:
             return  # of draft 4, read with the bound that it is about
-        if type(value) not in (int, float) or not -_MAX_EXACT <= value <= _MAX_EXACT:
-            _refuse(where, f"must be a number from -2^53 to 2^53, got {checks.shown(value)}")
+        if type(value) not in (int, float) or not -MAX_EXACT <= value <= MAX_EXACT:
+            refuse(where, f"must be a number from -2^53 to 2^53, got {checks.shown(value)}")
         if is_rounded(value):
-            _refuse(where, f"must have at most {_MAX_DIGITS} digits, got {value!r}")
+            refuse(where, f"must have at most {MAX_DIGITS} digits, got {value!r}")
         if name == "multipleOf" and value <= 0:
-            _refuse(where, f"must be above 0, got {value}")
+            refuse(where, f"must be above 0, got {value}")
         exclusive = f"exclusive{name.capitalize()}"
         made[exclusive if schema.get(exclusive) is True else name] = value
 
     def _pattern(self, made: dict[str, Any], schema: dict[str, Any], where: str) -> None:
-        _also(made, {"pattern": _expression(schema["pattern"], where)})
+        _also(made, {"pattern": expression(schema["pattern"], where)})
 
     def _format(self, made: dict[str, Any], schema: dict[str, Any], where: str) -> None:
         name = schema["format"]
         if not isinstance(name, str) or name not in FORMATS:
-            _refuse(where, f"must be left out or one of {', '.join(FORMATS)}, got "
+            refuse(where, f"must be left out or one of {', '.join(FORMATS)}, got "
                            f"{checks.shown(name)}")  # fmt: skip
         for part in FORMATS[name]:
             _also(made, part)
@@ -245,27 +237,46 @@ class _Reader:
     def _map(self, made: dict[str, Any], schema: dict[str, Any], where: str) -> None:
         name = where.rpartition("/")[2]
         if not isinstance(schema[name], dict):
-            _refuse(where, "must be an object")
+            refuse(where, "must be an object")
         parts = {key: self._read(one, _inside(where, key)) for key, one in schema[name].items()}
         for key in parts:
             if name == "patternProperties":
-                _expression(key, where)
+                expression(key, where)
             else:
-                _check_text(key, where)
+                check_text(key, where)
         made[name] = parts
+
+    def _property_names(self, made: dict[str, Any], schema: dict[str, Any], where: str) -> None:
+        """`propertyNames`, as the properties that there may be."""
+        given = schema[_LAST]
+        for _ in range(MAX_DEPTH):
+            if isinstance(given, dict) and set(given) - SAYS_NOTHING == {"$ref"}:
+                given = self._find_any(given["$ref"])
+        names = self._read(given, where)
+        if names is not False and not set(names) - {"type"} and "string" in types_of(names):
+            return
+        rest = schema.get("additionalProperties", True)
+        value = self._read(rest, f"{where.rpartition('/')[0]}/additionalProperties")
+        listed = None if names is False else properties_named(names, value)
+        if listed is None or {"properties", "patternProperties"} & set(schema):
+            refuse(where, "cannot be held but for an enum, a pattern or lengths alone, in objects "
+                          "of which nothing else is listed")  # fmt: skip
+        if "patternProperties" in listed and "required" in schema:
+            refuse(where, "cannot be held beside required; list what is required")
+        made |= listed
 
     def _list(self, made: dict[str, Any], schema: dict[str, Any], where: str) -> None:
         name = where.rpartition("/")[2]
         parts = schema[name]
         if not isinstance(parts, list) or not parts:
-            _refuse(where, "must be a list of one schema at least")
+            refuse(where, "must be a list of one schema at least")
         closes = name != "allOf"
         read = [self._read(one, f"{where}/{i}", closes=closes) for i, one in enumerate(parts)]
         made[name] = [*made.get(name, []), *read]
         if name == "oneOf":
             self._choices.append((made, where))
         if name == "allOf" and self._is_strict and any(map(_is_open, read)):
-            _refuse(where, "must be of objects with type, properties and required alone where a "
+            refuse(where, "must be of objects with type, properties and required alone where a "
                            "schema is strict; write the object that they are together")  # fmt: skip
 
     def _items(self, made: dict[str, Any], schema: dict[str, Any], where: str) -> None:
@@ -286,15 +297,15 @@ class _Reader:
     def _required(self, made: dict[str, Any], schema: dict[str, Any], where: str) -> None:
         names = schema["required"]
         if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
-            _refuse(where, "must be a list of names")
+            refuse(where, "must be a list of names")
         for name in names:
-            _check_text(name, where)
+            check_text(name, where)
         made["required"] = list(dict.fromkeys(names))
 
     def _reference(self, made: dict[str, Any], schema: dict[str, Any], where: str) -> None:
         place = schema["$ref"]
         if not isinstance(place, str) or not (place == "#" or place.startswith("#/")):
-            _refuse(where, f'must be "#" or begin with "#/", got {checks.shown(place)}; references '
+            refuse(where, f'must be "#" or begin with "#/", got {checks.shown(place)}; references '
                            "are to places of the schema itself")  # fmt: skip
         if place not in self._names:
             self._find(place)
@@ -316,13 +327,23 @@ class _Reader:
             elif isinstance(found, list) and step.isdecimal() and int(step) < len(found):
                 found = found[int(step)]
             else:
-                _refuse(place, "is referred to and is not there")
+                refuse(place, "is referred to and is not there")
         return found
 
 
 def _nothing(*_: Any) -> None:
     """For what is read together with another keyword."""
 
+
+_LAST = "propertyNames"
+"""It is read after the other keywords of an object, and takes the place of some."""
+
+_ADDS_TO = {
+    "properties": "additionalProperties",
+    "patternProperties": "additionalProperties",
+    "prefixItems": "items",
+}
+"""Where the one is left out, the other would be about what the one allows."""
 
 type _Rule = Callable[[_Reader, dict[str, Any], dict[str, Any], str], None]
 _READ: dict[str, _Rule] = {
@@ -337,6 +358,7 @@ _READ: dict[str, _Rule] = {
     "format": _Reader._format,
     "properties": _Reader._map,
     "patternProperties": _Reader._map,
+    "propertyNames": _Reader._property_names,
     "required": _Reader._required,
     "additionalProperties": _Reader._inner,
     "items": _Reader._items,
@@ -349,15 +371,6 @@ _READ: dict[str, _Rule] = {
 }
 HELD = frozenset(_READ)
 """Keywords that are held, or refused for a value that cannot be."""
-
-
-def _check_text(text: str, where: str) -> None:
-    """Refuses characters that JSON spells by their code alone, which is left out of grammars."""
-    if _UNWRITTEN.search(text):
-        _refuse(where, f"must be without control characters, got {checks.shown(text)}")
-
-
-_UNWRITTEN = re.compile("[\\x00-\\x07\\x0b\\x0e-\\x1f\\x7f\ud800-\udfff]")
 
 
 def _is_open(part: Any) -> bool:
@@ -376,28 +389,3 @@ def _also(made: dict[str, Any], part: dict[str, Any]) -> None:
         made["allOf"] = [*made.get("allOf", []), part]
     else:
         made |= part
-
-
-@functools.lru_cache(1024)
-def _obstacle(expression: str) -> str:
-    """What llguidance says of a pattern; "" if it reads it."""
-    try:
-        from llguidance import LLMatcher
-    except ImportError:
-        return ""
-    schema = json.dumps({"type": "string", "pattern": expression})
-    return LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema))
-
-
-def _expression(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        _refuse(where, "must be a text")
-    if told := _obstacle(value):
-        told = " ".join(told.split())[:200]
-        _refuse(where, f"must be a regular expression that can be held, got "
-                       f"{checks.shown(value)}: {told}")  # fmt: skip
-    return value
-
-
-def _refuse(place: str, rule: str) -> NoReturn:
-    raise SchemaError(f"{place[:200]} {rule}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from dsv4_jax.serving.schema_keywords import SAYS_NOTHING
 
@@ -20,6 +20,28 @@ _MAPS = ("properties", "patternProperties")
 _LISTS = ("anyOf", "allOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties")
 """Keywords whose values are schemas by name, lists of schemas, and one schema."""
+
+
+class Schema(NamedTuple):
+    """A schema in one form: without annotations, `const`, `oneOf`, `format` and old spellings.
+
+    Attributes:
+      root: keywords by name.
+      shared: what "#/$defs/NAME" refers to, by NAME.
+    """
+
+    root: dict[str, Any]
+    shared: dict[str, Any]
+
+    def part(self, part: Mapping[str, Any]) -> dict[str, Any]:
+        """A part as a schema by itself, with all that it refers to."""
+        needed: dict[str, Any] = {}
+        unread: list[Any] = [part]
+        while unread:
+            for name in references_of(unread.pop()) - set(needed):
+                needed[name] = self.shared[name]
+                unread.append(self.shared[name])
+        return {**part, "$defs": needed} if needed else dict(part)
 
 
 def depth_of(value: Any) -> int:
@@ -80,6 +102,24 @@ def _plain_object(part: Any, find: Callable[[Any], Any], seen: list[Any]) -> dic
         or not isinstance(part.get("required", []), list)
     )
     return None if wrong else part
+
+
+def properties_named(names: Mapping[str, Any], value: Any) -> dict[str, Any] | None:
+    """An object whose properties are named by one schema and have values of another.
+
+    None if names are said by more than one of an enum, a pattern and lengths, or otherwise.
+    """
+    said = set(names) - {"type"}
+    if said == {"enum"}:
+        listed = {"properties": {one: value for one in names["enum"] if isinstance(one, str)}}
+    elif said == {"pattern"}:
+        listed = {"patternProperties": {names["pattern"]: value}}
+    elif said and said <= {"minLength", "maxLength"}:
+        lengths = f"{names.get('minLength', 0)},{names.get('maxLength', '')}"
+        listed = {"patternProperties": {f"^(?s:.{{{lengths}}})$": value}}
+    else:
+        return None
+    return {**listed, "additionalProperties": False}
 
 
 _DESCRIBES = SAYS_NOTHING | {"$id"}

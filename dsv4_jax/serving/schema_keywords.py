@@ -19,7 +19,7 @@ SAYS_NOTHING = frozenset(
 REFUSED = frozenset(
     {
         *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems"),
-        *("propertyNames", "dependencies", "dependentRequired", "dependentSchemas"),
+        *("dependencies", "dependentRequired", "dependentSchemas"),
         *("unevaluatedItems", "unevaluatedProperties"),
         *("$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor"),
         *("disallow", "divisibleBy", "extends", "nullable", "x-guidance"),

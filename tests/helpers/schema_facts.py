@@ -82,6 +82,30 @@ FACTS = {
             [{"n_a": "x"}, {"m": 1}],
         )
     ],
+    "propertyNames": [
+        ({"type": "object", "propertyNames": {"type": "string"}}, [{"a": 1}, {}], [1]),
+        (
+            {
+                "type": "object",
+                "propertyNames": {"$ref": "#/$defs/c"},
+                "additionalProperties": {"type": "null"},
+                "$defs": {"c": {"enum": ["a", "b"], "type": "string", "title": "C"}},
+            },
+            [{}, {"a": None}, {"a": None, "b": None}],
+            [{"c": None}, {"a": 1}],
+        ),
+        (
+            {"propertyNames": {"enum": ["a", "b"]}, "required": ["b"], "type": "object"},
+            [{"b": 1}, {"a": [], "b": {}}],
+            [{}, {"a": 1}, {"b": 1, "c": 1}],
+        ),
+        ({"type": "object", "propertyNames": {"pattern": "^a"}}, [{"ab": 1}, {}], [{"b": 1}]),
+        (
+            {"propertyNames": {"minLength": 2, "maxLength": 3}, "type": "object"},
+            [{"éa": 1}, {"abc": 1}, {'"\n': 2}],
+            [{"a": 1}, {"": 1}, {"abcd": 1}],
+        ),
+    ],
     "minProperties": [
         ({"type": "object", "minProperties": 1}, [{"a": 1}], [{}]),
         ({"required": ["a", "b"], "minProperties": 2}, [{"a": 1, "b": 1}], [{"a": 1}]),

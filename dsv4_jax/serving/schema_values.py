@@ -1,0 +1,76 @@
+"""Texts, numbers and regular expressions in JSON schemas, and how a schema is refused."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from typing import Any, NoReturn
+
+from dsv4_jax import checks
+
+MAX_EXACT = 2**53
+MAX_DIGITS = 15
+
+
+class SchemaError(ValueError):
+    """A schema that cannot be held, with the place of what is wrong."""
+
+
+def check_text(text: str, where: str) -> None:
+    """Refuses characters that JSON spells by their code alone, which is left out of grammars."""
+    if _UNWRITTEN.search(text):
+        refuse(where, f"must be without control characters, got {checks.shown(text)}")
+
+
+_UNWRITTEN = re.compile("[\\x00-\\x07\\x0b\\x0e-\\x1f\\x7f\ud800-\udfff]")
+
+
+def is_rounded(value: Any) -> bool:
+    """A number that llguidance may round, which reads floats and the last of their digits roughly.
+
+    At -2^63 it ends the process.
+    """
+    if type(value) not in (int, float):
+        return False
+    digits = re.sub(r"e.*|[^0-9]", "", repr(value)).strip("0")
+    return abs(value) > MAX_EXACT or (isinstance(value, float) and len(digits) > MAX_DIGITS)
+
+
+def check_value(value: Any, where: str) -> None:
+    """Refuses texts that are not written, and numbers that are rounded, anywhere in a value."""
+    if isinstance(value, dict | list):
+        for one in value.items() if isinstance(value, dict) else value:
+            check_value(list(one) if isinstance(one, tuple) else one, where)
+    elif isinstance(value, str):
+        check_text(value, where)
+    elif is_rounded(value):
+        refuse(where, f"must be without {value} inside other values: beyond 2^53 or 15 digits "
+                      "it would be rounded; use texts")  # fmt: skip
+
+
+@functools.lru_cache(1024)
+def _obstacle(expression: str) -> str:
+    """What llguidance says of a pattern; "" if it reads it."""
+    try:
+        from llguidance import LLMatcher
+    except ImportError:
+        return ""
+    schema = json.dumps({"type": "string", "pattern": expression})
+    return LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema))
+
+
+def expression(value: Any, where: str) -> str:
+    """A regular expression that llguidance reads; the error has its place."""
+    if not isinstance(value, str):
+        refuse(where, "must be a text")
+    if told := _obstacle(value):
+        told = " ".join(told.split())[:200]
+        refuse(where, f"must be a regular expression that can be held, got "
+                       f"{checks.shown(value)}: {told}")  # fmt: skip
+    return value
+
+
+def refuse(place: str, rule: str) -> NoReturn:
+    """Says what a schema must be at a place."""
+    raise SchemaError(f"{place[:200]} {rule}")
