@@ -7,6 +7,7 @@ for, so that neither reasoning nor a value holds it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ class Wanted(NamedTuple):
     Attributes:
       thinks: the answer begins with reasoning.
       schema: of an answer that is JSON; None is text.
+      is_advisory: nothing is promised of the schema, and what cannot be held of it is left out.
       is_strict: objects of the schema that do not say which properties they have have those that
         they list, all of them and no other; so it is with a tool that says `strict`.
       tools: what may be called, as functions of chat completions.
@@ -41,6 +43,7 @@ class Wanted(NamedTuple):
 
     thinks: bool
     schema: Any = None
+    is_advisory: bool = False
     is_strict: bool = False
     tools: Sequence[Mapping[str, Any]] = ()
     must_call: bool = False
@@ -55,12 +58,15 @@ class Wanted(NamedTuple):
         return self.schema is None and not asks
 
 
-def grammar_of(wanted: Wanted, token_ids: Mapping[str, int]) -> Grammar | None:
+def grammar_of(
+    wanted: Wanted, token_ids: Mapping[str, int], left_out: list[str] | None = None
+) -> Grammar | None:
     """The grammar of an answer; None if anything goes.
 
     Args:
       wanted: what is asked for.
       token_ids: the ids of a tokenizer's added tokens.
+      left_out: is added the places of what an advisory schema says and the grammar does not.
 
     Raises:
       ApiError: a schema cannot be held, or is too long or too deep, or the tokenizer lacks a token.
@@ -70,7 +76,12 @@ def grammar_of(wanted: Wanted, token_ids: Mapping[str, int]) -> Grammar | None:
     names = [tool["function"]["name"] for tool in wanted.tools]
     heads = sum(len(json.dumps(name)) + _HEAD_CHARS for name in names)
     lines = Lines(token_ids, num_reserved=heads + _HEAD_CHARS)
-    answer = _json(wanted, lines) if wanted.schema is not None else _calls(wanted, lines)
+    if wanted.schema is None:
+        answer = _calls(wanted, lines)
+    elif wanted.is_advisory:
+        answer = _advised_json(wanted.schema, lines, [] if left_out is None else left_out)
+    else:
+        answer = _json(wanted, lines)
     lead = f"{_ANY_TEXT} {lines.token(_REASONING)} " if wanted.thinks else ""
     text = "\n".join([f"start: {lead}answer", f"answer: {answer}", *lines.rules])
     if len(text) > MAX_CHARS:
@@ -85,6 +96,23 @@ def _json(wanted: Wanted, lines: Lines) -> str:
         return json_value(schema)
     except SchemaError as error:
         raise ApiError(400, f"the schema of the answer: {error}") from None
+
+
+def _advised_json(asked: Any, lines: Lines, left_out: list[str]) -> str:
+    """As much of a schema as can be held; at the least its type."""
+    from llguidance import LLMatcher
+
+    places: list[str] = []
+    with contextlib.suppress(SchemaError), lines.undone_if_refused():
+        schema = read_schema(asked, left_out=places)
+        lines.count(schema)
+        answer = json_value(schema)
+        if not LLMatcher.validate_grammar(f"start: {answer}"):
+            left_out += places
+            return answer
+    left_out.append("#")
+    kinds = {"type": asked["type"]} if isinstance(asked, dict) and "type" in asked else {}
+    return json_value(read_schema(kinds))
 
 
 def _calls(wanted: Wanted, lines: Lines) -> str:

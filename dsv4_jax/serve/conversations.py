@@ -35,6 +35,9 @@ from dsv4_jax.step.sampling import SamplingParams
 _LOGPROBS = "message.output_text.logprobs"
 """What responses are asked to include; the library takes `top_logprobs` alone for it."""
 
+_MAX_PLACES = 16
+"""Of a schema, that a line of the log names."""
+
 
 class Turns(NamedTuple):
     """A conversation as it is rendered.
@@ -154,7 +157,7 @@ class Conversations:
             temperature=1.0 if options.temperature is None else options.temperature,
             top_p=1.0 if options.top_p is None else options.top_p,
             logprobs=logprobs if has_logprobs else None,
-            grammar=self._find_grammar(given, turns),
+            grammar=self._find_grammar(given, turns, [] if left_out is None else left_out),
         )
         assert len(stops) == len(turns.parsing.stop_sequences)
         namespaces = namespaces_of(given)
@@ -225,9 +228,16 @@ class Conversations:
         said = self._encoding.encode(recipe.Conversation(messages, thinking_mode=False))
         return said[2:-2]  # between the begin and the user's mark, the assistant's and </think>
 
-    def _find_grammar(self, given: Mapping[str, Any], turns: Turns) -> Grammar | None:
+    def _find_grammar(
+        self, given: Mapping[str, Any], turns: Turns, left_out: list[str]
+    ) -> Grammar | None:
         """The grammar of an answer, from its beginning."""
-        grammar = grammar_of(_read_wanted(given, turns), self._added_tokens)
+        places: list[str] = []
+        grammar = grammar_of(_read_wanted(given, turns), self._added_tokens, places)
+        field = (
+            "response_format.json_schema.schema" if "response_format" in given else "text.format"
+        )
+        left_out += [f"{field} {place}" for place in places[:_MAX_PLACES]]
         if grammar is not None and turns.continues_text:
             told = "must not be continued where the answer's form is given; leave out one of them"
             refuse(f"messages[{len(given['messages']) - 1}]", told)
@@ -318,7 +328,8 @@ def _read_wanted(given: Mapping[str, Any], turns: Turns) -> Wanted:
         schema = (
             json.loads(turns.digits.restore(found.schema)) if found.schema else {"type": "object"}
         )
-        return Wanted(thinks, schema=schema, is_strict=is_schema_strict(given))
+        is_strict = is_schema_strict(given)
+        return Wanted(thinks, schema=schema, is_advisory=not is_strict, is_strict=is_strict)
     if format_ != "text":
         name = next(
             (name for name in ("response_format", "output_config") if name in given), "text.format"

@@ -36,7 +36,8 @@ _WRITTEN = re.compile(r"[^\x00-\x20\"\\\x7f]*")
 def call_of(tool: Mapping[str, Any], lines: Lines) -> str:
     """One call of a tool, its parameters in the order of its schema.
 
-    Where a tool is not strict, and its schema cannot be held, its parameters are free.
+    Where a tool is not strict, what cannot be held of its schema is left out, and its parameters
+    are free if that is the whole.
 
     Raises:
       SchemaError: the tool is strict, and its schema cannot be held.
@@ -46,7 +47,8 @@ def call_of(tool: Mapping[str, Any], lines: Lines) -> str:
     is_strict = bool(function.get("strict"))
     try:
         with lines.undone_if_refused():
-            read = read_schema(schema, is_strict=is_strict, of_tool=True)
+            left_out = None if is_strict else []
+            read = read_schema(schema, is_strict=is_strict, of_tool=True, left_out=left_out)
             lines.count(read)
             bodies = _bodies(read, is_strict, lines)
             lines.check_room(bodies)
