@@ -127,11 +127,17 @@ def _texts(part: Any, schema: Schema, seen: tuple[str, ...], visits: Iterator[in
             return []  # a circle adds nothing
         together.append(_texts(schema.shared[name], schema, (*seen, name), visits))
     if "anyOf" in part:
-        together.append(
-            [text for one in part["anyOf"] for text in _texts(one, schema, seen, visits)]
-        )
+        choices = [text for one in part["anyOf"] for text in _texts(one, schema, seen, visits)]
+        together.append(_in_one_list(choices))
     together += [_texts(one, schema, seen, visits) for one in part.get("allOf", ())]
     return list(_all_of(together))
+
+
+def _in_one_list(texts: list[Text]) -> list[Text]:
+    """The same, all that list values as one."""
+    lists = [text for one in texts if one.values is not None and (text := one.left())]
+    values = tuple(dict.fromkeys(value for one in lists for value in one.values or ()))
+    return [*([Text(values)] if values else []), *(one for one in texts if one.values is None)]
 
 
 def _all_of(together: Sequence[list[Text]]) -> Iterator[Text]:

@@ -141,8 +141,18 @@ def test_texts_of_a_schema_are_those_of_all_that_it_refers_to():
             "$defs": {"loop": {"anyOf": [{"$ref": "#/$defs/loop"}, {"const": "z"}]}},
         }
     )
-    assert {text.values for text in texts_of(schema.root, schema)} == {("z",), ("ab",), ("yy",)}
-    nine = {"anyOf": [{"const": str(n)} for n in range(9)]}
+    (text, *others) = texts_of(schema.root, schema)
+    assert (set(text.values), others) == ({"z", "ab", "yy"}, [])
+    nine = {"anyOf": [{"type": "string", "pattern": f"^{n}"} for n in range(9)]}
     both = read_schema({"allOf": [nine, nine]})
     with pytest.raises(SchemaError, match="at most 64 choices"):
         texts_of(both.root, both)
+
+
+def test_a_choice_of_many_texts_is_one_list():
+    """As programs write a union of literals."""
+    many = [{"const": f"v{n}", "type": "string"} for n in range(300)]
+    schema = read_schema({"anyOf": [*many, {"type": "string", "pattern": "^x"}, {"type": "null"}]})
+    values, pattern = texts_of(schema.root, schema)
+    assert values.values == tuple(f"v{n}" for n in range(300))
+    assert pattern.patterns == ("^x",)
