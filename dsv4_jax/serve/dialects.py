@@ -143,7 +143,7 @@ def _without_strict(body: Mapping[str, Any]) -> dict[str, Any]:
     """A body that promises nothing: the library would drop parts of schemas that are strict."""
     body = dict(body)
     if isinstance(body.get("tools"), list):
-        body["tools"] = [_without_strict_tool(tool) for tool in body["tools"]]
+        body["tools"] = [_plain_tool(tool) for tool in body["tools"]]
     if (schema := _named_schema(body.get("response_format"))) is not None:
         format_ = body["response_format"]
         body["response_format"] = format_ | {"json_schema": _drop_strict(schema)}
@@ -153,12 +153,27 @@ def _without_strict(body: Mapping[str, Any]) -> dict[str, Any]:
     return body
 
 
-def _without_strict_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+def _plain_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(tool.get("function"), dict):
-        return {**tool, "function": _drop_strict(tool["function"])}
+        return {**tool, "function": _plain_function(tool["function"])}
     if tool.get("type") == "namespace":
-        return {**tool, "tools": [_drop_strict(one) for one in tool.get("tools", [])]}
-    return _drop_strict(tool)
+        return {**tool, "tools": [_plain_function(one) for one in tool.get("tools", [])]}
+    return _plain_function(tool)
+
+
+def _plain_function(function: Mapping[str, Any]) -> dict[str, Any]:
+    """A function that promises nothing, and whose arguments are said to be an object, as all are.
+
+    The library refuses schemas that do not say it themselves, such as {} or one "$ref".
+    """
+    made = _drop_strict(function)
+    for name in ("parameters", "input_schema"):
+        schema = made.get(name)
+        if isinstance(schema, dict):
+            kinds = ["object"] if schema.get("type") is None else schema["type"]
+            if isinstance(kinds, list) and "object" in kinds:
+                made[name] = {**schema, "type": "object"}
+    return made
 
 
 def _drop_strict(part: Mapping[str, Any]) -> dict[str, Any]:

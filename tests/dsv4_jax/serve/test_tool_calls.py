@@ -337,6 +337,41 @@ def test_a_tool_of_several_forms(answers):
     assert not answers.allows(body, block(call()))
 
 
+def test_many_texts_are_one_choice(answers):
+    """As programs write a union of literals."""
+    body = {"tools": [tool(closed(a={"anyOf": [{"const": f"v{n}"} for n in range(300)]}))], **PLAIN}
+    assert answers.allows(body, block(call(parameter("a", "v299"))))
+    assert not answers.allows(body, block(call(parameter("a", "v300"))))
+
+
+LOOSE = [
+    (None, {}),
+    ({}, {"b": 1}),
+    ({"properties": {"a": {"type": "null"}}}, {"a": None}),
+    ({"type": None, "properties": {"a": {"type": "null"}}}, {"a": None}),
+    ({"type": ["object", "null"], "properties": {"a": {"type": "null"}}}, {"a": None}),
+    ({"$ref": "#/$defs/t", "$defs": {"t": closed(a={"type": "null"})}}, {"a": None}),
+    ({"anyOf": [closed(a={"type": "null"}), closed(b={"type": "null"})]}, {"b": None}),
+]
+
+
+@pytest.mark.parametrize(("schema", "given"), LOOSE)
+@pytest.mark.parametrize("strict", [True, False])
+def test_arguments_are_an_object_though_their_schema_does_not_say_so(
+    answers, schema, given, strict
+):
+    one = tool(schema, strict=strict)
+    body = {"tools": [one], "tool_choice": "required"}
+    told = call(*(parameter(name, json.dumps(value), False) for name, value in given.items()))
+    assert answers.allows(body, f"{told}</{D}tool_calls>")
+    if schema not in (None, {}):
+        assert not answers.allows(body, f"{call(parameter('a', 'x'))}</{D}tool_calls>")
+    flat = {"type": "function", **one["function"]}
+    answers.read({"input": "hi", "tools": [flat]}, RESPONSES)
+    if schema is not None:
+        answers.read({"max_tokens": 9, "tools": [{"name": "f", "input_schema": schema}]}, MESSAGES)
+
+
 def test_an_integer_of_any_size_is_an_argument_digit_for_digit(answers):
     for part in ({"const": 1234567890123456789}, {"enum": [1, 1234567890123456789]}):
         body = {"tools": [tool(closed(n=part))], **PLAIN}
