@@ -127,7 +127,7 @@ class Grammars:
         ahead, rng = matcher.deep_copy(), np.random.default_rng(0)
         for _ in range(_TRIED_TOKENS):
             allowed = self.allowed(ahead)
-            if not allowed.size:
+            if ahead.is_error() or not allowed.size:
                 raise ValueError(_problem(ahead) or "nothing fulfils it")
             named = [one for one in allowed[-8:] if self._vocabulary.is_special_token(int(one))]
             token = int(named[0] if named else rng.choice(allowed))
@@ -238,7 +238,7 @@ class GrammarKeeper:
         ahead = matcher.deep_copy() if drafts else matcher  # `rollback` forgets tokens named by id
         for draft in [*drafts, None]:
             masks.append(self._mask_of(ahead))
-            if not masks[-1].any():
+            if ahead.is_error() or not masks[-1].any():
                 raise ValueError(f"the grammar allows no token: {_problem(ahead)}")
             if draft is None or not ahead.try_consume_tokens([draft]):
                 break
@@ -247,7 +247,10 @@ class GrammarKeeper:
         return bits
 
     def _mask_of(self, matcher: LLMatcher) -> np.ndarray:
-        """u32[W]: a bit for each token of the model's vocabulary, and words for no more."""
+        """u32[W]: a bit for each token of the model's vocabulary, and words for no more.
+
+        Where llguidance fails it has the end token alone, as where an answer is whole.
+        """
         words = mask_words(self._grammars.vocab_size)
         return np.frombuffer(matcher.compute_bitmask(), np.uint32)[:words]
 
@@ -262,4 +265,5 @@ class _Followed:
 
 def _problem(matcher: LLMatcher) -> str:
     """What llguidance says, without its state."""
-    return matcher.get_error().partition("\n<state>")[0].strip()
+    told = matcher.get_error().partition("\n<state>")[0].strip()
+    return "nothing fulfils it" if told == "NoExtensionBias" else told

@@ -117,6 +117,16 @@ def test_a_grammar_that_fails_ends_its_request_alone(shape, how, at, message, fa
         check_nothing_is_held(engine)
 
 
+def test_an_answer_that_its_grammar_leaves_half_way_has_not_stopped():
+    """There llguidance allows the end token, as if the answer were whole."""
+    engine = engine_of("drafts")
+    grammar = Grammar("lark", f'start: "{"x" * 30}" T\nT: "a" & "b"')
+    failed = run_to_end(engine, engine.submit([7], grammar=grammar, max_new_tokens=40))[0]
+    assert failed.token_ids == [*b"x" * 30]
+    assert failed.finish_reason == "error"
+    assert failed.error.startswith("ValueError: the grammar allows no token: nothing fulfils it")
+
+
 def test_streams_and_lists_of_prompts_go_on_beside_it(fail_grammars):
     engine = engine_of("overlap")
     fail_grammars(engine, "raises", 3)

@@ -130,6 +130,9 @@ REFUSED = {
     "no JSON": (Grammar("json_schema", "{"), "grammar must be a json_schema"),
     "no expression": (Grammar("regex", "(a"), "grammar must be a regex"),
     "no Lark": (Grammar("lark", "beginning: 'a'"), "grammar must be a lark"),
+    "no text": (Grammar("regex", "[^\\s\\S]"), "grammar must be a regex: nothing fulfils it"),
+    "no end": (Grammar("lark", "start: start"), "grammar must be a lark: nothing fulfils it"),
+    "no way on": (Grammar("lark", 'start: "a" T\nT: "b" & "c"'), "a lark: nothing fulfils it"),
 }
 
 
