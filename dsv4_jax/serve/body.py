@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from starlette.requests import ClientDisconnect, Request
 
 from dsv4_jax.lines import without_mark
-from dsv4_jax.serve.digits import read_float
+from dsv4_jax.serve.digits import MAX_DIGITS, read_float
 from dsv4_jax.serve.errors import ApiError
 
 
@@ -52,6 +52,7 @@ def parse_object(raw: bytes, name: str = "the body") -> dict[str, Any]:
             without_mark(raw).decode("utf-8"),
             parse_constant=_no_constant,
             parse_float=_finite_float,
+            parse_int=_whole,
         )
         if b"\\u" in raw:  # half of a surrogate pair may have been escaped
             json.dumps(value, ensure_ascii=False).encode("utf-8")
@@ -70,6 +71,12 @@ def parse_object(raw: bytes, name: str = "the body") -> dict[str, Any]:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
+
+
+def _whole(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"{text[:40]}... is too large a number")
+    return int(text)
 
 
 def _finite_float(text: str) -> float:

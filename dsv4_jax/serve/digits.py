@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 _LOW, _HIGH = -(2**63), 2**64 - 1
 """Whole numbers that the library holds."""
 
-_MAX_DIGITS = 4000
+MAX_DIGITS = 4000
 """Of an int that Python makes of a text; its own limit is 4300."""
 
 _STRING_OR_NUMBER = re.compile(
@@ -49,7 +49,7 @@ def loads(text: str | bytes) -> Any:
 
 
 def _read_whole(text: str) -> int | float:
-    return _written(text) if text == "-0" or len(text) > _MAX_DIGITS else int(text)
+    return _written(text) if text == "-0" or len(text) > MAX_DIGITS else int(text)
 
 
 def _written(text: str) -> WrittenFloat:

@@ -126,8 +126,9 @@ def test_a_text_is_read_in_one_pass(part):
 
 
 def test_a_body_may_be_deep_and_its_numbers_may_not_be_infinite():
-    with pytest.raises(ApiError, match="too large a number"):
-        parse_object(b'{"a": 1e400}')
+    for number in (b"1e400", b"-" + b"9" * 5000):
+        with pytest.raises(ApiError, match="too large a number"):
+            parse_object(b'{"a": %s}' % number)
     deep = b'{"messages": ' + b"[" * 900 + b"]" * 900 + b"}"
     with pytest.raises(ApiError):
         OFF.read(parse_object(deep), CHAT)
