@@ -9,6 +9,7 @@ from typing import Any
 
 import deepseek_recipe as recipe
 
+from dsv4_jax.serve.earlier_turns import settle_turns
 from dsv4_jax.serve.errors import ApiError, refuse
 from dsv4_jax.serve.fields import Rule, check_fields
 from dsv4_jax.serve.fields_messages import MESSAGES as _MESSAGES
@@ -105,6 +106,7 @@ def check_dialect(
       ApiError: one is unknown, or asks for what is not here.
     """
     given = check_fields(body, dialect.rules, left_out)
+    settle_turns(given, dialect.name)
     settle_thinking(given, dialect.name)
     if dialect is MESSAGES:
         clear_thinking(given)

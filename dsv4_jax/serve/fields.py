@@ -89,7 +89,7 @@ def aside(*nothing: Any, accepts: Callable[[Any], bool] = _always, told: str = "
 def missing(what: str, *, error_code: str | None = None) -> Rule:
     """A field of the protocol that asks for what this server does not have."""
     return Rule(
-        accepts=lambda value: value in ([], {}),
+        accepts=lambda value: value in ([], {}, ""),
         told=f"is not supported: {what}",
         error_code=error_code,
         is_dropped=True,
@@ -97,7 +97,7 @@ def missing(what: str, *, error_code: str | None = None) -> Rule:
 
 
 def fields_of(**rules: Rule) -> Rule:
-    """An object of those fields, and of others, which the library ignores or refuses."""
+    """An object of those fields, and of others, which are its writer's and are left out."""
     return Rule(fields=rules)
 
 
@@ -152,6 +152,9 @@ def is_flag(value: Any) -> bool:
 
 
 _GONE = object()
+
+_MAX_LEFT_OUT = 50
+"""Names in a log line; clients can invent any number."""
 
 
 def read(value: Any, rule: Rule, name: str, left_out: list[str]) -> Any:
@@ -213,6 +216,9 @@ def _read_fields(
         elif rule.is_closed:
             where = prefix + name[:64]
             raise ApiError(400, f"there is no field {checks.shown(where)} here", param=where)
+        else:
+            _note(prefix + name[:64], left_out)
+            one = _GONE
         if one is not _GONE:
             found[name] = one
     return found
@@ -220,7 +226,7 @@ def _read_fields(
 
 def _note(name: str, left_out: list[str]) -> None:
     name = re.sub(r"\[\d+\]", "[]", name)
-    if name not in left_out:
+    if name not in left_out and len(left_out) < _MAX_LEFT_OUT:
         left_out.append(name)
 
 
@@ -239,11 +245,6 @@ def check_fields(
     """
     rule = Rule(fields=rules, is_closed=True)
     return _read_fields(body, rule, "", [] if left_out is None else left_out)
-
-
-def check_inner(value: Any, name: str, allowed: Mapping[str, Rule]) -> dict[str, Any]:
-    """The fields of a field that is an object, by rules of their own."""
-    return read(value, Rule(fields=allowed, is_closed=True), name, [])
 
 
 def read_flag(body: Mapping[str, Any], name: str) -> bool:

@@ -54,7 +54,7 @@ _PART = one_of(
             type=ANY,
             tool_use_id=ANY,
             content=listed(_RESULT_PART),
-            is_error=ANY,
+            is_error=aside(False),  # what it says has to tell
             toolset_name=_TOOLSET,
             **CACHE_HINTS,
         ),
@@ -64,6 +64,7 @@ _PART = one_of(
 _MESSAGE = fields_of(
     role=ANY,
     content=listed(_PART),
+    prefix=ANY,
     clear_at=only("never", told="conversations are taken as they are"),
     output_config=missing("an effort is that of the whole request"),
     **CACHE_HINTS,

@@ -103,14 +103,11 @@ _PART = one_of(
     },
     told="the model reads text",
 )
-ARGUMENTS = Rule(null=lambda: "{}")
-"""Of a call; programs write null where it has none."""
-
 _FUNCTION_CALL = fields_of(
     id=ANY,
     type=ANY,
     index=NOTHING,
-    function=fields_of(name=ANY, arguments=ARGUMENTS),
+    function=fields_of(name=ANY, arguments=ANY),
     **CACHE_HINTS,
 )
 _MESSAGE = fields_of(
@@ -122,6 +119,8 @@ _MESSAGE = fields_of(
     ),
     tool_call_id=ANY,
     reasoning_content=ANY,
+    reasoning=ANY,  # another name of the same
+    reasoning_details=aside(),
     prefix=ANY,
     refusal=ANY,
     annotations=NOTHING,

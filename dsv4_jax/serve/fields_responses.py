@@ -16,7 +16,6 @@ from dsv4_jax.serve.fields import (
     only,
 )
 from dsv4_jax.serve.fields_openai import (
-    ARGUMENTS,
     CACHE_HINTS,
     CALLER,
     DRAWING_EXTRAS,
@@ -58,7 +57,7 @@ _PART = one_of(
 )
 _ITEM = {"type": ANY, "id": NOTHING, "status": NOTHING, **CACHE_HINTS}
 _CALL = {"call_id": ANY, "name": ANY, "namespace": ANY, "caller": NOTHING, "async": aside(False)}
-_MESSAGE = fields_of(role=ANY, content=listed(_PART), phase=aside(), **_ITEM)
+_MESSAGE = fields_of(role=ANY, content=listed(_PART), phase=aside(), prefix=ANY, **_ITEM)
 ITEM = one_of(
     {
         None: _MESSAGE,
@@ -66,7 +65,7 @@ ITEM = one_of(
         "reasoning": fields_of(
             summary=listed(_PART), content=listed(_PART), encrypted_content=ANY, **_ITEM
         ),
-        "function_call": fields_of(arguments=ARGUMENTS, **_ITEM, **_CALL),
+        "function_call": fields_of(arguments=ANY, **_ITEM, **_CALL),
         "function_call_output": fields_of(output=listed(_PART), **_ITEM, **_CALL),
         "custom_tool_call": fields_of(input=ANY, **_ITEM, **_CALL),
         "custom_tool_call_output": fields_of(output=listed(_PART), **_ITEM, **_CALL),

@@ -16,6 +16,7 @@ import openai.types.responses.response_create_params as responses
 import pytest
 import typing_extensions
 
+from dsv4_jax.serve.completions import read_stream
 from dsv4_jax.serve.errors import ApiError
 from dsv4_jax.serve.fields import ANY, NOTHING, Rule, aside, check_fields, fields_of, missing
 from dsv4_jax.serve.fields_messages import MESSAGES
@@ -154,10 +155,27 @@ def test_what_asks_for_nothing_is_dropped_and_what_is_left_out_is_named():
     }
     left_out = []
     assert check_fields(body, rules, left_out) == {
-        "turns": [{"text": "a"}, {"text": "b", "other": 3}, {}],
+        "turns": [{"text": "a"}, {"text": "b"}, {}],
         "schema": {"default": None, "enum": [None]},
     }
-    assert left_out == ["turns[].style"]
+    assert left_out == ["turns[].style", "turns[].other"]
+
+
+def test_an_empty_text_asks_for_nothing_that_is_missing():
+    assert check_fields({"prompt": "a", "suffix": ""}, COMPLETIONS) == {"prompt": "a"}
+    with pytest.raises(ApiError, match="suffix"):
+        check_fields({"prompt": "a", "suffix": "b"}, COMPLETIONS)
+
+
+@pytest.mark.parametrize("rules", [COMPLETIONS, CHAT], ids=["completions", "chat"])
+def test_every_option_of_a_stream_that_is_taken_is_read(rules):
+    """What the table lets through is not refused where it is read."""
+    options = {"include_usage": True, "include_obfuscation": True, "continuous_usage_stats": False}
+    body = {"stream": True, "stream_options": options}
+    assert read_stream(check_fields(body, rules)) == (True, True)
+    options["continuous_usage_stats"] = True
+    with pytest.raises(ApiError, match=r"stream_options\.continuous_usage_stats"):
+        check_fields(body, rules)
 
 
 @pytest.mark.parametrize(
