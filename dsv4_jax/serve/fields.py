@@ -181,13 +181,15 @@ def _read(value: Any, rule: Rule, name: str, left_out: list[str]) -> Any:
         return _GONE
     if rule.is_dropped:
         return _GONE
+    if rule.is_closed and not isinstance(value, dict):
+        refuse(name, "must be an object")
     if isinstance(value, list):
         if rule.each is None:
             return value
         found = [_read(one, rule.each, f"{name}[{i}]", left_out) for i, one in enumerate(value)]
         return [one for one in found if one is not _GONE]
     if not isinstance(value, dict):
-        return value if not rule.is_closed else refuse(name, "must be an object")
+        return value
     if rule.kinds is not None:
         kind = rule.kind_of(value)
         inner = rule.kinds.get(kind)

@@ -191,6 +191,7 @@ CHAT = {
         exclude=only(False, told="reasoning is given as it is"),
         summary=NOTHING,
     ),
+    "usage": closed(include=NOTHING),  # OpenRouter's; usage is counted anyway
     "include_reasoning": only(True, told="reasoning is given as it is"),
     "reasoning_effort": EFFORTS,
     "tools": listed(_TOOL),

@@ -167,6 +167,17 @@ def test_an_empty_text_asks_for_nothing_that_is_missing():
         check_fields({"prompt": "a", "suffix": "b"}, COMPLETIONS)
 
 
+@pytest.mark.parametrize("rules", [COMPLETIONS, CHAT, RESPONSES, MESSAGES])
+@pytest.mark.parametrize("value", [[], [{}], "a", 5, True, 0.5])
+def test_an_object_of_known_fields_is_no_other_value(rules, value):
+    """Such as `thinking` or `stream_options`, whose fields are read without a further look."""
+    closed = [name for name, rule in rules.items() if rule.is_closed]
+    assert closed
+    for name in closed:
+        with pytest.raises(ApiError, match=f"{name}: must be "):
+            check_fields({name: value}, rules)
+
+
 @pytest.mark.parametrize("rules", [COMPLETIONS, CHAT], ids=["completions", "chat"])
 def test_every_option_of_a_stream_that_is_taken_is_read(rules):
     """What the table lets through is not refused where it is read."""
