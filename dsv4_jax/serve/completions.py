@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from dsv4_jax import checks
 from dsv4_jax.serve.drawing import MAX_LOGPROBS, read_max_tokens, read_sampling, read_stops
 from dsv4_jax.serve.errors import ApiError, refuse
-from dsv4_jax.serve.fields import read_flag, read_integer
+from dsv4_jax.serve.fields import read_flag, read_integer, within
 from dsv4_jax.serve.token_names import TokenNames
 from dsv4_jax.serving.request import Completion, Token
 from dsv4_jax.serving.text import INCOMPLETE, TextState
@@ -78,7 +78,7 @@ def read_stream(body: Mapping[str, Any]) -> tuple[bool, bool]:
         return streams, False
     if not streams:
         refuse("stream_options", "is for stream=true alone")
-    return streams, read_flag(body["stream_options"], "include_usage")
+    return streams, read_flag(within(body, "stream_options"), "stream_options.include_usage")
 
 
 def _read_prompts(body: Mapping[str, Any], max_choices: int) -> list[str | list[int]]:

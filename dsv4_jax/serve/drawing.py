@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dsv4_jax.serve.errors import refuse
-from dsv4_jax.serve.fields import read_flag, read_integer, read_number, read_texts
+from dsv4_jax.serve.fields import read_flag, read_integer, read_number, read_texts, within
 from dsv4_jax.step.sampling import MAX_STOP_CHARS, SamplingParams
 
 MAX_STOPS = 16
@@ -68,4 +68,5 @@ def _read_bias(body: Mapping[str, Any]) -> dict[int, float]:
         refuse("logit_bias", rule)
     if not all(token.isascii() and token.isdecimal() and len(token) < 10 for token in bias):
         refuse("logit_bias", rule)
-    return {int(token): read_number(bias, token, -100, 100, 0.0) for token in bias}
+    named = within(body, "logit_bias")
+    return {int(token): read_number(named, f"logit_bias.{token}", -100, 100, 0.0) for token in bias}

@@ -249,6 +249,11 @@ def check_fields(
     return _read_fields(body, rule, "", [] if left_out is None else left_out)
 
 
+def within(body: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The fields of a field that is an object, by the names that errors call them."""
+    return {f"{name}.{inner}": value for inner, value in body.get(name, {}).items()}
+
+
 def read_flag(body: Mapping[str, Any], name: str) -> bool:
     """A field that is true or false; false if it is absent."""
     value = body.get(name, False)

@@ -17,6 +17,7 @@ import pytest
 import typing_extensions
 
 from dsv4_jax.serve.completions import read_stream
+from dsv4_jax.serve.drawing import read_sampling
 from dsv4_jax.serve.errors import ApiError
 from dsv4_jax.serve.fields import ANY, NOTHING, Rule, aside, check_fields, fields_of, missing
 from dsv4_jax.serve.fields_messages import MESSAGES
@@ -167,6 +168,12 @@ def test_an_empty_text_asks_for_nothing_that_is_missing():
         check_fields({"prompt": "a", "suffix": "b"}, COMPLETIONS)
 
 
+def test_a_bias_is_named_with_its_token():
+    with pytest.raises(ApiError) as found:
+        read_sampling({"logit_bias": {"5": 1, "7": 101}}, max_new_tokens=1)
+    assert found.value.param == "logit_bias.7"
+
+
 @pytest.mark.parametrize("rules", [COMPLETIONS, CHAT, RESPONSES, MESSAGES])
 @pytest.mark.parametrize("value", [[], [{}], "a", 5, True, 0.5])
 def test_an_object_of_known_fields_is_no_other_value(rules, value):
@@ -184,6 +191,9 @@ def test_every_option_of_a_stream_that_is_taken_is_read(rules):
     options = {"include_usage": True, "include_obfuscation": True, "continuous_usage_stats": False}
     body = {"stream": True, "stream_options": options}
     assert read_stream(check_fields(body, rules)) == (True, True)
+    options["include_usage"] = 1
+    with pytest.raises(ApiError, match=r"stream_options\.include_usage"):
+        read_stream(check_fields(body, rules))
     options["continuous_usage_stats"] = True
     with pytest.raises(ApiError, match=r"stream_options\.continuous_usage_stats"):
         check_fields(body, rules)
