@@ -82,7 +82,6 @@ def test_truncated_file(tmp_path):
 @pytest.mark.parametrize(
     "content",
     [
-        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
         (4).to_bytes(8, "little") + b"{{{{",
         (4).to_bytes(8, "little") + b"\xff\xfe\xfd\xfc",
         (4).to_bytes(8, "little") + b"1234",
