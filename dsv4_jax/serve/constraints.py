@@ -7,7 +7,6 @@ for, so that neither reasoning nor a value holds it.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from dsv4_jax.serve.errors import ApiError
 from dsv4_jax.serve.grammar_lines import Lines
 from dsv4_jax.serve.tool_calls import call_of
 from dsv4_jax.serving.grammars import MARK
-from dsv4_jax.serving.json_schemas import SchemaError, read_schema
+from dsv4_jax.serving.json_schemas import Schema, SchemaError, read_schema
 from dsv4_jax.serving.json_values import json_value
 from dsv4_jax.step.grammar import MAX_CHARS, Grammar
 
@@ -78,10 +77,8 @@ def grammar_of(
     lines = Lines(token_ids, num_reserved=heads + _HEAD_CHARS)
     if wanted.schema is None:
         answer = _calls(wanted, lines)
-    elif wanted.is_advisory:
-        answer = _advised_json(wanted.schema, lines, [] if left_out is None else left_out)
     else:
-        answer = _json(wanted, lines)
+        answer = _json(wanted, lines, [] if left_out is None else left_out)
     lead = f"{_ANY_TEXT} {lines.token(_REASONING)} " if wanted.thinks else ""
     text = "\n".join([f"start: {lead}answer", f"answer: {answer}", *lines.rules])
     if len(text) > MAX_CHARS:
@@ -89,30 +86,27 @@ def grammar_of(
     return Grammar("lark", text)
 
 
-def _json(wanted: Wanted, lines: Lines) -> str:
+def _json(wanted: Wanted, lines: Lines, left_out: list[str]) -> str:
+    """An answer that is JSON: of a schema, or of as much of an advisory one as can be held."""
+    places: list[str] | None = [] if wanted.is_advisory else None
     try:
-        schema = read_schema(wanted.schema, is_strict=wanted.is_strict)
+        schema = read_schema(wanted.schema, is_strict=wanted.is_strict, left_out=places)
         lines.count(schema)
-        return json_value(schema)
     except SchemaError as error:
         raise ApiError(400, f"the schema of the answer: {error}") from None
+    if places is not None and not _is_read(schema):
+        places = ["#"]
+        schema = Schema({name: one for name, one in schema.root.items() if name == "type"}, {})
+    left_out += places or []
+    return json_value(schema)
 
 
-def _advised_json(asked: Any, lines: Lines, left_out: list[str]) -> str:
-    """As much of a schema as can be held; at the least its type."""
+def _is_read(schema: Schema) -> bool:
+    """Llguidance reads a schema, if only to find that nothing fulfils it."""
     from llguidance import LLMatcher
 
-    places: list[str] = []
-    with contextlib.suppress(SchemaError), lines.undone_if_refused():
-        schema = read_schema(asked, left_out=places)
-        lines.count(schema)
-        answer = json_value(schema)
-        if not LLMatcher.validate_grammar(f"start: {answer}"):
-            left_out += places
-            return answer
-    left_out.append("#")
-    kinds = {"type": asked["type"]} if isinstance(asked, dict) and "type" in asked else {}
-    return json_value(read_schema(kinds))
+    told = LLMatcher.validate_grammar(f"start: {json_value(schema)}")
+    return not told or "Unsatisfiable" in told
 
 
 def _calls(wanted: Wanted, lines: Lines) -> str:

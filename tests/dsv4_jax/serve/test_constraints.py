@@ -344,10 +344,14 @@ def _format(schema):
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
 
 
+def _strict(schema):
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+
+
 REFUSED = {
     "a schema that nothing fulfils": {"response_format": _format({"$ref": "#"})},
     "a schema that contradicts itself": {"response_format": _format({"enum": [1], "type": "null"})},
-    "a keyword that cannot be held": {"response_format": _format({"uniqueItems": True})},
+    "a keyword that cannot be held": {"response_format": _strict({"uniqueItems": True})},
     "a strict tool of such": {"tools": [tool({"type": "object", "not": {}}, strict=True)]},
     "json beside tools": {"tools": [tool({})], "response_format": {"type": "json_object"}},
     "a call after reasoning": {"tools": [tool({})], "tool_choice": "required",
