@@ -180,7 +180,7 @@ def test_what_can_be_held_is_the_same_grammar(answers):
     ids=["endless", "contradiction", "long"],
 )
 def test_what_nothing_fulfils_or_is_too_long_is_refused_as_if_it_were_strict(answers, schema):
-    with pytest.raises((ApiError, ValueError), match=r"nothing fulfils|Unsatisfiable|at most 65536"):
+    with pytest.raises((ApiError, ValueError), match=r"nothing fulfils|Unsatisf|at most 65536"):
         answers.grammars.check(answers.read(advice(schema)).sampling.grammar)
 
 
