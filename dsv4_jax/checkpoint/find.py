@@ -45,7 +45,8 @@ def find_checkpoint(
 
     A directory that is there is taken as it is, and no network is asked. Of a model on the hub the
     config is downloaded first, and refused if it is no DeepSeek-V4 or names a format of weights
-    that is not supported; then the size of all files is compared with the disk; then the other JSON
+    that is not supported; then the index of its tensors, if there is one, which has to agree with
+    the config on a draft; then the size of all files is compared with the disk; then the other JSON
     files are downloaded, which are small, and last the weights. What the hub's cache has is not
     downloaded again, and a cache that has the config and the weights is enough where the hub cannot
     be asked.
