@@ -19,6 +19,7 @@ ROOMS = {
     "hosts": {"checks"},
     "linear": set(),
     "progress": set(),
+    "schemas": {"checks"},
     "config": {"checks", "lines"},
     "cache": {"checks", "mesh", "collectives", "config"},
     "allocator": {"checks", "mesh", "config", "cache"},
@@ -29,10 +30,10 @@ ROOMS = {
     "step": {"checks", "runtime", "mesh", "collectives", "config", "cache", "attention"}
     | {"model"},
     "training": {"runtime", "config", "cache", "attention", "model", "checkpoint", "step"},
-    "serving": {"checks", "lines", "mesh", "peers", "hosts", "config", "cache", "allocator"}
-    | {"model", "checkpoint", "step"},
+    "serving": {"checks", "lines", "mesh", "peers", "hosts", "schemas", "config", "cache"}
+    | {"allocator", "model", "checkpoint", "step"},
     "inspection": {"checks", "mesh", "config", "cache", "attention", "model", "step"},
-    "serve": {"checks", "lines", "serving", "step"},
+    "serve": {"checks", "lines", "schemas", "serving", "step"},
     "bench": {
         "lines",
         "runtime",

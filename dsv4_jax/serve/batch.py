@@ -8,12 +8,12 @@ import secrets
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
-from dsv4_jax.serve import digits
 from dsv4_jax.serve.answer import read_whole
 from dsv4_jax.serve.batch_files import BatchAnswers, BatchLine, BatchRequests, name_of
 from dsv4_jax.serve.errors import as_api_error, refuse
 from dsv4_jax.serve.intake import Intake
 from dsv4_jax.serve.settings import ServeSettings
+from dsv4_jax.serve.turns import digits
 from dsv4_jax.serving.async_engine import AsyncEngine
 from dsv4_jax.serving.engine import Engine
 

@@ -14,9 +14,9 @@ from typing import Any, BinaryIO, NamedTuple, Self
 
 from dsv4_jax.lines import BLANKS, read_lines
 from dsv4_jax.serve.body import parse_object
-from dsv4_jax.serve.digits import dumps
 from dsv4_jax.serve.errors import ApiError
 from dsv4_jax.serve.intake import PATHS
+from dsv4_jax.serve.turns.digits import dumps
 
 MAX_ID_CHARS = 512
 _FIELDS = {"custom_id", "method", "url", "body"}

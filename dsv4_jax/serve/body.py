@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 from starlette.requests import ClientDisconnect, Request
 
 from dsv4_jax.lines import without_mark
-from dsv4_jax.serve.digits import MAX_DIGITS, read_float
 from dsv4_jax.serve.errors import ApiError
+from dsv4_jax.serve.turns.digits import MAX_DIGITS, read_float
 
 
 async def read_body(request: Request, *, max_bytes: int, timeout_s: float) -> bytes:

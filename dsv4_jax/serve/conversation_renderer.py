@@ -11,12 +11,12 @@ from typing import Any
 
 import deepseek_recipe as recipe
 
-from dsv4_jax.serve import digits
 from dsv4_jax.serve.completions import count_usage
 from dsv4_jax.serve.conversations import AskedConversation
 from dsv4_jax.serve.dialects import CHAT, MESSAGES, RESPONSES, Dialect
 from dsv4_jax.serve.errors import ApiError
-from dsv4_jax.serve.sealed import seal_items
+from dsv4_jax.serve.turns import digits
+from dsv4_jax.serve.turns.sealed import seal_items
 from dsv4_jax.serving.request import Completion, Token
 from dsv4_jax.serving.text import INCOMPLETE
 

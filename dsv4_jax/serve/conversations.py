@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import deepseek_recipe as recipe
 
 from dsv4_jax.serve.completions import read_stream
-from dsv4_jax.serve.constraints import Wanted, grammar_of
 from dsv4_jax.serve.dialects import (
     CHAT,
     RESPONSES,
@@ -20,15 +19,16 @@ from dsv4_jax.serve.dialects import (
     is_schema_strict,
     must_call,
 )
-from dsv4_jax.serve.digits import Digits
 from dsv4_jax.serve.drawing import MAX_LOGPROBS, read_max_tokens, read_sampling, read_stops
 from dsv4_jax.serve.errors import ApiError, ContextLengthError, refuse
 from dsv4_jax.serve.fields import read_flag, read_integer, read_number
-from dsv4_jax.serve.prefill import continued, gives_reasoning, initial_stage, take_prefill
-from dsv4_jax.serve.sealed import open_items
+from dsv4_jax.serve.forms.constraints import Wanted, grammar_of
 from dsv4_jax.serve.settings import EFFORTS, ServeSettings
 from dsv4_jax.serve.tools import namespaces_of, strict_tools
-from dsv4_jax.serve.turn_order import in_order
+from dsv4_jax.serve.turns.digits import Digits
+from dsv4_jax.serve.turns.prefill import continued, gives_reasoning, initial_stage, take_prefill
+from dsv4_jax.serve.turns.sealed import open_items
+from dsv4_jax.serve.turns.turn_order import in_order
 from dsv4_jax.step.grammar import Grammar
 from dsv4_jax.step.sampling import SamplingParams
 

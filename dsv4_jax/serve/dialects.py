@@ -9,15 +9,15 @@ from typing import Any
 
 import deepseek_recipe as recipe
 
-from dsv4_jax.serve.earlier_turns import settle_turns
 from dsv4_jax.serve.errors import ApiError, refuse
 from dsv4_jax.serve.fields import Rule, check_fields
 from dsv4_jax.serve.fields_messages import MESSAGES as _MESSAGES
 from dsv4_jax.serve.fields_openai import CHAT as _CHAT
 from dsv4_jax.serve.fields_responses import LOGPROBS
 from dsv4_jax.serve.fields_responses import RESPONSES as _RESPONSES
-from dsv4_jax.serve.thinking import clear_thinking, settle_thinking
 from dsv4_jax.serve.tools import allow_tools, check_tools
+from dsv4_jax.serve.turns.earlier_turns import settle_turns
+from dsv4_jax.serve.turns.thinking import clear_thinking, settle_thinking
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,8 +13,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.serving.json_schemas import read_schema
-from dsv4_jax.serving.json_values import json_value
+from dsv4_jax.schemas.json_values import json_value
+from dsv4_jax.schemas.read_schema import read_schema
 from dsv4_jax.serving.request import DrawError, Request
 from dsv4_jax.serving.scheduler import RowPlan
 from dsv4_jax.step.draws import TokenMasks

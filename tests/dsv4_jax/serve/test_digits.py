@@ -10,12 +10,12 @@ import time
 import pytest
 from tokenizers import Tokenizer
 
-from dsv4_jax.serve import digits
 from dsv4_jax.serve.batch_files import BatchAnswers
 from dsv4_jax.serve.body import parse_object
 from dsv4_jax.serve.conversations import Conversations
 from dsv4_jax.serve.dialects import CHAT, MESSAGES, RESPONSES
 from dsv4_jax.serve.errors import ApiError
+from dsv4_jax.serve.turns import digits
 from helpers.offline import Offline
 from helpers.serve import v4_tokenizer
 

@@ -10,9 +10,9 @@ import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.serve import ServeSettings
-from dsv4_jax.serve.constraints import Wanted, grammar_of
 from dsv4_jax.serve.conversations import Conversations
 from dsv4_jax.serve.dialects import CHAT
+from dsv4_jax.serve.forms.constraints import Wanted, grammar_of
 from helpers import slow
 from helpers.serve import MODEL, TOKENIZERS, added_ids, running, small_engine
 

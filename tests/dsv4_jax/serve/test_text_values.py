@@ -5,9 +5,9 @@ import json
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from dsv4_jax.serve.text_values import ends_of, texts_of
-from dsv4_jax.serving.json_schemas import SchemaError, read_schema
-from dsv4_jax.serving.json_values import json_value
+from dsv4_jax.schemas.json_values import json_value
+from dsv4_jax.schemas.read_schema import SchemaError, read_schema
+from dsv4_jax.serve.forms.text_values import ends_of, texts_of
 from helpers.serve import EOS, SPECIAL, v4_tokenizer
 
 PATTERNS = [

@@ -6,8 +6,8 @@ import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 
+from dsv4_jax.schemas.read_schema import MAX_SCHEMA_CHARS, Schema, SchemaError
 from dsv4_jax.serve.errors import ApiError
-from dsv4_jax.serving.json_schemas import MAX_SCHEMA_CHARS, Schema, SchemaError
 from dsv4_jax.step.grammar import MAX_CHARS
 
 _LINE_CHARS = 24

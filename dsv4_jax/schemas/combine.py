@@ -1,6 +1,6 @@
 """What schemas are together: objects that are merged, choices that exclude each other, circles.
 
-All but `depth_of` and `merge_objects` take schemas as `json_schemas.read_schema` makes them.
+All but `depth_of` and `merge_objects` take schemas as `read_schema` makes them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dsv4_jax.serving.schema_keywords import SAYS_NOTHING
+from dsv4_jax.schemas.keywords import SAYS_NOTHING
 
 MAX_DEPTH = 64
 _MAX_HOPS = 32

@@ -20,12 +20,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from dsv4_jax.serve.grammar_lines import Lines
-from dsv4_jax.serve.text_values import ends_of, other_values, texts_of
+from dsv4_jax.schemas.combine import types_of
+from dsv4_jax.schemas.json_values import json_value
+from dsv4_jax.schemas.read_schema import Schema, SchemaError, read_schema
+from dsv4_jax.serve.forms.grammar_lines import Lines
+from dsv4_jax.serve.forms.text_values import ends_of, other_values, texts_of
 from dsv4_jax.serving.grammars import MARK
-from dsv4_jax.serving.json_schemas import Schema, SchemaError, read_schema
-from dsv4_jax.serving.json_values import json_value
-from dsv4_jax.serving.schema_forms import types_of
 
 _MAX_OBJECTS = 32
 _BODY = {"type", "properties", "required", "additionalProperties"}

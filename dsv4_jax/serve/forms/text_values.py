@@ -8,9 +8,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dsv4_jax.serve.text_patterns import between_slashes, found_in
-from dsv4_jax.serving.json_schemas import Schema, SchemaError
-from dsv4_jax.serving.schema_forms import types_of
+from dsv4_jax.schemas.combine import types_of
+from dsv4_jax.schemas.read_schema import Schema, SchemaError
+from dsv4_jax.serve.forms.text_patterns import between_slashes, found_in
 
 NO_TEXT = ("null", "boolean", "number", "array", "object")
 

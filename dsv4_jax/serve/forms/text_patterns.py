@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 
-from dsv4_jax.serving.json_schemas import SchemaError
+from dsv4_jax.schemas.read_schema import SchemaError
 
 _ASCII = {"\\d": "[0-9]", "\\D": "[^0-9]", "\\w": "[0-9A-Za-z_]", "\\W": "[^0-9A-Za-z_]"}
 """Classes that are of ASCII in schemas and of all letters in Lark."""

@@ -11,12 +11,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from dsv4_jax.schemas.json_values import json_value
+from dsv4_jax.schemas.read_schema import Schema, SchemaError, read_schema
 from dsv4_jax.serve.errors import ApiError
-from dsv4_jax.serve.grammar_lines import Lines
-from dsv4_jax.serve.tool_calls import call_of
+from dsv4_jax.serve.forms.grammar_lines import Lines
+from dsv4_jax.serve.forms.tool_calls import call_of
 from dsv4_jax.serving.grammars import MARK
-from dsv4_jax.serving.json_schemas import Schema, SchemaError, read_schema
-from dsv4_jax.serving.json_values import json_value
 from dsv4_jax.step.grammar import MAX_CHARS, Grammar
 
 _REASONING = "</think>"

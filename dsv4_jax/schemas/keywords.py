@@ -1,6 +1,6 @@
 """Keywords of JSON schemas that say nothing of a value, and those that no grammar holds.
 
-`json_schemas.HELD` are the others. docs/serving.md has the three as a table.
+`read_schema.HELD` are the others. docs/serving.md has the three as a table.
 """
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")

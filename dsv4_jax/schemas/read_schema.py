@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from dsv4_jax import checks
-from dsv4_jax.serving.schema_forms import (
+from dsv4_jax.schemas.combine import (
     MAX_DEPTH,
     Schema,
     are_apart,
@@ -24,8 +24,9 @@ from dsv4_jax.serving.schema_forms import (
     types_of,
     without_endless,
 )
-from dsv4_jax.serving.schema_keywords import REFUSED, SAYS_NOTHING, TYPES, WAYS_OUT
-from dsv4_jax.serving.schema_values import (
+from dsv4_jax.schemas.keywords import REFUSED, SAYS_NOTHING, TYPES, WAYS_OUT
+from dsv4_jax.schemas.text_formats import FORMATS
+from dsv4_jax.schemas.values import (
     MAX_DIGITS,
     MAX_EXACT,
     SchemaError,
@@ -35,7 +36,6 @@ from dsv4_jax.serving.schema_values import (
     is_rounded,
     refuse,
 )
-from dsv4_jax.serving.text_formats import FORMATS
 
 __all__ = ["HELD", "MAX_SCHEMA_CHARS", "Schema", "SchemaError", "read_schema"]
 

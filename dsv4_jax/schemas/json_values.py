@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from dsv4_jax.serving.json_schemas import Schema
-from dsv4_jax.serving.schema_forms import types_of
-from dsv4_jax.serving.schema_values import is_rounded
+from dsv4_jax.schemas.combine import types_of
+from dsv4_jax.schemas.read_schema import Schema
+from dsv4_jax.schemas.values import is_rounded
 
 JSON_SPACE = "( |\\n {0,40})?"
 """Between the parts of JSON; a model that may write any white space can go on with it for ever."""

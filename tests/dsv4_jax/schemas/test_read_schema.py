@@ -11,13 +11,13 @@ import pytest
 from llguidance import LLMatcher
 
 import dsv4_jax as ds
+from dsv4_jax.schemas.json_values import json_value
+from dsv4_jax.schemas.keywords import REFUSED, SAYS_NOTHING
+from dsv4_jax.schemas.read_schema import HELD, SchemaError, read_schema
+from dsv4_jax.schemas.text_formats import FORMATS
 from dsv4_jax.serving import Grammar
 from dsv4_jax.serving.grammars import Grammars
-from dsv4_jax.serving.json_schemas import HELD, SchemaError, read_schema
-from dsv4_jax.serving.json_values import json_value
-from dsv4_jax.serving.schema_keywords import REFUSED, SAYS_NOTHING
 from dsv4_jax.serving.text import load_tokenizer
-from dsv4_jax.serving.text_formats import FORMATS
 from helpers.random_schemas import RandomSchemas
 from helpers.schema_facts import FACTS, FORMAT_FACTS, WRONG
 from helpers.serving import one_layer
