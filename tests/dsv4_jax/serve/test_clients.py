@@ -360,6 +360,10 @@ def test_tokens_and_texts(server, tokenizer):
     assert post(server, "/tokenize", {"prompt": 3}).status_code == 400
 
 
+LONG = " ".join(map(str, range(3000)))
+"""More than 2,048 tokens of any tokenizer."""
+
+
 def test_errors_are_those_of_the_protocol(server, ask, claude):
     with pytest.raises(openai.BadRequestError) as refused:
         ask.completions.create(model=MODEL, prompt="a", suffix="b")
@@ -371,16 +375,16 @@ def test_errors_are_those_of_the_protocol(server, ask, claude):
         ask.completions.create(model=MODEL, prompt=[5] * 2048)
     assert (too_long.value.code, too_long.value.param) == ("context_length_exceeded", "prompt")
     with pytest.raises(openai.BadRequestError, match="prompt is too long") as too_long:
-        ask.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "a" * 3000}])
+        ask.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": LONG}])
     assert too_long.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError, match="This model's maximum context length is"):
-        ask.responses.create(model=MODEL, input="a" * 3000)
+        ask.responses.create(model=MODEL, input=LONG)
     with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 2047"):
         claude.messages.create(
-            model=MODEL, max_tokens=4, messages=[{"role": "user", "content": "a" * 3000}]
+            model=MODEL, max_tokens=4, messages=[{"role": "user", "content": LONG}]
         )
     with pytest.raises(openai.BadRequestError) as refused:
-        ask.chat.completions.create(model=MODEL, messages=HI, logit_bias={"9999": 1})
+        ask.chat.completions.create(model=MODEL, messages=HI, logit_bias={"999999": 1})
     assert refused.value.param == "logit_bias"
     with pytest.raises(anthropic.BadRequestError) as refused:
         claude.messages.create(

@@ -12,9 +12,8 @@ import dsv4_jax as ds
 from dsv4_jax.serve import ServeSettings
 from dsv4_jax.serve.conversations import Conversations
 from dsv4_jax.serve.dialects import CHAT
-from dsv4_jax.serve.forms.constraints import Wanted, grammar_of
 from helpers import slow
-from helpers.serve import MODEL, TOKENIZERS, added_ids, running, small_engine
+from helpers.serve import MODEL, TOKENIZERS, running, small_engine
 
 PERSON = {
     "type": "object",
@@ -35,18 +34,14 @@ FUNCTION = {
     },
 }
 TOOLS = [{"type": "function", "function": FUNCTION}]
-WANTED = {
-    "json": (
-        Wanted(False, schema=PERSON),
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": PERSON}},
-         "logprobs": True},
-    ),
-    "call": (
-        Wanted(False, tools=TOOLS, must_call=True, calls_once=True),
-        {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
-    ),
-}  # fmt: skip
-"""Forms of answers: what they mean, and how they are asked for."""
+FORMS = {
+    "json": {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": PERSON}},
+        "logprobs": True,
+    },
+    "call": {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
+}
+"""Forms of answers, as they are asked for."""
 
 ASKED = [
     ("json", {"temperature": 0.0, "seed": 1}, False),
@@ -67,17 +62,18 @@ def body_of(number):
     form, drawing, _ = ASKED[number]
     messages = [{"role": "user", "content": f"number {number}"}]
     body = {"model": MODEL, "messages": messages, "max_tokens": 300}
-    return body | {"thinking": {"type": "disabled"}} | WANTED[form][1] | drawing
+    return body | {"thinking": {"type": "disabled"}} | FORMS[form] | drawing
 
 
 def expect(engine, number):
     """What `generate` gives for the same prompt and grammar, alone."""
     form, drawing, _ = ASKED[number]
     reader = Conversations(ServeSettings(model_name=MODEL), engine.tokenizer.to_str(), 2048)
+    asked = reader.read(body_of(number), CHAT)
     (done,) = engine.generate(
-        [reader.read(body_of(number), CHAT).prompt_ids],
+        [asked.prompt_ids],
         max_new_tokens=300,
-        grammar=grammar_of(WANTED[form][0], added_ids(engine.tokenizer)),
+        grammar=asked.sampling.grammar,
         logprobs=0 if form == "json" else None,
         **drawing,
     )

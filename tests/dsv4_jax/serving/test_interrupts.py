@@ -129,7 +129,9 @@ def test_an_error_in_any_function_changes_no_token():
     """Of a signal's handler, say; what the engine catches by itself must not hide it."""
     lines = [line for line in sorted(undisturbed()[2]) if not is_a_tokenizer_error(line)]
     files = ("request_queue.py", "loop.py", "manager.py")
-    chosen = dict.fromkeys([line for line in lines if line.file in files][::12], 1)
+    # A fork that failed is tried again when its parent, which goes on meanwhile, may have ended.
+    lines = [one for one in lines if one.file in files and "fork" not in one.function]
+    chosen = dict.fromkeys(lines[::12], 1)
     assert len(disturbed(chosen, Failure)) > 0.8 * len(chosen)  # not two in a row
 
 
