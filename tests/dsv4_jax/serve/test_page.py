@@ -222,7 +222,7 @@ def test_what_a_model_says_is_text_and_chat_shows_its_thoughts(
 @BYTES_ALONE
 def test_an_error_is_shown(browser, server):
     open_page(browser, server)
-    browser.run("document.querySelector('#tokens').value = 100000")
+    browser.run("document.querySelector('#prompt').value = 'a'.repeat(3000)")
     browser.click("#send")
     browser.until(lambda: browser.count("#answer .wrong"))
     assert "2048" in browser.text("#answer .wrong")
