@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import deepseek_recipe as recipe
 
 from dsv4_jax.serve.completions import read_stream
+from dsv4_jax.serve.constraints import Wanted, grammar_of
 from dsv4_jax.serve.dialects import (
     CHAT,
     RESPONSES,
@@ -22,7 +23,6 @@ from dsv4_jax.serve.dialects import (
 from dsv4_jax.serve.drawing import MAX_LOGPROBS, read_max_tokens, read_sampling, read_stops
 from dsv4_jax.serve.errors import ApiError, ContextLengthError, refuse
 from dsv4_jax.serve.fields import read_flag, read_integer, read_number
-from dsv4_jax.serve.forms.constraints import Wanted, grammar_of
 from dsv4_jax.serve.settings import EFFORTS, ServeSettings
 from dsv4_jax.serve.tools import namespaces_of, strict_tools
 from dsv4_jax.serve.turns.digits import Digits

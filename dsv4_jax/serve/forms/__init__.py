@@ -1,5 +1,1 @@
-"""Forms of answers: what a request says of them, as a grammar of the engine."""
-
-from dsv4_jax.serve.forms.constraints import Wanted, grammar_of
-
-__all__ = ["Wanted", "grammar_of"]
+"""What grammars of answers are made of: their lines, calls of tools, and texts as values."""

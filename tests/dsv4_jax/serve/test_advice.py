@@ -14,9 +14,9 @@ import pytest
 
 from dsv4_jax.schemas.keywords import REFUSED
 from dsv4_jax.schemas.read_schema import SchemaError, read_schema
+from dsv4_jax.serve.constraints import Wanted, grammar_of
 from dsv4_jax.serve.dialects import CHAT, MESSAGES, RESPONSES
 from dsv4_jax.serve.errors import ApiError
-from dsv4_jax.serve.forms.constraints import Wanted, grammar_of
 from helpers.answers import PLAIN, Answers, closed, format_of
 from helpers.random_schemas import RandomSchemas
 from helpers.schema_facts import FACTS

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
+from dsv4_jax.serve.constraints import Wanted, grammar_of
 from dsv4_jax.serve.errors import ApiError
-from dsv4_jax.serve.forms.constraints import Wanted, grammar_of
 from helpers.serve import (
     BYTES_ALONE,
     MODEL,

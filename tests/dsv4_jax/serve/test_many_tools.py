@@ -4,8 +4,8 @@ import functools
 
 import pytest
 
+from dsv4_jax.serve.constraints import Wanted, grammar_of
 from dsv4_jax.serve.errors import ApiError
-from dsv4_jax.serve.forms.constraints import Wanted, grammar_of
 from helpers.answers import PLAIN, Answers, D, block, call, closed, parameter, tool
 from helpers.released_tokenizer import END, VOCAB, released_tokenizer_json
 

@@ -12,9 +12,9 @@ import pydantic
 import pytest
 from openai.lib._parsing._completions import type_to_response_format_param
 
+from dsv4_jax.serve.constraints import Wanted, grammar_of
 from dsv4_jax.serve.dialects import MESSAGES, RESPONSES
 from dsv4_jax.serve.errors import ApiError
-from dsv4_jax.serve.forms.constraints import Wanted, grammar_of
 from helpers.answers import (
     HI,
     PLAIN,
