@@ -100,6 +100,7 @@ def test_an_empty_slot_holds_nothing():
         assert len(layer.entries) == layer.num_open_tokens == 0
 
 
+@pytest.mark.slow
 def test_the_selection_is_that_of_forward():
     """And nothing of the cache has changed."""
     params, cache, tokens = filled()

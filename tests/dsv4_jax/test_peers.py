@@ -17,6 +17,7 @@ from pallas_kernels.peer_collectives import PeerLayout
 from programs import peers_check, peers_of_processes
 
 
+@pytest.mark.slow
 def test_layers_of_a_step_use_the_buffers_of_their_axis():
     """The head's collectives are of `jax.lax`; all others are counted as they are traced.
 

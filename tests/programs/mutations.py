@@ -1,13 +1,14 @@
-"""Plants one fault at a time and runs the default tests of its room, which have to fail.
+"""Plants one fault at a time and runs the tests of its room, of which one has to fail.
 
     python -m programs.mutations --list
     python -m programs.mutations                             all of them, about half an hour
     python -m programs.mutations --only commit_counts sink   some
     python -m programs.mutations --only kernel_              those whose names begin so
 
-Each fault is an edit of one line in a temporary copy of the tree. It is caught if a test fails; if
-none does it survives, and the exit status is 1. It is 1 too if the tests can't be collected: then
-they say nothing.
+Each fault is an edit of one line in a temporary copy of the tree. The default tests run first, and
+those marked slow only where all of them pass. A fault is caught if a test fails; if none does it
+survives, and the exit status is 1. It is 1 too if the tests can't be collected: then they say
+nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ import sys
 import tempfile
 import time
 
+import pytest
+
 ROOT = pathlib.Path(__file__).parents[2]
+ALL_PASSED, NONE_CHOSEN = "survived", "no test was chosen"
 LEFT_OUT = (".git", ".venv", "build", "__pycache__", "*.egg-info", ".pytest_cache", ".hypothesis")
 
 
@@ -36,7 +40,7 @@ class Mutation:
       file: path from the root of the repository.
       old: text that occurs in the file once.
       new: what takes its place.
-      tests: files or folders below `tests/`, of which some default test has to fail.
+      tests: files or folders below `tests/`, of which some test has to fail.
     """
 
     name: str
@@ -1242,21 +1246,40 @@ def judge(mutation: Mutation) -> tuple[bool, str]:
         root = pathlib.Path(folder) / "tree"
         shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(*LEFT_OUT), symlinks=True)
         apply(mutation, root)
-        paths = os.pathsep.join([str(root), str(root / "tests")])
-        tests = [str(root / "tests" / test) for test in mutation.tests]
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests],
-            cwd=root,
-            env=os.environ | {"PYTHONPATH": paths},
-            capture_output=True,
-            text=True,
-        )
-    if done.returncode == 0:
-        return False, "survived"
+        caught, why = _run_tests(root, mutation.tests, "not bench and not slow")
+        if not caught and why in (ALL_PASSED, NONE_CHOSEN):
+            caught, why = _run_tests(root, mutation.tests, "not bench and slow")
+    return caught, why
+
+
+def _run_tests(root: pathlib.Path, tests: tuple[str, ...], markers: str) -> tuple[bool, str]:
+    """Whether one of these tests fails in that tree, and which, or what came out instead."""
+    paths = os.pathsep.join([str(root), str(root / "tests")])
+    files = [str(root / "tests" / test) for test in tests]
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            markers,
+            *files,
+        ],
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+    )
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)
-    if done.returncode == 1 and failed:
+    if done.returncode == pytest.ExitCode.TESTS_FAILED and failed:
         return True, failed[1]
-    return False, f"no verdict: {(done.stdout + done.stderr).strip()[-500:]}"
+    verdicts = {pytest.ExitCode.OK: ALL_PASSED, pytest.ExitCode.NO_TESTS_COLLECTED: NONE_CHOSEN}
+    said = f"no verdict: {(done.stdout + done.stderr).strip()[-500:]}"
+    return False, verdicts.get(done.returncode, said)
 
 
 def main() -> int:

@@ -128,6 +128,7 @@ def test_requests_of_a_file_are_sent_as_they_are(server, tmp_path, capsys):
     assert 2 * 3 + 4 <= found["drawn_tokens"] <= 2 * (4 + 3 + 4)
 
 
+@pytest.mark.slow
 def test_times_count_from_the_arrival_and_later_requests_wait_for_no_earlier_ones(server):
     """A request that the server has no slot for for a while is slow, not late."""
     body = {"model": "small", "prompt": "a", "max_tokens": 60, "ignore_eos": True}

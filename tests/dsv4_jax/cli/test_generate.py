@@ -106,6 +106,7 @@ def test_drafts_without_a_draft_block_are_refused_before_loading(checkpoint, cap
     assert "--draft-tokens 1 needs a draft (MTP) block" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_calls_of_several_steps_give_the_same_answers(generate):
     assert generate(*PROMPTS, "--steps-per-call", "4").out == generate(*PROMPTS).out
 

@@ -35,6 +35,7 @@ def test_a_checkpoint_is_well(model, capsys, tmp_path):
     assert int(lines[1].split()[-3]) >= 128  # tokens shared
 
 
+@pytest.mark.slow
 def test_damage_is_found_and_status_1(model, capsys, monkeypatch, tmp_path):
     """A parameter that is NaN; and, in the same run, snapshots that are never loaded."""
     config, params = model

@@ -87,6 +87,7 @@ def model():
     return configs.two_layers(ds.AttentionType.CSA)
 
 
+@pytest.mark.slow
 def test_quantised_params_have_the_shapes_of_the_release(model):
     config, params = model
     quantised = quantize_params(config, params)

@@ -127,6 +127,7 @@ def check_same_everywhere(params, plain, idea, **options):
     return drawn
 
 
+@pytest.mark.slow
 def test_an_idea_gives_the_same_tokens_everywhere():
     check_same_everywhere(ds.init_params(ONE_LAYER, jax.random.key(0)), ONE_LAYER, ALL)
 

@@ -6,6 +6,7 @@ import ssl
 import openai
 import pytest
 
+from helpers import slow
 from helpers.serve import TOKENIZERS, running, warm_engine
 
 
@@ -17,9 +18,9 @@ def one_tls_context():
         yield
 
 
-@pytest.fixture(scope="module", params=TOKENIZERS)
+@pytest.fixture(scope="module", params=slow.all_but(["released"], list(TOKENIZERS)))
 def tokenizer_name(request):
-    """Bytes and V4's special tokens, or V4's own 129,280 tokens."""
+    """V4's own 129,280 tokens; with `-m slow` bytes and V4's special tokens, too."""
     return request.param
 
 

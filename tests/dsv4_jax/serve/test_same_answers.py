@@ -145,7 +145,7 @@ CASES = [GREEDY, *itertools.product(TOKENIZERS, ["json", "call"], [0, 3], [True]
 
 @pytest.mark.parametrize(
     ("tokenizer_name", "form", "draft_tokens", "draws"),
-    slow.all_but([GREEDY, ("bytes", "json", 0, True)], CASES),
+    slow.all_but([GREEDY], CASES),
     indirect=["tokenizer_name"],
 )
 def test_answers_of_a_form_are_those_of_generate(tokenizer, form, draft_tokens, draws):

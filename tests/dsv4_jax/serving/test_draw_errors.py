@@ -9,6 +9,7 @@ import pytest
 import dsv4_jax as ds
 from dsv4_jax import serving
 from dsv4_jax.serving import Grammar
+from helpers import slow
 from helpers.serving import BUCKET, SIZES, byte_tokenizer, one_layer, run_to_end
 
 END, VOCAB = 257, 260
@@ -21,6 +22,7 @@ SHAPES = {
     "calls of four": {"draft_tokens": 0, "decode_tokens": None, "steps_per_call": 4},
     "debug": {"draft_tokens": 0, "debug": True},
 }
+each_shape = pytest.mark.parametrize("shape", slow.all_but(["overlap"], list(SHAPES)))
 
 
 @functools.cache
@@ -87,7 +89,7 @@ def check_nothing_is_held(engine):
     assert (metrics.running, metrics.waiting, metrics.used_blocks) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@each_shape
 @pytest.mark.parametrize(
     ("how", "at", "message"),
     [
@@ -176,7 +178,7 @@ def test_coroutines_get_an_error_each(fail_grammars):
     check_nothing_is_held(engine)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@each_shape
 @pytest.mark.parametrize("at", [0, 5])
 def test_a_step_that_raises_whenever_one_request_draws(shape, at, monkeypatch):
     """Nothing names the request; its prompt takes several steps, each of which goes well alone."""

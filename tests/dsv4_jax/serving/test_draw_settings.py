@@ -35,6 +35,7 @@ def alone():
     ]
 
 
+@pytest.mark.slow
 def test_settings_hold_beside_others_with_drafts_preemption_and_forks(alone):
     """Log-probabilities are equal to the bit too; right drafts are proposed now and then."""
     engine = make_engine()

@@ -84,6 +84,7 @@ def test_a_fork_and_its_parent_have_the_bytes_of_requests_alone():
     assert usage == [0, len(text)]
 
 
+@pytest.mark.slow
 def test_what_was_admitted_is_served_when_blocks_run_out():
     """Four answers of 2 or 3 blocks on 4 blocks: the youngest wait, nobody fails (bug B4)."""
     engine = limit(make_engine(), num_blocks=4, num_snapshots=0)

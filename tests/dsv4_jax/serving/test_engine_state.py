@@ -134,6 +134,7 @@ def test_a_step_that_raised_is_settled_first(engine, monkeypatch):
     end_all(engine)
 
 
+@pytest.mark.slow
 def test_it_is_read_between_steps_by_the_thread_that_steps(engine):
     async def main():
         async with AsyncEngine(engine) as shared:

@@ -9,7 +9,7 @@ import itertools
 import pytest
 
 import dsv4_jax as ds
-from helpers import serving
+from helpers import serving, slow
 
 WANTED = {"max_new_tokens": 7, "stop_token_ids": (), "temperature": 1.0}
 STEPPED = ("step", "verify", "preempt")
@@ -103,7 +103,9 @@ def test_steps_give_all_of_a_fork(overlap):
         assert first != second
 
 
-@pytest.mark.parametrize("changes", [{}, {"overlap": False}, {"steps_per_call": 2}])
+@pytest.mark.parametrize(
+    "changes", slow.all_but([{}], [{}, {"overlap": False}, {"steps_per_call": 2}])
+)
 def test_streams_give_all_of_a_fork(changes):
     """Streams of others step the engine too, and looks read what they drew."""
     engine = engine_of(**changes)
@@ -145,7 +147,7 @@ def test_steps_and_streams_together_leave_no_token_out():
             caller.end()
 
 
-@pytest.mark.parametrize("look", ["verify", "cache"])
+@pytest.mark.parametrize("look", slow.all_but(["cache"], ["verify", "cache"]))
 def test_looking_changes_nothing(look):
     """Between any two calls; ends, forks, cancels and preemptions give what they give without."""
     engine = engine_of(num_snapshots=0)
@@ -170,6 +172,7 @@ def test_looking_changes_nothing(look):
         assert seen[0] == seen[1], calls
 
 
+@pytest.mark.slow
 def test_drafts_kept_by_a_step_in_flight_are_not_the_forks():
     """As the first one's last tokens may be several at once."""
     engine = engine_of(draft_tokens=3, decode_tokens=serving.BUCKET)

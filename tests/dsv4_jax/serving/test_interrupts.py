@@ -125,6 +125,7 @@ def test_an_interrupt_where_tokens_are_counted_in_arrays(place, every):
     assert raised > 0.7 * len(chosen)
 
 
+@pytest.mark.slow
 def test_an_error_in_any_function_changes_no_token():
     """Of a signal's handler, say; what the engine catches by itself must not hide it.
 

@@ -73,6 +73,7 @@ def test_nothing_compiles_after_warmup(case):
     assert engine.metrics.compiles == compiled
 
 
+@pytest.mark.slow
 def test_steps_that_are_compiled_side_by_side_are_not_compiled_again(monkeypatch):
     """Programs are of each engine's sizes alone; some small ones are of both."""
     options, _ = CASES["plain"]

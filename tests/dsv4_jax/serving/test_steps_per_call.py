@@ -146,6 +146,7 @@ def test_what_needs_the_host_between_two_tokens_takes_single_steps(asked, monkey
     assert 4 in made
 
 
+@pytest.mark.slow
 def test_on_a_gpu_calls_of_several_steps_have_simple_draws(monkeypatch):
     """XLA's conditionals wait for the host in every step."""
     engine = stops_engine()

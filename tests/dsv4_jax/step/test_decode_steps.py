@@ -62,6 +62,7 @@ def after_prompts():
     return build
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_steps", [[6, 6, 6, 0], [6, 2, 3, 0], [1, 6, 0, 0]])
 def test_each_row_has_the_bits_of_its_own_single_steps(after_prompts, num_steps):
     """Tokens of rows come in any order, and one of them stands for nobody."""

@@ -42,6 +42,7 @@ def test_logits_on_a_mesh_are_those_of_one_device(mesh):
     assert found["different"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", slow.all_but(["2x4"], ["2x4", "1x2"]))
 def test_rows_that_are_dealt_have_the_logits_of_one_device(mesh):
     found, (data, model) = mesh_check.run(mesh, "--dealt")[mesh], map(int, mesh.split("x"))
@@ -86,6 +87,7 @@ def test_every_kind_of_step_on_every_mesh(all_steps, mesh):
     assert all_steps[mesh]["different"] == []
 
 
+@pytest.mark.slow
 def test_sums_over_devices_are_in_their_order_and_rounded_once():
     """Of one row, of some and of many; a sum of two has no order."""
     for mesh, found in mesh_check.run("1x4", "1x2", "4x1", "8x1", "1x8", "--sums").items():

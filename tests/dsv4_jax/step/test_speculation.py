@@ -96,6 +96,7 @@ def serial():
     return run_serially()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("positions", slow.all_but(["some"], ["some", "all"]))
 def test_every_draft_length_and_acceptance_at_every_position(serial, positions):
     """k = 0 to 8, n of k + 1 kept, at all positions modulo 128: the bytes of serial decoding.

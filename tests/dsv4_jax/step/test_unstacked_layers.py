@@ -31,6 +31,7 @@ def unrolled(model):
     return separate, ds.jit_decode_step.lower(separate, cache, call, config=config).compile()
 
 
+@pytest.mark.slow
 def test_scanned_and_unrolled_steps_agree(model, unrolled):
     config, params = model
     separate, executable = unrolled

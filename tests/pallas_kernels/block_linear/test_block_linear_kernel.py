@@ -190,6 +190,7 @@ def test_ctas_may_go_through_tiles_of_many_rows(kind, shape, rows, tiling, num_s
     close("interpreter", found, reference_product(x, weight))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("programs", [0, 1])
 def test_the_next_tile_of_mxfp4_is_loaded_while_products_run(lane, programs):
     """Five stages in the memory of two: the same bits as where each is unpacked in its turn."""
@@ -236,6 +237,7 @@ def test_rows_on_the_left_of_weights_that_begin_within_a_cta(lane):
         close(lane, product, reference_product(x, weight))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", slow.all_but([{"programs": 1}], [{"programs": 1}, {}]), ids=str)
 def test_rows_on_the_left_of_gate_and_up(lane, options):
     """As weights on the left on a card, whose sums lack bits of numbers far beyond the limit."""

@@ -52,7 +52,7 @@ def project(x, first, second, *, backend):
 
 
 @pytest.mark.parametrize("backend", ["reference", "mosaic_gpu"])
-@pytest.mark.parametrize("num_tokens", slow.all_but([5, 11], [1, 2, 5, 8, 11, 64]))
+@pytest.mark.parametrize("num_tokens", slow.all_but([5], [1, 2, 5, 8, 11, 64]))
 def test_both_products_are_those_of_rows_that_were_moved(lane, num_tokens, backend):
     first, second = make("bfloat16", GROUPS, RANK, INPUTS), make("fp8", OUT, GROUPS * RANK)
     rows, found, expected, by_group = project(draw(num_tokens), first, second, backend=backend)

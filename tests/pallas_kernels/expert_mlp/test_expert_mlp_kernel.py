@@ -88,6 +88,7 @@ def test_the_shared_expert_joins_the_picked_ones(lane, name, num_tokens):
         close(lane, mine, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_tokens", "dim"), slow.all_but([(2, 512)], [(2, 512), (1, 512), (2, 768), (3, 512)])
 )
@@ -117,6 +118,7 @@ def test_one_token_s_experts_are_items_and_may_stay_in_parts(lane, ids):
     close(lane, jax.jit(SplitSums.value)(parts), np.float32(routed) + np.float32(common))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_tokens", [1, 5])
 def test_a_shared_expert_of_another_width_may_stay_in_parts_too(lane, num_tokens):
     """As on a mesh, where each device has some columns of it: the same sums, of two results."""
@@ -160,7 +162,7 @@ def test_results_are_the_reference_s(lane, name, num_tokens, activations):
     close(lane, run(*arguments), expected)
 
 
-@pytest.mark.parametrize("kind", ["dense", pytest.param("fp8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", slow.all_but([], ["dense", "fp8"]))
 def test_experts_of_other_formats(lane, kind):
     """Of dense ones, all of those that nobody picked are NaN."""
     ids, share = routing("one expert", 11)
@@ -217,6 +219,7 @@ PROGRAMS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", slow.all_but([1], [0, 1]))
 @pytest.mark.parametrize("name", slow.all_but(["none"], ["none", "random", "one expert"]))
 def test_ctas_may_go_through_the_tiles_of_experts(name, which):
@@ -307,6 +310,7 @@ def test_results_do_not_depend_on_experts_elsewhere(lane):
     np.testing.assert_array_equal(among, alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nobody", slow.all_but([False], [False, True]))
 def test_of_many_pairs_those_of_experts_elsewhere_are_not_rounded(lane, nobody, monkeypatch):
     """Four of five tokens picked experts of other devices, or all did."""
@@ -333,6 +337,7 @@ def test_of_many_pairs_those_of_experts_elsewhere_are_not_rounded(lane, nobody, 
     assert nobody == (not counts.any())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_tokens", slow.all_but([20], [20, 150]))
 def test_experts_of_many_rows_are_unpacked_first(lane, monkeypatch, num_tokens):
     """From 65 rows on those of block FP8 are the left operand."""

@@ -49,6 +49,7 @@ def run(call):
     return jax.jit(lambda arrays: mosaic_gpu.expert_mlp(arrays._replace(**static)))(arrays)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow.all_but(["fp8"], ["fp8", "mxfp4"]))
 def test_no_number_differs(lane, kind, monkeypatch):
     """FP8 experts share the rows with the shared one; MXFP4 takes inputs in another order."""

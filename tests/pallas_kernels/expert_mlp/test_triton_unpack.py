@@ -52,6 +52,7 @@ def test_zeros_stay_zeros(lane):
     assert wide.scale.min() >= 1, "2^-127 is no f32 of a normal exponent"
 
 
+@pytest.mark.slow
 def test_other_weights_are_left():
     weight = draw()
     assert triton_unpack.can_unpack(weight)

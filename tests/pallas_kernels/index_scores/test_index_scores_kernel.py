@@ -120,6 +120,7 @@ def test_any_tiling_gives_the_same_bits(lane, tiling):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tokens"),
     slow.all_but([("fp8_ue8m0", 2)], list(itertools.product(FORMATS, (2, 3, 4)))),

@@ -173,6 +173,7 @@ def test_splits_of_any_size_add_up_and_empty_ones_count_for_nothing(lane, splits
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("usual_kernel")
 @pytest.mark.parametrize("splits", [1, 3])
 def test_inverse_rope_follows(monkeypatch, splits):
