@@ -34,6 +34,35 @@ def test_a_requirement_has_a_lower_bound(requirement):
         pin_oldest(requirement)
 
 
+def test_what_pip_cannot_install_is_named():
+    """Also after a remark about versions for other Pythons, and without the versions there are."""
+    told = (
+        "WARNING: Location 'x' is ignored\n"
+        "ERROR: Ignored the following versions that require a different python version: 1.21.2\n"
+        "ERROR: Could not find a version that satisfies the requirement a==0.6 (from versions: 1)\n"
+        "ERROR: No matching distribution found for a==0.6\n"
+    )
+    reason = "ERROR: Could not find a version that satisfies the requirement a==0.6"
+    assert job.find_reason(told) == reason
+    assert job.find_reason("killed\n") == "killed"
+    assert job.find_reason("") == "pip ended without a word"
+
+
+def test_where_the_oldest_cannot_be_installed_none_is_tried_alone(monkeypatch, tmp_path):
+    made = []
+
+    class Environment:
+        def __init__(self, folder, requirements):
+            made.append(folder.name)
+
+        def test(self, library):
+            return Outcome("", "ERROR: ResolutionImpossible")
+
+    monkeypatch.setattr(job, "Environment", Environment)
+    job.check(["openai", "tqdm"], tmp_path)
+    assert made == ["oldest", "newest"]
+
+
 def test_what_broke_is_said_and_counted(monkeypatch, capsys, tmp_path):
     """`openai` is too old, `anthropic` fails for its sake alone, `tqdm` has a newer release."""
     problems = {

@@ -114,9 +114,7 @@ class Environment:
             venv.create(self._folder, with_pip=True, clear=True)
             made = self._pip("install", "--quiet", *self._requirements)
             if made.returncode:
-                lines = made.stderr.splitlines()
-                errors = [line for line in lines if line.startswith("ERROR:")]
-                return (errors or lines or ["pip ended without a word"])[0].partition(" (from")[0]
+                return find_reason(made.stderr)
             done.touch()
         listed = json.loads(self._pip("list", "--format=json").stdout)
         self._versions = {_plain(item["name"]): item["version"] for item in listed}
@@ -169,8 +167,18 @@ def pin_oldest(requirement: str) -> str:
     return f"{name}=={version}{marker or ''}"
 
 
+def find_reason(stderr: str) -> str:
+    """What `pip` says first of why it has failed, without its remarks and its long lists."""
+    lines = stderr.splitlines()
+    errors = [line for line in lines if line.startswith("ERROR:") and "Ignored the" not in line]
+    return (errors or lines or ["pip ended without a word"])[0].partition(" (from")[0]
+
+
 def check(libraries: Sequence[str], folder: pathlib.Path) -> dict[str, tuple[Outcome, ...]]:
     """Runs the tests of libraries among the oldest, among the newest and, if need be, alone.
+
+    Where the oldest cannot be installed together, `pip` has said which bound to mend first, and
+    none is tried alone.
 
     Args:
       libraries: names in `BOUNDARIES`.
@@ -186,7 +194,7 @@ def check(libraries: Sequence[str], folder: pathlib.Path) -> dict[str, tuple[Out
     outcomes = {}
     for library in libraries:
         found = [among_oldest.test(library), among_newest.test(library)]
-        if found[0].problem:
+        if found[0].problem and found[0].version:
             pinned = requirements | {library: oldest[library]}
             found.append(Environment(folder / f"old-{library}", [*pinned.values()]).test(library))
         outcomes[library] = tuple(found)
