@@ -25,9 +25,14 @@ class Renderer(Protocol):
     """Tokens to the bytes of one protocol; an answer calls it in this order.
 
     A renderer that streams gives events, one that does not gives nothing before `whole`.
+
+    Attributes:
+      streams: it gives events.
+      n: answers to each prompt, which stand together.
     """
 
     streams: bool
+    n: int
 
     def start(self, hit_tokens: int) -> bytes:
         """What comes before the first token."""
@@ -120,9 +125,10 @@ class Answer:
             "stop" if renderer.is_done(number) else done.finish_reason
             for number, done in enumerate(completions)
         ]
+        firsts = completions[:: renderer.n]  # a prompt counts once
         record.count(
-            prompt_tokens=completions[0].prompt_tokens,
-            hit_tokens=completions[0].hit_tokens,
+            prompt_tokens=sum(done.prompt_tokens for done in firsts),
+            hit_tokens=sum(done.hit_tokens for done in firsts),
             drawn_tokens=sum(len(done.token_ids) for done in completions),
         )
         if record.first_token_s is None:

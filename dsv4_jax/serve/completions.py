@@ -107,7 +107,7 @@ class CompletionRenderer:
         self, asked: CompletionRequest, model_name: str, tokenizer: Tokenizer | None
     ) -> None:
         """Of one request."""
-        self.streams = asked.streams
+        self.streams, self.n = asked.streams, asked.n
         self._asked = asked
         self._tokenizer = tokenizer
         self._names = TokenNames(tokenizer if asked.sampling.logprobs is not None else None)
@@ -189,8 +189,8 @@ class CompletionRenderer:
         return self._tokenizer.decode(prompt) if self._tokenizer is not None else ""
 
     def _usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        firsts = completions[:: self._asked.n]  # a prompt counts once
-        return count_usage(firsts, completions)
+        drawn = sum(len(done.token_ids) for done in completions)
+        return count_usage(completions[:: self.n], drawn, 0)  # nothing is told from the text
 
     def _add_logprobs(self, number: int, tokens: list[Token]) -> dict[str, Any]:
         new: dict[str, Any] = {
@@ -234,13 +234,24 @@ def _join_logprobs(parts: list[dict[str, Any]] | None) -> dict[str, Any] | None:
     return {name: [one for part in parts for one in part[name]] for name in parts[0]}
 
 
-def count_usage(prompts: Sequence[Completion], answers: Sequence[Completion]) -> dict[str, Any]:
-    """The counts of a request, as OpenAI has them."""
+def count_usage(
+    prompts: Sequence[Completion], answer_tokens: int, reasoning_tokens: int
+) -> dict[str, Any]:
+    """The counts of a request, as OpenAI and DeepSeek have them.
+
+    Args:
+      prompts: one answer to each prompt.
+      answer_tokens: of all answers.
+      reasoning_tokens: those of them that are reasoning.
+    """
     prompt_tokens = sum(done.prompt_tokens for done in prompts)
-    drawn = sum(len(done.token_ids) for done in answers)
+    hit_tokens = sum(done.hit_tokens for done in prompts)
     return {
         "prompt_tokens": prompt_tokens,
-        "completion_tokens": drawn,
-        "total_tokens": prompt_tokens + drawn,
-        "prompt_tokens_details": {"cached_tokens": sum(done.hit_tokens for done in prompts)},
+        "completion_tokens": answer_tokens,
+        "total_tokens": prompt_tokens + answer_tokens,
+        "prompt_tokens_details": {"cached_tokens": hit_tokens},
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
+        "prompt_cache_hit_tokens": hit_tokens,
+        "prompt_cache_miss_tokens": prompt_tokens - hit_tokens,
     }

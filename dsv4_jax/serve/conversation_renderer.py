@@ -35,7 +35,7 @@ class ConversationRenderer:
         tokenizer: recipe.Tokenizer,
     ) -> None:
         """Of one request."""
-        self.streams = asked.streams
+        self.streams, self.n = asked.streams, asked.n
         self._asked = asked
         self._dialect = dialect
         self._model_name = model_name
@@ -43,6 +43,7 @@ class ConversationRenderer:
         self._num_events = 0
         self._events: list[list[Any]] = [[] for _ in range(asked.n)]
         self._num_silent = [0] * asked.n  # last tokens that have given no text yet
+        self._usages: list[dict[str, Any]] = [{} for _ in range(asked.n)]  # of choices that ended
         self._parsers = [
             recipe.StreamProcessor(self._make_generator(), asked.turns.parsing, tokenizer)
             for _ in range(asked.n)
@@ -108,7 +109,7 @@ class ConversationRenderer:
                 "created": int(time.time()),
                 "model": self._model_name,
                 "choices": [],
-                "usage": count_usage(completions[:1], completions),
+                "usage": self._count_usage(completions),
             }
             last = b"data: " + json.dumps(event).encode() + b"\n\n" + last
         return last
@@ -163,7 +164,7 @@ class ConversationRenderer:
         for event in events:
             name, data = name_of(event), self._finish(event.to_json())
             if self._asked.n > 1:
-                data = _with_number(data, number)
+                data = self._with_number(data, number)
             parts.append(f"event: {name}\ndata: {data}\n\n" if name else f"data: {data}\n\n")
         return "".join(parts).encode()
 
@@ -193,8 +194,23 @@ class ConversationRenderer:
             return answers[0].encode()
         parsed = [json.loads(answer) for answer in answers]
         choices = [one["choices"][0] | {"index": number} for number, one in enumerate(parsed)]
-        usage = count_usage(completions[:1], completions)
+        self._usages = [one["usage"] for one in parsed]
+        usage = self._count_usage(completions)
         return json.dumps(parsed[0] | {"choices": choices, "usage": usage}).encode()
+
+    def _with_number(self, data: str, number: int) -> str:
+        """An event of a chat completion as that of a choice, whose usage is kept for the end."""
+        event = json.loads(data)
+        self._usages[number] = event.pop("usage", None) or self._usages[number]
+        for choice in event["choices"]:
+            choice["index"] = number
+        return json.dumps(event)
+
+    def _count_usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """The usage of several choices, which have one prompt."""
+        drawn = [one["completion_tokens"] for one in self._usages]
+        reasoning = [one["completion_tokens_details"]["reasoning_tokens"] for one in self._usages]
+        return count_usage(completions[:1], sum(drawn), sum(reasoning))
 
 
 def _event(value: dict[str, Any], name: str = "") -> bytes:
@@ -242,12 +258,3 @@ def _with_inputs(data: str, inputs: Mapping[int, str]) -> str:
     for place, value in written.items():
         answer["content"][place]["input"] = value
     return digits.dumps(answer)
-
-
-def _with_number(data: str, number: int) -> str:
-    """An event of a chat completion as that of a choice with this number."""
-    event = json.loads(data)
-    event.pop("usage", None)
-    for choice in event["choices"]:
-        choice["index"] = number
-    return json.dumps(event)

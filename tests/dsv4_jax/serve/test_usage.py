@@ -1,0 +1,101 @@
+"""Usage: what a request counts, in answers and in the log, also of several choices and prompts."""
+
+import json
+
+import httpx
+import pytest
+
+from helpers.serve import MODEL, SLOW_WHERE_RELEASED, ids_of, running, script
+from helpers.serving import until
+
+pytestmark = SLOW_WHERE_RELEASED
+HI = [{"role": "user", "content": "hi"}]
+REASONING, TEXT = "think a while", "one two three"
+USAGE = {"include_usage": True}
+PATHS = ("/v1/chat/completions", "/v1/completions")
+
+
+@pytest.fixture(scope="module")
+def server(engine):
+    with pytest.MonkeyPatch.context() as patch, running(engine) as server:
+        script(patch, engine, f"{REASONING}</think>{TEXT}")
+        yield server
+
+
+@pytest.fixture
+def ask(server, caplog):
+    """What asks, and gives the usage that a client gets and the line of the log."""
+    caplog.set_level("INFO", "dsv4_jax.serve")
+
+    def post(path, *, streams=False, **body):
+        caplog.clear()
+        body = {"model": MODEL, "max_tokens": 90} | body
+        if streams:
+            body |= {"stream": True, "stream_options": USAGE}
+        answer = httpx.post(server.url + path, json=body, timeout=120)
+        assert answer.status_code == 200, answer.text
+        until(lambda: caplog.records)
+        (line,) = (json.loads(one.getMessage()) for one in caplog.records)
+        if not streams:
+            return answer.json()["usage"], line
+        data = [
+            one.removeprefix("data: ") for one in answer.text.splitlines() if one[:6] == "data: "
+        ]
+        events = [json.loads(one) for one in data if one != "[DONE]"]
+        (usage,) = (event["usage"] for event in events if event.get("usage"))
+        return usage, line
+
+    return post
+
+
+def counts(prompt_tokens, answer_tokens, reasoning_tokens, hit_tokens=0):
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": answer_tokens,
+        "total_tokens": prompt_tokens + answer_tokens,
+        "prompt_tokens_details": {"cached_tokens": hit_tokens},
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
+        "prompt_cache_hit_tokens": hit_tokens,
+        "prompt_cache_miss_tokens": prompt_tokens - hit_tokens,
+    }
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_choices_count_what_each_of_them_has(ask, tokenizer, n, streams):
+    """One choice has the library's own counts, and several have the sum of theirs."""
+    usage, line = ask(PATHS[0], messages=HI, n=n, streams=streams)
+    reasoning, text = (len(ids_of(tokenizer, one)) for one in (REASONING, TEXT))
+    prompt = 4 + len(ids_of(tokenizer, "hi"))
+    drawn = reasoning + 1 + text + 1
+    assert usage == counts(prompt, n * drawn, n * reasoning)
+    assert (line["prompt_tokens"], line["drawn_tokens"]) == (prompt, n * drawn)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_choices_that_a_stop_text_ends_count_up_to_it(ask, streams):
+    one, _ = ask(PATHS[0], messages=HI, stop="two", streams=streams)
+    usage, _ = ask(PATHS[0], messages=HI, stop="two", streams=streams, n=2)
+    reasoning = one["completion_tokens_details"]["reasoning_tokens"]
+    assert 0 < reasoning < one["completion_tokens"] < 90
+    assert usage == counts(one["prompt_tokens"], 2 * one["completion_tokens"], 2 * reasoning)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("n", [1, 2])
+def test_each_of_several_prompts_counts_once(ask, tokenizer, n, streams):
+    prompts = ["hi", "hello there", "x"]
+    usage, line = ask(PATHS[1], prompt=prompts, n=n, max_tokens=3, streams=streams)
+    expected = sum(len(tokenizer.encode(prompt).ids) for prompt in prompts)
+    assert usage == counts(expected, 3 * 3 * n, 0)
+    assert line["prompt_tokens"] == expected
+    assert (line["hit_tokens"], line["drawn_tokens"]) == (0, 3 * 3 * n)
+
+
+def test_hits_of_several_prompts_are_all_counted(ask):
+    prompts = [[5] * 300, [6] * 300]
+    for prompt in prompts:
+        ask(PATHS[1], prompt=prompt, max_tokens=1)
+    usage, line = ask(PATHS[1], prompt=prompts, max_tokens=1, n=2)
+    assert usage == counts(600, 4, 0, hit_tokens=512)
+    assert (line["prompt_tokens"], line["hit_tokens"]) == (600, 512)
