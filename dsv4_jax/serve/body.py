@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import math
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -45,21 +47,41 @@ def parse_object(raw: bytes, name: str = "the body") -> dict[str, Any]:
     """A JSON object of finite numbers and of texts that UTF-8 can encode; errors call it so.
 
     Raises:
-      ApiError: it is something else, or nested too deep.
+      ApiError: it is something else, or nested too deep; it names the field or the byte that is
+        wrong, where it is one.
     """
+    refused: list[_Number] = []
+
+    def refuse_number(told: str) -> _Number:
+        refused.append(_Number(told))
+        return refused[-1]
+
+    def read_finite(text: str) -> Any:
+        value = read_float(text)
+        return value if math.isfinite(value) else refuse_number(f"{text[:40]} {_TOO_LARGE}")
+
+    def read_whole(text: str) -> Any:
+        if len(text) > MAX_DIGITS:
+            return refuse_number(f"{text[:40]}... {_TOO_LARGE}")
+        return int(text)
+
     try:
         value = json.loads(
             without_mark(raw).decode("utf-8"),
-            parse_constant=_no_constant,
-            parse_float=_finite_float,
-            parse_int=_whole,
+            parse_constant=lambda text: refuse_number(f"{text} is no number of JSON"),
+            parse_float=read_finite,
+            parse_int=read_whole,
         )
-        if b"\\u" in raw:  # half of a surrogate pair may have been escaped
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UnicodeDecodeError:
-        raise ApiError(400, f"{name} must be UTF-8") from None
-    except UnicodeEncodeError:
-        raise ApiError(400, f"{name} holds half of a surrogate pair") from None
+        if refused:
+            where = _find(value, lambda one: one is refused[0])
+            raise ApiError(400, f"{where or name}: {refused[0].told}", param=where or None)
+        if b"\\u" in raw and _is_torn(json.dumps(value, ensure_ascii=False)):
+            where = _find(value, _is_torn)
+            told = f"{where or name}: holds half of a surrogate pair"
+            raise ApiError(400, told, param=where or None)
+    except UnicodeDecodeError as error:
+        place = error.start + len(raw) - len(without_mark(raw))
+        raise ApiError(400, f"{name} must be UTF-8, which its byte {place} is not") from None
     except RecursionError:
         raise ApiError(400, f"{name} is nested too deep") from None
     except ValueError as error:
@@ -69,21 +91,39 @@ def parse_object(raw: bytes, name: str = "the body") -> dict[str, Any]:
     return value
 
 
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+_TOO_LARGE = "is too large a number"
 
 
-def _whole(text: str) -> int:
-    if len(text) > MAX_DIGITS:
-        raise ValueError(f"{text[:40]}... is too large a number")
-    return int(text)
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Number:
+    """Stands where a number is that later steps cannot take, and says why."""
+
+    told: str
 
 
-def _finite_float(text: str) -> float:
-    value = read_float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text[:40]} is too large a number")
-    return value
+def _is_torn(value: Any) -> bool:
+    """A text that UTF-8 cannot encode: half of a surrogate pair may have been escaped."""
+    try:
+        return isinstance(value, str) and not value.isascii() and not value.encode()
+    except UnicodeEncodeError:
+        return True
+
+
+def _find(value: Any, is_it: Callable[[Any], bool], path: str = "") -> str | None:
+    """Where the first value is that is looked for, or that has such a name; None if none is."""
+    if is_it(value):
+        return path
+    parts: Iterable[tuple[Any, Any, str]] = ()
+    if isinstance(value, dict):
+        lead = path and f"{path}."
+        parts = ((name, one, f"{lead}{name[:64]}") for name, one in value.items())
+    elif isinstance(value, list):
+        parts = ((None, one, f"{path}[{number}]") for number, one in enumerate(value))
+    for name, one, where in parts:
+        found = path if is_it(name) else _find(one, is_it, where)
+        if found is not None:
+            return found
+    return None
 
 
 __all__ = ["ClientDisconnect", "parse_object", "read_body"]

@@ -38,6 +38,7 @@ class Wanted(NamedTuple):
       must_call: it calls one at least.
       calls_once: it calls one at most.
       is_open: the prompt has opened the block of calls.
+      field: of the request, that asks for this; for errors.
     """
 
     thinks: bool
@@ -48,6 +49,7 @@ class Wanted(NamedTuple):
     must_call: bool = False
     calls_once: bool = False
     is_open: bool = False
+    field: str = ""
 
     @property
     def is_free(self) -> bool:
@@ -93,7 +95,7 @@ def _json(wanted: Wanted, lines: Lines, left_out: list[str]) -> str:
         schema = read_schema(wanted.schema, is_strict=wanted.is_strict, left_out=places)
         lines.count(schema)
     except SchemaError as error:
-        raise ApiError(400, f"the schema of the answer: {error}") from None
+        raise ApiError(400, f"{wanted.field}: {error}", param=wanted.field) from None
     if places is not None and not _is_read(schema):
         places = ["#"]
         schema = Schema({name: one for name, one in schema.root.items() if name == "type"}, {})

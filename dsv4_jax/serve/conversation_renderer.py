@@ -174,6 +174,8 @@ class ConversationRenderer:
             if '"encrypted_content":' in data:
                 data = _sealed(data)
             data = self._asked.turns.digits.restore(data)  # of the tools that it repeats
+        elif self._dialect is CHAT and '"usage":{' in data:
+            data = _with_details(data)
         if data.isascii():
             return data
         return data.translate(_LINE_ENDS)
@@ -233,6 +235,13 @@ def _sealed(data: str) -> str:
     answer = found.get("response", found)
     items = [found["item"]] if isinstance(found.get("item"), dict) else answer.get("output", [])
     seal_items(items)
+    return json.dumps(found)
+
+
+def _with_details(data: str) -> str:
+    """An event or answer of a chat whose usage counts reasoning, also where there is none."""
+    found = json.loads(data)
+    found["usage"].setdefault("completion_tokens_details", {"reasoning_tokens": 0})
     return json.dumps(found)
 
 

@@ -13,6 +13,7 @@ from dsv4_jax.serve.completions import read_stream
 from dsv4_jax.serve.constraints import Wanted, grammar_of
 from dsv4_jax.serve.dialects import (
     CHAT,
+    MESSAGES,
     RESPONSES,
     Dialect,
     check_dialect,
@@ -48,6 +49,7 @@ class Turns(NamedTuple):
       parsing: how its answer is read.
       digits: numbers that the library does not hold.
       continues_text: the prompt ends with a text of the assistant, and the answer goes on with it.
+      field: of the body, that holds it.
     """
 
     request: recipe.ConversationRequest
@@ -55,6 +57,7 @@ class Turns(NamedTuple):
     parsing: recipe.ParsingOptions
     digits: Digits
     continues_text: bool
+    field: str
 
 
 class AskedConversation(NamedTuple):
@@ -69,6 +72,7 @@ class AskedConversation(NamedTuple):
       turns: what the answer is parsed by.
       echo: what it repeats, in the responses protocol.
       namespaces: by a function's name, its namespace and its name there; of that protocol too.
+      form_field: which field asks for the form of the answer; "" if none does.
     """
 
     prompt_ids: list[int]
@@ -79,6 +83,7 @@ class AskedConversation(NamedTuple):
     turns: Turns
     echo: recipe.ResponsesEcho | None
     namespaces: Mapping[str, tuple[str, str]] = MappingProxyType({})
+    form_field: str = ""
 
 
 class Conversations:
@@ -134,6 +139,7 @@ class Conversations:
         stops = read_stops(given, dialect.stops) if dialect.stops else ()
         wanted = read_max_tokens(given, dialect.max_tokens, None)
         turns, echo = self.convert(given, dialect)
+        form = _read_wanted(given, dialect, turns)
         request = turns.request
         options = request.inference_options
         prompt_ids = self.encode(turns)
@@ -142,7 +148,7 @@ class Conversations:
             raise ContextLengthError(
                 len(prompt_ids),
                 self._max_context_tokens,
-                "input" if dialect is RESPONSES else "messages",
+                dialect.turns,
             )
         max_tokens = (
             request.resolve_max_tokens(len(prompt_ids), self._max_context_tokens)
@@ -157,12 +163,12 @@ class Conversations:
             temperature=1.0 if options.temperature is None else options.temperature,
             top_p=1.0 if options.top_p is None else options.top_p,
             logprobs=logprobs if has_logprobs else None,
-            grammar=self._find_grammar(given, turns, [] if left_out is None else left_out),
+            grammar=self._find_grammar(form, given, turns, [] if left_out is None else left_out),
         )
         assert len(stops) == len(turns.parsing.stop_sequences)
         namespaces = namespaces_of(given)
         return AskedConversation(
-            prompt_ids, n, sampling, streams, has_usage, turns, echo, namespaces
+            prompt_ids, n, sampling, streams, has_usage, turns, echo, namespaces, form.field
         )
 
     def convert(
@@ -178,7 +184,7 @@ class Conversations:
         request, echo = convert(body, dialect, self._options)
         messages, parsing = request.conversation.messages, request.parsing_options
         if any(message.image_sources for message in messages):
-            raise ApiError(400, "images are not supported: the model reads text alone")
+            refuse(dialect.turns, "must have no images: the model reads text alone")
         if continues:
             thinks = request.conversation.thinking_mode
             if not thinks and gives_reasoning(given["messages"][-1]):
@@ -187,7 +193,8 @@ class Conversations:
             parsing.thinking_initial_stage = initial_stage(messages[-1], thinks=thinks)
             messages[-1] = continued(messages[-1])
         continues_text = continues and bool(messages[-1].content)
-        return Turns(request, messages, parsing, digits, continues_text), echo
+        found = Turns(request, messages, parsing, digits, continues_text, dialect.turns)
+        return found, echo
 
     def encode(self, turns: Turns) -> list[int]:
         """Token ids of a conversation, its effort by the release's name for it."""
@@ -205,7 +212,7 @@ class Conversations:
                 return self._encoding.encode(conversation)
             return self._encode_parts(conversation, turns.digits)
         except (RuntimeError, ValueError) as error:
-            raise ApiError(400, f"the conversation cannot be rendered: {error}") from None
+            refuse(turns.field, f"cannot be rendered: {error}")
 
     def _encode_parts(self, conversation: recipe.Conversation, digits: Digits) -> list[int]:
         """Token ids of a conversation with numbers that the library does not hold.
@@ -229,15 +236,12 @@ class Conversations:
         return said[2:-2]  # between the begin and the user's mark, the assistant's and </think>
 
     def _find_grammar(
-        self, given: Mapping[str, Any], turns: Turns, left_out: list[str]
+        self, form: Wanted, given: Mapping[str, Any], turns: Turns, left_out: list[str]
     ) -> Grammar | None:
         """The grammar of an answer, from its beginning."""
         places: list[str] = []
-        grammar = grammar_of(_read_wanted(given, turns), self._added_tokens, places)
-        field = (
-            "response_format.json_schema.schema" if "response_format" in given else "text.format"
-        )
-        left_out += [f"{field} {place}" for place in places[:_MAX_PLACES]]
+        grammar = grammar_of(form, self._added_tokens, places)
+        left_out += [f"{form.field} {place}" for place in places[:_MAX_PLACES]]
         if grammar is not None and turns.continues_text:
             told = "must not be continued where the answer's form is given; leave out one of them"
             refuse(f"messages[{len(given['messages']) - 1}]", told)
@@ -266,20 +270,19 @@ def prepare(
       digits: gets the numbers that the library does not hold.
 
     Raises:
-      ApiError: turns cannot be what they say, or the body is nested too deep.
+      ApiError: turns cannot be what they say, or a field is nested too deep.
     """
-    where = "input" if dialect is RESPONSES else "messages"
     body, continues = dict(given), False
-    if isinstance(body.get(where), list):
-        turns, continues = take_prefill(body[where], dialect, where)
+    if isinstance(body.get(dialect.turns), list):
+        turns, continues = take_prefill(body[dialect.turns], dialect, dialect.turns)
         turns = in_order(open_items(turns) if dialect is RESPONSES else turns, dialect)
-        body[where] = [_with_digits(turn, digits) for turn in turns]
-    try:
-        for name, value in body.items():
+        body[dialect.turns] = [_with_digits(turn, digits) for turn in turns]
+    for name, value in body.items():
+        try:
             body[name] = digits.hide(value) if name in _FREE else _plain(value)
-        return body, continues
-    except RecursionError:
-        raise ApiError(400, "the body is nested too deep") from None
+        except RecursionError:
+            refuse(name, "is nested too deep")
+    return body, continues
 
 
 _FREE = ("messages", "input", "tools", "response_format", "text", "output_config")
@@ -307,7 +310,7 @@ def _with_function_digits(call: Any, digits: Digits) -> Any:
     return call | {"function": _with_digits(function, digits)} if function else call
 
 
-def _read_wanted(given: Mapping[str, Any], turns: Turns) -> Wanted:
+def _read_wanted(given: Mapping[str, Any], dialect: Dialect, turns: Turns) -> Wanted:
     """What a body that was checked says of its answer's form."""
     request = turns.request
     stage = turns.parsing.thinking_initial_stage
@@ -322,19 +325,24 @@ def _read_wanted(given: Mapping[str, Any], turns: Turns) -> Wanted:
         refuse("tool_choice", "must be auto or none without tools")
     if found is None:
         # Of messages the library reads no form.
-        in_messages = format_ == "json_schema" and "output_config" in given
-        return Wanted(thinks, schema=asked.get("schema", {}) if in_messages else None)
+        in_messages = format_ == "json_schema" and dialect is MESSAGES
+        schema = asked.get("schema", {}) if in_messages else None
+        return Wanted(thinks, schema=schema, field=f"{dialect.form}.schema")
     if not found.kind.startswith("tool_call"):
         schema = (
             json.loads(turns.digits.restore(found.schema)) if found.schema else {"type": "object"}
         )
         is_strict = is_schema_strict(given)
-        return Wanted(thinks, schema=schema, is_advisory=not is_strict, is_strict=is_strict)
-    if format_ != "text":
-        name = next(
-            (name for name in ("response_format", "output_config") if name in given), "text.format"
+        inner = "json_schema.schema" if dialect is CHAT else "schema"
+        return Wanted(
+            thinks,
+            schema=schema,
+            is_advisory=not is_strict,
+            is_strict=is_strict,
+            field=f"{dialect.form}.{inner}",
         )
-        refuse(name, 'must be {"type": "text"} beside tools')
+    if format_ != "text":
+        refuse(dialect.form, 'must be {"type": "text"} beside tools')
     if must_call(given) and thinks:
         refuse("tool_choice", "must be auto where the answer begins with reasoning")
     strict = strict_tools(given)
@@ -353,4 +361,5 @@ def _read_wanted(given: Mapping[str, Any], turns: Turns) -> Wanted:
         must_call=must_call(given),
         calls_once=bool(single),
         is_open=turns.parsing.starts_in_tool_calls,
+        field="tools",
     )

@@ -32,6 +32,8 @@ class Dialect:
       id_prefix: of answers' ids.
       max_tokens: its field for the most tokens to draw.
       stops: its field for stop texts; "" if it has none.
+      turns: its field for the conversation.
+      form: its field for the form of an answer.
     """
 
     name: str
@@ -41,6 +43,8 @@ class Dialect:
     id_prefix: str
     max_tokens: str
     stops: str
+    turns: str
+    form: str
 
 
 CHAT = Dialect(
@@ -51,6 +55,8 @@ CHAT = Dialect(
     "chatcmpl-",
     "max_tokens",
     "stop",
+    "messages",
+    "response_format",
 )
 RESPONSES = Dialect(
     "responses",
@@ -60,6 +66,8 @@ RESPONSES = Dialect(
     "resp_",
     "max_output_tokens",
     "",
+    "input",
+    "text.format",
 )
 MESSAGES = Dialect(
     "messages",
@@ -69,6 +77,8 @@ MESSAGES = Dialect(
     "msg_",
     "max_tokens",
     "stop_sequences",
+    "messages",
+    "output_config.format",
 )
 
 _OWN = (
@@ -188,16 +198,9 @@ def _named_schema(response_format: Any) -> dict[str, Any] | None:
 
 
 def is_schema_strict(given: Mapping[str, Any]) -> bool:
-    """Whether the schema of an answer says `strict`.
-
-    Raises:
-      ApiError: it says neither true nor false.
-    """
-    part = _named_schema(given.get("response_format")) or given.get("text", {}).get("format")
-    strict = part.get("strict") if isinstance(part, dict) else None
-    if not isinstance(strict, bool | None):
-        refuse("strict", "must be true or false")
-    return bool(strict)
+    """Whether the schema of an answer, of fields that were checked, says `strict`."""
+    part = _named_schema(given.get("response_format")) or given.get("text", {}).get("format", {})
+    return bool(part.get("strict"))
 
 
 def must_call(given: Mapping[str, Any]) -> bool:
@@ -222,15 +225,60 @@ def convert(
     if dialect is CHAT and "messages" in body:
         body["messages"] = _with_system(body["messages"])
     try:
-        echo = dialect.request_class(body).echo() if dialect is RESPONSES else None
-        return dialect.request_class(_without_strict(body)).convert(options), echo
-    except recipe.ConversionError as error:
-        raise ApiError(error.status_code, _message_of(error.body)) from None
+        return _ask_library(body, dialect, options)
     except BaseException as error:
-        # What it cannot parse is a ValueError; a panic is no Exception.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise ApiError(400, f"the body is no {dialect.name} request: {str(error)[:300]}") from None
+        told, status = _told_by(error)
+        where = _find_refused(body, dialect, options)
+        raise ApiError(status, f"{where}: {told}", param=where) from None
+
+
+def _ask_library(
+    body: Mapping[str, Any], dialect: Dialect, options: recipe.ConversionOptions
+) -> tuple[recipe.ConversationRequest, recipe.ResponsesEcho | None]:
+    echo = dialect.request_class(body).echo() if dialect is RESPONSES else None
+    return dialect.request_class(_without_strict(body)).convert(options), echo
+
+
+def _told_by(error: BaseException) -> tuple[str, int]:
+    """What the library says of a body that it refuses, and the status that is for it.
+
+    What it cannot parse is a ValueError; a panic is no Exception. Others are raised again.
+    """
+    if isinstance(error, recipe.ConversionError):
+        return _message_of(error.body), error.status_code
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
+    return str(error)[:300], 400
+
+
+def _find_refused(
+    body: Mapping[str, Any], dialect: Dialect, options: recipe.ConversionOptions
+) -> str:
+    """The field for which the library refuses a body, of which it says nothing.
+
+    It is asked with a short conversation and one field more each time, a choice of tools at last.
+    """
+    least = {"model": body["model"], dialect.turns: [{"role": "user", "content": "hi"}]}
+    if dialect is MESSAGES:
+        least["max_tokens"] = 1
+    for number, tool in enumerate(body.get("tools", ())):
+        if not _takes(least | {"tools": [tool]}, dialect, options):
+            return f"tools[{number}]"
+    for name in sorted(body, key=lambda name: name == "tool_choice"):
+        if name != dialect.turns:
+            least[name] = body[name]
+            if not _takes(least, dialect, options):
+                return name
+    return dialect.turns
+
+
+def _takes(body: Mapping[str, Any], dialect: Dialect, options: recipe.ConversionOptions) -> bool:
+    try:
+        _ask_library(body, dialect, options)
+    except BaseException as error:
+        _told_by(error)
+        return False
+    return True
 
 
 def _message_of(body: str) -> str:

@@ -27,11 +27,17 @@ def _never(value: Any) -> bool:
     return False
 
 
+TYPES = {str: "a text", list: "a list", dict: "an object", bool: "true or false"}
+"""Types of JSON, as errors call them."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
     """What a field may hold, and what becomes of it.
 
     Attributes:
+      types: of a value, some of `TYPES`; () is any.
+      is_needed: an object has this field.
       accepts: whether a value is taken.
       told: what is said of one that is not.
       error_code: what clients of Anthropic's look for in that error, or None.
@@ -41,11 +47,13 @@ class Rule:
       fields: of an object; None where nothing is said of them.
       is_closed: fields that it does not have are refused.
       each: of what a list holds.
-      kinds: of an object, by what `kind_of` says of it.
-      kind_of: an object's kind; None where it has none.
+      kinds: of an object, by its kind; None is one that does not say it.
+      kind_field: the field of an object that says its kind.
       null: makes what null stands for; None where the field is absent then.
     """
 
+    types: tuple[type, ...] = ()
+    is_needed: bool = False
     accepts: Callable[[Any], bool] = _always
     told: str = ""
     error_code: str | None = None
@@ -55,12 +63,16 @@ class Rule:
     is_closed: bool = False
     each: Rule | None = None
     kinds: Mapping[str | None, Rule] | None = None
-    kind_of: Callable[[Mapping[str, Any]], Any] = lambda value: value.get("type")
+    kind_field: str = "type"
     null: Callable[[], Any] | None = None
 
 
 ANY = Rule()
 """A field that is read elsewhere, or is the caller's own words."""
+
+TEXT, FLAG, OBJECT = Rule(types=(str,)), Rule(types=(bool,)), Rule(types=(dict,))
+
+NAME = Rule(types=(str,), accepts=bool, told="must not be empty")
 
 NOTHING = Rule(is_dropped=True)
 """A field that asks for nothing, whatever it holds: it describes the caller, or hints at caches."""
@@ -72,17 +84,27 @@ def only(*values: Any, told: str = "") -> Rule:
     return Rule(accepts=_is_among(values), told=f"must be {shown}{told and f'; {told}'}")
 
 
-def aside(*nothing: Any, accepts: Callable[[Any], bool] = _always, told: str = "") -> Rule:
+def aside(
+    *nothing: Any,
+    types: tuple[type, ...] = (),
+    accepts: Callable[[Any], bool] = _always,
+    told: str = "",
+) -> Rule:
     """A field without which the model can be asked: it is left out, and the log says so.
 
     Args:
       *nothing: values that ask for what is there anyway, of which the log says nothing.
-      accepts: which values are taken.
+      types: of values that are taken.
+      accepts: which of them are taken.
       told: what is said of others.
     """
     is_nothing = _is_among(nothing)
     return Rule(
-        accepts=accepts, told=told, is_dropped=True, is_left_out=lambda value: not is_nothing(value)
+        types=types,
+        accepts=accepts,
+        told=told,
+        is_dropped=True,
+        is_left_out=lambda value: not is_nothing(value),
     )
 
 
@@ -96,47 +118,64 @@ def missing(what: str, *, error_code: str | None = None) -> Rule:
     )
 
 
+def needed(rule: Rule) -> Rule:
+    """A field that an object must have."""
+    return dataclasses.replace(rule, is_needed=True)
+
+
 def fields_of(**rules: Rule) -> Rule:
     """An object of those fields, and of others, which are its writer's and are left out."""
-    return Rule(fields=rules)
+    return Rule(types=(dict,), fields=rules)
 
 
 def closed(**rules: Rule) -> Rule:
     """An object of those fields and no other."""
-    return Rule(fields=rules, is_closed=True)
+    return Rule(types=(dict,), fields=rules, is_closed=True)
 
 
 def listed(each: Rule) -> Rule:
     """A list."""
-    return Rule(each=each)
+    return Rule(types=(list,), each=each)
+
+
+def text_or(each: Rule) -> Rule:
+    """A text, or a list instead of it."""
+    return Rule(types=(str, list), each=each)
 
 
 def one_of(
-    kinds: Mapping[str | None, Rule], *, names: Sequence[str] | None = None, told: str = ""
+    kinds: Mapping[str | None, Rule],
+    *,
+    names: Sequence[str] | None = None,
+    told: str = "",
+    field: str = "type",
 ) -> Rule:
-    """An object of one of some types, or one of some names; other values where there are no names.
+    """An object of one of some kinds, or one of some names.
 
     Args:
-      kinds: rules by type.
-      names: texts that are taken instead of an object; None takes all that is no object.
-      told: why other types are refused.
+      kinds: rules by kind.
+      names: texts that are taken instead of an object; with None there are none.
+      told: why other kinds are refused.
+      field: says an object's kind.
     """
-    shown = [f'{{"type": "{kind}"}}' for kind in kinds if kind is not None]
+    shown = [f'{{"{field}": "{kind}"}}' for kind in kinds if kind is not None]
     rule = "must be " + " or ".join([*map(repr, names or ()), *shown])
     if names is None:
-        return Rule(kinds=kinds, told=told or rule, kind_of=_kind_of)
+        return Rule(types=(dict,), kinds=kinds, told=told or rule, kind_field=field)
     taken = _is_among(names)
     return Rule(
-        accepts=lambda value: _kind_of(value) in kinds if isinstance(value, dict) else taken(value),
+        accepts=lambda value: (
+            kind_of(value, field) in kinds if isinstance(value, dict) else taken(value)
+        ),
         told=rule + (told and f"; {told}"),
         kinds=kinds,
-        kind_of=_kind_of,
+        kind_field=field,
     )
 
 
-def _kind_of(value: Mapping[str, Any]) -> Any:
-    """Its type without the date that some have: `web_search_20250305` is `web_search`."""
-    kind = value.get("type")
+def kind_of(value: Mapping[str, Any], field: str = "type") -> str | None:
+    """Its kind, without the date that some types have: `web_search_20250305` is `web_search`."""
+    kind = value.get(field)
     if kind is None:
         return None
     return re.sub(r"_\d{4}_?\d{2}_?\d{2}$", "", kind) if isinstance(kind, str) else ""
@@ -144,11 +183,6 @@ def _kind_of(value: Mapping[str, Any]) -> Any:
 
 def _is_among(values: Sequence[Any]) -> Callable[[Any], bool]:
     return lambda value: any(value == one and type(value) is type(one) for one in values)
-
-
-def is_flag(value: Any) -> bool:
-    """A value is true or false."""
-    return isinstance(value, bool)
 
 
 _GONE = object()
@@ -174,6 +208,8 @@ def read(value: Any, rule: Rule, name: str, left_out: list[str]) -> Any:
 
 
 def _read(value: Any, rule: Rule, name: str, left_out: list[str]) -> Any:
+    if rule.types and not isinstance(value, rule.types):
+        refuse(name, "must be " + " or ".join(TYPES[one] for one in rule.types))
     if not rule.accepts(value):
         refuse(name, rule.told, error_code=rule.error_code)
     if rule.is_left_out(value):
@@ -181,8 +217,6 @@ def _read(value: Any, rule: Rule, name: str, left_out: list[str]) -> Any:
         return _GONE
     if rule.is_dropped:
         return _GONE
-    if rule.is_closed and not isinstance(value, dict):
-        refuse(name, "must be an object")
     if isinstance(value, list):
         if rule.each is None:
             return value
@@ -191,10 +225,10 @@ def _read(value: Any, rule: Rule, name: str, left_out: list[str]) -> Any:
     if not isinstance(value, dict):
         return value
     if rule.kinds is not None:
-        kind = rule.kind_of(value)
+        kind = kind_of(value, rule.kind_field)
         inner = rule.kinds.get(kind)
         if inner is None:
-            refuse(name, f"{json.dumps(value.get('type'))[:64]} is not supported: {rule.told}")
+            _refuse_kind(value.get(rule.kind_field), rule, name)
         if inner.is_left_out(value):
             _note(f"{name} ({kind})", left_out)
             return _GONE
@@ -223,7 +257,19 @@ def _read_fields(
             one = _GONE
         if one is not _GONE:
             found[name] = one
+    for name, inner in rule.fields.items():
+        if inner.is_needed and name not in found:
+            refuse(prefix + name, "must be given")
     return found
+
+
+def _refuse_kind(given: Any, rule: Rule, name: str) -> NoReturn:
+    assert rule.kinds is not None
+    where = f"{name}.{rule.kind_field}"
+    if given is None:
+        shown = ", ".join(json.dumps(kind) for kind in rule.kinds if kind is not None)
+        refuse(where, f"must be given, as one of {shown}")
+    refuse(where, f"{json.dumps(given)[:64]} is not supported: {rule.told}")
 
 
 def _note(name: str, left_out: list[str]) -> None:

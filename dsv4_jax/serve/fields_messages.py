@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from dsv4_jax.serve.fields import (
     ANY,
+    FLAG,
+    NAME,
     NOTHING,
+    TEXT,
     Rule,
     aside,
     closed,
     fields_of,
     listed,
     missing,
+    needed,
     one_of,
     only,
+    text_or,
 )
 from dsv4_jax.serve.fields_openai import (
     CACHE_HINTS,
@@ -26,25 +31,23 @@ _TEXTS = "the model reads text"
 _LEFT_OUT = Rule(is_left_out=lambda value: True)
 _TOOLSET = missing("tools stand by themselves")
 
-_TEXT = fields_of(type=ANY, text=ANY, citations=NOTHING, **CACHE_HINTS)
+_TEXT_PART = fields_of(type=ANY, text=needed(TEXT), citations=NOTHING, **CACHE_HINTS)
 _RESULT_PART = one_of(
     {
-        None: _TEXT,
-        "text": _TEXT,
-        "tool_reference": fields_of(type=ANY, tool_name=ANY, **CACHE_HINTS),
+        "text": _TEXT_PART,
+        "tool_reference": fields_of(type=ANY, tool_name=needed(TEXT), **CACHE_HINTS),
     },
     told=_TEXTS,
 )
 _PART = one_of(
     {
-        None: _TEXT,
-        "text": _TEXT,
-        "thinking": fields_of(type=ANY, thinking=ANY, signature=ANY, **CACHE_HINTS),
+        "text": _TEXT_PART,
+        "thinking": fields_of(type=ANY, thinking=needed(TEXT), signature=TEXT, **CACHE_HINTS),
         "redacted_thinking": _LEFT_OUT,  # nobody but who wrote it can read it
         "tool_use": fields_of(
             type=ANY,
-            id=ANY,
-            name=ANY,
+            id=needed(TEXT),
+            name=needed(TEXT),
             input=Rule(null=dict),
             caller=NOTHING,
             toolset_name=_TOOLSET,
@@ -52,8 +55,8 @@ _PART = one_of(
         ),
         "tool_result": fields_of(
             type=ANY,
-            tool_use_id=ANY,
-            content=listed(_RESULT_PART),
+            tool_use_id=needed(TEXT),
+            content=text_or(_RESULT_PART),
             is_error=aside(False),  # what it says has to tell
             toolset_name=_TOOLSET,
             **CACHE_HINTS,
@@ -61,22 +64,26 @@ _PART = one_of(
     },
     told=_TEXTS,
 )
-_MESSAGE = fields_of(
-    role=ANY,
-    content=listed(_PART),
-    prefix=ANY,
-    clear_at=only("never", told="conversations are taken as they are"),
-    output_config=missing("an effort is that of the whole request"),
+_MESSAGE_FIELDS = {
+    "role": ANY,
+    "content": text_or(_PART),
+    "prefix": FLAG,
+    "clear_at": only("never", told="conversations are taken as they are"),
+    "output_config": missing("an effort is that of the whole request"),
     **CACHE_HINTS,
+}
+_SPOKEN = Rule(fields=_MESSAGE_FIELDS | {"content": needed(text_or(_PART))})
+_MESSAGE = one_of(
+    {"user": _SPOKEN, "assistant": Rule(fields=_MESSAGE_FIELDS), "system": _SPOKEN}, field="role"
 )
 
 _TOOL_FIELDS = Rule(
     fields={
         "type": NOTHING,
-        "name": ANY,
-        "description": ANY,
-        "input_schema": Rule(null=lambda: {"type": "object"}),
-        "strict": ANY,
+        "name": needed(NAME),
+        "description": TEXT,
+        "input_schema": needed(Rule(types=(dict,), null=lambda: {"type": "object"})),
+        "strict": FLAG,
         "allowed_callers": NOTHING,
         "defer_loading": aside(False),
         "eager_input_streaming": NOTHING,  # arguments are streamed as they are drawn
@@ -110,8 +117,8 @@ MESSAGES = {
     **DRAWING_EXTRAS,
     **CALLER,
     "model": ANY,
-    "messages": listed(_MESSAGE),
-    "system": listed(one_of({None: _TEXT, "text": _TEXT}, told=_TEXTS)),
+    "messages": needed(listed(_MESSAGE)),
+    "system": text_or(one_of({"text": _TEXT_PART}, told=_TEXTS)),
     "max_tokens": ANY,
     "stop_sequences": ANY,
     "temperature": ANY,
@@ -143,7 +150,7 @@ MESSAGES = {
         {
             "auto": fields_of(**_SINGLE),
             "any": fields_of(**_SINGLE),
-            "tool": fields_of(name=ANY, **_SINGLE),
+            "tool": fields_of(name=needed(NAME), **_SINGLE),
             "none": fields_of(**_SINGLE),
         },
         names=(),

@@ -7,16 +7,21 @@ from typing import Any
 
 from dsv4_jax.serve.fields import (
     ANY,
+    FLAG,
+    NAME,
     NOTHING,
+    OBJECT,
+    TEXT,
     Rule,
     aside,
     closed,
     fields_of,
-    is_flag,
     listed,
     missing,
+    needed,
     one_of,
     only,
+    text_or,
 )
 
 EFFORTS = only("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -71,9 +76,11 @@ CALLER = {
 }
 """Who asks, and hints at caches; LiteLLM passes them on in any protocol."""
 
+STORE = aside(False, types=(bool,))
+IGNORED_FLAG = Rule(types=(bool,), is_dropped=True)
 _STREAM_OPTIONS = closed(
     include_usage=ANY,
-    include_obfuscation=Rule(accepts=is_flag, told="must be true or false", is_dropped=True),
+    include_obfuscation=IGNORED_FLAG,
     continuous_usage_stats=only(False, told="usage comes at the end"),
 )
 
@@ -95,38 +102,50 @@ COMPLETIONS = {
 
 _PART = one_of(
     {
-        None: fields_of(text=ANY, **CACHE_HINTS),
         "text": fields_of(
-            type=ANY, text=ANY, citations=NOTHING, annotations=NOTHING, **CACHE_HINTS
+            type=ANY, text=needed(TEXT), citations=NOTHING, annotations=NOTHING, **CACHE_HINTS
         ),
-        "refusal": fields_of(type=ANY, refusal=ANY, **CACHE_HINTS),
+        "refusal": fields_of(type=ANY, refusal=needed(TEXT), **CACHE_HINTS),
     },
     told="the model reads text",
 )
-_FUNCTION_CALL = fields_of(
-    id=ANY,
-    type=ANY,
-    index=NOTHING,
-    function=fields_of(name=ANY, arguments=ANY),
-    **CACHE_HINTS,
+_CALL = one_of(
+    {
+        "function": fields_of(
+            id=needed(TEXT),
+            type=ANY,
+            index=NOTHING,
+            function=needed(fields_of(name=needed(TEXT), arguments=TEXT)),
+            **CACHE_HINTS,
+        )
+    },
+    told="tools are functions here",
 )
-_MESSAGE = fields_of(
-    role=ANY,
-    content=listed(_PART),
-    name=aside(),
-    tool_calls=listed(
-        one_of({None: _FUNCTION_CALL, "function": _FUNCTION_CALL}, told="tools are functions here")
-    ),
-    tool_call_id=ANY,
-    reasoning_content=ANY,
-    reasoning=ANY,  # another name of the same
-    reasoning_details=aside(),
-    prefix=ANY,
-    refusal=ANY,
-    annotations=NOTHING,
-    audio=missing("the model reads text"),
-    function_call=missing("use tool_calls"),
+_MESSAGE_FIELDS = {
+    "role": ANY,
+    "content": text_or(_PART),
+    "name": aside(),
+    "tool_calls": listed(_CALL),
+    "tool_call_id": TEXT,
+    "reasoning_content": TEXT,
+    "reasoning": TEXT,  # another name of the same
+    "reasoning_details": aside(),
+    "prefix": FLAG,
+    "refusal": TEXT,
+    "annotations": NOTHING,
+    "audio": missing("the model reads text"),
+    "function_call": missing("use tool_calls"),
     **CACHE_HINTS,
+}
+_SPOKEN = Rule(fields=_MESSAGE_FIELDS | {"content": needed(text_or(_PART))})
+_MESSAGE = one_of(
+    {
+        **dict.fromkeys(("system", "developer", "user"), _SPOKEN),
+        "assistant": Rule(fields=_MESSAGE_FIELDS),
+        "tool": Rule(fields=_MESSAGE_FIELDS | {"tool_call_id": needed(TEXT)}),
+        "latest_reminder": _SPOKEN,  # a role of V4's own
+    },
+    field="role",
 )
 
 
@@ -137,10 +156,10 @@ def is_not_for_the_model(tool: Mapping[str, Any]) -> bool:
 
 
 FUNCTION = fields_of(
-    name=ANY,
-    description=ANY,
-    parameters=ANY,
-    strict=ANY,
+    name=needed(NAME),
+    description=TEXT,
+    parameters=OBJECT,
+    strict=FLAG,
     defer_loading=aside(False),
     output_schema=aside(),
     input_examples=aside([]),
@@ -150,43 +169,45 @@ FUNCTION = fields_of(
 
 _TOOL = one_of(
     {
-        "function": fields_of(type=ANY, function=FUNCTION, **CACHE_HINTS),
+        "function": fields_of(type=ANY, function=needed(FUNCTION), **CACHE_HINTS),
         "custom": Rule(is_left_out=lambda tool: True),
     },
     told="must be a function's; the server calls no tools",
 )
 _CHOICE = one_of(
     {
-        "function": fields_of(type=ANY, function=fields_of(name=ANY)),
+        "function": fields_of(type=ANY, function=needed(fields_of(name=needed(NAME)))),
         "allowed_tools": fields_of(
             type=ANY,
-            allowed_tools=closed(mode=only("auto", "required"), tools=ANY),
+            allowed_tools=needed(
+                closed(mode=only("auto", "required"), tools=needed(listed(OBJECT)))
+            ),
         ),
     },
     names=("auto", "none", "required"),
 )
-JSON_SCHEMA = fields_of(name=ANY, description=aside(), schema=ANY, strict=ANY)
+JSON_SCHEMA = fields_of(name=TEXT, description=aside(), schema=ANY, strict=FLAG)
 
 CHAT = {
     **_DRAWING,
     **CALLER,
     "model": ANY,
-    "messages": listed(_MESSAGE),
+    "messages": needed(listed(_MESSAGE)),
     "thinking": closed(
         type=only("enabled", "disabled", "adaptive"),
         display=only("summarized"),
         budget_tokens=ANY,
     ),
-    "enable_thinking": Rule(accepts=is_flag, told="must be true or false"),
+    "enable_thinking": FLAG,
     "thinking_budget": ANY,
     "chat_template_kwargs": closed(
-        thinking=Rule(accepts=is_flag, told="must be true or false"),
-        enable_thinking=Rule(accepts=is_flag, told="must be true or false"),
+        thinking=FLAG,
+        enable_thinking=FLAG,
         reasoning_effort=EFFORTS,
     ),
     "reasoning": closed(
         effort=EFFORTS,
-        enabled=Rule(accepts=is_flag, told="must be true or false"),
+        enabled=FLAG,
         max_tokens=ANY,
         exclude=only(False, told="reasoning is given as it is"),
         summary=NOTHING,
@@ -201,7 +222,7 @@ CHAT = {
         {
             "text": fields_of(type=ANY),
             "json_object": fields_of(type=ANY),
-            "json_schema": fields_of(type=ANY, json_schema=JSON_SCHEMA),
+            "json_schema": fields_of(type=ANY, json_schema=needed(JSON_SCHEMA)),
         },
         names=(),
     ),
@@ -211,10 +232,10 @@ CHAT = {
     "stop": ANY,
     "stream": ANY,
     "stream_options": _STREAM_OPTIONS,
-    "logprobs": ANY,
+    "logprobs": FLAG,
     "top_logprobs": ANY,
     "modalities": only(["text"]),
-    "store": aside(False, accepts=is_flag, told="must be true or false"),
+    "store": STORE,
     "functions": missing("use tools"),
     "function_call": missing("use tool_choice"),
     "audio": missing("answers are text"),

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from dsv4_jax.serve.fields import (
     ANY,
+    FLAG,
+    NAME,
     NOTHING,
+    OBJECT,
+    TEXT,
     Rule,
     aside,
     closed,
     fields_of,
-    is_flag,
     listed,
     missing,
+    needed,
     one_of,
     only,
+    text_or,
 )
 from dsv4_jax.serve.fields_openai import (
     CACHE_HINTS,
@@ -21,6 +26,8 @@ from dsv4_jax.serve.fields_openai import (
     DRAWING_EXTRAS,
     EFFORTS,
     FUNCTION,
+    IGNORED_FLAG,
+    STORE,
     VERBOSITY,
     is_not_for_the_model,
 )
@@ -42,33 +49,45 @@ _INCLUDED = {
 }
 """Every reasoning item has its encrypted content, and there are no calls of the server's tools."""
 
-_PART = one_of(
-    {
-        None: fields_of(text=ANY, **CACHE_HINTS),
-        "input_text": fields_of(type=ANY, text=ANY, **CACHE_HINTS),
-        "output_text": fields_of(
-            type=ANY, text=ANY, annotations=NOTHING, logprobs=NOTHING, **CACHE_HINTS
-        ),
-        "refusal": fields_of(type=ANY, refusal=ANY),
-        "reasoning_text": fields_of(type=ANY, text=ANY),
-        "summary_text": fields_of(type=ANY, text=ANY),
-    },
-    told=_TEXTS,
-)
+_TEXT_KINDS: dict[str | None, Rule] = {
+    "input_text": fields_of(type=ANY, text=needed(TEXT), **CACHE_HINTS),
+    "output_text": fields_of(
+        type=ANY, text=needed(TEXT), annotations=NOTHING, logprobs=NOTHING, **CACHE_HINTS
+    ),
+    "refusal": fields_of(type=ANY, refusal=needed(TEXT)),
+    "reasoning_text": fields_of(type=ANY, text=needed(TEXT)),
+    "summary_text": fields_of(type=ANY, text=needed(TEXT)),
+}
+_PART = one_of(_TEXT_KINDS, told=_TEXTS)
+_CONTENT = text_or(_PART)
+_THOUGHTS = listed(one_of({None: fields_of(text=needed(TEXT)), **_TEXT_KINDS}, told=_TEXTS))
 _ITEM = {"type": ANY, "id": NOTHING, "status": NOTHING, **CACHE_HINTS}
-_CALL = {"call_id": ANY, "name": ANY, "namespace": ANY, "caller": NOTHING, "async": aside(False)}
-_MESSAGE = fields_of(role=ANY, content=listed(_PART), phase=aside(), prefix=ANY, **_ITEM)
+_CALL = {
+    "call_id": needed(TEXT),
+    "name": needed(TEXT),
+    "namespace": TEXT,
+    "caller": NOTHING,
+    "async": aside(False),
+}
+_RESULT = _CALL | {"name": TEXT, "output": _CONTENT}
+_MESSAGE_FIELDS = {"role": ANY, "content": _CONTENT, "phase": aside(), "prefix": ANY, **_ITEM}
+_SPOKEN = Rule(fields=_MESSAGE_FIELDS | {"content": needed(_CONTENT)})
+_MESSAGE = one_of(
+    {
+        **dict.fromkeys(("system", "developer", "user"), _SPOKEN),
+        "assistant": Rule(fields=_MESSAGE_FIELDS),
+    },
+    field="role",
+)
 ITEM = one_of(
     {
         None: _MESSAGE,
         "message": _MESSAGE,
-        "reasoning": fields_of(
-            summary=listed(_PART), content=listed(_PART), encrypted_content=ANY, **_ITEM
-        ),
-        "function_call": fields_of(arguments=ANY, **_ITEM, **_CALL),
-        "function_call_output": fields_of(output=listed(_PART), **_ITEM, **_CALL),
-        "custom_tool_call": fields_of(input=ANY, **_ITEM, **_CALL),
-        "custom_tool_call_output": fields_of(output=listed(_PART), **_ITEM, **_CALL),
+        "reasoning": fields_of(summary=NOTHING, content=_THOUGHTS, encrypted_content=TEXT, **_ITEM),
+        "function_call": fields_of(arguments=TEXT, **_ITEM, **_CALL),
+        "function_call_output": fields_of(**_ITEM, **_RESULT),
+        "custom_tool_call": fields_of(input=needed(TEXT), **_ITEM, **_CALL),
+        "custom_tool_call_output": fields_of(**_ITEM, **_RESULT),
         "web_search_call": _LEFT_OUT,  # it says what was searched for, and not what was found
     },
     told=_TEXTS,
@@ -86,8 +105,8 @@ _FUNCTION_TOOL = Rule(
 _CUSTOM_TOOL = Rule(
     fields={
         "type": ANY,
-        "name": ANY,
-        "description": ANY,
+        "name": needed(NAME),
+        "description": TEXT,
         "format": one_of({"text": NOTHING, "grammar": _LEFT_OUT}),
         "async": aside(False),
         "defer_loading": aside(False),
@@ -109,9 +128,9 @@ _TOOL = one_of(
         "custom": _CUSTOM_TOOL,
         "namespace": fields_of(
             type=ANY,
-            name=ANY,
-            description=ANY,
-            tools=listed(one_of({"function": _FUNCTION_TOOL, "custom": _LEFT_OUT})),
+            name=needed(NAME),
+            description=TEXT,
+            tools=needed(listed(one_of({"function": _FUNCTION_TOOL, "custom": _LEFT_OUT}))),
         ),
         **dict.fromkeys(_HOSTED, _LEFT_OUT),
     },
@@ -122,8 +141,8 @@ RESPONSES = {
     **DRAWING_EXTRAS,
     **CALLER,
     "model": ANY,
-    "input": listed(ITEM),
-    "instructions": listed(ITEM),
+    "input": text_or(ITEM),
+    "instructions": TEXT,
     "reasoning": closed(
         effort=EFFORTS,
         summary=NOTHING,
@@ -134,8 +153,10 @@ RESPONSES = {
     "tools": listed(_TOOL),
     "tool_choice": one_of(
         {
-            "function": fields_of(type=ANY, name=ANY),
-            "allowed_tools": closed(type=ANY, mode=only("auto", "required"), tools=ANY),
+            "function": fields_of(type=ANY, name=needed(NAME)),
+            "allowed_tools": closed(
+                type=ANY, mode=only("auto", "required"), tools=needed(listed(OBJECT))
+            ),
         },
         names=("auto", "none", "required"),
     ),
@@ -146,7 +167,11 @@ RESPONSES = {
                 "text": fields_of(type=ANY),
                 "json_object": fields_of(type=ANY),
                 "json_schema": fields_of(
-                    type=ANY, name=ANY, description=aside(), schema=ANY, strict=ANY
+                    type=ANY,
+                    name=needed(TEXT),
+                    description=aside(),
+                    schema=needed(ANY),
+                    strict=FLAG,
                 ),
             },
             names=(),
@@ -166,7 +191,7 @@ RESPONSES = {
         ),
         told=f"must be a list of some of {sorted(_INCLUDED)}",
     ),
-    "store": aside(False, accepts=is_flag, told="must be true or false"),
+    "store": STORE,
     "background": only(False, told=_NO_STORE),
     "background_options": missing(_NO_STORE),
     "truncation": only("disabled", "auto"),
@@ -178,7 +203,5 @@ RESPONSES = {
     "access_programs": missing("there are no such programs"),
     "image": NOTHING,  # how images are read, of which there are none
     "moderation": missing("there is no moderation"),
-    "stream_options": closed(
-        include_obfuscation=Rule(accepts=is_flag, told="must be true or false", is_dropped=True),
-    ),
+    "stream_options": closed(include_obfuscation=IGNORED_FLAG),
 }

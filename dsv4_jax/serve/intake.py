@@ -95,7 +95,8 @@ class Intake:
         renderer = ConversationRenderer(
             asked, dialect, self.settings.model_name, self.conversations.tokenizer
         )
-        return self._submit([asked.prompt_ids], asked.n, asked.sampling, key), renderer
+        prompts, form = [asked.prompt_ids], asked.form_field
+        return self._submit(prompts, asked.n, asked.sampling, key, form), renderer
 
     def check_model(self, name: object) -> None:
         """Refuses other models than the one that is here, with an `ApiError`."""
@@ -111,9 +112,14 @@ class Intake:
             )
 
     def _submit(
-        self, prompts: Sequence[str | list[int]], n: int, sampling: SamplingParams, key: int
+        self,
+        prompts: Sequence[str | list[int]],
+        n: int,
+        sampling: SamplingParams,
+        key: int,
+        form_field: str = "",
     ) -> list[AsyncStream]:
-        """Submits n requests for each prompt, or none."""
+        """Submits n requests for each prompt, or none; a field asks for the answer's form."""
         salt = hashlib.sha256(self._salt + f"{key}".encode()).hexdigest() if key >= 0 else ""
         streams: list[AsyncStream] = []
         try:
@@ -124,7 +130,7 @@ class Intake:
             for stream in streams:
                 stream.cancel()
             if isinstance(error, ValueError):
-                raise _refusal(str(error)) from None
+                raise refusal_of(str(error), form_field) from None
             raise as_api_error(error) from error
         return streams
 
@@ -144,10 +150,15 @@ class Intake:
         return prompt, dataclasses.replace(sampling, max_new_tokens=room)
 
 
-def _refusal(told: str) -> ApiError:
-    """What the engine refuses; of a grammar, which the client has not written, only the reason."""
+def refusal_of(told: str, form_field: str) -> ApiError:
+    """What a client is told of a request that the engine refuses.
+
+    Args:
+      told: what the engine says.
+      form_field: asks for the form of the answer, whose grammar the client has not written.
+    """
     if not told.startswith("grammar must be a "):
         name = told.split()[0]
         return ApiError(400, told, param=name if name in COMPLETION_FIELDS else "prompt")
     reason = told.partition(": ")[2].partition("\n")[0]
-    return ApiError(400, f"the form of the answer cannot be held: {reason}")
+    return ApiError(400, f"{form_field}: cannot be held: {reason}", param=form_field)

@@ -62,12 +62,15 @@ def counts(prompt_tokens, answer_tokens, reasoning_tokens, hit_tokens=0):
 
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_choices_count_what_each_of_them_has(ask, tokenizer, n, streams):
+@pytest.mark.parametrize("thinks", [False, True])
+def test_choices_count_what_each_of_them_has(ask, tokenizer, thinks, n, streams):
     """One choice has the library's own counts, and several have the sum of theirs."""
-    usage, line = ask(PATHS[0], messages=HI, n=n, streams=streams)
+    thinking = {"type": "enabled" if thinks else "disabled"}
+    usage, line = ask(PATHS[0], messages=HI, n=n, streams=streams, thinking=thinking)
     reasoning, text = (len(ids_of(tokenizer, one)) for one in (REASONING, TEXT))
     prompt = 4 + len(ids_of(tokenizer, "hi"))
     drawn = reasoning + 1 + text + 1
+    reasoning = reasoning if thinks else 0
     assert usage == counts(prompt, n * drawn, n * reasoning)
     assert (line["prompt_tokens"], line["drawn_tokens"]) == (prompt, n * drawn)
 
