@@ -35,10 +35,13 @@ def run(args: argparse.Namespace) -> int:
     """Loads, compiles, and serves until a signal says otherwise."""
     with needs_serve_extra():
         from dsv4_jax.serve import Server
+        from dsv4_jax.serve.host_names import read_pattern
         from dsv4_jax.serve.server import bind
     settings = dataclasses.replace(
         answer_settings(args),
         api_keys=_find_keys(args.api_key),
+        listens_at=args.host,
+        allowed_hosts=tuple(read_pattern("--allowed-host", name) for name in args.allowed_host),
         stall_timeout_s=args.stall_timeout,
         drain_timeout_s=args.drain_timeout,
         max_connections=args.max_connections,

@@ -20,6 +20,14 @@ def add_protocol(parser: argparse.ArgumentParser) -> None:
         "--port", type=whole(0, 2**16 - 1), default=8000, help="0 is one that is free"
     )
     parser.add_argument(
+        "--allowed-host",
+        action="append",
+        default=[],
+        help="name or address by which clients may call the server, repeatable; *.example.com and "
+        "* stand for many; if not given, those of loopback, what --host says, and the address that "
+        "they connect to; pages of the hosts that are given may use the server",
+    )
+    parser.add_argument(
         "--api-key",
         action="append",
         default=[],

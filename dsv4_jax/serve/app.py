@@ -256,5 +256,6 @@ def build_app(engine: AsyncEngine, settings: ServeSettings) -> Starlette:
         middleware=[Middleware(Guard, settings=settings)],
         exception_handlers={HTTPException: _show, ApiError: _show},
     )
+    app.router.redirect_slashes = False  # redirects are made of the host that a request names
     app.state.endpoints = endpoints
     return app

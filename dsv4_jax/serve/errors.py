@@ -10,6 +10,7 @@ from dsv4_jax.serving.feed import EngineClosedError, QueueFullError, RequestFail
 _OPENAI = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
@@ -19,6 +20,7 @@ _OPENAI = {
 _ANTHROPIC = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",

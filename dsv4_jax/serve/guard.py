@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dsv4_jax.serve.connection import MAX_HEAD_BYTES
 from dsv4_jax.serve.errors import ApiError
+from dsv4_jax.serve.host_names import HostNames
 from dsv4_jax.serve.record import Record
 from dsv4_jax.serve.settings import ServeSettings
 from dsv4_jax.serve.web_page import PAGE_PATHS, STATE_PATH
@@ -20,14 +21,14 @@ from dsv4_jax.serve.web_page import PAGE_PATHS, STATE_PATH
 _log = logging.getLogger(__name__)
 
 _OPEN = ("/health",)
-"""Paths that ask for no key."""
+"""Paths that cost nothing, and ask for no key."""
 
 _QUIET = ("/health", STATE_PATH)
 """Paths of which the log has nothing to say where all is well: they are asked again and again."""
 
 
 class Guard:
-    """Asks for a key, turns exceptions into answers, and writes a log line a request.
+    """Asks for a host and a key, turns exceptions into answers, and writes a log line a request.
 
     An endpoint finds its `Record` in the scope, under "record", and under "send_part" what sends
     parts of a body without a detour.
@@ -43,6 +44,7 @@ class Guard:
         self._app = app
         self._settings = settings
         self._open = _OPEN + (PAGE_PATHS if settings.has_page else ())
+        self._host_names = HostNames(settings.allowed_hosts, settings.listens_at)
         self._digests = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -67,7 +69,9 @@ class Guard:
         try:
             if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEAD_BYTES:
                 raise ApiError(431, f"headers must have at most {MAX_HEAD_BYTES} bytes")
+            self._host_names.check_host(scope)
             if scope["path"] not in self._open:
+                self._host_names.check_origin(scope)
                 record.key = self._find_key(record, scope["headers"])
             await self._app(scope, receive, send_with_id)
         except ClientDisconnect:

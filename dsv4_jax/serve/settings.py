@@ -22,6 +22,10 @@ class ServeSettings:
     Attributes:
       model_name: what requests call the model.
       api_keys: one of them is asked for; none is asked for if there are none.
+      listens_at: the name or address that it listens at, by which it may be called.
+      allowed_hosts: other names by which it may be called, besides those of loopback and the
+        address at which a connection came in; `*.example.com` and `*` stand for many. Pages of
+        these hosts, but not of `*`, may use it.
       thinks: conversations think unless a request says otherwise.
       release: a key of `EFFORTS`.
       max_body_bytes: the largest body.
@@ -41,6 +45,8 @@ class ServeSettings:
 
     model_name: str
     api_keys: tuple[str, ...] = ()
+    listens_at: str = ""
+    allowed_hosts: tuple[str, ...] = ()
     thinks: bool = True
     release: str = "first"
     max_body_bytes: int = 4 * 2**20

@@ -61,7 +61,7 @@ def request_of(number, args):
         }
     )
     head = f"content-type: application/json\r\ncontent-length: {len(body)}"
-    return f"POST /v1/completions HTTP/1.1\r\nhost: a\r\n{head}\r\n\r\n{body}".encode()
+    return f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n{head}\r\n\r\n{body}".encode()
 
 
 async def ask_health(address, times):
@@ -69,7 +69,7 @@ async def ask_health(address, times):
     while True:
         started = time.perf_counter()
         reader, writer = await asyncio.open_connection(*address)
-        writer.write(b"GET /health HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+        writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
         answer = await reader.read()
         assert b" 200 " in answer, answer
         times.append(time.perf_counter() - started)

@@ -129,10 +129,10 @@ def warm_engine(name="bytes"):
 
 
 @contextlib.contextmanager
-def running(engine, *, queue=None, **settings):
+def running(engine, *, queue=None, bound=None, **settings):
     """A server in a thread."""
     shared = AsyncEngine(engine, **(queue or {}))
-    with Server(shared, ServeSettings(**({"model_name": MODEL} | settings))) as server:
+    with Server(shared, ServeSettings(**({"model_name": MODEL} | settings)), bound) as server:
         yield server
 
 
