@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from dsv4_jax.serve.parser import RequestParser
 from dsv4_jax.serve.settings import ServeSettings
 
 MAX_HEAD_BYTES = 2**16
@@ -18,13 +21,21 @@ class Connection(HttpToolsProtocol):
     The head of a request has a size and a time. So has what a client sends while no request of its
     is being answered, such as the rest of a body that was refused. A client that does not read its
     answer is cut off too. `connection_class` sets the limits.
+
+    An offer of another protocol is passed over.
     """
 
     settings: ServeSettings
     _in_head = True
     _head_bytes = 0
+    _has_offer = False
     _patience: asyncio.TimerHandle | None = None
     _stall: asyncio.TimerHandle | None = None
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """Of one client; arguments are those of uvicorn's protocol."""
+        super().__init__(*args, **options)
+        self.parser: httptools.HttpRequestParser = RequestParser(self)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has come."""
@@ -48,9 +59,28 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """A request's head is there."""
+        if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
+            self._has_offer = True
+            return
         self._in_head = False
         self._patience = _stop(self._patience)
+        self._obey_target()
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """A request is there."""
+        if not self._has_offer:
+            super().on_message_complete()
+
+    def take_offer(self) -> bytes | None:
+        """The head that offered another protocol without the offer; None if there was none."""
+        if not self._has_offer:
+            return None
+        self._has_offer = False
+        version = self.parser.get_http_version().encode()
+        lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version]
+        lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
 
     def pause_writing(self) -> None:
         """The client does not read."""
@@ -67,6 +97,21 @@ class Connection(HttpToolsProtocol):
         """The client has gone."""
         self._patience, self._stall = _stop(self._patience), _stop(self._stall)
         super().connection_lost(exc)
+
+    def _obey_target(self) -> None:
+        """Lets a target with a host, as proxies get it, say the host (RFC 9112, 3.2.2)."""
+        if self.url.startswith(b"/"):
+            return
+        target = httptools.parse_url(self.url)
+        if target.host is None:
+            return
+        host = b"[%b]" % target.host if b":" in target.host else target.host
+        if target.port is not None:
+            host += b":%d" % target.port
+        self.headers[:] = [header for header in self.headers if header[0] != b"host"]
+        self.headers.append((b"host", host))
+        query = b"" if target.query is None else b"?" + target.query
+        self.url = (target.path or b"/") + query
 
     def _wait(self) -> None:
         if self._patience is None and not self.transport.is_closing():
