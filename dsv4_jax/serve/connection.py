@@ -8,6 +8,7 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from dsv4_jax.serve.half_closed import HalfClosed
 from dsv4_jax.serve.parser import RequestParser
 from dsv4_jax.serve.settings import ServeSettings
 
@@ -22,13 +23,15 @@ class Connection(HttpToolsProtocol):
     is being answered, such as the rest of a body that was refused. A client that does not read its
     answer is cut off too. `connection_class` sets the limits.
 
-    An offer of another protocol is passed over.
+    An offer of another protocol is passed over. A client that sends no more gets the answers to the
+    requests that it has sent whole.
     """
 
     settings: ServeSettings
     _in_head = True
     _head_bytes = 0
     _has_offer = False
+    _is_half_closed = False
     _patience: asyncio.TimerHandle | None = None
     _stall: asyncio.TimerHandle | None = None
 
@@ -81,6 +84,25 @@ class Connection(HttpToolsProtocol):
         lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version]
         lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
         return b"\r\n".join([*lines, b"", b""])
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more; whether there are answers that it may wait for."""
+        if self.cycle is None or self.cycle.response_complete:
+            return False
+        if self.cycle.more_body:
+            if not self.pipeline:
+                return False
+            self.pipeline.popleft()  # it was cut off, and those before it were not
+        elif not self.pipeline and not self.cycle.response_started:
+            self.cycle.transport = HalfClosed(self.transport, self.loop)  # type: ignore[assignment]
+        self._is_half_closed = True
+        return True
+
+    def on_response_complete(self) -> None:
+        """An answer is sent."""
+        if self._is_half_closed and not self.pipeline:
+            self.transport.close()
+        super().on_response_complete()
 
     def pause_writing(self) -> None:
         """The client does not read."""

@@ -1,19 +1,23 @@
-"""Requests that offer another protocol."""
+"""Requests that offer another protocol, and clients that close one side of a connection."""
 
 import json
 import pathlib
 import shutil
 import socket
 import subprocess
+import time
 
 import pytest
 
+from dsv4_jax.serve import half_closed
 from helpers.raw_http import close_all, connect, read_all, request_bytes
 from helpers.serve import BYTES_ALONE, MODEL, running
+from helpers.serving import until
 
 pytestmark = BYTES_ALONE
 
 SHORT = {"model": MODEL, "prompt": "a", "max_tokens": 3, "temperature": 0}
+LONG = SHORT | {"max_tokens": 1900, "ignore_eos": True}
 HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 CURL, JAVA = shutil.which("curl"), shutil.which("java")
 JAVA_CLIENT = pathlib.Path(__file__).parents[2] / "data" / "AskTwice.java"
@@ -166,3 +170,85 @@ def test_javas_client_offers_http_2(server):
     assert [line.split()[:2] for line in done.stdout.splitlines()] == [["200", "HTTP_1_1"]] * 2, (
         done.stderr
     )
+
+
+# One side closed.
+
+
+def closed_side(server, *parts):
+    opened = connect(server, *parts)
+    opened.shutdown(socket.SHUT_WR)
+    return opened
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("form", ["length", "chunked", "offer"])
+def test_who_sends_no_more_gets_the_whole_answer(server, stream, form):
+    body = SHORT | {"max_tokens": 60, "ignore_eos": True, "stream": stream}
+    request = request_bytes(body, headers=OFFERS["curl"] if form == "offer" else "")
+    if form == "chunked":
+        request = chunked(request)
+    whole = read_all(connect(server, request.replace(b"\r\n", b"\r\nconnection: close\r\n", 1)))
+    assert whole.startswith(b"HTTP/1.1 200 OK\r\n")
+    answer = read_all(closed_side(server, request))
+    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert texts_of(answer, stream) == texts_of(whole, stream)
+    assert len(texts_of(whole, stream)) > 20
+
+
+def texts_of(answer, stream):
+    _, _, body = answer.partition(b"\r\n\r\n")
+    if not stream:
+        return json.loads(body)["choices"][0]["text"]
+    assert body.rstrip().endswith(b"data: [DONE]\n\n\r\n0")
+    events = [json.loads(line[6:]) for line in body.split(b"\n") if line.startswith(b"data: {")]
+    return "".join(event["choices"][0]["text"] for event in events if event["choices"])
+
+
+def test_an_answer_that_begins_byte_by_byte_is_the_same(engine, monkeypatch):
+    """One that takes longer than all of the first bytes, of whatever status."""
+    monkeypatch.setattr(half_closed, "_FIRST_WAIT_S", 0.0005)  # 0.13 s for all
+    with running(engine, body_timeout_s=1, queue={"queue_timeout_s": 0.5}) as server:
+        answer = read_all(closed_side(server, request_bytes(LONG | {"max_tokens": 100})))
+        assert answer.startswith(b"HTTP/1.1 200 OK\r\ndate: ")
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 100
+        busy = [connect(server, request_bytes(LONG | {"stream": True})) for _ in range(8)]
+        assert all(b" 200 OK" in one.recv(100) for one in busy)
+        late = read_all(closed_side(server, request_bytes(SHORT)))
+        assert late.startswith(b"HTTP/1.1 429 Too Many Requests\r\n")
+        close_all()
+
+
+def test_requests_that_were_sent_whole_are_answered_before_the_end(server):
+    get, post, cut = HEALTH, request_bytes(SHORT), request_bytes(SHORT, length=1000)
+    for sent, expected in (
+        (post + get, 2), (get + post + post, 3), (post + b"GET /hea", 1), (post + cut, 1),
+        (post + post + cut, 2), (get, 1), (cut, 0), (b"GET /hea", 0), (b"", 0),
+    ):  # fmt: skip
+        answer = read_all(closed_side(server, sent))
+        assert answer.count(b"HTTP/1.1 200 OK\r\n") == answer.count(b"HTTP/1.1") == expected, sent
+    until(lambda: not server._uvicorn.server_state.connections, 5)
+    until(lambda: not server._uvicorn.server_state.tasks, 5)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_sends_no_more_and_then_goes_is_noticed(server, engine, stream):
+    for wait_s in (0, 0.5):
+        opened = closed_side(server, request_bytes(LONG | {"stream": stream}))
+        until(lambda: engine.metrics.running)
+        time.sleep(wait_s)
+        before = engine.metrics.generated_tokens
+        assert engine.metrics.running == 1
+        opened.close()
+        until(lambda: engine.metrics.running == 0, 5)
+        assert engine.metrics.generated_tokens - before < 1500
+    until(lambda: not server._uvicorn.server_state.connections, 5)
+
+
+def test_a_server_that_drains_answers_who_sends_no_more(engine):
+    with running(engine) as server:
+        opened = closed_side(server, request_bytes(LONG | {"max_tokens": 60}))
+        until(lambda: engine.metrics.running)
+        server.drain()
+        answer = read_all(opened)
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 60
