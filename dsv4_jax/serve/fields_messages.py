@@ -74,7 +74,16 @@ _MESSAGE_FIELDS = {
 }
 _SPOKEN = Rule(fields=_MESSAGE_FIELDS | {"content": needed(text_or(_PART))})
 _MESSAGE = one_of(
-    {"user": _SPOKEN, "assistant": Rule(fields=_MESSAGE_FIELDS), "system": _SPOKEN}, field="role"
+    {
+        "user": _SPOKEN,
+        "assistant": Rule(fields=_MESSAGE_FIELDS),
+        # One without content is there for its `output_config`.
+        "system": Rule(
+            fields=_MESSAGE_FIELDS,
+            is_left_out=lambda value: not (value.get("content") or value.get("output_config")),
+        ),
+    },
+    field="role",
 )
 
 _TOOL_FIELDS = Rule(

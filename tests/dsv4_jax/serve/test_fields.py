@@ -28,6 +28,7 @@ from dsv4_jax.serve.fields import (
     fields_of,
     kind_of,
     missing,
+    needed,
 )
 from dsv4_jax.serve.fields_messages import MESSAGES
 from dsv4_jax.serve.fields_openai import CHAT, COMPLETIONS
@@ -79,7 +80,10 @@ def _literals(hint):
 
 
 def find_undecided(kind, rule, name, seen=()):
-    """Names of fields of a type, and of what it holds, of which the rules say nothing."""
+    """Names of fields of a type, and of what it holds, of which the rules say nothing.
+
+    Fields that the rules need and the type does not are named too.
+    """
     if (kind, id(rule)) in seen:
         return
     seen = (*seen, (kind, id(rule)))
@@ -88,9 +92,19 @@ def find_undecided(kind, rule, name, seen=()):
         inner = rule.fields.get(field)
         if inner is None:
             yield where
+        elif inner.is_needed and not _needs(kind, field):
+            yield f"{where} may be absent"
         else:
             for part in parts_of(hint):
                 yield from _find_in(part, inner, where, seen)
+
+
+def _needs(kind, field):
+    hint = typing.get_type_hints(kind, include_extras=True)[field]
+    origin = typing_extensions.get_origin(hint)
+    if origin is typing_extensions.NotRequired:
+        return False
+    return kind.__total__ or origin is typing_extensions.Required
 
 
 def _find_in(part, rule, where, seen):
@@ -140,14 +154,16 @@ def test_a_field_that_is_new_is_found_at_any_depth():
         parts: list[Text | Image]
         refused: Inner
         new: str
+        extra: typing.NotRequired[str]
 
     rules = {
+        "extra": needed(ANY),
         "known": Rule(each=fields_of(known=ANY)),
         "parts": Rule(each=Rule(kinds={"text": fields_of(type=ANY)})),
         "refused": missing("no"),
     }
     found = set(find_undecided(Body, Rule(fields=rules), ""))
-    assert found == {"known[].new", "parts[](text).new", "new"}
+    assert found == {"known[].new", "parts[](text).new", "new", "extra may be absent"}
 
 
 def test_what_asks_for_nothing_is_dropped_and_what_is_left_out_is_named():
@@ -175,6 +191,17 @@ def test_an_empty_text_asks_for_nothing_that_is_missing():
     assert check_fields({"prompt": "a", "suffix": ""}, COMPLETIONS) == {"prompt": "a"}
     with pytest.raises(ApiError, match="suffix"):
         check_fields({"prompt": "a", "suffix": "b"}, COMPLETIONS)
+
+
+def test_a_message_of_the_system_may_say_nothing():
+    """Its type lets it; one that changes the effort of what comes after it is refused by that."""
+    messages = [{"role": "user", "content": "a"}, {"role": "system"}]
+    left_out = []
+    assert check_fields({"messages": messages}, MESSAGES, left_out) == {"messages": messages[:1]}
+    assert left_out == ["messages[] (system)"]
+    messages[1]["output_config"] = {"effort": "low"}
+    with pytest.raises(ApiError, match=r"messages\[1\]\.output_config"):
+        check_fields({"messages": messages}, MESSAGES)
 
 
 def test_a_bias_is_named_with_its_token():
