@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
+import errno
 import signal
 import socket
 import threading
@@ -25,19 +27,40 @@ def bind(host: str, port: int) -> socket.socket:
     """A socket at that address, which nobody can connect to before the server runs.
 
     Raises:
-      OSError: the address is taken, or not this machine's.
+      OSError: the host is unknown or not this machine's, or the port is taken or not for everyone;
+        the message names both.
     """
-    family, kind, number, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    bound = socket.socket(family, kind, number)
+    bound = None
     try:
+        family, kind, number, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, number)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-    except OSError:
-        bound.close()
-        raise
+    except (OSError, UnicodeError) as error:  # a label that is too long is no Unicode for Python
+        if bound is not None:
+            bound.close()
+        raise _name_address(error, host, port) from None
     return bound
+
+
+def _name_address(error: OSError | UnicodeError, host: str, port: int) -> OSError:
+    """An error that says where the server cannot listen, and what to do."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number == errno.EADDRINUSE:
+        way_out = "another program has this port: choose another --port, or 0 for one that is free"
+    elif number in (errno.EACCES, errno.EPERM):
+        way_out = "low ports are for privileged users: choose another --port, such as 8000"
+    else:
+        way_out = (
+            "--host must be an address of this machine or a name of one, such as 127.0.0.1, or "
+            "0.0.0.0 for every interface"
+        )
+    why = error.strerror if isinstance(error, OSError) else str(error)
+    message = f"cannot listen at --host {host!r}, --port {port}: {why}; {way_out}"
+    is_named = number is not None and not isinstance(error, socket.gaierror)
+    return OSError(number, message) if is_named else OSError(message)
 
 
 class Server:
@@ -90,25 +113,44 @@ class Server:
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def run(self) -> None:
-        """Serves until a signal says otherwise; the first one drains, a second one cuts short."""
-        asyncio.run(self._serve(), loop_factory=self._uvicorn.config.get_loop_factory())
+        """Serves until a signal says otherwise; the first one drains, a second one cuts short.
+
+        Raises:
+          OSError: another program has listened at the address since `bind`.
+        """
+        self._run(None)
 
     def drain(self) -> None:
         """Takes no more, lets what runs end for a time, then ends; from any thread."""
+        self._uvicorn.should_exit = True  # there may be no event loop yet
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._drain)
+            with contextlib.suppress(RuntimeError):  # it has ended
+                self._loop.call_soon_threadsafe(self._drain)
 
     def __enter__(self) -> Self:
-        """Serves in a thread."""
-        ready = threading.Event()
-        self._thread = threading.Thread(
-            target=lambda: asyncio.run(
-                self._serve(ready), loop_factory=self._uvicorn.config.get_loop_factory()
-            ),
-            name="dsv4-jax-server",
-        )
+        """Serves in a thread, from the time when this returns.
+
+        Raises:
+          OSError: another program has listened at the address since `bind`.
+          Exception: what else kept the thread from serving; the engine is closed.
+        """
+        ready: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+        def serve() -> None:
+            try:
+                self._run(ready)
+            except BaseException as error:
+                if ready.done():
+                    raise
+                ready.set_exception(error)
+
+        self._thread = threading.Thread(target=serve, name="dsv4-jax-server")
         self._thread.start()
-        ready.wait()
+        try:
+            ready.result()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -117,7 +159,22 @@ class Server:
         self.drain()
         self._thread.join()
 
-    async def _serve(self, ready: threading.Event | None = None) -> None:
+    def _run(self, ready: concurrent.futures.Future[None] | None) -> None:
+        try:
+            config = self._uvicorn.config
+            try:
+                self._socket.listen(config.backlog)
+            except OSError as error:
+                raise _name_address(error, *self.address) from None
+            with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+                runner.get_loop()
+                runner.run(self._serve(ready))
+        finally:
+            self._socket.close()
+            self._engine.close()
+            self.endpoints.close()
+
+    async def _serve(self, ready: concurrent.futures.Future[None] | None) -> None:
         self._loop = asyncio.get_running_loop()
         if ready is None:
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -126,14 +183,13 @@ class Server:
         try:
             while not self._uvicorn.started and not serving.done():
                 await asyncio.sleep(0.005)
-            if ready is not None:
-                ready.set()
+            if ready is not None and not serving.done():
+                ready.set_result(None)
             await serving
+            if ready is not None and not ready.done():
+                ready.set_result(None)  # it was drained before it could begin
         finally:
-            if ready is not None:
-                ready.set()
             await self._engine.aclose()
-            self.endpoints.close()
 
     def _drain(self) -> None:
         """In the event loop: stops accepting; what still runs when the time is over is ended."""
