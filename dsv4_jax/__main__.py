@@ -2,14 +2,13 @@
 
 import sys
 
+from dsv4_jax.signals import end_at_once
+
 
 def main() -> int:
     """Runs `dsv4_jax.cli.main`; its import takes seconds, in which Ctrl-C may come as well."""
-    try:
+    with end_at_once("dsv4-jax"):
         from dsv4_jax import cli
-    except KeyboardInterrupt:
-        print("dsv4-jax: interrupted", file=sys.stderr)
-        return 130
     return cli.main()
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import jax
 
 from dsv4_jax.cli.arguments import UsageError
+from dsv4_jax.signals import keep_interrupts
 
 INTERRUPTED = 130
 """128 and the number of SIGINT, as a shell says it."""
@@ -32,7 +33,8 @@ def run_to_status(name: str, run: Callable[[], int]) -> int:
     """
     _show_any_text()
     try:
-        status = run()
+        with keep_interrupts():
+            status = run()
         sys.stdout.flush()
         return status
     except BrokenPipeError:

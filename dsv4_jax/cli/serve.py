@@ -18,6 +18,7 @@ from dsv4_jax.cli.engine_options import build_engine, find_model
 from dsv4_jax.cli.serve_options import API_KEY, add_engine, add_limits, add_protocol
 from dsv4_jax.serving.async_engine import AsyncEngine
 from dsv4_jax.serving.engine import Engine
+from dsv4_jax.signals import end_at_once
 
 if TYPE_CHECKING:
     from dsv4_jax.serve import ServeSettings
@@ -33,6 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Loads, compiles, and serves until a signal says otherwise."""
+    with end_at_once("dsv4-jax serve"):  # up to where the server sets handlers of its own
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     with needs_serve_extra():
         from dsv4_jax.serve import Server
         from dsv4_jax.serve.host_names import read_pattern

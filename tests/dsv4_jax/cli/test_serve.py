@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 
 import httpx
 import openai
@@ -40,7 +42,46 @@ def test_bad_options_are_named(capsys, arguments, told):
 def test_a_port_that_is_taken_is_said_before_anything_is_loaded(capsys):
     with bind("127.0.0.1", 0) as taken:
         taken.listen()
-        assert "in use" in message_of(capsys, "--port", str(taken.getsockname()[1]))
+        port = str(taken.getsockname()[1])
+        assert message_of(capsys, "--port", port).endswith(
+            f"cannot listen at --host '127.0.0.1', --port {port}: Address already in use; another "
+            "program has this port: choose another --port, or 0 for one that is free"
+        )
+
+
+@pytest.mark.parametrize(
+    ("host", "why"),
+    [
+        ("nowhere.invalid", "(Name or service not known|Temporary failure in name resolution)"),
+        ("192.0.2.1", "Cannot assign requested address"),
+        ("a..b", ".*label empty or too long.*"),
+        ("x" * 70, ".*label.* too long.*"),
+        ("", "(Name or service not known|Temporary failure in name resolution)"),
+        ("[::1]", "(Name or service not known|Temporary failure in name resolution)"),
+        ("localhost:80", "(Name or service not known|Temporary failure in name resolution)"),
+    ],
+)
+def test_a_host_that_is_not_this_machine_is_named(capsys, host, why):
+    said = message_of(capsys, "--host", host, "--port", "0")
+    start = re.escape(f"cannot listen at --host {host!r}, --port 0: ")
+    assert re.search(rf"{start}{why}; --host must be an address of this machine or a name", said)
+
+
+def test_a_port_of_privileged_users_is_named(capsys, monkeypatch):
+    """Where root runs the tests, it may have them: so the kernel's answer stands in."""
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(socket.socket, "bind", refuse)
+    said = message_of(capsys, "--port", "80")
+    assert "--host '127.0.0.1', --port 80: Permission denied; low ports are for privileged" in said
+
+
+def test_a_name_that_is_none_is_refused_before_anything_is_loaded(capsys):
+    said = message_of(capsys, "--allowed-host", "a.lan", "--allowed-host", "http://b.lan:80")
+    assert "--allowed-host must be a name or an address without a port" in said
+    assert said.endswith("got 'http://b.lan:80'")
 
 
 def test_without_its_libraries_the_server_says_what_to_install(capsys, monkeypatch):
@@ -108,3 +149,57 @@ def test_the_shipped_checkpoint_is_served_and_a_signal_under_load_ends_it(number
     lines = [json.loads(line) for line in said if line.startswith("{")]
     assert [line["status"] for line in lines][:2] == [200, 400]
     assert "Traceback" not in "".join(said)
+
+
+STARTS = """
+import gc, os, signal, sys
+from dsv4_jax import __main__, cli
+from dsv4_jax.cli import serve
+
+def interrupt(args):
+    def callback(phase, info):
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000):
+            pass
+    gc.callbacks.append(callback)
+    gc.collect()
+    gc.callbacks.remove(callback)
+    print("went on", file=sys.stderr)
+    sys.exit(0)
+
+serve.build = interrupt
+sys.exit(cli.main(["serve", "--port", "0"]))
+"""
+
+
+def test_an_interrupt_in_a_callback_of_the_collector_ends_a_start():
+    done = subprocess.run(
+        [sys.executable, "-c", STARTS], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (130, "dsv4-jax serve: interrupted\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_at_any_moment_of_a_start_ends_it(number):
+    """From the first imports to when it serves, each half as late again as the one before."""
+    small = ["--max-requests", "1", "--max-context-tokens", "64", "--prefill-tokens", "16"]
+    command = [sys.executable, "-m", "dsv4_jax", "serve", "--port", "0", *small, "--no-grammars"]
+    delay_s, was_ready = 0.3, False
+    while not was_ready:
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+            time.sleep(delay_s)
+            assert process.poll() is None
+            process.send_signal(number)
+            sent_s = time.perf_counter()
+            _, said = process.communicate(timeout=30)
+        assert time.perf_counter() - sent_s < 3, (delay_s, said)
+        was_ready = " answers at " in said and process.returncode == 0
+        # Python itself ends by the signal before the package is there.
+        early = (-number,) if delay_s < 1 else ()
+        assert process.returncode in (*((0,) if was_ready else ()), 128 + number, *early), said
+        if process.returncode == 128 + number:
+            word = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}[number]
+            assert said.splitlines()[-1] in (f"dsv4-jax: {word}", f"dsv4-jax serve: {word}")
+        assert "Traceback" not in said or process.returncode == -number, said
+        delay_s *= 1.5
