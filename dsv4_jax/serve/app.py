@@ -32,6 +32,7 @@ from dsv4_jax.serve.settings import ServeSettings
 from dsv4_jax.serve.web_page import STATE_PATH, page_routes
 from dsv4_jax.serving.async_engine import AsyncEngine, AsyncStream
 from dsv4_jax.serving.prometheus import MetricsCollector
+from dsv4_jax.serving.text import encode_text
 
 _LONG_BODY = 2**15
 """Bytes."""
@@ -109,7 +110,7 @@ class Endpoints:
             if not isinstance(prompt, str):
                 refuse("prompt", "must be a text")
             has_special = read_flag({"add_special_tokens": True} | body, "add_special_tokens")
-            ids = self._need_tokenizer().encode(prompt, add_special_tokens=has_special).ids
+            ids = encode_text(self._need_tokenizer(), prompt, add_special_tokens=has_special)
             limit = self._intake.max_context_tokens
             return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": limit})
 

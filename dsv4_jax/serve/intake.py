@@ -19,6 +19,7 @@ from dsv4_jax.serve.fields import check_fields
 from dsv4_jax.serve.fields_openai import COMPLETIONS as COMPLETION_FIELDS
 from dsv4_jax.serve.settings import ServeSettings
 from dsv4_jax.serving.async_engine import AsyncEngine, AsyncStream
+from dsv4_jax.serving.text import encode_text
 from dsv4_jax.step.sampling import SamplingParams
 
 COMPLETIONS = "/v1/completions"
@@ -141,7 +142,7 @@ class Intake:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 return prompt, sampling
-            prompt = self.tokenizer.encode(prompt).ids
+            prompt = encode_text(self.tokenizer, prompt)
         room = self.max_context_tokens - len(prompt)
         if room < 1:
             raise ContextLengthError(len(prompt), self.max_context_tokens, "prompt")

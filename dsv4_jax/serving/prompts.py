@@ -12,6 +12,7 @@ from dsv4_jax import checks
 from dsv4_jax.allocator.pool_plan import PoolPlan
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.serving.grammars import Grammars
+from dsv4_jax.serving.text import encode_text
 from dsv4_jax.step.sampling import SamplingFields, SamplingParams, sampling_of_rows
 
 MAX_PROMPTS = 2**16
@@ -141,7 +142,7 @@ def _encode_text(prompt: str, tokenizer: Tokenizer | None, name: str) -> list[in
             "pass token ids, or a checkpoint with a tokenizer.json"
         )
     try:
-        return tokenizer.encode(prompt).ids
+        return encode_text(tokenizer, prompt)
     except Exception as error:  # the library raises bare ones
         raise ValueError(
             f"{name} must be a text that the tokenizer can encode, got {checks.shown(prompt)}: "

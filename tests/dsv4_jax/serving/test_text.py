@@ -1,5 +1,8 @@
 """Text of a stream: whole characters, nothing doubled or lost, and no part of a stop text."""
 
+import threading
+import time
+
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -14,7 +17,7 @@ from dsv4_jax.serving.metrics import Metrics
 from dsv4_jax.serving.request import Request
 from dsv4_jax.serving.runner import StepResult
 from dsv4_jax.serving.running import Running
-from dsv4_jax.serving.text import TextState, find_stop, hold_back, load_tokenizer
+from dsv4_jax.serving.text import TextState, encode_text, find_stop, hold_back, load_tokenizer
 from dsv4_jax.serving.token_texts import TokenTexts
 from helpers.released_tokenizer import released_tokenizer
 
@@ -287,3 +290,21 @@ def test_a_token_without_text_is_held_nowhere():
         state, text = state.add(token, BYTES)
         alone, expected = alone.add(token, BYTES)
         assert text == expected
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("tokenizer", [SHIPPED, RELEASED], ids=["bytes", "released"])
+def test_a_text_is_encoded_as_the_tokenizer_does(tokenizer, special):
+    for text in ("", "a", "The 😀\n\n  end <｜User｜>", "é世" * 50):
+        wanted = tokenizer.encode(text, add_special_tokens=special).ids
+        assert encode_text(tokenizer, text, add_special_tokens=special) == wanted
+
+
+def test_other_threads_go_on_while_a_long_text_is_encoded():
+    """A server answers /health meanwhile."""
+    text, times = "some words of a long prompt " * 10_000, [time.perf_counter()]
+    thread = threading.Thread(target=encode_text, args=(RELEASED, text))
+    thread.start()
+    while thread.is_alive():
+        times.append(time.perf_counter())
+    assert max(np.diff(times)) < 0.5 * (times[-1] - times[0])
