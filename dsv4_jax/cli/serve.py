@@ -18,6 +18,7 @@ from dsv4_jax.cli.engine_options import build_engine, find_model
 from dsv4_jax.cli.serve_options import API_KEY, add_engine, add_limits, add_protocol
 from dsv4_jax.serving.async_engine import AsyncEngine
 from dsv4_jax.serving.engine import Engine
+from dsv4_jax.serving.grammar_trials import GrammarBounds
 from dsv4_jax.signals import end_at_once
 
 if TYPE_CHECKING:
@@ -97,6 +98,11 @@ def answer_settings(args: argparse.Namespace) -> ServeSettings:
         max_body_bytes=args.max_body_bytes,
         max_choices=args.max_choices,
         max_tools=args.max_tools,
+        grammar_bounds=GrammarBounds(
+            seconds=args.grammar_seconds,
+            memory_bytes=args.grammar_memory_bytes,
+            at_once=args.grammars_at_once,
+        ),
     )
 
 

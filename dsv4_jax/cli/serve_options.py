@@ -6,6 +6,7 @@ import argparse
 
 from dsv4_jax.cli.arguments import add_loading, add_mesh, add_seconds, real, whole, wholes
 from dsv4_jax.cli.engine_options import add_engine_options
+from dsv4_jax.serving.grammar_trials import GrammarBounds
 
 API_KEY = "DSV4_JAX_API_KEY"
 """Where the key is looked for if no option gives one."""
@@ -95,6 +96,26 @@ def add_request_limits(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-tools", type=whole(1, 2**16), default=1024, help="most tools of a conversation"
+    )
+    bounds = GrammarBounds()
+    add_seconds(
+        parser,
+        "--grammar-seconds",
+        bounds.seconds,
+        "of a processor for reading the form of an answer, and as many for compiling it",
+        least=0.01,
+    )
+    parser.add_argument(
+        "--grammar-memory-bytes",
+        type=whole(2**20, 2**40),
+        default=bounds.memory_bytes,
+        help="most memory for compiling the form of an answer",
+    )
+    parser.add_argument(
+        "--grammars-at-once",
+        type=whole(1, 64),
+        default=bounds.at_once,
+        help="forms of answers that are compiled at the same time, by a process each",
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dsv4_jax.schemas.keywords import SAYS_NOTHING
+from dsv4_jax.schemas.time_limit import check_time
 
 MAX_DEPTH = 64
 _MAX_HOPS = 32
@@ -35,6 +36,7 @@ class Schema(NamedTuple):
 
     def part(self, part: Mapping[str, Any]) -> dict[str, Any]:
         """A part as a schema by itself, with all that it refers to."""
+        check_time()
         needed: dict[str, Any] = {}
         unread: list[Any] = [part]
         while unread:
@@ -65,6 +67,7 @@ def merge_objects(
       find: what a reference is to, or None.
       seen: references that were followed so far.
     """
+    check_time()
     parts, seen = schema["allOf"], [] if seen is None else seen
     others = {name: value for name, value in schema.items() if name != "allOf"}
     if not isinstance(parts, list) or not parts or not all(isinstance(one, dict) for one in parts):
@@ -133,6 +136,7 @@ def are_apart(options: Sequence[Any], shared: Mapping[str, Any]) -> bool:
 
 
 def _apart(one: Any, other: Any, shared: Mapping[str, Any]) -> bool:
+    check_time()
     one, other = (_followed(part, shared) for part in (one, other))
     if one is False or other is False:
         return True
@@ -216,6 +220,7 @@ def without_endless(root: Any, shared: dict[str, Any]) -> tuple[Any, dict[str, A
 
 def _ends(part: Any, ending: set[str]) -> bool:
     """A finite value may be of a schema. One that contradicts itself otherwise counts as such."""
+    check_time()
     if part is False or "enum" in part:
         return True
     if "$ref" in part and part["$ref"].rpartition("/")[2] not in ending:

@@ -26,10 +26,12 @@ from dsv4_jax.schemas.combine import (
 )
 from dsv4_jax.schemas.keywords import REFUSED, SAYS_NOTHING, TYPES, WAYS_OUT
 from dsv4_jax.schemas.text_formats import FORMATS
+from dsv4_jax.schemas.time_limit import check_time
 from dsv4_jax.schemas.values import (
     MAX_DIGITS,
     MAX_EXACT,
     SchemaError,
+    check_multiple,
     check_text,
     check_value,
     expression,
@@ -70,6 +72,7 @@ def read_schema(
 
     Raises:
       SchemaError: it is no schema, or says what cannot be held, or nothing fulfils it.
+      TooLongError: it took longer than `reading_within` lets it.
     """
     if depth_of(schema) > MAX_DEPTH:
         raise SchemaError(f"a schema must be nested at most {MAX_DEPTH} deep")
@@ -112,6 +115,7 @@ class _Reader:
 
     def _read(self, schema: Any, place: str, *, closes: bool = True) -> Any:
         """A schema in its one form; False for one that nothing fulfils."""
+        check_time()
         if isinstance(schema, bool):
             return {} if schema else False
         if not isinstance(schema, dict):
@@ -218,8 +222,8 @@ class _Reader:
             refuse(where, f"must be a number from -2^53 to 2^53, got {checks.shown(value)}")
         if is_rounded(value):
             refuse(where, f"must have at most {MAX_DIGITS} digits, got {value!r}")
-        if name == "multipleOf" and value <= 0:
-            refuse(where, f"must be above 0, got {value}")
+        if name == "multipleOf":
+            check_multiple(value, where)
         exclusive = f"exclusive{name.capitalize()}"
         made[exclusive if schema.get(exclusive) is True else name] = value
 

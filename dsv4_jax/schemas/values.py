@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import decimal
 import functools
 import json
 import re
 from typing import Any, NoReturn
 
 from dsv4_jax import checks
+from dsv4_jax.schemas.time_limit import check_time
 
 MAX_EXACT = 2**53
 MAX_DIGITS = 15
+MAX_MULTIPLE = 100_000
+"""Of `multipleOf`: a grammar has a state for each remainder, of microseconds and 200 bytes."""
 
 
 class SchemaError(ValueError):
@@ -35,6 +39,15 @@ def is_rounded(value: Any) -> bool:
         return False
     digits = re.sub(r"e.*|[^0-9]", "", repr(value)).strip("0")
     return abs(value) > MAX_EXACT or (isinstance(value, float) and len(digits) > MAX_DIGITS)
+
+
+def check_multiple(value: int | float, where: str) -> None:
+    """Refuses a `multipleOf` with too many remainders, in units of its last digit."""
+    number = decimal.Decimal(repr(value))
+    units = number.scaleb(max(0, -int(number.normalize().as_tuple().exponent)))
+    if not 0 < units <= MAX_MULTIPLE:
+        refuse(where, f"must be above 0 and at most {MAX_MULTIPLE} units of its last digit, "
+                      f"got {value}; use a greater unit, such as hours for seconds")  # fmt: skip
 
 
 def check_value(value: Any, where: str) -> None:
@@ -64,6 +77,7 @@ def expression(value: Any, where: str) -> str:
     """A regular expression that llguidance reads; the error has its place."""
     if not isinstance(value, str):
         refuse(where, "must be a text")
+    check_time()
     if told := _obstacle(value):
         told = " ".join(told.split())[:200]
         refuse(where, f"must be a regular expression that can be held, got "

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
+import itertools
 import json
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -26,16 +26,24 @@ from dsv4_jax.serve.errors import ApiError, as_api_error, refuse
 from dsv4_jax.serve.fields import Rule, check_fields, read_flag
 from dsv4_jax.serve.fields_openai import DETOKENIZE, TOKENIZE
 from dsv4_jax.serve.guard import Guard
-from dsv4_jax.serve.intake import PATHS, Intake
+from dsv4_jax.serve.intake import PATHS, Asked, Intake
 from dsv4_jax.serve.record import Record
 from dsv4_jax.serve.settings import ServeSettings
+from dsv4_jax.serve.threads import Threads, while_there
 from dsv4_jax.serve.web_page import STATE_PATH, page_routes
 from dsv4_jax.serving.async_engine import AsyncEngine, AsyncStream
 from dsv4_jax.serving.prometheus import MetricsCollector
 from dsv4_jax.serving.text import encode_text
 
-_LONG_BODY = 2**15
-"""Bytes."""
+_LONG_BODY = 2**12
+"""Bytes; a text of more takes milliseconds to be tokenised."""
+
+_FORMS = frozenset({"tools", "response_format", "text", "output_config"})
+"""Fields that may give the answer a form, which is read for milliseconds and more."""
+
+_NUM_READERS = 4
+_MAX_FORMS = 64
+"""Requests whose forms wait to be compiled."""
 
 _STATE_S = 0.1
 """Seconds for which a state of the engine is shown, however many look at it."""
@@ -64,28 +72,48 @@ class Endpoints:
         self._created = int(time.time())
         self._registry = prometheus_client.CollectorRegistry()
         self._registry.register(MetricsCollector(engine.metrics))
-        self._threads = concurrent.futures.ThreadPoolExecutor(2, "dsv4-jax-bodies")
+        self._readers = Threads("bodies", _NUM_READERS)
+        self._compilers = Threads(
+            "forms of answers", settings.grammar_bounds.at_once, max_waiting=_MAX_FORMS
+        )
 
     def close(self) -> None:
-        """Ends its threads."""
-        self._threads.shutdown()
+        """Ends its threads and processes."""
+        self._readers.close()
+        self._compilers.close()
+        self._intake.close()
 
     def draw(self, path: str) -> Callable[[Request], Awaitable[Any]]:
         """`POST` to one of `PATHS`."""
 
         async def answer(request: Request) -> Answer:
-            def start(raw: bytes, record: Record) -> tuple[list[AsyncStream], Renderer]:
-                body = self._parse(raw, record)
-                with _noting(record) as left_out:
-                    return self._intake.start(path, body, key=record.key, left_out=left_out)
-
             if self.is_draining:
                 raise ApiError(503, "the server is shutting down")
-            streams, renderer = await self._read_and(request, start)
-            record = request.scope["record"]
+            raw, record = await self._read(request), request.scope["record"]
+            streams, renderer = await while_there(request, self._start(path, raw, record))
             return Answer(streams, renderer, record, pulse_s=self.settings.pulse_s)
 
         return answer
+
+    async def _start(
+        self, path: str, raw: bytes, record: Record
+    ) -> tuple[list[AsyncStream], Renderer]:
+        """Submits what a body asks for; what may take long is done off the event loop."""
+
+        def read(body: dict[str, Any] | None = None) -> Asked:
+            body = self._parse(raw, record) if body is None else body
+            with _noting(record) as left_out:
+                return self._intake.read(path, body, left_out)
+
+        if len(raw) > _LONG_BODY:
+            asked = await self._readers.run(read)
+        else:
+            body = self._parse(raw, record)
+            has_form = not _FORMS.isdisjoint(body)
+            asked = await self._readers.run(read, body) if has_form else read(body)
+        if asked.grammars:
+            await self._compilers.run(self._intake.compile, asked)
+        return self._intake.submit(asked, key=record.key), asked.renderer
 
     async def count_tokens(self, request: Request) -> Response:
         """`POST /v1/messages/count_tokens`."""
@@ -112,7 +140,10 @@ class Endpoints:
             has_special = read_flag({"add_special_tokens": True} | body, "add_special_tokens")
             ids = encode_text(self._need_tokenizer(), prompt, add_special_tokens=has_special)
             limit = self._intake.max_context_tokens
-            return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": limit})
+            told = json.dumps({"count": len(ids), "max_model_len": limit})
+            return Response(
+                f'{{"tokens": [{_in_parts(ids)}], {told[1:]}', media_type="application/json"
+            )
 
         return await self._read_and(request, encode)
 
@@ -126,7 +157,7 @@ class Endpoints:
                 type(token) is int and 0 <= token < size for token in tokens
             ):
                 refuse("tokens", f"must be a list of token ids from 0 to {size - 1}")
-            text = self._need_tokenizer().decode(tokens, skip_special_tokens=False)
+            (text,) = self._need_tokenizer().decode_batch([tokens], skip_special_tokens=False)
             return JSONResponse({"prompt": text})
 
         return await self._read_and(request, decode)
@@ -186,8 +217,7 @@ class Endpoints:
         raw, record = await self._read(request), request.scope["record"]
         if len(raw) <= _LONG_BODY:
             return call(raw, record)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, call, raw, record)
+        return await self._readers.run(call, raw, record)
 
     def _need_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
@@ -213,6 +243,12 @@ class Endpoints:
         given = check_fields(body, rules)
         self._intake.check_model(given.get("model", self.settings.model_name))
         return given
+
+
+def _in_parts(ids: list[int]) -> str:
+    """Ids as JSON, with commas between; of all at once other threads would have to wait."""
+    size = 2**12
+    return ", ".join(json.dumps(part)[1:-1] for part in itertools.batched(ids, size))
 
 
 @contextlib.contextmanager

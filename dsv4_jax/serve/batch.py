@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import pathlib
 import secrets
 from collections.abc import Callable, Iterator
@@ -75,10 +76,11 @@ class Batch:
         lines = (line for line in self._requests.lines() if name_of(line) not in self._done)
         most = num_workers * self._settings.max_choices
         try:
-            async with AsyncEngine(engine, max_waiting=most) as shared, asyncio.TaskGroup() as all_:
-                intake = Intake(shared, self._settings)
-                for _ in range(num_workers):
-                    all_.create_task(self._work(intake, lines, on_answer))
+            async with AsyncEngine(engine, max_waiting=most) as shared:
+                with contextlib.closing(Intake(shared, self._settings)) as intake:
+                    async with asyncio.TaskGroup() as all_:
+                        for _ in range(num_workers):
+                            all_.create_task(self._work(intake, lines, on_answer))
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import deepseek_recipe as recipe
 
+from dsv4_jax.schemas.time_limit import TooLongError, reading_within
 from dsv4_jax.serve.completions import read_stream
 from dsv4_jax.serve.constraints import Wanted, grammar_of
 from dsv4_jax.serve.dialects import (
@@ -240,7 +241,11 @@ class Conversations:
     ) -> Grammar | None:
         """The grammar of an answer, from its beginning."""
         places: list[str] = []
-        grammar = grammar_of(form, self._added_tokens, places)
+        try:
+            with reading_within(self._settings.grammar_bounds.seconds):
+                grammar = grammar_of(form, self._added_tokens, places)
+        except TooLongError as error:
+            refuse(form.field, f"cannot be held: {error}")
         left_out += [f"{form.field} {place}" for place in places[:_MAX_PLACES]]
         if grammar is not None and turns.continues_text:
             told = "must not be continued where the answer's form is given; leave out one of them"

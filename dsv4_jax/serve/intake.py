@@ -6,8 +6,10 @@ import dataclasses
 import hashlib
 import json
 import secrets
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from dsv4_jax.serve.answer import Renderer
 from dsv4_jax.serve.completions import CompletionRenderer, read_completion
@@ -19,7 +21,8 @@ from dsv4_jax.serve.fields import check_fields
 from dsv4_jax.serve.fields_openai import COMPLETIONS as COMPLETION_FIELDS
 from dsv4_jax.serve.settings import ServeSettings
 from dsv4_jax.serving.async_engine import AsyncEngine, AsyncStream
-from dsv4_jax.serving.text import encode_text
+from dsv4_jax.serving.prompts import encode_prompt
+from dsv4_jax.step.grammar import Grammar
 from dsv4_jax.step.sampling import SamplingParams
 
 COMPLETIONS = "/v1/completions"
@@ -32,6 +35,30 @@ DIALECTS = {
 
 PATHS = (COMPLETIONS, *DIALECTS)
 """Where text is drawn."""
+
+
+type Prompt = tuple[np.ndarray, SamplingParams]
+
+
+class Asked(NamedTuple):
+    """What a body asks for.
+
+    Attributes:
+      prompts: token ids of each, i32[n], and how its answers are drawn.
+      n: answers to each.
+      renderer: what makes the protocol's answer of their tokens.
+      form_field: asks for the form of the answers; errors of their grammar name it.
+    """
+
+    prompts: list[Prompt]
+    n: int
+    renderer: Renderer
+    form_field: str = ""
+
+    @property
+    def grammars(self) -> list[Grammar]:
+        """Those of the answers."""
+        return [sampling.grammar for _, sampling in self.prompts if sampling.grammar is not None]
 
 
 class Intake:
@@ -60,6 +87,8 @@ class Intake:
             self.max_context_tokens,
         )
         self._salt = secrets.token_bytes(16)
+        self._grammars = engine.engine._grammars
+        self._trials = self._grammars.trials(settings.grammar_bounds)
 
     def start(
         self,
@@ -69,26 +98,32 @@ class Intake:
         key: int = -1,
         left_out: list[str] | None = None,
     ) -> tuple[list[AsyncStream], Renderer]:
-        """Submits what a body asks for.
+        """Submits what a body asks for: `read`, `compile` and `submit`; errors are theirs.
+
+        Returns:
+          Streams of the answers, and what makes the protocol's answer of their tokens.
+        """
+        asked = self.read(path, body, left_out)
+        self.compile(asked)
+        return self.submit(asked, key=key), asked.renderer
+
+    def read(self, path: str, body: Mapping[str, Any], left_out: list[str] | None = None) -> Asked:
+        """What a body asks for.
 
         Args:
           path: one of `PATHS`.
           body: not checked.
-          key: prefixes are shared among requests of one key only; -1 is none.
           left_out: is added the names of what the model is asked without.
 
-        Returns:
-          Streams of the answers, and what makes the protocol's answer of their tokens.
-
         Raises:
-          ApiError: the body cannot be served, and why; nothing was submitted.
+          ApiError: the body cannot be served, and why.
         """
         if path == COMPLETIONS:
             given = check_fields(body, COMPLETION_FIELDS, left_out)
             self.check_model(given.get("model", self.settings.model_name))
             text = read_completion(given, max_choices=self.settings.max_choices)
             renderer = CompletionRenderer(text, self.settings.model_name, self.tokenizer)
-            return self._submit(text.prompts, text.n, text.sampling, key), renderer
+            return Asked([self._fit(one, text.sampling) for one in text.prompts], text.n, renderer)
         dialect = DIALECTS[path]
         self.check_model(body.get("model"))
         asked = self.conversations.read(body, dialect, left_out)
@@ -96,8 +131,52 @@ class Intake:
         renderer = ConversationRenderer(
             asked, dialect, self.settings.model_name, self.conversations.tokenizer
         )
-        prompts, form = [asked.prompt_ids], asked.form_field
-        return self._submit(prompts, asked.n, asked.sampling, key, form), renderer
+        prompts = [self._fit(asked.prompt_ids, asked.sampling)]
+        return Asked(prompts, asked.n, renderer, asked.form_field)
+
+    def compile(self, asked: Asked) -> None:
+        """Compiles the grammars of the answers, so that `submit` waits for nothing.
+
+        Raises:
+          ApiError: one is none, or takes more than the settings allow.
+        """
+        for grammar in asked.grammars:
+            try:
+                self._grammars.check(grammar, self._trials)
+            except ValueError as error:
+                raise refusal_of(str(error), asked.form_field) from None
+
+    def submit(self, asked: Asked, *, key: int = -1) -> list[AsyncStream]:
+        """Submits all requests of a body, or none.
+
+        Args:
+          asked: what `read` gave; its grammars have been compiled.
+          key: prefixes are shared among requests of one key only; -1 is none.
+
+        Raises:
+          ApiError: the engine does not take them, and why.
+        """
+        salt = hashlib.sha256(self._salt + f"{key}".encode()).hexdigest() if key >= 0 else ""
+        streams: list[AsyncStream] = []
+        try:
+            for prompt, sampling in asked.prompts:
+                streams += self.engine.submit_many(
+                    prompt,  # type: ignore[arg-type]
+                    asked.n,
+                    sampling=sampling,
+                    salt=salt,
+                )
+        except Exception as error:
+            for stream in streams:
+                stream.cancel()
+            if isinstance(error, ValueError):
+                raise refusal_of(str(error), asked.form_field) from None
+            raise as_api_error(error) from error
+        return streams
+
+    def close(self) -> None:
+        """Ends the processes in which grammars are tried."""
+        self._trials.close()
 
     def check_model(self, name: object) -> None:
         """Refuses other models than the one that is here, with an `ApiError`."""
@@ -112,43 +191,19 @@ class Intake:
                 code="model_not_found",
             )
 
-    def _submit(
-        self,
-        prompts: Sequence[str | list[int]],
-        n: int,
-        sampling: SamplingParams,
-        key: int,
-        form_field: str = "",
-    ) -> list[AsyncStream]:
-        """Submits n requests for each prompt, or none; a field asks for the answer's form."""
-        salt = hashlib.sha256(self._salt + f"{key}".encode()).hexdigest() if key >= 0 else ""
-        streams: list[AsyncStream] = []
-        try:
-            for prompt in prompts:
-                ids, fitting = self._fit(prompt, sampling)
-                streams += self.engine.submit_many(ids, n, sampling=fitting, salt=salt)
-        except Exception as error:
-            for stream in streams:
-                stream.cancel()
-            if isinstance(error, ValueError):
-                raise refusal_of(str(error), form_field) from None
-            raise as_api_error(error) from error
-        return streams
-
-    def _fit(
-        self, prompt: str | list[int], sampling: SamplingParams
-    ) -> tuple[str | list[int], SamplingParams]:
+    def _fit(self, prompt: str | list[int], sampling: SamplingParams) -> Prompt:
         """A prompt's token ids, and settings by which it draws what the context leaves at most."""
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                return prompt, sampling
-            prompt = encode_text(self.tokenizer, prompt)
-        room = self.max_context_tokens - len(prompt)
+        engine = self.engine.engine
+        try:
+            ids = encode_prompt(prompt, engine.config, self.tokenizer, name="prompt")
+        except ValueError as error:
+            raise refusal_of(str(error), "") from None
+        room = self.max_context_tokens - len(ids)
         if room < 1:
-            raise ContextLengthError(len(prompt), self.max_context_tokens, "prompt")
+            raise ContextLengthError(len(ids), self.max_context_tokens, "prompt")
         if sampling.max_new_tokens <= room:
-            return prompt, sampling
-        return prompt, dataclasses.replace(sampling, max_new_tokens=room)
+            return ids, sampling
+        return ids, dataclasses.replace(sampling, max_new_tokens=room)
 
 
 def refusal_of(told: str, form_field: str) -> ApiError:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from dsv4_jax.serving.grammar_trials import GrammarBounds
+
 EFFORTS = {
     "first": {"low": "low", "high": "low", "xhigh": "high", "max": "high"},
     "later": {"low": "low", "high": "high", "xhigh": "xhigh", "max": "max"},
@@ -31,6 +33,7 @@ class ServeSettings:
       max_body_bytes: the largest body.
       max_choices: most answers to one request: prompts times `n`.
       max_tools: most tools of a conversation.
+      grammar_bounds: what reading and compiling the form of one answer may take.
       pulse_s: seconds after which a stream that has nothing to say sends a sign of life.
       body_timeout_s: seconds in which a body has to come.
       header_timeout_s: seconds in which the head of a request has to come.
@@ -52,6 +55,7 @@ class ServeSettings:
     max_body_bytes: int = 4 * 2**20
     max_choices: int = 16
     max_tools: int = 1024
+    grammar_bounds: GrammarBounds = dataclasses.field(default_factory=GrammarBounds)
     pulse_s: float = 2.0
     body_timeout_s: float = 30.0
     header_timeout_s: float = 10.0

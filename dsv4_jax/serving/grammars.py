@@ -15,6 +15,8 @@ from tokenizers import Tokenizer
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.schemas.json_values import json_value
 from dsv4_jax.schemas.read_schema import read_schema
+from dsv4_jax.serving.compile_grammar import Compiler, problem_of
+from dsv4_jax.serving.grammar_trials import GrammarBounds, GrammarTrials
 from dsv4_jax.serving.request import DrawError, Request
 from dsv4_jax.serving.scheduler import RowPlan
 from dsv4_jax.step.draws import TokenMasks
@@ -22,16 +24,7 @@ from dsv4_jax.step.grammar import Grammar
 from dsv4_jax.step.settings_size import mask_words
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
-
-_NUM_KEPT = 128
-"""Grammars that stay compiled."""
-
-_MAX_ITEMS = 2**15
-"""Places of a grammar that llguidance follows at once; an object has some for each property."""
-
-_TRIED_TOKENS = 24
-"""Of an answer that is drawn before a grammar is taken."""
+    from llguidance import LLMatcher
 
 MARK = "\uff5cDSML\uff5c"
 """The token that begins the tags of tool calls."""
@@ -54,7 +47,7 @@ class Grammars:
         self.vocab_size = config.vocab_size
         self._end_tokens = list(config.eos_token_ids)
         self._tokenizer = tokenizer
-        self._compiled = functools.lru_cache(_NUM_KEPT)(self._compile)
+        self._compiled: dict[int, LLMatcher] = {}
 
     def prepare(self) -> None:
         """Lets llguidance read the tokenizer, a second for V4's, before the first grammar comes.
@@ -62,38 +55,61 @@ class Grammars:
         Where it cannot, the error is that of the first grammar.
         """
         with contextlib.suppress(Exception):
-            _ = self._vocabulary
+            _ = self.compiler
 
-    def check(self, grammar: Grammar) -> None:
+    def trials(self, bounds: GrammarBounds) -> GrammarTrials:
+        """Where grammars of others are tried before they are compiled here."""
+        text = "" if self._tokenizer is None else _with_mark(self._tokenizer.to_str())
+        return GrammarTrials(text, self.vocab_size, self._end_tokens, bounds)
+
+    def check(self, grammar: Grammar, trials: GrammarTrials | None = None) -> None:
         """Compiles a grammar, so that a request can have it at once.
+
+        It stays compiled as long as this object of it lives. Requests of one object share what
+        llguidance notes while it follows their answers, and with it the limit of that; others, of
+        the same text, do not.
+
+        Args:
+          grammar: of one request, or of samples of one prompt.
+          trials: where it is tried first; None is nowhere.
 
         Raises:
           ValueError: it is no grammar, or too complex, or llguidance or a tokenizer is missing.
         """
-        self._compiled(grammar)
+        if id(grammar) in self._compiled:
+            return
+        text = self._text_of(grammar)
+        try:
+            if trials is not None:
+                trials.check(text)
+            self._compiled[id(grammar)] = self.compiler.compile(text)
+        except ValueError as error:
+            raise ValueError(f"grammar must be a {grammar.kind}: {error}") from None
+        weakref.finalize(grammar, self._compiled.pop, id(grammar), None).atexit = False
 
     def start(self, grammar: Grammar) -> LLMatcher:
         """What follows an answer from its first token on; errors are those of `check`."""
-        return self._compiled(grammar).deep_copy()
+        self.check(grammar)
+        return self._compiled[id(grammar)].deep_copy()
+
+    def forget(self, grammar: Grammar) -> None:
+        """Compiles it anew where it comes again: llguidance has noted all that it may."""
+        self._compiled.pop(id(grammar), None)
 
     @functools.cached_property
-    def _vocabulary(self) -> LLTokenizer:
-        from llguidance import LLTokenizer
-
+    def compiler(self) -> Compiler:
+        """For this vocabulary; errors are llguidance's own, of a tokenizer that it cannot read."""
         assert self._tokenizer is not None
-        return LLTokenizer(
-            _with_mark(self._tokenizer.to_str()),
-            n_vocab=self.vocab_size,
-            eos_token=self._end_tokens,
-        )
+        return Compiler(_with_mark(self._tokenizer.to_str()), self.vocab_size, self._end_tokens)
 
-    def _compile(self, grammar: Grammar) -> LLMatcher:
+    def _text_of(self, grammar: Grammar) -> str:
+        """A grammar as llguidance has it."""
         if self._tokenizer is not None and not self._is_allowed:
             raise ValueError(
                 "grammar must be left out where the engine was built with grammars=False"
             )
         try:
-            from llguidance import LLMatcher, LLParserLimits
+            from llguidance import LLMatcher
         except ImportError:
             raise ValueError(
                 "grammar must be left out where llguidance is not installed; it comes with the "
@@ -104,42 +120,12 @@ class Grammars:
                 "grammar must be left out where the engine has no tokenizer; take a checkpoint "
                 "with a tokenizer.json"
             )
-        read = {
-            "json_schema": lambda text: LLMatcher.grammar_from_lark(_lark_of(text)),
-            "regex": LLMatcher.grammar_from_regex,
-            "lark": LLMatcher.grammar_from_lark,
-        }[grammar.kind]
         try:
-            limits = LLParserLimits(max_items_in_row=_MAX_ITEMS, step_max_items=8 * _MAX_ITEMS)
-            matcher = LLMatcher(self._vocabulary, read(grammar.text), log_level=0, limits=limits)
-            self._try(matcher)
+            if grammar.kind == "regex":
+                return LLMatcher.grammar_from_regex(grammar.text)
+            return _lark_of(grammar.text) if grammar.kind == "json_schema" else grammar.text
         except ValueError as error:
             raise ValueError(f"grammar must be a {grammar.kind}: {error}") from None
-        return matcher
-
-    def _try(self, matcher: LLMatcher) -> None:
-        """Draws the beginning of an answer, so that what llguidance sees only then is seen now.
-
-        Tokens that a grammar names are taken where they may come, and others by chance.
-        """
-        if matcher.is_error():
-            raise ValueError(_problem(matcher))
-        ahead, rng = matcher.deep_copy(), np.random.default_rng(0)
-        for _ in range(_TRIED_TOKENS):
-            allowed = self.allowed(ahead)
-            if ahead.is_error() or not allowed.size:
-                raise ValueError(_problem(ahead) or "nothing fulfils it")
-            named = [one for one in allowed[-8:] if self._vocabulary.is_special_token(int(one))]
-            token = int(named[0] if named else rng.choice(allowed))
-            if token in self._end_tokens:
-                return
-            if not ahead.consume_token(token):
-                raise ValueError(_problem(ahead))
-
-    def allowed(self, matcher: LLMatcher) -> np.ndarray:
-        """The tokens that may come next, ascending."""
-        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-        return np.flatnonzero(np.unpackbits(bits, bitorder="little")[: self.vocab_size])
 
 
 def _lark_of(text: str) -> str:
@@ -204,6 +190,8 @@ class GrammarKeeper:
                 bits = self._bits(self._follow(request), request.drafts[: row.num_drafts])
                 masks.bits[row.slot, : len(bits)] = bits  # type: ignore[index]
             except Exception as error:
+                assert request.sampling.grammar is not None
+                self._grammars.forget(request.sampling.grammar)
                 raise DrawError(request, error) from error
             masks.is_masked[row.slot] = True  # type: ignore[index]
         return masks
@@ -225,7 +213,7 @@ class GrammarKeeper:
             self._followed[request] = followed
         new = request.known[request.prompt_tokens + followed.num_seen :].tolist()
         if new and not followed.matcher.consume_tokens(new):
-            raise ValueError(f"the grammar cannot go on: {_problem(followed.matcher)}")
+            raise ValueError(f"the grammar cannot go on: {problem_of(followed.matcher)}")
         followed.num_seen += len(new)
         return followed.matcher
 
@@ -239,7 +227,7 @@ class GrammarKeeper:
         for draft in [*drafts, None]:
             masks.append(self._mask_of(ahead))
             if ahead.is_error() or not masks[-1].any():
-                raise ValueError(f"the grammar allows no token: {_problem(ahead)}")
+                raise ValueError(f"the grammar allows no token: {problem_of(ahead)}")
             if draft is None or not ahead.try_consume_tokens([draft]):
                 break
         bits = np.full((len(drafts) + 1, masks[0].size), 2**32 - 1, np.uint32)
@@ -261,9 +249,3 @@ class _Followed:
     def __init__(self, matcher: LLMatcher) -> None:
         self.matcher = matcher
         self.num_seen = 0
-
-
-def _problem(matcher: LLMatcher) -> str:
-    """What llguidance says, without its state."""
-    told = matcher.get_error().partition("\n<state>")[0].strip()
-    return "nothing fulfils it" if told == "NoExtensionBias" else told

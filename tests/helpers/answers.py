@@ -53,9 +53,9 @@ class Answers:
     def allows(self, body, *parts, dialect=CHAT):
         """The whole answer and the end after it may be drawn."""
         matcher, ids = self.start(body, dialect), self.ids(*parts)
-        return matcher.try_consume_tokens(ids) == len(ids) and self.end in self.grammars.allowed(
-            matcher
-        )
+        return matcher.try_consume_tokens(ids) == len(
+            ids
+        ) and self.end in self.grammars.compiler.allowed(matcher)
 
     def message(self, body, ids):
         """What a client of chat completions gets."""
@@ -81,7 +81,7 @@ class Answers:
         """Tokens by chance, mostly those that close something; None if they are too many."""
         matcher, drawn = self.start(body), []
         while len(drawn) < max_tokens:
-            allowed = self.grammars.allowed(matcher).tolist()
+            allowed = self.grammars.compiler.allowed(matcher).tolist()
             assert allowed, (self.tokenizer.decode(drawn), matcher.get_error())
             closing = [one for one in allowed if one >= 256 or one in b'"}],</-0']
             token = rng.choice(closing if closing and rng.random() < 0.6 else allowed)

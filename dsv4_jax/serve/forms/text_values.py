@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from dsv4_jax.schemas.combine import types_of
 from dsv4_jax.schemas.read_schema import Schema, SchemaError
+from dsv4_jax.schemas.time_limit import check_time
 from dsv4_jax.serve.forms.text_patterns import between_slashes, found_in
 
 NO_TEXT = ("null", "boolean", "number", "array", "object")
@@ -38,7 +39,8 @@ class Text(NamedTuple):
         """What is both."""
         values = self.values if other.values is None else other.values
         if self.values is not None and other.values is not None:
-            values = tuple(one for one in self.values if one in other.values)
+            both = set(other.values)
+            values = tuple(one for one in self.values if one in both)
         limits = [one for one in (self.most, other.most) if one is not None]
         return Text(
             values,
@@ -110,6 +112,7 @@ def _others(part: Any, schema: Schema, seen: tuple[str, ...]) -> dict[str, Any] 
 
 
 def _texts(part: Any, schema: Schema, seen: tuple[str, ...], visits: Iterator[int]) -> list[Text]:
+    check_time()
     if next(visits) > _MAX_VISITS:
         raise SchemaError("a value must have fewer choices")
     if part is False or "string" not in types_of(part):
@@ -147,6 +150,7 @@ def _all_of(together: Sequence[list[Text]]) -> Iterator[Text]:
     if count > _MAX_CHOICES:
         raise SchemaError(f"a text must have at most {_MAX_CHOICES} choices, got {count}")
     for chosen in itertools.product(*together):
+        check_time()
         made = Text()
         for one in chosen:
             made = made.and_(one)
@@ -160,6 +164,7 @@ def _is_met(schema: Mapping[str, Any]) -> bool:
 
 def _problem(schema: Mapping[str, Any]) -> str:
     """What llguidance says of a schema; "" if it holds it."""
+    check_time()
     return _told(json.dumps(schema))
 
 

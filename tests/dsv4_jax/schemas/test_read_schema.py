@@ -181,7 +181,7 @@ def draw_by_chance(grammars, start, rng):
     """An answer by tokens that a grammar allows, or None if it is long."""
     matcher, drawn = start.deep_copy(), []
     for _ in range(200):
-        allowed = [int(one) for one in grammars.allowed(matcher)]
+        allowed = [int(one) for one in grammars.compiler.allowed(matcher)]
         assert allowed, (drawn, matcher.get_error())
         closing = [one for one in allowed if one == END or (one < 256 and one in b'"}],')]
         token = rng.choice(closing if closing and rng.random() < 0.6 else allowed)

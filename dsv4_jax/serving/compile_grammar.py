@@ -1,0 +1,139 @@
+"""Compiling a grammar for llguidance; run as a program, in a process of its own.
+
+The program reads a line of JSON that says the vocabulary, and then one for each grammar, and
+answers each with a line: what is wrong with it, or "". A grammar that takes too long, or so much
+memory that llguidance cannot go on, ends the process. It imports nothing of this package, so that
+it starts without jax.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+MAX_ITEMS = 2**15
+"""Places of a grammar that llguidance follows at once; an object has some for each property."""
+
+MAX_LEXER_STATES = 2**16
+"""That an answer may make llguidance note, of a fraction of a kilobyte each."""
+
+OUT_OF_MEMORY = 77
+"""Status of the program where Python had none; where llguidance had none, it is SIGABRT's."""
+
+_TRIED_TOKENS = 24
+"""Of an answer that is drawn before a grammar is taken."""
+
+
+class Compiler:
+    """Compiles grammars for one vocabulary.
+
+    Attributes:
+      vocab_size: ids of the model.
+    """
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, end_tokens: Sequence[int]) -> None:
+        """Lets llguidance read the tokenizer, a second for V4's.
+
+        Args:
+          tokenizer_json: contents of `tokenizer.json`.
+          vocab_size: ids of the model.
+          end_tokens: those that end an answer.
+        """
+        from llguidance import LLTokenizer
+
+        self.vocab_size = vocab_size
+        self._end_tokens = list(end_tokens)
+        self._vocabulary = LLTokenizer(
+            tokenizer_json, n_vocab=vocab_size, eos_token=self._end_tokens
+        )
+
+    def compile(self, text: str) -> LLMatcher:
+        """What follows an answer from its first token on, of a grammar as llguidance has it.
+
+        Raises:
+          ValueError: it is none, is too complex, or nothing fulfils it.
+        """
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(
+            max_items_in_row=MAX_ITEMS,
+            step_max_items=8 * MAX_ITEMS,
+            max_lexer_states=MAX_LEXER_STATES,
+        )
+        matcher = LLMatcher(self._vocabulary, text, log_level=0, limits=limits)
+        self._try(matcher)
+        return matcher
+
+    def allowed(self, matcher: LLMatcher) -> np.ndarray:
+        """The tokens that may come next, ascending."""
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        return np.flatnonzero(np.unpackbits(bits, bitorder="little")[: self.vocab_size])
+
+    def _try(self, matcher: LLMatcher) -> None:
+        """Draws the beginning of an answer, so that what llguidance sees only then is seen now.
+
+        Tokens that a grammar names are taken where they may come, and others by chance.
+        """
+        if matcher.is_error():
+            raise ValueError(problem_of(matcher))
+        ahead, rng = matcher.deep_copy(), np.random.default_rng(0)
+        for _ in range(_TRIED_TOKENS):
+            allowed = self.allowed(ahead)
+            if ahead.is_error() or not allowed.size:
+                raise ValueError(problem_of(ahead) or "nothing fulfils it")
+            named = [one for one in allowed[-8:] if self._vocabulary.is_special_token(int(one))]
+            token = int(named[0] if named else rng.choice(allowed))
+            if token in self._end_tokens:
+                return
+            if not ahead.consume_token(token):
+                raise ValueError(problem_of(ahead))
+
+
+def problem_of(matcher: LLMatcher) -> str:
+    """What llguidance says, without its state."""
+    told = matcher.get_error().partition("\n<state>")[0].strip()
+    return "nothing fulfils it" if told == "NoExtensionBias" else told
+
+
+def _limit_memory(more_bytes: int | None) -> None:
+    """Lets this process have so much more memory than it has; None lets it have any."""
+    most = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    if more_bytes is not None:
+        try:
+            with open("/proc/self/status") as status:
+                (used_kb,) = (int(line.split()[1]) for line in status if line.startswith("VmData"))
+        except OSError:
+            return  # there is no such file but on Linux
+        most = 1024 * used_kb + more_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (most, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+
+
+def _main() -> None:
+    compiler = Compiler(**json.loads(sys.stdin.readline()))
+    compiler.compile("start: /a/")  # which allocates what all grammars need
+    for line in sys.stdin:
+        job, told = json.loads(line), ""
+        _limit_memory(job["memory_bytes"])
+        signal.setitimer(signal.ITIMER_PROF, job["seconds"])  # the end of a process, unhandled
+        try:
+            compiler.compile(job["text"])
+        except ValueError as error:
+            told = str(error)
+        except MemoryError:
+            sys.exit(OUT_OF_MEMORY)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _limit_memory(None)
+        print(json.dumps(told), flush=True)
+
+
+if __name__ == "__main__":
+    _main()
