@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
-from dsv4_jax.serving import Grammar
+from dsv4_jax.serving import Grammar, compile_grammar
 from dsv4_jax.serving.grammars import GrammarKeeper, Grammars
 from dsv4_jax.serving.request import Request
 from dsv4_jax.serving.scheduler import RowPlan
@@ -258,3 +258,48 @@ def test_answers_to_random_schemas_are_of_them():
 @pytest.mark.slow
 def test_answers_to_300_random_schemas_are_of_them():
     check_random_schemas(300)
+
+
+ALWAYS_NEW = "[a-z]*a[a-z]{300}"
+"""After each letter, llguidance notes more of where the last 300 may have begun."""
+
+LONG = {"max_new_tokens": 90, "temperature": 5.0}
+
+
+def test_an_answer_that_makes_llguidance_note_too_much_fails_alone(monkeypatch):
+    """Copies of one compiled grammar share its states, and fail together."""
+    monkeypatch.setattr(compile_grammar, "MAX_LEXER_STATES", 120)
+    engine = make_engine()
+    kept = Grammar("regex", ALWAYS_NEW)
+    for _ in range(2):
+        failed = run_to_end(engine, engine.submit([7], grammar=kept, **LONG))[0]
+        assert failed.finish_reason == "error"
+        assert "too many states" in failed.error
+        assert 10 < len(failed.token_ids) < 90
+    short = {"max_new_tokens": 10, "salt": "beside"}
+    free = {"max_new_tokens": 40, "stop_token_ids": (), "salt": "free"}
+    (wanted,) = run_to_end(engine, engine.submit([9], **free))
+    ids = [engine.submit([7], grammar=Grammar("regex", ALWAYS_NEW), **LONG)]
+    free_id = engine.submit([9], **free)
+    while engine._requests[ids[0]].finish_reason is None:
+        ids.append(engine.submit([7], grammar=Grammar("regex", ALWAYS_NEW), **short))
+        for _ in range(20):
+            engine.step()
+    ends = [one.finish_reason for one in run_to_end(engine, *ids)]
+    assert ends[0] == "error"
+    assert set(ends[1:]) == {"length"}
+    assert run_to_end(engine, free_id) == [wanted]
+
+
+def test_a_compiled_grammar_lives_as_long_as_its_object():
+    engine = make_engine()
+    grammars, one = engine._grammars, Grammar("regex", "[a-c]{3}")
+    grammars.check(one)
+    before = grammars._compiled[id(one)]
+    grammars.check(one)
+    assert grammars._compiled == {id(one): before}
+    other = Grammar("regex", "[a-c]{3}")
+    grammars.check(other)
+    assert grammars._compiled[id(other)] is not before
+    del one, other, before
+    assert not grammars._compiled
