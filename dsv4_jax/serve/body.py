@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,6 +15,14 @@ from starlette.requests import ClientDisconnect, Request
 from dsv4_jax.lines import without_mark
 from dsv4_jax.serve.errors import ApiError
 from dsv4_jax.serve.turns.digits import MAX_DIGITS, read_float
+
+MAX_PARTS = 2**17
+"""Objects and lists of a body. Python's parser holds up all threads while it makes them."""
+
+MAX_COMMAS = 2**20
+"""Of a body, outside of texts; no prompt has more tokens."""
+
+_TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
 
 async def read_body(request: Request, *, max_bytes: int, timeout_s: float) -> bytes:
@@ -47,9 +56,10 @@ def parse_object(raw: bytes, name: str = "the body") -> dict[str, Any]:
     """A JSON object of finite numbers and of texts that UTF-8 can encode; errors call it so.
 
     Raises:
-      ApiError: it is something else, or nested too deep; it names the field or the byte that is
-        wrong, where it is one.
+      ApiError: it is something else, nested too deep, or of too many values; it names the field or
+        the byte that is wrong, where it is one.
     """
+    _check_counts(raw, name)
     refused: list[_Number] = []
 
     def refuse_number(told: str) -> _Number:
@@ -92,6 +102,28 @@ def parse_object(raw: bytes, name: str = "the body") -> dict[str, Any]:
 
 
 _TOO_LARGE = "is too large a number"
+
+
+def _check_counts(raw: bytes, name: str) -> None:
+    """Refuses what would be too many values for one call of the parser."""
+    if _num_parts(raw) <= MAX_PARTS and raw.count(b",") <= MAX_COMMAS:
+        return
+    place, parts, commas = 0, 0, 0  # again, without what is in texts
+    for text in _TEXT.finditer(raw):
+        between = raw[place : text.start()]
+        parts, commas = parts + _num_parts(between), commas + between.count(b",")
+        place = text.end()
+        if parts > MAX_PARTS or commas > MAX_COMMAS:
+            break
+    parts, commas = parts + _num_parts(raw[place:]), commas + raw[place:].count(b",")
+    if parts > MAX_PARTS:
+        raise ApiError(400, f"{name} must have at most {MAX_PARTS} lists and objects")
+    if commas > MAX_COMMAS:
+        raise ApiError(400, f"{name} must have at most {MAX_COMMAS} values")
+
+
+def _num_parts(raw: bytes) -> int:
+    return raw.count(b"[") + raw.count(b"{")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import errno
+import gc
 import signal
 import socket
 import threading
@@ -180,6 +181,7 @@ class Server:
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._loop.add_signal_handler(number, self._drain)
         serving = asyncio.ensure_future(self._uvicorn.serve(sockets=[self._socket]))
+        gc.freeze()  # to look through all that jax keeps would hold the event loop for 100 ms
         try:
             while not self._uvicorn.started and not serving.done():
                 await asyncio.sleep(0.005)
@@ -189,6 +191,7 @@ class Server:
             if ready is not None and not ready.done():
                 ready.set_result(None)  # it was drained before it could begin
         finally:
+            gc.unfreeze()
             await self._engine.aclose()
 
     def _drain(self) -> None:

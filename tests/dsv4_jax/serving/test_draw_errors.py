@@ -9,7 +9,7 @@ import pytest
 import dsv4_jax as ds
 from dsv4_jax import serving
 from dsv4_jax.serving import Grammar
-from helpers import slow
+from helpers import failing_grammars, slow
 from helpers.serving import BUCKET, SIZES, byte_tokenizer, one_layer, run_to_end
 
 END, VOCAB = 257, 260
@@ -44,43 +44,10 @@ def alone(shape):
     return [run_to_end(engine, engine.submit(text, **OPEN, salt="alone"))[0] for text in texts(3)]
 
 
-class Failing:
-    """A matcher that fails at one of its masks, or allows nothing there, or takes no token more."""
-
-    def __init__(self, matcher, how, at):
-        self._matcher, self._how, self._left = matcher, how, at
-
-    def deep_copy(self):
-        return Failing(self._matcher.deep_copy(), self._how, self._left)
-
-    def compute_bitmask(self):
-        mask = self._matcher.compute_bitmask()
-        if self._left > 0:
-            return mask
-        if self._how == "raises":
-            raise RuntimeError("the grammar is lost")
-        return bytes(len(mask)) if self._how == "allows nothing" else mask
-
-    def consume_tokens(self, tokens):
-        self._left -= len(tokens)
-        is_over = self._how == "takes nothing" and self._left <= 0
-        return not is_over and self._matcher.consume_tokens(tokens)
-
-    def __getattr__(self, name):
-        return getattr(self._matcher, name)
-
-
 @pytest.fixture
 def fail_grammars(monkeypatch):
     """Makes grammars of requests fail after so many tokens."""
-
-    def fail(engine, how, at):
-        start = engine._grammars.start
-        monkeypatch.setattr(
-            engine._grammars, "start", lambda grammar: Failing(start(grammar), how, at)
-        )
-
-    return fail
+    return functools.partial(failing_grammars.fail, monkeypatch)
 
 
 def check_nothing_is_held(engine):

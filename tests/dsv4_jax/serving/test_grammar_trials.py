@@ -48,10 +48,11 @@ def test_a_grammar_that_compiles_passes_and_is_not_tried_again(trials, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("text", "told"), [("start: )", "expecting rule"), ("start: T\nT: /a/ & /b/", "nothing fulfils")]
+    ("text", "told"),
+    [("start: )", "expecting rule"), ("start: T\nT: /a/ & /b/", "nothing fulfils")],
 )
 def test_what_is_wrong_with_one_is_said_as_where_it_is_compiled_here(trials, text, told):
-    with pytest.raises(ValueError) as expected:
+    with pytest.raises(ValueError, match=told) as expected:
         compile_grammar.Compiler(byte_tokenizer().to_str(), VOCAB, [END]).compile(text)
     with pytest.raises(ValueError, match=told) as error:
         trials.check(text)
