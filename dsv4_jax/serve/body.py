@@ -22,6 +22,9 @@ MAX_PARTS = 2**17
 MAX_COMMAS = 2**20
 """Of a body, outside of texts; no prompt has more tokens."""
 
+MAX_DEPTH = 200
+"""Lists and objects inside each other. How many Python's parser takes depends on its version."""
+
 _TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
 
@@ -60,6 +63,7 @@ def parse_object(raw: bytes, name: str = "the body") -> dict[str, Any]:
         the byte that is wrong, where it is one.
     """
     _check_counts(raw, name)
+    _check_depth(raw, name)
     refused: list[_Number] = []
 
     def refuse_number(told: str) -> _Number:
@@ -92,8 +96,6 @@ def parse_object(raw: bytes, name: str = "the body") -> dict[str, Any]:
     except UnicodeDecodeError as error:
         place = error.start + len(raw) - len(without_mark(raw))
         raise ApiError(400, f"{name} must be UTF-8, which its byte {place} is not") from None
-    except RecursionError:
-        raise ApiError(400, f"{name} is nested too deep") from None
     except ValueError as error:
         raise ApiError(400, f"{name} must be JSON: {error}") from None
     if not isinstance(value, dict):
@@ -120,6 +122,17 @@ def _check_counts(raw: bytes, name: str) -> None:
         raise ApiError(400, f"{name} must have at most {MAX_PARTS} lists and objects")
     if commas > MAX_COMMAS:
         raise ApiError(400, f"{name} must have at most {MAX_COMMAS} values")
+
+
+def _check_depth(raw: bytes, name: str) -> None:
+    """Refuses lists and objects that lie too deep in each other."""
+    if _num_parts(raw) <= MAX_DEPTH:
+        return
+    depth = 0
+    for bracket in re.findall(rb"[][{}]", _TEXT.sub(b"", raw)):
+        depth += 1 if bracket in b"[{" else -1
+        if depth > MAX_DEPTH:
+            raise ApiError(400, f"{name} is nested too deep: at most {MAX_DEPTH} lists and objects")
 
 
 def _num_parts(raw: bytes) -> int:

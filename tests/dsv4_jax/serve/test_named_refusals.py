@@ -177,5 +177,16 @@ def test_a_grammar_that_the_engine_refuses_is_that_of_its_field():
     assert refusal_of("seed must be small, got 9", "tools").param == "seed"
 
 
+def test_depth_is_bounded_the_same_by_every_python():
+    def nested(depth):
+        return b'{"a": ' + b"[" * (depth - 1) + b"]" * (depth - 1) + b', "b": "[[[[\\"[[[["}'
+
+    assert parse_object(nested(200))["b"] == '[[[["[[[['
+    for raw in (nested(201), b"[" * 5000, b'{"a":' * 1000):
+        with pytest.raises(ApiError, match="nested too deep: at most 200") as found:
+            parse_object(raw)
+        assert found.value.status == 400
+
+
 def test_numbers_and_pairs_that_are_whole_are_taken():
     assert parse_object(b'{"a": "\\ud83d\\ude00", "b": 1e300}') == {"a": "😀", "b": 1e300}
