@@ -15,10 +15,12 @@ from typing import Self
 
 import uvicorn
 
+from dsv4_jax import checks
 from dsv4_jax.serve.app import Endpoints, build_app
 from dsv4_jax.serve.connection import connection_class
 from dsv4_jax.serve.settings import ServeSettings
 from dsv4_jax.serving.async_engine import AsyncEngine
+from dsv4_jax.serving.feed import EngineClosedError
 
 _MARGIN_S = 5
 """Seconds after the drain in which errors are sent to those who still wait."""
@@ -83,9 +85,17 @@ class Server:
           engine: what serves the requests.
           settings: what the server allows.
           bound: where it listens, from `bind`; None is a free port of 127.0.0.1.
+
+        Raises:
+          ValueError: an argument is of another type.
+          EngineClosedError: the engine was shut down.
+          RuntimeError: another server answers with the engine.
         """
-        self._engine = engine
-        self._settings = settings
+        self._engine = checks.instance("engine", engine, AsyncEngine)
+        self._settings = checks.instance("settings", settings, ServeSettings)
+        if bound is not None:
+            checks.instance("bound", bound, socket.socket)
+        engine._serve_with()
         self._socket = bound or bind("127.0.0.1", 0)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         app = build_app(engine, settings)
@@ -118,7 +128,9 @@ class Server:
 
         Raises:
           OSError: another program has listened at the address since `bind`.
+          EngineClosedError: it has served, or its engine was shut down.
         """
+        self._check_open()
         self._run(None)
 
     def drain(self) -> None:
@@ -133,8 +145,10 @@ class Server:
 
         Raises:
           OSError: another program has listened at the address since `bind`.
+          EngineClosedError: it has served, or its engine was shut down.
           Exception: what else kept the thread from serving; the engine is closed.
         """
+        self._check_open()
         ready: concurrent.futures.Future[None] = concurrent.futures.Future()
 
         def serve() -> None:
@@ -159,6 +173,12 @@ class Server:
         assert self._thread is not None
         self.drain()
         self._thread.join()
+
+    def _check_open(self) -> None:
+        if not self._engine.is_serving:
+            raise EngineClosedError(
+                "a server serves once, and its engine was closed; make a new one"
+            )
 
     def _run(self, ready: concurrent.futures.Future[None] | None) -> None:
         try:

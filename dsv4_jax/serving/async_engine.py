@@ -10,7 +10,7 @@ from typing import Any, Self, Unpack
 from dsv4_jax import checks
 from dsv4_jax.serving.engine import MAX_SAMPLES, Engine
 from dsv4_jax.serving.engine_state import read_state
-from dsv4_jax.serving.feed import Feed, RequestFailedError
+from dsv4_jax.serving.feed import EngineClosedError, Feed, RequestFailedError
 from dsv4_jax.serving.metrics import Metrics
 from dsv4_jax.serving.request import Completion, Token
 from dsv4_jax.serving.stepper import Stepper
@@ -29,7 +29,8 @@ class AsyncEngine:
     on a closed event loop delays nobody: its request is cancelled.
 
     Use it with `async with`, or call `aclose` or `close`; it also ends when it is dropped together
-    with its streams, and at the end of the process. Until then the engine is its alone.
+    with its streams, and at the end of the process. Until then the engine is its alone: other calls
+    of it raise `RuntimeError` and touch nothing. After that it can be used as before.
 
     Attributes:
       engine: the engine that it steps.
@@ -53,8 +54,11 @@ class AsyncEngine:
 
         Raises:
           ValueError: an argument is of another type or out of range.
+          RuntimeError: another `AsyncEngine` holds the engine, a call of it is in progress, or it
+            has unfinished requests.
         """
         self.engine = checks.instance("engine", engine, Engine)
+        self._has_server = False
         max_waiting = checks.integer("max_waiting", max_waiting, 1, _MAX_COUNT)
         max_unread = checks.integer("max_unread_tokens", max_unread_tokens, 1, _MAX_COUNT)
         if queue_timeout_s is not None:
@@ -126,6 +130,25 @@ class AsyncEngine:
         feeds = [Feed(asked) for _ in range(n)]
         self._stepper.submit(feeds)
         return [AsyncStream(self, self._stepper, feed) for feed in feeds]
+
+    def _serve_with(self) -> None:
+        """Notes that a server answers with it, which closes it at its end.
+
+        Raises:
+          EngineClosedError: it was shut down.
+          RuntimeError: another server answers with it.
+        """
+        if not self.is_serving:
+            raise EngineClosedError(
+                "engine must not have been closed, as a server that ends closes its own; make a "
+                "new AsyncEngine"
+            )
+        if self._has_server:
+            raise RuntimeError(
+                "engine must be of no other Server, which would close it under this one; close it, "
+                "and give the new server a new AsyncEngine"
+            )
+        self._has_server = True
 
     async def state(self) -> dict[str, Any]:
         """What the engine holds between two steps: `read_state` of `serving.engine_state`.

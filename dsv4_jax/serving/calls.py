@@ -91,14 +91,26 @@ class Exclusive(Protocol):
     """Who has methods that are `exclusive`."""
 
     _lock: threading.Lock
+    _holder: threading.Thread | None
 
     def _settle(self) -> None:
         """What a call does first."""
 
 
-def refuse_while_busy(lock: threading.Lock, name: str) -> None:
-    """Raises `RuntimeError` where a call is in progress while the method of that name is called."""
-    if lock.locked():
+def refuse_while_held(holder: threading.Thread | None, name: str) -> None:
+    """Raises `RuntimeError` where another thread holds the engine whose method is called."""
+    if holder is not None and holder is not threading.current_thread():
+        raise RuntimeError(
+            f"an AsyncEngine holds the engine, and only its thread may call it, but {name} was "
+            "called beside it; use that AsyncEngine, or close it first (Server and batch close "
+            "theirs when they end)"
+        )
+
+
+def refuse_while_busy(engine: Exclusive, name: str) -> None:
+    """Raises `RuntimeError` where another thread holds the engine, or a call is in progress."""
+    refuse_while_held(engine._holder, name)
+    if engine._lock.locked():
         raise RuntimeError(
             f"an engine does one call at a time, and {name} was called while another call was in "
             "progress; where several threads use an engine, hold one lock around every call; in a "
@@ -112,16 +124,18 @@ def exclusive[S: Exclusive, **P, R](
 ) -> Callable[Concatenate[S, P], R]:
     """A method that is refused while another one is in progress, in any thread.
 
-    The method raises `RuntimeError` then, and has touched nothing.
+    So it is while another thread holds the engine (`EngineCore._hold`). The method raises
+    `RuntimeError` then, and has touched nothing.
     """
     name = method.__name__.strip("_")
 
     @functools.wraps(method)
     def call(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
-        refuse_while_busy(self._lock, name)
+        refuse_while_busy(self, name)
         # Nothing can be raised between taking the lock and being inside, since `with` does both in
         # C. Who comes between the question above and here waits for the other call to end.
         with self._lock:
+            refuse_while_held(self._holder, name)  # that call may have given it to a thread
             self._settle()
             return method(self, *args, **kwargs)
 

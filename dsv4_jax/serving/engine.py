@@ -26,7 +26,7 @@ from dsv4_jax.model.check_params import check_params
 from dsv4_jax.model.params import DSV4Params, unstack_layers
 from dsv4_jax.model.shardings import param_shardings
 from dsv4_jax.peers import make_peer_buffers
-from dsv4_jax.serving.calls import exclusive
+from dsv4_jax.serving.calls import exclusive, refuse_while_held
 from dsv4_jax.serving.engine_core import EngineCore
 from dsv4_jax.serving.prompts import CheckedRequest, list_prompts
 from dsv4_jax.serving.request import Completion
@@ -309,7 +309,9 @@ class Engine(EngineCore):
 
         Raises:
           ValueError: there is no such request.
+          RuntimeError: an `AsyncEngine` holds the engine.
         """
+        refuse_while_held(self._holder, "stream")
         requests = []
         for request_id in request_ids:
             request = self._find(request_id)

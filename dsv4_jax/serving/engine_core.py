@@ -18,7 +18,7 @@ from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.hosts import hosts_of
 from dsv4_jax.model.params import DSV4Params
-from dsv4_jax.serving.calls import UndoLog, exclusive, refuse_while_busy
+from dsv4_jax.serving.calls import UndoLog, exclusive, refuse_while_busy, refuse_while_held
 from dsv4_jax.serving.grammars import Grammars
 from dsv4_jax.serving.loop import ServingLoop
 from dsv4_jax.serving.metrics import Metrics, count_compiles
@@ -35,7 +35,8 @@ class EngineCore:
     """Serves requests on a cache of planned sizes.
 
     One call at a time: a second one, from another thread, a signal handler or a tokenizer, raises
-    `RuntimeError` and has touched nothing. Each call does all or nothing: where one raises, be it
+    `RuntimeError` and has touched nothing. While an `AsyncEngine` holds the engine, so does every
+    call but those of its thread. Each call does all or nothing: where one raises, be it
     `KeyboardInterrupt` at any place, requests and metrics are as they were before it. The next call
     then empties the cache, and what ran is computed again from the tokens it has, to the same
     tokens. Where a stream or `generate` does several steps, each is a call in this sense. Only an
@@ -80,6 +81,7 @@ class EngineCore:
         self._suspects = Suspects(2 * max(plan.draft_tokens + 1, plan.steps_per_call))
         self._next_id = 0
         self._lock = threading.Lock()
+        self._holder: threading.Thread | None = None
         self._dropped: collections.deque[int] = collections.deque()
         self._is_closed = False
         if self._hosts is not None:
@@ -92,7 +94,11 @@ class EngineCore:
         """The cache as it is now, to look into, after the step in flight if there is one.
 
         The next call may take it.
+
+        Raises:
+          RuntimeError: an `AsyncEngine` holds the engine, whose next step would take it.
         """
+        refuse_while_held(self._holder, "cache")
         return self._runner.cache
 
     @property
@@ -295,12 +301,26 @@ class EngineCore:
         Without other processes it does nothing.
 
         Raises:
-          RuntimeError: another call is in progress.
+          RuntimeError: another call is in progress, or an `AsyncEngine` holds the engine.
         """
-        refuse_while_busy(self._lock, "close")
+        refuse_while_busy(self, "close")
         if self._hosts is not None and not self._is_closed:
             self._is_closed = True
             self._runner.devices.stop()
+
+    @exclusive
+    def _hold(self, thread: threading.Thread) -> None:
+        """Gives the engine to one thread, which alone may call it until `_holder` is None again.
+
+        Raises:
+          RuntimeError: a thread holds it already, or requests of another caller have not ended.
+        """
+        if unfinished := len(self._loop.queue.running) + len(self._loop.queue.waiting):
+            raise RuntimeError(
+                f"an AsyncEngine takes an engine without unfinished requests, and {unfinished} of "
+                "this one's run or wait; let generate, streams and steps end them, or cancel them"
+            )
+        self._holder = thread
 
     def _settle(self) -> None:
         """What is left of calls that raised, and of streams that were dropped.

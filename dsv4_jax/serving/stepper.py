@@ -49,7 +49,11 @@ class Stepper:
         queue_timeout_s: float | None,
         max_unread_tokens: int,
     ) -> None:
-        """Starts the thread; arguments as those of `AsyncEngine`."""
+        """Starts the thread, which holds the engine until it ends; arguments as of `AsyncEngine`.
+
+        Raises:
+          RuntimeError: the engine is in use; no thread was started.
+        """
         self.failure: BaseException | None = None
         self._engine = engine
         self._max_waiting = max_waiting
@@ -65,8 +69,14 @@ class Stepper:
         self._closers: list[asyncio.Future[None]] = []
         self._failures = 0
         self._thread = threading.Thread(target=self._run, name="dsv4-jax-engine", daemon=True)
-        atexit.register(self.stop_and_join)
-        self._thread.start()
+        try:
+            engine._hold(self._thread)
+            atexit.register(self.stop_and_join)
+            self._thread.start()
+        except BaseException:
+            self.stop()  # after an interrupt it may run all the same, and then only ends
+            self._release()
+            raise
 
     @property
     def is_over(self) -> bool:
@@ -155,10 +165,15 @@ class Stepper:
         finally:
             self._is_over.set()
             self._end_all()
-            atexit.unregister(self.stop_and_join)
+            self._release()
             for over in self._closers:
                 with contextlib.suppress(RuntimeError):  # its loop is closed
                     over.get_loop().call_soon_threadsafe(_set, over)
+
+    def _release(self) -> None:
+        atexit.unregister(self.stop_and_join)
+        if self._engine._holder is self._thread:
+            self._engine._holder = None
 
     def _do_jobs(self) -> None:
         """Does what was wanted since the last step; waits where there is nothing else to do."""

@@ -121,8 +121,8 @@ def num_slots(engine):
 
 
 @functools.cache
-def warm_engine(name="bytes"):
-    """That engine, its program compiled: one for all files of a process."""
+def warm_engine(name="bytes", *, number=0):
+    """That engine, its program compiled: one of each number for all files of a process."""
     engine = small_engine(TOKENIZERS[name]())
     engine.warmup()
     return engine

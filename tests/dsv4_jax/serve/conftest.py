@@ -35,6 +35,12 @@ def engine(tokenizer_name):
 
 
 @pytest.fixture(scope="module")
+def other_engine(tokenizer_name):
+    """One like it, for what is asked of an engine itself, and for servers with other settings."""
+    return warm_engine(tokenizer_name, number=1)
+
+
+@pytest.fixture(scope="module")
 def server(engine):
     """It serves that engine."""
     with running(engine) as server:

@@ -56,13 +56,13 @@ def post(server, path, body, **options):
 
 
 @SLOW_WHERE_RELEASED
-def test_64_completions_are_those_of_generate(server, ask, engine):
+def test_64_completions_are_those_of_generate(server, ask, other_engine):
     """Whole and streamed, greedy and drawn, all at once."""
     prompts = [f"{'A prompt' * (i % 5)} {i}" for i in range(64)]
     asked = [
         {"max_new_tokens": 1 + i % 9, "temperature": 0.8 * (i % 2), "seed": i} for i in range(64)
     ]
-    expected = engine.generate(prompts, sampling=[ds.SamplingParams(**one) for one in asked])
+    expected = other_engine.generate(prompts, sampling=[ds.SamplingParams(**one) for one in asked])
 
     def run(i):
         options = {
@@ -95,14 +95,14 @@ def test_64_completions_are_those_of_generate(server, ask, engine):
 
 
 @SLOW_WHERE_RELEASED
-def test_several_prompts_several_answers_and_echo(ask, engine, tokenizer):
+def test_several_prompts_several_answers_and_echo(ask, other_engine, tokenizer):
     """Answer j of a prompt has the seed and j more; token ids are prompts too."""
     ids = tokenizer.encode("two").ids
     done = ask.completions.create(
         model=MODEL, prompt=["one", "two"], n=2, max_tokens=4, seed=5, echo=True, temperature=1
     )
     texts = [
-        prompt + engine.generate([prompt], max_new_tokens=4, seed=seed, temperature=1)[0].text
+        prompt + other_engine.generate([prompt], max_new_tokens=4, seed=seed, temperature=1)[0].text
         for prompt in ("one", "two")
         for seed in (5, 6)
     ]
@@ -131,9 +131,9 @@ def test_stop_texts_end_a_completion(ask, says):
     assert "".join(event.choices[0].text for event in streamed) == "one two"
 
 
-def test_log_probabilities_of_a_completion(ask, engine):
+def test_log_probabilities_of_a_completion(ask, other_engine):
     """Those of `generate`, of tokens as texts."""
-    (expected,) = engine.generate(["hello"], max_new_tokens=5, logprobs=3)
+    (expected,) = other_engine.generate(["hello"], max_new_tokens=5, logprobs=3)
     asked = {"model": MODEL, "prompt": "hello", "max_tokens": 5, "temperature": 0, "logprobs": 3}
     found = ask.completions.create(**asked).choices[0].logprobs
     assert found.token_logprobs == pytest.approx([one.logprob for one in expected.logprobs])
@@ -151,12 +151,12 @@ def test_log_probabilities_of_a_completion(ask, engine):
 
 
 @SLOW_WHERE_RELEASED
-def test_how_tokens_are_drawn_is_up_to_the_request(ask, engine):
+def test_how_tokens_are_drawn_is_up_to_the_request(ask, other_engine):
     """Fields of OpenAI's, and those that other servers have too."""
     asked = {"temperature": 0.9, "top_p": 0.8, "seed": 3, "presence_penalty": 0.5}
     asked |= {"frequency_penalty": 0.2, "logit_bias": {"97": 5.0}}
     extra = {"top_k": 9, "min_p": 0.05, "ignore_eos": True}
-    expected = engine.generate(
+    expected = other_engine.generate(
         ["x"], max_new_tokens=12, stop_token_ids=(), top_k=9, min_p=0.05,
         **(asked | {"logit_bias": {97: 5.0}}),
     )  # fmt: skip
@@ -200,16 +200,16 @@ def test_a_chat_that_streams(ask, says):
 
 
 @SLOW_WHERE_RELEASED
-def test_several_answers_of_a_chat(ask, engine, tokenizer):
+def test_several_answers_of_a_chat(ask, other_engine, tokenizer):
     """Answers with a seed each, as `generate` gives them."""
     asked = {"model": MODEL, "messages": HI, "max_tokens": 6, "seed": 4, "n": 3, "temperature": 0.7}
     done = ask.chat.completions.create(**asked, extra_body=PLAIN)
     prompt = ids_of(tokenizer, f"{BEGIN}<｜User｜>hi<｜Assistant｜></think>")
     expected = [
-        engine.generate([prompt], max_new_tokens=6, seed=seed, temperature=0.7)[0]
+        other_engine.generate([prompt], max_new_tokens=6, seed=seed, temperature=0.7)[0]
         for seed in (4, 5, 6)
     ]
-    ends = engine.config.eos_token_ids
+    ends = other_engine.config.eos_token_ids
     drawn = [one.token_ids[: -1 if one.token_ids[-1] in ends else None] for one in expected]
     texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in drawn]
     shown = [choice.message.content for choice in done.choices]

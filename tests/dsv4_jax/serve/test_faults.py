@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from helpers.raw_http import OPENED, close_all, connect, read_all, request_bytes
-from helpers.serve import MODEL, num_slots, running
+from helpers.serve import MODEL, num_slots, running, warm_engine
 from helpers.serving import fail_with_prompts_of, until
 
 LONG = {"model": MODEL, "prompt": "a", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
@@ -164,9 +164,9 @@ def test_200_connections_that_read_nothing(server, engine):
         one.close()
 
 
-def test_who_does_not_read_is_cut_off(engine, monkeypatch):
+def test_who_does_not_read_is_cut_off(other_engine, monkeypatch):
     """Nothing takes its tokens, so that they pile up, and then its blocks are free."""
-    with running(engine, queue={"max_unread_tokens": 20}, stall_timeout_s=0.3) as server:
+    with running(other_engine, queue={"max_unread_tokens": 20}, stall_timeout_s=0.3) as server:
         big = LONG | {"max_tokens": 1900}
         opened = socket.socket()
         OPENED.append(opened)
@@ -178,9 +178,9 @@ def test_who_does_not_read_is_cut_off(engine, monkeypatch):
             completions, "encode_basestring_ascii", lambda text: '"' + "x" * 200_000 + '"'
         )
         opened.sendall(request_bytes(big | {"stream": True}))
-        until(lambda: engine.metrics.running)
-        until(lambda: engine.metrics.running == 0)
-        assert engine.metrics.finished["cancelled"] >= 1
+        until(lambda: other_engine.metrics.running)
+        until(lambda: other_engine.metrics.running == 0)
+        assert other_engine.metrics.finished["cancelled"] >= 1
         until(lambda: not server._uvicorn.server_state.connections, 10)
         opened.close()
 
@@ -205,8 +205,8 @@ def test_an_exception_is_no_answer(server, monkeypatch, caplog):
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_keys(engine, caplog):
-    with running(engine, api_keys=("sk-first", "sk-second")) as server:
+def test_keys(other_engine, caplog):
+    with running(other_engine, api_keys=("sk-first", "sk-second")) as server:
         assert httpx.get(f"{server.url}/health").status_code == 200
         for headers in (
             {}, {"authorization": "Bearer sk-firsu"}, {"authorization": "Bearer sk-firs"},
@@ -268,15 +268,17 @@ def test_one_key_that_is_right_opens_whatever_stands_beside_it(
 
 
 @pytest.fixture(scope="module")
-def keyed_server(engine):
-    with running(engine, api_keys=("sk-first", "sk-second")) as server:
+def keyed_server(tokenizer_name):
+    with running(
+        warm_engine(tokenizer_name, number=2), api_keys=("sk-first", "sk-second")
+    ) as server:
         yield server
 
 
-def test_draining_lets_answers_end_and_then_cuts_them_off(engine):
+def test_draining_lets_answers_end_and_then_cuts_them_off(other_engine):
     before = threading.active_count()
     for seconds, reason in ((30, "length"), (0.2, "error")):
-        with running(engine, drain_timeout_s=seconds) as server:
+        with running(other_engine, drain_timeout_s=seconds) as server:
             opened = connect(
                 server, request_bytes(LONG | {"max_tokens": 60, "stream": True})
                 if reason == "length"

@@ -61,8 +61,11 @@ def test_who_looks_at_once_sees_the_same(server):
     assert first["seconds"] == second["seconds"]
 
 
-def test_files_need_no_key_and_the_state_does(engine, caplog):
-    with running(engine, api_keys=("sk-me",)) as server, httpx.Client(base_url=server.url) as ask:
+def test_files_need_no_key_and_the_state_does(other_engine, caplog):
+    with (
+        running(other_engine, api_keys=("sk-me",)) as server,
+        httpx.Client(base_url=server.url) as ask,
+    ):
         for path in PAGE_PATHS:
             assert ask.get(path).status_code == 200
         caplog.set_level("INFO", "dsv4_jax.serve")
@@ -78,11 +81,11 @@ def test_files_need_no_key_and_the_state_does(engine, caplog):
         assert [line["status"] for line in lines()] == [401]
 
 
-def test_without_the_page_there_is_no_state(engine):
-    with running(engine, has_page=False) as server, httpx.Client(base_url=server.url) as ask:
+def test_without_the_page_there_is_no_state(other_engine):
+    with running(other_engine, has_page=False) as server, httpx.Client(base_url=server.url) as ask:
         assert [ask.get(path).status_code for path in (*PAGE_PATHS, STATE_PATH)] == [404] * 5
     with (
-        running(engine, has_page=False, api_keys=("a",)) as server,
+        running(other_engine, has_page=False, api_keys=("a",)) as server,
         httpx.Client(base_url=server.url) as ask,
     ):
         assert [ask.get(path).status_code for path in (*PAGE_PATHS, STATE_PATH)] == [401] * 5
@@ -229,8 +232,8 @@ def test_an_error_is_shown(browser, server):
 
 
 @BYTES_ALONE
-def test_a_key_is_asked_for_once(browser, engine):
-    with running(engine, api_keys=("sk-me",)) as server:
+def test_a_key_is_asked_for_once(browser, other_engine):
+    with running(other_engine, api_keys=("sk-me",)) as server:
         browser.emulate(1280, 900)
         browser.open(server.url)
         browser.until(lambda: browser.run("return document.querySelector('dialog').open"))
@@ -291,8 +294,10 @@ def contrast(browser):
 
 
 @BYTES_ALONE
-def test_a_page_that_nobody_looks_at_asks_for_nothing_and_a_lost_server_is_said(browser, engine):
-    with running(engine) as server:
+def test_a_page_that_nobody_looks_at_asks_for_nothing_and_a_lost_server_is_said(
+    browser, other_engine
+):
+    with running(other_engine) as server:
         open_page(browser, server)
     browser.until(lambda: browser.text("#status") == "no answer from the server")
 

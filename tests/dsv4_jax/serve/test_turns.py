@@ -206,14 +206,14 @@ def test_a_form_begins_after_reasoning_that_is_continued():
     assert OFF.read(body, CHAT).sampling.grammar is not None
 
 
-def test_a_message_is_continued_by_the_server(engine, server):
+def test_a_message_is_continued_by_the_server(other_engine, server):
     body = {"model": MODEL, "messages": [HI, said("The ")]} | PLAIN
-    ids = engine.tokenizer.encode(f"{BEGIN}</think>The ", add_special_tokens=False).ids
+    ids = other_engine.tokenizer.encode(f"{BEGIN}</think>The ", add_special_tokens=False).ids
     counted = httpx.post(f"{server.url}/v1/messages/count_tokens", json=body).json()
     assert counted == {"input_tokens": len(ids)}
     sampled = {"max_tokens": 5, "temperature": 0, "ignore_eos": True}
     answer = httpx.post(f"{server.url}/v1/messages", json=body | sampled).json()
-    (expected,) = engine.generate([ids], max_new_tokens=5, stop_token_ids=())
+    (expected,) = other_engine.generate([ids], max_new_tokens=5, stop_token_ids=())
     assert answer["usage"]["input_tokens"] == len(ids)
     told = "".join(one["text"] for one in answer["content"])
     assert told == expected.text
