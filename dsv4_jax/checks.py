@@ -217,6 +217,50 @@ def array(name: str, value: Any, shape: tuple[int | None, ...], kinds: str = "i"
         raise ValueError(f"{name} must be {rule}, got {value.dtype}{list(sizes)}")
 
 
+def same_arrays(name: str, value: Any, wanted: Any, of: str) -> None:
+    """Refuses a tree whose structure, shapes or dtypes are not those of another one.
+
+    Args:
+      name: of the argument.
+      value: its arrays, traced or not.
+      wanted: the other tree; shapes do.
+      of: whose arrays those are, for the message.
+
+    Raises:
+      ValueError: they differ; the first place where they do is named.
+    """
+    found, expected = _shapes_by_path(value), _shapes_by_path(wanted)
+    if found != expected:
+        path = next(path for path in {**expected, **found} if found.get(path) != expected.get(path))
+        refuse(
+            name,
+            f"of arrays like those of {of}, {expected.get(path, 'absent')} at {path or 'its root'}",
+            found.get(path),
+        )
+
+
+def not_deleted(name: str, value: Any) -> None:
+    """Refuses a tree with arrays that are gone, as those are that a jitted step was given.
+
+    Raises:
+      ValueError: an array has been deleted or donated.
+    """
+    for leaf in jax.tree.leaves(value):
+        is_traced = isinstance(leaf, jax.core.Tracer)
+        if not is_traced and isinstance(leaf, jax.Array) and leaf.is_deleted():
+            refuse(name, "of arrays that are still there", leaf, "use what the last step returned")
+
+
+def _shapes_by_path(tree: Any) -> dict[str, str]:
+    """The dtype and shape of each leaf that is an array, by its path."""
+    return {
+        jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}"
+        if hasattr(leaf, "dtype") and hasattr(leaf, "shape")
+        else type(leaf).__name__
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
 def known_values(array: Any) -> np.ndarray | None:
     """The values of an array, or None for one that is being traced.
 

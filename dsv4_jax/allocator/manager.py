@@ -14,7 +14,7 @@ from dsv4_jax.allocator.pool_plan import PoolPlan, plan_pools
 from dsv4_jax.allocator.prefix_cache import PrefixCache, RequestPrefix
 from dsv4_jax.allocator.prefix_tree import PrefixNode, PrefixTree
 from dsv4_jax.cache.model_cache import ModelCache
-from dsv4_jax.cache.original import OriginalHandle, acquire
+from dsv4_jax.cache.original import OriginalHandle, acquire, check_acquirable
 from dsv4_jax.cache.schema import FormatName
 from dsv4_jax.cache.slot_changes import SlotChanges, jit_apply_changes, set_tables
 from dsv4_jax.cache.snapshots import SnapshotStore
@@ -355,8 +355,11 @@ class KVCacheManager:
         """The handle of one layer in one call; pure, for use inside a traced step.
 
         Raises:
-          ValueError: there is no such layer.
+          ValueError: there is no such layer, `step_input` is none or names what is not there, or
+            the cache is split or lies on a mesh.
         """
+        check_acquirable(cache)
+        cache.check_input(step_input, vocab_size=None)
         return acquire(cache, cache.index(step_input), layer_idx=layer_idx)
 
     def _check_free(self, held: int, needed: int, chain: Sequence[PrefixNode] = ()) -> None:

@@ -76,6 +76,11 @@ class LayerCacheHandle:
     query_eps: float | None = flax.struct.field(pytree_node=False, default=None)
     split_cache: bool = flax.struct.field(pytree_node=False, default=False)
 
+    def is_from(self, state: StateCachePool) -> bool:
+        """Whether it may have been made of these slots; see `OriginalHandle`."""
+        del state
+        return True
+
     @property
     def is_split(self) -> bool:
         """Whether other devices hold some of its blocks."""

@@ -73,7 +73,9 @@ class ModelCache:
         pools = list(self.paged.values())
         return pools[0].num_blocks if pools else self.block_table.size
 
-    def check_input(self, step_input: StepInput, *, vocab_size: int, num_steps: int = 1) -> None:
+    def check_input(
+        self, step_input: StepInput, *, vocab_size: int | None, num_steps: int = 1
+    ) -> None:
         """Refuses a call that a step would take otherwise than it is written.
 
         Shapes and dtypes, and outside jit values too: ids and slots that are not there, tokens
@@ -81,7 +83,7 @@ class ModelCache:
 
         Args:
           step_input: the call.
-          vocab_size: V.
+          vocab_size: V; None where it is not known.
           num_steps: how often it is repeated.
 
         Raises:
@@ -128,8 +130,25 @@ class ModelCache:
         )
 
     def with_layer(self, handle: LayerCacheHandle) -> ModelCache:
-        """The cache with what a handle has written."""
+        """The cache with what a handle has written.
+
+        Raises:
+          ValueError: it is no handle of this cache, or one from before another handle of the same
+            attention type was put back, whose writing would be lost.
+        """
+        checks.instance("handle", handle, LayerCacheHandle)
         attn = handle.schema.attn_type
+        if attn not in self.state or handle.schema != self.state[attn].schema:
+            checks.refuse("handle", "a handle of this cache", handle.schema, "it has no such layer")
+        pools = {"state": self.state[attn], "paged": self.paged.get(attn)}
+        found = {"state": handle.state, "paged": handle.paged}
+        checks.same_arrays("handle", found, pools, "this cache")
+        checks.not_deleted("handle", found)
+        if not handle.is_from(self.state[attn]):
+            raise ValueError(
+                "handle must be a handle of this cache as it is, got one of another cache, or of "
+                f"this one before its {attn.upper()} layers were written; acquire it anew"
+            )
         paged = self.paged if handle.paged is None else {**self.paged, attn: handle.paged}
         return dataclasses.replace(self, state={**self.state, attn: handle.state}, paged=paged)
 

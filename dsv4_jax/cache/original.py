@@ -13,6 +13,8 @@ Source: original_cache.md.
 from __future__ import annotations
 
 import dataclasses
+import weakref
+from typing import Any
 
 import flax.struct
 import jax
@@ -27,7 +29,9 @@ from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.new_tokens import NewTokens, Projections, projection_widths
 from dsv4_jax.cache.schema import LayerCacheSchema, same_sizes
+from dsv4_jax.cache.state_cache import StateCachePool
 from dsv4_jax.config.layer_types import AttentionType
+from dsv4_jax.mesh import find_mesh
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.codecs import Planes
 from pallas_kernels.common.layer_planes import LayerPlanes
@@ -44,6 +48,21 @@ class OriginalHandle(LayerCacheHandle):
 
     new_tokens: NewTokens | None = None
     is_committed: bool = flax.struct.field(pytree_node=False, default=False)
+
+    _source = None
+    """A weak reference to the slots that it was acquired from, so that `with_layer` can tell caches
+    of equal sizes apart. It is no field: where a handle goes through `jit`, JAX drops it, and
+    nothing is known."""
+
+    def is_from(self, state: StateCachePool) -> bool:
+        """Whether it was acquired from these slots, or that is not known."""
+        return self._source is None or self._source() is state
+
+    def _with(self, **changes: Any) -> OriginalHandle:
+        """The same handle with other fields."""
+        new = dataclasses.replace(self, **changes)
+        object.__setattr__(new, "_source", self._source)
+        return new
 
     @property
     def num_query_heads(self) -> int:
@@ -94,8 +113,13 @@ class OriginalHandle(LayerCacheHandle):
           indexer: projections [T, 2 * IC] of a CSA layer.
 
         Raises:
-          ValueError: a shape is wrong, or projections are missing or not wanted.
+          ValueError: a shape is wrong, projections are missing or not wanted, or the handle has
+            been committed.
         """
+        if self.is_committed:
+            raise ValueError(
+                "the call's tokens are committed already; acquire a handle for the next call"
+            )
         num_tokens, dim = self.call.positions.shape[0], self.head_dim
         checks.array("kv", kv, (None,) * getattr(kv, "ndim", 2), "f")
         if kv.shape != (num_tokens, dim):
@@ -109,13 +133,11 @@ class OriginalHandle(LayerCacheHandle):
                 raise ValueError(f"{name} {need} on a layer of type {self.schema.attn_type}")
             if given is not None:
                 checks.instance(name, given, Projections)
-            if given is not None and given.values.shape != (num_tokens, width):
-                raise ValueError(
-                    f"{name} must hold projections {(num_tokens, width)}, got {given.values.shape}"
-                )
+                for field, array in given.planes.items():
+                    checks.array(f"{name}.{field}", array, (num_tokens, width), "f")
         window = self.schema.format.entry.encode(kv, self.schema.rope_dim)
         new = hold(NewTokens(window=window, compressor=compressor, indexer=indexer))
-        return dataclasses.replace(self, window=new.window, new_tokens=new)
+        return self._with(window=new.window, new_tokens=new)
 
     def flush_compression(
         self, compressed: jax.Array, indexer_keys: jax.Array | None = None
@@ -133,7 +155,8 @@ class OriginalHandle(LayerCacheHandle):
         closing = self.call.closing_tokens(self.schema.compression_ratio)
         checks.array("compressed", compressed, (None,) * getattr(compressed, "ndim", 2), "f")
         if indexer_keys is not None:
-            checks.array("indexer_keys", indexer_keys, (None, None), "f")
+            width = self.schema.indexer_head_dim or None
+            checks.array("indexer_keys", indexer_keys, (None, width), "f")
         if compressed.shape != (closing.shape[0], self.head_dim):
             raise ValueError(
                 f"compressed must have shape {(closing.shape[0], self.head_dim)}, one row per "
@@ -155,9 +178,7 @@ class OriginalHandle(LayerCacheHandle):
         index_keys = paged.index_keys
         if index_keys is not None and indexer_keys is not None:
             index_keys = write(index_keys, fmt.index_key.encode(indexer_keys, 0))
-        return dataclasses.replace(
-            self, paged=dataclasses.replace(paged, entries=written, index_keys=index_keys)
-        )
+        return self._with(paged=dataclasses.replace(paged, entries=written, index_keys=index_keys))
 
     def commit(self) -> OriginalHandle:
         """Moves the call's tokens into the ring and the compressor states.
@@ -166,9 +187,7 @@ class OriginalHandle(LayerCacheHandle):
           ValueError: `write_swa` has not been called.
         """
         state = commit_tokens(self.state, _written(self), self.call, layer=self.layer)
-        return dataclasses.replace(
-            self, state=state, window=None, new_tokens=None, is_committed=True
-        )
+        return self._with(state=state, window=None, new_tokens=None, is_committed=True)
 
     def gather_compressed_kv(self, selected: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Entries by logical number, for each token.
@@ -216,19 +235,39 @@ def acquire(cache: ModelCache, call: CallIndices, *, layer_idx: int) -> Original
     """The handle of one layer in one call; pure, for use inside a traced step.
 
     Raises:
-      ValueError: there is no such layer, or the cache is split.
+      ValueError: there is no such layer, the call is another cache's, or the cache is split or
+        lies on a mesh.
     """
-    checks.instance("cache", cache, ModelCache)
-    if cache.split_cache:
-        raise ValueError(
-            "the original interface reads whole requests; build it without split_cache"
-        )
+    check_acquirable(cache)
+    checks.instance("call", call, CallIndices)
+    checks.array("call.block_table", call.block_table, (None, cache.block_table.shape[1]))
     last = len(cache.schemas) - 1
     layer_idx = checks.integer("layer_idx", layer_idx, 0, last, rule=f"0..{last}")
     schema = cache.schemas[layer_idx]
     handle = cache.layer(schema.attn_type, schema.family_idx, call)
     fields = {field.name: getattr(handle, field.name) for field in dataclasses.fields(handle)}
-    return OriginalHandle(**fields)
+    acquired = OriginalHandle(**fields)
+    object.__setattr__(acquired, "_source", weakref.ref(cache.state[schema.attn_type]))
+    return acquired
+
+
+def check_acquirable(cache: ModelCache) -> None:
+    """Refuses what is no cache, and one of which a device holds but a part.
+
+    Raises:
+      ValueError: it is no cache, its arrays are gone, or it is split or lies on a mesh.
+    """
+    checks.instance("cache", cache, ModelCache)
+    checks.not_deleted("cache", cache)
+    if cache.split_cache:
+        raise ValueError(
+            "the original interface reads whole requests; build it without split_cache"
+        )
+    if find_mesh(cache) is not None:
+        raise ValueError(
+            "the original interface numbers slots and blocks of one device, and cache lies on a "
+            "mesh; build it without one"
+        )
 
 
 def maybe_flush_csa(
@@ -258,11 +297,14 @@ def maybe_flush_csa(
       The handle with the entries written; `commit` still has to follow.
 
     Raises:
-      ValueError: the layer is of another type or ratio, or `write_swa` has not been called.
+      ValueError: the layer is of another type or ratio, a norm or the frequencies have another
+        shape, or `write_swa` has not been called.
 
     Source: deepseek_v4.md sections 2.2 and 3.
     """
     _check(handle, schema, m, AttentionType.CSA)
+    checks.array("indexer_norm", indexer_norm, (schema.indexer_head_dim,), "f")
+    eps = _check_norms(schema, norm, frequencies, eps)
     norms = LayerNorms(
         kv=norm, compressor=norm, indexer=indexer_norm, frequencies=frequencies, eps=eps
     )
@@ -280,6 +322,7 @@ def maybe_flush_hca(
 ) -> OriginalHandle:
     """Writes the entry of every HCA window that closes in this call; see `maybe_flush_csa`."""
     _check(handle, schema, m_prime, AttentionType.HCA)
+    eps = _check_norms(schema, norm, frequencies, eps)
     return _flush(handle, LayerNorms(kv=norm, compressor=norm, frequencies=frequencies, eps=eps))
 
 
@@ -291,13 +334,21 @@ def _flush(handle: OriginalHandle, norms: LayerNorms) -> OriginalHandle:
             f"the state pool was built for another type of layer than this {own.upper()} one"
         )
     paged = flush_windows(pools, new, norms, handle.call, layer=handle.layer)
-    return dataclasses.replace(handle, paged=paged)
+    return handle._with(paged=paged)
 
 
 def _written(handle: OriginalHandle) -> NewTokens:
     if handle.new_tokens is None:
         raise ValueError("the call's tokens are not there yet; call write_swa first")
     return handle.new_tokens
+
+
+def _check_norms(
+    schema: LayerCacheSchema, norm: jax.Array, frequencies: jax.Array, eps: float
+) -> float:
+    checks.array("norm", norm, (schema.entry_head_dim,), "f")
+    checks.array("frequencies", frequencies, (schema.rope_dim // 2,), "f")
+    return checks.number("eps", eps, 0)
 
 
 def _check(

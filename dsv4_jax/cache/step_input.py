@@ -28,7 +28,7 @@ class StepInput:
     request_slots: jax.Array
 
 
-def check_step_input(step_input: StepInput, *, vocab_size: int, num_slots: int) -> None:
+def check_step_input(step_input: StepInput, *, vocab_size: int | None, num_slots: int) -> None:
     """Shapes and dtypes, and values too where they are at hand (outside jit).
 
     Raises:
@@ -51,7 +51,8 @@ def check_step_input(step_input: StepInput, *, vocab_size: int, num_slots: int) 
         raise ValueError("a step needs at least one token and one row; pad with request_ids -1")
     num_rows = step_input.request_slots.shape[0]
     checks.in_range("request_ids", step_input.request_ids, -1, num_rows)
-    checks.in_range("token_ids", step_input.token_ids, 0, vocab_size)
+    num_ids = checks.INT32_MAX if vocab_size is None else vocab_size
+    checks.in_range("token_ids", step_input.token_ids, 0, num_ids)
     checks.in_range("request_slots", step_input.request_slots, -1, num_slots)
     checks.no_slot_twice("request_slots", step_input.request_slots)
     rows = checks.known_values(step_input.request_ids)

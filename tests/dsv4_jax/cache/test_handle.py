@@ -343,11 +343,16 @@ ONES = jnp.zeros((T, 1), jnp.int32)
         (SWA, lambda h: h.attend(normal(T, 4, DIM), normal(4), None), "append them first"),
         (CSA, lambda h: written(h).commit().gather_swa_kv(), "append them first"),
         (CSA, lambda h: written(h).commit().commit(), "call write_swa first"),
+        (CSA, lambda h: written(written(h).commit()), "the call's tokens are committed already"),
     ],
 )
 def test_wrong_layers_and_wrong_orders_are_named(layer_idx, method, message):
     with pytest.raises(ValueError, match=message):
         method(acquire(layer_idx))
+
+
+def scored(projections, scores):
+    return dataclasses.replace(projections, scores=scores)
 
 
 KV, WIDE, NARROW = jnp.zeros((T, DIM)), projections(2 * DIM), projections(DIM)
@@ -359,10 +364,19 @@ KV, WIDE, NARROW = jnp.zeros((T, DIM)), projections(2 * DIM), projections(DIM)
         (SWA, (KV[:-1],), r"kv must have shape \(24, 32\), got kv.shape=\(23, 32\)"),
         (SWA, (KV, NARROW), "compressor must be None on a layer of type swa"),
         (HCA, (KV,), r"compressor must be projections \[T, 32\] on a layer of type hca"),
-        (HCA, (KV, WIDE), r"compressor must hold projections \(24, 32\), got \(24, 64\)"),
+        (HCA, (KV, WIDE), r"compressor.values must be an array \[24, 32\] of floats, got .*64\]"),
         (HCA, (KV, NARROW, NARROW), "indexer must be None on a layer of type hca"),
         (CSA, (KV, WIDE), r"indexer must be projections \[T, 32\] on a layer of type csa"),
-        (CSA, (KV, WIDE, WIDE), r"indexer must hold projections \(24, 32\), got \(24, 64\)"),
+        (
+            CSA,
+            (KV, WIDE, WIDE),
+            r"indexer.values must be an array \[24, 32\] of floats, got .*64\]",
+        ),
+        (CSA, (KV, scored(WIDE, KV), NARROW), r"compressor.scores must be an array \[24, 64\]"),
+        (CSA, (KV, scored(WIDE, None), NARROW), "compressor.scores must be an array, got None"),
+        (HCA, (KV, scored(NARROW, KV.astype(int))), "compressor.scores must be .* of floats"),
+        (HCA, (KV, scored(NARROW, [[1.0]])), "compressor.scores must be an array, got"),
+        (HCA, (KV, (KV, KV)), "compressor must be a Projections, got"),
     ],
 )
 def test_write_swa_names_what_is_missing_or_not_wanted(layer_idx, arguments, message):

@@ -102,7 +102,7 @@ def test_a_family_without_layers_is_absent(layer_types, state, paged, num_blocks
     cache = ds.init_cache(config, num_blocks=num_blocks, **SIZE)
     assert (cache.state.keys(), cache.paged.keys()) == (state, paged)
     assert sum(family_bytes(cache).values()) < cache.memory_bytes()
-    call = step_input([[1]], [0], [0], num_tokens=2)
+    call = step_input([[]], [0], [0], num_tokens=2)  # without a table it has no room for a token
     handle = ds.KVCacheManager.acquire(cache, call, layer_idx=0)
     assert cache.with_layer(handle).paged.keys() == paged
 
