@@ -51,7 +51,7 @@ def make_mesh(data: int = 1, model: int = 1, *, devices: Sequence[Any] | None = 
       devices: data times model of them; None takes the first ones that JAX has.
 
     Raises:
-      ValueError: a size is below 1, or there are not so many devices.
+      ValueError: a size is below 1, there are not so many devices, or one is there twice.
     """
     data = checks.integer("data", data, 1, _MAX_DEVICES)
     model = checks.integer("model", model, 1, _MAX_DEVICES)
@@ -61,7 +61,10 @@ def make_mesh(data: int = 1, model: int = 1, *, devices: Sequence[Any] | None = 
         for device in found:
             checks.instance("devices", device, jax.Device)
         if len(found) != data * model:
-            checks.refuse("devices", f"data={data} times model={model} devices", devices)
+            rule = f"{data * model} devices, data={data} times model={model}"
+            checks.refuse("devices", rule, devices, f"these are {len(found)}")
+        if len(set(found)) < len(found):
+            checks.refuse("devices", "devices that are all different", devices)
     if len(found) < data * model:
         raise ValueError(
             f"data={data} times model={model} must be at most the {len(found)} devices that JAX "
@@ -75,11 +78,22 @@ def mesh_sizes(mesh: AnyMesh) -> tuple[int, int]:
     """(data, model): sizes of its axes.
 
     Raises:
-      ValueError: it is no mesh with these axes.
+      ValueError: it is no mesh with these axes, or one on which steps cannot run.
     """
     if not isinstance(mesh, Mesh | AbstractMesh) or not set(AXES) <= set(mesh.axis_names):
         checks.refuse("mesh", f"a jax.sharding.Mesh with the axes {list(AXES)}", mesh)
+    if isinstance(mesh, Mesh):
+        _check_devices(mesh)
     return mesh.shape[DATA], mesh.shape[MODEL]
+
+
+@functools.lru_cache(maxsize=64)
+def _check_devices(mesh: Mesh) -> None:
+    """Refuses meshes that JAX takes, but no step: `make_mesh` gives none of them."""
+    if set(mesh.axis_types) != {AxisType.Auto}:
+        checks.refuse("mesh", "a mesh whose axes are all Auto", mesh, "make it with make_mesh")
+    if len(set(mesh.devices.flat)) < mesh.size:
+        checks.refuse("mesh", "a mesh of devices that are all different", mesh.devices)
 
 
 def check_divides(
@@ -159,6 +173,30 @@ def _check_parts(name: str, value: Any, mesh: AnyMesh) -> None:
                 check_divides(mesh, {where: leaf.shape[axis]}, axes)
 
 
+def _check_same_mesh(values: dict[str, Any], mesh: AnyMesh) -> None:
+    """Refuses pools and parameters of which some lie elsewhere than the others.
+
+    What has no rule of its own in `specs_of`, as a step's input, JAX brings to the mesh: its rows
+    mean the same wherever they come from. A cache's slots and block ids are those of a data shard.
+    """
+    for name, value in values.items():
+        if specs_of.dispatch(type(value)) is specs_of.dispatch(object):
+            continue
+        found = find_mesh(value)
+        if found is None or not _is_same(found, mesh):
+            raise ValueError(
+                f"{name} must lie on the mesh of the other arguments, {dict(mesh.shape)}, got "
+                f"{'no mesh' if found is None else f'another one, {dict(found.shape)}'}; make a "
+                "cache with init_cache(..., mesh=mesh), and place parameters with "
+                "jax.device_put(params, param_shardings(config, mesh, params))"
+            )
+
+
+def _is_same(one: AnyMesh, other: AnyMesh) -> bool:
+    """Whether two meshes have the same devices, or sizes where those of one are not known."""
+    return one == other if type(one) is type(other) else one.shape == other.shape
+
+
 def find_mesh(*values: Any) -> AnyMesh | None:
     """The mesh that arrays lie on, tracers and shapes too; None on one device or inside a step."""
     if DATA in jax.sharding.get_abstract_mesh().manual_axes:
@@ -231,8 +269,9 @@ def on_mesh[**Args, Out](outputs: Any) -> Callable[[Callable[Args, Out]], Callab
     """A function of arrays that runs on every device of the mesh that its arguments lie on.
 
     Each device sees its part of every argument, as `specs_of` says, and gives its part of the
-    results. Without a mesh it is the function itself. Arguments that are keyword-only are static.
-    On a mesh values are not checked, as inside jit.
+    results. Where a cache, a store or parameters lie on a mesh, all of them must. Without a mesh it
+    is the function itself. Arguments that are keyword-only are static. On a mesh values are not
+    checked, as inside jit.
 
     Args:
       outputs: how results lie: `PartitionSpec`s, or the name of the argument whose place a result
@@ -250,6 +289,7 @@ def on_mesh[**Args, Out](outputs: Any) -> Callable[[Callable[Args, Out]], Callab
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             arrays = dict(zip(signature.parameters, bound.args, strict=False))
+            _check_same_mesh(arrays, mesh)
             for name, value in arrays.items():
                 _check_parts(name, value, mesh)
 

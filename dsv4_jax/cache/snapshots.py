@@ -10,17 +10,20 @@ ring and, of both CSA compressors, the b-stream of the last window: half of what
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from dsv4_jax import checks
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.new_tokens import NewTokens, Projections
 from dsv4_jax.cache.poison import poison_of
 from dsv4_jax.cache.state_cache import StateCachePool
+from dsv4_jax.mesh import DATA, check_divides, find_mesh, shardings_of
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.codecs import Planes
 
@@ -63,11 +66,22 @@ class SnapshotPlan:
 def init_snapshot_store(cache: ModelCache, num_snapshots: int) -> SnapshotStore:
     """A store without snapshots; every bit of it is set, which is NaN in every format.
 
+    It lies on the mesh of the cache, if that lies on one.
+
     Raises:
-      ValueError: the number is negative.
+      ValueError: the number is negative, or does not divide over the data shards.
     """
     checks.instance("cache", cache, ModelCache)
     num_snapshots = checks.integer("num_snapshots", num_snapshots, 0)
+    build, mesh = functools.partial(_empty_store, cache, num_snapshots), find_mesh(cache)
+    if not isinstance(mesh, Mesh):
+        return build()
+    check_divides(mesh, {"num_snapshots": num_snapshots}, (DATA,))
+    return jax.jit(build, out_shardings=shardings_of(jax.eval_shape(build), mesh))()
+
+
+def _empty_store(cache: ModelCache, num_snapshots: int) -> SnapshotStore:
+    """The arrays; of those of the cache it looks at shapes and dtypes alone."""
 
     def empty(plane: jax.Array, rows: int, width: int | None = None) -> jax.Array:
         rest = plane.shape[3:] if width is None else (width,)
