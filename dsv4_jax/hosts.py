@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from jax._src import distributed  # nothing public reaches the service's keys an
 from jax.sharding import Mesh
 
 from dsv4_jax import checks
+from dsv4_jax.standard_streams import say
 
 DEFAULT_TIMEOUT_S = 60.0
 _BEATS_PER_TIMEOUT = 5
@@ -146,8 +146,10 @@ class Hosts:
 
     def end(self, message: str) -> NoReturn:
         """Says why, and ends this process at once; its other threads may be stuck for ever."""
-        print(f"dsv4-jax: process {self.number} ends: {message}", file=sys.stderr, flush=True)
-        os._exit(1)
+        try:
+            say(f"dsv4-jax: process {self.number} ends: {message}")
+        finally:
+            os._exit(1)
 
     def leave(self) -> None:
         """Others no longer wait for this process."""

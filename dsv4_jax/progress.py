@@ -8,6 +8,8 @@ from typing import Self
 
 from tqdm import tqdm
 
+from dsv4_jax.standard_streams import say
+
 FIRST_LINE_S = 5.0
 """Seconds of work before the first line: what is quicker needs none."""
 NEXT_LINE_S = 15.0
@@ -51,11 +53,9 @@ class Progress:
         now = time.monotonic()
         if now >= self._next_line:
             self._next_line = now + NEXT_LINE_S
-            print(
+            say(
                 f"{self._doing}: {self._done:,} of {self._total:,} {self._unit}s after "
-                f"{now - self._begun:.0f} s",
-                file=sys.stderr,
-                flush=True,
+                f"{now - self._begun:.0f} s"
             )
 
     def __enter__(self) -> Self:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import pathlib
-import sys
 from collections.abc import Sequence
 
 import jax
@@ -23,6 +22,7 @@ from dsv4_jax.mesh import mesh_sizes
 from dsv4_jax.model.params import param_shapes
 from dsv4_jax.runtime import find_memory
 from dsv4_jax.serving.sizing import step_sizes
+from dsv4_jax.standard_streams import say
 from dsv4_jax.step.settings_size import settings_bytes
 
 HOST_BYTES = 2**30
@@ -56,7 +56,7 @@ def check_memory(needs: dict[str, int], way_out: str, *, told: bool = True) -> N
         )
     if told:
         text = f"[needs {needed / _GIB:,.2f} GiB ({listed}); {has} free]"
-        print(text, file=sys.stderr, flush=True)
+        say(text)
 
 
 def check_engine_memory(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-import sys
 
 from dsv4_jax.checkpoint.inventory import (
     Inventory,
@@ -19,6 +18,7 @@ from dsv4_jax.cli.presets import DSPARK, PRESETS
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.draft import DraftKind
 from dsv4_jax.config.read_json import read_contents
+from dsv4_jax.standard_streams import say
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ def count_files(
         found = read_inventory(directory, follow_links=follow_links)
     except FileNotFoundError as error:
         if any(directory.glob("*.safetensors*")):  # else a config alone, which is enough
-            print(f"[files are not counted: {error}]", file=sys.stderr, flush=True)
+            say(f"[files are not counted: {error}]")
         _, contents = read_contents(directory, follow_links=follow_links)
         warn_of_left_out(describe_config(contents, directory))
         return config, None

@@ -20,6 +20,7 @@ from dsv4_jax.serving.async_engine import AsyncEngine
 from dsv4_jax.serving.engine import Engine
 from dsv4_jax.serving.grammar_trials import GrammarBounds
 from dsv4_jax.signals import end_at_once
+from dsv4_jax.standard_streams import say
 
 if TYPE_CHECKING:
     from dsv4_jax.serve import ServeSettings
@@ -153,4 +154,4 @@ def _log_to_stderr() -> None:
 
 def note(text: str) -> None:
     """Says something on stderr."""
-    print(f"[{text}]", file=sys.stderr, flush=True)
+    say(f"[{text}]")
