@@ -50,7 +50,9 @@ NCCL_SETTINGS = {"NCCL_NVLS_ENABLE": "0"}
 def set_xla_flags(**flags: str) -> str:
     """Adds `XLA_GPU_FLAGS` to the environment variable `XLA_FLAGS`; call it before JAX is used.
 
-    Flags that the variable has already are left alone: what the user sets wins. A CPU ignores them.
+    Flags that the variable has already are left alone: what the user sets wins. If it is the name
+    of a file, as which XLA takes what does not begin with "--", the flags of that file take its
+    place. A CPU ignores them.
     `NCCL_SETTINGS` go to the environment in the same way. On a machine with a GPU, a version of jax
     that is slow there is warned of, once.
 
@@ -61,7 +63,8 @@ def set_xla_flags(**flags: str) -> str:
       The variable's new value.
 
     Raises:
-      ValueError: a flag's value is no text, or has spaces.
+      ValueError: a flag's value is no text, or has spaces; or the variable is neither flags nor a
+        file that can be read.
       RuntimeError: JAX has started its backends, and flags are read no more.
     """
     for name, value in flags.items():
@@ -72,7 +75,7 @@ def set_xla_flags(**flags: str) -> str:
             "XLA has read its flags already; call set_xla_flags before the first array is made"
         )
     _warn_of_slow_jax()
-    words = os.environ.get("XLA_FLAGS", "").split()
+    words = _given_flags()
     present = {word.lstrip("-").split("=")[0] for word in words}
     wanted = XLA_GPU_FLAGS | flags
     words += [f"--{name}={value}" for name, value in wanted.items() if name not in present]
@@ -80,6 +83,20 @@ def set_xla_flags(**flags: str) -> str:
     for name, value in NCCL_SETTINGS.items():
         os.environ.setdefault(name, value)
     return os.environ["XLA_FLAGS"]
+
+
+def _given_flags() -> list[str]:
+    """The flags of the environment variable, or of the file that it names."""
+    given = os.environ.get("XLA_FLAGS", "").strip()
+    if given and not given.startswith("--"):
+        try:
+            given = pathlib.Path(given).read_text()
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"XLA_FLAGS must be flags that begin with --, or a file of them, got {given!r} "
+                f"({error})"
+            ) from None
+    return given.split()
 
 
 @functools.cache
@@ -105,6 +122,26 @@ def decode_options() -> dict[str, str]:
     options = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
     flags = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in options.items() if name not in flags}
+
+
+def find_start_problem(error: Exception) -> str | None:
+    """Why JAX has no device to start with, in one line, if that is what an error says."""
+    told = str(error).splitlines()[:1]
+    if isinstance(error, AssertionError) and not xla_bridge.backends_are_initialized():
+        try:
+            jax.devices()
+        except AssertionError:
+            told = ["it finds no device"]
+    if not told or not told[0].startswith(_START_PROBLEMS):
+        return None
+    names = ("JAX_PLATFORMS", "JAX_PLATFORM_NAME", "JAX_NUM_CPU_DEVICES")
+    given = " ".join(f"{name}={os.environ[name]}" for name in names if os.environ.get(name))
+    asked = f"; the environment has {given}, which may be left out" if given else ""
+    return f"JAX cannot start: {told[0]}{asked}"
+
+
+_START_PROBLEMS = ("Unable to initialize backend", "Unknown backend", "it finds no device")
+"""How these errors begin; all but the last are jax's own."""
 
 
 _THREADS_BYTES = 2**28
@@ -198,10 +235,23 @@ def look_for_no_gpu() -> None:
     """Keeps JAX from CUDA's plugin on a machine without NVIDIA's driver; call it before JAX.
 
     The plugin is also what compiles for GPUs without one; where there is no driver JAX prints a
-    traceback about cuDNN before it takes the CPU. What `JAX_PLATFORMS` says wins, and so does any
-    other plugin.
+    traceback about cuDNN before it takes the CPU. Any other plugin wins, and so does what
+    `JAX_PLATFORMS` says, but for a GPU that there cannot be.
+
+    Raises:
+      ValueError: `JAX_PLATFORMS` names nothing else.
     """
-    if xla_bridge.backends_are_initialized() or jax.config.jax_platforms:  # pyright: ignore
+    if xla_bridge.backends_are_initialized():
+        return
+    if given := jax.config.jax_platforms:  # pyright: ignore
+        others = [name for name in given.split(",") if name not in ("cuda", "gpu")]
+        if given.split(",") != others and not _finds_driver():
+            if not others:
+                raise ValueError(
+                    f"JAX_PLATFORMS={given} asks for a GPU, and NVIDIA's driver (libcuda.so.1) is "
+                    "not found; leave it out, or take cpu"
+                )
+            jax.config.update("jax_platforms", ",".join(others))
         return
     is_cuda_alone = _cuda_plugins() and importlib.util.find_spec("libtpu") is None
     if is_cuda_alone and not _finds_driver():
@@ -261,16 +311,26 @@ def use_compilation_cache(folder: str | os.PathLike[str] | None = None) -> pathl
       The folder.
 
     Raises:
-      ValueError: it is no path.
+      ValueError: it is no path, or there is no home for it.
     """
     if folder is not None and not isinstance(folder, str | os.PathLike):
         checks.refuse("folder", "a path", folder)
     chosen = folder or jax.config.jax_compilation_cache_dir  # pyright: ignore
     if chosen is None:
-        home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-        chosen = pathlib.Path(home) / "dsv4-jax" / "xla"
+        chosen = _cache_home() / "dsv4-jax" / "xla"
     jax.config.update("jax_compilation_cache_dir", str(chosen))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     leave_out_locations()
     return pathlib.Path(chosen)
+
+
+def _cache_home() -> pathlib.Path:
+    """Where programs of this user keep what they can make again."""
+    try:
+        return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+    except RuntimeError:  # a user without an entry, as a container may run one
+        raise ValueError(
+            "folder must be given, or JAX_COMPILATION_CACHE_DIR, XDG_CACHE_HOME or HOME: this user "
+            "has no home"
+        ) from None

@@ -50,9 +50,10 @@ def run_each(*cases):
 
 
 def _words(command, environment):
+    own = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
     done = subprocess.run(
         command,
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""} | environment,
+        env=own | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""} | environment,
         capture_output=True,
         text=True,
     )
@@ -74,6 +75,40 @@ def test_flags_are_known_to_xla_and_the_users_own_win():
     assert kept[0] == f"--{name}=7"
     assert [word.split("=")[0] for word in kept[1:]] == [f"--{other}" for other in others]
     assert "--xla_gpu_graph_min_graph_size=1" in more
+
+
+def test_flags_in_a_file_are_taken_from_it(tmp_path):
+    """XLA takes a variable that begins otherwise for the name of a file, what is added included."""
+    name, *others = ds.runtime.XLA_GPU_FLAGS
+    file = tmp_path / "flags"
+    file.write_text(f"--{name}=7\n  --xla_cpu_multi_thread_eigen=false\n")
+    code = "import dsv4_jax as ds; ds.set_xla_flags(); import jax.numpy as jnp; jnp.zeros(1); "
+    code += "import os; print(os.environ['XLA_FLAGS'])"
+    (kept,) = run_each((code, {"XLA_FLAGS": f" {file} "}))
+    assert kept[:2] == [f"--{name}=7", "--xla_cpu_multi_thread_eigen=false"]
+    assert [word.split("=")[0] for word in kept[2:]] == [f"--{other}" for other in others]
+
+
+def test_flags_that_are_neither_flags_nor_a_file_are_refused(monkeypatch):
+    monkeypatch.setattr(ds.runtime.xla_bridge, "backends_are_initialized", lambda: False)
+    monkeypatch.setenv("XLA_FLAGS", "no such file")
+    with pytest.raises(ValueError, match="must be flags that begin with --, or a file of them"):
+        ds.set_xla_flags()
+
+
+def test_a_user_without_a_home_is_asked_for_a_folder(monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(ds.runtime.pathlib.Path, "home", homeless)
+    kept = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        with pytest.raises(ValueError, match="or JAX_COMPILATION_CACHE_DIR, XDG_CACHE_HOME or HOM"):
+            ds.use_compilation_cache()
+    finally:
+        jax.config.update("jax_compilation_cache_dir", kept)
 
 
 def test_launches_of_an_engine_s_decode_step_overlap_unless_the_user_has_them_wait():
