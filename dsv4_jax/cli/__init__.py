@@ -13,7 +13,9 @@ import dsv4_jax
 from dsv4_jax.cli import batch, bench, convert, evaluate, generate, plan, serve, sweep, verify
 from dsv4_jax.cli.arguments import Parser
 from dsv4_jax.cli.ending import run_to_status
-from dsv4_jax.runtime import look_for_no_gpu, set_xla_flags, use_compilation_cache
+from dsv4_jax.cli.environment import prepare_jax
+from dsv4_jax.runtime import use_compilation_cache
+from dsv4_jax.standard_streams import takes_answers
 
 _COMMANDS = {
     "generate": (generate, "Completes prompts, from a small checkpoint or from one that is named."),
@@ -28,6 +30,11 @@ _COMMANDS = {
 }
 """Modules by name, each with its summary: docstrings are gone under `python -OO`."""
 
+_ANSWER_ELSEWHERE = {"serve", "batch"}
+"""Commands that write nothing on standard output."""
+
+_WITHOUT_JAX = {("plan", None), ("bench", "serve")}
+"""Commands, and what of them is chosen, that compute nothing with JAX."""
 
 _PYTHONS_FORM = warnings.formatwarning
 
@@ -56,12 +63,21 @@ def make_parser() -> Parser:
 def _run(argv: Sequence[str] | None) -> int:
     args = make_parser().parse_args(argv)
     warnings.formatwarning = _format_warning
-    look_for_no_gpu()
-    use_compilation_cache()
-    with contextlib.suppress(RuntimeError):  # JAX runs already, in the process that calls this
-        set_xla_flags()
+    with contextlib.suppress(ValueError):  # there is no home for it
+        use_compilation_cache()
     command, _ = _COMMANDS[args.command]
-    return run_to_status(f"dsv4-jax {args.command}", lambda: command.run(args))
+
+    def run() -> int:
+        if args.command not in _ANSWER_ELSEWHERE and not takes_answers():
+            raise ValueError(
+                "standard output must be open for writing, since answers go there; add > FILE, or "
+                "> /dev/null"
+            )
+        if (args.command, getattr(args, "what", None)) not in _WITHOUT_JAX:
+            prepare_jax()
+        return command.run(args)
+
+    return run_to_status(f"dsv4-jax {args.command}", run)
 
 
 def _format_warning(

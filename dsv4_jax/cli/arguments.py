@@ -6,6 +6,7 @@ A value is checked as it is parsed, before anything is loaded; the error names i
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import math
 import os
@@ -54,6 +55,12 @@ class Parser(argparse.ArgumentParser):
             if name.startswith("--") and value == "--":
                 self.error(f"argument {name}: must be a value, got '--', which ends options")
         return super().parse_known_args(words, namespace)
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """Ends after a help or a version, of which `argparse` forgets whether it was written."""
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        super().exit(status, message)
 
     def error(self, message: str) -> NoReturn:
         """Raises ValueError with the command and the message."""
@@ -152,13 +159,21 @@ def real(least: float, most: float) -> Callable[[str], float]:
     return read
 
 
-def prompt_text(text: str) -> str:
-    """Takes a text that is UTF-8; Python shows other bytes of a command line as surrogates."""
-    try:
+def utf8_text(text: str) -> str:
+    """Takes a text that is UTF-8, in whatever locale.
+
+    Python shows bytes of a command line that its locale's encoding lacks as surrogates: in the C
+    locale, where PYTHONUTF8 is 0, all of UTF-8 beyond ASCII.
+    """
+    given: str | bytes = text
+    with contextlib.suppress(UnicodeEncodeError):
         text.encode()
-    except UnicodeEncodeError:
-        raise argparse.ArgumentTypeError(f"must be UTF-8, got {show(os.fsencode(text))}") from None
-    return text
+        return text
+    with contextlib.suppress(UnicodeEncodeError):  # surrogates that stand for no byte
+        given = os.fsencode(text)
+        with contextlib.suppress(UnicodeDecodeError):
+            return given.decode()
+    raise argparse.ArgumentTypeError(f"must be UTF-8, got {show(given)}")
 
 
 def output_file(*suffixes: str) -> Callable[[str], pathlib.Path]:

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from dsv4_jax.bench import load
 from dsv4_jax.bench.results import write_json
-from dsv4_jax.cli.arguments import add_seconds, output_file, real, whole, wholes
+from dsv4_jax.cli.arguments import add_seconds, output_file, real, utf8_text, whole, wholes
 from dsv4_jax.cli.serve_options import API_KEY
 from dsv4_jax.config.kinds import show
 from dsv4_jax.progress import Progress
@@ -65,7 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"key of the server; if not given, {API_KEY}, which other users of the machine do "
         "not see; else none",
     )
-    parser.add_argument("--model", help="name of the model; if not given, the server's first")
+    parser.add_argument(
+        "--model",
+        type=utf8_text,
+        help="name of the model; if not given, the server's first",
+    )
     add_seconds(parser, "--timeout-s", 600.0, "after which a request is given up", least=0.1)
     parser.add_argument(
         "--json", type=output_file(), help="JSON file for the figures; if not given, none"

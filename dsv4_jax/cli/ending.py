@@ -10,7 +10,9 @@ from collections.abc import Callable
 import jax
 
 from dsv4_jax.cli.arguments import UsageError
+from dsv4_jax.runtime import find_start_problem
 from dsv4_jax.signals import keep_interrupts
+from dsv4_jax.standard_streams import say
 
 INTERRUPTED = 130
 """128 and the number of SIGINT, as a shell says it."""
@@ -27,15 +29,15 @@ def run_to_status(name: str, run: Callable[[], int]) -> int:
       run: the command; its result is its status.
 
     Returns:
-      That status; 2 for bad input, for files that cannot be read or written and for a warning that
-      was made an error, 1 if the device failed or memory is too small, 130 after Ctrl-C, 141 if the
-      reader of the output has gone.
+      That status; 2 for bad input, for files and outputs that cannot be read or written, for an
+      environment that JAX cannot start in and for a warning that was made an error, 1 if the device
+      failed or memory is too small, 130 after Ctrl-C, 141 if the reader of the output has gone.
     """
     _show_any_text()
     try:
         with keep_interrupts():
             status = run()
-        sys.stdout.flush()
+        flush_answers()
         return status
     except BrokenPipeError:
         _discard_output()
@@ -48,16 +50,31 @@ def run_to_status(name: str, run: Callable[[], int]) -> int:
         return _say(f"{name}: {error}", 2)
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         return _say(f"{name}: {str(error).strip() or 'not enough memory'}", 1)
+    except (RuntimeError, AssertionError) as error:
+        problem = find_start_problem(error)
+        if problem is None:
+            raise
+        return _say(f"{name}: {problem}", 2)
+
+
+def flush_answers() -> None:
+    """Writes what standard output holds back.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    if sys.stdout is not None:
+        sys.stdout.flush()
 
 
 def _say(message: str, status: int) -> int:
     """Prints the message after what was printed before it."""
     try:
-        sys.stdout.flush()
+        flush_answers()
     except OSError:
         _discard_output()
     try:
-        print(message, file=sys.stderr, flush=True)
+        say(message)
     except OSError:
         _discard_output()
     return status
@@ -73,7 +90,7 @@ def _show_any_text() -> None:
 def _discard_output() -> None:
     """Sends what is still to be written nowhere, or Python would fail to write it at its end."""
     with open(os.devnull, "wb") as nowhere:
-        for stream in (sys.stdout, sys.stderr):
+        for stream in filter(None, (sys.stdout, sys.stderr)):
             try:
                 stream.flush()
             except OSError:

@@ -18,8 +18,8 @@ from dsv4_jax.cli.arguments import (
     add_hosts,
     add_loading,
     join_mesh,
-    prompt_text,
     real,
+    utf8_text,
     whole,
 )
 from dsv4_jax.cli.engine_options import add_engine_options, build_engine, find_model
@@ -29,6 +29,7 @@ from dsv4_jax.progress import Progress
 from dsv4_jax.serving.engine import Engine
 from dsv4_jax.serving.request import Completion
 from dsv4_jax.serving.text import load_tokenizer
+from dsv4_jax.standard_streams import say
 from dsv4_jax.step.sampling import SamplingParams
 
 _MAX_REQUESTS = 32
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "prompt",
         nargs="*",
-        type=prompt_text,
+        type=utf8_text,
         help="text to complete; several run in one batch; none at all reads standard input",
     )
     parser.add_argument(
@@ -79,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stop",
         action="append",
         default=[],
-        type=prompt_text,
+        type=utf8_text,
         help="text that ends an answer and is not shown, repeatable; if not given, none",
     )
     parser.add_argument(
@@ -115,8 +116,8 @@ def run(args: argparse.Namespace) -> int:
     _note(f"compiling for the first tokens ({time.perf_counter() - started:.1f} s to load)")
     ids = [engine.submit(prompt, sampling=sampling) for prompt in prompts]
     streams = len(prompts) == 1 and not args.json
-    if streams and sys.stdout.isatty() and sys.stderr.isatty():
-        print(prompts[0], end="", file=sys.stderr, flush=True)  # what the answer goes on from
+    if streams and sys.stdout.isatty() and Progress.has_terminal():
+        say(prompts[0], end="")  # what the answer goes on from
     times: list[float] = []
     failed = 0
     for number, completion in _serve(engine, ids, streams=streams, times=times):
@@ -152,6 +153,10 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
         files = ["-"]
     for file in files:
         name = "standard input" if file == "-" else file
+        if file == "-" and sys.stdin is None:
+            raise ValueError(
+                "--file - reads standard input, which is closed; open it or name a file"
+            )
         try:
             raw = sys.stdin.buffer.read() if file == "-" else pathlib.Path(file).read_bytes()
             text = without_line_end(without_mark(raw).decode())
@@ -242,4 +247,4 @@ def _find_context(
 
 
 def _note(text: str) -> None:
-    print(f"[{text}]", file=sys.stderr, flush=True)
+    say(f"[{text}]")

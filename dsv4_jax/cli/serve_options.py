@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import argparse
 
-from dsv4_jax.cli.arguments import add_loading, add_mesh, add_seconds, real, whole, wholes
+from dsv4_jax.cli.arguments import (
+    add_loading,
+    add_mesh,
+    add_seconds,
+    real,
+    utf8_text,
+    whole,
+    wholes,
+)
 from dsv4_jax.cli.engine_options import add_engine_options
 from dsv4_jax.serving.grammar_trials import GrammarBounds
 
@@ -50,7 +58,9 @@ def add_protocol(parser: argparse.ArgumentParser) -> None:
 def add_answers(parser: argparse.ArgumentParser) -> None:
     """Adds what the model is called, and how conversations are rendered."""
     parser.add_argument(
-        "--model-name", help="what clients call the model; if not given, the checkpoint's last name"
+        "--model-name",
+        type=utf8_text,
+        help="what clients call the model; if not given, the checkpoint's last name",
     )
     parser.add_argument(
         "--release",

@@ -268,6 +268,50 @@ def test_a_reader_that_has_gone_ends_a_command_quietly(monkeypatch, lost):
         stream.write("what is flushed at the end")  # goes nowhere, and does not raise
 
 
+def test_a_closed_output_is_refused_before_work(capsys, monkeypatch, nothing_loads, tmp_path):
+    """But for commands that write nothing there."""
+    with open(os.devnull) as stream:  # for reading, as a closed one is kept
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert main(["generate", "x"]) == 2
+        monkeypatch.setattr(sys, "stdout", None)
+        assert main(["verify"]) == 2
+        assert main(["batch", str(tmp_path / "no"), str(tmp_path / "answers")]) == 2
+    first, second, third = capsys.readouterr().err.splitlines()
+    for line, command in ((first, "generate"), (second, "verify")):
+        assert line.startswith(f"dsv4-jax {command}: standard output must be open for writing")
+    assert "No such file" in third
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["plan", "--help"]])
+def test_a_help_that_cannot_be_written_is_an_error(capsys, monkeypatch, arguments):
+    with pathlib.Path("/dev/full").open("w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert main(arguments) == 2
+        assert "No space left on device" in capsys.readouterr().err
+
+
+def test_standard_input_that_is_closed_is_refused(capsys, monkeypatch, nothing_loads):
+    monkeypatch.setattr(sys, "stdin", None)
+    line = message_of(capsys, "generate", "--file", "-")
+    assert "--file - reads standard input, which is closed" in line
+    assert "there must be a prompt" in message_of(capsys, "generate")
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [("0", 0), ("__main__.say('a note') or 0", 2), ("__main__.say('a note') or 1", 1)],
+)
+def test_notes_that_are_lost_are_told_by_the_status(code, status):
+    """A command does its work without them; 2 takes the place of 0."""
+    code = (
+        "import sys, types; from dsv4_jax import __main__; "
+        f"sys.modules['dsv4_jax.cli'] = types.SimpleNamespace(main=lambda: {code}); "
+        "sys.exit(__main__.main())"
+    )
+    command = ["bash", "-c", 'exec "$@" 2>/dev/full', "x", sys.executable, "-c", code]
+    assert subprocess.run(command).returncode == status
+
+
 def test_text_that_a_terminal_cannot_show_is_shown_by_its_number(monkeypatch, tmp_path):
     file = tmp_path / "out"
     with file.open("w", encoding="ascii") as stream:
