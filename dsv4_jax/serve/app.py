@@ -138,7 +138,8 @@ class Endpoints:
             if not isinstance(prompt, str):
                 refuse("prompt", "must be a text")
             has_special = read_flag({"add_special_tokens": True} | body, "add_special_tokens")
-            ids = encode_text(self._need_tokenizer(), prompt, add_special_tokens=has_special)
+            tokenizer = self._need_tokenizer()
+            ids = encode_text(tokenizer, prompt, add_special_tokens=has_special).ids
             limit = self._intake.max_context_tokens
             told = json.dumps({"count": len(ids), "max_model_len": limit})
             return Response(

@@ -194,16 +194,22 @@ class Intake:
     def _fit(self, prompt: str | list[int], sampling: SamplingParams) -> Prompt:
         """A prompt's token ids, and settings by which it draws what the context leaves at most."""
         engine = self.engine.engine
+        if not isinstance(prompt, str):
+            self._check_size(len(prompt))
         try:
-            ids = encode_prompt(prompt, engine.config, self.tokenizer, name="prompt")
+            ids = encode_prompt(
+                prompt, engine.config, self.tokenizer, name="prompt", check_size=self._check_size
+            )
         except ValueError as error:
             raise refusal_of(str(error), "") from None
         room = self.max_context_tokens - len(ids)
-        if room < 1:
-            raise ContextLengthError(len(ids), self.max_context_tokens, "prompt")
         if sampling.max_new_tokens <= room:
             return ids, sampling
         return ids, dataclasses.replace(sampling, max_new_tokens=room)
+
+    def _check_size(self, size: int) -> None:
+        if size >= self.max_context_tokens:
+            raise ContextLengthError(size, self.max_context_tokens, "prompt")
 
 
 def refusal_of(told: str, form_field: str) -> ApiError:

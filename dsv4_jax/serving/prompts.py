@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from dsv4_jax import checks
 from dsv4_jax.allocator.pool_plan import PoolPlan
@@ -107,15 +108,30 @@ def list_prompts(prompts: Any) -> tuple[Any, ...]:
 
 
 def encode_prompt(
-    prompt: Any, config: DSV4Config, tokenizer: Tokenizer | None, *, name: str
+    prompt: Any,
+    config: DSV4Config,
+    tokenizer: Tokenizer | None,
+    *,
+    name: str,
+    check_size: Callable[[int], None] = lambda size: None,
 ) -> np.ndarray:
     """A prompt's token ids, i32[n].
+
+    Args:
+      prompt: token ids or text.
+      config: the model.
+      tokenizer: for text, or None.
+      name: what errors call the prompt.
+      check_size: is told how many tokens a text has before they are listed, which takes 0.1 s for
+        a million, and may raise.
 
     Raises:
       ValueError: it is empty, no text and no ids, or holds an unknown id; `name` is in the message.
     """
     if isinstance(prompt, str):
-        ids = np.asarray(_encode_text(checks.text(name, prompt), tokenizer, name), np.int64)
+        encoding = _encode_text(checks.text(name, prompt), tokenizer, name)
+        check_size(len(encoding))
+        ids = np.asarray(encoding.ids, np.int64)
     elif getattr(prompt, "ndim", 0):
         ids = np.asarray(prompt)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
@@ -135,7 +151,7 @@ def encode_prompt(
     return ids.astype(np.int32)
 
 
-def _encode_text(prompt: str, tokenizer: Tokenizer | None, name: str) -> list[int]:
+def _encode_text(prompt: str, tokenizer: Tokenizer | None, name: str) -> Encoding:
     if tokenizer is None:
         raise ValueError(
             f"{name} is text and the engine has no tokenizer, got {checks.shown(prompt)}; "

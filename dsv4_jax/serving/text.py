@@ -7,7 +7,7 @@ import os
 import pathlib
 from collections.abc import Sequence
 
-from tokenizers import Tokenizer, decoders
+from tokenizers import Encoding, Tokenizer, decoders
 
 from dsv4_jax.config.checkpoint_folder import find_file
 from dsv4_jax.lines import without_mark
@@ -39,12 +39,12 @@ def load_tokenizer(path: str | os.PathLike[str], *, follow_links: bool = False) 
     return tokenizer
 
 
-def encode_text(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
-    """A text's token ids, while other threads go on.
+def encode_text(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> Encoding:
+    """A text's token ids, as `ids` of what it gives, while other threads go on.
 
     `Tokenizer.encode` keeps Python's lock for all of its time, a second for a megabyte.
     """
-    return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
 
 @dataclasses.dataclass(frozen=True)
