@@ -17,7 +17,7 @@ from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.original import OriginalHandle, acquire, check_acquirable
 from dsv4_jax.cache.schema import FormatName
 from dsv4_jax.cache.slot_changes import SlotChanges, jit_apply_changes, set_tables
-from dsv4_jax.cache.snapshots import SnapshotStore
+from dsv4_jax.cache.snapshots import SnapshotStore, check_store
 from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.config import DSV4Config
 
@@ -314,24 +314,23 @@ class KVCacheManager:
           store: the snapshots; forks, prefix hits and poison need it.
 
         Raises:
-          ValueError: there is no store, or too small a one, where it is needed; nothing was
-            changed.
+          ValueError: the cache is not of the plan's sizes, or the store is missing, too small or
+            another cache's; nothing was changed.
         """
-        moves = self.moves_arrays
-        if moves and store is None:
+        self.plan.check_pools(cache, store)
+        if not self.moves_arrays:
+            changes = self.take_changes()
+            return cache if changes is None else set_tables(cache, changes)
+        if store is None:
             raise ValueError("store must be given: forks, prefix hits and poison need it")
-        num_places = 0 if store is None else store.num_snapshots
-        if self._pending.loads and num_places < self.plan.num_snapshots:
+        check_store(store, cache.state)
+        if self._pending.loads and store.num_snapshots < self.plan.num_snapshots:
             raise ValueError(
                 f"store must have num_snapshots={self.plan.num_snapshots} places, which prefix "
-                f"hits load from, got {num_places}"
+                f"hits load from, got {store.num_snapshots}"
             )
         changes = self.take_changes()
-        if changes is None:
-            return cache
-        if store is None or not moves:
-            return set_tables(cache, changes)
-        return jit_apply_changes(cache, store, changes)
+        return cache if changes is None else jit_apply_changes(cache, store, changes)
 
     def ledger(self) -> Ledger:
         """Who holds what, as a value, for `verify_cache`."""
@@ -355,8 +354,7 @@ class KVCacheManager:
         """The handle of one layer in one call; pure, for use inside a traced step.
 
         Raises:
-          ValueError: there is no such layer, `step_input` is none or names what is not there, or
-            the cache is split or lies on a mesh.
+          ValueError: a layer, or what `step_input` names, is not there, or the cache is split.
         """
         check_acquirable(cache)
         cache.check_input(step_input, vocab_size=None)

@@ -15,7 +15,7 @@ from dsv4_jax import checks
 from dsv4_jax.cache.empty_cache import init_cache
 from dsv4_jax.cache.model_cache import ModelCache, tree_bytes
 from dsv4_jax.cache.schema import FormatName, blocks_of, choose_cache_format
-from dsv4_jax.cache.snapshots import init_snapshot_store
+from dsv4_jax.cache.snapshots import SnapshotStore, init_snapshot_store
 from dsv4_jax.config import DSV4Config
 
 SNAPSHOTS_PER_SLOT = 8
@@ -83,6 +83,27 @@ class PoolPlan:
                 f"has {self.num_blocks}; shorten the request or build a larger cache"
             )
         return needed
+
+    def check_pools(self, cache: ModelCache, store: SnapshotStore | None) -> None:
+        """Refuses a cache whose slots and blocks are others than these, and what is no store.
+
+        Raises:
+          ValueError: one is no such object, or the cache's arrays are gone, or it has other sizes
+            or fewer blocks.
+        """
+        if store is not None:
+            checks.instance("store", store, SnapshotStore)
+        checks.instance("cache", cache, ModelCache)
+        checks.not_deleted("cache", cache)
+        num_blocks = cache.num_blocks if cache.paged else self.num_blocks
+        width = -(-self.max_context_tokens // self.block_tokens)
+        wanted = (self.max_requests, width, self.block_tokens)
+        found = (*cache.block_table.shape, cache.block_tokens)
+        if found != wanted or num_blocks < self.num_blocks:
+            raise ValueError(
+                "cache must have the slots, blocks of a context, tokens of a block and blocks of "
+                f"the plan, {(*wanted, self.num_blocks)}, got {(*found, num_blocks)}"
+            )
 
 
 def plan_pools(

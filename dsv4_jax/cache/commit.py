@@ -15,7 +15,7 @@ import numpy as np
 import pallas_kernels as pk
 from dsv4_jax import checks
 from dsv4_jax.cache.model_cache import ModelCache
-from dsv4_jax.cache.new_tokens import NewTokens
+from dsv4_jax.cache.new_tokens import NewTokens, check_staged
 from dsv4_jax.cache.state_cache import StateCachePool
 from dsv4_jax.mesh import on_mesh
 from pallas_kernels.common.call import CallIndices
@@ -44,11 +44,15 @@ def commit(cache: ModelCache, staged: Staged, num_tokens: jax.Array) -> ModelCac
       num_tokens: i32[B], tokens to keep of each row, 0 to what it had.
 
     Raises:
-      ValueError: `num_tokens` has another shape or dtype or, outside jit, keeps more of a row than
-        it had.
+      ValueError: `staged` is of a cache of other sizes, or `num_tokens` has another shape or dtype
+        or, outside jit, keeps more of a row than it had.
     """
     checks.instance("cache", cache, ModelCache)
+    checks.not_deleted("cache", cache)
     call = checks.instance("staged", staged, Staged).call
+    checks.array("staged.call.block_table", call.block_table, (None, cache.block_table.shape[1]))
+    checks.in_range("staged.call.row_slots", call.row_slots, -1, cache.max_requests)
+    check_staged("staged", staged.new_tokens, cache.state, call.positions.shape[0])
     checks.array("num_tokens", num_tokens, (None,))
     if num_tokens.shape != call.row_slots.shape:
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ from dsv4_jax.cache.schema import (
 )
 from dsv4_jax.cache.state_cache import init_state_pool
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.config.layer_schedule import draft_layer, layer_schedule
+from dsv4_jax.config.layer_schedule import LayerSpec, draft_layer, layer_schedule
 from dsv4_jax.config.layer_types import AttentionType
 from dsv4_jax.mesh import AXES, DATA, AnyMesh, check_divides, mesh_sizes, shardings_of
 
@@ -77,7 +78,7 @@ def init_cache(
     max_requests = checks.integer("max_requests", max_requests, 1)
     max_context_tokens = checks.integer("max_context_tokens", max_context_tokens, 1)
     cache_format = choose_cache_format(config, cache_format)
-    schedule = (*layer_schedule(config), *([draft_layer(config)] if config.num_mtp_layers else []))
+    schedule = _schedule(config)
     budget = compute_block_budget(config, schedule, max_context_tokens, max_requests, headroom=0.0)
     width = blocks_of(config, max_context_tokens)
     if num_blocks is not None:
@@ -87,12 +88,40 @@ def init_cache(
     else:
         budget = {attn: num_blocks if blocks else 0 for attn, blocks in budget.items()}
     return _empty_cache(
-        tuple(build_schema(config, spec, cache_format) for spec in schedule),
+        _schemas(config, cache_format),
         tuple(budget.items()),
         table_shape=(max_requests, width),
         has_own_blocks=num_blocks is None,
         split_cache=split_cache,
     )
+
+
+def _schedule(config: DSV4Config) -> tuple[LayerSpec, ...]:
+    return *layer_schedule(config), *([draft_layer(config)] if config.num_mtp_layers else [])
+
+
+@functools.lru_cache(maxsize=16)
+def _schemas(config: DSV4Config, cache_format: FormatName) -> tuple[LayerCacheSchema, ...]:
+    return tuple(build_schema(config, spec, cache_format) for spec in _schedule(config))
+
+
+def check_cache(config: DSV4Config, cache: ModelCache) -> None:
+    """Refuses what is no cache of a model; that of the draft block may be missing.
+
+    Raises:
+      ValueError: it is no cache, its arrays are gone, or a layer has another type or size.
+    """
+    checks.instance("cache", cache, ModelCache)
+    checks.not_deleted("cache", cache)
+    wanted = _schemas(config, cache.schemas[0].cache_format)
+    if cache.schemas not in (wanted, wanted[: len(layer_schedule(config))]):
+        pairs = itertools.zip_longest(cache.schemas, wanted)
+        place = next(place for place, (found, own) in enumerate(pairs) if found != own)
+        raise ValueError(
+            "cache must be one that init_cache made for config, got one of "
+            f"{len(cache.schemas)} layers of which layer {place} is another than in the "
+            f"{len(wanted)} of config"
+        )
 
 
 @functools.partial(

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import flax.struct
 import jax
 import jax.numpy as jnp
 
+from dsv4_jax import checks
 from dsv4_jax.cache.schema import LayerCacheSchema
+from dsv4_jax.cache.state_cache import StateCachePool
 from pallas_kernels.common.codecs import Planes
 
 
@@ -48,6 +53,32 @@ def projection_widths(schema: LayerCacheSchema) -> tuple[int, int]:
     streams = 2 if schema.tail_buffer_size_b else 1
     width = streams * schema.entry_head_dim if schema.tail_buffer_size_a else 0
     return width, 2 * schema.indexer_head_dim
+
+
+def check_staged(
+    name: str, found: Any, state: Mapping[str, StateCachePool], num_tokens: int
+) -> None:
+    """Refuses tokens by attention type that a staged step of a cache would not have given.
+
+    Args:
+      name: of the argument.
+      found: what should be `NewTokens` by attention type.
+      state: the state pools of the cache.
+      num_tokens: T of the call.
+
+    Raises:
+      ValueError: a type is missing or too many, or an array has another shape or dtype.
+    """
+    wanted = jax.eval_shape(lambda: empty_staged(state, num_tokens))
+    checks.same_arrays(name, found, wanted, "a staged step of this cache")
+
+
+def empty_staged(state: Mapping[str, StateCachePool], num_tokens: int) -> dict[str, NewTokens]:
+    """Zeroed tokens by attention type, of the shapes that layers stage."""
+    return {
+        attn: empty_new_tokens(pool.schema, num_tokens, num_layers=pool.num_layers)
+        for attn, pool in state.items()
+    }
 
 
 def empty_new_tokens(schema: LayerCacheSchema, num_tokens: int, *, num_layers: int) -> NewTokens:

@@ -14,7 +14,7 @@ from dsv4_jax import checks
 from dsv4_jax.cache.block_split import own_blocks, own_mask
 from dsv4_jax.cache.model_cache import ModelCache, check_rows, update_slots
 from dsv4_jax.cache.poison import poison
-from dsv4_jax.cache.snapshots import SnapshotStore, load_snapshots
+from dsv4_jax.cache.snapshots import SnapshotStore, check_store, load_snapshots
 from dsv4_jax.mesh import on_mesh
 
 Array = jax.Array | np.ndarray
@@ -70,7 +70,7 @@ def apply_changes(cache: ModelCache, store: SnapshotStore, changes: SlotChanges)
         snapshot that is not there.
     """
     checks.instance("cache", cache, ModelCache)
-    checks.instance("store", store, SnapshotStore)
+    check_store(store, cache.state)
     checks.instance("changes", changes, SlotChanges)
     check_rows(cache, changes.slots, changes.length_tokens, changes.block_table)  # type: ignore
     lengths = _lengths(cache, changes.slots, changes.length_tokens)

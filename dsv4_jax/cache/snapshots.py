@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from dsv4_jax import checks
 from dsv4_jax.cache.model_cache import ModelCache
-from dsv4_jax.cache.new_tokens import NewTokens, Projections
+from dsv4_jax.cache.new_tokens import NewTokens, Projections, check_staged
 from dsv4_jax.cache.poison import poison_of
 from dsv4_jax.cache.state_cache import StateCachePool
 from dsv4_jax.mesh import DATA, check_divides, find_mesh, shardings_of
@@ -73,15 +73,31 @@ def init_snapshot_store(cache: ModelCache, num_snapshots: int) -> SnapshotStore:
     """
     checks.instance("cache", cache, ModelCache)
     num_snapshots = checks.integer("num_snapshots", num_snapshots, 0)
-    build, mesh = functools.partial(_empty_store, cache, num_snapshots), find_mesh(cache)
+    build, mesh = functools.partial(_empty_store, cache.state, num_snapshots), find_mesh(cache)
     if not isinstance(mesh, Mesh):
         return build()
     check_divides(mesh, {"num_snapshots": num_snapshots}, (DATA,))
     return jax.jit(build, out_shardings=shardings_of(jax.eval_shape(build), mesh))()
 
 
-def _empty_store(cache: ModelCache, num_snapshots: int) -> SnapshotStore:
-    """The arrays; of those of the cache it looks at shapes and dtypes alone."""
+def check_store(store: SnapshotStore, state: Mapping[str, StateCachePool]) -> None:
+    """Refuses what is no store of a cache.
+
+    Raises:
+      ValueError: an argument is of another type, or they have other layers, sizes or formats.
+    """
+    checks.instance("store", store, SnapshotStore)
+    if not isinstance(state, Mapping) or not state:
+        checks.refuse("state", "the state pools of a cache, by attention type", state)
+    for pool in state.values():
+        checks.instance("state", pool, StateCachePool)
+    checks.not_deleted("store", store)
+    wanted = jax.eval_shape(lambda: _empty_store(state, store.num_snapshots))
+    checks.same_arrays("store", store, wanted, "a store of this cache")
+
+
+def _empty_store(state: Mapping[str, StateCachePool], num_snapshots: int) -> SnapshotStore:
+    """The arrays; of those of the state pools it looks at shapes and dtypes alone."""
 
     def empty(plane: jax.Array, rows: int, width: int | None = None) -> jax.Array:
         rest = plane.shape[3:] if width is None else (width,)
@@ -91,10 +107,10 @@ def _empty_store(cache: ModelCache, num_snapshots: int) -> SnapshotStore:
 
     window = {
         attn: {name: empty(plane, plane.shape[2]) for name, plane in pool.window.items()}
-        for attn, pool in cache.state.items()
+        for attn, pool in state.items()
     }
     tails: dict[str, Planes | None] = {"tail": None, "index_tail": None}
-    for pool in cache.state.values():
+    for pool in state.values():
         for family in tails:
             planes = getattr(pool, family)
             if planes is not None:
@@ -129,8 +145,10 @@ def save_snapshots(
       ValueError: an argument has another type, shape or dtype or, outside jit, `plan` names a place
         that is not there.
     """
-    checks.instance("store", store, SnapshotStore)
+    check_store(store, state)
     checks.instance("call", call, CallIndices)
+    if rows is not None:
+        check_staged("rows", rows, state, call.positions.shape[0])
     checks.instance("plan", plan, SnapshotPlan)
     for name, high in (
         ("rows", call.row_slots.shape[0]),
@@ -211,7 +229,7 @@ def load_snapshots(
       ValueError: an argument has another type, shape or dtype or, outside jit, names a slot or a
         place that is not there.
     """
-    checks.instance("store", store, SnapshotStore)
+    check_store(store, state)
     num_slots = next(iter(state.values())).num_slots
     for name, array, high in (
         ("slots", slots, num_slots),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 
+from dsv4_jax import checks
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import DSV4Params, param_shapes, unstack_layers
 from pallas_kernels.common.weights import is_quantized
@@ -23,12 +25,13 @@ def check_params(config: DSV4Config, params: DSV4Params) -> None:
       params: its parameters, stacked or not, or their shapes.
 
     Raises:
-      ValueError: a leaf is missing, too many or of another shape; the first few are listed.
+      ValueError: a leaf is missing, too many or of another shape, or its array has been deleted;
+        the first few are listed.
     """
-    wanted = param_shapes(dataclasses.replace(config, num_mtp_layers=int(params.mtp is not None)))
-    if any(isinstance(layers, tuple) for layers in params.layers.values()):
-        wanted = unstack_layers(wanted)
-    expected, found = _shapes(wanted), _shapes(dataclasses.replace(params, peers=None))
+    checks.not_deleted("params", params)
+    is_unstacked = any(isinstance(layers, tuple) for layers in params.layers.values())
+    expected = _wanted_shapes(config, params.mtp is not None, is_unstacked)
+    found = _shapes(dataclasses.replace(params, peers=None))
     problems = [
         f"{name} must be {expected.get(name, 'absent')}, is {found.get(name, 'absent')}"
         for name in sorted(expected.keys() | found.keys())
@@ -38,6 +41,12 @@ def check_params(config: DSV4Config, params: DSV4Params) -> None:
         more = len(problems) - _MAX_PROBLEMS
         listed = problems[:_MAX_PROBLEMS] + ([f"and {more} more"] if more > 0 else [])
         raise ValueError("params must be those of config, got others:\n  " + "\n  ".join(listed))
+
+
+@functools.lru_cache(maxsize=16)
+def _wanted_shapes(config: DSV4Config, has_draft: bool, is_unstacked: bool) -> dict[str, list[int]]:
+    wanted = param_shapes(dataclasses.replace(config, num_mtp_layers=int(has_draft)))
+    return _shapes(unstack_layers(wanted) if is_unstacked else wanted)
 
 
 def _shapes(params: DSV4Params) -> dict[str, list[int]]:

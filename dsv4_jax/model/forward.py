@@ -14,6 +14,7 @@ from dsv4_jax.config.layer_schedule import layer_schedule
 from dsv4_jax.config.layer_types import AttentionType
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.block import block
+from dsv4_jax.model.check_params import check_params
 from dsv4_jax.model.hyper_connections import Residual
 from dsv4_jax.model.params import AttentionParams, DSV4Params
 from dsv4_jax.model.trunk import embed, head
@@ -49,7 +50,8 @@ def forward(
 
     Raises:
       ValueError: `token_ids` has another rank or dtype or, outside jit, an id is out of range; an
-        argument is of another type; or there is no such format or form.
+        argument is of another type; `params` are of another model; or there is no such format or
+        form.
 
     Source: deepseek_v4.md section 1.1.
     """
@@ -76,7 +78,7 @@ def forward_streams(
 ) -> jax.Array:
     """The residual streams [B, T, S, D] before the head; arguments as in `forward`."""
     checks.instance("config", config, DSV4Config)
-    checks.instance("params", params, DSV4Params)
+    check_params(config, checks.instance("params", params, DSV4Params))
     if getattr(token_ids, "ndim", 2) != 2:
         checks.refuse("token_ids", "i32[B, T]", token_ids, "add a batch axis")
     checks.array("token_ids", token_ids, (None, None), "iu")

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from dsv4_jax.cache.commit import Staged, commit
 from dsv4_jax.cache.model_cache import ModelCache
+from dsv4_jax.cache.new_tokens import empty_staged
 from dsv4_jax.cache.snapshots import SnapshotPlan, SnapshotStore, save_snapshots
 from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.config import DSV4Config
@@ -28,7 +29,7 @@ from dsv4_jax.runtime import decode_options
 from dsv4_jax.step.draft_ahead import draft_ahead
 from dsv4_jax.step.draws import DrawnCounts, Logprobs, TokenMasks, draw
 from dsv4_jax.step.sampling import MAX_LOGPROBS, Sampling
-from dsv4_jax.step.step import check_call, empty_staged, pad_tokens, run_step, trunk_logits
+from dsv4_jax.step.step import check_call, pad_tokens, run_step, trunk_logits
 from pallas_kernels.common.weights import with_activations
 
 LAST_DRAWN = -1
@@ -173,7 +174,12 @@ def serve_step(
     num_tokens = step_input.token_ids.shape[0]
     call = cache.index(step_input)
     cache, new_tokens, streams = run_layers(
-        params, cache, step_input.token_ids, call, empty_staged(cache, call), config
+        params,
+        cache,
+        step_input.token_ids,
+        call,
+        empty_staged(cache.state, call.positions.shape[0]),
+        config,
     )
     assert new_tokens is not None
     first = call.row_offsets + call.row_counts - serve_input.num_checked

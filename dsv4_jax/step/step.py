@@ -13,13 +13,15 @@ from jax.sharding import PartitionSpec as P
 
 from dsv4_jax import checks
 from dsv4_jax.cache.commit import Staged, advance
+from dsv4_jax.cache.empty_cache import check_cache
 from dsv4_jax.cache.model_cache import ModelCache
-from dsv4_jax.cache.new_tokens import NewTokens, empty_new_tokens
+from dsv4_jax.cache.new_tokens import empty_staged
 from dsv4_jax.cache.shardings import STAGED
 from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.mesh import DATA, MODEL, on_mesh
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
+from dsv4_jax.model.check_params import check_params
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.model.trunk import head, run_layers
 from pallas_kernels.common.call import CallIndices
@@ -63,11 +65,14 @@ def check_call(
     """Refuses what a step cannot run; values of arrays outside jit alone.
 
     Raises:
-      ValueError: an argument is of another type, shape or dtype, or a value out of range.
+      ValueError: an argument is of another type, shape or dtype, or a value out of range, or
+        `params` or `cache` are of another model.
     """
     checks.instance("config", config, DSV4Config)
     checks.instance("params", params, DSV4Params)
-    checks.instance("cache", cache, ModelCache)
+    check_cache(config, cache)
+    if DATA not in jax.sharding.get_abstract_mesh().manual_axes:  # else these are a device's parts
+        check_params(config, params)
     checks.choice("activations", activations, ACTIVATIONS)
     cache.check_input(step_input, vocab_size=config.vocab_size, num_steps=num_steps)
 
@@ -105,7 +110,12 @@ def stage_step(
     num_tokens, step_input = step_input.token_ids.shape[0], pad_tokens(step_input)
     call = cache.index(step_input)
     cache, new_tokens, streams = run_layers(
-        params, cache, step_input.token_ids, call, empty_staged(cache, call), config
+        params,
+        cache,
+        step_input.token_ids,
+        call,
+        empty_staged(cache.state, call.positions.shape[0]),
+        config,
     )
     assert new_tokens is not None
     logits = trunk_logits(params, mask_rows(streams, call.segment_ids >= 0), config)
@@ -141,12 +151,3 @@ def _spare_rows(num_rows: int) -> int:
 def mask_rows(values: jax.Array, live: jax.Array) -> jax.Array:
     """Zeros where not live: [n, ...] and bool[n]."""
     return jnp.where(live.reshape(-1, *[1] * (values.ndim - 1)), values, 0)
-
-
-def empty_staged(cache: ModelCache, call: CallIndices) -> dict[str, NewTokens]:
-    """Zeroed tokens by attention type, of the shapes that layers stage."""
-    num_tokens = call.positions.shape[0]
-    return {
-        attn: empty_new_tokens(pool.schema, num_tokens, num_layers=pool.num_layers)
-        for attn, pool in cache.state.items()
-    }
