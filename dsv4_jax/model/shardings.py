@@ -75,11 +75,11 @@ def check_mesh(config: DSV4Config, mesh: AnyMesh) -> None:
     try:
         _check_sizes(config, mesh)
     except ValueError as error:
-        for count in range(data * model, 0, -1):
-            if fitting := _meshes_of(config, count):
-                listed = ", ".join(f"data={d} and model={m}" for d, m in fitting)
-                raise ValueError(f"{error}; of {count} devices, {listed} would fit") from None
-        raise
+        experts = config.num_routed_experts
+        most = min(data * model, experts)
+        count = next(count for count in range(most, 0, -1) if experts % count == 0)
+        listed = ", ".join(f"data={d} and model={m}" for d, m in _meshes_of(config, count))
+        raise ValueError(f"{error}; of {count} devices, {listed} would fit") from None
 
 
 def _meshes_of(config: DSV4Config, count: int) -> list[tuple[int, int]]:

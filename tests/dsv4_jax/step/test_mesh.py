@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 
 import jax
 import jax.numpy as jnp
@@ -198,6 +199,14 @@ def test_sizes_that_do_not_divide_are_refused_by_name(changes, sizes, text):
     config = dataclasses.replace(ds.DSV4Config.tiny(), **changes)
     with pytest.raises(ValueError, match=text):
         ds.param_shardings(config, mesh_of(*sizes))
+
+
+def test_a_mesh_of_a_million_devices_is_refused_at_once():
+    """Meshes that would fit are looked for among those that the experts divide over alone."""
+    begun = time.process_time()
+    with pytest.raises(ValueError, match=r"of 256 devices, data=256 and model=1, .*=8 would fit$"):
+        ds.param_shardings(ds.DSV4Config.flash(), mesh_of(1024, 1024))
+    assert time.process_time() - begun < 2
 
 
 def test_a_block_of_scales_stays_on_one_device():
