@@ -355,6 +355,18 @@ def add_loading(parser: argparse.ArgumentParser, *, check_weights: bool | None =
     add_follow_links(parser)
 
 
+def find_named[T](argument: str, find: Callable[[str], T], name: str) -> T:
+    """What an argument names, such as an idea.
+
+    Raises:
+      ValueError: `find` does; the error names the argument.
+    """
+    try:
+        return find(name)
+    except ValueError as error:
+        raise ValueError(f"argument {argument}: {error}") from error
+
+
 def add_follow_links(parser: argparse.ArgumentParser) -> None:
     """Adds what `find_file` trusts."""
     parser.add_argument(

@@ -24,6 +24,7 @@ from dsv4_jax.checkpoint.load import load_checkpoint
 from dsv4_jax.cli.arguments import (
     add_checkpoint,
     add_follow_links,
+    find_named,
     output_file,
     whole,
     wholes,
@@ -34,8 +35,9 @@ from dsv4_jax.config.idea import NO_IDEA, Idea
 from dsv4_jax.config.layer_types import AttentionType
 from dsv4_jax.model.params import DSV4Params, quantize_params
 from dsv4_jax.research.intervals import Interval, mean_interval, paired_difference
-from dsv4_jax.research.losses import losses_by_row
+from dsv4_jax.research.losses import losses_by_row, trace_loss
 from dsv4_jax.research.named import find_idea, find_object
+from dsv4_jax.research.users_code import telling_users_frames
 from dsv4_jax.training.corpus import held_out_rows, read_held_out
 from dsv4_jax.training.losses import select_all, select_at_random
 from pallas_kernels.common.formats import CACHE_FORMATS
@@ -108,13 +110,17 @@ def run(args: argparse.Namespace) -> int:
             f"are compared on tokens beyond what is always selected, got {args.length}"
         )
     rows = held_out_rows(read_held_out(args.corpus), args.length)[: args.rows]
+    with telling_users_frames():
+        for carried in configs.values():
+            trace_loss(carried, args.length)
     check_weights_memory(checkpoint, jnp.float32, follow_links=args.follow_links)
     _, params = load_checkpoint(checkpoint, dtype=jnp.float32, follow_links=args.follow_links)
     print(f"{len(rows)} rows of {args.length} tokens, f32 activations; nats per token,")
     print("95 % intervals by bootstrap over rows", flush=True)
     report = _Report(config, params, rows, covered)
     if ideas:
-        _compare(report, configs)
+        with telling_users_frames():
+            _compare(report, configs)
     else:
         _print_tables(report)
     if args.json is not None:
@@ -130,9 +136,9 @@ def _find_ideas(args: argparse.Namespace) -> dict[str, Idea]:
       ValueError: an idea cannot be found, or `--compare` is given beside one.
     """
     fields: dict[str, Any] = {
-        "selector": args.selector and find_object(args.selector),
+        "selector": args.selector and find_named("--selector", find_object, args.selector),
         "max_selected": args.max_selected,
-        "pooling": args.pooling and find_object(args.pooling),
+        "pooling": args.pooling and find_named("--pooling", find_object, args.pooling),
         "cache_format": args.format,
         "index_reuse": args.index_reuse and tuple(args.index_reuse),
     }
@@ -140,8 +146,7 @@ def _find_ideas(args: argparse.Namespace) -> dict[str, Idea]:
     if args.compare and given:
         raise ValueError("give --compare or options of one idea, not both")
     if args.compare:
-        first, second = args.compare
-        return {first: find_idea(first), second: find_idea(second)}
+        return {name: find_named("--compare", find_idea, name) for name in args.compare}
     return {"none": NO_IDEA, "the idea": Idea(**given)} if given else {}
 
 

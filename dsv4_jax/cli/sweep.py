@@ -13,12 +13,21 @@ import jax.numpy as jnp
 
 from dsv4_jax.checkpoint.find import find_checkpoint
 from dsv4_jax.checkpoint.load import load_checkpoint
-from dsv4_jax.cli.arguments import add_checkpoint, add_follow_links, output_file, whole, wholes
+from dsv4_jax.cli.arguments import (
+    add_checkpoint,
+    add_follow_links,
+    find_named,
+    output_file,
+    whole,
+    wholes,
+)
 from dsv4_jax.cli.memory import check_weights_memory
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.progress import Progress
+from dsv4_jax.research.losses import trace_loss
 from dsv4_jax.research.named import find_idea
 from dsv4_jax.research.sweep import SweepFile, SweepPlan, measure_cell
+from dsv4_jax.research.users_code import telling_users_frames
 from dsv4_jax.training.corpus import held_out_rows, read_held_out
 
 
@@ -59,8 +68,8 @@ def run(args: argparse.Namespace) -> int:
     """Measures what is missing, and prints the table."""
     checkpoint = find_checkpoint(args.checkpoint, revision=args.revision)
     config = DSV4Config.from_hf(checkpoint, follow_links=args.follow_links, text_only=True)
-    for idea in args.ideas:
-        find_idea(idea).applied_to(config)
+    ideas = [find_named("IDEA", find_idea, name) for name in args.ideas]
+    carried = [idea.applied_to(config) for idea in ideas]
     if max(args.contexts) > config.max_position_embeddings:
         raise ValueError(
             f"--contexts must be at most {config.max_position_embeddings}, the model's longest, "
@@ -69,6 +78,9 @@ def run(args: argparse.Namespace) -> int:
     tokens = read_held_out(args.corpus)
     for context in args.contexts:
         held_out_rows(tokens, context)
+    with telling_users_frames():
+        for one in carried:
+            trace_loss(one, min(args.contexts))
     plan = SweepPlan(
         checkpoint=str(checkpoint),
         num_rows=args.rows,
@@ -84,7 +96,9 @@ def run(args: argparse.Namespace) -> int:
         )
         with Progress(len(missing), unit="cell", doing="measuring") as bar:
             for idea, context in missing:
-                kept.add(measure_cell(config, params, tokens, plan, idea=idea, context=context))
+                with telling_users_frames():
+                    cell = measure_cell(config, params, tokens, plan, idea=idea, context=context)
+                kept.add(cell)
                 bar.add()
     print("\n".join(kept.table(args.ideas, args.contexts)))
     return 0

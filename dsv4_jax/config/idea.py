@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,8 @@ class Idea:
         where none is asked for by name.
 
     Raises:
-      ValueError: a field is of another type, or cannot be hashed.
+      ValueError: a field is of another type, or cannot be hashed; or a function does not take its
+        arguments.
     """
 
     selector: Callable[..., Any] | None = None
@@ -51,10 +53,10 @@ class Idea:
 
     def __post_init__(self) -> None:
         """Refuses what could not be a static argument."""
-        for name in ("selector", "pooling", "sampler"):
+        for name, arguments in _ARGUMENTS.items():
             function = getattr(self, name)
-            if function is not None and not callable(function):
-                checks.refuse(name, "a function or None", function)
+            if function is not None:
+                _check_function(name, function, arguments)
         if self.max_selected is not None:
             width = checks.integer("max_selected", self.max_selected, 1)
             object.__setattr__(self, "max_selected", width)
@@ -80,6 +82,30 @@ class Idea:
         if self.index_reuse is not None:
             changes["index_reuse"] = self.index_reuse
         return dataclasses.replace(config, **changes)
+
+
+_ARGUMENTS = {
+    "selector": ("selection",),
+    "pooling": ("tokens",),
+    "sampler": ("logits", "sampling", "positions"),
+}
+"""What functions are called with, by position."""
+
+
+def _check_function(name: str, function: Any, arguments: tuple[str, ...]) -> None:
+    if not callable(function):
+        checks.refuse(name, "a function or None", function)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of C, which does not say
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        called = getattr(function, "__qualname__", type(function).__qualname__)
+        raise ValueError(
+            f"{name} must take ({', '.join(arguments)}), got {called}{signature} ({error})"
+        ) from None
 
 
 def _can_be_hashed(value: Any) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import numpy as np
 
 from dsv4_jax import checks
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
-from dsv4_jax.model.params import DSV4Params
+from dsv4_jax.model.params import DSV4Params, param_shapes
 from dsv4_jax.progress import Progress
 from dsv4_jax.training.losses import held_out_loss
 
@@ -47,6 +49,20 @@ def losses_by_row(
             losses.append(np.asarray(loss))
             bar.add()
     return np.stack(losses)
+
+
+def trace_loss(config: DSV4Config, length: int) -> None:
+    """Traces the loss of a row and computes nothing, so that an idea is tried before weights are.
+
+    Args:
+      config: the model, with the idea.
+      length: tokens of a row.
+
+    Raises:
+      ValueError: as of `forward`; and whatever the idea's functions raise.
+    """
+    row = jax.ShapeDtypeStruct((1, length + 1), np.int32)
+    jax.eval_shape(functools.partial(held_out_loss, config=config), param_shapes(config), row)
 
 
 _loss = jax.jit(held_out_loss, static_argnames=("config", "activations"))

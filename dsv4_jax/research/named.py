@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from dsv4_jax.config.idea import NO_IDEA, Idea
+from dsv4_jax.research.users_code import describe_error
 from pallas_kernels.common.formats import CACHE_FORMATS
 
 
@@ -25,6 +26,11 @@ def find_idea(name: str) -> Idea:
         return NO_IDEA
     if name in CACHE_FORMATS:
         return Idea(cache_format=name)
+    if ":" not in name:
+        raise ValueError(
+            f"an idea must be none, a cache format ({', '.join(CACHE_FORMATS)}) or module:name, "
+            f"got {name!r}"
+        )
     found = find_object(name)
     return found if isinstance(found, Idea) else Idea(selector=found)
 
@@ -37,16 +43,13 @@ def find_object(name: str) -> Any:
     """
     module, colon, attribute = name.partition(":")
     if not colon or not module or not attribute:
-        raise ValueError(
-            f"an idea must be none, a cache format ({', '.join(CACHE_FORMATS)}) or module:name, "
-            f"got {name!r}"
-        )
+        raise ValueError(f"must be module:name, got {name!r}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         found: Any = importlib.import_module(module)
         for part in attribute.split("."):
             found = getattr(found, part)
-    except Exception as error:  # whatever the module raises
-        raise ValueError(f"{name} cannot be imported: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:  # whatever the module raises
+        raise ValueError(f"{name} cannot be imported: {describe_error(error)}") from error
     return found

@@ -1,7 +1,10 @@
 """`dsv4-jax evaluate` and `sweep`: tables, comparisons, files that go on, and what is refused."""
 
 import dataclasses
+import importlib
 import json
+import re
+import sys
 
 import jax
 import numpy as np
@@ -30,6 +33,23 @@ def newest(selection):
 
 all_of_them = ds.research.Idea(selector=ds.research.select_all, cache_format="bf16")
 number = 3
+
+def helper(text):
+    raise KeyError(text)
+
+def raises(selection):
+    return helper("a word")
+
+def leaves(selection):
+    raise SystemExit(0)
+
+def of_shapes(tokens):
+    return tokens.values + tokens.values[..., :3]
+
+def of_two(selection, more):
+    return selection.scores > 0
+
+wrong_pooling = ds.research.Idea(pooling=of_shapes)
 """
 PLAN = SweepPlan(checkpoint="here", num_rows=2, num_requests=1, repeats=2)
 CELL = dataclasses.asdict(PLAN) | {
@@ -46,6 +66,9 @@ def folder(tmp_path, monkeypatch):
     """The working directory, with a module of ideas."""
     (tmp_path / "my_ideas.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "my_ideas", raising=False)
+    importlib.invalidate_caches()
     return tmp_path
 
 
@@ -140,6 +163,9 @@ def test_ideas_are_found_by_name(folder):
         (["--selector", "no_such_module:f"], "cannot be imported: ModuleNotFoundError"),
         (["--selector", "my_ideas:none"], "cannot be imported: AttributeError"),
         (["--selector", "my_ideas:number"], "selector must be a function or None, got 3"),
+        (["--compare", "none", "os:path"], "argument --compare: selector must be a function or "),
+        (["--selector", "nothing"], "argument --selector: must be module:name, got 'nothing'"),
+        (["--selector", "my_ideas:of_two"], "selector must take (selection), got of_two(selectio"),
         (["--max-selected", "3"], "max_selected=3 needs a selector"),
         (["--format", "bf16", "--compare", "none", "f32"], "not both"),
         (["--length", "9"], "--length must be in 129..4096"),
@@ -154,6 +180,60 @@ def test_what_cannot_be_measured_is_refused_before_anything_is_loaded(
     monkeypatch.setattr("dsv4_jax.cli.evaluate.load_checkpoint", None)
     assert main(["evaluate", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "first", "frames"),
+    [
+        (
+            ["evaluate", "--selector", "my_ideas:raises"],
+            "raises ({folder}/my_ideas.py, line 15) raised KeyError: 'a word'",
+            ["raises", "helper"],
+        ),
+        (
+            ["evaluate", "--compare", "none", "my_ideas:leaves"],
+            "leaves ({folder}/my_ideas.py, line 18) raised SystemExit: 0",
+            ["leaves"],
+        ),
+        (
+            ["sweep", "none", "my_ideas:wrong_pooling", "--out", "a.jsonl"],
+            "of_shapes ({folder}/my_ideas.py, line 21) raised TypeError: add got incompatible",
+            ["of_shapes"],
+        ),
+    ],
+)
+def test_what_a_users_function_raises_is_told_by_its_own_frames(
+    folder, checkpoint, capsys, monkeypatch, command, first, frames
+):
+    """At once: the idea is tried before weights are read, and jax's frames are left out."""
+    for module in ("evaluate", "sweep"):
+        monkeypatch.setattr(f"dsv4_jax.cli.{module}.load_checkpoint", None)
+    sizes = ["--length", "32"] if command[0] == "evaluate" else ["--contexts", "32"]
+    assert main([*command, *checkpoint, *sizes, "--rows", "2"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"dsv4-jax {command[0]}: {first.format(folder=folder)}")
+    assert re.findall(r"line \d+, in (\w+)\n", told) == frames
+    assert told.count("File ") == len(frames)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import sys\nsys.exit(0)\n", "bad:f cannot be imported: SystemExit: 0\n  File "),
+        ("1 / 0\n", "ZeroDivisionError: division by zero\n  File "),
+        ("def f(:\n", "SyntaxError: invalid syntax (bad.py, line 1)"),
+    ],
+)
+def test_a_module_that_raises_as_it_is_imported_is_told_with_its_line(
+    folder, capsys, monkeypatch, code, said
+):
+    monkeypatch.delitem(sys.modules, "bad", raising=False)
+    (folder / "bad.py").write_text(code)
+    assert main(["evaluate", "--selector", "bad:f"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("dsv4-jax evaluate: argument --selector: bad:f cannot be imported: ")
+    assert said in told
+    assert "importlib" not in told
 
 
 def test_a_sweep_that_could_not_end_is_refused(folder, capsys):
