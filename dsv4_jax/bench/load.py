@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dsv4_jax.lines import BLANKS, read_lines
+from dsv4_jax.regular_files import open_given
 
 if TYPE_CHECKING:
     import httpx
@@ -110,11 +111,11 @@ def read_bodies(path: str | pathlib.Path, *, max_tokens: int) -> list[dict[str, 
     A line is a text, or an object with `prompt` or `messages` and further fields of the request.
 
     Raises:
-      ValueError: a line is neither, or there is none.
+      ValueError: a line is neither, there is none, or it is no file of `open_given`.
       OSError: the file cannot be read.
     """
     bodies = []
-    with open(path, "rb") as file:
+    with open_given(path) as file:
         for number, line in enumerate(read_lines(file, _MAX_LINE), 1):
             if line is not None and not line.strip(BLANKS):
                 continue

@@ -7,16 +7,17 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from dsv4_jax.checkpoint.header import DTYPES, read_header
+from dsv4_jax.checkpoint.header import DTYPES, MAX_TENSORS, read_header
 from dsv4_jax.config.checkpoint_folder import find_file
 from dsv4_jax.config.json_file import read_json_object
 from dsv4_jax.config.kinds import show
+from dsv4_jax.regular_files import open_regular, show_path
 
 INDEX = "model.safetensors.index.json"
 MAX_FILES = 10_000
@@ -46,7 +47,8 @@ class StoredTensor:
 
     def read(self) -> np.ndarray:
         """A view of the mapped file."""
-        return np.memmap(self.file, self.dtype, "r", self.offset, self.shape)
+        with open_regular(self.file) as stream:
+            return np.memmap(stream, self.dtype, "r", self.offset, self.shape)
 
 
 def find_weight_files(path: pathlib.Path, *, follow_links: bool = False) -> list[pathlib.Path]:
@@ -59,48 +61,56 @@ def find_weight_files(path: pathlib.Path, *, follow_links: bool = False) -> list
     Raises:
       FileNotFoundError: there are none, a shard that the index names is missing, or a link leads
         to nothing.
-      ValueError: the index is broken or names a file outside of the directory, or a file is a link
-        that is not followed.
+      ValueError: the index is broken, names too many files, one outside of the directory or what is
+        no safetensors file by its name; or a file is a link that is not followed, or no regular
+        file.
     """
     index = find_file(path, INDEX, follow_links=follow_links)
     if not index.is_file():
         names = sorted(file.name for file in path.glob("*.safetensors"))
         if not names:
-            raise FileNotFoundError(f"no *.safetensors in {path}; pass a checkpoint directory")
-        return _find_all(path, names, f"{path} has links to", follow_links=follow_links)
-    weight_map = read_json_object(index).get("weight_map")
+            raise FileNotFoundError(
+                f"no *.safetensors in {show_path(path)}; pass a checkpoint directory"
+            )
+        return _find_all(path, names, f"{show_path(path)} has", "links to", follow_links)
+    weight_map, shown = read_json_object(index).get("weight_map"), show_path(index)
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(
-            f"{index} must have a weight_map, an object of tensors' files, got {show(weight_map)}"
+            f"{shown} must have a weight_map, an object of tensors' files, got {show(weight_map)}"
         )
     for tensor, name in weight_map.items():
         if not isinstance(name, str):
             raise ValueError(
-                f"{index}: weight_map[{show(tensor)}] must be a text, got {show(name)}"
+                f"{shown}: weight_map[{show(tensor)}] must be a text, got {show(name)}"
             )
     names = sorted(set(weight_map.values()))
-    if len(names) > MAX_FILES:
-        raise ValueError(f"{index} must name at most {MAX_FILES:,} files, got {len(names):,}")
     try:
-        return _find_all(path, names, f"{index} names", follow_links=follow_links)
+        return _find_all(path, names, shown, "names", follow_links)
     except ValueError as error:
-        raise ValueError(f"{index}: {error}") from error
+        raise ValueError(f"{shown}: {error}") from error
 
 
 def _find_all(
-    path: pathlib.Path, names: list[str], what: str, *, follow_links: bool
+    path: pathlib.Path, names: list[str], where: str, verb: str, follow_links: bool
 ) -> list[pathlib.Path]:
+    """The files of these names; `where` and `verb` say in errors who names them."""
+    if len(names) > MAX_FILES:
+        raise ValueError(f"{where} must name at most {MAX_FILES:,} files, got {len(names):,}")
     files = [find_file(path, name, follow_links=follow_links) for name in names]
+    if others := [name for name in names if not name.endswith(".safetensors")]:
+        raise ValueError(f"weights must be in *.safetensors files, got {show_some(others)}")
     missing = [name for name, file in zip(names, files, strict=True) if not file.is_file()]
     if missing:
-        raise FileNotFoundError(f"{what} files that are not there: {show_some(missing)}")
+        told = f"{where} {verb} files that are not there"
+        raise FileNotFoundError(f"{told}: {show_some(missing)}")
     return files
 
 
 def show_some(names: list[str]) -> str:
-    """The first of many names of files, and how many others there are."""
+    """The first of many names of files, cut where they are long, and how many others there are."""
     others = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {others:,} more" if others > 0 else "")
+    shown = ", ".join(show(name)[1:-1] for name in names[:_SHOWN])
+    return shown + (f" and {others:,} more" if others > 0 else "")
 
 
 def list_tensors(file: pathlib.Path) -> dict[str, StoredTensor]:
@@ -113,6 +123,30 @@ def list_tensors(file: pathlib.Path) -> dict[str, StoredTensor]:
         name: StoredTensor(file, entry.dtype, entry.shape, entry.begin)
         for name, entry in read_header(file).items()
     }
+
+
+def list_by_file(
+    path: pathlib.Path, *, follow_links: bool = False
+) -> Iterator[dict[str, StoredTensor]]:
+    """The tensors of each file of a checkpoint directory, by name.
+
+    Args:
+      path: the directory.
+      follow_links: as of `find_weight_files`.
+
+    Raises:
+      FileNotFoundError: as of `find_weight_files`.
+      ValueError: as there and of `list_tensors`, or the files hold too many tensors together.
+    """
+    count = 0
+    for file in find_weight_files(path, follow_links=follow_links):
+        tensors = list_tensors(file)
+        count += len(tensors)
+        if count > MAX_TENSORS:
+            raise ValueError(
+                f"{show_path(path)} must have at most {MAX_TENSORS:,} tensors in all files"
+            )
+        yield tensors
 
 
 def write_tensors(

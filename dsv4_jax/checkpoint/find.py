@@ -22,6 +22,7 @@ from dsv4_jax import checks
 from dsv4_jax.checkpoint.before_weights import check_before_weights
 from dsv4_jax.checkpoint.hub_answers import explain, find_cached
 from dsv4_jax.progress import Progress
+from dsv4_jax.regular_files import show_path
 
 SHIPPED_CHECKPOINT = pathlib.Path(__file__).parents[1] / "data" / "checkpoint"
 """A small trained model that comes with the package: bytes as tokens, every type of layer."""
@@ -71,13 +72,18 @@ def find_checkpoint(
     if name is not None and not isinstance(name, str | os.PathLike):
         checks.refuse("checkpoint", "a directory or a name on the hub (owner/model)", name)
     path = SHIPPED_CHECKPOINT if name is None else pathlib.Path(name)
-    if path.exists() or not isinstance(name, str) or not _NAME.fullmatch(name):
+    try:
+        is_there = path.exists()
+    except OSError as error:
+        told = f"got {show_path(path)} ({error.strerror})"
+        raise ValueError(f"checkpoint must be a directory that can be found, {told}") from None
+    if is_there or not isinstance(name, str) or not _NAME.fullmatch(name):
         if revision is not None:
             raise ValueError(
                 f"revision={revision!r} is for a model on the hub (owner/model), and {path} is a "
                 "directory; leave it out"
             )
-        if isinstance(name, str) and not path.exists():
+        if isinstance(name, str) and not is_there:
             _refuse_address(name)
         return path
     wanted = None if revision is None else checks.text("revision", revision)

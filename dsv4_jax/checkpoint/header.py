@@ -10,6 +10,7 @@ refused.
 from __future__ import annotations
 
 import math
+import os
 import pathlib
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from dsv4_jax.config.json_file import MAX_JSON_BYTES, parse_json_object
 from dsv4_jax.config.kinds import Fields, ListOf, Whole, Word, show
+from dsv4_jax.regular_files import open_regular, show_path
 
 DTYPES = {
     "F32": np.dtype(np.float32),
@@ -31,8 +33,8 @@ DTYPES = {
     "I8": np.dtype(np.int8),
     "U8": np.dtype(np.uint8),
 }
-MAX_TENSORS = 2**19
-"""Of one file; all of Pro's are 143,000 with their scales."""
+MAX_TENSORS = 2**18
+"""Of a checkpoint, and so of one file; all of Pro's are 143,000 with their scales."""
 
 _ENTRY = Fields(
     {
@@ -61,33 +63,40 @@ def read_header(file: pathlib.Path) -> dict[str, Entry]:
         a name that is none of ours. File and tensor are named.
       OSError: it cannot be read.
     """
-    size = file.stat().st_size
-    with file.open("rb") as stream:
+    shown = show_path(file)
+    with open_regular(file) as stream:
+        size = os.fstat(stream.fileno()).st_size
         count = int.from_bytes(stream.read(8), "little")
         if count > MAX_JSON_BYTES <= size:
             raise ValueError(
-                f"{file} is no safetensors file: its header must have at most "
+                f"{shown} is no safetensors file: its header must have at most "
                 f"{MAX_JSON_BYTES:,} bytes, got {count:,}"
             )
         if size < 8 or 8 + count > size:
-            raise ValueError(f"{file} is truncated, or no safetensors file: its header is cut off")
+            raise ValueError(f"{shown} is truncated, or no safetensors file: its header is cut off")
         data = stream.read(count)
-    try:
-        with safe_open(file, "numpy"):
-            judgement = None
-    except SafetensorError as error:
-        judgement = str(error).removeprefix(_UNHELPFUL)
-    header = parse_json_object(data, f"{file} is no safetensors file: its header")
+        _check_count(shown, data.count(b'"data_offsets"'))  # before all that takes time
+        try:
+            # By its descriptor: at the path there may be another file by now.
+            with safe_open(f"/dev/fd/{stream.fileno()}", "numpy"):
+                judgement = None
+        except SafetensorError as error:
+            judgement = str(error).removeprefix(_UNHELPFUL)
+    header = parse_json_object(data, f"{shown} is no safetensors file: its header")
     header.pop("__metadata__", None)
     if judgement is not None:
-        _name_culprit(file, header, size - 8 - count)
-        raise ValueError(f"{file} is damaged, or no safetensors file: {judgement[:300]}")
-    if len(header) > MAX_TENSORS:
-        raise ValueError(f"{file} must have at most {MAX_TENSORS:,} tensors, got {len(header):,}")
-    return {name: _read_entry(file, name, entry, 8 + count) for name, entry in header.items()}
+        _name_culprit(shown, header, 8 + count, size)
+        raise ValueError(f"{shown} is damaged, or no safetensors file: {judgement[:300]}")
+    _check_count(shown, len(header))
+    return {name: _read_entry(shown, name, entry, 8 + count) for name, entry in header.items()}
 
 
-def _read_entry(file: pathlib.Path, name: str, entry: dict, data_begin: int) -> Entry:
+def _check_count(file: str, count: int) -> None:
+    if count > MAX_TENSORS:
+        raise ValueError(f"{file} must have at most {MAX_TENSORS:,} tensors, got {count:,}")
+
+
+def _read_entry(file: str, name: str, entry: dict, data_begin: int) -> Entry:
     """An entry whose types, sizes and offsets `safetensors` has accepted."""
     if not name.isprintable() or not 0 < len(name) <= _MAX_NAME:
         raise ValueError(
@@ -105,11 +114,11 @@ def _read_entry(file: pathlib.Path, name: str, entry: dict, data_begin: int) -> 
     return Entry(DTYPES[entry["dtype"]], shape, data_begin + entry["data_offsets"][0])
 
 
-def _unknown_dtype(file: pathlib.Path, name: str, dtype: str) -> str:
+def _unknown_dtype(file: str, name: str, dtype: str) -> str:
     return f"{name} in {file} has dtype {show(dtype)[1:-1]}; known are {list(DTYPES)}"
 
 
-def _name_culprit(file: pathlib.Path, header: dict, data_bytes: int) -> None:
+def _name_culprit(file: str, header: dict, data_begin: int, size: int) -> None:
     """Raises ValueError about the tensor for which a header was refused, if one can be found."""
     last_name, last = "", -1
     for name, entry in header.items():
@@ -134,9 +143,7 @@ def _name_culprit(file: pathlib.Path, header: dict, data_bytes: int) -> None:
             )
         if end > last:
             last_name, last = shown, end
-    if last > data_bytes:
-        offset = file.stat().st_size - data_bytes
+    if data_begin + last > size:
         raise ValueError(
-            f"{file} is truncated: {last_name} ends at byte {offset + last:,} of "
-            f"{offset + data_bytes:,}"
+            f"{file} is truncated: {last_name} ends at byte {data_begin + last:,} of {size:,}"
         )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from dsv4_jax.checkpoint.files import StoredTensor, find_weight_files, list_tensors
+from dsv4_jax.checkpoint.files import StoredTensor, list_by_file
 from dsv4_jax.checkpoint.layout import Entry, list_entries
 from dsv4_jax.checkpoint.left_out import LeftOut, find_left_out
 from dsv4_jax.checkpoint.names import all_targets, canonical_name, get_leaf
@@ -69,8 +69,8 @@ def read_inventory(directory: pathlib.Path, *, follow_links: bool = False) -> In
     config = DSV4Config.from_hf(directory, follow_links=follow_links, text_only=True)
     where, contents = read_contents(directory, follow_links=follow_links)
     stored: dict[str, StoredTensor] = {}
-    for file in find_weight_files(directory, follow_links=follow_links):
-        stored |= list_tensors(file)
+    for tensors in list_by_file(directory, follow_links=follow_links):
+        stored |= tensors
     try:
         config, left_out = find_left_out(contents, config, map(canonical_name, stored))
     except ValueError as error:

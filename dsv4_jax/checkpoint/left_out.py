@@ -158,7 +158,9 @@ def _count_stages(draft: frozenset[str]) -> int:
         raise ValueError(f"tensors under mtp. must name a stage, as mtp.0., got {show(bad[0])}")
     numbers = sorted({int(match[1]) for match in found.values() if match is not None})
     if numbers != list(range(len(numbers))):
-        raise ValueError(f"stages under mtp. must be numbered from 0 without a gap, got {numbers}")
+        raise ValueError(
+            f"stages under mtp. must be numbered from 0 without a gap, got {show(numbers)}"
+        )
     return len(numbers)
 
 

@@ -53,6 +53,12 @@ _TO_CANONICAL = [
         (r"\.experts\.(gate_up|down)_proj[._]scale(_inv)?$", r".experts.\1_proj.scale"),
     ]
 ]
+_NOT_CANONICAL = re.compile(
+    r"^(?:model|language_model|embed_tokens|lm_head|hc_head)\.|"
+    + "|".join(pattern.pattern for pattern, _ in _TO_CANONICAL if pattern.pattern[0] == "\\")
+)
+"""What some pattern changes: the beginnings above, or what one of the others matches."""
+
 _STREAM_MIX = ("fn", "base", "scale")
 _LAYER = {
     "attn_norm.weight": "attn_norm",
@@ -112,9 +118,11 @@ class Target:
         return self.leaf.endswith("tid2eid")
 
 
-@functools.lru_cache(maxsize=2**18)  # the names of Pro, which each look at its files asks for
+@functools.lru_cache(maxsize=2**18)  # all names of a checkpoint, each of which is asked for often
 def canonical_name(name: str) -> str:
     """DeepSeek's own name of a tensor in any of the three namings."""
+    if not _NOT_CANONICAL.search(name):
+        return name
     for pattern, replacement in _TO_CANONICAL:
         name = pattern.sub(replacement, name)
     return name

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pathlib
 
+from dsv4_jax.regular_files import show_path
+
 MAX_LINES = 10
 
 
 def list_problems(directory: pathlib.Path, problems: list[str]) -> str:
     """The message of an error about all of them; a kind is what stands before the first colon."""
     listed = "\n  ".join(shorten(problems))
-    return f"{directory} does not fit its config.json:\n  {listed}"
+    return f"{show_path(directory)} does not fit its config.json:\n  {listed}"
 
 
 def shorten(problems: list[str]) -> list[str]:

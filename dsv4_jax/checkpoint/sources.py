@@ -10,9 +10,8 @@ from collections.abc import Iterator
 import numpy as np
 from jax.typing import DTypeLike
 
-from dsv4_jax.checkpoint.files import StoredTensor, find_weight_files, list_tensors
+from dsv4_jax.checkpoint.files import StoredTensor, list_by_file
 from dsv4_jax.checkpoint.finite import CHECKED_BYTES
-from dsv4_jax.checkpoint.header import MAX_TENSORS
 from dsv4_jax.checkpoint.left_out import find_left_out, warn_of_left_out
 from dsv4_jax.checkpoint.named_sources import UE8M0, Source, named_sources
 from dsv4_jax.checkpoint.names import Target, all_targets, canonical_name
@@ -101,15 +100,12 @@ def _find_sources(
     where, contents = read_contents(directory, follow_links=follow_links)
     stored: dict[str, StoredTensor] = {}
     problems = []
-    for file in find_weight_files(directory, follow_links=follow_links):
-        tensors = list_tensors(file)
+    for tensors in list_by_file(directory, follow_links=follow_links):
         problems += [
-            f"twice: {name}, in {stored[name].file.name} and {file.name}"
+            f"twice: {name}, in {stored[name].file.name} and {tensors[name].file.name}"
             for name in sorted(stored.keys() & tensors.keys())
         ]
         stored |= tensors
-        if len(stored) > MAX_TENSORS:
-            raise ValueError(f"{directory} must have at most {MAX_TENSORS:,} tensors in all files")
     scales: dict[str, str] = {}
     for name in stored:
         if (scale := canonical_name(name)).endswith(".scale"):

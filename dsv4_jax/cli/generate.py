@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import pathlib
 import sys
 import time
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from dsv4_jax.cli.engine_options import add_engine_options, build_engine, find_m
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.lines import split_lines, without_line_end, without_mark
 from dsv4_jax.progress import Progress
+from dsv4_jax.regular_files import read_given, read_stream
 from dsv4_jax.serving.engine import Engine
 from dsv4_jax.serving.request import Completion
 from dsv4_jax.serving.text import load_tokenizer
@@ -34,6 +34,9 @@ from dsv4_jax.step.sampling import SamplingParams
 
 _MAX_REQUESTS = 32
 """Requests that run at once where no number is given and there are more prompts."""
+
+_MAX_BYTES = 2**28
+"""Of a file of prompts, or of standard input."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--file",
         action="append",
         default=[],
-        help="file whose text is a prompt, repeatable; - is standard input; if not given, none",
+        help="file whose text is a prompt, repeatable; - is standard input, and a shell's "
+        "<(command) is read too; if not given, none",
     )
     parser.add_argument(
         "--lines", action="store_true", help="take every line of the files for a prompt of its own"
@@ -142,7 +146,7 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
     """Those of the command line, then those of files or, without any, of standard input.
 
     Raises:
-      ValueError: there is none, or a file is no UTF-8.
+      ValueError: there is none, or a file is no UTF-8, too large or none that is read.
       OSError: a file cannot be read.
     """
     prompts: list[str] = list(args.prompt)
@@ -158,7 +162,10 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
                 "--file - reads standard input, which is closed; open it or name a file"
             )
         try:
-            raw = sys.stdin.buffer.read() if file == "-" else pathlib.Path(file).read_bytes()
+            if file == "-":
+                raw = read_stream(sys.stdin.buffer, _MAX_BYTES, name)
+            else:
+                raw = read_given(file, _MAX_BYTES)
             text = without_line_end(without_mark(raw).decode())
         except UnicodeDecodeError as error:
             raise ValueError(f"{name} must be UTF-8 ({error})") from None

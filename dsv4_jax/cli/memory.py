@@ -15,7 +15,7 @@ from dsv4_jax.allocator.pool_plan import plan_pools
 from dsv4_jax.bench.placement import place
 from dsv4_jax.bench.workspace import workspace_bytes
 from dsv4_jax.cache.model_cache import tree_bytes
-from dsv4_jax.checkpoint.files import find_weight_files, list_tensors
+from dsv4_jax.checkpoint.files import list_by_file
 from dsv4_jax.checkpoint.inventory import read_inventory
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.mesh import mesh_sizes
@@ -156,9 +156,8 @@ def weight_share(config: DSV4Config, mesh: Mesh, *, weights: str) -> float:
 
 def _has_codes(checkpoint: pathlib.Path, *, follow_links: bool) -> bool:
     """Whether some tensor is quantised, as the release's are."""
-    files = find_weight_files(checkpoint, follow_links=follow_links)
-    tensors = (tensor for file in files for tensor in list_tensors(file).values())
-    return any(tensor.dtype.itemsize == 1 for tensor in tensors)
+    files = list_by_file(checkpoint, follow_links=follow_links)
+    return any(tensor.dtype.itemsize == 1 for tensors in files for tensor in tensors.values())
 
 
 def check_weights_memory(checkpoint: pathlib.Path, dtype: DTypeLike, *, follow_links: bool) -> None:
@@ -188,8 +187,8 @@ def largest_tensor_bytes(checkpoint: pathlib.Path, *, follow_links: bool) -> int
     return 4 * max(
         (
             math.prod(tensor.shape) * (2 if tensor.dtype.itemsize == 1 else 1)  # FP4 in pairs
-            for file in find_weight_files(checkpoint, follow_links=follow_links)
-            for tensor in list_tensors(file).values()
+            for tensors in list_by_file(checkpoint, follow_links=follow_links)
+            for tensor in tensors.values()
         ),
         default=0,
     )

@@ -8,6 +8,7 @@ import pathlib
 from collections.abc import Iterator
 
 from dsv4_jax.config.kinds import show
+from dsv4_jax.regular_files import has_regular_file, open_regular, show_path
 
 _MAX_PATH, _MAX_PART = 1024, 255
 _MAX_LINKS = 40
@@ -37,24 +38,25 @@ def find_file(directory: pathlib.Path, name: str, *, follow_links: bool = False)
 
     Raises:
       ValueError: the name is absolute, has `..` in it or is no path, the file is a link to another
-        place, or what is there is a pointer of Git LFS to it.
+        place, or what is there is no regular file, or a pointer of Git LFS to one.
     """
     parts = pathlib.PurePosixPath(name).parts
     escapes = parts[:1] == ("/",) or ".." in parts or "\\" in name
     if not parts or escapes or not name.isprintable() or not _has_length_of_path(parts):
         raise ValueError(
-            f"a file of {directory} must be named by a path inside of it, got {show(name)}"
+            f"a file of {show_path(directory)} must be named by a path inside of it, got "
+            f"{show(name)}"
         )
     path = directory / name
     if not follow_links:
         _check_links(directory, path)
-    if path.is_file() and path.stat().st_size < _POINTER_BYTES:
-        with path.open("rb") as stream:
+    if has_regular_file(path) and path.stat().st_size < _POINTER_BYTES:
+        with open_regular(path) as stream:
             is_pointer = stream.read(len(_POINTER)) == _POINTER
         if is_pointer:
             raise ValueError(
-                f"{path} is a pointer of Git LFS and not the file itself; get the files with "
-                "`git lfs pull`"
+                f"{show_path(path)} is a pointer of Git LFS and not the file itself; get the files "
+                "with `git lfs pull`"
             )
     return path
 
@@ -66,13 +68,15 @@ def _check_links(directory: pathlib.Path, path: pathlib.Path) -> None:
         places = (root, *_blobs_of(root))
         for place in _walk(path):
             if not any(place.is_relative_to(allowed) for allowed in places):
+                blobs = " and of the blobs of its cache" if len(places) > 1 else ""
                 raise ValueError(
-                    f"{path} is a link to {place}, outside of the checkpoint directory"
-                    f"{' and of the blobs of its cache' if len(places) > 1 else ''}; if you trust "
-                    "it, follow such links with follow_links=True (--follow-links)"
+                    f"{show_path(path)} is a link to {show_path(place)}, outside of the checkpoint "
+                    f"directory{blobs}; if you trust it, follow such links with follow_links=True "
+                    "(--follow-links)"
                 )
     except (RuntimeError, OSError) as error:  # links in a circle, names that are too long
-        raise ValueError(f"{path} cannot be followed to a file: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{show_path(path)} cannot be followed to a file: {why}") from error
 
 
 def _has_length_of_path(parts: tuple[str, ...]) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import re
 from typing import Any
 
+import numpy as np
+
 from dsv4_jax.lines import without_mark
+from dsv4_jax.regular_files import read_regular, show_path
 
 MAX_JSON_BYTES = 100_000_000
 """As safetensors allows for a header; an index of 200,000 tensors takes a fifth of it."""
@@ -16,22 +18,20 @@ MAX_JSON_BYTES = 100_000_000
 MAX_DEPTH = 64
 """Of arrays and objects in each other. `json` itself and `repr` recurse, and Python ends that."""
 
-_STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]+|\\.)*+(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
+_STRING = re.compile(r'"(?:[^"\\]+|\\.)*+(?:"|\\?\Z)', re.DOTALL)
+_STRING_OR_BRACKET = re.compile(rf"{_STRING.pattern}|[\[\]{{}}]", re.DOTALL)
 
 
 def read_json_object(file: pathlib.Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """Reads a file that holds one JSON object, perhaps after a byte order mark.
 
     Raises:
-      ValueError: it is larger than `max_bytes`, no UTF-8, no JSON, nested deeper than `MAX_DEPTH`,
-        no object, or an object in it has a name twice. The message begins with the file.
+      ValueError: it is no regular file, larger than `max_bytes`, no UTF-8, no JSON, nested deeper
+        than `MAX_DEPTH`, no object, or an object in it has a name twice. The message begins with
+        the file.
       OSError: it cannot be read.
     """
-    with file.open("rb") as stream:
-        size = os.fstat(stream.fileno()).st_size
-        if size > max_bytes:
-            raise ValueError(f"{file} must have at most {max_bytes:,} bytes, got {size:,}")
-        return parse_json_object(without_mark(stream.read(size)), str(file))
+    return parse_json_object(without_mark(read_regular(file, max_bytes)), show_path(file))
 
 
 def parse_json_object(data: bytes, where: str) -> dict[str, Any]:
@@ -53,7 +53,13 @@ def parse_json_object(data: bytes, where: str) -> dict[str, Any]:
 
 def check_depth(text: str) -> None:
     """Raises ValueError if brackets outside of strings are nested deeper than `MAX_DEPTH`."""
-    depth = 0
+    marks = np.frombuffer(_STRING.sub("", text).encode("ascii", "replace"), np.uint8)
+    steps = np.zeros(len(marks), np.int8)
+    steps[(marks == ord("[")) | (marks == ord("{"))] = 1
+    steps[(marks == ord("]")) | (marks == ord("}"))] = -1
+    if np.cumsum(steps, dtype=np.int32).max(initial=0) <= MAX_DEPTH:
+        return
+    depth = 0  # once more by steps of Python, to say where
     for found in _STRING_OR_BRACKET.finditer(text):
         mark = found[0][0]
         depth += (mark in "[{") - (mark in "]}")

@@ -16,6 +16,7 @@ from dsv4_jax.config.kinds import Fields, ListOf, OneOrMore, Whole, Word, agree,
 from dsv4_jax.config.layer_types import AttentionType, RouterType
 from dsv4_jax.config.limits import KINDS, MAX_END_TOKENS, MAX_LAYERS, RATE
 from dsv4_jax.config.read_rope import PARTIAL, ROPE_TABLE, read_rope, read_rope_dim
+from dsv4_jax.regular_files import has_regular_file, show_path
 
 SWA, CSA, HCA = AttentionType.SWA, AttentionType.CSA, AttentionType.HCA
 
@@ -79,6 +80,9 @@ FIXED = {
 }
 
 
+_MAX_CONFIG_BYTES = 2**24
+"""Of a `config.json`; the largest released one has 3 KB, and lists of modules may be long."""
+
 _STAGES = Whole(0, MAX_STAGES)
 _FIELDS = Fields(
     {theirs: KINDS[ours] for theirs, ours in SAME_NAME.items()}
@@ -121,8 +125,12 @@ def read_contents(
     if path.is_dir():
         beside = find_file(path, HF_QUANT_CONFIG, follow_links=follow_links)
         if beside.is_file():
-            _locate(str(beside), check_algorithms, read_json_object(beside), "")
-    return str(file), read_json_object(file)
+            _locate(show_path(beside), check_algorithms, _read_config(beside), "")
+    return show_path(file), _read_config(file)
+
+
+def _read_config(file: pathlib.Path) -> dict[str, Any]:
+    return read_json_object(file, max_bytes=_MAX_CONFIG_BYTES)
 
 
 def read_fields(
@@ -196,9 +204,10 @@ def _tokens(contents: dict[str, Any], vocab_size: int) -> dict[str, Any]:
 
 def _find(path: pathlib.Path, *, follow_links: bool) -> pathlib.Path:
     file = find_file(path, "config.json", follow_links=follow_links) if path.is_dir() else path
-    if not file.is_file():
+    if not has_regular_file(file):
         raise FileNotFoundError(
-            f"no config.json at {file}; pass a checkpoint directory, a config.json, or its contents"
+            f"no config.json at {show_path(file)}; pass a checkpoint directory, a config.json, or "
+            "its contents"
         )
     return file
 

@@ -14,11 +14,15 @@ from dsv4_jax.cache.schema import choose_cache_format
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.lines import split_lines, without_mark
 from dsv4_jax.model.params import DSV4Params
+from dsv4_jax.regular_files import has_regular_file, read_regular
 from dsv4_jax.research.intervals import mean_interval, paired_difference
 from dsv4_jax.research.losses import losses_by_row
 from dsv4_jax.research.named import find_idea
 from dsv4_jax.research.speed import time_decode
 from dsv4_jax.training.corpus import held_out_rows
+
+_MAX_BYTES = 2**28
+"""Of a file of cells."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,11 +100,13 @@ class SweepFile:
           plan: cells that were measured otherwise are left alone and not read.
 
         Raises:
-          ValueError: a line but the last, which an interruption may have cut, is no cell.
+          ValueError: a line but the last, which an interruption may have cut, is no cell; or it
+            is no regular file.
         """
         self._path, self._plan = path, dataclasses.asdict(plan)
         self._cells: dict[tuple[str, int], dict[str, Any]] = {}
-        lines = split_lines(without_mark(path.read_bytes()).decode()) if path.exists() else []
+        data = read_regular(path, _MAX_BYTES) if has_regular_file(path) else b""
+        lines = split_lines(without_mark(data).decode())
         whole = []
         for number, line in enumerate(lines, 1):
             try:

@@ -7,12 +7,12 @@ import fcntl
 import json
 import os
 import pathlib
-import stat
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, BinaryIO, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from dsv4_jax.lines import BLANKS, read_lines
+from dsv4_jax.regular_files import open_regular
 from dsv4_jax.serve.body import parse_object
 from dsv4_jax.serve.errors import ApiError
 from dsv4_jax.serve.intake import PATHS
@@ -50,7 +50,7 @@ class BatchRequests:
         """Opens it.
 
         Args:
-          path: a regular file.
+          path: a regular file, which is read twice.
           max_bytes: of a line; a longer one is no request.
 
         Raises:
@@ -59,7 +59,7 @@ class BatchRequests:
         """
         self._path = path
         self._max_bytes = max_bytes
-        self._file = _open_regular(path, os.O_RDONLY)
+        self._file = open_regular(path)
 
     def lines(self) -> Iterator[BatchLine]:
         """Every line that is not blank."""
@@ -111,7 +111,7 @@ class BatchAnswers:
           OSError: it cannot be read and written, or another process writes it.
         """
         self._path = path
-        self._file = _open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        self._file = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         try:
             self._lock()
             self.done: dict[str | int, None] = {}
@@ -203,14 +203,6 @@ def _name_of_answer(raw: bytes) -> str | int | None:
         return name if type(name) in (str, int) and "response" in answer else None
     except (ValueError, LookupError, TypeError, RecursionError):
         return None
-
-
-def _open_regular(path: pathlib.Path, flags: int) -> BinaryIO:
-    number = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
-    if not stat.S_ISREG(os.fstat(number).st_mode):
-        os.close(number)
-        raise ValueError(f"{path} must be a regular file, which holds lines and can be read again")
-    return open(number, "r+b" if flags & os.O_RDWR else "rb", buffering=2**16)
 
 
 def _read_line(raw: bytes, number: int) -> BatchLine:

@@ -26,6 +26,8 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 
+from dsv4_jax.regular_files import open_regular
+
 BOS, EOS = 256, 257
 VOCAB_SIZE = 258
 
@@ -80,11 +82,12 @@ def read_held_out(path: pathlib.Path | None = None) -> np.ndarray:
 
 def _read_file(path: pathlib.Path) -> Corpus:
     try:
-        arrays = np.load(path, allow_pickle=False)
-        if not isinstance(arrays, np.lib.npyio.NpzFile):
-            raise ValueError("it holds one array")
-        with arrays:
-            parts = {name: arrays[name] for name in Corpus._fields}
+        with open_regular(path) as stream:
+            arrays = np.load(stream, allow_pickle=False)
+            if not isinstance(arrays, np.lib.npyio.NpzFile):
+                raise ValueError("it holds one array")
+            with arrays:
+                parts = {name: arrays[name] for name in Corpus._fields}
     except (ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(
             f"{path} must be a file of dsv4_jax.training.corpus with {', '.join(Corpus._fields)}: "

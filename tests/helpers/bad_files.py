@@ -173,10 +173,14 @@ def headers(draw):
 @st.composite
 def indexes(draw):
     """Index files: names of files that lead elsewhere, are no texts or not there."""
-    good = {"metadata": {"total_size": 77}, "weight_map": {"a": "one.safetensors", "b": "two"}}
+    good = {
+        "metadata": {"total_size": 77},
+        "weight_map": {"a": "one.safetensors", "b": "two.safetensors"},
+    }
     bad = [
         "../one.safetensors", "/etc/passwd", "one.safetensors/..", "", ".", "..", "sub/../../x",
         "C:\\x", "a\\..\\b", "\n", "link.safetensors", "nowhere", "x" * 300, "one.safetensors/",
+        "config.json", "tokenizer.json", "model.safetensors.index.json",
     ]  # fmt: skip
     if draw(st.booleans()):
         name = draw(st.sampled_from(bad) | st.text(max_size=10))

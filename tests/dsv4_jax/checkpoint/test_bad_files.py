@@ -133,7 +133,7 @@ def test_indexes(tmp_path, count):
     """What is accepted are files of the directory itself."""
     folder = tmp_path / "checkpoint"
     folder.mkdir()
-    for name in ("one.safetensors", "two"):
+    for name in ("one.safetensors", "two.safetensors", "config.json"):
         (folder / name).write_bytes(b"x")
     (tmp_path / "outside").write_bytes(b"x")
     (folder / "link.safetensors").symlink_to("../outside")

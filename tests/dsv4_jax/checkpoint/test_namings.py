@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import random
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +12,11 @@ import pytest
 import safetensors.numpy
 
 import dsv4_jax as ds
+from dsv4_jax.checkpoint.names import _TO_CANONICAL, canonical_name
 from helpers import tolerance
 from helpers.checkpoints import write_tensors
 from helpers.saved_checkpoint import (
+    LAYER_NAMES,
     SAVED,
     assert_same,
     load,
@@ -40,6 +44,20 @@ def test_logits_of_a_checkpoint_that_transformers_saved(fixture_params):
     broken = dataclasses.replace(params, layers=layers)
     wrong = forward(broken, jnp.asarray(token_ids), config=config)
     assert np.max(np.abs(wrong - expected)) > 100 * tolerance.INTERMEDIATE
+
+
+def test_a_name_that_is_left_as_it_is_fits_none_of_the_patterns():
+    """Names that are canonical by a quick look are not taken through all the patterns."""
+    words = {word for pattern, _ in _TO_CANONICAL for word in re.findall(r"\w+", pattern.pattern)}
+    words |= {word for names in LAYER_NAMES.items() for name in names for word in name.split(".")}
+    words |= {"model", "language_model", "layers", "mtp", "0", "12", "x", "gate_up_proj_scale_inv"}
+    pick = random.Random(0)
+    for _ in range(20_000):
+        name = ".".join(pick.choices(sorted(words), k=pick.randint(1, 6)))
+        expected = name
+        for pattern, replacement in _TO_CANONICAL:
+            expected = pattern.sub(replacement, expected)
+        assert canonical_name(name) == expected
 
 
 def test_namings_load_alike(tmp_path, fixture_params):

@@ -14,6 +14,11 @@ import safetensors.numpy
 import dsv4_jax as ds
 from dsv4_jax.checkpoint import finite
 from dsv4_jax.checkpoint.files import INDEX, list_tensors
+from dsv4_jax.checkpoint.find import find_checkpoint
+from dsv4_jax.checkpoint.header import MAX_TENSORS
+from dsv4_jax.checkpoint.inventory import read_inventory
+from dsv4_jax.checkpoint.names import canonical_name
+from dsv4_jax.config.formats import HF_QUANT_CONFIG
 from dsv4_jax.serving.text import load_tokenizer
 from helpers.checkpoints import released_tensors, write_released, write_tensors
 
@@ -115,7 +120,113 @@ def test_links_inside_of_the_directory_are_followed_and_circles_refused(folder):
         load(folder)
 
 
+# What is no regular file, and what is no file of weights.
+
+
+READERS = {
+    "config.json": load,
+    HF_QUANT_CONFIG: load,
+    WEIGHTS: load,
+    INDEX: load,
+    "tokenizer.json": load_tokenizer,
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("kind", ["pipe", "directory", "/dev/zero", "/proc/kmsg"])
+def test_what_is_no_regular_file_is_not_opened(folder, name, kind):
+    """Links are followed here as if told to; a pipe without a writer would block for ever."""
+    (folder / name).unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(folder / name)
+    elif kind == "directory":
+        (folder / name).mkdir()
+    else:
+        (folder / name).symlink_to(kind)
+    with pytest.raises(ValueError, match=f"{name} must be a regular file, got ") as caught:
+        READERS[name](folder, follow_links=True)
+    assert len(str(caught.value)) < 300
+    if kind.startswith("/"):
+        with pytest.raises(ValueError, match="--follow-links"):
+            READERS[name](folder)
+
+
+def test_weights_that_are_replaced_after_their_header_was_read_are_not_waited_for(folder):
+    tensor = next(iter(list_tensors(folder / WEIGHTS).values()))
+    (folder / WEIGHTS).unlink()
+    os.mkfifo(folder / WEIGHTS)
+    with pytest.raises(ValueError, match="must be a regular file, got a pipe"):
+        tensor.read()
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", INDEX, "model.safetensors.bak"])
+def test_an_index_that_names_other_files_as_weights_is_told_so(folder, name):
+    shutil.copy(folder / WEIGHTS, folder / "model.safetensors.bak")
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": WEIGHTS, "b": name}}))
+    with pytest.raises(ValueError, match=rf"weights must be in \*\.safetensors files, got {name}"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("model-{:05}-of-09999.safetensors", 9999), ("x" * 200 + "{}.safetensors", 99)],
+)
+def test_many_missing_files_are_told_in_a_few_lines(folder, name, count):
+    weight_map = {f"t{i}": name.format(i) for i in range(count)}
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(FileNotFoundError, match=rf"and {count - 10:,} more") as caught:
+        load(folder)
+    assert len(str(caught.value)) < 1200
+
+
+def test_thousands_of_stages_are_told_in_a_few_lines(folder):
+    tensors = {f"mtp.{2 * i}.x": np.zeros(1, np.float32) for i in range(9999)}
+    write_tensors(folder / WEIGHTS, tensors)
+    with pytest.raises(ValueError, match="numbered from 0 without a gap") as caught:
+        load(folder)
+    assert len(str(caught.value)) < 400
+
+
+def test_a_long_path_is_cut_in_errors(tmp_path):
+    folder = tmp_path.joinpath(*["d" * 200] * 15)
+    folder.mkdir(parents=True)
+    shutil.copy(SAVED / "config.json", folder)
+    for text in ("", "{}", json.dumps({"weight_map": {"a": "x.safetensors"}})):
+        (folder / INDEX).write_text(text)
+        with pytest.raises((ValueError, FileNotFoundError)) as caught:
+            load(folder)
+        assert INDEX in str(caught.value)
+        assert len(str(caught.value)) < 500
+    with pytest.raises(ValueError, match="must be a directory") as caught:
+        find_checkpoint("x" * 5000)
+    assert len(str(caught.value)) < 500
+
+
 # Headers.
+
+
+def test_a_header_of_more_tensors_than_a_model_has_is_not_parsed(tmp_path, monkeypatch):
+    count = MAX_TENSORS + 1
+    text = b",".join(b'"%d":%s' % (i, json.dumps(entry(0, 0, (0,))).encode()) for i in range(count))
+    write_header(tmp_path / WEIGHTS, b"{" + text + b"}", b"")
+    monkeypatch.setattr("dsv4_jax.checkpoint.header.parse_json_object", None)
+    monkeypatch.setattr("dsv4_jax.checkpoint.header.safe_open", None)
+    with pytest.raises(ValueError, match=r"must have at most 262,144 tensors, got 262,145"):
+        list_tensors(tmp_path / WEIGHTS)
+
+
+def test_tensors_of_all_files_are_counted(folder, monkeypatch):
+    shutil.copy(folder / WEIGHTS, folder / "model-2.safetensors")
+    count = len(list_tensors(folder / WEIGHTS))
+    monkeypatch.setattr("dsv4_jax.checkpoint.files.MAX_TENSORS", 2 * count - 1)
+    for read in (load, read_inventory):
+        with pytest.raises(ValueError, match=rf"at most {2 * count - 1} tensors in all files"):
+            read(folder)
+
+
+def test_the_names_of_all_tensors_are_remembered():
+    """Each is asked for several times; with one name too many all would be forgotten by then."""
+    assert canonical_name.cache_info().maxsize >= MAX_TENSORS
 
 
 @pytest.mark.parametrize(
