@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from tokenizers import Encoding, Tokenizer, decoders
 
 from dsv4_jax.config.checkpoint_folder import find_file
+from dsv4_jax.config.json_file import parse_json_object
 from dsv4_jax.lines import without_mark
+from dsv4_jax.regular_files import read_regular, show_path
+from dsv4_jax.serving.tokenizer_bounds import MAX_BYTES, check_bounds
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """What stands for bytes that are no character, or none yet."""
@@ -21,21 +24,30 @@ _MAX_HELD = 16
 def load_tokenizer(path: str | os.PathLike[str], *, follow_links: bool = False) -> Tokenizer | None:
     """The tokenizer of a checkpoint directory, or None if it has none.
 
+    A file may ask for padding or truncation, which belong to batches of training: a prompt is
+    neither filled up nor cut here.
+
     Raises:
-      ValueError: the file is broken, or a link out of the directory that is not followed.
+      ValueError: the file is broken, too large, no regular file or a link out of the directory that
+        is not followed; or it asks for more than `tokenizer_bounds` allows.
     """
     file = find_file(pathlib.Path(path), "tokenizer.json", follow_links=follow_links)
     if not file.is_file():
         return None
+    data = without_mark(read_regular(file, MAX_BYTES))
     try:
-        tokenizer = Tokenizer.from_buffer(without_mark(file.read_bytes()))
+        check_bounds(parse_json_object(data, "it"))
+        tokenizer = Tokenizer.from_buffer(data)
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
         tokenizer.decode(tokenizer.encode("a").ids)
     except BaseException as error:
         # What is wrong with a file is a bare Exception; what shows in use alone, such as a special
         # token that is named and not defined, is a panic, which is no Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise ValueError(f"{file} is no tokenizer that can be read: {str(error)[:300]}") from error
+        told = f"{show_path(file)} is no tokenizer that can be read: {str(error)[:300]}"
+        raise ValueError(told) from error
     return tokenizer
 
 
