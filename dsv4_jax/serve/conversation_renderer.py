@@ -43,6 +43,8 @@ class ConversationRenderer:
         self._num_events = 0
         self._events: list[list[Any]] = [[] for _ in range(asked.n)]
         self._num_silent = [0] * asked.n  # last tokens that have given no text yet
+        self._num_told = [0] * asked.n  # tokens up to the end of an answer
+        self._has_ended = [False] * asked.n  # other than by a stop text
         self._usages: list[dict[str, Any]] = [{} for _ in range(asked.n)]  # of choices that ended
         self._parsers = [
             recipe.StreamProcessor(self._make_generator(), asked.turns.parsing, tokenizer)
@@ -75,8 +77,10 @@ class ConversationRenderer:
         for one in tokens:
             self._num_silent[number] = 0 if one.text else self._num_silent[number] + 1
         events = []
-        for chunk in chunks:
+        for place, chunk in enumerate(chunks):
             if not parser.finished:
+                self._num_told[number] += place < len(tokens)
+                self._has_ended[number] = reason is not None and chunk is chunks[-1]
                 events += parser.push(chunk)
         if reason is not None:
             events += parser.finish()
@@ -94,7 +98,7 @@ class ConversationRenderer:
 
     def is_done(self, number: int) -> bool:
         """A stop text was found."""
-        return self._parsers[number].finished
+        return self._parsers[number].finished and not self._has_ended[number]
 
     def end(self, completions: Sequence[Completion]) -> bytes:
         """The end of a stream, or the whole answer."""
@@ -162,27 +166,27 @@ class ConversationRenderer:
         self._num_events += len(events)
         name_of, parts = self._dialect.response_class.sse_event_name, []
         for event in events:
-            name, data = name_of(event), self._finish(event.to_json())
+            name, data = name_of(event), self._finish(event.to_json(), number)
             if self._asked.n > 1:
                 data = self._with_number(data, number)
             parts.append(f"event: {name}\ndata: {data}\n\n" if name else f"data: {data}\n\n")
         return "".join(parts).encode()
 
-    def _finish(self, data: str) -> str:
+    def _finish(self, data: str, number: int) -> str:
         """An event or answer of the library's, with what it does not hold."""
+        if '"usage":{' in data:
+            data = _with_count(data, self._num_told[number])
         if self._dialect is RESPONSES:
             if '"encrypted_content":' in data:
                 data = _sealed(data)
             data = self._asked.turns.digits.restore(data)  # of the tools that it repeats
-        elif self._dialect is CHAT and '"usage":{' in data:
-            data = _with_details(data)
         if data.isascii():
             return data
         return data.translate(_LINE_ENDS)
 
     def _whole(self, completions: Sequence[Completion]) -> bytes:
         answers = []
-        for events, done in zip(self._events, completions, strict=True):
+        for number, (events, done) in enumerate(zip(self._events, completions, strict=True)):
             response = self._dialect.response_class(
                 self._id, self._model_name, int(time.time()), done.prompt_tokens, done.hit_tokens
             )
@@ -191,7 +195,7 @@ class ConversationRenderer:
                 if self._dialect is MESSAGES:
                     _gather_input(event.to_json(), inputs)
                 response.accumulate(event)
-            answers.append(_with_inputs(self._finish(response.to_json()), inputs))
+            answers.append(_with_inputs(self._finish(response.to_json(), number), inputs))
         if len(answers) == 1:
             return answers[0].encode()
         parsed = [json.loads(answer) for answer in answers]
@@ -238,11 +242,25 @@ def _sealed(data: str) -> str:
     return json.dumps(found)
 
 
-def _with_details(data: str) -> str:
-    """An event or answer of a chat whose usage counts reasoning, also where there is none."""
-    found = json.loads(data)
-    found["usage"].setdefault("completion_tokens_details", {"reasoning_tokens": 0})
-    return json.dumps(found)
+def _with_count(data: str, num_drawn: int) -> str:
+    """An event or answer whose usage has as many tokens as were drawn for it.
+
+    The library counts tokens by the texts that they give, and some give none. It says nothing of
+    the reasoning of a chat that has none.
+    """
+    found = digits.loads(data)
+    usage = (found.get("response") or found.get("message") or found).get("usage")
+    if usage is None:  # what stands there is of a schema
+        return data
+    name = "completion_tokens" if "completion_tokens" in usage else "output_tokens"
+    if "total_tokens" in usage:
+        usage["total_tokens"] += num_drawn - usage[name]
+    usage[name] = num_drawn
+    if name == "completion_tokens":
+        usage.setdefault("completion_tokens_details", {"reasoning_tokens": 0})
+    if (details := usage.get(f"{name}_details")) is not None:
+        details["reasoning_tokens"] = min(details["reasoning_tokens"], num_drawn)
+    return digits.dumps(found)
 
 
 def _gather_input(data: str, inputs: dict[int, str]) -> None:

@@ -1,11 +1,26 @@
 """Usage: what a request counts, in answers and in the log, also of several choices and prompts."""
 
 import json
+import re
 
 import httpx
 import pytest
 
-from helpers.serve import MODEL, SLOW_WHERE_RELEASED, ids_of, running, script
+from dsv4_jax.serve.conversation_renderer import ConversationRenderer
+from dsv4_jax.serve.dialects import CHAT, MESSAGES, RESPONSES
+from dsv4_jax.serving import Completion, Token
+from dsv4_jax.serving.text import TextState
+from helpers.offline import Offline
+from helpers.serve import (
+    END,
+    MODEL,
+    SLOW_WHERE_RELEASED,
+    added_ids,
+    byte_ids,
+    ids_of,
+    running,
+    script,
+)
 from helpers.serving import until
 
 pytestmark = SLOW_WHERE_RELEASED
@@ -73,6 +88,9 @@ def test_choices_count_what_each_of_them_has(ask, tokenizer, thinks, n, streams)
     reasoning = reasoning if thinks else 0
     assert usage == counts(prompt, n * drawn, n * reasoning)
     assert (line["prompt_tokens"], line["drawn_tokens"]) == (prompt, n * drawn)
+    assert line["finish"] == ["stop"] * n
+    _, line = ask(PATHS[0], messages=HI, n=n, streams=streams, thinking=thinking, max_tokens=5)
+    assert line["finish"] == ["length"] * n
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -82,6 +100,35 @@ def test_choices_that_a_stop_text_ends_count_up_to_it(ask, streams):
     reasoning = one["completion_tokens_details"]["reasoning_tokens"]
     assert 0 < reasoning < one["completion_tokens"] < 90
     assert usage == counts(one["prompt_tokens"], 2 * one["completion_tokens"], 2 * reasoning)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("dialect", [CHAT, RESPONSES, MESSAGES], ids=lambda one: one.name)
+def test_tokens_without_text_count(dialect, streams, tokenizer):
+    """Parts of characters, alone, before a token that is no text, and at the end of an answer."""
+    off, turns = Offline(tokenizer), "hi" if dialect is RESPONSES else HI
+    body = {dialect.turns: turns, "stream": streams}
+    if dialect is CHAT and streams:
+        body["stream_options"] = USAGE
+    letter, lead, tail = byte_ids(tokenizer, "aé".encode())
+    special, end = (added_ids(tokenizer)[one] for one in ("<｜User｜>", END))
+    cut = [[lead], [letter, lead, special, lead], [letter, special, lead], [lead, tail]]
+    ended = [[end], [lead, end], [letter, lead, special, end]]
+    for ids in cut + ended:
+        reason = "stop" if ids[-1] == end else "length"
+        asked = off.read(body, dialect)
+        renderer = ConversationRenderer(asked, dialect, MODEL, off.conversations.tokenizer)
+        given, state = renderer.start(0), TextState()
+        for place, token in enumerate(ids):
+            state, text = state.add(token, off.tokenizer)
+            is_last = place == len(ids) - 1
+            text += state.rest(off.tokenizer) if is_last else ""
+            given += renderer.tokens(0, [Token(0, token, reason if is_last else None, text)])
+        assert not renderer.is_done(0)  # it has found no stop text
+        done = Completion(ids, None, reason, prompt_tokens=len(asked.prompt_ids))
+        given = (given + renderer.end([done])).decode()
+        found = re.findall(r'"(?:output|completion)_tokens": ?(\d+)', given)
+        assert int(found[-1]) == len(ids), (ids, given)
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -102,3 +149,13 @@ def test_hits_of_several_prompts_are_all_counted(ask):
     usage, line = ask(PATHS[1], prompt=prompts, max_tokens=1, n=2)
     assert usage == counts(600, 4, 0, hit_tokens=512)
     assert (line["prompt_tokens"], line["hit_tokens"]) == (600, 512)
+
+
+def test_what_a_schema_calls_usage_is_no_usage(tokenizer):
+    schema = {"type": "object", "properties": {"usage": {"type": "integer"}}}
+    tools = [{"type": "function", "name": "f", "parameters": schema}]
+    body = {"input": "q", "tools": tools, "stream": True}
+    *events, last = Offline(tokenizer).answer(body, RESPONSES, "a")
+    assert events[0]["response"]["tools"][0]["parameters"] == schema
+    assert events[0]["response"]["usage"] is None
+    assert last["response"]["usage"]["output_tokens"] == 2
