@@ -214,7 +214,8 @@ class ConversationRenderer:
 
     def _count_usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """The usage of several choices, which have one prompt."""
-        drawn = [one["completion_tokens"] for one in self._usages]
+        counted = [one["completion_tokens"] for one in self._usages]  # of the text up to its stop
+        drawn = [min(n, len(done.token_ids)) for n, done in zip(counted, completions, strict=True)]
         reasoning = [one["completion_tokens_details"]["reasoning_tokens"] for one in self._usages]
         return count_usage(completions[:1], sum(drawn), sum(reasoning))
 

@@ -22,10 +22,10 @@ def make_manager(**changes):
     return ds.KVCacheManager(CONFIG, **(sizes | changes))
 
 
-def make_cache():
+def make_cache(num_blocks=NUM_BLOCKS):
     config = dataclasses.replace(CONFIG, num_mtp_layers=0)
     return ds.init_cache(
-        config, max_requests=NUM_SLOTS, max_context_tokens=CONTEXT, num_blocks=NUM_BLOCKS
+        config, max_requests=NUM_SLOTS, max_context_tokens=CONTEXT, num_blocks=num_blocks
     )
 
 
@@ -319,7 +319,7 @@ def test_a_hit_without_a_place_to_load_from_is_refused():
 
 
 def test_acquire_gives_each_layer_its_place_in_its_family():
-    cache, call = make_cache(), step_input([[1, 2]], [0], [2], num_tokens=3)
+    cache, call = make_cache(None), step_input([[1, 2]], [0], [2], num_tokens=3)
     families = [int(acquire(cache, call, i).layer) for i in range(CONFIG.num_layers)]
     assert families == [0, 0, 0, 1, 1, 2, 1]
     for layer_idx, attn in enumerate(CONFIG.layer_types):
@@ -339,4 +339,4 @@ def acquire(cache, call, layer_idx):
 def test_acquire_refuses_a_layer_that_is_not_there(layer_idx):
     call = step_input([[1]], [0], [0], num_tokens=2)
     with pytest.raises(ValueError, match=rf"layer_idx must be 0\.\.6, got {layer_idx}"):
-        acquire(make_cache(), call, layer_idx)
+        acquire(make_cache(None), call, layer_idx)

@@ -10,14 +10,17 @@ import pytest
 
 from dsv4_jax.bench import load
 from dsv4_jax.cli import main
-from helpers.serve import running, small_engine
+from helpers.serve import running, warm_engine
 
 
 @pytest.fixture(scope="module")
 def engine():
-    engine = small_engine()
-    engine.warmup()
-    return engine
+    return warm_engine()
+
+
+@pytest.fixture(scope="module")
+def other_engine():
+    return warm_engine(number=1)
 
 
 @pytest.fixture(scope="module")
@@ -145,9 +148,9 @@ def test_times_count_from_the_arrival_and_later_requests_wait_for_no_earlier_one
         assert one.per_token_s == pytest.approx(sum(one.gaps_s) / 59)
 
 
-def test_errors_are_counted_by_status(engine, capsys):
+def test_errors_are_counted_by_status(other_engine, capsys):
     """Too many for the queue, a field of the wrong kind, and no model of that name."""
-    with running(engine, queue={"max_waiting": 1}) as server:
+    with running(other_engine, queue={"max_waiting": 1}) as server:
         body = {"model": "small", "prompt": "a", "max_tokens": 200, "ignore_eos": True}
         bodies = [body] * 30 + [body | {"max_tokens": "x"}, body | {"model": "other"}]
         outcomes, seconds = ask(server.url, bodies)
@@ -218,8 +221,8 @@ def test_bad_arguments_are_named(server, tmp_path, capsys, arguments, told):
     assert told in capsys.readouterr().err
 
 
-def test_a_key_is_sent_and_one_that_is_missing_is_asked_for(engine, capsys, monkeypatch):
-    with running(engine, api_keys=("sk-me",)) as server:
+def test_a_key_is_sent_and_one_that_is_missing_is_asked_for(other_engine, capsys, monkeypatch):
+    with running(other_engine, api_keys=("sk-me",)) as server:
         few = ["bench", "serve", server.url, "--requests", "1", "--max-tokens", "2"]
         assert main(few) == 2
         assert "status 401; pass --api-key" in capsys.readouterr().err

@@ -111,9 +111,11 @@ def test_many_offers_at_once_are_answered_in_order(server):
     assert found == [200, 400, 200, 200] * 3 + [200] * 2000
 
 
-def test_limits_hold_beside_an_offer(engine):
+def test_limits_hold_beside_an_offer(other_engine):
     """Of bodies, heads and times; and `Expect` is obeyed."""
-    with running(engine, max_body_bytes=1000, body_timeout_s=0.3, header_timeout_s=0.5) as server:
+    with running(
+        other_engine, max_body_bytes=1000, body_timeout_s=0.3, header_timeout_s=0.5
+    ) as server:
         offer = OFFERS["curl"]
         large = request_bytes(SHORT | {"prompt": "a" * 2000}, headers=offer)
         for request in (large, chunked(large)):
@@ -205,10 +207,10 @@ def texts_of(answer, stream):
     return "".join(event["choices"][0]["text"] for event in events if event["choices"])
 
 
-def test_an_answer_that_begins_byte_by_byte_is_the_same(engine, monkeypatch):
+def test_an_answer_that_begins_byte_by_byte_is_the_same(other_engine, monkeypatch):
     """One that takes longer than all of the first bytes, of whatever status."""
     monkeypatch.setattr(half_closed, "_FIRST_WAIT_S", 0.0005)  # 0.13 s for all
-    with running(engine, body_timeout_s=1, queue={"queue_timeout_s": 0.5}) as server:
+    with running(other_engine, body_timeout_s=1, queue={"queue_timeout_s": 0.5}) as server:
         answer = read_all(closed_side(server, request_bytes(LONG | {"max_tokens": 100})))
         assert answer.startswith(b"HTTP/1.1 200 OK\r\ndate: ")
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 100
@@ -245,10 +247,10 @@ def test_who_sends_no_more_and_then_goes_is_noticed(server, engine, stream):
     until(lambda: not server._uvicorn.server_state.connections, 5)
 
 
-def test_a_server_that_drains_answers_who_sends_no_more(engine):
-    with running(engine) as server:
+def test_a_server_that_drains_answers_who_sends_no_more(other_engine):
+    with running(other_engine) as server:
         opened = closed_side(server, request_bytes(LONG | {"max_tokens": 60}))
-        until(lambda: engine.metrics.running)
+        until(lambda: other_engine.metrics.running)
         server.drain()
         answer = read_all(opened)
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 60

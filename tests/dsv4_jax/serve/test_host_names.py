@@ -108,9 +108,12 @@ def test_what_is_no_name_cannot_be_allowed(pattern):
 
 @BYTES_ALONE
 @pytest.mark.parametrize("keys", [(), ("sk-me",)])
-def test_another_host_is_refused_at_every_path_with_or_without_a_key(engine, keys, caplog):
+def test_another_host_is_refused_at_every_path_with_or_without_a_key(other_engine, keys, caplog):
     caplog.set_level("INFO", "dsv4_jax.serve")
-    with running(engine, api_keys=keys) as server, httpx.Client(base_url=server.url) as client:
+    with (
+        running(other_engine, api_keys=keys) as server,
+        httpx.Client(base_url=server.url) as client,
+    ):
         client.headers["authorization"] = "Bearer sk-me"
         asked = [("GET", path) for path in (*GETS, "/nowhere", "/health/")]
         asked += [("POST", path) for path in (*POSTS, "/nowhere")]
@@ -168,12 +171,12 @@ def test_no_redirect_names_a_host(server):
 
 @BYTES_ALONE
 @pytest.mark.parametrize("address", ["0.0.0.0", "::", "::1", "127.0.0.2"])
-def test_servers_at_other_addresses(engine, address):
+def test_servers_at_other_addresses(other_engine, address):
     try:
         bound = bind(address, 0)
     except OSError as error:
         pytest.skip(f"not an address of this machine: {error}")
-    with running(engine, bound=bound, listens_at=address) as server:
+    with running(other_engine, bound=bound, listens_at=address) as server:
         host, port = server.address
         assert httpx.get(f"{server.url}/health").status_code == 200
         names = [f"localhost:{port}", f"[::1]:{port}", f"127.0.0.1:{port}"]
@@ -245,10 +248,13 @@ def test_a_browser_that_sends_no_origin_says_whether_it_is_another_site(relation
 
 @BYTES_ALONE
 @pytest.mark.parametrize("keys", [(), ("sk-me",)])
-def test_pages_of_another_site_get_nothing_that_costs(engine, keys):
-    with running(engine, api_keys=keys) as server, httpx.Client(base_url=server.url) as client:
+def test_pages_of_another_site_get_nothing_that_costs(other_engine, keys):
+    with (
+        running(other_engine, api_keys=keys) as server,
+        httpx.Client(base_url=server.url) as client,
+    ):
         client.headers.update({"authorization": "Bearer sk-me", "origin": "https://evil.example"})
-        before = engine.metrics.submitted
+        before = other_engine.metrics.submitted
         for path in POSTS:
             answer = client.post(path, json=SHORT)
             assert answer.status_code == 403, path
@@ -261,7 +267,7 @@ def test_pages_of_another_site_get_nothing_that_costs(engine, keys):
             assert client.get(path).status_code == 403, path
         for path in ("/health", *PAGE_PATHS):
             assert client.get(path).status_code == 200, path
-        assert engine.metrics.submitted == before
+        assert other_engine.metrics.submitted == before
         client.headers["origin"] = server.url
         assert client.post(POSTS[0], json=SHORT).status_code == 200
         twice = request_bytes(SHORT, headers=f"origin: {server.url}\r\norigin: null\r\n")
@@ -271,8 +277,8 @@ def test_pages_of_another_site_get_nothing_that_costs(engine, keys):
 
 
 @BYTES_ALONE
-def test_a_site_that_is_allowed_may_use_it(engine):
-    with running(engine, allowed_hosts=("chat.example",)) as server:
+def test_a_site_that_is_allowed_may_use_it(other_engine):
+    with running(other_engine, allowed_hosts=("chat.example",)) as server:
         page = {"origin": "https://chat.example"}
         answer = httpx.post(f"{server.url}/v1/completions", json=SHORT, headers=page)
         assert answer.status_code == 200
