@@ -77,6 +77,10 @@ class Endpoints:
             "forms of answers", settings.grammar_bounds.at_once, max_waiting=_MAX_FORMS
         )
 
+    def prepare(self) -> None:
+        """Gets ready for the first form of an answer, beside what else is going on."""
+        self._compilers.begin(self._intake.prepare)
+
     def close(self) -> None:
         """Ends its threads and processes."""
         self._readers.close()

@@ -174,6 +174,11 @@ class Intake:
             raise as_api_error(error) from error
         return streams
 
+    def prepare(self) -> None:
+        """Starts a process in which grammars are tried, where there can be any."""
+        if self.engine.engine._plan.grammars:
+            self._trials.prepare()
+
     def close(self) -> None:
         """Ends the processes in which grammars are tried."""
         self._trials.close()

@@ -131,6 +131,7 @@ class Server:
           EngineClosedError: it has served, or its engine was shut down.
         """
         self._check_open()
+        self.endpoints.prepare()
         self._run(None)
 
     def drain(self) -> None:

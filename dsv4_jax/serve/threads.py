@@ -52,6 +52,10 @@ class Threads:
         finally:
             self._num_calls -= 1
 
+    def begin(self, call: Callable[[], object]) -> None:
+        """Begins a call that nobody waits for."""
+        self._pool.submit(call)
+
     def close(self) -> None:
         """Ends the threads, after the calls that they have begun."""
         self._pool.shutdown(cancel_futures=True)

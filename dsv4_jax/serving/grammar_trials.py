@@ -69,6 +69,10 @@ class GrammarTrials:
         self._known: collections.OrderedDict[bytes, None] = collections.OrderedDict()
         self._is_closed = False
 
+    def prepare(self) -> None:
+        """Starts a process, which reads the tokenizer, before the first grammar comes."""
+        self._idle.append(self._start())
+
     def check(self, text: str) -> None:
         """Compiles a grammar, as llguidance has it, and forgets all but that it compiles.
 

@@ -80,9 +80,10 @@ class Grammars:
             return
         text = self._text_of(grammar)
         try:
+            compiler = self.compiler  # first, since a tokenizer may be what is wrong
             if trials is not None:
                 trials.check(text)
-            self._compiled[id(grammar)] = self.compiler.compile(text)
+            self._compiled[id(grammar)] = compiler.compile(text)
         except ValueError as error:
             raise ValueError(f"grammar must be a {grammar.kind}: {error}") from None
         weakref.finalize(grammar, self._compiled.pop, id(grammar), None).atexit = False

@@ -106,6 +106,13 @@ def test_a_process_that_was_ended_is_replaced(trials):
     assert trials._idle != [process]
 
 
+def test_a_process_that_was_started_before_takes_the_first_grammar(trials):
+    trials.prepare()
+    (process,) = trials._idle
+    trials.check(GOOD)
+    assert trials._idle == [process]
+
+
 def test_nothing_is_left_after_its_end(trials):
     trials.check(GOOD)
     (process,) = trials._idle
