@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -84,7 +85,9 @@ def keep_interrupts() -> Iterator[None]:
 
     def repeat(lost: sys.UnraisableHookArgs) -> None:
         if issubclass(lost.exc_type, KeyboardInterrupt):
-            threading.Timer(_MOMENT_S, os.kill, (os.getpid(), signal.SIGINT)).start()
+            has_left = threading.Event()  # a signal within this hook would be lost once more
+            threading.Thread(target=_interrupt_after, args=(has_left,), daemon=True).start()
+            has_left.set()
         else:
             before(lost)
 
@@ -93,3 +96,9 @@ def keep_interrupts() -> Iterator[None]:
         yield
     finally:
         sys.unraisablehook = before
+
+
+def _interrupt_after(has_left: threading.Event) -> None:
+    has_left.wait()
+    time.sleep(_MOMENT_S)
+    os.kill(os.getpid(), signal.SIGINT)
