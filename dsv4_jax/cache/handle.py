@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels as pk
+from dsv4_jax import checks
 from dsv4_jax.cache import block_split
 from dsv4_jax.cache.append import (
     Appended,
@@ -31,6 +32,7 @@ from dsv4_jax.collectives import (
 )
 from dsv4_jax.mesh import MODEL, axis_size, place_on
 from pallas_kernels.common.call import CallIndices
+from pallas_kernels.common.checks import check_queries
 from pallas_kernels.common.chunks import map_tokens
 from pallas_kernels.common.codecs import Planes
 from pallas_kernels.common.layer_planes import LayerPlanes
@@ -140,8 +142,13 @@ class LayerCacheHandle:
           The handle, which can be attended through, and what was appended. Where
           `Appended.new_tokens` is not None, a commit still has to bring it into ring and states.
 
+        Raises:
+          ValueError: an argument is of another type.
+
         Source: deepseek_v4.md sections 1.3, 2, 3 and 4.
         """
+        checks.instance("tokens", tokens, LayerTokens)
+        checks.instance("norms", norms, LayerNorms)
         call, query_eps, write = self.call, None, append_in_place
         if not self.in_place:
             is_many = tokens.queries.shape[0] >= _MANY_TOKENS
@@ -208,10 +215,11 @@ class LayerCacheHandle:
 
     def _select_by_rows(self, queries: jax.Array, weights: jax.Array) -> jax.Array:
         """`select`; where rows are dealt each device of a data shard selects for its own."""
+        pool, call = self._index_keys()
+        check_queries(queries, weights, pool, call)
         num_rows, k = queries.shape[0], self.schema.indexer_top_k
         is_all = self.max_entries <= k  # and no scores are needed
         own = num_rows if is_all else rows_of_a_device(num_rows)
-        pool, call = self._index_keys()
         tokens = {name: take_rows(getattr(call, name), own) for name in _OF_TOKENS}
         call = dataclasses.replace(call, **tokens)
         queries, weights = take_rows(queries, own), take_rows(weights, own)

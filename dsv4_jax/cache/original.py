@@ -121,16 +121,17 @@ class OriginalHandle(LayerCacheHandle):
                 "the call's tokens are committed already; acquire a handle for the next call"
             )
         num_tokens, dim = self.call.positions.shape[0], self.head_dim
-        checks.array("kv", kv, (None,) * getattr(kv, "ndim", 2), "f")
-        if kv.shape != (num_tokens, dim):
-            raise ValueError(f"kv must have shape {(num_tokens, dim)}, got {kv.shape=}")
+        checks.array("kv", kv, (num_tokens, dim), "f")
         widths = projection_widths(self.schema)
         for name, given, width in zip(
             ("compressor", "indexer"), (compressor, indexer), widths, strict=True
         ):
             if (given is None) != (width == 0):
                 need = f"must be projections [T, {width}]" if width else "must be None"
-                raise ValueError(f"{name} {need} on a layer of type {self.schema.attn_type}")
+                raise ValueError(
+                    f"{name} {need} on a layer of type {self.schema.attn_type}, got "
+                    f"{checks.shown(given)}"
+                )
             if given is not None:
                 checks.instance(name, given, Projections)
                 for field, array in given.planes.items():
@@ -160,10 +161,13 @@ class OriginalHandle(LayerCacheHandle):
         if compressed.shape != (closing.shape[0], self.head_dim):
             raise ValueError(
                 f"compressed must have shape {(closing.shape[0], self.head_dim)}, one row per "
-                f"closing token, got {compressed.shape=}"
+                f"closing token, got {checks.shown(compressed)}"
             )
         if (indexer_keys is None) != (paged.index_keys is None):
-            raise ValueError("indexer_keys go with a CSA layer, and only with one")
+            raise ValueError(
+                "indexer_keys go with a CSA layer, and only with one, got "
+                f"{checks.shown(indexer_keys)}"
+            )
         token = jnp.maximum(closing, 0)
         segments = jnp.where(closing >= 0, self.call.segment_ids[token], -1)
         entries = self.call.positions[token] // self.schema.compression_ratio

@@ -13,8 +13,19 @@ from pallas_kernels.common.codecs import Codec, Planes
 from pallas_kernels.common.layer_planes import LayerPlanes
 
 
+def check_arrays(**arrays: Any) -> None:
+    """Every argument is an array, or a weight, which has a shape too."""
+    for name, array in arrays.items():
+        if not (hasattr(array, "shape") and hasattr(array, "ndim")):
+            raise ValueError(
+                f"{name} must be an array, got a {type(array).__name__}; pass it through "
+                "jnp.asarray"
+            )
+
+
 def check_same_length(axis: str, **arrays: jax.Array) -> int:
     """All arrays have the same first axis; returns it."""
+    check_arrays(**arrays)
     lengths = {name: array.shape[:1] for name, array in arrays.items()}
     if len(set(lengths.values())) != 1 or () in lengths.values():
         shapes = ", ".join(f"{name}.shape={array.shape}" for name, array in arrays.items())
@@ -26,6 +37,7 @@ def check_same_length(axis: str, **arrays: jax.Array) -> int:
 
 def check_rank(rank: int, **arrays: jax.Array) -> None:
     """Every array has that rank."""
+    check_arrays(**arrays)
     for name, array in arrays.items():
         if array.ndim != rank:
             raise ValueError(f"{name} must have rank {rank}, got {name}.shape={array.shape}")
@@ -33,6 +45,7 @@ def check_rank(rank: int, **arrays: jax.Array) -> None:
 
 def check_indices(**arrays: jax.Array) -> None:
     """Every array is i32."""
+    check_arrays(**arrays)
     for name, array in arrays.items():
         if array.dtype != jnp.int32:
             raise ValueError(f"{name} must be int32, got {array.dtype}")
@@ -40,6 +53,8 @@ def check_indices(**arrays: jax.Array) -> None:
 
 def check_call(call: CallIndices) -> None:
     """The indices are i32, and each kind agrees on its axes."""
+    if not isinstance(call, CallIndices):
+        raise ValueError(f"call must be a CallIndices, got a {type(call).__name__}")
     per_token, per_row = (
         {f"call.{name}": getattr(call, name) for name in names}
         for names in (
@@ -76,6 +91,7 @@ def first_plane(planes: Planes) -> jax.Array:
 
 def check_shape(name: str, array: jax.Array, shape: tuple[int, ...], letters: str) -> None:
     """The array has exactly that shape, nothing to broadcast; `letters` spell it in the error."""
+    check_arrays(**{name: array})
     if array.shape != shape:
         raise ValueError(
             f"{name} must be [{letters}] = {list(shape)}, got {name}.shape={array.shape}"

@@ -133,6 +133,7 @@ def _choose_backend(arguments: Arguments) -> Backend:
 def _check(arguments: Arguments) -> None:
     queries, sink, ring, rows, pool, selected, call, _, frequencies, query_eps = arguments
     check_rank(3, queries=queries)
+    check_rank(1, sink=sink)
     check_ring(ring, rows, call, queries.shape[-1])
     check_same_length("T", queries=queries, slots=call.slots)
     if sink.shape != queries.shape[1:2]:

@@ -297,6 +297,28 @@ def int_array(shape, low, high, *, unique=False, good=None):
     return draw
 
 
+def float_array(shape):
+    """What is no array of floats of a shape."""
+
+    def draw(rng):
+        good = np.ones(shape, np.float32)
+        values = [*no_number(rng), scalar(1.0), scalar(float("nan"))]
+        values = [one for one in values if not isinstance(one[0], np.ndarray)]
+        values += [
+            array(good[None]),
+            array(good[..., :-1]),
+            array(np.concatenate([good, good], axis=-1)),
+            array(good.astype(np.int32)),
+            array(good.astype(bool)),
+            array(good.astype(np.complex64)),
+            scalar(good.tolist()),
+            scalar(None),
+        ]
+        return pick(rng, values)
+
+    return draw
+
+
 def _is_list(value):
     return isinstance(value, list | tuple | set) or getattr(value, "ndim", 0) > 0
 

@@ -18,7 +18,6 @@ LEFT_OUT = {
     "OriginalHandle": "a pytree, made by acquire; its methods check shapes: test_handle",
     "TokenStream": "made by Engine.stream",
     "Grammar": "tests/dsv4_jax/serving/test_grammars.py",
-    "AsyncEngine": "tests/dsv4_jax/serving/test_async_engine.py",
     "AsyncStream": "made by AsyncEngine.submit",
     "read_batches": "takes streams of AsyncEngine",
     **dict.fromkeys(

@@ -9,6 +9,7 @@ import numpy as np
 
 import dsv4_jax as ds
 from dsv4_jax.allocator.pending_changes import idle_changes
+from dsv4_jax.cache.new_tokens import empty_staged
 from dsv4_jax.serving.engine import MAX_SAMPLES
 from dsv4_jax.serving.prompts import MAX_PROMPTS, MAX_SALT_CHARS
 from dsv4_jax.serving.text import load_tokenizer
@@ -20,6 +21,7 @@ from dsv4_jax.step.sampling import (
     MAX_STOP_TOKENS,
 )
 from helpers import bad_inputs as bad
+from helpers import original_targets
 from helpers.bad_inputs import Target
 
 CONFIG = dataclasses.replace(
@@ -200,13 +202,10 @@ def of_functions():
     idle = idle_changes(NUM_SLOTS, WIDTH)
     stage = {"token_ids": jnp.asarray([1]), "request_ids": jnp.asarray([0])}
     call = cache.index(ds.StepInput(request_slots=jnp.asarray([0]), **stage))
-    staged = ds.cache.Staged(new_tokens={}, call=call)
+    staged = ds.cache.Staged(new_tokens=empty_staged(cache.state, 1), call=call)
     sampling = ds.make_sampling(3)
     plan = ds.cache.SnapshotPlan(rows=i32([0]), ends=i32([128]), places=i32([0]))  # type: ignore
     engine_good = {"config": CONFIG, "params": params()} | SIZES
-    handle = ds.allocator.KVCacheManager.acquire(
-        cache, ds.StepInput(request_slots=jnp.asarray([0]), **stage), layer_idx=0
-    )
 
     def stepped(function, good, kinds, name):
         """A step as it is, and by the fields of its input."""
@@ -235,7 +234,6 @@ def of_functions():
     one_of |= {"load_places": bad.int_array((3,), -1, NUM_SNAPSHOTS - 1)}
     one_of |= {"slots": slots}
     widths = {"num_layers": bad.integer(1)}
-    flush = {"norm": None, "frequencies": None, "eps": 1e-6}
     return [
         Target("Engine", ds.Engine, engine_good, ENGINE),
         Target(
@@ -345,18 +343,12 @@ def of_functions():
         Target("verify_cache", ds.allocator.verify_cache, {"cache": cache},
                {"cache": bad.instance()}
                | {name: bad.instance(optional=True) for name in ("ledger", "seals", "store")}),
-        Target("KVCacheManager.acquire", ds.KVCacheManager.acquire,
-               {"cache": cache, "step_input": ds.StepInput(request_slots=jnp.asarray([0]), **stage),
-                "layer_idx": 0},
-               {"layer_idx": bad.integer(0, 0)}, free=("cache", "step_input")),
-        Target("maybe_flush_csa", ds.maybe_flush_csa,
-               {"handle": handle, "schema": schema, "m": 4, "indexer_norm": None} | flush,
-               {"handle": bad.instance(), "schema": bad.instance(), "m": bad.integer(1)},
-               free=("norm", "indexer_norm", "frequencies", "eps")),
-        Target("maybe_flush_hca", ds.maybe_flush_hca,
-               {"handle": handle, "schema": schema, "m_prime": 4} | flush,
-               {"handle": bad.instance(), "schema": bad.instance(), "m_prime": bad.integer(1)},
-               free=("norm", "frequencies", "eps")),
+        *original_targets.of_original(CONFIG, cache, step, step_kinds),
+        Target("KVCacheManager.apply",
+               ds.KVCacheManager(CONFIG, cache_format="f32", **SIZES).apply, {"cache": cache},
+               {"cache": bad.instance(), "store": bad.instance(optional=True)}),
+        Target("AsyncEngine", ds.serving.AsyncEngine, {"engine": None}, {"engine": bad.instance()},
+               free=("max_waiting", "queue_timeout_s", "max_unread_tokens")),
         Target("StateCachePool.reset_slots", cache.state["csa"].reset_slots, {},
                {"slots": bad.int_array((2,), -1, 2)}),
         Target("StateCachePool.reset_slot", cache.state["csa"].reset_slot, {},

@@ -361,7 +361,7 @@ KV, WIDE, NARROW = jnp.zeros((T, DIM)), projections(2 * DIM), projections(DIM)
 @pytest.mark.parametrize(
     ("layer_idx", "arguments", "message"),
     [
-        (SWA, (KV[:-1],), r"kv must have shape \(24, 32\), got kv.shape=\(23, 32\)"),
+        (SWA, (KV[:-1],), r"kv must be an array \[24, 32\] of floats, got float32\[23, 32\]"),
         (SWA, (KV, NARROW), "compressor must be None on a layer of type swa"),
         (HCA, (KV,), r"compressor must be projections \[T, 32\] on a layer of type hca"),
         (HCA, (KV, WIDE), r"compressor.values must be an array \[24, 32\] of floats, got .*64\]"),

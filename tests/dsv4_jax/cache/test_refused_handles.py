@@ -158,3 +158,50 @@ def test_norms_and_frequencies_of_other_shapes_write_no_entry(name, wrong, messa
         handle = acquire(HCA)
         with pytest.raises(ValueError, match=message):
             ds.maybe_flush_hca(handle, handle.schema, 32, **given | {name: wrong})
+
+
+QUERIES, WEIGHTS = np.zeros((T, 2, 16), np.float32), np.zeros((T, 2), np.float32)
+HEADS, SINK = np.zeros((T, 4, DIM), np.float32), np.zeros(4, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("queries", "weights", "message"),
+    [
+        (None, WEIGHTS, "queries must be an array, got a NoneType"),
+        (QUERIES.tolist(), WEIGHTS, "queries must be an array, got a list; pass it through"),
+        (QUERIES[0], WEIGHTS, "queries must have rank 3"),
+        (QUERIES[:2], WEIGHTS, "must agree on T"),
+        (QUERIES, None, "weights must be an array, got a NoneType"),
+        (QUERIES, WEIGHTS[:2], "must agree on T"),
+        (QUERIES, WEIGHTS[:, :1], "queries and weights must agree on IH"),
+    ],
+)
+def test_what_are_no_index_queries_selects_nothing(queries, weights, message):
+    handle = acquire(CSA)
+    for method in (handle.select, handle.scores):
+        with pytest.raises(ValueError, match=message):
+            method(queries, weights)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((None, SINK, None), "queries must be an array, got a NoneType"),
+        ((HEADS.tolist(), SINK, None), "queries must be an array, got a list"),
+        ((HEADS, None, None), "sink must be an array, got a NoneType"),
+        ((HEADS, SINK.tolist(), None), "sink must be an array, got a list"),
+        ((HEADS, SINK, [[0]] * T), "selected must be an array, got a list"),
+        ((HEADS, SINK, np.zeros((T, 1))), "selected must be int32, got float64"),
+        ((HEADS, SINK, None, [1.0]), "frequencies must be an array, got a list"),
+    ],
+)
+def test_what_are_no_queries_attend_to_nothing(arguments, message):
+    handle = written(acquire(HCA))
+    with pytest.raises(ValueError, match=message):
+        handle.attend(*arguments)
+
+
+@pytest.mark.parametrize("wrong", [None, 3, HEADS])
+def test_what_are_no_tokens_are_not_appended(wrong):
+    with pytest.raises(ValueError, match="tokens must be a LayerTokens, got"):
+        acquire(SWA).append(wrong, wrong)
