@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.typing import DTypeLike
 
-from pallas_kernels.block_linear import call_shapes, decoded, mosaic_gpu, reference
+from pallas_kernels.block_linear import reference
 from pallas_kernels.common.backend import Backend, resolve
 from pallas_kernels.common.checks import check_shape
 from pallas_kernels.common.pending import (
@@ -20,14 +20,15 @@ from pallas_kernels.common.pending import (
     finish,
 )
 from pallas_kernels.common.weights import Weight, is_quantized
+from pallas_kernels.product import call_shapes, decoded, multiply_rows, swiglu_rows
 
 _LINEAR: dict[Backend, Any] = {
     Backend.REFERENCE: reference.block_linears,
-    Backend.MOSAIC_GPU: mosaic_gpu.block_linear,
+    Backend.MOSAIC_GPU: multiply_rows,
 }
 _SWIGLU: dict[Backend, Any] = {
     Backend.REFERENCE: reference.swiglu_linear,
-    Backend.MOSAIC_GPU: mosaic_gpu.swiglu_linear,
+    Backend.MOSAIC_GPU: swiglu_rows,
 }
 
 

@@ -4,11 +4,11 @@
                                                                      `triton_counting`, of a prompt
                                                                      XLA; one token needs none
     unpack    experts of many rows, into block FP8                   `triton_unpack`
-    rows      each pair's token, then the hidden values, in E4M3     `block_linear/triton_rows`, or
+    rows      each pair's token, then the hidden values, in E4M3     `product/triton_rows`, or
                                                                      the kernel itself if few; of a
                                                                      prompt each token is rounded
                                                                      once, for the shared expert too
-    hidden    share * SwiGLU of gate and up, tile by tile            `block_linear/multiply_items`
+    hidden    share * SwiGLU of gate and up, tile by tile            `product/launch`
     down      the product with w2, tile by tile                      the same
               few tokens go through the shared expert in the same two launches
     sum       of a token's pairs, in the order in which it picked    XLA, or what reads one token's
@@ -25,26 +25,22 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.block_linear import (
-    block_linear,
-    block_linear_in_parts,
-    call_shapes,
-    swiglu_linear,
-)
-from pallas_kernels.block_linear.call_shapes import MAX_PRODUCT, Shapes, TensorCore, Tiling
-from pallas_kernels.block_linear.choose_tiling import plan_call, round_in_kernel
-from pallas_kernels.block_linear.items import EvenItems, Items, PickedItems
-from pallas_kernels.block_linear.mosaic_gpu import swiglu_linear as swiglu_of_rows
-from pallas_kernels.block_linear.multiply_items import Product, multiply_items
-from pallas_kernels.block_linear.raw_rows import RawRows
-from pallas_kernels.block_linear.triton_rows import make_rows, padded, pick_rows
-from pallas_kernels.block_linear.work import SwiGLU
+from pallas_kernels.block_linear import block_linear, block_linear_in_parts, swiglu_linear
 from pallas_kernels.common.pending import SplitSums, finish
 from pallas_kernels.common.weights import MXFP4, BlockFP8, Weight
 from pallas_kernels.expert_mlp import triton_counting, triton_worklist
 from pallas_kernels.expert_mlp.arguments import Arguments
 from pallas_kernels.expert_mlp.triton_unpack import can_unpack, unpack_to_fp8
 from pallas_kernels.expert_mlp.worklist import make_worklist
+from pallas_kernels.product import call_shapes
+from pallas_kernels.product.call_shapes import MAX_PRODUCT, Shapes, TensorCore, Tiling
+from pallas_kernels.product.choose_tiling import plan_call, round_in_kernel
+from pallas_kernels.product.launch import Product, multiply_items
+from pallas_kernels.product.multiply import swiglu_rows
+from pallas_kernels.product.raw_rows import RawRows
+from pallas_kernels.product.triton_rows import make_rows, padded, pick_rows
+from pallas_kernels.product.work import SwiGLU
+from pallas_kernels.product.work_list import EvenItems, Items, PickedItems
 
 Mixture = tuple[jax.Array | SplitSums, jax.Array | SplitSums | None] | SplitSums
 """What the routed experts give and what the shared one does, or the sum of both."""
@@ -174,7 +170,7 @@ def _sorted_tokens(
         return routed, down[0, total:].astype(x.dtype)
     if rounded is not None and shared is not None and _shares_rows(x, shared, w1):
         gate, up, down = shared
-        hidden = swiglu_of_rows(x, gate, up, limit=limit, core=core, rows=rounded)
+        hidden = swiglu_rows(x, gate, up, limit=limit, core=core, rows=rounded)
         return routed, block_linear(hidden, down)
     return routed, _shared_alone(x, shared, limit, in_parts=in_parts)
 

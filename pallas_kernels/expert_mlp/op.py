@@ -7,13 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.block_linear import call_shapes
 from pallas_kernels.common.backend import Backend, resolve
 from pallas_kernels.common.checks import check_indices, check_rank, check_same_length, check_shape
 from pallas_kernels.common.pending import SplitSums
 from pallas_kernels.common.weights import Weight
 from pallas_kernels.expert_mlp import mosaic_gpu, reference
 from pallas_kernels.expert_mlp.arguments import Arguments
+from pallas_kernels.product import call_shapes
 
 _IMPLEMENTATIONS: dict[Backend, Any] = {
     Backend.REFERENCE: reference.expert_mlp,

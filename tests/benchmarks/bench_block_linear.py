@@ -21,9 +21,9 @@ from benchmarks import baselines, draws, rival_products
 from dsv4_jax.bench import compare, timing
 from dsv4_jax.bench.roofline import FP8_FLOPS
 from dsv4_jax.config import DSV4Config
-from pallas_kernels.block_linear import mosaic_gpu
 from pallas_kernels.common.weights import BlockFP8
 from pallas_kernels.gpu.devices import H200
+from pallas_kernels.product import multiply_rows, swiglu_rows
 
 ROWS = (1, 8, 64, 256, 8192)
 IN_PARTS, ROWS_IN_PARTS = ("wo_b", "shared w2"), (8, 64)
@@ -135,19 +135,17 @@ def case_of(name, rows, bandwidth, rivals, op="block_linear"):
 
 
 def multiply(x, weight):
-    [product] = mosaic_gpu.block_linear(x, [weight], dtype=jnp.bfloat16)
+    [product] = multiply_rows(x, [weight], dtype=jnp.bfloat16)
     return product
 
 
 def multiply_in_parts(x, weight):
-    [product] = mosaic_gpu.block_linear(
-        x, [weight], norms=[None], dtype=jnp.bfloat16, in_parts=True
-    )
+    [product] = multiply_rows(x, [weight], norms=[None], dtype=jnp.bfloat16, in_parts=True)
     return product
 
 
 def multiply_gated(x, gate, up):
-    return mosaic_gpu.swiglu_linear(x, gate, up, limit=LIMIT)
+    return swiglu_rows(x, gate, up, limit=LIMIT)
 
 
 OPS = {

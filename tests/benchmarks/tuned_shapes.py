@@ -9,11 +9,11 @@ import jax.numpy as jnp
 
 from benchmarks import bench_block_linear, bench_expert_mlp
 from dsv4_jax.bench import loops
-from pallas_kernels.block_linear import call_shapes, mosaic_gpu
-from pallas_kernels.block_linear.call_shapes import Tiling
 from pallas_kernels.expert_mlp import mosaic_gpu as experts
 from pallas_kernels.expert_mlp.arguments import Arguments
 from pallas_kernels.gpu.devices import H200
+from pallas_kernels.product import call_shapes, multiply_rows
+from pallas_kernels.product.call_shapes import Tiling
 
 PEAK_FLOPS_OF_A_US = 1.6e9
 SPARE_BYTES = 4096
@@ -135,7 +135,7 @@ def products(matrix, rows, tilings):
 
 
 def multiply(x, weight, tiling):
-    [product] = mosaic_gpu.block_linear(x, [weight], dtype=jnp.bfloat16, tiling=tiling)
+    [product] = multiply_rows(x, [weight], dtype=jnp.bfloat16, tiling=tiling)
     return product
 
 

@@ -13,7 +13,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import triton as pltri
 
 from helpers import slow
-from pallas_kernels.gpu import mosaic, running_product
+from pallas_kernels.gpu import mosaic
+from pallas_kernels.product import wgmma
 from programs import aot, aot_figures
 
 pytestmark = pytest.mark.skipif(aot.unavailable() is not None, reason=str(aot.unavailable()))
@@ -91,14 +92,14 @@ def run_a_product_into_the_next_round(left, right):
 
         def add(_, carry):
             total, running = carry
-            following = running_product.begin(left_smem, right_smem, [64])
-            [product] = running_product.finish(running, in_flight=1)
-            return running_product.settle(total + product), following
+            following = wgmma.begin(left_smem, right_smem, [64])
+            [product] = wgmma.finish(running, in_flight=1)
+            return wgmma.settle(total + product), following
 
         zeros = plgpu.layout_cast(jnp.zeros((64, 64), jnp.float32), plgpu.Layout.WGMMA)
-        first = running_product.begin(left_smem, right_smem, [64])
+        first = wgmma.begin(left_smem, right_smem, [64])
         total, running = jax.lax.fori_loop(0, 7, add, (zeros, first))
-        [product] = running_product.finish(running)
+        [product] = wgmma.finish(running)
         out_gmem[...] = total + product
 
     operand = plgpu.SMEM((64, 128), left.dtype, transforms=mosaic.SWIZZLED_BYTES)

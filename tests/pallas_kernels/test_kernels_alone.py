@@ -7,11 +7,11 @@ import pytest
 
 from helpers import slow
 from pallas_kernels import gpu_interpreter
-from pallas_kernels.block_linear import triton_rows
-from pallas_kernels.block_linear.call_shapes import Shapes
-from pallas_kernels.block_linear.choose_tiling import choose_tiling
 from pallas_kernels.expert_mlp import worklist
 from pallas_kernels.hyper_connections import triton_gpu as hyper_connections
+from pallas_kernels.product import triton_rows
+from pallas_kernels.product.call_shapes import Shapes
+from pallas_kernels.product.choose_tiling import choose_tiling
 from pallas_kernels.write_streams import triton_gpu as write_streams
 from programs import kernels_alone, product_calls
 

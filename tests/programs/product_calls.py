@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels as pk
-from pallas_kernels.block_linear import mosaic_gpu as product_kernel
-from pallas_kernels.block_linear import triton_rows
-from pallas_kernels.block_linear.call_shapes import Tiling
 from pallas_kernels.common import weights
 from pallas_kernels.expert_mlp import triton_unpack
+from pallas_kernels.product import multiply_rows, swiglu_rows, triton_rows
+from pallas_kernels.product.call_shapes import Tiling
 
 DIM, OUT, EXPERTS, PICKED = 512, 320, 4, 2
 MANY_TOKENS, MANY_ROWS = 515, 1027
@@ -54,7 +53,7 @@ def multiply(kind, count, *, shape=(OUT, DIM), activations="fp8", tiling=None):
         return jax.jit(run)(rows(count, shape[1]), weight(kind, *shape, activations=activations))
 
     def run(x, one):
-        return product_kernel.block_linear(x, [one], tiling=TILINGS[tiling])
+        return multiply_rows(x, [one], tiling=TILINGS[tiling])
 
     stack = jax.tree.map(lambda leaf: leaf[None], weight(kind, OUT, DIM))
     return jax.jit(run)(rows(count)[None], stack)
@@ -64,7 +63,7 @@ def gate_and_up(kind, count, *, tiling=None):
     """SwiGLU of two products."""
     run = functools.partial(pk.swiglu_linear, limit=2.0, backend="mosaic_gpu")
     if tiling is not None:
-        run = functools.partial(product_kernel.swiglu_linear, limit=2.0, tiling=TILINGS[tiling])
+        run = functools.partial(swiglu_rows, limit=2.0, tiling=TILINGS[tiling])
     both = (weight(kind, OUT, DIM, seed=seed) for seed in (0, 1))
     return jax.jit(run)(rows(count), *both)
 

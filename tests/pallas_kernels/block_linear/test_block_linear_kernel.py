@@ -11,13 +11,14 @@ import pytest
 
 from helpers import slow
 from pallas_kernels import block_linear, gpu_interpreter, swiglu_linear
-from pallas_kernels.block_linear import call_shapes, decoded, mosaic_gpu, reference, triton_rows
-from pallas_kernels.block_linear.call_shapes import BLACKWELL, Tiling
-from pallas_kernels.block_linear.choose_tiling import plan_call
+from pallas_kernels.block_linear import reference
 from pallas_kernels.common import numbers, weights
 from pallas_kernels.common.norm_rope import rms_norm
 from pallas_kernels.common.pending import Unnormed
 from pallas_kernels.common.rows import quantize_rows
+from pallas_kernels.product import call_shapes, decoded, multiply_rows, swiglu_rows, triton_rows
+from pallas_kernels.product.call_shapes import BLACKWELL, Tiling
+from pallas_kernels.product.choose_tiling import plan_call
 
 QUANTIZE = {
     "fp8": weights.quantize_block_fp8,
@@ -56,7 +57,7 @@ jit_block_linear = jax.jit(block_linear, static_argnames=("dtype", "backend"))
 
 @functools.partial(jax.jit, static_argnames=("tiling", "core"))
 def run(x, weight, tiling=None, core=None):
-    return mosaic_gpu.block_linear(x, [weight], tiling=tiling, core=core)[0]
+    return multiply_rows(x, [weight], tiling=tiling, core=core)[0]
 
 
 @pytest.mark.parametrize(
@@ -232,7 +233,7 @@ def test_rows_may_be_the_left_operand(lane, activations, inputs, options):
 def test_rows_on_the_left_of_weights_that_begin_within_a_cta(lane):
     stacks = [weight_stack(with_scales(make("fp8", (out, 256)))) for out in (192, 64, 128)]
     x = normal(1, 70, 256)
-    multiply = functools.partial(mosaic_gpu.block_linear, tiling=ON_LEFT, core=with_sms(1))
+    multiply = functools.partial(multiply_rows, tiling=ON_LEFT, core=with_sms(1))
     for weight, product in zip(stacks, jax.jit(multiply)(x, stacks), strict=True):
         close(lane, product, reference_product(x, weight))
 
@@ -246,7 +247,7 @@ def test_rows_on_the_left_of_gate_and_up(lane, options):
     x = (8 * normal(140, 256)).astype(jnp.bfloat16)
 
     def multiply(tiling):
-        kernel = functools.partial(mosaic_gpu.swiglu_linear, limit=1.5, tiling=tiling)
+        kernel = functools.partial(swiglu_rows, limit=1.5, tiling=tiling)
         return jax.jit(functools.partial(kernel, core=with_sms(1)))(x, gate, up)
 
     found = multiply(dataclasses.replace(ON_LEFT, **options))
@@ -265,7 +266,7 @@ def test_gate_and_up_in_narrow_tiles(lane, rows, num_sms):
     x = (8 * normal(rows, 256)).astype(jnp.bfloat16)
 
     def multiply(tiling):
-        kernel = functools.partial(mosaic_gpu.swiglu_linear, limit=1.5, tiling=tiling)
+        kernel = functools.partial(swiglu_rows, limit=1.5, tiling=tiling)
         return jax.jit(functools.partial(kernel, core=with_sms(num_sms)))(x, gate, up)
 
     expected = multiply(Tiling(16, 1, 2)) if lane == "gpu" else jit_swiglu(x, gate, up)
@@ -312,7 +313,7 @@ def test_weights_of_one_launch_may_begin_within_a_cta(core):
     stacks = [weight_stack(with_scales(make("fp8", (out, 256)))) for out in (192, 64, 128)]
     x = normal(1, 3, 256)
     with gpu_interpreter():
-        found = jax.jit(functools.partial(mosaic_gpu.block_linear, core=core))(x, stacks)
+        found = jax.jit(functools.partial(multiply_rows, core=core))(x, stacks)
     for weight, product in zip(stacks, found, strict=True):
         close("interpreter", product, reference_product(x, weight))
 
@@ -325,7 +326,7 @@ def test_gate_and_up_in_one_product(core, kind):
     up = jax.tree.map(lambda leaf: leaf[::-1], up)
     x = (8 * normal(19, 256)).astype(jnp.bfloat16)
     expected = reference.swiglu_linear(x, gate, up, limit=1.5)
-    multiply = functools.partial(mosaic_gpu.swiglu_linear, limit=1.5, core=core)
+    multiply = functools.partial(swiglu_rows, limit=1.5, core=core)
     with gpu_interpreter():
         found = jax.jit(functools.partial(multiply, tiling=Tiling(16, 1, 2)))(x, gate, up)
     expected = np.asarray(expected, np.float32)
@@ -342,7 +343,7 @@ def test_gate_and_up_of_several_pieces(rows, tiling):
     up = jax.tree.map(lambda leaf: np.asarray(leaf)[..., ::-1, :], gate)
     x = normal(rows, 128)
     expected = np.asarray(jit_swiglu(x, gate, up), np.float32)
-    multiply = functools.partial(mosaic_gpu.swiglu_linear, limit=1.5, core=call_shapes.HOPPER)
+    multiply = functools.partial(swiglu_rows, limit=1.5, core=call_shapes.HOPPER)
     with gpu_interpreter():
         found = jax.jit(functools.partial(multiply, tiling=tiling))(x, gate, up)
     np.testing.assert_allclose(found, expected, atol=2.0**-7 * np.abs(expected).max())

@@ -9,9 +9,10 @@ import pytest
 
 from helpers import slow
 from pallas_kernels import block_linear
-from pallas_kernels.block_linear import block_linear_by_token, decoded
+from pallas_kernels.block_linear import block_linear_by_token
 from pallas_kernels.common import weights
 from pallas_kernels.common.pending import ByGroup, ByToken, finish
+from pallas_kernels.product import decoded
 
 GROUPS, INPUTS, RANK, OUT = 3, 512, 256, 128
 ROUNDED_BY_CTAS, ROUNDED_BY_A_LAUNCH = 5, 11

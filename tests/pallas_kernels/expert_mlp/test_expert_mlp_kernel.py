@@ -10,12 +10,12 @@ import pytest
 
 from helpers import slow
 from pallas_kernels import expert_mlp, gpu_interpreter, mixture_mlp
-from pallas_kernels.block_linear import call_shapes, choose_tiling
-from pallas_kernels.block_linear.call_shapes import Tiling
 from pallas_kernels.common import weights
 from pallas_kernels.common.pending import SplitSums, finish
 from pallas_kernels.expert_mlp import mosaic_gpu
 from pallas_kernels.expert_mlp.arguments import Arguments
+from pallas_kernels.product import call_shapes, choose_tiling
+from pallas_kernels.product.call_shapes import Tiling
 
 E, WIDTH, D, K, LIMIT = 4, 96, 256, 2, 2.0
 BOUND = {"interpreter": 1e-2, "gpu": 2e-2}

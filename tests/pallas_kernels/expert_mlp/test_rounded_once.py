@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from helpers import slow
-from pallas_kernels.block_linear.call_shapes import MAX_PRODUCT
 from pallas_kernels.common import weights
 from pallas_kernels.expert_mlp import mosaic_gpu
 from pallas_kernels.expert_mlp.arguments import Arguments
+from pallas_kernels.product.call_shapes import MAX_PRODUCT
 
 EXPERTS, PICKS, DIM, WIDTH, TOKENS, LIMIT = 4, 4, 128, 128, 65, 2.0
 SHAPES = (WIDTH, DIM), (WIDTH, DIM), (DIM, WIDTH)
@@ -102,7 +102,7 @@ def test_the_shared_expert_has_as_many_rows_to_spare_as_its_tiles(monkeypatch):
         given.append(rows.codes.shape[1])
         return jnp.zeros((x.shape[0], gate.shape[0]), x.dtype)
 
-    monkeypatch.setattr(mosaic_gpu, "swiglu_of_rows", see)
+    monkeypatch.setattr(mosaic_gpu, "swiglu_rows", see)
     monkeypatch.setattr(mosaic_gpu, "expected_rows", lambda *sizes: 16)
     monkeypatch.setattr(mosaic_gpu, "_MANY_PAIRS", 1)
     call = call_of("fp8")

@@ -22,15 +22,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
-from pallas_kernels.block_linear.call_shapes import CONSUMERS, Shapes, Tiling, scale_columns
-from pallas_kernels.block_linear.items import Items, PickedItems
-from pallas_kernels.block_linear.raw_rows import RawRows
-from pallas_kernels.block_linear.round_rows import round_rows
-from pallas_kernels.block_linear.tiles import Tile
-from pallas_kernels.block_linear.triton_rows import Rows
 from pallas_kernels.common.backend import interpreting
 from pallas_kernels.common.weights import INPUTS, ROWS
 from pallas_kernels.gpu import left_operand, mosaic, unpack_mxfp4
+from pallas_kernels.product.call_shapes import CONSUMERS, Shapes, Tiling, scale_columns
+from pallas_kernels.product.raw_rows import RawRows
+from pallas_kernels.product.round_rows import round_rows
+from pallas_kernels.product.tile_scheduler import Tile
+from pallas_kernels.product.triton_rows import Rows
+from pallas_kernels.product.work_list import Items, PickedItems
 
 plgpu: Any = mosaic_gpu
 

@@ -24,23 +24,23 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
-from pallas_kernels.block_linear import mosaic_blackwell, mosaic_hopper, mosaic_hopper_rows
-from pallas_kernels.block_linear.call_shapes import (
+from pallas_kernels.common.backend import interpreting
+from pallas_kernels.common.weights import INPUTS, MXFP4, ROWS, BlockFP8, Weight
+from pallas_kernels.gpu import mosaic, unpack_mxfp4
+from pallas_kernels.product import mosaic_blackwell, mosaic_hopper, mosaic_hopper_rows
+from pallas_kernels.product.call_shapes import (
     BUFFERS,
     CONSUMERS,
     Shapes,
     Tiling,
     scale_columns,
 )
-from pallas_kernels.block_linear.items import EvenItems, Items, PickedItems
-from pallas_kernels.block_linear.raw_rows import RawRows
-from pallas_kernels.block_linear.tiles import Tile, Tiles
-from pallas_kernels.block_linear.triton_rows import Rows
-from pallas_kernels.block_linear.work import Operands, Scratch, SwiGLU, Work
-from pallas_kernels.common.backend import interpreting
-from pallas_kernels.common.weights import INPUTS, MXFP4, ROWS, BlockFP8, Weight
-from pallas_kernels.gpu import mosaic, unpack_mxfp4
-from pallas_kernels.gpu.store_transposed import Place, store_transposed
+from pallas_kernels.product.raw_rows import RawRows
+from pallas_kernels.product.store_transposed import Place, store_transposed
+from pallas_kernels.product.tile_scheduler import Tile, Tiles
+from pallas_kernels.product.triton_rows import Rows
+from pallas_kernels.product.work import Operands, Scratch, SwiGLU, Work
+from pallas_kernels.product.work_list import EvenItems, Items, PickedItems
 
 plgpu: Any = mosaic_gpu
 REGISTERS = (232, 40)

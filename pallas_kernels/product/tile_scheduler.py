@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.block_linear.call_shapes import Shapes, Tiling
-from pallas_kernels.block_linear.items import EvenItems, Items, PickedItems
+from pallas_kernels.product.call_shapes import Shapes, Tiling
+from pallas_kernels.product.work_list import EvenItems, Items, PickedItems
 
 
 class Tile(NamedTuple):

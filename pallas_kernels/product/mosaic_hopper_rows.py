@@ -30,13 +30,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
-from pallas_kernels.block_linear.call_shapes import CONSUMERS
-from pallas_kernels.block_linear.work import SwiGLU, Work
 from pallas_kernels.common.backend import interpreting
 from pallas_kernels.common.weights import ROWS
-from pallas_kernels.gpu import running_product
-from pallas_kernels.gpu.store_rows import store_rows
-from pallas_kernels.gpu.store_transposed import Place
+from pallas_kernels.product import wgmma
+from pallas_kernels.product.call_shapes import CONSUMERS
+from pallas_kernels.product.store_rows import store_rows
+from pallas_kernels.product.store_transposed import Place
+from pallas_kernels.product.work import SwiGLU, Work
 
 plgpu: Any = mosaic_gpu
 _LAYOUT = plgpu.Layout.WGMMA
@@ -63,7 +63,7 @@ class _Begun(NamedTuple):
     Attributes:
       turn: i32[], the stage.
       part: the part of x.
-      products: f32[64, 64] of each tile, as `running_product.begin` returns them.
+      products: f32[64, 64] of each tile, as `wgmma.begin` returns them.
       row_scale: f32[64], of each row.
       tile_scales: f32[] of each tile.
     """
@@ -99,7 +99,7 @@ def _begin(work: Work, turn: jax.Array, part: int) -> _Begun:
     if part == 0:
         plgpu.barrier_wait(work.scratch.ready.at[slot])
     rows = work.rows_of(turn, 0, part).at[pl.ds(first, ROWS)]
-    products = running_product.begin(rows, work.scratch.codes_smem.at[slot], [ROWS] * CONSUMERS)
+    products = wgmma.begin(rows, work.scratch.codes_smem.at[slot], [ROWS] * CONSUMERS)
     scales = work.row_scales(turn, 0, part, first, ROWS)
     row_scale = plgpu.load(scales, layout=_LAYOUT.reduce(1), optimized=False)
     block = work.block_of(turn)
@@ -109,14 +109,14 @@ def _begin(work: Work, turn: jax.Array, part: int) -> _Begun:
 
 def _add(work: Work, totals: list[jax.Array], begun: _Begun, *, in_flight: int) -> list[jax.Array]:
     """Adds a product, and gives its stage back to the producer after the last part of x."""
-    products = running_product.finish(begun.products, in_flight=in_flight)
+    products = wgmma.finish(begun.products, in_flight=in_flight)
     if begun.part == work.shapes.num_parts - 1:
         if interpreting():  # which wants loads fenced from later copies; a GPU's are done here
             plgpu.commit_smem()
         plgpu.barrier_arrive(work.scratch.free.at[work.slot_of(begun.turn)])
     scales = [begun.row_scale * scale for scale in begun.tile_scales]
     return [
-        running_product.settle(total + product * lax.broadcast_in_dim(scale, product.shape, [0]))
+        wgmma.settle(total + product * lax.broadcast_in_dim(scale, product.shape, [0]))
         for total, product, scale in zip(totals, products, scales, strict=True)
     ]
 

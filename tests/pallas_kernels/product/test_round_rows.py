@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from helpers import slow
-from pallas_kernels.block_linear import call_shapes, mosaic_gpu, reference
+from pallas_kernels.block_linear import reference
 from pallas_kernels.common import weights
 from pallas_kernels.common.pending import SplitSums
+from pallas_kernels.product import call_shapes, multiply_rows
 
 OUT, MOST = 128, 5
 QUANTIZE = {"fp8": weights.quantize_block_fp8, "mxfp4": weights.quantize_mxfp4}
@@ -37,7 +38,7 @@ def draw(inputs):
 def multiply(x, weight, *, splits):
     shapes = call_shapes.shapes_of(weight)
     tiling = call_shapes.Tiling(columns=shapes.core.min_columns, blocks=1, stages=2, splits=splits)
-    return mosaic_gpu.block_linear(x, [weight], tiling=tiling)[0][0]
+    return multiply_rows(x, [weight], tiling=tiling)[0][0]
 
 
 CASES = list(itertools.product(QUANTIZE, weights.ACTIVATIONS, (512, 768, 1280, 1536), (1, 2)))

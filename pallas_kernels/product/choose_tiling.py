@@ -8,8 +8,8 @@ import functools
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.block_linear.call_shapes import CONSUMERS, MAX_PRODUCT, Shapes, Tiling
 from pallas_kernels.common.weights import INPUTS, ROWS, Weight
+from pallas_kernels.product.call_shapes import CONSUMERS, MAX_PRODUCT, Shapes, Tiling
 
 _SPARE_BYTES = 4096
 """Of shared memory, for what is not a stage."""

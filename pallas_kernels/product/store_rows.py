@@ -19,7 +19,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.common.backend import interpreting
-from pallas_kernels.gpu.store_transposed import Place, address_of
+from pallas_kernels.product.store_transposed import Place, address_of
 
 Ref = Any
 plgpu: Any = mosaic_gpu

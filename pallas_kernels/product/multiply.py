@@ -10,20 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.block_linear import call_shapes, decoded
-from pallas_kernels.block_linear.call_shapes import Shapes, TensorCore, Tiling
-from pallas_kernels.block_linear.choose_tiling import (
-    choose_tiling,
-    cuts_rows,
-    plan_call,
-    round_in_kernel,
-)
-from pallas_kernels.block_linear.items import EvenItems
-from pallas_kernels.block_linear.multiply_items import Product, multiply_items
-from pallas_kernels.block_linear.raw_rows import RawRows
-from pallas_kernels.block_linear.triton_finish import add_splits
-from pallas_kernels.block_linear.triton_rows import Rows, make_rows, padded
-from pallas_kernels.block_linear.work import SwiGLU
 from pallas_kernels.common.norm_rope import rms_norm
 from pallas_kernels.common.pending import (
     ByGroup,
@@ -36,13 +22,27 @@ from pallas_kernels.common.pending import (
 from pallas_kernels.common.rounding import round_to
 from pallas_kernels.common.swiglu import swiglu as swiglu_of
 from pallas_kernels.common.weights import INPUTS, ROWS, Weight
+from pallas_kernels.product import call_shapes, decoded
+from pallas_kernels.product.call_shapes import Shapes, TensorCore, Tiling
+from pallas_kernels.product.choose_tiling import (
+    choose_tiling,
+    cuts_rows,
+    plan_call,
+    round_in_kernel,
+)
+from pallas_kernels.product.launch import Product, multiply_items
+from pallas_kernels.product.raw_rows import RawRows
+from pallas_kernels.product.triton_rows import Rows, make_rows, padded
+from pallas_kernels.product.triton_split_k import add_splits
+from pallas_kernels.product.work import SwiGLU
+from pallas_kernels.product.work_list import EvenItems
 
 _FEW_ROWS = 64
 _MOST_ADDED_ROWS = 2
 """Rows whose parts each CTA adds up; of more, as each reads all of them, XLA does."""
 
 
-def block_linear(
+def multiply_rows(
     x: jax.Array | Pending,
     weights: Sequence[Weight],
     *,
@@ -98,7 +98,7 @@ def _normed(
     ]
 
 
-def swiglu_linear(
+def swiglu_rows(
     x: jax.Array,
     gate: Weight,
     up: Weight,
@@ -118,7 +118,7 @@ def swiglu_linear(
     shapes = call_shapes.shapes_of(*weights, is_gated=True, core=core)
     splits = x.shape[0] <= _FEW_ROWS and not cuts_rows(shapes, x.shape[0])
     if tiling is None and splits and gate.shape[-2] % ROWS == 0:
-        gated, raised = block_linear(x[None], weights, dtype=x.dtype, core=core)
+        gated, raised = multiply_rows(x[None], weights, dtype=x.dtype, core=core)
         return swiglu_of(gated[0], raised[0], limit).astype(x.dtype)
     tiling = tiling or choose_tiling(shapes, x.shape[0], 1, may_split=False)
     swiglu = SwiGLU(limit, x.dtype)

@@ -25,12 +25,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
-from pallas_kernels.block_linear.call_shapes import BUFFERS, CONSUMERS
-from pallas_kernels.block_linear.work import SwiGLU, Work
 from pallas_kernels.common.backend import interpreting
 from pallas_kernels.common.weights import ROWS
-from pallas_kernels.gpu import exchange, mosaic_memory
-from pallas_kernels.gpu.store_transposed import Place, store_transposed
+from pallas_kernels.gpu import mosaic_memory
+from pallas_kernels.product import exchange
+from pallas_kernels.product.call_shapes import BUFFERS, CONSUMERS
+from pallas_kernels.product.store_transposed import Place, store_transposed
+from pallas_kernels.product.work import SwiGLU, Work
 
 plgpu: Any = mosaic_gpu
 _LAYOUT = plgpu.Layout.TCGEN05

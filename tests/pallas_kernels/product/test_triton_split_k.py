@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import block_linears
-from pallas_kernels.block_linear.triton_finish import add_splits
 from pallas_kernels.common.norm_rope import rms_norm
+from pallas_kernels.product.triton_split_k import add_splits
 
 EPS = 1e-6
 

@@ -29,11 +29,11 @@ from jax.experimental.pallas import mosaic_gpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.block_linear.raw_rows import RawRows
 from pallas_kernels.common import numbers, rows
 from pallas_kernels.common.backend import interpreting
 from pallas_kernels.common.weights import INPUTS
 from pallas_kernels.gpu import e4m3, left_operand, mosaic
+from pallas_kernels.product.raw_rows import RawRows
 
 Ref = Any
 plgpu: Any = mosaic_gpu

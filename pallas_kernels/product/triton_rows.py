@@ -20,11 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from pallas_kernels.block_linear.raw_rows import RawRows
 from pallas_kernels.common import numbers, rows
 from pallas_kernels.common.rows import GROUP
 from pallas_kernels.common.weights import MXFP4, BlockFP8, Weight
 from pallas_kernels.gpu import triton, triton_codecs
+from pallas_kernels.product.raw_rows import RawRows
 
 Ref = Any
 _GROUPS = 4

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.block_linear import triton_rows
 from pallas_kernels.common import weights
+from pallas_kernels.product import triton_rows
 
 NUM_ROWS, PICKED, SPARE = 30, 45, 3
 QUANTIZE = {"fp8": weights.quantize_block_fp8, "mxfp4": weights.quantize_mxfp4}

@@ -31,13 +31,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
-from pallas_kernels.block_linear.call_shapes import CONSUMERS
-from pallas_kernels.block_linear.work import SwiGLU, Work
 from pallas_kernels.common.backend import interpreting
 from pallas_kernels.common.weights import ROWS
-from pallas_kernels.gpu import exchange, mosaic, running_product
-from pallas_kernels.gpu.store_pairs import store_pairs
-from pallas_kernels.gpu.store_transposed import Place, store_transposed
+from pallas_kernels.gpu import mosaic
+from pallas_kernels.product import exchange, wgmma
+from pallas_kernels.product.call_shapes import CONSUMERS
+from pallas_kernels.product.store_pairs import store_pairs
+from pallas_kernels.product.store_transposed import Place, store_transposed
+from pallas_kernels.product.work import SwiGLU, Work
 
 plgpu: Any = mosaic_gpu
 _LAYOUT = plgpu.Layout.WGMMA
@@ -171,7 +172,7 @@ def _add_scaled(
 
     def begin(number: int, part: int) -> jax.Array:
         rows = _rows_of(work, turn, b, part, pieces[number])
-        [product] = running_product.begin(left, rows, pieces[number][1:])
+        [product] = wgmma.begin(left, rows, pieces[number][1:])
         return product
 
     def scale_of(number: int, part: int) -> jax.Array:
@@ -191,8 +192,8 @@ def _add_scaled(
         if factor is not None:  # first, since a thread has one for two rows
             scale = scale * lax.broadcast_in_dim(factor, shape, [0])
         in_flight = len(running) - 1 - i
-        [product] = running_product.finish(running[i : i + 1], in_flight=in_flight)
-        totals[number] = running_product.settle(totals[number] + product * scale)
+        [product] = wgmma.finish(running[i : i + 1], in_flight=in_flight)
+        totals[number] = wgmma.settle(totals[number] + product * scale)
     return totals
 
 

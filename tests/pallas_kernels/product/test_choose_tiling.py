@@ -5,9 +5,9 @@ import functools
 
 import pytest
 
-from pallas_kernels.block_linear.call_shapes import Shapes, Tiling
-from pallas_kernels.block_linear.choose_tiling import choose_tiling, cuts_rows
 from pallas_kernels.expert_mlp import mosaic_gpu
+from pallas_kernels.product.call_shapes import Shapes, Tiling
+from pallas_kernels.product.choose_tiling import choose_tiling, cuts_rows
 
 GOES = {"programs": 1, "packs": True}
 ON_LEFT = {"programs": 1, "rows_on_left": True}
