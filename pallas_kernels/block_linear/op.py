@@ -20,7 +20,13 @@ from pallas_kernels.common.pending import (
     finish,
 )
 from pallas_kernels.common.weights import Weight, is_quantized
-from pallas_kernels.product import call_shapes, decoded, multiply_rows, swiglu_rows
+from pallas_kernels.product import (
+    MANY_ROWS,
+    can_join,
+    find_obstacle,
+    multiply_rows,
+    swiglu_rows,
+)
 
 _LINEAR: dict[Backend, Any] = {
     Backend.REFERENCE: reference.block_linears,
@@ -41,6 +47,14 @@ def block_linear(
 ) -> jax.Array:
     """Multiplies rows with a weight, accumulated in f32.
 
+    In plain JAX, `weight.decode()` standing for a quantised weight's values and `round_rows` for
+    what E4M3 keeps of rows, where the weight asks for that:
+
+        rows = round_rows(x) if takes_rounded_rows(weight) else x
+        values = weight.decode().swapaxes(-1, -2)
+        product = jnp.matmul(rows, values, preferred_element_type=jnp.float32)
+        return product.astype(dtype or x.dtype)
+
     Args:
       x: [T, in], or [G, T, in] for G weights; or such rows as another product left them, in parts
         or before their norm.
@@ -59,7 +73,9 @@ def block_linear(
 
     Source: deepseek_v4.md section 4.5.
     """
-    [product] = block_linears(x, [weight], dtype=dtype, backend=backend)
+    _check(x, weight)
+    multiply = _choose(x, [weight], backend)
+    [product] = multiply(x, [weight], dtype=dtype or x.dtype)
     return product
 
 
@@ -68,7 +84,8 @@ def block_linear_in_parts(
 ) -> jax.Array | SplitSums:
     """`block_linear` whose result is left in parts where several CTAs shared the inputs.
 
-    It saves a launch where what reads the result adds up the parts.
+    It saves a launch where what reads the result adds up the parts: `finish` of it is what
+    `block_linear` returns.
     """
     [product] = block_linears(x, [weight], backend=backend, may_stay_in_parts=True)
     return product
@@ -83,6 +100,8 @@ def block_linear_by_token(
 ) -> jax.Array | ByGroup:
     """`block_linear` of groups whose rows lie token by token, with a result for each token.
 
+    In plain JAX: `block_linear(x.swapaxes(0, 1), weight).swapaxes(0, 1).reshape(T, -1)`.
+
     Args:
       x: [T, G, in].
       weight: [G, out, in].
@@ -92,7 +111,7 @@ def block_linear_by_token(
     Returns:
       [T, G * out]; a kernel leaves it by groups, and in parts, for the product that reads it.
     """
-    if x.shape[0] >= decoded.MANY_ROWS:
+    if x.shape[0] >= MANY_ROWS:
         product = block_linear(x.swapaxes(0, 1), weight, dtype=dtype, backend=backend)
         return product.swapaxes(0, 1).reshape(x.shape[0], -1)
     [product] = block_linears(
@@ -114,6 +133,11 @@ def block_linears(
     may_stay_in_parts: bool = False,
 ) -> list[Any]:
     """`block_linear` of the same rows with several weights; of one format, in one launch.
+
+    In plain JAX:
+
+        products = [block_linear(x, weight, dtype=dtype) for weight in weights]
+        return [p if n is None else rms_norm(p, n, eps=eps) for p, n in zip(products, norms)]
 
     Args:
       x: see `block_linear`.
@@ -138,34 +162,26 @@ def block_linears(
         _check(x, weight)
         if norm is not None:
             check_shape("norms", norm, (weight.shape[-2],), "out")
-    if not call_shapes.can_join(weights):
+    if not can_join(weights):
         return [
             block_linears(x, [weight], norms=[norm], eps=eps, dtype=dtype, backend=backend)[0]
             for weight, norm in zip(weights, norms, strict=True)
         ]
-    grouped = x.ndim == 3
-    if not grouped:
-        assert not isinstance(x, ByToken), "which is of groups"
-        x = x.reshape(1, *x.shape)
-        weights = [jax.tree.map(lambda leaf: leaf[None], weight) for weight in weights]
-    implementation = resolve(
-        "block_linear",
-        backend,
-        _LINEAR,
-        preferred=Backend.MOSAIC_GPU if any(map(is_quantized, weights)) else Backend.REFERENCE,
-        obstacle=call_shapes.find_obstacle(x, *weights),
-        arguments={"x": _array_of(x)},
-    )
-    products = implementation(
+    multiply = _choose(x, weights, backend)
+    return multiply(
         x, weights, norms=norms, eps=eps, dtype=dtype or x.dtype, in_parts=may_stay_in_parts
     )
-    return products if grouped else [product.reshape(*product.shape[1:]) for product in products]
 
 
 def swiglu_linear(
     x: jax.Array, gate: Weight, up: Weight, *, limit: float, backend: Backend | None = None
 ) -> jax.Array:
     """SwiGLU of a gate and an up projection of the same rows.
+
+    In plain JAX:
+
+        gated, raised = block_linear(x, gate), block_linear(x, up)
+        return jax.nn.silu(jnp.minimum(gated, limit)) * jnp.clip(raised, -limit, limit)
 
     Args:
       x: [T, in].
@@ -190,10 +206,22 @@ def swiglu_linear(
         backend,
         _SWIGLU,
         preferred=Backend.MOSAIC_GPU if is_quantized(gate) else Backend.REFERENCE,
-        obstacle=call_shapes.find_obstacle(x, gate, up),
+        obstacle=find_obstacle(x, gate, up),
         arguments={"x": x},
     )
     return implementation(x, gate, up, limit=limit)
+
+
+def _choose(x: jax.Array | Pending, weights: Sequence[Weight], backend: Backend | None) -> Any:
+    """The implementation that multiplies x with these weights."""
+    return resolve(
+        "block_linear",
+        backend,
+        _LINEAR,
+        preferred=Backend.MOSAIC_GPU if any(map(is_quantized, weights)) else Backend.REFERENCE,
+        obstacle=find_obstacle(x, *weights),
+        arguments={"x": _array_of(x)},
+    )
 
 
 def _array_of(x: jax.Array | Pending) -> jax.Array:

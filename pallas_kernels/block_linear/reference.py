@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.common.backend import compute_capability
 from pallas_kernels.common.norm_rope import rms_norm
-from pallas_kernels.common.pending import Pending, finish
+from pallas_kernels.common.pending import ByToken, Pending, finish
 from pallas_kernels.common.rounding import round_to
 from pallas_kernels.common.rows import round_rows
 from pallas_kernels.common.swiglu import swiglu
@@ -31,14 +31,14 @@ def block_linear(x: jax.Array, weight: Weight) -> jax.Array:
     request alone must equal the same request in a batch.
     """
     alone = x.shape[1] == 1 and compute_capability() is None
-    x = jnp.concatenate([x, x], axis=1) if alone else x
+    x = jnp.concatenate([x, x], axis=1) if alone else x  # [G, T or 2, in]
     if is_quantized(weight):
         x = as_operand(x, weight).astype(jnp.float32)
-    matrix = decode_weight(weight)
+    matrix = decode_weight(weight)  # f32 or its own dtype, [G, out, in]
     if x.shape[0] == 1:
-        product = _product(x[0], matrix[0], (((1,), (1,)), ((), ())))[None]
+        product = _product(x[0], matrix[0], (((1,), (1,)), ((), ())))[None]  # over `in`
     else:
-        product = _product(x, matrix, (((2,), (2,)), ((0,), (0,))))
+        product = _product(x, matrix, (((2,), (2,)), ((0,), (0,))))  # f32[G, T, out]
     return product[:, :1] if alone else product
 
 
@@ -51,21 +51,28 @@ def block_linears(
     dtype: DTypeLike,
     in_parts: bool = False,
 ) -> list[jax.Array]:
-    """`block_linear` with each weight, rounded once, then normed where there is a norm."""
+    """`block_linear` with each weight, rounded once, then normed where there is a norm.
+
+    x is [T, in], or [G, T, in] for G weights each.
+    """
     del in_parts
+    grouped = x.ndim == 3
+    if not grouped:
+        assert not isinstance(x, ByToken), "which is of groups"
+        x, weights = x.reshape(1, *x.shape), list(map(_stack, weights))  # [1, T, in], [1, out, in]
     x = finish(x)
-    products = [round_to(block_linear(x, weight), dtype) for weight in weights]
-    return [
+    products = [round_to(block_linear(x, weight), dtype) for weight in weights]  # [G, T, out]
+    products = [
         product if norm is None else rms_norm(product, norm, eps=eps)
         for product, norm in itertools.zip_longest(products, norms)
     ]
+    return products if grouped else [product.reshape(*product.shape[1:]) for product in products]
 
 
 def swiglu_linear(x: jax.Array, gate: Weight, up: Weight, *, limit: float) -> jax.Array:
     """See `op.swiglu_linear`."""
-    weights = [jax.tree.map(lambda leaf: leaf[None], weight) for weight in (gate, up)]
-    gated, raised = block_linears(x[None], weights, dtype=x.dtype)
-    return round_to(swiglu(gated[0], raised[0], limit), x.dtype)
+    gated, raised = block_linears(x, [gate, up], dtype=x.dtype)  # [T, out] each
+    return round_to(swiglu(gated, raised, limit), x.dtype)
 
 
 def as_operand(x: jax.Array, weight: Weight) -> jax.Array:
@@ -81,3 +88,8 @@ def _product(x: jax.Array, weight: jax.Array, dimensions: Any) -> jax.Array:
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
+
+
+def _stack(weight: Weight) -> Weight:
+    """[out, in] -> [1, out, in]."""
+    return jax.tree.map(lambda leaf: leaf[None], weight)

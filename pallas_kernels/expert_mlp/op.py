@@ -12,8 +12,8 @@ from pallas_kernels.common.checks import check_indices, check_rank, check_same_l
 from pallas_kernels.common.pending import SplitSums
 from pallas_kernels.common.weights import Weight
 from pallas_kernels.expert_mlp import mosaic_gpu, reference
-from pallas_kernels.expert_mlp.arguments import Arguments
-from pallas_kernels.product import call_shapes
+from pallas_kernels.expert_mlp.reference import Arguments
+from pallas_kernels.product import find_obstacle
 
 _IMPLEMENTATIONS: dict[Backend, Any] = {
     Backend.REFERENCE: reference.expert_mlp,
@@ -35,16 +35,25 @@ def expert_mlp(
 ) -> jax.Array:
     """Runs each token through the experts that it picked, and adds them up.
 
+    An expert's weights are read if a token picked it. No token is dropped, and none is added to
+    fill up an expert, whatever the routing. In plain JAX, of one token, for dense weights:
+
+        gate, up = w1[expert_ids] @ x, w3[expert_ids] @ x  # [k, I]
+        hidden = jax.nn.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit)
+        return jnp.einsum("kdi,ki->d", w2[expert_ids], expert_weights[:, None] * hidden)
+
     Args:
       x: [T, D].
-      expert_ids: see `mixture_mlp`.
-      expert_weights: see `mixture_mlp`.
-      w1: see `mixture_mlp`.
-      w3: see `mixture_mlp`.
-      w2: see `mixture_mlp`.
-      limit: see `mixture_mlp`.
-      picked_among: see `mixture_mlp`.
-      backend: see `mixture_mlp`.
+      expert_ids: i32[T, k]; the experts of a token are distinct. One outside 0 .. E - 1 counts as
+        none.
+      expert_weights: f32[T, k], share of each; applied before the last product.
+      w1: [E, I, D], gate projections, dense or quantised.
+      w3: [E, I, D], up projections.
+      w2: [E, D, I], down projections.
+      limit: clamp of gate (from above) and up (both sides) before SwiGLU.
+      picked_among: experts that tokens picked from, of which E are here, where others lie on other
+        devices; None is E. Tiles are cut for what an expert gets of them; results are the same.
+      backend: implementation to use; None picks the fastest one that runs here.
 
     Returns:
       [T, D].
@@ -75,24 +84,25 @@ def mixture_mlp(
     backend: Backend | None = None,
     may_stay_in_parts: bool = False,
 ) -> tuple[jax.Array | SplitSums, jax.Array | SplitSums] | SplitSums:
-    """Runs each token through the experts that it picked, and all through one that they share.
+    """`expert_mlp`, and an expert that all tokens share.
 
-    An expert's weights are read if a token picked it. No token is dropped, and none is added to
-    fill up an expert, whatever the routing.
+    In plain JAX:
+
+        routed = expert_mlp(x, expert_ids, expert_weights, w1, w3, w2, limit=limit)
+        gate, up, down = shared
+        return routed, block_linear(swiglu_linear(x, gate, up, limit=limit), down)
 
     Args:
       x: [T, D].
-      expert_ids: i32[T, k]; the experts of a token are distinct. One outside 0 .. E - 1 counts as
-        none.
-      expert_weights: f32[T, k], share of each; applied before the last product.
-      w1: [E, I, D], gate projections, dense or quantised.
-      w3: [E, I, D], up projections.
-      w2: [E, D, I], down projections.
+      expert_ids: as of `expert_mlp`, i32[T, k].
+      expert_weights: f32[T, k].
+      w1: [E, I, D].
+      w3: [E, I, D].
+      w2: [E, D, I].
       shared: gate [I', D], up [I', D] and down [D, I'] projections of the shared expert.
-      limit: clamp of gate (from above) and up (both sides) before SwiGLU.
-      picked_among: experts that tokens picked from, of which E are here, where others lie on other
-        devices; None is E. Tiles are cut for what an expert gets of them; results are the same.
-      backend: implementation to use; None picks the fastest one that runs here.
+      limit: as of `expert_mlp`, of the shared expert too.
+      picked_among: as of `expert_mlp`.
+      backend: as of `expert_mlp`.
       may_stay_in_parts: whether results may be left in parts as kernels have them, or the sum of
         all in parts may be returned instead. It saves launches where what reads them adds them up.
 
@@ -113,7 +123,8 @@ def mixture_mlp(
 
 
 def _run(arguments: Arguments, backend: Backend | None, *, in_parts: bool = False) -> Any:
-    x, expert_ids, expert_weights, w1, w3, w2, _, shared, picked_among = arguments
+    x, expert_ids, expert_weights = arguments.x, arguments.expert_ids, arguments.expert_weights
+    w1, w3, w2, picked_among = arguments.w1, arguments.w3, arguments.w2, arguments.picked_among
     check_rank(2, x=x, expert_ids=expert_ids, expert_weights=expert_weights)
     check_indices(expert_ids=expert_ids)
     check_same_length("T", x=x, expert_ids=expert_ids)
@@ -132,8 +143,8 @@ def _run(arguments: Arguments, backend: Backend | None, *, in_parts: bool = Fals
     ):
         if weight.shape != shape:
             raise ValueError(f"{name} must be {list(shape)}, got {name}.shape={weight.shape}")
-    if shared is not None:
-        gate, up, down = shared
+    if arguments.shared is not None:
+        gate, up, down = arguments.shared
         inner = gate.shape[0]
         for name, weight, shape in (
             ("gate", gate, (inner, x.shape[1])),
@@ -147,7 +158,7 @@ def _run(arguments: Arguments, backend: Backend | None, *, in_parts: bool = Fals
         backend,
         _IMPLEMENTATIONS,
         preferred=Backend.MOSAIC_GPU,
-        obstacle=call_shapes.find_obstacle(x, w1, w3, w2),
+        obstacle=find_obstacle(x, w1, w3, w2),
         arguments={"x": x, "expert_ids": expert_ids},
     )
     return implementation(arguments, in_parts=in_parts)

@@ -29,10 +29,10 @@ _TILES = 32
 _NUM_WARPS = 4
 
 
-def make_worklist(
+def sort_many_pairs(
     expert_ids: jax.Array, expert_weights: jax.Array, num_experts: int, tile_rows: int, spare: int
 ) -> tuple[jax.Array, ...]:
-    """As `triton_worklist.make_worklist`."""
+    """As `triton_worklist.sort_few_pairs`."""
     num_pairs, picks = expert_ids.size, expert_ids.shape[1]
     num_tiles = max_tiles(num_pairs, num_experts, tile_rows)
     num_rows = max_rows(num_pairs, num_experts)

@@ -27,10 +27,10 @@ _AT_ONCE = 8
 """Pairs that a thread loads at once."""
 
 
-def make_worklist(
+def sort_few_pairs(
     expert_ids: jax.Array, expert_weights: jax.Array, num_experts: int, tile_rows: int, spare: int
 ) -> tuple[jax.Array, ...]:
-    """`worklist.make_worklist` without its `tile`, and the shares of rows.
+    """`worklist.sort_pairs` without its `tile`, and the shares of rows.
 
     Returns:
       token i32[R], row i32[T, k], expert, first and num_rows i32[N], and f32[R + spare]; entries of

@@ -47,7 +47,7 @@ def max_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
     return min(num_pairs, full + experts)
 
 
-def make_worklist(expert_ids: jax.Array, num_experts: int, tile_rows: int) -> Worklist:
+def sort_pairs(expert_ids: jax.Array, num_experts: int, tile_rows: int) -> Worklist:
     """Sorts pairs by expert, then by token.
 
     Args:

@@ -12,7 +12,7 @@ from pallas_kernels.common.backend import Backend, compute_capability, resolve
 from pallas_kernels.common.checks import check_indices, check_rank, check_same_length, check_shape
 from pallas_kernels.common.weights import Weight, is_quantized
 from pallas_kernels.joined_linears import reference, triton_gpu
-from pallas_kernels.joined_linears.arguments import Arguments
+from pallas_kernels.joined_linears.reference import Arguments
 
 _IMPLEMENTATIONS = {
     Backend.REFERENCE: reference.joined_linears,
@@ -30,6 +30,11 @@ def joined_linears(
     backend: Backend | None = None,
 ) -> list[jax.Array]:
     """Products of rows with weights, each with a bias that recurs along the sequence.
+
+    In plain JAX, for dense weights, with zeros for a bias that is None:
+
+        products = [jnp.matmul(x, weight.T, preferred_element_type=float32) for weight in weights]
+        return [p + bias[positions % len(bias)] for p, bias in zip(products, biases)]
 
     Args:
       x: [T, in].

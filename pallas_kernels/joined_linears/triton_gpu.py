@@ -24,7 +24,7 @@ from pallas_kernels.common import numbers, rows
 from pallas_kernels.common.weights import FP8_BLOCK, BlockFP8, Weight, is_quantized
 from pallas_kernels.gpu import triton
 from pallas_kernels.joined_linears import triton_matrices
-from pallas_kernels.joined_linears.arguments import Arguments
+from pallas_kernels.joined_linears.reference import Arguments
 
 Ref = Any
 FEW_ROWS = 2
@@ -59,13 +59,13 @@ def _are_bf16(x: jax.Array, weights: Sequence[Weight]) -> bool:
 
 def joined_linears(arguments: Arguments) -> list[jax.Array]:
     """See `op.joined_linears`."""
-    x, weights, biases, positions, dtypes = arguments
+    x, weights = arguments.x, arguments.weights
     num_rows, dim = x.shape
     is_matrix = num_rows > FEW_ROWS and _are_bf16(x, weights)
     num_outputs = triton_matrices.outputs_of_program(num_rows) if is_matrix else _OUTPUTS
     programs = [-(-weight.shape[0] // num_outputs) for weight in weights]
     firsts = [0, *itertools.accumulate(programs)]
-    arrays, tree = jax.tree.flatten((x, positions, weights, biases))
+    arrays, tree = jax.tree.flatten((x, arguments.positions, weights, arguments.biases))
 
     def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
         x, positions, weights, biases = jax.tree.unflatten(tree, inputs)
@@ -112,7 +112,7 @@ def joined_linears(arguments: Arguments) -> list[jax.Array]:
         inputs=arrays,
         outputs=[
             jax.ShapeDtypeStruct((num_rows, weight.shape[0]), dtype)
-            for weight, dtype in zip(weights, dtypes, strict=True)
+            for weight, dtype in zip(weights, arguments.dtypes, strict=True)
         ],
         num_warps=triton_matrices.num_warps(num_rows) if is_matrix else _NUM_WARPS,
         num_stages=triton_matrices.NUM_STAGES if is_matrix else None,

@@ -1,4 +1,4 @@
-"""Sizes of a product with quantised weights and of its tiles, and which calls it serves."""
+"""Static sizes of a product with some weights, and which calls the kernels serve."""
 
 from __future__ import annotations
 
@@ -12,82 +12,19 @@ from pallas_kernels.common.backend import compute_capability
 from pallas_kernels.common.pending import Pending
 from pallas_kernels.common.weights import INPUTS, MXFP4, ROWS, BlockFP8, Weight
 from pallas_kernels.gpu import devices
+from pallas_kernels.product.tiling import (
+    CONSUMERS,
+    DENSE_GROUP_K,
+    GROUP_K,
+    HOPPER,
+    WARPGROUP_N,
+    TensorCore,
+    Tiling,
+    choose_core,
+)
 
-CONSUMERS = 2
-"""Warpgroups that multiply; each has a tile of 64 rows of a weight."""
-BUFFERS = 2
-"""Groups of inputs whose products tensor memory holds at once, on Blackwell."""
-DENSE_INPUTS = 64
-"""Inputs of a group of a dense weight: as many bytes as `INPUTS` of E4M3."""
-MAX_PRODUCT = 128
-"""Columns of a product in registers, 64 of a thread's f32; 256 would leave none for the sums."""
 _LOADS_AHEAD = range(128, 193)
-"""Columns of tiles that do; see `Shapes.loads_ahead`."""
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorCore:
-    """How a GPU multiplies.
-
-    Attributes:
-      device: that calls are cut for.
-      min_columns: rows of x that a tile multiplies at least.
-      has_memory: whether products arrive in tensor memory (tcgen05), or in registers (wgmma).
-    """
-
-    device: devices.Device
-    min_columns: int
-    has_memory: bool
-
-
-HOPPER = TensorCore(devices.H200, min_columns=8, has_memory=False)
-BLACKWELL = TensorCore(devices.B200, min_columns=16, has_memory=True)
-
-
-def choose_core() -> TensorCore:
-    """That of the GPU that a function traced now runs on; Hopper's where there is none."""
-    is_blackwell = devices.find_device(compute_capability()) == devices.B200
-    return BLACKWELL if is_blackwell else HOPPER
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiling:
-    """How a product is cut.
-
-    Attributes:
-      columns: rows of x that a tile multiplies at once, a multiple of `TensorCore.min_columns`.
-      blocks: groups of inputs of a stage.
-      stages: stages in shared memory, there or on their way.
-      splits: CTAs that share the inputs of a tile, whose sums are added up afterwards.
-      programs: CTAs of an SM that go through tiles, one after the other; 0 is a CTA for each tile.
-        For one product, on Hopper.
-      band: items of a band, through which such CTAs go before the next, for each outputs in turn.
-      packs: whether results are stored two outputs at a time, where they have 16 bits.
-      rows_on_left: whether 64 rows of x are the left operand of a consumer's product, and the tiles
-        of the weights the right one; see `mosaic_hopper_rows`. Of FP8, 128 columns, on Hopper.
-      piece: columns of a product, of which a tile takes one after the other; 0 is as many as fit.
-    """
-
-    columns: int
-    blocks: int
-    stages: int
-    splits: int = 1
-    programs: int = 0
-    band: int = 1
-    packs: bool = False
-    rows_on_left: bool = False
-    piece: int = 0
-
-    @property
-    def pieces(self) -> list[tuple[int, int]]:
-        """First column and columns of each product; sums of many take several."""
-        count = self.columns // self.piece if self.piece else -(-self.columns // MAX_PRODUCT)
-        return [(i * (self.columns // count), self.columns // count) for i in range(count)]
-
-    @property
-    def exchanges_in_turns(self) -> bool:
-        """Whether what gate and up exchange takes the same memory more than once."""
-        return self.programs > 0 or len(self.pieces) > 1
+"""tile_m of tiles that do; see `Shapes.loads_ahead`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,9 +32,9 @@ class Shapes:
     """Static sizes of a call.
 
     Attributes:
-      num_blocks: groups of `inputs` inputs.
-      tiles: tiles of 64 outputs of each weight.
-      num_parts: parts of a row of x.
+      k_groups: groups of `group_k` inputs.
+      warpgroup_tiles: tiles of `WARPGROUP_N` outputs of each weight.
+      num_terms: E4M3 terms that add up to a row of x: one of rounded rows, two of others.
       is_gated: whether the weights are a gate and an up projection, a consumer each; else their
         tiles follow each other.
       format: of the weights, "fp8", "mxfp4" or "dense".
@@ -105,9 +42,9 @@ class Shapes:
       core: the tensor core.
     """
 
-    num_blocks: int
-    tiles: tuple[int, ...]
-    num_parts: int
+    k_groups: int
+    warpgroup_tiles: tuple[int, ...]
+    num_terms: int
     is_gated: bool
     format: str
     rounds_rows: bool = False
@@ -134,59 +71,39 @@ class Shapes:
         return not self.is_dense
 
     @property
-    def inputs(self) -> int:
+    def group_k(self) -> int:
         """Inputs of a group, 128 bytes of an operand."""
-        return DENSE_INPUTS if self.is_dense else INPUTS
+        return DENSE_GROUP_K if self.is_dense else GROUP_K
 
     @property
     def joins_tiles(self) -> bool:
         """Whether both consumers' tiles are one operand as they lie."""
-        return self.core.has_memory and not self.is_mxfp4
+        return self.core.has_tmem and not self.is_mxfp4
 
     @property
-    def num_tiles(self) -> int:
-        """Tiles of 64 outputs of the result."""
-        return self.tiles[0] if self.is_gated else sum(self.tiles)
+    def num_warpgroup_tiles(self) -> int:
+        """Tiles of `WARPGROUP_N` outputs of the result."""
+        return self.warpgroup_tiles[0] if self.is_gated else sum(self.warpgroup_tiles)
 
     @property
-    def num_ctas(self) -> int:
-        """CTAs along the outputs."""
-        return -(-sum(self.tiles) // CONSUMERS)
+    def tiles_n(self) -> int:
+        """CTAs' tiles along the outputs."""
+        return -(-sum(self.warpgroup_tiles) // CONSUMERS)
 
-    def loads_ahead(self, columns: int) -> bool:
-        """Whether a tile of so many columns loads the next one of MXFP4 while its products run.
+    def loads_ahead(self, tile_m: int) -> bool:
+        """Whether a tile of so many rows loads the next MXFP4 codes while its products run.
 
-        Fewer columns gain nothing by it; more columns, or rows in two parts, leave no registers.
+        Fewer rows gain nothing by it; more of them, or rows in two terms, leave no registers.
         """
-        return self.is_mxfp4 and self.num_parts == 1 and columns in _LOADS_AHEAD
+        return self.is_mxfp4 and self.num_terms == 1 and tile_m in _LOADS_AHEAD
 
-    def turns(self, tiling: Tiling) -> int:
-        """Stages of a tile."""
-        return self.num_blocks // (tiling.blocks * tiling.splits)
+    def groups_of_stage(self, tiling: Tiling) -> int:
+        """Groups of inputs of a stage."""
+        return tiling.tile_k // self.group_k
 
-    def stage_bytes(self, tiling: Tiling) -> int:
-        """Of shared memory: codes and scales of the weights, and of x."""
-        weights = CONSUMERS * ROWS * (INPUTS // 2 + 4 if self.is_mxfp4 else INPUTS)
-        if self.rounds_rows:
-            return tiling.blocks * weights
-        scales = 0 if self.is_dense else 4 * scale_columns(tiling.columns)
-        rows = self.num_parts * (tiling.columns * INPUTS + scales)
-        return tiling.blocks * (weights + rows)
-
-    def fixed_bytes(self, tiling: Tiling) -> int:
-        """Of shared memory: what gate and up exchange, rows rounded here, unpacked tiles."""
-        exchanges = self.is_gated and not tiling.rows_on_left
-        exchanged = 4 * ROWS * tiling.pieces[0][1] if exchanges else 0
-        if self.rounds_rows:
-            groups = self.num_blocks // tiling.splits * self.num_parts
-            exchanged += groups * (tiling.columns * INPUTS + 4 * scale_columns(tiling.columns))
-        unpacks = self.is_mxfp4 and self.core.has_memory
-        return exchanged + (BUFFERS * CONSUMERS * ROWS * (INPUTS + 4) if unpacks else 0)
-
-
-def scale_columns(columns: int) -> int:
-    """Scales of x that are copied at a time, in multiples of the 128 bytes that a copy takes."""
-    return -(-columns // 32) * 32
+    def k_iters(self, tiling: Tiling) -> int:
+        """Stages that pass through shared memory for a tile."""
+        return self.k_groups // (self.groups_of_stage(tiling) * tiling.split_k)
 
 
 def shapes_of(*weights: Weight, is_gated: bool = False, core: TensorCore | None = None) -> Shapes:
@@ -194,9 +111,9 @@ def shapes_of(*weights: Weight, is_gated: bool = False, core: TensorCore | None 
     weight = weights[0]
     is_dense = not isinstance(weight, BlockFP8 | MXFP4)
     return Shapes(
-        num_blocks=-(-weight.shape[-1] // (DENSE_INPUTS if is_dense else INPUTS)),
-        tiles=tuple(-(-w.shape[-2] // ROWS) for w in weights),
-        num_parts=1 if is_dense or weight.activations == "fp8" else 2,
+        k_groups=-(-weight.shape[-1] // (DENSE_GROUP_K if is_dense else GROUP_K)),
+        warpgroup_tiles=tuple(-(-w.shape[-2] // WARPGROUP_N) for w in weights),
+        num_terms=1 if is_dense or weight.activations == "fp8" else 2,
         is_gated=is_gated,
         format="dense" if is_dense else "mxfp4" if isinstance(weight, MXFP4) else "fp8",
         core=core or choose_core(),
@@ -224,9 +141,9 @@ def find_obstacle(x: jax.Array | Pending, *weights: Weight) -> str | None:
             continue
         if weight.dtype != jnp.bfloat16 or x.dtype != jnp.bfloat16:
             return f"takes dense weights and rows in bfloat16, got {weight.dtype} and {x.dtype}"
-        if weight.shape[-1] % DENSE_INPUTS or weight.shape[-2] % ROWS:
+        if weight.shape[-1] % DENSE_GROUP_K or weight.shape[-2] % ROWS:
             return (
-                f"takes dense weights of multiples of {ROWS} x {DENSE_INPUTS}, got {weight.shape=}"
+                f"takes dense weights of multiples of {ROWS} x {DENSE_GROUP_K}, got {weight.shape=}"
             )
     if capability is not None and devices.find_device(capability) is None:
         return f"is for Hopper and Blackwell, got compute capability {capability}"

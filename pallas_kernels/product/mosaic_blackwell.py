@@ -4,9 +4,10 @@ A product has 128 rows there, both consumers' tiles of 64 outputs, and goes to t
 
     FP8, dense     the tiles as they lie in shared memory
     MXFP4          each consumer unpacks its tile to E4M3               -> unpacked_smem
-    consumer 0     starts [128, columns] = tiles x^T, f32, a group of inputs ahead -> products_tmem
-    consumer g     its half of the columns:
-                   sum += product * scale of the tile (FP8) or row (MXFP4) * scale of x
+    consumer 0     starts [128, tile_m] = tiles x^T, f32, a group of inputs ahead
+                                                                        -> accumulators_tmem
+    consumer g     its half of the rows of x:
+                   total += product * scale of the tile (FP8) or row (MXFP4) * scale of x
 
 With a gate and an up projection, the upper 64 rows are the up's, and two of a consumer's warps have
 them.
@@ -17,7 +18,7 @@ allows scales of any f32, and MXFP4's codes would have to be multiplied with FP4
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,146 +27,202 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from pallas_kernels.common.backend import interpreting
-from pallas_kernels.common.weights import ROWS
 from pallas_kernels.gpu import mosaic_memory
 from pallas_kernels.product import exchange
-from pallas_kernels.product.call_shapes import BUFFERS, CONSUMERS
+from pallas_kernels.product.operands import SwiGLU
+from pallas_kernels.product.round_rows import await_rows
 from pallas_kernels.product.store_transposed import Place, store_transposed
-from pallas_kernels.product.work import SwiGLU, Work
+from pallas_kernels.product.tiling import CONSUMERS, TILE_N, TMEM_STAGES, WARPGROUP_N
+from pallas_kernels.product.work import Work
 
 plgpu: Any = mosaic_gpu
 _LAYOUT = plgpu.Layout.TCGEN05
-_HEIGHT = CONSUMERS * ROWS
 
 
-def consume(work: Work, outputs: list[Any], swiglu: SwiGLU | None) -> None:
-    """Multiplies stage after stage, and stores the sums."""
-    s, tiling, scratch, group = work.shapes, work.tiling, work.scratch, work.group
-    [out_gmem], columns = outputs, tiling.columns
-    width = columns // CONSUMERS
-    mine = group * width
-    own_rows = pl.ds(group * ROWS, ROWS)
+class _Half(NamedTuple):
+    """Half of the rows of x, which a consumer scales, adds and stores.
 
-    def buffer_of(turn: int | jax.Array, b: int) -> jax.Array:
-        return lax.rem(jnp.int32(turn * tiling.blocks + b), BUFFERS)
+    Attributes:
+      first: i32[], of the tile's rows.
+      rows: how many.
+    """
 
-    def products_of(buffer: jax.Array, part: int, first: Any, count: int) -> Any:
-        start = (buffer * s.num_parts + part) * columns + first
-        return scratch.products_tmem.at[:, pl.ds(start, count)]
+    first: jax.Array
+    rows: int
 
-    def start(turn: int | jax.Array, b: int) -> None:
-        """Starts the products of a group of inputs."""
-        slot, buffer = lax.rem(jnp.int32(turn), tiling.stages), buffer_of(turn, b)
-        if b == 0:
-            plgpu.barrier_wait(scratch.ready.at[slot])
+    @classmethod
+    def of(cls, work: Work) -> _Half:
+        """This consumer's."""
+        rows = work.tiling.tile_m // CONSUMERS
+        return cls(work.warpgroup * rows, rows)
 
-        @pl.when(turn * tiling.blocks + b >= BUFFERS)
-        def _():
-            plgpu.barrier_wait(scratch.products_read.at[buffer])
 
-        if s.is_mxfp4:
-            operand, factor = work.unpack(slot, b)
-            target = scratch.unpacked_smem.at[buffer, own_rows]
-            mosaic_memory.store_shared(target, operand, plgpu.Layout.WGMMA_8BIT)
-            target = scratch.factors_smem.at[buffer, own_rows]
-            mosaic_memory.store_shared(target, factor, plgpu.Layout.WGMMA.reduce(1))
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(scratch.unpacked.at[buffer])
-            plgpu.barrier_wait(scratch.unpacked.at[buffer])
+def mainloop(work: Work) -> jax.Array:
+    """Multiplies stage after stage: f32[128 outputs, half of tile_m]."""
+    half, groups = _Half.of(work), work.groups_of_stage
 
-        @pl.when(group == 0)
-        def _():
-            tiles = scratch.codes_smem.at[slot, b]
-            if s.is_mxfp4:
-                tiles = scratch.unpacked_smem.at[buffer]
-            for part in range(s.num_parts):
-                rows = work.rows_of(jnp.int32(turn), b, part).transpose((1, 0))
-                products = products_of(buffer, part, 0, columns)
-                plgpu.tcgen05_mma(products, tiles, rows, accumulate=False)
-            plgpu.tcgen05_commit_arrive(scratch.products_ready.at[buffer])
-
-    def scales_of(turn: int | jax.Array) -> list[list[jax.Array]]:
-        """f32[] for each group of inputs of a stage, and each tile."""
-        if not s.is_fp8:
-            return []
-        return [
-            [work.scale_of_tile(tile, work.block_of(turn, b)) for tile in range(CONSUMERS)]
-            for b in range(tiling.blocks)
-        ]
-
-    def factor_of(buffer: jax.Array, tile_scales: list[jax.Array]) -> jax.Array:
-        """f32[128], of each row of the tiles."""
-        by_row = _LAYOUT.reduce(1)
-        if s.is_mxfp4:
-            return plgpu.load(scratch.factors_smem.at[buffer], layout=by_row, optimized=False)
-        row = plgpu.broadcasted_iota(jnp.int32, (_HEIGHT,), 0, layout=by_row)
-        return jnp.where(row < ROWS, *tile_scales)
-
-    def add(turn: jax.Array, b: int, total: jax.Array, tile_scales: Any) -> jax.Array:
-        """Adds the products of a group of inputs."""
-        buffer = buffer_of(turn, b)
-        scales = []
-        if not s.is_dense:
-            scales = [
-                plgpu.load(
-                    work.row_scales(turn, b, part, mine, width),
-                    layout=_LAYOUT.reduce(0),
-                    optimized=False,
-                )
-                for part in range(s.num_parts)
-            ]
-        plgpu.barrier_wait(scratch.products_ready.at[buffer])
-        for part in range(s.num_parts):
-            product = plgpu.async_load_tmem(products_of(buffer, part, mine, width), layout=_LAYOUT)
-            plgpu.wait_load_tmem()
-            if not s.is_dense:
-                factor = factor_of(buffer, tile_scales[b] if s.is_fp8 else [])
-                product = product * lax.broadcast_in_dim(factor, product.shape, [0])
-                scale = lax.broadcast_in_dim(scales[part], product.shape, [1])
-                product = product * plgpu.layout_cast(scale, _LAYOUT)
-            total = total + product
-        plgpu.barrier_arrive(scratch.products_read.at[buffer])
-        return total
-
-    def add_stage(turn: jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+    def add_stage(k_iter: jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         total, tile_scales = carry
-        next_scales = scales_of(turn + 1)
-        for b in range(tiling.blocks):
-            if b + 1 < tiling.blocks:
-                start(turn, b + 1)
+        next_scales = _tile_scales(work, k_iter + 1)
+        for g in range(groups):
+            # The next group is multiplied while this one is scaled and added.
+            if g + 1 < groups:
+                _start(work, k_iter, g + 1)
             else:
-                pl.when(turn + 1 < work.turns)(lambda: start(turn + 1, 0))
-            total = add(turn, b, total, tile_scales)
+                pl.when(k_iter + 1 < work.k_iters)(lambda: _start(work, k_iter + 1, 0))
+            total = _add(work, half, k_iter, g, total, tile_scales)
+        # All products of the stage have ended, which `_add` waited for: it is the producer's again.
         if interpreting():  # which wants loads fenced from later copies; a GPU's are done here
             plgpu.commit_smem()
-        plgpu.barrier_arrive(scratch.free.at[lax.rem(turn, tiling.stages)])
+        plgpu.barrier_arrive(work.scratch.empty.at[lax.rem(k_iter, work.tiling.stages)])
         return total, next_scales
 
-    zeros = plgpu.layout_cast(jnp.zeros((_HEIGHT, width), jnp.float32), _LAYOUT)
-    work.await_rows()
-    start(0, 0)
-    total, _ = lax.fori_loop(0, work.turns, add_stage, (zeros, scales_of(0)))
-    if interpreting():  # as in `Work.produce`
-        for buffer in range(min(BUFFERS, work.turns * tiling.blocks)):
-            plgpu.barrier_wait(scratch.products_read.at[buffer])
+    zeros = plgpu.layout_cast(jnp.zeros((TILE_N, half.rows), jnp.float32), _LAYOUT)
+    await_rows(work)
+    _start(work, 0, 0)
+    total, _ = lax.fori_loop(0, work.k_iters, add_stage, (zeros, _tile_scales(work, 0)))
+    if interpreting():  # as in `producer.await_empty`
+        for tmem_stage in range(min(TMEM_STAGES, work.k_iters * groups)):
+            plgpu.barrier_wait(work.scratch.accumulators_empty.at[tmem_stage])
+    return total
 
-    def store(values: jax.Array, first_column: jax.Array, num_columns: int) -> None:
-        store_transposed(
-            out_gmem.at[work.tile.split],
-            values.astype(out_gmem.dtype),
-            Place(work.tile.target_row + mine, work.tile.num_rows - mine, first_column),
-            operand_order=s.is_mxfp4,
-            num_columns=num_columns,
-            layout=_LAYOUT,
-        )
 
+def epilogue(
+    work: Work, accumulators: jax.Array, outputs: list[Any], swiglu: SwiGLU | None
+) -> None:
+    """Stores the outputs of this consumer's rows, after SwiGLU where that follows.
+
+    The two halves of an activation are in one warpgroup: its upper threads have the up projection,
+    and leave it for the lower ones.
+    """
+    half, total, [out_gmem] = _Half.of(work), accumulators, outputs
     if swiglu is None:
-        store(total, work.tile.place * _HEIGHT, _HEIGHT)
+        _store(work, half, out_gmem, total, work.tile.n_index * TILE_N, TILE_N)
         return
     total = total.astype(swiglu.dtype).astype(jnp.float32)
-    up_smem = scratch.up_smem.at[pl.ds(mine * ROWS, width * ROWS)]
+    mine = pl.ds(half.first * WARPGROUP_N, half.rows * WARPGROUP_N)
+    up_smem = work.scratch.up_smem.at[mine]
     exchange.store_upper(up_smem, jnp.clip(total, -swiglu.limit, swiglu.limit), _LAYOUT)
+    plgpu.commit_smem()  # waits for the whole warpgroup: what the upper half wrote is there
+    gate = work.activate(total, swiglu.limit, work.tile.first_row + half.first, _LAYOUT)
+    up = exchange.load_lower(up_smem, (TILE_N, half.rows), _LAYOUT)
+    # Rows beyond WARPGROUP_N are arbitrary here, and not stored.
+    _store(work, half, out_gmem, gate * up, work.tile.n_index * WARPGROUP_N, WARPGROUP_N)
+
+
+def _tmem_stage(work: Work, k_iter: int | jax.Array, g: int) -> jax.Array:
+    """Where in tensor memory the products of a group of inputs are, one of `TMEM_STAGES`."""
+    return lax.rem(jnp.int32(k_iter * work.groups_of_stage + g), TMEM_STAGES)
+
+
+def _products(work: Work, tmem_stage: jax.Array, term: int, first: Any, count: int) -> Any:
+    """f32[128, count] in tensor memory, products of some rows of a term of x."""
+    start = (tmem_stage * work.shapes.num_terms + term) * work.tiling.tile_m + first
+    return work.scratch.accumulators_tmem.at[:, pl.ds(start, count)]
+
+
+def _start(work: Work, k_iter: int | jax.Array, g: int) -> None:
+    """Starts the products of a group of inputs: both consumers unpack, the first one multiplies."""
+    stage = lax.rem(jnp.int32(k_iter), work.tiling.stages)
+    tmem_stage = _tmem_stage(work, k_iter, g)
+    if g == 0:  # from here on the stage is the consumers': all copies into it have arrived
+        plgpu.barrier_wait(work.scratch.full.at[stage])
+
+    # From the third group on, its place in tensor memory has been used: until both consumers have
+    # read it. Tensor memory and the place of unpacked codes are free with it.
+    @pl.when(k_iter * work.groups_of_stage + g >= TMEM_STAGES)
+    def _():
+        plgpu.barrier_wait(work.scratch.accumulators_empty.at[tmem_stage])
+
+    if work.shapes.is_mxfp4:
+        _unpack(work, stage, g, tmem_stage)
+
+    @pl.when(work.warpgroup == 0)
+    def _():
+        tiles = work.scratch.codes_smem.at[stage, g]  # e4m3 or bf16[128, group_k]
+        if work.shapes.is_mxfp4:
+            tiles = work.scratch.unpacked_smem.at[tmem_stage]  # e4m3[128, 128]
+        for term in range(work.shapes.num_terms):
+            rows = work.rows_of(jnp.int32(k_iter), g, term).transpose((1, 0))  # a view
+            products = _products(work, tmem_stage, term, 0, work.tiling.tile_m)
+            plgpu.tcgen05_mma(products, tiles, rows, accumulate=False)
+        # The tensor core arrives itself, once all products above have ended.
+        plgpu.tcgen05_commit_arrive(work.scratch.accumulators_full.at[tmem_stage])
+
+
+def _unpack(work: Work, stage: jax.Array, g: int, tmem_stage: jax.Array) -> None:
+    """Each consumer's 64 rows of MXFP4 as E4M3 in shared memory, where tcgen05 takes them from."""
+    own_rows = pl.ds(work.warpgroup * WARPGROUP_N, WARPGROUP_N)
+    operand, factor = work.unpack(stage, g)  # e4m3[64, 128], f32[64]
+    target = work.scratch.unpacked_smem.at[tmem_stage, own_rows]
+    mosaic_memory.store_shared(target, operand, plgpu.Layout.WGMMA_8BIT)
+    target = work.scratch.factors_smem.at[tmem_stage, own_rows]
+    mosaic_memory.store_shared(target, factor, plgpu.Layout.WGMMA.reduce(1))
+    # Stores of threads become visible to the tensor core, then both halves are waited for.
     plgpu.commit_smem()
-    gate = work.activate(total, swiglu.limit, work.tile.first + mine, _LAYOUT)
-    up = exchange.load_lower(up_smem, total.shape, _LAYOUT)
-    store(gate * up, work.tile.place * ROWS, ROWS)
+    plgpu.barrier_arrive(work.scratch.unpacked_full.at[tmem_stage])
+    plgpu.barrier_wait(work.scratch.unpacked_full.at[tmem_stage])
+
+
+def _tile_scales(work: Work, k_iter: int | jax.Array) -> list[list[jax.Array]]:
+    """f32[] for each group of inputs of a stage, and each tile; of FP8 alone."""
+    if not work.shapes.is_fp8:
+        return []
+    return [
+        [work.scale_of_tile(tile, work.group_of(k_iter, g)) for tile in range(CONSUMERS)]
+        for g in range(work.groups_of_stage)
+    ]
+
+
+def _row_factors(work: Work, tmem_stage: jax.Array, tile_scales: list[jax.Array]) -> jax.Array:
+    """f32[128], of each row of the tiles."""
+    by_row = _LAYOUT.reduce(1)
+    if work.shapes.is_mxfp4:
+        return plgpu.load(work.scratch.factors_smem.at[tmem_stage], layout=by_row, optimized=False)
+    row = plgpu.broadcasted_iota(jnp.int32, (TILE_N,), 0, layout=by_row)
+    return jnp.where(row < WARPGROUP_N, *tile_scales)
+
+
+def _add(
+    work: Work, half: _Half, k_iter: jax.Array, g: int, total: jax.Array, tile_scales: Any
+) -> jax.Array:
+    """Adds the products of a group of inputs, this consumer's rows of x."""
+    tmem_stage, terms = _tmem_stage(work, k_iter, g), range(work.shapes.num_terms)
+    scales = []
+    if not work.shapes.is_dense:
+        scales = [
+            plgpu.load(
+                work.row_scales(k_iter, g, term, *half),
+                layout=_LAYOUT.reduce(0),
+                optimized=False,
+            )
+            for term in terms
+        ]
+    plgpu.barrier_wait(work.scratch.accumulators_full.at[tmem_stage])  # the products have ended
+    for term in terms:
+        products = _products(work, tmem_stage, term, *half)
+        product = plgpu.async_load_tmem(products, layout=_LAYOUT)  # f32[128, half.rows]
+        plgpu.wait_load_tmem()
+        if not work.shapes.is_dense:
+            factor = _row_factors(work, tmem_stage, tile_scales[g] if work.shapes.is_fp8 else [])
+            product = product * lax.broadcast_in_dim(factor, product.shape, [0])
+            scale = lax.broadcast_in_dim(scales[term], product.shape, [1])
+            product = product * plgpu.layout_cast(scale, _LAYOUT)
+        total = total + product
+    # Products and factors are in registers: consumer 0 may multiply into their place again.
+    plgpu.barrier_arrive(work.scratch.accumulators_empty.at[tmem_stage])
+    return total
+
+
+def _store(
+    work: Work, half: _Half, out_gmem: Any, values: jax.Array, first_column: Any, count: int
+) -> None:
+    """Stores `count` outputs of this consumer's rows, transposed: values are [outputs, rows]."""
+    store_transposed(
+        out_gmem.at[work.tile.split],
+        values.astype(out_gmem.dtype),
+        Place(work.tile.target_row + half.first, work.tile.num_rows - half.first, first_column),
+        operand_order=work.shapes.is_mxfp4,
+        num_columns=count,
+        layout=_LAYOUT,
+    )

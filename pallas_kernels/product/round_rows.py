@@ -5,7 +5,7 @@ or two rows, as long as no norm comes first, four or two groups at a time:
 
     load      bf16, or f32 sums over splits that are added here; both may lie by groups
     norm      where that was left to this kernel; the mean is over all groups, in both consumers
-    round     to E4M3 with a scale; unrounded rows in two parts, as in `common/rows.py`
+    round     to E4M3 with a scale; unrounded rows in two terms, as in `common/rows.py`
     store     codes in the order in which the tensor core takes them, and scales
 
 Each CTA of a call rounds what it reads, so this is for few rows: `triton_rows` rounds more of them
@@ -34,6 +34,7 @@ from pallas_kernels.common.backend import interpreting
 from pallas_kernels.common.weights import INPUTS
 from pallas_kernels.gpu import e4m3, left_operand, mosaic
 from pallas_kernels.product.raw_rows import RawRows
+from pallas_kernels.product.work import Work
 
 Ref = Any
 plgpu: Any = mosaic_gpu
@@ -45,36 +46,49 @@ _AHEAD = 12
 """Units whose loads are on their way at once."""
 
 
-def round_rows(work: Any, source: RawRows) -> None:
+def await_rows(work: Work) -> None:
+    """Rounds the rows of x where the kernel does that, and waits until all are there."""
+    if not work.shapes.rounds_rows:
+        return
+    assert isinstance(work.inputs.rows, RawRows)
+    round_rows(work, work.inputs.rows)
+    # Each consumer has written some groups, which both multiply: stores become visible to the
+    # tensor core, then each waits for the other.
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(work.scratch.rows_full)
+    plgpu.barrier_wait(work.scratch.rows_full)
+
+
+def round_rows(work: Work, source: RawRows) -> None:
     """Fills `rows_smem` and `scales_smem` of a CTA, as one of its consumers.
 
     Rows come four at a time where tiles may have fewer than the most, as those of experts do.
     """
-    num_blocks = work.turns * work.tiling.blocks
-    groups = _groups_of_unit(work, source, num_blocks)
-    places = range(0, work.most_rows, _UNIT // groups)
+    k_groups = work.k_iters * work.groups_of_stage
+    groups = _groups_of_unit(work, source, k_groups)
+    first_rows = range(0, work.most_rows, _UNIT // groups)
     if work.inputs.items is None:
-        _round_places(work, source, places, groups, num_blocks)
+        _round_units(work, source, first_rows, groups, k_groups)
         return
-    for place in places:
-        some = functools.partial(_round_places, work, source, (place,), groups, num_blocks)
-        pl.when(place < work.tile.num_rows)(some)
+    for first_row in first_rows:
+        some = functools.partial(_round_units, work, source, (first_row,), groups, k_groups)
+        pl.when(first_row < work.tile.num_rows)(some)
 
 
-def _groups_of_unit(work: Any, source: RawRows, num_blocks: int) -> int:
+def _groups_of_unit(work: Work, source: RawRows, k_groups: int) -> int:
     """Groups of a row's inputs that four warps take: four, of two rows two, of more one of each."""
     if source.norm is not None:
         return 1
     groups = _UNIT // min(_UNIT, 1 << (work.most_rows - 1).bit_length())
-    return groups if num_blocks % groups == 0 else 1
+    return groups if k_groups % groups == 0 else 1
 
 
-def _inverse_rms(work: Any, source: RawRows, place: int) -> jax.Array:
-    """f32[4], of the four rows from `place` on."""
+def _inverse_rms(work: Work, source: RawRows, first_row: int) -> jax.Array:
+    """f32[4], of the four rows from `first_row` on."""
     squares: Any = 0
-    for start in range(0, work.shapes.num_blocks, _AHEAD):
-        blocks = range(start, min(start + _AHEAD, work.shapes.num_blocks))
-        for x in [_load(work, source, place, jnp.int32(block * INPUTS)) for block in blocks]:
+    for start in range(0, work.shapes.k_groups, _AHEAD):
+        groups = range(start, min(start + _AHEAD, work.shapes.k_groups))
+        for x in [_load(work, source, first_row, jnp.int32(group * INPUTS)) for group in groups]:
             squares += x * x
     return lax.rsqrt(jnp.sum(squares, axis=1) / source.num_inputs + source.eps)
 
@@ -89,36 +103,39 @@ def _norm(weight: Ref, scale: jax.Array, x: jax.Array, column: jax.Array) -> jax
     return (x * scale * weight).astype(jnp.bfloat16).astype(jnp.float32)
 
 
-def _round_places(
-    work: Any, source: RawRows, places: Sequence[int], groups: int, num_blocks: int
+def _round_units(
+    work: Work, source: RawRows, first_rows: Sequence[int], groups: int, k_groups: int
 ) -> None:
-    """All groups of inputs of a consumer, of the rows from each of the places on.
+    """All groups of inputs of a consumer, of the rows from each of `first_rows` on.
 
     Many are a loop: the compiler loads what is unrolled at once, into registers that leave an SM
     room for one CTA instead of two.
     """
     norms: dict[int, Callable[[jax.Array, jax.Array], jax.Array]] = {}
     if source.norm is not None:
-        scales = {place: _inverse_rms(work, source, place) for place in places}
-        norms = {place: functools.partial(_norm, source.norm, scales[place]) for place in places}
-    units = -(-num_blocks // (2 * groups))
-    rounds = -(-units * len(places) // _AHEAD)
+        scales = {first_row: _inverse_rms(work, source, first_row) for first_row in first_rows}
+        norms = {
+            first_row: functools.partial(_norm, source.norm, scales[first_row])
+            for first_row in first_rows
+        }
+    units = -(-k_groups // (2 * groups))
+    rounds = -(-units * len(first_rows) // _AHEAD)
     at_once = -(-units // rounds)
-    is_whole = units % at_once == 0 and num_blocks % (2 * groups) == 0
+    is_whole = units % at_once == 0 and k_groups % (2 * groups) == 0
 
     def round_some(step: int | jax.Array, _: None = None) -> None:
-        blocks = [(2 * (step * at_once + i) + work.group) * groups for i in range(at_once)]
+        unit_groups = [(2 * (step * at_once + i) + work.warpgroup) * groups for i in range(at_once)]
         loaded = []
-        for block, place in itertools.product(blocks, places):
-            inside = block if is_whole else jnp.minimum(block, num_blocks - groups)
-            column = (work.block_of(0) + inside) * INPUTS
-            x = _load(work, source, place, column, groups)
-            loaded.append((block, place, column, x))
-        for block, place, column, x in loaded:
-            x = norms[place](x, column) if norms else x
-            parts = _split(x, work.shapes.num_parts)
-            store = functools.partial(_store, work, parts, block, groups, place)
-            store() if is_whole else pl.when(block < num_blocks)(store)
+        for group, first_row in itertools.product(unit_groups, first_rows):
+            inside = group if is_whole else jnp.minimum(group, k_groups - groups)
+            column = (work.group_of(0) + inside) * INPUTS
+            x = _load(work, source, first_row, column, groups)
+            loaded.append((group, first_row, column, x))
+        for group, first_row, column, x in loaded:
+            x = norms[first_row](x, column) if norms else x
+            terms = _split(x, work.shapes.num_terms)
+            store = functools.partial(_store, work, terms, group, groups, first_row)
+            store() if is_whole else pl.when(group < k_groups)(store)
 
     if rounds == 1:
         round_some(0)
@@ -126,31 +143,37 @@ def _round_places(
         lax.fori_loop(0, rounds, round_some, None)
 
 
-def _split(x: jax.Array, num_parts: int) -> list[tuple[jax.Array, jax.Array]]:
-    """f32[4, 128] -> codes e4m3[4, 128] and scales f32[4] of each part."""
-    parts = []
+def _split(x: jax.Array, num_terms: int) -> list[tuple[jax.Array, jax.Array]]:
+    """f32[4, 128] -> codes e4m3[4, 128] and scales f32[4] of each term."""
+    terms = []
     exponent = numbers.ue8m0_exponent(rows.group_maximum(x) * numbers.INV_448)
     inverse = lax.bitcast_convert_type((254 - exponent) << 23, jnp.float32)
     scaled = x * plgpu.layout_cast(lax.broadcast_in_dim(inverse, x.shape, [0]), _LAYOUT)
-    for part in range(num_parts):
+    for term in range(num_terms):
         codes = e4m3.encode(scaled)
-        parts.append((codes, lax.bitcast_convert_type(exponent << 23, jnp.float32)))
-        if part + 1 < num_parts:
+        terms.append((codes, lax.bitcast_convert_type(exponent << 23, jnp.float32)))
+        if term + 1 < num_terms:
             scaled = (scaled - e4m3.decode(codes)) * np.float32(rows.REST)
             exponent = exponent - rows.REST_BITS
-    return parts
+    return terms
 
 
 def _store(
-    work: Any, parts: list[tuple[jax.Array, jax.Array]], block: Any, groups: int, place: int
+    work: Work,
+    terms: list[tuple[jax.Array, jax.Array]],
+    group: Any,
+    groups: int,
+    first_row: int,
 ) -> None:
+    # A thread of `LINES` holds neighbouring columns of a row, and stores each word of four codes
+    # where the tensor core looks for it: swizzled, and in the order of MXFP4's codes as unpacked.
     order = mosaic.WIDE_ROWS if work.shapes.is_mxfp4 else None
-    some = block if groups == 1 else pl.ds(block, groups)
-    rows = pl.ds(place, _UNIT // groups)
-    for part, (codes, scale) in enumerate(parts):
-        target = work.scratch.rows_smem.at[some, part]
-        left_operand.store_columns(target, codes, order, first_row=place)
-        _store_scales(work.scratch.scales_smem.at[pl.ds(block, groups), part, rows], scale)
+    some = group if groups == 1 else pl.ds(group, groups)
+    rows = pl.ds(first_row, _UNIT // groups)
+    for term, (codes, scale) in enumerate(terms):
+        target = work.scratch.rows_smem.at[some, term]
+        left_operand.store_columns(target, codes, order, first_row=first_row)
+        _store_scales(work.scratch.scales_smem.at[pl.ds(group, groups), term, rows], scale)
 
 
 def _store_scales(target: Ref, scale: jax.Array) -> None:
@@ -177,13 +200,15 @@ def _store_scales(target: Ref, scale: jax.Array) -> None:
     store(target, scale)
 
 
-def _load(work: Any, source: RawRows, place: int, column: jax.Array, groups: int = 1) -> jax.Array:
-    """f32[4, 128], rounded to bf16: groups of each of the rows from `place` on.
+def _load(
+    work: Work, source: RawRows, first_row: int, column: jax.Array, groups: int = 1
+) -> jax.Array:
+    """f32[4, 128], rounded to bf16: groups of each of the rows from `first_row` on.
 
     The last row is repeated. Groups of a row follow each other.
     """
     if interpreting():
-        return _interpret(work, source, place, column, groups)
+        return _interpret(work, source, first_row, column, groups)
     values, token = source.values, source.token
     refs = [values] if token is None else [values, token]
     result = plgpu.ShapeDtypeStruct((_UNIT, INPUTS), jnp.float32, layout=_LAYOUT)
@@ -219,7 +244,7 @@ def _load(work: Any, source: RawRows, place: int, column: jax.Array, groups: int
             line, inner = arith.index_cast(i32, row), arith.index_cast(i32, inner)
             group = arith.remui(line, mgpu.c(groups, i32))
             inner = arith.addi(inner, arith.muli(group, mgpu.c(INPUTS, i32)))
-            row = arith.addi(arith.divui(line, mgpu.c(groups, i32)), mgpu.c(place, i32))
+            row = arith.addi(arith.divui(line, mgpu.c(groups, i32)), mgpu.c(first_row, i32))
             row = arith.minsi(row, arith.subi(num_rows, mgpu.c(1, i32)))
             row = arith.addi(first, row)
             if source.row_groups > 1:
@@ -247,14 +272,16 @@ def _load(work: Any, source: RawRows, place: int, column: jax.Array, groups: int
             flat[number] = total
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
-    return load(*refs, work.tile.first, work.tile.num_rows, column)
+    return load(*refs, work.tile.first_row, work.tile.num_rows, column)
 
 
-def _interpret(work: Any, source: RawRows, place: int, column: jax.Array, groups: int) -> jax.Array:
+def _interpret(
+    work: Work, source: RawRows, first_row: int, column: jax.Array, groups: int
+) -> jax.Array:
     found, (_, count, dim) = [], source.values.shape
     for line in range(_UNIT):
         row, group = divmod(line, groups)
-        number = work.tile.first + jnp.minimum(place + row, work.tile.num_rows - 1)
+        number = work.tile.first_row + jnp.minimum(first_row + row, work.tile.num_rows - 1)
         if source.token is not None:
             number = jnp.clip(source.token[number], 0, count - 1)
         of_group = count // source.row_groups

@@ -1,9 +1,9 @@
 """The tiles of a product, and which of them a CTA goes through.
 
-A tile is 128 rows of weights, `Tiling.columns` rows of x and a run of inputs. Either each has a
-CTA of its own, or as many CTAs as run at once go through all of them, one after the other. Those
-take tiles that run at once from a band of `Tiling.band` items, for some 128 outputs each: what they
-read of x and of the weights is then small, and in L2.
+A tile is `TILE_N` outputs, `Tiling.tile_m` rows of x and a run of inputs. Either each has a CTA of
+its own, or persistent CTAs, as many as run at once, go through all of them, one after the other.
+Those take tiles that run at once from a band of `Tiling.band` items, for some `TILE_N` outputs
+each: what they read of x and of the weights is then small, and in L2.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.product.call_shapes import Shapes, Tiling
+from pallas_kernels.product.call_shapes import Shapes
+from pallas_kernels.product.tiling import Tiling
 from pallas_kernels.product.work_list import EvenItems, Items, PickedItems
 
 
@@ -23,23 +24,23 @@ class Tile(NamedTuple):
     """Which tile it is, and where its rows lie.
 
     Attributes:
-      split: i32[], the run of inputs.
-      place: i32[], the place along the outputs.
+      split: i32[], the run of inputs, of `Tiling.split_k`.
+      n_index: i32[], its number along the outputs, in units of `TILE_N`.
       weight: i32[], number in the stack.
-      first: i32[], first row of x.
+      first_row: i32[], of x.
       target_row: i32[], row of the result that it becomes.
       num_rows: i32[], rows; 0 where there is nothing to do.
     """
 
     split: jax.Array
-    place: jax.Array
+    n_index: jax.Array
     weight: jax.Array
-    first: jax.Array
+    first_row: jax.Array
     target_row: jax.Array
     num_rows: jax.Array
 
 
-class Tiles(NamedTuple):
+class TileScheduler(NamedTuple):
     """All tiles of a product, numbered.
 
     Attributes:
@@ -55,57 +56,52 @@ class Tiles(NamedTuple):
     @property
     def num_items(self) -> int:
         """Items in all."""
-        return self.items.count(self.tiling.columns)
-
-    @property
-    def places(self) -> int:
-        """CTAs along the outputs."""
-        return self.shapes.num_ctas
+        return self.items.count(self.tiling.tile_m)
 
     @property
     def total(self) -> int:
         """Tiles in all."""
-        return self.tiling.splits * self.num_items * self.places
+        return self.tiling.split_k * self.num_items * self.shapes.tiles_n
 
     @property
-    def programs(self) -> int:
-        """CTAs that go through the tiles."""
-        return min(self.shapes.core.device.num_sms * self.tiling.programs, self.total)
+    def num_ctas(self) -> int:
+        """Persistent CTAs that go through the tiles."""
+        return min(self.shapes.core.device.num_sms * self.tiling.persistent, self.total)
 
-    def own(self, item: jax.Array) -> Tile:
+    def own_tile(self, item: jax.Array) -> Tile:
         """That of a CTA which has one alone."""
-        split, place = (lax.axis_index(name) for name in ("split", "out"))
-        return Tile(split, place, *self.items.of(item, self.tiling.columns))
+        split, n_index = (lax.axis_index(name) for name in ("split", "n"))
+        return Tile(split, n_index, *self.items.of(item, self.tiling.tile_m))
 
-    def numbered(self, number: jax.Array) -> Tile:
+    def tile_of(self, number: jax.Array) -> Tile:
         """The tile of a number; beyond the last one without rows."""
         tiling, inside = self.tiling, jnp.minimum(number, self.total - 1)
-        split, inside = _divide(inside, self.num_items * self.places)
-        band, inside = _divide(inside, tiling.band * self.places)
+        split, inside = _divide(inside, self.num_items * self.shapes.tiles_n)
+        band, inside = _divide(inside, tiling.band * self.shapes.tiles_n)
         height = jnp.minimum(tiling.band, self.num_items - band * tiling.band)
-        place, row = lax.div(inside, height), lax.rem(inside, height)
-        found = self.items.of(band * tiling.band + row, tiling.columns)
-        weight, first, target_row, num_rows = found
+        n_index, row = lax.div(inside, height), lax.rem(inside, height)
+        found = self.items.of(band * tiling.band + row, tiling.tile_m)
+        weight, first_row, target_row, num_rows = found
         num_rows = jnp.where(number < self.total, num_rows, 0)
-        return Tile(split, place, weight, first, target_row, num_rows)
+        return Tile(split, n_index, weight, first_row, target_row, num_rows)
 
     def go_through(self, act: Callable[[Tile, jax.Array], None]) -> jax.Array:
-        """Calls for each tile of this CTA, with the stages before it; returns those of all.
+        """Calls for each tile of this CTA, with the k_iters before it; returns those of all.
 
         What says which tile is next is read while one is worked on.
         """
-        program = lax.axis_index("program")
-        turns = self.shapes.turns(self.tiling)
+        cta = lax.axis_index("cta")
+        k_iters = self.shapes.k_iters(self.tiling)
 
         def step(i: jax.Array, carry: tuple[jax.Array, Tile]) -> tuple[jax.Array, Tile]:
             before, tile = carry
-            following = self.numbered(program + (i + 1) * self.programs)
+            following = self.tile_of(cta + (i + 1) * self.num_ctas)
             act(tile, before)
-            return before + jnp.where(tile.num_rows > 0, turns, 0), following
+            return before + jnp.where(tile.num_rows > 0, k_iters, 0), following
 
-        start = jnp.int32(0), self.numbered(program)
-        turns_of_all, _ = lax.fori_loop(0, -(-self.total // self.programs), step, start)
-        return turns_of_all
+        start = jnp.int32(0), self.tile_of(cta)
+        k_iters_of_all, _ = lax.fori_loop(0, -(-self.total // self.num_ctas), step, start)
+        return k_iters_of_all
 
 
 def _divide(number: jax.Array, by: int) -> tuple[jax.Array, jax.Array]:

@@ -38,10 +38,10 @@ _PICKED_ROWS, _PICKED_GROUPS = 8, 8
 
 
 class Rows(NamedTuple):
-    """Rows in E4M3, whose parts add up, or as they are.
+    """Rows in E4M3, whose terms add up, or as they are.
 
     Attributes:
-      codes: e4m3[P, R, B * 128], one part if rows are rounded, two if they are as they were; for
+      codes: e4m3[P, R, B * 128], one term if rows are rounded, two if they are as they were; for
         dense weights bf16[1, R, in].
       scale: f32[P, B, R]; None for dense weights.
     """
@@ -50,7 +50,7 @@ class Rows(NamedTuple):
     scale: jax.Array | None
 
     @property
-    def num_parts(self) -> int:
+    def num_terms(self) -> int:
         """P."""
         return self.codes.shape[0]
 
@@ -62,36 +62,36 @@ def make_rows(
     num_spare: int,
     token: jax.Array | None = None,
     num_used: jax.Array | None = None,
-    num_groups: int = 1,
+    num_runs: int = 1,
 ) -> Rows:
     """Rows as this weight takes them, and some that are arbitrary behind them.
 
     Args:
       x: [N, in], bf16 for dense weights; or, for others, rows that were left otherwise, normed.
-      weight: its `activations` say how many parts there are, its format how inputs are ordered.
+      weight: its `activations` say how many terms there are, its format how inputs are ordered.
       num_spare: rows that a kernel may read beyond the last.
       token: i32[R], the row of x that each is, clamped; None is x's own.
       num_used: i32[], rows after which those of quantised weights may be arbitrary too; None is R.
-      num_groups: groups of rows, each of which begins at a multiple of eight.
+      num_runs: runs of rows, each of which begins at a multiple of eight.
     """
     source = x if isinstance(x, RawRows) else RawRows(x[None], token)
     num_rows = source.num_rows
-    of_group = num_rows // num_groups
-    spread = padded(of_group) if num_groups > 1 else of_group
+    of_run = num_rows // num_runs
+    spread = padded(of_run) if num_runs > 1 else of_run
     if not isinstance(weight, BlockFP8 | MXFP4):
         assert isinstance(x, jax.Array), "rows for dense weights are arrays"
         taken = x if token is None else x.at[token].get(mode="clip")
-        groups = taken.reshape(num_groups, of_group, -1)
-        groups = jnp.pad(groups, ((0, 0), (0, spread - of_group), (0, 0)))
-        codes = groups.reshape(1, num_groups * spread, -1)
+        runs = taken.reshape(num_runs, of_run, -1)
+        runs = jnp.pad(runs, ((0, 0), (0, spread - of_run), (0, 0)))
+        codes = runs.reshape(1, num_runs * spread, -1)
         spare = padded(codes.shape[1] + num_spare) - codes.shape[1]
         return Rows(jnp.pad(codes, ((0, 0), (0, spare), (0, 0))), None)
     return _launch(
         source,
         num_used,
-        of_group=(of_group, spread),
-        total=padded(num_groups * spread + num_spare),
-        num_parts=1 if weight.activations == "fp8" else 2,
+        of_run=(of_run, spread),
+        total=padded(num_runs * spread + num_spare),
+        num_terms=1 if weight.activations == "fp8" else 2,
         reorders=isinstance(weight, MXFP4),
     )
 
@@ -104,10 +104,10 @@ def pick_rows(
     Where each is picked several times this takes less time than to round it anew.
     """
     assert rows.scale is not None, "rows of dense weights are not rounded"
-    (num_parts, num_rows, dim), num_groups = rows.codes.shape, rows.scale.shape[1]
+    (num_terms, num_rows, dim), num_groups = rows.codes.shape, rows.scale.shape[1]
     total, width = padded(token.shape[0] + num_spare), num_groups * _WORDS
     words = jax.lax.bitcast_convert_type(
-        rows.codes.reshape(num_parts, num_rows, width, 4), jnp.uint32
+        rows.codes.reshape(num_terms, num_rows, width, 4), jnp.uint32
     )
 
     def pick_some(
@@ -119,13 +119,13 @@ def pick_rows(
         source = jnp.clip(triton.load_where(token_ref, (row,), live), 0, num_rows - 1)
         word = start * _WORDS + jnp.arange(_PICKED_GROUPS * _WORDS, dtype=jnp.int32)[None]
         group = start + jnp.arange(_PICKED_GROUPS, dtype=jnp.int32)[:, None]
-        for part in map(jnp.int32, range(num_parts)):
+        for term in map(jnp.int32, range(num_terms)):
             inside = live[:, None] & (word < width)
-            found = triton.load_where(codes, (part, source[:, None], word), inside)
-            triton.store_where(outputs[0], (part, row[:, None], word), found, inside)
+            found = triton.load_where(codes, (term, source[:, None], word), inside)
+            triton.store_where(outputs[0], (term, row[:, None], word), found, inside)
             inside = live[None] & (group < num_groups)
-            found = triton.load_where(scales, (part, group, source[None]), inside)
-            triton.store_where(outputs[1], (part, group, row[None]), found, inside)
+            found = triton.load_where(scales, (term, group, source[None]), inside)
+            triton.store_where(outputs[1], (term, group, row[None]), found, inside)
 
     def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
         first, start = pl.program_id(0) * _PICKED_ROWS, pl.program_id(1) * _PICKED_GROUPS
@@ -137,14 +137,14 @@ def pick_rows(
         grid=(-(-token.shape[0] // _PICKED_ROWS), -(-num_groups // _PICKED_GROUPS)),
         inputs=[words, rows.scale, token, *([] if num_used is None else [num_used.reshape(1)])],
         outputs=[
-            jax.ShapeDtypeStruct((num_parts, total, width), jnp.uint32),
-            jax.ShapeDtypeStruct((num_parts, num_groups, total), jnp.float32),
+            jax.ShapeDtypeStruct((num_terms, total, width), jnp.uint32),
+            jax.ShapeDtypeStruct((num_terms, num_groups, total), jnp.float32),
         ],
         num_warps=_NUM_WARPS,
         name="pick_rows",
     )
     codes = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
-    return Rows(codes.reshape(num_parts, total, dim), scale)
+    return Rows(codes.reshape(num_terms, total, dim), scale)
 
 
 def _run_if_used(run: Callable[[], None], first: jax.Array, num_used: Ref | None) -> None:
@@ -164,9 +164,9 @@ def _launch(
     source: RawRows,
     num_used: jax.Array | None,
     *,
-    of_group: tuple[int, int],
+    of_run: tuple[int, int],
     total: int,
-    num_parts: int,
+    num_terms: int,
     reorders: bool,
 ) -> Rows:
     num_rows, dim = source.num_rows, source.num_inputs
@@ -193,7 +193,7 @@ def _launch(
         if source.row_groups > 1:
             of_one = count // source.row_groups
             taken = taken % of_one * source.row_groups + taken // of_one
-        size, spread = of_group
+        size, spread = of_run
         row = (row // size * spread + row % size if spread > size else row)[:, None]
         lane = (program * _GROUPS * GROUP + jnp.arange(_GROUPS * GROUP, dtype=jnp.int32))[None]
         inside = jnp.broadcast_to(is_whole or lane < dim, (height, _GROUPS * GROUP))
@@ -204,16 +204,16 @@ def _launch(
         group = (program * _GROUPS + jnp.arange(_GROUPS, dtype=jnp.int32))[None]
         word = jnp.arange(_GROUPS * _WORDS, dtype=jnp.int32)
         place = (program * _GROUPS * _WORDS + (_reordered(word) if reorders else word))[None]
-        for part in range(num_parts):
+        for term in range(num_terms):
             code = triton.encode_e4m3(scaled)
             packed = triton_codecs.pack(code.reshape(-1).astype(jnp.uint32), 8, 4)
             written = live[:, None] & (place < num_groups * _WORDS)
             triton.store_where(
-                codes, (jnp.int32(part), row, place), packed.reshape(height, -1), written
+                codes, (jnp.int32(term), row, place), packed.reshape(height, -1), written
             )
             value = numbers.decode_ue8m0(scale)
             written = live[:, None] & (group < num_groups)
-            triton.store_where(scales, (jnp.int32(part), group, row), value, written)
+            triton.store_where(scales, (jnp.int32(term), group, row), value, written)
             scaled = (scaled - numbers.decode_e4m3(code)) * np.float32(rows.REST)
             scale = scale - np.uint8(rows.REST_BITS)
 
@@ -237,14 +237,14 @@ def _launch(
             *([] if num_used is None else [num_used.reshape(1)]),
         ],
         outputs=[
-            jax.ShapeDtypeStruct((num_parts, total, num_groups * _WORDS), jnp.uint32),
-            jax.ShapeDtypeStruct((num_parts, num_groups, total), jnp.float32),
+            jax.ShapeDtypeStruct((num_terms, total, num_groups * _WORDS), jnp.uint32),
+            jax.ShapeDtypeStruct((num_terms, num_groups, total), jnp.float32),
         ],
         num_warps=_NUM_WARPS,
         name="quantize_rows",
     )
     codes = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
-    return Rows(codes.reshape(num_parts, total, num_groups * GROUP), scale)
+    return Rows(codes.reshape(num_terms, total, num_groups * GROUP), scale)
 
 
 def _reordered(word: jax.Array) -> jax.Array:

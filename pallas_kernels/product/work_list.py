@@ -1,4 +1,7 @@
-"""The items of a product: which weight of a stack multiplies which rows."""
+"""The work list of a product: items, each a weight of a stack and rows that it multiplies.
+
+An item has at most `Tiling.tile_m` rows; with the tiles of outputs it is what a CTA works on.
+"""
 
 from __future__ import annotations
 
@@ -12,38 +15,38 @@ from jax import lax
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class EvenItems:
-    """Items that follow from their number: each weight of a stack multiplies a group of rows.
+    """Items that follow from their number: each weight of a stack multiplies a run of rows.
 
     Attributes:
-      num_groups: weights of the stack.
-      num_tokens: rows of a group.
-      spread: rows from the beginning of a group to that of the next, in x.
-      first: row of x that the first group begins with.
-      target: row of the result that the first group begins with.
+      num_weights: weights of the stack.
+      num_tokens: rows of a run.
+      spread: rows from the beginning of a run to that of the next, in x.
+      first: row of x that the first run begins with.
+      target: row of the result that the first run begins with.
     """
 
-    num_groups: int
+    num_weights: int
     num_tokens: int
     spread: int
     first: int = 0
     target: int = 0
 
-    def of(self, item: jax.Array, columns: int) -> tuple[jax.Array, ...]:
+    def of(self, item: jax.Array, tile_m: int) -> tuple[jax.Array, ...]:
         """The fields of `Items` of one item."""
-        tiles = self.count(columns) // self.num_groups
+        tiles = self.count(tile_m) // self.num_weights
         weight = lax.div(item, tiles)
-        inside = lax.rem(item, tiles) * columns
-        num_rows = jnp.minimum(self.num_tokens - inside, columns)
+        inside = lax.rem(item, tiles) * tile_m
+        num_rows = jnp.minimum(self.num_tokens - inside, tile_m)
         first = self.first + weight * self.spread + inside
         return weight, first, self.target + weight * self.num_tokens + inside, num_rows
 
-    def count(self, columns: int) -> int:
+    def count(self, tile_m: int) -> int:
         """Items in all."""
-        return self.num_groups * -(-self.num_tokens // columns)
+        return self.num_weights * -(-self.num_tokens // tile_m)
 
-    def most_rows(self, columns: int) -> int:
+    def most_rows(self, tile_m: int) -> int:
         """Rows that an item has at most."""
-        return min(self.num_tokens, columns)
+        return min(self.num_tokens, tile_m)
 
 
 @jax.tree_util.register_dataclass
@@ -65,19 +68,19 @@ class Items:
     num_rows: jax.Array
     most: int = dataclasses.field(metadata={"static": True})
 
-    def of(self, item: jax.Array, columns: int) -> tuple[jax.Array, ...]:
+    def of(self, item: jax.Array, tile_m: int) -> tuple[jax.Array, ...]:
         """The fields of one item."""
-        del columns
+        del tile_m
         return self.weight[item], self.first[item], self.target[item], self.num_rows[item]
 
-    def count(self, columns: int) -> int:
+    def count(self, tile_m: int) -> int:
         """Items in all."""
-        del columns
+        del tile_m
         return self.weight.shape[0]
 
-    def most_rows(self, columns: int) -> int:
+    def most_rows(self, tile_m: int) -> int:
         """Rows that an item has at most."""
-        return min(self.most, columns)
+        return min(self.most, tile_m)
 
 
 @jax.tree_util.register_dataclass
@@ -97,21 +100,21 @@ class PickedItems:
     num_weights: int = dataclasses.field(metadata={"static": True})
     share_row: bool = dataclasses.field(metadata={"static": True})
 
-    def of(self, item: jax.Array, columns: int) -> tuple[jax.Array, ...]:
+    def of(self, item: jax.Array, tile_m: int) -> tuple[jax.Array, ...]:
         """The fields of `Items` of one item."""
-        del columns
+        del tile_m
         weight = self.weight[item]
         exists = (weight >= 0) & (weight < self.num_weights)
         first = jnp.int32(0) if self.share_row else item
         weight = jnp.where(exists, weight, 0)
         return weight, first, item, jnp.where(exists, 1, 0)
 
-    def count(self, columns: int) -> int:
+    def count(self, tile_m: int) -> int:
         """Items in all."""
-        del columns
+        del tile_m
         return self.weight.shape[0]
 
-    def most_rows(self, columns: int) -> int:
+    def most_rows(self, tile_m: int) -> int:
         """Rows that an item has at most."""
-        del columns
+        del tile_m
         return 1

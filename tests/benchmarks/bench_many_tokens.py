@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from dsv4_jax.bench.loops import median_us
 from dsv4_jax.config import DSV4Config
 from pallas_kernels.expert_mlp import triton_counting, triton_worklist
-from pallas_kernels.expert_mlp.worklist import make_worklist
+from pallas_kernels.expert_mlp.worklist import sort_pairs
 from pallas_kernels.hyper_connections import triton_gpu as hyper_connections
 from pallas_kernels.hyper_connections.arguments import Arguments as ReadArguments
 from pallas_kernels.write_streams import reference, triton_gpu, triton_many
@@ -98,16 +98,16 @@ def pairs_sorted(tokens, num_experts):
     draws = jax.random.uniform(jax.random.key(tokens), (tokens, num_experts))
     ids = jax.lax.top_k(draws, picks)[1].astype(jnp.int32)
     kernel = functools.partial(
-        triton_worklist.make_worklist, num_experts=num_experts, tile_rows=tile_rows, spare=spare
+        triton_worklist.sort_few_pairs, num_experts=num_experts, tile_rows=tile_rows, spare=spare
     )
 
     def xla(ids, weights):
-        work = make_worklist(ids, num_experts, tile_rows)
+        work = sort_pairs(ids, num_experts, tile_rows)
         share = jnp.zeros(work.token.shape[0] + spare, jnp.float32).at[work.row].set(weights)
         return work.token, work.row, work.expert, work.first, work.num_rows, share
 
     counting = functools.partial(
-        triton_counting.make_worklist, num_experts=num_experts, tile_rows=tile_rows, spare=spare
+        triton_counting.sort_many_pairs, num_experts=num_experts, tile_rows=tile_rows, spare=spare
     )
     forms = {"XLA": xla, "by counting": counting}
     if ids.size <= triton_worklist.MAX_PAIRS:

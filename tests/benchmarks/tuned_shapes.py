@@ -10,13 +10,11 @@ import jax.numpy as jnp
 from benchmarks import bench_block_linear, bench_expert_mlp
 from dsv4_jax.bench import loops
 from pallas_kernels.expert_mlp import mosaic_gpu as experts
-from pallas_kernels.expert_mlp.arguments import Arguments
-from pallas_kernels.gpu.devices import H200
-from pallas_kernels.product import call_shapes, multiply_rows
-from pallas_kernels.product.call_shapes import Tiling
+from pallas_kernels.expert_mlp.reference import Arguments
+from pallas_kernels.product import HOPPER, Tiling, multiply_rows, shapes_of
+from pallas_kernels.product.choose_tiling import stages_that_fit
 
 PEAK_FLOPS_OF_A_US = 1.6e9
-SPARE_BYTES = 4096
 MOST_STAGES = 12
 
 
@@ -63,20 +61,20 @@ MATRICES = ("Flash queries", "Flash wo_b", "Pro wo_b")
 TODAY = None
 
 
-def cut(columns, blocks=1, stages=0, **options):
+def cut(tile_m, tile_k=128, stages=0, **options):
     """A tiling; without stages it has as many as fit beside each other."""
-    return Tiling(columns, blocks, stages, **options)
+    return Tiling(tile_m, tile_k, stages, **options)
 
 
-GOES = {"programs": 1, "packs": True}
-LEFT = {"rows_on_left": True}
+GOES = {"persistent": 1, "packed_stores": True}
+LEFT = {"swap_ab": False}
 MANY_ROWS = [
     TODAY,
-    cut(128, 1, 6),
-    cut(128, 1, 4, band=16, **GOES),
-    cut(128, 1, 6, **LEFT),
-    cut(128, 1, 6, band=8, **GOES, **LEFT),
-    cut(128, 1, 4, band=16, **GOES, **LEFT),
+    cut(128, 128, 6),
+    cut(128, 128, 4, band=16, **GOES),
+    cut(128, 128, 6, **LEFT),
+    cut(128, 128, 6, band=8, **GOES, **LEFT),
+    cut(128, 128, 4, band=16, **GOES, **LEFT),
 ]
 
 
@@ -85,9 +83,9 @@ def ways_of_256(name):
     splits = {"Flash queries": (1, 1), "Flash wo_b": (2, 4), "Pro wo_b": (1, 2)}[name]
     return [
         TODAY,
-        cut(128, 1, 4, splits=splits[0], band=2, **GOES),
-        cut(128, 1, 6, splits=splits[0], **LEFT),
-        cut(128, 1, 4, splits=splits[0], band=2, **GOES, **LEFT),
+        cut(128, 128, 4, split_k=splits[0], band=2, **GOES),
+        cut(128, 128, 6, split_k=splits[0], **LEFT),
+        cut(128, 128, 4, split_k=splits[0], band=2, **GOES, **LEFT),
     ]
 
 
@@ -96,24 +94,29 @@ def ways_of_64(name):
     splits = {"Flash queries": 1, "Flash wo_b": 4, "Pro wo_b": 2}[name]
     return [
         TODAY,
-        cut(64, 2, splits=splits, packs=True),
-        cut(128, 1, 4, splits=splits, **LEFT),
-        cut(128, 1, 4, splits=splits, **GOES, **LEFT),
+        cut(64, 256, split_k=splits, packed_stores=True),
+        cut(128, 128, 4, split_k=splits, **LEFT),
+        cut(128, 128, 4, split_k=splits, **GOES, **LEFT),
     ]
 
 
 MANY_TOKENS = [
     TODAY,
-    cut(128, 1, 4, piece=64, **GOES),
-    cut(192, 1, 4, piece=48, **GOES),
-    cut(224, 1, 4, piece=32, **GOES),
-    cut(224, 1, 4, piece=112, **GOES),
-    cut(256, 1, 4, piece=32, **GOES),
-    cut(240, 1, 4, piece=48, **GOES),
-    cut(112, 1, 4, piece=56, **GOES),
+    cut(128, 128, 4, mma_rows=64, **GOES),
+    cut(192, 128, 4, mma_rows=48, **GOES),
+    cut(224, 128, 4, mma_rows=32, **GOES),
+    cut(224, 128, 4, mma_rows=112, **GOES),
+    cut(256, 128, 4, mma_rows=32, **GOES),
+    cut(240, 128, 4, mma_rows=48, **GOES),
+    cut(112, 128, 4, mma_rows=56, **GOES),
 ]
-MORE_TOKENS = [TODAY, cut(160, 1, 4, piece=40, **GOES), cut(256, 1, 4, piece=64, **GOES)]
-FEW_TOKENS = [TODAY, cut(16, 2, 4, packs=True), cut(16, 4, 3, packs=True), cut(16, 1, 8)]
+MORE_TOKENS = [TODAY, cut(160, 128, 4, mma_rows=40, **GOES), cut(256, 128, 4, mma_rows=64, **GOES)]
+FEW_TOKENS = [
+    TODAY,
+    cut(16, 256, 4, packed_stores=True),
+    cut(16, 512, 3, packed_stores=True),
+    cut(16, 128, 8),
+]
 
 
 def products(matrix, rows, tilings):
@@ -126,7 +129,7 @@ def products(matrix, rows, tilings):
         return bench_block_linear.inputs(matrix, rows)[:count]
 
     [(_, weight), *_] = jax.eval_shape(make)
-    shapes = call_shapes.shapes_of(weight, core=call_shapes.HOPPER)
+    shapes = shapes_of(weight, core=HOPPER)
     calls = Calls(f"{matrix}, {rows} rows", make, flops)
     return [
         Candidate(calls, name_of(way), functools.partial(multiply, tiling=filled(way, shapes)))
@@ -152,8 +155,8 @@ def mixtures(tokens, tilings):
     _, dim, width = bench_expert_mlp.MODELS["Flash"]
     flops = 2 * tokens * bench_expert_mlp.PICKS * 3 * dim * width
     w1, w3, w2 = jax.eval_shape(make)[0][3:]
-    gate = call_shapes.shapes_of(w1, w3, is_gated=True, core=call_shapes.HOPPER)
-    down = call_shapes.shapes_of(w2, core=call_shapes.HOPPER)
+    gate = shapes_of(w1, w3, is_gated=True, core=HOPPER)
+    down = shapes_of(w2, core=HOPPER)
     calls = Calls(f"Flash experts, {tokens} tokens", make, flops)
 
     def function(way):
@@ -172,17 +175,15 @@ def filled(tiling, shapes):
     """With as many stages as shared memory holds, where none are given."""
     if tiling is TODAY or tiling.stages:
         return tiling
-    room = H200.shared_memory_bytes - SPARE_BYTES - shapes.fixed_bytes(tiling)
-    turns = shapes.num_blocks // (tiling.blocks * tiling.splits)
-    most = MOST_STAGES if tiling.programs else min(turns, MOST_STAGES)
-    return dataclasses.replace(tiling, stages=min(room // shapes.stage_bytes(tiling), most))
+    most = MOST_STAGES if tiling.persistent else min(shapes.k_iters(tiling), MOST_STAGES)
+    return dataclasses.replace(tiling, stages=min(stages_that_fit(shapes, tiling), most))
 
 
 def name_of(tiling):
     """The fields that are not as usual."""
     if tiling is TODAY:
         return "today"
-    usual = Tiling(0, 1, 0)
+    usual = Tiling(0, 128, 0)
     return ", ".join(
         f"{field.name} {getattr(tiling, field.name)}"
         for field in dataclasses.fields(tiling)

@@ -9,8 +9,7 @@ from helpers import slow
 from pallas_kernels import gpu_interpreter
 from pallas_kernels.expert_mlp import worklist
 from pallas_kernels.hyper_connections import triton_gpu as hyper_connections
-from pallas_kernels.product import triton_rows
-from pallas_kernels.product.call_shapes import Shapes
+from pallas_kernels.product import Shapes, triton_rows
 from pallas_kernels.product.choose_tiling import choose_tiling
 from pallas_kernels.write_streams import triton_gpu as write_streams
 from programs import kernels_alone, product_calls
@@ -35,10 +34,10 @@ def test_calls_of_many_are_of_many():
 def test_calls_in_narrow_tiles_are_cut_into_them():
     tiles = -(-product_calls.OUT // 64)
     one = Shapes(product_calls.DIM // 128, (tiles,), 1, is_gated=False, format="fp8")
-    both = dataclasses.replace(one, tiles=(tiles, tiles), is_gated=True)
-    for shapes, columns in ((one, 64), (both, 8)):
+    both = dataclasses.replace(one, warpgroup_tiles=(tiles, tiles), is_gated=True)
+    for shapes, tile_m in ((one, 64), (both, 8)):
         found = choose_tiling(shapes, product_calls.NARROW, 1, may_split=not shapes.is_gated)
-        assert found.columns == columns
+        assert found.tile_m == tile_m
 
 
 @pytest.mark.slow

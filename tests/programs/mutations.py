@@ -778,15 +778,15 @@ MUTATIONS = [
         (
             "kernel_of_blackwell_reads_products_before_they_are_there",
             "product/mosaic_blackwell.py",
-            "plgpu.barrier_wait(scratch.products_ready.at[buffer])",
+            "plgpu.barrier_wait(work.scratch.accumulators_full.at[tmem_stage])",
             "None",
             "pallas_kernels/block_linear/test_block_linear_kernel.py",
         ),
         (
             "kernel_of_dense_experts_skips_a_group",
-            "product/work.py",
-            "inner = pl.ds((block + b) * s.inputs, s.inputs)\n                    source = inputs",
-            "inner = pl.ds(block * s.inputs, s.inputs)\n                    source = inputs",
+            "product/producer.py",
+            "(group + g) * work.shapes.group_k, work.shapes.group_k)\n            source = rows",
+            "group * work.shapes.group_k, work.shapes.group_k)\n            source = rows",
             "pallas_kernels/expert_mlp",
         ),
         (
@@ -897,8 +897,8 @@ MUTATIONS = [
         (
             "picked_rows_take_the_scales_of_those_in_their_place",
             "product/triton_rows.py",
-            "(part, group, source[None])",
-            "(part, group, row[None])",
+            "(term, group, source[None])",
+            "(term, group, row[None])",
             "pallas_kernels/product/test_pick_rows.py",
         ),
         (
@@ -925,8 +925,8 @@ MUTATIONS = [
         (
             "the_last_groups_of_a_row_are_not_rounded",
             "product/round_rows.py",
-            "units = -(-num_blocks // (2 * groups))",
-            "units = num_blocks // (2 * groups)",
+            "units = -(-k_groups // (2 * groups))",
+            "units = k_groups // (2 * groups)",
             "pallas_kernels/product/test_round_rows.py",
         ),
         (
@@ -988,8 +988,8 @@ MUTATIONS = [
         (
             "the_last_tile_that_was_loaded_ahead_multiplies_earlier_rows",
             "product/mosaic_hopper.py",
-            "_add_scaled(work, last, 0, totals, None, operand)",
-            "_add_scaled(work, last - 1, 0, totals, None, operand)",
+            "_add_group(work, last, 0, accumulators, None, operand)",
+            "_add_group(work, last - 1, 0, accumulators, None, operand)",
             "pallas_kernels/block_linear/test_block_linear_kernel.py",
         ),
         (
@@ -1128,29 +1128,29 @@ MUTATIONS = [
         (
             "experts_tiles_leave_no_register_for_pieces",
             "product/choose_tiling.py",
-            "most = min(_WIDE, (_COLUMNS_IN_REGISTERS - columns) // 2)",
+            "most = min(_WIDE, (_ROWS_IN_REGISTERS - tile_m) // 2)",
             "most = _WIDE",
             "pallas_kernels/product/test_choose_tiling.py",
         ),
         (
             "fp8_experts_take_narrow_tiles",
             "expert_mlp/mosaic_gpu.py",
-            "may_split=False, shares_items=True",
-            "may_split=False",
+            "shares_items=True",
+            "shares_items=False",
             "pallas_kernels/expert_mlp/test_expert_mlp_kernel.py",
         ),
         (
             "products_take_narrow_tiles_of_long_rows",
             "product/choose_tiling.py",
-            "if short and (splits == 1 or num_rows <= columns)",
-            "if splits == 1 or num_rows <= columns",
+            "if short and (split_k == 1 or num_rows <= tile_m)",
+            "if split_k == 1 or num_rows <= tile_m",
             "pallas_kernels/product/test_choose_tiling.py",
         ),
         (
             "a_tile_for_each_sm_takes_few_stages",
             "product/choose_tiling.py",
-            "columns == _WIDE and num_tiles > shapes.core.device.num_sms",
-            "columns == _WIDE",
+            "tile_m == _WIDE and num_tiles > shapes.core.device.num_sms",
+            "tile_m == _WIDE",
             "pallas_kernels/product/test_choose_tiling.py",
         ),
         (
@@ -1163,8 +1163,8 @@ MUTATIONS = [
         (
             "rows_on_the_left_take_one_tile_s_scale",
             "product/mosaic_hopper_rows.py",
-            "[work.scale_of_tile(tile, block) for tile",
-            "[work.scale_of_tile(0, block) for tile",
+            "[work.scale_of_tile(tile, group) for tile",
+            "[work.scale_of_tile(0, group) for tile",
             "pallas_kernels/block_linear/test_block_linear_kernel.py",
         ),
         (

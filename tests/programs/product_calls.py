@@ -12,8 +12,7 @@ import numpy as np
 import pallas_kernels as pk
 from pallas_kernels.common import weights
 from pallas_kernels.expert_mlp import triton_unpack
-from pallas_kernels.product import multiply_rows, swiglu_rows, triton_rows
-from pallas_kernels.product.call_shapes import Tiling
+from pallas_kernels.product import Tiling, multiply_rows, swiglu_rows, triton_rows
 
 DIM, OUT, EXPERTS, PICKED = 512, 320, 4, 2
 MANY_TOKENS, MANY_ROWS = 515, 1027
@@ -22,10 +21,10 @@ NARROW = 100
 """Rows that are cut into narrow tiles, since wide ones would be fewer than SMs."""
 QUANTIZE = {"fp8": weights.quantize_block_fp8, "mxfp4": weights.quantize_mxfp4}
 TILINGS = {
-    "tiles": Tiling(16, 2, 2, programs=1, band=2),
-    "splits": Tiling(16, 1, 2, splits=2),
-    "few rows": Tiling(24, 2, 2, programs=1, band=4, packs=True),
-    "rows on the left": Tiling(128, 1, 4, programs=1, band=2, rows_on_left=True),
+    "tiles": Tiling(16, 256, 2, persistent=1, band=2),
+    "splits": Tiling(16, 128, 2, split_k=2),
+    "few rows": Tiling(24, 256, 2, persistent=1, band=4, packed_stores=True),
+    "rows on the left": Tiling(128, 128, 4, persistent=1, band=2, swap_ab=False),
 }
 
 

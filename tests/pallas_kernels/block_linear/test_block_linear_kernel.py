@@ -16,9 +16,20 @@ from pallas_kernels.common import numbers, weights
 from pallas_kernels.common.norm_rope import rms_norm
 from pallas_kernels.common.pending import Unnormed
 from pallas_kernels.common.rows import quantize_rows
-from pallas_kernels.product import call_shapes, decoded, multiply_rows, swiglu_rows, triton_rows
-from pallas_kernels.product.call_shapes import BLACKWELL, Tiling
+from pallas_kernels.product import (
+    BLACKWELL,
+    HOPPER,
+    Shapes,
+    Tiling,
+    decoded,
+    find_obstacle,
+    multiply_rows,
+    shapes_of,
+    swiglu_rows,
+    triton_rows,
+)
 from pallas_kernels.product.choose_tiling import plan_call
+from pallas_kernels.product.scratch import shared_bytes
 
 QUANTIZE = {
     "fp8": weights.quantize_block_fp8,
@@ -135,13 +146,18 @@ def test_a_norm_may_be_left_to_the_product_that_reads_its_rows(lane, inputs, spl
     x = 5 * rng.normal(size=(1, 5, inputs)) * np.arange(1, 6)[None, :, None]
     x, norm = x.astype(jnp.bfloat16), rng.uniform(0.5, 2, inputs).astype(jnp.bfloat16)
     expected = np.asarray(jax.jit(normed_product)(x, norm, weight))
-    found = np.asarray(run(Unnormed(x, norm, 0.5), weight, Tiling(8, 2, 2, splits=splits)))
+    found = np.asarray(run(Unnormed(x, norm, 0.5), weight, Tiling(8, 256, 2, split_k=splits)))
     bound = 2.0**-9 * np.abs(expected).max()
     np.testing.assert_allclose(found, expected, atol=bound)
     assert np.abs(found - expected).mean() < bound / 20
 
 
-TILINGS = [Tiling(8, 1, 2), Tiling(16, 2, 2), Tiling(8, 2, 3, splits=2), Tiling(32, 1, 4, splits=4)]
+TILINGS = [
+    Tiling(8, 128, 2),
+    Tiling(16, 256, 2),
+    Tiling(8, 256, 3, split_k=2),
+    Tiling(32, 128, 4, split_k=4),
+]
 
 
 @pytest.mark.parametrize(
@@ -158,27 +174,27 @@ def test_any_tiling_gives_the_products_of_every_group(lane, kind, tiling):
     close(lane, run(x, weight, tiling), reference_product(x, weight))
 
 
-PROGRAM_TILINGS = [
-    Tiling(16, 2, 2, programs=1, band=2),
-    Tiling(16, 1, 3, splits=2, programs=1, band=3, packs=True),
+PERSISTENT_TILINGS = [
+    Tiling(16, 256, 2, persistent=1, band=2),
+    Tiling(16, 128, 3, split_k=2, persistent=1, band=3, packed_stores=True),
 ]
-PROGRAM_CASES = [
+PERSISTENT_CASES = [
     (kind, (2, 320, 512), 37, tiling, few)
-    for kind, tiling in itertools.product(QUANTIZE, PROGRAM_TILINGS)
+    for kind, tiling in itertools.product(QUANTIZE, PERSISTENT_TILINGS)
     for few in (1, 132)
 ] + [
     (kind, (1, 128, 256), 270, tiling, 2)
     for kind, tiling in itertools.product(
-        QUANTIZE, [Tiling(256, 1, 2), Tiling(224, 1, 2, programs=1)]
+        QUANTIZE, [Tiling(256, 128, 2), Tiling(224, 128, 2, persistent=1)]
     )
 ]
-IN_PIECES = ("mxfp4", (1, 128, 256), 170, Tiling(144, 1, 2, programs=1, piece=48), 2)
+IN_PIECES = ("mxfp4", (1, 128, 256), 170, Tiling(144, 128, 2, persistent=1, mma_rows=48), 2)
 """A tile of more rows than one product has; the fewest that are."""
 
 
 @pytest.mark.parametrize(
     ("kind", "shape", "rows", "tiling", "num_sms"),
-    slow.all_but([PROGRAM_CASES[0]], [*PROGRAM_CASES, IN_PIECES]),
+    slow.all_but([PERSISTENT_CASES[0]], [*PERSISTENT_CASES, IN_PIECES]),
     ids=str,
 )
 def test_ctas_may_go_through_tiles_of_many_rows(kind, shape, rows, tiling, num_sms):
@@ -192,31 +208,31 @@ def test_ctas_may_go_through_tiles_of_many_rows(kind, shape, rows, tiling, num_s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("programs", [0, 1])
-def test_the_next_tile_of_mxfp4_is_loaded_while_products_run(lane, programs):
+@pytest.mark.parametrize("persistent", [0, 1])
+def test_the_next_tile_of_mxfp4_is_loaded_while_products_run(lane, persistent):
     """Five stages in the memory of two: the same bits as where each is unpacked in its turn."""
     weight = make("mxfp4", (1, 192, 640))
     x = normal(1, 9, 640)
-    ahead, alone = Tiling(128, 1, 2, piece=32, programs=programs), Tiling(16, 1, 2)
-    shapes = call_shapes.shapes_of(weight, core=call_shapes.HOPPER)
-    assert shapes.loads_ahead(ahead.columns)
-    assert not shapes.loads_ahead(alone.columns)
+    ahead, alone = Tiling(128, 128, 2, mma_rows=32, persistent=persistent), Tiling(16, 128, 2)
+    shapes = shapes_of(weight, core=HOPPER)
+    assert shapes.loads_ahead(ahead.tile_m)
+    assert not shapes.loads_ahead(alone.tile_m)
     found, expected = (run(x, weight, tiling, with_sms(1)) for tiling in (ahead, alone))
     np.testing.assert_array_equal(found, expected)
 
 
-ON_LEFT = Tiling(128, 1, 2, rows_on_left=True)
+ON_LEFT = Tiling(128, 128, 2, swap_ab=False)
 
 
 @pytest.mark.parametrize(
     ("activations", "inputs", "options"),
     slow.all_but(
-        [("fp8", 640, {"programs": 1, "band": 2})],
+        [("fp8", 640, {"persistent": 1, "band": 2})],
         [
-            ("fp8", 640, {"programs": 1, "band": 2}),
-            ("fp8", 1024, {"splits": 2}),
+            ("fp8", 640, {"persistent": 1, "band": 2}),
+            ("fp8", 1024, {"split_k": 2}),
             ("bfloat16", 256, {}),
-            ("bfloat16", 512, {"programs": 1, "band": 2, "splits": 2}),
+            ("bfloat16", 512, {"persistent": 1, "band": 2, "split_k": 2}),
         ],
     ),
     ids=str,
@@ -239,7 +255,9 @@ def test_rows_on_the_left_of_weights_that_begin_within_a_cta(lane):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", slow.all_but([{"programs": 1}], [{"programs": 1}, {}]), ids=str)
+@pytest.mark.parametrize(
+    "options", slow.all_but([{"persistent": 1}], [{"persistent": 1}, {}]), ids=str
+)
 def test_rows_on_the_left_of_gate_and_up(lane, options):
     """As weights on the left on a card, whose sums lack bits of numbers far beyond the limit."""
     gate, up = (make("fp8", (128, 256)) for _ in range(2))
@@ -251,7 +269,7 @@ def test_rows_on_the_left_of_gate_and_up(lane, options):
         return jax.jit(functools.partial(kernel, core=with_sms(1)))(x, gate, up)
 
     found = multiply(dataclasses.replace(ON_LEFT, **options))
-    expected = multiply(Tiling(16, 1, 2)) if lane == "gpu" else jit_swiglu(x, gate, up)
+    expected = multiply(Tiling(16, 128, 2)) if lane == "gpu" else jit_swiglu(x, gate, up)
     expected = np.asarray(expected, np.float32)
     np.testing.assert_allclose(found, expected, atol=2.0**-7 * np.abs(expected).max())
 
@@ -269,22 +287,22 @@ def test_gate_and_up_in_narrow_tiles(lane, rows, num_sms):
         kernel = functools.partial(swiglu_rows, limit=1.5, tiling=tiling)
         return jax.jit(functools.partial(kernel, core=with_sms(num_sms)))(x, gate, up)
 
-    expected = multiply(Tiling(16, 1, 2)) if lane == "gpu" else jit_swiglu(x, gate, up)
+    expected = multiply(Tiling(16, 128, 2)) if lane == "gpu" else jit_swiglu(x, gate, up)
     expected = np.asarray(expected, np.float32)
     np.testing.assert_allclose(multiply(None), expected, atol=2.0**-7 * np.abs(expected).max())
 
 
 def with_sms(num_sms):
-    device = dataclasses.replace(call_shapes.HOPPER.device, num_sms=num_sms)
-    return dataclasses.replace(call_shapes.HOPPER, device=device)
+    device = dataclasses.replace(HOPPER.device, num_sms=num_sms)
+    return dataclasses.replace(HOPPER, device=device)
 
 
 BLACKWELL_CASES = [
-    ("mxfp4", "bfloat16", (2, 200, 384), Tiling(16, 1, 2)),
-    ("mxfp4", "fp8", (2, 40, 512), Tiling(16, 2, 2, splits=2)),
-    ("fp8", "fp8", (2, 192, 512), Tiling(16, 2, 3)),
-    ("fp8", "bfloat16", (2, 192, 512), Tiling(32, 1, 2, splits=2)),
-    ("dense", "fp8", (2, 192, 256), Tiling(16, 2, 2, splits=2)),
+    ("mxfp4", "bfloat16", (2, 200, 384), Tiling(16, 128, 2)),
+    ("mxfp4", "fp8", (2, 40, 512), Tiling(16, 256, 2, split_k=2)),
+    ("fp8", "fp8", (2, 192, 512), Tiling(16, 256, 3)),
+    ("fp8", "bfloat16", (2, 192, 512), Tiling(32, 128, 2, split_k=2)),
+    ("dense", "fp8", (2, 192, 256), Tiling(16, 128, 2, split_k=2)),
 ]
 
 
@@ -307,7 +325,7 @@ def test_blackwell_s_tensor_cores_give_the_same(kind, activations, shape, tiling
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("core", [call_shapes.HOPPER, BLACKWELL], ids=["hopper", "blackwell"])
+@pytest.mark.parametrize("core", [HOPPER, BLACKWELL], ids=["hopper", "blackwell"])
 def test_weights_of_one_launch_may_begin_within_a_cta(core):
     """And may have scales that are no powers of two."""
     stacks = [weight_stack(with_scales(make("fp8", (out, 256)))) for out in (192, 64, 128)]
@@ -319,7 +337,7 @@ def test_weights_of_one_launch_may_begin_within_a_cta(core):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("core", [call_shapes.HOPPER, BLACKWELL], ids=["hopper", "blackwell"])
+@pytest.mark.parametrize("core", [HOPPER, BLACKWELL], ids=["hopper", "blackwell"])
 @pytest.mark.parametrize("kind", QUANTIZE)
 def test_gate_and_up_in_one_product(core, kind):
     gate, up = (make(kind, (128, 256)) for _ in range(2))
@@ -328,12 +346,12 @@ def test_gate_and_up_in_one_product(core, kind):
     expected = reference.swiglu_linear(x, gate, up, limit=1.5)
     multiply = functools.partial(swiglu_rows, limit=1.5, core=core)
     with gpu_interpreter():
-        found = jax.jit(functools.partial(multiply, tiling=Tiling(16, 1, 2)))(x, gate, up)
+        found = jax.jit(functools.partial(multiply, tiling=Tiling(16, 128, 2)))(x, gate, up)
     expected = np.asarray(expected, np.float32)
     np.testing.assert_allclose(found, expected, atol=2.0**-7 * np.abs(expected).max())
 
 
-PIECES = [(13, Tiling(16, 1, 2, piece=8)), (130, Tiling(144, 1, 2))]
+PIECES = [(13, Tiling(16, 128, 2, mma_rows=8)), (130, Tiling(144, 128, 2))]
 
 
 @pytest.mark.parametrize(("rows", "tiling"), slow.all_but(PIECES[:1], PIECES), ids=str)
@@ -343,7 +361,7 @@ def test_gate_and_up_of_several_pieces(rows, tiling):
     up = jax.tree.map(lambda leaf: np.asarray(leaf)[..., ::-1, :], gate)
     x = normal(rows, 128)
     expected = np.asarray(jit_swiglu(x, gate, up), np.float32)
-    multiply = functools.partial(swiglu_rows, limit=1.5, core=call_shapes.HOPPER)
+    multiply = functools.partial(swiglu_rows, limit=1.5, core=HOPPER)
     with gpu_interpreter():
         found = jax.jit(functools.partial(multiply, tiling=tiling))(x, gate, up)
     np.testing.assert_allclose(found, expected, atol=2.0**-7 * np.abs(expected).max())
@@ -417,32 +435,31 @@ def test_what_the_kernel_cannot_serve_is_refused_by_name():
         (make("fp8", (64, 96)), "multiples of 64 x 128"),
         (make("mxfp4", (64, 96), "bfloat16"), "bfloat16 alone, got float32"),
     ):
-        assert message in call_shapes.find_obstacle(x, weight)
+        assert message in find_obstacle(x, weight)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64, 256, 8192])
 @pytest.mark.parametrize("format", ["fp8", "mxfp4", "dense"])
 @pytest.mark.parametrize("num_weights", [1, 2])
-@pytest.mark.parametrize("core", [call_shapes.HOPPER, BLACKWELL], ids=["hopper", "blackwell"])
+@pytest.mark.parametrize("core", [HOPPER, BLACKWELL], ids=["hopper", "blackwell"])
 def test_every_tiling_fits_the_memories(rows, format, num_weights, core):
-    for num_blocks, num_tiles in ((32, 8), (8, 512), (64, 64), (32, 16), (12, 1024)):
-        for parts in (1,) if format == "dense" else (1, 2):
+    for k_groups, num_tiles in ((32, 8), (8, 512), (64, 64), (32, 16), (12, 1024)):
+        for terms in (1,) if format == "dense" else (1, 2):
             tiles, is_gated = (num_tiles,) * num_weights, num_weights == 2
-            shapes = call_shapes.Shapes(num_blocks, tiles, parts, is_gated, format, core=core)
-            weight = jax.ShapeDtypeStruct((64, num_blocks * shapes.inputs), jnp.bfloat16)
+            shapes = Shapes(k_groups, tiles, terms, is_gated, format, core=core)
+            weight = jax.ShapeDtypeStruct((64, k_groups * shapes.group_k), jnp.bfloat16)
             shapes, tiling = plan_call(
                 shapes, jnp.bfloat16, weight, rows, 1, may_split=num_weights == 1
             )
-            assert shapes.rounds_rows <= (rows <= core.min_columns and format != "dense")
-            used = tiling.stages * shapes.stage_bytes(tiling) + shapes.fixed_bytes(tiling)
-            assert used < 230_000
-            assert num_blocks % (tiling.blocks * tiling.splits) == 0
+            assert shapes.rounds_rows <= (rows <= core.min_tile_m and format != "dense")
+            assert shared_bytes(shapes, tiling) < 230_000
+            assert k_groups % (shapes.groups_of_stage(tiling) * tiling.split_k) == 0
             assert tiling.stages >= 2
-            if core.has_memory:
-                assert tiling.columns * parts <= 128  # two of them: half of tensor memory
-                assert not tiling.programs
-            assert tiling.columns <= (256 if format == "mxfp4" else 128)
-            assert tiling.columns % core.min_columns == 0
+            if core.has_tmem:
+                assert tiling.tile_m * terms <= 128  # two of them: half of tensor memory
+                assert not tiling.persistent
+            assert tiling.tile_m <= (256 if format == "mxfp4" else 128)
+            assert tiling.tile_m % core.min_tile_m == 0
 
 
 def _specs(kind, rows, out, into, activations="fp8"):

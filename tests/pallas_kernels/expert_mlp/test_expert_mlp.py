@@ -10,7 +10,7 @@ import pytest
 from helpers import slow
 from pallas_kernels import expert_mlp
 from pallas_kernels.common import rows, weights
-from pallas_kernels.expert_mlp.worklist import make_worklist, max_rows, max_tiles
+from pallas_kernels.expert_mlp.worklist import max_rows, max_tiles, sort_pairs
 
 E, WIDTH, D, K, LIMIT = 6, 48, 64, 3, 1.5
 QUANTIZE = {
@@ -126,7 +126,7 @@ def test_a_token_gets_the_same_bits_whatever_else_is_in_the_call():
 @pytest.mark.parametrize("name", ["random", "one expert", "none"])
 def test_every_pair_is_in_one_tile_of_its_expert(name, num_tokens):
     ids, _ = routing(name, num_tokens)
-    work = jax.tree.map(np.asarray, make_worklist(jnp.asarray(ids), E, 8))
+    work = jax.tree.map(np.asarray, sort_pairs(jnp.asarray(ids), E, 8))
     assert len(work.expert) == max_tiles(ids.size, E, 8)
     assert len(work.token) == max_rows(ids.size, E)
     assert len(set(work.row.reshape(-1))) == ids.size

@@ -13,9 +13,8 @@ from pallas_kernels import expert_mlp, gpu_interpreter, mixture_mlp
 from pallas_kernels.common import weights
 from pallas_kernels.common.pending import SplitSums, finish
 from pallas_kernels.expert_mlp import mosaic_gpu
-from pallas_kernels.expert_mlp.arguments import Arguments
-from pallas_kernels.product import call_shapes, choose_tiling
-from pallas_kernels.product.call_shapes import Tiling
+from pallas_kernels.expert_mlp.reference import Arguments
+from pallas_kernels.product import BLACKWELL, HOPPER, Tiling, choose_tiling
 
 E, WIDTH, D, K, LIMIT = 4, 96, 256, 2, 2.0
 BOUND = {"interpreter": 1e-2, "gpu": 2e-2}
@@ -200,7 +199,7 @@ def test_blackwell_s_tensor_cores_give_the_same(kind, activations, name, num_tok
         return dataclasses.replace(weight, scale=weight.scale.at[nobody].set(-1))
 
     with gpu_interpreter():
-        found = run(rows(num_tokens), ids, share, *map(poison, stacks), core=call_shapes.BLACKWELL)
+        found = run(rows(num_tokens), ids, share, *map(poison, stacks), core=BLACKWELL)
     close("interpreter", found, expected)
 
 
@@ -208,14 +207,14 @@ def test_blackwell_s_tensor_cores_give_the_same(kind, activations, name, num_tok
 def test_tiles_of_an_expert_share_its_rows(lane):
     arguments = (rows(20), *routing("one expert", 20), *make())
     expected = jit_expert_mlp(*arguments, limit=LIMIT, backend="reference")
-    small, large = (Tiling(8, 2, 2), Tiling(8, 1, 2)), (Tiling(16, 1, 3),) * 2
+    small, large = (Tiling(8, 256, 2), Tiling(8, 128, 2)), (Tiling(16, 128, 3),) * 2
     close(lane, run(*arguments, tilings=small), expected)
     np.testing.assert_array_equal(run(*arguments, tilings=small), run(*arguments, tilings=large))
 
 
-PROGRAMS = [
-    (Tiling(8, 1, 2, programs=1, packs=True),) * 2,
-    (Tiling(8, 1, 2, programs=2), Tiling(8, 1, 2, programs=1, band=3)),
+PERSISTENT = [
+    (Tiling(8, 128, 2, persistent=1, packed_stores=True),) * 2,
+    (Tiling(8, 128, 2, persistent=2), Tiling(8, 128, 2, persistent=1, band=3)),
 ]
 
 
@@ -224,22 +223,22 @@ PROGRAMS = [
 @pytest.mark.parametrize("name", slow.all_but(["none"], ["none", "random", "one expert"]))
 def test_ctas_may_go_through_the_tiles_of_experts(name, which):
     """Gate and up exchange in turns; results have the bits that a CTA for each tile gives."""
-    arguments, tilings = (rows(12), *routing(name, 12), *make()), PROGRAMS[which]
-    few = dataclasses.replace(call_shapes.HOPPER.device, num_sms=4)
-    core = dataclasses.replace(call_shapes.HOPPER, device=few)
+    arguments, tilings = (rows(12), *routing(name, 12), *make()), PERSISTENT[which]
+    few = dataclasses.replace(HOPPER.device, num_sms=4)
+    core = dataclasses.replace(HOPPER, device=few)
     with gpu_interpreter():
         found = run(*arguments, tilings=tilings, core=core)
-        alone = run(*arguments, tilings=(Tiling(16, 1, 3),) * 2)
+        alone = run(*arguments, tilings=(Tiling(16, 128, 3),) * 2)
     np.testing.assert_array_equal(found, alone)
 
 
 @pytest.mark.slow
 def test_more_rows_than_a_product_has_are_several():
     arguments = (rows(140), *routing("one expert", 140), *make())
-    tilings = (Tiling(144, 1, 2), Tiling(144, 1, 2, programs=1))
+    tilings = (Tiling(144, 128, 2), Tiling(144, 128, 2, persistent=1))
     with gpu_interpreter():
         found = run(*arguments, tilings=tilings)
-        alone = run(*arguments, tilings=(Tiling(16, 1, 2),) * 2)
+        alone = run(*arguments, tilings=(Tiling(16, 128, 2),) * 2)
     np.testing.assert_array_equal(found, alone)
 
 
@@ -247,8 +246,8 @@ def test_more_rows_than_a_product_has_are_several():
 def test_rows_may_be_the_left_operand_of_fp8_experts(lane):
     """Each row's share of its expert follows it; weights on the left give the same."""
     arguments = (rows(140), *routing("none", 140), *make("fp8", width=128))
-    tilings = (Tiling(128, 1, 2, rows_on_left=True),) * 2
-    expected = run(*arguments, tilings=(Tiling(16, 1, 2),) * 2)
+    tilings = (Tiling(128, 128, 2, swap_ab=False),) * 2
+    expected = run(*arguments, tilings=(Tiling(16, 128, 2),) * 2)
     close(lane, run(*arguments, tilings=tilings), np.asarray(expected))
 
 
@@ -290,16 +289,16 @@ def test_both_products_of_fp8_experts_have_tiles_of_as_many_rows(num_sms, monkey
     found = []
 
     def see(*arguments, **options):
-        found.append(plan_call(*arguments, **options))
+        found.append(plan(*arguments, **options))
         return found[-1]
 
-    plan_call = mosaic_gpu.plan_call
-    monkeypatch.setattr(mosaic_gpu, "plan_call", see)
-    device = dataclasses.replace(call_shapes.HOPPER.device, num_sms=num_sms)
-    core = dataclasses.replace(call_shapes.HOPPER, device=device)
+    plan = mosaic_gpu.plan
+    monkeypatch.setattr(mosaic_gpu, "plan", see)
+    device = dataclasses.replace(HOPPER.device, num_sms=num_sms)
+    core = dataclasses.replace(HOPPER, device=device)
     given = rows(140, 384), *routing("random", 140), *make("fp8", width=128, dim=384)
     jax.eval_shape(functools.partial(run.__wrapped__, core=core), *given)
-    assert [tiling.columns for _, tiling in found] == [128, 128]
+    assert [tiling.tile_m for _, tiling in found] == [128, 128]
 
 
 @pytest.mark.slow
@@ -322,7 +321,7 @@ def test_of_many_pairs_those_of_experts_elsewhere_are_not_rounded(lane, nobody, 
 
     monkeypatch.setattr(mosaic_gpu, "_MANY_PAIRS", 40)
     monkeypatch.setattr(mosaic_gpu, "make_rows", see)
-    num_tokens, tiling = 20, Tiling(16, 1, 2)
+    num_tokens, tiling = 20, Tiling(16, 128, 2)
     ids, share = routing("random", num_tokens)
     token = jnp.arange(num_tokens)[:, None]
     here = (token % 5 == 0) & (not nobody)

@@ -10,8 +10,8 @@ import pytest
 from helpers import slow
 from pallas_kernels.common import weights
 from pallas_kernels.expert_mlp import mosaic_gpu
-from pallas_kernels.expert_mlp.arguments import Arguments
-from pallas_kernels.product.call_shapes import MAX_PRODUCT
+from pallas_kernels.expert_mlp.reference import Arguments
+from pallas_kernels.product import MAX_MMA_ROWS
 
 EXPERTS, PICKS, DIM, WIDTH, TOKENS, LIMIT = 4, 4, 128, 128, 65, 2.0
 SHAPES = (WIDTH, DIM), (WIDTH, DIM), (DIM, WIDTH)
@@ -107,4 +107,4 @@ def test_the_shared_expert_has_as_many_rows_to_spare_as_its_tiles(monkeypatch):
     monkeypatch.setattr(mosaic_gpu, "_MANY_PAIRS", 1)
     call = call_of("fp8")
     jax.eval_shape(lambda x: mosaic_gpu.expert_mlp(call._replace(x=x)), call.x)
-    assert given[0] >= TOKENS + MAX_PRODUCT
+    assert given[0] >= TOKENS + MAX_MMA_ROWS

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.expert_mlp import triton_counting, triton_worklist
-from pallas_kernels.expert_mlp.worklist import make_worklist
+from pallas_kernels.expert_mlp.worklist import sort_pairs
 
 SPARE = 3
 
@@ -24,25 +24,24 @@ def routing(name, num_tokens, picks, num_experts):
 
 
 SIZES = [(1, 6, 256, 8), (9, 6, 7, 8), (32, 6, 192, 16), (64, 8, 384, 64)]
-CASES = [(triton_worklist, *sizes) for sizes in SIZES]
+CASES = [(triton_worklist.sort_few_pairs, *sizes) for sizes in SIZES]
 CASES += [
-    (triton_counting, *sizes) for sizes in (*SIZES[1:3], (200, 6, 13, 32), (1365, 6, 384, 64))
+    (triton_counting.sort_many_pairs, *sizes)
+    for sizes in (*SIZES[1:3], (200, 6, 13, 32), (1365, 6, 384, 64))
 ]
 
 
 @pytest.mark.parametrize("name", ["random", "one expert", "none"])
-@pytest.mark.parametrize(("kernel", "num_tokens", "picks", "num_experts", "tile_rows"), CASES)
+@pytest.mark.parametrize(("sort", "num_tokens", "picks", "num_experts", "tile_rows"), CASES)
 def test_pairs_rows_and_tiles_are_the_definition_s(
-    lane, name, kernel, num_tokens, picks, num_experts, tile_rows
+    lane, name, sort, num_tokens, picks, num_experts, tile_rows
 ):
     del lane
     ids, weights = routing(name, num_tokens, picks, num_experts)
-    sort = functools.partial(
-        kernel.make_worklist, num_experts=num_experts, tile_rows=tile_rows, spare=SPARE
-    )
-    found = jax.jit(sort)(ids, weights)
+    sizes = {"num_experts": num_experts, "tile_rows": tile_rows, "spare": SPARE}
+    found = jax.jit(functools.partial(sort, **sizes))(ids, weights)
     token, row, expert, first, num_rows, share = map(np.asarray, found)
-    work = jax.jit(make_worklist, static_argnums=(1, 2))(ids, num_experts, tile_rows)
+    work = jax.jit(sort_pairs, static_argnums=(1, 2))(ids, num_experts, tile_rows)
     work = jax.tree.map(np.asarray, work)
     np.testing.assert_array_equal(row, work.row)
     np.testing.assert_array_equal(token[row], work.token[work.row])
@@ -56,7 +55,7 @@ def test_pairs_rows_and_tiles_are_the_definition_s(
 
 def _aot_case(num_tokens, num_experts):
     def call(ids, weights):
-        return triton_counting.make_worklist(ids, weights, num_experts, 64, 64)
+        return triton_counting.sort_many_pairs(ids, weights, num_experts, 64, 64)
 
     specs = [jax.ShapeDtypeStruct((num_tokens, 6), dtype) for dtype in (np.int32, np.float32)]
     return (f"{num_tokens} of {num_experts} by counting", call, specs)

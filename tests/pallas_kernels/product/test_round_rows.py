@@ -12,7 +12,7 @@ from helpers import slow
 from pallas_kernels.block_linear import reference
 from pallas_kernels.common import weights
 from pallas_kernels.common.pending import SplitSums
-from pallas_kernels.product import call_shapes, multiply_rows
+from pallas_kernels.product import Tiling, multiply_rows, shapes_of
 
 OUT, MOST = 128, 5
 QUANTIZE = {"fp8": weights.quantize_block_fp8, "mxfp4": weights.quantize_mxfp4}
@@ -36,8 +36,8 @@ def draw(inputs):
 
 @functools.partial(jax.jit, static_argnames="splits")
 def multiply(x, weight, *, splits):
-    shapes = call_shapes.shapes_of(weight)
-    tiling = call_shapes.Tiling(columns=shapes.core.min_columns, blocks=1, stages=2, splits=splits)
+    shapes = shapes_of(weight)
+    tiling = Tiling(shapes.core.min_tile_m, tile_k=128, stages=2, split_k=splits)
     return multiply_rows(x, [weight], tiling=tiling)[0][0]
 
 
