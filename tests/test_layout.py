@@ -179,6 +179,27 @@ def test_kernels_know_neither_the_model_nor_flax():
         assert not roots & {"dsv4_jax", "flax"}, path
 
 
+KERNEL_ROOMS = {"common": set(), "gpu": {"common"}, "product": {"common", "gpu"}}
+"""Rooms beneath the ops of `pallas_kernels`, and what each imports."""
+
+
+def test_what_ops_share_knows_none_of_them():
+    for room, imported in KERNEL_ROOMS.items():
+        for path in ROOT.glob(f"pallas_kernels/{room}/**/*.py"):
+            for module in imported_modules(path):
+                if module.startswith("pallas_kernels."):
+                    other = module.split(".")[1]
+                    assert other == room or other in imported, f"{path} imports {module}"
+
+
+def test_ops_import_the_face_of_the_product_alone():
+    """Its modules may change; what `product/__init__.py` names is what others build on."""
+    for path in [*ROOT.glob("pallas_kernels/**/*.py"), *ROOT.glob("dsv4_jax/**/*.py")]:
+        if path.parent.name != "product":
+            for module in imported_modules(path):
+                assert not module.startswith("pallas_kernels.product."), f"{path} imports {module}"
+
+
 def test_torch_is_no_dependency():
     for path in [*ROOT.glob("dsv4_jax/**/*.py"), *ROOT.glob("pallas_kernels/**/*.py")]:
         roots = {module.split(".")[0] for module in imported_modules(path)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_types import AttentionType
 from dsv4_jax.model.moe import GATHERED_ROWS
-from pallas_kernels.expert_mlp.mosaic_gpu import UNPACKED_ROWS
+from pallas_kernels.expert_mlp import UNPACKED_ROWS
 
 _BF16, _F32 = 2, 4
 
