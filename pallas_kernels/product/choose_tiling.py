@@ -2,6 +2,13 @@
 
 A tile's m is chosen first (`_choose_tile_m`, and fewer rows in `_cut_rows` and `_narrow`), then how
 many CTAs share its inputs, then what a stage holds, then how many stages fit.
+
+Tiles of another size, 256 rows of FP8 say, begin in `_choose_tile_m`: `MAX_MMA_ROWS` bounds them
+there, and `ROWS_ON_LEFT` is the form of many rows. What follows by itself are stages
+(`scratch.shared_bytes`), the list of items and the launch. What does not are registers:
+accumulators of 256 rows take half of a thread's, so that a mainloop has to hold one product at a
+time.
+docs/kernels/block_linear.md has what that gained.
 """
 
 from __future__ import annotations

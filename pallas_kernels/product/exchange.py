@@ -36,6 +36,8 @@ def store(target: Ref, values: jax.Array) -> None:
         target[...] = values.reshape(-1)
         return
 
+    # By thread and register, not by row and column: the reader has the same layout, so that eight
+    # bytes of neighbouring threads lie side by side.
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
     def write(_, target, values):
         for register, address in zip(
@@ -70,6 +72,7 @@ def store_upper(target: Ref, values: jax.Array, layout: Layout) -> None:
     def write(_, target, values):
         i32 = ir.IntegerType.get_signless(32)
         thread = arith.remui(mgpu.utils.thread_idx(), mgpu.c(2 * _HALF, i32))
+        # Threads 64 .. 127 hold the upper rows: thread 64 + i writes where thread i will look.
         addresses = _own_pairs(target, values.registers.size, num_threads=_HALF)
         with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.uge, thread, mgpu.c(_HALF, i32))):
             for register, address in zip(values.registers.flat, addresses, strict=True):

@@ -52,7 +52,7 @@ def mainloop(work: Work) -> list[jax.Array]:
     k_iters = math.gcd(work.k_iters, _K_ITERS)
 
     def add_stages(number: jax.Array, accumulators: list[jax.Array]) -> list[jax.Array]:
-        begun = None
+        begun = None  # no product runs from one round into the next
         for ahead in range(k_iters):
             for term in range(num_terms):
                 last, begun = begun, _begin(work, number * k_iters + ahead, term)
@@ -73,6 +73,7 @@ def epilogue(
         for consumer, accumulator in enumerate(accumulators):
             _store(work, outputs, accumulator, consumer)
         return
+    # Both tiles have the same rows in the same threads: nothing is exchanged.
     gate, up = (a.astype(swiglu.dtype).astype(jnp.float32) for a in accumulators)
     first = work.tile.first_row + work.warpgroup * _HEIGHT
     activated = work.activate(gate, swiglu.limit, first, _LAYOUT, axis=0)

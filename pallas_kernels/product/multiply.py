@@ -228,6 +228,7 @@ def launch(
             return
         work = work_of(scheduler.own_tile(item))
 
+        # Warpgroups take roles: from here on they meet at barriers of stages alone.
         @pl.when((work.tile.num_rows > 0) & (work.warpgroup == CONSUMERS))
         def _produce():
             _share_registers(tiling, is_consumer=False)
@@ -321,6 +322,7 @@ def _run_persistent(
                 functools.partial(producer.fill_stages, work_of(tile, before))
             )
 
+        # The producer runs ahead of the consumers, into the next tile, as far as stages are empty.
         k_iters = scheduler.go_through(produce)
         if interpreting():
             work = work_of(scheduler.tile_of(jnp.int32(0)), k_iters)

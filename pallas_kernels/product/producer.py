@@ -88,6 +88,7 @@ def _copy_tile(
     for g in range(groups):
         inner = pl.ds((group + g) * work.shapes.group_k, work.shapes.group_k)
         source = codes.at[work.tile.weight, pl.ds(tile * WARPGROUP_N, WARPGROUP_N), inner]
+        # The engine swizzles lines of 128 bytes on the way, as the tensor core wants them.
         plgpu.copy_gmem_to_smem(source, work.codes_of(stage, consumer, g), full)
 
 
@@ -103,6 +104,7 @@ def _copy_rows(work: Work, group: jax.Array, stage: jax.Array) -> None:
             plgpu.copy_gmem_to_smem(source, scratch.rows_smem.at[stage, term, g], full)
         if rows.scale is None:
             continue
+        # More scales than rows where those are few: a copy takes multiples of 128 bytes.
         width = pl.ds(work.tile.first_row, scale_rows(tile_m))
         source = rows.scale.at[term, pl.ds(group, groups), width]
         plgpu.copy_gmem_to_smem(source, scratch.scales_smem.at[stage, term], full)

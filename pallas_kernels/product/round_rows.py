@@ -125,7 +125,7 @@ def _round_units(
 
     def round_some(step: int | jax.Array, _: None = None) -> None:
         unit_groups = [(2 * (step * at_once + i) + work.warpgroup) * groups for i in range(at_once)]
-        loaded = []
+        loaded = []  # all loads first, so that they are on their way together
         for group, first_row in itertools.product(unit_groups, first_rows):
             inside = group if is_whole else jnp.minimum(group, k_groups - groups)
             column = (work.group_of(0) + inside) * INPUTS
@@ -240,18 +240,20 @@ def _load(
         wide = ir.VectorType.get((layout.vector_length,), f32)
         narrow = ir.VectorType.get((layout.vector_length,), ir.BF16Type.get())
         flat = registers.reshape(-1)
+        # `LINES`: a warp has a line of 128, which is a row, or one of several groups of a row.
         for number, (row, inner) in enumerate(layout.thread_idxs((_UNIT, INPUTS))):
             line, inner = arith.index_cast(i32, row), arith.index_cast(i32, inner)
             group = arith.remui(line, mgpu.c(groups, i32))
             inner = arith.addi(inner, arith.muli(group, mgpu.c(INPUTS, i32)))
             row = arith.addi(arith.divui(line, mgpu.c(groups, i32)), mgpu.c(first_row, i32))
+            # Beyond the last row that one again: what is multiplied with it is not stored.
             row = arith.minsi(row, arith.subi(num_rows, mgpu.c(1, i32)))
             row = arith.addi(first, row)
-            if source.row_groups > 1:
+            if source.row_groups > 1:  # numbered group by group, and lying token by token
                 group, row = divided(row, count // source.row_groups)
                 row = arith.addi(arith.muli(row, mgpu.c(source.row_groups, i32)), group)
             inner = arith.addi(column, inner)
-            if source.column_groups > 1:
+            if source.column_groups > 1:  # a row's columns lie in as many places
                 group, inner = divided(inner, dim)
                 of_group = mgpu.c(count // source.column_groups, i32)
                 row = arith.addi(arith.muli(group, of_group), row)
@@ -261,7 +263,7 @@ def _load(
                 zero, last = mgpu.c(0, i64), mgpu.c(count - 1, i64)
                 row = arith.minsi(arith.maxsi(row, zero), last)
             offset = arith.addi(arith.muli(row, mgpu.c(dim, i64)), inner)
-            total = None
+            total = None  # of splits of the product before, added in their order
             for split in range(splits):
                 start = arith.addi(offset, mgpu.c(split * count * dim, i64))
                 part = llvm.load(loaded, at(values, start, size))

@@ -48,7 +48,11 @@ def store_pairs(target: Ref, values: jax.Array, place: Place, *, operand_order: 
         lane = arith.remui(thread, mgpu.c(32, i32))
         eighth = arith.divui(lane, mgpu.c(4, i32))
         pair = arith.muli(arith.remui(lane, mgpu.c(4, i32)), mgpu.c(2, i32))
+        # A lane has two neighbouring columns of one row of a product. `movmatrix` gives it two
+        # neighbouring rows of one column, which are two outputs of one row of the result; values of
+        # 32 bits stay where they are.
         row, column = (eighth, pair) if size == 2 else (pair, eighth)
+        # A warp has twice eight outputs: in `left_operand`'s order they lie 32 apart.
         of_warp, of_half = (8, 32) if operand_order else (16, 8)
         column = arith.addi(column, arith.muli(warp, mgpu.c(of_warp, i32)))
         left = arith.subi(num_rows, row)

@@ -61,13 +61,14 @@ def store_rows(target: Ref, values: jax.Array, place: Place) -> None:
         column = arith.muli(lane, mgpu.c(8 if size == 2 else 2, i32))
         place = arith.addi(first_row, row), arith.addi(first_column, column)
         base = address_of(target, *place, size)
+        # Registers go by eight columns, then by the two rows of a thread, eight apart.
         registers = values.registers.reshape(-1, 2)
         for half in range(2):
             present = arith.cmpi(
                 arith.CmpIPredicate.sgt, num_rows, arith.addi(row, mgpu.c(8 * half, i32))
             )
             stores = [_words(register, size) for register in registers[:, half]]
-            if size == 2:
+            if size == 2:  # four words of 32 columns: a lane's become those of eight columns
                 fours = np.array(stores, dtype=object).reshape(-1, _LANES)
                 stores = [_exchange(list(four), lane) for four in fours]
             for i, words in enumerate(stores):

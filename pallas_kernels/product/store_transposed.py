@@ -78,9 +78,9 @@ def store_transposed(
         places = values.layout.thread_idxs(values.shape)
         for register, (row, column) in zip(values.registers.flat, places, strict=True):
             row, column = arith.index_cast(i32, row), arith.index_cast(i32, column)
-            if operand_order:
+            if operand_order:  # rows are outputs in the operand's order: back to the weight's own
                 row = _loaded_row(row, values.shape[0])
-            to_column = arith.addi(first_column, row)
+            to_column = arith.addi(first_column, row)  # rows of a product are columns of the result
             for i in range(ir.VectorType(register.type).shape[0]):
                 n = arith.addi(column, mgpu.c(i, i32))
                 present = arith.cmpi(arith.CmpIPredicate.slt, n, num_rows)

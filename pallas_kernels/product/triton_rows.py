@@ -194,6 +194,7 @@ def _launch(
             of_one = count // source.row_groups
             taken = taken % of_one * source.row_groups + taken // of_one
         size, spread = of_run
+        # Each run of rows begins at a multiple of eight, for bulk copies.
         row = (row // size * spread + row % size if spread > size else row)[:, None]
         lane = (program * _GROUPS * GROUP + jnp.arange(_GROUPS * GROUP, dtype=jnp.int32))[None]
         inside = jnp.broadcast_to(is_whole or lane < dim, (height, _GROUPS * GROUP))
@@ -206,6 +207,7 @@ def _launch(
         place = (program * _GROUPS * _WORDS + (_reordered(word) if reorders else word))[None]
         for term in range(num_terms):
             code = triton.encode_e4m3(scaled)
+            # Four codes a word, so that a thread stores words.
             packed = triton_codecs.pack(code.reshape(-1).astype(jnp.uint32), 8, 4)
             written = live[:, None] & (place < num_groups * _WORDS)
             triton.store_where(

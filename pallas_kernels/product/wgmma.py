@@ -69,11 +69,14 @@ def begin(left: Ref | jax.Array, right: Ref, widths: Sequence[int]) -> list[jax.
     )
     def issue(_, left, right):
         if in_registers:
+            # WGMMA_8BIT gives a thread the bytes that the instruction asks of it, four registers
+            # for each 32 inputs: they are handed over as they are.
             slices = [left[:, first : first + _STEP] for first in range(0, _INNER, _STEP)]
             lefts = [[_word(r) for r in part.registers.flat] for part in slices]
         else:
             lefts = [[step] for step in _steps(left)]
         sums = _issue(lefts, _steps(right), firsts[-1])
+        # A thread has half as many sums as a product has columns: 64 rows in 128 threads.
         parts = [sums[a // 2 : b // 2] for a, b in itertools.pairwise(firsts)]
         return tuple(
             _array(part, (_HEIGHT, width)) for part, width in zip(parts, widths, strict=True)
@@ -100,6 +103,7 @@ def finish(products: list[jax.Array], *, in_flight: int = 0) -> list[jax.Array]:
     @plgpu.inline_mgpu(arg_types=(_LAYOUT,) * len(products), return_type=tuple(kinds))
     def wait(_, *products):
         nvvm.wgmma_wait_group_sync_aligned(in_flight)
+        # The sums are the threads' from here on; nothing that reads them may be moved above.
         return tuple(mgpu.optimization_barrier(product) for product in products)
 
     return list(wait(*products))
@@ -127,6 +131,8 @@ def _steps(ref: ir.Value) -> list[ir.Value]:
     """i32 each: the lower halves of an operand's descriptors, one for each instruction."""
     i32 = ir.IntegerType.get_signless(32)
     address = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(ref))
+    # A descriptor has the address in units of 16 bytes; the offset that is 1 here is none's that
+    # is swizzled.
     first = arith.addi(arith.shrui(address, mgpu.c(4, i32)), mgpu.c(1 << 16, i32))
     steps = range(0, _INNER >> 4, _STEP >> 4)
     return [arith.addi(first, mgpu.c(step, i32)) if step else first for step in steps]
@@ -137,13 +143,16 @@ def _issue(lefts: list[list[ir.Value]], rights: list[ir.Value], width: int) -> l
     count = width // 2
     numbers = itertools.count(count)
     sums = ", ".join(f"${i}" for i in range(count))
+    # The fence orders the registers' last writes before the instructions that take them.
     lines = ["{", ".reg .pred adds;", ".reg .b64 left, right;", "wgmma.fence.sync.aligned;"]
     operands = []
     for i, (words, right) in enumerate(zip(lefts, rights, strict=True)):
         operands += [*words, right]
         names = [f"${next(numbers)}" for _ in words]
         left = f"{{{', '.join(names)}}}"
-        if len(words) == 1:
+        if (
+            len(words) == 1
+        ):  # one word is a descriptor's lower half: the operand is in shared memory
             lines.append(f"mov.b64 left, {{{names[0]}, {_DESCRIPTOR}}};")
             left = "left"
         lines += [
