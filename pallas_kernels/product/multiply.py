@@ -8,8 +8,8 @@
 Weights are the side of an instruction that has 64 or 128 rows, x the side that may have as few as
 8. Rows of x that are not rounded come as two terms, each E4M3, that add up; dense weights take them
 in bf16. A list of items says which weight of a stack multiplies which rows, so that grouped
-products and experts are the same kernel. Bytes bound it up to some 64 rows of x: those of the
-weights, once.
+products and experts are the same kernel. CTAs form no cluster: x by multicast gained 1 % at best.
+Bytes bound the kernel up to some 64 rows of x: those of the weights, once.
 Measurements and roads not taken: docs/kernels/block_linear.md.
 Source: deepseek_v4.md sections 1.5 and 4.5.
 """
