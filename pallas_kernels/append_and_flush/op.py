@@ -7,16 +7,15 @@ from collections.abc import Sequence
 import jax
 
 from pallas_kernels.append_and_flush import reference, triton_gpu
-from pallas_kernels.append_and_flush.arguments import Arguments
-from pallas_kernels.append_and_flush.arrays import Appended
+from pallas_kernels.append_and_flush.reference import Appended, Arguments
 from pallas_kernels.common.backend import Backend, resolve
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.checks import check_call, check_codec, check_same_length
 from pallas_kernels.common.codecs import Codec
 from pallas_kernels.common.layer_planes import LayerPlanes
 from pallas_kernels.common.norm_rope import NormRope
-from pallas_kernels.compressor.arrays import Compressor
 from pallas_kernels.compressor.op import check_compressor
+from pallas_kernels.compressor.reference import Compressor
 from pallas_kernels.encode_tokens.op import check_tokens
 from pallas_kernels.round_index_queries.op import check_index_queries
 

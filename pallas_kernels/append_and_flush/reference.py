@@ -3,30 +3,70 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 
-from pallas_kernels.append_and_flush.arguments import Arguments
-from pallas_kernels.append_and_flush.arrays import Appended
 from pallas_kernels.append_tokens import reference as tokens
-from pallas_kernels.compressor.arguments import Windows
+from pallas_kernels.common.call import CallIndices
+from pallas_kernels.common.codecs import Codec, Planes
+from pallas_kernels.common.layer_planes import LayerPlanes
+from pallas_kernels.common.norm_rope import NormRope
 from pallas_kernels.compressor.closing import find_closing
-from pallas_kernels.compressor.reference import flush_csa, flush_hca
+from pallas_kernels.compressor.reference import Compressor, Windows, flush_csa, flush_hca
 from pallas_kernels.encode_tokens.reference import encode_tokens
 from pallas_kernels.round_index_queries.reference import round_index_queries
 
 
+class Arguments(NamedTuple):
+    """The arguments of `op.append_and_flush`, which describes and checks them."""
+
+    queries: jax.Array
+    kv: jax.Array
+    ring: LayerPlanes
+    compressors: Sequence[Compressor]
+    call: CallIndices
+    norm_rope: NormRope
+    rate: int
+    index_queries: jax.Array | None
+    index_codec: Codec | None
+
+
+class Appended(NamedTuple):
+    """What `append_and_flush` has made and updated.
+
+    Attributes:
+      queries: [T, H, C], normed and rotated.
+      rows: planes [T, ...], the tokens' window entries, which are in the ring too.
+      ring: the planes of the window, updated.
+      states: the state of each compressor, updated.
+      pools: the pool of each compressor, updated.
+      index_queries: [T, IH, IC], rotated and rounded; None where there were none.
+    """
+
+    queries: jax.Array
+    rows: Planes
+    ring: Planes
+    states: tuple[Planes | jax.Array, ...]
+    pools: tuple[Planes, ...]
+    index_queries: jax.Array | None
+
+
 def append_and_flush(arguments: Arguments) -> Appended:
     """`encode_tokens`, `flush_csa` or `flush_hca`, `append_tokens`; and `round_index_queries`."""
-    queries, kv, ring, compressors, call, norm_rope, rate, index_queries, index_codec = arguments
-    call = dataclasses.replace(call, max_row_tokens=1)
-    layer, frequencies, eps = ring.layer, norm_rope.frequencies, norm_rope.eps
-    encoded = encode_tokens(queries, kv, norm_rope, call.positions, codec=ring.codec)
+    ring, compressors, norm_rope = arguments.ring, arguments.compressors, arguments.norm_rope
+    call = dataclasses.replace(arguments.call, max_row_tokens=1)
+    layer, frequencies, rate = ring.layer, norm_rope.frequencies, arguments.rate
+    encoded = encode_tokens(  # [T, H, C] and planes [T, ...]
+        arguments.queries, arguments.kv, norm_rope, call.positions, codec=ring.codec
+    )
     # Else XLA may compute a row twice, for the ring and for the call, and round it differently.
     rotated, rows = jax.lax.optimization_barrier(encoded)
     pools = []
     for compressor in compressors:
-        windows = Windows(call, frequencies, find_closing(call, rate), layer, rate, eps)
+        closing = find_closing(call, rate)  # i32[T]
+        windows = Windows(call, frequencies, closing, layer, rate, norm_rope.eps)
         if isinstance(compressor.state, dict):
             pools += flush_csa([compressor], windows)
         else:
@@ -40,10 +80,18 @@ def append_and_flush(arguments: Arguments) -> Appended:
             new_rows.append(compressor.rows)
         else:
             running, projections = state, compressor.rows
-    appended = tokens.Arguments(rings, new_rows, running, projections, call, layer, rate)
-    (window, *states), running = tokens.append_tokens(appended)
-    kept = tuple(states) if running is None else (running,)
+    (window, *states), running = tokens.append_tokens(
+        tokens.Arguments(rings, new_rows, running, projections, call, layer, rate)
+    )
+    index_queries, index_codec = arguments.index_queries, arguments.index_codec
     rounded = None
     if index_queries is not None and index_codec is not None:
         rounded = round_index_queries(index_queries, frequencies, call.positions, codec=index_codec)
-    return Appended(rotated, rows, window, kept, tuple(pools), rounded)
+    return Appended(
+        queries=rotated,
+        rows=rows,
+        ring=window,
+        states=tuple(states) if running is None else (running,),
+        pools=tuple(pools),
+        index_queries=rounded,
+    )

@@ -24,11 +24,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.append_and_flush.arguments import Arguments
-from pallas_kernels.append_and_flush.arrays import Appended
+from pallas_kernels.append_and_flush.reference import Appended, Arguments
 from pallas_kernels.common.codecs import Codec, Planes
 from pallas_kernels.compressor import triton_pool
-from pallas_kernels.compressor.arrays import Compressor
+from pallas_kernels.compressor.reference import Compressor
 from pallas_kernels.compressor.triton_closing import Closing, prepare_store
 from pallas_kernels.encode_tokens import triton_token
 from pallas_kernels.gpu import triton, triton_codecs, triton_heads

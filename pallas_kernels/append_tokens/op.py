@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 
 from pallas_kernels.append_tokens import reference, triton_gpu
-from pallas_kernels.append_tokens.arguments import Arguments
+from pallas_kernels.append_tokens.reference import Arguments
 from pallas_kernels.common.backend import Backend, resolve
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.checks import (

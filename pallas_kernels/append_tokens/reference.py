@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.append_tokens.arguments import Arguments
 from pallas_kernels.common.addressing import write_rows
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.codecs import Planes
 from pallas_kernels.compressor.pooling import empty_pool, fold_tokens
+
+
+class Arguments(NamedTuple):
+    """The arguments of `op.append_tokens`, which describes and checks them."""
+
+    rings: Sequence[Planes]
+    rows: Sequence[Planes]
+    running: jax.Array | None
+    projections: Planes | None
+    call: CallIndices
+    layer: jax.Array
+    rate: int
 
 
 def append_ring(
@@ -31,13 +45,13 @@ def append_running(
     The window open after the call starts at `(length + count) // rate * rate`; what lies before
     it has been flushed.
     """
-    slots, lengths = call.row_slots, call.row_lengths
-    end = lengths + call.row_counts
-    opened = end // rate * rate
-    carried = (opened < lengths)[:, None, None]
-    first = jnp.maximum(opened, lengths)
-    old = running[layer, jnp.maximum(slots, 0)]
-    empty = empty_pool(old.shape[0], old.shape[-1])
+    slots, lengths = call.row_slots, call.row_lengths  # i32[B] each
+    end = lengths + call.row_counts  # i32[B]
+    opened = end // rate * rate  # i32[B]
+    carried = (opened < lengths)[:, None, None]  # bool[B, 1, 1]
+    first = jnp.maximum(opened, lengths)  # i32[B]
+    old = running[layer, jnp.maximum(slots, 0)]  # f32[B, 3, C]
+    empty = empty_pool(old.shape[0], old.shape[-1])  # f32[B, 3, C]
     pool = fold_tokens(
         jnp.where(carried, old, empty),
         projections["values"],
@@ -52,19 +66,20 @@ def append_running(
 
 def append_tokens(arguments: Arguments) -> tuple[tuple[Planes, ...], jax.Array | None]:
     """`append_ring` of each ring, of tokens that share a row the last one, and `append_running`."""
-    rings, rows, running, projections, call, layer, rate = arguments
-    lengths, counts, offsets = call.row_lengths, call.row_counts, call.row_offsets
-    tokens = jnp.arange(jax.tree.leaves(rows)[0].shape[0])[:, None]
-    member = (tokens >= offsets[None]) & (tokens < (offsets + counts)[None])
-    row = jnp.argmax(member, axis=1)
-    positions = (lengths - offsets)[row] + tokens[:, 0]
-    live = jnp.where(jnp.any(member, axis=1), call.row_slots[row], -1)
+    call, layer = arguments.call, arguments.layer
+    lengths, counts, offsets = call.row_lengths, call.row_counts, call.row_offsets  # i32[B] each
+    tokens = jnp.arange(jax.tree.leaves(arguments.rows)[0].shape[0])[:, None]  # i32[T, 1]
+    member = (tokens >= offsets[None]) & (tokens < (offsets + counts)[None])  # bool[T, B]
+    row = jnp.argmax(member, axis=1)  # i32[T], the segment of each token
+    positions = (lengths - offsets)[row] + tokens[:, 0]  # i32[T]
+    live = jnp.where(jnp.any(member, axis=1), call.row_slots[row], -1)  # i32[T], slots
     appended = []
-    for ring, new in zip(rings, rows, strict=True):
-        size = jax.tree.leaves(ring)[0].shape[2]
-        last = positions >= (lengths + counts)[row] - size
-        kept = jnp.where(last, live, -1)
+    for ring, new in zip(arguments.rings, arguments.rows, strict=True):
+        size = jax.tree.leaves(ring)[0].shape[2]  # W
+        last = positions >= (lengths + counts)[row] - size  # bool[T]
+        kept = jnp.where(last, live, -1)  # i32[T]
         appended.append(append_ring(ring, new, kept, positions, layer=layer))
+    running, projections = arguments.running, arguments.projections
     if running is not None and projections is not None:
-        running = append_running(running, projections, call, layer=layer, rate=rate)
+        running = append_running(running, projections, call, layer=layer, rate=arguments.rate)
     return tuple(appended), running

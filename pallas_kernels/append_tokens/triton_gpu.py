@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.append_tokens.arguments import Arguments
+from pallas_kernels.append_tokens.reference import Arguments
 from pallas_kernels.common.codecs import Planes
 from pallas_kernels.compressor import triton_pool
 from pallas_kernels.gpu import triton

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.call import CallIndices
-from pallas_kernels.common.codecs import Codec, Planes
+from pallas_kernels.common.codecs import Codec, Planes, rope_dim_of
 from pallas_kernels.common.layer_planes import LayerPlanes
 
 
@@ -100,8 +100,8 @@ def check_shape(name: str, array: jax.Array, shape: tuple[int, ...], letters: st
 
 def check_codec(name: str, stacked: Planes, codec: Codec, dim: int) -> None:
     """The planes [L, A, B, ...] are those in which the codec stores vectors of `dim` dims."""
-    rope_dim = stacked["rope"].shape[-1] if "rope" in stacked else 0
-    wanted = {n: (s.dtype, s.shape) for n, s in codec.plane_shapes(dim, rope_dim).items()}
+    shapes = codec.plane_shapes(dim, rope_dim_of(stacked))
+    wanted = {n: (s.dtype, s.shape) for n, s in shapes.items()}
     found = {n: (plane.dtype, plane.shape[3:]) for n, plane in stacked.items()}
     if found != wanted:
         raise ValueError(

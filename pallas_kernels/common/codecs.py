@@ -19,8 +19,8 @@ Source: deepseek_v4.md sections 4.2 to 4.4.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -314,6 +314,11 @@ class FP4KeyCodec:
         words = codes.reshape(*codes.shape[:-1], codes.shape[-1] // 4, 4)
         moved = move(jax.lax.bitcast_convert_type(words, jnp.uint32))
         return jax.lax.bitcast_convert_type(moved, jnp.uint8).reshape(codes.shape)
+
+
+def rope_dim_of(planes: Mapping[str, Any]) -> int:
+    """R, by planes [..., n], shapes or refs of them; 0 where a codec keeps no dims apart."""
+    return planes["rope"].shape[-1] if "rope" in planes else 0
 
 
 def round_through(codec: Codec, x: jax.Array) -> jax.Array:

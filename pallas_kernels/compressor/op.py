@@ -20,9 +20,8 @@ from pallas_kernels.common.checks import (
 )
 from pallas_kernels.common.codecs import Planes
 from pallas_kernels.compressor import reference, triton_gpu
-from pallas_kernels.compressor.arguments import Entries, Windows
-from pallas_kernels.compressor.arrays import Compressor
 from pallas_kernels.compressor.closing import find_closing
+from pallas_kernels.compressor.reference import Compressor, Entries, Windows
 
 _WRITE = {Backend.REFERENCE: reference.flush_write}
 _CSA = {Backend.REFERENCE: reference.flush_csa, Backend.TRITON_GPU: triton_gpu.flush_csa}

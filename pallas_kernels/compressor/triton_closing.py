@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.common.codecs import Codec
+from pallas_kernels.common.codecs import Codec, rope_dim_of
 from pallas_kernels.gpu import triton_codecs, triton_rope
 
 Ref = Any
@@ -96,7 +96,7 @@ def prepare_store(
     table = triton_rope.load_rope_table(
         norm, frequencies, dim=norm.shape[0], width=width, dtype=norm.dtype, eps=eps
     )
-    rope_dim = planes["rope"].shape[-1] if "rope" in planes else 0
+    rope_dim = rope_dim_of(planes)
 
     def store(mean: jax.Array, begin: jax.Array, place: Place) -> None:
         entry = triton_rope.norm_and_rotate(mean, table, begin)

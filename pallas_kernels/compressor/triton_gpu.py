@@ -28,8 +28,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.common.codecs import Codec, Planes
-from pallas_kernels.compressor.arguments import Windows
-from pallas_kernels.compressor.arrays import Compressor
+from pallas_kernels.compressor.reference import Compressor, Windows
 from pallas_kernels.compressor.tiling import Tiling, choose_csa, choose_hca, warps_apart
 from pallas_kernels.compressor.triton_closing import (
     PLACE_FIELDS,

@@ -7,8 +7,7 @@ import jax
 from pallas_kernels.common.backend import Backend, resolve
 from pallas_kernels.common.checks import check_rank, check_same_length, check_shape
 from pallas_kernels.hyper_connections import reference, triton_gpu
-from pallas_kernels.hyper_connections.arguments import Arguments
-from pallas_kernels.hyper_connections.reference import Reading
+from pallas_kernels.hyper_connections.reference import Arguments, Reading
 
 _IMPLEMENTATIONS = {
     Backend.REFERENCE: reference.hyper_connections,

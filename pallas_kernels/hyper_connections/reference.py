@@ -16,7 +16,19 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.norm_rope import rms_norm
-from pallas_kernels.hyper_connections.arguments import Arguments
+
+
+class Arguments(NamedTuple):
+    """The arguments of `op.hyper_connections`, which describes and checks them."""
+
+    products: jax.Array
+    scale: jax.Array
+    base: jax.Array
+    streams: jax.Array
+    norm: jax.Array
+    iters: int
+    eps: float
+    norm_eps: float
 
 
 class Reading(NamedTuple):
@@ -37,19 +49,22 @@ class Reading(NamedTuple):
 
 def hyper_connections(arguments: Arguments) -> Reading:
     """See `op.hyper_connections`."""
-    products, scale, base, streams, norm, iters, eps, norm_eps = arguments
-    count, num, _ = streams.shape
-    base = base[None]
-    mix = jnp.sum(products, axis=1) * inverse_rms(streams, norm_eps)
-    pre = jax.nn.sigmoid(mix[:, :num] * scale[0] + base[:, :num]) + eps
-    post = 2 * jax.nn.sigmoid(mix[:, num : 2 * num] * scale[1] + base[:, num : 2 * num])
-    logits = mix[:, 2 * num :] * scale[2] + base[:, 2 * num :]
-    collapsed = collapse(pre, streams)
+    streams, scale, base = arguments.streams, arguments.scale, arguments.base[None]
+    eps, norm_eps = arguments.eps, arguments.norm_eps
+    count, num, _ = streams.shape  # T, S, D
+    mix = jnp.sum(arguments.products, axis=1)  # f32[T, (2 + S) * S]
+    mix = mix * inverse_rms(streams, norm_eps)  # f32[T, (2 + S) * S]
+    pre = jax.nn.sigmoid(mix[:, :num] * scale[0] + base[:, :num]) + eps  # f32[T, S], as post
+    post = 2 * jax.nn.sigmoid(
+        mix[:, num : 2 * num] * scale[1] + base[:, num : 2 * num]
+    )  # f32[T, S]
+    logits = mix[:, 2 * num :] * scale[2] + base[:, 2 * num :]  # f32[T, S * S]
+    collapsed = collapse(pre, streams)  # [T, D]
     return Reading(
         collapsed=collapsed,
-        normed=rms_norm(collapsed, norm, eps=norm_eps),
+        normed=rms_norm(collapsed, arguments.norm, eps=norm_eps),  # [T, D]
         post=post,
-        comb=sinkhorn(logits.reshape(count, num, num), iters=iters, eps=eps),
+        comb=sinkhorn(logits.reshape(count, num, num), iters=arguments.iters, eps=eps),
     )
 
 

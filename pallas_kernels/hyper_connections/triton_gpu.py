@@ -28,8 +28,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.gpu import triton
 from pallas_kernels.hyper_connections import reference
-from pallas_kernels.hyper_connections.arguments import Arguments
-from pallas_kernels.hyper_connections.reference import Reading
+from pallas_kernels.hyper_connections.reference import Arguments, Reading
 
 Ref = Any
 _NUM_WARPS = 4

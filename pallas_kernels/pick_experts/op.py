@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels.common.backend import Backend, resolve
 from pallas_kernels.common.checks import check_indices, check_rank, check_same_length, check_shape
 from pallas_kernels.pick_experts import reference, triton_gpu
-from pallas_kernels.pick_experts.arguments import Arguments
+from pallas_kernels.pick_experts.reference import Arguments
 
 _LOGITS = {
     Backend.REFERENCE: reference.router_logits,

@@ -10,14 +10,26 @@ Source: deepseek_v4.md section 1.5.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.block_linear import block_linear
-from pallas_kernels.pick_experts.arguments import Arguments
 
 FLOOR = 1e-20
 """Added to the sum of the scores picked."""
+
+
+class Arguments(NamedTuple):
+    """The arguments of `op.pick_experts`, which describes and checks them."""
+
+    logits: jax.Array
+    bias: jax.Array | None
+    expert_ids: jax.Array | None
+    picks: int
+    scaling: float
+    first: jax.Array | None
 
 
 def router_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
@@ -27,15 +39,16 @@ def router_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
 
 def pick_experts(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
     """See `op.pick_experts`."""
-    logits, bias, expert_ids, count, scaling, first = arguments
-    logits = logits.sum(axis=1) if logits.ndim == 3 else logits
-    scores = jnp.sqrt(jax.nn.softplus(logits))
+    logits, expert_ids = arguments.logits, arguments.expert_ids
+    logits = logits.sum(axis=1) if logits.ndim == 3 else logits  # f32[T, E]
+    scores = jnp.sqrt(jax.nn.softplus(logits))  # f32[T, E]
     if expert_ids is None:
-        assert bias is not None
-        expert_ids = _best(scores + bias[None], count)
-    picked = jnp.take_along_axis(scores, expert_ids, axis=-1)
-    weights = picked / (jnp.sum(picked, axis=-1, keepdims=True) + FLOOR) * scaling
-    return expert_ids if first is None else expert_ids - first, weights
+        assert arguments.bias is not None  # the op checks
+        expert_ids = _best(scores + arguments.bias[None], arguments.picks)  # i32[T, k]
+    picked = jnp.take_along_axis(scores, expert_ids, axis=-1)  # f32[T, k]
+    total = jnp.sum(picked, axis=-1, keepdims=True) + FLOOR  # f32[T, 1]
+    weights = picked / total * arguments.scaling  # f32[T, k]
+    return expert_ids if arguments.first is None else expert_ids - arguments.first, weights
 
 
 def _best(scores: jax.Array, count: int) -> jax.Array:

@@ -18,8 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.gpu import triton, triton_products
-from pallas_kernels.pick_experts.arguments import Arguments
-from pallas_kernels.pick_experts.reference import FLOOR
+from pallas_kernels.pick_experts.reference import FLOOR, Arguments
 
 Ref = Any
 LEAST_TOKENS, MOST_TOKENS = 2, 128

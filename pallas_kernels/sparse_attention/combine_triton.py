@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.gpu import triton, triton_rope
-from pallas_kernels.sparse_attention.arguments import JoinArguments
 from pallas_kernels.sparse_attention.call_shapes import FLOOR, LOG2_E
+from pallas_kernels.sparse_attention.reference import JoinArguments
 
 Ref = Any
 _MOST_ROWS = 64

@@ -17,9 +17,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu.devices import Device
 from pallas_kernels.sparse_attention import call_shapes, combine_triton
-from pallas_kernels.sparse_attention.arguments import Arguments, AttentionPart, JoinArguments
 from pallas_kernels.sparse_attention.call_shapes import FLOOR, HEADS, LOG2_E, TILE, Shapes, Tiling
 from pallas_kernels.sparse_attention.loads import Operands, Outputs
+from pallas_kernels.sparse_attention.reference import Arguments, AttentionPart, JoinArguments
 from pallas_kernels.sparse_attention.rope import angles_of
 
 

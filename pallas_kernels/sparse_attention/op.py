@@ -27,7 +27,7 @@ from pallas_kernels.sparse_attention import (
     reference,
     triton_few,
 )
-from pallas_kernels.sparse_attention.arguments import Arguments
+from pallas_kernels.sparse_attention.reference import Arguments
 
 
 def choose_kernel() -> ModuleType:

@@ -20,7 +20,7 @@ from pallas_kernels.common.checks import check_indices, check_rank, check_same_l
 from pallas_kernels.common.codecs import Planes
 from pallas_kernels.common.layer_planes import LayerPlanes
 from pallas_kernels.sparse_attention import combine_triton, op, reference
-from pallas_kernels.sparse_attention.arguments import Arguments, AttentionPart, JoinArguments
+from pallas_kernels.sparse_attention.reference import Arguments, AttentionPart, JoinArguments
 
 
 def _run_kernel(arguments: Arguments) -> AttentionPart:

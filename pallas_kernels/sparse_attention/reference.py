@@ -13,18 +13,60 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
+from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.checks import first_plane
 from pallas_kernels.common.chunks import map_tokens
+from pallas_kernels.common.codecs import Planes
+from pallas_kernels.common.layer_planes import LayerPlanes
 from pallas_kernels.common.norm_rope import rms_norm_by_pairs, rotate
 from pallas_kernels.common.rounding import round_to
 from pallas_kernels.gather_entries.reference import gather_entries, gather_window
-from pallas_kernels.sparse_attention.arguments import Arguments, AttentionPart, JoinArguments
 from pallas_kernels.sparse_attention.call_shapes import FLOOR, LOG2_E
+
+
+class Arguments(NamedTuple):
+    """The arguments of `op.sparse_attention`, which describes and checks them."""
+
+    queries: jax.Array
+    sink: jax.Array
+    ring: LayerPlanes
+    rows: Planes
+    pool: LayerPlanes | None
+    selected: jax.Array | None
+    call: CallIndices
+    scale: float
+    frequencies: jax.Array | None = None
+    query_eps: float | None = None
+
+
+class AttentionPart(NamedTuple):
+    """Attention to some of the keys, before sink and division, or such parts of all keys, stacked.
+
+    Attributes:
+      sums: f32[..., T, H, C], values weighted by exponentials relative to the largest logit.
+      statistics: f32[..., T, 2, H], the largest logit times log2(e), `call_shapes.FLOOR` without
+        keys, and the sum of the weights.
+    """
+
+    sums: jax.Array
+    statistics: jax.Array
+
+
+class JoinArguments(NamedTuple):
+    """The arguments of `parts.join_parts`, which describes and checks them."""
+
+    parts: AttentionPart
+    sink: jax.Array
+    positions: jax.Array
+    frequencies: jax.Array | None
+    dtype: DTypeLike
 
 
 def attend(
@@ -91,18 +133,19 @@ def attend_in_part(arguments: Arguments) -> AttentionPart:
 
 def join_parts(arguments: JoinArguments) -> jax.Array:
     """See `parts.join_parts`."""
-    parts, sink, positions, frequencies, dtype = arguments
-    largest, total = parts.statistics[:, :, 0], parts.statistics[:, :, 1]
-    sink = sink[None] * LOG2_E
-    top = jnp.maximum(jnp.max(largest, axis=0), jnp.maximum(sink, FLOOR))
-    weight = jnp.exp2(largest - top[None])
-    whole = jnp.sum(total * weight, axis=0) + jnp.exp2(sink - top)
-    sums = jnp.where(weight[..., None] == 0, 0.0, parts.sums * weight[..., None])
-    whole = jnp.where(whole > 0, whole, 1.0)
-    attended = round_to(jnp.sum(sums, axis=0) / whole[..., None], dtype)
-    if frequencies is None:
+    parts = arguments.parts
+    largest, total = parts.statistics[:, :, 0], parts.statistics[:, :, 1]  # f32[n, T, H] each
+    sink = arguments.sink[None] * LOG2_E  # f32[1, H]
+    top = jnp.maximum(jnp.max(largest, axis=0), jnp.maximum(sink, FLOOR))  # f32[T, H]
+    weight = jnp.exp2(largest - top[None])  # f32[n, T, H]
+    whole = jnp.sum(total * weight, axis=0) + jnp.exp2(sink - top)  # f32[T, H]
+    # A sum too large for f32 is that of a part which counts for nothing.
+    sums = jnp.where(weight[..., None] == 0, 0.0, parts.sums * weight[..., None])  # f32[n, T, H, C]
+    whole = jnp.where(whole > 0, whole, 1.0)  # f32[T, H]
+    attended = round_to(jnp.sum(sums, axis=0) / whole[..., None], arguments.dtype)  # [T, H, C]
+    if arguments.frequencies is None:
         return attended
-    return rotate(attended, positions[:, None], frequencies, inverse=True)
+    return rotate(attended, arguments.positions[:, None], arguments.frequencies, inverse=True)
 
 
 def _weigh(
@@ -121,10 +164,10 @@ def _map_keys(
     function: Callable[[jax.Array, jax.Array, jax.Array], jax.Array], arguments: Arguments
 ) -> jax.Array:
     """function(queries [n, H, C], keys f32[n, S, C], valid bool[n, S]) of some tokens at a time."""
-    queries, _, ring, rows, pool, selected, call, *_ = arguments
-    dim = queries.shape[-1]
+    ring, pool, selected, call = arguments.ring, arguments.pool, arguments.selected, arguments.call
+    dim = arguments.queries.shape[-1]
     places = {
-        "queries": queries,
+        "queries": arguments.queries,
         "segment_ids": call.segment_ids,
         "slots": call.slots,
         "positions": call.positions,
@@ -148,7 +191,7 @@ def _map_keys(
             positions=some["positions"],
             lengths=some["lengths"],
         )
-        keys, valid = gather_window(ring, rows, here, tokens=tokens, **dense)
+        keys, valid = gather_window(ring, arguments.rows, here, tokens=tokens, **dense)
         if pool is not None and selected is not None:
             entries, present = gather_entries(pool, here, some["selected"], **dense)
             keys = jnp.concatenate([keys, entries], axis=1)

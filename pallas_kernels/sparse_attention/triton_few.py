@@ -28,8 +28,8 @@ from pallas_kernels.common.checks import first_plane
 from pallas_kernels.gpu import triton
 from pallas_kernels.gpu.triton_entries import Columns, Source, find_entries, load_rows
 from pallas_kernels.sparse_attention import combine_triton
-from pallas_kernels.sparse_attention.arguments import Arguments, AttentionPart, JoinArguments
 from pallas_kernels.sparse_attention.call_shapes import FLOOR, LOG2_E, product_dtype
+from pallas_kernels.sparse_attention.reference import Arguments, AttentionPart, JoinArguments
 
 Ref = Any
 HEADS = 16

@@ -9,7 +9,7 @@ from pallas_kernels.common.backend import Backend, resolve
 from pallas_kernels.common.checks import check_rank, check_same_length, check_shape
 from pallas_kernels.common.pending import SplitSums
 from pallas_kernels.write_streams import reference, triton_gpu, triton_many
-from pallas_kernels.write_streams.arguments import Arguments
+from pallas_kernels.write_streams.reference import Arguments
 
 
 def _on_triton(arguments: Arguments) -> tuple[jax.Array, jax.Array]:

@@ -9,21 +9,31 @@ Source: deepseek_v4.md section 1.2.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.pending import finish
-from pallas_kernels.write_streams.arguments import Arguments
+from pallas_kernels.common.pending import SplitSums, finish
 
 _PARTS = 16
 
 
+class Arguments(NamedTuple):
+    """The arguments of `op.write_streams`, which describes and checks them."""
+
+    streams: jax.Array
+    output: jax.Array | SplitSums
+    post: jax.Array
+    comb: jax.Array
+    fn: jax.Array
+
+
 def write_streams(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
     """See `op.write_streams`."""
-    streams, output, post, comb, fn = arguments
-    written = mix(streams, finish(output), post, comb)
-    return written, products(fn, written)
+    output = finish(arguments.output)  # [T, D]
+    written = mix(arguments.streams, output, arguments.post, arguments.comb)  # [T, S, D]
+    return written, products(arguments.fn, written)  # f32[T, P, R]
 
 
 def mix(streams: jax.Array, output: jax.Array, post: jax.Array, comb: jax.Array) -> jax.Array:

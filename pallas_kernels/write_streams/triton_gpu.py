@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.common.pending import SplitSums
 from pallas_kernels.gpu import triton
-from pallas_kernels.write_streams.arguments import Arguments
+from pallas_kernels.write_streams.reference import Arguments
 
 Ref = Any
 MAX_TOKENS = 16

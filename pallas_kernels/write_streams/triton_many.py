@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.common.pending import finish
 from pallas_kernels.gpu import triton, triton_products
-from pallas_kernels.write_streams.arguments import Arguments
+from pallas_kernels.write_streams.reference import Arguments
 
 Ref = Any
 _COLUMNS = 1024
@@ -36,11 +36,11 @@ _SUMS = 16
 
 def write_streams(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
     """See `op.write_streams`; streams are bf16."""
-    streams, output, post, comb, fn = arguments
-    written = _write(streams, finish(output), post, comb)
+    output = finish(arguments.output)
+    written = _write(arguments.streams, output, arguments.post, arguments.comb)
     if written.shape[0] <= _MOST_OF_KERNEL:
-        return written, multiply(written, fn)
-    return written, _products(fn, written)
+        return written, multiply(written, arguments.fn)
+    return written, _products(arguments.fn, written)
 
 
 def multiply(streams: jax.Array, fn: jax.Array) -> jax.Array:

@@ -18,9 +18,9 @@ from dsv4_jax.config import DSV4Config
 from pallas_kernels.expert_mlp import triton_counting, triton_worklist
 from pallas_kernels.expert_mlp.worklist import sort_pairs
 from pallas_kernels.hyper_connections import triton_gpu as hyper_connections
-from pallas_kernels.hyper_connections.arguments import Arguments as ReadArguments
+from pallas_kernels.hyper_connections.reference import Arguments as ReadArguments
 from pallas_kernels.write_streams import reference, triton_gpu, triton_many
-from pallas_kernels.write_streams.arguments import Arguments as WriteArguments
+from pallas_kernels.write_streams.reference import Arguments as WriteArguments
 
 TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 MOST_OF_FEW = 64

@@ -19,7 +19,7 @@ from dsv4_jax.bench.roofline import BF16_FLOPS
 from helpers.calls import make_call
 from pallas_kernels import LayerPlanes, get_cache_format, sparse_attention
 from pallas_kernels.sparse_attention import op
-from pallas_kernels.sparse_attention.arguments import Arguments
+from pallas_kernels.sparse_attention.reference import Arguments
 
 DIM, ROPE, WINDOW = 512, 64, 128
 BATCHES = [1, 8, 32, 64, 128, 256]

@@ -8,7 +8,7 @@ import pallas_kernels as pk
 from benchmarks import draws
 from pallas_kernels import get_cache_format
 from pallas_kernels.compressor import triton_gpu
-from pallas_kernels.compressor.arguments import Windows
+from pallas_kernels.compressor.reference import Windows
 
 C, IC, ROPE, INDEX_HEADS, WINDOW, EPS = 512, 128, 64, 64, 128, 1e-6
 FORMAT = get_cache_format("fp8_ue8m0")

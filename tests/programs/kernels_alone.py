@@ -26,7 +26,7 @@ from pallas_kernels.index_scores import tiling as scores_tiling
 from pallas_kernels.select_top_k import mosaic_gpu as select_kernel
 from pallas_kernels.select_top_k import ptx, radix_steps
 from pallas_kernels.sparse_attention import call_shapes, op
-from pallas_kernels.sparse_attention.arguments import Arguments
+from pallas_kernels.sparse_attention.reference import Arguments
 from programs import product_calls
 
 ATTENTION, TOKENS = attention_cases.SMALLEST_FOR_A_KERNEL, ((300, 9, 0), (1, 1, 2))

@@ -700,16 +700,16 @@ MUTATIONS = [
         ),
         (
             "b_stream_one_token_short",
-            "compressor/pooling.py",
+            "compressor/reference.py",
             "(back >= rate)",
             "(back > rate)",
             "pallas_kernels/compressor/test_pooling.py",
         ),
         (
             "entry_at_the_end_of_its_window",
-            "compressor/pooling.py",
-            "frequencies, position[:, rate], eps=eps)",
-            "frequencies, position[:, -1], eps=eps)",
+            "compressor/reference.py",
+            "begin, frequencies = position[:, rate], windows",
+            "begin, frequencies = position[:, -1], windows",
             "pallas_kernels/compressor/test_pooling.py",
         ),
         (
@@ -813,7 +813,7 @@ MUTATIONS = [
         (
             "router_without_its_bias",
             "pick_experts/reference.py",
-            "_best(scores + bias[None], ",
+            "_best(scores + arguments.bias[None], ",
             "_best(scores, ",
             "dsv4_jax/model/test_moe.py pallas_kernels/pick_experts",
         ),

@@ -29,8 +29,8 @@ from helpers.schedules import assert_same_bytes, random_cuts
 from pallas_kernels import CACHE_FORMATS
 from pallas_kernels.common import norm_rope
 from pallas_kernels.compressor import op, triton_gpu
-from pallas_kernels.compressor.arguments import Windows
 from pallas_kernels.compressor.closing import find_closing
+from pallas_kernels.compressor.reference import Windows
 from pallas_kernels.compressor.tiling import Tiling
 from pallas_kernels.gpu import triton, triton_codecs, triton_rope
 

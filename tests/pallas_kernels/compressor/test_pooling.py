@@ -11,8 +11,7 @@ from helpers.inputs import CASE_LAYER, LAYER, NUM_LAYERS, pack_call, poisoned
 from helpers.schedules import assert_same_bytes, random_cuts
 from pallas_kernels import Compressor, get_cache_format
 from pallas_kernels.append_tokens.reference import append_ring, append_running
-from pallas_kernels.compressor.arguments import Windows
-from pallas_kernels.compressor.pooling import compress_csa, compress_hca
+from pallas_kernels.compressor.reference import Windows, compress_csa, compress_hca
 
 M, M_HCA, C, EPS = 4, 128, 16, 1e-6
 LENGTHS = (300, 131, 66)

@@ -8,8 +8,7 @@ import pytest
 from helpers import slow
 from pallas_kernels import hyper_connections
 from pallas_kernels.hyper_connections import triton_gpu
-from pallas_kernels.hyper_connections.arguments import Arguments
-from pallas_kernels.hyper_connections.reference import sinkhorn
+from pallas_kernels.hyper_connections.reference import Arguments, sinkhorn
 
 S = 4
 ITERS, EPS, NORM_EPS = 20, 1e-6, 1e-6

@@ -10,7 +10,7 @@ from helpers import attention_cases, slow
 from pallas_kernels import Backend, get_cache_format, sparse_attention
 from pallas_kernels.gpu.devices import H200
 from pallas_kernels.sparse_attention import triton_few
-from pallas_kernels.sparse_attention.arguments import Arguments
+from pallas_kernels.sparse_attention.reference import Arguments
 
 SIZES = attention_cases.SMALLEST_FOR_A_KERNEL
 TOKENS = ((300, 9, 0), (1, 1, 2))

@@ -18,7 +18,7 @@ from pallas_kernels.sparse_attention import (
     mosaic_hopper,
     op,
 )
-from pallas_kernels.sparse_attention.arguments import AttentionPart, JoinArguments
+from pallas_kernels.sparse_attention.reference import AttentionPart, JoinArguments
 
 SIZES = attention_cases.SMALLEST_FOR_A_KERNEL
 M, W = SIZES.rate, SIZES.window

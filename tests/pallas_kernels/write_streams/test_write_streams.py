@@ -6,7 +6,7 @@ import pytest
 from helpers import slow
 from pallas_kernels import write_streams
 from pallas_kernels.write_streams import triton_many
-from pallas_kernels.write_streams.arguments import Arguments
+from pallas_kernels.write_streams.reference import Arguments
 from pallas_kernels.write_streams.triton_gpu import MAX_TOKENS
 
 S, ROWS = 4, 24
