@@ -17,7 +17,7 @@ Figures and roads not taken: docs/kernels/append_and_flush.md.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,9 +25,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.append_and_flush.reference import Appended, Arguments
-from pallas_kernels.common.codecs import Codec, Planes
+from pallas_kernels.common.checks import first_plane
+from pallas_kernels.common.codecs import Codec
 from pallas_kernels.compressor import triton_pool
-from pallas_kernels.compressor.reference import Compressor
 from pallas_kernels.compressor.triton_closing import Closing, prepare_store
 from pallas_kernels.encode_tokens import triton_token
 from pallas_kernels.gpu import triton, triton_codecs, triton_heads
@@ -37,155 +37,209 @@ Ref = Any
 _NUM_WARPS = 4
 
 
+class _Operands(NamedTuple):
+    """Arrays that the kernel reads, and in it their refs; see `op.append_and_flush`.
+
+    Attributes:
+      layer: i32[1].
+      segment_ids, slots, positions: i32[T].
+      table: i32[B, LB]; None without compressors.
+      queries: [T, H, C].
+      kv: [T, C].
+      norm: [C].
+      frequencies: f32[R / 2].
+      projected: of each compressor.
+      index_queries: [T, IH, IC], or None.
+    """
+
+    layer: Any
+    segment_ids: Any
+    slots: Any
+    positions: Any
+    table: Any
+    queries: Any
+    kv: Any
+    norm: Any
+    frequencies: Any
+    projected: Sequence[_Projected]
+    index_queries: Any
+
+
+class _Projected(NamedTuple):
+    """What the call has for one compressor: values and scores f32[T, n], and the norm's weight."""
+
+    rows: Any
+    norm: Any
+
+
+class _Kept(NamedTuple):
+    """Arrays that the kernel updates, and in it their refs, byte planes of entries as words.
+
+    Attributes:
+      ring: planes [L, NS, W, ...].
+      states: of each compressor: values and scores of CSA, the running pool of HCA.
+      pools: of each compressor: planes [L, NB, EB, ...].
+    """
+
+    ring: Any
+    states: Any
+    pools: Any
+
+
+class _Outputs(NamedTuple):
+    """Arrays that the kernel makes, and in it their refs; see `Appended`."""
+
+    queries: Any
+    rows: Any
+    index_queries: Any
+
+
 def append_and_flush(arguments: Arguments) -> Appended:
     """See `op.append_and_flush`."""
-    queries, kv, ring, compressors, call, norm_rope, rate, index_queries, index_codec = arguments
+    compressors, call = arguments.compressors, arguments.call
+    queries, index_queries = arguments.queries, arguments.index_queries
+    window, norm_rope = arguments.ring.planes, arguments.norm_rope
     num_tokens, num_heads, _ = queries.shape
-    window, eps = ring.planes, norm_rope.eps
-    num_tiles = triton_heads.num_head_tiles(num_heads)
-    to_round = [] if index_queries is None else [index_queries]
-    num_index_tiles = sum(triton_heads.num_head_tiles(heads.shape[1]) for heads in to_round)
+    window_size = first_plane(window).shape[2]
+    # Programs of a token: compressors, the window entry, tiles of heads, tiles of index heads.
+    rotate_part = len(compressors) + 1
+    round_part = rotate_part + triton_heads.num_head_tiles(num_heads)
+    num_parts = round_part
+    if index_queries is not None:
+        num_parts += triton_heads.num_head_tiles(index_queries.shape[1])
     shapes = {
         name: jax.ShapeDtypeStruct((num_tokens, *plane.shape[3:]), plane.dtype)
         for name, plane in window.items()
     }
-    table = [call.block_table] if compressors else []
-    indices = [ring.layer.reshape(1), call.segment_ids, call.slots, call.positions, *table]
-    inputs = [*indices, queries, kv, norm_rope.weight, norm_rope.frequencies]
-    in_place = [*triton.as_words(window).values()]
-    for compressor in compressors:
-        inputs += [compressor.rows["values"], compressor.rows["scores"], compressor.norm]
-        in_place += [*_state_arrays(compressor), *triton.as_words(compressor.pool).values()]
-    inputs += to_round
 
-    def kernel(input_refs: list[Ref], stored_refs: list[Ref]) -> None:
-        read, stored = iter(input_refs), iter(stored_refs)
-        call_refs = [next(read) for _ in indices]
-        queries_ref, kv_ref, norm_ref, frequencies_ref = (next(read) for _ in range(4))
+    def kernel(inputs: _Operands, kept: _Kept, outputs: _Outputs) -> None:
         token, part = pl.program_id(0), pl.program_id(1)
-        closes = _read_token(call_refs, token, rate)
-        live = call_refs[2][token] >= 0
-        ring_refs = {name: next(stored) for name in window}
+        closes = _read_token(inputs, token, arguments.rate)
+        live = inputs.slots[token] >= 0
         for number, compressor in enumerate(compressors):
             append = functools.partial(
                 _append_csa if isinstance(compressor.state, dict) else _append_hca,
-                _Refs(
-                    [next(stored) for _ in _state_arrays(compressor)],
-                    {name: next(stored) for name in compressor.pool},
-                    [next(read) for _ in range(3)],
-                    frequencies_ref,
-                ),
+                inputs.projected[number],
+                kept.states[number],
+                kept.pools[number],
+                inputs.frequencies,
                 closes,
                 codec=compressor.codec,
-                eps=eps,
+                eps=norm_rope.eps,
             )
             pl.when((part == number) & live)(append)
-        rotated_ref = next(stored)
-        row_refs = {name: next(stored) for name in shapes}
-        rotate_part = len(compressors) + 1
-        round_part = rotate_part + num_tiles
 
         @pl.when(part == len(compressors))
         def _append_window() -> None:
             entry = triton_token.encode_entry(
-                kv_ref,
-                norm_ref,
-                frequencies_ref,
+                inputs.kv,
+                inputs.norm,
+                inputs.frequencies,
                 token,
                 closes.position,
-                codec=ring.codec,
-                eps=eps,
+                codec=arguments.ring.codec,
+                eps=norm_rope.eps,
             )
-            triton_codecs.store_entry(row_refs, (token,), entry)
-            size = next(iter(window.values())).shape[2]
-            at = (closes.layer, closes.slot, closes.position % size)
-            pl.when(live)(functools.partial(triton_codecs.store_entry, ring_refs, at, entry))
+            triton_codecs.store_entry(outputs.rows, (token,), entry)
+            at = (closes.layer, closes.slot, closes.position % window_size)
+            pl.when(live)(functools.partial(triton_codecs.store_entry, kept.ring, at, entry))
 
         rotates = part >= rotate_part
-        if index_codec is not None:
+        if arguments.index_codec is not None:
             rotates &= part < round_part
 
         @pl.when(rotates)
         def _rotate() -> None:
-            heads = triton_heads.Heads(queries_ref, rotated_ref, token, part - rotate_part)
-            triton_token.rotate_heads(heads, frequencies_ref, closes.position, eps=eps)
+            heads = triton_heads.Heads(inputs.queries, outputs.queries, token, part - rotate_part)
+            triton_token.rotate_heads(heads, inputs.frequencies, closes.position, eps=norm_rope.eps)
 
-        if index_codec is not None:
+        if arguments.index_codec is not None:
             round_heads = functools.partial(
                 triton_heads_rounding.round_heads,
-                triton_heads.Heads(next(read), next(stored), token, part - round_part),
-                frequencies_ref,
+                triton_heads.Heads(
+                    inputs.index_queries, outputs.index_queries, token, part - round_part
+                ),
+                inputs.frequencies,
                 closes.position,
-                codec=index_codec,
+                codec=arguments.index_codec,
             )
             pl.when(part >= round_part)(round_heads)
 
-    written = iter(
-        triton.launch(
-            kernel,
-            grid=(num_tokens, len(compressors) + 1 + num_tiles + num_index_tiles),
-            inputs=inputs,
-            in_place=in_place,
-            outputs=[
-                jax.ShapeDtypeStruct(queries.shape, queries.dtype),
-                *triton.word_shapes(shapes).values(),
-                *(jax.ShapeDtypeStruct(heads.shape, heads.dtype) for heads in to_round),
-            ],
-            num_warps=_NUM_WARPS,
-            name="append_and_flush",
-        )
+    kept: _Kept
+    made: _Outputs
+    kept, made = triton.launch(
+        kernel,
+        grid=(num_tokens, num_parts),
+        inputs=_Operands(
+            layer=arguments.ring.layer.reshape(1),
+            segment_ids=call.segment_ids,
+            slots=call.slots,
+            positions=call.positions,
+            table=call.block_table if compressors else None,
+            queries=queries,
+            kv=arguments.kv,
+            norm=norm_rope.weight,
+            frequencies=norm_rope.frequencies,
+            projected=[_Projected(compressor.rows, compressor.norm) for compressor in compressors],
+            index_queries=index_queries,
+        ),
+        in_place=_Kept(
+            ring=triton.as_words(window),
+            states=[compressor.state for compressor in compressors],
+            pools=[triton.as_words(compressor.pool) for compressor in compressors],
+        ),
+        outputs=_Outputs(
+            queries=_shape_of(queries),
+            rows=triton.word_shapes(shapes),
+            index_queries=None if index_queries is None else _shape_of(index_queries),
+        ),
+        num_warps=_NUM_WARPS,
+        name="append_and_flush",
+    )
+    return Appended(
+        queries=made.queries,
+        rows=triton.from_words(made.rows, shapes),
+        ring=triton.from_words(kept.ring, window),
+        states=tuple(kept.states),
+        pools=tuple(
+            triton.from_words(words, compressor.pool)
+            for words, compressor in zip(kept.pools, compressors, strict=True)
+        ),
+        index_queries=made.index_queries,
     )
 
-    def take(planes: Planes) -> Planes:
-        return triton.from_words({name: next(written) for name in planes}, planes)
 
-    new_window = take(window)
-    states: list[Planes | jax.Array] = []
-    pools: list[Planes] = []
-    for compressor in compressors:
-        if isinstance(compressor.state, dict):
-            states.append({name: next(written) for name in ("values", "scores")})
-        else:
-            states.append(next(written))
-        pools.append(take(compressor.pool))
-    rotated = next(written)
-    rows = triton.from_words({name: next(written) for name in shapes}, shapes)
-    return Appended(rotated, rows, new_window, tuple(states), tuple(pools), next(written, None))
+def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
-def _state_arrays(compressor: Compressor) -> list[jax.Array]:
-    state = compressor.state
-    return [state["values"], state["scores"]] if isinstance(state, dict) else [state]
-
-
-def _read_token(call_refs: Sequence[Ref], token: jax.Array, rate: int) -> Closing:
+def _read_token(inputs: _Operands, token: jax.Array, rate: int) -> Closing:
     """The program's token; whether it closes a window, its position says."""
-    layer, segment_ids, slots, positions, *table = call_refs
-    position, slot = positions[token], jnp.maximum(slots[token], 0)
+    position, slot = inputs.positions[token], jnp.maximum(inputs.slots[token], 0)
     return Closing(
-        layer[0], token, segment_ids[token], slot, position, position, rate, *(table or [None])
+        layer=inputs.layer[0],
+        token=token,
+        segment=inputs.segment_ids[token],
+        slot=slot,
+        position=position,
+        length=position,
+        rate=rate,
+        table=inputs.table,
     )
 
 
-class _Refs(NamedTuple):
-    """What a program of a compressor reads and writes.
-
-    Attributes:
-      state: values and scores of CSA, the running pool of HCA.
-      planes: the pool's.
-      rows: the call's values and scores, and the norm's weight.
-      frequencies: f32[R / 2].
-    """
-
-    state: Sequence[Ref]
-    planes: dict[str, Ref]
-    rows: Sequence[Ref]
-    frequencies: Ref
-
-
-def _append_csa(compressor: _Refs, closes: Closing, *, codec: Codec, eps: float) -> None:
+def _append_csa(
+    projected: _Projected,
+    state: Mapping[str, Ref],
+    planes: dict[str, Ref],
+    frequencies: Ref,
+    closes: Closing,
+    *,
+    codec: Codec,
+    eps: float,
+) -> None:
     """Keeps the token's values and scores; a closing window pools 2M - 1 kept rows and them."""
-    state, planes, (*new, norm), frequencies = compressor
+    norm = projected.norm
     channels, period = norm.shape[0], 2 * closes.rate
     width = triton_codecs.tile_width(codec, channels)
 
@@ -194,33 +248,49 @@ def _append_csa(compressor: _Refs, closes: Closing, *, codec: Codec, eps: float)
         tokens = []
         for back in range(period - 1, -1, -1):
             kept = jnp.maximum(closes.position - back, 0) % period
-            refs, row = (
-                (state, (closes.layer, closes.slot, kept)) if back else (new, (closes.token,))
-            )
+            # The token's own row comes from the call: in the state it is being written meanwhile.
+            rows, row = state, (closes.layer, closes.slot, kept)
+            if not back:
+                rows, row = projected.rows, (closes.token,)
             start = 0 if back >= closes.rate else channels
             tokens.append(
-                [triton.load_row(r, row, start=start, count=channels, width=width) for r in refs]
+                [
+                    triton.load_row(rows[name], row, start=start, count=channels, width=width)
+                    for name in triton_pool.TOKEN
+                ]
             )
         store = prepare_store(planes, codec, norm, frequencies, width=width, eps=eps)
         place = closes.locate(planes)
         pooled = triton_pool.pool_overlapping(tokens, closes.position >= closes.rate)
         store(triton_pool.mean(pooled, channels, norm.dtype), closes.begin, place)
 
-    for source, target in zip(new, state, strict=True):
+    for name in triton_pool.TOKEN:
         at = (closes.layer, closes.slot, closes.position % period)
-        triton.copy_row(source, (closes.token,), target, at)
+        triton.copy_row(projected.rows[name], (closes.token,), state[name], at)
 
 
-def _append_hca(compressor: _Refs, closes: Closing, *, codec: Codec, eps: float) -> None:
+def _append_hca(
+    projected: _Projected,
+    running: Ref,
+    planes: dict[str, Ref],
+    frequencies: Ref,
+    closes: Closing,
+    *,
+    codec: Codec,
+    eps: float,
+) -> None:
     """Folds the token into the running pool; where that closes the window, empties it."""
-    (running,), planes, (*new, norm), frequencies = compressor
+    norm = projected.norm
     channels = norm.shape[0]
     width = triton_codecs.tile_width(codec, channels)
     at, lanes = (closes.layer, closes.slot), {"start": 0, "count": channels, "width": width}
     ends = (closes.position + 1) % closes.rate == 0
     pooled = triton_pool.fold(
         triton_pool.continue_pool(running, at, closes.position % closes.rate > 0, **lanes),
-        *(triton.load_row(ref, (closes.token,), **lanes) for ref in new),
+        *(
+            triton.load_row(projected.rows[name], (closes.token,), **lanes)
+            for name in triton_pool.TOKEN
+        ),
     )
     kept = triton_pool.select_pool(ends, triton_pool.empty_pool(width), pooled)
     for number, part in enumerate(kept):

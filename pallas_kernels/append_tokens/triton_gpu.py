@@ -17,14 +17,15 @@ Blackwell and has not run there. Figures: docs/kernels/append_tokens.md.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.append_tokens.reference import Arguments
+from pallas_kernels.common.checks import first_plane
 from pallas_kernels.common.codecs import Planes
 from pallas_kernels.compressor import triton_pool
 from pallas_kernels.gpu import triton
@@ -35,78 +36,114 @@ _CHUNK = 16
 _TILE = 128
 
 
+class _Operands(NamedTuple):
+    """Arrays that the kernel reads, and in it their refs.
+
+    Attributes:
+      layer: i32[1].
+      slots, lengths, counts, offsets: i32[B], the `row_*` of `CallIndices`.
+      projections: of the running pool, values and scores f32[T, C], or None.
+      rows: for each ring planes [T, ...], byte planes as words.
+    """
+
+    layer: Any
+    slots: Any
+    lengths: Any
+    counts: Any
+    offsets: Any
+    projections: Any
+    rows: Any
+
+
+class _Kept(NamedTuple):
+    """Arrays that the kernel updates, and in it their refs.
+
+    Attributes:
+      rings: planes [L, NS, W, ...] each, byte planes as words.
+      running: f32[L, NS, 3, C], or None.
+    """
+
+    rings: Any
+    running: Any
+
+
+class _Segment(NamedTuple):
+    """i32[] each: a segment's tokens before the call, in it, and the first one's index in it."""
+
+    length: jax.Array
+    num_tokens: jax.Array
+    offset: jax.Array
+
+
 def append_tokens(arguments: Arguments) -> tuple[tuple[Planes, ...], jax.Array | None]:
     """See `op.append_tokens`."""
-    rings, rows, running, projections, call, layer, rate = arguments
-    per_row = [call.row_slots, call.row_lengths, call.row_counts, call.row_offsets]
-    indices = [layer.reshape(1), *per_row]
+    rings, running, call, rate = arguments.rings, arguments.running, arguments.call, arguments.rate
     max_count = call.max_row_tokens
-    ring_words = [triton.as_words(ring) for ring in rings]
-    row_words = [triton.as_words(new) for new in rows]
-    num_tokens = [min(max_count, next(iter(ring.values())).shape[2]) for ring in rings]
-    targets = [plane for ring in ring_words for plane in ring.values()]
-    sources = [new[name] for ring, new in zip(rings, row_words, strict=True) for name in ring]
-    folded = [] if projections is None else [projections["values"], projections["scores"]]
-    limits = [n for n, ring in zip(num_tokens, rings, strict=True) for _ in ring]
-    last = max(num_tokens)
+    # Tokens of a segment that each ring keeps, at most.
+    limits = [min(max_count, first_plane(ring).shape[2]) for ring in rings]
+    last = max(limits)
     num_tiles = 0 if running is None else running.shape[3] // _channel_tile(running.shape[3])[0]
 
-    def kernel(inputs: list[Ref], stored: list[Ref]) -> None:
+    def kernel(inputs: _Operands, kept: _Kept) -> None:
         row, place = pl.program_id(0), pl.program_id(1)
-        layer, slot, length, count, offset = _read(inputs[: len(indices)], row)
+        layer, slot = inputs.layer[0], inputs.slots[row]
+        segment = _Segment(inputs.lengths[row], inputs.counts[row], inputs.offsets[row])
+        length, count, offset = segment
         token, position = offset + count - 1 - place, length + count - 1 - place
-        copies = inputs[len(indices) + len(folded) :]
-        for source, target, limit in zip(copies, stored, limits, strict=False):
-            at = (layer, jnp.maximum(slot, 0), position % target.shape[2])
-            pl.when((slot >= 0) & (place < jnp.minimum(count, limit)))(
-                functools.partial(triton.copy_row, source, (token,), target, at)
-            )
-        if folded:
+        for ring, new, limit in zip(kept.rings, inputs.rows, limits, strict=True):
+            for name, target in ring.items():
+                at = (layer, jnp.maximum(slot, 0), position % target.shape[2])
+                pl.when((slot >= 0) & (place < jnp.minimum(count, limit)))(
+                    functools.partial(triton.copy_row, new[name], (token,), target, at)
+                )
+        if kept.running is not None:
             pl.when((slot >= 0) & (count > 0) & (place >= last))(
                 functools.partial(
                     _fold_open_window,
-                    stored[-1],
+                    kept.running,
                     (layer, jnp.maximum(slot, 0)),
-                    inputs[len(indices) : len(indices) + 2],
-                    (length, count, offset),
+                    inputs.projections,
+                    segment,
                     place - last,
                     rate=rate,
                     chunk=min(_CHUNK, max_count, rate),
                 )
             )
 
-    written = triton.launch(
+    written: _Kept = triton.launch(
         kernel,
         grid=(call.row_slots.shape[0], last + num_tiles),
-        inputs=[*indices, *folded, *sources],
-        in_place=[*targets, *([] if running is None else [running])],
+        inputs=_Operands(
+            layer=arguments.layer.reshape(1),
+            slots=call.row_slots,
+            lengths=call.row_lengths,
+            counts=call.row_counts,
+            offsets=call.row_offsets,
+            projections=arguments.projections,
+            rows=[triton.as_words(new) for new in arguments.rows],
+        ),
+        in_place=_Kept(rings=[triton.as_words(ring) for ring in rings], running=running),
         num_warps=_NUM_WARPS,
         name="append_tokens",
     )
-    planes = iter(written)
-    new_rings = tuple(
-        triton.from_words({name: next(planes) for name in ring}, ring) for ring in rings
+    new_rings = (
+        triton.from_words(words, ring) for words, ring in zip(written.rings, rings, strict=True)
     )
-    return new_rings, None if running is None else next(planes)
-
-
-def _read(refs: Sequence[Ref], row: jax.Array) -> tuple[jax.Array, ...]:
-    layer, *per_row = refs
-    return layer[0], *(ref[row] for ref in per_row)
+    return tuple(new_rings), written.running
 
 
 def _fold_open_window(
     running: Ref,
     at: tuple[jax.Array, jax.Array],
-    row_refs: Sequence[Ref],
-    row: tuple[jax.Array, jax.Array, jax.Array],
+    projections: Mapping[str, Ref],
+    segment: _Segment,
     tile: jax.Array,
     *,
     rate: int,
     chunk: int,
 ) -> None:
     """A tile of the pool that is open after the call, from what was open before or afresh."""
-    length, count, offset = row
+    length, count, offset = segment
     end = length + count
     opened = end // rate * rate
     first = jnp.maximum(opened, length)
@@ -114,7 +151,7 @@ def _fold_open_window(
     channels = {"start": tile * width, "count": num_channels}
     pool = triton_pool.fold_tokens(
         triton_pool.continue_pool(running, at, opened < length, **channels, width=width),
-        row_refs,
+        projections,
         first=offset + first - length,
         num_tokens=end - first,
         chunk=chunk,

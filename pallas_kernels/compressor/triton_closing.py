@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -61,22 +61,38 @@ class Closing(NamedTuple):
         return self.layer, jnp.where(inside, block, -1), entry % entries_per_block
 
 
-def read_token(call_refs: Sequence[Ref], number: jax.Array) -> jax.Array:
-    """i32[], the token that closes the window of that number, -1 for none."""
-    return call_refs[1][number]
+class CallArrays(NamedTuple):
+    """What programs read of the call, and in them its refs.
 
-
-def read_closing(call_refs: Sequence[Ref], token: jax.Array, rate: int) -> Closing:
-    """What the call says of the token with which a window of `rate` tokens ends.
-
-    Args:
-      call_refs: layer [1], closing, segment_ids, slots, positions, lengths and the table.
-      token: i32[], its index in the call.
-      rate: tokens per window.
+    Attributes:
+      layer: i32[1].
+      closing: i32[n], the token that closes each window, -1 for none.
+      segment_ids, slots, positions, lengths: i32[T], as in `CallIndices`.
+      table: i32[B, LB].
     """
-    layer, _, segment_ids, slots, positions, lengths, table = call_refs
-    segment, slot = segment_ids[token], jnp.maximum(slots[token], 0)
-    return Closing(layer[0], token, segment, slot, positions[token], lengths[token], rate, table)
+
+    layer: Any
+    closing: Any
+    segment_ids: Any
+    slots: Any
+    positions: Any
+    lengths: Any
+    table: Any
+
+
+def read_closing(call: CallArrays, token: jax.Array, rate: int) -> Closing:
+    """What the call says of the token i32[] with which a window of `rate` tokens ends."""
+    segment, slot = call.segment_ids[token], jnp.maximum(call.slots[token], 0)
+    return Closing(
+        layer=call.layer[0],
+        token=token,
+        segment=segment,
+        slot=slot,
+        position=call.positions[token],
+        length=call.lengths[token],
+        rate=rate,
+        table=call.table,
+    )
 
 
 def prepare_store(

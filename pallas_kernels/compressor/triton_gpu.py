@@ -32,13 +32,13 @@ from pallas_kernels.compressor.reference import Compressor, Windows
 from pallas_kernels.compressor.tiling import Tiling, choose_csa, choose_hca, warps_apart
 from pallas_kernels.compressor.triton_closing import (
     PLACE_FIELDS,
+    CallArrays,
     load_place,
     prepare_store,
     read_closing,
-    read_token,
     store_place,
 )
-from pallas_kernels.compressor.triton_means import Channels, PoolCSA, PoolHCA, Pooling
+from pallas_kernels.compressor.triton_means import Channels, PoolCSA, PoolHCA, Pooling, Sources
 from pallas_kernels.gpu import triton, triton_codecs
 
 Ref = Any
@@ -52,23 +52,17 @@ def flush_csa(
     num_windows = windows.closing.shape[0]
     tiling = tiling or choose_csa(num_windows)
     eager = num_windows < windows.call.positions.shape[0]
-    flushes = [
-        _Flush(
-            compressor.pool,
-            compressor.codec,
-            _state_and_rows(compressor),
-            compressor.norm,
-            PoolCSA(compressor.norm.dtype, windows.rate, eager),
-        )
-        for compressor in compressors
-    ]
-    call = _call_arrays(windows)
-    run = functools.partial(_flush_windows, call=call, windows=windows, name="flush_csa")
+    poolings = [PoolCSA(c.norm.dtype, windows.rate, eager) for c in compressors]
     if not tiling.apart:
-        return run(flushes, num_warps=tiling.warps)
+        return _flush_windows(
+            compressors, poolings, windows, num_warps=tiling.warps, name="flush_csa"
+        )
     written: list[Planes] = []
-    for flush in flushes:
-        written += run([flush], num_warps=warps_apart(_all_channels(flush.norm, flush.codec).width))
+    for compressor, pooling in zip(compressors, poolings, strict=True):
+        num_warps = warps_apart(_all_channels(compressor.norm, compressor.codec).width)
+        written += _flush_windows(
+            [compressor], [pooling], windows, num_warps=num_warps, name="flush_csa"
+        )
     return tuple(written)
 
 
@@ -78,100 +72,95 @@ def flush_hca(compressor: Compressor, windows: Windows, *, tiling: Tiling | None
     num_windows, num_tokens = windows.closing.shape[0], call.positions.shape[0]
     tiling = tiling or choose_hca(num_windows, num_tokens)
     chunk = min(tiling.chunk, call.max_row_tokens, rate, num_tokens)
-    flush = _Flush(
-        compressor.pool,
-        compressor.codec,
-        _state_and_rows(compressor),
-        compressor.norm,
-        PoolHCA(compressor.norm.dtype, rate, chunk, eager=num_windows < num_tokens),
-    )
-    call_arrays = _call_arrays(windows)
+    pooling = PoolHCA(compressor.norm.dtype, rate, chunk, eager=num_windows < num_tokens)
     if tiling.channels:
-        means, places = _pool_tiles(flush, call_arrays, rate, tiling)
-        return _finish_means(flush, means, places, windows.frequencies, windows.eps)
+        means, places = _pool_tiles(compressor, pooling, windows, tiling)
+        return _finish_means(compressor, means, places, windows)
     (written,) = _flush_windows(
-        [flush], call=call_arrays, windows=windows, num_warps=tiling.warps, name="flush_hca"
+        [compressor], [pooling], windows, num_warps=tiling.warps, name="flush_hca"
     )
     return written
 
 
-def _call_arrays(windows: Windows) -> list[jax.Array]:
-    """What programs read of the call, in the order of `triton_closing.read_closing`."""
+class _Operands(NamedTuple):
+    """Arrays that a launch reads, and in it their refs.
+
+    Attributes:
+      call: where the call's tokens belong.
+      frequencies: f32[R / 2]; None for a launch that only pools.
+      sources: what the windows of each compressor are pooled from.
+      norms: [C] of each; none for a launch that only pools.
+    """
+
+    call: CallArrays
+    frequencies: Any
+    sources: Sequence[Sources]
+    norms: Sequence[Any]
+
+
+def _operands(compressors: Sequence[Compressor], windows: Windows) -> _Operands:
     call = windows.call
-    per_token = [call.segment_ids, call.slots, call.positions, call.lengths]
-    return [windows.layer.reshape(1), windows.closing, *per_token, call.block_table]
-
-
-def _state_and_rows(compressor: Compressor) -> list[jax.Array]:
-    state, rows = compressor.state, compressor.rows
-    kept = [state["values"], state["scores"]] if isinstance(state, dict) else [state]
-    return [*kept, rows["values"], rows["scores"]]
-
-
-class _Flush(NamedTuple):
-    """One compressor's share of a launch: where entries go, and what they are pooled from."""
-
-    pool: Planes
-    codec: Codec
-    arrays: list[jax.Array]
-    norm: jax.Array
-    pooling: Pooling
+    return _Operands(
+        call=CallArrays(
+            layer=windows.layer.reshape(1),
+            closing=windows.closing,
+            segment_ids=call.segment_ids,
+            slots=call.slots,
+            positions=call.positions,
+            lengths=call.lengths,
+            table=call.block_table,
+        ),
+        frequencies=windows.frequencies,
+        sources=[Sources(compressor.state, compressor.rows) for compressor in compressors],
+        norms=[compressor.norm for compressor in compressors],
+    )
 
 
 def _flush_windows(
-    flushes: Sequence[_Flush],
-    *,
-    call: Sequence[jax.Array],
+    compressors: Sequence[Compressor],
+    poolings: Sequence[Pooling],
     windows: Windows,
+    *,
     num_warps: int,
     name: str,
 ) -> tuple[Planes, ...]:
     """Programs of whole windows, for each compressor."""
-    rate, eps = windows.rate, windows.eps
 
-    def kernel(inputs: list[Ref], stored: list[Ref]) -> None:
-        call_refs, frequencies_ref = inputs[: len(call)], inputs[len(call)]
-        refs, stored_refs = iter(inputs[len(call) + 1 :]), iter(stored)
+    def kernel(inputs: _Operands, pools: list[dict[str, Ref]]) -> None:
         program, chosen = pl.program_id(0), pl.program_id(1)
-        token = read_token(call_refs, program)
-        for number, flush in enumerate(flushes):
+        token = inputs.call.closing[program]
+        for number, (compressor, pooling) in enumerate(zip(compressors, poolings, strict=True)):
             flush_window = functools.partial(
                 _flush_window,
-                {plane: next(stored_refs) for plane in flush.pool},
-                [next(refs) for _ in flush.arrays],
-                next(refs),
-                frequencies_ref,
-                call_refs,
+                pools[number],
+                inputs,
+                number,
                 token,
-                pooling=flush.pooling,
-                codec=flush.codec,
-                rate=rate,
-                eps=eps,
+                pooling=pooling,
+                codec=compressor.codec,
+                rate=windows.rate,
+                eps=windows.eps,
             )
             pl.when((chosen == number) & (token >= 0))(flush_window)
 
-    words = [triton.as_words(flush.pool) for flush in flushes]
-    written = iter(
-        triton.launch(
-            kernel,
-            grid=(call[1].shape[0], len(flushes)),
-            inputs=[*call, windows.frequencies, *(x for f in flushes for x in (*f.arrays, f.norm))],
-            in_place=[plane for pool in words for plane in pool.values()],
-            num_warps=num_warps,
-            name=name,
-        )
+    written = triton.launch(
+        kernel,
+        grid=(windows.closing.shape[0], len(compressors)),
+        inputs=_operands(compressors, windows),
+        in_place=[triton.as_words(compressor.pool) for compressor in compressors],
+        num_warps=num_warps,
+        name=name,
     )
     return tuple(
-        triton.from_words({plane: next(written) for plane in f.pool}, f.pool) for f in flushes
+        triton.from_words(words, compressor.pool)
+        for words, compressor in zip(written, compressors, strict=True)
     )
 
 
 def _flush_window(
     planes: dict[str, Ref],
-    arrays: Sequence[Ref],
-    norm: Ref,
-    frequencies: Ref,
-    call_refs: Sequence[Ref],
+    inputs: _Operands,
+    number: int,
     token: jax.Array,
     *,
     pooling: Pooling,
@@ -179,86 +168,90 @@ def _flush_window(
     rate: int,
     eps: float,
 ) -> None:
-    """Loads wait for the token alone, but for those of the table and of windows cut by the call."""
+    """A window of the compressor of that number, into its pool.
+
+    Loads wait for the token alone, but for those of the table and of windows cut by the call.
+    """
+    sources, norm = inputs.sources[number], inputs.norms[number]
     channels = _all_channels(norm, codec)
-    loaded = pooling.load(arrays, token, channels)
-    store = prepare_store(planes, codec, norm, frequencies, width=channels.width, eps=eps)
-    closes = read_closing(call_refs, token, rate)
-    mean = pooling.finish(arrays, closes, channels, loaded)
+    # What the token alone says, before what the call says of it: loads, weights, then addresses.
+    loaded = pooling.load(sources, token, channels)
+    store = prepare_store(planes, codec, norm, inputs.frequencies, width=channels.width, eps=eps)
+    closes = read_closing(inputs.call, token, rate)
+    mean = pooling.finish(sources, closes, channels, loaded)
     store(mean, closes.begin, closes.locate(planes))
 
 
 def _pool_tiles(
-    flush: _Flush, call: Sequence[jax.Array], rate: int, tiling: Tiling
+    compressor: Compressor, pooling: Pooling, windows: Windows, tiling: Tiling
 ) -> tuple[jax.Array, jax.Array]:
     """The windows' means [n, C], by programs of `tiling.channels` channels each, and their places.
 
     The program of a window's first tile finds its place while others pool.
     """
-    num_windows, dim = call[1].shape[0], flush.norm.shape[0]
+    num_windows, norm = windows.closing.shape[0], compressor.norm
+    (dim,), dtype = norm.shape, norm.dtype
     channels = math.gcd(tiling.channels, dim)
 
-    def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
+    def kernel(inputs: _Operands, outputs: tuple[Ref, Ref]) -> None:
         number, tile = pl.program_id(0), pl.program_id(1)
-        call_refs, refs = inputs[: len(call)], inputs[len(call) :]
-        means, places = outputs
-        token = read_token(call_refs, number)
-        width = max(32, 1 << (channels - 1).bit_length())
+        [sources], (means, places) = inputs.sources, outputs
+        token = inputs.call.closing[number]
+        width = max(32, pl.next_power_of_2(channels))
         own = Channels(tile * channels, channels, width)
 
         @pl.when(token >= 0)
         def _pool() -> None:
-            loaded = flush.pooling.load(refs, token, own)
-            closes = read_closing(call_refs, token, rate)
-            mean = flush.pooling.finish(refs, closes, own, loaded).astype(flush.norm.dtype)
+            loaded = pooling.load(sources, token, own)
+            closes = read_closing(inputs.call, token, windows.rate)
+            mean = pooling.finish(sources, closes, own, loaded).astype(dtype)
             triton.store_row(means, (number,), mean, first=0, start=own.start, count=channels)
 
         @pl.when(tile == 0)
         def _place() -> None:
-            closes = read_closing(call_refs, jnp.maximum(token, 0), rate)
-            store_place(places, number, token >= 0, closes.begin, closes.locate(flush.pool))
+            closes = read_closing(inputs.call, jnp.maximum(token, 0), windows.rate)
+            place = closes.locate(compressor.pool)
+            store_place(places, number, token >= 0, closes.begin, place)
 
-    means, places = triton.launch(
+    return triton.launch(
         kernel,
         grid=(num_windows, dim // channels),
-        inputs=[*call, *flush.arrays],
-        outputs=[
-            jax.ShapeDtypeStruct((num_windows, dim), flush.norm.dtype),
+        inputs=_operands([compressor], windows)._replace(frequencies=None, norms=[]),
+        outputs=(
+            jax.ShapeDtypeStruct((num_windows, dim), dtype),
             jax.ShapeDtypeStruct((num_windows, PLACE_FIELDS), jnp.int32),
-        ],
+        ),
         num_warps=tiling.pool_warps,
         name="flush_hca_pool",
     )
-    return means, places
 
 
 def _finish_means(
-    flush: _Flush, means: jax.Array, places: jax.Array, frequencies: jax.Array, eps: float
+    compressor: Compressor, means: jax.Array, places: jax.Array, windows: Windows
 ) -> Planes:
     """Every load of a program is of its window's number alone: it waits for one, not for three.
 
     Without a window it finishes what happens to lie there, and stores nothing.
     """
+    codec, eps = compressor.codec, windows.eps
 
-    def kernel(inputs: list[Ref], stored: list[Ref]) -> None:
-        means_ref, places_ref, norm, frequencies_ref = inputs
-        number, channels = pl.program_id(0), _all_channels(norm, flush.codec)
-        planes = dict(zip(flush.pool, stored, strict=True))
-        mean = triton.load_row(means_ref, (number,), **channels.columns).astype(jnp.float32)
-        begin, place = load_place(places_ref, number)
-        width = channels.width
-        store = prepare_store(planes, flush.codec, norm, frequencies_ref, width=width, eps=eps)
+    def kernel(inputs: tuple[Ref, Ref, Ref, Ref], planes: dict[str, Ref]) -> None:
+        means, places, norm, frequencies = inputs
+        number, channels = pl.program_id(0), _all_channels(norm, codec)
+        mean = triton.load_row(means, (number,), **channels.columns).astype(jnp.float32)
+        begin, place = load_place(places, number)
+        store = prepare_store(planes, codec, norm, frequencies, width=channels.width, eps=eps)
         store(mean, begin, place)
 
-    written = triton.launch(
+    words = triton.launch(
         kernel,
         grid=(means.shape[0],),
-        inputs=[means, places, flush.norm, frequencies],
-        in_place=[*triton.as_words(flush.pool).values()],
+        inputs=(means, places, compressor.norm, windows.frequencies),
+        in_place=triton.as_words(compressor.pool),
         num_warps=_FINISH_WARPS,
         name="flush_hca",
     )
-    return triton.from_words(dict(zip(flush.pool, written, strict=True)), flush.pool)
+    return triton.from_words(words, compressor.pool)
 
 
 def _all_channels(norm: Ref, codec: Codec) -> Channels:

@@ -8,7 +8,6 @@ program need not wait for what the call says of that token; then it finishes the
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -19,7 +18,6 @@ from pallas_kernels.compressor import triton_pool
 from pallas_kernels.compressor.triton_closing import Closing
 from pallas_kernels.gpu import triton
 
-Ref = Any
 Loaded = Any
 _CARRIED_CHUNK = 8  # tokens; one window a request at most goes on from an earlier call
 
@@ -37,15 +35,27 @@ class Channels(NamedTuple):
         return {"start": self.start, "count": self.size, "width": self.width}
 
 
+class Sources(NamedTuple):
+    """Where the tokens of a compressor's windows lie, and in a kernel their refs.
+
+    Attributes:
+      state: as of `Compressor`: values and scores of CSA, the running pool of HCA.
+      rows: the call's values and scores.
+    """
+
+    state: Any
+    rows: Any
+
+
 class Pooling(Protocol):
     """Finds means."""
 
-    def load(self, refs: Sequence[Ref], token: jax.Array, channels: Channels) -> Loaded:
+    def load(self, sources: Sources, token: jax.Array, channels: Channels) -> Loaded:
         """Starts loads, given the closing token's index in the call, i32[]; a tree of arrays."""
         ...
 
     def finish(
-        self, refs: Sequence[Ref], closes: Closing, channels: Channels, loaded: Loaded
+        self, sources: Sources, closes: Closing, channels: Channels, loaded: Loaded
     ) -> jax.Array:
         """f32[width], the mean, rounded to the dtype of activations."""
         ...
@@ -53,8 +63,6 @@ class Pooling(Protocol):
 
 class PoolCSA(NamedTuple):
     """The b-stream of the window before, then the a-stream of the own one: 2M tokens.
-
-    Refs are values and scores of the state, then of the call.
 
     Attributes:
       dtype: of activations.
@@ -66,28 +74,29 @@ class PoolCSA(NamedTuple):
     rate: int
     eager: bool
 
-    def load(self, refs: Sequence[Ref], token: jax.Array, channels: Channels) -> Loaded:
+    def load(self, sources: Sources, token: jax.Array, channels: Channels) -> Loaded:
         """See `Pooling`."""
-        if not self.eager or refs[2].shape[0] < 2 * self.rate:
+        num_tokens, row_width = sources.rows["values"].shape  # T, 2 * C
+        if not self.eager or num_tokens < 2 * self.rate:
             return None
-        own, half = token - (self.rate - 1), refs[2].shape[-1] // 2
-        load = functools.partial(triton_pool.load_tokens, refs[2:], number=self.rate)
+        own, half = token - (self.rate - 1), row_width // 2
+        load = functools.partial(triton_pool.load_tokens, sources.rows, number=self.rate)
         b_stream = load(own - self.rate, **channels.columns)
         a_stream = load(own, **channels._replace(start=channels.start + half).columns)
         return [*b_stream, *a_stream]
 
     def finish(
-        self, refs: Sequence[Ref], closes: Closing, channels: Channels, loaded: Loaded
+        self, sources: Sources, closes: Closing, channels: Channels, loaded: Loaded
     ) -> jax.Array:
         """See `Pooling`."""
         if loaded is None:
-            pooled = _pool_merged(refs, closes, channels)
+            pooled = _pool_merged(sources, closes, channels)
         else:
             all_in_call = closes.position - (2 * closes.rate - 1) >= closes.length
             pooled = jax.lax.cond(
                 all_in_call,
                 triton_pool.pool_tokens,
-                lambda _: _pool_merged(refs, closes, channels),
+                lambda _: _pool_merged(sources, closes, channels),
                 loaded,
             )
         return triton_pool.mean(pooled, channels.size, self.dtype)
@@ -95,8 +104,6 @@ class PoolCSA(NamedTuple):
 
 class PoolHCA(NamedTuple):
     """What the running pool holds of the window, then its tokens of this call.
-
-    Refs are the running pool, and values and scores of the call.
 
     Attributes:
       dtype: of activations.
@@ -110,15 +117,15 @@ class PoolHCA(NamedTuple):
     chunk: int
     eager: bool
 
-    def load(self, refs: Sequence[Ref], token: jax.Array, channels: Channels) -> Loaded:
+    def load(self, sources: Sources, token: jax.Array, channels: Channels) -> Loaded:
         """See `Pooling`."""
         if not self.eager:
             return None
         first = token - (self.rate - 1)
-        return triton_pool.load_tokens(refs[1:], first, self.chunk, **channels.columns)
+        return triton_pool.load_tokens(sources.rows, first, self.chunk, **channels.columns)
 
     def finish(
-        self, refs: Sequence[Ref], closes: Closing, channels: Channels, loaded: Loaded
+        self, sources: Sources, closes: Closing, channels: Channels, loaded: Loaded
     ) -> jax.Array:
         """See `Pooling`."""
         begin = closes.begin
@@ -126,7 +133,7 @@ class PoolHCA(NamedTuple):
         def fold_window(loaded: Loaded) -> triton_pool.Pool:
             return triton_pool.fold_window(
                 loaded,
-                refs[1:],
+                sources.rows,
                 first=closes.token - (closes.rate - 1),
                 num_tokens=closes.rate,
                 **channels.columns,
@@ -136,8 +143,8 @@ class PoolHCA(NamedTuple):
             first = jnp.maximum(begin, closes.length)
             at, carried = (closes.layer, closes.slot), begin < closes.length
             return triton_pool.fold_tokens(
-                triton_pool.continue_pool(refs[0], at, carried, **channels.columns),
-                refs[1:],
+                triton_pool.continue_pool(sources.state, at, carried, **channels.columns),
+                sources.rows,
                 first=closes.token - (closes.position - first),
                 num_tokens=closes.position - first + 1,
                 chunk=min(self.chunk, _CARRIED_CHUNK) if self.eager else self.chunk,
@@ -153,32 +160,32 @@ class PoolHCA(NamedTuple):
 
 
 def _csa_places(
-    refs: Sequence[Ref], closes: Closing, channels: Channels
+    row_width: int, closes: Closing, channels: Channels
 ) -> list[tuple[tuple[jax.Array], tuple[jax.Array, ...], jax.Array | int]]:
     """Of each token: its row of the call, its row of the state, its first column in both."""
     rate, places = closes.rate, []
     for back in range(2 * rate - 1, -1, -1):
         row = (jnp.maximum(closes.token - back, 0),)
         kept = jnp.maximum(closes.position - back, 0) % (2 * rate)
-        start = channels.start + (0 if back >= rate else refs[0].shape[-1] // 2)
+        start = channels.start + (0 if back >= rate else row_width // 2)
         places.append((row, (closes.layer, closes.slot, kept), start))
     return places
 
 
-def _pool_merged(refs: Sequence[Ref], closes: Closing, channels: Channels) -> triton_pool.Pool:
+def _pool_merged(sources: Sources, closes: Closing, channels: Channels) -> triton_pool.Pool:
     """Pools 2M tokens, of the state where they came before the call; the first window has M."""
     load = functools.partial(triton.load_row, count=channels.size, width=channels.width)
-    tokens = []
-    for number, (row, kept, start) in enumerate(_csa_places(refs, closes, channels)):
+    row_width, tokens = sources.rows["values"].shape[1], []
+    for number, (row, kept, start) in enumerate(_csa_places(row_width, closes, channels)):
         in_call = closes.position - (2 * closes.rate - 1) + number >= closes.length
         tokens.append(
             [
                 triton_pool.select(
                     in_call,
-                    load(new, row, start=start, live=in_call),
-                    load(old, kept, start=start, live=~in_call),
+                    load(sources.rows[name], row, start=start, live=in_call),
+                    load(sources.state[name], kept, start=start, live=~in_call),
                 )
-                for old, new in zip(refs[:2], refs[2:], strict=True)
+                for name in triton_pool.TOKEN
             ]
         )
     return triton_pool.pool_overlapping(tokens, closes.position >= closes.rate)

@@ -9,7 +9,7 @@ sine, cosine and one division may differ from the reference in their last bit.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,8 @@ from pallas_kernels.gpu.triton_rope import round_to_dtype
 Ref = Any
 Pool = tuple[jax.Array, jax.Array, jax.Array]
 Tokens = list[list[jax.Array]]
+TOKEN = ("values", "scores")
+"""What a token is to a pool, in the order of its tiles: a plane of rows each."""
 
 
 def empty_pool(width: int) -> Pool:
@@ -99,7 +101,7 @@ def continue_pool(
 
 
 def load_tokens(
-    row_refs: Sequence[Ref],
+    rows: Mapping[str, Ref],
     row: jax.Array,
     number: int,
     *,
@@ -110,21 +112,21 @@ def load_tokens(
     """Values and scores of rows row .. row + number - 1 of f32[T, C], moved to where there are any.
 
     Args:
-      row_refs: values and scores.
+      rows: values and scores.
       row: i32[].
       number: rows; at most T.
       start: first channel.
       count: channels.
       width: lanes.
     """
-    row = jnp.clip(row, 0, row_refs[0].shape[0] - number)
+    row = jnp.clip(row, 0, rows["values"].shape[0] - number)
     load = functools.partial(triton.load_row, start=start, count=count, width=width, last=True)
-    return [[load(ref, (row + n,)) for ref in row_refs] for n in range(number)]
+    return [[load(rows[name], (row + n,)) for name in TOKEN] for n in range(number)]
 
 
 def fold_window(
     tokens: Tokens,
-    row_refs: Sequence[Ref],
+    rows: Mapping[str, Ref],
     *,
     first: jax.Array,
     num_tokens: int,
@@ -136,14 +138,14 @@ def fold_window(
 
     Args:
       tokens: the first chunk, by `load_tokens`.
-      row_refs: values and scores.
+      rows: values and scores.
       first: first row.
       num_tokens: rows, no fewer than a chunk's.
       columns: as `load_tokens` takes them.
     """
     chunk = len(tokens)
     whole, rest = divmod(num_tokens, chunk)
-    load = functools.partial(load_tokens, row_refs, **columns)
+    load = functools.partial(load_tokens, rows, **columns)
 
     def fold_all(pool: Pool, tokens: Tokens) -> Pool:
         return functools.reduce(lambda pool, token: fold(pool, *token), tokens, pool)
@@ -161,7 +163,7 @@ def fold_window(
 
 def fold_tokens(
     pool: Pool,
-    row_refs: Sequence[Ref],
+    rows: Mapping[str, Ref],
     *,
     first: jax.Array,
     num_tokens: jax.Array,
@@ -175,14 +177,14 @@ def fold_tokens(
 
     Args:
       pool: of `count` channels from `start` on.
-      row_refs: values and scores.
+      rows: values and scores.
       first: first row.
       num_tokens: rows; at most 1 where `chunk` is 1.
       chunk: rows loaded together.
       start: first channel.
       count: channels.
     """
-    num_rows, width = row_refs[0].shape[0], pool[0].shape[0]
+    num_rows, width = rows["values"].shape[0], pool[0].shape[0]
 
     def load(number: jax.Array | int) -> list[list[jax.Array]]:
         tokens = []
@@ -192,8 +194,10 @@ def fold_tokens(
             live = token < num_tokens
             tokens.append(
                 [
-                    triton.load_row(ref, row, start=start, count=count, width=width, live=live)
-                    for ref in row_refs
+                    triton.load_row(
+                        rows[name], row, start=start, count=count, width=width, live=live
+                    )
+                    for name in TOKEN
                 ]
             )
         return tokens

@@ -13,7 +13,7 @@ and has not run there. Figures and roads not taken: docs/kernels/encode_tokens.m
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import pallas as pl
@@ -23,7 +23,6 @@ from pallas_kernels.common.norm_rope import NormRope
 from pallas_kernels.encode_tokens import triton_token
 from pallas_kernels.gpu import triton, triton_codecs, triton_heads
 
-Ref = Any
 _NUM_WARPS = 4
 
 
@@ -44,37 +43,63 @@ def encode_tokens(
         for name, shape in codec.plane_shapes(kv.shape[1], 2 * frequencies.shape[0]).items()
     }
 
-    def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
-        kv, norm, frequencies, positions, *heads_in = inputs
-        planes, heads_out = outputs[: len(shapes)], outputs[len(shapes) :]
+    def kernel(inputs: _Operands, outputs: _Outputs) -> None:
         token, part = pl.program_id(0), pl.program_id(1)
-        position = positions[token]
+        position = inputs.positions[token]
 
         @pl.when(part == 0)
         def _encode() -> None:
             entry = triton_token.encode_entry(
-                kv, norm, frequencies, token, position, codec=codec, eps=eps
+                inputs.kv, inputs.norm, inputs.frequencies, token, position, codec=codec, eps=eps
             )
-            triton_codecs.store_entry(dict(zip(shapes, planes, strict=True)), (token,), entry)
+            triton_codecs.store_entry(outputs.planes, (token,), entry)
 
         def rotate() -> None:
-            heads = triton_heads.Heads(heads_in[0], heads_out[0], token, part - 1)
-            triton_token.rotate_heads(heads, frequencies, position, eps=eps)
+            heads = triton_heads.Heads(inputs.queries, outputs.queries, token, part - 1)
+            triton_token.rotate_heads(heads, inputs.frequencies, position, eps=eps)
 
-        if heads_in:
+        if inputs.queries is not None:
             pl.when(part > 0)(rotate)
 
-    given = [] if queries is None else [queries]
-    found = triton.launch(
+    encoded: _Outputs = triton.launch(
         kernel,
         grid=(num_tokens, 1 + num_head_tiles),
-        inputs=[kv, norm_rope.weight, frequencies, positions, *given],
-        outputs=[
-            *triton.word_shapes(shapes).values(),
-            *(jax.ShapeDtypeStruct(heads.shape, heads.dtype) for heads in given),
-        ],
+        inputs=_Operands(kv, norm_rope.weight, frequencies, positions, queries),
+        outputs=_Outputs(
+            planes=triton.word_shapes(shapes),
+            queries=None if queries is None else jax.ShapeDtypeStruct(queries.shape, queries.dtype),
+        ),
         num_warps=_NUM_WARPS,
         name="encode_tokens",
     )
-    planes = triton.from_words(dict(zip(shapes, found, strict=False)), shapes)
-    return (found[-1] if given else None), planes
+    return encoded.queries, triton.from_words(encoded.planes, shapes)
+
+
+class _Operands(NamedTuple):
+    """Arrays that the kernel reads, and in it their refs.
+
+    Attributes:
+      kv: [T, C].
+      norm: [C].
+      frequencies: f32[R / 2].
+      positions: i32[T].
+      queries: [T, H, C], or None.
+    """
+
+    kv: Any
+    norm: Any
+    frequencies: Any
+    positions: Any
+    queries: Any
+
+
+class _Outputs(NamedTuple):
+    """Arrays that the kernel writes, and in it their refs.
+
+    Attributes:
+      planes: [T, ...] each, byte planes as words.
+      queries: [T, H, C], or None.
+    """
+
+    planes: Any
+    queries: Any

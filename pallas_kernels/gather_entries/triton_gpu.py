@@ -121,33 +121,30 @@ def _gather(
     """Dense rows `dtype`[T, K, dim] and bool[T, K], for a function that says where they lie."""
     num_tokens, num_places = shape
     planes = [triton.as_words(p) for p in stored]
-    names = list(planes[0])
 
-    def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
+    def kernel(inputs: tuple[Any, list[PlaneRefs]], outputs: tuple[Ref, Ref]) -> None:
+        indices, stored = inputs
+        dense, present = outputs
         tile, token = pl.program_id(0), pl.program_id(1)
         place = tile * _ROWS + jnp.arange(_ROWS, dtype=jnp.int32)
         inside = place < num_places
-        indices_refs = type(indices)(*inputs[: len(indices)])
-        refs = iter(inputs[len(indices) :])
-        stored_refs = [{n: next(refs) for n in names} for _ in planes]
-        sources = locate(indices_refs, stored_refs, token, place, inside)
+        sources = locate(indices, stored, token, place, inside)
 
         for columns in load_rows(sources, codec, dim=dim, dtype=dtype):
             column, is_one = columns.places()
             at = token, place[:, None], column
-            triton.store_where(outputs[0], at, columns.values, inside[:, None] & is_one)
-        present = functools.reduce(jnp.logical_or, (s.present for s in sources))
-        triton.store_where(outputs[1], (token, place), present, inside)
+            triton.store_where(dense, at, columns.values, inside[:, None] & is_one)
+        is_there = functools.reduce(jnp.logical_or, (s.present for s in sources))
+        triton.store_where(present, (token, place), is_there, inside)
 
-    dense, present = triton.launch(
+    return triton.launch(
         kernel,
         grid=(-(-num_places // _ROWS), num_tokens),
-        inputs=[*indices, *(p[n] for p in planes for n in names)],
-        outputs=[
+        inputs=(indices, planes),
+        outputs=(
             jax.ShapeDtypeStruct((*shape, dim), dtype),
             jax.ShapeDtypeStruct(shape, jnp.bool_),
-        ],
+        ),
         num_warps=_WARPS,
         name=name,
     )
-    return dense, present

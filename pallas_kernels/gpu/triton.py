@@ -44,29 +44,36 @@ def launch(
     kernel: Callable[..., None],
     *,
     grid: tuple[int, ...],
-    inputs: Sequence[jax.Array],
-    in_place: Sequence[jax.Array] = (),
-    outputs: Sequence[jax.ShapeDtypeStruct] = (),
+    inputs: Any,
+    in_place: Any = None,
+    outputs: Any = None,
     num_warps: int,
     num_stages: int | None = None,
     name: str,
-) -> list[jax.Array]:
+) -> Any:
     """Runs a kernel that updates arrays in place, or makes new ones.
 
+        def double(x, y):                # refs, in the trees in which arrays were given
+            y[...] = 2 * x[...]
+
+        y = launch(double, grid=(1,), inputs=x, outputs=jax.ShapeDtypeStruct(...), ...)
+
     Args:
-      kernel: called with one list of refs for `inputs` and one for `in_place` and `outputs`; it
-        does not write the former. What it does not write of `in_place` keeps its content.
+      kernel: called with a tree of refs for `inputs`, then one for `in_place` and one for
+        `outputs`, as far as they are given. It does not write to `inputs`.
       grid: programs.
-      inputs: arrays of any shape.
-      in_place: arrays; donated by the caller's jit, they are not copied.
-      outputs: of new arrays; what the kernel does not write of them is arbitrary.
+      inputs: a tree of arrays.
+      in_place: a tree of arrays; donated by the caller's jit, they are not copied. What the kernel
+        does not write of them keeps its content.
+      outputs: a tree of the shapes of new arrays; what the kernel does not write of them is
+        arbitrary.
       num_warps: of 32 threads, per program; a power of two up to 32. Of three, say, Triton
         does not raise: it ends the process that compiles.
       num_stages: loads of a loop's products that are on their way at once; None is Triton's choice.
       name: of the kernel in a profile.
 
     Returns:
-      The arrays of `in_place`, updated, and the new ones.
+      The tree of `in_place`, updated, or that of `outputs`, made; of both, a pair.
 
     Raises:
       NotImplementedError: an array is of a size whose offsets would be wrong.
@@ -74,12 +81,18 @@ def launch(
     """
     if num_warps not in _WARPS:
         raise ValueError(f"{name} takes {_WARPS} warps a program, got {num_warps}")
-    for array in (*inputs, *in_place, *outputs):
+    written = [tree for tree in (in_place, outputs) if tree is not None]
+    read_leaves, read_tree = jax.tree.flatten(inputs)
+    updated_leaves = jax.tree.leaves(in_place)
+    written_leaves, written_tree = jax.tree.flatten(written)
+    for array in (*read_leaves, *written_leaves):
         _check_offsets(array)
-    num_inputs, num_updated = len(inputs), len(in_place)
+    num_inputs, num_updated = len(read_leaves), len(updated_leaves)
 
     def body(*refs: Ref) -> None:
-        kernel(list(refs[:num_inputs]), list(refs[num_inputs + num_updated :]))
+        # An updated array comes twice, as operand and as result; the kernel sees the result.
+        read, stored = refs[:num_inputs], refs[num_inputs + num_updated :]
+        kernel(jax.tree.unflatten(read_tree, read), *jax.tree.unflatten(written_tree, stored))
 
     body.__name__ = name
     # Inside `gpu_interpreter()` a call would go to Mosaic's interpreter, which is not for this one.
@@ -88,14 +101,15 @@ def launch(
             body,
             grid=grid,
             in_specs=[_ANYWHERE] * (num_inputs + num_updated),
-            out_specs=[_ANYWHERE] * (num_updated + len(outputs)),
-            out_shape=[*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in in_place), *outputs],
+            out_specs=[_ANYWHERE] * len(written_leaves),
+            out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written_leaves],
             input_output_aliases={num_inputs + i: i for i in range(num_updated)},
             compiler_params=pltri.CompilerParams(num_warps=num_warps, num_stages=num_stages),
             interpret=interpreting(),
             name=name,
         )
-        return list(call(*inputs, *in_place))
+        results = jax.tree.unflatten(written_tree, call(*read_leaves, *updated_leaves))
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 def as_words(planes: Planes) -> Planes:

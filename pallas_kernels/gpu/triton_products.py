@@ -46,7 +46,7 @@ def multiply(x: jax.Array, weight: jax.Array, *, parts: int, outputs: int, name:
     parts = -(-runs // of_part)
     width = max(_LEAST_OUTPUTS, 1 << (min(outputs, num_outputs) - 1).bit_length())
 
-    def kernel(inputs: list[Ref], results: list[Ref]) -> None:
+    def kernel(inputs: tuple[Ref, Ref], products: Ref) -> None:
         x, weight = inputs
         part = pl.program_id(1)
         row = pl.program_id(0) * ROWS + jnp.arange(ROWS, dtype=jnp.int32)
@@ -63,17 +63,17 @@ def multiply(x: jax.Array, weight: jax.Array, *, parts: int, outputs: int, name:
         zeros = jnp.zeros((ROWS, width), jnp.float32)
         total = jax.lax.fori_loop(0, of_part, add_run, zeros)
         live = is_row & (output < num_outputs)[None]
-        triton.store_where(results[0], (row[:, None], part, output[None]), total, live)
+        triton.store_where(products, (row[:, None], part, output[None]), total, live)
 
     return triton.launch(
         kernel,
         grid=(-(-count // ROWS), parts, -(-num_outputs // width)),
-        inputs=[x, weight],
-        outputs=[jax.ShapeDtypeStruct((count, parts, num_outputs), jnp.float32)],
+        inputs=(x, weight),
+        outputs=jax.ShapeDtypeStruct((count, parts, num_outputs), jnp.float32),
         num_warps=_NUM_WARPS,
         num_stages=_NUM_STAGES,
         name=name,
-    )[0]
+    )
 
 
 def _multiply(x: jax.Array, weight: jax.Array) -> jax.Array:

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.gpu import triton
+from pallas_kernels.gpu.triton_rope import round_to_dtype
 from pallas_kernels.hyper_connections import reference
 from pallas_kernels.hyper_connections.reference import Arguments, Reading
 
@@ -45,65 +46,99 @@ def hyper_connections(arguments: Arguments, *, is_many: bool | None = None) -> R
     is_many = count >= _MANY_TOKENS if is_many is None else is_many
     row = jax.ShapeDtypeStruct((count, dim), dtype)
     logits = jax.ShapeDtypeStruct((count, arguments.products.shape[2]), jnp.float32)
-    connections = [
-        jax.ShapeDtypeStruct((count, num), jnp.float32),
-        jax.ShapeDtypeStruct((count, num * num), jnp.float32),
-    ]
-    normed, *rest = triton.launch(
+    connections = _Connections(
+        post=jax.ShapeDtypeStruct((count, num), jnp.float32),
+        comb=jax.ShapeDtypeStruct((count, num * num), jnp.float32),
+    )
+    read: _Outputs = triton.launch(
         functools.partial(_read, arguments=arguments, is_many=is_many),
         grid=(count, 1 if is_many else 2),
-        inputs=[arguments.products, arguments.scale, arguments.base, streams, arguments.norm],
-        outputs=[row, logits] if is_many else [row, row, *connections],
+        inputs=_Operands(
+            arguments.products, arguments.scale, arguments.base, streams, arguments.norm
+        ),
+        outputs=_Outputs(normed=row, logits=logits)
+        if is_many
+        else _Outputs(normed=row, collapsed=row, connections=connections),
         num_warps=_NUM_WARPS,
         name="hyper_connections",
     )
+    collapsed, connections_found = read.collapsed, read.connections
     if is_many:
-        [found] = rest
-        pre = jax.nn.sigmoid(found[:, :num]) + arguments.eps
+        pre = jax.nn.sigmoid(read.logits[:, :num]) + arguments.eps
         collapsed = reference.collapse(pre, streams)
-        post, comb = triton.launch(
+        connections_found = triton.launch(
             functools.partial(_connect_many, arguments=arguments),
             grid=(-(-count // _CONNECTED),),
-            inputs=[found],
+            inputs=read.logits,
             outputs=connections,
             num_warps=_CONNECTED // 32,
             name="hyper_connections_many",
         )
-    else:
-        collapsed, post, comb = rest
-    return Reading(collapsed, normed, post, comb.reshape(count, num, num))
+    comb = connections_found.comb.reshape(count, num, num)
+    return Reading(collapsed, read.normed, connections_found.post, comb)
 
 
-def _read(inputs: list[Ref], outputs: list[Ref], *, arguments: Arguments, is_many: bool) -> None:
+class _Operands(NamedTuple):
+    """Arrays that the kernel reads, and in it their refs; see `op.hyper_connections`."""
+
+    products: Any
+    scale: Any
+    base: Any
+    streams: Any
+    norm: Any
+
+
+class _Connections(NamedTuple):
+    """How the sublayer will write: post f32[T, S] and comb f32[T, S * S], or refs of them."""
+
+    post: Any
+    comb: Any
+
+
+class _Outputs(NamedTuple):
+    """Arrays that the first kernel writes, and in it their refs.
+
+    Attributes:
+      normed: [T, D].
+      logits: f32[T, (2 + S) * S] of many tokens.
+      collapsed: [T, D] of few.
+      connections: of few.
+    """
+
+    normed: Any
+    logits: Any = None
+    collapsed: Any = None
+    connections: Any = None
+
+
+def _read(inputs: _Operands, outputs: _Outputs, *, arguments: Arguments, is_many: bool) -> None:
     """Reads a token's streams, as one of its two programs, or as its only one of many tokens.
 
     All that is loaded is asked for before threads wait for each other.
     """
-    products, scale, base, streams, norm = inputs
-    normed_ref, *rest = outputs
-    (_, num, dim), dtype = streams.shape, streams.dtype
+    (_, num, dim), dtype = inputs.streams.shape, inputs.streams.dtype
     width = 1 << (dim - 1).bit_length()
     token = pl.program_id(0)
 
     def ask(first: int, count: int, kind: int | None) -> Logits:
         """`count` logits from a place on, all of one kind or, if None, of any."""
-        parts = products.shape[1]
+        parts = inputs.products.shape[1]
         part = jnp.arange(1 << (parts - 1).bit_length(), dtype=jnp.int32)[:, None]
         lane = jnp.arange(1 << (count - 1).bit_length(), dtype=jnp.int32)
         place, live = first + lane, lane < count
         loaded = triton.load_where(
-            products, (token, part, place[None]), (part < parts) & live[None]
+            inputs.products, (token, part, place[None]), (part < parts) & live[None]
         )
         if kind is None:
-            factor = triton.load_where(scale, (jnp.minimum(place // num, 2),), live)
+            factor = triton.load_where(inputs.scale, (jnp.minimum(place // num, 2),), live)
         else:
-            factor = scale[kind]
-        return Logits(loaded, factor, triton.load_where(base, (place,), live), live)
+            factor = inputs.scale[kind]
+        return Logits(loaded, factor, triton.load_where(inputs.base, (place,), live), live)
 
     def load_streams() -> tuple[list[jax.Array], jax.Array]:
         """Each stream, and one over the RMS of all."""
         rows = [
-            triton.load_row(streams, (token, j), start=0, count=dim, width=width)
+            triton.load_row(inputs.streams, (token, j), start=0, count=dim, width=width)
             for j in range(num)
         ]
         squares = functools.reduce(jnp.add, (jnp.square(row.astype(jnp.float32)) for row in rows))
@@ -111,19 +146,20 @@ def _read(inputs: list[Ref], outputs: list[Ref], *, arguments: Arguments, is_man
         return rows, jax.lax.rsqrt(mean_square + arguments.norm_eps)
 
     def read(found: jax.Array, rows: list[jax.Array]) -> None:
-        weight = triton.load_row(norm, (), start=0, count=dim, width=width)
+        weight = triton.load_row(inputs.norm, (), start=0, count=dim, width=width)
         pre, lane = jax.nn.sigmoid(found) + arguments.eps, jnp.arange(found.shape[0])
         collapsed = jnp.zeros(width, jnp.float32)
         for j, row in enumerate(rows):
             share = jnp.sum(jnp.where(lane == j, pre, 0.0))
             collapsed = collapsed + row.astype(jnp.float32) * share
-        collapsed = _round_in_f32(collapsed, dtype)
+        collapsed = round_to_dtype(collapsed, dtype)
         mean_square = jnp.sum(collapsed * collapsed) / dim
         inverse = jax.lax.rsqrt(mean_square + arguments.norm_eps)
-        normed = _round_in_f32(collapsed * inverse * weight.astype(jnp.float32), dtype)
+        normed = round_to_dtype(collapsed * inverse * weight.astype(jnp.float32), dtype)
         if not is_many:
-            triton.store_row(rest[0], (token,), collapsed.astype(dtype), first=0, count=dim)
-        triton.store_row(normed_ref, (token,), normed.astype(dtype), first=0, count=dim)
+            collapsed_row = collapsed.astype(dtype)
+            triton.store_row(outputs.collapsed, (token,), collapsed_row, first=0, count=dim)
+        triton.store_row(outputs.normed, (token,), normed.astype(dtype), first=0, count=dim)
 
     def read_alone() -> None:
         asked = ask(0, num, 0)
@@ -133,7 +169,7 @@ def _read(inputs: list[Ref], outputs: list[Ref], *, arguments: Arguments, is_man
     def connect() -> None:
         of_post, of_comb = ask(num, num, 1), ask(2 * num, num * num, 2)
         _, inverse_rms = load_streams()
-        _, post_ref, comb_ref = rest
+        post_ref, comb_ref = outputs.connections
         found = of_post.finish(inverse_rms)
         lane = jnp.arange(found.shape[0], dtype=jnp.int32)
         triton.store_where(post_ref, (token, lane), 2 * jax.nn.sigmoid(found), of_post.live)
@@ -158,7 +194,7 @@ def _read(inputs: list[Ref], outputs: list[Ref], *, arguments: Arguments, is_man
     rows, inverse_rms = load_streams()
     found = asked.finish(inverse_rms)
     place = jnp.arange(found.shape[0], dtype=jnp.int32)
-    triton.store_where(rest[0], (token, place), found, asked.live)
+    triton.store_where(outputs.logits, (token, place), found, asked.live)
     read(found, rows)
 
 
@@ -182,9 +218,9 @@ class Logits(NamedTuple):
         return jnp.sum(self.products, axis=0) * inverse_rms * self.factor + self.base
 
 
-def _connect_many(inputs: list[Ref], outputs: list[Ref], *, arguments: Arguments) -> None:
-    """Stores post and comb of some tokens, given their logits."""
-    [logits], (post_ref, comb_ref) = inputs, outputs
+def _connect_many(logits: Ref, outputs: _Connections, *, arguments: Arguments) -> None:
+    """Stores post and comb of some tokens, given their logits, f32[T, (2 + S) * S]."""
+    post_ref, comb_ref = outputs
     count, num = post_ref.shape
     token = pl.program_id(0) * _CONNECTED + jnp.arange(_CONNECTED, dtype=jnp.int32)
     live = token < count
@@ -241,8 +277,3 @@ def _sum_of_pairs(terms: list[jax.Array]) -> jax.Array:
 
 def _transposed(p: Square) -> Square:
     return [list(column) for column in zip(*p, strict=True)]
-
-
-def _round_in_f32(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The values of another dtype, as f32."""
-    return triton.round_to_bf16(x) if dtype == jnp.bfloat16 else x

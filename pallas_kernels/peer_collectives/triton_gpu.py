@@ -46,9 +46,8 @@ def add_up(
     block = _THREADS * _PACK
     text, constraints = ptx.add_up(layout, parts)
 
-    def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
-        *terms, buffer = inputs
-        (total,) = outputs
+    def kernel(inputs: tuple[list[Ref], Ref], total: Ref) -> None:
+        terms, buffer = inputs
         at = pl.program_id(0) * block + jnp.arange(block, dtype=jnp.int32)
         exists = at < size
         lines = []
@@ -66,11 +65,11 @@ def add_up(
     return triton.launch(
         kernel,
         grid=(pl.cdiv(size, block),),
-        inputs=[*(x.parts if isinstance(x, SplitSums) else x for x in terms), buffer],
-        outputs=[jax.ShapeDtypeStruct((size,), jnp.bfloat16)],
+        inputs=([x.parts if isinstance(x, SplitSums) else x for x in terms], buffer),
+        outputs=jax.ShapeDtypeStruct((size,), jnp.bfloat16),
         num_warps=_NUM_WARPS,
         name="add_up_peers",
-    )[0]
+    )
 
 
 def _load(term: Ref, part: jax.Array, at: jax.Array, exists: jax.Array) -> jax.Array:
@@ -104,8 +103,8 @@ def exchange(arrays: Sequence[jax.Array], buffer: jax.Array, layout: PeerLayout)
     programs = [num_lines(x.nbytes // len(x)) // _THREADS for x in arrays]
     firsts = [sum(programs[:number]) for number in range(len(arrays))]
 
-    def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
-        *given, buffer = inputs
+    def kernel(inputs: tuple[list[Ref], Ref], outputs: list[Ref]) -> None:
+        given, buffer = inputs
         program, peer = pl.program_id(0), pl.program_id(1)
         for x, every, first, count in zip(given, outputs, firsts, programs, strict=True):
 
@@ -127,7 +126,7 @@ def exchange(arrays: Sequence[jax.Array], buffer: jax.Array, layout: PeerLayout)
     found = triton.launch(
         kernel,
         grid=(sum(programs), layout.devices),
-        inputs=[*arrays, buffer],
+        inputs=(arrays, buffer),
         outputs=[jax.ShapeDtypeStruct((layout.devices, x.shape[1]), x.dtype) for x in arrays],
         num_warps=_NUM_WARPS,
         name="exchange_with_peers",

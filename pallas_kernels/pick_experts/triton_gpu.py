@@ -11,7 +11,7 @@ Measurements: docs/kernels/pick_experts.md.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,56 +35,72 @@ def router_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
 
 def pick_experts(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
     """See `op.pick_experts`."""
-    logits, bias, expert_ids, count, scaling, first = arguments
+    logits, count = arguments.logits, arguments.picks
     num_tokens, num_experts = logits.shape[0], logits.shape[-1]
     parts = logits.shape[1] if logits.ndim == 3 else 1
     width, parts_width = (1 << (n - 1).bit_length() for n in (num_experts, parts))
-    is_learned = expert_ids is None
 
-    def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
-        logits, given, *firsts = inputs
+    def kernel(inputs: _Operands, outputs: tuple[Ref, Ref]) -> None:
         ids, weights = outputs
         token = pl.program_id(0)
         number = jnp.arange(width, dtype=jnp.int32)
         part = jnp.arange(parts_width, dtype=jnp.int32)[:, None]
         exists = number < num_experts
         here = (part < parts) & exists[None]
-        added = jnp.sum(triton.load_where(logits, (token, part, number[None]), here), axis=0)
+        loaded = triton.load_where(inputs.logits, (token, part, number[None]), here)
+        added = jnp.sum(loaded, axis=0)
         scores = jnp.sqrt(jax.nn.softplus(added))
         ranked = jnp.zeros(width, jnp.float32)
-        if is_learned:
-            ranked = scores + triton.load_where(given, (number,), exists)
+        if inputs.bias is not None:
+            ranked = scores + triton.load_where(inputs.bias, (number,), exists)
             # Above those that are picked already.
             ranked = jnp.where(jnp.isnan(ranked), _LEAST, jnp.maximum(ranked, _LEAST))
             ranked = jnp.where(exists, ranked, -jnp.inf)
         picked, total = [], jnp.float32(0)
         for place in range(count):
-            if is_learned:
+            if inputs.expert_ids is None:
                 best = jnp.argmax(ranked).astype(jnp.int32)
                 ranked = jnp.where(number == best, -jnp.inf, ranked)
             else:
-                best = given[token, jnp.int32(place)]
+                best = inputs.expert_ids[token, jnp.int32(place)]
             score = jnp.sum(jnp.where(number == best, scores, 0.0))
             picked.append((best, score))
             total += score
-        below = firsts[0][jnp.int32(0)] if firsts else jnp.int32(0)
+        below = jnp.int32(0) if inputs.first is None else inputs.first[jnp.int32(0)]
         for place, (best, score) in enumerate(picked):
             ids[token, jnp.int32(place)] = best - below
-            weights[token, jnp.int32(place)] = score / (total + FLOOR) * scaling
+            weights[token, jnp.int32(place)] = score / (total + FLOOR) * arguments.scaling
 
-    ids, weights = triton.launch(
+    first = arguments.first
+    return triton.launch(
         kernel,
         grid=(num_tokens,),
-        inputs=[
-            logits.reshape(num_tokens, parts, num_experts),
-            bias if expert_ids is None else expert_ids,  # pyright: ignore
-            *([] if first is None else [first.reshape(1)]),
-        ],
-        outputs=[
+        inputs=_Operands(
+            logits=logits.reshape(num_tokens, parts, num_experts),
+            bias=arguments.bias,
+            expert_ids=arguments.expert_ids,
+            first=None if first is None else first.reshape(1),
+        ),
+        outputs=(
             jax.ShapeDtypeStruct((num_tokens, count), jnp.int32),
             jax.ShapeDtypeStruct((num_tokens, count), jnp.float32),
-        ],
+        ),
         num_warps=1 if parts == 1 else 4,
         name="pick_experts",
     )
-    return ids, weights
+
+
+class _Operands(NamedTuple):
+    """Arrays that the kernel reads, and in it their refs.
+
+    Attributes:
+      logits: f32[T, P, E].
+      bias: f32[E]; None where `expert_ids` says which are picked.
+      expert_ids: i32[T, k], or None.
+      first: i32[1], or None.
+    """
+
+    logits: Any
+    bias: Any
+    expert_ids: Any
+    first: Any

@@ -32,18 +32,17 @@ def round_index_queries(
     """See `op.round_index_queries`."""
     num_tokens, num_heads, _ = queries.shape
 
-    def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
+    def kernel(inputs: list[Ref], rounded_ref: Ref) -> None:
         queries, frequencies, positions = inputs
         token, number = pl.program_id(0), pl.program_id(1)
-        heads = triton_heads.Heads(queries, outputs[0], token, number)
+        heads = triton_heads.Heads(queries, rounded_ref, token, number)
         triton_heads_rounding.round_heads(heads, frequencies, positions[token], codec=codec)
 
-    (rounded,) = triton.launch(
+    return triton.launch(
         kernel,
         grid=(num_tokens, triton_heads.num_head_tiles(num_heads)),
         inputs=[queries, frequencies, positions],
-        outputs=[jax.ShapeDtypeStruct(queries.shape, queries.dtype)],
+        outputs=jax.ShapeDtypeStruct(queries.shape, queries.dtype),
         num_warps=_NUM_WARPS,
         name="round_index_queries",
     )
-    return rounded

@@ -15,7 +15,7 @@ Source: deepseek_v4.md sections 1.3, step 9, and 1.4.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,36 +35,37 @@ _MOST_WARPS = 16
 
 def combine(arguments: JoinArguments) -> jax.Array:
     """See `parts.join_parts`; a part is a split's, and may have more heads than there are."""
-    (sums, statistics), sink, positions, frequencies, dtype = arguments
-    splits, num_tokens, _, dim = sums.shape
-    num_heads = sink.shape[0]
+    dtype = arguments.dtype
+    splits, num_tokens, _, dim = arguments.parts.sums.shape
+    num_heads = arguments.sink.shape[0]
     width, all_splits = _power_of_two(dim), _power_of_two(splits)
     rows = min(all_splits, _MOST_ROWS)
 
-    def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
-        sums_ref, statistics_ref, sink_ref, positions_ref, *frequencies_ref = inputs
+    def kernel(inputs: _Operands, out_ref: Ref) -> None:
         token, head = pl.program_id(0), pl.program_id(1)
-        position = positions_ref[token]
+        position = inputs.positions[token]
         column = jnp.arange(width, dtype=jnp.int32)
         table = None
-        if frequencies_ref:
+        if inputs.frequencies is not None:
             table = triton_rope.load_rope_table(
-                None, frequencies_ref[0], dim=dim, width=width, dtype=dtype
+                None, inputs.frequencies, dim=dim, width=width, dtype=dtype
             )
 
         def load_statistic(which: int, first: int, count: int) -> jax.Array:
             split = first + jnp.arange(count, dtype=jnp.int32)
             place = (split, token, jnp.int32(which), head)
-            return triton.load_where(statistics_ref, place, split < splits, [FLOOR, 0.0][which])
+            absent = [FLOOR, 0.0][which]
+            return triton.load_where(inputs.parts.statistics, place, split < splits, absent)
 
         def load_sums(first: int) -> jax.Array:
             split = first + jnp.arange(rows, dtype=jnp.int32)
             inside = (split[:, None] < splits) & (column[None] < dim)
-            return triton.load_where(sums_ref, (split[:, None], token, head, column[None]), inside)
+            place = (split[:, None], token, head, column[None])
+            return triton.load_where(inputs.parts.sums, place, inside)
 
         parts = {first: load_sums(first) for first in range(0, splits, rows)}
         largest, total = (load_statistic(which, 0, all_splits) for which in range(2))
-        own_sink = sink_ref[head] * LOG2_E
+        own_sink = inputs.sink[head] * LOG2_E
         top = jnp.maximum(jnp.max(largest), jnp.maximum(own_sink, FLOOR))
         whole = jnp.sum(total * jnp.exp2(largest - top)) + jnp.exp2(own_sink - top)
         out = jnp.zeros(width, jnp.float32)
@@ -76,17 +77,34 @@ def combine(arguments: JoinArguments) -> jax.Array:
         out = triton_rope.round_to_dtype(out * jnp.where(whole == 0, 0.0, 1 / whole), dtype)
         if table is not None:
             out = triton_rope.rotate(out, table, -position)
-        triton.store_row(outputs[0], (token, head), out.astype(dtype), first=0, count=dim)
+        triton.store_row(out_ref, (token, head), out.astype(dtype), first=0, count=dim)
 
-    [out] = triton.launch(
+    return triton.launch(
         kernel,
         grid=(num_tokens, num_heads),
-        inputs=[sums, statistics, sink, positions, *([] if frequencies is None else [frequencies])],
-        outputs=[jax.ShapeDtypeStruct((num_tokens, num_heads, dim), dtype)],
+        inputs=_Operands(
+            arguments.parts, arguments.sink, arguments.positions, arguments.frequencies
+        ),
+        outputs=jax.ShapeDtypeStruct((num_tokens, num_heads, dim), dtype),
         num_warps=min(_MOST_WARPS, 4 * max(1, rows // _ROWS_OF_WARPS)),
         name="combine_splits",
     )
-    return out
+
+
+class _Operands(NamedTuple):
+    """Arrays that the kernel reads, and in it their refs.
+
+    Attributes:
+      parts: of S splits, sums f32[S, T, H, C] and statistics f32[S, T, 2, H].
+      sink: f32[H].
+      positions: i32[T].
+      frequencies: f32[R / 2], or None.
+    """
+
+    parts: Any
+    sink: Any
+    positions: Any
+    frequencies: Any
 
 
 def _power_of_two(count: int) -> int:

@@ -85,28 +85,26 @@ def sparse_attention(arguments: Arguments) -> jax.Array:
 
 def _attend(arguments: Arguments) -> AttentionPart:
     """What each tile of keys gives, stacked."""
-    queries, _, ring, rows, pool, selected, call, scale, *_ = arguments
-    num_tokens, num_heads, dim = queries.shape
+    ring, pool, call = arguments.ring, arguments.pool, arguments.call
+    num_tokens, num_heads, dim = arguments.queries.shape
     window_tiles, entry_tiles = _tiles(arguments)
     num_tiles, dtype = window_tiles + entry_tiles, product_dtype(ring.codec)
     operands = _Operands(
-        queries=queries,
+        queries=arguments.queries,
         layer=ring.layer[None],
         slots=call.slots,
         positions=call.positions,
         lengths=call.lengths,
         segment_ids=call.segment_ids,
         visible=call.visible if entry_tiles else None,
-        selected=selected if entry_tiles else None,
+        selected=arguments.selected if entry_tiles else None,
         table=call.block_table,
         ring=triton.as_words(ring.planes),
-        rows=triton.as_words(rows),
+        rows=triton.as_words(arguments.rows),
         pool=triton.as_words(pool.planes) if pool is not None and entry_tiles else None,
     )
-    leaves, tree = jax.tree.flatten(operands)
 
-    def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
-        refs: _Operands = jax.tree.unflatten(tree, inputs)
+    def kernel(refs: _Operands, outputs: tuple[Ref, Ref]) -> None:
         head_tile, tile, token = (pl.program_id(axis) for axis in range(3))
 
         def load(find: Callable[..., list[Source]], tile: jax.Array) -> _Keys:
@@ -121,16 +119,18 @@ def _attend(arguments: Arguments) -> AttentionPart:
             keys = lax.cond(tile < window_tiles, of_window, of_selected)
         else:
             keys = of_window()
-        _attend_to(keys, refs.queries, outputs, (tile, token, head_tile), scale=scale, dtype=dtype)
+        program = tile, token, head_tile
+        part = AttentionPart(*outputs)
+        _attend_to(keys, refs.queries, part, program, scale=arguments.scale, dtype=dtype)
 
     sums, statistics = triton.launch(
         kernel,
         grid=(-(-num_heads // HEADS), num_tiles, num_tokens),
-        inputs=leaves,
-        outputs=[
+        inputs=operands,
+        outputs=(
             jax.ShapeDtypeStruct((num_tiles, num_tokens, num_heads, dim), jnp.float32),
             jax.ShapeDtypeStruct((num_tiles, num_tokens, 2, num_heads), jnp.float32),
-        ],
+        ),
         num_warps=_NUM_WARPS,
         name="sparse_attention_few",
     )
@@ -188,14 +188,13 @@ def _find_selected(refs: _Operands, token: jax.Array, place: jax.Array) -> list[
 def _attend_to(
     keys: _Keys,
     queries: Ref,
-    outputs: list[Ref],
+    outputs: AttentionPart,
     program: tuple[jax.Array, jax.Array, jax.Array],
     *,
     scale: float,
     dtype: Any,
 ) -> None:
     """Stores what one tile of keys gives sixteen heads of a token."""
-    sums, statistics = outputs
     tile, token, head_tile = program
     head = head_tile * HEADS + jnp.arange(HEADS, dtype=jnp.int32)
     is_head = head < queries.shape[1]
@@ -214,10 +213,12 @@ def _attend_to(
     largest = jnp.maximum(jnp.max(logits, axis=1), FLOOR)
     weights = jnp.exp2(logits - largest[:, None])
     for which, values in enumerate((largest, jnp.sum(weights, axis=1))):
-        triton.store_where(statistics, (tile, token, jnp.int32(which), head), values, is_head)
+        triton.store_where(
+            outputs.statistics, (tile, token, jnp.int32(which), head), values, is_head
+        )
     for columns in keys.columns:
         column, is_one = columns.places()
         some = multiply(weights.astype(dtype), columns.values, 0)
         triton.store_where(
-            sums, (tile, token, head[:, None], column), some, is_head[:, None] & is_one
+            outputs.sums, (tile, token, head[:, None], column), some, is_head[:, None] & is_one
         )

@@ -29,29 +29,28 @@ _NUM_WARPS = 8
 
 def write_streams(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
     """See `op.write_streams`."""
-    streams, output, post, comb, fn = arguments
-    count, num, dim = streams.shape
-    num_rows = fn.shape[0]
+    output, dtype = arguments.output, arguments.streams.dtype
+    count, num, dim = arguments.streams.shape
+    num_rows = arguments.fn.shape[0]
     rows_width = 1 << (num_rows - 1).bit_length()
     parts = -(-dim // _COLUMNS)
     parts_of_output = output.parts if isinstance(output, SplitSums) else output[None]
 
-    def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
-        streams, output, post, comb, fn = inputs
+    def kernel(inputs: Arguments, outputs: tuple[Ref, Ref]) -> None:
         written_ref, products_ref = outputs
         token, part, k = (pl.program_id(axis) for axis in range(3))
         column = part * _COLUMNS + jnp.arange(_COLUMNS, dtype=jnp.int32)
         row = jnp.arange(rows_width, dtype=jnp.int32)
         here = (row[:, None] < num_rows) & (column[None] < dim)
-        weight = triton.load_where(fn, (row[:, None], k * dim + column[None]), here)
-        y, rows = _load_streams(streams, output, token, column)
-        written = post[token, k] * y
+        weight = triton.load_where(inputs.fn, (row[:, None], k * dim + column[None]), here)
+        y, rows = _load_streams(inputs.streams, inputs.output, token, column)
+        written = inputs.post[token, k] * y
         for j, x in enumerate(rows):
-            written = written + comb[token, jnp.int32(j), k] * x
-        if streams.dtype == jnp.bfloat16:
+            written = written + inputs.comb[token, jnp.int32(j), k] * x
+        if dtype == jnp.bfloat16:
             written = triton.round_to_bf16(written)
         to = token, k, column
-        triton.store_where(written_ref, to, written.astype(streams.dtype), column < dim)
+        triton.store_where(written_ref, to, written.astype(dtype), column < dim)
         total = jnp.sum(weight * written[None], axis=1)
         triton.store_where(products_ref, (token, k * parts + part, row), total, row < num_rows)
 
@@ -72,15 +71,14 @@ def write_streams(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
         ]
         return y, rows
 
-    written, products = triton.launch(
+    return triton.launch(
         kernel,
         grid=(count, parts, num),
-        inputs=[streams, parts_of_output, post, comb, fn],
-        outputs=[
-            jax.ShapeDtypeStruct(streams.shape, streams.dtype),
+        inputs=arguments._replace(output=parts_of_output),
+        outputs=(
+            jax.ShapeDtypeStruct((count, num, dim), dtype),
             jax.ShapeDtypeStruct((count, num * parts, num_rows), jnp.float32),
-        ],
+        ),
         num_warps=_NUM_WARPS,
         name="write_streams",
     )
-    return written, products

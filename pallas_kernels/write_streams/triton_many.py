@@ -54,7 +54,7 @@ def multiply(streams: jax.Array, fn: jax.Array) -> jax.Array:
 def _write(streams: jax.Array, output: jax.Array, post: jax.Array, comb: jax.Array) -> jax.Array:
     count, num, dim = streams.shape
 
-    def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
+    def kernel(inputs: list[Ref], written_ref: Ref) -> None:
         streams, output, post, comb = inputs
         token = pl.program_id(0)
         column = pl.program_id(1) * _COLUMNS + jnp.arange(_COLUMNS, dtype=jnp.int32)
@@ -69,17 +69,16 @@ def _write(streams: jax.Array, output: jax.Array, post: jax.Array, comb: jax.Arr
             for j, x in enumerate(rows):
                 written = written + comb[token, jnp.int32(j), jnp.int32(k)] * x
             written = triton.round_to_bf16(written).astype(jnp.bfloat16)
-            triton.store_where(outputs[0], (token, jnp.int32(k), column), written, inside)
+            triton.store_where(written_ref, (token, jnp.int32(k), column), written, inside)
 
-    [written] = triton.launch(
+    return triton.launch(
         kernel,
         grid=(count, -(-dim // _COLUMNS)),
         inputs=[streams, output, post, comb],
-        outputs=[jax.ShapeDtypeStruct(streams.shape, streams.dtype)],
+        outputs=jax.ShapeDtypeStruct(streams.shape, streams.dtype),
         num_warps=_NUM_WARPS,
         name="write_streams",
     )
-    return written
 
 
 def _products(fn: jax.Array, streams: jax.Array) -> jax.Array:

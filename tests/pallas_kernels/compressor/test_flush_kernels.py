@@ -146,19 +146,19 @@ def test_b5_a_program_without_a_window_writes_nothing_where_means_come_from_memo
 def test_any_number_of_warps_adds_in_the_order_of_the_reference(lane, width):
     x = np.random.default_rng(width).normal(size=(5, width)).astype(np.float32)
 
-    def add(inputs, outputs):
+    def add(rows, sums):
         row = pl.program_id(0)
-        tile = triton.load_row(inputs[0], (row,), start=0, count=width, width=width)
-        outputs[0][row] = triton_rope.sum_by_pairs(tile)
+        tile = triton.load_row(rows, (row,), start=0, count=width, width=width)
+        sums[row] = triton_rope.sum_by_pairs(tile)
 
     expected = np.asarray(norm_rope.sum_by_pairs(jnp.asarray(x)))[:, 0]
     assert np.any(expected != x.sum(axis=-1))
     for num_warps in (1, 2, 4, 8):
-        (actual,) = triton.launch(
+        actual = triton.launch(
             add,
             grid=(5,),
-            inputs=[jnp.asarray(x)],
-            outputs=[jax.ShapeDtypeStruct((5,), jnp.float32)],
+            inputs=jnp.asarray(x),
+            outputs=jax.ShapeDtypeStruct((5,), jnp.float32),
             num_warps=num_warps,
             name="add",
         )
@@ -184,23 +184,22 @@ def test_index_keys_are_encoded_to_the_byte(lane, name, dim):
     x = jnp.asarray(x, jnp.float32)
     expected = codec.encode(x, 0)
 
-    def encode_keys(inputs, stored):
+    def encode_keys(keys, stored):
         token, width = pl.program_id(0), triton_codecs.tile_width(codec, dim)
-        key = triton.load_row(inputs[0], (token,), start=0, count=dim, width=width)
+        key = triton.load_row(keys, (token,), start=0, count=dim, width=width)
         encoded = triton_codecs.encode(codec, key, dim=dim, rope_dim=0)
-        triton_codecs.store_entry(dict(zip(expected, stored, strict=True)), (token,), encoded)
+        triton_codecs.store_entry(stored, (token,), encoded)
 
     empty = {plane: jnp.zeros_like(values) for plane, values in expected.items()}
-    words = triton.as_words(empty)
     written = triton.launch(
         encode_keys,
         grid=(9,),
-        inputs=[x],
-        in_place=list(words.values()),
+        inputs=x,
+        in_place=triton.as_words(empty),
         num_warps=4,
         name="encode_keys",
     )
-    actual = triton.from_words(dict(zip(expected, written, strict=True)), empty)
+    actual = triton.from_words(written, empty)
     assert_same_bytes(*(jax.tree.map(np.asarray, planes) for planes in (actual, expected)))
 
 
