@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from pallas_kernels.gpu.devices import H200
+from pallas_kernels.gpu.devices import Device, current_device
 
 _MANY_WINDOWS = 2048
 _LONG_WINDOW = 16  # tokens
@@ -38,14 +38,15 @@ def choose_csa(num_windows: int) -> Tiling:
     return Tiling(warps=4, apart=num_windows >= _MANY_WINDOWS)
 
 
-def choose_hca(num_windows: int, tokens: int) -> Tiling:
-    """For a number of windows, and tokens of the call.
+def choose_hca(num_windows: int, tokens: int, device: Device | None = None) -> Tiling:
+    """For a number of windows, and tokens of the call; None is the device at hand.
 
     Many tokens are in flight while a program has an SM to itself. Several SMs take a window where
     half of them would have none, if windows are long.
     """
-    formula = Tiling(warps=8, chunk=16 if num_windows <= H200.num_sms else 8)
-    if num_windows <= H200.num_sms // 2 and tokens >= _LONG_WINDOW * num_windows:
+    num_sms = (device or current_device()).num_sms
+    formula = Tiling(warps=8, chunk=16 if num_windows <= num_sms else 8)
+    if num_windows <= num_sms // 2 and tokens >= _LONG_WINDOW * num_windows:
         formula = dataclasses.replace(formula, channels=64, pool_warps=2, chunk=24)
     return formula
 

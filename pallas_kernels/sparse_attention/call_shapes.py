@@ -13,11 +13,9 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import codecs
-from pallas_kernels.common.backend import compute_capability
 from pallas_kernels.common.codecs import Codec
 from pallas_kernels.common.layer_planes import LayerPlanes
-from pallas_kernels.gpu import mosaic, mosaic_memory
-from pallas_kernels.gpu.devices import find_device
+from pallas_kernels.gpu import devices, mosaic, mosaic_memory
 
 TILE, HEADS, GROUP = 64, 64, 64
 """Keys of a tile, heads of a CTA, columns that share a scale and are fetched together."""
@@ -69,7 +67,6 @@ def equal_cuts(num_tiles: int, most: int) -> list[int]:
 def find_obstacle(queries: jax.Array, ring: LayerPlanes) -> str | None:
     """Why these kernels can't serve a call, as the rest of a sentence; None where they can."""
     num_heads, dim = queries.shape[1:]
-    capability = compute_capability()
     if queries.dtype != jnp.bfloat16:
         return f"takes bf16 queries, for its products are of bf16, got {queries.dtype}"
     if ring.codec == codecs.PlainCodec("float32"):
@@ -84,9 +81,7 @@ def find_obstacle(queries: jax.Array, ring: LayerPlanes) -> str | None:
     rope = ring.planes.get("rope")
     if rope is not None and rope.shape[-1] % GROUP:
         return f"needs R % {GROUP} == 0, got {rope.shape=}"
-    if capability is not None and find_device(capability) is None:
-        return f"is for Hopper and Blackwell, got compute capability {capability}"
-    return None
+    return devices.find_obstacle()
 
 
 def product_dtype(codec: Codec) -> Any:

@@ -8,7 +8,7 @@ from types import ModuleType
 import jax
 from jax.core import Tracer
 
-from pallas_kernels.common.backend import Backend, compute_capability, resolve
+from pallas_kernels.common.backend import Backend, resolve
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.checks import (
     check_codec,
@@ -19,7 +19,7 @@ from pallas_kernels.common.checks import (
 )
 from pallas_kernels.common.codecs import Planes
 from pallas_kernels.common.layer_planes import LayerPlanes
-from pallas_kernels.gpu import devices
+from pallas_kernels.gpu.devices import current_device
 from pallas_kernels.sparse_attention import (
     call_shapes,
     mosaic_blackwell,
@@ -32,8 +32,7 @@ from pallas_kernels.sparse_attention.reference import Arguments
 
 def choose_kernel() -> ModuleType:
     """The Mosaic GPU kernel for the GPU at hand; Hopper's in the interpreter."""
-    is_blackwell = devices.find_device(compute_capability()) == devices.B200
-    return mosaic_blackwell if is_blackwell else mosaic_hopper
+    return mosaic_blackwell if current_device().has_tensor_memory else mosaic_hopper
 
 
 def _run_kernel(arguments: Arguments) -> jax.Array:
@@ -91,7 +90,16 @@ def sparse_attention(
     Source: deepseek_v4.md sections 1.3, step 9, and 1.4.
     """
     arguments = Arguments(
-        queries, sink, ring, rows, pool, selected, call, scale, frequencies, query_eps
+        queries=queries,
+        sink=sink,
+        ring=ring,
+        rows=rows,
+        pool=pool,
+        selected=selected,
+        call=call,
+        scale=scale,
+        frequencies=frequencies,
+        query_eps=query_eps,
     )
     return run("sparse_attention", backend, _IMPLEMENTATIONS, arguments)
 
@@ -125,16 +133,17 @@ def run[Result](
 
 def _choose_backend(arguments: Arguments) -> Backend:
     """The faster kernel on the GPU at hand."""
-    device = devices.find_device(compute_capability()) or devices.H200
-    is_few = triton_few.is_fastest(arguments, num_sms=device.num_sms)
+    is_few = triton_few.is_fastest(arguments, num_sms=current_device().num_sms)
     return Backend.TRITON_GPU if is_few else Backend.MOSAIC_GPU
 
 
 def _check(arguments: Arguments) -> None:
-    queries, sink, ring, rows, pool, selected, call, _, frequencies, query_eps = arguments
+    queries, sink, call = arguments.queries, arguments.sink, arguments.call
+    ring, pool, selected = arguments.ring, arguments.pool, arguments.selected
+    frequencies, query_eps = arguments.frequencies, arguments.query_eps
     check_rank(3, queries=queries)
     check_rank(1, sink=sink)
-    check_ring(ring, rows, call, queries.shape[-1])
+    check_ring(ring, arguments.rows, call, queries.shape[-1])
     check_same_length("T", queries=queries, slots=call.slots)
     if sink.shape != queries.shape[1:2]:
         raise ValueError(f"queries and sink must agree on H, got {queries.shape=}, {sink.shape=}")

@@ -64,7 +64,16 @@ def attend_in_part(
     """
     check_rank(3, queries=queries)
     no_sink = jnp.zeros(queries.shape[1], jnp.float32)  # `join_parts` has it
-    arguments = Arguments(queries, no_sink, ring, rows, pool, selected, call, scale)
+    arguments = Arguments(
+        queries=queries,
+        sink=no_sink,
+        ring=ring,
+        rows=rows,
+        pool=pool,
+        selected=selected,
+        call=call,
+        scale=scale,
+    )
     return op.run("attend_in_part", backend, _ATTEND, arguments)
 
 

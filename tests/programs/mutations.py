@@ -974,8 +974,8 @@ MUTATIONS = [
         (
             "the_collapsed_row_of_many_is_weighed_as_post",
             "hyper_connections/triton_gpu.py",
-            "jax.nn.sigmoid(found[:, :num])",
-            "jax.nn.sigmoid(found[:, num : 2 * num])",
+            "jax.nn.sigmoid(read.logits[:, :num])",
+            "jax.nn.sigmoid(read.logits[:, num : 2 * num])",
             "pallas_kernels/hyper_connections",
         ),
         (
