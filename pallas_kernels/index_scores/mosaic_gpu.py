@@ -1,7 +1,8 @@
 """Index scores through Mosaic GPU, for Hopper and Blackwell.
 
 One CTA: one query token, or some that follow each other, and a run of their request's entries; its
-warpgroups take tiles, 64 keys or on Blackwell 128, in turn, each its own producer and consumer:
+warpgroups take tiles, 64 keys or on Blackwell 128, in turn, each its own producer and consumer
+(`score_tiles` is what they do, `key_pipeline` how keys come):
 
     queries, in bulk, to E4M3            -> queries_smem
     codes and scales of a tile, a block's at once, tiles ahead     -> codes_smem, words_smem
@@ -22,25 +23,23 @@ and roads not taken: docs/kernels/index_scores.md. Source: deepseek_v4.md sectio
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.layer_planes import LayerPlanes
-from pallas_kernels.gpu import mosaic, mosaic_bulk, unpack_mxfp4
-from pallas_kernels.index_scores.score_tiles import Operands, Scratch, score_tiles
+from pallas_kernels.gpu import unpack_mxfp4
+from pallas_kernels.gpu.devices import Device, current_device
+from pallas_kernels.index_scores.operands import Operands, Scratch, scratch_types
+from pallas_kernels.index_scores.score_tiles import score_tiles
 from pallas_kernels.index_scores.tiling import (
-    DIM,
-    HEADS,
     Shapes,
-    TensorCore,
     Tiling,
-    choose_core,
     choose_tiling,
     is_mxfp4,
     read_once,
@@ -54,7 +53,7 @@ def index_scores(
     call: CallIndices,
     *,
     tiling: Tiling | None = None,
-    core: TensorCore | None = None,
+    device: Device | None = None,
 ) -> jax.Array:
     """Scores of each token's visible entries.
 
@@ -64,12 +63,13 @@ def index_scores(
       pool: planes of MXFP4 or FP8 keys; see `op.index_topk`.
       call: where the queries belong, with `visible`; see `op.index_topk`.
       tiling: how entries are cut; None asks `choose_tiling`.
-      core: the tensor core; None asks `choose_core`.
+      device: the device to cut for; None is the one at hand.
 
     Returns:
       f32[T, E], E the entries of a table row and those that fill the last tile; arbitrary where not
       visible.
     """
+    device = device or current_device()
     num_tokens = queries.shape[0]
     codes, scales = pool.planes["codes"], pool.planes["scale"]
     _, num_blocks, entries_per_block = codes.shape[:3]
@@ -81,48 +81,25 @@ def index_scores(
         num_blocks=num_blocks,
         table_width=table_width,
         mxfp4=is_mxfp4(pool.codec),
-        last=read_once(num_tokens, num_requests, table_width * bytes_of_block),
+        last=read_once(num_tokens, num_requests, table_width * bytes_of_block, device),
+        device=device,
     )
-    core = core or choose_core()
-    num_tiles = -(-shapes.num_entries // core.tile)
+    num_tiles = pl.cdiv(shapes.num_entries, shapes.tile_m)
     tiling = tiling or choose_tiling(
-        num_tokens, num_tiles, shapes.mxfp4, core, num_requests=num_requests
+        num_tokens, num_tiles, shapes.mxfp4, device, num_requests=num_requests
     )
-    swizzled = functools.partial(
-        plgpu.SMEM, dtype=jnp.float8_e4m3fn, transforms=mosaic.SWIZZLED_BYTES
-    )
-    per_group = tiling.groups, tiling.stages
-    scratch = Scratch(
-        raw_queries_smem=plgpu.SMEM((tiling.tokens, HEADS, DIM), jnp.bfloat16),
-        raw_weights_smem=plgpu.SMEM((tiling.tokens, HEADS), jnp.float32),
-        landed=plgpu.Barrier(num_arrivals=2 * tiling.tokens),
-        queries_smem=swizzled((tiling.tokens, HEADS, DIM)),
-        weights_smem=plgpu.SMEM((tiling.tokens, HEADS), jnp.float32),
-        queries_ready=plgpu.Barrier(num_arrivals=tiling.groups),
-        codes_smem=plgpu.SMEM((*per_group, core.tile, shapes.width), jnp.uint8),
-        words_smem=plgpu.SMEM((*per_group, core.tile), jnp.int32),
-        barriers_smem=plgpu.SMEM(
-            (tiling.groups, mosaic_bulk.WORDS_OF_BARRIER * tiling.stages), jnp.int32
-        ),
-    )
-    if core.has_memory:
-        scratch = scratch._replace(
-            keys_smem=swizzled((tiling.groups, core.tile, DIM)),
-            products_tmem=plgpu.TMEM((core.tile, tiling.groups * HEADS), jnp.float32),
-            products_ready=plgpu.Barrier(num_barriers=tiling.groups, orders_tensor_core=True),
-        )
 
     def score_kernel(inputs: Operands, scores_gmem: Any, scratch: Scratch) -> None:
-        score_tiles(inputs, scores_gmem, scratch, shapes=shapes, tiling=tiling, core=core)
+        score_tiles(inputs, scores_gmem, scratch, shapes=shapes, tiling=tiling)
 
     return plgpu.kernel(
         score_kernel,
-        out_type=jax.ShapeDtypeStruct((num_tokens, num_tiles * core.tile), jnp.float32),
-        grid=(-(-num_tokens // tiling.tokens), -(-num_tiles // tiling.tiles)),
+        out_type=jax.ShapeDtypeStruct((num_tokens, num_tiles * shapes.tile_m), jnp.float32),
+        grid=(pl.cdiv(num_tokens, tiling.tokens), pl.cdiv(num_tiles, tiling.tiles)),
         grid_names=("token", "run"),
-        num_threads=tiling.groups,
+        num_threads=tiling.warpgroups,
         thread_name="warpgroup",
-        scratch_types=[scratch],
+        scratch_types=[scratch_types(shapes, tiling)],
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),

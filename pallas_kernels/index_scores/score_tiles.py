@@ -1,4 +1,4 @@
-"""What a CTA of the index scores does; see `mosaic_gpu`."""
+"""What a CTA of the index scores does, from its queries to its scores; see `mosaic_gpu`."""
 
 from __future__ import annotations
 
@@ -13,327 +13,218 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu import left_operand, mosaic, mosaic_bulk, mosaic_memory, unpack_mxfp4
 from pallas_kernels.index_scores import quantize_queries
-from pallas_kernels.index_scores.tiling import HEADS, Shapes, TensorCore, Tiling
+from pallas_kernels.index_scores.key_pipeline import KeyPipeline, Keys
+from pallas_kernels.index_scores.operands import Cta, Operands, Ref, Scratch
+from pallas_kernels.index_scores.tiling import HEADS, Shapes, Tiling
 
 _KEPT_WEIGHTS = 2
 """Tokens whose weights of heads a thread has room for."""
 
 
-class Operands(NamedTuple):
-    """Arrays that the kernel reads, and in it their refs in device memory.
+class State(NamedTuple):
+    """What a warpgroup carries from tile to tile.
 
     Attributes:
-      queries: bf16[T, 64, 128].
-      weights: f32[T, 64].
-      table: i32[B LB, 1].
-      segment_ids: i32[T].
-      visible: i32[T].
-      layer: i32[1].
-      codes: [rows, n], codes of keys.
-      scales: [rows, n], their scales.
-      magnitudes: i32[20, 2], the table of `unpack_mxfp4`.
+      blocks: i32[32] in `mosaic_bulk.LANES`, physical blocks of the tile to be fetched next.
+      stage: i32[], of the tile to be scored.
+      parity: i32[], of that stage's barrier: 0, 1, 0, ... by its use.
     """
 
-    queries: Any
-    weights: Any
-    table: Any
-    segment_ids: Any
-    visible: Any
-    layer: Any
-    codes: Any
-    scales: Any
-    magnitudes: Any
-
-
-class Scratch(NamedTuple):
-    """What a CTA has to itself: its tokens' queries as they come, and quantised; warpgroups' tiles.
-
-    The last three are Blackwell's.
-    """
-
-    raw_queries_smem: Any
-    raw_weights_smem: Any
-    landed: Any
-    queries_smem: Any
-    weights_smem: Any
-    queries_ready: Any
-    codes_smem: Any
-    words_smem: Any
-    barriers_smem: Any
-    keys_smem: Any = None
-    products_tmem: Any = None
-    products_ready: Any = None
+    blocks: jax.Array
+    stage: jax.Array
+    parity: jax.Array
 
 
 def score_tiles(
-    inputs: Operands,
-    scores_gmem: Any,
-    scratch: Scratch,
-    *,
-    shapes: Shapes,
-    tiling: Tiling,
-    core: TensorCore,
-):
+    inputs: Operands, scores_gmem: Ref, scratch: Scratch, *, shapes: Shapes, tiling: Tiling
+) -> None:
     """Scores a run of the entries that the CTA's tokens see, into f32[T, E]."""
-    s, stages, layouts = shapes, tiling.stages, core.layouts
-    num_words = s.num_words(core)
-    word_layouts = layouts[-num_words:]
-    run, group = lax.axis_index("run"), lax.axis_index("warpgroup")
-    # Beyond the last token it is that one again, which stores the same scores.
-    tokens = [
-        jnp.minimum(lax.axis_index("token") * tiling.tokens + i, s.num_tokens - 1)
-        for i in range(tiling.tokens)
-    ]
-    segments = [inputs.segment_ids[token] for token in tokens]
+    cta = Cta.here(inputs, scratch, shapes, tiling)
+    _copy_queries(cta)
+    pipeline = KeyPipeline.of(cta)
+    mosaic_bulk.make_barriers(pipeline.barriers)
+    # The first keys are on their way while queries are rounded.
+    keys = pipeline.find_keys(0)
+    blocks = pipeline.start(keys, jnp.int32(0))
+    _round_queries(cta)
+    kept = tiling.tokens <= _KEPT_WEIGHTS
+    weights = [_load_weights(cta, i) for i in range(tiling.tokens)] if kept else []
+    score_tile = functools.partial(
+        _score_tile, cta=cta, pipeline=pipeline, scores_gmem=scores_gmem, kept_weights=weights
+    )
+    state = State(blocks, stage=jnp.int32(0), parity=jnp.int32(0))
+    state = _score_keys(keys, state, score_tile)
+    # Of tokens of other requests, if there are any, the keys take another pass each.
+    for number in range(1, tiling.tokens):
+        keys = pipeline.find_keys(number)
 
-    @pl.when(group == tiling.groups - 1)
-    def _load_queries():
-        for i, token in enumerate(tokens):
-            raw = scratch.raw_queries_smem.at[i], scratch.raw_weights_smem.at[i]
-            plgpu.copy_gmem_to_smem(inputs.queries.at[token], raw[0], scratch.landed)
-            plgpu.copy_gmem_to_smem(inputs.weights.at[token], raw[1], scratch.landed)
+        def run_pass(
+            stage: jax.Array, parity: jax.Array, keys: Keys = keys
+        ) -> tuple[jax.Array, jax.Array]:
+            first = State(pipeline.start(keys, stage), stage, parity)
+            last = _score_keys(keys, first, score_tile)
+            return last.stage, last.parity
 
-    layer_number = inputs.layer[0]
-    first_tile = run * tiling.tiles
-    first_of_layer = layer_number * s.num_blocks * s.entries_per_block
-    piece = s.rows_of_piece(core)
-    offset = piece * plgpu.broadcasted_iota(jnp.int32, (32,), 0, layout=mosaic_bulk.LANES)
-    barriers = scratch.barriers_smem.at[group]
-    fetching = mosaic_bulk.is_fetching(group)
-
-    def tile_of(turn):
-        return first_tile + turn * tiling.groups + group
-
-    def find(turn, of):
-        """Logical blocks of a tile's pieces, and their first rows in them: i32[32] each.
-
-        Beyond the last visible block, where scores don't matter, the block is that one.
-        """
-        block, row = mosaic.quotient_and_remainder(
-            tile_of(turn) * core.tile + offset, s.entries_per_block
+        # No other request among the tokens, which is what most of a prompt's are: no pass.
+        stage, parity = lax.cond(
+            keys.num_turns > 0, run_pass, lambda *state: state, state.stage, state.parity
         )
-        return jnp.minimum(block, of.last_block), row
+        state = State(blocks, stage, parity)
 
-    def load_blocks(turn, of):
-        """Physical blocks of a tile's pieces; any where none is visible."""
-        block, _ = find(turn, of)
-        return mosaic_memory.load_indexed_words(
-            [inputs.table],
-            block * 0,
-            of.first_of_table + block,
-            word=0,
-            layout=mosaic_bulk.LANES,
-            all_present=True,
-        )
 
-    def fetch_tile(turn, blocks, slot, of):
-        """Begins to copy a tile's codes and scales, if there is such a tile."""
+def _copy_queries(cta: Cta) -> None:
+    """The last warpgroup has the tokens' queries and weights copied to shared memory."""
 
-        @pl.when(turn < of.num_turns)
-        def _():
-            first = jnp.maximum(blocks, 0) * s.entries_per_block  # -1, none, is no address
-            mosaic_bulk.fetch(
-                [scratch.codes_smem.at[group, slot], scratch.words_smem.at[group, slot]],
-                [inputs.codes, inputs.scales],
-                first_of_layer + first + find(turn, of)[1],
-                rows_of_piece=piece,
-                barriers=barriers,
-                slot=slot,
-                last=s.last,
-            )
+    @pl.when(cta.warpgroup == cta.tiling.warpgroups - 1)
+    def _() -> None:
+        for i, token in enumerate(cta.tokens):
+            queries, weights = _raw(cta, i)
+            plgpu.copy_gmem_to_smem(cta.inputs.queries.at[token], queries, cta.scratch.landed)
+            plgpu.copy_gmem_to_smem(cta.inputs.weights.at[token], weights, cta.scratch.landed)
 
-    def prepare(keys):
-        """Keys as the left operand of products."""
-        if not core.has_memory:
-            return left_operand.from_rows(keys, s.key_layout)
-        keys_smem = scratch.keys_smem.at[group]
-        mosaic_memory.store_shared(keys_smem, keys, s.key_layout)
-        plgpu.commit_smem()
-        return keys_smem
 
-    def multiply(operand, queries_smem):
-        """f32[tile, 64], products of keys and all heads' queries."""
-        if not core.has_memory:
-            return mosaic.multiply_registers(operand, queries_smem)
-        ready = scratch.products_ready.at[group]
-        mine = scratch.products_tmem.at[:, pl.ds(group * HEADS, HEADS)]
-        plgpu.tcgen05_mma(mine, operand, queries_smem.transpose((1, 0)), ready, accumulate=False)
-        plgpu.barrier_wait(ready)
-        products = plgpu.async_load_tmem(mine, layout=core.layout)
-        plgpu.wait_load_tmem()
-        return products
-
-    def load_weights(i):
-        weights = plgpu.load(
-            scratch.weights_smem.at[i], layout=core.layout.reduce(0), optimized=False
-        )
-        weights = lax.broadcast_in_dim(weights, (core.tile, HEADS), [1])
-        return plgpu.layout_cast(weights, core.layout)
-
-    def add_heads(products, weights, factor):
-        twice_relu = products + jnp.abs(products)  # added, for the maximum's unit has more to do
-        score = (twice_relu * weights).sum(axis=1)
-        if not core.has_memory:
-            score = left_operand.to_rows(score)
-        return score * lax.bitcast_convert_type(factor, jnp.float32)
-
-    def score_tile(turn, state, of):
-        """Scores a tile, and has the one `stages` turns on fetched to where it was."""
-        blocks, slot, parity = state
-        mosaic_bulk.wait(barriers, slot, parity)
-        codes = scratch.codes_smem.at[group, slot]
-        rows = plgpu.load(codes, layout=mosaic.EVEN_ROWS, optimized=False)
-        words = [
-            plgpu.load(scratch.words_smem.at[group, slot], layout=layout, optimized=False)
-            for layout in word_layouts
-        ]
-        if s.mxfp4:
-            largest = unpack_mxfp4.largest_scale_of_rows(words[0])
-            keys = unpack_mxfp4.unpack(rows, words[0], inputs.magnitudes, largest)
-            if num_words > 1:
-                largest = unpack_mxfp4.largest_scale(words[-1])
-            factor = largest << 23  # UE8M0, an f32's exponent
-        else:
-            keys, factor = lax.bitcast_convert_type(rows, jnp.float8_e4m3fn), words[-1]
-        operand = prepare(keys)
-        products = multiply(operand, scratch.queries_smem.at[0])
-        mosaic_bulk.all_have_read(fetching, group)
-
-        def fetch_next():
-            fetch_tile(turn + stages, blocks, slot, of)
-            return load_blocks(turn + stages + 1, of)
-
-        next_blocks = lax.cond(fetching, fetch_next, lambda: blocks)
-        start = tile_of(turn) * core.tile
-        for i, token in enumerate(tokens):
-            if i:
-                products = multiply(operand, scratch.queries_smem.at[i])
-            weights = kept_weights[i] if kept_weights else load_weights(i)
-            score = add_heads(products, weights, factor)
-            store = functools.partial(
-                mosaic_memory.store_run, scores_gmem.at[token], start, score, layouts[-1]
-            )
-            if len(tokens) == 1:
-                store()
-            else:
-                pl.when(segments[i] == of.segment)(store)
-        is_last = slot == stages - 1
-        return next_blocks, jnp.where(is_last, 0, slot + 1), jnp.where(is_last, 1 - parity, parity)
-
-    def quantize_heads(turn):
-        """Some heads' queries into codes, whose scales go into weights; none beyond the last."""
-        first = (turn * tiling.groups + group) * quantize_queries.ROWS
-
-        @pl.when(first < tiling.tokens * HEADS)
-        def _():
-            i, head = mosaic.quotient_and_remainder(first, HEADS)
-            heads = pl.ds(head, quantize_queries.ROWS)
-            raw = scratch.raw_queries_smem.at[i, heads], scratch.raw_weights_smem.at[i, heads]
-            query, weight = quantize_queries.quantize(*quantize_queries.load_heads(*raw))
-            queries_smem = scratch.queries_smem.at[i, heads]
-            if core.has_memory:
-                mosaic_memory.store_shared(queries_smem, query, mosaic.LINES)
-            else:
-                left_operand.store_columns(queries_smem, query, s.key_layout)
-            mosaic_memory.store_shared(
-                scratch.weights_smem.at[i, heads], weight * s.factor, quantize_queries.BY_ROW
-            )
-
-    def fetch_first_tiles(slot, of):
-        """Returns the blocks of the tile after them."""
-        blocks = [load_blocks(turn, of) for turn in range(stages + 1)]
-        for turn in range(stages):
-            fetch_tile(turn, blocks[turn], _later(slot, turn, stages), of)
-        return blocks[-1]
-
-    def start_of(slot, of):
-        return lax.cond(fetching, lambda: fetch_first_tiles(slot, of), lambda: find(0, of)[0])
-
-    def keys_of(number):
-        """Of the request of one of the tokens, by its number; none if an earlier one is of it."""
-        segment, num_visible, is_first = segments[number], jnp.int32(0), True
-        for i, token in enumerate(tokens):
-            same = segments[i] == segment
-            seen = jnp.where(same, jnp.minimum(inputs.visible[token], s.num_entries), 0)
-            num_visible = jnp.maximum(num_visible, seen)
-            is_first = is_first & ~same if i < number else is_first
-        return _Keys.of(
-            jnp.where((segment >= 0) & is_first, num_visible, 0),
-            segment,
-            first_tile,
-            group,
-            s,
-            tiling,
-            core,
-        )
-
-    mosaic_bulk.make_barriers(barriers)
-    of = keys_of(0)
-    blocks = start_of(jnp.int32(0), of)
+def _round_queries(cta: Cta) -> None:
+    """All warpgroups turn queries to E4M3, a share of the heads each; then all see all of them."""
+    tiling, scratch = cta.tiling, cta.scratch
+    # The copies have written raw queries and weights: from here on they are read.
     plgpu.barrier_wait(scratch.landed)
-    for turn in range(-(-tiling.tokens * HEADS // (quantize_queries.ROWS * tiling.groups))):
-        quantize_heads(turn)
+    heads_at_once = quantize_queries.ROWS * tiling.warpgroups
+    for turn in range(pl.cdiv(tiling.tokens * HEADS, heads_at_once)):
+        first = (turn * tiling.warpgroups + cta.warpgroup) * quantize_queries.ROWS
+        pl.when(first < tiling.tokens * HEADS)(functools.partial(_round_heads, cta, first))
+    # Stores of threads, before the tensor cores of other warpgroups read them.
     plgpu.commit_smem()
     plgpu.barrier_arrive(scratch.queries_ready)
     plgpu.barrier_wait(scratch.queries_ready)
-    kept = tiling.tokens <= _KEPT_WEIGHTS
-    kept_weights = [load_weights(i) for i in range(tiling.tokens)] if kept else []
-    state = blocks, jnp.int32(0), jnp.int32(0)
-    state = lax.fori_loop(0, of.num_turns, functools.partial(score_tile, of=of), state)
-    for number in range(1, tiling.tokens):
-        of = keys_of(number)
-
-        def run_pass(slot, parity, of=of):
-            state = start_of(slot, of), slot, parity
-            return lax.fori_loop(0, of.num_turns, functools.partial(score_tile, of=of), state)[1:]
-
-        _, slot, parity = state
-        # No other request among the tokens, which is what most of a prompt's are: no pass.
-        slot, parity = lax.cond(of.num_turns > 0, run_pass, lambda *state: state, slot, parity)
-        state = blocks, slot, parity
 
 
-class _Keys(NamedTuple):
-    """The keys that a warpgroup scores in a pass.
+def _round_heads(cta: Cta, first: jax.Array) -> None:
+    """Some heads' queries into codes, whose scales go into weights."""
+    shapes, scratch = cta.shapes, cta.scratch
+    i, head = mosaic.quotient_and_remainder(first, HEADS)
+    heads = pl.ds(head, quantize_queries.ROWS)
+    raw_query, raw_weight = _raw(cta, i, heads)
+    query, weight = quantize_queries.quantize(*quantize_queries.load_heads(raw_query, raw_weight))
+    queries_smem = scratch.queries_smem.at[i, heads]
+    if shapes.device.has_tensor_memory:
+        mosaic_memory.store_shared(queries_smem, query, mosaic.LINES)
+    else:  # in the order of columns in which a thread's keys become the left operand
+        left_operand.store_columns(queries_smem, query, shapes.key_layout)
+    mosaic_memory.store_shared(
+        scratch.weights_smem.at[i, heads], weight * shapes.factor, quantize_queries.BY_ROW
+    )
 
-    Attributes:
-      segment: their request.
-      num_turns: tiles.
-      last_block: the last logical block that is visible.
-      first_of_table: the request's first word of the block table.
+
+def _raw(cta: Cta, i: jax.Array | int, *heads: Any) -> tuple[Ref, Ref]:
+    """Where a token's queries and weights come to lie."""
+    at = (i, *heads)
+    return cta.scratch.raw_queries_smem.at[at], cta.scratch.raw_weights_smem.at[at]
+
+
+def _load_weights(cta: Cta, i: int) -> jax.Array:
+    """f32[tile_m, 64], a token's weights beside each key, in the layout of products."""
+    layout = cta.shapes.product_layout
+    weights = plgpu.load(cta.scratch.weights_smem.at[i], layout=layout.reduce(0), optimized=False)
+    weights = lax.broadcast_in_dim(weights, (cta.shapes.tile_m, HEADS), [1])
+    return plgpu.layout_cast(weights, layout)
+
+
+def _score_keys(keys: Keys, state: State, score_tile: Any) -> State:
+    """All tiles of a pass."""
+    return lax.fori_loop(0, keys.num_turns, functools.partial(score_tile, keys=keys), state)
+
+
+def _score_tile(
+    turn: jax.Array,
+    state: State,
+    *,
+    keys: Keys,
+    cta: Cta,
+    pipeline: KeyPipeline,
+    scores_gmem: Ref,
+    kept_weights: list[jax.Array],
+) -> State:
+    """Scores a tile, and has the one `stages` turns on fetched to where it was."""
+    blocks, stage, parity = state
+    pipeline.wait(stage, parity)
+    codes, factor = _load_keys(cta, stage)
+    operand = _to_operand(cta, codes)
+    products = _multiply(cta, operand, 0)
+    next_blocks = pipeline.release(keys, turn, blocks, stage)
+    start = pipeline.tile(turn) * cta.shapes.tile_m
+    for i, token in enumerate(cta.tokens):
+        if i:
+            products = _multiply(cta, operand, i)
+        weights = kept_weights[i] if kept_weights else _load_weights(cta, i)
+        score = _add_heads(cta, products, weights, factor)
+        store = functools.partial(
+            mosaic_memory.store_run, scores_gmem.at[token], start, score, cta.shapes.score_layout
+        )
+        if len(cta.tokens) == 1:
+            store()
+        else:  # by the keys of another request a token has no scores
+            pl.when(cta.segments[i] == keys.segment)(store)
+    is_last = stage == cta.tiling.stages - 1
+    return State(
+        next_blocks,
+        stage=jnp.where(is_last, 0, stage + 1),
+        parity=jnp.where(is_last, 1 - parity, parity),
+    )
+
+
+def _load_keys(cta: Cta, stage: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A stage's keys in registers.
+
+    Returns:
+      e4m3[tile_m, 128] in `key_layout`; and i32[tile_m] in the last of `scale_layouts`, bits of the
+      f32 by which a key's score is multiplied.
     """
-
-    segment: jax.Array
-    num_turns: jax.Array
-    last_block: jax.Array
-    first_of_table: jax.Array
-
-    @classmethod
-    def of(
-        cls,
-        num_visible: jax.Array,
-        segment: jax.Array,
-        first_tile: jax.Array,
-        group: jax.Array,
-        shapes: Shapes,
-        tiling: Tiling,
-        core: TensorCore,
-    ) -> _Keys:
-        """Those of the first visible entries of a request, from a tile on."""
-        last_tile = jnp.minimum(
-            first_tile + tiling.tiles, lax.div(num_visible + core.tile - 1, core.tile)
-        )
-        mine = jnp.maximum(last_tile - first_tile - group, 0)
-        last_visible = jnp.maximum(num_visible - 1, 0)
-        return cls(
-            segment,
-            lax.div(mine + tiling.groups - 1, tiling.groups),
-            mosaic.quotient_and_remainder(last_visible, shapes.entries_per_block)[0],
-            jnp.maximum(segment, 0) * shapes.table_width,
-        )
+    shapes, at = cta.shapes, (cta.warpgroup, stage)
+    rows = plgpu.load(cta.scratch.codes_smem.at[at], layout=mosaic.EVEN_ROWS, optimized=False)
+    words = [
+        plgpu.load(cta.scratch.words_smem.at[at], layout=layout, optimized=False)
+        for layout in shapes.scale_layouts
+    ]
+    if not shapes.mxfp4:
+        return lax.bitcast_convert_type(rows, jnp.float8_e4m3fn), words[-1]
+    # A key's groups have scales of their own: all go to E4M3 under the largest of them.
+    largest = unpack_mxfp4.largest_scale_of_rows(words[0])
+    codes = unpack_mxfp4.unpack(rows, words[0], cta.inputs.magnitudes, largest)
+    if len(words) > 1:  # wanted once more, where a thread has the sum of a key's heads
+        largest = unpack_mxfp4.largest_scale(words[-1])
+    return codes, largest << 23  # UE8M0, an f32's exponent
 
 
-def _later(slot: jax.Array, turns: int, stages: int) -> jax.Array:
-    """The slot that so many turns on take."""
-    later = slot + turns
-    return jnp.where(later >= stages, later - stages, later)
+def _to_operand(cta: Cta, codes: jax.Array) -> Any:
+    """Keys as the left operand: registers of wgmma on Hopper, shared memory on Blackwell."""
+    layout = cta.shapes.key_layout
+    if not cta.shapes.device.has_tensor_memory:
+        return left_operand.from_rows(codes, layout)
+    keys_smem = cta.scratch.keys_smem.at[cta.warpgroup]
+    mosaic_memory.store_shared(keys_smem, codes, layout)
+    plgpu.commit_smem()  # before the tensor core reads what threads have stored
+    return keys_smem
+
+
+def _multiply(cta: Cta, operand: Any, i: int) -> jax.Array:
+    """f32[tile_m, 64] in `product_layout`, products of keys and all heads of a token."""
+    queries_smem = cta.scratch.queries_smem.at[i]
+    if not cta.shapes.device.has_tensor_memory:
+        return mosaic.multiply_registers(operand, queries_smem)
+    ready = cta.scratch.products_ready.at[cta.warpgroup]
+    mine = cta.scratch.products_tmem.at[:, pl.ds(cta.warpgroup * HEADS, HEADS)]
+    plgpu.tcgen05_mma(mine, operand, queries_smem.transpose((1, 0)), ready, accumulate=False)
+    # The tensor core has written its memory; now threads own it, until the next product.
+    plgpu.barrier_wait(ready)
+    products = plgpu.async_load_tmem(mine, layout=cta.shapes.product_layout)
+    plgpu.wait_load_tmem()
+    return products
+
+
+def _add_heads(cta: Cta, products: jax.Array, weights: jax.Array, factor: jax.Array) -> jax.Array:
+    """f32[tile_m] in `score_layout`: the sum over heads of weight times ReLU, times the factor."""
+    twice_relu = products + jnp.abs(products)  # added, for the maximum's unit has more to do
+    score = (twice_relu * weights).sum(axis=1)
+    if not cta.shapes.device.has_tensor_memory:  # to the threads that have its key's scale
+        score = left_operand.to_rows(score)
+    return score * lax.bitcast_convert_type(factor, jnp.float32)

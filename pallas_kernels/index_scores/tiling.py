@@ -7,44 +7,19 @@ import math
 from typing import Any
 
 import jax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from pallas_kernels.common import codecs
-from pallas_kernels.common.backend import compute_capability
 from pallas_kernels.common.codecs import Codec
 from pallas_kernels.gpu import devices, mosaic, mosaic_bulk, unpack_mxfp4
+from pallas_kernels.gpu.devices import Device
 
 plgpu: Any = mosaic_gpu
 HEADS, DIM = 64, 128
 """Index heads and their dims, the released models'."""
-_DEVICE = devices.H200
-"""Calls are cut for it, on Blackwell too, where nothing has been measured."""
 _ENTRIES_ALIGNED = mosaic_bulk.ALIGNMENT // 4
 """Entries whose scales, 4 bytes each, are copied together."""
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorCore:
-    """How a GPU multiplies keys with queries.
-
-    Attributes:
-      tile: keys of one product.
-      layout: layout in which a product comes into registers.
-      has_memory: whether products arrive in tensor memory (tcgen05), or in registers (wgmma).
-    """
-
-    tile: int
-    layout: Any
-    has_memory: bool
-
-    @property
-    def layouts(self) -> list[Any]:
-        """Layouts of a number for each key that a thread loads, and for each whose sum it has."""
-        return [mosaic.ROW, self.layout.reduce(1)] if self.has_memory else [mosaic.ROW]
-
-
-HOPPER = TensorCore(tile=64, layout=plgpu.Layout.WGMMA, has_memory=False)
-BLACKWELL = TensorCore(tile=128, layout=plgpu.Layout.TCGEN05, has_memory=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +33,7 @@ class Shapes:
       table_width: LB.
       mxfp4: whether keys are MXFP4; else they are FP8.
       last: whether L2 may drop keys first.
+      device: whose tensor cores multiply.
     """
 
     num_tokens: int
@@ -66,11 +42,33 @@ class Shapes:
     table_width: int
     mxfp4: bool
     last: bool
+    device: Device
+
+    @property
+    def tile_m(self) -> int:
+        """Keys of a tile, which are the rows of one product; its columns are the heads."""
+        return 128 if self.device.has_tensor_memory else 64
 
     @property
     def key_layout(self) -> Any:
         """Layout in which a thread has a tile's keys, as E4M3 codes."""
         return mosaic.WIDE_ROWS if self.mxfp4 else mosaic.EVEN_ROWS
+
+    @property
+    def product_layout(self) -> Any:
+        """Layout in which a product [tile_m, 64] comes into registers."""
+        return plgpu.Layout.TCGEN05 if self.device.has_tensor_memory else plgpu.Layout.WGMMA
+
+    @property
+    def score_layout(self) -> Any:
+        """Layout of a tile's scores, one for each key, when heads are added up."""
+        return self.product_layout.reduce(1) if self.device.has_tensor_memory else mosaic.ROW
+
+    @property
+    def scale_layouts(self) -> list[Any]:
+        """Layouts in which a key's scales are wanted: to unpack it, and to scale its score."""
+        unpacks_apart = self.mxfp4 and self.device.has_tensor_memory
+        return [mosaic.ROW, self.score_layout] if unpacks_apart else [self.score_layout]
 
     @property
     def num_entries(self) -> int:
@@ -82,13 +80,10 @@ class Shapes:
         """Bytes of a key's codes."""
         return DIM // 2 if self.mxfp4 else DIM
 
-    def rows_of_piece(self, core: TensorCore) -> int:
+    @property
+    def rows_of_piece(self) -> int:
         """Entries of a tile that lie in one block."""
-        return math.gcd(self.entries_per_block, core.tile)
-
-    def num_words(self, core: TensorCore) -> int:
-        """Layouts in which a key's scales are wanted: to unpack it, and to scale its sum."""
-        return len(core.layouts) if self.mxfp4 else 1
+        return math.gcd(self.entries_per_block, self.tile_m)
 
     @property
     def factor(self) -> float:
@@ -102,14 +97,14 @@ class Tiling:
 
     Attributes:
       tiles: tiles of a CTA.
-      groups: warpgroups of a CTA.
+      warpgroups: of a CTA.
       stages: tiles of a warpgroup in shared memory, there or on their way.
       tokens: query tokens of a CTA, which follow each other; those of one request share its keys.
         On Hopper; 1 on Blackwell.
     """
 
     tiles: int
-    groups: int = 4
+    warpgroups: int = 4
     stages: int = 2
     tokens: int = 1
 
@@ -118,7 +113,7 @@ _MANY_TOKENS = 2048
 """From so many on CTAs of several tokens still fill the SMs evenly."""
 _TOKENS_OF_REQUEST = 64
 """On average, from which on few CTAs have tokens of several requests, each of which is a pass."""
-_SHARING = Tiling(tiles=4, groups=4, tokens=4)
+_SHARING = Tiling(tiles=4, warpgroups=4, tokens=4)
 """How a prompt's tokens share keys."""
 
 
@@ -126,7 +121,7 @@ def choose_tiling(
     num_tokens: int,
     num_tiles: int,
     mxfp4: bool,
-    core: TensorCore = HOPPER,
+    device: Device = devices.H200,
     *,
     num_requests: int,
 ) -> Tiling:
@@ -135,44 +130,40 @@ def choose_tiling(
     Two tiles of each are as much as memory's latency asks for. Six warpgroups are as many as have
     registers for MXFP4 keys. On Blackwell, whose tiles are larger and lie in shared memory once
     more as operands, three are as many as it has room for with FP8. On Hopper many tokens of few
-    requests share keys.
+    requests share keys. Nothing has been measured on Blackwell.
     """
-    tiles = -(-num_tiles // max(1, _DEVICE.num_sms // num_tokens))
-    if num_tokens >= max(_MANY_TOKENS, _TOKENS_OF_REQUEST * num_requests) and not core.has_memory:
-        return dataclasses.replace(_SHARING, tiles=max(_SHARING.groups, tiles))
-    groups = (4 if mxfp4 else 3) if core.has_memory else (6 if mxfp4 else 5)
-    return Tiling(tiles=max(groups, tiles), groups=groups)
+    tiles = pl.cdiv(num_tiles, max(1, device.num_sms // num_tokens))
+    is_many = num_tokens >= max(_MANY_TOKENS, _TOKENS_OF_REQUEST * num_requests)
+    if device.has_tensor_memory:
+        warpgroups = 4 if mxfp4 else 3
+    elif is_many:
+        return dataclasses.replace(_SHARING, tiles=max(_SHARING.warpgroups, tiles))
+    else:
+        warpgroups = 6 if mxfp4 else 5
+    return Tiling(tiles=max(warpgroups, tiles), warpgroups=warpgroups)
 
 
-def read_once(num_tokens: int, num_requests: int, bytes_of_request: int) -> bool:
+def read_once(num_tokens: int, num_requests: int, bytes_of_request: int, device: Device) -> bool:
     """Whether L2 may as well drop a call's keys: it can't hold them all, and each has one reader.
 
     Keys that fit into L2 are left there for a call that repeats them. What either gains is in
     docs/kernels/index_scores.md.
     """
     all_bytes = num_requests * bytes_of_request
-    return num_tokens <= num_requests and all_bytes > _DEVICE.l2_bytes
+    return num_tokens <= num_requests and all_bytes > device.l2_bytes
 
 
 def find_obstacle(queries: jax.Array, codec: Codec, entries_per_block: int) -> str | None:
     """Why this kernel can't serve a call, as the rest of a sentence; None where it can."""
-    capability = compute_capability()
     if not isinstance(codec, codecs.FP8KeyCodec) and not is_mxfp4(codec):
         return f"takes MXFP4 and FP8 keys, got {codec}"
     if queries.shape[1:] != (HEADS, DIM):
         return f"needs queries [T, {HEADS}, {DIM}], got {queries.shape=}"
     if entries_per_block % _ENTRIES_ALIGNED:
         return f"needs blocks of a multiple of {_ENTRIES_ALIGNED}, got {entries_per_block} entries"
-    if capability is not None and devices.find_device(capability) is None:
-        return f"is for Hopper and Blackwell, got compute capability {capability}"
-    return None
+    return devices.find_obstacle()
 
 
 def is_mxfp4(codec: Codec) -> bool:
     """Whether keys are; the kernel's others are FP8."""
     return isinstance(codec, codecs.FP4KeyCodec) and codec.power_of_two
-
-
-def choose_core() -> TensorCore:
-    """The tensor core of the GPU at hand, or Hopper's where there is none."""
-    return BLACKWELL if devices.find_device(compute_capability()) == devices.B200 else HOPPER

@@ -16,6 +16,7 @@ from helpers.calls import call_specs, make_call
 from helpers.inputs import CASE_LAYER, LAYER, NUM_LAYERS, poison, shuffled_table
 from pallas_kernels import Backend, LayerPlanes, get_cache_format, gpu_interpreter, index_topk
 from pallas_kernels.gpu import mosaic_bulk, unpack_mxfp4
+from pallas_kernels.gpu.devices import B200, H200
 from pallas_kernels.index_scores import mosaic_gpu as scores_kernel
 from pallas_kernels.index_scores import tiling as scores_tiling
 from pallas_kernels.index_scores.reference import index_scores
@@ -98,7 +99,7 @@ def test_blackwell_s_tensor_cores_give_the_same(name):
     """In the interpreter alone: no card of that kind has been here."""
     arguments, keys = draw(name)
     with gpu_interpreter():
-        actual = scores_of(arguments, core=scores_tiling.BLACKWELL)
+        actual = scores_of(arguments, device=B200)
     assert max(e.max(initial=0) for e in errors(arguments, keys, actual)) < 1
 
 
@@ -147,14 +148,14 @@ def test_neighbouring_tokens_of_a_cta_have_the_scores_of_each_alone(lane, name, 
 def test_many_tokens_of_few_requests_share_keys():
     """On Hopper; fewer would leave SMs idle, and each other request of a CTA is a pass of all."""
 
-    def tokens_of(num_tokens, num_requests, core=scores_tiling.HOPPER):
+    def tokens_of(num_tokens, num_requests, device=H200):
         return scores_tiling.choose_tiling(
-            num_tokens, 128, True, core, num_requests=num_requests
+            num_tokens, 128, True, device, num_requests=num_requests
         ).tokens
 
     assert tokens_of(2048, 1) == tokens_of(8192, 128) == 4
     assert tokens_of(2047, 1) == tokens_of(8192, 129) == tokens_of(256, 256) == 1
-    assert tokens_of(8192, 1, scores_tiling.BLACKWELL) == 1
+    assert tokens_of(8192, 1, B200) == 1
 
 
 @pytest.mark.slow
@@ -182,10 +183,11 @@ def test_keys_that_l2_may_drop_give_the_same_bits(lane, name, monkeypatch):
     assert told
     assert all(told)
     bytes_of_key = 68 if name == "fp8_ue8m0" else 132
-    assert asked == [(3, 3, 13 * EB * bytes_of_key)]
-    assert scores_tiling.read_once(8, 8, 2**23)
-    assert not scores_tiling.read_once(9, 8, 2**23)
-    assert not scores_tiling.read_once(8, 8, 2**22)
+    assert asked == [(3, 3, 13 * EB * bytes_of_key, H200)]
+    assert scores_tiling.read_once(8, 8, 2**23, H200)
+    assert not scores_tiling.read_once(9, 8, 2**23, H200)
+    assert not scores_tiling.read_once(8, 8, 2**22, H200)
+    assert not scores_tiling.read_once(8, 8, 2**23, B200)  # whose L2 holds them
 
 
 @pytest.mark.slow
