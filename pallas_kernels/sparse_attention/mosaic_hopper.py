@@ -3,7 +3,7 @@
 One CTA: one query token, 64 of its heads, one split of its keys, in tiles of 64. Warpgroups:
 
     producer     addresses of a tile through ring and block table; its rows from device memory into
-                 registers, one tile ahead; to 16 bits, swizzled            -> keys_smem[slot]
+                 registers, one tile ahead; to 16 bits, swizzled            -> keys_smem[stage]
     consumer a   owns tiles a, a + 2, ...: logits Q K^T, softmax            -> weights_smem[a]
                  all tiles: out[:, a C / 2 :] += weights keys[:, a C / 2 :]
 
@@ -21,9 +21,12 @@ Source: deepseek_v4.md section 1.3, step 9.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -36,6 +39,8 @@ from pallas_kernels.sparse_attention.launch import Kernel, as_bf16, inverse_tota
 from pallas_kernels.sparse_attention.loads import (
     Operands,
     Outputs,
+    Place,
+    Ref,
     find_place,
     gather_keys,
     load_queries,
@@ -45,13 +50,29 @@ from pallas_kernels.sparse_attention.rope import rotate_half
 REGISTERS = (192, 120)
 """Registers of a consumer's thread and a producer's; 2 + 1 warpgroups share 3 * 168."""
 DECAY, LARGEST, TOTAL = range(3)
+BY_ROW, BY_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+"""Layouts of a value for each row, a head, and for each column of a product."""
 
 
 class Scratch(NamedTuple):
     """What a CTA has to itself: shared memory, then barriers.
 
-    Of two, one is for each half of the queries' columns, for each slot of tiles in turn, or for the
-    tiles of each consumer.
+    Of two, one is for each half of the queries' columns, for each stage, which are of tiles in
+    turn, or for the tiles of each consumer. A consumer's own tiles are those of one stage.
+
+    Attributes:
+      queries_smem: [2, 64, C / 2], a half each; in the end the output.
+      keys_smem: [2, 2, 64, C / 2], stage and half.
+      weights_smem: [2, 64, 64], of each consumer's tile.
+      bias_smem: f32[2, 64], of each stage: 0 for a key and minus infinity for none.
+      statistics_smem: f32[2, 3, 64], of each consumer: `DECAY`, `LARGEST` and `TOTAL`.
+      queries_landed: for each half: its copy has come.
+      queries_ready: both consumers have their half of the queries as products take it.
+      keys_ready: for each half of a tile's columns and each stage: the producer has stored it.
+      keys_free: for each stage: both consumers have multiplied its tile.
+      weights_ready: for each consumer: its tile's weights, decay and largest logit are there.
+      weights_free: for each consumer: the other one has multiplied them.
+      totals_ready: both consumers have stored what they exchange.
     """
 
     queries_smem: Any
@@ -68,168 +89,285 @@ class Scratch(NamedTuple):
     totals_ready: Any
 
 
-def _attention_kernel(inputs: Operands, outputs: Outputs, scratch: Scratch, *, shapes: Shapes):
-    s, half = shapes, shapes.dim // 2
-    cta, group = find_place(inputs, s), lax.axis_index("warpgroup")
-    queries_smem, keys_smem = scratch.queries_smem, scratch.keys_smem
-    weights_smem, bias_smem = scratch.weights_smem, scratch.bias_smem
-    statistics_smem = scratch.statistics_smem
-    keys_ready, keys_free = scratch.keys_ready, scratch.keys_free
-    weights_ready, weights_free = scratch.weights_ready, scratch.weights_free
-    if s.tiles_per_split == 1:  # nothing hides a second wait
+class State(NamedTuple):
+    """What a consumer carries from tile to tile.
+
+    Attributes:
+      out: f32[64, C / 2] in WGMMA layout, the accumulator: keys by their weights, its half of C.
+      largest: f32[64], a value a row: the largest logit of all tiles so far, times log2(e).
+      total: f32[64], likewise: the sum of the weights in its own tiles, relative to it.
+    """
+
+    out: jax.Array
+    largest: jax.Array
+    total: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Consumer:
+    """One of the two warpgroups that multiply, and what it works with.
+
+    Attributes:
+      inputs: arrays in device memory.
+      scratch: the CTA's own memory.
+      shapes: sizes of the call.
+      cta: place of the CTA.
+      keys_ready: the barriers of parts of a tile, of two or one.
+      me: i32[], 0 or 1: it owns tiles me, me + 2, ..., which lie in stage `me`.
+      other: i32[], the other consumer.
+      columns: its half of the columns, which it sums over all tiles.
+    """
+
+    inputs: Operands
+    scratch: Scratch
+    shapes: Shapes
+    cta: Place
+    keys_ready: Sequence[Ref]
+    me: jax.Array
+    other: jax.Array
+    columns: pl.Slice
+
+
+def _attention_kernel(
+    inputs: Operands, outputs: Outputs, scratch: Scratch, *, shapes: Shapes
+) -> None:
+    """Two consumers and a producer."""
+    cta, warpgroup = find_place(inputs, shapes), lax.axis_index("warpgroup")
+    keys_ready = scratch.keys_ready
+    if shapes.tiles_per_split == 1:  # nothing hides a second wait
         keys_ready = keys_ready[:1]
-    by_row, by_column = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
-    @pl.when(group < 2)
-    def _consume():
-        """Owns tiles me, me + 2, ...; sums all tiles over columns me * C / 2 and on."""
+    @pl.when(warpgroup < 2)
+    def _consume() -> None:
         plgpu.set_max_registers(REGISTERS[0], action="increase")
-        me, other = group, 1 - group
-        columns = pl.ds(me * half, half)
-
-        def per_row(value):
-            return plgpu.layout_cast(jnp.full((HEADS,), value, jnp.float32), by_row)
-
-        def load_statistic(owner, which):
-            return plgpu.load(statistics_smem.at[owner, which], layout=by_row, optimized=False)
-
-        def scaled(out, factor):
-            return out * lax.broadcast_in_dim(factor, out.shape, [0])
-
-        def add_tile(state, owner, decay, largest):
-            """Takes up a tile's weights and keys, which lie in the slots of its owner."""
-            out, _, total = state
-            out = mosaic.multiply_add(
-                scaled(out, decay), weights_smem.at[owner], keys_smem.at[owner, me]
-            )
-            plgpu.barrier_arrive(keys_free.at[owner])
-            return out, largest, total * decay
-
-        def add_tile_of_other(state):
-            plgpu.barrier_wait(weights_ready.at[other])
-            decay, largest = load_statistic(other, DECAY), load_statistic(other, LARGEST)
-            state = add_tile(state, other, decay, largest)
-            plgpu.barrier_arrive(weights_free.at[other])
-            return state
-
-        def add_own_tile(turn, state):
-            has_before = turn + me > 0
-            state = lax.cond(has_before, add_tile_of_other, lambda state: state, state)
-            first = mosaic.opaque(0)
-            logits = mosaic.multiply(
-                [
-                    (queries_smem.at[first + w], keys_smem.at[me, first + w].transpose((1, 0)))
-                    for w in range(2)
-                ],
-                ready=[ready.at[me] for ready in keys_ready],
-            )
-            bias = plgpu.load(bias_smem.at[me], layout=by_column, optimized=False)
-            bias = lax.broadcast_in_dim(bias, logits.shape, [1])
-            logits = jnp.where(bias < 0, bias, logits * (s.scale * LOG2_E))  # a NaN query too
-            largest = jnp.maximum(state[1], logits.max(axis=1))
-            decay = jnp.exp2(state[1] - largest)
-            weights = jnp.exp2(logits - lax.broadcast_in_dim(largest, logits.shape, [0]))
-            added = weights.sum(axis=1)
-
-            @pl.when(turn > 0)
-            def _():
-                plgpu.barrier_wait(weights_free.at[me])
-
-            mosaic_memory.store_shared(
-                weights_smem.at[me], weights.astype(s.dtype), plgpu.Layout.WGMMA
-            )
-            mosaic_memory.store_shared(statistics_smem.at[me, DECAY], decay, by_row)
-            mosaic_memory.store_shared(statistics_smem.at[me, LARGEST], largest, by_row)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(weights_ready.at[me])
-            out, largest, total = add_tile(state, me, decay, largest)
-            return out, largest, total + added
-
-        def add_squares_of_other(squares):
-            target = statistics_smem.at[me, TOTAL]
-            mosaic_memory.store_shared(target, squares, mosaic.ROW)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(scratch.totals_ready)
-            plgpu.barrier_wait(scratch.totals_ready)
-            theirs = statistics_smem.at[other, TOTAL]
-            return squares + plgpu.load(theirs, layout=mosaic.ROW, optimized=False)
-
-        # Wanted last; asked for now, it is there by then.
-        own_sink = None
-        if s.splits == 1 or s.heads_of_cta == HEADS:
-            own_sink = plgpu.load(inputs.sink.at[cta.heads], layout=by_row, optimized=False)
-        own_half = me, queries_smem.at[me], scratch.queries_landed.at[me]
-        load_queries(
+        half = shapes.dim // 2
+        consumer = Consumer(
             inputs,
-            s,
+            scratch,
+            shapes,
             cta,
-            [own_half],
-            store_shared=mosaic_memory.store_shared,
-            add_squares=add_squares_of_other,
+            keys_ready,
+            me=warpgroup,
+            other=1 - warpgroup,
+            columns=pl.ds(warpgroup * half, half),
         )
-        plgpu.barrier_arrive(scratch.queries_ready)
-        plgpu.barrier_wait(scratch.queries_ready)
-        zeros = plgpu.layout_cast(jnp.zeros((HEADS, half), jnp.float32), plgpu.Layout.WGMMA)
-        turns = (cta.num_tiles + other) // 2
-        state = lax.fori_loop(0, turns, add_own_tile, (zeros, per_row(FLOOR), per_row(0.0)))
-        is_last_of_other = cta.num_tiles % 2 == me
-        state = lax.cond(is_last_of_other, add_tile_of_other, lambda state: state, state)
-        out, largest, total = state
+        _attend(consumer, outputs)
 
-        @pl.when(turns > 0)
-        def _():
-            plgpu.barrier_wait(weights_free.at[me])
-
-        mosaic_memory.store_shared(statistics_smem.at[me, TOTAL], total, by_row)
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(scratch.totals_ready)
-        plgpu.barrier_wait(scratch.totals_ready)
-        total = load_statistic(0, TOTAL) + load_statistic(1, TOTAL)
-        if s.splits > 1:
-            outputs.sums.at[cta.split, cta.token, cta.heads, columns][...] = out
-
-            @pl.when(me == 0)
-            def _():
-                outputs.statistics.at[cta.split, cta.token, 0, cta.heads][...] = largest
-                outputs.statistics.at[cta.split, cta.token, 1, cta.heads][...] = total
-
-            return
-        assert own_sink is not None
-        out = scaled(out, inverse_total(largest, total, own_sink))
-        mosaic_memory.store_shared(queries_smem.at[me], as_bf16(out, s.dtype), plgpu.Layout.WGMMA)
-        plgpu.commit_smem()
-        if s.rotated:
-            for number in range(2):
-                turn = functools.partial(
-                    rotate_half,
-                    queries_smem.at[number],
-                    number,
-                    inputs.angles.at[cta.token],
-                    shapes=s,
-                    store_shared=mosaic_memory.store_shared,
-                )
-                pl.when(me == number)(turn)
-            plgpu.commit_smem()
-        out_smem = queries_smem.at[me]
-        if s.heads_of_cta < HEADS:
-            out_smem = out_smem.at[pl.ds(0, s.heads_of_cta)]
-        plgpu.copy_smem_to_gmem(out_smem, outputs.sums.at[cta.token, cta.own_heads, columns])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    @pl.when(group == 2)
-    def _produce():
+    @pl.when(warpgroup == 2)
+    def _produce() -> None:
         plgpu.set_max_registers(REGISTERS[1], action="decrease")
         gather_keys(
             inputs,
-            s,
+            shapes,
             cta,
-            range(s.dim // GROUP),
-            target_of=lambda slot, i: keys_smem.at[slot, i],
-            bias_smem=bias_smem,
+            range(shapes.dim // GROUP),
+            target_of=lambda stage, half: scratch.keys_smem.at[stage, half],
+            bias_smem=scratch.bias_smem,
             keys_ready=keys_ready,
-            keys_free=keys_free,
+            keys_free=scratch.keys_free,
             store_shared=mosaic_memory.store_shared,
         )
+
+
+def _attend(consumer: Consumer, outputs: Outputs) -> None:
+    """All that a consumer does: queries, tiles, the sum of weights, the output."""
+    shapes, cta = consumer.shapes, consumer.cta
+    # Wanted last; asked for now, it is there by then.
+    own_sink = None
+    if shapes.splits == 1 or shapes.heads_of_cta == HEADS:
+        own_sink = plgpu.load(consumer.inputs.sink.at[cta.heads], layout=BY_ROW, optimized=False)
+    _bring_queries(consumer)
+    zeros = jnp.zeros((HEADS, shapes.dim // 2), jnp.float32)
+    zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+    turns = (cta.num_tiles + consumer.other) // 2
+    state = State(out=zeros, largest=_per_row(FLOOR), total=_per_row(0.0))
+    add_own_tile = functools.partial(_add_own_tile, consumer=consumer)
+    state = lax.fori_loop(0, turns, add_own_tile, state)
+    # Before each of its own it has added the other's tile up; after its last one there may be one.
+    add_tile_of_other = functools.partial(_add_tile_of_other, consumer)
+    is_last_of_other = cta.num_tiles % 2 == consumer.me
+    state = lax.cond(is_last_of_other, add_tile_of_other, lambda state: state, state)
+
+    @pl.when(turns > 0)
+    def _() -> None:  # the other one has read the last weights: their memory is free at the end
+        plgpu.barrier_wait(consumer.scratch.weights_free.at[consumer.me])
+
+    total = _add_totals(consumer, state.total)
+    if shapes.splits > 1:
+        _store_part(consumer, outputs, state._replace(total=total))
+    else:
+        assert own_sink is not None
+        factor = inverse_total(state.largest, total, own_sink)
+        _store_output(consumer, outputs, _scaled(state.out, factor))
+
+
+def _bring_queries(consumer: Consumer) -> None:
+    """Each consumer brings its half of the queries' columns; then both may read all of them."""
+    scratch, me = consumer.scratch, consumer.me
+    load_queries(
+        consumer.inputs,
+        consumer.shapes,
+        consumer.cta,
+        [(me, scratch.queries_smem.at[me], scratch.queries_landed.at[me])],
+        store_shared=mosaic_memory.store_shared,
+        add_squares=functools.partial(_add_squares_of_other, consumer),
+    )
+    plgpu.barrier_arrive(scratch.queries_ready)
+    plgpu.barrier_wait(scratch.queries_ready)
+
+
+def _add_squares_of_other(consumer: Consumer, squares: jax.Array) -> jax.Array:
+    """f32[64] in `mosaic.ROW` layout: the squares of all columns, for the norm of queries."""
+    statistics_smem, ready = consumer.scratch.statistics_smem, consumer.scratch.totals_ready
+    mosaic_memory.store_shared(statistics_smem.at[consumer.me, TOTAL], squares, mosaic.ROW)
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(ready)
+    plgpu.barrier_wait(ready)
+    theirs = statistics_smem.at[consumer.other, TOTAL]
+    return squares + plgpu.load(theirs, layout=mosaic.ROW, optimized=False)
+
+
+def _add_own_tile(turn: jax.Array, state: State, *, consumer: Consumer) -> State:
+    """Weighs an own tile, hands its weights to the other consumer, and adds it up."""
+    # First the other's tile before it, so that one multiplies while the other takes exponentials.
+    has_before = turn + consumer.me > 0
+    add_tile_of_other = functools.partial(_add_tile_of_other, consumer)
+    state = lax.cond(has_before, add_tile_of_other, lambda state: state, state)
+    logits = _find_logits(consumer)
+    largest = jnp.maximum(state.largest, logits.max(axis=1))
+    decay = jnp.exp2(state.largest - largest)
+    weights = jnp.exp2(logits - lax.broadcast_in_dim(largest, logits.shape, [0]))
+    added = weights.sum(axis=1)
+    _hand_over(consumer, turn, weights, decay, largest)
+    state = _accumulate(consumer, state, consumer.me, decay, largest)
+    return state._replace(total=state.total + added)
+
+
+def _find_logits(consumer: Consumer) -> jax.Array:
+    """f32[64, 64] in WGMMA layout, an own tile's logits times log2(e); minus infinity for no key.
+
+    Each half of the columns is waited for on its own: products begin when the first is there.
+    """
+    scratch, shapes, me = consumer.scratch, consumer.shapes, consumer.me
+    first = mosaic.opaque(0)  # else descriptors of the queries would stay in registers
+    logits = mosaic.multiply(
+        [
+            (
+                scratch.queries_smem.at[first + half],
+                scratch.keys_smem.at[me, first + half].transpose((1, 0)),
+            )
+            for half in range(2)
+        ],
+        ready=[ready.at[me] for ready in consumer.keys_ready],
+    )
+    bias = plgpu.load(scratch.bias_smem.at[me], layout=BY_COLUMN, optimized=False)
+    bias = lax.broadcast_in_dim(bias, logits.shape, [1])
+    return jnp.where(bias < 0, bias, logits * (shapes.scale * LOG2_E))  # a NaN query too
+
+
+def _hand_over(
+    consumer: Consumer, turn: jax.Array, weights: jax.Array, decay: jax.Array, largest: jax.Array
+) -> None:
+    """Leaves an own tile's weights and statistics for the other consumer, and for itself."""
+    scratch, me = consumer.scratch, consumer.me
+
+    @pl.when(turn > 0)
+    def _() -> None:  # until the other one has multiplied those of the turn before
+        plgpu.barrier_wait(scratch.weights_free.at[me])
+
+    # From the layout of products to shared memory, swizzled, as the left operand of the next.
+    weights = weights.astype(consumer.shapes.dtype)
+    mosaic_memory.store_shared(scratch.weights_smem.at[me], weights, plgpu.Layout.WGMMA)
+    mosaic_memory.store_shared(scratch.statistics_smem.at[me, DECAY], decay, BY_ROW)
+    mosaic_memory.store_shared(scratch.statistics_smem.at[me, LARGEST], largest, BY_ROW)
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(scratch.weights_ready.at[me])
+
+
+def _add_tile_of_other(consumer: Consumer, state: State) -> State:
+    """Adds up the tile that the other consumer has weighed."""
+    scratch, other = consumer.scratch, consumer.other
+    plgpu.barrier_wait(scratch.weights_ready.at[other])
+    decay, largest = (_load_statistic(consumer, other, which) for which in (DECAY, LARGEST))
+    state = _accumulate(consumer, state, other, decay, largest)
+    plgpu.barrier_arrive(scratch.weights_free.at[other])
+    return state
+
+
+def _accumulate(
+    consumer: Consumer, state: State, owner: jax.Array, decay: jax.Array, largest: jax.Array
+) -> State:
+    """Adds weights times keys of a tile, which lie in its owner's stage, over the own columns."""
+    scratch = consumer.scratch
+    out = mosaic.multiply_add(
+        _scaled(state.out, decay),
+        scratch.weights_smem.at[owner],
+        scratch.keys_smem.at[owner, consumer.me],
+    )
+    plgpu.barrier_arrive(scratch.keys_free.at[owner])  # once both have, the producer fills it
+    return State(out, largest, state.total * decay)
+
+
+def _add_totals(consumer: Consumer, total: jax.Array) -> jax.Array:
+    """f32[64]: the weights of both consumers' tiles."""
+    scratch = consumer.scratch
+    mosaic_memory.store_shared(scratch.statistics_smem.at[consumer.me, TOTAL], total, BY_ROW)
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(scratch.totals_ready)
+    plgpu.barrier_wait(scratch.totals_ready)
+    return _load_statistic(consumer, 0, TOTAL) + _load_statistic(consumer, 1, TOTAL)
+
+
+def _store_part(consumer: Consumer, outputs: Outputs, state: State) -> None:
+    """Of a split: its sums as they are, and its statistics."""
+    cta = consumer.cta
+    outputs.sums.at[cta.split, cta.token, cta.heads, consumer.columns][...] = state.out
+
+    @pl.when(consumer.me == 0)
+    def _() -> None:
+        outputs.statistics.at[cta.split, cta.token, 0, cta.heads][...] = state.largest
+        outputs.statistics.at[cta.split, cta.token, 1, cta.heads][...] = state.total
+
+
+def _store_output(consumer: Consumer, outputs: Outputs, out: jax.Array) -> None:
+    """Without splits: rounds, rotates, and copies its half of the output to device memory."""
+    scratch, shapes, cta, me = consumer.scratch, consumer.shapes, consumer.cta, consumer.me
+    # Where its half of the queries was, which nobody reads any more.
+    out_smem = scratch.queries_smem.at[me]
+    mosaic_memory.store_shared(out_smem, as_bf16(out, shapes.dtype), plgpu.Layout.WGMMA)
+    plgpu.commit_smem()
+    if shapes.rotated:
+        for number in range(2):
+            turn = functools.partial(
+                rotate_half,
+                scratch.queries_smem.at[number],
+                number,
+                consumer.inputs.angles.at[cta.token],
+                shapes=shapes,
+                store_shared=mosaic_memory.store_shared,
+            )
+            pl.when(me == number)(turn)
+        plgpu.commit_smem()  # before the copy engine reads what threads have stored
+    out_smem = scratch.queries_smem.at[me]
+    if shapes.heads_of_cta < HEADS:
+        out_smem = out_smem.at[pl.ds(0, shapes.heads_of_cta)]
+    out_gmem = outputs.sums.at[cta.token, cta.own_heads, consumer.columns]
+    plgpu.copy_smem_to_gmem(out_smem, out_gmem)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the CTA's memory is read until then
+
+
+def _per_row(value: Any) -> jax.Array:
+    return plgpu.layout_cast(jnp.full((HEADS,), value, jnp.float32), BY_ROW)
+
+
+def _load_statistic(consumer: Consumer, owner: jax.Array | int, which: int) -> jax.Array:
+    statistics = consumer.scratch.statistics_smem.at[owner, which]
+    return plgpu.load(statistics, layout=BY_ROW, optimized=False)
+
+
+def _scaled(out: jax.Array, factor: jax.Array) -> jax.Array:
+    """f32[64, n], rows times f32[64]."""
+    return out * lax.broadcast_in_dim(factor, out.shape, [0])
 
 
 def _scratch(dim: int, dtype: Any) -> Scratch:

@@ -1219,8 +1219,8 @@ MUTATIONS = [
         (
             "kernel_attention_decays_nothing",
             "sparse_attention/mosaic_hopper.py",
-            "jnp.exp2(state[1] - largest)",
-            "jnp.exp2(0 * (state[1] - largest))",
+            "jnp.exp2(state.largest - largest)",
+            "jnp.exp2(0 * (state.largest - largest))",
             "pallas_kernels/sparse_attention",
         ),
     ),
