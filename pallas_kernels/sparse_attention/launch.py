@@ -65,10 +65,11 @@ def launch(
     With `in_parts` it gives the `AttentionPart` of those keys: what splits are combined from, so
     that there are two at least, and no sink.
     """
-    queries, sink, ring, rows, pool, selected, call, scale, frequencies, query_eps = arguments
+    queries, ring, call = arguments.queries, arguments.ring, arguments.call
     num_tokens, num_heads, dim = queries.shape
     names = tuple(sorted(ring.planes))
     num_slots, window = ring.planes[names[0]].shape[1:3]
+    pool, selected = arguments.pool, arguments.selected
     if pool is None or selected is None:
         pool, selected = ring, jnp.zeros((num_tokens, 0), jnp.int32)
     num_blocks, entries_per_block = pool.planes[names[0]].shape[1:3]
@@ -86,7 +87,7 @@ def launch(
         num_blocks=num_blocks,
         entries_per_block=entries_per_block,
         table_width=call.block_table.shape[1],
-        scale=scale,
+        scale=arguments.scale,
         codec=ring.codec,
         planes=tuple((name, math.prod(ring.planes[name].shape[3:])) for name in names),
     )
@@ -102,7 +103,7 @@ def launch(
             f"got {tiling.splits=}; None chooses one"
         )
     shapes = dataclasses.replace(shapes, splits=tiling.splits)
-    angles = None
+    angles, frequencies, query_eps = None, arguments.frequencies, arguments.query_eps
     if frequencies is not None and (tiling.splits == 1 or query_eps is not None):
         angles = angles_of(call.positions, frequencies)
         shapes = dataclasses.replace(shapes, rotated=angles.shape[-1], query_eps=query_eps)
@@ -117,9 +118,9 @@ def launch(
             statistics=jax.ShapeDtypeStruct((*per_split, 2, written_heads), jnp.float32),
         )
 
-    own_sink = sink
+    own_sink = arguments.sink
     if tiling.splits == 1 and num_heads < HEADS:  # a CTA reads 64
-        own_sink = jnp.pad(sink, (0, HEADS - num_heads))
+        own_sink = jnp.pad(own_sink, (0, HEADS - num_heads))
 
     def sparse_attention_kernel(inputs: Operands, outputs: Outputs, scratch: Any) -> None:
         kernel.body(inputs, outputs, scratch, shapes=shapes)
@@ -149,7 +150,7 @@ def launch(
             layer=ring.layer[None],
             angles=angles,
             ring={name: _rows_of(ring.planes[name], 3) for name in names},
-            rows={name: _rows_of(rows[name], 1) for name in names},
+            rows={name: _rows_of(arguments.rows[name], 1) for name in names},
             pool={name: _rows_of(pool.planes[name], 3) for name in names},
         )
     )
@@ -159,7 +160,7 @@ def launch(
     if tiling.splits == 1:
         return lax.bitcast_convert_type(out.sums, queries.dtype)
     return combine_triton.combine(
-        JoinArguments(parts, sink, call.positions, frequencies, queries.dtype)
+        JoinArguments(parts, arguments.sink, call.positions, frequencies, queries.dtype)
     )
 
 

@@ -272,9 +272,10 @@ def gather_keys(
         index = jnp.where(window_tile, window_row, entry_row)
         return source, jnp.where(i < num_tiles, index, -1)
 
-    def step(i, carry):
+    def store_tile(i, carry):
+        """Stores tile i, whose rows are in registers, and has the rows of tile i + 1 loaded."""
         (rows, scales), index, entry, block, later_entry = carry
-        slot = lax.rem(i, 2)
+        stage = lax.rem(i, 2)
         source, next_index = locate(i + 1, entry, block)
         # What is loaded last in an iteration is waited for first in the next.
         mosaic_memory.prefetch_rows(list(sources.values()), source, next_index)
@@ -282,26 +283,27 @@ def gather_keys(
 
         @pl.when(i >= 2)
         def _():
-            plgpu.barrier_wait(keys_free.at[slot])
+            plgpu.barrier_wait(keys_free.at[stage])  # until the products with tile i - 2 are done
 
         if bias_smem is not None:
             bias = jnp.where(index == -1, -jnp.inf, 0.0).astype(jnp.float32)
-            store_shared(bias_smem.at[slot], bias, mosaic.ROW)
+            store_shared(bias_smem.at[stage], bias, mosaic.ROW)
         next_rows = []
         for chunk, stored in zip(chunks, rows, strict=True):
             half, start = divmod(chunk * GROUP, s.dim // 2)
-            target = target_of(slot, half).at[:, pl.ds(start, GROUP)]
+            target = target_of(stage, half).at[:, pl.ds(start, GROUP)]
             store_shared(target, s.decode(stored, scales, chunk), mosaic.ROWS)
             # Into the registers that have just become free.
             next_rows.append(s.fetch_rows(sources, source, next_index, chunk))
             if len(next_rows) % SECTION == 0 or len(next_rows) == len(chunks):
-                plgpu.commit_smem()
+                plgpu.commit_smem()  # before tensor cores read what threads have stored
             if len(next_rows) % chunks_per_part == 0:
                 ready = keys_ready[len(next_rows) // chunks_per_part - 1]
-                plgpu.barrier_arrive(ready.at[slot])
+                plgpu.barrier_arrive(ready.at[stage])  # this part is the consumers' now
         later_block = load_blocks(later_entry)
         return (next_rows, next_scales), next_index, later_entry, later_block, load_entries(i + 3)
 
+    # Addresses run ahead of rows: entries by three tiles, their blocks by two, rows by one.
     entries = [load_entries(i) for i in range(3)]
     blocks = [load_blocks(entry) for entry in entries[:2]]
     source, index = locate(0, entries[0], blocks[0])
@@ -310,7 +312,8 @@ def gather_keys(
         s.fetch_scales(sources, source, index, chunks),
     )
     carry = stored, index, entries[1], blocks[1], entries[2]
-    lax.fori_loop(0, num_tiles, step, carry)
+    lax.fori_loop(0, num_tiles, store_tile, carry)
+    # Each arrival has its wait: those for the last two tiles are here.
     plgpu.barrier_wait(keys_free.at[lax.rem(num_tiles - 1, 2)])
 
     @pl.when(num_tiles > 1)

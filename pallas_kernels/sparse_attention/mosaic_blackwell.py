@@ -20,6 +20,7 @@ docs/kernels/sparse_attention.md. Source: deepseek_v4.md section 1.3, step 9.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ from pallas_kernels.sparse_attention.launch import Kernel, as_bf16, inverse_tota
 from pallas_kernels.sparse_attention.loads import (
     Operands,
     Outputs,
+    Place,
     Ref,
     find_place,
     gather_keys,
@@ -52,6 +54,8 @@ SWIZZLED = (plgpu.TilingTransform((8, SWIZZLE // 2)), plgpu.SwizzleTransform(SWI
 PRODUCERS = 2
 REGISTERS = (216, 144)
 """Registers of a consumer's thread and a producer's; the three warpgroups share 3 * 168."""
+BY_ROW, BY_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+"""Layouts of a value for each row, a head, and for each column of a product."""
 SLACK = 8.0
 """How far, in powers of 2, a logit may exceed the maximum that weights are relative to."""
 
@@ -59,8 +63,21 @@ SLACK = 8.0
 class Scratch(NamedTuple):
     """What a CTA has to itself: shared memory, tensor memory, barriers.
 
-    Of two, one is for each half of the queries' columns, or for each slot of tiles in turn;
-    `sums_tmem` are a quarter of the columns each.
+    Of two, one is for each half of the queries' columns, or for each stage, which are of tiles in
+    turn.
+
+    Attributes:
+      queries_smem: [2, 64, C / 2], a half each; in the end the output.
+      keys_smem: [2, 64, C], of each stage.
+      weights_smem: [64, 64], of a tile.
+      bias_smem: f32[2, 64], of each stage: 0 for a key and minus infinity for none.
+      logits_tmem: f32[64, 64], of a tile.
+      sums_tmem: f32[64, C / 4] four times, the accumulator, a quarter of the columns each.
+      queries_landed: for each half: its copy has come.
+      keys_ready: for each stage: all producers have stored their share of its tile.
+      keys_free: for each stage: the tensor core has read its tile.
+      products_ready: the tensor core has written what was asked of it.
+      weights_ready: the consumer's threads have stored the weights.
     """
 
     queries_smem: Any
@@ -76,123 +93,184 @@ class Scratch(NamedTuple):
     weights_ready: Any
 
 
-def _attention_kernel(inputs: Operands, outputs: Outputs, scratch: Scratch, *, shapes: Shapes):
-    s = shapes
-    cta, group = find_place(inputs, s), lax.axis_index("warpgroup")
-    queries_smem, keys_smem = scratch.queries_smem, scratch.keys_smem
-    weights_smem, bias_smem = scratch.weights_smem, scratch.bias_smem
-    logits_tmem, sums_tmem = scratch.logits_tmem, scratch.sums_tmem
-    keys_ready, keys_free = scratch.keys_ready, scratch.keys_free
-    products_ready, weights_ready = scratch.products_ready, scratch.weights_ready
-    quarters = [pl.ds(i * s.dim // 4, s.dim // 4) for i in range(4)]
-    halves = [pl.ds(i * s.dim // 2, s.dim // 2) for i in range(2)]
-    by_row, by_column = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+class State(NamedTuple):
+    """What the consumer carries from tile to tile, beside the accumulator in tensor memory.
 
-    @pl.when(group == 0)
-    def _consume():
+    Attributes:
+      followed: f32[64], a value a row: the logit, times log2(e), that weights are relative to.
+      total: f32[64], likewise: the sum of all weights so far.
+    """
+
+    followed: jax.Array
+    total: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Consumer:
+    """The warpgroup that starts products and takes exponentials, and what it works with."""
+
+    inputs: Operands
+    scratch: Scratch
+    shapes: Shapes
+    cta: Place
+
+    def columns(self, parts: int) -> list[pl.Slice]:
+        """All columns in equal parts."""
+        size = self.shapes.dim // parts
+        return [pl.ds(i * size, size) for i in range(parts)]
+
+
+def _attention_kernel(
+    inputs: Operands, outputs: Outputs, scratch: Scratch, *, shapes: Shapes
+) -> None:
+    """A consumer and producers."""
+    cta, warpgroup = find_place(inputs, shapes), lax.axis_index("warpgroup")
+    consumer = Consumer(inputs, scratch, shapes, cta)
+
+    @pl.when(warpgroup == 0)
+    def _consume() -> None:
         plgpu.set_max_registers(REGISTERS[0], action="increase")
+        _attend(consumer, outputs)
 
-        def load_products(tmem):
-            products = plgpu.async_load_tmem(tmem, layout=plgpu.Layout.WGMMA)
-            plgpu.wait_load_tmem()
-            return products
-
-        def scale_sums(factor):
-            for tmem in sums_tmem:
-                sums = load_products(tmem)
-                sums = sums * lax.broadcast_in_dim(factor, sums.shape, [0])
-                plgpu.async_store_tmem(tmem, sums)
-            plgpu.commit_tmem()
-
-        def add_tile(i, state, *, is_first=False):
-            followed, total = state
-            slot, first = lax.rem(i, 2), mosaic.opaque(0)
-            plgpu.barrier_wait(keys_ready.at[slot])
-            for part, columns in enumerate(halves):
-                keys = keys_smem.at[slot, :, columns].transpose((1, 0))
-                plgpu.tcgen05_mma(
-                    logits_tmem, queries_smem.at[first + part], keys, accumulate=part > 0
-                )
-            plgpu.tcgen05_commit_arrive(products_ready)
-            bias = plgpu.load(bias_smem.at[slot], layout=by_column, optimized=False)
-            plgpu.barrier_wait(products_ready)
-            logits = load_products(logits_tmem)
-            bias = lax.broadcast_in_dim(bias, logits.shape, [1])
-            logits = jnp.where(bias < 0, bias, logits * (s.scale * LOG2_E))  # a NaN query too
-            largest = jnp.maximum(followed, logits.max(axis=1))
-            if is_first:
-                followed = largest
-            else:
-                has_outgrown = (largest - followed > SLACK).astype(jnp.int32).max() > 0
-                largest = jnp.where(has_outgrown, largest, followed)
-                decay = jnp.exp2(followed - largest)
-                followed, total = largest, total * decay
-                pl.when(has_outgrown)(functools.partial(scale_sums, decay))
-            weights = jnp.exp2(logits - lax.broadcast_in_dim(followed, logits.shape, [0]))
-            total = total + weights.sum(axis=1)
-            _store_shared(weights_smem, weights.astype(s.dtype), plgpu.Layout.WGMMA)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(weights_ready)
-            plgpu.barrier_wait(weights_ready)
-            for tmem, columns in zip(sums_tmem, quarters, strict=True):
-                keys = keys_smem.at[slot, :, columns]
-                plgpu.tcgen05_mma(tmem, weights_smem, keys, accumulate=not is_first)
-            plgpu.tcgen05_commit_arrive(keys_free.at[slot])
-            return followed, total
-
-        parts = [(i, queries_smem.at[i], scratch.queries_landed.at[i]) for i in range(2)]
-        load_queries(inputs, s, cta, parts, store_shared=_store_shared)
-        state = tuple(
-            plgpu.layout_cast(jnp.full((HEADS,), value, jnp.float32), by_row)
-            for value in (FLOOR, 0.0)
-        )
-        state = add_tile(0, state, is_first=True)
-        followed, total = lax.fori_loop(1, cta.num_tiles, add_tile, state)
-        plgpu.tcgen05_commit_arrive(products_ready)
-        plgpu.barrier_wait(products_ready)
-        if s.splits > 1:
-            for tmem, columns in zip(sums_tmem, quarters, strict=True):
-                outputs.sums.at[cta.split, cta.token, cta.heads, columns][...] = load_products(tmem)
-            outputs.statistics.at[cta.split, cta.token, 0, cta.heads][...] = followed
-            outputs.statistics.at[cta.split, cta.token, 1, cta.heads][...] = total
-            return
-        own_sink = plgpu.load(inputs.sink.at[cta.heads], layout=by_row, optimized=False)
-        factor = inverse_total(followed, total, own_sink)
-        for i, tmem in enumerate(sums_tmem):
-            out = load_products(tmem)
-            out = out * lax.broadcast_in_dim(factor, out.shape, [0])
-            target = queries_smem.at[i // 2, :, pl.ds(i % 2 * s.dim // 4, s.dim // 4)]
-            _store_shared(target, as_bf16(out, s.dtype), plgpu.Layout.WGMMA)
-        plgpu.commit_smem()
-        if s.rotated:
-            angles = inputs.angles.at[cta.token]
-            for i in range(2):
-                half = queries_smem.at[i]
-                rotate_half(half, i, angles, shapes=s, store_shared=_store_shared)
-            plgpu.commit_smem()
-        for i, columns in enumerate(halves):
-            out_smem = queries_smem.at[i]
-            if s.heads_of_cta < HEADS:
-                out_smem = out_smem.at[pl.ds(0, s.heads_of_cta)]
-            plgpu.copy_smem_to_gmem(out_smem, outputs.sums.at[cta.token, cta.own_heads, columns])
-        plgpu.wait_smem_to_gmem(0)
-
-    def produce(share):
+    def produce(share: int) -> None:
         plgpu.set_max_registers(REGISTERS[1], action="decrease")
+        halves = consumer.columns(2)
         gather_keys(
             inputs,
-            s,
+            shapes,
             cta,
-            range(share, s.dim // GROUP, PRODUCERS),
-            target_of=lambda slot, i: keys_smem.at[slot, :, halves[i]],
-            bias_smem=bias_smem if share == 0 else None,
-            keys_ready=[keys_ready],
-            keys_free=keys_free,
+            range(share, shapes.dim // GROUP, PRODUCERS),
+            target_of=lambda stage, half: scratch.keys_smem.at[stage, :, halves[half]],
+            bias_smem=scratch.bias_smem if share == 0 else None,
+            keys_ready=[scratch.keys_ready],
+            keys_free=scratch.keys_free,
             store_shared=_store_shared,
         )
 
     for share in range(PRODUCERS):
-        pl.when(group == 1 + share)(functools.partial(produce, share))
+        pl.when(warpgroup == 1 + share)(functools.partial(produce, share))
+
+
+def _attend(consumer: Consumer, outputs: Outputs) -> None:
+    """All that the consumer does: queries, tiles, the output."""
+    scratch, shapes = consumer.scratch, consumer.shapes
+    halves = [(i, scratch.queries_smem.at[i], scratch.queries_landed.at[i]) for i in range(2)]
+    load_queries(consumer.inputs, shapes, consumer.cta, halves, store_shared=_store_shared)
+    state = State(followed=_per_row(FLOOR), total=_per_row(0.0))
+    add_tile = functools.partial(_add_tile, consumer=consumer)
+    state = add_tile(0, state, is_first=True)
+    state = lax.fori_loop(1, consumer.cta.num_tiles, add_tile, state)
+    # The last product with keys has been started, but not waited for.
+    plgpu.tcgen05_commit_arrive(scratch.products_ready)
+    plgpu.barrier_wait(scratch.products_ready)
+    if shapes.splits > 1:
+        _store_part(consumer, outputs, state)
+    else:
+        _store_output(consumer, outputs, state)
+
+
+def _add_tile(
+    turn: jax.Array | int, state: State, *, consumer: Consumer, is_first: bool = False
+) -> State:
+    """Weighs a tile's keys and has them added to the accumulator."""
+    scratch, shapes, stage = consumer.scratch, consumer.shapes, lax.rem(turn, 2)
+    logits = _find_logits(consumer, stage)
+    followed, total = state
+    largest = jnp.maximum(followed, logits.max(axis=1))
+    if is_first:
+        followed = largest
+    else:
+        has_outgrown = (largest - followed > SLACK).astype(jnp.int32).max() > 0
+        largest = jnp.where(has_outgrown, largest, followed)
+        decay = jnp.exp2(followed - largest)
+        followed, total = largest, total * decay
+        pl.when(has_outgrown)(functools.partial(_scale_sums, consumer, decay))
+    weights = jnp.exp2(logits - lax.broadcast_in_dim(followed, logits.shape, [0]))
+    total = total + weights.sum(axis=1)
+    # The tensor core has read the weights of the tile before: their logits' product came after it.
+    _store_shared(scratch.weights_smem, weights.astype(shapes.dtype), plgpu.Layout.WGMMA)
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(scratch.weights_ready)
+    plgpu.barrier_wait(scratch.weights_ready)  # of all threads, before one starts the product
+    for tmem, columns in zip(scratch.sums_tmem, consumer.columns(4), strict=True):
+        keys = scratch.keys_smem.at[stage, :, columns]
+        plgpu.tcgen05_mma(tmem, scratch.weights_smem, keys, accumulate=not is_first)
+    # Arrives when the tensor core has read the keys: the producers may fill the stage again.
+    plgpu.tcgen05_commit_arrive(scratch.keys_free.at[stage])
+    return State(followed, total)
+
+
+def _find_logits(consumer: Consumer, stage: jax.Array) -> jax.Array:
+    """f32[64, 64] in WGMMA layout, a tile's logits times log2(e); minus infinity for no key."""
+    scratch, shapes = consumer.scratch, consumer.shapes
+    first = mosaic.opaque(0)  # else descriptors of the queries would stay in registers
+    plgpu.barrier_wait(scratch.keys_ready.at[stage])
+    for half, columns in enumerate(consumer.columns(2)):
+        keys = scratch.keys_smem.at[stage, :, columns].transpose((1, 0))
+        queries = scratch.queries_smem.at[first + half]
+        plgpu.tcgen05_mma(scratch.logits_tmem, queries, keys, accumulate=half > 0)
+    plgpu.tcgen05_commit_arrive(scratch.products_ready)
+    bias = plgpu.load(scratch.bias_smem.at[stage], layout=BY_COLUMN, optimized=False)
+    plgpu.barrier_wait(scratch.products_ready)  # from here on threads own the logits' memory
+    logits = _load_products(scratch.logits_tmem)
+    bias = lax.broadcast_in_dim(bias, logits.shape, [1])
+    return jnp.where(bias < 0, bias, logits * (shapes.scale * LOG2_E))  # a NaN query too
+
+
+def _scale_sums(consumer: Consumer, factor: jax.Array) -> None:
+    """The accumulator times f32[64], through registers."""
+    for tmem in consumer.scratch.sums_tmem:
+        sums = _load_products(tmem)
+        sums = sums * lax.broadcast_in_dim(factor, sums.shape, [0])
+        plgpu.async_store_tmem(tmem, sums)
+    plgpu.commit_tmem()  # before the tensor core adds to what threads have stored
+
+
+def _store_part(consumer: Consumer, outputs: Outputs, state: State) -> None:
+    """Of a split: its sums as they are, and its statistics."""
+    cta = consumer.cta
+    for tmem, columns in zip(consumer.scratch.sums_tmem, consumer.columns(4), strict=True):
+        outputs.sums.at[cta.split, cta.token, cta.heads, columns][...] = _load_products(tmem)
+    outputs.statistics.at[cta.split, cta.token, 0, cta.heads][...] = state.followed
+    outputs.statistics.at[cta.split, cta.token, 1, cta.heads][...] = state.total
+
+
+def _store_output(consumer: Consumer, outputs: Outputs, state: State) -> None:
+    """Without splits: divides, rounds, rotates, and copies the output to device memory."""
+    scratch, shapes, cta = consumer.scratch, consumer.shapes, consumer.cta
+    own_sink = plgpu.load(consumer.inputs.sink.at[cta.heads], layout=BY_ROW, optimized=False)
+    factor = inverse_total(state.followed, state.total, own_sink)
+    # Where the queries were, which nobody reads any more.
+    quarter = shapes.dim // 4
+    for i, tmem in enumerate(scratch.sums_tmem):
+        out = _load_products(tmem)
+        out = out * lax.broadcast_in_dim(factor, out.shape, [0])
+        target = scratch.queries_smem.at[i // 2, :, pl.ds(i % 2 * quarter, quarter)]
+        _store_shared(target, as_bf16(out, shapes.dtype), plgpu.Layout.WGMMA)
+    plgpu.commit_smem()
+    if shapes.rotated:
+        angles = consumer.inputs.angles.at[cta.token]
+        for i in range(2):
+            half = scratch.queries_smem.at[i]
+            rotate_half(half, i, angles, shapes=shapes, store_shared=_store_shared)
+        plgpu.commit_smem()  # before the copy engine reads what threads have stored
+    for i, columns in enumerate(consumer.columns(2)):
+        out_smem = scratch.queries_smem.at[i]
+        if shapes.heads_of_cta < HEADS:
+            out_smem = out_smem.at[pl.ds(0, shapes.heads_of_cta)]
+        plgpu.copy_smem_to_gmem(out_smem, outputs.sums.at[cta.token, cta.own_heads, columns])
+    plgpu.wait_smem_to_gmem(0)  # the CTA's memory is read until then
+
+
+def _load_products(tmem: Ref) -> jax.Array:
+    """Tensor memory that the tensor core has written, into registers."""
+    products = plgpu.async_load_tmem(tmem, layout=plgpu.Layout.WGMMA)
+    plgpu.wait_load_tmem()
+    return products
+
+
+def _per_row(value: Any) -> jax.Array:
+    return plgpu.layout_cast(jnp.full((HEADS,), value, jnp.float32), BY_ROW)
 
 
 def _store_shared(target: Ref, values: jax.Array, layout: Any) -> None:
