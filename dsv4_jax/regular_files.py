@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import io
 import os
 import pathlib
 import re
@@ -49,7 +50,9 @@ def has_regular_file(path: pathlib.Path) -> bool:
     return True
 
 
-def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> BinaryIO:
+def open_regular(
+    path: str | os.PathLike[str], flags: int = os.O_RDONLY
+) -> io.BufferedReader | io.BufferedRandom:
     """Opens a regular file.
 
     Args:
@@ -64,7 +67,7 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> Bina
     number = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
     try:
         _check(path, os.fstat(number))
-        return open(number, "r+b" if flags & os.O_RDWR else "rb", buffering=2**16)
+        return open(number, "r+b") if flags & os.O_RDWR else open(number, "rb")
     except BaseException:
         os.close(number)
         raise
@@ -84,7 +87,7 @@ def read_regular(path: str | os.PathLike[str], max_bytes: int) -> bytes:
         return stream.read(size)
 
 
-def open_given(path: str | os.PathLike[str]) -> BinaryIO:
+def open_given(path: str | os.PathLike[str]) -> io.BufferedReader | io.BufferedRandom:
     """Opens a file that a user names to be read once.
 
     That is a regular file, or what the process was given open already, by a path such as

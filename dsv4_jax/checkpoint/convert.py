@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv4_jax.checkpoint.files import INDEX, find_weight_files, list_tensors, write_tensors
+from dsv4_jax.checkpoint.conversion_record import ConversionRecord, alone_in
+from dsv4_jax.checkpoint.files import INDEX, find_weight_files
 from dsv4_jax.checkpoint.finite import find_not_finite
 from dsv4_jax.checkpoint.layout import (
     MAX_SHARD_BYTES,
@@ -23,23 +24,24 @@ from dsv4_jax.checkpoint.layout import (
     format_fields,
     list_entries,
     split_into_shards,
-    write_json,
 )
 from dsv4_jax.checkpoint.named_sources import Source
 from dsv4_jax.checkpoint.names import Target, get_leaf, saved_name
 from dsv4_jax.checkpoint.problems import list_problems
 from dsv4_jax.checkpoint.sources import open_checkpoint
+from dsv4_jax.checkpoint.write_files import make_room, replacing, write_json, write_tensors
 from dsv4_jax.config.checkpoint_folder import find_file
 from dsv4_jax.config.draft import without_draft
 from dsv4_jax.config.images import text_part
 from dsv4_jax.config.json_file import read_json_object
 from dsv4_jax.model.released import quantize_weight, quantized_shape, released_format
 from dsv4_jax.progress import Progress
+from dsv4_jax.regular_files import read_regular
 from pallas_kernels.common.weights import MXFP4, BlockFP8
 
 CONVERSIONS = ("released", "bfloat16")
-_JOURNAL = "conversion.json"
-"""Says what an unfinished conversion is of; gone when it is complete."""
+_MAX_COPIED_BYTES = 2**27
+"""Of a tokenizer's file."""
 _COPIED = ("tokenizer*", "generation_config.json", "*.jinja")
 
 
@@ -64,14 +66,18 @@ def convert_checkpoint(
 ) -> None:
     """Writes a checkpoint in other formats.
 
-    Only one tensor is in memory at a time. A conversion that was interrupted goes on where it
-    stopped if it is started again: files that are complete are kept. The config is written last.
+    Only one tensor is in memory at a time. The config is written last. A conversion that was killed
+    goes on where it stopped if it is started again, and ends with the same files as one that was
+    not: each weight file that was finished is compared by size and SHA-256 with what was written
+    (`conversion.json`), and made again where it differs. So is a complete conversion that is
+    started again. To compare reads those files once, at some 1 GB/s a core.
+
     The tokenizer, if there is one, is copied. What `load_checkpoint` leaves out, such as DSpark
     stages and what belongs to images, is not written, and the config does not announce it.
 
     Args:
       source: directory of the checkpoint.
-      destination: directory to write, which must not hold a model.
+      destination: directory to write, which must not hold another model.
       weights: "released" quantises what the release quantises, and keeps the bytes of what is
         quantised already; "bfloat16" decodes. What the release has in f32 stays f32.
       max_shard_bytes: as in `save_checkpoint`.
@@ -83,8 +89,9 @@ def convert_checkpoint(
     Raises:
       FileNotFoundError: there is no such checkpoint.
       ValueError: there are no such weights; the checkpoint does not fit its config or is damaged,
-        which is listed by kind; the destination is the source, a file, holds another model or has
-        too little space. Nothing has been written then.
+        which is listed by kind; the destination is the source, a file, holds another model, has
+        too little space or is written by another process. Nothing has been written then.
+      OSError: a file cannot be written.
     """
     if weights not in CONVERSIONS:
         raise ValueError(f"weights must be one of {CONVERSIONS}, got {weights!r}")
@@ -94,52 +101,49 @@ def convert_checkpoint(
     if destination.exists() and not destination.is_dir():
         raise ValueError(f"{destination} is a file; pass a directory")
     max_shard_bytes = SHARD_BYTES.read(max_shard_bytes, "max_shard_bytes")
-    copied = [
-        find_file(source, file.name, follow_links=follow_links)
-        for pattern in _COPIED
-        for file in source.glob(pattern)
-        if file.is_file()
-    ]
+    copied = _read_copied(source, follow_links)
     tensors = _plan(source, weights, check_weights, follow_links)
-    journal = _describe_conversion(source, weights, max_shard_bytes, follow_links)
-    _check_destination(destination, journal)
+    record = ConversionRecord(
+        destination, _describe_conversion(source, weights, max_shard_bytes, follow_links)
+    )
     entries = {name: tensor.stored for name, tensor in tensors.items()}
     shards = split_into_shards(entries, max_shard_bytes)
     rename = saved_name if weights == "bfloat16" else str
-    todo = {
-        file: names
-        for file, names in shards.items()
-        if not _is_complete(destination / file, [e for n in names for e in entries[n]], rename)
-    }
+    whole = record.find_whole(shards, progress)
+    todo = {file: names for file, names in shards.items() if file not in whole}
     _check_space(
         destination, [entry for names in todo.values() for n in names for entry in entries[n]]
     )
 
     destination.mkdir(parents=True, exist_ok=True)
-    write_json(destination / _JOURNAL, journal)
-    with Progress(len(tensors), unit="tensor", doing="converting", shown=progress) as bar:
-        for file, names in shards.items():
-            if file not in todo:
-                bar.add(len(names))
-                continue
-            header = [
-                (rename(entry.name), entry.dtype, entry.shape)
+    with alone_in(destination):
+        if todo:
+            make_room(destination / "config.json")
+        record.keep(whole)
+        with Progress(len(tensors), unit="tensor", doing="converting", shown=progress) as bar:
+            for file, names in shards.items():
+                if file not in todo:
+                    bar.add(len(names))
+                    continue
+                header = [
+                    (rename(entry.name), entry.dtype, entry.shape)
+                    for name in names
+                    for entry in entries[name]
+                ]
+                contents = _contents(tensors, names, bar.add)
+                record.add(file, *write_tensors(destination / file, header, contents))
+        if len(shards) > 1:
+            weight_map = {
+                rename(entry.name): file
+                for file, names in shards.items()
                 for name in names
                 for entry in entries[name]
-            ]
-            write_tensors(destination / file, header, _contents(tensors, names, bar.add))
-    if len(shards) > 1:
-        weight_map = {
-            rename(entry.name): file
-            for file, names in shards.items()
-            for name in names
-            for entry in entries[name]
-        }
-        write_json(destination / INDEX, {"metadata": {}, "weight_map": weight_map})
-    for file in copied:
-        shutil.copyfile(file, destination / file.name)
-    write_json(destination / "config.json", _config(source, tensors))
-    (destination / _JOURNAL).unlink()
+            }
+            write_json(destination / INDEX, {"metadata": {}, "weight_map": weight_map})
+        for name, data in copied.items():
+            with replacing(destination / name) as stream:
+                stream.write(data)
+        write_json(destination / "config.json", _config(source, tensors))
 
 
 def _plan(
@@ -234,33 +238,14 @@ def _describe_conversion(
     }
 
 
-def _check_destination(destination: pathlib.Path, journal: dict[str, Any]) -> None:
-    """It holds no model, or an unfinished conversion of just this one."""
-    file = destination / _JOURNAL
-    if file.is_file():
-        if read_json_object(file) != journal:
-            raise ValueError(
-                f"{destination} holds an unfinished conversion of another checkpoint, or with "
-                "other options; remove it or pass another directory"
-            )
-        return
-    held = [p.name for p in destination.glob("*") if p.name == "config.json"]
-    held += sorted(p.name for p in destination.glob("*.safetensors"))
-    if held:
-        raise ValueError(
-            f"{destination} holds a model already ({held[0]}); remove it or pass another directory"
-        )
-
-
-def _is_complete(file: pathlib.Path, entries: list[Entry], rename: Callable[[str], str]) -> bool:
-    """Files get their names when they are whole, but a disk may have lost their ends since."""
-    if not file.is_file():
-        return False
-    try:
-        found = {name: (t.dtype, t.shape) for name, t in list_tensors(file).items()}
-    except ValueError:
-        return False
-    return found == {rename(entry.name): (entry.dtype, entry.shape) for entry in entries}
+def _read_copied(source: pathlib.Path, follow_links: bool) -> dict[str, bytes]:
+    """The contents of files that are copied, by name."""
+    found = {}
+    for path in (path for pattern in _COPIED for path in sorted(source.glob(pattern))):
+        if path.suffix or not path.is_dir():  # a folder of that name belongs to something else
+            file = find_file(source, path.name, follow_links=follow_links)
+            found[path.name] = read_regular(file, _MAX_COPIED_BYTES)
+    return found
 
 
 def _check_space(destination: pathlib.Path, entries: list[Entry]) -> None:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
-import os
 import pathlib
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import ml_dtypes
 import numpy as np
 
-from dsv4_jax.checkpoint.header import DTYPES, MAX_TENSORS, read_header
+from dsv4_jax.checkpoint.header import MAX_TENSORS, read_header
 from dsv4_jax.config.checkpoint_folder import find_file
 from dsv4_jax.config.json_file import read_json_object
 from dsv4_jax.config.kinds import show
@@ -147,36 +143,6 @@ def list_by_file(
                 f"{show_path(path)} must have at most {MAX_TENSORS:,} tensors in all files"
             )
         yield tensors
-
-
-def write_tensors(
-    file: pathlib.Path,
-    header: Iterable[tuple[str, np.dtype, tuple[int, ...]]],
-    arrays: Iterable[np.ndarray],
-) -> None:
-    """Writes a file tensor by tensor, under another name until it is complete.
-
-    Args:
-      file: its path.
-      header: name, dtype and shape of every tensor.
-      arrays: their contents, in that order; each is made when it is written.
-    """
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    end = 0
-    for name, dtype, shape in header:
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
-        offsets = [begin, end]
-        entries[name] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": offsets}
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    partial = file.with_name(f"{file.name}.partial")
-    with partial.open("wb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
-        for array in arrays:
-            stream.write(np.ascontiguousarray(array).view(np.uint8).data)
-        assert stream.tell() == 8 + len(text) + end
-    os.replace(partial, file)
 
 
 def decode_weight(weight: np.ndarray, scale: np.ndarray) -> np.ndarray:

@@ -6,10 +6,7 @@ Source: deepseek_v4.md sections 4.5 and 6.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import os
-import pathlib
 import re
 from collections.abc import Collection
 from typing import Any
@@ -143,10 +140,3 @@ def format_fields(leaves: Collection[Any]) -> dict[str, Any]:
         "expert_dtype": "fp4" if has_fp4 else "fp8",
         "quantization_config": quantisation,
     }
-
-
-def write_json(file: pathlib.Path, data: dict[str, Any]) -> None:
-    """Writes a file under another name first."""
-    partial = file.with_name(f"{file.name}.partial")
-    partial.write_text(json.dumps(data, indent=2) + "\n")
-    os.replace(partial, file)

@@ -19,9 +19,9 @@ from dsv4_jax.checkpoint.layout import (
     list_arrays,
     list_entries,
     split_into_shards,
-    write_json,
 )
 from dsv4_jax.checkpoint.names import all_targets, dotted_path, get_leaf, saved_name
+from dsv4_jax.checkpoint.write_files import write_json
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.write_json import write_config
 from dsv4_jax.model.params import DSV4Params, param_shapes

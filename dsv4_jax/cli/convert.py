@@ -1,6 +1,7 @@
 """Converts a checkpoint to the formats of the release (FP8 and FP4), or to BF16.
 
-One tensor is in memory at a time. Started again after an interruption, it goes on where it stopped.
+One tensor is in memory at a time. Killed and started again, it compares what it had finished with
+what it wrote, by size and SHA-256, makes again what differs, and goes on where it stopped.
 """
 
 from __future__ import annotations

@@ -1,8 +1,16 @@
 """`dsv4-jax convert`: to the formats of the release and back, restarted, and refused."""
 
 import dataclasses
+import itertools
 import json
+import os
+import pathlib
+import random
 import shutil
+import signal
+import subprocess
+import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +19,7 @@ import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.checkpoint import convert
+from dsv4_jax.checkpoint.conversion_record import alone_in
 from dsv4_jax.cli import main
 from dsv4_jax.model import param_shapes, quantize_params
 from helpers.checkpoints import read_tensors, released_tensors, write_released
@@ -70,7 +79,7 @@ def test_a_dense_checkpoint_in_released_formats(dense, released):
     params = load(released)
     assert_same(params, quantize_params(CONFIG, load(dense)))
     assert {file.name for file in released.iterdir()} == {
-        "config.json", "model.safetensors", "tokenizer.json",
+        "config.json", "conversion.json", "model.safetensors", "tokenizer.json",
     }  # fmt: skip
     fields = json.loads((released / "config.json").read_text())
     before = json.loads((dense / "config.json").read_text())
@@ -145,7 +154,7 @@ def interrupt_at(patch, number):
         if len(calls) == number:
             file.with_name(f"{file.name}.partial").write_bytes(b"half")
             raise Interrupted
-        write(file, header, arrays)
+        return write(file, header, arrays)
 
     patch.setattr(convert, "write_tensors", write_tensors)
     return calls
@@ -176,8 +185,229 @@ def test_an_interrupted_conversion_goes_on(dense, released, tmp_path, monkeypatc
     assert all(file.stat().st_mtime_ns == kept[file] for file in (finished[0], finished[2]))
     assert_same(load(folder), load(released))
     assert all(file.suffix in (".safetensors", ".json") for file in folder.iterdir())
-    with pytest.raises(ValueError, match=r"holds a model already \(config\.json\)"):
-        run()
+
+
+class Killed(BaseException):
+    """Ends a conversion as a signal does, at any of the calls below."""
+
+
+def kill_at(patch, number):
+    """Raises in place of that one among the calls by which a conversion makes and writes files."""
+    counts = itertools.count(1)
+
+    def killing(call):
+        def run(*given, **options):
+            if next(counts) == number:
+                raise Killed
+            return call(*given, **options)
+
+        return run
+
+    for owner, name in ((os, "fsync"), (os, "replace"), (os, "open"), (convert, "_convert")):
+        patch.setattr(owner, name, killing(getattr(owner, name)))
+
+
+def cut(file):
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def flip(file):
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def extend(file):
+    with file.open("ab") as stream:
+        stream.write(b"\0" * 100)
+
+
+def put_directory(file):
+    file.unlink()
+    file.mkdir()
+
+
+def put_link(file):
+    """To the same bytes elsewhere, which are not to be written through it."""
+    elsewhere = file.parent.parent / f"elsewhere of {file.name}"
+    file.rename(elsewhere)
+    elsewhere.chmod(0o400)
+    file.symlink_to(elsewhere)
+
+
+DAMAGE = [cut, flip, extend, pathlib.Path.unlink, put_directory, put_link]
+
+
+def convert_in_shards(source, folder, shard_bytes=400_000):
+    convert.convert_checkpoint(
+        source, folder, weights="released", max_shard_bytes=shard_bytes, progress=False
+    )
+
+
+def assert_same_files(folder, undisturbed):
+    assert not [file for file in folder.iterdir() if file.is_symlink()]
+    assert files_of(folder) == files_of(undisturbed)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(dense, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    convert_in_shards(dense, folder)
+    assert 3 <= len(list(folder.glob("*.safetensors"))) <= 9
+    return folder
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_finished_conversion_that_is_started_again_mends_what_does_not_fit(
+    dense, undisturbed, tmp_path, damage
+):
+    folder = tmp_path / "x"
+    shutil.copytree(undisturbed, folder)
+    first, second, *_ = sorted(folder.glob("*.safetensors"))
+    before = first.stat().st_mtime_ns, first.stat().st_ino
+    damage(second)
+    convert_in_shards(dense, folder)
+    assert_same_files(folder, undisturbed)
+    assert (first.stat().st_mtime_ns, first.stat().st_ino) == before, "it is not made again"
+
+
+def test_a_conversion_that_is_killed_again_and_again_ends_like_an_undisturbed_one(
+    dense, undisturbed, tmp_path, monkeypatch
+):
+    """Killed later each time, at one of some 200 calls; what was finished is damaged in between."""
+    folder, killed = tmp_path / "x", 0
+    pick = random.Random(0)
+    while True:
+        with monkeypatch.context() as patch:
+            kill_at(patch, 1 + 9 * killed)
+            try:
+                convert_in_shards(dense, folder)
+                break
+            except Killed:
+                killed += 1
+        finished = sorted(folder.glob("*.safetensors"))
+        if finished and killed % 2:
+            DAMAGE[killed // 2 % len(DAMAGE)](pick.choice(finished))
+    assert killed >= 12
+    assert_same_files(folder, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_a_process_that_is_killed_again_and_again_ends_like_an_undisturbed_one(
+    dense, undisturbed, tmp_path, seed
+):
+    """SIGKILL at random moments of twenty processes; what they had finished is damaged."""
+    folder = tmp_path / "x"
+    pick = random.Random(seed)
+    program = (
+        "import sys, dsv4_jax.checkpoint.convert as c\n"
+        "print('ready', flush=True)\n"
+        "c.convert_checkpoint(sys.argv[1], sys.argv[2], weights='released',"
+        " max_shard_bytes=400_000, progress=False)"
+    )
+    command = [sys.executable, "-c", program, str(dense), str(folder)]
+    started = time.monotonic()
+    subprocess.run([*command[:-1], str(tmp_path / "whole")], check=True, stdout=subprocess.PIPE)
+    whole_s = time.monotonic() - started
+    for _ in range(20):
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            assert process.stdout.readline() == b"ready\n"
+            time.sleep(pick.random() * whole_s)
+            process.kill()
+        assert process.returncode in (0, -signal.SIGKILL)
+        finished = sorted(folder.glob("*.safetensors"))
+        if finished and pick.random() < 0.7:
+            pick.choice(DAMAGE)(pick.choice(finished))
+    subprocess.run(command, check=True, stdout=subprocess.PIPE)
+    assert_same_files(folder, undisturbed)
+    assert_same_files(tmp_path / "whole", undisturbed)
+
+
+def test_nothing_is_written_through_links_that_stand_in_the_way(dense, undisturbed, tmp_path):
+    """As a shard, as the tokenizer, or where a file lies until it is whole."""
+    folder, outside = tmp_path / "x", tmp_path / "outside"
+    folder.mkdir()
+    outside.write_text("precious")
+    for name in ("model-00001-of-{}.safetensors.partial", "tokenizer.json", "config.json.partial"):
+        count = len(list(undisturbed.glob("*.safetensors")))
+        (folder / name.format(f"{count:05}")).symlink_to(outside)
+    convert_in_shards(dense, folder)
+    assert outside.read_text() == "precious"
+    assert_same_files(folder, undisturbed)
+
+
+def test_a_directory_that_holds_something_is_not_removed(dense, undisturbed, tmp_path):
+    folder = tmp_path / "x"
+    shutil.copytree(undisturbed, folder)
+    shard = min(folder.glob("*.safetensors"))
+    shard.unlink()
+    shard.mkdir()
+    (shard / "precious").write_text("precious")
+    with pytest.raises(OSError, match=f"{shard.name} stands where a file is to be written"):
+        convert_in_shards(dense, folder)
+    assert (shard / "precious").read_text() == "precious"
+    assert not (folder / "config.json").exists(), "it is no whole checkpoint"
+
+
+def test_one_conversion_at_a_time_writes_into_a_directory(dense, undisturbed, tmp_path):
+    folder = tmp_path / "x"
+    folder.mkdir()
+    with (
+        alone_in(folder),
+        pytest.raises(ValueError, match="another process converts into"),
+    ):
+        convert_in_shards(dense, folder)
+    assert not list(folder.iterdir())
+    convert_in_shards(dense, folder)
+    assert_same_files(folder, undisturbed)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": 3},
+        {"files": {"model-00001-of-{count:05}.safetensors": 3, "../x": {"bytes": 0, "sha256": ""}}},
+        {"files": {}},
+    ],
+)
+def test_a_record_that_says_something_else_has_its_files_made_again(
+    dense, undisturbed, tmp_path, change
+):
+    folder = tmp_path / "x"
+    shutil.copytree(undisturbed, folder)
+    record = json.loads((folder / "conversion.json").read_text())
+    count = f"{len(record['files']):05}"
+    (folder / "conversion.json").write_text(
+        json.dumps(record | change).replace("{count:05}", count)
+    )
+    convert_in_shards(dense, folder)
+    assert_same_files(folder, undisturbed)
+
+
+def test_a_finished_conversion_is_not_taken_for_another(dense, released, undisturbed, tmp_path):
+    folder = tmp_path / "x"
+    shutil.copytree(undisturbed, folder)
+    for source, shard_bytes in ((dense, 100_000), (released, 400_000)):
+        with pytest.raises(ValueError, match=r"holds a model already \(config\.json\)"):
+            convert_in_shards(source, folder, shard_bytes)
+    assert_same_files(folder, undisturbed)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_what_is_copied_are_regular_files(dense, tmp_path, name):
+    source = tmp_path / "source"
+    shutil.copytree(dense, source)
+    (source / name).unlink(missing_ok=True)
+    os.mkfifo(source / name)
+    with pytest.raises(ValueError, match=f"{name} must be a regular file, got a pipe"):
+        convert_in_shards(source, tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+    (source / name).unlink()
+    (source / "tokenizer").mkdir()  # as some repositories have one
+    (source / name).write_text('{"a": 1}')
+    convert_in_shards(source, tmp_path / "x")
+    assert (tmp_path / "x" / name).read_text() == '{"a": 1}'
 
 
 def refusal(capsys, *arguments):
@@ -197,7 +427,7 @@ def test_refusals_write_nothing(dense, released, tmp_path, capsys, monkeypatch):
     (tmp_path / "file").write_text("precious")
     assert "is a file" in refusal(capsys, dense, tmp_path / "file", *options)
     held = files_of(released)
-    assert "holds a model already" in refusal(capsys, dense, released, *options)
+    assert "holds a model already" in refusal(capsys, dense, released, "--weights", "bfloat16")
     assert files_of(released) == held
     assert "no directory" in refusal(capsys, tmp_path / "nowhere", tmp_path / "x", *options)
     assert "shard-gib" in refusal(capsys, dense, tmp_path / "x", *options, "--shard-gib", 0)
