@@ -177,9 +177,11 @@ CALLS = {
     "append_csa_nvfp4": functools.partial(keep_tokens, "csa", "fp8_per_entry", True),
     "scores_mxfp4": functools.partial(score, "fp8_ue8m0"),
     "scores_fp8": functools.partial(score, "fp8_ue8m0_fp8_index"),
-    "scores_turns": functools.partial(score, "fp8_ue8m0", scores_tiling.Tiling(tiles=4, groups=1)),
+    "scores_turns": functools.partial(
+        score, "fp8_ue8m0", scores_tiling.Tiling(tiles=4, warpgroups=1)
+    ),
     "scores_of_two_tokens": functools.partial(
-        score, "fp8_ue8m0", scores_tiling.Tiling(tiles=4, groups=4, tokens=2), (0, 0, 1)
+        score, "fp8_ue8m0", scores_tiling.Tiling(tiles=4, warpgroups=4, tokens=2), (0, 0, 1)
     ),
     "select": functools.partial(select, 5000, 512),
     "select_in_parts": functools.partial(select, 40000, 512),

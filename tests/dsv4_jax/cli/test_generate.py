@@ -141,7 +141,7 @@ def test_another_checkpoint_without_a_tokenizer_is_refused(tmp_path, capsys):
             "--steps-per-call 4 makes steps without drafts, got --draft-tokens 1 too",
         ),
         (["--file", "/nowhere/prompt.txt"], "/nowhere/prompt.txt"),
-        (["--file", "/dev/null"], "/dev/null must hold a prompt, and is empty"),
+        (["--file", "/dev/null"], "/dev/null must be a regular file, got a device"),
         (["x", "--checkpoint", "/nowhere/at/all"], "/nowhere/at/all"),
     ],
 )

@@ -12,7 +12,7 @@ import dsv4_jax as ds
 from dsv4_jax.allocator.checksums import scan_rows
 from dsv4_jax.step.serve_step import verify_drafts
 from helpers import slow
-from helpers.serving import CONFIG, params, prompt
+from helpers.serving import CONFIG, prompt
 
 TRUNK = dataclasses.replace(
     CONFIG, num_mtp_layers=0, sliding_window=8, hca_compression_ratio=128
@@ -22,6 +22,11 @@ NUM_TOKENS = sum(k + 1 for k in DRAFTS)  # nine rows of 1 to 9 tokens
 CONTEXT = 256
 jit_stage = jax.jit(ds.stage_step, static_argnames="config")
 jit_commit = jax.jit(ds.commit)
+
+
+@functools.cache
+def params():
+    return ds.init_params(TRUNK, jax.random.key(0))
 
 
 @jax.jit
