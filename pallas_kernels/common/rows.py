@@ -19,7 +19,13 @@ _AMAX_FLOOR = np.float32(1e-4)
 _LARGEST = np.finfo(np.float32).max
 REST_BITS = 4
 REST = 2.0**REST_BITS
-"""What E4M3 leaves of a value is at most 16 where the value is at most 448."""
+"""What E4M3 leaves of a value is at most 16 where the value is at most 448.
+
+So bf16 rows that are not to be rounded are two rows of E4M3: what it keeps of them, and what that
+lacks times `REST`, under a scale so much smaller. E4M3 has 4 bits of a significand and bf16 8: the
+sum is exact where a value is at least 2^-14 of the largest in its group; below that it is off by at
+most 2^-22 of the largest.
+"""
 
 
 class QuantizedRows(NamedTuple):
@@ -67,16 +73,3 @@ def decode_rows(rows: QuantizedRows, size: int) -> jax.Array:
     """
     values = numbers.decode_e4m3(rows.codes) * numbers.decode_ue8m0(rows.scale)[..., None]
     return numbers.join_groups(values, size)
-
-
-def split_rows(x: jax.Array) -> list[QuantizedRows]:
-    """Two rows of E4M3 that add up to x, bf16[..., in]: what E4M3 keeps of it, and what that lacks.
-
-    E4M3 has 4 bits of a significand and bf16 8, so the sum is exact where a value is at least
-    2^-14 of the largest in its group; below that it is off by at most 2^-22 of the largest.
-    """
-    groups = numbers.split_groups(x.astype(jnp.float32), GROUP)
-    first = quantize_rows(x)
-    scaled = groups * numbers.invert_ue8m0(first.scale)[..., None]
-    rest = (scaled - numbers.decode_e4m3(first.codes)) * np.float32(REST)
-    return [first, QuantizedRows(numbers.encode_e4m3(rest), first.scale - np.uint8(REST_BITS))]
