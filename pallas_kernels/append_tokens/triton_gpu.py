@@ -167,4 +167,4 @@ def _channel_tile(channels: int) -> tuple[int, int]:
     """Channels that a program folds, and its lanes: a tile of 128, or all if that does not fit."""
     if channels % _TILE == 0:
         return _TILE, _TILE
-    return channels, max(_TILE, 1 << (channels - 1).bit_length())
+    return channels, max(_TILE, pl.next_power_of_2(channels))

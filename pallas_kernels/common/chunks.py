@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 CHUNK_ELEMENTS = 2**26
 """f32 elements that the dense intermediate of a reference may have: 256 MiB."""
@@ -26,7 +27,7 @@ def map_tokens[Tree](
     chunk = max(2, CHUNK_ELEMENTS // elements_per_token)  # one row alone rounds differently
     if num_tokens <= chunk:
         return function(arrays, jnp.arange(num_tokens, dtype=jnp.int32))
-    num_chunks = -(-num_tokens // chunk)
+    num_chunks = pl.cdiv(num_tokens, chunk)
     # The last token fills the last chunk.
     tokens = jnp.minimum(jnp.arange(num_chunks * chunk, dtype=jnp.int32), num_tokens - 1)
     results = jax.lax.map(

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 
 from pallas_kernels.common import numbers, pages
 from pallas_kernels.common.rounding import exact_divide, round_to
@@ -105,11 +106,11 @@ class GroupedFP8Codec:
 
     def plane_shapes(self, dim: int, rope_dim: int) -> PlaneShapes:
         """See `Codec`."""
-        num_groups = -(-(dim - rope_dim) // self.group)
+        num_groups = pl.cdiv(dim - rope_dim, self.group)
         return {
             "nope": jax.ShapeDtypeStruct((dim - rope_dim,), jnp.uint8),
             "rope": jax.ShapeDtypeStruct((rope_dim,), jnp.bfloat16),
-            "scale": jax.ShapeDtypeStruct((-(-num_groups // 8) * 8,), jnp.uint8),
+            "scale": jax.ShapeDtypeStruct((pl.cdiv(num_groups, 8) * 8,), jnp.uint8),
         }
 
     def encode(self, x: jax.Array, rope_dim: int) -> Planes:
@@ -244,8 +245,8 @@ class FP4KeyCodec:
     def plane_shapes(self, dim: int, rope_dim: int) -> PlaneShapes:
         """See `Codec`."""
         return {
-            "codes": jax.ShapeDtypeStruct((-(-dim // 2),), jnp.uint8),
-            "scale": jax.ShapeDtypeStruct((-(-dim // self.group),), jnp.uint8),
+            "codes": jax.ShapeDtypeStruct((pl.cdiv(dim, 2),), jnp.uint8),
+            "scale": jax.ShapeDtypeStruct((pl.cdiv(dim, self.group),), jnp.uint8),
         }
 
     def encode(self, x: jax.Array, rope_dim: int) -> Planes:

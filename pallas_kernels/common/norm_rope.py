@@ -6,6 +6,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from pallas_kernels.common.rounding import round_to, rounded
 
@@ -38,7 +39,7 @@ def rms_norm_by_pairs(x: jax.Array, weight: jax.Array | None, *, eps: float) -> 
     XLA sums rows of small and of large arrays in different orders; here neighbours are added.
     """
     squares = jnp.square(x.astype(jnp.float32))
-    width = 1 << (x.shape[-1] - 1).bit_length()
+    width = pl.next_power_of_2(x.shape[-1])
     squares = jnp.pad(squares, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
     return _scale(x, weight, rounded(sum_by_pairs(squares) / x.shape[-1]), eps)
 

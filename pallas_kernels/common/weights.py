@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 
 from pallas_kernels.common import numbers
 from pallas_kernels.common.shaped import Shaped
@@ -99,7 +100,7 @@ class MXFP4(Shaped):
           activations: see `BlockFP8`.
         """
         out, half = pairs.shape[-2:]
-        tiles = -(-out // ROWS), -(-2 * half // INPUTS)
+        tiles = pl.cdiv(out, ROWS), pl.cdiv(2 * half, INPUTS)
         codes = _to_tiles(pairs, *tiles, INPUTS // 2)
         words = codes.reshape(*codes.shape[:-1], INPUTS // 8, 4)
         moved = numbers.interleave_signs(jax.lax.bitcast_convert_type(words, jnp.uint32))
@@ -116,7 +117,8 @@ class MXFP4(Shaped):
         moved = numbers.restore_signs(jax.lax.bitcast_convert_type(words, jnp.uint32))
         codes = jax.lax.bitcast_convert_type(moved, jnp.uint8).reshape(self.codes.shape)
         scales = jax.lax.bitcast_convert_type(self.scale, jnp.uint8)
-        return _from_tiles(codes, out, into // 2), _from_tiles(scales, out, -(-into // MXFP4_GROUP))
+        num_groups = pl.cdiv(into, MXFP4_GROUP)
+        return _from_tiles(codes, out, into // 2), _from_tiles(scales, out, num_groups)
 
     def decode(self) -> jax.Array:
         """The values, f32[..., out, in], exact."""
@@ -126,7 +128,6 @@ class MXFP4(Shaped):
         return values * scales[..., : values.shape[-1]]
 
 
-QuantizedWeight = BlockFP8 | MXFP4
 Weight = jax.Array | BlockFP8 | MXFP4
 """A matrix [out, in], or a stack of them."""
 
@@ -170,7 +171,7 @@ def quantize_block_fp8(values: jax.Array, *, dtype: str, activations: str = "fp8
       activations: see `BlockFP8`.
     """
     *lead, out, into = values.shape
-    rows, columns = -(-out // FP8_BLOCK), -(-into // FP8_BLOCK)
+    rows, columns = pl.cdiv(out, FP8_BLOCK), pl.cdiv(into, FP8_BLOCK)
     padding = [(0, 0)] * len(lead) + [(0, rows * FP8_BLOCK - out), (0, columns * FP8_BLOCK - into)]
     padded = jnp.pad(values.astype(jnp.float32), padding)
     blocks = padded.reshape(*lead, rows, FP8_BLOCK, columns, FP8_BLOCK)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from pallas_kernels.common.codecs import Codec
 from pallas_kernels.gpu import triton, triton_codecs, triton_heads, triton_rope
@@ -21,7 +22,7 @@ def rotate_heads(
 ) -> None:
     """Norm and RoPE of a few heads of a token: from [T, H, C] to the same place of the target."""
     dim, dtype = heads.source.shape[2], heads.source.dtype
-    width = max(128, 1 << (dim - 1).bit_length())
+    width = max(128, pl.next_power_of_2(dim))
     table = triton_rope.load_rope_table(
         None, frequencies, dim=dim, width=width, dtype=dtype, eps=eps
     )

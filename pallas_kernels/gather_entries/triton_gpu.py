@@ -139,7 +139,7 @@ def _gather(
 
     return triton.launch(
         kernel,
-        grid=(-(-num_places // _ROWS), num_tokens),
+        grid=(pl.cdiv(num_places, _ROWS), num_tokens),
         inputs=(indices, planes),
         outputs=(
             jax.ShapeDtypeStruct((*shape, dim), dtype),

@@ -343,7 +343,7 @@ def copy_row(
         target[at] = source[row]
         return
     count = source.shape[-1]
-    width = 1 << (count - 1).bit_length()
+    width = pl.next_power_of_2(count)
     values = load_row(source, row, start=0, count=count, width=width)
     store_row(target, at, values, first=0, count=count)
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 
 from pallas_kernels.common import numbers
 from pallas_kernels.common.codecs import (
@@ -53,7 +54,7 @@ class Lanes(NamedTuple):
 def tile_width(codec: Codec, dim: int) -> int:
     """Lanes for an entry: a power of two that makes whole groups, and 8 of the grouped entry's."""
     least = 8 * codec.group if isinstance(codec, GroupedFP8Codec) else 128
-    return max(least, 1 << (dim - 1).bit_length())
+    return max(least, pl.next_power_of_2(dim))
 
 
 def encode(codec: Codec, x: jax.Array, *, dim: int, rope_dim: int) -> dict[str, Lanes]:
@@ -88,7 +89,7 @@ def store_entry(
         if lanes.bits:
             per_element = ref.dtype.itemsize * 8 // lanes.bits
             values = pack(values, lanes.bits, per_element).astype(ref.dtype)
-            count = -(-count // per_element)
+            count = pl.cdiv(count, per_element)
         triton.store_row(ref, index, values, first=lanes.first, count=count)
 
 
@@ -171,12 +172,12 @@ def _encode_grouped(
     amax = jnp.maximum(jnp.max(jnp.abs(groups), axis=1), _AMAX_FLOOR)
     scale = numbers.encode_ue8m0(amax * numbers.INV_448)
     code = triton.encode_e4m3(groups * numbers.invert_ue8m0(scale)[:, None])
-    num_groups = -(-nope_dim // codec.group)
+    num_groups = pl.cdiv(nope_dim, codec.group)
     stored = jnp.where(jnp.arange(scale.shape[0]) < num_groups, scale.astype(jnp.uint32), 0)
     return {
         "nope": Lanes(code.reshape(x.shape).astype(jnp.uint32), 0, nope_dim, bits=8),
         "rope": Lanes(x.astype(jnp.bfloat16), nope_dim, rope_dim),
-        "scale": Lanes(stored, 0, -(-num_groups // 8) * 8, bits=8),
+        "scale": Lanes(stored, 0, pl.cdiv(num_groups, 8) * 8, bits=8),
     }
 
 
@@ -221,7 +222,7 @@ def _encode_fp4_key(codec: FP4KeyCodec, x: jax.Array, dim: int) -> dict[str, Lan
         packed = Lanes(numbers.interleave_signs(words), 0, dim // 8)
     return {
         "codes": packed,
-        "scale": Lanes(scale.astype(jnp.uint32), 0, -(-dim // codec.group), bits=8),
+        "scale": Lanes(scale.astype(jnp.uint32), 0, pl.cdiv(dim, codec.group), bits=8),
     }
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_kernels.common import numbers
@@ -135,9 +136,9 @@ def _load_scales(
         return jnp.broadcast_to(_read_word(sources, "inv_scale")[:, None], shape)
     group = lax.div(jnp.arange(shape[1], dtype=jnp.int32) * _CODES_PER_WORD, codec.group)
     place, number = lax.div(group, _CODES_PER_WORD), lax.rem(group, _CODES_PER_WORD)
-    num_groups = -(-nope_dim // codec.group)
+    num_groups = pl.cdiv(nope_dim, codec.group)
     words = jnp.zeros(shape, jnp.uint32)
-    for n in range(-(-num_groups // _CODES_PER_WORD)):
+    for n in range(pl.cdiv(num_groups, _CODES_PER_WORD)):
         word = jnp.broadcast_to(_read_word(sources, "scale", n)[:, None], shape)
         words = jnp.where((place == n)[None], word, words)
     return numbers.decode_ue8m0(_byte(words, number[None]))
@@ -145,7 +146,7 @@ def _load_scales(
 
 def _read(sources: Sequence[Source], name: str, count: int) -> jax.Array:
     """[n, width], the columns of each row from the source that has it."""
-    column = jnp.arange(1 << (count - 1).bit_length(), dtype=jnp.int32)
+    column = jnp.arange(pl.next_power_of_2(count), dtype=jnp.int32)
     values = None
     for planes, row, present in sources:
         place = (*(i[:, None] if i.ndim else i for i in row), column[None])

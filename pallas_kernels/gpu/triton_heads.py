@@ -34,7 +34,7 @@ class Heads(NamedTuple):
 
 def num_head_tiles(num_heads: int) -> int:
     """Programs that a token's heads take."""
-    return -(-num_heads // _HEADS)
+    return pl.cdiv(num_heads, _HEADS)
 
 
 def map_heads(function: Callable[[jax.Array], jax.Array], heads: Heads, *, width: int) -> None:

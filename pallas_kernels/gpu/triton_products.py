@@ -41,10 +41,10 @@ def multiply(x: jax.Array, weight: jax.Array, *, parts: int, outputs: int, name:
       f32[T, P, out], in P parts that add up to the products.
     """
     (num_outputs, dim), count = weight.shape, x.shape[0]
-    runs = -(-dim // _INPUTS)
-    of_part = -(-runs // parts)
-    parts = -(-runs // of_part)
-    width = max(_LEAST_OUTPUTS, 1 << (min(outputs, num_outputs) - 1).bit_length())
+    runs = pl.cdiv(dim, _INPUTS)
+    of_part = pl.cdiv(runs, parts)
+    parts = pl.cdiv(runs, of_part)
+    width = max(_LEAST_OUTPUTS, pl.next_power_of_2(min(outputs, num_outputs)))
 
     def kernel(inputs: tuple[Ref, Ref], products: Ref) -> None:
         x, weight = inputs
@@ -67,7 +67,7 @@ def multiply(x: jax.Array, weight: jax.Array, *, parts: int, outputs: int, name:
 
     return triton.launch(
         kernel,
-        grid=(-(-count // ROWS), parts, -(-num_outputs // width)),
+        grid=(pl.cdiv(count, ROWS), parts, pl.cdiv(num_outputs, width)),
         inputs=(x, weight),
         outputs=jax.ShapeDtypeStruct((count, parts, num_outputs), jnp.float32),
         num_warps=_NUM_WARPS,

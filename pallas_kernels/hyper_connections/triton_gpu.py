@@ -68,7 +68,7 @@ def hyper_connections(arguments: Arguments, *, is_many: bool | None = None) -> R
         collapsed = reference.collapse(pre, streams)
         connections_found = triton.launch(
             functools.partial(_connect_many, arguments=arguments),
-            grid=(-(-count // _CONNECTED),),
+            grid=(pl.cdiv(count, _CONNECTED),),
             inputs=read.logits,
             outputs=connections,
             num_warps=_CONNECTED // 32,
@@ -117,14 +117,14 @@ def _read(inputs: _Operands, outputs: _Outputs, *, arguments: Arguments, is_many
     All that is loaded is asked for before threads wait for each other.
     """
     (_, num, dim), dtype = inputs.streams.shape, inputs.streams.dtype
-    width = 1 << (dim - 1).bit_length()
+    width = pl.next_power_of_2(dim)
     token = pl.program_id(0)
 
     def ask(first: int, count: int, kind: int | None) -> Logits:
         """`count` logits from a place on, all of one kind or, if None, of any."""
         parts = inputs.products.shape[1]
-        part = jnp.arange(1 << (parts - 1).bit_length(), dtype=jnp.int32)[:, None]
-        lane = jnp.arange(1 << (count - 1).bit_length(), dtype=jnp.int32)
+        part = jnp.arange(pl.next_power_of_2(parts), dtype=jnp.int32)[:, None]
+        lane = jnp.arange(pl.next_power_of_2(count), dtype=jnp.int32)
         place, live = first + lane, lane < count
         loaded = triton.load_where(
             inputs.products, (token, part, place[None]), (part < parts) & live[None]

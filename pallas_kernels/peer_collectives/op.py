@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from pallas_kernels.common.backend import Backend, resolve
 from pallas_kernels.common.pending import SplitSums, finish
@@ -123,7 +124,7 @@ def all_gather(
       NotImplementedError: the named backend can't run here.
     """
     devices = jax.lax.axis_size(axis_name)
-    sizes = [-(-x.nbytes // LINE_BYTES) * LINE_BYTES for x in arrays]
+    sizes = [pl.cdiv(x.nbytes, LINE_BYTES) * LINE_BYTES for x in arrays]
     layouts = [
         _find_layout("all_gather", x.dtype, size, devices, buffer, backend)
         for x, size in zip(arrays, sizes, strict=True)

@@ -38,7 +38,7 @@ def pick_experts(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
     logits, count = arguments.logits, arguments.picks
     num_tokens, num_experts = logits.shape[0], logits.shape[-1]
     parts = logits.shape[1] if logits.ndim == 3 else 1
-    width, parts_width = (1 << (n - 1).bit_length() for n in (num_experts, parts))
+    width, parts_width = (pl.next_power_of_2(n) for n in (num_experts, parts))
 
     def kernel(inputs: _Operands, outputs: tuple[Ref, Ref]) -> None:
         ids, weights = outputs

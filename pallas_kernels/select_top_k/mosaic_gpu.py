@@ -111,8 +111,8 @@ class Tiling:
 
 def choose_tiling(num_entries: int, k: int) -> Tiling:
     """The largest tile, or a shorter one whose lists are then no longer than it."""
-    tile = min(MAX_TILE, _power_of_two(num_entries))
-    lists = _ceil_div(num_entries, SHORT_TILE) * _round_up(k, _CHUNK)
+    tile = min(MAX_TILE, _least_tile(num_entries))
+    lists = pl.cdiv(num_entries, SHORT_TILE) * _round_up(k, _CHUNK)
     if num_entries > tile and lists <= SHORT_TILE:
         tile = SHORT_TILE
     return Tiling(tile)
@@ -122,11 +122,11 @@ def choose_stages(num_entries: int, k: int) -> tuple[Stage, ...]:
     """The launches for rows of `num_entries`: as many as it takes to come to one tile."""
     padded = _round_up(k, _CHUNK)
     tile = choose_tiling(num_entries, k).tile
-    stages = [Stage(tile, _ceil_div(num_entries, tile), tile, _num_groups(tile))]
+    stages = [Stage(tile, pl.cdiv(num_entries, tile), tile, _num_groups(tile))]
     while (last := stages[-1]).num_tiles > 1:
         lists = min(last.num_tiles, MAX_TILE // padded)
-        tile = _power_of_two(lists * padded)
-        num_tiles = _ceil_div(last.num_tiles, lists)
+        tile = _least_tile(lists * padded)
+        num_tiles = pl.cdiv(last.num_tiles, lists)
         stages.append(Stage(tile, num_tiles, last.span * lists, _num_groups(tile)))
     return tuple(stages)
 
@@ -302,13 +302,10 @@ def _num_groups(tile: int) -> int:
     return max(1, min(MAX_GROUPS, tile // (ptx.THREADS * _ENTRIES_PER_THREAD)))
 
 
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 def _round_up(a: int, b: int) -> int:
-    return _ceil_div(a, b) * b
+    return pl.cdiv(a, b) * b
 
 
-def _power_of_two(n: int) -> int:
-    return max(ptx.THREADS, 1 << (n - 1).bit_length())
+def _least_tile(n: int) -> int:
+    """The smallest tile that holds so many entries."""
+    return max(ptx.THREADS, pl.next_power_of_2(n))

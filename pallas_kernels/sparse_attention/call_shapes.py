@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import codecs
@@ -48,11 +49,10 @@ def choose_tiling(num_ctas: int, num_tiles: int, num_sms: int, dim: int) -> Tili
     """The splits of least time: more of them wait for fewer tiles, and write and read more sums."""
 
     def microseconds(splits: int) -> float:
-        rounds = -(-num_ctas * splits // num_sms)
+        rounds = pl.cdiv(num_ctas * splits, num_sms)
         bytes_of_sums = num_ctas * splits * HEADS * dim * 4 if splits > 1 else 0
-        return (
-            rounds * (CTA_US + TILE_US * -(-num_tiles // splits)) + 2 * bytes_of_sums / BYTES_PER_US
-        )
+        of_cta = CTA_US + TILE_US * pl.cdiv(num_tiles, splits)
+        return rounds * of_cta + 2 * bytes_of_sums / BYTES_PER_US
 
     cuts = equal_cuts(num_tiles, num_sms // max(1, num_ctas))
     return Tiling(splits=min(cuts, key=microseconds))
@@ -61,7 +61,7 @@ def choose_tiling(num_ctas: int, num_tiles: int, num_sms: int, dim: int) -> Tili
 def equal_cuts(num_tiles: int, most: int) -> list[int]:
     """Numbers of splits up to `most`, ascending, and none that leaves a split idle."""
     most = max(1, min(num_tiles, most))
-    return sorted({-(-num_tiles // -(-num_tiles // splits)) for splits in range(1, most + 1)})
+    return sorted({pl.cdiv(num_tiles, pl.cdiv(num_tiles, splits)) for splits in range(1, most + 1)})
 
 
 def find_obstacle(queries: jax.Array, ring: LayerPlanes) -> str | None:
@@ -143,7 +143,7 @@ class Shapes:
     @property
     def window_tiles(self) -> int:
         """Tiles of a token's window; its entries' come after."""
-        return -(-self.window // TILE)
+        return pl.cdiv(self.window, TILE)
 
     @property
     def num_tiles(self) -> int:
@@ -153,7 +153,7 @@ class Shapes:
     @property
     def tiles_per_split(self) -> int:
         """At most; a split has every `splits`-th tile of the token."""
-        return -(-self.num_tiles // self.splits)
+        return pl.cdiv(self.num_tiles, self.splits)
 
     def tiles_to_look_at(self, split: jax.Array, visible: jax.Array) -> jax.Array:
         """How many tiles a split has until none has an entry that is seen; at least 1."""

@@ -38,7 +38,7 @@ def combine(arguments: JoinArguments) -> jax.Array:
     dtype = arguments.dtype
     splits, num_tokens, _, dim = arguments.parts.sums.shape
     num_heads = arguments.sink.shape[0]
-    width, all_splits = _power_of_two(dim), _power_of_two(splits)
+    width, all_splits = pl.next_power_of_2(dim), pl.next_power_of_2(splits)
     rows = min(all_splits, _MOST_ROWS)
 
     def kernel(inputs: _Operands, out_ref: Ref) -> None:
@@ -105,7 +105,3 @@ class _Operands(NamedTuple):
     sink: Any
     positions: Any
     frequencies: Any
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length()

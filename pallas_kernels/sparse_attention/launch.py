@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu.devices import Device
@@ -91,7 +92,7 @@ def launch(
         codec=ring.codec,
         planes=tuple((name, math.prod(ring.planes[name].shape[3:])) for name in names),
     )
-    num_ctas = num_tokens * -(-num_heads // HEADS)
+    num_ctas = num_tokens * pl.cdiv(num_heads, HEADS)
     tiling = tiling or call_shapes.choose_tiling(
         num_ctas, shapes.num_tiles, kernel.device.num_sms, dim
     )
@@ -128,7 +129,7 @@ def launch(
     [out] = plgpu.kernel(
         sparse_attention_kernel,
         out_type=[out_type],
-        grid=(num_tokens, -(-num_heads // HEADS), tiling.splits),
+        grid=(num_tokens, pl.cdiv(num_heads, HEADS), tiling.splits),
         grid_names=("token", "head", "split"),
         num_threads=kernel.num_warpgroups,
         thread_name="warpgroup",

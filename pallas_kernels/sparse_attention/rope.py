@@ -25,7 +25,7 @@ plgpu: Any = mosaic_gpu
 
 def rotated_columns(frequencies: jax.Array) -> int:
     """The last columns among which the R dims are, in whole groups."""
-    return -(-2 * frequencies.shape[0] // GROUP) * GROUP
+    return pl.cdiv(2 * frequencies.shape[0], GROUP) * GROUP
 
 
 def angles_of(positions: jax.Array, frequencies: jax.Array) -> jax.Array:

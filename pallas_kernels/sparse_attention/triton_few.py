@@ -70,7 +70,7 @@ class _Operands(NamedTuple):
 def is_fastest(arguments: Arguments, *, num_sms: int) -> bool:
     """Whether a call is small enough that this kernel takes less time than the others."""
     num_tokens, num_heads, _ = arguments.queries.shape
-    programs = num_tokens * -(-num_heads // HEADS) * sum(_tiles(arguments))
+    programs = num_tokens * pl.cdiv(num_heads, HEADS) * sum(_tiles(arguments))
     return arguments.query_eps is None and programs <= _MOST_PROGRAMS_OF_SM * num_sms
 
 
@@ -125,7 +125,7 @@ def _attend(arguments: Arguments) -> AttentionPart:
 
     sums, statistics = triton.launch(
         kernel,
-        grid=(-(-num_heads // HEADS), num_tiles, num_tokens),
+        grid=(pl.cdiv(num_heads, HEADS), num_tiles, num_tokens),
         inputs=operands,
         outputs=(
             jax.ShapeDtypeStruct((num_tiles, num_tokens, num_heads, dim), jnp.float32),
@@ -141,7 +141,7 @@ def _tiles(arguments: Arguments) -> tuple[int, int]:
     """Tiles of a token's window, and of the places of its entries."""
     window = first_plane(arguments.ring.planes).shape[2]
     selected = arguments.selected
-    return -(-window // KEYS), 0 if selected is None else -(-selected.shape[1] // KEYS)
+    return pl.cdiv(window, KEYS), 0 if selected is None else pl.cdiv(selected.shape[1], KEYS)
 
 
 class _Keys(NamedTuple):

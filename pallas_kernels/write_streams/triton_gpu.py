@@ -32,8 +32,8 @@ def write_streams(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
     output, dtype = arguments.output, arguments.streams.dtype
     count, num, dim = arguments.streams.shape
     num_rows = arguments.fn.shape[0]
-    rows_width = 1 << (num_rows - 1).bit_length()
-    parts = -(-dim // _COLUMNS)
+    rows_width = pl.next_power_of_2(num_rows)
+    parts = pl.cdiv(dim, _COLUMNS)
     parts_of_output = output.parts if isinstance(output, SplitSums) else output[None]
 
     def kernel(inputs: Arguments, outputs: tuple[Ref, Ref]) -> None:

@@ -73,7 +73,7 @@ def _write(streams: jax.Array, output: jax.Array, post: jax.Array, comb: jax.Arr
 
     return triton.launch(
         kernel,
-        grid=(count, -(-dim // _COLUMNS)),
+        grid=(count, pl.cdiv(dim, _COLUMNS)),
         inputs=[streams, output, post, comb],
         outputs=jax.ShapeDtypeStruct(streams.shape, streams.dtype),
         num_warps=_NUM_WARPS,
