@@ -17,6 +17,8 @@ from dsv4_jax.progress import Progress
 
 _MAX_REQUESTS = 10**6
 _DEFAULT_REQUESTS = 100
+_MAX_TOKENS = 2**28
+"""Of random prompts together, which take 36 bytes each."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -131,8 +133,14 @@ def _choose_bodies(args: argparse.Namespace) -> list[dict]:
         found = load.read_bodies(args.prompts, max_tokens=args.max_tokens)
         return [found[number % len(found)] for number in range(args.requests or len(found))]
     least, most = args.prompt_tokens
+    requests = args.requests or _DEFAULT_REQUESTS
+    if requests * most > _MAX_TOKENS:
+        raise ValueError(
+            f"--requests {requests} times the longest of --prompt-tokens {least},{most} must be at "
+            f"most {_MAX_TOKENS:,}, since all prompts are drawn beforehand, got {requests * most:,}"
+        )
     return load.draw_bodies(
-        args.requests or _DEFAULT_REQUESTS,
+        requests,
         seed=args.seed,
         prompt_tokens=(least, most),
         shared=args.shared,

@@ -105,6 +105,12 @@ def test_plan_refuses_more_blocks_than_a_table_can_number(capsys):
     assert not re.search(r"-\d", capsys.readouterr().out)
 
 
+def test_a_load_of_more_tokens_than_a_machine_holds_is_refused(capsys):
+    sizes = ("--requests", 10**6, "--prompt-tokens", "1,16777216", "--model", "x")
+    line = message_of(capsys, "bench", "serve", "http://127.0.0.1:1", *sizes)
+    assert "--requests 1000000 times the longest of --prompt-tokens 1,16777216 must be" in line
+
+
 @pytest.mark.parametrize("what", ["decode", "kernels", "prefill"])
 def test_a_file_for_figures_needs_its_folder_before_work(capsys, tmp_path, nothing_loads, what):
     small = ("bench", what, "--config", "tiny")
