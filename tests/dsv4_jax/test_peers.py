@@ -99,6 +99,7 @@ def test_only_lines_within_a_host_have_buffers(monkeypatch):
     assert peers._find_obstacle(mesh, DATA, hosts) is None
 
 
+@pytest.mark.slow
 def test_two_processes_exchange_what_their_headers_need():
     """A process opens what the other one has; where one fails, no process has buffers."""
     processes = peers_of_processes.run()

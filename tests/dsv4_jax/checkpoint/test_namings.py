@@ -29,6 +29,7 @@ from helpers.saved_checkpoint import (
 )
 
 
+@pytest.mark.slow
 def test_logits_of_a_checkpoint_that_transformers_saved(fixture_params):
     config, params = fixture_params
     with np.load(SAVED / "logits.npz") as data:

@@ -78,6 +78,7 @@ def test_answers_are_alone_on_stdout(generate):
     assert generate(PROMPTS[0]).out == f"{answers[0]}\n"
 
 
+@pytest.mark.slow
 def test_prompts_come_from_files_and_standard_input(generate, tmp_path, monkeypatch):
     whole, lines = tmp_path / "whole.txt", tmp_path / "lines.txt"
     whole.write_text("The for statement\n")

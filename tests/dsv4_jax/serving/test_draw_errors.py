@@ -86,6 +86,7 @@ def test_a_grammar_that_fails_ends_its_request_alone(shape, how, at, message, fa
         check_nothing_is_held(engine)
 
 
+@pytest.mark.slow
 def test_an_answer_that_its_grammar_leaves_half_way_has_not_stopped():
     """There llguidance allows the end token, as if the answer were whole."""
     engine = engine_of("drafts")

@@ -9,7 +9,7 @@ from dsv4_jax import serving
 from dsv4_jax.serving.engine_state import read_state
 from helpers.serving import byte_tokenizer, make_engine
 
-LONG = {"max_new_tokens": 400, "stop_token_ids": ()}
+LONG = {"max_new_tokens": 100, "stop_token_ids": ()}
 ASKED = {"max_new_tokens": 12, "temperature": 0.8, "seed": 3, "stop_token_ids": ()}
 CALLS = {
     "submit": lambda engine: engine.submit([1, 2], **ASKED),

@@ -147,9 +147,10 @@ def test_a_debugged_engine_says_what_is_wrong():
         engine.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layer_types",
-    [(ds.AttentionType.SWA,), pytest.param((ds.AttentionType.HCA,), marks=pytest.mark.slow)],
+    [(ds.AttentionType.SWA,), (ds.AttentionType.HCA,)],
 )
 def test_a_model_without_one_type_or_snapshots_is_served_too(layer_types):
     """Known bug B28, in the engine: empty families, no draft block, no place for a snapshot."""

@@ -92,6 +92,7 @@ def test_each_row_has_the_bits_of_its_own_single_steps(after_prompts, num_steps)
         )
 
 
+@pytest.mark.slow
 def test_outputs_are_as_wide_as_the_one_before(after_prompts):
     """So that each program finds the place of the last output, whatever made it."""
     cache, last = after_prompts()

@@ -113,6 +113,7 @@ def check_layers(found):
         assert found[attn]["attended_off"] < 1e-6
 
 
+@pytest.mark.slow
 def test_dealt_blocks_are_selected_and_attended_to_as_on_one_device():
     check_layers(mesh_split.run("1x2")["1x2"])
 

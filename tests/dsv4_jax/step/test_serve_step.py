@@ -6,6 +6,7 @@ from unittest import mock
 
 import jax
 import numpy as np
+import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.serving import engine_arrays
@@ -71,6 +72,7 @@ def test_draft_rows_follow_from_the_tokens_before_a_boundary_alone():
     assert np.all(np.any(rows[0][13:] != rows[1][13:], axis=1))
 
 
+@pytest.mark.slow
 def test_the_draft_is_that_of_the_whole_history():
     """`forward_draft` over the same history gives the first guess."""
     engine = make_engine(cache_format="fp8_ue8m0", overlap=False)

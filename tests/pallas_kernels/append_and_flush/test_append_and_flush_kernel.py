@@ -52,7 +52,7 @@ def draw(kind, dtype=jnp.bfloat16):
         [(name, jnp.bfloat16) for name in CACHE_FORMATS] + [("f32", jnp.float32)],
     ),
 )
-@each_kind
+@pytest.mark.parametrize("kind", slow.all_but(["csa"], list(RATES)))
 def test_one_token_per_request_is_stored_as_the_reference_stores_it(lane, name, kind, dtype):
     """Rings go round, windows close in some rows, blocks are absent, and rows lie idle."""
     histories, norms = draw(kind, dtype)

@@ -224,6 +224,7 @@ def test_the_next_tile_of_mxfp4_is_loaded_while_products_run(lane, persistent):
 ON_LEFT = Tiling(128, 128, 2, swap_ab=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("activations", "inputs", "options"),
     slow.all_but(

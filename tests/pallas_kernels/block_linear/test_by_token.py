@@ -61,6 +61,7 @@ def test_both_products_are_those_of_rows_that_were_moved(lane, num_tokens, backe
     close(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_tokens", [ROUNDED_BY_CTAS, ROUNDED_BY_A_LAUNCH])
 def test_many_parts_are_added_before_they_are_rounded(lane, num_tokens):
     rng = np.random.default_rng(1)
