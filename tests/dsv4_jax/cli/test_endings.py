@@ -19,7 +19,18 @@ from hypothesis import HealthCheck, given, settings
 
 import dsv4_jax as ds
 from dsv4_jax import cli
-from dsv4_jax.cli import bench, convert, generate, main, plan, verify
+from dsv4_jax.cli import (
+    batch,
+    bench,
+    convert,
+    evaluate,
+    generate,
+    main,
+    plan,
+    serve,
+    sweep,
+    verify,
+)
 from dsv4_jax.cli.arguments import Parser, UsageError
 from dsv4_jax.serving import engine
 from helpers import bad_files
@@ -34,6 +45,11 @@ COMMANDS = {
     ("bench", "decode"): bench,
     ("bench", "kernels"): bench,
     ("bench", "prefill"): bench,
+    ("bench", "serve", "http://127.0.0.1:1"): bench,
+    ("serve",): serve,
+    ("batch", "a", "b"): batch,
+    ("evaluate",): evaluate,
+    ("sweep", "none", "--out", "x.jsonl"): sweep,
 }
 """Words of each command that are enough for it."""
 
@@ -396,6 +412,14 @@ def attempt(parser, words):
         return None, str(error)
 
 
+def bytes_of(text):
+    """What was on the command line of a process, where Python makes that text of it."""
+    try:
+        return os.fsencode(text)
+    except UnicodeEncodeError:
+        return text.encode(errors="replace")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -438,7 +462,8 @@ def test_values_of_every_option(count):
         found, message = attempt(parsers[words], [*words, f"{name}={text}"])
         if message is not None:
             assert f"argument {name}: " in message
-            assert repr(text)[1:20].rstrip("'\"") in message
+            shown = [repr(text)[1:20], repr(bytes_of(text))[2:20]]
+            assert any(part.rstrip("'\"") in message for part in shown)
             assert len(message) < 6000
             return
         value = getattr(found, action.dest)
