@@ -39,27 +39,29 @@ plgpu: Any = mosaic_gpu
 _LAYOUT = plgpu.Layout.TCGEN05
 
 
-class _Half(NamedTuple):
-    """Half of the rows of x, which a consumer scales, adds and stores.
+class _Share(NamedTuple):
+    """A consumer's halves: of the outputs, which it unpacks, and of x, which it adds and stores.
 
     Attributes:
-      first: i32[], of the tile's rows.
+      first: i32[], first of its rows of x, of the tile's.
       rows: how many.
+      first_output: i32[], first of its `WARPGROUP_N` outputs, of the tile's.
     """
 
     first: jax.Array
     rows: int
+    first_output: jax.Array
 
     @classmethod
-    def of(cls, work: Work) -> _Half:
+    def of(cls, work: Work) -> _Share:
         """This consumer's."""
         rows = work.tiling.tile_m // CONSUMERS
-        return cls(work.warpgroup * rows, rows)
+        return cls(work.warpgroup * rows, rows, work.warpgroup * WARPGROUP_N)
 
 
 def mainloop(work: Work) -> jax.Array:
     """Multiplies stage after stage: f32[128 outputs, half of tile_m]."""
-    half, groups = _Half.of(work), work.groups_of_stage
+    share, groups = _Share.of(work), work.groups_of_stage
 
     def add_stage(k_iter: jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         total, tile_scales = carry
@@ -67,19 +69,19 @@ def mainloop(work: Work) -> jax.Array:
         for g in range(groups):
             # The next group is multiplied while this one is scaled and added.
             if g + 1 < groups:
-                _start(work, k_iter, g + 1)
+                _start(work, share, k_iter, g + 1)
             else:
-                pl.when(k_iter + 1 < work.k_iters)(lambda: _start(work, k_iter + 1, 0))
-            total = _add(work, half, k_iter, g, total, tile_scales)
+                pl.when(k_iter + 1 < work.k_iters)(lambda: _start(work, share, k_iter + 1, 0))
+            total = _add(work, share, k_iter, g, total, tile_scales)
         # All products of the stage have ended, which `_add` waited for: it is the producer's again.
         if interpreting():  # which wants loads fenced from later copies; a GPU's are done here
             plgpu.commit_smem()
         plgpu.barrier_arrive(work.scratch.empty.at[lax.rem(k_iter, work.tiling.stages)])
         return total, next_scales
 
-    zeros = plgpu.layout_cast(jnp.zeros((TILE_N, half.rows), jnp.float32), _LAYOUT)
+    zeros = plgpu.layout_cast(jnp.zeros((TILE_N, share.rows), jnp.float32), _LAYOUT)
     await_rows(work)
-    _start(work, 0, 0)
+    _start(work, share, 0, 0)
     total, _ = lax.fori_loop(0, work.k_iters, add_stage, (zeros, _tile_scales(work, 0)))
     if interpreting():  # as in `producer.await_empty`
         for tmem_stage in range(min(TMEM_STAGES, work.k_iters * groups)):
@@ -95,19 +97,19 @@ def epilogue(
     The two halves of an activation are in one warpgroup: its upper threads have the up projection,
     and leave it for the lower ones.
     """
-    half, total, [out_gmem] = _Half.of(work), accumulators, outputs
+    share, total, [out_gmem] = _Share.of(work), accumulators, outputs
     if swiglu is None:
-        _store(work, half, out_gmem, total, work.tile.n_index * TILE_N, TILE_N)
+        _store(work, share, out_gmem, total, work.tile.n_index * TILE_N, TILE_N)
         return
     total = total.astype(swiglu.dtype).astype(jnp.float32)
-    mine = pl.ds(half.first * WARPGROUP_N, half.rows * WARPGROUP_N)
+    mine = pl.ds(share.first * WARPGROUP_N, share.rows * WARPGROUP_N)
     up_smem = work.scratch.up_smem.at[mine]
     exchange.store_upper(up_smem, jnp.clip(total, -swiglu.limit, swiglu.limit), _LAYOUT)
     plgpu.commit_smem()  # waits for the whole warpgroup: what the upper half wrote is there
-    gate = work.activate(total, swiglu.limit, work.tile.first_row + half.first, _LAYOUT)
-    up = exchange.load_lower(up_smem, (TILE_N, half.rows), _LAYOUT)
+    gate = work.activate(total, swiglu.limit, work.tile.first_row + share.first, _LAYOUT)
+    up = exchange.load_lower(up_smem, (TILE_N, share.rows), _LAYOUT)
     # Rows beyond WARPGROUP_N are arbitrary here, and not stored.
-    _store(work, half, out_gmem, gate * up, work.tile.n_index * WARPGROUP_N, WARPGROUP_N)
+    _store(work, share, out_gmem, gate * up, work.tile.n_index * WARPGROUP_N, WARPGROUP_N)
 
 
 def _tmem_stage(work: Work, k_iter: int | jax.Array, g: int) -> jax.Array:
@@ -121,7 +123,7 @@ def _products(work: Work, tmem_stage: jax.Array, term: int, first: Any, count: i
     return work.scratch.accumulators_tmem.at[:, pl.ds(start, count)]
 
 
-def _start(work: Work, k_iter: int | jax.Array, g: int) -> None:
+def _start(work: Work, share: _Share, k_iter: int | jax.Array, g: int) -> None:
     """Starts the products of a group of inputs: both consumers unpack, the first one multiplies."""
     stage = lax.rem(jnp.int32(k_iter), work.tiling.stages)
     tmem_stage = _tmem_stage(work, k_iter, g)
@@ -135,7 +137,7 @@ def _start(work: Work, k_iter: int | jax.Array, g: int) -> None:
         plgpu.barrier_wait(work.scratch.accumulators_empty.at[tmem_stage])
 
     if work.shapes.is_mxfp4:
-        _unpack(work, stage, g, tmem_stage)
+        _unpack(work, share, stage, g, tmem_stage)
 
     @pl.when(work.warpgroup == 0)
     def _():
@@ -150,9 +152,9 @@ def _start(work: Work, k_iter: int | jax.Array, g: int) -> None:
         plgpu.tcgen05_commit_arrive(work.scratch.accumulators_full.at[tmem_stage])
 
 
-def _unpack(work: Work, stage: jax.Array, g: int, tmem_stage: jax.Array) -> None:
+def _unpack(work: Work, share: _Share, stage: jax.Array, g: int, tmem_stage: jax.Array) -> None:
     """Each consumer's 64 rows of MXFP4 as E4M3 in shared memory, where tcgen05 takes them from."""
-    own_rows = pl.ds(work.warpgroup * WARPGROUP_N, WARPGROUP_N)
+    own_rows = pl.ds(share.first_output, WARPGROUP_N)
     operand, factor = work.unpack(stage, g)  # e4m3[64, 128], f32[64]
     target = work.scratch.unpacked_smem.at[tmem_stage, own_rows]
     mosaic_memory.store_shared(target, operand, plgpu.Layout.WGMMA_8BIT)
@@ -184,7 +186,7 @@ def _row_factors(work: Work, tmem_stage: jax.Array, tile_scales: list[jax.Array]
 
 
 def _add(
-    work: Work, half: _Half, k_iter: jax.Array, g: int, total: jax.Array, tile_scales: Any
+    work: Work, share: _Share, k_iter: jax.Array, g: int, total: jax.Array, tile_scales: Any
 ) -> jax.Array:
     """Adds the products of a group of inputs, this consumer's rows of x."""
     tmem_stage, terms = _tmem_stage(work, k_iter, g), range(work.shapes.num_terms)
@@ -192,7 +194,7 @@ def _add(
     if not work.shapes.is_dense:
         scales = [
             plgpu.load(
-                work.row_scales(k_iter, g, term, *half),
+                work.row_scales(k_iter, g, term, share.first, share.rows),
                 layout=_LAYOUT.reduce(0),
                 optimized=False,
             )
@@ -200,8 +202,8 @@ def _add(
         ]
     plgpu.barrier_wait(work.scratch.accumulators_full.at[tmem_stage])  # the products have ended
     for term in terms:
-        products = _products(work, tmem_stage, term, *half)
-        product = plgpu.async_load_tmem(products, layout=_LAYOUT)  # f32[128, half.rows]
+        products = _products(work, tmem_stage, term, share.first, share.rows)
+        product = plgpu.async_load_tmem(products, layout=_LAYOUT)  # f32[128, share.rows]
         plgpu.wait_load_tmem()
         if not work.shapes.is_dense:
             factor = _row_factors(work, tmem_stage, tile_scales[g] if work.shapes.is_fp8 else [])
@@ -215,13 +217,13 @@ def _add(
 
 
 def _store(
-    work: Work, half: _Half, out_gmem: Any, values: jax.Array, first_column: Any, count: int
+    work: Work, share: _Share, out_gmem: Any, values: jax.Array, first_column: Any, count: int
 ) -> None:
     """Stores `count` outputs of this consumer's rows, transposed: values are [outputs, rows]."""
     store_transposed(
         out_gmem.at[work.tile.split],
         values.astype(out_gmem.dtype),
-        Place(work.tile.target_row + half.first, work.tile.num_rows - half.first, first_column),
+        Place(work.tile.target_row + share.first, work.tile.num_rows - share.first, first_column),
         operand_order=work.shapes.is_mxfp4,
         num_columns=count,
         layout=_LAYOUT,
