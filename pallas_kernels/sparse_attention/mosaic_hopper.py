@@ -35,6 +35,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gpu import mosaic, mosaic_memory
 from pallas_kernels.gpu.devices import H200
 from pallas_kernels.sparse_attention.call_shapes import FLOOR, GROUP, HEADS, LOG2_E, TILE, Shapes
+from pallas_kernels.sparse_attention.gather_keys import gather_keys
 from pallas_kernels.sparse_attention.launch import Kernel, as_bf16, inverse_total, launch
 from pallas_kernels.sparse_attention.loads import (
     Operands,
@@ -42,7 +43,6 @@ from pallas_kernels.sparse_attention.loads import (
     Place,
     Ref,
     find_place,
-    gather_keys,
     load_queries,
 )
 from pallas_kernels.sparse_attention.rope import rotate_half

@@ -74,7 +74,7 @@ def rotate_half(
       number: 0 or 1, of the half.
       angles: f32[2, rotated], the token's.
       shapes: sizes of the call.
-      store_shared: stores to shared memory; see `loads.gather_keys`.
+      store_shared: stores to shared memory; see `gather_keys.gather_keys`.
     """
     for column in range(0, shapes.rotated, GROUP):
         owner, first = divmod(shapes.dim - shapes.rotated + column, shapes.dim // 2)
