@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLTokenizer
 
 MAX_ITEMS = 2**15
 """Places of a grammar that llguidance follows at once; an object has some for each property."""
@@ -33,28 +33,25 @@ _TRIED_TOKENS = 24
 """Of an answer that is drawn before a grammar is taken."""
 
 
-class Compiler:
-    """Compiles grammars for one vocabulary.
+def read_vocabulary(tokenizer_json: str, vocab_size: int, end_tokens: Sequence[int]) -> LLTokenizer:
+    """A tokenizer as llguidance has it; a second for V4's.
 
-    Attributes:
+    Args:
+      tokenizer_json: contents of `tokenizer.json`.
       vocab_size: ids of the model.
+      end_tokens: those that end an answer.
     """
+    from llguidance import LLTokenizer
 
-    def __init__(self, tokenizer_json: str, vocab_size: int, end_tokens: Sequence[int]) -> None:
-        """Lets llguidance read the tokenizer, a second for V4's.
+    return LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(end_tokens))
 
-        Args:
-          tokenizer_json: contents of `tokenizer.json`.
-          vocab_size: ids of the model.
-          end_tokens: those that end an answer.
-        """
-        from llguidance import LLTokenizer
 
-        self.vocab_size = vocab_size
-        self._end_tokens = list(end_tokens)
-        self._vocabulary = LLTokenizer(
-            tokenizer_json, n_vocab=vocab_size, eos_token=self._end_tokens
-        )
+class Compiler:
+    """Compiles grammars for one vocabulary."""
+
+    def __init__(self, vocabulary: LLTokenizer) -> None:
+        """For what `read_vocabulary` gave."""
+        self._vocabulary = vocabulary
 
     def compile(self, text: str) -> LLMatcher:
         """What follows an answer from its first token on, of a grammar as llguidance has it.
@@ -76,7 +73,7 @@ class Compiler:
     def allowed(self, matcher: LLMatcher) -> np.ndarray:
         """The tokens that may come next, ascending."""
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-        return np.flatnonzero(np.unpackbits(bits, bitorder="little")[: self.vocab_size])
+        return np.flatnonzero(np.unpackbits(bits, bitorder="little")[: self._vocabulary.vocab_size])
 
     def _try(self, matcher: LLMatcher) -> None:
         """Draws the beginning of an answer, so that what llguidance sees only then is seen now.
@@ -92,7 +89,7 @@ class Compiler:
                 raise ValueError(problem_of(ahead) or "nothing fulfils it")
             named = [one for one in allowed[-8:] if self._vocabulary.is_special_token(int(one))]
             token = int(named[0] if named else rng.choice(allowed))
-            if token in self._end_tokens:
+            if token in self._vocabulary.eos_tokens:
                 return
             if not ahead.consume_token(token):
                 raise ValueError(problem_of(ahead))
@@ -118,7 +115,7 @@ def _limit_memory(more_bytes: int | None) -> None:
 
 
 def _main() -> None:
-    compiler = Compiler(**json.loads(sys.stdin.readline()))
+    compiler = Compiler(read_vocabulary(**json.loads(sys.stdin.readline())))
     compiler.compile("start: /a/")  # which allocates what all grammars need
     for line in sys.stdin:
         job, told = json.loads(line), ""

@@ -55,7 +55,7 @@ class GrammarTrials:
         end_tokens: Sequence[int],
         bounds: GrammarBounds,
     ) -> None:
-        """Starts nothing yet; arguments as those of `Compiler`."""
+        """Starts nothing yet; arguments as those of `read_vocabulary`."""
         self._vocabulary = json.dumps(
             {
                 "tokenizer_json": tokenizer_json,

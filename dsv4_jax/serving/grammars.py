@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.schemas.json_values import json_value
 from dsv4_jax.schemas.read_schema import read_schema
-from dsv4_jax.serving.compile_grammar import Compiler, problem_of
+from dsv4_jax.serving.compile_grammar import Compiler, problem_of, read_vocabulary
 from dsv4_jax.serving.grammar_trials import GrammarBounds, GrammarTrials
 from dsv4_jax.serving.request import DrawError, Request
 from dsv4_jax.serving.scheduler import RowPlan
@@ -24,7 +24,7 @@ from dsv4_jax.step.grammar import Grammar
 from dsv4_jax.step.settings_size import mask_words
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLTokenizer
 
 MARK = "\uff5cDSML\uff5c"
 """The token that begins the tags of tool calls."""
@@ -55,7 +55,7 @@ class Grammars:
         Where it cannot, the error is that of the first grammar.
         """
         with contextlib.suppress(Exception):
-            _ = self.compiler
+            _ = self._vocabulary
 
     def trials(self, bounds: GrammarBounds) -> GrammarTrials:
         """Where grammars of others are tried before they are compiled here."""
@@ -98,10 +98,15 @@ class Grammars:
         self._compiled.pop(id(grammar), None)
 
     @functools.cached_property
+    def _vocabulary(self) -> LLTokenizer:
+        assert self._tokenizer is not None
+        text = _with_mark(self._tokenizer.to_str())
+        return read_vocabulary(text, self.vocab_size, self._end_tokens)
+
+    @functools.cached_property
     def compiler(self) -> Compiler:
         """For this vocabulary; errors are llguidance's own, of a tokenizer that it cannot read."""
-        assert self._tokenizer is not None
-        return Compiler(_with_mark(self._tokenizer.to_str()), self.vocab_size, self._end_tokens)
+        return Compiler(self._vocabulary)
 
     def _text_of(self, grammar: Grammar) -> str:
         """A grammar as llguidance has it."""

@@ -52,8 +52,10 @@ def test_a_grammar_that_compiles_passes_and_is_not_tried_again(trials, monkeypat
     [("start: )", "expecting rule"), ("start: T\nT: /a/ & /b/", "nothing fulfils")],
 )
 def test_what_is_wrong_with_one_is_said_as_where_it_is_compiled_here(trials, text, told):
+    vocabulary = compile_grammar.read_vocabulary(byte_tokenizer().to_str(), VOCAB, [END])
+    compiler = compile_grammar.Compiler(vocabulary)
     with pytest.raises(ValueError, match=told) as expected:
-        compile_grammar.Compiler(byte_tokenizer().to_str(), VOCAB, [END]).compile(text)
+        compiler.compile(text)
     with pytest.raises(ValueError, match=told) as error:
         trials.check(text)
     assert str(error.value) == str(expected.value)
