@@ -24,6 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="JSON-lines file for the answers, in any order; requests that have one there are not "
         "done again",
     )
+    parser.add_argument(
+        "--repeatable",
+        action="store_true",
+        help="make the answers depend on requests and options alone, bit for bit, whatever runs "
+        "beside a request and however often this was interrupted: steps of one shape, answers in "
+        "the order of requests, seeds and ids by custom_id, and times of 0",
+    )
     add_checkpoint(parser)
     add_answers(parser)
     add_request_limits(parser)
@@ -36,9 +43,11 @@ def run(args: argparse.Namespace) -> int:
     with needs_serve_extra():
         from dsv4_jax.serve.batch import Batch
     served = {True: 0, False: 0}
-    with Batch(args.requests, args.answers, settings=answer_settings(args)) as batch:
+    with Batch(
+        args.requests, args.answers, settings=answer_settings(args), repeatable=args.repeatable
+    ) as batch:
         if batch.num_left:
-            engine = build(args)
+            engine = build(args, one_shape=args.repeatable)
             with Progress(batch.num_left, unit="request", doing="answering") as bar:
 
                 def count(is_good: bool) -> None:

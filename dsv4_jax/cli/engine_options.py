@@ -87,6 +87,7 @@ def build_engine(
     max_requests: int,
     max_context_tokens: int,
     prefill_tokens: tuple[int, ...] | None = None,
+    decodes_alone: bool = True,
     gpu_memory_fraction: float | None = None,
     grammars: bool = False,
     tokenizer: Tokenizer | None = None,
@@ -101,6 +102,8 @@ def build_engine(
       max_requests: requests that run at once.
       max_context_tokens: longest prompt and answer.
       prefill_tokens: sizes of steps that hold prompts.
+      decodes_alone: steps without a prompt are a program of their own, and not the largest of
+        those.
       gpu_memory_fraction: what the engine may take; it sizes itself by that, and is not asked.
       grammars: as of `Engine`.
       tokenizer: that of the checkpoint, if it was read already.
@@ -140,5 +143,6 @@ def build_engine(
         activations=args.activations,
         prefill_activations=args.prefill_activations,
         steps_per_call=args.steps_per_call,
+        decode_tokens=None if decodes_alone or prefill_tokens is None else prefill_tokens[-1],
         **shared,
     )

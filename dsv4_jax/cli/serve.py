@@ -112,8 +112,16 @@ def _name_of(checkpoint: str | None) -> str:
     return "shipped" if checkpoint is None else pathlib.Path(checkpoint).resolve().name
 
 
-def build(args: argparse.Namespace) -> Engine:
-    """The engine of the options of `add_engine`, which has compiled all that it can need."""
+def build(args: argparse.Namespace, *, one_shape: bool = False) -> Engine:
+    """The engine of the options of `add_engine`, which has compiled all that it can need.
+
+    Args:
+      args: with those options.
+      one_shape: all its steps have one shape, so that what runs beside a request changes nothing.
+
+    Raises:
+      ValueError: as of `build_engine`, or other options ask for steps of several shapes.
+    """
     folder, config = find_model(args)
     engine = build_engine(
         args,
@@ -122,7 +130,8 @@ def build(args: argparse.Namespace) -> Engine:
         chosen_mesh(args),
         max_requests=args.max_requests,
         max_context_tokens=min(args.max_context_tokens, config.max_position_embeddings),
-        prefill_tokens=args.prefill_tokens,
+        prefill_tokens=_one_size(args) if one_shape else args.prefill_tokens,
+        decodes_alone=not one_shape,
         gpu_memory_fraction=args.gpu_memory_fraction,
         grammars=args.grammars,
     )
@@ -131,6 +140,23 @@ def build(args: argparse.Namespace) -> Engine:
     engine.warmup()
     note(f"compiled in {time.perf_counter() - start:.0f} s")
     return engine
+
+
+def _one_size(args: argparse.Namespace) -> tuple[int, ...]:
+    """The size of all steps."""
+    several = {
+        "--steps-per-call": args.steps_per_call > 1,
+        "--draft-tokens": args.draft_tokens > 0,
+        "--prefill-activations": args.prefill_activations not in (None, args.activations),
+        "--prefill-tokens of several sizes": len(args.prefill_tokens or ()) > 1,
+    }
+    if given := [name for name, is_given in several.items() if is_given]:
+        raise ValueError(
+            f"steps must have one shape, and {given[0]} makes steps of another; leave it out"
+        )
+    if args.prefill_tokens:
+        return tuple(args.prefill_tokens)
+    return (max(64, -(-args.max_requests // (args.data or 1))),)
 
 
 def _find_keys(given: list[str]) -> tuple[str, ...]:

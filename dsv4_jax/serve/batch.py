@@ -13,6 +13,7 @@ from dsv4_jax.serve.answer import read_whole
 from dsv4_jax.serve.batch_files import BatchAnswers, BatchLine, BatchRequests, name_of
 from dsv4_jax.serve.errors import as_api_error, refuse
 from dsv4_jax.serve.intake import Intake
+from dsv4_jax.serve.repeatable import FileOrder, seed_of, settle
 from dsv4_jax.serve.settings import ServeSettings
 from dsv4_jax.serve.turns import digits
 from dsv4_jax.serving.async_engine import AsyncEngine
@@ -28,7 +29,12 @@ class Batch:
     """
 
     def __init__(
-        self, requests: pathlib.Path, answers: pathlib.Path, *, settings: ServeSettings
+        self,
+        requests: pathlib.Path,
+        answers: pathlib.Path,
+        *,
+        settings: ServeSettings,
+        repeatable: bool = False,
     ) -> None:
         """Reads both files, and mends the answers.
 
@@ -36,13 +42,15 @@ class Batch:
           requests: in the batch format of OpenAI: `custom_id`, `method`, `url` and `body` a line.
           answers: what is there already is not done again; a last line that is torn is cut off.
           settings: what is allowed.
+          repeatable: answers are written in the order of their lines, with seeds and ids by what
+            their lines are called and times of 0; prefixes are shared within a line alone.
 
         Raises:
           ValueError: two requests have one custom_id, a file is no regular one, both are one, or
             the answers are none.
           OSError: a file cannot be opened, or another process writes the answers.
         """
-        self._settings = settings
+        self._settings, self._repeatable = settings, repeatable
         if answers.exists() and answers.samefile(requests):
             raise ValueError(f"the answers need a file of their own, and {answers} has requests")
         self._requests = BatchRequests(requests, max_bytes=settings.max_body_bytes)
@@ -73,21 +81,33 @@ class Batch:
             asyncio.run(self._run(engine, num_workers, on_answer))
 
     async def _run(self, engine: Engine, num_workers: int, on_answer: Callable) -> None:
-        lines = (line for line in self._requests.lines() if name_of(line) not in self._done)
+        left = (line for line in self._requests.lines() if name_of(line) not in self._done)
+        lines, order = enumerate(left), FileOrder() if self._repeatable else None
         most = num_workers * self._settings.max_choices
         try:
             async with AsyncEngine(engine, max_waiting=most) as shared:
                 with contextlib.closing(Intake(shared, self._settings)) as intake:
                     async with asyncio.TaskGroup() as all_:
                         for _ in range(num_workers):
-                            all_.create_task(self._work(intake, lines, on_answer))
+                            all_.create_task(self._work(intake, lines, order, on_answer))
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
 
-    async def _work(self, intake: Intake, lines: Iterator[BatchLine], on_answer: Callable) -> None:
-        for line in lines:
-            answer = await _answer(intake, line)
+    async def _work(
+        self,
+        intake: Intake,
+        lines: Iterator[tuple[int, BatchLine]],
+        order: FileOrder | None,
+        on_answer: Callable,
+    ) -> None:
+        for place, line in lines:
+            answer = await _answer(intake, line, self._repeatable)
+            if order is not None:
+                settle(answer, name_of(line))
+                await order.wait_for(place)
             self._answers.add(answer)
+            if order is not None:
+                await order.note_written()
             on_answer(answer["response"] is not None and answer["response"]["status_code"] == 200)
 
     def __enter__(self) -> Self:
@@ -100,7 +120,7 @@ class Batch:
         self._answers.__exit__(kind)
 
 
-async def _answer(intake: Intake, line: BatchLine) -> dict[str, Any]:
+async def _answer(intake: Intake, line: BatchLine, repeatable: bool) -> dict[str, Any]:
     """The line of an answer."""
     answer = {"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": line.custom_id}
     if line.problem is not None:
@@ -109,7 +129,7 @@ async def _answer(intake: Intake, line: BatchLine) -> dict[str, Any]:
         return answer | {"response": None, "error": error}
     request_id = f"req_{secrets.token_hex(12)}"
     try:
-        body, status = await _draw(intake, line), 200
+        body, status = await _draw(intake, line, repeatable), 200
     except Exception as error:
         refused = as_api_error(error)
         if refused.status == 503:
@@ -126,11 +146,12 @@ def _reason(error: BaseException) -> BaseException:
     return error
 
 
-async def _draw(intake: Intake, line: BatchLine) -> bytes:
+async def _draw(intake: Intake, line: BatchLine, repeatable: bool) -> bytes:
     """The whole answer of a protocol."""
     if line.body.get("stream"):
         refuse("stream", "must be false in a batch")
-    streams, renderer = intake.start(line.path, line.body)
+    key, seed = (line.number, seed_of(name_of(line))) if repeatable else (-1, None)
+    streams, renderer = intake.start(line.path, line.body, key=key, seed=seed)
     try:
         return renderer.end(await read_whole(streams, renderer))
     finally:

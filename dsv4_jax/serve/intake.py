@@ -60,6 +60,13 @@ class Asked(NamedTuple):
         """Those of the answers."""
         return [sampling.grammar for _, sampling in self.prompts if sampling.grammar is not None]
 
+    def with_seed(self, seed: int) -> Asked:
+        """The same, its answers drawn by this seed."""
+        prompts = [
+            (ids, dataclasses.replace(sampling, seed=seed)) for ids, sampling in self.prompts
+        ]
+        return self._replace(prompts=prompts)
+
 
 class Intake:
     """Reads bodies, and submits what they ask for; for a server, and for a file of requests.
@@ -96,14 +103,24 @@ class Intake:
         body: Mapping[str, Any],
         *,
         key: int = -1,
+        seed: int | None = None,
         left_out: list[str] | None = None,
     ) -> tuple[list[AsyncStream], Renderer]:
         """Submits what a body asks for: `read`, `compile` and `submit`; errors are theirs.
+
+        Args:
+          path: one of `PATHS`.
+          body: not checked.
+          key: prefixes are shared among requests of one key only; -1 is none.
+          seed: of a body that has none; None draws one.
+          left_out: is added the names of what the model is asked without.
 
         Returns:
           Streams of the answers, and what makes the protocol's answer of their tokens.
         """
         asked = self.read(path, body, left_out)
+        if seed is not None and body.get("seed") is None:
+            asked = asked.with_seed(seed)
         self.compile(asked)
         return self.submit(asked, key=key), asked.renderer
 

@@ -4,9 +4,11 @@ import errno
 import fcntl
 import json
 import os
+import random
 import resource
 import subprocess
 import sys
+import time
 
 import httpx
 import pytest
@@ -15,6 +17,7 @@ import dsv4_jax as ds
 from dsv4_jax.cli import main
 from dsv4_jax.serve import ServeSettings
 from dsv4_jax.serve.batch import Batch
+from dsv4_jax.serve.repeatable import settle
 from helpers.serve import MODEL, SLOW_WHERE_RELEASED, num_slots, running
 
 SETTINGS = ServeSettings(model_name=MODEL, max_body_bytes=5000)
@@ -123,6 +126,117 @@ def test_many_are_answered_at_once_as_generate_answers_each(files, engine):
     for one, done in zip(lines, expected, strict=True):
         (choice,) = found[one["custom_id"]]["response"]["body"]["choices"]
         assert (choice["text"], choice["finish_reason"]) == (done.text, done.finish_reason)
+
+
+WEATHER = {"type": "object", "properties": {"id": {"type": "string", "maxLength": 3}},
+           "required": ["id"], "additionalProperties": False}  # fmt: skip
+VARIED = [
+    {"prompt": "one", "max_tokens": 9, "n": 3, "logprobs": 2},
+    {"prompt": "one and a half", "max_tokens": 30, "temperature": 1.3},
+    {"prompt": ["two", "three"], "max_tokens": 3, "seed": 7},
+    {"prompt": "long " * 90, "max_tokens": 5},
+]
+CONVERSATIONS = [
+    ("/v1/chat/completions", HI | {"temperature": 1, "max_tokens": 8, "tools": [
+        {"type": "function", "function": {"name": "f", "parameters": WEATHER, "strict": True}}],
+        "tool_choice": "required", "thinking": {"type": "disabled"}}),
+    ("/v1/responses", {"input": "hi", "max_output_tokens": 9, "metadata": {"id": "mine"}}),
+    ("/v1/messages", HI | {"temperature": 1}),
+]  # fmt: skip
+
+
+def varied_lines():
+    """Without seeds but for one, of all protocols, refused ones and one that is no request."""
+    lines = [line(f"c{i}", VARIED[i % 4] | {"user": str(i)}) for i in range(12)]
+    lines += [line(url, body, url) for url, body in CONVERSATIONS]
+    return [*lines, line("refused", {"prompt": "x", "max_tokens": -1}), b"nonsense"]
+
+
+def run_repeatable(files, engine):
+    with Batch(*files, settings=SETTINGS, repeatable=True) as batch:
+        batch.run(engine)
+    return files[1].read_bytes()
+
+
+@SLOW_WHERE_RELEASED
+def test_repeatable_answers_depend_on_their_requests_alone(files, engine, tmp_path):
+    """Bit for bit: of a whole file, of files of one line each, and of one torn at any place."""
+    lines = varied_lines()
+    write(files[0], lines)
+    whole = run_repeatable(files, engine)
+    rows = whole.splitlines(keepends=True)
+    names = [json.loads(row)["custom_id"] for row in rows]
+    assert names == [one["custom_id"] for one in lines[:-1]] + [None]
+    served = [row for row in map(json.loads, rows) if row["error"] is None]
+    assert {row["response"]["status_code"] for row in served} == {200, 400}
+    assert len({row["id"] for row in served}) == len(served)
+    for number, one in enumerate(lines[:-1]):
+        alone = tmp_path / f"{number}.jsonl", tmp_path / f"{number}.out"
+        write(alone[0], [one])
+        assert run_repeatable(alone, engine) == rows[number], names[number]
+    for place in (0, 1, len(rows[0]), len(whole) // 3, len(whole) // 2, len(whole) - 1):
+        files[1].write_bytes(whole[:place])
+        assert run_repeatable(files, engine) == whole
+
+
+def test_ids_of_the_model_and_of_the_caller_are_their_own():
+    """Those of an answer are made anew, alike where they were alike."""
+    answer = {"id": "batch_req_x", "response": {"body": {
+        "id": "resp_1", "created_at": 17.5, "metadata": {"id": "mine"}, "output": [
+            {"id": "fc_2", "call_id": "call_3", "arguments": '{"id": "model"}'},
+            {"id": "toolu_4", "input": {"id": "model"}, "other": "call_3"},
+            {"id": "call_3", "created": None}]}}}  # fmt: skip
+    settle(answer, "a")
+    body = answer["response"]["body"]
+    first, second, third = body["output"]
+    assert answer["id"].startswith("batch_req_")
+    assert (body["metadata"], second["input"]) == ({"id": "mine"}, {"id": "model"})
+    assert first["call_id"] == third["id"] != "call_3"
+    assert first["id"].startswith("fc_")
+    assert (body["created_at"], third["created"]) == (0, None)
+    assert len({body["id"], first["id"], first["call_id"], second["id"], answer["id"]}) == 5
+    again = {"id": "batch_req_y"}
+    settle(again, "a")
+    assert again["id"] == answer["id"]
+    settle(again, 1)
+    assert again["id"] != answer["id"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--steps-per-call", "8"],
+        ["--draft-tokens", "1"],
+        ["--prefill-tokens", "64,128"],
+        ["--prefill-activations", "bfloat16", "--activations", "fp8"],
+    ],
+)
+def test_options_that_make_steps_of_several_shapes_are_refused(files, options, capsys):
+    write(files[0], completions(1))
+    arguments = ["batch", *map(str, files), "--repeatable", *options, "--model-name", MODEL]
+    assert main(arguments) == 2
+    assert f"one shape, and {options[0]}" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_repeatable_batch_that_is_killed_again_and_again_ends_alike(files, tmp_path):
+    """SIGKILL at random moments of a dozen processes."""
+    lines = [
+        line(str(i), {"model": "shipped", "prompt": f"p{i}", "max_tokens": 5 + 7 * (i % 9)})
+        for i in range(120)
+    ]
+    write(files[0], lines)
+    command = [sys.executable, "-m", "dsv4_jax", "batch", "--repeatable",
+               "--max-context-tokens", "256", str(files[0])]  # fmt: skip
+    started = time.monotonic()
+    subprocess.run([*command, str(tmp_path / "whole")], check=True)
+    whole_s, pick = time.monotonic() - started, random.Random(0)
+    for _ in range(12):
+        with subprocess.Popen([*command, str(files[1])]) as process:
+            time.sleep(whole_s * pick.uniform(0.4, 1))
+            process.kill()
+    subprocess.run([*command, str(files[1])], check=True)
+    assert files[1].read_bytes() == (tmp_path / "whole").read_bytes()
 
 
 def test_what_is_there_is_not_done_again_and_a_torn_line_is_mended(files, engine):
