@@ -45,6 +45,15 @@ def append_and_flush(
     projections from the call. With more, see `encode_tokens`, `flush_csa` and `append_tokens`, and
     `round_index_queries` for the index queries, which go along.
 
+    With other ops, of a CSA layer:
+
+        rotated, rows = encode_tokens(queries, kv, norm_rope, call.positions, codec=ring.codec)
+        pools = flush_csa(compressors, call, norm_rope.frequencies, layer=ring.layer, ...)
+        kept = [ring.planes, *(c.state for c in compressors)]
+        rows_of = [rows, *(c.rows for c in compressors)]
+        (window, *states), _ = append_tokens(kept, rows_of, None, None, call, layer=ring.layer, ...)
+        rounded = round_index_queries(index_queries, norm_rope.frequencies, call.positions, ...)
+
     Args:
       queries: [T, H, C], as projected; each head is normed without a weight.
       kv: [T, C], as projected, in the same dtype, that of activations.

@@ -39,6 +39,19 @@ def append_tokens(
 ) -> tuple[tuple[Planes, ...], jax.Array | None]:
     """Appends a call's tokens to all that a layer keeps per request, in one launch.
 
+    In plain JAX, of a ring whose tokens all find a row of their own:
+
+        appended = {
+            name: plane.at[layer, call.slots, call.positions % plane.shape[2]].set(new[name])
+            for name, plane in ring.items()
+        }
+
+    and of the pool that a window of M tokens leaves, for one slot and where it is still open:
+
+        largest = jnp.max(scores, axis=0)                                   # f32[C], of f32[n, C]
+        weights = jnp.exp(scores - largest)                                 # f32[n, C]
+        pool = jnp.stack([largest, jnp.sum(weights, axis=0), jnp.sum(weights * values, axis=0)])
+
     Args:
       rings: planes [L, NS, W, ...] each, the window and on CSA layers the compressors' states;
         W may differ.

@@ -40,6 +40,12 @@ def flush_write(
 ) -> Planes:
     """Writes encoded entries, or index keys, through the block table.
 
+    In plain JAX, where every entry has a block:
+
+        block, offset = jnp.divmod(entries, EB)                             # i32[n] each
+        block = block_table[segment_ids, block]                             # i32[n]
+        written = {n: p.at[layer, block, offset].set(rows[n]) for n, p in pool.items()}
+
     Args:
       pool: planes [L, NB, EB, ...].
       rows: planes [n, ...].
@@ -78,6 +84,16 @@ def flush_csa(
     backend: Backend | None = None,
 ) -> tuple[Planes, ...]:
     """Compresses the CSA windows that a call closes and writes their entries.
+
+    In plain JAX, the mean of the window that token t of the call closes, if the window before it
+    lies in the call too:
+
+        def two_windows(rows):                                              # f32[2 M, C]
+            before, own = slice(t - 2 * M + 1, t - M + 1), slice(t - M + 1, t + 1)
+            return jnp.concatenate([rows[before, :C], rows[own, C:]])
+
+        values, scores = two_windows(rows["values"]), two_windows(rows["scores"])
+        mean = jnp.sum(jax.nn.softmax(scores, axis=0) * values, axis=0)     # f32[C]
 
     Args:
       compressors: one or more of a layer, which share the call and its block table: the main one
@@ -124,6 +140,12 @@ def flush_hca(
     backend: Backend | None = None,
 ) -> Planes:
     """Compresses the HCA windows that a call closes and writes their entries.
+
+    In plain JAX, the mean of the window that token t of the call closes, if all of it lies there:
+
+        window = slice(t - M + 1, t + 1)
+        weights = jax.nn.softmax(rows["scores"][window], axis=0)            # f32[M, C]
+        mean = jnp.sum(weights * rows["values"][window], axis=0)            # f32[C]
 
     Args:
       compressor: the layer's only one, its state as it was before the call.

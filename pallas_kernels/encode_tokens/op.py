@@ -32,6 +32,21 @@ def encode_tokens(
 ) -> tuple[jax.Array | None, Planes]:
     """Applies norm and RoPE to a call's queries and window entries, and encodes the latter.
 
+    In plain JAX, but for the dtype that each step rounds to:
+
+        def norm(x):
+            return x / jnp.sqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + norm_rope.eps)
+
+        def rope(x):                                                        # of [T, ..., C]
+            a, b = jnp.moveaxis(x[..., -R:].reshape(*x.shape[:-1], R // 2, 2), -1, 0)
+            angle = jnp.expand_dims(positions, range(1, x.ndim)) * norm_rope.frequencies
+            turned = jax.lax.complex(a, b) * jnp.exp(1j * angle)
+            turned = jnp.stack([turned.real, turned.imag], axis=-1).reshape(*x.shape[:-1], R)
+            return jnp.concatenate([x[..., :-R], turned], axis=-1)
+
+        rotated = rope(norm(queries))                                       # [T, H, C]
+        rows = codec.encode(rope(norm(kv) * norm_rope.weight), R)           # planes [T, ...]
+
     Args:
       queries: [T, H, C], as projected; each head is normed without a weight. None leaves them to
         `sparse_attention`.

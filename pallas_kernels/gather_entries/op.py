@@ -48,6 +48,13 @@ def gather_entries(
 ) -> tuple[jax.Array, jax.Array]:
     """Gathers entries, or index keys, by their logical numbers.
 
+    In plain JAX, for entries that there are:
+
+        block, offset = jnp.divmod(index, EB)                               # i32[T, K] each
+        block = call.block_table[call.segment_ids[:, None], block]          # i32[T, K]
+        stored = {name: plane[pool.layer, block, offset] for name, plane in pool.planes.items()}
+        dense = pool.codec.decode(stored, dim)                              # f32[T, K, dim]
+
     Args:
       pool: planes [L, NB, EB, ...] of entries or index keys.
       call: where the tokens belong; a token reads the row of `block_table` of its segment, and
@@ -86,6 +93,16 @@ def gather_window(
     backend: Backend | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Gathers each token's window, from the ring as it was and the call's own rows.
+
+    In plain JAX, for rows that there are:
+
+        row = jnp.arange(W)
+        age = (call.positions[:, None] - row) % W                           # i32[T, W]
+        in_call = call.positions[:, None] - age >= call.lengths[:, None]    # bool[T, W]
+        stored = {n: p[ring.layer, call.slots[:, None], row] for n, p in ring.planes.items()}
+        own = {n: p[jnp.arange(T)[:, None] - age] for n, p in rows.items()}
+        old, new = (ring.codec.decode(planes, dim) for planes in (stored, own))
+        dense = jnp.where(in_call[..., None], new, old)                     # f32[T, W, dim]
 
     Args:
       ring: planes [L, NS, W, ...], position p in row p % W, before the call's tokens are written.

@@ -31,6 +31,23 @@ def hyper_connections(
 
     The matrix product comes before it: `products` are its parts.
 
+    In plain JAX:
+
+        def rms(x):
+            return jnp.sqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + norm_eps)
+
+        mix = jnp.sum(products, axis=1) / rms(streams.reshape(T, S * D))    # f32[T, (2 + S) * S]
+        mix = mix * jnp.repeat(scale, jnp.array([S, S, S * S])) + base
+        pre, post, comb = jnp.split(mix, [S, 2 * S], axis=1)
+        pre, post = jax.nn.sigmoid(pre) + eps, 2 * jax.nn.sigmoid(post)     # f32[T, S] each
+        comb = jax.nn.softmax(comb.reshape(T, S, S)) + eps
+        for i in range(iters):
+            if i > 0:
+                comb = comb / (jnp.sum(comb, axis=2, keepdims=True) + eps)
+            comb = comb / (jnp.sum(comb, axis=1, keepdims=True) + eps)
+        collapsed = jnp.einsum("ts,tsd->td", pre, streams)                  # [T, D]
+        normed = collapsed / rms(collapsed) * norm                          # [T, D]
+
     Args:
       products: f32[T, P, (2 + S) * S], the matrix `hc_fn` times the streams as one vector, in P
         parts that are added here: logits of pre, of post, and of comb, row by row, before they are

@@ -28,6 +28,13 @@ def index_scores(
 ) -> jax.Array:
     """Scores every visible index key of a query's request.
 
+    In plain JAX, with E = LB * EB and keys as `gather_entries` gives them:
+
+        entry = jnp.broadcast_to(jnp.arange(E, dtype=jnp.int32), (T, E))
+        keys, _ = gather_entries(pool, call, entry, dim=IC)                 # f32[T, E, IC]
+        products = jax.nn.relu(jnp.einsum("thc,tec->teh", queries, keys))   # f32[T, E, IH]
+        scores = jnp.einsum("teh,th->te", products, weights) * (IC * IH) ** -0.5
+
     Args:
       queries: as of `index_topk`, like all that follows.
       weights: head weights.

@@ -29,6 +29,11 @@ def index_topk(
 ) -> jax.Array:
     """Scores every visible index key of a query's request and selects the best.
 
+    In plain JAX, but for the memory that it takes:
+
+        scores = index_scores(queries, weights, pool, call)                 # f32[T, E]
+        selected = select_top_k(scores, call.visible, k)                    # i32[T, k]
+
     Args:
       queries: [T, IH, IC], rotated and rounded as the keys are.
       weights: f32[T, IH], head weights, may be negative.

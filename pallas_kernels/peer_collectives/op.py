@@ -31,6 +31,10 @@ def all_reduce(
     Parts are added in f32, in the order of the devices, and rounded once. So a row gets the same
     bits wherever it lies, and with either backend.
 
+    In plain JAX:
+
+        total = jax.lax.psum(x if plus is None else x + plus, axis_name)
+
     Args:
       x: [T, ...], or the parts that a product left of it; the kernel takes bf16, in whole lines of
         16 bytes.
@@ -74,6 +78,10 @@ def reduce_scatter(
 
     Parts are added as by `all_reduce`.
 
+    In plain JAX:
+
+        total = jax.lax.psum_scatter(x if plus is None else x + plus, axis_name)
+
     Args:
       x: [devices, ...], a part for each device of the axis, or what a product left of that; the
         kernel takes bf16, in whole lines of 16 bytes a part.
@@ -107,6 +115,10 @@ def all_gather(
     backend: Backend | None = None,
 ) -> tuple[jax.Array, ...]:
     """What all devices of an axis have, in their order, in one collective; inside `shard_map`.
+
+    In plain JAX:
+
+        gathered = tuple(jax.lax.all_gather(x, axis_name) for x in arrays)
 
     Args:
       *arrays: [T, ...] each, of 8, 16 or 32 bits. The kernel takes those of 16 and 32, and is given
@@ -148,6 +160,10 @@ def all_to_all(
     backend: Backend | None = None,
 ) -> jax.Array:
     """What each device of an axis has for this one; inside `shard_map`.
+
+    In plain JAX:
+
+        found = jax.lax.all_to_all(x, axis_name, split_axis=0, concat_axis=0)
 
     Args:
       x: [devices, ...], a part for each device; the kernel takes what that of `all_gather` does.

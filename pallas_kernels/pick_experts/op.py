@@ -23,6 +23,10 @@ _IMPLEMENTATIONS = {
 def router_logits(x: jax.Array, gate: jax.Array, *, backend: Backend | None = None) -> jax.Array:
     """The product of a router, for `pick_experts`, accumulated in f32.
 
+    In plain JAX:
+
+        logits = x @ gate.T                                                 # f32[T, E]
+
     Args:
       x: [T, D].
       gate: [E, D], a logit of each expert.
@@ -66,6 +70,13 @@ def pick_experts(
 
     An expert's score is the square root of the softplus of its logit. Either the best are picked by
     score plus bias, or `expert_ids` says which; weights are the scores of those picked.
+
+    In plain JAX, on a learned layer:
+
+        scores = jnp.sqrt(jax.nn.softplus(logits))                          # f32[T, E]
+        ids = jax.lax.top_k(scores + bias, count)[1]                        # i32[T, k]
+        picked = jnp.take_along_axis(scores, ids, axis=1)                   # f32[T, k]
+        weights = picked / jnp.sum(picked, axis=1, keepdims=True) * scaling
 
     Args:
       logits: f32[T, E]; or f32[T, P, E], in P parts that are added here.

@@ -25,6 +25,11 @@ def round_index_queries(
 ) -> jax.Array:
     """Rotates a call's index queries and rounds them as index keys are rounded.
 
+    In plain JAX, with `rope` as in `encode_tokens`:
+
+        rotated = rope(queries).astype(queries.dtype)                       # [T, IH, IC]
+        rounded = codec.decode(codec.encode(rotated, 0), IC)                # f32[T, IH, IC]
+
     Args:
       queries: [T, IH, IC], as projected, in the dtype of activations.
       frequencies: f32[R / 2], radians per position; the last R dims rotate.

@@ -21,6 +21,12 @@ def select_top_k(
 ) -> jax.Array:
     """Selects the best entries of each row.
 
+    In plain JAX, where k entries are visible and none is NaN:
+
+        seen = jnp.arange(scores.shape[1]) < visible[:, None]               # bool[T, E]
+        best = jax.lax.top_k(jnp.where(seen, scores, -jnp.inf), k)[1]       # i32[T, k]
+        selected = jnp.sort(best)
+
     Args:
       scores: f32[T, E].
       visible: i32[T]; a query sees entries 0 .. visible - 1 and at most E. The others are not read.

@@ -62,6 +62,19 @@ def sparse_attention(
 ) -> jax.Array:
     """One softmax over window and entries, with a sink; an entry is key and value.
 
+    In plain JAX, with window and entries as `gather_window` and `gather_entries` give them, for
+    queries that are ready, and without the inverse RoPE:
+
+        window, in_window = gather_window(ring, rows, call, dim=C)          # f32[T, W, C]
+        entries, chosen = gather_entries(pool, call, selected, dim=C)       # f32[T, K, C]
+        keys = jnp.concatenate([window, entries], axis=1)                   # f32[T, W + K, C]
+        valid = jnp.concatenate([in_window, chosen], axis=1)                # bool[T, W + K]
+        logits = jnp.einsum("thc,tkc->thk", queries, keys) * scale          # f32[T, H, W + K]
+        logits = jnp.where(valid[:, None], logits, -jnp.inf)
+        sinks = jnp.broadcast_to(sink[:, None], (T, H, 1))
+        weights = jax.nn.softmax(jnp.concatenate([logits, sinks], axis=-1))
+        attended = jnp.einsum("thk,tkc->thc", weights[..., :-1], keys)      # f32[T, H, C]
+
     Args:
       queries: [T, H, C], normed and rotated; or as projected, see `query_eps`.
       sink: f32[H], a logit that adds to the denominator only.

@@ -44,6 +44,13 @@ def attend_in_part(
 ) -> AttentionPart:
     """Attends to some of the keys of each token, for `join_parts`.
 
+    In plain JAX, with keys and logits as of `sparse_attention`:
+
+        largest = jnp.max(logits, axis=-1)                                  # f32[T, H]
+        weights = jnp.exp(logits - largest[..., None])                      # f32[T, H, S]
+        sums = jnp.einsum("thk,tkc->thc", weights, keys)                    # f32[T, H, C]
+        statistics = jnp.stack([largest / jnp.log(2.0), jnp.sum(weights, axis=-1)], axis=1)
+
     Args:
       queries: [T, H, C], normed and rotated.
       ring: as in `sparse_attention`.
@@ -87,6 +94,13 @@ def join_parts(
     backend: Backend | None = None,
 ) -> jax.Array:
     """What attention to all keys gives, from parts that have each key once.
+
+    In plain JAX, without the inverse RoPE:
+
+        largest, total = parts.statistics[:, :, 0], parts.statistics[:, :, 1]   # f32[n, T, H]
+        share = jnp.exp2(largest)                                           # f32[n, T, H]
+        whole = jnp.sum(share * total, axis=0) + jnp.exp(sink)              # f32[T, H]
+        joined = jnp.sum(share[..., None] * parts.sums, axis=0) / whole[..., None]
 
     Args:
       parts: of n devices, stacked: sums f32[n, T, H, C], statistics f32[n, T, 2, H].

@@ -33,6 +33,11 @@ def write_streams(
 ) -> tuple[jax.Array, jax.Array]:
     """Step 9 of a hyper-connection, and the matrix product that begins the next.
 
+    In plain JAX, with products that are not in parts:
+
+        written = post[..., None] * output[:, None] + jnp.einsum("tjk,tjd->tkd", comb, streams)
+        products = written.reshape(T, S * D) @ fn.T                         # f32[T, R]
+
     Args:
       streams: [T, S, D], what the sublayer read.
       output: [T, D], what it gave, in the dtype of `streams`; or in parts, as a product left it.
