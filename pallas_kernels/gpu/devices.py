@@ -17,7 +17,7 @@ class Device:
       num_sms: streaming multiprocessors.
       shared_memory_bytes: the most that one CTA can have.
       l2_bytes: of the L2 cache.
-      has_tensor_memory: whether its tensor cores leave products in a memory of their own (tcgen05);
+      has_tmem: whether its tensor cores leave products in a memory of their own (tcgen05);
         else they leave them in registers (wgmma).
     """
 
@@ -26,12 +26,12 @@ class Device:
     num_sms: int
     shared_memory_bytes: int
     l2_bytes: int
-    has_tensor_memory: bool = False
+    has_tmem: bool = False
 
 
 H100 = Device("NVIDIA H100", 9, 132, 232_448, 50 * 2**20)
 H200 = Device("NVIDIA H200", 9, 132, 232_448, 50 * 2**20)
-B200 = Device("NVIDIA B200", 10, 148, 232_448, 132_644_864, has_tensor_memory=True)
+B200 = Device("NVIDIA B200", 10, 148, 232_448, 132_644_864, has_tmem=True)
 _BY_MAJOR = {9: H200, 10: B200}
 
 

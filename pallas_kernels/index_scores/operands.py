@@ -93,7 +93,7 @@ def scratch_types(shapes: Shapes, tiling: Tiling) -> Scratch:
         words_smem=plgpu.SMEM((*per_stage, tile_m), jnp.int32),
         barriers_smem=plgpu.SMEM((tiling.warpgroups, barrier_words), jnp.int32),
     )
-    if not shapes.device.has_tensor_memory:
+    if not shapes.device.has_tmem:
         return scratch
     return scratch._replace(
         keys_smem=swizzled((tiling.warpgroups, tile_m, DIM)),

@@ -106,7 +106,7 @@ def _round_heads(cta: Cta, first: jax.Array) -> None:
     raw_query, raw_weight = _raw(cta, i, heads)
     query, weight = quantize_queries.quantize(*quantize_queries.load_heads(raw_query, raw_weight))
     queries_smem = scratch.queries_smem.at[i, heads]
-    if shapes.device.has_tensor_memory:
+    if shapes.device.has_tmem:
         mosaic_memory.store_shared(queries_smem, query, mosaic.LINES)
     else:  # in the order of columns in which a thread's keys become the left operand
         left_operand.store_columns(queries_smem, query, shapes.key_layout)
@@ -198,7 +198,7 @@ def _load_keys(cta: Cta, stage: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _to_operand(cta: Cta, codes: jax.Array) -> Any:
     """Keys as the left operand: registers of wgmma on Hopper, shared memory on Blackwell."""
     layout = cta.shapes.key_layout
-    if not cta.shapes.device.has_tensor_memory:
+    if not cta.shapes.device.has_tmem:
         return left_operand.from_rows(codes, layout)
     keys_smem = cta.scratch.keys_smem.at[cta.warpgroup]
     mosaic_memory.store_shared(keys_smem, codes, layout)
@@ -209,7 +209,7 @@ def _to_operand(cta: Cta, codes: jax.Array) -> Any:
 def _multiply(cta: Cta, operand: Any, i: int) -> jax.Array:
     """f32[tile_m, 64] in `product_layout`, products of keys and all heads of a token."""
     queries_smem = cta.scratch.queries_smem.at[i]
-    if not cta.shapes.device.has_tensor_memory:
+    if not cta.shapes.device.has_tmem:
         return mosaic.multiply_registers(operand, queries_smem)
     ready = cta.scratch.products_ready.at[cta.warpgroup]
     mine = cta.scratch.products_tmem.at[:, pl.ds(cta.warpgroup * HEADS, HEADS)]
@@ -225,6 +225,6 @@ def _add_heads(cta: Cta, products: jax.Array, weights: jax.Array, factor: jax.Ar
     """f32[tile_m] in `score_layout`: the sum over heads of weight times ReLU, times the factor."""
     twice_relu = products + jnp.abs(products)  # added, for the maximum's unit has more to do
     score = (twice_relu * weights).sum(axis=1)
-    if not cta.shapes.device.has_tensor_memory:  # to the threads that have its key's scale
+    if not cta.shapes.device.has_tmem:  # to the threads that have its key's scale
         score = left_operand.to_rows(score)
     return score * lax.bitcast_convert_type(factor, jnp.float32)

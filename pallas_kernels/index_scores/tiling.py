@@ -47,7 +47,7 @@ class Shapes:
     @property
     def tile_m(self) -> int:
         """Keys of a tile, which are the rows of one product; its columns are the heads."""
-        return 128 if self.device.has_tensor_memory else 64
+        return 128 if self.device.has_tmem else 64
 
     @property
     def key_layout(self) -> Any:
@@ -57,17 +57,17 @@ class Shapes:
     @property
     def product_layout(self) -> Any:
         """Layout in which a product [tile_m, 64] comes into registers."""
-        return plgpu.Layout.TCGEN05 if self.device.has_tensor_memory else plgpu.Layout.WGMMA
+        return plgpu.Layout.TCGEN05 if self.device.has_tmem else plgpu.Layout.WGMMA
 
     @property
     def score_layout(self) -> Any:
         """Layout of a tile's scores, one for each key, when heads are added up."""
-        return self.product_layout.reduce(1) if self.device.has_tensor_memory else mosaic.ROW
+        return self.product_layout.reduce(1) if self.device.has_tmem else mosaic.ROW
 
     @property
     def scale_layouts(self) -> list[Any]:
         """Layouts in which a key's scales are wanted: to unpack it, and to scale its score."""
-        unpacks_apart = self.mxfp4 and self.device.has_tensor_memory
+        unpacks_apart = self.mxfp4 and self.device.has_tmem
         return [mosaic.ROW, self.score_layout] if unpacks_apart else [self.score_layout]
 
     @property
@@ -134,7 +134,7 @@ def choose_tiling(
     """
     tiles = pl.cdiv(num_tiles, max(1, device.num_sms // num_tokens))
     is_many = num_tokens >= max(_MANY_TOKENS, _TOKENS_OF_REQUEST * num_requests)
-    if device.has_tensor_memory:
+    if device.has_tmem:
         warpgroups = 4 if mxfp4 else 3
     elif is_many:
         return dataclasses.replace(_SHARING, tiles=max(_SHARING.warpgroups, tiles))

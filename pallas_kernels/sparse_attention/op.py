@@ -32,7 +32,7 @@ from pallas_kernels.sparse_attention.reference import Arguments
 
 def choose_kernel() -> ModuleType:
     """The Mosaic GPU kernel for the GPU at hand; Hopper's in the interpreter."""
-    return mosaic_blackwell if current_device().has_tensor_memory else mosaic_hopper
+    return mosaic_blackwell if current_device().has_tmem else mosaic_hopper
 
 
 def _run_kernel(arguments: Arguments) -> jax.Array:
