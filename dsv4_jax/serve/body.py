@@ -26,6 +26,8 @@ MAX_DEPTH = 200
 """Lists and objects inside each other. How many Python's parser takes depends on its version."""
 
 _TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+_UP_TO_BRACKET = re.compile(rb'(?:[^][{}"]++|%b){0,4096}+([][{}])?' % _TEXT.pattern, re.DOTALL)
+"""Bounded, since other threads wait for each call of a regular expression."""
 
 
 async def read_body(request: Request, *, max_bytes: int, timeout_s: float) -> bytes:
@@ -128,9 +130,13 @@ def _check_depth(raw: bytes, name: str) -> None:
     """Refuses lists and objects that lie too deep in each other."""
     if _num_parts(raw) <= MAX_DEPTH:
         return
-    depth = 0
-    for bracket in re.findall(rb"[][{}]", _TEXT.sub(b"", raw)):
-        depth += 1 if bracket in b"[{" else -1
+    depth, place = 0, 0
+    while place < len(raw):
+        found = _UP_TO_BRACKET.match(raw, place)
+        assert found is not None
+        place, bracket = found.end(), found[1]
+        if bracket is not None:
+            depth += 1 if bracket in b"[{" else -1
         if depth > MAX_DEPTH:
             raise ApiError(400, f"{name} is nested too deep: at most {MAX_DEPTH} lists and objects")
 

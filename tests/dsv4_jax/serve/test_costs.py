@@ -5,12 +5,13 @@ import concurrent.futures
 import json
 import threading
 import time
+import types
 
 import httpx
 import pytest
 
-from dsv4_jax.serve import ServeSettings, dialects
-from dsv4_jax.serve.body import MAX_COMMAS, MAX_PARTS, parse_object
+from dsv4_jax.serve import ServeSettings, body, dialects
+from dsv4_jax.serve.body import MAX_COMMAS, MAX_DEPTH, MAX_PARTS, parse_object
 from dsv4_jax.serve.conversations import Conversations
 from dsv4_jax.serve.errors import ApiError
 from dsv4_jax.serve.threads import Threads
@@ -179,6 +180,25 @@ def test_a_body_has_so_many_parts_and_not_more(part):
         parse_object(b'{"a":[%s,%s]}' % (whole.encode(), part.encode()))
     with pytest.raises(ApiError, match=f"at most {MAX_PARTS} lists and objects"):
         parse_object(b'{"a\\\\":["\\"[[",%s,%s]}' % (whole.encode(), part.encode()))
+
+
+def test_brackets_are_counted_without_those_in_texts_and_a_part_of_a_body_at_a_time(monkeypatch):
+    """Of a million texts at once other threads would have to wait for half a second."""
+    sizes, whole = [], body._UP_TO_BRACKET
+
+    def match(raw, place):
+        found = whole.match(raw, place)
+        sizes.append(found.end() - place)
+        return found
+
+    monkeypatch.setattr(body, "_UP_TO_BRACKET", types.SimpleNamespace(match=match))
+    texts = b'"[\\"[",' * 20_000
+    inner = b"[" * (MAX_DEPTH - 2) + b"]" * (MAX_DEPTH - 2)
+    parse_object(b'{"a":[%s%s]}' % (texts, inner))
+    assert sum(sizes) > len(texts)
+    assert max(sizes) < len(texts) / 2
+    with pytest.raises(ApiError, match=f"nested too deep: at most {MAX_DEPTH} lists"):
+        parse_object(b'{"a":[%s[%s]]}' % (texts, inner))
 
 
 def test_a_body_has_so_many_values_and_not_more():
