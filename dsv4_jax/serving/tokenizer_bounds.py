@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import base64
 import binascii
-import math
+import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from dsv4_jax.config.kinds import show
 
@@ -36,6 +36,15 @@ _INSERTED = ("content", "prepend", "prefix", "suffix", "replacement", "cleanup",
 _INSERTED += ("continuing_subword_prefix", "end_of_word_suffix", "unk_token")
 _OF_BYTE_LEVEL = {"trim_offsets", "add_prefix_space", "use_regex"}
 _BYTES_OF_CHARACTER = 4
+_PATTERNS = {"String", "Regex"}
+_NEVER_EMPTY = re.compile(
+    r"""(?: \[ (?: [^\[\]\\] | \\. )+ \]  # a class, such as [“”]
+          | \\[sSdDwW]
+          | [^\\\[\](){}.*+?|^$]
+        ) (?: \+ | \{ [1-9]\d{0,3} (?: ,\d{0,4} )? \} )?""",
+    re.VERBOSE,
+)
+"""Regular expressions of one character, perhaps repeated, which find no empty text."""
 
 
 def check_bounds(contents: dict[str, Any]) -> None:
@@ -62,21 +71,61 @@ def check_bounds(contents: dict[str, Any]) -> None:
 
 
 def _growth(part: str, rules: Any) -> int:
-    """How many characters may become of one."""
+    """How many characters may become of one, at most."""
     objects = list(_objects(rules))
     _limit(f"its {part} has", len(objects), MAX_RULES, "objects")
     for one in objects:
         _check_inserted(part, one)
-    return math.prod(map(_growth_of, objects))
+    growth = _Growth(1, {})
+    for rule in reversed([one for one in objects if not one.keys() <= _PATTERNS]):
+        growth = _with_rule_before(rule, growth)
+    return growth.most
 
 
-def _growth_of(rule: dict[str, Any]) -> int:
+class _Growth(NamedTuple):
+    """How many characters rules make of one: of any other one, and of those that they name."""
+
+    other: int
+    named: dict[str, int]
+
+    @property
+    def most(self) -> int:
+        return max([self.other, *self.named.values()])
+
+    def of(self, char: str) -> int:
+        return self.named.get(char, self.other)
+
+
+def _with_rule_before(rule: dict[str, Any], rest: _Growth) -> _Growth:
+    """The growth of rules with one more before them."""
     content, pattern = rule.get("content"), rule.get("pattern")
     if isinstance(content, str) and pattern is not None:
-        found = pattern.get("String") if isinstance(pattern, dict) else pattern
-        if isinstance(found, str) and found:
-            return max(1, -(-len(content) // len(found)))
-        return 1 + len(content)  # what a regular expression finds may be empty
+        made = sum(map(rest.of, content))
+        text, expression = _pattern_of(pattern)
+        if text:
+            share = -(-made // len(text))
+            named = {char: max(rest.of(char), share) for char in text}
+            return _Growth(rest.other, rest.named | named)
+        if _NEVER_EMPTY.fullmatch(expression):
+            named = {char: max(count, made) for char, count in rest.named.items()}
+            return _Growth(max(rest.other, made), named)
+        named = {char: count + made for char, count in rest.named.items()}
+        return _Growth(rest.other + made, named)
+    return _Growth(_growth_of_other(rule) * rest.most, {})  # it may make any character of another
+
+
+def _pattern_of(pattern: Any) -> tuple[str, str]:
+    """The text that a rule looks for, or else the regular expression; "" if it is not that."""
+    if not isinstance(pattern, dict):
+        return (pattern if isinstance(pattern, str) else ""), ""
+    text, expression = pattern.get("String"), pattern.get("Regex")
+    return (
+        text if isinstance(text, str) else "",
+        expression if isinstance(expression, str) else "",
+    )
+
+
+def _growth_of_other(rule: dict[str, Any]) -> int:
     if isinstance(charsmap := rule.get("precompiled_charsmap"), str):
         return _longest_replacement(charsmap)
     is_byte_level = rule.get("type") == "ByteLevel" or rule.keys() & _OF_BYTE_LEVEL
@@ -109,7 +158,7 @@ def _check_template(processor: Any) -> None:
         names = [p["SpecialToken"].get("id") for p in _holding(pieces, "SpecialToken")]
         tokens += sum(_count_ids(known.get(name)) for name in names if isinstance(name, str))
         copies *= max(1, sum(1 for _ in _holding(pieces, "Sequence")))
-    _limit("its post_processor repeats a text", copies, 1, "time")
+    _limit("its post_processor repeats a text", copies, 1, "times")
     _limit("its post_processor adds", tokens, MAX_INSERTED, "special tokens")
 
 

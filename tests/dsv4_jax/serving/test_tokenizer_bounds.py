@@ -67,6 +67,23 @@ TOO_MUCH = {
     "nothing is replaced": (
         {"normalizer": replace("", "b" * 100, "Regex")}, "make of a character 404 characters",
     ),
+    "classes double": (
+        {"normalizer": sequence("normalizers", *[replace("[ab]+", "aa", "Regex")] * 40)},
+        "make of a character 4,398,046,511,104 characters",
+    ),
+    "two rules, one after the other": (
+        {"normalizer": sequence("normalizers", *[replace("a", "bbb"), replace("b", "aaa")] * 2)},
+        "make of a character 324 characters",
+    ),
+    "a rule between changes characters": (
+        {"normalizer": sequence("normalizers", replace("a", "B" * 8), {"type": "Lowercase"},
+                                replace("b", "c" * 8))},
+        "make of a character 256 characters",
+    ),
+    "what may find nothing": (
+        {"normalizer": sequence("normalizers", *[replace("x*", "y", "Regex")] * 5)},
+        "make of a character 128 characters",
+    ),
     "one long text": ({"normalizer": {"type": "Prepend", "prepend": "b" * 1001}},
                       "prepend of its normalizer has 1,001"),
     "many rules": ({"normalizer": sequence("normalizers", *[{"type": "Lowercase"}] * 300)},
@@ -106,16 +123,23 @@ def test_what_asks_for_too_much_is_refused_before_it_is_made(tmp_path, name, mon
 
 
 def test_what_real_tokenizers_ask_for_is_allowed(tmp_path):
-    """V4's own; and rules as Gemma, Llama, ALBERT and T5 have them."""
+    """V4's own; rules as Gemma, Llama, ALBERT, T5 and SigLIP have; many that add little."""
     check_bounds(json.loads(released_tokenizer().to_str()))
     compatible = charsmap("\ufdfa" * 18)  # the longest of NMT's rules
     for rules in (
         [replace(" ", "\u2581")],
         [{"type": "Prepend", "prepend": "\u2581"}, replace(" ", "\u2581")],
         [replace("``", '"'), {"type": "NFKD"}, {"type": "StripAccents"}, {"type": "Lowercase"}],
-    ):
+        [replace("\u2026", "..."), replace("\u2014", "--"), replace("\u00bd", "1/2"),
+         replace("\u201c", "''")],
+        [replace(found, made, "Regex") for found, made in (
+            ("[\u201c\u201d]", '"'), ("[\u2018\u2019]", "'"), (r"\s+", " "), (" {2,}", " "),
+            ("[!,.?]", ""), (r"[\p{Cc}]", " "), ("\u2028", " "))],
+    ):  # fmt: skip
         found = load(tmp_path, normalizer=sequence("normalizers", *rules))
         assert found.decode(found.encode("a b").ids)
+    spaces = [replace(" {2,}", " ", "Regex"), replace(r"\s+", " ", "Regex")]
+    check_bounds({"normalizer": sequence("normalizers", spaces[1], compatible, spaces[0])})
     check_bounds({"normalizer": sequence("normalizers", compatible, replace(" {2,}", " ", "Regex")),
                   "pre_tokenizer": {"type": "Metaspace", "replacement": "\u2581"}})  # fmt: skip
 
