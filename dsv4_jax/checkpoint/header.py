@@ -76,13 +76,13 @@ def read_header(file: pathlib.Path) -> dict[str, Entry]:
             raise ValueError(f"{shown} is truncated, or no safetensors file: its header is cut off")
         data = stream.read(count)
         _check_count(shown, data.count(b'"data_offsets"'))  # before all that takes time
+        header = parse_json_object(data, f"{shown} is no safetensors file: its header")
         try:
-            # By its descriptor: at the path there may be another file by now.
+            # By its descriptor: at the path there may be another file by now. It maps all of it.
             with safe_open(f"/dev/fd/{stream.fileno()}", "numpy"):
                 judgement = None
         except SafetensorError as error:
             judgement = str(error).removeprefix(_UNHELPFUL)
-    header = parse_json_object(data, f"{shown} is no safetensors file: its header")
     header.pop("__metadata__", None)
     if judgement is not None:
         _name_culprit(shown, header, 8 + count, size)
