@@ -28,7 +28,7 @@ from dsv4_jax.progress import Progress
 from dsv4_jax.regular_files import read_given, read_stream
 from dsv4_jax.serving.engine import Engine
 from dsv4_jax.serving.request import Completion
-from dsv4_jax.serving.text import load_tokenizer
+from dsv4_jax.serving.text import encode_text, load_tokenizer
 from dsv4_jax.standard_streams import say
 from dsv4_jax.step.sampling import SamplingParams
 
@@ -234,7 +234,10 @@ def _find_context(
     """The context that is needed, by config and tokenizer alone, which are read at once."""
     limit, longest = config.max_position_embeddings, 0
     for number, prompt in enumerate(prompts, 1):
-        token_ids = tokenizer.encode(prompt).ids
+        try:
+            token_ids = encode_text(tokenizer, prompt).ids
+        except ValueError as error:
+            raise ValueError(f"prompt {number} must be another text: {error}") from error
         if not token_ids:
             raise ValueError(f"prompt {number} must have at least one token, got {prompt!r}")
         if max(token_ids) >= config.vocab_size:

@@ -143,7 +143,10 @@ class Endpoints:
                 refuse("prompt", "must be a text")
             has_special = read_flag({"add_special_tokens": True} | body, "add_special_tokens")
             tokenizer = self._need_tokenizer()
-            ids = encode_text(tokenizer, prompt, add_special_tokens=has_special).ids
+            try:
+                ids = encode_text(tokenizer, prompt, add_special_tokens=has_special).ids
+            except ValueError as error:
+                refuse("prompt", f"must be another text: {error}")
             limit = self._intake.max_context_tokens
             told = json.dumps({"count": len(ids), "max_model_len": limit})
             return Response(

@@ -18,6 +18,7 @@ from dsv4_jax.serve.fields_responses import RESPONSES as _RESPONSES
 from dsv4_jax.serve.tools import allow_tools, check_tools
 from dsv4_jax.serve.turns.earlier_turns import settle_turns
 from dsv4_jax.serve.turns.thinking import clear_thinking, settle_thinking
+from dsv4_jax.serving.text import is_panic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,7 +247,7 @@ def _told_by(error: BaseException) -> tuple[str, int]:
     """
     if isinstance(error, recipe.ConversionError):
         return _message_of(error.body), error.status_code
-    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+    if not isinstance(error, Exception) and not is_panic(error):
         raise error
     return str(error)[:300], 400
 

@@ -159,7 +159,7 @@ def _encode_text(prompt: str, tokenizer: Tokenizer | None, name: str) -> Encodin
         )
     try:
         return encode_text(tokenizer, prompt)
-    except Exception as error:  # the library raises bare ones
+    except Exception as error:  # a tokenizer of the user's own may raise any
         raise ValueError(
             f"{name} must be a text that the tokenizer can encode, got {checks.shown(prompt)}: "
             f"{error}; pass token ids"

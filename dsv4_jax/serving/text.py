@@ -43,8 +43,8 @@ def load_tokenizer(path: str | os.PathLike[str], *, follow_links: bool = False) 
         tokenizer.decode(tokenizer.encode("a").ids)
     except BaseException as error:
         # What is wrong with a file is a bare Exception; what shows in use alone, such as a special
-        # token that is named and not defined, is a panic, which is no Exception.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        # token that is named and not defined, is a panic.
+        if not isinstance(error, Exception) and not is_panic(error):
             raise
         told = f"{show_path(file)} is no tokenizer that can be read: {str(error)[:300]}"
         raise ValueError(told) from error
@@ -55,8 +55,21 @@ def encode_text(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = T
     """A text's token ids, as `ids` of what it gives, while other threads go on.
 
     `Tokenizer.encode` keeps Python's lock for all of its time, a second for a megabyte.
+
+    Raises:
+      ValueError: the tokenizer cannot encode it, as a regular expression may give up on one text.
     """
-    return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+    try:
+        return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        raise ValueError(f"the tokenizer cannot encode it: {str(error)[:300]}") from error
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether an error is a panic of a library in Rust, which is no Exception."""
+    return type(error).__name__ == "PanicException"
 
 
 @dataclasses.dataclass(frozen=True)

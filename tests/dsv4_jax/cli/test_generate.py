@@ -120,6 +120,19 @@ def test_a_stop_text_ends_an_answer(generate):
     assert cut["text"] == found["text"][: found["text"].index(stop)]
 
 
+def test_a_prompt_that_the_tokenizer_gives_up_on_is_named(checkpoint, tmp_path, capsys):
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    hard = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated"}
+    hard["invert"] = False
+    rules = [hard, tokenizer["pre_tokenizer"]]
+    tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": rules}
+    file.write_text(json.dumps(tokenizer))
+    assert main(["generate", "hi", "a" * 40 + "b", "--checkpoint", str(tmp_path)]) == 2
+    assert "prompt 2 must be another text: the tokenizer cannot" in capsys.readouterr().err
+
+
 def test_another_checkpoint_without_a_tokenizer_is_refused(tmp_path, capsys):
     config = ds.DSV4Config.tiny()
     ds.save_checkpoint(config, ds.init_params(config, jax.random.key(0)), tmp_path)

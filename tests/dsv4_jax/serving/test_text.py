@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 import dsv4_jax as ds
 from dsv4_jax.serving.calls import UndoLog
 from dsv4_jax.serving.hand_out import HandOut
 from dsv4_jax.serving.known_tokens import KnownTokens
 from dsv4_jax.serving.metrics import Metrics
+from dsv4_jax.serving.prompts import encode_prompt
 from dsv4_jax.serving.request import Request
 from dsv4_jax.serving.runner import StepResult
 from dsv4_jax.serving.running import Running
@@ -298,6 +299,24 @@ def test_a_text_is_encoded_as_the_tokenizer_does(tokenizer, special):
     for text in ("", "a", "The 😀\n\n  end <｜User｜>", "é世" * 50):
         wanted = tokenizer.encode(text, add_special_tokens=special).ids
         assert encode_text(tokenizer, text, add_special_tokens=special).ids == wanted
+
+
+@pytest.fixture
+def giving_up():
+    """A tokenizer of bytes whose expression gives up on 40 a's before a b."""
+    tokenizer = Tokenizer.from_str(SHIPPED.to_str())
+    hard = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([hard, SHIPPED.pre_tokenizer])
+    return tokenizer
+
+
+def test_a_text_that_a_tokenizer_gives_up_on_is_refused_by_name(giving_up):
+    """The library panics, which is no Exception, and ended whoever did not expect it."""
+    assert encode_text(giving_up, "aab").ids == SHIPPED.encode("aab").ids
+    with pytest.raises(ValueError, match=r"the tokenizer cannot encode it: .*retry-limit"):
+        encode_text(giving_up, "a" * 40 + "b")
+    with pytest.raises(ValueError, match="prompt must be a text that the tokenizer can encode"):
+        encode_prompt("a" * 40 + "b", ds.DSV4Config.tiny(), giving_up, name="prompt")
 
 
 def test_other_threads_go_on_while_a_long_text_is_encoded():
