@@ -114,6 +114,7 @@ def append_and_flush(arguments: Arguments) -> Appended:
 
     def kernel(inputs: _Operands, kept: _Kept, outputs: _Outputs) -> None:
         token, part = pl.program_id(0), pl.program_id(1)
+        # What every program of a token needs to know of it.
         closes = _read_token(inputs, token, arguments.rate)
         live = inputs.slots[token] >= 0
         for number, compressor in enumerate(compressors):
@@ -140,10 +141,12 @@ def append_and_flush(arguments: Arguments) -> Appended:
                 codec=arguments.ring.codec,
                 eps=norm_rope.eps,
             )
+            # For this call, which reads it there; and, unless it is padding, for later ones.
             triton_codecs.store_entry(outputs.rows, (token,), entry)
             at = (closes.layer, closes.slot, closes.position % window_size)
             pl.when(live)(functools.partial(triton_codecs.store_entry, kept.ring, at, entry))
 
+        # The rest are programs of heads: of queries, then of index queries.
         rotates = part >= rotate_part
         if arguments.index_codec is not None:
             rotates &= part < round_part
@@ -259,11 +262,13 @@ def _append_csa(
                     for name in triton_pool.TOKEN
                 ]
             )
+        # Weights and the entry's address are loaded before the pooling, which waits for all tokens.
         store = prepare_store(planes, codec, norm, frequencies, width=width, eps=eps)
         place = closes.locate(planes)
         pooled = triton_pool.pool_overlapping(tokens, closes.position >= closes.rate)
         store(triton_pool.mean(pooled, channels, norm.dtype), closes.begin, place)
 
+    # Nobody reads this row in this launch: a window that closes has the token from the call.
     for name in triton_pool.TOKEN:
         at = (closes.layer, closes.slot, closes.position % period)
         triton.copy_row(projected.rows[name], (closes.token,), state[name], at)
@@ -292,6 +297,7 @@ def _append_hca(
             for name in triton_pool.TOKEN
         ),
     )
+    # The window after it starts with nothing.
     kept = triton_pool.select_pool(ends, triton_pool.empty_pool(width), pooled)
     for number, part in enumerate(kept):
         triton.store_row(running, (*at, number), part, first=0, count=channels)

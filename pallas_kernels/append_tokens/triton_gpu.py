@@ -89,6 +89,7 @@ def append_tokens(arguments: Arguments) -> tuple[tuple[Planes, ...], jax.Array |
         layer, slot = inputs.layer[0], inputs.slots[row]
         segment = _Segment(inputs.lengths[row], inputs.counts[row], inputs.offsets[row])
         length, count, offset = segment
+        # Places count from the segment's last token back: a ring keeps the first so many.
         token, position = offset + count - 1 - place, length + count - 1 - place
         for ring, new, limit in zip(kept.rings, inputs.rows, limits, strict=True):
             for name, target in ring.items():
@@ -96,6 +97,7 @@ def append_tokens(arguments: Arguments) -> tuple[tuple[Planes, ...], jax.Array |
                 pl.when((slot >= 0) & (place < jnp.minimum(count, limit)))(
                     functools.partial(triton.copy_row, new[name], (token,), target, at)
                 )
+        # Programs after those of tokens fold a tile of channels each.
         if kept.running is not None:
             pl.when((slot >= 0) & (count > 0) & (place >= last))(
                 functools.partial(
@@ -145,6 +147,7 @@ def _fold_open_window(
     """A tile of the pool that is open after the call, from what was open before or afresh."""
     length, count, offset = segment
     end = length + count
+    # What lies before the open window has been flushed; it may have been open before the call.
     opened = end // rate * rate
     first = jnp.maximum(opened, length)
     num_channels, width = _channel_tile(running.shape[-1])

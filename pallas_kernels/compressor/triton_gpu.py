@@ -141,6 +141,7 @@ def _flush_windows(
                 rate=windows.rate,
                 eps=windows.eps,
             )
+            # Each compressor has its own codec and dims, so each has its own code in the kernel.
             pl.when((chosen == number) & (token >= 0))(flush_window)
 
     written = triton.launch(

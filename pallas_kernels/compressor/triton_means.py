@@ -93,6 +93,7 @@ class PoolCSA(NamedTuple):
             pooled = _pool_merged(sources, closes, channels)
         else:
             all_in_call = closes.position - (2 * closes.rate - 1) >= closes.length
+            # What was loaded ahead is the window, or is dropped for one that is cut by the call.
             pooled = jax.lax.cond(
                 all_in_call,
                 triton_pool.pool_tokens,

@@ -152,6 +152,7 @@ def fold_window(
 
     def fold_and_load(number: jax.Array, carry: tuple[Pool, Tokens]) -> tuple[Pool, Tokens]:
         pool, tokens = carry
+        # Asked for before the chunk at hand is folded, waited for after it.
         ahead = load(first + number * chunk, chunk)
         return fold_all(pool, tokens), ahead
 
@@ -204,6 +205,7 @@ def fold_tokens(
 
     def fold_chunk(number: jax.Array, carry: tuple[Pool, Any]) -> tuple[Pool, Any]:
         pool, tokens = carry
+        # Beyond the last token nothing is read (`live`).
         ahead = load(number + 1)
         for token in tokens:
             pool = fold(pool, *token)

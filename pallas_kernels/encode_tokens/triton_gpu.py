@@ -47,6 +47,7 @@ def encode_tokens(
         token, part = pl.program_id(0), pl.program_id(1)
         position = inputs.positions[token]
 
+        # The first program of a token has its entry, the others eight heads each.
         @pl.when(part == 0)
         def _encode() -> None:
             entry = triton_token.encode_entry(

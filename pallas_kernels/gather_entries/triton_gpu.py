@@ -128,12 +128,14 @@ def _gather(
         tile, token = pl.program_id(0), pl.program_id(1)
         place = tile * _ROWS + jnp.arange(_ROWS, dtype=jnp.int32)
         inside = place < num_places
+        # Rows and whether there is one; a row that is not there loads nothing.
         sources = locate(indices, stored, token, place, inside)
 
         for columns in load_rows(sources, codec, dim=dim, dtype=dtype):
             column, is_one = columns.places()
             at = token, place[:, None], column
             triton.store_where(dense, at, columns.values, inside[:, None] & is_one)
+        # A row has one source at most.
         is_there = functools.reduce(jnp.logical_or, (s.present for s in sources))
         triton.store_where(present, (token, place), is_there, inside)
 

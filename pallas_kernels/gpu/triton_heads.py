@@ -53,6 +53,7 @@ def map_heads(function: Callable[[jax.Array], jax.Array], heads: Heads, *, width
         x = source[at].astype(jnp.float32)
         target[at] = function(x).astype(target.dtype)
         return
+    # Indices of lanes that hold nothing stay inside the arrays; the mask drops them.
     head = first + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
     lane = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
     mask = (head < num_heads) & (lane < dim)

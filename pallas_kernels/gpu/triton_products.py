@@ -56,6 +56,7 @@ def multiply(x: jax.Array, weight: jax.Array, *, parts: int, outputs: int, name:
         def add_run(run: jax.Array, total: jax.Array) -> jax.Array:
             column = (part * of_part + run) * _INPUTS + jnp.arange(_INPUTS, dtype=jnp.int32)
             inside = (column < dim)[None]
+            # Beyond the last input both are zeros, and add nothing.
             values = triton.load_where(x, (row[:, None], column[None]), is_row & inside)
             tile = triton.load_where(weight, (output[:, None], column[None]), is_output & inside)
             return total + _multiply(values, tile)

@@ -142,6 +142,7 @@ def _read(inputs: _Operands, outputs: _Outputs, *, arguments: Arguments, is_many
             for j in range(num)
         ]
         squares = functools.reduce(jnp.add, (jnp.square(row.astype(jnp.float32)) for row in rows))
+        # Over all threads of the program: the one sum that everything after it waits for.
         mean_square = jnp.sum(squares) / (num * dim)
         return rows, jax.lax.rsqrt(mean_square + arguments.norm_eps)
 
@@ -150,6 +151,7 @@ def _read(inputs: _Operands, outputs: _Outputs, *, arguments: Arguments, is_many
         pre, lane = jax.nn.sigmoid(found) + arguments.eps, jnp.arange(found.shape[0])
         collapsed = jnp.zeros(width, jnp.float32)
         for j, row in enumerate(rows):
+            # A lane's value for all threads.
             share = jnp.sum(jnp.where(lane == j, pre, 0.0))
             collapsed = collapsed + row.astype(jnp.float32) * share
         collapsed = round_to_dtype(collapsed, dtype)
@@ -167,6 +169,7 @@ def _read(inputs: _Operands, outputs: _Outputs, *, arguments: Arguments, is_many
         read(asked.finish(inverse_rms), rows)
 
     def connect() -> None:
+        # All loads before the sum of squares, which has the threads wait for each other.
         of_post, of_comb = ask(num, num, 1), ask(2 * num, num * num, 2)
         _, inverse_rms = load_streams()
         post_ref, comb_ref = outputs.connections
@@ -175,6 +178,7 @@ def _read(inputs: _Operands, outputs: _Outputs, *, arguments: Arguments, is_many
         triton.store_where(post_ref, (token, lane), 2 * jax.nn.sigmoid(found), of_post.live)
         flat = of_comb.finish(inverse_rms)
         place = jnp.arange(flat.shape[0], dtype=jnp.int32)
+        # From a lane each to scalars that every thread has: Sinkhorn then needs no other thread.
         values = [[flat_value(flat, place, j * num + k) for k in range(num)] for j in range(num)]
         one = jnp.ones(1, jnp.bool_)
         for j, row in enumerate(_sinkhorn(values, iters=arguments.iters, eps=arguments.eps)):
@@ -190,6 +194,7 @@ def _read(inputs: _Operands, outputs: _Outputs, *, arguments: Arguments, is_many
         pl.when(pl.program_id(1) == 0)(read_alone)
         pl.when(pl.program_id(1) == 1)(connect)
         return
+    # Of many tokens one program reads, and leaves logits for `_connect_many`.
     asked = ask(0, (2 + num) * num, None)
     rows, inverse_rms = load_streams()
     found = asked.finish(inverse_rms)

@@ -104,6 +104,7 @@ class KeyPipeline:
 
         def fetch_first() -> jax.Array:
             stages = self.cta.tiling.stages
+            # All lookups are on their way before the first fetch waits for one.
             blocks = [self._load_blocks(keys, turn) for turn in range(stages + 1)]
             for turn in range(stages):
                 self._fetch(keys, turn, blocks[turn], _after(stage, turn, stages))
@@ -128,6 +129,7 @@ class KeyPipeline:
         later = turn + self.cta.tiling.stages
 
         def fetch_next() -> jax.Array:
+            # The engine owns the stage from here until `wait`.
             self._fetch(keys, later, blocks, stage)
             return self._load_blocks(keys, later + 1)
 

@@ -50,6 +50,7 @@ def add_up(
         terms, buffer = inputs
         at = pl.program_id(0) * block + jnp.arange(block, dtype=jnp.int32)
         exists = at < size
+        # What this device sends to each: its own terms, added up and rounded.
         lines = []
         for part in range(parts):
             line, *more = (_load(x, jnp.int32(part), at, exists) for x in terms)
@@ -57,6 +58,7 @@ def add_up(
                 line = (line.astype(jnp.float32) + other.astype(jnp.float32)).astype(line.dtype)
             lines.append(line)
         numbers = [at // _PACK, *_header(buffer, block)]
+        # Stores to the peers' buffers, then waits for theirs in its own (`ptx.add_up`).
         found = triton.inline_lines(
             text, [*lines, *numbers], constraints, pack=_PACK, dtype=jnp.bfloat16
         )
@@ -118,6 +120,7 @@ def exchange(arrays: Sequence[jax.Array], buffer: jax.Array, layout: PeerLayout)
                 line, exists = at // pack + first * _THREADS, at < size
                 values = triton.load_where(x, (peer if parts > 1 else jnp.int32(0), at), exists)
                 numbers = [line, *_header(buffer, block), jnp.full(block, peer, jnp.int32)]
+                # Stores to one peer's buffer, then waits for that peer's line in its own.
                 found = triton.inline_lines(
                     text, [values, *numbers], constraints, pack=pack, dtype=x.dtype
                 )

@@ -56,6 +56,7 @@ def pick_experts(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
             # Above those that are picked already.
             ranked = jnp.where(jnp.isnan(ranked), _LEAST, jnp.maximum(ranked, _LEAST))
             ranked = jnp.where(exists, ranked, -jnp.inf)
+        # One expert after the other: the largest that is left, of equals the lowest number.
         picked, total = [], jnp.float32(0)
         for place in range(count):
             if inputs.expert_ids is None:
@@ -66,6 +67,7 @@ def pick_experts(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
             score = jnp.sum(jnp.where(number == best, scores, 0.0))
             picked.append((best, score))
             total += score
+        # Numbers as the device that has those experts counts them.
         below = jnp.int32(0) if inputs.first is None else inputs.first[jnp.int32(0)]
         for place, (best, score) in enumerate(picked):
             ids[token, jnp.int32(place)] = best - below

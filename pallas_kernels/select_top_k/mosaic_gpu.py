@@ -201,6 +201,8 @@ def _select_kernel(
     row, tile, group = (lax.axis_index(name) for name in ("row", "tile", "group"))
     padded, width = listed_smem.shape[0], inputs.source.shape[1]
 
+    # What this CTA selects from: `count` entries of the source from `start` on, among which lists
+    # have gaps; they stand for `visible` entries of the row of scores.
     visible = jnp.clip(inputs.visible[row] - tile * stage.span, 0, stage.span)
     if previous is None:
         start = tile * stage.tile
@@ -215,12 +217,15 @@ def _select_kernel(
         for counts in scratch.counts_smem:
             radix_steps.clear(counts, num_groups=num_groups)
 
+    # Counts are cleared while ranks are on their way from device memory.
     ranks = _load(inputs.source, row, start, count, stage.tile, num_groups, meanwhile=clear_counts)
 
     @pl.when(jnp.logical_not(everything))
     def _():
+        # All threads see zeros in the counts before any of them counts.
         radix_steps.synchronize()
         limit, need = _search(ranks, scratch.counts_smem, steps_smem, k, num_groups)
+        # Where no ties at the limit are to be counted, one bitmap is enough.
         for with_ties in (False, True):
             list_selected = functools.partial(
                 radix_steps.list_in_order,
@@ -233,12 +238,14 @@ def _select_kernel(
     def write(chunk: jax.Array) -> None:
         entries = pl.ds(chunk * _CHUNK, _CHUNK)
         layout = ptx.strided(_CHUNK)
+        # The list was complete for all threads when `list_in_order` came back.
         listed = plgpu.load(listed_smem.at[entries], layout=layout, optimized=False)
         entry = chunk * _CHUNK + plgpu.broadcasted_iota(jnp.int32, (_CHUNK,), 0, layout=layout)
         place = entry
         if previous is not None:  # of lists that are full, each as long as what it stands for
             list_number = lax.div(entry, jnp.int32(previous.span))
             place = entry + list_number * (padded - previous.span)
+        # Where no more is visible than is wanted, nothing was searched: all of it is the selection.
         place = jnp.where(everything, place, listed)
         place = jnp.where(entry < jnp.minimum(visible, k), place, -1)
         if previous is None:

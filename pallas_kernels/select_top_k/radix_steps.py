@@ -104,8 +104,10 @@ def narrow(
         limit, need = ptx.value_of(limit), ptx.value_of(need)
         counts, scratch = ptx.shared_address(counts), ptx.shared_address(scratch)
         _count(ranks, limit, counts, shift=shift, bits=bits)
+        # All warps' counts are in before one thread reads them.
         ptx.ptx(ptx.BARRIER)
         _find(limit, need, counts, scratch, shift, per_thread=(1 << bits) // num_groups // 128)
+        # `_find` ends with a barrier: what its one thread stored is everyone's.
         results = ptx.ptx_many(f"ld.shared.v2.b32 {{$0, $1}}, [$2 + {_RESULTS}];", [scratch], 2)
         return ptx.scalar_of(results[0], signed=False), ptx.scalar_of(results[1], signed=True)
 
@@ -151,10 +153,12 @@ def list_in_order(
         limit, need = ptx.value_of(limit), ptx.value_of(need)
         listed, bitmap, scratch = (ptx.shared_address(ref) for ref in (listed, bitmap, scratch))
         _mark(ranks, limit, bitmap, relations, plane_bytes)
+        # The bitmap is whole before threads read the words of others.
         ptx.ptx(ptx.BARRIER)
         per_thread = share // ptx.THREADS
         planes = [_own_bits(bitmap, i * plane_bytes, per_thread) for i in range(len(relations))]
         _list(planes, need, listed, scratch, per_thread)
+        # And the list before any thread reads it.
         ptx.ptx(ptx.BARRIER)
 
     mark_and_list(ranks, limit, need, listed_smem, bitmap_smem, scratch_smem)

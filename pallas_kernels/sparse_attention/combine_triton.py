@@ -63,6 +63,7 @@ def combine(arguments: JoinArguments) -> jax.Array:
             place = (split[:, None], token, head, column[None])
             return triton.load_where(inputs.parts.sums, place, inside)
 
+        # The sums, most of what is read, are asked for before statistics are waited for.
         parts = {first: load_sums(first) for first in range(0, splits, rows)}
         largest, total = (load_statistic(which, 0, all_splits) for which in range(2))
         own_sink = inputs.sink[head] * LOG2_E
@@ -74,6 +75,7 @@ def combine(arguments: JoinArguments) -> jax.Array:
             weight = jnp.broadcast_to(weight[:, None], some.shape)
             # A sum too large for f32 is that of a split which counts for nothing.
             out = out + jnp.sum(jnp.where(weight == 0, 0.0, some * weight), axis=0)
+        # Divided once, rounded, then rotated and rounded again, as the definition is.
         out = triton_rope.round_to_dtype(out * jnp.where(whole == 0, 0.0, 1 / whole), dtype)
         if table is not None:
             out = triton_rope.rotate(out, table, -position)

@@ -126,9 +126,11 @@ def load_queries(
     for half, target, landed in halves:
         columns = pl.ds(half * width, width)
         rows = inputs.queries.at[pl.ds(cta.first_query, num_heads), columns]
+        # The copy engine owns `target` from here until `landed`.
         plgpu.copy_gmem_to_smem(rows, target if is_full else target.at[pl.ds(0, num_heads)], landed)
     for _, _, landed in halves:
         plgpu.barrier_wait(landed)
+    # Bits of bf16 that products take as they are.
     if shapes.dtype == jnp.bfloat16 and is_full and shapes.query_eps is None:
         return
     groups = [
@@ -142,6 +144,7 @@ def load_queries(
         mean = add_squares(squares.sum(axis=1)) * (1 / shapes.dim)
         factor = lax.rsqrt(mean + shapes.query_eps)
     for half, start, place in groups:
+        # Each thread turns what it loads where it lies, so that none waits for another.
         if factor is None:
             rows = _load_bf16(place)
         else:
@@ -154,6 +157,7 @@ def load_queries(
             head = plgpu.broadcasted_iota(jnp.int32, rows.shape, 0, layout=mosaic.ROWS)
             rows = jnp.where(head < num_heads, rows, jnp.zeros_like(rows))
         store_shared(place, rows.astype(shapes.dtype), mosaic.ROWS)
+    # Before tensor cores read what threads have stored.
     plgpu.commit_smem()
 
 

@@ -109,6 +109,7 @@ def _attend(arguments: Arguments) -> AttentionPart:
 
         def load(find: Callable[..., list[Source]], tile: jax.Array) -> _Keys:
             place = tile * KEYS + jnp.arange(KEYS, dtype=jnp.int32)
+            # Addresses first, loads that depend on each other; then all columns at once.
             sources = find(refs, token, place)
             is_key = functools.reduce(jnp.logical_or, (source.present for source in sources))
             return _Keys(load_rows(sources, ring.codec, dim=dim, dtype=dtype), is_key)
@@ -116,6 +117,7 @@ def _attend(arguments: Arguments) -> AttentionPart:
         of_window = functools.partial(load, _find_window, tile)
         if entry_tiles:
             of_selected = functools.partial(load, _find_selected, tile - window_tiles)
+            # Tiles of the window come first; a program has one tile, of one kind.
             keys = lax.cond(tile < window_tiles, of_window, of_selected)
         else:
             keys = of_window()
@@ -209,6 +211,7 @@ def _attend_to(
         at = token, head[:, None], column
         some = triton.load_where(queries, at, is_head[:, None] & is_one)
         logits = logits + multiply(some.astype(dtype), columns.values, 1)
+    # A key that is not there has the logit minus infinity, and so the weight 0.
     logits = jnp.where(keys.is_key[None], logits * (scale * LOG2_E), -jnp.inf)  # a NaN query too
     largest = jnp.maximum(jnp.max(logits, axis=1), FLOOR)
     weights = jnp.exp2(logits - largest[:, None])
@@ -216,6 +219,7 @@ def _attend_to(
         triton.store_where(
             outputs.statistics, (tile, token, jnp.int32(which), head), values, is_head
         )
+    # Weights go from the layout of a product to that of an operand.
     for columns in keys.columns:
         column, is_one = columns.places()
         some = multiply(weights.astype(dtype), columns.values, 0)

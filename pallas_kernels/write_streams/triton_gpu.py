@@ -42,6 +42,7 @@ def write_streams(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
         column = part * _COLUMNS + jnp.arange(_COLUMNS, dtype=jnp.int32)
         row = jnp.arange(rows_width, dtype=jnp.int32)
         here = (row[:, None] < num_rows) & (column[None] < dim)
+        # Asked for before the streams are waited for.
         weight = triton.load_where(inputs.fn, (row[:, None], k * dim + column[None]), here)
         y, rows = _load_streams(inputs.streams, inputs.output, token, column)
         written = inputs.post[token, k] * y
@@ -51,6 +52,7 @@ def write_streams(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
             written = triton.round_to_bf16(written)
         to = token, k, column
         triton.store_where(written_ref, to, written.astype(dtype), column < dim)
+        # Of what was stored, rounded: the next hyper-connection reads that.
         total = jnp.sum(weight * written[None], axis=1)
         triton.store_where(products_ref, (token, k * parts + part, row), total, row < num_rows)
 

@@ -60,6 +60,7 @@ def _write(streams: jax.Array, output: jax.Array, post: jax.Array, comb: jax.Arr
         column = pl.program_id(1) * _COLUMNS + jnp.arange(_COLUMNS, dtype=jnp.int32)
         inside = column < dim if dim % _COLUMNS else jnp.ones(_COLUMNS, jnp.bool_)
         y = triton.load_where(output, (token, column), inside).astype(jnp.float32)
+        # All streams are read once, for all that are written.
         rows = [
             triton.load_where(streams, (token, jnp.int32(j), column), inside).astype(jnp.float32)
             for j in range(num)
