@@ -98,6 +98,7 @@ QUICKLY_COMPILED = (
     "pallas_kernels/select_top_k/",
     "pallas_kernels/sparse_attention/",
     "pallas_kernels/test_kernels_alone.py",
+    "pallas_kernels/test_plain_jax.py",
     "test_documented_commands.py",
     "test_notebooks.py",
 )

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 import dsv4_jax as ds
+from dsv4_jax.serve import app
 from dsv4_jax.serve.web_page import PAGE_PATHS, STATE_PATH
 from helpers.browser import OBSTACLE, chromium
 from helpers.serve import BYTES_ALONE, MODEL, ids_of, running, script
@@ -55,7 +56,10 @@ def test_the_state_is_that_of_the_engine_and_holds_no_text(server, tokenizer):
         assert str(secret[1:-1])[1:-1] not in answer.text.replace(",", ", ")
 
 
-def test_who_looks_at_once_sees_the_same(server):
+def test_who_looks_at_once_sees_the_same(server, monkeypatch):
+    monkeypatch.setattr(app, "_STATE_S", 10)
+    monkeypatch.setattr(server.endpoints, "_state", None)
+    monkeypatch.setattr(server.endpoints, "_state_until", 0.0)
     with httpx.Client() as client:
         first, second = (client.get(server.url + STATE_PATH).json() for _ in range(2))
     assert first["seconds"] == second["seconds"]
