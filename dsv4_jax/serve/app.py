@@ -81,11 +81,16 @@ class Endpoints:
         """Gets ready for the first form of an answer, beside what else is going on."""
         self._compilers.begin(self._intake.prepare)
 
+    def stop(self) -> None:
+        """Ends what is done for requests, which are told so; more is not begun."""
+        self._intake.close()
+        self.engine.stop()
+
     def close(self) -> None:
         """Ends its threads and processes."""
+        self._intake.close()
         self._readers.close()
         self._compilers.close()
-        self._intake.close()
 
     def draw(self, path: str) -> Callable[[Request], Awaitable[Any]]:
         """`POST` to one of `PATHS`."""

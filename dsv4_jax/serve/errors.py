@@ -6,6 +6,7 @@ import json
 from typing import Any, NoReturn
 
 from dsv4_jax.serving.feed import EngineClosedError, QueueFullError, RequestFailedError
+from dsv4_jax.serving.grammar_trials import TrialsClosedError
 
 _OPENAI = {
     400: "invalid_request_error",
@@ -111,7 +112,7 @@ def as_api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), code="queue_full")
-    if isinstance(error, EngineClosedError):
+    if isinstance(error, EngineClosedError | TrialsClosedError):
         return ApiError(503, "the server is shutting down or has failed")
     if isinstance(error, RequestFailedError):
         return ApiError(500, "the request failed; others were not affected")

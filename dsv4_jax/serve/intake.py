@@ -155,13 +155,15 @@ class Intake:
         """Compiles the grammars of the answers, so that `submit` waits for nothing.
 
         Raises:
-          ApiError: one is none, or takes more than the settings allow.
+          ApiError: one is none, or takes more than the settings allow, or `close` was called.
         """
         for grammar in asked.grammars:
             try:
                 self._grammars.check(grammar, self._trials)
             except ValueError as error:
                 raise refusal_of(str(error), asked.form_field) from None
+            except Exception as error:
+                raise as_api_error(error) from error
 
     def submit(self, asked: Asked, *, key: int = -1) -> list[AsyncStream]:
         """Submits all requests of a body, or none.
@@ -197,7 +199,7 @@ class Intake:
             self._trials.prepare()
 
     def close(self) -> None:
-        """Ends the processes in which grammars are tried."""
+        """Ends the processes in which grammars are tried; no more are compiled."""
         self._trials.close()
 
     def check_model(self, name: object) -> None:

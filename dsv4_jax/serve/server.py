@@ -25,6 +25,9 @@ from dsv4_jax.serving.feed import EngineClosedError
 _MARGIN_S = 5
 """Seconds after the drain in which errors are sent to those who still wait."""
 
+_TELLING_S = 1
+"""Seconds for those errors where a second signal says that nobody waits."""
+
 
 def bind(host: str, port: int) -> socket.socket:
     """A socket at that address, which nobody can connect to before the server runs.
@@ -213,7 +216,10 @@ class Server:
                 ready.set_result(None)  # it was drained before it could begin
         finally:
             gc.unfreeze()
+            self.endpoints.stop()
             await self._engine.aclose()
+            if told := set(self._uvicorn.server_state.tasks):  # what was cut short
+                await asyncio.wait(told, timeout=_TELLING_S)
 
     def _drain(self) -> None:
         """In the event loop: stops accepting; what still runs when the time is over is ended."""
@@ -223,7 +229,7 @@ class Server:
         self.endpoints.is_draining = True
         self._uvicorn.should_exit = True
         assert self._loop is not None
-        self._loop.call_later(self._settings.drain_timeout_s, self._engine.stop)
+        self._loop.call_later(self._settings.drain_timeout_s, self.endpoints.stop)
 
 
 class _Uvicorn(uvicorn.Server):

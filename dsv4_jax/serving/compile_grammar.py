@@ -115,6 +115,10 @@ def _limit_memory(more_bytes: int | None) -> None:
 
 
 def _main() -> None:
+    # Who ends a whole group of processes lets the server finish: it needs this one until then.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a bound may end it by SIGABRT
     compiler = Compiler(read_vocabulary(**json.loads(sys.stdin.readline())))
     compiler.compile("start: /a/")  # which allocates what all grammars need
     for line in sys.stdin:

@@ -7,6 +7,8 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -24,6 +26,8 @@ _PATIENCE = 10
 _START_S = 60
 """Seconds to start in and read a tokenizer."""
 
+_COMMAND = (sys.executable, "-P", compile_grammar.__file__)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GrammarBounds:
@@ -38,6 +42,10 @@ class GrammarBounds:
     seconds: float = 2.0
     memory_bytes: int = 128 * 2**20
     at_once: int = 2
+
+
+class TrialsClosedError(RuntimeError):
+    """Grammars are compiled no more, since the server that asked for it ends."""
 
 
 class GrammarTrials:
@@ -65,6 +73,8 @@ class GrammarTrials:
         )
         self._bounds = bounds
         self._turns = threading.BoundedSemaphore(bounds.at_once)
+        self._lock = threading.Lock()  # of which processes there are, and whether more may start
+        self._living: set[subprocess.Popen[str]] = set()
         self._idle: list[subprocess.Popen[str]] = []
         self._known: collections.OrderedDict[bytes, None] = collections.OrderedDict()
         self._is_closed = False
@@ -78,6 +88,8 @@ class GrammarTrials:
 
         Raises:
           ValueError: it is no grammar, or compiling it goes beyond a bound; the error names it.
+          TrialsClosedError: `close` was called, before it or meanwhile.
+          RuntimeError: the program that compiles does not run here.
         """
         digest = hashlib.sha256(text.encode()).digest()
         if digest in self._known:
@@ -90,10 +102,14 @@ class GrammarTrials:
             self._known.popitem(last=False)
 
     def close(self) -> None:
-        """Ends the processes."""
-        self._is_closed = True
+        """Ends the processes, whatever they compile, and starts no more; from any thread."""
+        with self._lock:
+            self._is_closed = True
+            living = list(self._living)
+        for process in living:
+            process.kill()  # the thread that waits for one that compiles is told so
         while self._idle:
-            _end(self._idle.pop())
+            self._bury(self._idle.pop())
 
     def _try(self, text: str) -> str:
         """What is wrong with a grammar; "" if nothing is."""
@@ -105,7 +121,9 @@ class GrammarTrials:
         }
         answer = _ask(process, json.dumps(job), _START_S + _PATIENCE * self._bounds.seconds)
         if answer is None:
-            return self._ended_by(_end(process))
+            status = self._bury(process)
+            self._check_open()
+            return self._ended_by(status)
         self._idle.append(process)
         if self._is_closed:
             self.close()
@@ -120,22 +138,37 @@ class GrammarTrials:
                 return self._start()
             if process.poll() is None:
                 return process
-            _end(process)
+            self._bury(process)
 
     def _start(self) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-P", compile_grammar.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            encoding="utf-8",
-            start_new_session=True,  # a key that interrupts the server is not for it
-        )
+        with self._lock:
+            self._check_open()
+            process = subprocess.Popen(
+                _COMMAND,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                encoding="utf-8",
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},  # it imports the same
+                start_new_session=True,  # a key that interrupts the server is not for it
+            )
+            self._living.add(process)
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the next read says so
             process.stdin.write(self._vocabulary + "\n")
         return process
+
+    def _bury(self, process: subprocess.Popen[str]) -> int:
+        """Ends a process and forgets it; its status."""
+        status = _end(process)
+        with self._lock:
+            self._living.discard(process)
+        return status
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise TrialsClosedError("no grammar is compiled any more")
 
     def _ended_by(self, status: int) -> str:
         """What a process has ended by, as the rule that a grammar broke."""
@@ -150,7 +183,12 @@ class GrammarTrials:
                 f"it must compile within {bounds.memory_bytes // 2**20} MiB of memory; ask for "
                 "less, such as fewer properties, choices and repetitions"
             )
-        return f"it ends the library that compiles it, with status {status}"
+        if status >= 0:
+            raise RuntimeError(
+                f"the program that compiles grammars ended with status {status}; see why it cannot "
+                f"run: echo '{{}}' | {shlex.join(_COMMAND)}"
+            )
+        return f"it ends the library that compiles it, with signal {-status}"
 
 
 def _ask(process: subprocess.Popen[str], line: str, patience_s: float) -> str | None:

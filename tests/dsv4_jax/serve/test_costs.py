@@ -127,6 +127,22 @@ def test_what_a_client_that_left_has_asked_for_is_not_compiled(server, monkeypat
     until(lambda: server.endpoints.engine.num_unfinished == 0)
 
 
+@BYTES_ALONE
+def test_a_server_that_ends_waits_for_no_grammar(other_engine):
+    """Nor leaves who waits for it without an answer."""
+    bounds = GrammarBounds(seconds=120, memory_bytes=2**32, at_once=1)
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        with running(other_engine, grammar_bounds=bounds, drain_timeout_s=0.1) as server:
+            asking = [threads.submit(post, server, with_schema(JOINED)) for _ in range(2)]
+            until(lambda: server.endpoints._compilers._num_calls == 2)
+            until(lambda: server.endpoints._intake._trials._living)
+            start = time.monotonic()
+        assert time.monotonic() - start < 60
+        answers = [one.result() for one in asking]
+    assert [one.status_code for one in answers] == [503, 503]
+    assert "shutting down" in message_of(answers[0])
+
+
 def test_costly_bodies_are_read_and_compiled_by_threads_of_their_own(server, engine, monkeypatch):
     seen = {}
 

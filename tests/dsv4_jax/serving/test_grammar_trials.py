@@ -2,6 +2,9 @@
 
 import concurrent.futures
 import pathlib
+import re
+import signal
+import subprocess
 import threading
 import time
 
@@ -10,8 +13,8 @@ import pytest
 from dsv4_jax.schemas.json_values import json_value
 from dsv4_jax.schemas.read_schema import Schema
 from dsv4_jax.serving import compile_grammar
-from dsv4_jax.serving.grammar_trials import GrammarBounds, GrammarTrials
-from helpers.serving import byte_tokenizer
+from dsv4_jax.serving.grammar_trials import GrammarBounds, GrammarTrials, TrialsClosedError
+from helpers.serving import byte_tokenizer, until
 
 GOOD = "start: /[a-z]{30}/"
 END, VOCAB = 257, 260
@@ -121,6 +124,52 @@ def test_nothing_is_left_after_its_end(trials):
     trials.close()
     assert process.poll() is not None
     assert not trials._idle
+
+
+def test_its_end_waits_for_no_grammar():
+    trials = make(seconds=60, memory_bytes=2**32)
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        compiling = threads.submit(trials.check, ENDLESS)
+        until(lambda: trials._living)
+        trials.close()
+        with pytest.raises(TrialsClosedError):
+            compiling.result(20)
+    assert not trials._living
+    for call in (trials.prepare, lambda: trials.check(GOOD)):
+        with pytest.raises(TrialsClosedError):
+            call()
+    assert not trials._living
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_all_processes_of_a_server_leaves_its_grammars_to_it(trials, number):
+    """Such as that of a service's manager: the server drains, and needs the process until then."""
+    trials.check(GOOD)
+    (process,) = trials._idle
+    process.send_signal(number)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.2)
+    trials.check(GOOD + "?")
+    assert trials._idle == [process]
+
+
+def test_a_program_that_cannot_run_is_no_fault_of_a_grammar(trials, tmp_path, monkeypatch):
+    """It looks for libraries where this process does, whatever has been added since its start."""
+    (tmp_path / "llguidance.py").write_text("raise ImportError")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RuntimeError, match=r"ended with status 1; see why .*compile_grammar.py"):
+        trials.check(GOOD)
+    monkeypatch.undo()
+    trials.check(GOOD)
+
+
+def test_a_process_that_a_bound_ends_leaves_no_memory_on_disk(trials):
+    trials.check(GOOD)
+    (process,) = trials._idle
+    limits = pathlib.Path(f"/proc/{process.pid}/limits")
+    if not limits.exists():
+        pytest.skip("there is no /proc here")
+    assert re.search(r"Max core file size +0 +0 ", limits.read_text())
 
 
 def test_the_process_ends_with_the_one_that_started_it(trials):
