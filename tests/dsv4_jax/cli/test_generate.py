@@ -140,6 +140,12 @@ def test_another_checkpoint_without_a_tokenizer_is_refused(tmp_path, capsys):
     assert "tokenizer.json" in capsys.readouterr().err
 
 
+def test_a_file_without_a_prompt_is_named(tmp_path, capsys):
+    (tmp_path / "x").write_bytes(b"")
+    assert main(["generate", "--file", str(tmp_path / "x")]) == 2
+    assert "x must hold a prompt, and is empty" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
