@@ -33,7 +33,7 @@ def append_ring(
 
     W = 4, positions 5 6 7 8 of one request:   row 1 2 3 0
     """
-    num_rows = jax.tree.leaves(ring)[0].shape[2]
+    num_rows = jax.tree.leaves(ring)[0].shape[2]  # W
     return write_rows(ring, rows, layer, slots, positions % num_rows)
 
 

@@ -22,7 +22,7 @@ def encode_tokens(
     """
     frequencies, eps = norm_rope.frequencies, norm_rope.eps
     entries = rotate(rms_norm_by_pairs(kv, norm_rope.weight, eps=eps), positions, frequencies)
-    planes = codec.encode(entries, 2 * frequencies.shape[0])
+    planes = codec.encode(entries, 2 * frequencies.shape[0])  # planes [T, ...]
     if queries is None:
         return None, planes
     heads = rms_norm_by_pairs(queries, None, eps=eps)

@@ -20,9 +20,9 @@ def gather_entries(
     """Dense entries and which of them there are; the others are zeros, whatever storage holds."""
     entries_per_block = first_plane(pool.planes).shape[2]
     blocks, offsets = locate_entries(call.block_table, call.segment_ids, index, entries_per_block)
-    valid = blocks >= 0
-    stored = read_rows(pool.planes, pool.layer, blocks, offsets)
-    decoded = pool.codec.decode(stored, dim)
+    valid = blocks >= 0  # bool[T, K]
+    stored = read_rows(pool.planes, pool.layer, blocks, offsets)  # planes [T, K, ...]
+    decoded = pool.codec.decode(stored, dim)  # f32[T, K, C]
     return round_to(jnp.where(valid[..., None], decoded, 0.0), dtype), valid
 
 
@@ -49,13 +49,13 @@ def gather_window(
         from       ring   ring   call   call
     """
     window = first_plane(ring.planes).shape[2]
-    row = jnp.arange(window, dtype=jnp.int32)[None]
-    age = (call.positions[:, None] - row) % window
-    position = call.positions[:, None] - age
-    valid = (position >= 0) & (call.slots >= 0)[:, None]
-    in_call = position >= call.lengths[:, None]
+    row = jnp.arange(window, dtype=jnp.int32)[None]  # i32[1, W]
+    age = (call.positions[:, None] - row) % window  # i32[n, W]
+    position = call.positions[:, None] - age  # i32[n, W]
+    valid = (position >= 0) & (call.slots >= 0)[:, None]  # bool[n, W]
+    in_call = position >= call.lengths[:, None]  # bool[n, W]
     tokens = jnp.arange(call.slots.shape[0]) if tokens is None else tokens
-    token = jnp.maximum(tokens[:, None] - age, 0)
+    token = jnp.maximum(tokens[:, None] - age, 0)  # i32[n, W], rows of the call
     stored = read_rows(
         ring.planes,
         ring.layer,

@@ -70,13 +70,13 @@ def hyper_connections(arguments: Arguments) -> Reading:
 
 def inverse_rms(streams: jax.Array, eps: float) -> jax.Array:
     """[T, S, D] -> f32[T, 1]: one over the RMS of a token's streams as one vector."""
-    flat = streams.reshape(streams.shape[0], -1).astype(jnp.float32)
+    flat = streams.reshape(streams.shape[0], -1).astype(jnp.float32)  # f32[T, S * D]
     return jax.lax.rsqrt(jnp.mean(flat * flat, axis=-1, keepdims=True) + eps)
 
 
 def collapse(weights: jax.Array, streams: jax.Array) -> jax.Array:
     """f32[T, S] and [T, S, D] -> [T, D]: the weighted sum of the streams, in f32, rounded once."""
-    collapsed = jnp.zeros((streams.shape[0], streams.shape[2]), jnp.float32)
+    collapsed = jnp.zeros((streams.shape[0], streams.shape[2]), jnp.float32)  # f32[T, D]
     wide = jnp.unstack(streams.astype(jnp.float32), axis=1)
     for weight, stream in zip(jnp.unstack(weights, axis=1), wide, strict=True):
         collapsed = collapsed + weight[:, None] * stream
@@ -98,5 +98,5 @@ def sinkhorn(logits: jax.Array, *, iters: int, eps: float) -> jax.Array:
     def rows_then_columns(_: jax.Array, p: jax.Array) -> jax.Array:
         return columns(p / (jnp.sum(p, axis=-1, keepdims=True) + eps))
 
-    start = columns(jax.nn.softmax(logits, axis=-1) + eps)
+    start = columns(jax.nn.softmax(logits, axis=-1) + eps)  # f32[T, S, S]
     return jax.lax.fori_loop(0, iters - 1, rows_then_columns, start)

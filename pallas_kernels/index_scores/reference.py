@@ -33,9 +33,9 @@ def index_scores(queries: jax.Array, weights: jax.Array, keys: jax.Array) -> jax
     """
     highest = jax.lax.Precision.HIGHEST
     num_heads, dim = queries.shape[-2:]
-    transposed = queries.astype(jnp.float32).mT
-    products = jax.nn.relu(jnp.matmul(keys, transposed, precision=highest))
-    scaled = weights * np.float32((num_heads * dim) ** -0.5)
+    transposed = queries.astype(jnp.float32).mT  # f32[..., IC, IH]
+    products = jax.nn.relu(jnp.matmul(keys, transposed, precision=highest))  # f32[..., E, IH]
+    scaled = weights * np.float32((num_heads * dim) ** -0.5)  # f32[..., IH]
     return jnp.sum(products * scaled[..., None, :], axis=-1)
 
 

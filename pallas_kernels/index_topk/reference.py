@@ -18,7 +18,7 @@ from pallas_kernels.select_top_k.reference import select_all, select_top_k
 
 def select_visible(visible: jax.Array, num_entries: int, k: int) -> jax.Array:
     """i32[T, k], all that is visible, where a table row holds no more than k entries."""
-    seen = select_all(visible, num_entries)
+    seen = select_all(visible, num_entries)  # i32[T, E]
     return jnp.pad(seen, [(0, 0), (0, k - num_entries)], constant_values=-1)
 
 

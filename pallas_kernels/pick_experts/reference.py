@@ -56,10 +56,10 @@ def _best(scores: jax.Array, count: int) -> jax.Array:
 
     An expert's rank is the number of those that are better. `jax.lax.top_k` counts NaN highest.
     """
-    scores = jnp.where(jnp.isnan(scores), -jnp.inf, scores)
-    number = jnp.arange(scores.shape[1], dtype=jnp.int32)
-    mine, other = scores[:, :, None], scores[:, None]
-    earlier = (number[None, :] < number[:, None])[None]
+    scores = jnp.where(jnp.isnan(scores), -jnp.inf, scores)  # f32[T, E]
+    number = jnp.arange(scores.shape[1], dtype=jnp.int32)  # i32[E]
+    mine, other = scores[:, :, None], scores[:, None]  # f32[T, E, 1], f32[T, 1, E]
+    earlier = (number[None, :] < number[:, None])[None]  # bool[1, E, E]
     rank = jnp.sum((other > mine) | ((other == mine) & earlier), axis=-1, dtype=jnp.int32)
-    places = jnp.arange(count, dtype=jnp.int32)[None, :, None]
+    places = jnp.arange(count, dtype=jnp.int32)[None, :, None]  # i32[1, k, 1]
     return jnp.sum(jnp.where(rank[:, None] == places, number, 0), axis=-1, dtype=jnp.int32)

@@ -12,5 +12,5 @@ def round_index_queries(
     queries: jax.Array, frequencies: jax.Array, positions: jax.Array, *, codec: Codec
 ) -> jax.Array:
     """Rotation, rounded to the dtype of activations; then to codes of the index and back."""
-    rotated = rotate(queries, positions[..., None], frequencies)
+    rotated = rotate(queries, positions[..., None], frequencies)  # [T, IH, IC]
     return round_through(codec, rotated).astype(queries.dtype)

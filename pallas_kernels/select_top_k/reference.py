@@ -28,10 +28,10 @@ def select_top_k(scores: jax.Array, visible: jax.Array, k: int) -> jax.Array:
       i32[..., k].
     """
     num_entries = scores.shape[-1]
-    index = jnp.expand_dims(jnp.arange(num_entries), range(scores.ndim - 1))
+    index = jnp.expand_dims(jnp.arange(num_entries), range(scores.ndim - 1))  # i32[..., E]
     visible = jnp.expand_dims(visible, range(scores.ndim - 1 - visible.ndim))
     keys = jnp.where(index < visible[..., None], _sortable(scores), _INVISIBLE)
-    best_keys, best = jax.lax.top_k(keys, k)
+    best_keys, best = jax.lax.top_k(keys, k)  # i32[..., k] each
     ascending = jnp.sort(jnp.where(best_keys > _INVISIBLE, best, num_entries), axis=-1)
     return jnp.where(ascending < num_entries, ascending, -1).astype(jnp.int32)
 

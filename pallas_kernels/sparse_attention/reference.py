@@ -85,13 +85,13 @@ def attend(
       f32[..., H, C].
     """
     highest = jax.lax.Precision.HIGHEST
-    logits = jnp.matmul(queries.astype(jnp.float32), keys.mT, precision=highest)
+    logits = jnp.matmul(queries.astype(jnp.float32), keys.mT, precision=highest)  # f32[..., H, S]
     logits = jnp.where(valid[..., None, :], logits * scale, -jnp.inf)
-    sink = jnp.expand_dims(sink, range(queries.ndim - 2))
+    sink = jnp.expand_dims(sink, range(queries.ndim - 2))  # f32[..., H]
     # Finite even without keys and without a sink, where -inf - -inf would be NaN.
     largest = jnp.maximum(jnp.max(logits, axis=-1), jnp.maximum(sink, np.finfo(np.float32).min))
-    weights = jnp.exp(logits - largest[..., None])
-    total = jnp.sum(weights, axis=-1) + jnp.exp(sink - largest)
+    weights = jnp.exp(logits - largest[..., None])  # f32[..., H, S]
+    total = jnp.sum(weights, axis=-1) + jnp.exp(sink - largest)  # f32[..., H]
     total = jnp.where(total > 0, total, 1.0)
     return jnp.matmul(weights, keys, precision=highest) / total[..., None]
 
@@ -109,11 +109,11 @@ def sparse_attention(arguments: Arguments) -> jax.Array:
         attended = attend(some, keys, valid, sink, scale=arguments.scale)
         return round_to(attended, queries.dtype)
 
-    positions = call.positions[:, None]
+    positions = call.positions[:, None]  # i32[T, 1]
     if arguments.query_eps is not None and frequencies is not None:
         normed = rms_norm_by_pairs(queries, None, eps=arguments.query_eps)
         arguments = arguments._replace(queries=rotate(normed, positions, frequencies))
-    attended = _map_keys(attend_some, arguments)
+    attended = _map_keys(attend_some, arguments)  # [T, H, C]
     if frequencies is None:
         return attended
     return rotate(attended, positions, frequencies, inverse=True)
@@ -127,7 +127,7 @@ def attend_in_part(arguments: Arguments) -> AttentionPart:
         # A token's results in one array, for they come in chunks of tokens.
         return jnp.concatenate([sums, largest[..., None], total[..., None]], axis=-1)
 
-    found = _map_keys(attend_some, arguments)
+    found = _map_keys(attend_some, arguments)  # f32[T, H, C + 2]
     return AttentionPart(found[..., :-2], jnp.moveaxis(found[..., -2:], -1, -2))
 
 
@@ -155,8 +155,8 @@ def _weigh(
     highest = jax.lax.Precision.HIGHEST
     logits = jnp.matmul(queries.astype(jnp.float32), keys.mT, precision=highest)
     logits = jnp.where(valid[..., None, :], logits * (scale * LOG2_E), -jnp.inf)
-    largest = jnp.maximum(jnp.max(logits, axis=-1), FLOOR)
-    weights = jnp.exp2(logits - largest[..., None])
+    largest = jnp.maximum(jnp.max(logits, axis=-1), FLOOR)  # f32[..., H]
+    weights = jnp.exp2(logits - largest[..., None])  # f32[..., H, S]
     return jnp.matmul(weights, keys, precision=highest), largest, jnp.sum(weights, axis=-1)
 
 

@@ -38,7 +38,7 @@ def write_streams(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
 
 def mix(streams: jax.Array, output: jax.Array, post: jax.Array, comb: jax.Array) -> jax.Array:
     """The streams after a sublayer: [..., S, D], [..., D], [..., S], [..., S, S] -> [..., S, D]."""
-    written = post[..., None] * output.astype(jnp.float32)[..., None, :]
+    written = post[..., None] * output.astype(jnp.float32)[..., None, :]  # f32[..., S, D]
     wide = jnp.unstack(streams.astype(jnp.float32), axis=-2)
     for shares, stream in zip(jnp.unstack(comb, axis=-2), wide, strict=True):
         written = written + shares[..., None] * stream[..., None, :]
@@ -50,9 +50,9 @@ def products(fn: jax.Array, streams: jax.Array) -> jax.Array:
 
     A matrix of 24 rows keeps 24 of a GPU's SMs busy, one a row; cut into parts, all of them.
     """
-    flat = streams.reshape(streams.shape[0], -1).astype(jnp.float32)
+    flat = streams.reshape(streams.shape[0], -1).astype(jnp.float32)  # f32[T, S * D]
     rows, length = fn.shape
     parts = math.gcd(length, _PARTS)
-    vectors = flat.reshape(-1, parts, length // parts)
+    vectors = flat.reshape(-1, parts, length // parts)  # f32[T, P, S * D / P]
     weight = fn.astype(jnp.float32).reshape(rows, parts, length // parts)
     return jnp.einsum("tpc,rpc->tpr", vectors, weight, precision=jax.lax.Precision.HIGHEST)
