@@ -10,6 +10,8 @@ from helpers.layer_cases import KERNEL, LENGTHS, RATES, draw_histories, draw_nor
 from helpers.schedules import assert_same_bytes
 from pallas_kernels.compressor import triton_gpu
 from pallas_kernels.compressor.tiling import Tiling, choose_csa, choose_hca
+from pallas_kernels.gpu import devices
+from pallas_kernels.gpu.devices import B200, H200
 
 
 @pytest.mark.parametrize(("windows", "apart"), [(64, False), (2047, False), (2048, True)])
@@ -24,6 +26,19 @@ def test_compressors_of_many_windows_are_flushed_apart(windows, apart):
 def test_few_long_windows_are_pooled_by_several_programs(windows, tokens, channels):
     """Not those of a decode step, of a token each."""
     assert choose_hca(windows, tokens).channels == channels
+
+
+@pytest.mark.parametrize(("device", "fits"), [(H200, 132), (B200, 148)])
+def test_windows_are_compared_with_the_sms_of_the_device(device, fits, monkeypatch):
+    """Of one that is named, and of the one at hand."""
+
+    def chunks():
+        return [choose_hca(windows, 1, device).chunk for windows in (fits, fits + 1)]
+
+    assert chunks() == [16, 8]
+    monkeypatch.setattr(devices, "compute_capability", lambda: (device.capability_major, 0))
+    assert devices.current_device() == device
+    assert [choose_hca(windows, 1).chunk for windows in (fits, fits + 1)] == chunks()
 
 
 TILINGS = {
