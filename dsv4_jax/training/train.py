@@ -31,6 +31,7 @@ from dsv4_jax.checkpoint.save import save_checkpoint
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_types import AttentionType, RouterType
 from dsv4_jax.model.params import DSV4Params, init_params, param_shapes
+from dsv4_jax.regular_files import has_regular_file, open_regular
 from dsv4_jax.runtime import set_xla_flags
 from dsv4_jax.training.corpus import BOS, EOS, VOCAB_SIZE, Corpus, byte_tokenizer, read_corpus
 from dsv4_jax.training.losses import held_out_loss, training_loss
@@ -236,9 +237,10 @@ def start_training(config: DSV4Config, state: pathlib.Path | None = None) -> Pro
     """A training that begins, or that goes on from a file of `train`."""
     params = starting_params(config, jax.random.key(0))
     blank = Progress(params, make_optimizer(params).init(cast(Any, params)), params)
-    if state is None or not state.exists():
+    if state is None or not has_regular_file(state):
         return blank
-    return jax.tree.map(jnp.asarray, serialization.from_bytes(blank, state.read_bytes()))
+    with open_regular(state) as stream:
+        return jax.tree.map(jnp.asarray, serialization.from_bytes(blank, stream.read()))
 
 
 def train(
