@@ -36,6 +36,7 @@ from dsv4_jax.schemas.values import (
     check_value,
     expression,
     is_rounded,
+    keep_out_whole_bounds,
     refuse,
 )
 
@@ -136,6 +137,8 @@ class _Reader:
             self._close(made)
         with self._leaving_out(f"{place}/minProperties"):
             self._count_properties(made, place)
+        with self._leaving_out(place):
+            keep_out_whole_bounds(made, place)
         return made
 
     @contextlib.contextmanager

@@ -88,3 +88,37 @@ def expression(value: Any, where: str) -> str:
 def refuse(place: str, rule: str) -> NoReturn:
     """Says what a schema must be at a place."""
     raise SchemaError(f"{place[:200]} {rule}")
+
+
+_NEXT_TO_WHOLE = 1e-6
+"""How far numbers stay from a whole bound that is excluded, where llguidance would take it."""
+
+
+def keep_out_whole_bounds(made: dict[str, Any], where: str) -> None:
+    """Moves an excluded bound beyond a whole number that llguidance would take.
+
+    Of numbers above 3 and below 3.27 it takes 3, since both bounds begin with the same digits; so
+    it does below zero. The numbers from 3.000001 on are left.
+
+    Args:
+      made: a schema as it was read; its bounds are changed.
+      where: its place, for errors.
+
+    Raises:
+      SchemaError: a double does not hold the bound that is moved.
+    """
+    for sign, open_low, low, highs in (
+        (1, "exclusiveMinimum", "minimum", ("maximum", "exclusiveMaximum")),
+        (-1, "exclusiveMaximum", "maximum", ("minimum", "exclusiveMinimum")),
+    ):
+        bound = made.get(open_low)
+        given = [sign * made[name] for name in highs if name in made]
+        if bound is None or not given or sign * bound < 1 or bound != int(bound):
+            continue
+        if not sign * bound < min(given) < sign * bound + 1:
+            continue
+        moved = bound + sign * _NEXT_TO_WHOLE
+        if moved == bound or is_rounded(moved):
+            refuse(where, f"must have bounds that differ before the point, got {open_low}={bound}")
+        del made[open_low]
+        made[low] = sign * max(sign * moved, sign * made.get(low, moved))

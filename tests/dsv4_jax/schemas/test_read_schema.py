@@ -232,6 +232,16 @@ def test_a_schema_of_many_optional_properties_is_held(grammars):
     ]
 
 
+def test_a_whole_bound_that_is_excluded_is_no_answer(grammars):
+    """llguidance takes it where the other bound begins with the same digits."""
+    above = {"type": "number", "exclusiveMinimum": 3, "exclusiveMaximum": 3.27}
+    texts = ("3", "3.0", "3.000001", "3.1", "3.27")
+    assert taken(grammars, above, *texts) == [False, False, True, True, False]
+    below = {"type": "number", "minimum": -3.27, "exclusiveMaximum": -3}
+    found = taken(grammars, below, *(f"-{text}" for text in texts))
+    assert found == [False, False, True, True, True]
+
+
 def test_one_form_is_read_again_as_itself():
     """What was read is a schema that llguidance reads without its own help for old spellings."""
     for facts in FACTS.values():
