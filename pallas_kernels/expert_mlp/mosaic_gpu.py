@@ -26,6 +26,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from pallas_kernels.block_linear import block_linear, block_linear_in_parts, swiglu_linear
 from pallas_kernels.common.pending import SplitSums, finish
@@ -107,7 +108,7 @@ def _unpack_for_many_rows(arguments: Arguments, core: TensorCore | None) -> Argu
 
 def expected_rows(num_tokens: int, picks: int, picked_among: int) -> int:
     """Rows of a tile: what an expert hardly exceeds if all are picked alike, at most all tokens."""
-    mean = -(-num_tokens * picks // picked_among)
+    mean = pl.cdiv(num_tokens * picks, picked_among)
     most = 2 * mean if mean < _MANY_ROWS else mean + 2 * math.isqrt(mean)
     return min(num_tokens, max(8, most))
 

@@ -37,7 +37,7 @@ def sort_many_pairs(
     num_tiles = max_tiles(num_pairs, num_experts, tile_rows)
     num_rows = max_rows(num_pairs, num_experts)
     num_parts = pl.cdiv(num_pairs, _PAIRS)
-    width = 1 << num_experts.bit_length()  # of E + 1 counts
+    width = pl.next_power_of_2(num_experts + 1)  # counts
 
     def each_part[T](ids: Ref, expert: jax.Array, body: Callable[..., T], carry: T) -> T:
         """body(pairs, which of them have the expert, carry), part by part."""

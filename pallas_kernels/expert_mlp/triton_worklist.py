@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from pallas_kernels.expert_mlp.worklist import ALIGNMENT, max_rows, max_tiles
 from pallas_kernels.gpu import triton
@@ -39,8 +40,8 @@ def sort_few_pairs(
     num_pairs, picks = expert_ids.size, expert_ids.shape[1]
     num_tiles = max_tiles(num_pairs, num_experts, tile_rows)
     num_rows = max_rows(num_pairs, num_experts)
-    width = max(32, 1 << (num_pairs - 1).bit_length())
-    tiles_width = max(32, 1 << (num_tiles - 1).bit_length())
+    width = max(32, pl.next_power_of_2(num_pairs))
+    tiles_width = max(32, pl.next_power_of_2(num_tiles))
 
     def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
         ids, weights = inputs
@@ -71,7 +72,7 @@ def sort_few_pairs(
                 found += jnp.where(other == keys, one, 0)
             return found
 
-        steps, zeros = -(-num_pairs // _AT_ONCE), jnp.zeros(width, jnp.int32)
+        steps, zeros = pl.cdiv(num_pairs, _AT_ONCE), jnp.zeros(width, jnp.int32)
         of_expert, before = _apart(jax.lax.fori_loop(0, steps, compare, zeros))
         leads = (before == 0) & is_pair
         rows = jnp.where(leads, -(-of_expert // ALIGNMENT) * ALIGNMENT, 0)

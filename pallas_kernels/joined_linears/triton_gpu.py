@@ -63,7 +63,7 @@ def joined_linears(arguments: Arguments) -> list[jax.Array]:
     num_rows, dim = x.shape
     is_matrix = num_rows > FEW_ROWS and _are_bf16(x, weights)
     num_outputs = triton_matrices.outputs_of_program(num_rows) if is_matrix else _OUTPUTS
-    programs = [-(-weight.shape[0] // num_outputs) for weight in weights]
+    programs = [pl.cdiv(weight.shape[0], num_outputs) for weight in weights]
     firsts = [0, *itertools.accumulate(programs)]
     arrays, tree = jax.tree.flatten((x, arguments.positions, weights, arguments.biases))
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from pallas_kernels.gpu import triton
 
@@ -55,7 +56,7 @@ def multiply(
         )
 
     zeros = jnp.zeros((row.shape[0], out.shape[0]), jnp.float32)
-    total = jax.lax.fori_loop(0, -(-dim // _INPUTS), add_run, zeros)
+    total = jax.lax.fori_loop(0, pl.cdiv(dim, _INPUTS), add_run, zeros)
     here = is_row[:, None] & exists[None]
     if bias is not None:
         place = triton.load_where(positions, (row,), is_row) % bias.shape[0]
@@ -64,4 +65,4 @@ def multiply(
 
 
 def _rows_width(num_rows: int) -> int:
-    return max(_SIDE, 1 << (num_rows - 1).bit_length())
+    return max(_SIDE, pl.next_power_of_2(num_rows))

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
-from pallas_kernels.common.backend import compute_capability
 from pallas_kernels.common.pending import Pending
 from pallas_kernels.common.weights import INPUTS, MXFP4, ROWS, BlockFP8, Weight
 from pallas_kernels.gpu import devices
@@ -88,7 +88,7 @@ class Shapes:
     @property
     def tiles_n(self) -> int:
         """CTAs' tiles along the outputs."""
-        return -(-sum(self.warpgroup_tiles) // CONSUMERS)
+        return pl.cdiv(sum(self.warpgroup_tiles), CONSUMERS)
 
     def loads_ahead(self, tile_m: int) -> bool:
         """Whether a tile of so many rows loads the next MXFP4 codes while its products run.
@@ -111,8 +111,8 @@ def shapes_of(*weights: Weight, is_gated: bool = False, core: TensorCore | None 
     weight = weights[0]
     is_dense = not isinstance(weight, BlockFP8 | MXFP4)
     return Shapes(
-        k_groups=-(-weight.shape[-1] // (DENSE_GROUP_K if is_dense else GROUP_K)),
-        warpgroup_tiles=tuple(-(-w.shape[-2] // WARPGROUP_N) for w in weights),
+        k_groups=pl.cdiv(weight.shape[-1], DENSE_GROUP_K if is_dense else GROUP_K),
+        warpgroup_tiles=tuple(pl.cdiv(w.shape[-2], WARPGROUP_N) for w in weights),
         num_terms=1 if is_dense or weight.activations == "fp8" else 2,
         is_gated=is_gated,
         format="dense" if is_dense else "mxfp4" if isinstance(weight, MXFP4) else "fp8",
@@ -129,7 +129,6 @@ def can_join(weights: Sequence[Weight]) -> bool:
 
 def find_obstacle(x: jax.Array | Pending, *weights: Weight) -> str | None:
     """Why the kernels can't serve a call, as the rest of a sentence; None where they can."""
-    capability = compute_capability()
     if len({_kind_of(weight) for weight in weights}) > 1:
         return "takes weights of one format and one form of activations, got several"
     for weight in weights:
@@ -145,9 +144,7 @@ def find_obstacle(x: jax.Array | Pending, *weights: Weight) -> str | None:
             return (
                 f"takes dense weights of multiples of {ROWS} x {DENSE_GROUP_K}, got {weight.shape=}"
             )
-    if capability is not None and devices.find_device(capability) is None:
-        return f"is for Hopper and Blackwell, got compute capability {capability}"
-    return None
+    return devices.find_obstacle()
 
 
 def _kind_of(weight: Weight) -> tuple[type, str] | None:

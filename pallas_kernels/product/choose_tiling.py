@@ -18,6 +18,7 @@ import functools
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_kernels.common.weights import Weight
@@ -177,7 +178,7 @@ def choose_tiling(
     elif may_split and not shares_items:
         tile_m = _narrow(shapes, widest, num_rows, num_weights)
     fills = _sums_in_registers(shapes) and (widest >= _WIDE or is_cut)
-    items = -(-num_rows // tile_m)
+    items = pl.cdiv(num_rows, tile_m)
     num_tiles = shapes.tiles_n * num_weights * items
     is_short = _are_short(shapes, tile_m, num_tiles)
     split_k = _choose_split_k(shapes, num_tiles, fills=fills) if may_split else 1
@@ -212,7 +213,7 @@ def _choose_tile_m(shapes: Shapes, num_rows: int) -> int:
     in_registers = _sums_in_registers(shapes)
     if in_registers and shapes.is_mxfp4 and num_rows > _WIDE:
         widths = _WIDTHS if num_rows > _LEAST_WIDTH else (_LEAST_WIDTH,)
-        return min(widths, key=lambda width: -(-num_rows // width) * (width + _UNPACKING))
+        return min(widths, key=lambda width: pl.cdiv(num_rows, width) * (width + _UNPACKING))
     tile_m, most = shapes.core.min_tile_m, MAX_MMA_ROWS
     if not in_registers or num_rows <= _WIDE:
         most //= shapes.num_terms
@@ -243,7 +244,7 @@ def _cut_rows(shapes: Shapes, tile_m: int, num_rows: int, num_weights: int) -> i
     if most_items == 0:
         return tile_m
     least = shapes.core.min_tile_m
-    few = -(-num_rows // (most_items * least)) * least
+    few = pl.cdiv(num_rows, most_items * least) * least
     return few if few <= _WIDE else tile_m
 
 
@@ -253,7 +254,7 @@ def _narrow(shapes: Shapes, tile_m: int, num_rows: int, num_weights: int) -> int
     Sums of splits are added up in a launch of their own. So a narrow tile is split only where its
     rows would else be one tile.
     """
-    num_tiles = shapes.tiles_n * num_weights * -(-num_rows // _WIDE)
+    num_tiles = shapes.tiles_n * num_weights * pl.cdiv(num_rows, _WIDE)
     may_be = tile_m > _WIDE and _may_be_narrow(shapes)
     if not may_be or num_tiles > shapes.core.device.num_sms:
         return tile_m

@@ -79,7 +79,7 @@ def _groups_of_unit(work: Work, source: RawRows, k_groups: int) -> int:
     """Groups of a row's inputs that four warps take: four, of two rows two, of more one of each."""
     if source.norm is not None:
         return 1
-    groups = _UNIT // min(_UNIT, 1 << (work.most_rows - 1).bit_length())
+    groups = _UNIT // min(_UNIT, pl.next_power_of_2(work.most_rows))
     return groups if k_groups % groups == 0 else 1
 
 
@@ -118,9 +118,9 @@ def _round_units(
             first_row: functools.partial(_norm, source.norm, scales[first_row])
             for first_row in first_rows
         }
-    units = -(-k_groups // (2 * groups))
-    rounds = -(-units * len(first_rows) // _AHEAD)
-    at_once = -(-units // rounds)
+    units = pl.cdiv(k_groups, 2 * groups)
+    rounds = pl.cdiv(units * len(first_rows), _AHEAD)
+    at_once = pl.cdiv(units, rounds)
     is_whole = units % at_once == 0 and k_groups % (2 * groups) == 0
 
     def round_some(step: int | jax.Array, _: None = None) -> None:

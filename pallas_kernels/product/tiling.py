@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from pallas_kernels.common.backend import compute_capability
+from jax.experimental import pallas as pl
+
 from pallas_kernels.common.weights import INPUTS, ROWS
 from pallas_kernels.gpu import devices
 
@@ -42,22 +43,24 @@ class TensorCore:
     Attributes:
       device: that calls are cut for.
       min_tile_m: rows of x that a tile multiplies at least.
-      has_tmem: whether accumulators are in tensor memory (tcgen05), or in registers (wgmma).
     """
 
     device: devices.Device
     min_tile_m: int
-    has_tmem: bool
+
+    @property
+    def has_tmem(self) -> bool:
+        """Whether accumulators are in tensor memory (tcgen05), or in registers (wgmma)."""
+        return self.device.has_tmem
 
 
-HOPPER = TensorCore(devices.H200, min_tile_m=8, has_tmem=False)
-BLACKWELL = TensorCore(devices.B200, min_tile_m=16, has_tmem=True)
+HOPPER = TensorCore(devices.H200, min_tile_m=8)
+BLACKWELL = TensorCore(devices.B200, min_tile_m=16)
 
 
 def choose_core() -> TensorCore:
     """That of the GPU that a function traced now runs on; Hopper's where there is none."""
-    is_blackwell = devices.find_device(compute_capability()) == devices.B200
-    return BLACKWELL if is_blackwell else HOPPER
+    return BLACKWELL if devices.current_device().has_tmem else HOPPER
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +98,9 @@ class Tiling:
     @property
     def row_slices(self) -> list[tuple[int, int]]:
         """First row and rows of each product; accumulators of many rows take several."""
-        count = self.tile_m // self.mma_rows if self.mma_rows else -(-self.tile_m // MAX_MMA_ROWS)
+        count = (
+            self.tile_m // self.mma_rows if self.mma_rows else pl.cdiv(self.tile_m, MAX_MMA_ROWS)
+        )
         return [(i * (self.tile_m // count), self.tile_m // count) for i in range(count)]
 
     @property
@@ -106,4 +111,4 @@ class Tiling:
 
 def scale_rows(tile_m: int) -> int:
     """Rows of x whose scales are copied at a time, in multiples of the 128 bytes of a copy."""
-    return -(-tile_m // 32) * 32
+    return pl.cdiv(tile_m, 32) * 32

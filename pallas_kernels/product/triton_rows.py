@@ -134,7 +134,7 @@ def pick_rows(
 
     codes, scale = triton.launch(
         kernel,
-        grid=(-(-token.shape[0] // _PICKED_ROWS), -(-num_groups // _PICKED_GROUPS)),
+        grid=(pl.cdiv(token.shape[0], _PICKED_ROWS), pl.cdiv(num_groups, _PICKED_GROUPS)),
         inputs=[words, rows.scale, token, *([] if num_used is None else [num_used.reshape(1)])],
         outputs=[
             jax.ShapeDtypeStruct((num_terms, total, width), jnp.uint32),
@@ -157,7 +157,7 @@ def _run_if_used(run: Callable[[], None], first: jax.Array, num_used: Ref | None
 
 def padded(num_rows: int) -> int:
     """Rows up to a multiple of eight, which bulk copies take together."""
-    return -(-num_rows // 8) * 8
+    return pl.cdiv(num_rows, 8) * 8
 
 
 def _launch(
@@ -171,9 +171,9 @@ def _launch(
 ) -> Rows:
     num_rows, dim = source.num_rows, source.num_inputs
     splits, count, width = source.values.shape
-    num_groups = -(-dim // GROUP)
+    num_groups = pl.cdiv(dim, GROUP)
     height = _ROWS_OF_MANY if num_rows >= _MANY_ROWS else 1
-    programs = -(-num_groups // _GROUPS)
+    programs = pl.cdiv(num_groups, _GROUPS)
     is_whole = dim % (_GROUPS * GROUP) == 0
 
     def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
@@ -232,7 +232,7 @@ def _launch(
 
     codes, scale = triton.launch(
         kernel,
-        grid=(-(-num_rows // height), programs),
+        grid=(pl.cdiv(num_rows, height), programs),
         inputs=[
             source.values,
             *([] if source.token is None else [source.token]),

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_kernels.gpu import triton
+from pallas_kernels.gpu.triton_rope import round_to_dtype
 
 Ref = Any
 _NUM_WARPS = 8
@@ -57,7 +58,7 @@ def add_splits(
                     mean_square = jnp.sum(values * values) / width
                     scale = jax.lax.rsqrt(mean_square + eps)
                     weight = triton.load_row(norm, (), start=0, count=width, width=values.shape[0])
-                    values = _round(values * scale * weight.astype(jnp.float32), dtype)
+                    values = round_to_dtype(values * scale * weight.astype(jnp.float32), dtype)
                 triton.store_row(out, (row,), values.astype(dtype), first=0, count=width)
 
     return triton.launch(
@@ -72,13 +73,8 @@ def add_splits(
 
 def _load(sums: Ref, row: jax.Array, first: int, width: int, dtype: DTypeLike) -> jax.Array:
     """f32, some columns of a row of f32[S, R, N], added over S and rounded; zeros beyond them."""
-    lanes = 1 << (width - 1).bit_length()
+    lanes = pl.next_power_of_2(width)
     total = jnp.zeros(lanes, jnp.float32)
     for split in range(sums.shape[0]):
         total += triton.load_row(sums, (split, row), start=first, count=width, width=lanes)
-    return _round(total, dtype)
-
-
-def _round(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """The values of another dtype, as f32."""
-    return triton.round_to_bf16(x) if dtype == jnp.bfloat16 else x
+    return round_to_dtype(total, dtype)

@@ -10,6 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 
 @jax.tree_util.register_static
@@ -42,7 +43,7 @@ class EvenItems:
 
     def count(self, tile_m: int) -> int:
         """Items in all."""
-        return self.num_weights * -(-self.num_tokens // tile_m)
+        return self.num_weights * pl.cdiv(self.num_tokens, tile_m)
 
     def most_rows(self, tile_m: int) -> int:
         """Rows that an item has at most."""

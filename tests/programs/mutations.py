@@ -925,7 +925,7 @@ MUTATIONS = [
         (
             "the_last_groups_of_a_row_are_not_rounded",
             "product/round_rows.py",
-            "units = -(-k_groups // (2 * groups))",
+            "units = pl.cdiv(k_groups, 2 * groups)",
             "units = k_groups // (2 * groups)",
             "pallas_kernels/product/test_round_rows.py",
         ),
@@ -939,7 +939,7 @@ MUTATIONS = [
         (
             "tiles_of_few_rows_are_one_too_few",
             "product/choose_tiling.py",
-            "few = -(-num_rows // (most_items * least)) * least",
+            "few = pl.cdiv(num_rows, most_items * least) * least",
             "few = num_rows // (most_items * least) * least or least",
             "pallas_kernels/product/test_choose_tiling.py",
         ),
