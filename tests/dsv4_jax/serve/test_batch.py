@@ -220,21 +220,36 @@ def test_options_that_make_steps_of_several_shapes_are_refused(files, options, c
 
 @pytest.mark.slow
 def test_a_repeatable_batch_that_is_killed_again_and_again_ends_alike(files, tmp_path):
-    """SIGKILL at random moments of a dozen processes."""
+    """SIGKILL at random moments while it answers."""
     lines = [
         line(str(i), {"model": "shipped", "prompt": f"p{i}", "max_tokens": 5 + 7 * (i % 9)})
         for i in range(120)
     ]
     write(files[0], lines)
-    command = [sys.executable, "-m", "dsv4_jax", "batch", "--repeatable",
+    command = [sys.executable, "-m", "dsv4_jax", "batch", "--repeatable", "--max-requests", "8",
                "--max-context-tokens", "256", str(files[0])]  # fmt: skip
-    started = time.monotonic()
-    subprocess.run([*command, str(tmp_path / "whole")], check=True)
-    whole_s, pick = time.monotonic() - started, random.Random(0)
-    for _ in range(12):
-        with subprocess.Popen([*command, str(files[1])]) as process:
-            time.sleep(whole_s * pick.uniform(0.4, 1))
+
+    def start(answers):
+        """A process that has compiled, and begins to answer."""
+        process = subprocess.Popen([*command, str(answers)], stderr=subprocess.PIPE)
+        while b"compiled in" not in process.stderr.readline():
+            assert process.poll() is None
+        return process
+
+    with start(tmp_path / "whole") as process:
+        started = time.monotonic()
+        process.communicate()
+        whole_s, pick = time.monotonic() - started, random.Random(0)
+    assert process.returncode == 0
+    counts = []
+    for _ in range(5):
+        with start(files[1]) as process:
+            time.sleep(whole_s * pick.uniform(0.05, 0.4))
             process.kill()
+        counts.append(files[1].read_bytes().count(b"\n"))
+        if counts[-1] == len(lines):
+            break
+    assert 0 < counts[0] < len(lines)
     subprocess.run([*command, str(files[1])], check=True)
     assert files[1].read_bytes() == (tmp_path / "whole").read_bytes()
 
