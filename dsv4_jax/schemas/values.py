@@ -90,35 +90,36 @@ def refuse(place: str, rule: str) -> NoReturn:
     raise SchemaError(f"{place[:200]} {rule}")
 
 
-_NEXT_TO_WHOLE = 1e-6
-"""How far numbers stay from a whole bound that is excluded, where llguidance would take it."""
+_MOST_PLACES = 9
+"""Digits behind the point of the bound that takes the place of a whole one."""
 
 
 def keep_out_whole_bounds(made: dict[str, Any], where: str) -> None:
-    """Moves an excluded bound beyond a whole number that llguidance would take.
+    """Replaces bounds that exclude a whole number by those that include the next one beyond it.
 
-    Of numbers above 3 and below 3.27 it takes 3, since both bounds begin with the same digits; so
-    it does below zero. The numbers from 3.000001 on are left.
+    llguidance takes 3 for a number above 3 and below 3.27, and so it does from 0 on, and below
+    zero. It joins bounds of several schemas itself, so that each is replaced wherever it stands.
+    The next whole number is exact; of other numbers those within 10^-9 of the bound are lost, or
+    within the last of 15 digits where the bound is large.
 
     Args:
       made: a schema as it was read; its bounds are changed.
       where: its place, for errors.
 
     Raises:
-      SchemaError: a double does not hold the bound that is moved.
+      SchemaError: a double does not hold the number beyond the bound.
     """
-    for sign, open_low, low, highs in (
-        (1, "exclusiveMinimum", "minimum", ("maximum", "exclusiveMaximum")),
-        (-1, "exclusiveMaximum", "maximum", ("minimum", "exclusiveMinimum")),
+    for sign, excluded, included in (
+        (1, "exclusiveMinimum", "minimum"),
+        (-1, "exclusiveMaximum", "maximum"),
     ):
-        bound = made.get(open_low)
-        given = [sign * made[name] for name in highs if name in made]
-        if bound is None or not given or sign * bound < 1 or bound != int(bound):
+        bound = made.get(excluded)
+        if bound is None or bound != int(bound) or sign * bound < 0:
             continue
-        if not sign * bound < min(given) < sign * bound + 1:
-            continue
-        moved = bound + sign * _NEXT_TO_WHOLE
-        if moved == bound or is_rounded(moved):
-            refuse(where, f"must have bounds that differ before the point, got {open_low}={bound}")
-        del made[open_low]
-        made[low] = sign * max(sign * moved, sign * made.get(low, moved))
+        places = min(_MOST_PLACES, MAX_DIGITS - len(str(abs(int(bound)))))
+        step = 1 if places <= 0 or made.get("type") == "integer" else 10.0**-places
+        beyond = int(bound) + sign * step
+        if is_rounded(beyond):
+            refuse(where, f"must have a bound nearer to 0 than {excluded}={bound}")
+        del made[excluded]
+        made[included] = sign * max(sign * beyond, sign * made.get(included, beyond))

@@ -232,14 +232,43 @@ def test_a_schema_of_many_optional_properties_is_held(grammars):
     ]
 
 
-def test_a_whole_bound_that_is_excluded_is_no_answer(grammars):
+ABOVE = {"type": "number", "exclusiveMinimum": 3}
+NEAR = {"maximum": 3.27}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        ABOVE | NEAR,
+        ABOVE | {"exclusiveMaximum": 3.275},
+        ABOVE | {"allOf": [NEAR]},
+        {"allOf": [ABOVE, {"type": "number"} | NEAR]},
+        ABOVE | {"anyOf": [NEAR, {"minimum": 9}]},
+        {"type": "number", "allOf": [{"$ref": "#/$defs/p"}], "$defs": {"p": ABOVE}} | NEAR,
+    ],
+)
+def test_a_whole_bound_that_is_excluded_is_no_answer(grammars, schema):
     """llguidance takes it where the other bound begins with the same digits."""
-    above = {"type": "number", "exclusiveMinimum": 3, "exclusiveMaximum": 3.27}
-    texts = ("3", "3.0", "3.000001", "3.1", "3.27")
-    assert taken(grammars, above, *texts) == [False, False, True, True, False]
+    texts = ("3", "3.0", "3.000000001", "3.1", "3.3")
+    assert taken(grammars, schema, *texts) == [False, False, True, True, False]
+
+
+def test_other_whole_bounds_that_are_excluded(grammars):
     below = {"type": "number", "minimum": -3.27, "exclusiveMaximum": -3}
-    found = taken(grammars, below, *(f"-{text}" for text in texts))
-    assert found == [False, False, True, True, True]
+    assert taken(grammars, below, "-3", "-3.0", "-3.1", "-3.27") == [False, False, True, True]
+    positive = {"type": "number", "exclusiveMinimum": 0, "maximum": 0.27}
+    assert taken(grammars, positive, "0", "0.0", "0.000000001", "0.1") == [False, False, True, True]
+    share = {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}
+    assert taken(grammars, share, "0", "0.9", "0.999", "1", "1.0") == [False, True, True] + 2 * [
+        False
+    ]
+    whole = {"type": "integer", "exclusiveMinimum": 3, "exclusiveMaximum": 6}
+    assert taken(grammars, whole, "3", "4", "5", "6") == [False, True, True, False]
+    for large in (10**6, 10**14, 10**15):
+        schema = {"type": "number", "exclusiveMinimum": large}
+        assert taken(grammars, schema, f"{large}", f"{large}.0", f"{2 * large}") == [
+            False, False, True,
+        ]  # fmt: skip
 
 
 def test_one_form_is_read_again_as_itself():
