@@ -124,8 +124,8 @@ def exclusive[S: Exclusive, **P, R](
 ) -> Callable[Concatenate[S, P], R]:
     """A method that is refused while another one is in progress, in any thread.
 
-    So it is while another thread holds the engine (`EngineCore._hold`). The method raises
-    `RuntimeError` then, and has touched nothing.
+    So it is while another thread holds the engine, as that of an `AsyncEngine` does. The method
+    raises `RuntimeError` then, and has touched nothing.
     """
     name = method.__name__.strip("_")
 

@@ -35,21 +35,19 @@ class EngineCore:
     """Serves requests on a cache of planned sizes.
 
     One call at a time: a second one, from another thread, a signal handler or a tokenizer, raises
-    `RuntimeError` and has touched nothing. While an `AsyncEngine` holds the engine, so does every
-    call but those of its thread. Each call does all or nothing: where one raises, be it
-    `KeyboardInterrupt` at any place, requests and metrics are as they were before it. The next call
-    then empties the cache, and what ran is computed again from the tokens it has, to the same
-    tokens. Where a stream or `generate` does several steps, each is a call in this sense. Only an
-    interrupt in the few instructions between the end of a call and its caller finds the call done
-    and its result lost.
+    `RuntimeError` and has touched nothing, and so does every call beside the `AsyncEngine` that
+    holds the engine. Each call does all or nothing: where one raises, be it `KeyboardInterrupt` at
+    any place, requests and metrics are as they were. The next call then empties the cache, and what
+    ran is computed again to the same tokens. Where a stream or `generate` does several steps, each
+    is a call in this sense. Only an interrupt between the end of a call and its caller finds the
+    call done and its result lost.
 
     A request is admitted when a slot and blocks for its prompt are free, oldest first; it gets
     further blocks before the steps that need them, and the youngest gives its own back if there
     are none. What it had drawn is computed again later, from the longest prefix still cached.
 
     With overlap the next step is in flight between two calls (`docs/design/architecture.md`).
-    What was submitted meanwhile joins the one after it.
-    Its attributes are those that `Engine` lists.
+    What was submitted meanwhile joins the one after it. Attributes are those that `Engine` lists.
     """
 
     def __init__(
@@ -91,9 +89,7 @@ class EngineCore:
 
     @property
     def cache(self) -> ModelCache:
-        """The cache as it is now, to look into, after the step in flight if there is one.
-
-        The next call may take it.
+        """The cache as it is now, after the step in flight, to look into until the next call.
 
         Raises:
           RuntimeError: an `AsyncEngine` holds the engine, whose next step would take it.
@@ -307,20 +303,6 @@ class EngineCore:
         if self._hosts is not None and not self._is_closed:
             self._is_closed = True
             self._runner.devices.stop()
-
-    @exclusive
-    def _hold(self, thread: threading.Thread) -> None:
-        """Gives the engine to one thread, which alone may call it until `_holder` is None again.
-
-        Raises:
-          RuntimeError: a thread holds it already, or requests of another caller have not ended.
-        """
-        if unfinished := len(self._loop.queue.running) + len(self._loop.queue.waiting):
-            raise RuntimeError(
-                f"an AsyncEngine takes an engine without unfinished requests, and {unfinished} of "
-                "this one's run or wait; let generate, streams and steps end them, or cancel them"
-            )
-        self._holder = thread
 
     def _settle(self) -> None:
         """What is left of calls that raised, and of streams that were dropped.

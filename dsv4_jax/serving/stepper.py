@@ -14,7 +14,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from dsv4_jax.serving.calls import exclusive
 from dsv4_jax.serving.engine import Engine
+from dsv4_jax.serving.engine_core import EngineCore
 from dsv4_jax.serving.feed import (
     EngineClosedError,
     Feed,
@@ -70,7 +72,7 @@ class Stepper:
         self._failures = 0
         self._thread = threading.Thread(target=self._run, name="dsv4-jax-engine", daemon=True)
         try:
-            engine._hold(self._thread)
+            _hold(engine, self._thread)
             atexit.register(self.stop_and_join)
             self._thread.start()
         except BaseException:
@@ -355,3 +357,18 @@ class _Look:
 def _set(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
+
+
+@exclusive
+def _hold(engine: EngineCore, thread: threading.Thread) -> None:
+    """Gives an engine to one thread, which alone may call it until its `_holder` is None again.
+
+    Raises:
+      RuntimeError: a thread holds it already, or requests of another caller have not ended.
+    """
+    if unfinished := len(engine._loop.queue.running) + len(engine._loop.queue.waiting):
+        raise RuntimeError(
+            f"an AsyncEngine takes an engine without unfinished requests, and {unfinished} of "
+            "this one's run or wait; let generate, streams and steps end them, or cancel them"
+        )
+    engine._holder = thread

@@ -82,9 +82,13 @@ class Browser:
         self._call("POST", "/goog/cdp/execute", {"cmd": name, "params": parameters})
 
     def log(self):
-        """What the console was told of, such as a violated policy."""
+        """What the console was told of, such as a violated policy.
+
+        A page may have asked a server for its state after that server's end, which says nothing.
+        """
         entries = self._call("POST", "/se/log", {"type": "browser"})
-        return [one["message"] for one in entries if one["level"] in ("SEVERE", "WARNING")]
+        told = [one["message"] for one in entries if one["level"] in ("SEVERE", "WARNING")]
+        return [one for one in told if not one.endswith("net::ERR_CONNECTION_REFUSED")]
 
     def screenshot(self, path):
         pathlib.Path(path).write_bytes(base64.b64decode(self._call("GET", "/screenshot")))
