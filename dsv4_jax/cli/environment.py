@@ -38,13 +38,17 @@ def prepare_jax() -> None:
 
 
 def _check_flags() -> None:
-    """Lets another process read the flags.
+    """Lets another process read the flags, with XLA's log on, since that tells the reason.
 
     Raises:
       ValueError: it was ended by one of them.
     """
     done = subprocess.run(
-        [sys.executable, "-c", _READ_FLAGS], capture_output=True, text=True, errors="replace"
+        [sys.executable, "-c", _READ_FLAGS],
+        env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "0"},
+        capture_output=True,
+        text=True,
+        errors="replace",
     )
     told = next((line for line in done.stderr.splitlines() if "] " in line), None)
     if done.returncode and told:
