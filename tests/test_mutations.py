@@ -1,8 +1,8 @@
-"""The faults of `programs/mutations.py` still fit the code; whether tests catch them, it says."""
+"""The faults of `tools/mutations.py` still fit the code; whether tests catch them, it says."""
 
 import pytest
 
-from programs import mutations
+from tools import mutations
 
 ROOT = mutations.ROOT
 

@@ -1,6 +1,6 @@
 """Every notebook runs to its end, on public names alone, and keeps what it printed and drew.
 
-`python -m programs.notebooks` keeps them. The default run looks at what is kept, and at the cells'
+`python -m tools.notebooks` keeps them. The default run looks at what is kept, and at the cells'
 syntax and imports; the slow one runs them again and compares text and pictures loosely.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from matplotlib import image
 
-from programs import notebooks
+from tools import notebooks
 
 NOTEBOOKS = sorted((pathlib.Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 MAX_BYTES = 1_500_000

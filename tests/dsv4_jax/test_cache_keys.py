@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from dsv4_jax import cache_keys
-from programs import aot
+from tools import aot
 
 pytestmark = pytest.mark.skipif(aot.unavailable() is not None, reason=str(aot.unavailable()))
 
@@ -26,7 +26,7 @@ CODE = """
 import hashlib, json, sys
 import dsv4_jax as ds
 from jax._src import cache_key
-from programs import aot
+from tools import aot
 folder, names = json.loads(sys.argv[1])
 def call_of_a_user(*arrays):
     return function(*arrays)
@@ -47,7 +47,7 @@ print(json.dumps(keys))
 
 def copy_to(folder, *, lines=0):
     """The packages and the cases, with so many comments above all code."""
-    for name in ("dsv4_jax", "pallas_kernels", "tests"):
+    for name in ("dsv4_jax", "pallas_kernels", "tests", "tools"):
         shutil.copytree(
             ROOT / name, folder / name, ignore=shutil.ignore_patterns("data", "__pycache__")
         )

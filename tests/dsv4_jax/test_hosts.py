@@ -17,7 +17,7 @@ from dsv4_jax import hosts
 from dsv4_jax.cache.slot_changes import SlotChanges
 from dsv4_jax.serving import host_calls
 from helpers import gpu_processes
-from programs import hosts_engine
+from tools import hosts_engine
 
 TIMEOUT_S = 0.4
 

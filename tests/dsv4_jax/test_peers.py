@@ -14,7 +14,7 @@ from dsv4_jax.model.params import param_shapes
 from dsv4_jax.serving import engine
 from pallas_kernels.common.backend import FallbackWarning
 from pallas_kernels.peer_collectives import PeerLayout
-from programs import peers_check, peers_of_processes
+from tools import peers_check, peers_of_processes
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import dsv4_jax as ds
-from programs import aot
+from tools import aot
 
 FORKED = """
 import json, os, sys, traceback
@@ -170,7 +170,7 @@ def test_the_second_process_finds_what_the_first_compiled(tmp_path):
 def test_a_kernel_lowered_again_is_the_same_program():
     """To jax 0.11 it has another number, and a cache that knows programs by their text misses."""
     code = (
-        "import dsv4_jax as ds; from programs import aot; from jax._src import cache_key; "
+        "import dsv4_jax as ds; from tools import aot; from jax._src import cache_key; "
         "[case] = aot.collect('sm_90a', ('select_top_k/top 512 of 64 x 4096',)).values(); "
         "lower = lambda: aot.lower_case('sm_90a', lambda *x: case[0](*x), *case[1:]); "
         "key = lambda: cache_key._canonicalize_ir(lower()._lowering.stablehlo(), False); "

@@ -1,6 +1,6 @@
 """What the compilers make of the kernels for H200 and B200, against recorded figures.
 
-Cases come from the `AOT_CASES` of the modules beside this one; `programs.aot` says how to add one.
+Cases come from the `AOT_CASES` of the modules beside this one; `tools.aot` says how to add one.
 """
 
 import functools
@@ -15,7 +15,7 @@ from jax.experimental.pallas import triton as pltri
 from helpers import slow
 from pallas_kernels.gpu import mosaic
 from pallas_kernels.product import wgmma
-from programs import aot, aot_figures
+from tools import aot, aot_figures
 
 pytestmark = pytest.mark.skipif(aot.unavailable() is not None, reason=str(aot.unavailable()))
 
@@ -151,7 +151,7 @@ def compiled(request):
 @each_target
 def test_every_case_is_recorded(target):
     cases = [case for case in aot.collect(target) if not case.startswith(aot.BROKEN)]
-    assert cases == list(RECORDED.get(target, {})), "run `python -m programs.aot --record`"
+    assert cases == list(RECORDED.get(target, {})), "run `python -m tools.aot --record`"
 
 
 @pytest.mark.parametrize(

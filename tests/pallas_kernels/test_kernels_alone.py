@@ -12,7 +12,7 @@ from pallas_kernels.hyper_connections import triton_gpu as hyper_connections
 from pallas_kernels.product import Shapes, triton_rows
 from pallas_kernels.product.choose_tiling import choose_tiling
 from pallas_kernels.write_streams import triton_gpu as write_streams
-from programs import kernels_alone, product_calls
+from tools import kernels_alone, product_calls
 
 
 @pytest.mark.parametrize("name", slow.all_but(["gather"], list(kernels_alone.CALLS)))

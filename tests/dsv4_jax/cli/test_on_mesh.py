@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from programs.mesh_check import ENVIRONMENT
+from tools.mesh_check import ENVIRONMENT
 
 pytestmark = pytest.mark.slow
 MESH = ("--data", "2", "--model", "2")

@@ -19,7 +19,7 @@ from dsv4_jax.serving.grammar_trials import GrammarBounds
 from helpers import failing_grammars
 from helpers.serve import BYTES_ALONE, MODEL, running
 from helpers.serving import until
-from programs import health_load
+from tools import health_load
 
 HI = [{"role": "user", "content": "hi"}]
 CHAT = "/v1/chat/completions"

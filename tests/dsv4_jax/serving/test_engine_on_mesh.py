@@ -1,4 +1,4 @@
-"""An engine on a mesh, mostly in `programs.mesh_engine`, and what it refuses."""
+"""An engine on a mesh, mostly in `tools.mesh_engine`, and what it refuses."""
 
 import json
 import re
@@ -9,7 +9,7 @@ import pytest
 import dsv4_jax as ds
 from dsv4_jax.serving import sizing
 from helpers import serving
-from programs import mesh_engine, mesh_grammars, two_shards
+from tools import mesh_engine, mesh_grammars, two_shards
 
 MESHES = ("1x1", "1x2", "2x1", "2x2", "4x2")
 

@@ -14,7 +14,7 @@ import dsv4_jax as ds
 from dsv4_jax import collectives
 from dsv4_jax.model.params import param_shapes
 from helpers import slow
-from programs import aot, mesh_at_size, mesh_check, mesh_split
+from tools import aot, mesh_at_size, mesh_check, mesh_split
 
 TOLERANCE = 2e-5
 MESHES = ("1x1", "1x2", "1x8", "2x1", "8x1", "2x4", "4x2")

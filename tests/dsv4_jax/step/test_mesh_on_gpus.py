@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from programs import mesh_check, mesh_graphs, mesh_on_gpus, mesh_results
+from tools import mesh_check, mesh_graphs, mesh_on_gpus, mesh_results
 
 TOLERANCE = 1e-4
 """Of float32 logits, in units of their spread; a request has seen up to 150 tokens."""
@@ -21,7 +21,7 @@ ON_CPUS = {
 }
 
 
-def run(*arguments, program="programs.mesh_on_gpus", **environment):
+def run(*arguments, program="tools.mesh_on_gpus", **environment):
     """Exit status and lines of a program, those that are JSON."""
     paths = [str(mesh_check.TESTS.parent), str(mesh_check.TESTS), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | environment | {"PYTHONPATH": os.pathsep.join(paths)}
@@ -61,7 +61,7 @@ def test_the_program_runs_on_cpus():
 def test_steps_are_timed_with_each_choice_of_command_buffers():
     """CPUs have none, and take no notice of the flags."""
     small = ("--tiny", "--layers", "1", "--points", "2@200", "1@200/split", "--limit-s", "600")
-    status, lines = run(*small, program="programs.mesh_graphs", **ON_CPUS)
+    status, lines = run(*small, program="tools.mesh_graphs", **ON_CPUS)
     assert status == 0, lines
     assert lines[-1]["best"].keys() == {"2@200", "1@200/split"}
     assert lines[-1]["step_ms"]["2@200"].keys() == mesh_graphs.SETTINGS.keys()

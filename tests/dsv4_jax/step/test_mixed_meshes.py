@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from programs import mixed_meshes
+from tools import mixed_meshes
 
 ELSEWHERE = "must lie on the mesh of the other arguments"
 MESSAGES = {

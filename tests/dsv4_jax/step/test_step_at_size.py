@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from programs import aot
+from tools import aot
 
 pytestmark = [
     pytest.mark.slow,
@@ -21,7 +21,7 @@ def figures(layers, batch, *options):
     """In a process of its own: Mosaic GPU fixes its architecture at the first compilation."""
     paths = os.pathsep.join([str(TESTS.parent), str(TESTS)])
     done = subprocess.run(
-        [sys.executable, "-m", "programs.step_at_size", str(layers), str(batch), *options],
+        [sys.executable, "-m", "tools.step_at_size", str(layers), str(batch), *options],
         env=os.environ | {"PYTHONPATH": paths},
         capture_output=True,
         text=True,

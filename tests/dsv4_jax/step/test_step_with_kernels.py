@@ -9,7 +9,7 @@ import pytest
 import dsv4_jax as ds
 from dsv4_jax.cache.handle import LayerCacheHandle
 from helpers.configs import first_layers
-from programs import step_check
+from tools import step_check
 
 
 def small(name, layers):

@@ -1,9 +1,9 @@
 """Plants one fault at a time and runs the tests of its room, of which one has to fail.
 
-    python -m programs.mutations --list
-    python -m programs.mutations                             all of them, about half an hour
-    python -m programs.mutations --only commit_counts sink   some
-    python -m programs.mutations --only kernel_              those whose names begin so
+    python -m tools.mutations --list
+    python -m tools.mutations                             all of them, about half an hour
+    python -m tools.mutations --only commit_counts sink   some
+    python -m tools.mutations --only kernel_              those whose names begin so
 
 Each fault is an edit of one line in a temporary copy of the tree. The default tests run first, and
 those marked slow only where all of them pass. A fault is caught if a test fails; if none does it
@@ -26,7 +26,7 @@ import time
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[1]
 ALL_PASSED, NONE_CHOSEN = "survived", "no test was chosen"
 LEFT_OUT = (".git", ".venv", "build", "__pycache__", "*.egg-info", ".pytest_cache", ".hypothesis")
 

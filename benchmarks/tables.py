@@ -6,10 +6,10 @@ They are made from tests/data/gpu_results.json, one table for each run.
 import json
 import pathlib
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "benchmarks" / "kernels.md"
 RESULTS = ROOT / "tests" / "data" / "gpu_results.json"
-BEGIN = "<!-- kernel tables: made by tests/benchmarks/tables.py -->\n"
+BEGIN = "<!-- kernel tables: made by benchmarks/tables.py -->\n"
 END = "<!-- end -->\n"
 _HEAD = ["op", "shape", "ours, us", "baseline", "baseline, us", "ratio", "share of the roofline"]
 

@@ -1,4 +1,4 @@
-"""Small calls of the kernels that multiply weights, for `programs.kernels_alone`.
+"""Small calls of the kernels that multiply weights, for `tools.kernels_alone`.
 
 Weights are quantised on the CPU, and no reference runs on the GPU.
 """

@@ -128,7 +128,7 @@ def chain(mesh, function, turns):
 
 
 def measure(mesh, peers, function, shapes, *, turns=TURNS):
-    """us of a turn, and of the collective's own launches, if a profiler sees them."""
+    """Us of a turn, and of the collective's own launches, if a profiler sees them."""
     where = NamedSharding(mesh, P())
     make = jax.jit(
         lambda: tuple(jnp.ones(shape, dtype) for shape, dtype in shapes), out_shardings=where
@@ -149,7 +149,7 @@ def _call(compiled, peers, state):
 
 
 def kernel_times(program, state):
-    """us of every launch of a collective in one call, on all devices; the profiler may see none."""
+    """Us of every launch of a collective in one call, on all devices; the profiler may see none."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(program(state))

@@ -1,6 +1,6 @@
 """Answers that follow grammars on a mesh of CPU devices, and on one device.
 
-    python -m programs.mesh_grammars 2x2 1x2 2x1
+    python -m tools.mesh_grammars 2x2 1x2 2x1
 
 Prints, as JSON, for each mesh and for "one device": tokens without drafts, tokens with drafts, how
 many drafts were kept, and the texts. `run` runs it in a process of its own, for the number of
@@ -15,7 +15,7 @@ import numpy as np
 import dsv4_jax as ds
 from dsv4_jax.serving import Grammar
 from helpers import serving
-from programs.mesh_check import run_program
+from tools.mesh_check import run_program
 
 END, VOCAB = 257, 260
 EXPRESSION, LARK = "(ab|cd){3,9}", 'start: "x" <[65]> /[0-9]{2}/'

@@ -1,8 +1,8 @@
 """Steps and engines on every mesh that the devices allow, against the same on one of them.
 
-    python -m programs.mesh_on_gpus                            all GPUs, layers of released shapes
+    python -m tools.mesh_on_gpus                            all GPUs, layers of released shapes
     XLA_FLAGS=--xla_force_host_platform_device_count=2 \\
-        python -m programs.mesh_on_gpus --tiny --jobs 1        CPU devices, a small model
+        python -m tools.mesh_on_gpus --tiny --jobs 1        CPU devices, a small model
 
 A place is one device, or a mesh such as 1x2, maybe with a split cache ("1x2 split"), maybe with
 rows dealt over `model` however few they are ("1x2 dealt"). Each has three processes of its own, for
@@ -38,9 +38,9 @@ from dsv4_jax.mesh import BY_ROW, on_mesh
 from helpers import serving
 from helpers.engine_life import Life
 from pallas_kernels.common.backend import FallbackWarning
-from programs import mesh_engine
-from programs.mesh_check import ROWS, Runner, jit_prefill, jit_stage
-from programs.mesh_results import against, complaints, differing_rows
+from tools import mesh_engine
+from tools.mesh_check import ROWS, Runner, jit_prefill, jit_stage
+from tools.mesh_results import against, complaints, differing_rows
 
 OF_STEPS = ("logits", "again", "cuts", "alone", "rows", "drafts", "selected")
 OF_ENGINES = ("engine", "damage")
@@ -329,7 +329,7 @@ def run_all(names, arguments, folder):
     while waiting or running:
         while waiting and len(running) < arguments.jobs:
             name, parts = waiting.pop(0)
-            command = [sys.executable, "-m", "programs.mesh_on_gpus", "--place", name]
+            command = [sys.executable, "-m", "tools.mesh_on_gpus", "--place", name]
             command += ["--folder", str(folder), "--parts", *parts, *["--tiny"] * arguments.tiny]
             log = (folder / f"{name} {parts[0]}.log").open("w+")
             running[name, parts[0]] = subprocess.Popen(command, stdout=log), log, 0

@@ -1,4 +1,4 @@
-"""An engine's decode step beside its program and a loop: `python -m programs.engine_step CONFIG`.
+"""An engine's decode step beside its program and a loop: `python -m tools.engine_step CONFIG`.
 
 CONFIG is as for `benchmarks.bench_engine`, and so is the loop, whose tokens stay on the device.
 Prompts of one token, so that only decode steps are compiled. Prints ms a step of the engine's

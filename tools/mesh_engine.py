@@ -1,7 +1,7 @@
 """An engine on a mesh of CPU devices: random lives, greedy tokens, planted damage.
 
-    python -m programs.mesh_engine 2x2 --events 40 --damage
-    python -m programs.mesh_engine 4x2 2x1 --seeds 0 1 2 --events 300 --scarce
+    python -m tools.mesh_engine 2x2 --events 40 --damage
+    python -m tools.mesh_engine 4x2 2x1 --seeds 0 1 2 --events 300 --scarce
 
 Prints, as JSON, for each mesh the greedy tokens of a few prompts, what happened in the lives, and
 what `verify` found of the damage. A life raises where a request does not get, to the bit, what the
@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 import dsv4_jax as ds
 from helpers import serving
 from helpers.engine_life import Life
-from programs.mesh_check import run_program
+from tools.mesh_check import run_program
 
 PROMPT_TOKENS = (5, 150, 37, 1, 90, 61)
 FEW_BLOCKS, FEW_SNAPSHOTS = 4, 3

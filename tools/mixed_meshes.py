@@ -1,6 +1,6 @@
 """What is said of arguments on different meshes, and of meshes that no step can run on.
 
-    python -m programs.mixed_meshes
+    python -m tools.mixed_meshes
 
 Prints, as JSON by name, the error of each misuse, or null where there was none. `run` runs it in a
 process of its own, for the number of devices is set before JAX starts.
@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 import dsv4_jax as ds
 from dsv4_jax.allocator.pending_changes import idle_changes
 from dsv4_jax.step.serve_step import jit_plain_decode_step
-from programs.mesh_check import Runner, run_program, smallest
+from tools.mesh_check import Runner, run_program, smallest
 
 SIZES = {"max_requests": 8, "max_context_tokens": 160, "cache_format": "f32"}
 

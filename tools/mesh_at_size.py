@@ -1,7 +1,7 @@
 """Compiles a step of real sizes for a host of H200s that are not there.
 
-    python -m programs.mesh_at_size 1x2 8x1 --config flash --batch 8 --drafts 1
-    python -m programs.mesh_at_size 1x2 8x1 --config flash --own-kernels ALL_COLLECTIVES
+    python -m tools.mesh_at_size 1x2 8x1 --config flash --batch 8 --drafts 1
+    python -m tools.mesh_at_size 1x2 8x1 --config flash --own-kernels ALL_COLLECTIVES
 
 Prints, as JSON, for each mesh "DATAxMODEL": bytes of arguments on a device, of weights and cache
 among them, bytes that are updated in place and taken beside them, launches, and every collective by
@@ -38,8 +38,8 @@ from dsv4_jax.step.draws import DrawnCounts, TokenMasks
 from dsv4_jax.step.sampling import MAX_LOGIT_BIAS, stack_sampling
 from dsv4_jax.step.serve_step import ServeOutput, jit_serve_step
 from pallas_kernels.common.backend import forbid_fallbacks
-from programs import aot, aot_figures
-from programs.step_at_size import _serve_input, chosen_config
+from tools import aot, aot_figures
+from tools.step_at_size import _serve_input, chosen_config
 
 _LINKS = "gpu_device_info {\n  device_interconnect_info { active_links: 18 }"
 """Without it, XLA believes that there is no NVLink."""
@@ -190,7 +190,7 @@ def collectives(hlo, *, layers):
 
 def run(*arguments):
     """What the program prints, in a process of its own."""
-    command = [sys.executable, "-m", "programs.mesh_at_size", *arguments]
+    command = [sys.executable, "-m", "tools.mesh_at_size", *arguments]
     done = subprocess.run(command, env=aot.environment(), capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")

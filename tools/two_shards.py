@@ -1,7 +1,7 @@
 """A plugin of pytest: engines of `helpers.serving` are on two data shards, twice as large.
 
     XLA_FLAGS=--xla_force_host_platform_device_count=2 \
-        pytest -p programs.two_shards tests/dsv4_jax/serving/test_drafting.py
+        pytest -p tools.two_shards tests/dsv4_jax/serving/test_drafting.py
 
 `run` does so in a process of its own, for the number of devices is set before JAX starts.
 """
@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 
-from programs.mesh_check import ENVIRONMENT, TESTS
+from tools.mesh_check import ENVIRONMENT, TESTS
 
 COUNTED = ("max_requests", "num_blocks", "num_snapshots")
 """Sizes of all data shards together."""
@@ -46,7 +46,7 @@ def run(*tests):
         "-p",
         "no:cacheprovider",
         "-p",
-        "programs.two_shards",
+        "tools.two_shards",
     )
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *tests],

@@ -1,6 +1,6 @@
 """Losses of a checkpoint by entries that CSA layers select, and by tokens that come before.
 
-    python -m programs.loss_table large --corpus corpus.npz --rows 16
+    python -m tools.loss_table large --corpus corpus.npz --rows 16
 
 The first table is of the tokens that see more entries than the checkpoint selects, the second of
 the last 1,024 tokens of the same rows. Differences are from the checkpoint as it is, row by row.

@@ -1,4 +1,4 @@
-"""The picture of the page in the documents: `python -m programs.page_picture docs/page.png`.
+"""The picture of the page in the documents: `python -m tools.page_picture docs/page.png`.
 
 Serves the shipped checkpoint to requests that share parts of a document, and photographs the page
 in Chromium. `--dark` and `--width` show it otherwise.

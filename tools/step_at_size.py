@@ -6,7 +6,7 @@ shapes. With `--drafts` it is the engine's step, draft block included, with `--s
 call of several decode steps, else a decode step. Flash with all its experts, as the release stores
 them:
 
-    python -m programs.step_at_size 43 1 --config flash --weights released --drafts 1
+    python -m tools.step_at_size 43 1 --config flash --weights released --drafts 1
 """
 
 import argparse
@@ -30,7 +30,7 @@ from dsv4_jax.model.weight_sizes import FORMATS, walk_weights, weight_format
 from dsv4_jax.step.decode_steps import jit_plain_decode_steps
 from dsv4_jax.step.serve_step import ServeInput, jit_serve_step
 from pallas_kernels.common.weights import weight_bytes
-from programs import aot, aot_figures
+from tools import aot, aot_figures
 
 _NO_REMATERIALIZATION = {"xla_disable_hlo_passes": "rematerialization"}
 """XLA computes small values again in every layer where a model does not leave room on the GPU."""

@@ -8,8 +8,8 @@ A test module registers cases by exporting
 "@sm_90a" is compiled for that target alone. Mosaic GPU fixes its architecture at the first
 compilation, so that a process compiles for one target.
 
-    python -m programs.aot sm_90a [--only gather_entries]    prints figures
-    python -m programs.aot --record [--only gather_entries]  writes them to tests/data/compiled.json
+    python -m tools.aot sm_90a [--only gather_entries]    prints figures
+    python -m tools.aot --record [--only gather_entries]  writes them to tests/data/compiled.json
 """
 
 import argparse
@@ -27,9 +27,9 @@ import jax
 from jax.experimental import topologies
 
 from pallas_kernels.gpu import devices
-from programs import aot_figures
+from tools import aot_figures
 
-TESTS = pathlib.Path(__file__).parents[1]
+TESTS = pathlib.Path(__file__).parents[1] / "tests"
 RECORDED = TESTS / "data" / "compiled.json"
 SERIES = ".".join(jax.__version__.split(".")[:2])
 BROKEN = "compiled/"
@@ -100,7 +100,7 @@ def read_recorded():
 
 def figures_of(target, names=()):
     """{case: figures} of the cases whose names begin so, or all, from a process of its own."""
-    command = [sys.executable, "-m", "programs.aot", target, "--only", *names]
+    command = [sys.executable, "-m", "tools.aot", target, "--only", *names]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")

@@ -1,6 +1,6 @@
 """A step with kernels against the same step with references, on one device and equal inputs.
 
-    python -m programs.step_check --config flash_slim --context 1048576 --json out.json
+    python -m tools.step_check --config flash_slim --context 1048576 --json out.json
 
 Op by op: each op of a layer of each attention type runs both ways on the same filled cache, so
 that an error of one op does not reach the next. Selections are compared as sets and flips counted,

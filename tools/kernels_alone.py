@@ -1,7 +1,7 @@
 """A small call of every kernel and nothing beside it, for tools that watch a GPU's memory.
 
-    compute-sanitizer --tool racecheck python -m programs.kernels_alone flush_csa scores_fp8
-    python -m programs.kernels_alone            names the calls
+    compute-sanitizer --tool racecheck python -m tools.kernels_alone flush_csa scores_fp8
+    python -m tools.kernels_alone            names the calls
 
 Inputs are drawn on the CPU, and no reference runs on the GPU: in a process where one does,
 compute-sanitizer itself may end with a segmentation fault.
@@ -27,7 +27,7 @@ from pallas_kernels.select_top_k import mosaic_gpu as select_kernel
 from pallas_kernels.select_top_k import ptx, radix_steps
 from pallas_kernels.sparse_attention import call_shapes, op
 from pallas_kernels.sparse_attention.reference import Arguments
-from programs import product_calls
+from tools import product_calls
 
 ATTENTION, TOKENS = attention_cases.SMALLEST_FOR_A_KERNEL, ((300, 9, 0), (1, 1, 2))
 FREQUENCIES = np.float32(100.0 ** -np.linspace(0, 1, ATTENTION.rope_dim // 2))

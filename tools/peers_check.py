@@ -1,6 +1,6 @@
 """Peer buffers on eight CPU devices, which have no kernels for them.
 
-    python -m programs.peers_check
+    python -m tools.peers_check
 
 Prints a JSON object: whether each header has the addresses of its axis and the rest is as new,
 which collectives of a step are given a buffer, and how many logits differ from those without them.
@@ -19,7 +19,7 @@ from dsv4_jax.cache.snapshots import init_snapshot_store
 from dsv4_jax.step.serve_step import jit_serve_step
 from helpers import host_memory
 from pallas_kernels.peer_collectives.buffer import EMPTY, PeerLayout
-from programs.mesh_check import ROWS, Runner, run_program, smallest
+from tools.mesh_check import ROWS, Runner, run_program, smallest
 
 MESH = (2, 4)
 

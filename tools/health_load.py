@@ -1,6 +1,6 @@
 """Asks a server for its health while other requests cost it all that they can.
 
-    python -m programs.health_load URL MODEL SECONDS
+    python -m tools.health_load URL MODEL SECONDS
 
 Prints a line of JSON: the 50th and 99th percentile of the seconds that `/health` took, and of
 those that a server took meanwhile that does nothing else, which say how busy the machine is.
@@ -113,7 +113,7 @@ async def load_all(url, model, seconds):
 def program(*arguments):
     """This program, in a process of its own."""
     return subprocess.Popen(
-        [sys.executable, "-m", "programs.health_load", *arguments],
+        [sys.executable, "-m", "tools.health_load", *arguments],
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -1,7 +1,7 @@
 """A cache whose blocks are dealt over `model`, on meshes of eight CPU devices, against one device.
 
-    python -m programs.mesh_split 1x2                    layers alone: what is selected and attended
-    python -m programs.mesh_split 1x8 2x4 --steps 40     random schedules of every kind of step
+    python -m tools.mesh_split 1x2                    layers alone: what is selected and attended
+    python -m tools.mesh_split 1x8 2x4 --steps 40     random schedules of every kind of step
 
 Prints, as JSON, for each mesh what differs and by how much. `run` runs it in a process of its own.
 """
@@ -19,8 +19,8 @@ import dsv4_jax as ds
 from dsv4_jax.collectives import gather_over_model
 from dsv4_jax.mesh import BY_ROW, MODEL, axis_size, on_mesh, place_on, put
 from helpers import configs
-from programs import mesh_check
-from programs.mesh_check import ROWS, Runner, run_program
+from tools import mesh_check
+from tools.mesh_check import ROWS, Runner, run_program
 
 CONTEXT = 128 * 11 + 5
 """Tokens of a request: no multiple of blocks, nor blocks of devices."""

@@ -1,8 +1,8 @@
 """An engine on a mesh of four devices that lie in one, two or four processes.
 
-    python -m programs.hosts_engine 2 --mesh 2x2                      tokens, as JSON
-    python -m programs.hosts_engine 2 --mesh 2x2 --lost 1 --how stop  one is lost in the middle
-    python -m programs.hosts_engine 2 --mesh 1x4 --gpus               on GPUs, at released shapes
+    python -m tools.hosts_engine 2 --mesh 2x2                      tokens, as JSON
+    python -m tools.hosts_engine 2 --mesh 2x2 --lost 1 --how stop  one is lost in the middle
+    python -m tools.hosts_engine 2 --mesh 1x4 --gpus               on GPUs, at released shapes
 
 Starts the processes and prints, as JSON, the exit status of each, what it wrote to stderr, the
 seconds that it lived on after one was lost, and what process 0 printed.
@@ -21,7 +21,7 @@ import time
 import pytest
 
 from helpers import gpu_processes, serving
-from programs.mesh_check import ENVIRONMENT, TESTS
+from tools.mesh_check import ENVIRONMENT, TESTS
 
 DEVICES, TIMEOUT_S, LOST_AT_STEP = 4, 10.0, 3
 
@@ -33,7 +33,7 @@ def be_one(arguments):
 
     if count > 1:
         ds.hosts.join_hosts(f"127.0.0.1:{port}", count, number, timeout_s=TIMEOUT_S)
-    from programs import mesh_engine, mesh_on_gpus
+    from tools import mesh_engine, mesh_on_gpus
 
     if arguments.gpus:
         serving.CONFIG, params = mesh_on_gpus.model(mesh_on_gpus.RELEASED)
@@ -84,7 +84,7 @@ def run(count, mesh, lost=-1, how="kill", *, split=False, gpus=False, steps=0):
     if not gpus:
         flags = ENVIRONMENT["XLA_FLAGS"].replace("count=8", f"count={DEVICES // count}")
         environment |= ENVIRONMENT | {"XLA_FLAGS": flags}
-    command = [sys.executable, "-m", "programs.hosts_engine", str(count), "--mesh", mesh]
+    command = [sys.executable, "-m", "tools.hosts_engine", str(count), "--mesh", mesh]
     command += ["--lost", str(lost), "--how", how, *["--split"] * split, *["--gpus"] * gpus]
     command += ["--steps", str(steps)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

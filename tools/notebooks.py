@@ -1,4 +1,4 @@
-"""Runs the notebooks on a CPU and keeps their outputs: `python -m programs.notebooks [names]`.
+"""Runs the notebooks on a CPU and keeps their outputs: `python -m tools.notebooks [names]`.
 
 A name is how a file begins, such as `03`; without any all of them run. With PYTHONPATH=.:tests.
 """
@@ -11,7 +11,7 @@ import sys
 import nbformat
 from nbclient import NotebookClient
 
-FOLDER = pathlib.Path(__file__).parents[2] / "notebooks"
+FOLDER = pathlib.Path(__file__).parents[1] / "notebooks"
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "MPLBACKEND": "module://matplotlib_inline.backend_inline"}
 
 

@@ -1,10 +1,10 @@
 """Steps on meshes of eight CPU devices against the same steps on one device.
 
-    python -m programs.mesh_check 2x4 1x2            prefill in chunks, then decoding; two layers
-    python -m programs.mesh_check 2x4 --all          every kind of step, of scanned layers
-    python -m programs.mesh_check 2x4 --dealt        rows dealt over `model` between sublayers
-    python -m programs.mesh_check 8x1 --rows         rows gathered in E4M3 against BF16's
-    python -m programs.mesh_check 1x4 --sums         sums over devices against those in their order
+    python -m tools.mesh_check 2x4 1x2            prefill in chunks, then decoding; two layers
+    python -m tools.mesh_check 2x4 --all          every kind of step, of scanned layers
+    python -m tools.mesh_check 2x4 --dealt        rows dealt over `model` between sublayers
+    python -m tools.mesh_check 8x1 --rows         rows gathered in E4M3 against BF16's
+    python -m tools.mesh_check 1x4 --sums         sums over devices against those in their order
 
 Prints, as JSON, for each mesh the largest difference of logits, and whose tokens differ. `run` runs
 it in a process of its own, for the number of devices is set before JAX starts.
@@ -40,7 +40,7 @@ ENVIRONMENT = {
     "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES} "
     "--xla_backend_optimization_level=0",  # compiles in half the time
 }
-TESTS = pathlib.Path(__file__).parents[1]
+TESTS = pathlib.Path(__file__).parents[1] / "tests"
 ROWS, CONTEXT, DRAFTS = 8, 160, 2
 PROMPT_TOKENS = (5, 37, 18, 1, 40, 29, 33, 12)
 """Tokens of each request; some close windows of both compressors."""
@@ -361,7 +361,7 @@ def run_program(name, *arguments):
     """What a program prints, as JSON, where there are eight CPU devices."""
     paths = [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-m", f"programs.{name}", *arguments]
+    command = [sys.executable, "-m", f"tools.{name}", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
