@@ -30,7 +30,7 @@ LONG_FILES = {
 COMPILED_FOR_OTHERS = {
     "dsv4_jax/bench/test_load.py",
     "dsv4_jax/serving/test_drafting.py",
-    "dsv4_jax/serving/test_programs.py",
+    "dsv4_jax/serving/device/test_programs.py",
 }
 """The first of their kind: what they compile many others take, whom the workers get later."""
 QUICKLY_COMPILED = (

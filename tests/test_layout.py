@@ -156,6 +156,35 @@ def test_a_room_imports_only_what_it_is_allowed_to():
                 assert room == own or room in ROOMS[own], f"{path} imports {module}"
 
 
+SERVING_ROOMS = {
+    "metrics": set(),
+    "sizing": set(),
+    "requests": set(),
+    "schedule": {"metrics", "sizing", "requests"},
+    "device": {"metrics", "sizing", "requests", "schedule"},
+    "loop": {"metrics", "sizing", "requests", "schedule", "device"},
+    "engine_core": {"metrics", "sizing", "requests", "schedule", "device", "loop"},
+    "engine_state": {"metrics", "requests", "engine_core"},
+    "engine": {"sizing", "requests", "engine_core"},
+    "asynchronous": {"metrics", "requests", "engine_core", "engine_state", "engine"},
+}
+"""Rooms and files of `serving`, and what each imports of the others."""
+
+
+def test_the_rooms_of_serving_import_in_one_direction():
+    seen, found = set(), {}
+    for room, imported in SERVING_ROOMS.items():
+        assert imported <= seen, f"{room} imports rooms that come after it: {imported - seen}"
+        seen.add(room)
+    for path in ROOT.glob("dsv4_jax/serving/**/*.py"):
+        own = path.relative_to(ROOT).with_suffix("").parts[2]
+        if own != "__init__":
+            modules = [one.split(".") for one in imported_modules(path)]
+            others = {one[2] for one in modules if one[:2] == ["dsv4_jax", "serving"]}
+            found[own] = found.get(own, set()) | (others - {own})
+    assert found == SERVING_ROOMS
+
+
 SERVER_LIBRARIES = {"starlette", "uvicorn", "httptools", "uvloop", "deepseek_recipe"}
 
 

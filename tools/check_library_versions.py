@@ -41,7 +41,7 @@ _FILES = ("dsv4_jax/checkpoint/test_outside_files.py", "dsv4_jax/checkpoint/test
 
 BOUNDARIES: Mapping[str, Sequence[str]] = {
     "huggingface-hub": ("dsv4_jax/checkpoint/test_find.py",),
-    "tokenizers": ("dsv4_jax/serving/test_text.py", _FILES[0]),
+    "tokenizers": ("dsv4_jax/serving/requests/test_text.py", _FILES[0]),
     "safetensors": _FILES,
     "deepseek-recipe": _SERVER,
     "llguidance": ("dsv4_jax/serving/test_grammars.py", "dsv4_jax/serve/test_constraints.py"),
@@ -51,7 +51,7 @@ BOUNDARIES: Mapping[str, Sequence[str]] = {
     "uvloop": _SERVER,
     "openai": (*_CLIENTS, "dsv4_jax/serve/test_constraints.py"),
     "anthropic": _CLIENTS,
-    "prometheus-client": ("dsv4_jax/serving/test_metrics.py",),
+    "prometheus-client": ("dsv4_jax/serving/metrics/test_metrics.py",),
     "tqdm": ("dsv4_jax/test_progress.py", "dsv4_jax/checkpoint/test_find.py"),
     "jax": ("dsv4_jax/cache", *_NUMBERS),
     "flax": ("dsv4_jax/cache", *_FILES),

@@ -15,7 +15,7 @@ import jax
 
 import dsv4_jax as ds
 from benchmarks.bench_engine import load_model, loop_ms
-from dsv4_jax.serving import engine_arrays
+from dsv4_jax.serving.device import engine_arrays
 
 CONTEXT = 2048
 LAUNCHES = 16

@@ -27,8 +27,8 @@ from dsv4_jax.lines import split_lines, without_line_end, without_mark
 from dsv4_jax.progress import Progress
 from dsv4_jax.regular_files import read_given, read_stream
 from dsv4_jax.serving.engine import Engine
-from dsv4_jax.serving.request import Completion
-from dsv4_jax.serving.text import encode_text, load_tokenizer
+from dsv4_jax.serving.requests.request import Completion
+from dsv4_jax.serving.requests.text import encode_text, load_tokenizer
 from dsv4_jax.standard_streams import say
 from dsv4_jax.step.sampling import SamplingParams
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 from dsv4_jax.cli.arguments import add_checkpoint, chosen_mesh
 from dsv4_jax.cli.engine_options import build_engine, find_model
 from dsv4_jax.cli.serve_options import API_KEY, add_engine, add_limits, add_protocol
-from dsv4_jax.serving.async_engine import AsyncEngine
+from dsv4_jax.serving.asynchronous.async_engine import AsyncEngine
 from dsv4_jax.serving.engine import Engine
-from dsv4_jax.serving.grammar_trials import GrammarBounds
+from dsv4_jax.serving.requests.grammar_trials import GrammarBounds
 from dsv4_jax.signals import end_at_once
 from dsv4_jax.standard_streams import say
 

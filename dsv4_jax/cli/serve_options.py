@@ -14,7 +14,7 @@ from dsv4_jax.cli.arguments import (
     wholes,
 )
 from dsv4_jax.cli.engine_options import add_engine_options
-from dsv4_jax.serving.grammar_trials import GrammarBounds
+from dsv4_jax.serving.requests.grammar_trials import GrammarBounds
 
 API_KEY = "DSV4_JAX_API_KEY"
 """Where the key is looked for if no option gives one."""

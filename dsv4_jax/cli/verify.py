@@ -32,7 +32,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.serving.engine import Engine
 from dsv4_jax.serving.loop import CacheError
-from dsv4_jax.serving.request import Completion
+from dsv4_jax.serving.requests.request import Completion
 from pallas_kernels.common.formats import CACHE_FORMATS
 from pallas_kernels.common.weights import is_quantized
 

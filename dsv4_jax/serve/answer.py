@@ -11,8 +11,8 @@ from starlette.types import Receive, Scope, Send
 
 from dsv4_jax.serve.errors import ApiError, as_api_error
 from dsv4_jax.serve.record import Record
-from dsv4_jax.serving.async_engine import AsyncStream, read_batches
-from dsv4_jax.serving.request import Completion, Token
+from dsv4_jax.serving.asynchronous.async_engine import AsyncStream, read_batches
+from dsv4_jax.serving.requests.request import Completion, Token
 
 _COMMENT = b": the request waits or is being worked on\n\n"
 """A line that every reader of server-sent events skips."""

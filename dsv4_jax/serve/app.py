@@ -31,9 +31,9 @@ from dsv4_jax.serve.record import Record
 from dsv4_jax.serve.settings import ServeSettings
 from dsv4_jax.serve.threads import Threads, while_there
 from dsv4_jax.serve.web_page import STATE_PATH, page_routes
-from dsv4_jax.serving.async_engine import AsyncEngine, AsyncStream
-from dsv4_jax.serving.prometheus import MetricsCollector
-from dsv4_jax.serving.text import encode_text
+from dsv4_jax.serving.asynchronous.async_engine import AsyncEngine, AsyncStream
+from dsv4_jax.serving.metrics.prometheus import MetricsCollector
+from dsv4_jax.serving.requests.text import encode_text
 
 _LONG_BODY = 2**12
 """Bytes; a text of more takes milliseconds to be tokenised."""

@@ -16,7 +16,7 @@ from dsv4_jax.serve.intake import Intake
 from dsv4_jax.serve.repeatable import FileOrder, seed_of, settle
 from dsv4_jax.serve.settings import ServeSettings
 from dsv4_jax.serve.turns import digits
-from dsv4_jax.serving.async_engine import AsyncEngine
+from dsv4_jax.serving.asynchronous.async_engine import AsyncEngine
 from dsv4_jax.serving.engine import Engine
 
 

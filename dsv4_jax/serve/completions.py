@@ -16,8 +16,8 @@ from dsv4_jax.serve.drawing import MAX_LOGPROBS, read_max_tokens, read_sampling,
 from dsv4_jax.serve.errors import ApiError, refuse
 from dsv4_jax.serve.fields import read_flag, read_integer, within
 from dsv4_jax.serve.token_names import TokenNames
-from dsv4_jax.serving.request import Completion, Token
-from dsv4_jax.serving.text import INCOMPLETE, TextState
+from dsv4_jax.serving.requests.request import Completion, Token
+from dsv4_jax.serving.requests.text import INCOMPLETE, TextState
 from dsv4_jax.step.sampling import SamplingParams
 
 DEFAULT_MAX_TOKENS = 16

@@ -16,7 +16,7 @@ from dsv4_jax.schemas.read_schema import Schema, SchemaError, read_schema
 from dsv4_jax.serve.errors import ApiError
 from dsv4_jax.serve.forms.grammar_lines import Lines
 from dsv4_jax.serve.forms.tool_calls import call_of
-from dsv4_jax.serving.grammars import MARK
+from dsv4_jax.serving.requests.grammars import MARK
 from dsv4_jax.step.grammar import MAX_CHARS, Grammar
 
 _REASONING = "</think>"

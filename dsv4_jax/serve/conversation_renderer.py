@@ -17,8 +17,8 @@ from dsv4_jax.serve.dialects import CHAT, MESSAGES, RESPONSES, Dialect
 from dsv4_jax.serve.errors import ApiError
 from dsv4_jax.serve.turns import digits
 from dsv4_jax.serve.turns.sealed import seal_items
-from dsv4_jax.serving.request import Completion, Token
-from dsv4_jax.serving.text import INCOMPLETE
+from dsv4_jax.serving.requests.request import Completion, Token
+from dsv4_jax.serving.requests.text import INCOMPLETE
 
 
 class ConversationRenderer:

@@ -18,7 +18,7 @@ from dsv4_jax.serve.fields_responses import RESPONSES as _RESPONSES
 from dsv4_jax.serve.tools import allow_tools, check_tools
 from dsv4_jax.serve.turns.earlier_turns import settle_turns
 from dsv4_jax.serve.turns.thinking import clear_thinking, settle_thinking
-from dsv4_jax.serving.text import is_panic
+from dsv4_jax.serving.requests.text import is_panic
 
 
 @dataclasses.dataclass(frozen=True)

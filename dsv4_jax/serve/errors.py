@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any, NoReturn
 
-from dsv4_jax.serving.feed import EngineClosedError, QueueFullError, RequestFailedError
-from dsv4_jax.serving.grammar_trials import TrialsClosedError
+from dsv4_jax.serving.asynchronous.feed import EngineClosedError, QueueFullError, RequestFailedError
+from dsv4_jax.serving.requests.grammar_trials import TrialsClosedError
 
 _OPENAI = {
     400: "invalid_request_error",

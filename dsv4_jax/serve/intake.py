@@ -20,8 +20,8 @@ from dsv4_jax.serve.errors import ApiError, ContextLengthError, as_api_error, re
 from dsv4_jax.serve.fields import check_fields
 from dsv4_jax.serve.fields_openai import COMPLETIONS as COMPLETION_FIELDS
 from dsv4_jax.serve.settings import ServeSettings
-from dsv4_jax.serving.async_engine import AsyncEngine, AsyncStream
-from dsv4_jax.serving.prompts import encode_prompt
+from dsv4_jax.serving.asynchronous.async_engine import AsyncEngine, AsyncStream
+from dsv4_jax.serving.requests.prompts import encode_prompt
 from dsv4_jax.step.grammar import Grammar
 from dsv4_jax.step.sampling import SamplingParams
 

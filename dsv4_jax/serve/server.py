@@ -19,8 +19,8 @@ from dsv4_jax import checks
 from dsv4_jax.serve.app import Endpoints, build_app
 from dsv4_jax.serve.connection import connection_class
 from dsv4_jax.serve.settings import ServeSettings
-from dsv4_jax.serving.async_engine import AsyncEngine
-from dsv4_jax.serving.feed import EngineClosedError
+from dsv4_jax.serving.asynchronous.async_engine import AsyncEngine
+from dsv4_jax.serving.asynchronous.feed import EngineClosedError
 
 _MARGIN_S = 5
 """Seconds after the drain in which errors are sent to those who still wait."""

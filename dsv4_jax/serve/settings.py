@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from dsv4_jax.serving.grammar_trials import GrammarBounds
+from dsv4_jax.serving.requests.grammar_trials import GrammarBounds
 
 EFFORTS = {
     "first": {"low": "low", "high": "low", "xhigh": "high", "max": "high"},

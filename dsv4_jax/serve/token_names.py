@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from tokenizers import Tokenizer, decoders
 
-from dsv4_jax.serving.text import INCOMPLETE
+from dsv4_jax.serving.requests.text import INCOMPLETE
 
 
 class TokenNames:

@@ -26,13 +26,13 @@ from dsv4_jax.model.check_params import check_params
 from dsv4_jax.model.params import DSV4Params, unstack_layers
 from dsv4_jax.model.shardings import param_shardings
 from dsv4_jax.peers import make_peer_buffers
-from dsv4_jax.serving.calls import exclusive, refuse_while_held
 from dsv4_jax.serving.engine_core import EngineCore
-from dsv4_jax.serving.prompts import CheckedRequest, list_prompts
-from dsv4_jax.serving.request import Completion
+from dsv4_jax.serving.requests.calls import exclusive, refuse_while_held
+from dsv4_jax.serving.requests.prompts import CheckedRequest, list_prompts
+from dsv4_jax.serving.requests.request import Completion
+from dsv4_jax.serving.requests.text import load_tokenizer
+from dsv4_jax.serving.requests.token_stream import TokenStream
 from dsv4_jax.serving.sizing import plan_engine
-from dsv4_jax.serving.text import load_tokenizer
-from dsv4_jax.serving.token_stream import TokenStream
 from dsv4_jax.step.sampling import SamplingFields, SamplingParams, sampling_of_rows
 
 MAX_SAMPLES = 128
@@ -321,7 +321,9 @@ class Engine(EngineCore):
                     f"got {checks.shown(request_id)}"
                 )
             requests.append(request)
-        return TokenStream(self, requests)
+        return TokenStream(
+            requests, next_token=self._next_token, cancel=self.cancel, drop=self._drop
+        )
 
     def generate(
         self,

@@ -18,16 +18,16 @@ from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.hosts import hosts_of
 from dsv4_jax.model.params import DSV4Params
-from dsv4_jax.serving.calls import UndoLog, exclusive, refuse_while_busy, refuse_while_held
-from dsv4_jax.serving.grammars import Grammars
+from dsv4_jax.serving.device.runner import StepRunner
 from dsv4_jax.serving.loop import ServingLoop
-from dsv4_jax.serving.metrics import Metrics, count_compiles
-from dsv4_jax.serving.prompts import CheckedRequest, Limits
-from dsv4_jax.serving.request import Completion, Request, Token
-from dsv4_jax.serving.runner import StepRunner
+from dsv4_jax.serving.metrics.metrics import Metrics, count_compiles
+from dsv4_jax.serving.requests.calls import UndoLog, exclusive, refuse_while_busy, refuse_while_held
+from dsv4_jax.serving.requests.grammars import Grammars
+from dsv4_jax.serving.requests.prompts import CheckedRequest, Limits
+from dsv4_jax.serving.requests.request import Completion, Request, Token
+from dsv4_jax.serving.requests.token_texts import TokenTexts
+from dsv4_jax.serving.schedule.suspects import Suspects
 from dsv4_jax.serving.sizing import EnginePlan
-from dsv4_jax.serving.suspects import Suspects
-from dsv4_jax.serving.token_texts import TokenTexts
 from dsv4_jax.step.sampling import SamplingFields, SamplingParams
 
 

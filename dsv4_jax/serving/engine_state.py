@@ -14,10 +14,10 @@ from typing import Any
 from dsv4_jax.allocator.holdings import holdings_of
 from dsv4_jax.allocator.manager import KVCacheManager
 from dsv4_jax.allocator.prefix_tree import PrefixNode
-from dsv4_jax.serving.calls import exclusive
 from dsv4_jax.serving.engine_core import EngineCore
-from dsv4_jax.serving.metrics import Histogram
-from dsv4_jax.serving.request import Request
+from dsv4_jax.serving.metrics.metrics import Histogram
+from dsv4_jax.serving.requests.calls import exclusive
+from dsv4_jax.serving.requests.request import Request
 
 MAX_REQUESTS = 48
 """Requests that are shown, those that run before those that wait."""

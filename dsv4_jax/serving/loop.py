@@ -11,18 +11,18 @@ from dsv4_jax.allocator.data_shards import DataShards
 from dsv4_jax.allocator.manager import KVCacheManager
 from dsv4_jax.allocator.seals import Seals
 from dsv4_jax.allocator.verify import Report, verify_scan
-from dsv4_jax.serving.calls import UndoLog
-from dsv4_jax.serving.flight import Flight, Outlook, look
-from dsv4_jax.serving.hand_out import HandOut
-from dsv4_jax.serving.metrics import Metrics
-from dsv4_jax.serving.request import DrawError, Request, Token
-from dsv4_jax.serving.request_queue import RequestQueue
-from dsv4_jax.serving.runner import StepResult, StepRunner
-from dsv4_jax.serving.running import Running
+from dsv4_jax.serving.device.hand_out import HandOut
+from dsv4_jax.serving.device.runner import StepResult, StepRunner
+from dsv4_jax.serving.metrics.metrics import Metrics
+from dsv4_jax.serving.requests.calls import UndoLog
+from dsv4_jax.serving.requests.request import DrawError, Request, Token
+from dsv4_jax.serving.requests.token_texts import TokenTexts
+from dsv4_jax.serving.schedule.flight import Flight, Outlook, look
+from dsv4_jax.serving.schedule.request_queue import RequestQueue
+from dsv4_jax.serving.schedule.running import Running
+from dsv4_jax.serving.schedule.step_boundaries import find_crossed, find_reached
+from dsv4_jax.serving.schedule.step_plans import make_plan
 from dsv4_jax.serving.sizing import EnginePlan
-from dsv4_jax.serving.step_boundaries import find_crossed, find_reached
-from dsv4_jax.serving.step_plans import make_plan
-from dsv4_jax.serving.token_texts import TokenTexts
 
 
 class CacheError(RuntimeError):

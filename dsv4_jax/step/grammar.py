@@ -1,4 +1,4 @@
-"""Grammar: what an answer has to be, as a value; `serving/grammars.py` makes masks of it."""
+"""Grammar: what an answer has to be, as a value; `serving` makes masks of it."""
 
 from __future__ import annotations
 

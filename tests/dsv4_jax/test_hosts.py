@@ -15,7 +15,7 @@ import pytest
 
 from dsv4_jax import hosts
 from dsv4_jax.cache.slot_changes import SlotChanges
-from dsv4_jax.serving import host_calls
+from dsv4_jax.serving.device import host_calls
 from helpers import gpu_processes
 from tools import hosts_engine
 

@@ -12,7 +12,7 @@ from dsv4_jax.config.json_file import read_json_object
 from dsv4_jax.research.sweep import SweepFile, SweepPlan
 from dsv4_jax.serve.batch_files import BatchAnswers, BatchRequests
 from dsv4_jax.serve.body import parse_object
-from dsv4_jax.serving.text import load_tokenizer
+from dsv4_jax.serving.requests.text import load_tokenizer
 from helpers.serve import shipped_tokenizer
 
 MARK = b"\xef\xbb\xbf"

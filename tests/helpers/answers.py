@@ -10,8 +10,8 @@ from dsv4_jax.serve import ServeSettings
 from dsv4_jax.serve.conversation_renderer import ConversationRenderer
 from dsv4_jax.serve.conversations import Conversations
 from dsv4_jax.serve.dialects import CHAT
-from dsv4_jax.serving.grammars import Grammars
-from dsv4_jax.serving.request import Token
+from dsv4_jax.serving.requests.grammars import Grammars
+from dsv4_jax.serving.requests.request import Token
 from helpers.serving import CONFIG
 
 HI = [{"role": "user", "content": "hi"}]

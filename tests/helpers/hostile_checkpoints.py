@@ -26,7 +26,7 @@ import dsv4_jax as ds
 from dsv4_jax.checkpoint.convert import convert_checkpoint
 from dsv4_jax.checkpoint.files import INDEX
 from dsv4_jax.checkpoint.inventory import read_inventory
-from dsv4_jax.serving.text import load_tokenizer
+from dsv4_jax.serving.requests.text import load_tokenizer
 from helpers.bad_files import DEEP, ODD, changed, paths_of
 
 SAVED = pathlib.Path(__file__).parents[1] / "data" / "hf_saved_tiny"

@@ -17,11 +17,14 @@ from typing import NamedTuple
 import numpy as np
 
 import dsv4_jax
-from dsv4_jax.serving.text import load_tokenizer
+from dsv4_jax.serving.requests.text import load_tokenizer
 from helpers.serving import limit, make_engine, prompt
 
 PACKAGE = pathlib.Path(dsv4_jax.__file__).parent
-SOURCES = {str(path) for room in ("serving", "allocator") for path in PACKAGE.glob(f"{room}/*.py")}
+CALLS = PACKAGE / "serving/requests/calls.py"
+SOURCES = {
+    str(path) for room in ("serving", "allocator") for path in PACKAGE.glob(f"{room}/**/*.py")
+}
 """Files whose lines are interrupted."""
 
 
@@ -127,8 +130,8 @@ def may_raise(line, count):
     A trace function is called on the way out of `with` too, where the interpreter looks for no
     signal: a lock is given back as soon as the block has ended.
     """
-    is_with = linecache.getline(str(PACKAGE / "serving" / line.file), line.number).strip()
-    return count == 1 or not is_with.startswith("with self._lock")
+    is_with = line.file == CALLS.name and linecache.getline(str(CALLS), line.number).strip()
+    return count == 1 or not (is_with and is_with.startswith("with self._lock"))
 
 
 def scarce_engine():

@@ -6,7 +6,7 @@ from dsv4_jax.serve import ServeSettings
 from dsv4_jax.serve.conversation_renderer import ConversationRenderer
 from dsv4_jax.serve.conversations import Conversations
 from dsv4_jax.serve.dialects import MESSAGES
-from dsv4_jax.serving.request import Completion, Token
+from dsv4_jax.serving.requests.request import Completion, Token
 from helpers.serve import MODEL, v4_tokenizer
 
 END = "<｜end▁of▁sentence｜>"

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 import dsv4_jax as ds
 from dsv4_jax.serve import Server, ServeSettings
 from dsv4_jax.serving import AsyncEngine
-from dsv4_jax.serving.prompts import Limits
+from dsv4_jax.serving.requests.prompts import Limits
 from helpers import slow
 from helpers.released_tokenizer import END as RELEASED_END
 from helpers.released_tokenizer import VOCAB, released_tokenizer

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 import dsv4_jax as ds
-from dsv4_jax.serving.text import load_tokenizer
+from dsv4_jax.serving.requests.text import load_tokenizer
 from helpers.schedules import live_rows
 
 SWA, CSA, HCA = ds.AttentionType.SWA, ds.AttentionType.CSA, ds.AttentionType.HCA

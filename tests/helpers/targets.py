@@ -11,8 +11,8 @@ import dsv4_jax as ds
 from dsv4_jax.allocator.pending_changes import idle_changes
 from dsv4_jax.cache.new_tokens import empty_staged
 from dsv4_jax.serving.engine import MAX_SAMPLES
-from dsv4_jax.serving.prompts import MAX_PROMPTS, MAX_SALT_CHARS
-from dsv4_jax.serving.text import load_tokenizer
+from dsv4_jax.serving.requests.prompts import MAX_PROMPTS, MAX_SALT_CHARS
+from dsv4_jax.serving.requests.text import load_tokenizer
 from dsv4_jax.step.sampling import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,

@@ -25,7 +25,7 @@ from dsv4_jax.schemas.json_values import json_value
 from dsv4_jax.schemas.read_schema import Schema, SchemaError, read_schema
 from dsv4_jax.serve.forms.grammar_lines import Lines
 from dsv4_jax.serve.forms.text_values import ends_of, other_values, texts_of
-from dsv4_jax.serving.grammars import MARK
+from dsv4_jax.serving.requests.grammars import MARK
 
 _MAX_OBJECTS = 32
 _BODY = {"type", "properties", "required", "additionalProperties"}

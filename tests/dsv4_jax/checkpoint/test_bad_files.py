@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 import dsv4_jax as ds
 from dsv4_jax.checkpoint.files import INDEX, find_weight_files, list_tensors
 from dsv4_jax.config.write_json import write_config
-from dsv4_jax.serving.text import load_tokenizer
+from dsv4_jax.serving.requests.text import load_tokenizer
 from helpers import bad_files
 
 SAVED = pathlib.Path(__file__).parents[2] / "data" / "hf_saved_tiny"

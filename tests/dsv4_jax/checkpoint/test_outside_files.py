@@ -19,7 +19,7 @@ from dsv4_jax.checkpoint.header import MAX_TENSORS
 from dsv4_jax.checkpoint.inventory import read_inventory
 from dsv4_jax.checkpoint.names import canonical_name
 from dsv4_jax.config.formats import HF_QUANT_CONFIG
-from dsv4_jax.serving.text import load_tokenizer
+from dsv4_jax.serving.requests.text import load_tokenizer
 from helpers.checkpoints import released_tensors, write_released, write_tensors
 
 SAVED = pathlib.Path(__file__).parents[2] / "data" / "hf_saved_tiny"

@@ -16,8 +16,8 @@ from dsv4_jax.schemas.keywords import REFUSED, SAYS_NOTHING
 from dsv4_jax.schemas.read_schema import HELD, SchemaError, read_schema
 from dsv4_jax.schemas.text_formats import FORMATS
 from dsv4_jax.serving import Grammar
-from dsv4_jax.serving.grammars import Grammars
-from dsv4_jax.serving.text import load_tokenizer
+from dsv4_jax.serving.requests.grammars import Grammars
+from dsv4_jax.serving.requests.text import load_tokenizer
 from helpers.random_schemas import RandomSchemas
 from helpers.schema_facts import FACTS, FORMAT_FACTS, WRONG
 from helpers.serving import one_layer

@@ -12,7 +12,7 @@ from dsv4_jax.serve.conversation_renderer import ConversationRenderer
 from dsv4_jax.serve.conversations import Conversations
 from dsv4_jax.serve.dialects import CHAT, MESSAGES, RESPONSES, check_dialect
 from dsv4_jax.serve.errors import ApiError
-from dsv4_jax.serving.request import Completion, Token
+from dsv4_jax.serving.requests.request import Completion, Token
 from helpers.agent_requests import CODEX, REQUESTS
 from helpers.serve import EOS, MODEL, script, v4_tokenizer
 from helpers.serving import until

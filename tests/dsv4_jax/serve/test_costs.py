@@ -15,7 +15,7 @@ from dsv4_jax.serve.body import MAX_COMMAS, MAX_DEPTH, MAX_PARTS, parse_object
 from dsv4_jax.serve.conversations import Conversations
 from dsv4_jax.serve.errors import ApiError
 from dsv4_jax.serve.threads import Threads
-from dsv4_jax.serving.grammar_trials import GrammarBounds
+from dsv4_jax.serving.requests.grammar_trials import GrammarBounds
 from helpers import failing_grammars
 from helpers.serve import BYTES_ALONE, MODEL, running
 from helpers.serving import until

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models
 from dsv4_jax.serve.completions import CompletionRenderer, read_completion
 from dsv4_jax.serve.dialects import RESPONSES
 from dsv4_jax.serve.token_names import TokenNames
-from dsv4_jax.serving.request import Completion, Token, TokenLogprobs
+from dsv4_jax.serving.requests.request import Completion, Token, TokenLogprobs
 from helpers.offline import Offline
 from helpers.serve import EOS, v4_tokenizer
 

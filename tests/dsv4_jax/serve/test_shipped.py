@@ -7,7 +7,7 @@ import openai
 import pytest
 
 import dsv4_jax as ds
-from dsv4_jax.serving.text import load_tokenizer
+from dsv4_jax.serving.requests.text import load_tokenizer
 from helpers.serve import MODEL, running
 
 

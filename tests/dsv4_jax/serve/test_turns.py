@@ -9,8 +9,8 @@ import pytest
 from dsv4_jax.serve.conversation_renderer import ConversationRenderer
 from dsv4_jax.serve.dialects import CHAT, MESSAGES, RESPONSES
 from dsv4_jax.serve.errors import ApiError
-from dsv4_jax.serving.request import Completion, Token
-from dsv4_jax.serving.text import TextState
+from dsv4_jax.serving.requests.request import Completion, Token
+from dsv4_jax.serving.requests.text import TextState
 from helpers.offline import Offline
 from helpers.serve import MODEL
 

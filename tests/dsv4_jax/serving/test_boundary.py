@@ -11,7 +11,7 @@ import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.cache.new_tokens import empty_staged
-from dsv4_jax.serving import engine_arrays
+from dsv4_jax.serving.device import engine_arrays
 from helpers import bad_search, targets
 from helpers.serving import run_to_end, same_tokens
 

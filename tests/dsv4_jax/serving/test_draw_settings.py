@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
-from dsv4_jax.serving.drawn_counts import CountKeeper
-from dsv4_jax.serving.request import Request
+from dsv4_jax.serving.device.drawn_counts import CountKeeper
+from dsv4_jax.serving.requests.request import Request
 from helpers import slow
 from helpers.serving import CONFIG, make_engine, prompt, run_to_end
 

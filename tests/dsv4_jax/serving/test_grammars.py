@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
-from dsv4_jax.serving import Grammar, compile_grammar
-from dsv4_jax.serving.grammars import GrammarKeeper, Grammars
-from dsv4_jax.serving.request import Request
-from dsv4_jax.serving.scheduler import RowPlan
-from dsv4_jax.serving.text import load_tokenizer
+from dsv4_jax.serving import Grammar
+from dsv4_jax.serving.device.grammar_masks import GrammarKeeper
+from dsv4_jax.serving.requests import compile_grammar
+from dsv4_jax.serving.requests.grammars import Grammars
+from dsv4_jax.serving.requests.request import Request
+from dsv4_jax.serving.requests.text import load_tokenizer
+from dsv4_jax.serving.schedule.scheduler import RowPlan
 from helpers.random_schemas import Schemas
 from helpers.released_tokenizer import released_tokenizer
 from helpers.serving import CONFIG, SIZES, one_layer, run_to_end

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from dsv4_jax.serving import runner
+from dsv4_jax.serving.device import runner
 from helpers import slow
 from helpers.interrupts import (
     Failure,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
-from dsv4_jax.serving.text import load_tokenizer
+from dsv4_jax.serving.requests.text import load_tokenizer
 from helpers.serving import limit, run_to_end
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
-from dsv4_jax.serving import engine_arrays
+from dsv4_jax.serving.device import engine_arrays
 from helpers import serving
 from helpers.engine_life import Life
 from helpers.serving import drain, limit, make_engine, prompt, run_to_end

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
-from dsv4_jax.serving.runner import StepResult
+from dsv4_jax.serving.device.runner import StepResult
 from helpers import serving
 from helpers.serving import prompt, run_to_end
 from pallas_kernels.common.weights import MXFP4, BlockFP8

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
-from dsv4_jax.serving.request import Request
-from dsv4_jax.serving.text import load_tokenizer
+from dsv4_jax.serving.requests.request import Request
+from dsv4_jax.serving.requests.text import load_tokenizer
 from helpers.serving import CONFIG, limit, make_engine, params, prompt
 
 TOKENIZER = load_tokenizer(ds.SHIPPED_CHECKPOINT)

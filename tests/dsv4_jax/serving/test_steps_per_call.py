@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
-from dsv4_jax.serving import engine_arrays
-from dsv4_jax.serving.scheduler import plan_decoding
+from dsv4_jax.serving.device import engine_arrays
+from dsv4_jax.serving.schedule.scheduler import plan_decoding
 from helpers import serving
 from helpers.engine_life import Life
 from helpers.serving import limit, prompt, run_to_end, same_tokens

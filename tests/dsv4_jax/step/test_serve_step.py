@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
-from dsv4_jax.serving import engine_arrays
-from dsv4_jax.serving.scheduler import StepPlan
+from dsv4_jax.serving.device import engine_arrays
+from dsv4_jax.serving.schedule.scheduler import StepPlan
 from dsv4_jax.step.serve_step import jit_serve_step
 from helpers.serving import BUCKET, make_engine, params, prompt, rows_at
 

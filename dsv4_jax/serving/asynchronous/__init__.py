@@ -1,0 +1,1 @@
+"""AsyncEngine: a thread steps an engine (`stepper`), coroutines read what it leaves (`feed`)."""

@@ -1,0 +1,387 @@
+"""EngineArrays: an engine's cache and snapshots, and the calls on them.
+
+Arguments of a call are NumPy arrays and plain values, and are all that it depends on beside the
+arrays that calls before it left on the devices. Where a mesh spans several processes, process 0
+tells the others of each call, and all of them make it.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src.core import reset_trace_state  # nothing public ends a trace that was interrupted
+from jax.sharding import Mesh
+
+from dsv4_jax.allocator.pool_plan import PoolPlan
+from dsv4_jax.allocator.verify import scan_cache
+from dsv4_jax.cache.empty_cache import init_cache
+from dsv4_jax.cache.model_cache import ModelCache
+from dsv4_jax.cache.schema import FormatName
+from dsv4_jax.cache.slot_changes import SlotChanges, jit_apply_changes, set_tables
+from dsv4_jax.cache.snapshots import SnapshotPlan, SnapshotStore, init_snapshot_store
+from dsv4_jax.cache.step_input import StepInput
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.hosts import Hosts
+from dsv4_jax.mesh import gather, mesh_sizes, put, read, shardings_of
+from dsv4_jax.model.params import DSV4Params
+from dsv4_jax.serving.device.host_calls import BUILT, STOP, pack, unpack
+from dsv4_jax.serving.sizing import EnginePlan
+from dsv4_jax.step.decode_steps import jit_plain_decode_steps
+from dsv4_jax.step.draws import DrawnCounts, TokenMasks
+from dsv4_jax.step.sampling import Sampling
+from dsv4_jax.step.serve_step import (
+    ServeInput,
+    ServeOutput,
+    jit_plain_decode_step,
+    jit_save_reached,
+    jit_serve_step,
+)
+
+_COMPILED_AT_ONCE = 4
+"""Programs; XLA takes a GB or so of the host's memory for a step of all layers."""
+
+
+class EngineArrays:
+    """Owns the arrays.
+
+    Attributes:
+      params: model parameters.
+      cache: the cache as it is now; the next call donates it.
+      store: the snapshots as they are now; the next call may donate them.
+    """
+
+    def __init__(self, params: DSV4Params, plan: EnginePlan, hosts: Hosts | None) -> None:
+        """Allocates the pools.
+
+        Args:
+          params: model parameters.
+          plan: sizes of the engine.
+          hosts: the processes of the mesh; None is this one alone.
+
+        Raises:
+          RuntimeError: another engine is open on them.
+        """
+        self.params = params
+        self._plan = plan
+        self._hosts = hosts
+        self._known: set[object] = set()
+        self._programs = concurrent.futures.ThreadPoolExecutor(_COMPILED_AT_ONCE)
+        self._begun: list[concurrent.futures.Future[float]] = []
+        # On CPUs two programs may run side by side, and wait in each other's collectives for ever.
+        devices = [] if plan.mesh is None else list(plan.mesh.devices.flat)
+        self._waits = len(devices) > 1 and devices[0].platform == "cpu"
+        self._sampling: Sampling
+        self._counts: DrawnCounts
+        self._masks: TokenMasks | None = None
+        self._last: ServeOutput
+        self._input: tuple[list[bytes], Any]
+        self._placed: dict[tuple[Any, ...], Any]
+        self._unread: collections.deque[ServeOutput]
+        self.cache: ModelCache
+        self.store: SnapshotStore
+        if hosts is not None:
+            if hosts.is_taken:
+                raise RuntimeError(
+                    "processes serve one engine at a time; close the one there is first"
+                )
+            hosts.is_taken = True
+        self._allocate()
+        if hosts is not None and not hosts.number:
+            hosts.tell(pack(BUILT, repr(plan)))
+
+    def rebuild(self) -> None:
+        """Empty pools, in place of those that were there, whose memory is free first.
+
+        An interrupt in the middle of jax's own Python can leave it in a trace that has ended; that
+        is ended here too. Settings, counts and masks have to be set again.
+        """
+        self._make("rebuild")
+
+    def change(self, changes: SlotChanges, moves: bool) -> None:
+        """`apply_changes`; only tables and lengths are changed unless it `moves` arrays."""
+        self._make("change", changes, moves)
+
+    def set_sampling(self, sampling: Sampling) -> None:
+        """Settings of each row, of every step from now on."""
+        self._make("set_sampling", sampling)
+
+    def set_counts(self, counts: DrawnCounts) -> None:
+        """What rows have drawn, in every step from now on."""
+        self._make("set_counts", counts)
+
+    def set_masks(self, masks: TokenMasks) -> None:
+        """Which tokens rows may draw, in every step from now on."""
+        self._make("set_masks", masks)
+
+    def step(
+        self,
+        step_input: StepInput,
+        snapshots: SnapshotPlan,
+        num_checked: np.ndarray,
+        next_token_ids: np.ndarray,
+        num_steps: np.ndarray | None = None,
+        *,
+        is_plain: bool,
+        is_simple: bool,
+        activations: str,
+        wants_logprobs: bool,
+        only_compiles: bool = False,
+    ) -> None:
+        """Launches `serve_step`, or plain steps; `read` waits for what that gives.
+
+        Args:
+          step_input: as in `ServeInput`; `LAST_DRAWN` and so on are what the step before gave.
+          snapshots: as in `ServeInput`.
+          num_checked: the same.
+          next_token_ids: the same.
+          num_steps: the same, of a call of several plain steps; None is one step.
+          is_plain: takes `plain_decode_step`, or `plain_decode_steps`.
+          is_simple: no row asks for more than `Sampling.simplified` says.
+          activations: as in `decode_step`.
+          wants_logprobs: brings log-probabilities from the device; else they are None.
+          only_compiles: launches nothing, but begins to compile the program, beside those that were
+            begun before; see `finish_compiling`.
+        """
+        plain = (num_checked, next_token_ids, num_steps, is_plain, is_simple, activations)
+        plain = (*plain, wants_logprobs, only_compiles)
+        self._make("step", step_input, snapshots, *plain)
+
+    def finish_compiling(self) -> list[float]:
+        """Waits for the programs that were begun: seconds for each, in order."""
+        return self._make("finish_compiling")
+
+    def read(self, back: int) -> ServeOutput:
+        """What a step gave, in NumPy; a failure on the device shows here.
+
+        Args:
+          back: 0 is the step that was launched last, 1 the one before it.
+        """
+        return self._make("read", back)
+
+    def save(self, step_input: StepInput, plan: SnapshotPlan) -> None:
+        """`save_reached`."""
+        self._make("save", step_input, plan)
+
+    def scan(self) -> dict[str, Any]:
+        """`scan_cache`."""
+        return self._make("scan")
+
+    def follow(self) -> None:
+        """Makes the calls that process 0 tells of, until it stops."""
+        hosts = self._hosts
+        assert hosts is not None
+        while True:
+            name, arguments = unpack(hosts.listen())
+            if name == STOP:
+                hosts.is_taken = False
+                return
+            if name == BUILT:
+                if arguments != [repr(self._plan)]:
+                    hosts.end(
+                        f"process 0 built its engine otherwise: {arguments[0]}, and process "
+                        f"{hosts.number} {self._plan!r}"
+                    )
+                continue
+            with hosts.call(is_new=self._is_new(name, arguments)):
+                getattr(self, f"_{name}")(*arguments)
+
+    def stop(self) -> None:
+        """Ends `follow` in the other processes."""
+        if self._hosts is not None and not self._hosts.number:
+            self._hosts.tell(pack(STOP))
+            self._hosts.is_taken = False
+
+    def _make(self, name: str, *arguments: Any) -> Any:
+        """A call, in every process."""
+        call, hosts = getattr(self, f"_{name}"), self._hosts
+        if hosts is None:
+            return call(*arguments)
+        with hosts.call(is_new=self._is_new(name, arguments)):
+            hosts.tell(pack(name, *arguments))
+            return call(*arguments)
+
+    def _is_new(self, name: str, arguments: Any) -> bool:
+        """Whether a call may have to be compiled."""
+        leaves = jax.tree.leaves(arguments)
+        key = (name, *(leaf.shape if hasattr(leaf, "shape") else leaf for leaf in leaves))
+        if key in self._known:
+            return False
+        self._known.add(key)
+        return True
+
+    def _allocate(self) -> None:
+        plan = self._plan
+        self.cache, self.store, self._last = _empty_pools(
+            plan.config,
+            plan.pools,
+            plan.cache_format,
+            plan.draft_tokens,
+            plan.steps_per_call,
+            plan.mesh,
+            plan.split_cache,
+        )()
+        self._unread, self._input, self._placed = collections.deque(maxlen=2), ([], None), {}
+
+    def _rebuild(self) -> None:
+        reset_trace_state()
+        for leaf in jax.tree.leaves((self.cache, self.store)):
+            if not leaf.is_deleted():
+                leaf.delete()
+        self._allocate()
+
+    def _change(self, changes: SlotChanges, moves: bool) -> None:
+        changes = put(changes, self._plan.mesh)
+        if moves:
+            self.cache = jit_apply_changes(self.cache, self.store, changes)
+        else:
+            self.cache = set_tables(self.cache, changes, in_place=True)
+
+    def _set_sampling(self, sampling: Sampling) -> None:
+        self._sampling = self._bring("sampling", sampling)
+
+    def _set_counts(self, counts: DrawnCounts) -> None:
+        self._counts = self._bring("counts", counts)
+
+    def _set_masks(self, masks: TokenMasks) -> None:
+        self._masks = self._bring("masks", masks)
+
+    def _step(
+        self,
+        step_input: StepInput,
+        snapshots: SnapshotPlan,
+        num_checked: Any,
+        next_token_ids: Any,
+        num_steps: Any,
+        is_plain: bool,
+        is_simple: bool,
+        activations: str,
+        wants_logprobs: bool,
+        only_compiles: bool,
+    ) -> None:
+        plan = self._plan
+        fields = {"num_checked": num_checked, "next_token_ids": next_token_ids}
+        fields |= {"step": step_input, "snapshots": snapshots, "num_steps": num_steps}
+        settings = {"sampling": self._sampling, "counts": self._counts, "masks": self._masks}
+        if is_simple:
+            settings = {"sampling": self._sampling.simplified()}
+        serve_input = ServeInput(**settings, **self._bring_input(fields))
+        static: dict[str, Any] = {"config": plan.config, "activations": activations}
+        step, pools = jit_plain_decode_step, (self.cache,)
+        if not is_plain:
+            step, pools = jit_serve_step, (self.cache, self.store)
+            static["draft_tokens"] = plan.draft_tokens
+        elif num_steps is not None:
+            step = jit_plain_decode_steps
+            static["num_steps"] = plan.steps_per_call
+        arguments = self.params, *pools, serve_input, self._last
+        if only_compiles:
+            self._begin_compiling(step, arguments, static)
+            return
+        if self._hosts is not None:
+            self._hosts.waits()
+        *pools, output = step(*arguments, **static)
+        self.cache, self.store = pools if len(pools) == 2 else (*pools, self.store)
+        self._last = output
+        # The next step writes its own output in the place of this one's.
+        shown = _copied(dataclasses.replace(output, logprobs=None))
+        if wants_logprobs:
+            shown = dataclasses.replace(shown, logprobs=_copied(output.logprobs))
+        self._unread.append(gather(shown))
+        if self._waits:
+            jax.block_until_ready((self.cache, self._unread[-1]))
+
+    def _begin_compiling(
+        self, step: Any, arguments: tuple[Any, ...], static: Mapping[str, Any]
+    ) -> None:
+        start = time.perf_counter()
+        lowered = step.lower(*arguments, **static)
+
+        def compile_it() -> float:
+            lowered.compile()
+            return time.perf_counter() - start
+
+        self._begun.append(self._programs.submit(compile_it))
+
+    def _finish_compiling(self) -> list[float]:
+        begun, self._begun = self._begun, []
+        return [one.result() for one in begun]
+
+    def _bring_input[T](self, value: T) -> T:
+        """A step's own input, which is that of the step before while all rows decode.
+
+        Then it is on the devices already. Bringing it anew takes the host as long as planning.
+        """
+        contents = [leaf.tobytes() for leaf in jax.tree.leaves(value)]  # i32[n] each
+        if contents != self._input[0]:
+            self._input = contents, self._bring("input", value)
+        return self._input[1]
+
+    def _bring[T](self, name: str, value: T) -> T:
+        """An argument of steps on the devices, where the last one of its name and sizes was.
+
+        XLA makes a CUDA graph of a step, and rewrites it where an array is elsewhere than it was.
+        """
+        value = put(value, self._plan.mesh)
+        key = name, *(leaf.shape for leaf in jax.tree.leaves(value))
+        old = self._placed.pop(key, None) or _copied(value)
+        value = self._placed[key] = _in_place_of(old, value)
+        return value
+
+    def _read(self, back: int) -> ServeOutput:
+        if self._hosts is not None:
+            self._hosts.waits()
+        return read(self._unread[-1 - back])
+
+    def _save(self, step_input: StepInput, plan: SnapshotPlan) -> None:
+        step_input, plan = put(step_input, self._plan.mesh), put(plan, self._plan.mesh)
+        self.store = jit_save_reached(self.store, self.cache, step_input, plan)
+
+    def _scan(self) -> dict[str, Any]:
+        return scan_cache(self.cache, self.store)
+
+
+_copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+
+_in_place_of = jax.jit(lambda old, new: new, donate_argnums=0, keep_unused=True)
+"""New values in the memory of old ones."""
+
+
+@functools.lru_cache(maxsize=64)
+def _empty_pools(
+    config: DSV4Config,
+    pools: PoolPlan,
+    cache_format: FormatName,
+    draft_tokens: int,
+    steps_per_call: int,
+    mesh: Mesh | None,
+    split_cache: bool,
+) -> Callable[[], tuple[ModelCache, SnapshotStore, ServeOutput]]:
+    """One program that makes pools of these sizes, on every data shard of the mesh."""
+    shards = 1 if mesh is None else mesh_sizes(mesh)[0]
+
+    def build() -> tuple[ModelCache, SnapshotStore, ServeOutput]:
+        cache = init_cache(
+            config,
+            max_requests=pools.max_requests * shards,
+            max_context_tokens=pools.max_context_tokens,
+            cache_format=cache_format,
+            num_blocks=pools.num_blocks * shards,
+            split_cache=split_cache,
+        )
+        rows = pools.max_requests * shards
+        last = ServeOutput.empty(rows, draft_tokens, config.vocab_size, num_steps=steps_per_call)
+        return cache, init_snapshot_store(cache, pools.num_snapshots * shards), last
+
+    if mesh is None:
+        return jax.jit(build)
+    where = tuple(shardings_of(value, mesh) for value in jax.eval_shape(build))
+    return jax.jit(build, out_shardings=where)

@@ -1,0 +1,369 @@
+"""StepRunner: turns what a step should run into the arrays that it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from dsv4_jax.allocator.data_shards import DataShards
+from dsv4_jax.allocator.pending_changes import idle_changes
+from dsv4_jax.cache.model_cache import ModelCache, family_bytes
+from dsv4_jax.cache.snapshots import SnapshotPlan
+from dsv4_jax.cache.step_input import StepInput
+from dsv4_jax.hosts import Hosts
+from dsv4_jax.model.params import DSV4Params
+from dsv4_jax.serving.device.drawn_counts import CountKeeper
+from dsv4_jax.serving.device.engine_arrays import EngineArrays
+from dsv4_jax.serving.device.grammar_masks import GrammarKeeper
+from dsv4_jax.serving.metrics.metrics import is_paged
+from dsv4_jax.serving.requests.grammars import Grammars
+from dsv4_jax.serving.schedule.known_tokens import KnownTokens
+from dsv4_jax.serving.schedule.running import Running
+from dsv4_jax.serving.schedule.scheduler import StepPlan
+from dsv4_jax.serving.schedule.snapshot_policy import Boundary
+from dsv4_jax.serving.sizing import EnginePlan
+from dsv4_jax.step.draws import Logprobs
+from dsv4_jax.step.sampling import MAX_LOGIT_BIAS, SamplingParams, stack_sampling
+from dsv4_jax.step.serve_step import LAST_DRAWN
+from pallas_kernels.common.weights import is_quantized
+
+_IDLE = SamplingParams()
+
+
+class StepResult(NamedTuple):
+    """What a step gave, in NumPy; fields as in `ServeOutput`."""
+
+    token_ids: np.ndarray
+    num_kept: np.ndarray
+    draft_token_ids: np.ndarray
+    logprobs: Logprobs | None = None
+
+
+class StepRunner:
+    """Turns plans into calls.
+
+    Row r of a call is slot r. On a mesh, an argument is that of every data shard one after the
+    other, and what it names, be it a row, a slot or a place, is numbered within the shard.
+
+    Attributes:
+      plan: sizes of the pools, of a data shard.
+      cache_format: the storage format.
+      draft_tokens: k.
+      devices: the arrays, and the calls on them.
+      unit_bytes: by family, bytes of one block or one slot.
+    """
+
+    def __init__(
+        self, params: DSV4Params, plan: EnginePlan, grammars: Grammars, hosts: Hosts | None = None
+    ) -> None:
+        """Allocates the pools.
+
+        Args:
+          params: model parameters.
+          plan: sizes of the engine.
+          grammars: where requests' grammars are compiled.
+          hosts: the processes of the mesh; None is this one alone.
+        """
+        self.config = plan.config
+        self.plan = plan.pools
+        self.cache_format = plan.cache_format
+        self.draft_tokens = plan.draft_tokens
+        self._engine_plan = plan
+        self._grammars = grammars
+        self._shards = plan.data_shards
+        self._num_slots = self._shards * plan.pools.max_requests
+        self._activations = self._prefill_activations = plan.activations
+        if any(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized))):
+            self._prefill_activations = plan.prefill_activations
+        # The host of a GPU waits for a step's conditionals. A CPU would compile a program more.
+        mesh = plan.mesh
+        platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+        self._simplifies = platform == "gpu"
+        self.devices = EngineArrays(params, plan, hosts)
+        self._num_launched = 0
+        self._start_settings()
+        per_shard = {True: self.plan.num_blocks, False: self.plan.max_requests}
+        self.unit_bytes = {
+            name: size // (self._shards * per_shard[is_paged(name)])
+            for name, size in family_bytes(self.cache).items()
+            if size
+        }
+
+    @property
+    def cache(self) -> ModelCache:
+        """The cache as it is now; the next call donates it."""
+        return self.devices.cache
+
+    def rebuild(self) -> None:
+        """Empty pools, in place of those that were there."""
+        self.devices.rebuild()
+        self._start_settings()
+
+    def fitting(self, running: Running) -> Running:
+        """Those that one step can serve together; see `CountKeeper`."""
+        if not running.penalises:
+            return running
+        fitting = self._counts.fitting(running)
+        return running if len(fitting) == len(running) else Running(fitting, running.known)
+
+    def makes_several_steps(self, running: Running) -> bool:
+        """Whether one call can make several steps of these requests; it has one program."""
+        if running.penalises or running.is_constrained or running.wants_logprobs.any():
+            return False
+        return running.is_simple or not self._simplifies
+
+    def apply(self, shards: DataShards, in_flight: Sequence[int] | np.ndarray = ()) -> None:
+        """Brings tables, lengths, copies and loads to the devices.
+
+        Args:
+          shards: who holds which slot and blocks.
+          in_flight: slots of a step that was not counted; the devices know their lengths.
+        """
+        changes, moves = shards.take_changes()
+        if changes is None:
+            return
+        if len(in_flight):
+            flying = np.zeros(self._num_slots, bool)
+            flying[in_flight] = True
+            firsts = np.arange(self._num_slots) // self.plan.max_requests * self.plan.max_requests
+            stays = flying[firsts + np.maximum(changes.slots, 0)]  # -1 changes nothing anyway
+            lengths = np.where(stays, np.int32(-1), changes.length_tokens)
+            changes = dataclasses.replace(changes, length_tokens=lengths)
+        self.devices.change(changes, moves)
+
+    def run(
+        self,
+        plan: StepPlan,
+        running: Running,
+        lengths: np.ndarray,
+        boundaries: Sequence[Boundary],
+        is_fed: np.ndarray | None = None,
+    ) -> Callable[[], StepResult]:
+        """Launches one step, with the masks that were brought last.
+
+        Args:
+          plan: what to run.
+          running: requests by slot.
+          lengths: i32[NS], tokens of each slot before the step; of slots that are fed, at least.
+          boundaries: what to keep; none in a plain step, see `save`.
+          is_fed: bool[NS], slots whose tokens are what the step before drew; None is no slot.
+
+        Returns:
+          What waits for the step's result.
+        """
+        self._launch(plan, running, lengths, boundaries, is_fed)
+        return self._reader_of_last()
+
+    def _launch(
+        self,
+        plan: StepPlan,
+        running: Running,
+        lengths: np.ndarray,
+        boundaries: Sequence[Boundary] = (),
+        is_fed: np.ndarray | None = None,
+        *,
+        only_compiles: bool = False,
+    ) -> None:
+        """Launches a step, or begins to compile its program."""
+        num_slots, rows = self._num_slots, plan.rows
+        num_tokens = self._shards * plan.size
+        token_ids, request_ids = np.zeros(num_tokens, np.int32), np.full(num_tokens, -1, np.int32)
+        slots, checked = np.full(num_slots, -1, np.int32), np.ones(num_slots, np.int32)
+        following, num_steps = np.full(num_slots, -1, np.int32), np.zeros(num_slots, np.int32)
+        shards, own = np.divmod(rows.slots, self.plan.max_requests)
+        counts = rows.num_tokens + rows.num_drafts
+        # Each shard's tokens begin at its own part of the call.
+        before = np.cumsum(counts) - counts
+        numbers = np.arange(self._shards)
+        of_shard = np.append(before, 0)[np.searchsorted(shards, numbers)]
+        starts = before + (plan.size * numbers - of_shard)[shards]
+        order = np.arange(counts.sum()) - np.repeat(before, counts)
+        places = np.repeat(starts, counts) + order
+        request_ids[places] = np.repeat(own, counts)
+        token_ids[places] = LAST_DRAWN - order
+        slots[rows.slots], checked[rows.slots] = own, 1 + rows.num_drafts
+        num_steps[rows.slots] = rows.num_steps
+        fed = np.zeros(len(rows), bool) if is_fed is None else is_fed[rows.slots]
+        for row in np.flatnonzero(~fed).tolist():
+            slot, start = int(rows.slots[row]), int(starts[row])
+            request, length = running[slot], int(lengths[slot])
+            end, num_drafts = length + int(rows.num_tokens[row]), int(rows.num_drafts[row])
+            token_ids[start : start + end - length] = request.token_ids[length:end]
+            start += end - length
+            token_ids[start : start + num_drafts] = request.drafts[:num_drafts]
+            if not rows.draws[row]:
+                following[slot] = request.token_ids[end]
+        step = StepInput(token_ids=token_ids, request_ids=request_ids, request_slots=slots)  # type: ignore[arg-type]
+        self._bring_settings(running)
+        asking = running.slots[running.wants_logprobs]
+        wants_logprobs = len(asking) and bool(np.isin(rows.slots[rows.draws], asking).any())
+        self.devices.step(
+            step,
+            self._snapshot_plan(boundaries, self._max_boundaries(plan.size)),
+            checked,
+            following,
+            num_steps if plan.num_steps > 1 else None,
+            is_plain=plan.is_plain,
+            is_simple=self._simplifies and running.is_simple and self._only_decodes(plan),
+            activations=self._prefill_activations if plan.holds_prompts else self._activations,
+            wants_logprobs=bool(wants_logprobs) or not len(rows),  # an idle step tries it
+            only_compiles=only_compiles,
+        )
+
+    def bring_masks(self, plan: StepPlan, running: Running) -> None:
+        """Brings what the step may draw, where grammars say so; `run` takes it from there.
+
+        Raises:
+          DrawError: a request's grammar failed; nothing was changed.
+        """
+        if not self._engine_plan.grammars:
+            return
+        masks = self._followed.masks_of(plan.rows, running) if running.is_constrained else None
+        if masks is not None or self._has_masks is not False:
+            self.devices.set_masks(masks or self._followed.no_masks())
+            self._has_masks = masks is not None
+
+    def save(self, boundaries: Sequence[Boundary]) -> None:
+        """Keeps boundaries that requests stand at, between steps."""
+        slots = np.tile(np.arange(self.plan.max_requests, dtype=np.int32), self._shards)
+        step = StepInput(token_ids=slots, request_ids=slots, request_slots=slots)  # type: ignore[arg-type]
+        plan = self._snapshot_plan(boundaries, self.plan.max_requests)
+        self.devices.save(step, plan)
+
+    def warmup(self) -> list[tuple[str, float]]:
+        """Compiles every program, steps side by side, and runs it idle.
+
+        Returns:
+          Names and seconds of each, from when it was begun; those of steps overlap.
+        """
+        blocks = self._shards * self.plan.num_blocks if self._engine_plan.debug else None
+        width = self.cache.block_table.shape[1]
+        changes = idle_changes(self._num_slots, width, num_blocks=blocks)
+        steps = self._idle_steps()
+        try:
+            for _, plan, is_simple in steps:
+                self._idle(plan, is_simple=is_simple, only_compiles=True)
+        finally:  # none is left for the next call
+            seconds = self.devices.finish_compiling()
+        compiled = dict(zip((name for name, *_ in steps), seconds, strict=True))
+        jobs: list[tuple[str, Callable[[], object]]] = [
+            ("tables", lambda: self.devices.change(changes, False)),
+            ("copies and snapshot loads", lambda: self.devices.change(changes, True)),
+            ("snapshots between steps", lambda: self.save([])),
+        ]
+        jobs += [
+            (name, functools.partial(self._idle, plan, is_simple=is_simple))
+            for name, plan, is_simple in steps
+        ]
+        jobs.append(("verification", self.devices.scan))
+        if self._engine_plan.grammars:
+            jobs.append(("tokenizer of grammars", self._grammars.prepare))
+        times = []
+        for name, job in jobs:
+            started = time.perf_counter()
+            job()
+            jax.block_until_ready((self.cache, self.devices.store))
+            times.append((name, compiled.get(name, 0.0) + time.perf_counter() - started))
+        return times
+
+    def _idle_steps(self) -> list[tuple[str, StepPlan, bool]]:
+        """Steps of every program: name, plan, and whether it is that of simple draws."""
+        sizes, plain_size = self._engine_plan.step_sizes, self._engine_plan.plain_size
+        has_both_forms = self._activations != self._prefill_activations
+        steps = []
+        for size in sizes:
+            steps.append((f"step of {size} tokens", StepPlan.idle(size, holds_prompts=True), False))
+            if plain_size is None:
+                name = f"step of {size} tokens without prompts"
+                steps += self._decode_steps(name, StepPlan.idle(size), every=has_both_forms)
+        if plain_size is not None:
+            idle = StepPlan.idle(plain_size, is_plain=True)
+            steps += self._decode_steps(f"decode step of {plain_size} tokens", idle)
+            if (several := self._engine_plan.steps_per_call) > 1:
+                idle = StepPlan.idle(plain_size, is_plain=True, num_steps=several)
+                name = f"{several} decode steps of {plain_size} tokens"
+                steps.append((name, idle, self._simplifies))
+        return steps
+
+    def _decode_steps(
+        self, name: str, idle: StepPlan, *, every: bool = True
+    ) -> list[tuple[str, StepPlan, bool]]:
+        """A step for simple draws, and one for `every` kind of draw."""
+        steps = [(name, idle, False)] if every else []
+        return steps + ([(f"{name}, simple draws", idle, True)] if self._simplifies else [])
+
+    def _only_decodes(self, plan: StepPlan) -> bool:
+        """Whether a step has programs of its own, which no prompt takes."""
+        return plan.is_plain or (self._engine_plan.plain_size is None and not plan.holds_prompts)
+
+    def _idle(
+        self, plan: StepPlan, *, is_simple: bool = False, only_compiles: bool = False
+    ) -> None:
+        nobody, lengths = Running({}, KnownTokens(0, 0)), np.zeros(self._num_slots, np.int32)
+        nobody.is_simple = is_simple
+        self.bring_masks(plan, nobody)
+        if only_compiles:
+            self._launch(plan, nobody, lengths, only_compiles=True)
+        else:
+            self.run(plan, nobody, lengths, [])()
+
+    def _start_settings(self) -> None:
+        """The devices have neither settings, counts nor masks."""
+        self._counts = CountKeeper(
+            self._engine_plan.count_entries, slots=self.plan.max_requests, shards=self._shards
+        )
+        self._has_counts: bool | None = None
+        self._followed = GrammarKeeper(
+            self._grammars, num_slots=self._num_slots, width=self.draft_tokens + 1
+        )
+        self._has_masks: bool | None = None
+        self._known_running: Running | None = None
+        self._known_sampling: list[SamplingParams] | None = None
+
+    def _bring_settings(self, running: Running) -> None:
+        """Settings of all slots, and what was drawn where penalties ask; if they are others."""
+        if running is not self._known_running:
+            slots = range(self._num_slots)
+            rows = [running[slot].sampling if slot in running else _IDLE for slot in slots]
+            if rows != self._known_sampling:
+                # Stop tokens are the host's.
+                stacked = stack_sampling(rows, with_stops=False, bias_width=MAX_LOGIT_BIAS)
+                self.devices.set_sampling(stacked)
+                self._known_sampling = rows
+            self._known_running = running
+        counts = self._counts.counts_of(running) if running.penalises else None
+        if counts is not None or self._has_counts is not False:
+            self.devices.set_counts(counts or self._counts.no_entries())
+            self._has_counts = counts is not None
+
+    def _reader_of_last(self) -> Callable[[], StepResult]:
+        """What waits for the result of the step that has just been launched."""
+        self._num_launched += 1
+        number = self._num_launched
+
+        def read() -> StepResult:
+            output = self.devices.read(self._num_launched - number)
+            fields = (output.token_ids, output.num_kept, output.draft_token_ids)
+            return StepResult(*map(np.asarray, fields), logprobs=output.logprobs)
+
+        return read
+
+    def _max_boundaries(self, size: int) -> int:
+        """No call of that many tokens can cross more, on a data shard."""
+        return self.plan.max_requests + size // self.plan.block_tokens
+
+    def _snapshot_plan(self, boundaries: Sequence[Boundary], count: int) -> SnapshotPlan:
+        """Room for `count` boundaries on every data shard."""
+        fields = np.full((3, self._shards * count), -1, np.int32)
+        nexts = [shard * count for shard in range(self._shards)]
+        for slot, end, place in boundaries:
+            shard, own = divmod(slot, self.plan.max_requests)
+            fields[:, nexts[shard]] = own, end, place
+            nexts[shard] += 1
+        return SnapshotPlan(rows=fields[0], ends=fields[1], places=fields[2])  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""Metrics: counters, gauges and histograms of an engine, and the same for Prometheus."""

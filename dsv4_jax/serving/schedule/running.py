@@ -1,0 +1,74 @@
+"""Running: the requests that have slots, and arrays of what does not change while they run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from dsv4_jax.serving.requests.request import Request
+from dsv4_jax.serving.schedule.known_tokens import KnownTokens
+
+
+class Running(Mapping[int, Request]):
+    """Requests by slot, the oldest first.
+
+    Attributes:
+      known: their tokens.
+      requests: the requests, in order of age.
+      slots: i32[n], their slots.
+      totals: i32[n], tokens of prompt and longest answer.
+      speculates: bool[n], drafts are checked.
+      wants_logprobs: bool[n].
+      has_stop_texts: bool[n].
+      stops: i32[n, s], stop tokens, -1 where there are fewer.
+      ids: i64[n], request ids.
+      penalises: some request has penalties.
+      is_constrained: some request has a grammar.
+      is_simple: no request asks for more than a temperature and min-p.
+      with_siblings: samples of one prompt that were submitted together.
+    """
+
+    def __init__(self, by_slot: Mapping[int, Request], known: KnownTokens) -> None:
+        """Of requests in slots."""
+        self.known = known
+        self.requests: Sequence[Request] = sorted(by_slot.values(), key=_age)
+        self._by_slot = dict(by_slot)
+        requests, count = self.requests, len(by_slot)
+        self.slots = np.array([one.slot for one in requests], np.int32)
+        self.totals = np.array([len(one.token_ids) for one in requests], np.int32)
+        self.speculates = np.array([one.speculate for one in requests], bool)
+        self.wants_logprobs = np.array(
+            [one.sampling.logprobs is not None for one in requests], bool
+        )
+        self.has_stop_texts = np.array([bool(one.sampling.stop_texts) for one in requests], bool)
+        stops = [one.sampling.stop_token_ids or () for one in requests]
+        self.stops = np.full((count, max(map(len, stops), default=0)), -1, np.int32)
+        for row, tokens in zip(self.stops, stops, strict=True):
+            row[: len(tokens)] = tuple(tokens)
+        self.ids = np.array([one.request_id for one in requests], np.int64)
+        self.is_constrained = any(one.sampling.grammar is not None for one in requests)
+        self.penalises = any(one.sampling.penalises for one in requests)
+        self.is_simple = all(one.sampling.is_simple for one in requests)
+        self.with_siblings = [one for one in requests if one.siblings]
+
+    @property
+    def num_known(self) -> np.ndarray:
+        """i32[n], tokens that each request knows now."""
+        return self.known.num_known[self.slots]
+
+    def __getitem__(self, slot: int) -> Request:
+        """The request in a slot."""
+        return self._by_slot[slot]
+
+    def __iter__(self) -> Iterator[int]:
+        """Slots."""
+        return iter(self._by_slot)
+
+    def __len__(self) -> int:
+        """Requests."""
+        return len(self._by_slot)
+
+
+def _age(request: Request) -> int:
+    return request.request_id

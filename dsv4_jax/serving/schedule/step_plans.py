@@ -1,0 +1,74 @@
+"""What the next step runs of the requests that have slots: rows, sizes, and how many steps."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dsv4_jax.allocator.pool_plan import PoolPlan
+from dsv4_jax.serving.schedule.flight import Outlook
+from dsv4_jax.serving.schedule.scheduler import RowNeed, StepPlan, plan_decoding, plan_shards
+from dsv4_jax.serving.sizing import EnginePlan
+
+
+def make_plan(
+    outlook: Outlook, engine: EnginePlan, pools: PoolPlan, *, makes_several: bool
+) -> tuple[StepPlan, np.ndarray]:
+    """Plans a step.
+
+    Args:
+      outlook: what requests hold before it.
+      engine: sizes of the engine.
+      pools: those of a data shard.
+      makes_several: one call may make several steps of these requests.
+
+    Returns:
+      The plan, and i64[n], for each of its rows the number of its request in `outlook.running`.
+    """
+    running, pending = outlook.running, outlook.num_pending
+    assert np.all(pending[outlook.goes_on] > 0), f"nothing to run: {pending}"
+    sizes = {"sizes": engine.step_sizes, "plain_size": engine.plain_size}
+    wanted = np.flatnonzero(outlook.goes_on)
+    slots = running.slots[wanted]
+    shards = slots // pools.max_requests
+    if np.all(pending[wanted] == 1):
+        most_steps = np.ones_like(outlook.lengths)
+        if makes_several:
+            most_steps = _most_steps(outlook, pools)
+        plan = plan_decoding(
+            slots,
+            outlook.num_drafts[wanted],
+            shards,
+            most_steps=most_steps[wanted],
+            steps_per_call=engine.steps_per_call,
+            **sizes,
+        )
+    else:
+        needs: list[list[RowNeed]] = [[] for _ in range(engine.data_shards)]
+        for place, shard in zip(wanted.tolist(), shards.tolist(), strict=True):
+            needs[shard].append(_need(outlook, place))
+        plan = plan_shards(needs, **sizes)
+    if np.array_equal(plan.rows.slots, slots):
+        return plan, wanted
+    place_of = np.zeros(engine.data_shards * pools.max_requests, np.int32)
+    place_of[running.slots] = np.arange(len(running))
+    return plan, place_of[plan.rows.slots]
+
+
+def _most_steps(outlook: Outlook, pools: PoolPlan) -> np.ndarray:
+    """i32[n], steps of one call that each running request can take part in.
+
+    None passes the end of a request, nor a boundary that may be worth a snapshot, which is taken
+    between two calls.
+    """
+    most = outlook.running.totals - outlook.num_known
+    if pools.num_snapshots:
+        most = np.minimum(most, pools.block_tokens - outlook.lengths % pools.block_tokens)
+    return most
+
+
+def _need(outlook: Outlook, place: int) -> RowNeed:
+    """What a running request waits for."""
+    request, pending = outlook.running.requests[place], int(outlook.num_pending[place])
+    if pending > 1 and request.followers:  # they fork before the last token
+        return RowNeed(request.slot, pending - 1, 0, draws=False)
+    return RowNeed(request.slot, pending, int(outlook.num_drafts[place]))

@@ -1,0 +1,192 @@
+"""Grammars are compiled within bounds of time and memory, in a process that a bound may end."""
+
+import concurrent.futures
+import pathlib
+import re
+import signal
+import subprocess
+import threading
+import time
+
+import pytest
+
+from dsv4_jax.schemas.json_values import json_value
+from dsv4_jax.schemas.read_schema import Schema
+from dsv4_jax.serving.requests import compile_grammar
+from dsv4_jax.serving.requests.grammar_trials import GrammarBounds, GrammarTrials, TrialsClosedError
+from helpers.serving import byte_tokenizer, until
+
+GOOD = "start: /[a-z]{30}/"
+END, VOCAB = 257, 260
+
+
+def grammar(schema):
+    """A grammar of a schema as it is: what refuses costly ones beforehand is left out."""
+    return f"start: {json_value(Schema(schema, {}))}"
+
+
+ENDLESS = grammar(
+    {"allOf": [{"type": "integer", "multipleOf": 60_013}, {"type": "integer", "multipleOf": 999}]}
+)
+LARGE = grammar({"type": "integer", "multipleOf": 604_800})
+
+
+def make(**bounds):
+    return GrammarTrials(byte_tokenizer().to_str(), VOCAB, [END], GrammarBounds(**bounds))
+
+
+@pytest.fixture
+def trials():
+    made = make(seconds=0.3)
+    yield made
+    made.close()
+
+
+def test_a_grammar_that_compiles_passes_and_is_not_tried_again(trials, monkeypatch):
+    trials.check(GOOD)
+    monkeypatch.setattr(trials, "_try", None)
+    trials.check(GOOD)
+    with pytest.raises(TypeError):
+        trials.check(GOOD + "?")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("start: )", "expecting rule"), ("start: T\nT: /a/ & /b/", "nothing fulfils")],
+)
+def test_what_is_wrong_with_one_is_said_as_where_it_is_compiled_here(trials, text, told):
+    vocabulary = compile_grammar.read_vocabulary(byte_tokenizer().to_str(), VOCAB, [END])
+    compiler = compile_grammar.Compiler(vocabulary)
+    with pytest.raises(ValueError, match=told) as expected:
+        compiler.compile(text)
+    with pytest.raises(ValueError, match=told) as error:
+        trials.check(text)
+    assert str(error.value) == str(expected.value)
+
+
+def test_time_is_bounded_and_the_next_grammar_is_compiled(trials):
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^it must compile within 0.3 s of a processor; ask"):
+            trials.check(ENDLESS)
+        trials.check(GOOD + "?")
+
+
+def test_memory_is_bounded_and_the_next_grammar_is_compiled():
+    trials = make(seconds=60, memory_bytes=16 * 2**20)
+    with pytest.raises(ValueError, match=r"^it must compile within 16 MiB of memory; ask"):
+        trials.check(LARGE)
+    trials.check(GOOD)
+    trials.close()
+
+
+def test_so_many_at_once_and_not_more():
+    trials, running, most = make(at_once=2), [0], []
+    lock, try_one = threading.Lock(), trials._try
+
+    def count(text):
+        with lock:
+            running[0] += 1
+            most.append(running[0])
+        time.sleep(0.02)
+        try:
+            return try_one(text)
+        finally:
+            with lock:
+                running[0] -= 1
+
+    trials._try = count
+    with concurrent.futures.ThreadPoolExecutor(6) as threads:
+        list(threads.map(trials.check, [f"start: /a{{{n}}}/" for n in range(1, 13)]))
+    assert max(most) == 2
+    assert len(trials._idle) == 2
+    trials.close()
+
+
+def test_a_process_that_was_ended_is_replaced(trials):
+    trials.check(GOOD)
+    (process,) = trials._idle
+    process.kill()
+    process.wait()
+    trials.check(GOOD + "?")
+    assert trials._idle != [process]
+
+
+def test_a_process_that_was_started_before_takes_the_first_grammar(trials):
+    trials.prepare()
+    (process,) = trials._idle
+    trials.check(GOOD)
+    assert trials._idle == [process]
+
+
+def test_nothing_is_left_after_its_end(trials):
+    trials.check(GOOD)
+    (process,) = trials._idle
+    trials.close()
+    assert process.poll() is not None
+    assert not trials._idle
+
+
+def test_its_end_waits_for_no_grammar():
+    trials = make(seconds=60, memory_bytes=2**32)
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        compiling = threads.submit(trials.check, ENDLESS)
+        until(lambda: trials._living)
+        trials.close()
+        with pytest.raises(TrialsClosedError):
+            compiling.result(20)
+    assert not trials._living
+    for call in (trials.prepare, lambda: trials.check(GOOD)):
+        with pytest.raises(TrialsClosedError):
+            call()
+    assert not trials._living
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_all_processes_of_a_server_leaves_its_grammars_to_it(trials, number):
+    """Such as that of a service's manager: the server drains, and needs the process until then."""
+    trials.check(GOOD)
+    (process,) = trials._idle
+    process.send_signal(number)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.2)
+    trials.check(GOOD + "?")
+    assert trials._idle == [process]
+
+
+def test_a_program_that_cannot_run_is_no_fault_of_a_grammar(trials, tmp_path, monkeypatch):
+    """It looks for libraries where this process does, whatever has been added since its start."""
+    (tmp_path / "llguidance.py").write_text("raise ImportError")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RuntimeError, match=r"ended with status 1; see why .*compile_grammar.py"):
+        trials.check(GOOD)
+    monkeypatch.undo()
+    trials.check(GOOD)
+
+
+def test_a_process_that_a_bound_ends_leaves_no_memory_on_disk(trials):
+    trials.check(GOOD)
+    (process,) = trials._idle
+    limits = pathlib.Path(f"/proc/{process.pid}/limits")
+    if not limits.exists():
+        pytest.skip("there is no /proc here")
+    assert re.search(r"Max core file size +0 +0 ", limits.read_text())
+
+
+def test_the_process_ends_with_the_one_that_started_it(trials):
+    """Its input ends then, whatever ended it."""
+    trials.check(GOOD)
+    (process,) = trials._idle
+    process.stdin.close()
+    assert process.wait(20) == 0
+
+
+def test_the_program_imports_llguidance_and_numpy_alone(trials):
+    """So that it starts in a moment, and takes no memory of a device."""
+    trials.check(GOOD)
+    (process,) = trials._idle
+    maps = pathlib.Path(f"/proc/{process.pid}/maps")
+    if not maps.exists():
+        pytest.skip("there is no /proc here")
+    loaded = maps.read_text()
+    assert "llguidance" in loaded
+    assert "jaxlib" not in loaded

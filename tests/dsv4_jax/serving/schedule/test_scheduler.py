@@ -1,0 +1,123 @@
+"""plan_step, a pure function: what fits, what is fair, and what is the smallest shape."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsv4_jax.serving.schedule.scheduler import (
+    RowNeed,
+    RowPlan,
+    ShardPlan,
+    plan_decoding,
+    plan_shards,
+    plan_step,
+)
+
+SIZES = (16, 64)
+
+
+def tokens(plan):
+    return {row.slot: (row.num_tokens, row.num_drafts) for row in plan.rows}
+
+
+def test_decoding_alone_is_the_lean_program():
+    needs = [RowNeed(slot, 1, 0) for slot in (2, 0)]
+    plan = plan_step(needs, sizes=SIZES, plain_size=4)
+    assert plan == ShardPlan((RowPlan(2, 1, 0, True), RowPlan(0, 1, 0, True)), 4, True)
+    assert plan_step(needs, sizes=SIZES, plain_size=None).size == 16
+
+
+def test_drafts_and_prompts_take_the_general_program():
+    plan = plan_step([RowNeed(0, 1, 3), RowNeed(1, 1, 0)], sizes=SIZES, plain_size=4)
+    assert (plan.size, plan.is_plain, tokens(plan)) == (16, False, {0: (1, 3), 1: (1, 0)})
+    plan = plan_step([RowNeed(0, 1, 0), RowNeed(1, 20, 0)], sizes=SIZES, plain_size=4)
+    assert (plan.size, tokens(plan)) == (64, {0: (1, 0), 1: (20, 0)})
+
+
+def test_the_oldest_prompt_gets_half_and_short_ones_come_next():
+    needs = [RowNeed(0, 500, 0), RowNeed(1, 400, 0), RowNeed(2, 10, 0), RowNeed(3, 1, 0)]
+    plan = plan_step(needs, sizes=SIZES, plain_size=None)
+    assert tokens(plan) == {0: (32, 0), 1: (21, 0), 2: (10, 0), 3: (1, 0)}
+    assert [row.draws for row in plan.rows] == [False, False, True, True]
+
+
+def test_nothing_is_left_unused():
+    plan = plan_step([RowNeed(0, 500, 0), RowNeed(1, 5, 0)], sizes=SIZES, plain_size=None)
+    assert tokens(plan) == {0: (59, 0), 1: (5, 0)}
+    plan = plan_step([RowNeed(0, 5, 0), RowNeed(1, 500, 0)], sizes=SIZES, plain_size=None)
+    assert tokens(plan) == {0: (5, 0), 1: (59, 0)}
+
+
+def test_drafts_give_way_to_prompts_and_to_a_small_step():
+    many = [RowNeed(slot, 1, 8) for slot in range(8)]  # 72 tokens with drafts
+    assert set(tokens(plan_step(many, sizes=SIZES, plain_size=None)).values()) == {(1, 0)}
+    four = many[:4]  # 36, more than half of 64
+    mixed = plan_step([*four, RowNeed(9, 300, 0)], sizes=SIZES, plain_size=None)
+    assert tokens(mixed) == dict.fromkeys(range(4), (1, 0)) | {9: (60, 0)}
+    assert set(tokens(plan_step(four, sizes=SIZES, plain_size=None)).values()) == {(1, 8)}
+
+
+needs_lists = st.lists(st.tuples(st.integers(1, 300), st.integers(0, 8)), min_size=1, max_size=16)
+
+
+@settings(max_examples=300, deadline=None)
+@given(needs_lists, st.sampled_from([(16,), (16, 64), (24, 40, 256)]), st.booleans())
+def test_every_plan_keeps_the_rules(pairs, sizes, has_plain):
+    needs = [
+        RowNeed(slot, pending, drafts if pending == 1 else 0)
+        for slot, (pending, drafts) in enumerate(pairs)
+    ]
+    plan = plan_step(needs, sizes=sizes, plain_size=16 if has_plain else None)
+    rows = {row.slot: row for row in plan.rows}
+    total = sum(row.num_tokens + row.num_drafts for row in plan.rows)
+    assert total <= plan.size
+    assert plan.is_plain or total > max((s for s in sizes if s < plan.size), default=0)
+    for need in needs:
+        row = rows.get(need.slot)
+        if need.num_pending == 1:
+            assert row is not None  # an answer is in every step
+            assert row.draws
+        if row is not None:
+            assert 1 <= row.num_tokens <= need.num_pending
+            assert row.draws == (row.num_tokens == need.num_pending)
+            assert row.num_drafts in (0, need.num_drafts)
+    prompts = [need for need in needs if need.num_pending > 1]
+    assert plan.holds_prompts == bool(prompts)
+    if prompts:
+        assert prompts[0].slot in rows  # the oldest always goes on
+        unread = sum(n.num_pending - rows[n.slot].num_tokens if n.slot in rows else n.num_pending
+                     for n in prompts)  # fmt: skip
+        assert not unread or total == sizes[-1]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 8)), min_size=1, max_size=16),
+    st.sampled_from([(16,), (16, 64), (24, 40, 256)]),
+    st.booleans(),
+)
+def test_decoding_is_planned_at_once_as_row_by_row(pairs, sizes, has_plain):
+    plain_size = 16 if has_plain else None
+    needs = [[], [], []]
+    for slot, (shard, drafts) in enumerate(pairs):
+        needs[shard].append(RowNeed(slot, 1, drafts))
+    expected = plan_shards(needs, sizes=sizes, plain_size=plain_size)
+    slots = np.arange(len(pairs), dtype=np.int32)
+    shards, drafts = np.array(pairs, np.int32).T
+    plan = plan_decoding(slots, drafts, shards, sizes=sizes, plain_size=plain_size)
+    for name in ("size", "is_plain", "holds_prompts"):
+        assert getattr(plan, name) == getattr(expected, name)
+    for name in ("slots", "num_tokens", "num_drafts", "draws"):
+        np.testing.assert_array_equal(getattr(plan.rows, name), getattr(expected.rows, name))
+
+
+def test_every_prompt_is_read_in_the_end():
+    """With new short prompts in every step, the long one still gets its half."""
+    rng, left, steps = np.random.default_rng(0), 1000, 0
+    while left:
+        others = [RowNeed(1 + i, int(rng.integers(2, 60)), 0) for i in range(6)]
+        plan = plan_step([RowNeed(0, max(left, 2), 0), *others], sizes=SIZES, plain_size=None)
+        left -= min(tokens(plan)[0][0], left)
+        steps += 1
+    assert steps == pytest.approx(1000 / 32, abs=1)
