@@ -15,10 +15,10 @@ import io
 import logging
 from typing import Any
 
-from jax._src import cache_key  # what enters a key is nothing public
-from jax._src.interpreters import mlir
 from jaxlib.mlir import ir, passmanager
 from jaxlib.triton import dialect as triton_dialect
+
+from dsv4_jax import compat
 
 _log = logging.getLogger(__name__)
 
@@ -39,15 +39,17 @@ _COUNTED = "mosaic_gpu.dump_basename"
 @functools.cache
 def leave_out_locations() -> None:
     """Makes jax's keys independent of where kernels were written, for the rest of the process."""
-    canonicalize = cache_key._canonicalize_ir
 
-    def canonicalize_kernels_too(module: ir.Module, *options: Any, **more: Any) -> bytes:
-        with module.context:
-            copy: Any = module.operation.clone(ip=False)
-            strip_kernels(copy)
-            return canonicalize(copy, *options, **more)
+    def change(canonicalize: compat.Canonicalize) -> compat.Canonicalize:
+        def canonicalize_kernels_too(module: ir.Module, *options: Any, **more: Any) -> bytes:
+            with module.context:
+                copy: Any = module.operation.clone(ip=False)
+                strip_kernels(copy)
+                return canonicalize(copy, *options, **more)
 
-    cache_key._canonicalize_ir = canonicalize_kernels_too
+        return canonicalize_kernels_too
+
+    compat.replace_canonicalize(change)
 
 
 def strip_kernels(module: ir.Module) -> None:
@@ -94,7 +96,7 @@ def hash_of_kernel(text: bytes) -> bytes:
 def _context() -> ir.Context:
     """What kernels of both kinds are read in."""
     context = ir.Context()
-    context.append_dialect_registry(mlir.upstream_dialects)
+    context.append_dialect_registry(compat.dialects())
     triton_dialect.register_dialect(context)
     context.load_all_available_dialects()
     context.allow_unregistered_dialects = True

@@ -14,40 +14,18 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import jax
-from jax._src import distributed  # nothing public reaches the service's keys and values
 from jax.sharding import Mesh
 
-from dsv4_jax import checks
+from dsv4_jax import checks, compat
 from dsv4_jax.standard_streams import say
 
 DEFAULT_TIMEOUT_S = 60.0
 _BEATS_PER_TIMEOUT = 5
 _LEFT = "left"
 _POLL_MS = 1000
-
-
-class Service(Protocol):
-    """The keys and values of JAX's coordination service."""
-
-    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
-        """Sets a text."""
-
-    def key_value_set_bytes(self, key: str, value: bytes) -> None:
-        """Sets bytes, once."""
-
-    def blocking_key_value_get_bytes(self, key: str, timeout_in_ms: int) -> bytes:
-        """Waits for bytes; raises when the time is over."""
-        ...
-
-    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
-        """Keys below this one, and their texts."""
-        ...
-
-    def key_value_delete(self, key: str) -> None:
-        """Forgets a key."""
 
 
 class Hosts:
@@ -61,7 +39,7 @@ class Hosts:
       is_taken: an engine tells and listens, and no other one may.
     """
 
-    def __init__(self, service: Service, number: int, count: int, timeout_s: float) -> None:
+    def __init__(self, service: compat.Service, number: int, count: int, timeout_s: float) -> None:
         """Begins to watch, in two threads."""
         self.number, self.count, self.timeout_s = number, count, timeout_s
         self.is_taken = False
@@ -263,9 +241,9 @@ def join_hosts(
     # It would swallow SIGTERM, for training that saves first.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(**options)
-    state = distributed.global_state
-    assert state.client is not None
-    _joined.append(Hosts(state.client, state.process_id, state.num_processes, timeout_s))
+    found = compat.find_service()
+    assert found is not None
+    _joined.append(Hosts(*found, timeout_s))
     return _joined[0]
 
 

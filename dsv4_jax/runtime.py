@@ -14,9 +14,8 @@ import resource
 import warnings
 
 import jax
-from jax._src import xla_bridge  # nothing public says whether backends have started
 
-from dsv4_jax import checks
+from dsv4_jax import checks, compat
 from dsv4_jax.cache_keys import leave_out_locations
 
 XLA_GPU_FLAGS = {
@@ -70,7 +69,7 @@ def set_xla_flags(**flags: str) -> str:
     for name, value in flags.items():
         if any(char.isspace() for char in checks.text(name, value)):
             checks.refuse(name, "a text without spaces, which divide flags", value)
-    if xla_bridge.backends_are_initialized():
+    if compat.has_started():
         raise RuntimeError(
             "XLA has read its flags already; call set_xla_flags before the first array is made"
         )
@@ -127,7 +126,7 @@ def decode_options() -> dict[str, str]:
 def find_start_problem(error: Exception) -> str | None:
     """Why JAX has no device to start with, in one line, if that is what an error says."""
     told = str(error).splitlines()[:1]
-    if isinstance(error, AssertionError) and not xla_bridge.backends_are_initialized():
+    if isinstance(error, AssertionError) and not compat.has_started():
         try:
             jax.devices()
         except AssertionError:
@@ -173,7 +172,7 @@ def find_memory() -> Memory | None:
     Where `ulimit -v` leaves too little for JAX to start, it is not started.
     """
     space = _address_space()
-    if space and space.free_bytes < _START_BYTES and not xla_bridge.backends_are_initialized():
+    if space and space.free_bytes < _START_BYTES and not compat.has_started():
         return space
     device = jax.local_devices()[0]
     stats = device.memory_stats() or {}
@@ -241,7 +240,7 @@ def look_for_no_gpu() -> None:
     Raises:
       ValueError: `JAX_PLATFORMS` names nothing else.
     """
-    if xla_bridge.backends_are_initialized():
+    if compat.has_started():
         return
     if given := jax.config.jax_platforms:  # pyright: ignore
         others = [name for name in given.split(",") if name not in ("cuda", "gpu")]
@@ -288,7 +287,7 @@ def claim_memory(fraction: float = 0.95, *, at_once: bool = True) -> None:
       at_once: whether it is taken when JAX starts, or as it is needed, which leaves room for
         other processes.
     """
-    if xla_bridge.backends_are_initialized():
+    if compat.has_started():
         return
     names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
     if not any(name in os.environ for name in names):

@@ -25,13 +25,13 @@ HEAD = "from __future__ import annotations\n"
 CODE = """
 import hashlib, json, sys
 import dsv4_jax as ds
-from jax._src import cache_key
+from dsv4_jax import compat
 from tools import aot
 folder, names = json.loads(sys.argv[1])
 def call_of_a_user(*arrays):
     return function(*arrays)
 def hash_of(module):
-    return hashlib.sha256(cache_key._canonicalize_ir(module, False)).hexdigest()
+    return hashlib.sha256(compat.canonicalize(module)).hexdigest()
 cases = aot.collect("sm_90a", tuple(names))
 keys = {}
 for stage in ("jax's own", "ours"):

@@ -90,7 +90,7 @@ def test_flags_in_a_file_are_taken_from_it(tmp_path):
 
 
 def test_flags_that_are_neither_flags_nor_a_file_are_refused(monkeypatch):
-    monkeypatch.setattr(ds.runtime.xla_bridge, "backends_are_initialized", lambda: False)
+    monkeypatch.setattr(ds.runtime.compat, "has_started", lambda: False)
     monkeypatch.setenv("XLA_FLAGS", "no such file")
     with pytest.raises(ValueError, match="must be flags that begin with --, or a file of them"):
         ds.set_xla_flags()
@@ -170,10 +170,10 @@ def test_the_second_process_finds_what_the_first_compiled(tmp_path):
 def test_a_kernel_lowered_again_is_the_same_program():
     """To jax 0.11 it has another number, and a cache that knows programs by their text misses."""
     code = (
-        "import dsv4_jax as ds; from tools import aot; from jax._src import cache_key; "
+        "import dsv4_jax as ds; from tools import aot; from dsv4_jax import compat; "
         "[case] = aot.collect('sm_90a', ('select_top_k/top 512 of 64 x 4096',)).values(); "
         "lower = lambda: aot.lower_case('sm_90a', lambda *x: case[0](*x), *case[1:]); "
-        "key = lambda: cache_key._canonicalize_ir(lower()._lowering.stablehlo(), False); "
+        "key = lambda: compat.canonicalize(lower()._lowering.stablehlo()); "
         "print(len({key() for _ in range(2)})); "
         "ds.use_compilation_cache(); "
         "print(len({key() for _ in range(2)}))"

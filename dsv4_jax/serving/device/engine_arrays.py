@@ -18,9 +18,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src.core import reset_trace_state  # nothing public ends a trace that was interrupted
 from jax.sharding import Mesh
 
+from dsv4_jax import compat
 from dsv4_jax.allocator.pool_plan import PoolPlan
 from dsv4_jax.allocator.verify import scan_cache
 from dsv4_jax.cache.empty_cache import init_cache
@@ -232,7 +232,7 @@ class EngineArrays:
         self._unread, self._input, self._placed = collections.deque(maxlen=2), ([], None), {}
 
     def _rebuild(self) -> None:
-        reset_trace_state()
+        compat.end_traces()
         for leaf in jax.tree.leaves((self.cache, self.store)):
             if not leaf.is_deleted():
                 leaf.delete()

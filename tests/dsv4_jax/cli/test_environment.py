@@ -68,7 +68,7 @@ def test_an_assertion_of_jax_that_it_has_no_device_is_told(monkeypatch):
 
     assert runtime.find_start_problem(AssertionError()) is None
     assert runtime.find_start_problem(RuntimeError("another\nof two lines")) is None
-    monkeypatch.setattr(runtime.xla_bridge, "backends_are_initialized", lambda: False)
+    monkeypatch.setattr(runtime.compat, "has_started", lambda: False)
     monkeypatch.setattr(jax, "devices", fail)
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     assert runtime.find_start_problem(AssertionError()) == (
@@ -90,7 +90,7 @@ def test_what_jax_refuses_as_it_is_imported_is_one_line():
 @pytest.fixture
 def before_jax(monkeypatch):
     """As if JAX had not started; what is changed of its configuration is changed back."""
-    monkeypatch.setattr(runtime.xla_bridge, "backends_are_initialized", lambda: False)
+    monkeypatch.setattr(runtime.compat, "has_started", lambda: False)
     monkeypatch.setattr(environment, "look_for_no_gpu", lambda: None)
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     kept = jax.config.jax_compilation_cache_dir

@@ -1,0 +1,78 @@
+"""What the package takes of JAX that is not public: names of `jax._src`, each in one function.
+
+No other module imports from `jax._src`. Each function says what nothing public does;
+`tests/dsv4_jax/test_compat.py` has a test for each, which fails on a JAX that does it otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from jax._src import cache_key, core, distributed, xla_bridge
+from jax._src.interpreters import mlir
+from jaxlib.mlir import ir
+
+
+class Service(Protocol):
+    """The keys and values of JAX's coordination service."""
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        """Sets a text."""
+
+    def key_value_set_bytes(self, key: str, value: bytes) -> None:
+        """Sets bytes, once."""
+
+    def blocking_key_value_get_bytes(self, key: str, timeout_in_ms: int) -> bytes:
+        """Waits for bytes; raises when the time is over."""
+        ...
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        """Keys below this one, and their texts."""
+        ...
+
+    def key_value_delete(self, key: str) -> None:
+        """Forgets a key."""
+
+
+def has_started() -> bool:
+    """Whether JAX has made its backends, after which it reads no flags and no environment."""
+    return xla_bridge.backends_are_initialized()
+
+
+def find_service() -> tuple[Service, int, int] | None:
+    """The coordination service, the number of this process, and how many there are.
+
+    None before `jax.distributed.initialize`, which gives back none of it.
+    """
+    state = distributed.global_state
+    if state.client is None:
+        return None
+    return state.client, state.process_id, state.num_processes
+
+
+def end_traces() -> None:
+    """Forgets a trace that an exception from outside, such as Ctrl-C, has interrupted.
+
+    Without it JAX takes what is called next for part of that trace.
+    """
+    core.reset_trace_state()
+
+
+type Canonicalize = Callable[..., bytes]
+"""(module: ir.Module, *options) -> bytes, the text of a program as it enters its key."""
+
+
+def replace_canonicalize(change: Callable[[Canonicalize], Canonicalize]) -> None:
+    """Puts `change(f)` in the place of f, by which a program enters its compilation cache key."""
+    cache_key._canonicalize_ir = change(cache_key._canonicalize_ir)
+
+
+def canonicalize(module: ir.Module) -> bytes:
+    """What of a lowered program enters its key in the compilation cache."""
+    return cache_key._canonicalize_ir(module, False)
+
+
+def dialects() -> Any:
+    """The registry of the MLIR dialects in which JAX writes its programs."""
+    return mlir.upstream_dialects

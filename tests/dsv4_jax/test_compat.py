@@ -1,0 +1,127 @@
+"""What is taken of JAX's inside does what `compat.py` says, on every version that is allowed."""
+
+import ast
+import json
+import pathlib
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jaxlib.mlir import ir
+
+import dsv4_jax
+from dsv4_jax import compat
+
+PROCESS = """
+import json, sys
+import jax
+from dsv4_jax import compat
+folder, address = sys.argv[1:]
+seen = {"not started": compat.has_started(), "no service": compat.find_service()}
+jax.distributed.initialize(address, 1, 0)
+service, number, count = compat.find_service()
+service.key_value_set("a/1", "text")
+service.key_value_set("a/1", "other", True)
+service.key_value_set_bytes("b", bytes(range(256)))
+seen["texts"] = service.key_value_dir_get("a/")
+seen["bytes"] = list(service.blocking_key_value_get_bytes("b", 1000))
+service.key_value_delete("b")
+try:
+    service.blocking_key_value_get_bytes("b", 1)
+except jax.errors.JaxRuntimeError as error:
+    seen["late"] = str(error)
+seen["processes"] = number, count
+programs = []
+def change(canonicalize):
+    def keep(module, *options, **more):
+        programs.append(str(module))
+        return canonicalize(module, *options, **more)
+    return keep
+compat.replace_canonicalize(change)
+jax.config.update("jax_compilation_cache_dir", folder)
+jax.jit(lambda x: x * 3)(4)
+seen["programs"] = programs
+seen["started"] = compat.has_started()
+print(json.dumps(seen))
+"""
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """What a fresh process saw."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    folder = tmp_path_factory.mktemp("programs")
+    command = [sys.executable, "-c", PROCESS, str(folder), address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_has_started(seen):
+    assert (seen["not started"], seen["started"]) == (False, True)
+
+
+def test_find_service(seen):
+    assert seen["no service"] is None
+    assert seen["processes"] == [0, 1]
+    assert seen["texts"] == [["a/1", "other"]]
+    assert seen["bytes"] == list(range(256))
+    assert "DEADLINE_EXCEEDED" in seen["late"]
+
+
+def test_replace_canonicalize(seen):
+    """JAX calls the new function for each program whose key it looks for."""
+    assert any("stablehlo.multiply" in program for program in seen["programs"])
+
+
+def test_canonicalize():
+    """The same function on another line is the same program, another function is not."""
+    first, other = jax.jit(lambda x: x + 1), jax.jit(lambda x: x + 2)
+    again = jax.jit(lambda x: x + 1)
+    texts = [
+        compat.canonicalize(function.lower(jnp.float32(0)).compiler_ir())
+        for function in (first, again, other)
+    ]
+    assert all(isinstance(text, bytes) for text in texts)
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_dialects():
+    """Kernels are written in them; without the registry a context knows none."""
+    text = "func.func @f(%x: f32) -> f32 { %0 = arith.addf %x, %x : f32 return %0 : f32 }"
+    with ir.Context() as bare, pytest.raises(ir.MLIRError):
+        ir.Module.parse(text, bare)
+    with ir.Context() as context:
+        context.append_dialect_registry(compat.dialects())
+        context.load_all_available_dialects()
+        assert "arith.addf" in str(ir.Module.parse(text, context))
+
+
+def test_end_traces():
+    """What is computed in a trace is a tracer; once traces are ended, it is a value."""
+    is_traced = []
+
+    @jax.jit
+    def interrupted(x):
+        for _ in range(2):
+            is_traced.append(isinstance(jnp.zeros(()) + 1, jax.core.Tracer))
+            compat.end_traces()
+        return x
+
+    interrupted(jnp.zeros(()))
+    assert is_traced == [True, False]
+
+
+def test_no_other_module_looks_inside_jax():
+    package = pathlib.Path(dsv4_jax.__file__).parent
+    for path in [*package.rglob("*.py"), *(package.parent / "pallas_kernels").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            inside = [module for module in modules if module.startswith("jax._src")]
+            assert not inside or path.name == "compat.py", f"{path} imports {inside}"
