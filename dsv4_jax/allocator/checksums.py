@@ -6,27 +6,30 @@ on the first axis, so that what should be equal over `model` can be compared.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax.cache.model_cache import ModelCache
+from dsv4_jax.cache.schema import FamilyKind
 from dsv4_jax.cache.snapshots import SnapshotStore
 from dsv4_jax.mesh import BY_DEVICE, on_mesh
 
 
-class RowScan(NamedTuple):
+@flax.struct.dataclass
+class RowScan:
     """One family of rows, all layers together.
 
     Attributes:
       checksums: u32[A, R], of block and offset, or of slot and row.
       is_poison: bool[A, R], some layer has all bits of the row set, as `poison` leaves them.
+      kind: of the family.
     """
 
     checksums: jax.Array
     is_poison: jax.Array
+    kind: FamilyKind = flax.struct.field(pytree_node=False)
 
 
 @jax.jit
@@ -44,22 +47,25 @@ def scan_rows(cache: ModelCache) -> dict[str, RowScan]:
     A running HCA pool is one row. Of a CSA compressor's state, the halves of a row that belong to
     the token's own window and to the next are two families, since they live differently long.
     """
-    families: dict[str, list[jax.Array]] = {}
+    scans: dict[str, RowScan] = {}
     for attn, pool in cache.paged.items():
-        families[f"{attn}.entries"] = list(pool.entries.values())
+        scans[f"{attn}.entries"] = _scan(FamilyKind.ENTRIES, list(pool.entries.values()))
         if pool.index_keys is not None:
-            families[f"{attn}.index_keys"] = list(pool.index_keys.values())
+            keys = list(pool.index_keys.values())
+            scans[f"{attn}.index_keys"] = _scan(FamilyKind.ENTRIES, keys)
     for attn, pool in cache.state.items():
-        families[f"{attn}.window"] = list(pool.window.values())
+        scans[f"{attn}.window"] = _scan(FamilyKind.WINDOW, list(pool.window.values()))
         for name in ("tail", "index_tail"):
             planes = getattr(pool, name)
             if planes is not None:
                 half = jax.tree.leaves(planes)[0].shape[-1] // 2
-                families[f"{attn}.{name}.previous"] = [p[..., :half] for p in planes.values()]
-                families[f"{attn}.{name}.own"] = [p[..., half:] for p in planes.values()]
+                previous = [plane[..., :half] for plane in planes.values()]
+                own = [plane[..., half:] for plane in planes.values()]
+                scans[f"{attn}.{name}.previous"] = _scan(FamilyKind.STATE, previous)
+                scans[f"{attn}.{name}.own"] = _scan(FamilyKind.STATE, own)
         if pool.running is not None:
-            families[f"{attn}.running"] = [pool.running[:, :, None]]
-    return {name: _scan(planes) for name, planes in families.items()}
+            scans[f"{attn}.running"] = _scan(FamilyKind.STATE, [pool.running[:, :, None]])
+    return scans
 
 
 @jax.jit
@@ -68,15 +74,18 @@ def scan_snapshots(store: SnapshotStore) -> dict[str, RowScan]:
     """Every family of a snapshot store, u32[n, rows] by name; none of a store without places."""
     if not store.num_snapshots:
         return {}
-    families = {f"{attn}.window": list(planes.values()) for attn, planes in store.window.items()}
+    scans = {
+        f"{attn}.window": _scan(FamilyKind.WINDOW, list(planes.values()))
+        for attn, planes in store.window.items()
+    }
     for name in ("tail", "index_tail"):
         planes = getattr(store, name)
         if planes is not None:
-            families[f"csa.{name}"] = list(planes.values())
-    return {name: _scan(planes) for name, planes in families.items()}
+            scans[f"csa.{name}"] = _scan(FamilyKind.STATE, list(planes.values()))
+    return scans
 
 
-def _scan(planes: list[jax.Array]) -> RowScan:
+def _scan(kind: FamilyKind, planes: list[jax.Array]) -> RowScan:
     """Planes [L, A, R, ...] of one family."""
     total = jnp.zeros(planes[0].shape[1:3], jnp.uint32)
     ones = jnp.ones(planes[0].shape[:3], bool)
@@ -90,7 +99,7 @@ def _scan(planes: list[jax.Array]) -> RowScan:
         total += jnp.sum(_mix(bits ^ jnp.asarray(salt)), axis=(0, 3), dtype=jnp.uint32)
         full = np.uint32(2 ** (8 * plane.dtype.itemsize) - 1)
         ones &= jnp.all(bits == full, axis=3)
-    return RowScan(total, jnp.any(ones, axis=0))
+    return RowScan(total, jnp.any(ones, axis=0), kind)
 
 
 def _mix(values: jax.Array) -> jax.Array:

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from dsv4_jax.cache.model_cache import ModelCache
 
 Rows = tuple[np.ndarray, np.ndarray]
+
+
+class Ring(NamedTuple):
+    """What a slot has of a family that is not of blocks.
+
+    Attributes:
+      num_live: how many of the last tokens are readable.
+      num_rows: rows of a slot; the token at position p is in row p % num_rows.
+      sums_up: one row stands for all tokens of an open window, and changes with each of them.
+    """
+
+    num_live: int
+    num_rows: int
+    sums_up: bool = False
 
 
 def live_rows(cache: ModelCache, lengths: np.ndarray, table: np.ndarray) -> dict[str, Rows]:
@@ -21,8 +37,8 @@ def live_rows(cache: ModelCache, lengths: np.ndarray, table: np.ndarray) -> dict
             live.setdefault(f"{attn}.entries", []).append(rows)
             if pool.index_keys is not None:
                 live.setdefault(f"{attn}.index_keys", []).append(rows)
-        for name, (count, ring) in ring_rows(cache, length).items():
-            rows = np.arange(max(length - count, 0), length) % ring
+        for name, ring in rings_of(cache, length).items():
+            rows = np.arange(max(length - ring.num_live, 0), length) % ring.num_rows
             live.setdefault(name, []).append((np.full(len(rows), slot), rows))
     return {
         name: (np.concatenate([a for a, _ in rows]), np.concatenate([b for _, b in rows]))
@@ -30,18 +46,18 @@ def live_rows(cache: ModelCache, lengths: np.ndarray, table: np.ndarray) -> dict
     }
 
 
-def ring_rows(cache: ModelCache, length: int) -> dict[str, tuple[int, int]]:
-    """By ring family, how many of the last tokens are live, and the ring's rows."""
-    rows = {}
+def rings_of(cache: ModelCache, length: int) -> dict[str, Ring]:
+    """By family, what a slot of that length has."""
+    rings = {}
     for attn, pool in cache.state.items():
         schema = pool.schema
-        rows[f"{attn}.window"] = (schema.swa_window_size, schema.swa_window_size)
+        rings[f"{attn}.window"] = Ring(schema.swa_window_size, schema.swa_window_size)
         ratio = schema.compression_ratio
         for name in ("tail", "index_tail"):
             if getattr(pool, name) is not None:
                 # The b-stream lives for the next window, the a-stream for its own.
-                rows[f"{attn}.{name}.previous"] = (ratio + length % ratio, 2 * ratio)
-                rows[f"{attn}.{name}.own"] = (length % ratio, 2 * ratio)
+                rings[f"{attn}.{name}.previous"] = Ring(ratio + length % ratio, 2 * ratio)
+                rings[f"{attn}.{name}.own"] = Ring(length % ratio, 2 * ratio)
         if pool.running is not None:
-            rows[f"{attn}.running"] = (min(length % ratio, 1), 1)
-    return rows
+            rings[f"{attn}.running"] = Ring(min(length % ratio, 1), 1, sums_up=True)
+    return rings

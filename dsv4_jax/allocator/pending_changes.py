@@ -71,7 +71,8 @@ class PendingChanges:
         if freed is not None:
             freed_slots = np.isin(np.arange(num_slots), list(self.freed_slots))
             freed_blocks = np.isin(np.arange(num_blocks), list(freed))
-        self.__init__()
+        for told in (self.changed, self.loads, self.copies, self.freed_slots):
+            told.clear()
         return SlotChanges(
             slots=slots,
             length_tokens=length_tokens[rows],

@@ -8,7 +8,7 @@ import numpy as np
 
 from dsv4_jax.allocator.checksums import RowScan
 from dsv4_jax.allocator.ledger import Ledger
-from dsv4_jax.allocator.live_rows import Rows, ring_rows
+from dsv4_jax.allocator.live_rows import Rows, rings_of
 from dsv4_jax.allocator.problem import Problem
 from dsv4_jax.cache.model_cache import ModelCache
 
@@ -30,11 +30,6 @@ class Seals:
     blocks: dict[str, dict[int, tuple[int, np.ndarray]]]
     rings: dict[str, np.ndarray]
     snapshots: dict[str, dict[int, tuple[int, np.ndarray]]]
-
-
-def is_of_blocks(name: str) -> bool:
-    """Whether a scanned family is one of blocks; else its rows are of slots."""
-    return name.endswith(("entries", "index_keys"))
 
 
 def check_snapshots(
@@ -74,7 +69,7 @@ def seal(
     blocks, rings = {}, {}
     for name, scan in scans.items():
         sums = np.asarray(scan.checksums)
-        if is_of_blocks(name):
+        if scan.kind.is_paged:
             blocks[name] = {block: (int(generations[block]), sums[block]) for block in full}
         else:
             rings[name] = sums
@@ -121,12 +116,12 @@ def compare_seals(
         for slot in np.flatnonzero(same & (seals.length_tokens > 0)):
             old, new = int(seals.length_tokens[slot]), int(lengths[slot])
             # A row whose token is live in both has to hold it in both.
-            count_old, ring = ring_rows(cache, old)[name]
-            count_new, _ = ring_rows(cache, new)[name]
-            if name.endswith("running"):
-                rows = np.arange(int(count_new and new == old))
+            was, ring = rings_of(cache, old)[name], rings_of(cache, new)[name]
+            if ring.sums_up:
+                rows = np.arange(ring.num_live if new == old else 0)
             else:
-                rows = np.arange(max(old - count_old, new - count_new, 0), old) % ring
+                first = max(old - was.num_live, new - ring.num_live, 0)
+                rows = np.arange(first, old) % ring.num_rows
             bad = rows[sums[slot, rows] != expected[slot, rows]]
             if bad.size:
                 message = f"rows {bad.tolist()} have changed without a token"

@@ -18,13 +18,7 @@ from dsv4_jax.allocator.checksums import RowScan, read_tables, scan_rows, scan_s
 from dsv4_jax.allocator.ledger import Ledger
 from dsv4_jax.allocator.live_rows import live_rows
 from dsv4_jax.allocator.problem import Problem
-from dsv4_jax.allocator.seals import (
-    Seals,
-    check_snapshots,
-    compare_seals,
-    is_of_blocks,
-    seal,
-)
+from dsv4_jax.allocator.seals import Seals, check_snapshots, compare_seals, seal
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.snapshots import SnapshotStore
 from dsv4_jax.mesh import fetch, find_mesh, mesh_sizes
@@ -151,7 +145,7 @@ def _part(tree: Any, number: int, count: int) -> Any:
 def _join_blocks(parts: Sequence[Any]) -> Any:
     """What a data shard holds, whose devices hold different blocks; these leave `parts`."""
     rows = dict(parts[0]["rows"])
-    for name in [name for name in rows if is_of_blocks(name)]:
+    for name in [name for name, scan in rows.items() if scan.kind.is_paged]:
         scans = [part["rows"].pop(name) for part in parts]
         rows[name] = jax.tree.map(lambda *arrays: np.concatenate(arrays), *scans)
     return parts[0] | {"rows": rows}

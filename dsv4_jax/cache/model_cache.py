@@ -12,9 +12,7 @@ import numpy as np
 from dsv4_jax import checks
 from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.cache.paged_cache import PagedKVPool
-from dsv4_jax.cache.schema import (
-    LayerCacheSchema,
-)
+from dsv4_jax.cache.schema import Families, FamilyKind, LayerCacheSchema
 from dsv4_jax.cache.state_cache import StateCachePool
 from dsv4_jax.cache.step_input import StepInput, check_room, check_step_input, index_call
 from dsv4_jax.config.layer_types import AttentionType
@@ -231,10 +229,17 @@ def tree_bytes(tree: object) -> int:
 
 def family_bytes(cache: ModelCache) -> dict[str, int]:
     """Bytes of each family of arrays."""
+    return {name: tree_bytes(arrays) for name, (_, arrays) in _families(cache).items()}
+
+
+def family_kinds(cache: ModelCache) -> dict[str, FamilyKind]:
+    """The kind of each family of arrays, by the names of `family_bytes`."""
+    return {name: kind for name, (kind, _) in _families(cache).items()}
+
+
+def _families(cache: ModelCache) -> Families:
     checks.instance("cache", cache, ModelCache)
     pools = [*cache.paged.items(), *cache.state.items()]
     return {
-        f"{attn} {name}": tree_bytes(arrays)
-        for attn, pool in pools
-        for name, arrays in pool.families().items()
+        f"{attn} {name}": family for attn, pool in pools for name, family in pool.families().items()
     }

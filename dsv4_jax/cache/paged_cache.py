@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv4_jax import checks
-from dsv4_jax.cache.schema import LayerCacheSchema
+from dsv4_jax.cache.schema import Families, FamilyKind, LayerCacheSchema
 from pallas_kernels.common.codecs import Planes, PlaneShapes
 
 
@@ -30,9 +30,10 @@ class PagedKVPool:
         """NB."""
         return jax.tree.leaves(self.entries)[0].shape[1]
 
-    def families(self) -> dict[str, object]:
-        """Arrays by what they are for; no leaves where there are none."""
-        return {"entries": self.entries, "index keys": self.index_keys}
+    def families(self) -> Families:
+        """Arrays by what they are for."""
+        kind = FamilyKind.ENTRIES
+        return {"entries": (kind, self.entries), "index keys": (kind, self.index_keys)}
 
     def memory_bytes(self) -> int:
         """Bytes of all arrays."""

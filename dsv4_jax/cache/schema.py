@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import fractions
 import math
 
@@ -21,6 +22,27 @@ type FormatName = str | CacheFormat
 """A name in `CACHE_FORMATS`, or a format of one's own."""
 
 _MAX_LAYERS = 4096
+
+
+class FamilyKind(enum.Enum):
+    """What a family of a cache's arrays holds. `families` of a pool says which is of which kind.
+
+    `ENTRIES`: entries or index keys, by block and offset. `WINDOW`: a ring of the last tokens, by
+    slot and row. `STATE`: what a compressor keeps of open windows, by slot.
+    """
+
+    ENTRIES = "entries"
+    WINDOW = "window"
+    STATE = "state"
+
+    @property
+    def is_paged(self) -> bool:
+        """It grows by block; others are there once for every slot."""
+        return self is FamilyKind.ENTRIES
+
+
+type Families = dict[str, tuple[FamilyKind, object]]
+"""Arrays of a pool by what they are for, and their kind; no leaves where there are none."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import numpy as np
 
 from dsv4_jax import checks
 from dsv4_jax.cache.paged_cache import zeros
-from dsv4_jax.cache.schema import LayerCacheSchema
+from dsv4_jax.cache.schema import Families, FamilyKind, LayerCacheSchema
 from dsv4_jax.config.layer_types import AttentionType
 from pallas_kernels.common.codecs import Planes
 from pallas_kernels.compressor.pooling import empty_pool
@@ -48,12 +48,12 @@ class StateCachePool:
         """L."""
         return jax.tree.leaves(self.window)[0].shape[0]
 
-    def families(self) -> dict[str, object]:
-        """Arrays by what they are for; no leaves where there are none."""
+    def families(self) -> Families:
+        """Arrays by what they are for."""
         return {
-            "window": self.window,
-            "compressor state": (self.tail, self.running),
-            "indexer state": self.index_tail,
+            "window": (FamilyKind.WINDOW, self.window),
+            "compressor state": (FamilyKind.STATE, (self.tail, self.running)),
+            "indexer state": (FamilyKind.STATE, self.index_tail),
         }
 
     def memory_bytes(self) -> int:

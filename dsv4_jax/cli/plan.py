@@ -13,8 +13,8 @@ import functools
 from dsv4_jax.bench.floor import COLLECTIVE_S
 from dsv4_jax.bench.placement import STEP_TOKENS, fitting_meshes, place
 from dsv4_jax.cache.empty_cache import cache_shapes
-from dsv4_jax.cache.model_cache import family_bytes, tree_bytes
-from dsv4_jax.cache.schema import blocks_of
+from dsv4_jax.cache.model_cache import family_bytes, family_kinds, tree_bytes
+from dsv4_jax.cache.schema import FamilyKind, blocks_of
 from dsv4_jax.cli.arguments import (
     WEIGHTS,
     add_cache_format,
@@ -108,9 +108,11 @@ def run(args: argparse.Namespace) -> int:
     print(f"\n{'family':<28}{'MiB per request':>18}{'bytes per token':>18}")
     for name, count in per_request.items():
         print(f"{name:<28}{count / _MIB:>18,.2f}{count / args.context:>18,.2f}")
-    growing = sum(n for name, n in per_request.items() if name.endswith(("entries", "keys")))
-    window = sum(n for name, n in per_request.items() if name.endswith("window"))
-    state = sum(n for name, n in per_request.items() if name.endswith("state"))
+    kinds = family_kinds(trunk)
+    growing, window, state = (
+        sum(count for name, count in per_request.items() if kinds[name] is kind)
+        for kind in (FamilyKind.ENTRIES, FamilyKind.WINDOW, FamilyKind.STATE)
+    )
     for name, count in (
         ("blocks and window", growing + window),
         ("compressor states", state),

@@ -1,5 +1,7 @@
 """What the device has not been told yet: forks of requests that are not there themselves."""
 
+import numpy as np
+
 from dsv4_jax.allocator.pending_changes import PendingChanges
 
 
@@ -23,3 +25,19 @@ def test_a_release_forgets_what_the_slot_waited_for():
     pending.copy(0, 1, -1, -1)
     pending.release(1)
     assert (pending.loads, pending.changed, pending.freed_slots) == ({0: (5, 128)}, {1}, {1})
+
+
+def test_what_is_taken_is_not_told_again():
+    """Whoever shares the object, as the cache of prefixes does, sees that too."""
+    pending = PendingChanges(loads={0: (5, 128)})
+    pending.copy(1, 2, 7, 8)
+    pending.release(3)
+    shared, lengths, table = pending.loads, np.zeros(4, np.int32), np.zeros((4, 1), np.int32)
+    changes = pending.take(lengths, table, {6}, 9)
+    assert changes is not None
+    assert (changes.load_slots[0], changes.copy_to[0], changes.slots[0]) == (0, 2, 3)
+    assert changes.freed_slots.tolist() == [False, False, False, True]
+    assert changes.freed_blocks.tolist() == [False] * 6 + [True] + [False] * 2
+    assert pending == PendingChanges()
+    assert shared is pending.loads
+    assert pending.take(lengths, table, None, 9) is None

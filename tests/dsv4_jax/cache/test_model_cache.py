@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
-from dsv4_jax.cache.model_cache import family_bytes
+from dsv4_jax.cache.model_cache import family_bytes, family_kinds
+from dsv4_jax.cache.schema import FamilyKind
 from helpers import slow
 from helpers.schedules import step_input
 from pallas_kernels.common.formats import CACHE_FORMATS
@@ -121,7 +122,8 @@ def test_a_context_of_a_million_tokens_takes_the_published_bytes(
     """deepseek_v4.md section 7, HCA states as running softmaxes; nothing is allocated."""
     trunk = dataclasses.replace(config, num_mtp_layers=0)
     size = {"max_requests": 1, "max_context_tokens": MIB}
-    sizes = family_bytes(ds.cache.cache_shapes(trunk, cache_format="fp8_ue8m0", **size))
+    cache = ds.cache.cache_shapes(trunk, cache_format="fp8_ue8m0", **size)
+    sizes, kinds = family_bytes(cache), family_kinds(cache)
     swa, csa, hca = layers
     expected = {
         "csa entries": csa * MIB // 4 * 584,
@@ -137,8 +139,13 @@ def test_a_context_of_a_million_tokens_takes_the_published_bytes(
     assert {name: count for name, count in sizes.items() if count} == {
         name: count for name, count in expected.items() if count
     }
+    of_kind = {
+        kind: sum(count for name, count in sizes.items() if kinds[name] is kind)
+        for kind in FamilyKind
+    }
     paged = sum(expected[name] for name in ("csa entries", "csa index keys", "hca entries"))
     window = (swa + csa + hca) * 74_752
+    assert list(of_kind.values()) == [paged, window, sum(expected.values()) - paged - window]
     # 2**20 tokens, so that bytes per token and MiB are one number; published to a tenth.
     assert paged / MIB == pytest.approx(growing, abs=0.0501)
     assert (paged + window) / MIB == pytest.approx(with_window, abs=0.0501)
