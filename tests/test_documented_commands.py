@@ -16,6 +16,8 @@ import pytest
 import dsv4_jax as ds
 from dsv4_jax import cli
 
+pytestmark = pytest.mark.unoptimised
+
 ROOT = pathlib.Path(__file__).parents[1]
 README = ROOT / "README.md"
 SERVING = ROOT / "docs/serving.md"

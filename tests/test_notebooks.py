@@ -19,6 +19,8 @@ from matplotlib import image
 
 from tools import notebooks
 
+pytestmark = [pytest.mark.early, pytest.mark.unoptimised]
+
 NOTEBOOKS = sorted((pathlib.Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 MAX_BYTES = 1_500_000
 """Of a notebook with its pictures."""

@@ -12,6 +12,8 @@ import dsv4_jax as ds
 from dsv4_jax.attention import select_by_score
 from helpers import serving
 
+pytestmark = pytest.mark.unoptimised
+
 CONFIG = dataclasses.replace(
     serving.CONFIG,
     num_mtp_layers=0,

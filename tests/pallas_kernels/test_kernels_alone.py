@@ -14,6 +14,8 @@ from pallas_kernels.product.choose_tiling import choose_tiling
 from pallas_kernels.write_streams import triton_gpu as write_streams
 from tools import kernels_alone, product_calls
 
+pytestmark = pytest.mark.unoptimised
+
 
 @pytest.mark.parametrize("name", slow.all_but(["gather"], list(kernels_alone.CALLS)))
 def test_a_call_alone_runs(name):

@@ -12,6 +12,8 @@ import pallas_kernels as pk
 from pallas_kernels.common.norm_rope import rms_norm, rotate
 from pallas_kernels.pick_experts import router_logits
 
+pytestmark = pytest.mark.unoptimised
+
 T, H, C, R, W, EB, LB, NB, NS, S, D, M = 4, 2, 8, 4, 4, 2, 2, 7, 5, 2, 6, 3
 E, SIZES = LB * EB, {"T": T, "H": H, "C": C, "R": R, "W": W, "E": LB * EB, "EB": EB, "S": S, "D": D}
 SIZES |= {"IC": C, "IH": H, "M": M}

@@ -10,6 +10,8 @@ import dsv4_jax as ds
 from dsv4_jax.cache.poison import poison_of
 from helpers import slow
 
+pytestmark = pytest.mark.unoptimised
+
 CONFIG = dataclasses.replace(ds.DSV4Config.tiny(), num_mtp_layers=0)
 FAMILIES = {
     "csa.entries": ("paged", "csa", "entries"),

@@ -11,6 +11,8 @@ import dsv4_jax as ds
 from dsv4_jax.config.layer_schedule import split_into_segments
 from helpers.schedules import run_cuts
 
+pytestmark = pytest.mark.unoptimised
+
 SWA, CSA, HCA = ds.AttentionType.SWA, ds.AttentionType.CSA, ds.AttentionType.HCA
 CONFIG = dataclasses.replace(
     ds.DSV4Config.tiny(),

@@ -5,6 +5,8 @@ import pytest
 
 from helpers import attention_layers, slow
 
+pytestmark = pytest.mark.unoptimised
+
 
 @pytest.mark.parametrize("cache_format", slow.all_but(["f32"], list(attention_layers.ATOL)))
 def test_the_layer_on_a_cache_is_the_layer_over_the_sequence(cache_format):

@@ -9,6 +9,8 @@ from dsv4_jax.bench import decode, prefill, report
 from dsv4_jax.cli import main
 from dsv4_jax.config import DSV4Config
 
+pytestmark = [pytest.mark.early, pytest.mark.unoptimised]
+
 
 def bench(tmp_path, *arguments, status=0):
     path = tmp_path / "out.json"

@@ -12,6 +12,8 @@ from dsv4_jax.bench.weights import random_params
 from helpers import slow
 from pallas_kernels import CACHE_FORMATS
 
+pytestmark = pytest.mark.unoptimised
+
 LENGTHS = np.array([300, 512, 0], np.int32)
 
 

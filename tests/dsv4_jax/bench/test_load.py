@@ -12,6 +12,8 @@ from dsv4_jax.bench import load
 from dsv4_jax.cli import main
 from helpers.serve import running, warm_engine
 
+pytestmark = pytest.mark.compiles_for_others
+
 
 @pytest.fixture(scope="module")
 def engine():

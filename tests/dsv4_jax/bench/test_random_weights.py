@@ -15,6 +15,8 @@ from dsv4_jax.model.weight_sizes import walk_weights
 from helpers import serving, slow
 from pallas_kernels.common.weights import MXFP4, BlockFP8, is_quantized
 
+pytestmark = pytest.mark.unoptimised
+
 
 @functools.cache
 def released():

@@ -18,6 +18,8 @@ from helpers import slow
 from helpers.schedules import assert_same_bytes, step_input
 from pallas_kernels.common.norm_rope import rotate
 
+pytestmark = pytest.mark.unoptimised
+
 CONFIG = ds.DSV4Config.tiny()  # C = 32, IC = 16, W = 16, M = 4 and 32
 LAYERS = {"swa": 0, "csa": 1, "hca": 2}
 HEADS, DIM, INDEX_HEADS, INDEX_DIM, T = 4, 32, 8, 16, 4

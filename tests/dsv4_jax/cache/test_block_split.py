@@ -14,6 +14,8 @@ from dsv4_jax.cache.original import acquire
 from dsv4_jax.config.idea import Idea
 from pallas_kernels import select_top_k
 
+pytestmark = pytest.mark.unoptimised
+
 CONFIG = dataclasses.replace(ds.DSV4Config.tiny(), num_mtp_layers=0)
 select = jax.jit(select_top_k, static_argnums=2)
 best_of_all = jax.jit(block_split.best_of_all, static_argnums=2)

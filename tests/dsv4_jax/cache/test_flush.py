@@ -17,6 +17,8 @@ from helpers import slow
 from helpers.schedules import poison, random_cuts, step_input
 from pallas_kernels.common.formats import CACHE_FORMATS
 
+pytestmark = pytest.mark.unoptimised
+
 RATE = {"csa": 2, "hca": 8}
 CONFIG = dataclasses.replace(
     ds.DSV4Config.tiny(), csa_compression_ratio=RATE["csa"], hca_compression_ratio=RATE["hca"]

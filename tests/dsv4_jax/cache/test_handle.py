@@ -14,6 +14,8 @@ from helpers.schedules import step_input
 from pallas_kernels.append_tokens import reference
 from pallas_kernels.common.formats import CACHE_FORMATS
 
+pytestmark = pytest.mark.unoptimised
+
 CONFIG = ds.DSV4Config.tiny()  # C = 32, IC = 16, W = 16, M = 4 and 32, blocks of 128 tokens
 SWA, CSA, HCA = 0, 1, 4  # layers; the last one is the second of its family
 WINDOW, DIM, T = 16, 32, 24

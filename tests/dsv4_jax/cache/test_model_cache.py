@@ -15,6 +15,8 @@ from helpers import slow
 from helpers.schedules import step_input
 from pallas_kernels.common.formats import CACHE_FORMATS
 
+pytestmark = pytest.mark.unoptimised
+
 TINY = ds.DSV4Config.tiny()  # 3 window layers with the draft block, 3 CSA, 2 HCA
 SWA, CSA, HCA = ds.AttentionType.SWA, ds.AttentionType.CSA, ds.AttentionType.HCA
 SIZE = {"max_requests": 4, "max_context_tokens": 300}  # three blocks of 128 tokens

@@ -8,6 +8,8 @@ import pytest
 
 import dsv4_jax as ds
 
+pytestmark = pytest.mark.unoptimised
+
 CONFIG = ds.DSV4Config.tiny()
 SWA, CSA, HCA = ds.AttentionType.SWA, ds.AttentionType.CSA, ds.AttentionType.HCA
 U8, F32, BF16 = jnp.uint8, jnp.float32, jnp.bfloat16

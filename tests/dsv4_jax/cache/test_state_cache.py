@@ -13,6 +13,8 @@ import dsv4_jax as ds
 from helpers import slow
 from pallas_kernels.common.formats import CACHE_FORMATS
 
+pytestmark = pytest.mark.unoptimised
+
 CONFIG = ds.DSV4Config.tiny()
 SWA, CSA, HCA = ds.AttentionType.SWA, ds.AttentionType.CSA, ds.AttentionType.HCA
 NUM_SLOTS, NUM_LAYERS = 4, 2

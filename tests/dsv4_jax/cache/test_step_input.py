@@ -14,6 +14,8 @@ from dsv4_jax.cache.step_input import check_step_input, index_call
 from helpers.schedules import step_input
 from pallas_kernels.common.call import CallIndices
 
+pytestmark = pytest.mark.unoptimised
+
 T, B, NUM_SLOTS, BLOCK_TOKENS = 14, 4, 6, 8
 TABLE = np.array([[3, 9], [0, -1], [7, 1], [-1, -1], [5, 2], [4, 6]], np.int32)
 CONTEXT = TABLE.shape[1] * BLOCK_TOKENS

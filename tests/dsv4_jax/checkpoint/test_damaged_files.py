@@ -20,6 +20,8 @@ from helpers.saved_checkpoint import (
     write_checkpoint,
 )
 
+pytestmark = pytest.mark.unoptimised
+
 
 def test_all_problems_are_listed(tmp_path):
     tensors = released_names(saved_tensors())

@@ -17,6 +17,8 @@ from helpers.saved_checkpoint import (
     write_checkpoint,
 )
 
+pytestmark = pytest.mark.unoptimised
+
 
 def draft_tensors():
     """An MTP block in DeepSeek's names: a window layer with learned routing, and its own."""

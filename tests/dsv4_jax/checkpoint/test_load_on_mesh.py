@@ -20,6 +20,8 @@ from helpers import slow
 from helpers.checkpoints import random_fp8, released_tensors, write_released
 from pallas_kernels.common.weights import MXFP4, BlockFP8, decode_weight
 
+pytestmark = pytest.mark.unoptimised
+
 TESTS = pathlib.Path(__file__).parents[2]
 CSA, HASH, LEARNED = ds.AttentionType.CSA, ds.RouterType.HASH, ds.RouterType.LEARNED
 CONFIG = dataclasses.replace(

@@ -28,6 +28,8 @@ from helpers.saved_checkpoint import (
     write_checkpoint,
 )
 
+pytestmark = pytest.mark.unoptimised
+
 
 @pytest.mark.slow
 def test_logits_of_a_checkpoint_that_transformers_saved(fixture_params):

@@ -26,6 +26,8 @@ from helpers.saved_checkpoint import (
     write_checkpoint,
 )
 
+pytestmark = pytest.mark.unoptimised
+
 
 @pytest.mark.parametrize(
     ("stored", "dtype"),

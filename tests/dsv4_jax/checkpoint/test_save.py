@@ -22,6 +22,8 @@ from helpers.saved_checkpoint import (
     saved_tensors,
 )
 
+pytestmark = pytest.mark.unoptimised
+
 
 def tiny_params(dtype=jnp.float32, **changes):
     config = dataclasses.replace(ds.DSV4Config.tiny(), **changes)

@@ -11,6 +11,8 @@ import pytest
 import dsv4_jax as ds
 from dsv4_jax.training.losses import select_all, select_at_random
 
+pytestmark = pytest.mark.unoptimised
+
 DATA = pathlib.Path(__file__).parents[2] / "data"
 jit_forward = jax.jit(ds.forward, static_argnames=("config", "cache_format", "selector"))
 

@@ -29,6 +29,8 @@ from pallas_kernels.common.weights import (
     weight_bytes,
 )
 
+pytestmark = pytest.mark.unoptimised
+
 SWA, CSA = ds.AttentionType.SWA, ds.AttentionType.CSA
 CONFIG = dataclasses.replace(
     ds.DSV4Config.tiny(),

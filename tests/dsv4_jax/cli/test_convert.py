@@ -24,6 +24,8 @@ from dsv4_jax.cli import main
 from dsv4_jax.model import param_shapes, quantize_params
 from helpers.checkpoints import read_tensors, released_tensors, write_released
 
+pytestmark = pytest.mark.unoptimised
+
 CONFIG = dataclasses.replace(
     ds.DSV4Config.tiny(),
     layer_types=(ds.AttentionType.SWA, ds.AttentionType.CSA),

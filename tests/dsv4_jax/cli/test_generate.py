@@ -14,6 +14,8 @@ import dsv4_jax as ds
 from dsv4_jax.cli import main
 from helpers import serving
 
+pytestmark = [pytest.mark.early, pytest.mark.unoptimised]
+
 
 def run(*arguments, timeout=120):
     return subprocess.run(

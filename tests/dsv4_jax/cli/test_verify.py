@@ -13,6 +13,8 @@ from dsv4_jax.cli import main
 from helpers import serving
 from pallas_kernels.common.weights import quantize_block_fp8, quantize_mxfp4
 
+pytestmark = pytest.mark.unoptimised
+
 
 @pytest.fixture(scope="module")
 def model():

@@ -21,6 +21,8 @@ from dsv4_jax.model.hyper_connections import Reading
 from helpers import capture, oracle, slow, tolerance
 from pallas_kernels.common.norm_rope import rotate
 
+pytestmark = pytest.mark.unoptimised
+
 each_preset = pytest.mark.parametrize("preset", slow.all_but(["kernel"], list(oracle.PRESETS)))
 ENTRIES = ("comp/normed", "comp/entries", "idx/normed", "idx/keys")
 

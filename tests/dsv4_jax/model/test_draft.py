@@ -13,6 +13,8 @@ import pytest
 import dsv4_jax as ds
 from helpers.tolerance import INTERMEDIATE
 
+pytestmark = pytest.mark.unoptimised
+
 # The clamp is low enough to bind, and the history passes the window.
 CONFIG = dataclasses.replace(ds.DSV4Config.tiny(), swiglu_limit=1.0)
 BATCH, T = 2, 24

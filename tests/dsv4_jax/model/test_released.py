@@ -24,6 +24,8 @@ from pallas_kernels.common.weights import (
     weight_bytes,
 )
 
+pytestmark = pytest.mark.unoptimised
+
 FP8 = {
     *(f"attn.{name}" for name in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "indexer.wq_b")),
     *(f"ffn.shared_{w}" for w in ("w1", "w2", "w3")),

@@ -16,6 +16,8 @@ from dsv4_jax.research import Idea, find_idea
 from dsv4_jax.research.sweep import SweepFile, SweepPlan
 from dsv4_jax.training.train import shipped_config
 
+pytestmark = pytest.mark.unoptimised
+
 SMALL = dataclasses.replace(
     shipped_config(),
     layer_types=(ds.AttentionType.CSA,) * 2,

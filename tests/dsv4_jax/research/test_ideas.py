@@ -14,6 +14,8 @@ from dsv4_jax.step.draws import guess
 from helpers.schedules import step_input
 from helpers.serving import one_layer
 
+pytestmark = pytest.mark.unoptimised
+
 SWA, CSA, HCA = ds.AttentionType.SWA, ds.AttentionType.CSA, ds.AttentionType.HCA
 CONFIG = dataclasses.replace(
     ds.DSV4Config.tiny(),

@@ -5,6 +5,8 @@ import pytest
 
 from dsv4_jax.research import mean_interval, paired_difference
 
+pytestmark = pytest.mark.unoptimised
+
 
 def equal_ideas(rng, rows):
     """Losses of two ideas whose rows differ as much between texts, and by noise from each other."""

@@ -10,6 +10,8 @@ import dsv4_jax as ds
 from dsv4_jax.serving.requests.text import load_tokenizer
 from helpers.serve import MODEL, running
 
+pytestmark = pytest.mark.unoptimised
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draft_tokens", [0, 3])

@@ -15,6 +15,8 @@ from dsv4_jax.serving.device import engine_arrays
 from helpers import bad_search, targets
 from helpers.serving import run_to_end, same_tokens
 
+pytestmark = pytest.mark.unoptimised
+
 CONFIG = targets.CONFIG
 NAN = float("nan")
 WANTED = {"max_new_tokens": 4, "stop_token_ids": ()}

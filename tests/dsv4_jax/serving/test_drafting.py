@@ -9,6 +9,8 @@ import dsv4_jax as ds
 from helpers import slow
 from helpers.serving import CONFIG, make_engine, params, prompt, run_to_end, same_tokens
 
+pytestmark = pytest.mark.compiles_for_others
+
 
 @pytest.mark.parametrize("temperature", slow.all_but([0.8], [0.0, 0.8]))
 def test_speculation_changes_no_token(temperature):

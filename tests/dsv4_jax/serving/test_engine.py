@@ -9,6 +9,8 @@ import pytest
 import dsv4_jax as ds
 from helpers import serving
 
+pytestmark = pytest.mark.unoptimised
+
 
 @pytest.fixture(scope="module")
 def model():

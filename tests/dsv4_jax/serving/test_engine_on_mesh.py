@@ -11,6 +11,8 @@ from dsv4_jax.serving import sizing
 from helpers import serving
 from tools import mesh_engine, mesh_grammars, two_shards
 
+pytestmark = pytest.mark.unoptimised
+
 MESHES = ("1x1", "1x2", "2x1", "2x2", "4x2")
 
 

@@ -19,6 +19,8 @@ from helpers.random_schemas import Schemas
 from helpers.released_tokenizer import released_tokenizer
 from helpers.serving import CONFIG, SIZES, one_layer, run_to_end
 
+pytestmark = pytest.mark.unoptimised
+
 TOKENIZER = load_tokenizer(ds.SHIPPED_CHECKPOINT)  # bytes are tokens, 257 ends
 END, VOCAB = 257, 260
 PERSON = {

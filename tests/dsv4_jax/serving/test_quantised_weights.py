@@ -13,6 +13,8 @@ from helpers import serving
 from helpers.serving import prompt, run_to_end
 from pallas_kernels.common.weights import MXFP4, BlockFP8
 
+pytestmark = pytest.mark.unoptimised
+
 CONFIG = serving.one_layer_config(serving.CSA, num_mtp_layers=0)
 SIZES = {"max_requests": 2, "max_context_tokens": 128, "prefill_tokens": (8,), "num_blocks": 4}
 

@@ -16,6 +16,8 @@ from dsv4_jax.step import decode, prefill, serve_step, step
 from helpers import serving, tolerance
 from pallas_kernels.common.weights import ACTIVATIONS, decode_weight, is_quantized
 
+pytestmark = pytest.mark.unoptimised
+
 CONFIG = dataclasses.replace(
     serving.CONFIG, layer_types=(serving.SWA,), router_types=(ds.RouterType.LEARNED,)
 )

@@ -12,6 +12,8 @@ import pytest
 import dsv4_jax as ds
 from helpers import configs
 
+pytestmark = pytest.mark.unoptimised
+
 
 @pytest.fixture(scope="module")
 def model():

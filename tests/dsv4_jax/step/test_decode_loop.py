@@ -8,6 +8,8 @@ import pytest
 import dsv4_jax as ds
 from helpers import serving, slow
 
+pytestmark = pytest.mark.unoptimised
+
 
 @pytest.fixture(scope="module")
 def model():

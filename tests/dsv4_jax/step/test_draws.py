@@ -11,6 +11,8 @@ import dsv4_jax as ds
 from dsv4_jax.step.draws import DrawnCounts, TokenMasks, draw
 from dsv4_jax.step.sampling import SamplingParams, stack_sampling
 
+pytestmark = pytest.mark.unoptimised
+
 V, NUM_ROWS, WIDTH = 50, 16, 4
 jit_draw = jax.jit(draw)
 

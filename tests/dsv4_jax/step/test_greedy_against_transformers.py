@@ -8,6 +8,8 @@ import pytest
 import dsv4_jax as ds
 from helpers import oracle, tolerance
 
+pytestmark = pytest.mark.unoptimised
+
 
 def generate(case, config, **sizes):
     prompt = case.data["greedy/prompt"].tolist()

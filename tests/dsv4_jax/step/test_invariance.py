@@ -17,6 +17,8 @@ from helpers.schedules import (
     step_input,
 )
 
+pytestmark = pytest.mark.unoptimised
+
 NUM_TOKENS = 24
 LENGTHS = (150, 61, 97)
 SWA, CSA, HCA = ds.AttentionType.SWA, ds.AttentionType.CSA, ds.AttentionType.HCA

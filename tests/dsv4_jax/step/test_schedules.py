@@ -10,6 +10,8 @@ import pytest
 import dsv4_jax as ds
 from helpers.schedules import run_cuts
 
+pytestmark = pytest.mark.unoptimised
+
 SWA, CSA, HCA = ds.AttentionType.SWA, ds.AttentionType.CSA, ds.AttentionType.HCA
 
 

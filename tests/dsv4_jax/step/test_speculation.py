@@ -14,6 +14,8 @@ from dsv4_jax.step.serve_step import verify_drafts
 from helpers import slow
 from helpers.serving import CONFIG, prompt
 
+pytestmark = pytest.mark.unoptimised
+
 TRUNK = dataclasses.replace(
     CONFIG, num_mtp_layers=0, sliding_window=8, hca_compression_ratio=128
 )  # windows that close at every fourth position and at every 128th, as in the released models

@@ -12,6 +12,8 @@ import dsv4_jax as ds
 from dsv4_jax.bench.parts import cache_part, one_token_each, random_inputs
 from helpers import configs
 
+pytestmark = pytest.mark.unoptimised
+
 
 @pytest.fixture(scope="module")
 def model():

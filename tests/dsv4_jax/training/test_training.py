@@ -32,6 +32,8 @@ from dsv4_jax.training.train import (
     train,
 )
 
+pytestmark = pytest.mark.unoptimised
+
 CONFIG = dataclasses.replace(
     shipped_config(),
     layer_types=(ds.AttentionType.CSA,),

@@ -33,7 +33,10 @@ from helpers.layer_cases import (
 from helpers.schedules import assert_same_bytes
 from pallas_kernels import CACHE_FORMATS
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
+    pytest.mark.unoptimised,
+]
 
 ONE_BY_ONE = [[1] * n for n in LENGTHS]
 DECODE = {"num_tokens": 5, "fused": True}

@@ -31,6 +31,8 @@ from pallas_kernels.product import (
 from pallas_kernels.product.choose_tiling import plan_call
 from pallas_kernels.product.scratch import shared_bytes
 
+pytestmark = pytest.mark.unoptimised
+
 QUANTIZE = {
     "fp8": weights.quantize_block_fp8,
     "mxfp4": weights.quantize_mxfp4,

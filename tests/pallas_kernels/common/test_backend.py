@@ -14,6 +14,8 @@ from pallas_kernels import Backend
 from pallas_kernels.common import backend
 from pallas_kernels.common.backend import resolve
 
+pytestmark = pytest.mark.unoptimised
+
 NO_OPS = ("forbid_fallbacks", "get_cache_format", "get_codec", "gpu_interpreter")
 COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")  # they need an axis
 OPS = [name for name in pk.__all__ if name[0].islower() and name not in NO_OPS + COLLECTIVES]

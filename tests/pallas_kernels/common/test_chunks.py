@@ -12,6 +12,8 @@ from helpers.inputs import pack_call
 from pallas_kernels import LayerPlanes, get_cache_format, index_topk, sparse_attention
 from pallas_kernels.common import chunks
 
+pytestmark = pytest.mark.unoptimised
+
 T, B, W, H, C, ROPE, K, EB, LB, IH, IC = 37, 3, 8, 2, 32, 8, 6, 4, 5, 4, 16
 FORMAT = get_cache_format("bf16")
 

@@ -34,7 +34,10 @@ from pallas_kernels.compressor.reference import Windows
 from pallas_kernels.compressor.tiling import Tiling
 from pallas_kernels.gpu import triton, triton_codecs, triton_rope
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
+    pytest.mark.unoptimised,
+]
 
 
 @pytest.mark.parametrize(

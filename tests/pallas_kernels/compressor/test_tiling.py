@@ -13,6 +13,8 @@ from pallas_kernels.compressor.tiling import Tiling, choose_csa, choose_hca
 from pallas_kernels.gpu import devices
 from pallas_kernels.gpu.devices import B200, H200
 
+pytestmark = pytest.mark.unoptimised
+
 
 @pytest.mark.parametrize(("windows", "apart"), [(64, False), (2047, False), (2048, True)])
 def test_compressors_of_many_windows_are_flushed_apart(windows, apart):

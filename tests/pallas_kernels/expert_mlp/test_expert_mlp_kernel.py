@@ -16,6 +16,8 @@ from pallas_kernels.expert_mlp import mosaic_gpu
 from pallas_kernels.expert_mlp.reference import Arguments
 from pallas_kernels.product import BLACKWELL, HOPPER, Tiling, choose_tiling
 
+pytestmark = pytest.mark.unoptimised
+
 E, WIDTH, D, K, LIMIT = 4, 96, 256, 2, 2.0
 BOUND = {"interpreter": 1e-2, "gpu": 2e-2}
 """Relative to the largest result: hidden values are rounded to bf16 and E4M3 between the products,

@@ -9,6 +9,8 @@ import pytest
 from pallas_kernels.expert_mlp import triton_counting, triton_worklist
 from pallas_kernels.expert_mlp.worklist import sort_pairs
 
+pytestmark = pytest.mark.unoptimised
+
 SPARE = 3
 
 

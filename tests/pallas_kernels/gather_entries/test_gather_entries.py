@@ -20,6 +20,8 @@ from pallas_kernels import (
 from pallas_kernels.common import backend
 from pallas_kernels.gather_entries import op
 
+pytestmark = pytest.mark.unoptimised
+
 C, ROPE, IC = 12, 4, 16
 NUM_BLOCKS, LOGICAL = 12, 4
 W, NUM_SLOTS, SLOTS = 8, 6, [3, 1, 4]

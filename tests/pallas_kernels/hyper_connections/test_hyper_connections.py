@@ -10,6 +10,8 @@ from pallas_kernels import hyper_connections
 from pallas_kernels.hyper_connections import triton_gpu
 from pallas_kernels.hyper_connections.reference import Arguments, sinkhorn
 
+pytestmark = pytest.mark.unoptimised
+
 S = 4
 ITERS, EPS, NORM_EPS = 20, 1e-6, 1e-6
 WIDTH = (2 + S) * S

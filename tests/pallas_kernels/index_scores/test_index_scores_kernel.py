@@ -22,6 +22,8 @@ from pallas_kernels.index_scores import tiling as scores_tiling
 from pallas_kernels.index_scores.reference import index_scores
 from pallas_kernels.select_top_k.reference import select_top_k
 
+pytestmark = pytest.mark.unoptimised
+
 HEADS, DIM, EB = 64, 128, 16
 FORMATS = ["fp8_ue8m0", "fp8_ue8m0_fp8_index"]
 TOLERANCE = 2.0**-12

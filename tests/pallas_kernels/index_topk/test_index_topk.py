@@ -13,6 +13,8 @@ from helpers.inputs import CASE_LAYER, LAYER, NUM_LAYERS, poison, shuffled_table
 from pallas_kernels import CACHE_FORMATS, LayerPlanes, get_cache_format, index_topk
 from pallas_kernels.select_top_k.reference import select_top_k
 
+pytestmark = pytest.mark.unoptimised
+
 E, K, EB = 24, 5, 2
 VISIBLE = (0, 1, K - 1, K, K + 1, E - 1, E)
 INF, NAN = np.inf, np.nan

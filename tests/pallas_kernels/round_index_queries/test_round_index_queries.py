@@ -14,7 +14,10 @@ from pallas_kernels import CACHE_FORMATS
 from pallas_kernels.common import numbers
 from pallas_kernels.common.norm_rope import rotate
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
+    pytest.mark.unoptimised,
+]
 
 IC, ROPE = 128, 64
 FREQUENCIES = 160000.0 ** -(np.arange(ROPE // 2, dtype=np.float32) / np.float32(ROPE // 2))

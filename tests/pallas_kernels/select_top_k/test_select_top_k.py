@@ -11,6 +11,8 @@ from pallas_kernels import gpu_interpreter
 from pallas_kernels.select_top_k import mosaic_gpu as select_kernel
 from pallas_kernels.select_top_k.op import select_top_k
 
+pytestmark = pytest.mark.unoptimised
+
 KERNELS = ["mosaic_gpu"]
 BENCHED = [(1, 262144), (8, 65536), (8, 262144), (32, 16384), (64, 4096), (64, 16384), (64, 65536)]
 INF, NAN = np.inf, np.nan

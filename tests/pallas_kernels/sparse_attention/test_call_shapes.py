@@ -3,6 +3,8 @@ import pytest
 from pallas_kernels.gpu.devices import H200
 from pallas_kernels.sparse_attention import call_shapes
 
+pytestmark = pytest.mark.unoptimised
+
 
 def splits_of(programs, tiles):
     return call_shapes.choose_tiling(programs, tiles, num_sms=H200.num_sms, dim=512).splits

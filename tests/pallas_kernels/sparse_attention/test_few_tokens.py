@@ -12,6 +12,8 @@ from pallas_kernels.gpu.devices import H200
 from pallas_kernels.sparse_attention import triton_few
 from pallas_kernels.sparse_attention.reference import Arguments
 
+pytestmark = pytest.mark.unoptimised
+
 SIZES = attention_cases.SMALLEST_FOR_A_KERNEL
 TOKENS = ((300, 9, 0), (1, 1, 2))
 FORMATS = ["fp8_ue8m0", "fp8_per_entry", "bf16"]

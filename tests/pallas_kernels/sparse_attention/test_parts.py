@@ -18,6 +18,8 @@ from pallas_kernels import (
 from pallas_kernels.common.norm_rope import rotate
 from pallas_kernels.sparse_attention import call_shapes, mosaic_blackwell, mosaic_hopper, op
 
+pytestmark = pytest.mark.unoptimised
+
 FEW = attention_cases.Sizes(
     dim=16, rope_dim=4, num_heads=3, window=8, rate=4, top_k=6, num_tokens=32
 )

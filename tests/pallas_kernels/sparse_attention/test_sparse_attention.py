@@ -8,6 +8,8 @@ from helpers import attention_cases, inputs, slow
 from helpers.attention_cases import Sizes
 from pallas_kernels import CACHE_FORMATS, get_cache_format, sparse_attention
 
+pytestmark = pytest.mark.unoptimised
+
 C, ROPE, HEADS, W, M, K = 16, 4, 3, 8, 4, 6
 NUM_TOKENS = 32
 SINK = np.array([0.5, 2.0, -1.0], np.float32)

@@ -20,6 +20,8 @@ from pallas_kernels.sparse_attention import (
 )
 from pallas_kernels.sparse_attention.reference import AttentionPart, JoinArguments
 
+pytestmark = pytest.mark.unoptimised
+
 SIZES = attention_cases.SMALLEST_FOR_A_KERNEL
 M, W = SIZES.rate, SIZES.window
 FEW_TOKENS = ((300, 9, 0), (1, 1, 2))

@@ -12,6 +12,8 @@ from dsv4_jax.serving.device import engine_arrays
 from helpers import slow, tolerance
 from helpers.serving import SIZES, one_layer, prompt, run_to_end
 
+pytestmark = pytest.mark.compiles_for_others
+
 GENERAL = ["tables", "copies and snapshot loads", "snapshots between steps", "step of 24 tokens"]
 CASES = {
     "plain": (
