@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +13,9 @@ import jax.numpy as jnp
 from dsv4_jax import checks
 from dsv4_jax.collectives import gather_over_model, join_last_axis
 from dsv4_jax.mesh import MODEL, axis_size, place_on
-from dsv4_jax.step.sampling import MAX_LOGPROBS, Sampling
+from dsv4_jax.step.sampling import MAX_LOGPROBS, FullSampling, Sampling
 
-type Sampler = Callable[[jax.Array, Sampling, jax.Array], jax.Array]
+type Sampler = Callable[[jax.Array, FullSampling, jax.Array], jax.Array]
 """Arguments and result as of `sample`, with the logits of the whole vocabulary."""
 
 
@@ -102,8 +101,8 @@ def guess(
 ) -> jax.Array:
     """`sample`, with penalties of tokens that were drawn before, or by another sampler; i32[B]."""
     drafts = jnp.zeros((logits.shape[0], 0), jnp.int32)
-    sampling = dataclasses.replace(sampling, wants_logprobs=None)
-    drawn, _ = draw(logits[:, None], sampling, positions[:, None], counts, drafts, sampler)
+    logits, positions = logits[:, None], positions[:, None]
+    drawn, _ = draw(logits, sampling, positions, counts, drafts, sampler, can_bring_logprobs=False)
     return drawn[:, 0]
 
 
@@ -115,6 +114,8 @@ def draw(
     drafts: jax.Array,
     sampler: Sampler | None = None,
     masks: TokenMasks | None = None,
+    *,
+    can_bring_logprobs: bool = True,
 ) -> tuple[jax.Array, Logprobs]:
     """Draws n tokens per row, each as if the drafts before it had been drawn.
 
@@ -128,8 +129,9 @@ def draw(
       counts: what rows have drawn before; None is nothing.
       drafts: i32[B, n - 1], tokens between those that are drawn.
       sampler: draws in the place of `sample`, from logits with bias, penalties and masks; None
-        does not. It is given a `Sampling` without None.
+        does not. It is given a `FullSampling`.
       masks: which tokens rows may draw; None is all.
+      can_bring_logprobs: log-probabilities are computed where a row asks for them.
 
     Returns:
       i32[B, n], and their log-probabilities.
@@ -143,25 +145,27 @@ def draw(
         token_ids=jnp.zeros(shape, jnp.int32),
         top=jnp.zeros(shape, jnp.float32),
     )
-    if sampling.is_simple and masks is None:
+    if not isinstance(sampling, FullSampling) and masks is None:
         if sampler is None:
             return _draw_simply(logits, sampling, positions), none
         return _ask(sampler, join_last_axis(logits), sampling.completed(), positions), none
-    wanted, sampling = sampling.wants_logprobs, sampling.completed()
+    full = sampling.completed()
+    can_bring_logprobs &= isinstance(sampling, FullSampling)
 
     def draw_otherwise() -> tuple[jax.Array, Logprobs]:
         every = join_last_axis(logits)
-        drawn = _choose(every, sampling, positions, counts, drafts, masks, sampler)
-        if wanted is None:
+        drawn = _choose(every, full, positions, counts, drafts, masks, sampler)
+        if not can_bring_logprobs:
             return drawn, none
-        return drawn, jax.lax.cond(jnp.any(wanted), lambda: _logprobs(every, drawn), lambda: none)
+        wanted = jnp.any(full.wants_logprobs)
+        return drawn, jax.lax.cond(wanted, lambda: _logprobs(every, drawn), lambda: none)
 
     if sampler is not None:
         return draw_otherwise()
     greedy, _ = _most_likely(logits)
-    asked = _draws_otherwise(sampling)
-    if wanted is not None:
-        asked |= wanted
+    asked = _draws_otherwise(full)
+    if can_bring_logprobs:
+        asked |= full.wants_logprobs
     if masks is not None:
         asked |= masks.is_masked
     return jax.lax.cond(jnp.any(asked), draw_otherwise, lambda: (greedy, none))
@@ -195,24 +199,22 @@ def _draw_simply(logits: jax.Array, sampling: Sampling, positions: jax.Array) ->
     return jnp.where(sampling.temperature[:, None] > 0, drawn, greedy)
 
 
-def _changes_logits(sampling: Sampling) -> jax.Array:
+def _changes_logits(sampling: FullSampling) -> jax.Array:
     """bool[B]: rows with a bias or penalties."""
-    assert sampling.presence_penalty is not None
-    assert sampling.bias_token_ids is not None
     penalises = (sampling.presence_penalty != 0) | (sampling.frequency_penalty != 0)
     if not sampling.bias_token_ids.shape[1]:
         return penalises
     return penalises | (sampling.bias_token_ids[:, 0] >= 0)
 
 
-def _draws_otherwise(sampling: Sampling) -> jax.Array:
+def _draws_otherwise(sampling: FullSampling) -> jax.Array:
     """bool[B]: rows that do not take the most likely token as it is."""
     return (sampling.temperature > 0) | _changes_logits(sampling)
 
 
 def _choose(
     every: jax.Array,
-    sampling: Sampling,
+    sampling: FullSampling,
     positions: jax.Array,
     counts: DrawnCounts | None,
     drafts: jax.Array | None,
@@ -242,7 +244,7 @@ def _choose(
 
 
 def _ask(
-    sampler: Sampler, logits: jax.Array, sampling: Sampling, positions: jax.Array
+    sampler: Sampler, logits: jax.Array, sampling: FullSampling, positions: jax.Array
 ) -> jax.Array:
     """i32[B, n]: what a sampler draws, within the vocabulary."""
     width, vocab_size = logits.shape[1:]
@@ -254,7 +256,7 @@ def _ask(
     return jnp.clip(drawn.astype(jnp.int32), 0, vocab_size - 1).reshape(positions.shape)
 
 
-def _add_bias(logits: jax.Array, sampling: Sampling) -> jax.Array:
+def _add_bias(logits: jax.Array, sampling: FullSampling) -> jax.Array:
     """Adds each row's own values to its tokens' logits."""
     num_rows, _, vocab_size = logits.shape
     rows = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
@@ -267,15 +269,13 @@ def _add_bias(logits: jax.Array, sampling: Sampling) -> jax.Array:
 
 def _penalise(
     logits: jax.Array,
-    sampling: Sampling,
+    sampling: FullSampling,
     counts: DrawnCounts | None,
     drafts: jax.Array | None,
 ) -> jax.Array:
     """Subtracts presence once and frequency once a time, of tokens that were drawn before."""
     if counts is None:
         return logits
-    assert sampling.presence_penalty is not None
-    assert sampling.frequency_penalty is not None
     num_rows, width, vocab_size = logits.shape
     write = {"mode": "drop", "wrap_negative_indices": False}
     seen = jnp.zeros((num_rows, vocab_size), jnp.int32)
@@ -299,7 +299,7 @@ def _mask(logits: jax.Array, masks: TokenMasks) -> jax.Array:
 
 
 def _draw_warm(
-    logits: jax.Array, sampling: Sampling, positions: jax.Array, greedy: jax.Array
+    logits: jax.Array, sampling: FullSampling, positions: jax.Array, greedy: jax.Array
 ) -> jax.Array:
     """i32[B, n]: a draw where there is a temperature, the greedy token elsewhere."""
     scaled = _scaled(logits, jnp.max(logits, axis=-1), sampling)
@@ -338,10 +338,8 @@ def _noise(seed: jax.Array, position: jax.Array, vocab_size: int) -> jax.Array:
     return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), (vocab_size,))
 
 
-def _ranked_high(scaled: jax.Array, sampling: Sampling) -> jax.Array:
+def _ranked_high(scaled: jax.Array, sampling: FullSampling) -> jax.Array:
     """bool[B, n, V]: tokens that top-k and top-p leave; of equals the lower id comes first."""
-    assert sampling.top_k is not None
-    assert sampling.top_p is not None
     vocab_size = scaled.shape[-1]
     token_ids = jax.lax.broadcasted_iota(jnp.int32, scaled.shape, 2)
     negated, order = jax.lax.sort((-scaled, token_ids), is_stable=True, num_keys=1)

@@ -118,7 +118,7 @@ class SamplingParams:
 
     @property
     def is_simple(self) -> bool:
-        """Nothing is asked for but a temperature and min-p: `Sampling.simplified` says it all."""
+        """Nothing is asked for but a temperature and min-p: a `Sampling` says it all."""
         asks = self.top_k or self.top_p < 1 or self.logit_bias or self.grammar is not None
         return not asks and not self.penalises and self.logprobs is None
 
@@ -223,64 +223,66 @@ def _rows_of(num_rows: int, sampling: Any, row_name: str) -> list[SamplingParams
 
 @flax.struct.dataclass(kw_only=True)
 class Sampling:
-    """The `SamplingParams` of a call's rows, as a step takes them.
+    """The `SamplingParams` of a call's rows, as a step takes them, where they are simple.
 
-    Where all of the optional fields are None, a step has no conditional, on whose outcome the host
-    of a GPU would wait before it launches what follows.
+    With these a step has no conditional, on whose outcome the host of a GPU would wait before it
+    launches what follows. Rows that ask for more have a `FullSampling`.
 
     Attributes:
       temperature: f32[B]; 0 takes the most likely token.
       min_p: f32[B], draws among tokens at least that fraction as likely as the likeliest.
       seed: u32[B]; the noise of a draw follows from it and the drawn token's position alone.
       stop_token_ids: i32[B, n], padded with -1.
-      top_k: i32[B], draws among that many most likely tokens; 0, or None for all rows, is no limit.
-      top_p: f32[B], draws among the most likely tokens that together have that probability; None is
-        no limit.
-      bias_token_ids: i32[B, m], tokens with a bias, no token twice, then -1; None is no token.
-      bias: f32[B, m], what is added to their logits; None with `bias_token_ids`.
-      presence_penalty: f32[B], subtracted from logits of tokens that were drawn; None is 0.
-      frequency_penalty: f32[B], subtracted for each time; None is 0.
-      wants_logprobs: bool[B], log-probabilities are looked at; None is those of no row.
     """
 
     temperature: jax.Array
     min_p: jax.Array
     seed: jax.Array
     stop_token_ids: jax.Array
-    top_k: jax.Array | None = None
-    top_p: jax.Array | None = None
-    bias_token_ids: jax.Array | None = None
-    bias: jax.Array | None = None
-    presence_penalty: jax.Array | None = None
-    frequency_penalty: jax.Array | None = None
-    wants_logprobs: jax.Array | None = None
-
-    @property
-    def is_simple(self) -> bool:
-        """All of the optional fields are None."""
-        return all(getattr(self, name) is None for name in _OPTIONAL)
 
     def simplified(self) -> Sampling:
-        """Without the optional fields, of rows whose `SamplingParams.is_simple` is true."""
-        return dataclasses.replace(self, **dict.fromkeys(_OPTIONAL))
+        """These fields alone, of rows whose `SamplingParams.is_simple` is true."""
+        names = [field.name for field in dataclasses.fields(Sampling)]
+        return Sampling(**{name: getattr(self, name) for name in names})
 
-    def completed(self) -> Sampling:
-        """With arrays that ask for nothing in the place of None."""
+    def completed(self) -> FullSampling:
+        """With arrays that ask for nothing more."""
+        if isinstance(self, FullSampling):
+            return self
         num_rows = self.temperature.shape[0]
-        fields = {
-            "top_k": jnp.zeros(num_rows, jnp.int32),
-            "top_p": jnp.ones(num_rows, jnp.float32),
-            "bias_token_ids": jnp.full((num_rows, 0), -1, jnp.int32),
-            "bias": jnp.zeros((num_rows, 0), jnp.float32),
-            "presence_penalty": jnp.zeros(num_rows, jnp.float32),
-            "frequency_penalty": jnp.zeros(num_rows, jnp.float32),
-            "wants_logprobs": jnp.zeros(num_rows, bool),
-        }
-        missing = {name: one for name, one in fields.items() if getattr(self, name) is None}
-        return dataclasses.replace(self, **missing)
+        return FullSampling(
+            **vars(self),
+            top_k=jnp.zeros(num_rows, jnp.int32),
+            top_p=jnp.ones(num_rows, jnp.float32),
+            bias_token_ids=jnp.full((num_rows, 0), -1, jnp.int32),
+            bias=jnp.zeros((num_rows, 0), jnp.float32),
+            presence_penalty=jnp.zeros(num_rows, jnp.float32),
+            frequency_penalty=jnp.zeros(num_rows, jnp.float32),
+            wants_logprobs=jnp.zeros(num_rows, bool),
+        )
 
 
-_OPTIONAL = tuple(field.name for field in dataclasses.fields(Sampling) if field.default is None)
+@flax.struct.dataclass(kw_only=True)
+class FullSampling(Sampling):
+    """All that rows may ask for.
+
+    Attributes:
+      top_k: i32[B], draws among that many most likely tokens; 0 is no limit.
+      top_p: f32[B], draws among the most likely tokens that together have that probability.
+      bias_token_ids: i32[B, m], tokens with a bias, no token twice, then -1.
+      bias: f32[B, m], what is added to their logits.
+      presence_penalty: f32[B], subtracted from logits of tokens that were drawn.
+      frequency_penalty: f32[B], subtracted for each time.
+      wants_logprobs: bool[B], log-probabilities are looked at.
+    """
+
+    top_k: jax.Array
+    top_p: jax.Array
+    bias_token_ids: jax.Array
+    bias: jax.Array
+    presence_penalty: jax.Array
+    frequency_penalty: jax.Array
+    wants_logprobs: jax.Array
 
 
 def make_sampling(
@@ -310,9 +312,8 @@ def make_sampling(
                 )
     stacked = stack_sampling(rows)
     # One field that is asked for has a step decide at run time anyway.
-    if all(row.is_simple for row in rows):
-        stacked = stacked.simplified()
-    return jax.device_put(stacked)
+    is_simple = all(row.is_simple for row in rows)
+    return jax.device_put(stacked.simplified() if is_simple else stacked)
 
 
 _NEED_ENGINE = {
@@ -326,7 +327,7 @@ _NEED_ENGINE = {
 
 def stack_sampling(
     rows: Sequence[SamplingParams], *, with_stops: bool = True, bias_width: int | None = None
-) -> Sampling:
+) -> FullSampling:
     """Settings of each row, as NumPy arrays.
 
     Args:
@@ -351,7 +352,7 @@ def stack_sampling(
         name: np.array([getattr(row, name) for row in rows], dtype)
         for name, dtype in scalars.items()
     }
-    return Sampling(
+    return FullSampling(
         **fields,
         bias_token_ids=_padded(biases, bias_width, -1, np.int32),
         bias=_padded([list(bias.values()) for bias in biases], bias_width, 0, np.float32),

@@ -37,7 +37,7 @@ from dsv4_jax.serving.device.host_calls import BUILT, STOP, pack, unpack
 from dsv4_jax.serving.sizing import EnginePlan
 from dsv4_jax.step.decode_steps import jit_plain_decode_steps
 from dsv4_jax.step.draws import DrawnCounts, TokenMasks
-from dsv4_jax.step.sampling import Sampling
+from dsv4_jax.step.sampling import FullSampling
 from dsv4_jax.step.serve_step import (
     ServeInput,
     ServeOutput,
@@ -79,7 +79,7 @@ class EngineArrays:
         # On CPUs two programs may run side by side, and wait in each other's collectives for ever.
         devices = [] if plan.mesh is None else list(plan.mesh.devices.flat)
         self._waits = len(devices) > 1 and devices[0].platform == "cpu"
-        self._sampling: Sampling
+        self._sampling: FullSampling
         self._counts: DrawnCounts
         self._masks: TokenMasks | None = None
         self._last: ServeOutput
@@ -110,7 +110,7 @@ class EngineArrays:
         """`apply_changes`; only tables and lengths are changed unless it `moves` arrays."""
         self._make("change", changes, moves)
 
-    def set_sampling(self, sampling: Sampling) -> None:
+    def set_sampling(self, sampling: FullSampling) -> None:
         """Settings of each row, of every step from now on."""
         self._make("set_sampling", sampling)
 
@@ -145,7 +145,7 @@ class EngineArrays:
           next_token_ids: the same.
           num_steps: the same, of a call of several plain steps; None is one step.
           is_plain: takes `plain_decode_step`, or `plain_decode_steps`.
-          is_simple: no row asks for more than `Sampling.simplified` says.
+          is_simple: no row asks for more than `Sampling` says.
           activations: as in `decode_step`.
           wants_logprobs: brings log-probabilities from the device; else they are None.
           only_compiles: launches nothing, but begins to compile the program, beside those that were
@@ -245,7 +245,7 @@ class EngineArrays:
         else:
             self.cache = set_tables(self.cache, changes, in_place=True)
 
-    def _set_sampling(self, sampling: Sampling) -> None:
+    def _set_sampling(self, sampling: FullSampling) -> None:
         self._sampling = self._bring("sampling", sampling)
 
     def _set_counts(self, counts: DrawnCounts) -> None:

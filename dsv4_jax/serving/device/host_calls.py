@@ -12,13 +12,13 @@ from dsv4_jax.cache.slot_changes import SlotChanges
 from dsv4_jax.cache.snapshots import SnapshotPlan
 from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.step.draws import DrawnCounts, TokenMasks
-from dsv4_jax.step.sampling import Sampling
+from dsv4_jax.step.sampling import FullSampling
 
 STOP, BUILT = "stop", "built"
 _ARGUMENTS: dict[str, tuple[type, ...]] = {
     "rebuild": (),
     "change": (SlotChanges,),
-    "set_sampling": (Sampling,),
+    "set_sampling": (FullSampling,),
     "set_counts": (DrawnCounts,),
     "set_masks": (TokenMasks,),
     "step": (StepInput, SnapshotPlan),

@@ -9,7 +9,7 @@ import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.step.draws import DrawnCounts, TokenMasks, draw
-from dsv4_jax.step.sampling import SamplingParams, stack_sampling
+from dsv4_jax.step.sampling import FullSampling, Sampling, SamplingParams, stack_sampling
 
 pytestmark = pytest.mark.unoptimised
 
@@ -235,7 +235,7 @@ def test_masks_and_one_more_field_are_obeyed_beside_simple_settings(case):
     masks = TokenMasks(is_masked=jnp.ones(NUM_ROWS, bool), bits=bits)
     drawn, _ = jit_draw(jnp.asarray(logits), settings, *arguments, masks=masks)
     np.testing.assert_array_equal(drawn, 7)
-    first = dataclasses.replace(settings, top_k=jnp.ones(NUM_ROWS, jnp.int32))
+    first = dataclasses.replace(settings.completed(), top_k=jnp.ones(NUM_ROWS, jnp.int32))
     drawn, _ = jit_draw(jnp.asarray(logits), first, *arguments)
     np.testing.assert_array_equal(drawn, np.argmax(logits, axis=-1))
 
@@ -243,7 +243,7 @@ def test_masks_and_one_more_field_are_obeyed_beside_simple_settings(case):
 def test_settings_are_simple_where_no_row_asks_for_more():
     rows = warm_rows()
     assert all(row.is_simple for row in rows)
-    assert ds.make_sampling(NUM_ROWS, rows).is_simple
+    assert type(ds.make_sampling(NUM_ROWS, rows)) is Sampling
     for more in (
         {"top_k": 1},
         {"top_p": 0.5},
@@ -255,7 +255,7 @@ def test_settings_are_simple_where_no_row_asks_for_more():
     ):
         assert not SamplingParams(**more).is_simple
     one = [*rows[1:], SamplingParams(top_k=3)]
-    assert not ds.make_sampling(NUM_ROWS, one).is_simple
+    assert type(ds.make_sampling(NUM_ROWS, one)) is FullSampling
     completed = sampling_of(rows).simplified().completed()
     for name, value in vars(stack_sampling(rows, with_stops=False)).items():
         np.testing.assert_array_equal(getattr(completed, name), value, err_msg=name)

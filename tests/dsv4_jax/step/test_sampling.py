@@ -131,7 +131,7 @@ def test_noise_comes_from_seed_and_position_alone():
     logits = rng.standard_normal((6, 64)).astype(np.float32)
     sampling = ds.make_sampling(6, temperature=1.0, seed=[3, 1, 4, 1, 5, 9])
     sampling = dataclasses.replace(
-        sampling,
+        sampling.completed(),
         temperature=jnp.float32([1, 0, 2, 0.5, 1, 0]),
         top_k=jnp.int32([0, 0, 9, 0, 3, 0]),
         top_p=jnp.float32([1, 1, 0.9, 0.5, 1, 0.1]),
