@@ -13,6 +13,7 @@ import numpy as np
 from dsv4_jax.attention.rope import rope_frequencies
 from dsv4_jax.bench.noise import random_array
 from dsv4_jax.cache.append import Appended, LayerNorms, LayerTokens
+from dsv4_jax.cache.commit import advance
 from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.new_tokens import Projections
@@ -133,9 +134,7 @@ def cache_part(
         handle, attended = jax.lax.optimization_barrier((handle, attended))
         cache = cache.with_layer(handle)
         inputs = inputs._replace(queries=attended)
-    slots = jnp.where(call.row_slots < 0, cache.max_requests, call.row_slots)
-    lengths = cache.length_tokens.at[slots].add(call.row_counts, mode="drop")
-    return dataclasses.replace(cache, length_tokens=lengths), inputs
+    return advance(cache, call), inputs
 
 
 def layers_of_kind(

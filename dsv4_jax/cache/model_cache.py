@@ -17,6 +17,7 @@ from dsv4_jax.cache.state_cache import StateCachePool
 from dsv4_jax.cache.step_input import StepInput, check_room, check_step_input, index_call
 from dsv4_jax.config.layer_types import AttentionType
 from dsv4_jax.mesh import on_mesh
+from pallas_kernels.common.addressing import drop_absent
 from pallas_kernels.common.call import CallIndices
 
 
@@ -169,7 +170,7 @@ def update_slots(
     """
     checks.instance("cache", cache, ModelCache)
     check_rows(cache, slots, length_tokens, block_table)
-    dropped = jnp.where(jnp.asarray(slots) < 0, cache.max_requests, slots)
+    dropped = drop_absent(jnp.asarray(slots), cache.max_requests)
     return dataclasses.replace(
         cache,
         length_tokens=cache.length_tokens.at[dropped].set(length_tokens, mode="drop"),
@@ -214,7 +215,7 @@ def reset_slots(cache: ModelCache, slots: jax.Array) -> ModelCache:
     checks.array("slots", slots, (None,))
     checks.in_range("slots", slots, -1, cache.max_requests)
     slots = jnp.asarray(slots, jnp.int32)
-    dropped = jnp.where(slots < 0, cache.max_requests, slots)
+    dropped = drop_absent(slots, cache.max_requests)
     return dataclasses.replace(
         cache,
         state={attn: pool.reset_slots(slots) for attn, pool in cache.state.items()},

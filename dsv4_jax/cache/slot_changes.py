@@ -16,6 +16,7 @@ from dsv4_jax.cache.model_cache import ModelCache, check_rows, update_slots
 from dsv4_jax.cache.poison import poison
 from dsv4_jax.cache.snapshots import SnapshotStore, check_store, load_snapshots
 from dsv4_jax.mesh import on_mesh
+from pallas_kernels.common.addressing import drop_absent
 
 Array = jax.Array | np.ndarray
 
@@ -98,8 +99,9 @@ def apply_changes(cache: ModelCache, store: SnapshotStore, changes: SlotChanges)
 
     def write(targets: Array) -> Callable[[jax.Array, jax.Array], jax.Array]:
         def put(plane: jax.Array, values: jax.Array) -> jax.Array:
-            dropped = jnp.where(jnp.asarray(targets) < 0, plane.shape[1], targets)
-            return plane.at[:, dropped].set(values, mode="drop")
+            return plane.at[:, drop_absent(jnp.asarray(targets), plane.shape[1])].set(
+                values, mode="drop"
+            )
 
         return put
 

@@ -11,6 +11,7 @@ from dsv4_jax import checks
 from dsv4_jax.cache.paged_cache import zeros
 from dsv4_jax.cache.schema import Families, FamilyKind, LayerCacheSchema
 from dsv4_jax.config.layer_types import AttentionType
+from pallas_kernels.common.addressing import drop_absent
 from pallas_kernels.common.codecs import Planes
 from pallas_kernels.compressor.pooling import empty_pool
 
@@ -73,7 +74,7 @@ class StateCachePool:
         """Empties slots i32[U]; -1 empties nothing."""
         checks.array("slots", slots, (None,))
         checks.in_range("slots", slots, -1, self.num_slots)
-        dropped = jnp.where(slots < 0, self.num_slots, slots)
+        dropped = drop_absent(slots, self.num_slots)
         fresh = init_state_pool(self.schema, 1)
 
         def reset(pool: jax.Array, empty: jax.Array) -> jax.Array:

@@ -18,6 +18,7 @@ from dsv4_jax.model.draft import draft_logits, run_draft
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.step.draws import DrawnCounts, guess
 from dsv4_jax.step.sampling import Sampling
+from pallas_kernels.common.addressing import drop_absent
 from pallas_kernels.common.call import CallIndices
 
 
@@ -98,14 +99,14 @@ def _call_ahead(kept: CallIndices, lengths: jax.Array, cache: ModelCache) -> Cal
     """One token per row, at positions i32[B] beyond what the cache holds."""
     num_rows = kept.row_slots.shape[0]
     slot_lengths = jnp.zeros(cache.max_requests, jnp.int32)
-    dropped = jnp.where(kept.row_slots < 0, cache.max_requests, kept.row_slots)
+    slots = drop_absent(kept.row_slots, cache.max_requests)
     step_input = StepInput(
         token_ids=jnp.zeros(num_rows, jnp.int32),
         request_ids=jnp.arange(num_rows, dtype=jnp.int32),
         request_slots=kept.row_slots,
     )
     return index_call(
-        slot_lengths.at[dropped].set(lengths, mode="drop"),
+        slot_lengths.at[slots].set(lengths, mode="drop"),
         cache.block_table,
         step_input,
         block_tokens=cache.block_tokens,

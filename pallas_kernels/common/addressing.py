@@ -13,6 +13,19 @@ import jax.numpy as jnp
 from pallas_kernels.common.codecs import Planes
 
 
+def drop_absent(index: jax.Array, size: int, *, is_there: jax.Array | None = None) -> jax.Array:
+    """An index for a scatter with `mode="drop"`: one that is absent becomes `size`.
+
+    That is beyond the axis, so nothing is written. -1 itself would be the last row.
+
+    Args:
+      index: i32[...], -1 where there is nothing to write.
+      size: of the axis that is indexed.
+      is_there: bool[...], where there is; None is where the index is no -1.
+    """
+    return jnp.where(index >= 0 if is_there is None else is_there, index, size)
+
+
 def write_rows(
     stacked: Planes, rows: Planes, layer: jax.Array, first: jax.Array, second: jax.Array
 ) -> Planes:
@@ -27,8 +40,7 @@ def write_rows(
     """
 
     def write(plane: jax.Array, row: jax.Array) -> jax.Array:
-        dropped = jnp.where(first < 0, plane.shape[1], first)
-        place = plane.at[layer, dropped, second]
+        place = plane.at[layer, drop_absent(first, plane.shape[1]), second]
         return place.set(row.astype(plane.dtype), mode="drop", wrap_negative_indices=False)
 
     return {name: write(plane, rows[name]) for name, plane in stacked.items()}

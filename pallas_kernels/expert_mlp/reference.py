@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.block_linear.reference import block_linear, swiglu_linear
+from pallas_kernels.common.addressing import drop_absent
 from pallas_kernels.common.rounding import round_to
 from pallas_kernels.common.swiglu import swiglu
 from pallas_kernels.common.weights import Weight
@@ -71,7 +72,8 @@ def _routed(arguments: Arguments) -> jax.Array:
     num_tiles = work.first.size + spare
     place = work.row - work.first[work.tile]  # i32[T, k], of each pair in its tile
     is_pair = (expert_ids >= 0) & (expert_ids < num_experts)
-    slot = jnp.where(is_pair, work.tile * tile_rows + place, num_tiles * tile_rows)
+    slot = work.tile * tile_rows + place
+    slot = drop_absent(slot, num_tiles * tile_rows, is_there=is_pair)
     tokens = jnp.broadcast_to(jnp.arange(x.shape[0])[:, None], slot.shape)
 
     def in_tiles(values: jax.Array) -> jax.Array:
