@@ -146,7 +146,7 @@ def append_case(kind, num_tokens, bandwidth):
     def append(state, rows, projected, layer):
         rings, running = state
         rings, running = pk.append_tokens(
-            rings, rows, running, projected, call, layer=layer, rate=128
+            rings, rows, running, projected, call, layer=layer, compression_ratio=128
         )
         return (list(rings), running), ()
 

@@ -41,7 +41,7 @@ def entries_case(family, num_selected, context_tokens, bandwidth):
     specs = cases.entries_specs(family, num_selected, NUM_LAYERS, context_tokens)
     pool, call, index = specs
     table, requests = call.block_table, call.segment_ids
-    num_entries = context_tokens // cases.RATES[family]
+    num_entries = context_tokens // cases.COMPRESSION_RATIOS[family]
 
     def make():
         rng = np.random.default_rng(0)

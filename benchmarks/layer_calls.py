@@ -12,7 +12,7 @@ from pallas_kernels.compressor.reference import Windows
 
 C, IC, ROPE, INDEX_HEADS, WINDOW, EPS = 512, 128, 64, 64, 128, 1e-6
 FORMAT = get_cache_format("fp8_ue8m0")
-RATE = {"csa": 4, "hca": 128}
+COMPRESSION_RATIO = {"csa": 4, "hca": 128}
 FAMILIES = {
     "main": (C, FORMAT.entry, FORMAT.entry_bytes(C, ROPE)),
     "index": (IC, FORMAT.index_key, FORMAT.index_key_bytes(IC)),
@@ -42,10 +42,10 @@ def frequencies():
     return jnp.asarray(160000.0 ** -(np.arange(ROPE // 2) / (ROPE // 2)), jnp.float32)
 
 
-def decode_positions(rate, batch, closing):
+def decode_positions(compression_ratio, batch, closing):
     """i32[B]; `closing` is "all" of the requests, or "some": one in M."""
     behind = np.arange(batch) if closing == "some" else np.zeros(batch, np.int64)
-    return DECODE_LENGTH + (rate - 1 - behind) % rate
+    return DECODE_LENGTH + (compression_ratio - 1 - behind) % compression_ratio
 
 
 def shuffled_table(positions, batch):
@@ -91,10 +91,10 @@ def prefill_call(num_tokens, table):
 
 def pooled_bytes(kind, positions, lengths, families):
     """Bytes that the closing windows pool, and of their entries."""
-    rate = RATE[kind]
-    closes = (positions + 1) % rate == 0
+    compression_ratio = COMPRESSION_RATIO[kind]
+    closes = (positions + 1) % compression_ratio == 0
     end, length = positions[closes], lengths[closes]
-    first = np.maximum(end - (2 * rate if kind == "csa" else rate) + 1, 0)
+    first = np.maximum(end - (2 * compression_ratio if kind == "csa" else compression_ratio) + 1, 0)
     tokens = end + 1 - first
     if kind == "hca":  # of tokens before the call, the running pool's three rows
         tokens = end + 1 - np.maximum(first, length) + 1.5 * (first < length)
@@ -104,14 +104,14 @@ def pooled_bytes(kind, positions, lengths, families):
 
 def append_and_flush_case(kind, batch, closing, num_heads, index_heads=0, *, layers):
     """State and inputs of `append_and_flush`, a layer each with arrays of its own."""
-    rate, width = RATE[kind], 2 if kind == "csa" else 1
-    positions = decode_positions(rate, batch, closing)
+    compression_ratio, width = COMPRESSION_RATIO[kind], 2 if kind == "csa" else 1
+    positions = decode_positions(compression_ratio, batch, closing)
     table, num_blocks = shuffled_table(positions, batch)
     states, pools, new, norms = [], [], [], []
     for family in decode_families(kind):
         dim, codec, _ = FAMILIES[family]
         if kind == "csa":
-            states += projections((layers, batch, 2 * rate), 2 * dim)
+            states += projections((layers, batch, 2 * compression_ratio), 2 * dim)
         else:
             states.append(running_pool(layers, batch, 3, dim))
         pools.append(planes(codec, dim, layers, num_blocks, 32 if kind == "csa" else 1))
@@ -156,7 +156,7 @@ def index_queries(num_tokens, num_heads, layers):
 
 def append_and_flush_bytes(kind, batch, closing, num_heads, index_heads=0):
     """That a call of `append_and_flush` must move."""
-    positions = decode_positions(RATE[kind], batch, closing)
+    positions = decode_positions(COMPRESSION_RATIO[kind], batch, closing)
     kept = 2 * 16 * (C + IC) if kind == "csa" else 16 * C + 2 * 12 * C
     kept += 2 * C + 2 * FAMILIES["main"][2] + 4 * num_heads * C + 6 * index_heads * IC
     return batch * kept + pooled_bytes(kind, positions, positions, decode_families(kind))
@@ -180,7 +180,7 @@ def append_and_flush(kept, queries, kv, index, new, norms, shared, layer, *, kin
         pk.LayerPlanes(ring, layer, FORMAT.entry),
         compressors,
         *shared,
-        rate=RATE[kind],
+        compression_ratio=COMPRESSION_RATIO[kind],
         index_queries=index,
         index_codec=None if index is None else FORMAT.index_key,
     )
@@ -190,17 +190,19 @@ def append_and_flush(kept, queries, kv, index, new, norms, shared, layer, *, kin
 
 def flush_case(kind, families, num_tokens, *, layers):
     """State and inputs of a flush: one request's first tokens."""
-    rate, width = RATE[kind], 2 if kind == "csa" else 1
+    compression_ratio, width = COMPRESSION_RATIO[kind], 2 if kind == "csa" else 1
     positions = np.arange(num_tokens)
     table, num_blocks = shuffled_table(positions, 1)
-    closing = np.flatnonzero((positions + 1) % rate == 0)
-    closing = np.pad(closing, (0, num_tokens // rate + 1 - len(closing)), constant_values=-1)
+    closing = np.flatnonzero((positions + 1) % compression_ratio == 0)
+    closing = np.pad(
+        closing, (0, num_tokens // compression_ratio + 1 - len(closing)), constant_values=-1
+    )
     pools, states, new, norms = [], [], [], []
     for family in families:
         dim, codec, _ = FAMILIES[family]
         pools.append(planes(codec, dim, layers, num_blocks, 32 if kind == "csa" else 1))
         if kind == "csa":
-            states += projections((layers, 1, 2 * rate), 2 * dim)
+            states += projections((layers, 1, 2 * compression_ratio), 2 * dim)
         else:
             states.append(running_pool(layers, 1, 3, dim))
         new.append(projections((num_tokens,), width * dim, layers))
@@ -230,7 +232,7 @@ def flush(pools, states, new, norms, shared, layer, *, kind, families, run=None)
     compressors = [
         pk.Compressor(*arrays) for arrays in zip(states, new, norms, pools, codecs, strict=True)
     ]
-    windows = Windows(*shared, layer, RATE[kind], EPS)
+    windows = Windows(*shared, layer, COMPRESSION_RATIO[kind], EPS)
     if kind == "csa":
         return list((run or triton_gpu.flush_csa)(compressors, windows)), ()
     (compressor,) = compressors

@@ -20,7 +20,7 @@ from pallas_kernels.index_scores.tiling import Tiling, choose_tiling
 
 CALLS = ((8192, 8192), (8192, 65536))
 """Tokens of the call, and entries that the last one sees."""
-RATE = 4
+COMPRESSION_RATIO = 4
 """Tokens of an entry."""
 TILE_M = 64
 """Keys of a tile, on Hopper."""
@@ -38,12 +38,14 @@ def arguments_of(keys, num_tokens, num_entries):
         }
     )
     table = draws.blocks(np.random.default_rng(0), 1, num_blocks)
-    positions = num_entries * RATE - num_tokens + np.arange(num_tokens)
+    positions = num_entries * COMPRESSION_RATIO - num_tokens + np.arange(num_tokens)
     return {
         "queries": made["queries"],
         "weights": made["weights"],
         "pool": LayerPlanes(made["planes"], jnp.int32(0), codec_of(keys)),
-        "call": make_call(table, np.zeros(num_tokens), visible=(positions + 1) // RATE),
+        "call": make_call(
+            table, np.zeros(num_tokens), visible=(positions + 1) // COMPRESSION_RATIO
+        ),
     }
 
 

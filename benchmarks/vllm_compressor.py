@@ -14,7 +14,15 @@ import types
 import numpy as np
 
 from benchmarks import baselines
-from benchmarks.layer_calls import DECODE_LENGTH, EPS, IC, RATE, ROPE, C, decode_positions
+from benchmarks.layer_calls import (
+    COMPRESSION_RATIO,
+    DECODE_LENGTH,
+    EPS,
+    IC,
+    ROPE,
+    C,
+    decode_positions,
+)
 from benchmarks.vllm_stand_in import PACKAGE, round_up, stand_in
 
 _LAYERS = 20
@@ -55,7 +63,7 @@ class Launches:
 
     def decode_us(self, kind, batch, closing, num_heads):
         """Microseconds of the window insert and of each compressor, summed."""
-        positions = [p[None] for p in decode_positions(RATE[kind], batch, closing)]
+        positions = [p[None] for p in decode_positions(COMPRESSION_RATIO[kind], batch, closing)]
         families = ("main", "index") if kind == "csa" else ("main",)
         total = sum(self._compress_us(kind, family, positions, _LAYERS) for family in families)
         return round(total + self.insert_us(batch, num_heads), 2)
@@ -97,18 +105,22 @@ class _Compressor:
     def __init__(self, kind, family, positions, cos_sin):
         import torch
 
-        self.dim, self.rate, self.cos_sin = C if family == "main" else IC, RATE[kind], cos_sin
+        self.dim, self.compression_ratio, self.cos_sin = (
+            C if family == "main" else IC,
+            COMPRESSION_RATIO[kind],
+            cos_sin,
+        )
         self.overlap = kind == "csa"
         self.width = self.dim * (2 if self.overlap else 1)
         self.page_tokens = 4 if self.overlap else 8
-        self.page_entries = 256 // self.rate
+        self.page_entries = 256 // self.compression_ratio
         self.group, self.token_bytes, self.scale_bytes = (
             (64, 576, 8) if family == "main" else (128, 128, 4)
         )
         requests = np.repeat(np.arange(len(positions)), [len(p) for p in positions])
         flat = np.concatenate(positions)
         tables, num_pages = [], 0
-        span = (2 if self.overlap else 1) * self.rate
+        span = (2 if self.overlap else 1) * self.compression_ratio
         for place in positions:
             first = max(int(place[0]) - span + 1, 0) // self.page_tokens
             last = int(place[-1]) // self.page_tokens
@@ -123,11 +135,11 @@ class _Compressor:
             table[requests, flat // self.page_tokens].astype(np.int64) * self.page_tokens
             + flat % self.page_tokens
         )
-        entry = flat // self.rate
+        entry = flat // self.compression_ratio
         keys = requests * 2**40 + entry // self.page_entries
         pages, number = np.unique(keys, return_inverse=True)
         entry_slots = number * self.page_entries + entry % self.page_entries
-        entry_slots = np.where((flat + 1) % self.rate == 0, entry_slots, -1)
+        entry_slots = np.where((flat + 1) % self.compression_ratio == 0, entry_slots, -1)
         stride = round_up(self.page_tokens * 2 * self.width * 4, 576) // 4
         state = torch.randn(num_pages, stride, device="cuda")
         self.state = state.as_strided(
@@ -139,7 +151,7 @@ class _Compressor:
         self.cache = cache.as_strided((len(pages), self.page_entries, size), (page_bytes, size, 1))
         both = torch.randn(len(flat), 2 * self.width, device="cuda")
         self.values, self.scores = both.split([self.width, self.width], dim=-1)
-        self.ape = torch.randn(self.rate, self.width, device="cuda")
+        self.ape = torch.randn(self.compression_ratio, self.width, device="cuda")
         self.norm = torch.ones(self.dim, device="cuda").bfloat16()
         self.positions = torch.from_numpy(flat.astype(np.int64)).cuda()
         self.requests = torch.from_numpy(requests.astype(np.int32)).cuda()
@@ -172,7 +184,11 @@ class _Compressor:
 
     def _call_and_state(self):
         """Arguments of both launches."""
-        state = {"state_cache": self.state, "state_width": self.width, "compress_ratio": self.rate}
+        state = {
+            "state_cache": self.state,
+            "state_width": self.width,
+            "compress_ratio": self.compression_ratio,
+        }
         places = {"positions": self.positions, "slot_mapping": self.slots}
         places |= {"block_size": self.page_tokens}
         return state | places | {"pdl_kwargs": {"launch_pdl": False}}

@@ -172,7 +172,7 @@ CALLS = {
             keep_tokens, kind, "fp8_ue8m0", fused
         )
         for fused in (True, False)
-        for kind in layer_cases.RATES
+        for kind in layer_cases.COMPRESSION_RATIOS
     },
     "append_csa_nvfp4": functools.partial(keep_tokens, "csa", "fp8_per_entry", True),
     "scores_mxfp4": functools.partial(score, "fp8_ue8m0"),

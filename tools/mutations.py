@@ -672,8 +672,8 @@ MUTATIONS = [
         (
             "windows_close_a_token_early",
             "common/call.py",
-            "((self.positions + 1) % rate == 0)",
-            "(self.positions % rate == 0)",
+            "((self.positions + 1) % compression_ratio == 0)",
+            "(self.positions % compression_ratio == 0)",
             "dsv4_jax/cache/test_flush.py dsv4_jax/cache/test_step_input.py",
         ),
         (
@@ -701,14 +701,14 @@ MUTATIONS = [
         (
             "b_stream_one_token_short",
             "compressor/reference.py",
-            "(back >= rate)",
-            "(back > rate)",
+            "(back >= compression_ratio)",
+            "(back > compression_ratio)",
             "pallas_kernels/compressor/test_pooling.py",
         ),
         (
             "entry_at_the_end_of_its_window",
             "compressor/reference.py",
-            "begin, frequencies = position[:, rate], windows",
+            "begin, frequencies = position[:, compression_ratio], windows",
             "begin, frequencies = position[:, -1], windows",
             "pallas_kernels/compressor/test_pooling.py",
         ),

@@ -52,12 +52,16 @@ def rings_of(cache: ModelCache, length: int) -> dict[str, Ring]:
     for attn, pool in cache.state.items():
         schema = pool.schema
         rings[f"{attn}.window"] = Ring(schema.swa_window_size, schema.swa_window_size)
-        ratio = schema.compression_ratio
+        compression_ratio = schema.compression_ratio
         for name in ("tail", "index_tail"):
             if getattr(pool, name) is not None:
                 # The b-stream lives for the next window, the a-stream for its own.
-                rings[f"{attn}.{name}.previous"] = Ring(ratio + length % ratio, 2 * ratio)
-                rings[f"{attn}.{name}.own"] = Ring(length % ratio, 2 * ratio)
+                rings[f"{attn}.{name}.previous"] = Ring(
+                    compression_ratio + length % compression_ratio, 2 * compression_ratio
+                )
+                rings[f"{attn}.{name}.own"] = Ring(
+                    length % compression_ratio, 2 * compression_ratio
+                )
         if pool.running is not None:
-            rings[f"{attn}.running"] = Ring(min(length % ratio, 1), 1, sums_up=True)
+            rings[f"{attn}.running"] = Ring(min(length % compression_ratio, 1), 1, sums_up=True)
     return rings

@@ -82,15 +82,15 @@ def compress_sequence(
 
     Source: deepseek_v4.md section 2.
     """
-    rate = config.compression_ratio(attn)
-    num_entries = x.shape[1] // rate
+    compression_ratio = config.compression_ratio(attn)
+    num_entries = x.shape[1] // compression_ratio
     tokens = jnp.arange(x.shape[1], dtype=jnp.int32)
     positions = jnp.broadcast_to(tokens[None], x.shape[:2])
     new = project(params, x, positions, name, config.idea.pooling)
 
     def windows(array: jax.Array) -> jax.Array:
-        return array[:, : num_entries * rate].reshape(
-            x.shape[0], num_entries, rate, array.shape[-1]
+        return array[:, : num_entries * compression_ratio].reshape(
+            x.shape[0], num_entries, compression_ratio, array.shape[-1]
         )
 
     values, scores = windows(new.values), windows(new.scores)
@@ -100,7 +100,7 @@ def compress_sequence(
         scores = _with_previous(scores[..., :dim], scores[..., dim:], -jnp.inf)
     mean = pool_windows(values, scores).astype(x.dtype)
     normed = rms_norm(mean, params.norm, eps=config.rms_norm_eps)
-    starts = jnp.arange(num_entries) * rate
+    starts = jnp.arange(num_entries) * compression_ratio
     return rotate(checkpoint_name(normed, f"{name}/normed"), starts, frequencies)
 
 

@@ -116,10 +116,10 @@ def _compressor_shapes(
     config: DSV4Config, attn: AttentionType, head_dim: int, array: Any
 ) -> CompressorParams:
     width = head_dim * (2 if attn == AttentionType.CSA else 1)
-    rate = config.compression_ratio(attn)
+    compression_ratio = config.compression_ratio(attn)
     return CompressorParams(
         wkv=array(width, config.hidden_size),
         wgate=array(width, config.hidden_size),
-        ape=f32_shape(rate, width),
+        ape=f32_shape(compression_ratio, width),
         norm=array(head_dim),
     )

@@ -55,10 +55,13 @@ def repool(
     """
     if pooling is None:
         return new
-    rate = params.ape.shape[0]
+    compression_ratio = params.ape.shape[0]
     shape = (*new.values.shape[:-1], -1, params.norm.shape[0])
     tokens = WindowTokens(
-        new.values.reshape(shape), new.scores.reshape(shape), positions % rate, rate
+        new.values.reshape(shape),
+        new.scores.reshape(shape),
+        positions % compression_ratio,
+        compression_ratio,
     )
     pooled = pooling(tokens)
     for name in ("values", "scores"):

@@ -72,9 +72,9 @@ def cache_work(
     """
     schema = build_schema(config, spec, cache_format)
     entry, key = _entry_bytes(schema)
-    rate, dim = schema.compression_ratio, schema.entry_head_dim
+    compression_ratio, dim = schema.compression_ratio, schema.entry_head_dim
     streams = 2 if spec.attn == AttentionType.CSA else 1
-    entries = context // rate if spec.attn != AttentionType.SWA else 0
+    entries = context // compression_ratio if spec.attn != AttentionType.SWA else 0
     is_scored = entries > schema.indexer_top_k
     selected = min(entries, schema.indexer_top_k) if spec.attn == AttentionType.CSA else entries
     entries, selected = -(-entries // block_parts), -(-selected // block_parts)
@@ -83,10 +83,12 @@ def cache_work(
     if spec.attn == AttentionType.CSA:
         index_dim = schema.indexer_head_dim
         appended += 2 * 2 * streams * (dim + index_dim) * _F32  # values and scores, in and out
-        flushed = (2 * 2 * rate * (dim + index_dim) * _F32 + entry + key) / rate
+        flushed = (
+            2 * 2 * compression_ratio * (dim + index_dim) * _F32 + entry + key
+        ) / compression_ratio
     elif spec.attn == AttentionType.HCA:
         appended += (2 + 2 * 3) * dim * _F32  # values and scores in, the pool in and out
-        flushed = (3 * dim * _F32 + entry) / rate
+        flushed = (3 * dim * _F32 + entry) / compression_ratio
     queries = 2 * config.num_attention_heads * dim * _ACTIVATION  # in and out, or as much output
     works = [Work("append", batch * (appended + flushed + queries))]
     if spec.attn == AttentionType.CSA and is_scored:

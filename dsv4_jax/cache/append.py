@@ -104,7 +104,7 @@ def append_in_place(
         [] if paged is None else _compressors((state, paged), projections, norms),
         call,
         pk.NormRope(norms.kv, norms.frequencies, norms.eps),
-        rate=state.schema.compression_ratio,
+        compression_ratio=state.schema.compression_ratio,
         index_queries=tokens.index_queries,
         index_codec=None if tokens.index_queries is None else fmt.index_key,
     )
@@ -183,7 +183,7 @@ def flush_windows(
     """
     state, paged = pools
     compressors = _compressors(pools, (new.compressor, new.indexer), norms)
-    where = {"layer": layer, "rate": state.schema.compression_ratio, "eps": norms.eps}
+    where = {"layer": layer, "compression_ratio": state.schema.compression_ratio, "eps": norms.eps}
     if state.running is not None:
         (compressor,) = compressors
         entries = pk.flush_hca(compressor, call, norms.frequencies, **where)

@@ -18,6 +18,7 @@ from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.new_tokens import NewTokens, check_staged
 from dsv4_jax.cache.state_cache import StateCachePool
 from dsv4_jax.mesh import on_mesh
+from pallas_kernels.common.addressing import drop_absent
 from pallas_kernels.common.call import CallIndices
 
 
@@ -102,7 +103,7 @@ def commit_tokens(
         new.compressor.planes if folds and new.compressor is not None else None,
         call,
         layer=layer,
-        rate=state.schema.tail_buffer_size_a,
+        compression_ratio=state.schema.compression_ratio,
     )
     tail, index_tail = tails or (state.tail, state.index_tail)
     return dataclasses.replace(
@@ -112,6 +113,6 @@ def commit_tokens(
 
 def advance(cache: ModelCache, call: CallIndices) -> ModelCache:
     """Counts a call's tokens into the lengths."""
-    slots = jnp.where(call.row_slots < 0, cache.max_requests, call.row_slots)
+    slots = drop_absent(call.row_slots, cache.max_requests)
     lengths = cache.length_tokens.at[slots].add(call.row_counts, mode="drop")
     return dataclasses.replace(cache, length_tokens=lengths)

@@ -301,8 +301,8 @@ def maybe_flush_csa(
       The handle with the entries written; `commit` still has to follow.
 
     Raises:
-      ValueError: the layer is of another type or ratio, a norm or the frequencies have another
-        shape, or `write_swa` has not been called.
+      ValueError: the layer is of another type or compression ratio, a norm or the frequencies
+        have another shape, or `write_swa` has not been called.
 
     Source: deepseek_v4.md sections 2.2 and 3.
     """
@@ -356,16 +356,17 @@ def _check_norms(
 
 
 def _check(
-    handle: OriginalHandle, schema: LayerCacheSchema, ratio: int, attn: AttentionType
+    handle: OriginalHandle, schema: LayerCacheSchema, compression_ratio: int, attn: AttentionType
 ) -> None:
     checks.instance("handle", handle, OriginalHandle)
     checks.instance("schema", schema, LayerCacheSchema)
-    ratio = checks.integer("m" if attn == AttentionType.CSA else "m_prime", ratio, 1)
+    name = "m" if attn == AttentionType.CSA else "m_prime"
+    compression_ratio = checks.integer(name, compression_ratio, 1)
     if schema.attn_type != attn:
         raise ValueError(f"layer {schema.layer_idx} is {schema.attn_type}, not {attn}")
     own = handle.schema
-    if ratio != own.compression_ratio or same_sizes(schema) != same_sizes(own):
+    if compression_ratio != own.compression_ratio or same_sizes(schema) != same_sizes(own):
         raise ValueError(
-            f"schema and rate must be the handle's, got a rate of {ratio} for a layer that "
-            f"compresses {own.compression_ratio} tokens, and {schema} for {own}"
+            f"schema and {name} must be the handle's, got {name}={compression_ratio} for a layer "
+            f"that compresses {own.compression_ratio} tokens, and {schema} for {own}"
         )

@@ -126,8 +126,8 @@ def build_schema(
             f"a power of two, got indexer_head_dim={index_dim}; use 'f32' or 'bf16'"
         )
     compressed = spec.attn != AttentionType.SWA
-    ratio = config.compression_ratio(spec.attn) if compressed else 0
-    entries_per_block = config.block_tokens // ratio if compressed else 0
+    compression_ratio = config.compression_ratio(spec.attn) if compressed else 0
+    entries_per_block = config.block_tokens // compression_ratio if compressed else 0
     return LayerCacheSchema(
         layer_idx=spec.layer_idx,
         family_idx=spec.family_idx,
@@ -142,8 +142,8 @@ def build_schema(
         indexer_head_dim=index_dim if is_csa else 0,
         indexer_top_k=config.indexer_top_k if is_csa else 0,
         swa_window_size=config.sliding_window,
-        tail_buffer_size_a=ratio,
-        tail_buffer_size_b=ratio if is_csa else 0,
+        tail_buffer_size_a=compression_ratio,
+        tail_buffer_size_b=compression_ratio if is_csa else 0,
         needs_inv_scale="inv_scale" in fmt.entry.plane_shapes(config.head_dim, config.rope_dim),
     )
 

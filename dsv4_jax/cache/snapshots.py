@@ -24,6 +24,7 @@ from dsv4_jax.cache.new_tokens import NewTokens, Projections, check_staged
 from dsv4_jax.cache.poison import poison_of
 from dsv4_jax.cache.state_cache import StateCachePool
 from dsv4_jax.mesh import DATA, check_divides, find_mesh, shardings_of
+from pallas_kernels.common.addressing import drop_absent
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.codecs import Planes
 
@@ -162,7 +163,7 @@ def save_snapshots(
     row = jnp.clip(plan.rows, 0, call.row_slots.shape[0] - 1)
     reached = plan.ends <= call.row_lengths[row] + call.row_counts[row]
     live = (plan.places >= 0) & (call.row_slots[row] >= 0) & reached
-    target = jnp.where(live, plan.places, store.num_snapshots)
+    target = drop_absent(plan.places, store.num_snapshots, is_there=live)
     slot = jnp.maximum(call.row_slots[row], 0)
 
     def put(kept: Planes, ring: Planes, new: Planes | None, positions: jax.Array) -> Planes:
@@ -199,9 +200,9 @@ def save_snapshots(
         ):
             kept, ring = tails[family], getattr(pool, family)
             if kept is not None and ring is not None:
-                ratio = jax.tree.leaves(kept)[0].shape[2]
-                back = jnp.arange(ratio, dtype=jnp.int32)[None]
-                positions = plan.ends[:, None] - ratio + back
+                compression_ratio = jax.tree.leaves(kept)[0].shape[2]
+                back = jnp.arange(compression_ratio, dtype=jnp.int32)[None]
+                positions = plan.ends[:, None] - compression_ratio + back
                 tails[family] = put(kept, ring, _planes(projections), positions)
     return dataclasses.replace(store, window=window, **tails)
 
@@ -244,7 +245,7 @@ def load_snapshots(
     loaded = {}
     place = jnp.maximum(places, 0)
     for attn, pool in state.items():
-        target = jnp.where(slots < 0, pool.num_slots, slots)
+        target = drop_absent(slots, pool.num_slots)
         window = {
             name: plane.at[:, target].set(store.window[attn][name][:, place], mode="drop")
             for name, plane in pool.window.items()
@@ -255,9 +256,9 @@ def load_snapshots(
             if kept is None or ring is None:
                 tails[family] = ring
                 continue
-            ratio, width = jax.tree.leaves(kept)[0].shape[2:]
-            back = jnp.arange(ratio, dtype=jnp.int32)[None]
-            row = jnp.maximum(ends[:, None] - ratio + back, 0) % (2 * ratio)
+            compression_ratio, width = jax.tree.leaves(kept)[0].shape[2:]
+            back = jnp.arange(compression_ratio, dtype=jnp.int32)[None]
+            row = jnp.maximum(ends[:, None] - compression_ratio + back, 0) % (2 * compression_ratio)
             tails[family] = {
                 name: plane.at[:, target[:, None], row, :width].set(
                     kept[name][:, place], mode="drop"

@@ -14,7 +14,7 @@ MAX_BLOCK_TOKENS = 2**24
 MAX_EXPERTS_OF_ALL_LAYERS = 2**18
 """Three tensors each; Pro has 23,424."""
 
-RATE = Whole(1, 2**20)
+COMPRESSION_RATIO = Whole(1, 2**20)
 """Tokens per entry."""
 
 _WIDTH, _COUNT = Whole(1, 2**20), Whole(1, 2**16)
@@ -29,8 +29,8 @@ KINDS: dict[str, Kind] = {
     "o_groups": _COUNT,
     "o_lora_rank": _WIDTH,
     "sliding_window": _WIDTH,
-    "csa_compression_ratio": RATE,
-    "hca_compression_ratio": RATE,
+    "csa_compression_ratio": COMPRESSION_RATIO,
+    "hca_compression_ratio": COMPRESSION_RATIO,
     "indexer_num_heads": _COUNT,
     "indexer_head_dim": _COUNT,
     "indexer_top_k": _WIDTH,

@@ -14,7 +14,7 @@ from dsv4_jax.config.images import find_images, text_part
 from dsv4_jax.config.json_file import read_json_object
 from dsv4_jax.config.kinds import Fields, ListOf, OneOrMore, Whole, Word, agree, require, show
 from dsv4_jax.config.layer_types import AttentionType, RouterType
-from dsv4_jax.config.limits import KINDS, MAX_END_TOKENS, MAX_LAYERS, RATE
+from dsv4_jax.config.limits import COMPRESSION_RATIO, KINDS, MAX_END_TOKENS, MAX_LAYERS
 from dsv4_jax.config.read_rope import PARTIAL, ROPE_TABLE, read_rope, read_rope_dim
 from dsv4_jax.regular_files import has_regular_file, show_path
 
@@ -94,9 +94,9 @@ _FIELDS = Fields(
         "num_hash_layers": Whole(0, MAX_LAYERS),
         "layer_types": ListOf(Word(tuple(LAYER_TYPE_NAMES)), MAX_LAYERS + _STAGES.most),
         "mlp_layer_types": ListOf(Word(tuple(ROUTER_TYPE_NAMES)), MAX_LAYERS + _STAGES.most),
-        "compress_ratios": ListOf(Whole(0, RATE.most), MAX_LAYERS + _STAGES.most),
-        "compress_rate_csa": RATE,
-        "compress_rate_hca": RATE,
+        "compress_ratios": ListOf(Whole(0, COMPRESSION_RATIO.most), MAX_LAYERS + _STAGES.most),
+        "compress_rate_csa": COMPRESSION_RATIO,
+        "compress_rate_hca": COMPRESSION_RATIO,
         "qk_rope_head_dim": KINDS["rope_dim"],
         "partial_rotary_factor": PARTIAL,
         "rope_theta": KINDS["rope_theta"],
@@ -176,14 +176,14 @@ def _our_fields(contents: dict[str, Any], text_only: bool) -> dict[str, Any]:
     fields |= {ours: data[name] for name, ours in OPTIONAL.items() if name in data}
     num_layers = require(data, "num_hidden_layers")
     has_mtp = data.get("num_nextn_predict_layers") == 1 and not has_dspark(contents)
-    layer_types, rates = _layer_types(data, num_layers, _rates(contents, data))
+    layer_types, ratios = _layer_types(data, num_layers, _compression_ratios(contents, data))
     return {
         **fields,
         "layer_types": layer_types,
         "router_types": _router_types(data, num_layers),
         "rope_dim": read_rope_dim(data),
-        "csa_compression_ratio": rates[CSA],
-        "hca_compression_ratio": rates[HCA],
+        "csa_compression_ratio": ratios[CSA],
+        "hca_compression_ratio": ratios[HCA],
         "num_mtp_layers": int(has_mtp),
         **_tokens(contents, data["vocab_size"]),
         **read_rope(data),
@@ -226,7 +226,7 @@ def _trunk(name: str, values: list[Any], num_layers: int) -> list[Any]:
 
 
 def _layer_types(
-    data: dict[str, Any], num_layers: int, rates: dict[AttentionType, int]
+    data: dict[str, Any], num_layers: int, compression_ratios: dict[AttentionType, int]
 ) -> tuple[tuple[AttentionType, ...], dict[AttentionType, int]]:
     """The attention type of each trunk layer, and the compression ratio of each compressed type."""
     listed = ratios = None
@@ -235,54 +235,54 @@ def _layer_types(
         listed = tuple(_trunk("layer_types", types, num_layers))
     if (numbers := data.get("compress_ratios")) is not None:
         trunk = _trunk("compress_ratios", numbers, num_layers)
-        by_ratio, rates = _types_of_ratios(numbers, rates)
+        by_ratio, compression_ratios = _types_of_ratios(numbers, compression_ratios)
         ratios = tuple(by_ratio[number] for number in trunk)
     agree("layer_types", listed, "compress_ratios", ratios)
     layer_types = listed or ratios
     if layer_types is None:
         raise ValueError("layer_types (or compress_ratios) is missing, one per layer")
-    return layer_types, {CSA: 4, HCA: 128} | rates
+    return layer_types, {CSA: 4, HCA: 128} | compression_ratios
 
 
-def _rates(contents: dict[str, Any], data: dict[str, Any]) -> dict[AttentionType, int]:
-    rates: dict[AttentionType, int] = {}
+def _compression_ratios(contents: dict[str, Any], data: dict[str, Any]) -> dict[AttentionType, int]:
+    compression_ratios: dict[AttentionType, int] = {}
     given = contents.get("compress_rates")
     if not isinstance(given, dict | None):
         raise ValueError(f"compress_rates must be an object of layer types, got {show(given)}")
-    for name, rate in (given or {}).items():
+    for name, number in (given or {}).items():
         if name not in LAYER_TYPE_NAMES:
             raise ValueError(f"compress_rates must name layer types, got {show(name)}")
         attn = LAYER_TYPE_NAMES[name]
         if attn != SWA:
-            rates[attn] = RATE.read(rate, f"compress_rates.{name}")
-        elif rate not in (None, 0, 1):
+            compression_ratios[attn] = COMPRESSION_RATIO.read(number, f"compress_rates.{name}")
+        elif number not in (None, 0, 1):
             raise ValueError(
-                f"compress_rates.{name} must be 0, since it compresses nothing, got {show(rate)}"
+                f"compress_rates.{name} must be 0, since it compresses nothing, got {show(number)}"
             )
     for attn, name in ((CSA, "compress_rate_csa"), (HCA, "compress_rate_hca")):
-        if (rate := data.get(name)) is not None:
-            agree(name, rate, "compress_rates", rates.get(attn))
-            rates[attn] = rate
-    return rates
+        if (number := data.get(name)) is not None:
+            agree(name, number, "compress_rates", compression_ratios.get(attn))
+            compression_ratios[attn] = number
+    return compression_ratios
 
 
 def _types_of_ratios(
-    ratios: list[int], rates: dict[AttentionType, int]
+    numbers: list[int], compression_ratios: dict[AttentionType, int]
 ) -> tuple[dict[int, AttentionType], dict[AttentionType, int]]:
     """What each number of `compress_ratios` means: 0 SWA, the smaller ratio CSA, the larger HCA."""
-    known = {CSA: 4, HCA: 128} | rates
-    distinct = sorted(set(ratios) - {0})
-    by_ratio = {0: SWA} | {rate: attn for attn, rate in known.items()}
+    known = {CSA: 4, HCA: 128} | compression_ratios
+    distinct = sorted(set(numbers) - {0})
+    by_ratio = {0: SWA} | {number: attn for attn, number in known.items()}
     is_ambiguous = known[CSA] == known[HCA] and known[CSA] in distinct
     if all(ratio in by_ratio for ratio in distinct) and not is_ambiguous:
-        return by_ratio, rates
-    if len(distinct) == 2 and not rates:
+        return by_ratio, compression_ratios
+    if len(distinct) == 2 and not compression_ratios:
         return dict(zip((0, *distinct), (SWA, CSA, HCA), strict=True)), dict(
             zip((CSA, HCA), distinct, strict=True)
         )
     raise ValueError(
         f"compress_ratios holds {show(distinct)}, which do not tell CSA from HCA; "
-        f"add compress_rates with the rate of each layer type (known: {known})"
+        f"add compress_rates with the compression ratio of each layer type (known: {known})"
     )
 
 

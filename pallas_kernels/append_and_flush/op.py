@@ -33,7 +33,7 @@ def append_and_flush(
     call: CallIndices,
     norm_rope: NormRope,
     *,
-    rate: int,
+    compression_ratio: int,
     index_queries: jax.Array | None = None,
     index_codec: Codec | None = None,
     backend: Backend | None = None,
@@ -62,7 +62,7 @@ def append_and_flush(
       call: where the call's tokens belong. A segment has one token at most, and a position is also
         how many tokens its request has kept.
       norm_rope: norm of the window entries, and the layer's RoPE.
-      rate: M, tokens per window; not read without compressors.
+      compression_ratio: M, tokens per window; not read without compressors.
       index_queries: [T, IH, IC], as projected, in the dtype of `queries`; None on layers that
         select nothing.
       index_codec: how index keys are stored; None without `index_queries`.
@@ -83,11 +83,21 @@ def append_and_flush(
     check_codec("ring", ring.planes, ring.codec, dim)
     _check_index_queries(index_queries, index_codec, queries, norm_rope.frequencies)
     for number, compressor in enumerate(compressors):
-        check_compressor(f"compressors[{number}]", compressor, num_tokens, rate)
+        check_compressor(f"compressors[{number}]", compressor, num_tokens, compression_ratio)
     if len(compressors) > 1 and not all(isinstance(c.state, dict) for c in compressors):
         raise ValueError("a running pool is the state of a layer's only compressor")
     return resolve("append_and_flush", backend, _IMPLEMENTATIONS)(
-        Arguments(queries, kv, ring, compressors, call, norm_rope, rate, index_queries, index_codec)
+        Arguments(
+            queries,
+            kv,
+            ring,
+            compressors,
+            call,
+            norm_rope,
+            compression_ratio,
+            index_queries,
+            index_codec,
+        )
     )
 
 

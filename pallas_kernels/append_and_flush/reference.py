@@ -28,7 +28,7 @@ class Arguments(NamedTuple):
     compressors: Sequence[Compressor]
     call: CallIndices
     norm_rope: NormRope
-    rate: int
+    compression_ratio: int
     index_queries: jax.Array | None
     index_codec: Codec | None
 
@@ -57,7 +57,11 @@ def append_and_flush(arguments: Arguments) -> Appended:
     """`encode_tokens`, `flush_csa` or `flush_hca`, `append_tokens`; and `round_index_queries`."""
     ring, compressors, norm_rope = arguments.ring, arguments.compressors, arguments.norm_rope
     call = dataclasses.replace(arguments.call, max_row_tokens=1)
-    layer, frequencies, rate = ring.layer, norm_rope.frequencies, arguments.rate
+    layer, frequencies, compression_ratio = (
+        ring.layer,
+        norm_rope.frequencies,
+        arguments.compression_ratio,
+    )
     encoded = encode_tokens(  # [T, H, C] and planes [T, ...]
         arguments.queries, arguments.kv, norm_rope, call.positions, codec=ring.codec
     )
@@ -65,8 +69,8 @@ def append_and_flush(arguments: Arguments) -> Appended:
     rotated, rows = jax.lax.optimization_barrier(encoded)
     pools = []
     for compressor in compressors:
-        closing = find_closing(call, rate)  # i32[T]
-        windows = Windows(call, frequencies, closing, layer, rate, norm_rope.eps)
+        closing = find_closing(call, compression_ratio)  # i32[T]
+        windows = Windows(call, frequencies, closing, layer, compression_ratio, norm_rope.eps)
         if isinstance(compressor.state, dict):
             pools += flush_csa([compressor], windows)
         else:
@@ -81,7 +85,7 @@ def append_and_flush(arguments: Arguments) -> Appended:
         else:
             running, projections = state, compressor.rows
     (window, *states), running = tokens.append_tokens(
-        tokens.Arguments(rings, new_rows, running, projections, call, layer, rate)
+        tokens.Arguments(rings, new_rows, running, projections, call, layer, compression_ratio)
     )
     index_queries, index_codec = arguments.index_queries, arguments.index_codec
     rounded = None

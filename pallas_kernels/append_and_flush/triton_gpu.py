@@ -115,7 +115,7 @@ def append_and_flush(arguments: Arguments) -> Appended:
     def kernel(inputs: _Operands, kept: _Kept, outputs: _Outputs) -> None:
         token, part = pl.program_id(0), pl.program_id(1)
         # What every program of a token needs to know of it.
-        closes = _read_token(inputs, token, arguments.rate)
+        closes = _read_token(inputs, token, arguments.compression_ratio)
         live = inputs.slots[token] >= 0
         for number, compressor in enumerate(compressors):
             append = functools.partial(
@@ -216,7 +216,7 @@ def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
-def _read_token(inputs: _Operands, token: jax.Array, rate: int) -> Closing:
+def _read_token(inputs: _Operands, token: jax.Array, compression_ratio: int) -> Closing:
     """The program's token; whether it closes a window, its position says."""
     position, slot = inputs.positions[token], jnp.maximum(inputs.slots[token], 0)
     return Closing(
@@ -226,7 +226,7 @@ def _read_token(inputs: _Operands, token: jax.Array, rate: int) -> Closing:
         slot=slot,
         position=position,
         length=position,
-        rate=rate,
+        compression_ratio=compression_ratio,
         table=inputs.table,
     )
 
@@ -243,10 +243,10 @@ def _append_csa(
 ) -> None:
     """Keeps the token's values and scores; a closing window pools 2M - 1 kept rows and them."""
     norm = projected.norm
-    channels, period = norm.shape[0], 2 * closes.rate
+    channels, period = norm.shape[0], 2 * closes.compression_ratio
     width = triton_codecs.tile_width(codec, channels)
 
-    @pl.when((closes.position + 1) % closes.rate == 0)
+    @pl.when((closes.position + 1) % closes.compression_ratio == 0)
     def _flush() -> None:
         tokens = []
         for back in range(period - 1, -1, -1):
@@ -255,7 +255,7 @@ def _append_csa(
             rows, row = state, (closes.layer, closes.slot, kept)
             if not back:
                 rows, row = projected.rows, (closes.token,)
-            start = 0 if back >= closes.rate else channels
+            start = 0 if back >= closes.compression_ratio else channels
             tokens.append(
                 [
                     triton.load_row(rows[name], row, start=start, count=channels, width=width)
@@ -265,7 +265,7 @@ def _append_csa(
         # Weights and the entry's address are loaded before the pooling, which waits for all tokens.
         store = prepare_store(planes, codec, norm, frequencies, width=width, eps=eps)
         place = closes.locate(planes)
-        pooled = triton_pool.pool_overlapping(tokens, closes.position >= closes.rate)
+        pooled = triton_pool.pool_overlapping(tokens, closes.position >= closes.compression_ratio)
         store(triton_pool.mean(pooled, channels, norm.dtype), closes.begin, place)
 
     # Nobody reads this row in this launch: a window that closes has the token from the call.
@@ -289,9 +289,11 @@ def _append_hca(
     channels = norm.shape[0]
     width = triton_codecs.tile_width(codec, channels)
     at, lanes = (closes.layer, closes.slot), {"start": 0, "count": channels, "width": width}
-    ends = (closes.position + 1) % closes.rate == 0
+    ends = (closes.position + 1) % closes.compression_ratio == 0
     pooled = triton_pool.fold(
-        triton_pool.continue_pool(running, at, closes.position % closes.rate > 0, **lanes),
+        triton_pool.continue_pool(
+            running, at, closes.position % closes.compression_ratio > 0, **lanes
+        ),
         *(
             triton.load_row(projected.rows[name], (closes.token,), **lanes)
             for name in triton_pool.TOKEN

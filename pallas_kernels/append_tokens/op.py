@@ -34,7 +34,7 @@ def append_tokens(
     call: CallIndices,
     *,
     layer: jax.Array,
-    rate: int,
+    compression_ratio: int,
     backend: Backend | None = None,
 ) -> tuple[tuple[Planes, ...], jax.Array | None]:
     """Appends a call's tokens to all that a layer keeps per request, in one launch.
@@ -61,7 +61,7 @@ def append_tokens(
       call: where the call's tokens belong; its `row_*` and `max_row_tokens` are read. A segment
         that is idle or has no token writes nothing.
       layer: i32[], index into L.
-      rate: M, tokens per window of `running`; not read without it.
+      compression_ratio: M, tokens per window of `running`; not read without it.
       backend: implementation to use; None picks the fastest one that runs here.
 
     Returns:
@@ -90,5 +90,5 @@ def append_tokens(
     check_call(call)
     check_same_length("T", **arrays, **{"call.positions": call.positions})
     return resolve("append_tokens", backend, _TOKENS)(
-        Arguments(rings, rows, running, projections, call, layer, rate)
+        Arguments(rings, rows, running, projections, call, layer, compression_ratio)
     )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.addressing import write_rows
+from pallas_kernels.common.addressing import drop_absent, write_rows
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.codecs import Planes
 from pallas_kernels.compressor.pooling import empty_pool, fold_tokens
@@ -23,7 +23,7 @@ class Arguments(NamedTuple):
     projections: Planes | None
     call: CallIndices
     layer: jax.Array
-    rate: int
+    compression_ratio: int
 
 
 def append_ring(
@@ -38,16 +38,21 @@ def append_ring(
 
 
 def append_running(
-    running: jax.Array, projections: Planes, call: CallIndices, *, layer: jax.Array, rate: int
+    running: jax.Array,
+    projections: Planes,
+    call: CallIndices,
+    *,
+    layer: jax.Array,
+    compression_ratio: int,
 ) -> jax.Array:
     """Folds each request's new tokens into the running softmax of its open window.
 
-    The window open after the call starts at `(length + count) // rate * rate`; what lies before
+    The window open after the call starts at `(length + count) // M * M`; what lies before
     it has been flushed.
     """
     slots, lengths = call.row_slots, call.row_lengths  # i32[B] each
     end = lengths + call.row_counts  # i32[B]
-    opened = end // rate * rate  # i32[B]
+    opened = end // compression_ratio * compression_ratio  # i32[B]
     carried = (opened < lengths)[:, None, None]  # bool[B, 1, 1]
     first = jnp.maximum(opened, lengths)  # i32[B]
     old = running[layer, jnp.maximum(slots, 0)]  # f32[B, 3, C]
@@ -58,9 +63,10 @@ def append_running(
         projections["scores"],
         start=call.row_offsets + first - lengths,
         count=end - first,
-        max_count=min(call.max_row_tokens, rate),
+        max_count=min(call.max_row_tokens, compression_ratio),
     )
-    writes = jnp.where((slots >= 0) & (call.row_counts > 0), slots, running.shape[1])
+    is_there = (slots >= 0) & (call.row_counts > 0)
+    writes = drop_absent(slots, running.shape[1], is_there=is_there)
     return running.at[layer, writes].set(pool, mode="drop")
 
 
@@ -81,5 +87,7 @@ def append_tokens(arguments: Arguments) -> tuple[tuple[Planes, ...], jax.Array |
         appended.append(append_ring(ring, new, kept, positions, layer=layer))
     running, projections = arguments.running, arguments.projections
     if running is not None and projections is not None:
-        running = append_running(running, projections, call, layer=layer, rate=arguments.rate)
+        running = append_running(
+            running, projections, call, layer=layer, compression_ratio=arguments.compression_ratio
+        )
     return tuple(appended), running

@@ -77,7 +77,12 @@ class _Segment(NamedTuple):
 
 def append_tokens(arguments: Arguments) -> tuple[tuple[Planes, ...], jax.Array | None]:
     """See `op.append_tokens`."""
-    rings, running, call, rate = arguments.rings, arguments.running, arguments.call, arguments.rate
+    rings, running, call, compression_ratio = (
+        arguments.rings,
+        arguments.running,
+        arguments.call,
+        arguments.compression_ratio,
+    )
     max_count = call.max_row_tokens
     # Tokens of a segment that each ring keeps, at most.
     limits = [min(max_count, first_plane(ring).shape[2]) for ring in rings]
@@ -107,8 +112,8 @@ def append_tokens(arguments: Arguments) -> tuple[tuple[Planes, ...], jax.Array |
                     inputs.projections,
                     segment,
                     place - last,
-                    rate=rate,
-                    chunk=min(_CHUNK, max_count, rate),
+                    compression_ratio=compression_ratio,
+                    chunk=min(_CHUNK, max_count, compression_ratio),
                 )
             )
 
@@ -141,14 +146,14 @@ def _fold_open_window(
     segment: _Segment,
     tile: jax.Array,
     *,
-    rate: int,
+    compression_ratio: int,
     chunk: int,
 ) -> None:
     """A tile of the pool that is open after the call, from what was open before or afresh."""
     length, count, offset = segment
     end = length + count
     # What lies before the open window has been flushed; it may have been open before the call.
-    opened = end // rate * rate
+    opened = end // compression_ratio * compression_ratio
     first = jnp.maximum(opened, length)
     num_channels, width = _channel_tile(running.shape[-1])
     channels = {"start": tile * width, "count": num_channels}

@@ -43,16 +43,16 @@ class CallIndices:
     visible: jax.Array | None = None
     max_row_tokens: int = dataclasses.field(metadata={"static": True})
 
-    def closing_tokens(self, rate: int) -> jax.Array:
-        """Tokens that close a window of `rate` tokens.
+    def closing_tokens(self, compression_ratio: int) -> jax.Array:
+        """Tokens that close a window of M = `compression_ratio` tokens.
 
         Returns:
-          i32[n], indices in T, then -1; n = min(T, T // rate + B) is enough for any mix of
+          i32[n], indices in T, then -1; n = min(T, T // M + B) is enough for any mix of
           segments.
         """
         num_tokens, num_rows = self.positions.shape[0], self.row_slots.shape[0]
-        closes = (self.segment_ids >= 0) & ((self.positions + 1) % rate == 0)
-        size = min(num_tokens, num_tokens // rate + num_rows)
+        closes = (self.segment_ids >= 0) & ((self.positions + 1) % compression_ratio == 0)
+        size = min(num_tokens, num_tokens // compression_ratio + num_rows)
         return jnp.nonzero(closes, size=size, fill_value=-1)[0].astype(jnp.int32)
 
     def keep(self, num_tokens: jax.Array) -> CallIndices:

@@ -79,7 +79,7 @@ def flush_csa(
     frequencies: jax.Array,
     *,
     layer: jax.Array,
-    rate: int,
+    compression_ratio: int,
     eps: float,
     backend: Backend | None = None,
 ) -> tuple[Planes, ...]:
@@ -101,7 +101,7 @@ def flush_csa(
       call: where the call's tokens belong.
       frequencies: f32[R / 2], radians per position, of the compressors' RoPE.
       layer: i32[], index into L.
-      rate: M, tokens per window.
+      compression_ratio: M, tokens per window.
       eps: floor of the norms.
       backend: implementation to use; None picks the fastest one that runs here.
 
@@ -121,11 +121,14 @@ def flush_csa(
         raise ValueError("compressors must hold one or more, got none")
     for number, compressor in enumerate(compressors):
         name = f"compressors[{number}]"
-        check_compressor(name, compressor, call.positions.shape[0], rate)
+        check_compressor(name, compressor, call.positions.shape[0], compression_ratio)
         if not isinstance(compressor.state, dict):
             raise ValueError(f"{name}.state must be values and scores on a CSA layer")
     return resolve("flush_csa", backend, _CSA)(
-        compressors, Windows(call, frequencies, find_closing(call, rate), layer, rate, eps)
+        compressors,
+        Windows(
+            call, frequencies, find_closing(call, compression_ratio), layer, compression_ratio, eps
+        ),
     )
 
 
@@ -135,7 +138,7 @@ def flush_hca(
     frequencies: jax.Array,
     *,
     layer: jax.Array,
-    rate: int,
+    compression_ratio: int,
     eps: float,
     backend: Backend | None = None,
 ) -> Planes:
@@ -152,7 +155,7 @@ def flush_hca(
       call: where the call's tokens belong.
       frequencies: f32[R / 2], radians per position, of the compressor's RoPE.
       layer: i32[], index into L.
-      rate: M, tokens per window.
+      compression_ratio: M, tokens per window.
       eps: floor of the norm.
       backend: implementation to use; None picks the fastest one that runs here.
 
@@ -166,16 +169,21 @@ def flush_hca(
     Source: deepseek_v4.md sections 2.2, 2.4 and 4.
     """
     check_call(call)
-    check_compressor("compressor", compressor, call.positions.shape[0], rate)
+    check_compressor("compressor", compressor, call.positions.shape[0], compression_ratio)
     if isinstance(compressor.state, dict):
         raise ValueError("compressor.state must be a running pool on an HCA layer")
     return resolve("flush_hca", backend, _HCA)(
-        compressor, Windows(call, frequencies, find_closing(call, rate), layer, rate, eps)
+        compressor,
+        Windows(
+            call, frequencies, find_closing(call, compression_ratio), layer, compression_ratio, eps
+        ),
     )
 
 
-def check_compressor(name: str, compressor: Compressor, num_tokens: int, rate: int) -> None:
-    """The arrays of a compressor fit each other, T tokens and windows of `rate` tokens."""
+def check_compressor(
+    name: str, compressor: Compressor, num_tokens: int, compression_ratio: int
+) -> None:
+    """The arrays of a compressor fit each other, T tokens and windows of so many tokens."""
     state, norm = compressor.state, compressor.norm
     check_rank(1, **{f"{name}.norm": norm})
     dim = norm.shape[0]
@@ -187,7 +195,7 @@ def check_compressor(name: str, compressor: Compressor, num_tokens: int, rate: i
         check_shape(f"{name}.rows[{part!r}]", array, (num_tokens, width), "T, width")
     if isinstance(state, dict):
         found = {part: plane.shape[2:] for part, plane in state.items()}
-        wanted = dict.fromkeys(("values", "scores"), (2 * rate, width))
+        wanted = dict.fromkeys(("values", "scores"), (2 * compression_ratio, width))
     else:
         found, wanted = {"running": state.shape[2:]}, {"running": (3, dim)}
     if found != wanted:

@@ -52,7 +52,7 @@ class Windows(NamedTuple):
       frequencies: f32[R / 2], radians per position.
       closing: i32[n], tokens of the call that close a window, in any order; -1 is none.
       layer: i32[], index into states and pools.
-      rate: M, tokens per window.
+      compression_ratio: M, tokens per window.
       eps: floor of the norms.
     """
 
@@ -60,7 +60,7 @@ class Windows(NamedTuple):
     frequencies: jax.Array
     closing: jax.Array
     layer: jax.Array
-    rate: int
+    compression_ratio: int
     eps: float
 
 
@@ -97,7 +97,7 @@ def flush_hca(compressor: Compressor, windows: Windows) -> Planes:
 def compress_csa(compressor: Compressor, windows: Windows) -> jax.Array:
     """Entry j pools the b-stream of window j - 1 and the a-stream of window j.
 
-    rate 2, closing token at p = 5:   positions  2  3 | 4  5
+    M = 2, closing token at p = 5:    positions  2  3 | 4  5
                                       streams    b  b | a  a     state row p % 4
 
     Args:
@@ -107,25 +107,27 @@ def compress_csa(compressor: Compressor, windows: Windows) -> jax.Array:
     Returns:
       [n, C] in the dtype of the norm's weight; what -1 gives is arbitrary.
     """
-    call, rate, state = windows.call, windows.rate, compressor.state
+    call, compression_ratio, state = windows.call, windows.compression_ratio, compressor.state
     assert isinstance(state, dict)
     token = jnp.maximum(windows.closing, 0)[:, None]  # i32[n, 1]
-    back = jnp.arange(2 * rate - 1, -1, -1, dtype=jnp.int32)[None]  # i32[1, 2 M]
+    back = jnp.arange(2 * compression_ratio - 1, -1, -1, dtype=jnp.int32)[None]  # i32[1, 2 M]
     source = jnp.maximum(token - back, 0)  # i32[n, 2 M], rows of the call
     slot, position = call.slots[token], call.positions[token] - back  # i32[n, 1], i32[n, 2 M]
-    row = (jnp.maximum(slot, 0), jnp.maximum(position, 0) % (2 * rate))  # of the state
+    row = (jnp.maximum(slot, 0), jnp.maximum(position, 0) % (2 * compression_ratio))  # of the state
     in_call, there = ((position >= n)[..., None] for n in (call.lengths[token], 0))
     channels = compressor.norm.shape[0]  # C
 
     def own_stream(rows: jax.Array, stored: jax.Array, absent: float) -> jax.Array:
         both = jnp.where(in_call, rows[source], stored[windows.layer, *row])  # f32[n, 2 M, 2 C]
-        own = jnp.where((back >= rate)[..., None], both[..., :channels], both[..., channels:])
+        own = jnp.where(
+            (back >= compression_ratio)[..., None], both[..., :channels], both[..., channels:]
+        )
         return jnp.where(there, own, absent)
 
     values = own_stream(compressor.rows["values"], state["values"], 0.0)  # f32[n, 2 M, C]
     scores = own_stream(compressor.rows["scores"], state["scores"], -jnp.inf)  # f32[n, 2 M, C]
     pool = pool_at_once(jnp.unstack(values, axis=1), jnp.unstack(scores, axis=1))  # f32[n, 3, C]
-    begin, frequencies = position[:, rate], windows.frequencies
+    begin, frequencies = position[:, compression_ratio], windows.frequencies
     return finish_entry(pool, compressor.norm, frequencies, begin, eps=windows.eps)
 
 
@@ -134,11 +136,11 @@ def compress_hca(compressor: Compressor, windows: Windows) -> jax.Array:
 
     Arguments and result as in `compress_csa`.
     """
-    call, rate, running = windows.call, windows.rate, compressor.state
+    call, compression_ratio, running = windows.call, windows.compression_ratio, compressor.state
     assert not isinstance(running, dict)
     token = jnp.maximum(windows.closing, 0)  # i32[n]
     end, length = call.positions[token], call.lengths[token]  # i32[n] each
-    begin = end - (rate - 1)  # i32[n]
+    begin = end - (compression_ratio - 1)  # i32[n]
     first = jnp.maximum(begin, length)  # i32[n]
     carried = (begin < length)[:, None, None]  # bool[n, 1, 1]
     old = running[windows.layer, jnp.maximum(call.slots[token], 0)]  # f32[n, 3, C]
@@ -148,7 +150,7 @@ def compress_hca(compressor: Compressor, windows: Windows) -> jax.Array:
         compressor.rows["scores"],
         start=token - (end - first),
         count=end - first + 1,
-        max_count=min(call.max_row_tokens, rate),
+        max_count=min(call.max_row_tokens, compression_ratio),
     )
     frequencies = windows.frequencies
     return finish_entry(pool, compressor.norm, frequencies, begin, eps=windows.eps)
@@ -164,7 +166,7 @@ def _encode_and_write(compressor: Compressor, entries: jax.Array, windows: Windo
             rows=compressor.codec.encode(entries, rope_dim_of(compressor.pool)),  # [n, ...]
             block_table=call.block_table,
             segment_ids=jnp.where(closing >= 0, call.segment_ids[token], -1),  # i32[n]
-            numbers=call.positions[token] // windows.rate,  # i32[n]
+            numbers=call.positions[token] // windows.compression_ratio,  # i32[n]
             layer=windows.layer,
         )
     )

@@ -33,7 +33,7 @@ class Closing(NamedTuple):
       slot: i32[], 0 for none.
       position: i32[].
       length: i32[], tokens of its request before the call.
-      rate: tokens per window.
+      compression_ratio: tokens per window.
       table: of blocks, i32[B, LB].
     """
 
@@ -43,18 +43,18 @@ class Closing(NamedTuple):
     slot: jax.Array
     position: jax.Array
     length: jax.Array
-    rate: int
+    compression_ratio: int
     table: Ref
 
     @property
     def begin(self) -> jax.Array:
         """i32[], position of the window's first token."""
-        return self.position - (self.rate - 1)
+        return self.position - (self.compression_ratio - 1)
 
     def locate(self, planes: Mapping[str, Ref]) -> Place:
         """Of the entry in planes [L, NB, EB, ...]."""
         entries_per_block = next(iter(planes.values())).shape[2]
-        entry = self.position // self.rate
+        entry = self.position // self.compression_ratio
         logical = entry // entries_per_block
         inside = (self.segment >= 0) & (logical < self.table.shape[1])
         block = self.table[jnp.maximum(self.segment, 0), jnp.where(inside, logical, 0)]
@@ -80,8 +80,8 @@ class CallArrays(NamedTuple):
     table: Any
 
 
-def read_closing(call: CallArrays, token: jax.Array, rate: int) -> Closing:
-    """What the call says of the token i32[] with which a window of `rate` tokens ends."""
+def read_closing(call: CallArrays, token: jax.Array, compression_ratio: int) -> Closing:
+    """What the call says of the token i32[] with which a window of so many tokens ends."""
     segment, slot = call.segment_ids[token], jnp.maximum(call.slots[token], 0)
     return Closing(
         layer=call.layer[0],
@@ -90,7 +90,7 @@ def read_closing(call: CallArrays, token: jax.Array, rate: int) -> Closing:
         slot=slot,
         position=call.positions[token],
         length=call.lengths[token],
-        rate=rate,
+        compression_ratio=compression_ratio,
         table=call.table,
     )
 

@@ -52,7 +52,7 @@ def flush_csa(
     num_windows = windows.closing.shape[0]
     tiling = tiling or choose_csa(num_windows)
     eager = num_windows < windows.call.positions.shape[0]
-    poolings = [PoolCSA(c.norm.dtype, windows.rate, eager) for c in compressors]
+    poolings = [PoolCSA(c.norm.dtype, windows.compression_ratio, eager) for c in compressors]
     if not tiling.apart:
         return _flush_windows(
             compressors, poolings, windows, num_warps=tiling.warps, name="flush_csa"
@@ -68,11 +68,13 @@ def flush_csa(
 
 def flush_hca(compressor: Compressor, windows: Windows, *, tiling: Tiling | None = None) -> Planes:
     """See `op.flush_hca`."""
-    call, rate = windows.call, windows.rate
+    call, compression_ratio = windows.call, windows.compression_ratio
     num_windows, num_tokens = windows.closing.shape[0], call.positions.shape[0]
     tiling = tiling or choose_hca(num_windows, num_tokens)
-    chunk = min(tiling.chunk, call.max_row_tokens, rate, num_tokens)
-    pooling = PoolHCA(compressor.norm.dtype, rate, chunk, eager=num_windows < num_tokens)
+    chunk = min(tiling.chunk, call.max_row_tokens, compression_ratio, num_tokens)
+    pooling = PoolHCA(
+        compressor.norm.dtype, compression_ratio, chunk, eager=num_windows < num_tokens
+    )
     if tiling.channels:
         means, places = _pool_tiles(compressor, pooling, windows, tiling)
         return _finish_means(compressor, means, places, windows)
@@ -138,7 +140,7 @@ def _flush_windows(
                 token,
                 pooling=pooling,
                 codec=compressor.codec,
-                rate=windows.rate,
+                compression_ratio=windows.compression_ratio,
                 eps=windows.eps,
             )
             # Each compressor has its own codec and dims, so each has its own code in the kernel.
@@ -166,7 +168,7 @@ def _flush_window(
     *,
     pooling: Pooling,
     codec: Codec,
-    rate: int,
+    compression_ratio: int,
     eps: float,
 ) -> None:
     """A window of the compressor of that number, into its pool.
@@ -178,7 +180,7 @@ def _flush_window(
     # What the token alone says, before what the call says of it: loads, weights, then addresses.
     loaded = pooling.load(sources, token, channels)
     store = prepare_store(planes, codec, norm, inputs.frequencies, width=channels.width, eps=eps)
-    closes = read_closing(inputs.call, token, rate)
+    closes = read_closing(inputs.call, token, compression_ratio)
     mean = pooling.finish(sources, closes, channels, loaded)
     store(mean, closes.begin, closes.locate(planes))
 
@@ -204,13 +206,13 @@ def _pool_tiles(
         @pl.when(token >= 0)
         def _pool() -> None:
             loaded = pooling.load(sources, token, own)
-            closes = read_closing(inputs.call, token, windows.rate)
+            closes = read_closing(inputs.call, token, windows.compression_ratio)
             mean = pooling.finish(sources, closes, own, loaded).astype(dtype)
             triton.store_row(means, (number,), mean, first=0, start=own.start, count=channels)
 
         @pl.when(tile == 0)
         def _place() -> None:
-            closes = read_closing(inputs.call, jnp.maximum(token, 0), windows.rate)
+            closes = read_closing(inputs.call, jnp.maximum(token, 0), windows.compression_ratio)
             place = closes.locate(compressor.pool)
             store_place(places, number, token >= 0, closes.begin, place)
 

@@ -66,22 +66,24 @@ class PoolCSA(NamedTuple):
 
     Attributes:
       dtype: of activations.
-      rate: M.
+      compression_ratio: M.
       eager: whether most windows lie in the call; then its rows are loaded before that is known.
     """
 
     dtype: DTypeLike
-    rate: int
+    compression_ratio: int
     eager: bool
 
     def load(self, sources: Sources, token: jax.Array, channels: Channels) -> Loaded:
         """See `Pooling`."""
         num_tokens, row_width = sources.rows["values"].shape  # T, 2 * C
-        if not self.eager or num_tokens < 2 * self.rate:
+        if not self.eager or num_tokens < 2 * self.compression_ratio:
             return None
-        own, half = token - (self.rate - 1), row_width // 2
-        load = functools.partial(triton_pool.load_tokens, sources.rows, number=self.rate)
-        b_stream = load(own - self.rate, **channels.columns)
+        own, half = token - (self.compression_ratio - 1), row_width // 2
+        load = functools.partial(
+            triton_pool.load_tokens, sources.rows, number=self.compression_ratio
+        )
+        b_stream = load(own - self.compression_ratio, **channels.columns)
         a_stream = load(own, **channels._replace(start=channels.start + half).columns)
         return [*b_stream, *a_stream]
 
@@ -92,7 +94,7 @@ class PoolCSA(NamedTuple):
         if loaded is None:
             pooled = _pool_merged(sources, closes, channels)
         else:
-            all_in_call = closes.position - (2 * closes.rate - 1) >= closes.length
+            all_in_call = closes.position - (2 * closes.compression_ratio - 1) >= closes.length
             # What was loaded ahead is the window, or is dropped for one that is cut by the call.
             pooled = jax.lax.cond(
                 all_in_call,
@@ -108,13 +110,13 @@ class PoolHCA(NamedTuple):
 
     Attributes:
       dtype: of activations.
-      rate: M.
+      compression_ratio: M.
       chunk: tokens whose loads are in flight.
       eager: as for CSA, of a window's first chunk.
     """
 
     dtype: DTypeLike
-    rate: int
+    compression_ratio: int
     chunk: int
     eager: bool
 
@@ -122,7 +124,7 @@ class PoolHCA(NamedTuple):
         """See `Pooling`."""
         if not self.eager:
             return None
-        first = token - (self.rate - 1)
+        first = token - (self.compression_ratio - 1)
         return triton_pool.load_tokens(sources.rows, first, self.chunk, **channels.columns)
 
     def finish(
@@ -135,8 +137,8 @@ class PoolHCA(NamedTuple):
             return triton_pool.fold_window(
                 loaded,
                 sources.rows,
-                first=closes.token - (closes.rate - 1),
-                num_tokens=closes.rate,
+                first=closes.token - (closes.compression_ratio - 1),
+                num_tokens=closes.compression_ratio,
                 **channels.columns,
             )
 
@@ -164,11 +166,11 @@ def _csa_places(
     row_width: int, closes: Closing, channels: Channels
 ) -> list[tuple[tuple[jax.Array], tuple[jax.Array, ...], jax.Array | int]]:
     """Of each token: its row of the call, its row of the state, its first column in both."""
-    rate, places = closes.rate, []
-    for back in range(2 * rate - 1, -1, -1):
+    compression_ratio, places = closes.compression_ratio, []
+    for back in range(2 * compression_ratio - 1, -1, -1):
         row = (jnp.maximum(closes.token - back, 0),)
-        kept = jnp.maximum(closes.position - back, 0) % (2 * rate)
-        start = channels.start + (0 if back >= rate else row_width // 2)
+        kept = jnp.maximum(closes.position - back, 0) % (2 * compression_ratio)
+        start = channels.start + (0 if back >= compression_ratio else row_width // 2)
         places.append((row, (closes.layer, closes.slot, kept), start))
     return places
 
@@ -178,7 +180,7 @@ def _pool_merged(sources: Sources, closes: Closing, channels: Channels) -> trito
     load = functools.partial(triton.load_row, count=channels.size, width=channels.width)
     row_width, tokens = sources.rows["values"].shape[1], []
     for number, (row, kept, start) in enumerate(_csa_places(row_width, closes, channels)):
-        in_call = closes.position - (2 * closes.rate - 1) + number >= closes.length
+        in_call = closes.position - (2 * closes.compression_ratio - 1) + number >= closes.length
         tokens.append(
             [
                 triton_pool.select(
@@ -189,4 +191,4 @@ def _pool_merged(sources: Sources, closes: Closing, channels: Channels) -> trito
                 for name in triton_pool.TOKEN
             ]
         )
-    return triton_pool.pool_overlapping(tokens, closes.position >= closes.rate)
+    return triton_pool.pool_overlapping(tokens, closes.position >= closes.compression_ratio)

@@ -61,15 +61,15 @@ def pool_tokens(tokens: Sequence[Sequence[jax.Array]]) -> Pool:
 
 def pool_overlapping(tokens: Sequence[Sequence[jax.Array]], has_before: jax.Array) -> Pool:
     """The pool of 2M tokens, M of the window before, if there is one, and M of the own one."""
-    rate = len(tokens) // 2
+    compression_ratio = len(tokens) // 2
     absent = [
         [
             select(has_before, value, jnp.zeros_like(value)),
             select(has_before, score, jnp.full_like(score, -jnp.inf)),
         ]
-        for value, score in tokens[:rate]
+        for value, score in tokens[:compression_ratio]
     ]
-    return pool_tokens([*absent, *tokens[rate:]])
+    return pool_tokens([*absent, *tokens[compression_ratio:]])
 
 
 def select(condition: jax.Array, chosen: jax.Array, other: jax.Array) -> jax.Array:

@@ -31,7 +31,7 @@ class Sizes:
 
     Attributes:
       dim, rope_dim, num_heads, window: C, R, H, W.
-      rate: tokens per entry.
+      compression_ratio: tokens per entry.
       top_k: K.
       num_tokens: T.
       dtype: of the queries.
@@ -41,7 +41,7 @@ class Sizes:
     rope_dim: int
     num_heads: int
     window: int
-    rate: int
+    compression_ratio: int
     top_k: int
     num_tokens: int
     dtype: str = "float32"
@@ -59,7 +59,7 @@ SMALLEST_FOR_A_KERNEL = Sizes(
     rope_dim=64,
     num_heads=64,
     window=70,
-    rate=4,
+    compression_ratio=4,
     top_k=40,
     num_tokens=5,
     dtype="bfloat16",
@@ -146,7 +146,12 @@ def draw_case(sizes, codec, lengths, counts, *, entries_per_block=2, packing=0, 
 
     Keys are normal, times `magnitude`.
     """
-    dim, rope_dim, rate, top_k = sizes.dim, sizes.rope_dim, sizes.rate, sizes.top_k
+    dim, rope_dim, compression_ratio, top_k = (
+        sizes.dim,
+        sizes.rope_dim,
+        sizes.compression_ratio,
+        sizes.top_k,
+    )
     rng, places = np.random.default_rng(0), np.random.default_rng(packing)
     totals = [n + c for n, c in zip(lengths, counts, strict=True)]
 
@@ -155,14 +160,17 @@ def draw_case(sizes, codec, lengths, counts, *, entries_per_block=2, packing=0, 
         return inputs.encode(codec, keys, rope_dim)
 
     encoded, window = draw_keys(totals)
-    rows, entries = draw_keys([n // rate for n in totals])
+    rows, entries = draw_keys([n // compression_ratio for n in totals])
     all_queries = [rng.normal(size=(n, sizes.num_heads, dim)).astype(np.float32) for n in totals]
     selected = [
-        [np.sort(rng.permutation((p + 1) // rate)[: rng.integers(top_k + 1)]) for p in range(n)]
+        [
+            np.sort(rng.permutation((p + 1) // compression_ratio)[: rng.integers(top_k + 1)])
+            for p in range(n)
+        ]
         for n in totals
     ]
-    logical = -(-max(totals) // (rate * entries_per_block))
-    num_blocks = [-(-n // (rate * entries_per_block)) for n in totals]
+    logical = -(-max(totals) // (compression_ratio * entries_per_block))
+    num_blocks = [-(-n // (compression_ratio * entries_per_block)) for n in totals]
     table = shuffled_table(
         places, num_blocks, num_logical=logical, num_physical=sum(num_blocks) + 3
     )
@@ -192,7 +200,7 @@ def draw_case(sizes, codec, lengths, counts, *, entries_per_block=2, packing=0, 
         "pool": LayerPlanes(pool, CASE_LAYER, codec),
         "selected": index,
         "call": call.indices(
-            table, np.where(call.request_ids >= 0, (call.positions + 1) // rate, 0)
+            table, np.where(call.request_ids >= 0, (call.positions + 1) // compression_ratio, 0)
         ),
     }
     return Case(sizes, arguments, call, window, entries, selected)

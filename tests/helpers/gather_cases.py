@@ -7,7 +7,7 @@ from helpers.calls import call_specs
 from pallas_kernels import LayerPlanes, gather_entries, gather_window, get_cache_format
 
 REQUESTS, DIM, ROPE, WINDOW = 64, 512, 64, 128
-BLOCK_TOKENS, RATES = 128, {"csa": 4, "hca": 128}
+BLOCK_TOKENS, COMPRESSION_RATIOS = 128, {"csa": 4, "hca": 128}
 CODEC = get_cache_format("fp8_ue8m0").entry
 STATIC = {"dim": DIM, "dtype": jnp.bfloat16}
 
@@ -15,7 +15,7 @@ STATIC = {"dim": DIM, "dtype": jnp.bfloat16}
 def entries_specs(family, num_selected, num_layers, context_tokens):
     """Arguments of `dense_entries`: one query of each request, `num_selected` of its entries."""
     logical = context_tokens // BLOCK_TOKENS
-    entries_per_block = BLOCK_TOKENS // RATES[family]
+    entries_per_block = BLOCK_TOKENS // COMPRESSION_RATIOS[family]
     return (
         LayerPlanes(_planes(num_layers, REQUESTS * logical, entries_per_block), _i32(), CODEC),
         call_specs(REQUESTS, logical, has_visible=False),

@@ -119,9 +119,9 @@ class Call:
         last = self.positions >= [ends.get(slot, 0) - size for slot in self.slots]
         return np.where(last, self.slots, -1)
 
-    def closing(self, rate, size, rng):
+    def closing(self, compression_ratio, size, rng):
         """i32[size], tokens that close a window among -1, in any order, as definitions take it."""
-        closes = (self.slots >= 0) & ((self.positions + 1) % rate == 0)
+        closes = (self.slots >= 0) & ((self.positions + 1) % compression_ratio == 0)
         tokens = np.flatnonzero(closes)
         padded = np.full(size, -1, np.int32)
         padded[rng.permutation(size)[: len(tokens)]] = tokens
@@ -195,15 +195,17 @@ def valid_arguments(op):
     def i32(*shape):
         return jnp.zeros(shape, jnp.int32)
 
-    tokens, dim, rate = 3, 8, 2
+    tokens, dim, compression_ratio = 3, 8, 2
     ring, rows = {"values": f32(NUM_LAYERS, 3, 4, dim)}, {"values": f32(tokens, dim)}
     pool, table = {"values": f32(NUM_LAYERS, 4, 2, dim)}, i32(2, 3)
     plain = {"codec": get_cache_format("f32").entry}
-    state = {name: f32(NUM_LAYERS, 3, 2 * rate, 2 * dim) for name in ("values", "scores")}
+    state = {
+        name: f32(NUM_LAYERS, 3, 2 * compression_ratio, 2 * dim) for name in ("values", "scores")
+    }
     wide = {"values": f32(tokens, 2 * dim), "scores": f32(tokens, 2 * dim)}
     narrow = {"values": f32(tokens, dim), "scores": f32(tokens, dim)}
     running = f32(NUM_LAYERS, 3, 3, dim)
-    windows = {"call": small_call(), "rate": rate}
+    windows = {"call": small_call(), "compression_ratio": compression_ratio}
     flushed = windows | {"frequencies": f32(2), "eps": 1e-6}
     query = {"queries": f32(tokens, 2, dim), **plain}
     norm_rope = NormRope(f32(dim), f32(2), 1e-6)

@@ -14,7 +14,7 @@ from pallas_kernels import CACHE_FORMATS
 from pallas_kernels.common import codecs
 
 C, IC, ROPE, HEADS, INDEX_HEADS, WINDOW, EPS = 12, 16, 4, 3, 9, 8, 1e-6
-RATES = {"csa": 4, "hca": 18}
+COMPRESSION_RATIOS = {"csa": 4, "hca": 18}
 NUM_SLOTS, NUM_BLOCKS, LOGICAL, EB = 6, 16, 5, 2
 SLOTS = [3, 1, 4]
 FREQUENCIES = np.array([1.0, 0.3], np.float32)
@@ -34,7 +34,7 @@ def empty_state(kind):
     """What a layer keeps, NaN all over: rings, states or a running pool."""
     if kind == "hca":
         return {"running": poisoned(NUM_LAYERS, NUM_SLOTS, 3, C)}
-    shape = (NUM_LAYERS, NUM_SLOTS, 2 * RATES["csa"])
+    shape = (NUM_LAYERS, NUM_SLOTS, 2 * COMPRESSION_RATIOS["csa"])
     return {
         name: {part: poisoned(*shape, 2 * dim) for part in ("values", "scores")}
         for name, dim in (("tail", C), ("index_tail", IC))
@@ -77,7 +77,14 @@ def step(layer, new, call, norms, *, name, kind, backend, fused):
     norm_rope = pk.NormRope(kv_norm, jnp.asarray(FREQUENCIES), EPS)
     run = append_and_flush if fused else encode_flush_and_append
     window, states, pools, queries = run(
-        layer["window"], compressors, new, call, norm_rope, fmt, rate=RATES[kind], backend=backend
+        layer["window"],
+        compressors,
+        new,
+        call,
+        norm_rope,
+        fmt,
+        compression_ratio=COMPRESSION_RATIOS[kind],
+        backend=backend,
     )
     layer = {"window": window}
     for (state, pool, _), new_state, new_pool in zip(names, states, pools, strict=True):
@@ -85,9 +92,14 @@ def step(layer, new, call, norms, *, name, kind, backend, fused):
     return layer, queries
 
 
-def encode_flush_and_append(window, compressors, new, call, norm_rope, fmt, *, rate, backend):
+def encode_flush_and_append(
+    window, compressors, new, call, norm_rope, fmt, *, compression_ratio, backend
+):
     """Window, states and pools after a call of any tokens, and its queries, by four ops."""
-    where, frequencies = {"layer": CASE_LAYER, "rate": rate}, norm_rope.frequencies
+    where, frequencies = (
+        {"layer": CASE_LAYER, "compression_ratio": compression_ratio},
+        norm_rope.frequencies,
+    )
     queries, rows = pk.encode_tokens(
         new["queries"],
         new["kv"],
@@ -114,7 +126,7 @@ def encode_flush_and_append(window, compressors, new, call, norm_rope, fmt, *, r
     return window, states, pools, rotated
 
 
-def append_and_flush(window, compressors, new, call, norm_rope, fmt, *, rate, backend):
+def append_and_flush(window, compressors, new, call, norm_rope, fmt, *, compression_ratio, backend):
     """The same for one token per request, by one op."""
     index_queries = new.get("index_queries")
     done = pk.append_and_flush(
@@ -124,7 +136,7 @@ def append_and_flush(window, compressors, new, call, norm_rope, fmt, *, rate, ba
         compressors,
         call,
         norm_rope,
-        rate=rate,
+        compression_ratio=compression_ratio,
         index_queries=index_queries,
         index_codec=None if index_queries is None else fmt.index_key,
         backend=backend,

@@ -151,9 +151,9 @@ def chosen_tokens(config: dict, num_tokens: int) -> np.ndarray:
     return np.array(sorted(t for t in tokens if t < num_tokens))
 
 
-def chosen_entries(tokens: np.ndarray, rate: int) -> np.ndarray:
+def chosen_entries(tokens: np.ndarray, compression_ratio: int) -> np.ndarray:
     """The youngest entry that each chosen token sees (entry 0 where there is none)."""
-    return np.unique(np.maximum((tokens + 1) // rate - 1, 0))
+    return np.unique(np.maximum((tokens + 1) // compression_ratio - 1, 0))
 
 
 def sample(array: np.ndarray, rows: np.ndarray | slice) -> np.ndarray:

@@ -161,7 +161,13 @@ def case_of_append_tokens():
     """Token 9 of request 0 opens a window of 3, and token 10 leaves it open."""
     projections = {"values": f32(T, C), "scores": f32(T, C)}
     running = f32(2, NS, 3, C)
-    given = {"rings": [RING.planes], "rows": [ROWS], "call": CALL, "layer": LAYER, "rate": M}
+    given = {
+        "rings": [RING.planes],
+        "rows": [ROWS],
+        "call": CALL,
+        "layer": LAYER,
+        "compression_ratio": M,
+    }
     rings, running = pk.append_tokens(**given, running=running, projections=projections)
     given |= {"ring": RING.planes, "new": ROWS} | {n: p[:2] for n, p in projections.items()}
     return given, {"appended": rings[0], "pool": running[LAYER, 3]}
@@ -180,7 +186,7 @@ def flushed(kind):
     state = {name: f32(2, NS, 2 * M, width) for name in rows}
     state = state if kind == "csa" else f32(2, NS, 3, C)
     compressor = pk.Compressor(state, rows, norm, POOL.planes, PLAIN)
-    options = {"layer": LAYER, "rate": M, "eps": 1e-6}
+    options = {"layer": LAYER, "compression_ratio": M, "eps": 1e-6}
     if kind == "csa":
         (pool,) = pk.flush_csa([compressor], ONE_PROMPT, FREQUENCIES, **options)
     else:

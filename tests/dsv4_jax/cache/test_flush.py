@@ -19,9 +19,11 @@ from pallas_kernels.common.formats import CACHE_FORMATS
 
 pytestmark = pytest.mark.unoptimised
 
-RATE = {"csa": 2, "hca": 8}
+COMPRESSION_RATIO = {"csa": 2, "hca": 8}
 CONFIG = dataclasses.replace(
-    ds.DSV4Config.tiny(), csa_compression_ratio=RATE["csa"], hca_compression_ratio=RATE["hca"]
+    ds.DSV4Config.tiny(),
+    csa_compression_ratio=COMPRESSION_RATIO["csa"],
+    hca_compression_ratio=COMPRESSION_RATIO["hca"],
 )
 LAYER = {"csa": 3, "hca": 4}  # the second of its family
 EPS, T = CONFIG.rms_norm_eps, 24
@@ -51,11 +53,13 @@ def projections(attn, num_tokens, rng):
 MAIN = frequencies(1e4)
 
 
-def flush(handle, schema, rate, table=MAIN):
+def flush(handle, schema, compression_ratio, table=MAIN):
     arguments = {"norm": NORMS[0], "frequencies": table, "eps": EPS}
     if schema.attn_type == "csa":
-        return ds.maybe_flush_csa(handle, schema, rate, indexer_norm=NORMS[1], **arguments)
-    return ds.maybe_flush_hca(handle, schema, rate, **arguments)
+        return ds.maybe_flush_csa(
+            handle, schema, compression_ratio, indexer_norm=NORMS[1], **arguments
+        )
+    return ds.maybe_flush_hca(handle, schema, compression_ratio, **arguments)
 
 
 def write(attn, cache, call, rows):
@@ -69,7 +73,7 @@ def write(attn, cache, call, rows):
 def step(cache, call, rows, table, *, attn):
     """Append, flush, commit, advance: the cache side of a layer's step."""
     handle = write(attn, cache, call, rows)
-    handle = flush(handle, handle.schema, RATE[attn], table).commit()
+    handle = flush(handle, handle.schema, COMPRESSION_RATIO[attn], table).commit()
     slots = jnp.where(call.request_slots < 0, 4, call.request_slots)
     lengths = cache.length_tokens.at[slots].add(handle.call.row_counts, mode="drop")
     return dataclasses.replace(cache.with_layer(handle), length_tokens=lengths)
@@ -77,21 +81,23 @@ def step(cache, call, rows, table, *, attn):
 
 def expected_entries(attn, values, scores, norm, theta, position_of):
     """f64[E, C] of a whole history [n, width]."""
-    rate, entries = RATE[attn], []
+    compression_ratio, entries = COMPRESSION_RATIO[attn], []
     values, scores = values.astype(np.float64), scores.astype(np.float64)
     dim = norm.shape[0]
-    for j in range(len(values) // rate):
-        own = slice(j * rate, (j + 1) * rate)
+    for j in range(len(values) // compression_ratio):
+        own = slice(j * compression_ratio, (j + 1) * compression_ratio)
         v, z = values[own, -dim:], scores[own, -dim:]
         if attn == "csa" and j:
-            previous = slice((j - 1) * rate, j * rate)
+            previous = slice((j - 1) * compression_ratio, j * compression_ratio)
             v = np.vstack([values[previous, :dim], v])
             z = np.vstack([scores[previous, :dim], z])
         weights = np.exp(z)
         pooled = np.sum(weights * v, axis=0) / np.sum(weights, axis=0)
         entry = pooled / np.sqrt(np.mean(pooled**2) + EPS) * np.asarray(norm, np.float64)
         pairs = entry[-8::2] + 1j * entry[-7::2]
-        pairs = pairs * np.exp(1j * position_of(j, rate) * theta ** (-np.arange(0, 8, 2) / 8))
+        pairs = pairs * np.exp(
+            1j * position_of(j, compression_ratio) * theta ** (-np.arange(0, 8, 2) / 8)
+        )
         entry[-8::2], entry[-7::2] = pairs.real, pairs.imag
         entries.append(entry)
     return np.array(entries)
@@ -99,7 +105,7 @@ def expected_entries(attn, values, scores, norm, theta, position_of):
 
 def stored(planes, attn, slot, num_entries):
     """f32[E, C], read from a "f32" cache through the table."""
-    j, per_block = np.arange(num_entries), 128 // RATE[attn]
+    j, per_block = np.arange(num_entries), 128 // COMPRESSION_RATIO[attn]
     return np.asarray(planes["values"])[1, np.take(TABLE[slot], j // per_block), j % per_block]
 
 
@@ -131,13 +137,15 @@ def test_entries_are_pooled_windows_rotated_to_their_first_position(attn, theta)
             continue
         for slot, pairs in history.items():
             arguments = (attn, *pairs[which], norm, theta)
-            expected = expected_entries(*arguments, lambda j, rate: j * rate)
+            expected = expected_entries(
+                *arguments, lambda j, compression_ratio: j * compression_ratio
+            )
             actual = stored(planes, attn, slot, len(expected))
             np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE)
             for wrong in (
-                lambda j, rate: j * rate + rate - 1,
-                lambda j, rate: (j - 1) * rate,
-                lambda j, rate: j,
+                lambda j, compression_ratio: j * compression_ratio + compression_ratio - 1,
+                lambda j, compression_ratio: (j - 1) * compression_ratio,
+                lambda j, compression_ratio: j,
             ):
                 off = np.abs(expected_entries(*arguments, wrong) - actual).max()
                 assert off > 1000 * TOLERANCE
@@ -147,7 +155,7 @@ def test_entries_are_pooled_windows_rotated_to_their_first_position(attn, theta)
     ("attn", "cache_format"),
     slow.all_but(
         [("csa", "fp8_ue8m0"), ("csa", "fp8_per_entry"), ("hca", "fp8_ue8m0")],
-        list(itertools.product(RATE, CACHE_FORMATS)),
+        list(itertools.product(COMPRESSION_RATIO, CACHE_FORMATS)),
     ),
 )
 def test_exactly_the_closed_windows_are_written(attn, cache_format):
@@ -163,8 +171,10 @@ def test_exactly_the_closed_windows_are_written(attn, cache_format):
     call = step_input([[1] * 9, [1] * 8, [1] * 5], range(3), [0, 3, -1], num_tokens=T)
     rows = projections(attn, T, np.random.default_rng(0))
     pool = step(dataclasses.replace(cache, state=state), call, rows, MAIN, attn=attn).paged[attn]
-    rate, per_block = RATE[attn], 128 // RATE[attn]
-    closed = [(0, j) for j in range(120 // rate, 129 // rate)] + [(3, j) for j in range(8 // rate)]
+    compression_ratio, per_block = COMPRESSION_RATIO[attn], 128 // COMPRESSION_RATIO[attn]
+    closed = [(0, j) for j in range(120 // compression_ratio, 129 // compression_ratio)] + [
+        (3, j) for j in range(8 // compression_ratio)
+    ]
     expected = {(1, TABLE[slot][j // per_block], j % per_block) for slot, j in closed}
     families = [pool.entries] + ([pool.index_keys] if attn == "csa" else [])
     for name, plane in ((n, p) for family in families for n, p in family.items()):
@@ -179,7 +189,7 @@ def test_nothing_is_written_where_nothing_closes(attn):
     cache = poison(make())
     rows = projections(attn, T, np.random.default_rng(0))
     for counts, slots in (
-        ([RATE[attn] - 1] * 3, [1, 0, 3]),
+        ([COMPRESSION_RATIO[attn] - 1] * 3, [1, 0, 3]),
         ([8, 8, 8], [-1, -1, -1]),
         ([0, 0, 0], [1, 2, 0]),
     ):
@@ -203,32 +213,32 @@ def test_the_layers_own_schema_is_taken(attn):
     spec = ds.layer_schedule(CONFIG)[LAYER[attn]]
     handle = given_handle(attn)
     own = ds.build_schema(CONFIG, spec, "f32")
-    flushed = jax.jit(lambda handle: flush(handle, own, RATE[attn]))(handle)
+    flushed = jax.jit(lambda handle: flush(handle, own, COMPRESSION_RATIO[attn]))(handle)
     assert np.any(flushed.paged.entries["values"])
 
 
 @pytest.mark.parametrize(("attn", "other"), [("csa", "hca"), ("hca", "csa")])
 def test_another_type_rate_or_schema_is_refused(attn, other):
     handle, foreign = given_handle(attn), given_handle(other).schema
-    own = handle.schema
+    own, names = handle.schema, {"csa": "m", "hca": "m_prime"}
     function = {"csa": ds.maybe_flush_csa, "hca": ds.maybe_flush_hca}[other]
     arguments = {"norm": NORMS[0], "frequencies": MAIN, "eps": EPS}
     arguments |= {"indexer_norm": NORMS[1]} if other == "csa" else {}
     with pytest.raises(ValueError, match=f"is {attn}, not {other}"):
-        function(handle, own, RATE[attn], **arguments)
-    with pytest.raises(ValueError, match="schema and rate must be the handle's"):
-        flush(handle, foreign, RATE[other])
-    with pytest.raises(ValueError, match="got a rate of 5 for a layer that compresses"):
+        function(handle, own, COMPRESSION_RATIO[attn], **arguments)
+    with pytest.raises(ValueError, match=f"schema and {names[other]} must be the handle's"):
+        flush(handle, foreign, COMPRESSION_RATIO[other])
+    with pytest.raises(ValueError, match=f"got {names[attn]}=5 for a layer that compresses"):
         flush(handle, own, 5)
-    with pytest.raises(ValueError, match="schema and rate must be the handle's"):
-        flush(handle, dataclasses.replace(own, cache_format="bf16"), RATE[attn])
+    with pytest.raises(ValueError, match=f"schema and {names[attn]} must be the handle's"):
+        flush(handle, dataclasses.replace(own, cache_format="bf16"), COMPRESSION_RATIO[attn])
 
 
 @pytest.mark.parametrize(("attn", "other"), [("csa", "hca"), ("hca", "csa")])
 def test_a_handle_without_tokens_or_with_another_state_is_refused(attn, other):
     handle = given_handle(attn)
     with pytest.raises(ValueError, match="call write_swa first"):
-        flush(dataclasses.replace(handle, new_tokens=None), handle.schema, RATE[attn])
+        flush(dataclasses.replace(handle, new_tokens=None), handle.schema, COMPRESSION_RATIO[attn])
     foreign = dataclasses.replace(handle, state=given_handle(other).state)
     with pytest.raises(ValueError, match="state pool was built for another type"):
-        flush(foreign, handle.schema, RATE[attn])
+        flush(foreign, handle.schema, COMPRESSION_RATIO[attn])

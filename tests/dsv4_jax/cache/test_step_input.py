@@ -23,7 +23,7 @@ TOKEN_FIELDS = ("segment_ids", "slots", "positions", "lengths")
 ROW_FIELDS = ("row_slots", "row_lengths", "row_counts", "row_offsets", "block_table")
 
 jit_index = jax.jit(functools.partial(index_call, block_tokens=BLOCK_TOKENS, max_row_tokens=T))
-jit_closing = jax.jit(CallIndices.closing_tokens, static_argnames="rate")
+jit_closing = jax.jit(CallIndices.closing_tokens, static_argnames="compression_ratio")
 
 
 def index(lengths, call):
@@ -113,18 +113,18 @@ def test_a_slot_that_does_not_exist_is_idle():
 
 
 @settings(deadline=None)
-@given(case=calls(), rate=st.sampled_from([1, 2, 3, 4, 16, 20]))
+@given(case=calls(), compression_ratio=st.sampled_from([1, 2, 3, 4, 16, 20]))
 # Every row starts with its window's last token: 6 windows of 5 close, the most there can be.
-@example(case=([4] * NUM_SLOTS, ragged([0, 1, 2, 4], [6, 6, 1, 1])), rate=5)
-@example(case=([3, 7, 11, 0, 15, 0], ragged([0, 1, 2, 4], [1, 1, 1, 1])), rate=4)
-def test_every_closing_token_is_found_in_order(case, rate):
-    """n = min(T, T // rate + B) places are always enough."""
+@example(case=([4] * NUM_SLOTS, ragged([0, 1, 2, 4], [6, 6, 1, 1])), compression_ratio=5)
+@example(case=([3, 7, 11, 0, 15, 0], ragged([0, 1, 2, 4], [1, 1, 1, 1])), compression_ratio=4)
+def test_every_closing_token_is_found_in_order(case, compression_ratio):
+    """n = min(T, T // compression_ratio + B) places are always enough."""
     lengths, call = case
     indices = index(lengths, call)
-    closing = np.asarray(jit_closing(indices, rate=rate))
-    assert closing.shape == (min(T, T // rate + B),)
+    closing = np.asarray(jit_closing(indices, compression_ratio=compression_ratio))
+    assert closing.shape == (min(T, T // compression_ratio + B),)
     live = np.asarray(indices.segment_ids) >= 0
-    (expected,) = np.nonzero(live & ((np.asarray(indices.positions) + 1) % rate == 0))
+    (expected,) = np.nonzero(live & ((np.asarray(indices.positions) + 1) % compression_ratio == 0))
     np.testing.assert_array_equal(closing[: len(expected)], expected)
     assert np.all(closing[len(expected) :] == -1)
 

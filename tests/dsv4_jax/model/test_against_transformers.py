@@ -113,8 +113,11 @@ def test_entries_rotate_at_the_start_of_their_block(preset):
     for layer, attn in enumerate(case.config.layer_types):
         if attn == AttentionType.SWA:
             continue
-        rate, table = case.config.compression_ratio(attn), rope_frequencies(case.config, attn)
-        chosen = oracle.chosen_entries(case.data["tokens"], rate)
+        compression_ratio, table = (
+            case.config.compression_ratio(attn),
+            rope_frequencies(case.config, attn),
+        )
+        chosen = oracle.chosen_entries(case.data["tokens"], compression_ratio)
         for normed, rotated in pairs if attn == AttentionType.CSA else pairs[:1]:
             # Theirs as far as kept whole, else ours, which agree: pairs must not be torn apart.
             after = case.data[f"L{layer}/{rotated}"]
@@ -126,11 +129,14 @@ def test_entries_rotate_at_the_start_of_their_block(preset):
                 ours = oracle.sample(rotate(before, positions, table), slice(None))
                 return float(np.max(np.abs(ours - after)))
 
-            assert off(jnp.asarray(chosen * rate), table) <= tolerance.INTERMEDIATE
-            for other in (chosen * rate + rate - 1, (chosen - 1) * rate):
+            assert off(jnp.asarray(chosen * compression_ratio), table) <= tolerance.INTERMEDIATE
+            for other in (
+                chosen * compression_ratio + compression_ratio - 1,
+                (chosen - 1) * compression_ratio,
+            ):
                 assert off(jnp.asarray(other), table) > 0.1
             if len(chosen) > 1:  # entry 0 is at position 0, where all tables agree
-                assert off(jnp.asarray(chosen * rate), main) > 0.1
+                assert off(jnp.asarray(chosen * compression_ratio), main) > 0.1
 
 
 def mix_streams_untransposed(monkeypatch, config, params):

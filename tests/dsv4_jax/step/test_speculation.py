@@ -56,16 +56,18 @@ def live_digests(cache):
                 seen = jnp.arange(sums.shape[1])[None]
                 total = add(total, sums, seen < lengths // pool.schema.compression_ratio)
     for attn, pool in cache.state.items():
-        rate, window = pool.schema.compression_ratio, pool.schema.swa_window_size
+        compression_ratio, window = pool.schema.compression_ratio, pool.schema.swa_window_size
         total = add(total, scans[f"{attn}.window"].checksums, ring(window, window))
         if pool.tail is not None:
             for family in ("tail", "index_tail"):
-                previous = ring(2 * rate, rate + lengths % rate)
+                previous = ring(
+                    2 * compression_ratio, compression_ratio + lengths % compression_ratio
+                )
                 total = add(total, scans[f"{attn}.{family}.previous"].checksums, previous)
-                own = ring(2 * rate, lengths % rate)
+                own = ring(2 * compression_ratio, lengths % compression_ratio)
                 total = add(total, scans[f"{attn}.{family}.own"].checksums, own)
         if pool.running is not None:
-            total = add(total, scans[f"{attn}.running"].checksums, lengths % rate > 0)
+            total = add(total, scans[f"{attn}.running"].checksums, lengths % compression_ratio > 0)
     return total
 
 

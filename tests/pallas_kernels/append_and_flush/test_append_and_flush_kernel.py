@@ -12,12 +12,12 @@ import pytest
 import pallas_kernels as pk
 from helpers import inputs, slow
 from helpers.layer_cases import (
+    COMPRESSION_RATIOS,
     EPS,
     FREQUENCIES,
     KERNEL,
     LENGTHS,
     MAX_SHARE,
-    RATES,
     ROPE,
     C,
     assert_index_queries_alike,
@@ -40,7 +40,7 @@ pytestmark = [
 
 ONE_BY_ONE = [[1] * n for n in LENGTHS]
 DECODE = {"num_tokens": 5, "fused": True}
-each_kind = pytest.mark.parametrize("kind", RATES)
+each_kind = pytest.mark.parametrize("kind", COMPRESSION_RATIOS)
 
 
 def draw(kind, dtype=jnp.bfloat16):
@@ -55,7 +55,7 @@ def draw(kind, dtype=jnp.bfloat16):
         [(name, jnp.bfloat16) for name in CACHE_FORMATS] + [("f32", jnp.float32)],
     ),
 )
-@pytest.mark.parametrize("kind", slow.all_but(["csa"], list(RATES)))
+@pytest.mark.parametrize("kind", slow.all_but(["csa"], list(COMPRESSION_RATIOS)))
 def test_one_token_per_request_is_stored_as_the_reference_stores_it(lane, name, kind, dtype):
     """Rings go round, windows close in some rows, blocks are absent, and rows lie idle."""
     histories, norms = draw(kind, dtype)
@@ -235,7 +235,7 @@ NARROW = dict.fromkeys(("values", "scores"), jnp.ones((3, 1)))
         ("call.block_table", jnp.zeros((3, 3), jnp.int32), "call.block_table must agree on B"),
         ("norm_rope.weight", jnp.ones(1), "norm must be"),
         ("norm_rope.frequencies", jnp.ones((2, 2)), "frequencies must have rank 1"),
-        ("rate", 3, r"compressors\[0\].state must keep"),
+        ("compression_ratio", 3, r"compressors\[0\].state must keep"),
         ("ring.planes", {"values": jnp.ones((3, 3, 4, 7))}, "ring must hold the planes"),
         ("index_queries", None, "index_codec goes with index_queries"),
         ("index_codec", None, "index_codec goes with index_queries"),
@@ -333,7 +333,7 @@ def aot_append_and_flush(kind, name, tokens, heads):
         compressors = [
             pk.Compressor(*arrays) for arrays in zip(states, new, norms, pools, codecs, strict=True)
         ]
-        static = {"rate": 4 if kind == "csa" else 128, "backend": KERNEL}
+        static = {"compression_ratio": 4 if kind == "csa" else 128, "backend": KERNEL}
         done = pk.append_and_flush(
             queries,
             kv,

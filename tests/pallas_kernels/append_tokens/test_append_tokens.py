@@ -18,13 +18,15 @@ from pallas_kernels import (
 from pallas_kernels.append_tokens.reference import append_ring, append_running
 from pallas_kernels.common.norm_rope import rms_norm, rms_norm_by_pairs, rotate
 
-W, RATE, C, ROPE = 8, 6, 12, 4
+W, COMPRESSION_RATIO, C, ROPE = 8, 6, 12, 4
 NUM_SLOTS, NUM_TOKENS, NUM_ROWS = 6, 32, 4
 SLOTS = [3, 1, 4]  # 0, 2 and the last are nobody's
 PLAIN = get_cache_format("f32").entry
 
 jit_append_ring = jax.jit(append_ring)
-jit_append_running = jax.jit(functools.partial(append_running, rate=RATE, layer=CASE_LAYER))
+jit_append_running = jax.jit(
+    functools.partial(append_running, compression_ratio=COMPRESSION_RATIO, layer=CASE_LAYER)
+)
 
 
 def histories(rng, lengths, counts, width=C):
@@ -93,8 +95,28 @@ def append_running_call(running, call, values, scores):
     return jit_append_running(running, {"values": values, "scores": scores}, indices)
 
 
-@pytest.mark.parametrize("count", [0, 1, RATE - 1, RATE, RATE + 1, 2 * RATE + 1])
-@pytest.mark.parametrize("length", [0, 1, RATE - 1, RATE, RATE + 1, 129 * RATE - 1])
+@pytest.mark.parametrize(
+    "count",
+    [
+        0,
+        1,
+        COMPRESSION_RATIO - 1,
+        COMPRESSION_RATIO,
+        COMPRESSION_RATIO + 1,
+        2 * COMPRESSION_RATIO + 1,
+    ],
+)
+@pytest.mark.parametrize(
+    "length",
+    [
+        0,
+        1,
+        COMPRESSION_RATIO - 1,
+        COMPRESSION_RATIO,
+        COMPRESSION_RATIO + 1,
+        129 * COMPRESSION_RATIO - 1,
+    ],
+)
 def test_a_running_pool_is_the_softmax_of_the_open_window(length, count):
     """What lies before the window, a former tenant's pool too, is not read: known bug B32."""
     rng = np.random.default_rng(100 * length + count)
@@ -102,7 +124,7 @@ def test_a_running_pool_is_the_softmax_of_the_open_window(length, count):
     values, scores = (histories(rng, lengths, counts) for _ in range(2))
     call = pack_call(rng, SLOTS, lengths, counts, num_tokens=NUM_TOKENS, num_rows=NUM_ROWS)
     running = poisoned(NUM_LAYERS, NUM_SLOTS, 3, C)
-    open_before = [n // RATE * RATE for n in lengths]
+    open_before = [n // COMPRESSION_RATIO * COMPRESSION_RATIO for n in lengths]
     for slot, begin, n, v, z in zip(SLOTS, open_before, lengths, values, scores, strict=True):
         if n > begin:
             running[LAYER, slot] = token_oracle.running_pool(v[begin:n], z[begin:n])
@@ -110,10 +132,10 @@ def test_a_running_pool_is_the_softmax_of_the_open_window(length, count):
     written = np.zeros(running.shape[:2], bool)
     for slot, v, z, added in zip(SLOTS, values, scores, counts, strict=True):
         if added:
-            begin = len(v) // RATE * RATE
+            begin = len(v) // COMPRESSION_RATIO * COMPRESSION_RATIO
             expected = token_oracle.running_pool(v[begin:], z[begin:])
-            # Six ulps cover two roundings and an exp per token, for at most RATE tokens.
-            tolerance = 6 * 2.0**-23 * RATE**0.5
+            # Six ulps cover two roundings and an exp per token, of a whole window at most.
+            tolerance = 6 * 2.0**-23 * COMPRESSION_RATIO**0.5
             np.testing.assert_allclose(actual[LAYER, slot], expected, tolerance, tolerance)
             written[LAYER, slot] = True
     assert_same_bytes({"running": actual[~written]}, {"running": running[~written]})
@@ -121,12 +143,14 @@ def test_a_running_pool_is_the_softmax_of_the_open_window(length, count):
 
 def test_the_bound_on_running_pools_rejects_one_token_too_few():
     rng = np.random.default_rng(0)
-    values, scores = (histories(rng, [0], [RATE - 1]) for _ in range(2))
-    call = pack_call(rng, [3], [0], [RATE - 1], num_tokens=NUM_TOKENS, num_rows=NUM_ROWS)
+    values, scores = (histories(rng, [0], [COMPRESSION_RATIO - 1]) for _ in range(2))
+    call = pack_call(
+        rng, [3], [0], [COMPRESSION_RATIO - 1], num_tokens=NUM_TOKENS, num_rows=NUM_ROWS
+    )
     running = poisoned(NUM_LAYERS, NUM_SLOTS, 3, C)
     actual = append_running_call(running, call, call.rows(values), call.rows(scores))
     expected = token_oracle.running_pool(values[0][1:], scores[0][1:])
-    tolerance = 6 * 2.0**-23 * RATE**0.5
+    tolerance = 6 * 2.0**-23 * COMPRESSION_RATIO**0.5
     assert not np.allclose(actual[LAYER, 3, 1:], expected[1:], tolerance, tolerance)
 
 

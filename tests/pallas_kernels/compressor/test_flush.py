@@ -220,11 +220,11 @@ def test_flushes_need_a_compressor_of_their_type():
 )
 def test_closing_tokens_of_a_call_are_found(num_tokens, lengths, counts, num_closing):
     """Compacted where that is shorter; else each token in its own place."""
-    rng, rate = np.random.default_rng(0), 4
+    rng, compression_ratio = np.random.default_rng(0), 4
     call = inputs.pack_call(rng, [3, 1, 4], lengths, counts, num_tokens=num_tokens)
-    found = np.asarray(find_closing(call.indices(), rate))
-    expected = np.flatnonzero((call.slots >= 0) & ((call.positions + 1) % rate == 0))
+    found = np.asarray(find_closing(call.indices(), compression_ratio))
+    expected = np.flatnonzero((call.slots >= 0) & ((call.positions + 1) % compression_ratio == 0))
     assert len(expected) == num_closing
-    wanted = np.full(min(num_tokens, num_tokens // rate + 3), -1)
+    wanted = np.full(min(num_tokens, num_tokens // compression_ratio + 3), -1)
     wanted[expected if num_tokens == 3 else slice(num_closing)] = expected
     np.testing.assert_array_equal(found, wanted)

@@ -12,12 +12,12 @@ from jax.experimental import pallas as pl
 import pallas_kernels as pk
 from helpers import layer_cases, slow
 from helpers.layer_cases import (
+    COMPRESSION_RATIOS,
     CUTS,
     EPS,
     KERNEL,
     LENGTHS,
     MAX_SHARE,
-    RATES,
     C,
     draw_histories,
     draw_norms,
@@ -47,7 +47,7 @@ pytestmark = [
         [(name, jnp.bfloat16) for name in CACHE_FORMATS] + [("f32", jnp.float32)],
     ),
 )
-@pytest.mark.parametrize("kind", slow.all_but(["csa"], list(RATES)))
+@pytest.mark.parametrize("kind", slow.all_but(["csa"], list(COMPRESSION_RATIOS)))
 def test_the_kernels_store_what_the_references_store(lane, name, kind, dtype):
     """Among them: windows cut anywhere, several a call, blocks that are absent, idle rows."""
     rng = np.random.default_rng(0)
@@ -59,7 +59,7 @@ def test_the_kernels_store_what_the_references_store(lane, name, kind, dtype):
     layer_cases.assert_stored_alike(CACHE_FORMATS[name], actual, expected)
 
 
-@pytest.mark.parametrize("kind", RATES)
+@pytest.mark.parametrize("kind", COMPRESSION_RATIOS)
 def test_the_bound_rejects_a_window_shifted_by_a_token_and_a_wrong_weight(lane, kind):
     name = "fp8_ue8m0"
     fmt, rng = CACHE_FORMATS[name], np.random.default_rng(0)
@@ -75,7 +75,7 @@ def test_the_bound_rejects_a_window_shifted_by_a_token_and_a_wrong_weight(lane, 
         assert share > 5 * MAX_SHARE
 
 
-@pytest.mark.parametrize("kind", RATES)
+@pytest.mark.parametrize("kind", COMPRESSION_RATIOS)
 def test_b5_a_call_of_padding_alone_writes_nothing(lane, kind):
     name, rng = "fp8_ue8m0", np.random.default_rng(0)
     histories, norms = draw_histories(rng, kind, LENGTHS), draw_norms(rng, kind, jnp.bfloat16)
@@ -92,7 +92,7 @@ SCHEDULES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", list(SCHEDULES))
-@pytest.mark.parametrize("kind", RATES)
+@pytest.mark.parametrize("kind", COMPRESSION_RATIOS)
 def test_bits_do_not_depend_on_how_tokens_are_cut_into_calls(lane, kind, schedule):
     """Known bugs B1, B8, B19: entries and all that is kept, in buckets of other shapes too."""
     name, rng = "fp8_ue8m0", np.random.default_rng(0)
@@ -107,7 +107,7 @@ def test_bits_do_not_depend_on_how_tokens_are_cut_into_calls(lane, kind, schedul
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", RATES)
+@pytest.mark.parametrize("kind", COMPRESSION_RATIOS)
 def test_windows_may_close_in_any_order(lane, kind, monkeypatch):
     """The definitions and kernels take the closing tokens, and -1, as they come."""
     rng = np.random.default_rng(0)
@@ -115,8 +115,8 @@ def test_windows_may_close_in_any_order(lane, kind, monkeypatch):
     arguments = ("fp8_ue8m0", kind, histories, CUTS, norms)
     expected, _ = run(*arguments, num_tokens=64)
 
-    def find_in_any_order(call, rate):
-        closing = find_closing(call, rate)
+    def find_in_any_order(call, compression_ratio):
+        closing = find_closing(call, compression_ratio)
         return closing[np.random.default_rng(1).permutation(closing.shape[0])]
 
     monkeypatch.setattr(op, "find_closing", find_in_any_order)
@@ -208,13 +208,14 @@ def test_index_keys_are_encoded_to_the_byte(lane, name, dim):
 
 def draw_large_call(rng, num_blocks, entries_per_block, dim):
     """A decode call of 32 requests that all close a CSA window, in the last blocks there are."""
-    num_rows, rate = 32, RATES["csa"]
-    positions = np.full(num_rows, 8 * rate - 1, np.int32)
+    num_rows, compression_ratio = 32, COMPRESSION_RATIOS["csa"]
+    positions = np.full(num_rows, 8 * compression_ratio - 1, np.int32)
     table = np.full((num_rows, 32), -1, np.int32)
     block = (8 - 1) // entries_per_block
     table[:, block] = num_blocks - 1 - rng.permutation(num_rows)
     state = {
-        part: rng.normal(size=(1, num_rows, 2 * rate, 2 * dim)) for part in ("values", "scores")
+        part: rng.normal(size=(1, num_rows, 2 * compression_ratio, 2 * dim))
+        for part in ("values", "scores")
     }
     new = {part: rng.normal(size=(num_rows, 2 * dim)) for part in ("values", "scores")}
     each = np.arange(num_rows, dtype=np.int32)
@@ -242,7 +243,7 @@ def flush_large(pool, state, new, call):
         call,
         jnp.ones(32, jnp.float32),
         layer=jnp.int32(0),
-        rate=RATES["csa"],
+        compression_ratio=COMPRESSION_RATIOS["csa"],
         eps=EPS,
         backend=KERNEL,
     )[0]
@@ -271,7 +272,7 @@ def test_planes_past_2_and_4_gib_are_exact(gibibytes):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", RATES)
+@pytest.mark.parametrize("kind", COMPRESSION_RATIOS)
 def test_twenty_runs_are_bitwise_equal(kind):
     name, rng = "fp8_ue8m0", np.random.default_rng(0)
     histories = draw_histories(rng, kind, LENGTHS)
@@ -382,7 +383,14 @@ def aot_append(kind, name, tokens, rows):
     def append(state, new, projections, call, layer):
         rings, running = state
         return pk.append_tokens(
-            rings, new, running, projections, call, layer=layer, rate=128, backend=KERNEL
+            rings,
+            new,
+            running,
+            projections,
+            call,
+            layer=layer,
+            compression_ratio=128,
+            backend=KERNEL,
         )
 
     specs = ((rings, running), new, projections, layer_cases.call_specs(tokens, rows), _i32())

@@ -33,22 +33,28 @@ def means_only(channels):
 def draw_case(kind, channels=C):
     """Each request's values and gates, the position bias, and a norm weight."""
     rng = np.random.default_rng(0)
-    width, rate = (2 * channels, M) if kind == "csa" else (channels, M_HCA)
+    width, compression_ratio = (2 * channels, M) if kind == "csa" else (channels, M_HCA)
     histories = [rng.normal(size=(2, n, width)).astype(np.float32) for n in LENGTHS]
     weight = 1 + 0.2 * rng.normal(size=channels)
-    return histories, rng.normal(size=(rate, width)).astype(np.float32), np.float32(weight)
+    return (
+        histories,
+        rng.normal(size=(compression_ratio, width)).astype(np.float32),
+        np.float32(weight),
+    )
 
 
-@functools.partial(jax.jit, static_argnames=("kind", "rate", "eps"))
-def jit_step(state, rows, norm, frequencies, call, last, closing, *, kind, rate, eps):
+@functools.partial(jax.jit, static_argnames=("kind", "compression_ratio", "eps"))
+def jit_step(state, rows, norm, frequencies, call, last, closing, *, kind, compression_ratio, eps):
     """Compresses what a call closes, then appends its tokens; of `last` the slots of a ring."""
     compressor = Compressor(state, rows, norm, {}, get_cache_format("f32").entry)
-    windows = Windows(call, frequencies, closing, CASE_LAYER, rate, eps)
+    windows = Windows(call, frequencies, closing, CASE_LAYER, compression_ratio, eps)
     if kind == "csa":
         entries = compress_csa(compressor, windows)
         return append_ring(state, rows, last, call.positions, layer=CASE_LAYER), entries
     entries = compress_hca(compressor, windows)
-    return append_running(state, rows, call, layer=CASE_LAYER, rate=rate), entries
+    return append_running(
+        state, rows, call, layer=CASE_LAYER, compression_ratio=compression_ratio
+    ), entries
 
 
 def run(kind, histories, ape, cuts, *, num_tokens, num_rows=4, norm, eps=EPS, frequencies=None):
@@ -58,48 +64,50 @@ def run(kind, histories, ape, cuts, *, num_tokens, num_rows=4, norm, eps=EPS, fr
       The state, which begins as poison, and each request's entries, NaN where there is none.
     """
     rng = np.random.default_rng(0)
-    rate, width = ape.shape
-    shape = (NUM_LAYERS, NUM_SLOTS, 2 * rate if kind == "csa" else 3, width)
+    compression_ratio, width = ape.shape
+    shape = (NUM_LAYERS, NUM_SLOTS, 2 * compression_ratio if kind == "csa" else 3, width)
     planes = ("values", "scores") if kind == "csa" else ("running",)
     state = {name: poisoned(*shape) for name in planes}
     values = [v for v, _ in histories]
-    scores = [z + ape[np.arange(len(z)) % rate] for _, z in histories]
-    found = [np.full((len(v) // rate, len(norm)), np.nan, norm.dtype) for v in values]
+    scores = [z + ape[np.arange(len(z)) % compression_ratio] for _, z in histories]
+    found = [np.full((len(v) // compression_ratio, len(norm)), np.nan, norm.dtype) for v in values]
     lengths = [0] * len(histories)
     for counts in itertools.zip_longest(*cuts, fillvalue=0):
         call = pack_call(
             rng, SLOTS[: len(counts)], lengths, counts, num_tokens=num_tokens, num_rows=num_rows
         )
-        closing = call.closing(rate, min(num_tokens, num_tokens // rate + num_rows), rng)
+        closing = call.closing(
+            compression_ratio, min(num_tokens, num_tokens // compression_ratio + num_rows), rng
+        )
         new, entries = jit_step(
             state if kind == "csa" else state["running"],
             {"values": call.rows(values), "scores": call.rows(scores)},
             norm,
             FREQUENCIES if frequencies is None else frequencies,
             call.indices(max_row_tokens=num_tokens),
-            call.last_of_each_row(2 * rate),
+            call.last_of_each_row(2 * compression_ratio),
             closing,
             kind=kind,
-            rate=rate,
+            compression_ratio=compression_ratio,
             eps=eps,
         )
         state = new if kind == "csa" else {"running": new}
         for token, entry in zip(closing, np.asarray(entries), strict=True):
             if token >= 0:
-                found[call.request_ids[token]][call.positions[token] // rate] = entry
+                found[call.request_ids[token]][call.positions[token] // compression_ratio] = entry
         lengths = [n + c for n, c in zip(lengths, counts, strict=True)]
     return state, found
 
 
 def worst_ulps(kind, found, histories, ape, norm, *, skip=0):
     """The largest error in the unit of MAX_ULPS; the first `skip` windows have no entry."""
-    rate, worst = len(ape), 0.0
+    compression_ratio, worst = len(ape), 0.0
     for actual, (kv, z) in zip(found, histories, strict=True):
         for j, entry in enumerate(np.float64(actual)):
             values, scores = WINDOWS[kind](kv, z, ape, j + skip)
             mean, magnitude = token_oracle.pool(values, scores)
             expected = token_oracle.rms_norm(mean, norm, eps=EPS)
-            expected = token_oracle.rotate(expected, j * rate, FREQUENCIES)
+            expected = token_oracle.rotate(expected, j * compression_ratio, FREQUENCIES)
             unit = 2.0**-23 * len(values) ** 0.5 * max(magnitude) * max(abs(norm))
             error = abs(entry - expected).max() * np.sqrt(np.mean(mean**2) + EPS)
             worst = max(worst, np.nan_to_num(error / unit, nan=np.inf))

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from helpers import layer_cases, slow
-from helpers.layer_cases import KERNEL, LENGTHS, RATES, draw_histories, draw_norms, flat, run
+from helpers.layer_cases import (
+    COMPRESSION_RATIOS,
+    KERNEL,
+    LENGTHS,
+    draw_histories,
+    draw_norms,
+    flat,
+    run,
+)
 from helpers.schedules import assert_same_bytes
 from pallas_kernels.compressor import triton_gpu
 from pallas_kernels.compressor.tiling import Tiling, choose_csa, choose_hca
@@ -60,7 +68,7 @@ TILINGS = {
     ("kind", "tiling"),
     slow.all_but(
         [],
-        [(kind, tiling) for kind in RATES for tiling in TILINGS[kind]],
+        [(kind, tiling) for kind in COMPRESSION_RATIOS for tiling in TILINGS[kind]],
     ),
 )
 def test_every_tiling_of_a_flush_gives_the_same_bits(lane, kind, tiling, monkeypatch):

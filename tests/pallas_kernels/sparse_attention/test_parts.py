@@ -21,7 +21,7 @@ from pallas_kernels.sparse_attention import call_shapes, mosaic_blackwell, mosai
 pytestmark = pytest.mark.unoptimised
 
 FEW = attention_cases.Sizes(
-    dim=16, rope_dim=4, num_heads=3, window=8, rate=4, top_k=6, num_tokens=32
+    dim=16, rope_dim=4, num_heads=3, window=8, compression_ratio=4, top_k=6, num_tokens=32
 )
 MANY_TOKENS = ((300, 9, 0), (7, 11, 9))
 FOR_A_KERNEL = dataclasses.replace(attention_cases.SMALLEST_FOR_A_KERNEL, num_tokens=4)

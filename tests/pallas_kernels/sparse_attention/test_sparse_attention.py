@@ -22,7 +22,13 @@ MAX_ULPS = 1.0
 the sums; the unit is an f32 ulp of the largest key. Measured: at most 0.21."""
 
 SIZES = Sizes(
-    dim=C, rope_dim=ROPE, num_heads=HEADS, window=W, rate=M, top_k=K, num_tokens=NUM_TOKENS
+    dim=C,
+    rope_dim=ROPE,
+    num_heads=HEADS,
+    window=W,
+    compression_ratio=M,
+    top_k=K,
+    num_tokens=NUM_TOKENS,
 )
 draw_case = functools.partial(attention_cases.draw_case, SIZES)
 

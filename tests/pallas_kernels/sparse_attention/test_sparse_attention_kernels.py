@@ -23,7 +23,7 @@ from pallas_kernels.sparse_attention.reference import AttentionPart, JoinArgumen
 pytestmark = pytest.mark.unoptimised
 
 SIZES = attention_cases.SMALLEST_FOR_A_KERNEL
-M, W = SIZES.rate, SIZES.window
+M, W = SIZES.compression_ratio, SIZES.window
 FEW_TOKENS = ((300, 9, 0), (1, 1, 2))
 ONE_TOKEN = ((M - 1, W, 3 * W), (1, 1, 1))
 FORMATS = ["bf16", "fp8_ue8m0", "fp8_per_entry"]
