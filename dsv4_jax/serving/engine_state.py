@@ -106,7 +106,9 @@ def _sizes(engine: EngineCore) -> dict[str, Any]:
         "snapshots": pools.num_snapshots * shards,
         "context_tokens": pools.max_context_tokens,
         "families": families,
-        "unit_bytes": dict(engine._runner.unit_bytes),
+        "unit_bytes": {
+            family: unit.num_bytes for family, unit in engine._runner.unit_bytes.items()
+        },
         "snapshot_bytes": pools.bytes_per_snapshot,
     }
 

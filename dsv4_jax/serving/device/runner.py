@@ -13,7 +13,7 @@ import numpy as np
 
 from dsv4_jax.allocator.data_shards import DataShards
 from dsv4_jax.allocator.pending_changes import idle_changes
-from dsv4_jax.cache.model_cache import ModelCache, family_bytes
+from dsv4_jax.cache.model_cache import ModelCache, family_bytes, family_kinds
 from dsv4_jax.cache.snapshots import SnapshotPlan
 from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.hosts import Hosts
@@ -21,7 +21,7 @@ from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.serving.device.drawn_counts import CountKeeper
 from dsv4_jax.serving.device.engine_arrays import EngineArrays
 from dsv4_jax.serving.device.grammar_masks import GrammarKeeper
-from dsv4_jax.serving.metrics.metrics import is_paged
+from dsv4_jax.serving.metrics.metrics import UnitBytes
 from dsv4_jax.serving.requests.grammars import Grammars
 from dsv4_jax.serving.schedule.known_tokens import KnownTokens
 from dsv4_jax.serving.schedule.running import Running
@@ -89,8 +89,9 @@ class StepRunner:
         self._num_launched = 0
         self._start_settings()
         per_shard = {True: self.plan.num_blocks, False: self.plan.max_requests}
+        kinds = family_kinds(self.cache)
         self.unit_bytes = {
-            name: size // (self._shards * per_shard[is_paged(name)])
+            name: UnitBytes(kinds[name], size // (self._shards * per_shard[kinds[name].is_paged]))
             for name, size in family_bytes(self.cache).items()
             if size
         }

@@ -6,13 +6,14 @@ import bisect
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import jax
 import numpy as np
 
 from dsv4_jax import checks
 from dsv4_jax.allocator.manager import KVCacheManager
+from dsv4_jax.cache.schema import FamilyKind
 
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 """Upper bounds of the histograms, in seconds."""
@@ -182,7 +183,9 @@ class Metrics:
         """Those of its attributes that are histograms."""
         return tuple(value for value in vars(self).values() if isinstance(value, Histogram))
 
-    def count_cache(self, managers: Sequence[KVCacheManager], unit_bytes: dict[str, int]) -> None:
+    def count_cache(
+        self, managers: Sequence[KVCacheManager], unit_bytes: dict[str, UnitBytes]
+    ) -> None:
         """Brings the gauges of the cache up to date.
 
         Args:
@@ -198,13 +201,20 @@ class Metrics:
         }
 
 
-def _gauges(manager: KVCacheManager, unit_bytes: dict[str, int]) -> ShardGauges:
+class UnitBytes(NamedTuple):
+    """Bytes of one block of a family of a cache's arrays, or of one slot, by its kind."""
+
+    kind: FamilyKind
+    num_bytes: int
+
+
+def _gauges(manager: KVCacheManager, unit_bytes: dict[str, UnitBytes]) -> ShardGauges:
     plan = manager.plan
     running = plan.max_requests - manager.num_free_slots
     used_blocks = plan.num_blocks - manager.num_free_blocks
     used_bytes = {
-        family: used * (used_blocks if is_paged(family) else running)
-        for family, used in unit_bytes.items()
+        family: unit.num_bytes * (used_blocks if unit.kind.is_paged else running)
+        for family, unit in unit_bytes.items()
     }
     return ShardGauges(
         running=running,
@@ -214,8 +224,3 @@ def _gauges(manager: KVCacheManager, unit_bytes: dict[str, int]) -> ShardGauges:
         used_bytes=used_bytes
         | {"snapshots": manager.prefixes.tree.num_held_snapshots * plan.bytes_per_snapshot},
     )
-
-
-def is_paged(family: str) -> bool:
-    """Whether a family of arrays grows by block; others are there once for every slot."""
-    return family.endswith(("entries", "keys"))

@@ -170,4 +170,6 @@ def test_every_family_of_a_model_is_described():
     assert {name: one["layers"] for name, one in sizes["families"].items()} == {
         "swa": 1, "csa": 3, "hca": 2,
     }  # fmt: skip
-    assert sizes["unit_bytes"] == engine._runner.unit_bytes
+    assert sizes["unit_bytes"] == {
+        family: unit.num_bytes for family, unit in engine._runner.unit_bytes.items()
+    }
