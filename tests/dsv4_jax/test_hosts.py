@@ -17,7 +17,7 @@ from dsv4_jax import hosts
 from dsv4_jax.cache.slot_changes import SlotChanges
 from dsv4_jax.serving.device import host_calls
 from helpers import gpu_processes
-from tools import hosts_engine
+from tools.meshes import processes
 
 TIMEOUT_S = 0.4
 
@@ -215,10 +215,10 @@ def test_plain_values_keep_their_order():
     [(1, "2x2", False), (2, "2x2", False), (4, "2x2", False), (2, "4x1", False), (2, "1x4", True)],
 )
 def test_tokens_do_not_depend_on_where_devices_lie(count, mesh, split):
-    found = [hosts_engine.run(number, mesh, split=split) for number in (count, 1)]
-    for processes in found:
-        assert [one["status"] for one in processes] == [0] * len(processes), processes
-    several, alone = [hosts_engine.result(processes) for processes in found]
+    found = [processes.run(number, mesh, split=split) for number in (count, 1)]
+    for those in found:
+        assert [one["status"] for one in those] == [0] * len(those), those
+    several, alone = [processes.result(those) for those in found]
     assert several == alone
     assert alone["problems"] == []
 
@@ -227,7 +227,7 @@ def test_tokens_do_not_depend_on_where_devices_lie(count, mesh, split):
 @pytest.mark.parametrize(("count", "mesh"), [(1, "2x2"), (2, "2x2"), (1, "1x4")])
 def test_calls_of_several_steps_give_the_tokens_of_single_steps(count, mesh):
     found = [
-        hosts_engine.result(hosts_engine.run(number, mesh, steps=steps))
+        processes.result(processes.run(number, mesh, steps=steps))
         for number, steps in ((count, 4), (1, 1))
     ]
     assert found[0] == found[1]
@@ -246,11 +246,11 @@ def test_calls_of_several_steps_give_the_tokens_of_single_steps(count, mesh):
     ],
 )
 def test_one_that_is_lost_ends_the_others(lost, how, said):
-    found = hosts_engine.run(2, "2x2", lost, how)
+    found = processes.run(2, "2x2", lost, how)
     other = found[1 - lost]
     assert said in other["err"]
     assert other["status"] != 0
-    assert other["seconds"] < 4 * hosts_engine.TIMEOUT_S
+    assert other["seconds"] < 4 * processes.TIMEOUT_S
     assert "tokens" not in other["out"]  # nothing is half-answered
 
 
@@ -263,12 +263,12 @@ def test_one_that_is_lost_ends_the_others(lost, how, said):
     ],
 )
 def test_one_of_four_that_is_lost_ends_all_others(how, said):
-    found = hosts_engine.run(4, "2x2", 2, how)
+    found = processes.run(4, "2x2", 2, how)
     others = [one for number, one in enumerate(found) if number != 2]
     assert any(said in other["err"] for other in others), others
     for other in others:
         assert other["status"] != 0
-        assert other["seconds"] < 5 * hosts_engine.TIMEOUT_S
+        assert other["seconds"] < 5 * processes.TIMEOUT_S
         assert "tokens" not in other["out"]
 
 

@@ -14,7 +14,7 @@ from dsv4_jax.model.params import param_shapes
 from dsv4_jax.serving import engine
 from pallas_kernels.common.backend import FallbackWarning
 from pallas_kernels.peer_collectives import PeerLayout
-from tools import peers_check, peers_of_processes
+from tools.meshes import on_cpus, peers_of_processes
 
 
 @pytest.mark.slow
@@ -26,7 +26,7 @@ def test_layers_of_a_step_use_the_buffers_of_their_axis():
     With drafts the embedding of the draft block, in two places, may come at any time beside the
     trunk, so that it must not go through the trunk's buffers.
     """
-    found = peers_check.run()
+    found = on_cpus.run("peers")
     assert found["data"] == found["model"] == [True] * 8
     assert found["differ"] == 0
     counts = {"all_reduce model": 5, "all_gather data": 2, "reduce_scatter data": 2}

@@ -1,4 +1,4 @@
-"""Blocks dealt over devices: what one device can show; meshes are in `tools.mesh_split`."""
+"""Blocks dealt over devices: what one device can show; meshes are in `tools.meshes.split`."""
 
 import dataclasses
 

@@ -48,7 +48,7 @@ ONE_LAYER = dataclasses.replace(
 def start(folder, *arguments):
     paths = os.pathsep.join([str(TESTS.parent), str(TESTS)])
     return subprocess.Popen(
-        [sys.executable, "-m", "tools.load_on_mesh", str(folder), *map(str, arguments)],
+        [sys.executable, "-m", "tools.meshes.load", str(folder), *map(str, arguments)],
         env=os.environ | {"PYTHONPATH": paths},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

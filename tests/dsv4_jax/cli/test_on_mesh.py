@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tools.mesh_check import ENVIRONMENT
+from tools.meshes.harness import environment_of
 
 pytestmark = pytest.mark.slow
 MESH = ("--data", "2", "--model", "2")
@@ -17,7 +17,7 @@ def command(*arguments):
     """What a command prints to stdout."""
     done = subprocess.run(
         [sys.executable, "-m", "dsv4_jax", *arguments],
-        env=os.environ | ENVIRONMENT,
+        env=os.environ | environment_of(),
         capture_output=True,
         text=True,
     )

@@ -1,4 +1,4 @@
-"""An engine on a mesh, mostly in `tools.mesh_engine`, and what it refuses."""
+"""An engine on a mesh, mostly in `tools.meshes.engine`, and what it refuses."""
 
 import json
 import re
@@ -9,7 +9,7 @@ import pytest
 import dsv4_jax as ds
 from dsv4_jax.serving import sizing
 from helpers import serving
-from tools import mesh_engine, mesh_grammars, two_shards
+from tools.meshes import grammars, on_cpus, two_shards
 
 pytestmark = pytest.mark.unoptimised
 
@@ -18,7 +18,7 @@ MESHES = ("1x1", "1x2", "2x1", "2x2", "4x2")
 
 def test_a_short_life_on_two_data_shards_of_two_devices():
     """Every request gets, to the bit, what it gets alone; verified after every step."""
-    found = mesh_engine.run("2x2", "--events", "40", "--damage", "--small")["2x2"]
+    found = on_cpus.run("engine", "2x2", "--events", "40", "--damage", "--small")["2x2"]
     (life,) = found["lives"]
     assert life["hit_tokens"] > 0
     assert life["most_running"] == [2, 2]
@@ -33,7 +33,7 @@ def test_a_short_life_on_two_data_shards_of_two_devices():
 @pytest.fixture(scope="module")
 def long_lives():
     """With drafts, snapshots and every type of layer; by mesh, and tokens of one device."""
-    return mesh_engine.run(*MESHES, "--events", "150", "--alone", "--seeds", "0", "1")
+    return on_cpus.run("engine", *MESHES, "--events", "150", "--alone", "--seeds", "0", "1")
 
 
 @pytest.mark.slow
@@ -52,7 +52,7 @@ SPLIT_MESHES = ("1x2", "2x2")
 @pytest.fixture(scope="module")
 def split_lives():
     options = ("--events", "150", "--alone", "--seeds", "0", "1", "--split", "--damage")
-    return mesh_engine.run(*SPLIT_MESHES, *options)
+    return on_cpus.run("engine", *SPLIT_MESHES, *options)
 
 
 @pytest.mark.slow
@@ -75,7 +75,7 @@ def test_long_lives_of_a_split_cache(split_lives, mesh):
 def test_long_lives_of_a_split_cache_where_blocks_are_few():
     """Requests give way where blocks of one device run out."""
     options = ("--events", "200", "--scarce", "--seeds", "0", "1", "--split")
-    found = mesh_engine.run("1x2", *options)["1x2"]
+    found = on_cpus.run("engine", "1x2", *options)["1x2"]
     assert all(life["evicted_blocks"] > 0 for life in found["lives"])
     assert found["outgrown"]["preempted"] > 0
     assert found["outgrown"]["wrong"] == []
@@ -84,7 +84,7 @@ def test_long_lives_of_a_split_cache_where_blocks_are_few():
 @pytest.mark.slow
 def test_damage_is_found_in_every_array_on_any_shard_and_device():
     """With every type of layer, drafts, and snapshots."""
-    found = mesh_engine.run("2x2", "--everywhere")["2x2"]["everywhere"]
+    found = on_cpus.run("engine", "2x2", "--everywhere")["2x2"]["everywhere"]
     assert len(found) > 20
     for name, of_array in found.items():
         tables = {"cache.length_tokens": "length", "cache.block_table": "owner"}
@@ -95,14 +95,14 @@ def test_damage_is_found_in_every_array_on_any_shard_and_device():
 @pytest.mark.slow
 def test_answers_with_grammars_are_those_of_one_device():
     """With drafts and without, on parts of the vocabulary and on two data shards."""
-    found = mesh_grammars.run("2x2", "1x2", "2x1")
+    found = on_cpus.run("grammars", "2x2", "1x2", "2x1")
     alone = found["one device"]
     first, expression, _, lark, warm = alone["texts"]
     for text in (first, warm):
         value = json.loads(text)
         assert list(value) == ["n", "k"]
         assert 0 <= value["n"] <= 99
-    assert re.fullmatch(mesh_grammars.EXPRESSION, expression)
+    assert re.fullmatch(grammars.EXPRESSION, expression)
     assert re.fullmatch("xA[0-9]{2}", lark)
     assert [alone["reasons"][number] for number in (0, 1, 3, 4)] == ["stop"] * 4
     for name, of_mesh in found.items():
@@ -140,7 +140,7 @@ def test_known_bugs_on_two_data_shards(file):
 
 @pytest.mark.slow
 def test_long_lives_where_blocks_are_few():
-    found = mesh_engine.run("2x1", "--events", "300", "--scarce", "--seeds", "0", "1", "2")
+    found = on_cpus.run("engine", "2x1", "--events", "300", "--scarce", "--seeds", "0", "1", "2")
     for life in found["2x1"]["lives"]:
         assert life["preempted"] > 0
         assert life["evicted_blocks"] > 0

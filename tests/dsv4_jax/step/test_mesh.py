@@ -14,7 +14,8 @@ import dsv4_jax as ds
 from dsv4_jax import collectives
 from dsv4_jax.model.params import param_shapes
 from helpers import slow
-from tools import aot, mesh_at_size, mesh_check, mesh_split
+from tools import aot
+from tools.meshes import at_size, on_cpus, split
 
 TOLERANCE = 2e-5
 MESHES = ("1x1", "1x2", "1x8", "2x1", "8x1", "2x4", "4x2")
@@ -38,7 +39,7 @@ def specs(config, *sizes, weights="dense", stacked=True):
 
 @pytest.mark.parametrize("mesh", slow.all_but(["2x4"], ["2x4", "1x2"]))
 def test_logits_on_a_mesh_are_those_of_one_device(mesh):
-    found = mesh_check.run(mesh)[mesh]
+    found = on_cpus.run("steps", mesh)[mesh]
     assert found["logits_off"] < TOLERANCE
     assert found["different"] == []
 
@@ -46,7 +47,7 @@ def test_logits_on_a_mesh_are_those_of_one_device(mesh):
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", slow.all_but(["2x4"], ["2x4", "1x2"]))
 def test_rows_that_are_dealt_have_the_logits_of_one_device(mesh):
-    found, (data, model) = mesh_check.run(mesh, "--dealt")[mesh], map(int, mesh.split("x"))
+    found, (data, model) = on_cpus.run("steps", mesh, "--dealt")[mesh], map(int, mesh.split("x"))
     assert found["logits_off"] < TOLERANCE
     assert found["different"] == []
     assert found["dealt"] == [[160 // data, 160 // data // model]]
@@ -55,7 +56,7 @@ def test_rows_that_are_dealt_have_the_logits_of_one_device(mesh):
 @pytest.mark.slow
 def test_every_kind_of_step_deals_its_rows():
     """A number of rows that does not divide is not dealt."""
-    for mesh, found in mesh_check.run("1x2", "2x4", "1x8", "--all", "--dealt").items():
+    for mesh, found in on_cpus.run("steps", "1x2", "2x4", "1x8", "--all", "--dealt").items():
         assert found["logits_off"] < TOLERANCE, mesh
         assert found["different"] == [], mesh
         divides = int(mesh[-1])
@@ -77,7 +78,7 @@ def test_rows_are_dealt_from_a_number_on_that_divides(model, num_rows, own, monk
 @pytest.fixture(scope="module")
 def all_steps():
     """Results by mesh; one process, since each compiles the steps of one device too."""
-    return mesh_check.run(*MESHES, "--all")
+    return on_cpus.run("steps", *MESHES, "--all")
 
 
 @pytest.mark.slow
@@ -91,14 +92,14 @@ def test_every_kind_of_step_on_every_mesh(all_steps, mesh):
 @pytest.mark.slow
 def test_sums_over_devices_are_in_their_order_and_rounded_once():
     """Of one row, of some and of many; a sum of two has no order."""
-    for mesh, found in mesh_check.run("1x4", "1x2", "4x1", "8x1", "1x8", "--sums").items():
+    for mesh, found in on_cpus.run("steps", "1x4", "1x2", "4x1", "8x1", "1x8", "--sums").items():
         what = "collective" if mesh == "1x2" else "device"
         assert list(found.values()) == [[what, 0]] * 3, mesh
 
 
 @pytest.mark.slow
 def test_rows_are_gathered_in_e4m3_without_a_change_of_any_bit():
-    for found in mesh_check.run("8x1", "2x1", "--rows").values():
+    for found in on_cpus.run("steps", "8x1", "2x1", "--rows").values():
         assert found == {"gathered": [["ui8"], ["ui16"]], "differ": 0, "finite": True}
 
 
@@ -109,13 +110,13 @@ def check_layers(found):
     assert second.endswith("is of model 1, and it lies on 0")
     for attn in ("csa", "csa, all", "hca"):
         assert found[attn]["selected_differ"] == 0
-        assert found[attn]["most_selected"] >= mesh_split.TOP_K
+        assert found[attn]["most_selected"] >= split.TOP_K
         assert found[attn]["attended_off"] < 1e-6
 
 
 @pytest.mark.slow
 def test_dealt_blocks_are_selected_and_attended_to_as_on_one_device():
-    check_layers(mesh_split.run("1x2")["1x2"])
+    check_layers(on_cpus.run("split", "1x2")["1x2"])
 
 
 SPLIT_MESHES = ("1x2", "1x8", "2x2", "2x4")
@@ -124,7 +125,7 @@ SPLIT_MESHES = ("1x2", "1x8", "2x2", "2x4")
 @pytest.fixture(scope="module")
 def random_steps():
     """Results by mesh; one process, since each compiles the steps of one device too."""
-    return mesh_split.run(*SPLIT_MESHES, "--steps", "24")
+    return on_cpus.run("split", *SPLIT_MESHES, "--steps", "24")
 
 
 @pytest.mark.slow
@@ -243,7 +244,7 @@ def test_a_cache_is_cut_by_slot_and_block():
 @pytest.mark.skipif(aot.unavailable() is not None, reason=str(aot.unavailable()))
 @pytest.mark.parametrize("mesh", ["1x2", "2x4"])
 def test_a_layer_has_two_collectives_on_each_axis(mesh):
-    found = mesh_at_size.run(mesh, "--layers", "5", "--batch", "8")[mesh]
+    found = at_size.run(mesh, "--layers", "5", "--batch", "8")[mesh]
     assert found["alias_bytes"] == found["cache_bytes"]
     assert found["large_copies"] == []
     assert found["argument_bytes"] - found["weight_bytes"] < found["cache_bytes"] + 2**20
@@ -264,7 +265,7 @@ def test_a_layer_has_two_collectives_on_each_axis(mesh):
     "options", [(), ("--split", "--context", "65536"), ("--batch", "2")], ids=str
 )
 def test_with_peer_buffers_a_step_has_no_collective_of_nccl(options):
-    found = mesh_at_size.run("2x4", "--layers", "5", "--batch", "8", "--peers", *options)["2x4"]
+    found = at_size.run("2x4", "--layers", "5", "--batch", "8", "--peers", *options)["2x4"]
     assert found["collectives"] == {}
     assert found["alias_bytes"] == found["cache_bytes"]
     assert found["large_copies"] == []
@@ -279,7 +280,7 @@ def test_a_split_cache_has_two_more_collectives_a_layer(mesh):
     Eleven sums are gathered, as those of more than two devices are.
     """
     options = ("--layers", "5", "--batch", "8", "--context", "65536", "--split")
-    found = mesh_at_size.run(mesh, *options)[mesh]
+    found = at_size.run(mesh, *options)[mesh]
     assert found["alias_bytes"] == found["cache_bytes"]
     assert found["large_copies"] == []
     counts = {name: figures["in_program"] for name, figures in found["collectives"].items()}

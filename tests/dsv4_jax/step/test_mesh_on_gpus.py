@@ -9,22 +9,18 @@ import jax
 import numpy as np
 import pytest
 
-from tools import mesh_check, mesh_graphs, mesh_on_gpus, mesh_results
+from tools.meshes import graphs, harness, on_gpus, results
 
 TOLERANCE = 1e-4
 """Of float32 logits, in units of their spread; a request has seen up to 150 tokens."""
 
 
-ON_CPUS = {
-    "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0",
-}
+ON_CPUS = harness.environment_of(2)
 
 
-def run(*arguments, program="tools.mesh_on_gpus", **environment):
+def run(*arguments, program="tools.meshes.on_gpus", **environment):
     """Exit status and lines of a program, those that are JSON."""
-    paths = [str(mesh_check.TESTS.parent), str(mesh_check.TESTS), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | environment | {"PYTHONPATH": os.pathsep.join(paths)}
+    environment = os.environ | environment | harness.paths()
     command = [sys.executable, "-m", program, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -61,10 +57,10 @@ def test_the_program_runs_on_cpus():
 def test_steps_are_timed_with_each_choice_of_command_buffers():
     """CPUs have none, and take no notice of the flags."""
     small = ("--tiny", "--layers", "1", "--points", "2@200", "1@200/split", "--limit-s", "600")
-    status, lines = run(*small, program="tools.mesh_graphs", **ON_CPUS)
+    status, lines = run(*small, program="tools.meshes.graphs", **ON_CPUS)
     assert status == 0, lines
     assert lines[-1]["best"].keys() == {"2@200", "1@200/split"}
-    assert lines[-1]["step_ms"]["2@200"].keys() == mesh_graphs.SETTINGS.keys()
+    assert lines[-1]["step_ms"]["2@200"].keys() == graphs.SETTINGS.keys()
 
 
 @pytest.mark.slow
@@ -80,11 +76,11 @@ def test_collectives_are_timed(tmp_path):
 
 
 def test_places():
-    assert mesh_on_gpus.places(2) == ["one", "1x2", "2x1", "1x2 split", "1x2 dealt"]
-    assert mesh_on_gpus.places(8)[-1] == "2x4"
+    assert on_gpus.places(2) == ["one", "1x2", "2x1", "1x2 split", "1x2 dealt"]
+    assert on_gpus.places(8)[-1] == "2x4"
 
 
-def results(**changes):
+def found_of(**changes):
     """Logits of two tokens of a vocabulary of four, and what two requests select."""
     logits = np.array([[0.0, 1.0, 0.9, -1.0], [2.0, 0.0, 0.0, 0.0]])
     selected = np.array([[0, 3, 5], [1, -1, -1]])
@@ -92,14 +88,14 @@ def results(**changes):
 
 
 def test_logits_are_compared_in_units_of_their_spread():
-    found = mesh_results.compare(results(), results())
+    found = results.compare(found_of(), found_of())
     assert found["off"] == 0
     assert found["best_equal"] == found["near"] == found["selected_equal"] == 1
-    other = results()["prompt 0"] + np.array([[0.0, 0.0, 0.2, 0.0], [0.0] * 4])
+    other = found_of()["prompt 0"] + np.array([[0.0, 0.0, 0.2, 0.0], [0.0] * 4])
     selected = np.array([[0, 3, 4], [1, -1, -1]])
-    found = mesh_results.compare(results(**{"prompt 0": other, "selected": selected}), results())
+    found = results.compare(found_of(**{"prompt 0": other, "selected": selected}), found_of())
     assert found["off"] == pytest.approx(0.2)
-    assert found["off_of_spread"] == pytest.approx(0.2 / results()["prompt 0"].std())
+    assert found["off_of_spread"] == pytest.approx(0.2 / found_of()["prompt 0"].std())
     assert (found["best_equal"], found["near"], found["selected_equal"]) == (0.5, 1, 0.75)
 
 
@@ -122,11 +118,11 @@ GOOD = [
 )
 def test_what_is_not_as_promised_is_said(number, line, complaint):
     parts = ("again", "damage")
-    assert mesh_results.complaints(GOOD, ["one"], parts) == []
+    assert results.complaints(GOOD, ["one"], parts) == []
     lines = [one | (line if n == number else {}) for n, one in enumerate(GOOD)]
-    assert mesh_results.complaints(lines, ["one"], parts) == [complaint]
+    assert results.complaints(lines, ["one"], parts) == [complaint]
     del lines[number]
-    (said,) = mesh_results.complaints(lines, ["one"], parts)
+    (said,) = results.complaints(lines, ["one"], parts)
     assert said.endswith("nothing was printed")
 
 
@@ -145,9 +141,9 @@ THUNKS = """000: kCommandBuffer [source | sink]
 
 def test_collectives_are_found_in_graphs_and_outside(tmp_path):
     name = "module_0001.jit_decode_step.thunk_sequence"
-    assert "missing" in mesh_graphs.read_thunks(tmp_path)
+    assert "missing" in graphs.read_thunks(tmp_path)
     (tmp_path / f"{name}.txt").write_text(THUNKS * 2)
     (tmp_path / f"{name}_after_thunk_passes.txt").write_text(THUNKS)
-    found = mesh_graphs.read_thunks(tmp_path)
+    found = graphs.read_thunks(tmp_path)
     assert (found["graphs"], found["inside"], found["outside"]) == (1, 3, 3)
     assert found["collectives"] == {"inside": 2, "outside": 2}

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tools import mixed_meshes
+from tools.meshes import on_cpus
 
 ELSEWHERE = "must lie on the mesh of the other arguments"
 MESSAGES = {
@@ -26,7 +26,7 @@ MESSAGES = {
 
 @pytest.fixture(scope="module")
 def errors():
-    return mixed_meshes.run()
+    return on_cpus.run("mixed")
 
 
 def test_arguments_on_different_meshes_are_refused(errors):

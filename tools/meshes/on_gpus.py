@@ -1,8 +1,8 @@
 """Steps and engines on every mesh that the devices allow, against the same on one of them.
 
-    python -m tools.mesh_on_gpus                            all GPUs, layers of released shapes
+    python -m tools.meshes.on_gpus                            all GPUs, layers of released shapes
     XLA_FLAGS=--xla_force_host_platform_device_count=2 \\
-        python -m tools.mesh_on_gpus --tiny --jobs 1        CPU devices, a small model
+        python -m tools.meshes.on_gpus --tiny --jobs 1        CPU devices, a small model
 
 A place is one device, or a mesh such as 1x2, maybe with a split cache ("1x2 split"), maybe with
 rows dealt over `model` however few they are ("1x2 dealt"). Each has three processes of its own, for
@@ -38,9 +38,9 @@ from dsv4_jax.mesh import BY_ROW, on_mesh
 from helpers import serving
 from helpers.engine_life import Life
 from pallas_kernels.common.backend import FallbackWarning
-from tools import mesh_engine
-from tools.mesh_check import ROWS, Runner, jit_prefill, jit_stage
-from tools.mesh_results import against, complaints, differing_rows
+from tools.meshes import engine as engines
+from tools.meshes.harness import ROWS, Runner, jit_prefill, jit_stage, mesh_of
+from tools.meshes.results import against, complaints, differing_rows
 
 OF_STEPS = ("logits", "again", "cuts", "alone", "rows", "drafts", "selected")
 OF_ENGINES = ("engine", "damage")
@@ -98,14 +98,14 @@ class Checks:
     def __init__(self, place, sizes):
         self.place, self.sizes = place, sizes
         name, *ways = place.split()
-        self.mesh = None if name == "one" else ds.make_mesh(*map(int, name.split("x")))
+        self.mesh = None if name == "one" else mesh_of(name)
         self.config, params = model(sizes)
         self.runner = Runner(
             self.config, params, self.mesh, cache_format=sizes.cache_format,
             context=sizes.context, split="split" in ways,
         )  # fmt: skip
         serving.CONFIG, serving.params = self.config, lambda: self.runner.params
-        mesh_engine.OPTIONS["split_cache"] = "split" in ways
+        engines.OPTIONS["split_cache"] = "split" in ways
         if "dealt" in ways:
             collectives.DEALT_ROWS = 1
         rng = np.random.default_rng(0)
@@ -223,8 +223,8 @@ class Checks:
 
         Each request gets to the bit what the same place gives it alone without drafts.
         """
-        plain = serving.limit(mesh_engine.engine_on(self.mesh, overlap=False), num_snapshots=0)
-        engine = mesh_engine.engine_on(self.mesh)
+        plain = serving.limit(engines.engine_on(self.mesh, overlap=False), num_snapshots=0)
+        engine = engines.engine_on(self.mesh)
         life, problems = Life(engine, 0, plain), []
         for number in range(self.sizes.events):
             life.event()
@@ -239,7 +239,7 @@ class Checks:
         """What `Engine.verify` finds of one bit that is changed."""
         if self.mesh is None:
             return {"left_out": "the planted damage is that of a mesh"}
-        return mesh_engine.damage(self.mesh)
+        return engines.damage(self.mesh)
 
     def launches(self):
         """Four decode steps in a launch against one; requests run alone, so that programs match.
@@ -249,8 +249,8 @@ class Checks:
         tokens = []
         for steps in (1, 4):
             several = {"steps_per_call": steps, "decode_tokens": None, "draft_tokens": 0}
-            engine = mesh_engine.engine_on(self.mesh, **several)
-            tokens.append(mesh_engine.greedy(engine, together=False))
+            engine = engines.engine_on(self.mesh, **several)
+            tokens.append(engines.greedy(engine, together=False))
             made = engine.metrics.steps - engine.metrics.step_calls
             engine.close()
         unequal = sum(one != other for one, other in zip(*tokens, strict=True))
@@ -329,7 +329,7 @@ def run_all(names, arguments, folder):
     while waiting or running:
         while waiting and len(running) < arguments.jobs:
             name, parts = waiting.pop(0)
-            command = [sys.executable, "-m", "tools.mesh_on_gpus", "--place", name]
+            command = [sys.executable, "-m", "tools.meshes.on_gpus", "--place", name]
             command += ["--folder", str(folder), "--parts", *parts, *["--tiny"] * arguments.tiny]
             log = (folder / f"{name} {parts[0]}.log").open("w+")
             running[name, parts[0]] = subprocess.Popen(command, stdout=log), log, 0

@@ -1,21 +1,13 @@
-"""Answers that follow grammars on a mesh of CPU devices, and on one device.
-
-    python -m tools.mesh_grammars 2x2 1x2 2x1
-
-Prints, as JSON, for each mesh and for "one device": tokens without drafts, tokens with drafts, how
-many drafts were kept, and the texts. `run` runs it in a process of its own, for the number of
-devices is set before JAX starts.
+"""Answers that follow grammars, on meshes and on one device: tokens without drafts, tokens with
+drafts, how many drafts were kept, and the texts.
 """
-
-import argparse
-import json
 
 import numpy as np
 
 import dsv4_jax as ds
 from dsv4_jax.serving import Grammar
 from helpers import serving
-from tools.mesh_check import run_program
+from tools.meshes.harness import mesh_of
 
 END, VOCAB = 257, 260
 EXPRESSION, LARK = "(ab|cd){3,9}", 'start: "x" <[65]> /[0-9]{2}/'
@@ -32,6 +24,12 @@ ASKED = (
     {"grammar": Grammar("lark", LARK), "presence_penalty": 1.0},
     {"grammar": Grammar.json_schema(SCHEMA), "temperature": 1.3, "seed": 5},
 )
+
+
+def check_all(arguments):
+    found = {"one device": check(None)}
+    alone = found["one device"]["plain"]
+    return found | {name: check(mesh_of(name), alone) for name in arguments.meshes}
 
 
 def engine_on(mesh, *, draft_tokens):
@@ -81,22 +79,3 @@ def check(mesh, known=None):
         "texts": [one.text for one in drafted],
         "reasons": [one.finish_reason for one in drafted],
     }
-
-
-def run(*arguments):
-    """What the program prints with these arguments."""
-    return run_program("mesh_grammars", *arguments)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("meshes", nargs="+", metavar="DATAxMODEL")
-    found = {"one device": check(None)}
-    for name in parser.parse_args().meshes:
-        mesh = ds.make_mesh(*map(int, name.split("x")))
-        found[name] = check(mesh, found["one device"]["plain"])
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,17 +1,10 @@
-"""An engine on a mesh of CPU devices: random lives, greedy tokens, planted damage.
+"""An engine on meshes: for each the greedy tokens of a few prompts, what happened in random lives,
+and what `verify` found of planted damage.
 
-    python -m tools.mesh_engine 2x2 --events 40 --damage
-    python -m tools.mesh_engine 4x2 2x1 --seeds 0 1 2 --events 300 --scarce
-
-Prints, as JSON, for each mesh the greedy tokens of a few prompts, what happened in the lives, and
-what `verify` found of the damage. A life raises where a request does not get, to the bit, what the
-same mesh gives it alone. `run` runs it in a process of its own, for the number of devices is set
-before JAX starts.
+A life raises where a request does not get, to the bit, what the same mesh gives it alone.
 """
 
-import argparse
 import dataclasses
-import json
 
 import jax
 import numpy as np
@@ -20,12 +13,34 @@ from prometheus_client import CollectorRegistry, generate_latest
 import dsv4_jax as ds
 from helpers import serving
 from helpers.engine_life import Life
-from tools.mesh_check import run_program
+from tools.meshes.harness import mesh_of
 
 PROMPT_TOKENS = (5, 150, 37, 1, 90, 61)
 FEW_BLOCKS, FEW_SNAPSHOTS = 4, 3
 OPTIONS = {}
 """Further arguments of every engine."""
+
+
+def add_arguments(parser):
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the lives")
+    parser.add_argument("--events", type=int, default=0, help="of each life")
+    parser.add_argument("--scarce", action="store_true", help="few blocks, and nothing poisoned")
+    parser.add_argument("--damage", action="store_true", help="plant some, and verify")
+    parser.add_argument("--everywhere", action="store_true", help="damage to every array")
+    parser.add_argument("--alone", action="store_true", help="greedy tokens of one device too")
+    parser.add_argument("--split", action="store_true", help="deal blocks over model")
+    parser.add_argument("--small", action="store_true", help="one layer, no drafts")
+
+
+def check_all(arguments):
+    if arguments.small:
+        use_small_model()
+    if arguments.split:
+        OPTIONS["split_cache"] = True
+    found = {name: check(name, arguments) for name in arguments.meshes}
+    if arguments.alone:
+        found["one device"] = greedy(engine_on(None))
+    return found
 
 
 def use_small_model():
@@ -208,7 +223,7 @@ def _flipped(leaf, devices):
 
 def check(name, arguments):
     """What happened on a mesh "DATAxMODEL"."""
-    mesh = ds.make_mesh(*map(int, name.split("x")))
+    mesh = mesh_of(name)
     plain = serving.limit(engine_on(mesh, overlap=False), num_snapshots=0)
     found = {"greedy": greedy(serving.limit(engine_on(mesh), num_snapshots=0)), "lives": []}
     if arguments.events:
@@ -221,34 +236,3 @@ def check(name, arguments):
     if arguments.everywhere:
         found["everywhere"] = damage_everywhere(mesh)
     return found
-
-
-def run(*arguments):
-    """What the program prints with these arguments."""
-    return run_program("mesh_engine", *arguments)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("meshes", nargs="+", metavar="DATAxMODEL")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the lives")
-    parser.add_argument("--events", type=int, default=0, help="of each life")
-    parser.add_argument("--scarce", action="store_true", help="few blocks, and nothing poisoned")
-    parser.add_argument("--damage", action="store_true", help="plant some, and verify")
-    parser.add_argument("--everywhere", action="store_true", help="damage to every array")
-    parser.add_argument("--alone", action="store_true", help="greedy tokens of one device too")
-    parser.add_argument("--split", action="store_true", help="deal blocks over model")
-    parser.add_argument("--small", action="store_true", help="one layer, no drafts")
-    arguments = parser.parse_args()
-    if arguments.small:
-        use_small_model()
-    if arguments.split:
-        OPTIONS["split_cache"] = True
-    found = {name: check(name, arguments) for name in arguments.meshes}
-    if arguments.alone:
-        found["one device"] = greedy(engine_on(None))
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

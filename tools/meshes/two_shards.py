@@ -1,7 +1,7 @@
 """A plugin of pytest: engines of `helpers.serving` are on two data shards, twice as large.
 
     XLA_FLAGS=--xla_force_host_platform_device_count=2 \
-        pytest -p tools.two_shards tests/dsv4_jax/serving/test_drafting.py
+        pytest -p tools.meshes.two_shards tests/dsv4_jax/serving/test_drafting.py
 
 `run` does so in a process of its own, for the number of devices is set before JAX starts.
 """
@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 
-from tools.mesh_check import ENVIRONMENT, TESTS
+from tools.meshes.harness import TESTS, environment_of
 
 COUNTED = ("max_requests", "num_blocks", "num_snapshots")
 """Sizes of all data shards together."""
@@ -37,8 +37,6 @@ def pytest_terminal_summary(terminalreporter):
 
 def run(*tests):
     """What pytest says of these tests, and its status."""
-    flags = ENVIRONMENT["XLA_FLAGS"].replace("count=8", "count=2")
-    paths = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
     options = (
         "-q",
         "-m",
@@ -46,12 +44,12 @@ def run(*tests):
         "-p",
         "no:cacheprovider",
         "-p",
-        "tools.two_shards",
+        "tools.meshes.two_shards",
     )
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *tests],
         cwd=TESTS.parent,
-        env=os.environ | ENVIRONMENT | {"XLA_FLAGS": flags, "PYTHONPATH": paths},
+        env=os.environ | environment_of(2),
         capture_output=True,
         text=True,
     )

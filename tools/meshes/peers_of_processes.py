@@ -1,6 +1,6 @@
 """Peer buffers of a mesh of 2x2 CPU devices in two processes.
 
-    python -m tools.peers_of_processes
+    python -m tools.meshes.peers_of_processes
 
 CPUs have no memory to share by a driver: that of a stand-in is NumPy's, and an address that another
 process opens ends in 1. Each process prints what it gathers and the addresses in its headers, as
@@ -17,7 +17,7 @@ import numpy as np
 
 from helpers import gpu_processes
 from pallas_kernels.peer_collectives.buffer import EMPTY
-from tools.mesh_check import ENVIRONMENT, TESTS
+from tools.meshes.harness import environment_of
 
 
 def obstacle_of(call, *arguments):
@@ -68,10 +68,8 @@ def be_one(number, count, port):
 
 def run():
     """What each process printed."""
-    paths = os.pathsep.join([str(TESTS.parent), str(TESTS)])
-    flags = ENVIRONMENT["XLA_FLAGS"].replace("count=8", "count=2")
-    environment = os.environ | ENVIRONMENT | {"XLA_FLAGS": flags, "PYTHONPATH": paths}
-    command = [sys.executable, "-m", "tools.peers_of_processes"]
+    environment = os.environ | environment_of(2)
+    command = [sys.executable, "-m", "tools.meshes.peers_of_processes"]
     options = {"env": environment, "stdout": subprocess.PIPE}
     processes = gpu_processes.start(command, 2, gpus=0, **options)
     outputs = [process.communicate(timeout=120)[0] for process in processes]

@@ -1,4 +1,4 @@
-"""What the places of `mesh_on_gpus` found, beside each other."""
+"""What the places of `on_gpus` found, beside each other."""
 
 import numpy as np
 

@@ -1,6 +1,6 @@
 """Whether collectives of a step are in XLA's command buffers (CUDA graphs), and what that is worth.
 
-    python -m tools.mesh_graphs --layers 8 --points 1@4096 8@4096
+    python -m tools.meshes.graphs --layers 8 --points 1@4096 8@4096
 
 Compiles and times decode steps on a mesh of all GPUs with XLA's own choice of what its command
 buffers hold, with collectives in them, and with none at all. Each setting is a process, since flags
@@ -118,7 +118,7 @@ def start(name, arguments, folder):
         "JAX_ENABLE_COMPILATION_CACHE": "false",  # what is read from there is not described
     }
     (folder / name).mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "tools.mesh_graphs", "--setting", name]
+    command = [sys.executable, "-m", "tools.meshes.graphs", "--setting", name]
     command += ["--folder", str(folder), "--layers", str(arguments.layers)]
     command += ["--points", *arguments.points, *["--tiny"] * arguments.tiny]
     pipe = subprocess.PIPE

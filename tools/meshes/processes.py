@@ -1,8 +1,8 @@
 """An engine on a mesh of four devices that lie in one, two or four processes.
 
-    python -m tools.hosts_engine 2 --mesh 2x2                      tokens, as JSON
-    python -m tools.hosts_engine 2 --mesh 2x2 --lost 1 --how stop  one is lost in the middle
-    python -m tools.hosts_engine 2 --mesh 1x4 --gpus               on GPUs, at released shapes
+    python -m tools.meshes.processes 2 --mesh 2x2                      tokens, as JSON
+    python -m tools.meshes.processes 2 --mesh 2x2 --lost 1 --how stop  one is lost in the middle
+    python -m tools.meshes.processes 2 --mesh 1x4 --gpus               on GPUs, at released shapes
 
 Starts the processes and prints, as JSON, the exit status of each, what it wrote to stderr, the
 seconds that it lived on after one was lost, and what process 0 printed.
@@ -21,7 +21,7 @@ import time
 import pytest
 
 from helpers import gpu_processes, serving
-from tools.mesh_check import ENVIRONMENT, TESTS
+from tools.meshes.harness import environment_of, mesh_of, paths
 
 DEVICES, TIMEOUT_S, LOST_AT_STEP = 4, 10.0, 3
 
@@ -33,19 +33,20 @@ def be_one(arguments):
 
     if count > 1:
         ds.hosts.join_hosts(f"127.0.0.1:{port}", count, number, timeout_s=TIMEOUT_S)
-    from tools import mesh_engine, mesh_on_gpus
+    from tools.meshes import engine as engines
+    from tools.meshes import on_gpus
 
     if arguments.gpus:
-        serving.CONFIG, params = mesh_on_gpus.model(mesh_on_gpus.RELEASED)
+        serving.CONFIG, params = on_gpus.model(on_gpus.RELEASED)
         serving.params = lambda: params
     else:
-        mesh_engine.use_small_model()
-    mesh_engine.OPTIONS["split_cache"] = arguments.split
+        engines.use_small_model()
+    engines.OPTIONS["split_cache"] = arguments.split
     if arguments.steps:
         several = {"steps_per_call": arguments.steps, "decode_tokens": None, "draft_tokens": 0}
-        mesh_engine.OPTIONS |= several
-    mesh = ds.make_mesh(*map(int, arguments.mesh.split("x")))
-    engine = mesh_engine.engine_on(mesh)
+        engines.OPTIONS |= several
+    mesh = mesh_of(arguments.mesh)
+    engine = engines.engine_on(mesh)
     if number == arguments.lost:
         lose_at_step(engine, arguments.how)
     if number:
@@ -55,7 +56,7 @@ def be_one(arguments):
         return
     if arguments.lost < 0:
         engine.warmup()
-    tokens = mesh_engine.greedy(engine)
+    tokens = engines.greedy(engine)
     problems = [str(one) for one in engine.verify().problems]
     engine.close()
     print(json.dumps({"tokens": tokens, "problems": problems}), flush=True)
@@ -79,12 +80,8 @@ def lose_at_step(engine, how):
 
 def run(count, mesh, lost=-1, how="kill", *, split=False, gpus=False, steps=0):
     """What the processes did: see above."""
-    paths = os.pathsep.join([str(TESTS.parent), str(TESTS)])
-    environment = os.environ | {"PYTHONPATH": paths}
-    if not gpus:
-        flags = ENVIRONMENT["XLA_FLAGS"].replace("count=8", f"count={DEVICES // count}")
-        environment |= ENVIRONMENT | {"XLA_FLAGS": flags}
-    command = [sys.executable, "-m", "tools.hosts_engine", str(count), "--mesh", mesh]
+    environment = os.environ | (paths() if gpus else environment_of(DEVICES // count))
+    command = [sys.executable, "-m", "tools.meshes.processes", str(count), "--mesh", mesh]
     command += ["--lost", str(lost), "--how", how, *["--split"] * split, *["--gpus"] * gpus]
     command += ["--steps", str(steps)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -1,14 +1,11 @@
-"""Peer buffers on eight CPU devices, which have no kernels for them.
+"""Peer buffers on CPU devices, which have no kernels for them.
 
-    python -m tools.peers_check
-
-Prints a JSON object: whether each header has the addresses of its axis and the rest is as new,
-which collectives of a step are given a buffer, and how many logits differ from those without them.
+Whether each header has the addresses of its axis and the rest is as new, which collectives of a
+step are given a buffer, and how many logits differ from those without them.
 """
 
 import collections
 import dataclasses
-import json
 
 import jax
 import numpy as np
@@ -19,7 +16,7 @@ from dsv4_jax.cache.snapshots import init_snapshot_store
 from dsv4_jax.step.serve_step import jit_serve_step
 from helpers import host_memory
 from pallas_kernels.peer_collectives.buffer import EMPTY, PeerLayout
-from tools.mesh_check import ROWS, Runner, run_program, smallest
+from tools.meshes.harness import ROWS, Runner, smallest
 
 MESH = (2, 4)
 
@@ -66,8 +63,7 @@ def count_buffers(run):
     return found, counts
 
 
-def check():
-    """What is printed."""
+def check_all(arguments):
     mesh, config = ds.make_mesh(*MESH), smallest()
     buffers = {axis: host_memory.allocate(mesh, axis) for axis in mesh.axis_names}
     result = {axis: check_headers(mesh, axis) for axis in mesh.axis_names}
@@ -99,12 +95,3 @@ def count_with_drafts(mesh, buffers):
         lambda: jit_serve_step.trace(params, runner.cache, store, given, **static)
     )
     return counts
-
-
-def run():
-    """What the program prints."""
-    return run_program("peers_check")
-
-
-if __name__ == "__main__":
-    print(json.dumps(check()))

@@ -1,15 +1,9 @@
-"""A cache whose blocks are dealt over `model`, on meshes of eight CPU devices, against one device.
-
-    python -m tools.mesh_split 1x2                    layers alone: what is selected and attended
-    python -m tools.mesh_split 1x8 2x4 --steps 40     random schedules of every kind of step
-
-Prints, as JSON, for each mesh what differs and by how much. `run` runs it in a process of its own.
+"""A cache whose blocks are dealt over `model`, against one device: for each mesh what layers select
+and attend, what is stored after random schedules of every kind of step, and by how much it differs.
 """
 
-import argparse
 import dataclasses
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +13,7 @@ import dsv4_jax as ds
 from dsv4_jax.collectives import gather_over_model
 from dsv4_jax.mesh import BY_ROW, MODEL, axis_size, on_mesh, place_on, put
 from helpers import configs
-from tools import mesh_check
-from tools.mesh_check import ROWS, Runner, run_program
+from tools.meshes.harness import DRAFTS, ROWS, Runner, divisible, mesh_of, smallest
 
 CONTEXT = 128 * 11 + 5
 """Tokens of a request: no multiple of blocks, nor blocks of devices."""
@@ -29,9 +22,25 @@ TOP_K, ALL = 24, 512
 """Entries that a layer selects; all that a request can have."""
 
 
-def run(*arguments):
-    """What the program prints with these arguments."""
-    return run_program("mesh_split", *arguments)
+def add_arguments(parser):
+    parser.add_argument("--steps", type=int, default=0, help="of a random schedule")
+    parser.add_argument("--seed", type=int, default=0, help="of the schedule")
+
+
+def check_all(arguments):
+    found = {}
+    if arguments.steps:
+        found = check_schedule(arguments.meshes, steps=arguments.steps, seed=arguments.seed)
+    for name in arguments.meshes:
+        mesh = mesh_of(name)
+        mine = found.setdefault(name, {})
+        for attn in (ds.AttentionType.CSA, ds.AttentionType.HCA):
+            mine[attn.value] = check_layer(mesh, attn)
+        mine["csa, all"] = check_layer(mesh, ds.AttentionType.CSA, ALL)
+        mine["wrong_device"] = find_wrong_device(mesh)
+        if arguments.steps:
+            mine["first_layer_is_exact"] = check_first_layer(name)
+    return found
 
 
 def one_layer(attn, top_k=TOP_K):
@@ -154,9 +163,9 @@ def check_layer(mesh, attn, top_k=TOP_K):
 
 def check_schedule(meshes, *, steps, seed=0):
     """Random ragged steps of all kinds on every mesh, given the same tokens, and what is stored."""
-    config = mesh_check.divisible()
+    config = divisible()
     params = ds.init_params(config, jax.random.key(0))
-    names = {name: ds.make_mesh(*map(int, name.split("x"))) for name in meshes}
+    names = {name: mesh_of(name) for name in meshes}
     alone = Runner(config, params, None, context=CONTEXT)
     others = {
         name: Runner(config, params, mesh, context=CONTEXT, split=True)
@@ -197,7 +206,7 @@ def check_schedule(meshes, *, steps, seed=0):
         if kind == "stage":
             tokens, kept = tokens_of([3] * ROWS), rng.integers(0, 4, ROWS)
             return kind, lambda runner: np.concatenate(runner.stage(tokens, kept)), kept
-        tokens = tokens_of([1 + mesh_check.DRAFTS] * ROWS)
+        tokens = tokens_of([1 + DRAFTS] * ROWS)
         sampling = ds.make_sampling(ROWS)
 
         def serve(runner):
@@ -210,7 +219,7 @@ def check_schedule(meshes, *, steps, seed=0):
         kind, step, added = random_step()
         expected = step(alone)
         if added is None:
-            added = expected[:, 1 + mesh_check.DRAFTS]
+            added = expected[:, 1 + DRAFTS]
         held += added
         for name, runner in others.items():
             result = step(runner)
@@ -252,9 +261,9 @@ def compare_stored(alone, split, mesh, lengths):
 
 def check_first_layer(name):
     """Whether blocks of a first layer, whose input is the embedding, are those of one device."""
-    config = mesh_check.smallest()
+    config = smallest()
     params = ds.init_params(config, jax.random.key(0))
-    mesh = ds.make_mesh(*map(int, name.split("x")))
+    mesh = mesh_of(name)
     stored = []
     for where in (None, mesh):
         runner = Runner(
@@ -282,28 +291,3 @@ def find_wrong_device(mesh):
     table[-1, :2] = table[-1, 1::-1]
     cache = dataclasses.replace(cache, block_table=put(table, mesh))
     return [str(one.message) for one in ds.allocator.verify_cache(cache).problems]
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("meshes", nargs="+", metavar="DATAxMODEL")
-    parser.add_argument("--steps", type=int, default=0, help="of a random schedule")
-    parser.add_argument("--seed", type=int, default=0, help="of the schedule")
-    arguments = parser.parse_args()
-    found = {}
-    if arguments.steps:
-        found = check_schedule(arguments.meshes, steps=arguments.steps, seed=arguments.seed)
-    for name in arguments.meshes:
-        mesh = ds.make_mesh(*map(int, name.split("x")))
-        mine = found.setdefault(name, {})
-        for attn in (ds.AttentionType.CSA, ds.AttentionType.HCA):
-            mine[attn.value] = check_layer(mesh, attn)
-        mine["csa, all"] = check_layer(mesh, ds.AttentionType.CSA, ALL)
-        mine["wrong_device"] = find_wrong_device(mesh)
-        if arguments.steps:
-            mine["first_layer_is_exact"] = check_first_layer(name)
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,13 +1,8 @@
-"""What is said of arguments on different meshes, and of meshes that no step can run on.
-
-    python -m tools.mixed_meshes
-
-Prints, as JSON by name, the error of each misuse, or null where there was none. `run` runs it in a
-process of its own, for the number of devices is set before JAX starts.
+"""Arguments on different meshes, and meshes that no step can run on: the error of each misuse by
+name, or null where there was none.
 """
 
 import functools
-import json
 
 import jax
 import numpy as np
@@ -16,7 +11,7 @@ from jax.sharding import Mesh
 import dsv4_jax as ds
 from dsv4_jax.allocator.pending_changes import idle_changes
 from dsv4_jax.step.serve_step import jit_plain_decode_step
-from tools.mesh_check import Runner, run_program, smallest
+from tools.meshes.harness import Runner, smallest
 
 SIZES = {"max_requests": 8, "max_context_tokens": 160, "cache_format": "f32"}
 
@@ -90,10 +85,5 @@ def error_of(call):
     return None
 
 
-def run():
-    """What the program prints."""
-    return run_program("mixed_meshes")
-
-
-if __name__ == "__main__":
-    print(json.dumps({name: error_of(call) for name, call in misuses().items()}))
+def check_all(arguments):
+    return {name: error_of(call) for name, call in misuses().items()}

@@ -1,6 +1,6 @@
 """Whether kernels of peer buffers give the bits of the references, on all GPUs that are there.
 
-    python -m tools.peers_on_gpus [--calls 40] [--processes 4]
+    python -m tools.meshes.peers_on_gpus [--calls 40] [--processes 4]
 
 On each mesh of all GPUs, calls of random sizes follow each other through the same buffers, each
 with random values, NaN and EMPTY among them, and each device sleeps at random before some of them.
@@ -96,7 +96,7 @@ def main():
     parser.add_argument("--process", type=int, nargs=3, help="be one: number, how many, port")
     args = parser.parse_args()
     if args.processes > 1 and not args.process:
-        command = [sys.executable, "-m", "tools.peers_on_gpus", *sys.argv[1:], "--process"]
+        command = [sys.executable, "-m", "tools.meshes.peers_on_gpus", *sys.argv[1:], "--process"]
         started = gpu_processes.start(command, args.processes)
         return int(any([process.wait() for process in started]))
     ds.set_xla_flags()

@@ -1,4 +1,4 @@
-"""Loads a checkpoint onto meshes of eight CPU devices: `... tools.load_on_mesh FOLDER 4x2`.
+"""Loads a checkpoint onto meshes of eight CPU devices: `... tools.meshes.load FOLDER 4x2`.
 
 Prints, as JSON and by mesh, leaves that differ from those loaded on one device or lie elsewhere
 than `param_shardings` says. With `--memory` it loads onto the first mesh alone and prints the bytes
