@@ -10,7 +10,14 @@ from pallas_kernels.append_and_flush import reference, triton_gpu
 from pallas_kernels.append_and_flush.reference import Appended, Arguments
 from pallas_kernels.common.backend import Backend, resolve
 from pallas_kernels.common.call import CallIndices
-from pallas_kernels.common.checks import check_call, check_codec, check_same_length
+from pallas_kernels.common.checks import (
+    check_call,
+    check_instance,
+    check_integer,
+    check_is_codec,
+    check_same_length,
+    check_stored,
+)
 from pallas_kernels.common.codecs import Codec
 from pallas_kernels.common.layer_planes import LayerPlanes
 from pallas_kernels.common.norm_rope import NormRope
@@ -80,8 +87,12 @@ def append_and_flush(
     check_call(call)
     check_tokens(queries, kv, norm_rope, call.positions)
     num_tokens, dim = kv.shape
-    check_codec("ring", ring.planes, ring.codec, dim)
+    check_stored("ring", ring, dim)
     _check_index_queries(index_queries, index_codec, queries, norm_rope.frequencies)
+    if not isinstance(compressors, list | tuple):
+        check_instance("compressors", compressors, list)
+    if compressors:
+        compression_ratio = check_integer("compression_ratio", compression_ratio, 1)
     for number, compressor in enumerate(compressors):
         check_compressor(f"compressors[{number}]", compressor, num_tokens, compression_ratio)
     if len(compressors) > 1 and not all(isinstance(c.state, dict) for c in compressors):
@@ -111,6 +122,7 @@ def _check_index_queries(
         raise ValueError("index_codec goes with index_queries; pass both, or neither")
     if index_queries is None or codec is None:
         return
+    check_is_codec("index_codec", codec)
     check_index_queries("index_queries", index_queries, frequencies, codec)
     check_same_length("T", queries=queries, index_queries=index_queries)
     if index_queries.dtype != queries.dtype:

@@ -12,6 +12,11 @@ from pallas_kernels.common.backend import Backend, resolve
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.checks import (
     check_call,
+    check_floats,
+    check_instance,
+    check_integer,
+    check_layer,
+    check_names,
     check_planes,
     check_rank,
     check_same_length,
@@ -73,19 +78,29 @@ def append_tokens(
 
     Source: deepseek_v4.md sections 1.7, steps 2 and 4, and 2.4.
     """
+    for name, planes in (("rings", rings), ("rows", rows)):
+        if not isinstance(planes, list | tuple):
+            check_instance(name, planes, list)
     if len(rings) != len(rows) or not rings:
         raise ValueError(f"rings and rows must be as many, got {len(rings)} and {len(rows)}")
-    for ring, new in zip(rings, rows, strict=True):
-        check_planes(ring, new, stacked_name="rings", rows_name="rows")
+    for number, (ring, new) in enumerate(zip(rings, rows, strict=True)):
+        check_planes(ring, new, stacked_name=f"rings[{number}]", rows_name=f"rows[{number}]")
+        check_layer("layer", layer, first_plane(ring))
     if (running is None) != (projections is None):
         raise ValueError("running and projections go together")
     arrays = {f"rows[{i}]": first_plane(new) for i, new in enumerate(rows)}
     if running is not None and projections is not None:
         check_rank(4, running=running)
-        if projections.keys() != {"values", "scores"}:
-            raise ValueError(f"projections must be values and scores, got {sorted(projections)}")
-        for name, array in projections.items():
+        check_floats(running=running)
+        check_shape("running", running, (*running.shape[:2], 3, running.shape[3]), "L, NS, 3, C")
+        check_layer("layer", layer, running)
+        compression_ratio = check_integer("compression_ratio", compression_ratio, 1)
+        check_names("projections", projections, ("values", "scores"))
+        for key, array in projections.items():
+            name = f"projections[{key!r}]"
             arrays[name] = array
+            check_rank(2, **{name: array})
+            check_floats(**{name: array})
             check_shape(name, array, (array.shape[0], running.shape[3]), "T, C")
     check_call(call)
     check_same_length("T", **arrays, **{"call.positions": call.positions})

@@ -10,7 +10,15 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.block_linear import reference
 from pallas_kernels.common.backend import Backend, resolve
-from pallas_kernels.common.checks import check_shape
+from pallas_kernels.common.check_weights import check_rows, check_weight
+from pallas_kernels.common.checks import (
+    check_float_dtype,
+    check_floats,
+    check_list,
+    check_number,
+    check_rank,
+    check_shape,
+)
 from pallas_kernels.common.pending import (
     ByGroup,
     ByToken,
@@ -75,7 +83,7 @@ def block_linear(
     """
     _check(x, weight)
     multiply = _choose(x, [weight], backend)
-    [product] = multiply(x, [weight], dtype=dtype or x.dtype)
+    [product] = multiply(x, [weight], dtype=_dtype_of(dtype, x))
     return product
 
 
@@ -111,6 +119,7 @@ def block_linear_by_token(
     Returns:
       [T, G * out]; a kernel leaves it by groups, and in parts, for the product that reads it.
     """
+    check_rank(3, x=x)
     if x.shape[0] >= MANY_ROWS:
         product = block_linear(x.swapaxes(0, 1), weight, dtype=dtype, backend=backend)
         return product.swapaxes(0, 1).reshape(x.shape[0], -1)
@@ -155,13 +164,17 @@ def block_linears(
       ValueError: shapes do not fit.
       NotImplementedError: as `block_linear`.
     """
-    norms = [None] * len(weights) if norms is None else list(norms)
+    check_list("weights", weights, of="weights")
+    norms = [None] * len(weights) if norms is None else norms
+    check_list("norms", norms, of="norms")
+    eps = check_number("eps", eps, 0)
     if len(norms) != len(weights):
         raise ValueError(f"norms must be one for each weight, got {len(norms)=}, {len(weights)=}")
-    for weight, norm in zip(weights, norms, strict=True):
-        _check(x, weight)
+    for number, (weight, norm) in enumerate(zip(weights, norms, strict=True)):
+        _check(x, weight, f"weights[{number}]")
         if norm is not None:
-            check_shape("norms", norm, (weight.shape[-2],), "out")
+            check_shape(f"norms[{number}]", norm, (weight.shape[-2],), "out")
+            check_floats(**{f"norms[{number}]": norm})
     if not can_join(weights):
         return [
             block_linears(x, [weight], norms=[norm], eps=eps, dtype=dtype, backend=backend)[0]
@@ -169,7 +182,12 @@ def block_linears(
         ]
     multiply = _choose(x, weights, backend)
     return multiply(
-        x, weights, norms=norms, eps=eps, dtype=dtype or x.dtype, in_parts=may_stay_in_parts
+        x,
+        weights,
+        norms=norms,
+        eps=eps,
+        dtype=_dtype_of(dtype, x),
+        in_parts=may_stay_in_parts,
     )
 
 
@@ -199,8 +217,12 @@ def swiglu_linear(
 
     Source: deepseek_v4.md section 1.5.
     """
-    for weight in (gate, up):
-        _check(x, weight)
+    check_rank(2, x=x)
+    for name, weight in (("gate", gate), ("up", up)):
+        _check(x, weight, name)
+    if gate.shape != up.shape:
+        raise ValueError(f"gate and up must agree on out, got {gate.shape=} and {up.shape=}")
+    limit = check_number("limit", limit, 0)
     implementation = resolve(
         "swiglu_linear",
         backend,
@@ -230,14 +252,21 @@ def _array_of(x: jax.Array | Pending) -> jax.Array:
     return x.rows if isinstance(x, Unnormed | ByToken) else x
 
 
-def _check(x: jax.Array | Pending, weight: Weight) -> None:
+def _dtype_of(dtype: DTypeLike | None, x: jax.Array | Pending) -> Any:
+    """The dtype of a result; None is that of x."""
+    return x.dtype if dtype is None else check_float_dtype("dtype", dtype)
+
+
+def _check(x: jax.Array | Pending, weight: Weight, name: str = "weight") -> None:
+    check_rows("x", x)
+    check_weight(name, weight)
     if x.ndim not in (2, 3) or x.ndim != weight.ndim:
         raise ValueError(
-            f"x must be [T, in] for a weight [out, in], or [G, T, in] for [G, out, in]; "
-            f"got {x.shape=} and {weight.shape=}"
+            f"x must be [T, in] for a {name} [out, in], or [G, T, in] for [G, out, in]; "
+            f"got {x.shape=} and {name}.shape={weight.shape}"
         )
     if x.shape[-1] != weight.shape[-1] or x.shape[:-2] != weight.shape[:-2]:
         raise ValueError(
-            f"x and weight must agree on their inputs and groups; got {x.shape=} and "
-            f"{weight.shape=}"
+            f"x and {name} must agree on their inputs and groups; got {x.shape=} and "
+            f"{name}.shape={weight.shape}"
         )

@@ -5,12 +5,18 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import enum
+import functools
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.common.checks import shown
 
 
 class Backend(enum.StrEnum):
@@ -112,7 +118,8 @@ def resolve[F: Callable](
     """Picks an op's implementation.
 
     On a GPU of this decade, None picks `preferred`. Where an obstacle, or an older GPU, leaves the
-    reference, that is said once, as a `FallbackWarning`. Without a GPU None is the reference.
+    reference, that is said once, as a `FallbackWarning`. Without a GPU None is the reference. What
+    it picks is given JAX's arrays for NumPy's.
 
     Args:
       op: the op's name, for errors and the warning.
@@ -128,6 +135,33 @@ def resolve[F: Callable](
       NotImplementedError: the op has no implementation for it, or it can't run here or not at these
         sizes, or a fallback is forbidden.
     """
+    return _given_arrays_of_jax(
+        _pick(op, backend, implementations, preferred, obstacle, arguments or {})
+    )
+
+
+def _given_arrays_of_jax[F: Callable](implementation: F) -> F:
+    """For implementations that update arrays, or index them by what is being traced."""
+
+    def to_jax(leaf: Any) -> Any:
+        return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+    @functools.wraps(implementation)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = jax.tree.map(to_jax, (args, kwargs))
+        return implementation(*args, **kwargs)
+
+    return cast(F, call)
+
+
+def _pick[F: Callable](
+    op: str,
+    backend: Backend | str | None,
+    implementations: Mapping[Backend, F],
+    preferred: Backend | None,
+    obstacle: str | None,
+    arguments: Mapping[str, jax.Array],
+) -> F:
     if preferred is None:
         kernels = [known for known in implementations if known != Backend.REFERENCE]
         preferred = kernels[0] if kernels else Backend.REFERENCE
@@ -140,10 +174,11 @@ def resolve[F: Callable](
             obstacle = f"needs compute capability 9.0 or more, got {capability}"
         if obstacle is None:
             return implementations[preferred]
-        _report_fallback(f"'{preferred}' {op} {obstacle}", op, arguments or {})
+        _report_fallback(f"'{preferred}' {op} {obstacle}", op, arguments)
         return implementations[Backend.REFERENCE]
-    if backend not in list(Backend):
-        raise ValueError(f"backend must be one of {[b.value for b in Backend]}, got {backend!r}")
+    if not isinstance(backend, str) or backend not in list(Backend):
+        known = [b.value for b in Backend]
+        raise ValueError(f"backend must be one of {known}, got {shown(backend)}")
     if backend not in implementations:
         raise NotImplementedError(
             f"{op} has no {str(backend)!r} implementation, it has {list(map(str, implementations))}"

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,7 @@ _AMAX_FLOOR = np.float32(1e-4)
 _PAGE_ROPE_DIM = 64  # of the released models, whose page layout is the published one
 
 
+@runtime_checkable
 class Codec(Protocol):
     """Turns vectors into planes and back."""
 

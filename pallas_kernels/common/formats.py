@@ -14,6 +14,7 @@ import dataclasses
 
 import jax
 
+from pallas_kernels.common.checks import shown
 from pallas_kernels.common.codecs import (
     Codec,
     FP4KeyCodec,
@@ -88,8 +89,8 @@ def get_cache_format(name: str | CacheFormat) -> CacheFormat:
     """
     if isinstance(name, CacheFormat):
         return name
-    if name not in CACHE_FORMATS:
-        raise ValueError(f"cache_format must be one of {list(CACHE_FORMATS)}, got {name!r}")
+    if not isinstance(name, str) or name not in CACHE_FORMATS:
+        raise ValueError(f"cache_format must be one of {list(CACHE_FORMATS)}, got {shown(name)}")
     return CACHE_FORMATS[name]
 
 
@@ -99,8 +100,8 @@ def get_codec(name: str) -> Codec:
     Raises:
       ValueError: there is none.
     """
-    if name not in CODECS:
-        raise ValueError(f"codec must be one of {list(CODECS)}, got {name!r}")
+    if not isinstance(name, str) or name not in CODECS:
+        raise ValueError(f"codec must be one of {list(CODECS)}, got {shown(name)}")
     return CODECS[name]
 
 

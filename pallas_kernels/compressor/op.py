@@ -11,11 +11,20 @@ from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.checks import (
     check_call,
     check_codec,
+    check_floats,
+    check_frequencies,
     check_indices,
+    check_instance,
+    check_integer,
+    check_layer,
+    check_list,
+    check_names,
+    check_number,
     check_planes,
     check_rank,
     check_same_length,
     check_shape,
+    check_stacked,
     first_plane,
 )
 from pallas_kernels.common.codecs import Planes
@@ -65,7 +74,9 @@ def flush_write(
     Source: original_cache.md, flush; deepseek_v4.md section 2.4.
     """
     check_planes(pool, rows, stacked_name="pool", rows_name="rows")
+    check_layer("layer", layer, first_plane(pool))
     check_rank(2, block_table=block_table)
+    check_rank(1, segment_ids=segment_ids, entries=entries)
     check_same_length("n", segment_ids=segment_ids, entries=entries, rows=first_plane(rows))
     check_indices(block_table=block_table, segment_ids=segment_ids, entries=entries)
     return resolve("flush_write", backend, _WRITE)(
@@ -117,13 +128,16 @@ def flush_csa(
     Source: deepseek_v4.md sections 2.2, 2.4 and 4.
     """
     check_call(call)
-    if not compressors:
-        raise ValueError("compressors must hold one or more, got none")
+    check_list("compressors", compressors, of="compressors")
+    compression_ratio = check_integer("compression_ratio", compression_ratio, 1)
+    eps = check_number("eps", eps, 0)
     for number, compressor in enumerate(compressors):
         name = f"compressors[{number}]"
         check_compressor(name, compressor, call.positions.shape[0], compression_ratio)
         if not isinstance(compressor.state, dict):
             raise ValueError(f"{name}.state must be values and scores on a CSA layer")
+        check_frequencies("frequencies", frequencies, compressor.norm.shape[0])
+        check_layer("layer", layer, first_plane(compressor.pool))
     return resolve("flush_csa", backend, _CSA)(
         compressors,
         Windows(
@@ -169,9 +183,13 @@ def flush_hca(
     Source: deepseek_v4.md sections 2.2, 2.4 and 4.
     """
     check_call(call)
+    compression_ratio = check_integer("compression_ratio", compression_ratio, 1)
+    eps = check_number("eps", eps, 0)
     check_compressor("compressor", compressor, call.positions.shape[0], compression_ratio)
     if isinstance(compressor.state, dict):
         raise ValueError("compressor.state must be a running pool on an HCA layer")
+    check_frequencies("frequencies", frequencies, compressor.norm.shape[0])
+    check_layer("layer", layer, first_plane(compressor.pool))
     return resolve("flush_hca", backend, _HCA)(
         compressor,
         Windows(
@@ -184,19 +202,28 @@ def check_compressor(
     name: str, compressor: Compressor, num_tokens: int, compression_ratio: int
 ) -> None:
     """The arrays of a compressor fit each other, T tokens and windows of so many tokens."""
+    check_instance(name, compressor, Compressor)
     state, norm = compressor.state, compressor.norm
     check_rank(1, **{f"{name}.norm": norm})
+    check_floats(**{f"{name}.norm": norm})
     dim = norm.shape[0]
     check_codec(f"{name}.pool", compressor.pool, compressor.codec, dim)
-    if compressor.rows.keys() != {"values", "scores"}:
-        raise ValueError(f"{name}.rows must be values and scores, got {sorted(compressor.rows)}")
+    check_names(f"{name}.rows", compressor.rows, ("values", "scores"))
     width = 2 * dim if isinstance(state, dict) else dim
     for part, array in compressor.rows.items():
         check_shape(f"{name}.rows[{part!r}]", array, (num_tokens, width), "T, width")
+        check_floats(**{f"{name}.rows[{part!r}]": array})
     if isinstance(state, dict):
+        check_names(f"{name}.state", state, ("values", "scores"))
+        check_stacked(f"{name}.state", state)
+        check_floats(**{f"{name}.state[{part!r}]": plane for part, plane in state.items()})
         found = {part: plane.shape[2:] for part, plane in state.items()}
         wanted = dict.fromkeys(("values", "scores"), (2 * compression_ratio, width))
     else:
+        check_floats(**{f"{name}.state": state})
         found, wanted = {"running": state.shape[2:]}, {"running": (3, dim)}
     if found != wanted:
         raise ValueError(f"{name}.state must keep {wanted} per slot, got {found}")
+    layers = {f"{name}.pool": first_plane(compressor.pool)}
+    layers |= {f"{name}.state": first_plane(state) if isinstance(state, dict) else state}
+    check_same_length("L", **layers)

@@ -6,7 +6,10 @@ import jax
 
 from pallas_kernels.common.backend import Backend, resolve
 from pallas_kernels.common.checks import (
+    check_floats,
     check_indices,
+    check_is_codec,
+    check_norm_rope,
     check_rank,
     check_same_length,
     check_shape,
@@ -67,7 +70,9 @@ def encode_tokens(
 
     Source: deepseek_v4.md section 1.3, steps 3 to 6, and section 4.
     """
+    check_rank(2, kv=kv)
     check_tokens(kv[:, None] if queries is None else queries, kv, norm_rope, positions)
+    check_is_codec("codec", codec)
     return resolve("encode_tokens", backend, _ENCODE)(
         queries, kv, norm_rope, positions, codec=codec
     )
@@ -77,18 +82,13 @@ def check_tokens(
     queries: jax.Array, kv: jax.Array, norm_rope: NormRope, positions: jax.Array
 ) -> None:
     """A call's projected queries and entries, their norm and their RoPE fit each other."""
-    frequencies = norm_rope.frequencies
     check_rank(3, queries=queries)
-    check_rank(1, frequencies=frequencies)
+    check_rank(1, positions=positions)
+    check_floats(queries=queries, kv=kv)
     num_tokens = check_same_length("T", queries=queries, kv=kv, positions=positions)
     check_indices(positions=positions)
     dim = queries.shape[2]
     check_shape("kv", kv, (num_tokens, dim), "T, C")
-    check_shape("norm", norm_rope.weight, (dim,), "C")
     if kv.dtype != queries.dtype:
         raise ValueError(f"queries and kv must agree, got {queries.dtype} and {kv.dtype}")
-    if not 2 <= 2 * frequencies.shape[0] <= dim:
-        raise ValueError(
-            f"frequencies must have one for each pair of at most {dim} dims, "
-            f"got {frequencies.shape=}"
-        )
+    check_norm_rope(norm_rope, dim)

@@ -8,7 +8,17 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.backend import Backend, resolve
-from pallas_kernels.common.checks import check_indices, check_rank, check_same_length, check_shape
+from pallas_kernels.common.check_weights import check_projection, check_weight
+from pallas_kernels.common.checks import (
+    check_floats,
+    check_indices,
+    check_integer,
+    check_number,
+    check_rank,
+    check_same_length,
+    check_shape,
+    shown,
+)
 from pallas_kernels.common.pending import SplitSums
 from pallas_kernels.common.weights import Weight
 from pallas_kernels.expert_mlp import mosaic_gpu, reference
@@ -115,6 +125,11 @@ def mixture_mlp(
 
     Source: deepseek_v4.md section 1.5.
     """
+    if not isinstance(shared, list | tuple) or len(shared) != 3:
+        found = len(shared) if isinstance(shared, list | tuple) else shown(shared)
+        raise ValueError(
+            f"shared must be the gate, up and down projections of an expert, got {found}"
+        )
     return _run(
         Arguments(x, expert_ids, expert_weights, w1, w3, w2, limit, shared, picked_among),
         backend,
@@ -126,33 +141,34 @@ def _run(arguments: Arguments, backend: Backend | None, *, in_parts: bool = Fals
     x, expert_ids, expert_weights = arguments.x, arguments.expert_ids, arguments.expert_weights
     w1, w3, w2, picked_among = arguments.w1, arguments.w3, arguments.w2, arguments.picked_among
     check_rank(2, x=x, expert_ids=expert_ids, expert_weights=expert_weights)
+    check_floats(x=x)
     check_indices(expert_ids=expert_ids)
     check_same_length("T", x=x, expert_ids=expert_ids)
     check_shape("expert_weights", expert_weights, expert_ids.shape, "T, k")
     if expert_weights.dtype != jnp.float32:
         raise ValueError(f"expert_weights must be float32, got {expert_weights.dtype}")
-    num_experts, width, dim = w1.shape
-    if picked_among is not None and picked_among < num_experts:
-        raise ValueError(
-            f"picked_among must be at least the {num_experts} experts of w1, got {picked_among}"
-        )
-    for name, weight, shape in (
-        ("w1", w1, (num_experts, width, x.shape[1])),
-        ("w3", w3, (num_experts, width, dim)),
-        ("w2", w2, (num_experts, dim, width)),
-    ):
-        if weight.shape != shape:
-            raise ValueError(f"{name} must be {list(shape)}, got {name}.shape={weight.shape}")
-    if arguments.shared is not None:
-        gate, up, down = arguments.shared
+    limit = check_number("limit", arguments.limit, 0)
+    check_weight("w1", w1, 3)
+    num_experts, width, _ = w1.shape
+    dim = x.shape[1]
+    if picked_among is not None:
+        picked_among = check_integer("picked_among", picked_among, 1)
+        if picked_among < num_experts:
+            raise ValueError(
+                f"picked_among must be at least the {num_experts} experts of w1, got {picked_among}"
+            )
+    check_projection("w1", w1, (num_experts, width, dim), "E, I, D")
+    check_projection("w3", w3, (num_experts, width, dim), "E, I, D")
+    check_projection("w2", w2, (num_experts, dim, width), "E, D, I")
+    shared = arguments.shared
+    if shared is not None:
+        gate, up, down = shared
+        check_weight("shared's gate", gate, 2)
         inner = gate.shape[0]
-        for name, weight, shape in (
-            ("gate", gate, (inner, x.shape[1])),
-            ("up", up, (inner, x.shape[1])),
-            ("down", down, (x.shape[1], inner)),
-        ):
-            if weight.shape != shape:
-                raise ValueError(f"shared's {name} must be {list(shape)}, got {weight.shape}")
+        check_projection("shared's gate", gate, (inner, dim), "I', D")
+        check_projection("shared's up", up, (inner, dim), "I', D")
+        check_projection("shared's down", down, (dim, inner), "D, I'")
+    arguments = arguments._replace(limit=limit, picked_among=picked_among)
     implementation = resolve(
         "expert_mlp",
         backend,

@@ -16,11 +16,13 @@ from pallas_kernels.common.backend import Backend, resolve
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.checks import (
     check_call,
-    check_codec,
+    check_float_dtype,
     check_indices,
+    check_integer,
     check_rank,
     check_ring,
     check_same_length,
+    check_stored,
 )
 from pallas_kernels.common.codecs import GroupedFP8Codec, Planes, ScaledFP8Codec
 from pallas_kernels.common.layer_planes import LayerPlanes
@@ -78,7 +80,8 @@ def gather_entries(
     check_rank(2, index=index)
     check_same_length("T", segment_ids=call.segment_ids, index=index)
     check_indices(index=index)
-    check_codec("pool", pool.planes, pool.codec, dim)
+    dim, dtype = check_integer("dim", dim, 1), check_float_dtype("dtype", dtype)
+    check_stored("pool", pool, dim)
     implementation = _resolve("gather_entries", backend, _ENTRIES, pool, index=index)
     return implementation(pool, call, index, dim=dim, dtype=dtype)
 
@@ -122,6 +125,7 @@ def gather_window(
 
     Source: original_cache.md, `gather_swa_kv`; deepseek_v4.md section 1.3.
     """
+    dim, dtype = check_integer("dim", dim, 1), check_float_dtype("dtype", dtype)
     check_ring(ring, rows, call, dim)
     implementation = _resolve("gather_window", backend, _WINDOW, ring, slots=call.slots)
     return implementation(ring, rows, call, dim=dim, dtype=dtype)

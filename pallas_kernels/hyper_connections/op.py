@@ -5,7 +5,14 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.common.backend import Backend, resolve
-from pallas_kernels.common.checks import check_rank, check_same_length, check_shape
+from pallas_kernels.common.checks import (
+    check_floats,
+    check_integer,
+    check_number,
+    check_rank,
+    check_same_length,
+    check_shape,
+)
 from pallas_kernels.hyper_connections import reference, triton_gpu
 from pallas_kernels.hyper_connections.reference import Arguments, Reading
 
@@ -78,8 +85,9 @@ def hyper_connections(
     check_shape("base", base, ((2 + num) * num,), "(2 + S) * S")
     check_shape("scale", scale, (3,), "3")
     check_shape("norm", norm, (dim,), "D")
-    if iters < 1:
-        raise ValueError(f"iters must be at least 1, got {iters}")
+    check_floats(products=products, base=base, scale=scale, norm=norm, streams=streams)
+    iters = check_integer("iters", iters, 1)
+    eps, norm_eps = check_number("eps", eps, 0), check_number("norm_eps", norm_eps, 0)
     # XLA takes 80 launches, most of them in a loop that the host drives.
     implementation = resolve(
         "hyper_connections", backend, _IMPLEMENTATIONS, arguments={"streams": streams}

@@ -6,7 +6,7 @@ import jax
 
 from pallas_kernels.common.backend import Backend, resolve
 from pallas_kernels.common.call import CallIndices
-from pallas_kernels.common.checks import check_queries, first_plane
+from pallas_kernels.common.checks import check_integer, check_queries, first_plane
 from pallas_kernels.common.layer_planes import LayerPlanes
 from pallas_kernels.index_scores import tiling as scores_tiling
 from pallas_kernels.index_topk import mosaic_gpu, reference
@@ -54,8 +54,7 @@ def index_topk(
     Source: deepseek_v4.md section 3; architecture.md section 4.
     """
     check_queries(queries, weights, pool, call)
-    if k < 1:
-        raise ValueError(f"k must be at least 1, got {k}")
+    k = check_integer("k", k, 1)
     entries_per_block = first_plane(pool.planes).shape[2]
     obstacle = scores_tiling.find_obstacle(queries, pool.codec, entries_per_block)
     scores_all = call.block_table.shape[1] * entries_per_block > k  # else all that is visible

@@ -9,7 +9,16 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.common.backend import Backend, compute_capability, resolve
-from pallas_kernels.common.checks import check_indices, check_rank, check_same_length, check_shape
+from pallas_kernels.common.check_weights import check_weight
+from pallas_kernels.common.checks import (
+    check_float_dtype,
+    check_floats,
+    check_indices,
+    check_list,
+    check_rank,
+    check_same_length,
+    check_shape,
+)
 from pallas_kernels.common.weights import Weight, is_quantized
 from pallas_kernels.joined_linears import reference, triton_gpu
 from pallas_kernels.joined_linears.reference import Arguments
@@ -55,23 +64,32 @@ def joined_linears(
     Source: deepseek_v4.md sections 2 and 4.5.
     """
     check_rank(2, x=x)
+    check_floats(x=x)
+    check_rank(1, positions=positions)
     check_indices(positions=positions)
     check_same_length("T", x=x, positions=positions)
-    dtypes = [jnp.float32] * len(weights) if dtypes is None else list(dtypes)
+    check_list("weights", weights, of="weights")
+    check_list("biases", biases, of="biases")
+    dtypes = [jnp.float32] * len(weights) if dtypes is None else dtypes
+    check_list("dtypes", dtypes, of="dtypes")
+    dtypes = [check_float_dtype(f"dtypes[{n}]", dtype) for n, dtype in enumerate(dtypes)]
     if not len(biases) == len(weights) == len(dtypes):
         raise ValueError(
             "biases and dtypes must be one for each weight, "
             f"got {len(biases)=}, {len(dtypes)=}, {len(weights)=}"
         )
     for number, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        check_weight(f"weights[{number}]", weight, 2)
         if weight.shape != (weight.shape[0], x.shape[1]):
             raise ValueError(
                 f"weights[{number}] must be [out, in], with the inputs of x, {x.shape[1]}, "
                 f"got {weight.shape}"
             )
         if bias is not None:
-            shape = bias.shape[0], weight.shape[0]
-            check_shape(f"biases[{number}]", bias, shape, "M, out")
+            name = f"biases[{number}]"
+            check_rank(2, **{name: bias})
+            check_floats(**{name: bias})
+            check_shape(name, bias, (max(1, bias.shape[0]), weight.shape[0]), "M, out")
     obstacle = triton_gpu.find_obstacle(x, weights)
     few = obstacle is not None or x.shape[0] <= triton_gpu.max_rows(x, weights)
     best = Backend.TRITON_GPU if few else Backend.REFERENCE

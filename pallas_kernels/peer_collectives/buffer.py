@@ -20,6 +20,8 @@ import dataclasses
 
 import numpy as np
 
+from pallas_kernels.common.checks import check_integer
+
 MAX_DEVICES = 8
 EMPTY = 0x7FA5FFA3
 """What a slot holds that nothing was sent to: a NaN as f32, as two BF16 and as E4M3."""
@@ -50,8 +52,8 @@ class PeerLayout:
 
     def __post_init__(self) -> None:
         """Checks them."""
-        if not 2 <= self.devices <= MAX_DEVICES:
-            raise ValueError(f"devices must be 2 to {MAX_DEVICES}, got {self.devices}")
+        check_integer("devices", self.devices, 2, MAX_DEVICES)
+        check_integer("lines", self.lines, 0)
         if self.lines % _LINES_STEP or not 0 < self.lines <= _MAX_LINES:
             raise ValueError(
                 f"lines must be a multiple of {_LINES_STEP} up to {_MAX_LINES}, got {self.lines}"

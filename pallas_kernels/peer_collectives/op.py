@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.common.backend import Backend, resolve
+from pallas_kernels.common.checks import check_arrays, check_indices, check_rank
 from pallas_kernels.common.pending import SplitSums, finish
 from pallas_kernels.peer_collectives import reference, triton_gpu
 from pallas_kernels.peer_collectives.buffer import LINE_BYTES, MAX_DEVICES, PeerLayout
@@ -52,8 +53,8 @@ def all_reduce(
         have.
       NotImplementedError: the named backend can't run here.
     """
-    _check_plus(x, plus)
-    devices, num_bytes = jax.lax.axis_size(axis_name), math.prod(x.shape) * x.dtype.itemsize
+    _check_terms(x, plus)
+    devices, num_bytes = _count_devices(axis_name), math.prod(x.shape) * x.dtype.itemsize
     more = num_bytes * (devices - 1) * (devices - 2) // devices
     parts = devices if more > _BROADCAST_BYTES and num_bytes % (devices * LINE_BYTES) == 0 else 1
     layout = _find_layout("all_reduce", x.dtype, num_bytes // parts, devices, buffer, backend)
@@ -98,7 +99,7 @@ def reduce_scatter(
         size.
       NotImplementedError: the named backend can't run here.
     """
-    _check_plus(x, plus)
+    _check_terms(x, plus)
     sent, devices = _check_parts(x, axis_name), x.shape[0]
     layout = _find_layout("reduce_scatter", x.dtype, sent, devices, buffer, backend)
     terms = [x] if plus is None else [x, plus]
@@ -135,7 +136,10 @@ def all_gather(
       ValueError: the buffer has another size.
       NotImplementedError: the named backend can't run here.
     """
-    devices = jax.lax.axis_size(axis_name)
+    devices = _count_devices(axis_name)
+    if not arrays:
+        raise ValueError("arrays must be one or more, got none")
+    check_arrays(**{f"arrays[{number}]": array for number, array in enumerate(arrays)})
     sizes = [pl.cdiv(x.nbytes, LINE_BYTES) * LINE_BYTES for x in arrays]
     layouts = [
         _find_layout("all_gather", x.dtype, size, devices, buffer, backend)
@@ -178,6 +182,7 @@ def all_to_all(
       ValueError: `x` has no part for each device, or the buffer has another size.
       NotImplementedError: the named backend can't run here.
     """
+    check_arrays(x=x)
     sent = _check_parts(x, axis_name)
     devices = x.shape[0]
     layout = _find_layout("all_to_all", x.dtype, sent, devices, buffer, backend)
@@ -194,7 +199,7 @@ def _in_whole_lines(x: jax.Array) -> jax.Array:
 
 def _check_parts(x: jax.Array | SplitSums, axis_name: str) -> int:
     """Bytes of a part."""
-    devices = jax.lax.axis_size(axis_name)
+    devices = _count_devices(axis_name)
     if not x.shape or x.shape[0] != devices:
         raise ValueError(
             f"x must be [{devices}, ...], a part for each device on {axis_name!r}, got {x.shape}"
@@ -202,7 +207,22 @@ def _check_parts(x: jax.Array | SplitSums, axis_name: str) -> int:
     return math.prod(x.shape) * x.dtype.itemsize // devices
 
 
-def _check_plus(x: jax.Array | SplitSums, plus: jax.Array | SplitSums | None) -> None:
+def _count_devices(axis_name: str) -> int:
+    """Devices of the axis."""
+    try:
+        if isinstance(axis_name, str):
+            return jax.lax.axis_size(axis_name)
+    except NameError:  # which JAX says of an axis that is none
+        pass
+    raise ValueError(
+        f"axis_name must be an axis of the mesh over which a shard_map runs here, got {axis_name!r}"
+    )
+
+
+def _check_terms(x: jax.Array | SplitSums, plus: jax.Array | SplitSums | None) -> None:
+    for name, term in (("x", x), ("plus", plus)):
+        if not isinstance(term, SplitSums) and (term is not None or name == "x"):
+            check_arrays(**{name: term})
     if plus is not None and (plus.shape, plus.dtype) != (x.shape, x.dtype):
         raise ValueError(
             f"plus must be {x.dtype}{list(x.shape)} as x, got {plus.dtype}{list(plus.shape)}"
@@ -225,6 +245,9 @@ def _find_layout(
 ) -> PeerLayout | None:
     """The layout of the buffers through which the kernel goes; None is the reference."""
     layout, obstacle = None, "needs a peer buffer"
+    if buffer is not None:
+        check_rank(1, buffer=buffer)
+        check_indices(buffer=buffer)
     if devices > MAX_DEVICES:
         obstacle = f"takes up to {MAX_DEVICES} devices, got {devices}"
     elif buffer is not None:

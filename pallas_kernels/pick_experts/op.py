@@ -6,7 +6,16 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.backend import Backend, resolve
-from pallas_kernels.common.checks import check_indices, check_rank, check_same_length, check_shape
+from pallas_kernels.common.checks import (
+    check_arrays,
+    check_floats,
+    check_indices,
+    check_integer,
+    check_number,
+    check_rank,
+    check_same_length,
+    check_shape,
+)
 from pallas_kernels.pick_experts import reference, triton_gpu
 from pallas_kernels.pick_experts.reference import Arguments
 
@@ -43,6 +52,7 @@ def router_logits(x: jax.Array, gate: jax.Array, *, backend: Backend | None = No
     Source: deepseek_v4.md section 1.5.
     """
     check_rank(2, x=x, gate=gate)
+    check_floats(x=x, gate=gate)
     check_shape("gate", gate, (gate.shape[0], x.shape[1]), "E, D")
     is_bf16 = x.dtype == gate.dtype == jnp.bfloat16
     few = is_bf16 and triton_gpu.LEAST_TOKENS <= x.shape[0] <= triton_gpu.MOST_TOKENS
@@ -100,17 +110,22 @@ def pick_experts(
 
     Source: deepseek_v4.md section 1.5.
     """
+    check_arrays(logits=logits)
     check_rank(3 if logits.ndim == 3 else 2, logits=logits)
     if logits.dtype != jnp.float32:
         raise ValueError(f"logits must be float32, got {logits.dtype}")
     num_experts = logits.shape[-1]
-    if not 1 <= count <= num_experts:
-        raise ValueError(f"count must be within 1 .. {num_experts}, the experts, got {count}")
+    count = check_integer("count", count, 1, num_experts)
+    scaling = check_number("scaling", scaling)
+    if first is not None:
+        check_rank(0, first=first)
+        check_indices(first=first)
     if (bias is None) == (expert_ids is None):
         given = "neither" if bias is None else "both"
         raise ValueError(f"give one of bias and expert_ids, got {given}")
     if bias is not None:
         check_shape("bias", bias, (num_experts,), "E")
+        check_floats(bias=bias)
     if expert_ids is not None:
         check_indices(expert_ids=expert_ids)
         check_same_length("T", logits=logits, expert_ids=expert_ids)

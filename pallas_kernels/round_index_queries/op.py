@@ -5,7 +5,14 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.common.backend import Backend, resolve
-from pallas_kernels.common.checks import check_indices, check_rank, check_same_length
+from pallas_kernels.common.checks import (
+    check_floats,
+    check_frequencies,
+    check_indices,
+    check_is_codec,
+    check_rank,
+    check_same_length,
+)
 from pallas_kernels.common.codecs import Codec
 from pallas_kernels.round_index_queries import reference, triton_gpu
 
@@ -49,6 +56,7 @@ def round_index_queries(
     Source: deepseek_v4.md section 3, steps 1 to 3, and section 4.3.
     """
     check_index_queries("queries", queries, frequencies, codec)
+    check_rank(1, positions=positions)
     check_same_length("T", queries=queries, positions=positions)
     check_indices(positions=positions)
     return resolve("round_index_queries", backend, _IMPLEMENTATIONS)(
@@ -61,13 +69,10 @@ def check_index_queries(
 ) -> None:
     """Index queries [T, IH, IC] that the frequencies rotate and the codec can round."""
     check_rank(3, **{name: queries})
-    check_rank(1, frequencies=frequencies)
+    check_floats(**{name: queries})
+    check_is_codec("codec", codec)
     dim = queries.shape[2]
-    if not 2 <= 2 * frequencies.shape[0] <= dim:
-        raise ValueError(
-            f"frequencies must have one for each pair of at most {dim} dims, "
-            f"got {frequencies.shape=}"
-        )
+    check_frequencies("frequencies", frequencies, dim)
     if codec.rotated and dim & (dim - 1):
         raise ValueError(
             f"{name} must have a power of two of dims for a codec that rotates them by a Hadamard "

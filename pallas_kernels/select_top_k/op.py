@@ -6,7 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.backend import Backend, resolve
-from pallas_kernels.common.checks import check_indices, check_rank, check_same_length
+from pallas_kernels.common.checks import (
+    check_indices,
+    check_integer,
+    check_rank,
+    check_same_length,
+)
 from pallas_kernels.select_top_k import mosaic_gpu as select_kernel
 from pallas_kernels.select_top_k import reference
 
@@ -49,8 +54,7 @@ def select_top_k(
     check_indices(visible=visible)
     if scores.dtype != jnp.float32:
         raise ValueError(f"scores must be float32, got {scores.dtype}")
-    if k < 1:
-        raise ValueError(f"k must be at least 1, got {k}")
+    k = check_integer("k", k, 1)
     there = min(k, scores.shape[1])
     implementation = resolve(
         "select_top_k",

@@ -11,11 +11,13 @@ from jax.core import Tracer
 from pallas_kernels.common.backend import Backend, resolve
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.checks import (
-    check_codec,
+    check_floats,
     check_indices,
+    check_number,
     check_rank,
     check_ring,
     check_same_length,
+    check_stored,
 )
 from pallas_kernels.common.codecs import Planes
 from pallas_kernels.common.layer_planes import LayerPlanes
@@ -124,10 +126,11 @@ def run[Result](
     arguments: Arguments,
 ) -> Result:
     """Checks the arguments of an op of that name, picks its implementation and calls it."""
-    _check(arguments)
+    arguments = _checked(arguments)
     obstacle = call_shapes.find_obstacle(arguments.queries, arguments.ring)
     query_eps = arguments.query_eps
-    if backend == Backend.TRITON_GPU and query_eps is not None:
+    is_triton = isinstance(backend, str) and backend == Backend.TRITON_GPU
+    if is_triton and query_eps is not None:
         obstacle = f"takes queries that are normed and rotated, got {query_eps=}"
     preferred = _choose_backend(arguments)
     arrays = {"queries": arguments.queries}
@@ -150,18 +153,21 @@ def _choose_backend(arguments: Arguments) -> Backend:
     return Backend.TRITON_GPU if is_few else Backend.MOSAIC_GPU
 
 
-def _check(arguments: Arguments) -> None:
+def _checked(arguments: Arguments) -> Arguments:
+    """The same arguments, with plain numbers."""
     queries, sink, call = arguments.queries, arguments.sink, arguments.call
     ring, pool, selected = arguments.ring, arguments.pool, arguments.selected
     frequencies, query_eps = arguments.frequencies, arguments.query_eps
     check_rank(3, queries=queries)
     check_rank(1, sink=sink)
+    check_floats(queries=queries, sink=sink)
     check_ring(ring, arguments.rows, call, queries.shape[-1])
     check_same_length("T", queries=queries, slots=call.slots)
     if sink.shape != queries.shape[1:2]:
         raise ValueError(f"queries and sink must agree on H, got {queries.shape=}, {sink.shape=}")
     if frequencies is not None:
         check_rank(1, frequencies=frequencies)
+        check_floats(frequencies=frequencies)
         if 2 * frequencies.shape[0] > queries.shape[-1]:
             raise ValueError(
                 "frequencies must rotate at most C dims, two each, got "
@@ -178,11 +184,12 @@ def _check(arguments: Arguments) -> None:
         check_rank(2, selected=selected)
         check_same_length("T", queries=queries, selected=selected)
         check_indices(selected=selected)
-        check_codec("pool", pool.planes, pool.codec, queries.shape[-1])
+        check_stored("pool", pool, queries.shape[-1])
         _check_same_layer(ring, pool)
-    if call.visible is not None:
-        check_same_length("T", queries=queries, visible=call.visible)
-        check_indices(visible=call.visible)
+    scale = check_number("scale", arguments.scale)
+    if query_eps is not None:
+        query_eps = check_number("query_eps", query_eps, 0)
+    return arguments._replace(scale=scale, query_eps=query_eps)
 
 
 def _check_same_layer(ring: LayerPlanes, pool: LayerPlanes) -> None:

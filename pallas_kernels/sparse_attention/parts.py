@@ -16,7 +16,15 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.common.backend import Backend, resolve
 from pallas_kernels.common.call import CallIndices
-from pallas_kernels.common.checks import check_indices, check_rank, check_same_length
+from pallas_kernels.common.checks import (
+    check_float_dtype,
+    check_floats,
+    check_frequencies,
+    check_indices,
+    check_instance,
+    check_rank,
+    check_shape,
+)
 from pallas_kernels.common.codecs import Planes
 from pallas_kernels.common.layer_planes import LayerPlanes
 from pallas_kernels.sparse_attention import combine_triton, op, reference
@@ -118,11 +126,13 @@ def join_parts(
       ValueError: a shape or dtype is wrong.
       NotImplementedError: the named backend can't run here.
     """
+    check_instance("parts", parts, AttentionPart)
     sums, statistics = parts
-    check_rank(4, sums=sums)
+    check_rank(4, sums=sums, statistics=statistics)
+    check_floats(sums=sums, statistics=statistics, sink=sink)
     check_rank(1, positions=positions)
     check_indices(positions=positions)
-    num_parts, num_tokens, num_heads, _ = sums.shape
+    num_parts, num_tokens, num_heads, dim = sums.shape
     if statistics.shape != (num_parts, num_tokens, 2, num_heads):
         raise ValueError(
             "statistics must be f32[n, T, 2, H] of sums f32[n, T, H, C], got "
@@ -130,6 +140,9 @@ def join_parts(
         )
     if sink.shape != (num_heads,):
         raise ValueError(f"sums and sink must agree on H, got {sums.shape=} and {sink.shape=}")
-    check_same_length("T", sums=sums[0], positions=positions)
+    check_shape("positions", positions, (num_tokens,), "T")
+    if frequencies is not None:
+        check_frequencies("frequencies", frequencies, dim)
+    dtype = check_float_dtype("dtype", dtype)
     implementation = resolve("join_parts", backend, _JOIN, arguments={"sums": sums})
     return implementation(JoinArguments(parts, sink, positions, frequencies, dtype))

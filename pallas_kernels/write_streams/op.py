@@ -6,7 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.backend import Backend, resolve
-from pallas_kernels.common.checks import check_rank, check_same_length, check_shape
+from pallas_kernels.common.checks import (
+    check_floats,
+    check_rank,
+    check_same_length,
+    check_shape,
+)
 from pallas_kernels.common.pending import SplitSums
 from pallas_kernels.write_streams import reference, triton_gpu, triton_many
 from pallas_kernels.write_streams.reference import Arguments
@@ -60,10 +65,15 @@ def write_streams(
     check_rank(3, streams=streams, comb=comb)
     count = check_same_length("T", streams=streams, post=post, comb=comb)
     num, dim = streams.shape[1:]
-    check_shape("output", output, (count, dim), "T, D")  # pyright: ignore[reportArgumentType]
+    if not isinstance(output, SplitSums):
+        check_floats(output=output)
+    if output.shape != (count, dim):
+        raise ValueError(f"output must be [T, D] = {[count, dim]}, got {output.shape=}")
     check_shape("post", post, (count, num), "T, S")
     check_shape("comb", comb, (count, num, num), "T, S, S")
+    check_rank(2, fn=fn)
     check_shape("fn", fn, (fn.shape[0], num * dim), "R, S * D")
+    check_floats(streams=streams, post=post, comb=comb, fn=fn)
     has_kernel = count <= triton_gpu.MAX_TOKENS or _is_many(streams)
     best = Backend.TRITON_GPU if has_kernel else Backend.REFERENCE
     implementation = resolve(

@@ -233,7 +233,7 @@ NARROW = dict.fromkeys(("values", "scores"), jnp.ones((3, 1)))
         ("call.segment_ids", jnp.zeros(3), "call.segment_ids must be int32"),
         ("call.block_table", jnp.zeros(3, jnp.int32), "call.block_table must have rank 2"),
         ("call.block_table", jnp.zeros((3, 3), jnp.int32), "call.block_table must agree on B"),
-        ("norm_rope.weight", jnp.ones(1), "norm must be"),
+        ("norm_rope.weight", jnp.ones(1), "norm_rope.weight must be"),
         ("norm_rope.frequencies", jnp.ones((2, 2)), "frequencies must have rank 1"),
         ("compression_ratio", 3, r"compressors\[0\].state must keep"),
         ("ring.planes", {"values": jnp.ones((3, 3, 4, 7))}, "ring must hold the planes"),
