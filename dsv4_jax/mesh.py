@@ -41,22 +41,32 @@ type AnyMesh = Mesh | AbstractMesh
 _MAX_DEVICES = 2**16
 
 
-def make_mesh(data: int = 1, model: int = 1, *, devices: Sequence[Any] | None = None) -> Mesh:
+def make_mesh(
+    data: int = 1, model: int = 1, *, devices: Sequence[Any] | np.ndarray | None = None
+) -> Mesh:
     """A mesh with the axes `data` and `model`.
 
     Args:
       data: data shards; requests are spread over them.
       model: devices of a data shard; heads, vocabulary and the shared expert are split over them.
         Neighbours in `devices` belong to one data shard.
-      devices: data times model of them; None takes the first ones that JAX has.
+      devices: data times model of them, in a row, or as the array [data, model] that
+        `jax.experimental.mesh_utils.create_device_mesh((data, model))` gives; None takes the first
+        ones that JAX has.
 
     Raises:
-      ValueError: a size is below 1, there are not so many devices, or one is there twice.
+      ValueError: a size is below 1, there are not so many devices, one is there twice, or their
+        array has other axes.
     """
     data = checks.integer("data", data, 1, _MAX_DEVICES)
     model = checks.integer("model", model, 1, _MAX_DEVICES)
     found: Sequence[Any] = jax.devices()
     if devices is not None:
+        if isinstance(devices, np.ndarray) and devices.ndim > 1:
+            if devices.shape != (data, model):
+                rule = f"devices in a row, or an array [data, model] = [{data}, {model}] of them"
+                checks.refuse("devices", rule, devices)
+            devices = devices.reshape(-1)
         found = checks.sequence("devices", devices, of="devices", limit=_MAX_DEVICES)
         for device in found:
             checks.instance("devices", device, jax.Device)

@@ -6,6 +6,7 @@ import functools
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
 import dsv4_jax as ds
@@ -60,10 +61,22 @@ def misuses():
         calls[f"param_shardings, {name}"] = functools.partial(ds.param_shardings, config, wrong)
         calls[f"Engine, {name}"] = functools.partial(ds.Engine, config, params, mesh=wrong)
     make = ds.make_mesh
+    grid = mesh_utils.create_device_mesh((2, 4))
+    assert grid.shape == (2, 4)
+    mixed = grid[::-1, ::-1]  # so that their order is not that of `jax.devices()`
+    assert np.array_equal(make(2, 4, devices=mixed).devices, mixed)
+    assert make(2, 4, devices=mixed.tolist()[0] + mixed.tolist()[1]) == make(2, 4, devices=mixed)
+    assert make(2, 4, devices=grid) == Mesh(grid, ("data", "model"))
+    assert jax.tree.leaves(init(mesh=make(2, 4, devices=grid)))[0].sharding.mesh.shape["model"] == 4
     calls |= {
         "make_mesh, more devices": functools.partial(make, 2, 2, devices=devices),
         "make_mesh, fewer devices": functools.partial(make, 2, 8, devices=devices),
         "make_mesh, a device twice": functools.partial(make, 2, 1, devices=[devices[3]] * 2),
+        "make_mesh, of other axes": functools.partial(make, 4, 2, devices=grid),
+        "make_mesh, of three axes": functools.partial(
+            make, 2, 4, devices=mesh_utils.create_device_mesh((2, 2, 2))
+        ),
+        "make_mesh, no devices": functools.partial(make, 2, 4, devices=np.arange(8).reshape(2, 4)),
         "make_mesh, too many": functools.partial(make, 4, 4),
         "acquire, cache on a mesh": functools.partial(
             ds.KVCacheManager.acquire, cache, call, layer_idx=0

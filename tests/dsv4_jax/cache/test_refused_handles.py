@@ -174,6 +174,8 @@ HEADS, SINK = np.zeros((T, 4, DIM), np.float32), np.zeros(4, np.float32)
         (QUERIES, None, "weights must be an array, got a NoneType"),
         (QUERIES, WEIGHTS[:2], "must agree on T"),
         (QUERIES, WEIGHTS[:, :1], "queries and weights must agree on IH"),
+        (QUERIES, WEIGHTS.astype(np.int32), "weights must be an array of floats, got int32"),
+        (QUERIES.astype(np.int8), WEIGHTS, "queries must be an array of floats, got int8"),
     ],
 )
 def test_what_are_no_index_queries_selects_nothing(queries, weights, message):
