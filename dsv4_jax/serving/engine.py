@@ -27,7 +27,7 @@ from dsv4_jax.model.params import DSV4Params, unstack_layers
 from dsv4_jax.model.shardings import param_shardings
 from dsv4_jax.peers import make_peer_buffers
 from dsv4_jax.serving.engine_core import EngineCore
-from dsv4_jax.serving.requests.calls import exclusive, refuse_while_held
+from dsv4_jax.serving.requests.calls import exclusive_as, refuse_if_busy, refuse_if_held
 from dsv4_jax.serving.requests.prompts import CheckedRequest, list_prompts
 from dsv4_jax.serving.requests.request import Completion
 from dsv4_jax.serving.requests.text import load_tokenizer
@@ -286,6 +286,7 @@ class Engine(EngineCore):
         Raises:
           ValueError: as in `submit`, or `n` is out of range; nothing was queued.
         """
+        refuse_if_busy(self, "submit_many was called")
         n = checks.integer("n", n, 1, MAX_SAMPLES)
         if sampling is not None:
             checks.instance("sampling", sampling, SamplingParams)
@@ -311,7 +312,7 @@ class Engine(EngineCore):
           ValueError: there is no such request.
           RuntimeError: an `AsyncEngine` holds the engine.
         """
-        refuse_while_held(self._holder, "stream")
+        refuse_if_held(self._holder, "stream was called")
         requests = []
         for request_id in request_ids:
             request = self._find(request_id)
@@ -348,6 +349,7 @@ class Engine(EngineCore):
           ValueError: a prompt is empty, too long, or holds an unknown token, or a setting is out
             of range; nothing was started.
         """
+        refuse_if_busy(self, "generate was called")
         prompts = list_prompts(prompts)
         rows = sampling_of_rows(len(prompts), sampling, row_name="prompt", **fields)
         checked = [
@@ -364,7 +366,7 @@ class Engine(EngineCore):
                 self.cancel(request.request_id)
                 self._requests.pop(request.request_id, None)
 
-    @exclusive
+    @exclusive_as("generate was called")
     def _serve(self) -> None:
         """A step whose tokens only streams and completions have."""
         self._step(returns=False)

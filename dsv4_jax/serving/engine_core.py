@@ -21,7 +21,7 @@ from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.serving.device.runner import StepRunner
 from dsv4_jax.serving.loop import ServingLoop
 from dsv4_jax.serving.metrics.metrics import Metrics, count_compiles
-from dsv4_jax.serving.requests.calls import UndoLog, exclusive, refuse_while_busy, refuse_while_held
+from dsv4_jax.serving.requests import calls
 from dsv4_jax.serving.requests.grammars import Grammars
 from dsv4_jax.serving.requests.prompts import CheckedRequest, Limits
 from dsv4_jax.serving.requests.request import Completion, Request, Token
@@ -70,7 +70,7 @@ class EngineCore:
         self._compiles_before = count_compiles()
         self._grammars = Grammars(config, tokenizer, is_allowed=plan.grammars)
         self._runner = StepRunner(params, plan, self._grammars, self._hosts)
-        self._undo = UndoLog(self.metrics, *self.metrics.histograms)
+        self._undo = calls.UndoLog(self.metrics, *self.metrics.histograms)
         self._texts = None if tokenizer is None else TokenTexts(tokenizer, config.vocab_size)
         self._loop = ServingLoop(
             self._runner, plan, texts=self._texts, metrics=self.metrics, undo=self._undo
@@ -94,7 +94,7 @@ class EngineCore:
         Raises:
           RuntimeError: an `AsyncEngine` holds the engine, whose next step would take it.
         """
-        refuse_while_held(self._holder, "cache")
+        calls.refuse_if_held(self._holder, "cache was read")
         return self._runner.cache
 
     @property
@@ -103,7 +103,7 @@ class EngineCore:
         metrics = self._undo.before(self.metrics)
         return metrics["running"] + metrics["waiting"]
 
-    @exclusive
+    @calls.exclusive
     def warmup(self) -> list[tuple[str, float]]:
         """Compiles every program that serving can need.
 
@@ -121,7 +121,7 @@ class EngineCore:
             self._count_compiles()
             return times
 
-    @exclusive
+    @calls.exclusive
     def submit(
         self,
         prompt: str | Sequence[int],
@@ -152,7 +152,7 @@ class EngineCore:
         with self._undo:
             return self._add(asked).request_id
 
-    @exclusive
+    @calls.exclusive
     def fork(self, request_id: int, *, seed: int) -> int:
         """A second request that goes on from what the first has drawn so far.
 
@@ -183,7 +183,7 @@ class EngineCore:
             self._loop.fork(request, new)
             return new.request_id
 
-    @exclusive
+    @calls.exclusive
     def cancel(self, request_id: int) -> bool:
         """Ends a request early; its stream ends, and its completion has what was drawn so far.
 
@@ -198,7 +198,7 @@ class EngineCore:
             return False
         return self._end(request, "cancelled")
 
-    @exclusive
+    @calls.exclusive
     def preempt(self, request_id: int) -> bool:
         """Makes a running request give its slot and blocks back and wait; whether it was running.
 
@@ -212,7 +212,7 @@ class EngineCore:
             self._loop.preempt(request)
             return True
 
-    @exclusive
+    @calls.exclusive
     def step(self) -> Sequence[Token]:
         """Serves every running request once, or `steps_per_call` times, and admits waiting ones.
 
@@ -228,7 +228,7 @@ class EngineCore:
         """
         return self._step()
 
-    @exclusive
+    @calls.exclusive_as("the next token of a stream was asked for")
     def _next_token(self, requests: Sequence[Request]) -> Token:
         """The next token that no stream has given, of the first request that has one.
 
@@ -251,7 +251,7 @@ class EngineCore:
         """Cancels a request when the engine is called next; from any thread, at any time."""
         self._dropped.append(request_id)
 
-    @exclusive
+    @calls.exclusive
     def completion(self, request_id: int) -> Completion:
         """What a finished request got; it is forgotten.
 
@@ -270,7 +270,7 @@ class EngineCore:
             del self._requests[request.request_id]
             return completion
 
-    @exclusive
+    @calls.exclusive
     def verify(self) -> Report:
         """Checks the whole cache now; see `verify_cache`.
 
@@ -299,7 +299,7 @@ class EngineCore:
         Raises:
           RuntimeError: another call is in progress, or an `AsyncEngine` holds the engine.
         """
-        refuse_while_busy(self, "close")
+        calls.refuse_if_busy(self, "close was called")
         if self._hosts is not None and not self._is_closed:
             self._is_closed = True
             self._runner.devices.stop()
@@ -360,7 +360,7 @@ class EngineCore:
         """What requests can ask for; any thread may check them at any time."""
         return Limits(self.config, self._plan.pools, self.tokenizer, self._grammars)
 
-    @exclusive
+    @calls.exclusive_as("submit_many or generate was called")
     def _submit_all(
         self, asked: Sequence[CheckedRequest], *, are_samples: bool = False
     ) -> list[Request]:

@@ -16,7 +16,7 @@ from dsv4_jax.allocator.manager import KVCacheManager
 from dsv4_jax.allocator.prefix_tree import PrefixNode
 from dsv4_jax.serving.engine_core import EngineCore
 from dsv4_jax.serving.metrics.metrics import Histogram
-from dsv4_jax.serving.requests.calls import exclusive
+from dsv4_jax.serving.requests.calls import exclusive_as
 from dsv4_jax.serving.requests.request import Request
 
 MAX_REQUESTS = 48
@@ -51,7 +51,7 @@ _COUNTERS = (
 )
 
 
-@exclusive
+@exclusive_as("its state was read")
 def read_state(engine: EngineCore) -> dict[str, Any]:
     """The state of an engine between two calls.
 

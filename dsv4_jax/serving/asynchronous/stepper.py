@@ -24,7 +24,7 @@ from dsv4_jax.serving.asynchronous.feed import (
 )
 from dsv4_jax.serving.engine import Engine
 from dsv4_jax.serving.engine_core import EngineCore
-from dsv4_jax.serving.requests.calls import exclusive
+from dsv4_jax.serving.requests.calls import exclusive_as
 from dsv4_jax.serving.requests.request import Token
 
 _log = logging.getLogger(__name__)
@@ -359,7 +359,7 @@ def _set(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-@exclusive
+@exclusive_as("another AsyncEngine was made")
 def _hold(engine: EngineCore, thread: threading.Thread) -> None:
     """Gives an engine to one thread, which alone may call it until its `_holder` is None again.
 

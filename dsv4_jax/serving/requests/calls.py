@@ -97,22 +97,27 @@ class Exclusive(Protocol):
         """What a call does first."""
 
 
-def refuse_while_held(holder: threading.Thread | None, name: str) -> None:
-    """Raises `RuntimeError` where another thread holds the engine whose method is called."""
+def refuse_if_held(holder: threading.Thread | None, happened: str) -> None:
+    """Raises `RuntimeError` where another thread holds the engine.
+
+    Args:
+      holder: the thread that does, if one does.
+      happened: what the caller did, for the message.
+    """
     if holder is not None and holder is not threading.current_thread():
         raise RuntimeError(
-            f"an AsyncEngine holds the engine, and only its thread may call it, but {name} was "
-            "called beside it; use that AsyncEngine, or close it first (Server and batch close "
+            f"an AsyncEngine holds the engine, and only its thread may call it, but {happened} "
+            "beside it; use that AsyncEngine, or close it first (Server and batch close "
             "theirs when they end)"
         )
 
 
-def refuse_while_busy(engine: Exclusive, name: str) -> None:
+def refuse_if_busy(engine: Exclusive, happened: str) -> None:
     """Raises `RuntimeError` where another thread holds the engine, or a call is in progress."""
-    refuse_while_held(engine._holder, name)
+    refuse_if_held(engine._holder, happened)
     if engine._lock.locked():
         raise RuntimeError(
-            f"an engine does one call at a time, and {name} was called while another call was in "
+            f"an engine does one call at a time, and {happened} while another call was in "
             "progress; where several threads use an engine, hold one lock around every call; in a "
             "signal handler or a tokenizer, note what you want and call when the other call has "
             "returned"
@@ -122,20 +127,38 @@ def refuse_while_busy(engine: Exclusive, name: str) -> None:
 def exclusive[S: Exclusive, **P, R](
     method: Callable[Concatenate[S, P], R],
 ) -> Callable[Concatenate[S, P], R]:
-    """A method that is refused while another one is in progress, in any thread.
+    """A public method that is refused while another one is in progress, in any thread.
 
     So it is while another thread holds the engine, as that of an `AsyncEngine` does. The method
     raises `RuntimeError` then, and has touched nothing.
     """
-    name = method.__name__.strip("_")
+    return _exclusive(method, f"{method.__name__} was called")
 
+
+class exclusive_as:
+    """`exclusive` for what is no public method."""
+
+    def __init__(self, happened: str) -> None:
+        """`happened` says what its user did, for the message."""
+        self._happened = happened
+
+    def __call__[S: Exclusive, **P, R](
+        self, method: Callable[Concatenate[S, P], R]
+    ) -> Callable[Concatenate[S, P], R]:
+        """See `exclusive`."""
+        return _exclusive(method, self._happened)
+
+
+def _exclusive[S: Exclusive, **P, R](
+    method: Callable[Concatenate[S, P], R], happened: str
+) -> Callable[Concatenate[S, P], R]:
     @functools.wraps(method)
     def call(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
-        refuse_while_busy(self, name)
+        refuse_if_busy(self, happened)
         # Nothing can be raised between taking the lock and being inside, since `with` does both in
         # C. Who comes between the question above and here waits for the other call to end.
         with self._lock:
-            refuse_while_held(self._holder, name)  # that call may have given it to a thread
+            refuse_if_held(self._holder, happened)  # that call may have given it to a thread
             self._settle()
             return method(self, *args, **kwargs)
 

@@ -43,8 +43,17 @@ def it_is_free_again(engine):
     assert not engine.verify().problems
 
 
-def refused(call, engine):
-    with pytest.raises(RuntimeError, match=r"an AsyncEngine holds the engine.*or close it first"):
+SAYS = {name: f"{name} was called" for name in CALLS} | {
+    "cache": "cache was read",
+    "state": "its state was read",
+    "AsyncEngine": "another AsyncEngine was made",
+}
+"""What an error says that the caller did, who knows no inner method."""
+
+
+def refused(call, engine, says=""):
+    message = f"an AsyncEngine holds the engine.*{says} beside it; use .* or close it first"
+    with pytest.raises(RuntimeError, match=message):
         call(engine)
     return True
 
@@ -58,11 +67,11 @@ def test_calls_beside_an_async_engine_are_refused_and_change_nothing(engine):
             drawn = [await anext(stream)]
             submitted = engine.metrics.submitted
             for name, call in CALLS.items():  # while steps run
-                assert refused(call, engine), name
+                assert refused(call, engine, SAYS[name]), name
             assert engine.metrics.submitted == submitted
             drawn += [token async for token in stream]
             for name, call in CALLS.items():  # while it waits for requests
-                assert refused(call, engine), name
+                assert refused(call, engine, SAYS[name]), name
             assert shared.is_serving
             return [token.token_id for token in drawn]
 
@@ -92,12 +101,13 @@ def test_an_engine_with_requests_of_its_own_is_not_taken(engine):
         serving.AsyncEngine(engine)
     assert len(list(stream)) == ASKED["max_new_tokens"] - 1
     with serving.AsyncEngine(engine) as shared:
-        refused(lambda _: next(engine.stream(0)), engine)
+        refused(lambda _: next(engine.stream(0)), engine, "stream was called")
         assert shared.is_serving
 
 
 def test_an_engine_in_the_middle_of_a_call_is_not_taken(engine):
-    with engine._lock, pytest.raises(RuntimeError, match="one call at a time"):
+    says = "one call at a time, and another AsyncEngine was made while"
+    with engine._lock, pytest.raises(RuntimeError, match=says):
         serving.AsyncEngine(engine)
 
 
