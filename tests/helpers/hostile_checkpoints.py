@@ -23,10 +23,12 @@ import numpy as np
 import safetensors.numpy
 
 import dsv4_jax as ds
+from dsv4_jax.checkpoint.conversion_record import RECORD
 from dsv4_jax.checkpoint.convert import convert_checkpoint
 from dsv4_jax.checkpoint.files import INDEX
 from dsv4_jax.checkpoint.inventory import read_inventory
 from dsv4_jax.serving.requests.text import load_tokenizer
+from helpers import hostile_shards
 from helpers.bad_files import DEEP, ODD, changed, paths_of
 
 SAVED = pathlib.Path(__file__).parents[1] / "data" / "hf_saved_tiny"
@@ -49,6 +51,14 @@ def write_good(folder):
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     shutil.copy(SAVED / CONFIG, folder)
     shutil.copy(ds.SHIPPED_CHECKPOINT / TOKENIZER, folder)
+
+
+def write_released(good, folder):
+    """The same model in the release's FP8 and FP4, with scales, in two shards."""
+    convert_checkpoint(good, folder, weights="released", progress=False)
+    (folder / RECORD).unlink()
+    hostile_shards.split(folder / WEIGHTS, 2)
+    shutil.copy(good / TOKENIZER, folder)
 
 
 def change_bytes(pick, file):
@@ -162,7 +172,10 @@ def change_tokenizer(pick, file):
 
 
 def spoil(pick, folder):
-    """Changes one to three things."""
+    """Changes one to three things in files, or what a shard, the index or a link says."""
+    if pick.random() < 0.5:
+        pick.choice(hostile_shards.CHANGES)(pick, folder)
+        return
     for _ in range(pick.choice([1, 1, 2, 3])):
         shards = sorted(folder.glob("*.safetensors"))
         files = [folder / name for name in (CONFIG, TOKENIZER, INDEX)] + shards
@@ -192,17 +205,18 @@ def refusal(read):
         message = str(error)
         assert message
         assert len(message) < MAX_MESSAGE, message[:1000]
+        assert message.replace("\n", "").isprintable(), repr(message)[:1000]
         return None, message
 
 
-def try_one(folder, *, follow_links):
+def try_one(folder, *, follow_links, is_plain=True):
     """Refused, or loaded as its files say; "" or the reason of each reader."""
     loaded, told = refusal(
         lambda: ds.load_checkpoint(
             folder, dtype="float32", progress=False, follow_links=follow_links
         )
     )
-    if loaded is not None:
+    if loaded is not None and is_plain:
         check_load(folder, *loaded)
     refusal(lambda: read_inventory(folder, follow_links=follow_links))
     tokenizer, _ = refusal(lambda: load_tokenizer(folder, follow_links=follow_links))
@@ -252,14 +266,18 @@ def main(seed, count, where):
     good = where / "good"
     write_good(good)
     assert not try_one(good, follow_links=False)
+    released = where / "released"
+    write_released(good, released)
+    assert not try_one(released, follow_links=False, is_plain=False)
     for number in range(seed, seed + count):
         pick = random.Random(number)
         folder = where / f"{number}"
-        shutil.copytree(good, folder)
+        is_plain = pick.random() < 0.5
+        shutil.copytree(good if is_plain else released, folder)
         spoil(pick, folder)
         print(f"{number}", end=" ", flush=True)  # the last one is the one that ended the process
         with bounds():
-            told = try_one(folder, follow_links=pick.random() < 0.5)
+            told = try_one(folder, follow_links=pick.random() < 0.5, is_plain=is_plain)
         counts["refused" if told else "loaded"] += 1
         shutil.rmtree(folder)
     print("\n" + json.dumps(counts))
