@@ -1,10 +1,13 @@
 """Grammars are compiled within bounds of time and memory, in a process that a bound may end."""
 
 import concurrent.futures
+import json
+import os
 import pathlib
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 
@@ -178,6 +181,46 @@ def test_the_process_ends_with_the_one_that_started_it(trials):
     (process,) = trials._idle
     process.stdin.close()
     assert process.wait(20) == 0
+
+
+KILLED = """
+import json, sys
+from dsv4_jax.serving.requests.grammar_trials import GrammarBounds, GrammarTrials
+vocabulary, grammar = json.loads(sys.stdin.readline())
+trials = GrammarTrials(*vocabulary, GrammarBounds(seconds=2.0))
+trials.prepare()
+(process,) = trials._idle
+print(process.pid, flush=True)
+trials.check(grammar)
+"""
+
+
+def seconds_of(pid):
+    """Of a processor, that a process has used; None where there is none that runs."""
+    try:
+        fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    used = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return None if fields[0] == "Z" else used
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/stat").exists(), reason="there is no /proc here")
+@pytest.mark.slow
+def test_who_is_killed_while_a_grammar_compiles_leaves_no_process():
+    """In the middle of one nothing reads the input that has ended; the bound on time does it."""
+    given = json.dumps([[byte_tokenizer().to_str(), VOCAB, [END]], ENDLESS])
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        process.stdin.write(given + "\n")
+        process.stdin.flush()
+        pid = int(process.stdout.readline())
+        started = seconds_of(pid)
+        until(lambda: seconds_of(pid) > started + 1.2)
+        process.kill()
+    until(lambda: seconds_of(pid) is None)
 
 
 def test_the_program_imports_llguidance_and_numpy_alone(trials):
