@@ -383,6 +383,48 @@ def test_bytes_that_are_no_utf8_on_the_command_line_of_a_process():
     assert b"must be UTF-8, got b'caf\\xe9'" in err
 
 
+STREAMS = {
+    ">&-": (2, 2),
+    "2>&-": (0, 0),
+    "<&-": (0, 0),
+    ">/dev/full": (2, 2),
+    ">/dev/full 2>/dev/full": (2, 2),
+    "<&- >&- 2>&-": (2, 2),
+    "a reader that has gone": (141, 141),
+}
+"""Statuses of `plan` and of `convert`, which say nothing on standard error if they are done."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", STREAMS)
+@pytest.mark.parametrize("command", ["plan", "convert"])
+def test_streams_that_are_closed_or_full_are_told_by_a_line_and_the_status(
+    tmp_path, command, streams
+):
+    """Nothing lands in a file that another descriptor would have had, and nobody is left."""
+    arguments = ["plan", "flash"] if command == "plan" else ["convert", str(SAVED), "out"]
+    arguments += ["--weights", "bfloat16"] * (command == "convert")
+    redirections = "" if "gone" in streams else streams
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as nobody, open(tmp_path / "said", "wb") as said:
+        done = subprocess.run(
+            ["bash", "-c", f'exec "$@" {redirections}', "x", sys.executable, "-m", "dsv4_jax",
+             *arguments],
+            stdout=nobody if "gone" in streams else subprocess.DEVNULL, stderr=said,
+            stdin=subprocess.DEVNULL, cwd=tmp_path, start_new_session=True,
+        )  # fmt: skip
+    assert done.returncode == STREAMS[streams][command == "convert"]
+    lines = (tmp_path / "said").read_text().splitlines()
+    assert len(lines) <= 1
+    assert all(f"dsv4-jax {command}: " in line for line in lines)
+    made = {path.name for path in tmp_path.iterdir()} - {"said"}
+    refused = streams in (">&-", "<&- >&- 2>&-")  # before work
+    assert made == ({"out"} if command == "convert" and not refused else set())
+    for file in tmp_path.glob("out/*.json"):
+        json.loads(file.read_text())
+
+
 # By the thousand.
 
 
