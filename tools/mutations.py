@@ -238,14 +238,14 @@ MUTATIONS = [
         (
             "snapshot_into_the_wrong_tail_rows",
             "snapshots.py",
-            "jnp.maximum(ends[:, None] - ratio + back, 0) % (2 * ratio)",
-            "jnp.maximum(ends[:, None] - ratio + back, 0) % ratio",
+            "% (2 * compression_ratio)",
+            "% compression_ratio",
             "dsv4_jax/serving/test_prefix_reuse.py",
         ),
         (
             "changes_wrap",
             "slot_changes.py",
-            "jnp.where(jnp.asarray(targets) < 0, plane.shape[1], targets)",
+            "drop_absent(jnp.asarray(targets), plane.shape[1])",
             "jnp.asarray(targets)",
             "dsv4_jax/allocator dsv4_jax/serving/test_engine_life.py",
         ),
