@@ -30,7 +30,7 @@ class InstantArrays:
         self._kept = kept
         self._outputs = collections.deque(maxlen=2)
 
-    def step(self, step_input, snapshots, num_checked, *_, **__):
+    def launch(self, step_input, snapshots, num_checked, *_, **__):
         rows = step_input.request_ids
         counts = np.bincount(rows[rows >= 0], minlength=self._slots)
         accepted = np.minimum(self._kept, num_checked - 1)

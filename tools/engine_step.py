@@ -100,7 +100,7 @@ def time_parts(arrays):
 
     for name in ("jit_plain_decode_step", "_copied", "gather"):
         setattr(engine_arrays, name, timed(name, getattr(engine_arrays, name)))
-    for name in ("_step", "_read", "_change", "_save"):
+    for name in ("launch", "read", "change", "save"):
         setattr(arrays, name, timed(name, getattr(arrays, name)))
     return spent, calls
 

@@ -321,8 +321,8 @@ MUTATIONS = [
         (
             "programs_compiled_side_by_side_are_others",
             "device/engine_arrays.py",
-            "lowered = step.lower(*arguments, **static)",
-            'lowered = step.lower(*arguments, **static | {"activations": "bfloat16"})',
+            "lowered = program.lower(*arguments, **static)",
+            'lowered = program.lower(*arguments, **static | {"activations": "bfloat16"})',
             "dsv4_jax/serving/device/test_programs.py",
         ),
         (

@@ -18,6 +18,7 @@ from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.hosts import hosts_of
 from dsv4_jax.model.params import DSV4Params
+from dsv4_jax.serving.device.hosted_arrays import HostedArrays
 from dsv4_jax.serving.device.runner import StepRunner
 from dsv4_jax.serving.loop import ServingLoop
 from dsv4_jax.serving.metrics.metrics import Metrics, count_compiles
@@ -287,9 +288,10 @@ class EngineCore:
         Raises:
           RuntimeError: the mesh lies in this process alone, or this is process 0.
         """
-        if self._hosts is None or not self._hosts.number:
+        devices = self._runner.devices
+        if not isinstance(devices, HostedArrays) or not devices.hosts.number:
             raise RuntimeError("follow is for processes other than 0 of a mesh of several")
-        self._runner.devices.follow()
+        devices.follow()
 
     def close(self) -> None:
         """Lets the other processes of a mesh go; the engine takes no further call in any of them.
@@ -300,9 +302,10 @@ class EngineCore:
           RuntimeError: another call is in progress, or an `AsyncEngine` holds the engine.
         """
         calls.refuse_if_busy(self, "close was called")
-        if self._hosts is not None and not self._is_closed:
+        devices = self._runner.devices
+        if isinstance(devices, HostedArrays) and not self._is_closed:
             self._is_closed = True
-            self._runner.devices.stop()
+            devices.stop()
 
     def _settle(self) -> None:
         """What is left of calls that raised, and of streams that were dropped.

@@ -15,7 +15,7 @@ import pytest
 
 from dsv4_jax import hosts
 from dsv4_jax.cache.slot_changes import SlotChanges
-from dsv4_jax.serving.device import host_calls
+from dsv4_jax.serving.device import engine_arrays, host_calls
 from helpers import gpu_processes
 from tools.meshes import processes
 
@@ -197,16 +197,24 @@ def test_a_call_goes_through_bytes_unchanged():
         ("slots", "length_tokens", "copy_from", "copy_to", "block_from", "block_to", "load_slots",
          "load_places", "load_ends")
     }, block_table=np.ones((4, width), np.int32))  # fmt: skip
-    name, (found, moves) = host_calls.unpack(host_calls.pack("change", changes, True))
-    assert (name, moves) == ("change", True)
+    name, (found, moves), options = host_calls.unpack(
+        host_calls.pack(engine_arrays.EngineArrays.change.__name__, changes, True)
+    )
+    assert (name, moves, options) == ("change", True, {})
     assert isinstance(found, SlotChanges)
     assert found.freed_slots is None
     assert jax.tree.all(jax.tree.map(np.array_equal, found, changes))
 
 
 def test_plain_values_keep_their_order():
-    values = [None, True, "fp8", *range(10)]
-    assert host_calls.unpack(host_calls.pack("read", *values)) == ("read", values)
+    values, options = [None, True, "fp8", *range(10)], {"back": 1, "activations": "fp8"}
+    told = host_calls.pack("read", *values, **options)
+    assert host_calls.unpack(told) == ("read", values, options)
+
+
+def test_a_call_that_is_no_call_of_all_processes_cannot_be_told():
+    assert {"launch", "read", "change", "rebuild"} < host_calls.CALLS.keys()
+    assert not host_calls.CALLS.keys() & {"follow", "stop", "__init__"}
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
 """EngineArrays: an engine's cache and snapshots, and the calls on them.
 
 Arguments of a call are NumPy arrays and plain values, and are all that it depends on beside the
-arrays that calls before it left on the devices. Where a mesh spans several processes, process 0
-tells the others of each call, and all of them make it.
+arrays that calls before it left on the devices. Where a mesh spans several processes, all of them
+make those that are marked `every_process` (`hosted_arrays.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.hosts import Hosts
 from dsv4_jax.mesh import gather, mesh_sizes, put, read, shardings_of
 from dsv4_jax.model.params import DSV4Params
-from dsv4_jax.serving.device.host_calls import BUILT, STOP, pack, unpack
+from dsv4_jax.serving.device.host_calls import every_process
 from dsv4_jax.serving.sizing import EnginePlan
 from dsv4_jax.step.decode_steps import jit_plain_decode_steps
 from dsv4_jax.step.draws import DrawnCounts, TokenMasks
@@ -59,21 +59,17 @@ class EngineArrays:
       store: the snapshots as they are now; the next call may donate them.
     """
 
-    def __init__(self, params: DSV4Params, plan: EnginePlan, hosts: Hosts | None) -> None:
+    def __init__(self, params: DSV4Params, plan: EnginePlan, hosts: Hosts | None = None) -> None:
         """Allocates the pools.
 
         Args:
           params: model parameters.
           plan: sizes of the engine.
           hosts: the processes of the mesh; None is this one alone.
-
-        Raises:
-          RuntimeError: another engine is open on them.
         """
         self.params = params
         self._plan = plan
         self._hosts = hosts
-        self._known: set[object] = set()
         self._programs = concurrent.futures.ThreadPoolExecutor(_COMPILED_AT_ONCE)
         self._begun: list[concurrent.futures.Future[float]] = []
         # On CPUs two programs may run side by side, and wait in each other's collectives for ever.
@@ -88,41 +84,47 @@ class EngineArrays:
         self._unread: collections.deque[ServeOutput]
         self.cache: ModelCache
         self.store: SnapshotStore
-        if hosts is not None:
-            if hosts.is_taken:
-                raise RuntimeError(
-                    "processes serve one engine at a time; close the one there is first"
-                )
-            hosts.is_taken = True
         self._allocate()
-        if hosts is not None and not hosts.number:
-            hosts.tell(pack(BUILT, repr(plan)))
 
+    @every_process
     def rebuild(self) -> None:
         """Empty pools, in place of those that were there, whose memory is free first.
 
         An interrupt in the middle of jax's own Python can leave it in a trace that has ended; that
         is ended here too. Settings, counts and masks have to be set again.
         """
-        self._make("rebuild")
+        compat.end_traces()
+        for leaf in jax.tree.leaves((self.cache, self.store)):
+            if not leaf.is_deleted():
+                leaf.delete()
+        self._allocate()
 
+    @every_process
     def change(self, changes: SlotChanges, moves: bool) -> None:
         """`apply_changes`; only tables and lengths are changed unless it `moves` arrays."""
-        self._make("change", changes, moves)
+        changes = put(changes, self._plan.mesh)
+        if moves:
+            self.cache = jit_apply_changes(self.cache, self.store, changes)
+        else:
+            self.cache = set_tables(self.cache, changes, in_place=True)
 
+    @every_process
     def set_sampling(self, sampling: FullSampling) -> None:
         """Settings of each row, of every step from now on."""
-        self._make("set_sampling", sampling)
+        self._sampling = self._bring("sampling", sampling)
 
+    @every_process
     def set_counts(self, counts: DrawnCounts) -> None:
         """What rows have drawn, in every step from now on."""
-        self._make("set_counts", counts)
+        self._counts = self._bring("counts", counts)
 
+    @every_process
     def set_masks(self, masks: TokenMasks) -> None:
         """Which tokens rows may draw, in every step from now on."""
-        self._make("set_masks", masks)
+        self._masks = self._bring("masks", masks)
 
-    def step(
+    @every_process
+    def launch(
         self,
         step_input: StepInput,
         snapshots: SnapshotPlan,
@@ -151,72 +153,65 @@ class EngineArrays:
           only_compiles: launches nothing, but begins to compile the program, beside those that were
             begun before; see `finish_compiling`.
         """
-        plain = (num_checked, next_token_ids, num_steps, is_plain, is_simple, activations)
-        plain = (*plain, wants_logprobs, only_compiles)
-        self._make("step", step_input, snapshots, *plain)
+        plan = self._plan
+        fields: dict[str, Any] = {"num_checked": num_checked, "next_token_ids": next_token_ids}
+        fields |= {"step": step_input, "snapshots": snapshots, "num_steps": num_steps}
+        settings = {"sampling": self._sampling, "counts": self._counts, "masks": self._masks}
+        if is_simple:
+            settings = {"sampling": self._sampling.simplified()}
+        serve_input = ServeInput(**settings, **self._bring_input(fields))
+        static: dict[str, Any] = {"config": plan.config, "activations": activations}
+        program, pools = jit_plain_decode_step, (self.cache,)
+        if not is_plain:
+            program, pools = jit_serve_step, (self.cache, self.store)
+            static["draft_tokens"] = plan.draft_tokens
+        elif num_steps is not None:
+            program = jit_plain_decode_steps
+            static["num_steps"] = plan.steps_per_call
+        arguments = self.params, *pools, serve_input, self._last
+        if only_compiles:
+            self._begin_compiling(program, arguments, static)
+            return
+        if self._hosts is not None:
+            self._hosts.waits()
+        *pools, output = program(*arguments, **static)
+        self.cache, self.store = pools if len(pools) == 2 else (*pools, self.store)
+        self._last = output
+        # The next step writes its own output in the place of this one's.
+        shown = _copied(dataclasses.replace(output, logprobs=None))
+        if wants_logprobs:
+            shown = dataclasses.replace(shown, logprobs=_copied(output.logprobs))
+        self._unread.append(gather(shown))
+        if self._waits:
+            jax.block_until_ready((self.cache, self._unread[-1]))
 
+    @every_process
     def finish_compiling(self) -> list[float]:
         """Waits for the programs that were begun: seconds for each, in order."""
-        return self._make("finish_compiling")
+        begun, self._begun = self._begun, []
+        return [one.result() for one in begun]
 
+    @every_process
     def read(self, back: int) -> ServeOutput:
         """What a step gave, in NumPy; a failure on the device shows here.
 
         Args:
           back: 0 is the step that was launched last, 1 the one before it.
         """
-        return self._make("read", back)
+        if self._hosts is not None:
+            self._hosts.waits()
+        return read(self._unread[-1 - back])
 
+    @every_process
     def save(self, step_input: StepInput, plan: SnapshotPlan) -> None:
         """`save_reached`."""
-        self._make("save", step_input, plan)
+        step_input, plan = put(step_input, self._plan.mesh), put(plan, self._plan.mesh)
+        self.store = jit_save_reached(self.store, self.cache, step_input, plan)
 
+    @every_process
     def scan(self) -> dict[str, Any]:
         """`scan_cache`."""
-        return self._make("scan")
-
-    def follow(self) -> None:
-        """Makes the calls that process 0 tells of, until it stops."""
-        hosts = self._hosts
-        assert hosts is not None
-        while True:
-            name, arguments = unpack(hosts.listen())
-            if name == STOP:
-                hosts.is_taken = False
-                return
-            if name == BUILT:
-                if arguments != [repr(self._plan)]:
-                    hosts.end(
-                        f"process 0 built its engine otherwise: {arguments[0]}, and process "
-                        f"{hosts.number} {self._plan!r}"
-                    )
-                continue
-            with hosts.call(is_new=self._is_new(name, arguments)):
-                getattr(self, f"_{name}")(*arguments)
-
-    def stop(self) -> None:
-        """Ends `follow` in the other processes."""
-        if self._hosts is not None and not self._hosts.number:
-            self._hosts.tell(pack(STOP))
-            self._hosts.is_taken = False
-
-    def _make(self, name: str, *arguments: Any) -> Any:
-        """A call, in every process."""
-        call, hosts = getattr(self, f"_{name}"), self._hosts
-        if hosts is None:
-            return call(*arguments)
-        with hosts.call(is_new=self._is_new(name, arguments)):
-            hosts.tell(pack(name, *arguments))
-            return call(*arguments)
-
-    def _is_new(self, name: str, arguments: Any) -> bool:
-        """Whether a call may have to be compiled."""
-        leaves = jax.tree.leaves(arguments)
-        key = (name, *(leaf.shape if hasattr(leaf, "shape") else leaf for leaf in leaves))
-        if key in self._known:
-            return False
-        self._known.add(key)
-        return True
+        return scan_cache(self.cache, self.store)
 
     def _allocate(self) -> None:
         plan = self._plan
@@ -231,89 +226,17 @@ class EngineArrays:
         )()
         self._unread, self._input, self._placed = collections.deque(maxlen=2), ([], None), {}
 
-    def _rebuild(self) -> None:
-        compat.end_traces()
-        for leaf in jax.tree.leaves((self.cache, self.store)):
-            if not leaf.is_deleted():
-                leaf.delete()
-        self._allocate()
-
-    def _change(self, changes: SlotChanges, moves: bool) -> None:
-        changes = put(changes, self._plan.mesh)
-        if moves:
-            self.cache = jit_apply_changes(self.cache, self.store, changes)
-        else:
-            self.cache = set_tables(self.cache, changes, in_place=True)
-
-    def _set_sampling(self, sampling: FullSampling) -> None:
-        self._sampling = self._bring("sampling", sampling)
-
-    def _set_counts(self, counts: DrawnCounts) -> None:
-        self._counts = self._bring("counts", counts)
-
-    def _set_masks(self, masks: TokenMasks) -> None:
-        self._masks = self._bring("masks", masks)
-
-    def _step(
-        self,
-        step_input: StepInput,
-        snapshots: SnapshotPlan,
-        num_checked: Any,
-        next_token_ids: Any,
-        num_steps: Any,
-        is_plain: bool,
-        is_simple: bool,
-        activations: str,
-        wants_logprobs: bool,
-        only_compiles: bool,
-    ) -> None:
-        plan = self._plan
-        fields = {"num_checked": num_checked, "next_token_ids": next_token_ids}
-        fields |= {"step": step_input, "snapshots": snapshots, "num_steps": num_steps}
-        settings = {"sampling": self._sampling, "counts": self._counts, "masks": self._masks}
-        if is_simple:
-            settings = {"sampling": self._sampling.simplified()}
-        serve_input = ServeInput(**settings, **self._bring_input(fields))
-        static: dict[str, Any] = {"config": plan.config, "activations": activations}
-        step, pools = jit_plain_decode_step, (self.cache,)
-        if not is_plain:
-            step, pools = jit_serve_step, (self.cache, self.store)
-            static["draft_tokens"] = plan.draft_tokens
-        elif num_steps is not None:
-            step = jit_plain_decode_steps
-            static["num_steps"] = plan.steps_per_call
-        arguments = self.params, *pools, serve_input, self._last
-        if only_compiles:
-            self._begin_compiling(step, arguments, static)
-            return
-        if self._hosts is not None:
-            self._hosts.waits()
-        *pools, output = step(*arguments, **static)
-        self.cache, self.store = pools if len(pools) == 2 else (*pools, self.store)
-        self._last = output
-        # The next step writes its own output in the place of this one's.
-        shown = _copied(dataclasses.replace(output, logprobs=None))
-        if wants_logprobs:
-            shown = dataclasses.replace(shown, logprobs=_copied(output.logprobs))
-        self._unread.append(gather(shown))
-        if self._waits:
-            jax.block_until_ready((self.cache, self._unread[-1]))
-
     def _begin_compiling(
-        self, step: Any, arguments: tuple[Any, ...], static: Mapping[str, Any]
+        self, program: Any, arguments: tuple[Any, ...], static: Mapping[str, Any]
     ) -> None:
         start = time.perf_counter()
-        lowered = step.lower(*arguments, **static)
+        lowered = program.lower(*arguments, **static)
 
         def compile_it() -> float:
             lowered.compile()
             return time.perf_counter() - start
 
         self._begun.append(self._programs.submit(compile_it))
-
-    def _finish_compiling(self) -> list[float]:
-        begun, self._begun = self._begun, []
-        return [one.result() for one in begun]
 
     def _bring_input[T](self, value: T) -> T:
         """A step's own input, which is that of the step before while all rows decode.
@@ -335,18 +258,6 @@ class EngineArrays:
         old = self._placed.pop(key, None) or _copied(value)
         value = self._placed[key] = _in_place_of(old, value)
         return value
-
-    def _read(self, back: int) -> ServeOutput:
-        if self._hosts is not None:
-            self._hosts.waits()
-        return read(self._unread[-1 - back])
-
-    def _save(self, step_input: StepInput, plan: SnapshotPlan) -> None:
-        step_input, plan = put(step_input, self._plan.mesh), put(plan, self._plan.mesh)
-        self.store = jit_save_reached(self.store, self.cache, step_input, plan)
-
-    def _scan(self) -> dict[str, Any]:
-        return scan_cache(self.cache, self.store)
 
 
 _copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))

@@ -3,50 +3,54 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import typing
+from collections.abc import Callable
 from typing import Any
 
 from flax import serialization
 
-from dsv4_jax.cache.slot_changes import SlotChanges
-from dsv4_jax.cache.snapshots import SnapshotPlan
-from dsv4_jax.cache.step_input import StepInput
-from dsv4_jax.step.draws import DrawnCounts, TokenMasks
-from dsv4_jax.step.sampling import FullSampling
-
 STOP, BUILT = "stop", "built"
-_ARGUMENTS: dict[str, tuple[type, ...]] = {
-    "rebuild": (),
-    "change": (SlotChanges,),
-    "set_sampling": (FullSampling,),
-    "set_counts": (DrawnCounts,),
-    "set_masks": (TokenMasks,),
-    "step": (StepInput, SnapshotPlan),
-    "read": (),
-    "save": (StepInput, SnapshotPlan),
-    "scan": (),
-}
-"""Calls, and the trees that they take; plain values come after them."""
+CALLS: dict[str, Callable[..., Any]] = {}
+"""What can be told, by name: methods that are marked `every_process`."""
 
 
-def pack(name: str, *arguments: Any) -> bytes:
+def every_process[F: Callable[..., Any]](call: F) -> F:
+    """Marks a method that every process of a mesh makes; it stays as it is.
+
+    Its arguments are trees, whose classes its annotations name, and after them plain values.
+    """
+    CALLS[call.__name__] = call
+    return call
+
+
+def pack(name: str, *arguments: Any, **options: Any) -> bytes:
     """A call as bytes: arrays and plain values, and nothing that could run."""
     states = [serialization.to_state_dict(one) for one in arguments]
     numbered = {str(number): state for number, state in enumerate(states)}
-    return serialization.msgpack_serialize({"name": name, "arguments": numbered})
+    told = {"name": name, "arguments": numbered, "options": options}
+    return serialization.msgpack_serialize(told)
 
 
-def unpack(message: bytes) -> tuple[str, list[Any]]:
-    """The call's name and arguments."""
+def unpack(message: bytes) -> tuple[str, list[Any], dict[str, Any]]:
+    """The call's name, its arguments, and those that are given by name."""
     found: Any = serialization.msgpack_restore(message)
     name, numbered = found["name"], found["arguments"]
     states = [numbered[str(number)] for number in range(len(numbered))]
-    kinds = _ARGUMENTS.get(name, ())
+    kinds = _trees_of(CALLS[name]) if name in CALLS else ()
     trees = [
         serialization.from_state_dict(_blank(kind), state)
         for kind, state in zip(kinds, states, strict=False)
     ]
-    return name, [*trees, *states[len(kinds) :]]
+    return name, [*trees, *states[len(kinds) :]], found["options"]
+
+
+@functools.cache
+def _trees_of(call: Callable[..., Any]) -> tuple[type, ...]:
+    """Classes of the trees that a call takes."""
+    kinds = typing.get_type_hints(call).values()
+    return tuple(itertools.takewhile(dataclasses.is_dataclass, kinds))
 
 
 def _blank(kind: Any) -> Any:

@@ -21,6 +21,7 @@ from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.serving.device.drawn_counts import CountKeeper
 from dsv4_jax.serving.device.engine_arrays import EngineArrays
 from dsv4_jax.serving.device.grammar_masks import GrammarKeeper
+from dsv4_jax.serving.device.hosted_arrays import HostedArrays
 from dsv4_jax.serving.metrics.metrics import UnitBytes
 from dsv4_jax.serving.requests.grammars import Grammars
 from dsv4_jax.serving.schedule.known_tokens import KnownTokens
@@ -85,7 +86,9 @@ class StepRunner:
         mesh = plan.mesh
         platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
         self._simplifies = platform == "gpu"
-        self.devices = EngineArrays(params, plan, hosts)
+        self.devices = (
+            EngineArrays(params, plan) if hosts is None else HostedArrays(params, plan, hosts)
+        )
         self._num_launched = 0
         self._start_settings()
         per_shard = {True: self.plan.num_blocks, False: self.plan.max_requests}
@@ -204,7 +207,7 @@ class StepRunner:
         self._bring_settings(running)
         asking = running.slots[running.wants_logprobs]
         wants_logprobs = len(asking) and bool(np.isin(rows.slots[rows.draws], asking).any())
-        self.devices.step(
+        self.devices.launch(
             step,
             self._snapshot_plan(boundaries, self._max_boundaries(plan.size)),
             checked,

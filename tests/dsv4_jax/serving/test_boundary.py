@@ -234,7 +234,7 @@ def test_an_error_that_concerns_all_ends_them_and_comes_back_no_more(engine, mon
 
     ids = [engine.submit([1], **WANTED) for _ in range(2)]
     with monkeypatch.context() as patch:
-        patch.setattr(engine._runner.devices, "step", fail)
+        patch.setattr(engine._runner.devices, "launch", fail)
         with pytest.raises(OSError, match="no device"):
             engine.step()
         assert [engine.step() for _ in range(3)] == [[]] * 3

@@ -123,7 +123,7 @@ def test_an_error_in_a_step_does_not_lose_the_place(alone, monkeypatch):
     for _ in range(4):
         engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(engine._runner.devices, "step", lambda *_, **__: 1 / 0)
+        patch.setattr(engine._runner.devices, "launch", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.step()
     assert run_to_end(engine, request_id) == [alone[0]]

@@ -28,7 +28,7 @@ def plain_engine(**changes):
 def record(engine, monkeypatch):
     """What the engine asks of the devices, in order: (launch, number) and (read, number)."""
     devices, calls, launched = engine._runner.devices, [], iter(range(10**6))
-    step, read = devices.step, devices.read
+    step, read = devices.launch, devices.read
     last = [0]
 
     def launch(*arguments, **options):
@@ -40,7 +40,7 @@ def record(engine, monkeypatch):
         calls.append(("read", last[0] - back))
         return read(back)
 
-    monkeypatch.setattr(devices, "step", launch)
+    monkeypatch.setattr(devices, "launch", launch)
     monkeypatch.setattr(devices, "read", fetch)
     return calls
 
@@ -98,7 +98,7 @@ def test_a_step_has_conditionals_only_where_a_request_needs_them(monkeypatch, ma
     for simplifies in (False, True):
         engine = make()
         engine._runner._simplifies = simplifies
-        step, simple = engine._runner.devices.step, []
+        step, simple = engine._runner.devices.launch, []
 
         def note(*arrays, step=step, simple=simple, engine=engine, **static):
             running = engine._loop.queue.running.values()
@@ -106,7 +106,7 @@ def test_a_step_has_conditionals_only_where_a_request_needs_them(monkeypatch, ma
             simple.append((static["is_simple"], asks))
             return step(*arrays, **static)
 
-        monkeypatch.setattr(engine._runner.devices, "step", note)
+        monkeypatch.setattr(engine._runner.devices, "launch", note)
         ids = [
             engine.submit(text, max_new_tokens=end, stop_token_ids=(), **asked)
             for text, end, asked in zip(texts, ends, settings, strict=True)
@@ -249,7 +249,7 @@ def test_verify_waits_for_the_step_in_flight_and_the_next_step_tells():
     assert [one.finish_reason for one in engine.step()] == ["length"]
 
 
-@pytest.mark.parametrize("name", ["step", "read"])
+@pytest.mark.parametrize("name", ["launch", "read"])
 @pytest.mark.parametrize("number", [0, 1, 4, 9])
 def test_a_device_that_fails_with_a_step_in_flight(monkeypatch, name, number):
     """Both steps are forgotten and computed again."""

@@ -54,7 +54,7 @@ class Calls:
     def __init__(self, engine):
         self.forms, self.results, self.simple, self.begun = [], [], [], []
         self.num_slots = engine._runner.plan.max_requests
-        engine._runner.devices.step = self.step
+        engine._runner.devices.launch = self.step
         engine._runner.devices.finish_compiling = lambda: self.begun
         engine._runner.devices.read = lambda back: self.results[-1 - back]
 

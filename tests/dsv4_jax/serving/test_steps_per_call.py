@@ -41,14 +41,14 @@ def without_sharing():
 
 def calls_of(engine, monkeypatch):
     """Steps of each call that only decodes, as they come."""
-    made, step = [], engine._runner.devices.step
+    made, step = [], engine._runner.devices.launch
 
     def note(step_input, snapshots, checked, following, num_steps, **options):
         if options["is_plain"]:
             made.append(1 if num_steps is None else int(num_steps.max()))
         return step(step_input, snapshots, checked, following, num_steps, **options)
 
-    monkeypatch.setattr(engine._runner.devices, "step", note)
+    monkeypatch.setattr(engine._runner.devices, "launch", note)
     return made
 
 
