@@ -94,7 +94,7 @@ class Intake:
             self.max_context_tokens,
         )
         self._salt = secrets.token_bytes(16)
-        self._grammars = engine.engine._grammars
+        self._grammars = engine.engine.limits.grammars
         self._trials = self._grammars.trials(settings.grammar_bounds)
 
     def start(

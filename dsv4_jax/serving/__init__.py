@@ -30,7 +30,8 @@ from dsv4_jax.serving.asynchronous.feed import (
 )
 from dsv4_jax.serving.engine import Engine
 from dsv4_jax.serving.loop import CacheError
-from dsv4_jax.serving.metrics.metrics import Histogram, Metrics
+from dsv4_jax.serving.metrics.histogram import Histogram
+from dsv4_jax.serving.metrics.metrics import Metrics
 from dsv4_jax.serving.metrics.prometheus import MetricsCollector
 from dsv4_jax.serving.requests.request import Completion, Token, TokenLogprobs
 from dsv4_jax.serving.requests.token_stream import TokenStream

@@ -291,7 +291,7 @@ class Engine(EngineCore):
         if sampling is not None:
             checks.instance("sampling", sampling, SamplingParams)
         rows = sampling_of_rows(n, sampling, row_name="sample", **fields)
-        asked = self._limits.check_request(prompt, rows[0], salt, speculate, {})
+        asked = self.limits.check_request(prompt, rows[0], salt, speculate, {})
         seeds = [row.seed for row in rows]
         if isinstance(fields.get("seed", 0), int | np.integer):
             seeds = [row.seed + place for place, row in enumerate(rows)]
@@ -353,7 +353,7 @@ class Engine(EngineCore):
         prompts = list_prompts(prompts)
         rows = sampling_of_rows(len(prompts), sampling, row_name="prompt", **fields)
         checked = [
-            self._limits.check_prompt(prompt, row, name=f"prompts[{idx}]")
+            self.limits.check_prompt(prompt, row, name=f"prompts[{idx}]")
             for idx, (prompt, row) in enumerate(zip(prompts, rows, strict=True))
         ]
         requests = self._submit_all([CheckedRequest(*one, b"", True) for one in checked])

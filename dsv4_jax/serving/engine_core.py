@@ -21,7 +21,7 @@ from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.serving.device.hosted_arrays import HostedArrays
 from dsv4_jax.serving.device.runner import StepRunner
 from dsv4_jax.serving.loop import ServingLoop
-from dsv4_jax.serving.metrics.metrics import Metrics, count_compiles
+from dsv4_jax.serving.metrics.metrics import Gauges, Metrics, count_compiles
 from dsv4_jax.serving.requests import calls
 from dsv4_jax.serving.requests.grammars import Grammars
 from dsv4_jax.serving.requests.prompts import CheckedRequest, Limits
@@ -69,8 +69,9 @@ class EngineCore:
         self._plan = plan
         self._hosts = hosts_of(plan.mesh)
         self._compiles_before = count_compiles()
-        self._grammars = Grammars(config, tokenizer, is_allowed=plan.grammars)
-        self._runner = StepRunner(params, plan, self._grammars, self._hosts)
+        grammars = Grammars(config, tokenizer, is_allowed=plan.grammars)
+        self.limits = Limits(config, plan.pools, tokenizer, grammars)
+        self._runner = StepRunner(params, plan, grammars, self._hosts)
         self._undo = calls.UndoLog(self.metrics, *self.metrics.histograms)
         self._texts = None if tokenizer is None else TokenTexts(tokenizer, config.vocab_size)
         self._loop = ServingLoop(
@@ -83,6 +84,7 @@ class EngineCore:
         self._holder: threading.Thread | None = None
         self._dropped: collections.deque[int] = collections.deque()
         self._is_closed = False
+        self.metrics.watch(self._gauges)
         if self._hosts is not None:
             # Else the others would wait for ever.
             itself = weakref.ref(self)
@@ -102,7 +104,7 @@ class EngineCore:
     def num_unfinished(self) -> int:
         """Requests that run or wait; while a call is in progress, those there were before it."""
         metrics = self._undo.before(self.metrics)
-        return metrics["running"] + metrics["waiting"]
+        return metrics["submitted"] - sum(metrics["finished"].values())
 
     @calls.exclusive
     def warmup(self) -> list[tuple[str, float]]:
@@ -118,9 +120,7 @@ class EngineCore:
         if self._loop.queue.running:
             raise RuntimeError(f"warmup before requests run; {len(self._loop.queue.running)} do")
         with self._undo:
-            times = self._runner.warmup()
-            self._count_compiles()
-            return times
+            return self._runner.warmup()
 
     @calls.exclusive
     def submit(
@@ -149,7 +149,7 @@ class EngineCore:
           ValueError: the prompt is empty, holds an unknown token or can never fit, or a setting is
             out of range; nothing was queued.
         """
-        asked = self._limits.check_request(prompt, sampling, salt, speculate, fields)
+        asked = self.limits.check_request(prompt, sampling, salt, speculate, fields)
         with self._undo:
             return self._add(asked).request_id
 
@@ -336,7 +336,6 @@ class EngineCore:
         try:
             with self._undo:
                 tokens = self._loop.step(suspect, returns=returns)
-                self._count_compiles()
                 self._suspects.clear(self._loop.alone)
                 return tokens
         except Exception as error:
@@ -355,13 +354,10 @@ class EngineCore:
             self._loop.end(request)
             return True
 
-    def _count_compiles(self) -> None:
-        self.metrics.compiles = count_compiles() - self._compiles_before
-
-    @property
-    def _limits(self) -> Limits:
-        """What requests can ask for; any thread may check them at any time."""
-        return Limits(self.config, self._plan.pools, self.tokenizer, self._grammars)
+    def _gauges(self) -> Gauges:
+        """What holds now; after a call that raised, what the next one begins with."""
+        is_lost = self._undo.stands and not self._lock.locked()
+        return self._loop.gauges(count_compiles() - self._compiles_before, is_lost=is_lost)
 
     @calls.exclusive_as("submit_many or generate was called")
     def _submit_all(

@@ -15,7 +15,8 @@ from dsv4_jax.allocator.holdings import holdings_of
 from dsv4_jax.allocator.manager import KVCacheManager
 from dsv4_jax.allocator.prefix_tree import PrefixNode
 from dsv4_jax.serving.engine_core import EngineCore
-from dsv4_jax.serving.metrics.metrics import Histogram
+from dsv4_jax.serving.metrics.histogram import Histogram
+from dsv4_jax.serving.metrics.metrics import METRICS
 from dsv4_jax.serving.requests.calls import exclusive_as
 from dsv4_jax.serving.requests.request import Request
 
@@ -28,27 +29,10 @@ MAX_BLOCKS = 256
 MAX_NODES = 1024
 """Blocks of known prefixes that are shown: those in use, then those last used that resume."""
 
-_COUNTERS = (
-    "submitted",
-    "preempted",
-    "steps",
-    "step_calls",
-    "prompt_tokens",
-    "hit_tokens",
-    "prefix_hits",
-    "prefix_misses",
-    "generated_tokens",
-    "drafted_tokens",
-    "accepted_tokens",
-    "evicted_blocks",
-    "snapshots",
-    "evicted_snapshots",
-    "running",
-    "waiting",
-    "free_blocks",
-    "cached_blocks",
-    "used_blocks",
-)
+_NUMBERS = [
+    name for name, about in METRICS.items() if about.kind != "histogram" and about.label is None
+]
+"""Counters and gauges that are one number."""
 
 
 @exclusive_as("its state was read")
@@ -70,7 +54,7 @@ def read_state(engine: EngineCore) -> dict[str, Any]:
     return {
         "seconds": now,
         "sizes": _sizes(engine),
-        "counters": {name: getattr(metrics, name) for name in _COUNTERS},
+        "counters": {name: getattr(metrics, name) for name in _NUMBERS},
         "finished": dict(metrics.finished),
         "used_bytes": dict(metrics.used_bytes),
         "held_snapshots": sum(manager.prefixes.tree.num_held_snapshots for manager in managers),

@@ -13,7 +13,7 @@ from dsv4_jax.allocator.seals import Seals
 from dsv4_jax.allocator.verify import Report, verify_scan
 from dsv4_jax.serving.device.hand_out import HandOut
 from dsv4_jax.serving.device.runner import StepResult, StepRunner
-from dsv4_jax.serving.metrics.metrics import Metrics
+from dsv4_jax.serving.metrics.metrics import Gauges, Metrics, idle_gauges, shard_gauges
 from dsv4_jax.serving.requests.calls import UndoLog
 from dsv4_jax.serving.requests.request import DrawError, Request, Token
 from dsv4_jax.serving.requests.token_texts import TokenTexts
@@ -83,7 +83,6 @@ class ServingLoop:
             metrics=metrics,
             undo=undo,
         )
-        self._update_gauges()
 
     @property
     def shards(self) -> DataShards:
@@ -93,7 +92,6 @@ class ServingLoop:
     def enqueue(self, request: Request) -> None:
         """A request joins the queue."""
         self.queue.enqueue(request)
-        self._update_gauges()
 
     def fork(self, request: Request, new: Request) -> None:
         """The new request goes on from what another has.
@@ -106,21 +104,29 @@ class ServingLoop:
             self.queue.enqueue(new)
         else:
             self.queue.fork(request, new)
-        self._update_gauges()
+        self._count_evicted()
 
     def end(self, request: Request) -> None:
         """A request that has a finish reason leaves slot or queue."""
         self._forget(request)
         self._remove(request)
         self._drop_dead_flight()
-        self._update_gauges()
 
     def preempt(self, request: Request) -> None:
         """A running request gives slot and blocks back and waits."""
         self._forget(request)
         self.queue.preempt(request)
         self._drop_dead_flight()
-        self._update_gauges()
+
+    def gauges(self, compiles: int, *, is_lost: bool) -> Gauges:
+        """What holds now; where it `is_lost` since a call raised, all wait and nothing is held."""
+        queue, unit_bytes = self.queue, self.runner.unit_bytes
+        shards = [shard_gauges(manager, unit_bytes) for manager in self.shards.managers]
+        running, waiting = len(queue.running), len(queue.waiting)
+        if is_lost:
+            shards = [idle_gauges(self.runner.plan, unit_bytes)] * len(shards)
+            running, waiting = 0, self.metrics.unfinished
+        return Gauges.of(shards, compiles=compiles, running=running, waiting=waiting)
 
     def restart(self, requests: Sequence[Request]) -> None:
         """Everything is empty, and the unfinished requests wait, as they are."""
@@ -129,7 +135,6 @@ class ServingLoop:
         self.runner.rebuild()
         self.queue.restart(self._new_shards(), requests)
         self._seals = None
-        self._update_gauges()
 
     def step(self, alone: Request | None = None, *, returns: bool = True) -> Sequence[Token]:
         """Serves every running request once, or one alone if it has a slot; see `Engine.step`.
@@ -143,7 +148,7 @@ class ServingLoop:
             self.alone = alone
             flight = self._launch_known()
         if flight is None:
-            self._update_gauges()
+            self._count_evicted()
             return []
         following, was_read = None, flight.result is not None
         if self._plan.overlap and alone is None and not was_read:
@@ -155,7 +160,7 @@ class ServingLoop:
         if was_read and alone is None:  # else the caller would have two steps' tokens at once
             self._flight = self._launch_known()
         self._drop_dead_flight()
-        self._update_gauges()
+        self._count_evicted()
         if self._plan.debug:
             self._verify()
         return tokens
@@ -167,7 +172,6 @@ class ServingLoop:
         """
         if self._flight is not None and self._flight.result is None:
             self._read(self._flight, None)
-            self._update_gauges()
 
     def verify(self) -> Report:
         """Checks the whole cache, against the last check too; see `verify_cache`."""
@@ -354,16 +358,10 @@ class ServingLoop:
         if report.problems:
             raise CacheError(str(report))
 
-    def _evicted(self) -> tuple[int, int]:
+    def _count_evicted(self) -> None:
         """Blocks and snapshots, those of managers that were lost included."""
         blocks, snapshots = self._evicted_before
         for manager in self.shards.managers:
             blocks += manager.num_evicted
             snapshots += manager.prefixes.tree.num_evicted_snapshots
-        return blocks, snapshots
-
-    def _update_gauges(self) -> None:
-        metrics = self.metrics
-        metrics.running, metrics.waiting = len(self.queue.running), len(self.queue.waiting)
-        metrics.evicted_blocks, metrics.evicted_snapshots = self._evicted()
-        metrics.count_cache(self.shards.managers, self.runner.unit_bytes)
+        self.metrics.evicted_blocks, self.metrics.evicted_snapshots = blocks, snapshots

@@ -29,5 +29,6 @@ class Failing:
 
 def fail(monkeypatch, engine, how, at):
     """Makes grammars of an engine's requests fail after so many tokens."""
-    start = engine._grammars.start
-    monkeypatch.setattr(engine._grammars, "start", lambda grammar: Failing(start(grammar), how, at))
+    grammars = engine.limits.grammars
+    start = grammars.start
+    monkeypatch.setattr(grammars, "start", lambda grammar: Failing(start(grammar), how, at))

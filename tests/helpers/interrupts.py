@@ -140,16 +140,11 @@ def scarce_engine():
     return limit(make_engine(tokenizer=tokenizer, grammars=False), num_blocks=6, num_snapshots=3)
 
 
-GAUGES = ("running", "waiting", "free_blocks", "cached_blocks", "used_blocks", "used_bytes",
-          "data_shards")  # fmt: skip
-
-
 def truth(engine):
     """What the engine knows of requests, and its metrics but those of who runs in which blocks."""
     metrics = dataclasses.asdict(engine.metrics)
-    gauges = {name: metrics.pop(name) for name in GAUGES}
-    metrics["unfinished"] = gauges["running"] + gauges["waiting"]
-    del metrics["compiles"]
+    gauges = engine.metrics.gauges
+    metrics["unfinished"] = gauges.running + gauges.waiting
     requests = {
         i: (one.known.tolist(), one.finish_reason, one.num_given)
         for i, one in engine._requests.items()

@@ -126,7 +126,7 @@ class AsyncEngine:
         Arguments are those of `Engine.submit_many`, with one seed. Errors are those of `submit`.
         """
         n = checks.integer("n", n, 1, MAX_SAMPLES)
-        asked = self.engine._limits.check_request(prompt, sampling, salt, speculate, fields)
+        asked = self.engine.limits.check_request(prompt, sampling, salt, speculate, fields)
         feeds = [Feed(asked) for _ in range(n)]
         self._stepper.submit(feeds)
         return [AsyncStream(self, self._stepper, feed) for feed in feeds]

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from dsv4_jax.serving.device.runner import StepResult
-from dsv4_jax.serving.metrics.metrics import Metrics, add_values
+from dsv4_jax.serving.metrics.histogram import add_values
+from dsv4_jax.serving.metrics.metrics import Metrics
 from dsv4_jax.serving.requests.calls import UndoLog
 from dsv4_jax.serving.requests.request import Request, Token, TokenLogprobs
 from dsv4_jax.serving.requests.step_tokens import StepTokens

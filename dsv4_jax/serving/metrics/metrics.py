@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
-import math
-from collections.abc import Sequence
-from typing import Annotated, NamedTuple
+import functools
+import typing
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, overload
 
 import jax
-import numpy as np
 
-from dsv4_jax import checks
 from dsv4_jax.allocator.manager import KVCacheManager
+from dsv4_jax.allocator.pool_plan import PoolPlan
 from dsv4_jax.cache.schema import FamilyKind
-
-SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
-"""Upper bounds of the histograms, in seconds."""
+from dsv4_jax.serving.metrics.histogram import Histogram
 
 _compiles = [0]
 
@@ -36,89 +34,29 @@ def _on_event(event: str, duration_secs: float, **_: str | int) -> None:
     _compiles[0] += event == "/jax/core/compile/backend_compile_duration"
 
 
-@dataclasses.dataclass
-class Histogram:
-    """Counts of values by size.
+@dataclasses.dataclass(frozen=True)
+class About:
+    """What a metric is, for all who show it; it stands beside the field's type.
 
     Attributes:
-      bounds: upper bounds, ascending; a last bucket takes what is above.
-      counts: values in each bucket.
-      total: sum of all values.
-      least: the smallest value that was added.
-      most: the largest one.
+      kind: counters only rise; histograms are of seconds.
+      told: what it counts.
+      label: what the keys of a dict, or the places of a tuple, are; None is one number.
     """
 
-    bounds: tuple[float, ...] = SECONDS
-    counts: list[int] = dataclasses.field(default_factory=list)
-    total: float = 0.0
-    least: float = dataclasses.field(default=math.inf, init=False)
-    most: float = dataclasses.field(default=-math.inf, init=False)
-
-    def __post_init__(self) -> None:
-        """One bucket more than bounds."""
-        given, least = self.bounds, -checks.FLOAT32_MAX
-        bounds = checks.sequence("bounds", given, of="numbers", limit=1000)
-        self.bounds = tuple(checks.number("bounds", one, least) for one in bounds)
-        if not self.bounds or list(self.bounds) != sorted(set(self.bounds)):
-            checks.refuse("bounds", "ascending numbers", given)
-        self.counts = self.counts or [0] * (len(self.bounds) + 1)
-        if self.count:
-            self.least, self.most = min(0.0, self.bounds[0]), self.bounds[-1]
-
-    @property
-    def count(self) -> int:
-        """Values seen."""
-        return sum(self.counts)
-
-    def add(self, value: float) -> None:
-        """Counts a value; `counts` is a new list then."""
-        value = checks.number("value", value, -checks.FLOAT32_MAX)
-        counts = list(self.counts)
-        counts[bisect.bisect_left(self.bounds, value)] += 1
-        self.counts = counts
-        self.total += value
-        self.least, self.most = min(self.least, value), max(self.most, value)
-
-    def quantile(self, share: float) -> float:
-        """An estimate of the value that this share of values is at or below.
-
-        The bucket of that value is known, and its place there is not: values are taken to lie
-        evenly between the bucket's bounds, and within `least` and `most`.
-
-        Args:
-          share: 0 to 1.
-
-        Returns:
-          The estimate; NaN before any value.
-
-        Raises:
-          ValueError: the share is out of range.
-        """
-        rank, seen = checks.number("share", share, 0, 1, rule="0 to 1") * self.count, 0
-        lows, highs = (-math.inf, *self.bounds), (*self.bounds, math.inf)
-        for low, high, count in zip(lows, highs, self.counts, strict=True):
-            if count and seen + count >= rank:
-                low, high = max(low, self.least), min(high, self.most)
-                return low + (high - low) * (rank - seen) / count
-            seen += count
-        return math.nan
+    kind: Literal["counter", "gauge", "histogram"]
+    told: str
+    label: str | None = None
 
 
-def add_values(histogram: Histogram, values: np.ndarray, times: np.ndarray) -> None:
-    """`Histogram.add` of finite values f64[n], each so many times i64[n], at least once."""
-    if not len(values):
-        return
-    places = np.searchsorted(np.array(histogram.bounds), values)
-    added = np.bincount(places, weights=times, minlength=len(histogram.counts)).tolist()
-    histogram.counts = [old + int(n) for old, n in zip(histogram.counts, added, strict=True)]
-    histogram.total += float(values @ times)
-    histogram.least = min(histogram.least, float(values.min()))
-    histogram.most = max(histogram.most, float(values.max()))
+_counter = functools.partial(About, "counter")
+_gauge = functools.partial(About, "gauge")
+_histogram = functools.partial(About, "histogram")
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardGauges:
-    """What holds now on one data shard; fields as in `Metrics`."""
+    """What holds now on one data shard; fields as in `Gauges`."""
 
     running: int = 0
     free_blocks: int = 0
@@ -127,51 +65,128 @@ class ShardGauges:
     used_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gauges:
+    """What holds at one moment, computed when somebody reads it."""
+
+    compiles: Annotated[int, _counter("programs compiled since the engine was built")] = 0
+    running: Annotated[int, _gauge("requests in a slot")] = 0
+    waiting: Annotated[int, _gauge("requests in the queue")] = 0
+    free_blocks: Annotated[int, _gauge("blocks that hold nothing")] = 0
+    cached_blocks: Annotated[int, _gauge("blocks that only cached prefixes hold")] = 0
+    used_blocks: Annotated[int, _gauge("blocks of requests")] = 0
+    used_bytes: Annotated[
+        dict[str, int],
+        _gauge("bytes in use by family: those of requests' blocks, slots and snapshots", "family"),
+    ] = dataclasses.field(default_factory=dict)
+    data_shards: Annotated[
+        tuple[ShardGauges, ...],
+        _gauge("what holds now on each data shard; one device is one shard", "data"),
+    ] = ()
+
+    @classmethod
+    def of(
+        cls, shards: Sequence[ShardGauges], *, compiles: int, running: int, waiting: int
+    ) -> Gauges:
+        """Sums over data shards, at least one, beside what is counted for all of them."""
+        return cls(
+            compiles=compiles,
+            running=running,
+            waiting=waiting,
+            free_blocks=sum(shard.free_blocks for shard in shards),
+            cached_blocks=sum(shard.cached_blocks for shard in shards),
+            used_blocks=sum(shard.used_blocks for shard in shards),
+            used_bytes={
+                family: sum(shard.used_bytes[family] for shard in shards)
+                for family in shards[0].used_bytes
+            },
+            data_shards=tuple(shards),
+        )
+
+
+class _Read[T]:
+    """An attribute of `Metrics` that is the one of its name in `Gauges`."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, metrics: None, owner: type) -> _Read[T]: ...
+
+    @overload
+    def __get__(self, metrics: Metrics, owner: type) -> T: ...
+
+    def __get__(self, metrics: Metrics | None, owner: type) -> _Read[T] | T:
+        return self if metrics is None else getattr(metrics.gauges, self._name)
+
+
 @dataclasses.dataclass
 class Metrics:
     """Counters since the engine was built, and what holds now.
 
-    Beside each type stands what the field is, which Prometheus shows too.
+    What holds is read from the engine whenever it is asked for, in a call too; `gauges` is all of
+    it, of one moment. After a call that raised it is what the next one begins with: nothing runs.
     """
 
-    submitted: Annotated[int, "requests submitted"] = 0
-    finished: Annotated[dict[str, int], "requests that ended, by finish reason"] = (
-        dataclasses.field(default_factory=dict)
-    )
-    preempted: Annotated[int, "times a running request gave its blocks back"] = 0
-    steps: Annotated[int, "steps run"] = 0
-    step_calls: Annotated[int, "launches that ran them; fewer where calls make several"] = 0
-    prompt_tokens: Annotated[int, "tokens of prompts that were submitted"] = 0
-    hit_tokens: Annotated[int, "tokens that a prefix hit spared"] = 0
-    prefix_hits: Annotated[int, "admissions with a hit"] = 0
-    prefix_misses: Annotated[int, "admissions without one"] = 0
-    generated_tokens: Annotated[int, "tokens drawn"] = 0
-    drafted_tokens: Annotated[int, "drafts checked"] = 0
-    accepted_tokens: Annotated[int, "drafts that were what was drawn"] = 0
-    evicted_blocks: Annotated[int, "blocks of cached prefixes that gave way"] = 0
-    snapshots: Annotated[int, "snapshots kept"] = 0
-    evicted_snapshots: Annotated[int, "snapshots that gave way to others"] = 0
-    compiles: Annotated[int, "programs compiled since the engine was built"] = 0
-    running: Annotated[int, "requests in a slot"] = 0
-    waiting: Annotated[int, "requests in the queue"] = 0
-    free_blocks: Annotated[int, "blocks that hold nothing"] = 0
-    cached_blocks: Annotated[int, "blocks that only cached prefixes hold"] = 0
-    used_blocks: Annotated[int, "blocks of requests"] = 0
-    used_bytes: Annotated[
-        dict[str, int], "bytes in use by family: those of requests' blocks, slots and snapshots"
+    submitted: Annotated[int, _counter("requests submitted")] = 0
+    finished: Annotated[
+        dict[str, int], _counter("requests that ended, by finish reason", "reason")
     ] = dataclasses.field(default_factory=dict)
-    data_shards: Annotated[
-        tuple[ShardGauges, ...], "what holds now on each data shard; one device is one shard"
-    ] = ()
-    queue_s: Annotated[Histogram, "seconds from submission to a slot"] = dataclasses.field(
-        default_factory=Histogram
-    )
-    first_token_s: Annotated[Histogram, "seconds from submission to the first token"] = (
+    preempted: Annotated[int, _counter("times a running request gave its blocks back")] = 0
+    steps: Annotated[int, _counter("steps run")] = 0
+    step_calls: Annotated[
+        int, _counter("launches that ran them; fewer where calls make several")
+    ] = 0
+    prompt_tokens: Annotated[int, _counter("tokens of prompts that were submitted")] = 0
+    hit_tokens: Annotated[int, _counter("tokens that a prefix hit spared")] = 0
+    prefix_hits: Annotated[int, _counter("admissions with a hit")] = 0
+    prefix_misses: Annotated[int, _counter("admissions without one")] = 0
+    generated_tokens: Annotated[int, _counter("tokens drawn")] = 0
+    drafted_tokens: Annotated[int, _counter("drafts checked")] = 0
+    accepted_tokens: Annotated[int, _counter("drafts that were what was drawn")] = 0
+    evicted_blocks: Annotated[int, _counter("blocks of cached prefixes that gave way")] = 0
+    snapshots: Annotated[int, _counter("snapshots kept")] = 0
+    evicted_snapshots: Annotated[int, _counter("snapshots that gave way to others")] = 0
+    queue_s: Annotated[Histogram, _histogram("seconds from submission to a slot")] = (
         dataclasses.field(default_factory=Histogram)
     )
-    token_s: Annotated[Histogram, "seconds between tokens after the first"] = dataclasses.field(
-        default_factory=Histogram
+    first_token_s: Annotated[
+        Histogram, _histogram("seconds from submission to the first token")
+    ] = dataclasses.field(default_factory=Histogram)
+    token_s: Annotated[Histogram, _histogram("seconds between tokens after the first")] = (
+        dataclasses.field(default_factory=Histogram)
     )
+
+    compiles = _Read[int]()
+    running = _Read[int]()
+    waiting = _Read[int]()
+    free_blocks = _Read[int]()
+    cached_blocks = _Read[int]()
+    used_blocks = _Read[int]()
+    used_bytes = _Read[dict[str, int]]()
+    data_shards = _Read[tuple[ShardGauges, ...]]()
+
+    def __post_init__(self) -> None:
+        """Nothing holds until it watches an engine."""
+        self._read: Callable[[], Callable[[], Gauges] | None] = lambda: Gauges
+
+    def watch(self, read: Callable[[], Gauges]) -> None:
+        """What a method gives is what holds, as long as its object lives."""
+        self._read = weakref.WeakMethod(read)  # type: ignore[arg-type]
+
+    @property
+    def gauges(self) -> Gauges:
+        """What holds at this moment; nothing where the engine is gone."""
+        return (self._read() or Gauges)()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy shows what held when it was made."""
+        return vars(self) | {"_read": functools.partial(_constant, self.gauges)}
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that were submitted and have not ended."""
+        return self.submitted - sum(self.finished.values())
 
     @property
     def acceptance(self) -> float:
@@ -183,22 +198,17 @@ class Metrics:
         """Those of its attributes that are histograms."""
         return tuple(value for value in vars(self).values() if isinstance(value, Histogram))
 
-    def count_cache(
-        self, managers: Sequence[KVCacheManager], unit_bytes: dict[str, UnitBytes]
-    ) -> None:
-        """Brings the gauges of the cache up to date.
 
-        Args:
-          managers: who holds which slot and blocks, of each data shard.
-          unit_bytes: by family, bytes of one block or one slot.
-        """
-        self.data_shards = tuple(_gauges(manager, unit_bytes) for manager in managers)
-        for name in ("cached_blocks", "free_blocks", "used_blocks"):
-            setattr(self, name, sum(getattr(shard, name) for shard in self.data_shards))
-        self.used_bytes = {
-            family: sum(shard.used_bytes[family] for shard in self.data_shards)
-            for family in self.data_shards[0].used_bytes
-        }
+def _constant(gauges: Gauges) -> Callable[[], Gauges]:
+    return lambda: gauges
+
+
+METRICS: Mapping[str, About] = {
+    field.name: typing.get_type_hints(of, include_extras=True)[field.name].__metadata__[0]
+    for of in (Metrics, Gauges)
+    for field in dataclasses.fields(of)
+}
+"""Every metric by name; each is an attribute of `Metrics`."""
 
 
 class UnitBytes(NamedTuple):
@@ -208,19 +218,46 @@ class UnitBytes(NamedTuple):
     num_bytes: int
 
 
-def _gauges(manager: KVCacheManager, unit_bytes: dict[str, UnitBytes]) -> ShardGauges:
+def shard_gauges(manager: KVCacheManager, unit_bytes: Mapping[str, UnitBytes]) -> ShardGauges:
+    """What a data shard's manager holds.
+
+    Args:
+      manager: who holds which slot and blocks.
+      unit_bytes: by family, bytes of one block or one slot.
+    """
     plan = manager.plan
-    running = plan.max_requests - manager.num_free_slots
-    used_blocks = plan.num_blocks - manager.num_free_blocks
+    return _gauges(
+        plan,
+        unit_bytes,
+        running=plan.max_requests - manager.num_free_slots,
+        used_blocks=plan.num_blocks - manager.num_free_blocks,
+        cached_blocks=manager.num_cached_blocks,
+        snapshots=manager.prefixes.tree.num_held_snapshots,
+    )
+
+
+def idle_gauges(plan: PoolPlan, unit_bytes: Mapping[str, UnitBytes]) -> ShardGauges:
+    """The same of a shard that holds nothing."""
+    return _gauges(plan, unit_bytes, running=0, used_blocks=0, cached_blocks=0, snapshots=0)
+
+
+def _gauges(
+    plan: PoolPlan,
+    unit_bytes: Mapping[str, UnitBytes],
+    *,
+    running: int,
+    used_blocks: int,
+    cached_blocks: int,
+    snapshots: int,
+) -> ShardGauges:
     used_bytes = {
         family: unit.num_bytes * (used_blocks if unit.kind.is_paged else running)
         for family, unit in unit_bytes.items()
     }
     return ShardGauges(
         running=running,
-        free_blocks=manager.num_free_blocks - manager.num_cached_blocks,
-        cached_blocks=manager.num_cached_blocks,
+        free_blocks=plan.num_blocks - used_blocks - cached_blocks,
+        cached_blocks=cached_blocks,
         used_blocks=used_blocks,
-        used_bytes=used_bytes
-        | {"snapshots": manager.prefixes.tree.num_held_snapshots * plan.bytes_per_snapshot},
+        used_bytes=used_bytes | {"snapshots": snapshots * plan.bytes_per_snapshot},
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import typing
 from collections.abc import Iterator
 
 from prometheus_client.core import (
@@ -16,9 +15,8 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from dsv4_jax import checks
-from dsv4_jax.serving.metrics.metrics import Histogram, Metrics, ShardGauges
-
-_GAUGES = ("running", "waiting", "free_blocks", "cached_blocks", "used_blocks")
+from dsv4_jax.serving.metrics.histogram import Histogram
+from dsv4_jax.serving.metrics.metrics import METRICS, About, Metrics, ShardGauges
 
 
 class MetricsCollector(Collector):
@@ -40,41 +38,40 @@ class MetricsCollector(Collector):
             checks.refuse("prefix", "letters, digits, _ and :, no digit first", prefix)
 
     def collect(self) -> Iterator[Metric]:
-        """One family per attribute."""
-        told_by_field = typing.get_type_hints(Metrics, include_extras=True)
-        for field in dataclasses.fields(self._metrics):
-            name, value = f"{self._prefix}_{field.name}", getattr(self._metrics, field.name)
-            told = told_by_field[field.name].__metadata__[0]
-            if isinstance(value, Histogram):
-                seen, buckets = 0, []
-                for bound, count in zip((*value.bounds, "+Inf"), value.counts, strict=True):
-                    seen += count
-                    buckets.append((str(bound), seen))
-                name = name.removesuffix("_s") + "_seconds"
-                yield HistogramMetricFamily(name, told, buckets, value.total)
-            elif field.name == "data_shards":
-                yield from _shard_families(name, value)
-            elif isinstance(value, dict):
-                label = "reason" if field.name == "finished" else "family"
-                family = CounterMetricFamily if field.name == "finished" else GaugeMetricFamily
-                metric = family(name, told, labels=[label])
-                for key, count in value.items():
-                    metric.add_metric([key], count)
-                yield metric
-            elif field.name in _GAUGES:
-                yield GaugeMetricFamily(name, told, value)
+        """One family per metric; gauges are all of one moment."""
+        gauges = self._metrics.gauges
+        for name, about in METRICS.items():
+            value = getattr(gauges if hasattr(gauges, name) else self._metrics, name)
+            if about.kind == "histogram":
+                yield _histogram(f"{self._prefix}_{name}", about, value)
+            elif about.label == "data":
+                yield from _shard_families(f"{self._prefix}_{name}", value)
             else:
-                yield CounterMetricFamily(name, told, value)
+                family = CounterMetricFamily if about.kind == "counter" else GaugeMetricFamily
+                labels = [] if about.label is None else [about.label]
+                metric = family(f"{self._prefix}_{name}", about.told, labels=labels)
+                for key, count in value.items() if labels else [("", value)]:
+                    metric.add_metric([key] if labels else [], count)
+                yield metric
+
+
+def _histogram(name: str, about: About, value: Histogram) -> HistogramMetricFamily:
+    seen, buckets = 0, []
+    for bound, count in zip((*value.bounds, "+Inf"), value.counts, strict=True):
+        seen += count
+        buckets.append((str(bound), seen))
+    return HistogramMetricFamily(
+        name.removesuffix("_s") + "_seconds", about.told, buckets, value.total
+    )
 
 
 def _shard_families(prefix: str, shards: tuple[ShardGauges, ...]) -> Iterator[Metric]:
     """Gauges of each data shard, by its number; bytes by family too."""
-    told_by_field = typing.get_type_hints(Metrics, include_extras=True)
     for field in dataclasses.fields(ShardGauges):
-        by_family = ["family"] if field.name == "used_bytes" else []
-        told = f"on a data shard, {told_by_field[field.name].__metadata__[0]}"
-        name = f"{prefix}_{field.name}"
-        metric = GaugeMetricFamily(name, told, labels=["data", *by_family])
+        about = METRICS[field.name]
+        by_family = [] if about.label is None else [about.label]
+        told = f"on a data shard, {about.told}"
+        metric = GaugeMetricFamily(f"{prefix}_{field.name}", told, labels=["data", *by_family])
         for number, shard in enumerate(shards):
             value = getattr(shard, field.name)
             for key, count in value.items() if by_family else [("", value)]:

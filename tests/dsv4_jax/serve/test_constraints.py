@@ -77,7 +77,7 @@ GOOD = CITY + parameter("unit", "C")
 @pytest.fixture(scope="module")
 def grammars(engine):
     """Those of an engine, whose tokenizer llguidance has read."""
-    return engine._limits.grammars
+    return engine.limits.grammars
 
 
 @pytest.fixture(scope="module")

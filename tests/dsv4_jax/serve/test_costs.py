@@ -157,7 +157,7 @@ def test_costly_bodies_are_read_and_compiled_by_threads_of_their_own(server, eng
 
     intake = server.endpoints._intake
     note(intake, "read")
-    note(engine._grammars.compiler, "compile")
+    note(engine.limits.grammars.compiler, "compile")
     note(intake, "submit")
     assert post(server, with_schema({"type": "boolean"})).status_code == 200
     long = "a " * 4000

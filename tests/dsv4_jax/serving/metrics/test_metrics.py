@@ -1,8 +1,11 @@
 """What an operator sees: counters that add up, and the same through Prometheus."""
 
+import copy
 import dataclasses
 import functools
 import importlib
+import pickle
+import weakref
 
 import numpy as np
 import pytest
@@ -10,7 +13,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 import dsv4_jax as ds
+from dsv4_jax.serving import Histogram
+from dsv4_jax.serving.engine_state import read_state
 from dsv4_jax.serving.metrics import prometheus
+from dsv4_jax.serving.metrics.metrics import METRICS, Gauges, Metrics
 from helpers.serving import make_engine, prompt, run_to_end
 
 
@@ -88,8 +94,79 @@ def test_prometheus_says_the_same(engine):
     assert samples["dsv4_first_token_seconds_bucket", "+Inf"] == metrics.first_token_s.count
     assert "# HELP dsv4_evicted_blocks_total blocks of cached prefixes that gave way\n" in text
     names = {name for name, *_ in samples}
-    for field in dataclasses.fields(metrics):
-        assert any(field.name.removesuffix("_s") in name for name in names), field.name
+    for metric in METRICS:
+        assert any(metric.removesuffix("_s") in name for name in names), metric
+
+
+def test_every_metric_is_told_once_and_read_by_its_name(engine):
+    """A field of `Gauges` without an attribute of `Metrics`, or the reverse, would be missing."""
+    metrics = engine.metrics
+    for of in (Metrics, Gauges):
+        assert {field.name for field in dataclasses.fields(of)} < METRICS.keys()
+    for name, about in METRICS.items():
+        value = getattr(metrics, name)
+        assert isinstance(value, Histogram) == (about.kind == "histogram"), name
+        assert isinstance(value, int) == (about.kind != "histogram" and about.label is None), name
+    for field in dataclasses.fields(Gauges):
+        assert getattr(metrics, field.name) == getattr(metrics.gauges, field.name)
+    state = read_state(engine)
+    numbers = {name for name, value in vars(metrics).items() if isinstance(value, int)}
+    assert numbers < state["counters"].keys()
+    kinds = {name: about.kind for name, about in METRICS.items()}
+    collected = {one.name: one.type for one in prometheus.MetricsCollector(metrics).collect()}
+    assert {collected[f"dsv4_{name}"] for name in kinds if kinds[name] == "counter"} == {"counter"}
+    assert collected["dsv4_running"] == collected["dsv4_used_bytes"] == "gauge"
+
+
+def test_gauges_are_of_the_moment_they_are_read_at(monkeypatch):
+    """In a call too; a copy stays as it was."""
+    engine = make_engine()
+    metrics, seen = engine.metrics, []
+    copied = copy.deepcopy(metrics)
+    request = engine.submit([1, 2, 3], max_new_tokens=4)
+    assert (metrics.running, metrics.waiting, engine.num_unfinished) == (0, 1, 1)
+    devices = engine._runner.devices
+
+    def launch(*arguments, plain=devices.launch, **options):
+        seen.append((metrics.running, metrics.waiting, engine.num_unfinished))
+        plain(*arguments, **options)
+
+    monkeypatch.setattr(devices, "launch", launch)
+    engine.step()
+    assert seen[0] == (1, 0, 1)
+    assert metrics.used_blocks == metrics.data_shards[0].used_blocks > 0
+    held = pickle.loads(pickle.dumps(metrics))
+    engine.cancel(request)
+    assert (metrics.running, metrics.used_blocks, engine.num_unfinished) == (0, 0, 0)
+    assert (held.running, held.used_blocks > 0, copied.running, copied.waiting) == (1, True, 0, 0)
+
+
+def test_metrics_outlive_their_engine():
+    engine = make_engine()
+    engine.submit([1, 2, 3], max_new_tokens=4)
+    metrics, itself = engine.metrics, weakref.ref(engine)
+    assert metrics.waiting == 1
+    del engine
+    assert itself() is None  # they do not keep its arrays
+    assert (metrics.submitted, metrics.gauges) == (1, Gauges())
+
+
+def test_after_a_call_that_raised_nothing_is_held_and_all_wait():
+    """As the next call finds it, which computes everything again."""
+    engine = make_engine()
+    engine.submit([1, 2, 3], max_new_tokens=4)
+    engine.step()
+    launch = engine._runner.devices.launch
+    engine._runner.devices.launch = lambda *_, **__: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    metrics = engine.metrics
+    assert (metrics.running, metrics.waiting, metrics.used_blocks) == (0, 1, 0)
+    assert metrics.free_blocks == engine._plan.pools.num_blocks
+    assert not any(metrics.used_bytes.values())
+    engine._runner.devices.launch = launch
+    engine.step()
+    assert (metrics.running, metrics.waiting) == (1, 0)
 
 
 def test_a_histogram_counts_and_estimates_quantiles():
