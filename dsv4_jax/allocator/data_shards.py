@@ -30,6 +30,11 @@ class DataShards:
         self._num_slots = self.managers[0].plan.max_requests
 
     @property
+    def num_slots(self) -> int:
+        """Slots of all shards."""
+        return self._num_slots * len(self.managers)
+
+    @property
     def length_tokens(self) -> np.ndarray:
         """i32[shards * NS], tokens of each slot's request."""
         return np.concatenate([manager.length_tokens for manager in self.managers])
@@ -108,11 +113,12 @@ class DataShards:
         Also whether it moves arrays, as forks, prefix hits and poison do; else tables and lengths
         are all that changes.
         """
-        moves = any(manager.moves_arrays for manager in self.managers)
+        moves = any([manager.moves_arrays for manager in self.managers])
         changes = [manager.take_changes() for manager in self.managers]
-        some = next((one for one in changes if one is not None), None)
-        if some is None:
+        told = [one for one in changes if one is not None]
+        if not told:
             return None, False
+        some = told[0]
         if len(changes) == 1:
             return some, moves
         blocks = None if some.freed_blocks is None else len(some.freed_blocks)

@@ -359,7 +359,7 @@ class Engine(EngineCore):
         requests = self._submit_all([CheckedRequest(*one, b"", True) for one in checked])
         try:
             while any(request.finish_reason is None for request in requests):
-                self._serve()
+                self._serve_unread()
             return [request.completion(self.tokenizer) for request in requests]
         finally:
             for request in requests:
@@ -367,9 +367,9 @@ class Engine(EngineCore):
                 self._requests.pop(request.request_id, None)
 
     @exclusive_as("generate was called")
-    def _serve(self) -> None:
+    def _serve_unread(self) -> None:
         """A step whose tokens only streams and completions have."""
-        self._step(returns=False)
+        self._serve(returns=False)
 
 
 def _unrolls(wanted: bool | None) -> bool:

@@ -227,7 +227,7 @@ class EngineCore:
             one, and who fails alone ends with "error". What a grammar, a tokenizer or a stop text
             raises ends its request at once; `Completion.error` has it.
         """
-        return self._step()
+        return self._serve()
 
     @calls.exclusive_as("the next token of a stream was asked for")
     def _next_token(self, requests: Sequence[Request]) -> Token:
@@ -246,7 +246,7 @@ class EngineCore:
                         return request.give()
             if all(request.finish_reason is not None for request in requests):
                 raise StopIteration
-            self._step(returns=False)
+            self._serve(returns=False)
 
     def _drop(self, request_id: int) -> None:
         """Cancels a request when the engine is called next; from any thread, at any time."""
@@ -331,11 +331,11 @@ class EngineCore:
                 self._end(request, "cancelled")
             self._dropped.popleft()
 
-    def _step(self, *, returns: bool = True) -> Sequence[Token]:
+    def _serve(self, *, returns: bool = True) -> Sequence[Token]:
         suspect = self._suspects.next()
         try:
             with self._undo:
-                tokens = self._loop.step(suspect, returns=returns)
+                tokens = self._loop.serve(suspect, returns=returns)
                 self._suspects.clear(self._loop.alone)
                 return tokens
         except Exception as error:

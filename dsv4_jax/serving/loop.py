@@ -136,7 +136,7 @@ class ServingLoop:
         self.queue.restart(self._new_shards(), requests)
         self._seals = None
 
-    def step(self, alone: Request | None = None, *, returns: bool = True) -> Sequence[Token]:
+    def serve(self, alone: Request | None = None, *, returns: bool = True) -> Sequence[Token]:
         """Serves every running request once, or one alone if it has a slot; see `Engine.step`.
 
         Args:
@@ -152,7 +152,8 @@ class ServingLoop:
             return []
         following, was_read = None, flight.result is not None
         if self._plan.overlap and alone is None and not was_read:
-            following = self._look_ahead(flight)
+            outlook = self._look_ahead(flight)
+            following = None if outlook is None else self._launch(outlook, flight)
         self._flight = following
         if not was_read:
             self._read(flight, following)
@@ -214,7 +215,8 @@ class ServingLoop:
                 return None
             if alone is not None:
                 running = Running({alone.slot: alone}, running.known)
-            outlook = self._look(self.runner.fitting(running), None)
+            running, lengths = self.runner.fitting(running), self.queue.shards.length_tokens
+            outlook = look(running, lengths, None, draft_tokens=self._plan.draft_tokens)
             try:
                 return self._launch(outlook, None)
             except DrawError as error:  # nothing was launched
@@ -222,10 +224,10 @@ class ServingLoop:
                 error.request.finish_reason, error.request.error = "error", error.cause
                 self._remove(error.request)
 
-    def _look_ahead(self, flight: Flight[StepResult]) -> Flight[StepResult] | None:
-        """Launches the step after the one in flight, from tokens on the device.
+    def _look_ahead(self, flight: Flight[StepResult]) -> Outlook | None:
+        """What the step after the one in flight begins with, whose tokens are on the device.
 
-        None where it has to wait for the host: for what requests with penalties or grammars have
+        None where that has to wait for the host: for what requests with penalties or grammars have
         drawn, for a prompt whose samples part before its last token, for blocks that somebody must
         give back, or since nobody goes on.
         """
@@ -234,35 +236,35 @@ class ServingLoop:
         waits = running.penalises or running.is_constrained
         if waits or any(one.followers for one in running.with_siblings):
             return None
-        outlook = self._look(running, flight)
+        lengths, draft_tokens = self.queue.shards.length_tokens, self._plan.draft_tokens
+        outlook = look(running, lengths, flight, draft_tokens=draft_tokens)
         if not outlook.goes_on.any() or not self.queue.reserve_ahead(outlook.num_known):
             return None
-        return self._launch(outlook, flight)
-
-    def _look(self, running: Running, flight: Flight | None) -> Outlook:
-        lengths = self.shards.length_tokens
-        return look(running, lengths, flight, draft_tokens=self._plan.draft_tokens)
+        return outlook
 
     def _launch(self, outlook: Outlook, flight: Flight | None) -> Flight[StepResult]:
         """Plans a step and launches it, behind the one in flight if there is one."""
-        several = self._plan.steps_per_call > 1
-        several = several and self.runner.makes_several_steps(outlook.running)
-        plan, places = make_plan(outlook, self._plan, self.runner.plan, makes_several=several)
-        self.runner.bring_masks(plan, outlook.running)  # it may raise, and first
-        lengths = np.zeros(len(self.shards.length_tokens), np.int32)
+        runner, running, shards = self.runner, outlook.running, self.queue.shards
+        if flight is not None and outlook.repeats and self._plan.steps_per_call == 1:
+            plan, places = flight.plan, flight.places
+        else:
+            several = self._plan.steps_per_call > 1 and runner.makes_several_steps(running)
+            plan, places = make_plan(outlook, self._plan, runner.plan, makes_several=several)
+        runner.bring_masks(plan, running)  # it may raise, and first
+        lengths = np.zeros(shards.num_slots, np.int32)
         is_fed = np.zeros(len(lengths), bool)
-        lengths[outlook.running.slots] = outlook.lengths
-        is_fed[outlook.running.slots] = outlook.is_fed
-        self.runner.apply(self.shards, () if flight is None else flight.slots)
+        lengths[running.slots] = outlook.lengths
+        is_fed[running.slots] = outlook.is_fed
+        runner.apply(shards, () if flight is None else flight.slots)
         boundaries = []
         if not plan.is_plain:
-            boundaries = find_crossed(plan, outlook, places, flight, self.shards)
-        read = self.runner.run(plan, outlook.running, lengths, boundaries, is_fed)
+            boundaries = find_crossed(plan, outlook, places, flight, shards)
+        read = runner.run(plan, running, lengths, boundaries, is_fed)
         if plan.is_plain:
-            boundaries = find_reached(plan, outlook, places, self.shards)
+            boundaries = find_reached(plan, outlook, places, shards)
             if boundaries:
-                self.runner.save(boundaries)
-        return Flight(plan, outlook.running, places, boundaries, read)
+                runner.save(boundaries)
+        return Flight(plan, running, places, boundaries, read)
 
     def _read(self, flight: Flight[StepResult], following: Flight | None) -> None:
         """Reads a step, counts what it did, and shares full blocks; `following` runs already."""
@@ -278,7 +280,7 @@ class ServingLoop:
         """Hands out the tokens of a step that has been read."""
         result, rows = flight.result, flight.rows
         assert result is not None
-        drawing = np.flatnonzero(flight.alive & rows.draws)
+        drawing = (flight.alive & rows.draws).nonzero()[0]
         places, slots = flight.places[drawing], rows.slots[drawing]
         drawn = (result, flight.read_s)
         hand_out = HandOut(flight.running, places, slots, *drawn, self.metrics, self._undo)
@@ -299,19 +301,22 @@ class ServingLoop:
     def _count(self, flight: Flight, result: StepResult) -> None:
         """Counts what a step appended, and makes blocks that it has filled known."""
         rows, alive, size = flight.rows, flight.alive, self.runner.plan.block_tokens
+        shards = self.queue.shards
         slots, num_tokens = rows.slots[alive], rows.num_tokens[alive]
         kept = result.num_kept[slots]
-        before = self.shards.length_tokens[slots]
-        self.queue.check_room(slots, before + kept)
-        self.shards.advance(slots, kept)
-        self.metrics.drafted_tokens += int(rows.num_drafts[alive].sum())
-        self.metrics.accepted_tokens += int((kept - rows.num_appended[alive]).sum())
-        for row in np.flatnonzero((before + kept) // size > before // size).tolist():
+        before = shards.length_tokens[slots]
+        after = before + kept
+        self.queue.check_room(slots, after)
+        shards.advance(slots, kept)
+        if self._plan.draft_tokens:
+            self.metrics.drafted_tokens += int(rows.num_drafts[alive].sum())
+            self.metrics.accepted_tokens += int((kept - rows.num_appended[alive]).sum())
+        for row in (after // size > before // size).nonzero()[0].tolist():
             request = flight.running[int(slots[row])]
             known = request.token_ids[: before[row] + num_tokens[row]]
             if more := int(kept[row] - num_tokens[row]):  # kept drafts are what was drawn
                 known = np.concatenate([known, result.token_ids[request.slot, :more]])
-            manager, own = self.shards.of(request.slot)
+            manager, own = shards.of(request.slot)
             manager.share(own, known)
 
     def _keep(self, flight: Flight, next_flight: Flight | None) -> None:
@@ -319,12 +324,14 @@ class ServingLoop:
 
         A place that the next step may write too is left to it until the boundary is behind.
         """
+        if not flight.boundaries:
+            return
         following = next_flight.boundaries if next_flight is not None else []
-        alive = set(flight.slots.tolist()) if flight.boundaries else set()
+        alive, shards = set(flight.slots.tolist()), self.queue.shards
         for boundary in flight.boundaries:
-            manager, own = self.shards.of(boundary.slot)
+            manager, own = shards.of(boundary.slot)
             is_alive = boundary.slot in alive
-            if is_alive and boundary.end <= self.shards.length_of(boundary.slot):
+            if is_alive and boundary.end <= int(manager.length_tokens[own]):
                 kept = manager.prefixes.keep_snapshot(own, boundary.end, boundary.place)
                 self.metrics.snapshots += kept
                 if boundary in following:
@@ -361,7 +368,7 @@ class ServingLoop:
     def _count_evicted(self) -> None:
         """Blocks and snapshots, those of managers that were lost included."""
         blocks, snapshots = self._evicted_before
-        for manager in self.shards.managers:
+        for manager in self.queue.shards.managers:
             blocks += manager.num_evicted
             snapshots += manager.prefixes.tree.num_evicted_snapshots
         self.metrics.evicted_blocks, self.metrics.evicted_snapshots = blocks, snapshots

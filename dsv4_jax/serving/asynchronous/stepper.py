@@ -159,7 +159,7 @@ class Stepper:
             while not self._is_told_to_stop:
                 self._do_jobs()
                 if self._live and not self._is_told_to_stop:
-                    self._step()
+                    self._step_engine()
                 self._wake_changed()
         except BaseException as error:
             self.failure = error
@@ -225,7 +225,7 @@ class Stepper:
             self._engine.cancel(feed.request_id)
         self._end(feed)
 
-    def _step(self) -> None:
+    def _step_engine(self) -> None:
         failed_before = self._engine.metrics.finished.get("error", 0)
         try:
             tokens = self._engine.step()

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -161,20 +161,20 @@ class StepRunner:
         Returns:
           What waits for the step's result.
         """
-        self._launch(plan, running, lengths, boundaries, is_fed)
+        self._prepare(plan, running, lengths, boundaries, is_fed)()
         return self._reader_of_last()
 
-    def _launch(
+    def _prepare(
         self,
         plan: StepPlan,
         running: Running,
         lengths: np.ndarray,
         boundaries: Sequence[Boundary] = (),
         is_fed: np.ndarray | None = None,
-        *,
-        only_compiles: bool = False,
-    ) -> None:
-        """Launches a step, or begins to compile its program."""
+    ) -> functools.partial[None]:
+        """`EngineArrays.launch` of a step, which begins to compile it with `only_compiles`."""
+        if self._repeated is not None and plan is self._repeated[0]:
+            return functools.partial(self.devices.launch, *self._repeated[1], **self._repeated[2])
         num_slots, rows = self._num_slots, plan.rows
         num_tokens = self._shards * plan.size
         token_ids, request_ids = np.zeros(num_tokens, np.int32), np.full(num_tokens, -1, np.int32)
@@ -207,7 +207,8 @@ class StepRunner:
         self._bring_settings(running)
         asking = running.slots[running.wants_logprobs]
         wants_logprobs = len(asking) and bool(np.isin(rows.slots[rows.draws], asking).any())
-        self.devices.launch(
+        launch = functools.partial(
+            self.devices.launch,
             step,
             self._snapshot_plan(boundaries, self._max_boundaries(plan.size)),
             checked,
@@ -217,8 +218,10 @@ class StepRunner:
             is_simple=self._simplifies and running.is_simple and self._only_decodes(plan),
             activations=self._prefill_activations if plan.holds_prompts else self._activations,
             wants_logprobs=bool(wants_logprobs) or not len(rows),  # an idle step tries it
-            only_compiles=only_compiles,
         )
+        if plan.is_plain and len(rows) and fed.all():
+            self._repeated = plan, launch.args, launch.keywords
+        return launch
 
     def bring_masks(self, plan: StepPlan, running: Running) -> None:
         """Brings what the step may draw, where grammars say so; `run` takes it from there.
@@ -313,12 +316,13 @@ class StepRunner:
         nobody.is_simple = is_simple
         self.bring_masks(plan, nobody)
         if only_compiles:
-            self._launch(plan, nobody, lengths, only_compiles=True)
+            self._prepare(plan, nobody, lengths)(only_compiles=True)
         else:
             self.run(plan, nobody, lengths, [])()
 
     def _start_settings(self) -> None:
         """The devices have neither settings, counts nor masks."""
+        self._repeated: tuple[StepPlan, tuple[Any, ...], dict[str, Any]] | None = None
         self._counts = CountKeeper(
             self._engine_plan.count_entries, slots=self.plan.max_requests, shards=self._shards
         )

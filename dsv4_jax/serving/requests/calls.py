@@ -114,7 +114,8 @@ def refuse_if_held(holder: threading.Thread | None, happened: str) -> None:
 
 def refuse_if_busy(engine: Exclusive, happened: str) -> None:
     """Raises `RuntimeError` where another thread holds the engine, or a call is in progress."""
-    refuse_if_held(engine._holder, happened)
+    if engine._holder is not None:
+        refuse_if_held(engine._holder, happened)
     if engine._lock.locked():
         raise RuntimeError(
             f"an engine does one call at a time, and {happened} while another call was in "
@@ -158,7 +159,8 @@ def _exclusive[S: Exclusive, **P, R](
         # Nothing can be raised between taking the lock and being inside, since `with` does both in
         # C. Who comes between the question above and here waits for the other call to end.
         with self._lock:
-            refuse_if_held(self._holder, happened)  # that call may have given it to a thread
+            if self._holder is not None:  # that call may have given it to a thread
+                refuse_if_held(self._holder, happened)
             self._settle()
             return method(self, *args, **kwargs)
 

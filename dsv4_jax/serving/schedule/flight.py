@@ -29,6 +29,7 @@ class Flight[T]:
 
     Attributes:
       plan: what it runs.
+      rows: what that is of each request.
       running: requests when it was launched.
       places: i64[n], of each row, the number of its request in `running`.
       boundaries: snapshots that it writes if it crosses them.
@@ -43,18 +44,15 @@ class Flight[T]:
     places: np.ndarray
     boundaries: list[Boundary]
     read: Read[T]
+    rows: StepRows = dataclasses.field(init=False)
     alive: np.ndarray = dataclasses.field(init=False)
     result: T | None = None
     read_s: float = 0.0
 
     def __post_init__(self) -> None:
         """All rows are alive."""
+        self.rows = self.plan.rows
         self.alive = np.ones(len(self.places), bool)
-
-    @property
-    def rows(self) -> StepRows:
-        """What it runs of each request."""
-        return self.plan.rows
 
     @property
     def slots(self) -> np.ndarray:
@@ -86,6 +84,8 @@ class Outlook:
       num_drafts: i32[n], guesses at what follows them that the next step may check.
       is_fed: bool[n], the pending token and the drafts are on the device alone.
       goes_on: bool[n], the request does not end with the step in flight for its length.
+      repeats: the step in flight is plain, its rows are those of `running`, and all go on: a plain
+        step after it is the same again.
     """
 
     running: Running
@@ -96,6 +96,7 @@ class Outlook:
     num_drafts: np.ndarray
     is_fed: np.ndarray
     goes_on: np.ndarray
+    repeats: bool
 
 
 def look(
@@ -113,10 +114,12 @@ def look(
     held = lengths[slots]
     none = np.zeros_like(known)
     spread, drawn, num_drafts = none, none, none
+    repeats = flight is not None and flight.plan.is_plain
     if flight is not None:
         rows, alive = flight.rows, flight.alive
         columns = (rows.num_appended, np.where(rows.draws, rows.num_drafts, 0), rows.num_drawn)
         if not flight.holds_all_of(running):
+            repeats = False
             by_slot = np.zeros((3, len(lengths)), np.int32)
             by_slot[:, rows.slots[alive]] = [column[alive] for column in columns]
             columns = by_slot[:, slots]
@@ -130,14 +133,18 @@ def look(
     num_pending = np.where(is_fed, 1, known - held)
     least = known + drawn
     most = least + spread
-    limit = np.where(running.speculates, running.totals - most - 1, 0)
+    if draft_tokens:
+        limit = np.where(running.speculates, running.totals - most - 1, 0)
+        num_drafts = np.minimum(np.maximum(num_drafts, 0), np.maximum(limit, 0))
+    goes_on = least < running.totals
     return Outlook(
         running=running,
         lengths=held,
         spread=spread,
         num_known=most,
         num_pending=num_pending,
-        num_drafts=np.clip(num_drafts, 0, np.maximum(limit, 0)),
+        num_drafts=num_drafts,
         is_fed=is_fed,
-        goes_on=least < running.totals,
+        goes_on=goes_on,
+        repeats=repeats and bool(goes_on.all()),
     )

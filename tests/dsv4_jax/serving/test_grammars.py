@@ -297,7 +297,7 @@ def test_an_answer_that_makes_llguidance_note_too_much_fails_alone(monkeypatch):
 
 def test_a_compiled_grammar_lives_as_long_as_its_object():
     engine = make_engine()
-    grammars, one = engine._grammars, Grammar("regex", "[a-c]{3}")
+    grammars, one = engine.limits.grammars, Grammar("regex", "[a-c]{3}")
     grammars.check(one)
     before = grammars._compiled[id(one)]
     grammars.check(one)

@@ -54,11 +54,11 @@ class Calls:
     def __init__(self, engine):
         self.forms, self.results, self.simple, self.begun = [], [], [], []
         self.num_slots = engine._runner.plan.max_requests
-        engine._runner.devices.launch = self.step
+        engine._runner.devices.launch = self.launch
         engine._runner.devices.finish_compiling = lambda: self.begun
         engine._runner.devices.read = lambda back: self.results[-1 - back]
 
-    def step(self, step_input, *_, is_plain, is_simple, activations, only_compiles, **__):
+    def launch(self, step_input, *_, is_plain, is_simple, activations, only_compiles=False, **__):
         if only_compiles:
             self.begun.append(0.0)
             return
