@@ -122,6 +122,8 @@ def shapes_of(*weights: Weight, is_gated: bool = False, core: TensorCore | None 
 
 def can_join(weights: Sequence[Weight]) -> bool:
     """Whether one launch can serve them all, where the kernel serves each."""
+    # Results follow each other in tiles of `ROWS` outputs, so that only the last weight may end
+    # within one.
     return len(set(map(_kind_of, weights))) == 1 and all(
         weight.shape[-2] % ROWS == 0 for weight in weights[:-1]
     )
@@ -132,6 +134,7 @@ def find_obstacle(x: jax.Array | Pending, *weights: Weight) -> str | None:
     if len({_kind_of(weight) for weight in weights}) > 1:
         return "takes weights of one format and one form of activations, got several"
     for weight in weights:
+        # Whole groups of inputs and whole tiles of a consumer; a scale belongs to 128 x 128 codes.
         if isinstance(weight, BlockFP8) and (weight.shape[-1] % INPUTS or weight.shape[-2] % ROWS):
             return f"takes FP8 weights of multiples of {ROWS} x {INPUTS}, got {weight.shape=}"
         if isinstance(weight, BlockFP8 | MXFP4):

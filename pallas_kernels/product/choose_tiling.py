@@ -171,19 +171,25 @@ def choose_tiling(
       shares_items: whether another product has the same list of items, so that how many rows there
         are decides alone how many a tile has.
     """
+    # As many rows as fit, so that a weight is read by as few tiles as there can be; then fewer,
+    # where SMs would have nothing to do.
     tile_m = widest = _choose_tile_m(shapes, num_rows)
     is_cut = not may_split and not shares_items and cuts_rows(shapes, num_rows)
     if is_cut:
         tile_m = _cut_rows(shapes, widest, num_rows, num_weights)
     elif may_split and not shares_items:
         tile_m = _narrow(shapes, widest, num_rows, num_weights)
+    # One CTA an SM, by its registers: it then gets all of the shared memory, and going through
+    # tiles hides what starting and storing take.
     fills = _sums_in_registers(shapes) and (widest >= _WIDE or is_cut)
     items = pl.cdiv(num_rows, tile_m)
     num_tiles = shapes.tiles_n * num_weights * items
     is_short = _are_short(shapes, tile_m, num_tiles)
     split_k = _choose_split_k(shapes, num_tiles, fills=fills) if may_split else 1
+    # With two groups in a stage half as many barriers are waited for.
     are_pairs = shapes.k_groups // split_k % 2 == 0 and tile_m <= _WIDE
     tile_k = shapes.group_k * (2 if are_pairs and not is_short else 1)
+    # Only tiles that are unpacked once for many rows multiply them in slices smaller than need be.
     in_turns = fills and shapes.is_mxfp4 and tile_m > _WIDE
     mma_rows = _choose_mma_rows(shapes, tile_m) if in_turns else 0
     tiling = Tiling(tile_m, tile_k, stages=2, split_k=split_k, mma_rows=mma_rows)
@@ -214,6 +220,8 @@ def _choose_tile_m(shapes: Shapes, num_rows: int) -> int:
     if in_registers and shapes.is_mxfp4 and num_rows > _WIDE:
         widths = _WIDTHS if num_rows > _LEAST_WIDTH else (_LEAST_WIDTH,)
         return min(widths, key=lambda width: pl.cdiv(num_rows, width) * (width + _UNPACKING))
+    # Rows in two terms have two products of each group: half of the rows then take as many
+    # registers.
     tile_m, most = shapes.core.min_tile_m, MAX_MMA_ROWS
     if not in_registers or num_rows <= _WIDE:
         most //= shapes.num_terms
@@ -326,6 +334,7 @@ def stages_that_fit(shapes: Shapes, tiling: Tiling, ctas_of_sm: int = 1) -> int:
 
 def _bytes_of(shapes: Shapes, tiling: Tiling) -> tuple[int, int]:
     """Bytes of shared memory that do not depend on the stages, and those of each stage."""
+    # Fixed bytes and bytes of a stage follow from the sums for one and for two stages.
     one, two = (
         shared_bytes(shapes, dataclasses.replace(tiling, stages=stages)) for stages in (1, 2)
     )

@@ -90,6 +90,8 @@ def multiply_rows(
     if not grouped:
         assert not isinstance(x, ByToken), "which is of groups"
         x, weights = x.reshape(1, *x.shape), list(map(_stack, weights))
+    # A call that names a tiling or a core asks for the kernel; only one that names neither may be
+    # XLA's.
     if tiling is None and core is None and decoded.suits(weights, x):
         results = [decoded.multiply(x, weight, dtype=dtype) for weight in weights]
         results = normed(results, norms, eps)
@@ -104,6 +106,8 @@ def multiply_rows(
             tiling=tiling,
             core=core,
         )
+        # Sums of splits stay in f32, and whoever adds them up rounds once. A result that is whole
+        # is rounded by the kernel.
         is_split, is_normed = tiling.split_k > 1, any(norm is not None for norm in norms)
         # Else XLA would copy a slice of the joined result for each weight.
         apart = len(weights) > 1 and not (is_split or is_normed or shapes.core.has_tmem)
@@ -169,6 +173,8 @@ def _product_of(
         is_added = isinstance(x, ByGroup) and num_rows > _MOST_ADDED_ROWS
         rows = RawRows.of(finish(x) if is_added else x)
     elif rows is None:
+        # Bulk copies take eight rows together, so that the rows of each weight of a stack begin at
+        # a multiple of eight.
         spread = padded(num_rows) if num_weights > 1 else num_rows
         is_plain = shapes.is_dense or isinstance(x, Unnormed)
         rows = make_rows(
@@ -204,11 +210,17 @@ def launch(
       weights follow each other, all of which but the last's must be multiples of 64.
     """
     for product in products:
+        # Mainloops have no masks along k: all splits have equally many stages, and all of them
+        # whole.
         cut = product.shapes.groups_of_stage(product.tiling) * product.tiling.split_k
         assert product.shapes.k_groups % cut == 0, "inputs would be left out"
     first, tiling = products[0], products[0].tiling
+    # Persistent CTAs number the tiles of one product, and Hopper's mainloops alone count the
+    # k_iters of a CTA through all of its tiles (`Work.since_launch`).
     assert not tiling.persistent or (len(products) == 1 and not first.shapes.core.has_tmem)
     widths = [weight.shape[-2] for weight in first.weights]
+    # The outputs of all weights lie side by side in one array; a gate and an up projection make one
+    # result, as wide as either of them.
     widths = widths if apart else widths[:1] if first.swiglu else [sum(widths)]
 
     def run_cta(
@@ -240,6 +252,8 @@ def launch(
             body = _body_of(work)
             body.epilogue(work, body.mainloop(work), outputs, product.swiglu)
 
+        # Other items without rows leave their part of the result arbitrary, and nobody reads it. A
+        # picked one has a row of its own there, which is added to the others' of its token.
         if product.swiglu is None and isinstance(work.inputs.items, PickedItems):
             pl.when((work.tile.num_rows == 0) & (work.warpgroup < CONSUMERS))(
                 functools.partial(_store_zeros, work, outputs[0])
@@ -262,6 +276,7 @@ def launch(
                 collective_axes="warpgroup",
             )
             pl.when((item >= 0) & (item < product.num_items))(scoped)
+            # Behind the product that has the item this is negative, so that no other one takes it.
             item = item - product.num_items
 
     product_kernel.__name__ = "_".join(["multiply", *(product.name for product in products)])
@@ -280,6 +295,7 @@ def launch(
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         scratch_types=types,
+        # Layouts are spelt out, since threads exchange registers by them (`exchange`).
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),

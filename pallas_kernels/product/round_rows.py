@@ -67,6 +67,8 @@ def round_rows(work: Work, source: RawRows) -> None:
     k_groups = work.k_iters * work.groups_of_stage
     groups = _groups_of_unit(work, source, k_groups)
     first_rows = range(0, work.most_rows, _UNIT // groups)
+    # Even items have few rows in the last tile of a run alone: loading without a branch for each
+    # four rows lets all loads be on their way together.
     if work.inputs.items is None:
         _round_units(work, source, first_rows, groups, k_groups)
         return
@@ -86,6 +88,8 @@ def _groups_of_unit(work: Work, source: RawRows, k_groups: int) -> int:
 def _inverse_rms(work: Work, source: RawRows, first_row: int) -> jax.Array:
     """f32[4], of the four rows from `first_row` on."""
     squares: Any = 0
+    # Each consumer goes through all groups, and not through its own half: nothing is exchanged for
+    # a sum of squares, and a row's bytes are in L2 by then.
     for start in range(0, work.shapes.k_groups, _AHEAD):
         groups = range(start, min(start + _AHEAD, work.shapes.k_groups))
         for x in [_load(work, source, first_row, jnp.int32(group * INPUTS)) for group in groups]:
@@ -95,6 +99,7 @@ def _inverse_rms(work: Work, source: RawRows, first_row: int) -> jax.Array:
 
 def _norm(weight: Ref, scale: jax.Array, x: jax.Array, column: jax.Array) -> jax.Array:
     """f32[4, 128], columns of rows, normed and rounded to bf16."""
+    # Loaded by column, each lane's own four, then spread over the rows of `LINES`.
     weight = plgpu.load(
         weight.at[pl.ds(column, INPUTS)], layout=_LAYOUT.reduce(0), optimized=False
     ).astype(jnp.float32)
@@ -121,6 +126,7 @@ def _round_units(
     units = pl.cdiv(k_groups, 2 * groups)
     rounds = pl.cdiv(units * len(first_rows), _AHEAD)
     at_once = pl.cdiv(units, rounds)
+    # Else the last units lie beyond the row: they load its last groups again, and store nothing.
     is_whole = units % at_once == 0 and k_groups % (2 * groups) == 0
 
     def round_some(step: int | jax.Array, _: None = None) -> None:
@@ -128,6 +134,7 @@ def _round_units(
         loaded = []  # all loads first, so that they are on their way together
         for group, first_row in itertools.product(unit_groups, first_rows):
             inside = group if is_whole else jnp.minimum(group, k_groups - groups)
+            # Counted from the first input of the CTA's split, whose groups alone `rows_smem` holds.
             column = (work.group_of(0) + inside) * INPUTS
             x = _load(work, source, first_row, column, groups)
             loaded.append((group, first_row, column, x))
@@ -148,6 +155,7 @@ def _split(x: jax.Array, num_terms: int) -> list[tuple[jax.Array, jax.Array]]:
     terms = []
     exponent = numbers.ue8m0_exponent(rows.group_maximum(x) * numbers.INV_448)
     inverse = lax.bitcast_convert_type((254 - exponent) << 23, jnp.float32)
+    # The inverse is a power of two, so that the product is exact.
     scaled = x * plgpu.layout_cast(lax.broadcast_in_dim(inverse, x.shape, [0]), _LAYOUT)
     for term in range(num_terms):
         codes = e4m3.encode(scaled)
@@ -171,6 +179,7 @@ def _store(
     some = group if groups == 1 else pl.ds(group, groups)
     rows = pl.ds(first_row, _UNIT // groups)
     for term, (codes, scale) in enumerate(terms):
+        # This consumer's until `rows_full`: the other one writes other groups.
         target = work.scratch.rows_smem.at[some, term]
         left_operand.store_columns(target, codes, order, first_row=first_row)
         _store_scales(work.scratch.scales_smem.at[pl.ds(group, groups), term, rows], scale)
@@ -190,6 +199,7 @@ def _store_scales(target: Ref, scale: jax.Array) -> None:
         groups, _ = kind.shape
         apart = mgpu.c(kind.get_strides_and_offset()[0][0], i32)
         [register], [(line,)] = scale.registers.flat, scale.layout.thread_idxs(scale.shape)
+        # A line's scale is in all lanes of its warp, which store the same word at the same address.
         line = arith.index_cast(i32, line)
         row, group = (op(line, mgpu.c(groups, i32)) for op in (arith.divui, arith.remui))
         offset = arith.addi(arith.muli(group, apart), row)
@@ -225,6 +235,7 @@ def _load(
         splits, count, dim = kind.shape
         size = 4 if kind.element_type == f32 else 2
 
+        # Offsets have 64 bits: sums of many splits may lie beyond 2^31 bytes.
         def at(ref, offset, size):
             base = llvm.addrspacecast(llvm.PointerType.get(1), mgpu.utils.memref_ptr(ref))
             offset = arith.muli(offset, mgpu.c(size, i64))
@@ -270,6 +281,8 @@ def _load(
                 part = part if size == 4 else arith.extf(wide, part)
                 total = part if total is None else arith.addf(total, part)
             if size == 4:
+                # As the product before would have stored the sum, and back, for the norm and the
+                # scales.
                 total = arith.extf(wide, arith.truncf(narrow, total))
             flat[number] = total
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)

@@ -91,6 +91,8 @@ def scratch_types(shapes: Shapes, tiling: Tiling) -> Scratch:
         codes = operand((*per_stage, WARPGROUP_N, shapes.group_k))
     # Each copy of a stage arrives once: codes and scales of MXFP4 as one, others group by group.
     copies = CONSUMERS * (2 if shapes.is_mxfp4 else groups)
+    # Rows that the CTA rounds itself are there once for all stages, and no copy of them arrives at
+    # `full`.
     if shapes.rounds_rows:
         of_rows = shapes.k_groups // tiling.split_k, shapes.num_terms
     else:

@@ -56,8 +56,12 @@ def store_rows(target: Ref, values: jax.Array, place: Place) -> None:
         thread = arith.remui(mgpu.utils.thread_idx(), mgpu.c(128, i32))
         lane = arith.remui(thread, mgpu.c(_LANES, i32))
         warp = arith.divui(thread, mgpu.c(32, i32))
+        # Layout of products: a warp has 16 rows, lane 4 r + q of it rows r and r + 8, and of each
+        # eight columns the pair 2 q, 2 q + 1.
         row = arith.remui(arith.divui(thread, mgpu.c(_LANES, i32)), mgpu.c(8, i32))
         row = arith.addi(row, arith.muli(warp, mgpu.c(16, i32)))
+        # With 16 bits lane q stores the q-th eight columns of each 32, as `_exchange` gives them to
+        # it.
         column = arith.muli(lane, mgpu.c(8 if size == 2 else 2, i32))
         place = arith.addi(first_row, row), arith.addi(first_column, column)
         base = address_of(target, *place, size)
@@ -89,6 +93,8 @@ def _words(register: ir.Value, size: int) -> list[ir.Value]:
 def _exchange(words: list[ir.Value], lane: ir.Value) -> list[ir.Value]:
     """Word i of lane j becomes word j of lane i, among four lanes."""
     i32 = ir.IntegerType.get_signless(32)
+    # A transposition of 4 x 4 words in two rounds: lanes one apart swap words one apart, then lanes
+    # two apart swap words two apart. Each lane sends the word that it does not keep.
     for bit in (1, 2):
         upper = arith.cmpi(
             arith.CmpIPredicate.ne, arith.andi(lane, mgpu.c(bit, i32)), mgpu.c(0, i32)

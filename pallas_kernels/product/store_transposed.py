@@ -63,6 +63,7 @@ def store_transposed(
         _interpret(target, values, place, height)
         return
     size = values.dtype.itemsize
+    # Only then does the last tile reach beyond the target's columns, and each store has to ask.
     is_ragged = target.shape[1] % height != 0
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, _SCALAR, _SCALAR, _SCALAR))
@@ -76,6 +77,8 @@ def store_transposed(
         )
         kind = ir.IntegerType.get_signless(8 * size)
         places = values.layout.thread_idxs(values.shape)
+        # A thread's values of one register are neighbours along N, which are different rows of the
+        # target: they are stored one by one, and neighbouring lanes fill a sector.
         for register, (row, column) in zip(values.registers.flat, places, strict=True):
             row, column = arith.index_cast(i32, row), arith.index_cast(i32, column)
             if operand_order:  # rows are outputs in the operand's order: back to the weight's own
@@ -96,6 +99,7 @@ def store_transposed(
                 offset = arith.muli(offset, mgpu.c(size, i64))
                 address = mgpu.utils.getelementptr(base, [offset], byte)
                 value = mgpu.utils.bitcast(vector.extract(register, [], [i]), kind)
+                # Predicated, so that a warp whose rows end within it does not branch.
                 asm = f"""{{
                   .reg .pred present;
                   setp.ne.b32 present, $2, 0;

@@ -79,6 +79,7 @@ def make_rows(
     of_run = num_rows // num_runs
     spread = padded(of_run) if num_runs > 1 else of_run
     if not isinstance(weight, BlockFP8 | MXFP4):
+        # Nothing is rounded: XLA gathers the rows and pads them, as one copy.
         assert isinstance(x, jax.Array), "rows for dense weights are arrays"
         taken = x if token is None else x.at[token].get(mode="clip")
         runs = taken.reshape(num_runs, of_run, -1)
@@ -114,9 +115,12 @@ def pick_rows(
         inputs: list[Ref], outputs: list[Ref], first: jax.Array, start: jax.Array
     ) -> None:
         codes, scales, token_ref = inputs[:3]
+        # Rows beyond the last load the row of token 0, a masked load being 0, and store nothing.
         row = first + jnp.arange(_PICKED_ROWS, dtype=jnp.int32)
         live = row < token.shape[0]
         source = jnp.clip(triton.load_where(token_ref, (row,), live), 0, num_rows - 1)
+        # Words of codes are i32[1, 256] and groups i32[8, 1]: codes lie row by row and scales group
+        # by group, so that neighbouring lanes move what lies side by side in either.
         word = start * _WORDS + jnp.arange(_PICKED_GROUPS * _WORDS, dtype=jnp.int32)[None]
         group = start + jnp.arange(_PICKED_GROUPS, dtype=jnp.int32)[:, None]
         for term in map(jnp.int32, range(num_terms)):
@@ -187,10 +191,14 @@ def _launch(
         codes, scales = outputs
         row = first + jnp.arange(height, dtype=jnp.int32)
         live = row < num_rows
+        # Lanes beyond the last row take that row again, so that every address is one of x; they
+        # store nothing.
         taken = jnp.minimum(row, num_rows - 1)
         if source.token is not None:
+            # Tokens of nobody's rows are arbitrary: kept inside the array, whatever they are.
             taken = jnp.clip(triton.load_where(inputs[1], (row,), live), 0, count - 1)
         if source.row_groups > 1:
+            # Rows are numbered group by group, and lie token by token.
             of_one = count // source.row_groups
             taken = taken % of_one * source.row_groups + taken // of_one
         size, spread = of_run
@@ -198,12 +206,18 @@ def _launch(
         row = (row // size * spread + row % size if spread > size else row)[:, None]
         lane = (program * _GROUPS * GROUP + jnp.arange(_GROUPS * GROUP, dtype=jnp.int32))[None]
         inside = jnp.broadcast_to(is_whole or lane < dim, (height, _GROUPS * GROUP))
+        # f32[height, 512], four groups of each row; what lies beyond the last input is zero, and
+        # counts for no scale.
         values = load(inputs[0], taken[:, None], lane, inside)
         groups = values.reshape(height, _GROUPS, GROUP)
+        # A power of two, so that multiplying by its inverse is exact, and rounding happens once, in
+        # the conversion to E4M3.
         scale = numbers.encode_ue8m0(rows.group_maximum(groups) * numbers.INV_448)
         scaled = groups * numbers.invert_ue8m0(scale)[..., None]
         group = (program * _GROUPS + jnp.arange(_GROUPS, dtype=jnp.int32))[None]
         word = jnp.arange(_GROUPS * _WORDS, dtype=jnp.int32)
+        # MXFP4's tiles keep the columns in the order in which threads load their codes: x takes
+        # that order here, once, and the kernel moves nothing.
         place = (program * _GROUPS * _WORDS + (_reordered(word) if reorders else word))[None]
         for term in range(num_terms):
             code = triton.encode_e4m3(scaled)
@@ -216,17 +230,22 @@ def _launch(
             value = numbers.decode_ue8m0(scale)
             written = live[:, None] & (group < num_groups)
             triton.store_where(scales, (jnp.int32(term), group, row), value, written)
+            # The next term is what this one lacks, under a scale smaller by as much; see
+            # `rows.REST`.
             scaled = (scaled - numbers.decode_e4m3(code)) * np.float32(rows.REST)
             scale = scale - np.uint8(rows.REST_BITS)
 
     def load(values: Ref, row: jax.Array, lane: jax.Array, inside: jax.Array) -> jax.Array:
         """Columns of rows, f32, the sums of splits rounded."""
         if source.column_groups > 1:
+            # A row's columns lie in as many runs, the runs of one group of all rows together.
             row, lane = lane // width * (count // source.column_groups) + row, lane % width
         parts = [
             triton.load_where(values, (jnp.int32(split), row, lane), inside).astype(jnp.float32)
             for split in range(splits)
         ]
+        # Added in the order of the splits, and rounded as the product before would have stored
+        # them.
         total = functools.reduce(jnp.add, parts)
         return triton.round_to_bf16(total) if source.dtype == jnp.bfloat16 else total
 

@@ -47,12 +47,15 @@ def add_splits(
     weights = [norm for norm in norms if norm is not None]
 
     def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
+        # Results differ in width and norm, and so in code: a program runs one of them.
         row, given = pl.program_id(0), iter(inputs[1:])
         for number, (first, width, out) in enumerate(zip(firsts, widths, outputs, strict=False)):
             norm = None if norms[number] is None else next(given)
 
             @pl.when(pl.program_id(1) == number)
             def _(first: int = first, width: int = width, out: Ref = out, norm: Ref = norm) -> None:
+                # f32[lanes], rounded to the result's dtype; lanes beyond the width are zeros, and
+                # add nothing to the squares.
                 values = _load(inputs[0], row, first, width, dtype)
                 if norm is not None:
                     mean_square = jnp.sum(values * values) / width
@@ -75,6 +78,7 @@ def _load(sums: Ref, row: jax.Array, first: int, width: int, dtype: DTypeLike) -
     """f32, some columns of a row of f32[S, R, N], added over S and rounded; zeros beyond them."""
     lanes = pl.next_power_of_2(width)
     total = jnp.zeros(lanes, jnp.float32)
+    # One after the other, so that the bits depend on the order of the splits and on no layout.
     for split in range(sums.shape[0]):
         total += triton.load_row(sums, (split, row), start=first, count=width, width=lanes)
     return round_to_dtype(total, dtype)
