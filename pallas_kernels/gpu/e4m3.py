@@ -30,6 +30,7 @@ def encode(values: jax.Array) -> jax.Array:
     @plgpu.inline_mgpu(arg_types=(_LAYOUT,), return_type=result)
     def convert(_, values):
         i32 = ir.IntegerType.get_signless(32)
+        # The first operand of `cvt` becomes the upper byte.
         f8 = ir.VectorType.get((values.layout.vector_length,), ir.Float8E4M3FNType.get())
         one = ir.VectorType.get((1,), i32)
         asm = """{
@@ -61,6 +62,7 @@ def decode(codes: jax.Array) -> jax.Array:
     @plgpu.inline_mgpu(arg_types=(_LAYOUT,), return_type=result)
     def convert(_, codes):
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        # By way of f16, which holds every E4M3 value: there is no instruction to f32.
         halves = ir.VectorType.get((2,), ir.F16Type.get())
         wide = ir.VectorType.get((2,), f32)
         registers = np.empty(codes.registers.shape, dtype=object)

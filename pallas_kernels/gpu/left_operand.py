@@ -79,6 +79,8 @@ def store_columns(
             row = arith.divui(row, mgpu.c(groups, i32))
             row = arith.addi(row, mgpu.c(first_row, i32))
             v, k, q = _place_of_word(arith.divui(column, mgpu.c(4, i32)), layout)
+            # The swizzle of 128 bytes: the 16-byte chunks of a line change places by its row among
+            # eight. A warp stores a whole line, each bank once.
             swizzle = arith.remui(row, mgpu.c(8, i32))
             chunk = arith.xori(swizzle, arith.addi(arith.muli(v, mgpu.c(4, i32)), k))
             offset = arith.muli(row, mgpu.c(DIM, i32))
@@ -117,6 +119,7 @@ def from_rows(keys: jax.Array, layout: Layout) -> jax.Array:
     def convert(_, keys):
         operand = plgpu.Layout.WGMMA_8BIT.to_mgpu()
         registers = np.empty(operand.registers_shape(keys.shape), dtype=object)
+        # The same registers under other numbers: no instruction comes of this.
         loaded = keys.registers.reshape(2, 2)
         flat = registers.reshape(8, 2)
         for h, v, k in np.ndindex(2, 2, 4):

@@ -72,6 +72,7 @@ def opaque(number: int | jax.Array) -> jax.Array:
     def move(_, value):
         i32 = ir.IntegerType.get_signless(32)
         [register] = value.registers.flat
+        # Said to have side effects, so that it stays in the loop and no two are merged.
         moved = llvm.inline_asm(i32, [register], "mov.b32 $0, $1;", "=r,r", has_side_effects=True)
         return mgpu.FragmentedArray.splat(moved, (), is_signed=True)
 
@@ -91,6 +92,7 @@ def swap_neighbours(values: jax.Array, layout: Layout) -> jax.Array:
     def swap(_, values):
         registers = np.empty(values.registers.shape, dtype=object)
         for place, register in np.ndenumerate(values.registers):
+            # Neighbouring columns are in one register: no lane gives anything to another.
             places = [i ^ 1 for i in range(ir.VectorType(register.type).shape[0])]
             registers[place] = vector.shuffle(register, register, places)
         return mgpu.FragmentedArray(
@@ -129,6 +131,7 @@ def multiply(pairs: Sequence[tuple[Ref, Ref]], ready: Sequence[Ref] = ()) -> jax
     def product(total_ref: Ref) -> jax.Array:
         for (left, right), barrier in itertools.zip_longest(pairs, ready):
             if barrier is not None:
+                # The products begun so far run while the next pair is waited for.
                 plgpu.barrier_wait(barrier)
             plgpu.wgmma(total_ref, left, right)
         return total_ref[...]
@@ -158,11 +161,15 @@ def multiply_registers(left: jax.Array, right: Ref) -> jax.Array:
         f32 = ir.F32Type.get()
         zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
         zeros = mgpu.FragmentedArray.splat(zero, shape, mgpu.WGMMA_LAYOUT)
+        # Without a fence: no product that could still write these registers is running.
         total = mgpu.WGMMAAccumulator.from_registers(zeros, sync=False)
+        # A view [K, N] of the tiles of right; its bytes stay K-major, as FP8 operands have to be.
         right = mgpu.memref_transpose(right, (1, 0, 3, 2))
         total = mgpu.wgmma(total, left, right, swizzle=128)
         nvvm.wgmma_commit_group_sync_aligned()
         nvvm.wgmma_wait_group_sync_aligned(0)
+        # The registers are written asynchronously: nothing that reads them may be moved above the
+        # wait.
         return mgpu.optimization_barrier(total.value)
 
     return product(left, right)

@@ -56,10 +56,13 @@ def make_barriers(barriers: Ref) -> None:
     def prepare(_, barriers):
         i32 = ir.IntegerType.get_signless(32)
         [size] = ir.MemRefType(barriers.type).shape
+        # One arrival each: that of the lane which says how many bytes to expect. The engine counts
+        # those.
         first = mgpu.utils.single_thread_predicate(mgpu.utils.ThreadSubset.WARPGROUP)
         for slot in range(size // WORDS_OF_BARRIER):
             address = _barrier(barriers, mgpu.c(slot, i32)).get_ptr()
             nvvm.mbarrier_init(address, mgpu.c(1, i32), predicate=first)
+        # The warpgroup waits for the one thread, and the copy engine sees the barriers as well.
         mgpu.utils.commit_shared()
 
     prepare(barriers)
@@ -72,6 +75,7 @@ def wait(barriers: Ref, slot: jax.Array, parity: jax.Array) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR, _SCALAR))
     def wait_for(_, barriers, slot, parity):
+        # Every thread waits for itself, and so sees the bytes that have come.
         odd = arith.trunci(ir.IntegerType.get_signless(1), parity.registers.flat[0])
         _barrier(barriers, slot.registers.flat[0]).wait_parity(odd)
 
@@ -92,6 +96,7 @@ def is_fetching(group: jax.Array) -> jax.Array:
     def find(_, group):
         i32 = ir.IntegerType.get_signless(32)
         warp = mgpu.utils.warp_idx(sync=True)
+        # A CTA's warps go to the four schedulers of an SM in turn.
         mine = arith.remui(arith.subi(warp, group.registers.flat[0]), mgpu.c(4, i32))
         return mgpu.FragmentedArray.splat(mine, (), is_signed=True)
 
@@ -106,6 +111,9 @@ def all_have_read(fetching: jax.Array, group: jax.Array) -> None:
     @plgpu.inline_mgpu(arg_types=(_SCALAR, _SCALAR))
     def meet(_, fetching, group):
         i32 = ir.IntegerType.get_signless(32)
+        # A hardware barrier of 128 threads, of which the fetching warp's 32 wait and the others
+        # arrive: they have loaded the stage into registers, and have nothing to wait for. `memory`
+        # keeps those loads above.
         name = arith.addi(group.registers.flat[0], mgpu.c(_FIRST_NAMED, i32))
         asm = """{
           .reg .pred waits;
@@ -173,12 +181,16 @@ def fetch(
         lane = arith.remui(mgpu.utils.thread_idx(), mgpu.c(32, i32))
         widths = [_bytes_of_row(source) for source in sources]
         is_first = arith.cmpi(arith.CmpIPredicate.eq, lane, mgpu.c(0, i32))
+        # Lane 0 arrives for the whole tile. The barrier's phase ends once the bytes have come too,
+        # whatever the order of lanes.
         barrier.arrive_expect_tx(num_rows * sum(widths), predicate=is_first)
         [row] = first_rows.registers.flat
+        # From here on 64 bits: a plane may be larger than 2^31 bytes.
         row = arith.extsi(i64, mgpu.utils.bitcast(row, i32))
         has_piece = arith.cmpi(
             arith.CmpIPredicate.ult, lane, mgpu.c(num_rows // rows_of_piece, i32)
         )
+        # A copy of its own for each piece and plane; the engine owns the targets until `wait`.
         with mgpu.utils.when(has_piece):
             for target, source, width in zip(targets, sources, widths, strict=True):
                 size = rows_of_piece * width
@@ -186,6 +198,7 @@ def fetch(
                 to = mgpu.utils.getelementptr(to, [arith.muli(lane, mgpu.c(size, i32))], byte)
                 start = llvm.addrspacecast(llvm.PointerType.get(1), mgpu.utils.memref_ptr(source))
                 start = mgpu.utils.getelementptr(start, [arith.muli(row, mgpu.c(width, i64))], byte)
+                # Shared memory is named as a cluster's; outside of one that is the CTA's own.
                 copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
                 asm = f"{copy} [$0], [$1], {size}, [$2];"
                 if last:

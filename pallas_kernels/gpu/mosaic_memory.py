@@ -65,6 +65,8 @@ def load_indexed_rows(
         registers = np.empty(index.shape, dtype=object)
         length = tiled.vector_length
         *_, halves, _ = tiled.registers_shape(shape)
+        # Row numbers are beside each register now, so that a thread knows which row it is to fill
+        # it from.
         columns = tiled.thread_idxs(shape)
         for place, (_, column) in zip(np.ndindex(index.shape), columns, strict=True):
             *tile, half, _ = place
@@ -72,6 +74,8 @@ def load_indexed_rows(
                 continue
             column = arith.addi(column, mgpu.c(start, column.type))
             row = _Row.find(refs, source[place], index[place], all_present=False)
+            # A lane's 16 neighbouring columns at once, of which the layout has two vectors of
+            # eight.
             loaded = row.load(column, halves * length)
             for side in range(halves):
                 registers[(*tile, side, 0)] = mgpu.utils.vector_slice(
@@ -118,6 +122,7 @@ def load_indexed_words(
     )
     def load(_, refs, source, index):
         column = mgpu.c(word * count, ir.IndexType.get())
+        # Lanes that share a row ask for the same word, which is one access of the warp.
         one_word = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
         registers = np.empty(index.registers.shape, dtype=object)
         for place in np.ndindex(registers.shape):
@@ -154,6 +159,8 @@ def prefetch_rows(planes: Sequence[Sequence[Ref]], source: jax.Array, index: jax
         for place, (_, column) in zip(np.ndindex(index.shape), columns, strict=True):
             if place[-2]:  # the right half of what its neighbour stands for
                 continue
+            # A row's four lanes have columns 0, 16, 32 and 48: as bytes 0, 128, 256 and 384, where
+            # lines begin.
             line = arith.muli(column, mgpu.c(lanes * LINE_BYTES // shape[1], column.type))
             for first in range(0, len(refs), count):
                 sources = refs[first : first + count]
@@ -208,6 +215,7 @@ def store_run(target: Ref, first: jax.Array, values: jax.Array, layout: Layout) 
         i64, byte = ir.IntegerType.get_signless(64), ir.IntegerType.get_signless(8)
         tiled = values.layout
         base = llvm.addrspacecast(llvm.PointerType.get(1), mgpu.utils.memref_ptr(target))
+        # A row's value is in several lanes, which store the same word to the same address.
         offset = arith.muli(arith.extsi(i64, first.registers.flat[0]), mgpu.c(4, i64))
         for place, (row,) in zip(
             np.ndindex(values.registers.shape), tiled.thread_idxs(values.shape), strict=True
@@ -254,12 +262,16 @@ class _Row:
         bases = [llvm.addrspacecast(device_memory, mgpu.utils.memref_ptr(ref)) for ref in refs]
         base = bases[0]
         for number, other in enumerate(bases[1:], 1):
+            # Sources differ from lane to lane: a select for each, where a branch would split the
+            # warp.
             chosen = arith.cmpi(arith.CmpIPredicate.eq, source, mgpu.c(number, i32))
             base = arith.select(chosen, other, base)
         ref_type = ir.MemRefType(refs[0].type)
         if all_present:
             return cls(ref_type, base, index, None)
         present = arith.cmpi(arith.CmpIPredicate.ne, index, mgpu.c(-1, i32))
+        # Row 0 where there is none keeps the address inside the array; the predicate keeps it
+        # unread.
         return cls(ref_type, base, arith.select(present, index, mgpu.c(0, i32)), present)
 
     @property
@@ -302,6 +314,7 @@ class _Row:
         size = self.element_bytes
         column = arith.muli(arith.index_cast(i64, column), mgpu.c(size, i64))
         address = mgpu.utils.getelementptr(self.base, [column], byte)
+        # In 64 bits: a plane may be larger than 2^31 bytes.
         row = arith.muli(arith.extsi(i64, self.index), mgpu.c(self.num_bytes, i64))
         address = mgpu.utils.getelementptr(address, [row], byte)
         total = count * size // 4
@@ -325,6 +338,8 @@ def _load_words(address: ir.Value, present: ir.Value | None, count: int) -> ir.V
     """
     target, suffix = _vector_of(count)
     load = f"ld.global.L1::no_allocate{suffix}.b32 {target}, [${count}];"
+    # Results are written before the address is read (the zeros), so that they may not share a
+    # register with it: `=&`.
     operands, constraints = [address], ["=&r"] * count + ["l"]
     if present is not None:
         zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(count))

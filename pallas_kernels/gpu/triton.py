@@ -199,10 +199,13 @@ def sin_cos(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     shifted = fma(x, 0.63661977, 12582912.0)  # 1.5 * 2**23: what is left of the sum is an integer
     quadrant = jax.lax.bitcast_convert_type(shifted, jnp.int32)
     quarters = shifted - 12582912.0
+    # pi / 2 in three terms of f32, so that what is left of x keeps its bits.
     r = fma(quarters, -1.5707963705062866, x)
     r = fma(quarters, 4.371138828673793e-08, r)
     r = fma(quarters, 1.7151245100058819e-15, r)
     square = exact_product(r, r)
+    # Polynomials of r in -pi / 4 .. pi / 4; then quadrants exchange sine and cosine, or negate
+    # them.
     sin = fma(fma(square, -1.9515295891e-4, 8.3321608736e-3), square, -1.6666654611e-1)
     sin = fma(exact_product(sin, square), r, r)
     cos = fma(fma(square, 2.443315711809948e-5, -1.388731625493765e-3), square, 4.1666645683e-2)
@@ -304,6 +307,7 @@ def load_row(
         lane = jnp.arange(width, dtype=jnp.int32)
         columns, mask = start + lane, lane < count
         mask = mask if live is None else mask & live
+    # A row that fills its lanes has no mask, and nothing stands in the way of wide loads.
     other = None if mask is None else 0
     policy = "evict_first" if last else None
     place = ref.at[(*_as_arrays(index), columns)]
@@ -344,6 +348,7 @@ def copy_row(
         return
     count = source.shape[-1]
     width = pl.next_power_of_2(count)
+    # Lanes are a power of two; those beyond the row are masked on either side.
     values = load_row(source, row, start=0, count=count, width=width)
     store_row(target, at, values, first=0, count=count)
 

@@ -83,6 +83,7 @@ def store_entry(
     """Writes one entry at [index] of planes [L, NB, EB, ...], byte planes as words or not."""
     for name, lanes in encoded.items():
         ref, values, count = planes[name], lanes.values, lanes.size
+        # A plane of one number for each entry has no last axis.
         if not values.shape:
             ref[index] = values
             continue
@@ -97,6 +98,7 @@ def pack(codes: jax.Array, bits: int, count: int) -> jax.Array:
     """u32[n] -> u32[n / count]: `count` neighbouring codes in one element, the first one lowest."""
     if count == 1:
         return codes
+    # Codes do not overlap once shifted: their sum is their union, and exact in any order.
     shift = jnp.arange(count, dtype=jnp.uint32)[None] * bits
     shifted = codes.reshape(-1, count) << jnp.broadcast_to(shift, (codes.shape[0] // count, count))
     return jnp.sum(shifted, axis=1, dtype=jnp.uint32)
@@ -135,6 +137,7 @@ def hadamard_rotate(x: jax.Array, dim: int) -> list[jax.Array]:
       other one, nor does most of what a group's scale and a word's codes come from.
     """
     num_parts = _NEIGHBOURS if dim >= _WORD_CODES else 1
+    # First the butterflies of lanes that a thread holds, then those of lanes further apart.
     parts, half = split_neighbours(x, num_parts), 1
     while half < num_parts:
         parts = [
@@ -159,6 +162,7 @@ def _butterfly(x: jax.Array, half: int) -> jax.Array:
 def _partners(pairs: jax.Array) -> jax.Array:
     """f32[n, 2, m], each two in the other's place: the sum of their bits, less their own."""
     bits = jax.lax.bitcast_convert_type(pairs, jnp.uint32)
+    # Sums of integers wrap and are exact; those of floats would round.
     others = jnp.sum(bits, axis=1, dtype=jnp.uint32)[:, None] - bits
     return jax.lax.bitcast_convert_type(others, jnp.float32)
 
@@ -166,13 +170,16 @@ def _partners(pairs: jax.Array) -> jax.Array:
 def _encode_grouped(
     codec: GroupedFP8Codec, x: jax.Array, nope_dim: int, rope_dim: int
 ) -> dict[str, Lanes]:
+    # Entries are encoded from bf16, as the reference has them.
     x = round_to_dtype(x, jnp.bfloat16)
     nope = jnp.where(jnp.arange(x.shape[0]) < nope_dim, x, 0.0)
+    # f32[width / group, group]; the rope dims are zeros here and count for no scale.
     groups = nope.reshape(-1, codec.group)
     amax = jnp.maximum(jnp.max(jnp.abs(groups), axis=1), _AMAX_FLOOR)
     scale = numbers.encode_ue8m0(amax * numbers.INV_448)
     code = triton.encode_e4m3(groups * numbers.invert_ue8m0(scale)[:, None])
     num_groups = pl.cdiv(nope_dim, codec.group)
+    # A row has scales in multiples of eight: those of no group are zeros, as in the reference.
     stored = jnp.where(jnp.arange(scale.shape[0]) < num_groups, scale.astype(jnp.uint32), 0)
     return {
         "nope": Lanes(code.reshape(x.shape).astype(jnp.uint32), 0, nope_dim, bits=8),
@@ -185,6 +192,7 @@ def _encode_scaled(x: jax.Array, nope_dim: int, rope_dim: int) -> dict[str, Lane
     x = round_to_dtype(x, jnp.bfloat16)
     nope = jnp.where(jnp.arange(x.shape[0]) < nope_dim, x, 0.0)
     amax = jnp.maximum(jnp.max(jnp.abs(nope)), _AMAX_FLOOR)
+    # By lanes, not as one scalar: the instruction takes arrays of one shape.
     inv_scale = triton.exact_quotient(
         jnp.broadcast_to(amax, x.shape), jnp.full(x.shape, 448.0, jnp.float32)
     )
@@ -206,6 +214,7 @@ def _encode_fp8_key(x: jax.Array, dim: int) -> dict[str, Lanes]:
 
 def _quantize_fp8_key(x: jax.Array, dim: int) -> tuple[list[jax.Array], jax.Array]:
     """f32[..., width] -> E4M3 codes u8[..., width / n] of n neighbours, and scales u8[...]."""
+    # The rotated key is rounded before its scale is taken, as in the reference.
     parts = [round_to_dtype(part, jnp.bfloat16) for part in hadamard_rotate(x, dim)]
     largest = functools.reduce(jnp.maximum, [jnp.abs(part) for part in parts])
     amax = jnp.maximum(jnp.max(largest, axis=-1), _AMAX_FLOOR)
@@ -242,6 +251,7 @@ def _quantize_fp4_key(
         inverse = numbers.invert_ue8m0(scale)[:, None]
         scaled = [part * inverse for part in parts]
     else:
+        # E4M3 scales are quotients, and no power of two: `/` may be off in the last bit here.
         sixth = triton.exact_quotient(amax, jnp.full(amax.shape, 6.0, jnp.float32))
         scale = triton.encode_e4m3(jnp.maximum(sixth, np.float32(2.0**-9)))
         divisor = jnp.broadcast_to(numbers.decode_e4m3(scale)[:, None], largest.shape)

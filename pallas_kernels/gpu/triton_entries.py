@@ -93,9 +93,12 @@ def find_entries(
       segment: i32[], its row there; -1 for none.
       entries_per_block: EB.
     """
+    # Three ways to be absent: no entry, no request, or beyond the table. None of them is an
+    # address.
     present = (entry >= 0) & (segment >= 0) & (entry < table.shape[1] * entries_per_block)
     entry = jnp.where(present, entry, 0)
     at = jnp.maximum(segment, 0), lax.div(entry, entries_per_block)
+    # The table has -1 for a block that was never given.
     block = triton.load_where(table, at, present, -1)
     return jnp.maximum(block, 0), lax.rem(entry, entries_per_block), present & (block >= 0)
 
@@ -113,13 +116,17 @@ def load_rows(
     nope_dim = dim - rope_dim
     words = _read(sources, "nope", nope_dim // _CODES_PER_WORD)
     scale = _load_scales(sources, codec, nope_dim, words.shape)
+    # f16 holds codes times powers of two, and multiplies two in one instruction.
     scale = scale.astype(jnp.float16 if dtype == jnp.float16 else jnp.float32)
 
     def decode(number: int) -> jax.Array:
+        # [n, words]: the number-th code of each word, so that decoding needs no lane of another
+        # thread.
         code = lax.bitcast_convert_type(_byte(words, number).astype(jnp.uint8), jnp.float8_e4m3fn)
         value = code.astype(scale.dtype) * scale
         return value if isinstance(codec, GroupedFP8Codec) else value.astype(jnp.bfloat16)
 
+    # Codes 4 w + i of words w go back to their order.
     nope = join_neighbours([decode(number) for number in range(_CODES_PER_WORD)])
     rope = _read(sources, "rope", rope_dim)
     return [
@@ -137,6 +144,8 @@ def _load_scales(
     group = lax.div(jnp.arange(shape[1], dtype=jnp.int32) * _CODES_PER_WORD, codec.group)
     place, number = lax.div(group, _CODES_PER_WORD), lax.rem(group, _CODES_PER_WORD)
     num_groups = pl.cdiv(nope_dim, codec.group)
+    # A row's few words of scales are loaded whole, and chosen by column: a gather would ask per
+    # code.
     words = jnp.zeros(shape, jnp.uint32)
     for n in range(pl.cdiv(num_groups, _CODES_PER_WORD)):
         word = jnp.broadcast_to(_read_word(sources, "scale", n)[:, None], shape)
@@ -151,6 +160,7 @@ def _read(sources: Sequence[Source], name: str, count: int) -> jax.Array:
     for planes, row, present in sources:
         place = (*(i[:, None] if i.ndim else i for i in row), column[None])
         found = triton.load_where(planes[name], place, present[:, None] & (column < count)[None])
+        # A row is in one source at most; the others' masked loads gave it zeros.
         values = found if values is None else jnp.where(present[:, None], found, values)
     assert values is not None
     return values

@@ -63,6 +63,7 @@ def multiply(x: jax.Array, weight: jax.Array, *, parts: int, outputs: int, name:
 
         zeros = jnp.zeros((ROWS, width), jnp.float32)
         total = jax.lax.fori_loop(0, of_part, add_run, zeros)
+        # Rows beyond the last were zeros, so that tensor cores have their 16; they are not stored.
         live = is_row & (output < num_outputs)[None]
         triton.store_where(products, (row[:, None], part, output[None]), total, live)
 
@@ -88,8 +89,10 @@ def _multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
         return multiply_bf16(weight)
     products, rest = [], weight
     for _ in range(_F32_PARTS):
+        # Eight bits of what is left; the difference is exact.
         rounded = triton.round_to_bf16(rest)
         products.append(multiply_bf16(rounded.astype(jnp.bfloat16)))
         rest = rest - rounded
     first, second, third = products
+    # The smallest first, so that the largest does not swallow them.
     return (third + second) + first

@@ -58,6 +58,7 @@ def load_rope_table(
         weight = triton.load_row(norm_ref, (), start=0, count=dim, width=width)
         weight = weight.astype(jnp.float32)
     pair = jnp.arange(width // 2) - (dim // 2 - num_rotated)
+    # Pairs that do not rotate read a frequency that there is, and drop it.
     frequency = frequencies_ref[jnp.clip(pair, 0, num_rotated - 1)]
     frequency = jnp.where((pair >= 0) & (pair < num_rotated), frequency, 0.0)
     return RopeTable(weight, frequency, dim, num_rotated, dtype, eps)
@@ -65,6 +66,7 @@ def load_rope_table(
 
 def norm_and_rotate(x: jax.Array, table: RopeTable, position: jax.Array) -> jax.Array:
     """f32[..., width], norm and RoPE at a position i32[], each rounded to activations' dtype."""
+    # Squares are rounded before they are added: fused, they would differ from the reference's.
     mean_square = sum_by_pairs(triton.exact_product(x, x)) / table.dim
     scaled = x * beside(jax.lax.rsqrt(mean_square + table.eps), x.shape)
     if table.weight is not None:
@@ -82,8 +84,10 @@ def rotate(x: jax.Array, table: RopeTable, position: jax.Array) -> jax.Array:
         jnp.broadcast_to(position.astype(jnp.float32), width // 2), table.frequency
     )
     sin, cos = (jnp.broadcast_to(part, pairs) for part in triton.sin_cos(angle))
+    # A pair lies in neighbouring lanes, which one thread holds.
     a, b = split_neighbours(x, 2)
     product = triton.exact_product
+    # No product is fused into the sum, which would round once less than the reference does.
     rotated_a = round_to_dtype(product(a, cos) - product(b, sin), table.dtype)
     rotated_b = round_to_dtype(product(b, cos) + product(a, sin), table.dtype)
     return join_neighbours([jnp.where(rotated, rotated_a, a), jnp.where(rotated, rotated_b, b)])

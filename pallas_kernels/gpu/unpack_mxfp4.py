@@ -84,6 +84,7 @@ def _largest(words: jax.Array, *, of_pairs: bool) -> jax.Array:
     def find(_, words):
         i32 = ir.IntegerType.get_signless(32)
         one = ir.VectorType.get((1,), i32)
+        # `ROW` gives a thread rows i and i + 32, a register each.
         of_thread = [vector.extract(register, [], [0]) for register in words.registers.flat]
         together = [of_thread] if of_pairs else [[word] for word in of_thread]
         found = [vector.broadcast(one, _largest_of(some)) for some in together]
@@ -97,6 +98,8 @@ def _largest(words: jax.Array, *, of_pairs: bool) -> jax.Array:
 def _largest_of(words: list[ir.Value]) -> ir.Value:
     """The largest byte of some words: two 16-bit maxima at a time."""
     i32 = ir.IntegerType.get_signless(32)
+    # Bytes 0 and 2 of a word, then bytes 1 and 3, as two numbers of 16 bits each; in the end the
+    # upper one against the lower.
     lines = ["{", ".reg .b32 even, odd, most;", "mov.b32 most, 0;"]
     for number in range(1, len(words) + 1):
         lines += [
@@ -139,6 +142,8 @@ def unpack(
         f8 = ir.VectorType.get((16,), ir.Float8E4M3FNType.get())
         i32 = ir.IntegerType.get_signless(32)
         four_words = ir.VectorType.get((4,), i32)
+        # Nothing moves between threads: a lane's 16 bytes of `EVEN_ROWS` are 32 codes of one row
+        # and one group, which `WIDE_ROWS` gives the same lane as two vectors of 16.
         of_rows = zip(words.registers.flat, largest.registers.flat, strict=True)
         for row, (word_of_row, largest_of_row) in enumerate(of_rows):
             low, high = _magnitudes_of_lane(table, word_of_row, largest_of_row)
@@ -169,11 +174,13 @@ def _magnitudes_of_lane(
     select = arith.ori(lane, mgpu.c(0x4440, i32))  # the lane's byte, and bytes of zero
     asm = "prmt.b32 $0, $1, 0, $2;"
     steps = arith.subi(largest, llvm.inline_asm(i32, [word, select], asm, "=r,r,r"))
+    # In the last row of the table all magnitudes are 0, and further ones would be too.
     steps = arith.minui(steps, mgpu.c(_NUM_STEPS - 1, i32))
     pointer = llvm.addrspacecast(llvm.PointerType.get(1), mgpu.utils.memref_ptr(table))
     offset = arith.muli(arith.extui(i64, steps), mgpu.c(8, i64))
     byte = ir.IntegerType.get_signless(8)
     address = mgpu.utils.getelementptr(pointer, [offset], byte)
+    # Nobody writes the table, so that the load may be moved and take the read-only path.
     both = llvm.load(ir.VectorType.get((2,), i32), address, alignment=8, invariant=True)
     return vector.extract(both, [], [0]), vector.extract(both, [], [1])
 
@@ -184,6 +191,8 @@ def _four_and_four(word: ir.Value, low: ir.Value, high: ir.Value) -> list[ir.Val
     Source: `numbers.interleave_signs`.
     """
     i32 = ir.IntegerType.get_signless(32)
+    # `prmt` takes four nibbles as numbers of bytes; bit 3 of each would ask for a sign, and is
+    # cleared. `lop3` 0xf8 is a | (b & c).
     asm = """{
       .reg .b32 select, bytes, signs;
       and.b32 select, $2, 0x77777777;
