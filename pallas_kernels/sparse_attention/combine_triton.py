@@ -59,6 +59,7 @@ def combine(arguments: JoinArguments) -> jax.Array:
 
         def load_sums(first: int) -> jax.Array:
             split = first + jnp.arange(rows, dtype=jnp.int32)
+            # Rows and columns are powers of two: what is beyond is zeros, and adds nothing.
             inside = (split[:, None] < splits) & (column[None] < dim)
             place = (split[:, None], token, head, column[None])
             return triton.load_where(inputs.parts.sums, place, inside)

@@ -87,6 +87,8 @@ class _Addresses:
         """Entry numbers of tile i of this split; arbitrary in a window tile."""
         s, cta = self.shapes, self.cta
         first = (cta.split + i * s.splits - s.window_tiles) * TILE
+        # Tiles of the window and those beyond the last one load some entries that there are, and
+        # nobody uses them.
         first = jnp.clip(first, 0, max(s.num_entries - TILE, 0))
         selected = self.inputs.selected.at[cta.token, pl.ds(first, TILE)]
         return plgpu.load(selected, layout=mosaic.ROW, optimized=False)
@@ -106,7 +108,10 @@ class _Addresses:
         s, cta = self.shapes, self.cta
         tile = cta.split + i * s.splits
         steps = tile * TILE + self.place
+        # Keys of a window tile: the position of each, the oldest first.
         p = self.position - (s.window - 1) + steps
+        # Tokens of this call are read from its own rows, since the ring keeps the last of them
+        # alone.
         in_call = p >= self.length
         ring_row = (self.layer * s.num_slots + self.slot) * s.window
         ring_row = ring_row + lax.rem(jnp.maximum(p, 0), s.window)
@@ -122,6 +127,7 @@ class _Addresses:
         window_tile = tile < s.window_tiles
         source = jnp.where(window_tile, in_call.astype(jnp.int32), 2)
         index = jnp.where(window_tile, window_row, entry_row)
+        # The tile after the last one is asked for as well, and has no keys.
         return source, jnp.where(i < cta.num_tiles, index, -1)
 
 

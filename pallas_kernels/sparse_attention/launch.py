@@ -72,11 +72,14 @@ def launch(
     num_slots, window = ring.planes[names[0]].shape[1:3]
     pool, selected = arguments.pool, arguments.selected
     if pool is None or selected is None:
+        # Without entries the kernel has no tile that reads the pool; the ring stands in for its
+        # type.
         pool, selected = ring, jnp.zeros((num_tokens, 0), jnp.int32)
     num_blocks, entries_per_block = pool.planes[names[0]].shape[1:3]
     visible = call.visible
     if visible is None:
         visible = jnp.full(num_tokens, selected.shape[1], jnp.int32)
+    # Whole tiles of entries, filled up with what is no entry.
     padding = -selected.shape[1] % TILE
     selected = jnp.pad(selected, ((0, 0), (0, padding)), constant_values=-1)
     shapes = Shapes(

@@ -154,6 +154,8 @@ def load_queries(
             )
             rows = _rotate(values.astype(jnp.bfloat16), half, start, inputs, shapes, cta)
         if not is_full:
+            # What lies in the rows of absent heads was never written: zeros, so that no NaN comes
+            # of it.
             head = plgpu.broadcasted_iota(jnp.int32, rows.shape, 0, layout=mosaic.ROWS)
             rows = jnp.where(head < num_heads, rows, jnp.zeros_like(rows))
         store_shared(place, rows.astype(shapes.dtype), mosaic.ROWS)

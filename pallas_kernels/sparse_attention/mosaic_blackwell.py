@@ -158,6 +158,7 @@ def _attend(consumer: Consumer, outputs: Outputs) -> None:
     load_queries(consumer.inputs, shapes, consumer.cta, halves, store_shared=_store_shared)
     state = State(followed=_per_row(FLOOR), total=_per_row(0.0))
     add_tile = functools.partial(_add_tile, consumer=consumer)
+    # The first tile overwrites the accumulator in tensor memory, which nobody clears.
     state = add_tile(0, state, is_first=True)
     state = lax.fori_loop(1, consumer.cta.num_tiles, add_tile, state)
     # The last product with keys has been started, but not waited for.
@@ -180,6 +181,7 @@ def _add_tile(
     if is_first:
         followed = largest
     else:
+        # One answer for all 64 rows, so that the warpgroup's threads go the same way.
         has_outgrown = (largest - followed > SLACK).astype(jnp.int32).max() > 0
         largest = jnp.where(has_outgrown, largest, followed)
         decay = jnp.exp2(followed - largest)
@@ -204,6 +206,7 @@ def _find_logits(consumer: Consumer, stage: jax.Array) -> jax.Array:
     """f32[64, 64] in WGMMA layout, a tile's logits times log2(e); minus infinity for no key."""
     scratch, shapes = consumer.scratch, consumer.shapes
     first = mosaic.opaque(0)  # else descriptors of the queries would stay in registers
+    # The stage is the consumer's from here on, until `keys_free`.
     plgpu.barrier_wait(scratch.keys_ready.at[stage])
     for half, columns in enumerate(consumer.columns(2)):
         keys = scratch.keys_smem.at[stage, :, columns].transpose((1, 0))

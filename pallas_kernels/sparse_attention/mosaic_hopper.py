@@ -179,6 +179,8 @@ def _attend(consumer: Consumer, outputs: Outputs) -> None:
     _bring_queries(consumer)
     zeros = jnp.zeros((HEADS, shapes.dim // 2), jnp.float32)
     zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+    # Consumer 0 owns the even tiles and consumer 1 the odd ones: of an odd number the former has
+    # one more.
     turns = (cta.num_tiles + consumer.other) // 2
     state = State(out=zeros, largest=_per_row(FLOOR), total=_per_row(0.0))
     add_own_tile = functools.partial(_add_own_tile, consumer=consumer)
@@ -212,6 +214,7 @@ def _bring_queries(consumer: Consumer) -> None:
         store_shared=mosaic_memory.store_shared,
         add_squares=functools.partial(_add_squares_of_other, consumer),
     )
+    # Both halves are in shared memory once both have arrived; from then on they are read alone.
     plgpu.barrier_arrive(scratch.queries_ready)
     plgpu.barrier_wait(scratch.queries_ready)
 
@@ -235,6 +238,7 @@ def _add_own_tile(turn: jax.Array, state: State, *, consumer: Consumer) -> State
     state = lax.cond(has_before, add_tile_of_other, lambda state: state, state)
     logits = _find_logits(consumer)
     largest = jnp.maximum(state.largest, logits.max(axis=1))
+    # What was summed so far is relative to the old maximum; both consumers scale theirs by this.
     decay = jnp.exp2(state.largest - largest)
     weights = jnp.exp2(logits - lax.broadcast_in_dim(largest, logits.shape, [0]))
     added = weights.sum(axis=1)
@@ -287,9 +291,11 @@ def _hand_over(
 def _add_tile_of_other(consumer: Consumer, state: State) -> State:
     """Adds up the tile that the other consumer has weighed."""
     scratch, other = consumer.scratch, consumer.other
+    # From here on the weights are read by this consumer too, until `weights_free`.
     plgpu.barrier_wait(scratch.weights_ready.at[other])
     decay, largest = (_load_statistic(consumer, other, which) for which in (DECAY, LARGEST))
     state = _accumulate(consumer, state, other, decay, largest)
+    # Read, as the product has ended: the other one may store its next weights there.
     plgpu.barrier_arrive(scratch.weights_free.at[other])
     return state
 
@@ -334,6 +340,8 @@ def _store_output(consumer: Consumer, outputs: Outputs, out: jax.Array) -> None:
     scratch, shapes, cta, me = consumer.scratch, consumer.shapes, consumer.cta, consumer.me
     # Where its half of the queries was, which nobody reads any more.
     out_smem = scratch.queries_smem.at[me]
+    # From the layout of products to the swizzle that the copy engine takes; the products that read
+    # queries have ended in both consumers, since both have come through `totals_ready`.
     mosaic_memory.store_shared(out_smem, as_bf16(out, shapes.dtype), plgpu.Layout.WGMMA)
     plgpu.commit_smem()
     if shapes.rotated:

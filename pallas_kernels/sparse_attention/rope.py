@@ -44,6 +44,8 @@ def angles_of(positions: jax.Array, frequencies: jax.Array) -> jax.Array:
 
 def rotate(values: jax.Array, angles: Ref, *, inverse: bool = False) -> jax.Array:
     """f32[M, 64] in `mosaic.ROWS` layout, rotated by f32[2, 64]."""
+    # A factor for each column, loaded by column and then spread over the rows in the layout of the
+    # values.
     cos, sin = (
         plgpu.layout_cast(
             lax.broadcast_in_dim(
@@ -78,12 +80,14 @@ def rotate_half(
     """
     for column in range(0, shapes.rotated, GROUP):
         owner, first = divmod(shapes.dim - shapes.rotated + column, shapes.dim // 2)
+        # Rotated columns lie at the end of a row, in whole groups, each of which is in one half.
         if owner == number:
             place = half.at[:, pl.ds(first, GROUP)]
             _rotate_group(place, angles.at[:, pl.ds(column, GROUP)], shapes.dtype, store_shared)
 
 
 def _rotate_group(place: Ref, angles: Ref, dtype: Any, store_shared: Callable[..., None]) -> None:
+    # Loaded and stored by the same thread in the same layout, so that no barrier stands in between.
     bits = plgpu.load(place, layout=mosaic.ROWS, optimized=False)
     values = lax.bitcast_convert_type(bits, jnp.bfloat16).astype(jnp.float32)
     rotated = rotate(values, angles, inverse=True).astype(jnp.bfloat16)

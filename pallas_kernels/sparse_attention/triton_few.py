@@ -198,6 +198,7 @@ def _attend_to(
 ) -> None:
     """Stores what one tile of keys gives sixteen heads of a token."""
     tile, token, head_tile = program
+    # Heads beyond the last have queries of zeros, and are not stored.
     head = head_tile * HEADS + jnp.arange(HEADS, dtype=jnp.int32)
     is_head = head < queries.shape[1]
 
@@ -205,6 +206,7 @@ def _attend_to(
         over = ((1,), (axis,)), ((), ())
         return lax.dot_general(x, y, over, preferred_element_type=jnp.float32)
 
+    # A key's columns come as operands whose widths are powers of two; their products add up.
     logits = jnp.zeros((HEADS, KEYS), jnp.float32)
     for columns in keys.columns:
         column, is_one = columns.places()
@@ -213,6 +215,7 @@ def _attend_to(
         logits = logits + multiply(some.astype(dtype), columns.values, 1)
     # A key that is not there has the logit minus infinity, and so the weight 0.
     logits = jnp.where(keys.is_key[None], logits * (scale * LOG2_E), -jnp.inf)  # a NaN query too
+    # A tile without keys has the maximum `FLOOR` and the sum 0, and adds nothing.
     largest = jnp.maximum(jnp.max(logits, axis=1), FLOOR)
     weights = jnp.exp2(logits - largest[:, None])
     for which, values in enumerate((largest, jnp.sum(weights, axis=1))):
