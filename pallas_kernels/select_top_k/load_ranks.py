@@ -56,6 +56,8 @@ def load_ranks(
         return_type=ptx.ranks_type(share),
     )
     def load(_, source, row, start, *counts):
+        # A thread's first entry; the others follow 128 apart, so that a warp loads 128 bytes that
+        # lie together.
         entry = ptx.own_entry(share)
         args = [
             ptx.ptx(
@@ -68,6 +70,8 @@ def load_ranks(
         ]
         registers = []
         for first in range(0, share, ptx.THREADS):
+            # Nobody writes the source in this launch: the read-only path. Beyond `count` nothing is
+            # read, and the rank is `ABSENT`, all ones.
             code = f"ld.global.nc.b32 $0, [$1 + {4 * first}];"
             if counts:
                 code = f".reg .pred p; setp.gt.s32 p, $2, {first}; mov.b32 $0, -1; @p {code}"
@@ -99,6 +103,7 @@ def keep_first(ranks: jax.Array, count: jax.Array) -> jax.Array:
     )
     def keep(_, ranks, count):
         args = [ptx.value_of(count), ptx.own_entry(share)]
+        # How many of its entries a thread keeps, counted from its first one on.
         left = ptx.ptx("sub.s32 $0, $1, $2;", args, ptx.i32())
         kept = [
             ptx.ptx(
@@ -141,6 +146,7 @@ def load_listed(source: Ref, row: jax.Array, start: jax.Array, index: jax.Array)
         first, start = ptx.row_address(source, ptx.value_of(row)), ptx.value_of(start)
         registers = []
         for entry in ptx.registers_of(index):
+            # Any entry of the row, wherever the list says: no two lanes need be neighbours.
             loaded = ptx.ptx(
                 ".reg .pred p; .reg .b32 entry; .reg .b64 address;"
                 "setp.ge.s32 p, $2, 0; add.s32 entry, $2, $3; mul.wide.s32 address, entry, 4;"
@@ -150,6 +156,8 @@ def load_listed(source: Ref, row: jax.Array, start: jax.Array, index: jax.Array)
             )
             if ptx.holds_scores(source):
                 loaded = ptx.ptx(
+                    # NaN would be taken for what is absent, in lists that have gaps: it moves one
+                    # down.
                     f".reg .pred p; .reg .b32 t; min.u32 t, $1, {NAN};"
                     "setp.ge.s32 p, $2, 0; selp.b32 $0, t, -1, p;",
                     [ptx.rank_of(loaded), entry],
@@ -166,6 +174,8 @@ def _rank(loaded: jax.Array) -> jax.Array:
     bits = jax.lax.bitcast_convert_type(loaded, jnp.uint32)
     if loaded.dtype != jnp.float32:
         return bits
+    # Of the bits of a score: a larger positive one has a smaller rank, a negative one its own bits;
+    # both zeros are the same.
     top = jnp.uint32(1 << 31)
     ranks = jnp.where(bits >= top, bits, ~(bits | top))
     ranks = jnp.where(bits == 0, top, ranks)

@@ -209,6 +209,7 @@ def _select_kernel(
         count = visible = jnp.minimum(visible, width - start)
     else:
         start = tile * (stage.span // previous.span * padded)
+        # Of the lists before, those of tiles that have anything visible.
         lists = lax.div(visible + (previous.span - 1), jnp.int32(previous.span))
         count = jnp.minimum(lists * padded, width - start)
     everything = visible <= k
@@ -224,6 +225,7 @@ def _select_kernel(
     def _():
         # All threads see zeros in the counts before any of them counts.
         radix_steps.synchronize()
+        # All warpgroups take each step together, and get the same limit.
         limit, need = _search(ranks, scratch.counts_smem, steps_smem, k, num_groups)
         # Where no ties at the limit are to be counted, one bitmap is enough.
         for with_ties in (False, True):
@@ -247,6 +249,7 @@ def _select_kernel(
             place = entry + list_number * (padded - previous.span)
         # Where no more is visible than is wanted, nothing was searched: all of it is the selection.
         place = jnp.where(everything, place, listed)
+        # A list ends at the k-th, or where nothing more is visible; -1 from there on.
         place = jnp.where(entry < jnp.minimum(visible, k), place, -1)
         if previous is None:
             numbers = jnp.where(place >= 0, place + start, -1)

@@ -87,6 +87,8 @@ def exclusive_sum(value: ir.Value, scratch: ir.Value) -> ir.Value:
       value: each thread's.
       scratch: address of MAX_WARPS words of shared memory.
     """
+    # Within a warp by shuffles; then lane 31, which has the warp's sum, leaves it for all. Each
+    # warp adds up those of the warps before it, a lane each, after the barrier.
     steps = "".join(
         f"shfl.sync.up.b32 t|p, v, {1 << i}, 0, -1; @p add.s32 v, v, t;" for i in range(5)
     )

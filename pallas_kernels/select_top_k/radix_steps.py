@@ -33,6 +33,7 @@ def clear(ref: Ref, *, num_groups: int) -> None:
 
     @ptx.inline(arg_types=(ptx.REF,))
     def store(_, ref):
+        # Neighbouring threads clear neighbouring words, each bank once.
         first = ptx.ptx(
             ".reg .b32 t; mov.u32 t, %tid.x; mad.lo.u32 $0, t, 4, $1;",
             [ptx.shared_address(ref)],
@@ -187,6 +188,9 @@ def _count(ranks: mgpu.FragmentedArray, limit: Any, counts: Any, *, shift: int, 
 
     A condition would be a branch around each.
     """
+    # Relative to the limit a rank that agrees has the digit alone, and any other one is too large
+    # (or wraps round): `min` sends it to the spare word. Atomics, since threads of all warpgroups
+    # count.
     for rank in ptx.registers_of(ranks):
         ptx.ptx(
             f".reg .b32 t; sub.u32 t, $0, $1; shr.u32 t, t, {shift}; min.u32 t, t, {1 << bits};"
@@ -197,6 +201,7 @@ def _count(ranks: mgpu.FragmentedArray, limit: Any, counts: Any, *, shift: int, 
 
 def _find(limit: Any, need: Any, counts: Any, scratch: Any, shift: int, *, per_thread: int) -> None:
     """The thread among whose digits the `need`-th entry is stores limit and need; a barrier."""
+    # A thread's digits are neighbours, loaded up to four at a time.
     width = min(4, per_thread)
     loads = "".join(
         f"ld.shared.v{width}.b32 {{{', '.join(f'${i + j}' for j in range(width))}}}, [a + {4 * i}];"
@@ -209,6 +214,7 @@ def _find(limit: Any, need: Any, counts: Any, scratch: Any, shift: int, *, per_t
         [counts],
         per_thread,
     )
+    # How many entries have digits below this thread's: a barrier of the whole CTA.
     before = ptx.exclusive_sum(ptx.add(own), scratch)
     # left: how many are needed of the digit; over: how many more of it there are.
     search = "".join(
@@ -240,6 +246,8 @@ def _mark(
 ) -> None:
     """One bitmap for each relation of ranks to `limit`, a bit per entry."""
     registers = ptx.registers_of(ranks)
+    # A warp's vote on register r is the word of entries 128 r + 32 w on of its warpgroup, by
+    # `strided`.
     words = len(registers) * ptx.WARPS
     own_word = ptx.ptx(
         ".reg .b32 t, g; mov.u32 t, %tid.x; shr.u32 g, t, 7; shr.u32 t, t, 5;"
@@ -294,6 +302,7 @@ def _list(
         for words in zip(below, at, strict=True)
     ]
     before = ptx.exclusive_sum(ptx.add(counts), scratch)
+    # Of the ties before a thread's own no more than `need` were listed: so many words it moves on.
     ties = ptx.ptx("shr.u32 $0, $1, 16;", [before], ptx.i32())
     place = ptx.ptx(
         ".reg .b32 a, b; and.b32 a, $1, 65535; min.s32 b, $2, $3; add.s32 a, a, b;"
@@ -305,6 +314,7 @@ def _list(
         "and.b32 entry, lowest, $3; setp.ne.u32 tie, entry, 0; @tie add.s32 ties, ties, 1;"
         "setp.gt.and.s32 p, ties, $6, tie; @p bra NEXT${:uid};"
     )
+    # From the lowest bit of a word up, so that entries ascend.
     for i, words in enumerate(zip(below, at, strict=True)):
         place, ties = ptx.ptx_many(
             ".reg .pred p, tie; .reg .b32 word, lowest, first, entry, place, ties;"
