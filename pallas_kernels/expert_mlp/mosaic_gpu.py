@@ -126,6 +126,7 @@ def _sorted_tokens(
     w1, w3, w2, num_experts = arguments.w1, arguments.w3, arguments.w2, arguments.w1.shape[0]
     (gate_shapes, gate_tiling), (down_shapes, _) = gate_plan, down_plan
     spare = scale_rows(gate_tiling.tile_m)
+    # Pairs in the order of their experts; `row` is where each pair has come to lie.
     token, row, expert, first, num_rows, share = _sort(
         expert_ids, arguments.expert_weights, num_experts, gate_tiling.tile_m, spare
     )
@@ -141,6 +142,7 @@ def _sorted_tokens(
     is_dense = gate_shapes.is_dense  # then hidden values are the next rows as they are
     rounded = None
     if gate_shapes.rounds_rows:
+        # The product gathers each row by its token, and rounds it itself.
         rows = RawRows(x[None], token)
     elif _round_once(arguments):
         rounded = make_rows(x, w1, num_spare=max(spare, MAX_MMA_ROWS))  # the shared expert's tiles
@@ -151,6 +153,8 @@ def _sorted_tokens(
     gate = Product(rows, [w1, w3], items, *gate_plan, swiglu, share)
     joined = None
     if shared is not None and gate_shapes.rounds_rows and down_shapes.rounds_rows:
+        # Its hidden values follow those of the pairs in one array, behind all rows that any routing
+        # takes.
         joined = _join_shared(x, shared, w1, w2, swiglu, total, core)
     height = total + (x.shape[0] if joined else 0)
     hidden = launch(
@@ -217,6 +221,7 @@ def _one_token(
     w1, w3, w2 = arguments.w1, arguments.w3, arguments.w2
     picks = expert_ids.size
     swiglu = SwiGLU(arguments.limit, x.dtype)
+    # Into the hidden values all experts read the one token; out of them each reads its own row.
     into = PickedItems(expert_ids[0], w1.shape[0], share_row=True)
     out_of = dataclasses.replace(into, share_row=False)
     share = arguments.expert_weights[0]
@@ -285,6 +290,7 @@ def _join_shared(
     num_tokens = x.shape[0]
     choose = functools.partial(_plan, x, num_tokens, 1, core=core)
     plans = [choose([gate, up], is_gated=True), choose([down], is_gated=False)]
+    # Products of one launch have one grid, and so as many tiles of outputs each.
     has_sizes = gate.shape[-2] == w1.shape[-2] and down.shape[-2] == w2.shape[-2]
     if not has_sizes or not all(shapes.rounds_rows for shapes, _ in plans):
         return None
@@ -317,5 +323,6 @@ def _sort(
     if expert_ids.size <= triton_counting.MAX_PAIRS:
         return triton_counting.sort_many_pairs(*arguments)
     work = sort_pairs(expert_ids, num_experts, tile_rows)
+    # Rows of nobody have a share of 0 here; the kernels leave them arbitrary, as no item has them.
     share = jnp.zeros(work.token.shape[0] + spare, jnp.float32).at[work.row].set(expert_weights)
     return work.token, work.row, work.expert, work.first, work.num_rows, share

@@ -45,6 +45,7 @@ def sort_many_pairs(
         def run(part: jax.Array, carry: T) -> T:
             pair = part * _PAIRS + jnp.arange(_PAIRS, dtype=jnp.int32)
             is_pair = pair < num_pairs
+            # Ids of no expert count as the last program's, number E.
             key = triton.load_where(ids, (pair,), is_pair)
             key = jnp.where((key >= 0) & (key < num_experts), key, num_experts)
             return body(pair, is_pair & (key == expert), carry)
@@ -74,9 +75,11 @@ def sort_many_pairs(
 
         def give(pair: jax.Array, has_it: jax.Array, before: jax.Array) -> jax.Array:
             ones = has_it.astype(jnp.int32)
+            # In the order of the pairs, so that rows of an expert are in the order of tokens.
             at = first_row + before + jnp.cumsum(ones) - 1
             triton.store_where(row, (pair,), at, has_it)
             triton.store_where(token, (at,), pair // picks, has_it)
+            # No two programs have the same pair or the same row: none waits for another.
             triton.store_where(share, (at,), triton.load_where(weights, (pair,), has_it), has_it)
             return before + jnp.sum(ones)
 
@@ -88,6 +91,7 @@ def sort_many_pairs(
         def write(step: jax.Array, carry: jax.Array) -> jax.Array:
             tile = step * _TILES + jnp.arange(_TILES, dtype=jnp.int32)
             at, exists = first_tile + tile, tile < num_own
+            # All tiles of an expert are full but the last.
             left = jnp.minimum(total - tile * tile_rows, tile_rows)
             for target, values, nothing in (
                 (tile_expert, jnp.full(_TILES, expert, jnp.int32), num_experts - 1),

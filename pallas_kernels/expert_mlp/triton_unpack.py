@@ -72,18 +72,21 @@ def unpack_to_fp8(weight: MXFP4) -> BlockFP8:
         row = jnp.arange(FP8_BLOCK, dtype=jnp.int32)
         word = jnp.arange(_WORDS, dtype=jnp.int32)
         everywhere = jnp.ones((FP8_BLOCK, _WORDS), jnp.bool_)
+        # MXFP4's tiles have 64 rows: a block of FP8 has two of them, one above the other.
         place = (block * (FP8_BLOCK // ROWS) + row // ROWS, column, row % ROWS)
         of_row = triton.load_where(scales, place, jnp.ones(FP8_BLOCK, jnp.bool_))
         places = (*(i[:, None] if i.ndim else i for i in place), word[None])
         eight = triton.load_where(codes, places, everywhere)  # on its way while threads agree
         largest = jnp.max(unpack_mxfp4.largest_scale(of_row))
         largest = jnp.maximum(largest, _HEADROOM_BITS + 1)  # less than 2^-120 is rounded to 0
+        # Four words have a group's 32 codes; the group's scale is a byte of the row's word.
         shift = jnp.broadcast_to(word // _WORDS_OF_GROUP * 8, everywhere.shape)
         own = (jnp.broadcast_to(of_row[:, None], everywhere.shape) >> shift) & 255
         steps = jnp.minimum(largest - own, table.shape[0] - 1)
         low, high = (
             triton.load_where(table, (steps, jnp.int32(half)), everywhere) for half in range(2)
         )
+        # i32[128, 32]: both halves of each word side by side again, a row's 128 codes of E4M3.
         wide = join_neighbours(_unpack(eight, low, high))
         to = jnp.arange(2 * _WORDS, dtype=jnp.int32)
         target = (block * FP8_BLOCK + row)[:, None], (column * 2 * _WORDS + to)[None]

@@ -68,16 +68,20 @@ def sort_few_pairs(
 
         def compare(step: jax.Array, found: jax.Array) -> jax.Array:
             for number, _, other in others(step):
+                # Two counts in one word, below 2^16 each: those of the same expert, and of them the
+                # ones before.
                 one = jnp.where(number < pair, 1 + _SECOND, 1)
                 found += jnp.where(other == keys, one, 0)
             return found
 
         steps, zeros = pl.cdiv(num_pairs, _AT_ONCE), jnp.zeros(width, jnp.int32)
         of_expert, before = _apart(jax.lax.fori_loop(0, steps, compare, zeros))
+        # The first pair of each expert answers for all of its rows and tiles.
         leads = (before == 0) & is_pair
         rows = jnp.where(leads, -(-of_expert // ALIGNMENT) * ALIGNMENT, 0)
         tiles = jnp.where(leads & (keys < num_experts), -(-of_expert // tile_rows), 0)
         triton.store_where(taken_ref, (pair,), rows + tiles * _SECOND, is_pair)
+        # Stored by one thread each and read by all: through memory, since threads hold a pair each.
         triton.wait_for_all_threads()
 
         def add_lower(
@@ -100,6 +104,7 @@ def sort_few_pairs(
         begins = (inside == 0) & (keys < num_experts)
         tile = first_tile + before // tile_rows
         left = jnp.minimum(of_expert - before, tile_rows)
+        # Tiles that no pair begins have no rows, and the product's CTAs of them end at once.
         empty = jnp.arange(tiles_width, dtype=jnp.int32)
         is_empty = (empty >= num_used) & (empty < num_tiles)
         for target, values, nothing in (

@@ -66,6 +66,7 @@ def sort_pairs(expert_ids: jax.Array, num_experts: int, tile_rows: int) -> Workl
     pairs = jnp.arange(num_pairs, dtype=jnp.int32)
     if num_pairs <= _FEW_PAIRS:
         mine, other = keys[:, None], keys[None]
+        # By expert, then by token: each pair's place is the number of pairs before it.
         before = (other < mine) | ((other == mine) & (pairs[None] < pairs[:, None]))
         place = jnp.sum(before, axis=1, dtype=jnp.int32)
     else:
@@ -82,6 +83,8 @@ def sort_pairs(expert_ids: jax.Array, num_experts: int, tile_rows: int) -> Workl
     first_tile = jnp.cumsum(tiles_of) - tiles_of
     num_tiles = max_tiles(num_pairs, num_experts, tile_rows)
     number = jnp.arange(num_tiles, dtype=jnp.int32)
+    # The last expert whose tiles begin at or before this one; those without tiles begin where the
+    # next does, and are passed over.
     expert = jnp.sum(first_tile[None] <= number[:, None], axis=1, dtype=jnp.int32) - 1
     inside = (number - first_tile[expert]) * tile_rows
     num_rows = jnp.clip(counts[expert] - inside, 0, tile_rows)
