@@ -64,6 +64,7 @@ def gather_entries(
     )
 
     def locate(indices: _EntryIndices, stored: Sequence[PlaneRefs], token, place, inside):
+        # Places beyond the last have no entry, and load nothing.
         entry = triton.load_where(indices.index, (token, place), inside, -1)
         block, row, present = find_entries(
             entry,
@@ -92,6 +93,7 @@ def gather_window(
 
     def locate(indices: _WindowIndices, stored: Sequence[PlaneRefs], token, place, inside):
         slot, newest = indices.slots[token], indices.positions[token]
+        # Ring row `place` has the newest position that is congruent to it; how far back that is.
         age = lax.rem(jnp.maximum(newest, 0) - place + window, window)
         position = newest - age
         present = inside & (position >= 0) & (slot >= 0)
@@ -99,6 +101,8 @@ def gather_window(
         where = (indices.layer[0], jnp.maximum(slot, 0), jnp.where(inside, place, 0))
         return [
             Source(stored[0], where, present & ~in_call),
+            # Tokens of a segment lie next to each other in the call, so that a token `age` back
+            # lies so many rows before.
             Source(stored[1], (jnp.maximum(token - age, 0),), present & in_call),
         ]
 
@@ -134,6 +138,7 @@ def _gather(
         for columns in load_rows(sources, codec, dim=dim, dtype=dtype):
             column, is_one = columns.places()
             at = token, place[:, None], column
+            # Absent rows are stored too, as zeros.
             triton.store_where(dense, at, columns.values, inside[:, None] & is_one)
         # A row has one source at most.
         is_there = functools.reduce(jnp.logical_or, (s.present for s in sources))

@@ -70,6 +70,8 @@ def joined_linears(arguments: Arguments) -> list[jax.Array]:
     def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
         x, positions, weights, biases = jax.tree.unflatten(tree, inputs)
         for number, result in enumerate(outputs):
+            # Programs are numbered through all weights; each compares its number with the run of
+            # every weight, for which the kernel has code of its own.
             program = pl.program_id(0) - firsts[number]
             out = program * num_outputs + jnp.arange(num_outputs, dtype=jnp.int32)
 
@@ -86,11 +88,13 @@ def joined_linears(arguments: Arguments) -> list[jax.Array]:
     ) -> None:
         exists = out < weight.shape[0]
         codes = weight.codes if isinstance(weight, BlockFP8) else weight
+        # A partial sum for each lane, of every 512th input: lanes are added up once, at the end.
         sums = [jnp.zeros((_OUTPUTS, _INPUTS_OF_RUN), jnp.float32) for _ in range(num_rows)]
         for first in range(0, dim, _INPUTS_OF_RUN):
             column = first + jnp.arange(_INPUTS_OF_RUN, dtype=jnp.int32)
             inside = column < dim
             here = exists[:, None] & inside[None]
+            # [8, 512], read once for all rows of x, and by no other program.
             tile = triton.load_where(codes, (out[:, None], column[None]), here)
             tile = tile.astype(jnp.float32)
             for row in range(num_rows):
@@ -102,6 +106,7 @@ def joined_linears(arguments: Arguments) -> list[jax.Array]:
         for row in range(num_rows):
             total = jnp.sum(sums[row], axis=1)
             if bias is not None:
+                # The table recurs along the sequence.
                 place = positions[jnp.int32(row)] % bias.shape[0]
                 total = total + triton.load_where(bias, (place, out), exists)
             triton.store_where(result, (jnp.int32(row), out), total.astype(result.dtype), exists)
@@ -124,11 +129,13 @@ def _scaled(values: jax.Array, weight: BlockFP8, out: jax.Array, first: int) -> 
     """A run of a row, f32[n], as the codes of a weight take it: rounded, times the run's scales."""
     groups = values.reshape(-1, FP8_BLOCK)
     block = first // FP8_BLOCK + jnp.arange(groups.shape[0], dtype=jnp.int32)
+    # Eight outputs of a program, at a multiple of eight, lie in one block of 128.
     row = jnp.full(block.shape, jnp.min(out) // FP8_BLOCK, jnp.int32)
     scale = triton.load_where(weight.scale, (row, block), block < weight.scale.shape[1])
     if scale.dtype == jnp.uint8:
         scale = numbers.decode_ue8m0(scale)
     if weight.activations == "fp8":
+        # Rounded to E4M3 and back: the run is multiplied in f32, by codes as they are.
         exponent = numbers.encode_ue8m0(rows.group_maximum(groups) * numbers.INV_448)
         codes = triton.encode_e4m3(groups * numbers.invert_ue8m0(exponent)[:, None])
         groups = numbers.decode_e4m3(codes)

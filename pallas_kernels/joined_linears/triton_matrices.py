@@ -42,6 +42,8 @@ def multiply(
       out: i32[n], the outputs; those beyond the last are none.
     """
     num_rows, dim = x.shape
+    # Rows beyond the last are zeros, for the 16 that a product of matrices has at least, and not
+    # stored.
     row = jnp.arange(_rows_width(num_rows), dtype=jnp.int32)
     exists, is_row = out < weight.shape[0], row < num_rows
 

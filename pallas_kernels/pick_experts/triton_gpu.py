@@ -49,6 +49,7 @@ def pick_experts(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
         here = (part < parts) & exists[None]
         loaded = triton.load_where(inputs.logits, (token, part, number[None]), here)
         added = jnp.sum(loaded, axis=0)
+        # f32[width], a lane for each expert; those beyond the last one are no candidates.
         scores = jnp.sqrt(jax.nn.softplus(added))
         ranked = jnp.zeros(width, jnp.float32)
         if inputs.bias is not None:
@@ -60,10 +61,13 @@ def pick_experts(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
         picked, total = [], jnp.float32(0)
         for place in range(count):
             if inputs.expert_ids is None:
+                # Over all threads of the program: everyone knows the winner, and takes it out.
                 best = jnp.argmax(ranked).astype(jnp.int32)
                 ranked = jnp.where(number == best, -jnp.inf, ranked)
             else:
                 best = inputs.expert_ids[token, jnp.int32(place)]
+            # The score of one lane for all threads; the bias chose the expert and does not weigh
+            # it.
             score = jnp.sum(jnp.where(number == best, scores, 0.0))
             picked.append((best, score))
             total += score
