@@ -248,6 +248,8 @@ def _append_csa(
 
     @pl.when((closes.position + 1) % closes.compression_ratio == 0)
     def _flush() -> None:
+        # The oldest first: M tokens of the window before, whose b-stream is in the first columns,
+        # then M of the own one.
         tokens = []
         for back in range(period - 1, -1, -1):
             kept = jnp.maximum(closes.position - back, 0) % period
@@ -288,6 +290,7 @@ def _append_hca(
     norm = projected.norm
     channels = norm.shape[0]
     width = triton_codecs.tile_width(codec, channels)
+    # One program has all of the pool's channels, so that nobody else reads or writes it meanwhile.
     at, lanes = (closes.layer, closes.slot), {"start": 0, "count": channels, "width": width}
     ends = (closes.position + 1) % closes.compression_ratio == 0
     pooled = triton_pool.fold(

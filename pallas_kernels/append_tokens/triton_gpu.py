@@ -154,6 +154,7 @@ def _fold_open_window(
     end = length + count
     # What lies before the open window has been flushed; it may have been open before the call.
     opened = end // compression_ratio * compression_ratio
+    # Of the call's tokens those of the open window alone; earlier ones are in entries.
     first = jnp.maximum(opened, length)
     num_channels, width = _channel_tile(running.shape[-1])
     channels = {"start": tile * width, "count": num_channels}

@@ -56,6 +56,7 @@ class Closing(NamedTuple):
         entries_per_block = next(iter(planes.values())).shape[2]
         entry = self.position // self.compression_ratio
         logical = entry // entries_per_block
+        # No request, or beyond the table: block -1, for which nothing is stored.
         inside = (self.segment >= 0) & (logical < self.table.shape[1])
         block = self.table[jnp.maximum(self.segment, 0), jnp.where(inside, logical, 0)]
         return self.layer, jnp.where(inside, block, -1), entry % entries_per_block
@@ -82,6 +83,8 @@ class CallArrays(NamedTuple):
 
 def read_closing(call: CallArrays, token: jax.Array, compression_ratio: int) -> Closing:
     """What the call says of the token i32[] with which a window of so many tokens ends."""
+    # A slot that is none reads slot 0, so that the address is one of the array; what it loads is
+    # dropped.
     segment, slot = call.segment_ids[token], jnp.maximum(call.slots[token], 0)
     return Closing(
         layer=call.layer[0],
@@ -115,6 +118,7 @@ def prepare_store(
     rope_dim = rope_dim_of(planes)
 
     def store(mean: jax.Array, begin: jax.Array, place: Place) -> None:
+        # An entry is rotated by the position of its window's first token.
         entry = triton_rope.norm_and_rotate(mean, table, begin)
         encoded = triton_codecs.encode(codec, entry, dim=table.dim, rope_dim=rope_dim)
         pl.when(place[1] >= 0)(functools.partial(triton_codecs.store_entry, planes, place, encoded))

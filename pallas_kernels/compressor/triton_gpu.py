@@ -129,6 +129,7 @@ def _flush_windows(
     """Programs of whole windows, for each compressor."""
 
     def kernel(inputs: _Operands, pools: list[dict[str, Ref]]) -> None:
+        # A row of the grid for each closing token, a column for each compressor.
         program, chosen = pl.program_id(0), pl.program_id(1)
         token = inputs.call.closing[program]
         for number, (compressor, pooling) in enumerate(zip(compressors, poolings, strict=True)):
@@ -180,6 +181,7 @@ def _flush_window(
     # What the token alone says, before what the call says of it: loads, weights, then addresses.
     loaded = pooling.load(sources, token, channels)
     store = prepare_store(planes, codec, norm, inputs.frequencies, width=channels.width, eps=eps)
+    # The block table is read last: it takes the position first, and only the store waits for it.
     closes = read_closing(inputs.call, token, compression_ratio)
     mean = pooling.finish(sources, closes, channels, loaded)
     store(mean, closes.begin, closes.locate(planes))
@@ -205,6 +207,7 @@ def _pool_tiles(
 
         @pl.when(token >= 0)
         def _pool() -> None:
+            # Loads that the token alone finds are on their way before its position is asked for.
             loaded = pooling.load(sources, token, own)
             closes = read_closing(inputs.call, token, windows.compression_ratio)
             mean = pooling.finish(sources, closes, own, loaded).astype(dtype)
@@ -241,6 +244,7 @@ def _finish_means(
     def kernel(inputs: tuple[Ref, Ref, Ref, Ref], planes: dict[str, Ref]) -> None:
         means, places, norm, frequencies = inputs
         number, channels = pl.program_id(0), _all_channels(norm, codec)
+        # Written by the launch before, which has ended: one load, of a row that nobody else reads.
         mean = triton.load_row(means, (number,), **channels.columns).astype(jnp.float32)
         begin, place = load_place(places, number)
         store = prepare_store(planes, codec, norm, frequencies, width=channels.width, eps=eps)

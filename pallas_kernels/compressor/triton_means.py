@@ -77,12 +77,14 @@ class PoolCSA(NamedTuple):
     def load(self, sources: Sources, token: jax.Array, channels: Channels) -> Loaded:
         """See `Pooling`."""
         num_tokens, row_width = sources.rows["values"].shape  # T, 2 * C
+        # A call of fewer tokens has no such window whole, and too few rows to load.
         if not self.eager or num_tokens < 2 * self.compression_ratio:
             return None
         own, half = token - (self.compression_ratio - 1), row_width // 2
         load = functools.partial(
             triton_pool.load_tokens, sources.rows, number=self.compression_ratio
         )
+        # The b-stream has the first half of a row's columns, the a-stream the second.
         b_stream = load(own - self.compression_ratio, **channels.columns)
         a_stream = load(own, **channels._replace(start=channels.start + half).columns)
         return [*b_stream, *a_stream]
@@ -143,6 +145,7 @@ class PoolHCA(NamedTuple):
             )
 
         def continue_pool(_: Loaded) -> triton_pool.Pool:
+            # Tokens before the call are in the running pool already.
             first = jnp.maximum(begin, closes.length)
             at, carried = (closes.layer, closes.slot), begin < closes.length
             return triton_pool.fold_tokens(
@@ -169,6 +172,7 @@ def _csa_places(
     compression_ratio, places = closes.compression_ratio, []
     for back in range(2 * compression_ratio - 1, -1, -1):
         row = (jnp.maximum(closes.token - back, 0),)
+        # The state keeps the last 2M tokens, each in the row of its position.
         kept = jnp.maximum(closes.position - back, 0) % (2 * compression_ratio)
         start = channels.start + (0 if back >= compression_ratio else row_width // 2)
         places.append((row, (closes.layer, closes.slot, kept), start))
@@ -185,6 +189,7 @@ def _pool_merged(sources: Sources, closes: Closing, channels: Channels) -> trito
             [
                 triton_pool.select(
                     in_call,
+                    # Both are asked for, and one of them is masked: no load waits for a branch.
                     load(sources.rows[name], row, start=start, live=in_call),
                     load(sources.state[name], kept, start=start, live=~in_call),
                 )

@@ -39,6 +39,7 @@ def fold(pool: Pool, value: jax.Array, score: jax.Array) -> Pool:
     """
     largest, total, weighted = pool
     rises = score > largest
+    # The exponential of the smaller of the two; the larger one's weight is 1.
     factor = triton.exp_of_distance(score, largest)
     total_scaled, total_kept = jnp.where(rises, total, 1.0), jnp.where(rises, 1.0, total)
     scaled, kept = jnp.where(rises, weighted, value), jnp.where(rises, value, weighted)
@@ -52,6 +53,7 @@ def fold(pool: Pool, value: jax.Array, score: jax.Array) -> Pool:
 def pool_tokens(tokens: Sequence[Sequence[jax.Array]]) -> Pool:
     """The pool of tokens, each a value and a score, in that order; in two passes, all at hand."""
     largest = functools.reduce(jnp.maximum, [score for _, score in tokens])
+    # Sums go token by token, as in the reference: a lane has a channel, and needs no other.
     weights = [triton.exp(score - largest) for _, score in tokens]
     weighted = [
         triton.exact_product(w, value) for w, (value, _) in zip(weights, tokens, strict=True)
@@ -119,6 +121,8 @@ def load_tokens(
       count: channels.
       width: lanes.
     """
+    # Loads begin before it is known whether the window lies in the call: they stay inside, and what
+    # is not the window's is dropped.
     row = jnp.clip(row, 0, rows["values"].shape[0] - number)
     load = functools.partial(triton.load_row, start=start, count=count, width=width, last=True)
     return [[load(rows[name], (row + n,)) for name in TOKEN] for n in range(number)]
@@ -191,6 +195,7 @@ def fold_tokens(
         tokens = []
         for place in range(chunk):
             token = number * chunk + place
+            # An address inside the array for tokens that are not there, whose load is masked.
             row = (jnp.clip(first + token, 0, num_rows - 1),)
             live = token < num_tokens
             tokens.append(
@@ -213,6 +218,8 @@ def fold_tokens(
 
     def fold_rest(pool: Pool, tokens: list[list[jax.Array]]) -> Pool:
         for place, token in enumerate(tokens):
+            # The last chunk is full in shape alone: tokens beyond `num_tokens` leave the pool as it
+            # is.
             pool = select_pool(place < rest, fold(pool, *token), pool)
         return pool
 
@@ -228,5 +235,6 @@ def mean(pool: Pool, channels: int, dtype: DTypeLike) -> jax.Array:
     _, total, weighted = pool
     quotient = weighted / total
     if channels < total.shape[0]:
+        # Lanes past the channels become zeros, since the norm adds up all lanes.
         quotient = jnp.where(jnp.arange(total.shape[0]) < channels, quotient, 0.0)
     return round_to_dtype(quotient, dtype)

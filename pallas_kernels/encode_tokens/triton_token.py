@@ -47,6 +47,7 @@ def encode_entry(
     table = triton_rope.load_rope_table(
         norm, frequencies, dim=dim, width=width, dtype=kv.dtype, eps=eps
     )
+    # f32[width], zeros past the C dims: squares of them add nothing.
     row = triton.load_row(kv, (token,), start=0, count=dim, width=width).astype(jnp.float32)
     rotated = triton_rope.norm_and_rotate(row, table, position)
     return triton_codecs.encode(codec, rotated, dim=dim, rope_dim=rope_dim)

@@ -18,6 +18,7 @@ def round_heads(
     """Rotates and rounds: from [T, IH, IC] to the same place of another such array."""
     dim, dtype = heads.source.shape[2], heads.source.dtype
     width = triton_codecs.tile_width(codec, dim)
+    # Asked for before the heads, so that both are on their way together.
     table = triton_rope.load_rope_table(None, frequencies, dim=dim, width=width, dtype=dtype)
     triton_heads.map_heads(
         lambda x: triton_codecs.round_through(
