@@ -126,9 +126,12 @@ def _read(inputs: _Operands, outputs: _Outputs, *, arguments: Arguments, is_many
         part = jnp.arange(pl.next_power_of_2(parts), dtype=jnp.int32)[:, None]
         lane = jnp.arange(pl.next_power_of_2(count), dtype=jnp.int32)
         place, live = first + lane, lane < count
+        # f32[parts, n]; absent parts and lanes are zeros, and add nothing.
         loaded = triton.load_where(
             inputs.products, (token, part, place[None]), (part < parts) & live[None]
         )
+        # Of all logits the first S are pre's, the next S post's, and the rest comb's, with a scale
+        # each.
         if kind is None:
             factor = triton.load_where(inputs.scale, (jnp.minimum(place // num, 2),), live)
         else:
@@ -137,6 +140,7 @@ def _read(inputs: _Operands, outputs: _Outputs, *, arguments: Arguments, is_many
 
     def load_streams() -> tuple[list[jax.Array], jax.Array]:
         """Each stream, and one over the RMS of all."""
+        # Each stream [width], a lane for each column; those beyond the last are zeros.
         rows = [
             triton.load_row(inputs.streams, (token, j), start=0, count=dim, width=width)
             for j in range(num)
@@ -155,6 +159,7 @@ def _read(inputs: _Operands, outputs: _Outputs, *, arguments: Arguments, is_many
             share = jnp.sum(jnp.where(lane == j, pre, 0.0))
             collapsed = collapsed + row.astype(jnp.float32) * share
         collapsed = round_to_dtype(collapsed, dtype)
+        # The second sum over all threads, of the row as rounded.
         mean_square = jnp.sum(collapsed * collapsed) / dim
         inverse = jax.lax.rsqrt(mean_square + arguments.norm_eps)
         normed = round_to_dtype(collapsed * inverse * weight.astype(jnp.float32), dtype)
@@ -228,6 +233,7 @@ def _connect_many(logits: Ref, outputs: _Connections, *, arguments: Arguments) -
     post_ref, comb_ref = outputs
     count, num = post_ref.shape
     token = pl.program_id(0) * _CONNECTED + jnp.arange(_CONNECTED, dtype=jnp.int32)
+    # A thread has a token's numbers to itself, so that no sum crosses threads.
     live = token < count
 
     def logit(place: int) -> jax.Array:
@@ -265,6 +271,7 @@ def _sinkhorn(logits: Square, *, iters: int, eps: float) -> Square:
 
     weights = []
     for row in logits:
+        # A softmax of each row, whose largest exponent is 0.
         largest = functools.reduce(jnp.maximum, row)
         shifted = [jnp.exp(x - largest) for x in row]
         total = functools.reduce(jnp.add, shifted)

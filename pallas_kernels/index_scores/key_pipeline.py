@@ -77,11 +77,14 @@ class KeyPipeline:
         cta, shapes, tile_m = self.cta, self.cta.shapes, self.cta.shapes.tile_m
         segment, num_visible, is_first = cta.segments[number], jnp.int32(0), True
         for i, token in enumerate(cta.tokens):
+            # Of the CTA's tokens of one request the one that sees most decides how many tiles there
+            # are; the first of them takes the pass.
             same = cta.segments[i] == segment
             seen = jnp.where(same, jnp.minimum(cta.inputs.visible[token], shapes.num_entries), 0)
             num_visible = jnp.maximum(num_visible, seen)
             is_first = is_first & ~same if i < number else is_first
         num_visible = jnp.where((segment >= 0) & is_first, num_visible, 0)
+        # The run of this CTA, cut off behind the last visible entry.
         end = jnp.minimum(
             self.first_tile + cta.tiling.tiles, lax.div(num_visible + tile_m - 1, tile_m)
         )
@@ -183,5 +186,6 @@ class KeyPipeline:
 
 def _after(stage: jax.Array, turns: int, stages: int) -> jax.Array:
     """The stage that so many turns on take."""
+    # `turns` is less than `stages`: a subtraction in place of a remainder.
     after = stage + turns
     return jnp.where(after >= stages, after - stages, after)

@@ -48,6 +48,7 @@ def quantize(values: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Arra
       e4m3[16, IC] in `mosaic.LINES` layout and f32[16] in `BY_ROW` layout.
     """
     largest = lax.bitcast_convert_type(jnp.max(jnp.abs(values), axis=1), jnp.int32)
+    # The least power of two at which no code exceeds 448, from the bits of the largest magnitude.
     scale = jnp.maximum(((largest + _ROOM) >> 23) - 8, 1)  # UE8M0
     inverse = lax.bitcast_convert_type((254 - scale) << 23, jnp.float32)
     inverse = plgpu.layout_cast(lax.broadcast_in_dim(inverse, values.shape, [0]), _LAYOUT)

@@ -30,6 +30,8 @@ def add_up(layout: PeerLayout, parts: int) -> tuple[str, str]:
       The text, and its constraints. Operands: the sum; the lines; the line's number, the buffer's
       address in two words, and the device's place.
     """
+    # Operands are numbered: the result's words, then each line's, then the numbers, of which every
+    # element has a register and the first is read.
     lines = [[f"${_WORDS * (1 + part) + word}" for word in range(_WORDS)] for part in range(parts)]
     line, low, high, place = (f"${_WORDS * (1 + parts) + _PACK * i}" for i in range(4))
     peers = range(layout.devices)
@@ -44,6 +46,7 @@ def add_up(layout: PeerLayout, parts: int) -> tuple[str, str]:
         ".reg .pred none;",
         f"mov.b64 own, {{{low}, {high}}};",
         *(f"ld.global.b64 peer{j}, [own+{ADDRESSES + 8 * j}];" for j in peers),
+        # The half that the last exchange did not use: a late peer may not have read that one yet.
         *_take_turn(layout, line, layout.turns[0]),
         f"mad.lo.u32 slot, {line}, {LINE_BYTES}, half;",
         f"mad.lo.u32 half, {place}, {layout.slot_bytes}, slot;",
@@ -51,15 +54,20 @@ def add_up(layout: PeerLayout, parts: int) -> tuple[str, str]:
     for j in peers:
         if j < parts:
             text += _hide_empty(lines[j])
+        # To all peers before any is waited for, this device's own buffer among them.
         text += ["cvt.u64.u32 at, half;", f"add.u64 at, at, peer{j};"]
         text += [_store(layout.slots[0], [f"sent{word}" for word in range(_WORDS)])]
     text += ["cvt.u64.u32 at, slot;", "add.u64 at, at, own;"]
     places = [layout.slots[0] + j * layout.slot_bytes for j in peers]
     received = [[f"got{_WORDS * j + word}" for word in range(_WORDS)] for j in peers]
+    # All loads are on their way before the first line is looked at.
     text += [_load(where, words) for where, words in zip(places, received, strict=True)]
     for j, (where, words) in enumerate(zip(places, received, strict=True)):
+        # Whole, and EMPTY is left there: the slot is the sender's again, for the exchange after
+        # next.
         text += _wait(f"wait{j}", where, words)
         for word, found in enumerate(words):
+            # Two bf16 as f32, added in the order of devices: all of them get the same bits.
             text += [f"shl.b32 low, {found}, 16;", f"and.b32 high, {found}, 0xFFFF0000;"]
             for half, bits in enumerate(("low", "high")):
                 total = f"sum{2 * word + half}"
@@ -91,6 +99,7 @@ def exchange(layout: PeerLayout, pack: int) -> tuple[str, str]:
         f"mul.wide.u32 at, {other}, 8;",
         "add.u64 at, at, own;",
         f"ld.global.b64 peer, [at+{ADDRESSES}];",
+        # A line is counted for each peer by itself: its programs need not run in one order.
         f"mad.lo.u32 slot, {other}, {layout.lines}, {line};",
         *_take_turn(layout, "slot", layout.turns[1]),
         f"mad.lo.u32 half, {line}, {LINE_BYTES}, half;",
@@ -132,6 +141,7 @@ def _hide_empty(words: list[str]) -> list[str]:
 
 def _wait(label: str, where: int, words: list[str]) -> list[str]:
     """Until the line at `at + where` is whole; leaves it empty."""
+    # Words may arrive one by one: whole is a line with no EMPTY word in it.
     text = [f"{label}:", f"setp.eq.u32 none, {words[0]}, {_NONE};"]
     text += [f"setp.eq.or.u32 none, {word}, {_NONE}, none;" for word in words[1:]]
     text += [f"@!none bra {label}_done;", _load(where, words), f"bra {label};", f"{label}_done:"]

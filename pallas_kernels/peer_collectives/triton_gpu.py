@@ -117,6 +117,7 @@ def exchange(arrays: Sequence[jax.Array], buffer: jax.Array, layout: PeerLayout)
                 block = _THREADS * pack
                 text, constraints = ptx.exchange(layout, pack)
                 at = (program - first) * block + jnp.arange(block, dtype=jnp.int32)
+                # Arrays of one launch have lines of their own, one array's after another's.
                 line, exists = at // pack + first * _THREADS, at < size
                 values = triton.load_where(x, (peer if parts > 1 else jnp.int32(0), at), exists)
                 numbers = [line, *_header(buffer, block), jnp.full(block, peer, jnp.int32)]

@@ -45,6 +45,8 @@ def write_streams(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
         # Asked for before the streams are waited for.
         weight = triton.load_where(inputs.fn, (row[:, None], k * dim + column[None]), here)
         y, rows = _load_streams(inputs.streams, inputs.output, token, column)
+        # The program's own stream k alone; its neighbours read the same columns for theirs, out of
+        # L2.
         written = inputs.post[token, k] * y
         for j, x in enumerate(rows):
             written = written + inputs.comb[token, jnp.int32(j), k] * x
@@ -54,6 +56,7 @@ def write_streams(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
         triton.store_where(written_ref, to, written.astype(dtype), column < dim)
         # Of what was stored, rounded: the next hyper-connection reads that.
         total = jnp.sum(weight * written[None], axis=1)
+        # A part of its own for each program: no two add to the same sum.
         triton.store_where(products_ref, (token, k * parts + part, row), total, row < num_rows)
 
     def _load_streams(
@@ -62,6 +65,7 @@ def write_streams(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
         """The columns of the output and of each stream, in f32; zeros beyond the last."""
         live = column < dim
         y = jnp.zeros(_COLUMNS, jnp.float32)
+        # In the order of the parts, in f32.
         for part in range(output.shape[0]):
             values = triton.load_where(output, (jnp.int32(part), token, column), live)
             y = y + values.astype(jnp.float32)

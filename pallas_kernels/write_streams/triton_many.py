@@ -69,6 +69,7 @@ def _write(streams: jax.Array, output: jax.Array, post: jax.Array, comb: jax.Arr
             written = post[token, jnp.int32(k)] * y
             for j, x in enumerate(rows):
                 written = written + comb[token, jnp.int32(j), jnp.int32(k)] * x
+            # Rounded once, when all terms are in.
             written = triton.round_to_bf16(written).astype(jnp.bfloat16)
             triton.store_where(written_ref, (token, jnp.int32(k), column), written, inside)
 
@@ -88,9 +89,11 @@ def _products(fn: jax.Array, streams: jax.Array) -> jax.Array:
     sums = math.gcd(length, _SUMS)
     parts, rest = [], fn
     for _ in range(_FN_PARTS):
+        # Not a conversion to bf16 and back, which XLA may leave out.
         parts.append(jax.lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7))
         rest = rest - parts[-1]
     weight = jnp.concatenate(parts).astype(jnp.bfloat16).reshape(-1, sums, length // sums)
+    # Short sums, 16 of each product, which the reader adds up in f32.
     products = jnp.einsum(
         "tsc,rsc->tsr",
         streams.reshape(count, sums, length // sums),
