@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.common.layer_planes import LayerPlanes
 from pallas_kernels.gpu.devices import Device
 from pallas_kernels.sparse_attention import call_shapes, combine_triton
 from pallas_kernels.sparse_attention.call_shapes import FLOOR, HEADS, LOG2_E, TILE, Shapes, Tiling
 from pallas_kernels.sparse_attention.loads import Operands, Outputs
 from pallas_kernels.sparse_attention.reference import Arguments, AttentionPart, JoinArguments
-from pallas_kernels.sparse_attention.rope import angles_of
+from pallas_kernels.sparse_attention.rope import angles_of, rotated_columns
 
 
 def as_bf16(values: jax.Array, dtype: Any) -> jax.Array:
@@ -66,38 +67,77 @@ def launch(
     With `in_parts` it gives the `AttentionPart` of those keys: what splits are combined from, so
     that there are two at least, and no sink.
     """
-    queries, ring, call = arguments.queries, arguments.ring, arguments.call
-    num_tokens, num_heads, dim = queries.shape
-    names = tuple(sorted(ring.planes))
-    num_slots, window = ring.planes[names[0]].shape[1:3]
-    pool, selected = arguments.pool, arguments.selected
+    entries = _in_whole_tiles(arguments)
+    shapes = _shapes_of(arguments, entries)
+    shapes = _cut(kernel, arguments, shapes, tiling, in_parts=in_parts)
+    out = _run(kernel, shapes, _operands(arguments, entries, shapes))
+    parts, queries = AttentionPart(out.sums, out.statistics), arguments.queries
+    if in_parts:
+        return _add_splits(parts, shapes.num_heads)
+    if shapes.splits == 1:
+        # The kernel left bits of bf16, in the dtype that its shared memory has.
+        return lax.bitcast_convert_type(out.sums, queries.dtype)
+    positions, frequencies = arguments.call.positions, arguments.frequencies
+    return combine_triton.combine(
+        JoinArguments(parts, arguments.sink, positions, frequencies, queries.dtype)
+    )
+
+
+class _Entries(NamedTuple):
+    """Entries of the call's tokens.
+
+    Attributes:
+      pool: where they lie.
+      selected: i32[T, K], in whole tiles; -1 for none.
+      visible: i32[T], how many of them a token looks at, the first ones.
+    """
+
+    pool: LayerPlanes
+    selected: jax.Array
+    visible: jax.Array
+
+
+def _in_whole_tiles(arguments: Arguments) -> _Entries:
+    """The entries, filled up to whole tiles with what is no entry; none where there is no pool."""
+    pool, selected, visible = arguments.pool, arguments.selected, arguments.call.visible
+    num_tokens = arguments.queries.shape[0]
     if pool is None or selected is None:
-        # Without entries the kernel has no tile that reads the pool; the ring stands in for its
-        # type.
-        pool, selected = ring, jnp.zeros((num_tokens, 0), jnp.int32)
-    num_blocks, entries_per_block = pool.planes[names[0]].shape[1:3]
-    visible = call.visible
+        # No tile reads the pool then; the ring stands in for it, as planes of the same types.
+        pool, selected = arguments.ring, jnp.zeros((num_tokens, 0), jnp.int32)
     if visible is None:
         visible = jnp.full(num_tokens, selected.shape[1], jnp.int32)
-    # Whole tiles of entries, filled up with what is no entry.
     padding = -selected.shape[1] % TILE
     selected = jnp.pad(selected, ((0, 0), (0, padding)), constant_values=-1)
-    shapes = Shapes(
-        num_heads=num_heads,
-        dim=dim,
+    return _Entries(pool, selected, visible)
+
+
+def _shapes_of(arguments: Arguments, entries: _Entries) -> Shapes:
+    """Sizes of a call that does not split its keys."""
+    ring, names = arguments.ring, _names(arguments)
+    num_slots, window = ring.planes[names[0]].shape[1:3]
+    num_blocks, entries_per_block = entries.pool.planes[names[0]].shape[1:3]
+    return Shapes(
+        num_heads=arguments.queries.shape[1],
+        dim=arguments.queries.shape[2],
         window=window,
         num_slots=num_slots,
-        num_entries=selected.shape[1],
+        num_entries=entries.selected.shape[1],
         num_blocks=num_blocks,
         entries_per_block=entries_per_block,
-        table_width=call.block_table.shape[1],
+        table_width=arguments.call.block_table.shape[1],
         scale=arguments.scale,
         codec=ring.codec,
         planes=tuple((name, math.prod(ring.planes[name].shape[3:])) for name in names),
     )
-    num_ctas = num_tokens * pl.cdiv(num_heads, HEADS)
+
+
+def _cut(
+    kernel: Kernel, arguments: Arguments, shapes: Shapes, tiling: Tiling | None, *, in_parts: bool
+) -> Shapes:
+    """The same with splits, and with what the kernel rotates and norms."""
+    num_ctas = arguments.queries.shape[0] * pl.cdiv(shapes.num_heads, HEADS)
     tiling = tiling or call_shapes.choose_tiling(
-        num_ctas, shapes.num_tiles, kernel.device.num_sms, dim
+        num_ctas, shapes.num_tiles, kernel.device.num_sms, shapes.dim
     )
     if in_parts:
         tiling = dataclasses.replace(tiling, splits=max(2, tiling.splits))
@@ -107,24 +147,55 @@ def launch(
             f"got {tiling.splits=}; None chooses one"
         )
     shapes = dataclasses.replace(shapes, splits=tiling.splits)
-    angles, frequencies, query_eps = None, arguments.frequencies, arguments.query_eps
-    if frequencies is not None and (tiling.splits == 1 or query_eps is not None):
+    frequencies, query_eps = arguments.frequencies, arguments.query_eps
+    # The output of splits is rotated once it is whole, by who adds them up.
+    if frequencies is None or (shapes.splits > 1 and query_eps is None):
+        return shapes
+    return dataclasses.replace(shapes, rotated=rotated_columns(frequencies), query_eps=query_eps)
+
+
+def _operands(arguments: Arguments, entries: _Entries, shapes: Shapes) -> Operands:
+    """The arrays as the kernel reads them: rows of planes, and 16-bit queries of its own dtype."""
+    call, ring, names = arguments.call, arguments.ring, _names(arguments)
+    queries, selected, sink = arguments.queries, entries.selected, arguments.sink
+    angles, frequencies = None, arguments.frequencies
+    if frequencies is not None and shapes.rotated:
         angles = angles_of(call.positions, frequencies)
-        shapes = dataclasses.replace(shapes, rotated=angles.shape[-1], query_eps=query_eps)
+    if shapes.splits == 1 and shapes.num_heads < HEADS:  # a CTA reads 64
+        sink = jnp.pad(sink, (0, HEADS - shapes.num_heads))
+    if not shapes.num_entries:  # a ref may not be empty; no tile reads it
+        selected = jnp.zeros((queries.shape[0], TILE), jnp.int32)
+    return Operands(
+        queries=lax.bitcast_convert_type(queries, shapes.dtype).reshape(-1, shapes.dim),
+        sink=sink,
+        selected=selected,
+        table=call.block_table.reshape(-1, 1),
+        visible=entries.visible,
+        segment_ids=call.segment_ids,
+        slots=call.slots,
+        positions=call.positions,
+        lengths=call.lengths,
+        layer=ring.layer[None],
+        angles=angles,
+        ring={name: _rows_of(ring.planes[name], 3) for name in names},
+        rows={name: _rows_of(arguments.rows[name], 1) for name in names},
+        pool={name: _rows_of(entries.pool.planes[name], 3) for name in names},
+    )
 
-    written_heads = max(num_heads, HEADS)
-    if tiling.splits == 1:
-        out_type = Outputs(sums=jax.ShapeDtypeStruct(queries.shape, shapes.dtype))
+
+def _run(kernel: Kernel, shapes: Shapes, operands: Operands) -> Outputs:
+    """One launch: a CTA for each token, 64 of its heads and split."""
+    num_tokens, num_heads = operands.visible.shape[0], shapes.num_heads
+    if shapes.splits == 1:
+        of_output = num_tokens, num_heads, shapes.dim
+        out_type = Outputs(sums=jax.ShapeDtypeStruct(of_output, shapes.dtype))
     else:
-        per_split = tiling.splits, num_tokens
+        # Threads store the sums of all 64 rows; `own_heads` bounds bulk copies alone.
+        per_split, written = (shapes.splits, num_tokens), max(num_heads, HEADS)
         out_type = Outputs(
-            sums=jax.ShapeDtypeStruct((*per_split, written_heads, dim), jnp.float32),
-            statistics=jax.ShapeDtypeStruct((*per_split, 2, written_heads), jnp.float32),
+            sums=jax.ShapeDtypeStruct((*per_split, written, shapes.dim), jnp.float32),
+            statistics=jax.ShapeDtypeStruct((*per_split, 2, written), jnp.float32),
         )
-
-    own_sink = arguments.sink
-    if tiling.splits == 1 and num_heads < HEADS:  # a CTA reads 64
-        own_sink = jnp.pad(own_sink, (0, HEADS - num_heads))
 
     def sparse_attention_kernel(inputs: Operands, outputs: Outputs, scratch: Any) -> None:
         kernel.body(inputs, outputs, scratch, shapes=shapes)
@@ -132,40 +203,21 @@ def launch(
     [out] = plgpu.kernel(
         sparse_attention_kernel,
         out_type=[out_type],
-        grid=(num_tokens, pl.cdiv(num_heads, HEADS), tiling.splits),
+        grid=(num_tokens, pl.cdiv(num_heads, HEADS), shapes.splits),
         grid_names=("token", "head", "split"),
         num_threads=kernel.num_warpgroups,
         thread_name="warpgroup",
-        scratch_types=[kernel.scratch_of(dim, shapes.dtype)],
+        scratch_types=[kernel.scratch_of(shapes.dim, shapes.dtype)],
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
-    )(
-        Operands(
-            queries=lax.bitcast_convert_type(queries, shapes.dtype).reshape(-1, dim),
-            sink=own_sink,
-            selected=selected if shapes.num_entries else jnp.zeros((num_tokens, TILE), jnp.int32),
-            table=call.block_table.reshape(-1, 1),
-            visible=visible,
-            segment_ids=call.segment_ids,
-            slots=call.slots,
-            positions=call.positions,
-            lengths=call.lengths,
-            layer=ring.layer[None],
-            angles=angles,
-            ring={name: _rows_of(ring.planes[name], 3) for name in names},
-            rows={name: _rows_of(arguments.rows[name], 1) for name in names},
-            pool={name: _rows_of(pool.planes[name], 3) for name in names},
-        )
-    )
-    parts = AttentionPart(out.sums, out.statistics)
-    if in_parts:
-        return _add_splits(parts, num_heads)
-    if tiling.splits == 1:
-        return lax.bitcast_convert_type(out.sums, queries.dtype)
-    return combine_triton.combine(
-        JoinArguments(parts, arguments.sink, call.positions, frequencies, queries.dtype)
-    )
+    )(operands)
+    return out
+
+
+def _names(arguments: Arguments) -> tuple[str, ...]:
+    """Of the planes of an entry, in the order in which a kernel takes them."""
+    return tuple(sorted(arguments.ring.planes))
 
 
 def _add_splits(splits: AttentionPart, num_heads: int) -> AttentionPart:
