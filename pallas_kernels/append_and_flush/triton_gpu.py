@@ -94,98 +94,47 @@ class _Outputs(NamedTuple):
     index_queries: Any
 
 
+class _Programs(NamedTuple):
+    """Which programs of a token do what, by their numbers; those of the compressors are the first.
+
+    Attributes:
+      window: the one that has the window entry.
+      heads: first of those that have eight heads of the queries each.
+      index_heads: first of those that have eight of the index queries' each.
+      total: programs of a token.
+    """
+
+    window: int
+    heads: int
+    index_heads: int
+    total: int
+
+    @classmethod
+    def of(cls, arguments: Arguments) -> _Programs:
+        """Those of a call."""
+        window, heads = len(arguments.compressors), len(arguments.compressors) + 1
+        index_heads = heads + triton_heads.num_head_tiles(arguments.queries.shape[1])
+        total = index_heads
+        if arguments.index_queries is not None:
+            total += triton_heads.num_head_tiles(arguments.index_queries.shape[1])
+        return cls(window, heads, index_heads, total)
+
+
 def append_and_flush(arguments: Arguments) -> Appended:
     """See `op.append_and_flush`."""
-    compressors, call = arguments.compressors, arguments.call
+    compressors, window = arguments.compressors, arguments.ring.planes
     queries, index_queries = arguments.queries, arguments.index_queries
-    window, norm_rope = arguments.ring.planes, arguments.norm_rope
-    num_tokens, num_heads, _ = queries.shape
-    window_size = first_plane(window).shape[2]
-    # Programs of a token: compressors, the window entry, tiles of heads, tiles of index heads.
-    rotate_part = len(compressors) + 1
-    round_part = rotate_part + triton_heads.num_head_tiles(num_heads)
-    num_parts = round_part
-    if index_queries is not None:
-        num_parts += triton_heads.num_head_tiles(index_queries.shape[1])
+    num_tokens, programs = queries.shape[0], _Programs.of(arguments)
     shapes = {
         name: jax.ShapeDtypeStruct((num_tokens, *plane.shape[3:]), plane.dtype)
         for name, plane in window.items()
     }
-
-    def kernel(inputs: _Operands, kept: _Kept, outputs: _Outputs) -> None:
-        token, part = pl.program_id(0), pl.program_id(1)
-        # What every program of a token needs to know of it.
-        closes = _read_token(inputs, token, arguments.compression_ratio)
-        live = inputs.slots[token] >= 0
-        for number, compressor in enumerate(compressors):
-            append = functools.partial(
-                _append_csa if isinstance(compressor.state, dict) else _append_hca,
-                inputs.projected[number],
-                kept.states[number],
-                kept.pools[number],
-                inputs.frequencies,
-                closes,
-                codec=compressor.codec,
-                eps=norm_rope.eps,
-            )
-            pl.when((part == number) & live)(append)
-
-        @pl.when(part == len(compressors))
-        def _append_window() -> None:
-            entry = triton_token.encode_entry(
-                inputs.kv,
-                inputs.norm,
-                inputs.frequencies,
-                token,
-                closes.position,
-                codec=arguments.ring.codec,
-                eps=norm_rope.eps,
-            )
-            # For this call, which reads it there; and, unless it is padding, for later ones.
-            triton_codecs.store_entry(outputs.rows, (token,), entry)
-            at = (closes.layer, closes.slot, closes.position % window_size)
-            pl.when(live)(functools.partial(triton_codecs.store_entry, kept.ring, at, entry))
-
-        # The rest are programs of heads: of queries, then of index queries.
-        rotates = part >= rotate_part
-        if arguments.index_codec is not None:
-            rotates &= part < round_part
-
-        @pl.when(rotates)
-        def _rotate() -> None:
-            heads = triton_heads.Heads(inputs.queries, outputs.queries, token, part - rotate_part)
-            triton_token.rotate_heads(heads, inputs.frequencies, closes.position, eps=norm_rope.eps)
-
-        if arguments.index_codec is not None:
-            round_heads = functools.partial(
-                triton_heads_rounding.round_heads,
-                triton_heads.Heads(
-                    inputs.index_queries, outputs.index_queries, token, part - round_part
-                ),
-                inputs.frequencies,
-                closes.position,
-                codec=arguments.index_codec,
-            )
-            pl.when(part >= round_part)(round_heads)
-
     kept: _Kept
     made: _Outputs
     kept, made = triton.launch(
-        kernel,
-        grid=(num_tokens, num_parts),
-        inputs=_Operands(
-            layer=arguments.ring.layer.reshape(1),
-            segment_ids=call.segment_ids,
-            slots=call.slots,
-            positions=call.positions,
-            table=call.block_table if compressors else None,
-            queries=queries,
-            kv=arguments.kv,
-            norm=norm_rope.weight,
-            frequencies=norm_rope.frequencies,
-            projected=[_Projected(compressor.rows, compressor.norm) for compressor in compressors],
-            index_queries=index_queries,
-        ),
+        functools.partial(_run_program, arguments=arguments, programs=programs),
+        grid=(num_tokens, programs.total),
+        inputs=_operands(arguments),
         in_place=_Kept(
             ring=triton.as_words(window),
             states=[compressor.state for compressor in compressors],
@@ -210,6 +159,99 @@ def append_and_flush(arguments: Arguments) -> Appended:
         ),
         index_queries=made.index_queries,
     )
+
+
+def _operands(arguments: Arguments) -> _Operands:
+    """The arrays as the kernel reads them."""
+    call, compressors, norm_rope = arguments.call, arguments.compressors, arguments.norm_rope
+    return _Operands(
+        layer=arguments.ring.layer.reshape(1),
+        segment_ids=call.segment_ids,
+        slots=call.slots,
+        positions=call.positions,
+        table=call.block_table if compressors else None,
+        queries=arguments.queries,
+        kv=arguments.kv,
+        norm=norm_rope.weight,
+        frequencies=norm_rope.frequencies,
+        projected=[_Projected(compressor.rows, compressor.norm) for compressor in compressors],
+        index_queries=arguments.index_queries,
+    )
+
+
+def _run_program(
+    inputs: _Operands, kept: _Kept, outputs: _Outputs, *, arguments: Arguments, programs: _Programs
+) -> None:
+    """One program of a token; each has the code of all, and takes its own by its number."""
+    token, program = pl.program_id(0), pl.program_id(1)
+    # What every program of a token needs to know of it.
+    closes = _read_token(inputs, token, arguments.compression_ratio)
+    live = inputs.slots[token] >= 0
+    for number, compressor in enumerate(arguments.compressors):
+        append = functools.partial(
+            _append_csa if isinstance(compressor.state, dict) else _append_hca,
+            inputs.projected[number],
+            kept.states[number],
+            kept.pools[number],
+            inputs.frequencies,
+            closes,
+            codec=compressor.codec,
+            eps=arguments.norm_rope.eps,
+        )
+        # Padding has no slot, and so no state or pool that it could change.
+        pl.when((program == number) & live)(append)
+    pl.when(program == programs.window)(
+        functools.partial(_append_window, inputs, kept, outputs, closes, live, arguments=arguments)
+    )
+    # The rest are programs of heads: of queries, then of index queries.
+    has_heads = program >= programs.heads
+    if arguments.index_codec is not None:
+        has_heads &= program < programs.index_heads
+
+    @pl.when(has_heads)
+    def _rotate_heads() -> None:
+        heads = triton_heads.Heads(inputs.queries, outputs.queries, token, program - programs.heads)
+        eps = arguments.norm_rope.eps
+        triton_token.rotate_heads(heads, inputs.frequencies, closes.position, eps=eps)
+
+    if arguments.index_codec is not None:
+        round_heads = functools.partial(
+            triton_heads_rounding.round_heads,
+            triton_heads.Heads(
+                inputs.index_queries, outputs.index_queries, token, program - programs.index_heads
+            ),
+            inputs.frequencies,
+            closes.position,
+            codec=arguments.index_codec,
+        )
+        pl.when(program >= programs.index_heads)(round_heads)
+
+
+def _append_window(
+    inputs: _Operands,
+    kept: _Kept,
+    outputs: _Outputs,
+    closes: Closing,
+    live: jax.Array,
+    *,
+    arguments: Arguments,
+) -> None:
+    """Encodes the token's window entry, for this call and for later ones."""
+    window_size = first_plane(arguments.ring.planes).shape[2]
+    entry = triton_token.encode_entry(
+        inputs.kv,
+        inputs.norm,
+        inputs.frequencies,
+        closes.token,
+        closes.position,
+        codec=arguments.ring.codec,
+        eps=arguments.norm_rope.eps,
+    )
+    # For this call, which reads it there; and, unless it is padding, for later ones.
+    triton_codecs.store_entry(outputs.rows, (closes.token,), entry)
+    # The ring row belongs to a token that no query sees any more.
+    at = (closes.layer, closes.slot, closes.position % window_size)
+    pl.when(live)(functools.partial(triton_codecs.store_entry, kept.ring, at, entry))
 
 
 def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:
