@@ -2,12 +2,12 @@
 
 A tile's rows lie in pieces, each in a block of its own. One warp of a warpgroup sees to them all, a
 lane to each piece, and the engine says when the bytes have arrived; nobody else spends an
-instruction. A warpgroup has slots of its own, and for each slot a barrier:
+instruction. A warpgroup has stages of its own, and for each stage a barrier:
 
-    wait(barriers, slot, parity)        the slot's tile is there; parity is 0, 1, 0, ... by its use
+    wait(barriers, stage, parity)       its tile is there; parity is 0, 1, 0, ... by its use
     ...                                 all four warps read it into registers
     all_have_read(...)                  the fetching warp waits for the others, which do not wait
-    fetch(...)                          in that warp, another tile to the same slot
+    fetch(...)                          in that warp, another tile to the same stage
 
 In the interpreter a fetch copies at once, and the rest is nothing.
 
@@ -48,7 +48,7 @@ _FIRST_NAMED = 8
 
 
 def make_barriers(barriers: Ref) -> None:
-    """Prepares a warpgroup's barriers, i32[2 * slots] in shared memory, for all its threads."""
+    """Prepares a warpgroup's barriers, i32[2 * stages] in shared memory, for all its threads."""
     if interpreting():
         return
 
@@ -59,8 +59,8 @@ def make_barriers(barriers: Ref) -> None:
         # One arrival each: that of the lane which says how many bytes to expect. The engine counts
         # those.
         first = mgpu.utils.single_thread_predicate(mgpu.utils.ThreadSubset.WARPGROUP)
-        for slot in range(size // WORDS_OF_BARRIER):
-            address = _barrier(barriers, mgpu.c(slot, i32)).get_ptr()
+        for stage in range(size // WORDS_OF_BARRIER):
+            address = _barrier(barriers, mgpu.c(stage, i32)).get_ptr()
             nvvm.mbarrier_init(address, mgpu.c(1, i32), predicate=first)
         # The warpgroup waits for the one thread, and the copy engine sees the barriers as well.
         mgpu.utils.commit_shared()
@@ -68,21 +68,21 @@ def make_barriers(barriers: Ref) -> None:
     prepare(barriers)
 
 
-def wait(barriers: Ref, slot: jax.Array, parity: jax.Array) -> None:
-    """Waits until what was fetched into a slot is there."""
+def wait(barriers: Ref, stage: jax.Array, parity: jax.Array) -> None:
+    """Waits until what was fetched into a stage is there."""
     if interpreting():
         return
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR, _SCALAR))
-    def wait_for(_, barriers, slot, parity):
+    def wait_for(_, barriers, stage, parity):
         # Every thread waits for itself, and so sees the bytes that have come.
         odd = arith.trunci(ir.IntegerType.get_signless(1), parity.registers.flat[0])
-        _barrier(barriers, slot.registers.flat[0]).wait_parity(odd)
+        _barrier(barriers, stage.registers.flat[0]).wait_parity(odd)
 
-    wait_for(barriers, slot, parity)
+    wait_for(barriers, stage, parity)
 
 
-def is_fetching(group: jax.Array) -> jax.Array:
+def is_fetching(warpgroup: jax.Array) -> jax.Array:
     """bool[], true in the one warp of a warpgroup that fetches.
 
     Neighbouring warpgroups have different ones, which are not one scheduler's.
@@ -93,28 +93,28 @@ def is_fetching(group: jax.Array) -> jax.Array:
     @plgpu.inline_mgpu(
         arg_types=(_SCALAR,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR)
     )
-    def find(_, group):
+    def find(_, warpgroup):
         i32 = ir.IntegerType.get_signless(32)
         warp = mgpu.utils.warp_idx(sync=True)
         # A CTA's warps go to the four schedulers of an SM in turn.
-        mine = arith.remui(arith.subi(warp, group.registers.flat[0]), mgpu.c(4, i32))
+        mine = arith.remui(arith.subi(warp, warpgroup.registers.flat[0]), mgpu.c(4, i32))
         return mgpu.FragmentedArray.splat(mine, (), is_signed=True)
 
-    return find(group) == 0
+    return find(warpgroup) == 0
 
 
-def all_have_read(fetching: jax.Array, group: jax.Array) -> None:
+def all_have_read(fetching: jax.Array, warpgroup: jax.Array) -> None:
     """Has the fetching warp wait until the other three are here, which don't wait."""
     if interpreting():
         return
 
     @plgpu.inline_mgpu(arg_types=(_SCALAR, _SCALAR))
-    def meet(_, fetching, group):
+    def meet(_, fetching, warpgroup):
         i32 = ir.IntegerType.get_signless(32)
         # A hardware barrier of 128 threads, of which the fetching warp's 32 wait and the others
         # arrive: they have loaded the stage into registers, and have nothing to wait for. `memory`
         # keeps those loads above.
-        name = arith.addi(group.registers.flat[0], mgpu.c(_FIRST_NAMED, i32))
+        name = arith.addi(warpgroup.registers.flat[0], mgpu.c(_FIRST_NAMED, i32))
         asm = """{
           .reg .pred waits;
           setp.ne.b32 waits, $0, 0;
@@ -129,7 +129,7 @@ def all_have_read(fetching: jax.Array, group: jax.Array) -> None:
             has_side_effects=True,
         )
 
-    meet(fetching.astype(jnp.int32), group)
+    meet(fetching.astype(jnp.int32), warpgroup)
 
 
 def fetch(
@@ -139,7 +139,7 @@ def fetch(
     *,
     rows_of_piece: int,
     barriers: Ref,
-    slot: jax.Array,
+    stage: jax.Array,
     last: bool = False,
 ) -> None:
     """Begins to copy a tile, in the fetching warp alone.
@@ -152,7 +152,7 @@ def fetch(
       rows_of_piece: rows that lie together. With a row's bytes a multiple of `ALIGNMENT`, as
         `first_rows` must be.
       barriers: the warpgroup's.
-      slot: i32[], that `targets` are.
+      stage: i32[], that `targets` are.
       last: whether hardly anything reads the rows again: L2 drops them before what it holds else.
     """
     num_rows = targets[0].shape[0]
@@ -174,10 +174,10 @@ def fetch(
             _SCALAR,
         )
     )
-    def begin(_, targets, sources, first_rows, barriers, slot):
+    def begin(_, targets, sources, first_rows, barriers, stage):
         i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
         byte = ir.IntegerType.get_signless(8)
-        barrier = _barrier(barriers, slot.registers.flat[0])
+        barrier = _barrier(barriers, stage.registers.flat[0])
         lane = arith.remui(mgpu.utils.thread_idx(), mgpu.c(32, i32))
         widths = [_bytes_of_row(source) for source in sources]
         is_first = arith.cmpi(arith.CmpIPredicate.eq, lane, mgpu.c(0, i32))
@@ -210,13 +210,13 @@ def fetch(
                 operands = [to, start, barrier.get_ptr()]
                 llvm.inline_asm(None, operands, asm, "r,l,r,~{memory}", has_side_effects=True)
 
-    begin(list(targets), list(sources), first_rows, barriers, slot)
+    begin(list(targets), list(sources), first_rows, barriers, stage)
 
 
-def _barrier(barriers: ir.Value, slot: ir.Value) -> Any:
+def _barrier(barriers: ir.Value, stage: ir.Value) -> Any:
     unused: Any = None  # where Pallas keeps parities
     base = llvm.addrspacecast(llvm.PointerType.get(3), mgpu.utils.memref_ptr(barriers))
-    return mgpu.utils.BarrierRef(base, slot, unused, 1)
+    return mgpu.utils.BarrierRef(base, stage, unused, 1)
 
 
 def _bytes_of_row(source: ir.Value) -> int:

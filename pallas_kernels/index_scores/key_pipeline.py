@@ -179,7 +179,7 @@ class KeyPipeline:
                 self.first_of_layer + first + self._find(keys, turn)[1],
                 rows_of_piece=shapes.rows_of_piece,
                 barriers=self.barriers,
-                slot=stage,
+                stage=stage,
                 last=shapes.last,
             )
 
