@@ -29,7 +29,7 @@ def load_ranks(
     count: jax.Array | None,
     n: int,
     *,
-    num_groups: int,
+    num_warpgroups: int,
 ) -> jax.Array:
     """Ranks of the first `count` entries of a row from `start` on; `ABSENT` for the others.
 
@@ -39,7 +39,7 @@ def load_ranks(
       start: i32[].
       count: i32[], start + count is at most E; None takes all n, which are there.
       n: number of entries.
-      num_groups: G.
+      num_warpgroups: G.
 
     Returns:
       u32[n / G], `strided`: this warpgroup's.
@@ -48,7 +48,7 @@ def load_ranks(
         entry = jnp.arange(n, dtype=jnp.int32)
         ranks = _rank(source[row][jnp.minimum(start + entry, source.shape[1] - 1)])
         return ranks if count is None else keep_first(ranks, count)
-    share = n // num_groups
+    share = n // num_warpgroups
     counts = () if count is None else (count,)
 
     @ptx.inline(

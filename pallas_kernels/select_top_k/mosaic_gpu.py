@@ -39,7 +39,7 @@ MAX_TILE = 16384
 SHORT_TILE = 8192
 """Tile of rows whose lists are then no longer than this."""
 MAX_K = MAX_TILE // 2
-MAX_GROUPS = 4
+MAX_WARPGROUPS = 4
 _ENTRIES_PER_THREAD = 4
 _CHUNK = ptx.THREADS
 _DIGITS = ((21, 11), (10, 11), (0, 10))
@@ -89,13 +89,13 @@ class Stage:
       tile: entries of a CTA, a power of two.
       num_tiles: tiles of a row.
       span: entries of the row of scores that a CTA's stand for.
-      num_groups: warpgroups of a CTA.
+      num_warpgroups: warpgroups of a CTA.
     """
 
     tile: int
     num_tiles: int
     span: int
-    num_groups: int
+    num_warpgroups: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,12 +122,12 @@ def choose_stages(num_entries: int, k: int) -> tuple[Stage, ...]:
     """The launches for rows of `num_entries`: as many as it takes to come to one tile."""
     padded = _round_up(k, _CHUNK)
     tile = choose_tiling(num_entries, k).tile
-    stages = [Stage(tile, pl.cdiv(num_entries, tile), tile, _num_groups(tile))]
+    stages = [Stage(tile, pl.cdiv(num_entries, tile), tile, _num_warpgroups(tile))]
     while (last := stages[-1]).num_tiles > 1:
         lists = min(last.num_tiles, MAX_TILE // padded)
         tile = _least_tile(lists * padded)
         num_tiles = pl.cdiv(last.num_tiles, lists)
-        stages.append(Stage(tile, num_tiles, last.span * lists, _num_groups(tile)))
+        stages.append(Stage(tile, num_tiles, last.span * lists, _num_warpgroups(tile)))
     return tuple(stages)
 
 
@@ -153,7 +153,7 @@ def select_top_k(scores: jax.Array, visible: jax.Array, k: int) -> jax.Array:
 def _launch(operands: Operands, k: int, stage: Stage, previous: Stage | None) -> Outputs:
     """From scores, or from a previous stage's lists, to this stage's."""
     num_rows, padded = operands.visible.shape[0], _round_up(k, _CHUNK)
-    num_groups = 1 if interpreting() else stage.num_groups
+    num_warpgroups = 1 if interpreting() else stage.num_warpgroups
     shape = num_rows, stage.num_tiles * padded
     lists = Outputs(
         numbers=jax.ShapeDtypeStruct(shape, jnp.int32),
@@ -170,7 +170,13 @@ def _launch(operands: Operands, k: int, stage: Stage, previous: Stage | None) ->
 
     def kernel(inputs: Operands, outputs: Outputs, scratch: Scratch) -> None:
         _select_kernel(
-            inputs, outputs, scratch, k=k, stage=stage, previous=previous, num_groups=num_groups
+            inputs,
+            outputs,
+            scratch,
+            k=k,
+            stage=stage,
+            previous=previous,
+            num_warpgroups=num_warpgroups,
         )
 
     kernel.__name__ = f"select_top_{k}_of_{stage.tile}" + ("_listed" if previous else "")
@@ -179,8 +185,8 @@ def _launch(operands: Operands, k: int, stage: Stage, previous: Stage | None) ->
         out_type=[lists],
         grid=(stage.num_tiles, num_rows),  # the last may exceed 65535
         grid_names=("tile", "row"),
-        num_threads=num_groups,
-        thread_name="group",
+        num_threads=num_warpgroups,
+        thread_name="warpgroup",
         scratch_types=[scratch],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(operands)
@@ -195,10 +201,10 @@ def _select_kernel(
     k: int,
     stage: Stage,
     previous: Stage | None,
-    num_groups: int,
+    num_warpgroups: int,
 ) -> None:
     listed_smem, steps_smem = scratch.listed_smem, scratch.steps_smem
-    row, tile, group = (lax.axis_index(name) for name in ("row", "tile", "group"))
+    row, tile, warpgroup = (lax.axis_index(name) for name in ("row", "tile", "warpgroup"))
     padded, width = listed_smem.shape[0], inputs.source.shape[1]
 
     # What this CTA selects from: `count` entries of the source from `start` on, among which lists
@@ -216,23 +222,25 @@ def _select_kernel(
 
     def clear_counts() -> None:
         for counts in scratch.counts_smem:
-            radix_steps.clear(counts, num_groups=num_groups)
+            radix_steps.clear(counts, num_warpgroups=num_warpgroups)
 
     # Counts are cleared while ranks are on their way from device memory.
-    ranks = _load(inputs.source, row, start, count, stage.tile, num_groups, meanwhile=clear_counts)
+    ranks = _load(
+        inputs.source, row, start, count, stage.tile, num_warpgroups, meanwhile=clear_counts
+    )
 
     @pl.when(jnp.logical_not(everything))
     def _():
         # All threads see zeros in the counts before any of them counts.
         radix_steps.synchronize()
         # All warpgroups take each step together, and get the same limit.
-        limit, need = _search(ranks, scratch.counts_smem, steps_smem, k, num_groups)
+        limit, need = _search(ranks, scratch.counts_smem, steps_smem, k, num_warpgroups)
         # Where no ties at the limit are to be counted, one bitmap is enough.
         for with_ties in (False, True):
             list_selected = functools.partial(
                 radix_steps.list_in_order,
                 *(ranks, limit, need, listed_smem, scratch.bitmap_smem, steps_smem),
-                num_groups=num_groups,
+                num_warpgroups=num_warpgroups,
                 with_ties=with_ties,
             )
             pl.when((need > 0) == with_ties)(list_selected)
@@ -243,27 +251,27 @@ def _select_kernel(
         # The list was complete for all threads when `list_in_order` came back.
         listed = plgpu.load(listed_smem.at[entries], layout=layout, optimized=False)
         entry = chunk * _CHUNK + plgpu.broadcasted_iota(jnp.int32, (_CHUNK,), 0, layout=layout)
-        place = entry
+        in_source = entry
         if previous is not None:  # of lists that are full, each as long as what it stands for
             list_number = lax.div(entry, jnp.int32(previous.span))
-            place = entry + list_number * (padded - previous.span)
+            in_source = entry + list_number * (padded - previous.span)
         # Where no more is visible than is wanted, nothing was searched: all of it is the selection.
-        place = jnp.where(everything, place, listed)
+        in_source = jnp.where(everything, in_source, listed)
         # A list ends at the k-th, or where nothing more is visible; -1 from there on.
-        place = jnp.where(entry < jnp.minimum(visible, k), place, -1)
+        in_source = jnp.where(entry < jnp.minimum(visible, k), in_source, -1)
         if previous is None:
-            numbers = jnp.where(place >= 0, place + start, -1)
+            numbers = jnp.where(in_source >= 0, in_source + start, -1)
         else:
-            numbers = load_ranks.load_listed(inputs.numbers, row, start, place)
+            numbers = load_ranks.load_listed(inputs.numbers, row, start, in_source)
             numbers = lax.bitcast_convert_type(numbers, jnp.int32)
         out = pl.ds(tile * padded + chunk * _CHUNK, _CHUNK)
         outputs.numbers.at[row, out][...] = numbers
         if outputs.ranks is not None:
-            listed_ranks = load_ranks.load_listed(inputs.source, row, start, place)
+            listed_ranks = load_ranks.load_listed(inputs.source, row, start, in_source)
             outputs.ranks.at[row, out][...] = listed_ranks
 
-    for first in range(0, padded // _CHUNK, num_groups):
-        chunk = first + group
+    for first in range(0, padded // _CHUNK, num_warpgroups):
+        chunk = first + warpgroup
         pl.when(chunk < padded // _CHUNK)(functools.partial(write, chunk))
 
 
@@ -273,13 +281,13 @@ def _load(
     start: jax.Array,
     count: jax.Array,
     tile: int,
-    num_groups: int,
+    num_warpgroups: int,
     *,
     meanwhile: Callable[[], None],
 ) -> jax.Array:
     """Ranks of a tile's first `count` entries, `ABSENT` beyond; `meanwhile` needs no `count`."""
     load = functools.partial(
-        load_ranks.load_ranks, source_gmem, row, start, n=tile, num_groups=num_groups
+        load_ranks.load_ranks, source_gmem, row, start, n=tile, num_warpgroups=num_warpgroups
     )
     if source_gmem.shape[1] == tile:  # does not wait for `count`
         loaded = load(count=None)
@@ -290,7 +298,7 @@ def _load(
 
 
 def _search(
-    ranks: jax.Array, counts_smem: list[Ref], steps_smem: Ref, k: int, num_groups: int
+    ranks: jax.Array, counts_smem: list[Ref], steps_smem: Ref, k: int, num_warpgroups: int
 ) -> tuple[jax.Array, jax.Array]:
     """Limit and need of the best k, digit by digit, as `radix_steps.narrow` describes them."""
     limit, need = jnp.uint32(0), jnp.int32(k)
@@ -302,14 +310,14 @@ def _search(
             scratch_smem=steps_smem,
             shift=shift,
             bits=bits,
-            num_groups=num_groups,
+            num_warpgroups=num_warpgroups,
         )
         limit, need = lax.cond(need > 0, narrow, lambda *settled: settled, limit, need)
     return limit, need
 
 
-def _num_groups(tile: int) -> int:
-    return max(1, min(MAX_GROUPS, tile // (ptx.THREADS * _ENTRIES_PER_THREAD)))
+def _num_warpgroups(tile: int) -> int:
+    return max(1, min(MAX_WARPGROUPS, tile // (ptx.THREADS * _ENTRIES_PER_THREAD)))
 
 
 def _round_up(a: int, b: int) -> int:

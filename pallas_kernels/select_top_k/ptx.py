@@ -162,9 +162,9 @@ def registers_of(array: mgpu.FragmentedArray) -> list[ir.Value]:
 
 def array_of(registers: Sequence[ir.Value], n: int) -> mgpu.FragmentedArray:
     """The `strided` u32[n] of which this thread holds these."""
-    one = ir.VectorType.get((1,), i32())
+    one_word = ir.VectorType.get((1,), i32())
     packed = np.empty(len(registers), dtype=object)
-    packed[:] = [vector.broadcast(one, register) for register in registers]
+    packed[:] = [vector.broadcast(one_word, register) for register in registers]
     return mgpu.FragmentedArray(_registers=packed, _layout=strided(n).to_mgpu(), _is_signed=False)
 
 

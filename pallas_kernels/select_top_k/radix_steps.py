@@ -24,7 +24,7 @@ SPARE = 4
 """Words of a digit's counts beyond them, where what is not counted goes."""
 
 
-def clear(ref: Ref, *, num_groups: int) -> None:
+def clear(ref: Ref, *, num_warpgroups: int) -> None:
     """Stores zeros in i32[n] of shared memory; `synchronize` before it is read."""
     if interpreting():
         ref[...] = jnp.zeros(ref.shape, jnp.int32)
@@ -39,7 +39,7 @@ def clear(ref: Ref, *, num_groups: int) -> None:
             [ptx.shared_address(ref)],
             ptx.i32(),
         )
-        for i in range(0, n, num_groups * ptx.THREADS):
+        for i in range(0, n, num_warpgroups * ptx.THREADS):
             ptx.ptx(
                 f".reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.lt.u32 p, t, {n - i};"
                 f"@p st.shared.b32 [$0 + {4 * i}], 0;",
@@ -70,7 +70,7 @@ def narrow(
     *,
     shift: int,
     bits: int,
-    num_groups: int,
+    num_warpgroups: int,
 ) -> tuple[jax.Array, jax.Array]:
     """Finds one more digit of the rank at which the selection ends.
 
@@ -86,7 +86,7 @@ def narrow(
       scratch_smem: i32[SCRATCH].
       shift: lowest bit of the digit.
       bits: width of the digit; 2**bits is a multiple of 128 * G.
-      num_groups: G.
+      num_warpgroups: G.
 
     Returns:
       limit u32[] and need i32[], the same in all threads.
@@ -107,7 +107,7 @@ def narrow(
         _count(ranks, limit, counts, shift=shift, bits=bits)
         # All warps' counts are in before one thread reads them.
         ptx.ptx(ptx.BARRIER)
-        _find(limit, need, counts, scratch, shift, per_thread=(1 << bits) // num_groups // 128)
+        _find(limit, need, counts, scratch, shift, per_thread=(1 << bits) // num_warpgroups // 128)
         # `_find` ends with a barrier: what its one thread stored is everyone's.
         results = ptx.ptx_many(f"ld.shared.v2.b32 {{$0, $1}}, [$2 + {_RESULTS}];", [scratch], 2)
         return ptx.scalar_of(results[0], signed=False), ptx.scalar_of(results[1], signed=True)
@@ -123,7 +123,7 @@ def list_in_order(
     bitmap_smem: Ref,
     scratch_smem: Ref,
     *,
-    num_groups: int,
+    num_warpgroups: int,
     with_ties: bool,
 ) -> None:
     """Lists the entries of ranks below `limit` and the first `need` of those at it, ascending.
@@ -135,19 +135,19 @@ def list_in_order(
       listed_smem: i32[K], at least as long as the list; not written beyond it.
       bitmap_smem: u32[2, n // 32].
       scratch_smem: i32[SCRATCH].
-      num_groups: G.
+      num_warpgroups: G.
       with_ties: whether `need` may be more than 0.
     """
     (share,) = ranks.shape
     if interpreting():
         at_limit = ranks == limit
         taken = (ranks < limit) | (at_limit & (jnp.cumsum(at_limit.astype(jnp.int32)) <= need))
-        place = jnp.where(taken, jnp.cumsum(taken.astype(jnp.int32)) - 1, listed_smem.shape[0])
+        to = jnp.where(taken, jnp.cumsum(taken.astype(jnp.int32)) - 1, listed_smem.shape[0])
         entry = jnp.arange(share, dtype=jnp.int32)
-        listed_smem[...] = listed_smem[...].at[place].set(entry, mode="drop")
+        listed_smem[...] = listed_smem[...].at[to].set(entry, mode="drop")
         return
     relations = ("lt", "eq") if with_ties else ("lt",)
-    plane_bytes = share * num_groups // 8
+    plane_bytes = share * num_warpgroups // 8
 
     @ptx.inline(arg_types=(ptx.strided(share), ptx.SCALAR, ptx.SCALAR, ptx.REF, ptx.REF, ptx.REF))
     def mark_and_list(_, ranks, limit, need, listed, bitmap, scratch):
@@ -304,7 +304,7 @@ def _list(
     before = ptx.exclusive_sum(ptx.add(counts), scratch)
     # Of the ties before a thread's own no more than `need` were listed: so many words it moves on.
     ties = ptx.ptx("shr.u32 $0, $1, 16;", [before], ptx.i32())
-    place = ptx.ptx(
+    address = ptx.ptx(
         ".reg .b32 a, b; and.b32 a, $1, 65535; min.s32 b, $2, $3; add.s32 a, a, b;"
         "mad.lo.u32 $0, a, 4, $4;",
         [before, ties, need, listed],
@@ -316,7 +316,7 @@ def _list(
     )
     # From the lowest bit of a word up, so that entries ascend.
     for i, words in enumerate(zip(below, at, strict=True)):
-        place, ties = ptx.ptx_many(
+        address, ties = ptx.ptx_many(
             ".reg .pred p, tie; .reg .b32 word, lowest, first, entry, place, ties;"
             "or.b32 word, $2, $3; mov.u32 place, $4; mov.u32 ties, $5; mov.u32 first, %tid.x;"
             f"mad.lo.u32 first, first, {per_thread}, {ptx.LANES * i};"
@@ -326,6 +326,6 @@ def _list(
             + "bfind.u32 entry, lowest; add.u32 entry, entry, first;"
             "st.shared.b32 [place], entry; add.u32 place, place, 4; bra NEXT${:uid};"
             "DONE${:uid}: mov.u32 $0, place; mov.u32 $1, ties;",
-            [*words, place, ties, need],
+            [*words, address, ties, need],
             2,
         )
