@@ -1044,14 +1044,14 @@ MUTATIONS = [
         (
             "a_launch_takes_rows_by_token_group_by_group",
             "product/triton_rows.py",
-            "if source.row_groups > 1:",
-            "if source.row_groups > 99:",
+            "if source.interleaved > 1:",
+            "if source.interleaved > 99:",
             "pallas_kernels/block_linear/test_by_token.py",
         ),
         (
             "columns_of_a_group_are_those_of_the_first",
             "product/triton_rows.py",
-            "lane // width * (count // source.column_groups) + row",
+            "lane // width * (count // source.column_runs) + row",
             "row",
             "pallas_kernels/block_linear/test_by_token.py",
         ),

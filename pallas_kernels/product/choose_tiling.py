@@ -316,7 +316,7 @@ def _choose_stages(shapes: Shapes, tiling: Tiling, *, fills: bool, few: bool) ->
     if few:
         stages = min(stages, _FEW_STAGES)
     elif stages > 3 and (tiling.persistent or shapes.is_mxfp4):
-        stages = 1 << (stages.bit_length() - 1)  # so that `Work.stage_of` is a mask
+        stages = pl.next_power_of_2(stages + 1) // 2  # so that `Work.stage_of` is a mask
     return max(2, stages)
 
 
@@ -335,7 +335,7 @@ def stages_that_fit(shapes: Shapes, tiling: Tiling, ctas_of_sm: int = 1) -> int:
 def _bytes_of(shapes: Shapes, tiling: Tiling) -> tuple[int, int]:
     """Bytes of shared memory that do not depend on the stages, and those of each stage."""
     # Fixed bytes and bytes of a stage follow from the sums for one and for two stages.
-    one, two = (
+    with_one, with_two = (
         shared_bytes(shapes, dataclasses.replace(tiling, stages=stages)) for stages in (1, 2)
     )
-    return 2 * one - two, two - one
+    return 2 * with_one - with_two, with_two - with_one

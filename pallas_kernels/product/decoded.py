@@ -1,6 +1,6 @@
 """Many rows, as they are, times block FP8: XLA multiplies what the codes stand for.
 
-The kernel takes such rows in two parts of E4M3, twice the products. From some rows on decoding the
+The kernel takes such rows in two terms of E4M3, twice the products. From some rows on decoding the
 weights takes less time than those: bf16 holds each value of a code with a scale of a power of two.
 Measurements: docs/kernels/block_linear.md.
 """

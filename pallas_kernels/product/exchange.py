@@ -98,12 +98,12 @@ def _load(source: Ref, shape: tuple[int, int], layout: Layout, num_threads: int)
         tiled = layout.to_mgpu()
         registers = np.empty(tiled.registers_shape(shape), dtype=object)
         pair = ir.VectorType.get((2,), ir.F32Type.get())
-        for place, address in zip(
+        for index, address in zip(
             np.ndindex(registers.shape),
             _own_pairs(source, registers.size, num_threads=num_threads),
             strict=True,
         ):
-            registers[place] = llvm.load(pair, address, alignment=8)
+            registers[index] = llvm.load(pair, address, alignment=8)
         return mgpu.FragmentedArray(_registers=registers, _layout=tiled, _is_signed=None)
 
     return read(source)

@@ -211,8 +211,8 @@ def _add_group(
 
 def _rows_of(work: Work, k_iter: jax.Array, g: int, term: int, rows: tuple[int, int]) -> Any:
     """A slice of a term of x, in shared memory."""
-    found = work.rows_of(k_iter, g, term)
-    return found if len(work.tiling.row_slices) == 1 else found.at[pl.ds(*rows)]
+    of_term = work.rows_of(k_iter, g, term)
+    return of_term if len(work.tiling.row_slices) == 1 else of_term.at[pl.ds(*rows)]
 
 
 def _activate(work: Work, accumulators: list[jax.Array], swiglu: SwiGLU, store: Any) -> None:

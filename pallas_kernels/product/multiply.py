@@ -86,9 +86,9 @@ def multiply_rows(
 
     See `block_linear.op.block_linears`; `tiling` and `core` are for tests and measurements.
     """
-    grouped = x.ndim == 3
-    if not grouped:
-        assert not isinstance(x, ByToken), "which is of groups"
+    is_stack = x.ndim == 3
+    if not is_stack:
+        assert not isinstance(x, ByToken), "which is of a stack"
         x, weights = x.reshape(1, *x.shape), list(map(_stack, weights))
     # A call that names a tiling or a core asks for the kernel; only one that names neither may be
     # XLA's.
@@ -124,7 +124,7 @@ def multiply_rows(
             results = take_apart(
                 sums, x, widths, norms=norms, eps=eps, dtype=dtype, in_parts=in_parts
             )
-    return results if grouped else [result.reshape(*result.shape[1:]) for result in results]
+    return results if is_stack else [result.reshape(*result.shape[1:]) for result in results]
 
 
 def swiglu_rows(

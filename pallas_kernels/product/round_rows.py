@@ -3,7 +3,7 @@
 A CTA's two consumers take groups of 128 inputs in turns, four rows at a time, a warp a row; of one
 or two rows, as long as no norm comes first, four or two groups at a time:
 
-    load      bf16, or f32 sums over splits that are added here; both may lie by groups
+    load      bf16, or f32 sums over splits that are added here; either by token or in runs, too
     norm      where that was left to this kernel; the mean is over all groups, in both consumers
     round     to E4M3 with a scale; unrounded rows in two terms, as in `common/rows.py`
     store     codes in the order in which the tensor core takes them, and scales
@@ -260,14 +260,14 @@ def _load(
             # Beyond the last row that one again: what is multiplied with it is not stored.
             row = arith.minsi(row, arith.subi(num_rows, mgpu.c(1, i32)))
             row = arith.addi(first, row)
-            if source.row_groups > 1:  # numbered group by group, and lying token by token
-                group, row = divided(row, count // source.row_groups)
-                row = arith.addi(arith.muli(row, mgpu.c(source.row_groups, i32)), group)
+            if source.interleaved > 1:  # numbered weight by weight, and lying token by token
+                weight, row = divided(row, count // source.interleaved)
+                row = arith.addi(arith.muli(row, mgpu.c(source.interleaved, i32)), weight)
             inner = arith.addi(column, inner)
-            if source.column_groups > 1:  # a row's columns lie in as many places
-                group, inner = divided(inner, dim)
-                of_group = mgpu.c(count // source.column_groups, i32)
-                row = arith.addi(arith.muli(group, of_group), row)
+            if source.column_runs > 1:  # a row's columns lie in as many runs
+                run, inner = divided(inner, dim)
+                of_run = mgpu.c(count // source.column_runs, i32)
+                row = arith.addi(arith.muli(run, of_run), row)
             row, inner = arith.extsi(i64, row), arith.extsi(i64, inner)
             if token:
                 row = arith.extsi(i64, llvm.load(i32, at(token[0], row, 4)))
@@ -293,17 +293,17 @@ def _load(
 def _interpret(
     work: Work, source: RawRows, first_row: int, column: jax.Array, groups: int
 ) -> jax.Array:
-    found, (_, count, dim) = [], source.values.shape
+    lines, (_, count, dim) = [], source.values.shape
     for line in range(_UNIT):
         row, group = divmod(line, groups)
         number = work.tile.first_row + jnp.minimum(first_row + row, work.tile.num_rows - 1)
         if source.token is not None:
             number = jnp.clip(source.token[number], 0, count - 1)
-        of_group = count // source.row_groups
-        number = number % of_group * source.row_groups + number // of_group
+        of_weight = count // source.interleaved
+        number = number % of_weight * source.interleaved + number // of_weight
         first = column + group * INPUTS
-        number = first // dim * (count // source.column_groups) + number
+        number = first // dim * (count // source.column_runs) + number
         columns = pl.ds(first % dim, INPUTS)
         parts = source.values[:, number, columns].astype(jnp.float32)
-        found.append(functools.reduce(jnp.add, list(parts)))
-    return jnp.stack(found).astype(jnp.bfloat16).astype(jnp.float32)
+        lines.append(functools.reduce(jnp.add, list(parts)))
+    return jnp.stack(lines).astype(jnp.bfloat16).astype(jnp.float32)

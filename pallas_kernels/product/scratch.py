@@ -136,7 +136,7 @@ def scratch_types(shapes: Shapes, tiling: Tiling) -> Scratch:
 def shared_bytes(shapes: Shapes, tiling: Tiling) -> int:
     """Bytes of the arrays in shared memory of a CTA; barriers have 8 bytes each beside them."""
     return sum(
-        math.prod(found.shape) * jnp.dtype(found.dtype).itemsize
-        for found in jax.tree.leaves(tuple(scratch_types(shapes, tiling)))
-        if getattr(found, "memory_space", None) == plgpu.MemorySpace.SMEM
+        math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
+        for leaf in jax.tree.leaves(tuple(scratch_types(shapes, tiling)))
+        if getattr(leaf, "memory_space", None) == plgpu.MemorySpace.SMEM
     )

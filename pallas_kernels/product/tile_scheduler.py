@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from pallas_kernels.product.call_shapes import Shapes
 from pallas_kernels.product.tiling import Tiling
@@ -80,8 +81,8 @@ class TileScheduler(NamedTuple):
         band, inside = _divide(inside, tiling.band * self.shapes.tiles_n)
         height = jnp.minimum(tiling.band, self.num_items - band * tiling.band)
         n_index, row = lax.div(inside, height), lax.rem(inside, height)
-        found = self.items.of(band * tiling.band + row, tiling.tile_m)
-        weight, first_row, target_row, num_rows = found
+        item = self.items.of(band * tiling.band + row, tiling.tile_m)
+        weight, first_row, target_row, num_rows = item
         num_rows = jnp.where(number < self.total, num_rows, 0)
         return Tile(split, n_index, weight, first_row, target_row, num_rows)
 
@@ -100,7 +101,7 @@ class TileScheduler(NamedTuple):
             return before + jnp.where(tile.num_rows > 0, k_iters, 0), following
 
         start = jnp.int32(0), self.tile_of(cta)
-        k_iters_of_all, _ = lax.fori_loop(0, -(-self.total // self.num_ctas), step, start)
+        k_iters_of_all, _ = lax.fori_loop(0, pl.cdiv(self.total, self.num_ctas), step, start)
         return k_iters_of_all
 
 

@@ -2,7 +2,7 @@
 
     round    a few groups of 128 inputs of a row, or of four where rows are many, per program; a row
              may be any of x's, so that an expert's tokens are gathered on the way, and x may come
-             in parts or lie by groups
+             in parts, by token or in runs
     pick     rows that are rounded already: eight groups of eight rows per program
 
 Dense weights take rows as they are, which XLA gathers. Bytes: those of x or of the codes that are
@@ -125,11 +125,11 @@ def pick_rows(
         group = start + jnp.arange(_PICKED_GROUPS, dtype=jnp.int32)[:, None]
         for term in map(jnp.int32, range(num_terms)):
             inside = live[:, None] & (word < width)
-            found = triton.load_where(codes, (term, source[:, None], word), inside)
-            triton.store_where(outputs[0], (term, row[:, None], word), found, inside)
+            picked = triton.load_where(codes, (term, source[:, None], word), inside)
+            triton.store_where(outputs[0], (term, row[:, None], word), picked, inside)
             inside = live[None] & (group < num_groups)
-            found = triton.load_where(scales, (term, group, source[None]), inside)
-            triton.store_where(outputs[1], (term, group, row[None]), found, inside)
+            picked = triton.load_where(scales, (term, group, source[None]), inside)
+            triton.store_where(outputs[1], (term, group, row[None]), picked, inside)
 
     def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
         first, start = pl.program_id(0) * _PICKED_ROWS, pl.program_id(1) * _PICKED_GROUPS
@@ -197,10 +197,10 @@ def _launch(
         if source.token is not None:
             # Tokens of nobody's rows are arbitrary: kept inside the array, whatever they are.
             taken = jnp.clip(triton.load_where(inputs[1], (row,), live), 0, count - 1)
-        if source.row_groups > 1:
-            # Rows are numbered group by group, and lie token by token.
-            of_one = count // source.row_groups
-            taken = taken % of_one * source.row_groups + taken // of_one
+        if source.interleaved > 1:
+            # Rows are numbered weight by weight, and lie token by token.
+            of_weight = count // source.interleaved
+            taken = taken % of_weight * source.interleaved + taken // of_weight
         size, spread = of_run
         # Each run of rows begins at a multiple of eight, for bulk copies.
         row = (row // size * spread + row % size if spread > size else row)[:, None]
@@ -218,14 +218,14 @@ def _launch(
         word = jnp.arange(_GROUPS * _WORDS, dtype=jnp.int32)
         # MXFP4's tiles keep the columns in the order in which threads load their codes: x takes
         # that order here, once, and the kernel moves nothing.
-        place = (program * _GROUPS * _WORDS + (_reordered(word) if reorders else word))[None]
+        to_word = (program * _GROUPS * _WORDS + (_reordered(word) if reorders else word))[None]
         for term in range(num_terms):
             code = triton.encode_e4m3(scaled)
             # Four codes a word, so that a thread stores words.
             packed = triton_codecs.pack(code.reshape(-1).astype(jnp.uint32), 8, 4)
-            written = live[:, None] & (place < num_groups * _WORDS)
+            written = live[:, None] & (to_word < num_groups * _WORDS)
             triton.store_where(
-                codes, (jnp.int32(term), row, place), packed.reshape(height, -1), written
+                codes, (jnp.int32(term), row, to_word), packed.reshape(height, -1), written
             )
             value = numbers.decode_ue8m0(scale)
             written = live[:, None] & (group < num_groups)
@@ -237,9 +237,9 @@ def _launch(
 
     def load(values: Ref, row: jax.Array, lane: jax.Array, inside: jax.Array) -> jax.Array:
         """Columns of rows, f32, the sums of splits rounded."""
-        if source.column_groups > 1:
-            # A row's columns lie in as many runs, the runs of one group of all rows together.
-            row, lane = lane // width * (count // source.column_groups) + row, lane % width
+        if source.column_runs > 1:
+            # A row's columns lie in as many runs, the first ones of all rows together.
+            row, lane = lane // width * (count // source.column_runs) + row, lane % width
         parts = [
             triton.load_where(values, (jnp.int32(split), row, lane), inside).astype(jnp.float32)
             for split in range(splits)

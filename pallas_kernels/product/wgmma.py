@@ -47,7 +47,7 @@ def begin(left: Ref | jax.Array, right: Ref, widths: Sequence[int]) -> list[jax.
       left: e4m3[64, 128] in shared memory, `SWIZZLED_BYTES`, or in `WGMMA_8BIT` layout.
       right: e4m3[..., 128] in shared memory, `SWIZZLED_BYTES`, N rows that follow each other, a
         multiple of 8 and at most 256.
-      widths: columns of each part of the result, which add up to N.
+      widths: columns of each result, which add up to N.
 
     Returns:
       f32[64, width] in WGMMA layout for each width; for `finish`.
@@ -71,15 +71,15 @@ def begin(left: Ref | jax.Array, right: Ref, widths: Sequence[int]) -> list[jax.
         if in_registers:
             # WGMMA_8BIT gives a thread the bytes that the instruction asks of it, four registers
             # for each 32 inputs: they are handed over as they are.
-            slices = [left[:, first : first + _STEP] for first in range(0, _INNER, _STEP)]
-            lefts = [[_word(r) for r in part.registers.flat] for part in slices]
+            steps = [left[:, first : first + _STEP] for first in range(0, _INNER, _STEP)]
+            lefts = [[_word(r) for r in step.registers.flat] for step in steps]
         else:
             lefts = [[step] for step in _steps(left)]
         sums = _issue(lefts, _steps(right), firsts[-1])
         # A thread has half as many sums as a product has columns: 64 rows in 128 threads.
-        parts = [sums[a // 2 : b // 2] for a, b in itertools.pairwise(firsts)]
+        of_results = [sums[a // 2 : b // 2] for a, b in itertools.pairwise(firsts)]
         return tuple(
-            _array(part, (_HEIGHT, width)) for part, width in zip(parts, widths, strict=True)
+            _array(some, (_HEIGHT, width)) for some, width in zip(of_results, widths, strict=True)
         )
 
     return list(issue(left, right))
@@ -163,14 +163,14 @@ def _issue(lefts: list[list[ir.Value]], rights: list[ir.Value], width: int) -> l
         ]
     lines += ["wgmma.commit_group.sync.aligned;", "}"]
     f32 = ir.F32Type.get()
-    found = llvm.inline_asm(
+    issued = llvm.inline_asm(
         llvm.StructType.get_literal([f32] * count),
         operands,
         "\n".join(lines),
         ",".join([*["=&f"] * count, *["r"] * len(operands)]),
         has_side_effects=True,
     )
-    return [llvm.extractvalue(f32, found, [i]) for i in range(count)]
+    return [llvm.extractvalue(f32, issued, [i]) for i in range(count)]
 
 
 def _array(sums: list[ir.Value], shape: tuple[int, int]) -> mgpu.FragmentedArray:

@@ -113,15 +113,15 @@ class Work:
 
     def tiles_of_weights(self, consumer: int | jax.Array) -> list[tuple[Any, jax.Array]]:
         """For each weight whether it has the consumer's tile, and that tile in it or any other."""
-        tile, found, first_tile = self.warpgroup_tile(consumer), [], 0
+        tile, tiles, first_tile = self.warpgroup_tile(consumer), [], 0
         if self.shapes.is_gated:
             return [(consumer == which, tile) for which in range(len(self.shapes.warpgroup_tiles))]
         for count in self.shapes.warpgroup_tiles:
             inside = tile - first_tile
             owns = (inside >= 0) & (inside < count)
-            found.append((owns, jnp.clip(inside, 0, count - 1)))
+            tiles.append((owns, jnp.clip(inside, 0, count - 1)))
             first_tile += count
-        return found
+        return tiles
 
     def codes_of(self, stage: jax.Array, consumer: int | jax.Array, g: int) -> Any:
         """A consumer's tile of the weights in shared memory, [64, group_k].
@@ -149,7 +149,7 @@ class Work:
     def scale_of_tile(self, consumer: int | jax.Array, group: jax.Array) -> jax.Array:
         """f32[]: block FP8's, of 128 outputs; to be asked for a k_iter ahead."""
         group = jnp.minimum(group, self.shapes.k_groups - 1)
-        found = jnp.float32(0)
+        scale = jnp.float32(0)
         tiles = self.tiles_of_weights(consumer)
         for scales, (owns, tile) in zip(self.inputs.scales, tiles, strict=True):
             if owns is False:
@@ -157,8 +157,8 @@ class Work:
             value = scales[self.tile.weight, lax.div(tile, GROUP_K // WARPGROUP_N), group]
             if value.dtype != jnp.float32:  # UE8M0: the exponent's bits
                 value = lax.bitcast_convert_type(value.astype(jnp.int32) << 23, jnp.float32)
-            found = value if len(tiles) == 1 or owns is True else jnp.where(owns, value, found)
-        return found
+            scale = value if len(tiles) == 1 or owns is True else jnp.where(owns, value, scale)
+        return scale
 
     def unpack(self, stage: jax.Array, g: int) -> tuple[jax.Array, jax.Array]:
         """The warpgroup's tile of MXFP4 as an operand, in `left_operand`'s order.
