@@ -1100,8 +1100,8 @@ MUTATIONS = [
         (
             "products_of_streams_with_two_parts_of_fn",
             "write_streams/triton_many.py",
-            "rest = rest - parts[-1]",
-            "rest = (rest - parts[-1]) * (len(parts) < 2)",
+            "rest = rest - terms[-1]",
+            "rest = (rest - terms[-1]) * (len(terms) < 2)",
             "pallas_kernels/write_streams",
         ),
         (

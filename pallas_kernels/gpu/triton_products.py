@@ -22,8 +22,8 @@ Ref = Any
 ROWS, _INPUTS = 16, 128
 """Of a tile; rows are the fewest that tensor cores take."""
 _LEAST_OUTPUTS = 16
-_F32_PARTS = 3
-"""Parts of 8 bits each, which hold all 24 of an f32."""
+_F32_TERMS = 3
+"""Terms of 8 bits each, which hold all 24 of an f32."""
 _NUM_WARPS, _NUM_STAGES = 4, 4
 
 
@@ -88,7 +88,7 @@ def _multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
     if weight.dtype == jnp.bfloat16:
         return multiply_bf16(weight)
     products, rest = [], weight
-    for _ in range(_F32_PARTS):
+    for _ in range(_F32_TERMS):
         # Eight bits of what is left; the difference is exact.
         rounded = triton.round_to_bf16(rest)
         products.append(multiply_bf16(rounded.astype(jnp.bfloat16)))

@@ -1,9 +1,9 @@
 """Many tokens' `write_streams`: a Triton kernel writes the streams, which are multiplied then.
 
     some columns of a token's output and streams     -> the same columns of all streams after it
-    the streams, times fn in three parts in bf16     -> parts of each product
+    the streams, times fn in three terms in bf16     -> parts of each product
 
-The parts of fn add up to it, and products of bf16 are exact in f32. Up to 256 tokens are multiplied
+The terms of fn add up to it, and products of bf16 are exact in f32. Up to 256 tokens are multiplied
 by `gpu.triton_products`, more by cuBLAS.
 
 Bytes: the output and the streams in, the streams out; the streams once more for the product.
@@ -26,8 +26,8 @@ from pallas_kernels.write_streams.reference import Arguments
 Ref = Any
 _COLUMNS = 1024
 _NUM_WARPS = 4
-_FN_PARTS = 3
-"""Parts of 8 bits each, which hold all 24 of an f32."""
+_FN_TERMS = 3
+"""Terms of 8 bits each, which hold all 24 of an f32."""
 _MOST_OF_KERNEL, _KERNEL_PARTS = 256, 64
 """Tokens that Triton multiplies, and the parts of their products."""
 _SUMS = 16
@@ -87,12 +87,12 @@ def _products(fn: jax.Array, streams: jax.Array) -> jax.Array:
     """f32[R, S * D] times bf16[T, S, D] -> f32[T, P, R]."""
     (num_rows, length), count = fn.shape, streams.shape[0]
     sums = math.gcd(length, _SUMS)
-    parts, rest = [], fn
-    for _ in range(_FN_PARTS):
+    terms, rest = [], fn
+    for _ in range(_FN_TERMS):
         # Not a conversion to bf16 and back, which XLA may leave out.
-        parts.append(jax.lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7))
-        rest = rest - parts[-1]
-    weight = jnp.concatenate(parts).astype(jnp.bfloat16).reshape(-1, sums, length // sums)
+        terms.append(jax.lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7))
+        rest = rest - terms[-1]
+    weight = jnp.concatenate(terms).astype(jnp.bfloat16).reshape(-1, sums, length // sums)
     # Short sums, 16 of each product, which the reader adds up in f32.
     products = jnp.einsum(
         "tsc,rsc->tsr",
@@ -100,4 +100,4 @@ def _products(fn: jax.Array, streams: jax.Array) -> jax.Array:
         weight,
         preferred_element_type=jnp.float32,
     )
-    return products.reshape(count, sums * _FN_PARTS, num_rows)
+    return products.reshape(count, sums * _FN_TERMS, num_rows)
