@@ -771,7 +771,7 @@ MUTATIONS = [
         (
             "experts_lose_the_last_tile",
             "expert_mlp/worklist.py",
-            "tiles_of = -(-counts // tile_rows)",
+            "tiles_of = pl.cdiv(counts, tile_rows)",
             "tiles_of = jnp.maximum(counts // tile_rows, jnp.minimum(counts, 1))",
             "pallas_kernels/expert_mlp",
         ),

@@ -52,7 +52,7 @@ def sort_many_pairs(
 
         return jax.lax.fori_loop(0, num_parts, run, carry)
 
-    def count(inputs: list[Ref], outputs: list[Ref]) -> None:
+    def count_pairs(inputs: list[Ref], outputs: list[Ref]) -> None:
         (ids,), (counts,) = inputs, outputs
         expert = pl.program_id(0)
 
@@ -62,15 +62,15 @@ def sort_many_pairs(
 
         counts[expert] = each_part(ids, expert, add, jnp.int32(0))
 
-    def place(inputs: list[Ref], outputs: list[Ref]) -> None:
+    def place_pairs(inputs: list[Ref], outputs: list[Ref]) -> None:
         ids, weights, counts = inputs
         token, row, tile_expert, first, tile_rows_of, share = outputs
         expert = pl.program_id(0)
         number = jnp.arange(width, dtype=jnp.int32)
         is_below = number < expert
         below = triton.load_where(counts, (number,), is_below)
-        first_row = jnp.sum(-(-below // ALIGNMENT) * ALIGNMENT)
-        first_tile = jnp.sum(-(-below // tile_rows))
+        first_row = jnp.sum(pl.cdiv(below, ALIGNMENT) * ALIGNMENT)
+        first_tile = jnp.sum(pl.cdiv(below, tile_rows))
         total = counts[expert]
 
         def give(pair: jax.Array, has_it: jax.Array, before: jax.Array) -> jax.Array:
@@ -86,7 +86,7 @@ def sort_many_pairs(
         each_part(ids, expert, give, jnp.int32(0))
         # The last program has the pairs of no expert, and writes the tiles that nobody needs.
         is_expert = expert < num_experts
-        num_own = jnp.where(is_expert, -(-total // tile_rows), num_tiles - first_tile)
+        num_own = jnp.where(is_expert, pl.cdiv(total, tile_rows), num_tiles - first_tile)
 
         def write(step: jax.Array, carry: jax.Array) -> jax.Array:
             tile = step * _TILES + jnp.arange(_TILES, dtype=jnp.int32)
@@ -101,14 +101,14 @@ def sort_many_pairs(
                 triton.store_where(target, (at,), jnp.where(is_expert, values, nothing), exists)
             return carry
 
-        jax.lax.fori_loop(0, -(-num_own // _TILES), write, jnp.int32(0))
+        jax.lax.fori_loop(0, pl.cdiv(num_own, _TILES), write, jnp.int32(0))
 
     def integers(size: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((size,), jnp.int32)
 
     ids, programs = expert_ids.reshape(-1), (num_experts + 1,)
     [counts] = triton.launch(
-        count,
+        count_pairs,
         grid=programs,
         inputs=[ids],
         outputs=[integers(num_experts + 1)],
@@ -116,7 +116,7 @@ def sort_many_pairs(
         name="count_pairs",
     )
     token, row, *items, share = triton.launch(
-        place,
+        place_pairs,
         grid=programs,
         inputs=[ids, expert_weights.reshape(-1), counts],
         outputs=[

@@ -73,10 +73,10 @@ def unpack_to_fp8(weight: MXFP4) -> BlockFP8:
         word = jnp.arange(_WORDS, dtype=jnp.int32)
         everywhere = jnp.ones((FP8_BLOCK, _WORDS), jnp.bool_)
         # MXFP4's tiles have 64 rows: a block of FP8 has two of them, one above the other.
-        place = (block * (FP8_BLOCK // ROWS) + row // ROWS, column, row % ROWS)
-        of_row = triton.load_where(scales, place, jnp.ones(FP8_BLOCK, jnp.bool_))
-        places = (*(i[:, None] if i.ndim else i for i in place), word[None])
-        eight = triton.load_where(codes, places, everywhere)  # on its way while threads agree
+        of_tile = (block * (FP8_BLOCK // ROWS) + row // ROWS, column, row % ROWS)
+        of_row = triton.load_where(scales, of_tile, jnp.ones(FP8_BLOCK, jnp.bool_))
+        of_words = (*(i[:, None] if i.ndim else i for i in of_tile), word[None])
+        eight = triton.load_where(codes, of_words, everywhere)  # on its way while threads agree
         largest = jnp.max(unpack_mxfp4.largest_scale(of_row))
         largest = jnp.maximum(largest, _HEADROOM_BITS + 1)  # less than 2^-120 is rounded to 0
         # Four words have a group's 32 codes; the group's scale is a byte of the row's word.
@@ -120,12 +120,12 @@ def _unpack(words: jax.Array, low: jax.Array, high: jax.Array) -> list[jax.Array
             triton.inline_lines(text, [words, low, high], "=r,r,r,r", pack=1, dtype=jnp.int32)
             for text in (_LOWER, _UPPER)
         ]
-    found = []
+    unpacked = []
     for first, signs in ((0, words), (16, words << 4)):
         four = signs & _SIGNS
         for i in range(4):
             code = (words >> (first + 4 * i)) & 7
             half = jnp.where(code < 4, low, high)
             four |= ((half >> (8 * (code & 3))) & 255) << (8 * i)
-        found.append(four)
-    return found
+        unpacked.append(four)
+    return unpacked

@@ -54,32 +54,32 @@ def sort_few_pairs(
             return jnp.where((expert_id >= 0) & (expert_id < num_experts), expert_id, num_experts)
 
         def others(step: jax.Array) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
-            """Some pairs: number, place in memory, and key; E + 1 beyond the last."""
+            """Some pairs: number, address and key; E + 1 beyond the last."""
             numbers = [step * _AT_ONCE + i for i in range(_AT_ONCE)]
-            places = [jnp.minimum(number, num_pairs - 1) for number in numbers]
+            addresses = [jnp.minimum(number, num_pairs - 1) for number in numbers]
             keys = [
-                jnp.where(number < num_pairs, key(ids[place]), num_experts + 1)
-                for number, place in zip(numbers, places, strict=True)
+                jnp.where(number < num_pairs, key(ids[address]), num_experts + 1)
+                for number, address in zip(numbers, addresses, strict=True)
             ]
-            return list(zip(numbers, places, keys, strict=True))
+            return list(zip(numbers, addresses, keys, strict=True))
 
         keys = key(triton.load_where(ids, (pair,), is_pair))
         keys = jnp.where(is_pair, keys, num_experts + 1)
 
-        def compare(step: jax.Array, found: jax.Array) -> jax.Array:
+        def compare(step: jax.Array, counted: jax.Array) -> jax.Array:
             for number, _, other in others(step):
                 # Two counts in one word, below 2^16 each: those of the same expert, and of them the
                 # ones before.
-                one = jnp.where(number < pair, 1 + _SECOND, 1)
-                found += jnp.where(other == keys, one, 0)
-            return found
+                added = jnp.where(number < pair, 1 + _SECOND, 1)
+                counted += jnp.where(other == keys, added, 0)
+            return counted
 
         steps, zeros = pl.cdiv(num_pairs, _AT_ONCE), jnp.zeros(width, jnp.int32)
         of_expert, before = _apart(jax.lax.fori_loop(0, steps, compare, zeros))
         # The first pair of each expert answers for all of its rows and tiles.
         leads = (before == 0) & is_pair
-        rows = jnp.where(leads, -(-of_expert // ALIGNMENT) * ALIGNMENT, 0)
-        tiles = jnp.where(leads & (keys < num_experts), -(-of_expert // tile_rows), 0)
+        rows = jnp.where(leads, pl.cdiv(of_expert, ALIGNMENT) * ALIGNMENT, 0)
+        tiles = jnp.where(leads & (keys < num_experts), pl.cdiv(of_expert, tile_rows), 0)
         triton.store_where(taken_ref, (pair,), rows + tiles * _SECOND, is_pair)
         # Stored by one thread each and read by all: through memory, since threads hold a pair each.
         triton.wait_for_all_threads()
@@ -88,18 +88,18 @@ def sort_few_pairs(
             step: jax.Array, carry: tuple[jax.Array, jax.Array]
         ) -> tuple[jax.Array, jax.Array]:
             lower, total = carry
-            for number, place, other in others(step):
-                taken = jnp.where(number < num_pairs, taken_ref[place], 0)
+            for number, address, other in others(step):
+                taken = jnp.where(number < num_pairs, taken_ref[address], 0)
                 lower += jnp.where(other < keys, taken, 0)
                 total += taken
             return lower, total
 
         lower, total = jax.lax.fori_loop(0, steps, add_lower, (zeros, jnp.int32(0)))
         (first_row, first_tile), (_, num_used) = _apart(lower), _apart(total)
-        place = first_row + before
-        triton.store_where(row, (pair,), place, is_pair)
-        triton.store_where(token, (place,), pair // picks, is_pair)
-        triton.store_where(share, (place,), triton.load_where(weights, (pair,), is_pair), is_pair)
+        own_row = first_row + before
+        triton.store_where(row, (pair,), own_row, is_pair)
+        triton.store_where(token, (own_row,), pair // picks, is_pair)
+        triton.store_where(share, (own_row,), triton.load_where(weights, (pair,), is_pair), is_pair)
         inside = before % tile_rows
         begins = (inside == 0) & (keys < num_experts)
         tile = first_tile + before // tile_rows
@@ -109,7 +109,7 @@ def sort_few_pairs(
         is_empty = (empty >= num_used) & (empty < num_tiles)
         for target, values, nothing in (
             (expert, keys, num_experts - 1),
-            (first, place, 0),
+            (first, own_row, 0),
             (count, left, 0),
         ):
             triton.store_where(target, (tile,), values, begins)

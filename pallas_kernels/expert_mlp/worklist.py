@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 ALIGNMENT = 8
 """Of an expert's first row: bulk copies take eight rows together."""
@@ -68,18 +69,18 @@ def sort_pairs(expert_ids: jax.Array, num_experts: int, tile_rows: int) -> Workl
         mine, other = keys[:, None], keys[None]
         # By expert, then by token: each pair's place is the number of pairs before it.
         before = (other < mine) | ((other == mine) & (pairs[None] < pairs[:, None]))
-        place = jnp.sum(before, axis=1, dtype=jnp.int32)
+        rank = jnp.sum(before, axis=1, dtype=jnp.int32)
     else:
         order = jnp.argsort(keys, stable=True).astype(jnp.int32)
-        place = jnp.zeros(num_pairs, jnp.int32).at[order].set(pairs)
+        rank = jnp.zeros(num_pairs, jnp.int32).at[order].set(pairs)
     # Not a binary search: XLA's is a loop that the host drives.
     starts = jnp.sum(keys[None] < experts[:, None], axis=1, dtype=jnp.int32)
     counts = starts[1:] - starts[:-1]
-    ends = jnp.cumsum(-(-counts // ALIGNMENT) * ALIGNMENT)
+    ends = jnp.cumsum(pl.cdiv(counts, ALIGNMENT) * ALIGNMENT)
     first_row = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
-    row = first_row[keys] + place - starts[keys]
+    row = first_row[keys] + rank - starts[keys]
     token = jnp.zeros(max_rows(num_pairs, num_experts), jnp.int32).at[row].set(pairs // picks)
-    tiles_of = -(-counts // tile_rows)
+    tiles_of = pl.cdiv(counts, tile_rows)
     first_tile = jnp.cumsum(tiles_of) - tiles_of
     num_tiles = max_tiles(num_pairs, num_experts, tile_rows)
     number = jnp.arange(num_tiles, dtype=jnp.int32)
