@@ -90,28 +90,28 @@ def append_tokens(arguments: Arguments) -> tuple[tuple[Planes, ...], jax.Array |
     num_tiles = 0 if running is None else running.shape[3] // _channel_tile(running.shape[3])[0]
 
     def kernel(inputs: _Operands, kept: _Kept) -> None:
-        row, place = pl.program_id(0), pl.program_id(1)
+        row, back = pl.program_id(0), pl.program_id(1)
         layer, slot = inputs.layer[0], inputs.slots[row]
         segment = _Segment(inputs.lengths[row], inputs.counts[row], inputs.offsets[row])
         length, count, offset = segment
-        # Places count from the segment's last token back: a ring keeps the first so many.
-        token, position = offset + count - 1 - place, length + count - 1 - place
+        # Programs count from the segment's last token back: a ring keeps the first so many.
+        token, position = offset + count - 1 - back, length + count - 1 - back
         for ring, new, limit in zip(kept.rings, inputs.rows, limits, strict=True):
             for name, target in ring.items():
                 at = (layer, jnp.maximum(slot, 0), position % target.shape[2])
-                pl.when((slot >= 0) & (place < jnp.minimum(count, limit)))(
+                pl.when((slot >= 0) & (back < jnp.minimum(count, limit)))(
                     functools.partial(triton.copy_row, new[name], (token,), target, at)
                 )
         # Programs after those of tokens fold a tile of channels each.
         if kept.running is not None:
-            pl.when((slot >= 0) & (count > 0) & (place >= last))(
+            pl.when((slot >= 0) & (count > 0) & (back >= last))(
                 functools.partial(
                     _fold_open_window,
                     kept.running,
                     (layer, jnp.maximum(slot, 0)),
                     inputs.projections,
                     segment,
-                    place - last,
+                    back - last,
                     compression_ratio=compression_ratio,
                     chunk=min(_CHUNK, max_count, compression_ratio),
                 )

@@ -32,7 +32,7 @@ def encode(values: jax.Array) -> jax.Array:
         i32 = ir.IntegerType.get_signless(32)
         # The first operand of `cvt` becomes the upper byte.
         f8 = ir.VectorType.get((values.layout.vector_length,), ir.Float8E4M3FNType.get())
-        one = ir.VectorType.get((1,), i32)
+        one_word = ir.VectorType.get((1,), i32)
         asm = """{
           .reg .b16 low, high;
           cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
@@ -40,14 +40,14 @@ def encode(values: jax.Array) -> jax.Array:
           mov.b32 $0, {low, high};
         }"""
         registers = np.empty(values.registers.shape, dtype=object)
-        for place, register in np.ndenumerate(values.registers):
+        for index, register in np.ndenumerate(values.registers):
             numbers = [vector.extract(register, [], [i]) for i in range(f8.shape[0])]
             words = [
                 llvm.inline_asm(i32, numbers[i : i + 4], asm, "=r,f,f,f,f")
                 for i in range(0, len(numbers), 4)
             ]
-            packed = mgpu.utils.vector_concat([vector.broadcast(one, word) for word in words])
-            registers[place] = mgpu.utils.bitcast(packed, f8)
+            packed = mgpu.utils.vector_concat([vector.broadcast(one_word, word) for word in words])
+            registers[index] = mgpu.utils.bitcast(packed, f8)
         return mgpu.FragmentedArray(_registers=registers, _layout=values.layout, _is_signed=None)
 
     return convert(values)
@@ -66,7 +66,7 @@ def decode(codes: jax.Array) -> jax.Array:
         halves = ir.VectorType.get((2,), ir.F16Type.get())
         wide = ir.VectorType.get((2,), f32)
         registers = np.empty(codes.registers.shape, dtype=object)
-        for place, register in np.ndenumerate(codes.registers):
+        for index, register in np.ndenumerate(codes.registers):
             word, pairs = mgpu.utils.bitcast(register, i32), []
             for which in ("low", "high"):
                 asm = f"""{{
@@ -76,7 +76,7 @@ def decode(codes: jax.Array) -> jax.Array:
                 }}"""
                 pair = mgpu.utils.bitcast(llvm.inline_asm(i32, [word], asm, "=r,r"), halves)
                 pairs.append(arith.extf(wide, pair))
-            registers[place] = mgpu.utils.vector_concat(pairs)
+            registers[index] = mgpu.utils.vector_concat(pairs)
         return mgpu.FragmentedArray(_registers=registers, _layout=codes.layout, _is_signed=None)
 
     return convert(codes)

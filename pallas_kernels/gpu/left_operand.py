@@ -71,10 +71,10 @@ def store_columns(
     def store(_, target, rows):
         i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
         base = llvm.addrspacecast(llvm.PointerType.get(3), mgpu.utils.memref_ptr(target))
-        places = rows.layout.thread_idxs(shape)
+        coordinates = rows.layout.thread_idxs(shape)
         (apart, *_), _ = ir.MemRefType(target.type).get_strides_and_offset()
-        for register, place in zip(rows.registers.flat, places, strict=True):
-            row, column = (arith.index_cast(i32, i) for i in place)
+        for register, coordinate in zip(rows.registers.flat, coordinates, strict=True):
+            row, column = (arith.index_cast(i32, i) for i in coordinate)
             group = arith.remui(row, mgpu.c(groups, i32))
             row = arith.divui(row, mgpu.c(groups, i32))
             row = arith.addi(row, mgpu.c(first_row, i32))

@@ -91,10 +91,10 @@ def swap_neighbours(values: jax.Array, layout: Layout) -> jax.Array:
     )
     def swap(_, values):
         registers = np.empty(values.registers.shape, dtype=object)
-        for place, register in np.ndenumerate(values.registers):
+        for index, register in np.ndenumerate(values.registers):
             # Neighbouring columns are in one register: no lane gives anything to another.
-            places = [i ^ 1 for i in range(ir.VectorType(register.type).shape[0])]
-            registers[place] = vector.shuffle(register, register, places)
+            swapped = [i ^ 1 for i in range(ir.VectorType(register.type).shape[0])]
+            registers[index] = vector.shuffle(register, register, swapped)
         return mgpu.FragmentedArray(
             _registers=registers, _layout=values.layout, _is_signed=values.is_signed
         )

@@ -68,12 +68,12 @@ def load_indexed_rows(
         # Row numbers are beside each register now, so that a thread knows which row it is to fill
         # it from.
         columns = tiled.thread_idxs(shape)
-        for place, (_, column) in zip(np.ndindex(index.shape), columns, strict=True):
-            *tile, half, _ = place
+        for at, (_, column) in zip(np.ndindex(index.shape), columns, strict=True):
+            *tile, half, _ = at
             if half:  # loaded together with its left neighbour
                 continue
             column = arith.addi(column, mgpu.c(start, column.type))
-            row = _Row.find(refs, source[place], index[place], all_present=False)
+            row = _Row.find(refs, source[at], index[at], all_present=False)
             # A lane's 16 neighbouring columns at once, of which the layout has two vectors of
             # eight.
             loaded = row.load(column, halves * length)
@@ -125,12 +125,12 @@ def load_indexed_words(
         # Lanes that share a row ask for the same word, which is one access of the warp.
         one_word = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
         registers = np.empty(index.registers.shape, dtype=object)
-        for place in np.ndindex(registers.shape):
+        for at in np.ndindex(registers.shape):
             row = _Row.find(
-                refs, source.registers[place], index.registers[place], all_present=all_present
+                refs, source.registers[at], index.registers[at], all_present=all_present
             )
             loaded = row.load(column, count)
-            registers[place] = mgpu.utils.bitcast(loaded, one_word)
+            registers[at] = mgpu.utils.bitcast(loaded, one_word)
         return mgpu.FragmentedArray(_registers=registers, _layout=index.layout, _is_signed=True)
 
     return load(list(sources), source, index)
@@ -156,15 +156,15 @@ def prefetch_rows(planes: Sequence[Sequence[Ref]], source: jax.Array, index: jax
             rows.broadcast_in_dim(shape, (0,), tiled).registers for rows in (index, source)
         )
         columns = tiled.thread_idxs(shape)
-        for place, (_, column) in zip(np.ndindex(index.shape), columns, strict=True):
-            if place[-2]:  # the right half of what its neighbour stands for
+        for at, (_, column) in zip(np.ndindex(index.shape), columns, strict=True):
+            if at[-2]:  # the right half of what its neighbour stands for
                 continue
             # A row's four lanes have columns 0, 16, 32 and 48: as bytes 0, 128, 256 and 384, where
             # lines begin.
             line = arith.muli(column, mgpu.c(lanes * LINE_BYTES // shape[1], column.type))
             for first in range(0, len(refs), count):
                 sources = refs[first : first + count]
-                row = _Row.find(sources, source[place], index[place], all_present=False)
+                row = _Row.find(sources, source[at], index[at], all_present=False)
                 row.prefetch(line, lanes)
 
     prefetch([ref for sources in planes for ref in sources], source, index)
@@ -217,13 +217,13 @@ def store_run(target: Ref, first: jax.Array, values: jax.Array, layout: Layout) 
         base = llvm.addrspacecast(llvm.PointerType.get(1), mgpu.utils.memref_ptr(target))
         # A row's value is in several lanes, which store the same word to the same address.
         offset = arith.muli(arith.extsi(i64, first.registers.flat[0]), mgpu.c(4, i64))
-        for place, (row,) in zip(
+        for at, (row,) in zip(
             np.ndindex(values.registers.shape), tiled.thread_idxs(values.shape), strict=True
         ):
             mine = arith.muli(arith.index_cast(i64, row), mgpu.c(4, i64))
             address = mgpu.utils.getelementptr(base, [mine], byte)
             address = mgpu.utils.getelementptr(address, [offset], byte)
-            llvm.store(vector.extract(values.registers[place], [], [0]), address, alignment=4)
+            llvm.store(vector.extract(values.registers[at], [], [0]), address, alignment=4)
 
     write(target, jnp.int32(first), values)
 
@@ -370,8 +370,8 @@ def _words_of(
         result, list(operands), text, ",".join(constraints), has_side_effects=True
     )
     parts = [llvm.extractvalue(i32, given, [i]) for i in range(count)] if count > 1 else [given]
-    one = ir.VectorType.get((1,), i32)
-    return [vector.broadcast(one, part) for part in parts]
+    one_word = ir.VectorType.get((1,), i32)
+    return [vector.broadcast(one_word, part) for part in parts]
 
 
 def _interpret_gather(sources: Sequence[Ref], source: jax.Array, index: jax.Array) -> jax.Array:

@@ -310,8 +310,8 @@ def load_row(
     # A row that fills its lanes has no mask, and nothing stands in the way of wide loads.
     other = None if mask is None else 0
     policy = "evict_first" if last else None
-    place = ref.at[(*_as_arrays(index), columns)]
-    return pltri.load(place, mask=mask, other=other, eviction_policy=policy)
+    columns_of_row = ref.at[(*_as_arrays(index), columns)]
+    return pltri.load(columns_of_row, mask=mask, other=other, eviction_policy=policy)
 
 
 def store_row(

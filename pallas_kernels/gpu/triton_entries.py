@@ -142,14 +142,14 @@ def _load_scales(
     if not isinstance(codec, GroupedFP8Codec):
         return jnp.broadcast_to(_read_word(sources, "inv_scale")[:, None], shape)
     group = lax.div(jnp.arange(shape[1], dtype=jnp.int32) * _CODES_PER_WORD, codec.group)
-    place, number = lax.div(group, _CODES_PER_WORD), lax.rem(group, _CODES_PER_WORD)
+    word_number, number = lax.div(group, _CODES_PER_WORD), lax.rem(group, _CODES_PER_WORD)
     num_groups = pl.cdiv(nope_dim, codec.group)
     # A row's few words of scales are loaded whole, and chosen by column: a gather would ask per
     # code.
     words = jnp.zeros(shape, jnp.uint32)
     for n in range(pl.cdiv(num_groups, _CODES_PER_WORD)):
         word = jnp.broadcast_to(_read_word(sources, "scale", n)[:, None], shape)
-        words = jnp.where((place == n)[None], word, words)
+        words = jnp.where((word_number == n)[None], word, words)
     return numbers.decode_ue8m0(_byte(words, number[None]))
 
 
@@ -158,10 +158,10 @@ def _read(sources: Sequence[Source], name: str, count: int) -> jax.Array:
     column = jnp.arange(pl.next_power_of_2(count), dtype=jnp.int32)
     values = None
     for planes, row, present in sources:
-        place = (*(i[:, None] if i.ndim else i for i in row), column[None])
-        found = triton.load_where(planes[name], place, present[:, None] & (column < count)[None])
+        at = (*(i[:, None] if i.ndim else i for i in row), column[None])
+        loaded = triton.load_where(planes[name], at, present[:, None] & (column < count)[None])
         # A row is in one source at most; the others' masked loads gave it zeros.
-        values = found if values is None else jnp.where(present[:, None], found, values)
+        values = loaded if values is None else jnp.where(present[:, None], loaded, values)
     assert values is not None
     return values
 
@@ -170,9 +170,9 @@ def _read_word(sources: Sequence[Source], name: str, *column: int) -> jax.Array:
     """[n], one element of each row from the source that has it."""
     values = None
     for planes, row, present in sources:
-        place = (*row, *(jnp.int32(c) for c in column))
-        found = triton.load_where(planes[name], place, present)
-        values = found if values is None else jnp.where(present, found, values)
+        at = (*row, *(jnp.int32(c) for c in column))
+        loaded = triton.load_where(planes[name], at, present)
+        values = loaded if values is None else jnp.where(present, loaded, values)
     assert values is not None
     return values
 

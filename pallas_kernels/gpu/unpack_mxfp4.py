@@ -83,13 +83,13 @@ def _largest(words: jax.Array, *, of_pairs: bool) -> jax.Array:
     )
     def find(_, words):
         i32 = ir.IntegerType.get_signless(32)
-        one = ir.VectorType.get((1,), i32)
+        one_word = ir.VectorType.get((1,), i32)
         # `ROW` gives a thread rows i and i + 32, a register each.
         of_thread = [vector.extract(register, [], [0]) for register in words.registers.flat]
         together = [of_thread] if of_pairs else [[word] for word in of_thread]
-        found = [vector.broadcast(one, _largest_of(some)) for some in together]
+        maxima = [vector.broadcast(one_word, _largest_of(some)) for some in together]
         registers = np.empty(words.registers.shape, dtype=object)
-        registers.flat[:] = found * (registers.size // len(found))
+        registers.flat[:] = maxima * (registers.size // len(maxima))
         return mgpu.FragmentedArray(_registers=registers, _layout=words.layout, _is_signed=True)
 
     return find(words)
@@ -153,8 +153,8 @@ def unpack(
                 for word in (2 * half, 2 * half + 1):
                     eight = vector.extract(packed, [], [word])
                     bytes_of += _four_and_four(eight, low, high)
-                one = ir.VectorType.get((1,), i32)
-                whole = mgpu.utils.vector_concat([vector.broadcast(one, b) for b in bytes_of])
+                one_word = ir.VectorType.get((1,), i32)
+                whole = mgpu.utils.vector_concat([vector.broadcast(one_word, b) for b in bytes_of])
                 registers[row, 0, 0, 0, 0, half, 0] = mgpu.utils.bitcast(whole, f8)
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 

@@ -107,8 +107,8 @@ def joined_linears(arguments: Arguments) -> list[jax.Array]:
             total = jnp.sum(sums[row], axis=1)
             if bias is not None:
                 # The table recurs along the sequence.
-                place = positions[jnp.int32(row)] % bias.shape[0]
-                total = total + triton.load_where(bias, (place, out), exists)
+                bias_row = positions[jnp.int32(row)] % bias.shape[0]
+                total = total + triton.load_where(bias, (bias_row, out), exists)
             triton.store_where(result, (jnp.int32(row), out), total.astype(result.dtype), exists)
 
     return triton.launch(

@@ -61,8 +61,8 @@ def multiply(
     total = jax.lax.fori_loop(0, pl.cdiv(dim, _INPUTS), add_run, zeros)
     here = is_row[:, None] & exists[None]
     if bias is not None:
-        place = triton.load_where(positions, (row,), is_row) % bias.shape[0]
-        total = total + triton.load_where(bias, (place[:, None], out[None]), here)
+        bias_row = triton.load_where(positions, (row,), is_row) % bias.shape[0]
+        total = total + triton.load_where(bias, (bias_row[:, None], out[None]), here)
     triton.store_where(result, (row[:, None], out[None]), total.astype(result.dtype), here)
 
 

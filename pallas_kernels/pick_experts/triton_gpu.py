@@ -59,13 +59,13 @@ def pick_experts(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
             ranked = jnp.where(exists, ranked, -jnp.inf)
         # One expert after the other: the largest that is left, of equals the lowest number.
         picked, total = [], jnp.float32(0)
-        for place in range(count):
+        for pick in range(count):
             if inputs.expert_ids is None:
                 # Over all threads of the program: everyone knows the winner, and takes it out.
                 best = jnp.argmax(ranked).astype(jnp.int32)
                 ranked = jnp.where(number == best, -jnp.inf, ranked)
             else:
-                best = inputs.expert_ids[token, jnp.int32(place)]
+                best = inputs.expert_ids[token, jnp.int32(pick)]
             # The score of one lane for all threads; the bias chose the expert and does not weigh
             # it.
             score = jnp.sum(jnp.where(number == best, scores, 0.0))
@@ -73,9 +73,9 @@ def pick_experts(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
             total += score
         # Numbers as the device that has those experts counts them.
         below = jnp.int32(0) if inputs.first is None else inputs.first[jnp.int32(0)]
-        for place, (best, score) in enumerate(picked):
-            ids[token, jnp.int32(place)] = best - below
-            weights[token, jnp.int32(place)] = score / (total + FLOOR) * arguments.scaling
+        for pick, (best, score) in enumerate(picked):
+            ids[token, jnp.int32(pick)] = best - below
+            weights[token, jnp.int32(pick)] = score / (total + FLOOR) * arguments.scaling
 
     first = arguments.first
     return triton.launch(
