@@ -113,6 +113,7 @@ def _own_pairs(memory: ir.Value, count: int, num_threads: int = 2 * _HALF) -> li
     """Addresses of a thread's pairs of f32 in shared memory; those of threads lie side by side."""
     i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
     base = llvm.addrspacecast(llvm.PointerType.get(3), mgpu.utils.memref_ptr(memory))
+    # Half a warpgroup or a whole one: writer and reader are the same thread modulo that.
     thread = arith.remui(mgpu.utils.thread_idx(), mgpu.c(num_threads, i32))
     first = mgpu.utils.getelementptr(base, [arith.muli(thread, mgpu.c(8, i32))], byte)
     return [mgpu.utils.getelementptr(first, [8 * num_threads * i], byte) for i in range(count)]

@@ -55,6 +55,8 @@ def store_pairs(target: Ref, values: jax.Array, place: Place, *, operand_order: 
         # A warp has twice eight outputs: in `left_operand`'s order they lie 32 apart.
         of_warp, of_half = (8, 32) if operand_order else (16, 8)
         column = arith.addi(column, arith.muli(warp, mgpu.c(of_warp, i32)))
+        # How many rows there are from the lane's own on: each store compares its constant with
+        # that.
         left = arith.subi(num_rows, row)
         place = arith.addi(first_row, row), arith.addi(first_column, column)
         base = address_of(target, *place, size)

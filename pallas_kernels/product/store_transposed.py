@@ -93,6 +93,7 @@ def store_transposed(
                 if height < values.shape[0]:
                     is_stored = arith.cmpi(arith.CmpIPredicate.slt, row, mgpu.c(height, i32))
                     present = arith.andi(present, is_stored)
+                # In 64 bits: a result may be larger than 2^31 bytes.
                 to_row = arith.extsi(i64, arith.addi(first_row, n))
                 offset = arith.muli(to_row, mgpu.c(width, i64))
                 offset = arith.addi(offset, arith.extsi(i64, to_column))

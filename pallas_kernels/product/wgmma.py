@@ -102,6 +102,7 @@ def finish(products: list[jax.Array], *, in_flight: int = 0) -> list[jax.Array]:
 
     @plgpu.inline_mgpu(arg_types=(_LAYOUT,) * len(products), return_type=tuple(kinds))
     def wait(_, *products):
+        # Groups of products end in the order in which they began.
         nvvm.wgmma_wait_group_sync_aligned(in_flight)
         # The sums are the threads' from here on; nothing that reads them may be moved above.
         return tuple(mgpu.optimization_barrier(product) for product in products)

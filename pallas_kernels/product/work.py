@@ -118,6 +118,8 @@ class Work:
             return [(consumer == which, tile) for which in range(len(self.shapes.warpgroup_tiles))]
         for count in self.shapes.warpgroup_tiles:
             inside = tile - first_tile
+            # A tile that another weight has is clipped to one that this weight has, so that its
+            # address is valid whether or not it is read.
             owns = (inside >= 0) & (inside < count)
             tiles.append((owns, jnp.clip(inside, 0, count - 1)))
             first_tile += count
@@ -128,6 +130,7 @@ class Work:
 
         On Blackwell both consumers' are one operand of 128 rows, where they need no unpacking.
         """
+        # Rows 0 .. 63 and 64 .. 127 of one operand.
         if self.shapes.joins_tiles:
             rows = pl.ds(consumer * WARPGROUP_N, WARPGROUP_N)
             return self.scratch.codes_smem.at[stage, g, rows]
@@ -148,6 +151,8 @@ class Work:
 
     def scale_of_tile(self, consumer: int | jax.Array, group: jax.Array) -> jax.Array:
         """f32[]: block FP8's, of 128 outputs; to be asked for a k_iter ahead."""
+        # It is asked for a k_iter ahead: behind the last group it is that one's again, and not
+        # used.
         group = jnp.minimum(group, self.shapes.k_groups - 1)
         scale = jnp.float32(0)
         tiles = self.tiles_of_weights(consumer)

@@ -54,6 +54,7 @@ def choose_tiling(num_ctas: int, num_tiles: int, num_sms: int, dim: int) -> Tili
         of_cta = CTA_US + TILE_US * pl.cdiv(num_tiles, splits)
         return rounds * of_cta + 2 * bytes_of_sums / BYTES_PER_US
 
+    # No more splits than let all CTAs run at once.
     cuts = equal_cuts(num_tiles, num_sms // max(1, num_ctas))
     return Tiling(splits=min(cuts, key=microseconds))
 
@@ -159,6 +160,8 @@ class Shapes:
         """How many tiles a split has until none has an entry that is seen; at least 1."""
         num_entries = jnp.clip(visible, 0, self.num_entries)
         num_tiles = self.window_tiles + lax.div(num_entries + TILE - 1, TILE)
+        # Splits take every `splits`-th tile: of those up to the last one that is seen, this many
+        # are the split's.
         mine = lax.div(num_tiles - split + self.splits - 1, self.splits)
         return jnp.clip(mine, 1, self.tiles_per_split)
 
@@ -202,9 +205,11 @@ class Shapes:
             return rows.astype(self.dtype)
         scale = scales[f"{word[0]} {word[1]}"]
         if word[0] == "scale":
+            # UE8M0: the byte of this chunk's group becomes an f32's exponent.
             scale = ((scale >> (8 * (chunk % 4))) & 255) << 23
         wide = self.dtype if self.dtype == jnp.float16 else jnp.float32
         scale = lax.bitcast_convert_type(scale, jnp.float32).astype(wide)
         scale = plgpu.layout_cast(lax.broadcast_in_dim(scale, rows.shape, [0]), mosaic.ROWS)
+        # [64, 64] codes; a factor for each row, in the layout of the values.
         codes = lax.bitcast_convert_type(rows, jnp.float8_e4m3fn)
         return (codes.astype(wide) * scale).astype(self.dtype)

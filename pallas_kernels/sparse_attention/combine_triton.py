@@ -72,6 +72,7 @@ def combine(arguments: JoinArguments) -> jax.Array:
         whole = jnp.sum(total * jnp.exp2(largest - top)) + jnp.exp2(own_sink - top)
         out = jnp.zeros(width, jnp.float32)
         for first, some in parts.items():
+            # Loaded once more for these rows: Triton cuts no run out of what is in registers.
             weight = jnp.exp2(load_statistic(0, first, rows) - top)
             weight = jnp.broadcast_to(weight[:, None], some.shape)
             # A sum too large for f32 is that of a split which counts for nothing.

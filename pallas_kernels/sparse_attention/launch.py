@@ -225,6 +225,7 @@ def _add_splits(splits: AttentionPart, num_heads: int) -> AttentionPart:
     sums, statistics = splits.sums[:, :, :num_heads], splits.statistics[..., :num_heads]
     largest, total = statistics[:, :, 0], statistics[:, :, 1]
     top = jnp.max(largest, axis=0)
+    # Each split's sums are relative to its own largest logit.
     weight = jnp.exp2(largest - top[None])
     # A sum too large for f32 is that of a split which counts for nothing.
     sums = jnp.where(weight[..., None] == 0, 0.0, sums * weight[..., None])

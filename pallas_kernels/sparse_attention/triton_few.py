@@ -165,6 +165,7 @@ def _find_window(refs: _Operands, token: jax.Array, place: jax.Array) -> list[So
     position = newest - (window - 1) + place
     is_key = (place < window) & (position >= 0) & (slot >= 0)
     in_call = position >= refs.lengths[token]
+    # Rows of a ring are congruent to positions.
     row = lax.rem(jnp.maximum(position, 0), window)
     return [
         Source(refs.ring, (refs.layer[0], jnp.maximum(slot, 0), row), is_key & ~in_call),
@@ -174,6 +175,7 @@ def _find_window(refs: _Operands, token: jax.Array, place: jax.Array) -> list[So
 
 def _find_selected(refs: _Operands, token: jax.Array, place: jax.Array) -> list[Source]:
     """Where entries at some places of a token's selection lie."""
+    # Beyond the selection, or what a token sees of it, there is no key, and nothing is loaded.
     wanted = place < refs.selected.shape[1]
     if refs.visible is not None:
         wanted &= place < refs.visible[token]
