@@ -97,6 +97,8 @@ def append_tokens(arguments: Arguments) -> tuple[tuple[Planes, ...], jax.Array |
         # Programs count from the segment's last token back: a ring keeps the first so many.
         token, position = offset + count - 1 - back, length + count - 1 - back
         for ring, new, limit in zip(kept.rings, inputs.rows, limits, strict=True):
+            # Two programs never write one row: of the tokens that share a ring row only the last
+            # has a program.
             for name, target in ring.items():
                 at = (layer, jnp.maximum(slot, 0), position % target.shape[2])
                 pl.when((slot >= 0) & (back < jnp.minimum(count, limit)))(
@@ -158,6 +160,7 @@ def _fold_open_window(
     first = jnp.maximum(opened, length)
     num_channels, width = _channel_tile(running.shape[-1])
     channels = {"start": tile * width, "count": num_channels}
+    # Loaded, folded and stored by one program for these channels: the pool is updated in place.
     pool = triton_pool.fold_tokens(
         triton_pool.continue_pool(running, at, opened < length, **channels, width=width),
         projections,

@@ -51,6 +51,7 @@ def flush_csa(
     """See `op.flush_csa`."""
     num_windows = windows.closing.shape[0]
     tiling = tiling or choose_csa(num_windows)
+    # Fewer windows than tokens: those of a prompt, whose rows are in the call.
     eager = num_windows < windows.call.positions.shape[0]
     poolings = [PoolCSA(c.norm.dtype, windows.compression_ratio, eager) for c in compressors]
     if not tiling.apart:
@@ -59,6 +60,7 @@ def flush_csa(
         )
     written: list[Planes] = []
     for compressor, pooling in zip(compressors, poolings, strict=True):
+        # Compressors differ in lanes: alone, each has the warps that suit its own.
         num_warps = warps_apart(_all_channels(compressor.norm, compressor.codec).width)
         written += _flush_windows(
             [compressor], [pooling], windows, num_warps=num_warps, name="flush_csa"
@@ -202,6 +204,7 @@ def _pool_tiles(
         number, tile = pl.program_id(0), pl.program_id(1)
         [sources], (means, places) = inputs.sources, outputs
         token = inputs.call.closing[number]
+        # A warp's lanes at least; those beyond the tile's channels are masked.
         width = max(32, pl.next_power_of_2(channels))
         own = Channels(tile * channels, channels, width)
 
@@ -216,6 +219,8 @@ def _pool_tiles(
         @pl.when(tile == 0)
         def _place() -> None:
             closes = read_closing(inputs.call, jnp.maximum(token, 0), windows.compression_ratio)
+            # For the second launch, which would else wait for position, table row and block one
+            # after the other.
             place = closes.locate(compressor.pool)
             store_place(places, number, token >= 0, closes.begin, place)
 

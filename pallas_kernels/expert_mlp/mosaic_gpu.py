@@ -239,6 +239,7 @@ def _one_token(
     down = launch(*downs, num_rows=height)
     if joined and in_parts:
         return SplitSums(down.reshape(height, 1, -1), x.dtype)
+    # Each pick's row is a part of the one token's sum.
     routed = SplitSums(down[0, :picks, None], x.dtype)
     if joined:
         return finish(routed), down[0, picks:].astype(x.dtype)

@@ -63,6 +63,7 @@ def sort_few_pairs(
             ]
             return list(zip(numbers, addresses, keys, strict=True))
 
+        # i32[width], a pair for each thread; those beyond the last have a key that no pair has.
         keys = key(triton.load_where(ids, (pair,), is_pair))
         keys = jnp.where(is_pair, keys, num_experts + 1)
 
@@ -101,6 +102,7 @@ def sort_few_pairs(
         triton.store_where(token, (own_row,), pair // picks, is_pair)
         triton.store_where(share, (own_row,), triton.load_where(weights, (pair,), is_pair), is_pair)
         inside = before % tile_rows
+        # The pair in a tile's first row stores the tile, which no other pair does.
         begins = (inside == 0) & (keys < num_experts)
         tile = first_tile + before // tile_rows
         left = jnp.minimum(of_expert - before, tile_rows)

@@ -238,6 +238,7 @@ def encode_e4m3(x: jax.Array) -> jax.Array:
     """`numbers.encode_e4m3` in a kernel: the instruction rounds once, and saturates."""
     if interpreting():
         return numbers.encode_e4m3(x)
+    # The conversion is one instruction here; XLA's own would round twice.
     return jax.lax.bitcast_convert_type(x.astype(jnp.float8_e4m3fn), jnp.uint8)
 
 
@@ -275,6 +276,7 @@ def store_where(ref: Ref, index: tuple[jax.Array, ...], values: jax.Array, mask:
     """Writes values to ref[index] where the mask is set; see `store_row` on the interpreter."""
     *first, last = (jnp.broadcast_to(i, mask.shape) for i in index)
     if interpreting():
+        # It writes back what it finds behind the mask: out of the array that is dropped.
         last = jnp.where(mask, last, ref.shape[-1])
     pltri.store(ref.at[(*first, last)], values, mask=mask)
 
@@ -333,6 +335,7 @@ def store_row(
         return
     lane = jnp.arange(width, dtype=jnp.int32)
     mask = (lane >= first) & (lane < first + count)
+    # Lane `first` goes to column `start`, and lanes before it below it, masked.
     columns = lane - first + start
     if interpreting():
         columns = jnp.where(mask, columns, ref.shape[-1] + lane)
@@ -367,6 +370,7 @@ def _as_words(plane: jax.Array) -> jax.Array:
 
 def _check_offsets(array: jax.Array | jax.ShapeDtypeStruct) -> None:
     num_bytes = math.prod(array.shape) * array.dtype.itemsize
+    # Offsets have 32 bits and a sign, one bit too few for it; beyond 4 GiB they have 64.
     if array.size >= 1 << 31 and num_bytes <= 1 << 32:
         raise NotImplementedError(
             "Pallas through Triton has wrong offsets in an array of 2**31 elements or more that "

@@ -81,6 +81,7 @@ def scratch_types(shapes: Shapes, tiling: Tiling) -> Scratch:
         plgpu.SMEM, dtype=jnp.float8_e4m3fn, transforms=mosaic.SWIZZLED_BYTES
     )
     tile_m, per_stage = shapes.tile_m, (tiling.warpgroups, tiling.stages)
+    # Barriers of `mosaic_bulk` are plain words of shared memory.
     barrier_words = mosaic_bulk.WORDS_OF_BARRIER * tiling.stages
     scratch = Scratch(
         raw_queries_smem=plgpu.SMEM((tiling.tokens, HEADS, DIM), jnp.bfloat16),
@@ -93,6 +94,7 @@ def scratch_types(shapes: Shapes, tiling: Tiling) -> Scratch:
         words_smem=plgpu.SMEM((*per_stage, tile_m), jnp.int32),
         barriers_smem=plgpu.SMEM((tiling.warpgroups, barrier_words), jnp.int32),
     )
+    # Hopper's keys stay in registers, and so do its products.
     if not shapes.device.has_tmem:
         return scratch
     return scratch._replace(

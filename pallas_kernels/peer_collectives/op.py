@@ -140,6 +140,7 @@ def all_gather(
     if not arrays:
         raise ValueError("arrays must be one or more, got none")
     check_arrays(**{f"arrays[{number}]": array for number, array in enumerate(arrays)})
+    # What is gathered need not be whole lines; it is filled up, and cut off again.
     sizes = [pl.cdiv(x.nbytes, LINE_BYTES) * LINE_BYTES for x in arrays]
     layouts = [
         _find_layout("all_gather", x.dtype, size, devices, buffer, backend)

@@ -78,6 +78,7 @@ def _load(term: Ref, part: jax.Array, at: jax.Array, exists: jax.Array) -> jax.A
     """Numbers for a device: bf16, as they are or the sum of f32[S, devices, N]."""
     if len(term.shape) == 2:
         return triton.load_where(term, (part, at), exists)
+    # Parts are added in their order and rounded once, as their product would have been.
     total = jnp.zeros(at.shape, jnp.float32)
     for number in range(term.shape[0]):
         total = total + triton.load_where(term, (jnp.int32(number), part, at), exists)
@@ -102,6 +103,8 @@ def exchange(arrays: Sequence[jax.Array], buffer: jax.Array, layout: PeerLayout)
         jax.lax.bitcast_convert_type(x, jnp.int16 if x.dtype.itemsize == 2 else jnp.int32)
         for x in arrays
     ]
+    # Whole programs for each array, so that a program's lines are of one array and one width of
+    # elements.
     programs = [num_lines(x.nbytes // len(x)) // _THREADS for x in arrays]
     firsts = [sum(programs[:number]) for number in range(len(arrays))]
 

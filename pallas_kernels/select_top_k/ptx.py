@@ -62,6 +62,7 @@ def ptx(
     """
     code = f"{{ {code} }}"
     if result is None:
+        # Not to be moved, merged or made conditional: it touches memory, or threads do it together.
         mgpu.utils.inline_ptx(code, *args, has_side_effects=True, convergent=True)
         return None
     return mgpu.utils.inline_ptx(
