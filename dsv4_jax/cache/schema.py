@@ -157,10 +157,18 @@ def choose_cache_format(
       ValueError: there is no such format.
     """
     chosen = default if config.idea.cache_format is None else config.idea.cache_format
-    chosen = chosen if asked is None else asked
-    if isinstance(chosen, CacheFormat):
-        return chosen
-    return checks.choice("cache_format", chosen, tuple(CACHE_FORMATS))
+    return check_format(chosen if asked is None else asked)
+
+
+def check_format(asked: FormatName) -> FormatName:
+    """A name of a format, or a format.
+
+    Raises:
+      ValueError: there is no such format.
+    """
+    if isinstance(asked, CacheFormat):
+        return asked
+    return checks.choice("cache_format", asked, tuple(CACHE_FORMATS))
 
 
 def check_selector(config: DSV4Config, *, split_cache: bool) -> None:

@@ -12,7 +12,7 @@ import math
 import os
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import jax
@@ -22,9 +22,8 @@ from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
 from dsv4_jax.config.kinds import MAX_I32, show
 from dsv4_jax.hosts import DEFAULT_TIMEOUT_S, join_hosts
 from dsv4_jax.mesh import make_mesh
-from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
-from pallas_kernels.common.formats import CACHE_FORMATS
-from pallas_kernels.common.weights import ACTIVATIONS
+from dsv4_jax.rules import Flag, ListOf, Real, Rule, Whole, Word, rules_of
+from dsv4_jax.serving.options import EngineOptions
 
 WEIGHTS = {"released": "released", "bfloat16": "dense"}
 """`--weights` and what `param_shapes` calls them: FP8 and FP4 as the release, or all bfloat16."""
@@ -206,30 +205,68 @@ def _find_obstacle(path: pathlib.Path, suffixes: tuple[str, ...]) -> str | None:
     return None
 
 
+def option_of(field: str) -> str:
+    """The name of a field's option."""
+    return f"--{field.replace('_', '-')}"
+
+
+def add_fields(
+    parser: argparse.ArgumentParser, kind: type, names: Iterable[str], **defaults: Any
+) -> None:
+    """Adds an option for each of those fields of a dataclass, as its rule says.
+
+    Args:
+      parser: what is added to.
+      kind: the dataclass.
+      names: fields that have a rule.
+      **defaults: of fields that do not have the dataclass's here.
+    """
+    rules = rules_of(kind)
+    for name in names:
+        rule, default = rules[name].flag or rules[name].rule, getattr(kind, name)
+        parser.add_argument(
+            option_of(name),
+            **_reading(rule, default),
+            default=defaults.get(name, default),
+            help=rules[name].help,
+        )
+
+
+def _reading(rule: Rule, default: Any) -> dict[str, Any]:
+    """How `argparse` reads what a rule says."""
+    match rule:
+        case Flag():
+            return {"action": argparse.BooleanOptionalAction if default else "store_true"}
+        case Word():
+            return {"choices": rule.known}
+        case Whole():
+            return {"type": whole(*_bounds(rule))}
+        case ListOf(item=Whole() as item):
+            return {"type": wholes(*_bounds(item))}
+        case Real(most=float() | int() as most):
+            return {"type": real(rule.least, most)}
+    raise TypeError(f"the command line reads nothing by {rule}")
+
+
+def _bounds(rule: Whole) -> tuple[int, int]:
+    assert rule.least is not None
+    assert rule.most is not None
+    return rule.least, rule.most
+
+
+def chosen_fields(args: argparse.Namespace, kind: type) -> dict[str, Any]:
+    """What was chosen for the fields of a dataclass that have an option in a command."""
+    return {name: getattr(args, name) for name in rules_of(kind) if hasattr(args, name)}
+
+
 def add_activations(parser: argparse.ArgumentParser, *, prefill: bool = True) -> None:
     """Adds what multiplies quantised weights, with `prefill` for decode and prefill apart."""
-    parser.add_argument(
-        "--activations",
-        choices=ACTIVATIONS,
-        default=DEFAULT_ACTIVATIONS,
-        help="what multiplies FP8 and FP4 weights: rows rounded to E4M3, or as they are",
-    )
-    if prefill:
-        parser.add_argument(
-            "--prefill-activations",
-            choices=ACTIVATIONS,
-            help="the same in steps that hold prompt tokens; if not given, as --activations",
-        )
+    add_fields(parser, EngineOptions, ("activations", "prefill_activations")[: 1 + prefill])
 
 
 def add_cache_format(parser: argparse.ArgumentParser) -> None:
     """Adds the storage format of a cache, by name."""
-    parser.add_argument(
-        "--cache-format",
-        choices=CACHE_FORMATS,
-        default=DEFAULT_CACHE_FORMAT,
-        help="how the cache stores entries and index keys",
-    )
+    add_fields(parser, EngineOptions, ["cache_format"], cache_format=DEFAULT_CACHE_FORMAT)
 
 
 def add_seconds(
@@ -253,13 +290,7 @@ def add_mesh(parser: argparse.ArgumentParser, *, split_cache: bool = False) -> N
         help="devices of a data shard of the mesh; if not given, 1",
     )
     if split_cache:
-        parser.add_argument(
-            "--split-cache",
-            action="store_true",
-            help="on a mesh, deal the blocks of each request over --model, for few requests of a "
-            "very long context: each device holds and reads its part, for two more collectives a "
-            "layer",
-        )
+        add_fields(parser, EngineOptions, ["split_cache"])
 
 
 def add_hosts(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import pathlib
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -21,6 +21,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.mesh import mesh_sizes
 from dsv4_jax.model.params import param_shapes
 from dsv4_jax.runtime import find_memory
+from dsv4_jax.serving.options import EngineOptions
 from dsv4_jax.serving.sizing import step_sizes
 from dsv4_jax.standard_streams import say
 from dsv4_jax.step.settings_size import settings_bytes
@@ -59,75 +60,71 @@ def check_memory(needs: dict[str, int], way_out: str, *, told: bool = True) -> N
         say(text)
 
 
+class Loading(NamedTuple):
+    """A checkpoint that is to be loaded.
+
+    Attributes:
+      checkpoint: the directory.
+      dtype: dtype of dense weights.
+      weights: as of `load_checkpoint`.
+      follow_links: as of `load_checkpoint`.
+    """
+
+    checkpoint: pathlib.Path
+    dtype: DTypeLike
+    weights: str = "stored"
+    follow_links: bool = False
+
+
 def check_engine_memory(
-    config: DSV4Config,
-    checkpoint: pathlib.Path,
-    *,
-    weights: str = "stored",
-    dtype: DTypeLike,
-    follow_links: bool,
-    max_requests: int,
-    max_context_tokens: int,
-    cache_format: str,
-    way_out: str,
-    prefill_tokens: Sequence[int] | None = None,
-    draft_tokens: int = 0,
-    grammars: bool = False,
-    mesh: Mesh | None = None,
-    split_cache: bool = False,
+    config: DSV4Config, options: EngineOptions, loading: Loading, *, way_out: str
 ) -> None:
     """Does the same for a checkpoint that is to be loaded and an engine for it.
 
+    What one device of the mesh takes is compared, or on CPUs, which share the host's memory, what
+    those of this process take.
+
     Args:
       config: the model; its draft block has a cache if it has one.
-      checkpoint: the directory.
-      weights: as of `load_checkpoint`.
-      dtype: dtype of dense weights.
-      follow_links: as of `load_checkpoint`.
-      max_requests: as of `Engine`.
-      max_context_tokens: as of `Engine`.
-      cache_format: as of `Engine`.
+      options: those of the engine.
+      loading: the checkpoint.
       way_out: as of `check_memory`.
-      prefill_tokens: as of `Engine`.
-      draft_tokens: as of `Engine`.
-      grammars: as of `Engine`.
-      mesh: as of `Engine`; what one of its devices takes is compared, or on CPUs, which share the
-        host's memory, what those of this process take.
-      split_cache: as of `Engine`.
 
     Raises:
       MemoryError: it does not fit.
       ValueError: a file of the checkpoint cannot be read, or steps cannot have such sizes.
     """
+    checkpoint, weights, follow_links = loading.checkpoint, loading.weights, loading.follow_links
     if weights == "stored":
-        count = stored_bytes(checkpoint, dtype, follow_links=follow_links)
+        count = stored_bytes(checkpoint, loading.dtype, follow_links=follow_links)
     else:
-        count = tree_bytes(param_shapes(config, dtype))
+        count = tree_bytes(param_shapes(config, loading.dtype))
+    mesh = options.mesh
     data, model = (1, 1) if mesh is None else mesh_sizes(mesh)
-    requests = -(-max_requests // data)
-    sizes, _ = step_sizes(prefill_tokens, None, max_requests=requests, draft_tokens=draft_tokens)
+    requests = -(-options.max_requests // data)
+    sizes, _ = step_sizes(options, max_requests=requests)
     pools = plan_pools(
         config,
         max_requests=requests,
-        max_context_tokens=max_context_tokens,
-        cache_format=cache_format,
-        block_parts=model if split_cache else 1,
+        max_context_tokens=options.max_context_tokens,
+        cache_format=options.cache_format,
+        block_parts=model if options.split_cache else 1,
     )
     workspace = workspace_bytes(
         config,
         data=data,
         model=model,
-        context=max_context_tokens,
+        context=options.max_context_tokens,
         step_tokens=max(*sizes, requests),
-        logit_rows=requests * (draft_tokens + 1),
-        split_cache=split_cache,
+        logit_rows=requests * (options.draft_tokens + 1),
+        split_cache=options.split_cache,
     )
     settings = settings_bytes(
         config.vocab_size,
         max_requests=requests,
-        max_context_tokens=max_context_tokens,
-        draft_tokens=draft_tokens,
-        grammars=grammars,
+        max_context_tokens=options.max_context_tokens,
+        draft_tokens=options.draft_tokens,
+        grammars=options.grammars,
     )
     needs = {
         "weights": count,

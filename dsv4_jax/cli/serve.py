@@ -11,7 +11,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dsv4_jax.cli.arguments import add_checkpoint, chosen_mesh
 from dsv4_jax.cli.engine_options import build_engine, find_model
@@ -123,18 +123,14 @@ def build(args: argparse.Namespace, *, one_shape: bool = False) -> Engine:
       ValueError: as of `build_engine`, or other options ask for steps of several shapes.
     """
     folder, config = find_model(args)
-    engine = build_engine(
-        args,
-        folder,
-        config,
-        chosen_mesh(args),
-        max_requests=args.max_requests,
-        max_context_tokens=min(args.max_context_tokens, config.max_position_embeddings),
-        prefill_tokens=_one_size(args) if one_shape else args.prefill_tokens,
-        decodes_alone=not one_shape,
-        gpu_memory_fraction=args.gpu_memory_fraction,
-        grammars=args.grammars,
-    )
+    fields: dict[str, Any] = {
+        "mesh": chosen_mesh(args),
+        "max_context_tokens": min(args.max_context_tokens, config.max_position_embeddings),
+    }
+    if one_shape:
+        size = _one_size(args)
+        fields |= {"prefill_tokens": (size,), "decode_tokens": size}
+    engine = build_engine(args, folder, config, **fields)
     note("compiling")
     start = time.perf_counter()
     engine.warmup()
@@ -142,7 +138,7 @@ def build(args: argparse.Namespace, *, one_shape: bool = False) -> Engine:
     return engine
 
 
-def _one_size(args: argparse.Namespace) -> tuple[int, ...]:
+def _one_size(args: argparse.Namespace) -> int:
     """The size of all steps."""
     several = {
         "--steps-per-call": args.steps_per_call > 1,
@@ -155,8 +151,8 @@ def _one_size(args: argparse.Namespace) -> tuple[int, ...]:
             f"steps must have one shape, and {given[0]} makes steps of another; leave it out"
         )
     if args.prefill_tokens:
-        return tuple(args.prefill_tokens)
-    return (max(64, -(-args.max_requests // (args.data or 1))),)
+        return args.prefill_tokens[0]
+    return max(64, -(-args.max_requests // (args.data or 1)))
 
 
 def _find_keys(given: list[str]) -> tuple[str, ...]:

@@ -8,10 +8,8 @@ from dsv4_jax.cli.arguments import (
     add_loading,
     add_mesh,
     add_seconds,
-    real,
     utf8_text,
     whole,
-    wholes,
 )
 from dsv4_jax.cli.engine_options import add_engine_options
 from dsv4_jax.serving.requests.grammar_trials import GrammarBounds
@@ -131,29 +129,6 @@ def add_request_limits(parser: argparse.ArgumentParser) -> None:
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """Adds the sizes of the engine."""
-    parser.add_argument(
-        "--max-requests", type=whole(1, 2**16), default=8, help="requests that run at once"
-    )
-    parser.add_argument(
-        "--max-context-tokens", type=whole(), default=4096, help="longest prompt and answer"
-    )
-    parser.add_argument(
-        "--prefill-tokens",
-        type=wholes(),
-        help="sizes of steps that hold prompts; if not given, 64,256",
-    )
-    parser.add_argument(
-        "--gpu-memory-fraction",
-        type=real(0.01, 1),
-        help="of a device's memory; if not given, as much as all requests of full length take",
-    )
-    parser.add_argument(
-        "--grammars",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="hold answers to JSON, schemas and calls of tools where requests ask for them, with a "
-        "bit for each token, slot and draw on the device",
-    )
-    add_engine_options(parser)
+    add_engine_options(parser, serves=True)
     add_mesh(parser, split_cache=True)
     add_loading(parser)

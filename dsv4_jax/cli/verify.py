@@ -14,7 +14,6 @@ import contextlib
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from dsv4_jax.checkpoint.find import find_checkpoint
 from dsv4_jax.checkpoint.finite import list_not_finite
@@ -27,11 +26,11 @@ from dsv4_jax.cli.arguments import (
     join_mesh,
     whole,
 )
-from dsv4_jax.cli.memory import check_engine_memory
+from dsv4_jax.cli.memory import Loading, check_engine_memory
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.serving.engine import Engine
 from dsv4_jax.serving.loop import CacheError
+from dsv4_jax.serving.options import EngineOptions
 from dsv4_jax.serving.requests.request import Completion
 from pallas_kernels.common.formats import CACHE_FORMATS
 from pallas_kernels.common.weights import is_quantized
@@ -65,17 +64,20 @@ def run(args: argparse.Namespace) -> int:
     mesh, follows = join_mesh(args)
     checkpoint = find_checkpoint(args.checkpoint, revision=args.revision)
     config = DSV4Config.from_hf(checkpoint, follow_links=args.follow_links, text_only=True)
-    check_engine_memory(
-        config,
-        checkpoint,
-        dtype=jnp.bfloat16,
-        follow_links=args.follow_links,
-        max_requests=_REQUESTS * (args.data or 1),
-        max_context_tokens=_BLOCKS * config.block_tokens,
-        cache_format="f32",  # the largest
-        way_out="a smaller checkpoint or a larger device",
+    options = EngineOptions(
         mesh=mesh,
         split_cache=args.split_cache,
+        max_requests=_REQUESTS * (args.data or 1),
+        max_context_tokens=_BLOCKS * config.block_tokens,
+        activations=args.activations,
+        prefill_activations=args.prefill_activations,
+        debug=True,
+    )
+    check_engine_memory(
+        config,
+        options.changed(cache_format="f32", grammars=False),  # the largest
+        Loading(checkpoint, jnp.bfloat16, follow_links=args.follow_links),
+        way_out="a smaller checkpoint or a larger device",
     )
     config, params = load_checkpoint(
         checkpoint,
@@ -92,7 +94,13 @@ def run(args: argparse.Namespace) -> int:
         map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized))
     )
     for cache_format in args.cache_format or CACHE_FORMATS:
-        with contextlib.closing(_build(config, params, cache_format, args, mesh)) as engine:
+        chosen = options.changed(
+            cache_format=cache_format,
+            prefill_tokens=(48,),
+            decode_tokens=48,
+            draft_tokens=3 if params.mtp is not None else 0,
+        )
+        with contextlib.closing(Engine(config, params, chosen)) as engine:
             if follows:
                 engine.follow()
                 continue
@@ -105,31 +113,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"{cache_format:<24}{'; '.join(problems) or 'well'}{', ' * bool(summary)}{summary}")
         failed |= bool(problems)
     return int(failed)
-
-
-def _build(
-    config: DSV4Config,
-    params: DSV4Params,
-    cache_format: str,
-    args: argparse.Namespace,
-    mesh: Mesh | None,
-) -> Engine:
-    """A small engine that looks at everything after each step."""
-    return Engine(
-        config,
-        params,
-        mesh=mesh,
-        split_cache=args.split_cache,
-        max_requests=_REQUESTS * (args.data or 1),
-        max_context_tokens=_BLOCKS * config.block_tokens,
-        cache_format=cache_format,
-        prefill_tokens=(48,),
-        decode_tokens=48,
-        draft_tokens=3 if params.mtp is not None else 0,
-        activations=args.activations,
-        prefill_activations=args.prefill_activations,
-        debug=True,
-    )
 
 
 def _serve(engine: Engine, args: argparse.Namespace, compares: bool) -> tuple[int, int, list[str]]:

@@ -162,7 +162,7 @@ class ServingLoop:
             self._flight = self._launch_known()
         self._drop_dead_flight()
         self._count_evicted()
-        if self._plan.debug:
+        if self._plan.options.debug:
             self._verify()
         return tokens
 
@@ -191,7 +191,7 @@ class ServingLoop:
                 num_blocks=plan.num_blocks,
                 num_snapshots=plan.num_snapshots,
                 cache_format=self.runner.cache_format,
-                poison=self._plan.debug,
+                poison=self._plan.options.debug,
                 block_parts=plan.block_parts,
             )
             for _ in range(self._plan.data_shards)

@@ -61,6 +61,7 @@ COUNTS = {
     "max_context_tokens": bad.integer(1),
     "num_blocks": bad.integer(1, optional=True),
 }
+OF_ENGINES = ("config", "params", "tokenizer")
 ENGINE = COUNTS | FORMAT | {
     "config": bad.instance(),
     "params": bad.instance(),
@@ -82,6 +83,8 @@ ENGINE = COUNTS | FORMAT | {
     "idea": bad.instance(optional=True),
     "tokenizer": bad.instance(optional=True),
 }  # fmt: skip
+OPTIONS = {name: kind for name, kind in ENGINE.items() if name not in OF_ENGINES}
+OPTIONS |= {"memory_bytes": bad.integer(0, 2**62, optional=True)}  # whatever an engine needs
 
 
 @functools.cache
@@ -235,15 +238,17 @@ def of_functions():
     one_of |= {"slots": slots}
     widths = {"num_layers": bad.integer(1)}
     return [
-        Target("Engine", ds.Engine, engine_good, ENGINE),
+        Target("Engine", ds.Engine, engine_good, ENGINE | {"options": bad.instance(optional=True)}),
+        Target("EngineOptions", ds.EngineOptions, {}, OPTIONS),
         Target(
             "Engine.from_checkpoint", ds.Engine.from_checkpoint, {"path": ds.SHIPPED_CHECKPOINT},
             {
                 "unroll": bad.flag(optional=True), "check_weights": bad.flag(optional=True),
                 "tokenizer": bad.instance(optional=True),
+                "options": bad.instance(optional=True),
                 "follow_links": bad.flag(), "progress": bad.flag(),
             },
-            free=("path", "revision", "mesh", "weights", "dtype", "options"),
+            free=("path", "revision", "weights", "dtype"),
         ),
         Target("SamplingParams", ds.SamplingParams, {}, SAMPLING),
         Target("make_sampling", ds.make_sampling, {"num_rows": 2},

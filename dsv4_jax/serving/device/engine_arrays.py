@@ -222,7 +222,7 @@ class EngineArrays:
             plan.draft_tokens,
             plan.steps_per_call,
             plan.mesh,
-            plan.split_cache,
+            plan.options.split_cache,
         )()
         self._unread, self._input, self._placed = collections.deque(maxlen=2), ([], None), {}
 

@@ -79,7 +79,7 @@ class StepRunner:
         self._grammars = grammars
         self._shards = plan.data_shards
         self._num_slots = self._shards * plan.pools.max_requests
-        self._activations = self._prefill_activations = plan.activations
+        self._activations = self._prefill_activations = plan.options.activations
         if any(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized))):
             self._prefill_activations = plan.prefill_activations
         # The host of a GPU waits for a step's conditionals. A CPU would compile a program more.
@@ -249,7 +249,7 @@ class StepRunner:
         Returns:
           Names and seconds of each, from when it was begun; those of steps overlap.
         """
-        blocks = self._shards * self.plan.num_blocks if self._engine_plan.debug else None
+        blocks = self._shards * self.plan.num_blocks if self._engine_plan.options.debug else None
         width = self.cache.block_table.shape[1]
         changes = idle_changes(self._num_slots, width, num_blocks=blocks)
         steps = self._idle_steps()

@@ -89,15 +89,10 @@ def test_an_engine_asks_for_as_much_as_its_largest_step_takes(monkeypatch):
     monkeypatch.setattr(memory, "check_memory", lambda needs, way_out: asked.append(needs))
     monkeypatch.setattr(memory, "stored_bytes", lambda *_, **__: 0)
     options = {"max_requests": 4, "max_context_tokens": 4096, "cache_format": "fp8_ue8m0"}
+    options |= {"grammars": False}
+    loading = memory.Loading(None, "bfloat16")
     for sizes in (None, (512, 8192)):
-        memory.check_engine_memory(
-            config, None, dtype="bfloat16", follow_links=False, way_out="less",
-            prefill_tokens=sizes, draft_tokens=1, **options,
-        )  # fmt: skip
+        chosen = ds.EngineOptions(prefill_tokens=sizes, draft_tokens=1, **options)
+        memory.check_engine_memory(config, chosen, loading, way_out="less")
     steps = [needs["a step"] / GIB for needs in asked]
     assert steps == [estimate("flash", tokens, 4096, rows=8) for tokens in (256, 8192)]
-    with pytest.raises(ValueError, match="ascending"):
-        memory.check_engine_memory(
-            config, None, dtype="bfloat16", follow_links=False, way_out="less",
-            prefill_tokens=(8192, 512), **options,
-        )  # fmt: skip

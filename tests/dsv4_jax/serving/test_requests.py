@@ -104,9 +104,12 @@ def test_what_can_never_be_served_is_refused_at_submission(engine, text, options
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prefill_tokens": (2,), "decode_tokens": 2}, "the largest at least max_requests=4"),
-        ({"prefill_tokens": (0, 24)}, "prefill_tokens and decode_tokens must be at least 1"),
-        ({"decode_tokens": 0}, "prefill_tokens and decode_tokens must be at least 1"),
+        (
+            {"prefill_tokens": (2,), "decode_tokens": 2},
+            "decode_tokens must be at least max_requests=4",
+        ),
+        ({"prefill_tokens": (0, 24)}, "prefill_tokens must be at least 1, got 0"),
+        ({"decode_tokens": 0}, "decode_tokens must be at least 1, got 0"),
         ({"draft_tokens": -1}, r"draft_tokens must be 0\.\.8"),
         ({"memory_bytes": 10}, "memory_bytes=10 is too little"),
         ({"memory_bytes": 10, "gpu_memory_fraction": 0.5}, "not both"),

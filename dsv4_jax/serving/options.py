@@ -1,0 +1,213 @@
+"""EngineOptions: what an engine is built with, besides a model and a tokenizer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from jax.sharding import Mesh
+
+from dsv4_jax import checks
+from dsv4_jax.cache.schema import FormatName, check_format
+from dsv4_jax.config import Idea
+from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
+from dsv4_jax.rules import (
+    By,
+    Flag,
+    Instance,
+    ListOf,
+    Real,
+    Ruled,
+    Share,
+    Whole,
+    Word,
+    check_fields,
+)
+from pallas_kernels.common.formats import CACHE_FORMATS
+from pallas_kernels.common.weights import ACTIVATIONS
+
+MAX_DRAFT_TOKENS = 8
+MAX_STEPS_PER_CALL = 64
+MAX_STEP_SIZES = 64
+"""Sizes of steps: each is a program."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """What an engine is built with: sizes in tokens, requests, blocks or bytes, forms, switches.
+
+    `Engine(config, params, **options)` takes the same by name. Each field says here what it may be;
+    the command line makes an option of each that has a help.
+
+    Attributes:
+      mesh: the devices, as `make_mesh` gives them; None is one. Requests are spread over the data
+        shards. `max_requests`, `num_blocks` and `num_snapshots` are those of all data shards
+        together and must divide over them; `prefill_tokens` and `decode_tokens` are those of each
+        data shard, `memory_bytes` and `gpu_memory_fraction` of each device. Where devices lie in
+        several processes, as after `join_hosts`, each builds the same engine; process 0 takes
+        requests, and the others `follow`.
+      split_cache: on a mesh, deals the blocks of a request over the devices of a data shard, so
+        that each holds and reads an n-th of them; for few requests of a very long context.
+        `num_blocks` must divide over all devices then. An idea with a selector cannot have it.
+      max_requests: requests that run at once, at least 1; more wait for a slot.
+      max_context_tokens: longest prompt and answer together, at least 1.
+      cache_format: name of the storage format, or a `CacheFormat`; None is that of the idea, or the
+        default, `fp8_ue8m0`.
+      idea: changes to the model, in the place of those that `config` carries; None keeps those.
+      prefill_tokens: sizes of a step that holds prompt tokens, ascending, at most 64; each is a
+        program. The largest must hold a token of every request. None is 64 and 256, and
+        `max_requests` if that is more.
+      decode_tokens: size of a step in which every request only decodes, at least 1. None is one of
+        `max_requests * (draft_tokens + 1)` tokens, with the requests of a data shard; without
+        drafts it is a leaner program. A size of `prefill_tokens` makes one program of both, whose
+        results are then bit for bit the same whatever runs beside a request.
+      draft_tokens: k, tokens that the draft block guesses per step, 0 to 8; 0 is no speculation.
+      steps_per_call: decode steps that the host launches at once, for hosts that take longer for a
+        step than the device: 1 to 64, best a divisor of a block's tokens. They compute what single
+        steps do, to the bit, but tokens come in groups, and a new request waits for the calls in
+        progress, so that its prompt is read beside other tokens. A request makes fewer where it
+        ends, or fills a block that a snapshot may follow. A call makes one step while a prompt is
+        read, and while some request has penalties, a grammar or log-probabilities, or on a GPU more
+        than a temperature and min-p. Not with `decode_tokens` or `draft_tokens`.
+      grammars: requests may have grammars, if there is a tokenizer. The device then has a bit for
+        every slot, token and draw of a step, 16 KB a draw for V4's vocabulary. Without them no step
+        takes masks, and a request with a grammar is refused.
+      activations: what multiplies quantised weights: "fp8" rounds rows to E4M3 first, as the
+        release does, "bfloat16" takes them as they are. Dense weights ignore it.
+      prefill_activations: the same in steps that hold prompt tokens, and for all that runs beside
+        them; None is `activations`. With two forms, results depend on which steps a token came in:
+        on how a prompt is cut, on what a prefix hit or a preemption left to compute, and on the
+        prompts beside a request. Each form of a size is a program.
+      num_blocks: physical blocks, at least 1; None is full contexts in all slots, or what the
+        budget holds.
+      num_snapshots: prefixes that can be resumed at; None is `SNAPSHOTS_PER_SLOT` for every slot,
+        or a tenth of the budget; 0 shares no prefixes.
+      memory_bytes: budget of the cache.
+      gpu_memory_fraction: the same as a share of the device's memory, above 0 and at most 1, less
+        what is in use.
+      unroll: gives every layer arrays of its own (`unstack_layers`), which is what a step on a GPU
+        wants; None does so on a GPU alone. If you keep stacked `params`, they are in memory twice.
+      overlap: launches the next step before the last one's tokens are read, where the host can plan
+        it without them. No token depends on it. Without it nothing runs between two calls, and a
+        fork of a running request shares its open block and ring too.
+      debug: poisons freed storage and verifies the whole cache after every step, without overlap;
+        slow.
+
+    Raises:
+      ValueError: a field is of another type or out of range, or two contradict each other.
+    """
+
+    mesh: Annotated[Mesh | None, Ruled(Instance(Mesh))] = None
+    split_cache: Annotated[
+        bool,
+        Ruled(
+            Flag(),
+            help="on a mesh, deal the blocks of each request over --model, for few requests of a "
+            "very long context: each device holds and reads its part, for two more collectives a "
+            "layer",
+        ),
+    ] = False
+    max_requests: Annotated[
+        int, Ruled(Whole(1), flag=Whole(1, 2**16), help="requests that run at once")
+    ] = 8
+    max_context_tokens: Annotated[int, Ruled(Whole(1), help="longest prompt and answer")] = 4096
+    cache_format: Annotated[
+        FormatName | None,
+        Ruled(
+            By(check_format),
+            flag=Word(tuple(CACHE_FORMATS)),
+            help="how the cache stores entries and index keys",
+        ),
+    ] = None
+    idea: Annotated[Idea | None, Ruled(Instance(Idea))] = None
+    prefill_tokens: Annotated[
+        Sequence[int] | None,
+        Ruled(
+            ListOf(Whole(1), MAX_STEP_SIZES, "sizes"),
+            help="sizes of steps that hold prompts; if not given, 64,256",
+        ),
+    ] = None
+    decode_tokens: Annotated[int | None, Ruled(Whole(1))] = None
+    draft_tokens: Annotated[
+        int,
+        Ruled(
+            Whole(0, MAX_DRAFT_TOKENS, f"0..{MAX_DRAFT_TOKENS}"),
+            help="tokens that the draft block guesses in a step; 0 is no speculation",
+        ),
+    ] = 0
+    steps_per_call: Annotated[
+        int,
+        Ruled(
+            Whole(1, MAX_STEPS_PER_CALL, f"1..{MAX_STEPS_PER_CALL}"),
+            help="decode steps that the host launches at once; more are faster where it is slower "
+            "than the GPUs, but tokens come in groups",
+        ),
+    ] = 1
+    grammars: Annotated[
+        bool,
+        Ruled(
+            Flag(),
+            help="hold answers to JSON, schemas and calls of tools where requests ask for them, "
+            "with a bit for each token, slot and draw on the device",
+        ),
+    ] = True
+    activations: Annotated[
+        str,
+        Ruled(
+            Word(ACTIVATIONS),
+            help="what multiplies FP8 and FP4 weights: rows rounded to E4M3, or as they are",
+        ),
+    ] = DEFAULT_ACTIVATIONS
+    prefill_activations: Annotated[
+        str | None,
+        Ruled(
+            Word(ACTIVATIONS),
+            help="the same in steps that hold prompt tokens; if not given, as --activations",
+        ),
+    ] = None
+    num_blocks: Annotated[int | None, Ruled(Whole(1))] = None
+    num_snapshots: Annotated[int | None, Ruled(Whole(0))] = None
+    memory_bytes: Annotated[int | None, Ruled(Whole(0, 2**62))] = None
+    gpu_memory_fraction: Annotated[
+        float | None,
+        Ruled(
+            Share(),
+            flag=Real(0.01, 1),
+            help="of a device's memory; if not given, as much as all requests of full length take",
+        ),
+    ] = None
+    unroll: Annotated[bool | None, Ruled(Flag())] = None
+    overlap: Annotated[bool, Ruled(Flag())] = True
+    debug: Annotated[bool, Ruled(Flag())] = False
+
+    def __post_init__(self) -> None:
+        """Every field becomes a checked, plain, immutable value."""
+        check_fields(self)
+        sizes = self.prefill_tokens
+        if sizes is not None and (not sizes or list(sizes) != sorted(set(sizes))):
+            checks.refuse("prefill_tokens", "ascending sizes", sizes)
+        if self.steps_per_call > 1 and (self.draft_tokens or self.decode_tokens is not None):
+            given = {
+                "draft_tokens": self.draft_tokens or None,
+                "decode_tokens": self.decode_tokens,
+            }
+            shown = " and ".join(f"{name}={one}" for name, one in given.items() if one is not None)
+            raise ValueError(
+                f"steps_per_call={self.steps_per_call} needs the program that only decodes, and "
+                f"there is none with {shown}; leave one of them out"
+            )
+        if self.memory_bytes is not None and self.gpu_memory_fraction is not None:
+            raise ValueError(
+                "give memory_bytes or gpu_memory_fraction, not both, got "
+                f"{self.memory_bytes} and {self.gpu_memory_fraction}"
+            )
+
+    def changed(self, **fields: Any) -> EngineOptions:
+        """The same with other values of some fields.
+
+        Raises:
+          ValueError: as of `EngineOptions`.
+          TypeError: there is no such field.
+        """
+        return dataclasses.replace(self, **fields) if fields else self

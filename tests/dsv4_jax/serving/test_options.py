@@ -1,0 +1,108 @@
+"""Options of an engine are declared once: Python, the command line and processes read that."""
+
+import argparse
+import dataclasses
+import inspect
+
+import pytest
+
+import dsv4_jax as ds
+from dsv4_jax.cli import arguments, engine_options, memory
+from dsv4_jax.rules import rules_of
+from dsv4_jax.serving import sizing
+from dsv4_jax.serving.options import EngineOptions
+
+FIELDS = {field.name: field for field in dataclasses.fields(EngineOptions)}
+
+
+def test_every_field_has_a_rule_and_a_doc():
+    assert rules_of(EngineOptions).keys() == FIELDS.keys()
+    described = inspect.getdoc(EngineOptions)
+    for name in FIELDS:
+        assert f"\n  {name}: " in described, name
+
+
+def test_what_takes_options_has_few_arguments():
+    for function in (ds.Engine.__init__, sizing.plan_engine, memory.check_engine_memory):
+        assert len(inspect.signature(function).parameters) <= 6, function
+
+
+@pytest.mark.parametrize("serves", [False, True])
+def test_options_of_the_command_line_give_the_defaults(serves):
+    """But for the format, which is named there."""
+    parser = arguments.Parser("test")
+    engine_options.add_engine_options(parser, serves=serves)
+    chosen = arguments.chosen_fields(parser.parse_args([]), EngineOptions)
+    assert ("max_requests" in chosen) == serves
+    assert EngineOptions(**chosen) == EngineOptions(cache_format="fp8_ue8m0")
+
+
+def test_each_option_of_the_command_line_reaches_its_field():
+    parser = arguments.Parser("test")
+    engine_options.add_engine_options(parser, serves=True)
+    arguments.add_fields(parser, EngineOptions, ["split_cache"])
+    words = {
+        "split_cache": [], "max_requests": ["3"], "max_context_tokens": ["99"],
+        "cache_format": ["f32"], "prefill_tokens": ["8,16"], "draft_tokens": ["2"],
+        "steps_per_call": ["4"], "activations": ["bfloat16"], "prefill_activations": ["fp8"],
+        "gpu_memory_fraction": ["0.5"],
+    }  # fmt: skip
+    given = [word for name, text in words.items() for word in (arguments.option_of(name), *text)]
+    chosen = arguments.chosen_fields(parser.parse_args([*given, "--no-grammars"]), EngineOptions)
+    assert chosen == {
+        "split_cache": True, "max_requests": 3, "max_context_tokens": 99, "cache_format": "f32",
+        "prefill_tokens": [8, 16], "draft_tokens": 2, "steps_per_call": 4,
+        "activations": "bfloat16", "prefill_activations": "fp8", "gpu_memory_fraction": 0.5,
+        "grammars": False,
+    }  # fmt: skip
+    assert {name for name, ruled in rules_of(EngineOptions).items() if ruled.help} == set(chosen)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--draft-tokens", "9"], "argument --draft-tokens: must be a whole number from 0 to 8"),
+        (["--steps-per-call", "0"], "argument --steps-per-call: must be a whole number from 1 to"),
+        (["--gpu-memory-fraction", "0"], "must be a finite number from 0.01 to 1"),
+    ],
+)
+def test_the_command_line_has_its_own_words(words, told):
+    parser = arguments.Parser("test")
+    engine_options.add_engine_options(parser, serves=True)
+    with pytest.raises(ValueError, match=told):
+        parser.parse_args(words)
+
+
+def test_a_field_that_the_command_line_cannot_read_is_refused_there():
+    with pytest.raises(TypeError, match="reads nothing by"):
+        arguments.add_fields(argparse.ArgumentParser(), EngineOptions, ["mesh"])
+
+
+def test_values_are_plain_and_replaced_by_name():
+    options = EngineOptions(prefill_tokens=iter([8, 16]), max_requests=3)
+    assert options.prefill_tokens == (8, 16)
+    assert options.changed(max_requests=4) == EngineOptions(prefill_tokens=(8, 16), max_requests=4)
+    assert options.changed() is options
+    with pytest.raises(ValueError, match="prefill_tokens must be ascending sizes"):
+        options.changed(prefill_tokens=[16, 8])
+    with pytest.raises(TypeError, match="max_request"):
+        options.changed(max_request=1)
+
+
+def test_processes_of_a_mesh_see_every_option_of_another_engine():
+    """They compare what a plan shows; an idea is the model's, and shows there."""
+    config = ds.DSV4Config.tiny()
+
+    def shown(options):
+        return repr(sizing.plan_engine(config, options, has_draft_block=True, has_tokenizer=True))
+
+    plain, others = EngineOptions(max_requests=4), {
+        "max_requests": 8, "max_context_tokens": 128, "cache_format": "f32",
+        "prefill_tokens": (8,), "decode_tokens": 64, "draft_tokens": 1, "steps_per_call": 2,
+        "grammars": False, "activations": "bfloat16", "prefill_activations": "bfloat16",
+        "num_blocks": 200, "num_snapshots": 1, "memory_bytes": 2**32, "unroll": True,
+        "overlap": False, "debug": True, "split_cache": True,
+    }  # fmt: skip
+    assert FIELDS.keys() - others.keys() == {"mesh", "idea", "gpu_memory_fraction"}
+    seen = {shown(plain.changed(**{name: value})) for name, value in others.items()}
+    assert len(seen | {shown(plain)}) == len(others) + 1
