@@ -59,7 +59,16 @@ ROOMS = {
     }
     | {"allocator", "model", "checkpoint", "step"},
     "inspection": {"checks", "mesh", "config", "cache", "attention", "model", "step"},
-    "serve": {"checks", "rules", "regular_files", "lines", "schemas", "serving", "step"},
+    "serve": {
+        "checks",
+        "rules",
+        "regular_files",
+        "lines",
+        "schemas",
+        "config",
+        "serving",
+        "step",
+    },
     "bench": {
         "regular_files",
         "lines",

@@ -50,12 +50,18 @@ def _run(args: argparse.Namespace) -> int:
         api_keys=_find_keys(args.api_key),
         listens_at=args.host,
         allowed_hosts=tuple(read_pattern("--allowed-host", name) for name in args.allowed_host),
+        max_held_bytes=args.max_held_bytes,
         stall_timeout_s=args.stall_timeout,
         drain_timeout_s=args.drain_timeout,
         max_connections=args.max_connections,
         log_prompts=args.log_prompts,
         has_page=args.page,
     )
+    if args.max_held_bytes < args.max_body_bytes:
+        raise ValueError(
+            f"--max-held-bytes must be at least --max-body-bytes, got {args.max_held_bytes} and "
+            f"{args.max_body_bytes}; let more be held, or make the largest body smaller"
+        )
     bound = bind(args.host, args.port)  # before minutes of loading
     try:
         engine = build(args)
@@ -103,6 +109,7 @@ def answer_settings(args: argparse.Namespace) -> ServeSettings:
             seconds=args.grammar_seconds,
             memory_bytes=args.grammar_memory_bytes,
             at_once=args.grammars_at_once,
+            held_bytes=args.grammars_held_bytes,
         ),
     )
 

@@ -82,6 +82,13 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     add_seconds(parser, "--queue-timeout", 60.0, "without a slot after which a request is refused")
     add_request_limits(parser)
     parser.add_argument(
+        "--max-held-bytes",
+        type=whole(2**16, 2**44),
+        default=256 * 2**20,
+        help="most bytes of large bodies, and of large answers of /tokenize and /detokenize, that "
+        "are held at a time, of all requests together",
+    )
+    parser.add_argument(
         "--max-connections", type=whole(1, 2**16), default=1000, help="most connections at once"
     )
     add_seconds(
@@ -118,6 +125,12 @@ def add_request_limits(parser: argparse.ArgumentParser) -> None:
         type=whole(2**20, 2**40),
         default=bounds.memory_bytes,
         help="most memory for compiling the form of an answer",
+    )
+    parser.add_argument(
+        "--grammars-held-bytes",
+        type=whole(2**20, 2**44),
+        default=bounds.held_bytes,
+        help="most memory that the compiled forms of the answers of all requests hold together",
     )
     parser.add_argument(
         "--grammars-at-once",

@@ -7,12 +7,16 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from dsv4_jax.serve.errors import ApiError, as_api_error
 from dsv4_jax.serve.record import Record
+from dsv4_jax.serve.room import Share
 from dsv4_jax.serving.asynchronous.async_engine import AsyncStream, read_batches
 from dsv4_jax.serving.requests.request import Completion, Token
+
+_PART_BYTES = 2**18
+"""Of an answer that is sent in parts."""
 
 _COMMENT = b": the request waits or is being worked on\n\n"
 """A line that every reader of server-sent events skips."""
@@ -53,6 +57,24 @@ class Renderer(Protocol):
     def failed(self, error: ApiError) -> bytes:
         """The event of an error in the middle of a stream."""
         ...
+
+
+class PlainAnswer:
+    """An answer in JSON that is there, as an ASGI application; it is held until it is sent."""
+
+    def __init__(self, body: bytes, share: Share) -> None:
+        """Of a body, and of what it takes up."""
+        self._body = body
+        self._share = share
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends it, a part at a time as the client reads."""
+        with self._share:
+            await send(_head_of(self._body))
+            parts = range(0, max(1, len(self._body)), _PART_BYTES)
+            for start in parts:
+                part = self._body[start : start + _PART_BYTES]
+                await _send_part(send, part, more=start != parts[-1])
 
 
 class Answer:
@@ -140,11 +162,7 @@ class Answer:
         if renderer.streams:
             await _send_part(send, body, more=False)
             return
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-        ]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send(_head_of(body))
         await _send_part(send, body, more=False)
 
     async def _start(self, send: Send) -> None:
@@ -201,6 +219,14 @@ async def read_whole(streams: Sequence[AsyncStream], renderer: Renderer) -> list
         if renderer.is_done(number):
             streams[number].cancel()
     return [await stream.completion() for stream in streams]
+
+
+def _head_of(body: bytes) -> Message:
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+    ]
+    return {"type": "http.response.start", "status": 200, "headers": headers}
 
 
 async def _send_part(send: Send, body: bytes, *, more: bool = True) -> None:

@@ -15,7 +15,7 @@ from dsv4_jax.lines import BLANKS, read_lines
 from dsv4_jax.regular_files import open_regular
 from dsv4_jax.serve.body import parse_object
 from dsv4_jax.serve.errors import ApiError
-from dsv4_jax.serve.intake import PATHS
+from dsv4_jax.serve.reading import PATHS
 from dsv4_jax.serve.turns.digits import dumps
 
 MAX_ID_CHARS = 512

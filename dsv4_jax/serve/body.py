@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from dsv4_jax.lines import without_mark
 from dsv4_jax.serve.errors import ApiError
+from dsv4_jax.serve.room import Share
 from dsv4_jax.serve.turns.digits import MAX_DIGITS, read_float
 
 MAX_PARTS = 2**17
@@ -30,11 +31,17 @@ _UP_TO_BRACKET = re.compile(rb'(?:[^][{}"]++|%b){0,4096}+([][{}])?' % _TEXT.patt
 """Bounded, since other threads wait for each call of a regular expression."""
 
 
-async def read_body(request: Request, *, max_bytes: int, timeout_s: float) -> bytes:
+async def read_body(request: Request, *, max_bytes: int, timeout_s: float, share: Share) -> bytes:
     """The whole body.
 
+    Args:
+      request: whose body it is.
+      max_bytes: the largest one.
+      timeout_s: seconds in which it has to come.
+      share: takes up its bytes.
+
     Raises:
-      ApiError: it is too large, too slow, or no JSON by its own account.
+      ApiError: it is too large, too slow, or no JSON by its own account, or there is no room.
       ClientDisconnect: it was cut off.
     """
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
@@ -44,6 +51,7 @@ async def read_body(request: Request, *, max_bytes: int, timeout_s: float) -> by
     too_large = ApiError(413, f"the body must have at most {max_bytes} bytes")
     if not length.isdecimal() or len(length) > 15 or int(length) > max_bytes:
         raise too_large
+    share.check(int(length))
     parts, total = [], 0
     try:
         async with asyncio.timeout(timeout_s):
@@ -51,6 +59,7 @@ async def read_body(request: Request, *, max_bytes: int, timeout_s: float) -> by
                 total += len(part)
                 if total > max_bytes:
                     raise too_large
+                share.add(len(part))
                 parts.append(part)
     except TimeoutError:
         raise ApiError(408, f"the body did not come within {timeout_s:g} s") from None

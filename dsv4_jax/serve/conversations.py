@@ -28,6 +28,12 @@ from dsv4_jax.serve.fields import read_flag, read_integer, read_number
 from dsv4_jax.serve.settings import EFFORTS, ServeSettings
 from dsv4_jax.serve.tools import namespaces_of, strict_tools
 from dsv4_jax.serve.turns.digits import Digits
+from dsv4_jax.serve.turns.packed_turns import (
+    SHORT_TURNS,
+    PackedTurns,
+    pack_parsing,
+    unpack_parsing,
+)
 from dsv4_jax.serve.turns.prefill import continued, gives_reasoning, initial_stage, take_prefill
 from dsv4_jax.serve.turns.sealed import open_items
 from dsv4_jax.serve.turns.turn_order import in_order
@@ -48,6 +54,7 @@ class Turns(NamedTuple):
       request: what the library made of the body.
       messages: of the prompt.
       parsing: how its answer is read.
+      fields: that the library reads, with a short conversation.
       digits: numbers that the library does not hold.
       continues_text: the prompt ends with a text of the assistant, and the answer goes on with it.
       field: of the body, that holds it.
@@ -56,9 +63,17 @@ class Turns(NamedTuple):
     request: recipe.ConversationRequest
     messages: list[recipe.Message]
     parsing: recipe.ParsingOptions
+    fields: Mapping[str, Any]
     digits: Digits
     continues_text: bool
     field: str
+
+    def pack(self) -> PackedTurns:
+        """Its values, for another process; `Conversations.unpack` takes them."""
+        parsing, stage = pack_parsing(self.parsing)
+        return PackedTurns(
+            self.fields, parsing, stage, self.digits, self.continues_text, self.field
+        )
 
 
 class AskedConversation(NamedTuple):
@@ -194,8 +209,19 @@ class Conversations:
             parsing.thinking_initial_stage = initial_stage(messages[-1], thinks=thinks)
             messages[-1] = continued(messages[-1])
         continues_text = continues and bool(messages[-1].content)
-        found = Turns(request, messages, parsing, digits, continues_text, dialect.turns)
+        fields = body | {dialect.turns: list(SHORT_TURNS)}
+        found = Turns(request, messages, parsing, fields, digits, continues_text, dialect.turns)
         return found, echo
+
+    def unpack(
+        self, packed: PackedTurns, dialect: Dialect
+    ) -> tuple[Turns, recipe.ResponsesEcho | None]:
+        """What `convert` gave another process, as far as an answer is made by it."""
+        request, echo = convert(packed.fields, dialect, self._options)
+        parsing = unpack_parsing(packed.parsing, packed.stage, request.parsing_options)
+        _, _, _, digits, continues_text, field = packed
+        made = Turns(request, [], parsing, packed.fields, digits, continues_text, field)
+        return made, echo
 
     def encode(self, turns: Turns) -> list[int]:
         """Token ids of a conversation, its effort by the release's name for it."""

@@ -6,7 +6,8 @@ import json
 from typing import Any, NoReturn
 
 from dsv4_jax.serving.asynchronous.feed import EngineClosedError, QueueFullError, RequestFailedError
-from dsv4_jax.serving.requests.grammar_trials import TrialsClosedError
+from dsv4_jax.serving.requests.grammar_trials import GrammarsFullError
+from dsv4_jax.serving.requests.helper_processes import HelperKilledError, HelpersClosedError
 
 _OPENAI = {
     400: "invalid_request_error",
@@ -58,6 +59,10 @@ class ApiError(Exception):
         self.code = code
         self.error_code = error_code
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For another process, in which it is this and no subclass."""
+        return _remake, (self.status, self.message, self.param, self.code, self.error_code)
+
     def openai(self) -> dict[str, Any]:
         """OpenAI's form."""
         kind = _OPENAI.get(self.status, _OPENAI[500 if self.status >= 500 else 400])
@@ -76,6 +81,12 @@ class ApiError(Exception):
         """The body of an answer at that path."""
         is_anthropic = path.startswith("/v1/messages")
         return json.dumps(self.anthropic(request_id) if is_anthropic else self.openai()).encode()
+
+
+def _remake(
+    status: int, message: str, param: str | None, code: str | None, error_code: str | None
+) -> ApiError:
+    return ApiError(status, message, param=param, code=code, error_code=error_code)
 
 
 class ContextLengthError(ApiError):
@@ -110,10 +121,12 @@ def as_api_error(error: Exception) -> ApiError:
     """What a client is told of an engine's error; nothing of how it came about."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, QueueFullError):
+    if isinstance(error, QueueFullError | GrammarsFullError):
         return ApiError(429, str(error), code="queue_full")
-    if isinstance(error, EngineClosedError | TrialsClosedError):
+    if isinstance(error, EngineClosedError | HelpersClosedError):
         return ApiError(503, "the server is shutting down or has failed")
+    if isinstance(error, HelperKilledError):
+        return ApiError(503, str(error))
     if isinstance(error, RequestFailedError):
         return ApiError(500, "the request failed; others were not affected")
     return ApiError(500, "internal error")

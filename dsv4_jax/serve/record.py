@@ -27,6 +27,7 @@ class Record:
       started_s: when it came.
       first_token_s: when its first token was there.
       details: counts of tokens, and what else there is to say.
+      body: JSON of the request's, where another process has read it and the log is to have it.
     """
 
     path: str
@@ -38,6 +39,7 @@ class Record:
     started_s: float = dataclasses.field(default_factory=time.perf_counter)
     first_token_s: float | None = None
     details: dict[str, Any] = dataclasses.field(default_factory=dict)
+    body: str | None = None
 
     def count(self, **counts: int) -> None:
         """Adds to counts of tokens."""
@@ -60,4 +62,7 @@ class Record:
             line["key"] = self.key
         if self.first_token_s is not None:
             line["first_token_seconds"] = round(self.first_token_s - self.started_s, 4)
-        log.info("%s", json.dumps(line | self.details))
+        told = json.dumps(line | self.details)
+        if self.body is not None:
+            told = f'{told[:-1]}, "body": {self.body}}}'
+        log.info("%s", told)

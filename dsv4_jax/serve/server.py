@@ -9,6 +9,7 @@ import errno
 import gc
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Self
@@ -24,6 +25,13 @@ from dsv4_jax.serving.asynchronous.feed import EngineClosedError
 
 _MARGIN_S = 5
 """Seconds after the drain in which errors are sent to those who still wait."""
+
+_SWITCH_S = 0.001
+"""Seconds after which a thread that computes gives way: a fifth of what Python lets it have.
+
+The event loop has to get Python's lock several times to answer anything, and before each time as
+many threads as want it may have their turn.
+"""
 
 _TELLING_S = 1
 """Seconds for those errors where a second signal says that nobody waits."""
@@ -205,6 +213,8 @@ class Server:
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._loop.add_signal_handler(number, self._drain)
         serving = asyncio.ensure_future(self._uvicorn.serve(sockets=[self._socket]))
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(min(interval, _SWITCH_S))
         gc.freeze()  # to look through all that jax keeps would hold the event loop for 100 ms
         try:
             while not self._uvicorn.started and not serving.done():
@@ -216,6 +226,7 @@ class Server:
                 ready.set_result(None)  # it was drained before it could begin
         finally:
             gc.unfreeze()
+            sys.setswitchinterval(interval)
             self.endpoints.stop()
             await self._engine.aclose()
             if told := set(self._uvicorn.server_state.tasks):  # what was cut short

@@ -31,6 +31,8 @@ class ServeSettings:
       thinks: conversations think unless a request says otherwise.
       release: a key of `EFFORTS`.
       max_body_bytes: the largest body.
+      max_held_bytes: of large bodies that come or are read, and of large answers that are made of
+        a body alone, all together.
       max_choices: most answers to one request: prompts times `n`.
       max_tools: most tools of a conversation.
       grammar_bounds: what reading and compiling the form of one answer may take.
@@ -53,6 +55,7 @@ class ServeSettings:
     thinks: bool = True
     release: str = "first"
     max_body_bytes: int = 4 * 2**20
+    max_held_bytes: int = 256 * 2**20
     max_choices: int = 16
     max_tools: int = 1024
     grammar_bounds: GrammarBounds = dataclasses.field(default_factory=GrammarBounds)

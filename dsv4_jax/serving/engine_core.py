@@ -366,7 +366,7 @@ class EngineCore:
         """Queues all of them, or none; samples have one prompt, which is read once."""
         with self._undo:
             requests = [self._add(one) for one in asked]
-            for request in requests if are_samples else ():
+            for request in requests if are_samples and len(requests) > 1 else ():
                 request.siblings = tuple(requests)
             return requests
 

@@ -356,6 +356,9 @@ class ServingLoop:
 
     def _remove(self, request: Request) -> None:
         self.queue.remove(request)
+        if request.siblings:  # they would keep each other, and their grammar, for the collector
+            self._undo.save(request)
+            request.siblings = ()
         reason, finished = request.finish_reason or "error", self.metrics.finished
         self.metrics.finished = finished | {reason: finished.get(reason, 0) + 1}
 

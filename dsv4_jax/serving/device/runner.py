@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from dsv4_jax.serving.device.grammar_masks import GrammarKeeper
 from dsv4_jax.serving.device.hosted_arrays import HostedArrays
 from dsv4_jax.serving.metrics.metrics import UnitBytes
 from dsv4_jax.serving.requests.grammars import Grammars
+from dsv4_jax.serving.requests.request import Request
 from dsv4_jax.serving.schedule.known_tokens import KnownTokens
 from dsv4_jax.serving.schedule.running import Running
 from dsv4_jax.serving.schedule.scheduler import StepPlan
@@ -331,20 +333,20 @@ class StepRunner:
             self._grammars, num_slots=self._num_slots, width=self.draft_tokens + 1
         )
         self._has_masks: bool | None = None
-        self._known_running: Running | None = None
+        self._known_running: Callable[[], Running | None] = lambda: None
         self._known_sampling: list[SamplingParams] | None = None
 
     def _bring_settings(self, running: Running) -> None:
         """Settings of all slots, and what was drawn where penalties ask; if they are others."""
-        if running is not self._known_running:
+        if running is not self._known_running():
             slots = range(self._num_slots)
-            rows = [running[slot].sampling if slot in running else _IDLE for slot in slots]
+            rows = [_known_of(running[slot]) if slot in running else _IDLE for slot in slots]
             if rows != self._known_sampling:
                 # Stop tokens are the host's.
                 stacked = stack_sampling(rows, with_stops=False, bias_width=MAX_LOGIT_BIAS)
                 self.devices.set_sampling(stacked)
                 self._known_sampling = rows
-            self._known_running = running
+            self._known_running = weakref.ref(running)  # who has ended is not kept by it
         counts = self._counts.counts_of(running) if running.penalises else None
         if counts is not None or self._has_counts is not False:
             self.devices.set_counts(counts or self._counts.no_entries())
@@ -375,3 +377,9 @@ class StepRunner:
             fields[:, nexts[shard]] = own, end, place
             nexts[shard] += 1
         return SnapshotPlan(rows=fields[0], ends=fields[1], places=fields[2])  # type: ignore[arg-type]
+
+
+def _known_of(request: Request) -> SamplingParams:
+    """The settings of which the device is told; a grammar is not among them, and may be large."""
+    sampling = request.sampling
+    return sampling if sampling.grammar is None else dataclasses.replace(sampling, grammar=None)

@@ -1,19 +1,22 @@
 """Compiling a grammar for llguidance; run as a program, in a process of its own.
 
-The program reads a line of JSON that says the vocabulary, and then one for each grammar, and
-answers each with a line: what is wrong with it, or "". A grammar that takes too long, or so much
-memory that llguidance cannot go on, ends the process. It imports nothing of this package, so that
-it starts without jax.
+The program is a helper of `helper_processes`. It is greeted with the vocabulary, then gets one
+grammar after another, and answers each with what is wrong with it, or "", and with the bytes that
+it holds. A grammar that takes too long, or so much memory that llguidance cannot go on, ends the
+process. It imports nothing of this package, so that it starts without jax.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
+import ctypes
+import os
 import resource
 import signal
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -101,39 +104,94 @@ def problem_of(matcher: LLMatcher) -> str:
     return "nothing fulfils it" if told == "NoExtensionBias" else told
 
 
-def _limit_memory(more_bytes: int | None) -> None:
+def limit_memory(more_bytes: int | None) -> None:
     """Lets this process have so much more memory than it has; None lets it have any."""
     most = resource.getrlimit(resource.RLIMIT_DATA)[1]
     if more_bytes is not None:
-        try:
-            with open("/proc/self/status") as status:
-                (used_kb,) = (int(line.split()[1]) for line in status if line.startswith("VmData"))
-        except OSError:
-            return  # there is no such file but on Linux
-        most = 1024 * used_kb + more_bytes
+        used = _data_bytes()
+        if used is None:
+            return
+        most = used + more_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (most, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
-def _main() -> None:
+def _data_bytes() -> int | None:
+    """Memory of this process that the limit is of; None where no file says it, as on macOS."""
+    try:
+        with open("/proc/self/status") as status:
+            (used_kb,) = (int(line.split()[1]) for line in status if line.startswith("VmData"))
+    except OSError:
+        return None
+    return 1024 * used_kb
+
+
+class _Mallinfo(ctypes.Structure):
+    """What glibc says of its allocator since 2.33; `man 3 mallinfo`."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def _used_bytes() -> int:
+    """Memory that is in use, without what the allocator keeps for the next; else about that."""
+    read: Any = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if read is None:
+        return _data_bytes() or 0
+    read.restype = _Mallinfo
+    found = read()
+    return found.uordblks + found.hblkhd
+
+
+def start_helper() -> Connection:
+    """Makes this process a helper: the way to the one that started it.
+
+    Its work gives way to that of the server, which other clients wait for.
+    """
     # Who ends a whole group of processes lets the server finish: it needs this one until then.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a bound may end it by SIGABRT
-    compiler = Compiler(read_vocabulary(**json.loads(sys.stdin.readline())))
+    os.nice(10)
+    return Connection(0)
+
+
+def jobs(connection: Connection) -> Iterator[Any]:
+    """What a helper is sent, until there is no more."""
+    with contextlib.suppress(EOFError):
+        while True:
+            yield connection.recv()
+
+
+def _main() -> None:
+    import llguidance  # noqa: F401  # who starts this without a greeting is told what is missing
+
+    connection = start_helper()
+    todo = jobs(connection)
+    for greeting in todo:
+        _compile_all(Compiler(read_vocabulary(**greeting)), connection, todo)
+
+
+def _compile_all(compiler: Compiler, connection: Connection, todo: Iterator[Any]) -> None:
     compiler.compile("start: /a/")  # which allocates what all grammars need
-    for line in sys.stdin:
-        job, told = json.loads(line), ""
-        _limit_memory(job["memory_bytes"])
+    for job in todo:
+        told, matcher, before = "", None, _used_bytes()
+        limit_memory(job["memory_bytes"])
         signal.setitimer(signal.ITIMER_PROF, job["seconds"])  # the end of a process, unhandled
         try:
-            compiler.compile(job["text"])
+            matcher = compiler.compile(job["text"])
         except ValueError as error:
             told = str(error)
         except MemoryError:
             sys.exit(OUT_OF_MEMORY)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _limit_memory(None)
-        print(json.dumps(told), flush=True)
+        limit_memory(None)
+        connection.send((told, max(0, _used_bytes() - before)))
+        del matcher
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import threading
 import weakref
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,11 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.schemas.json_values import json_value
 from dsv4_jax.schemas.read_schema import read_schema
 from dsv4_jax.serving.requests.compile_grammar import Compiler, read_vocabulary
-from dsv4_jax.serving.requests.grammar_trials import GrammarBounds, GrammarTrials
+from dsv4_jax.serving.requests.grammar_trials import (
+    GrammarBounds,
+    GrammarsFullError,
+    GrammarTrials,
+)
 from dsv4_jax.step.grammar import Grammar
 
 if TYPE_CHECKING:
@@ -42,6 +47,8 @@ class Grammars:
         self._end_tokens = list(config.eos_token_ids)
         self._tokenizer = tokenizer
         self._compiled: dict[int, LLMatcher] = {}
+        self._lock = threading.RLock()  # a grammar may be dropped at any time, by any thread
+        self._held_bytes = 0  # by grammars that were tried
 
     def prepare(self) -> None:
         """Lets llguidance read the tokenizer, a second for V4's, before the first grammar comes.
@@ -69,6 +76,7 @@ class Grammars:
 
         Raises:
           ValueError: it is no grammar, or too complex, or llguidance or a tokenizer is missing.
+          GrammarsFullError: it was tried, and others hold so much that it has no room.
         """
         if id(grammar) in self._compiled:
             return
@@ -76,11 +84,27 @@ class Grammars:
         try:
             compiler = self.compiler  # first, since a tokenizer may be what is wrong
             if trials is not None:
-                trials.check(text)
+                self._hold(grammar, trials.check(text), trials.bounds.held_bytes)
             self._compiled[id(grammar)] = compiler.compile(text)
         except ValueError as error:
             raise ValueError(f"grammar must be a {grammar.kind}: {error}") from None
         weakref.finalize(grammar, self._compiled.pop, id(grammar), None).atexit = False
+
+    def _hold(self, grammar: Grammar, num_bytes: int, most_bytes: int) -> None:
+        """Counts what a grammar holds as long as it lives."""
+        with self._lock:
+            held = self._held_bytes
+            if held and held + num_bytes > most_bytes:
+                raise GrammarsFullError(
+                    f"the forms of other answers hold {held} bytes, and {most_bytes} may be held "
+                    "together; try again later"
+                )
+            self._held_bytes += num_bytes
+        weakref.finalize(grammar, self._release, num_bytes).atexit = False
+
+    def _release(self, num_bytes: int) -> None:
+        with self._lock:
+            self._held_bytes -= num_bytes
 
     def start(self, grammar: Grammar) -> LLMatcher:
         """What follows an answer from its first token on; errors are those of `check`."""

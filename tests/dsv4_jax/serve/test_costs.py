@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import dataclasses
 import json
 import threading
 import time
@@ -127,6 +128,33 @@ def test_what_a_client_that_left_has_asked_for_is_not_compiled(server, monkeypat
     until(lambda: server.endpoints.engine.num_unfinished == 0)
 
 
+def test_grammars_of_all_requests_hold_so_much_together_and_not_more(server, engine, monkeypatch):
+    """Those of requests that wait, too; what they hold is free when they have ended."""
+    grammars = engine._grammars
+    until(lambda: not grammars._held_bytes)
+    large = {"type": "integer", "multipleOf": 1201}
+    assert post(server, with_schema(large)).status_code == 200
+    until(lambda: not grammars._held_bytes)
+    trials = server.endpoints._intake._trials
+    (held,) = {trials._known[key] for key in list(trials._known)[-1:]}
+    assert held > 2**18
+    bounds = dataclasses.replace(trials.bounds, held_bytes=held + held // 2)
+    monkeypatch.setattr(trials, "bounds", bounds)
+    long = with_schema(large, max_tokens=1500, stream=True)
+    headers = {"content-type": "application/json"}
+    with httpx.stream("POST", server.url + CHAT, json=long, headers=headers, timeout=60) as stream:
+        until(lambda: grammars._held_bytes == held)
+        refused = post(server, with_schema(large))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        told = f"the forms of other answers hold {held} bytes, and {bounds.held_bytes} may be held"
+        assert told in message_of(refused)
+        assert post(server, with_schema({"type": "boolean"})).status_code == 200
+        stream.close()
+    until(lambda: not grammars._held_bytes)
+    monkeypatch.setattr(trials, "bounds", dataclasses.replace(bounds, held_bytes=1))
+    assert post(server, with_schema(large)).status_code == 200  # beside nothing, any is taken
+
+
 @BYTES_ALONE
 def test_a_server_that_ends_waits_for_no_grammar(other_engine):
     """Nor leaves who waits for it without an answer."""
@@ -135,7 +163,7 @@ def test_a_server_that_ends_waits_for_no_grammar(other_engine):
         with running(other_engine, grammar_bounds=bounds, drain_timeout_s=0.1) as server:
             asking = [threads.submit(post, server, with_schema(JOINED)) for _ in range(2)]
             until(lambda: server.endpoints._compilers._num_calls == 2)
-            until(lambda: server.endpoints._intake._trials._living)
+            until(lambda: server.endpoints._intake._trials._helpers.living)
             start = time.monotonic()
         assert time.monotonic() - start < 60
         answers = [one.result() for one in asking]
@@ -156,14 +184,14 @@ def test_costly_bodies_are_read_and_compiled_by_threads_of_their_own(server, eng
         monkeypatch.setattr(owner, name, noted)
 
     intake = server.endpoints._intake
-    note(intake, "read")
+    note(intake.reader, "ask")
     note(engine.limits.grammars.compiler, "compile")
     note(intake, "submit")
     assert post(server, with_schema({"type": "boolean"})).status_code == 200
     long = "a " * 4000
     refused = post(server, {"model": MODEL, "prompt": long}, "/v1/completions")
     assert refused.status_code == 400
-    assert seen["read"] == {"dsv4-jax bodies"}
+    assert seen["ask"] == {"dsv4-jax bodies"}
     assert seen["compile"] == {"dsv4-jax forms of answers"}
     assert seen["submit"] == {"dsv4-jax-server"}
 

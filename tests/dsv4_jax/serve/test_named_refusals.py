@@ -9,7 +9,7 @@ import pytest
 from dsv4_jax.serve.body import parse_object
 from dsv4_jax.serve.dialects import CHAT, MESSAGES, RESPONSES
 from dsv4_jax.serve.errors import ApiError
-from dsv4_jax.serve.intake import DIALECTS, refusal_of
+from dsv4_jax.serve.reading import DIALECTS, refusal_of
 from helpers import slow
 from helpers.mutated_requests import CONVERSATIONS, FUNCTION, HI, OTHERS, mutations
 from helpers.offline import Offline

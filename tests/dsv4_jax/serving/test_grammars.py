@@ -1,8 +1,10 @@
 """Answers that follow a grammar: whole, and the same beside others, with drafts and preempted."""
 
 import dataclasses
+import gc
 import json
 import re
+import weakref
 
 import numpy as np
 import pytest
@@ -307,3 +309,26 @@ def test_a_compiled_grammar_lives_as_long_as_its_object():
     assert grammars._compiled[id(other)] is not before
     del one, other, before
     assert not grammars._compiled
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("how", ["ends", "cancelled"])
+def test_a_grammar_is_forgotten_with_its_requests_and_waits_for_no_collector(n, how):
+    """A compiled one may hold a hundred megabytes."""
+    engine = make_engine()
+    gc.disable()
+    try:
+        grammar = Grammar("regex", "[ab]{9}")
+        seen = weakref.ref(grammar)
+        ids = engine.submit_many(texts()[1], n, grammar=grammar, max_new_tokens=40)
+        del grammar
+        for _ in range(60 if how == "ends" else 4):
+            engine.step()
+        for request_id in ids:
+            engine.cancel(request_id)
+            done = engine.completion(request_id)
+            assert done.finish_reason == ("stop" if how == "ends" else "cancelled")
+        assert seen() is None
+        assert not engine._grammars._compiled
+    finally:
+        gc.enable()

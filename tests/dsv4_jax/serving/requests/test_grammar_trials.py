@@ -15,8 +15,9 @@ import pytest
 
 from dsv4_jax.schemas.json_values import json_value
 from dsv4_jax.schemas.read_schema import Schema
-from dsv4_jax.serving.requests import compile_grammar
-from dsv4_jax.serving.requests.grammar_trials import GrammarBounds, GrammarTrials, TrialsClosedError
+from dsv4_jax.serving.requests import compile_grammar, grammar_trials, helper_processes
+from dsv4_jax.serving.requests.grammar_trials import GrammarBounds, GrammarTrials
+from dsv4_jax.serving.requests.helper_processes import HelperKilledError, HelpersClosedError
 from helpers.serving import byte_tokenizer, until
 
 GOOD = "start: /[a-z]{30}/"
@@ -101,59 +102,96 @@ def test_so_many_at_once_and_not_more():
     with concurrent.futures.ThreadPoolExecutor(6) as threads:
         list(threads.map(trials.check, [f"start: /a{{{n}}}/" for n in range(1, 13)]))
     assert max(most) == 2
-    assert len(trials._idle) == 2
+    assert len(trials._helpers.idle) == 2
     trials.close()
 
 
 def test_a_process_that_was_ended_is_replaced(trials):
     trials.check(GOOD)
-    (process,) = trials._idle
-    process.kill()
-    process.wait()
+    (helper,) = trials._helpers.idle
+    helper.process.kill()
+    helper.process.wait()
     trials.check(GOOD + "?")
-    assert trials._idle != [process]
+    assert trials._helpers.idle != [helper]
 
 
 def test_a_process_that_was_started_before_takes_the_first_grammar(trials):
     trials.prepare()
-    (process,) = trials._idle
+    (helper,) = trials._helpers.idle
     trials.check(GOOD)
-    assert trials._idle == [process]
+    assert trials._helpers.idle == [helper]
 
 
 def test_nothing_is_left_after_its_end(trials):
     trials.check(GOOD)
-    (process,) = trials._idle
+    (helper,) = trials._helpers.idle
     trials.close()
-    assert process.poll() is not None
-    assert not trials._idle
+    assert helper.process.poll() is not None
+    assert not trials._helpers.idle
 
 
 def test_its_end_waits_for_no_grammar():
     trials = make(seconds=60, memory_bytes=2**32)
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
         compiling = threads.submit(trials.check, ENDLESS)
-        until(lambda: trials._living)
+        until(lambda: trials._helpers.living)
         trials.close()
-        with pytest.raises(TrialsClosedError):
+        with pytest.raises(HelpersClosedError):
             compiling.result(20)
-    assert not trials._living
+    assert not trials._helpers.living
     for call in (trials.prepare, lambda: trials.check(GOOD)):
-        with pytest.raises(TrialsClosedError):
+        with pytest.raises(HelpersClosedError):
             call()
-    assert not trials._living
+    assert not trials._helpers.living
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGQUIT])
+def test_a_process_that_others_end_is_no_fault_of_a_grammar(number):
+    """As a kernel does that is out of memory; the bound of time is the process's own."""
+    trials = make(seconds=60, memory_bytes=2**32)
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        trials.check(GOOD)  # it has been started
+        (helper,) = trials._helpers.idle
+        compiling = threads.submit(trials.check, ENDLESS)
+        until(lambda: not trials._helpers.idle)
+        helper.process.send_signal(number)
+        told = f"that compiles grammars was ended from outside, with signal {number.value}, .*again"
+        with pytest.raises(HelperKilledError, match=told):
+            compiling.result(20)
+    trials.check(GOOD + "?")
+    trials.close()
+
+
+def test_a_process_that_waits_beyond_all_patience_went_beyond_the_bound_of_time(monkeypatch):
+    """It is killed, too, and by the server: its own timer counts the time of the processor."""
+    monkeypatch.setattr(helper_processes, "START_S", 1)
+    monkeypatch.setattr(grammar_trials, "_PATIENCE", 0.01)
+    trials = make(seconds=60, memory_bytes=2**32)
+    with pytest.raises(ValueError, match=r"^it must compile within 60 s of a processor; ask"):
+        trials.check(ENDLESS)
+    trials.close()
+
+
+def test_the_memory_that_a_grammar_holds_is_told_and_remembered(trials):
+    """Whatever was compiled in the process before, whose memory is used again."""
+    small, large = (grammar({"type": "integer", "multipleOf": n}) for n in (7, 1200))
+    held = [trials.check(text) for text in (large, small, large + "\n", small + "\n")]
+    assert 2**18 < held[0] < 2**24
+    assert held[2] == pytest.approx(held[0], rel=0.2)
+    assert max(held[1], held[3]) < held[0] / 4
+    assert trials.check(large) == held[0]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_all_processes_of_a_server_leaves_its_grammars_to_it(trials, number):
     """Such as that of a service's manager: the server drains, and needs the process until then."""
     trials.check(GOOD)
-    (process,) = trials._idle
-    process.send_signal(number)
+    (helper,) = trials._helpers.idle
+    helper.process.send_signal(number)
     with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(0.2)
+        helper.process.wait(0.2)
     trials.check(GOOD + "?")
-    assert trials._idle == [process]
+    assert trials._helpers.idle == [helper]
 
 
 def test_a_program_that_cannot_run_is_no_fault_of_a_grammar(trials, tmp_path, monkeypatch):
@@ -168,8 +206,8 @@ def test_a_program_that_cannot_run_is_no_fault_of_a_grammar(trials, tmp_path, mo
 
 def test_a_process_that_a_bound_ends_leaves_no_memory_on_disk(trials):
     trials.check(GOOD)
-    (process,) = trials._idle
-    limits = pathlib.Path(f"/proc/{process.pid}/limits")
+    (helper,) = trials._helpers.idle
+    limits = pathlib.Path(f"/proc/{helper.process.pid}/limits")
     if not limits.exists():
         pytest.skip("there is no /proc here")
     assert re.search(r"Max core file size +0 +0 ", limits.read_text())
@@ -178,9 +216,9 @@ def test_a_process_that_a_bound_ends_leaves_no_memory_on_disk(trials):
 def test_the_process_ends_with_the_one_that_started_it(trials):
     """Its input ends then, whatever ended it."""
     trials.check(GOOD)
-    (process,) = trials._idle
-    process.stdin.close()
-    assert process.wait(20) == 0
+    (helper,) = trials._helpers.idle
+    helper.connection.close()
+    assert helper.process.wait(20) == 0
 
 
 KILLED = """
@@ -189,8 +227,8 @@ from dsv4_jax.serving.requests.grammar_trials import GrammarBounds, GrammarTrial
 vocabulary, grammar = json.loads(sys.stdin.readline())
 trials = GrammarTrials(*vocabulary, GrammarBounds(seconds=2.0))
 trials.prepare()
-(process,) = trials._idle
-print(process.pid, flush=True)
+(helper,) = trials._helpers.idle
+print(helper.process.pid, flush=True)
 trials.check(grammar)
 """
 
@@ -226,8 +264,8 @@ def test_who_is_killed_while_a_grammar_compiles_leaves_no_process():
 def test_the_program_imports_llguidance_and_numpy_alone(trials):
     """So that it starts in a moment, and takes no memory of a device."""
     trials.check(GOOD)
-    (process,) = trials._idle
-    maps = pathlib.Path(f"/proc/{process.pid}/maps")
+    (helper,) = trials._helpers.idle
+    maps = pathlib.Path(f"/proc/{helper.process.pid}/maps")
     if not maps.exists():
         pytest.skip("there is no /proc here")
     loaded = maps.read_text()
