@@ -130,7 +130,7 @@ def test_what_a_client_that_left_has_asked_for_is_not_compiled(server, monkeypat
 
 def test_grammars_of_all_requests_hold_so_much_together_and_not_more(server, engine, monkeypatch):
     """Those of requests that wait, too; what they hold is free when they have ended."""
-    grammars = engine._grammars
+    grammars = engine.limits.grammars
     until(lambda: not grammars._held_bytes)
     large = {"type": "integer", "multipleOf": 1201}
     assert post(server, with_schema(large)).status_code == 200
