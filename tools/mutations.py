@@ -1121,8 +1121,8 @@ MUTATIONS = [
         (
             "kernel_hyper_connections_of_many_take_one_factor_for_post_and_comb",
             "hyper_connections/triton_gpu.py",
-            "jnp.minimum(place // num, 2)",
-            "jnp.minimum(place // num, 1)",
+            "jnp.minimum(number // num, 2)",
+            "jnp.minimum(number // num, 1)",
             "pallas_kernels/hyper_connections",
         ),
         (

@@ -169,9 +169,9 @@ def _fold_open_window(
         chunk=chunk,
         **channels,
     )
-    for number, part in enumerate(pool):
+    for number, value in enumerate(pool):
         triton.store_row(
-            running, (*at, number), part, first=0, count=num_channels, start=tile * width
+            running, (*at, number), value, first=0, count=num_channels, start=tile * width
         )
 
 

@@ -125,18 +125,18 @@ def _read(inputs: _Operands, outputs: _Outputs, *, arguments: Arguments, is_many
         parts = inputs.products.shape[1]
         part = jnp.arange(pl.next_power_of_2(parts), dtype=jnp.int32)[:, None]
         lane = jnp.arange(pl.next_power_of_2(count), dtype=jnp.int32)
-        place, live = first + lane, lane < count
+        number, live = first + lane, lane < count
         # f32[parts, n]; absent parts and lanes are zeros, and add nothing.
         loaded = triton.load_where(
-            inputs.products, (token, part, place[None]), (part < parts) & live[None]
+            inputs.products, (token, part, number[None]), (part < parts) & live[None]
         )
         # Of all logits the first S are pre's, the next S post's, and the rest comb's, with a scale
         # each.
         if kind is None:
-            factor = triton.load_where(inputs.scale, (jnp.minimum(place // num, 2),), live)
+            factor = triton.load_where(inputs.scale, (jnp.minimum(number // num, 2),), live)
         else:
             factor = inputs.scale[kind]
-        return Logits(loaded, factor, triton.load_where(inputs.base, (place,), live), live)
+        return Logits(loaded, factor, triton.load_where(inputs.base, (number,), live), live)
 
     def load_streams() -> tuple[list[jax.Array], jax.Array]:
         """Each stream, and one over the RMS of all."""
@@ -182,18 +182,20 @@ def _read(inputs: _Operands, outputs: _Outputs, *, arguments: Arguments, is_many
         lane = jnp.arange(found.shape[0], dtype=jnp.int32)
         triton.store_where(post_ref, (token, lane), 2 * jax.nn.sigmoid(found), of_post.live)
         flat = of_comb.finish(inverse_rms)
-        place = jnp.arange(flat.shape[0], dtype=jnp.int32)
+        lane_of_comb = jnp.arange(flat.shape[0], dtype=jnp.int32)
         # From a lane each to scalars that every thread has: Sinkhorn then needs no other thread.
-        values = [[flat_value(flat, place, j * num + k) for k in range(num)] for j in range(num)]
-        one = jnp.ones(1, jnp.bool_)
+        values = [
+            [flat_value(flat, lane_of_comb, j * num + k) for k in range(num)] for j in range(num)
+        ]
+        stored = jnp.ones(1, jnp.bool_)
         for j, row in enumerate(_sinkhorn(values, iters=arguments.iters, eps=arguments.eps)):
             for k, value in enumerate(row):
                 to = token, jnp.full(1, j * num + k, jnp.int32)
-                triton.store_where(comb_ref, to, value, one)
+                triton.store_where(comb_ref, to, value, stored)
 
-    def flat_value(flat: jax.Array, place: jax.Array, number: int) -> jax.Array:
+    def flat_value(flat: jax.Array, lane: jax.Array, number: int) -> jax.Array:
         """f32[1], which every thread has."""
-        return jnp.sum(jnp.where(place == number, flat, 0.0)).reshape(1)
+        return jnp.sum(jnp.where(lane == number, flat, 0.0)).reshape(1)
 
     if not is_many:
         pl.when(pl.program_id(1) == 0)(read_alone)
@@ -203,8 +205,8 @@ def _read(inputs: _Operands, outputs: _Outputs, *, arguments: Arguments, is_many
     asked = ask(0, (2 + num) * num, None)
     rows, inverse_rms = load_streams()
     found = asked.finish(inverse_rms)
-    place = jnp.arange(found.shape[0], dtype=jnp.int32)
-    triton.store_where(outputs.logits, (token, place), found, asked.live)
+    number = jnp.arange(found.shape[0], dtype=jnp.int32)
+    triton.store_where(outputs.logits, (token, number), found, asked.live)
     read(found, rows)
 
 
@@ -236,8 +238,8 @@ def _connect_many(logits: Ref, outputs: _Connections, *, arguments: Arguments) -
     # A thread has a token's numbers to itself, so that no sum crosses threads.
     live = token < count
 
-    def logit(place: int) -> jax.Array:
-        return triton.load_where(logits, (token, jnp.int32(place)), live)
+    def logit(number: int) -> jax.Array:
+        return triton.load_where(logits, (token, jnp.int32(number)), live)
 
     for k in range(num):
         post = 2 * jax.nn.sigmoid(logit(num + k))

@@ -53,16 +53,16 @@ def combine(arguments: JoinArguments) -> jax.Array:
 
         def load_statistic(which: int, first: int, count: int) -> jax.Array:
             split = first + jnp.arange(count, dtype=jnp.int32)
-            place = (split, token, jnp.int32(which), head)
+            at = (split, token, jnp.int32(which), head)
             absent = [FLOOR, 0.0][which]
-            return triton.load_where(inputs.parts.statistics, place, split < splits, absent)
+            return triton.load_where(inputs.parts.statistics, at, split < splits, absent)
 
         def load_sums(first: int) -> jax.Array:
             split = first + jnp.arange(rows, dtype=jnp.int32)
             # Rows and columns are powers of two: what is beyond is zeros, and adds nothing.
             inside = (split[:, None] < splits) & (column[None] < dim)
-            place = (split[:, None], token, head, column[None])
-            return triton.load_where(inputs.parts.sums, place, inside)
+            at = (split[:, None], token, head, column[None])
+            return triton.load_where(inputs.parts.sums, at, inside)
 
         # The sums, most of what is read, are asked for before statistics are waited for.
         parts = {first: load_sums(first) for first in range(0, splits, rows)}

@@ -133,22 +133,22 @@ def load_queries(
     # Bits of bf16 that products take as they are.
     if shapes.dtype == jnp.bfloat16 and is_full and shapes.query_eps is None:
         return
-    groups = [
+    chunks = [
         (half, start, target.at[:, pl.ds(start, GROUP)])
         for half, target, _ in halves
         for start in range(0, width, GROUP)
     ]
     factor = None
     if shapes.query_eps is not None:
-        squares = functools.reduce(jnp.add, (jnp.square(_load_wide(p)) for _, _, p in groups))
+        squares = functools.reduce(jnp.add, (jnp.square(_load_wide(p)) for _, _, p in chunks))
         mean = add_squares(squares.sum(axis=1)) * (1 / shapes.dim)
         factor = lax.rsqrt(mean + shapes.query_eps)
-    for half, start, place in groups:
+    for half, start, chunk in chunks:
         # Each thread turns what it loads where it lies, so that none waits for another.
         if factor is None:
-            rows = _load_bf16(place)
+            rows = _load_bf16(chunk)
         else:
-            values = _load_wide(place)
+            values = _load_wide(chunk)
             values = values * plgpu.layout_cast(
                 lax.broadcast_in_dim(factor, values.shape, [0]), mosaic.ROWS
             )
@@ -158,18 +158,18 @@ def load_queries(
             # of it.
             head = plgpu.broadcasted_iota(jnp.int32, rows.shape, 0, layout=mosaic.ROWS)
             rows = jnp.where(head < num_heads, rows, jnp.zeros_like(rows))
-        store_shared(place, rows.astype(shapes.dtype), mosaic.ROWS)
+        store_shared(chunk, rows.astype(shapes.dtype), mosaic.ROWS)
     # Before tensor cores read what threads have stored.
     plgpu.commit_smem()
 
 
-def _load_bf16(place: Ref) -> jax.Array:
-    bits = plgpu.load(place, layout=mosaic.ROWS, optimized=False)
+def _load_bf16(chunk: Ref) -> jax.Array:
+    bits = plgpu.load(chunk, layout=mosaic.ROWS, optimized=False)
     return lax.bitcast_convert_type(bits, jnp.bfloat16)
 
 
-def _load_wide(place: Ref) -> jax.Array:
-    return _load_bf16(place).astype(jnp.float32)
+def _load_wide(chunk: Ref) -> jax.Array:
+    return _load_bf16(chunk).astype(jnp.float32)
 
 
 def _rotate(

@@ -114,10 +114,10 @@ class Consumer:
     shapes: Shapes
     cta: Place
 
-    def columns(self, parts: int) -> list[pl.Slice]:
-        """All columns in equal parts."""
-        size = self.shapes.dim // parts
-        return [pl.ds(i * size, size) for i in range(parts)]
+    def columns(self, count: int) -> list[pl.Slice]:
+        """All columns in so many equal runs."""
+        size = self.shapes.dim // count
+        return [pl.ds(i * size, size) for i in range(count)]
 
 
 def _attention_kernel(

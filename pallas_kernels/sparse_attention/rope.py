@@ -82,15 +82,15 @@ def rotate_half(
         owner, first = divmod(shapes.dim - shapes.rotated + column, shapes.dim // 2)
         # Rotated columns lie at the end of a row, in whole groups, each of which is in one half.
         if owner == number:
-            place = half.at[:, pl.ds(first, GROUP)]
-            _rotate_group(place, angles.at[:, pl.ds(column, GROUP)], shapes.dtype, store_shared)
+            chunk = half.at[:, pl.ds(first, GROUP)]
+            _rotate_chunk(chunk, angles.at[:, pl.ds(column, GROUP)], shapes.dtype, store_shared)
 
 
-def _rotate_group(place: Ref, angles: Ref, dtype: Any, store_shared: Callable[..., None]) -> None:
+def _rotate_chunk(chunk: Ref, angles: Ref, dtype: Any, store_shared: Callable[..., None]) -> None:
     # Loaded and stored by the same thread in the same layout, so that no barrier stands in between.
-    bits = plgpu.load(place, layout=mosaic.ROWS, optimized=False)
+    bits = plgpu.load(chunk, layout=mosaic.ROWS, optimized=False)
     values = lax.bitcast_convert_type(bits, jnp.bfloat16).astype(jnp.float32)
     rotated = rotate(values, angles, inverse=True).astype(jnp.bfloat16)
     if dtype != jnp.bfloat16:
         rotated = lax.bitcast_convert_type(rotated, dtype)
-    store_shared(place, rotated, mosaic.ROWS)
+    store_shared(chunk, rotated, mosaic.ROWS)
