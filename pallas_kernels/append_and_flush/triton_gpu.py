@@ -260,6 +260,7 @@ def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:
 
 def _read_token(inputs: _Operands, token: jax.Array, compression_ratio: int) -> Closing:
     """The program's token; whether it closes a window, its position says."""
+    # Padding reads slot 0, whose state it then leaves alone.
     position, slot = inputs.positions[token], jnp.maximum(inputs.slots[token], 0)
     return Closing(
         layer=inputs.layer[0],
@@ -267,6 +268,7 @@ def _read_token(inputs: _Operands, token: jax.Array, compression_ratio: int) -> 
         segment=inputs.segment_ids[token],
         slot=slot,
         position=position,
+        # One token a segment: all tokens before it came before the call.
         length=position,
         compression_ratio=compression_ratio,
         table=inputs.table,
@@ -294,9 +296,9 @@ def _append_csa(
         # then M of the own one.
         tokens = []
         for back in range(period - 1, -1, -1):
-            kept = jnp.maximum(closes.position - back, 0) % period
+            state_row = jnp.maximum(closes.position - back, 0) % period
             # The token's own row comes from the call: in the state it is being written meanwhile.
-            rows, row = state, (closes.layer, closes.slot, kept)
+            rows, row = state, (closes.layer, closes.slot, state_row)
             if not back:
                 rows, row = projected.rows, (closes.token,)
             start = 0 if back >= closes.compression_ratio else channels
@@ -345,9 +347,9 @@ def _append_hca(
         ),
     )
     # The window after it starts with nothing.
-    kept = triton_pool.select_pool(ends, triton_pool.empty_pool(width), pooled)
-    for number, part in enumerate(kept):
-        triton.store_row(running, (*at, number), part, first=0, count=channels)
+    left = triton_pool.select_pool(ends, triton_pool.empty_pool(width), pooled)
+    for number, value in enumerate(left):
+        triton.store_row(running, (*at, number), value, first=0, count=channels)
 
     @pl.when(ends)
     def _flush() -> None:

@@ -62,6 +62,7 @@ def encode_tokens(
         if inputs.queries is not None:
             pl.when(part > 0)(rotate)
 
+    # No two programs store the same row: the entry has one, and each eight heads one.
     encoded: _Outputs = triton.launch(
         kernel,
         grid=(num_tokens, 1 + num_head_tiles),

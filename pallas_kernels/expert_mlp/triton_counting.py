@@ -68,6 +68,8 @@ def sort_many_pairs(
         expert = pl.program_id(0)
         number = jnp.arange(width, dtype=jnp.int32)
         is_below = number < expert
+        # Of all experts with lower numbers; a program adds them up for itself, and waits for
+        # nobody.
         below = triton.load_where(counts, (number,), is_below)
         first_row = jnp.sum(pl.cdiv(below, ALIGNMENT) * ALIGNMENT)
         first_tile = jnp.sum(pl.cdiv(below, tile_rows))

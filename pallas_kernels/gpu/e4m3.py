@@ -23,6 +23,7 @@ def encode(values: jax.Array) -> jax.Array:
     """f32[M, N] -> e4m3[M, N] in `mosaic.LINES` layout, to nearest, saturating; NaN stays NaN."""
     if interpreting():
         largest = np.float32(448)
+        # Conversions of the interpreter make NaN of what exceeds 448; the instruction saturates.
         kept = jnp.where(values == values, jnp.clip(values, -largest, largest), values)
         return kept.astype(jnp.float8_e4m3fn)
     result = plgpu.ShapeDtypeStruct(values.shape, jnp.float8_e4m3fn, layout=_LAYOUT)
@@ -74,6 +75,7 @@ def decode(codes: jax.Array) -> jax.Array:
                   mov.b32 {{low, high}}, $1;
                   cvt.rn.f16x2.e4m3x2 $0, {which};
                 }}"""
+                # Two codes of the word at a time, as two f16 in one register.
                 pair = mgpu.utils.bitcast(llvm.inline_asm(i32, [word], asm, "=r,r"), halves)
                 pairs.append(arith.extf(wide, pair))
             registers[index] = mgpu.utils.vector_concat(pairs)

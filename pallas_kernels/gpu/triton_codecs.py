@@ -249,6 +249,7 @@ def _quantize_fp4_key(
     if codec.power_of_two:
         scale = numbers.encode_ue8m0(jnp.maximum(amax, np.float32(6 * 2.0**-126)) * numbers.INV_6)
         inverse = numbers.invert_ue8m0(scale)[:, None]
+        # Scales are powers of two here, and products with their inverses exact.
         scaled = [part * inverse for part in parts]
     else:
         # E4M3 scales are quotients, and no power of two: `/` may be off in the last bit here.

@@ -74,6 +74,7 @@ def index_scores(
     codes, scales = pool.planes["codes"], pool.planes["scale"]
     _, num_blocks, entries_per_block = codes.shape[:3]
     num_requests, table_width = call.block_table.shape
+    # Of a block of one layer, codes and scales: which decide whether L2 may drop keys first.
     bytes_of_block = sum(math.prod(p.shape[2:]) * p.dtype.itemsize for p in (codes, scales))
     shapes = Shapes(
         num_tokens=num_tokens,
@@ -94,6 +95,7 @@ def index_scores(
 
     return plgpu.kernel(
         score_kernel,
+        # Whole tiles: a CTA stores all scores of its last one, also those beyond the table.
         out_type=jax.ShapeDtypeStruct((num_tokens, num_tiles * shapes.tile_m), jnp.float32),
         grid=(pl.cdiv(num_tokens, tiling.tokens), pl.cdiv(num_tiles, tiling.tiles)),
         grid_names=("token", "run"),
@@ -105,8 +107,10 @@ def index_scores(
         ),
     )(
         Operands(
+            # Exact, since queries come rounded; half the bytes for the bulk copy.
             queries=queries.astype(jnp.bfloat16),
             weights=weights,
+            # Rows of one word and of one key each, as threads and the copy engine address them.
             table=call.block_table.reshape(-1, 1),
             segment_ids=call.segment_ids,
             visible=call.visible,

@@ -135,6 +135,7 @@ def _cut(
     kernel: Kernel, arguments: Arguments, shapes: Shapes, tiling: Tiling | None, *, in_parts: bool
 ) -> Shapes:
     """The same with splits, and with what the kernel rotates and norms."""
+    # Without splits; splits are there to give idle SMs some of the keys.
     num_ctas = arguments.queries.shape[0] * pl.cdiv(shapes.num_heads, HEADS)
     tiling = tiling or call_shapes.choose_tiling(
         num_ctas, shapes.num_tiles, kernel.device.num_sms, shapes.dim

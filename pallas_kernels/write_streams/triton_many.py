@@ -58,6 +58,7 @@ def _write(streams: jax.Array, output: jax.Array, post: jax.Array, comb: jax.Arr
         streams, output, post, comb = inputs
         token = pl.program_id(0)
         column = pl.program_id(1) * _COLUMNS + jnp.arange(_COLUMNS, dtype=jnp.int32)
+        # Whole runs of columns have a mask that is constant, which the compiler drops.
         inside = column < dim if dim % _COLUMNS else jnp.ones(_COLUMNS, jnp.bool_)
         y = triton.load_where(output, (token, column), inside).astype(jnp.float32)
         # All streams are read once, for all that are written.
