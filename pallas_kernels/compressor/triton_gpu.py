@@ -153,6 +153,7 @@ def _flush_windows(
         kernel,
         grid=(windows.closing.shape[0], len(compressors)),
         inputs=_operands(compressors, windows),
+        # Entries that no window closes keep their content: the pools are updated, not made.
         in_place=[triton.as_words(compressor.pool) for compressor in compressors],
         num_warps=num_warps,
         name=name,

@@ -170,6 +170,7 @@ def _sorted_tokens(
         rows = make_rows(hidden[0], w2, num_spare=num_spare, num_used=num_used)
     down = Product(rows, [w2], items, *down_plan)
     if joined:
+        # The shared expert's items come first: theirs take longest.
         down = launch(dataclasses.replace(joined[1], rows=rows), down, num_rows=height)
     else:
         # Of many pairs each is rounded, as the release does; half the bytes are written and read.

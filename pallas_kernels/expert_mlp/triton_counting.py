@@ -72,6 +72,8 @@ def sort_many_pairs(
         # nobody.
         below = triton.load_where(counts, (number,), is_below)
         first_row = jnp.sum(pl.cdiv(below, ALIGNMENT) * ALIGNMENT)
+        # An expert's rows begin at a multiple of eight, and its tiles where those of the last one
+        # end.
         first_tile = jnp.sum(pl.cdiv(below, tile_rows))
         total = counts[expert]
 

@@ -96,6 +96,7 @@ def gather_window(
         # Ring row `place` has the newest position that is congruent to it; how far back that is.
         age = lax.rem(jnp.maximum(newest, 0) - place + window, window)
         position = newest - age
+        # Rows of a window that has not filled its ring yet, and those of padding, are absent.
         present = inside & (position >= 0) & (slot >= 0)
         in_call = position >= indices.lengths[token]
         where = (indices.layer[0], jnp.maximum(slot, 0), jnp.where(inside, place, 0))

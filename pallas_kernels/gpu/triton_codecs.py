@@ -219,6 +219,7 @@ def _quantize_fp8_key(x: jax.Array, dim: int) -> tuple[list[jax.Array], jax.Arra
     largest = functools.reduce(jnp.maximum, [jnp.abs(part) for part in parts])
     amax = jnp.maximum(jnp.max(largest, axis=-1), _AMAX_FLOOR)
     scale = numbers.encode_ue8m0(amax * numbers.INV_448)
+    # A factor for each lane of a part, whose neighbours have the same.
     inverse = beside(numbers.invert_ue8m0(scale), largest.shape)
     return [triton.encode_e4m3(part * inverse) for part in parts], scale
 
@@ -227,6 +228,7 @@ def _encode_fp4_key(codec: FP4KeyCodec, x: jax.Array, dim: int) -> dict[str, Lan
     codes, scale = _quantize_fp4_key(codec, x, dim)
     packed = _pack_neighbours([code.reshape(-1).astype(jnp.uint32) for code in codes], dim, bits=4)
     if codec.interleaves_signs(dim):  # of eight codes to a word
+        # Eight codes a word first, then the order of their signs, which are defined on words.
         words = pack(packed.values, packed.bits, 32 // packed.bits)
         packed = Lanes(numbers.interleave_signs(words), 0, dim // 8)
     return {

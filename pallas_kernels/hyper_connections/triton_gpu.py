@@ -64,6 +64,7 @@ def hyper_connections(arguments: Arguments, *, is_many: bool | None = None) -> R
     )
     collapsed, connections_found = read.collapsed, read.connections
     if is_many:
+        # XLA's own, for the collapsed row alone; where nobody reads that, neither is computed.
         pre = jax.nn.sigmoid(read.logits[:, :num]) + arguments.eps
         collapsed = reference.collapse(pre, streams)
         connections_found = triton.launch(

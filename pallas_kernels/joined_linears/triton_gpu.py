@@ -101,6 +101,8 @@ def joined_linears(arguments: Arguments) -> list[jax.Array]:
                 values = triton.load_where(x, (jnp.int32(row), column), inside)
                 values = values.astype(jnp.float32)
                 if isinstance(weight, BlockFP8):
+                    # The codes' scales go into x, a factor for each 128 inputs: fewer products than
+                    # one for each code.
                     values = _scaled(values, weight, out, first)
                 sums[row] = sums[row] + tile * values[None]
         for row in range(num_rows):

@@ -60,6 +60,7 @@ def store_pairs(target: Ref, values: jax.Array, place: Place, *, operand_order: 
         left = arith.subi(num_rows, row)
         place = arith.addi(first_row, row), arith.addi(first_column, column)
         base = address_of(target, *place, size)
+        # By eight columns, then by the two rows of a lane, eight apart.
         registers = values.registers.reshape(-1, 2)
         for eight, half in np.ndindex(registers.shape):
             words = _words(registers[eight, half], size)

@@ -105,12 +105,14 @@ def _attend(arguments: Arguments) -> AttentionPart:
     )
 
     def kernel(refs: _Operands, outputs: tuple[Ref, Ref]) -> None:
+        # Heads are the fastest axis: the programs that read the same keys start together.
         head_tile, tile, token = (pl.program_id(axis) for axis in range(3))
 
         def load(find: Callable[..., list[Source]], tile: jax.Array) -> _Keys:
             place = tile * KEYS + jnp.arange(KEYS, dtype=jnp.int32)
             # Addresses first, loads that depend on each other; then all columns at once.
             sources = find(refs, token, place)
+            # Of several sources a key is in one at most.
             is_key = functools.reduce(jnp.logical_or, (source.present for source in sources))
             return _Keys(load_rows(sources, ring.codec, dim=dim, dtype=dtype), is_key)
 
@@ -227,6 +229,7 @@ def _attend_to(
     # Weights go from the layout of a product to that of an operand.
     for columns in keys.columns:
         column, is_one = columns.places()
+        # Over the keys: f32[16, width], the columns of this operand.
         some = multiply(weights.astype(dtype), columns.values, 0)
         triton.store_where(
             outputs.sums, (tile, token, head[:, None], column), some, is_head[:, None] & is_one

@@ -45,6 +45,7 @@ def write_streams(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
 
 def multiply(streams: jax.Array, fn: jax.Array) -> jax.Array:
     """bf16[T, S, D] times f32[R, S * D] -> f32[T, P, R], in 64 parts or fewer."""
+    # All streams of a token are one row of the product.
     rows = streams.reshape(streams.shape[0], -1)
     return triton_products.multiply(
         rows, fn, parts=_KERNEL_PARTS, outputs=fn.shape[0], name="multiply_streams"
