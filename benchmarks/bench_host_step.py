@@ -71,16 +71,16 @@ def main():
         num_snapshots=2 * slots,
         tokenizer=byte_tokenizer() if arguments.tokenizer else None,
     )
-    arrays = InstantArrays(engine._runner.devices, kept=min(k, 1))
+    arrays = InstantArrays(engine.loop.runner.devices, kept=min(k, 1))
     arrays.draft_tokens = k
-    engine._runner.devices = arrays
+    engine.loop.runner.devices = arrays
     rng = np.random.default_rng(0)
     wanted = CONTEXT - LONGEST_PROMPT
     for length in rng.integers(1, LONGEST_PROMPT + 1, slots):
         engine.submit(
             rng.integers(0, 96, length).tolist(), max_new_tokens=wanted, stop_token_ids=(5,)
         )
-    while min(request.num_drawn for request in engine._requests.values()) < 2:
+    while min(request.num_drawn for request in engine.requests.values()) < 2:
         engine.step()
     profile, times = cProfile.Profile(), []
     for _ in range(arguments.steps):

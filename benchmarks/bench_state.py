@@ -34,7 +34,7 @@ def main():
             engine.submit(rng.integers(0, 200, args.tokens).tolist(), max_new_tokens=400)
             for _ in range(args.requests)
         ]
-        while any(not engine._requests[one].num_drawn for one in ids):
+        while any(not engine.requests[one].num_drawn for one in ids):
             engine.step()
     spent = np.zeros((args.looks, 2))
     for look in spent:

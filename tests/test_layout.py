@@ -4,6 +4,8 @@ import ast
 import dataclasses
 import pathlib
 
+import pytest
+
 from dsv4_jax import cache
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -198,6 +200,33 @@ def test_the_rooms_of_serving_import_in_one_direction():
             others = {one[2] for one in modules if one[:2] == ["dsv4_jax", "serving"]}
             found[own] = found.get(own, set()) | (others - {own})
     assert found == SERVING_ROOMS
+
+
+NAMED_TUPLES = {"_replace", "_asdict", "_fields"}
+
+
+def own_privates(tree):
+    """Private names that a module gives to attributes and methods."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+        elif isinstance(node, ast.AnnAssign | ast.Assign):
+            targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
+            for target in targets:
+                for one in ast.walk(target):
+                    yield getattr(one, "attr", getattr(one, "id", ""))
+
+
+@pytest.mark.parametrize("room", ["serving", "serve", "allocator"])
+def test_what_is_private_is_read_in_its_own_file(room):
+    for path in ROOT.glob(f"dsv4_jax/{room}/**/*.py"):
+        tree = ast.parse(path.read_text())
+        own = NAMED_TUPLES | set(own_privates(tree))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+                is_ours = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+                is_known = node.attr in own or node.attr.startswith("__") or is_ours
+                assert is_known, f"{path}:{node.lineno} reads {ast.unparse(node)}"
 
 
 SERVER_LIBRARIES = {"starlette", "uvicorn", "httptools", "uvloop", "deepseek_recipe"}

@@ -57,13 +57,13 @@ def time_engine(config, params, requests, arguments):
         engine.step()
     rounds = [milliseconds(engine.step, arguments.steps) for _ in range(3)]
     print(f"{requests} requests, engine: {rounds}", flush=True)
-    spent, calls = time_parts(engine._runner.devices)
+    spent, calls = time_parts(engine.loop.runner.devices)
     milliseconds(engine.step, arguments.steps)
     parts = {name: round(1e3 * s / arguments.steps, 3) for name, s in spent.items()}
     print(f"{requests} requests, parts: {parts}", flush=True)
     (params, _, step_input, _), static = calls[-1]
     engine_arrays.jit_plain_decode_step = plain
-    state = [engine._runner.devices.cache, engine._runner.devices._last]
+    state = [engine.loop.runner.devices.cache, engine.loop.runner.devices._last]
     for _ in range(4):
         started = time.perf_counter()
         for _ in range(LAUNCHES):

@@ -429,15 +429,15 @@ MUTATIONS = [
         (
             "interrupted_steps_keep_the_cache",
             "engine_core.py",
-            "            self._loop.restart(unfinished)\n",
+            "            self.loop.restart(unfinished)\n",
             "            pass\n",
             "dsv4_jax/serving/test_interrupts.py",
         ),
         (
             "a_look_hands_out_tokens",
             "loop.py",
-            "            self._read(self._flight, None)\n",
-            "            self._read(self._flight, None)\n            self._give(self._flight)\n",
+            "            self._read(self.flight, None)\n",
+            "            self._read(self.flight, None)\n            self._give(self.flight)\n",
             "dsv4_jax/serving/test_forks.py",
         ),
         (
@@ -457,8 +457,8 @@ MUTATIONS = [
         (
             "simple_steps_for_any_request",
             "device/runner.py",
-            "self._simplifies and running.is_simple and",
-            "self._simplifies and",
+            "self.simplifies and running.is_simple and",
+            "self.simplifies and",
             "dsv4_jax/serving/test_overlap.py",
         ),
         (

@@ -30,9 +30,9 @@ def holdings_of(manager: KVCacheManager, slot: int, most: int) -> Holdings:
       ValueError: the slot is free.
     """
     chain = manager.prefixes.of(slot).chain[:most]
-    num_blocks = manager._num_blocks_of(slot)
+    num_blocks = int(np.count_nonzero(manager.block_table[slot] >= 0))
     blocks = manager.block_table[slot, : min(num_blocks, most)].copy()
-    users = manager._blocks.owners[blocks]
+    users = manager.owners[blocks]
     # The prefix tree is an owner too; it may have another copy of a block's tokens.
     known = np.fromiter((node.block for node in chain), np.int32, len(chain))
     users[: len(known)] -= known == blocks[: len(known)]

@@ -102,6 +102,11 @@ class KVCacheManager:
         return self.plan.num_blocks
 
     @property
+    def owners(self) -> np.ndarray:
+        """i32[NB], how many tables and nodes of the prefix tree hold each block."""
+        return self._blocks.owners
+
+    @property
     def num_free_blocks(self) -> int:
         """Blocks that no request holds, those of cached prefixes included."""
         return self._blocks.num_free

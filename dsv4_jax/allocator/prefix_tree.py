@@ -107,6 +107,11 @@ class PrefixTree:
         return len(self._nodes)
 
     @property
+    def num_free_snapshots(self) -> int:
+        """Places of the snapshot store that hold nothing."""
+        return len(self._free_snapshots)
+
+    @property
     def num_held_snapshots(self) -> int:
         """Boundaries that can be resumed at."""
         return len(self._snapshots)

@@ -75,7 +75,7 @@ class Batch:
           OSError: the answers cannot be written; those before are whole.
           ValueError: the engine failed for good.
         """
-        num_slots = engine._plan.pools.max_requests * engine._plan.data_shards
+        num_slots = engine.plan.pools.max_requests * engine.plan.data_shards
         num_workers = min(2 * num_slots, self.num_left)
         if num_workers:
             asyncio.run(self._run(engine, num_workers, on_answer))

@@ -26,7 +26,7 @@ class Intake:
     def __init__(self, engine: AsyncEngine, settings: ServeSettings) -> None:
         """For one engine."""
         self.engine = engine
-        tokenizer, pools = engine.engine.tokenizer, engine.engine._plan.pools
+        tokenizer, pools = engine.engine.tokenizer, engine.engine.plan.pools
         plan = ReaderPlan(
             dataclasses.replace(settings, api_keys=()),
             engine.engine.config,
@@ -110,7 +110,7 @@ class Intake:
 
     def prepare(self) -> None:
         """Starts a process in which grammars are tried, where there can be any."""
-        if self.engine.engine._plan.grammars:
+        if self.engine.engine.plan.grammars:
             self._trials.prepare()
 
     def close(self) -> None:

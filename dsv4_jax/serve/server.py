@@ -106,7 +106,7 @@ class Server:
         self._settings = checks.instance("settings", settings, ServeSettings)
         if bound is not None:
             checks.instance("bound", bound, socket.socket)
-        engine._serve_with()
+        engine.serve_with()
         self._socket = bound or bind("127.0.0.1", 0)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         app = build_app(engine, settings)

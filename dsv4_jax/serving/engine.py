@@ -278,7 +278,7 @@ class Engine(EngineCore):
         finally:
             for request in requests:
                 self.cancel(request.request_id)
-                self._requests.pop(request.request_id, None)
+                self.requests.pop(request.request_id, None)
 
     @exclusive_as("generate was called")
     def _serve_unread(self) -> None:

@@ -48,7 +48,9 @@ class EngineCore:
     are none. What it had drawn is computed again later, from the longest prefix still cached.
 
     With overlap the next step is in flight between two calls (`docs/design/architecture.md`).
-    What was submitted meanwhile joins the one after it. Attributes are those that `Engine` lists.
+    What was submitted meanwhile joins the one after it. Attributes are those that `Engine` lists,
+    and these, which the rooms beside it read: `plan`, its sizes; `limits`, what requests may ask
+    for; `requests` by id, until `completion` takes them; and `loop`, which serves them.
     """
 
     def __init__(
@@ -66,18 +68,17 @@ class EngineCore:
         self.params = params
         self.tokenizer = tokenizer
         self.metrics = Metrics()
-        self._plan = plan
+        self.plan = plan
         self._hosts = hosts_of(plan.mesh)
         self._compiles_before = count_compiles()
         grammars = Grammars(config, tokenizer, is_allowed=plan.grammars)
         self.limits = Limits(config, plan.pools, tokenizer, grammars)
-        self._runner = StepRunner(params, plan, grammars, self._hosts)
+        runner = StepRunner(params, plan, grammars, self._hosts)
         self._undo = calls.UndoLog(self.metrics, *self.metrics.histograms)
         self._texts = None if tokenizer is None else TokenTexts(tokenizer, config.vocab_size)
-        self._loop = ServingLoop(
-            self._runner, plan, texts=self._texts, metrics=self.metrics, undo=self._undo
-        )
-        self._requests: dict[int, Request] = {}
+        shared = {"texts": self._texts, "metrics": self.metrics, "undo": self._undo}
+        self.loop = ServingLoop(runner, plan, **shared)
+        self.requests: dict[int, Request] = {}
         self._suspects = Suspects(2 * max(plan.draft_tokens + 1, plan.steps_per_call))
         self._next_id = 0
         self._lock = threading.Lock()
@@ -98,7 +99,7 @@ class EngineCore:
           RuntimeError: an `AsyncEngine` holds the engine, whose next step would take it.
         """
         calls.refuse_if_held(self._holder, "cache was read")
-        return self._runner.cache
+        return self.loop.runner.cache
 
     @property
     def num_unfinished(self) -> int:
@@ -117,10 +118,10 @@ class EngineCore:
         Raises:
           RuntimeError: requests are running.
         """
-        if self._loop.queue.running:
-            raise RuntimeError(f"warmup before requests run; {len(self._loop.queue.running)} do")
+        if self.loop.queue.running:
+            raise RuntimeError(f"warmup before requests run; {len(self.loop.queue.running)} do")
         with self._undo:
-            return self._runner.warmup()
+            return self.loop.runner.warmup()
 
     @calls.exclusive
     def submit(
@@ -181,7 +182,7 @@ class EngineCore:
         with self._undo:
             new = request.branch(self._next_id, seed, time.perf_counter())
             self._register(new)
-            self._loop.fork(request, new)
+            self.loop.fork(request, new)
             return new.request_id
 
     @calls.exclusive
@@ -210,7 +211,7 @@ class EngineCore:
         if request is None or request.slot < 0:
             return False
         with self._undo:
-            self._loop.preempt(request)
+            self.loop.preempt(request)
             return True
 
     @calls.exclusive
@@ -267,8 +268,8 @@ class EngineCore:
             )
         completion = request.completion(self.tokenizer)
         with self._undo:
-            self._undo.save_item(self._requests, request.request_id)
-            del self._requests[request.request_id]
+            self._undo.save_item(self.requests, request.request_id)
+            del self.requests[request.request_id]
             return completion
 
     @calls.exclusive
@@ -278,7 +279,7 @@ class EngineCore:
         It waits for the step in flight, whose tokens come with the next `step` all the same.
         """
         with self._undo:
-            return self._loop.verify()
+            return self.loop.verify()
 
     def follow(self) -> None:
         """Makes the calls that the engine of process 0 makes, until that is closed.
@@ -288,7 +289,7 @@ class EngineCore:
         Raises:
           RuntimeError: the mesh lies in this process alone, or this is process 0.
         """
-        devices = self._runner.devices
+        devices = self.loop.runner.devices
         if not isinstance(devices, HostedArrays) or not devices.hosts.number:
             raise RuntimeError("follow is for processes other than 0 of a mesh of several")
         devices.follow()
@@ -302,7 +303,7 @@ class EngineCore:
           RuntimeError: another call is in progress, or an `AsyncEngine` holds the engine.
         """
         calls.refuse_if_busy(self, "close was called")
-        devices = self._runner.devices
+        devices = self.loop.runner.devices
         if isinstance(devices, HostedArrays) and not self._is_closed:
             self._is_closed = True
             devices.stop()
@@ -322,11 +323,11 @@ class EngineCore:
             )
         if self._undo.stands:
             self._undo.roll_back()
-            unfinished = [one for one in self._requests.values() if one.finish_reason is None]
-            self._loop.restart(unfinished)
+            unfinished = [one for one in self.requests.values() if one.finish_reason is None]
+            self.loop.restart(unfinished)
             self._undo.forget()
         while self._dropped:
-            request = self._requests.get(self._dropped[0])
+            request = self.requests.get(self._dropped[0])
             if request is not None and request.finish_reason is None:
                 self._end(request, "cancelled")
             self._dropped.popleft()
@@ -335,15 +336,15 @@ class EngineCore:
         suspect = self._suspects.next()
         try:
             with self._undo:
-                tokens = self._loop.serve(suspect, returns=returns)
-                self._suspects.clear(self._loop.alone)
+                tokens = self.loop.serve(suspect, returns=returns)
+                self._suspects.clear(self.loop.alone)
                 return tokens
         except Exception as error:
-            suspect = self._loop.alone
+            suspect = self.loop.alone
             if suspect is not None and suspect.finish_reason is None:
                 self._settle()
                 self._end(suspect, "error", error)
-            elif not self._suspects.fail(self._requests.values()):
+            elif not self._suspects.fail(self.requests.values()):
                 raise
             return []
 
@@ -351,13 +352,13 @@ class EngineCore:
         with self._undo:
             self._undo.save(request)
             request.finish_reason, request.error = reason, error
-            self._loop.end(request)
+            self.loop.end(request)
             return True
 
     def _gauges(self) -> Gauges:
         """What holds now; after a call that raised, what the next one begins with."""
         is_lost = self._undo.stands and not self._lock.locked()
-        return self._loop.gauges(count_compiles() - self._compiles_before, is_lost=is_lost)
+        return self.loop.gauges(count_compiles() - self._compiles_before, is_lost=is_lost)
 
     @calls.exclusive_as("submit_many or generate was called")
     def _submit_all(
@@ -382,13 +383,13 @@ class EngineCore:
         )
         self._register(request)
         self.metrics.prompt_tokens += request.prompt_tokens
-        self._loop.enqueue(request)
+        self.loop.enqueue(request)
         return request
 
     def _register(self, request: Request) -> None:
         self._undo.save_item(vars(self), "_next_id")
-        self._undo.save_item(self._requests, request.request_id)
-        self._requests[request.request_id] = request
+        self._undo.save_item(self.requests, request.request_id)
+        self.requests[request.request_id] = request
         self._next_id = request.request_id + 1
         self.metrics.submitted += 1
 
@@ -396,4 +397,4 @@ class EngineCore:
         """The request, or None if it was taken already."""
         rule = "one that submit gave"
         request_id = checks.integer("request_id", request_id, 0, self._next_id - 1, rule=rule)
-        return self._requests.get(request_id)
+        return self.requests.get(request_id)

@@ -45,7 +45,7 @@ def read_state(engine: EngineCore) -> dict[str, Any]:
     Raises:
       RuntimeError: a call is in progress.
     """
-    metrics, queue = engine.metrics, engine._loop.queue
+    metrics, queue = engine.metrics, engine.loop.queue
     now = time.perf_counter()
     running, waiting = queue.by_age(), queue.waiting
     shown = [*running, *waiting[:MAX_REQUESTS]][:MAX_REQUESTS]
@@ -69,7 +69,7 @@ def read_state(engine: EngineCore) -> dict[str, Any]:
 
 def _sizes(engine: EngineCore) -> dict[str, Any]:
     """What does not change."""
-    pools, families = engine._runner.plan, {}
+    pools, families = engine.loop.runner.plan, {}
     for schema in engine.cache.schemas:
         one = families.setdefault(
             schema.attn_type.value,
@@ -81,7 +81,7 @@ def _sizes(engine: EngineCore) -> dict[str, Any]:
             },
         )
         one["layers"] += 1
-    shards = len(engine._loop.shards.managers)
+    shards = len(engine.loop.shards.managers)
     return {
         "data_shards": shards,
         "slots": pools.max_requests * shards,
@@ -91,7 +91,7 @@ def _sizes(engine: EngineCore) -> dict[str, Any]:
         "context_tokens": pools.max_context_tokens,
         "families": families,
         "unit_bytes": {
-            family: unit.num_bytes for family, unit in engine._runner.unit_bytes.items()
+            family: unit.num_bytes for family, unit in engine.loop.runner.unit_bytes.items()
         },
         "snapshot_bytes": pools.bytes_per_snapshot,
     }
@@ -109,7 +109,7 @@ def _read_request(engine: EngineCore, request: Request, now: float) -> dict[str,
     }
     if request.slot < 0:
         return read
-    shards = engine._loop.shards
+    shards = engine.loop.shards
     manager, own = shards.of(request.slot)
     held = holdings_of(manager, own, MAX_BLOCKS)
     return read | {

@@ -46,6 +46,7 @@ class ServingLoop:
       runner: the device's side.
       queue: who waits and who runs.
       metrics: counters.
+      flight: the step that was launched and not handed out; None if there is none.
       alone: the one request that the step in progress serves, or the last one did; None is all.
     """
 
@@ -69,14 +70,14 @@ class ServingLoop:
         """
         self.runner = runner
         self.metrics = metrics
-        self._plan = plan
+        self._plan, self._options = plan, plan.options
         self._texts = texts
         self._undo = undo
         self._seals: Seals | tuple[Seals, ...] | None = None
         self._evicted_before = (0, 0)
         self.alone: Request | None = None
         self._returns = True
-        self._flight: Flight[StepResult] | None = None
+        self.flight: Flight[StepResult] | None = None
         self.queue = RequestQueue(
             self._new_shards(),
             step_tokens=max(plan.draft_tokens + 1, plan.steps_per_call),
@@ -99,7 +100,7 @@ class ServingLoop:
         Where that is in flight, the device is a token ahead of what requests know, and the new one
         comes from what is cached, like a request that waits.
         """
-        flight = self._flight
+        flight = self.flight
         if flight is not None and request.slot >= 0 and request.slot in flight.slots:
             self.queue.enqueue(new)
         else:
@@ -130,7 +131,7 @@ class ServingLoop:
 
     def restart(self, requests: Sequence[Request]) -> None:
         """Everything is empty, and the unfinished requests wait, as they are."""
-        self._flight = None
+        self.flight = None
         self._evicted_before = (self.metrics.evicted_blocks, self.metrics.evicted_snapshots)
         self.runner.rebuild()
         self.queue.restart(self._new_shards(), requests)
@@ -143,7 +144,7 @@ class ServingLoop:
           alone: whom it serves alone; None is nobody.
           returns: the caller gets the tokens; else streams and completions alone have them.
         """
-        flight, self.alone, self._returns = self._flight, None, returns
+        flight, self.alone, self._returns = self.flight, None, returns
         if flight is None:
             self.alone = alone
             flight = self._launch_known()
@@ -154,15 +155,15 @@ class ServingLoop:
         if self._plan.overlap and alone is None and not was_read:
             outlook = self._look_ahead(flight)
             following = None if outlook is None else self._launch(outlook, flight)
-        self._flight = following
+        self.flight = following
         if not was_read:
             self._read(flight, following)
         tokens = self._give(flight)
         if was_read and alone is None:  # else the caller would have two steps' tokens at once
-            self._flight = self._launch_known()
+            self.flight = self._launch_known()
         self._drop_dead_flight()
         self._count_evicted()
-        if self._plan.options.debug:
+        if self._options.debug:
             self._verify()
         return tokens
 
@@ -171,8 +172,8 @@ class ServingLoop:
 
         Its tokens are drawn with the next `step`: until then requests are what they were.
         """
-        if self._flight is not None and self._flight.result is None:
-            self._read(self._flight, None)
+        if self.flight is not None and self.flight.result is None:
+            self._read(self.flight, None)
 
     def verify(self) -> Report:
         """Checks the whole cache, against the last check too; see `verify_cache`."""
@@ -191,7 +192,7 @@ class ServingLoop:
                 num_blocks=plan.num_blocks,
                 num_snapshots=plan.num_snapshots,
                 cache_format=self.runner.cache_format,
-                poison=self._plan.options.debug,
+                poison=self._options.debug,
                 block_parts=plan.block_parts,
             )
             for _ in range(self._plan.data_shards)
@@ -216,7 +217,7 @@ class ServingLoop:
             if alone is not None:
                 running = Running({alone.slot: alone}, running.known)
             running, lengths = self.runner.fitting(running), self.queue.shards.length_tokens
-            outlook = look(running, lengths, None, draft_tokens=self._plan.draft_tokens)
+            outlook = look(running, lengths, None, draft_tokens=self._options.draft_tokens)
             try:
                 return self._launch(outlook, None)
             except DrawError as error:  # nothing was launched
@@ -236,7 +237,7 @@ class ServingLoop:
         waits = running.penalises or running.is_constrained
         if waits or any(one.followers for one in running.with_siblings):
             return None
-        lengths, draft_tokens = self.queue.shards.length_tokens, self._plan.draft_tokens
+        lengths, draft_tokens = self.queue.shards.length_tokens, self._options.draft_tokens
         outlook = look(running, lengths, flight, draft_tokens=draft_tokens)
         if not outlook.goes_on.any() or not self.queue.reserve_ahead(outlook.num_known):
             return None
@@ -245,10 +246,10 @@ class ServingLoop:
     def _launch(self, outlook: Outlook, flight: Flight | None) -> Flight[StepResult]:
         """Plans a step and launches it, behind the one in flight if there is one."""
         runner, running, shards = self.runner, outlook.running, self.queue.shards
-        if flight is not None and outlook.repeats and self._plan.steps_per_call == 1:
+        if flight is not None and outlook.repeats and self._options.steps_per_call == 1:
             plan, places = flight.plan, flight.places
         else:
-            several = self._plan.steps_per_call > 1 and runner.makes_several_steps(running)
+            several = self._options.steps_per_call > 1 and runner.makes_several_steps(running)
             plan, places = make_plan(outlook, self._plan, runner.plan, makes_several=several)
         runner.bring_masks(plan, running)  # it may raise, and first
         lengths = np.zeros(shards.num_slots, np.int32)
@@ -289,7 +290,7 @@ class ServingLoop:
                 self._undo.save(request)
                 request.num_returned = request.num_drawn
         tokens = hand_out.run(self._texts)
-        if self._flight is None and self._plan.draft_tokens:
+        if self.flight is None and self._options.draft_tokens:
             drafts = result.draft_token_ids[slots].tolist()
             for request, its_drafts in zip(hand_out.requests, drafts, strict=True):
                 request.drafts = its_drafts
@@ -308,7 +309,7 @@ class ServingLoop:
         after = before + kept
         self.queue.check_room(slots, after)
         shards.advance(slots, kept)
-        if self._plan.draft_tokens:
+        if self._options.draft_tokens:
             self.metrics.drafted_tokens += int(rows.num_drafts[alive].sum())
             self.metrics.accepted_tokens += int((kept - rows.num_appended[alive]).sum())
         for row in (after // size > before // size).nonzero()[0].tolist():
@@ -342,14 +343,14 @@ class ServingLoop:
 
     def _forget(self, request: Request) -> None:
         """A request leaves its slot: nobody waits for its row of the step in flight."""
-        if self._flight is not None and request.slot >= 0:
-            self._flight.forget(request.slot)
+        if self.flight is not None and request.slot >= 0:
+            self.flight.forget(request.slot)
 
     def _drop_dead_flight(self) -> None:
         """Nobody reads a step in flight whose rows are all of requests that have left."""
-        flight = self._flight
+        flight = self.flight
         if flight is not None and not flight.alive.any():
-            self._flight = None
+            self.flight = None
             for boundary in flight.boundaries:
                 manager, _ = self.shards.of(boundary.slot)
                 manager.prefixes.drop_snapshot(boundary.place)

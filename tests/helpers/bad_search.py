@@ -45,15 +45,15 @@ GOOD = {"prompt": [5, 6, 7], "max_new_tokens": 3, "temperature": 1.0, "seed": 3,
 
 def state_of(engine):
     """All that a call could change on the host, and which arrays the device has."""
-    loop = engine._loop
+    loop = engine.loop
     return (
         repr(engine.metrics),
         engine._next_id,
-        list(engine._requests),
+        list(engine.requests),
         [one.request_id for one in loop.queue.waiting],
         list(loop.queue.running),
         state_of_manager(loop.shards.managers[0]),
-        [id(leaf) for leaf in jax.tree.leaves((engine.cache, engine._runner.devices.store))],
+        [id(leaf) for leaf in jax.tree.leaves((engine.cache, engine.loop.runner.devices.store))],
     )
 
 
@@ -72,7 +72,7 @@ def state_of_manager(manager):
 def good_answer(engine):
     """Tokens of a good request, and every byte that it can read before its last step."""
     request_id = engine.submit(**GOOD)
-    while engine._requests[request_id].num_drawn < 2:
+    while engine.requests[request_id].num_drawn < 2:
         engine.step()
     rows = [
         (name, np.asarray(rows).tobytes()) for name, rows in rows_of(engine, request_id).items()

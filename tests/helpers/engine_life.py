@@ -33,7 +33,7 @@ def rows_alone(text, drawn, length, options, engine=None):
     request = engine.submit(text, **(options | {"speculate": False}))
     rows = rows_at(engine, request, length)
     assert rows["length"] == length
-    assert engine._requests[request].known.tolist()[:length] == [*text, *drawn][:length]
+    assert engine.requests[request].known.tolist()[:length] == [*text, *drawn][:length]
     engine.cancel(request)
     return rows
 
@@ -61,7 +61,7 @@ class Life:
         assert logprobs == wanted
 
     def unfinished(self):
-        return [i for i in self.texts if self.engine._requests[i].finish_reason is None]
+        return [i for i in self.texts if self.engine.requests[i].finish_reason is None]
 
     def submit(self):
         rng = self.rng
@@ -80,7 +80,7 @@ class Life:
 
         That is no penalised one's equal, for a prompt does not count; False then.
         """
-        request = self.engine._requests[request_id]
+        request = self.engine.requests[request_id]
         known, left = request.known.tolist(), request.num_wanted
         text, options = self.texts[request_id]
         if "presence_penalty" in options:
@@ -94,7 +94,7 @@ class Life:
     def look(self, request_id):
         """Every byte that a running request could read."""
         drain(self.engine)
-        request = self.engine._requests[request_id]
+        request = self.engine.requests[request_id]
         text, options = self.texts[request_id]
         if request.slot < 0 or not request.num_drawn:
             return False
@@ -130,7 +130,7 @@ class Life:
         while self.engine.num_unfinished:
             self.engine.step()
         for request_id, (text, options) in self.texts.items():
-            request = self.engine._requests[request_id]
+            request = self.engine.requests[request_id]
             start = len(text) - request.prompt_tokens  # what a fork had already
             got = self.engine.completion(request_id)
             want = alone(text, options, self.plain)

@@ -147,7 +147,7 @@ def truth(engine):
     metrics["unfinished"] = gauges.running + gauges.waiting
     requests = {
         i: (one.known.tolist(), one.finish_reason, one.num_given)
-        for i, one in engine._requests.items()
+        for i, one in engine.requests.items()
     }
     return metrics, requests, engine._next_id
 
@@ -218,16 +218,16 @@ class Life:
         return self.call("submit", text, **options)
 
     def drawn(self, request_id):
-        return self.engine._requests[request_id].num_drawn
+        return self.engine.requests[request_id].num_drawn
 
     def running(self, request_id, num_drawn=0):
         """Steps until a request runs and has drawn so many tokens."""
         for _ in range(3000):
-            if self.engine._requests[request_id].finish_reason is not None:
+            if self.engine.requests[request_id].finish_reason is not None:
                 return
             if (
                 self.engine.num_unfinished
-                and self.engine._requests[request_id].slot >= 0
+                and self.engine.requests[request_id].slot >= 0
                 and self.drawn(request_id) >= num_drawn
             ):
                 return
@@ -236,10 +236,10 @@ class Life:
 
     def take(self, name, request_id):
         for _ in range(3000):
-            if self.engine._requests[request_id].finish_reason is not None:
+            if self.engine.requests[request_id].finish_reason is not None:
                 break
             self.call("step")
-        self.completed = self.engine._requests[request_id].completion(self.engine.tokenizer)
+        self.completed = self.engine.requests[request_id].completion(self.engine.tokenizer)
         done = self.call("completion", request_id)
         self.answers[name] = (done.token_ids, done.finish_reason)
 
@@ -269,7 +269,7 @@ class Life:
         self.answers["stream"] = list(self.tokens(stream))
         for number, request_id in enumerate(grown):
             self.take(f"grown {number}", request_id)
-        self.answers["cut"] = self.engine._requests[cut].known.tolist()[:30]
+        self.answers["cut"] = self.engine.requests[cut].known.tolist()[:30]
         self.take("cut drawn", cut)
         self.answers.pop("cut drawn")
         self.check()
@@ -293,11 +293,11 @@ class Life:
         engine, metrics = self.engine, self.engine.metrics
         report = engine.verify()
         assert not report.problems, str(report)
-        assert not engine._requests
+        assert not engine.requests
         assert engine.num_unfinished == metrics.running == metrics.waiting == 0
         assert metrics.submitted == sum(metrics.finished.values()) == engine._next_id
         assert metrics.used_blocks == 0
-        manager = engine._loop.shards.managers[0]
+        manager = engine.loop.shards.managers[0]
         assert manager.num_free_slots == len(manager.length_tokens)
         assert manager.num_free_blocks == manager.num_blocks
         tree = manager.prefixes.tree

@@ -117,7 +117,7 @@ def small_engine(tokenizer=None, *, num_mtp_layers=0, **changes):
 
 
 def num_slots(engine):
-    return engine._plan.pools.max_requests
+    return engine.plan.pools.max_requests
 
 
 @functools.cache
@@ -145,9 +145,8 @@ def script(monkeypatch, engine, text, *, replaces_masked=False):
     draw one is most of a step on a CPU.
     """
     ids = [*ids_of(engine.tokenizer, text), *engine.config.eos_token_ids]
-    run = (
-        engine._runner.run if not hasattr(engine._runner.run, "plain") else engine._runner.run.plain
-    )
+    run = engine.loop.runner.run
+    run = getattr(run, "plain", run)
 
     def say(plan, requests, *rest):
         read, rows = run(plan, requests, *rest), plan.rows
@@ -164,7 +163,7 @@ def script(monkeypatch, engine, text, *, replaces_masked=False):
         return read_and_say
 
     say.plain = run
-    monkeypatch.setattr(engine._runner, "run", say)
+    monkeypatch.setattr(engine.loop.runner, "run", say)
 
     def check_prompt(limits, prompt, row, *, name):
         prompt_ids, row = CHECK_PROMPT(limits, prompt, row, name=name)

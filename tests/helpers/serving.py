@@ -57,9 +57,9 @@ def byte_tokenizer():
 
 def limit(engine, **counts):
     """Fewer blocks or snapshots than the arrays have, so that no program is compiled for it."""
-    engine._runner.plan = dataclasses.replace(engine._runner.plan, **counts)
-    engine._plan = dataclasses.replace(engine._plan, pools=engine._runner.plan)
-    engine._loop.queue.shards = engine._loop._new_shards()
+    engine.loop.runner.plan = dataclasses.replace(engine.loop.runner.plan, **counts)
+    engine.plan = dataclasses.replace(engine.plan, pools=engine.loop.runner.plan)
+    engine.loop.queue.shards = engine.loop._new_shards()
     return engine
 
 
@@ -69,7 +69,7 @@ def prompt(rng, length):
 
 def run_to_end(engine, *request_ids):
     """Steps until these have finished; their completions."""
-    while any(engine._requests[i].finish_reason is None for i in request_ids):
+    while any(engine.requests[i].finish_reason is None for i in request_ids):
         engine.step()
     return [engine.completion(i) for i in request_ids]
 
@@ -77,22 +77,22 @@ def run_to_end(engine, *request_ids):
 def drain(engine):
     """Reads the step in flight: host and device agree then."""
     with engine._undo:
-        engine._loop.drain()
+        engine.loop.drain()
 
 
 def rows_of(engine, request_id):
     """Everything that a running request could read from the cache; none is in flight then."""
     drain(engine)
-    engine._runner.apply(engine._loop.shards)
-    shards = len(engine._loop.shards.managers)
-    return live_rows(engine.cache, engine._requests[request_id].slot, shards=shards)
+    engine.loop.runner.apply(engine.loop.shards)
+    shards = len(engine.loop.shards.managers)
+    return live_rows(engine.cache, engine.requests[request_id].slot, shards=shards)
 
 
 def rows_at(engine, request_id, length):
     """Steps until a running request holds at least `length` tokens; what it could read then."""
     while True:
-        slot = engine._requests[request_id].slot
-        if slot >= 0 and engine._loop.shards.length_tokens[slot] >= length:
+        slot = engine.requests[request_id].slot
+        if slot >= 0 and engine.loop.shards.length_tokens[slot] >= length:
             return rows_of(engine, request_id)
         engine.step()
 
@@ -104,14 +104,14 @@ def same_tokens(actual, expected):
 
 def fail_with_prompts_of(first, engine, monkeypatch, *, message):
     """Makes steps raise that serve a request whose prompt begins with that token."""
-    run = engine._runner.run
+    run = engine.loop.runner.run
 
     def fail(plan, requests, *rest):
         if any(request.token_ids[0] == first for request in requests.values()):
             raise ValueError(message)
         return run(plan, requests, *rest)
 
-    monkeypatch.setattr(engine._runner, "run", fail)
+    monkeypatch.setattr(engine.loop.runner, "run", fail)
 
 
 def until(condition, seconds=60):

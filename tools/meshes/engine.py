@@ -102,7 +102,7 @@ def check_metrics(engine):
     metrics, shards = engine.metrics, engine.metrics.data_shards
     for name in ("cached_blocks", "free_blocks", "used_blocks", "running"):
         assert getattr(metrics, name) == sum(getattr(one, name) for one in shards), name
-    for one, manager in zip(shards, engine._loop.shards.managers, strict=True):
+    for one, manager in zip(shards, engine.loop.shards.managers, strict=True):
         assert one.used_blocks + one.free_blocks + one.cached_blocks == manager.plan.num_blocks
     registry = CollectorRegistry()
     registry.register(ds.serving.MetricsCollector(metrics))
@@ -128,11 +128,11 @@ def damage(mesh):
     length = 270 if OPTIONS.get("split_cache") else 140  # two full blocks
     for _ in range(2 * mesh.shape["data"]):
         engine.submit(serving.prompt(rng, length), max_new_tokens=60, stop_token_ids=())
-    while min(engine._loop.shards.length_tokens) < length:
+    while min(engine.loop.shards.length_tokens) < length:
         engine.step()
     found = {"before": [str(one) for one in _verify(engine)]}
     shard = mesh.shape["data"] - 1
-    manager = engine._loop.shards.managers[shard]
+    manager = engine.loop.shards.managers[shard]
     block = int(manager.block_table[0, 0])
     number = shard * manager.num_blocks + block
     devices = mesh.devices[shard].tolist()
@@ -152,13 +152,13 @@ def damage(mesh):
 def _verify(engine):
     """Problems now; what was sealed is what the first call found."""
     report = engine.verify()
-    engine._loop._seals = engine._loop._seals or report.seals
+    engine.loop._seals = engine.loop._seals or report.seals
     return report.problems
 
 
 def _changed(engine, block, devices):
     """What `verify` finds where these devices have another value in a block; then it is undone."""
-    arrays, cache = engine._runner.devices, engine.cache
+    arrays, cache = engine.loop.runner.devices, engine.cache
     (attn, pool), *_ = cache.paged.items()
     name = next(iter(pool.entries))
     plane = pool.entries[name]
@@ -188,10 +188,10 @@ def damage_everywhere(mesh):
     head = serving.prompt(rng, 130)  # a snapshot is kept after its first 128
     for _ in range(2 * mesh.shape["data"]):
         engine.submit(head + serving.prompt(rng, 13), max_new_tokens=60, stop_token_ids=())
-    while min(engine._loop.shards.length_tokens) < 147:  # all kinds of windows are open
+    while min(engine.loop.shards.length_tokens) < 147:  # all kinds of windows are open
         engine.step()
     assert not _verify(engine)
-    arrays = engine._runner.devices
+    arrays = engine.loop.runner.devices
     last = mesh.devices[-1].tolist()
     found = {}
     for room in ("cache", "store"):

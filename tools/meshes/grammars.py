@@ -56,7 +56,7 @@ def answers(engine, known=None):
     step = 0
     while engine.num_unfinished:
         for request_id, right in zip(ids, known or [], strict=known is not None):
-            request = engine._requests[request_id]
+            request = engine.requests[request_id]
             if request.drafts:
                 following = right[request.num_drawn :][:3]
                 request.drafts = following if step % 3 else [*following[:1], 0, 0]

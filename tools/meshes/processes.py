@@ -64,7 +64,7 @@ def be_one(arguments):
 
 def lose_at_step(engine, how):
     """The process is killed, is stopped, or hangs, in a step."""
-    arrays, steps = engine._runner.devices, iter(range(10**9))
+    arrays, steps = engine.loop.runner.devices, iter(range(10**9))
     step = arrays._step
 
     def lose(*call):

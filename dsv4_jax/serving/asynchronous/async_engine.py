@@ -131,7 +131,7 @@ class AsyncEngine:
         self._stepper.submit(feeds)
         return [AsyncStream(self, self._stepper, feed) for feed in feeds]
 
-    def _serve_with(self) -> None:
+    def serve_with(self) -> None:
         """Notes that a server answers with it, which closes it at its end.
 
         Raises:
@@ -191,6 +191,9 @@ class AsyncStream(AsyncIterator[Token]):
     """One request's tokens, for one coroutine at a time; `AsyncEngine.submit` makes it.
 
     If it is dropped before its end, the request is cancelled.
+
+    Attributes:
+      feed: where the thread leaves the tokens.
     """
 
     def __init__(self, owner: AsyncEngine, stepper: Stepper, feed: Feed) -> None:
@@ -203,22 +206,22 @@ class AsyncStream(AsyncIterator[Token]):
         """
         self._owner = owner
         self._stepper = stepper
-        self._feed = feed
+        self.feed = feed
 
     @property
     def is_admitted(self) -> bool:
         """The request has had a slot."""
-        return self._feed.is_admitted
+        return self.feed.is_admitted
 
     @property
     def hit_tokens(self) -> int:
         """Tokens of the prompt that were in the cache when it was admitted; 0 before."""
-        return self._feed.hit_tokens
+        return self.feed.hit_tokens
 
     @property
     def has_ended(self) -> bool:
         """The request is over; tokens may be left to read."""
-        return self._feed.has_ended
+        return self.feed.has_ended
 
     async def __anext__(self) -> Token:
         """The next token.
@@ -230,7 +233,7 @@ class AsyncStream(AsyncIterator[Token]):
           RequestFailedError: a step, the tokenizer or a stop text raised for its sake.
           EngineClosedError: the engine was shut down.
         """
-        tokens = self._feed.tokens
+        tokens = self.feed.tokens
         if not tokens and not await self._wait():
             raise StopAsyncIteration
         return tokens.popleft()
@@ -240,9 +243,9 @@ class AsyncStream(AsyncIterator[Token]):
 
         Errors are those of `__anext__`.
         """
-        if not self._feed.tokens and not await self._wait():
+        if not self.feed.tokens and not await self._wait():
             return []
-        return self._take()
+        return self.feed.take()
 
     async def completion(self) -> Completion:
         """What the request got, when it has ended; tokens that were not read are dropped.
@@ -251,7 +254,7 @@ class AsyncStream(AsyncIterator[Token]):
           QueueFullError, SlowReaderError, EngineClosedError: as `__anext__`. A step that failed is
             no error here: the completion has it.
         """
-        feed = self._feed
+        feed = self.feed
         feed.keeps_tokens = False
         while not feed.has_ended:
             feed.tokens.clear()
@@ -274,16 +277,16 @@ class AsyncStream(AsyncIterator[Token]):
         """
         seed = checks.integer("seed", seed, high=None)
         new = Feed(None)
-        self._stepper.fork(self._feed, new, seed)
+        self._stepper.fork(self.feed, new, seed)
         return AsyncStream(self._owner, self._stepper, new)
 
     def cancel(self) -> None:
         """Ends the request before the next step; what was drawn can still be read."""
-        self._stepper.cancel(self._feed)
+        self._stepper.cancel(self.feed)
 
     async def _wait(self) -> bool:
         """Waits for tokens or the end; whether there are tokens."""
-        feed = self._feed
+        feed = self.feed
         if feed.waiter is not None:
             raise RuntimeError("one coroutine at a time reads a stream, and another one waits")
         while not feed.tokens and not feed.has_ended:
@@ -299,12 +302,6 @@ class AsyncStream(AsyncIterator[Token]):
             raise feed.error
         return bool(feed.tokens)
 
-    def _take(self) -> list[Token]:
-        tokens = self._feed.tokens
-        if len(tokens) == 1:
-            return [tokens.popleft()]
-        return [tokens.popleft() for _ in range(len(tokens))]
-
     async def __aenter__(self) -> Self:
         """Cancels the request at the end of an `async with`, if it has not ended."""
         return self
@@ -315,7 +312,7 @@ class AsyncStream(AsyncIterator[Token]):
 
     def __del__(self) -> None:
         """Any thread may come here, and at any time."""
-        feed = getattr(self, "_feed", None)
+        feed = getattr(self, "feed", None)
         if feed is not None and not feed.has_ended:
             self._stepper.cancel(feed)
 
@@ -333,7 +330,7 @@ async def read_batches(streams: Sequence[AsyncStream]) -> AsyncIterator[tuple[in
     left = dict(enumerate(streams))
     while left:
         waiter = asyncio.get_running_loop().create_future()
-        feeds = [stream._feed for stream in left.values()]
+        feeds = [stream.feed for stream in left.values()]
         for feed in feeds:
             feed.waiter = waiter
         try:
@@ -343,10 +340,10 @@ async def read_batches(streams: Sequence[AsyncStream]) -> AsyncIterator[tuple[in
             for feed in feeds:
                 feed.waiter = None
         for number, stream in list(left.items()):
-            is_last = stream._feed.has_ended  # asked first: what comes before the end is there then
-            if tokens := stream._take():
+            is_last = stream.feed.has_ended  # asked first: what comes before the end is there then
+            if tokens := stream.feed.take():
                 yield number, tokens
             elif is_last:
                 del left[number]
-                if stream._feed.error is not None:
-                    raise stream._feed.error
+                if stream.feed.error is not None:
+                    raise stream.feed.error

@@ -72,6 +72,12 @@ class Feed:
         self.error: Exception | None = None
         self.has_ended = False
 
+    def take(self) -> list[Token]:
+        """The tokens that nobody has read, which are read now."""
+        if len(self.tokens) == 1:
+            return [self.tokens.popleft()]
+        return [self.tokens.popleft() for _ in range(len(self.tokens))]
+
     def end(self, completion: Completion | None, error: Exception | None = None) -> None:
         """Says that nothing comes any more."""
         self.completion, self.error = completion, error

@@ -24,7 +24,7 @@ from dsv4_jax.serving.asynchronous.feed import (
 )
 from dsv4_jax.serving.engine import Engine
 from dsv4_jax.serving.engine_core import EngineCore
-from dsv4_jax.serving.requests.calls import exclusive_as
+from dsv4_jax.serving.requests.calls import exclusive_as, hold, release
 from dsv4_jax.serving.requests.request import Token
 
 _log = logging.getLogger(__name__)
@@ -174,8 +174,7 @@ class Stepper:
 
     def _release(self) -> None:
         atexit.unregister(self.stop_and_join)
-        if self._engine._holder is self._thread:
-            self._engine._holder = None
+        release(self._engine, self._thread)
 
     def _do_jobs(self) -> None:
         """Does what was wanted since the last step; waits where there is nothing else to do."""
@@ -259,13 +258,13 @@ class Stepper:
                 self._end(feed, SlowReaderError(f"{len(feed.tokens)} tokens were not read"))
 
     def _admit(self, feed: Feed) -> None:
-        feed.hit_tokens = self._engine._requests[feed.request_id].hit_tokens
+        feed.hit_tokens = self._engine.requests[feed.request_id].hit_tokens
         feed.is_admitted = True
         self._waiting.pop(feed, None)
 
     def _end_failed(self) -> None:
         for feed in list(self._live.values()):
-            request = self._engine._requests[feed.request_id]
+            request = self._engine.requests[feed.request_id]
             if request.finish_reason == "error":
                 error = RequestFailedError(f"the request failed: {request.error}")
                 error.__cause__ = request.error
@@ -274,7 +273,7 @@ class Stepper:
     def _look_at_waiting(self) -> None:
         """Notes who was admitted, and cancels who has waited for too long; the oldest are first."""
         for feed in list(itertools.islice(self._waiting, len(self._live))):
-            request = self._engine._requests.get(feed.request_id)
+            request = self._engine.requests.get(feed.request_id)
             if request is None:
                 return  # it came a moment ago
             waited = time.perf_counter() - request.submitted_s
@@ -361,14 +360,14 @@ def _set(future: asyncio.Future[None]) -> None:
 
 @exclusive_as("another AsyncEngine was made")
 def _hold(engine: EngineCore, thread: threading.Thread) -> None:
-    """Gives an engine to one thread, which alone may call it until its `_holder` is None again.
+    """Gives an engine without requests to one thread.
 
     Raises:
       RuntimeError: a thread holds it already, or requests of another caller have not ended.
     """
-    if unfinished := len(engine._loop.queue.running) + len(engine._loop.queue.waiting):
+    if unfinished := engine.num_unfinished:
         raise RuntimeError(
             f"an AsyncEngine takes an engine without unfinished requests, and {unfinished} of "
             "this one's run or wait; let generate, streams and steps end them, or cancel them"
         )
-    engine._holder = thread
+    hold(engine, thread)

@@ -57,6 +57,7 @@ class EngineArrays:
       params: model parameters.
       cache: the cache as it is now; the next call donates it.
       store: the snapshots as they are now; the next call may donate them.
+      unread: what the last two steps gave, on its way to the host.
     """
 
     def __init__(self, params: DSV4Params, plan: EnginePlan, hosts: Hosts | None = None) -> None:
@@ -81,7 +82,7 @@ class EngineArrays:
         self._last: ServeOutput
         self._input: tuple[list[bytes], Any]
         self._placed: dict[tuple[Any, ...], Any]
-        self._unread: collections.deque[ServeOutput]
+        self.unread: collections.deque[ServeOutput]
         self.cache: ModelCache
         self.store: SnapshotStore
         self._allocate()
@@ -181,9 +182,9 @@ class EngineArrays:
         shown = _copied(dataclasses.replace(output, logprobs=None))
         if wants_logprobs:
             shown = dataclasses.replace(shown, logprobs=_copied(output.logprobs))
-        self._unread.append(gather(shown))
+        self.unread.append(gather(shown))
         if self._waits:
-            jax.block_until_ready((self.cache, self._unread[-1]))
+            jax.block_until_ready((self.cache, self.unread[-1]))
 
     @every_process
     def finish_compiling(self) -> list[float]:
@@ -200,7 +201,7 @@ class EngineArrays:
         """
         if self._hosts is not None:
             self._hosts.waits()
-        return read(self._unread[-1 - back])
+        return read(self.unread[-1 - back])
 
     @every_process
     def save(self, step_input: StepInput, plan: SnapshotPlan) -> None:
@@ -224,7 +225,7 @@ class EngineArrays:
             plan.mesh,
             plan.options.split_cache,
         )()
-        self._unread, self._input, self._placed = collections.deque(maxlen=2), ([], None), {}
+        self.unread, self._input, self._placed = collections.deque(maxlen=2), ([], None), {}
 
     def _begin_compiling(
         self, program: Any, arguments: tuple[Any, ...], static: Mapping[str, Any]

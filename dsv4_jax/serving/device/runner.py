@@ -33,7 +33,7 @@ from dsv4_jax.serving.schedule.snapshot_policy import Boundary
 from dsv4_jax.serving.sizing import EnginePlan
 from dsv4_jax.step.draws import Logprobs
 from dsv4_jax.step.sampling import MAX_LOGIT_BIAS, SamplingParams, stack_sampling
-from dsv4_jax.step.serve_step import LAST_DRAWN
+from dsv4_jax.step.serve_step import FIRST_DRAFT, LAST_DRAWN
 from pallas_kernels.common.weights import is_quantized
 
 _IDLE = SamplingParams()
@@ -87,7 +87,7 @@ class StepRunner:
         # The host of a GPU waits for a step's conditionals. A CPU would compile a program more.
         mesh = plan.mesh
         platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-        self._simplifies = platform == "gpu"
+        self.simplifies = platform == "gpu"
         self.devices = (
             EngineArrays(params, plan) if hosts is None else HostedArrays(params, plan, hosts)
         )
@@ -122,7 +122,7 @@ class StepRunner:
         """Whether one call can make several steps of these requests; it has one program."""
         if running.penalises or running.is_constrained or running.wants_logprobs.any():
             return False
-        return running.is_simple or not self._simplifies
+        return running.is_simple or not self.simplifies
 
     def apply(self, shards: DataShards, in_flight: Sequence[int] | np.ndarray = ()) -> None:
         """Brings tables, lengths, copies and loads to the devices.
@@ -192,7 +192,8 @@ class StepRunner:
         order = np.arange(counts.sum()) - np.repeat(before, counts)
         places = np.repeat(starts, counts) + order
         request_ids[places] = np.repeat(own, counts)
-        token_ids[places] = LAST_DRAWN - order
+        # What the step before drew of a row last, and after it its drafts.
+        token_ids[places] = np.where(order, FIRST_DRAFT + 1 - order, LAST_DRAWN)
         slots[rows.slots], checked[rows.slots] = own, 1 + rows.num_drafts
         num_steps[rows.slots] = rows.num_steps
         fed = np.zeros(len(rows), bool) if is_fed is None else is_fed[rows.slots]
@@ -217,7 +218,7 @@ class StepRunner:
             following,
             num_steps if plan.num_steps > 1 else None,
             is_plain=plan.is_plain,
-            is_simple=self._simplifies and running.is_simple and self._only_decodes(plan),
+            is_simple=self.simplifies and running.is_simple and self._only_decodes(plan),
             activations=self._prefill_activations if plan.holds_prompts else self._activations,
             wants_logprobs=bool(wants_logprobs) or not len(rows),  # an idle step tries it
         )
@@ -297,7 +298,7 @@ class StepRunner:
             if (several := self._engine_plan.steps_per_call) > 1:
                 idle = StepPlan.idle(plain_size, is_plain=True, num_steps=several)
                 name = f"{several} decode steps of {plain_size} tokens"
-                steps.append((name, idle, self._simplifies))
+                steps.append((name, idle, self.simplifies))
         return steps
 
     def _decode_steps(
@@ -305,7 +306,7 @@ class StepRunner:
     ) -> list[tuple[str, StepPlan, bool]]:
         """A step for simple draws, and one for `every` kind of draw."""
         steps = [(name, idle, False)] if every else []
-        return steps + ([(f"{name}, simple draws", idle, True)] if self._simplifies else [])
+        return steps + ([(f"{name}, simple draws", idle, True)] if self.simplifies else [])
 
     def _only_decodes(self, plan: StepPlan) -> bool:
         """Whether a step has programs of its own, which no prompt takes."""

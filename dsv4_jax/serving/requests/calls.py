@@ -97,6 +97,17 @@ class Exclusive(Protocol):
         """What a call does first."""
 
 
+def hold(engine: Exclusive, thread: threading.Thread) -> None:
+    """Gives an engine to a thread, which alone may call it until `release`."""
+    engine._holder = thread
+
+
+def release(engine: Exclusive, thread: threading.Thread) -> None:
+    """Takes an engine back from a thread, if that holds it."""
+    if engine._holder is thread:
+        engine._holder = None
+
+
 def refuse_if_held(holder: threading.Thread | None, happened: str) -> None:
     """Raises `RuntimeError` where another thread holds the engine.
 

@@ -40,7 +40,7 @@ def test_every_default_number_of_snapshots_is_the_same():
     assert ds.KVCacheManager(CONFIG, **SIZES).plan.num_snapshots == expected
     config = dataclasses.replace(CONFIG, num_mtp_layers=0)
     engine = ds.Engine(config, ds.init_params(config, jax.random.key(0)), **SIZES)
-    assert engine._loop.shards.managers[0].plan.num_snapshots == expected
+    assert engine.loop.shards.managers[0].plan.num_snapshots == expected
 
 
 @settings(max_examples=60, deadline=None)

@@ -61,7 +61,7 @@ def run(files, engine, **settings):
         left = batch.num_left
         batch.run(engine, served.append)
     assert len(served) == left
-    assert not engine._requests
+    assert not engine.requests
     assert engine.metrics.used_blocks == 0
     return read(files[1]), (sum(served), len(served) - sum(served))
 
@@ -341,12 +341,12 @@ def test_what_the_server_refuses_is_refused_here(files, engine):
 
 
 def test_a_request_that_makes_steps_fail_fails_alone(files, engine, monkeypatch):
-    def fail(plan, running, *rest, plain=engine._runner.run):
+    def fail(plan, running, *rest, plain=engine.loop.runner.run):
         if any(request.sampling.seed == 666 for request in running.values()):
             raise RuntimeError("no such luck")
         return plain(plan, running, *rest)
 
-    monkeypatch.setattr(engine._runner, "run", fail)
+    monkeypatch.setattr(engine.loop.runner, "run", fail)
     lines = completions(6)
     lines[2]["body"]["seed"] = 666
     write(files[0], lines)
@@ -408,7 +408,7 @@ def test_a_full_disk_ends_it_with_whole_lines_and_a_rerun_goes_on(files, engine,
         run(files, engine)
     some = read(files[1])
     assert 3 <= len(some) < 40
-    assert not engine._requests
+    assert not engine.requests
     monkeypatch.undo()
     whole, counts = run(files, engine)
     assert counts == (40 - len(some), 0)

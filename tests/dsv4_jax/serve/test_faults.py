@@ -36,7 +36,7 @@ def server(shared_server, engine):
     """A server whose next request is answered, and of whose last ones nothing is left."""
     yield shared_server
     until(lambda: shared_server.endpoints.engine.num_unfinished == 0)
-    until(lambda: not engine._requests)  # the thread that steps forgets them next
+    until(lambda: not engine.requests)  # the thread that steps forgets them next
     assert (engine.metrics.running, engine.metrics.waiting, engine.metrics.used_blocks) == (0, 0, 0)
     done = post(shared_server, SHORT)
     assert done.status_code == 200

@@ -65,13 +65,13 @@ def occupied(server, seconds=None):
 
 def stalled(monkeypatch, engine, seconds):
     """The engine takes so long for a step."""
-    run = engine._runner.run
+    run = engine.loop.runner.run
 
     def run_late(*args):
         time.sleep(seconds)
         return run(*args)
 
-    monkeypatch.setattr(engine._runner, "run", run_late)
+    monkeypatch.setattr(engine.loop.runner, "run", run_late)
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -150,7 +150,7 @@ def test_numpy_scalars_are_what_they_are_worth(engine):
     one = engine.submit(text, max_new_tokens=np.uint8(200 - 90), speculate=np.True_)
     two = engine.submit(text.tolist(), max_new_tokens=110)
     forks = [engine.fork(np.int16(one), seed=np.int32(3)), engine.fork(two, seed=3)]
-    seeds = [engine._requests[fork].sampling.seed for fork in forks]
+    seeds = [engine.requests[fork].sampling.seed for fork in forks]
     assert seeds == [3, 3]
     for request_id in (one, two, *forks):
         assert engine.cancel(np.uint8(request_id))
@@ -201,10 +201,10 @@ def test_warmup_compiles_the_verification_too(engine, monkeypatch):
     """So that the first `verify` compiles nothing; `test_programs` counts it."""
     scanned = []
     monkeypatch.setattr(engine_arrays, "scan_cache", lambda *pools: scanned.extend(pools))
-    monkeypatch.setattr(engine._runner, "run", lambda *_: lambda: None)
-    monkeypatch.setattr(engine._runner, "save", lambda _: None)
+    monkeypatch.setattr(engine.loop.runner, "run", lambda *_: lambda: None)
+    monkeypatch.setattr(engine.loop.runner, "save", lambda _: None)
     assert "verification" in dict(engine.warmup())
-    assert scanned == [engine.cache, engine._runner.devices.store]
+    assert scanned == [engine.cache, engine.loop.runner.devices.store]
 
 
 def test_a_request_that_makes_steps_fail_ends_alone(engine):
@@ -214,7 +214,7 @@ def test_a_request_that_makes_steps_fail_ends_alone(engine):
     good = [engine.submit([1, 2, 3], **options), engine.submit([4], **options)]
     bad = engine.submit([5], **WANTED)
     late = engine.submit([4], **options)  # waits for a slot
-    object.__setattr__(engine._requests[bad].sampling, "top_k", NAN)
+    object.__setattr__(engine.requests[bad].sampling, "top_k", NAN)
     with pytest.raises(ValueError, match="cannot convert float NaN to integer"):
         engine.step()
     *done, last = run_to_end(engine, *good, late)
@@ -234,7 +234,7 @@ def test_an_error_that_concerns_all_ends_them_and_comes_back_no_more(engine, mon
 
     ids = [engine.submit([1], **WANTED) for _ in range(2)]
     with monkeypatch.context() as patch:
-        patch.setattr(engine._runner.devices, "launch", fail)
+        patch.setattr(engine.loop.runner.devices, "launch", fail)
         with pytest.raises(OSError, match="no device"):
             engine.step()
         assert [engine.step() for _ in range(3)] == [[]] * 3
@@ -251,7 +251,7 @@ def test_two_streams_of_which_one_fails(engine, monkeypatch):
     def fail(*_):
         raise ValueError("broken")
 
-    monkeypatch.setattr(engine._requests[bad], "add", fail)
+    monkeypatch.setattr(engine.requests[bad], "add", fail)
     tokens = [token.token_id for token in engine.stream(good)]
     assert tokens == engine.completion(good).token_ids
     assert len(tokens) == 4

@@ -48,7 +48,7 @@ def test_a_draft_that_is_right_is_accepted():
     wanted = {"max_new_tokens": 41, "stop_token_ids": ()}
     (plain,) = run_to_end(engine, engine.submit(text, speculate=False, **wanted))
     request_id = engine.submit(text, **wanted)
-    request = engine._requests[request_id]
+    request = engine.requests[request_id]
     steps = 0
     while request.finish_reason is None:
         request.drafts = plain.token_ids[request.num_drawn : request.num_drawn + 3]

@@ -71,7 +71,7 @@ def test_a_grammar_that_fails_ends_its_request_alone(shape, how, at, message, fa
     engine = engine_of(shape)
     wanted = alone(shape)
     fail_grammars(engine, how, at)
-    managers = engine._loop.shards.managers
+    managers = engine.loop.shards.managers
     for length in (3, BUCKET + 1, 5 * BUCKET):
         good = [engine.submit(text, **OPEN, salt="beside") for text in texts(3)]
         bad = engine.submit([7] * length, **FREE)
@@ -81,7 +81,7 @@ def test_a_grammar_that_fails_ends_its_request_alone(shape, how, at, message, fa
         failed = engine.completion(bad)
         assert (failed.finish_reason, len(failed.token_ids) <= at) == ("error", True)
         assert failed.error.startswith(message)
-        assert engine._loop.shards.managers is managers
+        assert engine.loop.shards.managers is managers
         assert engine.metrics.preempted == preempted
         check_nothing_is_held(engine)
 
@@ -152,7 +152,7 @@ def test_a_step_that_raises_whenever_one_request_draws(shape, at, monkeypatch):
     """Nothing names the request; its prompt takes several steps, each of which goes well alone."""
     engine = engine_of(shape)
     wanted = alone(shape)
-    run = engine._runner.run
+    run = engine.loop.runner.run
 
     def fail(plan, requests, *rest):
         for row in plan.rows:
@@ -161,7 +161,7 @@ def test_a_step_that_raises_whenever_one_request_draws(shape, at, monkeypatch):
                 raise ZeroDivisionError("lost")
         return run(plan, requests, *rest)
 
-    monkeypatch.setattr(engine._runner, "run", fail)
+    monkeypatch.setattr(engine.loop.runner, "run", fail)
     for length in (3, 4 * BUCKET):
         ids = [engine.submit(text, **OPEN) for text in texts(2)]
         bad = engine.submit([251] + [1] * (length - 1), **OPEN)
@@ -185,14 +185,14 @@ def test_a_step_that_raises_whenever_one_request_draws(shape, at, monkeypatch):
 def test_one_error_among_many_steps_is_nobodys(monkeypatch):
     """Whoever has drawn past it is no suspect; another error much later is a first one again."""
     engine = engine_of("overlap")
-    run, calls = engine._runner.run, iter(range(10**6))
+    run, calls = engine.loop.runner.run, iter(range(10**6))
 
     def fail(*arguments):
         if next(calls) in (4, 20):
             raise ZeroDivisionError("lost")
         return run(*arguments)
 
-    monkeypatch.setattr(engine._runner, "run", fail)
+    monkeypatch.setattr(engine.loop.runner, "run", fail)
     wanted = run_to_end_through(engine, 30)
     assert wanted[1] == 2
     assert wanted[0].finish_reason == "length"

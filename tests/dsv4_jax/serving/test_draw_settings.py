@@ -46,7 +46,7 @@ def test_settings_hold_beside_others_with_drafts_preemption_and_forks(alone):
     copies = []
     for step in range(400):
         for request_id, one in zip(ids, alone, strict=True):
-            request = engine._requests[request_id]
+            request = engine.requests[request_id]
             if step % 3 and request.drafts:
                 request.drafts[:2] = one.token_ids[request.num_drawn :][:2]
         if step in (5, 8):
@@ -90,16 +90,16 @@ def test_a_stream_brings_log_probabilities(alone):
 def test_who_finds_no_room_for_counts_waits(alone, monkeypatch):
     """It sits steps out, and gets the same."""
     engine = make_engine()
-    monkeypatch.setattr(engine._runner._counts, "_has_room", lambda size: size <= 40)
+    monkeypatch.setattr(engine.loop.runner._counts, "_has_room", lambda size: size <= 40)
     ids = [
         engine.submit(text, **WANTED, **asked)
         for text, asked in zip(texts(), SETTINGS, strict=True)
     ]
     sat_out = 0
     while engine.num_unfinished:
-        running = engine._loop.queue.table
+        running = engine.loop.queue.table
         engine.step()
-        sat_out += len(running) - len(engine._runner.fitting(running))
+        sat_out += len(running) - len(engine.loop.runner.fitting(running))
     assert sat_out > 10
     assert [engine.completion(one) for one in ids] == alone
 
@@ -156,9 +156,9 @@ def test_samples_of_a_prompt_are_requests_of_their_own(length):
     assert engine.num_unfinished == 5
     for _ in range(-(-(length - 1) // 24)):
         engine.step()
-        assert len(engine._loop.queue.running) == 1
+        assert len(engine.loop.queue.running) == 1
     engine.step()
-    assert [engine._requests[one].num_drawn for one in ids] == [1, 1, 1, 1, 0]
+    assert [engine.requests[one].num_drawn for one in ids] == [1, 1, 1, 1, 0]
     done = run_to_end(engine, *ids)
     for one, seed in zip(done, [7, 3, 3, -1, 8], strict=True):
         (expected,) = run_to_end(engine, engine.submit(text, seed=seed, salt="other", **asked))
@@ -175,7 +175,7 @@ def test_samples_go_on_when_the_first_is_cancelled():
     engine.step()
     engine.cancel(ids[0])
     engine.step()
-    assert {one.request_id for one in engine._loop.queue.running.values()} == {ids[1], others}
+    assert {one.request_id for one in engine.loop.queue.running.values()} == {ids[1], others}
     engine.preempt(ids[1])
     done = run_to_end(engine, *ids[1:])
     expected = [

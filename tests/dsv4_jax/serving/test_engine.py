@@ -93,7 +93,7 @@ def test_a_stream_that_is_dropped_gives_its_slots_back(engine):
     next(stream)
     stream.close()
     assert engine.generate([[1]], max_new_tokens=2)[0].finish_reason in ("length", "stop")
-    assert engine._loop.shards.managers[0].num_free_slots == 3
+    assert engine.loop.shards.managers[0].num_free_slots == 3
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_bad_input_is_refused_before_anything_starts(engine, arguments, message)
     with pytest.raises(ValueError, match=message):
         engine.generate(settings.pop("prompts"), **settings)
     jax.tree.map(np.testing.assert_array_equal, engine.cache, before)
-    assert engine._loop.shards.managers[0].num_free_slots == 3
+    assert engine.loop.shards.managers[0].num_free_slots == 3
 
 
 def test_a_context_that_is_filled_to_the_last_token(engine):

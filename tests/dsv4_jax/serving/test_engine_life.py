@@ -67,20 +67,20 @@ def test_a_fork_and_its_parent_have_the_bytes_of_requests_alone():
     engine, text = make_engine(debug=True), prompt(np.random.default_rng(13), 150)
     options = {"max_new_tokens": 60, "temperature": 1.0, "stop_token_ids": (), "seed": 1}
     parent = engine.submit(text, **options)
-    while engine._requests[parent].num_drawn < 4:
+    while engine.requests[parent].num_drawn < 4:
         engine.step()
-    known = engine._requests[parent].known.tolist()
+    known = engine.requests[parent].known.tolist()
     fork = engine.fork(parent, seed=2)
     for _ in range(8):
         engine.step()
     branch = options | {"seed": 2, "max_new_tokens": 60 - (len(known) - len(text))}
     for request_id, start, wanted in ((parent, text, options), (fork, known, branch)):
         rows = rows_of(engine, request_id)
-        drawn = engine._requests[request_id].known.tolist()[len(start) :]
+        drawn = engine.requests[request_id].known.tolist()[len(start) :]
         assert len(drawn) >= 8
         assert_same_bytes(rows, rows_alone(start, drawn, int(rows["length"]), wanted))
-    assert engine._requests[parent].known.tolist() != engine._requests[fork].known.tolist()
-    usage = [engine._requests[one].completion(None).hit_tokens for one in (parent, fork)]
+    assert engine.requests[parent].known.tolist() != engine.requests[fork].known.tolist()
+    usage = [engine.requests[one].completion(None).hit_tokens for one in (parent, fork)]
     assert usage == [0, len(text)]
 
 
@@ -105,11 +105,11 @@ def test_a_short_prompt_does_not_wait_for_long_ones():
     long = [engine.submit(prompt(rng, 500), max_new_tokens=2) for _ in range(3)]
     short = engine.submit(prompt(rng, 20), max_new_tokens=2)
     steps = 0
-    while not engine._requests[short].num_drawn:
+    while not engine.requests[short].num_drawn:
         engine.step()
         steps += 1
     assert steps <= 3
-    assert all(engine._requests[i].num_drawn == 0 for i in long)
+    assert all(engine.requests[i].num_drawn == 0 for i in long)
 
 
 def test_an_answer_goes_on_while_long_prompts_are_read():
@@ -119,9 +119,9 @@ def test_an_answer_goes_on_while_long_prompts_are_read():
     for _ in range(3):
         engine.submit(prompt(rng, 500), max_new_tokens=2)
     for _ in range(10):
-        before = engine._requests[answer].num_drawn
+        before = engine.requests[answer].num_drawn
         engine.step()
-        assert engine._requests[answer].num_drawn == before + 1
+        assert engine.requests[answer].num_drawn == before + 1
 
 
 class Lost(Exception):
@@ -137,7 +137,7 @@ def test_a_step_that_raises_harms_nobody(monkeypatch, takes_the_cache):
     ids = [engine.submit(text, **options) for text in texts]
     for _ in range(9):
         engine.step()
-    run = engine._runner.run
+    run = engine.loop.runner.run
 
     def fail(*arguments):
         if takes_the_cache:
@@ -145,13 +145,13 @@ def test_a_step_that_raises_harms_nobody(monkeypatch, takes_the_cache):
                 leaf.delete()
         raise Lost
 
-    monkeypatch.setattr(engine._runner, "run", fail)
-    before = engine._loop.shards.length_tokens.copy()
+    monkeypatch.setattr(engine.loop.runner, "run", fail)
+    before = engine.loop.shards.length_tokens.copy()
     with pytest.raises(Lost):
         engine.step()
     if not takes_the_cache:
-        np.testing.assert_array_equal(engine._loop.shards.length_tokens, before)
-    monkeypatch.setattr(engine._runner, "run", run)
+        np.testing.assert_array_equal(engine.loop.shards.length_tokens, before)
+    monkeypatch.setattr(engine.loop.runner, "run", run)
     for done, text in zip(run_to_end(engine, *ids), texts, strict=True):
         assert done == alone(text, options)
     assert not engine.verify().problems
@@ -171,15 +171,15 @@ def test_a_step_that_fails_while_it_is_counted_harms_nobody(monkeypatch, place):
             raise Lost
         return method(*arguments)
 
-    manager = engine._loop.shards.managers[0]
-    owner = engine._loop.shards if place == "advance" else manager.prefixes
+    manager = engine.loop.shards.managers[0]
+    owner = engine.loop.shards if place == "advance" else manager.prefixes
     method = getattr(owner, place)
     monkeypatch.setattr(owner, place, fail)
     with pytest.raises(Lost):
         run_to_end(engine, *ids)
     for done, text in zip(run_to_end(engine, *ids), texts, strict=True):
         assert done == alone(text, options)
-    assert engine._loop.shards.managers[0] is not manager
+    assert engine.loop.shards.managers[0] is not manager
     assert not engine.verify().problems
 
 
@@ -193,7 +193,7 @@ def test_an_error_in_one_request_is_that_requests_alone(monkeypatch):
     def fail(*arguments):
         raise Lost
 
-    monkeypatch.setattr(engine._requests[bad], "add", fail)
+    monkeypatch.setattr(engine.requests[bad], "add", fail)
     (done,) = run_to_end(engine, good)
     assert len(done.token_ids) == 9
     failed = engine.completion(bad)
@@ -255,8 +255,8 @@ def test_memory_is_flat_over_many_requests():
         if not round_number:
             arrays = len(jax.live_arrays())
     assert len(jax.live_arrays()) <= arrays
-    assert not engine._requests
-    tree = engine._loop.shards.managers[0].prefixes.tree
+    assert not engine.requests
+    tree = engine.loop.shards.managers[0].prefixes.tree
     assert len(tree._leaves) <= 64 + 4 * len(tree.nodes)
     assert not engine.verify().problems
 
@@ -273,5 +273,5 @@ def test_waiting_requests_are_served_in_order():
 
 
 def test_buckets_are_what_the_tests_assume():
-    assert make_engine()._plan.step_sizes == (BUCKET,)
-    assert make_engine()._plan.plain_size is None
+    assert make_engine().plan.step_sizes == (BUCKET,)
+    assert make_engine().plan.plain_size is None

@@ -24,7 +24,7 @@ def submit(engine, length, **fields):
 
 
 def end_all(engine):
-    for request_id in list(engine._requests):
+    for request_id in list(engine.requests):
         engine.cancel(request_id)
         engine.completion(request_id)
 
@@ -44,7 +44,7 @@ def test_an_idle_engine_holds_nothing(engine):
 def test_requests_their_blocks_and_shared_prefixes(engine):
     """Two of one prompt, one of another, and more than there are slots for."""
     first = submit(engine, 300)
-    while engine._requests[first].num_drawn < 1:
+    while engine.requests[first].num_drawn < 1:
         engine.step()
     second = submit(engine, 300)
     fork = engine.fork(first, seed=4)
@@ -54,9 +54,9 @@ def test_requests_their_blocks_and_shared_prefixes(engine):
     assert json.loads(json.dumps(state, allow_nan=False)) == state
     by_id = {one["id"]: one for one in state["requests"]}
     assert list(by_id) == [first, second, fork, *others]
-    manager = engine._loop.shards.managers[0]
+    manager = engine.loop.shards.managers[0]
     for request_id, one in by_id.items():
-        request = engine._requests[request_id]
+        request = engine.requests[request_id]
         assert one["is_running"] == (request.slot >= 0)
         assert (one["prompt_tokens"], one["drawn_tokens"], one["hit_tokens"]) == (
             request.prompt_tokens, request.num_drawn, request.hit_tokens,
@@ -89,7 +89,7 @@ def test_looking_changes_no_answer(engine):
     asked = {"max_new_tokens": 40, "temperature": 0.9, "stop_token_ids": ()}
     (expected,) = run_to_end(engine, engine.submit([3] * 150, **asked))
     request = engine.submit([3] * 150, **asked)
-    while engine._requests[request].finish_reason is None:
+    while engine.requests[request].finish_reason is None:
         read_state(engine)
         engine.step()
     assert engine.completion(request).token_ids == expected.token_ids
@@ -122,7 +122,7 @@ def test_a_step_that_raised_is_settled_first(engine, monkeypatch):
     request = submit(engine, 50)
     engine.step()
     with monkeypatch.context() as broken:
-        broken.setattr(engine._runner, "run", None)
+        broken.setattr(engine.loop.runner, "run", None)
         with pytest.raises(TypeError):
             engine.step()
     state = read_state(engine)
@@ -171,5 +171,5 @@ def test_every_family_of_a_model_is_described():
         "swa": 1, "csa": 3, "hca": 2,
     }  # fmt: skip
     assert sizes["unit_bytes"] == {
-        family: unit.num_bytes for family, unit in engine._runner.unit_bytes.items()
+        family: unit.num_bytes for family, unit in engine.loop.runner.unit_bytes.items()
     }

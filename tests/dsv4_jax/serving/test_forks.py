@@ -36,7 +36,7 @@ class Caller:
         self.got: set[int] = set()  # numbers of the first one's tokens
 
     def call(self, name):
-        engine, request = self.engine, self.engine._requests[self.first]
+        engine, request = self.engine, self.engine.requests[self.first]
         if name == "step":
             tokens = engine.step()
             for token in tokens:
@@ -73,7 +73,7 @@ class Caller:
             self.call("step")
         assert not engine.verify().problems
         done = [engine.completion(one).token_ids for one in request_ids]
-        engine._requests.clear()
+        engine.requests.clear()
         assert engine.metrics.used_blocks == 0
         return done
 
@@ -83,7 +83,7 @@ def orders(names, length):
 
 
 def unfinished(caller):
-    return caller.engine._requests[caller.first].finish_reason is None
+    return caller.engine.requests[caller.first].finish_reason is None
 
 
 @pytest.mark.parametrize("overlap", [True, False])

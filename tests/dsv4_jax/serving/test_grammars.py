@@ -98,7 +98,7 @@ def test_neighbours_drafts_preemption_and_forks_change_nothing(alone):
     copies = []
     for step in range(300):
         for request_id, one in zip(ids, alone, strict=True):
-            request = engine._requests[request_id]
+            request = engine.requests[request_id]
             if request.drafts:
                 right = one.token_ids[request.num_drawn :][:3]
                 request.drafts = right if step % 3 else [*right[:1], 0, 0][:3]
@@ -125,7 +125,7 @@ def test_an_error_in_a_step_does_not_lose_the_place(alone, monkeypatch):
     for _ in range(4):
         engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(engine._runner.devices, "launch", lambda *_, **__: 1 / 0)
+        patch.setattr(engine.loop.runner.devices, "launch", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.step()
     assert run_to_end(engine, request_id) == [alone[0]]
@@ -287,7 +287,7 @@ def test_an_answer_that_makes_llguidance_note_too_much_fails_alone(monkeypatch):
     (wanted,) = run_to_end(engine, engine.submit([9], **free))
     ids = [engine.submit([7], grammar=Grammar("regex", ALWAYS_NEW), **LONG)]
     free_id = engine.submit([9], **free)
-    while engine._requests[ids[0]].finish_reason is None:
+    while engine.requests[ids[0]].finish_reason is None:
         ids.append(engine.submit([7], grammar=Grammar("regex", ALWAYS_NEW), **short))
         for _ in range(20):
             engine.step()

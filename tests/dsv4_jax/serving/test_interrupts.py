@@ -228,16 +228,16 @@ def test_a_second_call_is_refused_before_it_touches_anything(monkeypatch, from_i
     assert {name for name in public if name[0] != "_"} - {"from_checkpoint", "follow"} == set(
         second
     ) - {"close of a stream"}
-    run, known = engine._runner.run, truth(engine)
+    run, known = engine.loop.runner.run, truth(engine)
     refused = {}
 
     def call_all():
-        before = truth(engine), engine._loop.shards.managers[0].ledger()
+        before = truth(engine), engine.loop.shards.managers[0].ledger()
         for name, call in second.items():
             with pytest.raises(RuntimeError, match="does one call at a time") as caught:
                 call()
             refused[name] = str(caught.value)
-        after = truth(engine), engine._loop.shards.managers[0].ledger()
+        after = truth(engine), engine.loop.shards.managers[0].ledger()
         assert before[0] == after[0]
         jax.tree.map(np.testing.assert_array_equal, vars(before[1]), vars(after[1]))
         assert engine.num_unfinished == 1
@@ -251,7 +251,7 @@ def test_a_second_call_is_refused_before_it_touches_anything(monkeypatch, from_i
         return run(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._runner, "run", run_and_call)
+        patch.setattr(engine.loop.runner, "run", run_and_call)
         engine.step()
     assert set(refused) == set(second)
     assert "submit was called" in refused["submit"]
@@ -267,7 +267,7 @@ def test_a_call_from_inside_that_is_not_caught_undoes_the_step(monkeypatch):
     request_id = engine.submit([3, 1, 4], **options)
     known = truth(engine)
     with monkeypatch.context() as patch:
-        patch.setattr(engine._runner, "run", lambda *_: engine.cancel(request_id))
+        patch.setattr(engine.loop.runner, "run", lambda *_: engine.cancel(request_id))
         with pytest.raises(RuntimeError, match="cancel was called"):
             engine.step()
     assert truth(engine) == known
@@ -282,7 +282,7 @@ def test_a_stream_that_is_dropped_in_the_middle_of_a_step(monkeypatch):
     kept, dropped = (engine.submit([3, 1, 4], **options) for _ in range(2))
     streams = [engine.stream(dropped)]
     next(streams[0])
-    run = engine._runner.run
+    run = engine.loop.runner.run
 
     def run_and_drop(*arguments):
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -290,7 +290,7 @@ def test_a_stream_that_is_dropped_in_the_middle_of_a_step(monkeypatch):
         return run(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._runner, "run", run_and_drop)
+        patch.setattr(engine.loop.runner, "run", run_and_drop)
         engine.step()
     assert engine.metrics.running == 2
     assert run_to_end(engine, kept) == wanted
@@ -311,7 +311,7 @@ def test_a_stream_gives_each_token_once_whatever_steps_raise(monkeypatch):
     engine = make_engine()
     options = {"max_new_tokens": 12, "stop_token_ids": ()}
     (wanted,) = run_to_end(engine, engine.submit([3, 1, 4], **options))
-    run, steps = engine._runner.run, iter(range(1000))
+    run, steps = engine.loop.runner.run, iter(range(1000))
 
     def fail(*arguments):
         read = run(*arguments)
@@ -319,7 +319,7 @@ def test_a_stream_gives_each_token_once_whatever_steps_raise(monkeypatch):
             raise KeyboardInterrupt
         return read
 
-    monkeypatch.setattr(engine._runner, "run", fail)
+    monkeypatch.setattr(engine.loop.runner, "run", fail)
     stream, tokens = engine.stream(engine.submit([3, 1, 4], **options)), []
     while len(tokens) < 12:
         with contextlib.suppress(KeyboardInterrupt):

@@ -27,7 +27,7 @@ def plain_engine(**changes):
 
 def record(engine, monkeypatch):
     """What the engine asks of the devices, in order: (launch, number) and (read, number)."""
-    devices, calls, launched = engine._runner.devices, [], iter(range(10**6))
+    devices, calls, launched = engine.loop.runner.devices, [], iter(range(10**6))
     step, read = devices.launch, devices.read
     last = [0]
 
@@ -63,7 +63,7 @@ def test_inputs_that_stay_are_not_brought_again_and_none_moves(monkeypatch, make
             result = step(*arrays, **static)
             leaves = jax.tree.leaves(arrays[-2])
             places = [leaf.unsafe_buffer_pointer() for leaf in [*leaves, *jax.tree.leaves(result)]]
-            shown = [jax.tree.leaves(one) for one in engine._runner.devices._unread]
+            shown = [jax.tree.leaves(one) for one in engine.loop.runner.devices.unread]
             size = name, arrays[-2].step.token_ids.size
             steps.append((size, tuple(map(id, leaves)), tuple(places), shown))
             return result
@@ -71,7 +71,7 @@ def test_inputs_that_stay_are_not_brought_again_and_none_moves(monkeypatch, make
         monkeypatch.setattr(engine_arrays, name, note)
     rng = np.random.default_rng(0)
     ids = [engine.submit(prompt(rng, n), **WANTED) for n in (30, 5)]
-    while min(engine._requests[one].num_drawn for one in ids) < 2:
+    while min(engine.requests[one].num_drawn for one in ids) < 2:
         engine.step()
     steps.clear()
     for _ in range(5):
@@ -97,16 +97,16 @@ def test_a_step_has_conditionals_only_where_a_request_needs_them(monkeypatch, ma
     answers, simple = [], []
     for simplifies in (False, True):
         engine = make()
-        engine._runner._simplifies = simplifies
-        step, simple = engine._runner.devices.launch, []
+        engine.loop.runner.simplifies = simplifies
+        step, simple = engine.loop.runner.devices.launch, []
 
         def note(*arrays, step=step, simple=simple, engine=engine, **static):
-            running = engine._loop.queue.running.values()
+            running = engine.loop.queue.running.values()
             asks = {request.sampling.top_k for request in running}
             simple.append((static["is_simple"], asks))
             return step(*arrays, **static)
 
-        monkeypatch.setattr(engine._runner.devices, "launch", note)
+        monkeypatch.setattr(engine.loop.runner.devices, "launch", note)
         ids = [
             engine.submit(text, max_new_tokens=end, stop_token_ids=(), **asked)
             for text, end, asked in zip(texts, ends, settings, strict=True)
@@ -134,7 +134,7 @@ def test_each_step_is_launched_before_the_last_one_is_read(monkeypatch, make):
     reads = [number for name, number in calls if name == "read"]
     assert reads == launches[: len(reads)]
     assert len(overlapped(calls)) >= len(reads) - 1
-    assert engine._loop._flight is None
+    assert engine.loop.flight is None
 
 
 def test_without_overlap_each_step_is_read_before_the_next(monkeypatch):
@@ -142,7 +142,7 @@ def test_without_overlap_each_step_is_read_before_the_next(monkeypatch):
     calls = record(engine, monkeypatch)
     run_to_end(engine, engine.submit([1, 2, 3], **WANTED))
     assert overlapped(calls) == []
-    assert not make_engine(debug=True)._plan.overlap
+    assert not make_engine(debug=True).plan.overlap
 
 
 def test_penalties_wait_for_the_host(monkeypatch):
@@ -189,8 +189,8 @@ def test_snapshots_of_answers_are_those_without_overlap(make):
         (second,) = run_to_end(engine, engine.submit(more, max_new_tokens=9, stop_token_ids=()))
         assert engine.metrics.hit_tokens == 256
         done.append((first, second))
-        tree = engine._loop.shards.managers[0].prefixes.tree
-        assert len(tree._free_snapshots) + len(tree._snapshots) == tree.num_snapshots
+        tree = engine.loop.shards.managers[0].prefixes.tree
+        assert tree.num_free_snapshots + tree.num_held_snapshots == tree.num_snapshots
     assert done[0] == done[1]
     assert kept == [2, 2]
 
@@ -201,14 +201,14 @@ def test_what_leaves_with_a_step_in_flight():
     texts = [prompt(rng, n) for n in (30, 9, 20, 40, 12)]
     wanted = run_to_end(engine, *(engine.submit(text, **WANTED, salt="a") for text in texts))
     ids = [engine.submit(text, **WANTED, salt="b") for text in texts]
-    while engine._requests[ids[3]].num_drawn < 3:
+    while engine.requests[ids[3]].num_drawn < 3:
         engine.step()
-    assert engine._loop._flight is not None
+    assert engine.loop.flight is not None
     assert engine.cancel(ids[0])  # whose slot the last one gets
     assert engine.preempt(ids[1])  # which comes back
-    known = engine._requests[ids[2]].known.tolist()
+    known = engine.requests[ids[2]].known.tolist()
     fork = engine.fork(ids[2], seed=0)
-    assert engine._requests[fork].known.tolist() == known
+    assert engine.requests[fork].known.tolist() == known
     done = run_to_end(engine, *ids[1:], fork)
     assert done == [*wanted[1:], wanted[2]]
     cut = engine.completion(ids[0])
@@ -222,7 +222,7 @@ def test_a_step_in_flight_that_nobody_waits_for_is_dropped():
     engine.step()
     for request_id in ids:
         engine.cancel(request_id)
-    assert engine._loop._flight is None
+    assert engine.loop.flight is None
     assert engine.step() == []
 
 
@@ -231,11 +231,11 @@ def test_verify_waits_for_the_step_in_flight_and_the_next_step_tells():
     engine = make_engine()
     request_id = engine.submit([3, 1, 4], **WANTED, speculate=False)
     told = list(engine.step())
-    drawn = engine._requests[request_id].num_drawn
-    held = engine._loop.shards.length_tokens[0]
+    drawn = engine.requests[request_id].num_drawn
+    held = engine.loop.shards.length_tokens[0]
     assert not engine.verify().problems
-    assert engine._loop.shards.length_tokens[0] == held + 1
-    assert engine._requests[request_id].num_drawn == drawn
+    assert engine.loop.shards.length_tokens[0] == held + 1
+    assert engine.requests[request_id].num_drawn == drawn
     steps = engine.metrics.steps
     assert not engine.verify().problems
     assert engine.metrics.steps == steps
@@ -245,7 +245,7 @@ def test_verify_waits_for_the_step_in_flight_and_the_next_step_tells():
     last = engine.submit([3, 1, 4], max_new_tokens=2, stop_token_ids=(), speculate=False)
     engine.step()
     engine.verify()
-    assert engine._requests[last].finish_reason is None
+    assert engine.requests[last].finish_reason is None
     assert [one.finish_reason for one in engine.step()] == ["length"]
 
 
@@ -257,7 +257,7 @@ def test_a_device_that_fails_with_a_step_in_flight(monkeypatch, name, number):
     texts = [prompt(rng, n) for n in (60, 9)]
     wanted = run_to_end(engine, *(engine.submit(text, **WANTED, salt="a") for text in texts))
     ids = [engine.submit(text, **WANTED, salt="b") for text in texts]
-    devices, calls = engine._runner.devices, iter(range(10**6))
+    devices, calls = engine.loop.runner.devices, iter(range(10**6))
     method = getattr(devices, name)
 
     def fail(*arguments, **options):

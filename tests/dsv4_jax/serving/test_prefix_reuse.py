@@ -129,8 +129,8 @@ def test_running_requests_share_blocks_by_reference(rng):
     run_to_end(engine, engine.submit(head + prompt(rng, 5), **WANTED))
     ids = [engine.submit(head + prompt(rng, 20 + i), **WANTED) for i in range(3)]
     engine.step()
-    slots = [engine._requests[i].slot for i in ids]
-    tables = engine._loop.shards.managers[0].block_table[slots]
+    slots = [engine.requests[i].slot for i in ids]
+    tables = engine.loop.shards.managers[0].block_table[slots]
     assert np.all(tables[:, :2] == tables[0, :2])
     assert len(set(tables[:, 2])) == 3
     assert engine.metrics.used_blocks == 2 + 3

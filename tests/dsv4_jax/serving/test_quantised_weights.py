@@ -53,10 +53,10 @@ class Calls:
 
     def __init__(self, engine):
         self.forms, self.results, self.simple, self.begun = [], [], [], []
-        self.num_slots = engine._runner.plan.max_requests
-        engine._runner.devices.launch = self.launch
-        engine._runner.devices.finish_compiling = lambda: self.begun
-        engine._runner.devices.read = lambda back: self.results[-1 - back]
+        self.num_slots = engine.loop.runner.plan.max_requests
+        engine.loop.runner.devices.launch = self.launch
+        engine.loop.runner.devices.finish_compiling = lambda: self.begun
+        engine.loop.runner.devices.read = lambda back: self.results[-1 - back]
 
     def launch(self, step_input, *_, is_plain, is_simple, activations, only_compiles=False, **__):
         if only_compiles:
@@ -125,7 +125,7 @@ def test_each_form_of_a_size_is_compiled_before_serving():
 def test_on_a_gpu_decode_steps_are_compiled_for_simple_draws_too():
     def programs(**options):
         engine, calls = engine_of(**options)
-        engine._runner._simplifies = True
+        engine.loop.runner.simplifies = True
         engine.warmup()
         plain = (is_plain for is_plain, _ in calls.forms)
         return list(zip(plain, calls.simple, strict=True))

@@ -132,10 +132,10 @@ def test_a_budget_sizes_the_engine():
     plan = ds.allocator.plan_pools(dataclasses.replace(CONFIG, num_mtp_layers=0), **counts)
     engine = ds.Engine(CONFIG, params(), memory_bytes=4 * plan.memory_bytes, **counts)
     total = engine.cache.memory_bytes() + sum(
-        leaf.nbytes for leaf in jax.tree.leaves(engine._runner.devices.store)
+        leaf.nbytes for leaf in jax.tree.leaves(engine.loop.runner.devices.store)
     )
     assert 4 * plan.memory_bytes - plan.bytes_per_block < total <= 4 * plan.memory_bytes
-    assert engine._loop.shards.managers[0].num_blocks > plan.num_blocks
+    assert engine.loop.shards.managers[0].num_blocks > plan.num_blocks
 
 
 def test_a_debugged_engine_says_what_is_wrong():
@@ -143,7 +143,7 @@ def test_a_debugged_engine_says_what_is_wrong():
     engine = make_engine(debug=True)
     request_id = engine.submit(prompt(np.random.default_rng(0), 40), max_new_tokens=5)
     engine.step()
-    engine._loop.shards.managers[0].length_tokens[engine._requests[request_id].slot] += 1
+    engine.loop.shards.managers[0].length_tokens[engine.requests[request_id].slot] += 1
     with pytest.raises(
         ds.serving.CacheError, match=r"length: slot \d: length \d+, the manager says \d+"
     ):

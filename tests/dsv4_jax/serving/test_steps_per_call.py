@@ -41,14 +41,14 @@ def without_sharing():
 
 def calls_of(engine, monkeypatch):
     """Steps of each call that only decodes, as they come."""
-    made, step = [], engine._runner.devices.launch
+    made, step = [], engine.loop.runner.devices.launch
 
     def note(step_input, snapshots, checked, following, num_steps, **options):
         if options["is_plain"]:
             made.append(1 if num_steps is None else int(num_steps.max()))
         return step(step_input, snapshots, checked, following, num_steps, **options)
 
-    monkeypatch.setattr(engine._runner.devices, "launch", note)
+    monkeypatch.setattr(engine.loop.runner.devices, "launch", note)
     return made
 
 
@@ -150,7 +150,7 @@ def test_what_needs_the_host_between_two_tokens_takes_single_steps(asked, monkey
 def test_on_a_gpu_calls_of_several_steps_have_simple_draws(monkeypatch):
     """XLA's conditionals wait for the host in every step."""
     engine = stops_engine()
-    monkeypatch.setattr(engine._runner, "_simplifies", True)
+    monkeypatch.setattr(engine.loop.runner, "simplifies", True)
     text = prompt(np.random.default_rng(5), 5)
     for asked, steps in (({"top_p": 0.9, "temperature": 1.0}, {1}), ({"min_p": 0.1}, {1, 4})):
         made = calls_of(engine, monkeypatch)

@@ -19,7 +19,7 @@ def idle_call(engine):
     """The arguments of a step without rows."""
     patch = mock.patch.object(engine_arrays, "jit_serve_step", side_effect=InterruptedError)
     with patch as step, contextlib.suppress(InterruptedError):
-        engine._runner._idle(StepPlan.idle(BUCKET))
+        engine.loop.runner._idle(StepPlan.idle(BUCKET))
     return step.call_args.args, step.call_args.kwargs
 
 
@@ -29,13 +29,13 @@ def test_the_serving_step_donates_all_and_copies_no_leaf():
     args, options = idle_call(engine)
     compiled = jit_serve_step.lower(*args, **options).compile()
     *_, last = args
-    donated = (engine.cache, engine._runner.devices.store, last)
+    donated = (engine.cache, engine.loop.runner.devices.store, last)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(donated))
     assert compiled.memory_analysis().alias_size_in_bytes == size
     names = {"float32": "f32", "bfloat16": "bf16", "uint8": "u8", "int32": "s32"}
     leaves = {
         (names[leaf.dtype.name], leaf.size)
-        for leaf in jax.tree.leaves((engine.cache.paged, engine._runner.devices.store))
+        for leaf in jax.tree.leaves((engine.cache.paged, engine.loop.runner.devices.store))
     }
     copies = re.findall(r"= (\w+)\[([\d,]*)\]\S* copy\(", compiled.as_text())
     sizes = [
@@ -51,11 +51,11 @@ def test_an_idle_step_changes_nothing():
 
     def everything():
         """Bytes: places of the store that nobody has written hold NaN."""
-        leaves = jax.tree.leaves((engine.cache, engine._runner.devices.store))
+        leaves = jax.tree.leaves((engine.cache, engine.loop.runner.devices.store))
         return [np.array(leaf).tobytes() for leaf in leaves]
 
     before = everything()
-    engine._runner._idle(StepPlan.idle(BUCKET))
+    engine.loop.runner._idle(StepPlan.idle(BUCKET))
     assert everything() == before
 
 
@@ -80,7 +80,7 @@ def test_the_draft_is_that_of_the_whole_history():
     text = prompt(rng, 20)
     request_id = engine.submit(text, max_new_tokens=9, stop_token_ids=())
     engine.step()
-    request = engine._requests[request_id]
+    request = engine.requests[request_id]
     ids = jax.numpy.asarray([text], jax.numpy.int32)
     options = {"config": engine.config, "cache_format": "fp8_ue8m0"}
     streams = jax.jit(ds.model.forward_streams, static_argnames=("config", "cache_format"))(

@@ -31,7 +31,7 @@ def engine():
 def nothing_is_left(engine):
     yield
     assert "dsv4-jax-engine" not in {thread.name for thread in threading.enumerate()}
-    assert not engine._requests
+    assert not engine.requests
     assert (engine.metrics.running, engine.metrics.waiting, engine.metrics.used_blocks) == (0, 0, 0)
 
 
@@ -187,7 +187,7 @@ def test_who_does_not_read_is_cancelled(engine):
             del dropped
             until(lambda: shared.num_unfinished == 0)
             assert engine.metrics.used_blocks == 0
-            assert 5 < len(await slow.batch()) <= 5 + engine._plan.draft_tokens + 1
+            assert 5 < len(await slow.batch()) <= 5 + engine.plan.draft_tokens + 1
             with pytest.raises(serving.SlowReaderError):
                 await anext(slow)
             whole = await shared.submit([8], max_new_tokens=30, stop_token_ids=()).completion()

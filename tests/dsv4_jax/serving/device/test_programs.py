@@ -40,7 +40,7 @@ def test_nothing_compiles_after_warmup(case):
     """And what is listed is what serving runs: snapshots, loads, forks, tables, a lost cache."""
     options, more = CASES[case]
     engine = make_engine(**options)
-    engine._runner._simplifies = case == "simple draws"
+    engine.loop.runner.simplifies = case == "simple draws"
     for program in (engine_arrays._copied, engine_arrays._in_place_of):
         program.clear_cache()  # other tests may have compiled what this engine has to
     listed = dict(engine.warmup())

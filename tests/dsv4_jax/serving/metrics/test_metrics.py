@@ -55,13 +55,13 @@ def test_counters_add_up(engine):
     assert 0 <= metrics.accepted_tokens <= metrics.drafted_tokens
     assert metrics.acceptance == metrics.accepted_tokens / metrics.drafted_tokens
     assert metrics.used_blocks == 0
-    assert metrics.free_blocks + metrics.cached_blocks == engine._plan.pools.num_blocks
+    assert metrics.free_blocks + metrics.cached_blocks == engine.plan.pools.num_blocks
 
 
 def test_bytes_are_those_of_the_arrays(engine):
     request = engine.submit([1, 2, 3], max_new_tokens=4)
     engine.step()
-    used, plan = engine.metrics.used_bytes, engine._plan.pools
+    used, plan = engine.metrics.used_bytes, engine.plan.pools
     cache = engine.cache
     entries = sum(leaf.nbytes for leaf in cache.paged["csa"].entries.values())
     assert used["csa entries"] * plan.num_blocks == entries
@@ -125,7 +125,7 @@ def test_gauges_are_of_the_moment_they_are_read_at(monkeypatch):
     copied = copy.deepcopy(metrics)
     request = engine.submit([1, 2, 3], max_new_tokens=4)
     assert (metrics.running, metrics.waiting, engine.num_unfinished) == (0, 1, 1)
-    devices = engine._runner.devices
+    devices = engine.loop.runner.devices
 
     def launch(*arguments, plain=devices.launch, **options):
         seen.append((metrics.running, metrics.waiting, engine.num_unfinished))
@@ -156,15 +156,15 @@ def test_after_a_call_that_raised_nothing_is_held_and_all_wait():
     engine = make_engine()
     engine.submit([1, 2, 3], max_new_tokens=4)
     engine.step()
-    launch = engine._runner.devices.launch
-    engine._runner.devices.launch = lambda *_, **__: 1 / 0
+    launch = engine.loop.runner.devices.launch
+    engine.loop.runner.devices.launch = lambda *_, **__: 1 / 0
     with pytest.raises(ZeroDivisionError):
         engine.step()
     metrics = engine.metrics
     assert (metrics.running, metrics.waiting, metrics.used_blocks) == (0, 1, 0)
-    assert metrics.free_blocks == engine._plan.pools.num_blocks
+    assert metrics.free_blocks == engine.plan.pools.num_blocks
     assert not any(metrics.used_bytes.values())
-    engine._runner.devices.launch = launch
+    engine.loop.runner.devices.launch = launch
     engine.step()
     assert (metrics.running, metrics.waiting) == (1, 0)
 
