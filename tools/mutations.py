@@ -469,6 +469,20 @@ MUTATIONS = [
             "dsv4_jax/serving",
         ),
         (
+            "a_step_repeats_that_of_other_requests",
+            "schedule/flight.py",
+            "            repeats = False",
+            "            repeats = True",
+            "dsv4_jax/serving/test_overlap.py",
+        ),
+        (
+            "a_step_repeats_for_requests_that_have_ended",
+            "schedule/flight.py",
+            "repeats=repeats and bool(goes_on.all())",
+            "repeats=repeats",
+            "dsv4_jax/serving/test_overlap.py",
+        ),
+        (
             "calls_pass_a_snapshot",
             "schedule/step_plans.py",
             "    if pools.num_snapshots:\n        most =",

@@ -38,10 +38,10 @@ class EngineCore:
     One call at a time: a second one, from another thread, a signal handler or a tokenizer, raises
     `RuntimeError` and has touched nothing, and so does every call beside the `AsyncEngine` that
     holds the engine. Each call does all or nothing: where one raises, be it `KeyboardInterrupt` at
-    any place, requests and metrics are as they were. The next call then empties the cache, and what
-    ran is computed again to the same tokens. Where a stream or `generate` does several steps, each
-    is a call in this sense. Only an interrupt between the end of a call and its caller finds the
-    call done and its result lost.
+    any place, requests and counters are as they were. The next call then empties the cache, and
+    what ran is computed again to the same tokens. Where a stream or `generate` does several steps,
+    each is a call in this sense. Only an interrupt between the end of a call and its caller finds
+    the call done and its result lost.
 
     A request is admitted when a slot and blocks for its prompt are free, oldest first; it gets
     further blocks before the steps that need them, and the youngest gives its own back if there

@@ -137,6 +137,22 @@ def test_each_step_is_launched_before_the_last_one_is_read(monkeypatch, make):
     assert engine.loop.flight is None
 
 
+def test_who_ends_for_its_length_has_no_row_in_the_step_after_it(monkeypatch):
+    """Steps that repeat each other stop doing so there; each row that ran drew a token."""
+    engine, rows = plain_engine(), []
+    devices = engine.loop.runner.devices
+
+    def note(step_input, *rest, launch=devices.launch, **options):
+        rows.append(int(np.count_nonzero(step_input.request_ids >= 0)))
+        launch(step_input, *rest, **options)
+
+    monkeypatch.setattr(devices, "launch", note)
+    lengths = (5, 9)
+    ids = [engine.submit([n], max_new_tokens=n, stop_token_ids=()) for n in lengths]
+    run_to_end(engine, *ids)
+    assert sum(rows) == sum(lengths)
+
+
 def test_without_overlap_each_step_is_read_before_the_next(monkeypatch):
     engine = make_engine(overlap=False)
     calls = record(engine, monkeypatch)
