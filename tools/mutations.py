@@ -342,7 +342,7 @@ MUTATIONS = [
         (
             "samples_draw_with_one_seed",
             "engine.py",
-            "dataclasses.replace(asked.sampling, seed=seed)",
+            "asked.sampling.with_seed(seed)",
             "asked.sampling",
             "dsv4_jax/serving/test_draw_settings.py",
         ),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import pathlib
 
-from dsv4_jax.cli.arguments import add_checkpoint, output_file
+from dsv4_jax.cli.arguments import add_checkpoint
+from dsv4_jax.cli.output_files import output_file
 from dsv4_jax.cli.serve import answer_settings, build, needs_serve_extra, note
 from dsv4_jax.cli.serve_options import add_answers, add_engine, add_request_limits
 from dsv4_jax.progress import Progress

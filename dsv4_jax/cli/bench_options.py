@@ -13,11 +13,11 @@ from dsv4_jax.cli.arguments import (
     add_follow_links,
     add_hosts,
     add_mesh,
-    output_file,
     real,
     whole,
     wholes,
 )
+from dsv4_jax.cli.output_files import output_file
 from dsv4_jax.cli.presets import PRESETS, read_config
 from dsv4_jax.config import DSV4Config
 

@@ -14,10 +14,11 @@ from tokenizers import Tokenizer
 
 from dsv4_jax.cli.arguments import (
     add_checkpoint,
+    add_fields,
     add_hosts,
     add_loading,
+    chosen_fields,
     join_mesh,
-    real,
     utf8_text,
     whole,
 )
@@ -26,6 +27,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.lines import split_lines, without_line_end, without_mark
 from dsv4_jax.progress import Progress
 from dsv4_jax.regular_files import read_given, read_stream
+from dsv4_jax.rules import rules_of
 from dsv4_jax.serving.engine import Engine
 from dsv4_jax.serving.requests.request import Completion
 from dsv4_jax.serving.requests.text import encode_text, load_tokenizer
@@ -58,28 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--lines", action="store_true", help="take every line of the files for a prompt of its own"
     )
     add_checkpoint(parser)
-    parser.add_argument(
-        "--max-new-tokens", type=whole(), default=256, help="most tokens of an answer"
-    )
-    parser.add_argument("--temperature", type=real(0, 1e30), default=0.6, help="0 is greedy")
-    parser.add_argument(
-        "--top-k",
-        type=whole(0),
-        default=SamplingParams.top_k,
-        help="draw among that many most likely tokens; 0 is no limit",
-    )
-    parser.add_argument(
-        "--top-p",
-        type=real(0, 1),
-        default=SamplingParams.top_p,
-        help="draw among the most likely tokens that together have that probability",
-    )
-    parser.add_argument(
-        "--seed",
-        type=whole(-(2**63), 2**63 - 1),
-        default=SamplingParams.seed,
-        help="seed of the draws",
-    )
+    names = [name for name, ruled in rules_of(SamplingParams).items() if ruled.help]
+    add_fields(parser, SamplingParams, names, max_new_tokens=256, temperature=0.6)
     parser.add_argument(
         "--stop",
         action="append",
@@ -104,14 +86,7 @@ def run(args: argparse.Namespace) -> int:
     """Streams one prompt's answer; those of several are printed in order, as they are done."""
     started = time.perf_counter()
     prompts = _read_prompts(args)
-    sampling = SamplingParams(
-        max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        seed=args.seed,
-        stop_texts=args.stop,
-    )
+    sampling = SamplingParams(**chosen_fields(args, SamplingParams), stop_texts=args.stop)
     mesh, follows = join_mesh(args)
     engine = _build(args, prompts, mesh)
     if follows:

@@ -12,6 +12,8 @@ from dsv4_jax.cli.arguments import (
     whole,
 )
 from dsv4_jax.cli.engine_options import add_engine_options
+from dsv4_jax.serving.asynchronous.async_engine import DEFAULT_MAX_WAITING, MAX_COUNT
+from dsv4_jax.serving.engine import MAX_SAMPLES
 from dsv4_jax.serving.requests.grammar_trials import GrammarBounds
 
 API_KEY = "DSV4_JAX_API_KEY"
@@ -77,7 +79,10 @@ def add_answers(parser: argparse.ArgumentParser) -> None:
 def add_limits(parser: argparse.ArgumentParser) -> None:
     """Adds what one client can take from the others."""
     parser.add_argument(
-        "--max-waiting", type=whole(1, 2**24), default=256, help="most requests without a slot"
+        "--max-waiting",
+        type=whole(1, MAX_COUNT),
+        default=DEFAULT_MAX_WAITING,
+        help="most requests without a slot",
     )
     add_seconds(parser, "--queue-timeout", 60.0, "without a slot after which a request is refused")
     add_request_limits(parser)
@@ -107,7 +112,7 @@ def add_request_limits(parser: argparse.ArgumentParser) -> None:
         "--max-body-bytes", type=whole(), default=4 * 2**20, help="largest body of a request"
     )
     parser.add_argument(
-        "--max-choices", type=whole(1, 128), default=16, help="most answers to one request"
+        "--max-choices", type=whole(1, MAX_SAMPLES), default=16, help="most answers to one request"
     )
     parser.add_argument(
         "--max-tools", type=whole(1, 2**16), default=1024, help="most tools of a conversation"

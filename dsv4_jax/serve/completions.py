@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 
 from dsv4_jax import checks
-from dsv4_jax.serve.drawing import MAX_LOGPROBS, read_max_tokens, read_sampling, read_stops
+from dsv4_jax.serve.drawing import read_max_tokens, read_sampling, read_stops
 from dsv4_jax.serve.errors import ApiError, refuse
 from dsv4_jax.serve.fields import read_flag, read_integer, within
 from dsv4_jax.serve.token_names import TokenNames
 from dsv4_jax.serving.requests.request import Completion, Token
 from dsv4_jax.serving.requests.text import INCOMPLETE, TextState
-from dsv4_jax.step.sampling import SamplingParams
+from dsv4_jax.step.sampling import MAX_LOGPROBS, SamplingParams
 
 DEFAULT_MAX_TOKENS = 16
 """That of the protocol."""

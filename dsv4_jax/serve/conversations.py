@@ -22,9 +22,9 @@ from dsv4_jax.serve.dialects import (
     is_schema_strict,
     must_call,
 )
-from dsv4_jax.serve.drawing import MAX_LOGPROBS, read_max_tokens, read_sampling, read_stops
+from dsv4_jax.serve.drawing import DRAWN, read_max_tokens, read_sampling, read_stops
 from dsv4_jax.serve.errors import ApiError, ContextLengthError, refuse
-from dsv4_jax.serve.fields import read_flag, read_integer, read_number
+from dsv4_jax.serve.fields import read_by, read_flag, read_integer
 from dsv4_jax.serve.settings import EFFORTS, ServeSettings
 from dsv4_jax.serve.tools import namespaces_of, strict_tools
 from dsv4_jax.serve.turns.digits import Digits
@@ -37,8 +37,9 @@ from dsv4_jax.serve.turns.packed_turns import (
 from dsv4_jax.serve.turns.prefill import continued, gives_reasoning, initial_stage, take_prefill
 from dsv4_jax.serve.turns.sealed import open_items
 from dsv4_jax.serve.turns.turn_order import in_order
+from dsv4_jax.serving.requests.prompts import MAX_TOKENS
 from dsv4_jax.step.grammar import Grammar
-from dsv4_jax.step.sampling import SamplingParams
+from dsv4_jax.step.sampling import MAX_LOGPROBS, SamplingParams
 
 _LOGPROBS = "message.output_text.logprobs"
 """What responses are asked to include; the library takes `top_logprobs` alone for it."""
@@ -126,8 +127,8 @@ class Conversations:
             default_thinking_mode=settings.thinks,
             messages_web_search=recipe.WebSearchBehavior.Reject,
             responses_web_search=recipe.WebSearchBehavior.Reject,
-            thinking_max_tokens_upper_bound=2**24,  # what the context leaves is the bound
-            non_thinking_max_tokens_upper_bound=2**24,
+            thinking_max_tokens_upper_bound=MAX_TOKENS,  # what the context leaves is the bound
+            non_thinking_max_tokens_upper_bound=MAX_TOKENS,
         ).with_model_versions_by_name({settings.model_name: recipe.ModelVersion.DeepseekV4Pro})
         self.tokenizer = None
         self.obstacle: str | None = "the checkpoint has no tokenizer"
@@ -194,7 +195,7 @@ class Conversations:
         if self.obstacle is not None:
             raise ApiError(400, f"{self.obstacle}; use /v1/completions", code="no_conversations")
         for name in ("temperature", "top_p"):
-            read_number(given, name, 0, 2 if name == "temperature" else 1, 1.0)
+            read_by(DRAWN[name], given, name, 1.0)
         digits = Digits()
         body, continues = prepare(given, dialect, digits)
         request, echo = convert(body, dialect, self._options)

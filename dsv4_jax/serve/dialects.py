@@ -9,6 +9,7 @@ from typing import Any
 
 import deepseek_recipe as recipe
 
+from dsv4_jax.serve.drawing import DRAWN
 from dsv4_jax.serve.errors import ApiError, refuse
 from dsv4_jax.serve.fields import Rule, check_fields
 from dsv4_jax.serve.fields_messages import MESSAGES as _MESSAGES
@@ -83,13 +84,9 @@ MESSAGES = Dialect(
 )
 
 _OWN = (
-    "seed",
-    "top_k",
-    "min_p",
+    *(name for name in DRAWN if name not in ("temperature", "top_p")),
     "ignore_eos",
     "logit_bias",
-    "presence_penalty",
-    "frequency_penalty",
     "n",
     "max_completion_tokens",
 )

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from dsv4_jax import checks
+from dsv4_jax import checks, rules
 from dsv4_jax.serve.errors import ApiError, refuse
 
 
@@ -304,6 +304,16 @@ def read_flag(body: Mapping[str, Any], name: str) -> bool:
     """A field that is true or false; false if it is absent."""
     value = body.get(name, False)
     return value if isinstance(value, bool) else _wrong(name, "true or false", value)
+
+
+def read_by(rule: rules.Rule, body: Mapping[str, Any], name: str, default: Any) -> Any:
+    """A number as a rule of `SamplingParams` says."""
+    match rule:
+        case rules.Whole(least=int() as least, most=int() as most):
+            return read_integer(body, name, least, most, default)
+        case rules.Real(most=float() | int() as most):
+            return read_number(body, name, rule.least, most, default)
+    raise TypeError(f"a body holds nothing by {rule}")
 
 
 def read_integer(

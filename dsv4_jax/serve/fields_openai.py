@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dsv4_jax.serve.drawing import DRAWN
 from dsv4_jax.serve.fields import (
     ANY,
     FLAG,
@@ -48,21 +49,14 @@ CACHE_OPTIONS = closed(
     comparison_response_id=NOTHING,
     prewarm=only(False, told="every request is answered"),
 )
+_OF_OPENAI = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias")
 DRAWING_EXTRAS = {
-    "seed": ANY,
-    "top_k": ANY,
-    "min_p": ANY,
+    **{name: ANY for name in DRAWN if name not in _OF_OPENAI},
     "ignore_eos": ANY,
     "repetition_penalty": only(1, 1.0, told="use presence_penalty and frequency_penalty"),
     "min_tokens": only(0),
 }
-_DRAWING = DRAWING_EXTRAS | {
-    "temperature": ANY,
-    "top_p": ANY,
-    "logit_bias": ANY,
-    "presence_penalty": ANY,
-    "frequency_penalty": ANY,
-}
+_DRAWING = DRAWING_EXTRAS | dict.fromkeys(_OF_OPENAI, ANY)
 CALLER = {
     "user": NOTHING,
     "service_tier": TIERS,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 from collections.abc import Callable, Mapping
@@ -71,9 +70,7 @@ class Asked(NamedTuple):
 
     def with_seed(self, seed: int) -> Asked:
         """The same, its answers drawn by this seed."""
-        prompts = [
-            (ids, dataclasses.replace(sampling, seed=seed)) for ids, sampling in self.prompts
-        ]
+        prompts = [(ids, sampling.with_seed(seed)) for ids, sampling in self.prompts]
         return self._replace(prompts=prompts)
 
     def pack(self) -> Asked:
@@ -239,7 +236,7 @@ class BodyReader:
         room = self.plan.max_context_tokens - len(ids)
         if sampling.max_new_tokens <= room:
             return ids, sampling
-        return ids, dataclasses.replace(sampling, max_new_tokens=room)
+        return ids, sampling.with_plain(max_new_tokens=room)
 
     def _check_size(self, size: int) -> None:
         most = self.plan.max_context_tokens

@@ -209,10 +209,7 @@ class Engine(EngineCore):
         seeds = [row.seed for row in rows]
         if isinstance(fields.get("seed", 0), int | np.integer):
             seeds = [row.seed + place for place, row in enumerate(rows)]
-        samples = [
-            asked._replace(sampling=dataclasses.replace(asked.sampling, seed=seed))
-            for seed in seeds
-        ]
+        samples = [asked._replace(sampling=asked.sampling.with_seed(seed)) for seed in seeds]
         requests = self._submit_all(samples, are_samples=len(asked.token_ids) > 1)
         return [request.request_id for request in requests]
 

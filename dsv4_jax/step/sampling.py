@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypedDict, Unpack
+from typing import Annotated, Any, TypedDict, Unpack, get_type_hints
 
 import flax.struct
 import jax
@@ -12,20 +12,29 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax import checks
+from dsv4_jax.rules import (
+    By,
+    Instance,
+    ListOf,
+    Real,
+    Ruled,
+    Share,
+    Whole,
+    check_fields,
+    rules_of,
+)
 from dsv4_jax.step.grammar import Grammar
+from dsv4_jax.step.setting_values import plain_bias, plain_texts
 
 MAX_LOGPROBS = 20
 """The most tokens whose log-probabilities a draw brings, besides the drawn one's."""
 
-MAX_LOGIT_BIAS = 300
-"""Tokens with a bias of their own."""
-
 MAX_STOP_TOKENS = 1024
-MAX_STOP_TEXTS = 64
-MAX_STOP_CHARS = 1024
-"""The longest stop text: every drawn token looks that far back."""
-
 _MAX_ROWS = 2**16
+
+
+_SEED = Whole(-(2**63), 2**63 - 1)
+_PENALTY = Real(-2, 2, "-2 to 2")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,54 +71,69 @@ class SamplingParams:
         range.
     """
 
-    max_new_tokens: int = 64
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logprobs: int | None = None
-    stop_token_ids: Sequence[int] | None = None
-    stop_texts: Sequence[str] = ()
-    grammar: Grammar | None = None
+    max_new_tokens: Annotated[int, Ruled(Whole(1), help="most tokens of an answer")] = 64
+    temperature: Annotated[
+        float,
+        Ruled(
+            Real(0, told="0 (greedy) or more"),
+            http=Real(0, 2),
+            flag=Real(0, 1e30),
+            help="0 is greedy",
+        ),
+    ] = 0.0
+    top_k: Annotated[
+        int,
+        Ruled(
+            Whole(0, told="0 (no limit) or more"),
+            http=Whole(-1),
+            flag=Whole(0),
+            help="draw among that many most likely tokens; 0 is no limit",
+        ),
+    ] = 0
+    top_p: Annotated[
+        float,
+        Ruled(
+            Share(),
+            http=Real(0, 1),
+            flag=Real(0, 1),
+            help="draw among the most likely tokens that together have that probability",
+        ),
+    ] = 1.0
+    min_p: Annotated[float, Ruled(Real(0, 1, "0 (no limit) to 1"), http=Real(0, 1))] = 0.0
+    seed: Annotated[
+        int, Ruled(Whole(None, None), http=_SEED, flag=_SEED, help="seed of the draws")
+    ] = 0
+    logit_bias: Annotated[
+        Mapping[int, float] | Sequence[tuple[int, float]], Ruled(By(plain_bias))
+    ] = ()
+    presence_penalty: Annotated[float, Ruled(_PENALTY, http=_PENALTY)] = 0.0
+    frequency_penalty: Annotated[float, Ruled(_PENALTY, http=_PENALTY)] = 0.0
+    logprobs: Annotated[
+        int | None, Ruled(Whole(0, MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}, or None"))
+    ] = None
+    stop_token_ids: Annotated[
+        Sequence[int] | None, Ruled(ListOf(Whole(0), MAX_STOP_TOKENS, "token ids"))
+    ] = None
+    stop_texts: Annotated[Sequence[str], Ruled(By(plain_texts))] = ()
+    grammar: Annotated[Grammar | None, Ruled(Instance(Grammar))] = None
 
     def __post_init__(self) -> None:
         """Every setting becomes a checked, plain, immutable value."""
-        temperature = checks.number("temperature", self.temperature, 0, rule="0 (greedy) or more")
-        if 0 < temperature < checks.FLOAT32_TINY:
+        check_fields(self)
+        if 0 < self.temperature < checks.FLOAT32_TINY:
             rule = f"0 (greedy) or at least {checks.FLOAT32_TINY:.4g} (float32)"
             checks.refuse("temperature", rule, self.temperature)
-        plain = {
-            "max_new_tokens": checks.integer("max_new_tokens", self.max_new_tokens, 1),
-            "temperature": temperature,
-            "top_k": checks.integer("top_k", self.top_k, 0, rule="0 (no limit) or more"),
-            "top_p": checks.share("top_p", self.top_p),
-            "min_p": checks.number("min_p", self.min_p, 0, 1, rule="0 (no limit) to 1"),
-            "seed": checks.integer("seed", self.seed, high=None) % 2**32,
-            "logit_bias": _logit_bias(self.logit_bias),
-            "stop_texts": _stop_texts(self.stop_texts),
-        }
-        if self.grammar is not None:
-            checks.instance("grammar", self.grammar, Grammar)
-        for name in ("presence_penalty", "frequency_penalty"):
-            plain[name] = checks.number(name, getattr(self, name), -2, 2, rule="-2 to 2")
-        if self.logprobs is not None:
-            rule = f"0 to {MAX_LOGPROBS}, or None"
-            plain["logprobs"] = checks.integer(
-                "logprobs", self.logprobs, 0, MAX_LOGPROBS, rule=rule
-            )
-        if self.stop_token_ids is not None:
-            plain["stop_token_ids"] = tuple(
-                checks.integer("stop_token_ids", token, 0)
-                for token in checks.sequence(
-                    "stop_token_ids", self.stop_token_ids, of="token ids", limit=MAX_STOP_TOKENS
-                )
-            )
-        for name, value in plain.items():
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "seed", self.seed % 2**32)
+
+    def with_plain(self, **fields: Any) -> SamplingParams:
+        """The same with other values of some fields, which are checked and plain already."""
+        new = object.__new__(SamplingParams)
+        vars(new).update(vars(self) | fields)
+        return new
+
+    def with_seed(self, seed: int) -> SamplingParams:
+        """The same with another seed, any integer."""
+        return self.with_plain(seed=seed % 2**32)
 
     @property
     def penalises(self) -> bool:
@@ -118,35 +142,17 @@ class SamplingParams:
 
     @property
     def is_simple(self) -> bool:
-        """Nothing is asked for but a temperature and min-p: a `Sampling` says it all."""
-        asks = self.top_k or self.top_p < 1 or self.logit_bias or self.grammar is not None
-        return not asks and not self.penalises and self.logprobs is None
+        """Nothing is asked for but what a `Sampling` says."""
+        return all(getattr(self, name) == getattr(SamplingParams, name) for name in _NOT_SIMPLE)
 
 
-def _logit_bias(bias: Any) -> tuple[tuple[int, float], ...]:
-    """Pairs of a token id and its bias, by id; a mapping or pairs come in."""
-    items = bias.items() if isinstance(bias, Mapping) else bias
-    if not isinstance(bias, Mapping | tuple | list):
-        checks.refuse("logit_bias", "a mapping of token ids to numbers", bias)
-    pairs = []
-    for pair in checks.sequence("logit_bias", items, of="tokens", limit=MAX_LOGIT_BIAS):
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            checks.refuse("logit_bias", "a mapping of token ids to numbers", bias)
-        token = checks.integer("logit_bias", pair[0], 0)
-        pairs.append((token, checks.number("logit_bias", pair[1], -100, 100, rule="-100 to 100")))
-    if len(dict(pairs)) < len(pairs):
-        checks.refuse("logit_bias", "one number for each token id", bias)
-    return tuple(sorted(pairs))
-
-
-def _stop_texts(texts: Any) -> tuple[str, ...]:
-    rule = "a list of texts, none empty"
-    if isinstance(texts, str):
-        checks.refuse("stop_texts", rule, texts)
-    items = checks.sequence("stop_texts", texts, of="texts", limit=MAX_STOP_TEXTS)
-    if not all(isinstance(item, str) and item for item in items):
-        checks.refuse("stop_texts", rule, items)
-    return tuple(checks.text("stop_texts", item, max_chars=MAX_STOP_CHARS) for item in items)
+_NOT_SIMPLE = tuple(
+    name
+    for name in rules_of(SamplingParams)
+    if name
+    not in ("max_new_tokens", "temperature", "min_p", "seed", "stop_token_ids", "stop_texts")
+)
+"""Settings that a simple draw does not know: every one but these."""
 
 
 class DrawFields(TypedDict, total=False):
@@ -191,7 +197,6 @@ def sampling_of_rows(
       ValueError: a setting is out of range, or there are not `num_rows` of them.
       TypeError: there is no such field.
     """
-    rows = _rows_of(num_rows, sampling, row_name)
     seeds: list[Any] = []
     seed = fields.get("seed")
     if isinstance(seed, Iterable) and not isinstance(seed, str) and getattr(seed, "ndim", 1):
@@ -202,16 +207,24 @@ def sampling_of_rows(
                 f"seed must be one, or one per {row_name} ({num_rows}), got {len(seeds)}: "
                 f"{checks.shown(seeds)}"
             )
-    checked = SamplingParams(**fields)  # type: ignore[arg-type]
-    changes = [{name: getattr(checked, name) for name in fields} for _ in rows]
-    for change, one in zip(changes, seeds, strict=False):
-        change["seed"] = one
-    return [dataclasses.replace(row, **change) for row, change in zip(rows, changes, strict=True)]
+    if sampling is None:
+        rows = [SamplingParams(**fields)] * num_rows  # type: ignore[arg-type]
+    else:
+        rows = _rows_of(num_rows, sampling, row_name)
+        if fields:
+            checked = SamplingParams(**fields)  # type: ignore[arg-type]
+            plain = {name: getattr(checked, name) for name in fields}
+            rows = [row.with_plain(**plain) for row in rows]
+    if seeds:
+        rule = rules_of(SamplingParams)["seed"].rule
+        seeds = [rule.check("seed", one) for one in seeds]
+        rows = [row.with_seed(one) for row, one in zip(rows, seeds, strict=True)]
+    return rows
 
 
 def _rows_of(num_rows: int, sampling: Any, row_name: str) -> list[SamplingParams]:
-    if sampling is None or isinstance(sampling, SamplingParams):
-        return [sampling or SamplingParams()] * num_rows
+    if isinstance(sampling, SamplingParams):
+        return [sampling] * num_rows
     rows = checks.sequence("sampling", sampling, of="SamplingParams", limit=_MAX_ROWS)
     if len(rows) != num_rows:
         raise ValueError(
@@ -235,9 +248,9 @@ class Sampling:
       stop_token_ids: i32[B, n], padded with -1.
     """
 
-    temperature: jax.Array
-    min_p: jax.Array
-    seed: jax.Array
+    temperature: Annotated[jax.Array, np.float32]
+    min_p: Annotated[jax.Array, np.float32]
+    seed: Annotated[jax.Array, np.uint32]
     stop_token_ids: jax.Array
 
     def simplified(self) -> Sampling:
@@ -250,14 +263,14 @@ class Sampling:
         if isinstance(self, FullSampling):
             return self
         num_rows = self.temperature.shape[0]
+        fields: dict[str, Any] = {
+            name: jnp.full(num_rows, getattr(SamplingParams, name), dtype)
+            for name, dtype in _SCALARS.items()
+        }
         return FullSampling(
-            **vars(self),
-            top_k=jnp.zeros(num_rows, jnp.int32),
-            top_p=jnp.ones(num_rows, jnp.float32),
+            **fields | vars(self),
             bias_token_ids=jnp.full((num_rows, 0), -1, jnp.int32),
             bias=jnp.zeros((num_rows, 0), jnp.float32),
-            presence_penalty=jnp.zeros(num_rows, jnp.float32),
-            frequency_penalty=jnp.zeros(num_rows, jnp.float32),
             wants_logprobs=jnp.zeros(num_rows, bool),
         )
 
@@ -276,13 +289,21 @@ class FullSampling(Sampling):
       wants_logprobs: bool[B], log-probabilities are looked at.
     """
 
-    top_k: jax.Array
-    top_p: jax.Array
+    top_k: Annotated[jax.Array, np.int32]
+    top_p: Annotated[jax.Array, np.float32]
     bias_token_ids: jax.Array
     bias: jax.Array
-    presence_penalty: jax.Array
-    frequency_penalty: jax.Array
+    presence_penalty: Annotated[jax.Array, np.float32]
+    frequency_penalty: Annotated[jax.Array, np.float32]
     wants_logprobs: jax.Array
+
+
+_SCALARS = {
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(FullSampling, include_extras=True).items()
+    if hasattr(hint, "__metadata__")
+}
+"""Fields that have one number of a row's `SamplingParams` under the same name, and its dtype."""
 
 
 def make_sampling(
@@ -339,18 +360,9 @@ def stack_sampling(
     biases = [dict(row.logit_bias) for row in rows]
     if bias_width is None:
         bias_width = max(map(len, biases), default=0)
-    scalars = {
-        "temperature": np.float32,
-        "top_k": np.int32,
-        "top_p": np.float32,
-        "min_p": np.float32,
-        "seed": np.uint32,
-        "presence_penalty": np.float32,
-        "frequency_penalty": np.float32,
-    }
     fields: dict[str, Any] = {
         name: np.array([getattr(row, name) for row in rows], dtype)
-        for name, dtype in scalars.items()
+        for name, dtype in _SCALARS.items()
     }
     return FullSampling(
         **fields,

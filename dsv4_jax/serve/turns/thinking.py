@@ -7,11 +7,10 @@ from typing import Any
 
 from dsv4_jax.serve.errors import refuse
 from dsv4_jax.serve.fields import read_integer
+from dsv4_jax.serving.requests.prompts import MAX_TOKENS
 
 _LONG_BUDGET = 4096
 """Tokens; a budget below it is for little thinking."""
-
-_MAX_BUDGET = 2**24
 
 
 def settle_thinking(given: dict[str, Any], dialect_name: str) -> None:
@@ -82,7 +81,7 @@ def _take_budget(fields: dict[str, Any], where: str, name: str) -> str | None:
     if name not in fields:
         return None
     prefix = where and f"{where}."
-    budget = read_integer({prefix + name: fields[name]}, prefix + name, 0, _MAX_BUDGET)
+    budget = read_integer({prefix + name: fields[name]}, prefix + name, 0, MAX_TOKENS)
     del fields[name]
     return "low" if budget is not None and budget < _LONG_BUDGET else "high"
 
@@ -126,7 +125,7 @@ def _read_kept(keep: Any, name: str) -> int | None:
         refuse(name, 'must be "all" or {"type": "thinking_turns", "value": turns}')
     if "value" not in keep:
         refuse(f"{name}.value", "must be a number of turns")
-    return read_integer({f"{name}.value": keep["value"]}, f"{name}.value", 1, _MAX_BUDGET)
+    return read_integer({f"{name}.value": keep["value"]}, f"{name}.value", 1, MAX_TOKENS)
 
 
 def _keep_thinking(messages: Sequence[Any], kept: int) -> list[Any]:

@@ -16,7 +16,10 @@ from dsv4_jax.serving.metrics.metrics import Metrics
 from dsv4_jax.serving.requests.request import Completion, Token
 from dsv4_jax.step.sampling import SamplingFields, SamplingParams
 
-_MAX_COUNT = 2**24
+MAX_COUNT = 2**24
+"""The most requests that may wait, and tokens that may be unread."""
+
+DEFAULT_MAX_WAITING = 256
 _MAX_SECONDS = 1e9
 
 
@@ -40,7 +43,7 @@ class AsyncEngine:
         self,
         engine: Engine,
         *,
-        max_waiting: int = 1024,
+        max_waiting: int = DEFAULT_MAX_WAITING,
         queue_timeout_s: float | None = None,
         max_unread_tokens: int = 4096,
     ) -> None:
@@ -59,8 +62,8 @@ class AsyncEngine:
         """
         self.engine = checks.instance("engine", engine, Engine)
         self._has_server = False
-        max_waiting = checks.integer("max_waiting", max_waiting, 1, _MAX_COUNT)
-        max_unread = checks.integer("max_unread_tokens", max_unread_tokens, 1, _MAX_COUNT)
+        max_waiting = checks.integer("max_waiting", max_waiting, 1, MAX_COUNT)
+        max_unread = checks.integer("max_unread_tokens", max_unread_tokens, 1, MAX_COUNT)
         if queue_timeout_s is not None:
             queue_timeout_s = checks.number("queue_timeout_s", queue_timeout_s, 0, _MAX_SECONDS)
         self._stepper = Stepper(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,7 +20,8 @@ MAX_PROMPTS = 2**16
 
 MAX_SALT_CHARS = 1024
 
-_MAX_TOKENS = 2**24  # no context is that long
+MAX_TOKENS = 2**24
+"""Of a prompt or an answer; no context is that long."""
 
 
 class CheckedRequest(NamedTuple):
@@ -169,7 +169,7 @@ def _encode_text(prompt: str, tokenizer: Tokenizer | None, name: str) -> Encodin
 def _list_ids(prompt: Any, name: str) -> np.ndarray:
     """Ids of a list, of ints and NumPy integers alone."""
     try:
-        items = checks.sequence(name, prompt, of="token ids", limit=_MAX_TOKENS)
+        items = checks.sequence(name, prompt, of="token ids", limit=MAX_TOKENS)
     except ValueError:
         checks.refuse(name, "text or a list of token ids", prompt)
     for kind in set(map(type, items)):
@@ -234,7 +234,7 @@ def resolve_sampling(
             f"{config.eos_token_ids}, got {checks.shown(ends)}; leave them out"
         )
     if sampling.stop_token_ids is None:
-        return dataclasses.replace(sampling, stop_token_ids=config.eos_token_ids)
+        return sampling.with_plain(stop_token_ids=config.eos_token_ids)
     wrong = [token for token in sampling.stop_token_ids if not 0 <= token < config.vocab_size]
     if wrong:
         raise ValueError(

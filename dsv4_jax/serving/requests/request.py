@@ -220,7 +220,7 @@ class Request:
         new = Request(
             request_id,
             self.token_ids[: self.prompt_tokens],
-            dataclasses.replace(self.sampling, seed=seed),
+            self.sampling.with_seed(seed),
             now_s,
             salt=self.salt,
             speculate=self.speculate,
