@@ -11,19 +11,17 @@ import pathlib
 import sys
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dsv4_jax.cli.arguments import add_checkpoint, chosen_mesh
+from dsv4_jax.cli.arguments import add_checkpoint, chosen_fields, chosen_mesh
 from dsv4_jax.cli.engine_options import build_engine, find_model
 from dsv4_jax.cli.serve_options import API_KEY, add_engine, add_limits, add_protocol
+from dsv4_jax.serve.settings import ServeSettings
 from dsv4_jax.serving.asynchronous.async_engine import AsyncEngine
 from dsv4_jax.serving.engine import Engine
 from dsv4_jax.serving.requests.grammar_trials import GrammarBounds
 from dsv4_jax.signals import end_at_once
 from dsv4_jax.standard_streams import say
-
-if TYPE_CHECKING:
-    from dsv4_jax.serve import ServeSettings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,11 +48,8 @@ def _run(args: argparse.Namespace) -> int:
         api_keys=_find_keys(args.api_key),
         listens_at=args.host,
         allowed_hosts=tuple(read_pattern("--allowed-host", name) for name in args.allowed_host),
-        max_held_bytes=args.max_held_bytes,
         stall_timeout_s=args.stall_timeout,
         drain_timeout_s=args.drain_timeout,
-        max_connections=args.max_connections,
-        log_prompts=args.log_prompts,
         has_page=args.page,
     )
     if args.max_held_bytes < args.max_body_bytes:
@@ -95,16 +90,11 @@ def needs_serve_extra() -> Iterator[None]:
 
 
 def answer_settings(args: argparse.Namespace) -> ServeSettings:
-    """The settings of the options of `add_answers` and `add_request_limits`."""
-    with needs_serve_extra():
-        from dsv4_jax.serve import ServeSettings
+    """The settings that have options in a command, the others as they are by default."""
     return ServeSettings(
+        **chosen_fields(args, ServeSettings),
         model_name=args.model_name or _name_of(args.checkpoint),
         thinks=args.think,
-        release=args.release,
-        max_body_bytes=args.max_body_bytes,
-        max_choices=args.max_choices,
-        max_tools=args.max_tools,
         grammar_bounds=GrammarBounds(
             seconds=args.grammar_seconds,
             memory_bytes=args.grammar_memory_bytes,

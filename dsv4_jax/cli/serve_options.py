@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from dsv4_jax.cli.arguments import (
+    add_fields,
     add_loading,
     add_mesh,
     add_seconds,
@@ -12,8 +13,8 @@ from dsv4_jax.cli.arguments import (
     whole,
 )
 from dsv4_jax.cli.engine_options import add_engine_options
+from dsv4_jax.serve.settings import ServeSettings
 from dsv4_jax.serving.asynchronous.async_engine import DEFAULT_MAX_WAITING, MAX_COUNT
-from dsv4_jax.serving.engine import MAX_SAMPLES
 from dsv4_jax.serving.requests.grammar_trials import GrammarBounds
 
 API_KEY = "DSV4_JAX_API_KEY"
@@ -47,12 +48,10 @@ def add_protocol(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--page",
         action=argparse.BooleanOptionalAction,
-        default=True,
+        default=ServeSettings.has_page,
         help="show the engine at work at /, with counts and block ids of all requests",
     )
-    parser.add_argument(
-        "--log-prompts", action="store_true", help="write the bodies of requests to the log"
-    )
+    add_fields(parser, ServeSettings, ["log_prompts"])
 
 
 def add_answers(parser: argparse.ArgumentParser) -> None:
@@ -62,16 +61,11 @@ def add_answers(parser: argparse.ArgumentParser) -> None:
         type=utf8_text,
         help="what clients call the model; if not given, the checkpoint's last name",
     )
-    parser.add_argument(
-        "--release",
-        choices=("first", "later"),
-        default="first",
-        help="release of the checkpoint, by which efforts of reasoning are rendered",
-    )
+    add_fields(parser, ServeSettings, ["release"])
     parser.add_argument(
         "--think",
         action=argparse.BooleanOptionalAction,
-        default=True,
+        default=ServeSettings.thinks,
         help="let conversations think unless a request says otherwise",
     )
 
@@ -86,37 +80,25 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     )
     add_seconds(parser, "--queue-timeout", 60.0, "without a slot after which a request is refused")
     add_request_limits(parser)
-    parser.add_argument(
-        "--max-held-bytes",
-        type=whole(2**16, 2**44),
-        default=256 * 2**20,
-        help="most bytes of large bodies, and of large answers of /tokenize and /detokenize, that "
-        "are held at a time, of all requests together",
-    )
-    parser.add_argument(
-        "--max-connections", type=whole(1, 2**16), default=1000, help="most connections at once"
-    )
+    add_fields(parser, ServeSettings, ["max_held_bytes", "max_connections"])
     add_seconds(
         parser,
         "--stall-timeout",
-        30.0,
+        ServeSettings.stall_timeout_s,
         "without reading after which a client is cut off",
         least=0.1,
     )
-    add_seconds(parser, "--drain-timeout", 30.0, "that answers have to end after SIGTERM")
+    add_seconds(
+        parser,
+        "--drain-timeout",
+        ServeSettings.drain_timeout_s,
+        "that answers have to end after SIGTERM",
+    )
 
 
 def add_request_limits(parser: argparse.ArgumentParser) -> None:
     """Adds how large one request may be."""
-    parser.add_argument(
-        "--max-body-bytes", type=whole(), default=4 * 2**20, help="largest body of a request"
-    )
-    parser.add_argument(
-        "--max-choices", type=whole(1, MAX_SAMPLES), default=16, help="most answers to one request"
-    )
-    parser.add_argument(
-        "--max-tools", type=whole(1, 2**16), default=1024, help="most tools of a conversation"
-    )
+    add_fields(parser, ServeSettings, ["max_body_bytes", "max_choices", "max_tools"])
     bounds = GrammarBounds()
     add_seconds(
         parser,

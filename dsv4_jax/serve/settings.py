@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Annotated
 
+from dsv4_jax.rules import Flag, Ruled, Whole, Word, check_fields
+from dsv4_jax.serving.engine import MAX_SAMPLES
 from dsv4_jax.serving.requests.grammar_trials import GrammarBounds
 
 EFFORTS = {
@@ -46,6 +49,9 @@ class ServeSettings:
       retry_after_s: what a refused client is told to wait.
       log_prompts: log lines hold prompts.
       has_page: there are the page at `/` and the state of the engine that it shows.
+
+    Raises:
+      ValueError: a field with a rule is of another type or out of range.
     """
 
     model_name: str
@@ -53,11 +59,27 @@ class ServeSettings:
     listens_at: str = ""
     allowed_hosts: tuple[str, ...] = ()
     thinks: bool = True
-    release: str = "first"
-    max_body_bytes: int = 4 * 2**20
-    max_held_bytes: int = 256 * 2**20
-    max_choices: int = 16
-    max_tools: int = 1024
+    release: Annotated[
+        str,
+        Ruled(
+            Word(tuple(EFFORTS)),
+            help="release of the checkpoint, by which efforts of reasoning are rendered",
+        ),
+    ] = "first"
+    max_body_bytes: Annotated[int, Ruled(Whole(1), help="largest body of a request")] = 4 * 2**20
+    max_held_bytes: Annotated[
+        int,
+        Ruled(
+            Whole(1, 2**44),
+            flag=Whole(2**16, 2**44),
+            help="most bytes of large bodies, and of large answers of /tokenize and /detokenize, "
+            "that are held at a time, of all requests together",
+        ),
+    ] = 256 * 2**20
+    max_choices: Annotated[
+        int, Ruled(Whole(1, MAX_SAMPLES), help="most answers to one request")
+    ] = 16
+    max_tools: Annotated[int, Ruled(Whole(1, 2**16), help="most tools of a conversation")] = 1024
     grammar_bounds: GrammarBounds = dataclasses.field(default_factory=GrammarBounds)
     pulse_s: float = 2.0
     body_timeout_s: float = 30.0
@@ -65,7 +87,13 @@ class ServeSettings:
     stall_timeout_s: float = 30.0
     drain_timeout_s: float = 30.0
     keep_alive_s: int = 5
-    max_connections: int = 1000
+    max_connections: Annotated[int, Ruled(Whole(1, 2**16), help="most connections at once")] = 1000
     retry_after_s: int = 1
-    log_prompts: bool = False
+    log_prompts: Annotated[bool, Ruled(Flag(), help="write the bodies of requests to the log")] = (
+        False
+    )
     has_page: bool = True
+
+    def __post_init__(self) -> None:
+        """Fields with a rule become checked values."""
+        check_fields(self)
