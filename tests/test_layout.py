@@ -27,7 +27,7 @@ ROOMS = {
     "progress": {"standard_streams"},
     "signals": set(),
     "schemas": {"checks"},
-    "config": {"checks", "regular_files", "lines"},
+    "config": {"checks", "rules", "regular_files", "lines"},
     "cache": {"checks", "mesh", "collectives", "config"},
     "allocator": {"checks", "mesh", "config", "cache"},
     "attention": {"checks", "mesh", "collectives", "linear", "config", "cache"},

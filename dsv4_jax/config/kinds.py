@@ -1,6 +1,8 @@
-"""Kinds of values that a field may have: exact types, and ranges that all that is built on holds.
+"""Kinds of values that a field of a file may have: rules, which `read` takes a value by.
 
-A `bool` is no number. NumPy integers and floats are taken as the numbers that they are worth.
+Types are exact, and ranges are such as all that is built on them holds. A `bool` is no number.
+NumPy integers and floats are taken as the numbers that they are worth. Errors name the field by its
+path in the file.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+
+from dsv4_jax import checks, rules
 
 SHOWN = 80
 """Characters of a value that a message shows."""
@@ -21,12 +25,11 @@ def show(value: Any) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Whole:
-    """An integer from `least` to `most`; `why` says where `most` comes from."""
+class Whole(rules.Whole):
+    """An integer from `least` to `most`; `told` says where `most` comes from."""
 
-    least: int
-    most: int
-    why: str = ""
+    least: int = 0
+    most: int = checks.INT32_MAX
 
     def read(self, value: Any, name: str) -> int:
         """The value as an `int`; ValueError with the name otherwise."""
@@ -35,17 +38,16 @@ class Whole:
         if value < self.least:
             raise ValueError(f"{name} must be at least {self.least}, got {show(value)}")
         if value > self.most:
-            why = f" ({self.why})" if self.why else ""
+            why = f" ({self.told})" if self.told else ""
             raise ValueError(f"{name} must be at most {self.most}{why}, got {show(value)}")
         return int(value)
 
 
 @dataclasses.dataclass(frozen=True)
-class Real:
+class Real(rules.Real):
     """A finite number from `least` to `most`; an integer is taken as well."""
 
-    least: float
-    most: float
+    most: float = checks.FLOAT32_MAX
 
     def read(self, value: Any, name: str) -> float:
         """The value as it is, if it is an `int` or `float`; ValueError with the name otherwise."""
@@ -61,7 +63,7 @@ class Real:
 
 
 @dataclasses.dataclass(frozen=True)
-class Flag:
+class Flag(rules.Flag):
     """True or false."""
 
     def read(self, value: Any, name: str) -> bool:
@@ -72,7 +74,7 @@ class Flag:
 
 
 @dataclasses.dataclass(frozen=True)
-class Word:
+class Word(rules.Word):
     """A text, one of `known` if there are any."""
 
     known: tuple[str, ...] = ()
@@ -134,7 +136,7 @@ class Fields:
 
 Kind = Whole | Real | Flag | Word | ListOf | OneOrMore | Fields
 
-MAX_I32 = 2**31 - 1
+MAX_I32 = checks.INT32_MAX
 """The largest integer of the device's counters and indices."""
 
 _TINY, _HUGE = 2.0**-126, (2 - 2.0**-23) * 2.0**127
