@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from dsv4_jax.model.shardings import param_shardings
     from dsv4_jax.runtime import set_xla_flags, use_compilation_cache
     from dsv4_jax.serving.engine import Engine
-    from dsv4_jax.serving.options import EngineOptions
     from dsv4_jax.serving.requests.request import Completion
     from dsv4_jax.step.decode import decode_loop, decode_step, jit_decode_loop, jit_decode_step
     from dsv4_jax.step.draws import sample
@@ -72,7 +71,6 @@ __all__ = [
     "Completion",
     "DSV4Config",
     "Engine",
-    "EngineOptions",
     "ModelCache",
     "Sampling",
     "SamplingParams",
@@ -134,7 +132,6 @@ _NAMES_BY_MODULE = {
     "model.shardings": "param_shardings",
     "runtime": "set_xla_flags use_compilation_cache",
     "serving.engine": "Engine",
-    "serving.options": "EngineOptions",
     "serving.requests.request": "Completion",
     "step.decode": "decode_loop decode_step jit_decode_loop jit_decode_step",
     "step.prefill": "jit_prefill prefill",

@@ -234,7 +234,7 @@ def of_functions():
     widths = {"num_layers": bad.integer(1)}
     return [
         Target("Engine", ds.Engine, engine_good, ENGINE | {"options": bad.instance(optional=True)}),
-        Target("EngineOptions", ds.EngineOptions, {}, OPTIONS),
+        Target("EngineOptions", ds.serving.EngineOptions, {}, OPTIONS),
         Target(
             "Engine.from_checkpoint", ds.Engine.from_checkpoint, {"path": ds.SHIPPED_CHECKPOINT},
             {

@@ -92,7 +92,7 @@ def test_an_engine_asks_for_as_much_as_its_largest_step_takes(monkeypatch):
     options |= {"grammars": False}
     loading = memory.Loading(None, "bfloat16")
     for sizes in (None, (512, 8192)):
-        chosen = ds.EngineOptions(prefill_tokens=sizes, draft_tokens=1, **options)
+        chosen = ds.serving.EngineOptions(prefill_tokens=sizes, draft_tokens=1, **options)
         memory.check_engine_memory(config, chosen, loading, way_out="less")
     steps = [needs["a step"] / GIB for needs in asked]
     assert steps == [estimate("flash", tokens, 4096, rows=8) for tokens in (256, 8192)]

@@ -297,7 +297,7 @@ def test_an_engine_of_a_command_says_it_once(tmp_path):
     args = make_parser().parse_args([*words, "0"])
     found, config = find_model(args)
     with pytest.warns(LeftOutWarning, match=LINE) as caught:
-        engine = build_engine(args, found, config, None, max_requests=1, max_context_tokens=256)
+        engine = build_engine(args, found, config, max_requests=1, max_context_tokens=256)
     assert len(caught) == 1
     assert engine.config == config == TRUNK
     engine.close()

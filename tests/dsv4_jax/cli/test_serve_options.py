@@ -31,7 +31,8 @@ def test_defaults_are_those_of_the_settings():
 def test_options_reach_the_settings():
     words = (
         "--release=later", "--max-body-bytes=7", "--max-choices=2", "--max-tools=3",
-        "--max-connections=4", "--max-held-bytes=65536", "--log-prompts", "--no-think", "--model-name=m",
+        "--max-connections=4", "--max-held-bytes=65536", "--log-prompts", "--no-think",
+        "--model-name=m",
     )  # fmt: skip
     found = serve.answer_settings(parsed(*words))
     assert found == ServeSettings(

@@ -387,7 +387,7 @@ def test_every_public_function_and_argument_is_among_them(engine, manager):
         given = set(target.kinds) | set(target.free)
         parameters = inspect.signature(target.function).parameters
         if "fields" in parameters:
-            for owner in (ds.SamplingParams, ds.EngineOptions):
+            for owner in (ds.SamplingParams, ds.serving.EngineOptions):
                 given -= {field.name for field in dataclasses.fields(owner)}
             parameters = {name: one for name, one in parameters.items() if name != "fields"}
         assert given == set(parameters), target.name
