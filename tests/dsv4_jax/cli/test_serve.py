@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 
+import dsv4_jax
 from dsv4_jax.cli import main
 from dsv4_jax.serve.server import bind
 
@@ -85,6 +86,7 @@ def test_a_name_that_is_none_is_refused_before_anything_is_loaded(capsys):
 
 
 def test_without_its_libraries_the_server_says_what_to_install(capsys, monkeypatch):
+    monkeypatch.setattr(dsv4_jax, "serve", dsv4_jax.serve)  # which is imported again
     for name in list(sys.modules):
         if name == "dsv4_jax.serve" or name.startswith("dsv4_jax.serve."):
             monkeypatch.delitem(sys.modules, name)
