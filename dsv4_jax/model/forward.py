@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
+import jax.numpy as jnp
 
 from dsv4_jax import checks
 from dsv4_jax.attention.full_sequence import attend_full_sequence
@@ -77,6 +80,56 @@ def forward_streams(
     activations: str = DEFAULT_ACTIVATIONS,
 ) -> jax.Array:
     """The residual streams [B, T, S, D] before the head; arguments as in `forward`."""
+    return _run(params, token_ids, config, cache_format, selector, activations)[0]
+
+
+def forward_means(
+    params: DSV4Params,
+    token_ids: jax.Array,
+    target_layers: Sequence[int],
+    *,
+    config: DSV4Config,
+    cache_format: FormatName | None = None,
+    activations: str = DEFAULT_ACTIVATIONS,
+) -> tuple[jax.Array, jax.Array]:
+    """What a DSpark draft reads of the trunk (`context_entries`).
+
+    Args:
+      params: as in `forward`.
+      token_ids: as in `forward`.
+      target_layers: layers, ascending, after each of which the streams are averaged.
+      config: as in `forward`.
+      cache_format: as in `forward`.
+      activations: as in `forward`.
+
+    Returns:
+      The residual streams [B, T, S, D] before the head, and [B, T, K, D], their means after each
+      target layer, summed in f32.
+
+    Raises:
+      ValueError: as `forward`; or a target is no layer of the trunk, or they do not ascend.
+
+    Source: dspark.md section 3.
+    """
+    targets = tuple(target_layers)
+    checks.instance("config", config, DSV4Config)
+    layers = range(config.num_layers)
+    if not targets or list(targets) != sorted(set(targets)) or not set(targets) <= set(layers):
+        rule = f"layers of the trunk, 0 to {config.num_layers - 1}, ascending"
+        checks.refuse("target_layers", rule, target_layers)
+    return _run(params, token_ids, config, cache_format, None, activations, targets)
+
+
+def _run(
+    params: DSV4Params,
+    token_ids: jax.Array,
+    config: DSV4Config,
+    cache_format: FormatName | None,
+    selector: Selector | None,
+    activations: str,
+    targets: tuple[int, ...] = (),
+) -> tuple[jax.Array, jax.Array]:
+    """The streams after all layers, and their means after the targets."""
     checks.instance("config", config, DSV4Config)
     check_params(config, checks.instance("params", params, DSV4Params))
     if getattr(token_ids, "ndim", 2) != 2:
@@ -91,6 +144,7 @@ def forward_streams(
     params = with_activations(params, activations)
     residual = Residual.start(embed(params, token_ids, config))
     chosen = None  # entries that the last CSA layer selected
+    means = []
     for spec in layer_schedule(config):
 
         def attention(
@@ -105,4 +159,8 @@ def forward_streams(
             params.layer(spec), residual, token_ids, config, attention, backend=Backend.REFERENCE
         )
         chosen = chosen if selected is None else selected
-    return residual.written()
+        if spec.layer_idx in targets:
+            streams = residual.written()
+            means.append(jnp.mean(streams, axis=-2, dtype=jnp.float32).astype(streams.dtype))
+    streams = residual.written()
+    return streams, jnp.stack(means, axis=-2) if means else streams[..., :0, :]

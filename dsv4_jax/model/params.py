@@ -258,17 +258,19 @@ def _dense_shapes(config: DSV4Config, dtype: Any) -> DSV4Params:
             h_proj=array(d, d),
             enorm=array(d),
             hnorm=array(d),
-            block=_layer_shapes(config, AttentionType.SWA, RouterType.LEARNED, array),
-            hc_head=_head_connection_shapes(config),
+            block=layer_shapes(config, AttentionType.SWA, RouterType.LEARNED, array),
+            hc_head=head_connection_shapes(config),
             norm=array(d),
         )
     return DSV4Params(
         embed=array(config.vocab_size, d),
         layers={
-            kind: _stack(_layer_shapes(config, specs[0].attn, specs[0].router, array), len(specs))
+            kind: stack_shapes(
+                layer_shapes(config, specs[0].attn, specs[0].router, array), len(specs)
+            )
             for kind, specs in kinds.items()
         },
-        hc_head=_head_connection_shapes(config),
+        hc_head=head_connection_shapes(config),
         norm=array(d),
         head=array(config.vocab_size, d),
         mtp=mtp,
@@ -349,11 +351,13 @@ def leaf_spread(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
     return 0.0, 1.0 if name in ("ape", "embed") else shape[-1] ** -0.5
 
 
-def _stack(shapes: LayerParams, count: int) -> LayerParams:
+def stack_shapes(shapes: LayerParams, count: int) -> LayerParams:
+    """Of so many layers alike, stacked."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype), shapes)
 
 
-def _head_connection_shapes(config: DSV4Config) -> HyperConnectionParams:
+def head_connection_shapes(config: DSV4Config) -> HyperConnectionParams:
+    """Of what collapses the streams before a head."""
     return _connection_shapes(config, rows=config.hc_mult, scales=1)
 
 
@@ -386,9 +390,10 @@ def _moe_shapes(config: DSV4Config, router: RouterType, array: Any) -> MoEParams
     )
 
 
-def _layer_shapes(
+def layer_shapes(
     config: DSV4Config, attn: AttentionType, router: RouterType, array: Any
 ) -> LayerParams:
+    """Of one layer; `array` makes a shape in the dtype of activations."""
     rows = (2 + config.hc_mult) * config.hc_mult
     return LayerParams(
         hc_attn=_connection_shapes(config, rows=rows, scales=3),
