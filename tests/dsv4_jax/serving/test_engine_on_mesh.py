@@ -170,4 +170,4 @@ def test_counts_that_do_not_divide_over_data_shards_are_refused():
     mesh = jax.sharding.AbstractMesh((2, 1), ("data", "model"))
     for name in ("max_requests", "num_blocks", "num_snapshots"):
         with pytest.raises(ValueError, match=f"{name}=5 must divide over the mesh's data"):
-            sizing._of_shard(name, 5, mesh, low=0)
+            sizing._of_shard(name, 5, mesh)

@@ -329,6 +329,6 @@ def test_a_grammar_is_forgotten_with_its_requests_and_waits_for_no_collector(n, 
             done = engine.completion(request_id)
             assert done.finish_reason == ("stop" if how == "ends" else "cancelled")
         assert seen() is None
-        assert not engine._grammars._compiled
+        assert not engine.limits.grammars._compiled
     finally:
         gc.enable()

@@ -242,7 +242,6 @@ def test_whatever_happens_a_request_gets_what_it_gets_alone(seed, scarce):
     [
         ({"draft_tokens": 3}, "draft_tokens=3"),
         ({"decode_tokens": 24}, "decode_tokens=24"),
-        ({"decode_tokens": 0}, "decode_tokens=0"),
         ({"decode_tokens": 24, "draft_tokens": 2}, "draft_tokens=2 and decode_tokens=24"),
     ],
 )

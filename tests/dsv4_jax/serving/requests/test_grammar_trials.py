@@ -145,7 +145,7 @@ def test_its_end_waits_for_no_grammar():
     assert not trials._helpers.living
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGQUIT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_process_that_others_end_is_no_fault_of_a_grammar(number):
     """As a kernel does that is out of memory; the bound of time is the process's own."""
     trials = make(seconds=60, memory_bytes=2**32)
