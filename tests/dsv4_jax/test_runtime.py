@@ -111,6 +111,7 @@ def test_a_user_without_a_home_is_asked_for_a_folder(monkeypatch):
         jax.config.update("jax_compilation_cache_dir", kept)
 
 
+@pytest.mark.slow
 def test_launches_of_an_engine_s_decode_step_overlap_unless_the_user_has_them_wait():
     mode = "xla_gpu_command_buffer_scheduling_mode"
     code = """
@@ -154,6 +155,7 @@ def test_flags_are_refused_once_jax_runs():
         ds.set_xla_flags()
 
 
+@pytest.mark.slow
 def test_the_second_process_finds_what_the_first_compiled(tmp_path):
     code = (
         "import dsv4_jax as ds; print(ds.use_compilation_cache()); import jax, jax.numpy as jnp; "

@@ -69,6 +69,7 @@ def test_the_cache_and_the_whole_history_agree(case):
     assert np.abs(whole[20:] - plain[20:]).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_a_reusing_layer_never_asks_its_own_indexer(case):
     """Its scores could be anything; those of its source could not."""
     params, tokens = case

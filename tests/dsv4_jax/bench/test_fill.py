@@ -22,6 +22,7 @@ def filled(cache_format, **changes):
     return fill.filled_cache(ds.DSV4Config.tiny(), **sizes | changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache_format", slow.all_but(["fp8_ue8m0"], list(CACHE_FORMATS)))
 def test_stored_vectors_are_finite_and_of_unit_size(cache_format, monkeypatch):
     """Every row of every layer, several chunks of blocks and a last one that overlaps."""

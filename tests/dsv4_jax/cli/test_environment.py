@@ -143,6 +143,7 @@ def test_what_computes_nothing_asks_nothing_of_jax(monkeypatch, capsys, command)
     assert main(command) == (0 if command[0] == "plan" else 2)
 
 
+@pytest.mark.slow
 def test_a_text_beyond_ascii_is_utf8_in_the_c_locale():
     """Python takes UTF-8 there by itself, unless PYTHONUTF8 keeps it from that."""
     texts = ["café", "世界", "\N{GRINNING FACE}"]

@@ -314,6 +314,7 @@ def test_an_answer_has_what_the_context_leaves(server, engine, monkeypatch):
         assert answer.status_code == 200, answer.text
 
 
+@pytest.mark.slow
 def test_the_tokens_that_the_context_leaves_are_all_drawn(server):
     """A prompt of 2,044 tokens leaves room for four in this context of 2,048."""
     body = {"model": MODEL, "prompt": [5] * 2044, "max_tokens": 99, "ignore_eos": True}

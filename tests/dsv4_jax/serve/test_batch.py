@@ -109,6 +109,7 @@ def test_answers_of_every_protocol_are_those_of_the_server(files, engine):
             assert without_ids(answer) == without_ids(expected)
 
 
+@pytest.mark.slow
 @SLOW_WHERE_RELEASED
 def test_many_are_answered_at_once_as_generate_answers_each(files, engine):
     lines = completions(60, temperature=0.9)
@@ -158,6 +159,7 @@ def run_repeatable(files, engine):
     return files[1].read_bytes()
 
 
+@pytest.mark.slow
 @SLOW_WHERE_RELEASED
 def test_repeatable_answers_depend_on_their_requests_alone(files, engine, tmp_path):
     """Bit for bit: of a whole file, of files of one line each, and of one torn at any place."""

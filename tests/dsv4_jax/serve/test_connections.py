@@ -10,6 +10,7 @@ import time
 import pytest
 
 from dsv4_jax.serve import half_closed
+from helpers import slow
 from helpers.raw_http import close_all, connect, read_all, request_bytes
 from helpers.serve import BYTES_ALONE, MODEL, running
 from helpers.serving import until
@@ -183,7 +184,7 @@ def closed_side(server, *parts):
     return opened
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("stream", slow.all_but([True], [True, False]))
 @pytest.mark.parametrize("form", ["length", "chunked", "offer"])
 def test_who_sends_no_more_gets_the_whole_answer(server, stream, form):
     body = SHORT | {"max_tokens": 60, "ignore_eos": True, "stream": stream}

@@ -287,6 +287,7 @@ class Found(pydantic.BaseModel):
     code: str = pydantic.Field(max_length=3)
 
 
+@pytest.mark.slow
 @SLOW_WHERE_RELEASED
 def test_a_chat_that_answers_with_a_class_of_the_client_s(ask):
     for seed in range(3):

@@ -160,6 +160,7 @@ LONG = json.dumps({"model": MODEL, "prompt": "a b" * 400_000}).encode()
 SHORT = b'{"model": "small", "prompt": "a"}'
 
 
+@pytest.mark.slow
 def test_reading_has_a_bound_of_time(make_apart):
     apart = make_apart(seconds=0.1)
     with pytest.raises(ApiError, match=r"^the body must be read within 0.1 s of a processor$"):
@@ -303,6 +304,7 @@ def test_large_bodies_have_room_together_and_others_are_refused(server, chunked,
     until(lambda: not room.held_bytes)
 
 
+@pytest.mark.slow
 @BYTES_ALONE
 def test_a_large_answer_is_held_until_it_is_read(server, monkeypatch):
     """As JSON the ids of a text are some times as long as the text."""

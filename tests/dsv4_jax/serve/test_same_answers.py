@@ -143,6 +143,7 @@ GREEDY = ("released", "call", 0, False)  # to draw one of 129,280 tokens takes a
 CASES = [GREEDY, *itertools.product(TOKENIZERS, ["json", "call"], [0, 3], [True])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokenizer_name", "form", "draft_tokens", "draws"),
     slow.all_but([GREEDY], CASES),

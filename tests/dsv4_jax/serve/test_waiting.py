@@ -10,6 +10,7 @@ import httpx
 import openai
 import pytest
 
+from helpers import slow
 from helpers.serve import MODEL, running, script, small_engine
 from helpers.serving import until
 
@@ -88,7 +89,7 @@ def test_a_stream_that_waits_sends_signs_and_then_its_answer(server, path):
     assert not re.search(r'"error":(?! ?null)|event: (error|response.failed)', text)
 
 
-@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("path", slow.all_but(["/v1/messages"], list(BODIES)))
 def test_who_waits_for_too_long_is_told_by_an_event(server, path):
     body = {"model": MODEL, "stream": True} | BODIES[path]
     with occupied(server):
@@ -119,6 +120,7 @@ def test_a_long_step_in_the_middle_of_an_answer_has_signs(server, engine, monkey
         assert text.rindex(sign) > text.index("data: {")
 
 
+@pytest.mark.slow
 def test_the_clients_read_what_a_waiting_stream_sends(server):
     ask = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
     claude = anthropic.Anthropic(base_url=server.url, api_key="any", max_retries=0)

@@ -14,6 +14,7 @@ import pydantic
 import pytest
 
 from dsv4_jax.serve.web_page import PAGE_PATHS, STATE_PATH
+from helpers import slow
 from helpers.serve import MODEL, ids_of, script
 
 pytestmark = pytest.mark.parametrize("tokenizer_name", ["released"], indirect=True)
@@ -171,7 +172,7 @@ def test_a_chat(ask, says, count):
     assert [choice.message.content for choice in done.choices] == [TEXT] * 2
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", slow.all_but([True], [False, True]))
 def test_a_chat_calls_a_tool(ask, says, strict):
     tools = [{"type": "function", "function": WEATHER | {"strict": strict}}]
     asked = {"model": MODEL, "messages": ASKED, "tools": tools}
@@ -242,7 +243,7 @@ def test_a_response(ask, says, count):
     assert again.output_text == "Kurz. 🐙"
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", slow.all_but([True], [False, True]))
 def test_a_response_calls_a_tool(ask, says, strict):
     asked = {"model": MODEL, "input": ASKED, "reasoning": {"effort": "none"}}
     asked["tools"] = [{"type": "function", **WEATHER, "strict": strict}]

@@ -226,6 +226,7 @@ def test_masks_fit_the_vocabulary_of_the_released_models():
     assert allowed[-1] == [1]
 
 
+@pytest.mark.slow
 def test_a_model_with_a_vocabulary_that_is_a_multiple_of_32_answers():
     config, params = one_layer(vocab_size=288, eos_token_ids=(END,))
     engine = ds.Engine(config, params, **(SIZES | {"tokenizer": TOKENIZER}))

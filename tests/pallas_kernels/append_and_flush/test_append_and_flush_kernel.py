@@ -129,6 +129,7 @@ def encode(queries, kv, norm, positions, *, codec, backend, eps=EPS):
     return jax.tree.map(np.asarray, jitted(queries, kv, norm_rope, positions))
 
 
+@pytest.mark.slow
 def test_window_entries_are_encoded_without_queries_too(lane):
     del lane
     rng, codec = np.random.default_rng(0), CACHE_FORMATS["fp8_ue8m0"].entry

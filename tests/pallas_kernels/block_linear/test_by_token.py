@@ -52,6 +52,7 @@ def project(x, first, second, *, backend):
     return rows, run(left, second), run(rows, second), run(x.swapaxes(0, 1), first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "mosaic_gpu"])
 @pytest.mark.parametrize("num_tokens", slow.all_but([5], [1, 2, 5, 8, 11, 64]))
 def test_both_products_are_those_of_rows_that_were_moved(lane, num_tokens, backend):

@@ -305,6 +305,7 @@ def test_planes_are_the_declared_ones(name, dim, rope_dim, index_dim):
             assert (decoded.shape, decoded.dtype) == ((*lead, width), jnp.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow.all_but(["fp8_ue8m0"], list(CACHE_FORMATS)))
 def test_a_row_gets_the_same_bytes_alone_and_in_any_batch(name):
     fmt = get_cache_format(name)

@@ -103,6 +103,7 @@ def test_few_tokens_that_picked_the_same_experts(lane, num_tokens, dim):
         close(lane, mine, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ids", slow.all_but([[2, -1]], [[2, -1], [0, 3], [E, E]]))
 def test_one_token_s_experts_are_items_and_may_stay_in_parts(lane, ids):
     stacks = make(width=128)

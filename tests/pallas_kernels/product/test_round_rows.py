@@ -45,6 +45,7 @@ CASES = list(itertools.product(QUANTIZE, weights.ACTIVATIONS, (512, 768, 1280, 1
 USUAL = [("mxfp4", "fp8", 1280, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "activations", "inputs", "splits"), slow.all_but(USUAL, CASES))
 def test_a_row_is_the_same_in_any_company(lane, kind, activations, inputs, splits):
     """Its groups are four or two at a time, or one; 4 to 12 of them make units that are not all."""

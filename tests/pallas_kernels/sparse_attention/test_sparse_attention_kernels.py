@@ -200,6 +200,7 @@ def test_inverse_rope_follows(monkeypatch, splits):
     assert np.mean(deviation(False) > 2.0**-7 * length) > 0.3
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("usual_kernel")
 @pytest.mark.parametrize(
     ("splits", "num_heads", "name"),
