@@ -8,6 +8,8 @@ an array is no scalar, a text is no list. Errors are `ValueError`: "name must be
 from __future__ import annotations
 
 import itertools
+import os
+import pathlib
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -143,6 +145,17 @@ def text(name: str, value: Any, *, max_chars: int | None = None) -> str:
         except UnicodeEncodeError:
             refuse(name, "a text that UTF-8 can encode, without lone surrogates", value)
     return value
+
+
+def path(name: str, value: Any) -> pathlib.Path:
+    """A path of the file system, or what stands for one.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    if not isinstance(value, str | os.PathLike):
+        refuse(name, "a path", value, "decode it" if isinstance(value, bytes) else "")
+    return pathlib.Path(value)
 
 
 def choice(name: str, value: Any, choices: Sequence[str]) -> str:

@@ -312,8 +312,8 @@ def use_compilation_cache(folder: str | os.PathLike[str] | None = None) -> pathl
     Raises:
       ValueError: it is no path, or there is no home for it.
     """
-    if folder is not None and not isinstance(folder, str | os.PathLike):
-        checks.refuse("folder", "a path", folder)
+    if folder is not None:
+        checks.path("folder", folder)
     chosen = folder or jax.config.jax_compilation_cache_dir  # pyright: ignore
     if chosen is None:
         chosen = _cache_home() / "dsv4-jax" / "xla"

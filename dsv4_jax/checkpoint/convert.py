@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dsv4_jax import checks
 from dsv4_jax.checkpoint.conversion_record import ConversionRecord, alone_in
 from dsv4_jax.checkpoint.files import INDEX, find_weight_files
 from dsv4_jax.checkpoint.finite import find_not_finite
@@ -88,14 +89,15 @@ def convert_checkpoint(
 
     Raises:
       FileNotFoundError: there is no such checkpoint.
-      ValueError: there are no such weights; the checkpoint does not fit its config or is damaged,
-        which is listed by kind; the destination is the source, a file, holds another model, has
-        too little space or is written by another process. Nothing has been written then.
+      ValueError: an argument is no path, or there are no such weights; the checkpoint does not fit
+        its config or is damaged, which is listed by kind; the destination is the source, a file,
+        holds another model, has too little space or is written by another process. Nothing has been
+        written then.
       OSError: a file cannot be written.
     """
     if weights not in CONVERSIONS:
         raise ValueError(f"weights must be one of {CONVERSIONS}, got {weights!r}")
-    source, destination = pathlib.Path(source), pathlib.Path(destination)
+    source, destination = checks.path("source", source), checks.path("destination", destination)
     if destination.resolve() == source.resolve():
         raise ValueError(f"the destination must be another directory than the source, {source}")
     if destination.exists() and not destination.is_dir():

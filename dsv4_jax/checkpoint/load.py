@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dsv4_jax import checks
 from dsv4_jax.checkpoint.find import SHIPPED_CHECKPOINT as SHIPPED_CHECKPOINT
 from dsv4_jax.checkpoint.finite import find_not_finite
 from dsv4_jax.checkpoint.named_sources import Source
@@ -75,13 +75,14 @@ def load_checkpoint(
 
     Raises:
       FileNotFoundError: there is no config, or no safetensors file, or a shard is missing.
-      ValueError: there are no such `weights`, or `dtype` is none of f32, bf16 and f16 or not that
-        of decoded weights; a file is damaged, truncated or a link that is not followed, or the
-        index names one outside of the directory; or tensors are missing, unexpected, there twice,
-        misshapen, of a wrong dtype, damaged or not finite, or a kind of layer stores a weight in
-        two formats. What is wrong with tensors is listed by kind, in ten lines at most, of their
-        values what this process reads. Or weights are stored in a format that is not supported,
-        config and files hold drafts of different kinds, or a size does not divide over the mesh.
+      ValueError: `path` is none, there are no such `weights`, or `dtype` is none of f32, bf16 and
+        f16 or not that of decoded weights; a file is damaged, truncated or a link that is not
+        followed, or the index names one outside of the directory; or tensors are missing,
+        unexpected, there twice, misshapen, of a wrong dtype, damaged or not finite, or a kind of
+        layer stores a weight in two formats. What is wrong with tensors is listed by kind, in ten
+        lines at most, of their values what this process reads. Or weights are stored in a format
+        that is not supported, config and files hold drafts of different kinds, or a size does not
+        divide over the mesh.
     """
     if weights not in WEIGHTS:
         raise ValueError(f"weights must be one of {WEIGHTS}, got {weights!r}")
@@ -93,7 +94,7 @@ def load_checkpoint(
         raise ValueError(
             f"dtype must be that of the decoded weights, {weights}, got {dtype.name}; leave it out"
         )
-    directory = pathlib.Path(path)
+    directory = checks.path("path", path)
     found = open_checkpoint(
         directory, dtype, keep=keep, check_weights=check_weights, follow_links=follow_links
     )

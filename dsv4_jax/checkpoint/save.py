@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import pathlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from safetensors.numpy import save_file
 
+from dsv4_jax import checks
 from dsv4_jax.checkpoint.files import INDEX
 from dsv4_jax.checkpoint.layout import (
     MAX_SHARD_BYTES,
@@ -53,12 +53,14 @@ def save_checkpoint(
         (a larger tensor has a file of its own), and an index.
 
     Raises:
-      ValueError: the parameters are not those of `config`, and every difference is listed; or
-        `max_shard_bytes` is no number of bytes.
+      ValueError: an argument is of another type; or the parameters are not those of `config`, and
+        every difference is listed.
       NotADirectoryError: `path` is a file.
     """
     max_shard_bytes = SHARD_BYTES.read(max_shard_bytes, "max_shard_bytes")
-    directory = pathlib.Path(path)
+    checks.instance("config", config, DSV4Config)
+    checks.instance("params", params, DSV4Params)
+    directory = checks.path("path", path)
     if directory.exists() and not directory.is_dir():
         raise NotADirectoryError(f"{directory} is a file; pass a directory")
     shapes = _shapes_like(params, config)

@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+from dsv4_jax import checks
 from dsv4_jax.config.checkpoint_folder import find_file
 from dsv4_jax.config.draft import MAX_STAGES, has_dspark
 from dsv4_jax.config.formats import HF_QUANT_CONFIG, check_algorithms, check_formats
@@ -120,6 +121,8 @@ def read_contents(
     """
     if isinstance(source, dict):
         return "config.json", source
+    if not isinstance(source, str | os.PathLike):
+        checks.refuse("source", "a path, or the contents of a config.json", source)
     path = pathlib.Path(source)
     file = _find(path, follow_links=follow_links)
     if path.is_dir():

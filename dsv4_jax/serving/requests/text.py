@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import pathlib
 from collections.abc import Sequence
 
 from tokenizers import Encoding, Tokenizer, decoders
 
+from dsv4_jax import checks
 from dsv4_jax.config.checkpoint_folder import find_file
 from dsv4_jax.config.json_file import parse_json_object
 from dsv4_jax.lines import without_mark
@@ -28,10 +28,10 @@ def load_tokenizer(path: str | os.PathLike[str], *, follow_links: bool = False) 
     neither filled up nor cut here.
 
     Raises:
-      ValueError: the file is broken, too large, no regular file or a link out of the directory that
-        is not followed; or it asks for more than `tokenizer_bounds` allows.
+      ValueError: `path` is none; the file is broken, too large, no regular file or a link out of
+        the directory that is not followed; or it asks for more than `tokenizer_bounds` allows.
     """
-    file = find_file(pathlib.Path(path), "tokenizer.json", follow_links=follow_links)
+    file = find_file(checks.path("path", path), "tokenizer.json", follow_links=follow_links)
     if not file.is_file():
         return None
     data = without_mark(read_regular(file, MAX_BYTES))
