@@ -177,6 +177,8 @@ SERVING_ROOMS = {
     "options": set(),
     "sizing": {"options"},
     "requests": set(),
+    "request": {"requests"},
+    "grammars": {"requests"},
     "schedule": {"metrics", "sizing", "requests"},
     "device": {"metrics", "sizing", "requests", "schedule"},
     "loop": {"metrics", "sizing", "requests", "schedule", "device"},

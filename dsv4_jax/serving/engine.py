@@ -108,6 +108,10 @@ class Engine(EngineCore):
             params = dataclasses.replace(params, peers=make_peer_buffers(mesh))
         super().__init__(config, params, plan, tokenizer)
 
+    # Programs of others that watch or replace a step reach these by the names that they once had.
+    _requests = property(lambda self: self.requests)
+    _runner = property(lambda self: self.loop.runner)
+
     @classmethod
     def from_checkpoint(
         cls,
