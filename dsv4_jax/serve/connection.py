@@ -15,6 +15,10 @@ from dsv4_jax.serve.settings import ServeSettings
 MAX_HEAD_BYTES = 2**16
 """Of a request's line and headers."""
 
+_COMMENT_CHUNK = b"3\r\n:\n\n\r\n"
+"""Of a body in chunks: a line that every reader of server-sent events skips."""
+_SECOND_SIGN_S = 0.1
+
 
 class Connection(HttpToolsProtocol):
     """Uvicorn's protocol, cut off where the other end takes too much or too long.
@@ -95,8 +99,16 @@ class Connection(HttpToolsProtocol):
             self.pipeline.popleft()  # it was cut off, and those before it were not
         elif not self.pipeline and not self.cycle.response_started:
             self.cycle.transport = HalfClosed(self.transport, self.loop)  # type: ignore[assignment]
+        elif not self.pipeline and self.cycle.chunked_encoding:
+            self._show_life()  # if nobody is there, what is sent after the first sign fails
+            self.loop.call_later(_SECOND_SIGN_S, self._show_life)
         self._is_half_closed = True
         return True
+
+    def _show_life(self) -> None:
+        """Sends a comment between the events of a stream."""
+        if not self.transport.is_closing() and not self.cycle.response_complete:
+            self.transport.write(_COMMENT_CHUNK)
 
     def on_response_complete(self) -> None:
         """An answer is sent."""
