@@ -12,7 +12,7 @@ import pytest
 from dsv4_jax.serve import half_closed
 from helpers import slow
 from helpers.raw_http import close_all, connect, read_all, request_bytes
-from helpers.serve import BYTES_ALONE, MODEL, running
+from helpers.serve import BYTES_ALONE, MODEL, num_slots, running
 from helpers.serving import until
 
 pytestmark = BYTES_ALONE
@@ -246,6 +246,24 @@ def test_who_sends_no_more_and_then_goes_is_noticed(server, engine, stream):
         until(lambda: engine.metrics.running == 0, 5)
         assert engine.metrics.generated_tokens - before < 1500
     until(lambda: not server._uvicorn.server_state.connections, 5)
+
+
+def test_who_goes_from_a_stream_that_waits_is_forgotten(other_engine):
+    """Its head was sent with a sign of life; the next two come after three seconds more."""
+    count = num_slots(other_engine)
+    with running(other_engine, pulse_s=1.5) as server:
+        asked = request_bytes(LONG | {"stream": True})
+        ahead = [connect(server, asked) for _ in range(count)]
+        until(lambda: other_engine.metrics.running == count)
+        waits = connect(server, asked)
+        waits.settimeout(10)
+        assert waits.recv(4096).startswith(b"HTTP/1.1 200 OK")
+        assert other_engine.metrics.waiting == 1
+        waits.close()
+        until(lambda: not other_engine.metrics.waiting, 1.2)
+        for one in ahead:
+            one.close()
+        until(lambda: not other_engine.num_unfinished, 20)
 
 
 def test_a_server_that_drains_answers_who_sends_no_more(other_engine):
