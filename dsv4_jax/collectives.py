@@ -11,13 +11,11 @@ import jax
 
 from dsv4_jax.mesh import DATA, MODEL, axis_size, place_on
 from dsv4_jax.peers import own_buffer
-from pallas_kernels.common.pending import SplitSums, finish
+from pallas_kernels.common.pending import MaybeSplit, finish
 from pallas_kernels.peer_collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 
 
-def sum_over_model(
-    x: jax.Array | SplitSums, plus: jax.Array | SplitSums | None = None
-) -> jax.Array:
+def sum_over_model(x: MaybeSplit, plus: MaybeSplit | None = None) -> jax.Array:
     """The sum of the devices of a data shard, on each of them: [T, ...] -> [T, ...].
 
     Parts are added in f32 in the order of the devices, and rounded once: the same bits whatever T
@@ -63,7 +61,7 @@ def join_rows(x: jax.Array, num_rows: int) -> jax.Array:
     return every.reshape(num_rows, *x.shape[1:])
 
 
-def sum_to_rows(x: jax.Array | SplitSums, plus: jax.Array | SplitSums | None = None) -> jax.Array:
+def sum_to_rows(x: MaybeSplit, plus: MaybeSplit | None = None) -> jax.Array:
     """`sum_over_model` of a sublayer's output: [T, D] -> [n, D], the rows that this device has."""
     num_rows, width = x.shape
     own = rows_of_a_device(num_rows)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import block_linear, block_linears, joined_linears
 from pallas_kernels.block_linear import block_linear_by_token, block_linear_in_parts
-from pallas_kernels.common.pending import ByGroup, SplitSums, Unnormed
+from pallas_kernels.common.pending import ByGroup, MaybeSplit, Unnormed
 from pallas_kernels.common.weights import Weight
 from pallas_kernels.joined_linears import joins
 
@@ -57,7 +56,7 @@ def linears_beside_dense(
     *,
     norms: Sequence[jax.Array | None],
     eps: float,
-) -> tuple[list[Any], list[jax.Array]]:
+) -> tuple[Sequence[jax.Array | Unnormed], list[jax.Array]]:
     """`linears` with some weights, and f32 products of the same rows with dense ones.
 
     Args:
@@ -101,12 +100,14 @@ def grouped_linear(
     return product.reshape(*x.shape[:-2], product.shape[-1])
 
 
-def linear_in_parts(x: jax.Array | ByGroup, weight: Weight) -> jax.Array | SplitSums:
+def linear_in_parts(x: jax.Array | ByGroup, weight: Weight) -> MaybeSplit:
     """`linear`, whose result may be left in parts for what reads it."""
     product = block_linear_in_parts(x.reshape(-1, x.shape[-1]), weight)
     return product.reshape(*x.shape[:-1], product.shape[-1])
 
 
-def name_product(x: Any, name: str) -> Any:
+def name_product[Result: MaybeSplit | ByGroup | None](x: Result, name: str) -> Result:
     """`checkpoint_name` of a product; one in parts, or None, is no array and gets no name."""
-    return checkpoint_name(x, name) if isinstance(x, jax.Array) else x
+    if isinstance(x, jax.Array):
+        return checkpoint_name(x, name)
+    return x

@@ -26,7 +26,7 @@ from dsv4_jax.linear import (
 )
 from dsv4_jax.mesh import MODEL, axis_size
 from pallas_kernels.common.norm_rope import rms_norm_by_pairs, rotate
-from pallas_kernels.common.pending import SplitSums, Unnormed
+from pallas_kernels.common.pending import MaybeSplit, Unnormed, finish
 from pallas_kernels.common.weights import (
     FP8_BLOCK,
     BlockFP8,
@@ -111,8 +111,8 @@ def project_tokens(
         )
         for compressor, (values, scores) in zip(compressors, pairs, strict=True)
     ]
-    found = dict(zip(("compressor", "indexer"), new, strict=False))
-    return ProjectedTokens(latent, kv, index_weights=last, **found)
+    projections = dict(zip(("compressor", "indexer"), new, strict=False))
+    return ProjectedTokens(latent, finish(kv), index_weights=last, **projections)
 
 
 def project_queries(
@@ -166,7 +166,7 @@ def inverse_rope(attended: jax.Array, positions: jax.Array, frequencies: jax.Arr
     return rotate(attended, positions[..., None], frequencies, inverse=True)
 
 
-Output = jax.Array | SplitSums
+Output = MaybeSplit
 """Of a sublayer, [..., D]; a product of few rows may leave it in parts."""
 
 

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import HyperConnectionParams
 from pallas_kernels import Backend, hyper_connections, write_streams
-from pallas_kernels.common.pending import SplitSums, finish
+from pallas_kernels.common.pending import MaybeSplit, finish
 from pallas_kernels.hyper_connections.reference import collapse, inverse_rms
 from pallas_kernels.write_streams.reference import mix, products
 
@@ -33,7 +33,7 @@ class Residual(NamedTuple):
     """
 
     streams: jax.Array
-    output: jax.Array | SplitSums
+    output: MaybeSplit
     post: jax.Array
     comb: jax.Array
 
@@ -68,7 +68,7 @@ class Reading(NamedTuple):
     post: jax.Array
     comb: jax.Array
 
-    def write(self, output: jax.Array | SplitSums) -> Residual:
+    def write(self, output: MaybeSplit) -> Residual:
         """Step 9, to be done by who reads next: the sublayer's output [..., D]."""
         return Residual(self.streams, output, self.post, self.comb)
 

@@ -20,7 +20,7 @@ from dsv4_jax.linear import linear, name_product
 from dsv4_jax.mesh import DATA, MODEL, axis_size, place_on
 from dsv4_jax.model.params import MoEParams
 from pallas_kernels import Backend, expert_mlp, mixture_mlp, pick_experts, swiglu_linear
-from pallas_kernels.common.pending import SplitSums
+from pallas_kernels.common.pending import MaybeSplit
 from pallas_kernels.common.rows import QuantizedRows, decode_rows, quantize_rows
 from pallas_kernels.common.weights import takes_rounded_rows
 from pallas_kernels.pick_experts import router_logits
@@ -48,7 +48,7 @@ def mixture_of_experts(
     config: DSV4Config,
     *,
     backend: Backend | None = None,
-) -> jax.Array | SplitSums:
+) -> MaybeSplit:
     """One feed-forward sublayer.
 
     Args:
@@ -75,7 +75,7 @@ def mixture_of_experts(
     experts = params.w1, params.w3, params.w2
     shared_expert = params.shared_w1, params.shared_w3, params.shared_w2
     if here:
-        mixture = mixture_mlp(
+        routed, shared = mixture_mlp(
             rows,
             expert_ids,
             expert_weights,
@@ -85,9 +85,8 @@ def mixture_of_experts(
             picked_among=config.num_routed_experts,
             may_stay_in_parts=True,
         )
-        if isinstance(mixture, SplitSums) and axis_size(MODEL) == 1:
-            return mixture.reshape(*x.shape)
-        routed, shared = (mixture, None) if isinstance(mixture, SplitSums) else mixture
+        if shared is None and axis_size(MODEL) == 1:  # one token's sum, left in parts
+            return routed.reshape(*x.shape)
     else:
 
         def run_experts(rows: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:

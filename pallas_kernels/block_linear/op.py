@@ -22,6 +22,7 @@ from pallas_kernels.common.checks import (
 from pallas_kernels.common.pending import (
     ByGroup,
     ByToken,
+    MaybeSplit,
     Pending,
     SplitSums,
     Unnormed,
@@ -89,7 +90,7 @@ def block_linear(
 
 def block_linear_in_parts(
     x: jax.Array | Pending, weight: Weight, *, backend: Backend | None = None
-) -> jax.Array | SplitSums:
+) -> MaybeSplit:
     """`block_linear` whose result is left in parts where several CTAs shared the inputs.
 
     It saves a launch where what reads the result adds up the parts: `finish` of it is what

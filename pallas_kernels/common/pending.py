@@ -41,6 +41,10 @@ class SplitSums(Shaped):
         return round_to(jnp.sum(self.parts, axis=0), self.dtype)
 
 
+MaybeSplit = jax.Array | SplitSums
+"""An array, or parts that add up to it: what a product gives to a reader that adds parts itself."""
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Unnormed(Shaped):

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.block_linear import block_linear, block_linear_in_parts, swiglu_linear
-from pallas_kernels.common.pending import SplitSums, finish
+from pallas_kernels.common.pending import MaybeSplit, SplitSums, finish
 from pallas_kernels.common.weights import MXFP4, BlockFP8, Weight
 from pallas_kernels.expert_mlp import triton_counting, triton_worklist
 from pallas_kernels.expert_mlp.reference import Arguments
@@ -57,8 +57,9 @@ from pallas_kernels.product import (
     swiglu_rows,
 )
 
-Mixture = tuple[jax.Array | SplitSums, jax.Array | SplitSums | None] | SplitSums
-"""What the routed experts give and what the shared one does, or the sum of both."""
+Mixture = tuple[MaybeSplit, MaybeSplit | None]
+"""What the routed experts give, and the shared one; None if it is none, or among the first's parts.
+"""
 
 
 def expert_mlp(
@@ -70,7 +71,7 @@ def expert_mlp(
 ) -> Mixture:
     """See `op.expert_mlp`; the sum of the routed experts, and the shared one's result.
 
-    `in_parts` allows them in parts, or their sum in parts instead.
+    `in_parts` allows them in parts, and the shared one's among those of the first.
     """
     if tilings is None:
         arguments = _unpack_for_many_rows(arguments, core)
@@ -239,7 +240,7 @@ def _one_token(
         downs.insert(0, dataclasses.replace(joined[1], rows=rows))
     down = launch(*downs, num_rows=height)
     if joined and in_parts:
-        return SplitSums(down.reshape(height, 1, -1), x.dtype)
+        return SplitSums(down.reshape(height, 1, -1), x.dtype), None
     # Each pick's row is a part of the one token's sum.
     routed = SplitSums(down[0, :picks, None], x.dtype)
     if joined:
@@ -307,7 +308,7 @@ def _join_shared(
 
 def _shared_alone(
     x: jax.Array, shared: tuple[Weight, Weight, Weight] | None, limit: float, *, in_parts: bool
-) -> jax.Array | SplitSums | None:
+) -> MaybeSplit | None:
     if shared is None:
         return None
     gate, up, down = shared

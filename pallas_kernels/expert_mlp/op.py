@@ -19,7 +19,7 @@ from pallas_kernels.common.checks import (
     check_shape,
     shown,
 )
-from pallas_kernels.common.pending import SplitSums
+from pallas_kernels.common.pending import MaybeSplit
 from pallas_kernels.common.weights import Weight
 from pallas_kernels.expert_mlp import mosaic_gpu, reference
 from pallas_kernels.expert_mlp.reference import Arguments
@@ -93,7 +93,7 @@ def mixture_mlp(
     picked_among: int | None = None,
     backend: Backend | None = None,
     may_stay_in_parts: bool = False,
-) -> tuple[jax.Array | SplitSums, jax.Array | SplitSums] | SplitSums:
+) -> tuple[MaybeSplit, MaybeSplit | None]:
     """`expert_mlp`, and an expert that all tokens share.
 
     In plain JAX:
@@ -113,11 +113,12 @@ def mixture_mlp(
       limit: as of `expert_mlp`, of the shared expert too.
       picked_among: as of `expert_mlp`.
       backend: as of `expert_mlp`.
-      may_stay_in_parts: whether results may be left in parts as kernels have them, or the sum of
-        all in parts may be returned instead. It saves launches where what reads them adds them up.
+      may_stay_in_parts: whether results may be left in parts as kernels have them. It saves
+        launches where what reads them adds them up.
 
     Returns:
-      [T, D], the sum of what each token picked; and [T, D], the shared expert's result.
+      [T, D], the sum of what each token picked; and [T, D], the shared expert's result. With
+      `may_stay_in_parts` that may be None: it is then among the parts of the first.
 
     Raises:
       ValueError: a shape or dtype is wrong.

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.common.backend import Backend, resolve
 from pallas_kernels.common.checks import check_arrays, check_indices, check_rank
-from pallas_kernels.common.pending import SplitSums, finish
+from pallas_kernels.common.pending import MaybeSplit, SplitSums, finish
 from pallas_kernels.peer_collectives import reference, triton_gpu
 from pallas_kernels.peer_collectives.buffer import LINE_BYTES, MAX_DEVICES, PeerLayout
 
@@ -20,10 +20,10 @@ _BROADCAST_BYTES = 3 << 19
 
 
 def all_reduce(
-    x: jax.Array | SplitSums,
+    x: MaybeSplit,
     axis_name: str,
     *,
-    plus: jax.Array | SplitSums | None = None,
+    plus: MaybeSplit | None = None,
     buffer: jax.Array | None = None,
     backend: Backend | None = None,
 ) -> jax.Array:
@@ -68,10 +68,10 @@ def all_reduce(
 
 
 def reduce_scatter(
-    x: jax.Array | SplitSums,
+    x: MaybeSplit,
     axis_name: str,
     *,
-    plus: jax.Array | SplitSums | None = None,
+    plus: MaybeSplit | None = None,
     buffer: jax.Array | None = None,
     backend: Backend | None = None,
 ) -> jax.Array:
@@ -198,7 +198,7 @@ def _in_whole_lines(x: jax.Array) -> jax.Array:
     return jnp.pad(x.reshape(1, -1), ((0, 0), (0, -x.size % (LINE_BYTES // x.dtype.itemsize))))
 
 
-def _check_parts(x: jax.Array | SplitSums, axis_name: str) -> int:
+def _check_parts(x: MaybeSplit, axis_name: str) -> int:
     """Bytes of a part."""
     devices = _count_devices(axis_name)
     if not x.shape or x.shape[0] != devices:
@@ -220,7 +220,7 @@ def _count_devices(axis_name: str) -> int:
     )
 
 
-def _check_terms(x: jax.Array | SplitSums, plus: jax.Array | SplitSums | None) -> None:
+def _check_terms(x: MaybeSplit, plus: MaybeSplit | None) -> None:
     for name, term in (("x", x), ("plus", plus)):
         if not isinstance(term, SplitSums) and (term is not None or name == "x"):
             check_arrays(**{name: term})
@@ -230,7 +230,7 @@ def _check_terms(x: jax.Array | SplitSums, plus: jax.Array | SplitSums | None) -
         )
 
 
-def _sum_here(terms: Sequence[jax.Array | SplitSums]) -> jax.Array:
+def _sum_here(terms: Sequence[MaybeSplit]) -> jax.Array:
     """What this device adds up before it sends."""
     first, *others = map(finish, terms)
     return sum(others, first)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.common.pending import SplitSums
+from pallas_kernels.common.pending import MaybeSplit, SplitSums
 from pallas_kernels.gpu import triton
 from pallas_kernels.peer_collectives import ptx
 from pallas_kernels.peer_collectives.buffer import LINE_BYTES, OWN_ADDRESS, PLACE, PeerLayout
@@ -28,9 +28,7 @@ _THREADS = 32 * _NUM_WARPS
 _PACK = LINE_BYTES // 2
 
 
-def add_up(
-    terms: Sequence[jax.Array | SplitSums], buffer: jax.Array, layout: PeerLayout
-) -> jax.Array:
+def add_up(terms: Sequence[MaybeSplit], buffer: jax.Array, layout: PeerLayout) -> jax.Array:
     """Sums over the devices.
 
     Args:

@@ -12,7 +12,7 @@ from pallas_kernels.common.checks import (
     check_same_length,
     check_shape,
 )
-from pallas_kernels.common.pending import SplitSums
+from pallas_kernels.common.pending import MaybeSplit, SplitSums
 from pallas_kernels.write_streams import reference, triton_gpu, triton_many
 from pallas_kernels.write_streams.reference import Arguments
 
@@ -29,7 +29,7 @@ _IMPLEMENTATIONS = {
 
 def write_streams(
     streams: jax.Array,
-    output: jax.Array | SplitSums,
+    output: MaybeSplit,
     post: jax.Array,
     comb: jax.Array,
     fn: jax.Array,

@@ -112,10 +112,11 @@ def test_one_token_s_experts_are_items_and_may_stay_in_parts(lane, ids):
     share = jnp.array([[0.7, 0.4]], jnp.float32)
     given = rows(1), jnp.array([ids], jnp.int32), share
     routed, common = jit_mixture(*given, *stacks, shared, limit=LIMIT, backend="reference")
-    parts = jax.jit(
+    parts, of_shared = jax.jit(
         functools.partial(mixture_mlp, limit=LIMIT, backend="mosaic_gpu", may_stay_in_parts=True)
     )(*given, *poisoned, shared)
     assert isinstance(parts, SplitSums)
+    assert of_shared is None  # its result is among the parts
     assert parts.shape == (1, D)
     close(lane, jax.jit(SplitSums.value)(parts), np.float32(routed) + np.float32(common))
 
