@@ -212,7 +212,17 @@ class Engine(EngineCore):
         asked = self.limits.check_request(prompt, rows[0], salt, speculate, {})
         seeds = [row.seed for row in rows]
         if isinstance(fields.get("seed", 0), int | np.integer):
-            seeds = [row.seed + place for place, row in enumerate(rows)]
+            seeds = [seed + number for number, seed in enumerate(seeds)]
+        return self.submit_checked(asked, seeds)
+
+    def submit_checked(self, asked: CheckedRequest, seeds: Sequence[int]) -> list[int]:
+        """The same for what `limits.check_request` gave, which is not checked again.
+
+        Args:
+          asked: the request.
+          seeds: any integers, one for each sample.
+        """
+        refuse_if_busy(self, "submit_checked was called")
         samples = [asked._replace(sampling=asked.sampling.with_seed(seed)) for seed in seeds]
         requests = self._submit_all(samples, are_samples=len(asked.token_ids) > 1)
         return [request.request_id for request in requests]

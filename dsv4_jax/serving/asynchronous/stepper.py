@@ -191,17 +191,9 @@ class Stepper:
     def _do_submit(self, feeds: Sequence[Feed]) -> None:
         asked = feeds[0].asked
         assert asked is not None
-
-        def start() -> list[int]:
-            return self._engine.submit_many(
-                asked.token_ids,  # type: ignore[arg-type]
-                len(feeds),
-                sampling=asked.sampling,
-                salt=asked.salt.decode(),
-                speculate=asked.speculate,
-            )
-
-        self._start(feeds, start)
+        first = asked.sampling.seed
+        seeds = range(first, first + len(feeds))
+        self._start(feeds, lambda: self._engine.submit_checked(asked, seeds))
 
     def _do_fork(self, feed: Feed, new: Feed, seed: int) -> None:
         self._start([new], lambda: [self._engine.fork(max(feed.request_id, 0), seed=seed)])
