@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dsv4_jax import checks
@@ -89,6 +89,49 @@ class ListOf:
 
 
 @dataclasses.dataclass(frozen=True)
+class Texts:
+    """At most `most` texts of 1 to `max_chars` characters."""
+
+    most: int
+    max_chars: int
+
+    def check(self, name: str, value: Any) -> tuple[str, ...]:
+        """The texts as plain ones; an iterable of them comes in."""
+        rule = "a list of texts, none empty"
+        if isinstance(value, str):
+            checks.refuse(name, rule, value)
+        items = checks.sequence(name, value, of="texts", limit=self.most)
+        if not all(isinstance(item, str) and item for item in items):
+            checks.refuse(name, rule, items)
+        return tuple(checks.text(name, item, max_chars=self.max_chars) for item in items)
+
+
+@dataclasses.dataclass(frozen=True)
+class NumberByToken:
+    """A number from `least` to `most` for each of at most `count` token ids."""
+
+    count: int
+    least: float
+    most: float
+
+    def check(self, name: str, value: Any) -> tuple[tuple[int, float], ...]:
+        """Pairs of a token id and its number, by id; a mapping or pairs come in."""
+        rule = "a mapping of token ids to numbers"
+        items = value.items() if isinstance(value, Mapping) else value
+        if not isinstance(value, Mapping | tuple | list):
+            checks.refuse(name, rule, value)
+        numbers = Real(self.least, self.most, f"{self.least:g} to {self.most:g}")
+        pairs = []
+        for pair in checks.sequence(name, items, of="tokens", limit=self.count):
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                checks.refuse(name, rule, value)
+            pairs.append((checks.integer(name, pair[0], 0), numbers.check(name, pair[1])))
+        if len(dict(pairs)) < len(pairs):
+            checks.refuse(name, "one number for each token id", value)
+        return tuple(sorted(pairs))
+
+
+@dataclasses.dataclass(frozen=True)
 class Instance:
     """An object of a class."""
 
@@ -111,7 +154,7 @@ class By:
         return self.function(value)
 
 
-type Rule = Whole | Real | Share | Flag | Word | ListOf | Instance | By
+type Rule = Whole | Real | Share | Flag | Word | ListOf | Texts | NumberByToken | Instance | By
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +165,8 @@ class Ruled:
 
     Attributes:
       rule: what Python may pass.
-      http: what a body may hold under the field's name; None if bodies have no such field.
+      http: what a body may hold, under the field's name or one of the protocol's own; None if
+        bodies have no such field.
       flag: what its option of a command line may be, where that is not `rule`.
       help: of that option; "" if there is none.
     """

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 
 from dsv4_jax import checks
-from dsv4_jax.serve.drawing import read_max_tokens, read_sampling, read_stops
+from dsv4_jax.serve.drawing import read_sampling, read_setting
 from dsv4_jax.serve.errors import ApiError, refuse
 from dsv4_jax.serve.fields import read_flag, read_integer, within
 from dsv4_jax.serve.token_names import TokenNames
 from dsv4_jax.serving.requests.request import Completion, Token
 from dsv4_jax.serving.requests.text import INCOMPLETE, TextState
-from dsv4_jax.step.sampling import MAX_LOGPROBS, SamplingParams
+from dsv4_jax.step.sampling import SamplingParams
 
 DEFAULT_MAX_TOKENS = 16
 """That of the protocol."""
@@ -57,15 +57,15 @@ def read_completion(body: Mapping[str, Any], *, max_choices: int) -> CompletionR
     if body.get("best_of", n) != n:
         refuse("best_of", "is not supported: all answers are given")
     echoes = read_flag(body, "echo")
-    logprobs = read_integer(body, "logprobs", 0, MAX_LOGPROBS)
+    logprobs = read_setting("logprobs", body, "logprobs", None)
     if echoes and logprobs is not None:
         refuse("logprobs", "is not supported with echo: a prompt has no log-probabilities here")
     streams, has_usage = read_stream(body)
-    max_tokens = read_max_tokens(body, "max_tokens", DEFAULT_MAX_TOKENS)
+    max_tokens = read_setting("max_new_tokens", body, "max_tokens", DEFAULT_MAX_TOKENS)
     sampling = read_sampling(
         body,
         max_new_tokens=max_tokens or DEFAULT_MAX_TOKENS,
-        stop_texts=read_stops(body),
+        stop_texts=read_setting("stop_texts", body, "stop", ()),
         logprobs=logprobs,
     )
     return CompletionRequest(prompts, n, sampling, streams, has_usage, echoes)

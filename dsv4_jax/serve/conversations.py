@@ -22,9 +22,9 @@ from dsv4_jax.serve.dialects import (
     is_schema_strict,
     must_call,
 )
-from dsv4_jax.serve.drawing import DRAWN, read_max_tokens, read_sampling, read_stops
+from dsv4_jax.serve.drawing import read_sampling, read_setting
 from dsv4_jax.serve.errors import ApiError, ContextLengthError, refuse
-from dsv4_jax.serve.fields import read_by, read_flag, read_integer
+from dsv4_jax.serve.fields import read_flag, read_integer
 from dsv4_jax.serve.settings import EFFORTS, ServeSettings
 from dsv4_jax.serve.tools import namespaces_of, strict_tools
 from dsv4_jax.serve.turns.digits import Digits
@@ -37,9 +37,8 @@ from dsv4_jax.serve.turns.packed_turns import (
 from dsv4_jax.serve.turns.prefill import continued, gives_reasoning, initial_stage, take_prefill
 from dsv4_jax.serve.turns.sealed import open_items
 from dsv4_jax.serve.turns.turn_order import in_order
-from dsv4_jax.serving.requests.prompts import MAX_TOKENS
 from dsv4_jax.step.grammar import Grammar
-from dsv4_jax.step.sampling import MAX_LOGPROBS, SamplingParams
+from dsv4_jax.step.sampling import MAX_TOKENS, SamplingParams
 
 _LOGPROBS = "message.output_text.logprobs"
 """What responses are asked to include; the library takes `top_logprobs` alone for it."""
@@ -153,8 +152,8 @@ class Conversations:
         if dialect is CHAT:
             streams, has_usage = read_stream(given)
         n = read_integer(given, "n", 1, self._settings.max_choices, 1) or 1
-        stops = read_stops(given, dialect.stops) if dialect.stops else ()
-        wanted = read_max_tokens(given, dialect.max_tokens, None)
+        stops = read_setting("stop_texts", given, dialect.stops, ()) if dialect.stops else ()
+        wanted = read_setting("max_new_tokens", given, dialect.max_tokens, None)
         turns, echo = self.convert(given, dialect)
         form = _read_wanted(given, dialect, turns)
         request = turns.request
@@ -172,7 +171,7 @@ class Conversations:
             if wanted is None
             else min(wanted, room)
         )
-        logprobs = read_integer(given, "top_logprobs", 0, MAX_LOGPROBS, 0)
+        logprobs = read_setting("logprobs", given, "top_logprobs", 0)
         has_logprobs = options.logprobs or _LOGPROBS in given.get("include", [])
         sampling = read_sampling(
             given,
@@ -195,7 +194,7 @@ class Conversations:
         if self.obstacle is not None:
             raise ApiError(400, f"{self.obstacle}; use /v1/completions", code="no_conversations")
         for name in ("temperature", "top_p"):
-            read_by(DRAWN[name], given, name, 1.0)
+            read_setting(name, given, name, 1.0)
         digits = Digits()
         body, continues = prepare(given, dialect, digits)
         request, echo = convert(body, dialect, self._options)

@@ -86,7 +86,6 @@ MESSAGES = Dialect(
 _OWN = (
     *(name for name in DRAWN if name not in ("temperature", "top_p")),
     "ignore_eos",
-    "logit_bias",
     "n",
     "max_completion_tokens",
 )

@@ -307,12 +307,16 @@ def read_flag(body: Mapping[str, Any], name: str) -> bool:
 
 
 def read_by(rule: rules.Rule, body: Mapping[str, Any], name: str, default: Any) -> Any:
-    """A number as a rule of `SamplingParams` says."""
+    """What a rule of `SamplingParams` says."""
     match rule:
         case rules.Whole(least=int() as least, most=int() as most):
             return read_integer(body, name, least, most, default)
         case rules.Real(most=float() | int() as most):
             return read_number(body, name, rule.least, most, default)
+        case rules.Texts():
+            return _read_texts(rule, body.get(name, default), name)
+        case rules.NumberByToken():
+            return _read_numbers(rule, body, name) if name in body else default
     raise TypeError(f"a body holds nothing by {rule}")
 
 
@@ -341,18 +345,32 @@ def read_number(
     _wrong(name, f"a number from {low:g} to {high:g}", value)
 
 
-def read_texts(
-    body: Mapping[str, Any], name: str, max_texts: int, max_chars: int
-) -> tuple[str, ...]:
-    """One text or a list of them; none if it is absent."""
-    value = body.get(name, [])
+def _read_texts(rule: rules.Texts, value: Any, name: str) -> tuple[str, ...]:
+    """One text or a list of them."""
     texts = [value] if isinstance(value, str) else value
-    rule = f"at most {max_texts} texts of 1 to {max_chars} characters"
-    if not isinstance(texts, list) or len(texts) > max_texts:
-        _wrong(name, rule, value)
-    if not all(isinstance(text, str) and 1 <= len(text) <= max_chars for text in texts):
-        _wrong(name, rule, value)
+    told = f"at most {rule.most} texts of 1 to {rule.max_chars} characters"
+    if not isinstance(texts, list | tuple) or len(texts) > rule.most:
+        _wrong(name, told, value)
+    if not all(isinstance(text, str) and 1 <= len(text) <= rule.max_chars for text in texts):
+        _wrong(name, told, value)
     return tuple(texts)
+
+
+def _read_numbers(
+    rule: rules.NumberByToken, body: Mapping[str, Any], name: str
+) -> dict[int, float]:
+    """An object, whose fields are token ids in decimal digits."""
+    given = body[name]
+    told = f"must be an object of at most {rule.count} token ids with numbers"
+    if not isinstance(given, dict) or len(given) > rule.count:
+        refuse(name, told)
+    if not all(token.isascii() and token.isdecimal() and len(token) < 10 for token in given):
+        refuse(name, told)
+    numbers = within(body, name)
+    return {
+        int(token): read_number(numbers, f"{name}.{token}", rule.least, rule.most, 0.0)
+        for token in given
+    }
 
 
 def _wrong(name: str, rule: str, value: Any) -> NoReturn:

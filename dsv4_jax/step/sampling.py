@@ -13,26 +13,35 @@ import numpy as np
 
 from dsv4_jax import checks
 from dsv4_jax.rules import (
-    By,
     Instance,
     ListOf,
+    NumberByToken,
     Real,
     Ruled,
     Share,
+    Texts,
     Whole,
     check_fields,
     rules_of,
 )
 from dsv4_jax.step.grammar import Grammar
-from dsv4_jax.step.setting_values import plain_bias, plain_texts
 
 MAX_LOGPROBS = 20
 """The most tokens whose log-probabilities a draw brings, besides the drawn one's."""
 
+MAX_TOKENS = 2**24
+"""Of a prompt or an answer; no context is that long."""
+
 MAX_STOP_TOKENS = 1024
+MAX_LOGIT_BIAS = 300
+"""Tokens with a bias of their own."""
+
+MAX_STOP_TEXTS = 64
+MAX_STOP_CHARS = 1024
+"""The longest stop text: every drawn token looks that far back."""
+
 _MAX_ROWS = 2**16
-
-
+_BIAS = NumberByToken(MAX_LOGIT_BIAS, -100, 100)
 _SEED = Whole(-(2**63), 2**63 - 1)
 _PENALTY = Real(-2, 2, "-2 to 2")
 
@@ -71,7 +80,9 @@ class SamplingParams:
         range.
     """
 
-    max_new_tokens: Annotated[int, Ruled(Whole(1), help="most tokens of an answer")] = 64
+    max_new_tokens: Annotated[
+        int, Ruled(Whole(1), http=Whole(1, MAX_TOKENS), help="most tokens of an answer")
+    ] = 64
     temperature: Annotated[
         float,
         Ruled(
@@ -104,17 +115,21 @@ class SamplingParams:
         int, Ruled(Whole(None, None), http=_SEED, flag=_SEED, help="seed of the draws")
     ] = 0
     logit_bias: Annotated[
-        Mapping[int, float] | Sequence[tuple[int, float]], Ruled(By(plain_bias))
+        Mapping[int, float] | Sequence[tuple[int, float]], Ruled(_BIAS, http=_BIAS)
     ] = ()
     presence_penalty: Annotated[float, Ruled(_PENALTY, http=_PENALTY)] = 0.0
     frequency_penalty: Annotated[float, Ruled(_PENALTY, http=_PENALTY)] = 0.0
     logprobs: Annotated[
-        int | None, Ruled(Whole(0, MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}, or None"))
+        int | None,
+        Ruled(Whole(0, MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}, or None"), http=Whole(0, MAX_LOGPROBS)),
     ] = None
     stop_token_ids: Annotated[
         Sequence[int] | None, Ruled(ListOf(Whole(0), MAX_STOP_TOKENS, "token ids"))
     ] = None
-    stop_texts: Annotated[Sequence[str], Ruled(By(plain_texts))] = ()
+    stop_texts: Annotated[
+        Sequence[str],
+        Ruled(Texts(MAX_STOP_TEXTS, MAX_STOP_CHARS), http=Texts(16, MAX_STOP_CHARS)),
+    ] = ()
     grammar: Annotated[Grammar | None, Ruled(Instance(Grammar))] = None
 
     def __post_init__(self) -> None:

@@ -6,8 +6,7 @@ import functools
 
 import jax
 
-from dsv4_jax.step.sampling import SamplingParams, stack_sampling
-from dsv4_jax.step.setting_values import MAX_LOGIT_BIAS
+from dsv4_jax.step.sampling import MAX_LOGIT_BIAS, SamplingParams, stack_sampling
 
 _COUNT_BYTES = 12
 """Of an entry of `DrawnCounts`."""

@@ -8,7 +8,19 @@ import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.cli import arguments
-from dsv4_jax.rules import Flag, ListOf, Real, Ruled, Share, Whole, Word, check_fields, rules_of
+from dsv4_jax.rules import (
+    Flag,
+    ListOf,
+    NumberByToken,
+    Real,
+    Ruled,
+    Share,
+    Texts,
+    Whole,
+    Word,
+    check_fields,
+    rules_of,
+)  # fmt: skip
 from dsv4_jax.serve import dialects, fields_messages, fields_openai, fields_responses
 from dsv4_jax.serve.drawing import DRAWN, read_sampling
 from dsv4_jax.serve.errors import ApiError
@@ -69,6 +81,19 @@ def test_a_body_has_its_own_range_and_words():
         read_by(rule, {"warmth": 3}, "warmth", 1.0)
     with pytest.raises(ApiError, match=r"count: must be a whole number from 1 to 8, got 1\.5"):
         read_by(rules_of(Settings)["count"].http, {"count": 1.5}, "count", 2)
+    texts, numbers = Texts(2, 3), NumberByToken(1, -1, 2)
+    assert read_by(texts, {"stop": "ab"}, "stop", ()) == ("ab",)
+    assert read_by(texts, {"stop": ["ab", "c"]}, "stop", ()) == ("ab", "c")
+    assert read_by(texts, {}, "stop", ()) == read_by(numbers, {}, "bias", ()) == ()
+    for wrong in ("abcd", "", ["a", ""], ["a"] * 3, [1], {"a": 1}):
+        with pytest.raises(ApiError, match="stop: must be at most 2 texts of 1 to 3 characters"):
+            read_by(texts, {"stop": wrong}, "stop", ())
+    assert read_by(numbers, {"bias": {"07": 2}}, "bias", ()) == {7: 2.0}
+    for wrong in ([], {"a": 1}, {"-1": 1}, {"1": 1, "2": 1}, {"1" * 10: 1}):
+        with pytest.raises(ApiError, match="bias: must be an object of at most 1 token ids with n"):
+            read_by(numbers, {"bias": wrong}, "bias", ())
+    with pytest.raises(ApiError, match=r"bias\.7: must be a number from -1 to 2, got 3"):
+        read_by(numbers, {"bias": {"7": 3}}, "bias", ())
     with pytest.raises(TypeError, match="a body holds nothing by"):
         read_by(Flag(), {}, "is_on", False)
 
@@ -107,22 +132,30 @@ def test_every_setting_of_a_request_has_a_rule_and_a_keyword():
 def test_what_bodies_may_hold_follows_from_the_settings():
     for protocol in (fields_openai.CHAT, fields_openai.COMPLETIONS):
         assert DRAWN.keys() <= protocol.keys()
-    own = {"temperature", "top_p", "presence_penalty", "frequency_penalty"}
+    own = {"temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias"}
     for protocol in (fields_messages.MESSAGES, fields_responses.RESPONSES):
         assert DRAWN.keys() - own <= protocol.keys()
     assert DRAWN.keys() - {"temperature", "top_p"} <= set(dialects._OWN)
-    body = {name: 0.5 if isinstance(rule, Real) else 3 for name, rule in DRAWN.items()}
+    body = _numbers() | {"logit_bias": {"5": -2}}
+    assert body.keys() == DRAWN.keys()
     found = read_sampling(body, max_new_tokens=7)
+    body["logit_bias"] = ((5, -2.0),)
     assert {name: getattr(found, name) for name in body} == body
     assert found == ds.SamplingParams(max_new_tokens=7, **body)
 
 
 def test_every_number_of_a_draw_reaches_the_device():
     """Under the same name, from each row; what a row leaves out is the default."""
-    body = {name: 0.5 if isinstance(rule, Real) else 3 for name, rule in DRAWN.items()}
+    body = _numbers()
     asked = stack_sampling([ds.SamplingParams(**body), ds.SamplingParams()])
     for name, value in body.items():
         np.testing.assert_allclose(
             getattr(asked, name), [value, getattr(ds.SamplingParams, name)], err_msg=name
         )
-    assert DRAWN.keys() <= {field.name for field in dataclasses.fields(FullSampling)}
+    assert body.keys() <= {field.name for field in dataclasses.fields(FullSampling)}
+
+
+def _numbers():
+    """Settings of one number each, as a body has them."""
+    kinds = {Real: 0.5, Whole: 3}
+    return {name: kinds[type(rule)] for name, rule in DRAWN.items() if type(rule) in kinds}

@@ -13,8 +13,13 @@ from dsv4_jax.cache.new_tokens import empty_staged
 from dsv4_jax.serving.engine import MAX_SAMPLES
 from dsv4_jax.serving.requests.prompts import MAX_PROMPTS, MAX_SALT_CHARS
 from dsv4_jax.serving.requests.text import load_tokenizer
-from dsv4_jax.step.sampling import MAX_LOGPROBS, MAX_STOP_TOKENS
-from dsv4_jax.step.setting_values import MAX_LOGIT_BIAS, MAX_STOP_CHARS, MAX_STOP_TEXTS
+from dsv4_jax.step.sampling import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_CHARS,
+    MAX_STOP_TEXTS,
+    MAX_STOP_TOKENS,
+)
 from helpers import bad_inputs as bad
 from helpers import original_targets
 from helpers.bad_inputs import Target

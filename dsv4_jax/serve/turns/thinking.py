@@ -7,7 +7,7 @@ from typing import Any
 
 from dsv4_jax.serve.errors import refuse
 from dsv4_jax.serve.fields import read_integer
-from dsv4_jax.serving.requests.prompts import MAX_TOKENS
+from dsv4_jax.step.sampling import MAX_TOKENS
 
 _LONG_BUDGET = 4096
 """Tokens; a budget below it is for little thinking."""

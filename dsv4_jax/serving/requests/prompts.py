@@ -13,15 +13,12 @@ from dsv4_jax.allocator.pool_plan import PoolPlan
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.serving.requests.grammars import Grammars
 from dsv4_jax.serving.requests.text import encode_text
-from dsv4_jax.step.sampling import SamplingFields, SamplingParams, sampling_of_rows
+from dsv4_jax.step.sampling import MAX_TOKENS, SamplingFields, SamplingParams, sampling_of_rows
 
 MAX_PROMPTS = 2**16
 """Prompts of one call."""
 
 MAX_SALT_CHARS = 1024
-
-MAX_TOKENS = 2**24
-"""Of a prompt or an answer; no context is that long."""
 
 
 class CheckedRequest(NamedTuple):

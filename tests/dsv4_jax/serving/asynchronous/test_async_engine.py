@@ -15,8 +15,10 @@ import weakref
 import numpy as np
 import pytest
 
+import dsv4_jax as ds
 from dsv4_jax import serving
 from dsv4_jax.serving.asynchronous import stepper
+from dsv4_jax.serving.requests.prompts import Limits
 from helpers.serving import fail_with_prompts_of, make_engine, prompt, same_tokens, until
 
 LONG = {"max_new_tokens": 400, "stop_token_ids": ()}
@@ -87,6 +89,26 @@ def test_samples_of_one_prompt(engine):
             return list(drawn.values())
 
     assert asyncio.run(run()) == expected
+
+
+def test_a_request_and_its_settings_are_checked_once(engine, monkeypatch):
+    """`submit` does it in its caller's thread; the one that steps takes what it made."""
+    checked, built = [], []
+    check, build = Limits.check_prompt, ds.SamplingParams.__post_init__
+    monkeypatch.setattr(
+        Limits, "check_prompt", lambda *given, **named: checked.append(1) or check(*given, **named)
+    )
+    monkeypatch.setattr(
+        ds.SamplingParams, "__post_init__", lambda one: built.append(1) or build(one)
+    )
+
+    async def run():
+        async with serving.AsyncEngine(engine) as shared:
+            streams = shared.submit_many([1, 2, 3], 3, max_new_tokens=4, temperature=0.5, seed=1)
+            return await asyncio.gather(*map(read, streams))
+
+    assert len(asyncio.run(run())) == 3
+    assert (len(checked), len(built)) == (1, 1)
 
 
 def test_threads_with_loops_of_their_own(engine):
