@@ -209,19 +209,8 @@ def launch(
       [S, num_rows, out], sums of each split; arbitrary in rows of no item. The outputs of several
       weights follow each other, all of which but the last's must be multiples of 64.
     """
-    for product in products:
-        # Mainloops have no masks along k: all splits have equally many stages, and all of them
-        # whole.
-        cut = product.shapes.groups_of_stage(product.tiling) * product.tiling.split_k
-        assert product.shapes.k_groups % cut == 0, "inputs would be left out"
+    _check_tilings(products)
     first, tiling = products[0], products[0].tiling
-    # Persistent CTAs number the tiles of one product, and Hopper's mainloops alone count the
-    # k_iters of a CTA through all of its tiles (`Work.since_launch`).
-    assert not tiling.persistent or (len(products) == 1 and not first.shapes.core.has_tmem)
-    widths = [weight.shape[-2] for weight in first.weights]
-    # The outputs of all weights lie side by side in one array; a gate and an up projection make one
-    # result, as wide as either of them.
-    widths = widths if apart else widths[:1] if first.swiglu else [sum(widths)]
 
     def run_cta(
         product: Product,
@@ -252,8 +241,6 @@ def launch(
             body = _body_of(work)
             body.epilogue(work, body.mainloop(work), outputs, product.swiglu)
 
-        # Other items without rows leave their part of the result arbitrary, and nobody reads it. A
-        # picked one has a row of its own there, which is added to the others' of its token.
         if product.swiglu is None and isinstance(work.inputs.items, PickedItems):
             pl.when((work.tile.num_rows == 0) & (work.warpgroup < CONSUMERS))(
                 functools.partial(_store_zeros, work, outputs[0])
@@ -280,27 +267,60 @@ def launch(
             item = item - product.num_items
 
     product_kernel.__name__ = "_".join(["multiply", *(product.name for product in products)])
-    num_items = sum(product.num_items for product in products)
-    grid = {
-        "grid": (tiling.split_k, num_items, first.shapes.tiles_n),
-        "grid_names": ("split", "item", "n"),
-    }
-    if tiling.persistent:
-        grid = {"grid": (first.scheduler().num_ctas,), "grid_names": ("cta",)}
-    types = [scratch_types(first.shapes, tiling)] if len(products) == 1 else []
     results = plgpu.kernel(
         product_kernel,
-        out_type=[jax.ShapeDtypeStruct((tiling.split_k, num_rows, n), dtype) for n in widths],
-        **grid,
+        out_type=[
+            jax.ShapeDtypeStruct((tiling.split_k, num_rows, width), dtype)
+            for width in _result_widths(first, apart=apart)
+        ],
+        **_grid_of(products),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
-        scratch_types=types,
+        scratch_types=[scratch_types(first.shapes, tiling)] if len(products) == 1 else [],
         # Layouts are spelt out, since threads exchange registers by them (`exchange`).
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
     )([product.operands() for product in products])
     return results if apart else results[0]
+
+
+def _check_tilings(products: Sequence[Product]) -> None:
+    """Asserts what kernels rely on."""
+    for product in products:
+        # Mainloops have no masks along k: all splits have equally many stages, and all of them
+        # whole.
+        cut = product.shapes.groups_of_stage(product.tiling) * product.tiling.split_k
+        assert product.shapes.k_groups % cut == 0, "inputs would be left out"
+    # Persistent CTAs number the tiles of one product, and Hopper's mainloops alone count the
+    # k_iters of a CTA through all of its tiles (`Work.since_launch`).
+    first = products[0]
+    is_alone = len(products) == 1 and not first.shapes.core.has_tmem
+    assert is_alone or not first.tiling.persistent
+
+
+def _result_widths(product: Product, *, apart: bool) -> list[int]:
+    """Outputs of each array of results.
+
+    Those of all weights lie side by side in one array, unless they are apart; a gate and an up
+    projection make one result, as wide as either of them.
+    """
+    widths = [weight.shape[-2] for weight in product.weights]
+    if apart:
+        return widths
+    return widths[:1] if product.swiglu else [sum(widths)]
+
+
+def _grid_of(products: Sequence[Product]) -> dict[str, Any]:
+    """The CTAs of a launch: one for each split, item and tile of outputs, or persistent ones."""
+    first, tiling = products[0], products[0].tiling
+    if tiling.persistent:
+        return {"grid": (first.scheduler().num_ctas,), "grid_names": ("cta",)}
+    num_items = sum(product.num_items for product in products)
+    return {
+        "grid": (tiling.split_k, num_items, first.shapes.tiles_n),
+        "grid_names": ("split", "item", "n"),
+    }
 
 
 def _body_of(work: Work) -> Any:
@@ -360,7 +380,11 @@ def _run_persistent(
 
 
 def _store_zeros(work: Work, out_gmem: Any) -> None:
-    """The consumer's outputs of an item that names no weight."""
+    """The consumer's outputs of an item that names no weight.
+
+    Other items without rows leave their part of the result arbitrary, and nobody reads it. A picked
+    one has a row of its own there, which is added to the others' of its token.
+    """
     zeros = jnp.zeros((WARPGROUP_N, work.tiling.tile_m), out_gmem.dtype)
     store_transposed(
         out_gmem.at[work.tile.split],
