@@ -8,7 +8,7 @@ import jax
 
 from pallas_kernels.append_and_flush import reference, triton_gpu
 from pallas_kernels.append_and_flush.reference import Appended, Arguments
-from pallas_kernels.common.backend import Backend, resolve
+from pallas_kernels.common.backend import Backend, jax_arrays, resolve
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.checks import (
     check_call,
@@ -98,16 +98,18 @@ def append_and_flush(
     if len(compressors) > 1 and not all(isinstance(c.state, dict) for c in compressors):
         raise ValueError("a running pool is the state of a layer's only compressor")
     return resolve("append_and_flush", backend, _IMPLEMENTATIONS)(
-        Arguments(
-            queries,
-            kv,
-            ring,
-            compressors,
-            call,
-            norm_rope,
-            compression_ratio,
-            index_queries,
-            index_codec,
+        jax_arrays(
+            Arguments(
+                queries,
+                kv,
+                ring,
+                compressors,
+                call,
+                norm_rope,
+                compression_ratio,
+                index_queries,
+                index_codec,
+            )
         )
     )
 

@@ -8,7 +8,7 @@ import jax
 
 from pallas_kernels.append_tokens import reference, triton_gpu
 from pallas_kernels.append_tokens.reference import Arguments
-from pallas_kernels.common.backend import Backend, resolve
+from pallas_kernels.common.backend import Backend, jax_arrays, resolve
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.checks import (
     check_call,
@@ -105,5 +105,5 @@ def append_tokens(
     check_call(call)
     check_same_length("T", **arrays, **{"call.positions": call.positions})
     return resolve("append_tokens", backend, _TOKENS)(
-        Arguments(rings, rows, running, projections, call, layer, compression_ratio)
+        jax_arrays(Arguments(rings, rows, running, projections, call, layer, compression_ratio))
     )

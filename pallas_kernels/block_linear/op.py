@@ -9,7 +9,7 @@ import jax
 from jax.typing import DTypeLike
 
 from pallas_kernels.block_linear import reference
-from pallas_kernels.common.backend import Backend, resolve
+from pallas_kernels.common.backend import Backend, jax_arrays, resolve
 from pallas_kernels.common.check_weights import check_rows, check_weight
 from pallas_kernels.common.checks import (
     check_float_dtype,
@@ -84,7 +84,7 @@ def block_linear(
     """
     _check(x, weight)
     multiply = _choose(x, [weight], backend)
-    [product] = multiply(x, [weight], dtype=_dtype_of(dtype, x))
+    [product] = multiply(*jax_arrays(x, [weight]), dtype=_dtype_of(dtype, x))
     return product
 
 
@@ -183,9 +183,8 @@ def block_linears(
         ]
     multiply = _choose(x, weights, backend)
     return multiply(
-        x,
-        weights,
-        norms=norms,
+        *jax_arrays(x, weights),
+        norms=jax_arrays(norms),
         eps=eps,
         dtype=_dtype_of(dtype, x),
         in_parts=may_stay_in_parts,
@@ -232,7 +231,7 @@ def swiglu_linear(
         obstacle=find_obstacle(x, gate, up),
         arguments={"x": x},
     )
-    return implementation(x, gate, up, limit=limit)
+    return implementation(*jax_arrays(x, gate, up), limit=limit)
 
 
 def _choose(x: jax.Array | Pending, weights: Sequence[Weight], backend: Backend | None) -> Any:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import enum
-import functools
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -118,8 +117,8 @@ def resolve[F: Callable](
     """Picks an op's implementation.
 
     On a GPU of this decade, None picks `preferred`. Where an obstacle, or an older GPU, leaves the
-    reference, that is said once, as a `FallbackWarning`. Without a GPU None is the reference. What
-    it picks is given JAX's arrays for NumPy's.
+    reference, that is said once, as a `FallbackWarning`. Without a GPU None is the reference.
+    Implementations update arrays, and index them by what is being traced: they take `jax_arrays`.
 
     Args:
       op: the op's name, for errors and the warning.
@@ -135,33 +134,7 @@ def resolve[F: Callable](
       NotImplementedError: the op has no implementation for it, or it can't run here or not at these
         sizes, or a fallback is forbidden.
     """
-    return _given_arrays_of_jax(
-        _pick(op, backend, implementations, preferred, obstacle, arguments or {})
-    )
-
-
-def _given_arrays_of_jax[F: Callable](implementation: F) -> F:
-    """For implementations that update arrays, or index them by what is being traced."""
-
-    def to_jax(leaf: Any) -> Any:
-        return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
-
-    @functools.wraps(implementation)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = jax.tree.map(to_jax, (args, kwargs))
-        return implementation(*args, **kwargs)
-
-    return cast(F, call)
-
-
-def _pick[F: Callable](
-    op: str,
-    backend: Backend | str | None,
-    implementations: Mapping[Backend, F],
-    preferred: Backend | None,
-    obstacle: str | None,
-    arguments: Mapping[str, jax.Array],
-) -> F:
+    arguments = arguments or {}
     if preferred is None:
         kernels = [known for known in implementations if known != Backend.REFERENCE]
         preferred = kernels[0] if kernels else Backend.REFERENCE
@@ -191,6 +164,14 @@ def _pick[F: Callable](
             f"more, got {capability}; pass backend='reference', or trace inside gpu_interpreter()"
         )
     return implementations[Backend(backend)]
+
+
+def jax_arrays(*operands: Any) -> Any:
+    """An op's operands, or its only one, with JAX's arrays in place of NumPy's."""
+    trees = jax.tree.map(
+        lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, operands
+    )
+    return trees if len(trees) > 1 else trees[0]
 
 
 def _report_fallback(reason: str, op: str, arguments: Mapping[str, jax.Array]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import jax
 
-from pallas_kernels.common.backend import Backend, resolve
+from pallas_kernels.common.backend import Backend, jax_arrays, resolve
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.checks import (
     check_call,
@@ -80,7 +80,7 @@ def flush_write(
     check_same_length("n", segment_ids=segment_ids, entries=entries, rows=first_plane(rows))
     check_indices(block_table=block_table, segment_ids=segment_ids, entries=entries)
     return resolve("flush_write", backend, _WRITE)(
-        Entries(pool, rows, block_table, segment_ids, entries, layer)
+        jax_arrays(Entries(pool, rows, block_table, segment_ids, entries, layer))
     )
 
 
@@ -138,11 +138,9 @@ def flush_csa(
             raise ValueError(f"{name}.state must be values and scores on a CSA layer")
         check_frequencies("frequencies", frequencies, compressor.norm.shape[0])
         check_layer("layer", layer, first_plane(compressor.pool))
+    closing = find_closing(call, compression_ratio)
     return resolve("flush_csa", backend, _CSA)(
-        compressors,
-        Windows(
-            call, frequencies, find_closing(call, compression_ratio), layer, compression_ratio, eps
-        ),
+        *jax_arrays(compressors, Windows(call, frequencies, closing, layer, compression_ratio, eps))
     )
 
 
@@ -190,11 +188,9 @@ def flush_hca(
         raise ValueError("compressor.state must be a running pool on an HCA layer")
     check_frequencies("frequencies", frequencies, compressor.norm.shape[0])
     check_layer("layer", layer, first_plane(compressor.pool))
+    closing = find_closing(call, compression_ratio)
     return resolve("flush_hca", backend, _HCA)(
-        compressor,
-        Windows(
-            call, frequencies, find_closing(call, compression_ratio), layer, compression_ratio, eps
-        ),
+        *jax_arrays(compressor, Windows(call, frequencies, closing, layer, compression_ratio, eps))
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from pallas_kernels.common.backend import Backend, resolve
+from pallas_kernels.common.backend import Backend, jax_arrays, resolve
 from pallas_kernels.common.checks import (
     check_floats,
     check_indices,
@@ -74,7 +74,7 @@ def encode_tokens(
     check_tokens(kv[:, None] if queries is None else queries, kv, norm_rope, positions)
     check_is_codec("codec", codec)
     return resolve("encode_tokens", backend, _ENCODE)(
-        queries, kv, norm_rope, positions, codec=codec
+        *jax_arrays(queries, kv, norm_rope, positions), codec=codec
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.backend import Backend, resolve
+from pallas_kernels.common.backend import Backend, jax_arrays, resolve
 from pallas_kernels.common.check_weights import check_projection, check_weight
 from pallas_kernels.common.checks import (
     check_floats,
@@ -178,4 +178,4 @@ def _run(arguments: Arguments, backend: Backend | None, *, in_parts: bool = Fals
         obstacle=find_obstacle(x, w1, w3, w2),
         arguments={"x": x, "expert_ids": expert_ids},
     )
-    return implementation(arguments, in_parts=in_parts)
+    return implementation(jax_arrays(arguments), in_parts=in_parts)

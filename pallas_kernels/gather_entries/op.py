@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.common.backend import Backend, resolve
+from pallas_kernels.common.backend import Backend, jax_arrays, resolve
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.checks import (
     check_call,
@@ -83,7 +83,7 @@ def gather_entries(
     dim, dtype = check_integer("dim", dim, 1), check_float_dtype("dtype", dtype)
     check_stored("pool", pool, dim)
     implementation = _resolve("gather_entries", backend, _ENTRIES, pool, index=index)
-    return implementation(pool, call, index, dim=dim, dtype=dtype)
+    return implementation(*jax_arrays(pool, call, index), dim=dim, dtype=dtype)
 
 
 def gather_window(
@@ -128,7 +128,7 @@ def gather_window(
     dim, dtype = check_integer("dim", dim, 1), check_float_dtype("dtype", dtype)
     check_ring(ring, rows, call, dim)
     implementation = _resolve("gather_window", backend, _WINDOW, ring, slots=call.slots)
-    return implementation(ring, rows, call, dim=dim, dtype=dtype)
+    return implementation(*jax_arrays(ring, rows, call), dim=dim, dtype=dtype)
 
 
 def _resolve[F: Callable](

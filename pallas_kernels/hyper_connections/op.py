@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from pallas_kernels.common.backend import Backend, resolve
+from pallas_kernels.common.backend import Backend, jax_arrays, resolve
 from pallas_kernels.common.checks import (
     check_floats,
     check_integer,
@@ -92,4 +92,5 @@ def hyper_connections(
     implementation = resolve(
         "hyper_connections", backend, _IMPLEMENTATIONS, arguments={"streams": streams}
     )
-    return implementation(Arguments(products, scale, base, streams, norm, iters, eps, norm_eps))
+    arguments = Arguments(products, scale, base, streams, norm, iters, eps, norm_eps)
+    return implementation(jax_arrays(arguments))

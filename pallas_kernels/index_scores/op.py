@@ -6,7 +6,7 @@ import dataclasses
 
 import jax
 
-from pallas_kernels.common.backend import Backend, resolve
+from pallas_kernels.common.backend import Backend, jax_arrays, resolve
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.checks import check_queries, first_plane
 from pallas_kernels.common.layer_planes import LayerPlanes
@@ -61,5 +61,6 @@ def index_scores(
         obstacle=tiling.find_obstacle(queries, pool.codec, first_plane(pool.planes).shape[2]),
         arguments={"queries": queries, "block_table": call.block_table} | pool.planes,
     )
-    scores = implementation(queries, weights, pool, dataclasses.replace(call, visible=visible))
+    call = dataclasses.replace(call, visible=visible)
+    scores = implementation(*jax_arrays(queries, weights, pool, call))
     return scores[:, :num_entries]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from pallas_kernels.common.backend import Backend, resolve
+from pallas_kernels.common.backend import Backend, jax_arrays, resolve
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.checks import check_integer, check_queries, first_plane
 from pallas_kernels.common.layer_planes import LayerPlanes
@@ -68,4 +68,4 @@ def index_topk(
         obstacle=obstacle,
         arguments={"queries": queries, "block_table": call.block_table} | pool.planes,
     )
-    return implementation(queries, weights, pool, call, k=k)
+    return implementation(*jax_arrays(queries, weights, pool, call), k=k)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.common.backend import Backend, compute_capability, resolve
+from pallas_kernels.common.backend import Backend, compute_capability, jax_arrays, resolve
 from pallas_kernels.common.check_weights import check_weight
 from pallas_kernels.common.checks import (
     check_float_dtype,
@@ -101,7 +101,8 @@ def joined_linears(
         obstacle=obstacle,
         arguments={"x": x},
     )
-    return implementation(Arguments(x, list(weights), list(biases), positions, dtypes))
+    arguments = Arguments(x, list(weights), list(biases), positions, dtypes)
+    return implementation(jax_arrays(arguments))
 
 
 def joins(x: jax.Array, weights: Sequence[Weight]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.backend import Backend, resolve
+from pallas_kernels.common.backend import Backend, jax_arrays, resolve
 from pallas_kernels.common.checks import (
     check_arrays,
     check_floats,
@@ -63,7 +63,7 @@ def router_logits(x: jax.Array, gate: jax.Array, *, backend: Backend | None = No
         preferred=Backend.TRITON_GPU if few else Backend.REFERENCE,
         obstacle=None if is_bf16 else f"takes bf16, got {x.dtype} and {gate.dtype}",
     )
-    return implementation(x, gate)
+    return implementation(*jax_arrays(x, gate))
 
 
 def pick_experts(
@@ -133,4 +133,4 @@ def pick_experts(
     implementation = resolve(
         "pick_experts", backend, _IMPLEMENTATIONS, arguments={"logits": logits}
     )
-    return implementation(Arguments(logits, bias, expert_ids, count, scaling, first))
+    return implementation(jax_arrays(Arguments(logits, bias, expert_ids, count, scaling, first)))

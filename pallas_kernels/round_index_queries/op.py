@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from pallas_kernels.common.backend import Backend, resolve
+from pallas_kernels.common.backend import Backend, jax_arrays, resolve
 from pallas_kernels.common.checks import (
     check_floats,
     check_frequencies,
@@ -60,7 +60,7 @@ def round_index_queries(
     check_same_length("T", queries=queries, positions=positions)
     check_indices(positions=positions)
     return resolve("round_index_queries", backend, _IMPLEMENTATIONS)(
-        queries, frequencies, positions, codec=codec
+        *jax_arrays(queries, frequencies, positions), codec=codec
     )
 
 

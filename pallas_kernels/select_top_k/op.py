@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.backend import Backend, resolve
+from pallas_kernels.common.backend import Backend, jax_arrays, resolve
 from pallas_kernels.common.checks import (
     check_indices,
     check_integer,
@@ -63,5 +63,6 @@ def select_top_k(
         obstacle=select_kernel.find_obstacle(there),
         arguments={"scores": scores},
     )
+    scores, visible = jax_arrays(scores, visible)
     selected = implementation(scores, visible, there)
     return jnp.pad(selected, [(0, 0), (0, k - there)], constant_values=-1)

@@ -8,7 +8,7 @@ from types import ModuleType
 import jax
 from jax.core import Tracer
 
-from pallas_kernels.common.backend import Backend, resolve
+from pallas_kernels.common.backend import Backend, jax_arrays, resolve
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.checks import (
     check_floats,
@@ -144,7 +144,7 @@ def run[Result](
         obstacle=obstacle,
         arguments=arrays,
     )
-    return implementation(arguments)
+    return implementation(jax_arrays(arguments))
 
 
 def _choose_backend(arguments: Arguments) -> Backend:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.common.backend import Backend, resolve
+from pallas_kernels.common.backend import Backend, jax_arrays, resolve
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.checks import (
     check_float_dtype,
@@ -145,4 +145,4 @@ def join_parts(
         check_frequencies("frequencies", frequencies, dim)
     dtype = check_float_dtype("dtype", dtype)
     implementation = resolve("join_parts", backend, _JOIN, arguments={"sums": sums})
-    return implementation(JoinArguments(parts, sink, positions, frequencies, dtype))
+    return implementation(jax_arrays(JoinArguments(parts, sink, positions, frequencies, dtype)))

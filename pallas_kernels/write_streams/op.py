@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.backend import Backend, resolve
+from pallas_kernels.common.backend import Backend, jax_arrays, resolve
 from pallas_kernels.common.checks import (
     check_floats,
     check_rank,
@@ -79,7 +79,7 @@ def write_streams(
     implementation = resolve(
         "write_streams", backend, _IMPLEMENTATIONS, preferred=best, arguments={"streams": streams}
     )
-    return implementation(Arguments(streams, output, post, comb, fn))
+    return implementation(jax_arrays(Arguments(streams, output, post, comb, fn)))
 
 
 def _is_many(streams: jax.Array) -> bool:
