@@ -66,6 +66,16 @@ class BlockPool:
             for part, free in enumerate(self.free_of_part)
         ]
 
+    def shortage(self, chain: Sequence[PrefixNode], first: int, end: int) -> str:
+        """What is missing for a request that takes blocks as of `left_beside`; "" is nothing."""
+        left = self.left_beside(chain, first, end)
+        fewest = min(left)
+        if fewest >= 0:
+            return ""
+        if len(left) == 1:
+            return f"{fewest + end - first} of {len(self.owners)} are free"
+        return f"{-fewest} too few are free on device {left.index(fewest)} of the data shard"
+
     def take(self, logical: int) -> int:
         """A block for one owner, the b-th of a request.
 

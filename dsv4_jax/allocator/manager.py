@@ -165,21 +165,14 @@ class KVCacheManager:
         """
         needed = self.plan.blocks_needed(max_tokens)
         _check_prefix(token_ids, salt)
-        if not self._free_slots:
-            raise NoRoomError(f"all {len(self.length_tokens)} slots are taken; release one first")
+        self._check_free_slot()
         chain = self.prefixes.find_resumable(token_ids, salt, max_tokens)
         self._check_free(len(chain), needed, chain)
-        slot = self._take_slot()
         hit_tokens = len(chain) * self.plan.block_tokens
         prefix = RequestPrefix(salt=salt, hit_tokens=hit_tokens, chain=chain)
-        self.length_tokens[slot] = hit_tokens
-        self.block_table[slot] = -1
-        self.prefixes.start(slot, prefix)
-        for logical, node in enumerate(chain):
-            self.block_table[slot, logical] = self._blocks.hold(node.block)
+        slot = self._start(hit_tokens, prefix, [node.block for node in chain], needed)
         if chain:
             self._pending.loads[slot] = (chain[-1].snapshot, hit_tokens)
-        self._take(slot, len(chain), needed)
         return slot
 
     def extend(self, slot: int, max_tokens: int) -> None:
@@ -233,17 +226,10 @@ class KVCacheManager:
         needed = self.plan.blocks_needed(max_tokens)
         if max_tokens < length:
             raise ValueError(f"max_tokens must be at least the length, {length}, got {max_tokens}")
-        if not self._free_slots:
-            raise NoRoomError(f"all {len(self.length_tokens)} slots are taken; release one first")
+        self._check_free_slot()
         self._check_free(full, needed)
-        new = self._take_slot()
-        self.length_tokens[new] = length
-        self.block_table[new] = -1
-        self.prefixes.start(new, self.prefixes.branch(slot, full))
-        for logical in range(full):
-            block = int(self.block_table[slot, logical])
-            self.block_table[new, logical] = self._blocks.hold(block)
-        self._take(new, full, needed)
+        prefix = self.prefixes.branch(slot, full)
+        new = self._start(length, prefix, self.block_table[slot, :full].tolist(), needed)
         if length:
             blocks = self.block_table[[slot, new], full] if open_tokens else (-1, -1)
             self._pending.copy(slot, new, int(blocks[0]), int(blocks[1]))
@@ -367,19 +353,15 @@ class KVCacheManager:
 
     def _check_free(self, held: int, needed: int, chain: Sequence[PrefixNode] = ()) -> None:
         """Refuses blocks `held` to `needed` of a request that are not free beside a prefix."""
-        if needed <= held:
-            return
-        left = self._blocks.left_beside(chain, held, needed)
-        fewest = min(left)
-        if fewest >= 0:
-            return
-        missing = f"{needed - held} blocks of {self.plan.block_tokens} tokens are needed and "
-        if len(left) == 1:
-            missing += f"{left[0] + needed - held} of {self.num_blocks} are free"
-        else:
-            device = left.index(fewest)
-            missing += f"{-fewest} too few are free on device {device} of the data shard"
-        raise NoRoomError(f"{missing}; release a request first")
+        if needed > held and (shortage := self._blocks.shortage(chain, held, needed)):
+            raise NoRoomError(
+                f"{needed - held} blocks of {self.plan.block_tokens} tokens are needed and "
+                f"{shortage}; release a request first"
+            )
+
+    def _check_free_slot(self) -> None:
+        if not self._free_slots:
+            raise NoRoomError(f"all {len(self.length_tokens)} slots are taken; release one first")
 
     def _check_held(self, slot: int) -> None:
         self.prefixes.of(slot)  # raises for a slot that no request has
@@ -387,9 +369,16 @@ class KVCacheManager:
     def _num_blocks_of(self, slot: int) -> int:
         return int(np.count_nonzero(self.block_table[slot] >= 0))
 
-    def _take_slot(self) -> int:
+    def _start(self, length: int, prefix: RequestPrefix, shared: Sequence[int], needed: int) -> int:
+        """A slot for a request of that length, with blocks that it shares, up to what it needs."""
         slot = self._free_slots.pop()
         self._slot_generations[slot] += 1
+        self.length_tokens[slot] = length
+        self.block_table[slot] = -1
+        self.prefixes.start(slot, prefix)
+        for logical, block in enumerate(shared):
+            self.block_table[slot, logical] = self._blocks.hold(block)
+        self._take(slot, len(shared), needed)
         return slot
 
     def _take(self, slot: int, held: int, needed: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import time
 from collections.abc import Iterator
@@ -229,7 +228,7 @@ def _find_context(
                 f"got {length}"
             )
         longest = max(longest, length)
-    return min(2 ** math.ceil(math.log2(longest)), limit)
+    return min(1 << (longest - 1).bit_length(), limit)
 
 
 def _note(text: str) -> None:

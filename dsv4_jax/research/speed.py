@@ -36,11 +36,6 @@ class DecodeCost(NamedTuple):
     cache_bytes: int
     workspace_bytes: int
 
-    @property
-    def median_ms(self) -> float:
-        """The median of `step_ms`."""
-        return float(np.median(self.step_ms))
-
 
 def time_decode(
     params: DSV4Params,
