@@ -116,7 +116,7 @@ def _step_rows(setup: CaseSetup, params: DSV4Params) -> Iterator[dict[str, Any]]
     moved = sum(w.num_bytes for w in setup.work.values())
     weights_read = roofline.step_weight_bytes(config, params, batch=case.batch)
     moved += sum(weights_read.values())
-    yield _timing_row("step", timing) | {
+    yield timing.row("step") | {
         "tokens_per_s": case.batch / timing.median_s,
         "bytes_moved": moved,
         "floor_ms": moved / roofline.BANDWIDTH * 1e3,
@@ -153,7 +153,7 @@ def _cache_rows(setup: CaseSetup) -> Iterator[dict[str, Any]]:
         return part(*state, step_input)
 
     timing, state = setup.measure(call, (cache, inputs))
-    yield _timing_row("cache_part", timing) | _roofline_row(setup, program, timing)
+    yield timing.row("cache_part") | _roofline_row(setup, program, timing)
     yield {"cache_part_finite": bool(jnp.isfinite(state[1].queries).all())}
     if case.profile:
         yield {"cache_part_profile": setup.profile(part, call, state)}
@@ -190,15 +190,6 @@ _jit_layers = jax.jit(
     static_argnames=("config", "kind"),
     donate_argnames=("cache", "streams"),
 )
-
-
-def _timing_row(name: str, timing: Timing) -> dict[str, Any]:
-    return {
-        f"{name}_ms": timing.median_s * 1e3,
-        f"{name}_ms_least": timing.least_s * 1e3,
-        f"{name}_ms_most": timing.most_s * 1e3,
-        f"{name}_calls": timing.calls,
-    }
 
 
 def _roofline_row(setup: CaseSetup, program: Program, timing: Timing) -> dict[str, Any]:

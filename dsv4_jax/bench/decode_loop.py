@@ -76,12 +76,7 @@ def time_loop(
         limit_s=setup.case.limit_s,
     )
     jax.block_until_ready(state)
-    return {
-        "loop_steps": steps,
-        "loop_ms": timing.median_s * 1e3 / steps,
-        "loop_ms_least": timing.least_s * 1e3 / steps,
-        "loop_ms_most": timing.most_s * 1e3 / steps,
-    }
+    return {"loop_steps": steps} | timing.row("loop", per_call=steps)
 
 
 def _num_steps(setup: CaseSetup) -> int:

@@ -194,11 +194,7 @@ class MeshSteps:
         call = decode_call(program.run, params, step_input)
         timing, state = setup.measure(call, (cache, None), rewind=rewind)
         cache, logits = program.run(params, rewind(state)[0], step_input)
-        yield {
-            "step_ms": timing.median_s * 1e3,
-            "step_ms_least": timing.least_s * 1e3,
-            "step_ms_most": timing.most_s * 1e3,
-            "step_calls": timing.calls,
+        yield timing.row("step") | {
             "peak_bytes": peak_bytes(),
             "finite": bool(jnp.isfinite(logits).all()),
         }

@@ -33,6 +33,12 @@ class Timing:
     most_s: float
     calls: int
 
+    def row(self, name: str, *, per_call: int = 1) -> dict[str, float]:
+        """Fields of a row: milliseconds, of one of so many steps that a call makes, and calls."""
+        times = {"ms": self.median_s, "ms_least": self.least_s, "ms_most": self.most_s}
+        fields = {f"{name}_{key}": seconds * 1e3 / per_call for key, seconds in times.items()}
+        return fields | {f"{name}_calls": self.calls}
+
 
 def time_calls(
     call: Callable[[Any], Any],

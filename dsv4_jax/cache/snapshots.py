@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from dsv4_jax import checks
 from dsv4_jax.cache.model_cache import ModelCache
-from dsv4_jax.cache.new_tokens import NewTokens, Projections, check_staged
+from dsv4_jax.cache.new_tokens import NewTokens, check_staged
 from dsv4_jax.cache.poison import poison_of
 from dsv4_jax.cache.state_cache import StateCachePool
 from dsv4_jax.mesh import DATA, check_divides, find_mesh, shardings_of
@@ -203,7 +203,7 @@ def save_snapshots(
                 compression_ratio = jax.tree.leaves(kept)[0].shape[2]
                 back = jnp.arange(compression_ratio, dtype=jnp.int32)[None]
                 positions = plan.ends[:, None] - compression_ratio + back
-                tails[family] = put(kept, ring, _planes(projections), positions)
+                tails[family] = put(kept, ring, projections and projections.planes, positions)
     return dataclasses.replace(store, window=window, **tails)
 
 
@@ -267,7 +267,3 @@ def load_snapshots(
             }
         loaded[attn] = dataclasses.replace(pool, window=window, **tails)
     return loaded
-
-
-def _planes(projections: Projections | None) -> Planes | None:
-    return None if projections is None else projections.planes

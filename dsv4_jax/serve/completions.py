@@ -135,7 +135,7 @@ class CompletionRenderer:
             logprobs = self._add_logprobs(number, tokens)
         if not self.streams:
             return b""
-        text = (tokens[0].text or "") if len(tokens) == 1 else _join_texts(tokens)
+        text = "".join([token.text or "" for token in tokens])
         if self._asked.echoes and number not in self._echoed:
             self._echoed.add(number)
             text = self._prompt_text(number) + text
@@ -222,10 +222,6 @@ class CompletionRenderer:
         if self._tokenizer is None or not state.held:
             return 0
         return len(state.rest(self._tokenizer).rstrip(INCOMPLETE))
-
-
-def _join_texts(tokens: list[Token]) -> str:
-    return "".join([token.text or "" for token in tokens])
 
 
 def _join_logprobs(parts: list[dict[str, Any]] | None) -> dict[str, Any] | None:

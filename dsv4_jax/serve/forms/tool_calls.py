@@ -55,7 +55,7 @@ def call_of(tool: Mapping[str, Any], lines: Lines) -> str:
     except SchemaError:
         if is_strict:
             raise
-        bodies = [f"{_free_parameter(lines)}*"]
+        bodies = [f"{_further({}, [], Schema({}, {}), lines)}*"]  # any names and values
     begin = _quoted(f'invoke name="{function["name"]}">\n')
     return f'"<" {mark} {begin} ({" | ".join(bodies)}) "</" {mark} "invoke>\\n"'
 
@@ -119,11 +119,6 @@ def _further(rest: Any, listed: list[str], schema: Schema, lines: Lines) -> str:
     name = lines.terminal(f'/[^\\x00-\\x20"\\\\<>\\x7f]{{1,64}}/{others}')
     head = f'"parameter name=\\"" {name} "\\" string="'
     return lines.rule("further", _parameter(head, choices, lines))
-
-
-def _free_parameter(lines: Lines) -> str:
-    """A parameter of any name and value."""
-    return _further({}, [], Schema({}, {}), lines)
 
 
 def _parameter(head: str, choices: list[str], lines: Lines) -> str:

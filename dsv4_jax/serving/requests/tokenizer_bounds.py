@@ -181,17 +181,14 @@ def _check_tokens(contents: dict[str, Any]) -> None:
     _limit("max_input_chars_per_word is", chars, MAX_INSERTED, "characters")
     vocab = model.get("vocab")
     pairs = vocab if isinstance(vocab, list) else []
-    texts = list(vocab) if isinstance(vocab, dict) else [p[0] for p in pairs if _is_pair(p)]
+    pairs = [pair for pair in pairs if isinstance(pair, list) and pair]
+    texts = list(vocab) if isinstance(vocab, dict) else [pair[0] for pair in pairs]
     added = contents.get("added_tokens")
     found = [one.get("content") for one in _objects(added if isinstance(added, list) else [])]
     found = [text for text in found if isinstance(text, str)]
     longest = max((len(text) for text in (*texts, *found) if isinstance(text, str)), default=0)
     _limit("its longest token has", longest, MAX_TOKEN_CHARS, "characters")
     _limit("its added_tokens have", sum(map(len, found)), MAX_ADDED_CHARS, "characters in all")
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, list) and bool(value)
 
 
 def _objects(value: Any) -> Iterator[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -32,7 +33,9 @@ class Running(Mapping[int, Request]):
     def __init__(self, by_slot: Mapping[int, Request], known: KnownTokens) -> None:
         """Of requests in slots."""
         self.known = known
-        self.requests: Sequence[Request] = sorted(by_slot.values(), key=_age)
+        self.requests: Sequence[Request] = sorted(
+            by_slot.values(), key=operator.attrgetter("request_id")
+        )
         self._by_slot = dict(by_slot)
         requests, count = self.requests, len(by_slot)
         self.slots = np.array([one.slot for one in requests], np.int32)
@@ -68,7 +71,3 @@ class Running(Mapping[int, Request]):
     def __len__(self) -> int:
         """Requests."""
         return len(self._by_slot)
-
-
-def _age(request: Request) -> int:
-    return request.request_id
