@@ -116,8 +116,8 @@ def gather_rows(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     """
     if axis_size(DATA) == 1:
         return arrays
-    found = all_gather(*arrays, axis_name=DATA, buffer=own_buffer(DATA))
-    return tuple(every.reshape(-1, *every.shape[2:]) for every in found)
+    gathered = all_gather(*arrays, axis_name=DATA, buffer=own_buffer(DATA))
+    return tuple(every.reshape(-1, *every.shape[2:]) for every in gathered)
 
 
 def sum_own_rows(x: jax.Array) -> jax.Array:

@@ -138,23 +138,23 @@ class Hosts:
 
     def _beat(self) -> None:
         beats, interval = 0, self.timeout_s / _BEATS_PER_TIMEOUT
-        known: dict[int, str] = {}
+        last_heard: dict[int, str] = {}
         while not self._left.wait(interval):
             beats += 1
             try:
                 own = self._started[self.number], self._compiling[self.number]
                 mine = f"{beats} {self._calls} {own[0]} {own[1]}"
                 self._service.key_value_set(f"dsv4/beat/{self.number}", mine, True)
-                found = self._service.key_value_dir_get("dsv4/beat/")
+                beats_of_all = self._service.key_value_dir_get("dsv4/beat/")
             except jax.errors.JaxRuntimeError:
                 continue  # the service is silent, and so is process 0
             now = time.monotonic()
-            for key, value in found:
+            for key, value in beats_of_all:
                 other = int(key.rsplit("/", 1)[1])
                 if value == _LEFT:
                     self._heard[other], self._compiling[other] = float("inf"), 0
-                elif known.get(other) != value:
-                    known[other], self._heard[other] = value, now
+                elif last_heard.get(other) != value:
+                    last_heard[other], self._heard[other] = value, now
                     if other != self.number:
                         numbers = map(int, value.split()[1:])
                         self._done[other], self._started[other], self._compiling[other] = numbers
@@ -241,9 +241,9 @@ def join_hosts(
     # It would swallow SIGTERM, for training that saves first.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(**options)
-    found = compat.find_service()
-    assert found is not None
-    _joined.append(Hosts(*found, timeout_s))
+    service = compat.find_service()
+    assert service is not None
+    _joined.append(Hosts(*service, timeout_s))
     return _joined[0]
 
 

@@ -149,11 +149,11 @@ def axis_size(axis: str) -> int:
 
 def place_on(*axes: str) -> jax.Array | int:
     """The number of this device on axes, the last one fastest; 0 without a mesh."""
-    place: jax.Array | int = 0
+    index: jax.Array | int = 0
     for axis in axes:
         if axis_size(axis) > 1:
-            place = place * axis_size(axis) + jax.lax.axis_index(axis)
-    return place
+            index = index * axis_size(axis) + jax.lax.axis_index(axis)
+    return index
 
 
 @functools.singledispatch

@@ -49,19 +49,19 @@ class PeerMemory:
 
     def fill(self, word: int, first: int) -> None:
         """Writes one word from a place on, counted in words, to the end."""
-        driver, place = _driver(), ctypes.c_uint64(self.address + 4 * first)
+        driver, pointer = _driver(), ctypes.c_uint64(self.address + 4 * first)
         with _on_gpu(driver, self.ordinal):
             count = ctypes.c_size_t(self.num_words - first)
-            _check(driver.cuMemsetD32_v2(place, ctypes.c_uint32(word), count))
+            _check(driver.cuMemsetD32_v2(pointer, ctypes.c_uint32(word), count))
             _check(driver.cuCtxSynchronize())
 
     def write(self, words: np.ndarray) -> None:
         """Writes i32[n] at the beginning."""
         words = np.ascontiguousarray(words, np.int32)
-        driver, place = _driver(), ctypes.c_uint64(self.address)
+        driver, pointer = _driver(), ctypes.c_uint64(self.address)
         with _on_gpu(driver, self.ordinal):
             source, size = ctypes.c_void_p(words.ctypes.data), ctypes.c_size_t(words.nbytes)
-            _check(driver.cuMemcpyHtoD_v2(place, source, size))
+            _check(driver.cuMemcpyHtoD_v2(pointer, source, size))
 
     def share(self) -> bytes:
         """What another process of the host opens it with, SHARED_BYTES.
@@ -71,8 +71,8 @@ class PeerMemory:
         """
         driver, handle = _driver(), _Handle()
         with _on_gpu(driver, self.ordinal):
-            place = ctypes.c_uint64(self.address)
-            _check(driver.cuIpcGetMemHandle(ctypes.byref(handle), place))
+            pointer = ctypes.c_uint64(self.address)
+            _check(driver.cuIpcGetMemHandle(ctypes.byref(handle), pointer))
         return bytes(handle.bytes)
 
     def to_array(self) -> jax.Array:

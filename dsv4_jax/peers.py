@@ -77,15 +77,15 @@ def make_peer_buffers(mesh: Mesh) -> PeerBuffers | None:
     sizes = dict(zip(AXES, mesh_sizes(mesh), strict=True))
     axes = [axis for axis in AXES if sizes[axis] > 1]
     hosts = _hosts(mesh) if axes else {}
-    found = {}
+    buffers = {}
     for axis in axes:
         try:
             _raise_of_any_process(mesh, _find_obstacle(mesh, axis, hosts))
-            found[axis] = _allocate(mesh, axis)
+            buffers[axis] = _allocate(mesh, axis)
         except _ObstacleError as obstacle:
             text = f"collectives over {axis!r} are NCCL's, slower for few rows: {obstacle}"
             warnings.warn(text, FallbackWarning, stacklevel=2)
-    return PeerBuffers(**found) if found else None
+    return PeerBuffers(**buffers) if buffers else None
 
 
 def peer_buffer_shapes(mesh: AnyMesh) -> PeerBuffers:
@@ -179,10 +179,10 @@ def _allocate(mesh: Mesh, axis: str) -> jax.Array:
 
     def write_headers() -> list[jax.Array]:
         for line in lines:
-            for place, device in enumerate(line):
+            for rank, device in enumerate(line):
                 if device in own:
                     at = [_reach(device, peer, own, shared) for peer in line]
-                    own[device].write(layout.header(place, at))
+                    own[device].write(layout.header(rank, at))
         return [memory.to_array() for memory in own.values()]
 
     own, shared = _attempt(mesh, make), {}

@@ -41,12 +41,12 @@ def has_regular_file(path: pathlib.Path) -> bool:
       OSError: that cannot be found out.
     """
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
             return False
         raise
-    _check(path, found)
+    _check(path, status)
     return True
 
 
@@ -133,7 +133,7 @@ def _refuse_size(name: str | os.PathLike[str], max_bytes: int, got: str) -> None
     raise ValueError(f"{show_path(name)} must have at most {max_bytes:,} bytes, got {got}")
 
 
-def _check(path: pathlib.Path, found: os.stat_result) -> None:
+def _check(path: pathlib.Path, status: os.stat_result) -> None:
     kinds = {
         stat.S_IFDIR: "a directory",
         stat.S_IFIFO: "a pipe",
@@ -141,8 +141,8 @@ def _check(path: pathlib.Path, found: os.stat_result) -> None:
         stat.S_IFCHR: "a device",
         stat.S_IFBLK: "a device",
     }
-    kind = kinds.get(stat.S_IFMT(found.st_mode))
-    if kind is None and found.st_dev in _made_up_devices():
+    kind = kinds.get(stat.S_IFMT(status.st_mode))
+    if kind is None and status.st_dev in _made_up_devices():
         kind = "one that the kernel makes up, as in /proc"
     if kind is not None:
         raise ValueError(f"{show_path(path)} must be a regular file, got {kind}")
@@ -155,10 +155,10 @@ def _made_up_devices() -> frozenset[int]:
         lines = pathlib.Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
     except OSError:
         return frozenset()  # no Linux, or no /proc to be led to
-    found = set()
+    devices = set()
     for line in lines:
-        place, _, system = line.partition(" - ")
+        mount, _, system = line.partition(" - ")
         if system.split(" ")[0] in _KERNELS:
-            major, minor = place.split(" ")[2].split(":")
-            found.add(os.makedev(int(major), int(minor)))
-    return frozenset(found)
+            major, minor = mount.split(" ")[2].split(":")
+            devices.add(os.makedev(int(major), int(minor)))
+    return frozenset(devices)

@@ -185,11 +185,11 @@ def find_memory() -> Memory | None:
 
 def host_memory() -> Memory | None:
     """The host's memory, or what a control group or `ulimit -v` leaves, whichever is least."""
-    found = []
+    limits = []
     counts = _read_fields("/proc/meminfo")
     if {"MemAvailable", "MemTotal"} <= counts.keys():
         counts = {name: 1024 * count for name, count in counts.items()}
-        found.append(Memory("this machine", counts["MemAvailable"], counts["MemTotal"]))
+        limits.append(Memory("this machine", counts["MemAvailable"], counts["MemTotal"]))
     for folder, limit, used in (
         ("/sys/fs/cgroup", "memory.max", "memory.current"),
         ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -197,10 +197,10 @@ def host_memory() -> Memory | None:
         total, in_use = (_read_number(f"{folder}/{name}") for name in (limit, used))
         if total is not None and in_use is not None:
             in_use -= _read_fields(f"{folder}/memory.stat").get("inactive_file", 0)
-            found.append(Memory("this control group", max(total - in_use, 0), total))
+            limits.append(Memory("this control group", max(total - in_use, 0), total))
     if (space := _address_space()) is not None:
-        found.append(space)
-    return min(found, key=lambda memory: memory.free_bytes, default=None)
+        limits.append(space)
+    return min(limits, key=lambda memory: memory.free_bytes, default=None)
 
 
 def _address_space() -> Memory | None:

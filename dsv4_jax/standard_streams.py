@@ -88,9 +88,9 @@ def takes_answers() -> bool:
 
 def _fill(access: int) -> int:
     """Opens `/dev/null` at the lowest free descriptor; the wrong way round, writing gets EBADF."""
-    place = os.open(os.devnull, access)
-    os.set_inheritable(place, True)
-    return place
+    descriptor = os.open(os.devnull, access)
+    os.set_inheritable(descriptor, True)
+    return descriptor
 
 
 def _text(raw: io.FileIO, *, line_buffering: bool) -> TextIO:

@@ -94,8 +94,8 @@ def _scan(kind: FamilyKind, planes: list[jax.Array]) -> RowScan:
         layers, width = bits.shape[0], bits.shape[3]
         # Every value is mixed with its place, and the bits of both among each other: in a plain
         # weighted sum two flipped signs would cancel.
-        place = np.arange(layers * width, dtype=np.uint32).reshape(layers, 1, 1, width)
-        salt = (place + np.uint32(1 + 7919 * number)) * np.uint32(2654435761)
+        index = np.arange(layers * width, dtype=np.uint32).reshape(layers, 1, 1, width)
+        salt = (index + np.uint32(1 + 7919 * number)) * np.uint32(2654435761)
         total += jnp.sum(_mix(bits ^ jnp.asarray(salt)), axis=(0, 3), dtype=jnp.uint32)
         full = np.uint32(2 ** (8 * plane.dtype.itemsize) - 1)
         ones &= jnp.all(bits == full, axis=3)

@@ -34,6 +34,6 @@ def holdings_of(manager: KVCacheManager, slot: int, most: int) -> Holdings:
     blocks = manager.block_table[slot, : min(num_blocks, most)].copy()
     users = manager.owners[blocks]
     # The prefix tree is an owner too; it may have another copy of a block's tokens.
-    known = np.fromiter((node.block for node in chain), np.int32, len(chain))
-    users[: len(known)] -= known == blocks[: len(known)]
+    cached = np.fromiter((node.block for node in chain), np.int32, len(chain))
+    users[: len(cached)] -= cached == blocks[: len(cached)]
     return Holdings(num_blocks, blocks, users)

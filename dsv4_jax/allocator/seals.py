@@ -40,16 +40,16 @@ def check_snapshots(
     for name, scan in scans.items():
         sums, num_rows = np.asarray(scan.checksums), scan.checksums.shape[1]
         sealed = {} if seals is None else seals.snapshots.get(name, {})
-        for place in np.flatnonzero(ledger.snapshot_ends >= 0):
+        for snapshot in np.flatnonzero(ledger.snapshot_ends >= 0):
             # A window longer than the prefix has rows that nothing is written to.
-            last = ledger.snapshot_ends[place] - 1
+            last = ledger.snapshot_ends[snapshot] - 1
             written = (last - np.arange(num_rows)) % num_rows <= last
-            where = f"{name} snapshot {place}"
-            if np.any(np.asarray(scan.is_poison)[place, written]):
+            where = f"{name} snapshot {snapshot}"
+            if np.any(np.asarray(scan.is_poison)[snapshot, written]):
                 problems.append(Problem("unwritten", where, "rows were never written"))
-            generation, expected = sealed.get(int(place), (None, None))
-            is_same = generation == ledger.snapshot_generations[place]
-            if is_same and np.any(sums[place] != expected):
+            generation, expected = sealed.get(int(snapshot), (None, None))
+            is_same = generation == ledger.snapshot_generations[snapshot]
+            if is_same and np.any(sums[snapshot] != expected):
                 problems.append(Problem("checksum", where, "a snapshot has changed"))
     return problems
 
@@ -80,11 +80,11 @@ def seal(
         rings=rings,
         snapshots={
             name: {
-                int(place): (
-                    int(ledger.snapshot_generations[place]),
-                    np.asarray(scan.checksums[place]),
+                int(snapshot): (
+                    int(ledger.snapshot_generations[snapshot]),
+                    np.asarray(scan.checksums[snapshot]),
                 )
-                for place in np.flatnonzero(ledger.snapshot_ends >= 0)
+                for snapshot in np.flatnonzero(ledger.snapshot_ends >= 0)
             }
             for name, scan in kept.items()
         },

@@ -175,11 +175,11 @@ def step_collectives(
     are sent so, with a scale for each 128 values.
     """
     layers, dim = config.num_layers, config.hidden_size
-    found = []
+    collectives = []
     if model > 1:
         half = (model - 1) / model
         summed = 2 * half * rows * dim * _BF16
-        found += [
+        collectives += [
             Collective(name="attention", axis="model", count=layers, sent_bytes=summed),
             Collective(name="experts", axis="model", count=layers, sent_bytes=summed),
             Collective(name="embedding", axis="model", count=1, sent_bytes=summed),
@@ -196,13 +196,13 @@ def step_collectives(
         if rounds_rows and data * rows >= ROUNDED_ROWS:
             row = dim * (1 + 1 / FP8_BLOCK)
         routes = config.num_experts_per_token * (_F32 + _F32)
-        found += [
+        collectives += [
             Collective(
                 name="rows and routes", axis="data", count=layers, sent_bytes=share * (row + routes)
             ),
             Collective(name="experts", axis="data", count=layers, sent_bytes=share * dim * _BF16),
         ]
-    return tuple(found)
+    return tuple(collectives)
 
 
 def split_collectives(
@@ -223,14 +223,14 @@ def split_collectives(
         best = min(config.indexer_top_k, -(-entries // model)) * model * (_F32 + _F32)
     queries = heads * config.head_dim * _BF16
     sums = heads * (config.head_dim + 2) * _F32
-    found = (
+    exchanged = (
         ("queries and the best entries", layers[AttentionType.CSA], queries + best),
         ("queries", layers[_HCA], queries),
         ("sums of attention", sum(layers.values()), sums),
     )
     return tuple(
         Collective(name=name, axis="model", count=count, sent_bytes=half * rows * size)
-        for name, count, size in found
+        for name, count, size in exchanged
         if count
     )
 

@@ -163,10 +163,10 @@ def _attention(
     if handle.schema.attn_type == AttentionType.HCA:
         selected = handle.all_visible()
     elif handle.schema.attn_type == AttentionType.CSA:
-        place = jnp.arange(config.indexer_top_k, dtype=jnp.int32)[None]
+        entry = jnp.arange(config.indexer_top_k, dtype=jnp.int32)[None]
         visible = handle.visible_entries[:, None]
-        spread = place * (visible // config.indexer_top_k)
-        selected = jnp.where(visible >= config.indexer_top_k, spread, place)
+        spread = entry * (visible // config.indexer_top_k)
+        selected = jnp.where(visible >= config.indexer_top_k, spread, entry)
         selected = jnp.where(selected < visible, selected, -1)
     return handle, handle.attend(inputs.queries, inputs.sink, selected)
 

@@ -291,12 +291,12 @@ def summarise(outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:
 
 def _spread(values: Sequence[float | None]) -> dict[str, float] | None:
     """Mean, percentiles and the largest of a list; None of an empty one."""
-    found = np.array([value for value in values if value is not None])
-    if not len(found):
+    numbers = np.array([value for value in values if value is not None])
+    if not len(numbers):
         return None
-    percentiles = zip(PERCENTILES, np.percentile(found, PERCENTILES).tolist(), strict=True)
+    percentiles = zip(PERCENTILES, np.percentile(numbers, PERCENTILES).tolist(), strict=True)
     named = {f"p{share}": value for share, value in percentiles}
-    return {"mean": float(found.mean())} | named | {"most": float(found.max())}
+    return {"mean": float(numbers.mean())} | named | {"most": float(numbers.max())}
 
 
 def report_lines(figures: dict[str, Any]) -> list[str]:

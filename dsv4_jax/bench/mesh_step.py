@@ -158,8 +158,8 @@ class MeshSteps:
                 "floor_collectives_ms": floor.collective_s * 1e3,
                 "collectives": sum(one.count for one in floor.collectives),
             }
-            for found in self._measure(setup, programs, params):
-                row |= found
+            for more in self._measure(setup, programs, params):
+                row |= more
                 if "step_ms" in row:
                     seconds = row["step_ms"] / 1e3
                     row["tokens_per_s"] = case.batch / seconds
@@ -201,8 +201,10 @@ class MeshSteps:
         del logits
         if setup.case.profile:
             devices = len(self.mesh.local_devices)
-            found = setup.profile(program.run, call, (cache, None), rewind=rewind, devices=devices)
-            yield {"profile": found}
+            launches = setup.profile(
+                program.run, call, (cache, None), rewind=rewind, devices=devices
+            )
+            yield {"profile": launches}
 
 
 def on_every_shard[T](tree: T, mesh: Mesh) -> T:

@@ -22,8 +22,8 @@ def random_bits(shape: Sequence[int], seed: jax.Array) -> jax.Array:
     """
     bits = jnp.full(shape, seed * np.uint32(_ODD[4]), jnp.uint32)
     for axis in range(len(shape)):
-        place = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
-        bits = _mix(bits ^ (place * np.uint32(_ODD[axis])))
+        index = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+        bits = _mix(bits ^ (index * np.uint32(_ODD[axis])))
     return _mix(bits)
 
 

@@ -147,19 +147,19 @@ def place(
     )
 
 
-def place_on(num_devices: int, place_model: Callable[..., Placement]) -> list[Placement]:
+def placements_on(num_devices: int, place_model: Callable[..., Placement]) -> list[Placement]:
     """Every mesh of so many devices that a model's sizes divide over, few data shards first.
 
     Args:
       num_devices: devices of a mesh.
       place_model: `place` of the model, with all arguments but `data` and `model`.
     """
-    found = []
+    placements = []
     for data in range(1, num_devices + 1):
         if num_devices % data == 0:
             with contextlib.suppress(ValueError):  # a size does not divide
-                found.append(place_model(data=data, model=num_devices // data))
-    return found
+                placements.append(place_model(data=data, model=num_devices // data))
+    return placements
 
 
 def fitting_meshes(
@@ -168,7 +168,7 @@ def fitting_meshes(
     """Meshes of the fewest devices, in powers of two, that hold a model and a block of cache.
 
     Args:
-      place_model: as of `place_on`.
+      place_model: as of `placements_on`.
       max_devices: the most devices to try.
 
     Returns:
@@ -178,7 +178,7 @@ def fitting_meshes(
     while devices <= max_devices:
         fitting = [
             placed
-            for placed in place_on(devices, place_model)
+            for placed in placements_on(devices, place_model)
             if placed.free_bytes > placed.pools.bytes_per_slot + placed.pools.bytes_per_block
         ]
         if fitting:

@@ -68,13 +68,13 @@ def kernel_labels(hlo: str) -> dict[str, str]:
     for line in hlo.splitlines():
         if " fusion(" not in line[:1000] and " copy(" not in line[:1000]:
             continue
-        if found := _FUSION.match(line):
-            operands = found[2].split("), ")[0] + ")"
+        if match := _FUSION.match(line):
+            operands = match[2].split("), ")[0] + ")"
             weights = sorted(set(_WEIGHT.findall(operands)))
             op = _OP_NAME.search(line)
-            place = [p for p in op[1].split("/") if not p.startswith("jit(")] if op else []
-            what = " ".join(weights) or "/".join(place[-1:])
-            labels[re.sub(r"[.-]", "_", found[1])] = f"{found[1].split('.')[0]} {what}".strip()
+            scopes = [p for p in op[1].split("/") if not p.startswith("jit(")] if op else []
+            what = " ".join(weights) or "/".join(scopes[-1:])
+            labels[re.sub(r"[.-]", "_", match[1])] = f"{match[1].split('.')[0]} {what}".strip()
     return labels
 
 

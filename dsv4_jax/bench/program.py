@@ -158,8 +158,8 @@ def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:
     bodies: dict[str, list[str]] = {}
     current, entry = "", ""
     for line in hlo.splitlines():
-        if found := _COMPUTATION.match(line):
-            current = found[1]
+        if match := _COMPUTATION.match(line):
+            current = match[1]
             bodies[current] = []
             entry = current if line.startswith("ENTRY") else entry
         elif current and _INSTRUCTION.match(line):
@@ -174,8 +174,8 @@ def _without_code(line: str) -> str:
 
 def _count_instruction(line: str, count: Any) -> Launches:
     head = line.split("metadata=", 1)[0]
-    found = _OPCODE.search(head.split(" = ", 1)[1])
-    opcode = found[1] if found else "parameter"
+    match = _OPCODE.search(head.split(" = ", 1)[1])
+    opcode = match[1] if match else "parameter"
     if opcode in _CALLS:
         rounds = 1
         if opcode == "while" and (trips := re.search(r'"known_trip_count":\{"n":"(\d+)"', line)):

@@ -92,14 +92,14 @@ def profile_table(row: dict[str, Any], most: int = 30) -> str:
     """The longest launches of a step or call, and of a step's cache part; "" without a profile."""
     text, whole = [], "call" if "chunk_tokens" in row else "step"
     for name, key in ((whole, "profile"), ("cache part", "cache_part_profile")):
-        if found := row.get(key):
-            total = sum(each["us"] for each in found)
-            count = sum(each["launches"] for each in found)
+        if launches := row.get(key):
+            total = sum(each["us"] for each in launches)
+            count = sum(each["launches"] for each in launches)
             text.append(f"{name}: {count:,.0f} launches, {total:,.0f} us one after the other")
             text += [
                 f"{each['us']:9.1f} us {each['launches']:7.1f} x {each['least_us']:7.1f} or more  "
                 f"{each['what']}"
-                for each in found[:most]
+                for each in launches[:most]
             ]
     return "\n".join(text)
 
@@ -219,13 +219,13 @@ def plot_decode(rows: Sequence[dict[str, Any]], path: pathlib.Path, *, title: st
 def _round_numbers(low: float, high: float) -> list[float]:
     """1, 2, 5, 10, 20 and so on in that range, or more between them where it is small."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    found: list[float] = []
+    ticks: list[float] = []
     for factors in ((1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8)):
         numbers = [factor * 10.0**power for power in powers for factor in factors]
-        found = [number for number in numbers if low <= number <= high]
-        if len(found) > 2:
+        ticks = [number for number in numbers if low <= number <= high]
+        if len(ticks) > 2:
             break
-    return found
+    return ticks
 
 
 def _label_contexts(axes: Any, contexts: list[int]) -> None:

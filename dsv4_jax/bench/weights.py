@@ -57,9 +57,9 @@ def random_params(
     shapes = unstack_layers(param_shapes(config, dtype, weights=weights))
     made: list[Any] = []
     structure = jax.tree.structure(shapes, is_leaf=is_quantized)
-    places: list[Any] = [None] * structure.num_leaves
+    shardings: list[Any] = [None] * structure.num_leaves
     if mesh is not None:
-        places = structure.flatten_up_to(param_shardings(config, mesh, shapes))
+        shardings = structure.flatten_up_to(param_shardings(config, mesh, shapes))
     for number, (path, leaf) in enumerate(walk_weights(shapes)):
         name = path.rsplit(".", 1)[-1]
         leaf_seed = np.uint32(seed * 1_000_003 + number)
@@ -67,18 +67,18 @@ def random_params(
             weight = _expert_table(leaf_seed, leaf.shape, config.num_routed_experts)
         else:
             weight = _random_weight(leaf_seed, *leaf_spread(name, leaf.shape), leaf)
-        place = places[number]
-        made.append(weight if place is None else jax.tree.map(_put, weight, place))
+        sharding = shardings[number]
+        made.append(weight if sharding is None else jax.tree.map(_put, weight, sharding))
     return jax.tree.unflatten(structure, made)
 
 
-def _put(leaf: jax.Array, place: NamedSharding) -> jax.Array:
+def _put(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
     """Each process has all of the leaf, and keeps what its own devices hold."""
-    if place.is_fully_addressable:
-        return jax.device_put(leaf, place)
-    own = place.addressable_devices_indices_map(leaf.shape).items()
+    if sharding.is_fully_addressable:
+        return jax.device_put(leaf, sharding)
+    own = sharding.addressable_devices_indices_map(leaf.shape).items()
     parts = [jax.device_put(leaf[index], device) for device, index in own]
-    return jax.make_array_from_single_device_arrays(leaf.shape, place, parts)
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts)
 
 
 def _random_weight(seed: np.uint32, mean: float, spread: float, shapes: Weight) -> Weight:
@@ -139,5 +139,5 @@ def _random_bytes(seed: jax.Array, *, shape: tuple[int, ...]) -> jax.Array:
 def _expert_table(seed: jax.Array, shape: tuple[int, ...], num_experts: int) -> jax.Array:
     """i32[V, k]: consecutive experts (modulo their number), so that a token's are distinct."""
     first = random_bits((*shape[:-1], 1), seed) >> 8
-    place = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
-    return ((first + place) % num_experts).astype(jnp.int32)
+    index = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
+    return ((first + index) % num_experts).astype(jnp.int32)

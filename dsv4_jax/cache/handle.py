@@ -375,11 +375,11 @@ class LayerCacheHandle:
             ),
             scale=self.schema.entry_head_dim**-0.5,
         )
-        found = jnp.concatenate([part.sums, jnp.moveaxis(part.statistics, 1, 2)], axis=2)
-        found = found.reshape(found.shape[0], parts, num_heads, -1)
-        found = exchange_over_model(jnp.moveaxis(found, 1, 0))
+        exchanged = jnp.concatenate([part.sums, jnp.moveaxis(part.statistics, 1, 2)], axis=2)
+        exchanged = exchanged.reshape(exchanged.shape[0], parts, num_heads, -1)
+        exchanged = exchange_over_model(jnp.moveaxis(exchanged, 1, 0))
         return pk.join_parts(
-            pk.AttentionPart(found[..., :-2], jnp.moveaxis(found[..., -2:], 3, 2)),
+            pk.AttentionPart(exchanged[..., :-2], jnp.moveaxis(exchanged[..., -2:], 3, 2)),
             sink,
             self.call.positions,
             frequencies,

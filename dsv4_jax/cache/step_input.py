@@ -131,8 +131,8 @@ def index_call(
     safe_slots = jnp.where(live, slots, 0)
     row_lengths = jnp.where(live, length_tokens[safe_slots], 0)
     member = (step_input.request_ids[:, None] == jnp.arange(num_rows)[None]) & live[None]
-    place = jnp.cumsum(member, axis=0)[jnp.arange(num_tokens), row] - 1
-    positions = row_lengths[row] + place
+    offset = jnp.cumsum(member, axis=0)[jnp.arange(num_tokens), row] - 1
+    positions = row_lengths[row] + offset
     valid = jnp.any(member, axis=1) & (positions < block_table.shape[1] * block_tokens)
     return CallIndices(
         segment_ids=jnp.where(valid, row, -1),

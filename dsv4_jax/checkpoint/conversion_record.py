@@ -45,11 +45,11 @@ class ConversionRecord:
         file = destination / RECORD
         held = [p.name for p in destination.glob("*") if p.name == "config.json"]
         held += sorted(p.name for p in destination.glob("*.safetensors"))
-        found = read_json_object(file) if has_regular_file(file) else {}
-        if found.get("conversion") == self._conversion:
-            files = found.get("files")
+        record = read_json_object(file) if has_regular_file(file) else {}
+        if record.get("conversion") == self._conversion:
+            files = record.get("files")
             self._files = dict(files) if isinstance(files, dict) else {}
-        elif found and "config.json" not in held:
+        elif record and "config.json" not in held:
             raise ValueError(
                 f"{show_path(destination)} holds an unfinished conversion of another checkpoint, "
                 "or with other options; remove it or pass another directory"

@@ -181,9 +181,9 @@ def _released_leaf(leaf: str, shape: jax.ShapeDtypeStruct, sources: list[Source]
     wanted, scale_dtype = released_format(leaf), np.uint8
     if wanted is None:
         return shape
-    found = {(s.weight_format, s.scale_dtype if s.scale else None) for s in sources}
-    if len(found) == 1:
-        ((stored, stored_scale),) = found
+    formats = {(s.weight_format, s.scale_dtype if s.scale else None) for s in sources}
+    if len(formats) == 1:
+        ((stored, stored_scale),) = formats
         if stored is not None and (stored is BlockFP8 or stored_scale is np.uint8):
             wanted, scale_dtype = stored, stored_scale
     if wanted is MXFP4 and shape.shape[-1] % 2:

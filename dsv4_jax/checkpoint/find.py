@@ -92,8 +92,8 @@ def find_checkpoint(
 
 def _refuse_address(name: str) -> None:
     """Refuses a name of a model that is written in another way, which would be no directory."""
-    if (found := _ADDRESS.fullmatch(name)) and name != found[1]:
-        model, revision = found.groups()
+    if (match := _ADDRESS.fullmatch(name)) and name != match[1]:
+        model, revision = match.groups()
         given = f"{model!r} and revision={revision!r} (--revision)" if revision else repr(model)
         raise ValueError(
             f"checkpoint must be a directory or a name on the hub (owner/model), got {name!r}, "

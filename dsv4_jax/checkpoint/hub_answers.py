@@ -96,7 +96,7 @@ def _find_lacking(folder: pathlib.Path) -> str | None:
     names = {file.name for file in files}
     # As DeepSeek names them, model-00001-of-000163: the number may have other digits than the last.
     series = {
-        (found[1], len(found[2]), found[3]) for name in names if (found := _SHARD.fullmatch(name))
+        (match[1], len(match[2]), match[3]) for name in names if (match := _SHARD.fullmatch(name))
     }
     shards = {
         f"{stem}-{number + 1:0{digits}}-of-{last}.safetensors"

@@ -92,8 +92,8 @@ def as_stored(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 @jax.jit
 def _stored_mxfp4(stack: MXFP4, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-    place = tuple(index[i] for i in range(index.shape[0]))
-    return jax.tree.map(lambda leaf: leaf[place], stack).to_stored()
+    indices = tuple(index[i] for i in range(index.shape[0]))
+    return jax.tree.map(lambda leaf: leaf[indices], stack).to_stored()
 
 
 def scale_name(name: str) -> str:

@@ -128,8 +128,8 @@ def named_sources(
             yield from _fused_experts(name, Source(tensor, original, scale=scale), num_experts)
             continue
         source = Source(tensor, original, scale=scale)
-        if scale is None and _may_be_quantised(tensor) and (found := _EXPERT.fullmatch(name)):
-            source = _with_fused_scale(source, found, by_name, num_experts)
+        if scale is None and _may_be_quantised(tensor) and (match := _EXPERT.fullmatch(name)):
+            source = _with_fused_scale(source, match, by_name, num_experts)
         yield name, source
 
 
@@ -149,10 +149,10 @@ def _may_be_quantised(tensor: StoredTensor) -> bool:
 
 
 def _with_fused_scale(
-    source: Source, found: re.Match[str], by_name: dict[str, StoredTensor], num_experts: int
+    source: Source, match: re.Match[str], by_name: dict[str, StoredTensor], num_experts: int
 ) -> Source:
     """The weight of an expert with its part of the scales of all, if there are such."""
-    stem, expert, w = found[1], int(found[2]), found[3]
+    stem, expert, w = match[1], int(match[2]), match[3]
     fused = next(name for name, parts in _PARTS.items() if w in parts)
     scale = by_name.get(f"{stem}.{fused}.scale")
     if scale is None:

@@ -125,7 +125,7 @@ def wholes(least: int = 1, most: int = MAX_I32) -> Callable[[str], list[int]]:
 
 def points_of(text: str) -> list[tuple[int, int, bool]]:
     """Reads BATCH@CONTEXT, with /split or without, one or more."""
-    found = []
+    points = []
     for part in text.split(","):
         sizes, slash, how = part.partition("/")
         batch, at, context = sizes.partition("@")
@@ -134,10 +134,10 @@ def points_of(text: str) -> list[tuple[int, int, bool]]:
                 f"must be BATCH@CONTEXT or BATCH@CONTEXT/split, one or more, got {show(text)}"
             )
         try:
-            found.append((whole()(batch), whole()(context), bool(slash)))
+            points.append((whole()(batch), whole()(context), bool(slash)))
         except argparse.ArgumentTypeError as error:
             raise argparse.ArgumentTypeError(f"{error}, in {show(text)}") from None
-    return found
+    return points
 
 
 def real(least: float, most: float) -> Callable[[str], float]:

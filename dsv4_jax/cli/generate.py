@@ -143,10 +143,10 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
             text = without_line_end(without_mark(raw).decode())
         except UnicodeDecodeError as error:
             raise ValueError(f"{name} must be UTF-8 ({error})") from None
-        found = [line for line in split_lines(text) if line] if args.lines else [text]
-        if not any(found):
+        texts = [line for line in split_lines(text) if line] if args.lines else [text]
+        if not any(texts):
             raise ValueError(f"{name} must hold a prompt, and is empty")
-        prompts += found
+        prompts += texts
     return prompts
 
 

@@ -41,8 +41,8 @@ class Gpus:
 
 def read_gpus(text: str) -> Gpus:
     """Reads `h200` or `h200x8`; an argument type."""
-    found = re.fullmatch(r"([a-z]+\d+)(?:x([1-9]\d{0,3}))?", text.lower())
-    kind, count = found.groups() if found else (None, None)
+    match = re.fullmatch(r"([a-z]+\d+)(?:x([1-9]\d{0,3}))?", text.lower())
+    kind, count = match.groups() if match else (None, None)
     if kind not in MEMORY_BYTES or int(count or 1) > MAX_DEVICES:
         raise argparse.ArgumentTypeError(
             f"must be one of {', '.join(MEMORY_BYTES)}, or several such as h200x8 (up to "

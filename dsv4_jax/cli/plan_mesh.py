@@ -7,7 +7,7 @@ import collections
 import functools
 
 from dsv4_jax.bench.floor import LINK_BANDWIDTH, StepFloor, step_floor
-from dsv4_jax.bench.placement import STEP_TOKENS, Placement, fitting_meshes, place, place_on
+from dsv4_jax.bench.placement import STEP_TOKENS, Placement, fitting_meshes, place, placements_on
 from dsv4_jax.bench.roofline import BANDWIDTH
 from dsv4_jax.cli.arguments import WEIGHTS
 from dsv4_jax.cli.gpus import Gpus
@@ -39,7 +39,7 @@ def print_mesh_plan(config: DSV4Config, args: argparse.Namespace, gpus: Gpus) ->
     if args.weights_gib is not None:
         raise ValueError("--weights-gib is for one device; on a mesh weights are computed")
     if args.data is None and args.model is None:
-        placed = _roomiest(place_on(gpus.count, place_model), gpus, args.context)
+        placed = _roomiest(placements_on(gpus.count, place_model), gpus, args.context)
     else:
         placed = place_model(data=args.data or 1, model=args.model or 1)
     data, model = placed.data, placed.model

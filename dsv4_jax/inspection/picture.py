@@ -17,13 +17,13 @@ _MAX_LABELS = 12
 
 def plot_layer(view: RequestView, layer_idx: int) -> Figure:
     """A figure with a panel for each thing that the layer keeps."""
-    found = [layer for layer in view.layers if layer.layer_idx == layer_idx]
-    if not found:
+    layers = [layer for layer in view.layers if layer.layer_idx == layer_idx]
+    if not layers:
         raise ValueError(
             f"layer_idx must be one of {[layer.layer_idx for layer in view.layers]}, "
             f"got {layer_idx!r}"
         )
-    (layer,) = found
+    (layer,) = layers
     panels = [_plot_ring]
     if layer.compression_ratio > 1:
         panels += [_plot_open_window, _plot_blocks]

@@ -124,8 +124,8 @@ def _gather(
         return rows, ids, weights
     codes, scale = quantize_rows(rows)
     codes, scale, ids, weights = gather_rows(codes.reshape(len(rows), -1), scale, ids, weights)
-    found = QuantizedRows(codes.reshape(*scale.shape, -1), scale)
-    return decode_rows(found, rows.shape[1]).astype(rows.dtype), ids, weights
+    quantized = QuantizedRows(codes.reshape(*scale.shape, -1), scale)
+    return decode_rows(quantized, rows.shape[1]).astype(rows.dtype), ids, weights
 
 
 def _in_chunks(run: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
@@ -152,8 +152,8 @@ def _first_expert(params: MoEParams) -> jax.Array | None:
 
     Ids less that number are the device's own within 0 .. E - 1.
     """
-    place = place_on(DATA, MODEL)
-    return None if isinstance(place, int) else place * params.w1.shape[0]
+    index = place_on(DATA, MODEL)
+    return None if isinstance(index, int) else index * params.w1.shape[0]
 
 
 def route(

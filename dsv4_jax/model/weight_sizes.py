@@ -56,7 +56,7 @@ def weight_format(weight: Weight) -> str:
 
 def weight_family(path: str) -> str:
     """The family of the weight at a dotted path of the parameters."""
-    return next(name for name, found in _FAMILIES if re.search(found, path))
+    return next(name for name, pattern in _FAMILIES if re.search(pattern, path))
 
 
 def bytes_by_family(params: Any) -> dict[str, dict[str, int]]:

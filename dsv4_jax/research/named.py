@@ -31,8 +31,8 @@ def find_idea(name: str) -> Idea:
             f"an idea must be none, a cache format ({', '.join(CACHE_FORMATS)}) or module:name, "
             f"got {name!r}"
         )
-    found = find_object(name)
-    return found if isinstance(found, Idea) else Idea(selector=found)
+    value = find_object(name)
+    return value if isinstance(value, Idea) else Idea(selector=value)
 
 
 def find_object(name: str) -> Any:
@@ -47,9 +47,9 @@ def find_object(name: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found: Any = importlib.import_module(module)
+        value: Any = importlib.import_module(module)
         for part in attribute.split("."):
-            found = getattr(found, part)
+            value = getattr(value, part)
     except (Exception, SystemExit) as error:  # whatever the module raises
         raise ValueError(f"{name} cannot be imported: {describe_error(error)}") from error
-    return found
+    return value

@@ -103,31 +103,34 @@ class _Reader:
         root = self._read(self._schema, "#")
         shared = {}
         while self._unread:
-            place = self._unread.pop()
-            shared[self._names[place]] = self._read(self._find(place), place)
-        for made, place in self._choices:
+            pointer = self._unread.pop()
+            shared[self._names[pointer]] = self._read(self._find(pointer), pointer)
+        for made, pointer in self._choices:
             options = made.pop("oneOf")
-            with self._leaving_out(place):
+            with self._leaving_out(pointer):
                 if not are_apart(options, shared):
-                    refuse(place, "must be of schemas that no value can be two of, as their types "
-                           "or a required property with a const show; or use anyOf")  # fmt: skip
+                    refuse(
+                        pointer,
+                        "must be of schemas that no value can be two of, as their types or a "
+                        "required property with a const show; or use anyOf",
+                    )
             _also(made, {"anyOf": options})
         return root, shared
 
-    def _read(self, schema: Any, place: str, *, closes: bool = True) -> Any:
+    def _read(self, schema: Any, pointer: str, *, closes: bool = True) -> Any:
         """A schema in its one form; False for one that nothing fulfils."""
         check_time()
         if isinstance(schema, bool):
             return {} if schema else False
         if not isinstance(schema, dict):
-            refuse(place, f"must be a schema, got {checks.shown(schema)}")
+            refuse(pointer, f"must be a schema, got {checks.shown(schema)}")
         if "allOf" in schema:
             whole = merge_objects(schema, self._find_any)
             if whole is not None:
-                return self._read(whole, place, closes=closes)
+                return self._read(whole, pointer, closes=closes)
         made: dict[str, Any] = {}
         for name in sorted(schema, key=_LAST.__eq__):
-            where = _inside(place, name)
+            where = _inside(pointer, name)
             with self._leaving_out(where):
                 self._read_keyword(made, schema, name, where)
         for name, other in _ADDS_TO.items():
@@ -135,10 +138,10 @@ class _Reader:
                 made.pop(other, None)
         if closes and self._is_strict and "properties" in schema:
             self._close(made)
-        with self._leaving_out(f"{place}/minProperties"):
-            self._count_properties(made, place)
-        with self._leaving_out(place):
-            keep_out_whole_bounds(made, place)
+        with self._leaving_out(f"{pointer}/minProperties"):
+            self._count_properties(made, pointer)
+        with self._leaving_out(pointer):
+            keep_out_whole_bounds(made, pointer)
         return made
 
     @contextlib.contextmanager
@@ -172,13 +175,13 @@ class _Reader:
             parts.setdefault(name, {})
         made.setdefault("additionalProperties", False)
 
-    def _count_properties(self, made: dict[str, Any], place: str) -> None:
+    def _count_properties(self, made: dict[str, Any], pointer: str) -> None:
         """Nothing keeps a name that is not listed from coming twice, and counting twice."""
         least, required = made.pop("minProperties", 0), set(made.get("required", ()))
         if least <= len(required):
             return
         if least > len(required) + 1 or set(made.get("properties", ())) - required:
-            refuse(f"{place}/minProperties", "cannot be held; list what is required")
+            refuse(f"{pointer}/minProperties", "cannot be held; list what is required")
         made["minProperties"] = least
 
     def _types(self, made: dict[str, Any], schema: dict[str, Any], where: str) -> None:
@@ -310,32 +313,32 @@ class _Reader:
         made["required"] = list(dict.fromkeys(names))
 
     def _reference(self, made: dict[str, Any], schema: dict[str, Any], where: str) -> None:
-        place = schema["$ref"]
-        if not isinstance(place, str) or not (place == "#" or place.startswith("#/")):
-            refuse(where, f'must be "#" or begin with "#/", got {checks.shown(place)}; references '
-                           "are to places of the schema itself")  # fmt: skip
-        if place not in self._names:
-            self._find(place)
-            self._names[place] = str(len(self._names))
-            self._unread.append(place)
-        made["$ref"] = f"#/$defs/{self._names[place]}"
+        pointer = schema["$ref"]
+        if not isinstance(pointer, str) or not (pointer == "#" or pointer.startswith("#/")):
+            refuse(where, f'must be "#" or begin with "#/", got {checks.shown(pointer)}; '
+                           "references are to places of the schema itself")  # fmt: skip
+        if pointer not in self._names:
+            self._find(pointer)
+            self._names[pointer] = str(len(self._names))
+            self._unread.append(pointer)
+        made["$ref"] = f"#/$defs/{self._names[pointer]}"
 
-    def _find_any(self, place: Any) -> Any:
+    def _find_any(self, pointer: Any) -> Any:
         """A place that may not be one; None then."""
-        return self._find(place) if isinstance(place, str) and place.startswith("#") else None
+        return self._find(pointer) if isinstance(pointer, str) and pointer.startswith("#") else None
 
-    def _find(self, place: str) -> Any:
+    def _find(self, pointer: str) -> Any:
         """What a reference is to."""
-        found = self._schema
-        for step in urllib.parse.unquote(place[1:]).split("/")[1:]:
+        value = self._schema
+        for step in urllib.parse.unquote(pointer[1:]).split("/")[1:]:
             step = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, dict) and step in found:
-                found = found[step]
-            elif isinstance(found, list) and step.isdecimal() and int(step) < len(found):
-                found = found[int(step)]
+            if isinstance(value, dict) and step in value:
+                value = value[step]
+            elif isinstance(value, list) and step.isdecimal() and int(step) < len(value):
+                value = value[int(step)]
             else:
-                refuse(place, "is referred to and is not there")
-        return found
+                refuse(pointer, "is referred to and is not there")
+        return value
 
 
 def _nothing(*_: Any) -> None:
@@ -385,9 +388,9 @@ def _is_open(part: Any) -> bool:
     return bool(part) and not {"properties", "$ref", "anyOf", "oneOf"}.isdisjoint(part)
 
 
-def _inside(place: str, name: str) -> str:
+def _inside(pointer: str, name: str) -> str:
     """A step on, in a JSON pointer."""
-    return f"{place}/{name.replace('~', '~0').replace('/', '~1')}"
+    return f"{pointer}/{name.replace('~', '~0').replace('/', '~1')}"
 
 
 def _also(made: dict[str, Any], part: dict[str, Any]) -> None:

@@ -85,9 +85,9 @@ def expression(value: Any, where: str) -> str:
     return value
 
 
-def refuse(place: str, rule: str) -> NoReturn:
+def refuse(pointer: str, rule: str) -> NoReturn:
     """Says what a schema must be at a place."""
-    raise SchemaError(f"{place[:200]} {rule}")
+    raise SchemaError(f"{pointer[:200]} {rule}")
 
 
 _MOST_PLACES = 9

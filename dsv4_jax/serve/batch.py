@@ -100,11 +100,11 @@ class Batch:
         order: FileOrder | None,
         on_answer: Callable,
     ) -> None:
-        for place, line in lines:
+        for index, line in lines:
             answer = await _answer(intake, line, self._repeatable)
             if order is not None:
                 settle(answer, name_of(line))
-                await order.wait_for(place)
+                await order.wait_for(index)
             self._answers.add(answer)
             if order is not None:
                 await order.note_written()

@@ -105,8 +105,8 @@ def parse_object(raw: bytes, name: str = "the body") -> dict[str, Any]:
             told = f"{where or name}: holds half of a surrogate pair"
             raise ApiError(400, told, param=where or None)
     except UnicodeDecodeError as error:
-        place = error.start + len(raw) - len(without_mark(raw))
-        raise ApiError(400, f"{name} must be UTF-8, which its byte {place} is not") from None
+        offset = error.start + len(raw) - len(without_mark(raw))
+        raise ApiError(400, f"{name} must be UTF-8, which its byte {offset} is not") from None
     except ValueError as error:
         raise ApiError(400, f"{name} must be JSON: {error}") from None
     if not isinstance(value, dict):
@@ -121,14 +121,14 @@ def _check_counts(raw: bytes, name: str) -> None:
     """Refuses what would be too many values for one call of the parser."""
     if _num_parts(raw) <= MAX_PARTS and raw.count(b",") <= MAX_COMMAS:
         return
-    place, parts, commas = 0, 0, 0  # again, without what is in texts
+    position, parts, commas = 0, 0, 0  # again, without what is in texts
     for text in _TEXT.finditer(raw):
-        between = raw[place : text.start()]
+        between = raw[position : text.start()]
         parts, commas = parts + _num_parts(between), commas + between.count(b",")
-        place = text.end()
+        position = text.end()
         if parts > MAX_PARTS or commas > MAX_COMMAS:
             break
-    parts, commas = parts + _num_parts(raw[place:]), commas + raw[place:].count(b",")
+    parts, commas = parts + _num_parts(raw[position:]), commas + raw[position:].count(b",")
     if parts > MAX_PARTS:
         raise ApiError(400, f"{name} must have at most {MAX_PARTS} lists and objects")
     if commas > MAX_COMMAS:
@@ -139,11 +139,11 @@ def _check_depth(raw: bytes, name: str) -> None:
     """Refuses lists and objects that lie too deep in each other."""
     if _num_parts(raw) <= MAX_DEPTH:
         return
-    depth, place = 0, 0
-    while place < len(raw):
-        found = _UP_TO_BRACKET.match(raw, place)
-        assert found is not None
-        place, bracket = found.end(), found[1]
+    depth, position = 0, 0
+    while position < len(raw):
+        match = _UP_TO_BRACKET.match(raw, position)
+        assert match is not None
+        position, bracket = match.end(), match[1]
         if bracket is not None:
             depth += 1 if bracket in b"[{" else -1
         if depth > MAX_DEPTH:

@@ -77,9 +77,9 @@ class ConversationRenderer:
         for one in tokens:
             self._num_silent[number] = 0 if one.text else self._num_silent[number] + 1
         events = []
-        for place, chunk in enumerate(chunks):
+        for index, chunk in enumerate(chunks):
             if not parser.finished:
-                self._num_told[number] += place < len(tokens)
+                self._num_told[number] += index < len(tokens)
                 self._has_ended[number] = reason is not None and chunk is chunks[-1]
                 events += parser.push(chunk)
         if reason is not None:
@@ -268,21 +268,21 @@ def _gather_input(data: str, inputs: dict[int, str]) -> None:
     """Adds a part of a call's arguments, by the place of its block."""
     if '"partial_json":' in data:
         event = json.loads(data)
-        place = event["index"]
-        inputs[place] = inputs.get(place, "") + event["delta"]["partial_json"]
+        index = event["index"]
+        inputs[index] = inputs.get(index, "") + event["delta"]["partial_json"]
 
 
 def _with_inputs(data: str, inputs: Mapping[int, str]) -> str:
     """An answer whose calls have the model's own numbers, which the library would round."""
     written = {}
-    for place, text in inputs.items():
+    for index, text in inputs.items():
         with contextlib.suppress(ValueError, RecursionError):
             value = digits.loads(text)
             if isinstance(value, dict) and digits.Digits().hide(value) != value:
-                written[place] = value
+                written[index] = value
     if not written:
         return data
     answer = json.loads(data)
-    for place, value in written.items():
-        answer["content"][place]["input"] = value
+    for index, value in written.items():
+        answer["content"][index]["input"] = value
     return digits.dumps(answer)

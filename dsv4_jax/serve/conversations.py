@@ -247,11 +247,11 @@ class Conversations:
         As the library does, it encodes what is between special tokens as plain text.
         """
         rendered = self._encoding.render_conversation(conversation)
-        text, ids, place = rendered.prompt, [], 0
+        text, ids, position = rendered.prompt, [], 0
         for start, end in [*rendered.special_ranges, (len(text), len(text))]:
-            ids += self._encode_plain(digits.restore(text[place:start]))
+            ids += self._encode_plain(digits.restore(text[position:start]))
             ids += [self._added_tokens[text[start:end]]] if end > start else []
-            place = end
+            position = end
         return ids
 
     def _encode_plain(self, text: str) -> list[int]:
@@ -346,7 +346,7 @@ def _read_wanted(given: Mapping[str, Any], dialect: Dialect, turns: Turns) -> Wa
     request = turns.request
     stage = turns.parsing.thinking_initial_stage
     thinks = stage is not None and stage.starts_in_reasoning()
-    found = request.inference_options.output_constraint
+    constraint = request.inference_options.output_constraint
     asked = given.get("response_format", given.get("text", {}).get("format", {}))
     asked = given.get("output_config", {}).get("format", asked)
     format_ = asked.get("type", "text")
@@ -354,14 +354,16 @@ def _read_wanted(given: Mapping[str, Any], dialect: Dialect, turns: Turns) -> Wa
     choice = choice if isinstance(choice, dict) else {}
     if must_call(given) and not given.get("tools"):
         refuse("tool_choice", "must be auto or none without tools")
-    if found is None:
+    if constraint is None:
         # Of messages the library reads no form.
         in_messages = format_ == "json_schema" and dialect is MESSAGES
         schema = asked.get("schema", {}) if in_messages else None
         return Wanted(thinks, schema=schema, field=f"{dialect.form}.schema")
-    if not found.kind.startswith("tool_call"):
+    if not constraint.kind.startswith("tool_call"):
         schema = (
-            json.loads(turns.digits.restore(found.schema)) if found.schema else {"type": "object"}
+            json.loads(turns.digits.restore(constraint.schema))
+            if constraint.schema
+            else {"type": "object"}
         )
         is_strict = is_schema_strict(given)
         inner = "json_schema.schema" if dialect is CHAT else "schema"
@@ -379,7 +381,7 @@ def _read_wanted(given: Mapping[str, Any], dialect: Dialect, turns: Turns) -> Wa
     strict = strict_tools(given)
     tools = [
         {"function": one["function"] | {"strict": one["function"]["name"] in strict}}
-        for one in json.loads(turns.digits.restore(found.schema))
+        for one in json.loads(turns.digits.restore(constraint.schema))
     ]
     if choice.get("type") == "tool":
         tools = [one for one in tools if one["function"]["name"] == choice.get("name")]

@@ -239,7 +239,7 @@ def _read(value: Any, rule: Rule, name: str, left_out: list[str]) -> Any:
 def _read_fields(
     value: Mapping[str, Any], rule: Rule, prefix: str, left_out: list[str]
 ) -> dict[str, Any]:
-    found = {}
+    kept = {}
     assert rule.fields is not None
     for name, one in value.items():
         inner = rule.fields.get(name)
@@ -256,11 +256,11 @@ def _read_fields(
             _note(prefix + name[:64], left_out)
             one = _GONE
         if one is not _GONE:
-            found[name] = one
+            kept[name] = one
     for name, inner in rule.fields.items():
-        if inner.is_needed and name not in found:
+        if inner.is_needed and name not in kept:
             refuse(prefix + name, "must be given")
-    return found
+    return kept
 
 
 def _refuse_kind(given: Any, rule: Rule, name: str) -> NoReturn:

@@ -134,10 +134,10 @@ def _values(scope: Scope, wanted: bytes) -> list[str]:
 
 def _split(authority: str) -> tuple[str, int | None] | None:
     """The host of `host:port` in its one spelling, and the port; None if it is none."""
-    found = _AUTHORITY.fullmatch(authority)
-    if found is None:
+    match = _AUTHORITY.fullmatch(authority)
+    if match is None:
         return None
-    address, name, port = found.groups()
+    address, name, port = match.groups()
     if address is not None and _address(address) is None:
         return None
     canonical = _canonical(address or name)

@@ -83,7 +83,7 @@ def _byte_alphabet() -> dict[str, int]:
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [one for one in range(256) if one not in shown]
     return {chr(one): one for one in shown} | {
-        chr(256 + place): one for place, one in enumerate(others)
+        chr(256 + index): one for index, one in enumerate(others)
     }
 
 

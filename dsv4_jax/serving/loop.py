@@ -179,8 +179,8 @@ class ServingLoop:
         """Checks the whole cache, against the last check too; see `verify_cache`."""
         self.drain()
         self.runner.apply(self.shards)
-        found = self.runner.devices.scan()
-        return verify_scan(self.runner.cache, found, self.shards.ledgers(), self._seals)
+        scan = self.runner.devices.scan()
+        return verify_scan(self.runner.cache, scan, self.shards.ledgers(), self._seals)
 
     def _new_shards(self) -> DataShards:
         plan = self.runner.plan
@@ -314,11 +314,11 @@ class ServingLoop:
             self.metrics.accepted_tokens += int((kept - rows.num_appended[alive]).sum())
         for row in (after // size > before // size).nonzero()[0].tolist():
             request = flight.running[int(slots[row])]
-            known = request.token_ids[: before[row] + num_tokens[row]]
+            token_ids = request.token_ids[: before[row] + num_tokens[row]]
             if more := int(kept[row] - num_tokens[row]):  # kept drafts are what was drawn
-                known = np.concatenate([known, result.token_ids[request.slot, :more]])
+                token_ids = np.concatenate([token_ids, result.token_ids[request.slot, :more]])
             manager, own = shards.of(request.slot)
-            manager.share(own, known)
+            manager.share(own, token_ids)
 
     def _keep(self, flight: Flight, next_flight: Flight | None) -> None:
         """Snapshots that a step has written, for who comes after; others' places are free.

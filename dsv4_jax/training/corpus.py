@@ -139,7 +139,7 @@ def bytes_to_characters() -> dict[int, str]:
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     characters = {byte: chr(byte) for byte in printable}
-    return characters | {byte: chr(256 + place) for place, byte in enumerate(others)}
+    return characters | {byte: chr(256 + index) for index, byte in enumerate(others)}
 
 
 def _is_held_out(name: str) -> bool:

@@ -299,13 +299,13 @@ def train(
         num_long, num_short = num_long + is_long, num_short + (not is_long)
         count = num_short + num_long
         if count % plan.steps_between_reports == 0 or share_done() >= 1:
-            found = {name: round(float(value), 4) for name, value in losses.items()}
+            row = {name: round(float(value), 4) for name, value in losses.items()}
             rows = [jnp.mean(_held_out(params, some, config=config)) for some in validation]
-            found["validation"] = float(np.mean(rows))
-            found |= {"step": count, "seconds": round(seconds())}
-            print(json.dumps(found), flush=True)
-            if done > compared_from and found["validation"] < best_loss:
-                best_loss, best = found["validation"], _copy(params)
+            row["validation"] = float(np.mean(rows))
+            row |= {"step": count, "seconds": round(seconds())}
+            print(json.dumps(row), flush=True)
+            if done > compared_from and row["validation"] < best_loss:
+                best_loss, best = row["validation"], _copy(params)
         if share_done() < 1 and time.time() - started > 60 * pause_minutes:
             paused = Progress(params, optimizer, best, best_loss, num_short, num_long, seconds())
             assert state is not None

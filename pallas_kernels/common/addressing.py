@@ -40,8 +40,8 @@ def write_rows(
     """
 
     def write(plane: jax.Array, row: jax.Array) -> jax.Array:
-        place = plane.at[layer, drop_absent(first, plane.shape[1]), second]
-        return place.set(row.astype(plane.dtype), mode="drop", wrap_negative_indices=False)
+        target = plane.at[layer, drop_absent(first, plane.shape[1]), second]
+        return target.set(row.astype(plane.dtype), mode="drop", wrap_negative_indices=False)
 
     return {name: write(plane, rows[name]) for name, plane in stacked.items()}
 

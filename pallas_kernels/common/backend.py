@@ -136,7 +136,7 @@ def resolve[F: Callable](
     """
     arguments = arguments or {}
     if preferred is None:
-        kernels = [known for known in implementations if known != Backend.REFERENCE]
+        kernels = [each for each in implementations if each != Backend.REFERENCE]
         preferred = kernels[0] if kernels else Backend.REFERENCE
     capability = compute_capability()
     on_gpu = capability is not None and capability >= (9, 0)
@@ -150,8 +150,8 @@ def resolve[F: Callable](
         _report_fallback(f"'{preferred}' {op} {obstacle}", op, arguments)
         return implementations[Backend.REFERENCE]
     if not isinstance(backend, str) or backend not in list(Backend):
-        known = [b.value for b in Backend]
-        raise ValueError(f"backend must be one of {known}, got {shown(backend)}")
+        names = [b.value for b in Backend]
+        raise ValueError(f"backend must be one of {names}, got {shown(backend)}")
     if backend not in implementations:
         raise NotImplementedError(
             f"{op} has no {str(backend)!r} implementation, it has {list(map(str, implementations))}"

@@ -217,10 +217,10 @@ def fold_tokens(
         return pool, ahead
 
     def fold_rest(pool: Pool, tokens: list[list[jax.Array]]) -> Pool:
-        for place, token in enumerate(tokens):
+        for number, token in enumerate(tokens):
             # The last chunk is full in shape alone: tokens beyond `num_tokens` leave the pool as it
             # is.
-            pool = select_pool(place < rest, fold(pool, *token), pool)
+            pool = select_pool(number < rest, fold(pool, *token), pool)
         return pool
 
     whole, rest = (0, num_tokens) if chunk == 1 else (num_tokens // chunk, num_tokens % chunk)

@@ -70,9 +70,9 @@ def _routed(arguments: Arguments) -> jax.Array:
     work = sort_pairs(expert_ids, num_experts, tile_rows)
     spare = -work.first.size % min(_TILES_AT_ONCE, work.first.size)  # tiles of no rows
     num_tiles = work.first.size + spare
-    place = work.row - work.first[work.tile]  # i32[T, k], of each pair in its tile
+    offset = work.row - work.first[work.tile]  # i32[T, k], of each pair in its tile
     is_pair = (expert_ids >= 0) & (expert_ids < num_experts)
-    slot = work.tile * tile_rows + place
+    slot = work.tile * tile_rows + offset
     slot = drop_absent(slot, num_tiles * tile_rows, is_there=is_pair)
     tokens = jnp.broadcast_to(jnp.arange(x.shape[0])[:, None], slot.shape)
 

@@ -107,18 +107,18 @@ class PeerLayout:
         """From here on a new buffer holds EMPTY, and zeros before it."""
         return self.slots[0] // _WORD_BYTES
 
-    def header(self, place: int, addresses: list[int]) -> np.ndarray:
+    def header(self, rank: int, addresses: list[int]) -> np.ndarray:
         """The first words of a buffer.
 
         Args:
-          place: of its device on the axis.
+          rank: of its device on the axis.
           addresses: where the buffers of all devices of the axis begin, in order.
 
         Returns:
           i32[64].
         """
         words = np.zeros(_HEADER_BYTES // 8, np.uint64)
-        words[OWN_ADDRESS // 8] = addresses[place]
-        words[PLACE // 8] = place
+        words[OWN_ADDRESS // 8] = addresses[rank]
+        words[PLACE // 8] = rank
         words[ADDRESSES // 8 :][: len(addresses)] = addresses
         return words.view(np.int32)

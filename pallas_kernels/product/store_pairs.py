@@ -58,17 +58,17 @@ def store_pairs(target: Ref, values: jax.Array, place: Place, *, operand_order: 
         # How many rows there are from the lane's own on: each store compares its constant with
         # that.
         left = arith.subi(num_rows, row)
-        place = arith.addi(first_row, row), arith.addi(first_column, column)
-        base = address_of(target, *place, size)
+        index = arith.addi(first_row, row), arith.addi(first_column, column)
+        base = address_of(target, *index, size)
         # By eight columns, then by the two rows of a lane, eight apart.
         registers = values.registers.reshape(-1, 2)
         for eight, half in np.ndindex(registers.shape):
             words = _words(registers[eight, half], size)
             for i, word in enumerate(words):
                 n = 8 * eight + i
-                place = (n * width + of_half * half) * size
+                offset = (n * width + of_half * half) * size
                 present = arith.cmpi(arith.CmpIPredicate.sgt, left, mgpu.c(n, i32))
-                _store_word(mgpu.utils.getelementptr(base, [place], byte), word, present)
+                _store_word(mgpu.utils.getelementptr(base, [offset], byte), word, present)
 
     write(target, values, *place)
 

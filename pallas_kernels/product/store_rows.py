@@ -63,8 +63,8 @@ def store_rows(target: Ref, values: jax.Array, place: Place) -> None:
         # With 16 bits lane q stores the q-th eight columns of each 32, as `_exchange` gives them to
         # it.
         column = arith.muli(lane, mgpu.c(8 if size == 2 else 2, i32))
-        place = arith.addi(first_row, row), arith.addi(first_column, column)
-        base = address_of(target, *place, size)
+        index = arith.addi(first_row, row), arith.addi(first_column, column)
+        base = address_of(target, *index, size)
         # Registers go by eight columns, then by the two rows of a thread, eight apart.
         registers = values.registers.reshape(-1, 2)
         for half in range(2):

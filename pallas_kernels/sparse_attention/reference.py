@@ -176,8 +176,8 @@ def _map_keys(
     num_keys = first_plane(ring.planes).shape[2]
     if pool is not None and selected is not None:
         if call.visible is not None:
-            place = jnp.arange(selected.shape[1], dtype=jnp.int32)[None]
-            selected = jnp.where(place < call.visible[:, None], selected, -1)
+            number = jnp.arange(selected.shape[1], dtype=jnp.int32)[None]
+            selected = jnp.where(number < call.visible[:, None], selected, -1)
         places["selected"] = selected
         num_keys += selected.shape[1]
 

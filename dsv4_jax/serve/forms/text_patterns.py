@@ -14,7 +14,7 @@ _ASCII = {"\\d": "[0-9]", "\\D": "[^0-9]", "\\w": "[0-9A-Za-z_]", "\\W": "[^0-9A
 _ANCHORS = ("^", "$", "\\A", "\\z")
 
 
-def found_in(pattern: str, place: str) -> str:
+def found_in(pattern: str, pointer: str) -> str:
     """An expression, of Rust's dialect, of the texts in which a pattern is found.
 
     Raises:
@@ -28,7 +28,7 @@ def found_in(pattern: str, place: str) -> str:
         made.append(f"{'' if begins else '(?s:.*)'}(?:{''.join(inner)}){'' if ends else '(?s:.*)'}")
         if any(step in _ANCHORS for step in inner) or re.search(r"\(\?[a-zA-Z-]+\)", pattern):
             raise SchemaError(
-                f"{place}/pattern must have no flags, and ^ and $ at its ends or at those of its "
+                f"{pointer}/pattern must have no flags, and ^ and $ at its ends or at those of its "
                 f"outermost choices alone, got {json.dumps(pattern)[:100]}"
             )
     return "|".join(made)
@@ -37,7 +37,7 @@ def found_in(pattern: str, place: str) -> str:
 def between_slashes(expression: str) -> str:
     """An expression of Lark, on one line."""
     line = expression.replace("\n", "\\n").replace("\r", "\\r")
-    return "/" + re.sub(r"(\\.)|/", lambda found: found[1] or "\\/", line) + "/"
+    return "/" + re.sub(r"(\\.)|/", lambda match: match[1] or "\\/", line) + "/"
 
 
 def _alternatives(pattern: str) -> list[list[str]]:
@@ -55,28 +55,28 @@ def _alternatives(pattern: str) -> list[list[str]]:
 
 def _steps(pattern: str) -> Iterator[str]:
     """Characters, what follows a backslash with it, and classes as one."""
-    place = 0
-    while place < len(pattern):
-        end = _end_of_class(pattern, place) if pattern[place] == "[" else place + 1
-        end += pattern[place] == "\\"
-        step = pattern[place:end]
-        yield re.sub(r"\\.", lambda found: _ASCII.get(found[0], found[0]), step)
-        place = end
+    position = 0
+    while position < len(pattern):
+        end = _end_of_class(pattern, position) if pattern[position] == "[" else position + 1
+        end += pattern[position] == "\\"
+        step = pattern[position:end]
+        yield re.sub(r"\\.", lambda match: _ASCII.get(match[0], match[0]), step)
+        position = end
 
 
 def _end_of_class(pattern: str, start: int) -> int:
     """Where a class ends, with those in it; a bracket right after its begin is a character."""
-    place, depth = start, 0
-    while place < len(pattern):
-        if pattern[place] == "\\":
-            place += 1
-        elif pattern[place] == "[":
+    position, depth = start, 0
+    while position < len(pattern):
+        if pattern[position] == "\\":
+            position += 1
+        elif pattern[position] == "[":
             depth += 1
-            place += pattern[place + 1 : place + 2] == "^"
-            place += pattern[place + 1 : place + 2] == "]"
-        elif pattern[place] == "]":
+            position += pattern[position + 1 : position + 2] == "^"
+            position += pattern[position + 1 : position + 2] == "]"
+        elif pattern[position] == "]":
             depth -= 1
             if not depth:
-                return place + 1
-        place += 1
-    return place
+                return position + 1
+        position += 1
+    return position

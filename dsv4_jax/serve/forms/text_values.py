@@ -80,7 +80,7 @@ def texts_of(part: Any, schema: Schema) -> list[Text]:
     return [text for text in dict.fromkeys(found) if text is not None]
 
 
-def other_values(part: Any, schema: Schema, place: str) -> dict[str, Any] | None:
+def other_values(part: Any, schema: Schema, pointer: str) -> dict[str, Any] | None:
     """A part of a schema without its texts; None if texts alone fulfil it.
 
     Raises:
@@ -89,7 +89,7 @@ def other_values(part: Any, schema: Schema, place: str) -> dict[str, Any] | None
     found = _others(part, schema, ())
     told = "Unsatisfiable" if found is None else _problem(schema.part(found))
     if told and "Unsatisfiable" not in told:
-        raise SchemaError(f"{place} cannot be held: {told.partition(chr(10))[0]}")
+        raise SchemaError(f"{pointer} cannot be held: {told.partition(chr(10))[0]}")
     return None if told else found
 
 
@@ -175,7 +175,7 @@ def _told(schema_json: str) -> str:
     return LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema_json))
 
 
-def ends_of(text: Text, place: str) -> str:
+def ends_of(text: Text, pointer: str) -> str:
     """A text and the `</` after it, as an expression for a terminal of Lark.
 
     Raises:
@@ -183,7 +183,7 @@ def ends_of(text: Text, place: str) -> str:
     """
     if text.values is not None:
         return " | ".join(json.dumps(f"{one}</") for one in text.values)
-    parts = [found_in(one, place) for one in text.patterns]
+    parts = [found_in(one, pointer) for one in text.patterns]
     if text.least or text.most is not None:
         parts.append(f"(?s:.{{{text.least},{'' if text.most is None else text.most}}})")
     if not parts:

@@ -127,12 +127,12 @@ def _parameter(head: str, choices: list[str], lines: Lines) -> str:
     return f'"<" {mark} {head} {value}'
 
 
-def _value(part: Any, schema: Schema, place: str, lines: Lines) -> list[str]:
+def _value(part: Any, schema: Schema, pointer: str, lines: Lines) -> list[str]:
     """How a value may be written, from its mark of text to the begin of the tag after it."""
     choices = []
     for text in texts_of(part, schema):
-        choices.append(f'"\\"true\\">" {lines.terminal(ends_of(text, place))}')
-    others = other_values(part, schema, place)
+        choices.append(f'"\\"true\\">" {lines.terminal(ends_of(text, pointer))}')
+    others = other_values(part, schema, pointer)
     if others is not None:
         choices.append(f'"\\"false\\">" {json_value(schema, others)} "</"')
     return choices

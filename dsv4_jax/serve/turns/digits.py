@@ -92,14 +92,14 @@ class Digits:
         if all(map(_is_held, _STRING_OR_NUMBER.findall(text))) or not _is_json(text):
             return text
         return _STRING_OR_NUMBER.sub(
-            lambda found: found[0] if _is_held(found[1]) else str(self._stand_in(found[1])), text
+            lambda match: match[0] if _is_held(match[1]) else str(self._stand_in(match[1])), text
         )
 
     def restore(self, text: str) -> str:
         """A text in which numbers have their own digits again."""
         if not self._texts:
             return text
-        return _STAND_IN.sub(lambda found: self._texts.get(found[0], found[0]), text)
+        return _STAND_IN.sub(lambda match: self._texts.get(match[0], match[0]), text)
 
     def _stand_in(self, text: str) -> int:
         number = 10**17 + secrets.randbelow(9 * 10**17)

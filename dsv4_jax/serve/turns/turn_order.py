@@ -29,23 +29,23 @@ def _order_chat(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     called = [_names([one], "tool_call_id") if one.get("role") == "tool" else set()
               for one in messages]  # fmt: skip
     places = {name: deque[int]() for names in called for name in names}
-    for place, names in enumerate(called):
+    for index, names in enumerate(called):
         for name in names:
-            places[name].append(place)
+            places[name].append(index)
     ordered: list[dict[str, Any]] = []
     taken: set[int] = set()
     waiting: set[str] = set()
-    for place, message in enumerate(messages):
-        for name in called[place]:
+    for index, message in enumerate(messages):
+        for name in called[index]:
             places[name].popleft()
-        if place in taken:
+        if index in taken:
             continue
-        if waiting and not called[place]:
+        if waiting and not called[index]:
             later = sorted(places[name][0] for name in waiting if places.get(name))
             ordered += [messages[one] for one in later if one not in taken]
             taken.update(later)
             waiting = set()
-        waiting -= called[place]
+        waiting -= called[index]
         ordered.append(message)
         if message.get("role") == "assistant":
             waiting = _names(_parts(message, "tool_calls"), "id")
@@ -118,15 +118,15 @@ class _Turn:
 def _order_items(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Responses: results are brought forward to their calls; messages come after both."""
     places: dict[str, int] = {}
-    for place, item in enumerate(items):
+    for index, item in enumerate(items):
         if _has_result(item):
             for name in _names([item], "call_id"):
-                places.setdefault(name, place)
+                places.setdefault(name, index)
     ordered: list[dict[str, Any]] = []
     taken: set[int] = set()
     turn: _Turn | None = None
-    for place, item in enumerate(items):
-        if place in taken:
+    for index, item in enumerate(items):
+        if index in taken:
             continue
         names = _names([item], "call_id")
         if str(item.get("type")).endswith("_call"):
@@ -143,7 +143,7 @@ def _order_items(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
         elif not turn.results:
             turn.lead.append(item)
         else:  # the model goes on while a call still runs
-            later = sorted(places[name] for name in turn.waiting if places.get(name, -1) > place)
+            later = sorted(places[name] for name in turn.waiting if places.get(name, -1) > index)
             taken.update(later)
             turn.results += [items[one] for one in later]
             ordered += [*turn.items, item]

@@ -103,10 +103,10 @@ class _Tally:
     def count(self, drawn: np.ndarray) -> None:
         """Counts tokens i32[n] that follow those counted."""
         for token in drawn.tolist():
-            place = self._places.setdefault(token, self.size)
-            if place == len(self.counts):
+            index = self._places.setdefault(token, self.size)
+            if index == len(self.counts):
                 self.token_ids = np.concatenate([self.token_ids, np.zeros_like(self.token_ids)])
                 self.counts = np.concatenate([self.counts, np.zeros_like(self.counts)])
-            self.token_ids[place] = token
-            self.counts[place] += 1
+            self.token_ids[index] = token
+            self.counts[index] += 1
             self.num_counted += 1

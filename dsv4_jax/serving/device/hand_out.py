@@ -50,7 +50,7 @@ class HandOut:
         """
         requests = running.requests
         if len(places) < len(requests) or np.any(places[1:] < places[:-1]):
-            requests = [requests[place] for place in places.tolist()]
+            requests = [requests[index] for index in places.tolist()]
         self.requests = requests
         self.ended: list[Request] = []
         self._running, self._places, self._slots = running, places, slots
@@ -154,7 +154,7 @@ class HandOut:
             drawn[rows, order],
             {int(ends[row]) - 1: _REASONS[reasons[row]] for row in lasts},
             None if texts is None else texts[rows, order],
-            {int(ends[row] - count[row]) + place: one for (row, place), one in logprobs.items()},
+            {int(ends[row] - count[row]) + number: one for (row, number), one in logprobs.items()},
         )
 
     def _time(self, count: np.ndarray, num_drawn: np.ndarray) -> None:
@@ -193,19 +193,19 @@ def _logprobs_of(
     request: Request, slot: int, result: StepResult, num_drawn: int
 ) -> Sequence[TokenLogprobs | None]:
     """Of each token that a step drew for a request; None where it asks for none."""
-    count, found = request.sampling.logprobs, result.logprobs
-    if count is None or found is None:
+    count, logprobs = request.sampling.logprobs, result.logprobs
+    if count is None or logprobs is None:
         return [None] * num_drawn
     return [
         TokenLogprobs(
-            float(found.drawn[slot, place]),
+            float(logprobs.drawn[slot, number]),
             tuple(
                 zip(
-                    found.token_ids[slot, place, :count].tolist(),
-                    found.top[slot, place, :count].tolist(),
+                    logprobs.token_ids[slot, number, :count].tolist(),
+                    logprobs.top[slot, number, :count].tolist(),
                     strict=True,
                 )
             ),
         )
-        for place in range(num_drawn)
+        for number in range(num_drawn)
     ]

@@ -35,15 +35,15 @@ def pack(name: str, *arguments: Any, **options: Any) -> bytes:
 
 def unpack(message: bytes) -> tuple[str, list[Any], dict[str, Any]]:
     """The call's name, its arguments, and those that are given by name."""
-    found: Any = serialization.msgpack_restore(message)
-    name, numbered = found["name"], found["arguments"]
+    call: Any = serialization.msgpack_restore(message)
+    name, numbered = call["name"], call["arguments"]
     states = [numbered[str(number)] for number in range(len(numbered))]
     kinds = _trees_of(CALLS[name]) if name in CALLS else ()
     trees = [
         serialization.from_state_dict(_blank(kind), state)
         for kind, state in zip(kinds, states, strict=False)
     ]
-    return name, [*trees, *states[len(kinds) :]], found["options"]
+    return name, [*trees, *states[len(kinds) :]], call["options"]
 
 
 @functools.cache

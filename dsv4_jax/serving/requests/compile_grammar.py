@@ -143,8 +143,8 @@ def _used_bytes() -> int:
     if read is None:
         return _data_bytes() or 0
     read.restype = _Mallinfo
-    found = read()
-    return found.uordblks + found.hblkhd
+    usage = read()
+    return usage.uordblks + usage.hblkhd
 
 
 def start_helper() -> Connection:

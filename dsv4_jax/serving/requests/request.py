@@ -279,9 +279,9 @@ class Request:
             text, held, stops = self._held + piece, "", self.sampling.stop_texts
             if reason is not None:
                 text += decoding.rest(tokenizer)
-            place = find_stop(text, stops)
-            if place >= 0:
-                text, reason = text[:place], "stop"
+            position = find_stop(text, stops)
+            if position >= 0:
+                text, reason = text[:position], "stop"
             elif reason is None:
                 text, held = hold_back(text, stops)
             self._texts[self._num_texts :] = [*since, text]

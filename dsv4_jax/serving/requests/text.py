@@ -112,9 +112,9 @@ class TextState:
         cut in two and both parts together give the same text as before, no character is cut.
         """
         text = decode(self.context + self.held, tokenizer)
-        for place in range(len(self.held) - 4, len(self.held) - 8, -1):
-            head = decode(self.context + self.held[:place], tokenizer)
-            state = dataclasses.replace(self, held=self.held[place:])
+        for cut in range(len(self.held) - 4, len(self.held) - 8, -1):
+            head = decode(self.context + self.held[:cut], tokenizer)
+            state = dataclasses.replace(self, held=self.held[cut:])
             if head + state.rest(tokenizer) == text:
                 return state, head[len(self.shown) :]
         return self, ""
@@ -132,14 +132,14 @@ def decode(token_ids: Sequence[int], tokenizer: Tokenizer) -> str:
 
 def find_stop(text: str, stops: Sequence[str]) -> int:
     """Where the first stop text in a text begins; -1 if there is none."""
-    return min((place for place in map(text.find, stops) if place >= 0), default=-1)
+    return min((position for position in map(text.find, stops) if position >= 0), default=-1)
 
 
 def hold_back(text: str, stops: Sequence[str]) -> tuple[str, str]:
     """Cuts a text without stop texts in two: what may be shown, and what may begin a stop text."""
     longest = max(map(len, stops), default=0) - 1
-    for place in range(max(len(text) - longest, 0), len(text)):
-        end = text[place:]
+    for cut in range(max(len(text) - longest, 0), len(text)):
+        end = text[cut:]
         if any(stop.startswith(end) for stop in stops):
-            return text[:place], end
+            return text[:cut], end
     return text, ""

@@ -61,5 +61,5 @@ def _is_worth_keeping(request: Request, manager: KVCacheManager, slot: int, boun
     is_spaced = (boundary // size) % request.snapshot_spacing == 0
     if not (is_last or is_spaced or boundary == request.next_boundary):
         return False
-    known = request.known[:boundary]
-    return len(known) < boundary or not manager.prefixes.is_resumable(slot, known)
+    prefix = request.known[:boundary]
+    return len(prefix) < boundary or not manager.prefixes.is_resumable(slot, prefix)

@@ -44,8 +44,8 @@ def make_plan(
         )
     else:
         needs: list[list[RowNeed]] = [[] for _ in range(engine.data_shards)]
-        for place, shard in zip(wanted.tolist(), shards.tolist(), strict=True):
-            needs[shard].append(_need(outlook, place))
+        for index, shard in zip(wanted.tolist(), shards.tolist(), strict=True):
+            needs[shard].append(_need(outlook, index))
         plan = plan_shards(needs, **sizes)
     if np.array_equal(plan.rows.slots, slots):
         return plan, wanted
@@ -66,9 +66,9 @@ def _most_steps(outlook: Outlook, pools: PoolPlan) -> np.ndarray:
     return most
 
 
-def _need(outlook: Outlook, place: int) -> RowNeed:
+def _need(outlook: Outlook, index: int) -> RowNeed:
     """What a running request waits for."""
-    request, pending = outlook.running.requests[place], int(outlook.num_pending[place])
+    request, pending = outlook.running.requests[index], int(outlook.num_pending[index])
     if pending > 1 and request.followers:  # they fork before the last token
         return RowNeed(request.slot, pending - 1, 0, draws=False)
-    return RowNeed(request.slot, pending, int(outlook.num_drafts[place]))
+    return RowNeed(request.slot, pending, int(outlook.num_drafts[index]))
