@@ -34,7 +34,7 @@ from pallas_kernels.common.weights import MXFP4, BlockFP8, Weight
 from pallas_kernels.expert_mlp import triton_counting, triton_worklist
 from pallas_kernels.expert_mlp.reference import Arguments
 from pallas_kernels.expert_mlp.triton_unpack import can_unpack, unpack_to_fp8
-from pallas_kernels.expert_mlp.worklist import sort_pairs
+from pallas_kernels.expert_mlp.worklist import SortedPairs, sort_pairs
 from pallas_kernels.product import (
     MAX_MMA_ROWS,
     EvenItems,
@@ -128,17 +128,16 @@ def _sorted_tokens(
     (gate_shapes, gate_tiling), (down_shapes, _) = gate_plan, down_plan
     spare = scale_rows(gate_tiling.tile_m)
     # Pairs in the order of their experts; `row` is where each pair has come to lie.
-    token, row, expert, first, num_rows, share = _sort(
-        expert_ids, arguments.expert_weights, num_experts, gate_tiling.tile_m, spare
-    )
-    items = Items(expert, first, first, num_rows, most=x.shape[0])
+    pairs = _sort(expert_ids, arguments.expert_weights, num_experts, gate_tiling.tile_m, spare)
+    token, row, first = pairs.token, pairs.row, pairs.first
+    items = Items(pairs.expert, first, first, pairs.num_rows, most=x.shape[0])
     total = token.shape[0]
     is_pair = (expert_ids >= 0) & (expert_ids < num_experts)
     num_used = None
     if expert_ids.size >= _MANY_PAIRS and (arguments.picked_among or 0) > num_experts:
         # Pairs of experts that are elsewhere come last: their rows are not rounded, and what has no
         # result reads row 0, which lies in L2.
-        num_used = jnp.max(jnp.where(num_rows > 0, first + num_rows, 0))
+        num_used = jnp.max(jnp.where(pairs.num_rows > 0, first + pairs.num_rows, 0))
         row = jnp.where(is_pair, row, 0)
     is_dense = gate_shapes.is_dense  # then hidden values are the next rows as they are
     rounded = None
@@ -151,7 +150,7 @@ def _sorted_tokens(
     else:
         rows = make_rows(x, w1, num_spare=spare, token=token, num_used=num_used)
     swiglu = SwiGLU(arguments.limit, x.dtype)
-    gate = Product(rows, [w1, w3], items, *gate_plan, swiglu, share)
+    gate = Product(rows, [w1, w3], items, *gate_plan, swiglu, pairs.share)
     joined = None
     if shared is not None and gate_shapes.rounds_rows and down_shapes.rounds_rows:
         # Its hidden values follow those of the pairs in one array, behind all rows that any routing
@@ -318,7 +317,7 @@ def _shared_alone(
 
 def _sort(
     expert_ids: jax.Array, expert_weights: jax.Array, num_experts: int, tile_rows: int, spare: int
-) -> tuple[jax.Array, ...]:
+) -> SortedPairs:
     """See `triton_worklist.sort_few_pairs`, for any number of pairs."""
     arguments = expert_ids, expert_weights, num_experts, tile_rows, spare
     if expert_ids.size <= triton_worklist.MAX_PAIRS:
@@ -328,4 +327,4 @@ def _sort(
     work = sort_pairs(expert_ids, num_experts, tile_rows)
     # Rows of nobody have a share of 0 here; the kernels leave them arbitrary, as no item has them.
     share = jnp.zeros(work.token.shape[0] + spare, jnp.float32).at[work.row].set(expert_weights)
-    return work.token, work.row, work.expert, work.first, work.num_rows, share
+    return SortedPairs(work.token, work.row, work.expert, work.first, work.num_rows, share)

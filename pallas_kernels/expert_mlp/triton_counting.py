@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.expert_mlp.worklist import ALIGNMENT, max_rows, max_tiles
+from pallas_kernels.expert_mlp.worklist import ALIGNMENT, SortedPairs, max_tiles
 from pallas_kernels.gpu import triton
 
 Ref = Any
@@ -31,11 +31,10 @@ _NUM_WARPS = 4
 
 def sort_many_pairs(
     expert_ids: jax.Array, expert_weights: jax.Array, num_experts: int, tile_rows: int, spare: int
-) -> tuple[jax.Array, ...]:
+) -> SortedPairs:
     """As `triton_worklist.sort_few_pairs`."""
     num_pairs, picks = expert_ids.size, expert_ids.shape[1]
     num_tiles = max_tiles(num_pairs, num_experts, tile_rows)
-    num_rows = max_rows(num_pairs, num_experts)
     num_parts = pl.cdiv(num_pairs, _PAIRS)
     width = pl.next_power_of_2(num_experts + 1)  # counts
 
@@ -62,9 +61,8 @@ def sort_many_pairs(
 
         counts[expert] = each_part(ids, expert, add, jnp.int32(0))
 
-    def place_pairs(inputs: list[Ref], outputs: list[Ref]) -> None:
+    def place_pairs(inputs: list[Ref], made: SortedPairs) -> None:
         ids, weights, counts = inputs
-        token, row, tile_expert, first, tile_rows_of, share = outputs
         expert = pl.program_id(0)
         number = jnp.arange(width, dtype=jnp.int32)
         is_below = number < expert
@@ -81,10 +79,11 @@ def sort_many_pairs(
             ones = has_it.astype(jnp.int32)
             # In the order of the pairs, so that rows of an expert are in the order of tokens.
             at = first_row + before + jnp.cumsum(ones) - 1
-            triton.store_where(row, (pair,), at, has_it)
-            triton.store_where(token, (at,), pair // picks, has_it)
+            triton.store_where(made.row, (pair,), at, has_it)
+            triton.store_where(made.token, (at,), pair // picks, has_it)
             # No two programs have the same pair or the same row: none waits for another.
-            triton.store_where(share, (at,), triton.load_where(weights, (pair,), has_it), has_it)
+            share = triton.load_where(weights, (pair,), has_it)
+            triton.store_where(made.share, (at,), share, has_it)
             return before + jnp.sum(ones)
 
         each_part(ids, expert, give, jnp.int32(0))
@@ -98,38 +97,30 @@ def sort_many_pairs(
             # All tiles of an expert are full but the last.
             left = jnp.minimum(total - tile * tile_rows, tile_rows)
             for target, values, nothing in (
-                (tile_expert, jnp.full(_TILES, expert, jnp.int32), num_experts - 1),
-                (first, first_row + tile * tile_rows, 0),
-                (tile_rows_of, left, 0),
+                (made.expert, jnp.full(_TILES, expert, jnp.int32), num_experts - 1),
+                (made.first, first_row + tile * tile_rows, 0),
+                (made.num_rows, left, 0),
             ):
                 triton.store_where(target, (at,), jnp.where(is_expert, values, nothing), exists)
             return carry
 
         jax.lax.fori_loop(0, pl.cdiv(num_own, _TILES), write, jnp.int32(0))
 
-    def integers(size: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((size,), jnp.int32)
-
     ids, programs = expert_ids.reshape(-1), (num_experts + 1,)
     [counts] = triton.launch(
         count_pairs,
         grid=programs,
         inputs=[ids],
-        outputs=[integers(num_experts + 1)],
+        outputs=[jax.ShapeDtypeStruct((num_experts + 1,), jnp.int32)],
         num_warps=_NUM_WARPS,
         name="count_pairs",
     )
-    token, row, *items, share = triton.launch(
+    made = triton.launch(
         place_pairs,
         grid=programs,
         inputs=[ids, expert_weights.reshape(-1), counts],
-        outputs=[
-            integers(num_rows),
-            integers(num_pairs),
-            *[integers(num_tiles)] * 3,
-            jax.ShapeDtypeStruct((num_rows + spare,), jnp.float32),
-        ],
+        outputs=SortedPairs.shapes(num_pairs, num_experts, tile_rows, spare),
         num_warps=_NUM_WARPS,
         name="place_pairs",
     )
-    return token, row.reshape(expert_ids.shape), *items, share
+    return made._replace(row=made.row.reshape(expert_ids.shape))

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.expert_mlp.worklist import ALIGNMENT, max_rows, max_tiles
+from pallas_kernels.expert_mlp.worklist import ALIGNMENT, SortedPairs, max_tiles
 from pallas_kernels.gpu import triton
 
 Ref = Any
@@ -30,22 +30,15 @@ _AT_ONCE = 8
 
 def sort_few_pairs(
     expert_ids: jax.Array, expert_weights: jax.Array, num_experts: int, tile_rows: int, spare: int
-) -> tuple[jax.Array, ...]:
-    """`worklist.sort_pairs` without its `tile`, and the shares of rows.
-
-    Returns:
-      token i32[R], row i32[T, k], expert, first and num_rows i32[N], and f32[R + spare]; entries of
-      nobody's rows are arbitrary.
-    """
+) -> SortedPairs:
+    """`worklist.sort_pairs` without its `tile`, and the shares of rows."""
     num_pairs, picks = expert_ids.size, expert_ids.shape[1]
     num_tiles = max_tiles(num_pairs, num_experts, tile_rows)
-    num_rows = max_rows(num_pairs, num_experts)
     width = max(32, pl.next_power_of_2(num_pairs))
     tiles_width = max(32, pl.next_power_of_2(num_tiles))
 
-    def kernel(inputs: list[Ref], outputs: list[Ref]) -> None:
-        ids, weights = inputs
-        token, row, expert, first, count, share, taken_ref = outputs
+    def kernel(inputs: list[Ref], outputs: tuple[SortedPairs, Ref]) -> None:
+        (ids, weights), (made, taken_ref) = inputs, outputs
         pair = jnp.arange(width, dtype=jnp.int32)
         is_pair = pair < num_pairs
 
@@ -98,9 +91,10 @@ def sort_few_pairs(
         lower, total = jax.lax.fori_loop(0, steps, add_lower, (zeros, jnp.int32(0)))
         (first_row, first_tile), (_, num_used) = _apart(lower), _apart(total)
         own_row = first_row + before
-        triton.store_where(row, (pair,), own_row, is_pair)
-        triton.store_where(token, (own_row,), pair // picks, is_pair)
-        triton.store_where(share, (own_row,), triton.load_where(weights, (pair,), is_pair), is_pair)
+        triton.store_where(made.row, (pair,), own_row, is_pair)
+        triton.store_where(made.token, (own_row,), pair // picks, is_pair)
+        share = triton.load_where(weights, (pair,), is_pair)
+        triton.store_where(made.share, (own_row,), share, is_pair)
         inside = before % tile_rows
         # The pair in a tile's first row stores the tile, which no other pair does.
         begins = (inside == 0) & (keys < num_experts)
@@ -110,32 +104,26 @@ def sort_few_pairs(
         empty = jnp.arange(tiles_width, dtype=jnp.int32)
         is_empty = (empty >= num_used) & (empty < num_tiles)
         for target, values, nothing in (
-            (expert, keys, num_experts - 1),
-            (first, own_row, 0),
-            (count, left, 0),
+            (made.expert, keys, num_experts - 1),
+            (made.first, own_row, 0),
+            (made.num_rows, left, 0),
         ):
             triton.store_where(target, (tile,), values, begins)
             unused = jnp.full(tiles_width, nothing, jnp.int32)
             triton.store_where(target, (empty,), unused, is_empty)
 
-    def integers(size: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((size,), jnp.int32)
-
-    token, row, *items, share, _ = triton.launch(
+    made, _ = triton.launch(
         kernel,
         grid=(1,),
         inputs=[expert_ids.reshape(-1), expert_weights.reshape(-1)],
-        outputs=[
-            integers(num_rows),
-            integers(num_pairs),
-            *[integers(num_tiles)] * 3,
-            jax.ShapeDtypeStruct((num_rows + spare,), jnp.float32),
-            integers(num_pairs),
-        ],
+        outputs=(
+            SortedPairs.shapes(num_pairs, num_experts, tile_rows, spare),
+            jax.ShapeDtypeStruct((num_pairs,), jnp.int32),
+        ),
         num_warps=width // 32,
         name="sort_by_expert",
     )
-    return token, row.reshape(expert_ids.shape), *items, share
+    return made._replace(row=made.row.reshape(expert_ids.shape))
 
 
 def _apart(packed: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,39 @@ def max_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
     """Tiles that P pairs can make at most, whatever the routing."""
     full, experts = num_pairs // tile_rows, min(num_experts, num_pairs)
     return min(num_pairs, full + experts)
+
+
+class SortedPairs(NamedTuple):
+    """What a product takes of a `Worklist`, and the shares of rows.
+
+    Attributes:
+      token: i32[R], as of `Worklist`, as are those that follow; entries of nobody's rows are
+        arbitrary.
+      row: i32[T, k].
+      expert: i32[N].
+      first: i32[N].
+      num_rows: i32[N].
+      share: f32[R + spare], of each row.
+    """
+
+    token: jax.Array
+    row: jax.Array
+    expert: jax.Array
+    first: jax.Array
+    num_rows: jax.Array
+    share: jax.Array
+
+    @classmethod
+    def shapes(cls, num_pairs: int, num_experts: int, tile_rows: int, spare: int) -> Any:
+        """As a kernel makes them, with `row` i32[T * k]."""
+
+        def integers(size: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((size,), jnp.int32)
+
+        num_rows = max_rows(num_pairs, num_experts)
+        tiles = integers(max_tiles(num_pairs, num_experts, tile_rows))
+        share = jax.ShapeDtypeStruct((num_rows + spare,), jnp.float32)
+        return cls(integers(num_rows), integers(num_pairs), tiles, tiles, tiles, share)  # type: ignore[arg-type]
 
 
 def sort_pairs(expert_ids: jax.Array, num_experts: int, tile_rows: int) -> Worklist:
