@@ -174,7 +174,6 @@ def _launch(
     reorders: bool,
 ) -> Rows:
     num_rows, dim = source.num_rows, source.num_inputs
-    splits, count, width = source.values.shape
     num_groups = pl.cdiv(dim, GROUP)
     height = _ROWS_OF_MANY if num_rows >= _MANY_ROWS else 1
     programs = pl.cdiv(num_groups, _GROUPS)
@@ -188,19 +187,9 @@ def _launch(
     def round_some(
         inputs: list[Ref], outputs: list[Ref], first: jax.Array, program: jax.Array
     ) -> None:
-        codes, scales = outputs
         row = first + jnp.arange(height, dtype=jnp.int32)
         live = row < num_rows
-        # Lanes beyond the last row take that row again, so that every address is one of x; they
-        # store nothing.
-        taken = jnp.minimum(row, num_rows - 1)
-        if source.token is not None:
-            # Tokens of nobody's rows are arbitrary: kept inside the array, whatever they are.
-            taken = jnp.clip(triton.load_where(inputs[1], (row,), live), 0, count - 1)
-        if source.interleaved > 1:
-            # Rows are numbered weight by weight, and lie token by token.
-            of_weight = count // source.interleaved
-            taken = taken % of_weight * source.interleaved + taken // of_weight
+        taken = _source_of(source, inputs, row, live)
         size, spread = of_run
         # Each run of rows begins at a multiple of eight, for bulk copies.
         row = (row // size * spread + row % size if spread > size else row)[:, None]
@@ -208,46 +197,9 @@ def _launch(
         inside = jnp.broadcast_to(is_whole or lane < dim, (height, _GROUPS * GROUP))
         # f32[height, 512], four groups of each row; what lies beyond the last input is zero, and
         # counts for no scale.
-        values = load(inputs[0], taken[:, None], lane, inside)
+        values = _load_sums(source, inputs[0], taken[:, None], lane, inside)
         groups = values.reshape(height, _GROUPS, GROUP)
-        # A power of two, so that multiplying by its inverse is exact, and rounding happens once, in
-        # the conversion to E4M3.
-        scale = numbers.encode_ue8m0(rows.group_maximum(groups) * numbers.INV_448)
-        scaled = groups * numbers.invert_ue8m0(scale)[..., None]
-        group = (program * _GROUPS + jnp.arange(_GROUPS, dtype=jnp.int32))[None]
-        word = jnp.arange(_GROUPS * _WORDS, dtype=jnp.int32)
-        # MXFP4's tiles keep the columns in the order in which threads load their codes: x takes
-        # that order here, once, and the kernel moves nothing.
-        to_word = (program * _GROUPS * _WORDS + (_reordered(word) if reorders else word))[None]
-        for term in range(num_terms):
-            code = triton.encode_e4m3(scaled)
-            # Four codes a word, so that a thread stores words.
-            packed = triton_codecs.pack(code.reshape(-1).astype(jnp.uint32), 8, 4)
-            written = live[:, None] & (to_word < num_groups * _WORDS)
-            triton.store_where(
-                codes, (jnp.int32(term), row, to_word), packed.reshape(height, -1), written
-            )
-            value = numbers.decode_ue8m0(scale)
-            written = live[:, None] & (group < num_groups)
-            triton.store_where(scales, (jnp.int32(term), group, row), value, written)
-            # The next term is what this one lacks, under a scale smaller by as much; see
-            # `rows.REST`.
-            scaled = (scaled - numbers.decode_e4m3(code)) * np.float32(rows.REST)
-            scale = scale - np.uint8(rows.REST_BITS)
-
-    def load(values: Ref, row: jax.Array, lane: jax.Array, inside: jax.Array) -> jax.Array:
-        """Columns of rows, f32, the sums of splits rounded."""
-        if source.column_runs > 1:
-            # A row's columns lie in as many runs, the first ones of all rows together.
-            row, lane = lane // width * (count // source.column_runs) + row, lane % width
-        parts = [
-            triton.load_where(values, (jnp.int32(split), row, lane), inside).astype(jnp.float32)
-            for split in range(splits)
-        ]
-        # Added in the order of the splits, and rounded as the product before would have stored
-        # them.
-        total = functools.reduce(jnp.add, parts)
-        return triton.round_to_bf16(total) if source.dtype == jnp.bfloat16 else total
+        _store_terms(outputs, groups, row, live, program, num_groups, num_terms, reorders=reorders)
 
     codes, scale = triton.launch(
         kernel,
@@ -266,6 +218,87 @@ def _launch(
     )
     codes = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
     return Rows(codes.reshape(num_terms, total, num_groups * GROUP), scale)
+
+
+def _source_of(source: RawRows, inputs: list[Ref], row: jax.Array, live: jax.Array) -> jax.Array:
+    """Which rows of x some rows are, i32[n]."""
+    count = source.values.shape[1]
+    # Lanes beyond the last row take that row again, so that every address is one of x; they store
+    # nothing.
+    taken = jnp.minimum(row, source.num_rows - 1)
+    if source.token is not None:
+        # Tokens of nobody's rows are arbitrary: kept inside the array, whatever they are.
+        taken = jnp.clip(triton.load_where(inputs[1], (row,), live), 0, count - 1)
+    if source.interleaved > 1:
+        # Rows are numbered weight by weight, and lie token by token.
+        of_weight = count // source.interleaved
+        taken = taken % of_weight * source.interleaved + taken // of_weight
+    return taken
+
+
+def _load_sums(
+    source: RawRows, values: Ref, row: jax.Array, lane: jax.Array, inside: jax.Array
+) -> jax.Array:
+    """Columns of rows, f32, the sums of splits rounded."""
+    splits, count, width = source.values.shape
+    if source.column_runs > 1:
+        # A row's columns lie in as many runs, the first ones of all rows together.
+        row, lane = lane // width * (count // source.column_runs) + row, lane % width
+    parts = [
+        triton.load_where(values, (jnp.int32(split), row, lane), inside).astype(jnp.float32)
+        for split in range(splits)
+    ]
+    # Added in the order of the splits, and rounded as the product before would have stored them.
+    total = functools.reduce(jnp.add, parts)
+    return triton.round_to_bf16(total) if source.dtype == jnp.bfloat16 else total
+
+
+def _store_terms(
+    outputs: list[Ref],
+    groups: jax.Array,
+    row: jax.Array,
+    live: jax.Array,
+    program: jax.Array,
+    num_groups: int,
+    num_terms: int,
+    *,
+    reorders: bool,
+) -> None:
+    """Rounds a program's groups of rows, f32[height, 4, 128], to terms, and stores these.
+
+    Args:
+      outputs: codes and scales of all rows.
+      groups: the values.
+      row: i32[height, 1], where each row goes.
+      live: bool[height], it goes somewhere.
+      program: i32[], which four groups they are.
+      num_groups: groups of a row.
+      num_terms: of a value.
+      reorders: as of MXFP4's tiles.
+    """
+    codes, scales = outputs
+    # A power of two, so that multiplying by its inverse is exact, and rounding happens once, in the
+    # conversion to E4M3.
+    scale = numbers.encode_ue8m0(rows.group_maximum(groups) * numbers.INV_448)
+    scaled = groups * numbers.invert_ue8m0(scale)[..., None]
+    group = (program * _GROUPS + jnp.arange(_GROUPS, dtype=jnp.int32))[None]
+    word = jnp.arange(_GROUPS * _WORDS, dtype=jnp.int32)
+    # MXFP4's tiles keep the columns in the order in which threads load their codes: x takes that
+    # order here, once, and the kernel moves nothing.
+    to_word = (program * _GROUPS * _WORDS + (_reordered(word) if reorders else word))[None]
+    for term in range(num_terms):
+        code = triton.encode_e4m3(scaled)
+        # Four codes a word, so that a thread stores words.
+        packed = triton_codecs.pack(code.reshape(-1).astype(jnp.uint32), 8, 4)
+        written = live[:, None] & (to_word < num_groups * _WORDS)
+        packed = packed.reshape(row.shape[0], -1)
+        triton.store_where(codes, (jnp.int32(term), row, to_word), packed, written)
+        value = numbers.decode_ue8m0(scale)
+        written = live[:, None] & (group < num_groups)
+        triton.store_where(scales, (jnp.int32(term), group, row), value, written)
+        # The next term is what this one lacks, under a scale smaller by as much; see `rows.REST`.
+        scaled = (scaled - numbers.decode_e4m3(code)) * np.float32(rows.REST)
+        scale = scale - np.uint8(rows.REST_BITS)
 
 
 def _reordered(word: jax.Array) -> jax.Array:
