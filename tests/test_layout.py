@@ -276,6 +276,20 @@ def test_ops_import_the_face_of_the_product_alone():
                 assert not module.startswith("pallas_kernels.product."), f"{path} imports {module}"
 
 
+def test_quotients_are_rounded_up_in_one_way():
+    """`pl.cdiv` where kernels are, which count traced numbers too, and -(-a // b) on the host."""
+    negated = (ast.UnaryOp, ast.BinOp, ast.UnaryOp)
+    for path in [*ROOT.glob("dsv4_jax/**/*.py"), *ROOT.glob("pallas_kernels/**/*.py")]:
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        if "pallas_kernels" in path.relative_to(ROOT).parts:
+            for node in nodes:
+                operand = getattr(node, "operand", None)
+                kinds = type(node), type(operand), type(getattr(operand, "left", None))
+                assert kinds != negated or not isinstance(operand.op, ast.FloorDiv), path
+        else:
+            assert not {"cdiv"} & {getattr(node, "attr", None) for node in nodes}, path
+
+
 def test_torch_is_no_dependency():
     for path in [*ROOT.glob("dsv4_jax/**/*.py"), *ROOT.glob("pallas_kernels/**/*.py")]:
         roots = {module.split(".")[0] for module in imported_modules(path)}
