@@ -3,12 +3,17 @@
 A tile's m is chosen first (`_choose_tile_m`, and fewer rows in `_cut_rows` and `_narrow`), then how
 many CTAs share its inputs, then what a stage holds, then how many stages fit.
 
-Tiles of another size, 256 rows of FP8 say, begin in `_choose_tile_m`: `MAX_MMA_ROWS` bounds them
-there, and `ROWS_ON_LEFT` is the form of many rows. What follows by itself are stages
-(`scratch.shared_bytes`), the list of items and the launch. What does not are registers:
-accumulators of 256 rows take half of a thread's, so that a mainloop has to hold one product at a
-time.
-docs/kernels/block_linear.md has what that gained.
+Where a size is bounded, for tiles of another one, such as 256 rows of FP8:
+
+    _choose_tile_m         `most`, the largest tile_m of FP8 and dense weights; `_WIDTHS` of MXFP4
+    choose_tiling          `on_left`: of `ROWS_ON_LEFT` rows x is the left operand, see `Tiling`
+    mosaic_hopper_rows     a consumer has half of the rows, and `wgmma.begin` takes 64 on its left:
+                           of 256 it has two products of each group
+    expert_mlp/mosaic_gpu  rows to spare behind those of a shared expert: the largest tile's
+
+Stages (`scratch.shared_bytes`), the list of items and the launch follow by themselves. Registers do
+not: sums of 256 rows take half of a thread's, so that one product runs at a time.
+docs/kernels/block_linear.md has what such tiles gained.
 """
 
 from __future__ import annotations

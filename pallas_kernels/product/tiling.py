@@ -33,7 +33,10 @@ TMEM_STAGES = 2
 ROWS_ON_LEFT = CONSUMERS * 64
 """tile_m where x is on the left of an instruction, which has 64 rows there, a consumer's each."""
 MAX_MMA_ROWS = 128
-"""Rows of x of one product in registers, 64 of a thread's f32; 256 would leave none for sums."""
+"""Rows of x of one product in registers, 64 of a thread's f32; 256 would leave none for sums.
+
+A tile may have more of them, which are multiplied in slices (`Tiling.row_slices`).
+"""
 
 
 @dataclasses.dataclass(frozen=True)
