@@ -1,4 +1,17 @@
-"""The ops under DeepSeek-V4's hybrid cache: arrays in, arrays out; usable without `dsv4_jax`."""
+"""The ops under DeepSeek-V4's hybrid cache: arrays in, arrays out; usable without `dsv4_jax`.
+
+    append      append_and_flush, in one launch: encode_tokens, compressor, append_tokens and
+                round_index_queries
+    select      index_topk, in two: index_scores and select_top_k
+    attend      sparse_attention; gather_entries
+    multiply    block_linear, joined_linears, pick_experts, expert_mlp
+    streams     hyper_connections, write_streams
+    mesh        peer_collectives
+
+Each is a folder: `op.py` checks arguments and chooses a backend, `reference.py` is the definition,
+and further files are kernels. Under them lie `product` (rows times weights), `gpu` (what kernels
+share) and `common` (formats, weights, rounding, the indices of a call).
+"""
 
 from pallas_kernels.append_and_flush import Appended, append_and_flush
 from pallas_kernels.append_tokens import append_tokens

@@ -1,7 +1,9 @@
 """The compressor: what tokens are projected to, and how a window of them becomes an entry.
 
-On the cache, the projections go through the handle's append, which pools the windows that close
-(`pallas_kernels/compressor`). Over whole sequences, `compress_sequence` does it at once.
+On the cache three others do it. `projections.project_tokens` multiplies a token with the weights of
+all compressors at once (`weights_and_biases`), `LayerCacheHandle.append` keeps the products, and
+`pallas_kernels/compressor` pools the windows that close, or `append_and_flush` in its own launch
+where each row has one token. Over whole sequences, `compress_sequence` does all of it.
 
 Source: deepseek_v4.md section 2.
 """

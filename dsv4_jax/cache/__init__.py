@@ -1,4 +1,19 @@
-"""The hybrid cache: pytrees, and pure functions on them."""
+"""The hybrid cache: pytrees, and pure functions on them.
+
+    schema          sizes of a layer's cache and of the pools
+    paged_cache     entries and index keys, by physical block
+    state_cache     ring and compressor states, by slot
+    model_cache     both of all layers, block tables and lengths: the value that a step donates
+    step_input      the input of a step, and the indices of its call
+    handle          one layer in one call, all that attention sees: `append`, `select`, `attend`
+    append          a call's tokens into a layer: in place, or as `new_tokens` to be committed
+    commit          those into rings, states and lengths
+    slot_changes    what the allocator changes between two steps
+    snapshots       what resumes a request at a block boundary
+
+`empty_cache` makes one, `shardings` and `block_split` lay it over a mesh, `poison` fills what
+nobody may read, and `original` and `views` have the original cache's interface.
+"""
 
 from dsv4_jax.cache.commit import Staged
 from dsv4_jax.cache.empty_cache import cache_shapes, init_cache

@@ -1,4 +1,14 @@
-"""Parameters, and the model from token ids to logits."""
+"""Parameters, and the model from token ids to logits.
+
+    trunk                embedding, every layer's block on a cache, head
+    block                one layer: attention, then experts, each between hyper-connections
+    hyper_connections    how a sublayer reads the residual streams and writes to them
+    moe                  routing and the experts
+    forward              token ids to logits over whole sequences, without a cache
+    draft, dspark        drafts: the MTP block; DSpark
+
+`params` has the parameters as pytrees, and `shardings` says where they lie on a mesh.
+"""
 
 from dsv4_jax.model.draft import forward_draft
 from dsv4_jax.model.forward import forward_streams

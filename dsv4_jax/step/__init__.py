@@ -1,1 +1,12 @@
-"""One step as a pure function: prefill, decode, staged steps, and the step of the engine."""
+"""One step as a pure function: prefill, decode, staged steps, and the step of the engine.
+
+    prefill, decode    for a loop of one's own
+    step               what these have in common; staged steps, which may be taken back
+    serve_step         the engine's: any mix of prompts, tokens and drafts, with their draws
+    decode_steps       several decode steps of the engine in one call
+    draft_ahead        drafts of the next tokens
+    draws              logits to tokens
+
+`sampling` has the settings of a request, and those of a call's rows as arrays; `grammar` is what an
+answer has to be.
+"""
