@@ -1,4 +1,7 @@
-"""Every link between documents leads to a file that is there, and to a heading that it has."""
+"""Links between documents lead to a file that is there, and to a heading that it has.
+
+And a file that a document names by its folder is in the repository.
+"""
 
 import pathlib
 import re
@@ -7,7 +10,21 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "tests/README.md"])
+FOLDERS = (
+    "dsv4_jax",
+    "pallas_kernels",
+    "tests",
+    "benchmarks",
+    "tools",
+    "docs",
+    "notebooks",
+    "findings",
+)
+SOURCES = [path for folder in FOLDERS for path in ROOT.glob(f"{folder}/**/*.*")]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+NAMED = re.compile(r"`((?:\w+/)+\w+\.(?:py|md|json|ipynb))`")
+OF_OTHERS = {"CHANGELOG.md", "deepseek_v4.md", "known_bugs.md", "original_cache.md"}
+"""Documents that name files of other projects, or of other versions."""
 CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -37,3 +54,25 @@ def test_a_link_that_leads_nowhere_is_seen(tmp_path):
     document = tmp_path / "a.md"
     document.write_text("# One, `two`\n[a](#one-two) [b](#three) [c](b.md) [d](https://x.org/#y)\n")
     assert list(broken(document)) == ["#three", "b.md"]
+
+
+def absent(text):
+    """Files that a text names by their folders, from any folder on, and that are nowhere."""
+    paths = [f"/{path.relative_to(ROOT).as_posix()}" for path in SOURCES]
+    for name in NAMED.findall(text):
+        if not any(path.endswith(f"/{name}") for path in paths):
+            yield name
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in DOCUMENTS if path.name not in OF_OTHERS],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_files_that_a_document_names_are_there(path):
+    assert list(absent(path.read_text())) == []
+
+
+def test_a_file_that_is_not_there_is_seen():
+    text = "`step/draws.py`, `dsv4_jax/step/draws.py`, `step/draw.py`, `raws.py`, `tep/draws.py`"
+    assert list(absent(text)) == ["step/draw.py", "tep/draws.py"]
