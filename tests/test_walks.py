@@ -104,14 +104,14 @@ def test_the_page_counts_the_files_of_its_walks():
     token, http, row, setting, weights = WALKS
     logits, ring = files_of(token, "linear"), files_of(row, "copy_row")
     around = files_of(http) - {"dsv4_jax/serving/engine_core.py"}
-    assert (len(logits), len(files_of(token) - logits), len(around)) == (19, 4, 17)
+    assert (len(logits), len(files_of(token) - logits), len(around)) == (19, 4, 16)
     assert (len(ring), len(files_of(row) - ring)) == (9, 2)
-    assert (len(files_of(setting)), len(files_of(weights))) == (9, 12)
+    assert (len(files_of(setting)), len(files_of(weights))) == (8, 12)
     for told in (
         "19 files to the logits, and four more on the way back.",
-        "there are 17 files around the engine:",
+        "there are 16 files around the engine:",
         "Nine files to the ring, and two more to a block.",
-        "goes through nine files.",
+        "goes through eight files.",
         "**Weight bytes to the multiply**, in twelve files;",
     ):
         assert told in PAGE.read_text()
