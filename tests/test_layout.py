@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import pathlib
+import re
 
 import pytest
 
@@ -316,3 +317,29 @@ def test_the_arrays_of_pools_have_these_names():
     names = {field.name for pool in pools for field in dataclasses.fields(pool)}
     assert names - {"schema"} == POOL_ARRAYS
     assert pool_arrays("def read(pool): return pool.window, pool.schema") == {"window"}
+
+
+def toured(path):
+    """Files and folders that the docstring of an `__init__.py` names: in a column, or by `.py`."""
+    told = ast.get_docstring(ast.parse(path.read_text())) or ""
+    columns = re.findall(r"^    (\w+(?:, \w+)*) {2,}", told, re.MULTILINE)
+    names = {name for column in columns for name in column.split(", ")}
+    return names | set(re.findall(r"`((?:\w+/)*\w+)\.py`", told))
+
+
+def test_the_tour_of_a_room_names_what_is_there():
+    rooms = set()
+    for path in ROOT.glob("dsv4_jax/**/__init__.py"):
+        folder, names = path.parent, toured(path)
+        for name in names:
+            files = (folder / f"{name}.py", folder / name, ROOT / f"{name}.py")
+            assert any(file.exists() for file in files), f"{path} names {name}"
+        if names:
+            rooms.add(folder.name)
+    assert rooms >= {"cache", "attention", "model", "step", "allocator", "serving", "serve"}
+
+
+def test_the_tour_of_the_kernels_names_every_op():
+    package = ROOT / "pallas_kernels"
+    told = ast.get_docstring(ast.parse((package / "__init__.py").read_text()))
+    assert {path.parent.name for path in package.glob("*/op.py")} <= set(re.findall(r"\w+", told))
