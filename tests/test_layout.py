@@ -329,14 +329,15 @@ def toured(path):
 
 def test_the_tour_of_a_room_names_what_is_there():
     rooms = set()
-    for path in ROOT.glob("dsv4_jax/**/__init__.py"):
+    for path in [*ROOT.glob("dsv4_jax/**/__init__.py"), ROOT / "pallas_kernels/common/__init__.py"]:
         folder, names = path.parent, toured(path)
         for name in names:
             files = (folder / f"{name}.py", folder / name, ROOT / f"{name}.py")
             assert any(file.exists() for file in files), f"{path} names {name}"
         if names:
             rooms.add(folder.name)
-    assert rooms >= {"cache", "attention", "model", "step", "allocator", "serving", "serve"}
+    assert rooms >= {"config", "cache", "attention", "model", "checkpoint", "step", "allocator"}
+    assert rooms >= {"serving", "serve", "bench", "common"}
 
 
 def test_the_tour_of_the_kernels_names_every_op():
