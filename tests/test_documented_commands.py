@@ -51,7 +51,7 @@ def text_of(path):
 
 @pytest.fixture(params=["one layer", pytest.param("shipped", marks=pytest.mark.slow)])
 def checkpoint(request, tmp_path, monkeypatch):
-    """The shipped checkpoint, or random weights of its first layer in place of it."""
+    """The shipped checkpoint, or random weights of its first layer in its place; says which."""
     if request.param == "one layer":
         shipped = pathlib.Path(ds.SHIPPED_CHECKPOINT)
         whole, _ = ds.load_checkpoint(shipped)
@@ -65,6 +65,7 @@ def checkpoint(request, tmp_path, monkeypatch):
         ds.save_checkpoint(config, params, tmp_path)
         shutil.copy(shipped / "tokenizer.json", tmp_path)
         monkeypatch.setattr(ds, "SHIPPED_CHECKPOINT", tmp_path)
+    return request.param
 
 
 @pytest.mark.slow
@@ -84,7 +85,8 @@ def test_the_example_of_the_readme_runs(checkpoint, capsys):
     exec(compile(example, "README.md", "exec"), {})
     printed = capsys.readouterr().out
     assert printed.count(" length\n") == 2
-    assert printed.endswith("[3 2] (2, 258) [0]\n")
+    blocks = "[]" if checkpoint == "one layer" else "[0]"  # the first layer has a window alone
+    assert printed.endswith(f"[3 2] (2, 258) {blocks}\n")
 
 
 def commands_of(text):
