@@ -180,12 +180,12 @@ class Hosts:
     def _behind(self, call: int) -> list[int]:
         """Processes that hold up a call: those that have come least far, or all that are in it."""
         done = self._done | {self.number: self._calls}
-        here = [one for one, at in self._heard.items() if at != float("inf")]
-        come = {one: max(done[one], self._started[one]) for one in here}
-        last = [one for one in here if come[one] == min(come.values())]
+        here = [process for process, at in self._heard.items() if at != float("inf")]
+        come = {process: max(done[process], self._started[process]) for process in here}
+        last = [process for process in here if come[process] == min(come.values())]
         if len(last) < len(here):
             return last
-        behind = [one for one in here if one != self.number and done[one] < call]
+        behind = [process for process in here if process != self.number and done[process] < call]
         return behind or [self.number]
 
 

@@ -36,10 +36,10 @@ def end_at_once(name: str) -> Iterator[None]:
         yield
         return
 
-    one = threading.Lock()
+    lock = threading.Lock()
 
     def end(number: int, frame: FrameType | None = None) -> None:
-        if not one.acquire(blocking=False):
+        if not lock.acquire(blocking=False):
             return  # the other thread is just doing it
         if sys.stderr is not None:  # else the number of stderr may be that of another file
             with contextlib.suppress(OSError):

@@ -268,24 +268,24 @@ def _read_event(data: bytes, outcome: Outcome) -> bool:
 
 def summarise(outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:
     """Figures of a run; of times, percentiles over requests that were served."""
-    served = [one for one in outcomes if one.status == SERVED]
-    prompts = sum(one.prompt_tokens for one in served)
-    drawn = sum(one.drawn_tokens for one in served)
+    served = [outcome for outcome in outcomes if outcome.status == SERVED]
+    prompts = sum(outcome.prompt_tokens for outcome in served)
+    drawn = sum(outcome.drawn_tokens for outcome in served)
     return {
         "seconds": seconds,
         "requests": len(outcomes),
         "served": len(served),
-        "by_status": dict(sorted(Counter(one.status for one in outcomes).items())),
+        "by_status": dict(sorted(Counter(outcome.status for outcome in outcomes).items())),
         "requests_per_s": len(served) / seconds,
         "drawn_tokens": drawn,
         "drawn_tokens_per_s": drawn / seconds,
         "prompt_tokens": prompts,
-        "hit_rate": sum(one.hit_tokens for one in served) / prompts if prompts else 0.0,
-        "first_token_s": _spread([one.first_s for one in served]),
-        "between_events_s": _spread([gap for one in served for gap in one.gaps_s]),
-        "per_token_s": _spread([one.per_token_s for one in served]),
-        "whole_s": _spread([one.whole_s for one in served]),
-        "late_s": _spread([one.late_s for one in outcomes]),
+        "hit_rate": sum(outcome.hit_tokens for outcome in served) / prompts if prompts else 0.0,
+        "first_token_s": _spread([outcome.first_s for outcome in served]),
+        "between_events_s": _spread([gap for outcome in served for gap in outcome.gaps_s]),
+        "per_token_s": _spread([outcome.per_token_s for outcome in served]),
+        "whole_s": _spread([outcome.whole_s for outcome in served]),
+        "late_s": _spread([outcome.late_s for outcome in outcomes]),
     }
 
 

@@ -156,7 +156,7 @@ class MeshSteps:
                 "bytes_moved": floor.num_bytes,
                 "floor_ms": floor.seconds * 1e3,
                 "floor_collectives_ms": floor.collective_s * 1e3,
-                "collectives": sum(one.count for one in floor.collectives),
+                "collectives": sum(collective.count for collective in floor.collectives),
             }
             for more in self._measure(setup, programs, params):
                 row |= more

@@ -135,21 +135,21 @@ def are_apart(options: Sequence[Any], shared: Mapping[str, Any]) -> bool:
     )
 
 
-def _apart(one: Any, other: Any, shared: Mapping[str, Any]) -> bool:
+def _apart(left: Any, right: Any, shared: Mapping[str, Any]) -> bool:
     check_time()
-    one, other = (_followed(part, shared) for part in (one, other))
-    if one is False or other is False:
+    left, right = (_followed(part, shared) for part in (left, right))
+    if left is False or right is False:
         return True
-    if not types_of(one) & types_of(other):
+    if not types_of(left) & types_of(right):
         return True
-    values = [_constants(part, shared) for part in (one, other)]
+    values = [_constants(part, shared) for part in (left, right)]
     if values[0] is not None and values[1] is not None:
         return not values[0] & values[1]
-    if not (types_of(one) | types_of(other)) <= {"object"}:
+    if not (types_of(left) | types_of(right)) <= {"object"}:
         return False
-    both = set(one.get("required", ())) & set(other.get("required", ()))
+    both = set(left.get("required", ())) & set(right.get("required", ()))
     for name in both:
-        parts = [part.get("properties", {}).get(name, {}) for part in (one, other)]
+        parts = [part.get("properties", {}).get(name, {}) for part in (left, right)]
         values = [_constants(part, shared) for part in parts]
         if values[0] is not None and values[1] is not None and not values[0] & values[1]:
             return True
@@ -183,16 +183,16 @@ def references_of(part: Any) -> set[str]:
     """The names of what a schema refers to anywhere in itself."""
     found, unread = set(), [part]
     while unread:
-        one = unread.pop()
-        if not isinstance(one, dict):
+        schema = unread.pop()
+        if not isinstance(schema, dict):
             continue
-        if "$ref" in one:
-            found.add(one["$ref"].rpartition("/")[2])
+        if "$ref" in schema:
+            found.add(schema["$ref"].rpartition("/")[2])
         for name in _MAPS:
-            unread += one.get(name, {}).values()
+            unread += schema.get(name, {}).values()
         for name in _LISTS:
-            unread += one.get(name, ())
-        unread += [one[name] for name in _SINGLE if name in one]
+            unread += schema.get(name, ())
+        unread += [schema[name] for name in _SINGLE if name in schema]
     return found
 
 

@@ -27,7 +27,7 @@ def every_process[F: Callable[..., Any]](call: F) -> F:
 
 def pack(name: str, *arguments: Any, **options: Any) -> bytes:
     """A call as bytes: arrays and plain values, and nothing that could run."""
-    states = [serialization.to_state_dict(one) for one in arguments]
+    states = [serialization.to_state_dict(argument) for argument in arguments]
     numbered = {str(number): state for number, state in enumerate(states)}
     told = {"name": name, "arguments": numbered, "options": options}
     return serialization.msgpack_serialize(told)

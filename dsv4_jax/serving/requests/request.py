@@ -206,9 +206,12 @@ class Request:
         if self.leader is not self:
             return []
         return [
-            one
-            for one in self.siblings
-            if one is not self and one.slot < 0 and not one.num_drawn and one.finish_reason is None
+            sibling
+            for sibling in self.siblings
+            if sibling is not self
+            and sibling.slot < 0
+            and not sibling.num_drawn
+            and sibling.finish_reason is None
         ]
 
     def branch(self, request_id: int, seed: int, now_s: float) -> Request:

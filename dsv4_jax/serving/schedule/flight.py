@@ -128,7 +128,7 @@ def look(
         num_drafts = np.where(drawn > 0, draft_tokens, 0)
     is_fed = drawn > 0
     if draft_tokens and not is_fed.all():
-        given = np.array([len(one.drafts) for one in running.requests], np.int32)
+        given = np.array([len(request.drafts) for request in running.requests], np.int32)
         num_drafts = np.where(is_fed, num_drafts, given)
     num_pending = np.where(is_fed, 1, known - held)
     least = known + drawn

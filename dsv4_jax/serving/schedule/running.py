@@ -38,22 +38,24 @@ class Running(Mapping[int, Request]):
         )
         self._by_slot = dict(by_slot)
         requests, count = self.requests, len(by_slot)
-        self.slots = np.array([one.slot for one in requests], np.int32)
-        self.totals = np.array([len(one.token_ids) for one in requests], np.int32)
-        self.speculates = np.array([one.speculate for one in requests], bool)
+        self.slots = np.array([request.slot for request in requests], np.int32)
+        self.totals = np.array([len(request.token_ids) for request in requests], np.int32)
+        self.speculates = np.array([request.speculate for request in requests], bool)
         self.wants_logprobs = np.array(
-            [one.sampling.logprobs is not None for one in requests], bool
+            [request.sampling.logprobs is not None for request in requests], bool
         )
-        self.has_stop_texts = np.array([bool(one.sampling.stop_texts) for one in requests], bool)
-        stops = [one.sampling.stop_token_ids or () for one in requests]
+        self.has_stop_texts = np.array(
+            [bool(request.sampling.stop_texts) for request in requests], bool
+        )
+        stops = [request.sampling.stop_token_ids or () for request in requests]
         self.stops = np.full((count, max(map(len, stops), default=0)), -1, np.int32)
         for row, tokens in zip(self.stops, stops, strict=True):
             row[: len(tokens)] = tuple(tokens)
-        self.ids = np.array([one.request_id for one in requests], np.int64)
-        self.is_constrained = any(one.sampling.grammar is not None for one in requests)
-        self.penalises = any(one.sampling.penalises for one in requests)
-        self.is_simple = all(one.sampling.is_simple for one in requests)
-        self.with_siblings = [one for one in requests if one.siblings]
+        self.ids = np.array([request.request_id for request in requests], np.int64)
+        self.is_constrained = any(request.sampling.grammar is not None for request in requests)
+        self.penalises = any(request.sampling.penalises for request in requests)
+        self.is_simple = all(request.sampling.is_simple for request in requests)
+        self.with_siblings = [request for request in requests if request.siblings]
 
     @property
     def num_known(self) -> np.ndarray:

@@ -37,9 +37,9 @@ def find_crossed(
         request, start = outlook.running.requests[places[row]], int(starts[row])
         kept: list[Boundary] = []
         if flight is not None and outlook.is_fed[places[row]]:
-            kept = [one for one in flight.boundaries if one.slot == request.slot]
-            kept = [one for one in kept if one.end > start]
-        start = max([start + int(spread[row]), *(one.end for one in kept)])
+            kept = [boundary for boundary in flight.boundaries if boundary.slot == request.slot]
+            kept = [boundary for boundary in kept if boundary.end > start]
+        start = max([start + int(spread[row]), *(boundary.end for boundary in kept)])
         boundaries += kept
         boundaries += take_boundaries(request, shards, start, int(ends[row]))
     return boundaries

@@ -30,16 +30,16 @@ class Suspects:
 
     def next(self) -> Request | None:
         """Whom the next step serves alone; None if it serves all."""
-        self._requests = [one for one in self._requests if not self._is_past(one)]
+        self._requests = [request for request in self._requests if not self._is_past(request)]
         return self._requests[0] if self._requests else None
 
     def clear(self, alone: Request | None) -> None:
         """A step went well, for all or for one alone; whom one for all left out is no suspect."""
         if self._goals:
             self._goals = {
-                one: goal
-                for one, goal in self._goals.items()
-                if not self._is_past(one) and (alone is not None or one.slot >= 0)
+                suspect: goal
+                for suspect, goal in self._goals.items()
+                if not self._is_past(suspect) and (alone is not None or suspect.slot >= 0)
             }
 
     def fail(self, requests: Iterable[Request]) -> bool:
