@@ -9,6 +9,7 @@ import numpy as np
 
 import pallas_kernels as pk
 from helpers.bad_inputs import Opaque
+from helpers.calls import four_tokens
 from pallas_kernels.common.weights import quantize_block_fp8, quantize_mxfp4
 
 T, H, C, R, W, EB, LB, NB, NS, S, D, M, P, E, K = 4, 2, 8, 4, 4, 2, 3, 7, 5, 2, 6, 3, 9, 10, 11
@@ -26,20 +27,7 @@ def i32(values):
     return jnp.asarray(values, jnp.int32)
 
 
-CALL = pk.CallIndices(
-    segment_ids=i32([0, 0, 1, 2]),
-    slots=i32([3, 3, 1, 4]),
-    positions=i32([9, 10, 7, 12]),
-    lengths=i32([9, 9, 7, 12]),
-    row_slots=i32([3, 1, 4]),
-    row_lengths=i32([9, 7, 12]),
-    row_counts=i32([2, 1, 1]),
-    row_offsets=i32([0, 2, 3]),
-    block_table=i32(RNG.permutation(NB)[: 2 * LB].reshape(2, LB)[[0, 1, 0]]),
-    visible=i32([4, 4, 4, 4]),
-    max_row_tokens=2,
-)
-"""Two tokens of one request, and one each of two."""
+CALL = four_tokens(RNG.permutation(NB)[: 2 * LB].reshape(2, LB)[[0, 1, 0]])
 ONE_EACH = dataclasses.replace(
     CALL,
     **{name: i32([0, 1, 2, 3]) for name in ("segment_ids", "slots", "row_slots", "row_offsets")},

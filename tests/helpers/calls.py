@@ -39,3 +39,24 @@ def call_specs(num_tokens, table_width, *, num_rows=None, has_visible=True):
         visible=i32(num_tokens) if has_visible else None,
         max_row_tokens=max(1, num_tokens // num_rows),
     )
+
+
+def four_tokens(block_table):
+    """Two tokens of one request, and one each of two; every window is full."""
+
+    def i32(values):
+        return jnp.asarray(values, jnp.int32)
+
+    return CallIndices(
+        segment_ids=i32([0, 0, 1, 2]),
+        slots=i32([3, 3, 1, 4]),
+        positions=i32([9, 10, 7, 12]),
+        lengths=i32([9, 9, 7, 12]),
+        row_slots=i32([3, 1, 4]),
+        row_lengths=i32([9, 7, 12]),
+        row_counts=i32([2, 1, 1]),
+        row_offsets=i32([0, 2, 3]),
+        block_table=i32(block_table),
+        visible=i32([4, 4, 4, 4]),
+        max_row_tokens=2,
+    )

@@ -10,6 +10,7 @@ import pytest
 
 import pallas_kernels as pk
 from helpers import slow
+from helpers.calls import four_tokens
 from pallas_kernels.common.norm_rope import rms_norm, rotate
 from pallas_kernels.pick_experts import router_logits
 
@@ -32,20 +33,7 @@ def i32(values):
     return jnp.asarray(values, jnp.int32)
 
 
-CALL = pk.CallIndices(
-    segment_ids=i32([0, 0, 1, 2]),
-    slots=i32([3, 3, 1, 4]),
-    positions=i32([9, 10, 7, 12]),
-    lengths=i32([9, 9, 7, 12]),
-    row_slots=i32([3, 1, 4]),
-    row_lengths=i32([9, 7, 12]),
-    row_counts=i32([2, 1, 1]),
-    row_offsets=i32([0, 2, 3]),
-    block_table=i32(RNG.permutation(NB)[: 3 * LB].reshape(3, LB)),
-    visible=i32([4, 4, 4, 4]),
-    max_row_tokens=2,
-)
-"""Two tokens of one request, and one each of two; every window is full."""
+CALL = four_tokens(RNG.permutation(NB)[: 3 * LB].reshape(3, LB))
 ONE_PROMPT = pk.CallIndices(
     segment_ids=i32([0] * 8),
     slots=i32([2] * 8),
