@@ -17,6 +17,8 @@ from helpers.agent_requests import CODEX, REQUESTS
 from helpers.serve import EOS, MODEL, script, v4_tokenizer
 from helpers.serving import until
 
+pytestmark = pytest.mark.compiles_for_others
+
 HI = [{"role": "user", "content": "hi"}]
 MARK = "｜DSML｜"
 

@@ -131,6 +131,7 @@ def test_stop_texts_end_a_completion(ask, says):
     assert "".join(event.choices[0].text for event in streamed) == "one two"
 
 
+@SLOW_WHERE_RELEASED
 def test_log_probabilities_of_a_completion(ask, other_engine):
     """Those of `generate`, of tokens as texts."""
     (expected,) = other_engine.generate(["hello"], max_new_tokens=5, logprobs=3)

@@ -265,6 +265,7 @@ def test_every_grammar_of_a_request_compiles():
 HI = [{"role": "user", "content": "json, please"}]
 
 
+@SLOW_WHERE_RELEASED
 def test_a_chat_that_answers_with_a_schema(ask):
     format_ = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     done = ask.chat.completions.create(

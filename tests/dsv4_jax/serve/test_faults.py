@@ -9,12 +9,19 @@ import threading
 import httpx
 import pytest
 
+from helpers import slow
 from helpers.raw_http import OPENED, close_all, connect, read_all, request_bytes
-from helpers.serve import MODEL, num_slots, running, warm_engine
+from helpers.serve import MODEL, TOKENIZERS, num_slots, running, warm_engine
 from helpers.serving import fail_with_prompts_of, until
 
 LONG = {"model": MODEL, "prompt": "a", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
 SHORT = {"model": MODEL, "prompt": "a", "max_tokens": 3, "temperature": 0}
+
+
+@pytest.fixture(scope="module", params=slow.all_but(["bytes"], list(TOKENIZERS)))
+def tokenizer_name(request):
+    """Of what goes wrong between a client and the server the vocabulary is no part."""
+    return request.param
 
 
 @pytest.fixture(autouse=True)
@@ -146,8 +153,8 @@ def test_headers_of_megabytes_and_heads_that_do_not_end(server):
     assert b" 200 " not in read_all(many)
     one = connect(server, line + b"x: " + b"y" * 40_000 + b"\r\nz: " + b"y" * 40_000 + b"\r\n\r\n")
     assert b" 431 " in one.recv(65536)  # and it may ask again
-    for slow in [connect(server, part) for part in (b"", b"GET /hea", b"\r\n")]:
-        assert read_all(slow) == b""
+    for opened in [connect(server, part) for part in (b"", b"GET /hea", b"\r\n")]:
+        assert read_all(opened) == b""
     assert b" 400 " in read_all(connect(server, b"nonsense\r\n\r\n"))
 
 

@@ -13,13 +13,20 @@ import pytest
 import dsv4_jax as ds
 from dsv4_jax.serve import app
 from dsv4_jax.serve.web_page import PAGE_PATHS, STATE_PATH
+from helpers import slow
 from helpers.browser import OBSTACLE, chromium
-from helpers.serve import BYTES_ALONE, MODEL, ids_of, running, script
+from helpers.serve import BYTES_ALONE, MODEL, TOKENIZERS, ids_of, running, script
 from helpers.serving import until
 
 FOLDER = pathlib.Path(ds.__file__).parent / "serve" / "page"
 SECRET = "a prompt that nobody else may see"
 CONTROL, ENTER, ESCAPE, TAB = "\ue009", "\ue007", "\ue00c", "\ue004"
+
+
+@pytest.fixture(scope="module", params=slow.all_but(["bytes"], list(TOKENIZERS)))
+def tokenizer_name(request):
+    """The page shows the engine's state, and texts as they come."""
+    return request.param
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from helpers import slow
-from helpers.serve import MODEL, running, script, small_engine
+from helpers.serve import MODEL, num_slots, running, script, warm_engine
 from helpers.serving import until
 
 HI = [{"role": "user", "content": "hi"}]
@@ -26,10 +26,7 @@ LONG = {"model": MODEL, "prompt": "a", "max_tokens": 1500, "ignore_eos": True, "
 
 @pytest.fixture(scope="module")
 def engine():
-    """One slot, for which the second request waits."""
-    engine = small_engine(max_requests=1)
-    engine.warmup()
-    return engine
+    return warm_engine()
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +37,10 @@ def server(engine):
 
 @contextlib.contextmanager
 def occupied(server, seconds=None):
-    """The slot is taken, for so long or to the end."""
+    """All slots are taken, for so long or to the end, so that the next request waits."""
     over = threading.Event()
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=60) as answer:
+    body = LONG | {"n": num_slots(server.endpoints.engine.engine)}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
         lines = answer.iter_lines()
         next(lines)
 
