@@ -12,6 +12,8 @@ from dsv4_jax.serving import Grammar
 from helpers import failing_grammars, slow
 from helpers.serving import BUCKET, SIZES, byte_tokenizer, one_layer, run_to_end
 
+pytestmark = pytest.mark.unoptimised
+
 END, VOCAB = 257, 260
 OPEN = {"max_new_tokens": 12, "stop_token_ids": ()}
 FREE = {"grammar": Grammar("regex", "[a-z]{30}"), "max_new_tokens": 12, "salt": "grammar"}
@@ -22,13 +24,13 @@ SHAPES = {
     "calls of four": {"draft_tokens": 0, "decode_tokens": None, "steps_per_call": 4},
     "debug": {"draft_tokens": 0, "debug": True},
 }
-each_shape = pytest.mark.parametrize("shape", slow.all_but(["overlap"], list(SHAPES)))
+each_shape = pytest.mark.parametrize("shape", slow.all_but(["drafts"], list(SHAPES)))
 
 
 @functools.cache
 def engine_of(shape):
     model = one_layer(vocab_size=VOCAB, eos_token_ids=(END,))
-    sizes = SIZES | {"tokenizer": byte_tokenizer(), "cache_format": "f32"} | SHAPES[shape]
+    sizes = SIZES | {"tokenizer": byte_tokenizer()} | SHAPES[shape]
     return ds.Engine(*model, **sizes)
 
 
@@ -98,25 +100,25 @@ def test_an_answer_that_its_grammar_leaves_half_way_has_not_stopped():
 
 
 def test_streams_and_lists_of_prompts_go_on_beside_it(fail_grammars):
-    engine = engine_of("overlap")
+    engine = engine_of("drafts")
     fail_grammars(engine, "raises", 3)
     good, bad = engine.submit(texts(1)[0], **OPEN), engine.submit([7] * 60, **FREE)
     assert len(list(engine.stream(bad))) == 3
-    assert [one.token_id for one in engine.stream(good)] == alone("overlap")[0].token_ids
+    assert [one.token_id for one in engine.stream(good)] == alone("drafts")[0].token_ids
     assert [engine.completion(one).finish_reason for one in (bad, good)] == ["error", "length"]
     settings = [
         ds.SamplingParams(max_new_tokens=12, stop_token_ids=()),
         ds.SamplingParams(max_new_tokens=12, grammar=FREE["grammar"]),
     ]
     done = engine.generate([texts(1)[0], [7] * 60], sampling=settings)
-    assert done[0] == alone("overlap")[0]
+    assert done[0] == alone("drafts")[0]
     assert (done[1].finish_reason, len(done[1].token_ids)) == ("error", 3)
     check_nothing_is_held(engine)
 
 
 def test_samples_of_a_prompt_whose_first_fails(fail_grammars):
     """Each has an error of its own, and who waits for the first is not left waiting."""
-    engine = engine_of("overlap")
+    engine = engine_of("drafts")
     fail_grammars(engine, "raises", 0)
     ids = engine.submit_many([7] * 60, 3, grammar=FREE["grammar"], max_new_tokens=9)
     assert {one.finish_reason for one in run_to_end(engine, *ids)} == {"error"}
@@ -124,9 +126,9 @@ def test_samples_of_a_prompt_whose_first_fails(fail_grammars):
 
 
 def test_coroutines_get_an_error_each(fail_grammars):
-    engine = engine_of("overlap")
+    engine = engine_of("drafts")
     fail_grammars(engine, "raises", 2)
-    wanted = [one.token_ids for one in alone("overlap")]
+    wanted = [one.token_ids for one in alone("drafts")]
 
     async def read(stream):
         return [token.token_id async for token in stream]
@@ -184,7 +186,7 @@ def test_a_step_that_raises_whenever_one_request_draws(shape, at, monkeypatch):
 
 def test_one_error_among_many_steps_is_nobodys(monkeypatch):
     """Whoever has drawn past it is no suspect; another error much later is a first one again."""
-    engine = engine_of("overlap")
+    engine = engine_of("drafts")
     run, calls = engine.loop.runner.run, iter(range(10**6))
 
     def fail(*arguments):

@@ -150,7 +150,7 @@ def test_steps_and_streams_together_leave_no_token_out():
 @pytest.mark.parametrize("look", slow.all_but(["cache"], ["verify", "cache"]))
 def test_looking_changes_nothing(look):
     """Between any two calls; ends, forks, cancels and preemptions give what they give without."""
-    engine = engine_of(num_snapshots=0)
+    engine = serving.limit(engine_of.__wrapped__(), num_snapshots=0)
     for calls in itertools.product(("step", "fork", "cancel", "preempt"), repeat=3):
         seen = []
         for looks in (False, True):

@@ -83,7 +83,8 @@ def test_inputs_that_stay_are_not_brought_again_and_none_moves(monkeypatch, make
     assert {len(leaves) for _, _, _, shown in steps for leaves in shown} == {1}
 
 
-@pytest.mark.parametrize("make", [plain_engine, pytest.param(make_engine, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [plain_engine, make_engine])
 def test_a_step_has_conditionals_only_where_a_request_needs_them(monkeypatch, make):
     """As on a GPU, whose host waits for them; tokens are those of steps that have them always."""
     rng = np.random.default_rng(3)

@@ -7,7 +7,7 @@ import pytest
 
 from dsv4_jax import serving
 from dsv4_jax.serving.engine_state import read_state
-from helpers.serving import byte_tokenizer, make_engine
+from helpers.serving import make_engine
 
 LONG = {"max_new_tokens": 100, "stop_token_ids": ()}
 ASKED = {"max_new_tokens": 12, "temperature": 0.8, "seed": 3, "stop_token_ids": ()}
@@ -32,7 +32,7 @@ CALLS = {
 
 @pytest.fixture(scope="module")
 def engine():
-    return make_engine(tokenizer=byte_tokenizer())
+    return make_engine()
 
 
 @pytest.fixture(autouse=True)

@@ -26,6 +26,7 @@ from dsv4_jax.serving.requests.text import (
 from dsv4_jax.serving.requests.token_texts import TokenTexts
 from dsv4_jax.serving.schedule.known_tokens import KnownTokens
 from dsv4_jax.serving.schedule.running import Running
+from helpers import slow
 from helpers.released_tokenizer import released_tokenizer
 
 
@@ -204,7 +205,11 @@ def hand_out(requests, known, undo, drawn, texts):
         return list(step.run(texts)), step.ended
 
 
-@pytest.mark.parametrize("tokenizer", [BYTES, WORDS, RELEASED], ids=["bytes", "words", "released"])
+@pytest.mark.parametrize(
+    "tokenizer",
+    slow.all_but([RELEASED], [BYTES, WORDS, RELEASED]),
+    ids=["bytes", "words", "released"],
+)
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_texts_of_a_step_are_those_of_tokens_one_by_one(tokenizer, data):
