@@ -142,6 +142,7 @@ def test_window_entries_are_encoded_without_queries_too(lane):
     assert_same_bytes(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
     slow.all_but(
@@ -168,6 +169,7 @@ def test_window_entries_are_encoded_to_the_byte(lane, name, dtype):
     assert_same_bytes(expected, jax.tree.map(np.asarray, codec.encode(x, ROPE)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_heads", "dim"),
     slow.all_but([(11, C)], [(1, C), (8, C), (11, C), (16, 128)]),

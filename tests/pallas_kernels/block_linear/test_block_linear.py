@@ -8,27 +8,21 @@ import numpy as np
 import pytest
 
 from helpers import slow
+from helpers.quantised import KINDS, quantize
 from pallas_kernels import block_linear
 from pallas_kernels.common import rows, weights
-
-QUANTIZE = {
-    "fp8": weights.quantize_block_fp8,
-    "mxfp4": weights.quantize_mxfp4,
-    "dense": lambda values, **_: values,
-}
 
 
 def make(kind, shape, seed=0, activations="fp8"):
     values = np.random.default_rng(seed).normal(size=shape) * shape[-1] ** -0.5
-    quantize = jax.jit(QUANTIZE[kind], static_argnames=("dtype", "activations"))
-    return quantize(jnp.asarray(values, jnp.float32), dtype="float32", activations=activations)
+    return quantize(kind, values.astype(np.float32), dtype="float32", activations=activations)
 
 
 @pytest.mark.parametrize(
     ("lead", "kind", "activations"),
     slow.all_but(
         [("one", "fp8", "fp8"), ("groups", "mxfp4", "bfloat16"), ("groups", "dense", "fp8")],
-        list(itertools.product(["one", "groups"], QUANTIZE, weights.ACTIVATIONS)),
+        list(itertools.product(["one", "groups"], KINDS, weights.ACTIVATIONS)),
     ),
 )
 def test_against_float64(lead, kind, activations):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from helpers import slow
+from helpers.quantised import KINDS, quantize
 from pallas_kernels import block_linear, gpu_interpreter, swiglu_linear
 from pallas_kernels.block_linear import reference
 from pallas_kernels.common import numbers, weights
@@ -33,11 +34,6 @@ from pallas_kernels.product.scratch import shared_bytes
 
 pytestmark = pytest.mark.unoptimised
 
-QUANTIZE = {
-    "fp8": weights.quantize_block_fp8,
-    "mxfp4": weights.quantize_mxfp4,
-    "dense": lambda values, dtype, activations: values.astype(dtype),
-}
 FORMATS = ["fp8", "mxfp4"]
 TOLERANCE = 2e-5
 """Relative to the largest result: f32 sums in another order, and of the FP8 tensor core of a card
@@ -47,9 +43,8 @@ CARD_TOLERANCE = 1e-3
 
 def make(kind, shape, activations="fp8"):
     values = np.random.default_rng(0).normal(size=shape) * shape[-1] ** -0.5
-    values = jnp.asarray(values * 2.0 ** (np.arange(shape[-1]) // 32 % 5), jnp.float32)
-    quantize = jax.jit(QUANTIZE[kind], static_argnames=("dtype", "activations"))
-    return quantize(values, dtype="bfloat16", activations=activations)
+    values = values * 2.0 ** (np.arange(shape[-1]) // 32 % 5)
+    return quantize(kind, values.astype(np.float32), activations=activations)
 
 
 def close(lane, found, expected):
@@ -162,6 +157,7 @@ TILINGS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "tiling"),
     slow.all_but(
@@ -182,12 +178,12 @@ PERSISTENT_TILINGS = [
 ]
 PERSISTENT_CASES = [
     (kind, (2, 320, 512), 37, tiling, few)
-    for kind, tiling in itertools.product(QUANTIZE, PERSISTENT_TILINGS)
+    for kind, tiling in itertools.product(KINDS, PERSISTENT_TILINGS)
     for few in (1, 132)
 ] + [
     (kind, (1, 128, 256), 270, tiling, 2)
     for kind, tiling in itertools.product(
-        QUANTIZE, [Tiling(256, 128, 2), Tiling(224, 128, 2, persistent=1)]
+        KINDS, [Tiling(256, 128, 2), Tiling(224, 128, 2, persistent=1)]
     )
 ]
 IN_PIECES = ("mxfp4", (1, 128, 256), 170, Tiling(144, 128, 2, persistent=1, mma_rows=48), 2)
@@ -196,7 +192,7 @@ IN_PIECES = ("mxfp4", (1, 128, 256), 170, Tiling(144, 128, 2, persistent=1, mma_
 
 @pytest.mark.parametrize(
     ("kind", "shape", "rows", "tiling", "num_sms"),
-    slow.all_but([PERSISTENT_CASES[0]], [*PERSISTENT_CASES, IN_PIECES]),
+    slow.all_but([], [*PERSISTENT_CASES, IN_PIECES]),
     ids=str,
 )
 def test_ctas_may_go_through_tiles_of_many_rows(kind, shape, rows, tiling, num_sms):
@@ -278,7 +274,7 @@ def test_rows_on_the_left_of_gate_and_up(lane, options):
 
 
 @pytest.mark.parametrize(
-    ("rows", "num_sms"), slow.all_but([(40, 4)], [(40, 4), (20, 4), (72, 132)]), ids=str
+    ("rows", "num_sms"), slow.all_but([], [(40, 4), (20, 4), (72, 132)]), ids=str
 )
 def test_gate_and_up_in_narrow_tiles(lane, rows, num_sms):
     """Of 24, 16 and 8 rows: as few as give more SMs a tile."""
@@ -341,7 +337,7 @@ def test_weights_of_one_launch_may_begin_within_a_cta(core):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("core", [HOPPER, BLACKWELL], ids=["hopper", "blackwell"])
-@pytest.mark.parametrize("kind", QUANTIZE)
+@pytest.mark.parametrize("kind", KINDS)
 def test_gate_and_up_in_one_product(core, kind):
     gate, up = (make(kind, (128, 256)) for _ in range(2))
     up = jax.tree.map(lambda leaf: leaf[::-1], up)
@@ -370,6 +366,7 @@ def test_gate_and_up_of_several_pieces(rows, tiling):
     np.testing.assert_allclose(found, expected, atol=2.0**-7 * np.abs(expected).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape", [(200, 130), pytest.param((40, 96), marks=pytest.mark.slow)], ids=str
 )
@@ -380,11 +377,12 @@ def test_mxfp4_of_any_width(lane, shape):
     close(lane, found, jit_block_linear(x, weight, dtype=jnp.float32, backend="reference"))
 
 
+@pytest.mark.slow
 def test_rows_of_mxfp4_that_share_a_scale_may_differ(lane):
     """Rows i and i + 32; E4M3 holds both exactly where one is 2^10 times as large."""
     values = np.random.default_rng(0).normal(size=(64, 128))
     values *= np.where(np.arange(64)[:, None] < 32, 2.0**-10, 1)
-    weight = weights.quantize_mxfp4(jnp.asarray(values, jnp.float32), dtype="bfloat16")
+    weight = quantize("mxfp4", values.astype(np.float32))
     x = normal(3, 128)
     found = run(x[None], weight_stack(weight))[0]
     expected = reference_product(x[None], weight_stack(weight))[0]

@@ -115,6 +115,7 @@ def test_b5_a_call_that_closes_no_window_writes_nothing():
     assert_same_bytes(absent, pool)
 
 
+@pytest.mark.slow
 def test_a_later_call_overwrites_an_entry_and_no_other():
     """As a rejected token's entry is overwritten."""
     rng = np.random.default_rng(0)

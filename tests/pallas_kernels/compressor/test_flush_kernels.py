@@ -75,7 +75,7 @@ def test_the_bound_rejects_a_window_shifted_by_a_token_and_a_wrong_weight(lane, 
         assert share > 5 * MAX_SHARE
 
 
-@pytest.mark.parametrize("kind", COMPRESSION_RATIOS)
+@pytest.mark.parametrize("kind", slow.all_but(["csa"], list(COMPRESSION_RATIOS)))
 def test_b5_a_call_of_padding_alone_writes_nothing(lane, kind):
     name, rng = "fp8_ue8m0", np.random.default_rng(0)
     histories, norms = draw_histories(rng, kind, LENGTHS), draw_norms(rng, kind, jnp.bfloat16)
@@ -145,6 +145,7 @@ def test_b5_a_program_without_a_window_writes_nothing_where_means_come_from_memo
     assert_same_bytes(flat(layer["entries"]), flat(empty["entries"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", slow.all_but([512], [128, 512]))
 def test_any_number_of_warps_adds_in_the_order_of_the_reference(lane, width):
     x = np.random.default_rng(width).normal(size=(5, width)).astype(np.float32)
@@ -168,6 +169,7 @@ def test_any_number_of_warps_adds_in_the_order_of_the_reference(lane, width):
         np.testing.assert_array_equal(actual, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dim"),
     slow.all_but(

@@ -8,25 +8,20 @@ import numpy as np
 import pytest
 
 from helpers import slow
+from helpers.quantised import quantize
 from pallas_kernels import expert_mlp
 from pallas_kernels.common import rows, weights
 from pallas_kernels.expert_mlp.worklist import max_rows, max_tiles, sort_pairs
 
 E, WIDTH, D, K, LIMIT = 6, 48, 64, 3, 1.5
-QUANTIZE = {
-    "dense": lambda values, **_: values,
-    "fp8": weights.quantize_block_fp8,
-    "mxfp4": weights.quantize_mxfp4,
-}
 
 
 def make_experts(kind="dense", activations="bfloat16"):
     rng = np.random.default_rng(0)
     shapes = (E, WIDTH, D), (E, WIDTH, D), (E, D, WIDTH)
     values = [rng.normal(size=shape) * 3 * shape[-1] ** -0.5 for shape in shapes]
-    quantize = jax.jit(QUANTIZE[kind], static_argnames=("dtype", "activations"))
     return [
-        quantize(jnp.asarray(v, jnp.float32), dtype="float32", activations=activations)
+        quantize(kind, v.astype(np.float32), dtype="float32", activations=activations)
         for v in values
     ]
 
@@ -126,7 +121,7 @@ def test_a_token_gets_the_same_bits_whatever_else_is_in_the_call():
 @pytest.mark.parametrize("name", ["random", "one expert", "none"])
 def test_every_pair_is_in_one_tile_of_its_expert(name, num_tokens):
     ids, _ = routing(name, num_tokens)
-    work = jax.tree.map(np.asarray, sort_pairs(jnp.asarray(ids), E, 8))
+    work = jax.tree.map(np.asarray, jax.jit(sort_pairs, static_argnums=(1, 2))(ids, E, 8))
     assert len(work.expert) == max_tiles(ids.size, E, 8)
     assert len(work.token) == max_rows(ids.size, E)
     assert len(set(work.row.reshape(-1))) == ids.size

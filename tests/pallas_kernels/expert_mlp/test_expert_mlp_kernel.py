@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from helpers import slow
+from helpers.quantised import quantize
 from pallas_kernels import expert_mlp, gpu_interpreter, mixture_mlp
 from pallas_kernels.common import weights
 from pallas_kernels.common.pending import SplitSums, finish
@@ -29,18 +30,9 @@ jit_mixture = jax.jit(mixture_mlp, static_argnames=("limit", "backend"))
 
 @functools.cache
 def make(kind="mxfp4", activations="fp8", width=WIDTH, dim=D):
-    quantize = {
-        "mxfp4": weights.quantize_mxfp4,
-        "fp8": weights.quantize_block_fp8,
-        "dense": lambda values, dtype, activations: values.astype(dtype),
-    }[kind]
-    quantize = jax.jit(quantize, static_argnames=("dtype", "activations"))
     rng, shapes = np.random.default_rng(0), ((E, width, dim), (E, width, dim), (E, dim, width))
     values = [rng.normal(size=shape) * 3 * shape[-1] ** -0.5 for shape in shapes]
-    return [
-        quantize(jnp.asarray(v, jnp.float32), dtype="bfloat16", activations=activations)
-        for v in values
-    ]
+    return [quantize(kind, v.astype(np.float32), activations=activations) for v in values]
 
 
 @functools.cache

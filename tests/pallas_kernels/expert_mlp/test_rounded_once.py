@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from helpers import slow
+from helpers.quantised import quantize
 from pallas_kernels.common import weights
 from pallas_kernels.expert_mlp import mosaic_gpu
 from pallas_kernels.expert_mlp.reference import Arguments
@@ -21,14 +22,13 @@ SHAPES = (WIDTH, DIM), (WIDTH, DIM), (DIM, WIDTH)
 def make(kind):
     """Experts, and a shared one in block FP8."""
     rng = np.random.default_rng(0)
-    quantize = {"fp8": weights.quantize_block_fp8, "mxfp4": weights.quantize_mxfp4}[kind]
 
-    def draw(quantize, *shape):
+    def draw(kind, *shape):
         values = rng.normal(size=shape) * 3 * shape[-1] ** -0.5
-        return quantize(jnp.asarray(values, jnp.float32), dtype="bfloat16")
+        return quantize(kind, values.astype(np.float32))
 
-    stacks = [draw(quantize, EXPERTS, *shape) for shape in SHAPES]
-    return stacks, tuple(draw(weights.quantize_block_fp8, *shape) for shape in SHAPES)
+    stacks = [draw(kind, EXPERTS, *shape) for shape in SHAPES]
+    return stacks, tuple(draw("fp8", *shape) for shape in SHAPES)
 
 
 def call_of(kind, picked_among=None):
@@ -38,7 +38,8 @@ def call_of(kind, picked_among=None):
     x = jnp.asarray(rng.normal(size=(TOKENS, DIM)), jnp.bfloat16)
     share = jnp.asarray(rng.uniform(0.2, 1, ids.shape), jnp.float32)
     stacks, shared = make(kind)
-    ids = jnp.asarray(ids, jnp.int32).at[9:].set(-1)
+    ids[9:] = -1
+    ids = jnp.asarray(ids, jnp.int32)
     return Arguments(x, ids, share, *stacks, LIMIT, shared, picked_among)
 
 
@@ -88,7 +89,7 @@ def test_the_shared_expert_takes_rows_as_its_kernel_has_them():
     fp8, mxfp4 = call_of("fp8"), call_of("mxfp4")
     assert mosaic_gpu._shares_rows(fp8.x, fp8.shared, fp8.w1)
     assert not mosaic_gpu._shares_rows(fp8.x, fp8.shared, mxfp4.w1)
-    odd = weights.quantize_block_fp8(jnp.zeros((WIDTH - 32, DIM)), dtype="bfloat16")
+    odd = quantize("fp8", np.zeros((WIDTH - 32, DIM), np.float32))
     assert not mosaic_gpu._shares_rows(fp8.x, (odd, odd, fp8.shared[2]), fp8.w1)
     exact = weights.with_activations(fp8.shared[0], "bfloat16")
     assert not mosaic_gpu._shares_rows(fp8.x, (exact, exact, fp8.shared[2]), fp8.w1)

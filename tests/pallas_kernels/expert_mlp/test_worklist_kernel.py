@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from helpers import slow
 from pallas_kernels.expert_mlp import triton_counting, triton_worklist
 from pallas_kernels.expert_mlp.worklist import sort_pairs
 
@@ -34,7 +35,10 @@ CASES += [
 
 
 @pytest.mark.parametrize("name", ["random", "one expert", "none"])
-@pytest.mark.parametrize(("sort", "num_tokens", "picks", "num_experts", "tile_rows"), CASES)
+@pytest.mark.parametrize(
+    ("sort", "num_tokens", "picks", "num_experts", "tile_rows"),
+    slow.all_but([CASES[1], CASES[4], CASES[6]], CASES),
+)
 def test_pairs_rows_and_tiles_are_the_definition_s(
     lane, name, sort, num_tokens, picks, num_experts, tile_rows
 ):

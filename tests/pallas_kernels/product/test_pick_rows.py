@@ -8,17 +8,15 @@ import numpy as np
 import pytest
 
 from helpers import slow
-from pallas_kernels.common import weights
+from helpers.quantised import quantize
 from pallas_kernels.product import triton_rows
 
 NUM_ROWS, PICKED, SPARE = 30, 45, 3
-QUANTIZE = {"fp8": weights.quantize_block_fp8, "mxfp4": weights.quantize_mxfp4}
 
 
 @functools.cache
 def make(kind, activations, dim):
-    values = jnp.zeros((128, dim), jnp.float32)
-    return QUANTIZE[kind](values, dtype="bfloat16", activations=activations)
+    return quantize(kind, np.zeros((128, dim), np.float32), activations=activations)
 
 
 @functools.partial(jax.jit, static_argnames="is_rounded")
@@ -56,6 +54,7 @@ def test_codes_and_scales_are_the_same(lane, kind, activations, dim):
     assert len(np.unique(codes[1])) > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_used", [0, 17])
 def test_rows_that_nobody_reads_are_not_picked(lane, num_used):
     """But for those that share a program with one that is read; the others are as they were."""

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from helpers import slow
+from helpers.quantised import quantize
 from pallas_kernels.block_linear import reference
 from pallas_kernels.common import weights
 from pallas_kernels.common.pending import SplitSums
 from pallas_kernels.product import Tiling, multiply_rows, shapes_of
 
 OUT, MOST = 128, 5
-QUANTIZE = {"fp8": weights.quantize_block_fp8, "mxfp4": weights.quantize_mxfp4}
 CARD_TOLERANCE, TOLERANCE = 1e-3, 2e-5
 """Relative to the largest result, as in `test_block_linear_kernel`."""
 
@@ -23,8 +23,7 @@ CARD_TOLERANCE, TOLERANCE = 1e-3, 2e-5
 @functools.cache
 def make(kind, inputs, activations):
     values = np.random.default_rng(0).normal(size=(1, OUT, inputs)) * inputs**-0.5
-    quantize = jax.jit(QUANTIZE[kind], static_argnames=("dtype", "activations"))
-    return quantize(jnp.asarray(values, jnp.float32), dtype="bfloat16", activations=activations)
+    return quantize(kind, values.astype(np.float32), activations=activations)
 
 
 def draw(inputs):
@@ -41,7 +40,9 @@ def multiply(x, weight, *, splits):
     return multiply_rows(x, [weight], tiling=tiling)[0][0]
 
 
-CASES = list(itertools.product(QUANTIZE, weights.ACTIVATIONS, (512, 768, 1280, 1536), (1, 2)))
+CASES = list(
+    itertools.product(["fp8", "mxfp4"], weights.ACTIVATIONS, (512, 768, 1280, 1536), (1, 2))
+)
 USUAL = [("mxfp4", "fp8", 1280, 1)]
 
 
@@ -71,6 +72,7 @@ def test_rows_in_parts_are_added_first(lane, count):
     np.testing.assert_array_equal(found, multiply(added[None], weight, splits=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inputs", slow.all_but([2304], [2304, 4096]))
 def test_many_groups_are_rounded_in_a_loop(lane, inputs):
     """Of 18 groups, the last round has some beyond the last."""

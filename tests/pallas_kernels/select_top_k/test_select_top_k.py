@@ -130,6 +130,7 @@ def test_any_width(lane, backend, num_entries):
     check(stack(scores), [num_entries, num_entries // 2, 0], k, backend)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", KERNELS)
 def test_shuffled_rows_get_the_shuffled_answer_and_neighbours_do_not_matter(
     lane, backend, small_tiles

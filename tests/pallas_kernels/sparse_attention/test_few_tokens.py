@@ -27,7 +27,7 @@ def attend(case, *arguments, **changes):
     return case.attend(*arguments, backend="triton_gpu", **changes)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", slow.all_but(["fp8_per_entry"], FORMATS))
 def test_the_kernel_is_the_oracle_in_every_format(lane, name):
     case = draw(name)
     actual = attend(case)
@@ -42,6 +42,7 @@ def test_the_kernel_is_the_oracle_in_every_format(lane, name):
     assert min(case.error(actual, **variant) for variant in broken) > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_heads", slow.all_but([24], [8, 16, 24, 128]))
 def test_heads_that_do_not_fill_a_program(lane, num_heads):
     """A device's share of a model's heads, and Pro's."""
@@ -58,6 +59,7 @@ def test_indices_that_name_nothing_are_not_read(lane):
     assert case.error(attend(case, selected=selected, visible=None)) < 1
 
 
+@pytest.mark.slow
 def test_entries_beyond_what_a_token_sees_are_not_looked_at(lane):
     case = draw()
     selected = case.arguments["selected"]
@@ -79,6 +81,7 @@ def test_nothing_visible_gives_zeros_and_the_window_alone_is_enough(lane):
     assert case.error(alone, selected=slice(0)) < 1
 
 
+@pytest.mark.slow
 def test_inverse_rope_follows(lane):
     """As in the other kernels, whose sums are combined by the same launch."""
     case = draw()

@@ -78,6 +78,7 @@ def test_the_largest_heads_and_two_programs_of_them():
     assert case.error(case.attend(backend="mosaic_gpu")) < 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("usual_kernel")
 @pytest.mark.parametrize(
     ("num_heads", "splits"), slow.all_but([(8, 1)], [(8, 1), (8, 3), (16, 1), (32, 2)])
@@ -239,6 +240,7 @@ def test_the_tolerance_rejects_other_definitions(lane):
     assert min(case.error(actual, **variant) for variant in broken) > 3
 
 
+@pytest.mark.slow
 def test_maxima_that_grow_from_tile_to_tile(usual_kernel, monkeypatch):
     split_into(1, monkeypatch)
     case = draw()
@@ -280,6 +282,7 @@ def test_indices_that_name_nothing_are_not_read(lane):
     assert case.error(changed) < 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("usual_kernel")
 def test_nothing_visible_gives_zeros_and_the_window_alone_is_enough():
     case = draw()
