@@ -8,6 +8,7 @@ from helpers import attention_layers, slow
 pytestmark = pytest.mark.unoptimised
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache_format", slow.all_but(["f32"], list(attention_layers.ATOL)))
 def test_the_layer_on_a_cache_is_the_layer_over_the_sequence(cache_format):
     attention_layers.check_on_cache("hca", cache_format)

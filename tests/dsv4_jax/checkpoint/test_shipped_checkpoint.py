@@ -33,6 +33,7 @@ def test_oracle_is_of_these_weights(oracle):
     assert hashlib.sha256(weights).hexdigest() == str(oracle["checksum"])
 
 
+@pytest.mark.slow
 def test_transformers_gives_the_same_logits(model, oracle):
     """Trained weights, 400 tokens, three times what top-k covers; logits of order 20."""
     config, params = model

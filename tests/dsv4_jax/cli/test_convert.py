@@ -77,6 +77,7 @@ def released(dense, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_dense_checkpoint_in_released_formats(dense, released):
     params = load(released)
     assert_same(params, quantize_params(CONFIG, load(dense)))

@@ -107,6 +107,7 @@ def test_quantised_params_have_the_shapes_of_the_release(model):
     assert_same(jax.tree.map(lambda leaf: leaf[1, 3], stacked.ffn.w2), alone)
 
 
+@pytest.mark.slow
 def test_unstacked_layers_are_those_of_the_stack(model):
     config, params = model
     quantised = quantize_params(config, params)

@@ -32,6 +32,7 @@ def errors():
     return on_cpus.run("mixed")
 
 
+@pytest.mark.slow
 def test_arguments_on_different_meshes_are_refused(errors):
     """Parameters on a mesh beside a cache on one device gave logits that were off by 0.5."""
     assert len(errors) == 32

@@ -43,6 +43,7 @@ def test_scanned_and_unrolled_steps_agree(model, unrolled):
     np.testing.assert_allclose(logits, expected, atol=2e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_every_byte_is_donated_and_no_leaf_copied(model, unrolled):
     config, _ = model
     cache = make_cache(config)
