@@ -66,6 +66,16 @@ BYTES_ALONE = pytest.mark.parametrize("tokenizer_name", ["bytes"], indirect=True
 """Tests whose texts have as many tokens as bytes, or in which the tokenizer has no part."""
 
 
+def tokenizer_fixture(usual):
+    """A module's `tokenizer_name`: that one by default, with `-m slow` the others."""
+
+    @pytest.fixture(scope="module", params=slow.all_but([usual], list(TOKENIZERS)))
+    def tokenizer_name(request):
+        return request.param
+
+    return tokenizer_name
+
+
 def ids_of(tokenizer, text):
     """Token ids of a text by itself."""
     return tokenizer.encode(text, add_special_tokens=False).ids

@@ -6,8 +6,7 @@ import ssl
 import openai
 import pytest
 
-from helpers import slow
-from helpers.serve import TOKENIZERS, running, warm_engine
+from helpers.serve import TOKENIZERS, running, tokenizer_fixture, warm_engine
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -18,10 +17,8 @@ def one_tls_context():
         yield
 
 
-@pytest.fixture(scope="module", params=slow.all_but(["released"], list(TOKENIZERS)))
-def tokenizer_name(request):
-    """V4's own 129,280 tokens; with `-m slow` bytes and V4's special tokens, too."""
-    return request.param
+tokenizer_name = tokenizer_fixture("released")
+"""V4's own 129,280 tokens; with `-m slow` bytes and V4's special tokens, too."""
 
 
 @pytest.fixture(scope="module")

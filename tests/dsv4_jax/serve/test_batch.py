@@ -18,7 +18,7 @@ from dsv4_jax.cli import main
 from dsv4_jax.serve import ServeSettings
 from dsv4_jax.serve.batch import Batch
 from dsv4_jax.serve.repeatable import settle
-from helpers.serve import MODEL, SLOW_WHERE_RELEASED, num_slots, running
+from helpers.serve import MODEL, num_slots, running, tokenizer_fixture
 
 SETTINGS = ServeSettings(model_name=MODEL, max_body_bytes=5000)
 HI = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "temperature": 0}
@@ -28,6 +28,8 @@ BODIES = {
     "/v1/responses": {"input": "hi", "max_output_tokens": 5, "temperature": 0},
     "/v1/messages": HI,
 }
+tokenizer_name = tokenizer_fixture("bytes")
+"""A file of requests is read and answered alike whatever the vocabulary."""
 
 
 @pytest.fixture
@@ -90,7 +92,6 @@ def without_ids(body):
     return {name: without_ids(one) for name, one in body.items() if name not in varying}
 
 
-@SLOW_WHERE_RELEASED
 def test_answers_of_every_protocol_are_those_of_the_server(files, engine):
     write(files[0], [line(url, url=url) for url in BODIES])
     found, counts = run(files, engine)
@@ -111,7 +112,6 @@ def test_answers_of_every_protocol_are_those_of_the_server(files, engine):
 
 
 @pytest.mark.slow
-@SLOW_WHERE_RELEASED
 def test_many_are_answered_at_once_as_generate_answers_each(files, engine):
     lines = completions(60, temperature=0.9)
     write(files[0], lines)
@@ -161,7 +161,6 @@ def run_repeatable(files, engine):
 
 
 @pytest.mark.slow
-@SLOW_WHERE_RELEASED
 def test_repeatable_answers_depend_on_their_requests_alone(files, engine, tmp_path):
     """Bit for bit: of a whole file, of files of one line each, and of one torn at any place."""
     lines = varied_lines()
@@ -257,7 +256,6 @@ def test_a_repeatable_batch_that_is_killed_again_and_again_ends_alike(files, tmp
     assert files[1].read_bytes() == (tmp_path / "whole").read_bytes()
 
 
-@SLOW_WHERE_RELEASED
 def test_what_is_there_is_not_done_again_and_a_torn_line_is_mended(files, engine):
     lines = [*completions(12), b"nonsense"]
     write(files[0], lines)
@@ -304,7 +302,6 @@ BAD = {
 }
 
 
-@SLOW_WHERE_RELEASED
 def test_bad_lines_become_errors_and_others_are_answered(files, engine):
     bad = list(BAD.values())
     lines = [one if isinstance(one, bytes) else one | {"custom_id": f"b{i}"}
@@ -325,7 +322,6 @@ def test_bad_lines_become_errors_and_others_are_answered(files, engine):
     assert run(files, engine)[1] == (0, 0)
 
 
-@SLOW_WHERE_RELEASED
 def test_what_the_server_refuses_is_refused_here(files, engine):
     bodies = [
         {"prompt": 3}, {"prompt": "a", "suffix": "b"}, {"prompt": "a", "model": "other"},
@@ -346,7 +342,6 @@ def test_what_the_server_refuses_is_refused_here(files, engine):
     assert found["claude"]["response"]["body"]["type"] == "error"
 
 
-@SLOW_WHERE_RELEASED
 def test_a_request_that_makes_steps_fail_fails_alone(files, engine, monkeypatch):
     def fail(plan, running, *rest, plain=engine.loop.runner.run):
         if any(request.sampling.seed == 666 for request in running.values()):
@@ -398,7 +393,6 @@ def test_files_that_cannot_be_used_are_named(files, tmp_path):
             Batch(*files, settings=SETTINGS)
 
 
-@SLOW_WHERE_RELEASED
 def test_a_full_disk_ends_it_with_whole_lines_and_a_rerun_goes_on(files, engine, monkeypatch):
     """The fifth line fits by half alone."""
     write(files[0], completions(40))
@@ -424,7 +418,6 @@ def test_a_full_disk_ends_it_with_whole_lines_and_a_rerun_goes_on(files, engine,
     assert all(whole[name] == one for name, one in some.items())
 
 
-@SLOW_WHERE_RELEASED
 def test_an_engine_that_fails_for_good_leaves_the_rest_for_later(files, engine, monkeypatch):
     write(files[0], completions(20))
 
@@ -457,7 +450,6 @@ def test_bad_arguments_are_named(tmp_path, capsys, arguments, told):
     assert told in capsys.readouterr().err
 
 
-@SLOW_WHERE_RELEASED
 def test_nothing_is_loaded_where_nothing_is_left(tmp_path, capsys, engine):
     write(tmp_path / "in", [line("a")])
     run((tmp_path / "in", tmp_path / "out"), engine)

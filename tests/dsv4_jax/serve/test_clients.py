@@ -13,7 +13,7 @@ import openai
 import pytest
 
 import dsv4_jax as ds
-from helpers.serve import BEGIN, MODEL, SLOW_WHERE_RELEASED, ids_of, script
+from helpers.serve import BEGIN, MODEL, ids_of, script, tokenizer_fixture
 
 HI = [{"role": "user", "content": "hi"}]
 PLAIN = {"thinking": {"type": "disabled"}}
@@ -27,6 +27,8 @@ CALL = (
     '<｜DSML｜parameter name="place" string="true">Bern</｜DSML｜parameter>\n'
     "</｜DSML｜invoke>\n</｜DSML｜tool_calls>"
 )
+tokenizer_name = tokenizer_fixture("bytes")
+"""`test_walk.py` has the clients and V4's own by default."""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +57,6 @@ def post(server, path, body, **options):
 # Completions.
 
 
-@SLOW_WHERE_RELEASED
 def test_64_completions_are_those_of_generate(server, ask, other_engine):
     """Whole and streamed, greedy and drawn, all at once."""
     prompts = [f"{'A prompt' * (i % 5)} {i}" for i in range(64)]
@@ -94,7 +95,6 @@ def test_64_completions_are_those_of_generate(server, ask, other_engine):
         assert usage.prompt_tokens_details.cached_tokens >= 0
 
 
-@SLOW_WHERE_RELEASED
 def test_several_prompts_several_answers_and_echo(ask, other_engine, tokenizer):
     """Answer j of a prompt has the seed and j more; token ids are prompts too."""
     ids = tokenizer.encode("two").ids
@@ -131,7 +131,6 @@ def test_stop_texts_end_a_completion(ask, says):
     assert "".join(event.choices[0].text for event in streamed) == "one two"
 
 
-@SLOW_WHERE_RELEASED
 def test_log_probabilities_of_a_completion(ask, other_engine):
     """Those of `generate`, of tokens as texts."""
     (expected,) = other_engine.generate(["hello"], max_new_tokens=5, logprobs=3)
@@ -151,7 +150,6 @@ def test_log_probabilities_of_a_completion(ask, other_engine):
     assert [one for part in parts for one in part.text_offset] == found.text_offset
 
 
-@SLOW_WHERE_RELEASED
 def test_how_tokens_are_drawn_is_up_to_the_request(ask, other_engine):
     """Fields of OpenAI's, and those that other servers have too."""
     asked = {"temperature": 0.9, "top_p": 0.8, "seed": 3, "presence_penalty": 0.5}
@@ -200,7 +198,6 @@ def test_a_chat_that_streams(ask, says):
     assert events[-1].usage.total_tokens > events[-1].usage.prompt_tokens > 0
 
 
-@SLOW_WHERE_RELEASED
 def test_several_answers_of_a_chat(ask, other_engine, tokenizer):
     """Answers with a seed each, as `generate` gives them."""
     asked = {"model": MODEL, "messages": HI, "max_tokens": 6, "seed": 4, "n": 3, "temperature": 0.7}

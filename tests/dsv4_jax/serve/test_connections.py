@@ -146,7 +146,7 @@ def test_connect_is_refused_and_what_follows_it_is_no_request(server):
 
 
 @pytest.mark.skipif(CURL is None, reason="no curl here")
-@pytest.mark.parametrize("form", ["length", "chunked", "large"])
+@pytest.mark.parametrize("form", slow.all_but(["chunked"], ["length", "chunked", "large"]))
 def test_curl_offers_http_2(server, form):
     """`curl --http2`; with a large body it waits for 100 Continue."""
     body = SHORT if form != "large" else SHORT | {"user": "x" * 2**20}

@@ -9,19 +9,16 @@ import threading
 import httpx
 import pytest
 
-from helpers import slow
 from helpers.raw_http import OPENED, close_all, connect, read_all, request_bytes
-from helpers.serve import MODEL, TOKENIZERS, num_slots, running, warm_engine
+from helpers.serve import MODEL, num_slots, running, tokenizer_fixture, warm_engine
 from helpers.serving import fail_with_prompts_of, until
 
 LONG = {"model": MODEL, "prompt": "a", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
 SHORT = {"model": MODEL, "prompt": "a", "max_tokens": 3, "temperature": 0}
 
 
-@pytest.fixture(scope="module", params=slow.all_but(["bytes"], list(TOKENIZERS)))
-def tokenizer_name(request):
-    """Of what goes wrong between a client and the server the vocabulary is no part."""
-    return request.param
+tokenizer_name = tokenizer_fixture("bytes")
+"""Of what goes wrong between a client and the server the vocabulary is no part."""
 
 
 @pytest.fixture(autouse=True)

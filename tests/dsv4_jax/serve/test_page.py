@@ -13,9 +13,8 @@ import pytest
 import dsv4_jax as ds
 from dsv4_jax.serve import app
 from dsv4_jax.serve.web_page import PAGE_PATHS, STATE_PATH
-from helpers import slow
 from helpers.browser import OBSTACLE, chromium
-from helpers.serve import BYTES_ALONE, MODEL, TOKENIZERS, ids_of, running, script
+from helpers.serve import BYTES_ALONE, MODEL, ids_of, running, script, tokenizer_fixture
 from helpers.serving import until
 
 FOLDER = pathlib.Path(ds.__file__).parent / "serve" / "page"
@@ -23,10 +22,8 @@ SECRET = "a prompt that nobody else may see"
 CONTROL, ENTER, ESCAPE, TAB = "\ue009", "\ue007", "\ue00c", "\ue004"
 
 
-@pytest.fixture(scope="module", params=slow.all_but(["bytes"], list(TOKENIZERS)))
-def tokenizer_name(request):
-    """The page shows the engine's state, and texts as they come."""
-    return request.param
+tokenizer_name = tokenizer_fixture("bytes")
+"""The page shows the engine's state, and texts as they come."""
 
 
 @contextlib.contextmanager
