@@ -15,6 +15,7 @@ from benchmarks import baselines, bench_topk, draws
 from dsv4_jax.bench import compare, timing
 from dsv4_jax.bench.roofline import FP8_FLOPS
 from helpers.calls import make_call
+from helpers.selection_cases import SHAPES
 from pallas_kernels import LayerPlanes, get_cache_format
 from pallas_kernels.gpu.devices import H200
 from pallas_kernels.index_scores import mosaic_gpu as scores_kernel
@@ -33,7 +34,7 @@ def main():
     bandwidth = timing.copy_bandwidth()
     cases = [
         case
-        for shape in bench_topk.SHAPES
+        for shape in SHAPES
         for keys in FORMATS
         for case in cases_of(keys, shape, bandwidth, args.baseline, args.topk)
     ]

@@ -14,10 +14,10 @@ import numpy as np
 
 from benchmarks import baselines
 from dsv4_jax.bench import compare, timing
+from helpers.selection_cases import SHAPES
 from pallas_kernels.gpu.devices import H200
 from pallas_kernels.select_top_k.op import select_top_k
 
-SHAPES = [(1, 262144), (8, 65536), (8, 262144), (32, 16384), (64, 4096), (64, 16384), (64, 65536)]
 SELECTED = [512, 1024]
 BASELINE = "vLLM persistent_topk"
 _CACHED_BYTES = 0.8 * H200.l2_bytes

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from helpers import slow, token_oracle
+from helpers.selection_cases import SHAPES
 from pallas_kernels import gpu_interpreter
 from pallas_kernels.select_top_k import mosaic_gpu as select_kernel
 from pallas_kernels.select_top_k.op import select_top_k
@@ -14,7 +15,6 @@ from pallas_kernels.select_top_k.op import select_top_k
 pytestmark = pytest.mark.unoptimised
 
 KERNELS = ["mosaic_gpu"]
-BENCHED = [(1, 262144), (8, 65536), (8, 262144), (32, 16384), (64, 4096), (64, 16384), (64, 65536)]
 INF, NAN = np.inf, np.nan
 
 AOT_CASES = [
@@ -183,7 +183,7 @@ def test_without_a_backend_the_reference_runs_on_a_cpu_and_agrees():
     np.testing.assert_array_equal(selected, [best_entries(row[:50], 8) for row in scores])
 
 
-@pytest.mark.parametrize("shape", BENCHED)
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("k", [1, 512, 1000, 1024, select_kernel.MAX_K])
 def test_stages_cover_a_row_and_end_in_one_tile(shape, k):
     _, num_entries = shape
